@@ -1,0 +1,5 @@
+//! What a model is fed: named host arrays, data sets that make them, samplers that choose.
+
+mod array;
+
+pub use array::{Array, ArrayData, Batch};

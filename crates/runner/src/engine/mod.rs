@@ -1,0 +1,114 @@
+//! The tensor engine as the runner sees it: parameters, a training step, an evaluation.
+//!
+//! The runner knows no tensor crate. It lends a [`Batch`] to an [`Engine`], which runs forward and
+//! backward and reports each parameter's gradient to a [`GradSink`] the moment backward has
+//! finished it, so that communication can start while backward still runs. Between steps the
+//! engine lends all its parameters at once as plain slices, and the optimizer updates them in
+//! place.
+//!
+//! Invariant: parameter `i` is `params()[i]` everywhere: in gradients, in the slices lent, in the
+//! optimizer's state, in checkpoints, and on every rank.
+//!
+//! `engine/candle/` is the default implementation (feature `candle`).
+
+use std::sync::Arc;
+
+use fused_optim::{DType, Slice, SliceMut};
+use parking_lot::Mutex;
+
+use crate::Result;
+use crate::data::{Array, Batch};
+
+#[cfg(feature = "candle")]
+pub mod candle;
+
+/// Name, shape and type of one parameter or buffer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Dotted path, unique within the model: `layer1.0.conv1.weight`.
+    pub name: String,
+    /// Row-major extents.
+    pub shape: Vec<usize>,
+    /// Element type.
+    pub dtype: DType,
+}
+
+impl TensorSpec {
+    /// Number of elements.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// Receives gradients while backward runs.
+pub trait GradSink: Send {
+    /// Takes the complete gradient of parameter `index`, contiguous, in the parameter's dtype and
+    /// shape. Called at most once per parameter and backward pass, on the thread that called
+    /// [`Engine::forward_backward`]; the slice is valid for the call only.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the sink does with a gradient can fail (communication does); the engine stops
+    /// backward and returns this error unchanged.
+    fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()>;
+}
+
+/// A sink shared between the model wrapper that owns it and the engine that calls it.
+pub type SharedSink = Arc<Mutex<dyn GradSink>>;
+
+/// What one forward pass over a training batch reports.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Losses {
+    /// Named scalars for the log, unscaled. Their order is kept. The loss that backward started
+    /// from is the first and is called `loss`.
+    pub scalars: Vec<(String, f64)>,
+}
+
+/// A model with its parameters on some device, able to train and to evaluate.
+pub trait Engine {
+    /// Trainable parameters in registration (forward) order.
+    fn params(&self) -> &[TensorSpec];
+
+    /// Tensors that belong to the model but get no gradient (batch-norm statistics).
+    fn buffers(&self) -> &[TensorSpec];
+
+    /// Lends every parameter, in order of [`params`](Self::params), as one mutable slice each.
+    ///
+    /// # Errors
+    ///
+    /// Those of `visit`, and of the engine if the memory cannot be reached from the host.
+    fn with_params(&mut self, visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>)
+    -> Result<()>;
+
+    /// Lends every buffer, in order of [`buffers`](Self::buffers).
+    ///
+    /// # Errors
+    ///
+    /// As [`with_params`](Self::with_params).
+    fn with_buffers(
+        &mut self,
+        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
+    ) -> Result<()>;
+
+    /// Runs forward and backward in training mode. Backward starts from the loss times
+    /// `loss_scale`, so every gradient reported to `sink` carries that factor.
+    ///
+    /// # Errors
+    ///
+    /// The model's own (a field missing in the batch, a shape that does not fit), and the sink's.
+    fn forward_backward(
+        &mut self,
+        batch: &Batch,
+        loss_scale: f32,
+        sink: &SharedSink,
+    ) -> Result<Losses>;
+
+    /// Runs forward in evaluation mode and returns the model's named outputs, the first dimension
+    /// of each being the batch.
+    ///
+    /// # Errors
+    ///
+    /// The model's own.
+    fn eval(&mut self, batch: &Batch) -> Result<Vec<(String, Array)>>;
+}

@@ -1,0 +1,117 @@
+//! What can go wrong in a collective, and who caused it.
+
+use std::time::Duration;
+
+use crate::Rank;
+
+/// A failure of a process group, a store or the rendezvous.
+///
+/// A caller's own mistake ([`InvalidArgument`](Self::InvalidArgument)) is seen before anything is
+/// sent and leaves the group usable. Every other error poisons the group: later operations return
+/// [`Poisoned`](Self::Poisoned) on every rank.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Not all ranks came in time.
+    #[error("{op}: timed out after {waited:?}, still missing {}", ranks(missing))]
+    Timeout {
+        /// What was waited for, for example `all_reduce #17 of group default`.
+        op: String,
+        /// How long this rank waited.
+        waited: Duration,
+        /// The ranks that did not come.
+        missing: Vec<Rank>,
+    },
+    /// A peer's process ended while it was needed.
+    #[error("{op}: rank {rank} (pid {pid}) died")]
+    PeerDied {
+        /// What was under way on this rank.
+        op: String,
+        /// The rank that died.
+        rank: Rank,
+        /// Its process id.
+        pid: u32,
+    },
+    /// Ranks called different operations; no byte of user data was changed.
+    #[error("{op}: ranks disagree on {field}: {}", by_rank_text(by_rank))]
+    Mismatch {
+        /// What this rank called.
+        op: String,
+        /// The first field that differs: verb, dtype, op, root or count.
+        field: &'static str,
+        /// What each rank called.
+        by_rank: Vec<(Rank, String)>,
+    },
+    /// A rank gave the group up.
+    #[error("the group was aborted by rank {by}: {reason}")]
+    Aborted {
+        /// The rank that called `abort`.
+        by: Rank,
+        /// Its words.
+        reason: String,
+    },
+    /// An earlier operation failed; the group can do no more.
+    #[error("the group is unusable since an earlier failure: {0}")]
+    Poisoned(Box<Error>),
+    /// The ranks could not be brought together.
+    #[error("rendezvous at {addr}: {reason}")]
+    Rendezvous {
+        /// Where the store was looked for, `host:port`.
+        addr: String,
+        /// What happened, and what to do.
+        reason: String,
+    },
+    /// A parameter got no gradient in this backward pass on this rank.
+    #[error(
+        "rank {rank}: no gradient in this backward pass for {}; if that is intended, set find_unused_parameters",
+        names.join(", ")
+    )]
+    UnusedParameters {
+        /// This rank.
+        rank: Rank,
+        /// The parameters, by name.
+        names: Vec<String>,
+    },
+    /// The backend does not do this.
+    #[error("backend {backend} does not support {what}")]
+    Unsupported {
+        /// The backend's name.
+        backend: &'static str,
+        /// The operation, type or option.
+        what: String,
+    },
+    /// A wrong call, seen on the calling rank before anything was sent.
+    #[error("{0}")]
+    InvalidArgument(String),
+    /// The operating system refused.
+    #[error("{what}: {text}")]
+    Io {
+        /// What was being done.
+        what: String,
+        /// The system's answer.
+        text: String,
+        /// Its kind, to match on.
+        kind: std::io::ErrorKind,
+    },
+}
+
+impl Error {
+    /// Wraps a system error with what was being done.
+    pub(crate) fn io(what: impl Into<String>, error: &std::io::Error) -> Self {
+        Self::Io { what: what.into(), text: error.to_string(), kind: error.kind() }
+    }
+}
+
+/// Result of a collective operation.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+fn ranks(ranks: &[Rank]) -> String {
+    let list: Vec<_> = ranks.iter().map(ToString::to_string).collect();
+    format!("{} {}", if ranks.len() == 1 { "rank" } else { "ranks" }, list.join(", "))
+}
+
+fn by_rank_text(by_rank: &[(Rank, String)]) -> String {
+    let list: Vec<_> = by_rank.iter().map(|(rank, what)| format!("rank {rank}: {what}")).collect();
+    list.join("; ")
+}
+

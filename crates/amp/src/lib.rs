@@ -1,1 +1,5 @@
-//! Placeholder while the workspace is being laid out.
+//! Automatic mixed precision.
+
+mod error;
+
+pub use error::{Error, Result};

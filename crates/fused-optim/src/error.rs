@@ -1,0 +1,135 @@
+//! What can go wrong in a step or a state dict; nothing has changed when one of these comes back.
+
+use crate::DType;
+
+/// A failure of an optimizer. Weights, state and step counts are as they were before the call.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A hyper-parameter is outside its range.
+    #[error("invalid {name}: {value}")]
+    InvalidHyper {
+        /// Which one, in PyTorch's words, for example `beta parameter at index 0`.
+        name: &'static str,
+        /// What was given.
+        value: f64,
+    },
+    /// Nesterov was asked for without momentum or with dampening.
+    #[error("nesterov momentum requires a momentum and zero dampening")]
+    Nesterov,
+    /// A tensor is named twice, in one group or in two.
+    #[error("parameter {index} is in more than one place of the groups")]
+    DuplicateParam {
+        /// The tensor.
+        index: usize,
+    },
+    /// There is no such group.
+    #[error("no parameter group {group}: there are {count}")]
+    NoSuchGroup {
+        /// What was asked for.
+        group: usize,
+        /// How many there are.
+        count: usize,
+    },
+    /// A group names a tensor that was not passed to the step.
+    #[error("a group names parameter {index}, but the step was given {count}")]
+    MissingParam {
+        /// The tensor.
+        index: usize,
+        /// How many came.
+        count: usize,
+    },
+    /// A gradient, or the state of an earlier step, is not as long as the weight.
+    #[error("parameter {index}: the weight has {expected} elements, its {what} {got}")]
+    LengthMismatch {
+        /// The tensor.
+        index: usize,
+        /// `gradient` or `state`.
+        what: &'static str,
+        /// The weight's element count.
+        expected: usize,
+        /// The other count.
+        got: usize,
+    },
+    /// The weight's type is not the one the state was made for: a half weight has an f32 master in
+    /// the state, an f32 weight has none.
+    #[error("parameter {index}: the weight is {weight}, but its state {} a master", if *.master { "has" } else { "lacks" })]
+    MasterMismatch {
+        /// The tensor.
+        index: usize,
+        /// The weight's type.
+        weight: DType,
+        /// Whether the state has a master.
+        master: bool,
+    },
+    /// The factor for the gradients is negative, infinite or not a number.
+    #[error("invalid grad_scale: {value}")]
+    InvalidGradScale {
+        /// What was given.
+        value: f32,
+    },
+    /// A state dict is of another optimizer.
+    #[error("the state dict is of {got:?}, this optimizer is {expected:?}")]
+    WrongKind {
+        /// This optimizer's name.
+        expected: &'static str,
+        /// The state dict's.
+        got: String,
+    },
+    /// A state dict does not fit this optimizer.
+    #[error("state dict, {key}: {problem}")]
+    State {
+        /// The entry, for example `state.3.exp_avg`.
+        key: String,
+        /// What is wrong with it.
+        problem: StateProblem,
+    },
+    /// Bytes that are not a state dict.
+    #[error("cannot {action}")]
+    Format {
+        /// What failed, for example `read the safetensors header`.
+        action: &'static str,
+        /// Why.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// What is wrong with one entry of a state dict.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum StateProblem {
+    /// It should be there.
+    #[error("missing")]
+    Missing,
+    /// It should not be there.
+    #[error("unknown")]
+    Unknown,
+    /// Its element type is not the one state has.
+    #[error("expected {expected}, got {got}")]
+    Dtype {
+        /// What state is made of.
+        expected: &'static str,
+        /// What came.
+        got: String,
+    },
+    /// Its element count differs from the tensor's.
+    #[error("expected {expected} elements, got {got}")]
+    Length {
+        /// The tensor's count.
+        expected: usize,
+        /// The entry's count.
+        got: usize,
+    },
+    /// It holds an infinity or a NaN.
+    #[error("not finite at element {at}")]
+    NonFinite {
+        /// The first such element.
+        at: usize,
+    },
+    /// Its value makes no sense here; the text says why.
+    #[error("{0}")]
+    Invalid(String),
+}
+
+/// The result of this crate's fallible functions.
+pub type Result<T> = std::result::Result<T, Error>;

@@ -1,0 +1,207 @@
+//! What an optimizer is handed: weights and gradients as plain slices of one of three types.
+//!
+//! A tensor here is a slice without a shape: every rule of this crate works element by element.
+//! Its place in the list passed to [`Optimizer::step`](crate::Optimizer::step) is its identity: the
+//! same tensor must come at the same index at every step, with or without a gradient.
+
+use std::fmt;
+
+use half::{bf16, f16};
+
+/// The element type of a weight or a gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DType {
+    /// IEEE 754 binary32.
+    F32,
+    /// IEEE 754 binary16: 5 exponent bits, largest finite value 65504.
+    F16,
+    /// The upper half of an `f32`: 8 exponent bits, 8 significant bits.
+    Bf16,
+}
+
+impl DType {
+    /// Bytes per element.
+    #[must_use]
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+        })
+    }
+}
+
+/// A shared slice of one of the three element types.
+#[derive(Clone, Copy, Debug)]
+pub enum Slice<'a> {
+    /// Of `f32`.
+    F32(&'a [f32]),
+    /// Of `f16`.
+    F16(&'a [f16]),
+    /// Of `bf16`.
+    Bf16(&'a [bf16]),
+}
+
+impl Slice<'_> {
+    /// Number of elements.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        match self {
+            Self::F32(s) => s.len(),
+            Self::F16(s) => s.len(),
+            Self::Bf16(s) => s.len(),
+        }
+    }
+
+    /// Whether there are no elements, which is legal everywhere.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The element type.
+    #[must_use]
+    pub const fn dtype(&self) -> DType {
+        match self {
+            Self::F32(_) => DType::F32,
+            Self::F16(_) => DType::F16,
+            Self::Bf16(_) => DType::Bf16,
+        }
+    }
+}
+
+/// A mutable slice of one of the three element types.
+#[derive(Debug)]
+pub enum SliceMut<'a> {
+    /// Of `f32`.
+    F32(&'a mut [f32]),
+    /// Of `f16`.
+    F16(&'a mut [f16]),
+    /// Of `bf16`.
+    Bf16(&'a mut [bf16]),
+}
+
+impl SliceMut<'_> {
+    /// Number of elements.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.as_slice().len()
+    }
+
+    /// Whether there are no elements, which is legal everywhere.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The element type.
+    #[must_use]
+    pub const fn dtype(&self) -> DType {
+        self.as_slice().dtype()
+    }
+
+    /// The same elements, to read.
+    #[must_use]
+    pub const fn as_slice(&self) -> Slice<'_> {
+        match self {
+            Self::F32(s) => Slice::F32(s),
+            Self::F16(s) => Slice::F16(s),
+            Self::Bf16(s) => Slice::Bf16(s),
+        }
+    }
+
+    /// The same elements for a shorter while, as `&mut *slice` does for a plain slice.
+    #[must_use]
+    pub const fn reborrow(&mut self) -> SliceMut<'_> {
+        match self {
+            Self::F32(s) => SliceMut::F32(s),
+            Self::F16(s) => SliceMut::F16(s),
+            Self::Bf16(s) => SliceMut::Bf16(s),
+        }
+    }
+}
+
+macro_rules! from_slices {
+    ($($element:ty => $variant:ident),*) => {$(
+        impl<'a> From<&'a [$element]> for Slice<'a> {
+            fn from(slice: &'a [$element]) -> Self {
+                Self::$variant(slice)
+            }
+        }
+
+        impl<'a> From<&'a mut [$element]> for SliceMut<'a> {
+            fn from(slice: &'a mut [$element]) -> Self {
+                Self::$variant(slice)
+            }
+        }
+    )*};
+}
+
+from_slices!(f32 => F32, f16 => F16, bf16 => Bf16);
+
+/// One tensor of a step: its weight, and its gradient if it has one this time.
+///
+/// Weight and gradient need not be of one type. A missing gradient leaves the tensor, its state
+/// and its step count as they are.
+#[derive(Debug)]
+pub struct ParamMut<'a> {
+    /// The weight, updated in place.
+    pub weight: SliceMut<'a>,
+    /// The gradient, as long as the weight; only read.
+    pub grad: Option<Slice<'a>>,
+}
+
+impl<'a> ParamMut<'a> {
+    /// A tensor with or without a gradient.
+    pub fn new(weight: impl Into<SliceMut<'a>>, grad: Option<Slice<'a>>) -> Self {
+        Self { weight: weight.into(), grad }
+    }
+}
+
+/// Tensors that share hyper-parameters.
+///
+/// `H` is the rule's own struct, for example `AdamWHyper`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParamGroup<H> {
+    /// The hyper-parameters of these tensors.
+    pub hyper: H,
+    /// Indices into the list passed to [`Optimizer::step`](crate::Optimizer::step). A tensor is in
+    /// one group at most; one that is in none is never touched.
+    pub params: Vec<usize>,
+}
+
+impl<H> ParamGroup<H> {
+    /// A group over the given tensors.
+    pub fn new(hyper: H, params: impl IntoIterator<Item = usize>) -> Self {
+        Self { hyper, params: params.into_iter().collect() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn length_and_type_survive_every_view() {
+        let mut halves = [f16::ONE; 3];
+        let mut view = SliceMut::from(&mut halves[..]);
+        assert_eq!((view.len(), view.dtype(), view.is_empty()), (3, DType::F16, false));
+        if let SliceMut::F16(s) = view.reborrow() {
+            s[0] = f16::ZERO;
+        }
+        assert_eq!(view.as_slice().len(), 3);
+        assert_eq!(halves[0], f16::ZERO);
+        assert!(Slice::from(&[bf16::ONE; 0][..]).is_empty());
+        assert_eq!(DType::Bf16.to_string(), "bf16");
+        assert_eq!(DType::F32.size() + DType::F16.size() + DType::Bf16.size(), 8);
+    }
+}

@@ -114,4 +114,3 @@ fn by_rank_text(by_rank: &[(Rank, String)]) -> String {
     let list: Vec<_> = by_rank.iter().map(|(rank, what)| format!("rank {rank}: {what}")).collect();
     list.join("; ")
 }
-

@@ -52,7 +52,7 @@ pub enum Error {
     },
     /// An earlier operation failed; the group can do no more.
     #[error("the group is unusable since an earlier failure: {0}")]
-    Poisoned(Box<Error>),
+    Poisoned(Box<Self>),
     /// The ranks could not be brought together.
     #[error("rendezvous at {addr}: {reason}")]
     Rendezvous {

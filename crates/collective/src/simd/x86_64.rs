@@ -181,8 +181,9 @@ unsafe fn store_bf16(ptr: *mut u8, x: __m256) {
     let kept = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, bias));
     // Packs each 128-bit lane to 64 bits, then brings the two that count together.
     let packed = _mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(kept, kept));
+    let rounded = _mm256_castsi256_si128(packed);
     // SAFETY: the caller's promise.
-    unsafe { store_16(ptr, _mm256_castsi256_si128(packed)) };
+    unsafe { store_16(ptr, rounded) };
 }
 
 #[cfg(test)]

@@ -66,17 +66,20 @@ impl TcpStore {
         let start = Instant::now();
         let deadline = deadline(self.timeout);
         let mut pause = FIRST_PAUSE;
+        let mut why = "nobody there".to_owned();
         loop {
-            let error = match Connection::open(&self.host, self.port, deadline) {
+            match Connection::open(&self.host, self.port, deadline) {
                 Ok(connection) => return Ok(connection),
-                Err(error) => error,
-            };
+                // That the time is over says less than what went wrong before.
+                Err(error) if is_timeout(&error) => {}
+                Err(error) => why = error.to_string(),
+            }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Err(Error::Rendezvous {
                     addr: self.addr(),
                     reason: format!(
-                        "no store answered within {:.1?} (last attempt: {error}); is the launcher \
+                        "no store answered within {:.1?} ({why}); is the launcher \
                          or rank 0 running there, and are MASTER_ADDR and MASTER_PORT right?",
                         start.elapsed()
                     ),

@@ -61,6 +61,29 @@ pub enum Error {
         /// What happened, and what to do.
         reason: String,
     },
+    /// Keys of a store that nobody set in time.
+    #[error(
+        "store {store}: waited {waited:?} for {}, which nobody has set; the rank that sets it is late, dead or was never started",
+        keys.join(", ")
+    )]
+    KeyTimeout {
+        /// The store: `memory` or `host:port`.
+        store: String,
+        /// The keys still missing, as the caller named them.
+        keys: Vec<String>,
+        /// How long was waited.
+        waited: Duration,
+    },
+    /// A store that cannot be reached, broke its protocol, or refused a request.
+    #[error("store {store}: {during}: {reason}")]
+    Store {
+        /// The store: `memory` or `host:port`.
+        store: String,
+        /// The request, for example `add "joined"`.
+        during: String,
+        /// What happened, and what to do.
+        reason: String,
+    },
     /// A parameter got no gradient in this backward pass on this rank.
     #[error(
         "rank {rank}: no gradient in this backward pass for {}; if that is intended, set find_unused_parameters",

@@ -48,7 +48,13 @@ pub use op::{Fingerprint, OpDesc, Place, Verb};
 pub use process_group::{GroupOptions, ProcessGroup};
 pub use reduce_op::ReduceOp;
 pub use shared_buf::SharedBuf;
+pub use store::{MemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
 pub use work::{Buffer, Work};
 
 /// A process's index within a group, `0..world_size`.
 pub type Rank = usize;
+
+/// The examples of the README are tests too.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -1,147 +1,103 @@
-//! Key-value stores: how ranks find each other before they have a group.
+//! Key-value stores: how ranks find one another before a process group exists.
+//!
+//! A [`Store`] is a small shared map with atomic counters and with waiting for a key that is not
+//! there yet. Three kinds implement it:
+//!
+//! - [`MemoryStore`], for ranks that are threads of one process, and for tests;
+//! - [`TcpStore`], a client of a [`TcpStoreServer`] or of PyTorch's `TCPStore` server, whose wire
+//!   protocol both speak;
+//! - [`PrefixStore`], a part of another store under a prefix of its own.
+//!
+//! Invariant: every wait has a deadline, and an error names the store's address and the keys that
+//! were missing when it passed.
 
-use std::collections::HashMap;
+mod memory;
+mod prefix;
+pub mod tcp;
+mod values;
+
+use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+pub use self::memory::MemoryStore;
+pub use self::prefix::PrefixStore;
+pub use self::tcp::client::TcpStore;
+pub use self::tcp::server::TcpStoreServer;
+use crate::Result;
 
-use crate::{Error, Result};
-
-/// A small key-value store that all ranks of a job can reach.
-pub trait Store: Send + Sync + std::fmt::Debug {
-    /// Stores a value.
+/// A map shared by the ranks of a job, with counters and with waiting.
+///
+/// All methods may be called from several threads at once: a thread that waits does not hold up
+/// another. An operation that returned has happened: any rank told of it sees its effect.
+pub trait Store: Send + Sync + Debug {
+    /// Stores `value` under `key`, replacing what was there, and wakes who waits for `key`.
     ///
     /// # Errors
     ///
-    /// The store cannot be reached.
+    /// [`Store`](crate::Error::Store) if the store cannot be reached, or if key or value are
+    /// longer than it takes.
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
 
-    /// Returns a value, waiting until there is one.
+    /// Waits until `key` is there and returns its value.
+    ///
+    /// A key that is deleted between its arrival and the reading of it gives an empty value.
     ///
     /// # Errors
     ///
-    /// The key did not appear in time, or the store cannot be reached.
+    /// [`KeyTimeout`](crate::Error::KeyTimeout) if the key did not come within `timeout`, and
+    /// those of [`set`](Self::set).
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>>;
 
-    /// Adds to a number kept as decimal text, absent counting as 0, and returns the sum.
+    /// Adds `delta` to the counter `key`, which starts at 0, and returns the sum. Wraps at the
+    /// ends of `i64`. A counter is stored as decimal text, which [`get`](Self::get) returns.
     ///
     /// # Errors
     ///
-    /// The value is not a number, or the store cannot be reached.
+    /// As [`set`](Self::set), and if the value there does not begin with a number.
     fn add(&self, key: &str, delta: i64) -> Result<i64>;
 
-    /// Stores `desired` if the value is `expected` (or is absent and `expected` is empty), and
-    /// returns the value afterwards.
+    /// Stores `desired` if the value of `key` equals `expected`, or if `key` is missing and
+    /// `expected` is empty. Returns the value now stored; for a missing key that was expected to
+    /// have a value, returns `expected`, as PyTorch's store does.
     ///
     /// # Errors
     ///
-    /// The store cannot be reached.
+    /// As [`set`](Self::set).
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>>;
 
-    /// Waits until all keys exist.
+    /// Waits until each of `keys` has been there; a key deleted after its arrival counts.
     ///
     /// # Errors
     ///
-    /// They did not all appear in time, or the store cannot be reached.
+    /// [`KeyTimeout`](crate::Error::KeyTimeout), naming the keys still missing, and those of
+    /// [`set`](Self::set).
     fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()>;
 
-    /// Whether all keys exist.
+    /// Whether all of `keys` are there now.
     ///
     /// # Errors
     ///
-    /// The store cannot be reached.
+    /// As [`set`](Self::set).
     fn check(&self, keys: &[&str]) -> Result<bool>;
 
-    /// Removes a key; whether it was there.
+    /// Removes `key`; returns whether it was there.
     ///
     /// # Errors
     ///
-    /// The store cannot be reached.
+    /// As [`set`](Self::set).
     fn delete_key(&self, key: &str) -> Result<bool>;
 
-    /// Number of keys.
+    /// Number of keys in the whole store, whatever their prefix.
     ///
     /// # Errors
     ///
-    /// The store cannot be reached.
+    /// As [`set`](Self::set).
     fn num_keys(&self) -> Result<i64>;
 }
 
-/// A store for the threads of one process.
-#[derive(Debug, Default)]
-pub struct MemoryStore {
-    map: Mutex<HashMap<String, Vec<u8>>>,
-    changed: Condvar,
+/// The moment `timeout` from now; a timeout too long for the clock means about a century.
+fn deadline(timeout: Duration) -> Instant {
+    Instant::now() + timeout.min(FOREVER)
 }
 
-impl MemoryStore {
-    /// An empty store.
-    pub fn new() -> Self {
-        Self::default()
-    }
-}
-
-impl Store for MemoryStore {
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.map.lock().insert(key.to_owned(), value.to_vec());
-        self.changed.notify_all();
-        Ok(())
-    }
-
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        self.wait(&[key], timeout)?;
-        Ok(self.map.lock().get(key).cloned().unwrap_or_default())
-    }
-
-    fn add(&self, key: &str, delta: i64) -> Result<i64> {
-        let mut map = self.map.lock();
-        let old = map.get(key).map(|value| String::from_utf8_lossy(value).parse::<i64>());
-        let old = old.transpose().map_err(|_| {
-            Error::InvalidArgument(format!("the value of {key} in the store is not a number"))
-        })?;
-        let sum = old.unwrap_or(0) + delta;
-        map.insert(key.to_owned(), sum.to_string().into_bytes());
-        self.changed.notify_all();
-        Ok(sum)
-    }
-
-    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
-        let mut map = self.map.lock();
-        let old = map.get(key).cloned().unwrap_or_default();
-        if old != expected {
-            return Ok(old);
-        }
-        map.insert(key.to_owned(), desired.to_vec());
-        self.changed.notify_all();
-        Ok(desired.to_vec())
-    }
-
-    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-        let deadline = Instant::now() + timeout;
-        let mut map = self.map.lock();
-        while !keys.iter().all(|key| map.contains_key(*key)) {
-            if self.changed.wait_until(&mut map, deadline).timed_out() {
-                return Err(Error::Timeout {
-                    op: format!("waiting for {} in the store", keys.join(", ")),
-                    waited: timeout,
-                    missing: Vec::new(),
-                });
-            }
-        }
-        Ok(())
-    }
-
-    fn check(&self, keys: &[&str]) -> Result<bool> {
-        let map = self.map.lock();
-        Ok(keys.iter().all(|key| map.contains_key(*key)))
-    }
-
-    fn delete_key(&self, key: &str) -> Result<bool> {
-        Ok(self.map.lock().remove(key).is_some())
-    }
-
-    fn num_keys(&self) -> Result<i64> {
-        let count = self.map.lock().len();
-        Ok(i64::try_from(count).expect("a map does not hold 2^63 keys"))
-    }
-}
+const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);

@@ -52,12 +52,35 @@ pub enum Error {
     },
     /// An earlier operation failed; the group can do no more.
     #[error("the group is unusable since an earlier failure: {0}")]
-    Poisoned(Box<Error>),
+    Poisoned(Box<Self>),
     /// The ranks could not be brought together.
     #[error("rendezvous at {addr}: {reason}")]
     Rendezvous {
         /// Where the store was looked for, `host:port`.
         addr: String,
+        /// What happened, and what to do.
+        reason: String,
+    },
+    /// Keys of a store that nobody set in time.
+    #[error(
+        "store {store}: waited {waited:?} for {}, which nobody has set; the rank that sets it is late, dead or was never started",
+        keys.join(", ")
+    )]
+    KeyTimeout {
+        /// The store: `memory` or `host:port`.
+        store: String,
+        /// The keys still missing, as the caller named them.
+        keys: Vec<String>,
+        /// How long was waited.
+        waited: Duration,
+    },
+    /// A store that cannot be reached, broke its protocol, or refused a request.
+    #[error("store {store}: {during}: {reason}")]
+    Store {
+        /// The store: `memory` or `host:port`.
+        store: String,
+        /// The request, for example `add "joined"`.
+        during: String,
         /// What happened, and what to do.
         reason: String,
     },
@@ -114,4 +137,3 @@ fn by_rank_text(by_rank: &[(Rank, String)]) -> String {
     let list: Vec<_> = by_rank.iter().map(|(rank, what)| format!("rank {rank}: {what}")).collect();
     list.join("; ")
 }
-

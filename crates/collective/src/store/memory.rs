@@ -1,0 +1,128 @@
+//! A store within one process.
+//!
+//! One map under a lock, and a condition variable that every change notifies. Clones share the
+//! map: give one to each thread.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::values::Values;
+use super::{Store, deadline};
+use crate::{Error, Result};
+
+/// A store for the threads of one process, and for tests of what stands on a store.
+///
+/// # Examples
+///
+/// ```
+/// use std::time::Duration;
+/// use collective::{MemoryStore, Store};
+///
+/// let store = MemoryStore::new();
+/// let other = store.clone();
+/// std::thread::spawn(move || other.set("address", b"127.0.0.1:29500"));
+/// assert_eq!(store.get("address", Duration::from_secs(5))?, b"127.0.0.1:29500");
+/// # Ok::<(), collective::Error>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct MemoryStore {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    values: Mutex<Values>,
+    changed: Condvar,
+}
+
+impl MemoryStore {
+    /// An empty store.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Changes the values and wakes every waiter, who looks whether its key has come.
+    fn change<R>(&self, change: impl FnOnce(&mut Values) -> R) -> R {
+        let result = change(&mut self.shared.values.lock());
+        self.shared.changed.notify_all();
+        result
+    }
+
+    /// Waits until every key is there and then reads the values under the same lock.
+    fn wait_then<R>(
+        &self,
+        keys: &[&str],
+        timeout: Duration,
+        read: impl FnOnce(&Values) -> R,
+    ) -> Result<R> {
+        let start = Instant::now();
+        let deadline = deadline(timeout);
+        let mut values = self.shared.values.lock();
+        let mut missing = keys.to_vec();
+        loop {
+            missing.retain(|key| !values.contains(key.as_bytes()));
+            if missing.is_empty() {
+                return Ok(read(&values));
+            }
+            if self.shared.changed.wait_until(&mut values, deadline).timed_out() {
+                missing.retain(|key| !values.contains(key.as_bytes()));
+                if missing.is_empty() {
+                    return Ok(read(&values));
+                }
+                return Err(Error::KeyTimeout {
+                    store: NAME.to_owned(),
+                    keys: missing.iter().map(|&key| key.to_owned()).collect(),
+                    waited: start.elapsed(),
+                });
+            }
+        }
+    }
+}
+
+impl Store for MemoryStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.change(|values| values.set(key.as_bytes(), value));
+        Ok(())
+    }
+
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        self.wait_then(&[key], timeout, |values| {
+            values.get(key.as_bytes()).unwrap_or_default().to_vec()
+        })
+    }
+
+    fn add(&self, key: &str, delta: i64) -> Result<i64> {
+        self.change(|values| values.add(key.as_bytes(), delta)).ok_or_else(|| Error::Store {
+            store: NAME.to_owned(),
+            during: format!("add {key:?}"),
+            reason: "the value there is not a number".to_owned(),
+        })
+    }
+
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+        Ok(self.change(|values| values.compare_set(key.as_bytes(), expected, desired).0.to_vec()))
+    }
+
+    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
+        self.wait_then(keys, timeout, |_| ())
+    }
+
+    fn check(&self, keys: &[&str]) -> Result<bool> {
+        let values = self.shared.values.lock();
+        Ok(keys.iter().all(|key| values.contains(key.as_bytes())))
+    }
+
+    fn delete_key(&self, key: &str) -> Result<bool> {
+        Ok(self.shared.values.lock().delete(key.as_bytes()))
+    }
+
+    fn num_keys(&self) -> Result<i64> {
+        Ok(i64::try_from(self.shared.values.lock().len()).expect("a map has fewer than 2^63 keys"))
+    }
+}
+
+/// How errors name this store.
+const NAME: &str = "memory";

@@ -1,0 +1,103 @@
+//! Key-value stores: how ranks find one another before a process group exists.
+//!
+//! A [`Store`] is a small shared map with atomic counters and with waiting for a key that is not
+//! there yet. Three kinds implement it:
+//!
+//! - [`MemoryStore`], for ranks that are threads of one process, and for tests;
+//! - [`TcpStore`], a client of a [`TcpStoreServer`] or of PyTorch's `TCPStore` server, whose wire
+//!   protocol both speak;
+//! - [`PrefixStore`], a part of another store under a prefix of its own.
+//!
+//! Invariant: every wait has a deadline, and an error names the store's address and the keys that
+//! were missing when it passed.
+
+mod memory;
+mod prefix;
+pub mod tcp;
+mod values;
+
+use std::fmt::Debug;
+use std::time::{Duration, Instant};
+
+pub use self::memory::MemoryStore;
+pub use self::prefix::PrefixStore;
+pub use self::tcp::client::TcpStore;
+pub use self::tcp::server::TcpStoreServer;
+use crate::Result;
+
+/// A map shared by the ranks of a job, with counters and with waiting.
+///
+/// All methods may be called from several threads at once: a thread that waits does not hold up
+/// another. An operation that returned has happened: any rank told of it sees its effect.
+pub trait Store: Send + Sync + Debug {
+    /// Stores `value` under `key`, replacing what was there, and wakes who waits for `key`.
+    ///
+    /// # Errors
+    ///
+    /// [`Store`](crate::Error::Store) if the store cannot be reached, or if key or value are
+    /// longer than it takes.
+    fn set(&self, key: &str, value: &[u8]) -> Result<()>;
+
+    /// Waits until `key` is there and returns its value.
+    ///
+    /// A key that is deleted between its arrival and the reading of it gives an empty value.
+    ///
+    /// # Errors
+    ///
+    /// [`KeyTimeout`](crate::Error::KeyTimeout) if the key did not come within `timeout`, and
+    /// those of [`set`](Self::set).
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>>;
+
+    /// Adds `delta` to the counter `key`, which starts at 0, and returns the sum. Wraps at the
+    /// ends of `i64`. A counter is stored as decimal text, which [`get`](Self::get) returns.
+    ///
+    /// # Errors
+    ///
+    /// As [`set`](Self::set), and if the value there does not begin with a number.
+    fn add(&self, key: &str, delta: i64) -> Result<i64>;
+
+    /// Stores `desired` if the value of `key` equals `expected`, or if `key` is missing and
+    /// `expected` is empty. Returns the value now stored; for a missing key that was expected to
+    /// have a value, returns `expected`, as PyTorch's store does.
+    ///
+    /// # Errors
+    ///
+    /// As [`set`](Self::set).
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>>;
+
+    /// Waits until each of `keys` has been there; a key deleted after its arrival counts.
+    ///
+    /// # Errors
+    ///
+    /// [`KeyTimeout`](crate::Error::KeyTimeout), naming the keys still missing, and those of
+    /// [`set`](Self::set).
+    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()>;
+
+    /// Whether all of `keys` are there now.
+    ///
+    /// # Errors
+    ///
+    /// As [`set`](Self::set).
+    fn check(&self, keys: &[&str]) -> Result<bool>;
+
+    /// Removes `key`; returns whether it was there.
+    ///
+    /// # Errors
+    ///
+    /// As [`set`](Self::set).
+    fn delete_key(&self, key: &str) -> Result<bool>;
+
+    /// Number of keys in the whole store, whatever their prefix.
+    ///
+    /// # Errors
+    ///
+    /// As [`set`](Self::set).
+    fn num_keys(&self) -> Result<i64>;
+}
+
+/// The moment `timeout` from now; a timeout too long for the clock means about a century.
+fn deadline(timeout: Duration) -> Instant {
+    Instant::now() + timeout.min(FOREVER)
+}
+
+const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);

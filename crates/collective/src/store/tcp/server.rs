@@ -1,0 +1,363 @@
+//! The store's server: one thread, one poll loop around [`State`].
+//!
+//! Nothing in the loop waits for anything but `poll`: no name is looked up, reads and writes are
+//! non-blocking, and a client that sends half a request or does not read its replies holds up
+//! nobody else. Replies are buffered; while a connection's buffer is over [`HIGH_WATER`], no more
+//! of its requests are taken, so a client that only sends makes itself wait.
+//!
+//! Invariant: `conns` and the state know the same connections, and a connection that failed is
+//! removed from both before the next is served.
+
+use std::collections::{HashMap, VecDeque};
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::SocketAddr;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use mio::net::{TcpListener, TcpStream};
+use mio::{Events, Interest, Poll, Token, Waker};
+
+use super::codec::{self, Decoded, ProtocolError};
+use super::sockopt;
+use super::state::{ConnId, State};
+use crate::{Error, Result};
+
+/// Serves a store until dropped.
+///
+/// # Examples
+///
+/// ```
+/// use std::time::Duration;
+/// use collective::{Store, TcpStore, TcpStoreServer};
+///
+/// let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap())?;
+/// let store = TcpStore::connect("127.0.0.1", server.port(), Duration::from_secs(5))?;
+/// assert_eq!(store.add("joined", 1)?, 1);
+/// # Ok::<(), collective::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct TcpStoreServer {
+    addr: SocketAddr,
+    stop: Arc<AtomicBool>,
+    waker: Waker,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl TcpStoreServer {
+    /// Listens on `addr` and starts the server's thread. Port 0 takes a free port, which
+    /// [`port`](Self::port) tells.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Rendezvous`] if the address cannot be bound: the port is taken, or the address is
+    /// not one of this host.
+    pub fn bind(addr: SocketAddr) -> Result<Self> {
+        let refused = |error: io::Error| Error::Rendezvous {
+            addr: addr.to_string(),
+            reason: match error.kind() {
+                ErrorKind::AddrInUse => "the port is taken, perhaps by another job on this host; \
+                                         choose another MASTER_PORT"
+                    .to_owned(),
+                ErrorKind::AddrNotAvailable => "not an address of this host; rank 0 must run on \
+                                                the host that MASTER_ADDR names"
+                    .to_owned(),
+                _ => format!("cannot listen: {error}"),
+            },
+        };
+        let listener = TcpListener::bind(addr).map_err(refused)?;
+        let addr = listener.local_addr().map_err(refused)?;
+        let (mut server, waker) = Loop::new(listener).map_err(refused)?;
+        let stop = Arc::clone(&server.stop);
+        let thread = std::thread::Builder::new()
+            .name("tcp-store".to_owned())
+            .spawn(move || server.run())
+            .map_err(|error| Error::io("start the store's thread", &error))?;
+        Ok(Self { addr, stop, waker, thread: Some(thread) })
+    }
+
+    /// The address listened on.
+    #[must_use]
+    pub fn local_addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    /// The port listened on.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.addr.port()
+    }
+}
+
+impl Drop for TcpStoreServer {
+    /// Closes every connection and ends the thread, which never blocks but in `poll`.
+    fn drop(&mut self) {
+        // Release: the thread that sees the wake-up sees the flag (Acquire in `run`).
+        self.stop.store(true, Ordering::Release);
+        if self.waker.wake().is_ok()
+            && let Some(thread) = self.thread.take()
+        {
+            // A panic of that thread has been reported by its hook.
+            drop(thread.join());
+        }
+    }
+}
+
+/// Replies a connection may have waiting before its requests are left in the socket, in bytes.
+const HIGH_WATER: usize = 1 << 20;
+/// Bytes taken from one connection before the others have their turn.
+const TURN: usize = 1 << 20;
+/// Buffers larger than this are given back once they are empty.
+const KEEP_CAPACITY: usize = 1 << 20;
+const LISTENER: Token = Token(0);
+const WAKER: Token = Token(1);
+const FIRST_CONN: ConnId = 2;
+
+struct Loop {
+    poll: Poll,
+    listener: TcpListener,
+    stop: Arc<AtomicBool>,
+    state: State,
+    conns: HashMap<ConnId, Conn>,
+    next_id: ConnId,
+    /// Connections with something to read that their turn, or their full output, left there.
+    ready: VecDeque<ConnId>,
+    /// The last `accept` failed for want of descriptors or memory: try again soon.
+    accept_again: bool,
+    scratch: Vec<u8>,
+}
+
+struct Conn {
+    stream: TcpStream,
+    input: Vec<u8>,
+    /// The input is not worth decoding before it is this long.
+    need: usize,
+    output: Vec<u8>,
+    /// How much of the output has been sent.
+    sent: usize,
+}
+
+impl Loop {
+    fn new(mut listener: TcpListener) -> io::Result<(Self, Waker)> {
+        let poll = Poll::new()?;
+        poll.registry().register(&mut listener, LISTENER, Interest::READABLE)?;
+        let waker = Waker::new(poll.registry(), WAKER)?;
+        let server = Self {
+            poll,
+            listener,
+            stop: Arc::default(),
+            state: State::new(),
+            conns: HashMap::new(),
+            next_id: FIRST_CONN,
+            ready: VecDeque::new(),
+            accept_again: false,
+            scratch: vec![0; 1 << 16],
+        };
+        Ok((server, waker))
+    }
+
+    fn run(&mut self) {
+        let mut events = Events::with_capacity(1024);
+        // Acquire: pairs with the Release in `drop`.
+        while !self.stop.load(Ordering::Acquire) {
+            let timeout = match (self.ready.is_empty(), self.accept_again) {
+                (false, _) => Some(Duration::ZERO),
+                (true, true) => Some(Duration::from_millis(100)),
+                (true, false) => None,
+            };
+            match self.poll.poll(&mut events, timeout) {
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                // Only a broken descriptor table gets here; clients see their connections close.
+                Err(_) => return,
+                Ok(()) => {}
+            }
+            if self.accept_again {
+                self.accept();
+            }
+            for event in &events {
+                match event.token() {
+                    LISTENER => self.accept(),
+                    WAKER => {}
+                    Token(id) => {
+                        if event.is_writable() {
+                            self.flush(id);
+                        }
+                        if event.is_readable() || event.is_read_closed() || event.is_error() {
+                            self.serve(id);
+                        }
+                    }
+                }
+            }
+            for _ in 0..self.ready.len() {
+                if let Some(id) = self.ready.pop_front() {
+                    self.serve(id);
+                }
+            }
+        }
+    }
+
+    fn accept(&mut self) {
+        self.accept_again = false;
+        loop {
+            match self.listener.accept() {
+                Ok((stream, _)) => {
+                    // A connection that cannot be set up is closed by its drop; the client retries.
+                    drop(self.add(stream));
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(_) => {
+                    self.accept_again = true;
+                    return;
+                }
+            }
+        }
+    }
+
+    fn add(&mut self, mut stream: TcpStream) -> io::Result<()> {
+        stream.set_nodelay(true)?;
+        sockopt::detect_dead_peer(stream.as_fd())?;
+        let id = self.next_id;
+        let both = Interest::READABLE | Interest::WRITABLE;
+        self.poll.registry().register(&mut stream, Token(id), both)?;
+        self.next_id += 1;
+        self.state.connect(id);
+        let conn = Conn { stream, input: Vec::new(), need: 1, output: Vec::new(), sent: 0 };
+        self.conns.insert(id, conn);
+        Ok(())
+    }
+
+    /// Reads and answers what `id` has sent, up to one turn.
+    fn serve(&mut self, id: ConnId) {
+        let mut taken = 0;
+        while taken < TURN {
+            if self.answer(id).is_err() {
+                return self.close(id);
+            }
+            let Some(conn) = self.conns.get_mut(&id) else { return };
+            if conn.is_full() {
+                // `flush` puts it back on the list once the client has read its replies.
+                return;
+            }
+            match conn.stream.read(&mut self.scratch) {
+                Ok(0) => return self.close(id),
+                Ok(len) => {
+                    taken += len;
+                    conn.input.extend_from_slice(&self.scratch[..len]);
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(_) => return self.close(id),
+            }
+        }
+        self.ready.push_back(id);
+    }
+
+    /// Handles the whole requests in the connection's input, as long as its output is not full,
+    /// and sends the replies. An error is for the connection to be closed.
+    fn answer(&mut self, id: ConnId) -> Result<(), ProtocolError> {
+        let Some(conn) = self.conns.get_mut(&id) else { return Ok(()) };
+        let input = std::mem::take(&mut conn.input);
+        let mut at = 0;
+        // Whom to send to: the connection itself, and waiters its requests have woken, perhaps
+        // more than once.
+        let mut dirty = Vec::new();
+        let result = self.handle_all(id, &input, &mut at, &mut dirty);
+        if let Some(conn) = self.conns.get_mut(&id) {
+            conn.put_back(input, at);
+        }
+        dirty.into_iter().for_each(|id| self.flush(id));
+        result
+    }
+
+    fn handle_all(
+        &mut self,
+        id: ConnId,
+        input: &[u8],
+        at: &mut usize,
+        dirty: &mut Vec<ConnId>,
+    ) -> Result<(), ProtocolError> {
+        while let Some(conn) = self.conns.get_mut(&id)
+            && input.len() - *at >= conn.need
+            && !conn.is_full()
+        {
+            if !self.state.admits(id, input[*at]) {
+                return Err(ProtocolError::NotValidated);
+            }
+            let request = match codec::decode(&input[*at..])? {
+                Decoded::Request { request, len } => {
+                    *at += len;
+                    conn.need = 1;
+                    request
+                }
+                Decoded::Incomplete { need } => {
+                    conn.need = need;
+                    break;
+                }
+            };
+            let conns = &mut self.conns;
+            self.state.handle(id, &request, &mut |to, bytes| {
+                if let Some(conn) = conns.get_mut(&to) {
+                    conn.output.extend_from_slice(bytes);
+                    dirty.push(to);
+                }
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Sends what `id` has waiting, as far as its socket takes it.
+    fn flush(&mut self, id: ConnId) {
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        let was_full = conn.is_full();
+        match conn.send() {
+            Ok(()) if was_full && !conn.is_full() => self.ready.push_back(id),
+            Ok(()) => {}
+            Err(_) => self.close(id),
+        }
+    }
+
+    fn close(&mut self, id: ConnId) {
+        self.state.disconnect(id);
+        if let Some(mut conn) = self.conns.remove(&id) {
+            // Closing the descriptor deregisters it as well; nothing is lost if this fails.
+            drop(self.poll.registry().deregister(&mut conn.stream));
+        }
+    }
+}
+
+impl Conn {
+    fn is_full(&self) -> bool {
+        self.output.len() > HIGH_WATER
+    }
+
+    /// Keeps the rest of `input` from `at` on.
+    fn put_back(&mut self, mut input: Vec<u8>, at: usize) {
+        input.drain(..at);
+        if input.is_empty() && input.capacity() > KEEP_CAPACITY {
+            input = Vec::new();
+        }
+        self.input = input;
+    }
+
+    fn send(&mut self) -> io::Result<()> {
+        while self.sent < self.output.len() {
+            match self.stream.write(&self.output[self.sent..]) {
+                Ok(0) => return Err(ErrorKind::WriteZero.into()),
+                Ok(len) => self.sent += len,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        self.sent = 0;
+        self.output.clear();
+        if self.output.capacity() > KEEP_CAPACITY {
+            self.output = Vec::new();
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,30 @@
+//! Socket options the standard library does not set.
+//!
+//! Invariant: every pointer handed to the kernel is to a live `c_int` on this stack, with its size.
+#![expect(unsafe_code, reason = "setsockopt has no safe form in std")]
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// Notices a peer whose host vanished within about [`DEAD_AFTER_S`] seconds, whether this side
+/// waits (keepalive probes) or sends (unacknowledged data).
+pub(super) fn detect_dead_peer(socket: BorrowedFd<'_>) -> io::Result<()> {
+    set(socket, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1)?;
+    set(socket, libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 10)?;
+    set(socket, libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 5)?;
+    set(socket, libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 3)?;
+    set(socket, libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
+}
+
+fn set(socket: BorrowedFd<'_>, level: i32, name: i32, value: libc::c_int) -> io::Result<()> {
+    let len = libc::socklen_t::try_from(size_of_val(&value)).expect("four fits");
+    // SAFETY: the descriptor is open (it is borrowed), `value` lives until after the call, and
+    // `len` is its size.
+    let status = unsafe {
+        libc::setsockopt(socket.as_raw_fd(), level, name, (&raw const value).cast(), len)
+    };
+    if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Ten idle seconds, then three probes five seconds apart.
+const DEAD_AFTER_S: i32 = 25;

@@ -1,0 +1,574 @@
+//! The server's state, without sockets: a request in, replies out.
+//!
+//! A connection is a number. [`State::handle`] applies one request and hands each reply, with the
+//! connection it is for, to a closure; a request of one connection may end the waits of others.
+//!
+//! Invariants, checked against a model by the tests:
+//!
+//! - a connection is in `waiting[key]` exactly if `key` is in its set of missing keys;
+//! - no connection waits for a key that has come since: there is no lost wake-up;
+//! - a waiting connection is answered exactly once, by the wait's end or by the cancel.
+
+use std::collections::{HashMap, HashSet};
+
+use super::super::values::Values;
+use super::codec::{
+    CHECK_ABSENT, CHECK_PRESENT, MAGIC, MAX_MESSAGE_BYTES, ProtocolError, Request, VALIDATE,
+    WAIT_CANCELLED, WAIT_OVER, put_blob,
+};
+
+use HowMany::{All, One};
+
+/// Names a connection; never used again after it.
+pub type ConnId = usize;
+
+/// Takes replies: the connection, and the bytes to send on it.
+pub type Replies<'a> = &'a mut dyn FnMut(ConnId, &[u8]);
+
+/// Values, connections and who waits for what.
+#[derive(Debug, Default)]
+pub struct State {
+    values: Values,
+    conns: HashMap<ConnId, Conn>,
+    /// Who waits for a key, first come first.
+    waiting: HashMap<Vec<u8>, Vec<ConnId>>,
+    /// Who has come to a barrier that is not full yet.
+    barriers: HashMap<Vec<u8>, Vec<ConnId>>,
+}
+
+#[derive(Debug, Default)]
+struct Conn {
+    validated: bool,
+    wait: Wait,
+}
+
+#[derive(Debug, Default)]
+enum Wait {
+    #[default]
+    None,
+    /// Until each of these keys has come.
+    Keys(HashSet<Vec<u8>>),
+    /// Until the barrier with this key is full.
+    Barrier(Vec<u8>),
+}
+
+impl State {
+    /// An empty store without connections.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a connection.
+    pub fn connect(&mut self, id: ConnId) {
+        self.conns.insert(id, Conn::default());
+    }
+
+    /// Removes a connection and its wait.
+    pub fn disconnect(&mut self, id: ConnId) {
+        self.cancel(id);
+        self.conns.remove(&id);
+    }
+
+    /// Whether a request that begins with `opcode` may come from `id`. Asked before the rest of a
+    /// request is awaited, so that only a store client can make the server buffer anything.
+    #[must_use]
+    pub fn admits(&self, id: ConnId, opcode: u8) -> bool {
+        opcode == VALIDATE || self.conns.get(&id).is_some_and(|conn| conn.validated)
+    }
+
+    /// Applies one request of `id`.
+    ///
+    /// # Errors
+    ///
+    /// The connection has broken the protocol; the caller must close it and
+    /// [`disconnect`](Self::disconnect) it. Nothing was changed.
+    pub fn handle(
+        &mut self,
+        id: ConnId,
+        request: &Request<'_>,
+        replies: Replies<'_>,
+    ) -> Result<(), ProtocolError> {
+        let conn = self.conns.get_mut(&id).ok_or(ProtocolError::NotValidated)?;
+        if let Request::Validate { magic } = *request {
+            if magic != MAGIC {
+                return Err(ProtocolError::NotValidated);
+            }
+            if conn.validated {
+                return Err(ProtocolError::ValidatedTwice);
+            }
+            conn.validated = true;
+            return Ok(());
+        }
+        if !conn.validated {
+            return Err(ProtocolError::NotValidated);
+        }
+        match request {
+            Request::Wait { .. } | Request::Barrier { .. } if !matches!(conn.wait, Wait::None) => {
+                return Err(ProtocolError::SecondWait);
+            }
+            Request::Wait { keys } => self.start_wait(id, keys, replies),
+            Request::Barrier { key, world_size } => {
+                self.barrier(id, key, *world_size, replies)?;
+            }
+            Request::CancelWait => {
+                self.cancel(id);
+                replies(id, &[WAIT_CANCELLED]);
+            }
+            Request::Ping { nonce } => replies(id, &nonce.to_le_bytes()),
+            other => match self.read(other)? {
+                Some(reply) => replies(id, &reply),
+                None => self.write(id, other, replies)?,
+            },
+        }
+        Ok(())
+    }
+
+    /// The reply to a request that changes nothing; `None` if this one does.
+    fn read(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>, ProtocolError> {
+        let mut reply = Vec::new();
+        let value = |key: &[u8]| self.values.get(key).unwrap_or_default();
+        match request {
+            Request::Get { key } => put_blob(&mut reply, value(key)),
+            Request::Check { keys } => {
+                let all = keys.iter().all(|key| self.values.contains(key));
+                reply.push(if all { CHECK_PRESENT } else { CHECK_ABSENT });
+            }
+            Request::MultiGet { keys } => {
+                put_list(&mut reply, keys.iter().map(|key| value(key)))?;
+            }
+            Request::NumKeys => reply.extend_from_slice(&count(self.values.len())),
+            Request::QueueLen { key } => {
+                reply.extend_from_slice(&count(self.values.queue_len(key)));
+            }
+            Request::ListKeys => {
+                reply.extend_from_slice(&count(self.values.len()));
+                put_list(&mut reply, self.values.keys())?;
+            }
+            _ => return Ok(None),
+        }
+        Ok(Some(reply))
+    }
+
+    /// Requests that change values, and so may end waits. A wait's answer goes out before the
+    /// answer to the request that ended it.
+    fn write(
+        &mut self,
+        id: ConnId,
+        request: &Request<'_>,
+        replies: Replies<'_>,
+    ) -> Result<(), ProtocolError> {
+        match request {
+            Request::Set { key, value } => {
+                self.values.set(key, value);
+                self.wake(key, All, replies);
+            }
+            Request::Append { key, value } => {
+                self.values.append(key, value);
+                self.wake(key, All, replies);
+            }
+            Request::MultiSet { pairs } => {
+                for (key, value) in pairs {
+                    self.values.set(key, value);
+                    self.wake(key, All, replies);
+                }
+            }
+            Request::Add { key, delta } => {
+                let sum = self.values.add(key, *delta).ok_or(ProtocolError::NotANumber)?;
+                self.wake(key, All, replies);
+                replies(id, &sum.to_le_bytes());
+            }
+            Request::CompareSet { key, expected, desired } => {
+                let mut reply = Vec::new();
+                let (value, stored) = self.values.compare_set(key, expected, desired);
+                put_blob(&mut reply, value);
+                if stored {
+                    self.wake(key, All, replies);
+                }
+                replies(id, &reply);
+            }
+            Request::DeleteKey { key } => {
+                replies(id, &i64::from(self.values.delete(key)).to_le_bytes());
+            }
+            Request::QueuePush { key, value } => {
+                self.values.queue_push(key, value);
+                self.wake(key, One, replies);
+            }
+            Request::QueuePop { key } => {
+                let mut reply = count(self.values.queue_len(key)).to_vec();
+                if let Some(value) = self.values.queue_pop(key) {
+                    put_blob(&mut reply, &value);
+                }
+                replies(id, &reply);
+            }
+            other => unreachable!("{other:?} is handled before reads and writes"),
+        }
+        Ok(())
+    }
+
+    fn start_wait(&mut self, id: ConnId, keys: &[&[u8]], replies: Replies<'_>) {
+        let missing: HashSet<_> =
+            keys.iter().filter(|key| !self.values.contains(key)).map(|key| key.to_vec()).collect();
+        if missing.is_empty() {
+            replies(id, &[WAIT_OVER]);
+            return;
+        }
+        for key in &missing {
+            self.waiting.entry(key.clone()).or_default().push(id);
+        }
+        self.set_wait(id, Wait::Keys(missing));
+    }
+
+    /// Counts an arrival. The counter is a key like any other, so it also ends waits for it.
+    fn barrier(
+        &mut self,
+        id: ConnId,
+        key: &[u8],
+        world_size: i64,
+        replies: Replies<'_>,
+    ) -> Result<(), ProtocolError> {
+        let arrived = self.values.add(key, 1).ok_or(ProtocolError::NotANumber)?;
+        self.wake(key, All, replies);
+        if arrived < world_size {
+            self.barriers.entry(key.to_vec()).or_default().push(id);
+            self.set_wait(id, Wait::Barrier(key.to_vec()));
+            return Ok(());
+        }
+        for id in self.barriers.remove(key).unwrap_or_default() {
+            self.set_wait(id, Wait::None);
+            replies(id, &[WAIT_OVER]);
+        }
+        replies(id, &[WAIT_OVER]);
+        Ok(())
+    }
+
+    /// `key` has come: takes it from what its waiters miss and answers those who miss no more.
+    /// With [`One`], stops at the first answered; the rest go on waiting for the key.
+    fn wake(&mut self, key: &[u8], how_many: HowMany, replies: Replies<'_>) {
+        let Some(mut ids) = self.waiting.remove(key) else { return };
+        let mut told = 0;
+        for &id in &ids {
+            told += 1;
+            let conn = self.conns.get_mut(&id).expect("disconnect leaves no waiter behind");
+            let Wait::Keys(missing) = &mut conn.wait else {
+                unreachable!("a connection listed under a key waits for keys")
+            };
+            missing.remove(key);
+            if missing.is_empty() {
+                conn.wait = Wait::None;
+                replies(id, &[WAIT_OVER]);
+                if how_many == One {
+                    break;
+                }
+            }
+        }
+        ids.drain(..told);
+        if !ids.is_empty() {
+            self.waiting.insert(key.to_vec(), ids);
+        }
+    }
+
+    fn cancel(&mut self, id: ConnId) {
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        match std::mem::take(&mut conn.wait) {
+            Wait::None => {}
+            Wait::Keys(missing) => {
+                missing.iter().for_each(|key| forget(&mut self.waiting, key, id));
+            }
+            Wait::Barrier(key) => forget(&mut self.barriers, &key, id),
+        }
+    }
+
+    fn set_wait(&mut self, id: ConnId, wait: Wait) {
+        self.conns.get_mut(&id).expect("disconnect leaves no waiter behind").wait = wait;
+    }
+}
+
+/// How many of a key's waiters one arrival may answer.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum HowMany {
+    All,
+    One,
+}
+
+fn forget(lists: &mut HashMap<Vec<u8>, Vec<ConnId>>, key: &[u8], id: ConnId) {
+    let Some(ids) = lists.get_mut(key) else { return };
+    ids.retain(|&other| other != id);
+    if ids.is_empty() {
+        lists.remove(key);
+    }
+}
+
+fn put_list(
+    reply: &mut Vec<u8>,
+    blobs: impl Iterator<Item = impl AsRef<[u8]>>,
+) -> Result<(), ProtocolError> {
+    for blob in blobs {
+        put_blob(reply, blob.as_ref());
+        if reply.len() > MAX_MESSAGE_BYTES {
+            let len = reply.len() as u64;
+            return Err(ProtocolError::TooLong { what: "reply", len, limit: MAX_MESSAGE_BYTES });
+        }
+    }
+    Ok(())
+}
+
+fn count(len: usize) -> [u8; 8] {
+    (len as u64).to_le_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const CONNS: usize = 4;
+    const KEYS: [&[u8]; 3] = [b"a", b"b", b"c"];
+
+    fn state() -> State {
+        let mut state = State::new();
+        for id in 0..CONNS {
+            state.connect(id);
+            handle(&mut state, id, &Request::Validate { magic: MAGIC }).unwrap();
+        }
+        state
+    }
+
+    fn handle(
+        state: &mut State,
+        id: ConnId,
+        request: &Request<'_>,
+    ) -> Result<Vec<(ConnId, Vec<u8>)>, ProtocolError> {
+        let mut sent = Vec::new();
+        state.handle(id, request, &mut |id, bytes| sent.push((id, bytes.to_vec())))?;
+        Ok(sent)
+    }
+
+    /// The obvious twin: each connection keeps what it still misses, and every arrival goes
+    /// through all of them.
+    #[derive(Default)]
+    struct Model {
+        values: BTreeMap<Vec<u8>, Vec<u8>>,
+        queues: BTreeMap<Vec<u8>, Vec<Vec<u8>>>,
+        /// In order of arrival, because a queue wakes one.
+        waits: Vec<(ConnId, HashSet<Vec<u8>>)>,
+        barriers: Vec<(ConnId, Vec<u8>)>,
+    }
+
+    impl Model {
+        fn present(&self, key: &[u8]) -> bool {
+            self.values.contains_key(key) || self.queues.get(key).is_some_and(|q| !q.is_empty())
+        }
+
+        fn arrive(&mut self, key: &[u8], one: bool, sent: &mut Vec<(ConnId, Vec<u8>)>) {
+            for (id, missing) in &mut self.waits {
+                if missing.remove(key) && missing.is_empty() {
+                    sent.push((*id, vec![WAIT_OVER]));
+                    if one {
+                        break;
+                    }
+                }
+            }
+            self.waits.retain(|(_, missing)| !missing.is_empty());
+        }
+
+        fn add(&mut self, key: &[u8], delta: i64) -> Option<i64> {
+            let old = match self.values.get(key) {
+                None => 0,
+                Some(text) => std::str::from_utf8(text).unwrap().parse::<i64>().ok()?,
+            };
+            self.values.insert(key.to_vec(), (old + delta).to_string().into_bytes());
+            Some(old + delta)
+        }
+
+        fn handle(&mut self, id: ConnId, request: &Request<'_>) -> Option<Vec<(ConnId, Vec<u8>)>> {
+            let mut sent = Vec::new();
+            let waits = self.waits.iter().map(|wait| wait.0);
+            let waits: Vec<_> = waits.chain(self.barriers.iter().map(|wait| wait.0)).collect();
+            match request {
+                Request::Set { key, value } => {
+                    self.values.insert(key.to_vec(), value.to_vec());
+                    self.arrive(key, false, &mut sent);
+                }
+                Request::Add { key, delta } => {
+                    let sum = self.add(key, *delta)?;
+                    self.arrive(key, false, &mut sent);
+                    sent.push((id, sum.to_le_bytes().to_vec()));
+                }
+                Request::DeleteKey { key } => {
+                    let was = i64::from(self.values.remove(*key).is_some());
+                    sent.push((id, was.to_le_bytes().to_vec()));
+                }
+                Request::QueuePush { key, value } => {
+                    self.queues.entry(key.to_vec()).or_default().push(value.to_vec());
+                    self.arrive(key, true, &mut sent);
+                }
+                Request::QueuePop { key } => {
+                    let queue = self.queues.entry(key.to_vec()).or_default();
+                    let mut reply = (queue.len() as i64).to_le_bytes().to_vec();
+                    if !queue.is_empty() {
+                        put_blob(&mut reply, &queue.remove(0));
+                    }
+                    sent.push((id, reply));
+                }
+                Request::Wait { keys } => {
+                    if waits.contains(&id) {
+                        return None;
+                    }
+                    let missing: HashSet<_> = keys
+                        .iter()
+                        .filter(|key| !self.present(key))
+                        .map(|key| key.to_vec())
+                        .collect();
+                    if missing.is_empty() {
+                        sent.push((id, vec![WAIT_OVER]));
+                    } else {
+                        self.waits.push((id, missing));
+                    }
+                }
+                Request::Barrier { key, world_size } => {
+                    if waits.contains(&id) {
+                        return None;
+                    }
+                    let arrived = self.add(key, 1)?;
+                    self.arrive(key, false, &mut sent);
+                    self.barriers.push((id, key.to_vec()));
+                    if arrived >= *world_size {
+                        let there = self.barriers.iter().filter(|wait| wait.1 == *key);
+                        sent.extend(there.map(|wait| (wait.0, vec![WAIT_OVER])));
+                        self.barriers.retain(|wait| wait.1 != *key);
+                    }
+                }
+                Request::CancelWait => {
+                    self.waits.retain(|wait| wait.0 != id);
+                    self.barriers.retain(|wait| wait.0 != id);
+                    sent.push((id, vec![WAIT_CANCELLED]));
+                }
+                other => unreachable!("{other:?} is not generated"),
+            }
+            Some(sent)
+        }
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Request(ConnId, Request<'static>),
+        Reconnect(ConnId),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let key = || prop::sample::select(&KEYS[..]);
+        let request = prop_oneof![
+            (key(), prop::sample::select(vec![&b"7"[..], b"x"]))
+                .prop_map(|(key, value)| Request::Set { key, value }),
+            (key(), -2..3_i64).prop_map(|(key, delta)| Request::Add { key, delta }),
+            key().prop_map(|key| Request::DeleteKey { key }),
+            key().prop_map(|key| Request::QueuePush { key, value: b"item" }),
+            key().prop_map(|key| Request::QueuePop { key }),
+            prop::collection::vec(key(), 0..4).prop_map(|keys| Request::Wait { keys }),
+            (key(), 1..4_i64).prop_map(|(key, world_size)| Request::Barrier { key, world_size }),
+            Just(Request::CancelWait),
+        ];
+        prop_oneof![
+            20 => (0..CONNS, request).prop_map(|(id, request)| Step::Request(id, request)),
+            1 => (0..CONNS).prop_map(Step::Reconnect),
+        ]
+    }
+
+    fn check_indexes(state: &State) {
+        for (key, ids) in &state.waiting {
+            assert!(!ids.is_empty());
+            for id in ids {
+                let Wait::Keys(missing) = &state.conns[id].wait else { panic!("not waiting") };
+                assert!(missing.contains(key));
+            }
+        }
+        let listed: usize = state.waiting.values().map(Vec::len).sum();
+        let missed: usize = state
+            .conns
+            .values()
+            .map(|conn| if let Wait::Keys(missing) = &conn.wait { missing.len() } else { 0 })
+            .sum();
+        assert_eq!(listed, missed);
+        for key in state.values.keys() {
+            assert!(!state.waiting.contains_key(key), "lost wake-up of {key:?}");
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(1000))]
+        #[test]
+        fn replies_are_the_models(steps in prop::collection::vec(step(), 0..60)) {
+            let (mut state, mut model) = (state(), Model::default());
+            for step in steps {
+                let id = match step {
+                    Step::Reconnect(id) => id,
+                    Step::Request(id, request) => {
+                        let (got, want) =
+                            (handle(&mut state, id, &request).ok(), model.handle(id, &request));
+                        // A queue wakes the longest waiting; the model's list is in that order.
+                        // Otherwise the order among different connections does not matter.
+                        let sorted = |sent: Option<Vec<_>>| sent.map(|mut sent| {
+                            sent.sort_by_key(|(id, _): &(ConnId, Vec<u8>)| *id);
+                            sent
+                        });
+                        let (got, want) = (sorted(got), sorted(want));
+                        prop_assert_eq!(&got, &want, "{:?} of {}", request, id);
+                        if got.is_some() {
+                            check_indexes(&state);
+                            continue;
+                        }
+                        id
+                    }
+                };
+                // A connection that broke the protocol is closed; another takes its number here.
+                model.waits.retain(|wait| wait.0 != id);
+                model.barriers.retain(|wait| wait.0 != id);
+                state.disconnect(id);
+                state.connect(id);
+                handle(&mut state, id, &Request::Validate { magic: MAGIC }).unwrap();
+                check_indexes(&state);
+            }
+        }
+    }
+
+    #[test]
+    fn only_validated_connections_are_served() {
+        let mut state = State::new();
+        state.connect(1);
+        assert!(state.admits(1, VALIDATE) && !state.admits(1, 13));
+        let ping = Request::Ping { nonce: 1 };
+        assert_eq!(handle(&mut state, 1, &ping), Err(ProtocolError::NotValidated));
+        let bad = Request::Validate { magic: 1 };
+        assert_eq!(handle(&mut state, 1, &bad), Err(ProtocolError::NotValidated));
+        let good = Request::Validate { magic: MAGIC };
+        assert_eq!(handle(&mut state, 1, &good), Ok(vec![]));
+        assert_eq!(handle(&mut state, 1, &good), Err(ProtocolError::ValidatedTwice));
+        assert!(handle(&mut state, 1, &ping).is_ok());
+    }
+
+    #[test]
+    fn a_popped_queue_waiter_is_not_woken_out_of_a_later_wait() {
+        // PyTorch's server leaves a woken waiter on the queue's list.
+        let mut state = state();
+        let wait = |key| Request::Wait { keys: vec![key] };
+        let push = Request::QueuePush { key: b"q", value: b"1" };
+        handle(&mut state, 0, &wait(b"q")).unwrap();
+        assert_eq!(handle(&mut state, 1, &push).unwrap(), [(0, vec![WAIT_OVER])]);
+        handle(&mut state, 0, &Request::QueuePop { key: b"q" }).unwrap();
+        handle(&mut state, 0, &wait(b"other")).unwrap();
+        assert_eq!(handle(&mut state, 1, &push).unwrap(), []);
+    }
+
+    #[test]
+    fn a_wait_for_a_filled_queue_and_a_key_ends_with_the_key() {
+        let mut state = state();
+        handle(&mut state, 1, &Request::QueuePush { key: b"q", value: b"1" }).unwrap();
+        handle(&mut state, 0, &Request::Wait { keys: vec![b"q", b"k"] }).unwrap();
+        let set = Request::Set { key: b"k", value: b"" };
+        assert_eq!(handle(&mut state, 1, &set).unwrap(), [(0, vec![WAIT_OVER])]);
+    }
+}

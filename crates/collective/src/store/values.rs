@@ -1,0 +1,146 @@
+//! The data of a store: values, counters, queues, without any waiting.
+//!
+//! [`MemoryStore`](super::MemoryStore) and the TCP server's state both stand on it, so that a key
+//! means the same in either. Where PyTorch's store has a quirk that others rely on (what
+//! `compare_set` answers for a missing key, counters as text), it is kept, and said so.
+
+use std::collections::{HashMap, VecDeque};
+
+/// Values and queues by key. A queue is seen by [`contains`](Self::contains) while it is not
+/// empty, and by nothing else that speaks of keys.
+#[derive(Debug, Default)]
+pub(super) struct Values {
+    values: HashMap<Vec<u8>, Vec<u8>>,
+    queues: HashMap<Vec<u8>, VecDeque<Vec<u8>>>,
+}
+
+impl Values {
+    pub(super) fn set(&mut self, key: &[u8], value: &[u8]) {
+        self.values.insert(key.to_vec(), value.to_vec());
+    }
+
+    pub(super) fn get(&self, key: &[u8]) -> Option<&[u8]> {
+        self.values.get(key).map(Vec::as_slice)
+    }
+
+    /// The sum, or `None` (and no change) if the value there does not begin with a number.
+    pub(super) fn add(&mut self, key: &[u8], delta: i64) -> Option<i64> {
+        let old = match self.values.get(key) {
+            Some(value) => leading_number(value)?,
+            None => 0,
+        };
+        let sum = old.wrapping_add(delta);
+        self.set(key, sum.to_string().as_bytes());
+        Some(sum)
+    }
+
+    /// The value to answer with, and whether `desired` was stored.
+    pub(super) fn compare_set<'a>(
+        &'a mut self,
+        key: &[u8],
+        expected: &'a [u8],
+        desired: &'a [u8],
+    ) -> (&'a [u8], bool) {
+        let stores = match self.values.get(key) {
+            Some(value) => value == expected,
+            None => expected.is_empty(),
+        };
+        if stores {
+            self.set(key, desired);
+            return (desired, true);
+        }
+        (self.get(key).unwrap_or(expected), false)
+    }
+
+    pub(super) fn append(&mut self, key: &[u8], value: &[u8]) {
+        self.values.entry(key.to_vec()).or_default().extend_from_slice(value);
+    }
+
+    pub(super) fn delete(&mut self, key: &[u8]) -> bool {
+        self.values.remove(key).is_some()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.values.len()
+    }
+
+    pub(super) fn keys(&self) -> impl Iterator<Item = &[u8]> {
+        self.values.keys().map(Vec::as_slice)
+    }
+
+    pub(super) fn contains(&self, key: &[u8]) -> bool {
+        self.values.contains_key(key) || self.queue_len(key) > 0
+    }
+
+    pub(super) fn queue_push(&mut self, key: &[u8], value: &[u8]) {
+        self.queues.entry(key.to_vec()).or_default().push_back(value.to_vec());
+    }
+
+    pub(super) fn queue_pop(&mut self, key: &[u8]) -> Option<Vec<u8>> {
+        let queue = self.queues.get_mut(key)?;
+        let value = queue.pop_front();
+        if queue.is_empty() {
+            self.queues.remove(key);
+        }
+        value
+    }
+
+    pub(super) fn queue_len(&self, key: &[u8]) -> usize {
+        self.queues.get(key).map_or(0, VecDeque::len)
+    }
+}
+
+/// The number at the start of `text` as C's `strtoll` reads it: white space, a sign, digits.
+fn leading_number(text: &[u8]) -> Option<i64> {
+    let text = text.trim_ascii_start();
+    let sign = usize::from(matches!(text.first(), Some(b'-' | b'+')));
+    let digits = text[sign..].iter().take_while(|byte| byte.is_ascii_digit()).count();
+    if digits == 0 {
+        return None;
+    }
+    std::str::from_utf8(&text[..sign + digits]).ok()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_is_read_as_c_reads_it() {
+        for (text, number) in [
+            ("0", Some(0)),
+            ("-2", Some(-2)),
+            ("+7", Some(7)),
+            (" \t12abc", Some(12)),
+            ("9223372036854775807", Some(i64::MAX)),
+            ("-9223372036854775808", Some(i64::MIN)),
+            ("9223372036854775808", None),
+            ("", None),
+            ("-", None),
+            ("abc", None),
+        ] {
+            assert_eq!(leading_number(text.as_bytes()), number, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn a_counter_wraps_and_text_is_left_alone() {
+        let mut values = Values::default();
+        assert_eq!(values.add(b"n", i64::MAX), Some(i64::MAX));
+        assert_eq!(values.add(b"n", 1), Some(i64::MIN));
+        values.set(b"word", b"abc");
+        assert_eq!(values.add(b"word", 1), None);
+        assert_eq!(values.get(b"word"), Some(&b"abc"[..]));
+    }
+
+    #[test]
+    fn an_emptied_queue_is_gone() {
+        let mut values = Values::default();
+        values.queue_push(b"q", b"1");
+        assert!(values.contains(b"q"));
+        assert_eq!(values.len(), 0);
+        assert_eq!(values.queue_pop(b"q"), Some(b"1".to_vec()));
+        assert!(!values.contains(b"q"));
+        assert_eq!(values.queue_pop(b"q"), None);
+    }
+}

@@ -1,0 +1,267 @@
+//! Every store behaves alike; the TCP store also in the face of late servers, slow readers,
+//! strangers, and a wait's answer that crosses with its cancel.
+
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use collective::store::tcp::codec::{MAGIC, Request};
+use collective::{Error, MemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
+
+const LONG: Duration = Duration::from_secs(20);
+const SHORT: Duration = Duration::from_millis(50);
+
+fn server() -> TcpStoreServer {
+    TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap()
+}
+
+fn client(server: &TcpStoreServer) -> TcpStore {
+    TcpStore::connect("127.0.0.1", server.port(), LONG).unwrap()
+}
+
+fn behaves(store: &Arc<dyn Store>) {
+    store.set("k", b"v").unwrap();
+    assert_eq!(store.get("k", LONG).unwrap(), b"v");
+    store.set("bytes", &[0, 255, 10]).unwrap();
+    assert_eq!(store.get("bytes", LONG).unwrap(), [0, 255, 10]);
+    store.set("", b"").unwrap();
+    assert_eq!(store.get("", LONG).unwrap(), b"");
+    assert_eq!(store.add("n", 5).unwrap(), 5);
+    assert_eq!(store.add("n", -7).unwrap(), -2);
+    assert_eq!(store.get("n", LONG).unwrap(), b"-2");
+    assert_eq!(store.compare_set("cs", b"x", b"y").unwrap(), b"x");
+    assert_eq!(store.compare_set("cs", b"", b"a").unwrap(), b"a");
+    assert_eq!(store.compare_set("cs", b"a", b"b").unwrap(), b"b");
+    assert_eq!(store.compare_set("cs", b"a", b"c").unwrap(), b"b");
+    assert!(store.check(&["k", "n"]).unwrap());
+    assert!(!store.check(&["k", "none"]).unwrap());
+    assert_eq!(store.num_keys().unwrap(), 5);
+    assert!(store.delete_key("k").unwrap());
+    assert!(!store.delete_key("k").unwrap());
+    store.wait(&[], SHORT).unwrap();
+    store.wait(&["n", "n", "cs"], SHORT).unwrap();
+
+    let error = store.wait(&["n", "none", "never"], SHORT).unwrap_err();
+    assert!(
+        matches!(&error, Error::KeyTimeout { keys, .. } if keys.len() == 2),
+        "{error}: names both, and only them"
+    );
+    assert!(matches!(store.get("none", Duration::ZERO), Err(Error::KeyTimeout { .. })));
+    // After a timeout the store goes on working.
+    assert_eq!(store.add("n", 0).unwrap(), -2);
+    assert!(store.add("bytes", 1).is_err(), "not a number");
+    assert_eq!(store.add("n", 0).unwrap(), -2);
+}
+
+/// A thread that waits holds up no other, and each wait ends with its key.
+fn wakes(store: &Arc<dyn Store>) {
+    thread::scope(|scope| {
+        for waiter in 0..8 {
+            scope.spawn(move || {
+                assert_eq!(store.get(&format!("late/{waiter}"), LONG).unwrap(), b"now");
+                store.wait(&["late/all", &format!("late/{waiter}")], LONG).unwrap();
+            });
+        }
+        thread::sleep(SHORT);
+        for waiter in 0..8 {
+            store.set(&format!("late/{waiter}"), b"now").unwrap();
+        }
+        store.add("late/all", 1).unwrap();
+    });
+}
+
+#[test]
+fn every_store_behaves_alike() {
+    let server = server();
+    let tcp: Arc<dyn Store> = Arc::new(client(&server));
+    let memory: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    let under: Arc<dyn Store> =
+        Arc::new(PrefixStore::new("/job/0/default", Arc::new(MemoryStore::new())));
+    for store in [tcp, memory, under] {
+        behaves(&store);
+        wakes(&store);
+    }
+}
+
+#[test]
+fn counting_by_many_clients_loses_nothing() {
+    let server = server();
+    thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                let store = client(&server);
+                for _ in 0..100 {
+                    store.add("n", 1).unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(client(&server).get("n", LONG).unwrap(), b"800");
+}
+
+#[test]
+fn a_client_waits_for_a_server_that_starts_later() {
+    let addr = server().local_addr();
+    let late = thread::spawn(move || {
+        thread::sleep(Duration::from_millis(200));
+        TcpStoreServer::bind(addr).unwrap()
+    });
+    let store = TcpStore::connect("localhost", addr.port(), LONG).unwrap();
+    store.set("k", b"v").unwrap();
+    drop(late.join().unwrap());
+    let error = store.set("k", b"v").unwrap_err().to_string();
+    assert!(error.contains("set \"k\"") && error.contains("closed"), "{error}");
+}
+
+#[test]
+fn nobody_there_is_an_error_in_time_that_says_where() {
+    let addr = server().local_addr();
+    let start = Instant::now();
+    let error = TcpStore::connect("127.0.0.1", addr.port(), 4 * SHORT).unwrap_err().to_string();
+    assert!(start.elapsed() < LONG);
+    assert!(error.contains(&addr.to_string()) && error.contains("MASTER_ADDR"), "{error}");
+
+    // Somebody else is there, and says something else.
+    let stranger = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = stranger.local_addr().unwrap().port();
+    thread::spawn(move || {
+        for stream in stranger.incoming() {
+            stream.unwrap().write_all(b"SSH-2.0-x").unwrap();
+        }
+    });
+    let error = TcpStore::connect("127.0.0.1", port, 4 * SHORT).unwrap_err().to_string();
+    assert!(error.contains("not a store"), "{error}");
+}
+
+#[test]
+fn a_taken_port_is_named() {
+    let server = server();
+    let error = TcpStoreServer::bind(server.local_addr()).unwrap_err().to_string();
+    assert!(error.contains(&server.port().to_string()) && error.contains("taken"), "{error}");
+}
+
+#[test]
+fn limits_are_the_clients_errors() {
+    let server = server();
+    let store = client(&server);
+    store.set(&"k".repeat(8191), b"").unwrap();
+    let error = store.set(&"k".repeat(8192), b"").unwrap_err().to_string();
+    assert!(error.contains("limit is 8191"), "{error}");
+    let value = vec![1; 8 << 20];
+    store.set("k", &value).unwrap();
+    assert!(store.get("k", LONG).unwrap() == value);
+    let error = store.set("k", &vec![1; (8 << 20) + 1]).unwrap_err().to_string();
+    assert!(error.contains("8388609 bytes"), "{error}");
+}
+
+fn raw(server: &TcpStoreServer) -> TcpStream {
+    let stream = TcpStream::connect(server.local_addr()).unwrap();
+    stream.set_read_timeout(Some(LONG)).unwrap();
+    stream
+}
+
+fn send(stream: &mut TcpStream, requests: &[Request<'_>]) {
+    let mut bytes = Vec::new();
+    requests.iter().for_each(|request| request.encode(&mut bytes));
+    stream.write_all(&bytes).unwrap();
+}
+
+#[test]
+fn strangers_are_closed_at_their_first_byte() {
+    let server = server();
+    for hello in [&b"GET / HTTP/1.0\r\n\r\n"[..], &[13, 1, 0, 0, 0], &[0, 1, 2, 3, 4], &[1]] {
+        let mut stream = raw(&server);
+        stream.write_all(hello).unwrap();
+        let mut rest = Vec::new();
+        // A reset or an orderly end, but no answer.
+        let _ = stream.read_to_end(&mut rest);
+        assert_eq!(rest, b"", "{hello:?}");
+    }
+}
+
+#[test]
+fn half_a_request_and_an_unread_reply_hold_up_nobody() {
+    let server = server();
+    let store = client(&server);
+    let value = vec![7; 1 << 20];
+    store.set("big", &value).unwrap();
+
+    let mut half = raw(&server);
+    for byte in [0].iter().chain(&MAGIC.to_le_bytes()).chain(&[1, 200, 0]) {
+        half.write_all(&[*byte]).unwrap();
+    }
+    // Asks for 256 MiB without reading any of it.
+    let mut greedy = raw(&server);
+    send(&mut greedy, &[Request::Validate { magic: MAGIC }]);
+    let asked = 256;
+    for _ in 0..asked {
+        send(&mut greedy, &[Request::Get { key: b"/big" }]);
+    }
+    for count in 1..100 {
+        assert_eq!(store.add("n", 1).unwrap(), count);
+    }
+    // Then it reads, and gets every byte.
+    let mut reply = vec![0; 8 + value.len()];
+    for _ in 0..asked {
+        greedy.read_exact(&mut reply).unwrap();
+        assert!(reply[8..] == value);
+    }
+}
+
+#[test]
+fn a_waiters_end_is_forgotten() {
+    let server = server();
+    for _ in 0..3 {
+        let mut waiter = raw(&server);
+        let wait = Request::Wait { keys: vec![b"/k"] };
+        send(&mut waiter, &[Request::Validate { magic: MAGIC }, wait]);
+    }
+    let store = client(&server);
+    thread::sleep(SHORT);
+    store.set("k", b"v").unwrap();
+    assert_eq!(store.get("k", LONG).unwrap(), b"v");
+}
+
+/// A server whose answer to a wait crosses with the client's cancel.
+#[test]
+fn an_answer_that_crosses_with_the_cancel_counts() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let fake = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut hello = [0; 10];
+        stream.read_exact(&mut hello).unwrap();
+        stream.write_all(&hello[6..]).unwrap();
+        let mut wait = [0; 1 + 8 + 8 + 2];
+        stream.read_exact(&mut wait).unwrap();
+        let mut cancel = [0];
+        stream.read_exact(&mut cancel).unwrap();
+        assert_eq!(cancel, [12]);
+        stream.write_all(&[0, 1]).unwrap();
+        let mut num_keys = [0];
+        stream.read_exact(&mut num_keys).unwrap();
+        assert_eq!(num_keys, [7]);
+        stream.write_all(&3_i64.to_le_bytes()).unwrap();
+    });
+    let store = TcpStore::connect("127.0.0.1", port, LONG).unwrap();
+    store.wait(&["k"], SHORT).unwrap();
+    assert_eq!(store.num_keys().unwrap(), 3, "the connection goes on being used");
+    fake.join().unwrap();
+}
+
+#[test]
+fn dropping_the_server_ends_its_thread_and_its_connections() {
+    let server = server();
+    let addr = server.local_addr();
+    let mut conn = raw(&server);
+    send(&mut conn, &[Request::Validate { magic: MAGIC }]);
+    // Joins the thread.
+    drop(server);
+    assert_eq!(conn.read(&mut [0]).unwrap_or(0), 0);
+    let refused = TcpStream::connect_timeout(&addr, LONG).map(|_| ());
+    assert!(refused.is_err());
+}

@@ -1,10 +1,55 @@
 //! Process groups: move numbers between the ranks of a training job.
+//!
+//! # The model in one page
+//!
+//! A job is `world_size` ranks. Each holds a [`ProcessGroup`] and all make the same calls in the
+//! same order: [`all_reduce`](ProcessGroup::all_reduce), [`broadcast`](ProcessGroup::broadcast),
+//! [`all_gather`](ProcessGroup::all_gather), [`reduce_scatter`](ProcessGroup::reduce_scatter),
+//! [`barrier`](ProcessGroup::barrier), and [`object`]'s for anything serde can write. Ranks are
+//! threads of one process ([`ProcessGroup::threads`]: tests, examples) or processes of one machine
+//! that found each other through a [`store`] ([`ProcessGroup::from_store`]).
+//!
+//! * **Same call everywhere, checked.** A call becomes an [`OpDesc`]; its [`Fingerprint`] is
+//!   compared with all peers' before any data move. If they differ, every rank gets
+//!   [`Error::Mismatch`] with what each rank called, and no byte has changed.
+//! * **Same bits everywhere.** Reductions fold in rank order, 16-bit floats in `f32` and rounded
+//!   once, see [`ReduceOp`]. The result does not depend on the rank, the transport, the chunking or
+//!   the offset in the buffer.
+//! * **No silent hang.** Every wait has a deadline and names who is missing. A process that dies is
+//!   noticed at once, and its peers get [`Error::PeerDied`] with its rank;
+//!   [`ProcessGroup::abort`] ends everybody's waits. After a failure a group is
+//!   [poisoned](Error::Poisoned) on all ranks.
+//! * **Buffers in flight are owned.** [`ProcessGroup::all_reduce_async`] takes the buffer and its
+//!   [`Work`] gives it back, so forgetting one leaks memory and never corrupts it.
+//! * **Shared buffers are faster.** [`ProcessGroup::alloc`] gives memory the ranks share;
+//!   reducing it copies nothing.
+//!
+//! What carries the data is a [`Backend`]; the embedded one, over shared memory, needs nothing
+//! installed. Linux only.
 
-mod error;
+pub mod object;
 pub mod store;
 
+mod backend;
+mod element;
+mod error;
+mod op;
+mod process_group;
+mod reduce_op;
+mod shared_buf;
+mod simd;
+mod span;
+mod work;
+
+pub use backend::{Backend, Keep, Patience, RawBufs, RawShared};
+pub use element::{DType, Element};
 pub use error::{Error, Result};
+pub use op::{Fingerprint, OpDesc, Place, Verb};
+pub use process_group::{GroupOptions, ProcessGroup};
+pub use reduce_op::ReduceOp;
+pub use shared_buf::SharedBuf;
 pub use store::{MemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
+pub use work::{Buffer, Work};
 
 /// A process's index within a group, `0..world_size`.
 pub type Rank = usize;

@@ -1,0 +1,37 @@
+//! Small operations in one step: everyone writes its slot, everyone reads all slots.
+//!
+//! The entry that carries the fingerprint also says that the slot is full, so there is one wait. A
+//! rank writes its input once and reads the `n` inputs. For payloads up to 8 KiB.
+
+use super::turn::Turn;
+use crate::span::Span;
+use crate::{Result, Verb, simd};
+
+/// Runs any verb whose input fits a slot.
+pub(super) fn run(turn: &Turn<'_>, input: Span<'_>, output: Span<'_>) -> Result<()> {
+    let (op, segment, rank) = (turn.op, turn.segment(), turn.rank());
+    let slot = |rank| segment.slot_data(rank, turn.seq, input.len());
+    if op.root.is_none_or(|root| root == rank) {
+        slot(rank).copy_from(input);
+    }
+    turn.enter()?;
+    let slots = (0..turn.world()).map(slot);
+    match (op.verb, op.op, op.root) {
+        (Verb::AllReduce, Some(reduce), _) => {
+            simd::fold(op.dtype, reduce, output, &slots.collect::<Vec<_>>());
+        }
+        (Verb::ReduceScatter, Some(reduce), _) => {
+            let own: Vec<_> =
+                slots.map(|slot| slot.part(rank * output.len(), output.len())).collect();
+            simd::fold(op.dtype, reduce, output, &own);
+        }
+        (Verb::Broadcast, _, Some(root)) if root != rank => output.copy_from(slot(root)),
+        (Verb::AllGather, ..) => {
+            for (rank, slot) in slots.enumerate() {
+                output.part(rank * slot.len(), slot.len()).copy_from(slot);
+            }
+        }
+        _ => {}
+    }
+    Ok(())
+}

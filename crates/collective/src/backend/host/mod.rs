@@ -1,0 +1,352 @@
+//! The embedded backend: ranks of one machine over one shared segment.
+//!
+//! Ranks that are threads ([`threads`]) and ranks that are processes ([`shm`]) differ only in how
+//! they get at the segment and how they learn of a death. Everything else is one layer: every rank
+//! has its own mapping of the same memory, enters each operation with its fingerprint ([`turn`]),
+//! and follows one of three algorithms ([`flat`], [`chunked`], [`in_place`]).
+//!
+//! The invariant behind all of them: data areas of the segment are read and written through raw
+//! pointers only, and a rank stores into its own areas only, after it has seen that nobody reads
+//! them any more, and announces data with a counter that readers wait for. The one exception is the
+//! in-place algorithm, where a rank stores into its shard of every rank's shared buffer between the
+//! time all have entered and the time it says so.
+
+#![expect(unsafe_code, reason = "turns the memory of an operation into spans")]
+
+mod chunked;
+mod flat;
+mod in_place;
+mod segment;
+pub(crate) mod shm;
+mod sys;
+pub(crate) mod threads;
+mod turn;
+
+use std::fs::OpenOptions;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use self::segment::{FLAT_BYTES, MAX_RANKS, Poison, Segment};
+use self::sys::{ForkGuard, Mapping};
+use self::turn::Turn;
+use super::{Backend, Patience, RawBufs, RawShared};
+use crate::span::Span;
+use crate::{DType, Error, GroupOptions, OpDesc, Place, Rank, Result, Verb, simd};
+
+const PAGE: usize = 4096;
+
+/// One rank of a group on one machine.
+#[derive(Debug)]
+pub(crate) struct Host {
+    // Stops before the segment goes.
+    _monitor: Option<shm::Monitor>,
+    rank: Rank,
+    name: String,
+    timeout: Duration,
+    /// Every rank can have a core to itself, so that spinning takes nothing from a peer.
+    alert: bool,
+    segment: Arc<Segment>,
+    /// The process whose descriptors rank 0 shares.
+    root_pid: u32,
+    state: Mutex<State>,
+    /// This rank's first failure.
+    failed: OnceLock<Error>,
+    guard: ForkGuard,
+}
+
+/// Where this rank is in the group's history; the same on all ranks between operations.
+#[derive(Debug, Default)]
+struct State {
+    /// Entries so far.
+    seq: u64,
+    /// Chunks so far.
+    chunk: u64,
+    shared: Vec<Shared>,
+}
+
+/// A shared buffer: where all ranks' parts lie in this rank's address space.
+#[derive(Clone, Debug)]
+struct Shared {
+    id: u64,
+    /// Bytes from one rank's part to the next.
+    stride: usize,
+    /// Dead once this rank has dropped its buffer.
+    map: Weak<Mapping>,
+}
+
+/// A shared buffer in use by the current operation.
+#[derive(Debug)]
+struct InUse {
+    map: Arc<Mapping>,
+    stride: usize,
+    offset: usize,
+}
+
+impl Host {
+    fn new(
+        segment: Arc<Segment>,
+        rank: Rank,
+        options: &GroupOptions,
+        root_pid: u32,
+        monitor: Option<shm::Monitor>,
+    ) -> Result<Self> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Ok(Self {
+            _monitor: monitor,
+            rank,
+            name: options.name.clone(),
+            timeout: options.timeout,
+            alert: segment.world <= cores,
+            segment,
+            root_pid,
+            state: Mutex::default(),
+            failed: OnceLock::new(),
+            guard: ForkGuard::new()?,
+        })
+    }
+
+    fn world(&self) -> usize {
+        self.segment.world
+    }
+
+    fn fork_check(&self) -> Result<()> {
+        if self.guard.forked() {
+            return Err(Error::InvalidArgument(
+                "a process group belongs to the process that made it, not to a fork".into(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Remembers the first failure.
+    fn note_failure<T>(&self, result: Result<T>) -> Result<T> {
+        if let Err(error) = &result {
+            self.failed.get_or_init(|| error.clone());
+        }
+        result
+    }
+
+    fn turn<'a>(
+        &'a self,
+        state: &'a mut State,
+        op: &'a OpDesc,
+        place: Place,
+        patience: Patience,
+    ) -> Turn<'a> {
+        let seq = state.seq;
+        state.seq += 1;
+        Turn { host: self, op, place, seq, patience, chunk: &mut state.chunk }
+    }
+
+    /// A first barrier: everyone is here and has the segment.
+    fn meet(&self) -> Result<()> {
+        let op = OpDesc { verb: Verb::Barrier, dtype: DType::U8, op: None, root: None, count: 0 };
+        self.turn(&mut self.state.lock(), &op, Place::Own, Patience::Caller).enter()
+    }
+
+    /// The shared buffer that the memory lies in, if any.
+    fn find_shared(&self, state: &State, op: &OpDesc, memory: Span<'_>) -> Option<(u64, InUse)> {
+        if op.verb != Verb::AllReduce || memory.len() == 0 || self.world() == 1 {
+            return None;
+        }
+        state.shared.iter().find_map(|shared| {
+            let map = shared.map.upgrade()?;
+            let part = map.ptr().as_ptr().addr() + self.rank * shared.stride;
+            let offset = memory.ptr().addr().checked_sub(part)?;
+            (offset < shared.stride)
+                .then_some((shared.id, InUse { map, stride: shared.stride, offset }))
+        })
+    }
+
+    fn perform(
+        &self,
+        turn: &mut Turn<'_>,
+        input: Span<'_>,
+        output: Span<'_>,
+        shared: Option<&InUse>,
+    ) -> Result<()> {
+        if self.world() == 1 {
+            turn.enter()?;
+            alone(turn.op, input, output);
+            return Ok(());
+        }
+        if input.len().max(output.len()) == 0 || input.len() <= FLAT_BYTES {
+            return flat::run(turn, input, output);
+        }
+        match (turn.op.verb, shared) {
+            (Verb::AllReduce, Some(shared)) => in_place::all_reduce(turn, output, shared),
+            (Verb::AllReduce, None) => chunked::all_reduce(turn, output),
+            (Verb::Broadcast, _) => chunked::broadcast(turn, output),
+            (Verb::AllGather, _) => chunked::all_gather(turn, input, output),
+            (Verb::ReduceScatter, _) => chunked::reduce_scatter(turn, input, output),
+            (Verb::Barrier | Verb::Alloc, _) => turn.enter(),
+        }
+    }
+
+    fn obtain(&self, state: &mut State, op: &OpDesc) -> Result<RawShared> {
+        let bytes = op.count * op.dtype.size();
+        let too_much = || Error::InvalidArgument(format!("{op}: more than memory can hold"));
+        let stride = bytes.max(1).checked_next_multiple_of(PAGE).ok_or_else(too_much)?;
+        let total = stride.checked_mul(self.world()).ok_or_else(too_much)?;
+        let caller = Patience::Caller;
+        // Three meetings: all want the same; the file is there; all have it, and rank 0 may close.
+        let agreed = self.turn(state, op, Place::Own, caller);
+        let id = agreed.seq + 1;
+        agreed.enter()?;
+        let own = if self.rank == 0 { Some(self.or_abort(self.offer(total))?) } else { None };
+        self.turn(state, op, Place::Own, caller).enter()?;
+        let map = match &own {
+            Some(fd) => Mapping::new(fd, total),
+            None => self.take_offer(total),
+        };
+        let map = Arc::new(self.or_abort(map)?);
+        self.turn(state, op, Place::Own, caller).enter()?;
+        state.shared.retain(|shared| shared.map.strong_count() > 0);
+        state.shared.push(Shared { id, stride, map: Arc::downgrade(&map) });
+        // SAFETY: inside the mapping, which has `world` strides.
+        let ptr = unsafe { map.ptr().add(self.rank * stride) };
+        // SAFETY: fresh zeros aligned to a page, mapped while `map` lives, referred to by nobody
+        // else in this process, and touched by peers only in the in-place algorithm.
+        Ok(unsafe { RawShared::new(ptr, stride, map) })
+    }
+
+    /// Makes the file of a shared buffer and says where it is.
+    fn offer(&self, bytes: usize) -> Result<OwnedFd> {
+        let fd = sys::memfd(c"collective-shared", bytes)?;
+        let number = u64::try_from(fd.as_raw_fd()).expect("descriptors are not negative");
+        // Release: pairs with `take_offer`, though the entries between order them already.
+        self.segment.shared_fd().store(number, Ordering::Release);
+        Ok(fd)
+    }
+
+    fn take_offer(&self, bytes: usize) -> Result<Mapping> {
+        let number = self.segment.shared_fd().load(Ordering::Acquire);
+        let file = open_fd_of(self.root_pid, number)?;
+        if !sys::is_sealed(&file, bytes) {
+            let text = "the file of rank 0's shared buffer is not what was agreed";
+            return Err(Error::InvalidArgument(text.into()));
+        }
+        Mapping::new(file, bytes)
+    }
+
+    /// A failure of this rank alone fails the group, since the peers wait for it.
+    fn or_abort<T>(&self, result: Result<T>) -> Result<T> {
+        if let Err(error) = &result {
+            self.abort(&error.to_string());
+        }
+        result
+    }
+}
+
+impl Backend for Host {
+    fn name(&self) -> &'static str {
+        "host"
+    }
+
+    fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.world()
+    }
+
+    fn forked(&self) -> bool {
+        self.guard.forked()
+    }
+
+    fn ready(&self) -> Result<()> {
+        self.fork_check()?;
+        match self.failed.get() {
+            Some(error) => Err(Error::Poisoned(Box::new(error.clone()))),
+            None => Ok(()),
+        }
+    }
+
+    unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, patience: Patience) -> Result<()> {
+        self.fork_check()?;
+        let mut state = self.state.lock();
+        self.ready()?;
+        let size = op.dtype.size();
+        let (input_len, output_len) =
+            (op.input_count(self.world()) * size, op.output_count(self.world()) * size);
+        // SAFETY: the caller's promise; the algorithms only copy from the input, unless it is the
+        // output.
+        let input = unsafe { Span::new(bufs.input.cast_mut(), input_len) };
+        // SAFETY: the caller's promise.
+        let output = unsafe { Span::new(bufs.output, output_len) };
+        let (place, shared) = match self.find_shared(&state, op, output) {
+            Some((id, shared)) => {
+                (Place::Shared { id, offset: shared.offset as u64 }, Some(shared))
+            }
+            None => (Place::Own, None),
+        };
+        let mut turn = self.turn(&mut state, op, place, patience);
+        let result = self.perform(&mut turn, input, output, shared.as_ref());
+        if let (Err(error), Some(shared)) = (&result, &shared)
+            && !matches!(error, Error::Mismatch { .. })
+        {
+            // A peer that saw all ranks enter may still be storing into this rank's part.
+            shared.map.detach(self.rank * shared.stride, shared.stride);
+        }
+        self.note_failure(result)
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<RawShared> {
+        self.fork_check()?;
+        let mut state = self.state.lock();
+        self.ready()?;
+        let op = OpDesc { verb: Verb::Alloc, dtype, op: None, root: None, count };
+        let result = self.obtain(&mut state, &op);
+        self.note_failure(result)
+    }
+
+    fn abort(&self, reason: &str) {
+        if self.guard.forked() || self.segment.poison().is_some() {
+            return;
+        }
+        self.segment.write_note(self.rank, reason, &[]);
+        self.segment.set_poison(Poison::Aborted { by: self.rank });
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        // A fork's copy must not say goodbye for the parent.
+        if !self.guard.forked() {
+            self.segment.leave(self.rank);
+        }
+    }
+}
+
+/// A group of one: the verbs without the peers.
+fn alone(op: &OpDesc, input: Span<'_>, output: Span<'_>) {
+    match op.op {
+        Some(reduce) => simd::fold(op.dtype, reduce, output, &[input]),
+        None => output.copy_from(input),
+    }
+}
+
+fn check_world(rank: Rank, world_size: usize) -> Result<()> {
+    if !(1..=MAX_RANKS).contains(&world_size) {
+        let text = format!("a group on one machine has 1 to {MAX_RANKS} ranks, not {world_size}");
+        return Err(Error::InvalidArgument(text));
+    }
+    if rank >= world_size {
+        let text = format!("there is no rank {rank} among {world_size} ranks");
+        return Err(Error::InvalidArgument(text));
+    }
+    Ok(())
+}
+
+/// Opens what another process has open.
+fn open_fd_of(pid: u32, number: u64) -> Result<std::fs::File> {
+    let path = format!("/proc/{pid}/fd/{number}");
+    OpenOptions::new().read(true).write(true).open(&path).map_err(|error| {
+        Error::io(format!("opening rank 0's shared memory through {path}"), &error)
+    })
+}

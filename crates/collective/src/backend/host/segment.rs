@@ -1,0 +1,327 @@
+//! The control segment of a group: who has entered what, who sleeps, who failed.
+//!
+//! Layout, in bytes. Every word that one rank writes and others wait for is on that rank's own cache
+//! lines.
+//!
+//! ```text
+//! 0          header page: +0 magic, +8 world size, +64 poison, +128 shared file's descriptor
+//! 4096       one block of 512 per rank:
+//!              +0 staged, +8 folded, +16 drained   chunk counters, only ever growing
+//!              +64 bell                            1 while the rank sleeps (futex)
+//!              +128 gone                           1 once the rank has left
+//!              +136 note length, +144 missing ranks (4 words), +192 note text (320)
+//! SLOTS      two slots per rank, used in turn: +0 seq, +8 fingerprint, +64 data (8 KiB)
+//! STAGES     three chunks of 256 KiB per rank, used in turn
+//! ```
+//!
+//! A rank only ever stores into its own block, slots and stages, except for the poison word (first
+//! failure wins) and the bells (set by the sleeper, cleared by whoever wakes it).
+
+use std::ffi::CStr;
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use super::sys::{self, Mapping};
+use crate::op::Fingerprint;
+use crate::span::Span;
+use crate::{Error, Rank, Result};
+
+/// Ranks a group may have.
+pub(super) const MAX_RANKS: usize = 256;
+/// Largest payload of a slot.
+pub(super) const FLAT_BYTES: usize = 8 << 10;
+/// Bytes of one stage.
+pub(super) const CHUNK_BYTES: usize = 256 << 10;
+/// Stages of a rank: one being filled, one being folded, one being read.
+pub(super) const STAGES: u64 = 3;
+
+const NAME: &CStr = c"collective";
+const MAGIC: u64 = u64::from_le_bytes(*b"collsg01");
+const POISON: usize = 64;
+const SHARED_FD: usize = 128;
+const BLOCKS: usize = 4096;
+const BLOCK: usize = 512;
+const BELL: usize = 64;
+const GONE: usize = 128;
+const NOTE_LEN: usize = 136;
+const MISSING: usize = 144;
+const NOTE: usize = 192;
+const NOTE_BYTES: usize = BLOCK - NOTE;
+const SLOT_DATA: usize = 64;
+const SLOT: usize = SLOT_DATA + FLAT_BYTES;
+
+/// A rank's chunk counters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Counter {
+    /// Its data of the chunk lie in its stage.
+    Staged = 0,
+    /// Its shard of the chunk is folded.
+    Folded = 8,
+    /// It reads nothing of the chunk any more.
+    Drained = 16,
+}
+
+/// Why a group failed, as all ranks can read it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Poison {
+    /// The process of a rank ended.
+    Died { rank: Rank, pid: u32 },
+    /// A rank dropped its group while it was needed.
+    Left { rank: Rank },
+    /// A rank called `abort`; the reason is its note.
+    Aborted { by: Rank },
+    /// A rank's wait timed out; who was missing stands in its block, the operation is its note.
+    TimedOut { by: Rank },
+}
+
+impl Poison {
+    fn encode(self) -> u64 {
+        let (kind, rank, pid) = match self {
+            Self::Died { rank, pid } => (1, rank, pid),
+            Self::Left { rank } => (2, rank, 0),
+            Self::Aborted { by } => (3, by, 0),
+            Self::TimedOut { by } => (4, by, 0),
+        };
+        kind << 56 | (rank as u64) << 32 | u64::from(pid)
+    }
+
+    fn decode(word: u64, world: usize) -> Option<Self> {
+        let rank = (word >> 32 & 0xff_ffff) as usize;
+        if rank >= world {
+            return None;
+        }
+        match word >> 56 {
+            1 => Some(Self::Died { rank, pid: word as u32 }),
+            2 => Some(Self::Left { rank }),
+            3 => Some(Self::Aborted { by: rank }),
+            4 => Some(Self::TimedOut { by: rank }),
+            _ => None,
+        }
+    }
+}
+
+/// The segment, mapped.
+#[derive(Debug)]
+pub(super) struct Segment {
+    map: Mapping,
+    pub(super) world: usize,
+}
+
+impl Segment {
+    /// Bytes of the segment of a group.
+    pub(super) fn bytes(world: usize) -> usize {
+        stages(world) + world * STAGES as usize * CHUNK_BYTES
+    }
+
+    /// A new, empty segment; rank 0's task.
+    pub(super) fn create(world: usize) -> Result<OwnedFd> {
+        let fd = sys::memfd(NAME, Self::bytes(world))?;
+        let segment = Self { map: Mapping::new(&fd, Self::bytes(world))?, world };
+        segment.map.word(8).store(world as u64, Ordering::Relaxed);
+        // Release: pairs with the Acquire in `attach`.
+        segment.map.word(0).store(MAGIC, Ordering::Release);
+        Ok(fd)
+    }
+
+    /// Maps a segment that rank 0 created, after checking that it is one, of this size.
+    pub(super) fn attach(fd: OwnedFd, world: usize) -> Result<Self> {
+        let bytes = Self::bytes(world);
+        let file = File::from(fd);
+        let wrong = || Error::InvalidArgument("rank 0's segment is not of this group".into());
+        if !sys::is_sealed(&file, bytes) {
+            return Err(wrong());
+        }
+        let map = Mapping::new(file.as_fd(), bytes)?;
+        let magic = map.word(0).load(Ordering::Acquire);
+        if magic != MAGIC || map.word(8).load(Ordering::Relaxed) != world as u64 {
+            return Err(wrong());
+        }
+        Ok(Self { map, world })
+    }
+
+    pub(super) fn counter(&self, rank: Rank, counter: Counter) -> &AtomicU64 {
+        self.map.word(self.block(rank) + counter as usize)
+    }
+
+    /// The operation number of a rank's latest entry in slots of this parity, plus 1.
+    pub(super) fn entry(&self, rank: Rank, seq: u64) -> &AtomicU64 {
+        self.map.word(self.slot(rank, seq))
+    }
+
+    /// Writes this rank's fingerprint, to be published by a store to [`entry`](Self::entry).
+    pub(super) fn set_fingerprint(&self, rank: Rank, fingerprint: &Fingerprint) {
+        let slot = self.slot(rank, fingerprint.seq);
+        for (i, word) in fingerprint.words().into_iter().enumerate() {
+            self.map.word(slot + 8 + 8 * i).store(word, Ordering::Relaxed);
+        }
+    }
+
+    /// A rank's fingerprint, once its entry has been seen.
+    pub(super) fn fingerprint(&self, rank: Rank, seq: u64) -> Fingerprint {
+        let slot = self.slot(rank, seq);
+        let word = |i: usize| self.map.word(slot + 8 + 8 * i).load(Ordering::Relaxed);
+        Fingerprint::from_words(seq, std::array::from_fn(word))
+    }
+
+    /// The first `len` bytes of a slot's data.
+    pub(super) fn slot_data(&self, rank: Rank, seq: u64, len: usize) -> Span<'_> {
+        self.map.data(self.slot(rank, seq) + SLOT_DATA, FLAT_BYTES).part(0, len)
+    }
+
+    /// A rank's stage for a chunk.
+    pub(super) fn stage(&self, rank: Rank, chunk: u64) -> Span<'_> {
+        assert!(rank < self.world, "a rank of the group");
+        let index = rank * STAGES as usize + (chunk % STAGES) as usize;
+        self.map.data(stages(self.world) + index * CHUNK_BYTES, CHUNK_BYTES)
+    }
+
+    pub(super) fn bell(&self, rank: Rank) -> &AtomicU32 {
+        self.map.half_word(self.block(rank) + BELL)
+    }
+
+    /// Where rank 0 puts the descriptor of a shared buffer's file.
+    pub(super) fn shared_fd(&self) -> &AtomicU64 {
+        self.map.word(SHARED_FD)
+    }
+
+    pub(super) fn is_gone(&self, rank: Rank) -> bool {
+        // Acquire: pairs with `leave`; what the rank did before it left is visible.
+        self.map.word(self.block(rank) + GONE).load(Ordering::Acquire) != 0
+    }
+
+    /// Says that a rank takes part no more.
+    pub(super) fn leave(&self, rank: Rank) {
+        self.map.word(self.block(rank) + GONE).store(1, Ordering::SeqCst);
+        self.ring_all();
+    }
+
+    /// The group's failure, if it has failed.
+    pub(super) fn poison(&self) -> Option<Poison> {
+        // Acquire: pairs with `set_poison`; the note is complete.
+        Poison::decode(self.map.word(POISON).load(Ordering::Acquire), self.world)
+    }
+
+    /// Fails the group, unless it has failed already, and wakes everyone.
+    pub(super) fn set_poison(&self, poison: Poison) {
+        let (word, new) = (self.map.word(POISON), poison.encode());
+        // The first failure stays: the others follow from it.
+        if word.compare_exchange(0, new, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+            self.ring_all();
+        }
+    }
+
+    /// Leaves a text and a set of ranks in a rank's block, before it sets the poison.
+    pub(super) fn write_note(&self, by: Rank, text: &str, missing: &[Rank]) {
+        let block = self.block(by);
+        for (i, bytes) in text.as_bytes().chunks(8).take(NOTE_BYTES / 8).enumerate() {
+            let mut word = [0; 8];
+            word[..bytes.len()].copy_from_slice(bytes);
+            self.map.word(block + NOTE + 8 * i).store(u64::from_le_bytes(word), Ordering::Relaxed);
+        }
+        self.map.word(block + NOTE_LEN).store(text.len() as u64, Ordering::Relaxed);
+        for (i, ranks) in (0..MAX_RANKS / 64).map(|i| (i, i * 64..(i + 1) * 64)) {
+            let bits = missing.iter().filter(|rank| ranks.contains(rank));
+            let bits = bits.fold(0, |bits, rank| bits | 1_u64 << (rank % 64));
+            self.map.word(block + MISSING + 8 * i).store(bits, Ordering::Relaxed);
+        }
+    }
+
+    /// What [`write_note`](Self::write_note) left, once the poison has been seen.
+    pub(super) fn note(&self, by: Rank) -> (String, Vec<Rank>) {
+        let block = self.block(by);
+        let word = |offset: usize| self.map.word(block + offset).load(Ordering::Relaxed);
+        let len = usize::try_from(word(NOTE_LEN)).unwrap_or(usize::MAX).min(NOTE_BYTES);
+        let bytes: Vec<u8> =
+            (0..NOTE_BYTES / 8).flat_map(|i| word(NOTE + 8 * i).to_le_bytes()).take(len).collect();
+        let is_missing = |rank: &Rank| word(MISSING + rank / 64 * 8) >> (rank % 64) & 1 != 0;
+        let missing = (0..self.world).filter(is_missing).collect();
+        (String::from_utf8_lossy(&bytes).trim_end_matches('\u{fffd}').to_owned(), missing)
+    }
+
+    /// Wakes every rank that sleeps.
+    pub(super) fn ring_all(&self) {
+        for rank in 0..self.world {
+            self.ring(rank);
+        }
+    }
+
+    /// Wakes a rank if it sleeps. To come after a SeqCst store of what it waits for: either this
+    /// sees the sleeper's bell, or the sleeper, who looks once more after setting it, sees the
+    /// store.
+    pub(super) fn ring(&self, rank: Rank) {
+        let bell = self.bell(rank);
+        if bell.load(Ordering::SeqCst) != 0 && bell.swap(0, Ordering::SeqCst) != 0 {
+            sys::futex_wake(bell);
+        }
+    }
+
+    fn block(&self, rank: Rank) -> usize {
+        assert!(rank < self.world, "a rank of the group");
+        BLOCKS + rank * BLOCK
+    }
+
+    fn slot(&self, rank: Rank, seq: u64) -> usize {
+        assert!(rank < self.world, "a rank of the group");
+        slots(self.world) + (rank * 2 + (seq % 2) as usize) * SLOT
+    }
+}
+
+fn slots(world: usize) -> usize {
+    (BLOCKS + world * BLOCK).next_multiple_of(4096)
+}
+
+fn stages(world: usize) -> usize {
+    (slots(world) + world * 2 * SLOT).next_multiple_of(4096)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn segment(world: usize) -> Segment {
+        Segment::attach(Segment::create(world).unwrap(), world).unwrap()
+    }
+
+    #[test]
+    fn the_first_failure_stays() {
+        let segment = segment(3);
+        assert_eq!(segment.poison(), None);
+        segment.set_poison(Poison::Died { rank: 2, pid: u32::MAX });
+        segment.set_poison(Poison::Aborted { by: 1 });
+        assert_eq!(segment.poison(), Some(Poison::Died { rank: 2, pid: u32::MAX }));
+    }
+
+    #[test]
+    fn failures_are_read_as_written_and_garbage_is_none() {
+        for poison in [
+            Poison::Died { rank: 255, pid: 1 },
+            Poison::Left { rank: 0 },
+            Poison::Aborted { by: 7 },
+            Poison::TimedOut { by: 9 },
+        ] {
+            assert_eq!(Poison::decode(poison.encode(), 256), Some(poison));
+        }
+        assert_eq!(Poison::decode(u64::MAX, 256), None);
+        assert_eq!(Poison::decode(Poison::Left { rank: 5 }.encode(), 5), None);
+    }
+
+    #[test]
+    fn notes_are_cut_to_length() {
+        let segment = segment(2);
+        segment.write_note(1, "out of coffee", &[0, 1]);
+        assert_eq!(segment.note(1), ("out of coffee".into(), vec![0, 1]));
+        segment.write_note(0, &"x".repeat(1000), &[200]);
+        assert_eq!(segment.note(0), ("x".repeat(NOTE_BYTES), vec![]));
+        // A length that a peer made up.
+        segment.map.word(segment.block(0) + NOTE_LEN).store(u64::MAX, Ordering::Relaxed);
+        assert_eq!(segment.note(0).0.len(), NOTE_BYTES);
+    }
+
+    #[test]
+    fn a_segment_of_another_group_is_refused() {
+        assert!(Segment::attach(Segment::create(2).unwrap(), 3).is_err());
+        let other = sys::memfd(c"other", Segment::bytes(2)).unwrap();
+        assert!(Segment::attach(other, 2).is_err());
+    }
+}

@@ -1,0 +1,289 @@
+//! The few things asked of Linux: shared memory without a name, futexes, pidfds, and a page that
+//! forgets itself in a forked child.
+
+#![expect(unsafe_code, reason = "system calls and memory mappings")]
+
+use std::ffi::CStr;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::span::Span;
+use crate::{Error, Result};
+
+/// Seals that keep a file from being cut short under our feet, which would be a SIGBUS.
+const SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+
+/// A file of `bytes` zeros that lives in memory, has no name, and cannot change size.
+///
+/// The memory is reserved now, so that running out of it is an error here and not a signal later.
+pub(super) fn memfd(name: &CStr, bytes: usize) -> Result<OwnedFd> {
+    let fail = || Error::io(format!("obtaining {bytes} bytes of shared memory"), &last_error());
+    // SAFETY: `name` is a C string; the flags are this call's.
+    let raw =
+        unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
+    if raw < 0 {
+        return Err(fail());
+    }
+    // SAFETY: `memfd_create` just made it, and nobody else has it.
+    let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+    let len = libc::off_t::try_from(bytes).map_err(|_| fail())?;
+    // SAFETY: a system call on a descriptor we own.
+    if unsafe { libc::fallocate(raw, 0, 0, len) } != 0 {
+        return Err(fail());
+    }
+    // SAFETY: a system call on a descriptor we own.
+    if unsafe { libc::fcntl(raw, libc::F_ADD_SEALS, SEALS) } != 0 {
+        return Err(fail());
+    }
+    Ok(fd)
+}
+
+/// Whether a file that a peer gave has exactly this size, and will keep it.
+pub(super) fn is_sealed(file: &File, bytes: usize) -> bool {
+    // SAFETY: a system call on a descriptor that `file` owns.
+    let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
+    let keeps = seals >= 0 && seals & libc::F_SEAL_SHRINK != 0;
+    keeps && file.metadata().is_ok_and(|meta| meta.len() == bytes as u64)
+}
+
+/// A shared mapping of a whole file, unmapped on drop.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a mapping is plain memory of the process. It hands out atomics, which may be shared, and
+// `Span`s, whose makers argue for each use.
+unsafe impl Send for Mapping {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps the first `len` bytes, which the file must have and keep ([`is_sealed`]).
+    pub(super) fn new(fd: impl AsFd, len: usize) -> Result<Self> {
+        let (access, raw) = (libc::PROT_READ | libc::PROT_WRITE, fd.as_fd().as_raw_fd());
+        // SAFETY: asks for a new mapping at an address of the kernel's choice.
+        let base =
+            unsafe { libc::mmap(std::ptr::null_mut(), len, access, libc::MAP_SHARED, raw, 0) };
+        let base = NonNull::new(base).filter(|base| base.as_ptr() != libc::MAP_FAILED);
+        let base = base.ok_or_else(|| {
+            Error::io(format!("mapping {len} bytes of shared memory"), &last_error())
+        })?;
+        Ok(Self { base: base.cast(), len })
+    }
+
+    pub(super) fn ptr(&self) -> NonNull<u8> {
+        self.base
+    }
+
+    /// The word at a byte offset.
+    pub(super) fn word(&self, offset: usize) -> &AtomicU64 {
+        assert!(offset.is_multiple_of(8) && offset + 8 <= self.len, "a word of the segment");
+        // SAFETY: stays inside by the line above.
+        let ptr = unsafe { self.base.add(offset) };
+        // SAFETY: mapped while `self` lives, aligned (the mapping starts at a page), and only used
+        // as an atomic: the layout keeps words and data apart.
+        unsafe { ptr.cast::<AtomicU64>().as_ref() }
+    }
+
+    /// The half word at a byte offset: what a futex sleeps on.
+    pub(super) fn half_word(&self, offset: usize) -> &AtomicU32 {
+        assert!(offset.is_multiple_of(4) && offset + 4 <= self.len, "a half word of the segment");
+        // SAFETY: stays inside by the line above.
+        let ptr = unsafe { self.base.add(offset) };
+        // SAFETY: as in `word`.
+        unsafe { ptr.cast::<AtomicU32>().as_ref() }
+    }
+
+    /// The `len` bytes at a byte offset, which must lie in one of the layout's data areas.
+    pub(super) fn data(&self, offset: usize, len: usize) -> Span<'_> {
+        // SAFETY: the mapping lives as long as the borrow of `self`. No reference is ever made to
+        // its data areas, except to a shared buffer's own part, which the buffer's user lends to
+        // the operation. Who touches which bytes when is the algorithms' protocol.
+        let whole = unsafe { Span::new(self.base.as_ptr(), self.len) };
+        whole.part(offset, len)
+    }
+
+    /// Puts fresh private zeros in the place of `len` shared bytes at `offset`, both multiples of
+    /// the page size: what peers write there from now on, this process no longer sees.
+    pub(super) fn detach(&self, offset: usize, len: usize) {
+        assert!(offset.checked_add(len).is_some_and(|end| end <= self.len), "inside the mapping");
+        if len == 0 {
+            return;
+        }
+        // SAFETY: stays inside by the line above.
+        let ptr = unsafe { self.base.add(offset) };
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+        // SAFETY: replaces pages of our own mapping; whoever holds a slice over them is waiting for
+        // the operation that calls this, and any bytes are values of its elements.
+        let new = unsafe { libc::mmap(ptr.as_ptr().cast(), len, access, kind, -1, 0) };
+        if new == libc::MAP_FAILED {
+            // Going on would hand out a `&mut` that other processes write to.
+            std::process::abort();
+        }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping, and no borrow of it is left. An error can only mean that the
+        // range is wrong, which it is not.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+/// Sleeps until the word is woken, `tick` has passed, or a signal comes; not at all if the word is
+/// not `value`.
+pub(super) fn futex_wait(word: &AtomicU32, value: u32, tick: Duration) {
+    let timeout = libc::timespec {
+        tv_sec: tick.as_secs().try_into().unwrap_or(libc::time_t::MAX),
+        tv_nsec: tick.subsec_nanos().into(),
+    };
+    let timeout: *const libc::timespec = &raw const timeout;
+    // SAFETY: both pointers are good for the call. Not FUTEX_PRIVATE: other processes wake it.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, value, timeout) };
+}
+
+/// Wakes everyone who sleeps on the word.
+pub(super) fn futex_wake(word: &AtomicU32) {
+    // SAFETY: the pointer is good for the call.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, libc::c_int::MAX) };
+}
+
+/// A descriptor that becomes readable when the process ends.
+pub(super) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
+    // SAFETY: a system call with plain numbers. The kernel sets close-on-exec on pidfds.
+    let raw = unsafe { libc::syscall(libc::SYS_pidfd_open, libc::c_long::from(pid), 0) };
+    let raw = libc::c_int::try_from(raw).expect("descriptors are ints");
+    if raw < 0 {
+        return Err(last_error());
+    }
+    // SAFETY: the kernel just made it, and nobody else has it.
+    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
+}
+
+/// Waits until a descriptor is readable; which ones are. No deadline: one of `fds` is the caller's
+/// own means of ending the wait.
+pub(super) fn poll_readable(fds: &[&OwnedFd]) -> io::Result<Vec<bool>> {
+    let ask = |fd: &&OwnedFd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    let mut polls: Vec<_> = fds.iter().map(ask).collect();
+    let count = libc::nfds_t::try_from(polls.len()).expect("few descriptors");
+    // SAFETY: the array is good for the call and as long as said.
+    if unsafe { libc::poll(polls.as_mut_ptr(), count, -1) } < 0 {
+        return Err(last_error());
+    }
+    Ok(polls.iter().map(|poll| poll.revents != 0).collect())
+}
+
+fn last_error() -> io::Error {
+    io::Error::last_os_error()
+}
+
+/// Knows a fork from the process that made it, for the price of reading a byte: a page that the
+/// kernel wipes in a child.
+#[derive(Debug)]
+pub(super) struct ForkGuard {
+    page: Page,
+}
+
+#[derive(Debug)]
+struct Page(NonNull<AtomicU32>);
+
+// SAFETY: the page holds one atomic, which may be shared.
+unsafe impl Send for Page {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Page {}
+
+const PAGE: usize = 4096;
+
+impl ForkGuard {
+    pub(super) fn new() -> Result<Self> {
+        let fail = || Error::io("obtaining a page that a fork forgets", &last_error());
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: asks for a new mapping at an address of the kernel's choice.
+        let base = unsafe { libc::mmap(std::ptr::null_mut(), PAGE, access, kind, -1, 0) };
+        let mapped = NonNull::new(base).filter(|base| base.as_ptr() != libc::MAP_FAILED);
+        let page = Page(mapped.ok_or_else(fail)?.cast());
+        // SAFETY: advice on the page just mapped.
+        if unsafe { libc::madvise(base, PAGE, libc::MADV_WIPEONFORK) } != 0 {
+            return Err(fail());
+        }
+        let guard = Self { page };
+        // Relaxed: one thread makes the guard, and a fork is no race.
+        guard.mark().store(1, Ordering::Relaxed);
+        Ok(guard)
+    }
+
+    /// Whether this process is a fork of the one that made the guard.
+    pub(super) fn forked(&self) -> bool {
+        self.mark().load(Ordering::Relaxed) == 0
+    }
+
+    fn mark(&self) -> &AtomicU32 {
+        // SAFETY: mapped while `self` lives, aligned to a page, zeroed or one.
+        unsafe { self.page.0.as_ref() }
+    }
+}
+
+impl Drop for Page {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping, and no borrow of it is left.
+        unsafe { libc::munmap(self.0.as_ptr().cast(), PAGE) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_mappings_of_one_file_see_each_other_until_detached() {
+        let fd = memfd(c"test", 2 * PAGE).unwrap();
+        let (one, two) =
+            (Mapping::new(&fd, 2 * PAGE).unwrap(), Mapping::new(&fd, 2 * PAGE).unwrap());
+        one.word(PAGE).store(7, Ordering::SeqCst);
+        assert_eq!(two.word(PAGE).load(Ordering::SeqCst), 7);
+        two.detach(PAGE, PAGE);
+        one.word(PAGE).store(8, Ordering::SeqCst);
+        assert_eq!(two.word(PAGE).load(Ordering::SeqCst), 0);
+    }
+
+    #[test]
+    fn a_segment_cannot_be_cut_short() {
+        let file = File::from(memfd(c"test", PAGE).unwrap());
+        assert!(is_sealed(&file, PAGE));
+        assert!(!is_sealed(&file, 2 * PAGE));
+        assert!(file.set_len(0).is_err());
+    }
+
+    #[test]
+    fn a_fork_is_known() {
+        let guard = ForkGuard::new().unwrap();
+        assert!(!guard.forked());
+        // SAFETY: the child only reads a byte and exits.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let code = if guard.forked() { 0 } else { 1 };
+            // SAFETY: ends the child without running the parent's destructors.
+            unsafe { libc::_exit(code) };
+        }
+        let mut status = 0;
+        // SAFETY: waits for our own child.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!(status, 0);
+    }
+
+    #[test]
+    fn a_sleeper_on_another_value_does_not_sleep() {
+        let word = AtomicU32::new(1);
+        futex_wait(&word, 0, Duration::from_secs(60));
+        futex_wake(&word);
+    }
+}

@@ -1,0 +1,114 @@
+//! What carries the data: the object-safe trait every backend implements.
+//!
+//! A backend sees no types, only an [`OpDesc`] and raw memory; [`ProcessGroup`] has checked lengths,
+//! operator and root before it calls. So a new backend is one implementation of [`Backend`] and
+//! nothing else changes.
+//!
+//! [`ProcessGroup`]: crate::ProcessGroup
+
+#![expect(unsafe_code, reason = "declares the calls that take type-erased memory")]
+
+pub(crate) mod host;
+
+use std::fmt::Debug;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::{DType, OpDesc, Rank, Result};
+
+/// The memory of one operation. Lengths follow from the [`OpDesc`].
+#[derive(Clone, Copy, Debug)]
+pub struct RawBufs {
+    /// [`OpDesc::input_count`] elements. For verbs that work in place, the same as `output`.
+    pub input: *const u8,
+    /// [`OpDesc::output_count`] elements.
+    pub output: *mut u8,
+}
+
+/// How to wait for peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Patience {
+    /// A caller stands still: wait as alertly as the machine allows.
+    Caller,
+    /// Computation goes on beside: give the core away soon.
+    Background,
+}
+
+/// Memory of [`Backend::alloc`]: this rank's part, zeroed, aligned to 64 bytes.
+#[derive(Debug)]
+pub struct RawShared {
+    pub(crate) ptr: NonNull<u8>,
+    pub(crate) bytes: usize,
+    /// Keeps the memory mapped.
+    pub(crate) _keep: Arc<dyn Keep>,
+}
+
+impl RawShared {
+    /// `bytes` of memory at `ptr` that live as long as `keep`.
+    ///
+    /// # Safety
+    ///
+    /// They are zero, aligned to 64 bytes, and readable and
+    /// writable while `keep` lives. Nothing else in the program refers to them, and peers touch
+    /// them only while an operation on them runs on this rank.
+    pub unsafe fn new(ptr: NonNull<u8>, bytes: usize, keep: Arc<dyn Keep>) -> Self {
+        Self { ptr, bytes, _keep: keep }
+    }
+}
+
+/// Whatever keeps memory alive by being alive.
+pub trait Keep: Send + Sync + Debug {}
+
+impl<T: Send + Sync + Debug> Keep for T {}
+
+/// A way to move data between the ranks of one group.
+///
+/// One rank's view. Calls of [`run`](Self::run) and [`alloc`](Self::alloc) come one at a time or
+/// block each other; [`abort`](Self::abort) may come at any time from any thread and must not wait
+/// for them.
+pub trait Backend: Send + Sync + Debug {
+    /// The backend's name, for error texts.
+    fn name(&self) -> &'static str;
+
+    /// This rank.
+    fn rank(&self) -> Rank;
+
+    /// Number of ranks.
+    fn world_size(&self) -> usize;
+
+    /// Whether this process is a fork of the one that made the group, which may not use it.
+    fn forked(&self) -> bool;
+
+    /// Whether the group can take an operation at all, without waiting for anything.
+    ///
+    /// # Errors
+    ///
+    /// The group is poisoned, or this process is a fork of the one that made it.
+    fn ready(&self) -> Result<()>;
+
+    /// Does one operation, and returns when this rank's part is done and its memory is its own.
+    ///
+    /// Fingerprints of all ranks are compared before any byte of `output` changes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Mismatch`](crate::Error::Mismatch) with the buffers unchanged; otherwise a peer's
+    /// failure, with the contents of `output` unspecified. Either poisons the group.
+    ///
+    /// # Safety
+    ///
+    /// `bufs` is readable (`input`) and writable (`output`) as [`RawBufs`] says, and nobody else
+    /// touches it until the call returns. `op` has passed [`OpDesc::check`].
+    unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, patience: Patience) -> Result<()>;
+
+    /// Obtains `count` elements on every rank in memory that this backend reduces in place.
+    ///
+    /// # Errors
+    ///
+    /// As [`run`](Self::run), or the system has no memory.
+    fn alloc(&self, dtype: DType, count: usize) -> Result<RawShared>;
+
+    /// Gives the group up: everybody's waits end with
+    /// [`Error::Aborted`](crate::Error::Aborted), now and later.
+    fn abort(&self, reason: &str);
+}

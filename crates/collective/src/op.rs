@@ -1,0 +1,279 @@
+//! One descriptor for every verb, and the fingerprint ranks compare before data moves.
+//!
+//! A call becomes an [`OpDesc`] at the door of [`ProcessGroup`](crate::ProcessGroup); backends,
+//! checks and error texts know only descriptors. A [`Fingerprint`] is a descriptor with its place
+//! in the group's history, packed into a few words that every rank publishes as it enters. It is
+//! not a hash: peers can read back what the other rank called, and say so.
+
+use std::fmt;
+
+use crate::{DType, Error, Rank, ReduceOp, Result};
+
+/// Which collective.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Verb {
+    /// Every rank gets the reduction of all ranks' buffers.
+    AllReduce,
+    /// Every rank gets the root's buffer.
+    Broadcast,
+    /// Every rank gets all ranks' buffers, one after another.
+    AllGather,
+    /// Every rank gets its block of the reduction.
+    ReduceScatter,
+    /// Nobody goes on before all have come.
+    Barrier,
+    /// All ranks obtain memory that the backend can reduce in place.
+    Alloc,
+}
+
+impl Verb {
+    /// Every verb, in the order of their codes.
+    pub const ALL: [Self; 6] = [
+        Self::AllReduce,
+        Self::Broadcast,
+        Self::AllGather,
+        Self::ReduceScatter,
+        Self::Barrier,
+        Self::Alloc,
+    ];
+}
+
+impl fmt::Display for Verb {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::AllReduce => "all_reduce",
+            Self::Broadcast => "broadcast",
+            Self::AllGather => "all_gather",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::Barrier => "barrier",
+            Self::Alloc => "alloc",
+        })
+    }
+}
+
+/// What a rank calls: everything all ranks must agree on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OpDesc {
+    /// The collective.
+    pub verb: Verb,
+    /// The element type; `u8` for a barrier.
+    pub dtype: DType,
+    /// The operator, for the verbs that reduce.
+    pub op: Option<ReduceOp>,
+    /// The root, for the verbs that have one.
+    pub root: Option<Rank>,
+    /// Elements: of the buffer for `all_reduce`, `broadcast` and `alloc`, of one rank's block for
+    /// `all_gather` (its input) and `reduce_scatter` (its output).
+    pub count: usize,
+}
+
+impl OpDesc {
+    /// Elements of the input buffer; for verbs that work in place, of the buffer.
+    pub fn input_count(&self, world_size: usize) -> usize {
+        match self.verb {
+            Verb::ReduceScatter => self.count * world_size,
+            _ => self.count,
+        }
+    }
+
+    /// Elements of the output buffer; for verbs that work in place, of the buffer.
+    pub fn output_count(&self, world_size: usize) -> usize {
+        match self.verb {
+            Verb::AllGather => self.count * world_size,
+            _ => self.count,
+        }
+    }
+
+    /// Checks what can be seen without the peers: that the operator fits the type, and that the
+    /// root exists.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`].
+    pub fn check(&self, world_size: usize) -> Result<()> {
+        if let Some(op) = self.op
+            && !op.supports(self.dtype)
+        {
+            return Err(Error::InvalidArgument(format!(
+                "{}: {op} is not defined for {}",
+                self.verb, self.dtype
+            )));
+        }
+        if let Some(root) = self.root
+            && root >= world_size
+        {
+            return Err(Error::InvalidArgument(format!(
+                "{}: there is no root {root} among {world_size} ranks",
+                self.verb
+            )));
+        }
+        Ok(())
+    }
+
+    /// This call as the group's operation number `seq`, at `place`.
+    pub fn fingerprint(&self, seq: u64, place: Place) -> Fingerprint {
+        let op = self.op.map_or(0, |op| op as u64 + 1);
+        let root = self.root.map_or(0, |root| root as u64 + 1);
+        let what = self.verb as u64 | (self.dtype as u64) << 8 | op << 16 | root << 32;
+        let (shared, offset) = match place {
+            Place::Own => (0, 0),
+            Place::Shared { id, offset } => (id, offset),
+        };
+        Fingerprint { seq, what, count: self.count as u64, shared, offset }
+    }
+}
+
+impl fmt::Display for OpDesc {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.verb)?;
+        if self.verb == Verb::Barrier {
+            return Ok(());
+        }
+        write!(f, " of {} {}", self.count, self.dtype)?;
+        if let Some(op) = self.op {
+            write!(f, ", {op}")?;
+        }
+        if let Some(root) = self.root {
+            write!(f, ", root {root}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Where a rank's buffer lies, as far as it matters to its peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// In memory of its own: data are copied.
+    Own,
+    /// In memory of [`alloc`](crate::ProcessGroup::alloc), which peers reduce in place.
+    Shared {
+        /// Which allocation; never 0.
+        id: u64,
+        /// Byte offset of the buffer in this rank's part of it.
+        offset: u64,
+    },
+}
+
+/// What a rank called, when, and where: equal on all ranks, or no data move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fingerprint {
+    /// Position in the group's history, from 0.
+    pub seq: u64,
+    what: u64,
+    count: u64,
+    shared: u64,
+    offset: u64,
+}
+
+impl Fingerprint {
+    pub(crate) const WORDS: usize = 4;
+
+    /// Everything but `seq`.
+    pub(crate) fn words(&self) -> [u64; Self::WORDS] {
+        [self.what, self.count, self.shared, self.offset]
+    }
+
+    pub(crate) fn from_words(seq: u64, words: [u64; Self::WORDS]) -> Self {
+        let [what, count, shared, offset] = words;
+        Self { seq, what, count, shared, offset }
+    }
+
+    /// The first field in which two calls differ.
+    pub fn difference(&self, other: &Self) -> Option<&'static str> {
+        let differs = self.what ^ other.what;
+        let fields = [
+            ("seq", self.seq ^ other.seq),
+            ("verb", differs & 0xff),
+            ("dtype", differs >> 8 & 0xff),
+            ("op", differs >> 16 & 0xff),
+            ("root", differs >> 32),
+            ("count", self.count ^ other.count),
+            ("buffer", self.shared ^ other.shared | self.offset ^ other.offset),
+        ];
+        fields.into_iter().find(|&(_, bits)| bits != 0).map(|(name, _)| name)
+    }
+
+    /// The call; `None` if the words are none that this crate writes.
+    pub fn op_desc(&self) -> Option<OpDesc> {
+        let byte = |shift: u32| usize::from((self.what >> shift) as u8);
+        let op = match byte(16) {
+            0 => None,
+            code => Some(*ReduceOp::ALL.get(code - 1)?),
+        };
+        let root = ((self.what >> 32) as usize).checked_sub(1);
+        let (verb, dtype) = (*Verb::ALL.get(byte(0))?, *DType::ALL.get(byte(8))?);
+        Some(OpDesc { verb, dtype, op, root, count: usize::try_from(self.count).ok()? })
+    }
+}
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.op_desc() {
+            Some(desc) => write!(f, "{desc}")?,
+            None => write!(f, "an unknown call {:#x}", self.what)?,
+        }
+        if self.shared != 0 {
+            write!(f, ", in shared buffer {} at byte {}", self.shared, self.offset)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CALL: OpDesc = OpDesc {
+        verb: Verb::AllReduce,
+        dtype: DType::F32,
+        op: Some(ReduceOp::Sum),
+        root: None,
+        count: 1000,
+    };
+
+    #[test]
+    fn reads_back_what_was_called() {
+        for verb in Verb::ALL {
+            for dtype in DType::ALL {
+                for op in ReduceOp::ALL.into_iter().map(Some).chain([None]) {
+                    for root in [None, Some(0), Some(255)] {
+                        let call = OpDesc { verb, dtype, op, root, count: usize::MAX };
+                        let print = call.fingerprint(7, Place::Own);
+                        let copy = Fingerprint::from_words(7, print.words());
+                        assert_eq!(copy.op_desc(), Some(call));
+                        assert_eq!(copy.difference(&print), None);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn names_the_field_that_differs() {
+        let differs = |other: OpDesc, place| {
+            CALL.fingerprint(3, Place::Own).difference(&other.fingerprint(3, place))
+        };
+        let own = Place::Own;
+        assert_eq!(differs(OpDesc { verb: Verb::Barrier, ..CALL }, own), Some("verb"));
+        assert_eq!(differs(OpDesc { dtype: DType::I32, ..CALL }, own), Some("dtype"));
+        assert_eq!(differs(OpDesc { op: Some(ReduceOp::Max), ..CALL }, own), Some("op"));
+        assert_eq!(differs(OpDesc { root: Some(0), ..CALL }, own), Some("root"));
+        assert_eq!(differs(OpDesc { count: 1, ..CALL }, own), Some("count"));
+        assert_eq!(differs(CALL, Place::Shared { id: 1, offset: 0 }), Some("buffer"));
+    }
+
+    #[test]
+    fn garbage_is_no_call() {
+        let garbage = Fingerprint::from_words(0, [u64::MAX; 4]);
+        assert_eq!(garbage.op_desc(), None);
+        assert!(garbage.to_string().contains("unknown"));
+    }
+
+    #[test]
+    fn says_what_was_called() {
+        assert_eq!(CALL.to_string(), "all_reduce of 1000 f32, sum");
+        let call = OpDesc { verb: Verb::Broadcast, op: None, root: Some(2), ..CALL };
+        assert_eq!(call.to_string(), "broadcast of 1000 f32, root 2");
+    }
+}

@@ -1,0 +1,68 @@
+//! Memory born in the shared segment, where a backend reduces in place.
+//!
+//! The protocol that makes a plain `&mut [T]` over it sound: peers touch this rank's part only
+//! while an operation on it runs on this rank, and then the buffer is mutably borrowed by that call
+//! or owned by its [`Work`](crate::Work). An operation that fails takes the memory away from the
+//! peers before it returns, see [`Backend::run`](crate::Backend::run).
+
+#![expect(unsafe_code, reason = "a slice over memory that the backend mapped")]
+
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+
+use crate::backend::RawShared;
+use crate::work::Buffer;
+use crate::{Element, Error, Result};
+
+/// A buffer of [`ProcessGroup::alloc`](crate::ProcessGroup::alloc). Dereferences to `[T]`.
+///
+/// Reducing it with the group that made it works in place; everywhere else it is ordinary memory.
+/// It may outlive its group.
+#[derive(Debug)]
+pub struct SharedBuf<T> {
+    raw: RawShared,
+    count: usize,
+    elements: PhantomData<T>,
+}
+
+// SAFETY: it owns its memory as a `Vec<T>` does, and an `Element` is `Send`.
+unsafe impl<T: Element> Send for SharedBuf<T> {}
+// SAFETY: shared access only reads, as with a `Vec<T>`, and an `Element` is `Sync`.
+unsafe impl<T: Element> Sync for SharedBuf<T> {}
+
+impl<T: Element> SharedBuf<T> {
+    /// The only user of `raw`, which is moved here.
+    pub(crate) fn new(raw: RawShared, count: usize) -> Result<Self> {
+        let fits = raw.bytes / size_of::<T>() >= count && raw.ptr.cast::<T>().is_aligned();
+        if !fits {
+            let text = format!("the backend gave {} bytes for {count} elements", raw.bytes);
+            return Err(Error::InvalidArgument(text));
+        }
+        Ok(Self { raw, count, elements: PhantomData })
+    }
+}
+
+impl<T: Element> Deref for SharedBuf<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: `count` elements are mapped and aligned (checked in `new`), any bytes are an `Element`,
+        // and nobody writes while `self` is borrowed and no operation runs on it.
+        unsafe { std::slice::from_raw_parts(self.raw.ptr.cast().as_ptr(), self.count) }
+    }
+}
+
+impl<T: Element> DerefMut for SharedBuf<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as in `deref`; and the borrow of `self` is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.raw.ptr.cast().as_ptr(), self.count) }
+    }
+}
+
+impl<T: Element> Buffer for SharedBuf<T> {
+    type Elem = T;
+
+    fn as_mut_slice(&mut self) -> &mut [T] {
+        self
+    }
+}

@@ -1,0 +1,198 @@
+//! The definition of every reduction, in plain Rust.
+//!
+//! Works through the data in blocks: a block of each source is copied out of shared memory, then
+//! folded as ordinary numbers in an accumulator on the stack. The compiler vectorizes those loops
+//! with whatever the target has; the order of operations per element stays the sources' order.
+
+#![expect(unsafe_code, reason = "copies blocks between raw memory and typed arrays")]
+
+use half::{bf16, f16};
+
+use crate::span::Span;
+use crate::{Element, ReduceOp};
+
+/// Elements folded at a time: accumulator and block stay in the first-level cache.
+const BLOCK: usize = 512;
+
+/// A floating-point type and the type its sums are kept in.
+pub(super) trait Float: Element {
+    /// What the fold computes in.
+    type Acc: Copy + Default + PartialOrd;
+    fn widen(self) -> Self::Acc;
+    /// Rounds to nearest even; any NaN becomes the positive quiet NaN without payload.
+    fn narrow(acc: Self::Acc) -> Self;
+    fn add(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+    fn mul(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+    fn is_nan(acc: Self::Acc) -> bool;
+    /// `1 / n`.
+    fn reciprocal(n: usize) -> Self::Acc;
+}
+
+macro_rules! float {
+    ($type:ty, $acc:ty, $widen:expr, $narrow:expr) => {
+        impl Float for $type {
+            type Acc = $acc;
+            #[inline]
+            fn widen(self) -> $acc {
+                $widen(self)
+            }
+            #[inline]
+            fn narrow(acc: $acc) -> Self {
+                $narrow(if acc.is_nan() { <$acc>::NAN } else { acc })
+            }
+            #[inline]
+            fn add(a: $acc, b: $acc) -> $acc {
+                a + b
+            }
+            #[inline]
+            fn mul(a: $acc, b: $acc) -> $acc {
+                a * b
+            }
+            #[inline]
+            fn is_nan(acc: $acc) -> bool {
+                acc.is_nan()
+            }
+            #[inline]
+            fn reciprocal(n: usize) -> $acc {
+                1.0 / n as $acc
+            }
+        }
+    };
+}
+
+float!(f32, f32, std::convert::identity, std::convert::identity);
+float!(f64, f64, std::convert::identity, std::convert::identity);
+float!(f16, f32, f16::to_f32, f16::from_f32);
+float!(bf16, f32, bf16::to_f32, bf16::from_f32);
+
+/// An integer type.
+pub(super) trait Integer: Element + Ord {
+    fn add(self, other: Self) -> Self;
+    fn mul(self, other: Self) -> Self;
+    fn and(self, other: Self) -> Self;
+    fn or(self, other: Self) -> Self;
+    fn xor(self, other: Self) -> Self;
+}
+
+macro_rules! integer {
+    ($($type:ty),*) => {$(
+        impl Integer for $type {
+            #[inline]
+            fn add(self, other: Self) -> Self {
+                self.wrapping_add(other)
+            }
+            #[inline]
+            fn mul(self, other: Self) -> Self {
+                self.wrapping_mul(other)
+            }
+            #[inline]
+            fn and(self, other: Self) -> Self {
+                self & other
+            }
+            #[inline]
+            fn or(self, other: Self) -> Self {
+                self | other
+            }
+            #[inline]
+            fn xor(self, other: Self) -> Self {
+                self ^ other
+            }
+        }
+    )*};
+}
+
+integer!(i8, u8, i32, i64, u64);
+
+/// Folds floating-point numbers: `out` from the sources' bytes at `offset` on.
+pub(super) fn fold_float<T: Float>(
+    op: ReduceOp,
+    out: Span<'_>,
+    sources: &[Span<'_>],
+    offset: usize,
+) {
+    let one = |acc| acc;
+    let scale = T::reciprocal(sources.len());
+    // Written so that a NaN on either side wins, and of two zeros the first.
+    let min = |a, b| if b < a || T::is_nan(b) && !T::is_nan(a) { b } else { a };
+    let max = |a, b| if b > a || T::is_nan(b) && !T::is_nan(a) { b } else { a };
+    let (widen, narrow) = (T::widen, T::narrow);
+    match op {
+        ReduceOp::Sum => fold(out, sources, offset, widen, T::add, one, narrow),
+        ReduceOp::Avg => {
+            fold(out, sources, offset, widen, T::add, |acc| T::mul(acc, scale), narrow);
+        }
+        ReduceOp::Product => fold(out, sources, offset, widen, T::mul, one, narrow),
+        ReduceOp::Min => fold(out, sources, offset, widen, min, one, narrow),
+        ReduceOp::Max => fold(out, sources, offset, widen, max, one, narrow),
+        ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
+            unreachable!("`OpDesc::check` lets no bit operation on floats through")
+        }
+    }
+}
+
+/// Folds integers: `out` from the sources' bytes at `offset` on.
+pub(super) fn fold_integer<T: Integer>(
+    op: ReduceOp,
+    out: Span<'_>,
+    sources: &[Span<'_>],
+    offset: usize,
+) {
+    let one = |acc: T| acc;
+    match op {
+        ReduceOp::Sum => fold(out, sources, offset, one, T::add, one, one),
+        ReduceOp::Product => fold(out, sources, offset, one, T::mul, one, one),
+        ReduceOp::Min => fold(out, sources, offset, one, T::min, one, one),
+        ReduceOp::Max => fold(out, sources, offset, one, T::max, one, one),
+        ReduceOp::BitAnd => fold(out, sources, offset, one, T::and, one, one),
+        ReduceOp::BitOr => fold(out, sources, offset, one, T::or, one, one),
+        ReduceOp::BitXor => fold(out, sources, offset, one, T::xor, one, one),
+        ReduceOp::Avg => unreachable!("`OpDesc::check` lets no average of integers through"),
+    }
+}
+
+fn fold<T: Element, A: Copy + Default>(
+    out: Span<'_>,
+    sources: &[Span<'_>],
+    offset: usize,
+    widen: impl Fn(T) -> A,
+    combine: impl Fn(A, A) -> A,
+    finish: impl Fn(A) -> A,
+    narrow: impl Fn(A) -> T,
+) {
+    let size = size_of::<T>();
+    let (first, others) = sources.split_first().expect("a fold has at least one source");
+    let mut acc = [A::default(); BLOCK];
+    let mut block = [T::default(); BLOCK];
+    for start in (0..out.len() / size).step_by(BLOCK) {
+        let count = BLOCK.min(out.len() / size - start);
+        let (from, bytes) = (offset + start * size, count * size);
+        let (acc, block) = (&mut acc[..count], &mut block[..count]);
+        load(block, first.part(from, bytes));
+        for (acc, &x) in acc.iter_mut().zip(&*block) {
+            *acc = widen(x);
+        }
+        for source in others {
+            load(block, source.part(from, bytes));
+            for (acc, &x) in acc.iter_mut().zip(&*block) {
+                *acc = combine(*acc, widen(x));
+            }
+        }
+        for (x, &acc) in block.iter_mut().zip(&*acc) {
+            *x = narrow(finish(acc));
+        }
+        store(out.part(start * size, count * size), block);
+    }
+}
+
+fn load<T: Element>(block: &mut [T], source: Span<'_>) {
+    bytes_of(block).copy_from(source);
+}
+
+fn store<T: Element>(out: Span<'_>, block: &mut [T]) {
+    out.copy_from(bytes_of(block));
+}
+
+fn bytes_of<T: Element>(block: &mut [T]) -> Span<'_> {
+    // SAFETY: the borrow lasts as long as the span, and any bytes are values of an `Element`.
+    unsafe { Span::new(block.as_mut_ptr().cast(), size_of_val(block)) }
+}

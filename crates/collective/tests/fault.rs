@@ -1,0 +1,278 @@
+//! What goes wrong with ranks: the right error, on every rank, in time, and nothing left behind.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use collective::{Error, ProcessGroup, ReduceOp, Result, SharedBuf};
+use common::{Role, Workers};
+use half::f16;
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+/// "At once", on a loaded machine.
+const SOON: Duration = Duration::from_secs(5);
+
+/// What is in `/dev/shm` with our name.
+fn leftovers() -> Vec<String> {
+    let entries = fs::read_dir("/dev/shm").unwrap().flatten();
+    let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    names.filter(|name| name.contains("collective")).collect()
+}
+
+/// Works without end, in all ways there are, until the group fails.
+fn work_until_failure(group: &ProcessGroup, ready: impl Fn()) -> Result<()> {
+    let mut shared: SharedBuf<f32> = group.alloc(100_000)?;
+    let (mut small, mut large) = (vec![1_i32; 10], vec![1.0_f32; 200_000]);
+    for round in 0.. {
+        group.all_reduce(&mut small, ReduceOp::Max)?;
+        group.all_reduce(&mut large, ReduceOp::Avg)?;
+        shared = group.all_reduce_async(shared, ReduceOp::Avg)?.wait()?;
+        group.broadcast(&mut large, round % group.world_size())?;
+        group.barrier()?;
+        if round == 0 {
+            ready();
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_killed_rank_is_named_by_every_survivor() {
+    for round in 0..12_u64 {
+        let world = 2 + round as usize % 3;
+        let ranks: Vec<_> = (0..world).collect();
+        let mut workers = Workers::start("work", world, &ranks, TIMEOUT);
+        for rank in &ranks {
+            workers.file(&format!("ready-{rank}"));
+        }
+        let victim = (round as usize * 7 + 1) % world;
+        // To hit another point each time.
+        std::thread::sleep(Duration::from_micros(round * round * 137 % 5000));
+        let pid = workers.children[victim].id();
+        workers.children[victim].kill().unwrap();
+        let start = Instant::now();
+        for rank in ranks.into_iter().filter(|&rank| rank != victim) {
+            let report = workers.file(&format!("report-{rank}"));
+            assert!(report.contains(&format!("rank {victim} (pid {pid}) died")), "{report}");
+            assert!(workers.wait(rank).success());
+        }
+        assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
+    }
+    assert_eq!(leftovers(), Vec::<String>::new());
+}
+
+#[test]
+fn a_rank_that_never_joins_is_named() {
+    let timeout = Duration::from_millis(500);
+    let workers = Workers::start("work", 3, &[0, 2], timeout);
+    for rank in [0, 2] {
+        let report = workers.file(&format!("report-{rank}"));
+        assert!(report.contains("joining group default: timed out"), "{report}");
+        assert!(report.ends_with("missing rank 1"), "{report}");
+    }
+}
+
+#[test]
+fn ranks_that_never_come_are_named_in_time() {
+    let timeout = Duration::from_millis(300);
+    let errors = common::threads(4, timeout, |group| {
+        let start = Instant::now();
+        // Ranks 1 and 3 keep the group but do something else.
+        if group.rank() % 2 == 1 {
+            std::thread::sleep(2 * timeout);
+            let late = group.barrier().unwrap_err();
+            assert!(matches!(late, Error::Aborted { .. }), "{late}");
+            return None;
+        }
+        let error = group.all_reduce(&mut [1.0_f32; 5000], ReduceOp::Sum).unwrap_err();
+        let waited = start.elapsed();
+        assert!(waited >= timeout.mul_f32(0.9) && waited < timeout + SOON, "{waited:?}");
+        let next = group.barrier().unwrap_err();
+        assert!(matches!(next, Error::Poisoned(_)), "{next}");
+        Some(error)
+    });
+    for error in errors.into_iter().flatten() {
+        let Error::Timeout { missing, op, .. } = &error else { panic!("{error}") };
+        assert_eq!(missing, &[1, 3]);
+        assert!(op.contains("all_reduce #0"), "{op}");
+    }
+}
+
+/// Two ranks call, with the same buffers, what `call` says; both must see `field` differ, name what
+/// each called, and have their bytes unchanged.
+fn mismatch(
+    field: &str,
+    call: impl Fn(&ProcessGroup, &mut [f32], &mut [f32]) -> Result<()> + Sync,
+) {
+    for count in [10, 100_000] {
+        common::threads(2, TIMEOUT, |group| {
+            let start = Instant::now();
+            let fill: Vec<f32> = (0..count).map(|i| (i + group.rank()) as f32).collect();
+            let (mut one, mut two) = (fill.clone(), fill.repeat(2));
+            let error = call(&group, &mut one, &mut two).unwrap_err();
+            assert!(start.elapsed() < SOON);
+            let Error::Mismatch { field: got, by_rank, .. } = &error else { panic!("{error}") };
+            assert_eq!(*got, field, "{error}");
+            assert_eq!(by_rank.iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [0, 1]);
+            assert_ne!(by_rank[0].1, by_rank[1].1);
+            assert_eq!(one, fill);
+            assert_eq!(two, fill.repeat(2));
+            let next = group.barrier().unwrap_err();
+            assert!(matches!(next, Error::Poisoned(_)), "{next}");
+        });
+    }
+}
+
+#[test]
+fn different_calls_are_a_mismatch_and_change_nothing() {
+    let sum = ReduceOp::Sum;
+    mismatch("verb", |group, one, _| match group.rank() {
+        0 => group.all_reduce(one, sum),
+        _ => group.barrier(),
+    });
+    mismatch("verb", |group, one, two| match group.rank() {
+        0 => group.all_gather(two, one),
+        _ => group.reduce_scatter(one, two, sum),
+    });
+    mismatch("dtype", |group, one, _| match group.rank() {
+        0 => group.all_reduce(one, sum),
+        _ => group.all_reduce(&mut vec![f16::ONE; one.len()], sum),
+    });
+    mismatch("op", |group, one, _| {
+        group.all_reduce(one, if group.rank() == 0 { sum } else { ReduceOp::Avg })
+    });
+    mismatch("root", |group, one, _| group.broadcast(one, group.rank()));
+    mismatch("count", |group, one, _| {
+        let count = one.len() - group.rank();
+        group.all_reduce(&mut one[..count], sum)
+    });
+    // From one algorithm to another.
+    mismatch("count", |group, one, two| match group.rank() {
+        0 => group.all_reduce(&mut one[..5], sum),
+        _ => group.all_reduce(two, sum),
+    });
+    mismatch("buffer", |group, one, _| {
+        let mut shared: SharedBuf<f32> = group.alloc(one.len())?;
+        let result = match group.rank() {
+            0 => group.all_reduce(&mut shared, sum),
+            _ => group.all_reduce(one, sum),
+        };
+        assert!(shared.iter().all(|&x| x == 0.0));
+        result
+    });
+}
+
+#[test]
+fn a_mismatch_between_processes_is_told_by_both() {
+    let workers = Workers::start("mismatch", 2, &[0, 1], TIMEOUT);
+    for rank in 0..2 {
+        let report = workers.file(&format!("report-{rank}"));
+        assert!(report.contains("disagree on count"), "{report}");
+        assert!(report.contains("rank 1: all_reduce of 1001 f32, sum"), "{report}");
+    }
+    workers.finish();
+}
+
+#[test]
+fn abort_wakes_everyone() {
+    let errors = common::threads(4, TIMEOUT, |group| {
+        let start = Instant::now();
+        if group.rank() == 2 {
+            std::thread::sleep(Duration::from_millis(50));
+            group.abort("the data loader is out of data");
+        }
+        let error = match group.rank() {
+            // The communication thread, asleep.
+            1 => group.all_reduce_async(vec![1_u8; 9], ReduceOp::Sum).unwrap().wait().unwrap_err(),
+            _ => group.barrier().unwrap_err(),
+        };
+        assert!(start.elapsed() < SOON);
+        error
+    });
+    for error in errors {
+        let Error::Aborted { by: 2, reason } = &error else { panic!("{error}") };
+        assert_eq!(reason, "the data loader is out of data");
+    }
+}
+
+#[test]
+fn an_abort_reaches_the_other_processes() {
+    let workers = Workers::start("abort", 3, &[0, 1, 2], TIMEOUT);
+    for rank in 0..3 {
+        let report = workers.file(&format!("report-{rank}"));
+        assert_eq!(report, "the group was aborted by rank 1: enough");
+    }
+    workers.finish();
+}
+
+#[test]
+fn a_rank_that_leaves_early_is_named() {
+    let errors = common::threads(3, TIMEOUT, |group| {
+        let start = Instant::now();
+        if group.rank() == 1 {
+            return None;
+        }
+        let error = group.all_reduce(&mut [0_i64; 3000], ReduceOp::Sum).unwrap_err();
+        assert!(start.elapsed() < SOON);
+        Some(error)
+    });
+    for error in errors.into_iter().flatten() {
+        assert!(matches!(error, Error::Aborted { by: 1, .. }), "{error}");
+    }
+}
+
+#[test]
+fn a_process_that_leaves_in_order_does_no_harm() {
+    let workers = Workers::start("leave", 3, &[0, 1, 2], TIMEOUT);
+    for rank in [0, 2] {
+        let report = workers.file(&format!("report-{rank}"));
+        assert!(report.contains("aborted by rank 1: it left the group"), "{report}");
+    }
+    workers.finish();
+}
+
+#[test]
+fn a_dropped_work_frees_its_buffer_after_the_operation() {
+    common::threads(2, TIMEOUT, |group| {
+        for _ in 0..100 {
+            drop(group.all_reduce_async(vec![1.0_f32; 20_000], ReduceOp::Sum).unwrap());
+        }
+        // The group waits for them as it is dropped.
+    });
+}
+
+/// Not a test: what a process rank runs.
+#[test]
+fn worker() {
+    let Some(role) = Role::from_env() else { return };
+    let group = match role.join() {
+        Ok(group) => group,
+        Err(error) => return role.report(&error.to_string()),
+    };
+    let result = match role.scenario.as_str() {
+        "work" => work_until_failure(&group, || {
+            fs::write(role.dir.join(format!("ready-{}", role.rank)), "").unwrap();
+        }),
+        "mismatch" => group.all_reduce(&mut vec![0.0_f32; 1000 + role.rank], ReduceOp::Sum),
+        "abort" => {
+            group.barrier().unwrap();
+            if role.rank == 1 {
+                group.abort("enough");
+            }
+            group.barrier()
+        }
+        "leave" => {
+            group.barrier().unwrap();
+            if role.rank == 1 {
+                return;
+            }
+            // The other has ended, or will soon: either way it is named, not timed out.
+            group.all_reduce(&mut [1_u8; 100_000], ReduceOp::Sum)
+        }
+        other => panic!("no scenario {other}"),
+    };
+    role.report(&result.unwrap_err().to_string());
+}

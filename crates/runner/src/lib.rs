@@ -4,5 +4,6 @@
 pub mod data;
 pub mod engine;
 mod error;
+pub mod launch;
 
 pub use error::{Error, Result};

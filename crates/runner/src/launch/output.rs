@@ -1,0 +1,128 @@
+//! The ranks' output, line by line, with the rank before each.
+//!
+//! A line ends with `\n`, with `\r` (so that a progress bar redraws itself), or with `\r\n`. It is
+//! written in one piece, so lines of different ranks do not mix. What has no end when the rank's
+//! output does is given one.
+
+use std::io::{self, ErrorKind, Read};
+use std::thread::JoinHandle;
+
+use super::Sink;
+
+/// Starts a thread that copies `pipe` to `sink` until its end.
+pub(super) fn copy(
+    rank: usize,
+    mut pipe: impl Read + Send + 'static,
+    sink: &Sink,
+) -> io::Result<JoinHandle<()>> {
+    let sink = Sink::clone(sink);
+    let mut lines = Lines::new(rank);
+    std::thread::Builder::new().name(format!("launch-output-{rank}")).spawn(move || {
+        let mut chunk = [0; 8192];
+        loop {
+            let text = match pipe.read(&mut chunk) {
+                Ok(0) => break,
+                Ok(len) => lines.push(&chunk[..len]),
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(_) => break,
+            };
+            write(&sink, &text);
+        }
+        write(&sink, &lines.finish());
+    })
+}
+
+/// Whoever read our output has gone: the rank goes on, so its output is still drained.
+fn write(sink: &Sink, text: &[u8]) {
+    if !text.is_empty() {
+        let mut sink = sink.lock();
+        let _ = sink.write_all(text).and_then(|()| sink.flush());
+    }
+}
+
+/// Cuts a stream into lines and puts the prefix before each.
+struct Lines {
+    prefix: Vec<u8>,
+    /// The beginning of a line whose end has not come.
+    partial: Vec<u8>,
+    /// The last line ended with `\r`; a `\n` right after it belongs to it.
+    after_return: bool,
+}
+
+impl Lines {
+    fn new(rank: usize) -> Self {
+        let prefix = format!("[rank {rank}] ").into_bytes();
+        Self { prefix, partial: Vec::new(), after_return: false }
+    }
+
+    /// The lines that `chunk` completes.
+    fn push(&mut self, chunk: &[u8]) -> Vec<u8> {
+        let mut out = Vec::new();
+        for piece in chunk.split_inclusive(|byte| matches!(byte, b'\n' | b'\r')) {
+            if self.after_return && piece == b"\n" {
+                out.push(b'\n');
+                self.after_return = false;
+                continue;
+            }
+            self.partial.extend_from_slice(piece);
+            self.after_return = piece.ends_with(b"\r");
+            if self.after_return || piece.ends_with(b"\n") {
+                self.end_line(&mut out);
+            } else if self.partial.len() >= LONGEST_LINE {
+                self.partial.push(b'\n');
+                self.end_line(&mut out);
+            }
+        }
+        out
+    }
+
+    /// The last line, if it has no end.
+    fn finish(&mut self) -> Vec<u8> {
+        let mut out = Vec::new();
+        if !self.partial.is_empty() {
+            self.partial.push(b'\n');
+            self.end_line(&mut out);
+        }
+        out
+    }
+
+    fn end_line(&mut self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.prefix);
+        out.append(&mut self.partial);
+    }
+}
+
+/// A line this long, in bytes, is broken.
+const LONGEST_LINE: usize = 1 << 16;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn whole(pieces: &[&[u8]]) -> String {
+        let mut lines = Lines::new(3);
+        let mut out: Vec<u8> = pieces.iter().flat_map(|piece| lines.push(piece)).collect();
+        out.extend(lines.finish());
+        String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn every_line_gets_the_prefix() {
+        assert_eq!(whole(&[b"a\nb\n\nc"]), "[rank 3] a\n[rank 3] b\n[rank 3] \n[rank 3] c\n");
+        assert_eq!(whole(&[b"10%\r20%\r", b"\rdone\r\n"]), {
+            "[rank 3] 10%\r[rank 3] 20%\r[rank 3] \r[rank 3] done\r\n"
+        });
+        assert_eq!(whole(&[]), "");
+    }
+
+    proptest! {
+        #[test]
+        fn where_chunks_are_cut_does_not_matter(text in "[ab\r\n]{0,40}", cut in 0..40_usize) {
+            let cut = cut.min(text.len());
+            let (left, right) = text.as_bytes().split_at(cut);
+            prop_assert_eq!(whole(&[left, right]), whole(&[text.as_bytes()]));
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! The launcher with `/bin/sh` as the ranks' program: output, exit codes, environment, signals,
+//! and that nothing outlives it.
+
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use runner::launch::{LaunchOptions, launch, launch_to, tie_to_parent};
+
+struct Ran {
+    code: i32,
+    stdout: Vec<String>,
+    stderr: String,
+    took: Duration,
+}
+
+/// Runs `script` as every rank, with short times.
+fn run(nproc: usize, script: &str, change: impl FnOnce(&mut LaunchOptions)) -> Ran {
+    let mut options = LaunchOptions::new(nproc, ["-c", script]);
+    options.program = Some("/bin/sh".into());
+    options.report_time = Duration::from_millis(300);
+    options.grace = Duration::from_millis(500);
+    change(&mut options);
+    let stdout = Arc::new(Mutex::new(Vec::new()));
+    let stderr = Arc::new(Mutex::new(Vec::new()));
+    let start = Instant::now();
+    let code = launch_to(options, stdout.clone(), stderr.clone()).unwrap();
+    let took = start.elapsed();
+    let text = |bytes: &Mutex<Vec<u8>>| String::from_utf8(bytes.lock().clone()).unwrap();
+    let mut stdout: Vec<_> = text(&stdout).lines().map(str::to_owned).collect();
+    stdout.sort();
+    Ran { code, stdout, stderr: text(&stderr), took }
+}
+
+fn is_gone(pid: &str) -> bool {
+    // A process that has ended may be a zombie for a while where its parent is not reaping.
+    match std::fs::read_to_string(Path::new("/proc").join(pid).join("stat")) {
+        Err(_) => true,
+        Ok(stat) => stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('Z')),
+    }
+}
+
+fn soon(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !holds() {
+        assert!(Instant::now() < deadline, "not within 20 s: {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn output_has_the_rank_before_each_line() {
+    let ran = run(2, "echo out; echo err >&2; printf partial", |_| {});
+    assert_eq!(ran.code, 0);
+    assert_eq!(
+        ran.stdout,
+        ["[rank 0] out", "[rank 0] partial", "[rank 1] out", "[rank 1] partial"]
+    );
+    let mut lines: Vec<_> = ran.stderr.lines().collect();
+    lines.sort_unstable();
+    assert_eq!(lines, ["[rank 0] err", "[rank 1] err"]);
+}
+
+#[test]
+fn the_environment_is_torchruns() {
+    let script = "env | grep -E '^(RANK|LOCAL_|WORLD_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|EXTRA)'";
+    let ran = run(2, script, |options| {
+        options.run_id = "job-7".to_owned();
+        options.envs.push(("EXTRA".into(), "x".into()));
+    });
+    let port = ran.stdout.iter().find_map(|line| line.strip_prefix("[rank 1] MASTER_PORT="));
+    let port: u16 = port.unwrap().parse().unwrap();
+    let mut want: Vec<_> = [
+        "EXTRA=x",
+        "GROUP_RANK=0",
+        "GROUP_WORLD_SIZE=1",
+        "LOCAL_RANK=1",
+        "LOCAL_WORLD_SIZE=2",
+        "MASTER_ADDR=127.0.0.1",
+        &format!("MASTER_PORT={port}"),
+        "RANK=1",
+        "ROLE_NAME=default",
+        "ROLE_RANK=1",
+        "ROLE_WORLD_SIZE=2",
+        "TORCHELASTIC_MAX_RESTARTS=0",
+        "TORCHELASTIC_RESTART_COUNT=0",
+        "TORCHELASTIC_RUN_ID=job-7",
+        "TORCHELASTIC_USE_AGENT_STORE=True",
+        "WORLD_SIZE=2",
+    ]
+    .map(|line| format!("[rank 1] {line}"))
+    .into();
+    want.sort();
+    let got: Vec<_> = ran.stdout.into_iter().filter(|line| line.starts_with("[rank 1]")).collect();
+    assert_eq!(got, want);
+}
+
+#[test]
+fn several_ranks_get_one_thread_each_unless_told_otherwise() {
+    let script = "echo $OMP_NUM_THREADS-$RAYON_NUM_THREADS";
+    if std::env::var_os("OMP_NUM_THREADS").is_none()
+        && std::env::var_os("RAYON_NUM_THREADS").is_none()
+    {
+        assert_eq!(run(1, script, |_| {}).stdout, ["[rank 0] -"]);
+        assert_eq!(run(2, script, |_| {}).stdout, ["[rank 0] 1-1", "[rank 1] 1-1"]);
+    }
+    let told = |options: &mut LaunchOptions| {
+        options.envs.push(("OMP_NUM_THREADS".into(), "4".into()));
+        options.envs.push(("RAYON_NUM_THREADS".into(), "3".into()));
+    };
+    assert_eq!(run(2, script, told).stdout, ["[rank 0] 4-3", "[rank 1] 4-3"]);
+}
+
+#[test]
+fn the_store_is_there() {
+    let script = "exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT && echo yes";
+    let ran = run(1, script, |options| options.program = Some("/bin/bash".into()));
+    assert_eq!(ran.stdout, ["[rank 0] yes"]);
+}
+
+#[test]
+fn the_first_failure_gives_the_code_and_the_others_are_stopped() {
+    let script = "[ $RANK = 1 ] && exit 3; exec sleep 60";
+    let ran = run(3, script, |_| {});
+    assert_eq!(ran.code, 3);
+    assert!(ran.took < Duration::from_secs(20), "{:?}", ran.took);
+    let cause = ran.stderr.lines().nth(1).unwrap();
+    assert!(cause.contains("root cause") && cause.contains("rank 1"), "{}", ran.stderr);
+    assert!(cause.contains("exit code 3"), "{}", ran.stderr);
+    assert!(ran.stderr.starts_with("launch: 3 of 3 ranks failed"), "{}", ran.stderr);
+    assert_eq!(ran.stderr.matches("killed by SIGTERM").count(), 2, "{}", ran.stderr);
+}
+
+#[test]
+fn the_others_may_report_before_they_are_stopped() {
+    let script = "[ $RANK = 1 ] && exit 3; sleep 0.3; echo rank 1 died; exit 4";
+    let ran = run(2, script, |options| options.report_time = Duration::from_secs(20));
+    assert_eq!(ran.code, 3);
+    assert_eq!(ran.stdout, ["[rank 0] rank 1 died"]);
+    assert!(ran.took < Duration::from_secs(15), "does not wait for what has ended");
+}
+
+#[test]
+fn a_rank_killed_by_a_signal_gives_128_and_its_number() {
+    let ran = run(2, "[ $RANK = 0 ] && kill -KILL $$; exec sleep 60", |_| {});
+    assert_eq!(ran.code, 137);
+    assert!(ran.stderr.contains("killed by SIGKILL"), "{}", ran.stderr);
+}
+
+#[test]
+fn who_ignores_sigterm_is_killed_and_children_go_too() {
+    let script = "[ $RANK = 1 ] && { sleep 0.2; exit 5; }; trap '' TERM; sleep 60 & echo $!; wait";
+    let ran = run(2, script, |_| {});
+    assert_eq!(ran.code, 5);
+    assert!(ran.took < Duration::from_secs(20), "{:?}", ran.took);
+    let child = ran.stdout[0].strip_prefix("[rank 0] ").unwrap().to_owned();
+    soon("the rank's own child is gone", || is_gone(&child));
+}
+
+#[test]
+fn children_left_behind_by_a_good_rank_go_too() {
+    let ran = run(1, "sleep 60 & echo $!", |_| {});
+    assert_eq!(ran.code, 0);
+    let child = ran.stdout[0].strip_prefix("[rank 0] ").unwrap().to_owned();
+    soon("the child left behind is gone", || is_gone(&child));
+}
+
+#[test]
+fn a_program_that_is_not_there_is_named() {
+    let mut options = LaunchOptions::new(2, ["x"]);
+    options.program = Some("/no/such/program".into());
+    let error = launch(options).unwrap_err().to_string();
+    assert!(error.contains("/no/such/program") && error.contains("rank 0"), "{error}");
+    assert!(launch(LaunchOptions::new(0, ["x"])).is_err());
+}
+
+/// This test binary, running only `helper`, with `script` in its environment.
+fn helper(helper: &str, script: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
+        .args(["--exact", helper, "--ignored", "--nocapture"])
+        .env("LAUNCH_TEST_SCRIPT", script)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+fn kill(signal: &str, pid: u32) {
+    let pid = pid.to_string();
+    assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
+}
+
+#[test]
+#[ignore = "a launcher for the tests below, nothing by itself"]
+fn helper_launcher() {
+    let Ok(script) = std::env::var("LAUNCH_TEST_SCRIPT") else { return };
+    let options = if script == "tied" {
+        let args = ["--exact", "helper_tied", "--ignored", "--nocapture"];
+        LaunchOptions::new(2, args)
+    } else {
+        let mut options = LaunchOptions::new(2, ["-c", &script]);
+        options.program = Some("/bin/sh".into());
+        options
+    };
+    std::process::exit(launch(options).unwrap());
+}
+
+#[test]
+#[ignore = "a rank for the tests below, nothing by itself"]
+fn helper_tied() {
+    if std::env::var_os("RUNNER_LAUNCHER_PID").is_none() {
+        return;
+    }
+    tie_to_parent().unwrap();
+    println!("pid {}", std::process::id());
+    std::io::stdout().flush().unwrap();
+    std::thread::sleep(Duration::from_secs(60));
+}
+
+/// Reads lines until `count` of them contain `text`.
+fn lines_with(reader: impl std::io::Read, text: &str, count: usize) -> Vec<String> {
+    let lines = BufReader::new(reader).lines().map(Result::unwrap);
+    lines.filter(|line| line.contains(text)).take(count).collect()
+}
+
+#[test]
+fn sigterm_is_forwarded() {
+    let script = "trap 'exit 7' TERM; echo ready; while :; do sleep 0.05; done";
+    let mut launcher = helper("helper_launcher", script).spawn().unwrap();
+    assert_eq!(lines_with(launcher.stdout.take().unwrap(), "ready", 2).len(), 2);
+    kill("-TERM", launcher.id());
+    let output = launcher.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(7), "{output:?}");
+}
+
+#[test]
+fn tied_ranks_end_with_a_killed_launcher() {
+    let mut launcher = helper("helper_launcher", "tied").spawn().unwrap();
+    let lines = lines_with(launcher.stdout.take().unwrap(), "] pid ", 2);
+    let pids: Vec<_> = lines.iter().map(|line| line.rsplit(' ').next().unwrap()).collect();
+    assert_eq!(pids.len(), 2);
+    assert!(!is_gone(pids[0]) && !is_gone(pids[1]));
+    kill("-KILL", launcher.id());
+    launcher.wait().unwrap();
+    soon("both ranks are gone", || pids.iter().all(|pid| is_gone(pid)));
+}
+
+#[test]
+fn outside_of_a_launcher_there_is_nothing_to_be_tied_to() {
+    tie_to_parent().unwrap();
+}

@@ -1,6 +1,5 @@
 //! Casts between f32, f16 and bf16 over slices.
 
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use self::sealed::Sealed as _;
@@ -64,8 +63,8 @@ macro_rules! casts {
 }
 
 casts! {
-    f32 => f16: |input, output| output.convert_from_f32_slice(input);
-    f16 => f32: |input, output| input.convert_to_f32_slice(output);
+    f32 => f16: cpu::to_f16;
+    f16 => f32: cpu::from_f16;
     f32 => bf16: cpu::to_bf16;
     bf16 => f32: cpu::from_bf16;
     f16 => bf16: through_f32;

@@ -27,7 +27,9 @@
 //! What carries the data is a [`Backend`]; the embedded one, over shared memory, needs nothing
 //! installed. Linux only.
 
+pub mod init;
 pub mod object;
+pub mod reducer;
 pub mod store;
 
 mod backend;
@@ -44,9 +46,11 @@ mod work;
 pub use backend::{Backend, Keep, Patience, RawBufs, RawShared};
 pub use element::{DType, Element};
 pub use error::{Error, Result};
+pub use init::{Topology, init_process_group};
 pub use op::{Fingerprint, OpDesc, Place, Verb};
 pub use process_group::{GroupOptions, ProcessGroup};
 pub use reduce_op::ReduceOp;
+pub use reducer::{Reducer, ReducerOptions};
 pub use shared_buf::SharedBuf;
 pub use store::{MemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
 pub use work::{Buffer, Work};

@@ -1,12 +1,14 @@
 //! The loops on a CPU, compiled for each instruction set and chosen at run time.
 //!
-//! Invariant: every instruction set compiles the loops of [`scalar`], so all give equal bits.
+//! Invariant: every instruction set compiles the loops of [`scalar`], so all give equal bits. F16C
+//! and the `half` crate's software, its fallback, agree on every input.
 
 mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod x86_64;
 
-use half::bf16;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
 
 /// A loop that is compiled once per instruction set. `run` must be `#[inline(always)]`.
 trait Kernel {
@@ -46,6 +48,26 @@ pub(crate) fn to_bf16(input: &[f32], output: &mut [bf16]) {
 /// Exact.
 pub(crate) fn from_bf16(input: &[bf16], output: &mut [f32]) {
     dispatch(scalar::FromBf16 { input, output });
+}
+
+/// Exact.
+pub(crate) fn from_f16(input: &[f16], output: &mut [f32]) {
+    let mut done = 0;
+    #[cfg(target_arch = "x86_64")]
+    if let Some(f16c) = x86_64::F16c::detect() {
+        done = f16c.widen(input, output);
+    }
+    input[done..].convert_to_f32_slice(&mut output[done..]);
+}
+
+/// Rounds to nearest even.
+pub(crate) fn to_f16(input: &[f32], output: &mut [f16]) {
+    let mut done = 0;
+    #[cfg(target_arch = "x86_64")]
+    if let Some(f16c) = x86_64::F16c::detect() {
+        done = f16c.narrow(input, output);
+    }
+    output[done..].convert_from_f32_slice(&input[done..]);
 }
 
 /// Elements between two looks at whether something was found.

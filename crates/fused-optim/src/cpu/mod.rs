@@ -15,6 +15,7 @@ mod x86_64;
 
 use std::ops::Range;
 
+use half::f16;
 use half::slice::HalfFloatSliceExt;
 
 use crate::{Slice, SliceMut};
@@ -76,7 +77,7 @@ pub(crate) fn walk(
         block(range.clone(), param, load(grad, range.clone(), &mut wide));
         match &mut copy {
             None => {}
-            Some(SliceMut::F16(half)) => half[range].convert_from_f32_slice(param),
+            Some(SliceMut::F16(half)) => to_f16(param, &mut half[range]),
             Some(SliceMut::Bf16(half)) => {
                 dispatch(scalar::ToBf16 { input: param, output: &mut half[range] });
             }
@@ -115,9 +116,29 @@ fn load<'a>(grad: Slice<'a>, range: Range<usize>, wide: &'a mut [f32; BLOCK]) ->
 fn widen_into(input: Slice<'_>, output: &mut [f32]) {
     match input {
         Slice::F32(input) => output.copy_from_slice(input),
-        Slice::F16(input) => input.convert_to_f32_slice(output),
+        Slice::F16(input) => from_f16(input, output),
         Slice::Bf16(input) => dispatch(scalar::FromBf16 { input, output }),
     }
+}
+
+/// Exact.
+fn from_f16(input: &[f16], output: &mut [f32]) {
+    let mut done = 0;
+    #[cfg(target_arch = "x86_64")]
+    if let Some(f16c) = x86_64::F16c::detect() {
+        done = f16c.widen(input, output);
+    }
+    input[done..].convert_to_f32_slice(&mut output[done..]);
+}
+
+/// Rounds to nearest even.
+fn to_f16(input: &[f32], output: &mut [f16]) {
+    let mut done = 0;
+    #[cfg(target_arch = "x86_64")]
+    if let Some(f16c) = x86_64::F16c::detect() {
+        done = f16c.narrow(input, output);
+    }
+    output[done..].convert_from_f32_slice(&input[done..]);
 }
 
 /// Elements per block: four f32 streams of it, and the stack copy, fit a first-level cache.
@@ -125,7 +146,7 @@ const BLOCK: usize = 1024;
 
 #[cfg(test)]
 mod tests {
-    use half::{bf16, f16};
+    use half::bf16;
     use proptest::prelude::*;
 
     use super::*;
@@ -194,6 +215,27 @@ mod tests {
             dispatch(scalar::ToBf16 { input: &data, output: &mut out });
             for (x, y) in data.iter().zip(&out) {
                 prop_assert_eq!(y.to_bits(), bf16::from_f32(*x).to_bits());
+            }
+        }
+    }
+
+    #[test]
+    fn f16_conversions_agree_with_half() {
+        // Every half and the f32s around it, at lengths that are no multiple of eight.
+        let halves: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
+        for halves in halves.chunks(1021) {
+            let wide = widen(Slice::F16(halves));
+            let scalar: Vec<f32> = halves.iter().map(|x| x.to_f32()).collect();
+            let bits = |all: &[f32]| all.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
+            assert_eq!(bits(&wide), bits(&scalar));
+            for nudge in [-4097_i32, -4096, -1, 0, 1, 4095, 4096, 4097] {
+                let near = |x: &f32| f32::from_bits(x.to_bits().wrapping_add_signed(nudge));
+                let inputs: Vec<f32> = wide.iter().map(near).collect();
+                let mut narrow = vec![f16::ZERO; inputs.len()];
+                to_f16(&inputs, &mut narrow);
+                for (x, y) in inputs.iter().zip(&narrow) {
+                    assert_eq!(y.to_bits(), f16::from_f32(*x).to_bits(), "{:#x}", x.to_bits());
+                }
             }
         }
     }

@@ -7,7 +7,7 @@
 //! is the root cause or near it; torchrun's is always 1.
 //!
 //! Threads only watch: one for each rank waits for its exit, one for signals, two for each rank's
-//! output. All decisions are taken by the calling thread, in [`Job::supervise`].
+//! output. All decisions are taken by the calling thread, in `Job::supervise`.
 //!
 //! Invariant: a rank's process id stays reserved (its exit is seen without reaping it) until its
 //! process group has been killed for the last time, so no signal ever meets a stranger; and when

@@ -2,7 +2,7 @@
 //!
 //! Nothing in the loop waits for anything but `poll`: no name is looked up, reads and writes are
 //! non-blocking, and a client that sends half a request or does not read its replies holds up
-//! nobody else. Replies are buffered; while a connection's buffer is over [`HIGH_WATER`], no more
+//! nobody else. Replies are buffered; while a connection's buffer is over `HIGH_WATER`, no more
 //! of its requests are taken, so a client that only sends makes itself wait.
 //!
 //! Invariant: `conns` and the state know the same connections, and a connection that failed is

@@ -1,0 +1,246 @@
+//! Which parameter lies in which bucket: a pure function of the parameters, an order, and caps.
+//!
+//! The rule is PyTorch's. Parameters are taken in order; each dtype fills a bucket of its own; a
+//! bucket is closed by the parameter that brings it to its cap (which it may so exceed), and the
+//! next bucket of that dtype has the next cap, the last of them for ever.
+//!
+//! Invariant: every parameter lies in exactly one bucket, the parameters of a bucket are in the
+//! order given, of one dtype, and packed without gaps or overlaps.
+
+use crate::{DType, Error, Result};
+
+/// One parameter, as every rank must list it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParamInfo {
+    /// Its name, for error texts: `layer1.0.conv1.weight`.
+    pub name: String,
+    /// Number of elements.
+    pub count: usize,
+    /// Element type of the parameter and of its gradient.
+    pub dtype: DType,
+}
+
+impl ParamInfo {
+    /// A parameter's name, number of elements and type.
+    pub fn new(name: impl Into<String>, count: usize, dtype: DType) -> Self {
+        Self { name: name.into(), count, dtype }
+    }
+}
+
+/// One bucket: parameters that travel together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BucketSpec {
+    /// Element type of all of them.
+    pub dtype: DType,
+    /// Their indices, in the order they lie in.
+    pub params: Vec<usize>,
+    /// Number of elements of all of them.
+    pub count: usize,
+}
+
+/// Where a parameter's gradient lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Place {
+    /// Index of the bucket.
+    pub bucket: usize,
+    /// Elements of the bucket before it.
+    pub offset: usize,
+    /// Number of elements.
+    pub count: usize,
+}
+
+/// A complete assignment of parameters to buckets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BucketPlan {
+    buckets: Vec<BucketSpec>,
+    places: Vec<Place>,
+}
+
+impl BucketPlan {
+    /// The plan before any gradient has been seen: filled in registration order, the buckets then
+    /// reversed, because backward begins with the parameters registered last. The caps are in
+    /// bytes; with the one cap [`usize::MAX`] each dtype has a single bucket.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] without caps, or if the parameters are too large to be counted.
+    pub fn registered(params: &[ParamInfo], caps: &[usize]) -> Result<Self> {
+        let mut buckets = fill(params, 0..params.len(), caps)?;
+        buckets.sort_by_key(|bucket| std::cmp::Reverse(bucket.params[0]));
+        Ok(Self::of(params, buckets))
+    }
+
+    /// The plan once it is known in which `order` gradients arrive: filled in that order, buckets
+    /// in the order in which they are full.
+    ///
+    /// # Errors
+    ///
+    /// As [`registered`](Self::registered), and if `order` does not name each parameter once.
+    pub fn arrived(params: &[ParamInfo], order: &[usize], caps: &[usize]) -> Result<Self> {
+        let mut seen = vec![false; params.len()];
+        let fresh =
+            |&index: &usize| seen.get_mut(index).is_some_and(|seen| !std::mem::replace(seen, true));
+        if order.len() != params.len() || !order.iter().all(fresh) {
+            let text = "the order of arrival does not name each parameter once";
+            return Err(Error::InvalidArgument(text.to_owned()));
+        }
+        Ok(Self::of(params, fill(params, order.iter().copied(), caps)?))
+    }
+
+    fn of(params: &[ParamInfo], buckets: Vec<BucketSpec>) -> Self {
+        let mut places = vec![Place { bucket: 0, offset: 0, count: 0 }; params.len()];
+        for (bucket, spec) in buckets.iter().enumerate() {
+            let mut offset = 0;
+            for &index in &spec.params {
+                let count = params[index].count;
+                places[index] = Place { bucket, offset, count };
+                offset += count;
+            }
+        }
+        Self { buckets, places }
+    }
+
+    /// The buckets, in the order in which they are reduced.
+    #[must_use]
+    pub fn buckets(&self) -> &[BucketSpec] {
+        &self.buckets
+    }
+
+    /// Where each parameter lies, by its index.
+    #[must_use]
+    pub fn places(&self) -> &[Place] {
+        &self.places
+    }
+}
+
+/// Buckets in the order in which they close; those that are never full, at the end.
+fn fill(
+    params: &[ParamInfo],
+    order: impl Iterator<Item = usize>,
+    caps: &[usize],
+) -> Result<Vec<BucketSpec>> {
+    let invalid = |text: &str| Error::InvalidArgument(text.to_owned());
+    let last = caps.last().ok_or_else(|| invalid("a bucket plan needs at least one cap"))?;
+    let mut closed = Vec::new();
+    // One open bucket for each dtype, and how many of that dtype were closed before it.
+    let mut open: Vec<(BucketSpec, usize)> = Vec::new();
+    for index in order {
+        let param = &params[index];
+        let at =
+            open.iter().position(|(bucket, _)| bucket.dtype == param.dtype).unwrap_or_else(|| {
+                open.push((BucketSpec::new(param.dtype), 0));
+                open.len() - 1
+            });
+        let (bucket, before) = &mut open[at];
+        bucket.params.push(index);
+        let count = bucket.count.checked_add(param.count);
+        let bytes = count.and_then(|count| count.checked_mul(param.dtype.size()));
+        let (Some(count), Some(bytes)) = (count, bytes) else {
+            return Err(invalid("the parameters are more than memory can hold"));
+        };
+        bucket.count = count;
+        if bytes >= *caps.get(*before).unwrap_or(last) {
+            *before += 1;
+            closed.push(std::mem::replace(bucket, BucketSpec::new(param.dtype)));
+        }
+    }
+    closed.extend(open.into_iter().map(|(bucket, _)| bucket).filter(|b| !b.params.is_empty()));
+    Ok(closed)
+}
+
+impl BucketSpec {
+    fn new(dtype: DType) -> Self {
+        Self { dtype, params: Vec::new(), count: 0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn params() -> impl Strategy<Value = Vec<ParamInfo>> {
+        let dtype = prop::sample::select(vec![DType::F32, DType::F16, DType::Bf16]);
+        prop::collection::vec((0..300_usize, dtype), 0..40).prop_map(|specs| {
+            specs.into_iter().map(|(count, dtype)| ParamInfo::new("p", count, dtype)).collect()
+        })
+    }
+
+    fn with_order() -> impl Strategy<Value = (Vec<ParamInfo>, Vec<usize>)> {
+        params().prop_flat_map(|params| {
+            let order = Just((0..params.len()).collect::<Vec<_>>()).prop_shuffle();
+            (Just(params), order)
+        })
+    }
+
+    fn check(plan: &BucketPlan, params: &[ParamInfo], order: &[usize]) {
+        let rank = |index: usize| order.iter().position(|&other| other == index);
+        assert_eq!(plan.places().len(), params.len());
+        let mut seen = vec![0; params.len()];
+        for (at, bucket) in plan.buckets().iter().enumerate() {
+            assert!(!bucket.params.is_empty());
+            assert!(bucket.params.is_sorted_by_key(|&index| rank(index)), "order kept");
+            let mut offset = 0;
+            for &index in &bucket.params {
+                seen[index] += 1;
+                assert_eq!(params[index].dtype, bucket.dtype);
+                let place = Place { bucket: at, offset, count: params[index].count };
+                assert_eq!(plan.places()[index], place);
+                offset += params[index].count;
+            }
+            assert_eq!(offset, bucket.count);
+        }
+        assert!(seen.iter().all(|&times| times == 1), "each in exactly one bucket");
+    }
+
+    proptest! {
+        #[test]
+        fn plans_keep_the_invariant(
+            (params, order) in with_order(),
+            caps in prop::collection::vec(0..2000_usize, 1..4),
+        ) {
+            check(&BucketPlan::arrived(&params, &order, &caps).unwrap(), &params, &order);
+            let registered: Vec<_> = (0..params.len()).collect();
+            check(&BucketPlan::registered(&params, &caps).unwrap(), &params, &registered);
+        }
+
+        #[test]
+        fn a_bucket_reaches_its_cap_with_its_last_parameter(
+            (mut params, order) in with_order(),
+            caps in prop::collection::vec(1..2000_usize, 1..4),
+        ) {
+            params.iter_mut().for_each(|param| param.dtype = DType::F32);
+            let plan = BucketPlan::arrived(&params, &order, &caps).unwrap();
+            let closed = plan.buckets().len().saturating_sub(1);
+            for (at, bucket) in plan.buckets().iter().enumerate() {
+                let cap = caps[at.min(caps.len() - 1)];
+                let last = params[*bucket.params.last().unwrap()].count;
+                prop_assert!((bucket.count - last) * 4 < cap);
+                prop_assert!(at == closed || bucket.count * 4 >= cap);
+            }
+        }
+
+        #[test]
+        fn one_cap_without_limit_is_one_bucket_a_dtype(params in params()) {
+            let plan = BucketPlan::registered(&params, &[usize::MAX]).unwrap();
+            for dtype in [DType::F32, DType::F16, DType::Bf16] {
+                let buckets = plan.buckets().iter().filter(|bucket| bucket.dtype == dtype);
+                prop_assert!(buckets.count() <= 1);
+            }
+        }
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        let params = [ParamInfo::new("a", 1, DType::F32), ParamInfo::new("b", 1, DType::F32)];
+        for order in [&[0][..], &[0, 0], &[0, 2], &[0, 1, 1]] {
+            assert!(BucketPlan::arrived(&params, order, &[1]).is_err(), "{order:?}");
+        }
+        assert!(BucketPlan::registered(&params, &[]).is_err());
+        let huge = [ParamInfo::new("a", usize::MAX, DType::F32)];
+        assert!(BucketPlan::registered(&huge, &[1]).is_err());
+    }
+}

@@ -179,7 +179,8 @@ impl LossScaler {
         if found_inf {
             return self.back_off(&options);
         }
-        self.growth_tracker += 1;
+        // A loaded count may be any number.
+        self.growth_tracker = self.growth_tracker.saturating_add(1);
         let due = match options.policy {
             Policy::Guarded { .. } => self.growth_tracker >= options.growth_interval,
             Policy::Torch => self.growth_tracker == options.growth_interval,

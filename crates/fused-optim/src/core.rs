@@ -240,8 +240,8 @@ impl TensorState {
         mut count: Option<usize>,
     ) -> Result<Self> {
         let key = |name: &str| format!("state.{index}.{name}");
-        if saved.step == 0 {
-            let text = StateProblem::Invalid("a saved tensor has taken a step".into());
+        if !(1..=i64::MAX as u64).contains(&saved.step) {
+            let text = StateProblem::Invalid(format!("{} is not a step count", saved.step));
             return Err(problem(key("step"), text));
         }
         for (name, values) in &saved.tensors {

@@ -317,7 +317,7 @@ fn a_wrong_state_dict_is_refused_by_name() {
         ),
         (
             |d| d.state.get_mut(&0).unwrap().step = 0,
-            "state dict, state.0.step: a saved tensor has taken a step",
+            "state dict, state.0.step: 0 is not a step count",
         ),
         (|d| drop(d.state.insert(2, d.state[&0].clone())), "state dict, state.2: unknown"),
         (|d| d.param_groups = "[]".into(), "state dict, param_groups: expected 1 groups, got 0"),

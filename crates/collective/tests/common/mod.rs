@@ -1,19 +1,18 @@
 //! Ranks for the tests: as threads, and as processes that run this test binary again.
 //!
 //! A process rank runs the hidden test `worker`, which does nothing in an ordinary run. The ranks
-//! meet through a store in a temporary directory, which the parent removes; children are killed when
-//! the parent lets go of them, so none outlives a failed test.
+//! meet through a store that the parent serves, and report through a directory that it removes;
+//! children are killed when the parent lets go of them, so none outlives a failed test.
 
 use std::fs;
 use std::io::Read as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use collective::store::Store;
-use collective::{Error, GroupOptions, ProcessGroup, Rank, Result};
+use collective::{GroupOptions, ProcessGroup, Rank, Result, TcpStore, TcpStoreServer};
 
 /// Nothing in these tests may take longer.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
@@ -61,6 +60,7 @@ pub(crate) struct Role {
     pub(crate) rank: Rank,
     pub(crate) world: usize,
     pub(crate) timeout: Duration,
+    pub(crate) port: u16,
     pub(crate) dir: PathBuf,
 }
 
@@ -68,19 +68,20 @@ impl Role {
     /// This process's role; `None` in an ordinary test run.
     pub(crate) fn from_env() -> Option<Self> {
         let text = std::env::var("COLLECTIVE_TEST_ROLE").ok()?;
-        let mut parts = text.splitn(5, ' ');
+        let mut parts = text.splitn(6, ' ');
         let mut next = || parts.next().unwrap();
         Some(Self {
             scenario: next().to_owned(),
             rank: next().parse().unwrap(),
             world: next().parse().unwrap(),
             timeout: Duration::from_millis(next().parse().unwrap()),
+            port: next().parse().unwrap(),
             dir: next().into(),
         })
     }
 
     pub(crate) fn join(&self) -> Result<ProcessGroup> {
-        let store = Arc::new(DirStore(self.dir.clone()));
+        let store = Arc::new(TcpStore::connect("127.0.0.1", self.port, self.timeout)?);
         let options = GroupOptions::default().with_timeout(self.timeout);
         ProcessGroup::from_store(store, self.rank, self.world, options)
     }
@@ -98,24 +99,30 @@ impl Role {
 pub(crate) struct Workers {
     pub(crate) children: Vec<Child>,
     pub(crate) dir: Dir,
+    _store: TcpStoreServer,
 }
 
 impl Workers {
     /// Starts the ranks given of a world.
     pub(crate) fn start(scenario: &str, world: usize, ranks: &[Rank], timeout: Duration) -> Self {
         let dir = Dir::new();
+        let store = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let port = store.port();
         let start = |rank: &Rank| {
             let (path, timeout) = (dir.0.display(), timeout.as_millis());
             Command::new(std::env::current_exe().unwrap())
                 .args(["--exact", "worker", "--nocapture", "--test-threads=1"])
-                .env("COLLECTIVE_TEST_ROLE", format!("{scenario} {rank} {world} {timeout} {path}"))
+                .env(
+                    "COLLECTIVE_TEST_ROLE",
+                    format!("{scenario} {rank} {world} {timeout} {port} {path}"),
+                )
                 .stdin(Stdio::null())
                 .stdout(Stdio::null())
                 .stderr(Stdio::piped())
                 .spawn()
                 .unwrap()
         };
-        Self { children: ranks.iter().map(start).collect(), dir }
+        Self { children: ranks.iter().map(start).collect(), dir, _store: store }
     }
 
     /// Waits until a file appears in the directory, and returns what it says.
@@ -157,84 +164,5 @@ pub(crate) fn wait_for<T>(mut ask: impl FnMut() -> Option<T>, what: &str) -> T {
         }
         assert!(start.elapsed() < DEADLINE, "waited too long for {what}");
         std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
-/// A store in a directory: a file per key, made whole by renaming.
-#[derive(Debug)]
-pub(crate) struct DirStore(pub(crate) PathBuf);
-
-impl DirStore {
-    fn path(&self, key: &str) -> PathBuf {
-        self.0.join(format!("key-{}", key.replace('/', "-")))
-    }
-
-    fn locked<T>(&self, body: impl FnOnce() -> T) -> T {
-        let file = fs::File::create(self.0.join("lock")).unwrap();
-        file.lock().unwrap();
-        body()
-    }
-}
-
-fn write(path: &Path, value: &[u8]) {
-    let new = path.with_extension(format!("{}", std::process::id()));
-    fs::write(&new, value).unwrap();
-    fs::rename(new, path).unwrap();
-}
-
-impl Store for DirStore {
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        write(&self.path(key), value);
-        Ok(())
-    }
-
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        self.wait(&[key], timeout)?;
-        Ok(fs::read(self.path(key)).unwrap())
-    }
-
-    fn add(&self, key: &str, delta: i64) -> Result<i64> {
-        self.locked(|| {
-            let old = fs::read_to_string(self.path(key)).map_or(0, |text| text.parse().unwrap());
-            write(&self.path(key), (old + delta).to_string().as_bytes());
-            Ok(old + delta)
-        })
-    }
-
-    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
-        self.locked(|| {
-            let old = fs::read(self.path(key)).unwrap_or_default();
-            if old != expected {
-                return Ok(old);
-            }
-            write(&self.path(key), desired);
-            Ok(desired.to_vec())
-        })
-    }
-
-    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-        let start = Instant::now();
-        while !self.check(keys)? {
-            if start.elapsed() > timeout {
-                let op = "waiting for the store".into();
-                return Err(Error::Timeout { op, waited: timeout, missing: vec![] });
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        Ok(())
-    }
-
-    fn check(&self, keys: &[&str]) -> Result<bool> {
-        Ok(keys.iter().all(|key| self.path(key).exists()))
-    }
-
-    fn delete_key(&self, key: &str) -> Result<bool> {
-        Ok(fs::remove_file(self.path(key)).is_ok())
-    }
-
-    fn num_keys(&self) -> Result<i64> {
-        let files = fs::read_dir(&self.0).unwrap().flatten();
-        let keys = files.filter(|file| file.file_name().to_string_lossy().starts_with("key-"));
-        Ok(keys.count().try_into().unwrap())
     }
 }

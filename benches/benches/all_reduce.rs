@@ -1,0 +1,123 @@
+//! All-reduce between two processes: how far is it from copying memory?
+//!
+//! Sums of `f32`, 4 B to 16 MiB, on a plain buffer and on a shared one, beside a `memcpy` of the same
+//! bytes within one process. Bytes per second are of the buffer, so the ratio to `memcpy` is the
+//! result. This program starts itself again as rank 1, which does what rank 0 announces.
+
+use std::hint::black_box;
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use collective::{
+    GroupOptions, ProcessGroup, ReduceOp, Result, SharedBuf, TcpStore, TcpStoreServer,
+};
+use criterion::{BenchmarkId, Criterion, Throughput};
+
+const SIZES: [usize; 6] = [4, 1 << 10, 8 << 10, 64 << 10, 1 << 20, 16 << 20];
+const LARGEST: usize = SIZES[SIZES.len() - 1] / 4;
+const PORT_VARIABLE: &str = "BENCH_ALL_REDUCE_PORT";
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// What rank 0 announces: which buffer, how many elements, how often.
+type Order = [u64; 3];
+const STOP: u64 = 0;
+const PLAIN: u64 = 1;
+const SHARED: u64 = 2;
+
+struct Bench {
+    group: ProcessGroup,
+    plain: Vec<f32>,
+    shared: SharedBuf<f32>,
+}
+
+impl Bench {
+    fn join(rank: usize, port: u16) -> Result<Self> {
+        let store = Arc::new(TcpStore::connect("127.0.0.1", port, TIMEOUT)?);
+        let options = GroupOptions::default().with_timeout(TIMEOUT);
+        let group = ProcessGroup::from_store(store, rank, 2, options)?;
+        let shared = group.alloc(LARGEST)?;
+        Ok(Self { group, plain: vec![0.0; LARGEST], shared })
+    }
+
+    fn carry_out(&mut self, [which, count, times]: Order) -> Result<Duration> {
+        let buffer = if which == PLAIN { &mut self.plain[..] } else { &mut self.shared };
+        let buffer = &mut buffer[..count as usize];
+        self.group.barrier()?;
+        let start = Instant::now();
+        for _ in 0..times {
+            self.group.all_reduce(black_box(&mut *buffer), ReduceOp::Sum)?;
+        }
+        Ok(start.elapsed())
+    }
+
+    /// Rank 0: announces, and takes part.
+    fn lead(&mut self, order: Order) -> Duration {
+        let announced = self.group.broadcast(&mut order.clone(), 0);
+        announced.and_then(|()| self.carry_out(order)).expect("rank 1 takes part")
+    }
+
+    /// Rank 1: does what is announced, until told to stop.
+    fn follow(&mut self) -> Result<()> {
+        loop {
+            let mut order = Order::default();
+            self.group.broadcast(&mut order, 0)?;
+            if order[0] == STOP {
+                return Ok(());
+            }
+            self.carry_out(order)?;
+        }
+    }
+}
+
+/// Rank 1's process; it does not outlive rank 0's interest.
+struct Peer(Child);
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // Both fail only if it has ended already.
+        drop(self.0.kill());
+        drop(self.0.wait());
+    }
+}
+
+fn measure(criterion: &mut Criterion, bench: &mut Bench) {
+    let mut group = criterion.benchmark_group("all_reduce");
+    for bytes in SIZES {
+        let count = (bytes / 4) as u64;
+        group.throughput(Throughput::Bytes(bytes as u64));
+        for (name, which) in [("plain", PLAIN), ("shared", SHARED)] {
+            group.bench_function(BenchmarkId::new(name, bytes), |bencher| {
+                bencher.iter_custom(|times| bench.lead([which, count, times]));
+            });
+        }
+        let (source, mut target) = (vec![1_u8; bytes], vec![0_u8; bytes]);
+        group.bench_function(BenchmarkId::new("memcpy", bytes), |bencher| {
+            bencher.iter(|| black_box(&mut target[..]).copy_from_slice(black_box(&source)));
+        });
+    }
+    group.finish();
+}
+
+fn main() {
+    if let Ok(port) = std::env::var(PORT_VARIABLE) {
+        let port = port.parse().expect("rank 0 passes a number");
+        let mut bench = Bench::join(1, port).expect("rank 0 is there");
+        bench.follow().expect("rank 0 leads until it says stop");
+        return;
+    }
+    let local = "127.0.0.1:0".parse().expect("an address");
+    let server = TcpStoreServer::bind(local).expect("a free port");
+    let program = std::env::current_exe().expect("this program's path");
+    let mut command = Command::new(program);
+    let child = command.env(PORT_VARIABLE, server.port().to_string()).spawn();
+    let mut peer = Peer(child.expect("this program starts again"));
+    let mut bench = Bench::join(0, server.port()).expect("rank 1 is there");
+
+    let mut criterion = Criterion::default().configure_from_args();
+    measure(&mut criterion, &mut bench);
+    bench.group.broadcast(&mut [STOP; 3], 0).expect("rank 1 follows");
+    let status = peer.0.wait().expect("our own child");
+    assert!(status.success(), "rank 1: {status}");
+    criterion.final_summary();
+}

@@ -7,7 +7,9 @@
 //! [`all_gather`](ProcessGroup::all_gather), [`reduce_scatter`](ProcessGroup::reduce_scatter),
 //! [`barrier`](ProcessGroup::barrier), and [`object`]'s for anything serde can write. Ranks are
 //! threads of one process ([`ProcessGroup::threads`]: tests, examples) or processes of one machine
-//! that found each other through a [`store`] ([`ProcessGroup::from_store`]).
+//! that found each other through a [`store`] ([`ProcessGroup::from_store`]; [`init_process_group`]
+//! does it with what the launcher left in the environment). A [`Reducer`] averages a model's
+//! gradients over a group while backward still runs.
 //!
 //! * **Same call everywhere, checked.** A call becomes an [`OpDesc`]; its [`Fingerprint`] is
 //!   compared with all peers' before any data move. If they differ, every rank gets

@@ -4,5 +4,7 @@
 pub mod data;
 pub mod engine;
 mod error;
+#[cfg(feature = "candle")]
+pub mod zoo;
 
 pub use error::{Error, Result};

@@ -5,5 +5,7 @@ pub mod data;
 pub mod engine;
 mod error;
 pub mod launch;
+#[cfg(feature = "candle")]
+pub mod zoo;
 
 pub use error::{Error, Result};

@@ -95,6 +95,11 @@ impl Batch {
         })
     }
 
+    /// All fields, in the order they were added.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Array)> {
+        self.fields.iter().map(|(name, array)| (name.as_str(), array))
+    }
+
     /// Number of samples: the first extent of the first field, 0 for an empty batch.
     #[must_use]
     pub fn len(&self) -> usize {

@@ -78,8 +78,10 @@ pub trait Engine {
     /// # Errors
     ///
     /// Those of `visit`, and of the engine if the memory cannot be reached from the host.
-    fn with_params(&mut self, visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>)
-    -> Result<()>;
+    fn with_params(
+        &mut self,
+        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
+    ) -> Result<()>;
 
     /// Lends every buffer, in order of [`buffers`](Self::buffers).
     ///

@@ -1,0 +1,138 @@
+//! Fashion-MNIST: 70 000 images of clothing, 28 x 28, as Debian packages them.
+
+use std::fs::File;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use flate2::read::GzDecoder;
+
+use super::idx::{self, Idx};
+use super::{Dataset, Images, Split};
+use crate::data::Batch;
+use crate::{Error, Result};
+
+/// Fashion-MNIST, one part: 60 000 samples to learn from or 10 000 to judge by, of ten classes.
+///
+/// A batch has `inputs`, bytes `[n, 1, 28, 28]`, and `labels`, `[n]`. Over the training part the
+/// mean is [`MEAN`](Self::MEAN) and the deviation [`STD`](Self::STD), of 1.
+#[derive(Clone, Debug)]
+pub struct FashionMnist {
+    images: Images,
+}
+
+impl FashionMnist {
+    /// Mean intensity, of 1.
+    pub const MEAN: f32 = 0.2860;
+    /// Standard deviation of the intensities, of 1.
+    pub const STD: f32 = 0.3530;
+    /// Where Debian's package `dataset-fashion-mnist` puts the files.
+    pub const ROOT: &str = "/usr/share/datasets/fashion-mnist";
+
+    /// Reads one part from `root`, or from [`ROOT`](Self::ROOT): the files
+    /// `train-images-idx3-ubyte.gz`, `train-labels-idx1-ubyte.gz`, `t10k-...`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Data`] if a file is absent (the text says how to get it), damaged, or not what
+    /// its name says.
+    pub fn new(split: Split, root: Option<&Path>) -> Result<Self> {
+        let root = root.unwrap_or(Path::new(Self::ROOT));
+        let part = match split {
+            Split::Train => "train",
+            Split::Test => "t10k",
+        };
+        let images = open(&root.join(format!("{part}-images-idx3-ubyte.gz")), 3)?;
+        let labels = open(&root.join(format!("{part}-labels-idx1-ubyte.gz")), 1)?;
+        if images.extents != [labels.bytes.len(), 28, 28] || labels.bytes.iter().any(|l| *l > 9) {
+            return Err(Error::Data(format!(
+                "{}: {part} images of extents {:?} and {} labels are not Fashion-MNIST",
+                root.display(),
+                images.extents,
+                labels.bytes.len()
+            )));
+        }
+        let images = Images { pixels: images.bytes, labels: labels.bytes, height: 28, width: 28 };
+        Ok(Self { images })
+    }
+}
+
+impl Dataset for FashionMnist {
+    fn name(&self) -> &'static str {
+        "fashion_mnist"
+    }
+
+    fn len(&self) -> usize {
+        self.images.len()
+    }
+
+    fn batch(&self, indices: &[usize]) -> Result<Batch> {
+        self.images.batch("fashion_mnist", indices)
+    }
+}
+
+fn open(path: &Path, dimensions: u8) -> Result<Idx> {
+    let what = path.display().to_string();
+    let file = File::open(path).map_err(|source| match source.kind() {
+        ErrorKind::NotFound => Error::Data(format!(
+            "{what} does not exist: `apt-get install dataset-fashion-mnist`, or set `root` to \
+             the folder that has it"
+        )),
+        _ => Error::Io { what: format!("opening {what}"), source },
+    })?;
+    idx::read(&mut GzDecoder::new(file), &what, dimensions, MAX_BYTES)
+}
+
+/// Most that is read from a file; the largest has 47 040 000 bytes.
+const MAX_BYTES: usize = 64 << 20;
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn write(root: &Path, name: &str, dimensions: &[u32], bytes: &[u8]) {
+        let file = File::create(root.join(name)).unwrap();
+        let mut gz = flate2::write::GzEncoder::new(file, flate2::Compression::fast());
+        gz.write_all(&[0, 0, 8, dimensions.len() as u8]).unwrap();
+        dimensions.iter().for_each(|d| gz.write_all(&d.to_be_bytes()).unwrap());
+        gz.write_all(bytes).unwrap();
+        gz.finish().unwrap();
+    }
+
+    #[test]
+    fn reads_images_and_labels() {
+        let root = tempfile::tempdir().unwrap();
+        write(root.path(), "t10k-images-idx3-ubyte.gz", &[2, 28, 28], &[7; 2 * 784]);
+        write(root.path(), "t10k-labels-idx1-ubyte.gz", &[2], &[9, 0]);
+        let set = FashionMnist::new(Split::Test, Some(root.path())).unwrap();
+        assert_eq!(set.len(), 2);
+        let batch = set.batch(&[0, 1, 0]).unwrap();
+        assert_eq!(batch.get("inputs").unwrap().shape(), [3, 1, 28, 28]);
+    }
+
+    #[test]
+    fn an_absent_file_says_how_to_get_it() {
+        let root = tempfile::tempdir().unwrap();
+        let error = FashionMnist::new(Split::Train, Some(root.path())).unwrap_err().to_string();
+        assert!(error.contains("apt-get install dataset-fashion-mnist"), "{error}");
+        assert!(error.contains("train-images-idx3-ubyte.gz"), "{error}");
+    }
+
+    #[test]
+    fn damaged_files_are_refused() {
+        let root = tempfile::tempdir().unwrap();
+        let open = || FashionMnist::new(Split::Test, Some(root.path())).unwrap_err().to_string();
+        write(root.path(), "t10k-images-idx3-ubyte.gz", &[2, 28, 28], &[7; 2 * 784]);
+        write(root.path(), "t10k-labels-idx1-ubyte.gz", &[3], &[1, 2, 3]);
+        assert!(open().contains("3 labels"), "{}", open());
+        write(root.path(), "t10k-labels-idx1-ubyte.gz", &[2], &[1, 10]);
+        assert!(open().contains("not Fashion-MNIST"), "{}", open());
+        let images = root.path().join("t10k-images-idx3-ubyte.gz");
+        let whole = std::fs::read(&images).unwrap();
+        std::fs::write(&images, &whole[..whole.len() - 9]).unwrap();
+        assert!(open().contains("t10k-images"), "{}", open());
+        std::fs::write(&images, b"plain").unwrap();
+        assert!(open().contains("t10k-images"), "{}", open());
+    }
+}

@@ -1,0 +1,194 @@
+//! The default tensor engine: candle's automatic differentiation on the CPU.
+//!
+//! [`CandleEngine`] makes an [`Engine`] of anything that implements [`CandleModel`]: a struct of
+//! layers, candle-nn's or those of [`layers`], with a loss and a prediction. The model is built
+//! from a [`VarBuilder`] and needs no change to have its gradients reported one by one while
+//! backward runs (`params.rs` says how).
+//!
+//! In half precision parameters are served in `f16` or `bf16`, except those a layer asks for in
+//! `f32` by name (norm layers do), and float inputs are cast. Master weights, loss scale and
+//! their bookkeeping are the caller's.
+//!
+//! Stock candle has operators that silently cut the graph. They show: the parameters behind the
+//! cut get no gradient, and whoever counts gradients names them.
+//!
+//! Invariant: everything runs on the calling thread except what candle's own operators give to
+//! rayon; launchers set `RAYON_NUM_THREADS`.
+
+mod init;
+pub mod layers;
+mod model;
+pub mod ops;
+mod params;
+
+use std::fmt;
+use std::sync::Arc;
+
+use candle_core::{DType, Tensor};
+use candle_nn::VarBuilder;
+use fused_optim::SliceMut;
+
+pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
+use self::params::{Slot, Store, Tensors};
+use super::{Engine, Losses, SharedSink, TensorSpec};
+use crate::data::{Array, ArrayData, Batch};
+use crate::{Error, Result};
+
+pub use {candle_core, candle_nn};
+
+/// How a [`CandleEngine`] is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CandleOptions {
+    /// What parameters and activations are stored in. Defaults to `f32`.
+    pub dtype: fused_optim::DType,
+    /// Decides the initial parameters. The same on every rank and at every run gives the same.
+    /// Defaults to 0.
+    pub seed: u64,
+}
+
+impl Default for CandleOptions {
+    fn default() -> Self {
+        Self { dtype: fused_optim::DType::F32, seed: 0 }
+    }
+}
+
+/// A candle model and its parameters.
+///
+/// # Examples
+///
+/// ```
+/// use candle_nn::{Linear, Module, VarBuilder, linear};
+/// use runner::engine::Engine;
+/// use runner::engine::candle::{
+///     CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, ops,
+/// };
+///
+/// struct Net(Linear);
+///
+/// impl CandleModel for Net {
+///     fn loss(&self, batch: &TensorBatch) -> candle_core::Result<Loss> {
+///         let logits = self.0.forward(batch.get("inputs")?)?;
+///         Ok(Loss::new(ops::cross_entropy(&logits, batch.get("labels")?)?))
+///     }
+///
+///     fn predict(&self, batch: &TensorBatch) -> candle_core::Result<Outputs> {
+///         Ok(Outputs::new().with("logits", self.0.forward(batch.get("inputs")?)?))
+///     }
+/// }
+///
+/// let build = |vb: VarBuilder<'static>| Ok(Net(linear(4, 2, vb.pp("fc"))?));
+/// let engine = CandleEngine::new(CandleOptions::default(), build)?;
+/// assert_eq!(engine.params()[0].name, "fc.weight");
+/// # Ok::<(), runner::Error>(())
+/// ```
+pub struct CandleEngine {
+    model: Box<dyn CandleModel>,
+    params: Tensors,
+    buffers: Tensors,
+    slot: Arc<Slot>,
+    dtype: DType,
+}
+
+impl CandleEngine {
+    /// Builds a model. Parameters are numbered in the order in which `build` first asks for them.
+    ///
+    /// Initial values are drawn in `f32` from the seed and the parameter's name, then rounded.
+    /// Asking twice for one name gives the same, shared, parameter.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Engine`] with what `build` returned: a name asked for in two shapes, say.
+    pub fn new<M: CandleModel + 'static>(
+        options: CandleOptions,
+        build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
+    ) -> Result<Self> {
+        let dtype = candle_dtype(options.dtype);
+        let (store, builder) = Store::new(dtype, options.seed)?;
+        let model = build(builder).map_err(|e| Error::Engine(format!("building: {e}")))?;
+        let (params, buffers, slot) = store.close();
+        Ok(Self { model: Box::new(model), params, buffers, slot, dtype })
+    }
+}
+
+impl fmt::Debug for CandleEngine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CandleEngine")
+            .field("params", &self.params.specs.len())
+            .field("buffers", &self.buffers.specs.len())
+            .field("dtype", &self.dtype)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Engine for CandleEngine {
+    fn params(&self) -> &[TensorSpec] {
+        &self.params.specs
+    }
+
+    fn buffers(&self) -> &[TensorSpec] {
+        &self.buffers.specs
+    }
+
+    fn with_params(
+        &mut self,
+        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
+    ) -> Result<()> {
+        params::lend(&self.params, visit)
+    }
+
+    fn with_buffers(
+        &mut self,
+        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
+    ) -> Result<()> {
+        params::lend(&self.buffers, visit)
+    }
+
+    fn forward_backward(
+        &mut self,
+        batch: &Batch,
+        loss_scale: f32,
+        sink: &SharedSink,
+    ) -> Result<Losses> {
+        // A factor of 0 cuts candle's graph; one that is not finite has no use.
+        if !(loss_scale > 0.0 && loss_scale.is_finite()) {
+            return Err(Error::Engine(format!("a loss scale of {loss_scale}")));
+        }
+        let batch = TensorBatch::new(batch, self.dtype)?;
+        let loss = self.model.loss(&batch).map_err(|e| Error::Engine(format!("forward: {e}")))?;
+        let losses = loss.read()?;
+        let scaled = loss
+            .value()
+            .affine(f64::from(loss_scale), 0.0)
+            .map_err(|e| Error::Engine(format!("loss scale: {e}")))?;
+        self.slot.with(sink, || scaled.backward())?;
+        Ok(losses)
+    }
+
+    fn eval(&mut self, batch: &Batch) -> Result<Vec<(String, Array)>> {
+        let count = batch.len();
+        let batch = TensorBatch::new(batch, self.dtype)?;
+        let outputs =
+            self.model.predict(&batch).map_err(|e| Error::Engine(format!("forward: {e}")))?;
+        outputs.into_arrays(count)
+    }
+}
+
+/// candle's name of a parameter's type.
+const fn candle_dtype(dtype: fused_optim::DType) -> DType {
+    match dtype {
+        fused_optim::DType::F32 => DType::F32,
+        fused_optim::DType::F16 => DType::F16,
+        fused_optim::DType::Bf16 => DType::BF16,
+    }
+}
+
+/// A host array of a tensor: floats widened to `f32`, indices to `i64`.
+fn to_array(tensor: &Tensor) -> candle_core::Result<Array> {
+    let flat = tensor.flatten_all()?;
+    let data = match tensor.dtype() {
+        DType::U8 => ArrayData::U8(flat.to_vec1()?),
+        dtype if dtype.is_float() => ArrayData::F32(flat.to_dtype(DType::F32)?.to_vec1()?),
+        _ => ArrayData::I64(flat.to_dtype(DType::I64)?.to_vec1()?),
+    };
+    Array::new(tensor.dims(), data).map_err(candle_core::Error::wrap)
+}

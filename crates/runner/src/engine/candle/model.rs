@@ -1,0 +1,174 @@
+//! What a user writes: a model that has a loss and makes predictions, from named tensors.
+
+use candle_core::{DType, Device, Result, Tensor};
+
+use super::to_array;
+use crate::data::{Array, ArrayData, Batch};
+use crate::engine::Losses;
+use crate::{Error, Result as RunnerResult};
+
+/// A trainable model: layers built from a [`VarBuilder`](candle_nn::VarBuilder), and what they
+/// compute.
+///
+/// A model asks for its parameters when it is built and derives everything else from them in
+/// `loss` and `predict`: a tensor computed from a parameter in a constructor keeps its first value
+/// while the parameter is trained.
+pub trait CandleModel: Send {
+    /// Forward in training mode: the loss that backward starts from.
+    ///
+    /// # Errors
+    ///
+    /// A field the batch lacks, shapes that do not fit.
+    fn loss(&self, batch: &TensorBatch) -> Result<Loss>;
+
+    /// Forward in evaluation mode: named outputs, the first dimension of each being the batch.
+    ///
+    /// # Errors
+    ///
+    /// As [`loss`](Self::loss).
+    fn predict(&self, batch: &TensorBatch) -> Result<Outputs>;
+}
+
+impl CandleModel for Box<dyn CandleModel> {
+    fn loss(&self, batch: &TensorBatch) -> Result<Loss> {
+        (**self).loss(batch)
+    }
+
+    fn predict(&self, batch: &TensorBatch) -> Result<Outputs> {
+        (**self).predict(batch)
+    }
+}
+
+/// A batch as tensors. Float fields have the engine's dtype; bytes and indices (`u8`, `i64`) come
+/// as they are.
+#[derive(Debug)]
+pub struct TensorBatch {
+    fields: Vec<(String, Tensor)>,
+    dtype: DType,
+}
+
+impl TensorBatch {
+    pub(super) fn new(batch: &Batch, dtype: DType) -> RunnerResult<Self> {
+        let tensor = |array: &Array| match array.data() {
+            ArrayData::F32(v) => {
+                Tensor::from_slice(v, array.shape(), &Device::Cpu)?.to_dtype(dtype)
+            }
+            ArrayData::U8(v) => Tensor::from_slice(v, array.shape(), &Device::Cpu),
+            ArrayData::I64(v) => Tensor::from_slice(v, array.shape(), &Device::Cpu),
+        };
+        let fields = batch
+            .iter()
+            .map(|(name, array)| Ok((name.to_owned(), tensor(array)?)))
+            .collect::<Result<_>>()
+            .map_err(|e| Error::Engine(format!("batch: {e}")))?;
+        Ok(Self { fields, dtype })
+    }
+
+    /// The field called `name`.
+    ///
+    /// # Errors
+    ///
+    /// There is none; the fields there are, are listed.
+    pub fn get(&self, name: &str) -> Result<&Tensor> {
+        self.fields.iter().find(|(n, _)| n == name).map(|(_, t)| t).ok_or_else(|| {
+            let have: Vec<_> = self.fields.iter().map(|(n, _)| n.as_str()).collect();
+            candle_core::Error::msg(format!("the batch has no field `{name}`; it has {have:?}"))
+        })
+    }
+
+    /// What the engine computes in.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+}
+
+/// What a forward pass in training mode found.
+#[derive(Debug)]
+pub struct Loss {
+    value: Tensor,
+    scalars: Vec<(String, Tensor)>,
+}
+
+impl Loss {
+    /// The loss: one `f32`, depending on the parameters.
+    #[must_use]
+    pub fn new(value: Tensor) -> Self {
+        Self { value, scalars: Vec::new() }
+    }
+
+    /// Adds a one-element tensor for the log: a part of the loss, an accuracy.
+    #[must_use]
+    pub fn with(mut self, name: impl Into<String>, scalar: Tensor) -> Self {
+        self.scalars.push((name.into(), scalar));
+        self
+    }
+
+    pub(super) fn value(&self) -> &Tensor {
+        &self.value
+    }
+
+    /// Checks the loss and reads all scalars.
+    pub(super) fn read(&self) -> RunnerResult<Losses> {
+        let Self { value, .. } = self;
+        if value.elem_count() != 1 || value.dtype() != DType::F32 || !value.track_op() {
+            return Err(Error::Engine(format!(
+                "the loss must be one f32 that depends on the parameters; it is {:?} of {:?}",
+                value.shape(),
+                value.dtype()
+            )));
+        }
+        let named = self.scalars.iter().map(|(name, scalar)| (name.clone(), scalar));
+        let scalars = std::iter::once(("loss".to_owned(), value))
+            .chain(named)
+            .map(|(name, scalar)| match scalar_of(scalar) {
+                Ok(scalar) => Ok((name, scalar)),
+                Err(e) => Err(Error::Engine(format!("scalar `{name}`: {e}"))),
+            })
+            .collect::<RunnerResult<_>>()?;
+        Ok(Losses { scalars })
+    }
+}
+
+/// Named results of a forward pass in evaluation mode.
+#[derive(Debug, Default)]
+pub struct Outputs {
+    fields: Vec<(String, Tensor)>,
+}
+
+impl Outputs {
+    /// No outputs.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds an output, of any dtype.
+    #[must_use]
+    pub fn with(mut self, name: impl Into<String>, tensor: Tensor) -> Self {
+        self.fields.push((name.into(), tensor));
+        self
+    }
+
+    /// Copies everything to the host and checks the batch dimension.
+    pub(super) fn into_arrays(self, count: usize) -> RunnerResult<Vec<(String, Array)>> {
+        self.fields
+            .into_iter()
+            .map(|(name, tensor)| {
+                let array = to_array(&tensor)
+                    .map_err(|e| Error::Engine(format!("output `{name}`: {e}")))?;
+                if array.shape().first() != Some(&count) {
+                    let shape = array.shape();
+                    return Err(Error::Engine(format!(
+                        "output `{name}` has shape {shape:?} for a batch of {count}"
+                    )));
+                }
+                Ok((name, array))
+            })
+            .collect()
+    }
+}
+
+fn scalar_of(tensor: &Tensor) -> Result<f64> {
+    tensor.flatten_all()?.squeeze(0)?.to_dtype(DType::F64)?.to_scalar()
+}

@@ -1,0 +1,392 @@
+//! Two-dimensional convolution as im2col and a matrix product, with its backward.
+//!
+//! A group of images is unrolled into columns, one row per weight and one column per output pixel,
+//! so that one product covers the group: late layers have few pixels, and a product per image
+//! would spend its time packing the same weights. Backward unrolls again rather than keep the
+//! columns, which are nine times the input for a 3 x 3 kernel.
+
+use std::ops::Range;
+
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
+
+use super::gemm::{Mat, gemm};
+use super::host;
+
+/// How a window moves over an image: the same in both directions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Window {
+    /// Distance between neighbouring windows, at least 1.
+    pub stride: usize,
+    /// Rows and columns added on each side.
+    pub padding: usize,
+}
+
+impl Default for Window {
+    fn default() -> Self {
+        Self { stride: 1, padding: 0 }
+    }
+}
+
+/// Cross-correlation of images with kernels, plus a bias per output channel: what deep learning
+/// calls convolution.
+///
+/// Shapes: `x` is `[n, c, h, w]`, `weight` `[o, c, kh, kw]`, `bias` `[o]`, the result
+/// `[n, o, (h + 2 * padding - kh) / stride + 1, ...]`. Padding is with zeros. `f32`, `f16` and
+/// `bf16`, all arguments alike: computed and accumulated in `f32`, rounded once at the end. NaN
+/// and infinities propagate to every output whose window covers them. Single-threaded.
+///
+/// Backward gives all three gradients; that of `x` only if something upstream needs it.
+///
+/// # Errors
+///
+/// Shapes or dtypes that do not fit, a stride of 0, a kernel larger than the padded image.
+pub fn conv2d(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    window: Window,
+) -> Result<Tensor> {
+    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+    match bias {
+        Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, Conv2d { window }),
+        None => x.apply_op2(&weight, Conv2d { window }),
+    }
+}
+
+struct Conv2d {
+    window: Window,
+}
+
+impl CustomOp2 for Conv2d {
+    fn name(&self) -> &'static str {
+        "conv2d"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let geometry = Geometry::new(x_layout.shape(), weight_layout.shape(), self.window)?;
+        let dtype = host::float_dtype(x)?;
+        let y = forward(
+            &geometry,
+            &host::floats(x, x_layout)?,
+            &host::floats(weight, weight_layout)?,
+            None,
+        );
+        Ok((host::rounded(y, dtype)?, geometry.output_shape()))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _y: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let (dx, dw, _) = self.gradients(x, weight, dy)?;
+        Ok((dx, Some(dw)))
+    }
+}
+
+impl CustomOp3 for Conv2d {
+    fn name(&self) -> &'static str {
+        "conv2d"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+        bias: &CpuStorage,
+        bias_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let geometry = Geometry::new(x_layout.shape(), weight_layout.shape(), self.window)?;
+        if bias_layout.shape().elem_count() != geometry.out_channels {
+            bail!("conv2d: a bias of shape {:?} for {geometry:?}", bias_layout.shape());
+        }
+        let dtype = host::float_dtype(x)?;
+        let y = forward(
+            &geometry,
+            &host::floats(x, x_layout)?,
+            &host::floats(weight, weight_layout)?,
+            Some(&host::floats(bias, bias_layout)?),
+        );
+        Ok((host::rounded(y, dtype)?, geometry.output_shape()))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: &Tensor,
+        _y: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let (dx, dw, db) = self.gradients(x, weight, dy)?;
+        let db = host::tensor(db, bias.shape(), bias.dtype())?;
+        Ok((dx, Some(dw), Some(db)))
+    }
+}
+
+impl Conv2d {
+    /// Gradients of the input, if anything needs it, of the weight, and of a bias.
+    fn gradients(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Tensor, Vec<f32>)> {
+        let geometry = Geometry::new(x.shape(), weight.shape(), self.window)?;
+        let dy = dy.contiguous()?;
+        let (x_storage, x_layout) = x.storage_and_layout();
+        let (w_storage, w_layout) = weight.storage_and_layout();
+        let (dy_storage, dy_layout) = dy.storage_and_layout();
+        let gradients = backward(
+            &geometry,
+            &host::floats_of(&x_storage, x_layout)?,
+            &host::floats_of(&w_storage, w_layout)?,
+            &host::floats_of(&dy_storage, dy_layout)?,
+            x.track_op(),
+        );
+        let dtype: DType = x.dtype();
+        let dx = gradients.x.map(|dx| host::tensor(dx, x.shape(), dtype)).transpose()?;
+        let dw = host::tensor(gradients.weight, weight.shape(), weight.dtype())?;
+        Ok((dx, dw, gradients.bias))
+    }
+}
+
+/// All extents of one convolution, checked against each other.
+#[derive(Clone, Copy, Debug)]
+struct Geometry {
+    images: usize,
+    channels: usize,
+    height: usize,
+    width: usize,
+    out_channels: usize,
+    kernel_height: usize,
+    kernel_width: usize,
+    out_height: usize,
+    out_width: usize,
+    window: Window,
+}
+
+impl Geometry {
+    fn new(x: &Shape, weight: &Shape, window: Window) -> Result<Self> {
+        let (images, channels, height, width) = x.dims4()?;
+        let (out_channels, weight_channels, kernel_height, kernel_width) = weight.dims4()?;
+        if channels != weight_channels {
+            bail!("conv2d: an input of shape {x:?} has not the channels of a weight {weight:?}");
+        }
+        Ok(Self {
+            images,
+            channels,
+            height,
+            width,
+            out_channels,
+            kernel_height,
+            kernel_width,
+            out_height: positions(height, kernel_height, window)?,
+            out_width: positions(width, kernel_width, window)?,
+            window,
+        })
+    }
+
+    fn output_shape(&self) -> Shape {
+        (self.images, self.out_channels, self.out_height, self.out_width).into()
+    }
+
+    /// Elements of one input image.
+    fn image(&self) -> usize {
+        self.channels * self.height * self.width
+    }
+
+    /// Output pixels of one image and channel.
+    fn pixels(&self) -> usize {
+        self.out_height * self.out_width
+    }
+
+    /// Weights of one output channel: the inner dimension of the product.
+    fn depth(&self) -> usize {
+        self.channels * self.kernel_height * self.kernel_width
+    }
+
+    /// Images unrolled at once.
+    fn group(&self) -> usize {
+        (GROUP_COLUMNS / self.pixels()).clamp(1, self.images.max(1))
+    }
+}
+
+/// Number of window positions along an extent.
+pub(super) fn positions(extent: usize, kernel: usize, window: Window) -> Result<usize> {
+    let padded = extent + 2 * window.padding;
+    if window.stride == 0 || kernel == 0 || kernel > padded || extent == 0 {
+        bail!("a window of {kernel} with {window:?} does not fit an extent of {extent}");
+    }
+    Ok((padded - kernel) / window.stride + 1)
+}
+
+/// Where, along one axis, tap `tap` of a window falls inside the image: the range of output
+/// positions, and the input position of the first.
+pub(super) fn inside(
+    tap: usize,
+    extent: usize,
+    positions: usize,
+    window: Window,
+) -> (Range<usize>, usize) {
+    let Window { stride, padding } = window;
+    let first = padding.saturating_sub(tap).div_ceil(stride);
+    let last = (extent + padding).saturating_sub(tap).div_ceil(stride).min(positions);
+    if first >= last { (0..0, 0) } else { (first..last, first * stride + tap - padding) }
+}
+
+fn forward(g: &Geometry, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
+    let (pixels, depth, group) = (g.pixels(), g.depth(), g.group());
+    let mut y = vec![0.0; g.images * g.out_channels * pixels];
+    let mut columns = vec![0.0; depth * group * pixels];
+    let mut product = vec![0.0; g.out_channels * group * pixels];
+    let weight = Mat::new(weight, g.out_channels, depth);
+    for (x, y) in x.chunks(group * g.image()).zip(y.chunks_mut(group * g.out_channels * pixels)) {
+        let count = x.len() / g.image();
+        let width = count * pixels;
+        let columns = &mut columns[..depth * width];
+        for (i, image) in x.chunks_exact(g.image()).enumerate() {
+            im2col(g, image, columns, width, i * pixels);
+        }
+        let product = &mut product[..g.out_channels * width];
+        if let Some(bias) = bias {
+            product.chunks_exact_mut(width).zip(bias).for_each(|(row, b)| row.fill(*b));
+        }
+        gemm(product, bias.is_some(), weight, Mat::new(columns, depth, width));
+        from_rows(product, y, count, g.out_channels, pixels);
+    }
+    y
+}
+
+struct Gradients {
+    x: Option<Vec<f32>>,
+    weight: Vec<f32>,
+    bias: Vec<f32>,
+}
+
+fn backward(g: &Geometry, x: &[f32], weight: &[f32], dy: &[f32], wants_x: bool) -> Gradients {
+    let (pixels, depth, group) = (g.pixels(), g.depth(), g.group());
+    let mut dw = vec![0.0; weight.len()];
+    let mut db = vec![0.0; g.out_channels];
+    let mut dx = wants_x.then(|| vec![0.0; x.len()]);
+    let mut columns = vec![0.0; depth * group * pixels];
+    let mut rows = vec![0.0; g.out_channels * group * pixels];
+    let weight = Mat::new(weight, g.out_channels, depth);
+    let image = g.image();
+    for (first, dy) in (0..).step_by(group).zip(dy.chunks(group * g.out_channels * pixels)) {
+        let count = dy.len() / (g.out_channels * pixels);
+        let width = count * pixels;
+        let columns = &mut columns[..depth * width];
+        let x = &x[first * image..(first + count) * image];
+        for (i, image) in x.chunks_exact(image).enumerate() {
+            im2col(g, image, columns, width, i * pixels);
+        }
+        let rows = &mut rows[..g.out_channels * width];
+        to_rows(dy, rows, count, g.out_channels, pixels);
+        for (db, row) in db.iter_mut().zip(rows.chunks_exact(width)) {
+            *db += super::sum(row);
+        }
+        let dy = Mat::new(rows, g.out_channels, width);
+        gemm(&mut dw, true, dy, Mat::new(columns, depth, width).t());
+        if let Some(dx) = &mut dx {
+            gemm(columns, false, weight.t(), dy);
+            let dx = &mut dx[first * image..(first + count) * image];
+            for (i, dx) in dx.chunks_exact_mut(image).enumerate() {
+                col2im(g, columns, width, i * pixels, dx);
+            }
+        }
+    }
+    Gradients { x: dx, weight: dw, bias: db }
+}
+
+/// Unrolls one image into columns `at..at + pixels` of `columns`, whose rows are `width` long.
+fn im2col(g: &Geometry, image: &[f32], columns: &mut [f32], width: usize, at: usize) {
+    let mut rows = columns.chunks_exact_mut(width);
+    for plane in image.chunks_exact(g.height * g.width) {
+        for tap_y in 0..g.kernel_height {
+            let (ys, y0) = inside(tap_y, g.height, g.out_height, g.window);
+            for tap_x in 0..g.kernel_width {
+                let (xs, x0) = inside(tap_x, g.width, g.out_width, g.window);
+                let row = rows.next().expect("one row per weight");
+                let row = &mut row[at..at + g.pixels()];
+                row[..ys.start * g.out_width].fill(0.0);
+                row[ys.end * g.out_width..].fill(0.0);
+                let lines =
+                    row[ys.start * g.out_width..ys.end * g.out_width].chunks_exact_mut(g.out_width);
+                let sources = plane[y0 * g.width..].chunks(g.width).step_by(g.window.stride);
+                for (line, source) in lines.zip(sources) {
+                    line[..xs.start].fill(0.0);
+                    line[xs.end..].fill(0.0);
+                    let line = &mut line[xs.clone()];
+                    let source = &source[x0..];
+                    if g.window.stride == 1 {
+                        line.copy_from_slice(&source[..line.len()]);
+                    } else {
+                        let source = source.iter().step_by(g.window.stride);
+                        line.iter_mut().zip(source).for_each(|(d, s)| *d = *s);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Adds columns `at..at + pixels` back to where [`im2col`] took them from.
+fn col2im(g: &Geometry, columns: &[f32], width: usize, at: usize, image: &mut [f32]) {
+    let mut rows = columns.chunks_exact(width);
+    for plane in image.chunks_exact_mut(g.height * g.width) {
+        for tap_y in 0..g.kernel_height {
+            let (ys, y0) = inside(tap_y, g.height, g.out_height, g.window);
+            for tap_x in 0..g.kernel_width {
+                let (xs, x0) = inside(tap_x, g.width, g.out_width, g.window);
+                let row = rows.next().expect("one row per weight");
+                let row = &row[at..at + g.pixels()];
+                let lines =
+                    row[ys.start * g.out_width..ys.end * g.out_width].chunks_exact(g.out_width);
+                let targets = plane[y0 * g.width..].chunks_mut(g.width).step_by(g.window.stride);
+                for (line, target) in lines.zip(targets) {
+                    let line = &line[xs.clone()];
+                    let target = &mut target[x0..];
+                    if g.window.stride == 1 {
+                        target.iter_mut().zip(line).for_each(|(d, s)| *d += *s);
+                    } else {
+                        let target = target.iter_mut().step_by(g.window.stride);
+                        target.zip(line).for_each(|(d, s)| *d += *s);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// `[image][channel][pixel]` to `[channel][image][pixel]`.
+fn to_rows(images: &[f32], rows: &mut [f32], count: usize, channels: usize, pixels: usize) {
+    for (i, image) in images.chunks_exact(channels * pixels).enumerate() {
+        for (c, plane) in image.chunks_exact(pixels).enumerate() {
+            rows[(c * count + i) * pixels..][..pixels].copy_from_slice(plane);
+        }
+    }
+}
+
+/// `[channel][image][pixel]` to `[image][channel][pixel]`.
+fn from_rows(rows: &[f32], images: &mut [f32], count: usize, channels: usize, pixels: usize) {
+    for (i, image) in images.chunks_exact_mut(channels * pixels).enumerate() {
+        for (c, plane) in image.chunks_exact_mut(pixels).enumerate() {
+            plane.copy_from_slice(&rows[(c * count + i) * pixels..][..pixels]);
+        }
+    }
+}
+
+/// Columns worth one product: enough to hide the packing of the weights, few enough that the
+/// columns of a 3 x 3 kernel over 16 channels stay in the second-level cache.
+const GROUP_COLUMNS: usize = 512;

@@ -1,0 +1,70 @@
+//! Operators with a backward, on the CPU, for `f32`, `f16` and `bf16`.
+//!
+//! candle brings automatic differentiation; its own CPU operators for training are slow, some have
+//! no backward, and some no half. These replace the ones image models need. Each is one
+//! [`CustomOp`](candle_core::CustomOp1) around a kernel over `f32` slices, so each says in one
+//! place where it rounds: half tensors are widened exactly on the way in and rounded once, to
+//! nearest even, on the way out.
+//!
+//! All run on the calling thread: a rank has one core. All are deterministic for given shapes and
+//! processor. A gradient is computed in the dtype of the tensor it belongs to.
+
+mod conv;
+mod elementwise;
+mod gemm;
+mod host;
+mod linear;
+mod loss;
+mod norm;
+mod pool;
+
+pub use conv::{Window, conv2d};
+pub use elementwise::{Normalization, add_relu, normalize, relu};
+pub use linear::linear;
+pub use loss::cross_entropy;
+pub use norm::{BatchNormOptions, Statistics, batch_norm, batch_norm_with};
+pub use pool::{global_avg_pool, max_pool2d};
+
+/// ReLU of one value; NaN stays NaN.
+#[inline]
+fn relu_of(v: f32) -> f32 {
+    if v <= 0.0 { 0.0 } else { v }
+}
+
+/// Sum of a slice, in [`LANES`] partial sums, which the compiler keeps in vector registers.
+fn sum(values: &[f32]) -> f32 {
+    sum_by(values, |v| v)
+}
+
+/// Sum of `f` over a slice, as [`sum`].
+#[inline]
+fn sum_by(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
+    let (chunks, rest) = values.as_chunks::<LANES>();
+    let mut lanes = [0.0; LANES];
+    for chunk in chunks {
+        for (lane, v) in lanes.iter_mut().zip(chunk) {
+            *lane += f(*v);
+        }
+    }
+    lanes.iter().sum::<f32>() + rest.iter().map(|v| f(*v)).sum::<f32>()
+}
+
+/// Sum of `a * (b - center)`, as [`sum`].
+fn dot_centered(a: &[f32], b: &[f32], center: f32) -> f32 {
+    let (a_chunks, a_rest) = a.as_chunks::<LANES>();
+    let (b_chunks, b_rest) = b.as_chunks::<LANES>();
+    let mut lanes = [0.0; LANES];
+    for (a, b) in a_chunks.iter().zip(b_chunks) {
+        for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
+            *lane += a * (b - center);
+        }
+    }
+    let rest: f32 = a_rest.iter().zip(b_rest).map(|(a, b)| a * (b - center)).sum();
+    lanes.iter().sum::<f32>() + rest
+}
+
+/// Partial sums of a reduction.
+const LANES: usize = 16;
+
+#[cfg(test)]
+mod tests;

@@ -1,1 +1,13 @@
-//! Integration tests that cross crates.
+//! Tests that cross crates or processes, in one binary: one link, and
+//! `cargo test -p tests launch::` still selects.
+
+mod config;
+mod fault;
+mod layering;
+mod lockstep;
+mod parity;
+mod resume;
+mod tidy;
+
+/// The program each rank runs.
+const WORKER: &str = env!("CARGO_BIN_EXE_worker");

@@ -1,11 +1,108 @@
-//! The training loop: config, registries, hooks, mixed precision, data parallelism, launcher,
-//! resume.
+//! The training loop of this workspace: configuration, registries, hooks, mixed precision, data
+//! parallelism, a launcher, checkpoints that resume exactly.
+//!
+//! It composes the other crates: [`collective`] moves gradients between ranks, [`amp`] scales the
+//! loss, [`fused_optim`] updates parameters, and a tensor engine (by default
+//! [candle](https://github.com/huggingface/candle)) computes.
+//!
+//! # From a configuration
+//!
+//! ```toml
+//! [model]
+//! type = "ResNet"
+//!
+//! [train_dataloader]
+//! batch_size = 32
+//! dataset = { type = "Digits", split = "train" }
+//!
+//! [optim_wrapper]
+//! type = "AmpOptimWrapper"            # half parameters, dynamic loss scale
+//! optimizer = { type = "SGD", lr = 0.1, momentum = 0.9 }
+//!
+//! [train_cfg]
+//! max_epochs = 10
+//! ```
+//!
+//! `runner launch --nproc-per-node 2 -- train that.toml` trains it on two processes.
+//!
+//! # From a program
+//!
+//! The same parts, put together by hand ([`RunnerBuilder`]), on one process. Under a launcher the
+//! same program is one rank of several.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use fused_optim::{DType, Sgd, SgdHyper};
+//! use runner::data::{Digits, Split};
+//! use runner::engine::candle::{CandleEngine, CandleOptions};
+//! use runner::evaluate::Accuracy;
+//! use runner::optim_wrapper::{Fp32OptimWrapper, OptimWrapperFactory};
+//! use runner::zoo::{Mlp, MlpOptions};
+//! use runner::{DataLoaderConfig, Runner, TrainConfig};
+//!
+//! # fn main() -> runner::Result<()> {
+//! let dir = tempfile::tempdir().unwrap();
+//! let digits = |split| DataLoaderConfig {
+//!     dataset: Box::new(move || Ok(Arc::new(Digits::new(split, 0)?))),
+//!     batch_size: 32,
+//!     shuffle: split == Split::Train,
+//!     drop_last: false,
+//! };
+//! let metrics = Runner::builder()
+//!     .model(Box::new(|cx| {
+//!         let mlp = MlpOptions { in_features: 64, hidden: vec![32], ..MlpOptions::default() };
+//!         let options = CandleOptions { dtype: cx.dtype, seed: cx.seed };
+//!         Ok(Box::new(CandleEngine::new(options, move |vb| Mlp::new(&mlp, vb))?))
+//!     }))
+//!     .optim_wrapper(OptimWrapperFactory {
+//!         dtype: DType::F32,
+//!         build: Box::new(|params| {
+//!             let hyper = SgdHyper { lr: 0.1, ..SgdHyper::default() };
+//!             let sgd = Sgd::with_one_group(hyper, params.len())?;
+//!             Ok(Box::new(Fp32OptimWrapper::new(Box::new(sgd), 1)))
+//!         }),
+//!     })
+//!     .train_dataloader(digits(Split::Train))
+//!     .validation(digits(Split::Test), Box::new(Accuracy))
+//!     .train_cfg(TrainConfig::new(1))
+//!     .work_dir(dir.path())
+//!     .build()?
+//!     .train()?;
+//! assert_eq!(metrics[0].0, "accuracy");
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Where to look next
+//!
+//! | module | what it is |
+//! |---|---|
+//! | [`config`], [`registry`] | TOML with places in every error; names to builders |
+//! | [`engine`] | what the runner asks of a tensor crate; the candle adapter |
+//! | [`model`] | gradients kept, or averaged over ranks while backward runs |
+//! | [`optim_wrapper`] | accumulation, loss scale, the optimizer's step |
+//! | [`hooks`] | everything that happens around a batch |
+//! | [`checkpoint`] | atomic, checksummed, exact to resume from |
+//! | [`launch`](mod@launch) | ranks as processes of this machine |
 
+pub mod checkpoint;
+pub mod cli;
+pub mod config;
 pub mod data;
 pub mod engine;
 mod error;
+pub mod evaluate;
+pub mod hooks;
 pub mod launch;
+mod loops;
+pub mod model;
+pub mod optim_wrapper;
+pub mod registry;
+mod runner;
+pub mod sinks;
 #[cfg(feature = "candle")]
 pub mod zoo;
 
 pub use error::{Error, Result};
+pub use runner::{DataLoaderConfig, Runner, RunnerBuilder, TrainConfig};

@@ -1,0 +1,433 @@
+//! One table of a configuration, taken apart key by key.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::tree::{Entry, Node, Source, Value};
+use crate::{Error, Result};
+
+/// A table being read. Each key is taken at most once; [`finish`](Self::finish) refuses the rest.
+#[derive(Debug)]
+pub struct Section {
+    source: Arc<Source>,
+    /// Dotted path from the root, empty for the root.
+    path: String,
+    /// Where the table begins, for errors about what it lacks.
+    offset: usize,
+    entries: Vec<Entry>,
+    /// Every key asked for so far: the valid names.
+    asked: Vec<&'static str>,
+}
+
+impl Section {
+    pub(super) fn new(
+        source: Arc<Source>,
+        path: String,
+        offset: usize,
+        entries: Vec<Entry>,
+    ) -> Self {
+        Self { source, path, offset, entries, asked: Vec::new() }
+    }
+
+    /// The value of `key`, if the file has it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if the value is of another type.
+    pub fn optional<T: FromConfig>(&mut self, key: &'static str) -> Result<Option<T>> {
+        let Some(entry) = self.take(key) else { return Ok(None) };
+        self.convert(key, &entry.node).map(Some)
+    }
+
+    /// The value of `key`, or `default` if the file does not have it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if the value is of another type.
+    pub fn or<T: FromConfig>(&mut self, key: &'static str, default: T) -> Result<T> {
+        Ok(self.optional(key)?.unwrap_or(default))
+    }
+
+    /// The value of `key`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if it is missing or of another type.
+    pub fn required<T: FromConfig>(&mut self, key: &'static str) -> Result<T> {
+        match self.optional(key)? {
+            Some(value) => Ok(value),
+            None => Err(self.missing(key)),
+        }
+    }
+
+    /// The value of `key`, which must satisfy `valid`; `range` says in words what that is.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if it is of another type or out of range.
+    pub fn or_checked<T: FromConfig + std::fmt::Display>(
+        &mut self,
+        key: &'static str,
+        default: T,
+        range: &str,
+        valid: impl FnOnce(&T) -> bool,
+    ) -> Result<T> {
+        let offset = self.offset_of(key);
+        let value = self.or(key, default)?;
+        if valid(&value) {
+            Ok(value)
+        } else {
+            Err(self.source.error(offset, format!("`{key}` must be {range}, got {value}")))
+        }
+    }
+
+    /// The value of `key`, one of `choices`, mapped to what the choice stands for.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if it is none of them, naming the nearest.
+    pub fn choice<T: Clone>(
+        &mut self,
+        key: &'static str,
+        default: &'static str,
+        choices: &[(&str, T)],
+    ) -> Result<T> {
+        let offset = self.offset_of(key);
+        let value: String = self.or(key, default.to_owned())?;
+        choices.iter().find(|(name, _)| *name == value).map(|(_, c)| c.clone()).ok_or_else(|| {
+            let names: Vec<_> = choices.iter().map(|(name, _)| *name).collect();
+            self.source.error(offset, unknown("value", &value, &names))
+        })
+    }
+
+    /// The sub-table `key`, if the file has it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if it is not a table.
+    pub fn optional_section(&mut self, key: &'static str) -> Result<Option<Self>> {
+        let Some(entry) = self.take(key) else { return Ok(None) };
+        self.subsection(key, entry.key_span.start, entry.node).map(Some)
+    }
+
+    /// The sub-table `key`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if it is missing or not a table.
+    pub fn section(&mut self, key: &'static str) -> Result<Self> {
+        match self.optional_section(key)? {
+            Some(section) => Ok(section),
+            None => Err(self.missing(key)),
+        }
+    }
+
+    /// The sub-tables of the array `key`; none if the file does not have it. A single table counts
+    /// as an array of one.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if it is anything else.
+    pub fn sections(&mut self, key: &'static str) -> Result<Vec<Self>> {
+        let Some(entry) = self.take(key) else { return Ok(Vec::new()) };
+        let nodes = match entry.node {
+            Node { value: Value::Array(nodes), .. } => nodes,
+            node => vec![node],
+        };
+        let offset = entry.key_span.start;
+        nodes.into_iter().map(|node| self.subsection(key, offset, node)).collect()
+    }
+
+    /// Refuses whatever was not asked for.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] at the first key that nobody took, naming the nearest valid one.
+    pub fn finish(self) -> Result<()> {
+        let Some(entry) = self.entries.first() else { return Ok(()) };
+        let place =
+            if self.path.is_empty() { String::new() } else { format!(" in [{}]", self.path) };
+        let text = unknown("key", &entry.key, &self.asked);
+        Err(self.source.error(entry.key_span.start, format!("{text}{place}")))
+    }
+
+    /// Whether the file has a number for `key`.
+    #[must_use]
+    pub fn is_number(&self, key: &str) -> bool {
+        matches!(self.peek(key), Some(Value::Integer(_) | Value::Float(_)))
+    }
+
+    /// Whether the file has a string for `key`.
+    #[must_use]
+    pub fn is_string(&self, key: &str) -> bool {
+        matches!(self.peek(key), Some(Value::String(_)))
+    }
+
+    /// An empty sub-table, for a component that the file does not mention.
+    pub(crate) fn empty(&self, key: &str) -> Self {
+        Self::new(Arc::clone(&self.source), key.to_owned(), self.offset, Vec::new())
+    }
+
+    /// An error at this table.
+    #[must_use]
+    pub fn error(&self, message: impl std::fmt::Display) -> Error {
+        self.source.error(self.offset, message)
+    }
+
+    /// An error at `offset`, which [`offset_of`](Self::offset_of) said before the key was taken.
+    pub(crate) fn error_at(&self, offset: usize, message: impl std::fmt::Display) -> Error {
+        self.source.error(offset, message)
+    }
+
+    /// Where the value of `key` stands; the table's own place without one.
+    pub(crate) fn offset_of(&self, key: &str) -> usize {
+        let entry = self.entries.iter().find(|e| e.key == key);
+        entry.map_or(self.offset, |e| e.node.span.start)
+    }
+
+    fn peek(&self, key: &str) -> Option<&Value> {
+        self.entries.iter().find(|e| e.key == key).map(|e| &e.node.value)
+    }
+
+    fn take(&mut self, key: &'static str) -> Option<Entry> {
+        self.asked.push(key);
+        let index = self.entries.iter().position(|e| e.key == key)?;
+        Some(self.entries.remove(index))
+    }
+
+    fn convert<T: FromConfig>(&self, key: &str, node: &Node) -> Result<T> {
+        T::from_node(ConfigValue(&node.value)).ok_or_else(|| {
+            let (want, got) = (T::EXPECTED, node.value.kind());
+            self.source.error(node.span.start, format!("`{key}` must be {want}, got {got}"))
+        })
+    }
+
+    fn subsection(&self, key: &str, key_offset: usize, node: Node) -> Result<Self> {
+        let path =
+            if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) };
+        match node.value {
+            Value::Table(entries) => {
+                // A table written as dotted keys has no place of its own: its first key has.
+                let offset = if node.span.is_empty() { key_offset } else { node.span.start };
+                Ok(Self::new(Arc::clone(&self.source), path, offset, entries))
+            }
+            other => Err(self
+                .source
+                .error(node.span.start, format!("`{path}` must be a table, got {}", other.kind()))),
+        }
+    }
+
+    fn missing(&self, key: &str) -> Error {
+        let place =
+            if self.path.is_empty() { "at the top".into() } else { format!("in [{}]", self.path) };
+        self.source.error(self.offset, format!("missing key `{key}` {place}"))
+    }
+}
+
+/// "unknown KIND `x`; did you mean `y`? (one of ...)".
+pub(crate) fn unknown(kind: &str, name: &str, valid: &[&str]) -> String {
+    let nearest = valid
+        .iter()
+        .map(|v| (strsim::damerau_levenshtein(&v.to_lowercase(), &name.to_lowercase()), v))
+        .min();
+    let hint = match nearest {
+        Some((distance, nearest)) if distance <= 1 + name.len() / 3 => {
+            format!("; did you mean `{nearest}`?")
+        }
+        _ => String::new(),
+    };
+    let mut names: Vec<_> = valid.to_vec();
+    names.sort_unstable();
+    names.dedup();
+    format!("unknown {kind} `{name}`{hint} (valid: {})", names.join(", "))
+}
+
+/// A value of the file, opaque to those who only implement [`FromConfig`] by way of other types.
+#[derive(Clone, Copy, Debug)]
+pub struct ConfigValue<'a>(&'a Value);
+
+/// A type that a configuration value can be.
+pub trait FromConfig: Sized {
+    /// What is expected, in words: `an integer`.
+    const EXPECTED: &'static str;
+
+    /// The value, if it is of this type.
+    fn from_node(value: ConfigValue<'_>) -> Option<Self>;
+}
+
+macro_rules! from_integer {
+    ($($t:ty),*) => {$(
+        impl FromConfig for $t {
+            const EXPECTED: &'static str = "a non-negative integer";
+            fn from_node(value: ConfigValue<'_>) -> Option<Self> {
+                match value.0 {
+                    Value::Integer(i) => Self::try_from(*i).ok(),
+                    _ => None,
+                }
+            }
+        }
+    )*};
+}
+from_integer!(u32, u64, usize);
+
+impl FromConfig for i64 {
+    const EXPECTED: &'static str = "an integer";
+    fn from_node(value: ConfigValue<'_>) -> Option<Self> {
+        match value.0 {
+            Value::Integer(i) => Some(*i),
+            _ => None,
+        }
+    }
+}
+
+impl FromConfig for f64 {
+    const EXPECTED: &'static str = "a number";
+    fn from_node(value: ConfigValue<'_>) -> Option<Self> {
+        match value.0 {
+            Value::Float(f) => Some(*f),
+            // An integer is a number to whoever writes `lr = 1`.
+            Value::Integer(i) => Some(*i as Self),
+            _ => None,
+        }
+    }
+}
+
+impl FromConfig for f32 {
+    const EXPECTED: &'static str = f64::EXPECTED;
+    fn from_node(value: ConfigValue<'_>) -> Option<Self> {
+        f64::from_node(value).map(|f| f as Self)
+    }
+}
+
+impl FromConfig for bool {
+    const EXPECTED: &'static str = "true or false";
+    fn from_node(value: ConfigValue<'_>) -> Option<Self> {
+        match value.0 {
+            Value::Boolean(b) => Some(*b),
+            _ => None,
+        }
+    }
+}
+
+impl FromConfig for String {
+    const EXPECTED: &'static str = "a string";
+    fn from_node(value: ConfigValue<'_>) -> Option<Self> {
+        match value.0 {
+            Value::String(s) => Some(s.clone()),
+            _ => None,
+        }
+    }
+}
+
+impl FromConfig for Duration {
+    const EXPECTED: &'static str = "a duration (seconds, or text such as \"90s\", \"15m\", \"2h\")";
+    fn from_node(value: ConfigValue<'_>) -> Option<Self> {
+        match value.0 {
+            Value::String(s) => parse_duration(s),
+            _ => f64::from_node(value).and_then(|s| Self::try_from_secs_f64(s).ok()),
+        }
+    }
+}
+
+impl<T: FromConfig> FromConfig for Vec<T> {
+    const EXPECTED: &'static str = "an array of values of one type";
+    fn from_node(value: ConfigValue<'_>) -> Option<Self> {
+        match value.0 {
+            Value::Array(nodes) => {
+                nodes.iter().map(|n| T::from_node(ConfigValue(&n.value))).collect()
+            }
+            _ => None,
+        }
+    }
+}
+
+/// `90s`, `1.5m`, `2h`, `250ms`, or seconds without a unit.
+#[must_use]
+pub(crate) fn parse_duration(text: &str) -> Option<Duration> {
+    let text = text.trim();
+    let digits = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
+    let number: f64 = text[..digits].trim().parse().ok()?;
+    let unit = match &text[digits..] {
+        "" | "s" => 1.0,
+        "ms" => 1e-3,
+        "m" => 60.0,
+        "h" => 3600.0,
+        _ => return None,
+    };
+    Duration::try_from_secs_f64(number * unit).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Config;
+    use super::*;
+
+    fn section(text: &str) -> Section {
+        Config::from_text("c.toml", text).unwrap().into_section()
+    }
+
+    #[test]
+    fn values_come_out_typed() {
+        let mut s = section("a = 1\nb = 2.5\nc = [1, 2]\nd = \"90s\"\n[t]\nx = true\n");
+        assert_eq!(s.required::<usize>("a").unwrap(), 1);
+        assert_eq!(s.or("b", 0.0).unwrap(), 2.5);
+        assert_eq!(s.required::<Vec<usize>>("c").unwrap(), [1, 2]);
+        assert_eq!(s.required::<Duration>("d").unwrap(), Duration::from_secs(90));
+        let mut t = s.section("t").unwrap();
+        assert!(t.required::<bool>("x").unwrap());
+        t.finish().unwrap();
+        s.finish().unwrap();
+    }
+
+    #[test]
+    fn an_unknown_key_names_place_and_nearest() {
+        let mut s = section("[opt]\nlr = 0.1\nmomentun = 0.9\n");
+        let mut opt = s.section("opt").unwrap();
+        opt.required::<f64>("lr").unwrap();
+        opt.or("momentum", 0.0).unwrap();
+        let error = opt.finish().unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "c.toml:3:1: unknown key `momentun`; did you mean `momentum`? (valid: lr, momentum) in [opt]"
+        );
+    }
+
+    #[test]
+    fn a_wrong_type_names_place_and_expectation() {
+        let mut s = section("é = 1\n  a = \"x\"\n");
+        let error = s.required::<usize>("a").unwrap_err().to_string();
+        assert_eq!(error, "c.toml:2:7: `a` must be a non-negative integer, got a string");
+    }
+
+    #[test]
+    fn a_missing_key_names_its_table() {
+        let mut s = section("\n[opt]\nx = 1\n");
+        let error = s.section("opt").unwrap().required::<f64>("lr").unwrap_err().to_string();
+        assert!(error.contains("missing key `lr` in [opt]"), "{error}");
+        assert!(error.starts_with("c.toml:2:"), "{error}");
+    }
+
+    #[test]
+    fn bad_toml_names_the_place() {
+        let error = Config::from_text("c.toml", "a = 1\nb = = 2\n").unwrap_err().to_string();
+        assert!(error.starts_with("c.toml:2:"), "{error}");
+    }
+
+    #[test]
+    fn durations() {
+        assert_eq!(parse_duration("60s"), Some(Duration::from_secs(60)));
+        assert_eq!(parse_duration("1.5m"), Some(Duration::from_secs(90)));
+        assert_eq!(parse_duration("250ms"), Some(Duration::from_millis(250)));
+        assert_eq!(parse_duration("-1s"), None);
+        assert_eq!(parse_duration("soon"), None);
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn any_text_parses_or_is_refused_with_a_place(text in ".{0,80}") {
+            if let Err(error) = Config::from_text("c.toml", text) {
+                proptest::prop_assert!(error.to_string().starts_with("c.toml:"));
+            }
+        }
+    }
+}

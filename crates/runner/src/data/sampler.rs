@@ -1,0 +1,101 @@
+//! Which samples a rank sees, in which order: a pure function of seed, epoch and rank.
+
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+
+/// MMEngine's `DefaultSampler`: one permutation of the data set per epoch, dealt out to the ranks
+/// like cards (`rank, rank + world_size, ...`), so that the union of the ranks' batch `k` is the
+/// single-process batch `k` of the same total size.
+///
+/// The permutation is made of `seed + epoch`; two runs with one seed see the same order, and an
+/// interrupted epoch is resumed by skipping, without replaying any random numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DefaultSampler {
+    /// Number of samples in the data set.
+    pub len: usize,
+    /// Permute anew every epoch; otherwise the data set's own order.
+    pub shuffle: bool,
+    /// Makes equal runs equal.
+    pub seed: u64,
+    /// This rank.
+    pub rank: usize,
+    /// Number of ranks.
+    pub world_size: usize,
+}
+
+impl DefaultSampler {
+    /// Number of samples each rank sees per epoch: rounded up, so that every rank has as many.
+    #[must_use]
+    pub fn samples_per_rank(&self) -> usize {
+        self.len.div_ceil(self.world_size)
+    }
+
+    /// This rank's sample indices in `epoch`. Where `len` does not divide, the permutation is
+    /// continued from its start, as MMEngine's `round_up` does.
+    #[must_use]
+    pub fn indices(&self, epoch: usize) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.len).collect();
+        if self.shuffle {
+            shuffle(&mut order, self.seed.wrapping_add(epoch as u64));
+        }
+        let last = self.samples_per_rank() * self.world_size;
+        (self.rank..last).step_by(self.world_size).map(|i| order[i % self.len]).collect()
+    }
+}
+
+/// Fisher-Yates. Written out because the order is part of what a checkpoint promises: it must not
+/// change with a library's version.
+fn shuffle(items: &mut [usize], seed: u64) {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    for last in (1..items.len()).rev() {
+        let high = (u128::from(rng.next_u64()) * (last as u128 + 1)) >> 64;
+        items.swap(last, high as usize);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn sampler(len: usize, rank: usize, world_size: usize) -> DefaultSampler {
+        DefaultSampler { len, shuffle: true, seed: 7, rank, world_size }
+    }
+
+    #[test]
+    fn epochs_differ_and_repeat() {
+        let s = sampler(100, 0, 1);
+        assert_ne!(s.indices(0), s.indices(1));
+        assert_eq!(s.indices(3), s.indices(3));
+    }
+
+    #[test]
+    fn the_order_never_changes_between_versions() {
+        assert_eq!(sampler(8, 0, 1).indices(0), PINNED);
+    }
+
+    const PINNED: [usize; 8] = [0; 8];
+
+    proptest! {
+        #[test]
+        fn ranks_share_the_data_set_evenly(len in 1usize..200, world in 1usize..6, epoch in 0usize..3) {
+            let per_rank: Vec<_> = (0..world).map(|r| sampler(len, r, world).indices(epoch)).collect();
+            let mut seen = vec![0usize; len];
+            for indices in &per_rank {
+                prop_assert_eq!(indices.len(), len.div_ceil(world));
+                indices.iter().for_each(|i| seen[*i] += 1);
+            }
+            // Everyone once, and the padding comes from the permutation's start.
+            let extra: usize = seen.iter().map(|n| n - 1).sum();
+            prop_assert_eq!(extra, len.div_ceil(world) * world - len);
+            // Dealt like cards from the single-process order.
+            let whole = sampler(len, 0, 1).indices(epoch);
+            for (r, indices) in per_rank.iter().enumerate() {
+                for (k, i) in indices.iter().enumerate() {
+                    prop_assert_eq!(*i, whole[(k * world + r) % len]);
+                }
+            }
+        }
+    }
+}

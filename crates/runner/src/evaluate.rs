@@ -1,0 +1,143 @@
+//! Metrics: what a model's outputs are worth, over all ranks and each sample once.
+//!
+//! A [`Metric`] turns each batch into one small record per sample. The records travel: they are
+//! gathered from all ranks, put back into data-set order, cut to the data set's length (a sampler
+//! pads so that ranks are equally long), and every rank computes the same figures from them.
+
+use collective::ProcessGroup;
+use serde_json::Value;
+
+use crate::config::Section;
+use crate::data::{Array, ArrayData, Batch};
+use crate::{Error, Result};
+
+/// A figure of merit.
+pub trait Metric: Send {
+    /// One record per sample of the batch, in order.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Data`] if the outputs or the batch lack what the metric needs.
+    fn process(&self, batch: &Batch, outputs: &[(String, Array)]) -> Result<Vec<Value>>;
+
+    /// The figures, from the records of the whole data set.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Data`] if there are no records.
+    fn compute(&self, records: &[Value]) -> Result<Vec<(String, f64)>>;
+}
+
+/// Share of samples, in per cent, whose largest logit is at the label. Reported as `accuracy`.
+///
+/// Reads the output `logits` of shape `[batch, classes]` (f32) and the field `labels` of shape
+/// `[batch]` (i64). A row with a NaN counts as wrong.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Accuracy;
+
+impl Metric for Accuracy {
+    fn process(&self, batch: &Batch, outputs: &[(String, Array)]) -> Result<Vec<Value>> {
+        let logits = outputs.iter().find(|(name, _)| name == "logits").map(|(_, a)| a);
+        let logits = logits.ok_or_else(|| {
+            let names: Vec<_> = outputs.iter().map(|(n, _)| n.as_str()).collect();
+            Error::Data(format!("Accuracy needs the output `logits`; the model gave {names:?}"))
+        })?;
+        let labels = batch.get("labels")?;
+        let (ArrayData::F32(values), &[rows, classes]) = (logits.data(), logits.shape()) else {
+            return Err(Error::Data(format!(
+                "Accuracy needs f32 logits of shape [batch, classes], got shape {:?}",
+                logits.shape()
+            )));
+        };
+        let ArrayData::I64(labels) = labels.data() else {
+            return Err(Error::Data("Accuracy needs i64 labels".into()));
+        };
+        if labels.len() != rows {
+            return Err(Error::Data(format!("{rows} rows of logits but {} labels", labels.len())));
+        }
+        let rows = values.chunks_exact(classes).zip(labels);
+        Ok(rows
+            .map(|(row, label)| Value::from(u8::from(argmax(row) == usize::try_from(*label).ok())))
+            .collect())
+    }
+
+    fn compute(&self, records: &[Value]) -> Result<Vec<(String, f64)>> {
+        if records.is_empty() {
+            return Err(Error::Data("Accuracy of no samples".into()));
+        }
+        let right: u64 = records.iter().filter_map(Value::as_u64).sum();
+        Ok(vec![("accuracy".into(), 100.0 * right as f64 / records.len() as f64)])
+    }
+}
+
+/// Index of the first largest value; none if any is NaN.
+fn argmax(row: &[f32]) -> Option<usize> {
+    if row.iter().any(|v| v.is_nan()) {
+        return None;
+    }
+    (0..row.len()).reduce(|best, i| if row[i] > row[best] { i } else { best })
+}
+
+/// Brings the ranks' records into data-set order: rank `r` holds samples `r, r + world_size, ...`.
+/// Call it on every rank; all get the same.
+///
+/// # Errors
+///
+/// Those of the gather.
+pub fn collect_results(group: &ProcessGroup, mine: &Vec<Value>, len: usize) -> Result<Vec<Value>> {
+    let per_rank: Vec<Vec<Value>> = collective::object::all_gather_object(group, mine)?;
+    let longest = per_rank.iter().map(Vec::len).max().unwrap_or(0);
+    let interleaved = (0..longest).flat_map(|k| per_rank.iter().filter_map(move |r| r.get(k)));
+    Ok(interleaved.take(len).cloned().collect())
+}
+
+/// The metrics a configuration can name.
+pub(crate) const BUILTIN: &[(&str, fn(&mut Section) -> Result<Box<dyn Metric>>)] =
+    &[("Accuracy", |_| Ok(Box::new(Accuracy)))];
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn outputs(logits: Vec<f32>) -> Vec<(String, Array)> {
+        let shape = [logits.len() / 2, 2];
+        vec![("logits".into(), Array::new(shape, ArrayData::F32(logits)).unwrap())]
+    }
+
+    #[test]
+    fn counts_the_right_ones_and_no_nan() {
+        let labels = Array::new([3], ArrayData::I64(vec![0, 1, 1])).unwrap();
+        let batch = Batch::new().with("labels", labels);
+        let logits = vec![2.0, 1.0, 2.0, 1.0, f32::NAN, 9.0];
+        let records = Accuracy.process(&batch, &outputs(logits)).unwrap();
+        assert_eq!(records, [1, 0, 0]);
+        let figures = Accuracy.compute(&records).unwrap();
+        assert!((figures[0].1 - 100.0 / 3.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_missing_output_is_named() {
+        let error = Accuracy.process(&Batch::new(), &[]).unwrap_err().to_string();
+        assert!(error.contains("`logits`"), "{error}");
+    }
+
+    #[test]
+    fn records_come_back_in_data_set_order_without_padding() {
+        let groups = ProcessGroup::threads(2, Duration::from_secs(20)).unwrap();
+        let dealt = [vec![0, 2, 4], vec![1, 3, 0]];
+        std::thread::scope(|scope| {
+            let ranks = groups.into_iter().zip(dealt).map(|(group, mine)| {
+                scope.spawn(move || {
+                    let mine = mine.into_iter().map(Value::from).collect();
+                    collect_results(&group, &mine, 5).unwrap()
+                })
+            });
+            let ranks: Vec<_> = ranks.collect();
+            for rank in ranks {
+                assert_eq!(rank.join().unwrap(), [0, 1, 2, 3, 4]);
+            }
+        });
+    }
+}

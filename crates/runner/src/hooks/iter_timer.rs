@@ -1,0 +1,52 @@
+//! How long data and steps take, and how long is left.
+
+use std::time::{Duration, Instant};
+
+use super::Hook;
+use crate::Result;
+use crate::data::Batch;
+use crate::engine::Losses;
+use crate::runner::Runner;
+
+/// Logs `data_time` and `time` of each iteration, and reckons the time left from the average of
+/// all iterations since the run (or the resumed part of it) began.
+#[derive(Debug, Default)]
+pub struct IterTimerHook {
+    last: Option<Instant>,
+    spent: Duration,
+    iterations: usize,
+}
+
+impl Hook for IterTimerHook {
+    fn name(&self) -> &'static str {
+        "IterTimerHook"
+    }
+
+    fn before_train_epoch(&mut self, _runner: &mut Runner) -> Result<()> {
+        self.last = Some(Instant::now());
+        Ok(())
+    }
+
+    fn before_train_iter(&mut self, runner: &mut Runner, _batch: &mut Batch) -> Result<()> {
+        let waited = self.last.map_or(Duration::ZERO, |last| last.elapsed());
+        runner.scalars_mut().push("data_time", waited.as_secs_f64());
+        Ok(())
+    }
+
+    fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
+        let now = Instant::now();
+        let took = self.last.map_or(Duration::ZERO, |last| now - last);
+        self.last = Some(now);
+        self.spent += took;
+        self.iterations += 1;
+        runner.scalars_mut().push("time", took.as_secs_f64());
+        let left = runner.max_iters().saturating_sub(runner.position().iter + 1);
+        let average = self.spent.as_secs_f64() / self.iterations as f64;
+        let mut eta = Duration::from_secs_f64(average * left as f64);
+        if let Some(budget) = runner.budget_left() {
+            eta = eta.min(budget);
+        }
+        runner.set_eta(eta);
+        Ok(())
+    }
+}

@@ -1,0 +1,135 @@
+//! Hooks: what else happens at each stage of a run.
+//!
+//! Hooks run in order of [`Priority`], equal ones in order of registration. A hook reaches the
+//! whole run through the [`Runner`] it is handed, and may keep state of its own in checkpoints.
+
+mod checkpoint;
+mod iter_timer;
+mod logger;
+mod sync_buffers;
+
+use serde_json::Value;
+
+pub use checkpoint::CheckpointHook;
+pub use iter_timer::IterTimerHook;
+pub use logger::LoggerHook;
+pub use sync_buffers::SyncBuffersHook;
+
+use crate::Result;
+use crate::config::Section;
+use crate::data::Batch;
+use crate::engine::Losses;
+use crate::runner::Runner;
+
+/// When a hook's turn comes: small numbers first. The constants are MMEngine's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Priority(pub u8);
+
+impl Priority {
+    /// Before everyone.
+    pub const HIGHEST: Self = Self(0);
+    /// Early.
+    pub const VERY_HIGH: Self = Self(10);
+    /// Early.
+    pub const HIGH: Self = Self(30);
+    /// A little early.
+    pub const ABOVE_NORMAL: Self = Self(40);
+    /// Where nothing is said.
+    pub const NORMAL: Self = Self(50);
+    /// A little late.
+    pub const BELOW_NORMAL: Self = Self(60);
+    /// Late.
+    pub const LOW: Self = Self(70);
+    /// After almost everyone: what writes to disk.
+    pub const VERY_LOW: Self = Self(90);
+    /// After everyone.
+    pub const LOWEST: Self = Self(100);
+}
+
+/// Something done at stages of a run. Every method does nothing unless implemented.
+///
+/// # Errors
+///
+/// An error from any method ends the run on this rank, and with it the others.
+#[expect(unused_variables, reason = "the defaults do nothing; the names are documentation")]
+#[expect(clippy::missing_errors_doc, reason = "said once, on the trait")]
+pub trait Hook: Send {
+    /// Name in logs and in checkpoints; unique within a run.
+    fn name(&self) -> &'static str;
+
+    /// Place among the hooks.
+    fn priority(&self) -> Priority {
+        Priority::NORMAL
+    }
+
+    /// Once, before anything else.
+    fn before_run(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Once, after parameters are loaded.
+    fn before_train(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Before the first batch of an epoch (or of what is left of it after a resume).
+    fn before_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Batch in hand, not yet trained on. The hook may change it.
+    fn before_train_iter(&mut self, runner: &mut Runner, batch: &mut Batch) -> Result<()> {
+        Ok(())
+    }
+    /// Trained on the batch; `runner.position().iter` does not count it yet.
+    fn after_train_iter(
+        &mut self,
+        runner: &mut Runner,
+        batch: &Batch,
+        losses: &Losses,
+    ) -> Result<()> {
+        Ok(())
+    }
+    /// After the last batch of an epoch; `runner.position().epoch` does not count it yet.
+    fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Before a validation.
+    fn before_val(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// After a validation, with its figures, equal on all ranks.
+    fn after_val(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
+        Ok(())
+    }
+    /// Once, after the last epoch, or when the time budget is spent.
+    fn after_train(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Once, after everything else.
+    fn after_run(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+
+    /// What to save in checkpoints.
+    fn state_dict(&self) -> Option<Value> {
+        None
+    }
+    /// Goes on from what was saved.
+    fn load_state_dict(&mut self, state: &Value) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// The hooks a configuration can name.
+pub(crate) const BUILTIN: &[(&str, fn(&mut Section) -> Result<Box<dyn Hook>>)] = &[
+    ("CheckpointHook", checkpoint::read),
+    ("IterTimerHook", |_| Ok(Box::new(IterTimerHook::default()))),
+    ("LoggerHook", logger::read),
+    ("SyncBuffersHook", |_| Ok(Box::new(SyncBuffersHook))),
+];
+
+/// The hooks a run has unless told otherwise: key in `[default_hooks]`, and type.
+pub(crate) const DEFAULTS: &[(&str, &str)] = &[
+    ("timer", "IterTimerHook"),
+    ("sync_buffers", "SyncBuffersHook"),
+    ("logger", "LoggerHook"),
+    ("checkpoint", "CheckpointHook"),
+];

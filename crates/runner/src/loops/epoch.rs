@@ -1,0 +1,61 @@
+//! `EpochBasedTrainLoop`: MMEngine's order of stages.
+
+use super::val::validate;
+use crate::Result;
+use crate::runner::Runner;
+
+/// Runs every stage from `before_run` to `after_run`. Returns the last validation's figures.
+pub(crate) fn train(runner: &mut Runner) -> Result<Vec<(String, f64)>> {
+    let max_iters = runner.max_iters();
+    runner.call_hooks(|hook, runner| hook.before_run(runner))?;
+    runner.load_or_resume()?;
+    runner.broadcast_model()?;
+    let done = runner.position().iter;
+    runner.optim_wrapper_mut().accumulation().initialize_count_status(done, max_iters);
+    runner.call_hooks(|hook, runner| hook.before_train(runner))?;
+    let mut metrics = Vec::new();
+    while runner.position().epoch < runner.max_epochs() {
+        let whole = epoch(runner)?;
+        if !whole {
+            runner.logger().info("the time budget is spent");
+        }
+        if let Some(fresh) = validate_if_due(runner, !whole)? {
+            metrics = fresh;
+        }
+        if !whole {
+            break;
+        }
+    }
+    runner.call_hooks(|hook, runner| hook.after_train(runner))?;
+    runner.call_hooks(|hook, runner| hook.after_run(runner))?;
+    Ok(metrics)
+}
+
+/// What is left of the current epoch. False if the time budget ended it early.
+fn epoch(runner: &mut Runner) -> Result<bool> {
+    runner.call_hooks(|hook, runner| hook.before_train_epoch(runner))?;
+    let start = runner.position().clone();
+    let batches = runner.train_loader().batches(start.epoch, start.batch);
+    for batch in batches {
+        if runner.out_of_time()? {
+            return Ok(false);
+        }
+        let mut batch = batch?;
+        runner.call_hooks(|hook, runner| hook.before_train_iter(runner, &mut batch))?;
+        let losses = runner.train_step(&batch)?;
+        runner.call_hooks(|hook, runner| hook.after_train_iter(runner, &batch, &losses))?;
+        runner.position_mut().iter += 1;
+        runner.position_mut().batch += 1;
+    }
+    runner.call_hooks(|hook, runner| hook.after_train_epoch(runner))?;
+    let position = runner.position_mut();
+    (position.epoch, position.batch) = (position.epoch + 1, 0);
+    Ok(true)
+}
+
+fn validate_if_due(runner: &mut Runner, ended_early: bool) -> Result<Option<Vec<(String, f64)>>> {
+    let (config, epoch) = (*runner.train_config(), runner.position().epoch);
+    let due = epoch >= config.val_begin
+        && (epoch % config.val_interval == 0 || epoch == config.max_epochs);
+    if due || ended_early { validate(runner) } else { Ok(None) }
+}

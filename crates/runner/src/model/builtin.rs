@@ -1,0 +1,90 @@
+//! How `[model]` and `[model_wrapper_cfg]` are written.
+
+use collective::ReducerOptions;
+
+use super::{DistributedDataParallel, ModelFactory, WrapperFactory};
+use crate::Result;
+use crate::config::Section;
+
+/// The models a configuration can name.
+pub(crate) const BUILTIN: &[(&str, fn(&mut Section) -> Result<ModelFactory>)] = &[
+    #[cfg(feature = "candle")]
+    ("ResNet", zoo::resnet),
+    #[cfg(feature = "candle")]
+    ("Mlp", zoo::mlp),
+];
+
+/// The wrappers a configuration can name; MMEngine's own spelling is one of them.
+pub(crate) const BUILTIN_WRAPPERS: &[(&str, fn(&mut Section) -> Result<WrapperFactory>)] =
+    &[("DistributedDataParallel", ddp), ("MMDistributedDataParallel", ddp)];
+
+#[cfg(feature = "candle")]
+mod zoo {
+    //! The models of the zoo, on the candle engine.
+
+    use candle_nn::VarBuilder;
+
+    use super::{ModelFactory, Result, Section};
+    use crate::engine::candle::ops::Normalization;
+    use crate::engine::candle::{CandleEngine, CandleModel, CandleOptions};
+    use crate::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions};
+
+    pub(super) fn resnet(section: &mut Section) -> Result<ModelFactory> {
+        let default = ResNetOptions::default();
+        let options = ResNetOptions {
+            in_channels: section.or("in_channels", default.in_channels)?,
+            num_classes: section.or("num_classes", default.num_classes)?,
+            width: section.or("width", default.width)?,
+            blocks: section.or("blocks", default.blocks)?,
+            stem_kernel: section.or("stem_kernel", default.stem_kernel)?,
+            stem_stride: section.or("stem_stride", default.stem_stride)?,
+            stem_max_pool: section.or("stem_max_pool", default.stem_max_pool)?,
+            normalization: normalization(section)?,
+        };
+        Ok(candle(move |vb| ResNet::new(&options, vb)))
+    }
+
+    pub(super) fn mlp(section: &mut Section) -> Result<ModelFactory> {
+        let default = MlpOptions::default();
+        let options = MlpOptions {
+            in_features: section.or("in_features", default.in_features)?,
+            hidden: section.or("hidden", default.hidden)?,
+            num_classes: section.or("num_classes", default.num_classes)?,
+            normalization: normalization(section)?,
+        };
+        Ok(candle(move |vb| Mlp::new(&options, vb)))
+    }
+
+    fn normalization(section: &mut Section) -> Result<Normalization> {
+        let default = Normalization::default();
+        Ok(Normalization {
+            mean: section.or("mean", default.mean)?,
+            std: section.or("std", default.std)?,
+        })
+    }
+
+    fn candle<M: CandleModel + 'static>(
+        build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M> + Send + 'static,
+    ) -> ModelFactory {
+        Box::new(|cx| {
+            let options = CandleOptions { dtype: cx.dtype, seed: cx.seed };
+            Ok(Box::new(CandleEngine::new(options, build)?))
+        })
+    }
+}
+
+const MIB: usize = 1 << 20;
+
+fn ddp(section: &mut Section) -> Result<WrapperFactory> {
+    let mut options = ReducerOptions::default();
+    options.find_unused_parameters =
+        section.or("find_unused_parameters", options.find_unused_parameters)?;
+    // As in PyTorch, a cap of one's own is also the first bucket's.
+    if let Some(mib) = section.optional::<f64>("bucket_cap_mb")? {
+        let bytes = (mib.max(0.0) * MIB as f64) as usize;
+        (options.first_bucket_bytes, options.bucket_bytes) = (bytes.max(1), bytes.max(1));
+    }
+    Ok(Box::new(move |group, params| {
+        Ok(Box::new(DistributedDataParallel::new(group, params, options)?))
+    }))
+}

@@ -1,0 +1,72 @@
+//! Gradient accumulation: which batches only add up, which one steps, what each is divided by.
+
+/// Counts batches towards the next optimizer step, by MMEngine's rule.
+///
+/// Every `counts`-th batch steps, and so does the last of the run; a remainder shorter than
+/// `counts` is divided by its own length, so that no step is weaker than another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Accumulation {
+    counts: usize,
+    seen: usize,
+    max: Option<usize>,
+}
+
+/// What to do with one batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Turn {
+    /// Divide the loss by this.
+    pub divisor: usize,
+    /// The optimizer steps after this batch; gradients are exchanged in its backward.
+    pub update: bool,
+}
+
+impl Accumulation {
+    /// A step every `counts` batches; 0 counts as 1.
+    #[must_use]
+    pub fn new(counts: usize) -> Self {
+        Self { counts: counts.max(1), seen: 0, max: None }
+    }
+
+    /// Tells how many batches have been seen and how many the run will see.
+    pub fn initialize_count_status(&mut self, seen: usize, max: usize) {
+        (self.seen, self.max) = (seen, Some(max));
+    }
+
+    /// The next batch's turn.
+    pub fn next(&mut self) -> Turn {
+        let remainder = self.max.map_or(0, |max| max % self.counts);
+        let in_remainder = self.max.is_some_and(|max| self.seen >= max - remainder);
+        let divisor = if in_remainder && remainder > 0 { remainder } else { self.counts };
+        self.seen += 1;
+        Turn { divisor, update: self.seen % self.counts == 0 || Some(self.seen) == self.max }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every row of what MMEngine's `OptimWrapper` was seen to do.
+    #[test]
+    fn equals_mmengine() {
+        let text = include_str!("../../tests/vectors/optim_wrapper.json");
+        let cases: serde_json::Value = serde_json::from_str(text).unwrap();
+        let mut rows = 0;
+        for case in cases.as_array().unwrap() {
+            let number = |key: &str| case[key].as_i64().unwrap();
+            let mut accumulation = Accumulation::new(number("accumulative_counts") as usize);
+            // -1: MMEngine was not told how long the run is.
+            if let Ok(max) = usize::try_from(number("max_counts")) {
+                accumulation.initialize_count_status(number("init_counts") as usize, max);
+            }
+            for row in case["rows"].as_array().unwrap() {
+                let turn = accumulation.next();
+                assert_eq!(turn.divisor as u64, row[0].as_u64().unwrap(), "{case}");
+                assert_eq!(u64::from(turn.update), row[1].as_u64().unwrap(), "{case}");
+                assert_eq!(u64::from(turn.update), row[2].as_u64().unwrap(), "{case}");
+                rows += 1;
+            }
+        }
+        assert!(rows > 0);
+    }
+}

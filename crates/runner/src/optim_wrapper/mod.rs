@@ -1,0 +1,144 @@
+//! From a batch to updated parameters: accumulation, precision, the optimizer's turn.
+//!
+//! One call of [`OptimWrapper::update_params`] runs forward and backward through the engine and,
+//! when enough batches have been added up, lets the optimizer step. [`Fp32OptimWrapper`] (named
+//! `OptimWrapper` in configurations, as in MMEngine) does just that; [`AmpOptimWrapper`] adds half
+//! parameters and the dynamic loss scale.
+
+mod accumulation;
+mod amp;
+mod builtin;
+mod fp32;
+
+use ::amp::ScalerState;
+use fused_optim::{Applied, DType, Optimizer, ParamMut, StateDict, StepCtl};
+
+pub use accumulation::{Accumulation, Turn};
+pub use amp::{AmpOptimWrapper, LossScale};
+pub(crate) use builtin::{BUILTIN, BUILTIN_OPTIMIZERS};
+pub use fp32::Fp32OptimWrapper;
+
+use crate::Result;
+use crate::data::Batch;
+use crate::engine::{Engine, Losses, TensorSpec};
+use crate::model::ModelWrapper;
+
+/// Makes an optimizer once the parameters are known.
+pub type OptimizerFactory = Box<dyn FnOnce(&[TensorSpec]) -> Result<Box<dyn Optimizer>> + Send>;
+
+/// Makes an optimizer wrapper once the parameters are known.
+pub struct OptimWrapperFactory {
+    /// The type it wants the model's parameters in.
+    pub dtype: DType,
+    /// Makes it.
+    pub build: Box<dyn FnOnce(&[TensorSpec]) -> Result<Box<dyn OptimWrapper>> + Send>,
+}
+
+impl std::fmt::Debug for OptimWrapperFactory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("OptimWrapperFactory").field("dtype", &self.dtype).finish_non_exhaustive()
+    }
+}
+
+/// Everything a wrapper needs to go on where it was.
+#[derive(Clone, Debug)]
+pub struct OptimWrapperState {
+    /// The optimizer's moments, master weights and hyper-parameters.
+    pub optimizer: StateDict,
+    /// The loss scaler's, if there is one.
+    pub loss_scaler: Option<ScalerState>,
+}
+
+/// What became of one batch.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Update {
+    /// What the model reported.
+    pub losses: Losses,
+    /// What became of the optimizer's step; none if the batch only added up.
+    pub applied: Option<Applied>,
+}
+
+/// Drives the optimizer.
+pub trait OptimWrapper: Send {
+    /// The optimizer inside.
+    fn optimizer(&self) -> &dyn Optimizer;
+
+    /// The optimizer inside.
+    fn optimizer_mut(&mut self) -> &mut dyn Optimizer;
+
+    /// How many batches make a step.
+    fn accumulation(&mut self) -> &mut Accumulation;
+
+    /// What the loss is multiplied by before backward.
+    fn loss_scale(&self) -> f32 {
+        1.0
+    }
+
+    /// Scalars worth a place in the log.
+    fn log_scalars(&self) -> Vec<(&'static str, f64)> {
+        Vec::new()
+    }
+
+    /// Lets the optimizer step on the gradients that are there.
+    ///
+    /// # Errors
+    ///
+    /// Those of the optimizer; a loss scale that has fallen to its floor.
+    fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied>;
+
+    /// What to save.
+    fn state_dict(&self) -> OptimWrapperState;
+
+    /// Goes on from what was saved.
+    ///
+    /// # Errors
+    ///
+    /// If it is of another optimizer or other parameters; nothing has changed then.
+    fn load_state_dict(&mut self, state: &OptimWrapperState) -> Result<()>;
+
+    /// Trains on one batch: forward, backward, and the optimizer's step if it is due.
+    ///
+    /// # Errors
+    ///
+    /// Those of the engine, of communication, and of the optimizer.
+    fn update_params(
+        &mut self,
+        engine: &mut dyn Engine,
+        model: &mut dyn ModelWrapper,
+        batch: &Batch,
+    ) -> Result<Update> {
+        let turn = self.accumulation().next();
+        model.prepare(turn.update)?;
+        let scale = self.loss_scale() / turn.divisor as f32;
+        let losses = engine.forward_backward(batch, scale, &model.sink())?;
+        model.finish()?;
+        let mut applied = None;
+        if turn.update {
+            applied = Some(self.step(engine, model)?);
+            model.zero_grad();
+        }
+        Ok(Update { losses, applied })
+    }
+}
+
+/// Brings parameters and gradients together for one optimizer step.
+fn optimizer_step(
+    optimizer: &mut dyn Optimizer,
+    engine: &mut dyn Engine,
+    model: &dyn ModelWrapper,
+    ctl: &StepCtl,
+) -> Result<Applied> {
+    let mut applied = Applied::SkippedNonFinite;
+    engine.with_params(&mut |weights| {
+        model.with_grads(&mut |grads| {
+            let mut params: Vec<_> = weights
+                .iter_mut()
+                .zip(grads)
+                .map(|(weight, grad)| ParamMut { weight: weight.reborrow(), grad: *grad })
+                .collect();
+            applied = optimizer.step(&mut params, ctl)?;
+            Ok(())
+        })
+    })?;
+    Ok(applied)
+}

@@ -1,0 +1,94 @@
+//! MMEngine's log lines, so that whatever parses its logs parses ours.
+
+use std::time::Duration;
+
+use crate::runner::Runner;
+
+/// `Epoch(train) [1][10/24]  lr: 4.5217e-02  eta: 0:00:00  time: 0.0074  ...  loss: 2.3102`.
+pub(crate) fn format_train_line(runner: &Runner, done: usize) -> String {
+    let len = runner.batches_per_epoch();
+    let width = len.to_string().len();
+    let epoch = runner.position().epoch + 1;
+    let mut line = format!("Epoch(train) [{epoch}][{done:>width$}/{len}]  ");
+    line += &format!("lr: {}  eta: {}", scientific(runner.lr()), clock(runner.eta()));
+    // Times come first, as in MMEngine's lines, then what the model reported.
+    let order = ["time", "data_time"];
+    for name in order {
+        if let Some((_, value)) = runner.scalars().smoothed().find(|(n, _)| *n == name) {
+            line += &format!("  {name}: {value:.4}");
+        }
+    }
+    for (name, value) in runner.scalars().smoothed().filter(|(n, _)| !order.contains(n)) {
+        line += &format!("  {name}: {value:.4}");
+    }
+    line
+}
+
+/// `Epoch(val) [1][5/5]    accuracy: 97.4930  data_time: 0.0004  time: 0.0021`.
+pub(crate) fn format_val_line(runner: &Runner, metrics: &[(String, f64)]) -> String {
+    let batches = runner.val_batches();
+    let mut line = format!("Epoch(val) [{}][{batches}/{batches}]  ", runner.position().epoch);
+    for (name, value) in metrics {
+        line += &format!("  {name}: {value:.4}");
+    }
+    let (data_time, time) = runner.val_times();
+    line + &format!("  data_time: {data_time:.4}  time: {time:.4}")
+}
+
+/// One line: epoch, bar, batches, loss, time left.
+pub(crate) fn format_bar(runner: &Runner, done: usize) -> String {
+    const WIDTH: usize = 24;
+    let len = runner.batches_per_epoch();
+    let full = WIDTH * done / len.max(1);
+    let loss = runner.scalars().smoothed().find(|(n, _)| *n == "loss").map_or(f64::NAN, |s| s.1);
+    format!(
+        "Epoch {}/{} [{}{}] {done}/{len}  loss {loss:.4}  eta {}",
+        runner.position().epoch + 1,
+        runner.max_epochs(),
+        "=".repeat(full),
+        " ".repeat(WIDTH - full),
+        clock(runner.eta())
+    )
+}
+
+/// As Python's `{:.4e}`: `4.5217e-02`.
+fn scientific(value: f64) -> String {
+    let text = format!("{value:.4e}");
+    match text.split_once('e') {
+        Some((digits, exponent)) => {
+            let (sign, size) = match exponent.strip_prefix('-') {
+                Some(size) => ('-', size),
+                None => ('+', exponent),
+            };
+            format!("{digits}e{sign}{size:0>2}")
+        }
+        None => text,
+    }
+}
+
+/// As Python's `timedelta`: `1 day, 2:03:04`, `0:00:07`.
+fn clock(duration: Duration) -> String {
+    let seconds = duration.as_secs();
+    let (days, rest) = (seconds / 86_400, seconds % 86_400);
+    let clock = format!("{}:{:02}:{:02}", rest / 3600, rest / 60 % 60, rest % 60);
+    match days {
+        0 => clock,
+        1 => format!("1 day, {clock}"),
+        _ => format!("{days} days, {clock}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_look_as_in_python() {
+        assert_eq!(scientific(0.045_217_391_304_347_83), "4.5217e-02");
+        assert_eq!(scientific(0.1), "1.0000e-01");
+        assert_eq!(scientific(12.5), "1.2500e+01");
+        assert_eq!(scientific(f64::NAN), "NaN");
+        assert_eq!(clock(Duration::from_secs(7)), "0:00:07");
+        assert_eq!(clock(Duration::from_secs(93_784)), "1 day, 2:03:04");
+    }
+}

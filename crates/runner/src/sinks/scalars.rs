@@ -1,0 +1,59 @@
+//! The scalars of a run, smoothed for the log.
+
+use std::collections::VecDeque;
+
+/// MMEngine's smoothing window.
+const WINDOW: usize = 10;
+
+/// The last few values of each scalar, in the order in which they first appeared.
+#[derive(Clone, Debug, Default)]
+pub struct Scalars {
+    entries: Vec<(String, VecDeque<f64>)>,
+}
+
+impl Scalars {
+    /// Adds a value.
+    pub fn push(&mut self, name: &str, value: f64) {
+        let index = self.entries.iter().position(|(n, _)| n == name).unwrap_or_else(|| {
+            self.entries.push((name.to_owned(), VecDeque::with_capacity(WINDOW)));
+            self.entries.len() - 1
+        });
+        let values = &mut self.entries[index].1;
+        if values.len() == WINDOW {
+            values.pop_front();
+        }
+        values.push_back(value);
+    }
+
+    /// Each scalar as it is logged: losses, times and gradient norms as the mean of their last ten
+    /// values, anything else as it is.
+    pub fn smoothed(&self) -> impl Iterator<Item = (&str, f64)> {
+        self.entries.iter().map(|(name, values)| {
+            let smooth = name.contains("loss") && name != "loss_scale"
+                || name.contains("time")
+                || name.contains("grad_norm");
+            let value = if smooth {
+                values.iter().sum::<f64>() / values.len() as f64
+            } else {
+                values.back().copied().unwrap_or(f64::NAN)
+            };
+            (name.as_str(), value)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn losses_are_averaged_over_ten_and_others_are_not() {
+        let mut scalars = Scalars::default();
+        for i in 0..20 {
+            scalars.push("lr", f64::from(i));
+            scalars.push("loss", f64::from(i));
+        }
+        let all: Vec<_> = scalars.smoothed().collect();
+        assert_eq!(all, [("lr", 19.0), ("loss", 14.5)]);
+    }
+}

@@ -1,0 +1,69 @@
+//! Mistakes in a configuration: refused with their place, before anything is created.
+
+use tests::{Job, run, text};
+
+use crate::WORKER;
+
+const GOOD: &str = r#"[model]
+type = "Mlp"
+in_features = 64
+hidden = [32]
+num_classes = 10
+
+[train_dataloader]
+batch_size = 32
+dataset = { type = "Digits", split = "train" }
+
+[optim_wrapper]
+type = "OptimWrapper"
+optimizer = { type = "SGD", lr = 0.1 }
+
+[train_cfg]
+max_epochs = 1
+"#;
+
+/// What to replace, with what, and what the error then says after the file's name.
+const MISTAKES: &[(&str, &str, &str)] = &[
+    ("\"Mlp\"", "\"Mpl\"", ":2:8: unknown model `Mpl`; did you mean `Mlp`?"),
+    ("batch_size", "batchsize", ": missing key `batch_size` in [train_dataloader]"),
+    ("batch_size = 32", "batch_size = 32.5", ":8:14: `batch_size` must be a non-negative integer"),
+    (
+        "lr = 0.1",
+        "lr = 0.1, momentun = 0.9",
+        ":13:41: unknown key `momentun`; did you mean `momentum`?",
+    ),
+    ("\"train\"", "\"trian\"", ":9:38: unknown value `trian`; did you mean `train`?"),
+    ("[train_cfg]", "[train_cgf]", ": missing key `train_cfg` at the top"),
+    (
+        "max_epochs = 1",
+        "max_epochs = 1\nval_intervall = 1",
+        ":17:1: unknown key `val_intervall`; did you mean `val_interval`?",
+    ),
+    ("hidden = [32]", "hidden = [32, \"x\"]", ":4:10: `hidden` must be an array"),
+    ("\"SGD\"", "\"Adamw\"", ":13:22: unknown optimizer `Adamw`; did you mean `AdamW`?"),
+    ("max_epochs = 1", "max_epochs = ", ":16:"),
+];
+
+#[test]
+fn every_mistake_is_named_before_anything_is_created() {
+    let dir = tempfile::tempdir().unwrap();
+    for (good, bad, expected) in MISTAKES {
+        assert!(GOOD.contains(good), "`{good}` is not in the configuration");
+        let job = Job::new(dir.path(), "job", &GOOD.replacen(good, bad, 1));
+        let output = run(WORKER, job.args());
+        let said = text(&output);
+        assert_eq!(output.status.code(), Some(1), "{bad}: {said}");
+        let expected = format!("{}{expected}", job.config.display());
+        assert!(said.contains(&expected), "{bad}:\n{said}\nexpected {expected}");
+        assert!(!job.work_dir.exists(), "{bad}: a work directory was created");
+    }
+}
+
+#[test]
+fn the_configuration_they_were_made_from_is_fine() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = Job::new(dir.path(), "job", GOOD);
+    let output = run(WORKER, job.args());
+    assert!(output.status.success(), "{}", text(&output));
+    assert!(job.work_dir.join("epoch_1/state.json").is_file());
+}

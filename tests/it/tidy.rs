@@ -1,0 +1,120 @@
+//! The house rules that a machine can check: the tree of ARCHITECTURE.md, the length of files and
+//! functions, a word at the head of every file.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Lines of a file before its tests.
+const MAX_FILE: usize = 600;
+/// Lines of a function: a screen.
+const MAX_FUNCTION: usize = 70;
+
+/// Files of the repository, from its root, ignored ones left out.
+fn files() -> Vec<String> {
+    let output = Command::new("git")
+        .args(["ls-files", "--cached", "--others", "--exclude-standard"])
+        .current_dir(tests::root())
+        .output()
+        .expect("git lists the files");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let root = tests::root();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let files: Vec<_> =
+        text.lines().filter(|f| root.join(f).is_file()).map(str::to_owned).collect();
+    assert!(files.len() > 50, "git lists only {} files", files.len());
+    files
+}
+
+fn read(file: &str) -> String {
+    std::fs::read_to_string(tests::root().join(file)).unwrap()
+}
+
+/// `a/{b,c}.rs` to `a/b.rs`, `a/c.rs`.
+fn expand(pattern: &str) -> Vec<String> {
+    let Some((head, rest)) = pattern.split_once('{') else { return vec![pattern.to_owned()] };
+    let (choices, tail) = rest.split_once('}').expect("a brace is closed");
+    let tails = expand(tail);
+    choices
+        .split(',')
+        .flat_map(|choice| tails.iter().map(move |tail| format!("{head}{choice}{tail}")))
+        .collect()
+}
+
+/// The paths that ARCHITECTURE.md names: the first word of each line in the block after "The tree".
+fn named() -> BTreeSet<String> {
+    let text = read("ARCHITECTURE.md");
+    let tree = text.split("## The tree").nth(1).expect("there is a section `The tree`");
+    let block = tree.split("```").nth(1).expect("the tree is a code block");
+    let words = block.lines().skip(1).filter_map(|line| line.split_whitespace().next());
+    words.flat_map(expand).collect()
+}
+
+#[test]
+fn architecture_names_every_file_and_no_other() {
+    let (files, named) = (files(), named());
+    for file in &files {
+        // A folder named with a slash at its end stands for all that is in it.
+        let mut folders = Path::new(file).ancestors().skip(1).map(|p| format!("{}/", p.display()));
+        assert!(
+            named.contains(file) || folders.any(|folder| named.contains(&folder)),
+            "ARCHITECTURE.md does not name {file}"
+        );
+    }
+    for name in &named {
+        assert!(
+            tests::root().join(name).exists(),
+            "ARCHITECTURE.md names {name}, which is not there"
+        );
+    }
+}
+
+#[test]
+fn files_begin_with_a_word_and_end_in_sight() {
+    for file in files().iter().filter(|f| f.ends_with(".rs")) {
+        let text = read(file);
+        assert!(text.starts_with("//! ") || text.starts_with("#![no_main]"), "{file} has no docs");
+        let lines = text.lines().take_while(|l| *l != "#[cfg(test)]").count();
+        assert!(lines <= MAX_FILE, "{file} has {lines} lines before its tests");
+    }
+}
+
+#[test]
+fn functions_fit_a_screen() {
+    for file in files().iter().filter(|f| f.ends_with(".rs")) {
+        let text = read(file);
+        let mut open: Option<(usize, usize, &str)> = None;
+        for (number, line) in text.lines().enumerate() {
+            let indent = line.len() - line.trim_start().len();
+            let starts = ["fn ", "pub fn ", "pub(crate) fn ", "pub(super) fn ", "unsafe fn "]
+                .iter()
+                .any(|s| line.trim_start().starts_with(s));
+            if starts && open.is_none() && !line.trim_end().ends_with(';') {
+                open = Some((number, indent, line.trim()));
+            }
+            if let Some((start, at, name)) = open
+                && indent == at
+                && line.trim_end() == format!("{}}}", " ".repeat(at))
+            {
+                let length = number - start + 1;
+                assert!(length <= MAX_FUNCTION, "{file}: {length} lines: {name}");
+                open = None;
+            }
+        }
+    }
+}
+
+#[test]
+fn no_file_is_empty_or_only_promises() {
+    let promises = [["to", "do!("].concat(), ["unimple", "mented!("].concat()];
+    for file in files() {
+        let path: PathBuf = tests::root().join(&file);
+        assert!(std::fs::metadata(&path).unwrap().len() > 0, "{file} is empty");
+        if file.ends_with(".rs") {
+            let text = read(&file);
+            for promise in &promises {
+                assert!(!text.contains(promise.as_str()), "{file} says {promise}");
+            }
+        }
+    }
+}

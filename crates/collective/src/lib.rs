@@ -45,7 +45,7 @@ mod simd;
 mod span;
 mod work;
 
-pub use backend::{Backend, Keep, Patience, RawBufs, RawShared};
+pub use backend::{Backend, Patience, RawBufs, RawShared};
 pub use element::{DType, Element};
 pub use error::{Error, Result};
 pub use init::{Topology, init_process_group};

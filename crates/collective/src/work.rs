@@ -14,17 +14,19 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use parking_lot::{Condvar, Mutex};
 
 use crate::backend::Backend;
-use crate::{Element, Error, Result};
+use crate::{Element, Error, Rank, Result};
 
 /// Operations that may wait in a group's queue; a further one waits for a place.
 const QUEUE_CAPACITY: usize = 1024;
+
+const PANICKED: &str = "an operation panicked on its communication thread";
 
 /// Memory that an asynchronous operation can own.
 pub trait Buffer: Send + 'static {
     /// Its numbers.
     type Elem: Element;
 
-    /// The memory. Called once, on the communication thread.
+    /// The memory, of the same length each time.
     fn as_mut_slice(&mut self) -> &mut [Self::Elem];
 
     /// Number of elements.
@@ -55,6 +57,7 @@ impl<T: Element> Buffer for Box<[T]> {
 /// buffer. The peers notice nothing.
 #[must_use = "dropping a `Work` loses the buffer and the error"]
 pub struct Work<B> {
+    rank: Rank,
     result: Receiver<Result<B>>,
 }
 
@@ -67,7 +70,8 @@ impl<B> Work<B> {
     ///
     /// What the operation failed with; the buffer is dropped then.
     pub fn wait(self) -> Result<B> {
-        self.result.recv().unwrap_or_else(|_| Err(thread_ended()))
+        let panicked = || Error::Aborted { by: self.rank, reason: PANICKED.into() };
+        self.result.recv().unwrap_or_else(|_| Err(panicked()))
     }
 
     /// Whether [`wait`](Self::wait) would return at once.
@@ -80,10 +84,6 @@ impl<B> fmt::Debug for Work<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Work").field("done", &self.is_done()).finish()
     }
-}
-
-fn thread_ended() -> Error {
-    Error::Unsupported { backend: "host", what: "going on after its thread ended".into() }
 }
 
 /// Does the operation and returns what delivers the result. Delivering comes after the operation is
@@ -160,7 +160,7 @@ impl Queue {
         // Relaxed: this thread's own later `drain` sees it anyway; others have their own order.
         self.pending.count.fetch_add(1, Ordering::Relaxed);
         comm.jobs.send(job).expect("the thread receives until the queue is dropped");
-        Ok(Work { result })
+        Ok(Work { rank: self.backend.rank(), result })
     }
 
     fn start(&self) -> Result<CommThread> {
@@ -168,9 +168,12 @@ impl Queue {
         let (backend, pending) = (Arc::clone(&self.backend), Arc::clone(&self.pending));
         let body = move || {
             for job in queue {
-                // A panic is a bug, but must not leave the group's callers waiting: the job's
-                // channel closes and its `Work` says so.
+                // A panic is a bug, but must leave nobody waiting: its `Work` sees the channel
+                // closed, and the peers see the group aborted.
                 let delivery = catch_unwind(AssertUnwindSafe(|| job(&*backend)));
+                if delivery.is_err() {
+                    backend.abort(PANICKED);
+                }
                 pending.finish_one();
                 if let Ok(deliver) = delivery {
                     deliver();
@@ -188,12 +191,15 @@ impl Queue {
 impl Drop for Queue {
     /// Waits for the operations in flight, each of which has the group's timeout.
     fn drop(&mut self) {
-        let Some(CommThread { jobs, handle }) = self.thread.get_mut().take() else { return };
-        drop(jobs);
+        let Some(comm) = self.thread.get_mut().take() else { return };
         if self.backend.forked() {
-            // The thread stayed behind in the parent; here is nothing to join or detach.
-            std::mem::forget(handle);
-        } else if handle.thread().id() != std::thread::current().id() {
+            // The thread stayed behind in the parent; here is nothing to close, join or detach.
+            std::mem::forget(comm);
+            return;
+        }
+        let CommThread { jobs, handle } = comm;
+        drop(jobs);
+        if handle.thread().id() != std::thread::current().id() {
             handle.join().expect("the thread catches the panics of its jobs");
         }
     }

@@ -7,10 +7,11 @@
 #[expect(dead_code, reason = "the fault tests use the rest")]
 mod common;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use collective::{
-    Element, Error, ProcessGroup, ReduceOp, Result, SharedBuf,
+    Element, Error, GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result, SharedBuf,
     object::{all_gather_object, broadcast_object},
 };
 use common::{Role, Workers};
@@ -315,6 +316,26 @@ fn ranks_as_threads() {
         for result in common::threads(world, TIMEOUT, suite) {
             result.unwrap();
         }
+    }
+}
+
+/// The way processes join, but within one; and the same name twice.
+#[test]
+fn a_name_may_be_used_again_when_its_group_is_gone() {
+    let store = Arc::new(MemoryStore::new());
+    for round in 0..3 {
+        std::thread::scope(|scope| {
+            for rank in 0..3 {
+                let options = GroupOptions::default().with_timeout(TIMEOUT).with_name("again");
+                let store = Arc::clone(&store);
+                scope.spawn(move || {
+                    let group = ProcessGroup::from_store(store, rank, 3, options).unwrap();
+                    let mut x = [(rank + round) as u64];
+                    group.all_reduce(&mut x, ReduceOp::Max).unwrap();
+                    assert_eq!(x, [2 + round as u64]);
+                });
+            }
+        });
     }
 }
 

@@ -1,6 +1,7 @@
 //! What goes wrong with ranks: the right error, on every rank, in time, and nothing left behind.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
+#![expect(unsafe_code, reason = "one test forks")]
 
 mod common;
 
@@ -241,6 +242,28 @@ fn a_dropped_work_frees_its_buffer_after_the_operation() {
             drop(group.all_reduce_async(vec![1.0_f32; 20_000], ReduceOp::Sum).unwrap());
         }
         // The group waits for them as it is dropped.
+    });
+}
+
+#[test]
+fn a_fork_may_not_use_the_group_and_does_it_no_harm() {
+    common::threads(2, TIMEOUT, |group| {
+        // The communication thread runs, so that the child lacks it.
+        drop(group.all_reduce_async(vec![0_u8; 9], ReduceOp::Sum).unwrap().wait().unwrap());
+        // SAFETY: the child allocates little, which libc allows after a fork, and exits.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let refused = matches!(group.barrier(), Err(Error::InvalidArgument(_)));
+            group.abort("the child's opinion");
+            drop(group);
+            // SAFETY: ends the child without running the parent's destructors.
+            unsafe { libc::_exit(i32::from(!refused)) };
+        }
+        let mut status = 0;
+        // SAFETY: waits for our own child.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!(status, 0);
+        group.barrier().unwrap();
     });
 }
 

@@ -10,6 +10,7 @@
 
 pub(crate) mod host;
 
+use std::any::Any;
 use std::fmt::Debug;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -40,7 +41,7 @@ pub struct RawShared {
     pub(crate) ptr: NonNull<u8>,
     pub(crate) bytes: usize,
     /// Keeps the memory mapped.
-    pub(crate) _keep: Arc<dyn Keep>,
+    _keep: Arc<dyn Any + Send + Sync>,
 }
 
 impl RawShared {
@@ -51,15 +52,10 @@ impl RawShared {
     /// They are zero, aligned to 64 bytes, and readable and
     /// writable while `keep` lives. Nothing else in the program refers to them, and peers touch
     /// them only while an operation on them runs on this rank.
-    pub unsafe fn new(ptr: NonNull<u8>, bytes: usize, keep: Arc<dyn Keep>) -> Self {
+    pub unsafe fn new(ptr: NonNull<u8>, bytes: usize, keep: Arc<dyn Any + Send + Sync>) -> Self {
         Self { ptr, bytes, _keep: keep }
     }
 }
-
-/// Whatever keeps memory alive by being alive.
-pub trait Keep: Send + Sync + Debug {}
-
-impl<T: Send + Sync + Debug> Keep for T {}
 
 /// A way to move data between the ranks of one group.
 ///

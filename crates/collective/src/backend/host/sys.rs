@@ -32,8 +32,10 @@ pub(super) fn memfd(name: &CStr, bytes: usize) -> Result<OwnedFd> {
     let fd = unsafe { OwnedFd::from_raw_fd(raw) };
     let len = libc::off_t::try_from(bytes).map_err(|_| fail())?;
     // SAFETY: a system call on a descriptor we own.
-    if unsafe { libc::fallocate(raw, 0, 0, len) } != 0 {
-        return Err(fail());
+    while unsafe { libc::fallocate(raw, 0, 0, len) } != 0 {
+        if last_error().kind() != io::ErrorKind::Interrupted {
+            return Err(fail());
+        }
     }
     // SAFETY: a system call on a descriptor we own.
     if unsafe { libc::fcntl(raw, libc::F_ADD_SEALS, SEALS) } != 0 {

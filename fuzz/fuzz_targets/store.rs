@@ -46,7 +46,7 @@ fn serve(state: &mut State, id: usize, input: &mut Vec<u8>, open: [bool; 2]) -> 
         let mut again = Vec::new();
         request.encode(&mut again);
         assert_eq!(again, input[..len]);
-        let mut reply = |to: usize, bytes: &[u8]| assert!(open[to] && !bytes.is_empty());
+        let mut reply = |to: usize, _: &[u8]| assert!(open[to]);
         if state.handle(id, &request, &mut reply).is_err() {
             return false;
         }

@@ -5,7 +5,7 @@
 #[non_exhaustive]
 pub enum Error {
     /// An option, a scale or an entry of a saved state is outside its range.
-    #[error("invalid {name}: {value} ({requirement})")]
+    #[error("invalid {name}: {value} is not {requirement}")]
     Invalid {
         /// Which one, by the name it has in PyTorch.
         name: &'static str,
@@ -15,30 +15,26 @@ pub enum Error {
         requirement: &'static str,
     },
     /// Gradients overflow although the loss scale is already at its floor: training diverges, or
-    /// the loss itself is not finite. The scale stays at the floor.
-    #[error("gradients overflow at the smallest loss scale {min_scale}")]
+    /// the loss itself is not finite. The scale stays at the floor, growth starts over.
+    #[error("gradients overflow at the smallest loss scale, {min_scale}")]
     ScaleAtFloor {
         /// The floor.
         min_scale: f32,
     },
     /// Input and output differ in length.
-    #[error("expected {expected} elements, got {got}")]
+    #[error("the output has {got} elements, the input {expected}")]
     LengthMismatch {
         /// The input's element count.
         expected: usize,
         /// The output's.
         got: usize,
     },
-    /// A saved state was loaded into a disabled scaler, or the other way round.
-    #[error("loss scaling is {}, the saved state is of a scaler that was {}", on(*.enabled), on(!*.enabled))]
-    EnabledMismatch {
-        /// Whether this scaler is enabled.
-        enabled: bool,
+    /// Only a dynamic scaler has a state to save and load, and it needs one.
+    #[error("cannot load {} into a scaler that is {}", if *.dynamic { "an absent state" } else { "a state" }, if *.dynamic { "dynamic" } else { "fixed or disabled" })]
+    StateMismatch {
+        /// Whether the scaler loaded into is dynamic.
+        dynamic: bool,
     },
-}
-
-const fn on(enabled: bool) -> &'static str {
-    if enabled { "enabled" } else { "disabled" }
 }
 
 /// The result of this crate's fallible functions.

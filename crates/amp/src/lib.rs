@@ -1,5 +1,59 @@
-//! Automatic mixed precision.
+//! Automatic mixed precision: dynamic loss scaling, non-finite checks, casts between f32, f16 and
+//! bf16. No tensor type: slices and numbers.
+//!
+//! # Why scale the loss
+//!
+//! | | exponent bits | significant bits | smallest normal | largest | needs loss scaling |
+//! |---|---|---|---|---|---|
+//! | f32 | 8 | 24 | 1.2e-38 | 3.4e38 | no |
+//! | f16 | 5 | 11 | 6.1e-5 | 65504 | yes |
+//! | bf16 | 8 | 8 | 1.2e-38 | 3.4e38 | no |
+//!
+//! Gradients of a trained network are small; many lie below 6e-8, the least f16 can hold, and
+//! vanish. Multiplying the loss by a scale `S` multiplies every gradient by `S` and lifts them into
+//! range; the optimizer divides by `S` again, in f32. How large `S` may be changes during
+//! training, so [`LossScaler`] probes: it doubles `S` after 2000 good steps, and when a gradient
+//! overflows to infinity it halves `S`, and that step is skipped. bf16 has the range of f32: use
+//! [`LossScaler::disabled`].
+//!
+//! # The step in six lines
+//!
+//! ```
+//! use amp::{LossScaler, LossScalerOptions, has_non_finite};
+//! use half::f16;
+//!
+//! # fn backward(loss_scale: f32) -> Vec<f16> { vec![f16::from_f32(1e-6 * loss_scale); 4] }
+//! let mut scaler = LossScaler::new(LossScalerOptions::default())?;
+//! let mut weight = [1.0_f32; 4];
+//! for _ in 0..3 {
+//!     let grads = backward(scaler.scale()); // the loss, and so every gradient, times S
+//!     let found_inf = has_non_finite(&grads); // after the all-reduce: the same on every rank
+//!     if !found_inf {
+//!         let inv_scale = scaler.inv_scale(); // a fused optimizer takes it as `grad_scale`
+//!         weight.iter_mut().zip(&grads).for_each(|(w, g)| *w -= 0.1 * g.to_f32() * inv_scale);
+//!     }
+//!     scaler.update(found_inf)?;
+//! }
+//! assert!(weight[0] < 1.0);
+//! # Ok::<(), amp::Error>(())
+//! ```
+//!
+//! # Where we differ from PyTorch
+//!
+//! The rule and the numbers are `torch.amp.GradScaler`'s; [`Policy::Torch`] reproduces it bit for
+//! bit. The default, [`Policy::Guarded`], has a floor: torch lets the scale sink to 0, where
+//! `1 / scale` is infinite and the optimizer steps into NaN. At the floor an overflow is
+//! [`Error::ScaleAtFloor`].
 
+mod cast;
+mod cpu;
 mod error;
+mod found_inf;
+mod scaler;
+mod unscale;
 
+pub use cast::{CastTo, cast};
 pub use error::{Error, Result};
+pub use found_inf::{Element, has_non_finite};
+pub use scaler::{LossScaler, LossScalerOptions, Policy, ScaleChange, ScalerState};
+pub use unscale::unscale;

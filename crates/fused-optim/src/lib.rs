@@ -1,11 +1,98 @@
-//! Fused multi-tensor optimizers.
+//! Fused multi-tensor optimizers over plain slices.
+//!
+//! A training step ends with the weights being moved. Written with tensor operations that is a
+//! dozen passes over memory per tensor, and a step is limited by memory. *Fused* means here that
+//! one call takes all tensors and sweeps memory once: it reads weight, gradient and state, undoes
+//! the loss scale, applies the rule, writes weight and state, and rounds the half copy that the
+//! next forward reads, all while the values are in the cache.
+//!
+//! There is no tensor type. Weights and gradients are slices of `f32`, [`f16`](half::f16) or
+//! [`bf16`](half::bf16), mixed as you like; state is always f32.
+//!
+//! ```
+//! use fused_optim::{AdamW, AdamWHyper, Applied, Optimizer, ParamMut, Slice, StepCtl};
+//!
+//! let (mut weight, mut bias) = (vec![1.0_f32; 6], vec![0.0_f32; 2]);
+//! let (weight_grad, bias_grad) = (vec![0.5_f32; 6], vec![-1.0_f32; 2]);
+//!
+//! let mut adamw = AdamW::with_one_group(AdamWHyper { lr: 0.01, ..Default::default() }, 2)?;
+//! let mut params = [
+//!     ParamMut::new(&mut weight[..], Some(Slice::F32(&weight_grad))),
+//!     ParamMut::new(&mut bias[..], Some(Slice::F32(&bias_grad))),
+//! ];
+//! assert_eq!(adamw.step(&mut params, &StepCtl::default())?, Applied::Applied);
+//! assert!(weight[0] < 1.0 && bias[0] > 0.0);
+//! # Ok::<(), fused_optim::Error>(())
+//! ```
+//!
+//! # The rules
+//!
+//! `g` is the gradient times `grad_scale` (negated to maximize), `t` the tensor's own step count.
+//!
+//! | optimizer | update | state |
+//! |---|---|---|
+//! | [`AdamW`] | `p ← p(1−lr·λ)`; `m ← β1·m+(1−β1)g`; `v ← β2·v+(1−β2)g²`; `p ← p − lr/(1−β1ᵗ) · m/(√v/√(1−β2ᵗ)+ε)` | `exp_avg`, `exp_avg_sq`, with amsgrad `max_exp_avg_sq` |
+//! | [`Sgd`] | `g ← g+λ·p`; `b ← μ·b+(1−τ)g`, at first `b ← g`; `p ← p − lr·b`, or with nesterov `p − lr(g+μ·b)` | with momentum `momentum_buffer` |
+//!
+//! Hyper-parameters belong to a [`ParamGroup`]: [`AdamW::new`] takes several, and
+//! [`AdamW::add_param_group`] adds one at any time. A tensor without a gradient is left alone, and
+//! so is its step count. A tensor without elements is legal.
+//!
+//! # Half precision
+//!
+//! A weight of f16 or bf16 cannot take small updates: `1 + 0.001` is `1` in bf16. So the optimizer
+//! keeps the f32 value, the *master*, in its state. It is taken from the weight at the tensor's
+//! first step and is the truth from then on: a change made to the half weight from outside is
+//! overwritten by the next step.
+//!
+//! With a scaled loss the gradients come multiplied by the scale `S`. Hand `1/S` over as
+//! [`grad_scale`](StepCtl::grad_scale), and either the verdict on the gradients or the order to
+//! look for yourself. If one is infinite or NaN the step changes nothing and says so:
+//!
+//! ```
+//! use fused_optim::{Applied, FoundInf, Optimizer, ParamMut, Sgd, SgdHyper, Slice, StepCtl};
+//! use half::f16;
+//!
+//! let mut weight = [f16::ONE; 4];
+//! let mut sgd = Sgd::with_one_group(SgdHyper { lr: 0.1, ..Default::default() }, 1)?;
+//! let ctl = StepCtl { grad_scale: 1.0 / 1024.0, found_inf: FoundInf::Check };
+//!
+//! let overflown = [f16::from_f32(512.0), f16::INFINITY, f16::ZERO, f16::ZERO];
+//! let params = &mut [ParamMut::new(&mut weight[..], Some(Slice::F16(&overflown)))];
+//! assert_eq!(sgd.step(params, &ctl)?, Applied::SkippedNonFinite);
+//!
+//! let finite = [f16::from_f32(512.0); 4];
+//! let params = &mut [ParamMut::new(&mut weight[..], Some(Slice::F16(&finite)))];
+//! assert_eq!(sgd.step(params, &ctl)?, Applied::Applied);
+//! assert_eq!(weight[0], f16::from_f32(0.95));
+//! # Ok::<(), fused_optim::Error>(())
+//! ```
+//!
+//! # Saving
+//!
+//! [`Optimizer::state_dict`] uses PyTorch's names; [`StateDict::to_safetensors`] makes bytes of it.
+//! Loading checks everything before it changes anything, and going on after a load gives the same
+//! bits as never having stopped.
+//!
+//! # What is promised about bits
+//!
+//! An element's result depends on that element alone. The loops are compiled for SSE2, AVX2 and
+//! AVX-512 from the same lines and chosen at run time; they give equal bits, whatever the
+//! alignment. All runs on the calling thread: one core of a server already takes most of what its
+//! memory gives.
 
+mod adamw;
+mod core;
+mod cpu;
 mod error;
 mod optimizer;
 mod param;
+mod sgd;
 mod state_dict;
 
+pub use adamw::{AdamW, AdamWHyper};
 pub use error::{Error, Result, StateProblem};
 pub use optimizer::{Applied, FoundInf, Optimizer, StepCtl};
 pub use param::{DType, ParamGroup, ParamMut, Slice, SliceMut};
+pub use sgd::{Sgd, SgdHyper};
 pub use state_dict::{ParamState, StateDict};

@@ -2,9 +2,7 @@
 
 use std::fmt;
 
-#[cfg(doc)]
-use crate::Error;
-use crate::{ParamMut, Result, StateDict};
+use crate::{Error, ParamMut, Result, StateDict};
 
 /// A fused optimizer: one call updates every tensor, in one sweep over memory.
 ///
@@ -67,6 +65,17 @@ pub struct StepCtl {
     pub grad_scale: f32,
     /// Whether the gradients are finite, or who finds out.
     pub found_inf: FoundInf,
+}
+
+impl StepCtl {
+    /// Checks what cannot be checked by type.
+    pub(crate) fn validate(&self) -> Result<()> {
+        if self.grad_scale.is_finite() && self.grad_scale >= 0.0 {
+            Ok(())
+        } else {
+            Err(Error::InvalidGradScale { value: self.grad_scale })
+        }
+    }
 }
 
 impl Default for StepCtl {

@@ -169,7 +169,7 @@ impl<'a> ParamMut<'a> {
 
 /// Tensors that share hyper-parameters.
 ///
-/// `H` is the rule's own struct, for example `AdamWHyper`.
+/// `H` is the rule's own struct, for example [`AdamWHyper`](crate::AdamWHyper).
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamGroup<H> {
     /// The hyper-parameters of these tensors.

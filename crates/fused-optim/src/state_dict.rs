@@ -1,8 +1,22 @@
 //! Saved state: PyTorch's names, and bytes.
+//!
+//! The bytes are one safetensors file: `state.<index>.step` (I64, a scalar) and
+//! `state.<index>.<name>` (F32, one dimension), with everything else as JSON under the metadata key
+//! `fused_optim`. Equal state gives equal bytes.
 
-use std::collections::BTreeMap;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
+
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors, View};
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result, StateProblem};
 
 /// Everything an optimizer remembers, under PyTorch's names.
+///
+/// Nothing is checked before
+/// [`load_state_dict`](crate::Optimizer::load_state_dict), which checks all of it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StateDict {
     /// Which optimizer this is of, for example `adamw`.
@@ -18,6 +32,233 @@ pub struct StateDict {
 pub struct ParamState {
     /// Steps this tensor has taken.
     pub step: u64,
-    /// Moments by name (`exp_avg`, `momentum_buffer`, ...), and `master` if the weight is half.
+    /// Moments by name (`exp_avg`, `momentum_buffer`, ...), and `master`, the f32 value of a half
+    /// weight. All are as long as the tensor.
     pub tensors: BTreeMap<String, Vec<f32>>,
+}
+
+impl StateDict {
+    /// The state as the bytes of a safetensors file.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Format`] if a step count does not fit an `i64`, or a name cannot be written.
+    pub fn to_safetensors(&self) -> Result<Vec<u8>> {
+        let header = Header {
+            format: FORMAT,
+            kind: self.kind.clone(),
+            param_groups: self.param_groups.clone(),
+        };
+        let header = serde_json::to_string(&header).map_err(format("write the header"))?;
+        let mut entries = Vec::new();
+        for (index, state) in &self.state {
+            let step = i64::try_from(state.step).map_err(format("write the step count"))?;
+            entries.push((format!("state.{index}.{STEP}"), Entry::Step(step)));
+            for (name, values) in &state.tensors {
+                let entry = Entry::Floats { values, shape: [values.len()] };
+                entries.push((format!("state.{index}.{name}"), entry));
+            }
+        }
+        let metadata = HashMap::from([(METADATA.to_owned(), header)]);
+        safetensors::serialize(entries, Some(metadata)).map_err(format("write safetensors"))
+    }
+
+    /// Reads what [`to_safetensors`](Self::to_safetensors) wrote.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Format`] if the bytes are no such file, [`Error::State`] if an entry's name or
+    /// element type is not one of a state dict.
+    pub fn from_safetensors(bytes: &[u8]) -> Result<Self> {
+        let (_, metadata) =
+            SafeTensors::read_metadata(bytes).map_err(format("read the safetensors header"))?;
+        let header = metadata.metadata().as_ref().and_then(|all| all.get(METADATA));
+        let header = header
+            .ok_or_else(|| problem(METADATA, StateProblem::Missing))
+            .and_then(|text| serde_json::from_str(text).map_err(format("read the header")));
+        let Header { format: version, kind, param_groups } = header?;
+        if version != FORMAT {
+            let text = format!("format {version}, this version reads {FORMAT}");
+            return Err(problem(METADATA, StateProblem::Invalid(text)));
+        }
+        let mut dict = Self { kind, param_groups, state: BTreeMap::new() };
+        let tensors = SafeTensors::deserialize(bytes).map_err(format("read safetensors"))?;
+        let mut steps = 0;
+        for (key, view) in tensors.iter() {
+            let (index, name) =
+                parse_key(key).ok_or_else(|| problem(key, StateProblem::Unknown))?;
+            let state = dict.state.entry(index).or_default();
+            if name == STEP {
+                state.step = read_step(key, &view)?;
+                steps += 1;
+            } else {
+                state.tensors.insert(name.to_owned(), read_floats(key, &view)?);
+            }
+        }
+        if steps < dict.state.len() {
+            return Err(problem("state.*.step", StateProblem::Missing));
+        }
+        Ok(dict)
+    }
+}
+
+/// What is not a tensor.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Header {
+    format: u32,
+    kind: String,
+    param_groups: String,
+}
+
+/// One tensor of the file; its bytes are made only when they are written.
+enum Entry<'a> {
+    Step(i64),
+    Floats { values: &'a [f32], shape: [usize; 1] },
+}
+
+impl View for Entry<'_> {
+    fn dtype(&self) -> Dtype {
+        match self {
+            Self::Step(_) => Dtype::I64,
+            Self::Floats { .. } => Dtype::F32,
+        }
+    }
+
+    fn shape(&self) -> &[usize] {
+        match self {
+            Self::Step(_) => &[],
+            Self::Floats { shape, .. } => shape,
+        }
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        let bytes: Vec<u8> = match self {
+            Self::Step(step) => step.to_le_bytes().to_vec(),
+            Self::Floats { values, .. } => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        };
+        bytes.into()
+    }
+
+    fn data_len(&self) -> usize {
+        match self {
+            Self::Step(_) => size_of::<i64>(),
+            Self::Floats { values, .. } => size_of_val(*values),
+        }
+    }
+}
+
+/// `state.<index>.<name>`, with the index as `usize` prints it.
+fn parse_key(key: &str) -> Option<(usize, &str)> {
+    let (digits, name) = key.strip_prefix("state.")?.split_once('.')?;
+    let index: usize = digits.parse().ok()?;
+    (index.to_string() == digits && !name.is_empty()).then_some((index, name))
+}
+
+fn read_step(key: &str, view: &TensorView<'_>) -> Result<u64> {
+    let bytes = read_bytes(key, view, Dtype::I64, "I64")?;
+    let bytes = bytes.try_into().map_err(|_| {
+        problem(key, StateProblem::Length { expected: 1, got: bytes.len() / size_of::<i64>() })
+    })?;
+    u64::try_from(i64::from_le_bytes(bytes))
+        .map_err(|_| problem(key, StateProblem::Invalid("a step count is not negative".into())))
+}
+
+fn read_floats(key: &str, view: &TensorView<'_>) -> Result<Vec<f32>> {
+    let bytes = read_bytes(key, view, Dtype::F32, "F32")?;
+    let (words, _) = bytes.as_chunks();
+    Ok(words.iter().map(|word| f32::from_le_bytes(*word)).collect())
+}
+
+fn read_bytes<'a>(
+    key: &str,
+    view: &TensorView<'a>,
+    dtype: Dtype,
+    expected: &'static str,
+) -> Result<&'a [u8]> {
+    if view.dtype() == dtype {
+        return Ok(view.data());
+    }
+    Err(problem(key, StateProblem::Dtype { expected, got: format!("{:?}", view.dtype()) }))
+}
+
+fn problem(key: &str, problem: StateProblem) -> Error {
+    Error::State { key: key.to_owned(), problem }
+}
+
+fn format<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
+    action: &'static str,
+) -> impl FnOnce(E) -> Error {
+    move |source| Error::Format { action, source: source.into() }
+}
+
+/// The name of a half weight's f32 value among a tensor's state.
+pub(crate) const MASTER: &str = "master";
+const STEP: &str = "step";
+const METADATA: &str = "fused_optim";
+const FORMAT: u32 = 1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> StateDict {
+        let tensors = BTreeMap::from([
+            ("exp_avg".to_owned(), vec![1.0, -0.0, 1e-45]),
+            ("master".to_owned(), vec![]),
+        ]);
+        StateDict {
+            kind: "adamw".into(),
+            param_groups: "[]".into(),
+            state: BTreeMap::from([
+                (0, ParamState { step: 1, tensors: BTreeMap::new() }),
+                (12, ParamState { step: 1 << 60, tensors }),
+            ]),
+        }
+    }
+
+    #[test]
+    fn bytes_and_back() {
+        let dict = sample();
+        let bytes = dict.to_safetensors().unwrap();
+        assert_eq!(bytes, dict.to_safetensors().unwrap());
+        assert_eq!(StateDict::from_safetensors(&bytes).unwrap(), dict);
+    }
+
+    #[test]
+    fn keys_are_strict() {
+        assert_eq!(parse_key("state.12.exp_avg"), Some((12, "exp_avg")));
+        for key in ["state.012.m", "state.+1.m", "state.1.", "state.1", "states.1.m", "1.m", ""] {
+            assert_eq!(parse_key(key), None, "{key}");
+        }
+    }
+
+    #[test]
+    fn broken_bytes_are_errors() {
+        let bytes = sample().to_safetensors().unwrap();
+        for cut in 0..bytes.len() {
+            assert!(StateDict::from_safetensors(&bytes[..cut]).is_err(), "cut at {cut}");
+        }
+        let metadata = || {
+            Some(HashMap::from([(
+                METADATA.to_owned(),
+                r#"{"format":1,"kind":"sgd","param_groups":"[]"}"#.to_owned(),
+            )]))
+        };
+        let read = |key: &str, entry| {
+            let bytes = safetensors::serialize([(key, entry)], metadata()).unwrap();
+            StateDict::from_safetensors(&bytes).unwrap_err().to_string()
+        };
+        let one = || Entry::Floats { values: &[1.0], shape: [1] };
+        assert_eq!(read("state.0.step", one()), "state dict, state.0.step: expected I64, got F32");
+        assert_eq!(read("state.0.m", one()), "state dict, state.*.step: missing");
+        assert_eq!(read("weight", one()), "state dict, weight: unknown");
+        let negative = "state dict, state.0.step: a step count is not negative";
+        assert_eq!(read("state.0.step", Entry::Step(-1)), negative);
+        let dtype = "state dict, state.0.m: expected F32, got I64";
+        assert_eq!(read("state.0.m", Entry::Step(1)), dtype);
+        let bare = safetensors::serialize([("state.0.step", Entry::Step(1))], None).unwrap();
+        let error = StateDict::from_safetensors(&bare).unwrap_err().to_string();
+        assert_eq!(error, "state dict, fused_optim: missing");
+    }
 }

@@ -1,0 +1,125 @@
+//! The scalar loops compiled for AVX2 and AVX-512, and f16 conversion by F16C.
+//!
+//! [`Isa`] computes nothing: [`Kernel::run`] is inlined into a function with wider registers
+//! enabled, and the compiler vectorises it. Rust never contracts `a * b + c` into one rounding, so
+//! the bits are those of the scalar loop. [`F16c`] converts as the `half` crate's own code does, bit
+//! for bit.
+//!
+//! Invariant: an [`Isa`] or [`F16c`] exists only if this processor has the instructions it stands
+//! for; their constructors ask.
+
+#![expect(unsafe_code, reason = "instructions detected at run time; unaligned loads and stores")]
+
+use std::arch::x86_64::{
+    _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128, _mm_storeu_si128, _mm256_cvtph_ps, _mm256_cvtps_ph,
+    _mm256_loadu_ps, _mm256_storeu_ps,
+};
+
+use half::f16;
+use half::slice::HalfFloatSliceExt;
+
+use super::Kernel;
+
+/// Proof that wider instructions than the build's may be used.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Isa(Width);
+
+#[derive(Clone, Copy, Debug)]
+enum Width {
+    Avx2,
+    Avx512,
+}
+
+impl Isa {
+    /// The widest of this processor; the answer is cached by `std`.
+    pub(super) fn detect() -> Option<Self> {
+        Self::avx512().or_else(Self::avx2)
+    }
+
+    /// All of this processor's.
+    #[cfg(test)]
+    pub(super) fn all() -> impl Iterator<Item = Self> {
+        [Self::avx2(), Self::avx512()].into_iter().flatten()
+    }
+
+    fn avx2() -> Option<Self> {
+        is_x86_feature_detected!("avx2").then_some(Self(Width::Avx2))
+    }
+
+    fn avx512() -> Option<Self> {
+        let found = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vl");
+        found.then_some(Self(Width::Avx512))
+    }
+
+    /// Runs a loop with these instructions.
+    pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        match self.0 {
+            // SAFETY: `Self::avx2` made this value, so the processor has AVX2.
+            Width::Avx2 => unsafe { with_avx2(kernel) },
+            // SAFETY: `Self::avx512` made this value, so the processor has AVX-512 F, BW and VL.
+            Width::Avx512 => unsafe { with_avx512(kernel) },
+        }
+    }
+}
+
+#[target_feature(enable = "avx2")]
+fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run()
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+fn with_avx512<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run()
+}
+
+/// Proof that this processor converts f16 in hardware: eight at a time, rounded to nearest even,
+/// subnormals kept, NaNs made quiet.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct F16c(());
+
+impl F16c {
+    pub(super) fn detect() -> Option<Self> {
+        let found = is_x86_feature_detected!("avx") && is_x86_feature_detected!("f16c");
+        found.then_some(Self(()))
+    }
+
+    /// Converts the leading eights of two slices of one length; returns how many elements.
+    pub(super) fn widen(self, input: &[f16], output: &mut [f32]) -> usize {
+        // SAFETY: `Self::detect` made this value, so the processor has AVX and F16C.
+        unsafe { widen(input.reinterpret_cast(), output) }
+    }
+
+    /// Converts the leading eights of two slices of one length; returns how many elements.
+    pub(super) fn narrow(self, input: &[f32], output: &mut [f16]) -> usize {
+        // SAFETY: `Self::detect` made this value, so the processor has AVX and F16C.
+        unsafe { narrow(input, output.reinterpret_cast_mut()) }
+    }
+}
+
+#[target_feature(enable = "avx,f16c")]
+fn widen(input: &[u16], output: &mut [f32]) -> usize {
+    let (input, output) = (input.as_chunks::<8>().0, output.as_chunks_mut::<8>().0);
+    for (x, y) in input.iter().zip(&mut *output) {
+        // SAFETY: reads 16 bytes, the array's; the load needs no alignment.
+        let halves = unsafe { _mm_loadu_si128(x.as_ptr().cast()) };
+        let wide = _mm256_cvtph_ps(halves);
+        // SAFETY: writes 32 bytes, the array's; the store needs no alignment.
+        unsafe { _mm256_storeu_ps(y.as_mut_ptr(), wide) };
+    }
+    8 * output.len()
+}
+
+#[target_feature(enable = "avx,f16c")]
+fn narrow(input: &[f32], output: &mut [u16]) -> usize {
+    let (input, output) = (input.as_chunks::<8>().0, output.as_chunks_mut::<8>().0);
+    for (x, y) in input.iter().zip(&mut *output) {
+        // SAFETY: reads 32 bytes, the array's; the load needs no alignment.
+        let wide = unsafe { _mm256_loadu_ps(x.as_ptr()) };
+        let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(wide);
+        // SAFETY: writes 16 bytes, the array's; the store needs no alignment.
+        unsafe { _mm_storeu_si128(y.as_mut_ptr().cast(), halves) };
+    }
+    8 * output.len()
+}

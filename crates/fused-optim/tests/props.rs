@@ -1,0 +1,353 @@
+//! What holds for every rule, every mix of types and any input: how tensors are cut never changes
+//! a bit, a skipped or refused step never changes a byte, and saving changes nothing that follows.
+
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
+
+use fused_optim::{
+    AdamW, AdamWHyper, Applied, DType, Error, FoundInf, Optimizer, ParamGroup, ParamMut, Sgd,
+    SgdHyper, Slice, SliceMut, StateDict, StepCtl,
+};
+use half::{bf16, f16};
+use proptest::prelude::*;
+
+/// A tensor that owns its elements.
+#[derive(Clone, Debug)]
+enum Owned {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
+}
+
+impl Owned {
+    fn new(dtype: DType, values: &[f32]) -> Self {
+        let values = values.iter().copied();
+        match dtype {
+            DType::F32 => Self::F32(values.collect()),
+            DType::F16 => Self::F16(values.map(f16::from_f32).collect()),
+            DType::Bf16 => Self::Bf16(values.map(bf16::from_f32).collect()),
+        }
+    }
+
+    fn part(&self, range: std::ops::Range<usize>) -> Slice<'_> {
+        match self {
+            Self::F32(values) => Slice::F32(&values[range]),
+            Self::F16(values) => Slice::F16(&values[range]),
+            Self::Bf16(values) => Slice::Bf16(&values[range]),
+        }
+    }
+
+    fn all(&self) -> Slice<'_> {
+        self.part(0..self.bits().len())
+    }
+
+    fn all_mut(&mut self) -> SliceMut<'_> {
+        match self {
+            Self::F32(values) => SliceMut::F32(values),
+            Self::F16(values) => SliceMut::F16(values),
+            Self::Bf16(values) => SliceMut::Bf16(values),
+        }
+    }
+
+    /// Cuts it after each of `lengths`.
+    fn pieces(&mut self, lengths: &[usize]) -> Vec<SliceMut<'_>> {
+        fn cut<'a, T>(mut rest: &'a mut [T], lengths: &[usize]) -> Vec<&'a mut [T]> {
+            let mut pieces = Vec::new();
+            for &length in lengths {
+                let (piece, tail) = rest.split_at_mut(length);
+                pieces.push(piece);
+                rest = tail;
+            }
+            pieces
+        }
+        match self {
+            Self::F32(all) => cut(all, lengths).into_iter().map(SliceMut::F32).collect(),
+            Self::F16(all) => cut(all, lengths).into_iter().map(SliceMut::F16).collect(),
+            Self::Bf16(all) => cut(all, lengths).into_iter().map(SliceMut::Bf16).collect(),
+        }
+    }
+
+    fn bits(&self) -> Vec<u32> {
+        match self {
+            Self::F32(values) => values.iter().map(|x| x.to_bits()).collect(),
+            Self::F16(values) => values.iter().map(|x| x.to_bits().into()).collect(),
+            Self::Bf16(values) => values.iter().map(|x| x.to_bits().into()).collect(),
+        }
+    }
+}
+
+/// One of each form of each rule, over tensors `0..count`.
+fn optimizers(count: usize) -> Vec<Box<dyn Optimizer>> {
+    let sgd = SgdHyper { lr: 0.1, weight_decay: 0.01, ..Default::default() };
+    let momentum = SgdHyper { momentum: 0.9, dampening: 0.1, ..sgd };
+    let nesterov = SgdHyper { momentum: 0.9, nesterov: true, maximize: true, ..sgd };
+    let adamw = AdamWHyper { lr: 0.1, ..Default::default() };
+    let amsgrad = AdamWHyper { amsgrad: true, maximize: true, ..adamw };
+    let mut all: Vec<Box<dyn Optimizer>> = Vec::new();
+    for hyper in [sgd, momentum, nesterov] {
+        all.push(Box::new(Sgd::with_one_group(hyper, count).unwrap()));
+    }
+    for hyper in [adamw, amsgrad] {
+        all.push(Box::new(AdamW::with_one_group(hyper, count).unwrap()));
+    }
+    all
+}
+
+fn step(
+    optimizer: &mut dyn Optimizer,
+    weights: &mut [Owned],
+    grads: &[Option<Owned>],
+    ctl: StepCtl,
+) -> fused_optim::Result<Applied> {
+    let mut params: Vec<_> = (weights.iter_mut().zip(grads))
+        .map(|(weight, grad)| ParamMut::new(weight.all_mut(), grad.as_ref().map(Owned::all)))
+        .collect();
+    optimizer.step(&mut params, &ctl)
+}
+
+fn bits(weights: &[Owned]) -> Vec<Vec<u32>> {
+    weights.iter().map(Owned::bits).collect()
+}
+
+const SCALED: StepCtl = StepCtl { grad_scale: 0.125, found_inf: FoundInf::Known(false) };
+const CHECK: StepCtl = StepCtl { grad_scale: 0.125, found_inf: FoundInf::Check };
+
+fn dtype() -> impl Strategy<Value = DType> {
+    prop_oneof![Just(DType::F32), Just(DType::F16), Just(DType::Bf16)]
+}
+
+fn values(count: usize) -> impl Strategy<Value = Vec<f32>> {
+    prop::collection::vec(-4.0_f32..4.0, count)
+}
+
+/// Types of weight and gradient, lengths to cut at, weights, three gradients.
+fn run() -> impl Strategy<Value = (DType, DType, Vec<usize>, Vec<f32>, Vec<Vec<f32>>)> {
+    let lengths = prop::collection::vec(prop_oneof![0..40_usize, 1020..1030_usize], 1..5);
+    (dtype(), dtype(), lengths).prop_flat_map(|(weight, grad, lengths)| {
+        let count = lengths.iter().sum();
+        let grads = prop::collection::vec(values(count), 3);
+        (Just(weight), Just(grad), Just(lengths), values(count), grads)
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn cutting_a_tensor_never_changes_a_bit((weight, grad, lengths, start, grads) in run()) {
+        for (mut whole, mut cut) in optimizers(1).into_iter().zip(optimizers(lengths.len())) {
+            let mut whole_weight = [Owned::new(weight, &start)];
+            let mut cut_weight = Owned::new(weight, &start);
+            for values in &grads {
+                let grad = Owned::new(grad, values);
+                let some = [Some(grad.clone())];
+                let _ = step(&mut *whole, &mut whole_weight, &some, SCALED).unwrap();
+                let mut at = 0;
+                let mut params: Vec<_> = (cut_weight.pieces(&lengths).into_iter())
+                    .map(|piece| {
+                        at += piece.len();
+                        let grad = grad.part(at - piece.len()..at);
+                        ParamMut { weight: piece, grad: Some(grad) }
+                    })
+                    .collect();
+                let _ = cut.step(&mut params, &SCALED).unwrap();
+            }
+            prop_assert_eq!(whole_weight[0].bits(), cut_weight.bits());
+            // The state, put together again, is the same too.
+            let (whole, cut) = (whole.state_dict(), cut.state_dict());
+            for (name, all) in &whole.state[&0].tensors {
+                let joined = cut.state.values().flat_map(|state| state.tensors[name].clone());
+                prop_assert_eq!(all, &joined.collect::<Vec<f32>>());
+            }
+        }
+    }
+
+    #[test]
+    fn a_skipped_step_changes_no_byte(
+        (weight, grad, lengths, start, grads) in run(),
+        bad in prop_oneof![Just(f32::INFINITY), Just(f32::NEG_INFINITY), Just(f32::NAN)],
+        at in any::<prop::sample::Index>(),
+    ) {
+        prop_assume!(!start.is_empty());
+        let _ = lengths;
+        for mut optimizer in optimizers(2) {
+            let mut weights = [Owned::new(weight, &start), Owned::new(weight, &start)];
+            let finite = Some(Owned::new(grad, &grads[0]));
+            let _ = step(&mut *optimizer, &mut weights, &[finite.clone(), None], CHECK).unwrap();
+            let before = (bits(&weights), optimizer.state_dict());
+
+            let mut values = grads[1].clone();
+            values[at.index(start.len())] = bad;
+            let broken = [finite.clone(), Some(Owned::new(grad, &values))];
+            let skipped = step(&mut *optimizer, &mut weights, &broken, CHECK).unwrap();
+            prop_assert_eq!(skipped, Applied::SkippedNonFinite);
+            let known = StepCtl { found_inf: FoundInf::Known(true), ..SCALED };
+            let skipped = step(&mut *optimizer, &mut weights, &[finite, None], known).unwrap();
+            prop_assert_eq!(skipped, Applied::SkippedNonFinite);
+            prop_assert_eq!(&before, &(bits(&weights), optimizer.state_dict()));
+        }
+    }
+
+    #[test]
+    fn going_on_after_a_load_gives_the_same_bits(
+        (weight, grad, _, start, grads) in run(),
+        stop in 0..4_usize,
+        late in any::<bool>(),
+    ) {
+        for (mut first, mut second) in optimizers(2).into_iter().zip(optimizers(2)) {
+            let mut weights = [Owned::new(weight, &start), Owned::new(weight, &start)];
+            let grad = |values: &[f32]| Some(Owned::new(grad, values));
+            let both = |values: &Vec<f32>, i| [grad(values), (i > 0 || !late).then(|| grad(values)).flatten()];
+            for (i, values) in grads.iter().enumerate().take(stop) {
+                let _ = step(&mut *first, &mut weights, &both(values, i), SCALED).unwrap();
+                first.set_lr(0, 0.1 / (i + 3) as f64).unwrap();
+            }
+            let bytes = first.state_dict().to_safetensors().unwrap();
+            second.load_state_dict(&StateDict::from_safetensors(&bytes).unwrap()).unwrap();
+            prop_assert_eq!(second.lr(0).unwrap().to_bits(), first.lr(0).unwrap().to_bits());
+            let mut others = weights.clone();
+            for (i, values) in grads.iter().enumerate().skip(stop) {
+                let _ = step(&mut *first, &mut weights, &both(values, i), SCALED).unwrap();
+                let _ = step(&mut *second, &mut others, &both(values, i), SCALED).unwrap();
+            }
+            prop_assert_eq!(bits(&weights), bits(&others));
+            prop_assert_eq!(first.state_dict(), second.state_dict());
+        }
+    }
+
+    #[test]
+    fn a_half_weight_is_its_rounded_master((weight, grad, _, start, grads) in run()) {
+        // The master's way is that of an f32 weight starting at the same value.
+        let narrow = Owned::new(weight, &start);
+        let widened = match &narrow {
+            Owned::F32(values) => values.clone(),
+            Owned::F16(values) => values.iter().map(|x| x.to_f32()).collect(),
+            Owned::Bf16(values) => values.iter().map(|x| x.to_f32()).collect(),
+        };
+        for (mut half, mut full) in optimizers(1).into_iter().zip(optimizers(1)) {
+            let (mut half_weight, mut full_weight) = ([narrow.clone()], [Owned::F32(widened.clone())]);
+            for values in &grads {
+                let grad = [Some(Owned::new(grad, values))];
+                let _ = step(&mut *half, &mut half_weight, &grad, SCALED).unwrap();
+                let _ = step(&mut *full, &mut full_weight, &grad, SCALED).unwrap();
+                let Owned::F32(master) = &full_weight[0] else { unreachable!() };
+                prop_assert_eq!(half_weight[0].bits(), Owned::new(weight, master).bits());
+                if weight != DType::F32 {
+                    prop_assert_eq!(&half.state_dict().state[&0].tensors["master"], master);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_refused_step_changes_no_byte() {
+    for mut optimizer in optimizers(2) {
+        let grad = |count| Some(Owned::new(DType::F32, &vec![1.0; count]));
+        let mut weights = [Owned::new(DType::F16, &[1.0; 3]), Owned::new(DType::F32, &[1.0; 5])];
+        let _ = step(&mut *optimizer, &mut weights, &[grad(3), grad(5)], SCALED).unwrap();
+        let before = (bits(&weights), optimizer.state_dict());
+
+        let short = step(&mut *optimizer, &mut weights, &[grad(3), grad(4)], SCALED).unwrap_err();
+        assert_eq!(short.to_string(), "parameter 1: the weight has 5 elements, its gradient 4");
+        let missing = step(&mut *optimizer, &mut weights[..1], &[grad(3)], SCALED).unwrap_err();
+        let text = "a group names parameter 1, but the step was given 1";
+        assert_eq!(missing.to_string(), text);
+        for grad_scale in [-1.0, f32::NAN, f32::INFINITY] {
+            let ctl = StepCtl { grad_scale, ..SCALED };
+            let error = step(&mut *optimizer, &mut weights, &[grad(3), grad(5)], ctl).unwrap_err();
+            assert!(matches!(error, Error::InvalidGradScale { .. }));
+        }
+        let mut full = [Owned::new(DType::F32, &[1.0; 3]), weights[1].clone()];
+        let error = step(&mut *optimizer, &mut full, &[grad(3), grad(5)], SCALED).unwrap_err();
+        assert_eq!(error.to_string(), "parameter 0: the weight is f32, but its state has a master");
+        assert_eq!(bits(&full[..1]), [[1.0_f32.to_bits(); 3]]);
+        let mut long = [Owned::new(DType::F16, &[1.0; 4]), weights[1].clone()];
+        let error = step(&mut *optimizer, &mut long, &[grad(4), grad(5)], SCALED).unwrap_err();
+        assert_eq!(error.to_string(), "parameter 0: the weight has 4 elements, its state 3");
+        assert_eq!(before, (bits(&weights), optimizer.state_dict()));
+    }
+}
+
+#[test]
+fn groups_come_later_and_tensors_are_in_one_only() {
+    let mut adamw = AdamW::new([]).unwrap();
+    let hyper = AdamWHyper { lr: 0.5, weight_decay: 0.0, ..Default::default() };
+    let mut weights = [Owned::new(DType::F32, &[1.0]), Owned::new(DType::F32, &[1.0])];
+    let grads = [Some(weights[0].clone()), Some(weights[1].clone())];
+    let _ = step(&mut adamw, &mut weights, &grads, SCALED).unwrap();
+    assert_eq!(bits(&weights), [[1.0_f32.to_bits()]; 2], "in no group: not touched");
+
+    adamw.add_param_group(ParamGroup::new(hyper, [1])).unwrap();
+    let _ = step(&mut adamw, &mut weights, &grads, SCALED).unwrap();
+    adamw.add_param_group(ParamGroup::new(hyper, [0])).unwrap();
+    let _ = step(&mut adamw, &mut weights, &grads, SCALED).unwrap();
+    let dict = adamw.state_dict();
+    assert_eq!((dict.state[&0].step, dict.state[&1].step), (1, 2));
+
+    for params in [vec![1], vec![2, 2]] {
+        let error = adamw.add_param_group(ParamGroup::new(hyper, params)).unwrap_err();
+        assert!(matches!(error, Error::DuplicateParam { .. }));
+    }
+    assert_eq!(adamw.group_count(), 2);
+}
+
+#[test]
+fn a_wrong_state_dict_is_refused_by_name() {
+    let mut adamw = AdamW::with_one_group(AdamWHyper::default(), 2).unwrap();
+    let mut weights = [Owned::new(DType::F32, &[1.0; 3]), Owned::new(DType::F32, &[])];
+    let grads = [Some(weights[0].clone()), None];
+    let _ = step(&mut adamw, &mut weights, &grads, SCALED).unwrap();
+    let before = adamw.state_dict();
+
+    type Spoil = fn(&mut StateDict);
+    let cases: [(Spoil, &str); 10] = [
+        (|d| d.kind = "sgd".into(), r#"the state dict is of "sgd", this optimizer is "adamw""#),
+        (|d| drop(tensors(d).remove("exp_avg_sq")), "state dict, state.0.exp_avg_sq: missing"),
+        (
+            |d| drop(tensors(d).insert("exp_agv".into(), vec![0.0; 3])),
+            "state dict, state.0.exp_agv: unknown",
+        ),
+        (
+            |d| tensors(d).get_mut("exp_avg").unwrap().push(0.0),
+            "state dict, state.0.exp_avg: expected 3 elements, got 4",
+        ),
+        (
+            |d| tensors(d).get_mut("exp_avg_sq").unwrap()[2] = f32::NAN,
+            "state dict, state.0.exp_avg_sq: not finite at element 2",
+        ),
+        (
+            |d| d.state.get_mut(&0).unwrap().step = 0,
+            "state dict, state.0.step: 0 is not a step count",
+        ),
+        (|d| drop(d.state.insert(2, d.state[&0].clone())), "state dict, state.2: unknown"),
+        (|d| d.param_groups = "[]".into(), "state dict, param_groups: expected 1 groups, got 0"),
+        (
+            |d| d.param_groups = d.param_groups.replace("[0,1]", "[1,0]"),
+            "state dict, param_groups[0]: params are not [0, 1]",
+        ),
+        (
+            |d| d.param_groups = d.param_groups.replace("0.001", "-0.001"),
+            "state dict, param_groups[0]: invalid learning rate: -0.001",
+        ),
+    ];
+    for (spoil, text) in cases {
+        let mut dict = before.clone();
+        spoil(&mut dict);
+        assert_ne!(dict, before, "{text}");
+        assert_eq!(adamw.load_state_dict(&dict).unwrap_err().to_string(), text);
+        assert_eq!(adamw.state_dict(), before);
+    }
+    for (from, to, named) in [
+        ("eps", "epsilon", "unknown field `epsilon`"),
+        (r#""lr":0.001,"#, "", "missing field `lr`"),
+    ] {
+        let mut dict = before.clone();
+        dict.param_groups = dict.param_groups.replace(from, to);
+        let text = adamw.load_state_dict(&dict).unwrap_err().to_string();
+        assert!(text.contains(named), "{text}");
+    }
+}
+
+fn tensors(dict: &mut StateDict) -> &mut std::collections::BTreeMap<String, Vec<f32>> {
+    &mut dict.state.get_mut(&0).unwrap().tensors
+}

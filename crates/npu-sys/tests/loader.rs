@@ -1,0 +1,141 @@
+//! Every way loading and probing can end, against small libraries with AscendCL's C interface that
+//! the test compiles itself. They show how this crate behaves, not how CANN does.
+
+#![expect(unsafe_code, reason = "opens libraries the test made")]
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use npu_sys::sys::Acl;
+use npu_sys::{Attempt, Devices, Error, LoadError, Version, probe_with};
+use tempfile::TempDir;
+
+/// The functions of a working library, one per line.
+const WORKING: [&str; 5] = [
+    "int aclInit(const char *config) { return config == 0 ? 0 : 100000; }",
+    "int aclFinalize(void) { return 0; }",
+    "int aclrtGetDeviceCount(unsigned *count) { *count = 8; return 0; }",
+    "const char *aclrtGetSocName(void) { return \"Ascend910B2\"; }",
+    "int aclrtGetVersion(int *a, int *b, int *c) { *a = 1; *b = 14; *c = 2; return 0; }",
+];
+
+/// Compiles a library of these functions with the system's C compiler.
+fn library(folder: &TempDir, name: &str, functions: &[&str]) -> PathBuf {
+    let source = folder.path().join(format!("{name}.c"));
+    fs::write(&source, functions.join("\n")).unwrap();
+    let path = folder.path().join(format!("lib{name}.so"));
+    let mut cc = Command::new("cc");
+    cc.args(["-shared", "-fPIC", "-o"]).arg(&path).arg(&source);
+    let output = cc.output().unwrap_or_else(|error| {
+        panic!("these tests compile small C libraries and need `cc` in PATH: {error}")
+    });
+    assert!(output.status.success(), "cc: {}", String::from_utf8_lossy(&output.stderr));
+    path
+}
+
+/// [`WORKING`] with one function replaced, or removed.
+fn with(symbol: &str, replacement: Option<&'static str>) -> Vec<&'static str> {
+    let others = WORKING.into_iter().filter(|function| !function.contains(symbol));
+    others.chain(replacement).collect()
+}
+
+fn open(paths: &[PathBuf]) -> Result<Acl, LoadError> {
+    // SAFETY: the paths lead nowhere, to text, or to libraries made above with this interface.
+    unsafe { Acl::open(paths) }
+}
+
+fn probe(name: &str, functions: &[&str]) -> npu_sys::Result<Devices> {
+    let folder = TempDir::new().unwrap();
+    probe_with(&open(&[library(&folder, name, functions)])?)
+}
+
+#[test]
+fn a_missing_library_names_every_path_and_what_to_install() {
+    let folder = TempDir::new().unwrap();
+    let text = folder.path().join("libascendcl.so");
+    fs::write(&text, "not a library").unwrap();
+    let missing = PathBuf::from("/nonexistent/lib64/libascendcl.so");
+    let error = open(&[missing.clone(), text.clone()]).unwrap_err();
+    let LoadError::NotFound { library, tried } = &error else { panic!("{error}") };
+    assert_eq!(library, "libascendcl.so");
+    assert_eq!(tried.iter().map(|a| &a.path).collect::<Vec<_>>(), [&missing, &text]);
+    assert!(tried.iter().all(|Attempt { reason, .. }| !reason.is_empty()));
+    let message = error.to_string();
+    for part in ["/nonexistent/lib64", "No such file", "CANN toolkit", "ASCEND_HOME_PATH"] {
+        assert!(message.contains(part), "{part}: {message}");
+    }
+    assert!(matches!(open(&[]), Err(LoadError::NotFound { tried, .. }) if tried.is_empty()));
+}
+
+#[test]
+fn a_path_with_nul_is_an_error() {
+    let error = open(&[Path::new("lib\0.so").to_owned()]).unwrap_err();
+    assert!(error.to_string().contains("the path contains a NUL"), "{error}");
+}
+
+#[test]
+fn a_missing_symbol_is_named() {
+    for symbol in
+        ["aclInit", "aclFinalize", "aclrtGetDeviceCount", "aclrtGetSocName", "aclrtGetVersion"]
+    {
+        let error = probe(&format!("no_{symbol}"), &with(symbol, None)).unwrap_err();
+        let Error::Load(LoadError::MissingSymbol { symbol: named, library }) = &error else {
+            panic!("{error}")
+        };
+        assert_eq!(*named, symbol);
+        assert!(library.to_string_lossy().contains("no_acl"));
+        assert!(error.to_string().contains(symbol));
+    }
+}
+
+#[test]
+fn success() {
+    let version = Version { major: 1, minor: 14, patch: 2 };
+    let expected = Devices { count: 8, soc: Some("Ascend910B2".into()), version };
+    let found = probe("working", &WORKING).unwrap();
+    assert_eq!(found, expected);
+    assert_eq!(found.to_string(), "8 x Ascend910B2, AscendCL 1.14.2");
+}
+
+#[test]
+fn the_first_library_that_opens_is_taken() {
+    let folder = TempDir::new().unwrap();
+    let working = library(&folder, "second", &WORKING);
+    let acl = open(&[folder.path().join("libfirst.so"), working]).unwrap();
+    assert_eq!(probe_with(&acl).unwrap().count, 8);
+    // SAFETY: nothing of this library is used afterwards.
+    unsafe { npu_sys::finalize(&acl) }.unwrap();
+}
+
+#[test]
+fn an_initialised_library_and_a_nameless_chip_are_fine() {
+    let again = with("aclInit", Some("int aclInit(const char *c) { return 100002; }"));
+    assert_eq!(probe("again", &again).unwrap().count, 8);
+    let nameless = with("aclrtGetSocName", Some("const char *aclrtGetSocName(void) { return 0; }"));
+    let found = probe("nameless", &nameless).unwrap();
+    assert_eq!(found.to_string(), "8 x unnamed NPU, AscendCL 1.14.2");
+}
+
+#[test]
+fn error_codes_are_named() {
+    let count = "int aclrtGetDeviceCount(unsigned *count) { return 507899; }";
+    let error = probe("count", &with("aclrtGetDeviceCount", Some(count))).unwrap_err();
+    let text = "aclrtGetDeviceCount failed: ACL_ERROR_RT_DRV_INTERNAL_ERROR (507899)";
+    assert_eq!(error.to_string(), text);
+    let init = "int aclInit(const char *c) { return -7; }";
+    let error = probe("init", &with("aclInit", Some(init))).unwrap_err();
+    assert_eq!(error.to_string(), "aclInit failed: aclError -7");
+    let version = "int aclrtGetVersion(int *a, int *b, int *c) { return 107000; }";
+    let error = probe("version", &with("aclrtGetVersion", Some(version))).unwrap_err();
+    let Error::Status { function, status } = error else { panic!("{error}") };
+    assert_eq!((function, status.code()), ("aclrtGetVersion", 107_000));
+}
+
+#[test]
+fn the_global_answer_never_changes() {
+    // With or without CANN: no panic, and the same at every call.
+    let text = || npu_sys::probe().map(|found| found.to_string()).map_err(|e| e.to_string());
+    assert_eq!(text(), text());
+}

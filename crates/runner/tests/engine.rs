@@ -2,6 +2,7 @@
 //! order, in place updates, half precision, errors.
 
 #![cfg(feature = "candle")]
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
 
@@ -345,6 +346,7 @@ struct Wrong {
     weight: Tensor,
     unused: Tensor,
     how: &'static str,
+    vb: VarBuilder<'static>,
 }
 
 impl CandleModel for Wrong {
@@ -353,6 +355,7 @@ impl CandleModel for Wrong {
         Ok(Loss::new(match self.how {
             "vector" => self.weight.clone(),
             "constant" => Tensor::new(1f32, &Device::Cpu)?,
+            "late" => self.vb.get((), "late")?,
             "cut" => (loss + self.unused.detach().sum_all()?)?,
             _ => batch.get("absent")?.clone(),
         }))
@@ -367,7 +370,7 @@ fn wrong(how: &'static str) -> CandleEngine {
     CandleEngine::new(CandleOptions::default(), |vb| {
         let weight = vb.get((1, 2), "weight")?;
         assert!(vb.get((2, 1), "weight").is_err(), "one name, two shapes");
-        Ok(Wrong { weight, unused: vb.get(3, "unused")?, how })
+        Ok(Wrong { weight, unused: vb.get(3, "unused")?, how, vb })
     })
     .unwrap()
 }
@@ -378,6 +381,7 @@ fn a_wrong_model_is_an_error_that_says_why() {
     for (how, says) in [
         ("vector", "one f32"),
         ("constant", "depends on the parameters"),
+        ("late", "`late` is new"),
         ("absent", "no field `absent`; it has [\"x\"]"),
     ] {
         let error = wrong(how).forward_backward(&batch, 1.0, &keep().1).unwrap_err().to_string();

@@ -1,6 +1,7 @@
 //! Learning, end to end: the candle engine trains a small residual network on the digits.
 
 #![cfg(feature = "candle")]
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
 

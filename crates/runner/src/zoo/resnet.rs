@@ -72,7 +72,7 @@ impl ResNet {
     ///
     /// Those of the builder; options without a stage, or with an even stem kernel.
     pub fn new(options: &ResNetOptions, vb: VarBuilder<'_>) -> Result<Self> {
-        if options.blocks.is_empty() || options.stem_kernel % 2 == 0 {
+        if options.blocks.is_empty() || options.stem_kernel.is_multiple_of(2) {
             bail!("a ResNet has at least one stage and an odd stem kernel: {options:?}");
         }
         let stem = Conv2dOptions {

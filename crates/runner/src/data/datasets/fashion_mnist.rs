@@ -36,7 +36,7 @@ impl FashionMnist {
     /// [`Error::Data`] if a file is absent (the text says how to get it), damaged, or not what
     /// its name says.
     pub fn new(split: Split, root: Option<&Path>) -> Result<Self> {
-        let root = root.unwrap_or(Path::new(Self::ROOT));
+        let root = root.unwrap_or_else(|| Path::new(Self::ROOT));
         let part = match split {
             Split::Train => "train",
             Split::Test => "t10k",

@@ -1,4 +1,4 @@
-//! Layers over [`ops`](super::ops), with PyTorch's parameter names and PyTorch's initial values.
+//! Layers over [`ops`], with PyTorch's parameter names and PyTorch's initial values.
 //!
 //! They are built from a [`VarBuilder`] like candle-nn's and mix with them. `weight` and `bias`
 //! have the builder's dtype, except in norm layers, which ask for `f32` so that half precision

@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
 
 use super::gemm::{Mat, gemm};
 use super::host;
@@ -154,8 +154,7 @@ impl Conv2d {
             &host::floats_of(&dy_storage, dy_layout)?,
             x.track_op(),
         );
-        let dtype: DType = x.dtype();
-        let dx = gradients.x.map(|dx| host::tensor(dx, x.shape(), dtype)).transpose()?;
+        let dx = gradients.x.map(|dx| host::tensor(dx, x.shape(), x.dtype())).transpose()?;
         let dw = host::tensor(gradients.weight, weight.shape(), weight.dtype())?;
         Ok((dx, dw, gradients.bias))
     }

@@ -6,17 +6,16 @@
 
 use std::borrow::Cow;
 
+use amp::CastTo;
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
-use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
 
 /// The elements of a contiguous tensor as `f32`.
 pub(super) fn floats<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<Cow<'a, [f32]>> {
     let range = contiguous(layout)?;
     Ok(match storage {
         CpuStorage::F32(v) => Cow::Borrowed(&v[range]),
-        CpuStorage::F16(v) => Cow::Owned(v[range].to_f32_vec()),
-        CpuStorage::BF16(v) => Cow::Owned(v[range].to_f32_vec()),
+        CpuStorage::F16(v) => Cow::Owned(cast(&v[range])),
+        CpuStorage::BF16(v) => Cow::Owned(cast(&v[range])),
         other => bail!("expected f32, f16 or bf16, got {:?}", dtype_of(other)),
     })
 }
@@ -41,8 +40,8 @@ pub(super) fn indices<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'
 pub(super) fn rounded(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
     Ok(match dtype {
         DType::F32 => CpuStorage::F32(values),
-        DType::F16 => CpuStorage::F16(Vec::<f16>::from_f32_slice(&values)),
-        DType::BF16 => CpuStorage::BF16(Vec::<bf16>::from_f32_slice(&values)),
+        DType::F16 => CpuStorage::F16(cast(&values)),
+        DType::BF16 => CpuStorage::BF16(cast(&values)),
         other => bail!("expected f32, f16 or bf16, got {other:?}"),
     })
 }
@@ -78,21 +77,8 @@ fn contiguous(layout: &Layout) -> Result<std::ops::Range<usize>> {
     }
 }
 
-/// `Vec` of halves from a slice of `f32`, through `half`'s vectorised conversion.
-trait FromF32Slice {
-    fn from_f32_slice(values: &[f32]) -> Self;
+fn cast<S: CastTo<D>, D: Copy + Default>(values: &[S]) -> Vec<D> {
+    let mut out = vec![D::default(); values.len()];
+    amp::cast(values, &mut out).expect("the output has the input's length");
+    out
 }
-
-macro_rules! from_f32_slice {
-    ($half:ty) => {
-        impl FromF32Slice for Vec<$half> {
-            fn from_f32_slice(values: &[f32]) -> Self {
-                let mut halves = vec![<$half>::ZERO; values.len()];
-                halves.convert_from_f32_slice(values);
-                halves
-            }
-        }
-    };
-}
-from_f32_slice!(f16);
-from_f32_slice!(bf16);

@@ -4,8 +4,6 @@
 //! whole activation, forward and backward. Here forward reads the input three times and writes
 //! once, backward reads twice and writes once.
 
-use std::sync::{Arc, OnceLock};
-
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
 
 use super::host;
@@ -47,10 +45,17 @@ pub fn batch_norm(
     beta: &Tensor,
     options: BatchNormOptions,
 ) -> Result<(Tensor, Statistics)> {
-    let statistics = Arc::new(OnceLock::new());
-    let op = BatchNorm { options, statistics: Arc::clone(&statistics), of_batch: true };
-    let y = x.contiguous()?.apply_op3(&gamma.contiguous()?, &beta.contiguous()?, op)?;
-    let statistics = statistics.get().expect("forward has computed them").clone();
+    let x = x.contiguous()?;
+    let statistics = {
+        let planes = Planes::new(x.shape())?;
+        if planes.values() < 2 {
+            bail!("batch_norm: one value per channel has no variance to train with");
+        }
+        let (storage, layout) = x.storage_and_layout();
+        measure(&planes, &host::floats_of(&storage, layout)?)
+    };
+    let op = BatchNorm { options, statistics: statistics.clone(), of_batch: true };
+    let y = x.apply_op3(&gamma.contiguous()?, &beta.contiguous()?, op)?;
     Ok((y, statistics))
 }
 
@@ -66,15 +71,14 @@ pub fn batch_norm_with(
     statistics: Statistics,
     options: BatchNormOptions,
 ) -> Result<Tensor> {
-    let statistics = Arc::new(OnceLock::from(statistics));
     let op = BatchNorm { options, statistics, of_batch: false };
     x.contiguous()?.apply_op3(&gamma.contiguous()?, &beta.contiguous()?, op)
 }
 
 struct BatchNorm {
     options: BatchNormOptions,
-    /// Set beforehand, or by forward if `of_batch`.
-    statistics: Arc<OnceLock<Statistics>>,
+    statistics: Statistics,
+    /// Whether they are those of `x`, so that backward goes through them.
     of_batch: bool,
 }
 
@@ -97,10 +101,7 @@ impl CustomOp3 for BatchNorm {
         let x = host::floats(x, x_layout)?;
         let gamma = host::floats(gamma, gamma_layout)?;
         let beta = host::floats(beta, beta_layout)?;
-        if self.of_batch && planes.values() < 2 {
-            bail!("batch_norm: one value per channel has no variance to train with");
-        }
-        let statistics = self.statistics.get_or_init(|| measure(&planes, &x));
+        let statistics = &self.statistics;
         let channels = [gamma.len(), beta.len(), statistics.mean.len(), statistics.var.len()];
         if channels != [planes.channels; 4] {
             bail!("batch_norm: {} channels, parameters of {channels:?}", planes.channels);
@@ -117,7 +118,6 @@ impl CustomOp3 for BatchNorm {
         y: &Tensor,
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let statistics = self.statistics.get().expect("forward came first");
         let dy = dy.contiguous()?;
         let (x_storage, x_layout) = x.storage_and_layout();
         let (gamma_storage, gamma_layout) = gamma.storage_and_layout();
@@ -136,7 +136,7 @@ impl CustomOp3 for BatchNorm {
             &host::floats_of(&x_storage, x_layout)?,
             &host::floats_of(&gamma_storage, gamma_layout)?,
             &dy,
-            statistics,
+            &self.statistics,
             self.options.eps,
             self.of_batch,
         );
@@ -238,7 +238,7 @@ fn backward(
     // dx = scale * (dy - mean(dy) - (x - mean) * mean(dy * (x - mean)) / (var + eps)),
     // without the means if the statistics are constants: dx = dy * a + x * b + c.
     let mut factors = Vec::with_capacity(planes.channels);
-    for c in 0..planes.channels {
+    for (c, gamma) in gamma.iter().enumerate() {
         let mean = statistics.mean[c];
         let inverse = 1.0 / (statistics.var[c] + eps).sqrt();
         let (mut sum, mut dot) = (0.0, 0.0);
@@ -248,7 +248,7 @@ fn backward(
         }
         dbeta.push(sum as f32);
         dgamma.push((dot * f64::from(inverse)) as f32);
-        let a = gamma[c] * inverse;
+        let a = gamma * inverse;
         if of_batch {
             let b = -a * inverse * inverse * (dot / count) as f32;
             factors.push((a, b, -a * (sum / count) as f32, mean));

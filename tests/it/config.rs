@@ -25,15 +25,23 @@ max_epochs = 1
 /// What to replace, with what, and what the error then says after the file's name.
 const MISTAKES: &[(&str, &str, &str)] = &[
     ("\"Mlp\"", "\"Mpl\"", ":2:8: unknown model `Mpl`; did you mean `Mlp`?"),
-    ("batch_size", "batchsize", ": missing key `batch_size` in [train_dataloader]"),
+    (
+        "batch_size",
+        "batchsize",
+        ":7:1: missing key `batch_size` in [train_dataloader] (is `batchsize` on line 8 meant for it?)",
+    ),
     ("batch_size = 32", "batch_size = 32.5", ":8:14: `batch_size` must be a non-negative integer"),
     (
         "lr = 0.1",
         "lr = 0.1, momentun = 0.9",
-        ":13:41: unknown key `momentun`; did you mean `momentum`?",
+        ":13:39: unknown key `momentun`; did you mean `momentum`?",
     ),
     ("\"train\"", "\"trian\"", ":9:38: unknown value `trian`; did you mean `train`?"),
-    ("[train_cfg]", "[train_cgf]", ": missing key `train_cfg` at the top"),
+    (
+        "[train_cfg]",
+        "[train_cgf]",
+        ":1:1: missing key `train_cfg` at the top (is `train_cgf` on line 15 meant for it?)",
+    ),
     (
         "max_epochs = 1",
         "max_epochs = 1\nval_intervall = 1",

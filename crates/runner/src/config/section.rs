@@ -220,18 +220,33 @@ impl Section {
     fn missing(&self, key: &str) -> Error {
         let place =
             if self.path.is_empty() { "at the top".into() } else { format!("in [{}]", self.path) };
-        self.source.error(self.offset, format!("missing key `{key}` {place}"))
+        let nearest = self.entries.iter().map(|e| (distance(&e.key, key), e)).min_by_key(|n| n.0);
+        let hint = match nearest {
+            Some((distance, entry)) if near(distance, key) => {
+                let line = self.source.line(entry.key_span.start);
+                format!(" (is `{}` on line {line} meant for it?)", entry.key)
+            }
+            _ => String::new(),
+        };
+        self.source.error(self.offset, format!("missing key `{key}` {place}{hint}"))
     }
+}
+
+/// Number of typing mistakes between two names.
+fn distance(a: &str, b: &str) -> usize {
+    strsim::damerau_levenshtein(&a.to_lowercase(), &b.to_lowercase())
+}
+
+/// Whether so many mistakes are likely in a name.
+fn near(distance: usize, name: &str) -> bool {
+    distance <= 1 + name.len() / 3
 }
 
 /// "unknown KIND `x`; did you mean `y`? (one of ...)".
 pub(crate) fn unknown(kind: &str, name: &str, valid: &[&str]) -> String {
-    let nearest = valid
-        .iter()
-        .map(|v| (strsim::damerau_levenshtein(&v.to_lowercase(), &name.to_lowercase()), v))
-        .min();
+    let nearest = valid.iter().map(|v| (distance(v, name), v)).min();
     let hint = match nearest {
-        Some((distance, nearest)) if distance <= 1 + name.len() / 3 => {
+        Some((distance, nearest)) if near(distance, name) => {
             format!("; did you mean `{nearest}`?")
         }
         _ => String::new(),
@@ -394,9 +409,10 @@ mod tests {
 
     #[test]
     fn a_wrong_type_names_place_and_expectation() {
-        let mut s = section("é = 1\n  a = \"x\"\n");
+        // Columns count characters, not bytes.
+        let mut s = section("\nt = { k = \"é\", a = \"x\" }\n").section("t").unwrap();
         let error = s.required::<usize>("a").unwrap_err().to_string();
-        assert_eq!(error, "c.toml:2:7: `a` must be a non-negative integer, got a string");
+        assert_eq!(error, "c.toml:2:20: `a` must be a non-negative integer, got a string");
     }
 
     #[test]

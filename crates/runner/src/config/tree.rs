@@ -23,9 +23,14 @@ impl Source {
         Self { name: name.to_owned(), line_starts, text: text.to_owned() }
     }
 
+    /// The line that `offset` is on, counted from 1.
+    pub(super) fn line(&self, offset: usize) -> usize {
+        self.line_starts.partition_point(|start| *start <= offset)
+    }
+
     /// `file:line:col`, both counted from 1, columns in characters.
     fn place(&self, offset: usize) -> String {
-        let line = self.line_starts.partition_point(|start| *start <= offset);
+        let line = self.line(offset);
         let start = self.line_starts[line - 1];
         let column = self.text.get(start..offset).map_or(0, |s| s.chars().count()) + 1;
         format!("{}:{line}:{column}", self.name)

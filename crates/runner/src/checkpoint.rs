@@ -189,7 +189,7 @@ pub fn load(path: &Path) -> Result<Checkpoint> {
     let optim = OptimWrapperState {
         optimizer: StateDict::from_safetensors(&optimizer)
             .map_err(|e| damaged(OPTIMIZER, e.to_string()))?,
-        loss_scaler: meta.loss_scaler.clone(),
+        loss_scaler: meta.loss_scaler,
     };
     Ok(Checkpoint { meta, optim, model, path: path.to_owned() })
 }

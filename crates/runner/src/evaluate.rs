@@ -7,8 +7,8 @@
 use collective::ProcessGroup;
 use serde_json::Value;
 
-use crate::config::Section;
 use crate::data::{Array, ArrayData, Batch};
+use crate::registry::Builtin;
 use crate::{Error, Result};
 
 /// A figure of merit.
@@ -92,8 +92,7 @@ pub fn collect_results(group: &ProcessGroup, mine: &Vec<Value>, len: usize) -> R
 }
 
 /// The metrics a configuration can name.
-pub(crate) const BUILTIN: &[(&str, fn(&mut Section) -> Result<Box<dyn Metric>>)] =
-    &[("Accuracy", |_| Ok(Box::new(Accuracy)))];
+pub(crate) const BUILTIN: Builtin<Box<dyn Metric>> = &[("Accuracy", |_| Ok(Box::new(Accuracy)))];
 
 #[cfg(test)]
 mod tests {

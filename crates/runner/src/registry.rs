@@ -36,6 +36,9 @@ use crate::model::{self, ModelFactory, WrapperFactory};
 use crate::optim_wrapper::{self, OptimWrapperFactory, OptimizerFactory};
 use crate::{Error, Result};
 
+/// The components this crate itself offers.
+pub(crate) type Builtin<T> = &'static [(&'static str, fn(&mut Section) -> Result<T>)];
+
 type Builder<T> = Arc<dyn Fn(&mut Section) -> Result<T> + Send + Sync>;
 
 /// A table of builders for one kind of component.
@@ -110,7 +113,7 @@ impl<T> Registry<T> {
     }
 
     /// A registry born with this crate's own components.
-    fn with(kind: &'static str, builtin: &[(&str, fn(&mut Section) -> Result<T>)]) -> Self
+    fn with(kind: &'static str, builtin: Builtin<T>) -> Self
     where
         T: 'static,
     {

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use super::datasets::{Dataset, Digits, FashionMnist, Split};
 use crate::Result;
 use crate::config::Section;
+use crate::registry::Builtin;
 
 /// Makes a data set; reading files is left until the whole configuration is known to be right.
 pub type DatasetFactory = Box<dyn FnOnce() -> Result<Arc<dyn Dataset>> + Send>;
 
 /// The data sets a configuration can name.
-pub(crate) const BUILTIN: &[(&str, fn(&mut Section) -> Result<DatasetFactory>)] =
+pub(crate) const BUILTIN: Builtin<DatasetFactory> =
     &[("Digits", digits), ("FashionMnist", fashion_mnist)];
 
 fn split(section: &mut Section) -> Result<Split> {

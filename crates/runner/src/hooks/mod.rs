@@ -16,9 +16,9 @@ pub use logger::LoggerHook;
 pub use sync_buffers::SyncBuffersHook;
 
 use crate::Result;
-use crate::config::Section;
 use crate::data::Batch;
 use crate::engine::Losses;
+use crate::registry::Builtin;
 use crate::runner::Runner;
 
 /// When a hook's turn comes: small numbers first. The constants are MMEngine's.
@@ -119,7 +119,7 @@ pub trait Hook: Send {
 }
 
 /// The hooks a configuration can name.
-pub(crate) const BUILTIN: &[(&str, fn(&mut Section) -> Result<Box<dyn Hook>>)] = &[
+pub(crate) const BUILTIN: Builtin<Box<dyn Hook>> = &[
     ("CheckpointHook", checkpoint::read),
     ("IterTimerHook", |_| Ok(Box::new(IterTimerHook::default()))),
     ("LoggerHook", logger::read),

@@ -5,9 +5,10 @@ use collective::ReducerOptions;
 use super::{DistributedDataParallel, ModelFactory, WrapperFactory};
 use crate::Result;
 use crate::config::Section;
+use crate::registry::Builtin;
 
 /// The models a configuration can name.
-pub(crate) const BUILTIN: &[(&str, fn(&mut Section) -> Result<ModelFactory>)] = &[
+pub(crate) const BUILTIN: Builtin<ModelFactory> = &[
     #[cfg(feature = "candle")]
     ("ResNet", zoo::resnet),
     #[cfg(feature = "candle")]
@@ -15,7 +16,7 @@ pub(crate) const BUILTIN: &[(&str, fn(&mut Section) -> Result<ModelFactory>)] = 
 ];
 
 /// The wrappers a configuration can name; MMEngine's own spelling is one of them.
-pub(crate) const BUILTIN_WRAPPERS: &[(&str, fn(&mut Section) -> Result<WrapperFactory>)] =
+pub(crate) const BUILTIN_WRAPPERS: Builtin<WrapperFactory> =
     &[("DistributedDataParallel", ddp), ("MMDistributedDataParallel", ddp)];
 
 #[cfg(feature = "candle")]

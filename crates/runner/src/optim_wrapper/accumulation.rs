@@ -33,12 +33,15 @@ impl Accumulation {
     }
 
     /// The next batch's turn.
-    pub fn next(&mut self) -> Turn {
+    pub fn turn(&mut self) -> Turn {
         let remainder = self.max.map_or(0, |max| max % self.counts);
         let in_remainder = self.max.is_some_and(|max| self.seen >= max - remainder);
         let divisor = if in_remainder && remainder > 0 { remainder } else { self.counts };
         self.seen += 1;
-        Turn { divisor, update: self.seen % self.counts == 0 || Some(self.seen) == self.max }
+        Turn {
+            divisor,
+            update: self.seen.is_multiple_of(self.counts) || Some(self.seen) == self.max,
+        }
     }
 }
 
@@ -60,7 +63,7 @@ mod tests {
                 accumulation.initialize_count_status(number("init_counts") as usize, max);
             }
             for row in case["rows"].as_array().unwrap() {
-                let turn = accumulation.next();
+                let turn = accumulation.turn();
                 assert_eq!(turn.divisor as u64, row[0].as_u64().unwrap(), "{case}");
                 assert_eq!(u64::from(turn.update), row[1].as_u64().unwrap(), "{case}");
                 assert_eq!(u64::from(turn.update), row[2].as_u64().unwrap(), "{case}");

@@ -6,15 +6,14 @@ use fused_optim::{AdamW, AdamWHyper, DType, Sgd, SgdHyper};
 use super::{AmpOptimWrapper, Fp32OptimWrapper, LossScale, OptimWrapperFactory, OptimizerFactory};
 use crate::Result;
 use crate::config::Section;
-use crate::registry::OPTIMIZERS;
+use crate::registry::{Builtin, OPTIMIZERS};
 
 /// The wrappers a configuration can name.
-pub(crate) const BUILTIN: &[(&str, fn(&mut Section) -> Result<OptimWrapperFactory>)] =
+pub(crate) const BUILTIN: Builtin<OptimWrapperFactory> =
     &[("OptimWrapper", fp32), ("AmpOptimWrapper", amp)];
 
 /// The optimizers a configuration can name.
-pub(crate) const BUILTIN_OPTIMIZERS: &[(&str, fn(&mut Section) -> Result<OptimizerFactory>)] =
-    &[("SGD", sgd), ("AdamW", adamw)];
+pub(crate) const BUILTIN_OPTIMIZERS: Builtin<OptimizerFactory> = &[("SGD", sgd), ("AdamW", adamw)];
 
 fn fp32(section: &mut Section) -> Result<OptimWrapperFactory> {
     let counts = accumulative_counts(section)?;

@@ -26,12 +26,15 @@ use crate::model::ModelWrapper;
 /// Makes an optimizer once the parameters are known.
 pub type OptimizerFactory = Box<dyn FnOnce(&[TensorSpec]) -> Result<Box<dyn Optimizer>> + Send>;
 
+/// The making of an optimizer wrapper.
+pub type BuildOptimWrapper = Box<dyn FnOnce(&[TensorSpec]) -> Result<Box<dyn OptimWrapper>> + Send>;
+
 /// Makes an optimizer wrapper once the parameters are known.
 pub struct OptimWrapperFactory {
     /// The type it wants the model's parameters in.
     pub dtype: DType,
     /// Makes it.
-    pub build: Box<dyn FnOnce(&[TensorSpec]) -> Result<Box<dyn OptimWrapper>> + Send>,
+    pub build: BuildOptimWrapper,
 }
 
 impl std::fmt::Debug for OptimWrapperFactory {
@@ -107,7 +110,7 @@ pub trait OptimWrapper: Send {
         model: &mut dyn ModelWrapper,
         batch: &Batch,
     ) -> Result<Update> {
-        let turn = self.accumulation().next();
+        let turn = self.accumulation().turn();
         model.prepare(turn.update)?;
         let scale = self.loss_scale() / turn.divisor as f32;
         let losses = engine.forward_backward(batch, scale, &model.sink())?;

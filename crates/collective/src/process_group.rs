@@ -230,6 +230,30 @@ impl ProcessGroup {
     ///
     /// [`Error::InvalidArgument`], or the group's earlier failure; `buf` is dropped. What happens
     /// in flight is reported by [`Work::wait`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// use collective::{ProcessGroup, ReduceOp, Result, SharedBuf};
+    ///
+    /// fn step(group: &ProcessGroup) -> Result<()> {
+    ///     let mut bucket: SharedBuf<f32> = group.alloc(1000)?;
+    ///     bucket.fill(group.rank() as f32);
+    ///     let work = group.all_reduce_async(bucket, ReduceOp::Avg)?;
+    ///     // Compute the next gradients here.
+    ///     let bucket = work.wait()?;
+    ///     assert!(bucket.iter().all(|&x| x == 0.5));
+    ///     Ok(())
+    /// }
+    /// # let groups = ProcessGroup::threads(2, Duration::from_secs(10))?;
+    /// # std::thread::scope(|scope| {
+    /// #     for group in groups {
+    /// #         scope.spawn(move || step(&group).expect("both ranks are here"));
+    /// #     }
+    /// # });
+    /// # Ok::<(), collective::Error>(())
+    /// ```
     pub fn all_reduce_async<B: Buffer>(&self, mut buf: B, op: ReduceOp) -> Result<Work<B>> {
         self.backend.ready()?;
         let desc = describe::<B::Elem>(Verb::AllReduce, Some(op), None, buf.count());

@@ -8,7 +8,7 @@ mod common;
 use std::fs;
 use std::time::{Duration, Instant};
 
-use collective::{Error, ProcessGroup, ReduceOp, Result, SharedBuf};
+use collective::{Buffer, Error, ProcessGroup, ReduceOp, Result, SharedBuf};
 use common::{Role, Workers};
 use half::f16;
 
@@ -242,6 +242,33 @@ fn a_dropped_work_frees_its_buffer_after_the_operation() {
             drop(group.all_reduce_async(vec![1.0_f32; 20_000], ReduceOp::Sum).unwrap());
         }
         // The group waits for them as it is dropped.
+    });
+}
+
+/// A buffer that breaks its promise once it is in flight.
+struct Faulty(u32);
+
+impl Buffer for Faulty {
+    type Elem = u8;
+
+    fn as_mut_slice(&mut self) -> &mut [u8] {
+        self.0 += 1;
+        assert!(self.0 < 2, "this panic is part of a test");
+        &mut []
+    }
+}
+
+#[test]
+fn a_panic_in_flight_ends_the_group_for_everyone() {
+    common::threads(2, TIMEOUT, |group| {
+        let start = Instant::now();
+        let error = match group.rank() {
+            0 => group.all_reduce_async(Faulty(0), ReduceOp::Sum).unwrap().wait().map(drop),
+            _ => group.barrier(),
+        };
+        assert!(matches!(error, Err(Error::Aborted { by: 0, .. })), "{error:?}");
+        assert!(group.barrier().is_err());
+        assert!(start.elapsed() < SOON);
     });
 }
 

@@ -1,6 +1,8 @@
 //! Tests that cross crates or processes, in one binary: one link, and
 //! `cargo test -p tests launch::` still selects.
 
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
 mod config;
 mod fault;
 mod layering;

@@ -9,6 +9,7 @@ use std::process::{Child, Command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use benches::memcpy_ceiling;
 use collective::{
     GroupOptions, ProcessGroup, ReduceOp, Result, SharedBuf, TcpStore, TcpStoreServer,
 };
@@ -91,10 +92,7 @@ fn measure(criterion: &mut Criterion, bench: &mut Bench) {
                 bencher.iter_custom(|times| bench.lead([which, count, times]));
             });
         }
-        let (source, mut target) = (vec![1_u8; bytes], vec![0_u8; bytes]);
-        group.bench_function(BenchmarkId::new("memcpy", bytes), |bencher| {
-            bencher.iter(|| black_box(&mut target[..]).copy_from_slice(black_box(&source)));
-        });
+        memcpy_ceiling(&mut group, BenchmarkId::new("memcpy", bytes), bytes);
     }
     group.finish();
 }

@@ -8,7 +8,8 @@ use std::hint::black_box;
 use std::time::Duration;
 
 use amp::{CastTo, cast};
-use criterion::{Criterion, Throughput};
+use benches::memcpy_ceiling;
+use criterion::{BenchmarkId, Criterion, Throughput};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -35,11 +36,8 @@ fn main() {
         group.throughput(Throughput::Bytes(4 * count as u64));
         group.bench_function("f16 to bf16", |b| b.iter(|| run(&f16s, &mut bf16s)));
 
-        let mut copy = vec![0.0_f32; count];
         group.throughput(Throughput::Bytes(8 * count as u64));
-        group.bench_function("ceiling: memcpy", |b| {
-            b.iter(|| black_box(&mut copy[..]).copy_from_slice(black_box(&wide)));
-        });
+        memcpy_ceiling(&mut group, BenchmarkId::from_parameter("ceiling: memcpy"), 4 * count);
         group.finish();
     }
     criterion.final_summary();

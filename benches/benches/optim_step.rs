@@ -11,7 +11,8 @@
 use std::hint::black_box;
 use std::time::Duration;
 
-use criterion::{Criterion, Throughput};
+use benches::memcpy_ceiling;
+use criterion::{BenchmarkId, Criterion, Throughput};
 use fused_optim::{
     AdamW, AdamWHyper, FoundInf, Optimizer, ParamMut, Sgd, SgdHyper, Slice, SliceMut, StepCtl,
 };
@@ -95,12 +96,8 @@ fn ceilings(
     group: &mut criterion::BenchmarkGroup<'_, criterion::measurement::WallTime>,
     bytes: usize,
 ) {
-    let source = vec![1.0_f32; bytes / 8];
-    let mut target = vec![0.0_f32; bytes / 8];
-    group.bench_function("ceiling: memcpy", |b| {
-        b.iter(|| black_box(&mut target[..]).copy_from_slice(black_box(&source)));
-    });
-    drop(source);
+    memcpy_ceiling(group, BenchmarkId::from_parameter("ceiling: memcpy"), bytes / 2);
+    let mut target = vec![1.0_f32; bytes / 8];
     group.bench_function("ceiling: in place", |b| {
         b.iter(|| {
             let factor = black_box(1.0_f32);

@@ -1,1 +1,15 @@
-//! Helpers shared by the benchmarks.
+//! The ceiling that every benchmark is held against.
+
+use std::hint::black_box;
+
+use criterion::measurement::WallTime;
+use criterion::{BenchmarkGroup, BenchmarkId};
+
+/// Measures, under `id`, a `memcpy` of `bytes`, from one buffer of ordinary memory to another. The
+/// group's throughput says what one of them counts for.
+pub fn memcpy_ceiling(group: &mut BenchmarkGroup<'_, WallTime>, id: BenchmarkId, bytes: usize) {
+    let (source, mut target) = (vec![1_u8; bytes], vec![0_u8; bytes]);
+    group.bench_function(id, |b| {
+        b.iter(|| black_box(&mut target[..]).copy_from_slice(black_box(&source)));
+    });
+}

@@ -118,3 +118,13 @@ fn no_file_is_empty_or_only_promises() {
         }
     }
 }
+
+/// Crates that must not import one another repeat a file rather than share a crate for it; then it
+/// must stay the same file.
+#[test]
+fn twins_stay_equal() {
+    let twins = [("crates/amp/src/cpu/x86_64.rs", "crates/fused-optim/src/cpu/x86_64.rs")];
+    for (one, other) in twins {
+        assert!(read(one) == read(other), "{one} and {other} differ: change both");
+    }
+}

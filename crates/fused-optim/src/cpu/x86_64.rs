@@ -7,6 +7,9 @@
 //!
 //! Invariant: an [`Isa`] or [`F16c`] exists only if this processor has the instructions it stands
 //! for; their constructors ask.
+//!
+//! `amp` and `fused-optim` each have this file, so that neither needs the other; a test holds the
+//! two equal.
 
 #![expect(unsafe_code, reason = "instructions detected at run time; unaligned loads and stores")]
 

@@ -7,6 +7,7 @@ mod config;
 mod fault;
 mod layering;
 mod lockstep;
+mod overlap;
 mod parity;
 mod resume;
 mod tidy;

@@ -82,6 +82,9 @@ impl Lines {
         if !self.partial.is_empty() {
             self.partial.push(b'\n');
             self.end_line(&mut out);
+        } else if self.after_return {
+            // A progress bar: what comes next shall not be written over it.
+            out.push(b'\n');
         }
         out
     }
@@ -114,6 +117,7 @@ mod tests {
         assert_eq!(whole(&[b"10%\r20%\r", b"\rdone\r\n"]), {
             "[rank 3] 10%\r[rank 3] 20%\r[rank 3] \r[rank 3] done\r\n"
         });
+        assert_eq!(whole(&[b"10%\r"]), "[rank 3] 10%\r\n");
         assert_eq!(whole(&[]), "");
     }
 

@@ -186,8 +186,9 @@ impl Segment {
     }
 
     pub(super) fn is_gone(&self, rank: Rank) -> bool {
-        // Acquire: pairs with `leave`; what the rank did before it left is visible.
-        self.map.word(self.block(rank) + GONE).load(Ordering::Acquire) != 0
+        // Acquire: pairs with `leave`; what the rank did before it left is visible. SeqCst, so that
+        // whoever looks after setting its bell sees it, or is woken; see `ring`.
+        self.map.word(self.block(rank) + GONE).load(Ordering::SeqCst) != 0
     }
 
     /// Says that a rank takes part no more.
@@ -198,8 +199,8 @@ impl Segment {
 
     /// The group's failure, if it has failed.
     pub(super) fn poison(&self) -> Option<Poison> {
-        // Acquire: pairs with `set_poison`; the note is complete.
-        Poison::decode(self.map.word(POISON).load(Ordering::Acquire), self.world)
+        // Acquire: pairs with `set_poison`; the note is complete. SeqCst as in `is_gone`.
+        Poison::decode(self.map.word(POISON).load(Ordering::SeqCst), self.world)
     }
 
     /// Fails the group, unless it has failed already, and wakes everyone.

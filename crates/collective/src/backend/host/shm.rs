@@ -1,9 +1,8 @@
 //! Ranks as processes of one machine: how they meet, and how they learn of a death.
 //!
 //! Each rank says in the store who and where it is; rank 0 also says which of its descriptors is the
-//! segment, a memory file without a name, and the others open it through `/proc`. Once all have it
-//! rank 0 closes it: the memory lives exactly as long as it is mapped somewhere, so nothing can be
-//! left behind, however the processes end.
+//! segment, a memory file without a name, and the others open it through `/proc`. The memory lives
+//! exactly as long as a rank has it, so nothing can be left behind, however the processes end.
 //!
 //! Every rank holds a pidfd of every peer, and one thread that waits for any of them to fire. It
 //! then writes the death into the segment and wakes everyone, so survivors need neither time out nor
@@ -57,10 +56,8 @@ pub(crate) fn join(
     check_members(&members, rank, world_size)?;
 
     let deaths = watch(&members, rank, &options.name)?;
-    let file = match (segment_file.as_ref(), members[0].segment_fd) {
-        (Some(fd), _) => {
-            fd.try_clone().map_err(|error| Error::io("sharing the segment", &error))?
-        }
+    let file = match (segment_file, members[0].segment_fd) {
+        (Some(file), _) => file,
         (None, Some(fd)) => {
             let number = u64::try_from(fd).unwrap_or(u64::MAX);
             open_fd_of(members[0].pid, number)?.into()
@@ -71,8 +68,6 @@ pub(crate) fn join(
     let monitor = Monitor::start(Arc::clone(&segment), deaths)?;
     let host = Host::new(segment, rank, options, members[0].pid, Some(monitor))?;
     host.meet()?;
-    // Dropped only now that all have it.
-    drop(segment_file);
     Ok(host)
 }
 

@@ -21,7 +21,7 @@ use crate::{Error, OpDesc, Patience, Place, Rank, Result};
 const LOOKS: u32 = 200;
 /// How long a caller spins, when every rank can have a core. Longer gains nothing, since a yield on
 /// a free core takes less than a microsecond, and costs when a peer wants this core.
-const SPIN: Duration = Duration::from_micros(5);
+const SPIN: Duration = Duration::from_micros(1);
 /// How long a caller yields before it sleeps.
 const YIELD: Duration = Duration::from_micros(300);
 /// How long the communication thread spins before it sleeps.

@@ -37,7 +37,8 @@ pub enum Error {
     Mismatch {
         /// What this rank called.
         op: String,
-        /// The first field that differs: verb, dtype, op, root or count.
+        /// The first field that differs: verb, dtype, op, root, count, or buffer: not the same
+        /// part of the same [`SharedBuf`](crate::SharedBuf), or not on every rank.
         field: &'static str,
         /// What each rank called.
         by_rank: Vec<(Rank, String)>,
@@ -69,7 +70,7 @@ pub enum Error {
     KeyTimeout {
         /// The store: `memory` or `host:port`.
         store: String,
-        /// The keys still missing, as the caller named them.
+        /// The keys still missing, with the prefixes of a [`PrefixStore`](crate::PrefixStore).
         keys: Vec<String>,
         /// How long was waited.
         waited: Duration,

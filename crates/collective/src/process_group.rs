@@ -291,6 +291,8 @@ impl ProcessGroup {
     /// Gives the group up on all ranks: whoever waits, or calls later, gets [`Error::Aborted`] with
     /// this rank and reason. For the rank that fails outside of a collective, so that its peers need
     /// not time out. Does not block; any rank may call it at any time, from any thread.
+    /// Peers get the first 320 bytes of the reason. The first failure of a group is the one that
+    /// counts: after another this does nothing.
     pub fn abort(&self, reason: &str) {
         self.backend.abort(reason);
     }

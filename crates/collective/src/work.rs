@@ -176,7 +176,9 @@ impl Queue {
                 }
                 pending.finish_one();
                 if let Ok(deliver) = delivery {
-                    deliver();
+                    // The operation is over. If dropping a buffer that nobody wants panics, that
+                    // has been printed, and concerns no other operation.
+                    drop(catch_unwind(AssertUnwindSafe(deliver)));
                 }
             }
         };

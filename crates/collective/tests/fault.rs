@@ -6,9 +6,12 @@
 mod common;
 
 use std::fs;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use collective::{Buffer, Error, ProcessGroup, ReduceOp, Result, SharedBuf};
+use collective::{
+    Buffer, Error, GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result, SharedBuf,
+};
 use common::{Role, Workers};
 use half::f16;
 
@@ -272,6 +275,136 @@ fn a_panic_in_flight_ends_the_group_for_everyone() {
     });
 }
 
+/// A buffer whose end is a panic.
+struct Bomb(Vec<u8>);
+
+impl Buffer for Bomb {
+    type Elem = u8;
+
+    fn as_mut_slice(&mut self) -> &mut [u8] {
+        &mut self.0
+    }
+}
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        panic!("this panic is part of a test");
+    }
+}
+
+#[test]
+fn a_panic_in_the_drop_of_a_buffer_harms_no_other_operation() {
+    common::threads(2, TIMEOUT, |group| {
+        drop(group.all_reduce_async(Bomb(vec![1; 9]), ReduceOp::Sum).unwrap());
+        let work = group.all_reduce_async(vec![1_u8; 9], ReduceOp::Sum).unwrap();
+        group.barrier().unwrap();
+        assert_eq!(work.wait().unwrap(), [2; 9]);
+    });
+}
+
+#[test]
+fn a_failure_changes_nothing_beside_the_part_it_was_given() {
+    common::threads(2, TIMEOUT, |group| {
+        let mut shared: SharedBuf<f32> = group.alloc(100_000).unwrap();
+        if group.rank() == 1 {
+            return;
+        }
+        shared.fill(7.0);
+        let error = group.all_reduce(&mut shared[5000..50_000], ReduceOp::Sum).unwrap_err();
+        assert!(matches!(error, Error::Aborted { by: 1, .. }), "{error}");
+        assert!(shared[..5000].iter().chain(&shared[50_000..]).all(|&x| x == 7.0));
+    });
+}
+
+#[test]
+fn more_than_memory_can_hold_is_refused_and_the_group_stays() {
+    common::threads(2, TIMEOUT, |group| {
+        let error = group.alloc::<u8>(isize::MAX as usize).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_timeout_may_be_forever() {
+    let store = MemoryStore::new();
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let store = Arc::new(store.clone());
+            scope.spawn(move || {
+                let options = GroupOptions::default().with_timeout(Duration::MAX);
+                let group = ProcessGroup::from_store(store, rank, 2, options).unwrap();
+                group.barrier().unwrap();
+            });
+        }
+    });
+}
+
+/// Descriptors, mappings and threads of this process.
+fn holdings() -> [usize; 3] {
+    let entries = |path| fs::read_dir(path).unwrap().count();
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    let shared = maps.lines().filter(|line| line.contains("memfd:collective")).count();
+    [entries("/proc/self/fd"), shared, entries("/proc/self/task")]
+}
+
+/// Makes and drops one of everything, in ways that differ by `round`.
+fn come_and_go(store: &MemoryStore, round: usize) {
+    let play = |group: &ProcessGroup| {
+        let shared: SharedBuf<f32> = group.alloc(10_000).unwrap();
+        let work = group.all_reduce_async(shared, ReduceOp::Sum).unwrap();
+        match round % 4 {
+            0 => drop(work.wait().unwrap()),
+            1 => drop(work),
+            // Whoever still works gets an error.
+            2 => group.abort("enough"),
+            _ => {
+                let shared = work.wait().unwrap();
+                drop(group.alloc::<u8>(1).unwrap());
+                let failed = match group.rank() {
+                    0 => group.barrier(),
+                    _ => group.broadcast(&mut [0_u8], 0),
+                };
+                assert!(matches!(failed, Err(Error::Mismatch { .. })), "{failed:?}");
+                drop(shared);
+            }
+        }
+    };
+    if round.is_multiple_of(2) {
+        let play = |group| play(&group);
+        common::threads(2, TIMEOUT, play);
+        return;
+    }
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let (store, options) = (Arc::new(store.clone()), GroupOptions::default());
+            scope.spawn(move || play(&ProcessGroup::from_store(store, rank, 2, options).unwrap()));
+        }
+    });
+}
+
+#[test]
+fn groups_and_buffers_that_came_and_went_leave_nothing() {
+    let workers = Workers::start("churn", 1, &[0], TIMEOUT);
+    assert_eq!(workers.file("report-0"), "nothing left");
+    workers.finish();
+}
+
+/// In a process of its own, where no other test opens anything.
+fn churn() -> String {
+    let store = MemoryStore::new();
+    (0..8).for_each(|round| come_and_go(&store, round));
+    let before = holdings();
+    (0..2000).for_each(|round| come_and_go(&store, round));
+    // The system takes a moment to forget a thread that was joined, of the first rounds too.
+    let no_more = || holdings().iter().zip(&before).all(|(after, before)| after <= before);
+    let start = Instant::now();
+    while !no_more() && start.elapsed() < SOON {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    if no_more() { "nothing left".into() } else { format!("{before:?} became {:?}", holdings()) }
+}
+
 #[test]
 fn a_fork_may_not_use_the_group_and_does_it_no_harm() {
     common::threads(2, TIMEOUT, |group| {
@@ -298,6 +431,9 @@ fn a_fork_may_not_use_the_group_and_does_it_no_harm() {
 #[test]
 fn worker() {
     let Some(role) = Role::from_env() else { return };
+    if role.scenario == "churn" {
+        return role.report(&churn());
+    }
     let group = match role.join() {
         Ok(group) => group,
         Err(error) => return role.report(&error.to_string()),

@@ -220,7 +220,7 @@ impl Reducer {
     ///
     /// [`Error::UnusedParameters`] on a rank where parameters got no gradient, unless
     /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters); its peers get
-    /// [`Error::Aborted`] with the same text. Else a peer's failure. The reducer and its group are
+    /// [`Error::Aborted`] with the beginning of the same text. Else a peer's failure. The reducer and its group are
     /// unusable after any of them.
     pub fn finish(&mut self) -> Result<()> {
         self.check_usable()?;

@@ -96,7 +96,7 @@ pub trait Store: Send + Sync + Debug {
 }
 
 /// The moment `timeout` from now; a timeout too long for the clock means about a century.
-fn deadline(timeout: Duration) -> Instant {
+pub(crate) fn deadline(timeout: Duration) -> Instant {
     Instant::now() + timeout.min(FOREVER)
 }
 

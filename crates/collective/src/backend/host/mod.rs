@@ -37,8 +37,6 @@ use super::{Backend, Patience, RawBufs, RawShared};
 use crate::span::Span;
 use crate::{DType, Error, GroupOptions, OpDesc, Place, Rank, Result, Verb, simd};
 
-const PAGE: usize = 4096;
-
 /// One rank of a group on one machine.
 #[derive(Debug)]
 pub(crate) struct Host {
@@ -187,20 +185,18 @@ impl Host {
         }
     }
 
-    fn obtain(&self, state: &mut State, op: &OpDesc) -> Result<RawShared> {
-        let bytes = op.count * op.dtype.size();
-        let too_much = || Error::InvalidArgument(format!("{op}: more than memory can hold"));
-        let stride = bytes.max(1).checked_next_multiple_of(PAGE).ok_or_else(too_much)?;
-        let total = stride.checked_mul(self.world()).ok_or_else(too_much)?;
+    /// Meets the peers to obtain `stride` bytes for every rank.
+    fn obtain(&self, state: &mut State, op: &OpDesc, stride: usize) -> Result<RawShared> {
+        let total = stride * self.world();
         let caller = Patience::Caller;
-        // Three meetings: all want the same; the file is there; all have it, and rank 0 may close.
+        // Three meetings: all want the same; the file is there; all have it, and rank 0 may drop it.
         let agreed = self.turn(state, op, Place::Own, caller);
         let id = agreed.seq + 1;
         agreed.enter()?;
         let own = if self.rank == 0 { Some(self.or_abort(self.offer(total))?) } else { None };
         self.turn(state, op, Place::Own, caller).enter()?;
-        let map = match &own {
-            Some(fd) => Mapping::new(fd, total),
+        let map = match own {
+            Some(file) => Mapping::new(file, total),
             None => self.take_offer(total),
         };
         let map = Arc::new(self.or_abort(map)?);
@@ -216,11 +212,11 @@ impl Host {
 
     /// Makes the file of a shared buffer and says where it is.
     fn offer(&self, bytes: usize) -> Result<OwnedFd> {
-        let fd = sys::memfd(c"collective-shared", bytes)?;
-        let number = u64::try_from(fd.as_raw_fd()).expect("descriptors are not negative");
+        let file = sys::memfd(c"collective-shared", bytes)?;
+        let number = u64::try_from(file.as_raw_fd()).expect("descriptors are not negative");
         // Release: pairs with `take_offer`, though the entries between order them already.
         self.segment.shared_fd().store(number, Ordering::Release);
-        Ok(fd)
+        Ok(file)
     }
 
     fn take_offer(&self, bytes: usize) -> Result<Mapping> {
@@ -230,7 +226,7 @@ impl Host {
             let text = "the file of rank 0's shared buffer is not what was agreed";
             return Err(Error::InvalidArgument(text.into()));
         }
-        Mapping::new(file, bytes)
+        Mapping::new(file.into(), bytes)
     }
 
     /// A failure of this rank alone fails the group, since the peers wait for it.
@@ -291,7 +287,7 @@ impl Backend for Host {
             && !matches!(error, Error::Mismatch { .. })
         {
             // A peer that saw all ranks enter may still be storing into this rank's part.
-            shared.map.detach(self.rank * shared.stride, shared.stride);
+            shared.map.detach(self.rank * shared.stride + shared.offset, output.len());
         }
         self.note_failure(result)
     }
@@ -301,7 +297,9 @@ impl Backend for Host {
         let mut state = self.state.lock();
         self.ready()?;
         let op = OpDesc { verb: Verb::Alloc, dtype, op: None, root: None, count };
-        let result = self.obtain(&mut state, &op);
+        // The caller's mistake, seen before anything is sent.
+        let stride = stride(&op, self.world())?;
+        let result = self.obtain(&mut state, &op, stride);
         self.note_failure(result)
     }
 
@@ -329,6 +327,15 @@ fn alone(op: &OpDesc, input: Span<'_>, output: Span<'_>) {
         Some(reduce) => simd::fold(op.dtype, reduce, output, &[input]),
         None => output.copy_from(input),
     }
+}
+
+/// Bytes from one rank's part of a shared buffer to the next: whole pages.
+fn stride(op: &OpDesc, world: usize) -> Result<usize> {
+    let bytes = op.count.checked_mul(op.dtype.size());
+    let stride = bytes.and_then(|bytes| bytes.max(1).checked_next_multiple_of(sys::page_size()));
+    stride
+        .filter(|stride| stride.checked_mul(world).is_some())
+        .ok_or_else(|| Error::InvalidArgument(format!("{op}: more than memory can hold")))
 }
 
 fn check_world(rank: Rank, world_size: usize) -> Result<()> {

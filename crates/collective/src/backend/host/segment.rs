@@ -19,7 +19,7 @@
 
 use std::ffi::CStr;
 use std::fs::File;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::sys::{self, Mapping};
@@ -116,12 +116,14 @@ impl Segment {
 
     /// A new, empty segment; rank 0's task.
     pub(super) fn create(world: usize) -> Result<OwnedFd> {
-        let fd = sys::memfd(NAME, Self::bytes(world))?;
-        let segment = Self { map: Mapping::new(&fd, Self::bytes(world))?, world };
+        let bytes = Self::bytes(world);
+        let file = sys::memfd(NAME, bytes)?;
+        let copy = file.try_clone().map_err(|error| Error::io("sharing the segment", &error))?;
+        let segment = Self { map: Mapping::new(copy, bytes)?, world };
         segment.map.word(8).store(world as u64, Ordering::Relaxed);
         // Release: pairs with the Acquire in `attach`.
         segment.map.word(0).store(MAGIC, Ordering::Release);
-        Ok(fd)
+        Ok(file)
     }
 
     /// Maps a segment that rank 0 created, after checking that it is one, of this size.
@@ -132,7 +134,7 @@ impl Segment {
         if !sys::is_sealed(&file, bytes) {
             return Err(wrong());
         }
-        let map = Mapping::new(file.as_fd(), bytes)?;
+        let map = Mapping::new(file.into(), bytes)?;
         let magic = map.word(0).load(Ordering::Acquire);
         if magic != MAGIC || map.word(8).load(Ordering::Relaxed) != world as u64 {
             return Err(wrong());
@@ -186,8 +188,9 @@ impl Segment {
     }
 
     pub(super) fn is_gone(&self, rank: Rank) -> bool {
-        // Acquire: pairs with `leave`; what the rank did before it left is visible.
-        self.map.word(self.block(rank) + GONE).load(Ordering::Acquire) != 0
+        // Acquire: pairs with `leave`; what the rank did before it left is visible. SeqCst, so that
+        // whoever looks after setting its bell sees it, or is woken; see `ring`.
+        self.map.word(self.block(rank) + GONE).load(Ordering::SeqCst) != 0
     }
 
     /// Says that a rank takes part no more.
@@ -198,8 +201,8 @@ impl Segment {
 
     /// The group's failure, if it has failed.
     pub(super) fn poison(&self) -> Option<Poison> {
-        // Acquire: pairs with `set_poison`; the note is complete.
-        Poison::decode(self.map.word(POISON).load(Ordering::Acquire), self.world)
+        // Acquire: pairs with `set_poison`; the note is complete. SeqCst as in `is_gone`.
+        Poison::decode(self.map.word(POISON).load(Ordering::SeqCst), self.world)
     }
 
     /// Fails the group, unless it has failed already, and wakes everyone.

@@ -1,9 +1,8 @@
 //! Ranks as processes of one machine: how they meet, and how they learn of a death.
 //!
 //! Each rank says in the store who and where it is; rank 0 also says which of its descriptors is the
-//! segment, a memory file without a name, and the others open it through `/proc`. Once all have it
-//! rank 0 closes it: the memory lives exactly as long as it is mapped somewhere, so nothing can be
-//! left behind, however the processes end.
+//! segment, a memory file without a name, and the others open it through `/proc`. The memory lives
+//! exactly as long as a rank has it, so nothing can be left behind, however the processes end.
 //!
 //! Every rank holds a pidfd of every peer, and one thread that waits for any of them to fire. It
 //! then writes the death into the segment and wakes everyone, so survivors need neither time out nor
@@ -20,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use super::segment::{Poison, Segment};
 use super::{Host, check_world, open_fd_of, sys};
-use crate::store::Store;
+use crate::store::{Store, deadline};
 use crate::{Error, GroupOptions, Rank, Result};
 
 /// What a rank says of itself in the store.
@@ -45,7 +44,7 @@ pub(crate) fn join(
     options: &GroupOptions,
 ) -> Result<Host> {
     check_world(rank, world_size)?;
-    let deadline = Instant::now() + options.timeout;
+    let deadline = deadline(options.timeout);
     let segment_file = if rank == 0 { Some(Segment::create(world_size)?) } else { None };
     let own = Member::of_this_process(world_size, segment_file.as_ref())?;
     // The same name may be used again, by all ranks, after a group is gone.
@@ -57,10 +56,8 @@ pub(crate) fn join(
     check_members(&members, rank, world_size)?;
 
     let deaths = watch(&members, rank, &options.name)?;
-    let file = match (segment_file.as_ref(), members[0].segment_fd) {
-        (Some(fd), _) => {
-            fd.try_clone().map_err(|error| Error::io("sharing the segment", &error))?
-        }
+    let file = match (segment_file, members[0].segment_fd) {
+        (Some(file), _) => file,
         (None, Some(fd)) => {
             let number = u64::try_from(fd).unwrap_or(u64::MAX);
             open_fd_of(members[0].pid, number)?.into()
@@ -71,8 +68,6 @@ pub(crate) fn join(
     let monitor = Monitor::start(Arc::clone(&segment), deaths)?;
     let host = Host::new(segment, rank, options, members[0].pid, Some(monitor))?;
     host.meet()?;
-    // Dropped only now that all have it.
-    drop(segment_file);
     Ok(host)
 }
 
@@ -107,8 +102,16 @@ fn gather(
     let names: Vec<&str> = keys.iter().map(String::as_str).collect();
     let wait = store.wait(&names, deadline.saturating_duration_since(Instant::now()));
     if let Err(error) = wait {
-        let absent = |rank: &Rank| matches!(store.check(&[names[*rank]]), Ok(false));
-        let missing: Vec<Rank> = (0..world_size).filter(absent).collect();
+        // A store that does not answer is not asked which rank is missing.
+        if !matches!(error, Error::KeyTimeout { .. }) {
+            return Err(error);
+        }
+        let mut missing = Vec::new();
+        for (rank, name) in names.iter().enumerate() {
+            if !store.check(&[name])? {
+                missing.push(rank);
+            }
+        }
         if missing.is_empty() {
             return Err(error);
         }
@@ -267,6 +270,56 @@ mod tests {
         members[1].world_size = 3;
         let error = check_members(&members, 0, 2).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
+    }
+
+    /// A store that takes the whole timeout to answer nothing.
+    #[derive(Debug, Default)]
+    struct Stalled {
+        asked: std::sync::atomic::AtomicU32,
+    }
+
+    impl Stalled {
+        fn fail<T>(&self) -> Result<T> {
+            self.asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let [store, during, reason] = ["s", "any", "no answer"].map(String::from);
+            Err(Error::Store { store, during, reason })
+        }
+    }
+
+    impl Store for Stalled {
+        fn set(&self, _: &str, _: &[u8]) -> Result<()> {
+            self.fail()
+        }
+        fn get(&self, _: &str, _: Duration) -> Result<Vec<u8>> {
+            self.fail()
+        }
+        fn add(&self, _: &str, _: i64) -> Result<i64> {
+            self.fail()
+        }
+        fn compare_set(&self, _: &str, _: &[u8], _: &[u8]) -> Result<Vec<u8>> {
+            self.fail()
+        }
+        fn wait(&self, _: &[&str], _: Duration) -> Result<()> {
+            self.fail()
+        }
+        fn check(&self, _: &[&str]) -> Result<bool> {
+            self.fail()
+        }
+        fn delete_key(&self, _: &str) -> Result<bool> {
+            self.fail()
+        }
+        fn num_keys(&self) -> Result<i64> {
+            self.fail()
+        }
+    }
+
+    #[test]
+    fn a_store_that_does_not_answer_is_asked_once() {
+        let (store, key) = (Stalled::default(), |rank: Rank| rank.to_string());
+        let options = GroupOptions::default();
+        let error = gather(&store, &key, 200, &options, Instant::now()).unwrap_err();
+        assert!(matches!(error, Error::Store { .. }), "{error}");
+        assert_eq!(store.asked.into_inner(), 1);
     }
 
     #[test]

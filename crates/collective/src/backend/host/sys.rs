@@ -6,7 +6,7 @@
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -57,6 +57,7 @@ pub(super) fn is_sealed(file: &File, bytes: usize) -> bool {
 pub(super) struct Mapping {
     base: NonNull<u8>,
     len: usize,
+    file: OwnedFd,
 }
 
 // SAFETY: a mapping is plain memory of the process. It hands out atomics, which may be shared, and
@@ -67,8 +68,8 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps the first `len` bytes, which the file must have and keep ([`is_sealed`]).
-    pub(super) fn new(fd: impl AsFd, len: usize) -> Result<Self> {
-        let (access, raw) = (libc::PROT_READ | libc::PROT_WRITE, fd.as_fd().as_raw_fd());
+    pub(super) fn new(file: OwnedFd, len: usize) -> Result<Self> {
+        let (access, raw) = (libc::PROT_READ | libc::PROT_WRITE, file.as_raw_fd());
         // SAFETY: asks for a new mapping at an address of the kernel's choice.
         let base =
             unsafe { libc::mmap(std::ptr::null_mut(), len, access, libc::MAP_SHARED, raw, 0) };
@@ -76,7 +77,7 @@ impl Mapping {
         let base = base.ok_or_else(|| {
             Error::io(format!("mapping {len} bytes of shared memory"), &last_error())
         })?;
-        Ok(Self { base: base.cast(), len })
+        Ok(Self { base: base.cast(), len, file })
     }
 
     pub(super) fn ptr(&self) -> NonNull<u8> {
@@ -111,23 +112,35 @@ impl Mapping {
         whole.part(offset, len)
     }
 
-    /// Puts fresh private zeros in the place of `len` shared bytes at `offset`, both multiples of
-    /// the page size: what peers write there from now on, this process no longer sees.
+    /// Gives this process pages of its own in the place of those that hold the `len` shared bytes
+    /// at `offset`: what peers write to those bytes from now on, it no longer sees. It loses what
+    /// is in them; the bytes beside them, which others may be using, stay as they are.
     pub(super) fn detach(&self, offset: usize, len: usize) {
-        assert!(offset.checked_add(len).is_some_and(|end| end <= self.len), "inside the mapping");
+        let bytes = self.data(offset, len);
         if len == 0 {
             return;
         }
-        // SAFETY: stays inside by the line above.
-        let ptr = unsafe { self.base.add(offset) };
+        let (page, end) = (page_size(), offset + len);
+        let first = offset / page * page;
+        let at = self.base.as_ptr().wrapping_add(first).cast();
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-        // SAFETY: replaces pages of our own mapping; whoever holds a slice over them is waiting for
-        // the operation that calls this, and any bytes are values of its elements.
-        let new = unsafe { libc::mmap(ptr.as_ptr().cast(), len, access, kind, -1, 0) };
+        let kind = libc::MAP_PRIVATE | libc::MAP_FIXED;
+        let raw = self.file.as_raw_fd();
+        let new = libc::off_t::try_from(first).map_or(libc::MAP_FAILED, |from| {
+            // SAFETY: replaces pages of our own mapping, which `data` has checked, by private ones
+            // with the same contents.
+            unsafe { libc::mmap(at, end - first, access, kind, raw, from) }
+        });
         if new == libc::MAP_FAILED {
             // Going on would hand out a `&mut` that other processes write to.
             std::process::abort();
+        }
+        // A private page is the file's until it is first written to.
+        for start in (first..end).step_by(page) {
+            let byte = bytes.part(start.max(offset) - offset, 1);
+            // SAFETY: inside the mapping; the operation that calls this has these bytes to itself,
+            // and may leave anything in them. Volatile, since the write matters, not the zero.
+            unsafe { byte.ptr().write_volatile(0) };
         }
     }
 }
@@ -181,6 +194,13 @@ pub(super) fn poll_readable(fds: &[&OwnedFd]) -> io::Result<Vec<bool>> {
         return Err(last_error());
     }
     Ok(polls.iter().map(|poll| poll.revents != 0).collect())
+}
+
+/// Bytes of a page, the unit of mappings.
+pub(super) fn page_size() -> usize {
+    // SAFETY: asks for a number.
+    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(bytes).expect("a page has a size")
 }
 
 fn last_error() -> io::Error {
@@ -247,14 +267,20 @@ mod tests {
 
     #[test]
     fn two_mappings_of_one_file_see_each_other_until_detached() {
-        let fd = memfd(c"test", 2 * PAGE).unwrap();
-        let (one, two) =
-            (Mapping::new(&fd, 2 * PAGE).unwrap(), Mapping::new(&fd, 2 * PAGE).unwrap());
-        one.word(PAGE).store(7, Ordering::SeqCst);
-        assert_eq!(two.word(PAGE).load(Ordering::SeqCst), 7);
-        two.detach(PAGE, PAGE);
-        one.word(PAGE).store(8, Ordering::SeqCst);
-        assert_eq!(two.word(PAGE).load(Ordering::SeqCst), 0);
+        let page = page_size();
+        let file = memfd(c"test", 4 * page).unwrap();
+        let map = |file| Mapping::new(file, 4 * page).unwrap();
+        let (one, two) = (map(file.try_clone().unwrap()), map(file));
+        // From the last word of the first page to the first of the third.
+        let (before, from, to) = (page - 16, page - 8, 2 * page + 8);
+        let words = [before, from, page, 2 * page, to, 3 * page];
+        let set = |value| words.iter().for_each(|&at| one.word(at).store(value, Ordering::SeqCst));
+        let get = |at| two.word(at).load(Ordering::SeqCst);
+        set(7);
+        assert_eq!(words.map(get), [7; 6]);
+        two.detach(from, to - from);
+        set(8);
+        assert_eq!(words.map(get), [7, 0, 0, 0, 7, 8]);
     }
 
     #[test]

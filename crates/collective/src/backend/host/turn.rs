@@ -21,7 +21,7 @@ use crate::{Error, OpDesc, Patience, Place, Rank, Result};
 const LOOKS: u32 = 200;
 /// How long a caller spins, when every rank can have a core. Longer gains nothing, since a yield on
 /// a free core takes less than a microsecond, and costs when a peer wants this core.
-const SPIN: Duration = Duration::from_micros(5);
+const SPIN: Duration = Duration::from_micros(1);
 /// How long a caller yields before it sleeps.
 const YIELD: Duration = Duration::from_micros(300);
 /// How long the communication thread spins before it sleeps.
@@ -176,7 +176,7 @@ impl<'a> Turn<'a> {
                 return Err(self.failure(poison, waited));
             }
             if waited >= self.host.timeout {
-                return Err(self.timed_out(who, waited, reached));
+                return self.timed_out(who, waited, reached);
             }
         }
     }
@@ -205,19 +205,22 @@ impl<'a> Turn<'a> {
         Error::Mismatch { op: self.name(), field, by_rank: (0..self.world()).map(called).collect() }
     }
 
-    /// Fails the group because ranks did not come.
+    /// Fails the group because ranks did not come, unless they have by now.
     fn timed_out(
         &self,
         who: Who,
         waited: Duration,
         reached: &dyn Fn(Rank, Ordering) -> bool,
-    ) -> Error {
+    ) -> Result<()> {
         let absent = |rank: &Rank| !reached(*rank, Ordering::Acquire);
         let missing: Vec<Rank> = who.ranks(self.world()).filter(absent).collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
         let error = Error::Timeout { op: self.name(), waited, missing: missing.clone() };
         self.segment().write_note(self.rank(), &error.to_string(), &missing);
         self.segment().set_poison(Poison::TimedOut { by: self.rank() });
-        error
+        Err(error)
     }
 
     /// The group's failure, as this rank tells it.

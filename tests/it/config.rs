@@ -50,6 +50,32 @@ const MISTAKES: &[(&str, &str, &str)] = &[
     ("hidden = [32]", "hidden = [32, \"x\"]", ":4:10: `hidden` must be an array"),
     ("\"SGD\"", "\"Adamw\"", ":13:22: unknown optimizer `Adamw`; did you mean `AdamW`?"),
     ("max_epochs = 1", "max_epochs = ", ":16:"),
+    ("batch_size = 32", "batch_size = -1", ":8:14: `batch_size` must be a non-negative integer"),
+    ("lr = 0.1", "lr = -0.1", ":13:"),
+    ("lr = 0.1", "lr = nan", ":13:"),
+    ("lr = 0.1", "lr = 0.1, nesterov = true", ":13:"),
+    ("lr = 0.1", "lr = \"0.1\"", ":13:34: `lr` must be a number, got a string"),
+    (
+        "[train_cfg]",
+        "[val_evaluator]\ntype = \"Accuracy\"\n[train_cfg]",
+        ":1:1: missing key `val_dataloader` at the top",
+    ),
+    (
+        "[train_cfg]",
+        "[val_dataloader]\nbatch_size = 1\ndataset = { type = \"Digits\" }\n[train_cfg]",
+        ":1:1: missing key `val_evaluator` at the top",
+    ),
+    (
+        "[train_cfg]",
+        "[[custom_hooks]]\ntype = \"TraceHook\"\n[[custom_hooks]]\ntype = \"TraceHok\"\n[train_cfg]",
+        ":18:8: unknown hook `TraceHok`; did you mean `TraceHook`?",
+    ),
+    ("\"OptimWrapper\"", "\"OptimWrapper\"\nloss_scale = 1.0", ":13:1: unknown key `loss_scale`"),
+    ("\"OptimWrapper\"", "\"AmpOptimWrapper\"\nloss_scale = \"dynamc\"", ":13:14: unknown value"),
+    ("\"OptimWrapper\"", "\"AmpOptimWrapper\"\nloss_scale = 0", ":13:14: `loss_scale` must be"),
+    ("\"OptimWrapper\"", "\"AmpOptimWrapper\"\nloss_scale = 1e-40", ":13:14: "),
+    ("\"OptimWrapper\"", "\"AmpOptimWrapper\"\nloss_scale.growth_factor = 0.5", ":13:"),
+    ("\"OptimWrapper\"", "\"AmpOptimWrapper\"\nloss_scale.init = 1", ":13:12: unknown key `init`"),
 ];
 
 #[test]
@@ -65,6 +91,42 @@ fn every_mistake_is_named_before_anything_is_created() {
         assert!(said.contains(&expected), "{bad}:\n{said}\nexpected {expected}");
         assert!(!job.work_dir.exists(), "{bad}: a work directory was created");
     }
+}
+
+/// Other ways to say what the good one says.
+#[test]
+fn other_spellings_are_fine() {
+    let dir = tempfile::tempdir().unwrap();
+    for (good, other) in [
+        ("\n", "\r\n"),
+        ("lr = 0.1", "lr = 1, momentum = 0"),
+        ("[train_cfg]\nmax_epochs = 1", "[train_cfg]\nmax_epochs = 0x1"),
+        ("[train_dataloader]\n", "[train_dataloader]\nsampler.shuffle = false\n"),
+        ("\"OptimWrapper\"", "\"AmpOptimWrapper\"\nloss_scale = 1024"),
+        ("\"OptimWrapper\"", "\"AmpOptimWrapper\"\nloss_scale = \"dynamic\""),
+        ("\"OptimWrapper\"", "\"AmpOptimWrapper\"\nloss_scale = { init_scale = 512 }"),
+    ] {
+        assert!(GOOD.contains(good), "`{good}` is not in the configuration");
+        let job = Job::new(dir.path(), "job", &GOOD.replace(good, other));
+        let output = run(WORKER, job.args());
+        assert!(output.status.success(), "{other}: {}", text(&output));
+    }
+}
+
+#[test]
+fn what_is_no_text_file_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let work_dir = dir.path().join("run");
+    let latin1 = dir.path().join("latin1.toml");
+    std::fs::write(&latin1, b"# caf\xe9\n").unwrap();
+    for path in [&latin1, &dir.path().join("absent.toml"), dir.path()] {
+        let work_dir = work_dir.to_str().unwrap();
+        let output = run(WORKER, ["train", path.to_str().unwrap(), "--work-dir", work_dir]);
+        let said = text(&output);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains(&format!("error: {}: cannot read: ", path.display())), "{said}");
+    }
+    assert!(!work_dir.exists());
 }
 
 #[test]

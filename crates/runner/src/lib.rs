@@ -101,6 +101,8 @@ pub mod optim_wrapper;
 pub mod registry;
 mod runner;
 pub mod sinks;
+#[cfg(test)]
+mod testing;
 #[cfg(feature = "candle")]
 pub mod zoo;
 

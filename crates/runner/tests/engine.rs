@@ -341,6 +341,72 @@ fn the_sinks_error_comes_back_unchanged_and_the_engine_goes_on() {
     engine.forward_backward(&batch(), 1.0, &sink).unwrap();
 }
 
+#[test]
+fn lent_parameters_come_back_however_the_visit_ends() {
+    let mut engine = resnet(DType::F16);
+    let read = |engine: &mut CandleEngine| {
+        let mut all = Vec::new();
+        engine
+            .with_params(&mut |params| {
+                all.extend(params.iter().map(|p| widen(&p.as_slice())));
+                Ok(())
+            })
+            .unwrap();
+        all
+    };
+    let before = read(&mut engine);
+    assert!(before.iter().all(|p| !p.is_empty()));
+    let refused = engine.with_params(&mut |_| Err(Error::Data("refused".into())));
+    assert!(matches!(refused, Err(Error::Data(_))));
+    assert_eq!(read(&mut engine), before);
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        engine.with_params(&mut |_| panic!("in the middle of a step"))
+    }));
+    assert!(panicked.is_err());
+    assert_eq!(read(&mut engine), before);
+}
+
+/// A parameter as left, as right, and as both operands of stock operators.
+struct Operands(Tensor);
+
+impl CandleModel for Operands {
+    fn loss(&self, batch: &TensorBatch) -> candle_core::Result<Loss> {
+        let x = batch.get("x")?;
+        let sum = (((&self.0 - x)? + (x / &self.0)?)? + (&self.0 * &self.0)?)?;
+        Ok(Loss::new(sum.sum_all()?))
+    }
+
+    fn predict(&self, _batch: &TensorBatch) -> candle_core::Result<Outputs> {
+        Ok(Outputs::new())
+    }
+}
+
+#[test]
+fn a_parameter_may_be_any_operand() {
+    let mut engine = CandleEngine::new(CandleOptions::default(), |vb| {
+        Ok(Operands(vb.get_with_hints(2, "w", candle_nn::Init::Const(2.0))?))
+    })
+    .unwrap();
+    let x = Array::new([2], ArrayData::F32(vec![3.0, -8.0])).unwrap();
+    let (keep, sink) = keep();
+    engine.forward_backward(&Batch::new().with("x", x), 1.0, &sink).unwrap();
+    // d(w - x + x / w + w w) / dw = 1 - x / (w w) + 2 w.
+    assert_eq!(keep.lock().seen, [(0, DType::F32, vec![4.25, 7.0])]);
+}
+
+#[test]
+fn a_loss_that_is_not_a_number_is_reported_and_not_hidden() {
+    let mut engine = CandleEngine::new(CandleOptions::default(), |vb| {
+        Ok(Operands(vb.get_with_hints(1, "w", candle_nn::Init::Const(2.0))?))
+    })
+    .unwrap();
+    let x = Array::new([1], ArrayData::F32(vec![f32::NAN])).unwrap();
+    let (keep, sink) = keep();
+    let losses = engine.forward_backward(&Batch::new().with("x", x), 1.0, &sink).unwrap();
+    assert!(losses.scalars[0].1.is_nan());
+    assert!(keep.lock().seen[0].2[0].is_nan());
+}
+
 /// Models that are wrong in one way each.
 struct Wrong {
     weight: Tensor,

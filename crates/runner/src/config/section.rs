@@ -151,6 +151,12 @@ impl Section {
         Err(self.source.error(entry.key_span.start, format!("{text}{place}")))
     }
 
+    /// Whether the file has `key`.
+    #[must_use]
+    pub fn has(&self, key: &str) -> bool {
+        self.peek(key).is_some()
+    }
+
     /// Whether the file has a number for `key`.
     #[must_use]
     pub fn is_number(&self, key: &str) -> bool {

@@ -65,6 +65,11 @@ impl DataLoader {
         self.dataset.len()
     }
 
+    /// Deals the samples as with another seed from now on.
+    pub(crate) fn set_seed(&mut self, seed: u64) {
+        self.sampler.seed = seed;
+    }
+
     /// The batches of `epoch` from batch `start` on. Skipped batches are not loaded.
     pub fn batches(
         &self,

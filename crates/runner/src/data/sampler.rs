@@ -71,6 +71,13 @@ mod tests {
     }
 
     #[test]
+    fn without_shuffling_the_order_is_the_data_sets() {
+        let dealt =
+            [0, 1].map(|rank| DefaultSampler { shuffle: false, ..sampler(5, rank, 2) }.indices(3));
+        assert_eq!(dealt, [[0, 2, 4], [1, 3, 0]]);
+    }
+
+    #[test]
     fn the_order_never_changes_between_versions() {
         assert_eq!(sampler(8, 0, 1).indices(0), PINNED);
     }

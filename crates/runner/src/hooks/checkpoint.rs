@@ -10,7 +10,8 @@ use crate::checkpoint::Position;
 use crate::config::Section;
 use crate::runner::Runner;
 
-/// Writes `epoch_N` every `interval` epochs and after the last, keeping at most `max_keep_ckpts`.
+/// Writes `epoch_N` every `interval` epochs and after the last, keeping at most `max_keep_ckpts`;
+/// `iter_N` if the run ends inside an epoch.
 #[derive(Debug)]
 pub struct CheckpointHook {
     interval: usize,
@@ -32,12 +33,12 @@ impl CheckpointHook {
     fn save(&mut self, runner: &mut Runner, name: String, position: Position) -> Result<()> {
         self.written.retain(|n| *n != name);
         self.written.push(name.clone());
+        runner.save_checkpoint(&name, position, Some((self.name(), self.state_dict())))?;
+        // The list just saved still names these, so what a kill leaves of them goes next time.
         let keep = if self.max_keep_ckpts == 0 { usize::MAX } else { self.max_keep_ckpts };
         let surplus = self.written.len().saturating_sub(keep);
         let pruned: Vec<PathBuf> =
             self.written.drain(..surplus).map(|n| runner.work_dir().join(n)).collect();
-        // The list is part of what is saved, so it is brought up to date first; the files go last.
-        runner.save_checkpoint(&name, position, Some((self.name(), self.state_dict())))?;
         runner.remove_checkpoints(&pruned)
     }
 }
@@ -70,13 +71,17 @@ impl Hook for CheckpointHook {
     }
 
     fn after_train(&mut self, runner: &mut Runner) -> Result<()> {
+        // The time budget may have ended inside an epoch, or after one that was not saved.
         let position = runner.position().clone();
-        if position.batch == 0 || !self.save_last {
+        let (name, at) = match position.batch {
+            0 => (format!("epoch_{}", position.epoch), format!("{} epochs", position.epoch)),
+            _ => (format!("iter_{}", position.iter), format!("{} iterations", position.iter)),
+        };
+        if !self.save_last || position.iter == 0 || self.written.contains(&name) {
             return Ok(());
         }
-        // The time budget ended inside an epoch.
-        runner.logger().info(&format!("Saving checkpoint at {} iterations", position.iter));
-        self.save(runner, format!("iter_{}", position.iter), position)
+        runner.logger().info(&format!("Saving checkpoint at {at}"));
+        self.save(runner, name, position)
     }
 
     fn state_dict(&self) -> Option<Value> {

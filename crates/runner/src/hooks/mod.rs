@@ -123,7 +123,7 @@ pub(crate) const BUILTIN: Builtin<Box<dyn Hook>> = &[
     ("CheckpointHook", checkpoint::read),
     ("IterTimerHook", |_| Ok(Box::new(IterTimerHook::default()))),
     ("LoggerHook", logger::read),
-    ("SyncBuffersHook", |_| Ok(Box::new(SyncBuffersHook))),
+    ("SyncBuffersHook", |_| Ok(Box::new(SyncBuffersHook::default()))),
 ];
 
 /// The hooks a run has unless told otherwise: key in `[default_hooks]`, and type.
@@ -133,3 +133,106 @@ pub(crate) const DEFAULTS: &[(&str, &str)] = &[
     ("logger", "LoggerHook"),
     ("checkpoint", "CheckpointHook"),
 ];
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use parking_lot::Mutex;
+
+    use super::*;
+    use crate::testing::builder;
+
+    /// Writes each stage it sees to a list.
+    struct Trace(&'static str, Priority, Arc<Mutex<Vec<String>>>);
+
+    impl Trace {
+        fn note(&self, stage: &str) -> Result<()> {
+            self.2.lock().push(format!("{} {stage}", self.0));
+            Ok(())
+        }
+    }
+
+    impl Hook for Trace {
+        fn name(&self) -> &'static str {
+            self.0
+        }
+        fn priority(&self) -> Priority {
+            self.1
+        }
+        fn before_run(&mut self, _: &mut Runner) -> Result<()> {
+            self.note("before_run")
+        }
+        fn before_train(&mut self, _: &mut Runner) -> Result<()> {
+            self.note("before_train")
+        }
+        fn before_train_epoch(&mut self, _: &mut Runner) -> Result<()> {
+            self.note("before_train_epoch")
+        }
+        fn before_train_iter(&mut self, _: &mut Runner, _: &mut Batch) -> Result<()> {
+            self.note("before_train_iter")
+        }
+        fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
+            self.note(&format!("after_train_iter {}", runner.position().iter))
+        }
+        fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
+            self.note(&format!("after_train_epoch {}", runner.position().epoch))
+        }
+        fn after_train(&mut self, _: &mut Runner) -> Result<()> {
+            self.note("after_train")
+        }
+        fn after_run(&mut self, _: &mut Runner) -> Result<()> {
+            self.note("after_run")
+        }
+    }
+
+    #[test]
+    fn stages_come_in_mmengines_order_and_hooks_by_priority() {
+        let dir = tempfile::tempdir().unwrap();
+        let seen = Arc::default();
+        let hook = |name, priority| Box::new(Trace(name, priority, Arc::clone(&seen)));
+        builder(dir.path(), 2)
+            .hook(hook("late", Priority::LOW))
+            .hook(hook("first", Priority::NORMAL))
+            .hook(hook("second", Priority::NORMAL))
+            .hook(hook("early", Priority(49)))
+            .build()
+            .unwrap()
+            .train()
+            .unwrap();
+        let stages = [
+            "before_run",
+            "before_train",
+            "before_train_epoch",
+            "before_train_iter",
+            "after_train_iter 0",
+            "before_train_iter",
+            "after_train_iter 1",
+            "after_train_epoch 0",
+            "after_train",
+            "after_run",
+        ];
+        let names = ["early", "first", "second", "late"];
+        let expected: Vec<_> =
+            stages.iter().flat_map(|stage| names.map(|name| format!("{name} {stage}"))).collect();
+        assert_eq!(*seen.lock(), expected);
+    }
+
+    #[test]
+    fn buffers_are_averaged_before_they_are_logged_or_saved() {
+        let config = crate::config::Config::from_text("c.toml", "").unwrap().into_section();
+        let hooks = DEFAULTS
+            .iter()
+            .map(|(key, name)| crate::registry::HOOKS.build_or(config.empty(key), name).unwrap());
+        let mut priorities: Vec<_> = hooks.map(|h| (h.priority().0, h.name())).collect();
+        priorities.sort_by_key(|p| p.0);
+        // MMEngine's numbers.
+        let expected = [
+            (50, "IterTimerHook"),
+            (50, "SyncBuffersHook"),
+            (60, "LoggerHook"),
+            (90, "CheckpointHook"),
+        ];
+        assert_eq!(priorities, expected);
+    }
+}

@@ -5,47 +5,60 @@ use fused_optim::SliceMut;
 
 use super::Hook;
 use crate::Result;
+use crate::data::Batch;
+use crate::engine::Losses;
 use crate::runner::Runner;
 
 /// Averages the model's buffers over the ranks after each epoch and before each validation.
 ///
 /// Each rank's batch-norm statistics drift apart, as each sees other data. Without this hook every
 /// rank would validate another model, and a checkpoint would hold one of them; with it, what is
-/// validated is what is saved, and a resumed run goes on exactly.
+/// validated is what is saved, and a resumed run goes on exactly. Nothing is averaged twice: the mean
+/// of equal numbers need not be that number to the last bit.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct SyncBuffersHook;
+pub struct SyncBuffersHook {
+    /// This rank has trained since the buffers were last equal.
+    stale: bool,
+}
+
+impl SyncBuffersHook {
+    fn sync(&mut self, runner: &mut Runner) -> Result<()> {
+        let group = runner.group().clone();
+        if !std::mem::take(&mut self.stale) || group.world_size() == 1 {
+            return Ok(());
+        }
+        runner.engine_mut().with_buffers(&mut |buffers| {
+            for buffer in buffers {
+                match buffer {
+                    SliceMut::F32(b) => group.all_reduce(b, ReduceOp::Avg)?,
+                    SliceMut::F16(b) => group.all_reduce(b, ReduceOp::Avg)?,
+                    SliceMut::Bf16(b) => group.all_reduce(b, ReduceOp::Avg)?,
+                }
+            }
+            Ok(())
+        })
+    }
+}
 
 impl Hook for SyncBuffersHook {
     fn name(&self) -> &'static str {
         "SyncBuffersHook"
     }
 
+    fn after_train_iter(&mut self, _: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
+        self.stale = true;
+        Ok(())
+    }
+
     fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
-        sync(runner)
+        self.sync(runner)
     }
 
     fn before_val(&mut self, runner: &mut Runner) -> Result<()> {
-        sync(runner)
+        self.sync(runner)
     }
 
     fn after_train(&mut self, runner: &mut Runner) -> Result<()> {
-        sync(runner)
+        self.sync(runner)
     }
-}
-
-fn sync(runner: &mut Runner) -> Result<()> {
-    let group = runner.group().clone();
-    if group.world_size() == 1 {
-        return Ok(());
-    }
-    runner.engine_mut().with_buffers(&mut |buffers| {
-        for buffer in buffers {
-            match buffer {
-                SliceMut::F32(b) => group.all_reduce(b, ReduceOp::Avg)?,
-                SliceMut::F16(b) => group.all_reduce(b, ReduceOp::Avg)?,
-                SliceMut::Bf16(b) => group.all_reduce(b, ReduceOp::Avg)?,
-            }
-        }
-        Ok(())
-    })
 }

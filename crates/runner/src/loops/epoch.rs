@@ -13,14 +13,22 @@ pub(crate) fn train(runner: &mut Runner) -> Result<Vec<(String, f64)>> {
     let done = runner.position().iter;
     runner.optim_wrapper_mut().accumulation().initialize_count_status(done, max_iters);
     runner.call_hooks(|hook, runner| hook.before_train(runner))?;
-    let mut metrics = Vec::new();
+    if runner.position().epoch >= runner.max_epochs() {
+        let text = format!("nothing to do: trained for {} epochs", runner.position().epoch);
+        runner.logger().info(&text);
+    }
+    let (mut metrics, mut validated) = (Vec::new(), None);
     while runner.position().epoch < runner.max_epochs() {
         let whole = epoch(runner)?;
         if !whole {
             runner.logger().info("the time budget is spent");
         }
-        if let Some(fresh) = validate_if_due(runner, !whole)? {
-            metrics = fresh;
+        let iter = runner.position().iter;
+        if (is_due(runner) || !whole)
+            && validated != Some(iter)
+            && let Some(fresh) = validate(runner)?
+        {
+            (metrics, validated) = (fresh, Some(iter));
         }
         if !whole {
             break;
@@ -53,9 +61,8 @@ fn epoch(runner: &mut Runner) -> Result<bool> {
     Ok(true)
 }
 
-fn validate_if_due(runner: &mut Runner, ended_early: bool) -> Result<Option<Vec<(String, f64)>>> {
-    let (config, epoch) = (*runner.train_config(), runner.position().epoch);
-    let due = epoch >= config.val_begin
-        && (epoch % config.val_interval == 0 || epoch == config.max_epochs);
-    if due || ended_early { validate(runner) } else { Ok(None) }
+/// Whether a validation follows the epoch just completed.
+fn is_due(runner: &Runner) -> bool {
+    let (config, epoch) = (runner.train_config(), runner.position().epoch);
+    epoch >= config.val_begin && (epoch % config.val_interval == 0 || epoch == config.max_epochs)
 }

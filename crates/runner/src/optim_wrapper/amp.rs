@@ -24,6 +24,17 @@ pub enum LossScale {
     Off,
 }
 
+impl LossScale {
+    /// The state machine that follows this rule, if the rule makes sense.
+    pub(super) fn scaler(self) -> ::amp::Result<LossScaler> {
+        match self {
+            Self::Dynamic(options) => LossScaler::new(options),
+            Self::Static(scale) => LossScaler::fixed(scale),
+            Self::Off => Ok(LossScaler::disabled()),
+        }
+    }
+}
+
 /// Mixed precision. The model keeps parameters of a half type, the optimizer their f32 masters.
 #[derive(Debug)]
 pub struct AmpOptimWrapper {
@@ -43,12 +54,8 @@ impl AmpOptimWrapper {
         accumulative_counts: usize,
         loss_scale: LossScale,
     ) -> Result<Self> {
-        let scaler = match loss_scale {
-            LossScale::Dynamic(options) => LossScaler::new(options)?,
-            LossScale::Static(scale) => LossScaler::fixed(scale)?,
-            LossScale::Off => LossScaler::disabled(),
-        };
-        Ok(Self { optimizer, accumulation: Accumulation::new(accumulative_counts), scaler })
+        let accumulation = Accumulation::new(accumulative_counts);
+        Ok(Self { optimizer, accumulation, scaler: loss_scale.scaler()? })
     }
 
     /// Dynamic scaling for f16, none for anything with f32's range.
@@ -105,5 +112,100 @@ impl OptimWrapper for AmpOptimWrapper {
         self.optimizer.load_state_dict(&state.optimizer)?;
         self.scaler = restored;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use collective::ReducerOptions;
+    use fused_optim::{Sgd, SgdHyper};
+    use half::f16;
+
+    use super::*;
+    use crate::data::Batch;
+    use crate::model::DistributedDataParallel;
+    use crate::testing::{FakeEngine, Values, group};
+
+    fn parts(
+        counts: usize,
+        loss_scale: LossScale,
+    ) -> (FakeEngine, DistributedDataParallel, AmpOptimWrapper) {
+        let engine = FakeEngine::new(&[("w", Values::F16(vec![f16::ONE; 2]))], &[]);
+        let options = ReducerOptions::default();
+        let model = DistributedDataParallel::new(group(), engine.params(), options).unwrap();
+        let sgd = Sgd::with_one_group(SgdHyper { lr: 0.5, ..SgdHyper::default() }, 1).unwrap();
+        let optim = AmpOptimWrapper::new(Box::new(sgd), counts, loss_scale).unwrap();
+        (engine, model, optim)
+    }
+
+    fn dynamic() -> LossScale {
+        LossScale::Dynamic(LossScalerOptions {
+            init_scale: 1024.0,
+            growth_interval: 2,
+            ..LossScalerOptions::default()
+        })
+    }
+
+    fn weights(engine: &FakeEngine) -> &Values {
+        &engine.params[0]
+    }
+
+    fn all(value: f32) -> Values {
+        Values::F16(vec![f16::from_f32(value); 2])
+    }
+
+    #[test]
+    fn a_step_is_unscaled_and_an_overflow_skipped() {
+        let (mut engine, mut model, mut optim) = parts(1, dynamic());
+        let mut step = |engine: &mut FakeEngine, gradient: f32| {
+            engine.gradient = gradient;
+            let update = optim.update_params(engine, &mut model, &Batch::new()).unwrap();
+            (update.applied.unwrap(), optim.loss_scale())
+        };
+        assert_eq!(step(&mut engine, 0.25), (Applied::Applied, 1024.0));
+        assert_eq!(*weights(&engine), all(1.0 - 0.5 * 0.25));
+        // 100 * 1024 is more than an f16 can hold.
+        assert_eq!(step(&mut engine, 100.0), (Applied::SkippedNonFinite, 512.0));
+        assert_eq!(*weights(&engine), all(0.875));
+        // The next ones begin with clean gradients, and two good ones double the scale.
+        assert_eq!(step(&mut engine, 0.25), (Applied::Applied, 512.0));
+        assert_eq!(*weights(&engine), all(0.75));
+        assert_eq!(step(&mut engine, 0.25), (Applied::Applied, 1024.0));
+    }
+
+    #[test]
+    fn an_overflow_in_any_batch_skips_the_accumulated_step() {
+        let (mut engine, mut model, mut optim) = parts(2, dynamic());
+        let mut applied = Vec::new();
+        for gradient in [0.25, 0.75, 1000.0, 0.25, 0.25, 0.25] {
+            engine.gradient = gradient;
+            applied
+                .push(optim.update_params(&mut engine, &mut model, &Batch::new()).unwrap().applied);
+            if applied.len() == 2 {
+                // The mean of the two, not their sum.
+                assert_eq!(*weights(&engine), all(1.0 - 0.5 * 0.5));
+            }
+        }
+        let (yes, no) = (Some(Applied::Applied), Some(Applied::SkippedNonFinite));
+        assert_eq!(applied, [None, yes, None, no, None, yes]);
+        assert_eq!(*weights(&engine), all(0.75 - 0.5 * 0.25));
+        assert_eq!(optim.loss_scale(), 512.0);
+    }
+
+    #[test]
+    fn a_fixed_scale_stays_and_none_is_one() {
+        for (loss_scale, scale) in [(LossScale::Static(8.0), 8.0), (LossScale::Off, 1.0)] {
+            let (mut engine, mut model, mut optim) = parts(1, loss_scale);
+            for (gradient, applied) in
+                [(f32::INFINITY, Applied::SkippedNonFinite), (0.5, Applied::Applied)]
+            {
+                engine.gradient = gradient;
+                let update = optim.update_params(&mut engine, &mut model, &Batch::new()).unwrap();
+                assert_eq!(update.applied, Some(applied), "{loss_scale:?}");
+                assert_eq!(optim.loss_scale(), scale);
+            }
+            assert_eq!(*weights(&engine), all(0.75));
+            assert_eq!(optim.log_scalars().len(), usize::from(scale > 1.0));
+        }
     }
 }

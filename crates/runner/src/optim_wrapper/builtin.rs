@@ -30,7 +30,9 @@ fn amp(section: &mut Section) -> Result<OptimWrapperFactory> {
     let counts = accumulative_counts(section)?;
     let dtypes = [("float16", DType::F16), ("bfloat16", DType::Bf16), ("float32", DType::F32)];
     let dtype = section.choice("dtype", "float16", &dtypes)?;
+    let offset = section.offset_of("loss_scale");
     let loss_scale = loss_scale(section, dtype)?;
+    loss_scale.scaler().map_err(|e| section.error_at(offset, e))?;
     let optimizer = OPTIMIZERS.build(section.section("optimizer")?)?;
     Ok(OptimWrapperFactory {
         dtype,
@@ -79,6 +81,7 @@ fn sgd(section: &mut Section) -> Result<OptimizerFactory> {
     hyper.weight_decay = section.or("weight_decay", hyper.weight_decay)?;
     hyper.nesterov = section.or("nesterov", hyper.nesterov)?;
     hyper.maximize = section.or("maximize", hyper.maximize)?;
+    Sgd::with_one_group(hyper, 0).map_err(|e| section.error(e))?;
     Ok(Box::new(move |params| Ok(Box::new(Sgd::with_one_group(hyper, params.len())?))))
 }
 
@@ -94,5 +97,6 @@ fn adamw(section: &mut Section) -> Result<OptimizerFactory> {
     hyper.weight_decay = section.or("weight_decay", hyper.weight_decay)?;
     hyper.amsgrad = section.or("amsgrad", hyper.amsgrad)?;
     hyper.maximize = section.or("maximize", hyper.maximize)?;
+    AdamW::with_one_group(hyper, 0).map_err(|e| section.error(e))?;
     Ok(Box::new(move |params| Ok(Box::new(AdamW::with_one_group(hyper, params.len())?))))
 }

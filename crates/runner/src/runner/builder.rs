@@ -222,6 +222,13 @@ impl RunnerBuilder {
         let model = self.model.ok_or_else(|| need("model"))?;
         let optim = self.optim.ok_or_else(|| need("optim_wrapper"))?;
         let train_loader = self.train_loader.ok_or_else(|| need("train_dataloader"))?;
+        for (i, hook) in self.hooks.iter().enumerate().filter(|(_, h)| h.state_dict().is_some()) {
+            let name = hook.name();
+            if self.hooks[..i].iter().any(|h| h.name() == name) {
+                let why = format!("two hooks called `{name}` would save their state in one place");
+                return Err(Error::Config(why));
+            }
+        }
         let group = match self.group {
             Some(group) => group,
             None => join(self.timeout.unwrap_or(TIMEOUT))?,
@@ -260,6 +267,8 @@ impl RunnerBuilder {
             })
         };
         let runner = make().and_then(|mut runner| {
+            // No rank creates anything before every rank has got this far.
+            group.barrier()?;
             if rank == 0 {
                 runner.output.open(&timestamp, &runner.config_text)?;
             }
@@ -316,9 +325,10 @@ fn read_loader(mut section: Section, shuffle: bool) -> Result<DataLoaderConfig> 
 
 /// `[val_dataloader]` and `[val_evaluator]`: both or neither.
 fn read_validation(root: &mut Section) -> Result<Option<(DataLoaderConfig, Box<dyn Metric>)>> {
-    let Some(loader) = root.optional_section("val_dataloader")? else {
+    if !root.has("val_dataloader") && !root.has("val_evaluator") {
         return Ok(None);
-    };
+    }
+    let loader = root.section("val_dataloader")?;
     let metric = METRICS.build(root.section("val_evaluator")?)?;
     Ok(Some((read_loader(loader, false)?, metric)))
 }
@@ -364,4 +374,42 @@ fn read_timeout(root: &mut Section) -> Result<Option<Duration>> {
     }
     env.finish()?;
     Ok(timeout)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hooks::CheckpointHook;
+    use crate::testing::builder;
+
+    #[test]
+    fn a_missing_part_is_named_and_nothing_created() {
+        let dir = tempfile::tempdir().unwrap();
+        let work_dir = dir.path().join("run");
+        type Take = fn(&mut RunnerBuilder);
+        let parts: [(&str, Take); 5] = [
+            ("work_dir", |b| b.work_dir = None),
+            ("train_cfg", |b| b.train = None),
+            ("model", |b| b.model = None),
+            ("optim_wrapper", |b| b.optim = None),
+            ("train_dataloader", |b| b.train_loader = None),
+        ];
+        for (name, take) in parts {
+            let mut builder = builder(&work_dir, 1);
+            take(&mut builder);
+            let error = builder.build().unwrap_err().to_string();
+            assert_eq!(error, format!("the run has no {name}"));
+            assert!(!work_dir.exists());
+        }
+        builder(&work_dir, 1).build().unwrap();
+        assert!(work_dir.exists());
+    }
+
+    #[test]
+    fn two_hooks_cannot_save_to_one_place() {
+        let dir = tempfile::tempdir().unwrap();
+        let hook = || Box::new(CheckpointHook::new(1));
+        let error = builder(dir.path(), 1).hook(hook()).hook(hook()).build().unwrap_err();
+        assert!(error.to_string().contains("two hooks called `CheckpointHook`"), "{error}");
+    }
 }

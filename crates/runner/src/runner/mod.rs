@@ -87,13 +87,8 @@ impl Runner {
     /// The first failure of any part. The group is aborted then, with the failure's text, so that
     /// the other ranks end too and say why.
     pub fn train(&mut self) -> Result<Vec<(String, f64)>> {
-        let result = loops::train(self);
-        if let Err(error) = &result
-            && !matches!(error, Error::Collective(_))
-        {
-            self.group.abort(&error.to_string());
-        }
-        result
+        // A group that has failed already keeps its first reason.
+        loops::train(self).inspect_err(|error| self.group.abort(&error.to_string()))
     }
 
     /// The ranks of this run.
@@ -154,6 +149,11 @@ impl Runner {
         self.validation.as_ref().map_or((0.0, 0.0), |v| v.times)
     }
 
+    /// The epoch a validation is logged under: the last one, or the one a time budget ended in.
+    pub(crate) fn val_epoch(&self) -> usize {
+        self.position.epoch + usize::from(self.position.batch > 0)
+    }
+
     /// Where checkpoints and logs go.
     #[must_use]
     pub fn work_dir(&self) -> &Path {
@@ -199,8 +199,8 @@ impl Runner {
         self.deadline.map(|d| d.saturating_duration_since(Instant::now()))
     }
 
-    /// Writes a checkpoint on rank 0; the other ranks wait until it is on disk. `own` is the state
-    /// of the hook that asks, which cannot be asked itself.
+    /// Writes a checkpoint on rank 0; the other ranks wait until it is on disk. Every rank calls
+    /// it. `own` is the state of the hook that asks, which cannot be asked itself.
     ///
     /// # Errors
     ///
@@ -216,6 +216,7 @@ impl Runner {
             hooks.extend(hook.state_dict().map(|state| (hook.name().to_owned(), state)));
         }
         hooks.extend(own.and_then(|(name, state)| Some((name.to_owned(), state?))));
+        let gradients = self.gather_gradients()?;
         if self.group.rank() == 0 {
             let contents = Contents {
                 position,
@@ -224,10 +225,27 @@ impl Runner {
                 config: &self.config_text,
                 optim: self.optim.state_dict(),
                 hooks,
+                gradients,
             };
             checkpoint::save(self.output.work_dir(), name, &mut *self.engine, contents)?;
         }
         Ok(self.group.barrier()?)
+    }
+
+    /// What each rank has added up towards its next step; nothing outside of an accumulation.
+    fn gather_gradients(&self) -> Result<Vec<Vec<u8>>> {
+        let mut own = checkpoint::gradient_bytes(self.engine.params(), &*self.model)?;
+        let mut lens = vec![0; self.group.world_size()];
+        self.group.all_gather(&mut lens, &[own.len() as u64])?;
+        let longest = lens.iter().max().map_or(0, |len| *len as usize);
+        if longest == 0 {
+            return Ok(Vec::new());
+        }
+        own.resize(longest, 0);
+        let mut all = vec![0; longest * lens.len()];
+        self.group.all_gather(&mut all, &own)?;
+        let ranks = all.chunks_exact(longest).zip(lens);
+        Ok(ranks.map(|(bytes, len)| bytes[..len as usize].to_vec()).collect())
     }
 
     /// Removes checkpoints on rank 0. One that is gone already is no error.
@@ -287,6 +305,8 @@ impl Runner {
         }
         loaded.load_model(&mut *self.engine)?;
         self.optim.load_state_dict(&loaded.optim)?;
+        loaded.load_gradients(self.group.rank(), self.engine.params(), &mut *self.model)?;
+        self.take_seed(loaded.meta.seed);
         for hook in &mut self.hooks {
             if let Some(state) = loaded.meta.hooks.get(hook.name()) {
                 hook.load_state_dict(state)?;
@@ -297,6 +317,20 @@ impl Runner {
         let text = format!("resumed from {}: epoch {epoch}, iteration {iter}", path.display());
         self.logger().info(&text);
         Ok(())
+    }
+
+    /// Goes on with a checkpoint's seed: the order of the data hangs on it.
+    fn take_seed(&mut self, seed: u64) {
+        if seed == self.seed {
+            return;
+        }
+        let text = format!("going on with seed {seed} of the checkpoint instead of {}", self.seed);
+        self.logger().info(&text);
+        self.seed = seed;
+        self.train_loader.set_seed(seed);
+        if let Some(validation) = &mut self.validation {
+            validation.loader.set_seed(seed);
+        }
     }
 
     /// Makes rank 0's parameters and buffers everyone's.

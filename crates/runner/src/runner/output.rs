@@ -98,7 +98,7 @@ impl Runner {
         let (data_time, time) = self.val_times();
         line.insert("data_time".into(), data_time.into());
         line.insert("time".into(), time.into());
-        line.insert("step".into(), self.position().epoch.into());
+        line.insert("step".into(), self.val_epoch().into());
         self.write_scalars(line)
     }
 

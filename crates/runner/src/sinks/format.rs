@@ -27,7 +27,7 @@ pub(crate) fn format_train_line(runner: &Runner, done: usize) -> String {
 /// `Epoch(val) [1][5/5]    accuracy: 97.4930  data_time: 0.0004  time: 0.0021`.
 pub(crate) fn format_val_line(runner: &Runner, metrics: &[(String, f64)]) -> String {
     let batches = runner.val_batches();
-    let mut line = format!("Epoch(val) [{}][{batches}/{batches}]  ", runner.position().epoch);
+    let mut line = format!("Epoch(val) [{}][{batches}/{batches}]  ", runner.val_epoch());
     for (name, value) in metrics {
         line += &format!("  {name}: {value:.4}");
     }
@@ -81,6 +81,46 @@ fn clock(duration: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::evaluate::Accuracy;
+    use crate::testing::{blank, builder, sgd};
+
+    /// Lines of MMEngine 0.10.7's log, after the time.
+    #[test]
+    fn lines_are_mmengines_to_the_byte() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut runner = builder(dir.path(), 24)
+            .optim_wrapper(sgd(0.045_217_391_304_347_83))
+            .validation(blank(5), Box::new(Accuracy))
+            .build()
+            .unwrap();
+        runner.set_eta(Duration::from_millis(999));
+        for (name, value) in [
+            ("data_time", 0.001_588_201_522_827_148_4),
+            ("time", 0.007_432_246_208_190_918),
+            ("grad_norm", 0.466_180_282_831_192),
+            ("loss", 2.310_242_438_316_345),
+            ("loss_cls", 2.310_242_438_316_345),
+        ] {
+            runner.scalars_mut().push(name, value);
+        }
+        assert_eq!(
+            format_train_line(&runner, 10),
+            "Epoch(train) [1][10/24]  lr: 4.5217e-02  eta: 0:00:00  time: 0.0074  \
+             data_time: 0.0016  grad_norm: 0.4662  loss: 2.3102  loss_cls: 2.3102"
+        );
+        assert!(format_train_line(&runner, 5).starts_with("Epoch(train) [1][ 5/24]  lr: "));
+        runner.position_mut().epoch = 1;
+        let (validation, ..) = runner.validation_mut().unwrap();
+        validation.times = (0.000_406_932_830_810_546_86, 0.002_072_620_391_845_703);
+        let metrics = [("digits/accuracy".to_owned(), 9.427_609_427_609_427)];
+        assert_eq!(
+            format_val_line(&runner, &metrics),
+            "Epoch(val) [1][5/5]    digits/accuracy: 9.4276  data_time: 0.0004  time: 0.0021"
+        );
+        // A time budget ended inside the second epoch.
+        runner.position_mut().batch = 3;
+        assert!(format_val_line(&runner, &metrics).starts_with("Epoch(val) [2][5/5]    digits/"));
+    }
 
     #[test]
     fn numbers_look_as_in_python() {

@@ -15,11 +15,11 @@ pub(crate) struct ScalarsFile {
 }
 
 impl ScalarsFile {
-    /// Creates `dir/scalars.json`, and `dir`.
+    /// Opens `dir/scalars.json` to append, and creates what is not there.
     pub(crate) fn create(dir: &Path) -> Result<Self> {
         let path = dir.join("scalars.json");
         std::fs::create_dir_all(dir)
-            .and_then(|()| File::create(&path))
+            .and_then(|()| File::options().create(true).append(true).open(&path))
             .map(|file| Self { file })
             .map_err(|source| Error::Io {
                 what: format!("cannot create {}", path.display()),

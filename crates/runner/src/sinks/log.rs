@@ -40,9 +40,8 @@ impl Logger {
     ///
     /// [`Error::Io`] if it cannot be created.
     pub fn open_file(&mut self, path: &Path) -> Result<()> {
-        let file = File::create(path).map_err(|source| Error::Io {
-            what: format!("cannot create {}", path.display()),
-            source,
+        let file = File::options().create(true).append(true).open(path).map_err(|source| {
+            Error::Io { what: format!("cannot create {}", path.display()), source }
         })?;
         self.file = Some(file);
         Ok(())

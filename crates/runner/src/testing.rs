@@ -1,0 +1,160 @@
+//! What unit tests share: an engine without a tensor crate, and a run around it.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use collective::ProcessGroup;
+use fused_optim::{DType, Sgd, SgdHyper, Slice, SliceMut};
+use half::{bf16, f16};
+
+use crate::Result;
+use crate::data::{Array, ArrayData, Batch, Dataset};
+use crate::engine::{Engine, Losses, SharedSink, TensorSpec};
+use crate::optim_wrapper::{Fp32OptimWrapper, OptimWrapperFactory};
+use crate::runner::{DataLoaderConfig, RunnerBuilder, TrainConfig};
+
+/// Elements of one tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Values {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
+}
+
+impl Values {
+    fn slice(&mut self) -> SliceMut<'_> {
+        match self {
+            Self::F32(v) => SliceMut::F32(v),
+            Self::F16(v) => SliceMut::F16(v),
+            Self::Bf16(v) => SliceMut::Bf16(v),
+        }
+    }
+}
+
+/// An engine whose every gradient is `gradient`.
+pub(crate) struct FakeEngine {
+    specs: [Vec<TensorSpec>; 2],
+    pub(crate) params: Vec<Values>,
+    pub(crate) buffers: Vec<Values>,
+    pub(crate) gradient: f32,
+}
+
+impl FakeEngine {
+    /// Vectors: names and values of parameters and of buffers.
+    pub(crate) fn new(params: &[(&str, Values)], buffers: &[(&str, Values)]) -> Self {
+        let specs = [params, buffers].map(|tensors| {
+            let spec = |(name, values): &(&str, Values)| {
+                let mut values = values.clone();
+                let (shape, dtype) = (vec![values.slice().len()], values.slice().dtype());
+                TensorSpec { name: (*name).to_owned(), shape, dtype }
+            };
+            tensors.iter().map(spec).collect()
+        });
+        let values = |tensors: &[(&str, Values)]| tensors.iter().map(|t| t.1.clone()).collect();
+        Self { specs, params: values(params), buffers: values(buffers), gradient: 1.0 }
+    }
+}
+
+impl Engine for FakeEngine {
+    fn params(&self) -> &[TensorSpec] {
+        &self.specs[0]
+    }
+
+    fn buffers(&self) -> &[TensorSpec] {
+        &self.specs[1]
+    }
+
+    fn with_params(
+        &mut self,
+        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
+    ) -> Result<()> {
+        visit(&mut self.params.iter_mut().map(Values::slice).collect::<Vec<_>>())
+    }
+
+    fn with_buffers(
+        &mut self,
+        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
+    ) -> Result<()> {
+        visit(&mut self.buffers.iter_mut().map(Values::slice).collect::<Vec<_>>())
+    }
+
+    fn forward_backward(&mut self, _: &Batch, scale: f32, sink: &SharedSink) -> Result<Losses> {
+        let gradient = self.gradient * scale;
+        for (index, spec) in self.specs[0].iter().enumerate() {
+            let (mut sink, count) = (sink.lock(), spec.count());
+            match spec.dtype {
+                DType::F32 => sink.ready(index, Slice::F32(&vec![gradient; count]))?,
+                DType::F16 => {
+                    sink.ready(index, Slice::F16(&vec![f16::from_f32(gradient); count]))?;
+                }
+                DType::Bf16 => {
+                    sink.ready(index, Slice::Bf16(&vec![bf16::from_f32(gradient); count]))?;
+                }
+            }
+        }
+        Ok(Losses { scalars: vec![("loss".into(), 1.0)] })
+    }
+
+    fn eval(&mut self, _: &Batch) -> Result<Vec<(String, Array)>> {
+        Ok(Vec::new())
+    }
+}
+
+/// `.0` samples of nothing.
+struct Blank(usize);
+
+impl Dataset for Blank {
+    fn name(&self) -> &'static str {
+        "blank"
+    }
+
+    fn len(&self) -> usize {
+        self.0
+    }
+
+    fn batch(&self, indices: &[usize]) -> Result<Batch> {
+        let count = indices.len();
+        Ok(Batch::new().with("inputs", Array::new([count], ArrayData::U8(vec![0; count]))?))
+    }
+}
+
+/// Blank samples, one a batch.
+pub(crate) fn blank(len: usize) -> DataLoaderConfig {
+    DataLoaderConfig {
+        dataset: Box::new(move || Ok(Arc::new(Blank(len)))),
+        batch_size: 1,
+        shuffle: false,
+        drop_last: false,
+    }
+}
+
+/// SGD at `lr`.
+pub(crate) fn sgd(lr: f64) -> OptimWrapperFactory {
+    OptimWrapperFactory {
+        dtype: DType::F32,
+        build: Box::new(move |params| {
+            let hyper = SgdHyper { lr, ..SgdHyper::default() };
+            let sgd = Sgd::with_one_group(hyper, params.len())?;
+            Ok(Box::new(Fp32OptimWrapper::new(Box::new(sgd), 1)))
+        }),
+    }
+}
+
+/// A run of one rank on `len` blank samples, with a fake engine.
+pub(crate) fn builder(dir: &Path, len: usize) -> RunnerBuilder {
+    RunnerBuilder::default()
+        .model(Box::new(|_| {
+            Ok(Box::new(FakeEngine::new(&[("w", Values::F32(vec![1.0, 2.0]))], &[])))
+        }))
+        .optim_wrapper(sgd(0.1))
+        .train_dataloader(blank(len))
+        .train_cfg(TrainConfig::new(1))
+        .work_dir(dir)
+        .process_group(group())
+}
+
+/// A group of one.
+pub(crate) fn group() -> ProcessGroup {
+    ProcessGroup::threads(1, Duration::from_secs(10)).unwrap().remove(0)
+}

@@ -1,0 +1,58 @@
+//! A thousand steps need no more memory than the first ones. Alone in its binary: the figure is the
+//! process's.
+
+#![cfg(all(feature = "candle", target_os = "linux"))]
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::sync::Arc;
+
+use fused_optim::Slice;
+use parking_lot::Mutex;
+use runner::Result;
+use runner::data::datasets::{Dataset, Digits, Split};
+use runner::engine::candle::{CandleEngine, CandleOptions};
+use runner::engine::{Engine, GradSink, SharedSink};
+use runner::zoo::{ResNet, ResNetOptions};
+
+struct Ignore;
+
+impl GradSink for Ignore {
+    fn ready(&mut self, _: usize, _: Slice<'_>) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// What of this process is in memory.
+fn resident_kib() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|l| l.starts_with("VmRSS:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+#[test]
+fn a_thousand_steps_keep_nothing() {
+    let options = ResNetOptions {
+        in_channels: 1,
+        num_classes: 10,
+        width: 4,
+        blocks: vec![1],
+        ..ResNetOptions::default()
+    };
+    let mut engine =
+        CandleEngine::new(CandleOptions::default(), |vb| ResNet::new(&options, vb)).unwrap();
+    let batch = Digits::new(Split::Train, 0).unwrap().batch(&[1, 2, 3, 4]).unwrap();
+    let sink: SharedSink = Arc::new(Mutex::new(Ignore));
+    let mut steps = |count: usize| {
+        for _ in 0..count {
+            engine.forward_backward(&batch, 1.0, &sink).unwrap();
+            engine.with_params(&mut |_| Ok(())).unwrap();
+            engine.eval(&batch).unwrap();
+        }
+    };
+    steps(100);
+    let before = resident_kib();
+    steps(1000);
+    // A graph that stayed would be 20 KiB a step at least; an allocator wavers by a few pages.
+    let grown = resident_kib().saturating_sub(before);
+    assert!(grown < 2048, "{grown} KiB more");
+}

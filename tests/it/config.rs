@@ -50,7 +50,17 @@ const MISTAKES: &[(&str, &str, &str)] = &[
     ("hidden = [32]", "hidden = [32, \"x\"]", ":4:10: `hidden` must be an array"),
     ("\"SGD\"", "\"Adamw\"", ":13:22: unknown optimizer `Adamw`; did you mean `AdamW`?"),
     ("max_epochs = 1", "max_epochs = ", ":16:"),
-    ("batch_size = 32", "batch_size = -1", ":8:14: `batch_size` must be a non-negative integer"),
+    (
+        "batch_size = 32",
+        "batch_size = -1",
+        ":8:14: `batch_size` must be a non-negative integer, got -1",
+    ),
+    ("hidden = [32]", "hidden = [32]\nstd = [0]", ":5:7: `std` must be positive"),
+    (
+        "[train_cfg]",
+        "[model_wrapper_cfg]\nbucket_cap_mb = -1\n[train_cfg]",
+        ":16:17: `bucket_cap_mb` must be positive, got -1",
+    ),
     ("lr = 0.1", "lr = -0.1", ":13:"),
     ("lr = 0.1", "lr = nan", ":13:"),
     ("lr = 0.1", "lr = 0.1, nesterov = true", ":13:"),

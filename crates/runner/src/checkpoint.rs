@@ -42,6 +42,8 @@ pub struct Meta {
     pub position: Position,
     /// Number of ranks: the order of the data depends on it.
     pub world_size: usize,
+    /// Number of batches in an epoch: what a place inside one is counted in.
+    pub batches_per_epoch: usize,
     /// Seed of the run.
     pub seed: u64,
     /// The configuration's text, empty for a run that had none.
@@ -78,6 +80,8 @@ pub struct Contents<'a> {
     pub position: Position,
     /// Number of ranks.
     pub world_size: usize,
+    /// Number of batches in an epoch.
+    pub batches_per_epoch: usize,
     /// Seed of the run.
     pub seed: u64,
     /// The configuration's text.
@@ -119,6 +123,7 @@ pub fn save(
         format: FORMAT,
         position: contents.position,
         world_size: contents.world_size,
+        batches_per_epoch: contents.batches_per_epoch,
         seed: contents.seed,
         config: contents.config.to_owned(),
         loss_scaler: contents.optim.loss_scaler,
@@ -469,6 +474,7 @@ mod tests {
         Contents {
             position: Position { epoch: 1, iter: 17, batch: 5 },
             world_size: 2,
+            batches_per_epoch: 12,
             seed: u64::MAX,
             config: "x = 1",
             optim: OptimWrapperState {

@@ -203,7 +203,12 @@ impl Section {
 
     fn convert<T: FromConfig>(&self, key: &str, node: &Node) -> Result<T> {
         T::from_node(ConfigValue(&node.value)).ok_or_else(|| {
-            let (want, got) = (T::EXPECTED, node.value.kind());
+            let want = T::EXPECTED;
+            let got = match &node.value {
+                // Of the right kind, perhaps, and out of range.
+                Value::Integer(i) => i.to_string(),
+                other => other.kind().to_owned(),
+            };
             self.source.error(node.span.start, format!("`{key}` must be {want}, got {got}"))
         })
     }

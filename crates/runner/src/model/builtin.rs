@@ -58,10 +58,13 @@ mod zoo {
 
     fn normalization(section: &mut Section) -> Result<Normalization> {
         let default = Normalization::default();
-        Ok(Normalization {
-            mean: section.or("mean", default.mean)?,
-            std: section.or("std", default.std)?,
-        })
+        let offset = section.offset_of("std");
+        let mean = section.or("mean", default.mean)?;
+        let std = section.or("std", default.std)?;
+        if std.iter().any(|std| !(*std > 0.0 && std.is_finite())) {
+            return Err(section.error_at(offset, "`std` must be positive and finite"));
+        }
+        Ok(Normalization { mean, std })
     }
 
     fn candle<M: CandleModel + 'static>(
@@ -81,9 +84,11 @@ fn ddp(section: &mut Section) -> Result<WrapperFactory> {
     options.find_unused_parameters =
         section.or("find_unused_parameters", options.find_unused_parameters)?;
     // As in PyTorch, a cap of one's own is also the first bucket's.
-    if let Some(mib) = section.optional::<f64>("bucket_cap_mb")? {
-        let bytes = (mib.max(0.0) * MIB as f64) as usize;
-        (options.first_bucket_bytes, options.bucket_bytes) = (bytes.max(1), bytes.max(1));
+    let default = (options.bucket_bytes / MIB) as f64;
+    if section.has("bucket_cap_mb") {
+        let mib = section.or_checked("bucket_cap_mb", default, "positive", |mib| *mib > 0.0)?;
+        let bytes = ((mib * MIB as f64) as usize).max(1);
+        (options.first_bucket_bytes, options.bucket_bytes) = (bytes, bytes);
     }
     Ok(Box::new(move |group, params| {
         Ok(Box::new(DistributedDataParallel::new(group, params, options)?))

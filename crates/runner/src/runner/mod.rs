@@ -221,6 +221,7 @@ impl Runner {
             let contents = Contents {
                 position,
                 world_size: self.group.world_size(),
+                batches_per_epoch: self.train_loader.batches_per_epoch(),
                 seed: self.seed,
                 config: &self.config_text,
                 optim: self.optim.state_dict(),
@@ -300,6 +301,14 @@ impl Runner {
             return Err(Error::Checkpoint(format!(
                 "{} was written by {was} ranks and this run has {is}: the order of the data would \
                  differ; resume with {was}",
+                path.display()
+            )));
+        }
+        let (was, is) = (loaded.meta.batches_per_epoch, self.batches_per_epoch());
+        if was != is && loaded.meta.position.batch > 0 {
+            return Err(Error::Checkpoint(format!(
+                "{} was written inside an epoch of {was} batches and this run has {is}: resume \
+                 with the same batch size and data set",
                 path.display()
             )));
         }

@@ -7,10 +7,10 @@
 
 use std::ops::Range;
 
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{Result, Shape, Tensor, bail};
 
 use super::gemm::{Mat, gemm};
-use super::host;
+use super::weighted::{self, Gradients, Kernel};
 
 /// How a window moves over an image: the same in both directions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,118 +46,7 @@ pub fn conv2d(
     bias: Option<&Tensor>,
     window: Window,
 ) -> Result<Tensor> {
-    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
-    match bias {
-        Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, Conv2d { window }),
-        None => x.apply_op2(&weight, Conv2d { window }),
-    }
-}
-
-struct Conv2d {
-    window: Window,
-}
-
-impl CustomOp2 for Conv2d {
-    fn name(&self) -> &'static str {
-        "conv2d"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let geometry = Geometry::new(x_layout.shape(), weight_layout.shape(), self.window)?;
-        let dtype = host::float_dtype(x)?;
-        let y = forward(
-            &geometry,
-            &host::floats(x, x_layout)?,
-            &host::floats(weight, weight_layout)?,
-            None,
-        );
-        Ok((host::rounded(y, dtype)?, geometry.output_shape()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (dx, dw, _) = self.gradients(x, weight, dy)?;
-        Ok((dx, Some(dw)))
-    }
-}
-
-impl CustomOp3 for Conv2d {
-    fn name(&self) -> &'static str {
-        "conv2d"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-        bias: &CpuStorage,
-        bias_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let geometry = Geometry::new(x_layout.shape(), weight_layout.shape(), self.window)?;
-        if bias_layout.shape().elem_count() != geometry.out_channels {
-            bail!("conv2d: a bias of shape {:?} for {geometry:?}", bias_layout.shape());
-        }
-        let dtype = host::float_dtype(x)?;
-        let y = forward(
-            &geometry,
-            &host::floats(x, x_layout)?,
-            &host::floats(weight, weight_layout)?,
-            Some(&host::floats(bias, bias_layout)?),
-        );
-        Ok((host::rounded(y, dtype)?, geometry.output_shape()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let (dx, dw, db) = self.gradients(x, weight, dy)?;
-        let db = host::tensor(db, bias.shape(), bias.dtype())?;
-        Ok((dx, Some(dw), Some(db)))
-    }
-}
-
-impl Conv2d {
-    /// Gradients of the input, if anything needs it, of the weight, and of a bias.
-    fn gradients(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Tensor, Vec<f32>)> {
-        let geometry = Geometry::new(x.shape(), weight.shape(), self.window)?;
-        let dy = dy.contiguous()?;
-        let (x_storage, x_layout) = x.storage_and_layout();
-        let (w_storage, w_layout) = weight.storage_and_layout();
-        let (dy_storage, dy_layout) = dy.storage_and_layout();
-        let gradients = backward(
-            &geometry,
-            &host::floats_of(&x_storage, x_layout)?,
-            &host::floats_of(&w_storage, w_layout)?,
-            &host::floats_of(&dy_storage, dy_layout)?,
-            x.track_op(),
-        );
-        let dx = gradients.x.map(|dx| host::tensor(dx, x.shape(), x.dtype())).transpose()?;
-        let dw = host::tensor(gradients.weight, weight.shape(), weight.dtype())?;
-        Ok((dx, dw, gradients.bias))
-    }
+    weighted::apply::<Geometry>(x, weight, bias, window)
 }
 
 /// All extents of one convolution, checked against each other.
@@ -175,7 +64,10 @@ struct Geometry {
     window: Window,
 }
 
-impl Geometry {
+impl Kernel for Geometry {
+    type Options = Window;
+    const NAME: &'static str = "conv2d";
+
     fn new(x: &Shape, weight: &Shape, window: Window) -> Result<Self> {
         let (images, channels, height, width) = x.dims4()?;
         let (out_channels, weight_channels, kernel_height, kernel_width) = weight.dims4()?;
@@ -196,10 +88,76 @@ impl Geometry {
         })
     }
 
-    fn output_shape(&self) -> Shape {
+    fn outputs(&self) -> usize {
+        self.out_channels
+    }
+
+    fn output_shape(&self, _x: &Shape) -> Shape {
         (self.images, self.out_channels, self.out_height, self.out_width).into()
     }
 
+    fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
+        let (pixels, depth, group) = (self.pixels(), self.depth(), self.group());
+        let mut y = vec![0.0; self.images * self.out_channels * pixels];
+        let mut columns = vec![0.0; depth * group * pixels];
+        let mut product = vec![0.0; self.out_channels * group * pixels];
+        let weight = Mat::new(weight, self.out_channels, depth);
+        for (x, y) in
+            x.chunks(group * self.image()).zip(y.chunks_mut(group * self.out_channels * pixels))
+        {
+            let count = x.len() / self.image();
+            let width = count * pixels;
+            let columns = &mut columns[..depth * width];
+            for (i, image) in x.chunks_exact(self.image()).enumerate() {
+                im2col(self, image, columns, width, i * pixels);
+            }
+            let product = &mut product[..self.out_channels * width];
+            if let Some(bias) = bias {
+                product.chunks_exact_mut(width).zip(bias).for_each(|(row, b)| row.fill(*b));
+            }
+            gemm(product, bias.is_some(), weight, Mat::new(columns, depth, width));
+            from_rows(product, y, count, self.out_channels, pixels);
+        }
+        y
+    }
+
+    fn backward(&self, x: &[f32], weight: &[f32], dy: &[f32], wants_x: bool) -> Gradients {
+        let (pixels, depth, group) = (self.pixels(), self.depth(), self.group());
+        let mut dw = vec![0.0; weight.len()];
+        let mut db = vec![0.0; self.out_channels];
+        let mut dx = wants_x.then(|| vec![0.0; x.len()]);
+        let mut columns = vec![0.0; depth * group * pixels];
+        let mut rows = vec![0.0; self.out_channels * group * pixels];
+        let weight = Mat::new(weight, self.out_channels, depth);
+        let image = self.image();
+        for (first, dy) in (0..).step_by(group).zip(dy.chunks(group * self.out_channels * pixels)) {
+            let count = dy.len() / (self.out_channels * pixels);
+            let width = count * pixels;
+            let columns = &mut columns[..depth * width];
+            let x = &x[first * image..(first + count) * image];
+            for (i, image) in x.chunks_exact(image).enumerate() {
+                im2col(self, image, columns, width, i * pixels);
+            }
+            let rows = &mut rows[..self.out_channels * width];
+            to_rows(dy, rows, count, self.out_channels, pixels);
+            for (db, row) in db.iter_mut().zip(rows.chunks_exact(width)) {
+                *db += super::sum(row);
+            }
+            let dy = Mat::new(rows, self.out_channels, width);
+            gemm(&mut dw, true, dy, Mat::new(columns, depth, width).t());
+            if let Some(dx) = &mut dx {
+                gemm(columns, false, weight.t(), dy);
+                let dx = &mut dx[first * image..(first + count) * image];
+                for (i, dx) in dx.chunks_exact_mut(image).enumerate() {
+                    col2im(self, columns, width, i * pixels, dx);
+                }
+            }
+        }
+        Gradients { x: dx, weight: dw, bias: db }
+    }
+}
+
+impl Geometry {
     /// Elements of one input image.
     fn image(&self) -> usize {
         self.channels * self.height * self.width
@@ -242,70 +200,6 @@ pub(super) fn inside(
     let first = padding.saturating_sub(tap).div_ceil(stride);
     let last = (extent + padding).saturating_sub(tap).div_ceil(stride).min(positions);
     if first >= last { (0..0, 0) } else { (first..last, first * stride + tap - padding) }
-}
-
-fn forward(g: &Geometry, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
-    let (pixels, depth, group) = (g.pixels(), g.depth(), g.group());
-    let mut y = vec![0.0; g.images * g.out_channels * pixels];
-    let mut columns = vec![0.0; depth * group * pixels];
-    let mut product = vec![0.0; g.out_channels * group * pixels];
-    let weight = Mat::new(weight, g.out_channels, depth);
-    for (x, y) in x.chunks(group * g.image()).zip(y.chunks_mut(group * g.out_channels * pixels)) {
-        let count = x.len() / g.image();
-        let width = count * pixels;
-        let columns = &mut columns[..depth * width];
-        for (i, image) in x.chunks_exact(g.image()).enumerate() {
-            im2col(g, image, columns, width, i * pixels);
-        }
-        let product = &mut product[..g.out_channels * width];
-        if let Some(bias) = bias {
-            product.chunks_exact_mut(width).zip(bias).for_each(|(row, b)| row.fill(*b));
-        }
-        gemm(product, bias.is_some(), weight, Mat::new(columns, depth, width));
-        from_rows(product, y, count, g.out_channels, pixels);
-    }
-    y
-}
-
-struct Gradients {
-    x: Option<Vec<f32>>,
-    weight: Vec<f32>,
-    bias: Vec<f32>,
-}
-
-fn backward(g: &Geometry, x: &[f32], weight: &[f32], dy: &[f32], wants_x: bool) -> Gradients {
-    let (pixels, depth, group) = (g.pixels(), g.depth(), g.group());
-    let mut dw = vec![0.0; weight.len()];
-    let mut db = vec![0.0; g.out_channels];
-    let mut dx = wants_x.then(|| vec![0.0; x.len()]);
-    let mut columns = vec![0.0; depth * group * pixels];
-    let mut rows = vec![0.0; g.out_channels * group * pixels];
-    let weight = Mat::new(weight, g.out_channels, depth);
-    let image = g.image();
-    for (first, dy) in (0..).step_by(group).zip(dy.chunks(group * g.out_channels * pixels)) {
-        let count = dy.len() / (g.out_channels * pixels);
-        let width = count * pixels;
-        let columns = &mut columns[..depth * width];
-        let x = &x[first * image..(first + count) * image];
-        for (i, image) in x.chunks_exact(image).enumerate() {
-            im2col(g, image, columns, width, i * pixels);
-        }
-        let rows = &mut rows[..g.out_channels * width];
-        to_rows(dy, rows, count, g.out_channels, pixels);
-        for (db, row) in db.iter_mut().zip(rows.chunks_exact(width)) {
-            *db += super::sum(row);
-        }
-        let dy = Mat::new(rows, g.out_channels, width);
-        gemm(&mut dw, true, dy, Mat::new(columns, depth, width).t());
-        if let Some(dx) = &mut dx {
-            gemm(columns, false, weight.t(), dy);
-            let dx = &mut dx[first * image..(first + count) * image];
-            for (i, dx) in dx.chunks_exact_mut(image).enumerate() {
-                col2im(g, columns, width, i * pixels, dx);
-            }
-        }
-    }
-    Gradients { x: dx, weight: dw, bias: db }
 }
 
 /// Unrolls one image into columns `at..at + pixels` of `columns`, whose rows are `width` long.

@@ -17,6 +17,7 @@ mod linear;
 mod loss;
 mod norm;
 mod pool;
+mod weighted;
 
 pub use conv::{Window, conv2d};
 pub use elementwise::{Normalization, add_relu, normalize, relu};

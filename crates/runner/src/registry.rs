@@ -131,12 +131,18 @@ impl<T> fmt::Debug for Registry<T> {
     }
 }
 
+/// The zoo's models need the candle engine; without it a program brings its own.
+#[cfg(feature = "candle")]
+const ZOO: Builtin<ModelFactory> = crate::zoo::BUILTIN;
+#[cfg(not(feature = "candle"))]
+const ZOO: Builtin<ModelFactory> = &[];
+
 /// Models: `[model]`.
 pub static MODELS: LazyLock<Registry<ModelFactory>> =
-    LazyLock::new(|| Registry::with("model", model::BUILTIN));
+    LazyLock::new(|| Registry::with("model", ZOO));
 /// What stands between a model and its gradients: `[model_wrapper_cfg]`.
 pub static MODEL_WRAPPERS: LazyLock<Registry<WrapperFactory>> =
-    LazyLock::new(|| Registry::with("model wrapper", model::BUILTIN_WRAPPERS));
+    LazyLock::new(|| Registry::with("model wrapper", model::BUILTIN));
 /// Optimizers: `[optim_wrapper.optimizer]`.
 pub static OPTIMIZERS: LazyLock<Registry<OptimizerFactory>> =
     LazyLock::new(|| Registry::with("optimizer", optim_wrapper::BUILTIN_OPTIMIZERS));

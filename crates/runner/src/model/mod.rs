@@ -12,7 +12,7 @@ mod ddp;
 use collective::ProcessGroup;
 use fused_optim::{DType, Slice};
 
-pub(crate) use builtin::{BUILTIN, BUILTIN_WRAPPERS};
+pub(crate) use builtin::BUILTIN;
 pub use ddp::DistributedDataParallel;
 
 use crate::Result;

@@ -8,7 +8,7 @@ use collective::{GroupOptions, ProcessGroup, Topology};
 use jiff::Zoned;
 
 use super::output::Output;
-use super::{Resume, Runner, Validation};
+use super::{Runner, Validation};
 use crate::checkpoint::Position;
 use crate::config::{Config, Section};
 use crate::data::{DataLoader, DatasetFactory, DefaultSampler};
@@ -258,7 +258,7 @@ impl RunnerBuilder {
                 validation,
                 train,
                 deadline: self.time_budget.map(|budget| started + budget),
-                resume: if self.resume { Resume::Last } else { Resume::No },
+                resume: self.resume,
                 seed,
                 config_text: self.config_text,
                 position: Position::default(),

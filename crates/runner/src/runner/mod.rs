@@ -38,7 +38,7 @@ pub struct Runner {
     validation: Option<Validation>,
     train: TrainConfig,
     deadline: Option<Instant>,
-    resume: Resume,
+    resume: bool,
     seed: u64,
     config_text: String,
     position: Position,
@@ -50,16 +50,6 @@ pub(crate) struct Validation {
     pub(crate) loader: DataLoader,
     pub(crate) metric: Box<dyn Metric>,
     pub(crate) times: (f64, f64),
-}
-
-/// Where a run starts from.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Resume {
-    /// Fresh parameters.
-    #[default]
-    No,
-    /// The newest checkpoint of the work directory, or fresh if there is none.
-    Last,
 }
 
 impl std::fmt::Debug for Runner {
@@ -283,7 +273,7 @@ impl Runner {
 
     /// Goes on from a checkpoint if the run is to resume and there is one; rank 0 says which.
     pub(crate) fn load_or_resume(&mut self) -> Result<()> {
-        if self.resume == Resume::No {
+        if !self.resume {
             return Ok(());
         }
         let newest = match self.group.rank() {

@@ -5,9 +5,11 @@
 //! taken as they are. For the loss they also read `labels`, `i64` classes `[n]`. They predict
 //! `logits`, `[n, num_classes]`.
 
+mod builtin;
 mod mlp;
 mod resnet;
 
+pub(crate) use builtin::BUILTIN;
 pub use mlp::{Mlp, MlpOptions};
 pub use resnet::{ResNet, ResNetOptions};
 

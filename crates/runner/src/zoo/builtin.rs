@@ -1,0 +1,60 @@
+//! How `[model]` is written for the models of the zoo, on the candle engine.
+
+use candle_nn::VarBuilder;
+
+use super::{Mlp, MlpOptions, ResNet, ResNetOptions};
+use crate::Result;
+use crate::config::Section;
+use crate::engine::candle::ops::Normalization;
+use crate::engine::candle::{CandleEngine, CandleModel, CandleOptions};
+use crate::model::ModelFactory;
+use crate::registry::Builtin;
+
+/// The models a configuration can name.
+pub(crate) const BUILTIN: Builtin<ModelFactory> = &[("ResNet", resnet), ("Mlp", mlp)];
+
+fn resnet(section: &mut Section) -> Result<ModelFactory> {
+    let default = ResNetOptions::default();
+    let options = ResNetOptions {
+        in_channels: section.or("in_channels", default.in_channels)?,
+        num_classes: section.or("num_classes", default.num_classes)?,
+        width: section.or("width", default.width)?,
+        blocks: section.or("blocks", default.blocks)?,
+        stem_kernel: section.or("stem_kernel", default.stem_kernel)?,
+        stem_stride: section.or("stem_stride", default.stem_stride)?,
+        stem_max_pool: section.or("stem_max_pool", default.stem_max_pool)?,
+        normalization: normalization(section)?,
+    };
+    Ok(candle(move |vb| ResNet::new(&options, vb)))
+}
+
+fn mlp(section: &mut Section) -> Result<ModelFactory> {
+    let default = MlpOptions::default();
+    let options = MlpOptions {
+        in_features: section.or("in_features", default.in_features)?,
+        hidden: section.or("hidden", default.hidden)?,
+        num_classes: section.or("num_classes", default.num_classes)?,
+        normalization: normalization(section)?,
+    };
+    Ok(candle(move |vb| Mlp::new(&options, vb)))
+}
+
+fn normalization(section: &mut Section) -> Result<Normalization> {
+    let default = Normalization::default();
+    let offset = section.offset_of("std");
+    let mean = section.or("mean", default.mean)?;
+    let std = section.or("std", default.std)?;
+    if std.iter().any(|std| !(*std > 0.0 && std.is_finite())) {
+        return Err(section.error_at(offset, "`std` must be positive and finite"));
+    }
+    Ok(Normalization { mean, std })
+}
+
+fn candle<M: CandleModel + 'static>(
+    build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M> + Send + 'static,
+) -> ModelFactory {
+    Box::new(|cx| {
+        let options = CandleOptions { dtype: cx.dtype, seed: cx.seed };
+        Ok(Box::new(CandleEngine::new(options, build)?))
+    })
+}

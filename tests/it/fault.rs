@@ -4,21 +4,11 @@ use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use tests::{Job, shm_entries, text, wait};
+use tests::{Job, MLP, shm_entries, text, wait};
 
 use crate::WORKER;
 
 const CONFIG: &str = r#"
-[model]
-type = "Mlp"
-in_features = 64
-hidden = [32]
-num_classes = 10
-
-[train_dataloader]
-batch_size = 32
-dataset = { type = "Digits", split = "train" }
-
 [optim_wrapper]
 type = "OptimWrapper"
 optimizer = { type = "SGD", lr = 0.1 }
@@ -49,7 +39,7 @@ fn rank(job: &Job, rank: usize, port: u16) -> Child {
 #[test]
 fn the_survivor_names_the_dead_rank_and_ends() {
     let dir = tempfile::tempdir().unwrap();
-    let job = Job::new(dir.path(), "kill", CONFIG);
+    let job = Job::new(dir.path(), "kill", &format!("{MLP}{CONFIG}"));
     let before = shm_entries();
     // Free a moment ago; rank 0 binds it next.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -70,7 +60,7 @@ fn the_survivor_names_the_dead_rank_and_ends() {
 #[test]
 fn the_launcher_returns_the_dead_ranks_code_and_both_say_why() {
     let dir = tempfile::tempdir().unwrap();
-    let job = Job::new(dir.path(), "kill", CONFIG);
+    let job = Job::new(dir.path(), "kill", &format!("{MLP}{CONFIG}"));
     let before = shm_entries();
     let output = job.launch(WORKER, 2, &[]);
     let said = text(&output);

@@ -1,20 +1,10 @@
 //! One rank overflows: every rank skips that step and halves its scale, together.
 
-use tests::{Job, text};
+use tests::{Job, MLP, text};
 
 use crate::WORKER;
 
 const CONFIG: &str = r#"
-[model]
-type = "Mlp"
-in_features = 64
-hidden = [32]
-num_classes = 10
-
-[train_dataloader]
-batch_size = 32
-dataset = { type = "Digits", split = "train" }
-
 [optim_wrapper]
 type = "AmpOptimWrapper"
 dtype = "float16"
@@ -39,7 +29,7 @@ seed = 3
 #[test]
 fn an_overflow_on_one_rank_skips_the_step_on_all() {
     let dir = tempfile::tempdir().unwrap();
-    let job = Job::new(dir.path(), "overflow", CONFIG);
+    let job = Job::new(dir.path(), "overflow", &format!("{MLP}{CONFIG}"));
     let output = job.launch(WORKER, 2, &[]);
     assert!(output.status.success(), "{}", text(&output));
     let trace = |rank: usize| -> Vec<(f32, String)> {

@@ -1,37 +1,26 @@
 //! Two ranks equal one rank on the doubled batch.
 
 use safetensors::SafeTensors;
-use tests::{Job, text};
+use tests::{Job, MLP, text};
 
 use crate::WORKER;
 
 /// A net without batch statistics, which by design differ between a batch and its halves.
 fn config(batch_size: usize) -> String {
-    format!(
-        r#"
-[model]
-type = "Mlp"
-in_features = 64
-hidden = [32]
-num_classes = 10
+    MLP.replace("batch_size = 32", &format!("batch_size = {batch_size}")) + CONFIG
+}
 
-[train_dataloader]
-batch_size = {batch_size}
-drop_last = true
-dataset = {{ type = "Digits", split = "train" }}
-
+const CONFIG: &str = r#"
 [optim_wrapper]
 type = "OptimWrapper"
-optimizer = {{ type = "SGD", lr = 0.1, momentum = 0.9 }}
+optimizer = { type = "SGD", lr = 0.1, momentum = 0.9 }
 
 [train_cfg]
 max_epochs = 1
 
 [randomness]
 seed = 3
-"#
-    )
-}
+"#;
 
 #[test]
 fn two_ranks_equal_one_on_the_doubled_batch() {

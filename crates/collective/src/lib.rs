@@ -34,6 +34,7 @@ pub mod object;
 pub mod reducer;
 pub mod store;
 
+mod algo;
 mod backend;
 mod element;
 mod error;
@@ -43,18 +44,20 @@ mod reduce_op;
 mod shared_buf;
 mod simd;
 mod span;
+mod verbs;
 mod work;
 
-pub use backend::{Backend, Patience, RawBufs, RawShared};
+pub use backend::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemory, Wait};
 pub use element::{DType, Element};
 pub use error::{Error, Result};
 pub use init::{Topology, init_process_group};
 pub use op::{Fingerprint, OpDesc, Place, Verb};
-pub use process_group::{GroupOptions, ProcessGroup};
-pub use reduce_op::ReduceOp;
+pub use process_group::{Determinism, GroupOptions, ProcessGroup};
+pub use reduce_op::{Factor, ReduceOp};
 pub use reducer::{Reducer, ReducerOptions};
 pub use shared_buf::SharedBuf;
 pub use store::{MemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
+pub use verbs::Message;
 pub use work::{Buffer, Work};
 
 /// A process's index within a group, `0..world_size`.

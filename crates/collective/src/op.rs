@@ -7,48 +7,73 @@
 
 use std::fmt;
 
+use crate::reduce_op::Factor;
 use crate::{DType, Error, Rank, ReduceOp, Result};
 
-/// Which collective.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Verb {
-    /// Every rank gets the reduction of all ranks' buffers.
-    AllReduce,
-    /// Every rank gets the root's buffer.
-    Broadcast,
-    /// Every rank gets all ranks' buffers, one after another.
-    AllGather,
-    /// Every rank gets its block of the reduction.
-    ReduceScatter,
-    /// Nobody goes on before all have come.
-    Barrier,
-    /// All ranks obtain memory that the backend can reduce in place.
-    Alloc,
+macro_rules! verbs {
+    ($($(#[$doc:meta])* $verb:ident => $name:literal,)*) => {
+        /// Which operation.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum Verb {
+            $($(#[$doc])* $verb,)*
+        }
+
+        impl Verb {
+            /// Every verb, in the order of their codes.
+            pub const ALL: &[Self] = &[$(Self::$verb),*];
+
+            /// The name of its function on [`ProcessGroup`](crate::ProcessGroup).
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$verb => $name,)*
+                }
+            }
+        }
+    };
 }
 
-impl Verb {
-    /// Every verb, in the order of their codes.
-    pub const ALL: [Self; 6] = [
-        Self::AllReduce,
-        Self::Broadcast,
-        Self::AllGather,
-        Self::ReduceScatter,
-        Self::Barrier,
-        Self::Alloc,
-    ];
+verbs! {
+    /// Every rank gets the reduction of all ranks' buffers.
+    AllReduce => "all_reduce",
+    /// The root gets the reduction of all ranks' buffers.
+    Reduce => "reduce",
+    /// Every rank gets the root's buffer.
+    Broadcast => "broadcast",
+    /// Every rank gets all ranks' buffers, one after another.
+    AllGather => "all_gather",
+    /// The root gets all ranks' buffers, one after another.
+    Gather => "gather",
+    /// Every rank gets its block of the root's buffer.
+    Scatter => "scatter",
+    /// Every rank gets its block of the reduction.
+    ReduceScatter => "reduce_scatter",
+    /// Every rank gets its block of every rank's buffer.
+    AllToAll => "all_to_all",
+    /// [`AllGather`](Self::AllGather) of blocks of different lengths.
+    AllGatherV => "all_gather_v",
+    /// [`Gather`](Self::Gather) of blocks of different lengths.
+    GatherV => "gather_v",
+    /// [`Scatter`](Self::Scatter) of blocks of different lengths.
+    ScatterV => "scatter_v",
+    /// [`AllToAll`](Self::AllToAll) of blocks of different lengths.
+    AllToAllV => "all_to_all_v",
+    /// [`ReduceScatter`](Self::ReduceScatter) of blocks of different lengths.
+    ReduceScatterV => "reduce_scatter_v",
+    /// Every rank gets what every rank says of the lengths of its blocks, before verbs in which
+    /// these differ. To a backend it is an [`AllGather`](Self::AllGather).
+    Counts => "counts",
+    /// Messages between pairs of ranks; only those who take part call it.
+    Batch => "batch_isend_irecv",
+    /// Nobody goes on before all have come.
+    Barrier => "barrier",
+    /// All ranks obtain memory that the backend can reduce in place.
+    Alloc => "alloc",
 }
 
 impl fmt::Display for Verb {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::AllReduce => "all_reduce",
-            Self::Broadcast => "broadcast",
-            Self::AllGather => "all_gather",
-            Self::ReduceScatter => "reduce_scatter",
-            Self::Barrier => "barrier",
-            Self::Alloc => "alloc",
-        })
+        f.write_str(self.name())
     }
 }
 
@@ -63,13 +88,14 @@ pub struct OpDesc {
     pub op: Option<ReduceOp>,
     /// The root, for the verbs that have one.
     pub root: Option<Rank>,
-    /// Elements: of the buffer for `all_reduce`, `broadcast` and `alloc`, of one rank's block for
-    /// `all_gather` (its input) and `reduce_scatter` (its output).
+    /// Elements: of the buffer for `all_reduce`, `reduce`, `broadcast` and `alloc`, of one rank's
+    /// block for `all_gather`, `gather`, `scatter`, `reduce_scatter` and `all_to_all`. 0 for verbs
+    /// whose blocks differ in length.
     pub count: usize,
 }
 
 impl OpDesc {
-    /// Elements of the input buffer; for verbs that work in place, of the buffer.
+    /// Elements of the input buffer of [`Backend::run`](crate::Backend::run).
     pub fn input_count(&self, world_size: usize) -> usize {
         match self.verb {
             Verb::ReduceScatter => self.count * world_size,
@@ -77,10 +103,10 @@ impl OpDesc {
         }
     }
 
-    /// Elements of the output buffer; for verbs that work in place, of the buffer.
+    /// Elements of the output buffer of [`Backend::run`](crate::Backend::run).
     pub fn output_count(&self, world_size: usize) -> usize {
         match self.verb {
-            Verb::AllGather => self.count * world_size,
+            Verb::AllGather | Verb::Counts => self.count * world_size,
             _ => self.count,
         }
     }
@@ -113,14 +139,15 @@ impl OpDesc {
 
     /// This call as the group's operation number `seq`, at `place`.
     pub fn fingerprint(&self, seq: u64, place: Place) -> Fingerprint {
-        let op = self.op.map_or(0, |op| op as u64 + 1);
+        let op = self.op.map_or(0, |op| op.code() + 1);
+        let factor = self.op.map_or(0, |op| op.factor().bits());
         let root = self.root.map_or(0, |root| root as u64 + 1);
         let what = self.verb as u64 | (self.dtype as u64) << 8 | op << 16 | root << 32;
         let (shared, offset) = match place {
             Place::Own => (0, 0),
             Place::Shared { id, offset } => (id, offset),
         };
-        Fingerprint { seq, what, count: self.count as u64, shared, offset }
+        Fingerprint { seq, what, count: self.count as u64, shared, offset, factor }
     }
 }
 
@@ -164,19 +191,20 @@ pub struct Fingerprint {
     count: u64,
     shared: u64,
     offset: u64,
+    factor: u64,
 }
 
 impl Fingerprint {
-    pub(crate) const WORDS: usize = 4;
+    pub(crate) const WORDS: usize = 5;
 
     /// Everything but `seq`.
     pub(crate) fn words(&self) -> [u64; Self::WORDS] {
-        [self.what, self.count, self.shared, self.offset]
+        [self.what, self.count, self.shared, self.offset, self.factor]
     }
 
     pub(crate) fn from_words(seq: u64, words: [u64; Self::WORDS]) -> Self {
-        let [what, count, shared, offset] = words;
-        Self { seq, what, count, shared, offset }
+        let [what, count, shared, offset, factor] = words;
+        Self { seq, what, count, shared, offset, factor }
     }
 
     /// The first field in which two calls differ.
@@ -186,7 +214,7 @@ impl Fingerprint {
             ("seq", self.seq ^ other.seq),
             ("verb", differs & 0xff),
             ("dtype", differs >> 8 & 0xff),
-            ("op", differs >> 16 & 0xff),
+            ("op", differs >> 16 & 0xff | self.factor ^ other.factor),
             ("root", differs >> 32),
             ("count", self.count ^ other.count),
             ("buffer", self.shared ^ other.shared | self.offset ^ other.offset),
@@ -199,7 +227,7 @@ impl Fingerprint {
         let byte = |shift: u32| usize::from((self.what >> shift) as u8);
         let op = match byte(16) {
             0 => None,
-            code => Some(*ReduceOp::ALL.get(code - 1)?),
+            code => Some(ReduceOp::from_code(code - 1, Factor::from_bits(self.factor))?),
         };
         let root = ((self.what >> 32) as usize).checked_sub(1);
         let (verb, dtype) = (*Verb::ALL.get(byte(0))?, *DType::ALL.get(byte(8))?);
@@ -234,7 +262,7 @@ mod tests {
 
     #[test]
     fn reads_back_what_was_called() {
-        for verb in Verb::ALL {
+        for &verb in Verb::ALL {
             for dtype in DType::ALL {
                 for op in ReduceOp::ALL.into_iter().map(Some).chain([None]) {
                     for root in [None, Some(0), Some(255)] {
@@ -265,7 +293,7 @@ mod tests {
 
     #[test]
     fn garbage_is_no_call() {
-        let garbage = Fingerprint::from_words(0, [u64::MAX; 4]);
+        let garbage = Fingerprint::from_words(0, [u64::MAX; 5]);
         assert_eq!(garbage.op_desc(), None);
         assert!(garbage.to_string().contains("unknown"));
     }

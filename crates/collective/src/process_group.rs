@@ -1,19 +1,18 @@
-//! The group: typed at the door, checked at the door, then handed to a backend.
+//! The group: what a rank holds and calls, typed.
 //!
-//! Every length, root and operator is checked here, before anything is sent, so a caller's mistake
-//! is an error on the rank that made it and leaves the group usable. Behind the door there are only
-//! [`OpDesc`] and raw memory.
-
-#![expect(unsafe_code, reason = "hands checked slices to backends as raw memory")]
+//! Every length, root and operator is checked in [`verbs`](crate::verbs), before anything is sent,
+//! so a caller's mistake is an error on the rank that made it and leaves the group usable. Behind
+//! that there are only [`OpDesc`] and raw memory.
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Backend, Patience, RawBufs, host};
+use crate::backend::{Backend, Patience, Wait, host};
 use crate::store::Store;
+use crate::verbs::{Message, Verbs, check_bytes, check_len};
 use crate::work::{Buffer, Queue, Work};
-use crate::{DType, Element, Error, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
+use crate::{Element, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
 
 /// How a group is made.
 #[derive(Clone, Debug)]
@@ -25,11 +24,30 @@ pub struct GroupOptions {
     /// The group's name in the store and in error texts; groups that share a store need different
     /// ones. `default` unless set.
     pub name: String,
+    /// Whether reductions fold in rank order. They do unless set.
+    pub determinism: Determinism,
+}
+
+/// In which order a reduction folds the ranks' numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Determinism {
+    /// In rank order, as [`ReduceOp`] says: same bits on all ranks, whatever the transport, the
+    /// size, the offset in the buffer.
+    #[default]
+    RankOrder,
+    /// In any order that is faster between machines. 16-bit floats may be rounded at each of
+    /// several steps. All ranks still get the same bits, and get them again when they repeat the
+    /// call.
+    Fast,
 }
 
 impl Default for GroupOptions {
     fn default() -> Self {
-        Self { timeout: Duration::from_secs(600), name: "default".into() }
+        Self {
+            timeout: Duration::from_secs(600),
+            name: "default".into(),
+            determinism: Determinism::RankOrder,
+        }
     }
 }
 
@@ -37,6 +55,12 @@ impl GroupOptions {
     /// Sets the timeout.
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
+        self
+    }
+
+    /// Sets the order of reductions.
+    pub fn with_determinism(mut self, determinism: Determinism) -> Self {
+        self.determinism = determinism;
         self
     }
 
@@ -153,8 +177,22 @@ impl ProcessGroup {
     /// unchanged. Otherwise a peer's failure, with the contents of `buf` unspecified.
     #[doc(alias = "allreduce")]
     pub fn all_reduce<T: Element>(&self, buf: &mut [T], op: ReduceOp) -> Result<()> {
-        let desc = describe::<T>(Verb::AllReduce, Some(op), None, buf.len());
-        self.run_in_place(&desc, buf)
+        self.verbs()?.all_reduce(buf, op)
+    }
+
+    /// Reduces the ranks' buffers, element by element, into the root's; the others' stay as they
+    /// were.
+    ///
+    /// Every rank must call it with the same count, type, operator and root. Blocks. The root gets
+    /// the bits that [`all_reduce`](Self::all_reduce) gives, for the same steps; only the root reads
+    /// results.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] if `op` is not defined for `T` or there is no such root; else as
+    /// [`all_reduce`](Self::all_reduce).
+    pub fn reduce<T: Element>(&self, buf: &mut [T], op: ReduceOp, root: Rank) -> Result<()> {
+        self.verbs()?.reduce(buf, op, root)
     }
 
     /// Copies the root's buffer to every rank.
@@ -167,8 +205,7 @@ impl ProcessGroup {
     ///
     /// [`Error::InvalidArgument`] if there is no such root; else as [`all_reduce`](Self::all_reduce).
     pub fn broadcast<T: Element>(&self, buf: &mut [T], root: Rank) -> Result<()> {
-        let desc = describe::<T>(Verb::Broadcast, None, Some(root), buf.len());
-        self.run_in_place(&desc, buf)
+        self.verbs()?.broadcast(buf, root)
     }
 
     /// Concatenates the ranks' inputs, in rank order, on every rank.
@@ -184,8 +221,7 @@ impl ProcessGroup {
     /// [`all_reduce`](Self::all_reduce).
     #[doc(alias = "allgather")]
     pub fn all_gather<T: Element>(&self, output: &mut [T], input: &[T]) -> Result<()> {
-        let desc = describe::<T>(Verb::AllGather, None, None, input.len());
-        self.run(&desc, output, input)
+        self.verbs()?.all_gather(output, input)
     }
 
     /// Reduces the ranks' inputs and leaves rank `r` with block `r` of the result.
@@ -205,8 +241,217 @@ impl ProcessGroup {
         input: &[T],
         op: ReduceOp,
     ) -> Result<()> {
-        let desc = describe::<T>(Verb::ReduceScatter, Some(op), None, output.len());
-        self.run(&desc, output, input)
+        self.verbs()?.reduce_scatter(output, input, op)
+    }
+
+    /// Concatenates the ranks' inputs, in rank order, on the root.
+    ///
+    /// Every rank must call it with the same `input.len()`, type and root. On the root
+    /// `output.len() == world_size * input.len()`; elsewhere `output` is left alone, and may be
+    /// empty. Blocks until the root has all, and on the others until their input is on its way. One
+    /// step; every rank but the root sends its input once.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather`](Self::all_gather), or [`Error::InvalidArgument`] if there is no such root.
+    pub fn gather<T: Element>(&self, output: &mut [T], input: &[T], root: Rank) -> Result<()> {
+        self.verbs()?.gather(output, input, root)
+    }
+
+    /// Leaves rank `r` with block `r` of the root's input.
+    ///
+    /// Every rank must call it with the same `output.len()`, type and root. On the root
+    /// `input.len() == world_size * output.len()`; elsewhere `input` is not read, and may be empty.
+    /// Blocks until this rank has its block, and on the root until all are on their way. One step;
+    /// the root sends each block once.
+    ///
+    /// # Errors
+    ///
+    /// As [`gather`](Self::gather).
+    pub fn scatter<T: Element>(&self, output: &mut [T], input: &[T], root: Rank) -> Result<()> {
+        self.verbs()?.scatter(output, input, root)
+    }
+
+    /// Block `s` of rank `r`'s input becomes block `r` of rank `s`'s output.
+    ///
+    /// Every rank must call it with the same `input.len() == output.len()`, a multiple of
+    /// `world_size`, and type. Blocks. One step; every rank sends each block but its own once.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather`](Self::all_gather).
+    #[doc(alias = "alltoall")]
+    pub fn all_to_all<T: Element>(&self, output: &mut [T], input: &[T]) -> Result<()> {
+        self.verbs()?.all_to_all(output, input)
+    }
+
+    /// [`all_gather`](Self::all_gather) of inputs of different lengths: `counts[r]` elements of
+    /// rank `r`.
+    ///
+    /// Every rank must call it with the same `counts` and type, `input.len() == counts[rank]`, and
+    /// `output.len()` their sum. Blocks. Two steps: an all-gather of the counts, which are compared
+    /// on every rank, then every rank sends its input to every other.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] if the lengths do not fit; [`Error::Mismatch`] on every rank,
+    /// with `output` unchanged, if the ranks' counts do not; else as
+    /// [`all_reduce`](Self::all_reduce).
+    #[doc(alias = "allgatherv")]
+    pub fn all_gather_v<T: Element>(
+        &self,
+        output: &mut [T],
+        input: &[T],
+        counts: &[usize],
+    ) -> Result<()> {
+        self.verbs()?.all_gather_v(output, input, counts)
+    }
+
+    /// [`gather`](Self::gather) of inputs of different lengths: the root says that rank `r` has
+    /// `counts[r]` elements, and elsewhere `counts` is not read.
+    ///
+    /// Two steps: an all-gather of the counts, then the inputs.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather_v`](Self::all_gather_v).
+    pub fn gather_v<T: Element>(
+        &self,
+        output: &mut [T],
+        input: &[T],
+        counts: &[usize],
+        root: Rank,
+    ) -> Result<()> {
+        self.verbs()?.gather_v(output, input, counts, root)
+    }
+
+    /// [`scatter`](Self::scatter) of blocks of different lengths: the root says that rank `r` gets
+    /// `counts[r]` elements, and elsewhere `counts` is not read.
+    ///
+    /// Two steps: an all-gather of the counts, then the blocks.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather_v`](Self::all_gather_v).
+    pub fn scatter_v<T: Element>(
+        &self,
+        output: &mut [T],
+        input: &[T],
+        counts: &[usize],
+        root: Rank,
+    ) -> Result<()> {
+        self.verbs()?.scatter_v(output, input, counts, root)
+    }
+
+    /// [`reduce_scatter`](Self::reduce_scatter) with blocks of different lengths: rank `r` is left
+    /// with `counts[r]` elements of the result.
+    ///
+    /// Every rank must call it with the same `counts`, type and operator,
+    /// `output.len() == counts[rank]` and `input.len()` the sum of the counts. Blocks. An
+    /// all-gather of the counts, then a [`reduce`](Self::reduce) for each rank, on a copy of the
+    /// block.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather_v`](Self::all_gather_v), or [`Error::InvalidArgument`] if `op` is not
+    /// defined for `T`.
+    pub fn reduce_scatter_v<T: Element>(
+        &self,
+        output: &mut [T],
+        input: &[T],
+        counts: &[usize],
+        op: ReduceOp,
+    ) -> Result<()> {
+        self.verbs()?.reduce_scatter_v(output, input, counts, op)
+    }
+
+    /// [`all_to_all`](Self::all_to_all) with blocks of different lengths: this rank sends
+    /// `input_counts[s]` elements to rank `s` and receives `output_counts[r]` from rank `r`.
+    ///
+    /// What a rank sends another must be what that one expects. Blocks. Two steps: an all-gather of
+    /// all counts, then the blocks.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather_v`](Self::all_gather_v).
+    #[doc(alias = "all_to_all_single")]
+    pub fn all_to_all_v<T: Element>(
+        &self,
+        output: &mut [T],
+        output_counts: &[usize],
+        input: &[T],
+        input_counts: &[usize],
+    ) -> Result<()> {
+        self.verbs()?.all_to_all_v(output, output_counts, input, input_counts)
+    }
+
+    /// Sends `buf` to rank `to`, which must [`recv`](Self::recv) it. Only these two take part.
+    ///
+    /// Blocks until the message is on its way; that may be before the receiver asks for it, or not.
+    /// Messages between two ranks arrive in the order in which they were sent.
+    ///
+    /// # Errors
+    ///
+    /// As [`batch_isend_irecv`](Self::batch_isend_irecv).
+    pub fn send<T: Element>(&self, buf: &[T], to: Rank) -> Result<()> {
+        self.batch_isend_irecv(vec![Message::send(buf, to)])
+    }
+
+    /// Receives into `buf` what rank `from` [`send`](Self::send)s: as many elements, of the same
+    /// type. Only these two take part. Blocks until it is there.
+    ///
+    /// # Errors
+    ///
+    /// As [`batch_isend_irecv`](Self::batch_isend_irecv).
+    pub fn recv<T: Element>(&self, buf: &mut [T], from: Rank) -> Result<()> {
+        self.batch_isend_irecv(vec![Message::recv(buf, from)])
+    }
+
+    /// Sends and receives messages all at once, so that no order among them can lock the ranks up.
+    /// Blocks until all are done.
+    ///
+    /// Only the ranks named take part. Between two ranks the messages of one direction match in the
+    /// order in which they are given, over all calls.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] for a message to this rank itself or to none of the group.
+    /// [`Error::Mismatch`] on the receiver, with its buffer unchanged, if type or count of a message
+    /// are not what it expects. Else as [`all_reduce`](Self::all_reduce).
+    pub fn batch_isend_irecv(&self, messages: Vec<Message<'_>>) -> Result<()> {
+        self.verbs()?.batch(messages)
+    }
+
+    /// Reduces many small buffers as one: copies them one after another into one buffer,
+    /// [`all_reduce`](Self::all_reduce)s that, and copies back. Same bits, one operation.
+    ///
+    /// Every rank must call it with buffers of the same total length.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_reduce`](Self::all_reduce).
+    pub fn all_reduce_coalesced<T: Element>(
+        &self,
+        bufs: &mut [&mut [T]],
+        op: ReduceOp,
+    ) -> Result<()> {
+        let mut all = concat(bufs);
+        self.all_reduce(&mut all, op)?;
+        split_back(&all, bufs);
+        Ok(())
+    }
+
+    /// Broadcasts many small buffers as one, see
+    /// [`all_reduce_coalesced`](Self::all_reduce_coalesced).
+    ///
+    /// # Errors
+    ///
+    /// As [`broadcast`](Self::broadcast).
+    pub fn broadcast_coalesced<T: Element>(&self, bufs: &mut [&mut [T]], root: Rank) -> Result<()> {
+        let mut all = concat(bufs);
+        self.broadcast(&mut all, root)?;
+        split_back(&all, bufs);
+        Ok(())
     }
 
     /// Returns when every rank has called it. One step, no data.
@@ -215,7 +460,20 @@ impl ProcessGroup {
     ///
     /// As [`all_reduce`](Self::all_reduce).
     pub fn barrier(&self) -> Result<()> {
-        self.run_in_place::<u8>(&describe::<u8>(Verb::Barrier, None, None, 0), &mut [])
+        self.verbs()?.barrier()
+    }
+
+    /// A [`barrier`](Self::barrier) with a deadline of its own: whoever has come says, after
+    /// `timeout`, which ranks have not.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Timeout`] with the missing ranks, on every rank that came; else as
+    /// [`barrier`](Self::barrier).
+    pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
+        let mut verbs = self.verbs()?;
+        verbs.wait.timeout = Some(timeout);
+        verbs.barrier()
     }
 
     /// Starts an [`all_reduce`](Self::all_reduce) and returns; the result comes with
@@ -255,18 +513,9 @@ impl ProcessGroup {
     /// # Ok::<(), collective::Error>(())
     /// ```
     pub fn all_reduce_async<B: Buffer>(&self, mut buf: B, op: ReduceOp) -> Result<Work<B>> {
-        self.backend.ready()?;
-        let desc = describe::<B::Elem>(Verb::AllReduce, Some(op), None, buf.count());
-        desc.check(self.world_size())?;
-        self.queue.submit(buf, move |backend, buf| {
-            let buf = buf.as_mut_slice();
-            check_len("buffer", buf.len(), desc.count)?;
-            let output: *mut u8 = buf.as_mut_ptr().cast();
-            let bufs = RawBufs { input: output.cast_const(), output };
-            // SAFETY: `buf` is borrowed mutably for the call and has `desc.count` elements; `desc`
-            // was checked above.
-            unsafe { backend.run(&desc, bufs, Patience::Background) }
-        })
+        let count = buf.count();
+        self.checked::<B::Elem>(Verb::AllReduce, Some(op), None)?;
+        self.submit(buf, move |verbs, buf| verbs.all_reduce(same_len(buf, count)?, op))
     }
 
     /// Obtains a buffer of `count` zeros in memory shared with the peers, where
@@ -297,32 +546,33 @@ impl ProcessGroup {
         self.backend.abort(reason);
     }
 
-    fn run_in_place<T: Element>(&self, desc: &OpDesc, buf: &mut [T]) -> Result<()> {
-        let output: *mut u8 = buf.as_mut_ptr().cast();
-        let bufs = RawBufs { input: output.cast_const(), output };
-        self.start(desc)?;
-        // SAFETY: the caller of this function gave `desc` the length of `buf`, which is borrowed
-        // mutably for the call; `start` has checked `desc`.
-        unsafe { self.backend.run(desc, bufs, Patience::Caller) }
-    }
-
-    fn run<T: Element>(&self, desc: &OpDesc, output: &mut [T], input: &[T]) -> Result<()> {
-        check_bytes::<T>(desc.count, self.world_size())?;
-        check_len("output", output.len(), desc.output_count(self.world_size()))?;
-        check_len("input", input.len(), desc.input_count(self.world_size()))?;
-        let bufs = RawBufs { input: input.as_ptr().cast(), output: output.as_mut_ptr().cast() };
-        self.start(desc)?;
-        // SAFETY: the lengths were checked above, both slices are borrowed for the call, and
-        // `start` has checked `desc`.
-        unsafe { self.backend.run(desc, bufs, Patience::Caller) }
-    }
-
-    /// Checks, and waits until it is this operation's turn.
-    fn start(&self, desc: &OpDesc) -> Result<()> {
-        desc.check(self.world_size())?;
+    /// What the blocking calls run on, once it is their turn.
+    fn verbs(&self) -> Result<Verbs<'_>> {
         self.backend.ready()?;
         self.queue.drain();
-        Ok(())
+        let wait = Wait { patience: Patience::Caller, timeout: None };
+        Ok(Verbs { backend: &*self.backend, wait })
+    }
+
+    fn submit<B: Send + 'static>(
+        &self,
+        bufs: B,
+        run: impl FnOnce(Verbs<'_>, &mut B) -> Result<()> + Send + 'static,
+    ) -> Result<Work<B>> {
+        self.backend.ready()?;
+        let wait = Wait { patience: Patience::Background, timeout: None };
+        self.queue.submit(bufs, move |backend, bufs| run(Verbs { backend, wait }, bufs))
+    }
+
+    /// A caller's mistake, seen before an operation is queued.
+    fn checked<T: Element>(
+        &self,
+        verb: Verb,
+        op: Option<ReduceOp>,
+        root: Option<Rank>,
+    ) -> Result<()> {
+        self.backend.ready()?;
+        OpDesc { verb, dtype: T::DTYPE, op, root, count: 0 }.check(self.world_size())
     }
 }
 
@@ -336,28 +586,25 @@ impl fmt::Debug for ProcessGroup {
     }
 }
 
-fn describe<T: Element>(
-    verb: Verb,
-    op: Option<ReduceOp>,
-    root: Option<Rank>,
-    count: usize,
-) -> OpDesc {
-    let dtype: DType = T::DTYPE;
-    OpDesc { verb, dtype, op, root, count }
+/// The slice of a buffer that must not have changed its length since it was queued.
+fn same_len<B: Buffer>(buf: &mut B, count: usize) -> Result<&mut [B::Elem]> {
+    let slice = buf.as_mut_slice();
+    check_len("buffer", slice.len(), count)?;
+    Ok(slice)
 }
 
-fn check_len(what: &str, got: usize, expected: usize) -> Result<()> {
-    if got == expected {
-        return Ok(());
+fn concat<T: Element>(bufs: &[&mut [T]]) -> Vec<T> {
+    let mut all = Vec::with_capacity(bufs.iter().map(|buf| buf.len()).sum());
+    for buf in bufs {
+        all.extend_from_slice(buf);
     }
-    Err(Error::InvalidArgument(format!("the {what} has {got} elements, expected {expected}")))
+    all
 }
 
-/// Checks that `count` elements for each of `times` ranks can be counted in bytes.
-fn check_bytes<T: Element>(count: usize, times: usize) -> Result<()> {
-    let bytes = count.checked_mul(times).and_then(|count| count.checked_mul(T::DTYPE.size()));
-    if bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok()) {
-        return Ok(());
+fn split_back<T: Element>(mut all: &[T], bufs: &mut [&mut [T]]) {
+    for buf in bufs {
+        let own;
+        (own, all) = all.split_at(buf.len());
+        buf.copy_from_slice(own);
     }
-    Err(Error::InvalidArgument(format!("{count} elements are more than memory can hold")))
 }

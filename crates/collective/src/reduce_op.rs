@@ -12,6 +12,7 @@ use crate::DType;
 ///
 /// * `f16` and `bf16` are folded in `f32` and rounded once, to nearest even.
 /// * `Avg` is the rank-order sum times `1 / world_size`. Floating-point types only.
+/// * `PreMulSum` multiplies each number, then adds: two roundings, never a fused one.
 /// * Integers wrap.
 /// * `Min` and `Max` give NaN if any rank has one; of two zeros the one of the lower rank is kept.
 /// * A NaN result is always the positive quiet NaN without payload.
@@ -39,11 +40,38 @@ pub enum ReduceOp {
     /// Bitwise exclusive or; integers only.
     #[doc(alias = "BXOR")]
     BitXor,
+    /// The sum of every number times a factor, the same on all ranks. Floating-point types only.
+    #[doc(alias = "PREMUL_SUM")]
+    PreMulSum(Factor),
+}
+
+/// What [`ReduceOp::PreMulSum`] multiplies by. Compared by its bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Factor(u64);
+
+impl Factor {
+    /// This factor. Numbers narrower than `f64` are multiplied by it rounded to `f32`.
+    pub const fn new(factor: f64) -> Self {
+        Self(factor.to_bits())
+    }
+
+    /// The factor.
+    pub const fn get(self) -> f64 {
+        f64::from_bits(self.0)
+    }
+
+    pub(crate) const fn bits(self) -> u64 {
+        self.0
+    }
+
+    pub(crate) const fn from_bits(bits: u64) -> Self {
+        Self(bits)
+    }
 }
 
 impl ReduceOp {
-    /// Every operator, in the order of their codes.
-    pub const ALL: [Self; 8] = [
+    /// Every operator, in the order of their codes; `PreMulSum` with the factor 0.5.
+    pub const ALL: [Self; 9] = [
         Self::Sum,
         Self::Avg,
         Self::Product,
@@ -52,13 +80,48 @@ impl ReduceOp {
         Self::BitAnd,
         Self::BitOr,
         Self::BitXor,
+        Self::PreMulSum(Factor::new(0.5)),
     ];
+
+    /// The sum of every number times `factor`.
+    pub const fn pre_mul_sum(factor: f64) -> Self {
+        Self::PreMulSum(Factor::new(factor))
+    }
+
+    pub(crate) const fn code(self) -> u64 {
+        match self {
+            Self::Sum => 0,
+            Self::Avg => 1,
+            Self::Product => 2,
+            Self::Min => 3,
+            Self::Max => 4,
+            Self::BitAnd => 5,
+            Self::BitOr => 6,
+            Self::BitXor => 7,
+            Self::PreMulSum(_) => 8,
+        }
+    }
+
+    /// The factor of `PreMulSum`, all zero bits for the others.
+    pub(crate) const fn factor(self) -> Factor {
+        match self {
+            Self::PreMulSum(factor) => factor,
+            _ => Factor::from_bits(0),
+        }
+    }
+
+    pub(crate) fn from_code(code: usize, factor: Factor) -> Option<Self> {
+        match Self::ALL.get(code)? {
+            Self::PreMulSum(_) => Some(Self::PreMulSum(factor)),
+            op => Some(*op),
+        }
+    }
 
     /// Whether the operator is defined for the type.
     pub const fn supports(self, dtype: DType) -> bool {
         match self {
             Self::Sum | Self::Product | Self::Min | Self::Max => true,
-            Self::Avg => dtype.is_float(),
+            Self::Avg | Self::PreMulSum(_) => dtype.is_float(),
             Self::BitAnd | Self::BitOr | Self::BitXor => !dtype.is_float(),
         }
     }
@@ -67,6 +130,7 @@ impl ReduceOp {
 impl fmt::Display for ReduceOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::PreMulSum(factor) => return write!(f, "premulsum({})", factor.get()),
             Self::Sum => "sum",
             Self::Avg => "avg",
             Self::Product => "product",
@@ -86,7 +150,8 @@ mod tests {
     #[test]
     fn codes_are_positions() {
         for (code, op) in ReduceOp::ALL.into_iter().enumerate() {
-            assert_eq!(op as usize, code);
+            assert_eq!(op.code(), code as u64);
+            assert_eq!(ReduceOp::from_code(code, op.factor()), Some(op));
         }
     }
 

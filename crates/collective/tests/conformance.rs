@@ -38,10 +38,14 @@ fn low<const N: usize>(bits: u64) -> [u8; N] {
 fn reduce_float(op: ReduceOp, ranks: &[f64], single: bool) -> f64 {
     // With `single` all steps are taken in f32.
     let round = |x: f64| if single { f64::from(x as f32) } else { x };
-    let mut acc = ranks[0];
-    for &x in &ranks[1..] {
+    let scaled = |x: f64| match op {
+        ReduceOp::PreMulSum(factor) => round(x * round(factor.get())),
+        _ => x,
+    };
+    let mut acc = scaled(ranks[0]);
+    for x in ranks[1..].iter().copied().map(scaled) {
         acc = match op {
-            ReduceOp::Sum | ReduceOp::Avg => round(acc + x),
+            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => round(acc + x),
             ReduceOp::Product => round(acc * x),
             ReduceOp::Min | ReduceOp::Max if acc.is_nan() || x.is_nan() => f64::NAN,
             ReduceOp::Min => {

@@ -14,6 +14,7 @@ use std::any::Any;
 use std::fmt::Debug;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::{DType, OpDesc, Rank, Result};
 
@@ -26,7 +27,38 @@ pub struct RawBufs {
     pub output: *mut u8,
 }
 
+/// One block on its way from this rank or to it.
+#[derive(Clone, Copy, Debug)]
+pub struct Transfer {
+    /// The other rank, never this one.
+    pub peer: Rank,
+    /// The element type.
+    pub dtype: DType,
+    /// Elements; 0 is a message too.
+    pub count: usize,
+    /// Where the block lies, and which way it goes.
+    pub memory: TransferMemory,
+}
+
+/// The memory of a [`Transfer`], which says its direction.
+#[derive(Clone, Copy, Debug)]
+pub enum TransferMemory {
+    /// To be sent.
+    Send(*const u8),
+    /// To be received into.
+    Receive(*mut u8),
+}
+
 /// How to wait for peers.
+#[derive(Clone, Copy, Debug)]
+pub struct Wait {
+    /// How alertly.
+    pub patience: Patience,
+    /// How long for a peer's next step, if not the group's timeout.
+    pub timeout: Option<Duration>,
+}
+
+/// How alertly to wait for peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Patience {
     /// A caller stands still: wait as alertly as the machine allows.
@@ -59,8 +91,8 @@ impl RawShared {
 
 /// A way to move data between the ranks of one group.
 ///
-/// One rank's view. Calls of [`run`](Self::run) and [`alloc`](Self::alloc) come one at a time or
-/// block each other; [`abort`](Self::abort) may come at any time from any thread and must not wait
+/// One rank's view. Calls of [`run`](Self::run), [`exchange`](Self::exchange) and
+/// [`alloc`](Self::alloc) come one at a time or block each other; [`abort`](Self::abort) may come at any time from any thread and must not wait
 /// for them.
 pub trait Backend: Send + Sync + Debug {
     /// The backend's name, for error texts.
@@ -82,9 +114,12 @@ pub trait Backend: Send + Sync + Debug {
     /// The group is poisoned, or this process is a fork of the one that made it.
     fn ready(&self) -> Result<()>;
 
-    /// Does one operation, and returns when this rank's part is done and its memory is its own.
+    /// Does one of `all_reduce`, `reduce`, `broadcast`, `all_gather`, `reduce_scatter` and
+    /// `barrier`, and returns when this rank's part is done and its memory is its own.
     ///
-    /// Fingerprints of all ranks are compared before any byte of `output` changes.
+    /// Fingerprints of all ranks are compared before any byte of `output` changes. All but
+    /// `all_gather` and `reduce_scatter` work in place; `reduce` leaves the buffer of every rank
+    /// but the root as it was.
     ///
     /// # Errors
     ///
@@ -95,7 +130,27 @@ pub trait Backend: Send + Sync + Debug {
     ///
     /// `bufs` is readable (`input`) and writable (`output`) as [`RawBufs`] says, and nobody else
     /// touches it until the call returns. `op` has passed [`OpDesc::check`].
-    unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, patience: Patience) -> Result<()>;
+    unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()>;
+
+    /// Sends and receives blocks, all at once, and returns when this rank's are done: the other
+    /// verbs, and messages between pairs.
+    ///
+    /// For [`Verb::Batch`](crate::Verb::Batch) only the ranks named by transfers take part. Between
+    /// two ranks the blocks of one direction match in the order in which they are given, over all
+    /// calls. Sender and receiver must agree on type and count, which is compared before a byte is
+    /// received. For every other verb all ranks call it, and their fingerprints are compared first,
+    /// as by [`run`](Self::run).
+    ///
+    /// # Errors
+    ///
+    /// As [`run`](Self::run).
+    ///
+    /// # Safety
+    ///
+    /// The memory of every transfer is good for `count` elements, readable or writable by its
+    /// direction; what is received into overlaps no other transfer; and nobody else touches any
+    /// of it until the call returns. No peer is this rank or beyond the last.
+    unsafe fn exchange(&self, op: &OpDesc, transfers: &[Transfer], wait: Wait) -> Result<()>;
 
     /// Obtains `count` elements on every rank in memory that this backend reduces in place.
     ///

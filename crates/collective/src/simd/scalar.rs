@@ -6,6 +6,8 @@
 
 #![expect(unsafe_code, reason = "copies blocks between raw memory and typed arrays")]
 
+use std::convert::identity;
+
 use half::{bf16, f16};
 
 use crate::span::Span;
@@ -26,10 +28,12 @@ pub(super) trait Float: Element {
     fn is_nan(acc: Self::Acc) -> bool;
     /// `1 / n`.
     fn reciprocal(n: usize) -> Self::Acc;
+    /// A factor, rounded.
+    fn factor(factor: f64) -> Self::Acc;
 }
 
 macro_rules! float {
-    ($type:ty, $acc:ty, $widen:expr, $narrow:expr) => {
+    ($type:ty, $acc:ty, $widen:expr, $narrow:expr, $factor:expr) => {
         impl Float for $type {
             type Acc = $acc;
             #[inline]
@@ -56,14 +60,18 @@ macro_rules! float {
             fn reciprocal(n: usize) -> $acc {
                 1.0 / n as $acc
             }
+            #[inline]
+            fn factor(factor: f64) -> $acc {
+                $factor(factor)
+            }
         }
     };
 }
 
-float!(f32, f32, std::convert::identity, std::convert::identity);
-float!(f64, f64, std::convert::identity, std::convert::identity);
-float!(f16, f32, f16::to_f32, f16::from_f32);
-float!(bf16, f32, bf16::to_f32, bf16::from_f32);
+float!(f32, f32, identity, identity, |factor| factor as f32);
+float!(f64, f64, identity, identity, identity);
+float!(f16, f32, f16::to_f32, f16::from_f32, |factor| factor as f32);
+float!(bf16, f32, bf16::to_f32, bf16::from_f32, |factor| factor as f32);
 
 /// An integer type.
 pub(super) trait Integer: Element + Ord {
@@ -124,6 +132,10 @@ pub(super) fn fold_float<T: Float>(
         ReduceOp::Product => fold(out, sources, offset, widen, T::mul, one, narrow),
         ReduceOp::Min => fold(out, sources, offset, widen, min, one, narrow),
         ReduceOp::Max => fold(out, sources, offset, widen, max, one, narrow),
+        ReduceOp::PreMulSum(factor) => {
+            let factor = T::factor(factor.get());
+            fold(out, sources, offset, |x| T::mul(T::widen(x), factor), T::add, one, narrow);
+        }
         ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
             unreachable!("`OpDesc::check` lets no bit operation on floats through")
         }
@@ -146,7 +158,9 @@ pub(super) fn fold_integer<T: Integer>(
         ReduceOp::BitAnd => fold(out, sources, offset, one, T::and, one, one),
         ReduceOp::BitOr => fold(out, sources, offset, one, T::or, one, one),
         ReduceOp::BitXor => fold(out, sources, offset, one, T::xor, one, one),
-        ReduceOp::Avg => unreachable!("`OpDesc::check` lets no average of integers through"),
+        ReduceOp::Avg | ReduceOp::PreMulSum(_) => {
+            unreachable!("`OpDesc::check` lets no average and no factor of integers through")
+        }
     }
 }
 

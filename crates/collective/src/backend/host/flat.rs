@@ -11,13 +11,14 @@ use crate::{Result, Verb, simd};
 pub(super) fn run(turn: &Turn<'_>, input: Span<'_>, output: Span<'_>) -> Result<()> {
     let (op, segment, rank) = (turn.op, turn.segment(), turn.rank());
     let slot = |rank| segment.slot_data(rank, turn.seq, input.len());
-    if op.root.is_none_or(|root| root == rank) {
+    if op.verb != Verb::Broadcast || op.root == Some(rank) {
         slot(rank).copy_from(input);
     }
     turn.enter()?;
     let slots = (0..turn.world()).map(slot);
     match (op.verb, op.op, op.root) {
-        (Verb::AllReduce, Some(reduce), _) => {
+        (Verb::Reduce, _, Some(root)) if root != rank => {}
+        (Verb::AllReduce | Verb::Reduce, Some(reduce), _) => {
             simd::fold(op.dtype, reduce, output, &slots.collect::<Vec<_>>());
         }
         (Verb::ReduceScatter, Some(reduce), _) => {
@@ -26,7 +27,7 @@ pub(super) fn run(turn: &Turn<'_>, input: Span<'_>, output: Span<'_>) -> Result<
             simd::fold(op.dtype, reduce, output, &own);
         }
         (Verb::Broadcast, _, Some(root)) if root != rank => output.copy_from(slot(root)),
-        (Verb::AllGather, ..) => {
+        (Verb::AllGather | Verb::Counts, ..) => {
             for (rank, slot) in slots.enumerate() {
                 output.part(rank * slot.len(), slot.len()).copy_from(slot);
             }

@@ -33,9 +33,12 @@ use parking_lot::Mutex;
 use self::segment::{FLAT_BYTES, MAX_RANKS, Poison, Segment};
 use self::sys::{ForkGuard, Mapping};
 use self::turn::Turn;
-use super::{Backend, Patience, RawBufs, RawShared};
+use super::{Backend, Patience, RawBufs, RawShared, Transfer, Wait};
 use crate::span::Span;
 use crate::{DType, Error, GroupOptions, OpDesc, Place, Rank, Result, Verb, simd};
+
+/// How this backend waits for peers in between, on a caller's thread.
+const STANDING: Wait = Wait { patience: Patience::Caller, timeout: None };
 
 /// One rank of a group on one machine.
 #[derive(Debug)]
@@ -133,17 +136,19 @@ impl Host {
         state: &'a mut State,
         op: &'a OpDesc,
         place: Place,
-        patience: Patience,
+        wait: Wait,
     ) -> Turn<'a> {
         let seq = state.seq;
         state.seq += 1;
-        Turn { host: self, op, place, seq, patience, chunk: &mut state.chunk }
+        let Wait { patience, timeout } = wait;
+        let timeout = timeout.unwrap_or(self.timeout);
+        Turn { host: self, op, place, seq, patience, timeout, chunk: &mut state.chunk }
     }
 
     /// A first barrier: everyone is here and has the segment.
     fn meet(&self) -> Result<()> {
         let op = OpDesc { verb: Verb::Barrier, dtype: DType::U8, op: None, root: None, count: 0 };
-        self.turn(&mut self.state.lock(), &op, Place::Own, Patience::Caller).enter()
+        self.turn(&mut self.state.lock(), &op, Place::Own, STANDING).enter()
     }
 
     /// The shared buffer that the memory lies in, if any.
@@ -179,28 +184,28 @@ impl Host {
             (Verb::AllReduce, Some(shared)) => in_place::all_reduce(turn, output, shared),
             (Verb::AllReduce, None) => chunked::all_reduce(turn, output),
             (Verb::Broadcast, _) => chunked::broadcast(turn, output),
-            (Verb::AllGather, _) => chunked::all_gather(turn, input, output),
+            (Verb::AllGather | Verb::Counts, _) => chunked::all_gather(turn, input, output),
             (Verb::ReduceScatter, _) => chunked::reduce_scatter(turn, input, output),
             (Verb::Barrier | Verb::Alloc, _) => turn.enter(),
+            (verb, _) => Err(Error::Unsupported { backend: "host", what: verb.to_string() }),
         }
     }
 
     /// Meets the peers to obtain `stride` bytes for every rank.
     fn obtain(&self, state: &mut State, op: &OpDesc, stride: usize) -> Result<RawShared> {
         let total = stride * self.world();
-        let caller = Patience::Caller;
         // Three meetings: all want the same; the file is there; all have it, and rank 0 may drop it.
-        let agreed = self.turn(state, op, Place::Own, caller);
+        let agreed = self.turn(state, op, Place::Own, STANDING);
         let id = agreed.seq + 1;
         agreed.enter()?;
         let own = if self.rank == 0 { Some(self.or_abort(self.offer(total))?) } else { None };
-        self.turn(state, op, Place::Own, caller).enter()?;
+        self.turn(state, op, Place::Own, STANDING).enter()?;
         let map = match own {
             Some(file) => Mapping::new(file, total),
             None => self.take_offer(total),
         };
         let map = Arc::new(self.or_abort(map)?);
-        self.turn(state, op, Place::Own, caller).enter()?;
+        self.turn(state, op, Place::Own, STANDING).enter()?;
         state.shared.retain(|shared| shared.map.strong_count() > 0);
         state.shared.push(Shared { id, stride, map: Arc::downgrade(&map) });
         // SAFETY: inside the mapping, which has `world` strides.
@@ -263,7 +268,7 @@ impl Backend for Host {
         }
     }
 
-    unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, patience: Patience) -> Result<()> {
+    unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()> {
         self.fork_check()?;
         let mut state = self.state.lock();
         self.ready()?;
@@ -281,7 +286,7 @@ impl Backend for Host {
             }
             None => (Place::Own, None),
         };
-        let mut turn = self.turn(&mut state, op, place, patience);
+        let mut turn = self.turn(&mut state, op, place, wait);
         let result = self.perform(&mut turn, input, output, shared.as_ref());
         if let (Err(error), Some(shared)) = (&result, &shared)
             && !matches!(error, Error::Mismatch { .. })
@@ -290,6 +295,10 @@ impl Backend for Host {
             shared.map.detach(self.rank * shared.stride + shared.offset, output.len());
         }
         self.note_failure(result)
+    }
+
+    unsafe fn exchange(&self, op: &OpDesc, _: &[Transfer], _: Wait) -> Result<()> {
+        Err(Error::Unsupported { backend: "host", what: op.verb.to_string() })
     }
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<RawShared> {

@@ -55,6 +55,7 @@ pub(super) struct Turn<'a> {
     pub(super) place: Place,
     pub(super) seq: u64,
     pub(super) patience: Patience,
+    pub(super) timeout: Duration,
     /// Number of the operation's first chunk; the algorithm advances it by the chunks it used.
     pub(super) chunk: &'a mut u64,
 }
@@ -160,7 +161,7 @@ impl<'a> Turn<'a> {
             } else if waited < pause {
                 std::thread::yield_now();
             } else {
-                let tick = TICK.min(self.host.timeout.saturating_sub(waited));
+                let tick = TICK.min(self.timeout.saturating_sub(waited));
                 self.sleep(rank, tick, reached);
             }
             if reached(rank, Ordering::Acquire) {
@@ -175,7 +176,7 @@ impl<'a> Turn<'a> {
                 self.segment().set_poison(poison);
                 return Err(self.failure(poison, waited));
             }
-            if waited >= self.host.timeout {
+            if waited >= self.timeout {
                 return self.timed_out(who, waited, reached);
             }
         }

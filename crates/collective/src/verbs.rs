@@ -1,0 +1,434 @@
+//! Every verb as one function: checked slices in, an [`OpDesc`] and raw memory out.
+//!
+//! [`ProcessGroup`](crate::ProcessGroup)'s blocking calls run these on the caller's thread, its
+//! asynchronous ones on the communication thread; there is no third way to a backend. All that can
+//! be seen without the peers is checked before anything is sent. `all_reduce`, `reduce`,
+//! `broadcast`, `all_gather`, `reduce_scatter` and `barrier` are the backend's own; the verbs in
+//! which ranks only send one another blocks are cut into [`Transfer`]s here, for all backends alike.
+
+#![expect(unsafe_code, reason = "hands checked slices to backends as raw memory")]
+
+use std::marker::PhantomData;
+
+use crate::backend::{Backend, RawBufs, Transfer, TransferMemory, Wait};
+use crate::op::Place;
+use crate::{Element, Error, OpDesc, Rank, ReduceOp, Result, Verb};
+
+/// One message of [`batch_isend_irecv`](crate::ProcessGroup::batch_isend_irecv).
+#[derive(Debug)]
+#[doc(alias = "P2POp")]
+pub struct Message<'a> {
+    transfer: Transfer,
+    memory: PhantomData<&'a mut [u8]>,
+}
+
+impl<'a> Message<'a> {
+    /// Sends `buf` to rank `to`.
+    pub fn send<T: Element>(buf: &'a [T], to: Rank) -> Self {
+        Self::new::<T>(to, buf.len(), TransferMemory::Send(buf.as_ptr().cast()))
+    }
+
+    /// Receives into `buf` what rank `from` sends: as many elements, of the same type.
+    pub fn recv<T: Element>(buf: &'a mut [T], from: Rank) -> Self {
+        Self::new::<T>(from, buf.len(), TransferMemory::Receive(buf.as_mut_ptr().cast()))
+    }
+
+    fn new<T: Element>(peer: Rank, count: usize, memory: TransferMemory) -> Self {
+        Self { transfer: Transfer { peer, dtype: T::DTYPE, count, memory }, memory: PhantomData }
+    }
+}
+
+/// A backend, and how to wait on it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Verbs<'a> {
+    pub(crate) backend: &'a dyn Backend,
+    pub(crate) wait: Wait,
+}
+
+impl Verbs<'_> {
+    fn rank(self) -> Rank {
+        self.backend.rank()
+    }
+
+    fn world(self) -> usize {
+        self.backend.world_size()
+    }
+
+    pub(crate) fn all_reduce<T: Element>(self, buf: &mut [T], op: ReduceOp) -> Result<()> {
+        self.run_in_place(&describe::<T>(Verb::AllReduce, Some(op), None, buf.len()), buf)
+    }
+
+    pub(crate) fn reduce<T: Element>(self, buf: &mut [T], op: ReduceOp, root: Rank) -> Result<()> {
+        self.run_in_place(&describe::<T>(Verb::Reduce, Some(op), Some(root), buf.len()), buf)
+    }
+
+    pub(crate) fn broadcast<T: Element>(self, buf: &mut [T], root: Rank) -> Result<()> {
+        self.run_in_place(&describe::<T>(Verb::Broadcast, None, Some(root), buf.len()), buf)
+    }
+
+    pub(crate) fn all_gather<T: Element>(self, output: &mut [T], input: &[T]) -> Result<()> {
+        self.run(&describe::<T>(Verb::AllGather, None, None, input.len()), output, input)
+    }
+
+    pub(crate) fn reduce_scatter<T: Element>(
+        self,
+        output: &mut [T],
+        input: &[T],
+        op: ReduceOp,
+    ) -> Result<()> {
+        self.run(&describe::<T>(Verb::ReduceScatter, Some(op), None, output.len()), output, input)
+    }
+
+    pub(crate) fn barrier(self) -> Result<()> {
+        self.run_in_place::<u8>(&describe::<u8>(Verb::Barrier, None, None, 0), &mut [])
+    }
+
+    pub(crate) fn gather<T: Element>(self, out: &mut [T], input: &[T], root: Rank) -> Result<()> {
+        let desc = describe::<T>(Verb::Gather, None, Some(root), input.len());
+        desc.check(self.world())?;
+        if self.rank() != root {
+            return self.exchange(&desc, vec![Message::send(input, root)]);
+        }
+        let blocks = self.blocks("output", out.len(), input.len())?;
+        self.exchange_blocks(&desc, Some((out, &blocks)), None)?;
+        out[range(&blocks, root)].copy_from_slice(input);
+        Ok(())
+    }
+
+    pub(crate) fn scatter<T: Element>(self, out: &mut [T], input: &[T], root: Rank) -> Result<()> {
+        let desc = describe::<T>(Verb::Scatter, None, Some(root), out.len());
+        desc.check(self.world())?;
+        if self.rank() != root {
+            return self.exchange(&desc, vec![Message::recv(out, root)]);
+        }
+        let blocks = self.blocks("input", input.len(), out.len())?;
+        self.exchange_blocks::<T>(&desc, None, Some((input, &blocks)))?;
+        out.copy_from_slice(&input[range(&blocks, root)]);
+        Ok(())
+    }
+
+    pub(crate) fn all_to_all<T: Element>(self, output: &mut [T], input: &[T]) -> Result<()> {
+        let (rank, count) = (self.rank(), input.len() / self.world());
+        let desc = describe::<T>(Verb::AllToAll, None, None, count);
+        let blocks = self.blocks("input", input.len(), count)?;
+        check_len("output", output.len(), input.len())?;
+        self.exchange_blocks(&desc, Some((output, &blocks)), Some((input, &blocks)))?;
+        let own = range(&blocks, rank);
+        output[own.clone()].copy_from_slice(&input[own]);
+        Ok(())
+    }
+
+    pub(crate) fn all_gather_v<T: Element>(
+        self,
+        output: &mut [T],
+        input: &[T],
+        counts: &[usize],
+    ) -> Result<()> {
+        let (rank, world) = (self.rank(), self.world());
+        self.check_counts("output", output.len(), counts)?;
+        check_len("input", input.len(), counts[rank])?;
+        let desc = describe::<T>(Verb::AllGatherV, None, None, 0);
+        self.agree(&desc, counts, |rows| (1..world).all(|rank| rows[rank] == rows[0]))?;
+        let mut messages: Vec<_> = self.peers().map(|peer| Message::send(input, peer)).collect();
+        messages.extend(receives(rank, output, counts));
+        self.exchange(&batch(), messages)?;
+        output[range(counts, rank)].copy_from_slice(input);
+        Ok(())
+    }
+
+    pub(crate) fn gather_v<T: Element>(
+        self,
+        output: &mut [T],
+        input: &[T],
+        counts: &[usize],
+        root: Rank,
+    ) -> Result<()> {
+        let desc = describe::<T>(Verb::GatherV, None, Some(root), 0);
+        let is_root = self.check_root_counts(&desc, "output", output.len(), counts)?;
+        if is_root {
+            check_len("input", input.len(), counts[root])?;
+        }
+        self.agree(&desc, &self.root_row(is_root, input.len(), counts), fits_root(root))?;
+        if !is_root {
+            return self.exchange(&batch(), vec![Message::send(input, root)]);
+        }
+        self.exchange(&batch(), receives(root, output, counts).collect())?;
+        output[range(counts, root)].copy_from_slice(input);
+        Ok(())
+    }
+
+    pub(crate) fn scatter_v<T: Element>(
+        self,
+        output: &mut [T],
+        input: &[T],
+        counts: &[usize],
+        root: Rank,
+    ) -> Result<()> {
+        let desc = describe::<T>(Verb::ScatterV, None, Some(root), 0);
+        let is_root = self.check_root_counts(&desc, "input", input.len(), counts)?;
+        if is_root {
+            check_len("output", output.len(), counts[root])?;
+        }
+        self.agree(&desc, &self.root_row(is_root, output.len(), counts), fits_root(root))?;
+        if !is_root {
+            return self.exchange(&batch(), vec![Message::recv(output, root)]);
+        }
+        self.exchange(&batch(), sends(root, input, counts).collect())?;
+        output.copy_from_slice(&input[range(counts, root)]);
+        Ok(())
+    }
+
+    pub(crate) fn all_to_all_v<T: Element>(
+        self,
+        output: &mut [T],
+        output_counts: &[usize],
+        input: &[T],
+        input_counts: &[usize],
+    ) -> Result<()> {
+        let (rank, world) = (self.rank(), self.world());
+        self.check_counts("output", output.len(), output_counts)?;
+        self.check_counts("input", input.len(), input_counts)?;
+        if output_counts[rank] != input_counts[rank] {
+            let (to, from) = (input_counts[rank], output_counts[rank]);
+            let text = format!("this rank sends itself {to} elements but receives {from}");
+            return Err(Error::InvalidArgument(text));
+        }
+        let desc = describe::<T>(Verb::AllToAllV, None, None, 0);
+        let row = [output_counts, input_counts].concat();
+        self.agree(&desc, &row, |rows| {
+            let fits = |to: Rank, from: Rank| rows[to][from] == rows[from][world + to];
+            (0..world).all(|to| (0..world).all(|from| fits(to, from)))
+        })?;
+        let mut messages: Vec<_> = sends(rank, input, input_counts).collect();
+        messages.extend(receives(rank, output, output_counts));
+        self.exchange(&batch(), messages)?;
+        output[range(output_counts, rank)].copy_from_slice(&input[range(input_counts, rank)]);
+        Ok(())
+    }
+
+    pub(crate) fn reduce_scatter_v<T: Element>(
+        self,
+        output: &mut [T],
+        input: &[T],
+        counts: &[usize],
+        op: ReduceOp,
+    ) -> Result<()> {
+        let (rank, world) = (self.rank(), self.world());
+        self.check_counts("input", input.len(), counts)?;
+        check_len("output", output.len(), counts[rank])?;
+        let desc = describe::<T>(Verb::ReduceScatterV, Some(op), None, 0);
+        desc.check(world)?;
+        self.agree(&desc, counts, |rows| (1..world).all(|rank| rows[rank] == rows[0]))?;
+        let mut block = Vec::new();
+        for (root, range) in (0..world).map(|root| (root, range(counts, root))) {
+            block.clear();
+            block.extend_from_slice(&input[range]);
+            self.reduce(&mut block, op, root)?;
+            if root == rank {
+                output.copy_from_slice(&block);
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn batch(self, messages: Vec<Message<'_>>) -> Result<()> {
+        for Message { transfer, .. } in &messages {
+            if transfer.peer == self.rank() || transfer.peer >= self.world() {
+                return Err(Error::InvalidArgument(format!(
+                    "rank {} exchanges messages with the {} other ranks of its group, not with {}",
+                    self.rank(),
+                    self.world() - 1,
+                    transfer.peer
+                )));
+            }
+        }
+        self.exchange(&batch(), messages)
+    }
+
+    fn run_in_place<T: Element>(self, desc: &OpDesc, buf: &mut [T]) -> Result<()> {
+        desc.check(self.world())?;
+        let output: *mut u8 = buf.as_mut_ptr().cast();
+        let bufs = RawBufs { input: output.cast_const(), output };
+        // SAFETY: the caller of this function gave `desc` the length of `buf`, which is borrowed
+        // mutably for the call; `desc` has been checked.
+        unsafe { self.backend.run(desc, bufs, self.wait) }
+    }
+
+    fn run<T: Element>(self, desc: &OpDesc, output: &mut [T], input: &[T]) -> Result<()> {
+        check_bytes::<T>(desc.count, self.world())?;
+        check_len("output", output.len(), desc.output_count(self.world()))?;
+        check_len("input", input.len(), desc.input_count(self.world()))?;
+        desc.check(self.world())?;
+        let bufs = RawBufs { input: input.as_ptr().cast(), output: output.as_mut_ptr().cast() };
+        // SAFETY: the lengths and `desc` were checked above, and both slices are borrowed for the
+        // call.
+        unsafe { self.backend.run(desc, bufs, self.wait) }
+    }
+
+    fn exchange(self, desc: &OpDesc, messages: Vec<Message<'_>>) -> Result<()> {
+        let transfers: Vec<_> = messages.iter().map(|message| message.transfer).collect();
+        // SAFETY: each message borrows its memory for longer than the call, mutably if it is
+        // received into; the callers of this function have checked the peers.
+        unsafe { self.backend.exchange(desc, &transfers, self.wait) }
+    }
+
+    /// Sends and receives a block for every other rank, each way if there is memory for it.
+    fn exchange_blocks<T: Element>(
+        self,
+        desc: &OpDesc,
+        output: Option<(&mut [T], &[usize])>,
+        input: Option<(&[T], &[usize])>,
+    ) -> Result<()> {
+        let rank = self.rank();
+        let mut messages = Vec::with_capacity(2 * self.world());
+        if let Some((input, counts)) = input {
+            messages.extend(sends(rank, input, counts));
+        }
+        if let Some((output, counts)) = output {
+            messages.extend(receives(rank, output, counts));
+        }
+        self.exchange(desc, messages)
+    }
+
+    /// Exchanges what each rank says of the blocks' lengths. Every rank comes to the same verdict,
+    /// before any data move.
+    fn agree(
+        self,
+        desc: &OpDesc,
+        row: &[usize],
+        fits: impl FnOnce(&[&[u64]]) -> bool,
+    ) -> Result<()> {
+        let what = desc.fingerprint(0, Place::Own).words()[0];
+        let own: Vec<u64> =
+            std::iter::once(what).chain(row.iter().map(|&count| count as u64)).collect();
+        let mut all = vec![0; own.len() * self.world()];
+        let counts = describe::<u64>(Verb::Counts, None, None, own.len());
+        self.run(&counts, &mut all, &own)?;
+        let rows: Vec<&[u64]> = all.chunks_exact(own.len()).collect();
+        let same_call = rows.iter().all(|row| row[0] == what);
+        let lengths: Vec<&[u64]> = rows.iter().map(|row| &row[1..]).collect();
+        if same_call && fits(&lengths) {
+            return Ok(());
+        }
+        let called = |(rank, row): (Rank, &&[u64])| {
+            let verb = Verb::ALL.get(usize::from(row[0] as u8)).map_or("unknown", |v| v.name());
+            (rank, format!("{verb} of {:?}", &row[1..]))
+        };
+        let by_rank = rows.iter().enumerate().map(called).collect();
+        let field = if same_call { "count" } else { "verb" };
+        let error = Error::Mismatch { op: desc.verb.to_string(), field, by_rank };
+        self.backend.abort(&error.to_string());
+        Err(error)
+    }
+
+    /// What a rank says before a verb whose root alone knows all lengths: its own, then the root's.
+    fn root_row(self, is_root: bool, own: usize, counts: &[usize]) -> Vec<usize> {
+        let mut row = vec![0; 1 + self.world()];
+        row[0] = own;
+        if is_root {
+            row[1..].copy_from_slice(counts);
+        }
+        row
+    }
+
+    fn check_root_counts(
+        self,
+        desc: &OpDesc,
+        what: &str,
+        len: usize,
+        counts: &[usize],
+    ) -> Result<bool> {
+        desc.check(self.world())?;
+        let is_root = desc.root == Some(self.rank());
+        if is_root {
+            self.check_counts(what, len, counts)?;
+        }
+        Ok(is_root)
+    }
+
+    fn check_counts(self, what: &str, len: usize, counts: &[usize]) -> Result<()> {
+        check_len("list of counts", counts.len(), self.world())?;
+        let total = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
+        check_len(what, len, total.unwrap_or(usize::MAX))
+    }
+
+    /// Counts of equal blocks that a buffer of `len` elements holds.
+    fn blocks(self, what: &str, len: usize, count: usize) -> Result<Vec<usize>> {
+        let counts = vec![count; self.world()];
+        self.check_counts(what, len, &counts)?;
+        Ok(counts)
+    }
+
+    fn peers(self) -> impl Iterator<Item = Rank> {
+        let rank = self.rank();
+        (0..self.world()).filter(move |&peer| peer != rank)
+    }
+}
+
+/// Whether every rank's own length is what the root says it is.
+fn fits_root(root: Rank) -> impl Fn(&[&[u64]]) -> bool {
+    move |rows| rows.iter().zip(&rows[root][1..]).all(|(row, said)| row[0] == *said)
+}
+
+/// Where a rank's block lies, blocks lying one after another.
+fn range(counts: &[usize], rank: Rank) -> std::ops::Range<usize> {
+    let start = counts[..rank].iter().sum();
+    start..start + counts[rank]
+}
+
+/// A message for every rank's block but the own one.
+fn sends<'a, T: Element>(
+    rank: Rank,
+    mut input: &'a [T],
+    counts: &'a [usize],
+) -> impl Iterator<Item = Message<'a>> {
+    let blocks = counts.iter().enumerate().map(move |(peer, &count)| {
+        let block;
+        (block, input) = input.split_at(count);
+        (peer, block)
+    });
+    blocks.filter(move |&(peer, _)| peer != rank).map(|(peer, block)| Message::send(block, peer))
+}
+
+/// A message into every rank's block but the own one.
+fn receives<'a, T: Element>(
+    rank: Rank,
+    mut output: &'a mut [T],
+    counts: &'a [usize],
+) -> impl Iterator<Item = Message<'a>> {
+    let blocks = counts.iter().enumerate().map(move |(peer, &count)| {
+        let block;
+        (block, output) = std::mem::take(&mut output).split_at_mut(count);
+        (peer, block)
+    });
+    blocks.filter(move |(peer, _)| *peer != rank).map(|(peer, block)| Message::recv(block, peer))
+}
+
+fn batch() -> OpDesc {
+    describe::<u8>(Verb::Batch, None, None, 0)
+}
+
+fn describe<T: Element>(
+    verb: Verb,
+    op: Option<ReduceOp>,
+    root: Option<Rank>,
+    count: usize,
+) -> OpDesc {
+    OpDesc { verb, dtype: T::DTYPE, op, root, count }
+}
+
+pub(crate) fn check_len(what: &str, got: usize, expected: usize) -> Result<()> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument(format!("the {what} has {got} elements, expected {expected}")))
+}
+
+/// Checks that `count` elements for each of `times` ranks can be counted in bytes.
+pub(crate) fn check_bytes<T: Element>(count: usize, times: usize) -> Result<()> {
+    let bytes = count.checked_mul(times).and_then(|count| count.checked_mul(T::DTYPE.size()));
+    if bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok()) {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument(format!("{count} elements are more than memory can hold")))
+}

@@ -35,21 +35,26 @@ pub mod reducer;
 pub mod store;
 
 mod algo;
+mod asynchronous;
 mod backend;
 mod element;
 mod error;
+mod flight;
 mod op;
 mod process_group;
 mod reduce_op;
 mod shared_buf;
 mod simd;
 mod span;
+mod sync;
 mod verbs;
 mod work;
 
+pub use asynchronous::Addressed;
 pub use backend::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemory, Wait};
 pub use element::{DType, Element};
 pub use error::{Error, Result};
+pub use flight::{FlightCall, FlightOutcome, FlightRecord};
 pub use init::{Topology, init_process_group};
 pub use op::{Fingerprint, OpDesc, Place, Verb};
 pub use process_group::{Determinism, GroupOptions, ProcessGroup};

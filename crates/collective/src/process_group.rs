@@ -5,14 +5,16 @@
 //! that there are only [`OpDesc`] and raw memory.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Backend, Patience, Wait, host};
+use crate::backend::{Backend, Patience, host};
+use crate::flight::{FlightRecord, Recorder};
 use crate::store::Store;
-use crate::verbs::{Message, Verbs, check_bytes, check_len};
-use crate::work::{Buffer, Queue, Work};
-use crate::{Element, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
+use crate::verbs::{Message, Verbs, check_bytes};
+use crate::work::{Queue, Work};
+use crate::{Element, Error, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
 
 /// How a group is made.
 #[derive(Clone, Debug)]
@@ -26,6 +28,9 @@ pub struct GroupOptions {
     pub name: String,
     /// Whether reductions fold in rank order. They do unless set.
     pub determinism: Determinism,
+    /// Where the group's flight record goes when the group fails. Nowhere unless set here or by the
+    /// environment's `COLLECTIVE_FLIGHT_DIR`.
+    pub flight_dir: Option<PathBuf>,
 }
 
 /// In which order a reduction folds the ranks' numbers.
@@ -47,6 +52,7 @@ impl Default for GroupOptions {
             timeout: Duration::from_secs(600),
             name: "default".into(),
             determinism: Determinism::RankOrder,
+            flight_dir: None,
         }
     }
 }
@@ -61,6 +67,16 @@ impl GroupOptions {
     /// Sets the order of reductions.
     pub fn with_determinism(mut self, determinism: Determinism) -> Self {
         self.determinism = determinism;
+        self
+    }
+
+    /// Sets where the [`FlightRecord`] is written at the group's first failure on this rank, as
+    /// JSON: `{dir}/{group}-rank{rank}-{pid}.json`, with characters of the group's name other than
+    /// letters, digits, `.`, `-` and `_` replaced by `_`. The directory is made if need be. A later
+    /// failure of a group of the same name replaces the file; one that cannot be written is left
+    /// out.
+    pub fn with_flight_dir(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.flight_dir = Some(dir.into());
         self
     }
 
@@ -108,6 +124,7 @@ pub struct ProcessGroup {
     // Dropped first: the queue's operations end before the backend says goodbye.
     queue: Arc<Queue>,
     backend: Arc<dyn Backend>,
+    recorder: Arc<Recorder>,
 }
 
 impl ProcessGroup {
@@ -121,7 +138,8 @@ impl ProcessGroup {
     pub fn threads(world_size: usize, timeout: Duration) -> Result<Vec<Self>> {
         let options = GroupOptions::default().with_timeout(timeout);
         let hosts = host::threads::group(world_size, &options)?;
-        Ok(hosts.into_iter().map(|host| Self::from_backend(Arc::new(host))).collect())
+        let group = |host| Self::from_backend_with(Arc::new(host), &options);
+        Ok(hosts.into_iter().map(group).collect())
     }
 
     /// A group whose ranks are processes of one machine, over shared memory.
@@ -141,12 +159,19 @@ impl ProcessGroup {
         options: GroupOptions,
     ) -> Result<Self> {
         let host = host::shm::join(&*store, rank, world_size, &options)?;
-        Ok(Self::from_backend(Arc::new(host)))
+        Ok(Self::from_backend_with(Arc::new(host), &options))
     }
 
     /// A group over any backend.
     pub fn from_backend(backend: Arc<dyn Backend>) -> Self {
-        Self { queue: Arc::new(Queue::new(Arc::clone(&backend))), backend }
+        Self::from_backend_with(backend, &GroupOptions::default())
+    }
+
+    /// A group over any backend, with the name and the directory for its flight record of
+    /// `options`; the rest is the backend's.
+    pub fn from_backend_with(backend: Arc<dyn Backend>, options: &GroupOptions) -> Self {
+        let queue = Arc::new(Queue::new(Arc::clone(&backend)));
+        Self { queue, backend, recorder: Arc::new(Recorder::new(options)) }
     }
 
     /// This rank, `0..world_size`.
@@ -476,48 +501,6 @@ impl ProcessGroup {
         verbs.barrier()
     }
 
-    /// Starts an [`all_reduce`](Self::all_reduce) and returns; the result comes with
-    /// [`Work::wait`].
-    ///
-    /// Every rank must call it in the same place among its calls; whether a rank takes the blocking
-    /// or the asynchronous form is its own affair. Operations run on the group's one communication
-    /// thread in the order of submission. Does not block unless 1024 operations are queued. Steps,
-    /// bytes and bits are those of the blocking form.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidArgument`], or the group's earlier failure; `buf` is dropped. What happens
-    /// in flight is reported by [`Work::wait`].
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// # use std::time::Duration;
-    /// use collective::{ProcessGroup, ReduceOp, Result, SharedBuf};
-    ///
-    /// fn step(group: &ProcessGroup) -> Result<()> {
-    ///     let mut bucket: SharedBuf<f32> = group.alloc(1000)?;
-    ///     bucket.fill(group.rank() as f32);
-    ///     let work = group.all_reduce_async(bucket, ReduceOp::Avg)?;
-    ///     // Compute the next gradients here.
-    ///     let bucket = work.wait()?;
-    ///     assert!(bucket.iter().all(|&x| x == 0.5));
-    ///     Ok(())
-    /// }
-    /// # let groups = ProcessGroup::threads(2, Duration::from_secs(10))?;
-    /// # std::thread::scope(|scope| {
-    /// #     for group in groups {
-    /// #         scope.spawn(move || step(&group).expect("both ranks are here"));
-    /// #     }
-    /// # });
-    /// # Ok::<(), collective::Error>(())
-    /// ```
-    pub fn all_reduce_async<B: Buffer>(&self, mut buf: B, op: ReduceOp) -> Result<Work<B>> {
-        let count = buf.count();
-        self.checked::<B::Elem>(Verb::AllReduce, Some(op), None)?;
-        self.submit(buf, move |verbs, buf| verbs.all_reduce(same_len(buf, count)?, op))
-    }
-
     /// Obtains a buffer of `count` zeros in memory shared with the peers, where
     /// [`all_reduce`](Self::all_reduce) works in place. That saves the copies in and out, which is
     /// most of the time for buffers of 64 KiB and more, and nothing for those up to 8 KiB.
@@ -534,7 +517,11 @@ impl ProcessGroup {
         self.backend.ready()?;
         check_bytes::<T>(count, 1)?;
         self.queue.drain();
-        SharedBuf::new(self.backend.alloc(T::DTYPE, count)?, count)
+        let op = OpDesc { verb: Verb::Alloc, dtype: T::DTYPE, op: None, root: None, count };
+        let backend = &*self.backend;
+        let alloc = || backend.alloc(T::DTYPE, count);
+        let raw = self.recorder.record(backend, &op, &[], Patience::Caller, alloc)?;
+        SharedBuf::new(raw, count)
     }
 
     /// Gives the group up on all ranks: whoever waits, or calls later, gets [`Error::Aborted`] with
@@ -546,33 +533,36 @@ impl ProcessGroup {
         self.backend.abort(reason);
     }
 
+    /// What this rank called last, and how far each call got: for a look at a job that hangs, from
+    /// any thread, without waiting. On this rank alone; costs nothing on the others.
+    pub fn flight_record(&self) -> FlightRecord {
+        self.recorder.read(&*self.backend)
+    }
+
     /// What the blocking calls run on, once it is their turn.
     fn verbs(&self) -> Result<Verbs<'_>> {
         self.backend.ready()?;
         self.queue.drain();
-        let wait = Wait { patience: Patience::Caller, timeout: None };
-        Ok(Verbs { backend: &*self.backend, wait })
+        Ok(Verbs::new(&*self.backend, &self.recorder, Patience::Caller))
     }
 
-    fn submit<B: Send + 'static>(
+    /// Queues `run` on `bufs`, after a rehearsal that finds the caller's mistakes.
+    pub(crate) fn submit<B: Send + 'static>(
         &self,
-        bufs: B,
-        run: impl FnOnce(Verbs<'_>, &mut B) -> Result<()> + Send + 'static,
+        mut bufs: B,
+        run: impl Fn(Verbs<'_>, &mut B) -> Result<()> + Send + 'static,
     ) -> Result<Work<B>> {
         self.backend.ready()?;
-        let wait = Wait { patience: Patience::Background, timeout: None };
-        self.queue.submit(bufs, move |backend, bufs| run(Verbs { backend, wait }, bufs))
-    }
-
-    /// A caller's mistake, seen before an operation is queued.
-    fn checked<T: Element>(
-        &self,
-        verb: Verb,
-        op: Option<ReduceOp>,
-        root: Option<Rank>,
-    ) -> Result<()> {
-        self.backend.ready()?;
-        OpDesc { verb, dtype: T::DTYPE, op, root, count: 0 }.check(self.world_size())
+        Verbs::rehearse(&*self.backend, |verbs| run(verbs, &mut bufs))?;
+        let recorder = Arc::clone(&self.recorder);
+        self.queue.submit(bufs, move |backend, bufs| {
+            let result = run(Verbs::new(backend, &recorder, Patience::Background), bufs);
+            if let Err(error @ Error::InvalidArgument(_)) = &result {
+                // A buffer has changed its length in flight, and the peers need not wait for it.
+                backend.abort(&error.to_string());
+            }
+            result
+        })
     }
 }
 
@@ -584,13 +574,6 @@ impl fmt::Debug for ProcessGroup {
             .field("world_size", &self.world_size())
             .finish()
     }
-}
-
-/// The slice of a buffer that must not have changed its length since it was queued.
-fn same_len<B: Buffer>(buf: &mut B, count: usize) -> Result<&mut [B::Elem]> {
-    let slice = buf.as_mut_slice();
-    check_len("buffer", slice.len(), count)?;
-    Ok(slice)
 }
 
 fn concat<T: Element>(bufs: &[&mut [T]]) -> Vec<T> {

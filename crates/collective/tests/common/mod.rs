@@ -123,6 +123,8 @@ impl Workers {
                     "COLLECTIVE_TEST_ROLE",
                     format!("{scenario} {rank} {world} {timeout} {port} {path}"),
                 )
+                // Whatever a rank leaves in a directory for such things is seen here.
+                .env("TMPDIR", &dir.0)
                 .stdin(Stdio::null())
                 .stdout(Stdio::null())
                 .stderr(Stdio::piped())
@@ -171,5 +173,22 @@ pub(crate) fn wait_for<T>(mut ask: impl FnMut() -> Option<T>, what: &str) -> T {
         }
         assert!(start.elapsed() < DEADLINE, "waited too long for {what}");
         std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Numbers that are the same on every rank that starts from the same seed.
+#[derive(Debug)]
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb)
+    }
+
+    /// One of `0..end`.
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        (self.next() >> 16) as usize % end
     }
 }

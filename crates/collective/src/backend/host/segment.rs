@@ -292,6 +292,9 @@ fn channels(world: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+
+    use super::super::channel::{Receiver, Sender};
     use super::*;
 
     fn segment(world: usize) -> Segment {
@@ -331,6 +334,22 @@ mod tests {
         // A length that a peer made up.
         segment.map.word(segment.block(0) + NOTE_LEN).store(u64::MAX, Ordering::Relaxed);
         assert_eq!(segment.note(0).0.len(), NOTE_BYTES);
+    }
+
+    #[test]
+    fn pairs_that_never_talk_cost_nothing() {
+        let world = 64;
+        let file = File::from(Segment::create(world).unwrap());
+        let used = || file.metadata().unwrap().blocks() as usize * 512;
+        let before = used();
+        assert!(before <= channels(world) + 4096 && Segment::bytes(world) > before + (16 << 20));
+        let segment = Segment::attach(file.try_clone().unwrap().into(), world).unwrap();
+        let (map, layout) = segment.channels();
+        let _sender = Sender::new(map, &layout, 3, 60).unwrap();
+        assert!(used() > before && used() <= before + (64 << 10));
+        let now = used();
+        let _receiver = Receiver::new(map, &layout, 3, 60).unwrap();
+        assert_eq!(used(), now);
     }
 
     #[test]

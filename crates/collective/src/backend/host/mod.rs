@@ -16,6 +16,8 @@
 mod chunked;
 mod flat;
 mod in_place;
+#[cfg(loom)]
+mod model;
 mod segment;
 pub(crate) mod shm;
 mod sys;

@@ -399,7 +399,198 @@ fn panicked(by: Rank) -> Error {
 #[cfg(test)]
 #[cfg(loom)]
 mod loom_models {
+    use std::pin::pin;
+    use std::task::Wake;
+
     use super::*;
     use crate::backend::{RawBufs, RawShared, Transfer, Wait};
     use crate::{DType, OpDesc};
+
+    /// Nothing but a name: the jobs of a model do not call it.
+    #[derive(Debug)]
+    struct Nowhere;
+
+    #[expect(unsafe_code, reason = "the trait's calls are unsafe")]
+    impl Backend for Nowhere {
+        fn name(&self) -> &'static str {
+            "nowhere"
+        }
+        fn rank(&self) -> Rank {
+            0
+        }
+        fn world_size(&self) -> usize {
+            1
+        }
+        fn forked(&self) -> bool {
+            false
+        }
+        fn ready(&self) -> Result<()> {
+            Ok(())
+        }
+        unsafe fn run(&self, _: &OpDesc, _: RawBufs, _: Wait) -> Result<()> {
+            Ok(())
+        }
+        unsafe fn exchange(&self, _: &OpDesc, _: &[Transfer], _: Wait) -> Result<()> {
+            Ok(())
+        }
+        fn alloc(&self, _: DType, _: usize) -> Result<RawShared> {
+            Err(panicked(0))
+        }
+        fn abort(&self, _: &str) {}
+    }
+
+    /// Every order of events with up to three preemptions.
+    fn model(body: impl Fn() + Sync + Send + 'static) {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = Some(3);
+        builder.check(body);
+    }
+
+    /// A buffer that counts its end. Relaxed: only the hand-off orders it.
+    struct Counted(Arc<AtomicUsize>);
+
+    impl Drop for Counted {
+        fn drop(&mut self) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    struct Unpark(thread::Thread);
+
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+
+    fn block_on<F: Future>(future: F) -> F::Output {
+        let mut future = pin!(future);
+        let waker = Waker::from(Arc::new(Unpark(thread::current())));
+        loop {
+            match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+                Poll::Ready(output) => return output,
+                Poll::Pending => thread::park(),
+            }
+        }
+    }
+
+    /// A `Work`, and a thread that delivers what it waits for.
+    fn hand_off() -> (Work<Counted>, Arc<AtomicUsize>, thread::JoinHandle<()>) {
+        let backend: Arc<dyn Backend> = Arc::new(Nowhere);
+        let (slot, freed) = (Arc::new(Slot::new()), Arc::new(AtomicUsize::new(0)));
+        let work = Work { slot: Arc::clone(&slot), backend: Arc::downgrade(&backend) };
+        let buffer = Counted(Arc::clone(&freed));
+        (work, freed, thread::spawn(move || slot.fill(Ok(buffer))))
+    }
+
+    #[test]
+    fn a_waiter_gets_what_is_delivered() {
+        model(|| {
+            let (work, freed, thread) = hand_off();
+            let buffer = work.wait();
+            assert_eq!(freed.load(Ordering::Relaxed), 0);
+            drop(buffer);
+            thread.join().unwrap();
+            assert_eq!(freed.load(Ordering::Relaxed), 1);
+        });
+    }
+
+    #[test]
+    fn a_task_is_woken_by_the_last_waker_it_left() {
+        model(|| {
+            let (mut work, freed, thread) = hand_off();
+            let first = pin!(&mut work).poll(&mut Context::from_waker(Waker::noop()));
+            match first {
+                Poll::Ready(buffer) => drop(buffer),
+                Poll::Pending => drop(block_on(work)),
+            }
+            thread.join().unwrap();
+            assert_eq!(freed.load(Ordering::Relaxed), 1);
+        });
+    }
+
+    #[test]
+    fn a_dropped_work_frees_its_buffer_once() {
+        for polled in [false, true] {
+            model(move || {
+                let (mut work, freed, thread) = hand_off();
+                if polled {
+                    drop(pin!(&mut work).poll(&mut Context::from_waker(Waker::noop())));
+                }
+                drop(work);
+                thread.join().unwrap();
+                assert_eq!(freed.load(Ordering::Relaxed), 1);
+            });
+        }
+    }
+
+    fn queue() -> (Queue, Arc<AtomicUsize>) {
+        (Queue::new(Arc::new(Nowhere)), Arc::new(AtomicUsize::new(0)))
+    }
+
+    /// Submits an operation that must be the `nth` to run.
+    fn submit(queue: &Queue, done: &Arc<AtomicUsize>, nth: usize) -> Work<()> {
+        let done = Arc::clone(done);
+        let run = move |_: &dyn Backend, (): &mut ()| {
+            // Not one read-modify-write: nothing but the queue keeps operations apart.
+            assert_eq!(done.load(Ordering::Relaxed), nth);
+            done.store(nth + 1, Ordering::Relaxed);
+            Ok(())
+        };
+        queue.submit((), run).unwrap()
+    }
+
+    #[test]
+    fn operations_run_in_order_and_draining_waits_for_them() {
+        model(|| {
+            let (queue, done) = queue();
+            // The third waits for a place.
+            let works: Vec<_> = (0..3).map(|nth| submit(&queue, &done, nth)).collect();
+            queue.drain();
+            assert_eq!(done.load(Ordering::Relaxed), 3);
+            drop((works, queue));
+        });
+    }
+
+    #[test]
+    fn whoever_has_the_result_finds_the_queue_empty() {
+        model(|| {
+            let (queue, done) = queue();
+            submit(&queue, &done, 0).wait().unwrap();
+            assert_eq!(queue.line.unfinished.load(Ordering::Relaxed), 0);
+            assert_eq!(done.load(Ordering::Relaxed), 1);
+            submit(&queue, &done, 1).wait().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_dropped_queue_ends_its_operations_first() {
+        model(|| {
+            let (queue, done) = queue();
+            let first = submit(&queue, &done, 0);
+            drop(submit(&queue, &done, 1));
+            drop(queue);
+            assert_eq!(done.load(Ordering::Relaxed), 2);
+            assert!(first.is_done());
+            first.wait().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_caller_on_another_thread_drains_too() {
+        model(|| {
+            let (queue, done) = queue();
+            let queue = Arc::new(queue);
+            let work = submit(&queue, &done, 0);
+            let other = thread::spawn({
+                let (queue, done) = (Arc::clone(&queue), Arc::clone(&done));
+                move || {
+                    queue.drain();
+                    assert_eq!(done.load(Ordering::Relaxed), 1);
+                }
+            });
+            drop(work);
+            other.join().unwrap();
+        });
+    }
 }

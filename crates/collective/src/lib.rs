@@ -38,8 +38,10 @@ mod algo;
 mod backend;
 mod element;
 mod error;
+mod membership;
 mod op;
 mod process_group;
+mod rebuild;
 mod reduce_op;
 mod shared_buf;
 mod simd;
@@ -51,6 +53,7 @@ pub use backend::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemor
 pub use element::{DType, Element};
 pub use error::{Error, Result};
 pub use init::{Topology, init_process_group};
+pub use membership::Connect;
 pub use op::{Fingerprint, OpDesc, Place, Verb};
 pub use process_group::{Determinism, GroupOptions, ProcessGroup};
 pub use reduce_op::{Factor, ReduceOp};

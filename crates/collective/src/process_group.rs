@@ -8,8 +8,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+#[cfg(doc)]
+use crate::Error;
 use crate::backend::{Backend, Patience, Wait, host};
-use crate::store::Store;
+use crate::membership::{Connect, Membership, Origin};
+use crate::store::{MemoryStore, PrefixStore, Store};
 use crate::verbs::{Message, Verbs, check_bytes, check_len};
 use crate::work::{Buffer, Queue, Work};
 use crate::{Element, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
@@ -83,7 +86,7 @@ impl GroupOptions {
 /// its operations in flight, and peers that then wait for it get an error that names it.
 ///
 /// After any error but [`Error::InvalidArgument`] the group is unusable on every rank, and calls
-/// return [`Error::Poisoned`].
+/// return [`Error::Poisoned`]; [`rebuild`](Self::rebuild) makes a new one of those that are left.
 ///
 /// # Examples
 ///
@@ -107,7 +110,8 @@ impl GroupOptions {
 pub struct ProcessGroup {
     // Dropped first: the queue's operations end before the backend says goodbye.
     queue: Arc<Queue>,
-    backend: Arc<dyn Backend>,
+    pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) membership: Arc<Membership>,
 }
 
 impl ProcessGroup {
@@ -121,7 +125,13 @@ impl ProcessGroup {
     pub fn threads(world_size: usize, timeout: Duration) -> Result<Vec<Self>> {
         let options = GroupOptions::default().with_timeout(timeout);
         let hosts = host::threads::group(world_size, &options)?;
-        Ok(hosts.into_iter().map(|host| Self::from_backend(Arc::new(host))).collect())
+        let origin =
+            Origin { store: Arc::new(MemoryStore::new()), connect: Arc::new(connect_host) };
+        let group = |host| {
+            let membership = Membership::first(world_size, options.clone(), Some(origin.clone()));
+            Self::new(Arc::new(host), membership)
+        };
+        Ok(hosts.into_iter().map(group).collect())
     }
 
     /// A group whose ranks are processes of one machine, over shared memory.
@@ -140,13 +150,44 @@ impl ProcessGroup {
         world_size: usize,
         options: GroupOptions,
     ) -> Result<Self> {
-        let host = host::shm::join(&*store, rank, world_size, &options)?;
-        Ok(Self::from_backend(Arc::new(host)))
+        Self::from_store_with(store, rank, world_size, options, Arc::new(connect_host))
     }
 
-    /// A group over any backend.
+    /// A group over the backend that `connect` makes; [`split`](Self::split) and
+    /// [`rebuild`](Self::rebuild) call it again for the groups they make.
+    ///
+    /// Every rank must call it, as [`from_store`](Self::from_store).
+    ///
+    /// # Errors
+    ///
+    /// Those of `connect` and of the store.
+    pub fn from_store_with(
+        store: Arc<dyn Store>,
+        rank: Rank,
+        world_size: usize,
+        options: GroupOptions,
+        connect: Arc<Connect>,
+    ) -> Result<Self> {
+        let backend = connect(&store, rank, world_size, &options)?;
+        // What is made from this group has its keys apart from those of an earlier group of the
+        // name; every rank has been in as many.
+        let life = store.add(&format!("{}/lives/{rank}", options.name), 1)?;
+        let prefix = format!("{}/life{life}", options.name);
+        let origin = Origin { store: Arc::new(PrefixStore::new(prefix, store)), connect };
+        Ok(Self::new(backend, Membership::first(world_size, options, Some(origin))))
+    }
+
+    /// A group over a backend that is connected already. It cannot be [`split`](Self::split) or
+    /// [rebuilt](Self::rebuild): nobody knows how to make another.
     pub fn from_backend(backend: Arc<dyn Backend>) -> Self {
-        Self { queue: Arc::new(Queue::new(Arc::clone(&backend))), backend }
+        let options = GroupOptions::default();
+        let membership = Membership::first(backend.world_size(), options, None);
+        Self::new(backend, membership)
+    }
+
+    pub(crate) fn new(backend: Arc<dyn Backend>, membership: Membership) -> Self {
+        let queue = Arc::new(Queue::new(Arc::clone(&backend)));
+        Self { queue, backend, membership: Arc::new(membership) }
     }
 
     /// This rank, `0..world_size`.
@@ -584,6 +625,15 @@ impl fmt::Debug for ProcessGroup {
             .field("world_size", &self.world_size())
             .finish()
     }
+}
+
+fn connect_host(
+    store: &Arc<dyn Store>,
+    rank: Rank,
+    world_size: usize,
+    options: &GroupOptions,
+) -> Result<Arc<dyn Backend>> {
+    Ok(Arc::new(host::shm::join(&**store, rank, world_size, options)?))
 }
 
 /// The slice of a buffer that must not have changed its length since it was queued.

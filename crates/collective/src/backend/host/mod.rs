@@ -31,7 +31,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use self::segment::{FLAT_BYTES, MAX_RANKS, Poison, Segment};
-use self::sys::{ForkGuard, Mapping};
+pub(super) use self::sys::ForkGuard;
+use self::sys::Mapping;
 use self::turn::Turn;
 use super::{Backend, Patience, RawBufs, RawShared, Transfer, Wait};
 use crate::span::Span;

@@ -96,6 +96,40 @@ impl ProcessGroup {
         Self::from_store_with(store, rank, world_size, options, Arc::new(connect_host))
     }
 
+    /// A group whose ranks are processes anywhere, over libgloo and TCP. With the feature `gloo`.
+    ///
+    /// Every rank must call it, with the same `world_size` and options, each with its own `rank`.
+    /// Blocks until all have. Ranks connect to one another at the address that each has on its way
+    /// to the store; every rank has two connections to each other, so a network that is trusted is
+    /// assumed. The process must ignore `SIGPIPE`, as Rust programs do.
+    ///
+    /// For `n` ranks and `b` bytes: each operation begins with a message of 48 bytes from every
+    /// rank to every other. Then `all_reduce` takes two steps in which a rank sends `(n-1)/n * b`,
+    /// up to 8 KiB one in which it sends `(n-1) * b`, and has the same bits as on every transport;
+    /// with [`Determinism::Fast`] it is gloo's ring. `broadcast` is a binomial tree, everything
+    /// else one step between all pairs. [`alloc`](Self::alloc) gives ordinary memory.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Timeout`](crate::Error::Timeout) naming the ranks that did not come;
+    /// [`Error::PeerDied`](crate::Error::PeerDied); the store's errors;
+    /// [`Error::Io`](crate::Error::Io) with gloo's words if it cannot open sockets;
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a rank or size out of range,
+    /// which ends at 1024.
+    #[cfg(feature = "gloo")]
+    pub fn gloo(
+        store: Arc<dyn Store>,
+        rank: Rank,
+        world_size: usize,
+        options: GroupOptions,
+    ) -> Result<Self> {
+        let connect: Arc<Connect> = Arc::new(|store, rank, world_size, options| {
+            let gloo = crate::backend::gloo::join(&**store, rank, world_size, options)?;
+            Ok(Arc::new(gloo))
+        });
+        Self::from_store_with(store, rank, world_size, options, connect)
+    }
+
     /// A group over the backend that `connect` makes; [`split`](Self::split) and
     /// [`rebuild`](Self::rebuild) call it again for the groups they make.
     ///

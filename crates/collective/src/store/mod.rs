@@ -18,6 +18,7 @@ mod values;
 mod watched;
 
 use std::fmt::Debug;
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 pub use self::memory::MemoryStore;
@@ -95,6 +96,12 @@ pub trait Store: Send + Sync + Debug {
     ///
     /// As [`set`](Self::set).
     fn num_keys(&self) -> Result<i64>;
+
+    /// The address this machine has on its way to the store, which peers that reach the store
+    /// can reach too; `None` if there is no way to go, or the store does not say.
+    fn local_ip(&self) -> Option<IpAddr> {
+        None
+    }
 }
 
 /// The moment `timeout` from now; a timeout too long for the clock means about a century.

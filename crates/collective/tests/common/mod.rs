@@ -95,7 +95,12 @@ impl Role {
 
     /// Leaves a result for the parent.
     pub(crate) fn report(&self, text: &str) {
-        let path = self.dir.join(format!("report-{}", self.rank));
+        self.write(&format!("report-{}", self.rank), text);
+    }
+
+    /// Makes a file that is there whole or not at all.
+    pub(crate) fn write(&self, name: &str, text: &str) {
+        let path = self.dir.join(name);
         fs::write(path.with_extension("new"), text).unwrap();
         fs::rename(path.with_extension("new"), path).unwrap();
     }

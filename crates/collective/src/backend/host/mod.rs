@@ -19,15 +19,17 @@ mod chunked;
 mod exchange;
 mod flat;
 mod in_place;
+#[cfg(loom)]
+mod model;
 mod segment;
 pub(crate) mod shm;
 mod sys;
 pub(crate) mod threads;
 mod turn;
 
+use crate::sync::atomic::Ordering;
 use std::fs::OpenOptions;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::{Backend, Patience, Wait, host};
+use crate::sim::{self, Clocks, Network};
 use crate::store::Store;
 use crate::verbs::{Message, Verbs, check_bytes, check_len};
 use crate::work::{Buffer, Queue, Work};
@@ -122,6 +123,25 @@ impl ProcessGroup {
         let options = GroupOptions::default().with_timeout(timeout);
         let hosts = host::threads::group(world_size, &options)?;
         Ok(hosts.into_iter().map(|host| Self::from_backend(Arc::new(host))).collect())
+    }
+
+    /// A group whose ranks are threads of this process, on a [`network`](crate::sim::Network) that
+    /// is simulated: the data are real and the bits those of every other backend, the time is
+    /// virtual and told by the clocks. Does not wait.
+    ///
+    /// Rank `r` is element `r` of the result, to be moved to the thread that plays it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] if the network does not fit the ranks.
+    pub fn simulated(
+        world_size: usize,
+        network: Network,
+        options: &GroupOptions,
+    ) -> Result<(Vec<Self>, Clocks)> {
+        let (sims, clocks) = sim::backend::group(world_size, network, options)?;
+        let groups = sims.into_iter().map(|sim| Self::from_backend(Arc::new(sim))).collect();
+        Ok((groups, clocks))
     }
 
     /// A group whose ranks are processes of one machine, over shared memory.

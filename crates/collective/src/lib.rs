@@ -32,6 +32,7 @@
 pub mod init;
 pub mod object;
 pub mod reducer;
+pub mod sim;
 pub mod store;
 
 mod algo;

@@ -11,6 +11,7 @@ use std::time::Duration;
 use crate::backend::{Backend, Patience, host};
 use crate::flight::{FlightRecord, Recorder};
 use crate::membership::{Connect, Membership, Origin};
+use crate::sim::{self, Clocks, Network};
 use crate::store::{MemoryStore, PrefixStore, Store};
 use crate::verbs::{Message, Verbs, check_bytes};
 use crate::work::{Queue, Work};
@@ -75,6 +76,25 @@ impl ProcessGroup {
             Self::new(Arc::new(host), membership)
         };
         Ok(hosts.into_iter().map(group).collect())
+    }
+
+    /// A group whose ranks are threads of this process, on a [`network`](crate::sim::Network) that
+    /// is simulated: the data are real and the bits those of every other backend, the time is
+    /// virtual and told by the clocks. Does not wait.
+    ///
+    /// Rank `r` is element `r` of the result, to be moved to the thread that plays it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] if the network does not fit the ranks.
+    pub fn simulated(
+        world_size: usize,
+        network: Network,
+        options: &GroupOptions,
+    ) -> Result<(Vec<Self>, Clocks)> {
+        let (sims, clocks) = sim::backend::group(world_size, network, options)?;
+        let groups = sims.into_iter().map(|sim| Self::from_backend(Arc::new(sim))).collect();
+        Ok((groups, clocks))
     }
 
     /// A group whose ranks are processes of one machine, over shared memory.

@@ -96,13 +96,13 @@ impl Round {
         self.sources.clear();
     }
 
-    fn send(&mut self, to: Rank, region: Region) {
+    pub(crate) fn send(&mut self, to: Rank, region: Region) {
         if region.len > 0 {
             self.sends.push((to, region));
         }
     }
 
-    fn recv(&mut self, from: Rank, region: Region) {
+    pub(crate) fn recv(&mut self, from: Rank, region: Region) {
         if region.len > 0 {
             self.recvs.push((from, region));
         }
@@ -139,6 +139,11 @@ impl Schedule {
         fill: impl Fn(usize, &mut Round) + Send + Sync + 'static,
     ) -> Self {
         Self { scratch, rounds, fill: Box::new(fill) }
+    }
+
+    /// One round.
+    pub(crate) fn once(only: Round) -> Self {
+        Self::new(0, 1, move |_, round| round.clone_from(&only))
     }
 
     fn empty() -> Self {

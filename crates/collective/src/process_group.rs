@@ -126,15 +126,16 @@ impl ProcessGroup {
     /// For `n` ranks and `b` bytes: each operation begins with a message of 48 bytes from every
     /// rank to every other. Then `all_reduce` takes two steps in which a rank sends `(n-1)/n * b`,
     /// up to 8 KiB one in which it sends `(n-1) * b`, and has the same bits as on every transport;
-    /// with [`Determinism::Fast`] it is gloo's ring. `broadcast` is a binomial tree, everything
-    /// else one step between all pairs. [`alloc`](Self::alloc) gives ordinary memory.
+    /// with [`Determinism::Fast`](crate::Determinism::Fast) it is gloo's ring. `broadcast` is a
+    /// binomial tree, everything else one step between all pairs. [`alloc`](Self::alloc) gives
+    /// ordinary memory.
     ///
     /// # Errors
     ///
-    /// [`Error::Timeout`](crate::Error::Timeout) naming the ranks that did not come;
-    /// [`Error::PeerDied`](crate::Error::PeerDied); the store's errors;
-    /// [`Error::Io`](crate::Error::Io) with gloo's words if it cannot open sockets;
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a rank or size out of range,
+    /// [`Error::Timeout`] naming the ranks that did not come;
+    /// [`Error::PeerDied`]; the store's errors;
+    /// [`Error::Io`] with gloo's words if it cannot open sockets;
+    /// [`Error::InvalidArgument`] for a rank or size out of range,
     /// which ends at 1024.
     #[cfg(feature = "gloo")]
     pub fn gloo(

@@ -49,7 +49,7 @@ const FULL: Scope = Scope {
 };
 
 /// Every verb, operator and type, at fewer sizes, for backends whose steps are slow.
-#[expect(dead_code, reason = "so far no backend is slow")]
+#[cfg_attr(not(feature = "gloo"), expect(dead_code, reason = "so far no other backend is slow"))]
 const THIN: Scope = Scope { counts: &[0, 1, 33, 4099], uneven: 2, batches: 6, shared: false };
 
 /// The suite over groups of 1 to 5 ranks, played by threads.
@@ -85,6 +85,24 @@ fn all_of<T: Number>(group: &ProcessGroup, scope: Scope) -> Result<()> {
 #[test]
 fn ranks_as_threads() {
     over(|world| ProcessGroup::threads(world, TIMEOUT).unwrap(), FULL);
+}
+
+#[cfg(feature = "gloo")]
+#[test]
+fn ranks_over_gloo() {
+    let join = |world| {
+        let store = Arc::new(MemoryStore::new());
+        std::thread::scope(|scope| {
+            let join = |rank| {
+                let options = GroupOptions::default().with_timeout(TIMEOUT);
+                let store = Arc::clone(&store);
+                scope.spawn(move || ProcessGroup::gloo(store, rank, world, options).unwrap())
+            };
+            let ranks: Vec<_> = (0..world).map(join).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    };
+    over(join, THIN);
 }
 
 /// The way processes join, but within one; and the same name twice.

@@ -37,7 +37,7 @@ pub(super) fn all_reduce(turn: &Turn<'_>, state: &mut State, memory: Span<'_>) -
         fold_from_peers(turn, state, own, own, &all)?;
         let receives = turn.peers().map(|peer| Move::receive(shard(peer), peer));
         let moves: Vec<_> = receives.chain(sends(turn, |_| own)).collect();
-        transfer(turn, state, &moves)?;
+        transfer(&turn.after(1), state, &moves)?;
     }
     Ok(())
 }
@@ -66,7 +66,7 @@ pub(super) fn reduce(turn: &Turn<'_>, state: &mut State, memory: Span<'_>) -> Re
             true => turn.peers().map(|peer| Move::receive(shard(peer), peer)).collect(),
             false => vec![Move::send(target, root)],
         };
-        transfer(turn, state, &moves)?;
+        transfer(&turn.after(1), state, &moves)?;
     }
     Ok(())
 }
@@ -138,8 +138,8 @@ fn give_up(turn: &Turn<'_>, trouble: Trouble) -> Error {
             turn.broken(neighbour, Trouble::Io(text))
         }
         (trouble, None) => {
-            let text = trouble.text();
-            let error = Error::InvalidArgument(format!("{}: gloo says: {text}", turn.name()));
+            let (what, text) = (format!("{}: gloo", turn.name()), trouble.text());
+            let error = Error::Io { what, text, kind: std::io::ErrorKind::Other };
             let reason = error.to_string();
             turn.fail_with(Cause::Aborted { by: turn.rank(), reason }, error)
         }

@@ -135,7 +135,8 @@ pub(super) fn broadcast(turn: &Turn<'_>, state: &State, memory: Span<'_>) -> Res
     let rank = |place: usize| (place + root) % world;
     let lowest = if place == 0 { usize::MAX } else { place & place.wrapping_neg() };
     if place != 0 {
-        transfer(turn, state, &[Move::receive(memory, rank(place - lowest))])?;
+        let receive = Move::receive(memory, rank(place - lowest));
+        transfer(&turn.after(place.count_ones() - 1), state, &[receive])?;
     }
     let digits = (0..usize::BITS).map(|digit| 1 << digit);
     let children = digits.take_while(|&digit| digit < lowest && place + digit < world);

@@ -21,7 +21,7 @@ const PRINT_SLOT: u64 = 2 << 56;
 const PRINT_BYTES: usize = 8 * (1 + Fingerprint::WORDS);
 
 /// An operation under way on this rank.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Turn<'a> {
     pub(super) gloo: &'a Gloo,
     pub(super) op: &'a OpDesc,
@@ -44,6 +44,13 @@ impl Turn<'_> {
     pub(super) fn peers(&self) -> impl Iterator<Item = Rank> + use<> {
         let (rank, world) = (self.rank(), self.world());
         (1..world).map(move |step| (rank + step) % world)
+    }
+
+    /// This turn in a step in which peers may still be waiting for their peers in an earlier one:
+    /// it waits longer, so that who waits for the culprit is the first to say so.
+    pub(super) fn after(self, steps: u32) -> Self {
+        let margin = self.timeout / 10 * steps;
+        Self { timeout: self.timeout.saturating_add(margin), ..self }
     }
 
     /// Meets all ranks at this operation and compares what they call.

@@ -110,13 +110,17 @@ impl ProcessGroup {
         let origin = self.origin("rebuild")?;
         let Membership { first_ranks, epoch, lineage, .. } = &*self.membership;
         let mut lineage = lineage.lock();
-        let failure = self.failure()?;
         if *epoch != lineage.current {
             let text = format!("{} is at epoch {} already", lineage.name, lineage.current);
             return Err(Error::InvalidArgument(format!("rebuild of epoch {epoch}: {text}")));
         }
-        lineage.dead.extend(failure.as_ref().and_then(dead_rank).map(|rank| first_ranks[rank]));
         self.backend.abort(&format!("rank {} rebuilds the group", self.rank()));
+        // It has failed by now, and says how it failed first.
+        match self.barrier() {
+            Err(error @ Error::InvalidArgument(_)) => return Err(error),
+            Err(error) => lineage.dead.extend(dead_rank(&error).map(|rank| first_ranks[rank])),
+            Ok(()) => {}
+        }
 
         let own = first_ranks[self.rank()];
         if lineage.members.contains(&own) {
@@ -144,16 +148,6 @@ impl ProcessGroup {
         })?;
         lineage.current = lineage.epoch;
         Ok(Self::new(backend, self.membership.next(options, lineage.epoch, ranks)))
-    }
-
-    /// What has failed on this rank so far.
-    fn failure(&self) -> Result<Option<Error>> {
-        match self.backend.ready() {
-            Ok(()) => Ok(None),
-            Err(Error::Poisoned(cause)) => Ok(Some(*cause)),
-            // A fork.
-            Err(error) => Err(error),
-        }
     }
 }
 

@@ -269,9 +269,11 @@ fn a_rank_lost_during_the_rebuild_is_named_and_the_next_goes_without_it() {
                     return;
                 }
                 let error = group.rebuild(LONG).unwrap_err();
-                let Error::Timeout { op, missing, .. } = &error else { panic!("{error}") };
-                assert_eq!(missing, &[1]);
-                assert!(op.contains("default/epoch1"), "{op}");
+                // Whoever sees it first tells the others.
+                assert!(matches!(error, Error::Timeout { .. } | Error::Aborted { .. }), "{error}");
+                let text = error.to_string();
+                assert!(text.contains("joining group default/epoch1: timed out"), "{text}");
+                assert!(text.ends_with("missing rank 1"), "{text}");
                 let group = group.rebuild(Duration::from_millis(500)).unwrap();
                 check(&group, 2, rank, &[0, 2, 3]);
                 assert_eq!(group.parent_ranks(), [0, 2, 3]);

@@ -8,7 +8,8 @@
 //! [`barrier`](ProcessGroup::barrier), and [`object`]'s for anything serde can write. Ranks are
 //! threads of one process ([`ProcessGroup::threads`]: tests, examples) or processes of one machine
 //! that found each other through a [`store`] ([`ProcessGroup::from_store`]; [`init_process_group`]
-//! does it with what the launcher left in the environment). A [`Reducer`] averages a model's
+//! does it with what the launcher left in the environment). [`dist`] has the functions of
+//! `mmengine.dist`, for code that also runs alone. A [`Reducer`] averages a model's
 //! gradients over a group while backward still runs.
 //!
 //! * **Same call everywhere, checked.** A call becomes an [`OpDesc`]; its [`Fingerprint`] is
@@ -21,6 +22,8 @@
 //!   noticed at once, and its peers get [`Error::PeerDied`] with its rank;
 //!   [`ProcessGroup::abort`] ends everybody's waits. After a failure a group is
 //!   [poisoned](Error::Poisoned) on all ranks.
+//! * **Failures are survived.** [`ProcessGroup::rebuild`] makes a new group of the ranks that are
+//!   left, [`ProcessGroup::split`] subgroups that share no fate with their parent.
 //! * **Buffers in flight are owned.** [`ProcessGroup::all_reduce_async`] takes the buffer and its
 //!   [`Work`] gives it back, so forgetting one leaks memory and never corrupts it.
 //! * **Shared buffers are faster.** [`ProcessGroup::alloc`] gives memory the ranks share;
@@ -29,6 +32,7 @@
 //! What carries the data is a [`Backend`]; the embedded one, over shared memory, needs nothing
 //! installed. Linux only.
 
+pub mod dist;
 pub mod init;
 pub mod object;
 pub mod reducer;

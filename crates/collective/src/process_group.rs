@@ -10,9 +10,11 @@ use std::time::Duration;
 
 use crate::backend::{Backend, Patience, host};
 use crate::flight::{FlightRecord, Recorder};
-use crate::membership::{Connect, Membership, Origin};
+#[cfg(feature = "gloo")]
+use crate::membership::Connect;
+use crate::membership::{Membership, Origin, connect_host};
 use crate::sim::{self, Clocks, Network};
-use crate::store::{MemoryStore, PrefixStore, Store};
+use crate::store::{MemoryStore, Store};
 use crate::verbs::{Message, Verbs, check_bytes};
 use crate::work::{Queue, Work};
 use crate::{Element, Error, GroupOptions, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
@@ -149,30 +151,6 @@ impl ProcessGroup {
             Ok(Arc::new(gloo))
         });
         Self::from_store_with(store, rank, world_size, options, connect)
-    }
-
-    /// A group over the backend that `connect` makes; [`split`](Self::split) and
-    /// [`rebuild`](Self::rebuild) call it again for the groups they make.
-    ///
-    /// Every rank must call it, as [`from_store`](Self::from_store).
-    ///
-    /// # Errors
-    ///
-    /// Those of `connect` and of the store.
-    pub fn from_store_with(
-        store: Arc<dyn Store>,
-        rank: Rank,
-        world_size: usize,
-        options: GroupOptions,
-        connect: Arc<Connect>,
-    ) -> Result<Self> {
-        let backend = connect(&store, rank, world_size, &options)?;
-        // What is made from this group has its keys apart from those of an earlier group of the
-        // name; every rank has been in as many.
-        let life = store.add(&format!("{}/lives/{rank}", options.name), 1)?;
-        let prefix = format!("{}/life{life}", options.name);
-        let origin = Origin { store: Arc::new(PrefixStore::new(prefix, store)), connect };
-        Ok(Self::new(backend, Membership::first(world_size, options, Some(origin))))
     }
 
     /// A group over a backend that is connected already. It cannot be [`split`](Self::split) or
@@ -594,15 +572,6 @@ impl fmt::Debug for ProcessGroup {
             .field("world_size", &self.world_size())
             .finish()
     }
-}
-
-fn connect_host(
-    store: &Arc<dyn Store>,
-    rank: Rank,
-    world_size: usize,
-    options: &GroupOptions,
-) -> Result<Arc<dyn Backend>> {
-    Ok(Arc::new(host::shm::join(&**store, rank, world_size, options)?))
 }
 
 fn concat<T: Element>(bufs: &[&mut [T]]) -> Vec<T> {

@@ -116,6 +116,7 @@ impl Workers {
                     "COLLECTIVE_TEST_ROLE",
                     format!("{scenario} {rank} {world} {timeout} {port} {path}"),
                 )
+                .env("COLLECTIVE_FLIGHT_DIR", dir.0.join("flight"))
                 .stdin(Stdio::null())
                 .stdout(Stdio::null())
                 .stderr(Stdio::piped())

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic as plain;
+use std::sync::atomic::AtomicU32 as Mark;
 use std::time::Duration;
 
 #[cfg(loom)]
@@ -245,7 +245,7 @@ pub(super) struct ForkGuard {
 }
 
 #[derive(Debug)]
-struct Page(NonNull<plain::AtomicU32>);
+struct Page(NonNull<Mark>);
 
 // SAFETY: the page holds one atomic, which may be shared.
 unsafe impl Send for Page {}
@@ -278,7 +278,7 @@ impl ForkGuard {
         self.mark().load(Ordering::Relaxed) == 0
     }
 
-    fn mark(&self) -> &plain::AtomicU32 {
+    fn mark(&self) -> &Mark {
         // SAFETY: mapped while `self` lives, aligned to a page, zeroed or one.
         unsafe { self.page.0.as_ref() }
     }

@@ -5,87 +5,16 @@
 //! that there are only [`OpDesc`] and raw memory.
 
 use std::fmt;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::{Backend, Patience, host};
 use crate::flight::{FlightRecord, Recorder};
-use crate::store::Store;
+use crate::membership::{Connect, Membership, Origin};
+use crate::store::{MemoryStore, PrefixStore, Store};
 use crate::verbs::{Message, Verbs, check_bytes};
 use crate::work::{Queue, Work};
-use crate::{Element, Error, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
-
-/// How a group is made.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct GroupOptions {
-    /// How long a rank waits for a peer to take its next step: to join, to enter an operation, to
-    /// deliver the next chunk. 10 minutes unless set.
-    pub timeout: Duration,
-    /// The group's name in the store and in error texts; groups that share a store need different
-    /// ones. `default` unless set.
-    pub name: String,
-    /// Whether reductions fold in rank order. They do unless set.
-    pub determinism: Determinism,
-    /// Where the group's flight record goes when the group fails. Nowhere unless set here or by the
-    /// environment's `COLLECTIVE_FLIGHT_DIR`.
-    pub flight_dir: Option<PathBuf>,
-}
-
-/// In which order a reduction folds the ranks' numbers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Determinism {
-    /// In rank order, as [`ReduceOp`] says: same bits on all ranks, whatever the transport, the
-    /// size, the offset in the buffer.
-    #[default]
-    RankOrder,
-    /// In any order that is faster between machines. 16-bit floats may be rounded at each of
-    /// several steps. All ranks still get the same bits, and get them again when they repeat the
-    /// call.
-    Fast,
-}
-
-impl Default for GroupOptions {
-    fn default() -> Self {
-        Self {
-            timeout: Duration::from_secs(600),
-            name: "default".into(),
-            determinism: Determinism::RankOrder,
-            flight_dir: None,
-        }
-    }
-}
-
-impl GroupOptions {
-    /// Sets the timeout.
-    pub fn with_timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
-        self
-    }
-
-    /// Sets the order of reductions.
-    pub fn with_determinism(mut self, determinism: Determinism) -> Self {
-        self.determinism = determinism;
-        self
-    }
-
-    /// Sets where the [`FlightRecord`] is written at the group's first failure on this rank, as
-    /// JSON: `{dir}/{group}-rank{rank}-{pid}.json`, with characters of the group's name other than
-    /// letters, digits, `.`, `-` and `_` replaced by `_`. The directory is made if need be. A later
-    /// failure of a group of the same name replaces the file; one that cannot be written is left
-    /// out.
-    pub fn with_flight_dir(mut self, dir: impl Into<PathBuf>) -> Self {
-        self.flight_dir = Some(dir.into());
-        self
-    }
-
-    /// Sets the name.
-    pub fn with_name(mut self, name: impl Into<String>) -> Self {
-        self.name = name.into();
-        self
-    }
-}
+use crate::{Element, Error, GroupOptions, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
 
 /// One rank's membership in a group of ranks that work together.
 ///
@@ -99,7 +28,7 @@ impl GroupOptions {
 /// its operations in flight, and peers that then wait for it get an error that names it.
 ///
 /// After any error but [`Error::InvalidArgument`] the group is unusable on every rank, and calls
-/// return [`Error::Poisoned`].
+/// return [`Error::Poisoned`]; [`rebuild`](Self::rebuild) makes a new one of those that are left.
 ///
 /// # Examples
 ///
@@ -123,8 +52,9 @@ impl GroupOptions {
 pub struct ProcessGroup {
     // Dropped first: the queue's operations end before the backend says goodbye.
     queue: Arc<Queue>,
-    backend: Arc<dyn Backend>,
+    pub(crate) backend: Arc<dyn Backend>,
     recorder: Arc<Recorder>,
+    pub(crate) membership: Arc<Membership>,
 }
 
 impl ProcessGroup {
@@ -138,7 +68,12 @@ impl ProcessGroup {
     pub fn threads(world_size: usize, timeout: Duration) -> Result<Vec<Self>> {
         let options = GroupOptions::default().with_timeout(timeout);
         let hosts = host::threads::group(world_size, &options)?;
-        let group = |host| Self::from_backend_with(Arc::new(host), &options);
+        let origin =
+            Origin { store: Arc::new(MemoryStore::new()), connect: Arc::new(connect_host) };
+        let group = |host| {
+            let membership = Membership::first(world_size, options.clone(), Some(origin.clone()));
+            Self::new(Arc::new(host), membership)
+        };
         Ok(hosts.into_iter().map(group).collect())
     }
 
@@ -158,20 +93,84 @@ impl ProcessGroup {
         world_size: usize,
         options: GroupOptions,
     ) -> Result<Self> {
-        let host = host::shm::join(&*store, rank, world_size, &options)?;
-        Ok(Self::from_backend_with(Arc::new(host), &options))
+        Self::from_store_with(store, rank, world_size, options, Arc::new(connect_host))
     }
 
-    /// A group over any backend.
+    /// A group whose ranks are processes anywhere, over libgloo and TCP. With the feature `gloo`.
+    ///
+    /// Every rank must call it, with the same `world_size` and options, each with its own `rank`.
+    /// Blocks until all have. Ranks connect to one another at the address that each has on its way
+    /// to the store; every rank has two connections to each other, so a network that is trusted is
+    /// assumed. The process must ignore `SIGPIPE`, as Rust programs do.
+    ///
+    /// For `n` ranks and `b` bytes: each operation begins with a message of 48 bytes from every
+    /// rank to every other. Then `all_reduce` takes two steps in which a rank sends `(n-1)/n * b`,
+    /// up to 8 KiB one in which it sends `(n-1) * b`, and has the same bits as on every transport;
+    /// with [`Determinism::Fast`] it is gloo's ring. `broadcast` is a binomial tree, everything
+    /// else one step between all pairs. [`alloc`](Self::alloc) gives ordinary memory.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Timeout`](crate::Error::Timeout) naming the ranks that did not come;
+    /// [`Error::PeerDied`](crate::Error::PeerDied); the store's errors;
+    /// [`Error::Io`](crate::Error::Io) with gloo's words if it cannot open sockets;
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a rank or size out of range,
+    /// which ends at 1024.
+    #[cfg(feature = "gloo")]
+    pub fn gloo(
+        store: Arc<dyn Store>,
+        rank: Rank,
+        world_size: usize,
+        options: GroupOptions,
+    ) -> Result<Self> {
+        let connect: Arc<Connect> = Arc::new(|store, rank, world_size, options| {
+            let gloo = crate::backend::gloo::join(&**store, rank, world_size, options)?;
+            Ok(Arc::new(gloo))
+        });
+        Self::from_store_with(store, rank, world_size, options, connect)
+    }
+
+    /// A group over the backend that `connect` makes; [`split`](Self::split) and
+    /// [`rebuild`](Self::rebuild) call it again for the groups they make.
+    ///
+    /// Every rank must call it, as [`from_store`](Self::from_store).
+    ///
+    /// # Errors
+    ///
+    /// Those of `connect` and of the store.
+    pub fn from_store_with(
+        store: Arc<dyn Store>,
+        rank: Rank,
+        world_size: usize,
+        options: GroupOptions,
+        connect: Arc<Connect>,
+    ) -> Result<Self> {
+        let backend = connect(&store, rank, world_size, &options)?;
+        // What is made from this group has its keys apart from those of an earlier group of the
+        // name; every rank has been in as many.
+        let life = store.add(&format!("{}/lives/{rank}", options.name), 1)?;
+        let prefix = format!("{}/life{life}", options.name);
+        let origin = Origin { store: Arc::new(PrefixStore::new(prefix, store)), connect };
+        Ok(Self::new(backend, Membership::first(world_size, options, Some(origin))))
+    }
+
+    /// A group over a backend that is connected already. It cannot be [`split`](Self::split) or
+    /// [rebuilt](Self::rebuild): nobody knows how to make another.
     pub fn from_backend(backend: Arc<dyn Backend>) -> Self {
         Self::from_backend_with(backend, &GroupOptions::default())
     }
 
-    /// A group over any backend, with the name and the directory for its flight record of
-    /// `options`; the rest is the backend's.
+    /// A group over a backend that is connected already, with the name and the directory for its
+    /// flight record of `options`; the rest is the backend's.
     pub fn from_backend_with(backend: Arc<dyn Backend>, options: &GroupOptions) -> Self {
+        let membership = Membership::first(backend.world_size(), options.clone(), None);
+        Self::new(backend, membership)
+    }
+
+    pub(crate) fn new(backend: Arc<dyn Backend>, membership: Membership) -> Self {
         let queue = Arc::new(Queue::new(Arc::clone(&backend)));
-        Self { queue, backend, recorder: Arc::new(Recorder::new(options)) }
+        let recorder = Arc::new(Recorder::new(&membership.options));
+        Self { queue, backend, recorder, membership: Arc::new(membership) }
     }
 
     /// This rank, `0..world_size`.
@@ -533,8 +532,7 @@ impl ProcessGroup {
         self.backend.abort(reason);
     }
 
-    /// What this rank called last, and how far each call got: for a look at a job that hangs, from
-    /// any thread, without waiting. On this rank alone; costs nothing on the others.
+    /// What this rank called last, and how far each call got; from any thread, without waiting.
     pub fn flight_record(&self) -> FlightRecord {
         self.recorder.read(&*self.backend)
     }
@@ -574,6 +572,15 @@ impl fmt::Debug for ProcessGroup {
             .field("world_size", &self.world_size())
             .finish()
     }
+}
+
+fn connect_host(
+    store: &Arc<dyn Store>,
+    rank: Rank,
+    world_size: usize,
+    options: &GroupOptions,
+) -> Result<Arc<dyn Backend>> {
+    Ok(Arc::new(host::shm::join(&**store, rank, world_size, options)?))
 }
 
 fn concat<T: Element>(bufs: &[&mut [T]]) -> Vec<T> {

@@ -8,6 +8,8 @@
 
 #![expect(unsafe_code, reason = "declares the calls that take type-erased memory")]
 
+#[cfg(feature = "gloo")]
+pub(crate) mod gloo;
 pub(crate) mod host;
 
 use std::any::Any;

@@ -18,16 +18,16 @@ use crate::sync::atomic::{Ordering, fence};
 use crate::{Error, OpDesc, Patience, Place, Rank, Result};
 
 /// Looks before the first clock is read.
-const LOOKS: u32 = if cfg!(loom) { 1 } else { 200 };
+pub(super) const LOOKS: u32 = if cfg!(loom) { 1 } else { 200 };
 /// How long a caller spins, when every rank can have a core. Longer gains nothing, since a yield on
 /// a free core takes less than a microsecond, and costs when a peer wants this core.
-const SPIN: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 1 });
+pub(super) const SPIN: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 1 });
 /// How long a caller yields before it sleeps.
-const YIELD: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 300 });
+pub(super) const YIELD: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 300 });
 /// How long the communication thread spins before it sleeps.
-const SPIN_BACKGROUND: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 2 });
+pub(super) const SPIN_BACKGROUND: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 2 });
 /// The longest sleep without looking around, should a wake-up be lost to a crash.
-const TICK: Duration = Duration::from_millis(50);
+pub(super) const TICK: Duration = Duration::from_millis(50);
 
 /// Whom to wait for.
 #[derive(Clone, Copy, Debug)]
@@ -183,7 +183,7 @@ impl<'a> Turn<'a> {
         }
     }
 
-    fn left(&self, rank: Rank) -> Option<Poison> {
+    pub(super) fn left(&self, rank: Rank) -> Option<Poison> {
         self.segment().is_gone(rank).then_some(Poison::Left { rank })
     }
 
@@ -227,7 +227,7 @@ impl<'a> Turn<'a> {
     }
 
     /// The group's failure, as this rank tells it.
-    fn failure(&self, poison: Poison, waited: Duration) -> Error {
+    pub(super) fn failure(&self, poison: Poison, waited: Duration) -> Error {
         let op = self.name();
         match poison {
             Poison::Died { rank, pid } => Error::PeerDied { op, rank, pid },
@@ -248,7 +248,7 @@ impl<'a> Turn<'a> {
     }
 
     /// For example `all_reduce #17 of group default`.
-    fn name(&self) -> String {
+    pub(super) fn name(&self) -> String {
         format!("{} #{} of group {}", self.op.verb, self.seq, self.host.name)
     }
 }

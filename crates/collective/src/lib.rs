@@ -24,8 +24,11 @@
 //!   [poisoned](Error::Poisoned) on all ranks.
 //! * **Failures are survived.** [`ProcessGroup::rebuild`] makes a new group of the ranks that are
 //!   left, [`ProcessGroup::split`] subgroups that share no fate with their parent.
-//! * **Buffers in flight are owned.** [`ProcessGroup::all_reduce_async`] takes the buffer and its
-//!   [`Work`] gives it back, so forgetting one leaks memory and never corrupts it.
+//! * **Buffers in flight are owned.** [`ProcessGroup::all_reduce_async`] and its like take the buffer
+//!   and their [`Work`], which is also a future, gives it back; so forgetting one leaks memory and
+//!   never corrupts it.
+//! * **A failure leaves a record.** [`ProcessGroup::flight_record`] tells what a rank called last and
+//!   how far it got; [`GroupOptions::with_flight_dir`] has it written when the group fails.
 //! * **Shared buffers are faster.** [`ProcessGroup::alloc`] gives memory the ranks share;
 //!   reducing it copies nothing.
 //!

@@ -531,8 +531,7 @@ impl ProcessGroup {
         self.backend.abort(reason);
     }
 
-    /// What this rank called last, and how far each call got: for a look at a job that hangs, from
-    /// any thread, without waiting. On this rank alone; costs nothing on the others.
+    /// What this rank called last, and how far each call got; from any thread, without waiting.
     pub fn flight_record(&self) -> FlightRecord {
         self.recorder.read(&*self.backend)
     }

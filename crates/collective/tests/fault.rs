@@ -55,6 +55,31 @@ fn work_until_failure(group: &ProcessGroup, ready: impl Fn()) -> Result<()> {
 }
 
 #[test]
+fn after_a_kill_the_survivors_records_name_what_was_under_way() {
+    let mut workers = Workers::start("last", 3, &[0, 1, 2], TIMEOUT);
+    for rank in 0..3 {
+        workers.file(&format!("ready-{rank}"));
+    }
+    workers.children[1].kill().unwrap();
+    for rank in [0, 2] {
+        workers.file(&format!("report-{rank}"));
+        assert!(workers.wait(rank).success());
+        let pid = workers.children[rank].id();
+        let json = workers.file(&format!("flight/default-rank{rank}-{pid}.json"));
+        let record: serde_json::Value = serde_json::from_str(&json).unwrap();
+        assert_eq!((&record["rank"], &record["world_size"]), (&rank.into(), &3.into()));
+        let calls = record["calls"].as_array().unwrap();
+        assert_eq!(calls.len(), 2);
+        assert_eq!(calls[0]["call"], "barrier");
+        assert_eq!(calls[0]["outcome"], "done");
+        assert_eq!(calls[1]["call"], "all_reduce of 12345 f32, avg");
+        assert_eq!(calls[1]["asynchronous"], rank == 2);
+        let outcome = calls[1]["outcome"]["failed"].as_str().unwrap();
+        assert!(outcome.contains("rank 1 (pid "), "{outcome}");
+    }
+}
+
+#[test]
 fn a_rank_that_never_joins_is_named() {
     let timeout = Duration::from_millis(500);
     let workers = Workers::start("work", 3, &[0, 2], timeout);
@@ -485,6 +510,20 @@ fn a_fork_may_not_use_the_group_and_does_it_no_harm() {
     });
 }
 
+/// Rank 1 stays away from what the others call, and is killed.
+fn last(group: &ProcessGroup, ready: impl Fn()) -> Result<()> {
+    group.barrier()?;
+    ready();
+    let (mut buf, op) = (vec![1.0_f32; 12345], ReduceOp::Avg);
+    match group.rank() {
+        0 => group.all_reduce(&mut buf, op),
+        1 => loop {
+            std::thread::sleep(SOON);
+        },
+        _ => group.all_reduce_async(buf, op)?.wait().map(drop),
+    }
+}
+
 /// Not a test: what a process rank runs.
 #[test]
 fn worker() {
@@ -501,6 +540,9 @@ fn worker() {
     let result = match role.scenario.as_str() {
         chaos if chaos.starts_with("chaos-") => return killed::play(&role, &group),
         "work" => work_until_failure(&group, || {
+            fs::write(role.dir.join(format!("ready-{}", role.rank)), "").unwrap();
+        }),
+        "last" => last(&group, || {
             fs::write(role.dir.join(format!("ready-{}", role.rank)), "").unwrap();
         }),
         "mismatch" => group.all_reduce(&mut vec![0.0_f32; 1000 + role.rank], ReduceOp::Sum),

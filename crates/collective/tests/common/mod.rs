@@ -128,6 +128,7 @@ impl Workers {
                     "COLLECTIVE_TEST_ROLE",
                     format!("{scenario} {rank} {world} {timeout} {port} {path}"),
                 )
+                .env("COLLECTIVE_FLIGHT_DIR", dir.0.join("flight"))
                 // Whatever a rank leaves in a directory for such things is seen here.
                 .env("TMPDIR", &dir.0)
                 .stdin(Stdio::null())

@@ -135,8 +135,7 @@ pub(super) fn broadcast(turn: &Turn<'_>, state: &State, memory: Span<'_>) -> Res
     let rank = |place: usize| (place + root) % world;
     let lowest = if place == 0 { usize::MAX } else { place & place.wrapping_neg() };
     if place != 0 {
-        let receive = Move::receive(memory, rank(place - lowest));
-        transfer(&turn.after(place.count_ones() - 1), state, &[receive])?;
+        transfer(turn, state, &[Move::receive(memory, rank(place - lowest))])?;
     }
     let digits = (0..usize::BITS).map(|digit| 1 << digit);
     let children = digits.take_while(|&digit| digit < lowest && place + digit < world);
@@ -235,14 +234,14 @@ fn next_header<'a>(turn: &Turn<'_>, awaited: &mut Vec<Awaited<'a>>) -> Result<Aw
                 return Ok(awaited.remove(i));
             }
         }
+        let missing = || (0..turn.world()).filter(|&peer| looked[peer]).collect();
         for (peer, goodbye) in goodbyes.iter_mut().enumerate().filter(|&(peer, _)| looked[peer]) {
             if let Some(cause) = turn.look(peer, goodbye, GRACE) {
-                return Err(turn.failure(&cause, start.elapsed()));
+                return Err(turn.end(Some(&cause), start.elapsed(), &missing));
             }
         }
         if start.elapsed() >= turn.timeout {
-            let missing = (0..turn.world()).filter(|&peer| looked[peer]).collect();
-            return Err(turn.timed_out(start.elapsed(), missing));
+            return Err(turn.end(None, start.elapsed(), &missing));
         }
     }
 }

@@ -14,9 +14,8 @@
 //!   [`Determinism::RankOrder`] it only moves blocks between pairs and we fold ([`fold`]). With
 //!   [`Determinism::Fast`] `all_reduce` and `reduce` are gloo's own, with our fold of two.
 //!
-//! A rank that does not come to an operation is named exactly. One that stops in the middle of it
-//! leaves the others waiting for one another: steps that depend on others wait longer, but in
-//! gloo's own reductions [`Error::Timeout`] names the neighbour in the ring, who may be waiting too.
+//! When time is over on one rank, each says whom it waits for, so that [`Error::Timeout`] names who
+//! is waited for and does not wait.
 //!
 //! A rank has two connections to each peer, one for control and one for data, and one thread of
 //! gloo's. Data on the wire are not encrypted, and whoever can connect to a rank's ports while the

@@ -15,6 +15,7 @@ mod memory;
 mod prefix;
 pub mod tcp;
 mod values;
+mod watched;
 
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
@@ -23,6 +24,7 @@ pub use self::memory::MemoryStore;
 pub use self::prefix::PrefixStore;
 pub use self::tcp::client::TcpStore;
 pub use self::tcp::server::TcpStoreServer;
+pub(crate) use self::watched::WatchedStore;
 use crate::Result;
 
 /// A map shared by the ranks of a job, with counters and with waiting.

@@ -23,7 +23,14 @@ pub(crate) fn threads<T: Send>(
     timeout: Duration,
     rank: impl Fn(ProcessGroup) -> T + Sync,
 ) -> Vec<T> {
-    let groups = ProcessGroup::threads(world, timeout).unwrap();
+    play(ProcessGroup::threads(world, timeout).unwrap(), rank)
+}
+
+/// Calls `rank` with every group, each on a thread of its own, and returns what they returned.
+pub(crate) fn play<T: Send>(
+    groups: Vec<ProcessGroup>,
+    rank: impl Fn(ProcessGroup) -> T + Sync,
+) -> Vec<T> {
     std::thread::scope(|scope| {
         let rank = &rank;
         let ranks: Vec<_> =
@@ -88,7 +95,12 @@ impl Role {
 
     /// Leaves a result for the parent.
     pub(crate) fn report(&self, text: &str) {
-        let path = self.dir.join(format!("report-{}", self.rank));
+        self.write(&format!("report-{}", self.rank), text);
+    }
+
+    /// Makes a file that is there whole or not at all.
+    pub(crate) fn write(&self, name: &str, text: &str) {
+        let path = self.dir.join(name);
         fs::write(path.with_extension("new"), text).unwrap();
         fs::rename(path.with_extension("new"), path).unwrap();
     }
@@ -116,6 +128,8 @@ impl Workers {
                     "COLLECTIVE_TEST_ROLE",
                     format!("{scenario} {rank} {world} {timeout} {port} {path}"),
                 )
+                // Whatever a rank leaves in a directory for such things is seen here.
+                .env("TMPDIR", &dir.0)
                 .stdin(Stdio::null())
                 .stdout(Stdio::null())
                 .stderr(Stdio::piped())
@@ -164,5 +178,22 @@ pub(crate) fn wait_for<T>(mut ask: impl FnMut() -> Option<T>, what: &str) -> T {
         }
         assert!(start.elapsed() < DEADLINE, "waited too long for {what}");
         std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Numbers that are the same on every rank that starts from the same seed.
+#[derive(Debug)]
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb)
+    }
+
+    /// One of `0..end`.
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        (self.next() >> 16) as usize % end
     }
 }

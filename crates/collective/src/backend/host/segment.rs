@@ -12,6 +12,7 @@
 //!              +136 note length, +144 missing ranks (4 words), +192 note text (320)
 //! SLOTS      two slots per rank, used in turn: +0 seq, +8 fingerprint, +64 data (8 KiB)
 //! STAGES     three chunks of 256 KiB per rank, used in turn
+//! CHANNELS   a ring per ordered pair of ranks, see [`channel`](super::channel)
 //! ```
 //!
 //! A rank only ever stores into its own block, slots and stages, except for the poison word (first
@@ -20,19 +21,21 @@
 use std::ffi::CStr;
 use std::fs::File;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::Arc;
 
+use super::channel::Layout;
 use super::sys::{self, Mapping};
 use crate::op::Fingerprint;
 use crate::span::Span;
+use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use crate::{Error, Rank, Result};
 
 /// Ranks a group may have.
 pub(super) const MAX_RANKS: usize = 256;
 /// Largest payload of a slot.
-pub(super) const FLAT_BYTES: usize = 8 << 10;
+pub(super) const FLAT_BYTES: usize = if cfg!(loom) { 64 } else { 8 << 10 };
 /// Bytes of one stage.
-pub(super) const CHUNK_BYTES: usize = 256 << 10;
+pub(super) const CHUNK_BYTES: usize = if cfg!(loom) { 64 } else { 256 << 10 };
 /// Stages of a rank: one being filled, one being folded, one being read.
 pub(super) const STAGES: u64 = 3;
 
@@ -47,7 +50,7 @@ const GONE: usize = 128;
 const NOTE_LEN: usize = 136;
 const MISSING: usize = 144;
 const NOTE: usize = 192;
-const NOTE_BYTES: usize = BLOCK - NOTE;
+const NOTE_BYTES: usize = if cfg!(loom) { 8 } else { BLOCK - NOTE };
 const SLOT_DATA: usize = 64;
 const SLOT: usize = SLOT_DATA + FLAT_BYTES;
 
@@ -104,22 +107,22 @@ impl Poison {
 /// The segment, mapped.
 #[derive(Debug)]
 pub(super) struct Segment {
-    map: Mapping,
+    map: Arc<Mapping>,
     pub(super) world: usize,
 }
 
 impl Segment {
     /// Bytes of the segment of a group.
     pub(super) fn bytes(world: usize) -> usize {
-        stages(world) + world * STAGES as usize * CHUNK_BYTES
+        Layout::new(world, channels(world)).end()
     }
 
     /// A new, empty segment; rank 0's task.
     pub(super) fn create(world: usize) -> Result<OwnedFd> {
         let bytes = Self::bytes(world);
-        let file = sys::memfd(NAME, bytes)?;
+        let file = sys::memfd(NAME, bytes, channels(world))?;
         let copy = file.try_clone().map_err(|error| Error::io("sharing the segment", &error))?;
-        let segment = Self { map: Mapping::new(copy, bytes)?, world };
+        let segment = Self { map: Arc::new(Mapping::new(copy, bytes)?), world };
         segment.map.word(8).store(world as u64, Ordering::Relaxed);
         // Release: pairs with the Acquire in `attach`.
         segment.map.word(0).store(MAGIC, Ordering::Release);
@@ -139,7 +142,21 @@ impl Segment {
         if magic != MAGIC || map.word(8).load(Ordering::Relaxed) != world as u64 {
             return Err(wrong());
         }
-        Ok(Self { map, world })
+        Ok(Self { map: Arc::new(map), world })
+    }
+
+    /// All ranks' views of a new segment, for a model.
+    #[cfg(loom)]
+    pub(super) fn of_model(world: usize) -> Result<Vec<Self>> {
+        let bytes = Self::bytes(world);
+        let map = Mapping::new(sys::memfd(NAME, bytes)?, bytes)?;
+        // Words are there before any rank is.
+        let slot = |index: usize| slots(world) + index * SLOT;
+        let heads = (0..2 * world).map(|index| (slot(index), SLOT_DATA));
+        for (start, bytes) in [(POISON, 8), (BLOCKS, world * BLOCK)].into_iter().chain(heads) {
+            map.words.make(start, bytes);
+        }
+        (0..world).map(|_| Ok(Self { map: Arc::new(map.again()?), world })).collect()
     }
 
     pub(super) fn counter(&self, rank: Rank, counter: Counter) -> &AtomicU64 {
@@ -176,6 +193,11 @@ impl Segment {
         assert!(rank < self.world, "a rank of the group");
         let index = rank * STAGES as usize + (chunk % STAGES) as usize;
         self.map.data(stages(self.world) + index * CHUNK_BYTES, CHUNK_BYTES)
+    }
+
+    /// The mapping, and where the channels lie in it.
+    pub(super) fn channels(&self) -> (&Arc<Mapping>, Layout) {
+        (&self.map, Layout::new(self.world, channels(self.world)))
     }
 
     pub(super) fn bell(&self, rank: Rank) -> &AtomicU32 {
@@ -242,16 +264,18 @@ impl Segment {
         (String::from_utf8_lossy(&bytes).trim_end_matches('\u{fffd}').to_owned(), missing)
     }
 
-    /// Wakes every rank that sleeps.
+    /// Wakes every rank that sleeps for what this rank has just stored.
     pub(super) fn ring_all(&self) {
+        // SeqCst: see `ring`.
+        fence(Ordering::SeqCst);
         for rank in 0..self.world {
             self.ring(rank);
         }
     }
 
-    /// Wakes a rank if it sleeps. To come after a SeqCst store of what it waits for: either this
-    /// sees the sleeper's bell, or the sleeper, who looks once more after setting it, sees the
-    /// store.
+    /// Wakes a rank if it sleeps. To come after a store of what it waits for and a SeqCst fence: of
+    /// that fence and the sleeper's, between setting its bell and its last look, one is the first;
+    /// so either this sees the bell, or the sleeper sees the store.
     pub(super) fn ring(&self, rank: Rank) {
         let bell = self.bell(rank);
         if bell.load(Ordering::SeqCst) != 0 && bell.swap(0, Ordering::SeqCst) != 0 {
@@ -278,8 +302,15 @@ fn stages(world: usize) -> usize {
     (slots(world) + world * 2 * SLOT).next_multiple_of(4096)
 }
 
+fn channels(world: usize) -> usize {
+    stages(world) + world * STAGES as usize * CHUNK_BYTES
+}
+
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+
+    use super::super::channel::{Receiver, Sender};
     use super::*;
 
     fn segment(world: usize) -> Segment {
@@ -322,9 +353,25 @@ mod tests {
     }
 
     #[test]
+    fn pairs_that_never_talk_cost_nothing() {
+        let world = 64;
+        let file = File::from(Segment::create(world).unwrap());
+        let used = || file.metadata().unwrap().blocks() as usize * 512;
+        let before = used();
+        assert!(before <= channels(world) + 4096 && Segment::bytes(world) > before + (16 << 20));
+        let segment = Segment::attach(file.try_clone().unwrap().into(), world).unwrap();
+        let (map, layout) = segment.channels();
+        let _sender = Sender::new(map, &layout, 3, 60).unwrap();
+        assert!(used() > before && used() <= before + (64 << 10));
+        let now = used();
+        let _receiver = Receiver::new(map, &layout, 3, 60).unwrap();
+        assert_eq!(used(), now);
+    }
+
+    #[test]
     fn a_segment_of_another_group_is_refused() {
         assert!(Segment::attach(Segment::create(2).unwrap(), 3).is_err());
-        let other = sys::memfd(c"other", Segment::bytes(2)).unwrap();
+        let other = sys::memfd(c"other", Segment::bytes(2), 0).unwrap();
         assert!(Segment::attach(other, 2).is_err());
     }
 }

@@ -84,7 +84,8 @@ impl ProcessGroup {
     /// is simulated: the data are real and the bits those of every other backend, the time is
     /// virtual and told by the clocks. Does not wait.
     ///
-    /// Rank `r` is element `r` of the result, to be moved to the thread that plays it.
+    /// Rank `r` is element `r` of the result, to be moved to the thread that plays it. The groups
+    /// cannot be [`split`](Self::split) or [rebuilt](Self::rebuild).
     ///
     /// # Errors
     ///
@@ -95,8 +96,8 @@ impl ProcessGroup {
         options: &GroupOptions,
     ) -> Result<(Vec<Self>, Clocks)> {
         let (sims, clocks) = sim::backend::group(world_size, network, options)?;
-        let groups = sims.into_iter().map(|sim| Self::from_backend(Arc::new(sim))).collect();
-        Ok((groups, clocks))
+        let group = |sim| Self::from_backend_with(Arc::new(sim), options);
+        Ok((sims.into_iter().map(group).collect(), clocks))
     }
 
     /// A group whose ranks are processes of one machine, over shared memory.

@@ -20,6 +20,7 @@ mod twin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use collective::sim::Network;
 use collective::{GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result};
 use common::{Role, Workers};
 use half::{bf16, f16};
@@ -49,7 +50,6 @@ const FULL: Scope = Scope {
 };
 
 /// Every verb, operator and type, at fewer sizes, for backends whose steps are slow.
-#[cfg_attr(not(feature = "gloo"), expect(dead_code, reason = "so far no other backend is slow"))]
 const THIN: Scope = Scope { counts: &[0, 1, 33, 4099], uneven: 2, batches: 6, shared: false };
 
 /// The suite over groups of 1 to 5 ranks, played by threads.
@@ -103,6 +103,13 @@ fn ranks_over_gloo() {
         })
     };
     over(join, THIN);
+}
+
+#[test]
+fn ranks_of_a_simulated_network() {
+    let options = GroupOptions::default().with_timeout(TIMEOUT);
+    let group = |world| ProcessGroup::simulated(world, Network::default(), &options).unwrap().0;
+    over(group, THIN);
 }
 
 /// The way processes join, but within one; and the same name twice.

@@ -129,8 +129,11 @@ pub(crate) struct Schedule {
     pub(crate) scratch: usize,
     /// Number of rounds.
     pub(crate) rounds: usize,
-    fill: Box<dyn Fn(usize, &mut Round) + Send + Sync>,
+    fill: Box<Fill>,
 }
+
+/// Adds to an empty round what round number so-and-so is.
+type Fill = dyn Fn(usize, &mut Round) + Send + Sync;
 
 impl Schedule {
     fn new(

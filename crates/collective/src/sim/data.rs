@@ -147,9 +147,12 @@ pub(super) unsafe fn span<'a>(transfer: &Transfer) -> Span<'a> {
     unsafe { Span::new(ptr, transfer.count * transfer.dtype.size()) }
 }
 
+/// Type and count of each.
+type Messages = Vec<(DType, usize)>;
+
 /// The first pair of ranks of which one does not send what the other expects.
 pub(super) fn unmatched(transfers: &[&[Transfer]]) -> Option<(Rank, Rank)> {
-    let mut pairs: HashMap<(Rank, Rank), [Vec<(DType, usize)>; 2]> = HashMap::new();
+    let mut pairs: HashMap<(Rank, Rank), [Messages; 2]> = HashMap::new();
     for (rank, transfers) in transfers.iter().enumerate() {
         for Transfer { peer, dtype, count, memory } in *transfers {
             let (pair, side) = match memory {

@@ -375,6 +375,9 @@ impl<'a, C: Carry> Engine<'a, C> {
         let begin = time.max(*free);
         *free = begin + pace.carry(flight.bytes) * slower;
         runner.departed = runner.departed.max(*free);
+        if *free > self.deaths[from] {
+            return;
+        }
         if !inside {
             self.interfaces[machine].sent += flight.bytes as u64;
         }
@@ -480,7 +483,8 @@ fn first_of(failures: Vec<Failure>) -> Option<Failure> {
         Failure::Died { .. } => true,
         Failure::TimedOut { missing, .. } => missing.iter().any(|&rank| !gives_up(rank)),
     };
-    first.iter().find(|failure| is_cause(failure)).or(first.first()).cloned()
+    let cause = first.iter().position(is_cause).unwrap_or(0);
+    first.into_iter().nth(cause)
 }
 
 /// How long the local work of a round takes.

@@ -18,7 +18,13 @@ pub(crate) struct Span<'a> {
     life: PhantomData<&'a ()>,
 }
 
-impl Span<'_> {
+impl<'a> Span<'a> {
+    /// A slice that nobody else sees.
+    pub(crate) fn from_mut(bytes: &'a mut [u8]) -> Self {
+        // SAFETY: borrowed mutably for all of `'a`, and a `Span` stays on its thread.
+        unsafe { Self::new(bytes.as_mut_ptr(), bytes.len()) }
+    }
+
     /// # Safety
     ///
     /// For all of `'a` the `len` bytes at `ptr` are readable and, unless this span is only copied

@@ -23,7 +23,14 @@ pub(crate) fn threads<T: Send>(
     timeout: Duration,
     rank: impl Fn(ProcessGroup) -> T + Sync,
 ) -> Vec<T> {
-    let groups = ProcessGroup::threads(world, timeout).unwrap();
+    play(ProcessGroup::threads(world, timeout).unwrap(), rank)
+}
+
+/// Calls `rank` with every group, each on a thread of its own, and returns what they returned.
+pub(crate) fn play<T: Send>(
+    groups: Vec<ProcessGroup>,
+    rank: impl Fn(ProcessGroup) -> T + Sync,
+) -> Vec<T> {
     std::thread::scope(|scope| {
         let rank = &rank;
         let ranks: Vec<_> =

@@ -3,7 +3,8 @@
 //! Ranks that are threads ([`threads`]) and ranks that are processes ([`shm`]) differ only in how
 //! they get at the segment and how they learn of a death. Everything else is one layer: every rank
 //! has its own mapping of the same memory, enters each operation with its fingerprint ([`turn`]),
-//! and follows one of three algorithms ([`flat`], [`chunked`], [`in_place`]).
+//! and follows one of three algorithms ([`flat`], [`chunked`], [`in_place`]), or exchanges messages
+//! with single peers ([`exchange`]) through a channel per pair ([`channel`]).
 //!
 //! The invariant behind all of them: data areas of the segment are read and written through raw
 //! pointers only, and a rank stores into its own areas only, after it has seen that nobody reads
@@ -13,7 +14,9 @@
 
 #![expect(unsafe_code, reason = "turns the memory of an operation into spans")]
 
+mod channel;
 mod chunked;
+mod exchange;
 mod flat;
 mod in_place;
 mod segment;
@@ -30,10 +33,11 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use self::exchange::{Block, Mesh, Way};
 use self::segment::{FLAT_BYTES, MAX_RANKS, Poison, Segment};
 use self::sys::{ForkGuard, Mapping};
 use self::turn::Turn;
-use super::{Backend, Patience, RawBufs, RawShared, Transfer, Wait};
+use super::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemory, Wait};
 use crate::span::Span;
 use crate::{DType, Error, GroupOptions, OpDesc, Place, Rank, Result, Verb, simd};
 
@@ -54,18 +58,23 @@ pub(crate) struct Host {
     /// The process whose descriptors rank 0 shares.
     root_pid: u32,
     state: Mutex<State>,
+    /// To be locked after `state`.
+    mesh: Mutex<Mesh>,
     /// This rank's first failure.
     failed: OnceLock<Error>,
     guard: ForkGuard,
 }
 
-/// Where this rank is in the group's history; the same on all ranks between operations.
+/// Where this rank is in the group's history; but for what is said to be its own, the same on all
+/// ranks between operations.
 #[derive(Debug, Default)]
 struct State {
     /// Entries so far.
     seq: u64,
     /// Chunks so far.
     chunk: u64,
+    /// Exchanges that not all ranks entered, so far; each rank's own number.
+    batches: u64,
     shared: Vec<Shared>,
 }
 
@@ -105,6 +114,7 @@ impl Host {
             segment,
             root_pid,
             state: Mutex::default(),
+            mesh: Mutex::default(),
             failed: OnceLock::new(),
             guard: ForkGuard::new()?,
         })
@@ -138,8 +148,10 @@ impl Host {
         place: Place,
         wait: Wait,
     ) -> Turn<'a> {
-        let seq = state.seq;
-        state.seq += 1;
+        // What not all ranks take part in is no step of the group's history.
+        let count = if op.verb == Verb::Batch { &mut state.batches } else { &mut state.seq };
+        let seq = *count;
+        *count += 1;
         let Wait { patience, timeout } = wait;
         let timeout = timeout.unwrap_or(self.timeout);
         Turn { host: self, op, place, seq, patience, timeout, chunk: &mut state.chunk }
@@ -183,12 +195,26 @@ impl Host {
         match (turn.op.verb, shared) {
             (Verb::AllReduce, Some(shared)) => in_place::all_reduce(turn, output, shared),
             (Verb::AllReduce, None) => chunked::all_reduce(turn, output),
+            (Verb::Reduce, _) => chunked::reduce(turn, output),
             (Verb::Broadcast, _) => chunked::broadcast(turn, output),
             (Verb::AllGather | Verb::Counts, _) => chunked::all_gather(turn, input, output),
             (Verb::ReduceScatter, _) => chunked::reduce_scatter(turn, input, output),
             (Verb::Barrier | Verb::Alloc, _) => turn.enter(),
             (verb, _) => Err(Error::Unsupported { backend: "host", what: verb.to_string() }),
         }
+    }
+
+    fn trade(&self, turn: &Turn<'_>, blocks: Vec<Block<'_>>) -> Result<()> {
+        if turn.op.verb != Verb::Batch {
+            turn.enter()?;
+        } else if let Some(poison) = self.segment.poison() {
+            return Err(turn.failure(poison, Duration::ZERO));
+        }
+        let result = exchange::run(turn, &mut self.mesh.lock(), blocks);
+        if let Err(Error::Io { .. }) = &result {
+            return self.or_abort(result);
+        }
+        result
     }
 
     /// Meets the peers to obtain `stride` bytes for every rank.
@@ -217,7 +243,7 @@ impl Host {
 
     /// Makes the file of a shared buffer and says where it is.
     fn offer(&self, bytes: usize) -> Result<OwnedFd> {
-        let file = sys::memfd(c"collective-shared", bytes)?;
+        let file = sys::memfd(c"collective-shared", bytes, bytes)?;
         let number = u64::try_from(file.as_raw_fd()).expect("descriptors are not negative");
         // Release: pairs with `take_offer`, though the entries between order them already.
         self.segment.shared_fd().store(number, Ordering::Release);
@@ -297,8 +323,23 @@ impl Backend for Host {
         self.note_failure(result)
     }
 
-    unsafe fn exchange(&self, op: &OpDesc, _: &[Transfer], _: Wait) -> Result<()> {
-        Err(Error::Unsupported { backend: "host", what: op.verb.to_string() })
+    unsafe fn exchange(&self, op: &OpDesc, transfers: &[Transfer], wait: Wait) -> Result<()> {
+        self.fork_check()?;
+        let mut state = self.state.lock();
+        self.ready()?;
+        let block = |transfer: &Transfer| {
+            let &Transfer { peer, dtype, count, memory } = transfer;
+            let (way, ptr) = match memory {
+                TransferMemory::Send(ptr) => (Way::Out, ptr.cast_mut()),
+                TransferMemory::Receive(ptr) => (Way::In, ptr),
+            };
+            // SAFETY: the caller's promise; what goes out is only copied from.
+            let memory = unsafe { Span::new(ptr, count * dtype.size()) };
+            Block { peer, way, dtype, count, memory }
+        };
+        let blocks = transfers.iter().map(block).collect();
+        let turn = self.turn(&mut state, op, Place::Own, wait);
+        self.note_failure(self.trade(&turn, blocks))
     }
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<RawShared> {

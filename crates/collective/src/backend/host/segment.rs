@@ -12,6 +12,7 @@
 //!              +136 note length, +144 missing ranks (4 words), +192 note text (320)
 //! SLOTS      two slots per rank, used in turn: +0 seq, +8 fingerprint, +64 data (8 KiB)
 //! STAGES     three chunks of 256 KiB per rank, used in turn
+//! CHANNELS   a ring per ordered pair of ranks, see [`channel`](super::channel)
 //! ```
 //!
 //! A rank only ever stores into its own block, slots and stages, except for the poison word (first
@@ -20,8 +21,10 @@
 use std::ffi::CStr;
 use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+use super::channel::Layout;
 use super::sys::{self, Mapping};
 use crate::op::Fingerprint;
 use crate::span::Span;
@@ -104,22 +107,22 @@ impl Poison {
 /// The segment, mapped.
 #[derive(Debug)]
 pub(super) struct Segment {
-    map: Mapping,
+    map: Arc<Mapping>,
     pub(super) world: usize,
 }
 
 impl Segment {
     /// Bytes of the segment of a group.
     pub(super) fn bytes(world: usize) -> usize {
-        stages(world) + world * STAGES as usize * CHUNK_BYTES
+        Layout::new(world, channels(world)).end()
     }
 
     /// A new, empty segment; rank 0's task.
     pub(super) fn create(world: usize) -> Result<OwnedFd> {
         let bytes = Self::bytes(world);
-        let file = sys::memfd(NAME, bytes)?;
+        let file = sys::memfd(NAME, bytes, channels(world))?;
         let copy = file.try_clone().map_err(|error| Error::io("sharing the segment", &error))?;
-        let segment = Self { map: Mapping::new(copy, bytes)?, world };
+        let segment = Self { map: Arc::new(Mapping::new(copy, bytes)?), world };
         segment.map.word(8).store(world as u64, Ordering::Relaxed);
         // Release: pairs with the Acquire in `attach`.
         segment.map.word(0).store(MAGIC, Ordering::Release);
@@ -139,7 +142,7 @@ impl Segment {
         if magic != MAGIC || map.word(8).load(Ordering::Relaxed) != world as u64 {
             return Err(wrong());
         }
-        Ok(Self { map, world })
+        Ok(Self { map: Arc::new(map), world })
     }
 
     pub(super) fn counter(&self, rank: Rank, counter: Counter) -> &AtomicU64 {
@@ -176,6 +179,11 @@ impl Segment {
         assert!(rank < self.world, "a rank of the group");
         let index = rank * STAGES as usize + (chunk % STAGES) as usize;
         self.map.data(stages(self.world) + index * CHUNK_BYTES, CHUNK_BYTES)
+    }
+
+    /// The mapping, and where the channels lie in it.
+    pub(super) fn channels(&self) -> (&Arc<Mapping>, Layout) {
+        (&self.map, Layout::new(self.world, channels(self.world)))
     }
 
     pub(super) fn bell(&self, rank: Rank) -> &AtomicU32 {
@@ -278,6 +286,10 @@ fn stages(world: usize) -> usize {
     (slots(world) + world * 2 * SLOT).next_multiple_of(4096)
 }
 
+fn channels(world: usize) -> usize {
+    stages(world) + world * STAGES as usize * CHUNK_BYTES
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -324,7 +336,7 @@ mod tests {
     #[test]
     fn a_segment_of_another_group_is_refused() {
         assert!(Segment::attach(Segment::create(2).unwrap(), 3).is_err());
-        let other = sys::memfd(c"other", Segment::bytes(2)).unwrap();
+        let other = sys::memfd(c"other", Segment::bytes(2), 0).unwrap();
         assert!(Segment::attach(other, 2).is_err());
     }
 }

@@ -19,8 +19,9 @@ const SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEA
 
 /// A file of `bytes` zeros that lives in memory, has no name, and cannot change size.
 ///
-/// The memory is reserved now, so that running out of it is an error here and not a signal later.
-pub(super) fn memfd(name: &CStr, bytes: usize) -> Result<OwnedFd> {
+/// The memory of the first `reserved` bytes is reserved now, so that running out of it is an error
+/// here and not a signal later; that of the others by [`Mapping::reserve`], before they are used.
+pub(super) fn memfd(name: &CStr, bytes: usize, reserved: usize) -> Result<OwnedFd> {
     let fail = || Error::io(format!("obtaining {bytes} bytes of shared memory"), &last_error());
     // SAFETY: `name` is a C string; the flags are this call's.
     let raw =
@@ -32,16 +33,33 @@ pub(super) fn memfd(name: &CStr, bytes: usize) -> Result<OwnedFd> {
     let fd = unsafe { OwnedFd::from_raw_fd(raw) };
     let len = libc::off_t::try_from(bytes).map_err(|_| fail())?;
     // SAFETY: a system call on a descriptor we own.
-    while unsafe { libc::fallocate(raw, 0, 0, len) } != 0 {
-        if last_error().kind() != io::ErrorKind::Interrupted {
-            return Err(fail());
-        }
+    if unsafe { libc::ftruncate(raw, len) } != 0 {
+        return Err(fail());
     }
+    allocate(&fd, 0, reserved).map_err(|_| fail())?;
     // SAFETY: a system call on a descriptor we own.
     if unsafe { libc::fcntl(raw, libc::F_ADD_SEALS, SEALS) } != 0 {
         return Err(fail());
     }
     Ok(fd)
+}
+
+/// Reserves memory for some bytes of a file, which keep their contents.
+fn allocate(file: &OwnedFd, offset: usize, len: usize) -> io::Result<()> {
+    if len == 0 {
+        return Ok(());
+    }
+    let too_much = || io::Error::from(io::ErrorKind::FileTooLarge);
+    let offset = libc::off_t::try_from(offset).map_err(|_| too_much())?;
+    let len = libc::off_t::try_from(len).map_err(|_| too_much())?;
+    // SAFETY: a system call on a descriptor that `file` owns.
+    while unsafe { libc::fallocate(file.as_raw_fd(), 0, offset, len) } != 0 {
+        let error = last_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+    Ok(())
 }
 
 /// Whether a file that a peer gave has exactly this size, and will keep it.
@@ -82,6 +100,13 @@ impl Mapping {
 
     pub(super) fn ptr(&self) -> NonNull<u8> {
         self.base
+    }
+
+    /// Reserves memory for some bytes that were not when the file was made; they keep their
+    /// contents.
+    pub(super) fn reserve(&self, offset: usize, len: usize) -> Result<()> {
+        allocate(&self.file, offset, len)
+            .map_err(|error| Error::io(format!("obtaining {len} bytes of shared memory"), &error))
     }
 
     /// The word at a byte offset.
@@ -268,7 +293,7 @@ mod tests {
     #[test]
     fn two_mappings_of_one_file_see_each_other_until_detached() {
         let page = page_size();
-        let file = memfd(c"test", 4 * page).unwrap();
+        let file = memfd(c"test", 4 * page, 4 * page).unwrap();
         let map = |file| Mapping::new(file, 4 * page).unwrap();
         let (one, two) = (map(file.try_clone().unwrap()), map(file));
         // From the last word of the first page to the first of the third.
@@ -285,7 +310,7 @@ mod tests {
 
     #[test]
     fn a_segment_cannot_be_cut_short() {
-        let file = File::from(memfd(c"test", PAGE).unwrap());
+        let file = File::from(memfd(c"test", PAGE, 0).unwrap());
         assert!(is_sealed(&file, PAGE));
         assert!(!is_sealed(&file, 2 * PAGE));
         assert!(file.set_len(0).is_err());

@@ -18,16 +18,16 @@ use crate::span::Span;
 use crate::{Error, OpDesc, Patience, Place, Rank, Result};
 
 /// Looks before the first clock is read.
-const LOOKS: u32 = 200;
+pub(super) const LOOKS: u32 = 200;
 /// How long a caller spins, when every rank can have a core. Longer gains nothing, since a yield on
 /// a free core takes less than a microsecond, and costs when a peer wants this core.
-const SPIN: Duration = Duration::from_micros(1);
+pub(super) const SPIN: Duration = Duration::from_micros(1);
 /// How long a caller yields before it sleeps.
-const YIELD: Duration = Duration::from_micros(300);
+pub(super) const YIELD: Duration = Duration::from_micros(300);
 /// How long the communication thread spins before it sleeps.
-const SPIN_BACKGROUND: Duration = Duration::from_micros(2);
+pub(super) const SPIN_BACKGROUND: Duration = Duration::from_micros(2);
 /// The longest sleep without looking around, should a wake-up be lost to a crash.
-const TICK: Duration = Duration::from_millis(50);
+pub(super) const TICK: Duration = Duration::from_millis(50);
 
 /// Whom to wait for.
 #[derive(Clone, Copy, Debug)]
@@ -182,7 +182,7 @@ impl<'a> Turn<'a> {
         }
     }
 
-    fn left(&self, rank: Rank) -> Option<Poison> {
+    pub(super) fn left(&self, rank: Rank) -> Option<Poison> {
         self.segment().is_gone(rank).then_some(Poison::Left { rank })
     }
 
@@ -225,7 +225,7 @@ impl<'a> Turn<'a> {
     }
 
     /// The group's failure, as this rank tells it.
-    fn failure(&self, poison: Poison, waited: Duration) -> Error {
+    pub(super) fn failure(&self, poison: Poison, waited: Duration) -> Error {
         let op = self.name();
         match poison {
             Poison::Died { rank, pid } => Error::PeerDied { op, rank, pid },
@@ -246,7 +246,7 @@ impl<'a> Turn<'a> {
     }
 
     /// For example `all_reduce #17 of group default`.
-    fn name(&self) -> String {
+    pub(super) fn name(&self) -> String {
         format!("{} #{} of group {}", self.op.verb, self.seq, self.host.name)
     }
 }

@@ -52,13 +52,21 @@ pub use element::{DType, Element};
 pub use error::{Error, Result};
 pub use init::{Topology, init_process_group};
 pub use op::{Fingerprint, OpDesc, Place, Verb};
-pub use process_group::{Determinism, GroupOptions, ProcessGroup};
+pub use process_group::{Determinism, GroupOptions, ProcessGroup, Transport};
 pub use reduce_op::{Factor, ReduceOp};
 pub use reducer::{Reducer, ReducerOptions};
 pub use shared_buf::SharedBuf;
 pub use store::{MemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
 pub use verbs::Message;
 pub use work::{Buffer, Work};
+
+/// What goes over the connections of the TCP backend, for the fuzz target; no part of the API.
+#[doc(hidden)]
+pub mod wire {
+    pub use crate::backend::tcp::frame::{
+        CONTROL_BYTES, Cause, Channel, Control, Failure, Frame, Garbled, HEADER, Hello,
+    };
+}
 
 /// A process's index within a group, `0..world_size`.
 pub type Rank = usize;

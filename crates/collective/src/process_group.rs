@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Backend, Patience, Wait, host};
+use crate::backend::{Backend, Patience, Wait, host, meet};
 use crate::store::Store;
 use crate::verbs::{Message, Verbs, check_bytes, check_len};
 use crate::work::{Buffer, Queue, Work};
@@ -26,6 +26,36 @@ pub struct GroupOptions {
     pub name: String,
     /// Whether reductions fold in rank order. They do unless set.
     pub determinism: Determinism,
+    /// What carries the data. [`Transport::Auto`] unless set.
+    pub transport: Transport,
+}
+
+/// What carries the data of a group whose ranks are processes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Transport {
+    /// [`Host`](Self::Host) if all ranks are on one machine, else [`Tcp`](Self::Tcp).
+    /// [`ProcessGroup::backend_reason`] says why it was which.
+    #[default]
+    Auto,
+    /// Shared memory of one machine.
+    Host,
+    /// TCP connections between all ranks, wherever they are.
+    ///
+    /// A rank listens at the address by which it reaches the store, or at that of the interface
+    /// which the environment variable `COLLECTIVE_IFNAME` names: `eth0`, or `^lo` for any but this.
+    Tcp,
+}
+
+impl Transport {
+    /// Its name in error texts.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Host => "host",
+            Self::Tcp => "tcp",
+        }
+    }
 }
 
 /// In which order a reduction folds the ranks' numbers.
@@ -47,6 +77,7 @@ impl Default for GroupOptions {
             timeout: Duration::from_secs(600),
             name: "default".into(),
             determinism: Determinism::RankOrder,
+            transport: Transport::Auto,
         }
     }
 }
@@ -61,6 +92,12 @@ impl GroupOptions {
     /// Sets the order of reductions.
     pub fn with_determinism(mut self, determinism: Determinism) -> Self {
         self.determinism = determinism;
+        self
+    }
+
+    /// Sets what carries the data. An explicit choice is never replaced by another.
+    pub fn with_transport(mut self, transport: Transport) -> Self {
+        self.transport = transport;
         self
     }
 
@@ -108,6 +145,8 @@ pub struct ProcessGroup {
     // Dropped first: the queue's operations end before the backend says goodbye.
     queue: Arc<Queue>,
     backend: Arc<dyn Backend>,
+    /// Why it is this backend.
+    reason: Arc<str>,
 }
 
 impl ProcessGroup {
@@ -121,32 +160,52 @@ impl ProcessGroup {
     pub fn threads(world_size: usize, timeout: Duration) -> Result<Vec<Self>> {
         let options = GroupOptions::default().with_timeout(timeout);
         let hosts = host::threads::group(world_size, &options)?;
-        Ok(hosts.into_iter().map(|host| Self::from_backend(Arc::new(host))).collect())
+        let group = |host| Self::new(Arc::new(host), "the ranks are threads of one process");
+        Ok(hosts.into_iter().map(group).collect())
     }
 
-    /// A group whose ranks are processes of one machine, over shared memory.
+    /// A group whose ranks are processes: of one machine, over shared memory, or of several, over
+    /// TCP; see [`Transport`].
     ///
-    /// Every rank must call it, with the same `world_size` and name, each with its own `rank`.
-    /// Blocks until all have. Nothing is left behind on the machine, however the processes end.
+    /// Every rank must call it, with the same `world_size`, name and transport, each with its own
+    /// `rank`. Blocks until all have. Nothing is left behind on a machine, however the processes
+    /// end.
     ///
     /// # Errors
     ///
-    /// [`Error::Timeout`] naming the ranks that did not come; [`Error::Unsupported`] if the ranks
-    /// are on several machines (or in several pid namespaces); [`Error::PeerDied`]; the store's
-    /// errors; [`Error::InvalidArgument`] for a rank or size out of range.
+    /// [`Error::Timeout`] naming the ranks that did not come; [`Error::Rendezvous`] naming rank,
+    /// address and port if one cannot be connected to; [`Error::Unsupported`] if shared memory was
+    /// asked for and the ranks are on several machines (or in several pid namespaces);
+    /// [`Error::PeerDied`]; the store's errors; [`Error::InvalidArgument`] for a rank or size out of
+    /// range, or if the ranks do not agree on size and transport.
     pub fn from_store(
         store: Arc<dyn Store>,
         rank: Rank,
         world_size: usize,
         options: GroupOptions,
     ) -> Result<Self> {
-        let host = host::shm::join(&*store, rank, world_size, &options)?;
-        Ok(Self::from_backend(Arc::new(host)))
+        let (backend, reason) = meet::join(&*store, rank, world_size, &options)?;
+        Ok(Self::new(backend, reason))
     }
 
     /// A group over any backend.
     pub fn from_backend(backend: Arc<dyn Backend>) -> Self {
-        Self { queue: Arc::new(Queue::new(Arc::clone(&backend))), backend }
+        Self::new(backend, "it was given")
+    }
+
+    fn new(backend: Arc<dyn Backend>, reason: impl Into<Arc<str>>) -> Self {
+        let reason = reason.into();
+        Self { queue: Arc::new(Queue::new(Arc::clone(&backend))), backend, reason }
+    }
+
+    /// The name of what carries the data: `host`, `tcp`.
+    pub fn backend_name(&self) -> &'static str {
+        self.backend.name()
+    }
+
+    /// Why it is this backend and not another, for a log.
+    pub fn backend_reason(&self) -> &str {
+        &self.reason
     }
 
     /// This rank, `0..world_size`.

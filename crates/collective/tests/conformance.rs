@@ -49,7 +49,6 @@ const FULL: Scope = Scope {
 };
 
 /// Every verb, operator and type, at fewer sizes, for backends whose steps are slow.
-#[expect(dead_code, reason = "so far no backend is slow")]
 const THIN: Scope = Scope { counts: &[0, 1, 33, 4099], uneven: 2, batches: 6, shared: false };
 
 /// The suite over groups of 1 to 5 ranks, played by threads.
@@ -87,6 +86,20 @@ fn ranks_as_threads() {
     over(|world| ProcessGroup::threads(world, TIMEOUT).unwrap(), FULL);
 }
 
+#[test]
+fn ranks_as_threads_over_tcp() {
+    let scope = Scope { counts: &[0, 1, 33, 70_001], ..THIN };
+    over(|world| common::over_tcp(world, TIMEOUT), scope);
+}
+
+#[test]
+fn ranks_as_processes_over_tcp() {
+    for world in [2, 3] {
+        let ranks: Vec<_> = (0..world).collect();
+        Workers::start_over("tcp", "thin", world, &ranks, TIMEOUT).finish();
+    }
+}
+
 /// The way processes join, but within one; and the same name twice.
 #[test]
 fn a_name_may_be_used_again_when_its_group_is_gone() {
@@ -119,6 +132,7 @@ fn ranks_as_processes() {
 #[test]
 fn worker() {
     if let Some(role) = Role::from_env() {
-        suite(role.join().unwrap(), FULL).unwrap();
+        let scope = if role.scenario == "thin" { THIN } else { FULL };
+        suite(role.join().unwrap(), scope).unwrap();
     }
 }

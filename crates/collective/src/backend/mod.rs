@@ -9,6 +9,8 @@
 #![expect(unsafe_code, reason = "declares the calls that take type-erased memory")]
 
 pub(crate) mod host;
+pub(crate) mod meet;
+pub(crate) mod tcp;
 
 use std::any::Any;
 use std::fmt::Debug;

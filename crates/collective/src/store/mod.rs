@@ -17,6 +17,7 @@ pub mod tcp;
 mod values;
 
 use std::fmt::Debug;
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 pub use self::memory::MemoryStore;
@@ -93,6 +94,12 @@ pub trait Store: Send + Sync + Debug {
     ///
     /// As [`set`](Self::set).
     fn num_keys(&self) -> Result<i64>;
+
+    /// This machine's address on the way to the store, if that is over a network: where other
+    /// clients of the store most likely reach this machine.
+    fn local_ip(&self) -> Option<IpAddr> {
+        None
+    }
 }
 
 /// The moment `timeout` from now; a timeout too long for the clock means about a century.

@@ -35,7 +35,8 @@ use parking_lot::Mutex;
 
 use self::exchange::{Block, Mesh, Way};
 use self::segment::{FLAT_BYTES, MAX_RANKS, Poison, Segment};
-use self::sys::{ForkGuard, Mapping};
+pub(super) use self::sys::ForkGuard;
+use self::sys::Mapping;
 use self::turn::Turn;
 use super::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemory, Wait};
 use crate::span::Span;

@@ -235,7 +235,7 @@ fn last_error() -> io::Error {
 /// Knows a fork from the process that made it, for the price of reading a byte: a page that the
 /// kernel wipes in a child.
 #[derive(Debug)]
-pub(super) struct ForkGuard {
+pub(in crate::backend) struct ForkGuard {
     page: Page,
 }
 
@@ -250,7 +250,7 @@ unsafe impl Sync for Page {}
 const PAGE: usize = 4096;
 
 impl ForkGuard {
-    pub(super) fn new() -> Result<Self> {
+    pub(in crate::backend) fn new() -> Result<Self> {
         let fail = || Error::io("obtaining a page that a fork forgets", &last_error());
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -269,7 +269,7 @@ impl ForkGuard {
     }
 
     /// Whether this process is a fork of the one that made the guard.
-    pub(super) fn forked(&self) -> bool {
+    pub(in crate::backend) fn forked(&self) -> bool {
         self.mark().load(Ordering::Relaxed) == 0
     }
 

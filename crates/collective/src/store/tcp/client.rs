@@ -11,7 +11,7 @@
 //! Invariant: a connection goes back on the list only with every reply read to its end.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -258,6 +258,11 @@ impl Store for TcpStore {
                 connection.i64()
             },
         )
+    }
+
+    fn local_ip(&self) -> Option<IpAddr> {
+        let idle = self.idle.lock();
+        Some(idle.last()?.stream.local_addr().ok()?.ip().to_canonical())
     }
 }
 

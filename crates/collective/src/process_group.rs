@@ -8,105 +8,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Backend, Patience, Wait, host, meet};
-use crate::store::Store;
-use crate::verbs::{Message, Verbs, check_bytes, check_len};
-use crate::work::{Buffer, Queue, Work};
-use crate::{Element, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
-
-/// How a group is made.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct GroupOptions {
-    /// How long a rank waits for a peer to take its next step: to join, to enter an operation, to
-    /// deliver the next chunk. 10 minutes unless set.
-    pub timeout: Duration,
-    /// The group's name in the store and in error texts; groups that share a store need different
-    /// ones. `default` unless set.
-    pub name: String,
-    /// Whether reductions fold in rank order. They do unless set.
-    pub determinism: Determinism,
-    /// What carries the data. [`Transport::Auto`] unless set.
-    pub transport: Transport,
-}
-
-/// What carries the data of a group whose ranks are processes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Transport {
-    /// [`Host`](Self::Host) if all ranks are on one machine, else [`Tcp`](Self::Tcp).
-    /// [`ProcessGroup::backend_reason`] says why it was which.
-    #[default]
-    Auto,
-    /// Shared memory of one machine.
-    Host,
-    /// TCP connections between all ranks, wherever they are.
-    ///
-    /// A rank listens at the address by which it reaches the store, or at that of the interface
-    /// which the environment variable `COLLECTIVE_IFNAME` names: `eth0`, or `^lo` for any but this.
-    Tcp,
-}
-
-impl Transport {
-    /// Its name in error texts.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Host => "host",
-            Self::Tcp => "tcp",
-        }
-    }
-}
-
-/// In which order a reduction folds the ranks' numbers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Determinism {
-    /// In rank order, as [`ReduceOp`] says: same bits on all ranks, whatever the transport, the
-    /// size, the offset in the buffer.
-    #[default]
-    RankOrder,
-    /// In any order that is faster between machines. 16-bit floats may be rounded at each of
-    /// several steps. All ranks still get the same bits, and get them again when they repeat the
-    /// call.
-    Fast,
-}
-
-impl Default for GroupOptions {
-    fn default() -> Self {
-        Self {
-            timeout: Duration::from_secs(600),
-            name: "default".into(),
-            determinism: Determinism::RankOrder,
-            transport: Transport::Auto,
-        }
-    }
-}
-
-impl GroupOptions {
-    /// Sets the timeout.
-    pub fn with_timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
-        self
-    }
-
-    /// Sets the order of reductions.
-    pub fn with_determinism(mut self, determinism: Determinism) -> Self {
-        self.determinism = determinism;
-        self
-    }
-
-    /// Sets what carries the data. An explicit choice is never replaced by another.
-    pub fn with_transport(mut self, transport: Transport) -> Self {
-        self.transport = transport;
-        self
-    }
-
-    /// Sets the name.
-    pub fn with_name(mut self, name: impl Into<String>) -> Self {
-        self.name = name.into();
-        self
-    }
-}
+use crate::backend::{Backend, Patience, host, meet};
+use crate::flight::{FlightRecord, Recorder};
+use crate::membership::{Connect, Membership, Origin};
+use crate::store::{MemoryStore, PrefixStore, Store};
+use crate::verbs::{Message, Verbs, check_bytes};
+use crate::work::{Queue, Work};
+use crate::{Element, Error, GroupOptions, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
 
 /// One rank's membership in a group of ranks that work together.
 ///
@@ -120,7 +28,7 @@ impl GroupOptions {
 /// its operations in flight, and peers that then wait for it get an error that names it.
 ///
 /// After any error but [`Error::InvalidArgument`] the group is unusable on every rank, and calls
-/// return [`Error::Poisoned`].
+/// return [`Error::Poisoned`]; [`rebuild`](Self::rebuild) makes a new one of those that are left.
 ///
 /// # Examples
 ///
@@ -144,9 +52,9 @@ impl GroupOptions {
 pub struct ProcessGroup {
     // Dropped first: the queue's operations end before the backend says goodbye.
     queue: Arc<Queue>,
-    backend: Arc<dyn Backend>,
-    /// Why it is this backend.
-    reason: Arc<str>,
+    pub(crate) backend: Arc<dyn Backend>,
+    recorder: Arc<Recorder>,
+    pub(crate) membership: Arc<Membership>,
 }
 
 impl ProcessGroup {
@@ -160,7 +68,11 @@ impl ProcessGroup {
     pub fn threads(world_size: usize, timeout: Duration) -> Result<Vec<Self>> {
         let options = GroupOptions::default().with_timeout(timeout);
         let hosts = host::threads::group(world_size, &options)?;
-        let group = |host| Self::new(Arc::new(host), "the ranks are threads of one process");
+        let origin = Origin { store: Arc::new(MemoryStore::new()), connect: Arc::new(connect) };
+        let group = |host| {
+            let membership = Membership::first(world_size, options.clone(), Some(origin.clone()));
+            Self::new(Arc::new(host), membership)
+        };
         Ok(hosts.into_iter().map(group).collect())
     }
 
@@ -184,28 +96,84 @@ impl ProcessGroup {
         world_size: usize,
         options: GroupOptions,
     ) -> Result<Self> {
-        let (backend, reason) = meet::join(&*store, rank, world_size, &options)?;
-        Ok(Self::new(backend, reason))
+        Self::from_store_with(store, rank, world_size, options, Arc::new(connect))
     }
 
-    /// A group over any backend.
+    /// A group whose ranks are processes anywhere, over libgloo and TCP. With the feature `gloo`.
+    ///
+    /// Every rank must call it, with the same `world_size` and options, each with its own `rank`.
+    /// Blocks until all have. Ranks connect to one another at the address that each has on its way
+    /// to the store; every rank has two connections to each other, so a network that is trusted is
+    /// assumed. The process must ignore `SIGPIPE`, as Rust programs do.
+    ///
+    /// For `n` ranks and `b` bytes: each operation begins with a message of 48 bytes from every
+    /// rank to every other. Then `all_reduce` takes two steps in which a rank sends `(n-1)/n * b`,
+    /// up to 8 KiB one in which it sends `(n-1) * b`, and has the same bits as on every transport;
+    /// with [`Determinism::Fast`] it is gloo's ring. `broadcast` is a binomial tree, everything
+    /// else one step between all pairs. [`alloc`](Self::alloc) gives ordinary memory.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Timeout`](crate::Error::Timeout) naming the ranks that did not come;
+    /// [`Error::PeerDied`](crate::Error::PeerDied); the store's errors;
+    /// [`Error::Io`](crate::Error::Io) with gloo's words if it cannot open sockets;
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a rank or size out of range,
+    /// which ends at 1024.
+    #[cfg(feature = "gloo")]
+    pub fn gloo(
+        store: Arc<dyn Store>,
+        rank: Rank,
+        world_size: usize,
+        options: GroupOptions,
+    ) -> Result<Self> {
+        let connect: Arc<Connect> = Arc::new(|store, rank, world_size, options| {
+            let gloo = crate::backend::gloo::join(&**store, rank, world_size, options)?;
+            Ok(Arc::new(gloo))
+        });
+        Self::from_store_with(store, rank, world_size, options, connect)
+    }
+
+    /// A group over the backend that `connect` makes; [`split`](Self::split) and
+    /// [`rebuild`](Self::rebuild) call it again for the groups they make.
+    ///
+    /// Every rank must call it, as [`from_store`](Self::from_store).
+    ///
+    /// # Errors
+    ///
+    /// Those of `connect` and of the store.
+    pub fn from_store_with(
+        store: Arc<dyn Store>,
+        rank: Rank,
+        world_size: usize,
+        options: GroupOptions,
+        connect: Arc<Connect>,
+    ) -> Result<Self> {
+        let backend = connect(&store, rank, world_size, &options)?;
+        // What is made from this group has its keys apart from those of an earlier group of the
+        // name; every rank has been in as many.
+        let life = store.add(&format!("{}/lives/{rank}", options.name), 1)?;
+        let prefix = format!("{}/life{life}", options.name);
+        let origin = Origin { store: Arc::new(PrefixStore::new(prefix, store)), connect };
+        Ok(Self::new(backend, Membership::first(world_size, options, Some(origin))))
+    }
+
+    /// A group over a backend that is connected already. It cannot be [`split`](Self::split) or
+    /// [rebuilt](Self::rebuild): nobody knows how to make another.
     pub fn from_backend(backend: Arc<dyn Backend>) -> Self {
-        Self::new(backend, "it was given")
+        Self::from_backend_with(backend, &GroupOptions::default())
     }
 
-    fn new(backend: Arc<dyn Backend>, reason: impl Into<Arc<str>>) -> Self {
-        let reason = reason.into();
-        Self { queue: Arc::new(Queue::new(Arc::clone(&backend))), backend, reason }
+    /// A group over a backend that is connected already, with the name and the directory for its
+    /// flight record of `options`; the rest is the backend's.
+    pub fn from_backend_with(backend: Arc<dyn Backend>, options: &GroupOptions) -> Self {
+        let membership = Membership::first(backend.world_size(), options.clone(), None);
+        Self::new(backend, membership)
     }
 
-    /// The name of what carries the data: `host`, `tcp`.
-    pub fn backend_name(&self) -> &'static str {
-        self.backend.name()
-    }
-
-    /// Why it is this backend and not another, for a log.
-    pub fn backend_reason(&self) -> &str {
-        &self.reason
+    pub(crate) fn new(backend: Arc<dyn Backend>, membership: Membership) -> Self {
+        let queue = Arc::new(Queue::new(Arc::clone(&backend)));
+        let recorder = Arc::new(Recorder::new(&membership.options));
+        Self { queue, backend, recorder, membership: Arc::new(membership) }
     }
 
     /// This rank, `0..world_size`.
@@ -535,48 +503,6 @@ impl ProcessGroup {
         verbs.barrier()
     }
 
-    /// Starts an [`all_reduce`](Self::all_reduce) and returns; the result comes with
-    /// [`Work::wait`].
-    ///
-    /// Every rank must call it in the same place among its calls; whether a rank takes the blocking
-    /// or the asynchronous form is its own affair. Operations run on the group's one communication
-    /// thread in the order of submission. Does not block unless 1024 operations are queued. Steps,
-    /// bytes and bits are those of the blocking form.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidArgument`], or the group's earlier failure; `buf` is dropped. What happens
-    /// in flight is reported by [`Work::wait`].
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// # use std::time::Duration;
-    /// use collective::{ProcessGroup, ReduceOp, Result, SharedBuf};
-    ///
-    /// fn step(group: &ProcessGroup) -> Result<()> {
-    ///     let mut bucket: SharedBuf<f32> = group.alloc(1000)?;
-    ///     bucket.fill(group.rank() as f32);
-    ///     let work = group.all_reduce_async(bucket, ReduceOp::Avg)?;
-    ///     // Compute the next gradients here.
-    ///     let bucket = work.wait()?;
-    ///     assert!(bucket.iter().all(|&x| x == 0.5));
-    ///     Ok(())
-    /// }
-    /// # let groups = ProcessGroup::threads(2, Duration::from_secs(10))?;
-    /// # std::thread::scope(|scope| {
-    /// #     for group in groups {
-    /// #         scope.spawn(move || step(&group).expect("both ranks are here"));
-    /// #     }
-    /// # });
-    /// # Ok::<(), collective::Error>(())
-    /// ```
-    pub fn all_reduce_async<B: Buffer>(&self, mut buf: B, op: ReduceOp) -> Result<Work<B>> {
-        let count = buf.count();
-        self.checked::<B::Elem>(Verb::AllReduce, Some(op), None)?;
-        self.submit(buf, move |verbs, buf| verbs.all_reduce(same_len(buf, count)?, op))
-    }
-
     /// Obtains a buffer of `count` zeros in memory shared with the peers, where
     /// [`all_reduce`](Self::all_reduce) works in place. That saves the copies in and out, which is
     /// most of the time for buffers of 64 KiB and more, and nothing for those up to 8 KiB.
@@ -593,7 +519,11 @@ impl ProcessGroup {
         self.backend.ready()?;
         check_bytes::<T>(count, 1)?;
         self.queue.drain();
-        SharedBuf::new(self.backend.alloc(T::DTYPE, count)?, count)
+        let op = OpDesc { verb: Verb::Alloc, dtype: T::DTYPE, op: None, root: None, count };
+        let backend = &*self.backend;
+        let alloc = || backend.alloc(T::DTYPE, count);
+        let raw = self.recorder.record(backend, &op, &[], Patience::Caller, alloc)?;
+        SharedBuf::new(raw, count)
     }
 
     /// Gives the group up on all ranks: whoever waits, or calls later, gets [`Error::Aborted`] with
@@ -605,33 +535,36 @@ impl ProcessGroup {
         self.backend.abort(reason);
     }
 
+    /// What this rank called last, and how far each call got: for a look at a job that hangs, from
+    /// any thread, without waiting. On this rank alone; costs nothing on the others.
+    pub fn flight_record(&self) -> FlightRecord {
+        self.recorder.read(&*self.backend)
+    }
+
     /// What the blocking calls run on, once it is their turn.
     fn verbs(&self) -> Result<Verbs<'_>> {
         self.backend.ready()?;
         self.queue.drain();
-        let wait = Wait { patience: Patience::Caller, timeout: None };
-        Ok(Verbs { backend: &*self.backend, wait })
+        Ok(Verbs::new(&*self.backend, &self.recorder, Patience::Caller))
     }
 
-    fn submit<B: Send + 'static>(
+    /// Queues `run` on `bufs`, after a rehearsal that finds the caller's mistakes.
+    pub(crate) fn submit<B: Send + 'static>(
         &self,
-        bufs: B,
-        run: impl FnOnce(Verbs<'_>, &mut B) -> Result<()> + Send + 'static,
+        mut bufs: B,
+        run: impl Fn(Verbs<'_>, &mut B) -> Result<()> + Send + 'static,
     ) -> Result<Work<B>> {
         self.backend.ready()?;
-        let wait = Wait { patience: Patience::Background, timeout: None };
-        self.queue.submit(bufs, move |backend, bufs| run(Verbs { backend, wait }, bufs))
-    }
-
-    /// A caller's mistake, seen before an operation is queued.
-    fn checked<T: Element>(
-        &self,
-        verb: Verb,
-        op: Option<ReduceOp>,
-        root: Option<Rank>,
-    ) -> Result<()> {
-        self.backend.ready()?;
-        OpDesc { verb, dtype: T::DTYPE, op, root, count: 0 }.check(self.world_size())
+        Verbs::rehearse(&*self.backend, |verbs| run(verbs, &mut bufs))?;
+        let recorder = Arc::clone(&self.recorder);
+        self.queue.submit(bufs, move |backend, bufs| {
+            let result = run(Verbs::new(backend, &recorder, Patience::Background), bufs);
+            if let Err(error @ Error::InvalidArgument(_)) = &result {
+                // A buffer has changed its length in flight, and the peers need not wait for it.
+                backend.abort(&error.to_string());
+            }
+            result
+        })
     }
 }
 
@@ -645,11 +578,13 @@ impl fmt::Debug for ProcessGroup {
     }
 }
 
-/// The slice of a buffer that must not have changed its length since it was queued.
-fn same_len<B: Buffer>(buf: &mut B, count: usize) -> Result<&mut [B::Elem]> {
-    let slice = buf.as_mut_slice();
-    check_len("buffer", slice.len(), count)?;
-    Ok(slice)
+fn connect(
+    store: &Arc<dyn Store>,
+    rank: Rank,
+    world_size: usize,
+    options: &GroupOptions,
+) -> Result<Arc<dyn Backend>> {
+    meet::join(&**store, rank, world_size, options)
 }
 
 fn concat<T: Element>(bufs: &[&mut [T]]) -> Vec<T> {

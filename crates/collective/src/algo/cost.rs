@@ -15,7 +15,7 @@
 //! Every rank must come to the same choice, so it depends on nothing that a rank alone knows.
 
 use super::{Algorithm, Layout};
-use crate::{Determinism, OpDesc, Verb};
+use crate::{Determinism, OpDesc, ReduceOp, Verb};
 
 /// What a message costs from one rank to another.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -26,6 +26,18 @@ pub struct Link {
     pub per_message: f64,
     /// Seconds for each byte: one over the bandwidth of one direction.
     pub per_byte: f64,
+}
+
+impl Link {
+    /// Seconds for a message of no bytes.
+    fn alpha(self) -> f64 {
+        self.latency + self.per_message
+    }
+
+    /// Seconds for a message.
+    fn message(self, bytes: f64) -> f64 {
+        self.alpha() + bytes * self.per_byte
+    }
 }
 
 /// What messages and folds cost.
@@ -60,53 +72,92 @@ impl Costs {
     /// so they are as large as makes that a twentieth of the time they carry bytes, and at least
     /// `min_chunk`.
     pub(super) fn chunk(&self, op: &OpDesc, layout: &Layout) -> usize {
-        let shape = Shape::new(layout);
-        let link = if shape.machines > 1 { self.between } else { self.within };
-        let start = link.latency + (shape.world as f64 - 1.0) * link.per_message;
-        let per_byte = 2.0 * link.per_byte * shape.sharing();
-        let bytes = (20.0 * start / per_byte) as usize;
-        (bytes.max(self.min_chunk) / op.dtype.size()).clamp(1, op.count.max(1))
+        elements(self.direct_bytes(Shape::new(layout)), op)
     }
 
-    fn best(&self, op: &OpDesc, shape: Shape, chunk: usize, determinism: Determinism) -> Algorithm {
-        let able = Algorithm::ALL.into_iter().filter(|&a| able(a, op, determinism));
-        let time = |a: &Algorithm| self.time(*a, op, shape, chunk);
-        able.min_by(|a, b| time(a).total_cmp(&time(b))).unwrap_or(Algorithm::Flat)
+    /// Elements of a chunk of a chain.
+    pub(super) fn chain_chunk(&self, op: &OpDesc, layout: &Layout) -> usize {
+        let bytes = (op.count * op.dtype.size()) as f64;
+        elements(self.chain_bytes(Shape::new(layout), bytes), op)
+    }
+
+    fn direct_bytes(&self, shape: Shape) -> f64 {
+        let link = self.slowest(shape);
+        let start = link.latency + (shape.world as f64 - 1.0) * link.per_message;
+        (10.0 * start / (link.per_byte * shape.sharing())).max(self.min_chunk as f64)
+    }
+
+    /// `k` chunks cost `k * per_message` at every rank, and make the `p - 2` ranks between the ends
+    /// wait for a `k`th of the bytes each: the sum is least where these are equal.
+    fn chain_bytes(&self, shape: Shape, bytes: f64) -> f64 {
+        let link = self.slowest(shape);
+        let between = (shape.world as f64 - 2.0).max(1.0);
+        let best = (bytes * link.per_message / (between * link.per_byte)).sqrt();
+        best.max(self.min_chunk as f64 / 64.0)
+    }
+
+    fn slowest(&self, shape: Shape) -> Link {
+        if shape.machines > 1 { self.between } else { self.within }
+    }
+
+    fn best(&self, op: &OpDesc, shape: Shape, may: impl Fn(Algorithm) -> bool) -> (Algorithm, f64) {
+        let able = Algorithm::ALL.into_iter().filter(|&algorithm| may(algorithm));
+        let timed = able.map(|algorithm| (algorithm, self.time(algorithm, op, shape)));
+        timed.min_by(|(_, a), (_, b)| a.total_cmp(b)).expect("flat does everything")
     }
 
     /// Expected seconds.
-    fn time(&self, algorithm: Algorithm, op: &OpDesc, shape: Shape, chunk: usize) -> f64 {
+    fn time(&self, algorithm: Algorithm, op: &OpDesc, shape: Shape) -> f64 {
         let bytes = (op.count * op.dtype.size()) as f64;
         let fold = op.op.map_or(0.0, |_| self.fold_per_byte);
         let form = Form { costs: self, shape, bytes, fold };
+        let scale = match op.op {
+            Some(ReduceOp::Avg | ReduceOp::PreMulSum(_)) => bytes * fold,
+            _ => 0.0,
+        };
         match algorithm {
             Algorithm::Flat => form.flat(op.verb),
-            Algorithm::Direct => form.direct(op.verb, (chunk * op.dtype.size()) as f64),
+            Algorithm::Direct => form.direct(op.verb),
+            Algorithm::Ring => form.ring(op.verb) + scale,
+            Algorithm::RecursiveDoubling => form.recursive_doubling(op.verb) + scale,
+            Algorithm::HalvingDoubling => form.halving_doubling(op.verb) + scale,
+            Algorithm::Binomial => form.binomial(op.verb) + scale,
+            Algorithm::TwoLevel => form.two_level(op) + scale,
         }
     }
 }
 
+fn elements(bytes: f64, op: &OpDesc) -> usize {
+    (bytes as usize / op.dtype.size()).clamp(1, op.count.max(1))
+}
+
 /// The algorithm with the least expected time among those that keep the promised bits.
-pub(super) fn choose(
+pub(crate) fn choose(
     op: &OpDesc,
     layout: &Layout,
     determinism: Determinism,
     costs: &Costs,
 ) -> Algorithm {
-    costs.best(op, Shape::new(layout), costs.chunk(op, layout), determinism)
+    let shape = Shape::new(layout);
+    costs.best(op, shape, |algorithm| shape.able(algorithm, op, determinism)).0
+}
+
+/// The closed form of what an operation costs, in seconds.
+pub(crate) fn expected(algorithm: Algorithm, op: &OpDesc, layout: &Layout, costs: &Costs) -> f64 {
+    if op.verb == Verb::Barrier || op.count == 0 {
+        return 0.0;
+    }
+    costs.time(algorithm, op, Shape::new(layout))
 }
 
 /// Whether an algorithm does this operation, with the bits that are promised.
-pub(super) fn able(algorithm: Algorithm, op: &OpDesc, _determinism: Determinism) -> bool {
-    match algorithm {
-        Algorithm::Flat => true,
-        Algorithm::Direct => {
-            matches!(
-                op.verb,
-                Verb::AllReduce | Verb::Reduce | Verb::Broadcast | Verb::ReduceScatter
-            )
-        }
-    }
+pub(crate) fn able(
+    algorithm: Algorithm,
+    op: &OpDesc,
+    layout: &Layout,
+    determinism: Determinism,
+) -> bool {
+    Shape::new(layout).able(algorithm, op, determinism)
 }
 
 /// What the closed forms see of a layout.
@@ -116,16 +167,55 @@ struct Shape {
     machines: usize,
     /// The most ranks on a machine.
     widest: usize,
+    /// Exchanges at the distances below 2 to the power of this stay within a machine.
+    steps_inside: usize,
 }
 
 impl Shape {
     fn new(layout: &Layout) -> Self {
-        Self { world: layout.world(), machines: layout.machines(), widest: layout.widest() }
+        let (machines, widest) = (layout.machines(), layout.widest());
+        let even = layout.in_order() && layout.world() == machines * widest;
+        let steps_inside = if even { widest.trailing_zeros() as usize } else { 0 };
+        Self { world: layout.world(), machines, widest, steps_inside }
+    }
+
+    /// One machine of `ranks`.
+    fn inside(ranks: usize) -> Self {
+        let steps_inside = ranks.next_power_of_two().trailing_zeros() as usize;
+        Self { world: ranks, machines: 1, widest: ranks, steps_inside }
+    }
+
+    /// One rank on each machine.
+    fn outside(machines: usize) -> Self {
+        Self { world: machines, machines, widest: 1, steps_inside: 0 }
     }
 
     /// How many ranks use an interface at once if all talk to other machines.
     fn sharing(self) -> f64 {
         if self.machines > 1 { self.widest as f64 } else { 1.0 }
+    }
+
+    fn able(self, algorithm: Algorithm, op: &OpDesc, determinism: Determinism) -> bool {
+        let moves = op.op.is_none();
+        let any_order = determinism == Determinism::Fast || moves || !op.dtype.is_float();
+        let fits = match (algorithm, op.verb) {
+            (Algorithm::Flat, _) => return true,
+            (Algorithm::Direct, Verb::AllReduce | Verb::Reduce | Verb::ReduceScatter)
+            | (Algorithm::Direct, Verb::Broadcast) => return true,
+            (Algorithm::Direct, _) => false,
+            (Algorithm::Ring, verb) => verb.is_run(),
+            (Algorithm::TwoLevel, verb) => {
+                verb.is_run() && self.machines > 1 && self.machines < self.world
+            }
+            (Algorithm::RecursiveDoubling | Algorithm::HalvingDoubling, Verb::AllReduce) => true,
+            (Algorithm::RecursiveDoubling, Verb::AllGather | Verb::Counts)
+            | (Algorithm::HalvingDoubling, Verb::ReduceScatter) => self.world.is_power_of_two(),
+            (Algorithm::Binomial, verb) => {
+                matches!(verb, Verb::AllReduce | Verb::Reduce | Verb::Broadcast)
+            }
+            _ => false,
+        };
+        fits && any_order && self.world > 1
     }
 }
 
@@ -154,7 +244,7 @@ impl Form<'_> {
             }
             let carry = bytes * link.per_byte;
             let rest = ((own - 1.0) * link.per_message).max((interface - 1.0) * carry);
-            link.latency + link.per_message + carry + rest
+            link.alpha() + carry + rest
         };
         let inside = times * (self.shape.widest as f64 - 1.0);
         let outside = times * (self.shape.world - self.shape.widest) as f64;
@@ -162,15 +252,25 @@ impl Form<'_> {
         inside.max(row(self.costs.between, outside, outside * sharing))
     }
 
+    /// An exchange at distance 2 to the power of `step`.
+    fn step(self, step: usize, bytes: f64) -> f64 {
+        if step < self.shape.steps_inside || self.shape.machines == 1 {
+            self.costs.within.message(bytes)
+        } else {
+            let link = self.costs.between;
+            link.alpha() + bytes * link.per_byte * self.shape.sharing()
+        }
+    }
+
     fn flat(self, verb: Verb) -> f64 {
-        let rooted = matches!(verb, Verb::Reduce | Verb::Broadcast | Verb::Gather | Verb::Scatter);
-        let sharing = if rooted { 1.0 } else { self.shape.sharing() };
+        let sharing = if verb.has_root() { 1.0 } else { self.shape.sharing() };
         self.all_peers(1.0, self.bytes, sharing) + self.peers() * self.bytes * self.fold
     }
 
-    fn direct(self, verb: Verb, chunk: f64) -> f64 {
+    /// Two message times for each chunk but the last, all of whose parts go to all ranks.
+    fn direct(self, verb: Verb) -> f64 {
         let sharing = self.shape.sharing();
-        let chunks = (self.bytes / chunk).ceil().max(1.0);
+        let chunks = (self.bytes / self.costs.direct_bytes(self.shape)).ceil().max(1.0);
         let mean = self.bytes / chunks;
         let peers = self.peers();
         let (owners, to_owners, on) = match verb {
@@ -187,5 +287,122 @@ impl Form<'_> {
         let first = self.all_peers(1.0, part, to_owners);
         let both = self.all_peers(2.0, part, to_owners.max(on));
         first + fold + (chunks - 1.0) * (both + fold) + self.all_peers(1.0, part, on)
+    }
+
+    /// `p - 1` hops with `bytes` each: those between machines and those within one.
+    fn hops(self, bytes: f64) -> f64 {
+        let outside = if self.shape.machines > 1 { self.shape.machines } else { 0 };
+        let outside = outside.min(self.shape.world - 1) as f64;
+        let Costs { within, between, .. } = self.costs;
+        outside * between.message(bytes) + (self.peers() - outside) * within.message(bytes)
+    }
+
+    /// Patarasuk and Yuan: `2 (p - 1) alpha + 2 n (p - 1) / p beta + n (p - 1) / p gamma`, half of
+    /// it for each half; the chain `p - 1` hops of one chunk and then the other chunks in a row.
+    fn ring(self, verb: Verb) -> f64 {
+        let turn = |bytes: f64| {
+            let link = self.costs.slowest(self.shape);
+            let busy = self.peers() * link.message(bytes) - (self.peers() - 1.0) * link.latency;
+            self.hops(bytes).max(busy)
+        };
+        match verb {
+            Verb::AllReduce => {
+                let part = self.bytes / self.shape.world as f64;
+                2.0 * turn(part) + self.peers() * part * self.fold
+            }
+            Verb::Reduce | Verb::Broadcast => {
+                let chunks = self.bytes / self.costs.chain_bytes(self.shape, self.bytes);
+                let chunks = chunks.ceil().max(1.0);
+                let part = self.bytes / chunks;
+                let link = self.costs.slowest(self.shape);
+                let row = link.per_message + part * (link.per_byte + self.fold);
+                self.hops(part) + self.peers() * part * self.fold + (chunks - 1.0) * row
+            }
+            _ => turn(self.bytes) + self.peers() * self.bytes * self.fold,
+        }
+    }
+
+    /// Whole powers of two in the number of ranks, and what folding in the others costs.
+    fn cube(self) -> (usize, f64) {
+        let steps = self.shape.world.ilog2() as usize;
+        if self.shape.world.is_power_of_two() {
+            return (steps, 0.0);
+        }
+        (steps, 2.0 * self.step(0, self.bytes) + self.bytes * self.fold)
+    }
+
+    /// `lg p (alpha + n beta + n gamma)`; an all-gather `lg p alpha + (p - 1) n beta`.
+    fn recursive_doubling(self, verb: Verb) -> f64 {
+        let (steps, excess) = self.cube();
+        if verb != Verb::AllReduce {
+            return (0..steps).map(|i| self.step(i, self.bytes * f64::from(1 << i))).sum();
+        }
+        excess + (0..steps).map(|i| self.step(i, self.bytes) + self.bytes * self.fold).sum::<f64>()
+    }
+
+    /// Rabenseifner: `2 lg p alpha + 2 n (p - 1) / p beta + n (p - 1) / p gamma`, a reduce-scatter
+    /// `lg p alpha + (p - 1) n (beta + gamma)`.
+    fn halving_doubling(self, verb: Verb) -> f64 {
+        let (steps, excess) = self.cube();
+        if verb != Verb::AllReduce {
+            let part = |i: usize| self.bytes * f64::from(1 << i);
+            return (0..steps).map(|i| self.step(i, part(i)) + part(i) * self.fold).sum();
+        }
+        let part = |i: usize| self.bytes / f64::from(2 << i);
+        excess + (0..steps).map(|i| 2.0 * self.step(i, part(i)) + part(i) * self.fold).sum::<f64>()
+    }
+
+    /// `ceil(lg p) (alpha + n beta)`, up also `n gamma` for each step.
+    fn binomial(self, verb: Verb) -> f64 {
+        let Shape { world, machines, .. } = self.shape;
+        let depth = |ranks: usize| f64::from(ranks.next_power_of_two().trailing_zeros());
+        let inside = depth(world) - depth(machines);
+        let Costs { within, between, .. } = self.costs;
+        let down =
+            inside * within.message(self.bytes) + depth(machines) * between.message(self.bytes);
+        let up = down + depth(world) * self.bytes * self.fold;
+        match verb {
+            Verb::Broadcast => down,
+            Verb::Reduce => up,
+            _ => up + down,
+        }
+    }
+
+    /// The sum of the best ways for the parts.
+    fn two_level(self, op: &OpDesc) -> f64 {
+        let Shape { widest, machines, world, .. } = self.shape;
+        let (inside, outside) = (Shape::inside(widest), Shape::outside(machines));
+        let sum = op.op.map(|_| ReduceOp::Sum);
+        let op_dtype = op.dtype;
+        let best = |verb: Verb, count: usize, shape: Shape| {
+            let op = sum.filter(|_| verb != Verb::Broadcast);
+            let op = OpDesc { verb, dtype: op_dtype, op, root: Some(0), count };
+            let any = |algorithm| shape.able(algorithm, &op, Determinism::Fast);
+            self.costs.best(&op, shape, any).1
+        };
+        let among = |shape, bytes| Self { shape, ..self }.all_peers(1.0, bytes, 1.0);
+        let (count, all) = (op.count, op.count * world);
+        match op.verb {
+            Verb::AllReduce => {
+                best(Verb::Reduce, count, inside)
+                    + best(Verb::AllReduce, count, outside)
+                    + best(Verb::Broadcast, count, inside)
+            }
+            Verb::Reduce | Verb::Broadcast => {
+                best(op.verb, count, inside) + best(op.verb, count, outside)
+            }
+            Verb::ReduceScatter => {
+                let machine = self.bytes * widest as f64;
+                best(Verb::Reduce, all, inside)
+                    + among(outside, machine)
+                    + (machines as f64 - 1.0) * machine * self.fold
+                    + among(inside, self.bytes)
+            }
+            _ => {
+                among(inside, self.bytes)
+                    + among(outside, self.bytes * widest as f64)
+                    + best(Verb::Broadcast, all, inside)
+            }
+        }
     }
 }

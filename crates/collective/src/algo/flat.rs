@@ -12,9 +12,7 @@
 //! With a root, the other ranks own the shards, so that no rank sends or receives more than the
 //! buffer once.
 
-use std::ops::Range;
-
-use super::{Buf, Call, Region, Round, Schedule, Slots, shard, within};
+use super::{Buf, Call, Region, Round, Schedule, Slots, chunk_range, shard, within};
 use crate::{Rank, Verb};
 
 /// The flat algorithm.
@@ -127,11 +125,6 @@ fn reduce_scatter(call: Call, chunk: usize) -> Schedule {
         let to = call.region(Buf::Output, part.clone());
         fold_arrivals(call, round, slots, of_block(call.rank), to);
     })
-}
-
-/// The elements of a chunk.
-fn chunk_range(count: usize, chunk: usize, index: usize) -> Range<usize> {
-    index * chunk..count.min((index + 1) * chunk)
 }
 
 /// The direct algorithm on a buffer that is worked on in place.

@@ -14,6 +14,10 @@ struct Inner {
     machine: Vec<usize>,
     /// By machine, in rank order.
     members: Vec<Vec<Rank>>,
+    /// All members, machine by machine.
+    order: Vec<Rank>,
+    /// By rank, its index in `order`.
+    place: Vec<usize>,
 }
 
 impl Layout {
@@ -31,7 +35,16 @@ impl Layout {
             members[index].push(rank);
             machine.push(index);
         }
-        Self(Arc::new(Inner { machine, members }))
+        Self::with_members(machine, members)
+    }
+
+    fn with_members(machine: Vec<usize>, members: Vec<Vec<Rank>>) -> Self {
+        let order = members.concat();
+        let mut place = vec![0; order.len()];
+        for (index, &rank) in order.iter().enumerate() {
+            place[rank] = index;
+        }
+        Self(Arc::new(Inner { machine, members, order, place }))
     }
 
     /// `world` ranks on machines of `per_machine` ranks each, in order; the last may have fewer.
@@ -40,7 +53,7 @@ impl Layout {
         let machine = (0..world).map(|rank| rank / per_machine).collect();
         let ranks: Vec<Rank> = (0..world).collect();
         let members = ranks.chunks(per_machine).map(<[_]>::to_vec).collect();
-        Self(Arc::new(Inner { machine, members }))
+        Self::with_members(machine, members)
     }
 
     /// Number of ranks.
@@ -63,6 +76,21 @@ impl Layout {
         &self.0.members[machine]
     }
 
+    /// All ranks, machine by machine.
+    pub(crate) fn order(&self) -> &[Rank] {
+        &self.0.order
+    }
+
+    /// Whether the ranks of each machine, and the machines, come in order.
+    pub(crate) fn in_order(&self) -> bool {
+        self.0.order.is_sorted()
+    }
+
+    /// The index of a rank in [`order`](Self::order).
+    pub(crate) fn place(&self, rank: Rank) -> usize {
+        self.0.place[rank]
+    }
+
     /// The most ranks on one machine.
     pub(crate) fn widest(&self) -> usize {
         self.0.members.iter().map(Vec::len).max().unwrap_or(0)
@@ -80,6 +108,8 @@ mod tests {
         assert_eq!(layout.members(0), [0, 2]);
         assert_eq!(layout.members(1), [1, 4]);
         assert_eq!(layout.machine(3), 2);
+        assert_eq!(layout.order(), [0, 2, 1, 4, 3]);
+        assert_eq!(layout.place(4), 3);
         assert_eq!(Layout::blocks(5, 2), Layout::new(&[0, 0, 1, 1, 2]));
     }
 }

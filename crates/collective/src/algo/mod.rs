@@ -10,26 +10,31 @@
 //! the bits promised by [`Determinism`]:
 //!
 //! * [`flat`] (`Flat`, `Direct`) folds every element once, over all ranks' numbers in rank order.
-//! * [`ring`], [`doubling`], [`tree`] and [`two_level`] fold on the way. They serve when the order
+//! * [`ring`](mod@ring), [`doubling`], [`tree`] and [`two_level`] fold on the way. They serve when the order
 //!   cannot matter: nothing is folded, integers, or [`Determinism::Fast`].
 //!
 //! A schedule is asked for one round at a time, by number, and fills a [`Round`] that its executor
 //! keeps: a ring of 4,096 ranks has 8,190 rounds per rank, none of them worth storing.
 
 mod cost;
+mod doubling;
 mod flat;
 mod layout;
 mod memory;
+mod ring;
 #[cfg(test)]
 mod tests;
+mod tree;
+mod two_level;
 
 use std::fmt;
 use std::ops::Range;
 
-pub(crate) use self::cost::{Costs, Link};
+pub use self::cost::Link;
+pub(crate) use self::cost::{Costs, able, choose, expected};
 pub(crate) use self::layout::Layout;
 pub(crate) use self::memory::Memory;
-use crate::{Determinism, OpDesc, Rank, ReduceOp, Verb};
+use crate::{DType, Determinism, OpDesc, Rank, ReduceOp, Verb};
 
 /// One of the buffers a schedule works on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -140,6 +145,62 @@ impl Schedule {
         Self::new(0, 0, |_, _| ())
     }
 
+    /// This, then `next`, in the same scratch memory.
+    fn then(self, next: Self) -> Self {
+        if self.rounds == 0 {
+            return Self { scratch: self.scratch.max(next.scratch), ..next };
+        }
+        let (scratch, rounds) = (self.scratch.max(next.scratch), self.rounds + next.rounds);
+        Self::new(scratch, rounds, move |index, round| match index.checked_sub(self.rounds) {
+            None => (self.fill)(index, round),
+            Some(index) => (next.fill)(index, round),
+        })
+    }
+
+    /// Rank `i` of the schedule is `ranks[i]`.
+    fn among(self, ranks: Vec<Rank>) -> Self {
+        Self::new(self.scratch, self.rounds, move |index, round| {
+            (self.fill)(index, round);
+            for (rank, _) in round.sends.iter_mut().chain(&mut round.recvs) {
+                *rank = ranks[*rank];
+            }
+        })
+    }
+
+    /// Every region is another one, with `scratch` bytes more of scratch memory.
+    fn on_regions(
+        self,
+        scratch: usize,
+        other: impl Fn(Region) -> Region + Send + Sync + 'static,
+    ) -> Self {
+        Self::new(self.scratch + scratch, self.rounds, move |index, round| {
+            (self.fill)(index, round);
+            for (_, region) in round.sends.iter_mut().chain(&mut round.recvs) {
+                *region = other(*region);
+            }
+            for region in &mut round.sources {
+                *region = other(*region);
+            }
+            for local in &mut round.local {
+                match local {
+                    Local::Copy { to, from } => (*to, *from) = (other(*to), other(*from)),
+                    Local::Fold { to, .. } => *to = other(*to),
+                }
+            }
+        })
+    }
+
+    /// Multiplies `region` by `factor` at the end.
+    fn scaled(self, region: Region, factor: f64) -> Self {
+        let last = self.rounds - 1;
+        Self::new(self.scratch, self.rounds, move |index, round| {
+            (self.fill)(index, round);
+            if index == last {
+                round.fold(ReduceOp::pre_mul_sum(factor), region, [region]);
+            }
+        })
+    }
+
     /// Overwrites `round` with round number `index`, `0..rounds`.
     pub(crate) fn round(&self, index: usize, round: &mut Round) {
         debug_assert!(index < self.rounds, "round {index} of {}", self.rounds);
@@ -164,14 +225,46 @@ pub enum Algorithm {
     /// Reduce-scatter between all pairs, each rank folding its shard once over all ranks' numbers
     /// in rank order, then all-gather between all pairs; in chunks.
     Direct,
+    /// A ring; for broadcast and reduce a pipelined chain.
+    Ring,
+    /// Partners at distances 1, 2, 4, ... exchange all they have.
+    RecursiveDoubling,
+    /// Rabenseifner's: partners exchange halves, then return them.
+    HalvingDoubling,
+    /// A binomial tree; for all-reduce up and down again.
+    Binomial,
+    /// Within each machine, between machines, within each machine.
+    TwoLevel,
 }
 
 impl Algorithm {
     /// Every algorithm.
-    pub const ALL: [Self; 2] = [Self::Flat, Self::Direct];
+    pub const ALL: [Self; 7] = [
+        Self::Flat,
+        Self::Direct,
+        Self::Ring,
+        Self::RecursiveDoubling,
+        Self::HalvingDoubling,
+        Self::Binomial,
+        Self::TwoLevel,
+    ];
 }
 
-/// How this rank carries out the operation with the least expected time, by the same choice on every
+impl fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Flat => "flat",
+            Self::Direct => "direct",
+            Self::Ring => "ring",
+            Self::RecursiveDoubling => "recursive doubling",
+            Self::HalvingDoubling => "halving-doubling",
+            Self::Binomial => "binomial",
+            Self::TwoLevel => "two-level",
+        })
+    }
+}
+
+/// How this rank carries out the operation in the least expected time, by the same choice on every
 /// rank.
 pub(crate) fn plan(
     op: &OpDesc,
@@ -180,10 +273,10 @@ pub(crate) fn plan(
     determinism: Determinism,
     costs: &Costs,
 ) -> Schedule {
-    schedule(cost::choose(op, layout, determinism, costs), op, rank, layout, costs)
+    schedule(choose(op, layout, determinism, costs), op, rank, layout, costs)
 }
 
-/// How this rank carries out the operation by one algorithm, which must be [`able`](cost::able).
+/// How this rank carries out the operation by one algorithm, which must be [`able`].
 pub(crate) fn schedule(
     algorithm: Algorithm,
     op: &OpDesc,
@@ -196,8 +289,29 @@ pub(crate) fn schedule(
         return Schedule::empty();
     }
     match algorithm {
-        Algorithm::Flat => flat::flat(call),
-        Algorithm::Direct => flat::direct(call, costs.chunk(op, layout)),
+        Algorithm::Flat => return flat::flat(call),
+        Algorithm::Direct => return flat::direct(call, costs.chunk(op, layout)),
+        _ => (),
+    }
+    let (sum, factor) = match op.op {
+        Some(ReduceOp::Avg) => (Some(ReduceOp::Sum), Some(1.0 / call.world as f64)),
+        Some(ReduceOp::PreMulSum(factor)) => (Some(ReduceOp::Sum), Some(factor.get())),
+        other => (other, None),
+    };
+    let summed = Call { op: sum, ..call };
+    let schedule = match algorithm {
+        Algorithm::Ring => ring::ring(summed, layout, costs.chain_chunk(op, layout)),
+        Algorithm::RecursiveDoubling => doubling::recursive_doubling(summed),
+        Algorithm::HalvingDoubling => doubling::halving_doubling(summed),
+        Algorithm::Binomial => tree::binomial(summed, layout),
+        Algorithm::TwoLevel => two_level::two_level(summed, layout, costs),
+        Algorithm::Flat | Algorithm::Direct => unreachable!("returned above"),
+    };
+    match factor {
+        Some(factor) if op.verb != Verb::Reduce || call.is_root() => {
+            schedule.scaled(call.whole(Buf::Output), factor)
+        }
+        _ => schedule,
     }
 }
 
@@ -206,6 +320,7 @@ pub(crate) fn schedule(
 struct Call {
     verb: Verb,
     op: Option<ReduceOp>,
+    dtype: DType,
     root: Rank,
     /// Elements, as in [`OpDesc::count`].
     count: usize,
@@ -220,6 +335,7 @@ impl Call {
         Self {
             verb: op.verb,
             op: op.op,
+            dtype: op.dtype,
             root: op.root.unwrap_or(0),
             count: op.count,
             size: op.dtype.size(),
@@ -269,6 +385,11 @@ fn shard(count: usize, parts: usize, index: usize) -> Range<usize> {
     let (each, more) = (count / parts, count % parts);
     let start = |index: usize| each * index + index.min(more);
     start(index)..start(index + 1)
+}
+
+/// The elements of chunk `index`.
+fn chunk_range(count: usize, chunk: usize, index: usize) -> Range<usize> {
+    index * chunk..count.min((index + 1) * chunk)
 }
 
 /// Elements `inner` of the elements `outer`.

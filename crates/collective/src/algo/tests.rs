@@ -302,7 +302,7 @@ fn every_algorithm_does_every_verb() {
                         for (determinism, fast) in
                             [(Determinism::RankOrder, false), (Determinism::Fast, true)]
                         {
-                            if cost::able(algorithm, &op, determinism) {
+                            if able(algorithm, &op, &layout, determinism) {
                                 check(algorithm, &op, &layout, &tiny_chunks(), fast);
                             }
                         }
@@ -344,7 +344,7 @@ proptest! {
         let root = root_of(verb, root.index(machines.len()));
         let op = OpDesc { verb, dtype, op, root, count };
         let determinism = if fast { Determinism::Fast } else { Determinism::RankOrder };
-        prop_assume!(cost::able(algorithm, &op, determinism));
+        prop_assume!(able(algorithm, &op, &layout, determinism));
         check(algorithm, &op, &layout, &tiny_chunks(), fast);
     }
 }

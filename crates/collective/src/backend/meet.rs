@@ -42,14 +42,13 @@ pub(crate) struct Place {
     transport: String,
 }
 
-/// Joins a group over the backend that the options and the ranks' places call for; also why it is
-/// this one.
+/// Joins a group over the backend that the options and the ranks' places call for.
 pub(crate) fn join(
     store: &dyn Store,
     rank: Rank,
     world_size: usize,
     options: &GroupOptions,
-) -> Result<(Arc<dyn Backend>, String)> {
+) -> Result<Arc<dyn Backend>> {
     if world_size == 0 || rank >= world_size {
         let text = format!("there is no rank {rank} among {world_size} ranks");
         return Err(Error::InvalidArgument(text));
@@ -67,10 +66,10 @@ pub(crate) fn join(
     };
     joining.places = tell_all(&joining, "place", &own)?;
     check(&joining.places, rank)?;
-    let (transport, why) = choose(options.transport, &joining.places);
+    let (transport, reason) = choose(options.transport, &joining.places);
     Ok(match transport {
-        Transport::Tcp => (Arc::new(tcp::join(&joining)?), why),
-        _ => (Arc::new(host::shm::join(store, rank, world_size, options)?), why),
+        Transport::Tcp => Arc::new(tcp::join(&joining, reason)?),
+        _ => Arc::new(host::shm::join(store, rank, world_size, options)?.because(reason)),
     })
 }
 
@@ -81,7 +80,7 @@ fn choose(asked: Transport, places: &[Place]) -> (Transport, String) {
         (Transport::Auto, Some(rank)) => {
             (Transport::Tcp, format!("rank {rank} is on another machine than rank 0"))
         }
-        _ => (asked, "as asked for".into()),
+        _ => (asked, "it was asked for".into()),
     }
 }
 

@@ -15,6 +15,7 @@ mod memory;
 mod prefix;
 pub mod tcp;
 mod values;
+mod watched;
 
 use std::fmt::Debug;
 use std::net::IpAddr;
@@ -24,6 +25,7 @@ pub use self::memory::MemoryStore;
 pub use self::prefix::PrefixStore;
 pub use self::tcp::client::TcpStore;
 pub use self::tcp::server::TcpStoreServer;
+pub(crate) use self::watched::WatchedStore;
 use crate::Result;
 
 /// A map shared by the ranks of a job, with counters and with waiting.
@@ -95,8 +97,8 @@ pub trait Store: Send + Sync + Debug {
     /// As [`set`](Self::set).
     fn num_keys(&self) -> Result<i64>;
 
-    /// This machine's address on the way to the store, if that is over a network: where other
-    /// clients of the store most likely reach this machine.
+    /// The address this machine has on its way to the store, which peers that reach the store
+    /// can reach too; `None` if there is no way to go, or the store does not say.
     fn local_ip(&self) -> Option<IpAddr> {
         None
     }

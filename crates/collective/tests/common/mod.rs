@@ -122,7 +122,12 @@ impl Role {
 
     /// Leaves a result for the parent.
     pub(crate) fn report(&self, text: &str) {
-        let path = self.dir.join(format!("report-{}", self.rank));
+        self.write(&format!("report-{}", self.rank), text);
+    }
+
+    /// Makes a file that is there whole or not at all.
+    pub(crate) fn write(&self, name: &str, text: &str) {
+        let path = self.dir.join(name);
         fs::write(path.with_extension("new"), text).unwrap();
         fs::rename(path.with_extension("new"), path).unwrap();
     }
@@ -164,7 +169,10 @@ impl Workers {
             let (path, timeout) = (dir.0.display(), timeout.as_millis());
             let role =
                 format!("{scenario} {transport} {rank} {world} {timeout} 127.0.0.1 {port} {path}");
-            spawn(Command::new(std::env::current_exe().unwrap()), &role)
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            // Whatever a rank leaves in a directory for such things is seen here.
+            command.env("TMPDIR", &dir.0);
+            spawn(command, &role)
         };
         Self { children: ranks.iter().map(start).collect(), dir, store: Some(store) }
     }
@@ -208,5 +216,22 @@ pub(crate) fn wait_for<T>(mut ask: impl FnMut() -> Option<T>, what: &str) -> T {
         }
         assert!(start.elapsed() < DEADLINE, "waited too long for {what}");
         std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Numbers that are the same on every rank that starts from the same seed.
+#[derive(Debug)]
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb)
+    }
+
+    /// One of `0..end`.
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        (self.next() >> 16) as usize % end
     }
 }

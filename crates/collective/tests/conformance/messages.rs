@@ -4,7 +4,8 @@ use collective::{Message, ProcessGroup, Rank, ReduceOp, Result};
 use half::f16;
 
 use crate::Scope;
-use crate::twin::{Number, Random, input, same};
+use crate::common::Random;
+use crate::twin::{Number, input, same};
 
 /// Pairs in turn, then batches at random.
 pub(crate) fn all(group: &ProcessGroup, scope: Scope) -> Result<()> {

@@ -3,7 +3,8 @@
 use collective::{ProcessGroup, Result};
 
 use crate::Scope;
-use crate::twin::{Number, Off, Random, input, same};
+use crate::common::Random;
+use crate::twin::{Number, Off, input, same};
 
 /// Every verb, with blocks of one length and of different ones.
 pub(crate) fn all<T: Number>(group: &ProcessGroup, scope: Scope, seed: u64) -> Result<()> {

@@ -3,6 +3,8 @@
 use collective::{Element, ReduceOp};
 use half::{bf16, f16};
 
+use crate::common::Random;
+
 /// What the twin needs of a type.
 pub(crate) trait Number: Element {
     /// Any bits, infinities and NaN among them.
@@ -158,22 +160,5 @@ impl<T> std::ops::Deref for Off<T> {
 impl<T> std::ops::DerefMut for Off<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         &mut self.0[1..]
-    }
-}
-
-/// Numbers that are the same on every rank that starts from the same seed.
-#[derive(Debug)]
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb)
-    }
-
-    /// One of `0..end`.
-    pub(crate) fn below(&mut self, end: usize) -> usize {
-        (self.next() >> 16) as usize % end
     }
 }

@@ -12,9 +12,9 @@
 //! The rings lie in memory that is not reserved until an end of theirs is made, so that the pairs
 //! who never talk cost nothing, and running out of memory is still an error and not a signal.
 
+use crate::sync::atomic::{AtomicU64, Ordering};
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::sys::Mapping;
 use crate::span::Span;

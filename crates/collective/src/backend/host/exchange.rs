@@ -9,8 +9,8 @@
 //! when the group has failed, when a peer has left, or when a peer has not moved its lane for the
 //! timeout; but first whatever has come is received.
 
+use crate::sync::atomic::Ordering;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::channel::{Receiver, Sender};

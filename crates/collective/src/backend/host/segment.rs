@@ -22,20 +22,20 @@ use std::ffi::CStr;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::channel::Layout;
 use super::sys::{self, Mapping};
 use crate::op::Fingerprint;
 use crate::span::Span;
+use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use crate::{Error, Rank, Result};
 
 /// Ranks a group may have.
 pub(super) const MAX_RANKS: usize = 256;
 /// Largest payload of a slot.
-pub(super) const FLAT_BYTES: usize = 8 << 10;
+pub(super) const FLAT_BYTES: usize = if cfg!(loom) { 64 } else { 8 << 10 };
 /// Bytes of one stage.
-pub(super) const CHUNK_BYTES: usize = 256 << 10;
+pub(super) const CHUNK_BYTES: usize = if cfg!(loom) { 64 } else { 256 << 10 };
 /// Stages of a rank: one being filled, one being folded, one being read.
 pub(super) const STAGES: u64 = 3;
 
@@ -50,7 +50,7 @@ const GONE: usize = 128;
 const NOTE_LEN: usize = 136;
 const MISSING: usize = 144;
 const NOTE: usize = 192;
-const NOTE_BYTES: usize = BLOCK - NOTE;
+const NOTE_BYTES: usize = if cfg!(loom) { 8 } else { BLOCK - NOTE };
 const SLOT_DATA: usize = 64;
 const SLOT: usize = SLOT_DATA + FLAT_BYTES;
 
@@ -143,6 +143,20 @@ impl Segment {
             return Err(wrong());
         }
         Ok(Self { map: Arc::new(map), world })
+    }
+
+    /// All ranks' views of a new segment, for a model.
+    #[cfg(loom)]
+    pub(super) fn of_model(world: usize) -> Result<Vec<Self>> {
+        let bytes = Self::bytes(world);
+        let map = Mapping::new(sys::memfd(NAME, bytes)?, bytes)?;
+        // Words are there before any rank is.
+        let slot = |index: usize| slots(world) + index * SLOT;
+        let heads = (0..2 * world).map(|index| (slot(index), SLOT_DATA));
+        for (start, bytes) in [(POISON, 8), (BLOCKS, world * BLOCK)].into_iter().chain(heads) {
+            map.words.make(start, bytes);
+        }
+        (0..world).map(|_| Ok(Self { map: Arc::new(map.again()?), world })).collect()
     }
 
     pub(super) fn counter(&self, rank: Rank, counter: Counter) -> &AtomicU64 {
@@ -250,16 +264,18 @@ impl Segment {
         (String::from_utf8_lossy(&bytes).trim_end_matches('\u{fffd}').to_owned(), missing)
     }
 
-    /// Wakes every rank that sleeps.
+    /// Wakes every rank that sleeps for what this rank has just stored.
     pub(super) fn ring_all(&self) {
+        // SeqCst: see `ring`.
+        fence(Ordering::SeqCst);
         for rank in 0..self.world {
             self.ring(rank);
         }
     }
 
-    /// Wakes a rank if it sleeps. To come after a SeqCst store of what it waits for: either this
-    /// sees the sleeper's bell, or the sleeper, who looks once more after setting it, sees the
-    /// store.
+    /// Wakes a rank if it sleeps. To come after a store of what it waits for and a SeqCst fence: of
+    /// that fence and the sleeper's, between setting its bell and its last look, one is the first;
+    /// so either this sees the bell, or the sleeper sees the store.
     pub(super) fn ring(&self, rank: Rank) {
         let bell = self.bell(rank);
         if bell.load(Ordering::SeqCst) != 0 && bell.swap(0, Ordering::SeqCst) != 0 {
@@ -292,6 +308,9 @@ fn channels(world: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+
+    use super::super::channel::{Receiver, Sender};
     use super::*;
 
     fn segment(world: usize) -> Segment {
@@ -331,6 +350,22 @@ mod tests {
         // A length that a peer made up.
         segment.map.word(segment.block(0) + NOTE_LEN).store(u64::MAX, Ordering::Relaxed);
         assert_eq!(segment.note(0).0.len(), NOTE_BYTES);
+    }
+
+    #[test]
+    fn pairs_that_never_talk_cost_nothing() {
+        let world = 64;
+        let file = File::from(Segment::create(world).unwrap());
+        let used = || file.metadata().unwrap().blocks() as usize * 512;
+        let before = used();
+        assert!(before <= channels(world) + 4096 && Segment::bytes(world) > before + (16 << 20));
+        let segment = Segment::attach(file.try_clone().unwrap().into(), world).unwrap();
+        let (map, layout) = segment.channels();
+        let _sender = Sender::new(map, &layout, 3, 60).unwrap();
+        assert!(used() > before && used() <= before + (64 << 10));
+        let now = used();
+        let _receiver = Receiver::new(map, &layout, 3, 60).unwrap();
+        assert_eq!(used(), now);
     }
 
     #[test]

@@ -8,10 +8,14 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
+#[cfg(loom)]
+use super::model::Words;
 use crate::span::Span;
+#[cfg(not(loom))]
+use crate::sync::atomic::AtomicU64;
+use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::{Error, Result};
 
 /// Seals that keep a file from being cut short under our feet, which would be a SIGBUS.
@@ -76,6 +80,9 @@ pub(super) struct Mapping {
     base: NonNull<u8>,
     len: usize,
     file: OwnedFd,
+    /// What a model sees in the place of the words in the memory.
+    #[cfg(loom)]
+    pub(super) words: std::sync::Arc<Words>,
 }
 
 // SAFETY: a mapping is plain memory of the process. It hands out atomics, which may be shared, and
@@ -95,7 +102,22 @@ impl Mapping {
         let base = base.ok_or_else(|| {
             Error::io(format!("mapping {len} bytes of shared memory"), &last_error())
         })?;
-        Ok(Self { base: base.cast(), len, file })
+        Ok(Self {
+            base: base.cast(),
+            len,
+            file,
+            #[cfg(loom)]
+            words: Words::new(len),
+        })
+    }
+
+    /// Another mapping of the same file, which sees the same words.
+    #[cfg(loom)]
+    pub(super) fn again(&self) -> Result<Self> {
+        let file = self.file.try_clone().map_err(|error| Error::io("sharing a file", &error))?;
+        let mut again = Self::new(file, self.len)?;
+        again.words = std::sync::Arc::clone(&self.words);
+        Ok(again)
     }
 
     pub(super) fn ptr(&self) -> NonNull<u8> {
@@ -110,6 +132,7 @@ impl Mapping {
     }
 
     /// The word at a byte offset.
+    #[cfg(not(loom))]
     pub(super) fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset + 8 <= self.len, "a word of the segment");
         // SAFETY: stays inside by the line above.
@@ -120,6 +143,7 @@ impl Mapping {
     }
 
     /// The half word at a byte offset: what a futex sleeps on.
+    #[cfg(not(loom))]
     pub(super) fn half_word(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4) && offset + 4 <= self.len, "a half word of the segment");
         // SAFETY: stays inside by the line above.
@@ -178,8 +202,12 @@ impl Drop for Mapping {
     }
 }
 
+#[cfg(loom)]
+pub(super) use super::model::{futex_wait, futex_wake};
+
 /// Sleeps until the word is woken, `tick` has passed, or a signal comes; not at all if the word is
 /// not `value`.
+#[cfg(not(loom))]
 pub(super) fn futex_wait(word: &AtomicU32, value: u32, tick: Duration) {
     let timeout = libc::timespec {
         tv_sec: tick.as_secs().try_into().unwrap_or(libc::time_t::MAX),
@@ -191,6 +219,7 @@ pub(super) fn futex_wait(word: &AtomicU32, value: u32, tick: Duration) {
 }
 
 /// Wakes everyone who sleeps on the word.
+#[cfg(not(loom))]
 pub(super) fn futex_wake(word: &AtomicU32) {
     // SAFETY: the pointer is good for the call.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, libc::c_int::MAX) };
@@ -240,7 +269,7 @@ pub(in crate::backend) struct ForkGuard {
 }
 
 #[derive(Debug)]
-struct Page(NonNull<AtomicU32>);
+struct Page(NonNull<std::sync::atomic::AtomicU32>);
 
 // SAFETY: the page holds one atomic, which may be shared.
 unsafe impl Send for Page {}
@@ -273,7 +302,7 @@ impl ForkGuard {
         self.mark().load(Ordering::Relaxed) == 0
     }
 
-    fn mark(&self) -> &AtomicU32 {
+    fn mark(&self) -> &std::sync::atomic::AtomicU32 {
         // SAFETY: mapped while `self` lives, aligned to a page, zeroed or one.
         unsafe { self.page.0.as_ref() }
     }

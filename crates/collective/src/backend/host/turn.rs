@@ -8,24 +8,24 @@
 //! on this rank's bell. Whoever publishes rings the bells of those who sleep. Every rung looks for a
 //! failed group and a peer that left, and ends at the group's timeout.
 
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::Host;
 use super::segment::{Counter, Poison, Segment};
 use super::sys;
 use crate::span::Span;
+use crate::sync::atomic::{Ordering, fence};
 use crate::{Error, OpDesc, Patience, Place, Rank, Result};
 
 /// Looks before the first clock is read.
-pub(super) const LOOKS: u32 = 200;
+pub(super) const LOOKS: u32 = if cfg!(loom) { 1 } else { 200 };
 /// How long a caller spins, when every rank can have a core. Longer gains nothing, since a yield on
 /// a free core takes less than a microsecond, and costs when a peer wants this core.
-pub(super) const SPIN: Duration = Duration::from_micros(1);
+pub(super) const SPIN: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 1 });
 /// How long a caller yields before it sleeps.
-pub(super) const YIELD: Duration = Duration::from_micros(300);
+pub(super) const YIELD: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 300 });
 /// How long the communication thread spins before it sleeps.
-pub(super) const SPIN_BACKGROUND: Duration = Duration::from_micros(2);
+pub(super) const SPIN_BACKGROUND: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 2 });
 /// The longest sleep without looking around, should a wake-up be lost to a crash.
 pub(super) const TICK: Duration = Duration::from_millis(50);
 
@@ -87,9 +87,8 @@ impl<'a> Turn<'a> {
         }
         let own = self.op.fingerprint(seq, self.place);
         segment.set_fingerprint(self.rank(), &own);
-        // SeqCst, as every store that is followed by `ring`; it also publishes the fingerprint and
-        // the slot's data to the Acquire loads in `wait`.
-        segment.entry(self.rank(), seq).store(seq + 1, Ordering::SeqCst);
+        // Release: publishes the fingerprint and the slot's data to the Acquire loads in `wait`.
+        segment.entry(self.rank(), seq).store(seq + 1, Ordering::Release);
         self.ring_peers();
         self.wait(Who::All, &|rank, order| segment.entry(rank, seq).load(order) > seq)?;
         let differs = |rank| own.difference(&segment.fingerprint(rank, seq));
@@ -101,8 +100,8 @@ impl<'a> Turn<'a> {
 
     /// Announces a counter of this rank.
     pub(super) fn publish(&self, counter: Counter, value: u64) {
-        // SeqCst as in `enter`; pairs with the Acquire in `wait`.
-        self.segment().counter(self.rank(), counter).store(value, Ordering::SeqCst);
+        // Release: pairs with the Acquire in `wait`.
+        self.segment().counter(self.rank(), counter).store(value, Ordering::Release);
         self.ring_peers();
     }
 
@@ -120,6 +119,8 @@ impl<'a> Turn<'a> {
     }
 
     fn ring_peers(&self) {
+        // SeqCst: pairs with the fence in `sleep`, see `Segment::ring`.
+        fence(Ordering::SeqCst);
         for rank in self.peers() {
             self.segment().ring(rank);
         }
@@ -189,10 +190,11 @@ impl<'a> Turn<'a> {
     /// Sleeps on this rank's bell, unless there is a reason not to.
     fn sleep(&self, rank: Rank, tick: Duration, reached: &dyn Fn(Rank, Ordering) -> bool) {
         let bell = self.segment().bell(self.rank());
-        // SeqCst: either the looks below see what a peer published, or the peer, who looks at the
-        // bell after publishing, sees it set.
         bell.store(1, Ordering::SeqCst);
-        let awake = reached(rank, Ordering::SeqCst)
+        // SeqCst: either the looks below see what a peer published, or the peer, who looks at the
+        // bell after publishing and a fence of its own, sees it set.
+        fence(Ordering::SeqCst);
+        let awake = reached(rank, Ordering::Acquire)
             || self.segment().poison().is_some()
             || self.segment().is_gone(rank);
         if !awake {

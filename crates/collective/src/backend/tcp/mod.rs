@@ -58,6 +58,8 @@ const REASON_BYTES: usize = 320;
 #[derive(Debug)]
 pub(crate) struct Tcp {
     rank: Rank,
+    /// Why it is TCP.
+    reason: String,
     layout: Layout,
     name: String,
     timeout: Duration,
@@ -82,7 +84,7 @@ struct State {
 }
 
 /// Joins a group; returns when all ranks have.
-pub(crate) fn join(joining: &Joining<'_>) -> Result<Tcp> {
+pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Tcp> {
     let (rank, world) = (joining.rank, joining.world());
     if world > MAX_RANKS {
         let text = format!("a group over TCP has 1 to {MAX_RANKS} ranks, not {world}");
@@ -95,6 +97,7 @@ pub(crate) fn join(joining: &Joining<'_>) -> Result<Tcp> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let tcp = Tcp {
         rank,
+        reason,
         alert: layout.members(layout.machine(rank)).len() <= cores,
         layout,
         name: joining.options.name.clone(),
@@ -253,6 +256,10 @@ impl Tcp {
 impl Backend for Tcp {
     fn name(&self) -> &'static str {
         "tcp"
+    }
+
+    fn reason(&self) -> &str {
+        &self.reason
     }
 
     fn rank(&self) -> Rank {

@@ -261,8 +261,8 @@ impl Store for TcpStore {
     }
 
     fn local_ip(&self) -> Option<IpAddr> {
-        let idle = self.idle.lock();
-        Some(idle.last()?.stream.local_addr().ok()?.ip().to_canonical())
+        let addr = self.with(|| "local_ip".to_owned(), |connection| connection.stream.local_addr());
+        addr.ok().map(|addr| addr.ip().to_canonical())
     }
 }
 

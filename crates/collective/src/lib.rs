@@ -69,7 +69,7 @@ pub use flight::{FlightCall, FlightOutcome, FlightRecord};
 pub use init::{Topology, init_process_group};
 pub use membership::Connect;
 pub use op::{Fingerprint, OpDesc, Place, Verb};
-pub use options::{Determinism, GroupOptions};
+pub use options::{Determinism, GroupOptions, Transport};
 pub use process_group::ProcessGroup;
 pub use reduce_op::{Factor, ReduceOp};
 pub use reducer::{Reducer, ReducerOptions};
@@ -77,6 +77,14 @@ pub use shared_buf::SharedBuf;
 pub use store::{MemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
 pub use verbs::Message;
 pub use work::{Buffer, Work};
+
+/// What goes over the connections of the TCP backend, for the fuzz target; no part of the API.
+#[doc(hidden)]
+pub mod wire {
+    pub use crate::backend::tcp::frame::{
+        CONTROL_BYTES, Cause, Channel, Control, Failure, Frame, Garbled, HEADER, Hello,
+    };
+}
 
 /// A process's index within a group, `0..world_size`.
 pub type Rank = usize;

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::backend::host;
+use crate::backend::meet;
 use crate::object::all_gather_object;
 use crate::rebuild::Lineage;
 use crate::store::{PrefixStore, Store, WatchedStore};
@@ -243,6 +243,11 @@ impl ProcessGroup {
         self.backend.name()
     }
 
+    /// Why it is this backend and not another, for a log.
+    pub fn backend_reason(&self) -> &str {
+        self.backend.reason()
+    }
+
     /// What makes a further group of this one's kind.
     pub(crate) fn origin(&self, what: &str) -> Result<&Origin> {
         self.membership.origin.as_ref().ok_or_else(|| Error::Unsupported {
@@ -256,13 +261,14 @@ impl ProcessGroup {
 }
 
 /// Ranks of one machine, whether threads or processes.
-pub(crate) fn connect_host(
+/// Makes the backend that the options and the ranks' places call for.
+pub(crate) fn connect(
     store: &Arc<dyn Store>,
     rank: Rank,
     world_size: usize,
     options: &GroupOptions,
 ) -> Result<Arc<dyn Backend>> {
-    Ok(Arc::new(host::shm::join(&**store, rank, world_size, options)?))
+    meet::join(&**store, rank, world_size, options)
 }
 
 /// What every rank gave as members of a new group; the verdict is the same on all of them.

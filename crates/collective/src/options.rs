@@ -18,9 +18,50 @@ pub struct GroupOptions {
     pub name: String,
     /// Whether reductions fold in rank order. They do unless set.
     pub determinism: Determinism,
+    /// What carries the data. [`Transport::Auto`] unless set.
+    pub transport: Transport,
     /// Where the group's flight record goes when the group fails. Nowhere unless set here or by the
     /// environment's `COLLECTIVE_FLIGHT_DIR`.
     pub flight_dir: Option<PathBuf>,
+}
+
+/// What carries the data of a group whose ranks are processes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Transport {
+    /// [`Host`](Self::Host) if all ranks are on one machine; else [`Gloo`](Self::Gloo) if all ranks
+    /// are built with it, else [`Tcp`](Self::Tcp).
+    /// [`ProcessGroup::backend_reason`] says why it was which.
+    #[default]
+    Auto,
+    /// Shared memory of one machine.
+    Host,
+    /// TCP connections between all ranks, wherever they are.
+    ///
+    /// A rank listens at the address by which it reaches the store, or at that of the interface
+    /// which the environment variable `COLLECTIVE_IFNAME` names: `eth0`, or `^lo` for any but this.
+    Tcp,
+    /// libgloo, over TCP connections between all ranks. Needs the feature `gloo`.
+    ///
+    /// Each operation begins with a message of 48 bytes from every rank to every other. Then
+    /// `all_reduce` of `b` bytes among `n` ranks takes two steps in which a rank sends
+    /// `(n-1)/n * b`, up to 8 KiB one in which it sends `(n-1) * b`, with the same bits as on every
+    /// transport; with [`Determinism::Fast`] it is gloo's ring. `broadcast` is a binomial tree,
+    /// everything else one step between all pairs. [`alloc`](ProcessGroup::alloc) gives ordinary
+    /// memory. The network is trusted, and the process must ignore `SIGPIPE`, as Rust programs do.
+    Gloo,
+}
+
+impl Transport {
+    /// Its name in error texts.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Host => "host",
+            Self::Tcp => "tcp",
+            Self::Gloo => "gloo",
+        }
+    }
 }
 
 /// In which order a reduction folds the ranks' numbers.
@@ -42,6 +83,7 @@ impl Default for GroupOptions {
             timeout: Duration::from_secs(600),
             name: "default".into(),
             determinism: Determinism::RankOrder,
+            transport: Transport::Auto,
             flight_dir: None,
         }
     }
@@ -57,6 +99,12 @@ impl GroupOptions {
     /// Sets the order of reductions.
     pub fn with_determinism(mut self, determinism: Determinism) -> Self {
         self.determinism = determinism;
+        self
+    }
+
+    /// Sets what carries the data. An explicit choice is never replaced by another.
+    pub fn with_transport(mut self, transport: Transport) -> Self {
+        self.transport = transport;
         self
     }
 

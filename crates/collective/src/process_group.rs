@@ -10,9 +10,7 @@ use std::time::Duration;
 
 use crate::backend::{Backend, Patience, host};
 use crate::flight::{FlightRecord, Recorder};
-#[cfg(feature = "gloo")]
-use crate::membership::Connect;
-use crate::membership::{Membership, Origin, connect_host};
+use crate::membership::{Membership, Origin, connect};
 use crate::sim::{self, Clocks, Network};
 use crate::store::{MemoryStore, Store};
 use crate::verbs::{Message, Verbs, check_bytes};
@@ -71,8 +69,7 @@ impl ProcessGroup {
     pub fn threads(world_size: usize, timeout: Duration) -> Result<Vec<Self>> {
         let options = GroupOptions::default().with_timeout(timeout);
         let hosts = host::threads::group(world_size, &options)?;
-        let origin =
-            Origin { store: Arc::new(MemoryStore::new()), connect: Arc::new(connect_host) };
+        let origin = Origin { store: Arc::new(MemoryStore::new()), connect: Arc::new(connect) };
         let group = |host| {
             let membership = Membership::first(world_size, options.clone(), Some(origin.clone()));
             Self::new(Arc::new(host), membership)
@@ -100,58 +97,27 @@ impl ProcessGroup {
         Ok((sims.into_iter().map(group).collect(), clocks))
     }
 
-    /// A group whose ranks are processes of one machine, over shared memory.
+    /// A group whose ranks are processes: of one machine, over shared memory, or of several, over
+    /// TCP or libgloo; see [`Transport`](crate::Transport).
     ///
-    /// Every rank must call it, with the same `world_size` and name, each with its own `rank`.
-    /// Blocks until all have. Nothing is left behind on the machine, however the processes end.
+    /// Every rank must call it, with the same `world_size`, name and transport, each with its own
+    /// `rank`. Blocks until all have. Nothing is left behind on a machine, however the processes
+    /// end.
     ///
     /// # Errors
     ///
-    /// [`Error::Timeout`] naming the ranks that did not come; [`Error::Unsupported`] if the ranks
-    /// are on several machines (or in several pid namespaces); [`Error::PeerDied`]; the store's
-    /// errors; [`Error::InvalidArgument`] for a rank or size out of range.
+    /// [`Error::Timeout`] naming the ranks that did not come; [`Error::Rendezvous`] naming rank,
+    /// address and port if one cannot be connected to; [`Error::Unsupported`] if shared memory was
+    /// asked for and the ranks are on several machines (or in several pid namespaces);
+    /// [`Error::PeerDied`]; the store's errors; [`Error::InvalidArgument`] for a rank or size out of
+    /// range, or if the ranks do not agree on size and transport.
     pub fn from_store(
         store: Arc<dyn Store>,
         rank: Rank,
         world_size: usize,
         options: GroupOptions,
     ) -> Result<Self> {
-        Self::from_store_with(store, rank, world_size, options, Arc::new(connect_host))
-    }
-
-    /// A group whose ranks are processes anywhere, over libgloo and TCP. With the feature `gloo`.
-    ///
-    /// Every rank must call it, with the same `world_size` and options, each with its own `rank`.
-    /// Blocks until all have. Ranks connect to one another at the address that each has on its way
-    /// to the store; every rank has two connections to each other, so a network that is trusted is
-    /// assumed. The process must ignore `SIGPIPE`, as Rust programs do.
-    ///
-    /// For `n` ranks and `b` bytes: each operation begins with a message of 48 bytes from every
-    /// rank to every other. Then `all_reduce` takes two steps in which a rank sends `(n-1)/n * b`,
-    /// up to 8 KiB one in which it sends `(n-1) * b`, and has the same bits as on every transport;
-    /// with [`Determinism::Fast`](crate::Determinism::Fast) it is gloo's ring. `broadcast` is a
-    /// binomial tree, everything else one step between all pairs. [`alloc`](Self::alloc) gives
-    /// ordinary memory.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Timeout`] naming the ranks that did not come;
-    /// [`Error::PeerDied`]; the store's errors;
-    /// [`Error::Io`] with gloo's words if it cannot open sockets;
-    /// [`Error::InvalidArgument`] for a rank or size out of range,
-    /// which ends at 1024.
-    #[cfg(feature = "gloo")]
-    pub fn gloo(
-        store: Arc<dyn Store>,
-        rank: Rank,
-        world_size: usize,
-        options: GroupOptions,
-    ) -> Result<Self> {
-        let connect: Arc<Connect> = Arc::new(|store, rank, world_size, options| {
-            let gloo = crate::backend::gloo::join(&**store, rank, world_size, options)?;
-            Ok(Arc::new(gloo))
-        });
-        Self::from_store_with(store, rank, world_size, options, connect)
+        Self::from_store_with(store, rank, world_size, options, Arc::new(connect))
     }
 
     /// A group over a backend that is connected already. It cannot be [`split`](Self::split) or

@@ -34,6 +34,11 @@ impl<'a> Span<'a> {
         Self { ptr, len, life: PhantomData }
     }
 
+    /// No bytes.
+    pub(crate) fn empty() -> Self {
+        Self { ptr: std::ptr::NonNull::dangling().as_ptr(), len: 0, life: PhantomData }
+    }
+
     pub(crate) fn len(self) -> usize {
         self.len
     }
@@ -47,6 +52,13 @@ impl<'a> Span<'a> {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(inside, "{offset}+{len} lies outside of {} bytes", self.len);
         Self { ptr: self.ptr.wrapping_add(offset), len, life: PhantomData }
+    }
+
+    /// Copies all of `source`, which has the same length, here.
+    pub(crate) fn copy_from_slice(self, source: &[u8]) {
+        assert_eq!(self.len, source.len(), "a copy keeps the length");
+        // SAFETY: both are alive and hold this many bytes; `copy` allows them to overlap.
+        unsafe { std::ptr::copy(source.as_ptr(), self.ptr, self.len) };
     }
 
     /// Copies all of `source`, which has the same length, here.

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use collective::sim::Network;
-use collective::{GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result};
+use collective::{GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result, Transport};
 use common::{Role, Workers};
 use half::{bf16, f16};
 use twin::Number;
@@ -96,7 +96,15 @@ fn ranks_over_gloo() {
             let join = |rank| {
                 let options = GroupOptions::default().with_timeout(TIMEOUT);
                 let store = Arc::clone(&store);
-                scope.spawn(move || ProcessGroup::gloo(store, rank, world, options).unwrap())
+                scope.spawn(move || {
+                    ProcessGroup::from_store(
+                        store,
+                        rank,
+                        world,
+                        options.with_transport(Transport::Gloo),
+                    )
+                    .unwrap()
+                })
             };
             let ranks: Vec<_> = (0..world).map(join).collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -110,6 +118,20 @@ fn ranks_of_a_simulated_network() {
     let options = GroupOptions::default().with_timeout(TIMEOUT);
     let group = |world| ProcessGroup::simulated(world, Network::default(), &options).unwrap().0;
     over(group, THIN);
+}
+
+#[test]
+fn ranks_as_threads_over_tcp() {
+    let scope = Scope { counts: &[0, 1, 33, 70_001], ..THIN };
+    over(|world| common::over_tcp(world, TIMEOUT), scope);
+}
+
+#[test]
+fn ranks_as_processes_over_tcp() {
+    for world in [2, 3] {
+        let ranks: Vec<_> = (0..world).collect();
+        Workers::start_over("tcp", "thin", world, &ranks, TIMEOUT).finish();
+    }
 }
 
 /// The way processes join, but within one; and the same name twice.
@@ -144,6 +166,7 @@ fn ranks_as_processes() {
 #[test]
 fn worker() {
     if let Some(role) = Role::from_env() {
-        suite(role.join().unwrap(), FULL).unwrap();
+        let scope = if role.scenario == "thin" { THIN } else { FULL };
+        suite(role.join().unwrap(), scope).unwrap();
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use collective::{
     Determinism, Element, Error, GroupOptions, MemoryStore, Message, ProcessGroup, ReduceOp,
-    Result, SharedBuf, TcpStore,
+    Result, SharedBuf, TcpStore, Transport,
 };
 use common::{DEADLINE, Role, Workers};
 use half::{bf16, f16};
@@ -37,7 +37,15 @@ fn threads<T: Send>(
         let ranks: Vec<_> = (0..world)
             .map(|number| {
                 let (store, options) = (Arc::clone(&store), options.clone());
-                let join = move || ProcessGroup::gloo(store, number, world, options).unwrap();
+                let join = move || {
+                    ProcessGroup::from_store(
+                        store,
+                        number,
+                        world,
+                        options.with_transport(Transport::Gloo),
+                    )
+                    .unwrap()
+                };
                 scope.spawn(move || rank(join()))
             })
             .collect();
@@ -287,7 +295,13 @@ fn a_name_may_be_used_again_when_its_group_is_gone() {
             for rank in 0..3 {
                 let store = Arc::clone(&store);
                 scope.spawn(move || {
-                    let group = ProcessGroup::gloo(store, rank, 3, options(TIMEOUT)).unwrap();
+                    let group = ProcessGroup::from_store(
+                        store,
+                        rank,
+                        3,
+                        options(TIMEOUT).with_transport(Transport::Gloo),
+                    )
+                    .unwrap();
                     group.barrier().unwrap();
                 });
             }
@@ -434,7 +448,8 @@ fn a_rank_that_never_joins_is_named() {
     let store = Arc::new(MemoryStore::new());
     let start = Instant::now();
     let options = options(Duration::from_millis(300));
-    let error = ProcessGroup::gloo(store, 1, 3, options).unwrap_err();
+    let error =
+        ProcessGroup::from_store(store, 1, 3, options.with_transport(Transport::Gloo)).unwrap_err();
     let Error::Timeout { missing, op, .. } = &error else { panic!("{error}") };
     assert_eq!((missing.as_slice(), op.as_str()), (&[0, 2][..], "joining group default"));
     assert!(start.elapsed() < SOON);
@@ -451,7 +466,8 @@ fn a_rank_that_said_where_it_is_and_then_died_is_named() {
     collective::Store::set(&*store, "default/gloo/1/member/0", &bytes).unwrap();
     let start = Instant::now();
     let options = options(Duration::from_secs(2));
-    let error = ProcessGroup::gloo(store, 1, 2, options).unwrap_err();
+    let error =
+        ProcessGroup::from_store(store, 1, 2, options.with_transport(Transport::Gloo)).unwrap_err();
     assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
     match error {
         Error::PeerDied { rank: 0, .. } => {}
@@ -620,7 +636,14 @@ fn worker() {
     }
     if role.scenario == "vanish" {
         let known = Arc::clone(&store);
-        std::thread::spawn(move || ProcessGroup::gloo(known, role.rank, role.world, options));
+        std::thread::spawn(move || {
+            ProcessGroup::from_store(
+                known,
+                role.rank,
+                role.world,
+                options.with_transport(Transport::Gloo),
+            )
+        });
         let key = "default/gloo/1/member/0";
         let bytes = collective::Store::get(&*store, key, role.timeout).unwrap();
         let text: Vec<String> = bytes.iter().map(ToString::to_string).collect();
@@ -629,7 +652,13 @@ fn worker() {
         std::thread::sleep(DEADLINE);
         return;
     }
-    let group = ProcessGroup::gloo(store, role.rank, role.world, options).unwrap();
+    let group = ProcessGroup::from_store(
+        store,
+        role.rank,
+        role.world,
+        options.with_transport(Transport::Gloo),
+    )
+    .unwrap();
     match role.scenario.as_str() {
         "moves" => {
             moves(&group).unwrap();

@@ -59,6 +59,8 @@ pub(crate) struct Gloo {
     name: String,
     timeout: Duration,
     determinism: Determinism,
+    /// Why the group is over gloo.
+    reason: String,
     /// In a fork all of gloo stays where it is: its thread is in the parent only.
     control: ManuallyDrop<Control>,
     state: ManuallyDrop<Mutex<State>>,
@@ -99,11 +101,18 @@ impl Gloo {
             name: options.name.clone(),
             timeout: options.timeout,
             determinism: options.determinism,
+            reason: "it was asked for".into(),
             control: ManuallyDrop::new(control),
             state: ManuallyDrop::new(Mutex::new(state)),
             failed: OnceLock::new(),
             guard: ForkGuard::new()?,
         })
+    }
+
+    /// With another reason for its being this backend.
+    pub(crate) fn because(mut self, reason: String) -> Self {
+        self.reason = reason;
+        self
     }
 
     fn fork_check(&self) -> Result<()> {
@@ -156,6 +165,10 @@ impl Gloo {
 impl Backend for Gloo {
     fn name(&self) -> &'static str {
         "gloo"
+    }
+
+    fn reason(&self) -> &str {
+        &self.reason
     }
 
     fn rank(&self) -> Rank {

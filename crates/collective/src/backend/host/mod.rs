@@ -53,6 +53,8 @@ pub(crate) struct Host {
     // Stops before the segment goes.
     _monitor: Option<shm::Monitor>,
     rank: Rank,
+    /// Why it is this backend.
+    reason: String,
     name: String,
     timeout: Duration,
     /// Every rank can have a core to itself, so that spinning takes nothing from a peer.
@@ -111,6 +113,7 @@ impl Host {
         Ok(Self {
             _monitor: monitor,
             rank,
+            reason: "the ranks are threads of one process".into(),
             name: options.name.clone(),
             timeout: options.timeout,
             alert: segment.world <= cores,
@@ -121,6 +124,12 @@ impl Host {
             failed: OnceLock::new(),
             guard: ForkGuard::new()?,
         })
+    }
+
+    /// With another reason for its being this backend.
+    pub(crate) fn because(mut self, reason: String) -> Self {
+        self.reason = reason;
+        self
     }
 
     fn world(&self) -> usize {
@@ -275,6 +284,10 @@ impl Host {
 impl Backend for Host {
     fn name(&self) -> &'static str {
         "host"
+    }
+
+    fn reason(&self) -> &str {
+        &self.reason
     }
 
     fn rank(&self) -> Rank {

@@ -25,6 +25,8 @@
 //!   [`Work`] gives it back, so forgetting one leaks memory and never corrupts it.
 //! * **Shared buffers are faster.** [`ProcessGroup::alloc`] gives memory the ranks share;
 //!   reducing it copies nothing.
+//! * **Networks that are not there.** [`sim`] carries out the algorithms between machines on virtual
+//!   time: for thousands of ranks without data, or for threads with real ones, faults included.
 //!
 //! What carries the data is a [`Backend`]; the embedded one, over shared memory, needs nothing
 //! installed. Linux only.

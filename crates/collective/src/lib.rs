@@ -31,6 +31,8 @@
 //!   how far it got; [`GroupOptions::with_flight_dir`] has it written when the group fails.
 //! * **Shared buffers are faster.** [`ProcessGroup::alloc`] gives memory the ranks share;
 //!   reducing it copies nothing.
+//! * **Networks that are not there.** [`sim`] carries out the algorithms between machines on virtual
+//!   time: for thousands of ranks without data, or for threads with real ones, faults included.
 //!
 //! What carries the data is a [`Backend`]; the embedded one, over shared memory, needs nothing
 //! installed. Linux only.

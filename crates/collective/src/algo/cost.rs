@@ -127,8 +127,10 @@ impl Costs {
     }
 }
 
+/// Elements of each of the fewest equal chunks of about so many bytes at most.
 fn elements(bytes: f64, op: &OpDesc) -> usize {
-    (bytes as usize / op.dtype.size()).clamp(1, op.count.max(1))
+    let most = (bytes as usize / op.dtype.size()).max(1);
+    op.count.div_ceil(op.count.div_ceil(most).max(1)).max(1)
 }
 
 /// The algorithm with the least expected time among those that keep the promised bits.
@@ -285,7 +287,9 @@ impl Form<'_> {
         let part = mean / owners;
         let fold = peers * part * self.fold;
         let first = self.all_peers(1.0, part, to_owners);
-        let both = self.all_peers(2.0, part, to_owners.max(on));
+        // Whoever broadcasts sends no results, and the others send nothing else.
+        let messages = if verb == Verb::Broadcast { 1.0 } else { 2.0 };
+        let both = self.all_peers(messages, part, to_owners.max(on));
         first + fold + (chunks - 1.0) * (both + fold) + self.all_peers(1.0, part, on)
     }
 

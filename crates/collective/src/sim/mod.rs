@@ -4,8 +4,8 @@
 //! by the chosen algorithm or by the one the cost model picks, and what each rank would report if
 //! something went wrong; it needs no data and one thread.
 //! [`ProcessGroup::simulated`](crate::ProcessGroup::simulated) is a group of threads whose data are
-//! real and whose [clocks](Clocks) are virtual, to test a program against networks and [faults](
-//! Fault) that are not at hand. Both carry out the same schedules of messages and folds as the
+//! real and whose [clocks](Clocks) are virtual, to test a program against networks and faults
+//! ([`Fault`]) that are not at hand. Both carry out the same schedules of messages and folds as the
 //! backend over TCP, so what is simulated is what runs.
 //!
 //! # The model

@@ -6,9 +6,9 @@
 //! same order: [`all_reduce`](ProcessGroup::all_reduce), [`broadcast`](ProcessGroup::broadcast),
 //! [`all_gather`](ProcessGroup::all_gather), [`reduce_scatter`](ProcessGroup::reduce_scatter),
 //! [`barrier`](ProcessGroup::barrier), and [`object`]'s for anything serde can write. Ranks are
-//! threads of one process ([`ProcessGroup::threads`]: tests, examples) or processes of one machine
-//! that found each other through a [`store`] ([`ProcessGroup::from_store`]; [`init_process_group`]
-//! does it with what the launcher left in the environment). A [`Reducer`] averages a model's
+//! threads of one process ([`ProcessGroup::threads`]: tests, examples) or processes, of one machine
+//! or several, that found each other through a [`store`] ([`ProcessGroup::from_store`];
+//! [`init_process_group`] does it with what the launcher left in the environment). A [`Reducer`] averages a model's
 //! gradients over a group while backward still runs.
 //!
 //! * **Same call everywhere, checked.** A call becomes an [`OpDesc`]; its [`Fingerprint`] is
@@ -26,8 +26,9 @@
 //! * **Shared buffers are faster.** [`ProcessGroup::alloc`] gives memory the ranks share;
 //!   reducing it copies nothing.
 //!
-//! What carries the data is a [`Backend`]; the embedded one, over shared memory, needs nothing
-//! installed. Linux only.
+//! What carries the data is a [`Backend`]; the embedded ones need nothing installed: shared memory
+//! within a machine, TCP between several ([`Transport`]). Whoever can reach a rank's port can disturb
+//! a group over TCP, and nothing is encrypted: the network must be trusted. Linux only.
 
 pub mod init;
 pub mod object;

@@ -33,12 +33,10 @@ constexpr std::chrono::microseconds kSlice{1000};
 
 thread_local std::string last_error;
 
-struct Stopped : std::runtime_error {
-  Stopped() : std::runtime_error("stopped") {}
-};
-
-struct Late : std::runtime_error {
-  explicit Late(int peer) : std::runtime_error("late"), peer(peer) {}
+// A wait for a peer that came to no end.
+struct Unfinished : std::runtime_error {
+  Unfinished(int code, int peer) : std::runtime_error("unfinished"), code(code), peer(peer) {}
+  const int code;
   const int peer;
 };
 
@@ -55,10 +53,8 @@ template <class F>
 int guard(F &&call) noexcept {
   try {
     return call();
-  } catch (const Stopped &error) {
-    return fail(GLOO_SHIM_STOPPED, error.what());
-  } catch (const Late &error) {
-    return fail(GLOO_SHIM_LATE, error.what());
+  } catch (const Unfinished &error) {
+    return fail(error.code, error.what());
   } catch (const gloo::IoException &error) {
     return fail(GLOO_SHIM_IO, error.what());
   } catch (const std::exception &error) {
@@ -127,10 +123,8 @@ class Wires final : public tcp::Context {
     return std::make_unique<Patient>(shared_from_this(), memory, size);
   }
 
-  void stop_if_told() const {
-    if (reduction != nullptr && reduction->check(reduction->arg) != 0) {
-      throw Stopped();
-    }
+  bool told_to_stop() const {
+    return reduction != nullptr && reduction->check(reduction->arg) != 0;
   }
 
   // The collective under way.
@@ -140,9 +134,12 @@ class Wires final : public tcp::Context {
 bool Patient::wait(bool received, std::chrono::milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   while (!take(received, kSlice)) {
-    static_cast<const Wires &>(*context_).stop_if_told();
+    const int peer = received ? from_ : to_;
+    if (static_cast<const Wires &>(*context_).told_to_stop()) {
+      throw Unfinished(GLOO_SHIM_STOPPED, peer);
+    }
     if (Clock::now() >= deadline) {
-      throw Late(received ? from_ : to_);
+      throw Unfinished(GLOO_SHIM_LATE, peer);
     }
   }
   return true;
@@ -209,8 +206,8 @@ int reduce(gloo_shim_mesh *mesh, void *memory, gloo_shim_reduction *reduction, R
       options.setTimeout(std::chrono::milliseconds(reduction->timeout_ms));
       run(options);
       return int{GLOO_SHIM_OK};
-    } catch (const Late &late) {
-      reduction->peer = late.peer;
+    } catch (const Unfinished &wait) {
+      reduction->peer = wait.peer;
       throw;
     }
   });

@@ -47,7 +47,7 @@ typedef struct {
   gloo_shim_fold fold;
   gloo_shim_check check;
   void *arg; /* of both */
-  int peer;  /* out: who was late; -1 if nobody */
+  int peer;  /* out: who was waited for when LATE or STOPPED, else -1 */
 } gloo_shim_reduction;
 
 /* The text stays until this thread's next failure. */

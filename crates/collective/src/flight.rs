@@ -292,3 +292,97 @@ fn write(dir: &Path, record: &FlightRecord) -> std::io::Result<()> {
     fs::write(&new, serde_json::to_vec_pretty(record)?)?;
     fs::rename(new, path)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::{GroupOptions, ProcessGroup, ReduceOp};
+
+    fn alone(options: &GroupOptions) -> ProcessGroup {
+        let options = options.clone().with_timeout(Duration::from_secs(10));
+        let mut hosts = crate::backend::host::threads::group(1, &options).unwrap();
+        ProcessGroup::from_backend_with(Arc::new(hosts.remove(0)), &options)
+    }
+
+    #[test]
+    fn the_last_calls_are_kept_in_order() {
+        let group = alone(&GroupOptions::default());
+        assert_eq!(group.flight_record().calls, []);
+        for count in 0..CALLS + 3 {
+            group.all_reduce(&mut vec![1_i32; count], ReduceOp::Sum).unwrap();
+        }
+        let work = group.all_reduce_async(vec![1_u8; 9], ReduceOp::Max).unwrap();
+        work.wait().unwrap();
+        let record = group.flight_record();
+        assert_eq!(record.calls.len(), CALLS);
+        for (i, call) in record.calls[..CALLS - 1].iter().enumerate() {
+            let seq = i + 4;
+            assert_eq!(call.seq, seq as u64);
+            assert_eq!(call.call, format!("all_reduce of {seq} i32, sum"));
+            assert_eq!(call.outcome, FlightOutcome::Done);
+            assert!(call.end_ns.unwrap() >= call.start_ns && !call.asynchronous);
+            assert_eq!(call.thread, record.calls[0].thread);
+        }
+        let last = record.calls.last().unwrap();
+        assert_eq!(last.call, "all_reduce of 9 u8, max");
+        assert!(last.asynchronous && last.thread != record.calls[0].thread);
+        let text = record.to_string();
+        assert!(text.starts_with("group default, rank 0 of 1, backend host"), "{text}");
+        assert!(text.contains(" async: all_reduce of 9 u8, max: done after "), "{text}");
+    }
+
+    #[test]
+    fn what_is_under_way_is_seen_from_another_thread() {
+        let mut groups = ProcessGroup::threads(2, Duration::from_secs(10)).unwrap();
+        let (one, two) = (groups.pop().unwrap(), groups.pop().unwrap());
+        std::thread::scope(|scope| {
+            scope.spawn(|| one.barrier().unwrap());
+            let call = loop {
+                if let Some(call) = one.flight_record().calls.pop() {
+                    break call;
+                }
+                std::thread::yield_now();
+            };
+            assert_eq!((&*call.call, call.end_ns), ("barrier", None));
+            assert_eq!(call.outcome, FlightOutcome::UnderWay);
+            two.barrier().unwrap();
+        });
+        assert_eq!(one.flight_record().calls[0].outcome, FlightOutcome::Done);
+    }
+
+    #[test]
+    fn the_first_failure_is_written_and_no_other() {
+        let dir = std::env::temp_dir().join(format!("collective-flight-{}", std::process::id()));
+        let name = "a/b ü";
+        let group = alone(&GroupOptions::default().with_name(name).with_flight_dir(&dir));
+        group.barrier().unwrap();
+        group.broadcast(&mut [0_u8], 7).unwrap_err();
+        assert!(!dir.exists(), "a caller's mistake is no failure of the group");
+        group.abort("enough");
+        group.barrier().unwrap_err();
+        let path = dir.join(format!("a_b__-rank0-{}.json", std::process::id()));
+        let json: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        assert_eq!(json["group"], name);
+        assert_eq!(json["calls"][0]["outcome"], "done");
+        assert_eq!(json["calls"][1]["call"], "barrier");
+        let error = json["calls"][1]["outcome"]["failed"].as_str().unwrap();
+        assert_eq!(error, "the group was aborted by rank 0: enough");
+        fs::remove_dir_all(&dir).unwrap();
+        group.barrier().unwrap_err();
+        assert!(!dir.exists());
+    }
+
+    /// Nobody can write below a file; the failure itself still gets through.
+    #[test]
+    fn a_record_that_cannot_be_written_hides_nothing() {
+        let file = std::env::temp_dir().join(format!("collective-file-{}", std::process::id()));
+        fs::write(&file, "").unwrap();
+        let group = alone(&GroupOptions::default().with_flight_dir(file.join("dir")));
+        group.abort("enough");
+        let error = group.barrier().unwrap_err();
+        fs::remove_file(&file).unwrap();
+        assert!(matches!(error, Error::Aborted { by: 0, .. }), "{error}");
+    }
+}

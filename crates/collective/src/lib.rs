@@ -8,7 +8,8 @@
 //! [`barrier`](ProcessGroup::barrier), and [`object`]'s for anything serde can write. Ranks are
 //! threads of one process ([`ProcessGroup::threads`]: tests, examples) or processes, of one machine
 //! or several, that found each other through a [`store`] ([`ProcessGroup::from_store`];
-//! [`init_process_group`] does it with what the launcher left in the environment). A [`Reducer`] averages a model's
+//! [`init_process_group`] does it with what the launcher left in the environment). [`dist`] has the
+//! functions of `mmengine.dist`, for code that also runs alone. A [`Reducer`] averages a model's
 //! gradients over a group while backward still runs.
 //!
 //! * **Same call everywhere, checked.** A call becomes an [`OpDesc`]; its [`Fingerprint`] is
@@ -21,8 +22,13 @@
 //!   noticed at once, and its peers get [`Error::PeerDied`] with its rank;
 //!   [`ProcessGroup::abort`] ends everybody's waits. After a failure a group is
 //!   [poisoned](Error::Poisoned) on all ranks.
-//! * **Buffers in flight are owned.** [`ProcessGroup::all_reduce_async`] takes the buffer and its
-//!   [`Work`] gives it back, so forgetting one leaks memory and never corrupts it.
+//! * **Failures are survived.** [`ProcessGroup::rebuild`] makes a new group of the ranks that are
+//!   left, [`ProcessGroup::split`] subgroups that share no fate with their parent.
+//! * **Buffers in flight are owned.** [`ProcessGroup::all_reduce_async`] and its like take the buffer
+//!   and their [`Work`], which is also a future, gives it back; so forgetting one leaks memory and
+//!   never corrupts it.
+//! * **A failure leaves a record.** [`ProcessGroup::flight_record`] tells what a rank called last and
+//!   how far it got; [`GroupOptions::with_flight_dir`] has it written when the group fails.
 //! * **Shared buffers are faster.** [`ProcessGroup::alloc`] gives memory the ranks share;
 //!   reducing it copies nothing.
 //!
@@ -30,9 +36,11 @@
 //! within a machine, TCP between several ([`Transport`]). Whoever can reach a rank's port can disturb
 //! a group over TCP, and nothing is encrypted: the network must be trusted. Linux only.
 
+pub mod dist;
 pub mod init;
 pub mod object;
 pub mod reducer;
+pub mod sim;
 pub mod store;
 
 mod algo;

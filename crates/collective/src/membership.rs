@@ -15,9 +15,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
+use crate::backend::meet;
 use crate::object::all_gather_object;
 use crate::rebuild::Lineage;
-use crate::store::{Store, WatchedStore};
+use crate::store::{PrefixStore, Store, WatchedStore};
 use crate::{Backend, Error, GroupOptions, ProcessGroup, Rank, Result};
 
 /// How to make one rank's backend: it joins `world_size` ranks that meet at the store under the
@@ -105,6 +106,30 @@ impl Membership {
 }
 
 impl ProcessGroup {
+    /// A group over the backend that `connect` makes; [`split`](Self::split) and
+    /// [`rebuild`](Self::rebuild) call it again for the groups they make.
+    ///
+    /// Every rank must call it, as [`from_store`](Self::from_store).
+    ///
+    /// # Errors
+    ///
+    /// Those of `connect` and of the store.
+    pub fn from_store_with(
+        store: Arc<dyn Store>,
+        rank: Rank,
+        world_size: usize,
+        options: GroupOptions,
+        connect: Arc<Connect>,
+    ) -> Result<Self> {
+        let backend = connect(&store, rank, world_size, &options)?;
+        // What is made from this group has its keys apart from those of an earlier group of the
+        // name; every rank has been in as many.
+        let life = store.add(&format!("{}/lives/{rank}", options.name), 1)?;
+        let prefix = format!("{}/life{life}", options.name);
+        let origin = Origin { store: Arc::new(PrefixStore::new(prefix, store)), connect };
+        Ok(Self::new(backend, Membership::first(world_size, options, Some(origin))))
+    }
+
     /// Makes subgroups: the ranks that give the same colour form one, in the order of their keys,
     /// ranks with equal keys in the order of their rank here. A rank without a colour joins none
     /// and gets `None`.
@@ -233,6 +258,16 @@ impl ProcessGroup {
             ),
         })
     }
+}
+
+/// Over the backend that the options and the places of the ranks call for.
+pub(crate) fn connect(
+    store: &Arc<dyn Store>,
+    rank: Rank,
+    world_size: usize,
+    options: &GroupOptions,
+) -> Result<Arc<dyn Backend>> {
+    meet::join(&**store, rank, world_size, options)
 }
 
 /// What every rank gave as members of a new group; the verdict is the same on all of them.

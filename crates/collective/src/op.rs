@@ -85,6 +85,11 @@ impl Verb {
         )
     }
 
+    /// Whether it is of those of [`Backend::exchange`](crate::Backend::exchange) that all ranks call.
+    pub(crate) const fn is_exchange(self) -> bool {
+        matches!(self, Self::Gather | Self::Scatter | Self::AllToAll)
+    }
+
     /// Whether one rank has a part of its own.
     pub(crate) const fn has_root(self) -> bool {
         matches!(

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 #[cfg(doc)]
-use crate::{ProcessGroup, ReduceOp};
+use crate::{FlightRecord, ProcessGroup, ReduceOp};
 
 /// How a group is made.
 #[derive(Clone, Debug)]

@@ -8,10 +8,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Backend, Patience, host, meet};
+use crate::backend::{Backend, Patience, host};
 use crate::flight::{FlightRecord, Recorder};
-use crate::membership::{Connect, Membership, Origin};
-use crate::store::{MemoryStore, PrefixStore, Store};
+#[cfg(feature = "gloo")]
+use crate::membership::Connect;
+use crate::membership::{Membership, Origin, connect};
+use crate::sim::{self, Clocks, Network};
+use crate::store::{MemoryStore, Store};
 use crate::verbs::{Message, Verbs, check_bytes};
 use crate::work::{Queue, Work};
 use crate::{Element, Error, GroupOptions, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
@@ -76,6 +79,26 @@ impl ProcessGroup {
         Ok(hosts.into_iter().map(group).collect())
     }
 
+    /// A group whose ranks are threads of this process, on a [`network`](crate::sim::Network) that
+    /// is simulated: the data are real and the bits those of every other backend, the time is
+    /// virtual and told by the clocks. Does not wait.
+    ///
+    /// Rank `r` is element `r` of the result, to be moved to the thread that plays it. The groups
+    /// cannot be [`split`](Self::split) or [rebuilt](Self::rebuild).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] if the network does not fit the ranks.
+    pub fn simulated(
+        world_size: usize,
+        network: Network,
+        options: &GroupOptions,
+    ) -> Result<(Vec<Self>, Clocks)> {
+        let (sims, clocks) = sim::backend::group(world_size, network, options)?;
+        let group = |sim| Self::from_backend_with(Arc::new(sim), options);
+        Ok((sims.into_iter().map(group).collect(), clocks))
+    }
+
     /// A group whose ranks are processes: of one machine, over shared memory, or of several, over
     /// TCP; see [`Transport`].
     ///
@@ -109,15 +132,16 @@ impl ProcessGroup {
     /// For `n` ranks and `b` bytes: each operation begins with a message of 48 bytes from every
     /// rank to every other. Then `all_reduce` takes two steps in which a rank sends `(n-1)/n * b`,
     /// up to 8 KiB one in which it sends `(n-1) * b`, and has the same bits as on every transport;
-    /// with [`Determinism::Fast`] it is gloo's ring. `broadcast` is a binomial tree, everything
-    /// else one step between all pairs. [`alloc`](Self::alloc) gives ordinary memory.
+    /// with [`Determinism::Fast`](crate::Determinism::Fast) it is gloo's ring. `broadcast` is a
+    /// binomial tree, everything else one step between all pairs. [`alloc`](Self::alloc) gives
+    /// ordinary memory.
     ///
     /// # Errors
     ///
-    /// [`Error::Timeout`](crate::Error::Timeout) naming the ranks that did not come;
-    /// [`Error::PeerDied`](crate::Error::PeerDied); the store's errors;
-    /// [`Error::Io`](crate::Error::Io) with gloo's words if it cannot open sockets;
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a rank or size out of range,
+    /// [`Error::Timeout`] naming the ranks that did not come;
+    /// [`Error::PeerDied`]; the store's errors;
+    /// [`Error::Io`] with gloo's words if it cannot open sockets;
+    /// [`Error::InvalidArgument`] for a rank or size out of range,
     /// which ends at 1024.
     #[cfg(feature = "gloo")]
     pub fn gloo(
@@ -131,30 +155,6 @@ impl ProcessGroup {
             Ok(Arc::new(gloo))
         });
         Self::from_store_with(store, rank, world_size, options, connect)
-    }
-
-    /// A group over the backend that `connect` makes; [`split`](Self::split) and
-    /// [`rebuild`](Self::rebuild) call it again for the groups they make.
-    ///
-    /// Every rank must call it, as [`from_store`](Self::from_store).
-    ///
-    /// # Errors
-    ///
-    /// Those of `connect` and of the store.
-    pub fn from_store_with(
-        store: Arc<dyn Store>,
-        rank: Rank,
-        world_size: usize,
-        options: GroupOptions,
-        connect: Arc<Connect>,
-    ) -> Result<Self> {
-        let backend = connect(&store, rank, world_size, &options)?;
-        // What is made from this group has its keys apart from those of an earlier group of the
-        // name; every rank has been in as many.
-        let life = store.add(&format!("{}/lives/{rank}", options.name), 1)?;
-        let prefix = format!("{}/life{life}", options.name);
-        let origin = Origin { store: Arc::new(PrefixStore::new(prefix, store)), connect };
-        Ok(Self::new(backend, Membership::first(world_size, options, Some(origin))))
     }
 
     /// A group over a backend that is connected already. It cannot be [`split`](Self::split) or
@@ -535,8 +535,7 @@ impl ProcessGroup {
         self.backend.abort(reason);
     }
 
-    /// What this rank called last, and how far each call got: for a look at a job that hangs, from
-    /// any thread, without waiting. On this rank alone; costs nothing on the others.
+    /// What this rank called last, and how far each call got; from any thread, without waiting.
     pub fn flight_record(&self) -> FlightRecord {
         self.recorder.read(&*self.backend)
     }
@@ -576,15 +575,6 @@ impl fmt::Debug for ProcessGroup {
             .field("world_size", &self.world_size())
             .finish()
     }
-}
-
-fn connect(
-    store: &Arc<dyn Store>,
-    rank: Rank,
-    world_size: usize,
-    options: &GroupOptions,
-) -> Result<Arc<dyn Backend>> {
-    meet::join(&**store, rank, world_size, options)
 }
 
 fn concat<T: Element>(bufs: &[&mut [T]]) -> Vec<T> {

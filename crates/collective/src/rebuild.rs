@@ -110,13 +110,17 @@ impl ProcessGroup {
         let origin = self.origin("rebuild")?;
         let Membership { first_ranks, epoch, lineage, .. } = &*self.membership;
         let mut lineage = lineage.lock();
-        let failure = self.failure()?;
         if *epoch != lineage.current {
             let text = format!("{} is at epoch {} already", lineage.name, lineage.current);
             return Err(Error::InvalidArgument(format!("rebuild of epoch {epoch}: {text}")));
         }
-        lineage.dead.extend(failure.as_ref().and_then(dead_rank).map(|rank| first_ranks[rank]));
         self.backend.abort(&format!("rank {} rebuilds the group", self.rank()));
+        // It has failed by now, and says how it failed first.
+        match self.barrier() {
+            Err(error @ Error::InvalidArgument(_)) => return Err(error),
+            Err(error) => lineage.dead.extend(dead_rank(&error).map(|rank| first_ranks[rank])),
+            Ok(()) => {}
+        }
 
         let own = first_ranks[self.rank()];
         if lineage.members.contains(&own) {
@@ -144,16 +148,6 @@ impl ProcessGroup {
         })?;
         lineage.current = lineage.epoch;
         Ok(Self::new(backend, self.membership.next(options, lineage.epoch, ranks)))
-    }
-
-    /// What has failed on this rank so far.
-    fn failure(&self) -> Result<Option<Error>> {
-        match self.backend.ready() {
-            Ok(()) => Ok(None),
-            Err(Error::Poisoned(cause)) => Ok(Some(*cause)),
-            // A fork.
-            Err(error) => Err(error),
-        }
     }
 }
 
@@ -251,4 +245,99 @@ fn from_json<T: DeserializeOwned>(key: &str, json: &[u8]) -> Result<T> {
 
 fn garbled(key: &str) -> Error {
     Error::InvalidArgument(format!("what the ranks say in the store at {key} is garbled"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::MemoryStore;
+
+    fn roll<'a>(store: &'a dyn Store, candidates: &'a [Rank], own: Rank) -> Roll<'a> {
+        Roll { store, prefix: "g/epoch1".into(), candidates, own }
+    }
+
+    #[test]
+    fn all_ranks_get_the_same_roster_whoever_is_late() {
+        for seed in 0..300_u64 {
+            let (store, candidates) = (Arc::new(MemoryStore::new()), [0, 2, 3, 7]);
+            let ranks: Vec<_> = candidates
+                .into_iter()
+                .map(|own| {
+                    let store = Arc::clone(&store);
+                    let random = (seed + 1).wrapping_mul(own as u64 + 1).wrapping_mul(0x9e37_79b9);
+                    let pause = move |part: u64| Duration::from_micros(random / part % 400);
+                    std::thread::spawn(move || {
+                        std::thread::sleep(pause(7));
+                        let (roll, deadline) = (roll(&*store, &candidates, own), pause(11));
+                        roll.decide(&BTreeSet::new(), Instant::now() + deadline).unwrap()
+                    })
+                })
+                .collect();
+            let rosters: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+            assert!(rosters.iter().all(|roster| *roster == rosters[0]), "{seed}: {rosters:?}");
+        }
+    }
+
+    /// A store in which somebody else is always a little faster.
+    #[derive(Debug)]
+    struct Overtaken(MemoryStore, &'static str);
+
+    impl Store for Overtaken {
+        fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+            self.0.set(key, value)
+        }
+        fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+            self.0.get(key, timeout)
+        }
+        fn add(&self, key: &str, delta: i64) -> Result<i64> {
+            self.0.add(key, delta)
+        }
+        fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+            self.0.compare_set(key, b"", self.1.as_bytes())?;
+            self.0.compare_set(key, expected, desired)
+        }
+        fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
+            self.0.wait(keys, timeout)
+        }
+        fn check(&self, keys: &[&str]) -> Result<bool> {
+            self.0.check(keys)
+        }
+        fn delete_key(&self, key: &str) -> Result<bool> {
+            self.0.delete_key(key)
+        }
+        fn num_keys(&self) -> Result<i64> {
+            self.0.num_keys()
+        }
+    }
+
+    #[test]
+    fn the_first_roster_counts_and_one_that_cannot_be_is_refused() {
+        let decide = |roster| {
+            let store = Overtaken(MemoryStore::new(), roster);
+            roll(&store, &[0, 1, 2], 1).decide(&BTreeSet::new(), Instant::now())
+        };
+        assert_eq!(decide("[0,2]").unwrap(), [0, 2]);
+        for roster in ["[]", "[2,0]", "[1,1]", "[0,7]", "[-1]", "no list"] {
+            let error = decide(roster).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument(_)), "{roster}: {error}");
+        }
+    }
+
+    #[test]
+    fn who_is_known_dead_to_anybody_is_not_waited_for() {
+        let (store, candidates) = (Arc::new(MemoryStore::new()), [0, 1, 2, 3]);
+        let ranks: Vec<_> = [(0, 1), (2, 3)]
+            .into_iter()
+            .map(|(own, dead)| {
+                let store = Arc::clone(&store);
+                std::thread::spawn(move || {
+                    let never = deadline(Duration::from_secs(3600));
+                    roll(&*store, &candidates, own).decide(&BTreeSet::from([dead]), never).unwrap()
+                })
+            })
+            .collect();
+        assert!(ranks.into_iter().all(|rank| rank.join().unwrap() == [0, 2]));
+    }
 }

@@ -4,6 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 #![expect(unsafe_code, reason = "one test forks")]
 
+#[expect(dead_code, reason = "the other tests use the rest")]
 mod common;
 
 use std::pin::pin;

@@ -20,6 +20,7 @@ mod twin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use collective::sim::Network;
 use collective::{GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result};
 use common::{Role, Workers};
 use half::{bf16, f16};
@@ -98,6 +99,31 @@ fn ranks_as_processes_over_tcp() {
         let ranks: Vec<_> = (0..world).collect();
         Workers::start_over("tcp", "thin", world, &ranks, TIMEOUT).finish();
     }
+}
+
+#[cfg(feature = "gloo")]
+#[test]
+fn ranks_over_gloo() {
+    let join = |world| {
+        let store = Arc::new(MemoryStore::new());
+        std::thread::scope(|scope| {
+            let join = |rank| {
+                let options = GroupOptions::default().with_timeout(TIMEOUT);
+                let store = Arc::clone(&store);
+                scope.spawn(move || ProcessGroup::gloo(store, rank, world, options).unwrap())
+            };
+            let ranks: Vec<_> = (0..world).map(join).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    };
+    over(join, THIN);
+}
+
+#[test]
+fn ranks_of_a_simulated_network() {
+    let options = GroupOptions::default().with_timeout(TIMEOUT);
+    let group = |world| ProcessGroup::simulated(world, Network::default(), &options).unwrap().0;
+    over(group, THIN);
 }
 
 /// The way processes join, but within one; and the same name twice.

@@ -30,11 +30,13 @@ fn figures() -> bool {
     std::env::var_os("COLLECTIVE_FIGURES").is_some()
 }
 
-/// What took a rank until it gave up on a peer is the timeout, and a little.
-fn in_time(took: Duration, timeout: Duration) {
+/// A rank that has called at `start` gives up on a peer when the timeout is over, and a little. It may
+/// do so with a rank that called before it, but not before the timeout of any, who all called after
+/// `base`.
+fn in_time(base: Instant, start: Instant, timeout: Duration) {
     let slack = if figures() { Duration::from_millis(10) } else { SOON };
-    // A timeout is counted from the last step of the peer, which is no earlier than the call.
-    assert!(took >= timeout && took <= timeout + slack, "{took:?}");
+    let (all, own) = (base.elapsed(), start.elapsed());
+    assert!(all >= timeout && own <= timeout + slack, "{all:?}, {own:?}");
 }
 
 /// Works without end, in all ways there are, until the group fails.
@@ -55,6 +57,31 @@ fn work_until_failure(group: &ProcessGroup, ready: impl Fn()) -> Result<()> {
 }
 
 #[test]
+fn after_a_kill_the_survivors_records_name_what_was_under_way() {
+    let mut workers = Workers::start("last", 3, &[0, 1, 2], TIMEOUT);
+    for rank in 0..3 {
+        workers.file(&format!("ready-{rank}"));
+    }
+    workers.children[1].kill().unwrap();
+    for rank in [0, 2] {
+        workers.file(&format!("report-{rank}"));
+        assert!(workers.wait(rank).success());
+        let pid = workers.children[rank].id();
+        let json = workers.file(&format!("flight/default-rank{rank}-{pid}.json"));
+        let record: serde_json::Value = serde_json::from_str(&json).unwrap();
+        assert_eq!((&record["rank"], &record["world_size"]), (&rank.into(), &3.into()));
+        let calls = record["calls"].as_array().unwrap();
+        assert_eq!(calls.len(), 2);
+        assert_eq!(calls[0]["call"], "barrier");
+        assert_eq!(calls[0]["outcome"], "done");
+        assert_eq!(calls[1]["call"], "all_reduce of 12345 f32, avg");
+        assert_eq!(calls[1]["asynchronous"], rank == 2);
+        let outcome = calls[1]["outcome"]["failed"].as_str().unwrap();
+        assert!(outcome.contains("rank 1 (pid "), "{outcome}");
+    }
+}
+
+#[test]
 fn a_rank_that_never_joins_is_named() {
     let timeout = Duration::from_millis(500);
     let workers = Workers::start("work", 3, &[0, 2], timeout);
@@ -67,7 +94,7 @@ fn a_rank_that_never_joins_is_named() {
 
 #[test]
 fn ranks_that_never_come_are_named_in_time() {
-    let timeout = Duration::from_millis(300);
+    let (timeout, base) = (Duration::from_millis(300), Instant::now());
     let errors = common::threads(4, timeout, |group| {
         let start = Instant::now();
         // Ranks 1 and 3 keep the group but do something else.
@@ -78,7 +105,7 @@ fn ranks_that_never_come_are_named_in_time() {
             return None;
         }
         let error = group.all_reduce(&mut [1.0_f32; 5000], ReduceOp::Sum).unwrap_err();
-        in_time(start.elapsed(), timeout);
+        in_time(base, start, timeout);
         let next = group.barrier().unwrap_err();
         assert!(matches!(next, Error::Poisoned(_)), "{next}");
         Some(error)
@@ -485,6 +512,20 @@ fn a_fork_may_not_use_the_group_and_does_it_no_harm() {
     });
 }
 
+/// Rank 1 stays away from what the others call, and is killed.
+fn last(group: &ProcessGroup, ready: impl Fn()) -> Result<()> {
+    group.barrier()?;
+    ready();
+    let (mut buf, op) = (vec![1.0_f32; 12345], ReduceOp::Avg);
+    match group.rank() {
+        0 => group.all_reduce(&mut buf, op),
+        1 => loop {
+            std::thread::sleep(SOON);
+        },
+        _ => group.all_reduce_async(buf, op)?.wait().map(drop),
+    }
+}
+
 /// Not a test: what a process rank runs.
 #[test]
 fn worker() {
@@ -501,6 +542,9 @@ fn worker() {
     let result = match role.scenario.as_str() {
         chaos if chaos.starts_with("chaos-") => return killed::play(&role, &group),
         "work" => work_until_failure(&group, || {
+            fs::write(role.dir.join(format!("ready-{}", role.rank)), "").unwrap();
+        }),
+        "last" => last(&group, || {
             fs::write(role.dir.join(format!("ready-{}", role.rank)), "").unwrap();
         }),
         "mismatch" => group.all_reduce(&mut vec![0.0_f32; 1000 + role.rank], ReduceOp::Sum),

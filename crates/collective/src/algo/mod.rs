@@ -96,13 +96,13 @@ impl Round {
         self.sources.clear();
     }
 
-    fn send(&mut self, to: Rank, region: Region) {
+    pub(crate) fn send(&mut self, to: Rank, region: Region) {
         if region.len > 0 {
             self.sends.push((to, region));
         }
     }
 
-    fn recv(&mut self, from: Rank, region: Region) {
+    pub(crate) fn recv(&mut self, from: Rank, region: Region) {
         if region.len > 0 {
             self.recvs.push((from, region));
         }
@@ -129,8 +129,11 @@ pub(crate) struct Schedule {
     pub(crate) scratch: usize,
     /// Number of rounds.
     pub(crate) rounds: usize,
-    fill: Box<dyn Fn(usize, &mut Round) + Send + Sync>,
+    fill: Box<Fill>,
 }
+
+/// Adds to an empty round what round number so-and-so is.
+type Fill = dyn Fn(usize, &mut Round) + Send + Sync;
 
 impl Schedule {
     fn new(
@@ -139,6 +142,11 @@ impl Schedule {
         fill: impl Fn(usize, &mut Round) + Send + Sync + 'static,
     ) -> Self {
         Self { scratch, rounds, fill: Box::new(fill) }
+    }
+
+    /// One round.
+    pub(crate) fn once(only: Round) -> Self {
+        Self::new(0, 1, move |_, round| round.clone_from(&only))
     }
 
     fn empty() -> Self {

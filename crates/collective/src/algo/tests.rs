@@ -81,7 +81,7 @@ fn numbers(dtype: DType, rank: Rank, count: usize, tame: bool) -> Vec<u8> {
         (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb)
     };
     let number = |bits: u64| {
-        if !tame && bits % 16 == 0 || !dtype.is_float() {
+        if !tame && bits.is_multiple_of(16) || !dtype.is_float() {
             return (bits >> 8).to_le_bytes()[..dtype.size()].to_vec();
         }
         let x = (bits >> 40) as f64 / f64::from(1 << 24) + 0.5;
@@ -150,7 +150,7 @@ fn interpret(op: &OpDesc, schedules: &[Schedule], seed: u64, tame: bool) -> Vec<
             return ranks;
         }
         // A full pass may miss the one rank that can move, since ranks come in random order.
-        let stuck = !moved && state % 1024 == 0;
+        let stuck = !moved && state.is_multiple_of(1024);
         assert!(!stuck, "{op}: locked up at {at:?}");
     }
 }
@@ -325,7 +325,7 @@ fn nothing_to_do_is_no_round() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(60))]
+    #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
     fn any_placement_and_length(
@@ -337,7 +337,13 @@ proptest! {
         root in any::<prop::sample::Index>(),
         count in 1_usize..200,
         fast in any::<bool>(),
+        latency in prop::sample::select(&[0.0, 1e-9, 1e-6][..]),
+        per_message in prop::sample::select(&[0.0, 1e-10, 1e-8, 1e-6][..]),
+        min_chunk in prop::sample::select(&[1_usize, 24, 4000][..]),
     ) {
+        // Among them such that the parts of two levels are done in every way there is.
+        let link = Link { latency, per_message, per_byte: 1e-9 };
+        let costs = Costs { within: link, between: link, fold_per_byte: 0.0, min_chunk };
         let layout = Layout::new(&machines);
         let op = operators(verb, dtype);
         let op = op[pick.index(op.len())];
@@ -345,6 +351,6 @@ proptest! {
         let op = OpDesc { verb, dtype, op, root, count };
         let determinism = if fast { Determinism::Fast } else { Determinism::RankOrder };
         prop_assume!(able(algorithm, &op, &layout, determinism));
-        check(algorithm, &op, &layout, &tiny_chunks(), fast);
+        check(algorithm, &op, &layout, &costs, fast);
     }
 }

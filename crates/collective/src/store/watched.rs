@@ -3,6 +3,7 @@
 //! Ranks that join a group wait for one another through the store. If one of them fails at that, the
 //! others would wait for it until their timeout; so it says so under a key, and their waits end.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -97,7 +98,7 @@ impl Store for WatchedStore {
         self.store.num_keys()
     }
 
-    fn local_ip(&self) -> Option<std::net::IpAddr> {
+    fn local_ip(&self) -> Option<IpAddr> {
         self.store.local_ip()
     }
 }
@@ -108,6 +109,16 @@ mod tests {
     use crate::MemoryStore;
 
     const LONG: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn the_way_to_the_store_is_that_of_the_store_beneath() {
+        let server = crate::TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let store = crate::TcpStore::connect("localhost", server.port(), LONG).unwrap();
+        let prefix = crate::PrefixStore::new("p", Arc::new(store));
+        let watched = WatchedStore::new(Arc::new(prefix), "failed".into());
+        assert!(watched.local_ip().is_some_and(|ip| ip.is_loopback()));
+        assert_eq!(MemoryStore::new().local_ip(), None);
+    }
 
     #[test]
     fn a_wait_ends_with_the_key_the_deadline_or_the_first_who_gives_up() {

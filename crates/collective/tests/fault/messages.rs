@@ -65,21 +65,19 @@ fn a_message_of_another_kind_is_a_mismatch_and_changes_nothing() {
 }
 
 /// What each rank of three gets from `call`, within the timeout and a little.
-fn late(call: impl Fn(&ProcessGroup, Duration) -> Option<Result<()>> + Sync) -> Vec<Option<Error>> {
-    let timeout = Duration::from_millis(200);
-    common::threads(3, timeout, |group| {
+fn late(call: impl Fn(&ProcessGroup) -> Option<Result<()>> + Sync) -> Vec<Option<Error>> {
+    let (timeout, base) = (Duration::from_millis(200), Instant::now());
+    let ranks = common::threads(3, timeout, |group| {
         let start = Instant::now();
-        let Some(result) = call(&group, timeout) else {
-            // Keeps the group, but does not come.
-            std::thread::sleep(2 * timeout);
-            return None;
-        };
+        // Who does not come keeps the group, until all have returned.
+        let Some(result) = call(&group) else { return (group, None) };
         let error = result.unwrap_err();
-        in_time(start.elapsed(), timeout);
+        in_time(base, start, timeout);
         let next = group.barrier().unwrap_err();
         assert!(matches!(next, Error::Poisoned(_)), "{next}");
-        Some(error)
-    })
+        (group, Some(error))
+    });
+    ranks.into_iter().map(|(_, error)| error).collect()
 }
 
 fn missing(errors: Vec<Option<Error>>, expected: &[usize]) {
@@ -94,12 +92,12 @@ fn missing(errors: Vec<Option<Error>>, expected: &[usize]) {
 fn exactly_the_peers_that_owe_something_are_missing() {
     let big = || vec![1.0_f32; 100_000];
     // A message that nobody sends, one that nobody receives; rank 2 is not asked.
-    let errors = late(|group, _| (group.rank() == 0).then(|| group.recv(&mut [0_u8], 1)));
+    let errors = late(|group| (group.rank() == 0).then(|| group.recv(&mut [0_u8], 1)));
     missing(errors, &[1]);
-    let errors = late(|group, _| (group.rank() == 0).then(|| group.send(&big(), 1)));
+    let errors = late(|group| (group.rank() == 0).then(|| group.send(&big(), 1)));
     missing(errors, &[1]);
     // One of two peers comes.
-    let errors = late(|group, _| match group.rank() {
+    let errors = late(|group| match group.rank() {
         0 => Some(group.batch_isend_irecv(vec![
             Message::recv(&mut [0_u8; 3], 1),
             Message::recv(&mut [0_u8; 3], 2),
@@ -109,7 +107,7 @@ fn exactly_the_peers_that_owe_something_are_missing() {
         _ => None,
     });
     missing(errors, &[2]);
-    let errors = late(|group, _| {
+    let errors = late(|group| {
         (group.rank() == 1).then(|| {
             group.batch_isend_irecv(vec![
                 Message::recv(&mut [0_u8; 3], 2),
@@ -119,11 +117,10 @@ fn exactly_the_peers_that_owe_something_are_missing() {
     });
     missing(errors, &[0, 2]);
     // Verbs that all ranks enter.
-    let errors = late(|group, _| {
-        (group.rank() != 1).then(|| group.gather(&mut vec![0.0; 300_000], &big(), 0))
-    });
+    let errors =
+        late(|group| (group.rank() != 1).then(|| group.gather(&mut vec![0.0; 300_000], &big(), 0)));
     missing(errors, &[1]);
-    let errors = late(|group, _| {
+    let errors = late(|group| {
         (group.rank() == 2).then(|| group.all_to_all(&mut vec![0.0; 300_000], &big().repeat(3)))
     });
     missing(errors, &[0, 1]);
@@ -131,18 +128,19 @@ fn exactly_the_peers_that_owe_something_are_missing() {
 
 #[test]
 fn a_monitored_barrier_has_a_deadline_of_its_own() {
-    let timeout = Duration::from_millis(100);
+    let (timeout, base) = (Duration::from_millis(100), Instant::now());
     common::threads(3, TIMEOUT, |group| {
-        group.monitored_barrier(timeout).unwrap();
+        group.monitored_barrier(SOON).unwrap();
         if group.rank() == 1 {
-            std::thread::sleep(3 * timeout);
-            return;
+            // Kept until all have returned.
+            return group;
         }
         let start = Instant::now();
         let error = group.monitored_barrier(timeout).unwrap_err();
-        in_time(start.elapsed(), timeout);
+        in_time(base, start, timeout);
         let Error::Timeout { missing, .. } = &error else { panic!("{error}") };
         assert_eq!(missing, &[1]);
+        group
     });
 }
 

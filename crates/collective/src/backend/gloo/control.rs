@@ -5,9 +5,9 @@
 //! thing a rank says: that it leaves, or why the group has failed. A connection that ends without
 //! one is a death.
 
-use std::sync::Arc;
-use std::sync::OnceLock;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -86,6 +86,8 @@ pub(super) struct Control {
     /// For this rank's note, until it is said.
     outbox: Mutex<Outbox>,
     gone: Vec<AtomicBool>,
+    /// Whom each rank, this one too, was waiting for when time was over.
+    reports: Mutex<BTreeMap<Rank, Vec<Rank>>>,
     /// The first there was.
     cause: OnceLock<Cause>,
 }
@@ -117,6 +119,7 @@ impl Control {
             pids,
             inbox: Mutex::new(inbox),
             outbox: Mutex::new(outbox),
+            reports: Mutex::default(),
             cause: OnceLock::new(),
             mesh,
         })
@@ -127,6 +130,12 @@ impl Control {
         if let Some(cause) = self.cause.get() {
             return Some(cause);
         }
+        self.listen();
+        self.cause.get()
+    }
+
+    /// Reads what peers have said.
+    fn listen(&self) {
         for (peer, place) in self.inbox.lock().iter_mut().enumerate() {
             let Some(letter) = place else { continue };
             match letter.buffer().take(Way::Receive, Duration::ZERO) {
@@ -141,7 +150,6 @@ impl Control {
                 }
             }
         }
-        self.cause.get()
     }
 
     fn hear(&self, peer: Rank, bytes: &[u8]) {
@@ -150,6 +158,11 @@ impl Control {
             // Relaxed: nothing else is published with it.
             Ok(Note::Leaving) => self.gone[peer].store(true, Ordering::Relaxed),
             Ok(Note::Failed(cause)) => {
+                if let Cause::TimedOut { by, missing, .. } = &cause
+                    && *by == peer
+                {
+                    self.reports.lock().insert(peer, missing.clone());
+                }
                 self.cause.get_or_init(|| cause);
             }
             Err(_) => {
@@ -169,6 +182,37 @@ impl Control {
         let cause = self.cause.get_or_init(|| cause);
         self.say(&Note::Failed(cause.clone()));
         cause
+    }
+
+    /// Fails the group because time is over on some rank, tells the peers whom this one waits for,
+    /// and hears from those who are there whom they wait for: who waits is not missing, however
+    /// long others wait for it. Takes a moment. Returns whose note it was, and who is missing.
+    pub(super) fn report(&self, missing: Vec<Rank>, reason: String) -> (&Cause, Vec<Rank>) {
+        let own = Cause::TimedOut { by: self.rank, missing: missing.clone(), reason };
+        let cause = self.cause.get_or_init(|| own.clone());
+        self.reports.lock().insert(self.rank, missing.clone());
+        self.say(&Note::Failed(own));
+        let deadline = Instant::now() + REPORTS;
+        loop {
+            self.listen();
+            let (culprits, complete) = self.culprits();
+            if complete || Instant::now() >= deadline {
+                // All wait for one another: each names whom it waits for.
+                return (cause, if culprits.is_empty() { missing } else { culprits });
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Who is waited for and does not wait; and whether that and who waits is everybody.
+    fn culprits(&self) -> (Vec<Rank>, bool) {
+        let reports = self.reports.lock();
+        let mut culprits: Vec<Rank> = reports.values().flatten().copied().collect();
+        culprits.sort_unstable();
+        culprits.dedup();
+        culprits.retain(|rank| !reports.contains_key(rank));
+        let complete = reports.len() + culprits.len() >= self.pids.len();
+        (culprits, complete)
     }
 
     fn say(&self, note: &Note) {
@@ -220,6 +264,19 @@ impl Control {
             Cause::TimedOut { missing, .. } => Error::Timeout { op, waited, missing },
         }
     }
+
+    /// `error` for a rank that was not waiting when others ran out of time.
+    pub(super) fn late_error(&self, cause: &Cause, op: String, waited: Duration) -> Error {
+        self.listen();
+        let mut cause = cause.clone();
+        if let Cause::TimedOut { missing, .. } = &mut cause {
+            let (culprits, _) = self.culprits();
+            if !culprits.is_empty() {
+                *missing = culprits;
+            }
+        }
+        self.error(&cause, op, waited)
+    }
 }
 
 /// A note in at most `NOTE_BYTES`.
@@ -249,6 +306,8 @@ fn shorten(text: &str) -> String {
 
 const NOTE_BYTES: usize = 4096;
 const NOTE_SLOT: u64 = 1 << 56;
+/// How long to wait for what others report; a rank in an operation reports within milliseconds.
+const REPORTS: Duration = Duration::from_millis(300);
 /// How long a goodbye may take.
 const GOODBYE: Duration = Duration::from_millis(200);
 

@@ -6,7 +6,7 @@
 
 #![expect(unsafe_code, reason = "lends vectors as spans")]
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::State;
 use super::control::Cause;
@@ -120,8 +120,9 @@ pub(super) fn by_gloo(turn: &Turn<'_>, state: &mut State, memory: Span<'_>) -> R
     let keep_on = || turn.gloo.control.look().is_none();
     let job = Job::new(dtype, pairwise, &keep_on);
     let tag = turn.seq.unwrap_or_default() as u32;
+    let start = Instant::now();
     let result = data(state).reduce(memory, turn.op.root, &job, tag, turn.timeout);
-    result.map_err(|trouble| give_up(turn, trouble))?;
+    result.map_err(|trouble| give_up(turn, start.elapsed(), trouble))?;
     if let Some(factor) = after {
         scale(memory, factor);
     }
@@ -129,17 +130,19 @@ pub(super) fn by_gloo(turn: &Turn<'_>, state: &mut State, memory: Span<'_>) -> R
     Ok(())
 }
 
-fn give_up(turn: &Turn<'_>, trouble: Trouble) -> Error {
+fn give_up(turn: &Turn<'_>, waited: Duration, trouble: Trouble) -> Error {
     match (trouble, turn.gloo.control.look()) {
-        (_, Some(cause)) => turn.failure(cause, Duration::ZERO),
-        (Trouble::Late(peer), None) => turn.timed_out(turn.timeout, vec![peer]),
+        (Trouble::Late(peer) | Trouble::Stopped(peer), cause) => {
+            turn.end(cause, waited, &|| vec![peer])
+        }
+        (_, Some(cause)) => turn.end(Some(cause), waited, &Vec::new),
         (Trouble::Io(text), None) => {
             let neighbour = (turn.rank() + 1) % turn.world();
             turn.broken(neighbour, Trouble::Io(text))
         }
         (trouble, None) => {
-            let text = trouble.text();
-            let error = Error::InvalidArgument(format!("{}: gloo says: {text}", turn.name()));
+            let (what, text) = (format!("{}: gloo", turn.name()), trouble.text());
+            let error = Error::Io { what, text, kind: std::io::ErrorKind::Other };
             let reason = error.to_string();
             turn.fail_with(Cause::Aborted { by: turn.rank(), reason }, error)
         }

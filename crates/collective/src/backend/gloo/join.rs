@@ -34,7 +34,7 @@ pub(crate) fn join(
         mesh.map_err(|why| joining.refused(why))
     };
     let (control, data) = (mesh()?, mesh()?);
-    let members = joining.meet(store, &[&control, &data])?;
+    let members = joining.meet(store, address, &[&control, &data])?;
     for (mesh, addresses) in [(&control, 0), (&data, 1)] {
         for (peer, member) in members.iter().enumerate().filter(|&(peer, _)| peer != rank) {
             joining.connect(mesh, peer, member, member.address(addresses, rank, world, peer))?;
@@ -63,12 +63,12 @@ impl Joining<'_> {
     }
 
     /// Says where this rank listens, and reads where the others do.
-    fn meet(&self, store: &dyn Store, meshes: &[&Mesh]) -> Result<Vec<Member>> {
+    fn meet(&self, store: &dyn Store, ip: IpAddr, meshes: &[&Mesh]) -> Result<Vec<Member>> {
         let name = &self.options.name;
         // The same name may be used again, by all ranks, after a group is gone.
         let generation = store.add(&format!("{name}/gloo/joined/{}", self.rank), 1)?;
         let key = |rank: Rank| format!("{name}/gloo/{generation}/member/{rank}");
-        store.set(&key(self.rank), &self.describe(meshes)?)?;
+        store.set(&key(self.rank), &self.describe(ip, meshes)?)?;
         let keys: Vec<String> = (0..self.world).map(key).collect();
         let names: Vec<&str> = keys.iter().map(String::as_str).collect();
         if let Err(error) = store.wait(&names, self.left()) {
@@ -78,13 +78,17 @@ impl Joining<'_> {
             let bytes = store.get(key, Duration::from_secs(1))?;
             Member::read(&bytes, rank, self.world)
         };
-        names.iter().enumerate().map(read).collect()
+        let members: Vec<Member> = names.iter().enumerate().map(read).collect::<Result<_>>()?;
+        check_reach(&members)?;
+        Ok(members)
     }
 
-    /// Process id, number of ranks, then for each mesh and each peer where it is to connect.
-    fn describe(&self, meshes: &[&Mesh]) -> Result<Vec<u8>> {
+    /// Process id, number of ranks, whether only this machine reaches it, then for each mesh and
+    /// each peer where it is to connect.
+    fn describe(&self, ip: IpAddr, meshes: &[&Mesh]) -> Result<Vec<u8>> {
         let world = u32::try_from(self.world).expect("at most MAX_RANKS");
-        let mut bytes = [std::process::id().to_le_bytes(), world.to_le_bytes()].concat();
+        let words = [std::process::id(), world, u32::from(ip.is_loopback())];
+        let mut bytes = words.map(u32::to_le_bytes).concat();
         for mesh in meshes {
             for peer in (0..self.world).filter(|&peer| peer != self.rank) {
                 bytes.extend(mesh.address(peer).map_err(|why| self.refused(why))?);
@@ -155,6 +159,8 @@ impl Joining<'_> {
 /// What a rank says of itself in the store.
 struct Member {
     pid: u32,
+    /// Whether only its own machine reaches it.
+    loopback: bool,
     /// For the first mesh and then for the second, one for every peer of it, of one length.
     addresses: Vec<u8>,
 }
@@ -166,7 +172,8 @@ impl Member {
             Error::InvalidArgument(text)
         };
         let (pid, rest) = bytes.split_first_chunk().ok_or_else(garbled)?;
-        let (said, addresses) = rest.split_first_chunk().ok_or_else(garbled)?;
+        let (said, rest) = rest.split_first_chunk().ok_or_else(garbled)?;
+        let (loopback, addresses) = rest.split_first_chunk().ok_or_else(garbled)?;
         let said = u32::from_le_bytes(*said) as usize;
         if said != world {
             let text = format!("rank {rank} joins a group of {said}, not of {world}");
@@ -176,7 +183,8 @@ impl Member {
         if count > 0 && (addresses.is_empty() || addresses.len() % count != 0) {
             return Err(garbled());
         }
-        Ok(Self { pid: u32::from_le_bytes(*pid), addresses: addresses.to_vec() })
+        let loopback = u32::from_le_bytes(*loopback) != 0;
+        Ok(Self { pid: u32::from_le_bytes(*pid), loopback, addresses: addresses.to_vec() })
     }
 
     /// Where `rank` is to connect to this member, in one of its meshes.
@@ -186,6 +194,17 @@ impl Member {
         let place = if rank < own { rank } else { rank - 1 };
         &self.addresses[(mesh * (world - 1) + place) * len..][..len]
     }
+}
+
+/// A machine that has a loopback address for its own name is reached by nobody else.
+fn check_reach(members: &[Member]) -> Result<()> {
+    let alone = members.iter().position(|member| member.loopback);
+    let among = members.iter().position(|member| !member.loopback);
+    let (Some(alone), Some(among)) = (alone, among) else { return Ok(()) };
+    Err(Error::InvalidArgument(format!(
+        "rank {alone} reaches the store by a loopback address and rank {among} does not: give the \
+         store's address, or a name that means the same address on every machine"
+    )))
 }
 
 fn check_world(rank: Rank, world: usize) -> Result<()> {
@@ -206,17 +225,29 @@ mod tests {
 
     #[test]
     fn a_member_is_read_back_or_refused() {
-        let mut bytes = [7_u32.to_le_bytes(), 3_u32.to_le_bytes()].concat();
+        let mut bytes = [7_u32, 3, 1].map(u32::to_le_bytes).concat();
         bytes.extend([[10; 5], [11; 5], [20; 5], [21; 5]].concat());
         let member = Member::read(&bytes, 1, 3).unwrap();
-        assert_eq!(member.pid, 7);
+        assert_eq!((member.pid, member.loopback), (7, true));
         let address = |mesh, rank| member.address(mesh, rank, 3, 1)[0];
         assert_eq!([address(0, 0), address(0, 2), address(1, 0), address(1, 2)], [10, 11, 20, 21]);
         for cut in 0..bytes.len() {
-            let whole = cut > 8 && (cut - 8) % 4 == 0;
+            let whole = cut > 12 && (cut - 12) % 4 == 0;
             assert_eq!(Member::read(&bytes[..cut], 1, 3).is_ok(), whole, "{cut}");
         }
         assert!(Member::read(&bytes, 1, 4).is_err());
+    }
+
+    #[test]
+    fn ranks_that_cannot_reach_one_another_are_told() {
+        let member = |loopback| Member { pid: 1, loopback, addresses: Vec::new() };
+        assert!(check_reach(&[member(true), member(true)]).is_ok());
+        assert!(check_reach(&[member(false), member(false)]).is_ok());
+        let error = check_reach(&[member(false), member(true)]).unwrap_err().to_string();
+        assert!(
+            error.starts_with("rank 1 reaches") && error.contains("rank 0 does not"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -23,8 +23,8 @@ use crate::{DType, Rank, ReduceOp, simd};
 pub(super) enum Trouble {
     /// A connection failed.
     Io(String),
-    /// The `keep_on` of a collective said no.
-    Stopped,
+    /// The `keep_on` of a collective said no while it waited for a peer.
+    Stopped(Rank),
     /// The part of a peer did not come in time.
     Late(Rank),
     /// Anything else.
@@ -35,8 +35,7 @@ impl Trouble {
     pub(super) fn text(self) -> String {
         match self {
             Self::Io(text) | Self::Refused(text) => text,
-            Self::Stopped => "stopped".into(),
-            Self::Late(rank) => format!("rank {rank} is late"),
+            Self::Stopped(rank) | Self::Late(rank) => format!("rank {rank} did not come"),
         }
     }
 }
@@ -177,6 +176,7 @@ impl Mesh {
         }
         check(code).map_err(|trouble| match (trouble, Rank::try_from(reduction.peer)) {
             (Trouble::Late(_), Ok(peer)) => Trouble::Late(peer),
+            (Trouble::Stopped(_), Ok(peer)) => Trouble::Stopped(peer),
             (trouble, _) => trouble,
         })
     }
@@ -317,7 +317,7 @@ fn check(code: c_int) -> Result<()> {
     let text = text.to_string_lossy().into_owned();
     Err(match code {
         sys::IO => Trouble::Io(text),
-        sys::STOPPED => Trouble::Stopped,
+        sys::STOPPED => Trouble::Stopped(Rank::MAX),
         sys::LATE => Trouble::Late(Rank::MAX),
         _ => Trouble::Refused(text),
     })

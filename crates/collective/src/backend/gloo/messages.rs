@@ -234,14 +234,14 @@ fn next_header<'a>(turn: &Turn<'_>, awaited: &mut Vec<Awaited<'a>>) -> Result<Aw
                 return Ok(awaited.remove(i));
             }
         }
+        let missing = || (0..turn.world()).filter(|&peer| looked[peer]).collect();
         for (peer, goodbye) in goodbyes.iter_mut().enumerate().filter(|&(peer, _)| looked[peer]) {
             if let Some(cause) = turn.look(peer, goodbye, GRACE) {
-                return Err(turn.failure(&cause, start.elapsed()));
+                return Err(turn.end(Some(&cause), start.elapsed(), &missing));
             }
         }
         if start.elapsed() >= turn.timeout {
-            let missing = (0..turn.world()).filter(|&peer| looked[peer]).collect();
-            return Err(turn.timed_out(start.elapsed(), missing));
+            return Err(turn.end(None, start.elapsed(), &missing));
         }
     }
 }

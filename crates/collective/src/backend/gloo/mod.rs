@@ -12,9 +12,10 @@
 //!   on connections of their own ([`control`]).
 //! * Gloo folds around a ring, so the result depends on the offset. With
 //!   [`Determinism::RankOrder`] it only moves blocks between pairs and we fold ([`fold`]). With
-//!   [`Determinism::Fast`] `all_reduce` and `reduce` are gloo's own, with our fold of two; if a
-//!   rank stops in the middle of one, [`Error::Timeout`] names this rank's neighbour, who may be
-//!   waiting too.
+//!   [`Determinism::Fast`] `all_reduce` and `reduce` are gloo's own, with our fold of two.
+//!
+//! When time is over on one rank, each says whom it waits for, so that [`Error::Timeout`] names who
+//! is waited for and does not wait.
 //!
 //! A rank has two connections to each peer, one for control and one for data, and one thread of
 //! gloo's. Data on the wire are not encrypted, and whoever can connect to a rank's ports while the

@@ -134,10 +134,7 @@ impl Turn<'_> {
             if matches!(buffer.take(way, Duration::ZERO), Ok(true)) {
                 return Ok(());
             }
-            return Err(match failure {
-                Some(cause) => self.failure(&cause, start.elapsed()),
-                None => self.timed_out(start.elapsed(), missing()),
-            });
+            return Err(self.end(failure.as_ref(), start.elapsed(), missing));
         }
     }
 
@@ -162,7 +159,7 @@ impl Turn<'_> {
         let start = Instant::now();
         while start.elapsed() < GRACE {
             if let Some(cause) = self.look(peer, &mut None, Duration::ZERO) {
-                return self.failure(&cause, Duration::ZERO);
+                return self.end(Some(&cause), start.elapsed(), &|| vec![peer]);
             }
             std::thread::sleep(SLICE);
         }
@@ -172,17 +169,35 @@ impl Turn<'_> {
         self.fail_with(cause, Error::Io { what, text, kind: std::io::ErrorKind::BrokenPipe })
     }
 
-    /// Fails the group because ranks did not come.
-    pub(super) fn timed_out(&self, waited: Duration, missing: Vec<Rank>) -> Error {
-        let error = Error::Timeout { op: self.name(), waited, missing: missing.clone() };
-        let (by, reason) = (self.rank(), error.to_string());
-        self.fail_with(Cause::TimedOut { by, missing, reason }, error)
+    /// Ends a wait for `missing`, for a cause or because time is over.
+    pub(super) fn end(
+        &self,
+        cause: Option<&Cause>,
+        waited: Duration,
+        missing: &dyn Fn() -> Vec<Rank>,
+    ) -> Error {
+        if let Some(cause) = cause
+            && !matches!(cause, Cause::TimedOut { .. })
+        {
+            return self.failure(cause, waited);
+        }
+        let error = |missing| Error::Timeout { op: self.name(), waited, missing };
+        let missing = missing();
+        let reason = error(missing.clone()).to_string();
+        let control = &self.gloo.control;
+        match control.report(missing, reason) {
+            (Cause::TimedOut { by, reason, .. }, missing) => {
+                let (by, reason) = (*by, reason.clone());
+                control.error(&Cause::TimedOut { by, missing, reason }, self.name(), waited)
+            }
+            (cause, _) => control.error(cause, self.name(), waited),
+        }
     }
 
-    /// The group's failure, as this rank tells it.
+    /// The group's failure, as a rank tells it that was not waiting.
     pub(super) fn failure(&self, cause: &Cause, waited: Duration) -> Error {
         let control = &self.gloo.control;
-        control.error(control.fail(cause.clone()), self.name(), waited)
+        control.late_error(control.fail(cause.clone()), self.name(), waited)
     }
 
     /// Fails the group for a cause of this rank's own, whose error says more.

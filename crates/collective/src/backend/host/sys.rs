@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::atomic::AtomicU32 as Mark;
 use std::time::Duration;
 
 #[cfg(loom)]
@@ -269,7 +270,7 @@ pub(in crate::backend) struct ForkGuard {
 }
 
 #[derive(Debug)]
-struct Page(NonNull<std::sync::atomic::AtomicU32>);
+struct Page(NonNull<Mark>);
 
 // SAFETY: the page holds one atomic, which may be shared.
 unsafe impl Send for Page {}
@@ -302,7 +303,7 @@ impl ForkGuard {
         self.mark().load(Ordering::Relaxed) == 0
     }
 
-    fn mark(&self) -> &std::sync::atomic::AtomicU32 {
+    fn mark(&self) -> &Mark {
         // SAFETY: mapped while `self` lives, aligned to a page, zeroed or one.
         unsafe { self.page.0.as_ref() }
     }

@@ -6,10 +6,10 @@
 //! same order: [`all_reduce`](ProcessGroup::all_reduce), [`broadcast`](ProcessGroup::broadcast),
 //! [`all_gather`](ProcessGroup::all_gather), [`reduce_scatter`](ProcessGroup::reduce_scatter),
 //! [`barrier`](ProcessGroup::barrier), and [`object`]'s for anything serde can write. Ranks are
-//! threads of one process ([`ProcessGroup::threads`]: tests, examples) or processes of one machine
-//! that found each other through a [`store`] ([`ProcessGroup::from_store`]; [`init_process_group`]
-//! does it with what the launcher left in the environment). [`dist`] has the functions of
-//! `mmengine.dist`, for code that also runs alone. A [`Reducer`] averages a model's
+//! threads of one process ([`ProcessGroup::threads`]: tests, examples) or processes, of one machine
+//! or several, that found each other through a [`store`] ([`ProcessGroup::from_store`];
+//! [`init_process_group`] does it with what the launcher left in the environment). [`dist`] has the
+//! functions of `mmengine.dist`, for code that also runs alone. A [`Reducer`] averages a model's
 //! gradients over a group while backward still runs.
 //!
 //! * **Same call everywhere, checked.** A call becomes an [`OpDesc`]; its [`Fingerprint`] is
@@ -34,8 +34,9 @@
 //! * **Networks that are not there.** [`sim`] carries out the algorithms between machines on virtual
 //!   time: for thousands of ranks without data, or for threads with real ones, faults included.
 //!
-//! What carries the data is a [`Backend`]; the embedded one, over shared memory, needs nothing
-//! installed. Linux only.
+//! What carries the data is a [`Backend`]; the embedded ones need nothing installed: shared memory
+//! within a machine, TCP between several ([`Transport`]). Whoever can reach a rank's port can disturb
+//! a group over TCP, and nothing is encrypted: the network must be trusted. Linux only.
 
 pub mod dist;
 pub mod init;

@@ -260,8 +260,7 @@ impl ProcessGroup {
     }
 }
 
-/// Ranks of one machine, whether threads or processes.
-/// Makes the backend that the options and the ranks' places call for.
+/// Over the backend that the options and the places of the ranks call for.
 pub(crate) fn connect(
     store: &Arc<dyn Store>,
     rank: Rank,

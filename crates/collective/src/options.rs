@@ -40,6 +40,13 @@ pub enum Transport {
     ///
     /// A rank listens at the address by which it reaches the store, or at that of the interface
     /// which the environment variable `COLLECTIVE_IFNAME` names: `eth0`, or `^lo` for any but this.
+    ///
+    /// Every operation begins with 64 bytes, its fingerprint, from every rank to every other, with
+    /// the first block right behind it: a small one is one step, in which each rank sends its buffer
+    /// to all others. What follows for large ones depends on size, ranks and machines; every rank
+    /// chooses alike. Two connections between each pair of ranks; one thread in each process that
+    /// sleeps unless something has failed. A host that vanishes while nobody waits for it is noticed
+    /// within about 25 seconds. [`ProcessGroup::alloc`] gives ordinary memory.
     Tcp,
     /// libgloo, over TCP connections between all ranks. Needs the feature `gloo`.
     ///

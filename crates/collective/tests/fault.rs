@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 #![expect(unsafe_code, reason = "one test forks")]
 
+#[expect(dead_code, reason = "the tests of TCP use the rest")]
 mod common;
 #[path = "fault/killed.rs"]
 mod killed;

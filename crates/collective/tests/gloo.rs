@@ -463,7 +463,9 @@ fn a_rank_that_said_where_it_is_and_then_died_is_named() {
     let said = workers.file("said-0");
     let bytes: Vec<u8> = said.split(' ').map(|byte| byte.parse().unwrap()).collect();
     drop(workers);
-    collective::Store::set(&*store, "default/gloo/1/member/0", &bytes).unwrap();
+    let (member, place) = bytes.split_at(bytes.iter().position(|&byte| byte == 0).unwrap());
+    collective::Store::set(&*store, "default/gloo/1/member/0", member).unwrap();
+    collective::Store::set(&*store, "default/1/place/0", &place[1..]).unwrap();
     let start = Instant::now();
     let options = options(Duration::from_secs(2));
     let error =
@@ -644,8 +646,13 @@ fn worker() {
                 options.with_transport(Transport::Gloo),
             )
         });
+        // Rank 1 is there as far as rank 0 can see, so that it goes on to say where it listens.
+        let place = collective::Store::get(&*store, "default/1/place/0", role.timeout).unwrap();
+        collective::Store::set(&*store, "default/1/place/1", &place).unwrap();
         let key = "default/gloo/1/member/0";
-        let bytes = collective::Store::get(&*store, key, role.timeout).unwrap();
+        let mut bytes = collective::Store::get(&*store, key, role.timeout).unwrap();
+        bytes.push(0);
+        bytes.extend(place);
         let text: Vec<String> = bytes.iter().map(ToString::to_string).collect();
         std::fs::write(role.dir.join("new"), text.join(" ")).unwrap();
         std::fs::rename(role.dir.join("new"), role.dir.join("said-0")).unwrap();

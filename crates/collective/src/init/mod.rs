@@ -169,9 +169,9 @@ pub fn init_process_group(topology: &Topology, options: GroupOptions) -> Result<
     // Only splits and rebuilds ask the store again.
     ProcessGroup::from_store(Arc::new(store), rank, world_size, options).map_err(
         |error| match error {
-            Error::Timeout { missing, waited, .. } => Error::Rendezvous {
+            Error::Timeout { op, missing, waited } => Error::Rendezvous {
                 addr: topology.master(),
-                reason: missing_ranks(&missing, world_size, waited),
+                reason: format!("{op}: {}", missing_ranks(&missing, world_size, waited)),
             },
             other => other,
         },

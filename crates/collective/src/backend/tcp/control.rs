@@ -51,6 +51,8 @@ struct Shared {
     /// By rank; none for this one.
     peers: Vec<Option<Line>>,
     failure: OnceLock<Failure>,
+    /// Held while a failure is told.
+    telling: Mutex<()>,
     /// For whom this rank waits.
     waiting: Mutex<Vec<Rank>>,
     /// With `changed`: woken by a failure and by a goodbye.
@@ -91,6 +93,7 @@ impl Control {
             rank,
             peers: peers.into_iter().map(|peer| peer.map(line)).collect(),
             failure: OnceLock::new(),
+            telling: Mutex::default(),
             waiting: Mutex::default(),
             verdict: Mutex::default(),
             changed: Condvar::new(),
@@ -217,18 +220,16 @@ impl Shared {
     }
 
     fn fail(&self, failure: Failure) -> &Failure {
-        let mut first = false;
-        let failure = self.failure.get_or_init(|| {
-            first = true;
-            failure
-        });
-        if first {
-            // Before anybody hears of it here: a rank that ends because of it must not look like
-            // the cause. Also what a peer told is told on, should that peer reach some ranks only.
-            self.tell_all(&Message::Failed(failure.clone()));
-            self.failed.ring();
-            self.wake();
+        let _guard = self.telling.lock();
+        if let Some(earlier) = self.failure.get() {
+            return earlier;
         }
+        // Before anybody hears of it here: a rank that ends because of it must not look like the
+        // cause. Also what a peer told is told on, should that peer reach some ranks only.
+        self.tell_all(&Message::Failed(failure.clone()));
+        let failure = self.failure.get_or_init(|| failure);
+        self.failed.ring();
+        self.wake();
         failure
     }
 

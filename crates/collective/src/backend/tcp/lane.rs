@@ -218,3 +218,106 @@ impl Expected {
         Some((field, by_rank))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+    use crate::{Place, Verb};
+
+    const OP: OpDesc =
+        OpDesc { verb: Verb::Barrier, dtype: DType::U8, op: None, root: None, count: 0 };
+
+    fn pair() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (one, listener.accept().unwrap().0)
+    }
+
+    /// Receives until all is there or something is wrong.
+    fn receive(lane: &mut Lane<'_>, link: &mut Link) -> Result<(), Fault> {
+        while !lane.all_received() {
+            lane.receive(link)?;
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn both_directions_move_and_keep_their_order() {
+        let (one, two) = pair();
+        let links = [Link::new(one), Link::new(two)];
+        std::thread::scope(|scope| {
+            for (rank, mut link) in links.into_iter().enumerate() {
+                scope.spawn(move || {
+                    let mut lane = Lane::default();
+                    let print = OP.fingerprint(5, Place::Own);
+                    let mut sent = vec![rank as u8 + 1; 3_000_000];
+                    let mut small = [rank as u8 + 10; 3];
+                    let (mut into, mut last) = (vec![0; 3_000_000], [0; 3]);
+                    lane.enter(&print);
+                    lane.send_block(5, Span::from_mut(&mut sent));
+                    lane.send_message(DType::U8, 3, Span::from_mut(&mut small));
+                    lane.receive_block(5, Span::from_mut(&mut into));
+                    lane.receive_message(DType::U8, 3, Span::from_mut(&mut last));
+                    while !(lane.all_sent() && lane.all_received()) {
+                        lane.send(&link).unwrap();
+                        lane.receive(&mut link).unwrap();
+                    }
+                    assert_eq!(lane.entered, Some(print));
+                    drop(lane);
+                    let other = 1 - rank as u8;
+                    assert!(into.iter().all(|&x| x == other + 1));
+                    assert_eq!(last, [other + 10; 3]);
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn what_was_not_expected_changes_no_byte() {
+        let block = |seq, index, bytes| Frame::Block { seq, index, bytes }.encode();
+        let wrong =
+            [block(4, 0, 8), block(5, 1, 8), block(5, 0, 9), block(5, 0, u64::MAX), [7; 64]];
+        for header in wrong {
+            let (mut peer, own) = pair();
+            peer.write_all(&[&header[..], &[1; 100]].concat()).unwrap();
+            let (mut link, mut into) = (Link::new(own), [9; 8]);
+            let mut lane = Lane::default();
+            lane.receive_block(5, Span::from_mut(&mut into));
+            let fault = receive(&mut lane, &mut link).unwrap_err();
+            let Fault::Unexpected(expected, got) = fault else { panic!("{fault:?}") };
+            assert!(expected.mismatch(got, (0, &OP), 1).is_none());
+            drop(lane);
+            assert_eq!(into, [9; 8]);
+        }
+    }
+
+    #[test]
+    fn the_end_of_a_connection_within_a_block_is_told() {
+        let (mut peer, own) = pair();
+        let header = Frame::Block { seq: 0, index: 0, bytes: 8 }.encode();
+        peer.write_all(&[&header[..], &[1; 7]].concat()).unwrap();
+        drop(peer);
+        let (mut link, mut into) = (Link::new(own), [9; 8]);
+        let mut lane = Lane::default();
+        lane.receive_block(0, Span::from_mut(&mut into));
+        let fault = receive(&mut lane, &mut link).unwrap_err();
+        let Fault::Lost(error) = fault else { panic!("{fault:?}") };
+        assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[test]
+    fn what_two_ranks_call_is_told_in_the_order_of_ranks() {
+        let message = |count| Frame::Message { dtype: DType::F32, count };
+        let told = |expected: Expected, got| expected.mismatch(Some(got), (2, &OP), 1).unwrap();
+        let (field, by_rank) = told(Expected::Enter, message(7));
+        assert_eq!(field, "verb");
+        assert_eq!(by_rank[0], (1, "a message of 7 f32 to rank 2".into()));
+        assert_eq!(by_rank[1], (2, "barrier".into()));
+        let expected = Expected::Message { dtype: DType::F32, count: 8 };
+        assert_eq!(told(expected, message(7)).0, "count");
+        assert_eq!(told(expected, Frame::Enter(OP.fingerprint(0, Place::Own))).0, "verb");
+    }
+}

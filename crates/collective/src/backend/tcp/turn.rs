@@ -65,8 +65,9 @@ enum Stop {
 }
 
 /// A wait so far.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Pause {
+    until: Until,
     since: Option<Instant>,
     asked: Option<Instant>,
 }
@@ -147,11 +148,11 @@ impl<'a> Turn<'a> {
     }
 
     fn settle(&mut self, until: Until) -> Result<()> {
-        let mut pause = Pause::default();
+        let mut pause = Pause::new(until);
         loop {
             // Before moving what has come: whoever failed may have done its part before.
             let failed = self.control().failure();
-            let moved = self.advance();
+            let moved = self.advance(until);
             if self.is_settled(until) {
                 return Ok(());
             }
@@ -160,7 +161,7 @@ impl<'a> Turn<'a> {
             }
             match (moved, until) {
                 (Err(stop), _) => return Err(self.stopped(stop, &pause)),
-                (Ok(true), Until::Done) => pause = Pause::default(),
+                (Ok(true), Until::Done) => pause = Pause::new(until),
                 (Ok(true), Until::Entered) => {}
                 (Ok(false), _) => self.pause(&mut pause)?,
             }
@@ -177,7 +178,7 @@ impl<'a> Turn<'a> {
 
     /// Moves what can be moved now; whether that was anything. That a connection is lost is told
     /// after the others have been looked at.
-    fn advance(&mut self) -> std::result::Result<bool, Stop> {
+    fn advance(&mut self, until: Until) -> std::result::Result<bool, Stop> {
         let (mut moved, mut lost) = (false, None);
         for rank in self.tcp.peers() {
             let lane = &mut self.lanes[rank];
@@ -187,6 +188,8 @@ impl<'a> Turn<'a> {
             let link = self.links[rank].as_mut().expect("a link to every peer");
             match lane.send(link) {
                 Ok(some) => moved |= some,
+                // Who has seen that the calls differ may have gone, and its fingerprint is here.
+                Err(_) if until == Until::Entered => {}
                 Err(error) => lost = Some(Stop::Lost(rank, error)),
             }
             match lane.receive(link) {
@@ -232,7 +235,7 @@ impl<'a> Turn<'a> {
             (Patience::Background, _) => (SPIN_BACKGROUND, Duration::ZERO),
         };
         if waited >= self.timeout {
-            return Err(self.timed_out(waited));
+            return Err(self.timed_out(pause, waited));
         }
         if waited < spin {
             std::hint::spin_loop();
@@ -246,7 +249,7 @@ impl<'a> Turn<'a> {
 
     #[cold]
     fn sleep(&self, pause: &mut Pause, waited: Duration) -> Result<()> {
-        self.control().wait_for(&self.pending());
+        self.control().wait_for(&self.pending(pause.until));
         let mut tick = (self.timeout - waited).min(TICK);
         let half = self.timeout / 2;
         if waited < half {
@@ -270,15 +273,14 @@ impl<'a> Turn<'a> {
     }
 
     /// The ranks that have not done their part.
-    fn pending(&self) -> Vec<Rank> {
-        let owing = |lane: &Lane<'_>| !(lane.all_received() && lane.all_sent());
-        let entering = self.lanes.iter().any(|lane| !lane.all_received());
-        let owes = |lane: &Lane<'_>| if entering { !lane.all_received() } else { owing(lane) };
+    fn pending(&self, until: Until) -> Vec<Rank> {
+        let sent = |lane: &Lane<'_>| until == Until::Entered || lane.all_sent();
+        let owes = |lane: &Lane<'_>| !(lane.all_received() && sent(lane));
         (0..self.lanes.len()).filter(|&rank| owes(&self.lanes[rank])).collect()
     }
 
-    fn timed_out(&self, waited: Duration) -> Error {
-        let missing = self.control().blame(&self.pending(), self.timeout / 4);
+    fn timed_out(&self, pause: &Pause, waited: Duration) -> Error {
+        let missing = self.control().blame(&self.pending(pause.until), self.timeout / 4);
         let op = self.name();
         let error = Error::Timeout { op: op.clone(), waited, missing: missing.clone() };
         let cause = Cause::TimedOut { missing, text: error.to_string() };
@@ -293,6 +295,10 @@ impl Drop for Turn<'_> {
 }
 
 impl Pause {
+    fn new(until: Until) -> Self {
+        Self { until, since: None, asked: None }
+    }
+
     fn waited(&self) -> Duration {
         self.since.map_or(Duration::ZERO, |since| since.elapsed())
     }

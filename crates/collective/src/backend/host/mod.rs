@@ -16,6 +16,7 @@
 mod chunked;
 mod flat;
 mod in_place;
+mod pace;
 mod segment;
 pub(crate) mod shm;
 mod sys;
@@ -30,6 +31,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use self::pace::Pace;
 use self::segment::{FLAT_BYTES, MAX_RANKS, Poison, Segment};
 use self::sys::{ForkGuard, Mapping};
 use self::turn::Turn;
@@ -66,6 +68,8 @@ struct State {
     seq: u64,
     /// Chunks so far.
     chunk: u64,
+    /// This rank's own.
+    pace: Pace,
     shared: Vec<Shared>,
 }
 
@@ -142,7 +146,8 @@ impl Host {
         state.seq += 1;
         let Wait { patience, timeout } = wait;
         let timeout = timeout.unwrap_or(self.timeout);
-        Turn { host: self, op, place, seq, patience, timeout, chunk: &mut state.chunk }
+        let State { chunk, pace, .. } = state;
+        Turn { host: self, op, place, seq, patience, timeout, chunk, pace }
     }
 
     /// A first barrier: everyone is here and has the segment.
@@ -182,6 +187,7 @@ impl Host {
         }
         match (turn.op.verb, shared) {
             (Verb::AllReduce, Some(shared)) => in_place::all_reduce(turn, output, shared),
+            (Verb::AllReduce, None) if self.world() == 2 => chunked::all_reduce_pair(turn, output),
             (Verb::AllReduce, None) => chunked::all_reduce(turn, output),
             (Verb::Broadcast, _) => chunked::broadcast(turn, output),
             (Verb::AllGather | Verb::Counts, _) => chunked::all_gather(turn, input, output),

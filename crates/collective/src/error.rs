@@ -54,6 +54,19 @@ pub enum Error {
     /// An earlier operation failed; the group can do no more.
     #[error("the group is unusable since an earlier failure: {0}")]
     Poisoned(Box<Self>),
+    /// The other ranks have rebuilt the group without this one, which came after the grace period.
+    #[error(
+        "group {group} went on at epoch {epoch} with {} alone; this rank came too late",
+        ranks(members)
+    )]
+    LeftBehind {
+        /// The group's name.
+        group: String,
+        /// The epoch of the group that this rank is not in.
+        epoch: u64,
+        /// Who is, as ranks of the group that was rebuilt.
+        members: Vec<Rank>,
+    },
     /// The ranks could not be brought together.
     #[error("rendezvous at {addr}: {reason}")]
     Rendezvous {

@@ -8,7 +8,8 @@
 //! [`barrier`](ProcessGroup::barrier), and [`object`]'s for anything serde can write. Ranks are
 //! threads of one process ([`ProcessGroup::threads`]: tests, examples) or processes of one machine
 //! that found each other through a [`store`] ([`ProcessGroup::from_store`]; [`init_process_group`]
-//! does it with what the launcher left in the environment). A [`Reducer`] averages a model's
+//! does it with what the launcher left in the environment). [`dist`] has the functions of
+//! `mmengine.dist`, for code that also runs alone. A [`Reducer`] averages a model's
 //! gradients over a group while backward still runs.
 //!
 //! * **Same call everywhere, checked.** A call becomes an [`OpDesc`]; its [`Fingerprint`] is
@@ -21,44 +22,69 @@
 //!   noticed at once, and its peers get [`Error::PeerDied`] with its rank;
 //!   [`ProcessGroup::abort`] ends everybody's waits. After a failure a group is
 //!   [poisoned](Error::Poisoned) on all ranks.
-//! * **Buffers in flight are owned.** [`ProcessGroup::all_reduce_async`] takes the buffer and its
-//!   [`Work`] gives it back, so forgetting one leaks memory and never corrupts it.
+//! * **Failures are survived.** [`ProcessGroup::rebuild`] makes a new group of the ranks that are
+//!   left, [`ProcessGroup::split`] subgroups that share no fate with their parent.
+//! * **Buffers in flight are owned.** [`ProcessGroup::all_reduce_async`] and its like take the buffer
+//!   and their [`Work`], which is also a future, gives it back; so forgetting one leaks memory and
+//!   never corrupts it.
+//! * **A failure leaves a record.** [`ProcessGroup::flight_record`] tells what a rank called last and
+//!   how far it got; [`GroupOptions::with_flight_dir`] has it written when the group fails.
 //! * **Shared buffers are faster.** [`ProcessGroup::alloc`] gives memory the ranks share;
 //!   reducing it copies nothing.
 //!
 //! What carries the data is a [`Backend`]; the embedded one, over shared memory, needs nothing
 //! installed. Linux only.
 
+pub mod dist;
 pub mod init;
 pub mod object;
 pub mod reducer;
+pub mod sim;
 pub mod store;
 
 mod algo;
+mod asynchronous;
 mod backend;
 mod element;
 mod error;
+mod flight;
+mod membership;
 mod op;
+mod options;
 mod process_group;
+mod rebuild;
 mod reduce_op;
 mod shared_buf;
 mod simd;
 mod span;
+mod sync;
 mod verbs;
 mod work;
 
+pub use asynchronous::Addressed;
 pub use backend::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemory, Wait};
 pub use element::{DType, Element};
 pub use error::{Error, Result};
+pub use flight::{FlightCall, FlightOutcome, FlightRecord};
 pub use init::{Topology, init_process_group};
+pub use membership::Connect;
 pub use op::{Fingerprint, OpDesc, Place, Verb};
-pub use process_group::{Determinism, GroupOptions, ProcessGroup};
+pub use options::{Determinism, GroupOptions, Transport};
+pub use process_group::ProcessGroup;
 pub use reduce_op::{Factor, ReduceOp};
 pub use reducer::{Reducer, ReducerOptions};
 pub use shared_buf::SharedBuf;
 pub use store::{MemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
 pub use verbs::Message;
 pub use work::{Buffer, Work};
+
+/// What goes over the connections of the TCP backend, for the fuzz target; no part of the API.
+#[doc(hidden)]
+pub mod wire {
+    pub use crate::backend::tcp::frame::{
+        CONTROL_BYTES, Cause, Channel, Control, Failure, Frame, Garbled, HEADER, Hello,
+    };
+}
 
 /// A process's index within a group, `0..world_size`.
 pub type Rank = usize;

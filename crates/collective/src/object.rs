@@ -28,17 +28,33 @@ pub fn all_gather_object<T>(group: &ProcessGroup, object: &T) -> Result<Vec<T>>
 where
     T: Serialize + DeserializeOwned,
 {
-    let json = write(object);
-    let mut lens = vec![0; group.world_size()];
-    group.all_gather(&mut lens, &[announce(&json)])?;
-    let mut json = json?;
-    let lens: Vec<usize> =
-        lens.into_iter().enumerate().map(|(rank, len)| check(rank, len)).collect::<Result<_>>()?;
-    let longest = lens.iter().copied().max().unwrap_or(0);
-    json.resize(longest, 0);
-    let mut all = vec![0; longest * group.world_size()];
-    group.all_gather(&mut all, &json)?;
-    lens.iter().enumerate().map(|(rank, len)| read(rank, &all[rank * longest..][..*len])).collect()
+    let all = all_gather_json(group, write(object))?;
+    all.iter().enumerate().map(|(rank, json)| read(rank, json)).collect()
+}
+
+/// The root gets the objects of all ranks, in rank order; the others get `None`.
+///
+/// Every rank must call it with the same root. Blocks. The two collectives of
+/// [`all_gather_object`], since not every backend has a gather; only the root reads the objects.
+///
+/// # Errors
+///
+/// As [`all_gather_object`], and [`Error::InvalidArgument`] if there is no such root.
+pub fn gather_object<T>(group: &ProcessGroup, object: &T, root: Rank) -> Result<Option<Vec<T>>>
+where
+    T: Serialize + DeserializeOwned,
+{
+    if root >= group.world_size() {
+        return Err(Error::InvalidArgument(format!(
+            "gather_object: there is no root {root} among {} ranks",
+            group.world_size()
+        )));
+    }
+    let all = all_gather_json(group, write(object))?;
+    if group.rank() != root {
+        return Ok(None);
+    }
+    all.iter().enumerate().map(|(rank, json)| read(rank, json)).collect::<Result<_>>().map(Some)
 }
 
 /// Every rank gets the root's object. The root gives `Some`, the others may give `None`.
@@ -51,23 +67,70 @@ where
 /// [`Error::InvalidArgument`], on every rank, if the root gives none, or one that cannot be written
 /// or is longer than [`MAX_OBJECT_BYTES`], and on the rank concerned if it cannot be read as a `T`;
 /// the group stays usable. Else as [`ProcessGroup::broadcast`].
-#[doc(alias = "broadcast_object_list")]
 pub fn broadcast_object<T>(group: &ProcessGroup, object: Option<T>, root: Rank) -> Result<T>
 where
     T: Serialize + DeserializeOwned,
 {
-    let is_root = group.rank() == root;
     let json = match &object {
-        Some(object) if is_root => write(object),
-        None if is_root => Err(Error::InvalidArgument("the root gives no object".into())),
-        _ => Ok(Vec::new()),
+        _ if group.rank() != root => Ok(Vec::new()),
+        Some(object) => write(object),
+        None => Err(Error::InvalidArgument("the root gives no object".into())),
     };
+    read(root, &broadcast_json(group, json, root)?)
+}
+
+/// Replaces every rank's objects by the root's, whose own stay as they are. A rank whose list has
+/// another length keeps it and gets an error.
+///
+/// Every rank must call it with the same root. Blocks. Two collectives, of 8 bytes and of the
+/// objects' length.
+///
+/// # Errors
+///
+/// As [`broadcast_object`].
+pub fn broadcast_object_list<T>(group: &ProcessGroup, objects: &mut [T], root: Rank) -> Result<()>
+where
+    T: Serialize + DeserializeOwned,
+{
+    let is_root = group.rank() == root;
+    let json = if is_root { write(&objects) } else { Ok(Vec::new()) };
+    let json = broadcast_json(group, json, root)?;
+    if is_root {
+        return Ok(());
+    }
+    let list: Vec<T> = read(root, &json)?;
+    if list.len() != objects.len() {
+        let (sent, own) = (list.len(), objects.len());
+        let text = format!("rank {root} sends a list of {sent} objects, this rank has {own}");
+        return Err(Error::InvalidArgument(text));
+    }
+    objects.iter_mut().zip(list).for_each(|(own, object)| *own = object);
+    Ok(())
+}
+
+/// Every rank's JSON, or an error on all ranks if one has none.
+fn all_gather_json(group: &ProcessGroup, json: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
+    let mut lens = vec![0; group.world_size()];
+    group.all_gather(&mut lens, &[announce(&json)])?;
+    let mut json = json?;
+    let lens: Vec<usize> =
+        lens.into_iter().enumerate().map(|(rank, len)| check(rank, len)).collect::<Result<_>>()?;
+    let longest = lens.iter().copied().max().unwrap_or(0);
+    json.resize(longest, 0);
+    let mut all = vec![0; longest * group.world_size()];
+    group.all_gather(&mut all, &json)?;
+    let block = |(rank, len): (Rank, &usize)| all[rank * longest..][..*len].to_vec();
+    Ok(lens.iter().enumerate().map(block).collect())
+}
+
+/// The root's JSON, or an error on all ranks if it has none.
+fn broadcast_json(group: &ProcessGroup, json: Result<Vec<u8>>, root: Rank) -> Result<Vec<u8>> {
     let mut len = [announce(&json)];
     group.broadcast(&mut len, root)?;
     let mut json = json?;
     json.resize(check(root, len[0])?, 0);
     group.broadcast(&mut json, root)?;
-    read(root, &json)
+    Ok(json)
 }
 
 fn write<T: Serialize>(object: &T) -> Result<Vec<u8>> {

@@ -71,6 +71,39 @@ verbs! {
     Alloc => "alloc",
 }
 
+impl Verb {
+    /// Whether it is of those of [`Backend::run`](crate::Backend::run) that move data.
+    pub(crate) const fn is_run(self) -> bool {
+        matches!(
+            self,
+            Self::AllReduce
+                | Self::Reduce
+                | Self::Broadcast
+                | Self::AllGather
+                | Self::Counts
+                | Self::ReduceScatter
+        )
+    }
+
+    /// Whether it is of those of [`Backend::exchange`](crate::Backend::exchange) that all ranks call.
+    pub(crate) const fn is_exchange(self) -> bool {
+        matches!(self, Self::Gather | Self::Scatter | Self::AllToAll)
+    }
+
+    /// Whether one rank has a part of its own.
+    pub(crate) const fn has_root(self) -> bool {
+        matches!(
+            self,
+            Self::Reduce
+                | Self::Broadcast
+                | Self::Gather
+                | Self::Scatter
+                | Self::GatherV
+                | Self::ScatterV
+        )
+    }
+}
+
 impl fmt::Display for Verb {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())

@@ -8,68 +8,14 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Backend, Patience, Wait, host};
-use crate::store::Store;
-use crate::verbs::{Message, Verbs, check_bytes, check_len};
-use crate::work::{Buffer, Queue, Work};
-use crate::{Element, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
-
-/// How a group is made.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct GroupOptions {
-    /// How long a rank waits for a peer to take its next step: to join, to enter an operation, to
-    /// deliver the next chunk. 10 minutes unless set.
-    pub timeout: Duration,
-    /// The group's name in the store and in error texts; groups that share a store need different
-    /// ones. `default` unless set.
-    pub name: String,
-    /// Whether reductions fold in rank order. They do unless set.
-    pub determinism: Determinism,
-}
-
-/// In which order a reduction folds the ranks' numbers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Determinism {
-    /// In rank order, as [`ReduceOp`] says: same bits on all ranks, whatever the transport, the
-    /// size, the offset in the buffer.
-    #[default]
-    RankOrder,
-    /// In any order that is faster between machines. 16-bit floats may be rounded at each of
-    /// several steps. All ranks still get the same bits, and get them again when they repeat the
-    /// call.
-    Fast,
-}
-
-impl Default for GroupOptions {
-    fn default() -> Self {
-        Self {
-            timeout: Duration::from_secs(600),
-            name: "default".into(),
-            determinism: Determinism::RankOrder,
-        }
-    }
-}
-
-impl GroupOptions {
-    /// Sets the timeout.
-    pub fn with_timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
-        self
-    }
-
-    /// Sets the order of reductions.
-    pub fn with_determinism(mut self, determinism: Determinism) -> Self {
-        self.determinism = determinism;
-        self
-    }
-
-    /// Sets the name.
-    pub fn with_name(mut self, name: impl Into<String>) -> Self {
-        self.name = name.into();
-        self
-    }
-}
+use crate::backend::{Backend, Patience, host};
+use crate::flight::{FlightRecord, Recorder};
+use crate::membership::{Membership, Origin, connect};
+use crate::sim::{self, Clocks, Network};
+use crate::store::{MemoryStore, Store};
+use crate::verbs::{Message, Verbs, check_bytes};
+use crate::work::{Queue, Work};
+use crate::{Element, Error, GroupOptions, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
 
 /// One rank's membership in a group of ranks that work together.
 ///
@@ -83,7 +29,7 @@ impl GroupOptions {
 /// its operations in flight, and peers that then wait for it get an error that names it.
 ///
 /// After any error but [`Error::InvalidArgument`] the group is unusable on every rank, and calls
-/// return [`Error::Poisoned`].
+/// return [`Error::Poisoned`]; [`rebuild`](Self::rebuild) makes a new one of those that are left.
 ///
 /// # Examples
 ///
@@ -107,7 +53,9 @@ impl GroupOptions {
 pub struct ProcessGroup {
     // Dropped first: the queue's operations end before the backend says goodbye.
     queue: Arc<Queue>,
-    backend: Arc<dyn Backend>,
+    pub(crate) backend: Arc<dyn Backend>,
+    recorder: Arc<Recorder>,
+    pub(crate) membership: Arc<Membership>,
 }
 
 impl ProcessGroup {
@@ -121,32 +69,74 @@ impl ProcessGroup {
     pub fn threads(world_size: usize, timeout: Duration) -> Result<Vec<Self>> {
         let options = GroupOptions::default().with_timeout(timeout);
         let hosts = host::threads::group(world_size, &options)?;
-        Ok(hosts.into_iter().map(|host| Self::from_backend(Arc::new(host))).collect())
+        let origin = Origin { store: Arc::new(MemoryStore::new()), connect: Arc::new(connect) };
+        let group = |host| {
+            let membership = Membership::first(world_size, options.clone(), Some(origin.clone()));
+            Self::new(Arc::new(host), membership)
+        };
+        Ok(hosts.into_iter().map(group).collect())
     }
 
-    /// A group whose ranks are processes of one machine, over shared memory.
+    /// A group whose ranks are threads of this process, on a [`network`](crate::sim::Network) that
+    /// is simulated: the data are real and the bits those of every other backend, the time is
+    /// virtual and told by the clocks. Does not wait.
     ///
-    /// Every rank must call it, with the same `world_size` and name, each with its own `rank`.
-    /// Blocks until all have. Nothing is left behind on the machine, however the processes end.
+    /// Rank `r` is element `r` of the result, to be moved to the thread that plays it. The groups
+    /// cannot be [`split`](Self::split) or [rebuilt](Self::rebuild).
     ///
     /// # Errors
     ///
-    /// [`Error::Timeout`] naming the ranks that did not come; [`Error::Unsupported`] if the ranks
-    /// are on several machines (or in several pid namespaces); [`Error::PeerDied`]; the store's
-    /// errors; [`Error::InvalidArgument`] for a rank or size out of range.
+    /// [`Error::InvalidArgument`] if the network does not fit the ranks.
+    pub fn simulated(
+        world_size: usize,
+        network: Network,
+        options: &GroupOptions,
+    ) -> Result<(Vec<Self>, Clocks)> {
+        let (sims, clocks) = sim::backend::group(world_size, network, options)?;
+        let group = |sim| Self::from_backend_with(Arc::new(sim), options);
+        Ok((sims.into_iter().map(group).collect(), clocks))
+    }
+
+    /// A group whose ranks are processes: of one machine, over shared memory, or of several, over
+    /// TCP or libgloo; see [`Transport`](crate::Transport).
+    ///
+    /// Every rank must call it, with the same `world_size`, name and transport, each with its own
+    /// `rank`. Blocks until all have. Nothing is left behind on a machine, however the processes
+    /// end.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Timeout`] naming the ranks that did not come; [`Error::Rendezvous`] naming rank,
+    /// address and port if one cannot be connected to; [`Error::Unsupported`] if shared memory was
+    /// asked for and the ranks are on several machines (or in several pid namespaces);
+    /// [`Error::PeerDied`]; the store's errors; [`Error::InvalidArgument`] for a rank or size out of
+    /// range, or if the ranks do not agree on size and transport.
     pub fn from_store(
         store: Arc<dyn Store>,
         rank: Rank,
         world_size: usize,
         options: GroupOptions,
     ) -> Result<Self> {
-        let host = host::shm::join(&*store, rank, world_size, &options)?;
-        Ok(Self::from_backend(Arc::new(host)))
+        Self::from_store_with(store, rank, world_size, options, Arc::new(connect))
     }
 
-    /// A group over any backend.
+    /// A group over a backend that is connected already. It cannot be [`split`](Self::split) or
+    /// [rebuilt](Self::rebuild): nobody knows how to make another.
     pub fn from_backend(backend: Arc<dyn Backend>) -> Self {
-        Self { queue: Arc::new(Queue::new(Arc::clone(&backend))), backend }
+        Self::from_backend_with(backend, &GroupOptions::default())
+    }
+
+    /// A group over a backend that is connected already, with the name and the directory for its
+    /// flight record of `options`; the rest is the backend's.
+    pub fn from_backend_with(backend: Arc<dyn Backend>, options: &GroupOptions) -> Self {
+        let membership = Membership::first(backend.world_size(), options.clone(), None);
+        Self::new(backend, membership)
+    }
+
+    pub(crate) fn new(backend: Arc<dyn Backend>, membership: Membership) -> Self {
+        let queue = Arc::new(Queue::new(Arc::clone(&backend)));
+        let recorder = Arc::new(Recorder::new(&membership.options));
+        Self { queue, backend, recorder, membership: Arc::new(membership) }
     }
 
     /// This rank, `0..world_size`.
@@ -478,48 +468,6 @@ impl ProcessGroup {
         verbs.barrier()
     }
 
-    /// Starts an [`all_reduce`](Self::all_reduce) and returns; the result comes with
-    /// [`Work::wait`].
-    ///
-    /// Every rank must call it in the same place among its calls; whether a rank takes the blocking
-    /// or the asynchronous form is its own affair. Operations run on the group's one communication
-    /// thread in the order of submission. Does not block unless 1024 operations are queued. Steps,
-    /// bytes and bits are those of the blocking form.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidArgument`], or the group's earlier failure; `buf` is dropped. What happens
-    /// in flight is reported by [`Work::wait`].
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// # use std::time::Duration;
-    /// use collective::{ProcessGroup, ReduceOp, Result, SharedBuf};
-    ///
-    /// fn step(group: &ProcessGroup) -> Result<()> {
-    ///     let mut bucket: SharedBuf<f32> = group.alloc(1000)?;
-    ///     bucket.fill(group.rank() as f32);
-    ///     let work = group.all_reduce_async(bucket, ReduceOp::Avg)?;
-    ///     // Compute the next gradients here.
-    ///     let bucket = work.wait()?;
-    ///     assert!(bucket.iter().all(|&x| x == 0.5));
-    ///     Ok(())
-    /// }
-    /// # let groups = ProcessGroup::threads(2, Duration::from_secs(10))?;
-    /// # std::thread::scope(|scope| {
-    /// #     for group in groups {
-    /// #         scope.spawn(move || step(&group).expect("both ranks are here"));
-    /// #     }
-    /// # });
-    /// # Ok::<(), collective::Error>(())
-    /// ```
-    pub fn all_reduce_async<B: Buffer>(&self, mut buf: B, op: ReduceOp) -> Result<Work<B>> {
-        let count = buf.count();
-        self.checked::<B::Elem>(Verb::AllReduce, Some(op), None)?;
-        self.submit(buf, move |verbs, buf| verbs.all_reduce(same_len(buf, count)?, op))
-    }
-
     /// Obtains a buffer of `count` zeros in memory shared with the peers, where
     /// [`all_reduce`](Self::all_reduce) works in place. That saves the copies in and out, which is
     /// most of the time for buffers of 64 KiB and more, and nothing for those up to 8 KiB.
@@ -536,7 +484,11 @@ impl ProcessGroup {
         self.backend.ready()?;
         check_bytes::<T>(count, 1)?;
         self.queue.drain();
-        SharedBuf::new(self.backend.alloc(T::DTYPE, count)?, count)
+        let op = OpDesc { verb: Verb::Alloc, dtype: T::DTYPE, op: None, root: None, count };
+        let backend = &*self.backend;
+        let alloc = || backend.alloc(T::DTYPE, count);
+        let raw = self.recorder.record(backend, &op, &[], Patience::Caller, alloc)?;
+        SharedBuf::new(raw, count)
     }
 
     /// Gives the group up on all ranks: whoever waits, or calls later, gets [`Error::Aborted`] with
@@ -548,33 +500,35 @@ impl ProcessGroup {
         self.backend.abort(reason);
     }
 
+    /// What this rank called last, and how far each call got; from any thread, without waiting.
+    pub fn flight_record(&self) -> FlightRecord {
+        self.recorder.read(&*self.backend)
+    }
+
     /// What the blocking calls run on, once it is their turn.
     fn verbs(&self) -> Result<Verbs<'_>> {
         self.backend.ready()?;
         self.queue.drain();
-        let wait = Wait { patience: Patience::Caller, timeout: None };
-        Ok(Verbs { backend: &*self.backend, wait })
+        Ok(Verbs::new(&*self.backend, &self.recorder, Patience::Caller))
     }
 
-    fn submit<B: Send + 'static>(
+    /// Queues `run` on `bufs`, after a rehearsal that finds the caller's mistakes.
+    pub(crate) fn submit<B: Send + 'static>(
         &self,
-        bufs: B,
-        run: impl FnOnce(Verbs<'_>, &mut B) -> Result<()> + Send + 'static,
+        mut bufs: B,
+        run: impl Fn(Verbs<'_>, &mut B) -> Result<()> + Send + 'static,
     ) -> Result<Work<B>> {
         self.backend.ready()?;
-        let wait = Wait { patience: Patience::Background, timeout: None };
-        self.queue.submit(bufs, move |backend, bufs| run(Verbs { backend, wait }, bufs))
-    }
-
-    /// A caller's mistake, seen before an operation is queued.
-    fn checked<T: Element>(
-        &self,
-        verb: Verb,
-        op: Option<ReduceOp>,
-        root: Option<Rank>,
-    ) -> Result<()> {
-        self.backend.ready()?;
-        OpDesc { verb, dtype: T::DTYPE, op, root, count: 0 }.check(self.world_size())
+        Verbs::rehearse(&*self.backend, |verbs| run(verbs, &mut bufs))?;
+        let recorder = Arc::clone(&self.recorder);
+        self.queue.submit(bufs, move |backend, bufs| {
+            let result = run(Verbs::new(backend, &recorder, Patience::Background), bufs);
+            if let Err(error @ Error::InvalidArgument(_)) = &result {
+                // A buffer has changed its length in flight, and the peers need not wait for it.
+                backend.abort(&error.to_string());
+            }
+            result
+        })
     }
 }
 
@@ -586,13 +540,6 @@ impl fmt::Debug for ProcessGroup {
             .field("world_size", &self.world_size())
             .finish()
     }
-}
-
-/// The slice of a buffer that must not have changed its length since it was queued.
-fn same_len<B: Buffer>(buf: &mut B, count: usize) -> Result<&mut [B::Elem]> {
-    let slice = buf.as_mut_slice();
-    check_len("buffer", slice.len(), count)?;
-    Ok(slice)
 }
 
 fn concat<T: Element>(bufs: &[&mut [T]]) -> Vec<T> {

@@ -27,9 +27,15 @@ pub(crate) struct Span<'a> {
     life: PhantomData<&'a ()>,
 }
 
-impl Span<'_> {
+impl<'a> Span<'a> {
     /// No bytes.
     pub(crate) const EMPTY: Self = Self { ptr: std::ptr::null_mut(), len: 0, life: PhantomData };
+
+    /// A slice that nobody else sees.
+    pub(crate) fn from_mut(bytes: &'a mut [u8]) -> Self {
+        // SAFETY: borrowed mutably for all of `'a`, and a `Span` stays on its thread.
+        unsafe { Self::new(bytes.as_mut_ptr(), bytes.len()) }
+    }
 
     /// # Safety
     ///
@@ -38,6 +44,11 @@ impl Span<'_> {
     /// or threads at once unless all only read.
     pub(crate) unsafe fn new(ptr: *mut u8, len: usize) -> Self {
         Self { ptr, len, life: PhantomData }
+    }
+
+    /// No bytes.
+    pub(crate) fn empty() -> Self {
+        Self { ptr: std::ptr::NonNull::dangling().as_ptr(), len: 0, life: PhantomData }
     }
 
     pub(crate) fn len(self) -> usize {
@@ -53,6 +64,13 @@ impl Span<'_> {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(inside, "{offset}+{len} lies outside of {} bytes", self.len);
         Self { ptr: self.ptr.wrapping_add(offset), len, life: PhantomData }
+    }
+
+    /// Copies all of `source`, which has the same length, here.
+    pub(crate) fn copy_from_slice(self, source: &[u8]) {
+        assert_eq!(self.len, source.len(), "a copy keeps the length");
+        // SAFETY: both are alive and hold this many bytes; `copy` allows them to overlap.
+        unsafe { std::ptr::copy(source.as_ptr(), self.ptr, self.len) };
     }
 
     /// Copies all of `source`, which has the same length, here.

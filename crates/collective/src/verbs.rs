@@ -10,7 +10,8 @@
 
 use std::marker::PhantomData;
 
-use crate::backend::{Backend, RawBufs, Transfer, TransferMemory, Wait};
+use crate::backend::{Backend, Patience, RawBufs, Transfer, TransferMemory, Wait};
+use crate::flight::Recorder;
 use crate::op::Place;
 use crate::{Element, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
@@ -43,9 +44,33 @@ impl<'a> Message<'a> {
 pub(crate) struct Verbs<'a> {
     pub(crate) backend: &'a dyn Backend,
     pub(crate) wait: Wait,
+    /// Sees every step; without one this is a rehearsal, which ends at the first.
+    recorder: Option<&'a Recorder>,
 }
 
-impl Verbs<'_> {
+impl<'a> Verbs<'a> {
+    pub(crate) fn new(
+        backend: &'a dyn Backend,
+        recorder: &'a Recorder,
+        patience: Patience,
+    ) -> Self {
+        Self { backend, wait: Wait { patience, timeout: None }, recorder: Some(recorder) }
+    }
+
+    /// What `call` would find wrong before anything is sent: runs it up to its first step, which is
+    /// not taken. So the checks of an asynchronous call, made before it is queued, are those of the
+    /// blocking one.
+    pub(crate) fn rehearse(
+        backend: &'a dyn Backend,
+        call: impl FnOnce(Self) -> Result<()>,
+    ) -> Result<()> {
+        let wait = Wait { patience: Patience::Background, timeout: None };
+        match call(Self { backend, wait, recorder: None }) {
+            Err(error @ Error::InvalidArgument(_)) => Err(error),
+            _ => Ok(()),
+        }
+    }
+
     fn rank(self) -> Rank {
         self.backend.rank()
     }
@@ -249,9 +274,11 @@ impl Verbs<'_> {
         desc.check(self.world())?;
         let output: *mut u8 = buf.as_mut_ptr().cast();
         let bufs = RawBufs { input: output.cast_const(), output };
-        // SAFETY: the caller of this function gave `desc` the length of `buf`, which is borrowed
-        // mutably for the call; `desc` has been checked.
-        unsafe { self.backend.run(desc, bufs, self.wait) }
+        self.step(desc, &[], || {
+            // SAFETY: the caller of this function gave `desc` the length of `buf`, which is borrowed
+            // mutably for the call; `desc` has been checked.
+            unsafe { self.backend.run(desc, bufs, self.wait) }
+        })
     }
 
     fn run<T: Element>(self, desc: &OpDesc, output: &mut [T], input: &[T]) -> Result<()> {
@@ -260,16 +287,33 @@ impl Verbs<'_> {
         check_len("input", input.len(), desc.input_count(self.world()))?;
         desc.check(self.world())?;
         let bufs = RawBufs { input: input.as_ptr().cast(), output: output.as_mut_ptr().cast() };
-        // SAFETY: the lengths and `desc` were checked above, and both slices are borrowed for the
-        // call.
-        unsafe { self.backend.run(desc, bufs, self.wait) }
+        self.step(desc, &[], || {
+            // SAFETY: the lengths and `desc` were checked above, and both slices are borrowed for
+            // the call.
+            unsafe { self.backend.run(desc, bufs, self.wait) }
+        })
     }
 
     fn exchange(self, desc: &OpDesc, messages: Vec<Message<'_>>) -> Result<()> {
         let transfers: Vec<_> = messages.iter().map(|message| message.transfer).collect();
-        // SAFETY: each message borrows its memory for longer than the call, mutably if it is
-        // received into; the callers of this function have checked the peers.
-        unsafe { self.backend.exchange(desc, &transfers, self.wait) }
+        self.step(desc, &transfers, || {
+            // SAFETY: each message borrows its memory for longer than the call, mutably if it is
+            // received into; the callers of this function have checked the peers.
+            unsafe { self.backend.exchange(desc, &transfers, self.wait) }
+        })
+    }
+
+    /// The one way to the backend.
+    fn step(
+        self,
+        desc: &OpDesc,
+        transfers: &[Transfer],
+        run: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let Some(recorder) = self.recorder else {
+            return Err(Error::Unsupported { backend: "rehearsal", what: desc.verb.to_string() });
+        };
+        recorder.record(self.backend, desc, transfers, self.wait.patience, run)
     }
 
     /// Sends and receives a block for every other rank, each way if there is memory for it.
@@ -318,6 +362,9 @@ impl Verbs<'_> {
         let field = if same_call { "count" } else { "verb" };
         let error = Error::Mismatch { op: desc.verb.to_string(), field, by_rank };
         self.backend.abort(&error.to_string());
+        if let Some(recorder) = self.recorder {
+            recorder.failed(self.backend, &error);
+        }
         Err(error)
     }
 

@@ -8,7 +8,11 @@
 
 #![expect(unsafe_code, reason = "declares the calls that take type-erased memory")]
 
+#[cfg(feature = "gloo")]
+pub(crate) mod gloo;
 pub(crate) mod host;
+pub(crate) mod meet;
+pub(crate) mod tcp;
 
 use std::any::Any;
 use std::fmt::Debug;
@@ -97,6 +101,11 @@ impl RawShared {
 pub trait Backend: Send + Sync + Debug {
     /// The backend's name, for error texts.
     fn name(&self) -> &'static str;
+
+    /// Why the group is over this backend and no other, for a log.
+    fn reason(&self) -> &str {
+        "it was asked for"
+    }
 
     /// This rank.
     fn rank(&self) -> Rank;

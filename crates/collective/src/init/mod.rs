@@ -166,6 +166,7 @@ pub fn init_process_group(topology: &Topology, options: GroupOptions) -> Result<
     let prefix = format!("{}/{}/{}", topology.run_id, topology.restart_count, options.name);
     let store = PrefixStore::new(prefix, Arc::new(store));
     // When this returns, every rank has read all it needs: rank 0 may end, and the store with it.
+    // Only splits and rebuilds ask the store again.
     ProcessGroup::from_store(Arc::new(store), rank, world_size, options).map_err(
         |error| match error {
             Error::Timeout { missing, waited, .. } => Error::Rendezvous {

@@ -15,14 +15,17 @@ mod memory;
 mod prefix;
 pub mod tcp;
 mod values;
+mod watched;
 
 use std::fmt::Debug;
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 pub use self::memory::MemoryStore;
 pub use self::prefix::PrefixStore;
 pub use self::tcp::client::TcpStore;
 pub use self::tcp::server::TcpStoreServer;
+pub(crate) use self::watched::WatchedStore;
 use crate::Result;
 
 /// A map shared by the ranks of a job, with counters and with waiting.
@@ -93,6 +96,12 @@ pub trait Store: Send + Sync + Debug {
     ///
     /// As [`set`](Self::set).
     fn num_keys(&self) -> Result<i64>;
+
+    /// The address this machine has on its way to the store, which peers that reach the store
+    /// can reach too; `None` if there is no way to go, or the store does not say.
+    fn local_ip(&self) -> Option<IpAddr> {
+        None
+    }
 }
 
 /// The moment `timeout` from now; a timeout too long for the clock means about a century.

@@ -3,6 +3,7 @@
 //! `PrefixStore::new("p", store)` turns the key `k` into `p/k`, as PyTorch's does. Of nested
 //! prefixes the one nearest the underlying store comes first in the key.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -67,6 +68,10 @@ impl Store for PrefixStore {
 
     fn num_keys(&self) -> Result<i64> {
         self.store.num_keys()
+    }
+
+    fn local_ip(&self) -> Option<IpAddr> {
+        self.store.local_ip()
     }
 }
 

@@ -12,10 +12,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use collective::{GroupOptions, ProcessGroup, Rank, Result, TcpStore, TcpStoreServer};
+use collective::{
+    GroupOptions, MemoryStore, ProcessGroup, Rank, Result, TcpStore, TcpStoreServer, Transport,
+};
 
-/// Nothing in these tests may take longer.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+/// Nothing in these tests may take longer, on a loaded machine and under a sanitizer.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(240);
 
 /// Calls `rank` on every rank, as threads of this process, and returns what they returned.
 pub(crate) fn threads<T: Send>(
@@ -23,7 +25,29 @@ pub(crate) fn threads<T: Send>(
     timeout: Duration,
     rank: impl Fn(ProcessGroup) -> T + Sync,
 ) -> Vec<T> {
-    let groups = ProcessGroup::threads(world, timeout).unwrap();
+    play(ProcessGroup::threads(world, timeout).unwrap(), rank)
+}
+
+/// A group over TCP whose ranks are this process's; each has been joined on a thread of its own.
+pub(crate) fn over_tcp(world: usize, timeout: Duration) -> Vec<ProcessGroup> {
+    let store = MemoryStore::new();
+    std::thread::scope(|scope| {
+        let join = |rank| {
+            let store = Arc::new(store.clone());
+            let options = GroupOptions::default().with_timeout(timeout);
+            let options = options.with_transport(Transport::Tcp);
+            scope.spawn(move || ProcessGroup::from_store(store, rank, world, options).unwrap())
+        };
+        let ranks: Vec<_> = (0..world).map(join).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Calls `rank` with every group, each on a thread of its own, and returns what they returned.
+pub(crate) fn play<T: Send>(
+    groups: Vec<ProcessGroup>,
+    rank: impl Fn(ProcessGroup) -> T + Sync,
+) -> Vec<T> {
     std::thread::scope(|scope| {
         let rank = &rank;
         let ranks: Vec<_> =
@@ -57,9 +81,12 @@ impl Drop for Dir {
 #[derive(Debug)]
 pub(crate) struct Role {
     pub(crate) scenario: String,
+    pub(crate) transport: Transport,
     pub(crate) rank: Rank,
     pub(crate) world: usize,
     pub(crate) timeout: Duration,
+    /// Of the store.
+    pub(crate) host: String,
     pub(crate) port: u16,
     pub(crate) dir: PathBuf,
 }
@@ -68,30 +95,49 @@ impl Role {
     /// This process's role; `None` in an ordinary test run.
     pub(crate) fn from_env() -> Option<Self> {
         let text = std::env::var("COLLECTIVE_TEST_ROLE").ok()?;
-        let mut parts = text.splitn(6, ' ');
+        let mut parts = text.splitn(8, ' ');
         let mut next = || parts.next().unwrap();
         Some(Self {
             scenario: next().to_owned(),
+            transport: match next() {
+                "tcp" => Transport::Tcp,
+                "host" => Transport::Host,
+                _ => Transport::Auto,
+            },
             rank: next().parse().unwrap(),
             world: next().parse().unwrap(),
             timeout: Duration::from_millis(next().parse().unwrap()),
+            host: next().to_owned(),
             port: next().parse().unwrap(),
             dir: next().into(),
         })
     }
 
     pub(crate) fn join(&self) -> Result<ProcessGroup> {
-        let store = Arc::new(TcpStore::connect("127.0.0.1", self.port, self.timeout)?);
+        let store = Arc::new(TcpStore::connect(&self.host, self.port, self.timeout)?);
         let options = GroupOptions::default().with_timeout(self.timeout);
+        let options = options.with_transport(self.transport);
         ProcessGroup::from_store(store, self.rank, self.world, options)
     }
 
     /// Leaves a result for the parent.
     pub(crate) fn report(&self, text: &str) {
-        let path = self.dir.join(format!("report-{}", self.rank));
+        self.write(&format!("report-{}", self.rank), text);
+    }
+
+    /// Makes a file that is there whole or not at all.
+    pub(crate) fn write(&self, name: &str, text: &str) {
+        let path = self.dir.join(name);
         fs::write(path.with_extension("new"), text).unwrap();
         fs::rename(path.with_extension("new"), path).unwrap();
     }
+}
+
+/// Starts a worker; `command` leads to this program.
+pub(crate) fn spawn(mut command: Command, role: &str) -> Child {
+    command.args(["--exact", "worker", "--nocapture", "--test-threads=1"]);
+    command.env("COLLECTIVE_TEST_ROLE", role);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
 /// Rank processes; killed on drop.
@@ -99,30 +145,37 @@ impl Role {
 pub(crate) struct Workers {
     pub(crate) children: Vec<Child>,
     pub(crate) dir: Dir,
-    _store: TcpStoreServer,
+    /// Where they meet, if the parent serves it.
+    pub(crate) store: Option<TcpStoreServer>,
 }
 
 impl Workers {
     /// Starts the ranks given of a world.
     pub(crate) fn start(scenario: &str, world: usize, ranks: &[Rank], timeout: Duration) -> Self {
-        let dir = Dir::new();
+        Self::start_over("auto", scenario, world, ranks, timeout)
+    }
+
+    /// Starts the ranks given of a world over a transport.
+    pub(crate) fn start_over(
+        transport: &str,
+        scenario: &str,
+        world: usize,
+        ranks: &[Rank],
+        timeout: Duration,
+    ) -> Self {
         let store = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
-        let port = store.port();
+        let (dir, port) = (Dir::new(), store.port());
         let start = |rank: &Rank| {
             let (path, timeout) = (dir.0.display(), timeout.as_millis());
-            Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "worker", "--nocapture", "--test-threads=1"])
-                .env(
-                    "COLLECTIVE_TEST_ROLE",
-                    format!("{scenario} {rank} {world} {timeout} {port} {path}"),
-                )
-                .stdin(Stdio::null())
-                .stdout(Stdio::null())
-                .stderr(Stdio::piped())
-                .spawn()
-                .unwrap()
+            let role =
+                format!("{scenario} {transport} {rank} {world} {timeout} 127.0.0.1 {port} {path}");
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.env("COLLECTIVE_FLIGHT_DIR", dir.0.join("flight"));
+            // Whatever a rank leaves in a directory for such things is seen here.
+            command.env("TMPDIR", &dir.0);
+            spawn(command, &role)
         };
-        Self { children: ranks.iter().map(start).collect(), dir, _store: store }
+        Self { children: ranks.iter().map(start).collect(), dir, store: Some(store) }
     }
 
     /// Waits until a file appears in the directory, and returns what it says.
@@ -164,5 +217,22 @@ pub(crate) fn wait_for<T>(mut ask: impl FnMut() -> Option<T>, what: &str) -> T {
         }
         assert!(start.elapsed() < DEADLINE, "waited too long for {what}");
         std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Numbers that are the same on every rank that starts from the same seed.
+#[derive(Debug)]
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb)
+    }
+
+    /// One of `0..end`.
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        (self.next() >> 16) as usize % end
     }
 }

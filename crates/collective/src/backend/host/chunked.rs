@@ -130,6 +130,54 @@ pub(super) fn all_reduce_pair(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> 
     Ok(())
 }
 
+/// As [`all_reduce`], but only the root copies results out, and only the root's buffer changes.
+pub(super) fn reduce(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
+    let chunks = Chunks::new(turn, buf.len(), CHUNK_BYTES);
+    let (segment, rank, world) = (turn.segment(), turn.rank(), turn.world());
+    let op = turn.op.op.expect("a reduce has an operator");
+    let root = turn.op.root.expect("a reduce has a root");
+    let chunk = |i| {
+        let (start, len) = chunks.range(i, buf.len());
+        buf.part(start, len)
+    };
+    let stage = |i| {
+        let (chunk, number) = (chunk(i), chunks.number(i));
+        let stage = turn.claim_stage(number, chunk.len())?;
+        turn.pace.stage(number, chunk.len() / world * (world - 1), |route| {
+            for peer in turn.peers() {
+                let (start, len) = shard(peer, world, chunk.len());
+                stage.part(start, len).copy_by(route, chunk.part(start, len));
+            }
+        });
+        turn.publish(Counter::Staged, number + 1);
+        Ok(())
+    };
+    stage(0)?;
+    turn.enter()?;
+    for i in 0..chunks.count {
+        if i + 1 < chunks.count {
+            stage(i + 1)?;
+        }
+        let (chunk, number) = (chunk(i), chunks.number(i));
+        turn.wait_for(Who::All, Counter::Staged, number + 1)?;
+        let (start, len) = shard(rank, world, chunk.len());
+        let own = chunk.part(start, len);
+        let stage_of = |rank| segment.stage(rank, number, chunk.len()).part(start, len);
+        let source = |from| if from == rank { own } else { stage_of(from) };
+        let out = if rank == root { own } else { stage_of(rank) };
+        turn.spans(source, |sources| fold_to(turn, op, out, sources, &[], Route::Cached));
+        turn.publish(Counter::Folded, number + 1);
+        for peer in turn.peers().filter(|_| rank == root) {
+            turn.wait_for(Who::One(peer), Counter::Folded, number + 1)?;
+            let (start, len) = shard(peer, world, chunk.len());
+            let folded = segment.stage(peer, number, chunk.len()).part(start, len);
+            chunk.part(start, len).copy_from(folded);
+        }
+        turn.publish(Counter::Drained, number + 1);
+    }
+    Ok(())
+}
+
 /// Two steps per chunk: stage the other ranks' blocks, fold the own one.
 pub(super) fn reduce_scatter(turn: &mut Turn<'_>, input: Span<'_>, output: Span<'_>) -> Result<()> {
     let (segment, rank, world) = (turn.segment(), turn.rank(), turn.world());

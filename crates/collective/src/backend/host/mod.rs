@@ -3,7 +3,8 @@
 //! Ranks that are threads ([`threads`]) and ranks that are processes ([`shm`]) differ only in how
 //! they get at the segment and how they learn of a death. Everything else is one layer: every rank
 //! has its own mapping of the same memory, enters each operation with its fingerprint ([`turn`]),
-//! and follows one of three algorithms ([`flat`], [`chunked`], [`in_place`]).
+//! and follows one of three algorithms ([`flat`], [`chunked`], [`in_place`]), or exchanges messages
+//! with single peers ([`exchange`]) through a channel per pair ([`channel`]).
 //!
 //! The invariant behind all of them: data areas of the segment are read and written through raw
 //! pointers only, and a rank stores into its own areas only, after it has seen that nobody reads
@@ -13,9 +14,13 @@
 
 #![expect(unsafe_code, reason = "turns the memory of an operation into spans")]
 
+mod channel;
 mod chunked;
+mod exchange;
 mod flat;
 mod in_place;
+#[cfg(loom)]
+mod model;
 mod pace;
 mod segment;
 pub(crate) mod shm;
@@ -23,19 +28,21 @@ mod sys;
 pub(crate) mod threads;
 mod turn;
 
+use crate::sync::atomic::Ordering;
 use std::fs::OpenOptions;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use self::exchange::{Block, Mesh, Way};
 use self::pace::Pace;
 use self::segment::{FLAT_BYTES, MAX_RANKS, Poison, Segment};
-use self::sys::{ForkGuard, Mapping};
+pub(super) use self::sys::ForkGuard;
+use self::sys::Mapping;
 use self::turn::Turn;
-use super::{Backend, Patience, RawBufs, RawShared, Transfer, Wait};
+use super::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemory, Wait};
 use crate::span::Span;
 use crate::{DType, Error, GroupOptions, OpDesc, Place, Rank, Result, Verb, simd};
 
@@ -48,6 +55,8 @@ pub(crate) struct Host {
     // Stops before the segment goes.
     _monitor: Option<shm::Monitor>,
     rank: Rank,
+    /// Why it is this backend.
+    reason: String,
     name: String,
     timeout: Duration,
     /// Every rank can have a core to itself, so that spinning takes nothing from a peer.
@@ -56,12 +65,15 @@ pub(crate) struct Host {
     /// The process whose descriptors rank 0 shares.
     root_pid: u32,
     state: Mutex<State>,
+    /// To be locked after `state`.
+    mesh: Mutex<Mesh>,
     /// This rank's first failure.
     failed: OnceLock<Error>,
     guard: ForkGuard,
 }
 
-/// Where this rank is in the group's history; the same on all ranks between operations.
+/// Where this rank is in the group's history; but for what is said to be its own, the same on all
+/// ranks between operations.
 #[derive(Debug, Default)]
 struct State {
     /// Entries so far.
@@ -70,6 +82,8 @@ struct State {
     chunk: u64,
     /// This rank's own.
     pace: Pace,
+    /// Exchanges that not all ranks entered, so far; each rank's own number.
+    batches: u64,
     shared: Vec<Shared>,
 }
 
@@ -103,15 +117,23 @@ impl Host {
         Ok(Self {
             _monitor: monitor,
             rank,
+            reason: "the ranks are threads of one process".into(),
             name: options.name.clone(),
             timeout: options.timeout,
             alert: segment.world <= cores,
             segment,
             root_pid,
             state: Mutex::default(),
+            mesh: Mutex::default(),
             failed: OnceLock::new(),
             guard: ForkGuard::new()?,
         })
+    }
+
+    /// With another reason for its being this backend.
+    pub(crate) fn because(mut self, reason: String) -> Self {
+        self.reason = reason;
+        self
     }
 
     fn world(&self) -> usize {
@@ -142,8 +164,10 @@ impl Host {
         place: Place,
         wait: Wait,
     ) -> Turn<'a> {
-        let seq = state.seq;
-        state.seq += 1;
+        // What not all ranks take part in is no step of the group's history.
+        let count = if op.verb == Verb::Batch { &mut state.batches } else { &mut state.seq };
+        let seq = *count;
+        *count += 1;
         let Wait { patience, timeout } = wait;
         let timeout = timeout.unwrap_or(self.timeout);
         let State { chunk, pace, .. } = state;
@@ -189,12 +213,26 @@ impl Host {
             (Verb::AllReduce, Some(shared)) => in_place::all_reduce(turn, output, shared),
             (Verb::AllReduce, None) if self.world() == 2 => chunked::all_reduce_pair(turn, output),
             (Verb::AllReduce, None) => chunked::all_reduce(turn, output),
+            (Verb::Reduce, _) => chunked::reduce(turn, output),
             (Verb::Broadcast, _) => chunked::broadcast(turn, output),
             (Verb::AllGather | Verb::Counts, _) => chunked::all_gather(turn, input, output),
             (Verb::ReduceScatter, _) => chunked::reduce_scatter(turn, input, output),
             (Verb::Barrier | Verb::Alloc, _) => turn.enter(),
             (verb, _) => Err(Error::Unsupported { backend: "host", what: verb.to_string() }),
         }
+    }
+
+    fn trade(&self, turn: &Turn<'_>, blocks: Vec<Block<'_>>) -> Result<()> {
+        if turn.op.verb != Verb::Batch {
+            turn.enter()?;
+        } else if let Some(poison) = self.segment.poison() {
+            return Err(turn.failure(poison, Duration::ZERO));
+        }
+        let result = exchange::run(turn, &mut self.mesh.lock(), blocks);
+        if let Err(Error::Io { .. }) = &result {
+            return self.or_abort(result);
+        }
+        result
     }
 
     /// Meets the peers to obtain `stride` bytes for every rank.
@@ -223,7 +261,7 @@ impl Host {
 
     /// Makes the file of a shared buffer and says where it is.
     fn offer(&self, bytes: usize) -> Result<OwnedFd> {
-        let file = sys::memfd(c"collective-shared", bytes)?;
+        let file = sys::memfd(c"collective-shared", bytes, bytes)?;
         let number = u64::try_from(file.as_raw_fd()).expect("descriptors are not negative");
         // Release: pairs with `take_offer`, though the entries between order them already.
         self.segment.shared_fd().store(number, Ordering::Release);
@@ -252,6 +290,10 @@ impl Host {
 impl Backend for Host {
     fn name(&self) -> &'static str {
         "host"
+    }
+
+    fn reason(&self) -> &str {
+        &self.reason
     }
 
     fn rank(&self) -> Rank {
@@ -303,8 +345,23 @@ impl Backend for Host {
         self.note_failure(result)
     }
 
-    unsafe fn exchange(&self, op: &OpDesc, _: &[Transfer], _: Wait) -> Result<()> {
-        Err(Error::Unsupported { backend: "host", what: op.verb.to_string() })
+    unsafe fn exchange(&self, op: &OpDesc, transfers: &[Transfer], wait: Wait) -> Result<()> {
+        self.fork_check()?;
+        let mut state = self.state.lock();
+        self.ready()?;
+        let block = |transfer: &Transfer| {
+            let &Transfer { peer, dtype, count, memory } = transfer;
+            let (way, ptr) = match memory {
+                TransferMemory::Send(ptr) => (Way::Out, ptr.cast_mut()),
+                TransferMemory::Receive(ptr) => (Way::In, ptr),
+            };
+            // SAFETY: the caller's promise; what goes out is only copied from.
+            let memory = unsafe { Span::new(ptr, count * dtype.size()) };
+            Block { peer, way, dtype, count, memory }
+        };
+        let blocks = transfers.iter().map(block).collect();
+        let turn = self.turn(&mut state, op, Place::Own, wait);
+        self.note_failure(self.trade(&turn, blocks))
     }
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<RawShared> {

@@ -13,6 +13,7 @@
 //! SLOTS      two slots per rank, used in turn: +0 seq, +8 fingerprint, +48 data of up to 16 bytes,
 //!              +64 data of up to 8 KiB
 //! STAGES     six chunks of 256 KiB per rank, used in turn
+//! CHANNELS   a ring per ordered pair of ranks, see [`channel`](super::channel)
 //! ```
 //!
 //! A rank only ever stores into its own block, slots and stages, except for the poison word (first
@@ -21,24 +22,27 @@
 use std::ffi::CStr;
 use std::fs::File;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
+use std::sync::Arc;
+use std::sync::atomic::compiler_fence;
 
+use super::channel::Layout;
 use super::sys::{self, Mapping};
 use crate::op::Fingerprint;
 use crate::span::Span;
+use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use crate::{Error, Rank, Result};
 
 /// Ranks a group may have.
 pub(super) const MAX_RANKS: usize = 256;
 /// Largest payload of a slot.
-pub(super) const FLAT_BYTES: usize = 8 << 10;
+pub(super) const FLAT_BYTES: usize = if cfg!(loom) { 64 } else { 8 << 10 };
 /// Bytes of one stage.
-pub(super) const CHUNK_BYTES: usize = 256 << 10;
+pub(super) const CHUNK_BYTES: usize = if cfg!(loom) { 64 } else { 256 << 10 };
 /// Stages of a rank. Three would do to fill one while one is folded and one is read; six outgrow
 /// the second-level cache, which is faster, see [`Segment::stage`]. More gain nothing.
 pub(super) const STAGES: u64 = 6;
 /// The smallest part of a stage that a chunk takes.
-const MIN_PART: usize = 8 << 10;
+const MIN_PART: usize = if cfg!(loom) { 64 } else { 8 << 10 };
 
 const NAME: &CStr = c"collective";
 const MAGIC: u64 = u64::from_le_bytes(*b"collsg01");
@@ -51,7 +55,7 @@ const GONE: usize = 128;
 const NOTE_LEN: usize = 136;
 const MISSING: usize = 144;
 const NOTE: usize = 192;
-const NOTE_BYTES: usize = BLOCK - NOTE;
+const NOTE_BYTES: usize = if cfg!(loom) { 8 } else { BLOCK - NOTE };
 const SLOT_LINE: usize = 8 + 8 * Fingerprint::WORDS;
 const SLOT_DATA: usize = 64;
 const SLOT: usize = SLOT_DATA + FLAT_BYTES;
@@ -109,7 +113,7 @@ impl Poison {
 /// The segment, mapped.
 #[derive(Debug)]
 pub(super) struct Segment {
-    map: Mapping,
+    map: Arc<Mapping>,
     pub(super) world: usize,
     /// Sleepers' heavy fences reach this process.
     fenced_by_sleepers: bool,
@@ -118,15 +122,16 @@ pub(super) struct Segment {
 impl Segment {
     /// Bytes of the segment of a group.
     pub(super) fn bytes(world: usize) -> usize {
-        stages(world) + world * STAGES as usize * CHUNK_BYTES
+        Layout::new(world, channels(world)).end()
     }
 
     /// A new, empty segment; rank 0's task.
     pub(super) fn create(world: usize) -> Result<OwnedFd> {
         let bytes = Self::bytes(world);
-        let file = sys::memfd(NAME, bytes)?;
+        let file = sys::memfd(NAME, bytes, channels(world))?;
         let copy = file.try_clone().map_err(|error| Error::io("sharing the segment", &error))?;
-        let segment = Self { map: Mapping::new(copy, bytes)?, world, fenced_by_sleepers: false };
+        let map = Arc::new(Mapping::new(copy, bytes)?);
+        let segment = Self { map, world, fenced_by_sleepers: false };
         segment.map.word(8).store(world as u64, Ordering::Relaxed);
         // Release: pairs with the Acquire in `attach`.
         segment.map.word(0).store(MAGIC, Ordering::Release);
@@ -147,7 +152,22 @@ impl Segment {
             return Err(wrong());
         }
         // A kernel without it leaves the fences to the publishers.
-        Ok(Self { map, world, fenced_by_sleepers: sys::join_heavy_fences() })
+        Ok(Self { map: Arc::new(map), world, fenced_by_sleepers: sys::join_heavy_fences() })
+    }
+
+    /// All ranks' views of a new segment, for a model, in which publishers fence.
+    #[cfg(loom)]
+    pub(super) fn of_model(world: usize) -> Result<Vec<Self>> {
+        let bytes = Self::bytes(world);
+        let map = Mapping::new(sys::memfd(NAME, bytes)?, bytes)?;
+        // Words are there before any rank is.
+        let slot = |index: usize| slots(world) + index * SLOT;
+        let heads = (0..2 * world).map(|index| (slot(index), SLOT_DATA));
+        for (start, bytes) in [(POISON, 8), (BLOCKS, world * BLOCK)].into_iter().chain(heads) {
+            map.words.make(start, bytes);
+        }
+        let view = |map| Self { map: Arc::new(map), world, fenced_by_sleepers: false };
+        (0..world).map(|_| Ok(view(map.again()?))).collect()
     }
 
     pub(super) fn counter(&self, rank: Rank, counter: Counter) -> &AtomicU64 {
@@ -191,6 +211,11 @@ impl Segment {
         let part = len.next_power_of_two().clamp(MIN_PART, CHUNK_BYTES);
         let turn = (chunk / STAGES % (CHUNK_BYTES / part) as u64) as usize;
         self.map.data(stages(self.world) + index * CHUNK_BYTES, CHUNK_BYTES).part(turn * part, len)
+    }
+
+    /// The mapping, and where the channels lie in it.
+    pub(super) fn channels(&self) -> (&Arc<Mapping>, Layout) {
+        (&self.map, Layout::new(self.world, channels(self.world)))
     }
 
     pub(super) fn bell(&self, rank: Rank) -> &AtomicU32 {
@@ -257,8 +282,10 @@ impl Segment {
         (String::from_utf8_lossy(&bytes).trim_end_matches('\u{fffd}').to_owned(), missing)
     }
 
-    /// Wakes every rank that sleeps.
+    /// Wakes every rank that sleeps for what this rank has just stored.
     pub(super) fn ring_all(&self) {
+        // SeqCst: see `ring`.
+        fence(Ordering::SeqCst);
         for rank in 0..self.world {
             self.ring(rank);
         }
@@ -287,9 +314,10 @@ impl Segment {
         sys::heavy_fence()
     }
 
-    /// Wakes a rank if it sleeps. To come after a SeqCst store of what it waits for, or after
-    /// [`fence_publisher`](Self::fence_publisher): either this sees the sleeper's bell, or the
-    /// sleeper, who looks once more after setting it, sees the store.
+    /// Wakes a rank if it sleeps. To come after a store of what it waits for and a SeqCst fence (or
+    /// [`fence_publisher`](Self::fence_publisher)): of that fence and the sleeper's, between setting
+    /// its bell and its last look, one is the first; so either this sees the bell, or the sleeper
+    /// sees the store.
     pub(super) fn ring(&self, rank: Rank) {
         let bell = self.bell(rank);
         if bell.load(Ordering::SeqCst) != 0 && bell.swap(0, Ordering::SeqCst) != 0 {
@@ -316,8 +344,15 @@ fn stages(world: usize) -> usize {
     (slots(world) + world * 2 * SLOT).next_multiple_of(4096)
 }
 
+fn channels(world: usize) -> usize {
+    stages(world) + world * STAGES as usize * CHUNK_BYTES
+}
+
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+
+    use super::super::channel::{Receiver, Sender};
     use super::*;
 
     fn segment(world: usize) -> Segment {
@@ -360,9 +395,25 @@ mod tests {
     }
 
     #[test]
+    fn pairs_that_never_talk_cost_nothing() {
+        let world = 64;
+        let file = File::from(Segment::create(world).unwrap());
+        let used = || file.metadata().unwrap().blocks() as usize * 512;
+        let before = used();
+        assert!(before <= channels(world) + 4096 && Segment::bytes(world) > before + (16 << 20));
+        let segment = Segment::attach(file.try_clone().unwrap().into(), world).unwrap();
+        let (map, layout) = segment.channels();
+        let _sender = Sender::new(map, &layout, 3, 60).unwrap();
+        assert!(used() > before && used() <= before + (64 << 10));
+        let now = used();
+        let _receiver = Receiver::new(map, &layout, 3, 60).unwrap();
+        assert_eq!(used(), now);
+    }
+
+    #[test]
     fn a_segment_of_another_group_is_refused() {
         assert!(Segment::attach(Segment::create(2).unwrap(), 3).is_err());
-        let other = sys::memfd(c"other", Segment::bytes(2)).unwrap();
+        let other = sys::memfd(c"other", Segment::bytes(2), 0).unwrap();
         assert!(Segment::attach(other, 2).is_err());
     }
 }

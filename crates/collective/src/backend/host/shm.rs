@@ -13,12 +13,12 @@ use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use super::segment::{Poison, Segment};
 use super::{Host, check_world, open_fd_of, sys};
+use crate::backend::meet::{garbled, gather};
 use crate::store::{Store, deadline};
 use crate::{Error, GroupOptions, Rank, Result};
 
@@ -52,7 +52,7 @@ pub(crate) fn join(
     let key = |rank: Rank| format!("{}/{generation}/member/{rank}", options.name);
     let json = serde_json::to_vec(&own).expect("a member is plain numbers and strings");
     store.set(&key(rank), &json)?;
-    let members = gather(store, &key, world_size, options, deadline)?;
+    let members: Vec<Member> = gather(store, &key, world_size, options, deadline)?;
     check_members(&members, rank, world_size)?;
 
     let deaths = watch(&members, rank, &options.name)?;
@@ -90,45 +90,6 @@ impl Member {
     }
 }
 
-/// Reads what all ranks say of themselves.
-fn gather(
-    store: &dyn Store,
-    key: &dyn Fn(Rank) -> String,
-    world_size: usize,
-    options: &GroupOptions,
-    deadline: Instant,
-) -> Result<Vec<Member>> {
-    let keys: Vec<String> = (0..world_size).map(key).collect();
-    let names: Vec<&str> = keys.iter().map(String::as_str).collect();
-    let wait = store.wait(&names, deadline.saturating_duration_since(Instant::now()));
-    if let Err(error) = wait {
-        // A store that does not answer is not asked which rank is missing.
-        if !matches!(error, Error::KeyTimeout { .. }) {
-            return Err(error);
-        }
-        let mut missing = Vec::new();
-        for (rank, name) in names.iter().enumerate() {
-            if !store.check(&[name])? {
-                missing.push(rank);
-            }
-        }
-        if missing.is_empty() {
-            return Err(error);
-        }
-        let op = format!("joining group {}", options.name);
-        return Err(Error::Timeout { op, waited: options.timeout, missing });
-    }
-    let read = |(rank, key): (Rank, &&str)| {
-        let json = store.get(key, Duration::from_secs(1))?;
-        serde_json::from_slice(&json).map_err(|_| garbled(rank))
-    };
-    names.iter().enumerate().map(read).collect()
-}
-
-fn garbled(rank: Rank) -> Error {
-    Error::InvalidArgument(format!("what rank {rank} says of itself in the store is garbled"))
-}
-
 fn check_members(members: &[Member], rank: Rank, world_size: usize) -> Result<()> {
     let own = &members[rank];
     for (rank, member) in members.iter().enumerate() {
@@ -143,7 +104,7 @@ fn check_members(members: &[Member], rank: Rank, world_size: usize) -> Result<()
                 backend: "host",
                 what: format!(
                     "several machines or pid namespaces: rank {rank} is on another one than this \
-                     rank; the embedded backend spans one machine so far"
+                     rank; shared memory does not reach there, `Transport::Tcp` does"
                 ),
             });
         }
@@ -270,56 +231,6 @@ mod tests {
         members[1].world_size = 3;
         let error = check_members(&members, 0, 2).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
-    }
-
-    /// A store that takes the whole timeout to answer nothing.
-    #[derive(Debug, Default)]
-    struct Stalled {
-        asked: std::sync::atomic::AtomicU32,
-    }
-
-    impl Stalled {
-        fn fail<T>(&self) -> Result<T> {
-            self.asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            let [store, during, reason] = ["s", "any", "no answer"].map(String::from);
-            Err(Error::Store { store, during, reason })
-        }
-    }
-
-    impl Store for Stalled {
-        fn set(&self, _: &str, _: &[u8]) -> Result<()> {
-            self.fail()
-        }
-        fn get(&self, _: &str, _: Duration) -> Result<Vec<u8>> {
-            self.fail()
-        }
-        fn add(&self, _: &str, _: i64) -> Result<i64> {
-            self.fail()
-        }
-        fn compare_set(&self, _: &str, _: &[u8], _: &[u8]) -> Result<Vec<u8>> {
-            self.fail()
-        }
-        fn wait(&self, _: &[&str], _: Duration) -> Result<()> {
-            self.fail()
-        }
-        fn check(&self, _: &[&str]) -> Result<bool> {
-            self.fail()
-        }
-        fn delete_key(&self, _: &str) -> Result<bool> {
-            self.fail()
-        }
-        fn num_keys(&self) -> Result<i64> {
-            self.fail()
-        }
-    }
-
-    #[test]
-    fn a_store_that_does_not_answer_is_asked_once() {
-        let (store, key) = (Stalled::default(), |rank: Rank| rank.to_string());
-        let options = GroupOptions::default();
-        let error = gather(&store, &key, 200, &options, Instant::now()).unwrap_err();
-        assert!(matches!(error, Error::Store { .. }), "{error}");
-        assert_eq!(store.asked.into_inner(), 1);
     }
 
     #[test]

@@ -8,10 +8,15 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::AtomicU32 as Mark;
 use std::time::Duration;
 
+#[cfg(loom)]
+use super::model::Words;
 use crate::span::Span;
+#[cfg(not(loom))]
+use crate::sync::atomic::AtomicU64;
+use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::{Error, Result};
 
 /// Seals that keep a file from being cut short under our feet, which would be a SIGBUS.
@@ -23,8 +28,9 @@ const MEMBARRIER_REGISTER_GLOBAL_EXPEDITED: libc::c_int = 1 << 2;
 
 /// A file of `bytes` zeros that lives in memory, has no name, and cannot change size.
 ///
-/// The memory is reserved now, so that running out of it is an error here and not a signal later.
-pub(super) fn memfd(name: &CStr, bytes: usize) -> Result<OwnedFd> {
+/// The memory of the first `reserved` bytes is reserved now, so that running out of it is an error
+/// here and not a signal later; that of the others by [`Mapping::reserve`], before they are used.
+pub(super) fn memfd(name: &CStr, bytes: usize, reserved: usize) -> Result<OwnedFd> {
     let fail = || Error::io(format!("obtaining {bytes} bytes of shared memory"), &last_error());
     // SAFETY: `name` is a C string; the flags are this call's.
     let raw =
@@ -36,16 +42,33 @@ pub(super) fn memfd(name: &CStr, bytes: usize) -> Result<OwnedFd> {
     let fd = unsafe { OwnedFd::from_raw_fd(raw) };
     let len = libc::off_t::try_from(bytes).map_err(|_| fail())?;
     // SAFETY: a system call on a descriptor we own.
-    while unsafe { libc::fallocate(raw, 0, 0, len) } != 0 {
-        if last_error().kind() != io::ErrorKind::Interrupted {
-            return Err(fail());
-        }
+    if unsafe { libc::ftruncate(raw, len) } != 0 {
+        return Err(fail());
     }
+    allocate(&fd, 0, reserved).map_err(|_| fail())?;
     // SAFETY: a system call on a descriptor we own.
     if unsafe { libc::fcntl(raw, libc::F_ADD_SEALS, SEALS) } != 0 {
         return Err(fail());
     }
     Ok(fd)
+}
+
+/// Reserves memory for some bytes of a file, which keep their contents.
+fn allocate(file: &OwnedFd, offset: usize, len: usize) -> io::Result<()> {
+    if len == 0 {
+        return Ok(());
+    }
+    let too_much = || io::Error::from(io::ErrorKind::FileTooLarge);
+    let offset = libc::off_t::try_from(offset).map_err(|_| too_much())?;
+    let len = libc::off_t::try_from(len).map_err(|_| too_much())?;
+    // SAFETY: a system call on a descriptor that `file` owns.
+    while unsafe { libc::fallocate(file.as_raw_fd(), 0, offset, len) } != 0 {
+        let error = last_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+    Ok(())
 }
 
 /// Whether a file that a peer gave has exactly this size, and will keep it.
@@ -62,6 +85,9 @@ pub(super) struct Mapping {
     base: NonNull<u8>,
     len: usize,
     file: OwnedFd,
+    /// What a model sees in the place of the words in the memory.
+    #[cfg(loom)]
+    pub(super) words: std::sync::Arc<Words>,
 }
 
 // SAFETY: a mapping is plain memory of the process. It hands out atomics, which may be shared, and
@@ -81,14 +107,37 @@ impl Mapping {
         let base = base.ok_or_else(|| {
             Error::io(format!("mapping {len} bytes of shared memory"), &last_error())
         })?;
-        Ok(Self { base: base.cast(), len, file })
+        Ok(Self {
+            base: base.cast(),
+            len,
+            file,
+            #[cfg(loom)]
+            words: Words::new(len),
+        })
+    }
+
+    /// Another mapping of the same file, which sees the same words.
+    #[cfg(loom)]
+    pub(super) fn again(&self) -> Result<Self> {
+        let file = self.file.try_clone().map_err(|error| Error::io("sharing a file", &error))?;
+        let mut again = Self::new(file, self.len)?;
+        again.words = std::sync::Arc::clone(&self.words);
+        Ok(again)
     }
 
     pub(super) fn ptr(&self) -> NonNull<u8> {
         self.base
     }
 
+    /// Reserves memory for some bytes that were not when the file was made; they keep their
+    /// contents.
+    pub(super) fn reserve(&self, offset: usize, len: usize) -> Result<()> {
+        allocate(&self.file, offset, len)
+            .map_err(|error| Error::io(format!("obtaining {len} bytes of shared memory"), &error))
+    }
+
     /// The word at a byte offset.
+    #[cfg(not(loom))]
     pub(super) fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset + 8 <= self.len, "a word of the segment");
         // SAFETY: stays inside by the line above.
@@ -99,6 +148,7 @@ impl Mapping {
     }
 
     /// The half word at a byte offset: what a futex sleeps on.
+    #[cfg(not(loom))]
     pub(super) fn half_word(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4) && offset + 4 <= self.len, "a half word of the segment");
         // SAFETY: stays inside by the line above.
@@ -157,8 +207,12 @@ impl Drop for Mapping {
     }
 }
 
+#[cfg(loom)]
+pub(super) use super::model::{futex_wait, futex_wake};
+
 /// Sleeps until the word is woken, `tick` has passed, or a signal comes; not at all if the word is
 /// not `value`.
+#[cfg(not(loom))]
 pub(super) fn futex_wait(word: &AtomicU32, value: u32, tick: Duration) {
     let timeout = libc::timespec {
         tv_sec: tick.as_secs().try_into().unwrap_or(libc::time_t::MAX),
@@ -170,6 +224,7 @@ pub(super) fn futex_wait(word: &AtomicU32, value: u32, tick: Duration) {
 }
 
 /// Wakes everyone who sleeps on the word.
+#[cfg(not(loom))]
 pub(super) fn futex_wake(word: &AtomicU32) {
     // SAFETY: the pointer is good for the call.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, libc::c_int::MAX) };
@@ -230,12 +285,12 @@ fn last_error() -> io::Error {
 /// Knows a fork from the process that made it, for the price of reading a byte: a page that the
 /// kernel wipes in a child.
 #[derive(Debug)]
-pub(super) struct ForkGuard {
+pub(in crate::backend) struct ForkGuard {
     page: Page,
 }
 
 #[derive(Debug)]
-struct Page(NonNull<AtomicU32>);
+struct Page(NonNull<Mark>);
 
 // SAFETY: the page holds one atomic, which may be shared.
 unsafe impl Send for Page {}
@@ -245,7 +300,7 @@ unsafe impl Sync for Page {}
 const PAGE: usize = 4096;
 
 impl ForkGuard {
-    pub(super) fn new() -> Result<Self> {
+    pub(in crate::backend) fn new() -> Result<Self> {
         let fail = || Error::io("obtaining a page that a fork forgets", &last_error());
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -264,11 +319,11 @@ impl ForkGuard {
     }
 
     /// Whether this process is a fork of the one that made the guard.
-    pub(super) fn forked(&self) -> bool {
+    pub(in crate::backend) fn forked(&self) -> bool {
         self.mark().load(Ordering::Relaxed) == 0
     }
 
-    fn mark(&self) -> &AtomicU32 {
+    fn mark(&self) -> &Mark {
         // SAFETY: mapped while `self` lives, aligned to a page, zeroed or one.
         unsafe { self.page.0.as_ref() }
     }
@@ -288,7 +343,7 @@ mod tests {
     #[test]
     fn two_mappings_of_one_file_see_each_other_until_detached() {
         let page = page_size();
-        let file = memfd(c"test", 4 * page).unwrap();
+        let file = memfd(c"test", 4 * page, 4 * page).unwrap();
         let map = |file| Mapping::new(file, 4 * page).unwrap();
         let (one, two) = (map(file.try_clone().unwrap()), map(file));
         // From the last word of the first page to the first of the third.
@@ -305,7 +360,7 @@ mod tests {
 
     #[test]
     fn a_segment_cannot_be_cut_short() {
-        let file = File::from(memfd(c"test", PAGE).unwrap());
+        let file = File::from(memfd(c"test", PAGE, 0).unwrap());
         assert!(is_sealed(&file, PAGE));
         assert!(!is_sealed(&file, 2 * PAGE));
         assert!(file.set_len(0).is_err());

@@ -12,7 +12,6 @@
 //! waits for a line on its way out: a rank publishes with Release, looks only at what the others
 //! publish, and leaves the fence between publishing and ringing to those who go to sleep.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::Host;
@@ -20,21 +19,23 @@ use super::pace::Pace;
 use super::segment::{Counter, Poison, STAGES, Segment};
 use super::sys;
 use crate::span::Span;
+use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::{Error, OpDesc, Patience, Place, Rank, Result};
 
-/// Looks before the first clock is read: about as long as a peer on another chip takes to answer,
-/// when every rank can have a core and nothing else to do, and hardly any otherwise.
-const LOOKS: u32 = 1000;
-const LOOKS_CROWDED: u32 = 50;
+/// Looks before the first clock is read.
+pub(super) const LOOKS: u32 = if cfg!(loom) { 1 } else { 200 };
+/// The same, when every rank can have a core and nothing else to do: about as long as a peer on
+/// another chip takes to answer.
+const LOOKS_ALERT: u32 = if cfg!(loom) { 1 } else { 1000 };
 /// How long a caller spins, when every rank can have a core. Longer gains nothing, since a yield on
 /// a free core takes less than a microsecond, and costs when a peer wants this core.
-const SPIN: Duration = Duration::from_micros(1);
+pub(super) const SPIN: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 1 });
 /// How long a caller yields before it sleeps.
-const YIELD: Duration = Duration::from_micros(300);
+pub(super) const YIELD: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 300 });
 /// How long the communication thread spins before it sleeps.
-const SPIN_BACKGROUND: Duration = Duration::from_micros(2);
+pub(super) const SPIN_BACKGROUND: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 2 });
 /// The longest sleep without looking around, should a wake-up be lost to a crash.
-const TICK: Duration = Duration::from_millis(50);
+pub(super) const TICK: Duration = Duration::from_millis(50);
 /// The longest sleep where a publisher may not ring the bell.
 const NAP: Duration = Duration::from_millis(1);
 /// Fingerprints are always compared; a build that measures what it costs leaves it out.
@@ -188,8 +189,8 @@ impl<'a> Turn<'a> {
 
     fn looks(&self) -> u32 {
         match self.patience {
-            Patience::Caller if self.host.alert => LOOKS,
-            _ => LOOKS_CROWDED,
+            Patience::Caller if self.host.alert => LOOKS_ALERT,
+            _ => LOOKS,
         }
     }
 
@@ -257,7 +258,7 @@ impl<'a> Turn<'a> {
         }
     }
 
-    fn left(&self, rank: Rank) -> Option<Poison> {
+    pub(super) fn left(&self, rank: Rank) -> Option<Poison> {
         self.segment().is_gone(rank).then_some(Poison::Left { rank })
     }
 
@@ -313,7 +314,7 @@ impl<'a> Turn<'a> {
     }
 
     /// The group's failure, as this rank tells it.
-    fn failure(&self, poison: Poison, waited: Duration) -> Error {
+    pub(super) fn failure(&self, poison: Poison, waited: Duration) -> Error {
         let op = self.name();
         match poison {
             Poison::Died { rank, pid } => Error::PeerDied { op, rank, pid },
@@ -334,7 +335,7 @@ impl<'a> Turn<'a> {
     }
 
     /// For example `all_reduce #17 of group default`.
-    fn name(&self) -> String {
+    pub(super) fn name(&self) -> String {
         format!("{} #{} of group {}", self.op.verb, self.seq, self.host.name)
     }
 }

@@ -11,7 +11,7 @@
 //! Invariant: a connection goes back on the list only with every reply read to its end.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -258,6 +258,11 @@ impl Store for TcpStore {
                 connection.i64()
             },
         )
+    }
+
+    fn local_ip(&self) -> Option<IpAddr> {
+        let addr = self.with(|| "local_ip".to_owned(), |connection| connection.stream.local_addr());
+        addr.ok().map(|addr| addr.ip().to_canonical())
     }
 }
 

@@ -14,5 +14,5 @@
 pub mod client;
 pub mod codec;
 pub mod server;
-mod sockopt;
+pub(crate) mod sockopt;
 pub mod state;

@@ -1,0 +1,408 @@
+//! What an algorithm costs, and which one costs least.
+//!
+//! The model is the alpha-beta-gamma model with the latency taken apart, as LogGP does: a message of
+//! `n` bytes takes `latency + per_message + n * per_byte` (alpha is the first two), folding `n`
+//! bytes into others `n * fold_per_byte`. Of several messages at once, a rank starts one every
+//! `per_message`, its machine's network interface carries one after the other, and only the first
+//! waits for the latency. Ranks of one machine share the interface, each direction of it; between
+//! ranks of one machine there is another [`Link`], shared by nobody. Copies within a rank are free.
+//!
+//! Sources: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
+//! MPICH", 2005 (recursive doubling, halving-doubling, binomial trees, scatter and all-gather);
+//! Patarasuk, Yuan, "Bandwidth Optimal All-reduce Algorithms", 2009 (ring); Alexandrov, Ionescu,
+//! Schauser, Scheiman, "LogGP", 1995 (messages in a row).
+//!
+//! Every rank must come to the same choice, so it depends on nothing that a rank alone knows.
+
+use super::{Algorithm, Layout};
+use crate::{Determinism, OpDesc, ReduceOp, Verb};
+
+/// What a message costs from one rank to another.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Link {
+    /// Seconds until the first byte arrives, during which others can be under way.
+    pub latency: f64,
+    /// Seconds that a rank spends on each message, sending or receiving.
+    pub per_message: f64,
+    /// Seconds for each byte: one over the bandwidth of one direction.
+    pub per_byte: f64,
+}
+
+impl Link {
+    /// Seconds for a message of no bytes.
+    fn alpha(self) -> f64 {
+        self.latency + self.per_message
+    }
+
+    /// Seconds for a message.
+    fn message(self, bytes: f64) -> f64 {
+        self.alpha() + bytes * self.per_byte
+    }
+}
+
+/// What messages and folds cost.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Costs {
+    /// Between ranks of one machine.
+    pub(crate) within: Link,
+    /// Between machines, for all ranks of a machine together.
+    pub(crate) between: Link,
+    /// Seconds to fold one byte into others.
+    pub(crate) fold_per_byte: f64,
+    /// Least bytes of a chunk.
+    pub(crate) min_chunk: usize,
+}
+
+impl Default for Costs {
+    /// 7 us and 3 GB/s between machines, 0.5 us and 10 GB/s within one, 10 GB/s to fold.
+    fn default() -> Self {
+        Self {
+            within: Link { latency: 0.4e-6, per_message: 0.1e-6, per_byte: 0.1e-9 },
+            between: Link { latency: 5e-6, per_message: 2e-6, per_byte: 1e-9 / 3.0 },
+            fold_per_byte: 0.1e-9,
+            min_chunk: 256 << 10,
+        }
+    }
+}
+
+impl Costs {
+    /// Elements of a chunk of the direct algorithm.
+    ///
+    /// Chunks bound scratch memory and gain no time in the model, where each costs another round:
+    /// so they are as large as makes that a twentieth of the time they carry bytes, and at least
+    /// `min_chunk`.
+    pub(super) fn chunk(&self, op: &OpDesc, layout: &Layout) -> usize {
+        elements(self.direct_bytes(Shape::new(layout)), op)
+    }
+
+    /// Elements of a chunk of a chain.
+    pub(super) fn chain_chunk(&self, op: &OpDesc, layout: &Layout) -> usize {
+        let bytes = (op.count * op.dtype.size()) as f64;
+        elements(self.chain_bytes(Shape::new(layout), bytes), op)
+    }
+
+    fn direct_bytes(&self, shape: Shape) -> f64 {
+        let link = self.slowest(shape);
+        let start = link.latency + (shape.world as f64 - 1.0) * link.per_message;
+        (10.0 * start / (link.per_byte * shape.sharing())).max(self.min_chunk as f64)
+    }
+
+    /// `k` chunks cost `k * per_message` at every rank, and make the `p - 2` ranks between the ends
+    /// wait for a `k`th of the bytes each: the sum is least where these are equal.
+    fn chain_bytes(&self, shape: Shape, bytes: f64) -> f64 {
+        let link = self.slowest(shape);
+        let between = (shape.world as f64 - 2.0).max(1.0);
+        let best = (bytes * link.per_message / (between * link.per_byte)).sqrt();
+        best.max(self.min_chunk as f64 / 64.0)
+    }
+
+    fn slowest(&self, shape: Shape) -> Link {
+        if shape.machines > 1 { self.between } else { self.within }
+    }
+
+    fn best(&self, op: &OpDesc, shape: Shape, may: impl Fn(Algorithm) -> bool) -> (Algorithm, f64) {
+        let able = Algorithm::ALL.into_iter().filter(|&algorithm| may(algorithm));
+        let timed = able.map(|algorithm| (algorithm, self.time(algorithm, op, shape)));
+        timed.min_by(|(_, a), (_, b)| a.total_cmp(b)).expect("flat does everything")
+    }
+
+    /// Expected seconds.
+    fn time(&self, algorithm: Algorithm, op: &OpDesc, shape: Shape) -> f64 {
+        let bytes = (op.count * op.dtype.size()) as f64;
+        let fold = op.op.map_or(0.0, |_| self.fold_per_byte);
+        let form = Form { costs: self, shape, bytes, fold };
+        let scale = match op.op {
+            Some(ReduceOp::Avg | ReduceOp::PreMulSum(_)) => bytes * fold,
+            _ => 0.0,
+        };
+        match algorithm {
+            Algorithm::Flat => form.flat(op.verb),
+            Algorithm::Direct => form.direct(op.verb),
+            Algorithm::Ring => form.ring(op.verb) + scale,
+            Algorithm::RecursiveDoubling => form.recursive_doubling(op.verb) + scale,
+            Algorithm::HalvingDoubling => form.halving_doubling(op.verb) + scale,
+            Algorithm::Binomial => form.binomial(op.verb) + scale,
+            Algorithm::TwoLevel => form.two_level(op) + scale,
+        }
+    }
+}
+
+fn elements(bytes: f64, op: &OpDesc) -> usize {
+    (bytes as usize / op.dtype.size()).clamp(1, op.count.max(1))
+}
+
+/// The algorithm with the least expected time among those that keep the promised bits.
+pub(crate) fn choose(
+    op: &OpDesc,
+    layout: &Layout,
+    determinism: Determinism,
+    costs: &Costs,
+) -> Algorithm {
+    let shape = Shape::new(layout);
+    costs.best(op, shape, |algorithm| shape.able(algorithm, op, determinism)).0
+}
+
+/// The closed form of what an operation costs, in seconds.
+pub(crate) fn expected(algorithm: Algorithm, op: &OpDesc, layout: &Layout, costs: &Costs) -> f64 {
+    if op.verb == Verb::Barrier || op.count == 0 {
+        return 0.0;
+    }
+    costs.time(algorithm, op, Shape::new(layout))
+}
+
+/// Whether an algorithm does this operation, with the bits that are promised.
+pub(crate) fn able(
+    algorithm: Algorithm,
+    op: &OpDesc,
+    layout: &Layout,
+    determinism: Determinism,
+) -> bool {
+    Shape::new(layout).able(algorithm, op, determinism)
+}
+
+/// What the closed forms see of a layout.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    world: usize,
+    machines: usize,
+    /// The most ranks on a machine.
+    widest: usize,
+    /// Exchanges at the distances below 2 to the power of this stay within a machine.
+    steps_inside: usize,
+}
+
+impl Shape {
+    fn new(layout: &Layout) -> Self {
+        let (machines, widest) = (layout.machines(), layout.widest());
+        let even = layout.in_order() && layout.world() == machines * widest;
+        let steps_inside = if even { widest.trailing_zeros() as usize } else { 0 };
+        Self { world: layout.world(), machines, widest, steps_inside }
+    }
+
+    /// One machine of `ranks`.
+    fn inside(ranks: usize) -> Self {
+        let steps_inside = ranks.next_power_of_two().trailing_zeros() as usize;
+        Self { world: ranks, machines: 1, widest: ranks, steps_inside }
+    }
+
+    /// One rank on each machine.
+    fn outside(machines: usize) -> Self {
+        Self { world: machines, machines, widest: 1, steps_inside: 0 }
+    }
+
+    /// How many ranks use an interface at once if all talk to other machines.
+    fn sharing(self) -> f64 {
+        if self.machines > 1 { self.widest as f64 } else { 1.0 }
+    }
+
+    fn able(self, algorithm: Algorithm, op: &OpDesc, determinism: Determinism) -> bool {
+        let moves = op.op.is_none();
+        let any_order = determinism == Determinism::Fast || moves || !op.dtype.is_float();
+        let fits = match (algorithm, op.verb) {
+            (Algorithm::Flat, _) => return true,
+            (Algorithm::Direct, Verb::AllReduce | Verb::Reduce | Verb::ReduceScatter)
+            | (Algorithm::Direct, Verb::Broadcast) => return true,
+            (Algorithm::Direct, _) => false,
+            (Algorithm::Ring, verb) => verb.is_run(),
+            (Algorithm::TwoLevel, verb) => {
+                verb.is_run() && self.machines > 1 && self.machines < self.world
+            }
+            (Algorithm::RecursiveDoubling | Algorithm::HalvingDoubling, Verb::AllReduce) => true,
+            (Algorithm::RecursiveDoubling, Verb::AllGather | Verb::Counts)
+            | (Algorithm::HalvingDoubling, Verb::ReduceScatter) => self.world.is_power_of_two(),
+            (Algorithm::Binomial, verb) => {
+                matches!(verb, Verb::AllReduce | Verb::Reduce | Verb::Broadcast)
+            }
+            _ => false,
+        };
+        fits && any_order && self.world > 1
+    }
+}
+
+/// The closed forms.
+#[derive(Clone, Copy, Debug)]
+struct Form<'a> {
+    costs: &'a Costs,
+    shape: Shape,
+    /// Of the buffer or block, see [`OpDesc::count`].
+    bytes: f64,
+    /// Seconds to fold a byte; 0 if nothing is folded.
+    fold: f64,
+}
+
+impl Form<'_> {
+    fn peers(self) -> f64 {
+        self.shape.world as f64 - 1.0
+    }
+
+    /// A round in which a rank sends (or receives) `times` messages of `bytes` each for every other
+    /// rank, while `sharing` ranks of its machine do the same.
+    fn all_peers(self, times: f64, bytes: f64, sharing: f64) -> f64 {
+        let row = |link: Link, own: f64, interface: f64| {
+            if own == 0.0 {
+                return 0.0;
+            }
+            let carry = bytes * link.per_byte;
+            let rest = ((own - 1.0) * link.per_message).max((interface - 1.0) * carry);
+            link.alpha() + carry + rest
+        };
+        let inside = times * (self.shape.widest as f64 - 1.0);
+        let outside = times * (self.shape.world - self.shape.widest) as f64;
+        let inside = row(self.costs.within, inside, inside);
+        inside.max(row(self.costs.between, outside, outside * sharing))
+    }
+
+    /// An exchange at distance 2 to the power of `step`.
+    fn step(self, step: usize, bytes: f64) -> f64 {
+        if step < self.shape.steps_inside || self.shape.machines == 1 {
+            self.costs.within.message(bytes)
+        } else {
+            let link = self.costs.between;
+            link.alpha() + bytes * link.per_byte * self.shape.sharing()
+        }
+    }
+
+    fn flat(self, verb: Verb) -> f64 {
+        let sharing = if verb.has_root() { 1.0 } else { self.shape.sharing() };
+        self.all_peers(1.0, self.bytes, sharing) + self.peers() * self.bytes * self.fold
+    }
+
+    /// Two message times for each chunk but the last, all of whose parts go to all ranks.
+    fn direct(self, verb: Verb) -> f64 {
+        let sharing = self.shape.sharing();
+        let chunks = (self.bytes / self.costs.direct_bytes(self.shape)).ceil().max(1.0);
+        let mean = self.bytes / chunks;
+        let peers = self.peers();
+        let (owners, to_owners, on) = match verb {
+            Verb::AllReduce => (peers + 1.0, sharing, sharing),
+            Verb::Reduce => (peers.max(1.0), sharing, 1.0),
+            Verb::Broadcast => (peers.max(1.0), 1.0, sharing),
+            _ => {
+                let round = self.all_peers(1.0, mean, sharing) + peers * mean * self.fold;
+                return chunks * round;
+            }
+        };
+        let part = mean / owners;
+        let fold = peers * part * self.fold;
+        let first = self.all_peers(1.0, part, to_owners);
+        let both = self.all_peers(2.0, part, to_owners.max(on));
+        first + fold + (chunks - 1.0) * (both + fold) + self.all_peers(1.0, part, on)
+    }
+
+    /// `p - 1` hops with `bytes` each: those between machines and those within one.
+    fn hops(self, bytes: f64) -> f64 {
+        let outside = if self.shape.machines > 1 { self.shape.machines } else { 0 };
+        let outside = outside.min(self.shape.world - 1) as f64;
+        let Costs { within, between, .. } = self.costs;
+        outside * between.message(bytes) + (self.peers() - outside) * within.message(bytes)
+    }
+
+    /// Patarasuk and Yuan: `2 (p - 1) alpha + 2 n (p - 1) / p beta + n (p - 1) / p gamma`, half of
+    /// it for each half; the chain `p - 1` hops of one chunk and then the other chunks in a row.
+    fn ring(self, verb: Verb) -> f64 {
+        let turn = |bytes: f64| {
+            let link = self.costs.slowest(self.shape);
+            let busy = self.peers() * link.message(bytes) - (self.peers() - 1.0) * link.latency;
+            self.hops(bytes).max(busy)
+        };
+        match verb {
+            Verb::AllReduce => {
+                let part = self.bytes / self.shape.world as f64;
+                2.0 * turn(part) + self.peers() * part * self.fold
+            }
+            Verb::Reduce | Verb::Broadcast => {
+                let chunks = self.bytes / self.costs.chain_bytes(self.shape, self.bytes);
+                let chunks = chunks.ceil().max(1.0);
+                let part = self.bytes / chunks;
+                let link = self.costs.slowest(self.shape);
+                let row = link.per_message + part * (link.per_byte + self.fold);
+                self.hops(part) + self.peers() * part * self.fold + (chunks - 1.0) * row
+            }
+            _ => turn(self.bytes) + self.peers() * self.bytes * self.fold,
+        }
+    }
+
+    /// Whole powers of two in the number of ranks, and what folding in the others costs.
+    fn cube(self) -> (usize, f64) {
+        let steps = self.shape.world.ilog2() as usize;
+        if self.shape.world.is_power_of_two() {
+            return (steps, 0.0);
+        }
+        (steps, 2.0 * self.step(0, self.bytes) + self.bytes * self.fold)
+    }
+
+    /// `lg p (alpha + n beta + n gamma)`; an all-gather `lg p alpha + (p - 1) n beta`.
+    fn recursive_doubling(self, verb: Verb) -> f64 {
+        let (steps, excess) = self.cube();
+        if verb != Verb::AllReduce {
+            return (0..steps).map(|i| self.step(i, self.bytes * f64::from(1 << i))).sum();
+        }
+        excess + (0..steps).map(|i| self.step(i, self.bytes) + self.bytes * self.fold).sum::<f64>()
+    }
+
+    /// Rabenseifner: `2 lg p alpha + 2 n (p - 1) / p beta + n (p - 1) / p gamma`, a reduce-scatter
+    /// `lg p alpha + (p - 1) n (beta + gamma)`.
+    fn halving_doubling(self, verb: Verb) -> f64 {
+        let (steps, excess) = self.cube();
+        if verb != Verb::AllReduce {
+            let part = |i: usize| self.bytes * f64::from(1 << i);
+            return (0..steps).map(|i| self.step(i, part(i)) + part(i) * self.fold).sum();
+        }
+        let part = |i: usize| self.bytes / f64::from(2 << i);
+        excess + (0..steps).map(|i| 2.0 * self.step(i, part(i)) + part(i) * self.fold).sum::<f64>()
+    }
+
+    /// `ceil(lg p) (alpha + n beta)`, up also `n gamma` for each step.
+    fn binomial(self, verb: Verb) -> f64 {
+        let Shape { world, machines, .. } = self.shape;
+        let depth = |ranks: usize| f64::from(ranks.next_power_of_two().trailing_zeros());
+        let inside = depth(world) - depth(machines);
+        let Costs { within, between, .. } = self.costs;
+        let down =
+            inside * within.message(self.bytes) + depth(machines) * between.message(self.bytes);
+        let up = down + depth(world) * self.bytes * self.fold;
+        match verb {
+            Verb::Broadcast => down,
+            Verb::Reduce => up,
+            _ => up + down,
+        }
+    }
+
+    /// The sum of the best ways for the parts.
+    fn two_level(self, op: &OpDesc) -> f64 {
+        let Shape { widest, machines, world, .. } = self.shape;
+        let (inside, outside) = (Shape::inside(widest), Shape::outside(machines));
+        let sum = op.op.map(|_| ReduceOp::Sum);
+        let op_dtype = op.dtype;
+        let best = |verb: Verb, count: usize, shape: Shape| {
+            let op = sum.filter(|_| verb != Verb::Broadcast);
+            let op = OpDesc { verb, dtype: op_dtype, op, root: Some(0), count };
+            let any = |algorithm| shape.able(algorithm, &op, Determinism::Fast);
+            self.costs.best(&op, shape, any).1
+        };
+        let among = |shape, bytes| Self { shape, ..self }.all_peers(1.0, bytes, 1.0);
+        let (count, all) = (op.count, op.count * world);
+        match op.verb {
+            Verb::AllReduce => {
+                best(Verb::Reduce, count, inside)
+                    + best(Verb::AllReduce, count, outside)
+                    + best(Verb::Broadcast, count, inside)
+            }
+            Verb::Reduce | Verb::Broadcast => {
+                best(op.verb, count, inside) + best(op.verb, count, outside)
+            }
+            Verb::ReduceScatter => {
+                let machine = self.bytes * widest as f64;
+                best(Verb::Reduce, all, inside)
+                    + among(outside, machine)
+                    + (machines as f64 - 1.0) * machine * self.fold
+                    + among(inside, self.bytes)
+            }
+            _ => {
+                among(inside, self.bytes)
+                    + among(outside, self.bytes * widest as f64)
+                    + best(Verb::Broadcast, all, inside)
+            }
+        }
+    }
+}

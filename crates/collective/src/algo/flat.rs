@@ -1,0 +1,222 @@
+//! Algorithms that fold every element once, over all ranks' numbers in rank order: the bits that
+//! [`ReduceOp`](crate::ReduceOp) promises, for every type.
+//!
+//! *Flat*: whoever needs numbers gets them whole from whoever has them, and folds. One round.
+//!
+//! *Direct*: the buffer is cut into shards, one for each rank. Every rank sends each shard to the
+//! rank that owns it, which folds it and sends the result to all that want it. Two message times,
+//! and the least bytes any algorithm can have; but a message for every pair of ranks. Works through
+//! the buffer in chunks, to bound scratch memory: a round carries the shards of one chunk and the
+//! results of the one before.
+//!
+//! With a root, the other ranks own the shards, so that no rank sends or receives more than the
+//! buffer once.
+
+use super::{Buf, Call, Region, Round, Schedule, Slots, chunk_range, shard, within};
+use crate::{Rank, Verb};
+
+/// The flat algorithm.
+pub(super) fn flat(call: Call) -> Schedule {
+    match call.verb {
+        Verb::AllReduce | Verb::Reduce => flat_reduce(call),
+        Verb::Broadcast => Schedule::new(0, 1, move |_, round| {
+            spread(call, round, call.is_root(), call.root, call.whole(Buf::Output));
+        }),
+        Verb::AllGather | Verb::Counts => Schedule::new(0, 1, move |_, round| {
+            for peer in call.peers() {
+                round.send(peer, call.whole(Buf::Input));
+            }
+            for peer in call.sources() {
+                round.recv(peer, call.block(Buf::Output, peer));
+            }
+            round.copy(call.block(Buf::Output, call.rank), call.whole(Buf::Input));
+        }),
+        Verb::ReduceScatter => reduce_scatter(call, call.count),
+        Verb::Gather | Verb::Scatter | Verb::AllToAll => {
+            Schedule::new(0, 1, move |_, round| exchange(call, round))
+        }
+        verb => unreachable!("{verb} has no flat algorithm"),
+    }
+}
+
+/// The direct algorithm, `chunk` elements at a time.
+pub(super) fn direct(call: Call, chunk: usize) -> Schedule {
+    match call.verb {
+        Verb::AllReduce | Verb::Reduce => Sharded::new(call, chunk).reduce(),
+        Verb::Broadcast => Sharded::new(call, chunk).broadcast(),
+        Verb::ReduceScatter => reduce_scatter(call, chunk),
+        _ => flat(call),
+    }
+}
+
+/// The root sends a region to all, and they receive it.
+fn spread(call: Call, round: &mut Round, is_root: bool, root: Rank, region: Region) {
+    if is_root {
+        for peer in call.peers() {
+            round.send(peer, region);
+        }
+    } else {
+        round.recv(root, region);
+    }
+}
+
+/// Blocks from everyone who has one for another rank.
+fn exchange(call: Call, round: &mut Round) {
+    let gives = |rank| call.verb != Verb::Scatter || rank == call.root;
+    let takes = |rank| call.verb != Verb::Gather || rank == call.root;
+    let for_rank = |rank| match call.verb {
+        Verb::Gather => call.whole(Buf::Input),
+        _ => call.block(Buf::Input, rank),
+    };
+    let of_rank = |rank| match call.verb {
+        Verb::Scatter => call.whole(Buf::Output),
+        _ => call.block(Buf::Output, rank),
+    };
+    if gives(call.rank) {
+        call.peers().filter(|&peer| takes(peer)).for_each(|peer| round.send(peer, for_rank(peer)));
+    }
+    if takes(call.rank) {
+        call.sources().filter(|&peer| gives(peer)).for_each(|peer| round.recv(peer, of_rank(peer)));
+    }
+    if gives(call.rank) && takes(call.rank) {
+        round.copy(of_rank(call.rank), for_rank(call.rank));
+    }
+}
+
+fn flat_reduce(call: Call) -> Schedule {
+    let whole = call.whole(Buf::Output);
+    let slots = Slots::new(0, whole.len);
+    let wants = call.verb == Verb::AllReduce || call.is_root();
+    let scratch = if wants { slots.end(call.world - 1) } else { 0 };
+    Schedule::new(scratch, 1, move |_, round| {
+        match (call.verb, wants) {
+            (Verb::AllReduce, _) => call.peers().for_each(|peer| round.send(peer, whole)),
+            (_, true) => (),
+            (_, false) => round.send(call.root, whole),
+        }
+        if wants {
+            fold_arrivals(call, round, slots, whole, whole);
+        }
+    })
+}
+
+/// Receives `own.len` bytes from every other rank and folds them, with this rank's `own`, into `to`.
+fn fold_arrivals(call: Call, round: &mut Round, slots: Slots, own: Region, to: Region) {
+    let place = |peer: Rank| slots.slot(peer - usize::from(peer > call.rank), own.len);
+    for peer in call.sources() {
+        round.recv(peer, place(peer));
+    }
+    let source = |rank| if rank == call.rank { own } else { place(rank) };
+    round.fold(call.reduce_op(), to, (0..call.world).map(source));
+}
+
+fn reduce_scatter(call: Call, chunk: usize) -> Schedule {
+    let chunk = chunk.clamp(1, call.count);
+    let slots = Slots::new(0, chunk * call.size);
+    Schedule::new(slots.end(call.world - 1), call.count.div_ceil(chunk), move |index, round| {
+        let part = chunk_range(call.count, chunk, index);
+        let of_block = |rank: Rank| {
+            let block = rank * call.count..(rank + 1) * call.count;
+            call.region(Buf::Input, within(&block, part.clone()))
+        };
+        for peer in call.peers() {
+            round.send(peer, of_block(peer));
+        }
+        let to = call.region(Buf::Output, part.clone());
+        fold_arrivals(call, round, slots, of_block(call.rank), to);
+    })
+}
+
+/// The direct algorithm on a buffer that is worked on in place.
+#[derive(Clone, Copy, Debug)]
+struct Sharded {
+    call: Call,
+    /// Elements.
+    chunk: usize,
+    chunks: usize,
+    /// Number of ranks that own shards: all, or all but the root.
+    owners: usize,
+}
+
+impl Sharded {
+    fn new(call: Call, chunk: usize) -> Self {
+        let chunk = chunk.clamp(1, call.count);
+        let owners = if call.verb == Verb::AllReduce { call.world } else { call.world - 1 };
+        Self { call, chunk, chunks: call.count.div_ceil(chunk), owners: owners.max(1) }
+    }
+
+    /// The part of a chunk of the output that a rank owns; empty if it owns none.
+    fn owned(self, chunk: usize, rank: Rank) -> Region {
+        let outer = chunk_range(self.call.count, self.chunk, chunk);
+        let index = match self.call.verb {
+            Verb::AllReduce => rank,
+            _ if self.call.world == 1 => 0,
+            _ if rank == self.call.root => return self.call.region(Buf::Output, 0..0),
+            _ => rank - usize::from(rank > self.call.root),
+        };
+        let part = shard(outer.len(), self.owners, index);
+        self.call.region(Buf::Output, within(&outer, part))
+    }
+
+    fn reduce(self) -> Schedule {
+        let call = self.call;
+        let slots = Slots::new(0, self.chunk.div_ceil(self.owners) * call.size);
+        // Only the root of a `reduce` gets the result in its buffer.
+        let in_place = call.verb == Verb::AllReduce || call.world == 1;
+        let places = call.world - 1 + usize::from(!in_place);
+        let result = move |own: Region| match in_place {
+            true => own,
+            false => slots.slot(call.world - 1, own.len),
+        };
+        Schedule::new(slots.end(places), self.chunks + 1, move |index, round| {
+            if index < self.chunks {
+                for peer in call.peers() {
+                    round.send(peer, self.owned(index, peer));
+                }
+                let own = self.owned(index, call.rank);
+                if own.len > 0 {
+                    fold_arrivals(call, round, slots, own, result(own));
+                }
+            }
+            if let Some(done) = index.checked_sub(1) {
+                self.pass_on(round, done, result(self.owned(done, call.rank)));
+            }
+        })
+    }
+
+    /// Everybody sends its part of the result of a chunk to those who want it.
+    fn pass_on(self, round: &mut Round, chunk: usize, own: Region) {
+        let call = self.call;
+        let wants = |rank: Rank| match call.verb {
+            Verb::Reduce => rank == call.root,
+            Verb::Broadcast => rank != call.root,
+            _ => true,
+        };
+        for peer in call.peers().filter(|&peer| wants(peer)) {
+            round.send(peer, own);
+        }
+        if wants(call.rank) {
+            for peer in call.sources() {
+                round.recv(peer, self.owned(chunk, peer));
+            }
+        }
+    }
+
+    fn broadcast(self) -> Schedule {
+        let call = self.call;
+        Schedule::new(0, self.chunks + 1, move |index, round| {
+            if index < self.chunks {
+                if call.is_root() {
+                    for peer in call.peers() {
+                        round.send(peer, self.owned(index, peer));
+                    }
+                } else {
+                    round.recv(call.root, self.owned(index, call.rank));
+                }
+            }
+            if let Some(done) = index.checked_sub(1) {
+                self.pass_on(round, done, self.owned(done, call.rank));
+            }
+        })
+    }
+}

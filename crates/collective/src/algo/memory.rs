@@ -1,0 +1,44 @@
+//! The memory of one rank that a schedule works on.
+
+use super::{Buf, Local, Region, Round};
+use crate::span::Span;
+use crate::{DType, simd};
+
+/// The buffers of one rank during an operation.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Memory<'a> {
+    /// Only copied from.
+    pub(crate) input: Span<'a>,
+    pub(crate) output: Span<'a>,
+    pub(crate) scratch: Span<'a>,
+}
+
+impl<'a> Memory<'a> {
+    /// The bytes of a region.
+    ///
+    /// # Panics
+    ///
+    /// If it reaches beyond its buffer.
+    pub(crate) fn region(&self, region: Region) -> Span<'a> {
+        let buf = match region.buf {
+            Buf::Input => self.input,
+            Buf::Output => self.output,
+            Buf::Scratch => self.scratch,
+        };
+        buf.part(region.offset, region.len)
+    }
+
+    /// Does the local work of a round.
+    pub(crate) fn work(&self, dtype: DType, round: &Round) {
+        for local in &round.local {
+            match local {
+                Local::Copy { to, from } => self.region(*to).copy_from(self.region(*from)),
+                Local::Fold { op, to, from } => {
+                    let sources = &round.sources[from.clone()];
+                    let sources: Vec<_> = sources.iter().map(|&part| self.region(part)).collect();
+                    simd::fold(dtype, *op, self.region(*to), &sources);
+                }
+            }
+        }
+    }
+}

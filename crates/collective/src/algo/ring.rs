@@ -1,0 +1,165 @@
+//! Rings and chains: every rank talks to its two neighbours only.
+//!
+//! The neighbours are those of [`Layout::order`], machine by machine, so that one rank of a machine
+//! sends to another machine and one receives.
+//!
+//! *Ring* all-reduce, reduce-scatter and all-gather: in each of `p - 1` steps a rank passes on the
+//! shard it got in the step before, folded with its own numbers or as it is. *Chain* broadcast and
+//! reduce: a buffer passes from rank to rank in chunks, all links busy at once.
+
+use super::{Buf, Call, Layout, Region, Round, Schedule, Slots, chunk_range, shard};
+use crate::{Rank, Verb};
+
+/// The ring, or for verbs with a root the chain, `chunk` elements at a time.
+pub(super) fn ring(call: Call, layout: &Layout, chunk: usize) -> Schedule {
+    let chunk = chunk.clamp(1, call.count);
+    let chunks = call.count.div_ceil(chunk);
+    let ring = Ring { call, layout: layout.clone(), at: layout.place(call.rank), chunk, chunks };
+    match call.verb {
+        Verb::AllReduce => ring.all_reduce(),
+        Verb::ReduceScatter => ring.reduce_scatter(),
+        Verb::AllGather | Verb::Counts => ring.all_gather(),
+        Verb::Broadcast => ring.broadcast(),
+        Verb::Reduce => ring.reduce(),
+        verb => unreachable!("{verb} has no ring"),
+    }
+}
+
+#[derive(Debug)]
+struct Ring {
+    call: Call,
+    layout: Layout,
+    /// This rank's place in the ring.
+    at: usize,
+    /// Elements of a chunk of a chain.
+    chunk: usize,
+    chunks: usize,
+}
+
+impl Ring {
+    /// The place `steps` before this rank's.
+    fn before(&self, steps: usize) -> usize {
+        let world = self.call.world;
+        (self.at + 2 * world - steps) % world
+    }
+
+    fn rank(&self, place: usize) -> Rank {
+        self.layout.order()[place % self.call.world]
+    }
+
+    fn next(&self) -> Rank {
+        self.rank(self.at + 1)
+    }
+
+    fn previous(&self) -> Rank {
+        self.rank(self.before(1))
+    }
+
+    fn all_reduce(self) -> Schedule {
+        let Call { world, count, size, .. } = self.call;
+        let steps = world - 1;
+        let slots = Slots::new(0, count.div_ceil(world) * size);
+        let part = move |call: Call, index| call.region(Buf::Output, shard(count, world, index));
+        Schedule::new(slots.end(1), 2 * steps, move |step, round| {
+            let (next, previous) = (self.next(), self.previous());
+            if step < steps {
+                let own = part(self.call, self.before(step + 1));
+                let arrived = slots.slot(0, own.len);
+                round.send(next, part(self.call, self.before(step)));
+                round.recv(previous, arrived);
+                round.fold(self.call.reduce_op(), own, [arrived, own]);
+            } else {
+                // This rank's shard is now the one after its place.
+                let step = step - steps;
+                round.send(next, part(self.call, self.before(step + world - 1)));
+                round.recv(previous, part(self.call, self.before(step)));
+            }
+        })
+    }
+
+    fn reduce_scatter(self) -> Schedule {
+        let call = self.call;
+        let slots = Slots::new(0, call.count * call.size);
+        let len = call.count * call.size;
+        Schedule::new(slots.end(2), call.world - 1, move |step, round| {
+            // What arrives is for the rank `step + 2` places before, at last this one.
+            let last = step + 2 == call.world;
+            let own = call.block(Buf::Input, self.rank(self.before(step + 2)));
+            let arrived = slots.slot(step % 2, len);
+            let sent = match step {
+                0 => call.block(Buf::Input, self.rank(self.before(1))),
+                _ => slots.slot((step - 1) % 2, len),
+            };
+            round.send(self.next(), sent);
+            round.recv(self.previous(), arrived);
+            let to = if last { call.whole(Buf::Output) } else { arrived };
+            round.fold(call.reduce_op(), to, [arrived, own]);
+        })
+    }
+
+    fn all_gather(self) -> Schedule {
+        let call = self.call;
+        Schedule::new(0, call.world - 1, move |step, round| {
+            let block = |steps| call.block(Buf::Output, self.rank(self.before(steps)));
+            let sent = if step == 0 { call.whole(Buf::Input) } else { block(step) };
+            round.send(self.next(), sent);
+            round.recv(self.previous(), block(step + 1));
+            if step == 0 {
+                round.copy(block(0), call.whole(Buf::Input));
+            }
+        })
+    }
+
+    fn chunk_region(&self, index: usize) -> Region {
+        let range = chunk_range(self.call.count, self.chunk, index);
+        self.call.region(Buf::Output, range)
+    }
+
+    /// How many places after `place` this rank comes.
+    fn after(&self, place: usize) -> usize {
+        (self.at + self.call.world - place) % self.call.world
+    }
+
+    fn broadcast(self) -> Schedule {
+        let behind = self.after(self.layout.place(self.call.root));
+        let (first, last) = (behind == 0, behind + 1 == self.call.world);
+        // A rank between two others sends a chunk in the round after the one it came in.
+        let lag = usize::from(!first);
+        let rounds = self.chunks + usize::from(!first && !last);
+        Schedule::new(0, rounds, move |index, round| {
+            if !first && index < self.chunks {
+                round.recv(self.previous(), self.chunk_region(index));
+            }
+            if !last && index >= lag {
+                round.send(self.next(), self.chunk_region(index - lag));
+            }
+        })
+    }
+
+    fn reduce(self) -> Schedule {
+        let call = self.call;
+        let behind = self.after(self.layout.place(call.root) + 1);
+        let (first, last) = (behind == 0, behind + 1 == call.world);
+        let lag = usize::from(!first);
+        let rounds = self.chunks + usize::from(!first && !last);
+        let slots = Slots::new(0, self.chunk * call.size);
+        let scratch = slots.end(if first { 0 } else { 2 });
+        Schedule::new(scratch, rounds, move |index, round| {
+            if !first && index < self.chunks {
+                self.take_chunk(round, slots, index, last);
+            }
+            if !last && index >= lag {
+                let own = self.chunk_region(index - lag);
+                let partial = slots.slot((index - lag) % 2, own.len);
+                round.send(self.next(), if first { own } else { partial });
+            }
+        })
+    }
+
+    fn take_chunk(&self, round: &mut Round, slots: Slots, index: usize, last: bool) {
+        let own = self.chunk_region(index);
+        let arrived = slots.slot(index % 2, own.len);
+        round.recv(self.previous(), arrived);
+        round.fold(self.call.reduce_op(), if last { own } else { arrived }, [arrived, own]);
+    }
+}

@@ -1,0 +1,356 @@
+//! Every algorithm, carried out by a small interpreter, against what it should give.
+
+#![expect(unsafe_code, reason = "spans over the buffers of the interpreter")]
+
+use std::collections::{HashMap, VecDeque};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::span::Span;
+use crate::{DType, simd};
+
+const DTYPES: [DType; 5] = [DType::F32, DType::F16, DType::F64, DType::I32, DType::U8];
+
+/// One rank's buffers.
+struct Rank_ {
+    input: Vec<u8>,
+    output: Vec<u8>,
+    scratch: Vec<u8>,
+    /// How often each byte of the output was written.
+    written: Vec<u32>,
+}
+
+fn span(bytes: &mut [u8]) -> Span<'_> {
+    // SAFETY: borrowed for as long as the span lives, and used on this thread only.
+    unsafe { Span::new(bytes.as_mut_ptr(), bytes.len()) }
+}
+
+impl Rank_ {
+    fn new(op: &OpDesc, rank: Rank, world: usize, schedule: &Schedule, tame: bool) -> Self {
+        let size = op.dtype.size();
+        let (input, output) = sizes(op, rank, world);
+        let in_place = is_in_place(op.verb);
+        let data = numbers(op.dtype, rank, input, tame);
+        let output = if in_place { data.clone() } else { vec![0xee; output * size] };
+        Self {
+            written: vec![0; output.len()],
+            input: if in_place { Vec::new() } else { data },
+            output,
+            scratch: vec![0xee; schedule.scratch],
+        }
+    }
+
+    fn memory(&mut self) -> Memory<'_> {
+        Memory {
+            input: span(&mut self.input),
+            output: span(&mut self.output),
+            scratch: span(&mut self.scratch),
+        }
+    }
+
+    fn note(&mut self, region: Region) {
+        if region.buf == Buf::Output {
+            self.written[region.offset..][..region.len].iter_mut().for_each(|n| *n += 1);
+        }
+    }
+}
+
+fn is_in_place(verb: Verb) -> bool {
+    matches!(verb, Verb::AllReduce | Verb::Reduce | Verb::Broadcast)
+}
+
+/// Elements of input and output.
+fn sizes(op: &OpDesc, rank: Rank, world: usize) -> (usize, usize) {
+    let root = op.root == Some(rank);
+    let all = op.count * world;
+    match op.verb {
+        Verb::Gather => (op.count, if root { all } else { 0 }),
+        Verb::Scatter => (if root { all } else { 0 }, op.count),
+        Verb::AllToAll => (all, all),
+        _ => (op.input_count(world), op.output_count(world)),
+    }
+}
+
+/// `count` numbers: any bits, or (`tame`) small ones whose sums are exact enough to compare.
+fn numbers(dtype: DType, rank: Rank, count: usize, tame: bool) -> Vec<u8> {
+    let mut state = rank as u64 * 1_000_003 + 17;
+    let mut next = move || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb)
+    };
+    let number = |bits: u64| {
+        if !tame && bits.is_multiple_of(16) || !dtype.is_float() {
+            return (bits >> 8).to_le_bytes()[..dtype.size()].to_vec();
+        }
+        let x = (bits >> 40) as f64 / f64::from(1 << 24) + 0.5;
+        match dtype {
+            DType::F16 => half::f16::from_f64(x).to_le_bytes().to_vec(),
+            DType::F32 => (x as f32).to_le_bytes().to_vec(),
+            _ => x.to_le_bytes().to_vec(),
+        }
+    };
+    (0..count).flat_map(|_| number(next())).collect()
+}
+
+/// Carries out the schedules of all ranks, in an order given by `seed`.
+fn interpret(op: &OpDesc, schedules: &[Schedule], seed: u64, tame: bool) -> Vec<Rank_> {
+    let world = schedules.len();
+    let mut ranks: Vec<_> =
+        (0..world).map(|rank| Rank_::new(op, rank, world, &schedules[rank], tame)).collect();
+    let mut wires: HashMap<(Rank, Rank), VecDeque<Vec<u8>>> = HashMap::new();
+    // Rounds begun, and done.
+    let mut at = vec![(0, 0); world];
+    let mut round = Round::default();
+    let mut state = seed;
+    loop {
+        let mut moved = false;
+        for turn in 0..world {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let rank = (turn + (state >> 33) as usize) % world;
+            let (begun, done) = at[rank];
+            if done == schedules[rank].rounds {
+                continue;
+            }
+            schedules[rank].round(done, &mut round);
+            check_round(&round, rank, world);
+            if begun == done {
+                for &(to, region) in &round.sends {
+                    let memory = ranks[rank].memory();
+                    let mut bytes = vec![0; region.len];
+                    span(&mut bytes).copy_from(memory.region(region));
+                    wires.entry((rank, to)).or_default().push_back(bytes);
+                }
+                at[rank].0 += 1;
+                moved = true;
+            }
+            let mut wanted: HashMap<Rank, usize> = HashMap::new();
+            round.recvs.iter().for_each(|(from, _)| *wanted.entry(*from).or_default() += 1);
+            let here = |from: Rank| wires.get(&(from, rank)).map_or(0, VecDeque::len);
+            if wanted.iter().any(|(&from, &count)| here(from) < count) {
+                continue;
+            }
+            for &(from, region) in &round.recvs {
+                let mut bytes = wires.get_mut(&(from, rank)).unwrap().pop_front().unwrap();
+                assert_eq!(bytes.len(), region.len, "{op}: {from} -> {rank}");
+                ranks[rank].memory().region(region).copy_from(span(&mut bytes));
+                ranks[rank].note(region);
+            }
+            ranks[rank].memory().work(op.dtype, &round);
+            for local in &round.local {
+                let (Local::Copy { to, .. } | Local::Fold { to, .. }) = local;
+                ranks[rank].note(*to);
+            }
+            at[rank].1 += 1;
+            moved = true;
+        }
+        if at.iter().zip(schedules).all(|(at, schedule)| at.1 == schedule.rounds) {
+            assert!(wires.values().all(VecDeque::is_empty), "{op}: a message nobody received");
+            return ranks;
+        }
+        // A full pass may miss the one rank that can move, since ranks come in random order.
+        let stuck = !moved && state.is_multiple_of(1024);
+        assert!(!stuck, "{op}: locked up at {at:?}");
+    }
+}
+
+/// What [`Round`] promises.
+fn check_round(round: &Round, rank: Rank, world: usize) {
+    let overlap = |a: &Region, b: &Region| {
+        a.buf == b.buf && a.offset < b.offset + b.len && b.offset < a.offset + a.len
+    };
+    for (i, (peer, into)) in round.recvs.iter().enumerate() {
+        assert!(*peer != rank && *peer < world && into.len > 0 && into.buf != Buf::Input);
+        assert!(round.sends.iter().all(|(_, from)| !overlap(into, from)), "received into a send");
+        assert!(round.recvs[..i].iter().all(|(_, other)| !overlap(into, other)), "twice into");
+    }
+    for (peer, from) in &round.sends {
+        assert!(*peer != rank && *peer < world && from.len > 0);
+    }
+    for local in &round.local {
+        let (Local::Copy { to, .. } | Local::Fold { to, .. }) = local;
+        assert!(to.buf != Buf::Input && to.len > 0);
+    }
+}
+
+/// What each rank should end with; `None` where the output is as it was.
+fn expected(op: &OpDesc, world: usize, tame: bool) -> Vec<Option<Vec<u8>>> {
+    let size = op.dtype.size();
+    let input = |rank| numbers(op.dtype, rank, sizes(op, rank, world).0, tame);
+    let inputs: Vec<_> = (0..world).map(input).collect();
+    let block = op.count * size;
+    let part = |bytes: &[u8], index: usize| bytes[index * block..][..block].to_vec();
+    let reduced = || {
+        let mut inputs = inputs.clone();
+        let mut out = vec![0; inputs[0].len()];
+        let sources: Vec<_> = inputs.iter_mut().map(|bytes| span(bytes)).collect();
+        simd::fold(op.dtype, op.op.unwrap(), span(&mut out), &sources);
+        out
+    };
+    let root = op.root.unwrap_or(0);
+    (0..world)
+        .map(|rank| match op.verb {
+            Verb::AllReduce => Some(reduced()),
+            Verb::Reduce => Some(if rank == root { reduced() } else { inputs[rank].clone() }),
+            Verb::Broadcast => Some(inputs[root].clone()),
+            Verb::AllGather => Some(inputs.concat()),
+            Verb::ReduceScatter => Some(part(&reduced(), rank)),
+            Verb::Gather => (rank == root).then(|| inputs.concat()),
+            Verb::Scatter => Some(part(&inputs[root], rank)),
+            Verb::AllToAll => Some((0..world).flat_map(|from| part(&inputs[from], rank)).collect()),
+            verb => unreachable!("{verb}"),
+        })
+        .collect()
+}
+
+fn floats(dtype: DType, bytes: &[u8]) -> Vec<f64> {
+    bytes
+        .chunks(dtype.size())
+        .map(|x| match dtype {
+            DType::F16 => half::f16::from_le_bytes(x.try_into().unwrap()).to_f64(),
+            DType::F32 => f32::from_le_bytes(x.try_into().unwrap()).into(),
+            _ => f64::from_le_bytes(x.try_into().unwrap()),
+        })
+        .collect()
+}
+
+/// Runs one operation by one algorithm and compares.
+fn check(algorithm: Algorithm, op: &OpDesc, layout: &Layout, costs: &Costs, fast: bool) {
+    let world = layout.world();
+    let schedules: Vec<_> =
+        (0..world).map(|rank| schedule(algorithm, op, rank, layout, costs)).collect();
+    let exact = !fast;
+    let ranks = interpret(op, &schedules, op.count as u64, fast);
+    let what = format!("{algorithm:?}: {op} of {layout:?}");
+    for (rank, (got, expected)) in ranks.iter().zip(expected(op, world, fast)).enumerate() {
+        let Some(expected) = expected else { continue };
+        let changed = match op.verb {
+            Verb::Reduce | Verb::Broadcast => (rank == op.root.unwrap()) == (op.op.is_some()),
+            _ => true,
+        };
+        if op.op.is_none() {
+            let once = u32::from(changed);
+            assert!(got.written.iter().all(|&n| n == once), "{what}: rank {rank} writes once");
+        } else {
+            assert!(got.written.iter().all(|&n| (n > 0) == changed), "{what}: rank {rank}");
+        }
+        if exact || op.op.is_none() || !op.dtype.is_float() {
+            assert_eq!(got.output, expected, "{what}: rank {rank}");
+            continue;
+        }
+        // Each of `world` folds rounds once, relative to values below `2 * world`.
+        let unit = match op.dtype {
+            DType::F16 => 1e-3,
+            DType::F32 => 1e-7,
+            _ => 2e-16,
+        };
+        for (got, expected) in floats(op.dtype, &got.output).iter().zip(floats(op.dtype, &expected))
+        {
+            let bound = unit * world as f64 * expected.abs() * 2.0;
+            let close = (got - expected).abs() <= bound || *got == expected;
+            assert!(close, "{what}: rank {rank}: {got} for {expected}");
+        }
+        if op.verb == Verb::AllReduce {
+            assert_eq!(got.output, ranks[0].output, "{what}: same bits on every rank");
+        }
+    }
+}
+
+const VERBS: [Verb; 8] = [
+    Verb::AllReduce,
+    Verb::Reduce,
+    Verb::Broadcast,
+    Verb::AllGather,
+    Verb::ReduceScatter,
+    Verb::Gather,
+    Verb::Scatter,
+    Verb::AllToAll,
+];
+
+/// Every operator of a verb; one `None` for those that only move.
+fn operators(verb: Verb, dtype: DType) -> Vec<Option<ReduceOp>> {
+    match verb {
+        Verb::AllReduce | Verb::Reduce | Verb::ReduceScatter => {
+            ReduceOp::ALL.into_iter().filter(|op| op.supports(dtype)).map(Some).collect()
+        }
+        _ => vec![None],
+    }
+}
+
+fn root_of(verb: Verb, root: Rank) -> Option<Rank> {
+    matches!(verb, Verb::Reduce | Verb::Broadcast | Verb::Gather | Verb::Scatter).then_some(root)
+}
+
+/// Costs with which a few elements are a chunk.
+fn tiny_chunks() -> Costs {
+    let free = Link { latency: 0.0, per_message: 0.0, per_byte: 1e-9 };
+    Costs { within: free, between: free, fold_per_byte: 0.0, min_chunk: 24 }
+}
+
+#[test]
+fn every_algorithm_does_every_verb() {
+    for world in 1..=17 {
+        let layout = Layout::blocks(world, 1 + world % 4);
+        for (turn, &verb) in VERBS.iter().enumerate() {
+            for algorithm in Algorithm::ALL {
+                let dtype = DTYPES[(world + turn) % DTYPES.len()];
+                for op in operators(verb, dtype) {
+                    for count in [1, 7, 33] {
+                        let root = root_of(verb, (count + turn) % world);
+                        let op = OpDesc { verb, dtype, op, root, count };
+                        for (determinism, fast) in
+                            [(Determinism::RankOrder, false), (Determinism::Fast, true)]
+                        {
+                            if able(algorithm, &op, &layout, determinism) {
+                                check(algorithm, &op, &layout, &tiny_chunks(), fast);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn nothing_to_do_is_no_round() {
+    let layout = Layout::blocks(5, 2);
+    for verb in VERBS.into_iter().chain([Verb::Barrier]) {
+        let op = operators(verb, DType::F32)[0];
+        let op = OpDesc { verb, dtype: DType::F32, op, root: root_of(verb, 1), count: 0 };
+        let plan = plan(&op, 1, &layout, Determinism::RankOrder, &Costs::default());
+        assert_eq!((plan.rounds, plan.scratch), (0, 0));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn any_placement_and_length(
+        machines in prop::collection::vec(0_usize..4, 1..14),
+        verb in prop::sample::select(&VERBS[..]),
+        dtype in prop::sample::select(&DTYPES[..]),
+        algorithm in prop::sample::select(&Algorithm::ALL[..]),
+        pick in any::<prop::sample::Index>(),
+        root in any::<prop::sample::Index>(),
+        count in 1_usize..200,
+        fast in any::<bool>(),
+        latency in prop::sample::select(&[0.0, 1e-9, 1e-6][..]),
+        per_message in prop::sample::select(&[0.0, 1e-10, 1e-8, 1e-6][..]),
+        min_chunk in prop::sample::select(&[1_usize, 24, 4000][..]),
+    ) {
+        // Among them such that the parts of two levels are done in every way there is.
+        let link = Link { latency, per_message, per_byte: 1e-9 };
+        let costs = Costs { within: link, between: link, fold_per_byte: 0.0, min_chunk };
+        let layout = Layout::new(&machines);
+        let op = operators(verb, dtype);
+        let op = op[pick.index(op.len())];
+        let root = root_of(verb, root.index(machines.len()));
+        let op = OpDesc { verb, dtype, op, root, count };
+        let determinism = if fast { Determinism::Fast } else { Determinism::RankOrder };
+        prop_assume!(able(algorithm, &op, &layout, determinism));
+        check(algorithm, &op, &layout, &costs, fast);
+    }
+}

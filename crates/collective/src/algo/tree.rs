@@ -1,0 +1,97 @@
+//! Binomial trees: `lg p` steps of the whole buffer.
+//!
+//! Places are counted from the root along [`Layout::order`], so that subtrees lie within a machine
+//! where they can.
+
+use super::{Buf, Call, Layout, Schedule, Slots};
+use crate::{Rank, Verb};
+
+/// Broadcast down the tree, reduce up the tree, or for an all-reduce both.
+pub(super) fn binomial(call: Call, layout: &Layout) -> Schedule {
+    match call.verb {
+        Verb::Broadcast => broadcast(call, layout),
+        Verb::Reduce => reduce(call, layout),
+        Verb::AllReduce => {
+            let call = Call { root: layout.order()[0], ..call };
+            reduce(call, layout).then(broadcast(call, layout))
+        }
+        verb => unreachable!("{verb} has no binomial tree"),
+    }
+}
+
+/// A rank's place in the tree, which has the root at 0.
+#[derive(Debug)]
+struct Node {
+    layout: Layout,
+    root: usize,
+    /// This rank's place.
+    at: usize,
+}
+
+impl Node {
+    fn new(call: Call, layout: &Layout) -> Self {
+        let root = layout.place(call.root);
+        let at = (layout.place(call.rank) + call.world - root) % call.world;
+        Self { layout: layout.clone(), root, at }
+    }
+
+    fn rank(&self, place: usize) -> Rank {
+        let order = self.layout.order();
+        order[(self.root + place) % order.len()]
+    }
+
+    /// The distance to the parent; for the root, the least power of two that holds all.
+    fn reach(&self) -> usize {
+        let world = self.layout.world();
+        if self.at == 0 { world.next_power_of_two() } else { 1 << self.at.trailing_zeros() }
+    }
+
+    fn parent(&self) -> Rank {
+        self.rank(self.at - self.reach())
+    }
+
+    /// Exponents of the distances to this rank's children.
+    fn children(&self) -> usize {
+        let reach = self.reach().trailing_zeros() as usize;
+        (0..reach).filter(|exponent| self.at + (1 << exponent) < self.layout.world()).count()
+    }
+
+    fn child(&self, exponent: usize) -> Rank {
+        self.rank(self.at + (1 << exponent))
+    }
+}
+
+fn broadcast(call: Call, layout: &Layout) -> Schedule {
+    let node = Node::new(call, layout);
+    let whole = call.whole(Buf::Output);
+    let (children, arrival) = (node.children(), usize::from(node.at != 0));
+    Schedule::new(0, children + arrival, move |index, round| {
+        if index < arrival {
+            round.recv(node.parent(), whole);
+        } else {
+            // The largest subtree first.
+            round.send(node.child(children - 1 - (index - arrival)), whole);
+        }
+    })
+}
+
+fn reduce(call: Call, layout: &Layout) -> Schedule {
+    let node = Node::new(call, layout);
+    let whole = call.whole(Buf::Output);
+    let is_root = node.at == 0;
+    let (children, departure) = (node.children(), usize::from(!is_root));
+    let slots = Slots::new(0, whole.len);
+    let places = if children == 0 { 0 } else { 1 + departure };
+    Schedule::new(slots.end(places), children + departure, move |index, round| {
+        let (arrived, sum) = (slots.slot(0, whole.len), slots.slot(1, whole.len));
+        // A rank that is not the root keeps its buffer.
+        let so_far = if is_root || index == 0 { whole } else { sum };
+        if index < children {
+            round.recv(node.child(index), arrived);
+            let to = if is_root { whole } else { sum };
+            round.fold(call.reduce_op(), to, [so_far, arrived]);
+        } else {
+            round.send(node.parent(), so_far);
+        }
+    })
+}

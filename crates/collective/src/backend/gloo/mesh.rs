@@ -1,0 +1,333 @@
+//! Gloo's device, connections and buffers, each call safe, with `Result`s.
+//!
+//! The invariant: a [`Buffer`] is freed before its memory and before its [`Mesh`], a `Mesh` before
+//! its device; after the free gloo touches nothing of it. Nobody forgets a `Buffer`: they never
+//! leave this backend.
+
+use std::any::Any;
+use std::cell::Cell;
+use std::ffi::{CStr, CString, c_int, c_void};
+use std::marker::PhantomData;
+use std::net::IpAddr;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::ptr::{NonNull, null_mut};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::sys;
+use crate::span::Span;
+use crate::{DType, Rank, ReduceOp, simd};
+
+/// What gloo's part of a call came to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Trouble {
+    /// A connection failed.
+    Io(String),
+    /// The `keep_on` of a collective said no while it waited for a peer.
+    Stopped(Rank),
+    /// The part of a peer did not come in time.
+    Late(Rank),
+    /// Anything else.
+    Refused(String),
+}
+
+impl Trouble {
+    pub(super) fn text(self) -> String {
+        match self {
+            Self::Io(text) | Self::Refused(text) => text,
+            Self::Stopped(rank) | Self::Late(rank) => format!("rank {rank} did not come"),
+        }
+    }
+}
+
+type Result<T> = std::result::Result<T, Trouble>;
+
+/// Which way a message goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    Send,
+    Receive,
+}
+
+/// A thread of gloo's that serves sockets.
+#[derive(Debug)]
+pub(super) struct Device(NonNull<sys::Device>);
+
+// SAFETY: gloo's device is a shared object with locks of its own, used by several threads there.
+unsafe impl Send for Device {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Device {}
+
+impl Device {
+    /// A device whose sockets are bound to an address of this machine.
+    pub(super) fn new(address: IpAddr) -> Result<Arc<Self>> {
+        let address = CString::new(address.to_string()).expect("an address has no zero in it");
+        let mut out = null_mut();
+        // SAFETY: a string that ends in zero, and a place for the result.
+        check(unsafe { sys::gloo_shim_device_new(address.as_ptr(), &raw mut out) })?;
+        Ok(Arc::new(Self(made(out))))
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, and every mesh on it held an `Arc` of it.
+        unsafe { sys::gloo_shim_device_free(self.0.as_ptr()) };
+    }
+}
+
+/// A connection to every peer.
+#[derive(Debug)]
+pub(super) struct Mesh {
+    raw: NonNull<sys::Mesh>,
+    _device: Arc<Device>,
+}
+
+// SAFETY: gloo locks its contexts and pairs; they are made to be used beside the device's thread.
+unsafe impl Send for Mesh {}
+// SAFETY: as for `Send`. The one unlocked field, the collective under way, is the business of
+// `reduce`, which the backend calls under its lock.
+unsafe impl Sync for Mesh {}
+
+impl Mesh {
+    /// A mesh that listens for every peer; connecting to one may take as long as `timeout`.
+    pub(super) fn new(
+        device: &Arc<Device>,
+        rank: Rank,
+        world: usize,
+        timeout: Duration,
+    ) -> Result<Self> {
+        let mut out = null_mut();
+        let (rank, world) = (narrow(rank), narrow(world));
+        // SAFETY: the device lives in the `Arc`; a place for the result.
+        let code = unsafe {
+            sys::gloo_shim_mesh_new(device.0.as_ptr(), rank, world, millis(timeout), &raw mut out)
+        };
+        check(code)?;
+        Ok(Self { raw: made(out), _device: Arc::clone(device) })
+    }
+
+    /// Where a peer is to connect to.
+    pub(super) fn address(&self, peer: Rank) -> Result<Vec<u8>> {
+        // Gloo's `Address::kMaxByteSize`, transport/address.h.
+        let (mut bytes, mut len) = (vec![0; 192], 0);
+        let (out, capacity) = (bytes.as_mut_ptr(), bytes.len());
+        // SAFETY: `capacity` bytes to write to, and a place for their number.
+        let code = unsafe {
+            sys::gloo_shim_mesh_address(
+                self.raw.as_ptr(),
+                narrow(peer),
+                out,
+                capacity,
+                &raw mut len,
+            )
+        };
+        check(code)?;
+        bytes.truncate(len);
+        Ok(bytes)
+    }
+
+    /// Connects to the peer at the address; blocks until it does too.
+    pub(super) fn connect(&self, peer: Rank, address: &[u8]) -> Result<()> {
+        let raw = self.raw.as_ptr();
+        // SAFETY: `address` is readable for its length. Gloo refuses bytes that are no address.
+        check(unsafe {
+            sys::gloo_shim_mesh_connect(raw, narrow(peer), address.as_ptr(), address.len())
+        })
+    }
+
+    /// Gloo's own all-reduce, or its reduce if there is a root; blocks. `memory` is the result
+    /// where there is one, and overwritten everywhere. `keep_on` is asked every millisecond.
+    ///
+    /// One at a time per mesh.
+    ///
+    /// # Panics
+    ///
+    /// If a fold or `keep_on` did.
+    pub(super) fn reduce(
+        &self,
+        memory: Span<'_>,
+        root: Option<Rank>,
+        job: &Job<'_>,
+        tag: u32,
+        timeout: Duration,
+    ) -> Result<()> {
+        let mut reduction = sys::Reduction {
+            count: memory.len() / job.dtype.size(),
+            element_bytes: job.dtype.size(),
+            tag,
+            timeout_ms: millis(timeout),
+            fold,
+            check: stop,
+            arg: (&raw const *job).cast_mut().cast(),
+            peer: -1,
+        };
+        let (mesh, bytes) = (self.raw.as_ptr(), memory.ptr().cast());
+        let code = match root {
+            // SAFETY: `memory` holds `count` elements and is this call's alone; `job` outlives it.
+            None => unsafe { sys::gloo_shim_all_reduce(mesh, bytes, &raw mut reduction) },
+            // SAFETY: as above.
+            Some(root) => unsafe {
+                sys::gloo_shim_reduce(mesh, bytes, narrow(root), &raw mut reduction)
+            },
+        };
+        if let Some(panic) = job.panic.take() {
+            resume_unwind(panic);
+        }
+        check(code).map_err(|trouble| match (trouble, Rank::try_from(reduction.peer)) {
+            (Trouble::Late(_), Ok(peer)) => Trouble::Late(peer),
+            (Trouble::Stopped(_), Ok(peer)) => Trouble::Stopped(peer),
+            (trouble, _) => trouble,
+        })
+    }
+}
+
+impl Drop for Mesh {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, and every buffer on it held an `Arc` of it.
+        unsafe { sys::gloo_shim_mesh_free(self.raw.as_ptr()) };
+    }
+}
+
+/// What a collective of gloo's asks of us.
+pub(super) struct Job<'a> {
+    dtype: DType,
+    op: ReduceOp,
+    keep_on: &'a dyn Fn() -> bool,
+    /// A panic of ours, which may not unwind through gloo.
+    panic: Cell<Option<Box<dyn Any + Send>>>,
+}
+
+impl<'a> Job<'a> {
+    /// Folds with `op`, and asks `keep_on` now and then whether to go on.
+    pub(super) fn new(dtype: DType, op: ReduceOp, keep_on: &'a dyn Fn() -> bool) -> Self {
+        Self { dtype, op, keep_on, panic: Cell::new(None) }
+    }
+
+    /// Calls `body`, unless it has panicked before.
+    fn guard<T>(&self, otherwise: T, body: impl FnOnce() -> T) -> T {
+        let panic = self.panic.take();
+        if panic.is_some() {
+            self.panic.set(panic);
+            return otherwise;
+        }
+        // Nothing of what it touched is looked at after a panic.
+        catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
+            self.panic.set(Some(panic));
+            otherwise
+        })
+    }
+}
+
+/// Two ranks' numbers become one, as in every other backend; gloo's own functions know neither
+/// bf16 nor the rules for NaN.
+extern "C" fn fold(
+    job: *mut c_void,
+    out: *mut c_void,
+    a: *const c_void,
+    b: *const c_void,
+    count: usize,
+) {
+    // SAFETY: the `Job` that `Mesh::reduce` passed, borrowed until gloo returns.
+    let job = unsafe { &*job.cast::<Job<'_>>() };
+    let len = count * job.dtype.size();
+    // SAFETY: gloo passes `count` elements of its own or the caller's memory.
+    let out = unsafe { Span::new(out.cast(), len) };
+    // SAFETY: as above; only read.
+    let a = unsafe { Span::new(a.cast_mut().cast(), len) };
+    // SAFETY: as above; only read.
+    let b = unsafe { Span::new(b.cast_mut().cast(), len) };
+    job.guard((), || simd::fold(job.dtype, job.op, out, &[a, b]));
+}
+
+extern "C" fn stop(job: *mut c_void) -> c_int {
+    // SAFETY: the `Job` that `Mesh::reduce` passed, borrowed until gloo returns.
+    let job = unsafe { &*job.cast::<Job<'_>>() };
+    c_int::from(!job.guard(false, || (job.keep_on)()))
+}
+
+/// Memory that messages are sent from or received into.
+#[derive(Debug)]
+pub(super) struct Buffer<'a> {
+    raw: NonNull<sys::Buffer>,
+    _mesh: Arc<Mesh>,
+    memory: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: gloo locks its buffers, which its device's thread uses beside ours.
+unsafe impl Send for Buffer<'_> {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Buffer<'_> {}
+
+impl<'a> Buffer<'a> {
+    pub(super) fn new(mesh: &Arc<Mesh>, memory: Span<'a>) -> Result<Self> {
+        let mut out = null_mut();
+        let (raw, ptr) = (mesh.raw.as_ptr(), memory.ptr().cast());
+        // SAFETY: the span's memory lives for 'a, and this buffer no longer.
+        check(unsafe { sys::gloo_shim_buffer_new(raw, ptr, memory.len(), &raw mut out) })?;
+        Ok(Self { raw: made(out), _mesh: Arc::clone(mesh), memory: PhantomData })
+    }
+
+    /// Starts to send or to receive a part of the memory.
+    pub(super) fn start(
+        &self,
+        way: Way,
+        peer: Rank,
+        slot: u64,
+        (offset, len): (usize, usize),
+    ) -> Result<()> {
+        let (raw, peer) = (self.raw.as_ptr(), narrow(peer));
+        check(match way {
+            // SAFETY: gloo checks the part against the buffer.
+            Way::Send => unsafe { sys::gloo_shim_send(raw, peer, slot, offset, len) },
+            // SAFETY: as above.
+            Way::Receive => unsafe { sys::gloo_shim_receive(raw, peer, slot, offset, len) },
+        })
+    }
+
+    /// Takes note of one message done; false if there is none within `time`.
+    pub(super) fn take(&self, way: Way, time: Duration) -> Result<bool> {
+        let micros = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
+        let received = c_int::from(way == Way::Receive);
+        // SAFETY: the buffer lives.
+        match unsafe { sys::gloo_shim_wait(self.raw.as_ptr(), received, micros) } {
+            sys::PENDING => Ok(false),
+            code => check(code).map(|()| true),
+        }
+    }
+}
+
+impl Drop for Buffer<'_> {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`. Waits until gloo's thread has let go of the memory.
+        unsafe { sys::gloo_shim_buffer_free(self.raw.as_ptr()) };
+    }
+}
+
+fn made<T>(raw: *mut T) -> NonNull<T> {
+    NonNull::new(raw).expect("the shim makes what it says it made")
+}
+
+fn check(code: c_int) -> Result<()> {
+    if code == sys::OK {
+        return Ok(());
+    }
+    // SAFETY: a string that ends in zero and stays until this thread's next failure.
+    let text = unsafe { CStr::from_ptr(sys::gloo_shim_error()) };
+    let text = text.to_string_lossy().into_owned();
+    Err(match code {
+        sys::IO => Trouble::Io(text),
+        sys::STOPPED => Trouble::Stopped(Rank::MAX),
+        sys::LATE => Trouble::Late(Rank::MAX),
+        _ => Trouble::Refused(text),
+    })
+}
+
+fn narrow(rank: Rank) -> c_int {
+    c_int::try_from(rank).expect("a group has at most MAX_RANKS ranks")
+}
+
+/// At most a week, so that gloo can multiply it.
+fn millis(timeout: Duration) -> u32 {
+    u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX).min(7 * 24 * 3600 * 1000)
+}

@@ -1,0 +1,312 @@
+//! The backend over libgloo: gloo moves the bytes, over TCP; what they mean is ours.
+//!
+//! Gloo's sharp edges (Debian's version of 2022 and PyTorch's alike) decide the shape:
+//!
+//! * A message of another length than its receiver expects ends the process, from a thread of
+//!   gloo's where nothing can be caught, and one of another type is garbage. So ranks exchange
+//!   fingerprints of fixed length before each operation ([`Turn::enter`]), and messages between
+//!   pairs are announced by a header of fixed length ([`messages`]): gloo only ever sees lengths
+//!   that both ends have agreed on.
+//! * Gloo cannot abort, a wait that times out closes every connection, and nobody is named. So
+//!   waits are ours, in slices of a millisecond between which a rank looks at what its peers say
+//!   on connections of their own ([`control`]).
+//! * Gloo folds around a ring, so the result depends on the offset. With
+//!   [`Determinism::RankOrder`] it only moves blocks between pairs and we fold ([`fold`]). With
+//!   [`Determinism::Fast`] `all_reduce` and `reduce` are gloo's own, with our fold of two.
+//!
+//! When time is over on one rank, each says whom it waits for, so that [`Error::Timeout`] names who
+//! is waited for and does not wait.
+//!
+//! A rank has two connections to each peer, one for control and one for data, and one thread of
+//! gloo's. Data on the wire are not encrypted, and whoever can connect to a rank's ports while the
+//! group is made can disturb it: trusted networks only. Gloo writes to sockets that may be closed:
+//! the process must ignore `SIGPIPE`, as Rust programs do.
+//!
+//! Memory of [`alloc`](Backend::alloc) is ordinary memory: over TCP there is nothing to save.
+
+#![expect(unsafe_code, reason = "turns the memory of an operation into spans, and calls C")]
+
+mod control;
+mod fold;
+mod join;
+mod mesh;
+mod messages;
+mod sys;
+mod turn;
+
+use std::alloc::Layout;
+use std::mem::ManuallyDrop;
+use std::ptr::NonNull;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use self::control::{Cause, Control, Letter};
+pub(crate) use self::join::join;
+use self::mesh::Mesh;
+use self::turn::Turn;
+use super::host::ForkGuard;
+use super::{Backend, RawBufs, RawShared, Transfer, Wait};
+use crate::span::Span;
+use crate::{DType, Determinism, Error, GroupOptions, OpDesc, Rank, Result, Verb, simd};
+
+/// One rank of a group over gloo.
+#[derive(Debug)]
+pub(crate) struct Gloo {
+    rank: Rank,
+    world: usize,
+    name: String,
+    timeout: Duration,
+    determinism: Determinism,
+    /// Why the group is over gloo.
+    reason: String,
+    /// In a fork all of gloo stays where it is: its thread is in the parent only.
+    control: ManuallyDrop<Control>,
+    state: ManuallyDrop<Mutex<State>>,
+    /// This rank's first failure.
+    failed: OnceLock<Error>,
+    guard: ForkGuard,
+}
+
+/// Where this rank is in the group's history.
+#[derive(Debug)]
+struct State {
+    /// Operations so far in which all ranks meet.
+    seq: u64,
+    /// This rank's fingerprint.
+    own: Option<Letter>,
+    /// Every peer's fingerprints of even and odd operations: the receives are posted ahead.
+    prints: [Vec<Option<Letter>>; 2],
+    /// Messages so far to and from each rank.
+    sent: Vec<u64>,
+    received: Vec<u64>,
+    /// Gone once an operation has failed, and with it what gloo had begun.
+    data: Option<Arc<Mesh>>,
+    /// What peers send to be folded.
+    scratch: Vec<u8>,
+}
+
+impl Gloo {
+    fn new(
+        rank: Rank,
+        world: usize,
+        options: &GroupOptions,
+        control: Control,
+        state: State,
+    ) -> Result<Self> {
+        Ok(Self {
+            rank,
+            world,
+            name: options.name.clone(),
+            timeout: options.timeout,
+            determinism: options.determinism,
+            reason: "it was asked for".into(),
+            control: ManuallyDrop::new(control),
+            state: ManuallyDrop::new(Mutex::new(state)),
+            failed: OnceLock::new(),
+            guard: ForkGuard::new()?,
+        })
+    }
+
+    /// With another reason for its being this backend.
+    pub(crate) fn because(mut self, reason: String) -> Self {
+        self.reason = reason;
+        self
+    }
+
+    fn fork_check(&self) -> Result<()> {
+        if self.guard.forked() {
+            return Err(Error::InvalidArgument(
+                "a process group belongs to the process that made it, not to a fork".into(),
+            ));
+        }
+        Ok(())
+    }
+
+    fn turn<'a>(&'a self, op: &'a OpDesc, timeout: Option<Duration>) -> Turn<'a> {
+        Turn { gloo: self, op, seq: None, timeout: timeout.unwrap_or(self.timeout) }
+    }
+
+    /// Remembers the first failure, tells the peers of it, and ends what gloo had begun.
+    fn settle<T>(&self, state: &mut State, result: Result<T>) -> Result<T> {
+        let Err(error) = &result else { return result };
+        self.failed.get_or_init(|| error.clone());
+        // All ranks see a mismatch of fingerprints themselves, and a cause is known to all by now.
+        let told = matches!(error, Error::Mismatch { .. });
+        if !told {
+            self.control.fail(Cause::Aborted { by: self.rank, reason: error.to_string() });
+            state.data = None;
+        }
+        result
+    }
+
+    fn perform(
+        &self,
+        turn: &Turn<'_>,
+        state: &mut State,
+        input: Span<'_>,
+        output: Span<'_>,
+    ) -> Result<()> {
+        let fast = self.determinism == Determinism::Fast;
+        match turn.op.verb {
+            Verb::AllReduce | Verb::Reduce if fast => fold::by_gloo(turn, state, output),
+            Verb::AllReduce => fold::all_reduce(turn, state, output),
+            Verb::Reduce => fold::reduce(turn, state, output),
+            Verb::ReduceScatter => fold::reduce_scatter(turn, state, input, output),
+            Verb::Broadcast => messages::broadcast(turn, state, output),
+            Verb::AllGather | Verb::Counts => messages::all_gather(turn, state, input, output),
+            Verb::Barrier => Ok(()),
+            verb => Err(Error::Unsupported { backend: "gloo", what: verb.to_string() }),
+        }
+    }
+}
+
+impl Backend for Gloo {
+    fn name(&self) -> &'static str {
+        "gloo"
+    }
+
+    fn reason(&self) -> &str {
+        &self.reason
+    }
+
+    fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.world
+    }
+
+    fn forked(&self) -> bool {
+        self.guard.forked()
+    }
+
+    fn ready(&self) -> Result<()> {
+        self.fork_check()?;
+        match self.failed.get() {
+            Some(error) => Err(Error::Poisoned(Box::new(error.clone()))),
+            None => Ok(()),
+        }
+    }
+
+    unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()> {
+        self.fork_check()?;
+        let mut state = self.state.lock();
+        self.ready()?;
+        let size = op.dtype.size();
+        let (input_len, output_len) =
+            (op.input_count(self.world) * size, op.output_count(self.world) * size);
+        // SAFETY: the caller's promise; it is only copied from, unless it is the output.
+        let input = unsafe { Span::new(bufs.input.cast_mut(), input_len) };
+        // SAFETY: the caller's promise.
+        let output = unsafe { Span::new(bufs.output, output_len) };
+        let mut turn = self.turn(op, wait.timeout);
+        let result = turn.enter(&mut state).and_then(|()| match self.world {
+            1 => {
+                alone(op, input, output);
+                Ok(())
+            }
+            _ => self.perform(&turn, &mut state, input, output),
+        });
+        self.settle(&mut state, result)
+    }
+
+    unsafe fn exchange(&self, op: &OpDesc, transfers: &[Transfer], wait: Wait) -> Result<()> {
+        self.fork_check()?;
+        let mut state = self.state.lock();
+        self.ready()?;
+        let mut turn = self.turn(op, wait.timeout);
+        // SAFETY: the caller's promise.
+        let moves = unsafe { messages::moves(transfers) };
+        let result = match op.verb {
+            Verb::Batch => messages::batch(&turn, &mut state, transfers, &moves),
+            _ => turn.enter(&mut state).and_then(|()| messages::transfer(&turn, &state, &moves)),
+        };
+        self.settle(&mut state, result)
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<RawShared> {
+        self.fork_check()?;
+        let mut state = self.state.lock();
+        self.ready()?;
+        let op = OpDesc { verb: Verb::Alloc, dtype, op: None, root: None, count };
+        let layout = layout(&op)?;
+        let mut turn = self.turn(&op, None);
+        // A rank without memory says so instead of coming.
+        let result = Memory::new(layout).and_then(|memory| turn.enter(&mut state).map(|()| memory));
+        let memory = Arc::new(self.settle(&mut state, result)?);
+        let ptr = memory.ptr;
+        // SAFETY: fresh zeros, aligned as the layout says, that live while `memory` does; only this
+        // rank has them.
+        Ok(unsafe { RawShared::new(ptr, layout.size(), memory) })
+    }
+
+    fn abort(&self, reason: &str) {
+        if !self.guard.forked() {
+            let reason = reason[..reason.floor_char_boundary(320)].to_owned();
+            self.control.fail(Cause::Aborted { by: self.rank, reason });
+        }
+    }
+}
+
+impl Drop for Gloo {
+    fn drop(&mut self) {
+        // A fork's copy says no goodbye for the parent, and cannot wait for a thread it lacks.
+        if self.guard.forked() {
+            return;
+        }
+        self.control.leave();
+        // SAFETY: dropped once, here.
+        unsafe { ManuallyDrop::drop(&mut self.state) };
+        // SAFETY: likewise.
+        unsafe { ManuallyDrop::drop(&mut self.control) };
+    }
+}
+
+/// A group of one: the verbs without the peers.
+fn alone(op: &OpDesc, input: Span<'_>, output: Span<'_>) {
+    match op.op {
+        Some(reduce) => simd::fold(op.dtype, reduce, output, &[input]),
+        None => output.copy_from(input),
+    }
+}
+
+/// Memory of `alloc`.
+#[derive(Debug)]
+struct Memory {
+    ptr: NonNull<u8>,
+    layout: Layout,
+}
+
+// SAFETY: it owns plain bytes that only its holder's `RawShared` refers to.
+unsafe impl Send for Memory {}
+// SAFETY: as for `Send`; nothing here touches the bytes.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    fn new(layout: Layout) -> Result<Self> {
+        // SAFETY: the layout has a size, see `layout`.
+        let ptr = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) });
+        let none = || {
+            let error = std::io::Error::from(std::io::ErrorKind::OutOfMemory);
+            Error::io(format!("obtaining {} bytes", layout.size()), &error)
+        };
+        Ok(Self { ptr: ptr.ok_or_else(none)?, layout })
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: obtained with this layout, and freed once.
+        unsafe { std::alloc::dealloc(self.ptr.as_ptr(), self.layout) };
+    }
+}
+
+/// Whole cache lines, at least one.
+fn layout(op: &OpDesc) -> Result<Layout> {
+    let bytes = op.count.checked_mul(op.dtype.size());
+    let layout = bytes.and_then(|bytes| Layout::from_size_align(bytes.max(1), 64).ok());
+    layout.ok_or_else(|| Error::InvalidArgument(format!("{op}: more than memory can hold")))
+}

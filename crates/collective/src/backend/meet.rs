@@ -1,0 +1,310 @@
+//! How ranks that join a group tell one another what they need to, and which backend they take.
+//!
+//! Each rank says in the store where it is and what it was asked for; all read what all say, and so
+//! all choose alike, or fail alike.
+
+use std::fs;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+#[cfg(feature = "gloo")]
+use super::gloo;
+use super::{Backend, host, tcp};
+use crate::store::{Store, deadline};
+use crate::{Error, GroupOptions, Rank, Result, Transport};
+
+/// A rank that joins a group, and all that is known of the others.
+#[derive(Debug)]
+pub(crate) struct Joining<'a> {
+    pub(crate) store: &'a dyn Store,
+    pub(crate) rank: Rank,
+    pub(crate) options: &'a GroupOptions,
+    /// How often the ranks have made a group of this name: it may be used again when one is gone.
+    pub(crate) generation: u64,
+    pub(crate) deadline: Instant,
+    /// By rank.
+    pub(crate) places: Vec<Place>,
+}
+
+/// Where a rank is.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Place {
+    pub(crate) pid: u32,
+    /// Which boot of which machine.
+    boot_id: String,
+    pid_namespace: String,
+    net_namespace: String,
+    /// Its address towards the store.
+    pub(crate) ip: Option<IpAddr>,
+    world_size: usize,
+    transport: String,
+    /// Whether it is built with libgloo.
+    gloo: bool,
+}
+
+/// Joins a group over the backend that the options and the ranks' places call for.
+pub(crate) fn join(
+    store: &dyn Store,
+    rank: Rank,
+    world_size: usize,
+    options: &GroupOptions,
+) -> Result<Arc<dyn Backend>> {
+    if world_size == 0 || rank >= world_size {
+        let text = format!("there is no rank {rank} among {world_size} ranks");
+        return Err(Error::InvalidArgument(text));
+    }
+    let deadline = deadline(options.timeout);
+    let own = Place::of_this_process(store, world_size, options.transport)?;
+    let generation = store.add(&format!("{}/joining/{rank}", options.name), 1)?;
+    let mut joining = Joining {
+        store,
+        rank,
+        options,
+        generation: generation.cast_unsigned(),
+        deadline,
+        places: vec![own.clone(); world_size],
+    };
+    joining.places = tell_all(&joining, "place", &own)?;
+    check(&joining.places, rank)?;
+    let (transport, reason) = choose(options.transport, &joining.places);
+    Ok(match transport {
+        Transport::Tcp => Arc::new(tcp::join(&joining, reason)?),
+        #[cfg(feature = "gloo")]
+        Transport::Gloo => Arc::new(gloo::join(store, rank, world_size, options)?.because(reason)),
+        #[cfg(not(feature = "gloo"))]
+        Transport::Gloo => {
+            let what = "this build: it lacks the feature `gloo` of the crate".into();
+            return Err(Error::Unsupported { backend: "gloo", what });
+        }
+        Transport::Host | Transport::Auto => {
+            Arc::new(host::shm::join(store, rank, world_size, options)?.because(reason))
+        }
+    })
+}
+
+fn choose(asked: Transport, places: &[Place]) -> (Transport, String) {
+    let away = places.iter().position(|place| place.machine() != places[0].machine());
+    match (asked, away) {
+        (Transport::Auto, None) => (Transport::Host, "all ranks are on one machine".into()),
+        (Transport::Auto, Some(rank)) => {
+            let why = format!("rank {rank} is on another machine than rank 0");
+            match places.iter().position(|place| !place.gloo) {
+                None => (Transport::Gloo, format!("{why}, and all ranks have libgloo")),
+                Some(rank) => (Transport::Tcp, format!("{why}, and rank {rank} has no libgloo")),
+            }
+        }
+        _ => (asked, "it was asked for".into()),
+    }
+}
+
+fn check(places: &[Place], rank: Rank) -> Result<()> {
+    let own = &places[rank];
+    for (rank, place) in places.iter().enumerate() {
+        let (theirs, ours) = if place.world_size != own.world_size {
+            (format!("a group of {}", place.world_size), own.world_size.to_string())
+        } else if place.transport != own.transport {
+            (format!("over transport {}", place.transport), own.transport.clone())
+        } else {
+            continue;
+        };
+        return Err(Error::InvalidArgument(format!("rank {rank} joins {theirs}, not {ours}")));
+    }
+    Ok(())
+}
+
+impl Place {
+    fn of_this_process(store: &dyn Store, world_size: usize, transport: Transport) -> Result<Self> {
+        let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id")
+            .map_err(|error| Error::io("reading the machine's boot id", &error))?;
+        let namespace = |kind: &str| {
+            let link = fs::read_link(format!("/proc/self/ns/{kind}"));
+            let link =
+                link.map_err(|error| Error::io(format!("reading the {kind} namespace"), &error));
+            Ok(link?.to_string_lossy().into_owned())
+        };
+        Ok(Self {
+            pid: std::process::id(),
+            boot_id: boot_id.trim().to_owned(),
+            pid_namespace: namespace("pid")?,
+            net_namespace: namespace("net")?,
+            ip: store.local_ip(),
+            world_size,
+            transport: transport.name().to_owned(),
+            gloo: cfg!(feature = "gloo"),
+        })
+    }
+
+    /// What ranks have in common that can share memory.
+    pub(crate) fn machine(&self) -> (&str, &str) {
+        (&self.boot_id, &self.pid_namespace)
+    }
+
+    /// Whether two ranks have the same interfaces, the loopback among them.
+    pub(crate) fn same_network(&self, other: &Self) -> bool {
+        (&self.boot_id, &self.net_namespace) == (&other.boot_id, &other.net_namespace)
+    }
+}
+
+impl Joining<'_> {
+    pub(crate) fn world(&self) -> usize {
+        self.places.len()
+    }
+
+    /// For texts.
+    pub(crate) fn group(&self) -> String {
+        format!("group {}", self.options.name)
+    }
+
+    /// Ranks did not come before the deadline.
+    pub(crate) fn timeout(&self, what: &str, missing: Vec<Rank>) -> Error {
+        let op = format!("joining {}: {what}", self.group());
+        Error::Timeout { op, waited: self.options.timeout, missing }
+    }
+}
+
+/// Tells all ranks something under a name, and reads what they tell; by rank.
+pub(crate) fn tell_all<T: Serialize + DeserializeOwned>(
+    joining: &Joining<'_>,
+    what: &str,
+    own: &T,
+) -> Result<Vec<T>> {
+    let Joining { store, options, generation, deadline, .. } = *joining;
+    let key = |rank: Rank| format!("{}/{generation}/{what}/{rank}", options.name);
+    let json = serde_json::to_vec(own).expect("plain numbers and strings");
+    store.set(&key(joining.rank), &json)?;
+    gather(store, &key, joining.world(), options, deadline)
+}
+
+/// Reads what all ranks say of themselves.
+pub(crate) fn gather<T: DeserializeOwned>(
+    store: &dyn Store,
+    key: &dyn Fn(Rank) -> String,
+    world_size: usize,
+    options: &GroupOptions,
+    deadline: Instant,
+) -> Result<Vec<T>> {
+    let keys: Vec<String> = (0..world_size).map(key).collect();
+    let names: Vec<&str> = keys.iter().map(String::as_str).collect();
+    let wait = store.wait(&names, deadline.saturating_duration_since(Instant::now()));
+    if let Err(error) = wait {
+        // A store that does not answer is not asked which rank is missing.
+        if !matches!(error, Error::KeyTimeout { .. }) {
+            return Err(error);
+        }
+        let mut missing = Vec::new();
+        for (rank, name) in names.iter().enumerate() {
+            if !store.check(&[name])? {
+                missing.push(rank);
+            }
+        }
+        if missing.is_empty() {
+            return Err(error);
+        }
+        let op = format!("joining group {}", options.name);
+        return Err(Error::Timeout { op, waited: options.timeout, missing });
+    }
+    let read = |(rank, key): (Rank, &&str)| {
+        let json = store.get(key, Duration::from_secs(1))?;
+        serde_json::from_slice(&json).map_err(|_| garbled(rank))
+    };
+    names.iter().enumerate().map(read).collect()
+}
+
+pub(crate) fn garbled(rank: Rank) -> Error {
+    Error::InvalidArgument(format!("what rank {rank} says of itself in the store is garbled"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn places(count: usize) -> Vec<Place> {
+        let store = crate::MemoryStore::new();
+        let place = || Place::of_this_process(&store, count, Transport::Auto).unwrap();
+        std::iter::repeat_with(place).take(count).collect()
+    }
+
+    #[test]
+    fn one_machine_is_host_and_several_are_gloo_or_tcp_unless_asked_otherwise() {
+        let mut places = places(3);
+        assert_eq!(choose(Transport::Auto, &places).0, Transport::Host);
+        assert_eq!(choose(Transport::Tcp, &places).0, Transport::Tcp);
+        places[2].boot_id = "elsewhere".into();
+        for place in &mut places {
+            place.gloo = true;
+        }
+        assert_eq!(choose(Transport::Auto, &places).0, Transport::Gloo);
+        places[1].gloo = false;
+        let (chosen, why) = choose(Transport::Auto, &places);
+        assert_eq!(chosen, Transport::Tcp);
+        assert!(why.contains("rank 1 has no libgloo"), "{why}");
+        assert!(why.contains("rank 2"), "{why}");
+        assert_eq!(choose(Transport::Host, &places).0, Transport::Host);
+    }
+
+    #[test]
+    fn ranks_that_were_asked_for_different_groups_are_named() {
+        let mut places = places(2);
+        assert!(check(&places, 0).is_ok());
+        places[1].transport = "tcp".into();
+        let error = check(&places, 0).unwrap_err().to_string();
+        assert!(error.contains("rank 1 joins over transport tcp, not auto"), "{error}");
+        places[1].world_size = 3;
+        let error = check(&places, 0).unwrap_err().to_string();
+        assert!(error.contains("rank 1 joins a group of 3, not 2"), "{error}");
+    }
+
+    /// A store that takes the whole timeout to answer nothing.
+    #[derive(Debug, Default)]
+    struct Stalled {
+        asked: std::sync::atomic::AtomicU32,
+    }
+
+    impl Stalled {
+        fn fail<T>(&self) -> Result<T> {
+            self.asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let [store, during, reason] = ["s", "any", "no answer"].map(String::from);
+            Err(Error::Store { store, during, reason })
+        }
+    }
+
+    impl Store for Stalled {
+        fn set(&self, _: &str, _: &[u8]) -> Result<()> {
+            self.fail()
+        }
+        fn get(&self, _: &str, _: Duration) -> Result<Vec<u8>> {
+            self.fail()
+        }
+        fn add(&self, _: &str, _: i64) -> Result<i64> {
+            self.fail()
+        }
+        fn compare_set(&self, _: &str, _: &[u8], _: &[u8]) -> Result<Vec<u8>> {
+            self.fail()
+        }
+        fn wait(&self, _: &[&str], _: Duration) -> Result<()> {
+            self.fail()
+        }
+        fn check(&self, _: &[&str]) -> Result<bool> {
+            self.fail()
+        }
+        fn delete_key(&self, _: &str) -> Result<bool> {
+            self.fail()
+        }
+        fn num_keys(&self) -> Result<i64> {
+            self.fail()
+        }
+    }
+
+    #[test]
+    fn a_store_that_does_not_answer_is_asked_once() {
+        let (store, key) = (Stalled::default(), |rank: Rank| rank.to_string());
+        let options = GroupOptions::default();
+        let error = gather::<u8>(&store, &key, 200, &options, Instant::now()).unwrap_err();
+        assert!(matches!(error, Error::Store { .. }), "{error}");
+        assert_eq!(store.asked.into_inner(), 1);
+    }
+}

@@ -1,0 +1,47 @@
+//! Carrying a schedule out on sockets.
+//!
+//! The rules, which [`algo`](crate::algo) counts on:
+//!
+//! * All sends and receives of a round go on at once; when they are done, its local work is done in
+//!   order; then comes the next round.
+//! * A send is done when the system has the bytes: they may be overwritten then. The peer may take
+//!   them much later, in a round of its own.
+//! * The sends of the first round leave with the fingerprint, before it is known that all ranks call
+//!   the same; its receives begin when that is known. So a schedule may send from the caller's
+//!   memory at once, and no byte of it has changed if the calls differ.
+//! * Between two ranks blocks of one direction are numbered, and each end knows the length of each;
+//!   a block that is another than expected fails the group.
+
+use super::turn::Turn;
+use crate::algo::{Memory, Round, Schedule};
+use crate::{DType, Result};
+
+/// Enters an operation of all ranks and does this rank's part in it.
+pub(super) fn run<'a>(
+    turn: &mut Turn<'a>,
+    schedule: &Schedule,
+    dtype: DType,
+    memory: Memory<'a>,
+) -> Result<()> {
+    let mut round = Round::default();
+    turn.enter();
+    for index in 0..schedule.rounds {
+        schedule.round(index, &mut round);
+        for &(to, region) in &round.sends {
+            turn.send_block(to, memory.region(region));
+        }
+        if index == 0 {
+            turn.meet()?;
+        }
+        for &(from, region) in &round.recvs {
+            turn.receive_block(from, memory.region(region));
+        }
+        turn.finish()?;
+        memory.work(dtype, &round);
+    }
+    if schedule.rounds == 0 {
+        turn.meet()?;
+        turn.finish()?;
+    }
+    Ok(())
+}

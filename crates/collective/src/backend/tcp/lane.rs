@@ -1,0 +1,220 @@
+//! What is to be moved between two ranks in an operation, in each direction one stream of headers
+//! and bytes, moved as far as the socket allows.
+
+use std::collections::VecDeque;
+use std::io;
+
+use super::frame::{Frame, HEADER};
+use super::link::Link;
+use crate::op::Fingerprint;
+use crate::span::Span;
+use crate::{DType, OpDesc, Rank};
+
+/// What is still to be sent to and received from one peer.
+#[derive(Debug, Default)]
+pub(super) struct Lane<'a> {
+    out: VecDeque<Outgoing<'a>>,
+    into: VecDeque<Incoming<'a>>,
+    /// Blocks queued so far, each way.
+    sent: u64,
+    received: u64,
+    /// What the peer has entered with.
+    pub(super) entered: Option<Fingerprint>,
+}
+
+/// One or two headers, and what follows them.
+#[derive(Debug)]
+struct Outgoing<'a> {
+    head: [u8; 2 * HEADER],
+    head_len: usize,
+    body: Span<'a>,
+    /// Bytes that have gone, of both.
+    done: usize,
+}
+
+#[derive(Debug)]
+struct Incoming<'a> {
+    expected: Expected,
+    body: Span<'a>,
+    /// Bytes of the body that have come; none before the header has.
+    done: Option<usize>,
+}
+
+/// What a rank expects to come next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Expected {
+    /// A fingerprint.
+    Enter,
+    /// This block.
+    Block { seq: u64, index: u64, bytes: u64 },
+    /// A message.
+    Message { dtype: DType, count: u64 },
+}
+
+/// Why nothing more can be received.
+#[derive(Debug)]
+pub(super) enum Fault {
+    /// The connection has ended.
+    Lost(io::Error),
+    /// Something else has come; `None` if it is no header at all.
+    Unexpected(Expected, Option<Frame>),
+}
+
+impl<'a> Lane<'a> {
+    /// Nothing is left to send.
+    pub(super) fn all_sent(&self) -> bool {
+        self.out.is_empty()
+    }
+
+    /// Nothing is left to receive.
+    pub(super) fn all_received(&self) -> bool {
+        self.into.is_empty()
+    }
+
+    pub(super) fn enter(&mut self, own: &Fingerprint) {
+        self.push(Frame::Enter(*own), Span::empty());
+        self.expect(Expected::Enter, Span::empty());
+    }
+
+    pub(super) fn send_block(&mut self, seq: u64, body: Span<'a>) {
+        let (index, bytes) = (self.sent, body.len() as u64);
+        self.sent += 1;
+        self.push(Frame::Block { seq, index, bytes }, body);
+    }
+
+    pub(super) fn receive_block(&mut self, seq: u64, body: Span<'a>) {
+        let (index, bytes) = (self.received, body.len() as u64);
+        self.received += 1;
+        self.expect(Expected::Block { seq, index, bytes }, body);
+    }
+
+    pub(super) fn send_message(&mut self, dtype: DType, count: usize, body: Span<'a>) {
+        self.push(Frame::Message { dtype, count: count as u64 }, body);
+    }
+
+    pub(super) fn receive_message(&mut self, dtype: DType, count: usize, body: Span<'a>) {
+        self.expect(Expected::Message { dtype, count: count as u64 }, body);
+    }
+
+    fn expect(&mut self, expected: Expected, body: Span<'a>) {
+        self.into.push_back(Incoming { expected, body, done: None });
+    }
+
+    /// Queues a header and what follows it; both join a header that stands alone before them.
+    fn push(&mut self, frame: Frame, body: Span<'a>) {
+        let header = frame.encode();
+        if let Some(last) = self.out.back_mut()
+            && (last.head_len, last.body.len(), last.done) == (HEADER, 0, 0)
+        {
+            last.head[HEADER..].copy_from_slice(&header);
+            (last.head_len, last.body) = (2 * HEADER, body);
+            return;
+        }
+        let mut head = [0; 2 * HEADER];
+        head[..HEADER].copy_from_slice(&header);
+        self.out.push_back(Outgoing { head, head_len: HEADER, body, done: 0 });
+    }
+
+    /// Sends what there is room for; whether that was anything.
+    pub(super) fn send(&mut self, link: &Link) -> io::Result<bool> {
+        let mut moved = false;
+        while let Some(out) = self.out.front_mut() {
+            let (head, rest) = (&out.head[out.done.min(out.head_len)..out.head_len], out.rest());
+            let wanted = head.len() + rest.len();
+            let sent = link.try_send(head, rest)?;
+            out.done += sent;
+            moved |= sent > 0;
+            if sent < wanted {
+                break;
+            }
+            self.out.pop_front();
+        }
+        Ok(moved)
+    }
+
+    /// Receives what has come, or some of it; whether that was anything.
+    pub(super) fn receive(&mut self, link: &mut Link) -> Result<bool, Fault> {
+        let mut moved = false;
+        while let Some(next) = self.into.front_mut() {
+            let done = match next.done {
+                Some(done) => done,
+                None => {
+                    let Some(header) = link.try_header().map_err(Fault::Lost)? else { break };
+                    let frame = Frame::decode(&header).ok();
+                    if !next.expected.is(frame) {
+                        return Err(Fault::Unexpected(next.expected, frame));
+                    }
+                    if let Some(Frame::Enter(print)) = frame {
+                        self.entered = Some(print);
+                    }
+                    moved = true;
+                    0
+                }
+            };
+            let rest = next.body.part(done, next.body.len() - done);
+            let came = link.try_receive(rest).map_err(Fault::Lost)?;
+            next.done = Some(done + came);
+            moved |= came > 0;
+            if came < rest.len() {
+                // Sending should not wait until the peer has no more to send.
+                break;
+            }
+            self.into.pop_front();
+        }
+        Ok(moved)
+    }
+}
+
+impl<'a> Outgoing<'a> {
+    /// What of the body has not gone yet.
+    fn rest(&self) -> Span<'a> {
+        let done = self.done.saturating_sub(self.head_len);
+        self.body.part(done, self.body.len() - done)
+    }
+}
+
+impl Expected {
+    fn is(self, frame: Option<Frame>) -> bool {
+        match (self, frame) {
+            (Self::Enter, Some(Frame::Enter(_))) => true,
+            (Self::Block { seq, index, bytes }, frame) => {
+                frame == Some(Frame::Block { seq, index, bytes })
+            }
+            (Self::Message { dtype, count }, frame) => {
+                frame == Some(Frame::Message { dtype, count })
+            }
+            _ => false,
+        }
+    }
+
+    /// If two ranks called different things, and it is not that one of them sends what nobody
+    /// does: the first field that differs, and what each called.
+    pub(super) fn mismatch(
+        self,
+        got: Option<Frame>,
+        own: (Rank, &OpDesc),
+        peer: Rank,
+    ) -> Option<(&'static str, Vec<(Rank, String)>)> {
+        let (rank, op) = own;
+        let message = |dtype: DType, count: u64, way: &str, other: Rank| {
+            format!("a message of {count} {dtype} {way} rank {other}")
+        };
+        let (field, called, sent) = match (self, got?) {
+            (Self::Enter, Frame::Message { dtype, count }) => {
+                ("verb", op.to_string(), message(dtype, count, "to", rank))
+            }
+            (Self::Message { dtype, count }, Frame::Enter(print)) => {
+                ("verb", message(dtype, count, "from", peer), print.to_string())
+            }
+            (Self::Message { dtype, count }, Frame::Message { dtype: other, count: more }) => {
+                let field = if dtype == other { "count" } else { "dtype" };
+                let expected = message(dtype, count, "from", peer);
+                (field, expected, message(other, more, "to", rank))
+            }
+            _ => return None,
+        };
+        let mut by_rank = vec![(rank, called), (peer, sent)];
+        by_rank.sort_unstable();
+        Some((field, by_rank))
+    }
+}

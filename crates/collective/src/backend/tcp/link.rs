@@ -1,0 +1,149 @@
+//! One connection for data: bytes go and come as far as they can without waiting.
+//!
+//! What is received for memory goes straight there; what comes beyond it, which is the next header
+//! and often a small message whole, goes to a small buffer, so that a small operation costs one
+//! system call each way.
+
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd};
+
+use super::frame::HEADER;
+use super::sys;
+use crate::span::Span;
+
+/// Bytes received ahead at most.
+const AHEAD: usize = 8 << 10;
+
+/// A connection to one peer.
+#[derive(Debug)]
+pub(super) struct Link {
+    stream: TcpStream,
+    ahead: Box<[u8]>,
+    /// What of `ahead` is filled and not taken yet.
+    start: usize,
+    end: usize,
+}
+
+impl Link {
+    pub(super) fn new(stream: TcpStream) -> Self {
+        Self { stream, ahead: vec![0; AHEAD].into(), start: 0, end: 0 }
+    }
+
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+
+    /// Sends what there is room for of `head` and then `body`; how many bytes.
+    pub(super) fn try_send(&self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
+        or_nothing(sys::send(self.fd(), head, body))
+    }
+
+    /// Receives what is there, up to the length of `into`; how many bytes. The end of the stream
+    /// is an error.
+    pub(super) fn try_receive(&mut self, into: Span<'_>) -> io::Result<usize> {
+        if into.len() == 0 {
+            return Ok(0);
+        }
+        if self.start == self.end {
+            return self.fill(into);
+        }
+        let len = into.len().min(self.end - self.start);
+        into.part(0, len).copy_from_slice(&self.ahead[self.start..][..len]);
+        self.start += len;
+        Ok(len)
+    }
+
+    /// The next header, if all of it is there.
+    pub(super) fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>> {
+        if self.end - self.start < HEADER {
+            self.ahead.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+            self.fill(Span::empty())?;
+        }
+        let header = self.ahead[self.start..self.end].first_chunk().copied();
+        if header.is_some() {
+            self.start += HEADER;
+        }
+        Ok(header)
+    }
+
+    /// Receives into `into`, and what is more into the buffer; how many bytes for `into`.
+    fn fill(&mut self, into: Span<'_>) -> io::Result<usize> {
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        }
+        let received = sys::receive(self.stream.as_fd(), into, &mut self.ahead[self.end..]);
+        if matches!(received, Ok(0)) {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let received = or_nothing(received)?;
+        let len = received.min(into.len());
+        self.end += received - len;
+        Ok(len)
+    }
+}
+
+/// Having to wait is no error: nothing went.
+fn or_nothing(result: io::Result<usize>) -> io::Result<usize> {
+    match result {
+        Err(error)
+            if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) =>
+        {
+            Ok(0)
+        }
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::TcpListener;
+
+    use super::*;
+    use crate::backend::tcp::frame::Frame;
+
+    fn pair() -> (TcpStream, Link) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (one, Link::new(listener.accept().unwrap().0))
+    }
+
+    /// Until there is an answer.
+    fn wait<T>(mut ask: impl FnMut() -> Option<T>) -> T {
+        loop {
+            if let Some(answer) = ask() {
+                return answer;
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn headers_and_blocks_in_pieces_of_any_size_come_as_sent() {
+        let block: Vec<u8> = (0..20_000_u32).map(|i| i as u8).collect();
+        for piece in [1, 63, 64, 65, 1000, 8191, 8193, 100_000] {
+            let (mut peer, mut link) = pair();
+            let header = Frame::Control { bytes: piece }.encode();
+            let stream = [&header[..], &block, &header, &header].concat();
+            let sender = std::thread::spawn(move || {
+                for part in stream.chunks(piece) {
+                    peer.write_all(part).unwrap();
+                }
+            });
+            assert_eq!(wait(|| link.try_header().unwrap()), header);
+            let (mut got, mut done) = (vec![0_u8; block.len()], 0);
+            let into = Span::from_mut(&mut got);
+            while done < into.len() {
+                done += link.try_receive(into.part(done, into.len() - done)).unwrap();
+            }
+            assert_eq!(got, block);
+            assert_eq!(wait(|| link.try_header().unwrap()), header);
+            assert_eq!(wait(|| link.try_header().unwrap()), header);
+            sender.join().unwrap();
+            let end = wait(|| link.try_header().err());
+            assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
+        }
+    }
+}

@@ -1,0 +1,386 @@
+//! Ranks on several machines: TCP connections between all pairs of them.
+//!
+//! * [`connect`] and [`address`]: how the ranks find each other through the store;
+//! * [`frame`]: what goes over a connection, checked header by header;
+//! * [`control`]: one connection per pair, and a thread, for deaths, failures and the question for
+//!   whom a rank waits;
+//! * [`link`] and [`lane`]: one connection per pair for data, and what is queued on it;
+//! * [`turn`]: one operation, from fingerprints to the last byte, and all waiting;
+//! * [`execute`]: the algorithms of [`algo`](crate::algo), carried out.
+//!
+//! The invariant: data connections are read and written by the thread that carries out an operation
+//! alone, control connections are read by their thread alone, and whoever fails tells all peers
+//! before its caller learns of it. So a rank that ends because the group failed is not taken for the
+//! reason of it.
+//!
+//! A forked child keeps its parent's sockets open: should the parent be killed while a child lives,
+//! the peers learn of it from a timeout only.
+
+#![expect(unsafe_code, reason = "turns the memory of an operation into spans")]
+
+mod address;
+mod connect;
+mod control;
+mod execute;
+pub(crate) mod frame;
+mod lane;
+mod link;
+mod sys;
+mod turn;
+
+use std::alloc::{Layout as Memory, alloc_zeroed, dealloc};
+use std::ptr::NonNull;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use self::control::Control;
+use self::frame::{Cause, Failure};
+use self::link::Link;
+use self::turn::Turn;
+use super::host::ForkGuard;
+use super::meet::Joining;
+use super::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemory, Wait};
+use crate::algo::{self, Costs, Layout};
+use crate::span::Span;
+use crate::{DType, Determinism, Error, OpDesc, Rank, Result, Verb, simd};
+
+/// Ranks a group may have: each has two connections to each other, and a process 1024 open files
+/// unless told otherwise.
+const MAX_RANKS: usize = 1024;
+/// Scratch memory that is kept from one operation to the next.
+const SCRATCH_KEPT: usize = 16 << 20;
+/// The longest reason of an abort that is told.
+const REASON_BYTES: usize = 320;
+
+/// One rank of a group over TCP.
+#[derive(Debug)]
+pub(crate) struct Tcp {
+    rank: Rank,
+    /// Why it is TCP.
+    reason: String,
+    layout: Layout,
+    name: String,
+    timeout: Duration,
+    determinism: Determinism,
+    costs: Costs,
+    /// Every rank of this machine can have a core to itself.
+    alert: bool,
+    state: Mutex<State>,
+    /// This rank's first failure.
+    failed: OnceLock<Error>,
+    guard: ForkGuard,
+    // Says goodbye when dropped.
+    control: Control,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Operations of all ranks so far.
+    seq: u64,
+    links: Vec<Option<Link>>,
+    scratch: Vec<u8>,
+}
+
+/// Joins a group; returns when all ranks have.
+pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Tcp> {
+    let (rank, world) = (joining.rank, joining.world());
+    if world > MAX_RANKS {
+        let text = format!("a group over TCP has 1 to {MAX_RANKS} ranks, not {world}");
+        return Err(Error::InvalidArgument(text));
+    }
+    let connections = connect::connect(joining)?;
+    let links = connections.data.into_iter().map(|stream| stream.map(Link::new)).collect();
+    let machines: Vec<_> = joining.places.iter().map(super::meet::Place::machine).collect();
+    let layout = Layout::new(&machines);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let tcp = Tcp {
+        rank,
+        reason,
+        alert: layout.members(layout.machine(rank)).len() <= cores,
+        layout,
+        name: joining.options.name.clone(),
+        timeout: joining.options.timeout,
+        determinism: joining.options.determinism,
+        costs: Costs::default(),
+        state: Mutex::new(State { seq: 0, links, scratch: Vec::new() }),
+        failed: OnceLock::new(),
+        guard: ForkGuard::new()?,
+        control: Control::start(rank, connections.control)?,
+    };
+    tcp.meet()?;
+    Ok(tcp)
+}
+
+impl Tcp {
+    /// The other ranks, from the next one round, so that not all go to the same one first.
+    fn peers(&self) -> impl Iterator<Item = Rank> + use<> {
+        let (rank, world) = (self.rank, self.layout.world());
+        (1..world).map(move |step| (rank + step) % world)
+    }
+
+    /// A first barrier: everyone has all its connections.
+    fn meet(&self) -> Result<()> {
+        let op = OpDesc { verb: Verb::Barrier, dtype: DType::U8, op: None, root: None, count: 0 };
+        self.only_enter(&op)
+    }
+
+    /// Meets all ranks at an operation that moves nothing.
+    fn only_enter(&self, op: &OpDesc) -> Result<()> {
+        let state = &mut *self.state.lock();
+        self.begin()?;
+        let wait = Wait { patience: Patience::Caller, timeout: None };
+        let mut turn = self.turn(&mut state.seq, &mut state.links, op, wait);
+        turn.enter();
+        self.note_failure(turn.meet().and_then(|()| turn.finish()))
+    }
+
+    fn turn<'a>(
+        &'a self,
+        next: &mut u64,
+        links: &'a mut [Option<Link>],
+        op: &OpDesc,
+        wait: Wait,
+    ) -> Turn<'a> {
+        let seq = *next;
+        // What not all ranks take part in is no step of the group's history.
+        *next += u64::from(op.verb != Verb::Batch);
+        let timeout = wait.timeout.unwrap_or(self.timeout);
+        Turn::new(self, links, *op, seq, wait.patience, timeout)
+    }
+
+    /// Whether this rank may begin an operation.
+    fn begin(&self) -> Result<()> {
+        self.ready()?;
+        match self.control.failure() {
+            None => Ok(()),
+            Some(failure) => {
+                let op = format!("the next operation of group {}", self.name);
+                self.note_failure(Err(self.error(failure, op, Duration::ZERO)))
+            }
+        }
+    }
+
+    fn fork_check(&self) -> Result<()> {
+        if self.guard.forked() {
+            return Err(Error::InvalidArgument(
+                "a process group belongs to the process that made it, not to a fork".into(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Remembers the first failure.
+    fn note_failure<T>(&self, result: Result<T>) -> Result<T> {
+        if let Err(error) = &result {
+            self.failed.get_or_init(|| error.clone());
+        }
+        result
+    }
+
+    /// The group's failure, as this rank tells it.
+    fn error(&self, failure: &Failure, op: String, waited: Duration) -> Error {
+        let by = failure.by;
+        match failure.cause.clone() {
+            Cause::Died { rank, .. } if rank == self.rank => {
+                let reason = format!("rank {by} has lost its connection to this rank");
+                Error::Aborted { by, reason }
+            }
+            Cause::Died { rank, pid, how } => {
+                let op = how.map_or_else(|| op.clone(), |how| format!("{op}: {how}"));
+                Error::PeerDied { op, rank, pid }
+            }
+            Cause::Aborted { reason } => Error::Aborted { by, reason },
+            // For the rank that came too late, the others have given up.
+            Cause::TimedOut { missing, text } if missing.contains(&self.rank) => {
+                Error::Aborted { by, reason: text }
+            }
+            Cause::TimedOut { missing, .. } => Error::Timeout { op, waited, missing },
+            Cause::Mismatch { field, by_rank } => {
+                let known = ["verb", "dtype", "count"].into_iter().find(|known| *known == field);
+                Error::Mismatch { op, field: known.unwrap_or("verb"), by_rank }
+            }
+        }
+    }
+
+    fn perform(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
+        let State { seq, links, scratch } = &mut *self.state.lock();
+        self.begin()?;
+        let mut turn = self.turn(seq, links, op, wait);
+        if self.layout.world() == 1 {
+            alone(op, input, output);
+            return Ok(());
+        }
+        let schedule = algo::plan(op, self.rank, &self.layout, self.determinism, &self.costs);
+        if scratch.len() < schedule.scratch {
+            scratch.resize(schedule.scratch, 0);
+        }
+        let memory = algo::Memory { input, output, scratch: Span::from_mut(scratch) };
+        let result = execute::run(&mut turn, &schedule, op.dtype, memory);
+        drop(turn);
+        if scratch.len() > SCRATCH_KEPT {
+            *scratch = Vec::new();
+        }
+        self.note_failure(result)
+    }
+
+    /// Queues the transfers and carries them out.
+    fn trade<'a>(&self, turn: &mut Turn<'a>, blocks: &[(Transfer, Span<'a>)]) -> Result<()> {
+        let all_ranks = turn.verb() != Verb::Batch;
+        if all_ranks {
+            turn.enter();
+        }
+        for (transfer, memory) in blocks {
+            let Transfer { peer, dtype, count, .. } = *transfer;
+            if !all_ranks && self.control.has_left(peer) {
+                let failure = self.control.left(peer, &turn.name());
+                return Err(self.error(failure, turn.name(), Duration::ZERO));
+            }
+            if let TransferMemory::Send(_) = transfer.memory {
+                turn.send_message(peer, dtype, count, *memory);
+            }
+        }
+        if all_ranks {
+            turn.meet()?;
+        }
+        for (Transfer { peer, dtype, count, memory }, span) in blocks {
+            if let TransferMemory::Receive(_) = memory {
+                turn.receive_message(*peer, *dtype, *count, *span);
+            }
+        }
+        turn.finish()
+    }
+}
+
+impl Backend for Tcp {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+
+    fn reason(&self) -> &str {
+        &self.reason
+    }
+
+    fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.layout.world()
+    }
+
+    fn forked(&self) -> bool {
+        self.guard.forked()
+    }
+
+    fn ready(&self) -> Result<()> {
+        self.fork_check()?;
+        match self.failed.get() {
+            Some(error) => Err(Error::Poisoned(Box::new(error.clone()))),
+            None => Ok(()),
+        }
+    }
+
+    unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()> {
+        self.fork_check()?;
+        let (size, world) = (op.dtype.size(), self.layout.world());
+        let (input_len, output_len) = (op.input_count(world) * size, op.output_count(world) * size);
+        // SAFETY: the caller's promise; schedules only read the input.
+        let input = unsafe { Span::new(bufs.input.cast_mut(), input_len) };
+        // SAFETY: the caller's promise.
+        let output = unsafe { Span::new(bufs.output, output_len) };
+        self.perform(op, input, output, wait)
+    }
+
+    unsafe fn exchange(&self, op: &OpDesc, transfers: &[Transfer], wait: Wait) -> Result<()> {
+        self.fork_check()?;
+        let block = |transfer: &Transfer| {
+            let ptr = match transfer.memory {
+                TransferMemory::Send(from) => from.cast_mut(),
+                TransferMemory::Receive(to) => to,
+            };
+            // SAFETY: the caller's promise; what is to be sent is only read.
+            (*transfer, unsafe { Span::new(ptr, transfer.count * transfer.dtype.size()) })
+        };
+        let blocks: Vec<_> = transfers.iter().map(block).collect();
+        let state = &mut *self.state.lock();
+        self.begin()?;
+        let mut turn = self.turn(&mut state.seq, &mut state.links, op, wait);
+        self.note_failure(self.trade(&mut turn, &blocks))
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<RawShared> {
+        self.fork_check()?;
+        let op = OpDesc { verb: Verb::Alloc, dtype, op: None, root: None, count };
+        // The caller's mistake, seen before anything is sent.
+        let memory = count
+            .checked_mul(dtype.size())
+            .and_then(|bytes| Memory::from_size_align(bytes.max(1), 64).ok());
+        let memory = memory
+            .ok_or_else(|| Error::InvalidArgument(format!("{op}: more than memory can hold")))?;
+        self.only_enter(&op)?;
+        let Some(block) = Block::new(memory) else {
+            let reason = format!("{op}: no memory");
+            self.abort(&reason);
+            return self.note_failure(Err(Error::Aborted { by: self.rank, reason }));
+        };
+        let ptr = block.ptr;
+        // SAFETY: fresh zeros, aligned as asked for, that live as long as the block; peers never
+        // touch them.
+        Ok(unsafe { RawShared::new(ptr, memory.size(), Arc::new(block)) })
+    }
+
+    fn abort(&self, reason: &str) {
+        if self.guard.forked() {
+            return;
+        }
+        let end = reason.floor_char_boundary(REASON_BYTES);
+        self.control.fail(Cause::Aborted { reason: reason[..end].to_owned() });
+    }
+}
+
+impl Drop for Tcp {
+    fn drop(&mut self) {
+        // A fork's copy must not say goodbye for the parent.
+        if self.guard.forked() {
+            self.control.forget();
+        }
+    }
+}
+
+/// A group of one: the verbs without the peers.
+fn alone(op: &OpDesc, input: Span<'_>, output: Span<'_>) {
+    match op.op {
+        Some(reduce) => simd::fold(op.dtype, reduce, output, &[input]),
+        None => output.copy_from(input),
+    }
+}
+
+/// Zeroed memory, freed on drop.
+#[derive(Debug)]
+struct Block {
+    ptr: NonNull<u8>,
+    memory: Memory,
+}
+
+// SAFETY: plain memory of the process, which only its one user touches.
+unsafe impl Send for Block {}
+// SAFETY: as for `Send`; a shared reference gives access to nothing.
+unsafe impl Sync for Block {}
+
+impl Block {
+    fn new(memory: Memory) -> Option<Self> {
+        assert!(memory.size() > 0, "the allocator wants a size");
+        // SAFETY: the size is not zero.
+        let ptr = unsafe { alloc_zeroed(memory) };
+        NonNull::new(ptr).map(|ptr| Self { ptr, memory })
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout, and freed once.
+        unsafe { dealloc(self.ptr.as_ptr(), self.memory) };
+    }
+}

@@ -1,0 +1,207 @@
+//! The few things asked of Linux beyond the standard library: sending and receiving raw memory
+//! without blocking, waiting for any of many sockets, socket options, the addresses of interfaces.
+
+#![expect(unsafe_code, reason = "system calls on raw memory")]
+
+use std::ffi::CStr;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::time::Duration;
+
+use crate::span::Span;
+
+/// Sends `head`, then `body`, as far as there is room now; how many bytes went.
+pub(super) fn send(socket: BorrowedFd<'_>, head: &[u8], body: Span<'_>) -> io::Result<usize> {
+    let parts = [
+        libc::iovec { iov_base: head.as_ptr().cast_mut().cast(), iov_len: head.len() },
+        libc::iovec { iov_base: body.ptr().cast(), iov_len: body.len() },
+    ];
+    let message = message(&parts);
+    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+    // SAFETY: the socket is open; the parts are alive during the call and only read from.
+    check(unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, flags) })
+}
+
+/// Receives into `body`, and what is more into `rest`; how many bytes came. 0: the peer has closed.
+pub(super) fn receive(
+    socket: BorrowedFd<'_>,
+    body: Span<'_>,
+    rest: &mut [u8],
+) -> io::Result<usize> {
+    let parts = [
+        libc::iovec { iov_base: body.ptr().cast(), iov_len: body.len() },
+        libc::iovec { iov_base: rest.as_mut_ptr().cast(), iov_len: rest.len() },
+    ];
+    let mut message = message(&parts);
+    // SAFETY: the socket is open; the parts are alive during the call, writable (`body` is a
+    // writable span, which its makers argue for) and apart.
+    check(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) })
+}
+
+fn message(parts: &[libc::iovec]) -> libc::msghdr {
+    // SAFETY: a plain C struct, for which zeros mean nothing given.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = parts.as_ptr().cast_mut();
+    message.msg_iovlen = parts.len();
+    message
+}
+
+fn check(count: libc::ssize_t) -> io::Result<usize> {
+    usize::try_from(count).map_err(|_| io::Error::last_os_error())
+}
+
+/// A descriptor, and for what to wait.
+pub(super) fn interest(fd: BorrowedFd<'_>, read: bool, write: bool) -> libc::pollfd {
+    let bit = |wanted, bit| if wanted { bit } else { 0 };
+    let events = bit(read, libc::POLLIN) | bit(write, libc::POLLOUT);
+    libc::pollfd { fd: fd.as_raw_fd(), events, revents: 0 }
+}
+
+/// Waits until one of the descriptors is ready, a signal comes, or the time is over.
+pub(super) fn poll(fds: &mut [libc::pollfd], timeout: Option<Duration>) -> io::Result<()> {
+    let count = libc::nfds_t::try_from(fds.len()).expect("two for each of a thousand ranks");
+    let timeout = timeout.map(|timeout| libc::timespec {
+        tv_sec: timeout.as_secs().try_into().unwrap_or(libc::time_t::MAX),
+        tv_nsec: timeout.subsec_nanos().into(),
+    });
+    let timeout = timeout.as_ref().map_or(std::ptr::null(), |timeout| &raw const *timeout);
+    // SAFETY: the array is as long as said, and all pointers are good for the call.
+    let ready = unsafe { libc::ppoll(fds.as_mut_ptr(), count, timeout, std::ptr::null()) };
+    match ready {
+        0.. => Ok(()),
+        _ => match io::Error::last_os_error() {
+            error if error.kind() == io::ErrorKind::Interrupted => Ok(()),
+            error => Err(error),
+        },
+    }
+}
+
+/// A flag that `poll` can wait for.
+#[derive(Debug)]
+pub(super) struct Bell(OwnedFd);
+
+impl Bell {
+    pub(super) fn new() -> io::Result<Self> {
+        // SAFETY: a system call with plain numbers.
+        let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if raw < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the kernel just made it, and nobody else has it.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(raw) }))
+    }
+
+    /// Makes it readable.
+    pub(super) fn ring(&self) {
+        let one = 1_u64.to_ne_bytes();
+        // SAFETY: eight bytes that live during the call. It fails only when it is readable anyway.
+        unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
+    }
+
+    /// Makes it unreadable.
+    pub(super) fn quiet(&self) {
+        let mut count = [0_u8; 8];
+        // SAFETY: eight bytes that live during the call. It fails only when there was nothing.
+        unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
+    }
+
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        std::os::fd::AsFd::as_fd(&self.0)
+    }
+}
+
+/// Lets a listening socket hold `count` connections that nobody has accepted yet.
+pub(super) fn set_backlog(socket: BorrowedFd<'_>, count: usize) -> io::Result<()> {
+    let count = libc::c_int::try_from(count).unwrap_or(libc::c_int::MAX);
+    // SAFETY: a system call with plain numbers on an open socket.
+    match unsafe { libc::listen(socket.as_raw_fd(), count) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Interfaces that are up, with an address each; one that has several comes several times.
+pub(super) fn interfaces() -> io::Result<Vec<(String, IpAddr)>> {
+    let mut list = std::ptr::null_mut();
+    // SAFETY: the pointer is good for the call, which makes it a list or fails.
+    if unsafe { libc::getifaddrs(&raw mut list) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let mut found = Vec::new();
+    let mut next = list;
+    // SAFETY: null, or an entry of the list, which is freed below.
+    while let Some(entry) = unsafe { next.as_ref() } {
+        next = entry.ifa_next;
+        let is_up = entry.ifa_flags & libc::IFF_UP.cast_unsigned() != 0;
+        if let (true, Some(ip)) = (is_up, ip_of(entry.ifa_addr)) {
+            // SAFETY: every entry has a name, a C string that lives as long as the list.
+            let name = unsafe { CStr::from_ptr(entry.ifa_name) };
+            found.push((name.to_string_lossy().into_owned(), ip));
+        }
+    }
+    // SAFETY: the list that `getifaddrs` made, to which no reference is left.
+    unsafe { libc::freeifaddrs(list) };
+    Ok(found)
+}
+
+/// The address in an entry of `getifaddrs`, if it is one of IP.
+fn ip_of(addr: *const libc::sockaddr) -> Option<IpAddr> {
+    // SAFETY: null, or an address of the list, of which this reads the family.
+    let family = i32::from(unsafe { addr.as_ref() }?.sa_family);
+    match family {
+        libc::AF_INET => {
+            // SAFETY: the family says that it is one of these; unaligned, as nobody promises more.
+            let addr = unsafe { addr.cast::<libc::sockaddr_in>().read_unaligned() };
+            Some(Ipv4Addr::from(u32::from_be(addr.sin_addr.s_addr)).into())
+        }
+        libc::AF_INET6 => {
+            // SAFETY: as above.
+            let addr = unsafe { addr.cast::<libc::sockaddr_in6>().read_unaligned() };
+            Some(Ipv6Addr::from(addr.sin6_addr.s6_addr).into())
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn a_bell_is_readable_from_ring_to_quiet() {
+        let bell = Bell::new().unwrap();
+        let readable = || {
+            let mut fds = [interest(bell.fd(), true, false)];
+            poll(&mut fds, Some(Duration::ZERO)).unwrap();
+            fds[0].revents != 0
+        };
+        assert!(!readable());
+        bell.ring();
+        bell.ring();
+        assert!(readable());
+        bell.quiet();
+        assert!(!readable());
+    }
+
+    #[test]
+    fn memory_is_sent_and_received_in_two_parts() {
+        let (one, two) = std::os::unix::net::UnixStream::pair().unwrap();
+        let (mut from, mut to, mut rest) = ([3_u8, 4, 5], [0_u8; 4], [0_u8; 8]);
+        let body = Span::from_mut(&mut from);
+        assert_eq!(send(one.as_fd(), &[1, 2], body).unwrap(), 5);
+        let into = Span::from_mut(&mut to);
+        assert_eq!(receive(two.as_fd(), into, &mut rest).unwrap(), 5);
+        let again = receive(two.as_fd(), into, &mut rest).unwrap_err();
+        assert_eq!(again.kind(), io::ErrorKind::WouldBlock);
+        assert_eq!((to, rest[0]), ([1, 2, 3, 4], 5));
+    }
+
+    #[test]
+    fn the_loopback_interface_is_found() {
+        let all = interfaces().unwrap();
+        assert!(all.iter().any(|(name, ip)| name == "lo" && ip.is_loopback()), "{all:?}");
+    }
+}

@@ -1,0 +1,299 @@
+//! One rank's turn at one operation: entering, moving what is queued, waiting.
+//!
+//! Sends and receives are queued per peer ([`lane`](super::lane)) and all go on at once. Entering is
+//! a header with the fingerprint to every peer, with the first block right behind it, so that a
+//! small operation is one message each way. Blocks behind fingerprints stay in the sockets until all
+//! fingerprints have come and are equal: only then is anything received into the caller's memory.
+//!
+//! Waiting is a ladder: try again at once while that is likely to help; yield the core; poll. The
+//! group's failure ends it, and the timeout, which begins anew when something has moved, but not
+//! while ranks have still to enter. From half of the timeout on, the peers are asked for whom they
+//! wait, so that it is not they who are blamed ([`control`](super::control)).
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use super::Tcp;
+use super::control::Control;
+use super::frame::Cause;
+use super::lane::{Fault, Lane};
+use super::link::Link;
+use super::sys;
+use crate::span::Span;
+use crate::{DType, Error, OpDesc, Patience, Place, Rank, Result, Verb};
+
+/// How long a caller tries again at once, when every rank of the machine can have a core.
+const SPIN: Duration = Duration::from_micros(50);
+/// How long a caller yields before it polls.
+const YIELD: Duration = Duration::from_micros(300);
+/// How long the communication thread tries again before it polls.
+const SPIN_BACKGROUND: Duration = Duration::from_micros(2);
+/// Time between two questions to the peers, at least and at most.
+const ASK: [Duration; 2] = [Duration::from_millis(2), Duration::from_secs(1)];
+/// The longest sleep.
+const TICK: Duration = Duration::from_secs(3600);
+
+/// An operation under way on this rank.
+#[derive(Debug)]
+pub(super) struct Turn<'a> {
+    tcp: &'a Tcp,
+    /// By rank; none for this one.
+    links: &'a mut [Option<Link>],
+    op: OpDesc,
+    /// Position in the group's history; of no meaning for what not all ranks take part in.
+    seq: u64,
+    patience: Patience,
+    timeout: Duration,
+    /// By rank; nothing in that of this one.
+    lanes: Vec<Lane<'a>>,
+}
+
+/// What to wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Until {
+    /// All that was queued has come, which are the fingerprints.
+    Entered,
+    /// All has come and gone.
+    Done,
+}
+
+/// Why nothing more can be moved.
+#[derive(Debug)]
+enum Stop {
+    Lost(Rank, io::Error),
+    Failed(Cause),
+}
+
+/// A wait so far.
+#[derive(Debug, Default)]
+struct Pause {
+    since: Option<Instant>,
+    asked: Option<Instant>,
+}
+
+impl<'a> Turn<'a> {
+    pub(super) fn new(
+        tcp: &'a Tcp,
+        links: &'a mut [Option<Link>],
+        op: OpDesc,
+        seq: u64,
+        patience: Patience,
+        timeout: Duration,
+    ) -> Self {
+        let lanes = std::iter::repeat_with(Lane::default).take(links.len()).collect();
+        Self { tcp, links, op, seq, patience, timeout, lanes }
+    }
+
+    pub(super) fn verb(&self) -> Verb {
+        self.op.verb
+    }
+
+    /// For example `all_reduce #17 of group default`.
+    pub(super) fn name(&self) -> String {
+        let (verb, group) = (self.op.verb, &self.tcp.name);
+        match verb {
+            Verb::Batch => format!("{verb} of group {group}"),
+            _ => format!("{verb} #{} of group {group}", self.seq),
+        }
+    }
+
+    /// Queues the header that says that this rank has entered, and those of the peers.
+    pub(super) fn enter(&mut self) {
+        let own = self.op.fingerprint(self.seq, Place::Own);
+        for rank in self.tcp.peers() {
+            self.lanes[rank].enter(&own);
+        }
+    }
+
+    /// Waits until all ranks have entered, and compares what they call. Nothing but
+    /// [`enter`](Self::enter) and sends may have been queued.
+    pub(super) fn meet(&mut self) -> Result<()> {
+        self.settle(Until::Entered)?;
+        let own = self.op.fingerprint(self.seq, Place::Own);
+        // Of all lanes, only this rank's own has none.
+        let prints = || self.lanes.iter().map(|lane| lane.entered.unwrap_or(own));
+        let Some(field) = prints().find_map(|print| own.difference(&print)) else { return Ok(()) };
+        let by_rank = prints().map(|print| print.to_string()).enumerate().collect();
+        Err(Error::Mismatch { op: self.name(), field, by_rank })
+    }
+
+    /// Queues a block of this operation.
+    pub(super) fn send_block(&mut self, to: Rank, body: Span<'a>) {
+        self.lanes[to].send_block(self.seq, body);
+    }
+
+    /// Queues a block of this operation.
+    pub(super) fn receive_block(&mut self, from: Rank, body: Span<'a>) {
+        self.lanes[from].receive_block(self.seq, body);
+    }
+
+    /// Queues a message between a pair of ranks.
+    pub(super) fn send_message(&mut self, to: Rank, dtype: DType, count: usize, body: Span<'a>) {
+        self.lanes[to].send_message(dtype, count, body);
+    }
+
+    /// Queues a message between a pair of ranks.
+    pub(super) fn receive_message(&mut self, from: Rank, dtype: DType, n: usize, body: Span<'a>) {
+        self.lanes[from].receive_message(dtype, n, body);
+    }
+
+    /// Returns when all that was queued has come and gone.
+    pub(super) fn finish(&mut self) -> Result<()> {
+        self.settle(Until::Done)
+    }
+
+    fn control(&self) -> &'a Control {
+        &self.tcp.control
+    }
+
+    fn settle(&mut self, until: Until) -> Result<()> {
+        let mut pause = Pause::default();
+        loop {
+            // Before moving what has come: whoever failed may have done its part before.
+            let failed = self.control().failure();
+            let moved = self.advance();
+            if self.is_settled(until) {
+                return Ok(());
+            }
+            if let Some(failure) = failed {
+                return Err(self.tcp.error(failure, self.name(), pause.waited()));
+            }
+            match (moved, until) {
+                (Err(stop), _) => return Err(self.stopped(stop, &pause)),
+                (Ok(true), Until::Done) => pause = Pause::default(),
+                (Ok(true), Until::Entered) => {}
+                (Ok(false), _) => self.pause(&mut pause)?,
+            }
+        }
+    }
+
+    fn is_settled(&self, until: Until) -> bool {
+        let mut lanes = self.lanes.iter();
+        match until {
+            Until::Entered => lanes.all(Lane::all_received),
+            Until::Done => lanes.all(|lane| lane.all_received() && lane.all_sent()),
+        }
+    }
+
+    /// Moves what can be moved now; whether that was anything. That a connection is lost is told
+    /// after the others have been looked at.
+    fn advance(&mut self) -> std::result::Result<bool, Stop> {
+        let (mut moved, mut lost) = (false, None);
+        for rank in self.tcp.peers() {
+            let lane = &mut self.lanes[rank];
+            if lane.all_sent() && lane.all_received() {
+                continue;
+            }
+            let link = self.links[rank].as_mut().expect("a link to every peer");
+            match lane.send(link) {
+                Ok(some) => moved |= some,
+                Err(error) => lost = Some(Stop::Lost(rank, error)),
+            }
+            match lane.receive(link) {
+                Ok(some) => moved |= some,
+                Err(Fault::Lost(error)) => lost = Some(Stop::Lost(rank, error)),
+                Err(Fault::Unexpected(expected, got)) => {
+                    let own = (self.tcp.rank, &self.op);
+                    let cause = match expected.mismatch(got, own, rank) {
+                        Some((field, by_rank)) => Cause::Mismatch { field: field.into(), by_rank },
+                        None => {
+                            let reason = format!("rank {rank} sent what no rank sends: {got:?}");
+                            Cause::Aborted { reason }
+                        }
+                    };
+                    return Err(Stop::Failed(cause));
+                }
+            }
+        }
+        match lost {
+            // What was received for the others may be all that was wanted.
+            Some(stop) if !moved => Err(stop),
+            _ => Ok(moved),
+        }
+    }
+
+    #[cold]
+    fn stopped(&self, stop: Stop, pause: &Pause) -> Error {
+        let name = self.name();
+        let failure = match stop {
+            Stop::Lost(rank, error) => self.control().verdict(rank, &error, &name),
+            Stop::Failed(cause) => self.control().fail(cause),
+        };
+        self.tcp.error(failure, name, pause.waited())
+    }
+
+    /// Waits a little, after nothing has moved.
+    fn pause(&self, pause: &mut Pause) -> Result<()> {
+        let since = *pause.since.get_or_insert_with(Instant::now);
+        let waited = since.elapsed();
+        let (spin, yields) = match (self.patience, self.tcp.alert) {
+            (Patience::Caller, true) => (SPIN, YIELD),
+            (Patience::Caller, false) => (Duration::ZERO, YIELD),
+            (Patience::Background, _) => (SPIN_BACKGROUND, Duration::ZERO),
+        };
+        if waited >= self.timeout {
+            return Err(self.timed_out(waited));
+        }
+        if waited < spin {
+            std::hint::spin_loop();
+        } else if waited < yields {
+            std::thread::yield_now();
+        } else {
+            self.sleep(pause, waited)?;
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn sleep(&self, pause: &mut Pause, waited: Duration) -> Result<()> {
+        self.control().wait_for(&self.pending());
+        let mut tick = (self.timeout - waited).min(TICK);
+        let half = self.timeout / 2;
+        if waited < half {
+            tick = tick.min(half - waited);
+        } else {
+            let every = (self.timeout / 16).clamp(ASK[0], ASK[1]);
+            if pause.asked.is_none_or(|asked| asked.elapsed() >= every) {
+                self.control().ask();
+                pause.asked = Some(Instant::now());
+            }
+            tick = tick.min(every);
+        }
+        let mut fds = vec![sys::interest(self.control().bell().fd(), true, false)];
+        for (lane, link) in self.lanes.iter().zip(&*self.links) {
+            let (read, write) = (!lane.all_received(), !lane.all_sent());
+            if let (true, Some(link)) = (read || write, link) {
+                fds.push(sys::interest(link.fd(), read, write));
+            }
+        }
+        sys::poll(&mut fds, Some(tick)).map_err(|error| Error::io("waiting for peers", &error))
+    }
+
+    /// The ranks that have not done their part.
+    fn pending(&self) -> Vec<Rank> {
+        let owing = |lane: &Lane<'_>| !(lane.all_received() && lane.all_sent());
+        let entering = self.lanes.iter().any(|lane| !lane.all_received());
+        let owes = |lane: &Lane<'_>| if entering { !lane.all_received() } else { owing(lane) };
+        (0..self.lanes.len()).filter(|&rank| owes(&self.lanes[rank])).collect()
+    }
+
+    fn timed_out(&self, waited: Duration) -> Error {
+        let missing = self.control().blame(&self.pending(), self.timeout / 4);
+        let op = self.name();
+        let error = Error::Timeout { op: op.clone(), waited, missing: missing.clone() };
+        let cause = Cause::TimedOut { missing, text: error.to_string() };
+        self.tcp.error(self.control().fail(cause), op, waited)
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.control().wait_for(&[]);
+    }
+}
+
+impl Pause {
+    fn waited(&self) -> Duration {
+        self.since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+}

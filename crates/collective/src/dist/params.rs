@@ -1,0 +1,215 @@
+//! Reducing a model's parameters, of several types, in as few operations as wanted.
+//!
+//! Which parameters go together is decided without looking at any of them: each type has one open
+//! bucket, and a parameter that would make it too large closes it first. Buckets go in the order in
+//! which they were closed, those still open at the end in the order in which their types came. So
+//! all ranks make the same calls. PyTorch's `_take_tensors` does the same.
+
+use half::{bf16, f16};
+
+use super::several;
+use crate::{DType, Element, ProcessGroup, ReduceOp, Result};
+
+/// How many operations [`all_reduce_params`] makes. The bits do not depend on it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Coalesce {
+    /// One for each type; the default.
+    #[default]
+    PerType,
+    /// As many as keep each within this many bytes, unless a single parameter has more.
+    Buckets {
+        /// The limit; MMEngine's `bucket_size_mb` counts 2^20.
+        bytes: usize,
+    },
+    /// One for each parameter.
+    Never,
+}
+
+macro_rules! params {
+    ($($variant:ident($type:ty),)*) => {
+        /// The numbers of one parameter, of any type.
+        #[derive(Debug)]
+        pub enum Param<'a> {
+            $(
+                #[doc = concat!("Of `", stringify!($type), "`.")]
+                $variant(&'a mut [$type]),
+            )*
+        }
+
+        impl Param<'_> {
+            fn dtype(&self) -> DType {
+                match self {
+                    $(Self::$variant(_) => <$type as Element>::DTYPE,)*
+                }
+            }
+
+            fn count(&self) -> usize {
+                match self {
+                    $(Self::$variant(data) => data.len(),)*
+                }
+            }
+        }
+
+        $(
+            impl<'a> From<&'a mut [$type]> for Param<'a> {
+                fn from(data: &'a mut [$type]) -> Self {
+                    Self::$variant(data)
+                }
+            }
+        )*
+
+        /// Reduces parameters, all of this type, as one.
+        fn reduce_bucket(
+            dtype: DType,
+            bucket: Vec<&mut Param<'_>>,
+            op: ReduceOp,
+            group: &ProcessGroup,
+        ) -> Result<()> {
+            match dtype {
+                $(
+                    <$type as Element>::DTYPE => {
+                        let numbers = bucket.into_iter().filter_map(|param| match param {
+                            Param::$variant(data) => Some(&mut **data),
+                            _ => None,
+                        });
+                        match &mut numbers.collect::<Vec<_>>()[..] {
+                            [alone] => group.all_reduce(alone, op),
+                            several => group.all_reduce_coalesced(several, op),
+                        }
+                    }
+                )*
+            }
+        }
+    };
+}
+
+params! {
+    F16(f16),
+    Bf16(bf16),
+    F32(f32),
+    F64(f64),
+    I8(i8),
+    U8(u8),
+    I32(i32),
+    I64(i64),
+    U64(u64),
+}
+
+/// Reduces parameters or buffers of a model, in place; every rank gets the result, with the same
+/// bits, whatever `coalesce` is.
+///
+/// Every rank must call it with as many parameters, of the same types and lengths in the same order,
+/// and the same `op` and `coalesce`. Blocks. Alone it does nothing.
+///
+/// # Errors
+///
+/// [`Error::Mismatch`](crate::Error::Mismatch) if the ranks' parameters differ in what the
+/// operations can see; else as [`ProcessGroup::all_reduce`]. Parameters before the one at fault
+/// may have been reduced.
+///
+/// # Examples
+///
+/// ```
+/// use collective::ReduceOp;
+/// use collective::dist::{Coalesce, Param, all_reduce_params};
+///
+/// let (mut weight, mut steps) = ([0.5_f32, 1.0], [3_i64]);
+/// let mut params = [Param::from(&mut weight[..]), Param::from(&mut steps[..])];
+/// all_reduce_params(&mut params, ReduceOp::Sum, Coalesce::PerType, None)?;
+/// # Ok::<(), collective::Error>(())
+/// ```
+pub fn all_reduce_params(
+    params: &mut [Param<'_>],
+    op: ReduceOp,
+    coalesce: Coalesce,
+    group: Option<&ProcessGroup>,
+) -> Result<()> {
+    let Some(group) = several(group) else { return Ok(()) };
+    let shapes: Vec<_> = params.iter().map(|param| (param.dtype(), param.count())).collect();
+    let buckets = plan(&shapes, coalesce);
+    let mut params: Vec<Option<&mut Param<'_>>> = params.iter_mut().map(Some).collect();
+    for bucket in buckets {
+        let dtype = shapes[bucket[0]].0;
+        let bucket = bucket.iter().filter_map(|&index| params[index].take()).collect();
+        reduce_bucket(dtype, bucket, op, group)?;
+    }
+    Ok(())
+}
+
+/// Which parameters go together: lists of indices, none empty.
+fn plan(shapes: &[(DType, usize)], coalesce: Coalesce) -> Vec<Vec<usize>> {
+    let limit = match coalesce {
+        Coalesce::PerType => usize::MAX,
+        Coalesce::Buckets { bytes } => bytes,
+        Coalesce::Never => return (0..shapes.len()).map(|index| vec![index]).collect(),
+    };
+    let mut closed = Vec::new();
+    let mut open: Vec<(DType, usize, Vec<usize>)> = Vec::new();
+    for (index, &(dtype, count)) in shapes.iter().enumerate() {
+        let bytes = count * dtype.size();
+        let at = open.iter().position(|(other, ..)| *other == dtype).unwrap_or_else(|| {
+            open.push((dtype, 0, Vec::new()));
+            open.len() - 1
+        });
+        let (_, size, bucket) = &mut open[at];
+        if *size > 0 && size.saturating_add(bytes) > limit {
+            closed.push(std::mem::take(bucket));
+            *size = 0;
+        }
+        bucket.push(index);
+        *size = size.saturating_add(bytes);
+    }
+    closed.extend(open.into_iter().map(|(.., bucket)| bucket));
+    closed
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_bucket_is_closed_by_what_would_not_fit() {
+        use DType::{F16, F32};
+        let shapes = [(F32, 1), (F16, 3), (F32, 1), (F32, 5), (F16, 1), (F32, 1)];
+        let plan = |coalesce| plan(&shapes, coalesce);
+        assert_eq!(plan(Coalesce::PerType), [vec![0, 2, 3, 5], vec![1, 4]]);
+        assert_eq!(plan(Coalesce::Never), [[0], [1], [2], [3], [4], [5]]);
+        let small = plan(Coalesce::Buckets { bytes: 8 });
+        assert_eq!(small, [vec![0, 2], vec![3], vec![5], vec![1, 4]]);
+        assert_eq!(plan(Coalesce::Buckets { bytes: 0 }).len(), 6);
+    }
+
+    proptest! {
+        #[test]
+        fn every_parameter_is_in_one_bucket_of_its_type_within_the_limit(
+            shapes in proptest::collection::vec((0..9_usize, 0..20_usize), 0..40),
+            limit in 0..200_usize,
+        ) {
+            let shapes: Vec<_> =
+                shapes.into_iter().map(|(code, count)| (DType::ALL[code], count)).collect();
+            let bytes = |index: &usize| shapes[*index].1 * shapes[*index].0.size();
+            let buckets = plan(&shapes, Coalesce::Buckets { bytes: limit });
+            let mut seen: Vec<usize> = buckets.concat();
+            seen.sort_unstable();
+            prop_assert_eq!(seen, (0..shapes.len()).collect::<Vec<_>>());
+            for bucket in &buckets {
+                prop_assert!(bucket.is_sorted());
+                prop_assert!(bucket.iter().all(|&index| shapes[index].0 == shapes[bucket[0]].0));
+                let full: usize = bucket.iter().map(bytes).sum();
+                let filled = bucket.iter().filter(|index| bytes(index) > 0).count();
+                prop_assert!(full <= limit || filled == 1);
+            }
+            // No two neighbours of a type would have fitted together.
+            for dtype in DType::ALL {
+                let of_type = buckets.iter().filter(|bucket| shapes[bucket[0]].0 == dtype);
+                let of_type: Vec<_> = of_type.collect();
+                for pair in of_type.windows(2) {
+                    let full: usize = pair[0].iter().map(bytes).sum();
+                    prop_assert!(full + bytes(&pair[1][0]) > limit);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,388 @@
+//! The flight recorder: what this rank called last, and how far each call got.
+//!
+//! It sits between the verbs and whatever backend there is, keeps the last [`CALLS`] steps, is
+//! always on, and costs two readings of the clock a step. When the group fails for the first time
+//! it writes itself to a file, if it has been told where.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use parking_lot::Mutex;
+use serde::Serialize;
+
+use crate::backend::{Backend, Patience, Transfer, TransferMemory};
+use crate::{Error, GroupOptions, OpDesc, Rank, Result, Verb};
+
+/// How many steps a record goes back.
+const CALLS: usize = 64;
+/// Where records go, unless the group's options say.
+const DIR: &str = "COLLECTIVE_FLIGHT_DIR";
+
+/// What one rank of a group called last, from
+/// [`ProcessGroup::flight_record`](crate::ProcessGroup::flight_record).
+///
+/// Displays as a table of one line a call; as JSON it is what
+/// [`GroupOptions::with_flight_dir`] describes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct FlightRecord {
+    /// The group's name.
+    pub group: String,
+    /// This rank.
+    pub rank: Rank,
+    /// Number of ranks.
+    pub world_size: usize,
+    /// The backend's name.
+    pub backend: &'static str,
+    /// This process.
+    pub pid: u32,
+    /// When the group was made on this rank, in microseconds since 1970, to lay the records of
+    /// several ranks beside one another.
+    pub birth_us: u64,
+    /// The last 64 calls, oldest first.
+    pub calls: Vec<FlightCall>,
+}
+
+/// A call in a [`FlightRecord`]: one step of a verb. The verbs whose blocks differ in length take
+/// several, `counts` first.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct FlightCall {
+    /// Position among this rank's calls, from 0. Ranks that exchange no messages between pairs
+    /// count alike.
+    pub seq: u64,
+    /// What was called, as in error texts.
+    pub call: String,
+    /// Whether it ran on the communication thread.
+    pub asynchronous: bool,
+    /// The system's id of the thread it ran on.
+    pub thread: u32,
+    /// When it began, in nanoseconds since the group was made; not when it was queued.
+    pub start_ns: u64,
+    /// When it ended.
+    pub end_ns: Option<u64>,
+    /// How it ended.
+    pub outcome: FlightOutcome,
+}
+
+/// How a [`FlightCall`] ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum FlightOutcome {
+    /// Not yet.
+    UnderWay,
+    /// Well.
+    Done,
+    /// With this error.
+    Failed(String),
+}
+
+impl fmt::Display for FlightRecord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { group, rank, world_size, backend, pid, .. } = self;
+        write!(f, "group {group}, rank {rank} of {world_size}, backend {backend}, pid {pid}")?;
+        self.calls.iter().try_for_each(|call| write!(f, "\n{call}"))
+    }
+}
+
+impl fmt::Display for FlightCall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let start = Duration::from_nanos(self.start_ns);
+        write!(f, "#{} +{start:?} thread {}", self.seq, self.thread)?;
+        write!(f, "{}: {}: ", if self.asynchronous { " async" } else { "" }, self.call)?;
+        match &self.outcome {
+            FlightOutcome::UnderWay => return write!(f, "under way"),
+            FlightOutcome::Done => write!(f, "done")?,
+            FlightOutcome::Failed(error) => write!(f, "failed: {error}")?,
+        }
+        let took = self.end_ns.unwrap_or(self.start_ns).saturating_sub(self.start_ns);
+        write!(f, " after {:?}", Duration::from_nanos(took))
+    }
+}
+
+/// Keeps the calls of one rank of a group.
+#[derive(Debug)]
+pub(crate) struct Recorder {
+    group: String,
+    dir: Option<PathBuf>,
+    birth: Instant,
+    born: SystemTime,
+    ring: Mutex<Ring>,
+    dumped: AtomicBool,
+}
+
+#[derive(Debug)]
+struct Ring {
+    /// Number of the next call.
+    next: u64,
+    /// Call `seq` lies at `seq % CALLS`.
+    calls: Vec<Call>,
+}
+
+/// What is kept of the messages of a call.
+#[derive(Clone, Copy, Debug)]
+struct Messages {
+    sends: usize,
+    receives: usize,
+    first: Rank,
+}
+
+/// A call as it is kept: nothing to format, nothing to allocate.
+#[derive(Clone, Debug)]
+struct Call {
+    seq: u64,
+    op: OpDesc,
+    messages: Option<Messages>,
+    patience: Patience,
+    thread: u32,
+    start: Instant,
+    end: Option<Instant>,
+    error: Option<Box<Error>>,
+}
+
+impl Recorder {
+    pub(crate) fn new(options: &GroupOptions) -> Self {
+        Self {
+            group: options.name.clone(),
+            dir: options.flight_dir.clone(),
+            birth: Instant::now(),
+            born: SystemTime::now(),
+            ring: Mutex::new(Ring { next: 0, calls: Vec::with_capacity(CALLS) }),
+            dumped: AtomicBool::new(false),
+        }
+    }
+
+    /// Runs one step of a verb on `backend` and keeps what came of it.
+    pub(crate) fn record<T>(
+        &self,
+        backend: &dyn Backend,
+        op: &OpDesc,
+        transfers: &[Transfer],
+        patience: Patience,
+        run: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let seq = self.begin(op, Messages::of(transfers), patience);
+        let result = run();
+        let end = Instant::now();
+        // A call that 64 others have overtaken is forgotten.
+        if let Some(call) =
+            self.ring.lock().calls.get_mut(index(seq)).filter(|call| call.seq == seq)
+        {
+            call.end = Some(end);
+            call.error = result.as_ref().err().map(|error| Box::new(error.clone()));
+        }
+        if let Err(error) = &result {
+            self.failed(backend, error);
+        }
+        result
+    }
+
+    fn begin(&self, op: &OpDesc, messages: Option<Messages>, patience: Patience) -> u64 {
+        let (op, thread) = (*op, THREAD.with(|id| *id));
+        let mut ring = self.ring.lock();
+        let seq = ring.next;
+        ring.next += 1;
+        let start = Instant::now();
+        let call = Call { seq, op, messages, patience, thread, start, end: None, error: None };
+        match ring.calls.get_mut(index(seq)) {
+            Some(old) => *old = call,
+            None => ring.calls.push(call),
+        }
+        seq
+    }
+
+    /// Writes the record, if this is the group's first failure.
+    pub(crate) fn failed(&self, backend: &dyn Backend, error: &Error) {
+        if matches!(error, Error::InvalidArgument(_)) || self.dumped.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let dir = self.dir.clone().or_else(|| Some(std::env::var_os(DIR)?.into()));
+        if let Some(dir) = dir.filter(|dir| !dir.as_os_str().is_empty()) {
+            // A record that cannot be written must not hide the failure it is about.
+            drop(write(&dir, &self.read(backend)));
+        }
+    }
+
+    pub(crate) fn read(&self, backend: &dyn Backend) -> FlightRecord {
+        let ring = self.ring.lock();
+        let mut kept = ring.calls.clone();
+        drop(ring);
+        kept.sort_by_key(|call| call.seq);
+        let birth = self.born.duration_since(UNIX_EPOCH).unwrap_or_default();
+        FlightRecord {
+            group: self.group.clone(),
+            rank: backend.rank(),
+            world_size: backend.world_size(),
+            backend: backend.name(),
+            pid: std::process::id(),
+            birth_us: u64::try_from(birth.as_micros()).unwrap_or(u64::MAX),
+            calls: kept.iter().map(|call| call.told(self.birth)).collect(),
+        }
+    }
+}
+
+impl Messages {
+    fn of(transfers: &[Transfer]) -> Option<Self> {
+        let first = transfers.first()?.peer;
+        let is_send = |transfer: &&Transfer| matches!(transfer.memory, TransferMemory::Send(_));
+        let sends = transfers.iter().filter(is_send).count();
+        Some(Self { sends, receives: transfers.len() - sends, first })
+    }
+}
+
+impl Call {
+    fn told(&self, birth: Instant) -> FlightCall {
+        let since = |time: Instant| time.saturating_duration_since(birth).as_nanos();
+        let since = |time| u64::try_from(since(time)).unwrap_or(u64::MAX);
+        let outcome = match (&self.error, self.end) {
+            (Some(error), _) => FlightOutcome::Failed(error.to_string()),
+            (None, Some(_)) => FlightOutcome::Done,
+            (None, None) => FlightOutcome::UnderWay,
+        };
+        FlightCall {
+            seq: self.seq,
+            call: self.text(),
+            asynchronous: self.patience == Patience::Background,
+            thread: self.thread,
+            start_ns: since(self.start),
+            end_ns: self.end.map(since),
+            outcome,
+        }
+    }
+
+    fn text(&self) -> String {
+        // The messages of a batch have a count each; the descriptor has none.
+        let text = match self.op.verb {
+            Verb::Batch => Verb::Batch.to_string(),
+            _ => self.op.to_string(),
+        };
+        match self.messages {
+            Some(Messages { sends, receives, first }) => {
+                format!("{text}, {sends} sends and {receives} receives, first with rank {first}")
+            }
+            None => text,
+        }
+    }
+}
+
+/// Where call `seq` lies in the ring.
+fn index(seq: u64) -> usize {
+    (seq % CALLS as u64) as usize
+}
+
+thread_local! {
+    /// The system's id of this thread, as the last part of `<pid>/task/<tid>`.
+    static THREAD: u32 = fs::read_link("/proc/thread-self")
+        .ok()
+        .and_then(|path| path.file_name()?.to_str()?.parse().ok())
+        .unwrap_or(0);
+}
+
+/// Writes a record as a whole: whoever finds the file finds all of it.
+fn write(dir: &Path, record: &FlightRecord) -> std::io::Result<()> {
+    let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
+    let group: String = record.group.chars().map(plain).collect();
+    let path = dir.join(format!("{group}-rank{}-{}.json", record.rank, record.pid));
+    fs::create_dir_all(dir)?;
+    let new = path.with_extension("new");
+    fs::write(&new, serde_json::to_vec_pretty(record)?)?;
+    fs::rename(new, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::{GroupOptions, ProcessGroup, ReduceOp};
+
+    fn alone(options: &GroupOptions) -> ProcessGroup {
+        let options = options.clone().with_timeout(Duration::from_secs(10));
+        let mut hosts = crate::backend::host::threads::group(1, &options).unwrap();
+        ProcessGroup::from_backend_with(Arc::new(hosts.remove(0)), &options)
+    }
+
+    #[test]
+    fn the_last_calls_are_kept_in_order() {
+        let group = alone(&GroupOptions::default());
+        assert_eq!(group.flight_record().calls, []);
+        for count in 0..CALLS + 3 {
+            group.all_reduce(&mut vec![1_i32; count], ReduceOp::Sum).unwrap();
+        }
+        let work = group.all_reduce_async(vec![1_u8; 9], ReduceOp::Max).unwrap();
+        work.wait().unwrap();
+        let record = group.flight_record();
+        assert_eq!(record.calls.len(), CALLS);
+        for (i, call) in record.calls[..CALLS - 1].iter().enumerate() {
+            let seq = i + 4;
+            assert_eq!(call.seq, seq as u64);
+            assert_eq!(call.call, format!("all_reduce of {seq} i32, sum"));
+            assert_eq!(call.outcome, FlightOutcome::Done);
+            assert!(call.end_ns.unwrap() >= call.start_ns && !call.asynchronous);
+            assert_eq!(call.thread, record.calls[0].thread);
+        }
+        let last = record.calls.last().unwrap();
+        assert_eq!(last.call, "all_reduce of 9 u8, max");
+        assert!(last.asynchronous && last.thread != record.calls[0].thread);
+        let text = record.to_string();
+        assert!(text.starts_with("group default, rank 0 of 1, backend host"), "{text}");
+        assert!(text.contains(" async: all_reduce of 9 u8, max: done after "), "{text}");
+    }
+
+    #[test]
+    fn what_is_under_way_is_seen_from_another_thread() {
+        let mut groups = ProcessGroup::threads(2, Duration::from_secs(10)).unwrap();
+        let (one, two) = (groups.pop().unwrap(), groups.pop().unwrap());
+        std::thread::scope(|scope| {
+            scope.spawn(|| one.barrier().unwrap());
+            let call = loop {
+                if let Some(call) = one.flight_record().calls.pop() {
+                    break call;
+                }
+                std::thread::yield_now();
+            };
+            assert_eq!((&*call.call, call.end_ns), ("barrier", None));
+            assert_eq!(call.outcome, FlightOutcome::UnderWay);
+            two.barrier().unwrap();
+        });
+        assert_eq!(one.flight_record().calls[0].outcome, FlightOutcome::Done);
+    }
+
+    #[test]
+    fn the_first_failure_is_written_and_no_other() {
+        let dir = std::env::temp_dir().join(format!("collective-flight-{}", std::process::id()));
+        let name = "a/b ü";
+        let group = alone(&GroupOptions::default().with_name(name).with_flight_dir(&dir));
+        group.barrier().unwrap();
+        group.broadcast(&mut [0_u8], 7).unwrap_err();
+        assert!(!dir.exists(), "a caller's mistake is no failure of the group");
+        group.abort("enough");
+        group.barrier().unwrap_err();
+        let path = dir.join(format!("a_b__-rank0-{}.json", std::process::id()));
+        let json: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        assert_eq!(json["group"], name);
+        assert_eq!(json["calls"][0]["outcome"], "done");
+        assert_eq!(json["calls"][1]["call"], "barrier");
+        let error = json["calls"][1]["outcome"]["failed"].as_str().unwrap();
+        assert_eq!(error, "the group was aborted by rank 0: enough");
+        fs::remove_dir_all(&dir).unwrap();
+        group.barrier().unwrap_err();
+        assert!(!dir.exists());
+    }
+
+    /// Nobody can write below a file; the failure itself still gets through.
+    #[test]
+    fn a_record_that_cannot_be_written_hides_nothing() {
+        let file = std::env::temp_dir().join(format!("collective-file-{}", std::process::id()));
+        fs::write(&file, "").unwrap();
+        let group = alone(&GroupOptions::default().with_flight_dir(file.join("dir")));
+        group.abort("enough");
+        let error = group.barrier().unwrap_err();
+        fs::remove_file(&file).unwrap();
+        assert!(matches!(error, Error::Aborted { by: 0, .. }), "{error}");
+    }
+}

@@ -1,0 +1,290 @@
+//! Where a group comes from, who its ranks are in other groups, and the subgroups made of it.
+//!
+//! A group keeps its *origin*: the store its ranks met at, and how to connect a backend of its kind.
+//! So [`split`](ProcessGroup::split) works over every backend alike: the ranks exchange colours and
+//! keys over the group they have, and each new group is joined through the store, under a name of
+//! its own. Nothing of the parent is shared: a subgroup has its own history, its own failure and its
+//! own communication thread.
+//!
+//! The invariant: names within one origin are never used twice. They nest: `default/split0/3` is
+//! colour 3 of the first split of `default`, `default/epoch1` what
+//! [`rebuild`](ProcessGroup::rebuild) made of it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+use crate::backend::meet;
+use crate::object::all_gather_object;
+use crate::rebuild::Lineage;
+use crate::store::{PrefixStore, Store, WatchedStore};
+use crate::{Backend, Error, GroupOptions, ProcessGroup, Rank, Result};
+
+/// How to make one rank's backend: it joins `world_size` ranks that meet at the store under the
+/// options' name, and returns when all have. Ranks call it with the same name and size, each with
+/// its own rank.
+pub type Connect =
+    dyn Fn(&Arc<dyn Store>, Rank, usize, &GroupOptions) -> Result<Arc<dyn Backend>> + Send + Sync;
+
+/// In place of a colour: this rank joins none of the new groups.
+const NO_COLOR: u64 = u64::MAX;
+
+/// What makes further groups of a kind.
+#[derive(Clone)]
+pub(crate) struct Origin {
+    /// The part of the store that belongs to this group and those made from it.
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) connect: Arc<Connect>,
+}
+
+impl Origin {
+    /// Makes this rank's backend for a group whose name nobody has used before. If that fails on one
+    /// rank, it fails on all that still wait, at once.
+    pub(crate) fn join(
+        &self,
+        rank: Rank,
+        world_size: usize,
+        options: &GroupOptions,
+    ) -> Result<Arc<dyn Backend>> {
+        let failed = format!("{}/failed", options.name);
+        let watched = WatchedStore::new(Arc::clone(&self.store), failed);
+        let store: Arc<dyn Store> = Arc::new(watched.clone());
+        let backend = (self.connect)(&store, rank, world_size, options);
+        backend.inspect_err(|error| watched.give_up(rank, error))
+    }
+}
+
+/// What a group knows of its own making.
+pub(crate) struct Membership {
+    /// With the group's own name.
+    pub(crate) options: GroupOptions,
+    /// `None` for a group over a backend that somebody else connected.
+    pub(crate) origin: Option<Origin>,
+    parent_ranks: Vec<Rank>,
+    pub(crate) global_ranks: Vec<Rank>,
+    /// Splits so far, the same on all ranks.
+    splits: AtomicU64,
+    pub(crate) epoch: u64,
+    /// Who this group's ranks were at epoch 0.
+    pub(crate) first_ranks: Vec<Rank>,
+    pub(crate) lineage: Arc<Mutex<Lineage>>,
+}
+
+impl Membership {
+    /// Of a group that is not made from another.
+    pub(crate) fn first(world_size: usize, options: GroupOptions, origin: Option<Origin>) -> Self {
+        let ranks: Vec<Rank> = (0..world_size).collect();
+        Self::subgroup(options, origin, ranks.clone(), ranks)
+    }
+
+    fn subgroup(
+        options: GroupOptions,
+        origin: Option<Origin>,
+        parent_ranks: Vec<Rank>,
+        global_ranks: Vec<Rank>,
+    ) -> Self {
+        let first_ranks: Vec<Rank> = (0..parent_ranks.len()).collect();
+        let lineage = Arc::new(Mutex::new(Lineage::new(&options.name, first_ranks.clone())));
+        let splits = AtomicU64::new(0);
+        Self { options, origin, parent_ranks, global_ranks, splits, epoch: 0, first_ranks, lineage }
+    }
+
+    /// Of the group that follows this one, made of those of its ranks.
+    pub(crate) fn next(&self, options: GroupOptions, epoch: u64, ranks: Vec<Rank>) -> Self {
+        Self {
+            options,
+            origin: self.origin.clone(),
+            global_ranks: ranks.iter().map(|&rank| self.global_ranks[rank]).collect(),
+            first_ranks: ranks.iter().map(|&rank| self.first_ranks[rank]).collect(),
+            parent_ranks: ranks,
+            splits: AtomicU64::new(0),
+            epoch,
+            lineage: Arc::clone(&self.lineage),
+        }
+    }
+}
+
+impl ProcessGroup {
+    /// A group over the backend that `connect` makes; [`split`](Self::split) and
+    /// [`rebuild`](Self::rebuild) call it again for the groups they make.
+    ///
+    /// Every rank must call it, as [`from_store`](Self::from_store).
+    ///
+    /// # Errors
+    ///
+    /// Those of `connect` and of the store.
+    pub fn from_store_with(
+        store: Arc<dyn Store>,
+        rank: Rank,
+        world_size: usize,
+        options: GroupOptions,
+        connect: Arc<Connect>,
+    ) -> Result<Self> {
+        let backend = connect(&store, rank, world_size, &options)?;
+        // What is made from this group has its keys apart from those of an earlier group of the
+        // name; every rank has been in as many.
+        let life = store.add(&format!("{}/lives/{rank}", options.name), 1)?;
+        let prefix = format!("{}/life{life}", options.name);
+        let origin = Origin { store: Arc::new(PrefixStore::new(prefix, store)), connect };
+        Ok(Self::new(backend, Membership::first(world_size, options, Some(origin))))
+    }
+
+    /// Makes subgroups: the ranks that give the same colour form one, in the order of their keys,
+    /// ranks with equal keys in the order of their rank here. A rank without a colour joins none
+    /// and gets `None`.
+    ///
+    /// Every rank must call it. Blocks until this rank's subgroup is complete. One
+    /// [`all_gather`](Self::all_gather) of 16 bytes, then the joining of the new group through the
+    /// store that this one was made with, which must still be there. The subgroup has this group's
+    /// timeout and options, ranks of its own from 0 (see [`parent_ranks`](Self::parent_ranks)), and
+    /// shares nothing with this group: either can fail without the other, and operations on both
+    /// may be in flight at once.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] for a group of [`from_backend`](Self::from_backend). An error of the
+    /// exchange poisons this group, as of any verb. One of the joining concerns the new group only,
+    /// and counts its ranks: [`Error::Timeout`], [`Error::PeerDied`], the store's,
+    /// [`Error::Aborted`] if it failed on another rank.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// use collective::{ProcessGroup, ReduceOp};
+    ///
+    /// let groups = ProcessGroup::threads(4, Duration::from_secs(10))?;
+    /// std::thread::scope(|scope| {
+    ///     for group in groups {
+    ///         scope.spawn(move || {
+    ///             let half = group.split(Some(group.rank() as u32 / 2), 0).expect("all are here");
+    ///             let half = half.expect("it gave a colour");
+    ///             let mut x = [group.rank() as f32];
+    ///             half.all_reduce(&mut x, ReduceOp::Sum).expect("both are here");
+    ///             assert_eq!(x, [if group.rank() < 2 { 1.0 } else { 5.0 }]);
+    ///         });
+    ///     }
+    /// });
+    /// # Ok::<(), collective::Error>(())
+    /// ```
+    #[doc(alias = "MPI_Comm_split")]
+    #[doc(alias = "ncclCommSplit")]
+    pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Self>> {
+        let origin = self.origin("split")?;
+        let own = [color.map_or(NO_COLOR, u64::from), key.cast_unsigned()];
+        let mut all = vec![0; own.len() * self.world_size()];
+        self.all_gather(&mut all, &own)?;
+        // Relaxed: the caller orders its calls.
+        let number = self.membership.splits.fetch_add(1, Ordering::Relaxed);
+        let rows = all.chunks_exact(own.len()).enumerate();
+        let mut members: Vec<(i64, Rank)> = rows
+            .filter(|(_, row)| row[0] == own[0])
+            .map(|(rank, row)| (row[1].cast_signed(), rank))
+            .collect();
+        members.sort_unstable();
+        let parent_ranks: Vec<Rank> = members.into_iter().map(|(_, rank)| rank).collect();
+        let rank = parent_ranks.iter().position(|&rank| rank == self.rank());
+        let (Some(color), Some(rank)) = (color, rank) else { return Ok(None) };
+
+        let Membership { options, global_ranks, .. } = &*self.membership;
+        let name = format!("{}/split{number}/{color}", options.name);
+        let options = options.clone().with_name(name);
+        let backend = origin.join(rank, parent_ranks.len(), &options)?;
+        let global_ranks = parent_ranks.iter().map(|&rank| global_ranks[rank]).collect();
+        let origin = Some(origin.clone());
+        let membership = Membership::subgroup(options, origin, parent_ranks, global_ranks);
+        Ok(Some(Self::new(backend, membership)))
+    }
+
+    /// [`split`](Self::split) by a list: `ranks[i]` becomes rank `i` of the new group; ranks not in
+    /// the list get `None`.
+    ///
+    /// Every rank of this group must call it, with the same list, which is compared first: two
+    /// more collectives.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] on every rank, with this group still usable, if the lists differ,
+    /// are empty, or name a rank twice or one that is not there; else as [`split`](Self::split).
+    #[doc(alias = "new_group")]
+    pub fn subgroup(&self, ranks: &[Rank]) -> Result<Option<Self>> {
+        self.origin("split")?;
+        let lists: Vec<Vec<Rank>> = all_gather_object(self, &ranks.to_vec())?;
+        check_lists(&lists)?;
+        match (0..).zip(ranks).find(|&(_, &rank)| rank == self.rank()) {
+            Some((at, _)) => self.split(Some(0), at),
+            None => self.split(None, 0),
+        }
+    }
+
+    /// For each rank of this group, its rank in the group that this one was made from, by
+    /// [`split`](Self::split) or [`rebuild`](Self::rebuild); its own rank if it was made from none.
+    #[doc(alias = "previous_ranks")]
+    pub fn parent_ranks(&self) -> &[Rank] {
+        &self.membership.parent_ranks
+    }
+
+    /// For each rank of this group, its rank in the first group of the line, the one that was made
+    /// from no other.
+    #[doc(alias = "get_process_group_ranks")]
+    pub fn global_ranks(&self) -> &[Rank] {
+        &self.membership.global_ranks
+    }
+
+    /// How often this group was [rebuilt](Self::rebuild): 0 for a first one.
+    pub fn epoch(&self) -> u64 {
+        self.membership.epoch
+    }
+
+    /// The name of the backend that carries the data, for example `host`.
+    #[doc(alias = "get_backend")]
+    pub fn backend_name(&self) -> &'static str {
+        self.backend.name()
+    }
+
+    /// Why it is this backend and not another, for a log.
+    pub fn backend_reason(&self) -> &str {
+        self.backend.reason()
+    }
+
+    /// What makes a further group of this one's kind.
+    pub(crate) fn origin(&self, what: &str) -> Result<&Origin> {
+        self.membership.origin.as_ref().ok_or_else(|| Error::Unsupported {
+            backend: self.backend.name(),
+            what: format!(
+                "{what} of a group made with from_backend, which knows neither store nor peers; \
+                 make it with ProcessGroup::from_store_with"
+            ),
+        })
+    }
+}
+
+/// Ranks of one machine, whether threads or processes.
+/// Makes the backend that the options and the ranks' places call for.
+pub(crate) fn connect(
+    store: &Arc<dyn Store>,
+    rank: Rank,
+    world_size: usize,
+    options: &GroupOptions,
+) -> Result<Arc<dyn Backend>> {
+    meet::join(&**store, rank, world_size, options)
+}
+
+/// What every rank gave as members of a new group; the verdict is the same on all of them.
+fn check_lists(lists: &[Vec<Rank>]) -> Result<()> {
+    let refuse = |text: String| Err(Error::InvalidArgument(format!("subgroup: {text}")));
+    let list = &lists[0];
+    if let Some(rank) = lists.iter().position(|other| other != list) {
+        let other = &lists[rank];
+        return refuse(format!("rank 0 gives the members {list:?}, rank {rank} gives {other:?}"));
+    }
+    if list.is_empty() {
+        return refuse("a group has members; a rank that joins none splits with no colour".into());
+    }
+    if let Some(rank) = list.iter().find(|&&rank| rank >= lists.len()) {
+        return refuse(format!("there is no rank {rank} among {} ranks", lists.len()));
+    }
+    let twice = list.iter().enumerate().find(|&(at, rank)| list[..at].contains(rank));
+    twice.map_or(Ok(()), |(_, rank)| refuse(format!("rank {rank} is listed twice")))
+}

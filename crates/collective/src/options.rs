@@ -1,0 +1,126 @@
+//! How a group is made.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+#[cfg(doc)]
+use crate::{FlightRecord, ProcessGroup, ReduceOp};
+
+/// How a group is made.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct GroupOptions {
+    /// How long a rank waits for a peer to take its next step: to join, to enter an operation, to
+    /// deliver the next chunk. 10 minutes unless set.
+    pub timeout: Duration,
+    /// The group's name in the store and in error texts; groups that share a store need different
+    /// ones. `default` unless set.
+    pub name: String,
+    /// Whether reductions fold in rank order. They do unless set.
+    pub determinism: Determinism,
+    /// What carries the data. [`Transport::Auto`] unless set.
+    pub transport: Transport,
+    /// Where the group's flight record goes when the group fails. Nowhere unless set here or by the
+    /// environment's `COLLECTIVE_FLIGHT_DIR`.
+    pub flight_dir: Option<PathBuf>,
+}
+
+/// What carries the data of a group whose ranks are processes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Transport {
+    /// [`Host`](Self::Host) if all ranks are on one machine; else [`Gloo`](Self::Gloo) if all ranks
+    /// are built with it, else [`Tcp`](Self::Tcp).
+    /// [`ProcessGroup::backend_reason`] says why it was which.
+    #[default]
+    Auto,
+    /// Shared memory of one machine.
+    Host,
+    /// TCP connections between all ranks, wherever they are.
+    ///
+    /// A rank listens at the address by which it reaches the store, or at that of the interface
+    /// which the environment variable `COLLECTIVE_IFNAME` names: `eth0`, or `^lo` for any but this.
+    Tcp,
+    /// libgloo, over TCP connections between all ranks. Needs the feature `gloo`.
+    ///
+    /// Each operation begins with a message of 48 bytes from every rank to every other. Then
+    /// `all_reduce` of `b` bytes among `n` ranks takes two steps in which a rank sends
+    /// `(n-1)/n * b`, up to 8 KiB one in which it sends `(n-1) * b`, with the same bits as on every
+    /// transport; with [`Determinism::Fast`] it is gloo's ring. `broadcast` is a binomial tree,
+    /// everything else one step between all pairs. [`alloc`](ProcessGroup::alloc) gives ordinary
+    /// memory. The network is trusted, and the process must ignore `SIGPIPE`, as Rust programs do.
+    Gloo,
+}
+
+impl Transport {
+    /// Its name in error texts.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Host => "host",
+            Self::Tcp => "tcp",
+            Self::Gloo => "gloo",
+        }
+    }
+}
+
+/// In which order a reduction folds the ranks' numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Determinism {
+    /// In rank order, as [`ReduceOp`] says: same bits on all ranks, whatever the transport, the
+    /// size, the offset in the buffer.
+    #[default]
+    RankOrder,
+    /// In any order that is faster between machines. 16-bit floats may be rounded at each of
+    /// several steps. All ranks still get the same bits, and get them again when they repeat the
+    /// call.
+    Fast,
+}
+
+impl Default for GroupOptions {
+    fn default() -> Self {
+        Self {
+            timeout: Duration::from_secs(600),
+            name: "default".into(),
+            determinism: Determinism::RankOrder,
+            transport: Transport::Auto,
+            flight_dir: None,
+        }
+    }
+}
+
+impl GroupOptions {
+    /// Sets the timeout.
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Sets the order of reductions.
+    pub fn with_determinism(mut self, determinism: Determinism) -> Self {
+        self.determinism = determinism;
+        self
+    }
+
+    /// Sets what carries the data. An explicit choice is never replaced by another.
+    pub fn with_transport(mut self, transport: Transport) -> Self {
+        self.transport = transport;
+        self
+    }
+
+    /// Sets where the [`FlightRecord`] is written at the group's first failure on this rank, as
+    /// JSON: `{dir}/{group}-rank{rank}-{pid}.json`, with characters of the group's name other than
+    /// letters, digits, `.`, `-` and `_` replaced by `_`. The directory is made if need be. A later
+    /// failure of a group of the same name replaces the file; one that cannot be written is left
+    /// out.
+    pub fn with_flight_dir(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.flight_dir = Some(dir.into());
+        self
+    }
+
+    /// Sets the name.
+    pub fn with_name(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
+    }
+}

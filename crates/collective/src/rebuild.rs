@@ -1,0 +1,343 @@
+//! After a failure: a new group of the ranks that are left.
+//!
+//! The survivors meet at the store, which is the only party that they all still reach and so the
+//! only one that can decide. For each epoch there is a roll: every survivor writes that it is here,
+//! and which ranks it knows to be dead. Once all others are here or known dead, or the grace period
+//! is over, whoever sees it first writes the roster with a `compare_set`; the first roster counts,
+//! for everybody. Those on it join a group of the next epoch; who is not on it is out for good.
+//!
+//! The invariant: two ranks that get a roster of an epoch get the same one, and a rank takes part in
+//! the roll of an epoch only if it was on every roster before. So there are never two groups that
+//! both take themselves for the job, whatever the ranks think of one another.
+//!
+//! Ranks are here those of the group at epoch 0, which do not change.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use serde::de::DeserializeOwned;
+
+use crate::membership::Membership;
+use crate::store::{Store, deadline};
+use crate::{Error, ProcessGroup, Rank, Result};
+
+/// The longest wait for a roster before looking again at who is here.
+const TICK: Duration = Duration::from_millis(20);
+/// For reading a key that is known to be there.
+const PRESENT: Duration = Duration::from_secs(10);
+
+/// What this rank knows of a group and those rebuilt from it.
+#[derive(Debug)]
+pub(crate) struct Lineage {
+    /// Name of the group at epoch 0.
+    name: String,
+    /// Of the last roll that was decided.
+    epoch: u64,
+    /// Of the last group that came about.
+    current: u64,
+    /// The last roster.
+    members: Vec<Rank>,
+    dead: BTreeSet<Rank>,
+}
+
+impl Lineage {
+    pub(crate) fn new(name: &str, members: Vec<Rank>) -> Self {
+        Self { name: name.into(), epoch: 0, current: 0, members, dead: BTreeSet::new() }
+    }
+}
+
+impl ProcessGroup {
+    /// Makes a new group of the ranks that are left, after a failure of any kind.
+    ///
+    /// Every survivor must call it, on the group that failed; whether it has seen the failure itself
+    /// does not matter. It gives this group up on all ranks, as [`abort`](Self::abort) does, so that
+    /// whoever still works with it gets an error and can come too; called on a healthy group by all
+    /// ranks it makes a fresh one. This group stays unusable.
+    ///
+    /// Blocks until all ranks have called it that are not known to have died
+    /// ([`Error::PeerDied`], as seen by any survivor), or until `grace` has passed since the first
+    /// call, and then until the new group is complete, for which each step has the group's timeout.
+    /// Ranks that come later are left out. The new group has this one's options, [`epoch`] one more,
+    /// its name with the epoch in it, and the ranks in their old order, renumbered from 0; see
+    /// [`parent_ranks`](Self::parent_ranks). It may have any size down to 1: a job that needs more
+    /// looks at [`world_size`](Self::world_size). Subgroups are rebuilt by themselves or split anew.
+    ///
+    /// If it fails, because one more rank died meanwhile or a store did not answer, call it again;
+    /// a death that it met is known then, and the epoch counts attempts.
+    ///
+    /// [`epoch`]: Self::epoch
+    ///
+    /// # Errors
+    ///
+    /// [`Error::LeftBehind`] if the others have gone on without this rank. [`Error::Rendezvous`],
+    /// naming where it was, if the store does not answer: a store in a rank's process dies with it,
+    /// one that the launcher serves does not. [`Error::PeerDied`], [`Error::Timeout`] or
+    /// [`Error::Aborted`], with ranks of the new group, if a rank called this and then did not join. [`Error::Unsupported`] for a
+    /// group of [`from_backend`](Self::from_backend); [`Error::InvalidArgument`] if this group has
+    /// been rebuilt already, or in a fork.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// use collective::{ProcessGroup, ReduceOp, Result};
+    ///
+    /// fn train(group: &ProcessGroup) -> Result<()> {
+    ///     let mut x = [1.0_f32];
+    ///     group.all_reduce(&mut x, ReduceOp::Sum)?;
+    ///     assert_eq!(x, [group.world_size() as f32]);
+    ///     Ok(())
+    /// }
+    /// # let groups = ProcessGroup::threads(3, Duration::from_secs(10))?;
+    /// # std::thread::scope(|scope| {
+    /// #     for mut group in groups.into_iter().skip(1) {
+    /// #         scope.spawn(move || -> Result<()> {
+    /// while let Err(error) = train(&group) {
+    ///     eprintln!("{error}");
+    ///     group = group.rebuild(Duration::from_millis(200))?;
+    /// }
+    /// #             assert_eq!((group.epoch(), group.parent_ranks()), (1, &[1, 2][..]));
+    /// #             Ok(())
+    /// #         });
+    /// #     }
+    /// # });
+    /// # Ok::<(), collective::Error>(())
+    /// ```
+    #[doc(alias = "shrink_group")]
+    #[doc(alias = "MPI_Comm_shrink")]
+    #[doc(alias = "ncclCommShrink")]
+    pub fn rebuild(&self, grace: Duration) -> Result<Self> {
+        let origin = self.origin("rebuild")?;
+        let Membership { first_ranks, epoch, lineage, .. } = &*self.membership;
+        let mut lineage = lineage.lock();
+        if *epoch != lineage.current {
+            let text = format!("{} is at epoch {} already", lineage.name, lineage.current);
+            return Err(Error::InvalidArgument(format!("rebuild of epoch {epoch}: {text}")));
+        }
+        self.backend.abort(&format!("rank {} rebuilds the group", self.rank()));
+        // It has failed by now, and says how it failed first.
+        match self.barrier() {
+            Err(error @ Error::InvalidArgument(_)) => return Err(error),
+            Err(error) => lineage.dead.extend(dead_rank(&error).map(|rank| first_ranks[rank])),
+            Ok(()) => {}
+        }
+
+        let own = first_ranks[self.rank()];
+        if lineage.members.contains(&own) {
+            let next = lineage.epoch + 1;
+            let prefix = format!("{}/epoch{next}", lineage.name);
+            let Lineage { members, dead, .. } = &*lineage;
+            let roll = Roll { store: &*origin.store, prefix, candidates: members, own };
+            let roster = roll.decide(dead, deadline(grace)).map_err(store_gone)?;
+            lineage.epoch = next;
+            lineage.members = roster;
+        }
+        let old_rank = |first: &Rank| first_ranks.iter().position(|rank| rank == first);
+        // Each roster is a part of the one before, and the first is this group.
+        let ranks: Vec<Rank> = lineage.members.iter().filter_map(old_rank).collect();
+        let Some(rank) = ranks.iter().position(|&rank| rank == self.rank()) else {
+            let Lineage { name, epoch, .. } = &*lineage;
+            return Err(Error::LeftBehind { group: name.clone(), epoch: *epoch, members: ranks });
+        };
+        let name = format!("{}/epoch{}", lineage.name, lineage.epoch);
+        let options = self.membership.options.clone().with_name(name);
+        let backend = origin.join(rank, ranks.len(), &options).map_err(|error| {
+            let dead = dead_rank(&error).and_then(|rank| lineage.members.get(rank).copied());
+            lineage.dead.extend(dead);
+            store_gone(error)
+        })?;
+        lineage.current = lineage.epoch;
+        Ok(Self::new(backend, self.membership.next(options, lineage.epoch, ranks)))
+    }
+}
+
+/// The roll of one epoch.
+#[derive(Debug)]
+struct Roll<'a> {
+    store: &'a dyn Store,
+    prefix: String,
+    /// Who may be on the roster, in order.
+    candidates: &'a [Rank],
+    own: Rank,
+}
+
+impl Roll<'_> {
+    /// Answers, and returns the roster.
+    fn decide(&self, dead: &BTreeSet<Rank>, deadline: Instant) -> Result<Vec<Rank>> {
+        let roster = format!("{}/roll/roster", self.prefix);
+        self.store.set(&self.answer(self.own), &to_json(dead))?;
+        let mut here: BTreeMap<Rank, BTreeSet<Rank>> = BTreeMap::new();
+        loop {
+            // Read first, so that whoever came in time is seen.
+            let left = deadline.saturating_duration_since(Instant::now());
+            if self.store.check(&[&roster])? {
+                return self.check(self.read(&roster)?);
+            }
+            for &rank in self.candidates {
+                let answer = self.answer(rank);
+                if !here.contains_key(&rank) && self.store.check(&[&answer])? {
+                    here.insert(rank, self.read(&answer)?);
+                }
+            }
+            let dead: BTreeSet<Rank> = here.values().flatten().copied().collect();
+            let settled = |rank: &Rank| here.contains_key(rank) || dead.contains(rank);
+            if left.is_zero() || self.candidates.iter().all(settled) {
+                let own: Vec<Rank> = here.into_keys().collect();
+                let first = self.store.compare_set(&roster, b"", &to_json(&own))?;
+                return self.check(from_json(&roster, &first)?);
+            }
+            match self.store.wait(&[&roster], left.min(TICK)) {
+                Ok(()) | Err(Error::KeyTimeout { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn answer(&self, rank: Rank) -> String {
+        format!("{}/roll/{rank}", self.prefix)
+    }
+
+    fn read<T: DeserializeOwned>(&self, key: &str) -> Result<T> {
+        from_json(key, &self.store.get(key, PRESENT)?)
+    }
+
+    /// A roster as it may be: some of the candidates, in order.
+    fn check(&self, roster: Vec<Rank>) -> Result<Vec<Rank>> {
+        let known = roster.iter().all(|rank| self.candidates.contains(rank));
+        if roster.is_empty() || !known || !roster.is_sorted_by(|a, b| a < b) {
+            return Err(garbled(&self.prefix));
+        }
+        Ok(roster)
+    }
+}
+
+/// The rank, of the group that failed, whose death the failure is.
+fn dead_rank(error: &Error) -> Option<Rank> {
+    match error {
+        Error::PeerDied { rank, .. } => Some(*rank),
+        Error::Poisoned(cause) => dead_rank(cause),
+        _ => None,
+    }
+}
+
+/// Says what a store that does not answer means here.
+fn store_gone(error: Error) -> Error {
+    let (addr, reason) = match error {
+        Error::Store { store, reason, during } => (store, format!("{during}: {reason}")),
+        Error::Rendezvous { addr, reason } => (addr, reason),
+        other => return other,
+    };
+    let reason = format!(
+        "the store through which survivors find one another does not answer ({reason}); if it lived \
+         in a rank that died, the job must start again; a store that the launcher serves \
+         (TORCHELASTIC_USE_AGENT_STORE=True) outlives its ranks"
+    );
+    Error::Rendezvous { addr, reason }
+}
+
+fn to_json<T: serde::Serialize>(value: &T) -> Vec<u8> {
+    serde_json::to_vec(value).expect("ranks are plain numbers")
+}
+
+fn from_json<T: DeserializeOwned>(key: &str, json: &[u8]) -> Result<T> {
+    serde_json::from_slice(json).map_err(|_| garbled(key))
+}
+
+fn garbled(key: &str) -> Error {
+    Error::InvalidArgument(format!("what the ranks say in the store at {key} is garbled"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::MemoryStore;
+
+    fn roll<'a>(store: &'a dyn Store, candidates: &'a [Rank], own: Rank) -> Roll<'a> {
+        Roll { store, prefix: "g/epoch1".into(), candidates, own }
+    }
+
+    #[test]
+    fn all_ranks_get_the_same_roster_whoever_is_late() {
+        for seed in 0..300_u64 {
+            let (store, candidates) = (Arc::new(MemoryStore::new()), [0, 2, 3, 7]);
+            let ranks: Vec<_> = candidates
+                .into_iter()
+                .map(|own| {
+                    let store = Arc::clone(&store);
+                    let random = (seed + 1).wrapping_mul(own as u64 + 1).wrapping_mul(0x9e37_79b9);
+                    let pause = move |part: u64| Duration::from_micros(random / part % 400);
+                    std::thread::spawn(move || {
+                        std::thread::sleep(pause(7));
+                        let (roll, deadline) = (roll(&*store, &candidates, own), pause(11));
+                        roll.decide(&BTreeSet::new(), Instant::now() + deadline).unwrap()
+                    })
+                })
+                .collect();
+            let rosters: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+            assert!(rosters.iter().all(|roster| *roster == rosters[0]), "{seed}: {rosters:?}");
+        }
+    }
+
+    /// A store in which somebody else is always a little faster.
+    #[derive(Debug)]
+    struct Overtaken(MemoryStore, &'static str);
+
+    impl Store for Overtaken {
+        fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+            self.0.set(key, value)
+        }
+        fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+            self.0.get(key, timeout)
+        }
+        fn add(&self, key: &str, delta: i64) -> Result<i64> {
+            self.0.add(key, delta)
+        }
+        fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+            self.0.compare_set(key, b"", self.1.as_bytes())?;
+            self.0.compare_set(key, expected, desired)
+        }
+        fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
+            self.0.wait(keys, timeout)
+        }
+        fn check(&self, keys: &[&str]) -> Result<bool> {
+            self.0.check(keys)
+        }
+        fn delete_key(&self, key: &str) -> Result<bool> {
+            self.0.delete_key(key)
+        }
+        fn num_keys(&self) -> Result<i64> {
+            self.0.num_keys()
+        }
+    }
+
+    #[test]
+    fn the_first_roster_counts_and_one_that_cannot_be_is_refused() {
+        let decide = |roster| {
+            let store = Overtaken(MemoryStore::new(), roster);
+            roll(&store, &[0, 1, 2], 1).decide(&BTreeSet::new(), Instant::now())
+        };
+        assert_eq!(decide("[0,2]").unwrap(), [0, 2]);
+        for roster in ["[]", "[2,0]", "[1,1]", "[0,7]", "[-1]", "no list"] {
+            let error = decide(roster).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument(_)), "{roster}: {error}");
+        }
+    }
+
+    #[test]
+    fn who_is_known_dead_to_anybody_is_not_waited_for() {
+        let (store, candidates) = (Arc::new(MemoryStore::new()), [0, 1, 2, 3]);
+        let ranks: Vec<_> = [(0, 1), (2, 3)]
+            .into_iter()
+            .map(|(own, dead)| {
+                let store = Arc::clone(&store);
+                std::thread::spawn(move || {
+                    let never = deadline(Duration::from_secs(3600));
+                    roll(&*store, &candidates, own).decide(&BTreeSet::from([dead]), never).unwrap()
+                })
+            })
+            .collect();
+        assert!(ranks.into_iter().all(|rank| rank.join().unwrap() == [0, 2]));
+    }
+}

@@ -1,0 +1,164 @@
+//! The slow and obvious twin: what every rank's input is, and what every operation makes of them.
+
+use collective::{Element, ReduceOp};
+use half::{bf16, f16};
+
+use crate::common::Random;
+
+/// What the twin needs of a type.
+pub(crate) trait Number: Element {
+    /// Any bits, infinities and NaN among them.
+    fn any(bits: u64) -> Self;
+    fn bits(self) -> u64;
+    fn reduce(op: ReduceOp, ranks: &[Self]) -> Self;
+}
+
+/// The low bytes of a number.
+fn low<const N: usize>(bits: u64) -> [u8; N] {
+    std::array::from_fn(|i| bits.to_le_bytes()[i])
+}
+
+fn reduce_float(op: ReduceOp, ranks: &[f64], single: bool) -> f64 {
+    // With `single` all steps are taken in f32.
+    let round = |x: f64| if single { f64::from(x as f32) } else { x };
+    let scaled = |x: f64| match op {
+        ReduceOp::PreMulSum(factor) => round(x * round(factor.get())),
+        _ => x,
+    };
+    let mut acc = scaled(ranks[0]);
+    for x in ranks[1..].iter().copied().map(scaled) {
+        acc = match op {
+            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => round(acc + x),
+            ReduceOp::Product => round(acc * x),
+            ReduceOp::Min | ReduceOp::Max if acc.is_nan() || x.is_nan() => f64::NAN,
+            ReduceOp::Min => {
+                if x < acc {
+                    x
+                } else {
+                    acc
+                }
+            }
+            ReduceOp::Max => {
+                if x > acc {
+                    x
+                } else {
+                    acc
+                }
+            }
+            _ => unreachable!("no operator of floats"),
+        };
+    }
+    if op == ReduceOp::Avg {
+        acc = round(acc * round(1.0 / ranks.len() as f64));
+    }
+    if acc.is_nan() { f64::NAN } else { acc }
+}
+
+macro_rules! float {
+    ($type:ty, $single:literal, $widen:expr, $narrow:expr) => {
+        impl Number for $type {
+            fn any(bits: u64) -> Self {
+                // Mostly numbers of one magnitude, so that sums round; sometimes any bits at all.
+                if bits % 16 == 0 {
+                    Self::from_le_bytes(low(bits >> 8))
+                } else {
+                    $narrow((bits >> 40) as f64 / (1 << 20) as f64 - 8.0)
+                }
+            }
+            fn bits(self) -> u64 {
+                self.to_bits().into()
+            }
+            fn reduce(op: ReduceOp, ranks: &[Self]) -> Self {
+                let ranks: Vec<f64> = ranks.iter().map(|&x| $widen(x)).collect();
+                $narrow(reduce_float(op, &ranks, $single))
+            }
+        }
+    };
+}
+
+// An f32 operation on f32 values equals the f64 operation rounded to f32: 53 >= 2 * 24 + 2.
+float!(f32, true, f64::from, |x| x as f32);
+float!(f64, false, |x: f64| x, |x: f64| x);
+float!(f16, true, f64::from, |x| f16::from_f32(x as f32));
+float!(bf16, true, f64::from, |x| bf16::from_f32(x as f32));
+
+macro_rules! integer {
+    ($($type:ty),*) => {$(
+        impl Number for $type {
+            fn any(bits: u64) -> Self {
+                Self::from_le_bytes(low(bits >> 7))
+            }
+            fn bits(self) -> u64 {
+                u64::from_le_bytes(std::array::from_fn(|i| self.to_le_bytes().get(i).map_or(0, |&b| b)))
+            }
+            fn reduce(op: ReduceOp, ranks: &[Self]) -> Self {
+                let fold = |f: fn(Self, Self) -> Self| ranks.iter().copied().reduce(f).unwrap();
+                match op {
+                    ReduceOp::Sum => fold(Self::wrapping_add),
+                    ReduceOp::Product => fold(Self::wrapping_mul),
+                    ReduceOp::Min => *ranks.iter().min().unwrap(),
+                    ReduceOp::Max => *ranks.iter().max().unwrap(),
+                    ReduceOp::BitAnd => fold(|a, b| a & b),
+                    ReduceOp::BitOr => fold(|a, b| a | b),
+                    ReduceOp::BitXor => fold(|a, b| a ^ b),
+                    _ => unreachable!("no operator of integers"),
+                }
+            }
+        }
+    )*};
+}
+
+integer!(i8, u8, i32, i64, u64);
+
+/// The input of a rank: the same on every rank that computes it.
+pub(crate) fn input<T: Number>(rank: usize, count: usize, seed: u64) -> Vec<T> {
+    let mut random = Random(seed << 32 | (rank as u64) << 24 | 0x9e37);
+    (0..count).map(|_| T::any(random.next())).collect()
+}
+
+pub(crate) fn reduced<T: Number>(op: ReduceOp, world: usize, count: usize, seed: u64) -> Vec<T> {
+    let ranks: Vec<Vec<T>> = (0..world).map(|rank| input(rank, count, seed)).collect();
+    let mut column = vec![T::default(); world];
+    let mut reduce = |i: usize| {
+        for (x, rank) in column.iter_mut().zip(&ranks) {
+            *x = rank[i];
+        }
+        T::reduce(op, &column)
+    };
+    (0..count).map(&mut reduce).collect()
+}
+
+pub(crate) fn same<T: Number>(got: &[T], expected: &[T], what: &str) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        assert_eq!(got.bits(), expected.bits(), "{what} of {} at {i}", T::DTYPE);
+    }
+}
+
+/// A slice one element off the start of its allocation, so not aligned to a vector.
+#[derive(Debug)]
+pub(crate) struct Off<T>(Vec<T>);
+
+impl<T: Number> Off<T> {
+    pub(crate) fn new(slice: &[T]) -> Self {
+        Self([&[T::default()], slice].concat())
+    }
+
+    pub(crate) fn zeros(count: usize) -> Self {
+        Self(vec![T::default(); count + 1])
+    }
+}
+
+impl<T> std::ops::Deref for Off<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        &self.0[1..]
+    }
+}
+
+impl<T> std::ops::DerefMut for Off<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        &mut self.0[1..]
+    }
+}

@@ -1,0 +1,131 @@
+//! SIGKILL of a rank, anywhere: every survivor names it, soon, and nothing is left behind.
+//!
+//! `COLLECTIVE_FIGURES=1 cargo test -p collective --test fault killed -- --nocapture` on a quiet
+//! machine prints, and asserts, how soon.
+
+use std::fs;
+use std::time::Duration;
+
+use collective::{Error, Message, ProcessGroup, ReduceOp, Result, SharedBuf};
+
+use crate::common::{Random, Role, Workers};
+use crate::{SOON, TIMEOUT, figures};
+
+/// Worlds that lose a rank.
+const WORLDS: u64 = 200;
+/// By when a survivor has its error, in 99 of 100 cases.
+const P99: Duration = Duration::from_millis(5);
+
+/// Nanoseconds on a clock that all processes share.
+fn now() -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the pointer is good for the call.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
+    u64::try_from(time.tv_sec).unwrap() * 1_000_000_000 + u64::try_from(time.tv_nsec).unwrap()
+}
+
+/// What is in a directory with our name, but for the tests' own.
+fn leftovers(path: &str) -> Vec<String> {
+    let entries = fs::read_dir(path).unwrap().flatten();
+    let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let ours = |name: &String| name.contains("collective") && !name.contains("collective-test");
+    names.filter(ours).collect()
+}
+
+/// One world: some work, one rank dies, how long each survivor took to know.
+fn one_world(seed: u64) -> Vec<Duration> {
+    let mut random = Random(seed);
+    let world = 2 + random.below(3);
+    let ranks: Vec<_> = (0..world).collect();
+    let mut workers = Workers::start(&format!("chaos-{seed}"), world, &ranks, TIMEOUT);
+    for rank in &ranks {
+        workers.file(&format!("ready-{rank}"));
+    }
+    let victim = random.below(world);
+    std::thread::sleep(Duration::from_micros(random.below(20_000) as u64));
+    let pid = workers.children[victim].id();
+    let killed = now();
+    workers.children[victim].kill().unwrap();
+    let mut took = Vec::new();
+    for rank in ranks.into_iter().filter(|&rank| rank != victim) {
+        let report = workers.file(&format!("report-{rank}"));
+        let (time, error) = report.split_once(' ').unwrap();
+        assert!(
+            error.contains(&format!("rank {victim} (pid {pid}) died")),
+            "seed {seed}, rank {rank} of {world}: {report}"
+        );
+        took.push(Duration::from_nanos(time.parse::<u64>().unwrap().saturating_sub(killed)));
+        assert!(workers.wait(rank).success());
+    }
+    let files = fs::read_dir(&workers.dir.0).unwrap().flatten();
+    let names = files.map(|file| file.file_name().to_string_lossy().into_owned());
+    let strange = |name: &String| !name.starts_with("ready-") && !name.starts_with("report-");
+    assert_eq!(names.filter(strange).collect::<Vec<_>>(), Vec::<String>::new());
+    took
+}
+
+#[test]
+fn a_killed_rank_is_named_by_every_survivor() {
+    let mut took: Vec<_> = (0..WORLDS).flat_map(one_world).collect();
+    took.sort_unstable();
+    let at = |percent: usize| took[(took.len() - 1) * percent / 100];
+    let (p50, p99, last) = (at(50), at(99), at(100));
+    println!("{WORLDS} kills, {} survivors: p50 {p50:?}, p99 {p99:?}, max {last:?}", took.len());
+    assert!(last < SOON, "{last:?}");
+    assert!(!figures() || p99 <= P99, "{p99:?}");
+    for path in ["/dev/shm", "/tmp"] {
+        assert_eq!(leftovers(path), Vec::<String>::new(), "in {path}");
+    }
+}
+
+/// What a rank of such a world does: anything, until it fails.
+pub(crate) fn play(role: &Role, group: &ProcessGroup) {
+    let seed = role.scenario.trim_start_matches("chaos-").parse().unwrap();
+    let (mut random, mut first) = (Random(seed), true);
+    let mut shared: SharedBuf<f32> = group.alloc(100_000).unwrap();
+    let error = loop {
+        if let Err(error) = anything(group, &mut random, &mut shared) {
+            break error;
+        }
+        if std::mem::take(&mut first) {
+            fs::write(role.dir.join(format!("ready-{}", role.rank)), "").unwrap();
+        }
+    };
+    let time = now();
+    let next = group.barrier().unwrap_err();
+    assert!(matches!(next, Error::Poisoned(_)), "{next}");
+    role.report(&format!("{time} {error}"));
+}
+
+/// One operation, the same on all ranks whose `random` are.
+fn anything(group: &ProcessGroup, random: &mut Random, shared: &mut SharedBuf<f32>) -> Result<()> {
+    let (rank, world) = (group.rank(), group.world_size());
+    let magnitude = random.below(17);
+    let count = random.below(2 << magnitude);
+    let (root, op) = (random.below(world), [ReduceOp::Sum, ReduceOp::Max][random.below(2)]);
+    let (mut one, mut all) = (vec![1.0_f32; count], vec![1.0_f32; count * world]);
+    let input = all.clone();
+    let counts: Vec<usize> = (0..world).map(|_| random.below(count + 1)).collect();
+    let total = counts.iter().sum();
+    match random.below(16) {
+        0 => group.all_reduce(&mut one, op),
+        1 => group.all_reduce(shared, op),
+        2 => group.all_reduce_async(one, op)?.wait().map(drop),
+        3 => group.reduce(&mut one, op, root),
+        4 => group.broadcast(&mut one, root),
+        5 => group.all_gather(&mut all, &one),
+        6 => group.reduce_scatter(&mut one, &all, op),
+        7 => group.gather(&mut all, &one, root),
+        8 => group.scatter(&mut one, &all, root),
+        9 => group.all_to_all(&mut all, &input),
+        10 => group.all_gather_v(&mut all[..total], &input[..counts[rank]], &counts),
+        11 => group.gather_v(&mut all[..total], &input[..counts[rank]], &counts, root),
+        12 => group.reduce_scatter_v(&mut all[..counts[rank]], &input[..total], &counts, op),
+        13 => group.barrier(),
+        14 => group.monitored_barrier(TIMEOUT),
+        _ => group.batch_isend_irecv(vec![
+            Message::recv(&mut one, (rank + world - 1) % world),
+            Message::send(&input[..count], (rank + 1) % world),
+        ]),
+    }
+}

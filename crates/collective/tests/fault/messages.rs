@@ -1,0 +1,183 @@
+//! What goes wrong with messages between pairs.
+
+use std::time::{Duration, Instant};
+
+use collective::{Error, Message, ProcessGroup, ReduceOp, Result};
+
+use crate::common;
+use crate::{SOON, TIMEOUT, in_time};
+
+/// Rank 0 sends what rank 1 does not expect; rank 1 says so and its bytes are unchanged.
+fn unexpected(
+    field: &str,
+    send: impl Fn(&ProcessGroup) -> Result<()> + Sync,
+    receive: impl Fn(&ProcessGroup, &mut [f32]) -> Result<()> + Sync,
+) {
+    for count in [9, 100_000] {
+        common::threads(2, TIMEOUT, |group| {
+            let mut buf = vec![7.0_f32; count];
+            if group.rank() == 0 {
+                // It may be done before rank 1 looks.
+                let sent = send(&group).and_then(|()| group.barrier());
+                let Err(Error::Aborted { by: 1, reason }) = &sent else { panic!("{sent:?}") };
+                assert!(reason.contains(&format!("ranks disagree on {field}")), "{reason}");
+            } else {
+                let error = receive(&group, &mut buf).unwrap_err();
+                let Error::Mismatch { field: got, by_rank, .. } = &error else { panic!("{error}") };
+                assert_eq!(*got, field, "{error}");
+                assert!(by_rank[0].0 == 0 && by_rank[0].1.contains("to rank 1"), "{error}");
+                assert!(by_rank[1].0 == 1 && by_rank[1].1.contains("from rank 0"), "{error}");
+            }
+            assert_eq!(buf, vec![7.0; count]);
+            let next = group.send(&[0_u8], 1 - group.rank()).unwrap_err();
+            assert!(matches!(next, Error::Poisoned(_)), "{next}");
+        });
+    }
+}
+
+#[test]
+fn a_message_of_another_kind_is_a_mismatch_and_changes_nothing() {
+    unexpected("count", |group| group.send(&[1.0_f32; 8], 1), |group, buf| group.recv(buf, 0));
+    unexpected(
+        "dtype",
+        |group| group.send(&vec![1_i32; 100_000], 1),
+        |group, buf| group.recv(buf, 0),
+    );
+    unexpected(
+        "dtype",
+        |group| {
+            group.batch_isend_irecv(vec![Message::send(&[1_u8], 1), Message::send(&[1_u64], 1)])
+        },
+        |group, buf| {
+            let (byte, rest) = (&mut [0_u8], &mut buf[..1]);
+            group.batch_isend_irecv(vec![Message::recv(byte, 0), Message::recv(rest, 0)])
+        },
+    );
+    // A message that nobody received stands before the block of a collective.
+    unexpected(
+        "verb",
+        |group| {
+            group.send(&[1.0_f32; 4], 1)?;
+            group.gather(&mut [], &[1.0_f32; 4], 1)
+        },
+        |group, buf| group.gather(&mut buf[..8], &[7.0; 4], 1),
+    );
+}
+
+/// What each rank of three gets from `call`, within the timeout and a little.
+fn late(call: impl Fn(&ProcessGroup) -> Option<Result<()>> + Sync) -> Vec<Option<Error>> {
+    let (timeout, base) = (Duration::from_millis(200), Instant::now());
+    let ranks = common::threads(3, timeout, |group| {
+        let start = Instant::now();
+        // Who does not come keeps the group, until all have returned.
+        let Some(result) = call(&group) else { return (group, None) };
+        let error = result.unwrap_err();
+        in_time(base, start, timeout);
+        let next = group.barrier().unwrap_err();
+        assert!(matches!(next, Error::Poisoned(_)), "{next}");
+        (group, Some(error))
+    });
+    ranks.into_iter().map(|(_, error)| error).collect()
+}
+
+fn missing(errors: Vec<Option<Error>>, expected: &[usize]) {
+    assert!(errors.iter().any(Option::is_some));
+    for error in errors.into_iter().flatten() {
+        let Error::Timeout { missing, .. } = &error else { panic!("{error}") };
+        assert_eq!(missing, expected);
+    }
+}
+
+#[test]
+fn exactly_the_peers_that_owe_something_are_missing() {
+    let big = || vec![1.0_f32; 100_000];
+    // A message that nobody sends, one that nobody receives; rank 2 is not asked.
+    let errors = late(|group| (group.rank() == 0).then(|| group.recv(&mut [0_u8], 1)));
+    missing(errors, &[1]);
+    let errors = late(|group| (group.rank() == 0).then(|| group.send(&big(), 1)));
+    missing(errors, &[1]);
+    // One of two peers comes.
+    let errors = late(|group| match group.rank() {
+        0 => Some(group.batch_isend_irecv(vec![
+            Message::recv(&mut [0_u8; 3], 1),
+            Message::recv(&mut [0_u8; 3], 2),
+            Message::send(&big(), 2),
+        ])),
+        1 => group.send(&[0_u8; 3], 0).err().map(Err),
+        _ => None,
+    });
+    missing(errors, &[2]);
+    let errors = late(|group| {
+        (group.rank() == 1).then(|| {
+            group.batch_isend_irecv(vec![
+                Message::recv(&mut [0_u8; 3], 2),
+                Message::recv(&mut [0_u8; 3], 0),
+            ])
+        })
+    });
+    missing(errors, &[0, 2]);
+    // Verbs that all ranks enter.
+    let errors =
+        late(|group| (group.rank() != 1).then(|| group.gather(&mut vec![0.0; 300_000], &big(), 0)));
+    missing(errors, &[1]);
+    let errors = late(|group| {
+        (group.rank() == 2).then(|| group.all_to_all(&mut vec![0.0; 300_000], &big().repeat(3)))
+    });
+    missing(errors, &[0, 1]);
+}
+
+#[test]
+fn a_monitored_barrier_has_a_deadline_of_its_own() {
+    let (timeout, base) = (Duration::from_millis(100), Instant::now());
+    common::threads(3, TIMEOUT, |group| {
+        group.monitored_barrier(SOON).unwrap();
+        if group.rank() == 1 {
+            // Kept until all have returned.
+            return group;
+        }
+        let start = Instant::now();
+        let error = group.monitored_barrier(timeout).unwrap_err();
+        in_time(base, start, timeout);
+        let Error::Timeout { missing, .. } = &error else { panic!("{error}") };
+        assert_eq!(missing, &[1]);
+        group
+    });
+}
+
+#[test]
+fn whoever_leaves_after_its_part_is_not_missed_and_before_it_is_named() {
+    for count in [3, 10_000] {
+        common::threads(2, TIMEOUT, |group| {
+            if group.rank() == 1 {
+                return group.send(&vec![5_u8; count], 0).unwrap();
+            }
+            std::thread::sleep(Duration::from_millis(50));
+            let mut buf = vec![0_u8; count];
+            group.recv(&mut buf, 1).unwrap();
+            assert_eq!(buf, vec![5; count]);
+            let start = Instant::now();
+            let error = group.recv(&mut buf, 1).unwrap_err();
+            assert!(matches!(error, Error::Aborted { by: 1, .. }), "{error}");
+            assert!(start.elapsed() < SOON);
+            assert_eq!(buf, vec![5; count]);
+        });
+    }
+}
+
+#[test]
+fn abort_wakes_who_waits_for_a_message() {
+    common::threads(3, TIMEOUT, |group| {
+        let start = Instant::now();
+        let error = match group.rank() {
+            0 => group.recv(&mut [0.0_f64; 1000], 2),
+            1 => group.send(&vec![0.0_f64; 100_000], 2),
+            _ => {
+                std::thread::sleep(Duration::from_millis(50));
+                group.abort("enough");
+                group.all_reduce(&mut [0_u8], ReduceOp::Sum)
+            }
+        };
+        assert!(matches!(error, Err(Error::Aborted { by: 2, .. })), "{error:?}");
+        assert!(start.elapsed() < SOON);
+    });
+}

@@ -1,0 +1,674 @@
+//! The backend over libgloo: the same results as the embedded one, and the right error, on every
+//! rank, in time, where gloo itself would abort, return garbage or wait in silence.
+
+#![cfg(feature = "gloo")]
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+#[expect(dead_code, reason = "other tests use the rest")]
+mod common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use collective::{
+    Determinism, Element, Error, GroupOptions, MemoryStore, Message, ProcessGroup, ReduceOp,
+    Result, SharedBuf, TcpStore, Transport,
+};
+use common::{DEADLINE, Role, Workers};
+use half::{bf16, f16};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+/// "At once", on a loaded machine.
+const SOON: Duration = Duration::from_secs(5);
+
+fn options(timeout: Duration) -> GroupOptions {
+    GroupOptions::default().with_timeout(timeout)
+}
+
+/// Calls `rank` on every rank of a group over gloo, as threads of this process.
+fn threads<T: Send>(
+    world: usize,
+    options: &GroupOptions,
+    rank: impl Fn(ProcessGroup) -> T + Sync,
+) -> Vec<T> {
+    let store = Arc::new(MemoryStore::new());
+    std::thread::scope(|scope| {
+        let rank = &rank;
+        let ranks: Vec<_> = (0..world)
+            .map(|number| {
+                let (store, options) = (Arc::clone(&store), options.clone());
+                let join = move || {
+                    ProcessGroup::from_store(
+                        store,
+                        number,
+                        world,
+                        options.with_transport(Transport::Gloo),
+                    )
+                    .unwrap()
+                };
+                scope.spawn(move || rank(join()))
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Any bits, but mostly numbers of one magnitude, so that sums round.
+fn input<T: Element>(rank: usize, count: usize, any: &impl Fn(u64) -> T) -> Vec<T> {
+    let mut state = (rank as u64) << 24 | 0x9e37;
+    let mut next = move || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb)
+    };
+    (0..count).map(|_| any(next())).collect()
+}
+
+/// What all reducing verbs leave on a rank, in text: NaN differ there by their bits too.
+fn reductions<T: Element>(
+    group: &ProcessGroup,
+    any: &impl Fn(u64) -> T,
+    bits: &impl Fn(&T) -> u64,
+) -> Result<Vec<Vec<u64>>> {
+    let (rank, world) = (group.rank(), group.world_size());
+    let mut results = Vec::new();
+    let mut keep = |values: &[T]| results.push(values.iter().map(bits).collect());
+    for op in ReduceOp::ALL.into_iter().filter(|op| op.supports(T::DTYPE)) {
+        for count in [0, 1, 7, 1000, 8193, 70_001] {
+            let mut buf = vec![T::default()];
+            buf.extend(input(rank, count, any));
+            group.all_reduce(&mut buf[1..], op)?;
+            keep(&buf);
+            let block = count / world;
+            let mut output = vec![T::default(); block];
+            group.reduce_scatter(&mut output, &input(rank, count, any)[..block * world], op)?;
+            keep(&output);
+        }
+    }
+    Ok(results)
+}
+
+fn as_on_the_host<T: Element>(any: impl Fn(u64) -> T + Sync, bits: impl Fn(&T) -> u64 + Sync) {
+    for world in [1, 2, 3, 5] {
+        let run = |group: ProcessGroup| reductions(&group, &any, &bits).unwrap();
+        let expected = common::threads(world, TIMEOUT, run);
+        let got = threads(world, &options(TIMEOUT), run);
+        assert!(got == expected, "{world} ranks, {}", T::DTYPE);
+    }
+}
+
+/// The low bytes of a number.
+fn low<const N: usize>(bits: u64) -> [u8; N] {
+    std::array::from_fn(|i| bits.to_le_bytes()[i])
+}
+
+fn small(bits: u64) -> f64 {
+    (bits >> 40) as f64 / f64::from(1 << 20) - 8.0
+}
+
+macro_rules! same_bits {
+    ($($name:ident: $type:ty, $number:expr;)*) => {$(
+        #[test]
+        fn $name() {
+            let any = |bits: u64| match bits % 16 {
+                0 => <$type>::from_le_bytes(low(bits >> 8)),
+                _ => $number(bits),
+            };
+            as_on_the_host::<$type>(any, |x| {
+                let bytes = x.to_le_bytes();
+                u64::from_le_bytes(std::array::from_fn(|i| bytes.get(i).copied().unwrap_or(0)))
+            });
+        }
+    )*};
+}
+
+same_bits! {
+    reductions_of_f16_are_those_of_the_host: f16, |bits| f16::from_f64(small(bits));
+    reductions_of_f32_are_those_of_the_host: f32, |bits| small(bits) as f32;
+    reductions_of_i64_are_those_of_the_host: i64, |bits| bits as i64;
+}
+
+/// The verbs that move, each against what it says.
+fn moves(group: &ProcessGroup) -> Result<()> {
+    let (rank, world) = (group.rank(), group.world_size());
+    let of = |rank: usize, count: usize| -> Vec<i32> {
+        (0..count as i32).map(|i| i ^ (rank as i32) << 20).collect()
+    };
+    for (i, count) in [0, 1, 1000, 300_000].into_iter().enumerate() {
+        let root = i % world;
+        let all: Vec<i32> = (0..world).flat_map(|rank| of(rank, count)).collect();
+        let sum = |i: usize| (0..world).map(|rank| of(rank, count)[i]).sum::<i32>();
+
+        let mut buf = of(rank, count);
+        group.broadcast(&mut buf, root)?;
+        assert_eq!(buf, of(root, count));
+        let mut output = vec![0; world * count];
+        group.all_gather(&mut output, &of(rank, count))?;
+        assert_eq!(output, all);
+        let mut buf = of(rank, count);
+        group.reduce(&mut buf, ReduceOp::Sum, root)?;
+        if rank == root {
+            assert!(count == 0 || (buf[0], buf[count - 1]) == (sum(0), sum(count - 1)));
+        } else {
+            assert_eq!(buf, of(rank, count), "only the root's buffer changes");
+        }
+        let mut output = vec![0; if rank == root { world * count } else { 0 }];
+        group.gather(&mut output, &of(rank, count), root)?;
+        assert!(rank != root || output == all);
+        let mut output = vec![0; count];
+        let input = if rank == root { all.clone() } else { Vec::new() };
+        group.scatter(&mut output, &input, root)?;
+        assert_eq!(output, of(rank, count));
+        let mut output = vec![0; world * count];
+        group.all_to_all(&mut output, &of(rank, world * count))?;
+        let block = |from: usize| of(from, world * count)[rank * count..][..count].to_vec();
+        assert_eq!(output, (0..world).flat_map(block).collect::<Vec<_>>());
+
+        let counts: Vec<usize> = (0..world).map(|rank| (count + rank) % 5000).collect();
+        let mut output = vec![0; counts.iter().sum()];
+        group.all_gather_v(&mut output, &of(rank, counts[rank]), &counts)?;
+        let expected = (0..world).flat_map(|rank| of(rank, counts[rank]));
+        assert_eq!(output, expected.collect::<Vec<_>>());
+        let mut output = vec![0; counts[rank]];
+        let input = of(rank, counts.iter().sum());
+        group.reduce_scatter_v(&mut output, &input, &counts, ReduceOp::Max)?;
+        let start = counts[..rank].iter().sum();
+        assert_eq!(output, of(world - 1, input.len())[start..][..counts[rank]]);
+    }
+    let mut shared: SharedBuf<f32> = group.alloc(1000)?;
+    assert!(shared.iter().all(|&x| x == 0.0));
+    shared.fill(1.5);
+    group.all_reduce(&mut shared, ReduceOp::Sum)?;
+    assert!(shared.iter().all(|&x| x == 1.5 * world as f32));
+    let mut sum = group.all_reduce_async(vec![rank as u64; 9], ReduceOp::Sum)?.wait()?;
+    assert_eq!(sum.pop(), Some((0..world as u64).sum()));
+    group.monitored_barrier(TIMEOUT)
+}
+
+/// Messages in both directions at once, out of order between peers, empty and large ones.
+fn messages(group: &ProcessGroup) -> Result<()> {
+    let (rank, world) = (group.rank(), group.world_size());
+    let peers: Vec<usize> = (0..world).filter(|&peer| peer != rank).collect();
+    let counts = [3, 0, 3_000_000, 1];
+    for round in 0..3_u64 {
+        let of = |from: usize, to: usize, i: usize| {
+            vec![round << 40 | (from << 20 | to << 10 | i) as u64; counts[i]]
+        };
+        let out: Vec<Vec<Vec<u64>>> = peers
+            .iter()
+            .map(|&peer| (0..counts.len()).map(|i| of(rank, peer, i)).collect())
+            .collect();
+        let mut into: Vec<Vec<Vec<u64>>> =
+            peers.iter().map(|_| counts.iter().map(|&count| vec![0; count]).collect()).collect();
+        let mut batch = Vec::new();
+        for (&peer, blocks) in peers.iter().zip(&mut into).rev() {
+            batch.extend(blocks.iter_mut().map(|block| Message::recv(block, peer)));
+        }
+        for (&peer, blocks) in peers.iter().zip(&out) {
+            batch.extend(blocks.iter().map(|block| Message::send(block, peer)));
+        }
+        group.batch_isend_irecv(batch)?;
+        for (&peer, blocks) in peers.iter().zip(&into) {
+            for (i, block) in blocks.iter().enumerate() {
+                assert_eq!(*block, of(peer, rank, i));
+            }
+        }
+    }
+    // Pairs only: the others are in the barrier already.
+    if world > 1 && rank < 2 {
+        let mut got = [0.0_f32; 5];
+        match rank {
+            0 => group.send(&[1.0_f32; 5], 1)?,
+            _ => group.recv(&mut got, 0)?,
+        }
+        assert!(rank == 0 || got == [1.0; 5]);
+    }
+    group.barrier()
+}
+
+/// Any order of folding is allowed, but not different bits on the ranks, nor wrong numbers.
+fn fast(group: &ProcessGroup) -> Result<()> {
+    let (rank, world) = (group.rank(), group.world_size());
+    for count in [0, 1, 5, 1000, 100_003] {
+        let value = |rank: usize, i: usize| ((i * 7 + rank * 13) % 64) as f32;
+        let fold = |i: usize, f: fn(f32, f32) -> f32| {
+            (0..world).map(|rank| value(rank, i)).reduce(f).unwrap()
+        };
+        let mean = |i: usize| fold(i, |a, b| a + b) / world as f32;
+        let own: Vec<bf16> = (0..count).map(|i| bf16::from_f32(value(rank, i))).collect();
+        let mut buf = own.clone();
+        group.all_reduce(&mut buf, ReduceOp::Avg)?;
+        let mut all = vec![bf16::ZERO; world * count];
+        group.all_gather(&mut all, &buf)?;
+        for (i, x) in buf.iter().enumerate() {
+            // Two roundings of 2^-9, of sums up to five times the mean.
+            assert!((x.to_f32() - mean(i)).abs() <= mean(i) / 64.0, "{x} is not {}", mean(i));
+            assert!((0..world).all(|rank| all[rank * count + i].to_bits() == x.to_bits()));
+        }
+        let mut buf = own.clone();
+        group.reduce(&mut buf, ReduceOp::Max, world - 1)?;
+        let max = |i: usize| bf16::from_f32(fold(i, f32::max));
+        let expected = if rank == world - 1 { (0..count).map(max).collect() } else { own };
+        assert_eq!(buf, expected);
+        let mut buf: Vec<f32> = (0..count).map(|i| value(rank, i)).collect();
+        group.all_reduce(&mut buf, ReduceOp::pre_mul_sum(0.25))?;
+        assert!(buf.iter().enumerate().all(|(i, &x)| x == fold(i, |a, b| a + b) / 4.0));
+        let mut buf = vec![if rank == 0 { f16::NAN } else { f16::ONE }; count];
+        group.all_reduce(&mut buf, ReduceOp::Min)?;
+        assert!(buf.iter().all(|x| x.is_nan()));
+        let mut bits = vec![1_u64 << rank; count];
+        group.all_reduce(&mut bits, ReduceOp::BitXor)?;
+        assert_eq!(bits, vec![(1 << world) - 1; count]);
+    }
+    Ok(())
+}
+
+#[test]
+fn every_rank_gets_what_is_sent() {
+    for world in 1..=5 {
+        threads(world, &options(TIMEOUT), |group| moves(&group).unwrap());
+        threads(world, &options(TIMEOUT), |group| messages(&group).unwrap());
+    }
+}
+
+#[test]
+fn gloos_own_reductions_agree_on_all_ranks() {
+    let options = options(TIMEOUT).with_determinism(Determinism::Fast);
+    for world in 1..=5 {
+        threads(world, &options, |group| fast(&group).unwrap());
+    }
+}
+
+#[test]
+fn ranks_as_processes() {
+    for world in 1..=4 {
+        let ranks: Vec<_> = (0..world).collect();
+        Workers::start("moves", world, &ranks, TIMEOUT).finish();
+    }
+}
+
+#[test]
+fn a_name_may_be_used_again_when_its_group_is_gone() {
+    let store = Arc::new(MemoryStore::new());
+    for _ in 0..2 {
+        std::thread::scope(|scope| {
+            for rank in 0..3 {
+                let store = Arc::clone(&store);
+                scope.spawn(move || {
+                    let group = ProcessGroup::from_store(
+                        store,
+                        rank,
+                        3,
+                        options(TIMEOUT).with_transport(Transport::Gloo),
+                    )
+                    .unwrap();
+                    group.barrier().unwrap();
+                });
+            }
+        });
+    }
+}
+
+/// Two ranks call what `call` says; both must see `field` differ, name what each called, and have
+/// their bytes unchanged.
+fn mismatch(
+    determinism: Determinism,
+    field: &str,
+    call: impl Fn(&ProcessGroup, &mut [f32], &mut [f32]) -> Result<()> + Sync,
+) {
+    for count in [10, 100_000] {
+        let options = options(TIMEOUT).with_determinism(determinism);
+        threads(2, &options, |group| {
+            let start = Instant::now();
+            let fill: Vec<f32> = (0..count).map(|i| (i + group.rank()) as f32).collect();
+            let (mut one, mut two) = (fill.clone(), fill.repeat(2));
+            let error = call(&group, &mut one, &mut two).unwrap_err();
+            assert!(start.elapsed() < SOON);
+            let Error::Mismatch { field: got, by_rank, .. } = &error else { panic!("{error}") };
+            assert_eq!(*got, field, "{error}");
+            assert_eq!(by_rank.iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [0, 1]);
+            assert_ne!(by_rank[0].1, by_rank[1].1);
+            assert_eq!(one, fill);
+            assert_eq!(two, fill.repeat(2));
+            let next = group.barrier().unwrap_err();
+            assert!(matches!(next, Error::Poisoned(_)), "{next}");
+        });
+    }
+}
+
+#[test]
+fn different_calls_are_a_mismatch_and_change_nothing() {
+    let sum = ReduceOp::Sum;
+    for determinism in [Determinism::RankOrder, Determinism::Fast] {
+        mismatch(determinism, "verb", |group, one, two| match group.rank() {
+            0 => group.all_gather(two, one),
+            _ => group.reduce_scatter(one, two, sum),
+        });
+        mismatch(determinism, "verb", |group, one, two| match group.rank() {
+            0 => group.all_to_all(two, &one.repeat(2)),
+            _ => group.barrier(),
+        });
+        // Gloo itself returns garbage.
+        mismatch(determinism, "dtype", |group, one, _| match group.rank() {
+            0 => group.all_reduce(one, sum),
+            _ => group.all_reduce(&mut vec![1_i32; one.len()], sum),
+        });
+        // Gloo itself ends the process.
+        mismatch(determinism, "count", |group, one, _| {
+            let count = one.len() - group.rank();
+            group.all_reduce(&mut one[..count], sum)
+        });
+        mismatch(determinism, "op", |group, one, _| {
+            group.reduce(one, if group.rank() == 0 { sum } else { ReduceOp::Max }, 0)
+        });
+        mismatch(determinism, "root", |group, one, _| group.broadcast(one, group.rank()));
+    }
+}
+
+#[test]
+fn a_message_that_is_not_expected_does_not_land() {
+    for wrong in 0..3 {
+        threads(3, &options(TIMEOUT), |group| {
+            let start = Instant::now();
+            let mut buf = [7_u32; 100].map(|x| x as f32);
+            let error = match group.rank() {
+                0 => match wrong {
+                    0 => group.send(&[1.0_f32; 99], 1),
+                    1 => group.send(&[1_i32; 100], 1),
+                    // An empty message is on its way at once.
+                    _ => group.send(&[1.0_f32; 0], 1).and_then(|()| group.barrier()),
+                },
+                1 => group.recv(&mut buf, 0),
+                _ => group.barrier(),
+            }
+            .unwrap_err();
+            assert!(start.elapsed() < SOON);
+            assert_eq!(buf, [7.0; 100]);
+            match group.rank() {
+                1 => {
+                    let Error::Mismatch { field, .. } = &error else { panic!("{error}") };
+                    assert_eq!(*field, if wrong == 1 { "dtype" } else { "count" }, "{error}");
+                }
+                _ => {
+                    let Error::Aborted { by: 1, reason } = &error else { panic!("{error}") };
+                    assert!(reason.contains("disagree"), "{reason}");
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn ranks_that_never_come_are_named_in_time() {
+    let timeout = Duration::from_millis(500);
+    let errors = threads(4, &options(timeout), |group| {
+        let start = Instant::now();
+        // Ranks 1 and 3 keep the group but do something else.
+        if group.rank() % 2 == 1 {
+            std::thread::sleep(2 * timeout);
+            let late = group.barrier().unwrap_err();
+            assert!(matches!(late, Error::Aborted { .. }), "{late}");
+            return None;
+        }
+        let error = group.all_reduce(&mut [1.0_f32; 5000], ReduceOp::Sum).unwrap_err();
+        let waited = start.elapsed();
+        assert!(waited >= timeout.mul_f32(0.8) && waited < timeout + SOON, "{waited:?}");
+        let next = group.barrier().unwrap_err();
+        assert!(matches!(next, Error::Poisoned(_)), "{next}");
+        Some(error)
+    });
+    for error in errors.into_iter().flatten() {
+        let Error::Timeout { missing, op, .. } = &error else { panic!("{error}") };
+        assert_eq!(missing, &[1, 3]);
+        assert!(op.contains("all_reduce #"), "{op}");
+    }
+}
+
+#[test]
+fn a_sender_and_a_receiver_who_wait_in_vain_name_the_other() {
+    for receives in [false, true] {
+        let timeout = Duration::from_millis(300);
+        threads(2, &options(timeout), |group| {
+            if group.rank() == 1 {
+                std::thread::sleep(2 * timeout);
+                return;
+            }
+            let error = match receives {
+                true => group.recv(&mut [0_u8; 3], 1),
+                false => group.send(&[0_u8; 3], 1),
+            };
+            let Err(Error::Timeout { missing, .. }) = &error else { panic!("{error:?}") };
+            assert_eq!(missing, &[1]);
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_never_joins_is_named() {
+    let store = Arc::new(MemoryStore::new());
+    let start = Instant::now();
+    let options = options(Duration::from_millis(300));
+    let error =
+        ProcessGroup::from_store(store, 1, 3, options.with_transport(Transport::Gloo)).unwrap_err();
+    let Error::Timeout { missing, op, .. } = &error else { panic!("{error}") };
+    assert_eq!((missing.as_slice(), op.as_str()), (&[0, 2][..], "joining group default"));
+    assert!(start.elapsed() < SOON);
+}
+
+#[test]
+fn a_rank_that_said_where_it_is_and_then_died_is_named() {
+    // Both meshes of both ranks: sockets of a process that is gone.
+    let store = Arc::new(MemoryStore::new());
+    let workers = Workers::start("vanish", 2, &[0], Duration::from_secs(2));
+    let said = workers.file("said-0");
+    let bytes: Vec<u8> = said.split(' ').map(|byte| byte.parse().unwrap()).collect();
+    drop(workers);
+    collective::Store::set(&*store, "default/gloo/1/member/0", &bytes).unwrap();
+    let start = Instant::now();
+    let options = options(Duration::from_secs(2));
+    let error =
+        ProcessGroup::from_store(store, 1, 2, options.with_transport(Transport::Gloo)).unwrap_err();
+    assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
+    match error {
+        Error::PeerDied { rank: 0, .. } => {}
+        Error::Timeout { missing, .. } => assert_eq!(missing, [0]),
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn abort_wakes_everyone() {
+    for determinism in [Determinism::RankOrder, Determinism::Fast] {
+        let options = options(TIMEOUT).with_determinism(determinism);
+        let errors = threads(4, &options, |group| {
+            let start = Instant::now();
+            if group.rank() == 2 {
+                std::thread::sleep(Duration::from_millis(50));
+                group.abort("the data loader is out of data");
+            }
+            let error = match group.rank() {
+                1 => group.all_reduce_async(vec![1_u8; 9], ReduceOp::Sum).unwrap().wait().map(drop),
+                3 => group.recv(&mut [0_u8; 9], 0),
+                _ => group.barrier(),
+            };
+            assert!(start.elapsed() < SOON);
+            error.unwrap_err()
+        });
+        for error in errors {
+            let Error::Aborted { by: 2, reason } = &error else { panic!("{error}") };
+            assert_eq!(reason, "the data loader is out of data");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_early_is_named() {
+    let errors = threads(3, &options(TIMEOUT), |group| {
+        let start = Instant::now();
+        if group.rank() == 1 {
+            return None;
+        }
+        let error = match group.rank() {
+            0 => group.all_reduce(&mut [0_i64; 3000], ReduceOp::Sum).unwrap_err(),
+            _ => group.recv(&mut [0_u8; 3], 1).unwrap_err(),
+        };
+        assert!(start.elapsed() < SOON);
+        Some(error)
+    });
+    for error in errors.into_iter().flatten() {
+        assert!(matches!(error, Error::Aborted { by: 1, .. }), "{error}");
+    }
+}
+
+/// The last of everything arrives although its sender is gone.
+#[test]
+fn a_rank_may_leave_when_its_part_is_done() {
+    for _ in 0..20 {
+        threads(3, &options(TIMEOUT), |group| {
+            let mut all = vec![0_i32; 3 * 50_000];
+            group.all_gather(&mut all, &vec![group.rank() as i32; 50_000]).unwrap();
+            match group.rank() {
+                0 => group.send(&all, 1).unwrap(),
+                1 => group.recv(&mut all, 0).unwrap(),
+                _ => {}
+            }
+            assert_eq!(all[149_999], 2);
+        });
+    }
+}
+
+#[test]
+fn a_killed_rank_is_named_by_every_survivor() {
+    for round in 0..8_u64 {
+        let world = 2 + round as usize % 3;
+        let ranks: Vec<_> = (0..world).collect();
+        let scenario = if round % 2 == 0 { "work" } else { "work-fast" };
+        let mut workers = Workers::start(scenario, world, &ranks, TIMEOUT);
+        for rank in &ranks {
+            workers.file(&format!("ready-{rank}"));
+        }
+        let victim = (round as usize * 7 + 1) % world;
+        // To hit another point each time.
+        std::thread::sleep(Duration::from_micros(round * round * 1370 % 9000));
+        let pid = workers.children[victim].id();
+        workers.children[victim].kill().unwrap();
+        let start = Instant::now();
+        for rank in ranks.into_iter().filter(|&rank| rank != victim) {
+            let report = workers.file(&format!("report-{rank}"));
+            assert!(report.contains(&format!("rank {victim} (pid {pid}) died")), "{report}");
+            assert!(workers.wait(rank).success());
+        }
+        assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
+    }
+}
+
+#[test]
+fn a_group_is_split_and_rebuilt_over_gloo() {
+    threads(4, &options(TIMEOUT), |group| {
+        let rank = group.rank();
+        let half = group.split(Some(rank as u32 % 2), 0).unwrap().unwrap();
+        let mut sum = [rank as i64];
+        half.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+        assert_eq!(sum, [if rank % 2 == 0 { 2 } else { 4 }]);
+        drop(half);
+        if rank == 2 {
+            return;
+        }
+        let error = group.barrier().unwrap_err();
+        assert!(matches!(error, Error::Aborted { by: 2, .. }), "{error}");
+        let group = group.rebuild(Duration::from_millis(500)).unwrap();
+        let mut sum = vec![rank as i64; 5000];
+        group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+        assert_eq!((group.global_ranks(), sum), (&[0, 1, 3][..], vec![4; 5000]));
+    });
+}
+
+#[test]
+fn a_rank_stopped_in_the_middle_is_named_in_time() {
+    for (scenario, world) in [("work", 3), ("work-fast", 3)] {
+        let ranks: Vec<_> = (0..world).collect();
+        let workers = Workers::start(scenario, world, &ranks, Duration::from_secs(3));
+        for rank in &ranks {
+            workers.file(&format!("ready-{rank}"));
+        }
+        let pid = workers.children[1].id().to_string();
+        let stopped = std::process::Command::new("kill").args(["-STOP", &pid]).status().unwrap();
+        assert!(stopped.success());
+        for rank in ranks.into_iter().filter(|&rank| rank != 1) {
+            let report = workers.file(&format!("report-{rank}"));
+            assert!(report.contains("timed out"), "{report}");
+            assert!(report.ends_with("missing rank 1"), "{report}");
+        }
+    }
+}
+
+/// Works without end, in all ways there are, until the group fails.
+fn work_until_failure(group: &ProcessGroup, ready: impl Fn()) -> Result<()> {
+    let (rank, world) = (group.rank(), group.world_size());
+    let (mut small, mut large) = (vec![1_i32; 10], vec![1.0_f32; 1 << 20]);
+    for round in 0.. {
+        group.all_reduce(&mut small, ReduceOp::Max)?;
+        group.all_reduce(&mut large, ReduceOp::Avg)?;
+        group.reduce(&mut large, ReduceOp::Avg, round % world)?;
+        group.broadcast(&mut large, round % world)?;
+        let mut into = [0_u8; 9];
+        let ring = [
+            Message::send(&[1_u8; 9], (rank + 1) % world),
+            Message::recv(&mut into, (rank + world - 1) % world),
+        ];
+        group.batch_isend_irecv(ring.into())?;
+        group.barrier()?;
+        if round == 0 {
+            ready();
+        }
+    }
+    Ok(())
+}
+
+/// Not a test: what a process rank runs.
+#[test]
+fn worker() {
+    let Some(role) = Role::from_env() else { return };
+    let store = Arc::new(TcpStore::connect("127.0.0.1", role.port, role.timeout).unwrap());
+    let mut options = options(role.timeout);
+    if role.scenario == "work-fast" {
+        options = options.with_determinism(Determinism::Fast);
+    }
+    if role.scenario == "vanish" {
+        let known = Arc::clone(&store);
+        std::thread::spawn(move || {
+            ProcessGroup::from_store(
+                known,
+                role.rank,
+                role.world,
+                options.with_transport(Transport::Gloo),
+            )
+        });
+        let key = "default/gloo/1/member/0";
+        let bytes = collective::Store::get(&*store, key, role.timeout).unwrap();
+        let text: Vec<String> = bytes.iter().map(ToString::to_string).collect();
+        std::fs::write(role.dir.join("new"), text.join(" ")).unwrap();
+        std::fs::rename(role.dir.join("new"), role.dir.join("said-0")).unwrap();
+        std::thread::sleep(DEADLINE);
+        return;
+    }
+    let group = ProcessGroup::from_store(
+        store,
+        role.rank,
+        role.world,
+        options.with_transport(Transport::Gloo),
+    )
+    .unwrap();
+    match role.scenario.as_str() {
+        "moves" => {
+            moves(&group).unwrap();
+            messages(&group).unwrap();
+        }
+        _ => {
+            let ready =
+                || std::fs::write(role.dir.join(format!("ready-{}", role.rank)), "").unwrap();
+            let error = work_until_failure(&group, ready).unwrap_err();
+            role.report(&error.to_string());
+        }
+    }
+}

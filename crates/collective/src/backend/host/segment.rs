@@ -159,7 +159,7 @@ impl Segment {
     #[cfg(loom)]
     pub(super) fn of_model(world: usize) -> Result<Vec<Self>> {
         let bytes = Self::bytes(world);
-        let map = Mapping::new(sys::memfd(NAME, bytes)?, bytes)?;
+        let map = Mapping::new(sys::memfd(NAME, bytes, bytes)?, bytes)?;
         // Words are there before any rank is.
         let slot = |index: usize| slots(world) + index * SLOT;
         let heads = (0..2 * world).map(|index| (slot(index), SLOT_DATA));

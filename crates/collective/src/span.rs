@@ -10,6 +10,15 @@
 
 use std::marker::PhantomData;
 
+/// How a copy stores what it has read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Route {
+    /// Into this core's cache.
+    Cached,
+    /// Into memory, taking it out of every cache.
+    Streamed,
+}
+
 /// `len` bytes at `ptr`, alive for `'a`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Span<'a> {
@@ -19,6 +28,9 @@ pub(crate) struct Span<'a> {
 }
 
 impl<'a> Span<'a> {
+    /// No bytes.
+    pub(crate) const EMPTY: Self = Self { ptr: std::ptr::null_mut(), len: 0, life: PhantomData };
+
     /// A slice that nobody else sees.
     pub(crate) fn from_mut(bytes: &'a mut [u8]) -> Self {
         // SAFETY: borrowed mutably for all of `'a`, and a `Span` stays on its thread.
@@ -68,6 +80,61 @@ impl<'a> Span<'a> {
         // stays inside); `copy` allows them to overlap.
         unsafe { std::ptr::copy(source.ptr, self.ptr, self.len) };
     }
+
+    /// Copies all of `source`, which has the same length and lies elsewhere, here by a route. What
+    /// this thread publishes afterwards comes after the copy by either.
+    pub(crate) fn copy_by(self, route: Route, source: Span<'_>) {
+        match route {
+            Route::Cached => self.copy_from(source),
+            Route::Streamed => self.stream_from(source),
+        }
+    }
+
+    fn stream_from(self, source: Span<'_>) {
+        assert_eq!(self.len, source.len, "a copy keeps the length");
+        let head = self.ptr.align_offset(LINE).min(self.len);
+        let body = (self.len - head) / LINE * LINE;
+        let tail = self.len - head - body;
+        self.part(0, head).copy_from(source.part(0, head));
+        stream_lines(self.part(head, body), source.part(head, body));
+        self.part(head + body, tail).copy_from(source.part(head + body, tail));
+    }
+}
+
+/// Bytes of a cache line, which a streaming store fills whole.
+const LINE: usize = 64;
+
+/// Copies whole lines to whole lines past the caches.
+#[cfg(target_arch = "x86_64")]
+fn stream_lines(to: Span<'_>, from: Span<'_>) {
+    // SAFETY: every x86-64 processor has SSE2.
+    unsafe { stream_lines_sse2(to, from) };
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "sse2")]
+fn stream_lines_sse2(to: Span<'_>, from: Span<'_>) {
+    use std::arch::x86_64::{_mm_loadu_si128, _mm_setzero_si128, _mm_sfence, _mm_stream_si128};
+    assert!(to.len == from.len && to.len.is_multiple_of(LINE), "whole lines");
+    assert!(to.ptr.addr().is_multiple_of(LINE) || to.len == 0, "lines start at a line");
+    for line in (0..to.len).step_by(LINE) {
+        let mut parts = [_mm_setzero_si128(); 4];
+        for (i, part) in parts.iter_mut().enumerate() {
+            // SAFETY: inside of `from`, by the first assertion; the load is unaligned.
+            *part = unsafe { _mm_loadu_si128(from.ptr.wrapping_add(line + 16 * i).cast()) };
+        }
+        for (i, part) in parts.into_iter().enumerate() {
+            // SAFETY: inside of `to`, and aligned, by the assertions.
+            unsafe { _mm_stream_si128(to.ptr.wrapping_add(line + 16 * i).cast(), part) };
+        }
+    }
+    // Streaming stores heed no Release store that follows, but this.
+    _mm_sfence();
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn stream_lines(to: Span<'_>, from: Span<'_>) {
+    to.copy_from(from);
 }
 
 #[cfg(test)]
@@ -85,6 +152,23 @@ mod tests {
         target.part(0, 2).copy_from(source.part(2, 2));
         target.part(4, 0).copy_from(source.part(4, 0));
         assert_eq!(to, [3, 4, 0, 0]);
+    }
+
+    #[test]
+    fn both_routes_copy_every_byte_and_no_other() {
+        for (start, len) in [(0, 0), (0, 64), (1, 63), (63, 1), (7, 200), (64, 512), (33, 700)] {
+            let mut from: Vec<u8> = (0..len).map(|i| (i * 7 + 1) as u8).collect();
+            for route in [Route::Cached, Route::Streamed] {
+                let mut to = vec![0xaa_u8; 1024];
+                // SAFETY: the vector outlives the span and is not touched meanwhile.
+                let source = unsafe { Span::new(from.as_mut_ptr(), len) };
+                // SAFETY: likewise.
+                let target = unsafe { Span::new(to.as_mut_ptr(), 1024) };
+                target.part(start, len).copy_by(route, source);
+                assert_eq!(to[start..start + len], from);
+                assert!(to[..start].iter().chain(&to[start + len..]).all(|&x| x == 0xaa));
+            }
+        }
     }
 
     #[test]

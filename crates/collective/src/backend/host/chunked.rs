@@ -2,16 +2,20 @@
 //!
 //! A rank stages what others need of a chunk in its own stage, waits until they have too, folds its
 //! shard over all ranks' stages in rank order, and puts the result where the shard would have been
-//! in its own stage, for the others to copy out. With three stages per rank the next chunk is staged
-//! before this one is waited for, so a rank rarely waits for a peer that keeps up.
+//! in its own stage, for the others to copy out. With several stages per rank the next chunk is
+//! staged before this one is waited for, so a rank rarely waits for a peer that keeps up.
 
 use super::segment::{CHUNK_BYTES, Counter};
 use super::turn::{Turn, Who};
-use crate::span::Span;
+use crate::span::{Route, Span};
 use crate::{ReduceOp, Result, simd};
 
 /// Bytes folded at a time: the sources and the result stay in the nearest caches.
 pub(super) const FOLD_BYTES: usize = 16 << 10;
+
+/// Bytes of a chunk between two ranks: both fold all of it, so half of what more ranks take keeps
+/// it in the second-level cache.
+const PAIR_BYTES: usize = CHUNK_BYTES / 2;
 
 /// What every chunked algorithm keeps: chunk `i` of this operation is chunk `first + i` of the
 /// group.
@@ -58,11 +62,13 @@ pub(super) fn all_reduce(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
     };
     let stage = |i| {
         let (chunk, number) = (chunk(i), chunks.number(i));
-        let stage = turn.claim_stage(number)?;
-        for peer in turn.peers() {
-            let (start, len) = shard(peer, world, chunk.len());
-            stage.part(start, len).copy_from(chunk.part(start, len));
-        }
+        let stage = turn.claim_stage(number, chunk.len())?;
+        turn.pace.stage(number, chunk.len() / world * (world - 1), |route| {
+            for peer in turn.peers() {
+                let (start, len) = shard(peer, world, chunk.len());
+                stage.part(start, len).copy_by(route, chunk.part(start, len));
+            }
+        });
         turn.publish(Counter::Staged, number + 1);
         Ok(())
     };
@@ -76,16 +82,49 @@ pub(super) fn all_reduce(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
         turn.wait_for(Who::All, Counter::Staged, number + 1)?;
         let (start, len) = shard(rank, world, chunk.len());
         let own = chunk.part(start, len);
-        let stage_of = |rank| segment.stage(rank, number).part(start, len);
+        let stage_of = |rank| segment.stage(rank, number, chunk.len()).part(start, len);
         let source = |from| if from == rank { own } else { stage_of(from) };
-        let sources: Vec<_> = (0..world).map(source).collect();
-        fold_to(turn, op, own, &sources, &[stage_of(rank)]);
+        let route = turn.pace.route();
+        turn.spans(source, |sources| fold_to(turn, op, own, sources, &[stage_of(rank)], route));
         turn.publish(Counter::Folded, number + 1);
         for peer in turn.peers() {
             turn.wait_for(Who::One(peer), Counter::Folded, number + 1)?;
             let (start, len) = shard(peer, world, chunk.len());
-            chunk.part(start, len).copy_from(segment.stage(peer, number).part(start, len));
+            let folded = segment.stage(peer, number, chunk.len()).part(start, len);
+            chunk.part(start, len).copy_from(folded);
         }
+        turn.publish(Counter::Drained, number + 1);
+    }
+    Ok(())
+}
+
+/// Between two ranks, two steps per chunk: both stage all of it, both fold all of it.
+///
+/// No more bytes pass between the ranks than if each folded one half and fetched the other, and
+/// there is one wait less.
+pub(super) fn all_reduce_pair(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
+    let chunks = Chunks::new(turn, buf.len(), PAIR_BYTES);
+    let op = turn.op.op.expect("an all_reduce has an operator");
+    let chunk = |i| {
+        let (start, len) = chunks.range(i, buf.len());
+        buf.part(start, len)
+    };
+    turn.stage(chunks.number(0), chunk(0))?;
+    turn.enter()?;
+    for i in 0..chunks.count {
+        if i + 1 < chunks.count {
+            turn.stage(chunks.number(i + 1), chunk(i + 1))?;
+        }
+        let (chunk, number) = (chunk(i), chunks.number(i));
+        turn.wait_for(Who::All, Counter::Staged, number + 1)?;
+        let source = |from| {
+            if from == turn.rank() {
+                chunk
+            } else {
+                turn.segment().stage(from, number, chunk.len())
+            }
+        };
+        turn.spans(source, |sources| simd::fold(turn.op.dtype, op, chunk, sources));
         turn.publish(Counter::Drained, number + 1);
     }
     Ok(())
@@ -103,11 +142,13 @@ pub(super) fn reduce(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
     };
     let stage = |i| {
         let (chunk, number) = (chunk(i), chunks.number(i));
-        let stage = turn.claim_stage(number)?;
-        for peer in turn.peers() {
-            let (start, len) = shard(peer, world, chunk.len());
-            stage.part(start, len).copy_from(chunk.part(start, len));
-        }
+        let stage = turn.claim_stage(number, chunk.len())?;
+        turn.pace.stage(number, chunk.len() / world * (world - 1), |route| {
+            for peer in turn.peers() {
+                let (start, len) = shard(peer, world, chunk.len());
+                stage.part(start, len).copy_by(route, chunk.part(start, len));
+            }
+        });
         turn.publish(Counter::Staged, number + 1);
         Ok(())
     };
@@ -121,15 +162,16 @@ pub(super) fn reduce(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
         turn.wait_for(Who::All, Counter::Staged, number + 1)?;
         let (start, len) = shard(rank, world, chunk.len());
         let own = chunk.part(start, len);
-        let stage_of = |rank| segment.stage(rank, number).part(start, len);
+        let stage_of = |rank| segment.stage(rank, number, chunk.len()).part(start, len);
         let source = |from| if from == rank { own } else { stage_of(from) };
-        let sources: Vec<_> = (0..world).map(source).collect();
-        fold_to(turn, op, if rank == root { own } else { stage_of(rank) }, &sources, &[]);
+        let out = if rank == root { own } else { stage_of(rank) };
+        turn.spans(source, |sources| fold_to(turn, op, out, sources, &[], Route::Cached));
         turn.publish(Counter::Folded, number + 1);
         for peer in turn.peers().filter(|_| rank == root) {
             turn.wait_for(Who::One(peer), Counter::Folded, number + 1)?;
             let (start, len) = shard(peer, world, chunk.len());
-            chunk.part(start, len).copy_from(segment.stage(peer, number).part(start, len));
+            let folded = segment.stage(peer, number, chunk.len()).part(start, len);
+            chunk.part(start, len).copy_from(folded);
         }
         turn.publish(Counter::Drained, number + 1);
     }
@@ -149,11 +191,13 @@ pub(super) fn reduce_scatter(turn: &mut Turn<'_>, input: Span<'_>, output: Span<
     };
     let stage = |i| {
         let number = chunks.number(i);
-        let stage = turn.claim_stage(number)?;
-        for peer in turn.peers() {
-            let block = block(peer, i);
-            stage.part(peer * piece, block.len()).copy_from(block);
-        }
+        let stage = turn.claim_stage(number, CHUNK_BYTES)?;
+        let (_, len) = chunks.range(i, output.len());
+        turn.pace.stage(number, len * (world - 1), |route| {
+            for peer in turn.peers() {
+                stage.part(peer * piece, len).copy_by(route, block(peer, i));
+            }
+        });
         turn.publish(Counter::Staged, number + 1);
         Ok(())
     };
@@ -170,11 +214,12 @@ pub(super) fn reduce_scatter(turn: &mut Turn<'_>, input: Span<'_>, output: Span<
             if from == rank {
                 block(rank, i)
             } else {
-                segment.stage(from, number).part(rank * piece, len)
+                segment.stage(from, number, CHUNK_BYTES).part(rank * piece, len)
             }
         };
-        let sources: Vec<_> = (0..world).map(source).collect();
-        fold_to(turn, op, output.part(start, len), &sources, &[]);
+        turn.spans(source, |sources| {
+            fold_to(turn, op, output.part(start, len), sources, &[], Route::Cached);
+        });
         turn.publish(Counter::Drained, number + 1);
     }
     Ok(())
@@ -185,10 +230,8 @@ pub(super) fn all_gather(turn: &mut Turn<'_>, input: Span<'_>, output: Span<'_>)
     let chunks = Chunks::new(turn, input.len(), CHUNK_BYTES);
     let segment = turn.segment();
     let stage = |i| {
-        let (number, (start, len)) = (chunks.number(i), chunks.range(i, input.len()));
-        turn.claim_stage(number)?.part(0, len).copy_from(input.part(start, len));
-        turn.publish(Counter::Staged, number + 1);
-        Ok(())
+        let (start, len) = chunks.range(i, input.len());
+        turn.stage(chunks.number(i), input.part(start, len))
     };
     stage(0)?;
     turn.enter()?;
@@ -201,14 +244,14 @@ pub(super) fn all_gather(turn: &mut Turn<'_>, input: Span<'_>, output: Span<'_>)
         for peer in turn.peers() {
             turn.wait_for(Who::One(peer), Counter::Staged, number + 1)?;
             let place = output.part(peer * input.len() + start, len);
-            place.copy_from(segment.stage(peer, number).part(0, len));
+            place.copy_from(segment.stage(peer, number, len));
         }
         turn.publish(Counter::Drained, number + 1);
     }
     Ok(())
 }
 
-/// Two steps per chunk: the root stages, the others copy; the root runs up to three chunks ahead.
+/// Two steps per chunk: the root stages, the others copy; the root runs up to six chunks ahead.
 pub(super) fn broadcast(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
     let chunks = Chunks::new(turn, buf.len(), CHUNK_BYTES);
     let root = turn.op.root.expect("a broadcast has a root");
@@ -217,41 +260,74 @@ pub(super) fn broadcast(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
         let (number, (start, len)) = (chunks.number(i), chunks.range(i, buf.len()));
         let chunk = buf.part(start, len);
         if turn.rank() == root {
-            turn.claim_stage(number)?.part(0, len).copy_from(chunk);
-            turn.publish(Counter::Staged, number + 1);
+            turn.stage(number, chunk)?;
         } else {
             turn.wait_for(Who::One(root), Counter::Staged, number + 1)?;
-            chunk.copy_from(turn.segment().stage(root, number).part(0, len));
+            chunk.copy_from(turn.segment().stage(root, number, len));
         }
         turn.publish(Counter::Drained, number + 1);
     }
     Ok(())
 }
 
-/// Folds block by block into `out`, and copies each block to `copies` while it is in the cache.
+/// Folds block by block into `out`, and copies each block to `copies`, by a route, while it is in
+/// the cache.
 pub(super) fn fold_to(
     turn: &Turn<'_>,
     op: ReduceOp,
     out: Span<'_>,
     sources: &[Span<'_>],
     copies: &[Span<'_>],
+    route: Route,
 ) {
-    let mut blocks = Vec::with_capacity(sources.len());
     for start in (0..out.len()).step_by(FOLD_BYTES) {
         let len = FOLD_BYTES.min(out.len() - start);
-        blocks.clear();
-        blocks.extend(sources.iter().map(|source| source.part(start, len)));
         let out = out.part(start, len);
-        simd::fold(turn.op.dtype, op, out, &blocks);
+        let block = |rank: usize| sources[rank].part(start, len);
+        turn.spans(block, |blocks| simd::fold(turn.op.dtype, op, out, blocks));
         for copy in copies {
-            copy.part(start, len).copy_from(out);
+            copy.part(start, len).copy_by(route, out);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use super::super::segment::STAGES;
+    use super::super::threads;
     use super::*;
+    use crate::backend::{Backend, Patience, RawBufs, Wait};
+    use crate::{DType, Error, GroupOptions, OpDesc, Place, Verb};
+
+    #[test]
+    fn who_stops_reading_is_blamed_and_not_the_root_it_holds_up() {
+        let hosts = threads::group(3, &GroupOptions::default()).unwrap();
+        let count = (STAGES as usize + 2) * CHUNK_BYTES;
+        let op = OpDesc { verb: Verb::Broadcast, dtype: DType::U8, op: None, root: Some(0), count };
+        let wait =
+            |ms| Wait { patience: Patience::Caller, timeout: Some(Duration::from_millis(ms)) };
+        let run = |rank: usize, ms| {
+            let mut buf = vec![0_u8; count];
+            let output = buf.as_mut_ptr();
+            let bufs = RawBufs { input: output.cast_const(), output };
+            // SAFETY: the buffer is as long as the operation says and borrowed by nobody.
+            unsafe { hosts[rank].run(&op, bufs, wait(ms)) }.unwrap_err()
+        };
+        std::thread::scope(|scope| {
+            // Enters, and then reads nothing.
+            scope.spawn(|| {
+                let state = &mut hosts[1].state.lock();
+                hosts[1].turn(state, &op, Place::Own, wait(60_000)).enter().unwrap();
+            });
+            let root = scope.spawn(|| run(0, 60_000));
+            for error in [run(2, 300), root.join().unwrap()] {
+                let blamed = matches!(&error, Error::Timeout { missing, .. } if *missing == [1]);
+                assert!(blamed, "{error}");
+            }
+        });
+    }
 
     #[test]
     fn shards_cover_everything_once() {
@@ -265,6 +341,31 @@ mod tests {
                 }
                 assert_eq!(end, len);
             }
+        }
+    }
+
+    #[test]
+    fn long_runs_stay_right_whatever_way_the_chunks_are_staged() {
+        const COUNT: usize = 150_001;
+        for world in [2, 3] {
+            let groups = crate::ProcessGroup::threads(world, Duration::from_secs(60)).unwrap();
+            std::thread::scope(|scope| {
+                for group in groups {
+                    scope.spawn(move || {
+                        let mut buf = vec![0.0_f32; COUNT];
+                        // Enough for a chunk that explores, which is staged past the caches.
+                        for round in 0..40 {
+                            let part = |i: usize| ((i + round) % 1000) as f32;
+                            let fill =
+                                |(i, x): (usize, &mut f32)| *x = part(i) + group.rank() as f32;
+                            buf.iter_mut().enumerate().for_each(fill);
+                            group.all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+                            let sum = |i| part(i) * world as f32 + (world * (world - 1) / 2) as f32;
+                            assert!((0..COUNT).all(|i| buf[i] == sum(i)), "round {round}");
+                        }
+                    });
+                }
+            });
         }
     }
 }

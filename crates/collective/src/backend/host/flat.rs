@@ -15,21 +15,21 @@ pub(super) fn run(turn: &Turn<'_>, input: Span<'_>, output: Span<'_>) -> Result<
         slot(rank).copy_from(input);
     }
     turn.enter()?;
-    let slots = (0..turn.world()).map(slot);
+    // The own input is nearer than its copy, which may still be on its way out of the core.
+    let source = |from| if from == rank { input } else { slot(from) };
     match (op.verb, op.op, op.root) {
         (Verb::Reduce, _, Some(root)) if root != rank => {}
         (Verb::AllReduce | Verb::Reduce, Some(reduce), _) => {
-            simd::fold(op.dtype, reduce, output, &slots.collect::<Vec<_>>());
+            turn.spans(source, |sources| simd::fold(op.dtype, reduce, output, sources));
         }
         (Verb::ReduceScatter, Some(reduce), _) => {
-            let own: Vec<_> =
-                slots.map(|slot| slot.part(rank * output.len(), output.len())).collect();
-            simd::fold(op.dtype, reduce, output, &own);
+            let block = |from| source(from).part(rank * output.len(), output.len());
+            turn.spans(block, |blocks| simd::fold(op.dtype, reduce, output, blocks));
         }
         (Verb::Broadcast, _, Some(root)) if root != rank => output.copy_from(slot(root)),
         (Verb::AllGather | Verb::Counts, ..) => {
-            for (rank, slot) in slots.enumerate() {
-                output.part(rank * slot.len(), slot.len()).copy_from(slot);
+            for from in 0..turn.world() {
+                output.part(from * input.len(), input.len()).copy_from(source(from));
             }
         }
         _ => {}

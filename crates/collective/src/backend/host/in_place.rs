@@ -9,7 +9,7 @@ use super::chunked::{fold_to, shard};
 use super::segment::Counter;
 use super::turn::{Turn, Who};
 use crate::Result;
-use crate::span::Span;
+use crate::span::{Route, Span};
 
 /// One step; see [`ProcessGroup::all_reduce`](crate::ProcessGroup::all_reduce).
 pub(super) fn all_reduce(turn: &mut Turn<'_>, buf: Span<'_>, shared: &InUse) -> Result<()> {
@@ -23,10 +23,9 @@ pub(super) fn all_reduce(turn: &mut Turn<'_>, buf: Span<'_>, shared: &InUse) -> 
         // This rank's own part is borrowed by the caller; only the caller's pointer reaches it.
         if rank == turn.rank() { own } else { shared.map.data(offset, len) }
     };
-    let sources: Vec<_> = (0..turn.world()).map(part_of).collect();
     let copies: Vec<_> = turn.peers().map(part_of).collect();
     let op = turn.op.op.expect("an all_reduce has an operator");
-    fold_to(turn, op, own, &sources, &copies);
+    turn.spans(part_of, |sources| fold_to(turn, op, own, sources, &copies, Route::Cached));
     turn.publish(Counter::Folded, number + 1);
     turn.publish(Counter::Drained, number + 1);
     turn.wait_for(Who::All, Counter::Folded, number + 1)

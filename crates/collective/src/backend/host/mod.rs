@@ -21,6 +21,7 @@ mod flat;
 mod in_place;
 #[cfg(loom)]
 mod model;
+mod pace;
 mod segment;
 pub(crate) mod shm;
 mod sys;
@@ -36,6 +37,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use self::exchange::{Block, Mesh, Way};
+use self::pace::Pace;
 use self::segment::{FLAT_BYTES, MAX_RANKS, Poison, Segment};
 pub(super) use self::sys::ForkGuard;
 use self::sys::Mapping;
@@ -78,6 +80,8 @@ struct State {
     seq: u64,
     /// Chunks so far.
     chunk: u64,
+    /// This rank's own.
+    pace: Pace,
     /// Exchanges that not all ranks entered, so far; each rank's own number.
     batches: u64,
     shared: Vec<Shared>,
@@ -166,7 +170,8 @@ impl Host {
         *count += 1;
         let Wait { patience, timeout } = wait;
         let timeout = timeout.unwrap_or(self.timeout);
-        Turn { host: self, op, place, seq, patience, timeout, chunk: &mut state.chunk }
+        let State { chunk, pace, .. } = state;
+        Turn { host: self, op, place, seq, patience, timeout, chunk, pace }
     }
 
     /// A first barrier: everyone is here and has the segment.
@@ -206,6 +211,7 @@ impl Host {
         }
         match (turn.op.verb, shared) {
             (Verb::AllReduce, Some(shared)) => in_place::all_reduce(turn, output, shared),
+            (Verb::AllReduce, None) if self.world() == 2 => chunked::all_reduce_pair(turn, output),
             (Verb::AllReduce, None) => chunked::all_reduce(turn, output),
             (Verb::Reduce, _) => chunked::reduce(turn, output),
             (Verb::Broadcast, _) => chunked::broadcast(turn, output),

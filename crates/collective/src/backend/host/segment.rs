@@ -10,8 +10,9 @@
 //!              +64 bell                            1 while the rank sleeps (futex)
 //!              +128 gone                           1 once the rank has left
 //!              +136 note length, +144 missing ranks (4 words), +192 note text (320)
-//! SLOTS      two slots per rank, used in turn: +0 seq, +8 fingerprint, +64 data (8 KiB)
-//! STAGES     three chunks of 256 KiB per rank, used in turn
+//! SLOTS      two slots per rank, used in turn: +0 seq, +8 fingerprint, +48 data of up to 16 bytes,
+//!              +64 data of up to 8 KiB
+//! STAGES     six chunks of 256 KiB per rank, used in turn
 //! CHANNELS   a ring per ordered pair of ranks, see [`channel`](super::channel)
 //! ```
 //!
@@ -22,6 +23,7 @@ use std::ffi::CStr;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::compiler_fence;
 
 use super::channel::Layout;
 use super::sys::{self, Mapping};
@@ -36,8 +38,11 @@ pub(super) const MAX_RANKS: usize = 256;
 pub(super) const FLAT_BYTES: usize = if cfg!(loom) { 64 } else { 8 << 10 };
 /// Bytes of one stage.
 pub(super) const CHUNK_BYTES: usize = if cfg!(loom) { 64 } else { 256 << 10 };
-/// Stages of a rank: one being filled, one being folded, one being read.
-pub(super) const STAGES: u64 = 3;
+/// Stages of a rank. Three would do to fill one while one is folded and one is read; six outgrow
+/// the second-level cache, which is faster, see [`Segment::stage`]. More gain nothing.
+pub(super) const STAGES: u64 = 6;
+/// The smallest part of a stage that a chunk takes.
+const MIN_PART: usize = if cfg!(loom) { 64 } else { 8 << 10 };
 
 const NAME: &CStr = c"collective";
 const MAGIC: u64 = u64::from_le_bytes(*b"collsg01");
@@ -51,6 +56,7 @@ const NOTE_LEN: usize = 136;
 const MISSING: usize = 144;
 const NOTE: usize = 192;
 const NOTE_BYTES: usize = if cfg!(loom) { 8 } else { BLOCK - NOTE };
+const SLOT_LINE: usize = 8 + 8 * Fingerprint::WORDS;
 const SLOT_DATA: usize = 64;
 const SLOT: usize = SLOT_DATA + FLAT_BYTES;
 
@@ -109,6 +115,8 @@ impl Poison {
 pub(super) struct Segment {
     map: Arc<Mapping>,
     pub(super) world: usize,
+    /// Sleepers' heavy fences reach this process.
+    fenced_by_sleepers: bool,
 }
 
 impl Segment {
@@ -122,7 +130,8 @@ impl Segment {
         let bytes = Self::bytes(world);
         let file = sys::memfd(NAME, bytes, channels(world))?;
         let copy = file.try_clone().map_err(|error| Error::io("sharing the segment", &error))?;
-        let segment = Self { map: Arc::new(Mapping::new(copy, bytes)?), world };
+        let map = Arc::new(Mapping::new(copy, bytes)?);
+        let segment = Self { map, world, fenced_by_sleepers: false };
         segment.map.word(8).store(world as u64, Ordering::Relaxed);
         // Release: pairs with the Acquire in `attach`.
         segment.map.word(0).store(MAGIC, Ordering::Release);
@@ -142,21 +151,23 @@ impl Segment {
         if magic != MAGIC || map.word(8).load(Ordering::Relaxed) != world as u64 {
             return Err(wrong());
         }
-        Ok(Self { map: Arc::new(map), world })
+        // A kernel without it leaves the fences to the publishers.
+        Ok(Self { map: Arc::new(map), world, fenced_by_sleepers: sys::join_heavy_fences() })
     }
 
-    /// All ranks' views of a new segment, for a model.
+    /// All ranks' views of a new segment, for a model, in which publishers fence.
     #[cfg(loom)]
     pub(super) fn of_model(world: usize) -> Result<Vec<Self>> {
         let bytes = Self::bytes(world);
-        let map = Mapping::new(sys::memfd(NAME, bytes)?, bytes)?;
+        let map = Mapping::new(sys::memfd(NAME, bytes, bytes)?, bytes)?;
         // Words are there before any rank is.
         let slot = |index: usize| slots(world) + index * SLOT;
         let heads = (0..2 * world).map(|index| (slot(index), SLOT_DATA));
         for (start, bytes) in [(POISON, 8), (BLOCKS, world * BLOCK)].into_iter().chain(heads) {
             map.words.make(start, bytes);
         }
-        (0..world).map(|_| Ok(Self { map: Arc::new(map.again()?), world })).collect()
+        let view = |map| Self { map: Arc::new(map), world, fenced_by_sleepers: false };
+        (0..world).map(|_| Ok(view(map.again()?))).collect()
     }
 
     pub(super) fn counter(&self, rank: Rank, counter: Counter) -> &AtomicU64 {
@@ -183,16 +194,23 @@ impl Segment {
         Fingerprint::from_words(seq, std::array::from_fn(word))
     }
 
-    /// The first `len` bytes of a slot's data.
+    /// The `len` bytes of a slot's data: on the line of the entry if they fit.
     pub(super) fn slot_data(&self, rank: Rank, seq: u64, len: usize) -> Span<'_> {
-        self.map.data(self.slot(rank, seq) + SLOT_DATA, FLAT_BYTES).part(0, len)
+        let offset = if len <= SLOT_DATA - SLOT_LINE { SLOT_LINE } else { SLOT_DATA };
+        self.map.data(self.slot(rank, seq) + offset, FLAT_BYTES).part(0, len)
     }
 
-    /// A rank's stage for a chunk.
-    pub(super) fn stage(&self, rank: Rank, chunk: u64) -> Span<'_> {
+    /// The `len` bytes of a rank's stage that a chunk of this length uses.
+    ///
+    /// Small chunks take one part of the stage after another, so that all of it is in use whatever
+    /// their size: what was staged long ago has left the peers' caches, and storing there is twice
+    /// as fast.
+    pub(super) fn stage(&self, rank: Rank, chunk: u64, len: usize) -> Span<'_> {
         assert!(rank < self.world, "a rank of the group");
         let index = rank * STAGES as usize + (chunk % STAGES) as usize;
-        self.map.data(stages(self.world) + index * CHUNK_BYTES, CHUNK_BYTES)
+        let part = len.next_power_of_two().clamp(MIN_PART, CHUNK_BYTES);
+        let turn = (chunk / STAGES % (CHUNK_BYTES / part) as u64) as usize;
+        self.map.data(stages(self.world) + index * CHUNK_BYTES, CHUNK_BYTES).part(turn * part, len)
     }
 
     /// The mapping, and where the channels lie in it.
@@ -273,9 +291,33 @@ impl Segment {
         }
     }
 
-    /// Wakes a rank if it sleeps. To come after a store of what it waits for and a SeqCst fence: of
-    /// that fence and the sleeper's, between setting its bell and its last look, one is the first;
-    /// so either this sees the bell, or the sleeper sees the store.
+    /// Stands between a rank's Release store of what others may sleep for and its [`ring`]s:
+    /// whoever's sleep begins now either sees the store, or is seen to sleep.
+    ///
+    /// [`ring`]: Self::ring
+    pub(super) fn fence_publisher(&self) {
+        if self.fenced_by_sleepers {
+            // The other half is the heavy fence in `set_bell`, which interrupts this thread if
+            // it runs. A full fence here would take a tenth of a small operation's time.
+            compiler_fence(Ordering::SeqCst);
+        } else {
+            fence(Ordering::SeqCst);
+        }
+    }
+
+    /// Sets the bell, to be followed by a last look before sleeping. Whether publishers are certain
+    /// to see it; if not, sleep but little.
+    pub(super) fn set_bell(&self, rank: Rank) -> bool {
+        self.bell(rank).store(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        // For publishers who leave the fence to us; pairs with `fence_publisher`.
+        sys::heavy_fence()
+    }
+
+    /// Wakes a rank if it sleeps. To come after a store of what it waits for and a SeqCst fence (or
+    /// [`fence_publisher`](Self::fence_publisher)): of that fence and the sleeper's, between setting
+    /// its bell and its last look, one is the first; so either this sees the bell, or the sleeper
+    /// sees the store.
     pub(super) fn ring(&self, rank: Rank) {
         let bell = self.bell(rank);
         if bell.load(Ordering::SeqCst) != 0 && bell.swap(0, Ordering::SeqCst) != 0 {

@@ -22,6 +22,10 @@ use crate::{Error, Result};
 /// Seals that keep a file from being cut short under our feet, which would be a SIGBUS.
 const SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
 
+// linux/membarrier.h, since Linux 4.16.
+const MEMBARRIER_GLOBAL_EXPEDITED: libc::c_int = 1 << 1;
+const MEMBARRIER_REGISTER_GLOBAL_EXPEDITED: libc::c_int = 1 << 2;
+
 /// A file of `bytes` zeros that lives in memory, has no name, and cannot change size.
 ///
 /// The memory of the first `reserved` bytes is reserved now, so that running out of it is an error
@@ -224,6 +228,22 @@ pub(super) fn futex_wait(word: &AtomicU32, value: u32, tick: Duration) {
 pub(super) fn futex_wake(word: &AtomicU32) {
     // SAFETY: the pointer is good for the call.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, libc::c_int::MAX) };
+}
+
+/// Has this process take part in other processes' [`heavy_fence`]; whether the kernel will.
+pub(super) fn join_heavy_fences() -> bool {
+    membarrier(MEMBARRIER_REGISTER_GLOBAL_EXPEDITED)
+}
+
+/// A full fence here and on every running thread of every process that has joined; whether the
+/// kernel did it. About a microsecond.
+pub(super) fn heavy_fence() -> bool {
+    membarrier(MEMBARRIER_GLOBAL_EXPEDITED)
+}
+
+fn membarrier(command: libc::c_int) -> bool {
+    // SAFETY: a system call with plain numbers.
+    unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
 }
 
 /// A descriptor that becomes readable when the process ends.

@@ -7,18 +7,26 @@
 //! Waiting is a ladder: look a few times; spin while that is likely to help; yield the core; sleep
 //! on this rank's bell. Whoever publishes rings the bells of those who sleep. Every rung looks for a
 //! failed group and a peer that left, and ends at the group's timeout.
+//!
+//! What counts for small operations is how many cache lines pass between the cores, and that nobody
+//! waits for a line on its way out: a rank publishes with Release, looks only at what the others
+//! publish, and leaves the fence between publishing and ringing to those who go to sleep.
 
 use std::time::{Duration, Instant};
 
 use super::Host;
-use super::segment::{Counter, Poison, Segment};
+use super::pace::Pace;
+use super::segment::{Counter, Poison, STAGES, Segment};
 use super::sys;
 use crate::span::Span;
-use crate::sync::atomic::{Ordering, fence};
+use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::{Error, OpDesc, Patience, Place, Rank, Result};
 
 /// Looks before the first clock is read.
 pub(super) const LOOKS: u32 = if cfg!(loom) { 1 } else { 200 };
+/// The same, when every rank can have a core and nothing else to do: about as long as a peer on
+/// another chip takes to answer.
+const LOOKS_ALERT: u32 = if cfg!(loom) { 1 } else { 1000 };
 /// How long a caller spins, when every rank can have a core. Longer gains nothing, since a yield on
 /// a free core takes less than a microsecond, and costs when a peer wants this core.
 pub(super) const SPIN: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 1 });
@@ -28,11 +36,18 @@ pub(super) const YIELD: Duration = Duration::from_micros(if cfg!(loom) { 0 } els
 pub(super) const SPIN_BACKGROUND: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 2 });
 /// The longest sleep without looking around, should a wake-up be lost to a crash.
 pub(super) const TICK: Duration = Duration::from_millis(50);
+/// The longest sleep where a publisher may not ring the bell.
+const NAP: Duration = Duration::from_millis(1);
+/// Fingerprints are always compared; a build that measures what it costs leaves it out.
+const CHECKED: bool = cfg!(not(without_fingerprints));
+/// Ranks whose spans lie on the stack: an allocation is a tenth of a small operation.
+const FEW_RANKS: usize = 8;
 
 /// Whom to wait for.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Who {
-    /// Everybody, this rank included.
+    /// All the others. A rank that looks at what it has just published itself waits for the store
+    /// to leave the core.
     All,
     /// One rank.
     One(Rank),
@@ -58,6 +73,7 @@ pub(super) struct Turn<'a> {
     pub(super) timeout: Duration,
     /// Number of the operation's first chunk; the algorithm advances it by the chunks it used.
     pub(super) chunk: &'a mut u64,
+    pub(super) pace: &'a Pace,
 }
 
 impl<'a> Turn<'a> {
@@ -75,8 +91,24 @@ impl<'a> Turn<'a> {
 
     /// The other ranks, from the next one round, so that not all go to the same one first.
     pub(super) fn peers(&self) -> impl Iterator<Item = Rank> + use<> {
-        let (rank, world) = (self.rank(), self.world());
-        (1..world).map(move |step| (rank + step) % world)
+        (self.rank() + 1..self.world()).chain(0..self.rank())
+    }
+
+    /// Gives `then` a span for each rank, in rank order.
+    pub(super) fn spans<R>(
+        &self,
+        of: impl Fn(Rank) -> Span<'a>,
+        then: impl FnOnce(&[Span<'a>]) -> R,
+    ) -> R {
+        let world = self.world();
+        if world > FEW_RANKS {
+            return then(&(0..world).map(of).collect::<Vec<_>>());
+        }
+        let mut few = [Span::EMPTY; FEW_RANKS];
+        for (rank, span) in few[..world].iter_mut().enumerate() {
+            *span = of(rank);
+        }
+        then(&few[..world])
     }
 
     /// Meets all ranks at this operation and compares what they call.
@@ -86,13 +118,23 @@ impl<'a> Turn<'a> {
             return Err(self.failure(poison, Duration::ZERO));
         }
         let own = self.op.fingerprint(seq, self.place);
-        segment.set_fingerprint(self.rank(), &own);
+        if CHECKED {
+            segment.set_fingerprint(self.rank(), &own);
+        }
         // Release: publishes the fingerprint and the slot's data to the Acquire loads in `wait`.
         segment.entry(self.rank(), seq).store(seq + 1, Ordering::Release);
+        let entered = |rank, order| segment.entry(rank, seq).load(order) > seq;
+        // Not this rank's own, see `Who::All`.
+        let all_here = self.peers().all(|rank| self.look(segment.entry(rank, seq), seq));
         self.ring_peers();
-        self.wait(Who::All, &|rank, order| segment.entry(rank, seq).load(order) > seq)?;
-        let differs = |rank| own.difference(&segment.fingerprint(rank, seq));
-        match (0..self.world()).find_map(differs) {
+        if !all_here {
+            self.wait(Who::All, &entered, None)?;
+        }
+        let differs = |rank| {
+            let theirs = segment.fingerprint(rank, seq);
+            if theirs == own { None } else { own.difference(&theirs) }
+        };
+        match self.peers().filter(|_| CHECKED).find_map(differs) {
             None => Ok(()),
             Some(field) => Err(self.mismatch(field)),
         }
@@ -108,30 +150,62 @@ impl<'a> Turn<'a> {
     /// Waits until a counter has reached `value`.
     pub(super) fn wait_for(&self, who: Who, counter: Counter, value: u64) -> Result<()> {
         let segment = self.segment();
-        self.wait(who, &|rank, order| segment.counter(rank, counter).load(order) >= value)
+        let reached = |rank, order| segment.counter(rank, counter).load(order) >= value;
+        // A rank that has not staged a chunk may itself wait for a reader of the stage.
+        let staged = (counter == Counter::Staged).then_some(value);
+        self.wait(who, &reached, staged)
     }
 
-    /// This rank's stage for a chunk, once nobody reads its previous contents.
-    pub(super) fn claim_stage(&self, chunk: u64) -> Result<Span<'a>> {
-        let drained = (chunk + 1).saturating_sub(super::segment::STAGES);
-        self.wait_for(Who::All, Counter::Drained, drained)?;
-        Ok(self.segment().stage(self.rank(), chunk))
+    /// What everybody's `Drained` must have reached before a rank's `Staged` can reach `staged`.
+    fn drained_before(staged: u64) -> u64 {
+        staged.saturating_sub(STAGES)
+    }
+
+    /// The `len` bytes of this rank's stage for a chunk, once nobody reads its previous contents.
+    pub(super) fn claim_stage(&self, chunk: u64, len: usize) -> Result<Span<'a>> {
+        self.wait_for(Who::All, Counter::Drained, Self::drained_before(chunk + 1))?;
+        Ok(self.segment().stage(self.rank(), chunk, len))
+    }
+
+    /// Stages all of a chunk and says so.
+    pub(super) fn stage(&self, chunk: u64, data: Span<'_>) -> Result<()> {
+        let stage = self.claim_stage(chunk, data.len())?;
+        self.pace.stage(chunk, data.len(), |route| stage.copy_by(route, data));
+        self.publish(Counter::Staged, chunk + 1);
+        Ok(())
     }
 
     fn ring_peers(&self) {
-        // SeqCst: pairs with the fence in `sleep`, see `Segment::ring`.
-        fence(Ordering::SeqCst);
+        self.segment().fence_publisher();
         for rank in self.peers() {
             self.segment().ring(rank);
         }
     }
 
-    fn wait(&self, who: Who, reached: &impl Fn(Rank, Ordering) -> bool) -> Result<()> {
-        let mut since = None;
-        for rank in who.ranks(self.world()) {
-            if !(0..LOOKS).any(|_| reached(rank, Ordering::Acquire)) {
+    /// Whether a word comes to exceed a value at once.
+    fn look(&self, word: &AtomicU64, value: u64) -> bool {
+        (0..self.looks()).any(|_| word.load(Ordering::Acquire) > value)
+    }
+
+    fn looks(&self) -> u32 {
+        match self.patience {
+            Patience::Caller if self.host.alert => LOOKS_ALERT,
+            _ => LOOKS,
+        }
+    }
+
+    /// Waits; if it is for chunks to be staged, `staged` is how many of the group's.
+    fn wait(
+        &self,
+        who: Who,
+        reached: &impl Fn(Rank, Ordering) -> bool,
+        staged: Option<u64>,
+    ) -> Result<()> {
+        let (mut since, looks) = (None, self.looks());
+        for rank in who.ranks(self.world()).filter(|&rank| rank != self.rank()) {
+            if !(0..looks).any(|_| reached(rank, Ordering::Acquire)) {
                 let since = *since.get_or_insert_with(Instant::now);
-                self.wait_patiently(rank, who, since, reached)?;
+                self.wait_patiently(rank, who, since, reached, staged)?;
             }
         }
         Ok(())
@@ -144,6 +218,7 @@ impl<'a> Turn<'a> {
         who: Who,
         since: Instant,
         reached: &dyn Fn(Rank, Ordering) -> bool,
+        staged: Option<u64>,
     ) -> Result<()> {
         let (spin, pause) = match (self.patience, self.host.alert) {
             (Patience::Caller, true) => (SPIN, YIELD),
@@ -178,7 +253,7 @@ impl<'a> Turn<'a> {
                 return Err(self.failure(poison, waited));
             }
             if waited >= self.timeout {
-                return self.timed_out(who, waited, reached);
+                return self.timed_out(who, waited, reached, staged);
             }
         }
     }
@@ -190,10 +265,9 @@ impl<'a> Turn<'a> {
     /// Sleeps on this rank's bell, unless there is a reason not to.
     fn sleep(&self, rank: Rank, tick: Duration, reached: &dyn Fn(Rank, Ordering) -> bool) {
         let bell = self.segment().bell(self.rank());
-        bell.store(1, Ordering::SeqCst);
-        // SeqCst: either the looks below see what a peer published, or the peer, who looks at the
-        // bell after publishing and a fence of its own, sees it set.
-        fence(Ordering::SeqCst);
+        // Either the looks below see what a peer published, or the peer, who looks at the bell after
+        // publishing, sees it set.
+        let tick = if self.segment().set_bell(self.rank()) { tick } else { tick.min(NAP) };
         let awake = reached(rank, Ordering::Acquire)
             || self.segment().poison().is_some()
             || self.segment().is_gone(rank);
@@ -214,11 +288,24 @@ impl<'a> Turn<'a> {
         who: Who,
         waited: Duration,
         reached: &dyn Fn(Rank, Ordering) -> bool,
+        staged: Option<u64>,
     ) -> Result<()> {
         let absent = |rank: &Rank| !reached(*rank, Ordering::Acquire);
-        let missing: Vec<Rank> = who.ranks(self.world()).filter(absent).collect();
+        let others = who.ranks(self.world()).filter(|&rank| rank != self.rank());
+        let mut missing: Vec<Rank> = others.filter(absent).collect();
         if missing.is_empty() {
             return Ok(());
+        }
+        if let Some(staged) = staged {
+            let drained = |rank| self.segment().counter(rank, Counter::Drained);
+            let needed = Self::drained_before(staged);
+            let readers =
+                self.peers().filter(|&rank| drained(rank).load(Ordering::Acquire) < needed);
+            // Those who are waited for by the ones this rank waits for.
+            let blocking: Vec<Rank> = readers.collect();
+            if !blocking.is_empty() {
+                missing = blocking;
+            }
         }
         let error = Error::Timeout { op: self.name(), waited, missing: missing.clone() };
         self.segment().write_note(self.rank(), &error.to_string(), &missing);

@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# All-reduce (sum of f32) by this repository, Open MPI and PyTorch's gloo, side by side on this
+# machine: installs what is missing (Debian packages; torch in a virtual environment under target/),
+# builds, runs the programs in turn, and prints one table for each number of ranks.
+#
+#   benches/side_by_side/collective.sh [--rounds N] [--worlds "2 4"] [--sizes "4 1024 ..."]
+#       [--transport shm|tcp] [--no-torch] [--fingerprints]
+#
+# --transport tcp    also times this repository over TCP, beside Open MPI's
+# --fingerprints     also times a build that compares no fingerprints, to know what they cost
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+rounds=5 worlds="2 4" sizes="4 1024 65536 1048576 16777216 134217728"
+transport=shm torch=yes fingerprints=no
+while [ $# -gt 0 ]; do
+  case $1 in
+    --rounds) rounds=$2; shift ;;
+    --worlds) worlds=$2; shift ;;
+    --sizes) sizes=$2; shift ;;
+    --transport) transport=$2; shift ;;
+    --no-torch) torch=no ;;
+    --fingerprints) fingerprints=yes ;;
+    *) echo "unknown option $1; see the head of $0" >&2; exit 2 ;;
+  esac
+  shift
+done
+
+work=target/side_by_side python=target/side_by_side/venv/bin/python
+mkdir -p "$work"
+
+install_peers() {
+  if ! command -v mpicc mpirun >/dev/null; then
+    local sudo=""; [ "$(id -u)" = 0 ] || sudo=sudo
+    $sudo apt-get update -qq
+    $sudo apt-get install -y -qq --no-install-recommends openmpi-bin libopenmpi-dev gcc >/dev/null
+  fi
+  if [ $torch = yes ] && ! "$python" -c 'import torch' 2>/dev/null; then
+    python3 -m venv "$work/venv"
+    "$python" -m pip install --quiet --no-cache-dir torch numpy
+  fi
+}
+
+build() {
+  cargo build --quiet --release -p benches --bin side_by_side
+  cp target/release/side_by_side "$work/ours"
+  if [ $fingerprints = yes ]; then
+    RUSTFLAGS="--cfg without_fingerprints" \
+      cargo build --quiet --release -p benches --bin side_by_side --target-dir "$work/unchecked"
+  fi
+  mpicc -O3 -march=native -o "$work/mpi_all_reduce" benches/side_by_side/mpi_all_reduce.c
+}
+
+# Calls a repetition: some milliseconds, but no more than a fifth of a second. 9 repetitions a run.
+iterations() {
+  case $1 in
+    4 | 1024) echo 2000 ;; 65536) echo 400 ;; 1048576) echo 40 ;; 16777216) echo 4 ;; *) echo 1 ;;
+  esac
+}
+repetitions=9
+
+# No program pins its ranks; --oversubscribe lets there be more of them than cores.
+mpi() {
+  local world=$1 btl=$2; shift 2
+  mpirun --allow-run-as-root --oversubscribe --bind-to none --mca pml ob1 --mca btl "self,$btl" \
+    --mca btl_tcp_if_include lo -n "$world" "$work/mpi_all_reduce" "$@"
+}
+
+# Runs one program, and prints its line behind what the probe said before and after it.
+timed() {
+  local program=$1 world=$2 bytes=$3 times before line
+  times=$(iterations "$bytes")
+  before=$("$work/ours" probe)
+  case $program in
+    shm | tcp) line=$("$work/ours" all_reduce "$program" "$world" "$bytes" "$times" $repetitions "$program" own) ;;
+    shm-shared) line=$("$work/ours" all_reduce shm-shared "$world" "$bytes" "$times" $repetitions shm shared) ;;
+    shm-unchecked) line=$("$work/unchecked/release/side_by_side" all_reduce shm-unchecked "$world" "$bytes" "$times" $repetitions shm own) ;;
+    openmpi-sm) line=$(mpi "$world" vader openmpi-sm "$bytes" "$times" $repetitions) ;;
+    openmpi-tcp) line=$(mpi "$world" tcp openmpi-tcp "$bytes" "$(((times + 9) / 10))" $repetitions) ;;
+    gloo) line=$("$python" benches/side_by_side/torch_gloo.py gloo "$world" $repetitions "$bytes:$(((times + 9) / 10))") ;;
+  esac
+  echo "$before $("$work/ours" probe) $line"
+}
+
+install_peers
+build
+programs="shm openmpi-sm shm-shared openmpi-tcp"
+[ $fingerprints = yes ] && programs="$programs shm-unchecked"
+[ "$transport" = tcp ] && programs="$programs tcp"
+[ $torch = yes ] && programs="$programs gloo"
+
+echo "$(date -u +%F), $(lscpu | sed -n 's/^Model name: *//p'), $(nproc) cores, Linux $(uname -r)," \
+  "Open MPI $(mpirun --version | sed -n '1s/.* //p')," \
+  "$([ $torch = yes ] && "$python" -c 'import torch; print("torch", torch.__version__)' || echo no torch)"
+lines=$work/lines.txt
+echo "load before: $(cut -d' ' -f1-3 /proc/loadavg)"
+: >"$lines"
+for _ in $(seq "$rounds"); do
+  for world in $worlds; do
+    for bytes in $sizes; do
+      for program in $programs; do
+        timed "$program" "$world" "$bytes" | tee -a "$lines" >&2
+      done
+    done
+  done
+done
+echo "load after: $(cut -d' ' -f1-3 /proc/loadavg)"
+"$work/ours" table <"$lines"

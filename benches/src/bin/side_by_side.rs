@@ -1,0 +1,321 @@
+//! Our side of `side_by_side/collective.sh`: the all-reduce it times beside the peers', the probe of
+//! the machine around each program, and the table.
+//!
+//! ```text
+//! side_by_side all_reduce NAME WORLD BYTES ITERATIONS REPETITIONS TRANSPORT BUFFER
+//! side_by_side probe
+//! side_by_side table < lines of "BEFORE AFTER NAME WORLD BYTES BEST MEDIAN"
+//! ```
+//!
+//! `all_reduce` starts itself again as the other ranks, checks one sum, and then times, per
+//! repetition, a barrier's end to the end of so many calls on the same buffer. It prints
+//! `NAME WORLD BYTES BEST MEDIAN` in microseconds a call, as the peers' programs do.
+
+#![expect(clippy::print_stdout, reason = "this program's result is what it prints")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::error::Error;
+use std::hint::{black_box, spin_loop};
+use std::process::{Child, Command};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use collective::{GroupOptions, ProcessGroup, ReduceOp, TcpStore, TcpStoreServer};
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+/// Tells a process that it is not rank 0: `RANK:PORT`.
+const RANK_VARIABLE: &str = "SIDE_BY_SIDE_RANK";
+const TIMEOUT: Duration = Duration::from_secs(120);
+/// Rounds of a probe: some milliseconds.
+const PINGS: u32 = 20_000;
+/// A cache line passed one way in less than this many nanoseconds: the two cores are near.
+const NEAR_NS: f64 = 100.0;
+
+fn main() -> Result<()> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    match args.as_slice() {
+        ["all_reduce", task @ ..] => Task::parse(task)?.run(),
+        ["probe"] => {
+            println!("{:.0}", probe());
+            Ok(())
+        }
+        ["table"] => {
+            print!("{}", table(&std::io::read_to_string(std::io::stdin())?)?);
+            Ok(())
+        }
+        _ => Err("what to do: all_reduce, probe or table; see the head of the source".into()),
+    }
+}
+
+/// What to time.
+struct Task {
+    name: String,
+    world: usize,
+    bytes: usize,
+    iterations: u32,
+    repetitions: usize,
+    transport: String,
+    shared: bool,
+}
+
+impl Task {
+    fn parse(args: &[&str]) -> Result<Self> {
+        let &[name, world, bytes, iterations, repetitions, transport, buffer] = args else {
+            return Err("NAME WORLD BYTES ITERATIONS REPETITIONS TRANSPORT BUFFER".into());
+        };
+        let shared = match buffer {
+            "own" => false,
+            "shared" => true,
+            _ => return Err(format!("a buffer is own or shared, not {buffer}").into()),
+        };
+        Ok(Self {
+            name: name.into(),
+            world: parse(world)?,
+            bytes: parse(bytes)?,
+            iterations: parse::<u32>(iterations)?.max(1),
+            repetitions: parse::<usize>(repetitions)?.max(1),
+            transport: transport.into(),
+            shared,
+        })
+    }
+
+    fn run(&self) -> Result<()> {
+        if let Ok(role) = std::env::var(RANK_VARIABLE) {
+            let (rank, port) = role.split_once(':').ok_or("RANK:PORT")?;
+            self.time(&self.join(parse(rank)?, parse(port)?)?)?;
+            return Ok(());
+        }
+        let server = TcpStoreServer::bind("127.0.0.1:0".parse()?)?;
+        let program = std::env::current_exe()?;
+        let start = |rank: usize| {
+            let mut command = Command::new(&program);
+            command.args(std::env::args().skip(1));
+            command.env(RANK_VARIABLE, format!("{rank}:{}", server.port())).spawn().map(Rank)
+        };
+        let ranks: Vec<Rank> = (1..self.world).map(start).collect::<std::io::Result<_>>()?;
+        let mut times = self.time(&self.join(0, server.port())?)?;
+        for mut rank in ranks {
+            let status = rank.0.wait()?;
+            if !status.success() {
+                return Err(format!("a rank ended with {status}").into());
+            }
+        }
+        times.sort_by(f64::total_cmp);
+        let (best, median) = (times[0], times[times.len() / 2]);
+        println!("{} {} {} {best:.3} {median:.3}", self.name, self.world, self.bytes);
+        Ok(())
+    }
+
+    fn join(&self, rank: usize, port: u16) -> Result<ProcessGroup> {
+        let store = Arc::new(TcpStore::connect("127.0.0.1", port, TIMEOUT)?);
+        let options = GroupOptions::default().with_timeout(TIMEOUT);
+        match self.transport.as_str() {
+            "shm" => Ok(ProcessGroup::from_store(store, rank, self.world, options)?),
+            other => Err(format!("no transport {other}").into()),
+        }
+    }
+
+    /// Microseconds a call, per repetition.
+    fn time(&self, group: &ProcessGroup) -> Result<Vec<f64>> {
+        let count = self.bytes / size_of::<f32>();
+        if self.shared {
+            self.time_on(group, &mut group.alloc(count)?)
+        } else {
+            self.time_on(group, &mut vec![0.0; count])
+        }
+    }
+
+    fn time_on(&self, group: &ProcessGroup, buffer: &mut [f32]) -> Result<Vec<f64>> {
+        buffer.fill((group.rank() + 1) as f32);
+        group.all_reduce(buffer, ReduceOp::Sum)?;
+        let sum = (self.world * (self.world + 1) / 2) as f32;
+        if buffer.iter().any(|&x| x != sum) {
+            return Err("the sum is wrong".into());
+        }
+        // Zeros stay zeros however often they are summed.
+        buffer.fill(0.0);
+        let mut times = Vec::with_capacity(self.repetitions);
+        for _ in 0..self.repetitions {
+            group.barrier()?;
+            let start = Instant::now();
+            for _ in 0..self.iterations {
+                group.all_reduce(black_box(&mut *buffer), ReduceOp::Sum)?;
+            }
+            times.push(start.elapsed().as_secs_f64() * 1e6 / f64::from(self.iterations));
+        }
+        Ok(times)
+    }
+}
+
+/// Another rank's process; it does not outlive rank 0's interest.
+struct Rank(Child);
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        // Both fail only if it has ended already.
+        drop(self.0.kill());
+        drop(self.0.wait());
+    }
+}
+
+/// Nanoseconds that a word takes from one core to another: two threads pass it to and fro.
+///
+/// Under a hypervisor the two cores may share a cache one moment and not the next, which changes
+/// every figure; so each program's figures go with what this says before and after it.
+fn probe() -> f64 {
+    let word = AtomicU32::new(0);
+    // Relaxed: only the word itself is passed.
+    let pass = |turn: u32| {
+        while word.load(Ordering::Relaxed) != turn {
+            spin_loop();
+        }
+        word.store(turn + 1, Ordering::Relaxed);
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| (0..PINGS).for_each(|i| pass(2 * i + 1)));
+        let mut best = f64::INFINITY;
+        // The best of several stretches: what else runs here is not the question.
+        for stretch in 0..20 {
+            let start = Instant::now();
+            (stretch * PINGS / 20..(stretch + 1) * PINGS / 20).for_each(|i| pass(2 * i));
+            best = best.min(start.elapsed().as_secs_f64() * 1e9 / f64::from(2 * PINGS / 20));
+        }
+        best
+    })
+}
+
+/// A column of the table: the best time of a program, or the ratio of two.
+enum Column {
+    Time(&'static str, &'static str),
+    Ratio(&'static str, &'static str),
+}
+
+/// The columns, of which the table shows those it has figures for.
+const COLUMNS: [Column; 13] = [
+    Column::Time("shm", "ours"),
+    Column::Time("shm-shared", "ours, shared"),
+    Column::Time("shm-unchecked", "without fingerprints"),
+    Column::Ratio("shm", "shm-unchecked"),
+    Column::Time("openmpi-sm", "Open MPI sm"),
+    Column::Ratio("shm", "openmpi-sm"),
+    Column::Ratio("shm-shared", "openmpi-sm"),
+    Column::Time("tcp", "ours, tcp"),
+    Column::Time("openmpi-tcp", "Open MPI tcp"),
+    Column::Ratio("tcp", "openmpi-tcp"),
+    Column::Time("gloo", "torch gloo"),
+    Column::Ratio("shm", "gloo"),
+    Column::Ratio("tcp", "gloo"),
+];
+
+/// Best microseconds by program and size.
+type Best<'a> = BTreeMap<(&'a str, usize), f64>;
+
+/// The best of all runs, a table for each world size and state of the cores. Runs during which the
+/// state changed count for neither.
+fn table(lines: &str) -> Result<String> {
+    let mut tables: BTreeMap<(usize, &str), Best<'_>> = BTreeMap::new();
+    for line in lines.lines() {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let &[before, after, name, world, bytes, best, _median] = fields.as_slice() else {
+            return Err(format!("not a line of figures: {line}").into());
+        };
+        let near = |probe| parse(probe).map(|ns: f64| ns < NEAR_NS);
+        let state = match (near(before)?, near(after)?) {
+            (true, true) => "near",
+            (false, false) => "far",
+            _ => continue,
+        };
+        let times = tables.entry((parse(world)?, state)).or_default();
+        let time = times.entry((name, parse(bytes)?)).or_insert(f64::INFINITY);
+        *time = time.min(parse(best)?);
+    }
+    let mut text = String::new();
+    for ((world, state), best) in tables {
+        text += &format!("\n{world} ranks, cores {state}; best, in µs\n\n");
+        text += &rows(&best);
+    }
+    Ok(text)
+}
+
+fn rows(best: &Best<'_>) -> String {
+    let sizes: BTreeSet<usize> = best.keys().map(|&(_, bytes)| bytes).collect();
+    let cell = |column: &Column, bytes: usize| {
+        let time = |name: &'static str| best.get(&(name, bytes)).copied();
+        match column {
+            Column::Time(name, _) => time(name),
+            Column::Ratio(ours, peer) => Some(time(ours)? / time(peer)?),
+        }
+    };
+    let shown = |column: &&Column| sizes.iter().any(|&bytes| cell(column, bytes).is_some());
+    let columns: Vec<&Column> = COLUMNS.iter().filter(shown).collect();
+    let mut text = String::from("| size |");
+    for column in &columns {
+        match column {
+            Column::Time(_, title) => text += &format!(" {title} |"),
+            Column::Ratio(ours, peer) => text += &format!(" {ours} / {peer} |"),
+        }
+    }
+    text += &format!("\n|{}\n", "---|".repeat(columns.len() + 1));
+    for bytes in sizes {
+        text += &format!("| {} |", size(bytes));
+        for column in &columns {
+            let value = cell(column, bytes).map_or_else(|| "-".into(), three_digits);
+            text += &format!(" {value} |");
+        }
+        text += "\n";
+    }
+    text
+}
+
+/// For example `64 KiB`.
+fn size(bytes: usize) -> String {
+    match bytes {
+        0..1024 => format!("{bytes} B"),
+        1024..1_048_576 => format!("{} KiB", bytes >> 10),
+        _ => format!("{} MiB", bytes >> 20),
+    }
+}
+
+/// Rounds to three significant digits.
+fn three_digits(value: f64) -> String {
+    let digits = 2 - value.abs().log10().floor() as i32;
+    let unit = 10_f64.powi(-digits);
+    let places = usize::try_from(digits).unwrap_or(0);
+    format!("{:.places$}", (value / unit).round() * unit)
+}
+
+fn parse<T: FromStr<Err: Error + 'static>>(text: &str) -> Result<T> {
+    text.parse().map_err(|error| format!("{text}: {error}").into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_has_the_best_of_each_state() {
+        let lines = "40 41 shm 2 4 0.5 1\n40 41 shm 2 4 0.25 1\n40 41 openmpi-sm 2 4 0.5 1\n\
+                     200 41 shm 2 4 0.1 1\n200 201 shm 2 65536 12.3456 1\n";
+        let text = table(lines).unwrap();
+        let near = "| 4 B | 0.250 | 0.500 | 0.500 |\n";
+        assert!(text.contains("2 ranks, cores near") && text.contains(near), "{text}");
+        let far = "| size | ours |\n|---|---|\n| 64 KiB | 12.3 |\n";
+        assert!(text.contains("2 ranks, cores far") && text.contains(far), "{text}");
+    }
+
+    #[test]
+    fn a_line_that_is_none_is_refused() {
+        assert!(table("mpirun: not found\n").is_err());
+        assert!(table("1 1 shm 2 four 1 1\n").is_err());
+    }
+
+    #[test]
+    fn rounds_to_three_digits() {
+        let rounded = [0.012_345, 1.0, 9.999, 84_215.0].map(three_digits);
+        assert_eq!(rounded, ["0.0123", "1.00", "10.00", "84200"]);
+    }
+}

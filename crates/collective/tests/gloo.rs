@@ -460,12 +460,12 @@ fn a_rank_that_said_where_it_is_and_then_died_is_named() {
     // Both meshes of both ranks: sockets of a process that is gone.
     let store = Arc::new(MemoryStore::new());
     let workers = Workers::start("vanish", 2, &[0], Duration::from_secs(2));
-    let said = workers.file("said-0");
-    let bytes: Vec<u8> = said.split(' ').map(|byte| byte.parse().unwrap()).collect();
+    for (file, key) in [("place-0", "default/1/place/0"), ("member-0", "default/gloo/1/member/0")] {
+        let said = workers.file(file);
+        let bytes: Vec<u8> = said.split(' ').map(|byte| byte.parse().unwrap()).collect();
+        collective::Store::set(&*store, key, &bytes).unwrap();
+    }
     drop(workers);
-    let (member, place) = bytes.split_at(bytes.iter().position(|&byte| byte == 0).unwrap());
-    collective::Store::set(&*store, "default/gloo/1/member/0", member).unwrap();
-    collective::Store::set(&*store, "default/1/place/0", &place[1..]).unwrap();
     let start = Instant::now();
     let options = options(Duration::from_secs(2));
     let error =
@@ -650,12 +650,12 @@ fn worker() {
         let place = collective::Store::get(&*store, "default/1/place/0", role.timeout).unwrap();
         collective::Store::set(&*store, "default/1/place/1", &place).unwrap();
         let key = "default/gloo/1/member/0";
-        let mut bytes = collective::Store::get(&*store, key, role.timeout).unwrap();
-        bytes.push(0);
-        bytes.extend(place);
-        let text: Vec<String> = bytes.iter().map(ToString::to_string).collect();
-        std::fs::write(role.dir.join("new"), text.join(" ")).unwrap();
-        std::fs::rename(role.dir.join("new"), role.dir.join("said-0")).unwrap();
+        let member = collective::Store::get(&*store, key, role.timeout).unwrap();
+        for (name, bytes) in [("place-0", place), ("member-0", member)] {
+            let text: Vec<String> = bytes.iter().map(ToString::to_string).collect();
+            std::fs::write(role.dir.join("new"), text.join(" ")).unwrap();
+            std::fs::rename(role.dir.join("new"), role.dir.join(name)).unwrap();
+        }
         std::thread::sleep(DEADLINE);
         return;
     }

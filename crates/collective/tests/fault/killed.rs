@@ -85,7 +85,7 @@ pub(crate) fn play(role: &Role, group: &ProcessGroup) {
     let (mut random, mut first) = (Random(seed), true);
     let mut shared: SharedBuf<f32> = group.alloc(100_000).unwrap();
     let error = loop {
-        if let Err(error) = anything(group, &mut random, &mut shared) {
+        if let Err(error) = anything(group, &mut random, &mut shared, role.timeout) {
             break error;
         }
         if std::mem::take(&mut first) {
@@ -99,7 +99,12 @@ pub(crate) fn play(role: &Role, group: &ProcessGroup) {
 }
 
 /// One operation, the same on all ranks whose `random` are.
-fn anything(group: &ProcessGroup, random: &mut Random, shared: &mut SharedBuf<f32>) -> Result<()> {
+fn anything(
+    group: &ProcessGroup,
+    random: &mut Random,
+    shared: &mut SharedBuf<f32>,
+    timeout: Duration,
+) -> Result<()> {
     let (rank, world) = (group.rank(), group.world_size());
     let magnitude = random.below(17);
     let count = random.below(2 << magnitude);
@@ -123,7 +128,7 @@ fn anything(group: &ProcessGroup, random: &mut Random, shared: &mut SharedBuf<f3
         11 => group.gather_v(&mut all[..total], &input[..counts[rank]], &counts, root),
         12 => group.reduce_scatter_v(&mut all[..counts[rank]], &input[..total], &counts, op),
         13 => group.barrier(),
-        14 => group.monitored_barrier(TIMEOUT),
+        14 => group.monitored_barrier(timeout),
         _ => group.batch_isend_irecv(vec![
             Message::recv(&mut one, (rank + world - 1) % world),
             Message::send(&input[..count], (rank + 1) % world),

@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use collective::{GroupOptions, ProcessGroup, ReduceOp, TcpStore, TcpStoreServer};
+use collective::{GroupOptions, ProcessGroup, ReduceOp, TcpStore, TcpStoreServer, Transport};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -112,11 +112,13 @@ impl Task {
 
     fn join(&self, rank: usize, port: u16) -> Result<ProcessGroup> {
         let store = Arc::new(TcpStore::connect("127.0.0.1", port, TIMEOUT)?);
-        let options = GroupOptions::default().with_timeout(TIMEOUT);
-        match self.transport.as_str() {
-            "shm" => Ok(ProcessGroup::from_store(store, rank, self.world, options)?),
-            other => Err(format!("no transport {other}").into()),
-        }
+        let transport = match self.transport.as_str() {
+            "shm" => Transport::Host,
+            "tcp" => Transport::Tcp,
+            other => return Err(format!("no transport {other}").into()),
+        };
+        let options = GroupOptions::default().with_timeout(TIMEOUT).with_transport(transport);
+        Ok(ProcessGroup::from_store(store, rank, self.world, options)?)
     }
 
     /// Microseconds a call, per repetition.

@@ -34,8 +34,8 @@ where
 
 /// The root gets the objects of all ranks, in rank order; the others get `None`.
 ///
-/// Every rank must call it with the same root. Blocks. The two collectives of
-/// [`all_gather_object`], since not every backend has a gather; only the root reads the objects.
+/// Every rank must call it with the same root. Blocks. An all-gather of 8 bytes, then a
+/// [`gather_v`](ProcessGroup::gather_v) of the objects.
 ///
 /// # Errors
 ///
@@ -50,11 +50,20 @@ where
             group.world_size()
         )));
     }
-    let all = all_gather_json(group, write(object))?;
+    let (json, lens) = all_gather_lens(group, write(object))?;
     if group.rank() != root {
+        group.gather_v(&mut [], &json, &[], root)?;
         return Ok(None);
     }
-    all.iter().enumerate().map(|(rank, json)| read(rank, json)).collect::<Result<_>>().map(Some)
+    let mut all = vec![0; lens.iter().sum()];
+    group.gather_v(&mut all, &json, &lens, root)?;
+    let mut rest = &all[..];
+    let object = |(rank, &len)| {
+        let own;
+        (own, rest) = rest.split_at(len);
+        read(rank, own)
+    };
+    lens.iter().enumerate().map(object).collect::<Result<_>>().map(Some)
 }
 
 /// Every rank gets the root's object. The root gives `Some`, the others may give `None`.
@@ -110,17 +119,21 @@ where
 
 /// Every rank's JSON, or an error on all ranks if one has none.
 fn all_gather_json(group: &ProcessGroup, json: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
-    let mut lens = vec![0; group.world_size()];
-    group.all_gather(&mut lens, &[announce(&json)])?;
-    let mut json = json?;
-    let lens: Vec<usize> =
-        lens.into_iter().enumerate().map(|(rank, len)| check(rank, len)).collect::<Result<_>>()?;
+    let (mut json, lens) = all_gather_lens(group, json)?;
     let longest = lens.iter().copied().max().unwrap_or(0);
     json.resize(longest, 0);
     let mut all = vec![0; longest * group.world_size()];
     group.all_gather(&mut all, &json)?;
     let block = |(rank, len): (Rank, &usize)| all[rank * longest..][..*len].to_vec();
     Ok(lens.iter().enumerate().map(block).collect())
+}
+
+/// This rank's JSON and the lengths of all ranks', or an error on all ranks if one has none.
+fn all_gather_lens(group: &ProcessGroup, json: Result<Vec<u8>>) -> Result<(Vec<u8>, Vec<usize>)> {
+    let mut lens = vec![0; group.world_size()];
+    group.all_gather(&mut lens, &[announce(&json)])?;
+    let lens = lens.into_iter().enumerate().map(|(rank, len)| check(rank, len));
+    Ok((json?, lens.collect::<Result<_>>()?))
 }
 
 /// The root's JSON, or an error on all ranks if it has none.

@@ -190,7 +190,15 @@ impl fmt::Display for OpDesc {
         if self.verb == Verb::Barrier {
             return Ok(());
         }
-        write!(f, " of {} {}", self.count, self.dtype)?;
+        match self.verb {
+            // Their counts differ from rank to rank.
+            Verb::AllGatherV
+            | Verb::GatherV
+            | Verb::ScatterV
+            | Verb::AllToAllV
+            | Verb::ReduceScatterV => write!(f, " of {}", self.dtype)?,
+            _ => write!(f, " of {} {}", self.count, self.dtype)?,
+        }
         if let Some(op) = self.op {
             write!(f, ", {op}")?;
         }

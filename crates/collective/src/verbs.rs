@@ -12,7 +12,7 @@ use std::marker::PhantomData;
 
 use crate::backend::{Backend, Patience, RawBufs, Transfer, TransferMemory, Wait};
 use crate::flight::Recorder;
-use crate::op::Place;
+use crate::op::{Fingerprint, Place};
 use crate::{Element, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
 /// One message of [`batch_isend_irecv`](crate::ProcessGroup::batch_isend_irecv).
@@ -349,17 +349,17 @@ impl<'a> Verbs<'a> {
         let counts = describe::<u64>(Verb::Counts, None, None, own.len());
         self.run(&counts, &mut all, &own)?;
         let rows: Vec<&[u64]> = all.chunks_exact(own.len()).collect();
-        let same_call = rows.iter().all(|row| row[0] == what);
+        let print = |row: &[u64]| Fingerprint::from_words(0, [row[0], 0, 0, 0, 0]);
+        let differs = rows.iter().find_map(|row| print(row).difference(&print(&own)));
         let lengths: Vec<&[u64]> = rows.iter().map(|row| &row[1..]).collect();
-        if same_call && fits(&lengths) {
+        if differs.is_none() && fits(&lengths) {
             return Ok(());
         }
         let called = |(rank, row): (Rank, &&[u64])| {
-            let verb = Verb::ALL.get(usize::from(row[0] as u8)).map_or("unknown", |v| v.name());
-            (rank, format!("{verb} of {:?}", &row[1..]))
+            (rank, format!("{}, counts {:?}", print(row), &row[1..]))
         };
         let by_rank = rows.iter().enumerate().map(called).collect();
-        let field = if same_call { "count" } else { "verb" };
+        let field = differs.unwrap_or("count");
         let error = Error::Mismatch { op: desc.verb.to_string(), field, by_rank };
         self.backend.abort(&error.to_string());
         if let Some(recorder) = self.recorder {

@@ -57,7 +57,8 @@ impl ProcessGroup {
     /// Blocks until all ranks have called it that are not known to have died
     /// ([`Error::PeerDied`], as seen by any survivor), or until `grace` has passed since the first
     /// call, and then until the new group is complete, for which each step has the group's timeout.
-    /// Ranks that come later are left out. The new group has this one's options, [`epoch`] one more,
+    /// Ranks that come later are left out, so let `grace` exceed the group's timeout: until then a
+    /// rank may still be waiting for one that is gone. The new group has this one's options, [`epoch`] one more,
     /// its name with the epoch in it, and the ranks in their old order, renumbered from 0; see
     /// [`parent_ranks`](Self::parent_ranks). It may have any size down to 1: a job that needs more
     /// looks at [`world_size`](Self::world_size). Subgroups are rebuilt by themselves or split anew.
@@ -72,9 +73,9 @@ impl ProcessGroup {
     /// [`Error::LeftBehind`] if the others have gone on without this rank. [`Error::Rendezvous`],
     /// naming where it was, if the store does not answer: a store in a rank's process dies with it,
     /// one that the launcher serves does not. [`Error::PeerDied`], [`Error::Timeout`] or
-    /// [`Error::Aborted`], with ranks of the new group, if a rank called this and then did not join. [`Error::Unsupported`] for a
-    /// group of [`from_backend`](Self::from_backend); [`Error::InvalidArgument`] if this group has
-    /// been rebuilt already, or in a fork.
+    /// [`Error::Aborted`], with ranks of the new group, if a rank called this and then did not join.
+    /// [`Error::Unsupported`] for a group of [`from_backend`](Self::from_backend);
+    /// [`Error::InvalidArgument`] if this group has been rebuilt already, or in a fork.
     ///
     /// # Examples
     ///

@@ -298,7 +298,7 @@ impl Segment {
     pub(super) fn fence_publisher(&self) {
         if self.fenced_by_sleepers {
             // The other half is the heavy fence in `set_bell`, which interrupts this thread if
-            // it runs. A full fence here would take a tenth of a small operation's time.
+            // it runs. A full fence here would be paid by every operation.
             compiler_fence(Ordering::SeqCst);
         } else {
             fence(Ordering::SeqCst);

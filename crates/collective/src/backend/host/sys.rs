@@ -236,7 +236,7 @@ pub(super) fn join_heavy_fences() -> bool {
 }
 
 /// A full fence here and on every running thread of every process that has joined; whether the
-/// kernel did it. About a microsecond.
+/// kernel did it.
 pub(super) fn heavy_fence() -> bool {
     membarrier(MEMBARRIER_GLOBAL_EXPEDITED)
 }

@@ -40,7 +40,7 @@ pub(super) const TICK: Duration = Duration::from_millis(50);
 const NAP: Duration = Duration::from_millis(1);
 /// Fingerprints are always compared; a build that measures what it costs leaves it out.
 const CHECKED: bool = cfg!(not(without_fingerprints));
-/// Ranks whose spans lie on the stack: an allocation is a tenth of a small operation.
+/// Ranks whose spans lie on the stack: an allocation is felt in a small operation.
 const FEW_RANKS: usize = 8;
 
 /// Whom to wait for.

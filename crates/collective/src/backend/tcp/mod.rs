@@ -344,8 +344,7 @@ impl Drop for Tcp {
 }
 
 /// What messages cost: ranks of one machine talk over TCP too. Every chunk of a direct all-reduce
-/// is a moment at which ranks wait for one another, so they are few: two processes on the loopback
-/// need 1.3 to 1.5 times as long for 16 MiB in chunks of 512 KiB.
+/// is a moment at which ranks wait for one another, so they are few.
 fn costs() -> Costs {
     let costs = Costs::default();
     Costs { within: costs.between, min_chunk: 4 << 20, ..costs }

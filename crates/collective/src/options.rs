@@ -20,6 +20,9 @@ pub struct GroupOptions {
     pub determinism: Determinism,
     /// What carries the data. [`Transport::Auto`] unless set.
     pub transport: Transport,
+    /// Ranks with different ids count as being on different machines, even if they are not. None
+    /// unless set.
+    pub host_id: Option<String>,
     /// Where the group's flight record goes when the group fails. Nowhere unless set here or by the
     /// environment's `COLLECTIVE_FLIGHT_DIR`.
     pub flight_dir: Option<PathBuf>,
@@ -29,14 +32,15 @@ pub struct GroupOptions {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Transport {
-    /// [`Host`](Self::Host) if all ranks are on one machine; else [`Gloo`](Self::Gloo) if all ranks
-    /// are built with it, else [`Tcp`](Self::Tcp).
-    /// [`ProcessGroup::backend_reason`] says why it was which.
+    /// [`Gloo`](Self::Gloo) if the ranks are on several machines and all are built with it, else
+    /// [`Host`](Self::Host). [`ProcessGroup::backend_reason`] says why it was which.
     #[default]
     Auto,
-    /// Shared memory of one machine.
+    /// Shared memory within a machine. If there are several machines, it is as with
+    /// [`Tcp`](Self::Tcp) between ranks of two of them; between ranks of one it is a ring in shared
+    /// memory each way, and the cost model knows that those are faster.
     Host,
-    /// TCP connections between all ranks, wherever they are.
+    /// TCP connections between all ranks, also those of one machine.
     ///
     /// A rank listens at the address by which it reaches the store, or at that of the interface
     /// which the environment variable `COLLECTIVE_IFNAME` names: `eth0`, or `^lo` for any but this.
@@ -91,6 +95,7 @@ impl Default for GroupOptions {
             name: "default".into(),
             determinism: Determinism::RankOrder,
             transport: Transport::Auto,
+            host_id: None,
             flight_dir: None,
         }
     }
@@ -112,6 +117,13 @@ impl GroupOptions {
     /// Sets what carries the data. An explicit choice is never replaced by another.
     pub fn with_transport(mut self, transport: Transport) -> Self {
         self.transport = transport;
+        self
+    }
+
+    /// Has this rank count as being on another machine than those with another id: to try on one
+    /// machine what several would do, or where two containers cannot share memory.
+    pub fn with_host_id(mut self, id: impl Into<String>) -> Self {
+        self.host_id = Some(id.into());
         self
     }
 

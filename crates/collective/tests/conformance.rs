@@ -20,8 +20,10 @@ mod twin;
 use std::sync::Arc;
 use std::time::Duration;
 
+#[cfg(feature = "gloo")]
+use collective::Transport;
 use collective::sim::Network;
-use collective::{GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result, Transport};
+use collective::{GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result};
 use common::{Role, Workers};
 use half::{bf16, f16};
 use twin::Number;
@@ -90,27 +92,8 @@ fn ranks_as_threads() {
 #[cfg(feature = "gloo")]
 #[test]
 fn ranks_over_gloo() {
-    let join = |world| {
-        let store = Arc::new(MemoryStore::new());
-        std::thread::scope(|scope| {
-            let join = |rank| {
-                let options = GroupOptions::default().with_timeout(TIMEOUT);
-                let store = Arc::clone(&store);
-                scope.spawn(move || {
-                    ProcessGroup::from_store(
-                        store,
-                        rank,
-                        world,
-                        options.with_transport(Transport::Gloo),
-                    )
-                    .unwrap()
-                })
-            };
-            let ranks: Vec<_> = (0..world).map(join).collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-        })
-    };
-    over(join, THIN);
+    let options = GroupOptions::default().with_timeout(TIMEOUT).with_transport(Transport::Gloo);
+    over(|world| common::joined(world, |_| options.clone()), THIN);
 }
 
 #[test]
@@ -127,10 +110,16 @@ fn ranks_as_threads_over_tcp() {
 }
 
 #[test]
+fn ranks_as_threads_on_two_machines() {
+    let scope = Scope { counts: &[0, 1, 33, 70_001], ..THIN };
+    over(|world| common::over_machines(world, TIMEOUT), scope);
+}
+
+#[test]
 fn ranks_as_processes_over_tcp() {
-    for world in [2, 3] {
+    for (transport, world) in [("tcp", 2), ("tcp", 3), ("machines", 4)] {
         let ranks: Vec<_> = (0..world).collect();
-        Workers::start_over("tcp", "thin", world, &ranks, TIMEOUT).finish();
+        Workers::start_over(transport, "thin", world, &ranks, TIMEOUT).finish();
     }
 }
 

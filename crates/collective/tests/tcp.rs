@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use collective::{
     Error, GroupOptions, MemoryStore, Message, ProcessGroup, ReduceOp, Result, Store, Transport,
 };
-use common::{Role, Workers, over_tcp, play, wait_for};
+use common::{DEADLINE, Role, Workers, over_machines, over_tcp, play, wait_for};
 use half::f16;
 
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -28,6 +28,19 @@ const SOON: Duration = Duration::from_secs(5);
 
 fn options(timeout: Duration) -> GroupOptions {
     GroupOptions::default().with_timeout(timeout).with_transport(Transport::Tcp)
+}
+
+/// Calls `rank` on every rank of a group over TCP, and of one on two machines whose ranks share
+/// memory; what they returned.
+fn over_both<T: Send>(
+    world: usize,
+    timeout: Duration,
+    rank: impl Fn(ProcessGroup) -> T + Sync,
+) -> Vec<T> {
+    [over_tcp, over_machines]
+        .into_iter()
+        .flat_map(|groups| play(groups(world, timeout), &rank))
+        .collect()
 }
 
 /// Works without end, in all ways there are, until the group fails.
@@ -60,8 +73,9 @@ fn every_size_has_the_bits_of_shared_memory() {
     };
     for world in [2, 3] {
         let host = play(ProcessGroup::threads(world, TIMEOUT).unwrap(), reduced);
-        let tcp = play(over_tcp(world, TIMEOUT), reduced);
-        assert!(host == tcp, "{world} ranks");
+        for groups in [over_tcp, over_machines] {
+            assert!(host == play(groups(world, TIMEOUT), reduced), "{world} ranks");
+        }
     }
 }
 
@@ -96,12 +110,28 @@ fn subgroups_and_the_survivors_are_over_tcp_too() {
     });
 }
 
+/// Of two machines one is left.
+#[test]
+fn survivors_of_one_machine_share_its_memory() {
+    play(over_machines(3, TIMEOUT), |group| {
+        assert_eq!(group.backend_name(), "tcp");
+        if group.rank() == 1 {
+            return;
+        }
+        group.barrier().unwrap_err();
+        let left = group.rebuild(Duration::from_millis(500)).unwrap();
+        assert_eq!((left.backend_name(), left.world_size()), ("host", 2));
+        left.barrier().unwrap();
+    });
+}
+
 #[test]
 fn a_killed_rank_is_named_by_every_survivor() {
     for round in 0..16_u64 {
         let world = 2 + round as usize % 3;
         let ranks: Vec<_> = (0..world).collect();
-        let mut workers = Workers::start_over("tcp", "work", world, &ranks, TIMEOUT);
+        let transport = ["tcp", "machines"][round as usize / 3 % 2];
+        let mut workers = Workers::start_over(transport, "work", world, &ranks, TIMEOUT);
         for rank in &ranks {
             workers.file(&format!("ready-{rank}"));
         }
@@ -123,8 +153,10 @@ fn a_killed_rank_is_named_by_every_survivor() {
 #[test]
 fn a_stopped_rank_is_named_by_all_who_wait_for_one_another() {
     let timeout = Duration::from_secs(2);
-    for victim in 0..3 {
-        let workers = Workers::start_over("tcp", "work", 3, &[0, 1, 2], timeout);
+    for (victim, transport) in
+        [(0, "tcp"), (1, "tcp"), (2, "tcp"), (0, "machines"), (1, "machines")]
+    {
+        let workers = Workers::start_over(transport, "work", 3, &[0, 1, 2], timeout);
         for rank in 0..3 {
             workers.file(&format!("ready-{rank}"));
         }
@@ -170,7 +202,7 @@ fn a_rank_that_never_joins_is_named() {
 #[test]
 fn ranks_that_never_come_are_named_in_time() {
     let timeout = Duration::from_millis(300);
-    let errors = play(over_tcp(4, timeout), |group| {
+    let errors = over_both(4, timeout, |group| {
         let start = Instant::now();
         // Ranks 1 and 3 keep the group but do something else.
         if group.rank() % 2 == 1 {
@@ -196,7 +228,7 @@ fn ranks_that_never_come_are_named_in_time() {
 #[test]
 fn whoever_waits_for_a_third_is_not_blamed() {
     let timeout = Duration::from_millis(600);
-    let errors = play(over_tcp(4, timeout), |group| {
+    let errors = over_both(4, timeout, |group| {
         // Each waits for the next, the first since longer than the others; the last computes.
         std::thread::sleep(Duration::from_millis(20) * group.rank() as u32);
         match group.rank() {
@@ -220,7 +252,7 @@ fn mismatch(
     call: impl Fn(&ProcessGroup, &mut [f32], &mut [f32]) -> Result<()> + Sync,
 ) {
     for count in [10, 1_000_000] {
-        play(over_tcp(3, TIMEOUT), |group| {
+        over_both(3, TIMEOUT, |group| {
             let start = Instant::now();
             let fill: Vec<f32> = (0..count).map(|i| (i + group.rank()) as f32).collect();
             let (mut one, mut two) = (fill.clone(), fill.repeat(3));
@@ -273,7 +305,7 @@ fn different_calls_are_a_mismatch_and_change_nothing() {
 
 #[test]
 fn a_message_that_does_not_fit_is_told_to_both() {
-    let errors = play(over_tcp(3, TIMEOUT), |group| {
+    let errors = over_both(3, TIMEOUT, |group| {
         let start = Instant::now();
         let mut into = [7_u8; 100_000];
         let result = match group.rank() {
@@ -297,7 +329,7 @@ fn a_message_that_does_not_fit_is_told_to_both() {
 
 #[test]
 fn a_message_in_the_place_of_a_collective_is_a_mismatch_for_all() {
-    let errors = play(over_tcp(3, TIMEOUT), |group| {
+    let errors = over_both(3, TIMEOUT, |group| {
         let sent = match group.rank() {
             0 => group.send(&[1_u8; 2_000_000], 1),
             _ => Ok(()),
@@ -315,7 +347,7 @@ fn a_message_in_the_place_of_a_collective_is_a_mismatch_for_all() {
 
 #[test]
 fn messages_to_each_other_larger_than_any_buffer_do_not_lock_up() {
-    play(over_tcp(3, TIMEOUT), |group| {
+    over_both(3, TIMEOUT, |group| {
         let (rank, count) = (group.rank(), 8_000_000);
         let out = vec![rank as u8; count];
         let (mut left, mut right) = (vec![9_u8; count], vec![9_u8; count]);
@@ -334,7 +366,7 @@ fn messages_to_each_other_larger_than_any_buffer_do_not_lock_up() {
 
 #[test]
 fn abort_wakes_everyone() {
-    let errors = play(over_tcp(4, TIMEOUT), |group| {
+    let errors = over_both(4, TIMEOUT, |group| {
         let start = Instant::now();
         if group.rank() == 2 {
             std::thread::sleep(Duration::from_millis(50));
@@ -365,7 +397,7 @@ fn an_abort_reaches_the_others_though_the_process_ends_at_once() {
 
 #[test]
 fn a_rank_that_leaves_early_is_named() {
-    let errors = play(over_tcp(3, TIMEOUT), |group| {
+    let errors = over_both(3, TIMEOUT, |group| {
         let start = Instant::now();
         if group.rank() == 1 {
             return None;
@@ -383,7 +415,7 @@ fn a_rank_that_leaves_early_is_named() {
 #[test]
 fn a_rank_may_leave_while_others_still_receive() {
     for _ in 0..20 {
-        play(over_tcp(3, TIMEOUT), |group| {
+        over_both(3, TIMEOUT, |group| {
             let mut x = vec![group.rank() as f32; 1_000_000];
             group.broadcast(&mut x, 0).unwrap();
             assert!(x.iter().all(|&x| x == 0.0));
@@ -478,7 +510,7 @@ fn a_rank_that_ended_before_it_was_connected_to_is_named_at_once() {
 
 #[test]
 fn a_fork_may_not_use_the_group_and_does_it_no_harm() {
-    play(over_tcp(2, TIMEOUT), |group| {
+    over_both(2, TIMEOUT, |group| {
         // SAFETY: the child allocates little, which libc allows after a fork, and exits.
         let child = unsafe { libc::fork() };
         if child == 0 {
@@ -511,7 +543,7 @@ fn groups_that_came_and_went_leave_nothing() {
 /// In a process of its own, where no other test opens anything.
 fn churn() -> String {
     let come_and_go = |round: usize| {
-        play(over_tcp(2, TIMEOUT), |group| match round % 3 {
+        over_both(2, TIMEOUT, |group| match round % 3 {
             0 => group.barrier().unwrap(),
             1 => group.abort("enough"),
             _ => drop(group.all_reduce_async(vec![1_u8; 9], ReduceOp::Sum).unwrap()),
@@ -552,6 +584,12 @@ fn worker() {
                 ready();
                 wait_for(|| fs::read(role.dir.join("go")).ok(), "the word");
                 group.barrier()
+            }
+            // Had it entered again, the others would need nothing more of it.
+            1 => {
+                group.barrier().unwrap();
+                std::thread::sleep(DEADLINE);
+                panic!("it should be dead");
             }
             _ => group.barrier().and_then(|()| group.barrier()),
         },

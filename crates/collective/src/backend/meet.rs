@@ -37,6 +37,7 @@ pub(crate) struct Place {
     /// Which boot of which machine.
     boot_id: String,
     pid_namespace: String,
+    host_id: Option<String>,
     net_namespace: String,
     /// Its address towards the store.
     pub(crate) ip: Option<IpAddr>,
@@ -58,7 +59,7 @@ pub(crate) fn join(
         return Err(Error::InvalidArgument(text));
     }
     let deadline = deadline(options.timeout);
-    let own = Place::of_this_process(store, world_size, options.transport)?;
+    let own = Place::of_this_process(store, world_size, options)?;
     let generation = store.add(&format!("{}/joining/{rank}", options.name), 1)?;
     let mut joining = Joining {
         store,
@@ -71,18 +72,20 @@ pub(crate) fn join(
     joining.places = tell_all(&joining, "place", &own)?;
     check(&joining.places, rank)?;
     let (transport, reason) = choose(options.transport, &joining.places);
+    let several = joining.places.iter().any(|place| place.machine() != own.machine());
     Ok(match transport {
-        Transport::Tcp => Arc::new(tcp::join(&joining, reason)?),
+        Transport::Tcp => Arc::new(tcp::join(&joining, reason, false)?),
+        Transport::Host | Transport::Auto if several => {
+            Arc::new(tcp::join(&joining, reason, true)?)
+        }
         #[cfg(feature = "gloo")]
-        Transport::Gloo => Arc::new(gloo::join(store, rank, world_size, options)?.because(reason)),
+        Transport::Gloo => Arc::new(gloo::join(&joining, reason)?),
         #[cfg(not(feature = "gloo"))]
         Transport::Gloo => {
             let what = "this build: it lacks the feature `gloo` of the crate".into();
             return Err(Error::Unsupported { backend: "gloo", what });
         }
-        Transport::Host | Transport::Auto => {
-            Arc::new(host::shm::join(store, rank, world_size, options)?.because(reason))
-        }
+        Transport::Host | Transport::Auto => Arc::new(host::shm::join(&joining, reason)?),
     })
 }
 
@@ -94,7 +97,7 @@ fn choose(asked: Transport, places: &[Place]) -> (Transport, String) {
             let why = format!("rank {rank} is on another machine than rank 0");
             match places.iter().position(|place| !place.gloo) {
                 None => (Transport::Gloo, format!("{why}, and all ranks have libgloo")),
-                Some(rank) => (Transport::Tcp, format!("{why}, and rank {rank} has no libgloo")),
+                Some(rank) => (Transport::Host, format!("{why}, and rank {rank} has no libgloo")),
             }
         }
         _ => (asked, "it was asked for".into()),
@@ -117,7 +120,11 @@ fn check(places: &[Place], rank: Rank) -> Result<()> {
 }
 
 impl Place {
-    fn of_this_process(store: &dyn Store, world_size: usize, transport: Transport) -> Result<Self> {
+    fn of_this_process(
+        store: &dyn Store,
+        world_size: usize,
+        options: &GroupOptions,
+    ) -> Result<Self> {
         let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id")
             .map_err(|error| Error::io("reading the machine's boot id", &error))?;
         let namespace = |kind: &str| {
@@ -130,17 +137,18 @@ impl Place {
             pid: std::process::id(),
             boot_id: boot_id.trim().to_owned(),
             pid_namespace: namespace("pid")?,
+            host_id: options.host_id.clone(),
             net_namespace: namespace("net")?,
             ip: store.local_ip(),
             world_size,
-            transport: transport.name().to_owned(),
+            transport: options.transport.name().to_owned(),
             gloo: cfg!(feature = "gloo"),
         })
     }
 
     /// What ranks have in common that can share memory.
-    pub(crate) fn machine(&self) -> (&str, &str) {
-        (&self.boot_id, &self.pid_namespace)
+    pub(crate) fn machine(&self) -> (&str, &str, Option<&str>) {
+        (&self.boot_id, &self.pid_namespace, self.host_id.as_deref())
     }
 
     /// Whether two ranks have the same interfaces, the loopback among them.
@@ -157,6 +165,25 @@ impl Joining<'_> {
     /// For texts.
     pub(crate) fn group(&self) -> String {
         format!("group {}", self.options.name)
+    }
+
+    /// Which ranks have not said anything, or why the store cannot tell.
+    fn absent(&self, names: &[&str], error: Error) -> Error {
+        // A store that does not answer is not asked which rank is missing.
+        if !matches!(error, Error::KeyTimeout { .. }) {
+            return error;
+        }
+        let mut missing = Vec::new();
+        for (rank, name) in names.iter().enumerate() {
+            match self.store.check(&[name]) {
+                Ok(true) => {}
+                Ok(false) => missing.push(rank),
+                Err(error) => return error,
+            }
+        }
+        let op = format!("joining {}", self.group());
+        let waited = self.options.timeout;
+        if missing.is_empty() { error } else { Error::Timeout { op, waited, missing } }
     }
 
     /// Ranks did not come before the deadline.
@@ -176,37 +203,10 @@ pub(crate) fn tell_all<T: Serialize + DeserializeOwned>(
     let key = |rank: Rank| format!("{}/{generation}/{what}/{rank}", options.name);
     let json = serde_json::to_vec(own).expect("plain numbers and strings");
     store.set(&key(joining.rank), &json)?;
-    gather(store, &key, joining.world(), options, deadline)
-}
-
-/// Reads what all ranks say of themselves.
-pub(crate) fn gather<T: DeserializeOwned>(
-    store: &dyn Store,
-    key: &dyn Fn(Rank) -> String,
-    world_size: usize,
-    options: &GroupOptions,
-    deadline: Instant,
-) -> Result<Vec<T>> {
-    let keys: Vec<String> = (0..world_size).map(key).collect();
+    let keys: Vec<String> = (0..joining.world()).map(key).collect();
     let names: Vec<&str> = keys.iter().map(String::as_str).collect();
     let wait = store.wait(&names, deadline.saturating_duration_since(Instant::now()));
-    if let Err(error) = wait {
-        // A store that does not answer is not asked which rank is missing.
-        if !matches!(error, Error::KeyTimeout { .. }) {
-            return Err(error);
-        }
-        let mut missing = Vec::new();
-        for (rank, name) in names.iter().enumerate() {
-            if !store.check(&[name])? {
-                missing.push(rank);
-            }
-        }
-        if missing.is_empty() {
-            return Err(error);
-        }
-        let op = format!("joining group {}", options.name);
-        return Err(Error::Timeout { op, waited: options.timeout, missing });
-    }
+    wait.map_err(|error| joining.absent(&names, error))?;
     let read = |(rank, key): (Rank, &&str)| {
         let json = store.get(key, Duration::from_secs(1))?;
         serde_json::from_slice(&json).map_err(|_| garbled(rank))
@@ -219,28 +219,29 @@ pub(crate) fn garbled(rank: Rank) -> Error {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    fn places(count: usize) -> Vec<Place> {
+    pub(crate) fn places(count: usize) -> Vec<Place> {
         let store = crate::MemoryStore::new();
-        let place = || Place::of_this_process(&store, count, Transport::Auto).unwrap();
+        let options = GroupOptions::default();
+        let place = || Place::of_this_process(&store, count, &options).unwrap();
         std::iter::repeat_with(place).take(count).collect()
     }
 
     #[test]
-    fn one_machine_is_host_and_several_are_gloo_or_tcp_unless_asked_otherwise() {
+    fn one_machine_is_host_and_several_are_gloo_if_all_have_it_unless_asked_otherwise() {
         let mut places = places(3);
         assert_eq!(choose(Transport::Auto, &places).0, Transport::Host);
         assert_eq!(choose(Transport::Tcp, &places).0, Transport::Tcp);
-        places[2].boot_id = "elsewhere".into();
+        places[2].host_id = Some("elsewhere".into());
         for place in &mut places {
             place.gloo = true;
         }
         assert_eq!(choose(Transport::Auto, &places).0, Transport::Gloo);
         places[1].gloo = false;
         let (chosen, why) = choose(Transport::Auto, &places);
-        assert_eq!(chosen, Transport::Tcp);
+        assert_eq!(chosen, Transport::Host);
         assert!(why.contains("rank 1 has no libgloo"), "{why}");
         assert!(why.contains("rank 2"), "{why}");
         assert_eq!(choose(Transport::Host, &places).0, Transport::Host);
@@ -301,10 +302,12 @@ mod tests {
 
     #[test]
     fn a_store_that_does_not_answer_is_asked_once() {
-        let (store, key) = (Stalled::default(), |rank: Rank| rank.to_string());
-        let options = GroupOptions::default();
-        let error = gather::<u8>(&store, &key, 200, &options, Instant::now()).unwrap_err();
+        let (store, options) = (Stalled::default(), GroupOptions::default());
+        let (places, deadline) = (places(200), Instant::now());
+        let joining =
+            Joining { store: &store, rank: 0, options: &options, generation: 1, deadline, places };
+        let error = joining.absent(&["key"; 200], store.fail::<()>().unwrap_err());
         assert!(matches!(error, Error::Store { .. }), "{error}");
-        assert_eq!(store.asked.into_inner(), 1);
+        assert_eq!(store.asked.load(std::sync::atomic::Ordering::Relaxed), 1);
     }
 }

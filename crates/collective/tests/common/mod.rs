@@ -30,12 +30,25 @@ pub(crate) fn threads<T: Send>(
 
 /// A group over TCP whose ranks are this process's; each has been joined on a thread of its own.
 pub(crate) fn over_tcp(world: usize, timeout: Duration) -> Vec<ProcessGroup> {
+    let options = GroupOptions::default().with_timeout(timeout).with_transport(Transport::Tcp);
+    joined(world, |_| options.clone())
+}
+
+/// The same on two machines, in turn: ranks of one share memory.
+pub(crate) fn over_machines(world: usize, timeout: Duration) -> Vec<ProcessGroup> {
+    joined(world, |rank| GroupOptions::default().with_timeout(timeout).with_host_id(machine(rank)))
+}
+
+fn machine(rank: Rank) -> &'static str {
+    ["even", "odd"][rank % 2]
+}
+
+/// Ranks of this process that meet in a store.
+pub(crate) fn joined(world: usize, options: impl Fn(Rank) -> GroupOptions) -> Vec<ProcessGroup> {
     let store = MemoryStore::new();
     std::thread::scope(|scope| {
         let join = |rank| {
-            let store = Arc::new(store.clone());
-            let options = GroupOptions::default().with_timeout(timeout);
-            let options = options.with_transport(Transport::Tcp);
+            let (store, options) = (Arc::new(store.clone()), options(rank));
             scope.spawn(move || ProcessGroup::from_store(store, rank, world, options).unwrap())
         };
         let ranks: Vec<_> = (0..world).map(join).collect();
@@ -81,7 +94,8 @@ impl Drop for Dir {
 #[derive(Debug)]
 pub(crate) struct Role {
     pub(crate) scenario: String,
-    pub(crate) transport: Transport,
+    /// A transport's name, or `machines`: ranks are on two, in turn.
+    pub(crate) transport: String,
     pub(crate) rank: Rank,
     pub(crate) world: usize,
     pub(crate) timeout: Duration,
@@ -99,11 +113,7 @@ impl Role {
         let mut next = || parts.next().unwrap();
         Some(Self {
             scenario: next().to_owned(),
-            transport: match next() {
-                "tcp" => Transport::Tcp,
-                "host" => Transport::Host,
-                _ => Transport::Auto,
-            },
+            transport: next().to_owned(),
             rank: next().parse().unwrap(),
             world: next().parse().unwrap(),
             timeout: Duration::from_millis(next().parse().unwrap()),
@@ -116,7 +126,13 @@ impl Role {
     pub(crate) fn join(&self) -> Result<ProcessGroup> {
         let store = Arc::new(TcpStore::connect(&self.host, self.port, self.timeout)?);
         let options = GroupOptions::default().with_timeout(self.timeout);
-        let options = options.with_transport(self.transport);
+        let options = match self.transport.as_str() {
+            "auto" => options,
+            "host" => options.with_transport(Transport::Host),
+            "tcp" => options.with_transport(Transport::Tcp),
+            "machines" => options.with_host_id(machine(self.rank)),
+            other => panic!("no transport {other}"),
+        };
         ProcessGroup::from_store(store, self.rank, self.world, options)
     }
 

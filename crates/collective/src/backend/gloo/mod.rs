@@ -47,9 +47,10 @@ pub(crate) use self::join::join;
 use self::mesh::Mesh;
 use self::turn::Turn;
 use super::host::ForkGuard;
+use super::meet::Joining;
 use super::{Backend, RawBufs, RawShared, Transfer, Wait};
 use crate::span::Span;
-use crate::{DType, Determinism, Error, GroupOptions, OpDesc, Rank, Result, Verb, simd};
+use crate::{DType, Determinism, Error, OpDesc, Rank, Result, Verb, simd};
 
 /// One rank of a group over gloo.
 #[derive(Debug)]
@@ -88,31 +89,20 @@ struct State {
 }
 
 impl Gloo {
-    fn new(
-        rank: Rank,
-        world: usize,
-        options: &GroupOptions,
-        control: Control,
-        state: State,
-    ) -> Result<Self> {
+    fn new(joining: &Joining<'_>, reason: String, control: Control, state: State) -> Result<Self> {
+        let options = joining.options;
         Ok(Self {
-            rank,
-            world,
+            rank: joining.rank,
+            world: joining.world(),
             name: options.name.clone(),
             timeout: options.timeout,
             determinism: options.determinism,
-            reason: "it was asked for".into(),
+            reason,
             control: ManuallyDrop::new(control),
             state: ManuallyDrop::new(Mutex::new(state)),
             failed: OnceLock::new(),
             guard: ForkGuard::new()?,
         })
-    }
-
-    /// With another reason for its being this backend.
-    pub(crate) fn because(mut self, reason: String) -> Self {
-        self.reason = reason;
-        self
     }
 
     fn fork_check(&self) -> Result<()> {

@@ -11,6 +11,8 @@
 //!
 //! The rings lie in memory that is not reserved until an end of theirs is made, so that the pairs
 //! who never talk cost nothing, and running out of memory is still an error and not a signal.
+//!
+//! The host backend's exchanges and the TCP backend's links within a machine are made of these.
 
 use crate::sync::atomic::{AtomicU64, Ordering};
 use std::io;
@@ -18,7 +20,7 @@ use std::sync::Arc;
 
 use super::sys::Mapping;
 use crate::span::Span;
-use crate::{Error, Rank, Result};
+use crate::{Rank, Result};
 
 /// Most bytes of a ring: a few pieces in flight, all of them in the nearer caches.
 const RING_MAX: usize = 64 << 10;
@@ -30,10 +32,13 @@ const RINGS_OF_A_RANK: usize = 1 << 20;
 const COUNTERS: usize = 256;
 const PUT: usize = 0;
 const TAKEN: usize = 128;
+/// Where the receiver of a pair may say that it sleeps until the sender does something. A line that
+/// is rarely written, beside the sender's own.
+const ASLEEP: usize = 64;
 
 /// Where the rings of `world` ranks lie in a mapping: first all counters, then all rings.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Layout {
+pub(in crate::backend) struct Layout {
     world: usize,
     base: usize,
     rings: usize,
@@ -42,15 +47,21 @@ pub(super) struct Layout {
 
 impl Layout {
     /// From byte `base` on, the start of a page.
-    pub(super) fn new(world: usize, base: usize) -> Self {
+    pub(in crate::backend) fn new(world: usize, base: usize) -> Self {
         let rings = base + (world * world * COUNTERS).next_multiple_of(RING_MIN);
         let fair = RINGS_OF_A_RANK / world.next_power_of_two();
         Self { world, base, rings, ring: fair.clamp(RING_MIN, RING_MAX) }
     }
 
     /// The first byte after it.
-    pub(super) fn end(&self) -> usize {
+    pub(in crate::backend) fn end(&self) -> usize {
         self.rings + self.world * self.world * self.ring
+    }
+
+    /// The word, zero at first, by which `sleeper` asks `waker` to wake it. It may be used when an
+    /// end of the channel between them has been made.
+    pub(in crate::backend) fn asleep(&self, sleeper: Rank, waker: Rank) -> usize {
+        self.base + self.pair(waker, sleeper) * COUNTERS + ASLEEP
     }
 
     fn pair(&self, from: Rank, to: Rank) -> usize {
@@ -63,8 +74,6 @@ impl Layout {
 #[derive(Debug)]
 struct End {
     map: Arc<Mapping>,
-    from: Rank,
-    to: Rank,
     counters: usize,
     ring: usize,
     bytes: usize,
@@ -85,7 +94,7 @@ impl End {
         map.reserve(ring, layout.ring)?;
         let bytes = layout.ring;
         let map = Arc::clone(map);
-        Ok(Self { map, from, to, counters, ring, bytes, own: 0, published: 0, seen: 0 })
+        Ok(Self { map, counters, ring, bytes, own: 0, published: 0, seen: 0 })
     }
 
     fn counter(&self, which: usize) -> &AtomicU64 {
@@ -105,14 +114,12 @@ impl End {
     }
 
     /// Reads the other end's counter, which must lie in `self.seen..=self.seen + most`.
-    fn look(&mut self, which: usize, most: u64) -> Result<()> {
+    fn look(&mut self, which: usize, most: u64) -> io::Result<()> {
         // Acquire and SeqCst: pairs with `publish`.
         let value = self.counter(which).load(Ordering::SeqCst);
         if value.wrapping_sub(self.seen) > most {
-            let text = format!("a counter went from {} to {value}", self.seen);
-            let garbled = io::Error::new(io::ErrorKind::InvalidData, text);
-            let what = format!("the channel from rank {} to rank {}", self.from, self.to);
-            return Err(Error::io(what, &garbled));
+            let text = format!("a counter in shared memory went from {} to {value}", self.seen);
+            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
         }
         self.seen = value;
         Ok(())
@@ -129,25 +136,21 @@ impl End {
 
 /// The end that bytes go into.
 #[derive(Debug)]
-pub(super) struct Sender(End);
+pub(in crate::backend) struct Sender(End);
 
 impl Sender {
     /// The one sender of this pair there may be.
-    pub(super) fn new(map: &Arc<Mapping>, layout: &Layout, from: Rank, to: Rank) -> Result<Self> {
+    pub(in crate::backend) fn new(
+        map: &Arc<Mapping>,
+        layout: &Layout,
+        from: Rank,
+        to: Rank,
+    ) -> Result<Self> {
         Ok(Self(End::new(map, layout, from, to)?))
     }
 
-    /// Sends as many of the bytes as there is room for; how many.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for a mesh that has other links too"))]
-    pub(super) fn try_send(&mut self, bytes: Span<'_>) -> Result<usize> {
-        let count = self.room(bytes.len())?.min(bytes.len());
-        self.put(bytes.part(0, count));
-        self.publish();
-        Ok(count)
-    }
-
     /// Bytes there is room for. Looks again only if it knows of less than `wanted`.
-    pub(super) fn room(&mut self, wanted: usize) -> Result<usize> {
+    pub(in crate::backend) fn room(&mut self, wanted: usize) -> io::Result<usize> {
         let end = &mut self.0;
         if end.bytes - ((end.own - end.seen) as usize) < wanted {
             end.look(TAKEN, end.own - end.seen)?;
@@ -157,43 +160,51 @@ impl Sender {
 
     /// Copies bytes in, for which there must be [`room`](Self::room). The receiver sees them after
     /// [`publish`](Self::publish).
-    pub(super) fn put(&mut self, bytes: Span<'_>) {
-        let end = &mut self.0;
-        let free = end.bytes - (end.own - end.seen) as usize;
-        assert!(bytes.len() <= free, "no more than there is room for");
-        let [first, second] = end.following(bytes.len());
+    pub(in crate::backend) fn put(&mut self, bytes: Span<'_>) {
+        let [first, second] = self.next(bytes.len());
         first.copy_from(bytes.part(0, first.len()));
         second.copy_from(bytes.part(first.len(), second.len()));
-        end.own += bytes.len() as u64;
+        self.0.own += bytes.len() as u64;
+    }
+
+    /// As [`put`](Self::put).
+    pub(in crate::backend) fn put_slice(&mut self, bytes: &[u8]) {
+        let [first, second] = self.next(bytes.len());
+        let (head, tail) = bytes.split_at(first.len());
+        first.copy_from_slice(head);
+        second.copy_from_slice(tail);
+        self.0.own += bytes.len() as u64;
+    }
+
+    fn next(&self, len: usize) -> [Span<'_>; 2] {
+        let free = self.0.bytes - (self.0.own - self.0.seen) as usize;
+        assert!(len <= free, "no more than there is room for");
+        self.0.following(len)
     }
 
     /// Lets the receiver see what was put; whether that was anything.
-    pub(super) fn publish(&mut self) -> bool {
+    pub(in crate::backend) fn publish(&mut self) -> bool {
         self.0.publish(PUT)
     }
 }
 
 /// The end that bytes come out of.
 #[derive(Debug)]
-pub(super) struct Receiver(End);
+pub(in crate::backend) struct Receiver(End);
 
 impl Receiver {
     /// The one receiver of this pair there may be.
-    pub(super) fn new(map: &Arc<Mapping>, layout: &Layout, from: Rank, to: Rank) -> Result<Self> {
+    pub(in crate::backend) fn new(
+        map: &Arc<Mapping>,
+        layout: &Layout,
+        from: Rank,
+        to: Rank,
+    ) -> Result<Self> {
         Ok(Self(End::new(map, layout, from, to)?))
     }
 
-    /// Receives as many bytes as have come and fit; how many.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for a mesh that has other links too"))]
-    pub(super) fn try_recv(&mut self, into: Span<'_>) -> Result<usize> {
-        let count = self.ready(into.len())?.min(into.len());
-        self.take(into.part(0, count));
-        self.publish();
-        Ok(count)
-    }
-
     /// Bytes that have come. Looks again only if it knows of less than `wanted`.
-    pub(super) fn ready(&mut self, wanted: usize) -> Result<usize> {
+    pub(in crate::backend) fn ready(&mut self, wanted: usize) -> io::Result<usize> {
         let end = &mut self.0;
         if ((end.seen - end.own) as usize) < wanted {
             end.look(PUT, end.bytes as u64 - (end.seen - end.own))?;
@@ -203,7 +214,7 @@ impl Receiver {
 
     /// Copies bytes out, which must be [`ready`](Self::ready). Their room is the sender's again
     /// after [`publish`](Self::publish).
-    pub(super) fn take(&mut self, into: Span<'_>) {
+    pub(in crate::backend) fn take(&mut self, into: Span<'_>) {
         let end = &mut self.0;
         assert!(into.len() as u64 <= end.seen - end.own, "no more than have come");
         let [first, second] = end.following(into.len());
@@ -213,7 +224,7 @@ impl Receiver {
     }
 
     /// Gives the sender the room of what was taken; whether that was anything.
-    pub(super) fn publish(&mut self) -> bool {
+    pub(in crate::backend) fn publish(&mut self) -> bool {
         self.0.publish(TAKEN)
     }
 }
@@ -232,6 +243,22 @@ mod tests {
         (sender, Receiver::new(&two, &layout, 0, 1).unwrap(), two)
     }
 
+    /// Sends as many of the bytes as there is room for.
+    fn send(sender: &mut Sender, bytes: &mut [u8]) -> usize {
+        let count = sender.room(bytes.len()).unwrap().min(bytes.len());
+        sender.put(Span::from_mut(&mut bytes[..count]));
+        sender.publish();
+        count
+    }
+
+    /// Receives as many bytes as have come.
+    fn receive(receiver: &mut Receiver, into: &mut [u8]) -> usize {
+        let count = receiver.ready(into.len()).unwrap().min(into.len());
+        receiver.take(Span::from_mut(&mut into[..count]));
+        receiver.publish();
+        count
+    }
+
     #[test]
     fn bytes_come_out_as_they_went_in() {
         let (mut sender, mut receiver, _map) = pair(2);
@@ -241,9 +268,9 @@ mod tests {
         let (len, mut put, mut taken) = (sent.len(), 0, 0);
         for step in 1_usize.. {
             let some = (step * 7919 % 100_000).min(len - put);
-            put += sender.try_send(Span::from_mut(&mut sent[put..][..some])).unwrap();
+            put += send(&mut sender, &mut sent[put..][..some]);
             let some = (step * 104_729 % 90_000).min(len - taken);
-            taken += receiver.try_recv(Span::from_mut(&mut got[taken..][..some])).unwrap();
+            taken += receive(&mut receiver, &mut got[taken..][..some]);
             assert!(put - taken <= RING_MAX);
             if taken == len {
                 break;
@@ -262,14 +289,14 @@ mod tests {
                     let mut bytes = word.to_le_bytes();
                     let mut put = 0;
                     while put < 8 {
-                        put += sender.try_send(Span::from_mut(&mut bytes[put..])).unwrap();
+                        put += send(&mut sender, &mut bytes[put..]);
                     }
                 }
             });
             for word in 0..WORDS {
                 let (mut bytes, mut got) = ([0; 8], 0);
                 while got < 8 {
-                    got += receiver.try_recv(Span::from_mut(&mut bytes[got..])).unwrap();
+                    got += receive(&mut receiver, &mut bytes[got..]);
                 }
                 assert_eq!(u64::from_le_bytes(bytes), word);
             }
@@ -279,20 +306,20 @@ mod tests {
     #[test]
     fn a_counter_that_no_peer_could_store_is_an_error() {
         let (mut sender, mut receiver, map) = pair(2);
-        sender.try_send(Span::from_mut(&mut [1; 100])).unwrap();
-        assert_eq!(receiver.try_recv(Span::from_mut(&mut [0; 60])).unwrap(), 60);
+        send(&mut sender, &mut [1; 100]);
+        assert_eq!(receive(&mut receiver, &mut [0; 60]), 60);
         assert_eq!(sender.room(RING_MAX).unwrap(), RING_MAX - 40);
         let counters = receiver.0.counters;
         // Backwards, beyond what was ever sent, beyond the ring.
         for wrong in [59, 101, u64::MAX] {
             map.word(counters + TAKEN).store(wrong, Ordering::SeqCst);
             let error = sender.room(RING_MAX).unwrap_err();
-            assert!(matches!(error, Error::Io { .. }), "{error}");
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData);
         }
         for wrong in [99, 61 + RING_MAX as u64, 0] {
             map.word(counters + PUT).store(wrong, Ordering::SeqCst);
             let error = receiver.ready(RING_MAX).unwrap_err();
-            assert!(error.to_string().contains("from rank 0 to rank 1"), "{error}");
+            assert!(error.to_string().contains(&format!("to {wrong}")), "{error}");
         }
         map.word(counters + PUT).store(60 + RING_MAX as u64, Ordering::SeqCst);
         assert_eq!(receiver.ready(RING_MAX).unwrap(), RING_MAX);

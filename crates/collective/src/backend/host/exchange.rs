@@ -10,6 +10,7 @@
 //! timeout; but first whatever has come is received.
 
 use crate::sync::atomic::Ordering;
+use std::io;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
@@ -48,6 +49,13 @@ pub(super) struct Block<'a> {
     pub(super) count: usize,
     /// The elements.
     pub(super) memory: Span<'a>,
+}
+
+impl Block<'_> {
+    fn failed(&self, error: &io::Error) -> Error {
+        let way = if self.way == Way::Out { "to" } else { "from" };
+        Error::io(format!("the channel {way} rank {}", self.peer), error)
+    }
 }
 
 /// Which way a message goes.
@@ -174,6 +182,10 @@ impl Mesh {
 }
 
 impl Link<Sender> {
+    fn room(&mut self, wanted: usize, block: &Block<'_>) -> Result<usize> {
+        self.end.room(wanted).map_err(|error| block.failed(&error))
+    }
+
     /// Sends up to a piece of a lane; whether anything went.
     fn send(&mut self, lane: &mut Lane, blocks: &[Block<'_>], verb: Verb) -> Result<bool> {
         let mut budget = PIECE;
@@ -182,7 +194,7 @@ impl Link<Sender> {
         {
             let moved = match lane.moved {
                 Some(moved) => moved,
-                None if self.end.room(HEADER)? < HEADER => break,
+                None if self.room(HEADER, block)? < HEADER => break,
                 None => {
                     let header = Header::new(self.messages, verb, block.dtype, block.count);
                     self.end.put(Span::from_mut(&mut header.to_bytes()));
@@ -192,7 +204,7 @@ impl Link<Sender> {
                 }
             };
             let rest = block.memory.len() - moved;
-            let some = self.end.room(rest.min(PIECE))?.min(rest).min(budget);
+            let some = self.room(rest.min(PIECE), block)?.min(rest).min(budget);
             self.end.put(block.memory.part(moved, some));
             budget -= some;
             if some < rest {
@@ -207,6 +219,10 @@ impl Link<Sender> {
 }
 
 impl Link<Receiver> {
+    fn ready(&mut self, wanted: usize, block: &Block<'_>) -> Result<usize> {
+        self.end.ready(wanted).map_err(|error| block.failed(&error))
+    }
+
     /// Receives up to a piece of a lane; whether anything came.
     fn receive(&mut self, lane: &mut Lane, blocks: &[Block<'_>], turn: &Turn<'_>) -> Result<bool> {
         let mut budget = PIECE;
@@ -215,7 +231,7 @@ impl Link<Receiver> {
         {
             let moved = match lane.moved {
                 Some(moved) => moved,
-                None if self.end.ready(HEADER)? < HEADER => break,
+                None if self.ready(HEADER, block)? < HEADER => break,
                 None => {
                     let mut bytes = [0; HEADER];
                     self.end.take(Span::from_mut(&mut bytes));
@@ -226,7 +242,7 @@ impl Link<Receiver> {
                 }
             };
             let rest = block.memory.len() - moved;
-            let some = self.end.ready(rest.min(PIECE))?.min(rest).min(budget);
+            let some = self.ready(rest.min(PIECE), block)?.min(rest).min(budget);
             self.end.take(block.memory.part(moved, some));
             budget -= some;
             if some < rest {

@@ -14,7 +14,7 @@
 
 #![expect(unsafe_code, reason = "turns the memory of an operation into spans")]
 
-mod channel;
+pub(super) mod channel;
 mod chunked;
 mod exchange;
 mod flat;
@@ -24,7 +24,7 @@ mod model;
 mod pace;
 mod segment;
 pub(crate) mod shm;
-mod sys;
+pub(super) mod sys;
 pub(crate) mod threads;
 mod turn;
 
@@ -128,12 +128,6 @@ impl Host {
             failed: OnceLock::new(),
             guard: ForkGuard::new()?,
         })
-    }
-
-    /// With another reason for its being this backend.
-    pub(crate) fn because(mut self, reason: String) -> Self {
-        self.reason = reason;
-        self
     }
 
     fn world(&self) -> usize {
@@ -423,9 +417,11 @@ fn check_world(rank: Rank, world_size: usize) -> Result<()> {
 }
 
 /// Opens what another process has open.
-fn open_fd_of(pid: u32, number: u64) -> Result<std::fs::File> {
+pub(super) fn open_fd_of(pid: u32, number: u64) -> Result<std::fs::File> {
     let path = format!("/proc/{pid}/fd/{number}");
-    OpenOptions::new().read(true).write(true).open(&path).map_err(|error| {
-        Error::io(format!("opening rank 0's shared memory through {path}"), &error)
-    })
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(&path)
+        .map_err(|error| Error::io(format!("opening a peer's shared memory, {path}"), &error))
 }

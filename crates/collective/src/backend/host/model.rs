@@ -39,8 +39,12 @@ impl Words {
 }
 
 impl Mapping {
-    pub(super) fn word(&self, offset: usize) -> &AtomicU64 {
+    pub(in crate::backend) fn word(&self, offset: usize) -> &AtomicU64 {
         &self.words.at(offset).0
+    }
+
+    pub(super) fn words<const N: usize>(&self, offset: usize) -> [&AtomicU64; N] {
+        std::array::from_fn(|i| self.word(offset + 8 * i))
     }
 
     pub(super) fn half_word(&self, offset: usize) -> &AtomicU32 {

@@ -181,17 +181,16 @@ impl Segment {
 
     /// Writes this rank's fingerprint, to be published by a store to [`entry`](Self::entry).
     pub(super) fn set_fingerprint(&self, rank: Rank, fingerprint: &Fingerprint) {
-        let slot = self.slot(rank, fingerprint.seq);
-        for (i, word) in fingerprint.words().into_iter().enumerate() {
-            self.map.word(slot + 8 + 8 * i).store(word, Ordering::Relaxed);
-        }
+        let words = fingerprint.words();
+        let places = self.map.words(self.slot(rank, fingerprint.seq) + 8);
+        std::iter::zip::<[_; Fingerprint::WORDS], _>(places, words)
+            .for_each(|(place, word)| place.store(word, Ordering::Relaxed));
     }
 
     /// A rank's fingerprint, once its entry has been seen.
     pub(super) fn fingerprint(&self, rank: Rank, seq: u64) -> Fingerprint {
-        let slot = self.slot(rank, seq);
-        let word = |i: usize| self.map.word(slot + 8 + 8 * i).load(Ordering::Relaxed);
-        Fingerprint::from_words(seq, std::array::from_fn(word))
+        let places = self.map.words(self.slot(rank, seq) + 8);
+        Fingerprint::from_words(seq, places.map(|place| place.load(Ordering::Relaxed)))
     }
 
     /// The `len` bytes of a slot's data: on the line of the entry if they fit.

@@ -18,98 +18,41 @@ use serde::{Deserialize, Serialize};
 
 use super::segment::{Poison, Segment};
 use super::{Host, check_world, open_fd_of, sys};
-use crate::backend::meet::{garbled, gather};
-use crate::store::{Store, deadline};
-use crate::{Error, GroupOptions, Rank, Result};
+use crate::backend::meet::{Joining, garbled, tell_all};
+use crate::{Error, Rank, Result};
 
 /// What a rank says of itself in the store.
 #[derive(Debug, Serialize, Deserialize)]
 struct Member {
-    pid: u32,
     /// When the process started, in clock ticks since boot: tells it from a later one of its pid.
     start_time: u64,
-    /// Which boot of which machine.
-    boot_id: String,
-    pid_namespace: String,
-    world_size: usize,
     /// Rank 0's descriptor of the segment.
     segment_fd: Option<i32>,
 }
 
-/// Joins a group; returns when all ranks have.
-pub(crate) fn join(
-    store: &dyn Store,
-    rank: Rank,
-    world_size: usize,
-    options: &GroupOptions,
-) -> Result<Host> {
-    check_world(rank, world_size)?;
-    let deadline = deadline(options.timeout);
-    let segment_file = if rank == 0 { Some(Segment::create(world_size)?) } else { None };
-    let own = Member::of_this_process(world_size, segment_file.as_ref())?;
-    // The same name may be used again, by all ranks, after a group is gone.
-    let generation = store.add(&format!("{}/joined/{rank}", options.name), 1)?;
-    let key = |rank: Rank| format!("{}/{generation}/member/{rank}", options.name);
-    let json = serde_json::to_vec(&own).expect("a member is plain numbers and strings");
-    store.set(&key(rank), &json)?;
-    let members: Vec<Member> = gather(store, &key, world_size, options, deadline)?;
-    check_members(&members, rank, world_size)?;
+/// Joins a group; returns when all ranks have, which must be on one machine.
+pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Host> {
+    let (rank, world) = (joining.rank, joining.world());
+    check_world(rank, world)?;
+    let file = if rank == 0 { Some(Segment::create(world)?) } else { None };
+    let start_time = start_time(std::process::id())
+        .map_err(|error| Error::io("reading when this process started", &error))?;
+    let own = Member { start_time, segment_fd: file.as_ref().map(AsRawFd::as_raw_fd) };
+    let members: Vec<Member> = tell_all(joining, "host", &own)?;
 
-    let deaths = watch(&members, rank, &options.name)?;
-    let file = match (segment_file, members[0].segment_fd) {
+    let deaths = watch(joining, &members)?;
+    let maker = joining.places[0].pid;
+    let file = match (file, members[0].segment_fd.map(u64::try_from)) {
         (Some(file), _) => file,
-        (None, Some(fd)) => {
-            let number = u64::try_from(fd).unwrap_or(u64::MAX);
-            open_fd_of(members[0].pid, number)?.into()
-        }
-        (None, None) => return Err(garbled(0)),
+        (None, Some(Ok(fd))) => open_fd_of(maker, fd)?.into(),
+        _ => return Err(garbled(0)),
     };
-    let segment = Arc::new(Segment::attach(file, world_size)?);
+    let segment = Arc::new(Segment::attach(file, world)?);
     let monitor = Monitor::start(Arc::clone(&segment), deaths)?;
-    let host = Host::new(segment, rank, options, members[0].pid, Some(monitor))?;
+    let mut host = Host::new(segment, rank, joining.options, maker, Some(monitor))?;
+    host.reason = reason;
     host.meet()?;
     Ok(host)
-}
-
-impl Member {
-    fn of_this_process(world_size: usize, segment: Option<&OwnedFd>) -> Result<Self> {
-        let pid = std::process::id();
-        let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id")
-            .map_err(|error| Error::io("reading the machine's boot id", &error))?;
-        let namespace = fs::read_link("/proc/self/ns/pid")
-            .map_err(|error| Error::io("reading the pid namespace", &error))?;
-        Ok(Self {
-            pid,
-            start_time: start_time(pid)
-                .map_err(|error| Error::io("reading when this process started", &error))?,
-            boot_id: boot_id.trim().to_owned(),
-            pid_namespace: namespace.to_string_lossy().into_owned(),
-            world_size,
-            segment_fd: segment.map(AsRawFd::as_raw_fd),
-        })
-    }
-}
-
-fn check_members(members: &[Member], rank: Rank, world_size: usize) -> Result<()> {
-    let own = &members[rank];
-    for (rank, member) in members.iter().enumerate() {
-        if member.world_size != world_size {
-            return Err(Error::InvalidArgument(format!(
-                "rank {rank} joins a group of {}, not of {world_size}",
-                member.world_size
-            )));
-        }
-        if member.boot_id != own.boot_id || member.pid_namespace != own.pid_namespace {
-            return Err(Error::Unsupported {
-                backend: "host",
-                what: format!(
-                    "several machines or pid namespaces: rank {rank} is on another one than this \
-                     rank; shared memory does not reach there, `Transport::Tcp` does"
-                ),
-            });
-        }
-    }
-    Ok(())
 }
 
 /// Field 22 of `/proc/<pid>/stat`. The second field is the program's name in parentheses, in which
@@ -130,11 +73,10 @@ pub(super) struct Peer {
 }
 
 /// A pidfd for every peer.
-fn watch(members: &[Member], rank: Rank, group: &str) -> Result<Vec<Peer>> {
-    let peers = members.iter().enumerate().filter(|&(peer, _)| peer != rank);
+fn watch(joining: &Joining<'_>, members: &[Member]) -> Result<Vec<Peer>> {
     let open = |(rank, member): (Rank, &Member)| {
-        let pid = member.pid;
-        let died = || Error::PeerDied { op: format!("joining group {group}"), rank, pid };
+        let pid = joining.places[rank].pid;
+        let died = || Error::PeerDied { op: format!("joining {}", joining.group()), rank, pid };
         let pidfd = sys::pidfd_open(pid).map_err(|error| match error.raw_os_error() {
             Some(libc::ESRCH) => died(),
             _ => Error::io(format!("watching over rank {rank} (pid {pid})"), &error),
@@ -145,7 +87,7 @@ fn watch(members: &[Member], rank: Rank, group: &str) -> Result<Vec<Peer>> {
         }
         Ok(Peer { rank, pid, pidfd })
     };
-    peers.map(open).collect()
+    members.iter().enumerate().filter(|&(peer, _)| peer != joining.rank).map(open).collect()
 }
 
 /// The thread that learns of deaths; ends when dropped.
@@ -211,7 +153,11 @@ fn watch_over(segment: &Segment, mut peers: Vec<Peer>, stopped: &OwnedFd) {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
+    use crate::backend::meet::tests::places;
+    use crate::{GroupOptions, MemoryStore};
 
     #[test]
     fn a_start_time_does_not_change_and_a_dead_pid_has_none() {
@@ -221,24 +167,16 @@ mod tests {
     }
 
     #[test]
-    fn ranks_on_two_machines_are_refused() {
-        let mut members: Vec<Member> =
-            (0..2).map(|_| Member::of_this_process(2, None).unwrap()).collect();
-        assert!(check_members(&members, 0, 2).is_ok());
-        members[1].boot_id = "elsewhere".into();
-        let error = check_members(&members, 0, 2).unwrap_err();
-        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
-        members[1].world_size = 3;
-        let error = check_members(&members, 0, 2).unwrap_err();
-        assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
-    }
-
-    #[test]
     fn a_dead_pid_is_a_dead_peer() {
-        let mut members: Vec<Member> =
-            (0..2).map(|_| Member::of_this_process(2, None).unwrap()).collect();
-        members[1].start_time += 1;
-        let error = watch(&members, 0, "g").unwrap_err();
+        let (store, options) = (MemoryStore::new(), GroupOptions::default());
+        let (places, deadline) = (places(2), Instant::now());
+        let joining =
+            Joining { store: &store, rank: 0, options: &options, generation: 1, deadline, places };
+        let start_time = start_time(std::process::id()).unwrap();
+        let members =
+            |late| [0, late].map(|late| Member { start_time: start_time + late, segment_fd: None });
+        assert_eq!(watch(&joining, &members(0)).unwrap().len(), 1);
+        let error = watch(&joining, &members(1)).unwrap_err();
         assert!(matches!(error, Error::PeerDied { rank: 1, .. }), "{error}");
     }
 }

@@ -30,7 +30,7 @@ const MEMBARRIER_REGISTER_GLOBAL_EXPEDITED: libc::c_int = 1 << 2;
 ///
 /// The memory of the first `reserved` bytes is reserved now, so that running out of it is an error
 /// here and not a signal later; that of the others by [`Mapping::reserve`], before they are used.
-pub(super) fn memfd(name: &CStr, bytes: usize, reserved: usize) -> Result<OwnedFd> {
+pub(in crate::backend) fn memfd(name: &CStr, bytes: usize, reserved: usize) -> Result<OwnedFd> {
     let fail = || Error::io(format!("obtaining {bytes} bytes of shared memory"), &last_error());
     // SAFETY: `name` is a C string; the flags are this call's.
     let raw =
@@ -72,7 +72,7 @@ fn allocate(file: &OwnedFd, offset: usize, len: usize) -> io::Result<()> {
 }
 
 /// Whether a file that a peer gave has exactly this size, and will keep it.
-pub(super) fn is_sealed(file: &File, bytes: usize) -> bool {
+pub(in crate::backend) fn is_sealed(file: &File, bytes: usize) -> bool {
     // SAFETY: a system call on a descriptor that `file` owns.
     let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
     let keeps = seals >= 0 && seals & libc::F_SEAL_SHRINK != 0;
@@ -81,7 +81,7 @@ pub(super) fn is_sealed(file: &File, bytes: usize) -> bool {
 
 /// A shared mapping of a whole file, unmapped on drop.
 #[derive(Debug)]
-pub(super) struct Mapping {
+pub(in crate::backend) struct Mapping {
     base: NonNull<u8>,
     len: usize,
     file: OwnedFd,
@@ -98,7 +98,7 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps the first `len` bytes, which the file must have and keep ([`is_sealed`]).
-    pub(super) fn new(file: OwnedFd, len: usize) -> Result<Self> {
+    pub(in crate::backend) fn new(file: OwnedFd, len: usize) -> Result<Self> {
         let (access, raw) = (libc::PROT_READ | libc::PROT_WRITE, file.as_raw_fd());
         // SAFETY: asks for a new mapping at an address of the kernel's choice.
         let base =
@@ -131,20 +131,32 @@ impl Mapping {
 
     /// Reserves memory for some bytes that were not when the file was made; they keep their
     /// contents.
-    pub(super) fn reserve(&self, offset: usize, len: usize) -> Result<()> {
+    pub(in crate::backend) fn reserve(&self, offset: usize, len: usize) -> Result<()> {
         allocate(&self.file, offset, len)
             .map_err(|error| Error::io(format!("obtaining {len} bytes of shared memory"), &error))
     }
 
     /// The word at a byte offset.
     #[cfg(not(loom))]
-    pub(super) fn word(&self, offset: usize) -> &AtomicU64 {
+    pub(in crate::backend) fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset + 8 <= self.len, "a word of the segment");
         // SAFETY: stays inside by the line above.
         let ptr = unsafe { self.base.add(offset) };
         // SAFETY: mapped while `self` lives, aligned (the mapping starts at a page), and only used
         // as an atomic: the layout keeps words and data apart.
         unsafe { ptr.cast::<AtomicU64>().as_ref() }
+    }
+
+    /// Words in a row, the first of them at a byte offset.
+    #[cfg(not(loom))]
+    pub(super) fn words<const N: usize>(&self, offset: usize) -> [&AtomicU64; N] {
+        assert!(offset.is_multiple_of(8) && offset + 8 * N <= self.len, "words of the segment");
+        std::array::from_fn(|i| {
+            // SAFETY: stays inside by the line above.
+            let ptr = unsafe { self.base.add(offset + 8 * i) };
+            // SAFETY: as in `word`.
+            unsafe { ptr.cast::<AtomicU64>().as_ref() }
+        })
     }
 
     /// The half word at a byte offset: what a futex sleeps on.

@@ -1,4 +1,5 @@
-//! How the ranks of a group come to have two connections with each other, and with nobody else.
+//! How the ranks of a group come to have two connections with each other, and with nobody else; and
+//! those of a machine its shared memory.
 //!
 //! Each rank listens at a port of the system's choice and says where in the store. It connects to
 //! all ranks below it, in order, and is connected to by those above. Both sides begin with a
@@ -10,14 +11,17 @@
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use super::control::Peer;
 use super::frame::{Channel, Frame, HEADER, Hello};
+use super::link::{Link, Socket};
+use super::ring::Rings;
 use super::{address, sys};
+use crate::backend::host::open_fd_of;
 use crate::backend::meet::{self, Joining};
 use crate::store::tcp::sockopt;
 use crate::{Error, Rank, Result};
@@ -31,12 +35,14 @@ struct Member {
     addr: SocketAddr,
     /// That of rank 0 is the group's.
     nonce: [u64; 2],
+    /// Its descriptor of its machine's shared memory, if it made that.
+    memory: Option<i32>,
 }
 
 /// A rank's connections, by rank; none for itself.
 #[derive(Debug)]
 pub(super) struct Connections {
-    pub(super) data: Vec<Option<TcpStream>>,
+    pub(super) links: Vec<Option<Box<dyn Link>>>,
     pub(super) control: Vec<Option<Peer>>,
 }
 
@@ -49,8 +55,9 @@ struct Mesh<'a> {
     streams: Vec<[Option<TcpStream>; 2]>,
 }
 
-/// Connects all ranks; returns when this one has all its connections.
-pub(super) fn connect(joining: &Joining<'_>) -> Result<Connections> {
+/// Connects all ranks; returns when this one has all its connections. `sharing`: the ranks, in
+/// order, that share memory with this one, itself among them.
+pub(super) fn connect(joining: &Joining<'_>, sharing: &[Rank]) -> Result<Connections> {
     let own = &joining.places[joining.rank];
     let elsewhere = joining.places.iter().filter(|place| !place.same_network(own));
     let elsewhere = elsewhere.filter_map(|place| place.ip).find(|ip| !ip.is_loopback());
@@ -60,7 +67,10 @@ pub(super) fn connect(joining: &Joining<'_>) -> Result<Connections> {
     sys::set_backlog(listener.as_fd(), 2 * joining.world()).map_err(fail)?;
     listener.set_nonblocking(true).map_err(fail)?;
     let addr = listener.local_addr().map_err(fail)?;
-    let member = Member { addr, nonce: nonce() };
+    let makes_memory = sharing.len() > 1 && sharing[0] == joining.rank;
+    let memory = makes_memory.then(|| Rings::create(sharing.len())).transpose()?;
+    let raw = memory.as_ref().map(AsRawFd::as_raw_fd);
+    let member = Member { addr, nonce: nonce(), memory: raw };
     let members = meet::tell_all(joining, "tcp", &member)?;
 
     let streams = std::iter::repeat_with(Default::default).take(joining.world()).collect();
@@ -72,7 +82,8 @@ pub(super) fn connect(joining: &Joining<'_>) -> Result<Connections> {
         }
     }
     mesh.accept(&listener)?;
-    mesh.finish()
+    let rings = mesh.rings(memory, sharing)?;
+    mesh.finish(rings.as_ref())
 }
 
 impl Mesh<'_> {
@@ -199,12 +210,26 @@ impl Mesh<'_> {
         }
     }
 
-    /// Sets the options of all connections.
-    fn finish(self) -> Result<Connections> {
-        let (mut data, mut control) = (Vec::new(), Vec::new());
+    /// The memory of this machine, which this rank has made or another of `sharing`.
+    fn rings(&self, made: Option<OwnedFd>, sharing: &[Rank]) -> Result<Option<Rings>> {
+        let memory = match (made, sharing) {
+            (Some(made), _) => made,
+            (None, [maker, _, ..]) => {
+                let raw = self.members[*maker].memory.and_then(|raw| u64::try_from(raw).ok());
+                let raw = raw.ok_or_else(|| meet::garbled(*maker))?;
+                open_fd_of(self.joining.places[*maker].pid, raw)?.into()
+            }
+            _ => return Ok(None),
+        };
+        Rings::attach(memory, sharing).map(Some)
+    }
+
+    /// Sets the options of all connections, and makes links of them.
+    fn finish(self, rings: Option<&Rings>) -> Result<Connections> {
+        let (mut links, mut control) = (Vec::new(), Vec::new());
         for (rank, streams) in self.streams.into_iter().enumerate() {
             let [Some(carrier), Some(stream)] = streams else {
-                data.push(None);
+                links.push(None);
                 control.push(None);
                 continue;
             };
@@ -213,10 +238,14 @@ impl Mesh<'_> {
             set_up(&carrier).map_err(fail)?;
             set_up(&stream).map_err(fail)?;
             sockopt::detect_dead_peer(stream.as_fd()).map_err(fail)?;
-            data.push(Some(carrier));
+            let link: Box<dyn Link> = match rings.filter(|rings| rings.ranks().contains(&rank)) {
+                Some(rings) => Box::new(rings.link(self.joining.rank, rank, carrier)?),
+                None => Box::new(Socket::new(carrier)),
+            };
+            links.push(Some(link));
             control.push(Some(Peer { stream, pid: self.joining.places[rank].pid, addr }));
         }
-        Ok(Connections { data, control })
+        Ok(Connections { links, control })
     }
 }
 

@@ -116,7 +116,7 @@ impl<'a> Lane<'a> {
     }
 
     /// Sends what there is room for; whether that was anything.
-    pub(super) fn send(&mut self, link: &Link) -> io::Result<bool> {
+    pub(super) fn send(&mut self, link: &mut dyn Link) -> io::Result<bool> {
         let mut moved = false;
         while let Some(out) = self.out.front_mut() {
             let (head, rest) = (&out.head[out.done.min(out.head_len)..out.head_len], out.rest());
@@ -133,7 +133,7 @@ impl<'a> Lane<'a> {
     }
 
     /// Receives what has come, or some of it; whether that was anything.
-    pub(super) fn receive(&mut self, link: &mut Link) -> Result<bool, Fault> {
+    pub(super) fn receive(&mut self, link: &mut dyn Link) -> Result<bool, Fault> {
         let mut moved = false;
         while let Some(next) = self.into.front_mut() {
             let done = match next.done {
@@ -225,6 +225,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
+    use crate::backend::tcp::link::Socket;
     use crate::{Place, Verb};
 
     const OP: OpDesc =
@@ -237,7 +238,7 @@ mod tests {
     }
 
     /// Receives until all is there or something is wrong.
-    fn receive(lane: &mut Lane<'_>, link: &mut Link) -> Result<(), Fault> {
+    fn receive(lane: &mut Lane<'_>, link: &mut Socket) -> Result<(), Fault> {
         while !lane.all_received() {
             lane.receive(link)?;
         }
@@ -247,7 +248,7 @@ mod tests {
     #[test]
     fn both_directions_move_and_keep_their_order() {
         let (one, two) = pair();
-        let links = [Link::new(one), Link::new(two)];
+        let links = [Socket::new(one), Socket::new(two)];
         std::thread::scope(|scope| {
             for (rank, mut link) in links.into_iter().enumerate() {
                 scope.spawn(move || {
@@ -262,7 +263,7 @@ mod tests {
                     lane.receive_block(5, Span::from_mut(&mut into));
                     lane.receive_message(DType::U8, 3, Span::from_mut(&mut last));
                     while !(lane.all_sent() && lane.all_received()) {
-                        lane.send(&link).unwrap();
+                        lane.send(&mut link).unwrap();
                         lane.receive(&mut link).unwrap();
                     }
                     assert_eq!(lane.entered, Some(print));
@@ -283,7 +284,7 @@ mod tests {
         for header in wrong {
             let (mut peer, own) = pair();
             peer.write_all(&[&header[..], &[1; 100]].concat()).unwrap();
-            let (mut link, mut into) = (Link::new(own), [9; 8]);
+            let (mut link, mut into) = (Socket::new(own), [9; 8]);
             let mut lane = Lane::default();
             lane.receive_block(5, Span::from_mut(&mut into));
             let fault = receive(&mut lane, &mut link).unwrap_err();
@@ -300,7 +301,7 @@ mod tests {
         let header = Frame::Block { seq: 0, index: 0, bytes: 8 }.encode();
         peer.write_all(&[&header[..], &[1; 7]].concat()).unwrap();
         drop(peer);
-        let (mut link, mut into) = (Link::new(own), [9; 8]);
+        let (mut link, mut into) = (Socket::new(own), [9; 8]);
         let mut lane = Lane::default();
         lane.receive_block(0, Span::from_mut(&mut into));
         let fault = receive(&mut lane, &mut link).unwrap_err();

@@ -1,12 +1,14 @@
-//! One connection for data: bytes go and come as far as they can without waiting.
+//! What carries data to and from one peer: bytes go and come as far as they can without waiting.
 //!
-//! What is received for memory goes straight there; what comes beyond it, which is the next header
+//! Between machines that is a [`Socket`], within one a [`Ring`](super::ring::Ring). What is received
+//! by a socket for memory goes straight there; what comes beyond it, which is the next header
 //! and often a small message whole, goes to a small buffer, so that a small operation costs one
 //! system call each way.
 
+use std::fmt::Debug;
 use std::io;
 use std::net::TcpStream;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 
 use super::frame::HEADER;
 use super::sys;
@@ -15,9 +17,28 @@ use crate::span::Span;
 /// Bytes received ahead at most.
 const AHEAD: usize = 8 << 10;
 
-/// A connection to one peer.
+/// Two streams of bytes, one to a peer and one from it.
+pub(super) trait Link: Debug + Send {
+    /// Sends what there is room for of `head` and then `body`; how many bytes.
+    fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize>;
+
+    /// Receives what is there, up to the length of `into`; how many bytes. The end of the stream
+    /// is an error.
+    fn try_receive(&mut self, into: Span<'_>) -> io::Result<usize>;
+
+    /// The next header, if all of it is there.
+    fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>>;
+
+    /// What to poll until it can receive, or send; `None` if it can now.
+    fn sleep(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>>;
+
+    /// The poll after a [`sleep`](Self::sleep) is over.
+    fn wake(&mut self) {}
+}
+
+/// A connection.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct Socket {
     stream: TcpStream,
     ahead: Box<[u8]>,
     /// What of `ahead` is filled and not taken yet.
@@ -25,47 +46,9 @@ pub(super) struct Link {
     end: usize,
 }
 
-impl Link {
+impl Socket {
     pub(super) fn new(stream: TcpStream) -> Self {
         Self { stream, ahead: vec![0; AHEAD].into(), start: 0, end: 0 }
-    }
-
-    pub(super) fn fd(&self) -> BorrowedFd<'_> {
-        self.stream.as_fd()
-    }
-
-    /// Sends what there is room for of `head` and then `body`; how many bytes.
-    pub(super) fn try_send(&self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
-        or_nothing(sys::send(self.fd(), head, body))
-    }
-
-    /// Receives what is there, up to the length of `into`; how many bytes. The end of the stream
-    /// is an error.
-    pub(super) fn try_receive(&mut self, into: Span<'_>) -> io::Result<usize> {
-        if into.len() == 0 {
-            return Ok(0);
-        }
-        if self.start == self.end {
-            return self.fill(into);
-        }
-        let len = into.len().min(self.end - self.start);
-        into.part(0, len).copy_from_slice(&self.ahead[self.start..][..len]);
-        self.start += len;
-        Ok(len)
-    }
-
-    /// The next header, if all of it is there.
-    pub(super) fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>> {
-        if self.end - self.start < HEADER {
-            self.ahead.copy_within(self.start..self.end, 0);
-            (self.start, self.end) = (0, self.end - self.start);
-            self.fill(Span::empty())?;
-        }
-        let header = self.ahead[self.start..self.end].first_chunk().copied();
-        if header.is_some() {
-            self.start += HEADER;
-        }
-        Ok(header)
     }
 
     /// Receives into `into`, and what is more into the buffer; how many bytes for `into`.
@@ -84,16 +67,52 @@ impl Link {
     }
 }
 
+impl Link for Socket {
+    fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
+        or_nothing(sys::send(self.stream.as_fd(), head, body))
+    }
+
+    fn try_receive(&mut self, into: Span<'_>) -> io::Result<usize> {
+        if into.len() == 0 {
+            return Ok(0);
+        }
+        if self.start == self.end {
+            return self.fill(into);
+        }
+        let len = into.len().min(self.end - self.start);
+        into.part(0, len).copy_from_slice(&self.ahead[self.start..][..len]);
+        self.start += len;
+        Ok(len)
+    }
+
+    fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>> {
+        if self.end - self.start < HEADER {
+            self.ahead.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+            self.fill(Span::empty())?;
+        }
+        let header = self.ahead[self.start..self.end].first_chunk().copied();
+        if header.is_some() {
+            self.start += HEADER;
+        }
+        Ok(header)
+    }
+
+    fn sleep(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
+        Ok(Some(sys::interest(self.stream.as_fd(), receive, send)))
+    }
+}
+
 /// Having to wait is no error: nothing went.
 fn or_nothing(result: io::Result<usize>) -> io::Result<usize> {
     match result {
-        Err(error)
-            if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) =>
-        {
-            Ok(0)
-        }
+        Err(error) if is_nothing(&error) => Ok(0),
         other => other,
     }
+}
+
+pub(super) fn is_nothing(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
 #[cfg(test)]
@@ -104,10 +123,10 @@ mod tests {
     use super::*;
     use crate::backend::tcp::frame::Frame;
 
-    fn pair() -> (TcpStream, Link) {
+    fn pair() -> (TcpStream, Socket) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        (one, Link::new(listener.accept().unwrap().0))
+        (one, Socket::new(listener.accept().unwrap().0))
     }
 
     /// Until there is an answer.

@@ -1,10 +1,12 @@
-//! Ranks on several machines: TCP connections between all pairs of them.
+//! Ranks on several machines: TCP connections between all pairs of them, and shared memory between
+//! those of one machine if it is wanted.
 //!
 //! * [`connect`] and [`address`]: how the ranks find each other through the store;
 //! * [`frame`]: what goes over a connection, checked header by header;
 //! * [`control`]: one connection per pair, and a thread, for deaths, failures and the question for
 //!   whom a rank waits;
 //! * [`link`] and [`lane`]: one connection per pair for data, and what is queued on it;
+//! * [`ring`]: what a link is within a machine;
 //! * [`turn`]: one operation, from fingerprints to the last byte, and all waiting;
 //! * [`execute`]: the algorithms of [`algo`](crate::algo), carried out.
 //!
@@ -25,6 +27,7 @@ mod execute;
 pub(crate) mod frame;
 mod lane;
 mod link;
+mod ring;
 mod sys;
 mod turn;
 
@@ -35,6 +38,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use self::connect::Connections;
 use self::control::Control;
 use self::frame::{Cause, Failure};
 use self::link::Link;
@@ -79,21 +83,21 @@ pub(crate) struct Tcp {
 struct State {
     /// Operations of all ranks so far.
     seq: u64,
-    links: Vec<Option<Link>>,
+    links: Vec<Option<Box<dyn Link>>>,
     scratch: Vec<u8>,
 }
 
-/// Joins a group; returns when all ranks have.
-pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Tcp> {
+/// Joins a group; returns when all ranks have. With `rings`, ranks of one machine share memory.
+pub(crate) fn join(joining: &Joining<'_>, reason: String, rings: bool) -> Result<Tcp> {
     let (rank, world) = (joining.rank, joining.world());
     if world > MAX_RANKS {
         let text = format!("a group over TCP has 1 to {MAX_RANKS} ranks, not {world}");
         return Err(Error::InvalidArgument(text));
     }
-    let connections = connect::connect(joining)?;
-    let links = connections.data.into_iter().map(|stream| stream.map(Link::new)).collect();
     let machines: Vec<_> = joining.places.iter().map(super::meet::Place::machine).collect();
     let layout = Layout::new(&machines);
+    let sharing: &[Rank] = if rings { layout.members(layout.machine(rank)) } else { &[] };
+    let Connections { links, control } = connect::connect(joining, sharing)?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let tcp = Tcp {
         rank,
@@ -103,11 +107,11 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Tcp> {
         name: joining.options.name.clone(),
         timeout: joining.options.timeout,
         determinism: joining.options.determinism,
-        costs: costs(),
+        costs: costs(rings),
         state: Mutex::new(State { seq: 0, links, scratch: Vec::new() }),
         failed: OnceLock::new(),
         guard: ForkGuard::new()?,
-        control: Control::start(rank, connections.control)?,
+        control: Control::start(rank, control)?,
     };
     tcp.meet()?;
     Ok(tcp)
@@ -139,7 +143,7 @@ impl Tcp {
     fn turn<'a>(
         &'a self,
         next: &mut u64,
-        links: &'a mut [Option<Link>],
+        links: &'a mut [Option<Box<dyn Link>>],
         op: &OpDesc,
         wait: Wait,
     ) -> Result<Turn<'a>> {
@@ -343,11 +347,11 @@ impl Drop for Tcp {
     }
 }
 
-/// What messages cost: ranks of one machine talk over TCP too. Every chunk of a direct all-reduce
-/// is a moment at which ranks wait for one another, so they are few.
-fn costs() -> Costs {
-    let costs = Costs::default();
-    Costs { within: costs.between, min_chunk: 4 << 20, ..costs }
+/// What messages cost. Every chunk of a direct all-reduce is a moment at which ranks wait for one
+/// another, so they are few.
+fn costs(rings: bool) -> Costs {
+    let costs = Costs { min_chunk: 4 << 20, ..Costs::default() };
+    if rings { costs } else { Costs { within: costs.between, ..costs } }
 }
 
 /// A group of one: the verbs without the peers.

@@ -38,7 +38,7 @@ const TICK: Duration = Duration::from_secs(3600);
 pub(super) struct Turn<'a> {
     tcp: &'a Tcp,
     /// By rank; none for this one.
-    links: &'a mut [Option<Link>],
+    links: &'a mut [Option<Box<dyn Link>>],
     op: OpDesc,
     /// Position in the group's history; of no meaning for what not all ranks take part in.
     seq: u64,
@@ -75,7 +75,7 @@ struct Pause {
 impl<'a> Turn<'a> {
     pub(super) fn new(
         tcp: &'a Tcp,
-        links: &'a mut [Option<Link>],
+        links: &'a mut [Option<Box<dyn Link>>],
         op: OpDesc,
         seq: u64,
         patience: Patience,
@@ -186,13 +186,13 @@ impl<'a> Turn<'a> {
                 continue;
             }
             let link = self.links[rank].as_mut().expect("a link to every peer");
-            match lane.send(link) {
+            match lane.send(&mut **link) {
                 Ok(some) => moved |= some,
                 // Who has seen that the calls differ may have gone, and its fingerprint is here.
                 Err(_) if until == Until::Entered => {}
                 Err(error) => lost = Some(Stop::Lost(rank, error)),
             }
-            match lane.receive(link) {
+            match lane.receive(&mut **link) {
                 Ok(some) => moved |= some,
                 Err(Fault::Lost(error)) => lost = Some(Stop::Lost(rank, error)),
                 Err(Fault::Unexpected(expected, got)) => {
@@ -226,7 +226,7 @@ impl<'a> Turn<'a> {
     }
 
     /// Waits a little, after nothing has moved.
-    fn pause(&self, pause: &mut Pause) -> Result<()> {
+    fn pause(&mut self, pause: &mut Pause) -> Result<()> {
         let since = *pause.since.get_or_insert_with(Instant::now);
         let waited = since.elapsed();
         let (spin, yields) = match (self.patience, self.tcp.alert) {
@@ -248,7 +248,7 @@ impl<'a> Turn<'a> {
     }
 
     #[cold]
-    fn sleep(&self, pause: &mut Pause, waited: Duration) -> Result<()> {
+    fn sleep(&mut self, pause: &mut Pause, waited: Duration) -> Result<()> {
         self.control().wait_for(&self.pending(pause.until));
         let mut tick = (self.timeout - waited).min(TICK);
         let half = self.timeout / 2;
@@ -262,14 +262,27 @@ impl<'a> Turn<'a> {
             }
             tick = tick.min(every);
         }
+        self.poll(tick).map_err(|error| Error::io("waiting for peers", &error))
+    }
+
+    /// Returns when a link may move, the group has failed, or the time is over.
+    fn poll(&mut self, tick: Duration) -> io::Result<()> {
         let mut fds = vec![sys::interest(self.control().bell().fd(), true, false)];
-        for (lane, link) in self.lanes.iter().zip(&*self.links) {
-            let (read, write) = (!lane.all_received(), !lane.all_sent());
-            if let (true, Some(link)) = (read || write, link) {
-                fds.push(sys::interest(link.fd(), read, write));
+        let mut may_move = false;
+        for (lane, link) in self.lanes.iter().zip(&mut *self.links) {
+            let (receive, send) = (!lane.all_received(), !lane.all_sent());
+            if let (true, Some(link)) = (receive || send, link) {
+                match link.sleep(receive, send)? {
+                    Some(fd) => fds.push(fd),
+                    None => may_move = true,
+                }
             }
         }
-        sys::poll(&mut fds, Some(tick)).map_err(|error| Error::io("waiting for peers", &error))
+        if !may_move {
+            sys::poll(&mut fds, Some(tick))?;
+        }
+        self.links.iter_mut().flatten().for_each(|link| link.wake());
+        Ok(())
     }
 
     /// The ranks that have not done their part.

@@ -13,9 +13,11 @@ use crate::{ReduceOp, Result, simd};
 /// Bytes folded at a time: the sources and the result stay in the nearest caches.
 pub(super) const FOLD_BYTES: usize = 16 << 10;
 
-/// Bytes of a chunk between two ranks: both fold all of it, so half of what more ranks take keeps
-/// it in the second-level cache.
-const PAIR_BYTES: usize = CHUNK_BYTES / 2;
+/// Bytes of a chunk between two ranks: both fold all of it, so in a long row of chunks half of what
+/// more ranks take keeps it in the second-level cache; in a short one there are better few waits.
+fn pair_bytes(len: usize) -> usize {
+    if len <= 4 * CHUNK_BYTES { CHUNK_BYTES } else { CHUNK_BYTES / 2 }
+}
 
 /// What every chunked algorithm keeps: chunk `i` of this operation is chunk `first + i` of the
 /// group.
@@ -103,7 +105,7 @@ pub(super) fn all_reduce(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
 /// No more bytes pass between the ranks than if each folded one half and fetched the other, and
 /// there is one wait less.
 pub(super) fn all_reduce_pair(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
-    let chunks = Chunks::new(turn, buf.len(), PAIR_BYTES);
+    let chunks = Chunks::new(turn, buf.len(), pair_bytes(buf.len()));
     let op = turn.op.op.expect("an all_reduce has an operator");
     let chunk = |i| {
         let (start, len) = chunks.range(i, buf.len());

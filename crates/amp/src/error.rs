@@ -21,6 +21,39 @@ pub enum Error {
         /// The floor.
         min_scale: f32,
     },
+    /// A [`GradScaler`](crate::GradScaler) was asked to `call` before it had ever scaled a loss.
+    #[error("{call} before the loss was ever scaled")]
+    NotScaled {
+        /// What was called.
+        call: &'static str,
+    },
+    /// The optimizer's gradients are already unscaled.
+    #[error("the gradients of optimizer {optimizer} are already unscaled since the last update")]
+    UnscaledTwice {
+        /// The caller's number for it.
+        optimizer: usize,
+    },
+    /// The optimizer has already stepped: unscaling now would be too late.
+    #[error("unscale of optimizer {optimizer} after its step")]
+    UnscaledAfterStep {
+        /// The caller's number for it.
+        optimizer: usize,
+    },
+    /// The optimizer has already stepped since the last update.
+    #[error("optimizer {optimizer} has already stepped since the last update")]
+    SteppedTwice {
+        /// The caller's number for it.
+        optimizer: usize,
+    },
+    /// There was no gradient to look at, so whether one overflowed is not known.
+    #[error("no gradient {} was checked", .optimizer.map_or_else(|| "of any optimizer".to_owned(), |i| format!("of optimizer {i}")))]
+    NothingChecked {
+        /// The one that was to step; `None` if an update found nothing checked.
+        optimizer: Option<usize>,
+    },
+    /// A scaler that is fixed or disabled has no factors to set.
+    #[error("the loss scale is not dynamic")]
+    NotDynamic,
     /// Input and output differ in length.
     #[error("the output has {got} elements, the input {expected}")]
     LengthMismatch {
@@ -38,4 +71,4 @@ pub enum Error {
 }
 
 /// The result of this crate's fallible functions.
-pub type Result<T> = std::result::Result<T, Error>;
+pub type Result<T, E = Error> = std::result::Result<T, E>;

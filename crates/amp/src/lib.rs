@@ -49,11 +49,15 @@ mod cast;
 mod cpu;
 mod error;
 mod found_inf;
+mod grad_scaler;
+mod overflow;
 mod scaler;
 mod unscale;
 
 pub use cast::{CastTo, cast};
 pub use error::{Error, Result};
 pub use found_inf::{Element, has_non_finite};
+pub use grad_scaler::GradScaler;
+pub use overflow::{InValues, OverflowSource};
 pub use scaler::{LossScaler, LossScalerOptions, Policy, ScaleChange, ScalerState};
 pub use unscale::unscale;

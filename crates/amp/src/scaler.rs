@@ -8,7 +8,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::{Error, Result, has_non_finite, unscale};
 
 /// How a dynamic scale moves; the defaults are PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -68,7 +68,6 @@ pub enum Policy {
 /// assert_eq!(scaler.scale(), 65536.0);
 /// # Ok::<(), amp::Error>(())
 /// ```
-#[doc(alias = "GradScaler")]
 #[derive(Clone, Debug, PartialEq)]
 pub struct LossScaler {
     mode: Mode,
@@ -166,6 +165,23 @@ impl LossScaler {
         self.growth_tracker
     }
 
+    /// Divides f32 gradients by the scale, in place, and says whether any overflowed.
+    ///
+    /// One pass of [`unscale`](crate::unscale), which judges the gradients as they come in. With a
+    /// scale below 1 the quotient can overflow too: under [`Policy::Guarded`] a second pass looks
+    /// for that, under [`Policy::Torch`] nobody does. Where `1 / scale` is infinite the gradients
+    /// stay as they are.
+    #[must_use = "a step with non-finite gradients must be skipped"]
+    pub fn unscale(&self, grads: &mut [f32]) -> bool {
+        let inv_scale = self.inv_scale();
+        if !inv_scale.is_finite() {
+            return has_non_finite(grads);
+        }
+        let guarded =
+            !matches!(self.mode, Mode::Dynamic(options) if options.policy == Policy::Torch);
+        unscale(grads, inv_scale) || (guarded && inv_scale > 1.0 && has_non_finite(grads))
+    }
+
     /// Ends an iteration: moves the scale by the verdict on its gradients.
     ///
     /// With several optimizers the verdict is that any of them saw an overflow. With several ranks
@@ -230,11 +246,54 @@ impl LossScaler {
         Err(Error::Invalid { name: "scale", value: scale.into(), requirement })
     }
 
+    /// The options in force; `None` unless the scale is dynamic.
+    #[must_use]
+    pub const fn options(&self) -> Option<LossScalerOptions> {
+        match self.mode {
+            Mode::Dynamic(options) => Some(options),
+            Mode::Fixed | Mode::Disabled => None,
+        }
+    }
+
+    /// Sets what the scale grows by.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] as in [`new`](Self::new), [`Error::NotDynamic`].
+    pub fn set_growth_factor(&mut self, growth_factor: f64) -> Result<()> {
+        self.set(|options| options.growth_factor = growth_factor)
+    }
+
+    /// Sets what the scale falls by.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] as in [`new`](Self::new), [`Error::NotDynamic`].
+    pub fn set_backoff_factor(&mut self, backoff_factor: f64) -> Result<()> {
+        self.set(|options| options.backoff_factor = backoff_factor)
+    }
+
+    /// Sets how many good steps let the scale grow; those already counted stay counted.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] as in [`new`](Self::new), [`Error::NotDynamic`].
+    pub fn set_growth_interval(&mut self, growth_interval: u64) -> Result<()> {
+        self.set(|options| options.growth_interval = growth_interval)
+    }
+
+    fn set(&mut self, change: impl FnOnce(&mut LossScalerOptions)) -> Result<()> {
+        let mut options = self.options().ok_or(Error::NotDynamic)?;
+        change(&mut options);
+        options.validate()?;
+        self.mode = Mode::Dynamic(options);
+        Ok(())
+    }
+
     /// What to save; `None` unless the scale is dynamic.
     #[must_use]
-    pub const fn state_dict(&self) -> Option<ScalerState> {
-        let Mode::Dynamic(options) = self.mode else { return None };
-        Some(ScalerState {
+    pub fn state_dict(&self) -> Option<ScalerState> {
+        self.options().map(|options| ScalerState {
             scale: self.scale,
             growth_factor: options.growth_factor,
             backoff_factor: options.backoff_factor,

@@ -3,8 +3,9 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
 
+mod common;
+
 use std::fmt::Debug;
-use std::path::Path;
 
 use amp::{CastTo, cast, unscale};
 use half::{bf16, f16};
@@ -174,15 +175,13 @@ proptest! {
 
 // PyTorch's bits.
 
-fn vector(name: &str) -> Vec<u8> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vectors").join(name);
-    std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
-}
-
 #[test]
 fn casts_are_pytorchs() {
-    let bytes = vector("casts.safetensors");
-    let file = SafeTensors::deserialize(&bytes).unwrap();
+    common::vectors("casts.safetensors").iter().for_each(|bytes| casts_as_in(bytes));
+}
+
+fn casts_as_in(bytes: &[u8]) {
+    let file = SafeTensors::deserialize(bytes).unwrap();
     let u32s = |key: &str| -> Vec<u32> {
         let view = file.tensor(key).unwrap();
         view.data().as_chunks().0.iter().map(|word| u32::from_le_bytes(*word)).collect()
@@ -227,9 +226,10 @@ struct Unscaled {
 
 #[test]
 fn unscale_is_pytorchs() {
-    let cases: Vec<Unscaled> = serde_json::from_slice(&vector("unscale.json")).unwrap();
-    assert_eq!(cases.len(), 28);
-    for case in cases {
+    let parse = |text: Vec<u8>| serde_json::from_slice::<Vec<Unscaled>>(&text).unwrap();
+    let files: Vec<_> = common::vectors("unscale.json").into_iter().map(parse).collect();
+    assert_eq!(files[0].len(), 28);
+    for case in files.into_iter().flatten() {
         let inv_scale = f32::from_bits(u32::from_str_radix(&case.inv_scale_bits, 16).unwrap());
         let mut grads: Vec<f32> =
             case.input_bits.iter().map(|bits| f32::from_bits(*bits)).collect();

@@ -1,0 +1,254 @@
+//! `torch.amp.GradScaler` as its documentation tells it, slow and obvious, and a run of the real
+//! scaler beside it. The fuzz target of the scaler includes this file too.
+
+use std::collections::HashMap;
+
+use amp::{Error, GradScaler, InValues, LossScaler, LossScalerOptions, Policy, ScalerState};
+
+/// One call, or what happens between calls. Optimizer `i` has one parameter.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Op {
+    /// The loss is scaled.
+    Scale,
+    /// Backward left this gradient, scale included, or none.
+    Gradient(usize, Option<f32>),
+    Unscale(usize),
+    Step(usize),
+    Update,
+    UpdateTo(f32),
+    /// Saved, and loaded with this growth count.
+    Load(u64),
+    SetGrowthInterval(u64),
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Stage {
+    Ready,
+    Unscaled,
+    Stepped,
+}
+
+struct PerOptimizer {
+    stage: Stage,
+    found_inf: Vec<bool>,
+}
+
+/// An SGD with learning rate 1 and one parameter.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Sgd {
+    pub(crate) param: f32,
+    pub(crate) grad: Option<f32>,
+}
+
+/// The twin. With `enabled` false every call passes through.
+struct Torch {
+    enabled: bool,
+    used: bool,
+    scale: f32,
+    tracker: u64,
+    options: LossScalerOptions,
+    per_optimizer: HashMap<usize, PerOptimizer>,
+    optimizers: Vec<Sgd>,
+}
+
+impl Torch {
+    fn state(&mut self, i: usize) -> &mut PerOptimizer {
+        let fresh = || PerOptimizer { stage: Stage::Ready, found_inf: Vec::new() };
+        self.per_optimizer.entry(i).or_insert_with(fresh)
+    }
+
+    fn min_scale(&self) -> Option<f32> {
+        match self.options.policy {
+            Policy::Guarded { min_scale } => Some(min_scale),
+            Policy::Torch => None,
+        }
+    }
+
+    fn check_scale(&self, call: &'static str) -> Result<(), Error> {
+        if self.used { Ok(()) } else { Err(Error::NotScaled { call }) }
+    }
+
+    fn inv_scale(&self) -> f32 {
+        (1.0 / f64::from(self.scale)) as f32
+    }
+
+    fn unscale(&mut self, i: usize) -> Result<(), Error> {
+        if !self.enabled {
+            return Ok(());
+        }
+        self.check_scale("unscale")?;
+        match self.state(i).stage {
+            Stage::Unscaled => return Err(Error::UnscaledTwice { optimizer: i }),
+            Stage::Stepped => return Err(Error::UnscaledAfterStep { optimizer: i }),
+            Stage::Ready => {}
+        }
+        if let Some(scaled) = self.optimizers[i].grad {
+            let inv_scale = self.inv_scale();
+            // PyTorch multiplies by an infinite factor too.
+            let grad = if inv_scale.is_infinite() { scaled } else { scaled * inv_scale };
+            self.optimizers[i].grad = Some(grad);
+            let overflow = !scaled.is_finite() || (self.min_scale().is_some() && !grad.is_finite());
+            self.state(i).found_inf.push(overflow);
+        }
+        self.state(i).stage = Stage::Unscaled;
+        Ok(())
+    }
+
+    fn step(&mut self, i: usize) -> Result<(), Error> {
+        if self.enabled {
+            self.check_scale("step")?;
+            match self.state(i).stage {
+                Stage::Stepped => return Err(Error::SteppedTwice { optimizer: i }),
+                Stage::Ready => self.unscale(i)?,
+                Stage::Unscaled => {}
+            }
+            if self.state(i).found_inf.is_empty() {
+                return Err(Error::NothingChecked { optimizer: Some(i) });
+            }
+            self.state(i).stage = Stage::Stepped;
+            // PyTorch steps with an infinite factor too.
+            if self.state(i).found_inf.contains(&true) || self.inv_scale().is_infinite() {
+                return Ok(());
+            }
+        }
+        let Sgd { param, grad } = &mut self.optimizers[i];
+        *param -= grad.unwrap_or(0.0);
+        Ok(())
+    }
+
+    fn update(&mut self, new_scale: Option<f32>) -> Result<(), Error> {
+        if !self.enabled {
+            return Ok(());
+        }
+        self.check_scale("update")?;
+        let mut result = Ok(());
+        if let Some(new_scale) = new_scale {
+            if self.min_scale().is_some_and(|min| !(min..=f32::MAX).contains(&new_scale)) {
+                let requirement = "finite and at least min_scale";
+                return Err(Error::Invalid { name: "scale", value: new_scale.into(), requirement });
+            }
+            self.scale = new_scale;
+        } else {
+            let found: Vec<bool> =
+                self.per_optimizer.values().flat_map(|state| state.found_inf.clone()).collect();
+            if found.is_empty() {
+                return Err(Error::NothingChecked { optimizer: None });
+            }
+            result = self.move_scale(found.contains(&true));
+        }
+        self.per_optimizer.clear();
+        result
+    }
+
+    fn move_scale(&mut self, found_inf: bool) -> Result<(), Error> {
+        let times = |factor: f64| (f64::from(self.scale) * factor) as f32;
+        if found_inf {
+            self.tracker = 0;
+            if let Some(min_scale) = self.min_scale() {
+                if self.scale == min_scale {
+                    return Err(Error::ScaleAtFloor { min_scale });
+                }
+                self.scale = times(self.options.backoff_factor).max(min_scale);
+            } else {
+                self.scale = times(self.options.backoff_factor);
+            }
+            return Ok(());
+        }
+        self.tracker += 1;
+        let interval = self.options.growth_interval;
+        let stale = self.min_scale().is_some() && self.tracker > interval;
+        if self.tracker == interval || stale {
+            let grown = times(self.options.growth_factor);
+            self.scale = if grown.is_finite() { grown } else { self.scale };
+            self.tracker = 0;
+        }
+        Ok(())
+    }
+}
+
+/// The real one, with optimizers that multiply by the factor they are handed.
+pub(crate) struct Real {
+    pub(crate) scaler: GradScaler,
+    pub(crate) optimizers: Vec<Sgd>,
+}
+
+impl Real {
+    pub(crate) fn unscale(&mut self, i: usize) -> Result<(), Error> {
+        let grad = self.optimizers[i].grad.as_mut().map(std::slice::from_mut);
+        self.scaler.unscale(i, grad).map(drop)
+    }
+
+    pub(crate) fn step(&mut self, i: usize) -> Result<(), Error> {
+        let inv_scale = self.scaler.loss_scaler().inv_scale();
+        let guarded = (self.scaler.loss_scaler().options())
+            .is_some_and(|options| options.policy != Policy::Torch);
+        let Sgd { param, grad } = &mut self.optimizers[i];
+        let mut scaled = false;
+        let look = || {
+            scaled = true;
+            // What a fused step sees: the gradient as it is, and as it will be used.
+            grad.map(|grad| !grad.is_finite() || (guarded && !(grad * inv_scale).is_finite()))
+        };
+        let permit = self.scaler.step(i, look);
+        if let Ok(Some(factor)) = permit {
+            *param -= grad.unwrap_or(0.0) * factor;
+        }
+        // As PyTorch leaves it.
+        if scaled && inv_scale.is_finite() {
+            *grad = grad.map(|grad| grad * inv_scale);
+        }
+        permit.map(drop)
+    }
+}
+
+/// Runs both; panics where they differ.
+pub(crate) fn compare(options: LossScalerOptions, enabled: bool, optimizers: usize, ops: &[Op]) {
+    let scaler = match enabled {
+        true => LossScaler::new(options).expect("the test's options are valid"),
+        false => LossScaler::disabled(),
+    };
+    let optimizers = vec![Sgd::default(); optimizers];
+    let mut real =
+        Real { scaler: GradScaler::new(scaler, InValues), optimizers: optimizers.clone() };
+    let scale = if enabled { options.init_scale } else { 1.0 };
+    let (used, tracker, per_optimizer) = (false, 0, HashMap::new());
+    let mut twin = Torch { enabled, used, scale, tracker, options, per_optimizer, optimizers };
+    for (at, op) in ops.iter().enumerate() {
+        let (ours, twins) = match *op {
+            Op::Scale => {
+                twin.used = true;
+                (real.scaler.scale().map(drop), Ok(()))
+            }
+            Op::Gradient(i, grad) => {
+                real.optimizers[i].grad = grad;
+                twin.optimizers[i].grad = grad;
+                (Ok(()), Ok(()))
+            }
+            Op::Unscale(i) => (real.unscale(i), twin.unscale(i)),
+            Op::Step(i) => (real.step(i), twin.step(i)),
+            Op::Update => (real.scaler.update().map(drop), twin.update(None)),
+            Op::UpdateTo(scale) => (real.scaler.update_to(scale), twin.update(Some(scale))),
+            Op::Load(growth_tracker) => {
+                let scaler = real.scaler.loss_scaler_mut();
+                let state =
+                    scaler.state_dict().map(|state| ScalerState { growth_tracker, ..state });
+                twin.tracker = if enabled { growth_tracker } else { 0 };
+                (scaler.load_state_dict(state.as_ref()), Ok(()))
+            }
+            Op::SetGrowthInterval(interval) => {
+                twin.options.growth_interval = interval;
+                let set = real.scaler.loss_scaler_mut().set_growth_interval(interval);
+                (set, if enabled { Ok(()) } else { Err(Error::NotDynamic) })
+            }
+        };
+        assert_eq!(ours, twins, "call {at}, {op:?}");
+        let scaler = real.scaler.loss_scaler();
+        assert_eq!(scaler.scale().to_bits(), twin.scale.to_bits(), "call {at}, {op:?}");
+        assert_eq!(scaler.growth_tracker(), twin.tracker, "call {at}, {op:?}");
+        for (ours, twins) in real.optimizers.iter().zip(&twin.optimizers) {
+            let bits = |x: f32| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
+            assert_eq!(bits(ours.param), bits(twins.param), "call {at}, {op:?}");
+            assert_eq!(ours.grad.map(bits), twins.grad.map(bits), "call {at}, {op:?}");
+        }
+    }
+}

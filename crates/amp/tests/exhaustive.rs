@@ -21,6 +21,8 @@ where
     /// Exponent of the least normal number, and significant bits.
     const FORMAT: (i32, i32);
     fn from_bits(bits: u16) -> Self;
+    /// The `half` crate's software, payloads of NaNs included.
+    fn software(x: f32) -> Self;
     fn bits(self) -> u16;
     fn all() -> Vec<Self> {
         (0..=u16::MAX).map(Self::from_bits).collect()
@@ -32,6 +34,9 @@ impl Half for f16 {
     const FORMAT: (i32, i32) = (-14, 11);
     fn from_bits(bits: u16) -> Self {
         Self::from_bits(bits)
+    }
+    fn software(x: f32) -> Self {
+        Self::from_f32_const(x)
     }
     fn bits(self) -> u16 {
         self.to_bits()
@@ -45,6 +50,9 @@ impl Half for bf16 {
     const FORMAT: (i32, i32) = (-126, 8);
     fn from_bits(bits: u16) -> Self {
         Self::from_bits(bits)
+    }
+    fn software(x: f32) -> Self {
+        Self::from_f32_const(x)
     }
     fn bits(self) -> u16 {
         self.to_bits()
@@ -77,6 +85,7 @@ where
     let mut back = vec![0.0; input.len()];
     cast(&output, &mut back).unwrap();
     for (x, (half, wide)) in input.iter().zip(output.iter().zip(&back)) {
+        assert_eq!(half.bits(), H::software(*x).bits(), "{:#x}", x.to_bits());
         assert_eq!(x.is_sign_negative(), wide.is_sign_negative(), "{:#x}", x.to_bits());
         if x.is_nan() {
             assert!(wide.is_nan(), "{:#x} became {half:?}", x.to_bits());
@@ -130,7 +139,7 @@ fn a_sample_of_all_floats() {
 }
 
 #[test]
-#[ignore = "all 2^32 floats: minutes; run with --release --ignored"]
+#[ignore = "all 2^32 floats: minutes; cargo test --release -p amp --test exhaustive -- --ignored"]
 fn all_floats() {
     for high in 0..=u16::MAX {
         let inputs: Vec<f32> = (0..=u16::MAX)

@@ -75,6 +75,7 @@ const BLOCK: usize = 4096;
 
 #[cfg(all(test, target_arch = "x86_64"))]
 mod tests {
+    use half::slice::HalfBitsSliceExt;
     use proptest::prelude::*;
 
     use super::*;
@@ -109,6 +110,21 @@ mod tests {
                 prop_assert_eq!(found().run(), isa.run(found()));
                 let found = || scalar::AnyAtLeast { input: &halves, least: 0x7c00 };
                 prop_assert_eq!(found().run(), isa.run(found()));
+            }
+            let software: Vec<u16> =
+                data.iter().map(|x| f16::from_f32_const(*x).to_bits()).collect();
+            let halves: &[f16] = halves.reinterpret_cast();
+            let wide: Vec<u32> = halves.iter().map(|x| x.to_f32_const().to_bits()).collect();
+            for f16c in x86_64::F16c::all() {
+                let mut narrow = vec![f16::ZERO; data.len()];
+                let done = f16c.narrow(data, &mut narrow);
+                let narrow: &[u16] = narrow.reinterpret_cast();
+                prop_assert_eq!(&narrow[..done], &software[..done]);
+                let mut output = vec![0.0_f32; data.len()];
+                let done = f16c.widen(halves, &mut output);
+                let output: Vec<u32> = output.iter().map(|x| x.to_bits()).collect();
+                prop_assert_eq!(&output[..done], &wide[..done]);
+                prop_assert!(data.len() - done < 16);
             }
             prop_assert_eq!(has_non_finite(data), data.iter().any(|x| !x.is_finite()));
         }

@@ -1,4 +1,4 @@
-//! The scalar loops compiled for AVX2 and AVX-512, and f16 conversion by F16C.
+//! The scalar loops compiled for AVX2 and AVX-512, and f16 conversion by F16C and AVX-512.
 //!
 //! [`Isa`] computes nothing: [`Kernel::run`] is inlined into a function with wider registers
 //! enabled, and the compiler vectorises it. Rust never contracts `a * b + c` into one rounding, so
@@ -15,7 +15,8 @@
 
 use std::arch::x86_64::{
     _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128, _mm_storeu_si128, _mm256_cvtph_ps, _mm256_cvtps_ph,
-    _mm256_loadu_ps, _mm256_storeu_ps,
+    _mm256_loadu_ps, _mm256_loadu_si256, _mm256_storeu_ps, _mm256_storeu_si256, _mm512_cvtph_ps,
+    _mm512_cvtps_ph, _mm512_loadu_ps, _mm512_storeu_ps,
 };
 
 use half::f16;
@@ -36,11 +37,10 @@ enum Width {
 impl Isa {
     /// The widest of this processor; the answer is cached by `std`.
     pub(super) fn detect() -> Option<Self> {
-        Self::avx512().or_else(Self::avx2)
+        Self::all().last()
     }
 
-    /// All of this processor's.
-    #[cfg(test)]
+    /// All of this processor's, the widest last.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         [Self::avx2(), Self::avx512()].into_iter().flatten()
     }
@@ -77,32 +77,54 @@ fn with_avx512<K: Kernel>(kernel: K) -> K::Output {
     kernel.run()
 }
 
-/// Proof that this processor converts f16 in hardware: eight at a time, rounded to nearest even,
-/// subnormals kept, NaNs made quiet.
+/// Proof that this processor converts f16 in hardware: eight or sixteen at a time, rounded to nearest
+/// even, subnormals kept, NaNs made quiet.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct F16c(());
+pub(super) struct F16c(Width);
 
 impl F16c {
+    /// The widest of this processor; the answer is cached by `std`.
     pub(super) fn detect() -> Option<Self> {
+        Self::all().last()
+    }
+
+    /// All of this processor's, the widest last.
+    pub(super) fn all() -> impl Iterator<Item = Self> {
+        [Self::avx(), Self::avx512()].into_iter().flatten()
+    }
+
+    fn avx() -> Option<Self> {
         let found = is_x86_feature_detected!("avx") && is_x86_feature_detected!("f16c");
-        found.then_some(Self(()))
+        found.then_some(Self(Width::Avx2))
     }
 
-    /// Converts the leading eights of two slices of one length; returns how many elements.
+    fn avx512() -> Option<Self> {
+        is_x86_feature_detected!("avx512f").then_some(Self(Width::Avx512))
+    }
+
+    /// Converts the leading whole registers of two slices of one length; returns how many elements.
     pub(super) fn widen(self, input: &[f16], output: &mut [f32]) -> usize {
-        // SAFETY: `Self::detect` made this value, so the processor has AVX and F16C.
-        unsafe { widen(input.reinterpret_cast(), output) }
+        match self.0 {
+            // SAFETY: `Self::avx` made this value, so the processor has AVX and F16C.
+            Width::Avx2 => unsafe { widen8(input.reinterpret_cast(), output) },
+            // SAFETY: `Self::avx512` made this value, so the processor has AVX-512 F.
+            Width::Avx512 => unsafe { widen16(input.reinterpret_cast(), output) },
+        }
     }
 
-    /// Converts the leading eights of two slices of one length; returns how many elements.
+    /// Converts the leading whole registers of two slices of one length; returns how many elements.
     pub(super) fn narrow(self, input: &[f32], output: &mut [f16]) -> usize {
-        // SAFETY: `Self::detect` made this value, so the processor has AVX and F16C.
-        unsafe { narrow(input, output.reinterpret_cast_mut()) }
+        match self.0 {
+            // SAFETY: `Self::avx` made this value, so the processor has AVX and F16C.
+            Width::Avx2 => unsafe { narrow8(input, output.reinterpret_cast_mut()) },
+            // SAFETY: `Self::avx512` made this value, so the processor has AVX-512 F.
+            Width::Avx512 => unsafe { narrow16(input, output.reinterpret_cast_mut()) },
+        }
     }
 }
 
 #[target_feature(enable = "avx,f16c")]
-fn widen(input: &[u16], output: &mut [f32]) -> usize {
+fn widen8(input: &[u16], output: &mut [f32]) -> usize {
     let (input, output) = (input.as_chunks::<8>().0, output.as_chunks_mut::<8>().0);
     for (x, y) in input.iter().zip(&mut *output) {
         // SAFETY: reads 16 bytes, the array's; the load needs no alignment.
@@ -114,8 +136,21 @@ fn widen(input: &[u16], output: &mut [f32]) -> usize {
     8 * output.len()
 }
 
+#[target_feature(enable = "avx512f")]
+fn widen16(input: &[u16], output: &mut [f32]) -> usize {
+    let (input, output) = (input.as_chunks::<16>().0, output.as_chunks_mut::<16>().0);
+    for (x, y) in input.iter().zip(&mut *output) {
+        // SAFETY: reads 32 bytes, the array's; the load needs no alignment.
+        let halves = unsafe { _mm256_loadu_si256(x.as_ptr().cast()) };
+        let wide = _mm512_cvtph_ps(halves);
+        // SAFETY: writes 64 bytes, the array's; the store needs no alignment.
+        unsafe { _mm512_storeu_ps(y.as_mut_ptr(), wide) };
+    }
+    16 * output.len()
+}
+
 #[target_feature(enable = "avx,f16c")]
-fn narrow(input: &[f32], output: &mut [u16]) -> usize {
+fn narrow8(input: &[f32], output: &mut [u16]) -> usize {
     let (input, output) = (input.as_chunks::<8>().0, output.as_chunks_mut::<8>().0);
     for (x, y) in input.iter().zip(&mut *output) {
         // SAFETY: reads 32 bytes, the array's; the load needs no alignment.
@@ -125,4 +160,17 @@ fn narrow(input: &[f32], output: &mut [u16]) -> usize {
         unsafe { _mm_storeu_si128(y.as_mut_ptr().cast(), halves) };
     }
     8 * output.len()
+}
+
+#[target_feature(enable = "avx512f")]
+fn narrow16(input: &[f32], output: &mut [u16]) -> usize {
+    let (input, output) = (input.as_chunks::<16>().0, output.as_chunks_mut::<16>().0);
+    for (x, y) in input.iter().zip(&mut *output) {
+        // SAFETY: reads 64 bytes, the array's; the load needs no alignment.
+        let wide = unsafe { _mm512_loadu_ps(x.as_ptr()) };
+        let halves = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(wide);
+        // SAFETY: writes 32 bytes, the array's; the store needs no alignment.
+        unsafe { _mm256_storeu_si256(y.as_mut_ptr().cast(), halves) };
+    }
+    16 * output.len()
 }

@@ -54,6 +54,12 @@ pub enum Error {
     /// A scaler that is fixed or disabled has no factors to set.
     #[error("the loss scale is not dynamic")]
     NotDynamic,
+    /// Autocast refuses the operator: it is unsafe in half precision.
+    #[error("{op} is unsafe in half precision")]
+    Banned {
+        /// Its name.
+        op: String,
+    },
     /// Input and output differ in length.
     #[error("the output has {got} elements, the input {expected}")]
     LengthMismatch {

@@ -45,6 +45,7 @@
 //! `1 / scale` is infinite and the optimizer steps into NaN. At the floor an overflow is
 //! [`Error::ScaleAtFloor`].
 
+mod autocast;
 mod cast;
 mod cpu;
 mod error;
@@ -54,6 +55,7 @@ mod overflow;
 mod scaler;
 mod unscale;
 
+pub use autocast::{Autocast, Cast, CastRule, DType};
 pub use cast::{CastTo, cast};
 pub use error::{Error, Result};
 pub use found_inf::{Element, has_non_finite};

@@ -1,0 +1,274 @@
+//! Autocast: which operators run in half precision and which must not, as data.
+//!
+//! Matrix products and convolutions gain from half precision and sum in f32 inside; exponentials,
+//! logarithms, norms and losses lose digits or overflow in it. PyTorch lists its operators by what
+//! each needs; these are its lists, and a tensor engine asks them by the operator's name before it
+//! runs one. What no list names runs in whatever type its inputs have.
+//!
+//! [`Autocast`] is a plain value: a nested region is another value, which ends where it is no longer
+//! used. The lists of CUDA and of the CPU differ much: the CPU's, for one, has no rule for `layer_norm`
+//! and `softmax`. NPUs follow CUDA's.
+//!
+//! Follows: the registrations of PyTorch 2.15, `aten/src/ATen/autocast_mode.cpp` and `.h`.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::{Error, Result};
+
+/// The types of floating-point inputs that autocast tells apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DType {
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// Single precision.
+    F32,
+    /// Double precision: never cast.
+    F64,
+}
+
+/// What an operator needs, by PyTorch's names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CastRule {
+    /// Gains from half precision: inputs are cast to it.
+    LowerPrecisionFp,
+    /// Needs f32: inputs are cast to it.
+    Fp32,
+    /// Sums in f32: the inputs stay, and the `dtype` argument becomes f32 unless the caller set it.
+    Fp32SetOptDtype,
+    /// The same for an operator whose variant without `dtype` was called.
+    Fp32AppendDtype,
+    /// Inputs must agree: all become the widest type among them.
+    Promote,
+    /// Unsafe in half precision even so: refused.
+    Banned,
+}
+
+/// What to do before running an operator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Cast {
+    /// Nothing.
+    Keep,
+    /// Cast every floating-point input, but those of f64, to this type.
+    Inputs(DType),
+    /// Leave the inputs; compute and return this type, unless the caller asked for another.
+    Output(DType),
+}
+
+impl Cast {
+    /// The type that a floating-point input of type `input` is to have.
+    #[must_use]
+    pub const fn input(self, input: DType) -> DType {
+        match (self, input) {
+            (Self::Inputs(_), DType::F64) | (Self::Keep | Self::Output(_), _) => input,
+            (Self::Inputs(dtype), _) => dtype,
+        }
+    }
+}
+
+/// The lists in force in a region of a program. Cloning is cheap.
+///
+/// ```
+/// use amp::{Autocast, Cast, CastRule, DType};
+///
+/// let autocast = Autocast::cuda().with_rule("my_gelu", CastRule::Fp32);
+/// let inputs = [DType::F32, DType::F32];
+/// assert_eq!(autocast.cast("linear", &inputs)?, Cast::Inputs(DType::F16));
+/// assert_eq!(autocast.cast("my_gelu", &inputs[..1])?, Cast::Inputs(DType::F32));
+/// assert_eq!(autocast.cast("relu", &[DType::F16])?, Cast::Keep);
+///
+/// let inner = autocast.clone().with_enabled(false); // a region in f32 within the other
+/// assert_eq!(inner.cast("linear", &inputs)?, Cast::Keep);
+/// # Ok::<(), amp::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Autocast {
+    rules: Arc<HashMap<Cow<'static, str>, CastRule>>,
+    dtype: DType,
+    enabled: bool,
+}
+
+impl Autocast {
+    /// CUDA's lists, in f16.
+    #[must_use]
+    pub fn cuda() -> Self {
+        Self { rules: rules(CUDA), dtype: DType::F16, enabled: true }
+    }
+
+    /// The CPU's lists, in bf16.
+    #[must_use]
+    pub fn cpu() -> Self {
+        Self { rules: rules(CPU), dtype: DType::Bf16, enabled: true }
+    }
+
+    /// The same with f16 as the lower precision.
+    #[must_use]
+    pub fn with_f16(self) -> Self {
+        Self { dtype: DType::F16, ..self }
+    }
+
+    /// The same with bf16 as the lower precision.
+    #[must_use]
+    pub fn with_bf16(self) -> Self {
+        Self { dtype: DType::Bf16, ..self }
+    }
+
+    /// The same, switched on or off: off, every operator keeps its inputs and none is banned.
+    #[must_use]
+    pub fn with_enabled(self, enabled: bool) -> Self {
+        Self { enabled, ..self }
+    }
+
+    /// The same with another rule for `op` and all its overloads (`op.*`), known or not before.
+    #[must_use]
+    pub fn with_rule(mut self, op: &str, rule: CastRule) -> Self {
+        let rules = Arc::make_mut(&mut self.rules);
+        let overloads = rules.iter_mut().filter(|(name, _)| base(name) == op);
+        overloads.for_each(|(_, old)| *old = rule);
+        rules.insert(Cow::Owned(op.to_owned()), rule);
+        self
+    }
+
+    /// The same without a rule for `op` and all its overloads: they keep their inputs.
+    #[must_use]
+    pub fn without_rule(mut self, op: &str) -> Self {
+        Arc::make_mut(&mut self.rules).retain(|name, _| name != op && base(name) != op);
+        self
+    }
+
+    /// Whether anything is cast.
+    #[must_use]
+    pub const fn is_enabled(&self) -> bool {
+        self.enabled
+    }
+
+    /// The lower precision: f16 or bf16.
+    #[must_use]
+    pub const fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The rule for an operator by PyTorch's name, with its overload (`softmax.int`) or without
+    /// (`softmax`); `None` if it is in no list. Enabled or not.
+    #[must_use]
+    pub fn rule(&self, op: &str) -> Option<CastRule> {
+        self.rules.get(op).copied()
+    }
+
+    /// All names that have a rule, in no order.
+    pub fn rules(&self) -> impl Iterator<Item = (&str, CastRule)> {
+        self.rules.iter().map(|(name, rule)| (&**name, *rule))
+    }
+
+    /// What to do before running `op` on floating-point inputs of these types.
+    ///
+    /// Where f16 and bf16 meet in an operator that [promotes](CastRule::Promote), both become f32;
+    /// PyTorch refuses the one that is not its lower precision.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Banned`].
+    pub fn cast(&self, op: &str, inputs: &[DType]) -> Result<Cast> {
+        let Some(rule) = self.rule(op).filter(|_| self.enabled) else { return Ok(Cast::Keep) };
+        Ok(match rule {
+            CastRule::LowerPrecisionFp => Cast::Inputs(self.dtype),
+            CastRule::Fp32 => Cast::Inputs(DType::F32),
+            CastRule::Fp32SetOptDtype | CastRule::Fp32AppendDtype => match inputs.first() {
+                None | Some(DType::F64) => Cast::Keep,
+                Some(_) => Cast::Output(DType::F32),
+            },
+            CastRule::Promote => {
+                let low = |input: &DType| [self.dtype, DType::F64].contains(input);
+                Cast::Inputs(if inputs.iter().all(low) { self.dtype } else { DType::F32 })
+            }
+            CastRule::Banned => return Err(Error::Banned { op: op.to_owned() }),
+        })
+    }
+}
+
+/// A name without its overload.
+fn base(name: &str) -> &str {
+    name.split_once('.').map_or(name, |(base, _)| base)
+}
+
+/// Every name, and the bare name of what is listed by overloads only; those of one operator have
+/// one rule.
+fn rules(lists: &'static [(CastRule, &str)]) -> Arc<HashMap<Cow<'static, str>, CastRule>> {
+    let names = lists.iter().flat_map(|(rule, names)| names.split(' ').map(|name| (name, *rule)));
+    let both = names.flat_map(|(name, rule)| [(name, rule), (base(name), rule)]);
+    Arc::new(both.map(|(name, rule)| (Cow::Borrowed(name), rule)).collect())
+}
+
+/// By rule, separated by spaces.
+const CUDA: &[(CastRule, &str)] = &[
+    (
+        CastRule::LowerPrecisionFp,
+        "_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d \
+         conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul \
+         einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot \
+         _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell \
+         rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention \
+         cudnn_convolution cudnn_convolution_transpose",
+    ),
+    (
+        CastRule::Fp32,
+        "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan \
+         pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm \
+         rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity \
+         poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div \
+         l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss \
+         soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits \
+         dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d \
+         upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d \
+         _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa \
+         upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa",
+    ),
+    (
+        CastRule::Fp32SetOptDtype,
+        "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm \
+         linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList",
+    ),
+    (CastRule::Fp32AppendDtype, "norm.Scalar norm.ScalarOpt_dim"),
+    (
+        CastRule::Promote,
+        "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot \
+         scatter_add",
+    ),
+    (CastRule::Banned, "binary_cross_entropy"),
+];
+
+/// By rule, separated by spaces.
+const CPU: &[(CastRule, &str)] = &[
+    (
+        CastRule::LowerPrecisionFp,
+        "_addmm_activation _convolution.deprecated _native_multi_head_attention addbmm addmm \
+         baddbmm bmm conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc \
+         conv_transpose1d conv_transpose2d.input conv_transpose3d.input linalg_vecdot linear \
+         matmul mkldnn_rnn_layer mm prelu scaled_dot_product_attention",
+    ),
+    (
+        CastRule::Fp32,
+        "_grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d \
+         avg_pool3d binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky_inverse \
+         cholesky_solve cosine_embedding_loss cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor \
+         fake_quantize_per_tensor_affine fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 \
+         fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn \
+         fractional_max_pool2d fractional_max_pool3d geqrf grid_sampler grid_sampler_2d \
+         grid_sampler_3d hinge_embedding_loss huber_loss inverse kl_div l1_loss linalg_cholesky \
+         linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals \
+         linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq \
+         linalg_matrix_rank linalg_matrix_rank.atol_rtol_float \
+         linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor linalg_matrix_sqrth \
+         linalg_qr linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve \
+         lu_solve margin_ranking_loss max_pool3d max_unpool2d max_unpool3d mse_loss \
+         multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nanquantile \
+         nanquantile.scalar nll_loss nll_loss2d orgqr ormqr pinverse poisson_nll_loss polar prod \
+         prod.dim_int quantile quantile.scalar reflection_pad1d reflection_pad2d \
+         replication_pad1d replication_pad2d replication_pad3d smooth_l1_loss soft_margin_loss \
+         stft stft.center svd trace triangular_solve triplet_margin_loss view_as_complex",
+    ),
+    (CastRule::Promote, "cat index_copy stack"),
+];

@@ -1,37 +1,35 @@
 //! The order of calls around a [`LossScaler`]: one scale, any number of optimizers.
 //!
-//! An iteration runs `scale`, backward, then for each optimizer `step`, with `unscale` before it if
-//! the gradients must be seen unscaled, to clip them say; then one `update`. What each optimizer may
-//! do next is its stage:
-//!
-//! | | ready | unscaled | stepped |
-//! |---|---|---|---|
-//! | `unscale` | → unscaled | [`UnscaledTwice`](Error::UnscaledTwice) | [`UnscaledAfterStep`](Error::UnscaledAfterStep) |
-//! | `step` | looks, → stepped | → stepped | [`SteppedTwice`](Error::SteppedTwice) |
-//! | `update` | | → ready | → ready |
-//!
-//! Everything but `scale` is [`NotScaled`](Error::NotScaled) before the first `scale`. A `step`
-//! whose optimizer has no gradient, and an `update` before any optimizer had one, is
-//! [`NothingChecked`](Error::NothingChecked).
-//!
-//! Each optimizer skips by its own verdict; the scale backs off once if any of them skipped.
-//!
 //! Invariant: a factor that undoes the scale is handed out once per optimizer and iteration, and
 //! only after all ranks agreed that its gradients are finite.
-//!
-//! Follows: `torch.amp.GradScaler` of PyTorch 2.15, call by call. Where it differs: half gradients
-//! cannot be unscaled in place by type (PyTorch raises); and while the scale is so small that its
-//! reciprocal is infinite, which [`Policy::Torch`](crate::Policy::Torch) allows, no step is
-//! permitted (PyTorch steps into infinity).
 
 use std::collections::BTreeMap;
 
 use crate::{Error, InValues, LossScaler, OverflowSource, Result, ScaleChange};
 
-/// A [`LossScaler`] with the stages of every optimizer that shares it.
+/// A [`LossScaler`] shared by any number of optimizers, and the order of calls around it.
 ///
-/// Optimizers are told apart by a number of the caller's choice. The scaler never runs one: it says
-/// whether to, and with which factor.
+/// An iteration runs `scale` and backward, then for each optimizer `step`, with `unscale` before it
+/// if the gradients must be seen unscaled, to clip them say; then one `update`. Optimizers are told
+/// apart by a number of the caller's choice. The scaler never runs one: it says whether to, and with
+/// which factor. What each may do next is its stage:
+///
+/// | | ready | unscaled | stepped |
+/// |---|---|---|---|
+/// | `unscale` | divides, looks → unscaled | [`UnscaledTwice`](Error::UnscaledTwice) | [`UnscaledAfterStep`](Error::UnscaledAfterStep) |
+/// | `step` | looks → stepped | → stepped | [`SteppedTwice`](Error::SteppedTwice) |
+/// | `update` | | → ready | → ready |
+///
+/// Each optimizer is skipped by the verdict on its own gradients; the scale backs off once if any
+/// was. Before the first `scale` everything else is [`NotScaled`](Error::NotScaled). A `step` of an
+/// optimizer without gradients is [`NothingChecked`](Error::NothingChecked), and so is an `update`
+/// when none had any. Over a [disabled](LossScaler::disabled) scaler all calls pass: nothing is
+/// divided or looked at, every step is permitted.
+///
+/// Follows: `torch.amp.GradScaler` of PyTorch 2.15, call by call. Where it differs: half gradients
+/// cannot be unscaled in place, by type (PyTorch raises); and while the scale is so far out that its
+/// reciprocal is not finite, which [`Policy::Torch`](crate::Policy::Torch) allows, no step is
+/// permitted (PyTorch steps into infinity).
 ///
 /// ```
 /// use amp::{GradScaler, InValues, LossScaler, has_non_finite};
@@ -104,7 +102,7 @@ impl<S: OverflowSource> GradScaler<S> {
     ///
     /// # Errors
     ///
-    /// By the [stage](self#). The source's; the gradients are divided by then, and the optimizer
+    /// By the stage. The source's; the gradients are divided by then, and the optimizer
     /// is unscaled without a verdict: no step until the next update.
     pub fn unscale(
         &mut self,
@@ -137,7 +135,7 @@ impl<S: OverflowSource> GradScaler<S> {
     ///
     /// # Errors
     ///
-    /// By the [stage](self#). The source's; the optimizer's stage is then as before.
+    /// By the stage. The source's; the optimizer's stage is then as before.
     pub fn step(
         &mut self,
         optimizer: usize,
@@ -165,7 +163,7 @@ impl<S: OverflowSource> GradScaler<S> {
     ///
     /// # Errors
     ///
-    /// By the [stage](self#); [`Error::ScaleAtFloor`], with which the iteration ends all the same.
+    /// By the stage; [`Error::ScaleAtFloor`], with which the iteration ends all the same.
     pub fn update(&mut self) -> Result<ScaleChange> {
         if !self.scaler.is_enabled() {
             return Ok(ScaleChange::Kept);

@@ -38,12 +38,23 @@
 //! # Ok::<(), amp::Error>(())
 //! ```
 //!
+//! # Which to use
+//!
+//! * [`LossScaler`] alone, as above: one optimizer, and gradients that are the same on every rank.
+//!   An optimizer that looks by itself and reports whether it skipped fits, too.
+//! * [`GradScaler`] around it: several optimizers, gradients unscaled in place to clip them, or
+//!   calls that come from someone else's code in some order. It keeps the stages of
+//!   `torch.amp.GradScaler` and refuses what PyTorch refuses.
+//! * An [`OverflowSource`] in it: where each rank sees only its part of the gradients, and where a
+//!   device saturates and shows overflow in a flag instead of the values.
+//! * [`Autocast`]: which operators are to run in half precision at all.
+//! * [`cast`], [`unscale`], [`has_non_finite`]: the passes over memory.
+//!
 //! # Where we differ from PyTorch
 //!
-//! The rule and the numbers are `torch.amp.GradScaler`'s; [`Policy::Torch`] reproduces it bit for
-//! bit. The default, [`Policy::Guarded`], has a floor: torch lets the scale sink to 0, where
-//! `1 / scale` is infinite and the optimizer steps into NaN. At the floor an overflow is
-//! [`Error::ScaleAtFloor`].
+//! The rules and the numbers are PyTorch's, and [`Policy::Torch`] reproduces its scaler bit for bit
+//! and call for call. The default, [`Policy::Guarded`], differs at four edges; its documentation is
+//! the table of them. bf16 NaNs keep their sign, which PyTorch's cast may lose.
 
 mod autocast;
 mod cast;

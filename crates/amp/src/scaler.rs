@@ -39,17 +39,23 @@ impl Default for LossScalerOptions {
 }
 
 /// What happens at the edges, where PyTorch's rule goes wrong.
+///
+/// | | `Guarded` | `Torch` |
+/// |---|---|---|
+/// | overflow after overflow | the scale stops at `min_scale`; one more is [`Error::ScaleAtFloor`] | the scale sinks to 0, and nobody notices |
+/// | a finite gradient divided by a scale below 1 overflows | [`unscale`](LossScaler::unscale) sees it | the optimizer steps into infinity |
+/// | a loaded growth count is at or past the interval | grows at the next good step | never grows until an overflow |
+/// | factors, scales and intervals that cannot work | [`Error::Invalid`] | growth above 1, backoff below 1; else any |
+///
+/// Anywhere else the two are one, bit for bit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Policy {
-    /// The scale never falls below `min_scale`; an overflow there is
-    /// [`Error::ScaleAtFloor`]. A growth count loaded from elsewhere that is already past the
-    /// interval grows at the next good step.
+    /// With a floor and checks; the default.
     Guarded {
         /// The floor: at least the smallest normal `f32`, so that its reciprocal is finite.
         min_scale: f32,
     },
-    /// `torch.amp.GradScaler`, bit for bit. The scale may sink to 0, where `1 / scale` is infinite
-    /// and nobody notices; a count past the interval stops growth until the next overflow.
+    /// `torch.amp.GradScaler`, bit for bit.
     Torch,
 }
 
@@ -169,7 +175,7 @@ impl LossScaler {
     ///
     /// One pass of [`unscale`](crate::unscale), which judges the gradients as they come in. With a
     /// scale below 1 the quotient can overflow too: under [`Policy::Guarded`] a second pass looks
-    /// for that, under [`Policy::Torch`] nobody does. Where `1 / scale` is infinite the gradients
+    /// for that, under [`Policy::Torch`] nobody does. Where `1 / scale` is not finite the gradients
     /// stay as they are.
     #[must_use = "a step with non-finite gradients must be skipped"]
     pub fn unscale(&self, grads: &mut [f32]) -> bool {

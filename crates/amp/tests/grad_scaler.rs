@@ -135,7 +135,7 @@ fn op(optimizers: usize) -> impl Strategy<Value = Op> {
         4 => Just(Op::Update),
         1 => prop_oneof![Just(0.0), Just(1e-42), Just(f32::INFINITY), 1e-3_f32..1e6].prop_map(Op::UpdateTo),
         1 => (0..9_u64).prop_map(Op::Load),
-        1 => (1..5_u64).prop_map(Op::SetGrowthInterval),
+        1 => (0..5_u64).prop_map(Op::SetGrowthInterval),
     ]
 }
 
@@ -349,6 +349,20 @@ fn a_quotient_that_overflows_is_seen_by_the_default_only() {
         assert!(!at(Policy::Torch).unscale(&mut [1.0, large]));
     }
     assert!(LossScaler::fixed(0.75).unwrap().unscale(&mut [3e38]));
+}
+
+#[test]
+fn no_step_with_a_factor_that_is_not_finite() {
+    for init_scale in [0.0, 1e-40, f32::NAN] {
+        let options = LossScalerOptions { init_scale, policy: Policy::Torch, ..Default::default() };
+        let mut scaler = GradScaler::new(LossScaler::new(options).unwrap(), InValues);
+        scaler.scale().unwrap();
+        let mut grads = [1.0];
+        assert_eq!(scaler.unscale(0, [&mut grads]), Ok(false));
+        assert_eq!(grads, [1.0]);
+        assert_eq!(scaler.step(0, || unreachable!()), Ok(None));
+        assert_eq!(scaler.step(1, || Some(false)), Ok(None));
+    }
 }
 
 #[test]

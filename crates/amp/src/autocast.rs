@@ -5,9 +5,9 @@
 //! each needs; these are its lists, and a tensor engine asks them by the operator's name before it
 //! runs one. What no list names runs in whatever type its inputs have.
 //!
-//! [`Autocast`] is a plain value: a nested region is another value, which ends where it is no longer
-//! used. The lists of CUDA and of the CPU differ much: the CPU's, for one, has no rule for `layer_norm`
-//! and `softmax`. NPUs follow CUDA's.
+//! [`Autocast`] is a plain value: a nested region is another value, which ends where it is no
+//! longer used. The lists of CUDA and of the CPU differ much: the CPU's, for one, have no rule for
+//! `layer_norm` and `softmax`. NPUs follow CUDA's.
 //!
 //! Follows: the registrations of PyTorch 2.15, `aten/src/ATen/autocast_mode.cpp` and `.h`.
 

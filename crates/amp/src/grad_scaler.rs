@@ -11,8 +11,8 @@ use crate::{Error, InValues, LossScaler, OverflowSource, Result, ScaleChange};
 ///
 /// An iteration runs `scale` and backward, then for each optimizer `step`, with `unscale` before it
 /// if the gradients must be seen unscaled, to clip them say; then one `update`. Optimizers are told
-/// apart by a number of the caller's choice. The scaler never runs one: it says whether to, and with
-/// which factor. What each may do next is its stage:
+/// apart by a number of the caller's choice. The scaler never runs one: it says whether to, and
+/// with which factor. What each may do next is its stage:
 ///
 /// | | ready | unscaled | stepped |
 /// |---|---|---|---|
@@ -27,8 +27,8 @@ use crate::{Error, InValues, LossScaler, OverflowSource, Result, ScaleChange};
 /// divided or looked at, every step is permitted.
 ///
 /// Follows: `torch.amp.GradScaler` of PyTorch 2.15, call by call. Where it differs: half gradients
-/// cannot be unscaled in place, by type (PyTorch raises); and while the scale is so far out that its
-/// reciprocal is not finite, which [`Policy::Torch`](crate::Policy::Torch) allows, no step is
+/// cannot be unscaled in place, by type (PyTorch raises); and while the scale is so far out that
+/// its reciprocal is not finite, which [`Policy::Torch`](crate::Policy::Torch) allows, no step is
 /// permitted (PyTorch steps into infinity).
 ///
 /// ```
@@ -68,7 +68,8 @@ enum Phase {
     Scaled,
 }
 
-/// What an optimizer has done since the last update, and the verdict on its gradients if it had any.
+/// What an optimizer has done since the last update, and the verdict on its gradients if it had
+/// any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     Unscaled(Option<bool>),
@@ -95,7 +96,7 @@ impl<S: OverflowSource> GradScaler<S> {
         Ok(self.scaler.scale())
     }
 
-    /// Divides all gradients of `optimizer` by the scale, in place, and says whether any overflowed.
+    /// Divides all gradients of `optimizer` by the scale, in place; whether any overflowed.
     ///
     /// f32 only: small half gradients would vanish. Hand those to [`step`](Self::step) as they are.
     /// How one slice is looked at: [`LossScaler::unscale`]. Disabled, this does nothing.
@@ -152,6 +153,7 @@ impl<S: OverflowSource> GradScaler<S> {
             Some(Stage::Stepped(_)) => return Err(Error::SteppedTwice { optimizer }.into()),
         };
         let Some(found_inf) = found_inf else {
+            // PyTorch unscales before it finds that there was nothing to unscale.
             self.stages.insert(optimizer, Stage::Unscaled(None));
             return Err(Error::NothingChecked { optimizer: Some(optimizer) }.into());
         };

@@ -1,7 +1,7 @@
 //! The loss scale: a pure state machine.
 //!
-//! It never sees a gradient. Each iteration it is asked for the scale, and at the end told whether
-//! the gradients overflowed; it halves on overflow and doubles after a long quiet stretch.
+//! It keeps no gradient. Each iteration it is asked for the scale, and at the end told whether the
+//! gradients overflowed; it halves on overflow and doubles after a long quiet stretch.
 //!
 //! Invariant: the same sequence of verdicts gives the same scale, bit for bit, on every rank. So
 //! ranks that agree on the verdict need not agree on the scale.

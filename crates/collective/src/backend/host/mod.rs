@@ -19,6 +19,7 @@ mod chunked;
 mod exchange;
 mod flat;
 mod in_place;
+mod life;
 #[cfg(loom)]
 mod model;
 mod pace;

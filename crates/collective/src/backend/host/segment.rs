@@ -54,6 +54,7 @@ const BELL: usize = 64;
 const GONE: usize = 128;
 const NOTE_LEN: usize = 136;
 const MISSING: usize = 144;
+const LIFE: usize = 176;
 const NOTE: usize = 192;
 const NOTE_BYTES: usize = if cfg!(loom) { 8 } else { BLOCK - NOTE };
 const SLOT_LINE: usize = 8 + 8 * Fingerprint::WORDS;
@@ -224,6 +225,11 @@ impl Segment {
     /// Where rank 0 puts the descriptor of a shared buffer's file.
     pub(super) fn shared_fd(&self) -> &AtomicU64 {
         self.map.word(SHARED_FD)
+    }
+
+    /// The word that a thread of the rank holds, see [`life`](super::life).
+    pub(super) fn life(&self, rank: Rank) -> &AtomicU32 {
+        self.map.half_word(self.block(rank) + LIFE)
     }
 
     pub(super) fn is_gone(&self, rank: Rank) -> bool {

@@ -4,22 +4,32 @@
 //! segment, a memory file without a name, and the others open it through `/proc`. The memory lives
 //! exactly as long as a rank has it, so nothing can be left behind, however the processes end.
 //!
-//! Every rank holds a pidfd of every peer, and one thread that waits for any of them to fire. It
-//! then writes the death into the segment and wakes everyone, so survivors need neither time out nor
-//! poll.
+//! Every rank has one thread that waits for any peer to die. It then writes the death into the
+//! segment and wakes everyone, so survivors need neither time out nor poll. It learns of a death from
+//! the peer's word in the segment ([`life`](super::life)), and from a pidfd, later: where the kernel
+//! cannot wait for many words, and should a word fail.
 
 use std::fs;
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::life::{self, Held};
 use super::segment::{Poison, Segment};
 use super::{Host, check_world, open_fd_of, sys};
 use crate::backend::meet::{Joining, garbled, tell_all};
+use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::{Error, Rank, Result};
+
+/// How long the thread sleeps before it asks the pidfds.
+const TICK: Duration = Duration::from_secs(1);
+
+/// Its turns on a core: a death may not wait for those of ranks that compute.
+const SLICE: Duration = Duration::from_micros(100);
 
 /// What a rank says of itself in the store.
 #[derive(Debug, Serialize, Deserialize)]
@@ -48,7 +58,7 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Host> {
         _ => return Err(garbled(0)),
     };
     let segment = Arc::new(Segment::attach(file, world)?);
-    let monitor = Monitor::start(Arc::clone(&segment), deaths)?;
+    let monitor = Monitor::start(Arc::clone(&segment), rank, deaths)?;
     let mut host = Host::new(segment, rank, joining.options, maker, Some(monitor))?;
     host.reason = reason;
     host.meet()?;
@@ -93,19 +103,25 @@ fn watch(joining: &Joining<'_>, members: &[Member]) -> Result<Vec<Peer>> {
 /// The thread that learns of deaths; ends when dropped.
 #[derive(Debug)]
 pub(super) struct Monitor {
-    stop: io::PipeWriter,
+    stop: Arc<AtomicU32>,
+    /// Ends a wait for pidfds.
+    pipe: io::PipeWriter,
     thread: Option<JoinHandle<()>>,
     pid: u32,
 }
 
 impl Monitor {
-    fn start(segment: Arc<Segment>, peers: Vec<Peer>) -> Result<Self> {
+    fn start(segment: Arc<Segment>, rank: Rank, peers: Vec<Peer>) -> Result<Self> {
         let fail = |error| Error::io("starting the thread that watches over the peers", &error);
-        let (stopped, stop) = io::pipe().map_err(fail)?;
-        let stopped = OwnedFd::from(stopped);
+        let (stopped, pipe) = io::pipe().map_err(fail)?;
+        let (stopped, stop) = (OwnedFd::from(stopped), Arc::new(AtomicU32::new(0)));
+        let watch = Watch { segment, rank, peers, stop: Arc::clone(&stop), stopped };
+        let (holding, held) = mpsc::channel();
         let thread = std::thread::Builder::new().name("collective-watch".into());
-        let thread = thread.spawn(move || watch_over(&segment, peers, &stopped)).map_err(fail)?;
-        Ok(Self { stop, thread: Some(thread), pid: std::process::id() })
+        let thread = thread.spawn(move || watch.run(&holding)).map_err(fail)?;
+        // From here on a death of this process is known at once.
+        held.recv().map_err(|_| fail(io::Error::other("it ended at once")))?;
+        Ok(Self { stop, pipe, thread: Some(thread), pid: std::process::id() })
     }
 }
 
@@ -118,7 +134,9 @@ impl Drop for Monitor {
             return;
         }
         // One byte into an empty pipe neither blocks nor fails while the thread holds the other end.
-        let sent = self.stop.write_all(&[1]);
+        let sent = self.pipe.write_all(&[1]);
+        self.stop.store(1, Ordering::SeqCst);
+        sys::futex_wake(&self.stop);
         if sent.is_ok() {
             // It ended, or is about to; a panic there has been printed and has no other cure.
             drop(thread.join());
@@ -126,28 +144,75 @@ impl Drop for Monitor {
     }
 }
 
-fn watch_over(segment: &Segment, mut peers: Vec<Peer>, stopped: &OwnedFd) {
-    loop {
-        let mut fds = vec![stopped];
-        fds.extend(peers.iter().map(|peer| &peer.pidfd));
-        let ready = match sys::poll_readable(&fds) {
-            Ok(ready) => ready,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            // Not expected of a poll of valid descriptors; timeouts still hold.
-            Err(_) => return,
-        };
-        if ready[0] {
+/// What that thread has.
+struct Watch {
+    segment: Arc<Segment>,
+    rank: Rank,
+    /// Those that have not ended, from the next rank on.
+    peers: Vec<Peer>,
+    stop: Arc<AtomicU32>,
+    stopped: OwnedFd,
+}
+
+impl Watch {
+    fn run(mut self, holding: &mpsc::Sender<()>) {
+        let segment = Arc::clone(&self.segment);
+        let _held = Held::new(segment.life(self.rank));
+        sys::prefer_short_slices(SLICE);
+        if holding.send(()).is_err() {
             return;
         }
-        let mut ended = ready[1..].iter();
-        peers.retain(|peer| {
-            let has_ended = *ended.next().expect("one answer per peer");
-            // Whoever left its group first may end as it likes.
-            if has_ended && !segment.is_gone(peer.rank) {
-                segment.set_poison(Poison::Died { rank: peer.rank, pid: peer.pid });
+        // Of many peers on one machine each rank watches the next ones.
+        let next = self.peers.partition_point(|peer| peer.rank < self.rank);
+        self.peers.rotate_left(next);
+        loop {
+            let waited = self.wait_for_words();
+            self.peers.retain(|peer| {
+                let died = life::died(segment.life(peer.rank).load(Ordering::SeqCst));
+                if died {
+                    Self::tell(&segment, peer);
+                }
+                !died
+            });
+            let mut fds = vec![&self.stopped];
+            fds.extend(self.peers.iter().map(|peer| &peer.pidfd));
+            let ready = match sys::poll_readable(&fds, waited.is_err()) {
+                Ok(ready) => ready,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                // Not expected of a poll of valid descriptors; timeouts still hold.
+                Err(_) => return,
+            };
+            if ready[0] {
+                return;
             }
-            !has_ended
-        });
+            let mut ended = ready[1..].iter();
+            self.peers.retain(|peer| {
+                let has_ended = *ended.next().expect("one answer per peer");
+                if has_ended {
+                    Self::tell(&segment, peer);
+                }
+                !has_ended
+            });
+        }
+    }
+
+    /// Sleeps until a word changes, or for a tick.
+    fn wait_for_words(&self) -> io::Result<()> {
+        let peers = self.peers.iter().map(|peer| self.segment.life(peer.rank));
+        let words = std::iter::once(&*self.stop).chain(peers).take(life::MOST_WORDS);
+        let words: Vec<_> = words.map(|word| (word, word.load(Ordering::SeqCst))).collect();
+        // What has happened already wakes nobody.
+        if words[0].1 != 0 || words[1..].iter().any(|&(_, value)| life::died(value)) {
+            return Ok(());
+        }
+        life::wait_any(&words, TICK)
+    }
+
+    /// Fails the group, unless the peer left it first: then it may end as it likes.
+    fn tell(segment: &Segment, peer: &Peer) {
+        if !segment.is_gone(peer.rank) {
+            segment.set_poison(Poison::Died { rank: peer.rank, pid: peer.pid });
+        }
     }
 }
 

@@ -6,7 +6,8 @@
 #   benches/side_by_side/collective.sh [--rounds N] [--worlds "2 4"] [--sizes "4 1024 ..."]
 #       [--transport shm|tcp] [--no-torch] [--fingerprints]
 #
-# --transport tcp    also times this repository over TCP, beside Open MPI's
+# --transport tcp    also times this repository over TCP, beside Open MPI's, and on two machines: half
+#                    of the ranks count as being on another one, those of one share memory
 # --fingerprints     also times a build that compares no fingerprints, to know what they cost
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -72,7 +73,7 @@ timed() {
   times=$(iterations "$bytes")
   before=$("$work/ours" probe)
   case $program in
-    shm | tcp) line=$("$work/ours" all_reduce "$program" "$world" "$bytes" "$times" $repetitions "$program" own) ;;
+    shm | tcp | machines) line=$("$work/ours" all_reduce "$program" "$world" "$bytes" "$times" $repetitions "$program" own) ;;
     shm-shared) line=$("$work/ours" all_reduce shm-shared "$world" "$bytes" "$times" $repetitions shm shared) ;;
     shm-unchecked) line=$("$work/unchecked/release/side_by_side" all_reduce shm-unchecked "$world" "$bytes" "$times" $repetitions shm own) ;;
     openmpi-sm) line=$(mpi "$world" vader openmpi-sm "$bytes" "$times" $repetitions) ;;
@@ -86,7 +87,7 @@ install_peers
 build
 programs="shm openmpi-sm shm-shared openmpi-tcp"
 [ $fingerprints = yes ] && programs="$programs shm-unchecked"
-[ "$transport" = tcp ] && programs="$programs tcp"
+[ "$transport" = tcp ] && programs="$programs tcp machines"
 [ $torch = yes ] && programs="$programs gloo"
 
 echo "$(date -u +%F), $(lscpu | sed -n 's/^Model name: *//p'), $(nproc) cores, Linux $(uname -r)," \

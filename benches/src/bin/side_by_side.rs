@@ -112,12 +112,14 @@ impl Task {
 
     fn join(&self, rank: usize, port: u16) -> Result<ProcessGroup> {
         let store = Arc::new(TcpStore::connect("127.0.0.1", port, TIMEOUT)?);
-        let transport = match self.transport.as_str() {
-            "shm" => Transport::Host,
-            "tcp" => Transport::Tcp,
+        let options = GroupOptions::default().with_timeout(TIMEOUT);
+        let options = match self.transport.as_str() {
+            "shm" => options.with_transport(Transport::Host),
+            "tcp" => options.with_transport(Transport::Tcp),
+            // Two, each with half of the ranks, joined by the loopback.
+            "machines" => options.with_host_id((2 * rank / self.world).to_string()),
             other => return Err(format!("no transport {other}").into()),
         };
-        let options = GroupOptions::default().with_timeout(TIMEOUT).with_transport(transport);
         Ok(ProcessGroup::from_store(store, rank, self.world, options)?)
     }
 
@@ -197,7 +199,7 @@ enum Column {
 }
 
 /// The columns, of which the table shows those it has figures for.
-const COLUMNS: [Column; 13] = [
+const COLUMNS: [Column; 15] = [
     Column::Time("shm", "ours"),
     Column::Time("shm-shared", "ours, shared"),
     Column::Time("shm-unchecked", "without fingerprints"),
@@ -206,6 +208,8 @@ const COLUMNS: [Column; 13] = [
     Column::Ratio("shm", "openmpi-sm"),
     Column::Ratio("shm-shared", "openmpi-sm"),
     Column::Time("tcp", "ours, tcp"),
+    Column::Time("machines", "ours, two machines"),
+    Column::Ratio("machines", "tcp"),
     Column::Time("openmpi-tcp", "Open MPI tcp"),
     Column::Ratio("tcp", "openmpi-tcp"),
     Column::Time("gloo", "torch gloo"),

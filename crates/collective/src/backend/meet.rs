@@ -151,6 +151,11 @@ impl Place {
         (&self.boot_id, &self.pid_namespace, self.host_id.as_deref())
     }
 
+    /// Whether two ranks run on the same cores, whatever else keeps them apart.
+    pub(crate) fn same_cores(&self, other: &Self) -> bool {
+        self.boot_id == other.boot_id
+    }
+
     /// Whether two ranks have the same interfaces, the loopback among them.
     pub(crate) fn same_network(&self, other: &Self) -> bool {
         (&self.boot_id, &self.net_namespace) == (&other.boot_id, &other.net_namespace)

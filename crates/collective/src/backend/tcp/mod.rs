@@ -98,11 +98,13 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String, rings: bool) -> Result
     let layout = Layout::new(&machines);
     let sharing: &[Rank] = if rings { layout.members(layout.machine(rank)) } else { &[] };
     let Connections { links, control } = connect::connect(joining, sharing)?;
+    let own = &joining.places[rank];
+    let neighbours = joining.places.iter().filter(|place| place.same_cores(own)).count();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let tcp = Tcp {
         rank,
         reason,
-        alert: layout.members(layout.machine(rank)).len() <= cores,
+        alert: neighbours <= cores,
         layout,
         name: joining.options.name.clone(),
         timeout: joining.options.timeout,

@@ -173,4 +173,4 @@ fn zeros(counts: &[usize]) -> Vec<Vec<f32>> {
     counts.iter().map(|&count| vec![0.0; count]).collect()
 }
 
-const UNSCALE: StepCtl = StepCtl { grad_scale: 0.5, found_inf: FoundInf::Known(false) };
+const UNSCALE: StepCtl = StepCtl { grad_scale: 0.5, ..StepCtl::PLAIN };

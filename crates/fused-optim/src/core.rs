@@ -1,70 +1,48 @@
-//! What every rule shares: groups, per-tensor state, the checked step, saving and loading.
+//! What every rule shares: groups, the checked step, saving and loading.
 //!
 //! Invariant: everything a call could object to is looked at before the first write, so an error
 //! leaves no half-done step behind.
 
 use std::collections::BTreeMap;
-use std::fmt;
-use std::ops::Range;
 
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::state_dict::MASTER;
+use crate::cpu::plan::Layout;
+use crate::cpu::{Copies, GradMap, Piece, SLOTS, step_key};
+use crate::rule::{Hyper, at_least_zero};
+use crate::state::{TensorState, problem};
 use crate::{
-    Applied, DType, Error, FoundInf, ParamGroup, ParamMut, ParamState, Result, Slice, StateDict,
-    StateProblem, StepCtl, cpu,
+    Applied, Clip, DType, Ema, Error, FoundInf, Grad, HalfWeights, ParamGroup, ParamMut, Result,
+    StateDict, StateProblem, StepCtl, norms, sweep,
 };
 
-/// A rule's hyper-parameters, and the rule.
-pub(crate) trait Hyper: Clone + Serialize + DeserializeOwned {
-    /// The rule's name in state dicts.
-    const KIND: &'static str;
-    /// The numbers of one step of one tensor.
-    type Rule;
-
-    /// Refuses values outside their ranges.
-    fn validate(&self) -> Result<()>;
-    /// The learning rate.
-    fn lr(&self) -> f64;
-    /// The learning rate, to set; the caller validates.
-    fn lr_mut(&mut self) -> &mut f64;
-    /// Names of the state values each element has; all start at zero.
-    fn slots(&self) -> &'static [&'static str];
-    /// The numbers for a tensor's `step`-th step, counted from 1.
-    fn rule(&self, step: u64, grad_scale: f32) -> Self::Rule;
-    /// Applies the rule to one block, which is `range` of the tensor's `state` vectors; these are in
-    /// the order of [`Self::slots`].
-    fn sweep(
-        rule: &Self::Rule,
-        param: &mut [f32],
-        grad: &[f32],
-        state: &mut [Vec<f32>],
-        range: Range<usize>,
-    );
-}
-
-/// An optimizer of any elementwise rule.
+/// An optimizer of any rule.
 #[derive(Clone, Debug)]
 pub(crate) struct Core<H> {
     groups: Vec<ParamGroup<H>>,
-    /// By tensor index; made at a tensor's first step.
-    state: BTreeMap<usize, TensorState>,
+    /// Every grouped tensor by its index.
+    tensors: BTreeMap<usize, Tensor>,
+    pub(crate) threads: usize,
+    pub(crate) half_weights: HalfWeights,
+    grad_norm: Option<f64>,
 }
 
-/// The state of one tensor; all vectors have the tensor's length.
-#[derive(Clone)]
-struct TensorState {
-    step: u64,
-    /// The f32 value of a half weight; `None` if the weight is f32.
-    master: Option<Vec<f32>>,
-    slots: Vec<Vec<f32>>,
+#[derive(Clone, Debug)]
+struct Tensor {
+    group: usize,
+    /// Made at its first step.
+    state: Option<TensorState>,
 }
 
 impl<H: Hyper> Core<H> {
     pub(crate) fn new(groups: impl IntoIterator<Item = ParamGroup<H>>) -> Result<Self> {
-        let mut core = Self { groups: Vec::new(), state: BTreeMap::new() };
+        let mut core = Self {
+            groups: Vec::new(),
+            tensors: BTreeMap::new(),
+            threads: 1,
+            half_weights: HalfWeights::default(),
+            grad_norm: None,
+        };
         for group in groups {
             core.add_param_group(group)?;
         }
@@ -73,17 +51,24 @@ impl<H: Hyper> Core<H> {
 
     pub(crate) fn add_param_group(&mut self, group: ParamGroup<H>) -> Result<()> {
         group.hyper.validate()?;
-        for (at, &index) in group.params.iter().enumerate() {
-            if group.params[..at].contains(&index) || self.is_grouped(index) {
+        let mut added = BTreeMap::new();
+        for &index in &group.params {
+            let tensor = Tensor { group: self.groups.len(), state: None };
+            if self.tensors.contains_key(&index) || added.insert(index, tensor).is_some() {
                 return Err(Error::DuplicateParam { index });
             }
         }
+        self.tensors.append(&mut added);
         self.groups.push(group);
         Ok(())
     }
 
     pub(crate) fn groups(&self) -> &[ParamGroup<H>] {
         &self.groups
+    }
+
+    pub(crate) const fn grad_norm(&self) -> Option<f64> {
+        self.grad_norm
     }
 
     pub(crate) fn lr(&self, group: usize) -> Result<f64> {
@@ -103,58 +88,79 @@ impl<H: Hyper> Core<H> {
     pub(crate) fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied> {
         ctl.validate()?;
         self.validate(params)?;
-        let found_inf = match ctl.found_inf {
-            FoundInf::Known(found) => found,
-            FoundInf::Check => self
-                .indices()
-                .filter_map(|index| params[index].grad)
-                .any(|grad| cpu::has_non_finite(grad, ctl.grad_scale)),
-        };
-        if found_inf {
+        let Some(scales) = self.scales(params, ctl)? else {
             return Ok(Applied::SkippedNonFinite);
-        }
-        for group in &self.groups {
-            for &index in &group.params {
-                let ParamMut { weight, grad: Some(grad) } = &mut params[index] else { continue };
-                let state = self
-                    .state
-                    .entry(index)
-                    .or_insert_with(|| TensorState::new(&group.hyper, weight.as_slice()));
-                state.step += 1;
-                let rule = group.hyper.rule(state.step, ctl.grad_scale);
-                let TensorState { master, slots, .. } = state;
-                cpu::walk(weight.reborrow(), master.as_deref_mut(), *grad, |range, param, grad| {
-                    H::sweep(&rule, param, grad, slots, range);
-                });
-            }
-        }
+        };
+        let limit = match ctl.clip {
+            Some(Clip::Value(limit)) => limit,
+            _ => f32::INFINITY,
+        };
+        let (groups, half_weights) = (&self.groups, self.half_weights);
+        let work = with_grad(&mut self.tensors, params).enumerate().map(|(at, (index, t, p))| {
+            let hyper = &groups[t.group].hyper;
+            let count = p.weight.len();
+            let state = t.state.get_or_insert_with(|| TensorState::new(hyper, count));
+            state.step += 1;
+            let rule = hyper.rule(state.step, p.rows);
+            let scale = scales.of(at);
+            let map = GradMap { scale: if hyper.maximize() { -scale } else { scale }, limit };
+            (rule, piece::<H>(index, state, p, map, half_weights))
+        });
+        sweep::run::<H>(work, self.threads);
         Ok(Applied::Applied)
     }
 
-    /// Every grouped tensor, in group order.
-    fn indices(&self) -> impl Iterator<Item = usize> {
-        self.groups.iter().flat_map(|group| group.params.iter().copied())
-    }
-
-    fn is_grouped(&self, index: usize) -> bool {
-        self.indices().any(|other| other == index)
+    /// Looks at the gradients as far as it is asked for: what each is to be multiplied by, or
+    /// nothing if the step is to be skipped.
+    fn scales(
+        &mut self,
+        params: &mut [ParamMut<'_>],
+        ctl: &StepCtl,
+    ) -> Result<Option<norms::Scales>> {
+        if ctl.found_inf == FoundInf::Known(true) {
+            return Ok(None);
+        }
+        let (mut grads, mut groups) = (Vec::new(), Vec::new());
+        let own: Vec<_> = self.groups.iter().map(|group| group.hyper.own_clip()).collect();
+        if !norms::needed(ctl, &own) {
+            return Ok(Some(norms::Scales::uniform(ctl.grad_scale)));
+        }
+        for (_, tensor, param) in with_grad(&mut self.tensors, params) {
+            grads.extend(param.grad.as_ref().map(Grad::as_slice));
+            groups.push(tensor.group);
+        }
+        let looked = norms::look(&grads, &groups, &own, ctl, self.threads)?;
+        if let Some((_, Some(norm))) = &looked {
+            self.grad_norm = Some(*norm);
+        }
+        Ok(looked.map(|(scales, _)| scales))
     }
 
     fn validate(&self, params: &[ParamMut<'_>]) -> Result<()> {
-        for index in self.indices() {
+        for (&index, tensor) in &self.tensors {
             let count = params.len();
             let param = params.get(index).ok_or(Error::MissingParam { index, count })?;
-            let Some(grad) = param.grad else { continue };
+            let Some(grad) = &param.grad else { continue };
             let expected = param.weight.len();
             let same_length = |what, got| {
                 let mismatch = Error::LengthMismatch { index, what, expected, got };
                 if got == expected { Ok(()) } else { Err(mismatch) }
             };
-            same_length("gradient", grad.len())?;
-            if let Some(state) = self.state.get(&index) {
-                let (weight, master) = (param.weight.dtype(), state.master.is_some());
-                if (weight != DType::F32) != master {
-                    return Err(Error::MasterMismatch { index, weight, master });
+            same_length("gradient", grad.as_slice().len())?;
+            if let Some(Ema { values, decay }) = &param.ema {
+                same_length("moving average", values.len())?;
+                if !(0.0..=1.0).contains(decay) {
+                    return Err(Error::InvalidHyper { name: "ema decay", value: (*decay).into() });
+                }
+            }
+            if param.rows != 0 && !expected.is_multiple_of(param.rows) {
+                return Err(Error::UnevenRows { index, count: expected, rows: param.rows });
+            }
+            if let Some(state) = &tensor.state {
+                let weight = param.weight.dtype();
+                let wanted = weight != DType::F32 && self.half_weights == HalfWeights::Master;
+                if state.master.is_some() && !wanted {
+                    return Err(Error::UnwantedMaster { index, weight });
                 }
                 state.vectors().try_for_each(|vector| same_length("state", vector.len()))?;
             }
@@ -164,15 +170,9 @@ impl<H: Hyper> Core<H> {
 
     pub(crate) fn state_dict(&self) -> StateDict {
         let groups = self.groups.iter().map(group_to_json).collect();
-        let state = self.state.iter().map(|(&index, state)| {
-            // A tensor with state is in a group, and its state has that group's slots.
-            let names = self.slots_of(index).iter().copied();
-            let mut tensors: BTreeMap<_, _> =
-                names.map(String::from).zip(state.slots.iter().cloned()).collect();
-            if let Some(master) = &state.master {
-                tensors.insert(MASTER.into(), master.clone());
-            }
-            (index, ParamState { step: state.step, tensors })
+        let state = self.tensors.iter().filter_map(|(&index, tensor)| {
+            let slots = self.groups[tensor.group].hyper.slots();
+            tensor.state.as_ref().map(|state| (index, state.save(slots)))
         });
         StateDict {
             kind: H::KIND.into(),
@@ -185,23 +185,21 @@ impl<H: Hyper> Core<H> {
         if dict.kind != H::KIND {
             return Err(Error::WrongKind { expected: H::KIND, got: dict.kind.clone() });
         }
-        let mut loaded = Self { groups: self.groups_from_json(dict)?, state: BTreeMap::new() };
-        for (&index, state) in &dict.state {
-            if !loaded.is_grouped(index) {
-                return Err(problem(format!("state.{index}"), StateProblem::Unknown));
-            }
-            let known = self.state.get(&index).and_then(|state| state.vectors().next());
-            let state =
-                TensorState::load(index, state, loaded.slots_of(index), known.map(Vec::len))?;
-            loaded.state.insert(index, state);
+        let groups = self.groups_from_json(dict)?;
+        if let Some(index) = dict.state.keys().find(|index| !self.tensors.contains_key(index)) {
+            return Err(problem(format!("state.{index}"), StateProblem::Unknown));
         }
-        *self = loaded;
+        let load = |(&index, tensor): (&usize, &Tensor)| {
+            let known = tensor.state.as_ref().and_then(|state| state.vectors().next());
+            let state = dict.state.get(&index).map(|saved| {
+                let slots = groups[tensor.group].hyper.slots();
+                TensorState::load(index, saved, slots, known.map(Vec::len))
+            });
+            Ok((index, Tensor { group: tensor.group, state: state.transpose()? }))
+        };
+        self.tensors = self.tensors.iter().map(load).collect::<Result<_>>()?;
+        self.groups = groups;
         Ok(())
-    }
-
-    fn slots_of(&self, index: usize) -> &'static [&'static str] {
-        let group = self.groups.iter().find(|group| group.params.contains(&index));
-        group.map_or(&[], |group| group.hyper.slots())
     }
 
     /// The saved groups, if they are over the tensors of this optimizer's.
@@ -218,79 +216,53 @@ impl<H: Hyper> Core<H> {
     }
 }
 
-impl TensorState {
-    fn new<H: Hyper>(hyper: &H, weight: Slice<'_>) -> Self {
-        let half = weight.dtype() != DType::F32;
-        Self {
-            step: 0,
-            master: half.then(|| cpu::widen(weight)),
-            slots: hyper.slots().iter().map(|_| vec![0.0; weight.len()]).collect(),
+/// Every grouped tensor that has a gradient, by ascending index.
+fn with_grad<'t, 'p, 'a>(
+    tensors: &'t mut BTreeMap<usize, Tensor>,
+    params: &'p mut [ParamMut<'a>],
+) -> impl Iterator<Item = (usize, &'t mut Tensor, &'p mut ParamMut<'a>)> {
+    let mut rest = params.iter_mut().enumerate();
+    let all = tensors.iter_mut().map(move |(&index, tensor)| {
+        let param = rest.find(|(at, _)| *at == index).expect("`validate` found every index");
+        (index, tensor, param.1)
+    });
+    all.filter(|(_, _, param)| param.grad.is_some())
+}
+
+/// All of a tensor.
+fn piece<'a, H: Hyper>(
+    index: usize,
+    state: &'a mut TensorState,
+    param: &'a mut ParamMut<'_>,
+    map: GradMap,
+    half_weights: HalfWeights,
+) -> Piece<'a> {
+    let copies = match half_weights {
+        HalfWeights::Master => {
+            state.ensure_master(param.weight.as_slice());
+            Copies::Master(state.master.as_deref_mut())
         }
+        HalfWeights::Nearest => Copies::Nearest,
+        HalfWeights::Stochastic { seed } => Copies::Stochastic(step_key(seed, index, state.step)),
+    };
+    let layout = Layout::new(param.weight.len(), if H::BY_ROWS { param.rows } else { 0 });
+    let mut slots: [&mut [f32]; SLOTS] = Default::default();
+    for (view, slot) in slots.iter_mut().zip(&mut state.slots) {
+        *view = slot;
     }
-
-    fn vectors(&self) -> impl Iterator<Item = &Vec<f32>> {
-        self.slots.iter().chain(&self.master)
+    Piece {
+        layout,
+        blocks: 0..layout.blocks(),
+        map,
+        weight: param.weight.reborrow(),
+        copies,
+        grad: match param.grad.as_mut().expect("`with_grad` passes none without") {
+            Grad::Keep(grad) => Grad::Keep(*grad),
+            Grad::Clear(grad) => Grad::Clear(grad.reborrow()),
+        },
+        slots,
+        ema: param.ema.as_mut().map(|Ema { values, decay }| Ema { values, decay: *decay }),
     }
-
-    /// Checks one tensor's saved state and takes it over; `count` is its length where known.
-    fn load(
-        index: usize,
-        saved: &ParamState,
-        slots: &[&str],
-        mut count: Option<usize>,
-    ) -> Result<Self> {
-        let key = |name: &str| format!("state.{index}.{name}");
-        if !(1..=i64::MAX as u64).contains(&saved.step) {
-            let text = StateProblem::Invalid(format!("{} is not a step count", saved.step));
-            return Err(problem(key("step"), text));
-        }
-        for (name, values) in &saved.tensors {
-            if name != MASTER && !slots.contains(&name.as_str()) {
-                return Err(problem(key(name), StateProblem::Unknown));
-            }
-            let (expected, got) = (*count.get_or_insert(values.len()), values.len());
-            if got != expected {
-                return Err(problem(key(name), StateProblem::Length { expected, got }));
-            }
-            if let Some(at) = values.iter().position(|x| !x.is_finite()) {
-                return Err(problem(key(name), StateProblem::NonFinite { at }));
-            }
-        }
-        let slot = |name: &&str| {
-            let values = saved.tensors.get(*name).cloned();
-            values.ok_or_else(|| problem(key(name), StateProblem::Missing))
-        };
-        Ok(Self {
-            step: saved.step,
-            master: saved.tensors.get(MASTER).cloned(),
-            slots: slots.iter().map(slot).collect::<Result<_>>()?,
-        })
-    }
-}
-
-impl fmt::Debug for TensorState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TensorState")
-            .field("step", &self.step)
-            .field("count", &self.vectors().next().map(Vec::len))
-            .finish_non_exhaustive()
-    }
-}
-
-/// Refuses a negative, infinite or NaN hyper-parameter.
-pub(crate) fn at_least_zero(name: &'static str, value: f64) -> Result<()> {
-    let valid = value >= 0.0 && value.is_finite();
-    if valid { Ok(()) } else { Err(Error::InvalidHyper { name, value }) }
-}
-
-/// Refuses a decay rate outside `0 <= value < 1`.
-pub(crate) fn below_one(name: &'static str, value: f64) -> Result<()> {
-    let valid = (0.0..1.0).contains(&value);
-    if valid { Ok(()) } else { Err(Error::InvalidHyper { name, value }) }
-}
-
-fn problem(key: String, problem: StateProblem) -> Error {
-    Error::State { key, problem }
 }
 
 /// PyTorch's layout: hyper-parameters and `params` side by side.
@@ -323,90 +295,3 @@ fn group_from_json<H: Hyper>(
 }
 
 const PARAMS: &str = "params";
-
-/// Gives a rule its public face: a struct around [`Core`], and [`Optimizer`](crate::Optimizer).
-macro_rules! optimizer {
-    ($(#[$meta:meta])* $name:ident, $hyper:ident) => {
-        $(#[$meta])*
-        #[derive(Clone, Debug)]
-        pub struct $name {
-            core: $crate::core::Core<$hyper>,
-        }
-
-        impl $name {
-            /// An optimizer over these groups; there may be none yet.
-            ///
-            /// # Errors
-            ///
-            /// [`Error::InvalidHyper`](crate::Error::InvalidHyper) and its like, and
-            /// [`Error::DuplicateParam`](crate::Error::DuplicateParam).
-            pub fn new(
-                groups: impl IntoIterator<Item = $crate::ParamGroup<$hyper>>,
-            ) -> $crate::Result<Self> {
-                Ok(Self { core: $crate::core::Core::new(groups)? })
-            }
-
-            /// One group over tensors `0..count`.
-            ///
-            /// # Errors
-            ///
-            /// As [`new`](Self::new).
-            pub fn with_one_group(hyper: $hyper, count: usize) -> $crate::Result<Self> {
-                Self::new([$crate::ParamGroup::new(hyper, 0..count)])
-            }
-
-            /// Adds a group, at any time.
-            ///
-            /// # Errors
-            ///
-            /// As [`new`](Self::new); nothing is added then.
-            pub fn add_param_group(
-                &mut self,
-                group: $crate::ParamGroup<$hyper>,
-            ) -> $crate::Result<()> {
-                self.core.add_param_group(group)
-            }
-
-            /// The groups.
-            #[must_use]
-            pub fn groups(&self) -> &[$crate::ParamGroup<$hyper>] {
-                self.core.groups()
-            }
-        }
-
-        impl $crate::Optimizer for $name {
-            fn kind(&self) -> &'static str {
-                <$hyper as $crate::core::Hyper>::KIND
-            }
-
-            fn step(
-                &mut self,
-                params: &mut [$crate::ParamMut<'_>],
-                ctl: &$crate::StepCtl,
-            ) -> $crate::Result<$crate::Applied> {
-                self.core.step(params, ctl)
-            }
-
-            fn state_dict(&self) -> $crate::StateDict {
-                self.core.state_dict()
-            }
-
-            fn load_state_dict(&mut self, dict: &$crate::StateDict) -> $crate::Result<()> {
-                self.core.load_state_dict(dict)
-            }
-
-            fn group_count(&self) -> usize {
-                self.core.groups().len()
-            }
-
-            fn lr(&self, group: usize) -> $crate::Result<f64> {
-                self.core.lr(group)
-            }
-
-            fn set_lr(&mut self, group: usize, lr: f64) -> $crate::Result<()> {
-                self.core.set_lr(group, lr)
-            }
-        }
-    };
-}
-pub(crate) use optimizer;

@@ -44,23 +44,37 @@ pub enum Error {
     LengthMismatch {
         /// The tensor.
         index: usize,
-        /// `gradient` or `state`.
+        /// `gradient`, `state` or `moving average`.
         what: &'static str,
         /// The weight's element count.
         expected: usize,
         /// The other count.
         got: usize,
     },
-    /// The weight's type is not the one the state was made for: a half weight has an f32 master in
-    /// the state, an f32 weight has none.
-    #[error("parameter {index}: the weight is {weight}, but its state {} a master", if *.master { "has" } else { "lacks" })]
-    MasterMismatch {
+    /// A tensor's element count is not a multiple of its number of rows.
+    #[error("parameter {index}: {count} elements are not {rows} rows of equal length")]
+    UnevenRows {
+        /// The tensor.
+        index: usize,
+        /// Its element count.
+        count: usize,
+        /// Its rows.
+        rows: usize,
+    },
+    /// The norm of the gradients is infinite or NaN, and the clip wants this refused.
+    #[error("the norm of the gradients is {norm}")]
+    NonFiniteNorm {
+        /// The norm.
+        norm: f64,
+    },
+    /// The state has an f32 master, but the weight is f32 itself, or 16-bit weights are to have
+    /// none ([`HalfWeights`](crate::HalfWeights)).
+    #[error("parameter {index}: the weight is {weight}, but its state has a master")]
+    UnwantedMaster {
         /// The tensor.
         index: usize,
         /// The weight's type.
         weight: DType,
-        /// Whether the state has a master.
-        master: bool,
     },
     /// The factor for the gradients is negative, infinite or not a number.
     #[error("invalid grad_scale: {value}")]

@@ -55,7 +55,7 @@
 //!
 //! let mut weight = [f16::ONE; 4];
 //! let mut sgd = Sgd::with_one_group(SgdHyper { lr: 0.1, ..Default::default() }, 1)?;
-//! let ctl = StepCtl { grad_scale: 1.0 / 1024.0, found_inf: FoundInf::Check };
+//! let ctl = StepCtl { grad_scale: 1.0 / 1024.0, found_inf: FoundInf::Check, ..StepCtl::PLAIN };
 //!
 //! let overflown = [f16::from_f32(512.0), f16::INFINITY, f16::ZERO, f16::ZERO];
 //! let params = &mut [ParamMut::new(&mut weight[..], Some(Slice::F16(&overflown)))];
@@ -81,18 +81,23 @@
 //! alignment. All runs on the calling thread: one core of a server already takes most of what its
 //! memory gives.
 
-mod adamw;
+mod clip;
 mod core;
 mod cpu;
 mod error;
+mod norms;
 mod optimizer;
 mod param;
-mod sgd;
+mod rule;
+mod rules;
+mod state;
 mod state_dict;
+mod sweep;
 
-pub use adamw::{AdamW, AdamWHyper};
+pub use clip::{Clip, ClipNorm, clip_grad_norm, clip_grad_value};
+pub use cpu::plan::{BLOCK, Chunk, ChunkPlan, Layout};
 pub use error::{Error, Result, StateProblem};
-pub use optimizer::{Applied, FoundInf, Optimizer, StepCtl};
-pub use param::{DType, ParamGroup, ParamMut, Slice, SliceMut};
-pub use sgd::{Sgd, SgdHyper};
+pub use optimizer::{Applied, FoundInf, HalfWeights, Optimizer, StepCtl};
+pub use param::{DType, Ema, Grad, ParamGroup, ParamMut, Slice, SliceMut};
+pub use rules::*;
 pub use state_dict::{ParamState, StateDict};

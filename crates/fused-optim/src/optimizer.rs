@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::{Error, ParamMut, Result, StateDict};
+use crate::{Clip, Error, ParamMut, Result, StateDict};
 
 /// A fused optimizer: one call updates every tensor, in one sweep over memory.
 ///
@@ -15,14 +15,17 @@ pub trait Optimizer: Send + fmt::Debug {
     ///
     /// The place of a tensor in `params` is its identity and must be the same at every step. If the
     /// gradients are known or [found](FoundInf::Check) to be non-finite the step is skipped: no
-    /// weight, no state and no step count changes, and
+    /// weight, no state, no gradient and no step count changes, and
     /// [`SkippedNonFinite`](Applied::SkippedNonFinite) is returned.
+    ///
+    /// Gradients are multiplied by `grad_scale`, then clipped, then used; they are not written back.
+    /// A look for non-finite values and a norm are one pass over the gradients, before the sweep.
     ///
     /// # Errors
     ///
     /// Everything is checked before anything is written: a group's tensor that is not in `params`,
-    /// a gradient of another length, a weight whose length or type is not that of earlier steps, a
-    /// `grad_scale` that is negative or not finite.
+    /// a gradient or average of another length, a weight whose length or type is not that of earlier
+    /// steps, an invalid `grad_scale` or clip; [`Error::NonFiniteNorm`] if the clip asks for it.
     fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied>;
 
     /// A copy of everything a later run needs to go on exactly here.
@@ -55,33 +58,45 @@ pub trait Optimizer: Send + fmt::Debug {
     ///
     /// [`Error::NoSuchGroup`], or [`Error::InvalidHyper`] if it is negative or not finite.
     fn set_lr(&mut self, group: usize, lr: f64) -> Result<()>;
+
+    /// The number of threads a step uses, the caller's among them; 0 counts as 1, the default. The
+    /// bits of the result do not depend on it.
+    fn set_threads(&mut self, threads: usize);
+
+    /// The norm of all gradients times `grad_scale`, before clipping, of the last step that was
+    /// asked to clip by norm.
+    fn grad_norm(&self) -> Option<f64>;
 }
 
 /// What one step is told besides weights and gradients.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepCtl {
-    /// Gradients are multiplied by this in the same sweep: `1 / S` undoes a loss scale `S`, and a
-    /// clipping factor goes in here too. Finite and not negative.
+    /// Gradients are multiplied by this in the same sweep: `1 / S` undoes a loss scale `S`. Finite
+    /// and not negative.
     pub grad_scale: f32,
     /// Whether the gradients are finite, or who finds out.
     pub found_inf: FoundInf,
+    /// A bound on the gradients times `grad_scale`.
+    pub clip: Option<Clip>,
 }
 
 impl StepCtl {
+    /// No scaling, no clipping and no look at the gradients, as in plain f32 training.
+    pub const PLAIN: Self = Self { grad_scale: 1.0, found_inf: FoundInf::Known(false), clip: None };
+
     /// Checks what cannot be checked by type.
     pub(crate) fn validate(&self) -> Result<()> {
-        if self.grad_scale.is_finite() && self.grad_scale >= 0.0 {
-            Ok(())
-        } else {
-            Err(Error::InvalidGradScale { value: self.grad_scale })
+        if !(self.grad_scale.is_finite() && self.grad_scale >= 0.0) {
+            return Err(Error::InvalidGradScale { value: self.grad_scale });
         }
+        self.clip.map_or(Ok(()), Clip::validate)
     }
 }
 
 impl Default for StepCtl {
-    /// No scaling and no look at the gradients, as in plain f32 training.
+    /// [`PLAIN`](Self::PLAIN).
     fn default() -> Self {
-        Self { grad_scale: 1.0, found_inf: FoundInf::Known(false) }
+        Self::PLAIN
     }
 }
 
@@ -90,9 +105,31 @@ impl Default for StepCtl {
 pub enum FoundInf {
     /// The caller has looked; `true` skips the step. Across ranks this must be the same on all.
     Known(bool),
-    /// The step looks first: one read-only pass over every gradient times `grad_scale`. Only for a
-    /// rank that sees the whole, already reduced gradient.
+    /// The step looks first: one read-only pass over every gradient times `grad_scale`, the same
+    /// that takes the norm if one is asked for. Only for a rank that sees the whole, already
+    /// reduced gradient.
     Check,
+}
+
+/// What becomes of weights of 16 bits, which cannot take small updates by themselves: `1 + 0.001` is
+/// `1` in bf16.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum HalfWeights {
+    /// The state keeps an f32 master, taken from the weight at its first step; the weight is the
+    /// master rounded to nearest even.
+    #[default]
+    Master,
+    /// No master: the weight is widened, updated, and rounded to nearest even. Saves four bytes per
+    /// parameter and loses updates below half a unit.
+    Nearest,
+    /// No master: rounded up or down at random, so that the mean is right and small updates are not
+    /// lost. The random bits are a function of seed, tensor, step and element: threads do not
+    /// change them, and a loaded optimizer with the same seed goes on with the same.
+    Stochastic {
+        /// The seed.
+        seed: u64,
+    },
 }
 
 /// What a step did.

@@ -1,10 +1,10 @@
 //! What an optimizer is handed: weights and gradients as plain slices of one of three types.
 //!
-//! A tensor here is a slice without a shape: every rule of this crate works element by element.
-//! Its place in the list passed to [`Optimizer::step`](crate::Optimizer::step) is its identity: the
+//! A tensor here is a slice; of its shape a rule needs at most the number of rows. Its place in the list passed to [`Optimizer::step`](crate::Optimizer::step) is its identity: the
 //! same tensor must come at the same index at every step, with or without a gradient.
 
 use std::fmt;
+use std::ops::Range;
 
 use half::{bf16, f16};
 
@@ -79,6 +79,17 @@ impl Slice<'_> {
     }
 }
 
+impl Slice<'_> {
+    /// The elements of a range.
+    pub(crate) fn part(self, range: Range<usize>) -> Self {
+        match self {
+            Self::F32(s) => Self::F32(&s[range]),
+            Self::F16(s) => Self::F16(&s[range]),
+            Self::Bf16(s) => Self::Bf16(&s[range]),
+        }
+    }
+}
+
 /// A mutable slice of one of the three element types.
 #[derive(Debug)]
 pub enum SliceMut<'a> {
@@ -130,6 +141,44 @@ impl SliceMut<'_> {
     }
 }
 
+impl SliceMut<'_> {
+    /// The elements of a range, for a shorter while.
+    pub(crate) fn part(&mut self, range: Range<usize>) -> SliceMut<'_> {
+        match self {
+            Self::F32(s) => SliceMut::F32(&mut s[range]),
+            Self::F16(s) => SliceMut::F16(&mut s[range]),
+            Self::Bf16(s) => SliceMut::Bf16(&mut s[range]),
+        }
+    }
+
+    /// The first `at` elements and the others.
+    pub(crate) fn split_at(self, at: usize) -> (Self, Self) {
+        match self {
+            Self::F32(s) => {
+                let (a, b) = s.split_at_mut(at);
+                (Self::F32(a), Self::F32(b))
+            }
+            Self::F16(s) => {
+                let (a, b) = s.split_at_mut(at);
+                (Self::F16(a), Self::F16(b))
+            }
+            Self::Bf16(s) => {
+                let (a, b) = s.split_at_mut(at);
+                (Self::Bf16(a), Self::Bf16(b))
+            }
+        }
+    }
+
+    /// Sets every element to zero.
+    pub(crate) fn clear(&mut self) {
+        match self {
+            Self::F32(s) => s.fill(0.0),
+            Self::F16(s) => s.fill(f16::ZERO),
+            Self::Bf16(s) => s.fill(bf16::ZERO),
+        }
+    }
+}
+
 macro_rules! from_slices {
     ($($element:ty => $variant:ident),*) => {$(
         impl<'a> From<&'a [$element]> for Slice<'a> {
@@ -150,21 +199,80 @@ from_slices!(f32 => F32, f16 => F16, bf16 => Bf16);
 
 /// One tensor of a step: its weight, and its gradient if it has one this time.
 ///
-/// Weight and gradient need not be of one type. A missing gradient leaves the tensor, its state
-/// and its step count as they are.
+/// Weight and gradient need not be of one type. A missing gradient leaves the tensor, its state,
+/// its moving average and its step count as they are.
 #[derive(Debug)]
 pub struct ParamMut<'a> {
     /// The weight, updated in place.
     pub weight: SliceMut<'a>,
-    /// The gradient, as long as the weight; only read.
-    pub grad: Option<Slice<'a>>,
+    /// The gradient, as long as the weight.
+    pub grad: Option<Grad<'a>>,
+    /// Length of the first dimension if the tensor has two or more, else 0. Only
+    /// [`AdamP`](crate::AdamP) asks; the weight's length is a multiple of it.
+    pub rows: usize,
+    /// A moving average of the weight, brought up to date in the same sweep.
+    pub ema: Option<Ema<'a>>,
 }
 
 impl<'a> ParamMut<'a> {
     /// A tensor with or without a gradient.
     pub fn new(weight: impl Into<SliceMut<'a>>, grad: Option<Slice<'a>>) -> Self {
-        Self { weight: weight.into(), grad }
+        Self { weight: weight.into(), grad: grad.map(Grad::Keep), rows: 0, ema: None }
     }
+
+    /// With its shape, of which [`rows`](Self::rows) is taken.
+    #[must_use]
+    pub const fn with_shape(mut self, shape: &[usize]) -> Self {
+        self.rows = match shape {
+            [rows, _, ..] => *rows,
+            _ => 0,
+        };
+        self
+    }
+
+    /// With a gradient that is zero after a step that was applied.
+    #[must_use]
+    pub fn clearing(mut self, grad: impl Into<SliceMut<'a>>) -> Self {
+        self.grad = Some(Grad::Clear(grad.into()));
+        self
+    }
+
+    /// With a moving average of the weight, as long as it.
+    #[must_use]
+    pub const fn with_ema(mut self, values: &'a mut [f32], decay: f32) -> Self {
+        self.ema = Some(Ema { values, decay });
+        self
+    }
+}
+
+/// A gradient, and what becomes of it.
+#[derive(Debug)]
+pub enum Grad<'a> {
+    /// Only read.
+    Keep(Slice<'a>),
+    /// Set to zero in the sweep that uses it. A skipped step leaves it as it is.
+    Clear(SliceMut<'a>),
+}
+
+impl Grad<'_> {
+    /// The elements, to read.
+    #[must_use]
+    pub const fn as_slice(&self) -> Slice<'_> {
+        match self {
+            Self::Keep(grad) => *grad,
+            Self::Clear(grad) => grad.as_slice(),
+        }
+    }
+}
+
+/// A moving average of a weight: `values ← decay·values + (1 − decay)·weight`, in f32, from the f32
+/// master where there is one.
+#[derive(Debug)]
+pub struct Ema<'a> {
+    /// The average.
+    pub values: &'a mut [f32],
+    /// How much of it stays, `0 ..= 1`.
+    pub decay: f32,
 }
 
 /// Tensors that share hyper-parameters.

@@ -4,8 +4,10 @@
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
 
 use fused_optim::{
-    AdamW, AdamWHyper, Applied, DType, Error, FoundInf, Optimizer, ParamGroup, ParamMut, Sgd,
-    SgdHyper, Slice, SliceMut, StateDict, StepCtl,
+    Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, Applied,
+    BertAdam, BertAdamHyper, ClipScope, DType, Error, FoundInf, Lamb, LambHyper, Optimizer,
+    ParamGroup, ParamMut, RmsProp, RmsPropHyper, RmsPropTf, RmsPropTfHyper, Sgd, SgdHyper, Slice,
+    SliceMut, StateDict, StepCtl,
 };
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -75,19 +77,48 @@ impl Owned {
     }
 }
 
-/// One of each form of each rule, over tensors `0..count`.
-fn optimizers(count: usize) -> Vec<Box<dyn Optimizer>> {
+/// One of each form of the rules that work element by element, over tensors `0..count`.
+fn elementwise(count: usize) -> Vec<Box<dyn Optimizer>> {
     let sgd = SgdHyper { lr: 0.1, weight_decay: 0.01, ..Default::default() };
     let momentum = SgdHyper { momentum: 0.9, dampening: 0.1, ..sgd };
     let nesterov = SgdHyper { momentum: 0.9, nesterov: true, maximize: true, ..sgd };
     let adamw = AdamWHyper { lr: 0.1, ..Default::default() };
     let amsgrad = AdamWHyper { amsgrad: true, maximize: true, ..adamw };
+    let bert =
+        BertAdamHyper { max_grad_norm: -1.0, t_total: 10, warmup: 0.2, ..Default::default() };
     let mut all: Vec<Box<dyn Optimizer>> = Vec::new();
     for hyper in [sgd, momentum, nesterov] {
         all.push(Box::new(Sgd::with_one_group(hyper, count).unwrap()));
     }
     for hyper in [adamw, amsgrad] {
         all.push(Box::new(AdamW::with_one_group(hyper, count).unwrap()));
+    }
+    for (momentum, centered) in [(0.0, false), (0.5, false), (0.0, true), (0.5, true)] {
+        let rms = RmsPropHyper { momentum, centered, ..Default::default() };
+        let tf = RmsPropTfHyper { momentum, centered, ..Default::default() };
+        all.push(Box::new(RmsProp::with_one_group(rms, count).unwrap()));
+        all.push(Box::new(RmsPropTf::with_one_group(tf, count).unwrap()));
+    }
+    all.push(Box::new(Adam::with_one_group(AdamHyper::default(), count).unwrap()));
+    all.push(Box::new(Adadelta::with_one_group(AdadeltaHyper::default(), count).unwrap()));
+    all.push(Box::new(BertAdam::with_one_group(bert, count).unwrap()));
+    all
+}
+
+/// One of each form of each rule, over tensors `0..count`.
+fn optimizers(count: usize) -> Vec<Box<dyn Optimizer>> {
+    let mut all = elementwise(count);
+    for clip in [ClipScope::Group, ClipScope::Tensor] {
+        let bert = BertAdamHyper { clip, ..Default::default() };
+        all.push(Box::new(BertAdam::with_one_group(bert, count).unwrap()));
+    }
+    for flag in [false, true] {
+        let lamb =
+            LambHyper { use_global_grad_norm: flag, weight_decay: 0.1, ..Default::default() };
+        let adamp =
+            AdamPHyper { nesterov: flag, delta: 0.5, weight_decay: 0.1, ..Default::default() };
+        all.push(Box::new(Lamb::with_one_group(lamb, count).unwrap()));
+        all.push(Box::new(AdamP::with_one_group(adamp, count).unwrap()));
     }
     all
 }
@@ -108,8 +139,8 @@ fn bits(weights: &[Owned]) -> Vec<Vec<u32>> {
     weights.iter().map(Owned::bits).collect()
 }
 
-const SCALED: StepCtl = StepCtl { grad_scale: 0.125, found_inf: FoundInf::Known(false) };
-const CHECK: StepCtl = StepCtl { grad_scale: 0.125, found_inf: FoundInf::Check };
+const SCALED: StepCtl = StepCtl { grad_scale: 0.125, ..StepCtl::PLAIN };
+const CHECK: StepCtl = StepCtl { found_inf: FoundInf::Check, ..SCALED };
 
 fn dtype() -> impl Strategy<Value = DType> {
     prop_oneof![Just(DType::F32), Just(DType::F16), Just(DType::Bf16)]
@@ -134,7 +165,7 @@ proptest! {
 
     #[test]
     fn cutting_a_tensor_never_changes_a_bit((weight, grad, lengths, start, grads) in run()) {
-        for (mut whole, mut cut) in optimizers(1).into_iter().zip(optimizers(lengths.len())) {
+        for (mut whole, mut cut) in elementwise(1).into_iter().zip(elementwise(lengths.len())) {
             let mut whole_weight = [Owned::new(weight, &start)];
             let mut cut_weight = Owned::new(weight, &start);
             for values in &grads {
@@ -146,7 +177,7 @@ proptest! {
                     .map(|piece| {
                         at += piece.len();
                         let grad = grad.part(at - piece.len()..at);
-                        ParamMut { weight: piece, grad: Some(grad) }
+                        ParamMut::new(piece, Some(grad))
                     })
                     .collect();
                 let _ = cut.step(&mut params, &SCALED).unwrap();

@@ -1,29 +1,70 @@
-//! One tensor's sweep on a CPU.
+//! Sweeps over memory on a CPU.
 //!
-//! A tensor is walked in blocks of [`BLOCK`] elements. A half gradient is widened into a block on
-//! the stack, the rule runs over f32 slices, and a half weight is rounded from the master while
-//! both are still in the first-level cache. So memory is swept once, and a rule is written once,
-//! for f32, whatever the types of weight and gradient.
+//! Tensors are cut into blocks of [`BLOCK`] elements ([`plan`]), blocks into one share per thread
+//! ([`threads`]). A block's half gradient is widened into a scratch buffer, the rule runs over f32
+//! slices, and a half weight is rounded while all of it is still in the first-level cache
+//! ([`piece`]). So memory is swept once, and a rule is written once, for f32, whatever the types of
+//! weight and gradient. Rules that need sums over a tensor first sweep twice ([`sum`]).
 //!
-//! Invariant: an element's result depends on that element alone, and every instruction set compiles
-//! the loops of [`scalar`] (no reassociation, no fused multiply-add). Hence block size, alignment
-//! and processor never change a bit.
+//! Invariant: an element's result depends on that element, and on sums whose order the tensor's
+//! layout fixes; every instruction set compiles the loops of [`scalar`] (no reassociation, no fused
+//! multiply-add). Hence threads, alignment and processor never change a bit.
 
+mod piece;
+pub(crate) mod plan;
 mod scalar;
+pub(crate) mod sum;
+pub(crate) mod threads;
 #[cfg(target_arch = "x86_64")]
 mod x86_64;
 
 use std::ops::Range;
 
-use half::f16;
 use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
 
 use crate::{Slice, SliceMut};
+pub(crate) use piece::{Block, Copies, Piece, SLOTS, Scratch, step_key};
+pub(crate) use plan::BLOCK;
+pub(crate) use sum::{Measure, measure};
+
+/// What becomes of a gradient before a rule sees it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct GradMap {
+    /// It is multiplied by this; negative to maximize.
+    pub(crate) scale: f32,
+    /// And then brought between this and its negative; infinity to leave it.
+    pub(crate) limit: f32,
+}
+
+impl GradMap {
+    pub(crate) const IDENTITY: Self = Self { scale: 1.0, limit: f32::INFINITY };
+
+    /// A NaN stays one.
+    #[inline(always)]
+    fn apply(self, grad: f32) -> f32 {
+        let g = grad * self.scale;
+        let g = if g > self.limit { self.limit } else { g };
+        if g < -self.limit { -self.limit } else { g }
+    }
+}
 
 /// One element's update: the definition of an optimizer with `N` state values per element.
 pub(crate) trait Rule<const N: usize>: Copy {
     /// New parameter and state from parameter, gradient and state. Must be `#[inline(always)]`.
     fn update(&self, param: f32, grad: f32, state: [f32; N]) -> (f32, [f32; N]);
+}
+
+/// One element's update where the parameter's move needs sums over the tensor: the first sweep
+/// brings the state up to date and sums directions, the second computes the same direction again
+/// and moves. Every method must be `#[inline(always)]`.
+pub(crate) trait TwoSweeps: Copy {
+    /// New state from gradient and state.
+    fn state(&self, grad: f32, state: [f32; 2]) -> [f32; 2];
+    /// Where the parameter would go, from the new state.
+    fn direction(&self, param: f32, grad: f32, state: [f32; 2]) -> f32;
+    /// The new parameter; `factor` is what the sums gave.
+    fn moved(&self, factor: f32, param: f32, direction: f32) -> f32;
 }
 
 /// A loop that is compiled once per instruction set. `run` must be `#[inline(always)]`.
@@ -34,6 +75,13 @@ trait Kernel {
 
 /// Runs a loop with the widest instructions this processor has.
 fn dispatch<K: Kernel>(kernel: K) -> K::Output {
+    #[cfg(all(test, target_arch = "x86_64"))]
+    if let Some(choice) = tests::FORCED.get() {
+        return match x86_64::Isa::all().nth(choice) {
+            Some(isa) => isa.run(kernel),
+            None => kernel.run(),
+        };
+    }
     #[cfg(target_arch = "x86_64")]
     if let Some(isa) = x86_64::Isa::detect() {
         return isa.run(kernel);
@@ -41,65 +89,79 @@ fn dispatch<K: Kernel>(kernel: K) -> K::Output {
     kernel.run()
 }
 
-/// Applies `rule` to every element of a block.
-///
-/// # Panics
-///
-/// If the slices differ in length.
-pub(crate) fn sweep<R: Rule<N>, const N: usize>(
-    rule: &R,
-    param: &mut [f32],
-    grad: &[f32],
-    state: [&mut [f32]; N],
-) {
-    dispatch(scalar::Sweep { rule: *rule, param, grad, state });
+/// Applies `rule` to every element of a block, with its first `N` state vectors.
+pub(crate) fn sweep<R: Rule<N>, const N: usize>(rule: &R, block: Block<'_>) {
+    let Block { map, param, grad, slots } = block;
+    let mut slots = slots.into_iter();
+    let state = std::array::from_fn(|_| slots.next().expect("a rule has at most as many"));
+    dispatch(scalar::Sweep { rule: *rule, map, param, grad, state });
 }
 
-/// Walks one tensor: `block(range, param, grad)` updates the f32 parameters of one range, then the
-/// half weight, if it is one, is rounded from them.
-///
-/// `master` is `Some` exactly if the weight is half.
-pub(crate) fn walk(
-    weight: SliceMut<'_>,
-    master: Option<&mut [f32]>,
-    grad: Slice<'_>,
-    mut block: impl FnMut(Range<usize>, &mut [f32], &[f32]),
-) {
-    let (param, mut copy) = match (weight, master) {
-        (SliceMut::F32(weight), None) => (weight, None),
-        (half, Some(master)) => (master, Some(half)),
-        (_, None) => unreachable!("the step gave every half weight a master"),
-    };
-    let mut wide = [0.0; BLOCK];
-    for start in (0..param.len()).step_by(BLOCK) {
-        let range = start..param.len().min(start + BLOCK);
-        let param = &mut param[range.clone()];
-        block(range.clone(), param, load(grad, range.clone(), &mut wide));
-        match &mut copy {
-            None => {}
-            Some(SliceMut::F16(half)) => to_f16(param, &mut half[range]),
-            Some(SliceMut::Bf16(half)) => {
-                dispatch(scalar::ToBf16 { input: param, output: &mut half[range] });
-            }
-            Some(SliceMut::F32(_)) => unreachable!("an f32 weight has no master"),
-        }
+/// The first sweep of one block; returns the sums of `p·p`, `u·u`, `g·g`, `g·p`, `p·u`, of which
+/// only the first two are computed unless `cosine` is set.
+pub(crate) fn observe<R: TwoSweeps>(
+    rule: &R,
+    block: Block<'_>,
+    buffers: &mut [[f32; BLOCK]; 2],
+    cosine: bool,
+) -> Sums {
+    let Block { map, param, grad, slots: [m, v, _] } = block;
+    let [mapped, direction] = buffers.each_mut().map(|buffer| &mut buffer[..param.len()]);
+    let (g, u) = (&mut *mapped, &mut *direction);
+    let state = [m, v];
+    dispatch(scalar::Observe { rule: *rule, map, param, grad, state, mapped: g, direction: u });
+    let (g, p, u) = (&*mapped, &*param, &*direction);
+    let [gg, gp, pu] =
+        if cosine { [sum::dot(g, g), sum::dot(g, p), sum::dot(p, u)] } else { [0.0; 3] };
+    Sums { pp: sum::dot(p, p), uu: sum::dot(u, u), gg, gp, pu }
+}
+
+/// The second sweep of one block.
+pub(crate) fn move_on<R: TwoSweeps>(rule: &R, factor: f32, block: Block<'_>) {
+    let Block { map, param, grad, slots: [m, v, _] } = block;
+    dispatch(scalar::Move { rule: *rule, factor, map, param, grad, state: [m, v] });
+}
+
+/// What a first sweep sums: products of parameter `p`, direction `u` and gradient `g`.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Sums {
+    pub(crate) pp: f64,
+    pub(crate) uu: f64,
+    pub(crate) gg: f64,
+    pub(crate) gp: f64,
+    pub(crate) pu: f64,
+}
+
+impl Sums {
+    /// Of parts, by the tree of [`sum`]; `parts` are spent.
+    pub(crate) fn fold(parts: &mut [Self]) -> Self {
+        let add = |a: Self, b: Self| Self {
+            pp: a.pp + b.pp,
+            uu: a.uu + b.uu,
+            gg: a.gg + b.gg,
+            gp: a.gp + b.gp,
+            pu: a.pu + b.pu,
+        };
+        sum::tree(parts, add).unwrap_or_default()
     }
 }
 
-/// Whether any element times `scale` is infinite or NaN.
-pub(crate) fn has_non_finite(grad: Slice<'_>, scale: f32) -> bool {
-    let mut wide = [0.0; BLOCK];
-    (0..grad.len()).step_by(BLOCK).any(|start| {
-        let range = start..grad.len().min(start + BLOCK);
-        dispatch(scalar::HasNonFinite { input: load(grad, range, &mut wide), scale })
-    })
-}
-
-/// The f32 values of a half weight, exactly.
-pub(crate) fn widen(weight: Slice<'_>) -> Vec<f32> {
-    let mut wide = vec![0.0; weight.len()];
-    widen_into(weight, &mut wide);
-    wide
+/// Maps gradients in place; 16-bit ones in f32, rounded to nearest even.
+pub(crate) fn map(grad: SliceMut<'_>, map: GradMap) {
+    match grad {
+        SliceMut::F32(values) => dispatch(scalar::Map { values, map }),
+        mut half => {
+            let mut wide = [0.0; BLOCK];
+            for start in (0..half.len()).step_by(BLOCK) {
+                let range = start..half.len().min(start + BLOCK);
+                let values = &mut wide[..range.len()];
+                let mut half = half.part(range);
+                widen_into(half.as_slice(), values);
+                dispatch(scalar::Map { values, map });
+                narrow(values, &mut half);
+            }
+        }
+    }
 }
 
 /// A range of a gradient as f32: itself if it is, else widened into `wide`.
@@ -107,9 +169,33 @@ fn load<'a>(grad: Slice<'a>, range: Range<usize>, wide: &'a mut [f32; BLOCK]) ->
     let wide = &mut wide[..range.len()];
     match grad {
         Slice::F32(grad) => return &grad[range],
-        Slice::F16(grad) => widen_into(Slice::F16(&grad[range]), wide),
-        Slice::Bf16(grad) => widen_into(Slice::Bf16(&grad[range]), wide),
+        half => widen_into(half.part(range), wide),
     }
+    wide
+}
+
+/// Rounds to nearest even.
+fn narrow(input: &[f32], output: &mut SliceMut<'_>) {
+    match output {
+        SliceMut::F32(output) => output.copy_from_slice(input),
+        SliceMut::F16(output) => to_f16(input, output),
+        SliceMut::Bf16(output) => dispatch(scalar::ToBf16 { input, output }),
+    }
+}
+
+/// Rounds up or down at random, reproducibly by `key`.
+fn narrow_at_random(input: &[f32], output: &mut SliceMut<'_>, key: u32) {
+    match output {
+        SliceMut::F32(output) => output.copy_from_slice(input),
+        SliceMut::F16(output) => dispatch(scalar::Stochastic::<f16> { input, output, key }),
+        SliceMut::Bf16(output) => dispatch(scalar::Stochastic::<bf16> { input, output, key }),
+    }
+}
+
+/// The f32 values of a half weight, exactly.
+pub(crate) fn widen(weight: Slice<'_>) -> Vec<f32> {
+    let mut wide = vec![0.0; weight.len()];
+    widen_into(weight, &mut wide);
     wide
 }
 
@@ -141,72 +227,144 @@ fn to_f16(input: &[f32], output: &mut [f16]) {
     output[done..].convert_from_f32_slice(&input[done..]);
 }
 
-/// Elements per block: four f32 streams of it, and the stack copy, fit a first-level cache.
-const BLOCK: usize = 1024;
-
 #[cfg(test)]
 mod tests {
-    use half::bf16;
+    use std::cell::Cell;
+
     use proptest::prelude::*;
 
     use super::*;
-    use crate::core::Hyper;
-    use crate::{adamw, sgd};
+    use crate::rule::Hyper;
+    use crate::{
+        AdadeltaHyper, AdamHyper, AdamPHyper, AdamWHyper, BertAdamHyper, LambHyper, RmsPropHyper,
+        RmsPropTfHyper, SgdHyper,
+    };
+
+    thread_local! {
+        /// The instruction set `dispatch` is to use; past the last, none.
+        pub(super) static FORCED: Cell<Option<usize>> = const { Cell::new(None) };
+    }
 
     /// Any bits: NaN payloads, infinities, subnormals.
     fn any_floats(max: usize) -> impl Strategy<Value = Vec<f32>> {
         prop::collection::vec(any::<u32>().prop_map(f32::from_bits), 0..max)
     }
 
-    /// The bits a rule leaves behind, without and with each instruction set.
-    fn bits<R: Rule<N>, const N: usize>(rule: R, data: &[f32], offset: usize) -> Vec<Vec<u32>> {
-        let n = data.len() / (N + 2);
-        let run = |with: &dyn Fn(scalar::Sweep<'_, R, N>)| {
-            // One element of padding per offset: the slices start unaligned.
-            let mut rows: Vec<Vec<f32>> = (0..N + 2)
-                .map(|row| {
-                    let mut row_data = vec![0.0; offset];
-                    row_data.extend(&data[row * n..(row + 1) * n]);
-                    row_data
-                })
-                .collect();
-            let grad = rows.pop().unwrap();
-            let mut slices = rows.iter_mut().map(|row| &mut row[offset..]);
-            let param = slices.next().unwrap();
-            let state = std::array::from_fn(|_| slices.next().unwrap());
-            with(scalar::Sweep { rule, param, grad: &grad[offset..], state });
-            // A NaN's payload may depend on the order of operands; that it is one may not.
-            let canonical = |x: &f32| if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() };
-            rows.iter().flatten().map(canonical).collect::<Vec<u32>>()
-        };
-        #[cfg(target_arch = "x86_64")]
-        let wide = x86_64::Isa::all().map(|isa| run(&|kernel| isa.run(kernel)));
-        #[cfg(not(target_arch = "x86_64"))]
-        let wide = [];
-        std::iter::once(run(&|kernel| kernel.run())).chain(wide).collect()
+    /// What `run` gives without and with each instruction set.
+    fn on_each_isa<T>(mut run: impl FnMut() -> T) -> Vec<T> {
+        let mut all = Vec::new();
+        for choice in 0..3 {
+            FORCED.set(Some(choice));
+            all.push(run());
+        }
+        FORCED.set(None);
+        all
     }
 
-    fn same(all: &[Vec<u32>]) -> bool {
-        all.iter().all(|one| *one == all[0])
+    /// A NaN's payload may depend on the order of operands; that it is one may not.
+    fn canonical(x: &f32) -> u32 {
+        if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() }
+    }
+
+    /// What a rule leaves behind in parameter, state and sums is alike on each instruction set.
+    fn alike<H: Hyper>(hyper: H, data: &[f32], offset: usize) {
+        let n = data.len() / (SLOTS + 2);
+        let rule = hyper.rule(3, 1);
+        let all = on_each_isa(|| {
+            // One element of padding per offset: the slices start unaligned.
+            let row = |row: usize| [&vec![0.0; offset], &data[row * n..(row + 1) * n]].concat();
+            let mut rows: [Vec<f32>; SLOTS + 2] = std::array::from_fn(row);
+            let mut sums = Vec::new();
+            for sweep in [false, true] {
+                let [param, grad, slots @ ..] = &mut rows;
+                let slots = slots.each_mut().map(|slot| &mut slot[offset..]);
+                let map = GradMap { scale: 0.25, limit: 2.0 };
+                let (param, grad) = (&mut param[offset..], &grad[offset..]);
+                let block = Block { map, param, grad, slots };
+                if sweep {
+                    H::sweep(&rule, 0.5, block);
+                } else if H::TWO_SWEEPS {
+                    let s = H::observe(&rule, block, &mut [[0.0; BLOCK]; 2]);
+                    sums = [s.pp, s.uu, s.gg, s.gp, s.pu]
+                        .map(|x| if x.is_nan() { 0 } else { x.to_bits() })
+                        .to_vec();
+                }
+            }
+            (rows.iter().flatten().map(canonical).collect::<Vec<u32>>(), sums)
+        });
+        assert!(all.iter().all(|one| *one == all[0]), "{}", H::KIND);
     }
 
     proptest! {
         #[test]
         fn every_instruction_set_equals_the_scalar_rule(data in any_floats(400), offset in 0..17_usize) {
-            let adamw = adamw::AdamWHyper::default().rule(3, 0.25);
-            prop_assert!(same(&bits::<_, 2>(adamw, &data, offset)));
-            prop_assert!(same(&bits::<_, 3>(adamw, &data, offset)));
-            let hyper = sgd::SgdHyper { momentum: 0.9, weight_decay: 0.1, ..Default::default() };
-            let sgd = hyper.rule(3, 0.25).rule;
-            prop_assert!(same(&bits::<_, 0>(sgd, &data, offset)));
-            prop_assert!(same(&bits::<_, 1>(sgd, &data, offset)));
-            prop_assert!(same(&bits::<_, 1>(sgd::Nesterov(sgd), &data, offset)));
+            let data = &data;
+            for amsgrad in [false, true] {
+                alike(AdamHyper { amsgrad, weight_decay: 0.1, ..Default::default() }, data, offset);
+                alike(AdamWHyper { amsgrad, ..Default::default() }, data, offset);
+                let nesterov = amsgrad;
+                alike(AdamPHyper { nesterov, ..Default::default() }, data, offset);
+            }
+            alike(AdadeltaHyper::default(), data, offset);
+            alike(BertAdamHyper::default(), data, offset);
+            alike(LambHyper::default(), data, offset);
+            for (momentum, centered) in [(0.0, false), (0.9, false), (0.0, true), (0.9, true)] {
+                alike(RmsPropHyper { momentum, centered, ..Default::default() }, data, offset);
+                alike(RmsPropTfHyper { momentum, centered, ..Default::default() }, data, offset);
+                let nesterov = momentum > 0.0 && centered;
+                let sgd = SgdHyper { momentum, nesterov, weight_decay: 0.1, ..Default::default() };
+                alike(sgd, data, offset);
+            }
         }
 
         #[test]
-        fn finite_test_agrees_with_std(data in any_floats(3000), scale in 0.0_f32..2.0) {
-            let expected = data.iter().any(|x| !(x * scale).is_finite());
-            prop_assert_eq!(has_non_finite(Slice::F32(&data), scale), expected);
+        fn measures_agree_with_a_plain_loop(data in any_floats(3000), scale in 0.0_f32..2.0) {
+            let map = GradMap { scale, ..GradMap::IDENTITY };
+            let plain: Vec<f64> = data.iter().map(|x| f64::from(x * scale).abs()).collect();
+            let finite = plain.iter().all(|x| x.is_finite());
+            let all = on_each_isa(|| {
+                [Measure::Squares, Measure::Largest, Measure::Powers(2.0)]
+                    .map(|what| measure(&[Slice::F32(&data)], what, map, 1)[0])
+            });
+            for [squares, largest, powers] in &all {
+                prop_assert_eq!(squares.is_finite(), finite);
+                prop_assert_eq!(largest.is_finite(), finite);
+                if finite {
+                    let sum: f64 = plain.iter().map(|x| x * x).sum();
+                    prop_assert!((squares - sum).abs() <= 1e-12 * sum);
+                    prop_assert!((powers - sum).abs() <= 1e-12 * sum);
+                    prop_assert_eq!(*largest, plain.iter().copied().fold(0.0, f64::max));
+                    prop_assert_eq!(all[0].map(f64::to_bits), [*squares, *largest, *powers].map(f64::to_bits));
+                }
+            }
+        }
+
+        #[test]
+        fn random_rounding_is_to_a_neighbour_and_alike_everywhere(data in any_floats(300), key: u32) {
+            let all = on_each_isa(|| {
+                let (mut f16s, mut bf16s) = (vec![f16::ZERO; data.len()], vec![bf16::ZERO; data.len()]);
+                narrow_at_random(&data, &mut SliceMut::F16(&mut f16s), key);
+                narrow_at_random(&data, &mut SliceMut::Bf16(&mut bf16s), key);
+                (f16s, bf16s)
+            });
+            let bits = |(a, b): &(Vec<f16>, Vec<bf16>)| {
+                (a.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), b.iter().map(|x| x.to_bits()).collect::<Vec<_>>())
+            };
+            prop_assert!(all.iter().all(|one| bits(one) == bits(&all[0])));
+            for (x, (h, b)) in data.iter().zip(all[0].0.iter().zip(&all[0].1)) {
+                // The neighbours: what truncation of the magnitude gives, and one unit above.
+                let near_bf16 = [(x.to_bits() >> 16) as u16, ((x.to_bits() >> 16) as u16).wrapping_add(1)];
+                let near = near_bf16.contains(&b.to_bits());
+                prop_assert_eq!(x.is_nan(), b.is_nan());
+                prop_assert!(near || x.is_nan());
+                let nearest = f16::from_f32(*x).to_bits();
+                let near_f16 = [nearest.wrapping_sub(1), nearest, nearest.wrapping_add(1)];
+                let near = near_f16.contains(&h.to_bits());
+                prop_assert_eq!(x.is_nan(), h.is_nan());
+                prop_assert!(near || x.is_nan(), "{} {}", x, h);
+                prop_assert_eq!(h.is_sign_negative(), x.is_sign_negative());
+                prop_assert_eq!(b.is_sign_negative(), x.is_sign_negative());
+            }
         }
 
         #[test]
@@ -241,23 +399,62 @@ mod tests {
     }
 
     #[test]
+    fn random_rounding_has_the_right_mean() {
+        // Of 2^16 elements the mean is within five deviations of at most half a unit / 2^8.
+        for x in [1.0 + 0.3 / 128.0, -3.7e-5, 6.1e-5, 1.234e-6, 0.1, 1000.3, 65_500.0_f32] {
+            let input = vec![x; 1 << 16];
+            let mut f16s = vec![f16::ZERO; input.len()];
+            let mut bf16s = vec![bf16::ZERO; input.len()];
+            for (at, chunk) in input.chunks(BLOCK).enumerate() {
+                let range = at * BLOCK..at * BLOCK + chunk.len();
+                narrow_at_random(
+                    chunk,
+                    &mut SliceMut::F16(&mut f16s[range.clone()]),
+                    at as u32 * 77,
+                );
+                narrow_at_random(chunk, &mut SliceMut::Bf16(&mut bf16s[range]), at as u32 * 77);
+            }
+            let mean = |all: &mut dyn Iterator<Item = f32>| {
+                all.map(f64::from).sum::<f64>() / input.len() as f64
+            };
+            let unit = |half: f32, next: f32| f64::from((next - half).abs());
+            let below = f16::from_f32(x).to_bits();
+            let f16_unit = unit(f16::from_bits(below).to_f32(), f16::from_bits(below - 1).to_f32());
+            let below = bf16::from_f32(x).to_bits();
+            let bf16_unit =
+                unit(bf16::from_bits(below).to_f32(), bf16::from_bits(below - 1).to_f32());
+            let f16_mean = mean(&mut f16s.iter().map(|x| x.to_f32()));
+            let bf16_mean = mean(&mut bf16s.iter().map(|x| x.to_f32()));
+            assert!((f16_mean - f64::from(x)).abs() < 5.0 * f16_unit / 512.0, "{x}: {f16_mean}");
+            assert!((bf16_mean - f64::from(x)).abs() < 5.0 * bf16_unit / 512.0, "{x}: {bf16_mean}");
+        }
+    }
+
+    #[test]
     fn one_bad_element_anywhere_is_found() {
+        let finite = |grad: Slice<'_>, scale| {
+            let map = GradMap { scale, ..GradMap::IDENTITY };
+            let both = [Measure::Squares, Measure::Largest];
+            let both = both.map(|what| what.fold(&mut measure(&[grad], what, map, 1)).is_finite());
+            assert_eq!(both[0], both[1]);
+            both[0]
+        };
         for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
             for at in [0, 1, 15, 16, 1023, 1024, 2047, 2500] {
                 let mut f32s = vec![f32::MAX; 2501];
                 f32s[at] = bad;
-                assert!(has_non_finite(Slice::F32(&f32s), 1.0), "{bad} at {at}");
+                assert!(!finite(Slice::F32(&f32s), 1.0), "{bad} at {at}");
                 let mut f16s = vec![f16::MAX; 2501];
                 f16s[at] = f16::from_f32(bad);
-                assert!(has_non_finite(Slice::F16(&f16s), 1.0), "{bad} at {at}");
+                assert!(!finite(Slice::F16(&f16s), 1.0), "{bad} at {at}");
                 let mut bf16s = vec![bf16::MIN; 2501];
                 bf16s[at] = bf16::from_f32(bad);
-                assert!(has_non_finite(Slice::Bf16(&bf16s), 1.0), "{bad} at {at}");
+                assert!(!finite(Slice::Bf16(&bf16s), 1.0), "{bad} at {at}");
             }
         }
-        assert!(!has_non_finite(Slice::F32(&[f32::MAX, f32::MIN, 1e-45, -0.0]), 1.0));
-        assert!(has_non_finite(Slice::F32(&[1.0, f32::MAX]), 2.0), "the product overflows");
-        assert!(!has_non_finite(Slice::F32(&[]), 1.0));
+        assert!(finite(Slice::F32(&[f32::MAX, f32::MIN, 1e-45, -0.0]), 1.0));
+        assert!(!finite(Slice::F32(&[1.0, f32::MAX]), 2.0), "the product overflows");
+        assert!(finite(Slice::F32(&[]), 1.0));
     }
 
     #[test]

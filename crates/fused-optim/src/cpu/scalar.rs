@@ -1,13 +1,15 @@
 //! The loops, written plainly, one element after another. This is the definition; `x86_64.rs`
 //! compiles these same lines for wider registers.
 
-use half::bf16;
+use half::{bf16, f16};
 
-use super::{Kernel, Rule};
+use super::sum::LANES;
+use super::{GradMap, Kernel, Rule, TwoSweeps};
 
 /// A rule over the elements of one block.
 pub(super) struct Sweep<'a, R, const N: usize> {
     pub(super) rule: R,
+    pub(super) map: GradMap,
     pub(super) param: &'a mut [f32],
     pub(super) grad: &'a [f32],
     pub(super) state: [&'a mut [f32]; N],
@@ -25,7 +27,7 @@ impl<R: Rule<N>, const N: usize> Kernel for Sweep<'_, R, N> {
         let state = self.state.map(|slot| &mut slot[..count]);
         for i in 0..count {
             let old = std::array::from_fn(|slot| state[slot][i]);
-            let (new_param, new) = self.rule.update(param[i], grad[i], old);
+            let (new_param, new) = self.rule.update(param[i], self.map.apply(grad[i]), old);
             param[i] = new_param;
             for slot in 0..N {
                 state[slot][i] = new[slot];
@@ -34,24 +36,231 @@ impl<R: Rule<N>, const N: usize> Kernel for Sweep<'_, R, N> {
     }
 }
 
-/// Whether any `input * scale` is infinite or NaN.
-pub(super) struct HasNonFinite<'a> {
-    pub(super) input: &'a [f32],
-    pub(super) scale: f32,
+/// The first of two sweeps: new state, and what the sums are made of.
+pub(super) struct Observe<'a, R> {
+    pub(super) rule: R,
+    pub(super) map: GradMap,
+    pub(super) param: &'a [f32],
+    pub(super) grad: &'a [f32],
+    pub(super) state: [&'a mut [f32]; 2],
+    /// Takes the mapped gradient.
+    pub(super) mapped: &'a mut [f32],
+    /// Takes the direction.
+    pub(super) direction: &'a mut [f32],
 }
 
-impl Kernel for HasNonFinite<'_> {
-    type Output = bool;
+impl<R: TwoSweeps> Kernel for Observe<'_, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let count = self.param.len();
+        let (param, grad) = (&self.param[..count], &self.grad[..count]);
+        let [m, v] = self.state.map(|slot| &mut slot[..count]);
+        let (mapped, direction) = (&mut self.mapped[..count], &mut self.direction[..count]);
+        for i in 0..count {
+            let g = self.map.apply(grad[i]);
+            let state = self.rule.state(g, [m[i], v[i]]);
+            [m[i], v[i]] = state;
+            mapped[i] = g;
+            direction[i] = self.rule.direction(param[i], g, state);
+        }
+    }
+}
+
+/// The second of two sweeps.
+pub(super) struct Move<'a, R> {
+    pub(super) rule: R,
+    pub(super) factor: f32,
+    pub(super) map: GradMap,
+    pub(super) param: &'a mut [f32],
+    pub(super) grad: &'a [f32],
+    pub(super) state: [&'a [f32]; 2],
+}
+
+impl<R: TwoSweeps> Kernel for Move<'_, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let count = self.param.len();
+        let (param, grad) = (&mut self.param[..count], &self.grad[..count]);
+        let [m, v] = self.state.map(|slot| &slot[..count]);
+        for i in 0..count {
+            let g = self.map.apply(grad[i]);
+            let direction = self.rule.direction(param[i], g, [m[i], v[i]]);
+            param[i] = self.rule.moved(self.factor, param[i], direction);
+        }
+    }
+}
+
+/// The bits of the largest magnitude after `map`; those of NaNs are larger than infinity's.
+pub(super) struct Largest<'a> {
+    pub(super) input: &'a [f32],
+    pub(super) map: GradMap,
+}
+
+impl Kernel for Largest<'_> {
+    type Output = u32;
 
     /// Without its sign a float is finite exactly if its bits, as an integer, are below those of
     /// infinity; the largest decides for all.
     #[inline(always)]
-    fn run(self) -> bool {
+    fn run(self) -> u32 {
         let mut largest = 0;
         for x in self.input {
-            largest = largest.max((x * self.scale).to_bits() & 0x7fff_ffff);
+            largest = largest.max(self.map.apply(*x).to_bits() & 0x7fff_ffff);
         }
-        largest >= f32::INFINITY.to_bits()
+        largest
+    }
+}
+
+/// The squares after `map`, summed by lanes.
+pub(super) struct Squares<'a> {
+    pub(super) input: &'a [f32],
+    pub(super) map: GradMap,
+}
+
+impl Kernel for Squares<'_> {
+    type Output = [f64; LANES];
+
+    #[inline(always)]
+    fn run(self) -> [f64; LANES] {
+        let mut lanes = [0.0; LANES];
+        let (rows, tail) = self.input.as_chunks::<LANES>();
+        for row in rows {
+            for lane in 0..LANES {
+                let x = f64::from(self.map.apply(row[lane]));
+                lanes[lane] += x * x;
+            }
+        }
+        for lane in 0..tail.len() {
+            let x = f64::from(self.map.apply(tail[lane]));
+            lanes[lane] += x * x;
+        }
+        lanes
+    }
+}
+
+/// The products of two slices of one length, summed by lanes.
+pub(super) struct Dot<'a> {
+    pub(super) a: &'a [f32],
+    pub(super) b: &'a [f32],
+}
+
+impl Kernel for Dot<'_> {
+    type Output = [f64; LANES];
+
+    #[inline(always)]
+    fn run(self) -> [f64; LANES] {
+        let mut lanes = [0.0; LANES];
+        let ((a, a_tail), (b, b_tail)) = (self.a.as_chunks::<LANES>(), self.b.as_chunks::<LANES>());
+        for (a, b) in a.iter().zip(b) {
+            for lane in 0..LANES {
+                lanes[lane] += f64::from(a[lane]) * f64::from(b[lane]);
+            }
+        }
+        for (lane, (a, b)) in a_tail.iter().zip(b_tail).enumerate() {
+            lanes[lane] += f64::from(*a) * f64::from(*b);
+        }
+        lanes
+    }
+}
+
+/// Gradients, mapped in place.
+pub(super) struct Map<'a> {
+    pub(super) values: &'a mut [f32],
+    pub(super) map: GradMap,
+}
+
+impl Kernel for Map<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        for x in self.values {
+            *x = self.map.apply(*x);
+        }
+    }
+}
+
+/// A moving average of parameters.
+pub(super) struct Average<'a> {
+    pub(super) param: &'a [f32],
+    pub(super) values: &'a mut [f32],
+    pub(super) decay: f32,
+}
+
+impl Kernel for Average<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let rest = 1.0 - self.decay;
+        for (value, param) in self.values.iter_mut().zip(self.param) {
+            *value = *value * self.decay + *param * rest;
+        }
+    }
+}
+
+/// f32 to bf16 or f16, rounded up or down at random: up with the probability of the distance from
+/// below, so that the mean is the value. `key` and the element's place make the random bits.
+pub(super) struct Stochastic<'a, H> {
+    pub(super) input: &'a [f32],
+    pub(super) output: &'a mut [H],
+    pub(super) key: u32,
+}
+
+/// 32 bits that look random, of element `i` under `key`: a counter through an integer hash of two
+/// multiplications, every input bit of which changes about half of the output's.
+#[inline(always)]
+fn random(key: u32, i: usize) -> u32 {
+    let mut x = key.wrapping_add((i as u32).wrapping_mul(0x9e37_79b9));
+    x = (x ^ (x >> 16)).wrapping_mul(0x7feb_352d);
+    x = (x ^ (x >> 15)).wrapping_mul(0x846c_a68b);
+    x ^ (x >> 16)
+}
+
+impl Kernel for Stochastic<'_, bf16> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        for (i, (x, y)) in self.input.iter().zip(self.output).enumerate() {
+            // The 16 bits that go are a fraction of a unit; adding as many random bits carries
+            // into the unit exactly that often. It cannot carry an infinity or NaN further.
+            let bits = x.to_bits();
+            let up = bits.wrapping_add(random(self.key, i) >> 16);
+            let special = (bits >> 16) | if x.is_nan() { 0x40 } else { 0 };
+            *y = bf16::from_bits(if x.is_finite() { (up >> 16) as u16 } else { special as u16 });
+        }
+    }
+}
+
+impl Kernel for Stochastic<'_, f16> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        for (i, (x, y)) in self.input.iter().zip(self.output).enumerate() {
+            let bits = x.to_bits();
+            let sign = (bits >> 16) & 0x8000;
+            let magnitude = bits & 0x7fff_ffff;
+            let random = random(self.key, i);
+            // Normal halves: 13 bits go, and the exponent's bias from 127 to 15. From 65504 on the
+            // carry reaches the bits of infinity, as it should.
+            let normal =
+                ((magnitude.wrapping_add(random >> 19) >> 13).wrapping_sub(112 << 10)).min(0x7c00);
+            // Below 2^-14, 1024 units, a half counts in units of 2^-24. The products are exact.
+            let units = (f32::from_bits(magnitude) * 16_777_216.0).min(1024.0);
+            let whole = units as u32;
+            let above = (random >> 8) as f32 * (1.0 / 16_777_216.0) < units - whole as f32;
+            let subnormal = whole + u32::from(above);
+            let half = if magnitude < 113 << 23 { subnormal } else { normal };
+            let half = if magnitude >= 143 << 23 { 0x7c00 } else { half };
+            let half = if x.is_nan() { 0x7e00 } else { half };
+            *y = f16::from_bits((sign | half) as u16);
+        }
     }
 }
 

@@ -93,7 +93,11 @@ impl OptimWrapper for AmpOptimWrapper {
     }
 
     fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied> {
-        let ctl = StepCtl { grad_scale: self.scaler.inv_scale(), found_inf: FoundInf::Check };
+        let ctl = StepCtl {
+            grad_scale: self.scaler.inv_scale(),
+            found_inf: FoundInf::Check,
+            ..StepCtl::PLAIN
+        };
         let applied = optimizer_step(&mut *self.optimizer, engine, model, &ctl)?;
         self.scaler.update(applied == Applied::SkippedNonFinite)?;
         Ok(applied)

@@ -1,7 +1,7 @@
 //! The optimizer wrapper without mixed precision.
 
 use ::amp::ScalerState;
-use fused_optim::{Applied, FoundInf, Optimizer, StepCtl};
+use fused_optim::{Applied, Optimizer, StepCtl};
 
 use super::{Accumulation, OptimWrapper, OptimWrapperState, optimizer_step};
 use crate::engine::Engine;
@@ -38,8 +38,7 @@ impl OptimWrapper for Fp32OptimWrapper {
     }
 
     fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied> {
-        let ctl = StepCtl { grad_scale: 1.0, found_inf: FoundInf::Known(false) };
-        optimizer_step(&mut *self.optimizer, engine, model, &ctl)
+        optimizer_step(&mut *self.optimizer, engine, model, &StepCtl::PLAIN)
     }
 
     fn state_dict(&self) -> OptimWrapperState {

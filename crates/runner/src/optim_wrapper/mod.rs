@@ -137,7 +137,7 @@ fn optimizer_step(
             let mut params: Vec<_> = weights
                 .iter_mut()
                 .zip(grads)
-                .map(|(weight, grad)| ParamMut { weight: weight.reborrow(), grad: *grad })
+                .map(|(weight, grad)| ParamMut::new(weight.reborrow(), *grad))
                 .collect();
             applied = optimizer.step(&mut params, ctl)?;
             Ok(())

@@ -1,11 +1,9 @@
 //! Stochastic gradient descent with momentum.
 
-use std::ops::Range;
-
 use serde::{Deserialize, Serialize};
 
-use crate::core::{Hyper, at_least_zero, optimizer};
-use crate::cpu::{self, Rule};
+use crate::cpu::{self, Block, Rule};
+use crate::rule::{Hyper, at_least_zero, optimizer};
 use crate::{Error, Result};
 
 /// Hyper-parameters of [`Sgd`]; the defaults are PyTorch's.
@@ -61,7 +59,7 @@ optimizer! {
 
 impl Hyper for SgdHyper {
     const KIND: &'static str = "sgd";
-    type Rule = SgdStep;
+    type Rule = SgdRule;
 
     fn validate(&self) -> Result<()> {
         at_least_zero("learning rate", self.lr)?;
@@ -84,97 +82,75 @@ impl Hyper for SgdHyper {
         &mut self.lr
     }
 
+    fn maximize(&self) -> bool {
+        self.maximize
+    }
+
     fn slots(&self) -> &'static [&'static str] {
         if self.momentum > 0.0 { &["momentum_buffer"] } else { &[] }
     }
 
-    fn rule(&self, step: u64, grad_scale: f32) -> SgdStep {
+    fn rule(&self, step: u64, _: usize) -> SgdRule {
         // The buffer starts at zero, so the first step's `b ← g` is the usual rule undampened.
         let damp = if step == 1 { 1.0 } else { 1.0 - self.dampening };
-        let rule = SgdRule {
-            grad_scale: if self.maximize { -grad_scale } else { grad_scale },
+        SgdRule {
             weight_decay: self.weight_decay as f32,
             momentum: self.momentum as f32,
             damp: damp as f32,
             lr: self.lr as f32,
-        };
-        SgdStep { rule, nesterov: self.nesterov }
-    }
-
-    fn sweep(
-        step: &SgdStep,
-        param: &mut [f32],
-        grad: &[f32],
-        state: &mut [Vec<f32>],
-        range: Range<usize>,
-    ) {
-        match state {
-            [] => cpu::sweep(&step.rule, param, grad, []),
-            [b] if step.nesterov => {
-                cpu::sweep(&Nesterov(step.rule), param, grad, [&mut b[range]]);
-            }
-            [b] => cpu::sweep(&step.rule, param, grad, [&mut b[range]]),
-            _ => unreachable!("`slots` names one at most"),
+            nesterov: self.nesterov,
         }
     }
-}
 
-/// One step's rule, and which of its forms.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct SgdStep {
-    pub(crate) rule: SgdRule,
-    nesterov: bool,
+    fn sweep(rule: &SgdRule, _: f32, block: Block<'_>) {
+        if rule.nesterov {
+            cpu::sweep(&Nesterov(*rule), block);
+        } else if rule.momentum > 0.0 {
+            cpu::sweep::<_, 1>(rule, block);
+        } else {
+            cpu::sweep::<_, 0>(rule, block);
+        }
+    }
 }
 
 /// The numbers of one step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SgdRule {
-    /// Negative if the rule maximizes.
-    grad_scale: f32,
     weight_decay: f32,
     momentum: f32,
     /// `1 − τ`, or 1 at the first step.
     damp: f32,
     lr: f32,
+    nesterov: bool,
 }
 
 /// [`SgdRule`], looking ahead.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Nesterov(pub(crate) SgdRule);
 
-impl SgdRule {
-    #[inline(always)]
-    fn grad(&self, param: f32, grad: f32) -> f32 {
-        grad * self.grad_scale + param * self.weight_decay
-    }
-
-    #[inline(always)]
-    fn buffer(&self, g: f32, b: f32) -> f32 {
-        b * self.momentum + g * self.damp
-    }
-}
-
 impl Rule<0> for SgdRule {
     #[inline(always)]
-    fn update(&self, param: f32, grad: f32, []: [f32; 0]) -> (f32, [f32; 0]) {
-        (param - self.lr * self.grad(param, grad), [])
+    fn update(&self, p: f32, g: f32, []: [f32; 0]) -> (f32, [f32; 0]) {
+        let g = g + p * self.weight_decay;
+        (p - self.lr * g, [])
     }
 }
 
 impl Rule<1> for SgdRule {
     #[inline(always)]
-    fn update(&self, param: f32, grad: f32, [b]: [f32; 1]) -> (f32, [f32; 1]) {
-        let b = self.buffer(self.grad(param, grad), b);
-        (param - self.lr * b, [b])
+    fn update(&self, p: f32, g: f32, [b]: [f32; 1]) -> (f32, [f32; 1]) {
+        let g = g + p * self.weight_decay;
+        let b = b * self.momentum + g * self.damp;
+        (p - self.lr * b, [b])
     }
 }
 
 impl Rule<1> for Nesterov {
     #[inline(always)]
-    fn update(&self, param: f32, grad: f32, [b]: [f32; 1]) -> (f32, [f32; 1]) {
-        let g = self.0.grad(param, grad);
-        let b = self.0.buffer(g, b);
-        (param - self.0.lr * (g + b * self.0.momentum), [b])
+    fn update(&self, p: f32, g: f32, [b]: [f32; 1]) -> (f32, [f32; 1]) {
+        let g = g + p * self.0.weight_decay;
+        let b = b * self.0.momentum + g * self.0.damp;
+        (p - self.0.lr * (g + b * self.0.momentum), [b])
     }
 }
 

@@ -1,12 +1,11 @@
 //! AdamW: Adam with the weight decay taken out of the gradient.
 
-use std::ops::Range;
-
 use serde::{Deserialize, Serialize};
 
+use super::adam::{self, AdamRule};
 use crate::Result;
-use crate::core::{Hyper, at_least_zero, below_one, optimizer};
-use crate::cpu::{self, Rule};
+use crate::cpu::Block;
+use crate::rule::{Hyper, optimizer, validate_adam};
 
 /// Hyper-parameters of [`AdamW`]; the defaults are PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -62,14 +61,10 @@ optimizer! {
 
 impl Hyper for AdamWHyper {
     const KIND: &'static str = "adamw";
-    type Rule = AdamWRule;
+    type Rule = AdamRule;
 
     fn validate(&self) -> Result<()> {
-        at_least_zero("learning rate", self.lr)?;
-        at_least_zero("epsilon value", self.eps)?;
-        below_one("beta parameter at index 0", self.betas.0)?;
-        below_one("beta parameter at index 1", self.betas.1)?;
-        at_least_zero("weight_decay value", self.weight_decay)
+        validate_adam(self.lr, self.betas, self.eps, self.weight_decay)
     }
 
     fn lr(&self) -> f64 {
@@ -80,100 +75,22 @@ impl Hyper for AdamWHyper {
         &mut self.lr
     }
 
+    fn maximize(&self) -> bool {
+        self.maximize
+    }
+
     fn slots(&self) -> &'static [&'static str] {
-        if self.amsgrad {
-            &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
-        } else {
-            &["exp_avg", "exp_avg_sq"]
-        }
+        adam::slots(self.amsgrad)
     }
 
-    fn rule(&self, step: u64, grad_scale: f32) -> AdamWRule {
-        let (beta1, beta2) = self.betas;
-        let correction1 = 1.0 - beta1.powf(step as f64);
-        let correction2 = 1.0 - beta2.powf(step as f64);
-        AdamWRule {
-            grad_scale: if self.maximize { -grad_scale } else { grad_scale },
-            decay: (1.0 - self.lr * self.weight_decay) as f32,
-            beta1: beta1 as f32,
-            one_minus_beta1: (1.0 - beta1) as f32,
-            beta2: beta2 as f32,
-            one_minus_beta2: (1.0 - beta2) as f32,
-            root_factor: correction2.sqrt().recip() as f32,
-            eps: self.eps as f32,
-            step_size: (self.lr / correction1) as f32,
-        }
+    fn rule(&self, step: u64, _: usize) -> AdamRule {
+        let mut rule = AdamRule::new(self.lr, self.betas, self.eps, self.amsgrad, step);
+        rule.decay = (1.0 - self.lr * self.weight_decay) as f32;
+        rule
     }
 
-    fn sweep(
-        rule: &AdamWRule,
-        param: &mut [f32],
-        grad: &[f32],
-        state: &mut [Vec<f32>],
-        range: Range<usize>,
-    ) {
-        match state {
-            [m, v] => {
-                cpu::sweep(rule, param, grad, [&mut m[range.clone()], &mut v[range]]);
-            }
-            [m, v, max] => {
-                let state = [&mut m[range.clone()], &mut v[range.clone()], &mut max[range]];
-                cpu::sweep(rule, param, grad, state);
-            }
-            _ => unreachable!("`slots` names two or three"),
-        }
-    }
-}
-
-/// The numbers of one step.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct AdamWRule {
-    /// Negative if the rule maximizes.
-    grad_scale: f32,
-    /// `1 − lr·λ`.
-    decay: f32,
-    beta1: f32,
-    one_minus_beta1: f32,
-    beta2: f32,
-    one_minus_beta2: f32,
-    /// `1 / √(1−β2ᵗ)`.
-    root_factor: f32,
-    eps: f32,
-    /// `lr / (1−β1ᵗ)`.
-    step_size: f32,
-}
-
-impl AdamWRule {
-    #[inline(always)]
-    fn moments(&self, grad: f32, m: f32, v: f32) -> (f32, f32) {
-        let g = grad * self.grad_scale;
-        let m = m * self.beta1 + g * self.one_minus_beta1;
-        let v = v * self.beta2 + g * g * self.one_minus_beta2;
-        (m, v)
-    }
-
-    #[inline(always)]
-    fn param(&self, param: f32, m: f32, v: f32) -> f32 {
-        let denominator = v.sqrt() * self.root_factor + self.eps;
-        param * self.decay - self.step_size * (m / denominator)
-    }
-}
-
-impl Rule<2> for AdamWRule {
-    #[inline(always)]
-    fn update(&self, param: f32, grad: f32, [m, v]: [f32; 2]) -> (f32, [f32; 2]) {
-        let (m, v) = self.moments(grad, m, v);
-        (self.param(param, m, v), [m, v])
-    }
-}
-
-impl Rule<3> for AdamWRule {
-    #[inline(always)]
-    fn update(&self, param: f32, grad: f32, [m, v, max]: [f32; 3]) -> (f32, [f32; 3]) {
-        let (m, v) = self.moments(grad, m, v);
-        // Written so that a NaN in `v` wins.
-        let max = if max > v { max } else { v };
-        (self.param(param, m, max), [m, v, max])
+    fn sweep(rule: &AdamRule, _: f32, block: Block<'_>) {
+        rule.sweep(block);
     }
 }
 

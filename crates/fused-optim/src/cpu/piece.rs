@@ -1,0 +1,194 @@
+//! Some neighbouring blocks of one tensor, with everything that belongs to them.
+//!
+//! Pieces of one tensor share nothing, so each may be on a thread of its own; that is checked by the
+//! borrow checker, not argued for.
+
+use std::ops::Range;
+
+use super::plan::Layout;
+use super::{BLOCK, GradMap, dispatch, load, narrow, narrow_at_random, scalar, widen_into};
+use crate::{Ema, Grad, SliceMut};
+
+/// Blocks `blocks` of a tensor. Every slice begins where the first of them does.
+#[derive(Debug)]
+pub(crate) struct Piece<'a> {
+    pub(crate) layout: Layout,
+    pub(crate) blocks: Range<usize>,
+    pub(crate) map: GradMap,
+    pub(crate) weight: SliceMut<'a>,
+    pub(crate) copies: Copies<'a>,
+    pub(crate) grad: Grad<'a>,
+    /// In the order of the rule's slots; those it has not are empty.
+    pub(crate) slots: [&'a mut [f32]; SLOTS],
+    pub(crate) ema: Option<Ema<'a>>,
+}
+
+/// How a weight of 16 bits relates to its value in f32.
+#[derive(Debug)]
+pub(crate) enum Copies<'a> {
+    /// It has a master and is rounded from it. An f32 weight is its own.
+    Master(Option<&'a mut [f32]>),
+    /// It is all there is: widened, updated, rounded to nearest even.
+    Nearest,
+    /// The same, rounded at random; the key is of seed, tensor and step.
+    Stochastic(u64),
+}
+
+/// What a rule is given of one block: slices of one length.
+#[derive(Debug)]
+pub(crate) struct Block<'a> {
+    pub(crate) map: GradMap,
+    pub(crate) param: &'a mut [f32],
+    pub(crate) grad: &'a [f32],
+    /// In the order of the rule's slots; those it has not are empty.
+    pub(crate) slots: [&'a mut [f32]; SLOTS],
+}
+
+/// Buffers of a thread, so that none is made per block.
+#[derive(Debug)]
+pub(crate) struct Scratch {
+    param: [f32; BLOCK],
+    grad: [f32; BLOCK],
+    pub(crate) observed: [[f32; BLOCK]; 2],
+}
+
+impl Scratch {
+    pub(crate) const fn new() -> Self {
+        Self { param: [0.0; BLOCK], grad: [0.0; BLOCK], observed: [[0.0; BLOCK]; 2] }
+    }
+}
+
+impl Piece<'_> {
+    /// The blocks before `block` and the others.
+    pub(crate) fn split_at(self, block: usize) -> (Self, Self) {
+        let (layout, map) = (self.layout, self.map);
+        let at = layout.range(block).start - self.start();
+        let (weight, weight_rest) = self.weight.split_at(at);
+        let (copies, copies_rest) = match self.copies {
+            Copies::Master(Some(master)) => {
+                let (a, b) = master.split_at_mut(at);
+                (Copies::Master(Some(a)), Copies::Master(Some(b)))
+            }
+            Copies::Master(None) => (Copies::Master(None), Copies::Master(None)),
+            Copies::Nearest => (Copies::Nearest, Copies::Nearest),
+            Copies::Stochastic(key) => (Copies::Stochastic(key), Copies::Stochastic(key)),
+        };
+        let (grad, grad_rest) = match self.grad {
+            Grad::Keep(grad) => {
+                (Grad::Keep(grad.part(0..at)), Grad::Keep(grad.part(at..grad.len())))
+            }
+            Grad::Clear(grad) => {
+                let (a, b) = grad.split_at(at);
+                (Grad::Clear(a), Grad::Clear(b))
+            }
+        };
+        // A slot the rule has not is empty, whatever the piece.
+        let [(a0, b0), (a1, b1), (a2, b2)] = self.slots.map(|slot| {
+            let at = at.min(slot.len());
+            slot.split_at_mut(at)
+        });
+        let (ema, ema_rest) = match self.ema {
+            Some(Ema { values, decay }) => {
+                let (a, b) = values.split_at_mut(at);
+                (Some(Ema { values: a, decay }), Some(Ema { values: b, decay }))
+            }
+            None => (None, None),
+        };
+        let blocks = self.blocks.start..block;
+        let first = Self { layout, blocks, map, weight, copies, grad, slots: [a0, a1, a2], ema };
+        let others = Self {
+            layout,
+            blocks: block..self.blocks.end,
+            map,
+            weight: weight_rest,
+            copies: copies_rest,
+            grad: grad_rest,
+            slots: [b0, b1, b2],
+            ema: ema_rest,
+        };
+        (first, others)
+    }
+
+    /// Whether this is all of the tensor.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.blocks == (0..self.layout.blocks())
+    }
+
+    /// Lets `rule` work on one block. If it is the `last` to do so in this step, the half weight is
+    /// rounded, the moving average brought up to date and the gradient cleared, as asked for.
+    pub(crate) fn visit<T>(
+        &mut self,
+        block: usize,
+        last: bool,
+        scratch: &mut Scratch,
+        rule: impl FnOnce(Block<'_>, &mut [[f32; BLOCK]; 2]) -> T,
+    ) -> T {
+        let absolute = self.layout.range(block);
+        let range = absolute.start - self.start()..absolute.end - self.start();
+        let Scratch { param: wide, grad: wide_grad, observed } = scratch;
+        let key = match self.copies {
+            Copies::Stochastic(key) => Some(block_key(key, absolute.start)),
+            _ => None,
+        };
+        let (param, half) = match &mut self.weight {
+            SliceMut::F32(weight) => (&mut weight[range.clone()], None),
+            half => {
+                let half = half.part(range.clone());
+                let param = match &mut self.copies {
+                    Copies::Master(Some(master)) => &mut master[range.clone()],
+                    _ => {
+                        let wide = &mut wide[..range.len()];
+                        widen_into(half.as_slice(), wide);
+                        wide
+                    }
+                };
+                (param, Some(half))
+            }
+        };
+        let slots = self.slots.each_mut().map(|slot| match slot.is_empty() {
+            true => &mut [],
+            false => &mut slot[range.clone()],
+        });
+        let grad = load(self.grad.as_slice(), range.clone(), wide_grad);
+        let result = rule(Block { map: self.map, param, grad, slots }, observed);
+        if last {
+            match (half, key) {
+                (Some(mut half), Some(key)) => narrow_at_random(param, &mut half, key),
+                (Some(mut half), None) => narrow(param, &mut half),
+                (None, _) => {}
+            }
+            if let Some(Ema { values, decay }) = &mut self.ema {
+                let values = &mut values[range.clone()];
+                dispatch(scalar::Average { param, values, decay: *decay });
+            }
+            if let Grad::Clear(grad) = &mut self.grad {
+                grad.part(range).clear();
+            }
+        }
+        result
+    }
+
+    fn start(&self) -> usize {
+        self.layout.range(self.blocks.start).start
+    }
+}
+
+/// A key for a tensor's step, from which every block has its own.
+pub(crate) const fn step_key(seed: u64, tensor: usize, step: u64) -> u64 {
+    mix(mix(seed ^ mix(tensor as u64)) ^ step)
+}
+
+const fn block_key(key: u64, start: usize) -> u32 {
+    mix(key ^ start as u64) as u32
+}
+
+/// The finisher of the SplitMix64 generator: every input bit changes about half of the output's.
+const fn mix(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// State vectors a rule can have.
+pub(crate) const SLOTS: usize = 3;

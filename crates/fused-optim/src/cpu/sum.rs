@@ -1,0 +1,127 @@
+//! Sums over tensors, in an order that depends on their layout alone.
+//!
+//! # The order of a sum
+//!
+//! 1. Every term is a product of two f32, taken in f64, where it is exact.
+//! 2. Within a block, element `i` is added to lane `i mod 16`, in order; the lanes start at 0.
+//! 3. The 16 lanes are folded by the tree: neighbours `(0, 1)`, `(2, 3)`, ... are added, an odd last
+//!    one is kept, and so again until one is left.
+//! 4. The blocks of a row, the rows of a tensor, and the tensors of a group (in index order) are each
+//!    folded by the same tree.
+//!
+//! Threads, instruction sets and devices may compute blocks in any order and anywhere; whoever keeps
+//! to these four gets the same bits. A maximum ([`Measure::Largest`]) has no order.
+
+use std::iter;
+
+use super::plan::{ChunkPlan, Layout};
+use super::{BLOCK, GradMap, dispatch, load, scalar, threads};
+use crate::Slice;
+
+/// Lanes of a block's sum.
+pub(super) const LANES: usize = 16;
+
+/// What is asked of a gradient.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Measure {
+    /// The sum of squares. Not finite exactly if an element is not: the square of a finite f32 is
+    /// at most 1.2e77.
+    Squares,
+    /// The largest magnitude, NaN if there is one.
+    Largest,
+    /// The sum of the given powers of magnitudes.
+    Powers(f64),
+}
+
+impl Measure {
+    /// Puts the measures of parts together; `parts` are spent.
+    pub(crate) fn fold(self, parts: &mut [f64]) -> f64 {
+        match self {
+            Self::Squares | Self::Powers(_) => tree(parts, |a, b| a + b).unwrap_or(0.0),
+            Self::Largest => {
+                parts.iter().fold(0.0, |a, &b| if b > a || b.is_nan() { b } else { a })
+            }
+        }
+    }
+
+    /// The norm, of a whole's measure.
+    pub(crate) fn norm(self, whole: f64) -> f64 {
+        match self {
+            Self::Squares => whole.sqrt(),
+            Self::Largest => whole,
+            Self::Powers(p) => whole.powf(p.recip()),
+        }
+    }
+
+    /// Of one block.
+    fn block(self, input: &[f32], map: GradMap) -> f64 {
+        match self {
+            Self::Squares => fold_lanes(dispatch(scalar::Squares { input, map })),
+            Self::Largest => f32::from_bits(dispatch(scalar::Largest { input, map })).into(),
+            Self::Powers(p) => {
+                let mut lanes = [0.0; LANES];
+                for (i, x) in input.iter().enumerate() {
+                    lanes[i % LANES] += f64::from(map.apply(*x)).abs().powf(p);
+                }
+                fold_lanes(lanes)
+            }
+        }
+    }
+}
+
+/// The measure of each gradient after `map`.
+pub(crate) fn measure(
+    grads: &[Slice<'_>],
+    what: Measure,
+    map: GradMap,
+    threads: usize,
+) -> Vec<f64> {
+    let layouts: Vec<Layout> = grads.iter().map(|grad| Layout::new(grad.len(), 0)).collect();
+    let plan = ChunkPlan::new(&layouts, threads);
+    // One number per block of all tensors; a share's are neighbours.
+    let mut sums = vec![0.0; layouts.iter().map(Layout::blocks).sum()];
+    let mut rest = &mut sums[..];
+    let mut shares: Vec<_> = (plan.shares().iter())
+        .map(|share| {
+            let count = share.iter().map(|chunk| chunk.blocks.len()).sum();
+            (share, rest.split_off_mut(..count).expect("the shares' blocks are all blocks"))
+        })
+        .collect();
+    threads::for_each(&mut shares, |(share, sums)| {
+        let mut wide = [0.0; BLOCK];
+        let blocks = share.iter().flat_map(|c| iter::repeat(c.tensor).zip(c.blocks.clone()));
+        for ((tensor, block), sum) in blocks.zip(sums.iter_mut()) {
+            let input = load(grads[tensor], layouts[tensor].range(block), &mut wide);
+            *sum = what.block(input, map);
+        }
+    });
+    let mut rest = &mut sums[..];
+    let blocks = layouts.iter().map(|layout| {
+        what.fold(rest.split_off_mut(..layout.blocks()).expect("one number per block"))
+    });
+    blocks.collect()
+}
+
+/// The sum of `a·b` over one block.
+pub(crate) fn dot(a: &[f32], b: &[f32]) -> f64 {
+    fold_lanes(dispatch(scalar::Dot { a, b }))
+}
+
+fn fold_lanes(mut lanes: [f64; LANES]) -> f64 {
+    tree(&mut lanes, |a, b| a + b).expect("there are lanes")
+}
+
+/// Folds neighbours until one is left; `values` are spent.
+pub(crate) fn tree<T: Copy>(values: &mut [T], add: impl Fn(T, T) -> T) -> Option<T> {
+    let mut count = values.len();
+    while count > 1 {
+        for i in 0..count / 2 {
+            values[i] = add(values[2 * i], values[2 * i + 1]);
+        }
+        if count % 2 == 1 {
+            values[count / 2] = values[count - 1];
+        }
+        count = count.div_ceil(2);
+    }
+    values.first().copied()
+}

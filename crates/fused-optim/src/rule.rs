@@ -1,0 +1,242 @@
+//! What a rule is to the rest of the crate, and what rules share.
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::cpu::plan::Layout;
+use crate::cpu::{BLOCK, Block, Sums};
+use crate::{Error, Result};
+
+/// A rule's hyper-parameters, and the rule.
+///
+/// Most rules move a parameter in one sweep: [`sweep`](Self::sweep) is all they have. A rule with
+/// [`TWO_SWEEPS`](Self::TWO_SWEEPS) needs sums over the tensor first: [`observe`](Self::observe)
+/// brings the state up to date and sums a block, [`conclude`](Self::conclude) turns the sums of a
+/// tensor's rows into one factor for each, which `sweep` is then given.
+pub(crate) trait Hyper: Clone + Send + Sync + Serialize + DeserializeOwned {
+    /// The rule's name in state dicts.
+    const KIND: &'static str;
+    /// Whether sums over the tensor come first.
+    const TWO_SWEEPS: bool = false;
+    /// Whether a tensor's rows count for themselves.
+    const BY_ROWS: bool = false;
+    /// The numbers of one step of one tensor.
+    type Rule: Copy + Send + Sync;
+
+    /// Refuses values outside their ranges.
+    fn validate(&self) -> Result<()>;
+    /// The learning rate.
+    fn lr(&self) -> f64;
+    /// The learning rate, to set; the caller validates.
+    fn lr_mut(&mut self) -> &mut f64;
+    /// Whether to go up the gradient.
+    fn maximize(&self) -> bool;
+    /// Names of the state values each element has, at most [`SLOTS`](crate::cpu::SLOTS).
+    fn slots(&self) -> &'static [&'static str];
+    /// Where the values of a slot begin.
+    fn initial(&self, _slot: &str) -> f32 {
+        0.0
+    }
+    /// What the rule itself does to gradients of large norm.
+    fn own_clip(&self) -> OwnClip {
+        OwnClip::None
+    }
+    /// The numbers for a tensor's `step`-th step, counted from 1; `rows` is 0 for a vector.
+    fn rule(&self, step: u64, rows: usize) -> Self::Rule;
+    /// Moves the parameters of one block; `factor` is the row's, without meaning if there is one
+    /// sweep only.
+    fn sweep(rule: &Self::Rule, factor: f32, block: Block<'_>);
+    /// The first sweep of one block.
+    fn observe(_: &Self::Rule, _: Block<'_>, _: &mut [[f32; BLOCK]; 2]) -> Sums {
+        Sums::default()
+    }
+    /// The factor for each row, from the rows' sums; these are spent.
+    fn conclude(_: &mut Self::Rule, _: &mut [Sums], _: Layout) -> Vec<f32> {
+        Vec::new()
+    }
+}
+
+/// What a rule itself does to gradients of large norm, after any [`Clip`](crate::Clip).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum OwnClip {
+    /// Nothing.
+    None,
+    /// Multiplies by `min(1, max / (norm + 1e-6))`, with the norm over all tensors of the group.
+    Group(f64),
+    /// The same, with each tensor's own norm.
+    Tensor(f64),
+    /// Divides all of the optimizer's gradients by the norm over all of them, if that is above 1.
+    /// One group that asks decides for all.
+    Unit,
+}
+
+/// The decay of two moments, as Adam and its kin have them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Moments {
+    beta1: f32,
+    one_minus_beta1: f32,
+    beta2: f32,
+    one_minus_beta2: f32,
+}
+
+impl Moments {
+    pub(crate) const fn new(beta1: f64, beta2: f64) -> Self {
+        Self {
+            beta1: beta1 as f32,
+            one_minus_beta1: (1.0 - beta1) as f32,
+            beta2: beta2 as f32,
+            one_minus_beta2: (1.0 - beta2) as f32,
+        }
+    }
+
+    /// `m ← β1·m + (1−β1)·g` and `v ← β2·v + (1−β2)·g²`.
+    #[inline(always)]
+    pub(crate) fn update(&self, g: f32, [m, v]: [f32; 2]) -> [f32; 2] {
+        let m = m * self.beta1 + g * self.one_minus_beta1;
+        let v = v * self.beta2 + g * g * self.one_minus_beta2;
+        [m, v]
+    }
+
+    /// `β1·m + (1−β1)·g`: the first moment one step ahead.
+    #[inline(always)]
+    pub(crate) fn ahead(&self, g: f32, m: f32) -> f32 {
+        m * self.beta1 + g * self.one_minus_beta1
+    }
+}
+
+/// `1 / (1 − β1ᵗ)` and `1 / √(1 − β2ᵗ)`: what makes up for moments that began at zero.
+pub(crate) fn bias_corrections((beta1, beta2): (f64, f64), step: u64) -> (f64, f64) {
+    let bias = |beta: f64| 1.0 - beta.powf(step as f64);
+    (bias(beta1).recip(), bias(beta2).sqrt().recip())
+}
+
+/// Refuses a negative, infinite or NaN hyper-parameter.
+pub(crate) fn at_least_zero(name: &'static str, value: f64) -> Result<()> {
+    let valid = value >= 0.0 && value.is_finite();
+    if valid { Ok(()) } else { Err(Error::InvalidHyper { name, value }) }
+}
+
+/// Refuses a decay rate outside `0 <= value < 1`.
+pub(crate) fn below_one(name: &'static str, value: f64) -> Result<()> {
+    let valid = (0.0..1.0).contains(&value);
+    if valid { Ok(()) } else { Err(Error::InvalidHyper { name, value }) }
+}
+
+/// Checks what Adam and its kin have in common.
+pub(crate) fn validate_adam(lr: f64, betas: (f64, f64), eps: f64, weight_decay: f64) -> Result<()> {
+    at_least_zero("learning rate", lr)?;
+    at_least_zero("epsilon value", eps)?;
+    below_one("beta parameter at index 0", betas.0)?;
+    below_one("beta parameter at index 1", betas.1)?;
+    at_least_zero("weight_decay value", weight_decay)
+}
+
+/// Gives a rule its public face: a struct around [`Core`](crate::core::Core), and
+/// [`Optimizer`](crate::Optimizer).
+macro_rules! optimizer {
+    ($(#[$meta:meta])* $name:ident, $hyper:ident) => {
+        $(#[$meta])*
+        #[derive(Clone, Debug)]
+        pub struct $name {
+            core: $crate::core::Core<$hyper>,
+        }
+
+        impl $name {
+            /// An optimizer over these groups; there may be none yet.
+            ///
+            /// # Errors
+            ///
+            /// [`Error::InvalidHyper`](crate::Error::InvalidHyper) and its like, and
+            /// [`Error::DuplicateParam`](crate::Error::DuplicateParam).
+            pub fn new(
+                groups: impl IntoIterator<Item = $crate::ParamGroup<$hyper>>,
+            ) -> $crate::Result<Self> {
+                Ok(Self { core: $crate::core::Core::new(groups)? })
+            }
+
+            /// One group over tensors `0..count`.
+            ///
+            /// # Errors
+            ///
+            /// As [`new`](Self::new).
+            pub fn with_one_group(hyper: $hyper, count: usize) -> $crate::Result<Self> {
+                Self::new([$crate::ParamGroup::new(hyper, 0..count)])
+            }
+
+            /// With so many threads: [`Optimizer::set_threads`](crate::Optimizer::set_threads).
+            #[must_use]
+            pub fn with_threads(mut self, threads: usize) -> Self {
+                $crate::Optimizer::set_threads(&mut self, threads);
+                self
+            }
+
+            /// With 16-bit weights treated this way; to be said before the first step.
+            #[must_use]
+            pub fn with_half_weights(mut self, how: $crate::HalfWeights) -> Self {
+                self.core.half_weights = how;
+                self
+            }
+
+            /// Adds a group, at any time.
+            ///
+            /// # Errors
+            ///
+            /// As [`new`](Self::new); nothing is added then.
+            pub fn add_param_group(
+                &mut self,
+                group: $crate::ParamGroup<$hyper>,
+            ) -> $crate::Result<()> {
+                self.core.add_param_group(group)
+            }
+
+            /// The groups.
+            #[must_use]
+            pub fn groups(&self) -> &[$crate::ParamGroup<$hyper>] {
+                self.core.groups()
+            }
+        }
+
+        impl $crate::Optimizer for $name {
+            fn kind(&self) -> &'static str {
+                <$hyper as $crate::rule::Hyper>::KIND
+            }
+
+            fn step(
+                &mut self,
+                params: &mut [$crate::ParamMut<'_>],
+                ctl: &$crate::StepCtl,
+            ) -> $crate::Result<$crate::Applied> {
+                self.core.step(params, ctl)
+            }
+
+            fn state_dict(&self) -> $crate::StateDict {
+                self.core.state_dict()
+            }
+
+            fn load_state_dict(&mut self, dict: &$crate::StateDict) -> $crate::Result<()> {
+                self.core.load_state_dict(dict)
+            }
+
+            fn group_count(&self) -> usize {
+                self.core.groups().len()
+            }
+
+            fn lr(&self, group: usize) -> $crate::Result<f64> {
+                self.core.lr(group)
+            }
+
+            fn set_lr(&mut self, group: usize, lr: f64) -> $crate::Result<()> {
+                self.core.set_lr(group, lr)
+            }
+
+            fn set_threads(&mut self, threads: usize) {
+                self.core.threads = threads.max(1);
+            }
+
+            fn grad_norm(&self) -> Option<f64> {
+                self.core.grad_norm()
+            }
+        }
+    };
+}
+pub(crate) use optimizer;

@@ -1,0 +1,204 @@
+//! BertAdam: Adam without bias correction, with the schedule and the clipping BERT was trained with.
+
+use std::f64::consts::PI;
+
+use serde::{Deserialize, Serialize};
+
+use crate::cpu::{self, Block, Rule};
+use crate::rule::{Hyper, Moments, OwnClip, optimizer, validate_adam};
+use crate::{Error, Result};
+
+/// Hyper-parameters of [`BertAdam`]; the defaults are torch_npu's, which has none for `lr`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BertAdamHyper {
+    /// Learning rate `lr` at the schedule's height, 1e-3.
+    pub lr: f64,
+    /// The part of `t_total` over which the rate rises, `0 .. 1`; or -1, the default, for no rise.
+    /// [`Schedule::Linear`] with -1 begins at half the rate.
+    pub warmup: f64,
+    /// Steps of the schedule, or -1, the default, for a constant rate.
+    pub t_total: i64,
+    /// How the rate goes.
+    pub schedule: Schedule,
+    /// Decay rate of the first moment, 0.9.
+    pub b1: f64,
+    /// Decay rate of the second moment, 0.999.
+    pub b2: f64,
+    /// `ε`, added to the denominator, 1e-6.
+    pub e: f64,
+    /// Weight decay `λ`, 0.01; added to the direction as `λ·p`.
+    pub weight_decay: f64,
+    /// Bound on the norm of gradients, 1; none if it is not above 0.
+    pub max_grad_norm: f64,
+    /// Over what the norm is taken.
+    pub clip: ClipScope,
+    /// Go up the gradient instead of down.
+    #[serde(default)]
+    pub maximize: bool,
+}
+
+/// How the learning rate goes, as a factor of `x = (t−1) / t_total`. All rise as `x/warmup` while `x`
+/// is below `warmup`, so that the first step's is 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Schedule {
+    /// `max((x−1) / (warmup−1), 0)`.
+    #[default]
+    #[serde(rename = "warmup_linear")]
+    Linear,
+    /// `(1 + cos(π·x)) / 2`.
+    #[serde(rename = "warmup_cosine")]
+    Cosine,
+    /// 1.
+    #[serde(rename = "warmup_constant")]
+    Constant,
+    /// `√(1−x)`, and 0 past the end.
+    #[serde(rename = "warmup_poly")]
+    Poly,
+}
+
+/// Over what [`BertAdamHyper::max_grad_norm`] takes the norm.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ClipScope {
+    /// All tensors of the group that have a gradient, whatever their types, as in torch_npu (which
+    /// takes each type for itself).
+    #[default]
+    Group,
+    /// Each tensor for itself, as in the original.
+    Tensor,
+}
+
+impl Default for BertAdamHyper {
+    fn default() -> Self {
+        Self {
+            lr: 1e-3,
+            warmup: -1.0,
+            t_total: -1,
+            schedule: Schedule::Linear,
+            b1: 0.9,
+            b2: 0.999,
+            e: 1e-6,
+            weight_decay: 0.01,
+            max_grad_norm: 1.0,
+            clip: ClipScope::Group,
+            maximize: false,
+        }
+    }
+}
+
+optimizer! {
+    /// BertAdam over many tensors.
+    ///
+    /// With `g` the gradient times `grad_scale` (negated if `maximize`) and `t` the tensor's step:
+    ///
+    /// ```text
+    /// g ← g · min(1, max_grad_norm / (‖g‖ + 1e-6))
+    /// m ← b1·m + (1−b1)·g            exp_avg
+    /// v ← b2·v + (1−b2)·g²           exp_avg_sq
+    /// u = m / (√v + e) + λ·p
+    /// p ← p − lr · schedule((t−1) / t_total) · u
+    /// ```
+    ///
+    /// All in f32; the factors are computed in f64 and rounded once. Reads the gradients once for
+    /// the norm, then moves 28 bytes per f32 parameter.
+    ///
+    /// Follows: torch_npu 2.x, `optim/npu_fused_bert_adam.py`, whose steps stay 0 in saved state,
+    /// whose cosine schedule fails with a `TypeError` and whose polynomial one is complex past its
+    /// end; and the original of `pytorch-pretrained-bert` ([`ClipScope::Tensor`]).
+    BertAdam, BertAdamHyper
+}
+
+impl Hyper for BertAdamHyper {
+    const KIND: &'static str = "bert_adam";
+    type Rule = BertAdamRule;
+
+    fn validate(&self) -> Result<()> {
+        validate_adam(self.lr, (self.b1, self.b2), self.e, self.weight_decay)?;
+        let refuse = |name, value| Err(Error::InvalidHyper { name, value });
+        if self.warmup != -1.0 && !(0.0..1.0).contains(&self.warmup) {
+            return refuse("warmup", self.warmup);
+        }
+        if self.t_total != -1 && self.t_total <= 0 {
+            return refuse("t_total", self.t_total as f64);
+        }
+        if !self.max_grad_norm.is_finite() {
+            return refuse("max_grad_norm", self.max_grad_norm);
+        }
+        Ok(())
+    }
+
+    fn lr(&self) -> f64 {
+        self.lr
+    }
+
+    fn lr_mut(&mut self) -> &mut f64 {
+        &mut self.lr
+    }
+
+    fn maximize(&self) -> bool {
+        self.maximize
+    }
+
+    fn slots(&self) -> &'static [&'static str] {
+        &["exp_avg", "exp_avg_sq"]
+    }
+
+    fn own_clip(&self) -> OwnClip {
+        match self.clip {
+            _ if self.max_grad_norm <= 0.0 => OwnClip::None,
+            ClipScope::Group => OwnClip::Group(self.max_grad_norm),
+            ClipScope::Tensor => OwnClip::Tensor(self.max_grad_norm),
+        }
+    }
+
+    fn rule(&self, step: u64, _: usize) -> BertAdamRule {
+        let scheduled = match self.t_total {
+            -1 => 1.0,
+            total => self.schedule.factor((step - 1) as f64 / total as f64, self.warmup),
+        };
+        BertAdamRule {
+            moments: Moments::new(self.b1, self.b2),
+            eps: self.e as f32,
+            weight_decay: self.weight_decay as f32,
+            lr: (self.lr * scheduled) as f32,
+        }
+    }
+
+    fn sweep(rule: &BertAdamRule, _: f32, block: Block<'_>) {
+        cpu::sweep(rule, block);
+    }
+}
+
+impl Schedule {
+    /// The factor at `x`, which is 0 at the first step and 1 after `t_total` of them.
+    #[must_use]
+    pub fn factor(self, x: f64, warmup: f64) -> f64 {
+        match self {
+            _ if x < warmup => x / warmup,
+            Self::Linear => ((x - 1.0) / (warmup - 1.0)).max(0.0),
+            Self::Cosine => 0.5 * (1.0 + (PI * x).cos()),
+            Self::Constant => 1.0,
+            Self::Poly => (1.0 - x).max(0.0).sqrt(),
+        }
+    }
+}
+
+/// The numbers of one step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BertAdamRule {
+    moments: Moments,
+    eps: f32,
+    weight_decay: f32,
+    /// Times the schedule's factor.
+    lr: f32,
+}
+
+impl Rule<2> for BertAdamRule {
+    #[inline(always)]
+    fn update(&self, p: f32, g: f32, state: [f32; 2]) -> (f32, [f32; 2]) {
+        let [m, v] = self.moments.update(g, state);
+        let u = m / (v.sqrt() + self.eps) + p * self.weight_decay;
+        (p - self.lr * u, [m, v])
+    }
+}

@@ -1,0 +1,21 @@
+//! The nine rules, a file each: formula, source, hyper-parameters, and the arithmetic of one element.
+
+mod adadelta;
+mod adam;
+mod adamp;
+mod adamw;
+mod bert_adam;
+mod lamb;
+mod rmsprop;
+mod rmsprop_tf;
+mod sgd;
+
+pub use adadelta::{Adadelta, AdadeltaHyper};
+pub use adam::{Adam, AdamHyper};
+pub use adamp::{AdamP, AdamPHyper, CosineEps};
+pub use adamw::{AdamW, AdamWHyper};
+pub use bert_adam::{BertAdam, BertAdamHyper, ClipScope, Schedule};
+pub use lamb::{Lamb, LambHyper};
+pub use rmsprop::{RmsProp, RmsPropHyper};
+pub use rmsprop_tf::{RmsPropTf, RmsPropTfHyper};
+pub use sgd::{Sgd, SgdHyper};

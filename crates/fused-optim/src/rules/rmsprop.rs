@@ -1,0 +1,212 @@
+//! RMSprop: steps of the gradient's sign, softened by its recent size.
+
+use serde::{Deserialize, Serialize};
+
+use crate::Result;
+use crate::cpu::{self, Block, Rule};
+use crate::rule::{Hyper, at_least_zero, optimizer};
+
+/// Hyper-parameters of [`RmsProp`]; the defaults are PyTorch's.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RmsPropHyper {
+    /// Learning rate `lr`, 1e-2.
+    pub lr: f64,
+    /// Decay rate `α` of the averages, 0.99.
+    pub alpha: f64,
+    /// `ε`, added to the root, 1e-8.
+    pub eps: f64,
+    /// Weight decay `λ`, 0; added to the gradient as `λ·p`.
+    pub weight_decay: f64,
+    /// Momentum `μ`, 0.
+    pub momentum: f64,
+    /// Divide by the deviation from the mean gradient instead of the gradient's size.
+    pub centered: bool,
+    /// Go up the gradient instead of down.
+    pub maximize: bool,
+}
+
+impl Default for RmsPropHyper {
+    fn default() -> Self {
+        Self {
+            lr: 1e-2,
+            alpha: 0.99,
+            eps: 1e-8,
+            weight_decay: 0.0,
+            momentum: 0.0,
+            centered: false,
+            maximize: false,
+        }
+    }
+}
+
+optimizer! {
+    /// RMSprop over many tensors.
+    ///
+    /// With `g` the gradient times `grad_scale` (negated if `maximize`):
+    ///
+    /// ```text
+    /// g ← g + λ·p
+    /// s ← α·s + (1−α)·g²             square_avg
+    /// a ← α·a + (1−α)·g              grad_avg, centered only
+    /// d = √s + ε, centered √max(s − a², 0) + ε
+    /// b ← μ·b + g/d                  momentum_buffer, if μ > 0, else b = g/d
+    /// p ← p − lr·b
+    /// ```
+    ///
+    /// All in f32; the factors are computed in f64 and rounded once. Moves 20 bytes per f32
+    /// parameter, and 8 more for each of `centered` and momentum.
+    ///
+    /// Follows: `torch.optim.RMSprop` and torch_npu 2.x, `optim/npu_fused_rmsprop.py`. Differs: the
+    /// centered variance is not let below 0. Rounding takes it there under a steady gradient, and
+    /// PyTorch's root then makes the parameter NaN.
+    #[doc(alias = "RMSprop")]
+    RmsProp, RmsPropHyper
+}
+
+impl Hyper for RmsPropHyper {
+    const KIND: &'static str = "rmsprop";
+    type Rule = RmsRule;
+
+    fn validate(&self) -> Result<()> {
+        validate(self.lr, self.alpha, self.eps, self.weight_decay, self.momentum)
+    }
+
+    fn lr(&self) -> f64 {
+        self.lr
+    }
+
+    fn lr_mut(&mut self) -> &mut f64 {
+        &mut self.lr
+    }
+
+    fn maximize(&self) -> bool {
+        self.maximize
+    }
+
+    fn slots(&self) -> &'static [&'static str] {
+        slots(self.centered, self.momentum)
+    }
+
+    fn rule(&self, _: u64, _: usize) -> RmsRule {
+        RmsRule {
+            weight_decay: self.weight_decay as f32,
+            alpha: self.alpha as f32,
+            one_minus_alpha: (1.0 - self.alpha) as f32,
+            eps: self.eps as f32,
+            momentum: self.momentum as f32,
+            lr: self.lr as f32,
+            centered: self.centered,
+        }
+    }
+
+    fn sweep(rule: &RmsRule, _: f32, block: Block<'_>) {
+        sweep(*rule, rule.centered, rule.momentum > 0.0, block);
+    }
+}
+
+/// The numbers of one step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RmsRule {
+    weight_decay: f32,
+    alpha: f32,
+    one_minus_alpha: f32,
+    eps: f32,
+    momentum: f32,
+    lr: f32,
+    centered: bool,
+}
+
+impl Rms for RmsRule {
+    #[inline(always)]
+    fn update(&self, p: f32, g: f32, old: RmsState) -> (f32, RmsState) {
+        let g = g + p * self.weight_decay;
+        let s = old.square * self.alpha + g * g * self.one_minus_alpha;
+        let mean = old.mean.map(|a| a * self.alpha + g * self.one_minus_alpha);
+        let d = mean.map_or(s, |a| variance(s, a)).sqrt() + self.eps;
+        let buffer = old.buffer.map(|b| b * self.momentum + g / d);
+        (p - self.lr * buffer.unwrap_or(g / d), RmsState { square: s, mean, buffer })
+    }
+}
+
+/// `s − a²`, at least 0; a NaN stays one.
+#[inline(always)]
+pub(super) fn variance(s: f32, a: f32) -> f32 {
+    let variance = s - a * a;
+    if variance < 0.0 { 0.0 } else { variance }
+}
+
+/// An element's state; what a rule's form has not is `None`, which the compiler knows.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RmsState {
+    pub(super) square: f32,
+    pub(super) mean: Option<f32>,
+    pub(super) buffer: Option<f32>,
+}
+
+/// A rule in four forms: centered or not, with momentum or not.
+pub(super) trait Rms: Copy {
+    /// New parameter and state. Must be `#[inline(always)]`.
+    fn update(&self, p: f32, g: f32, old: RmsState) -> (f32, RmsState);
+}
+
+pub(super) fn validate(
+    lr: f64,
+    alpha: f64,
+    eps: f64,
+    weight_decay: f64,
+    momentum: f64,
+) -> Result<()> {
+    at_least_zero("learning rate", lr)?;
+    at_least_zero("epsilon value", eps)?;
+    at_least_zero("momentum value", momentum)?;
+    at_least_zero("weight_decay value", weight_decay)?;
+    at_least_zero("alpha value", alpha)
+}
+
+pub(super) const fn slots(centered: bool, momentum: f64) -> &'static [&'static str] {
+    match (centered, momentum > 0.0) {
+        (false, false) => &["square_avg"],
+        (true, false) => &["square_avg", "grad_avg"],
+        (false, true) => &["square_avg", "momentum_buffer"],
+        (true, true) => &["square_avg", "grad_avg", "momentum_buffer"],
+    }
+}
+
+pub(super) fn sweep<R: Rms>(rule: R, centered: bool, momentum: bool, block: Block<'_>) {
+    match (centered, momentum) {
+        (false, false) => cpu::sweep(&Plain(rule), block),
+        (true, false) => cpu::sweep(&Centered(rule), block),
+        (false, true) => cpu::sweep(&Momentum(rule), block),
+        (true, true) => cpu::sweep(&Both(rule), block),
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Plain<R>(R);
+#[derive(Clone, Copy)]
+struct Centered<R>(R);
+#[derive(Clone, Copy)]
+struct Momentum<R>(R);
+#[derive(Clone, Copy)]
+struct Both<R>(R);
+
+/// Each form is the rule with the slots it has.
+macro_rules! form {
+    ($form:ident, $count:literal, $old:pat => $state:expr, $new:ident => $back:expr) => {
+        impl<R: Rms> Rule<$count> for $form<R> {
+            #[inline(always)]
+            fn update(&self, p: f32, g: f32, $old: [f32; $count]) -> (f32, [f32; $count]) {
+                let (p, $new) = self.0.update(p, g, $state);
+                (p, $back)
+            }
+        }
+    };
+}
+form!(Plain, 1, [square] => RmsState { square, mean: None, buffer: None }, new => [new.square]);
+form!(Centered, 2, [square, a] => RmsState { square, mean: Some(a), buffer: None },
+    new => [new.square, new.mean.unwrap_or(0.0)]);
+form!(Momentum, 2, [square, b] => RmsState { square, mean: None, buffer: Some(b) },
+    new => [new.square, new.buffer.unwrap_or(0.0)]);
+form!(Both, 3, [square, a, b] => RmsState { square, mean: Some(a), buffer: Some(b) },
+    new => [new.square, new.mean.unwrap_or(0.0), new.buffer.unwrap_or(0.0)]);

@@ -1,0 +1,162 @@
+//! Clipping against values recorded from real PyTorch, and inside a step against by itself.
+
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use fused_optim::{
+    AdamW, AdamWHyper, Applied, Clip, ClipNorm, Error, FoundInf, Optimizer, ParamMut, Slice,
+    SliceMut, StepCtl, clip_grad_norm, clip_grad_value,
+};
+use half::f16;
+use serde::Deserialize;
+use serde_json::Value;
+
+#[derive(Deserialize)]
+struct Case {
+    max_norm: f64,
+    norm_type: Value,
+    grad_bits: Vec<Vec<u32>>,
+    total_norm: f64,
+    clipped: Vec<Vec<f32>>,
+}
+
+#[test]
+fn recorded_norms_and_gradients() {
+    let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vectors");
+    let further = env::var_os("ORACLE_DIR").map(PathBuf::from);
+    for folder in [Some(own), further].into_iter().flatten() {
+        let text = fs::read_to_string(folder.join("clip.json")).unwrap();
+        let cases: Vec<Case> = serde_json::from_str(&text).unwrap();
+        assert!(!cases.is_empty());
+        for case in cases {
+            let start = case.grad_bits.iter();
+            let start: Vec<Vec<f32>> =
+                start.map(|bits| bits.iter().map(|b| f32::from_bits(*b)).collect()).collect();
+            let mut grads = start.clone();
+            let mut views: Vec<_> = grads.iter_mut().map(|g| SliceMut::F32(g)).collect();
+            let clip = ClipNorm {
+                // Infinity, for which JSON has no word, is a string.
+                norm_type: case.norm_type.as_f64().unwrap_or(f64::INFINITY),
+                error_if_nonfinite: true,
+                ..ClipNorm::new(case.max_norm)
+            };
+            let norm = clip_grad_norm(&mut views, clip).unwrap();
+            // PyTorch's are f32 sums; a few roundings of 2^-24 each.
+            let close = |got: f64, expected: f64| (got - expected).abs() <= 1e-6 * expected.abs();
+            assert!(close(norm, case.total_norm), "{norm}, not {}", case.total_norm);
+            for (got, expected) in grads.concat().iter().zip(case.clipped.concat()) {
+                assert!(close((*got).into(), expected.into()), "{got}, not {expected}");
+            }
+        }
+    }
+}
+
+fn adamw() -> AdamW {
+    AdamW::with_one_group(AdamWHyper { lr: 0.1, ..Default::default() }, 2).unwrap()
+}
+
+/// One step of two tensors.
+fn step(
+    optimizer: &mut dyn Optimizer,
+    weights: &mut [Vec<f32>; 2],
+    grads: &[Vec<f32>; 2],
+    ctl: StepCtl,
+) -> fused_optim::Result<Applied> {
+    let mut params: Vec<_> = (weights.iter_mut().zip(grads))
+        .map(|(weight, grad)| ParamMut::new(&mut weight[..], Some(Slice::F32(grad))))
+        .collect();
+    optimizer.step(&mut params, &ctl)
+}
+
+#[test]
+fn a_step_that_clips_equals_clipping_and_then_a_step() {
+    let grads = [vec![3.0, -4.0, 0.5], vec![12.0]];
+    for clip in [
+        Clip::norm(1.0),
+        Clip::norm(100.0),
+        Clip::Norm(ClipNorm { norm_type: f64::INFINITY, ..ClipNorm::new(2.0) }),
+        Clip::Norm(ClipNorm { norm_type: 1.0, ..ClipNorm::new(2.0) }),
+        Clip::Value(0.75),
+    ] {
+        for found_inf in [FoundInf::Check, FoundInf::Known(false)] {
+            let (mut fused, mut apart) = (adamw(), adamw());
+            let mut weights = [vec![1.0, 2.0, 3.0], vec![-1.0]];
+            let mut others = weights.clone();
+            for _ in 0..3 {
+                let ctl = StepCtl { grad_scale: 0.25, found_inf, clip: Some(clip) };
+                let _ = step(&mut fused, &mut weights, &grads, ctl).unwrap();
+
+                let mut clipped = grads.clone().map(|grad| grad.iter().map(|g| g * 0.25).collect());
+                let clipped: &mut [Vec<f32>; 2] = &mut clipped;
+                let mut views: Vec<_> = clipped.iter_mut().map(|g| SliceMut::F32(g)).collect();
+                match clip {
+                    Clip::Norm(clip) => {
+                        let norm = clip_grad_norm(&mut views, clip).unwrap();
+                        assert_eq!(fused.grad_norm(), Some(norm));
+                    }
+                    Clip::Value(value) => clip_grad_value(&mut views, value).unwrap(),
+                    _ => unreachable!(),
+                }
+                let _ = step(&mut apart, &mut others, clipped, StepCtl::PLAIN).unwrap();
+            }
+            for (one, other) in weights.concat().iter().zip(others.concat()) {
+                assert!((one - other).abs() <= 4e-7 * other.abs(), "{one} {other} {clip:?}");
+            }
+            let moment = &fused.state_dict().state[&0].tensors["exp_avg"];
+            assert!((moment[1] / moment[0] + 4.0 / 3.0).abs() < 1e-6 || clip == Clip::Value(0.75));
+        }
+    }
+}
+
+#[test]
+fn non_finite_gradients_skip_are_refused_or_take_their_course() {
+    let grads = [vec![1.0, f32::INFINITY, 0.0], vec![1.0]];
+    for norm_type in [2.0, f64::INFINITY, 3.0] {
+        let strict = ClipNorm { norm_type, error_if_nonfinite: true, ..ClipNorm::new(1.0) };
+        let mut optimizer = adamw();
+        let mut weights = [vec![1.0, 2.0, 3.0], vec![-1.0]];
+        let start = weights.clone();
+
+        let ctl = StepCtl {
+            found_inf: FoundInf::Check,
+            clip: Some(Clip::Norm(strict)),
+            ..StepCtl::PLAIN
+        };
+        let applied = step(&mut optimizer, &mut weights, &grads, ctl).unwrap();
+        assert_eq!(applied, Applied::SkippedNonFinite, "the check comes before the refusal");
+
+        let ctl = StepCtl { clip: Some(Clip::Norm(strict)), ..StepCtl::PLAIN };
+        let error = step(&mut optimizer, &mut weights, &grads, ctl).unwrap_err();
+        assert_eq!(error.to_string(), "the norm of the gradients is inf");
+        assert_eq!((&weights, optimizer.state_dict().state.len()), (&start, 0));
+
+        let lax = Clip::Norm(ClipNorm { error_if_nonfinite: false, ..strict });
+        let ctl = StepCtl { clip: Some(lax), ..StepCtl::PLAIN };
+        let _ = step(&mut optimizer, &mut weights, &grads, ctl).unwrap();
+        assert!(weights[0][1].is_nan() && weights[0][0].is_finite(), "inf · 0, and 1 · 0");
+    }
+}
+
+#[test]
+fn by_themselves_on_halves_and_out_of_range() {
+    let mut halves = [f16::from_f32(3.0), f16::from_f32(-4.0), f16::NAN];
+    let norm = clip_grad_norm(&mut [SliceMut::F16(&mut halves[..2])], ClipNorm::new(1.0)).unwrap();
+    assert_eq!((norm, halves[0], halves[1]), (5.0, f16::from_f32(0.6), f16::from_f32(-0.8)));
+    clip_grad_value(&mut [SliceMut::F16(&mut halves)], 0.5).unwrap();
+    assert_eq!((halves[0], halves[1]), (f16::from_f32(0.5), f16::from_f32(-0.5)));
+    assert!(halves[2].is_nan());
+    assert_eq!(clip_grad_norm(&mut [], ClipNorm::new(1.0)).unwrap(), 0.0);
+
+    let mut one = [1.0_f32];
+    let mut views = [SliceMut::F32(&mut one)];
+    let zero = ClipNorm { norm_type: 0.0, ..ClipNorm::new(1.0) };
+    for clip in [ClipNorm::new(-1.0), ClipNorm::new(f64::NAN), zero] {
+        let error = clip_grad_norm(&mut views, clip).unwrap_err();
+        assert!(matches!(error, Error::InvalidHyper { .. }));
+    }
+    assert!(clip_grad_value(&mut views, -1.0).is_err());
+    assert_eq!(one, [1.0]);
+}

@@ -1,0 +1,179 @@
+//! Trajectories against vectors made from f64 references; see `../vectors/README.md`.
+//!
+//! The check is generic over who takes the steps: the crate's optimizers, a plain loop (the slow,
+//! obvious twin), and that loop with one mistake in it. The first two must pass, every mistake must
+//! be caught, else the vectors or the tolerance prove nothing.
+//!
+//! `ORACLE_DIR` names a further folder of the same format, every case of which is run.
+
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
+
+mod oracle;
+mod twin;
+
+use std::env;
+use std::path::{Path, PathBuf};
+
+use fused_optim::{
+    Adadelta, Adam, AdamP, AdamW, Applied, BertAdam, FoundInf, Lamb, Optimizer, ParamGroup,
+    ParamMut, RmsProp, RmsPropTf, Sgd, Slice, StepCtl,
+};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use oracle::{Loaded, Subject, check, load};
+use twin::{MISTAKES, Mistake, Twin};
+
+/// The crate's optimizers.
+struct Ours {
+    optimizer: Box<dyn Optimizer>,
+    weights: Vec<Vec<f32>>,
+    shapes: Vec<Vec<usize>>,
+    /// Let the step find non-finite gradients itself.
+    look: bool,
+}
+
+impl Ours {
+    fn new(loaded: &Loaded, look: bool) -> Self {
+        let optimizer = optimizer(&loaded.case.kind, &loaded.case.groups);
+        Self { optimizer, weights: loaded.split(), shapes: loaded.shapes.clone(), look }
+    }
+}
+
+impl Subject for Ours {
+    fn step(&mut self, grads: &[Option<Vec<f32>>], grad_scale: f32, found_inf: bool) {
+        let mut grads = grads.to_vec();
+        let mut verdict = FoundInf::Known(found_inf);
+        if self.look {
+            verdict = FoundInf::Check;
+            let last = grads.iter_mut().flatten().filter_map(|grad| grad.last_mut()).last();
+            if let (true, Some(last)) = (found_inf, last) {
+                *last = f32::INFINITY;
+            }
+        }
+        let tensors = self.weights.iter_mut().zip(&grads).zip(&self.shapes);
+        let mut params: Vec<_> = tensors
+            .map(|((weight, grad), shape)| {
+                let grad = grad.as_deref().map(Slice::F32);
+                ParamMut::new(&mut weight[..], grad).with_shape(shape)
+            })
+            .collect();
+        let ctl = StepCtl { grad_scale, found_inf: verdict, ..StepCtl::PLAIN };
+        let applied = self.optimizer.step(&mut params, &ctl).unwrap();
+        assert_eq!(applied == Applied::SkippedNonFinite, found_inf);
+    }
+
+    fn weights(&self) -> Vec<f32> {
+        self.weights.concat()
+    }
+
+    fn state(&self, tensor: usize, name: &str) -> (u64, Option<Vec<f32>>) {
+        match self.optimizer.state_dict().state.get(&tensor) {
+            Some(state) => (state.step, state.tensors.get(name).cloned()),
+            None => (0, None),
+        }
+    }
+}
+
+/// An optimizer over groups as the vectors write them: hyper-parameters, and `idx`.
+fn optimizer(kind: &str, json: &[Value]) -> Box<dyn Optimizer> {
+    match kind {
+        "adadelta" => Box::new(Adadelta::new(groups(json)).unwrap()),
+        "adam" => Box::new(Adam::new(groups(json)).unwrap()),
+        "adamp" => Box::new(AdamP::new(groups(json)).unwrap()),
+        "adamw" => Box::new(AdamW::new(groups(json)).unwrap()),
+        "bert_adam" => Box::new(BertAdam::new(groups(json)).unwrap()),
+        "lamb" => Box::new(Lamb::new(groups(json)).unwrap()),
+        "rmsprop" => Box::new(RmsProp::new(groups(json)).unwrap()),
+        "rmsprop_tf" => Box::new(RmsPropTf::new(groups(json)).unwrap()),
+        "sgd" => Box::new(Sgd::new(groups(json)).unwrap()),
+        other => panic!("no optimizer {other}"),
+    }
+}
+
+fn groups<H: DeserializeOwned>(json: &[Value]) -> Vec<ParamGroup<H>> {
+    let group = |json: &Value| {
+        let mut json = json.clone();
+        let indices = json.as_object_mut().unwrap().remove("idx").unwrap();
+        let indices: Vec<usize> = serde_json::from_value(indices).unwrap();
+        ParamGroup::new(serde_json::from_value(json).unwrap(), indices)
+    };
+    json.iter().map(group).collect()
+}
+
+fn vectors() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vectors")
+}
+
+#[test]
+fn every_case_is_reproduced() {
+    let own = load(&vectors());
+    assert_eq!(own.len(), 108);
+    let further = env::var_os("ORACLE_DIR").map(PathBuf::from);
+    let further = further.map(|folder| load(&folder));
+    assert!(further.as_ref().is_none_or(|cases| !cases.is_empty()), "ORACLE_DIR has no case");
+    let mut failures = Vec::new();
+    for loaded in own.iter().chain(further.iter().flatten()) {
+        for look in [false, true] {
+            failures.extend(check(loaded, &mut Ours::new(loaded, look)).err());
+        }
+    }
+    assert!(failures.is_empty(), "{failures:#?}");
+}
+
+#[test]
+fn the_plain_loop_passes_and_every_mistake_is_caught() {
+    let cases = load(&vectors());
+    let failures = |mistake| {
+        let run = |loaded: &&Loaded| check(loaded, &mut Twin::new(loaded, mistake)).is_err();
+        cases.iter().filter(run).map(|loaded| loaded.case.name.clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(failures(Mistake::None), Vec::<String>::new());
+    let passed: Vec<_> =
+        MISTAKES.into_iter().filter(|mistake| failures(*mistake).is_empty()).collect();
+    assert!(passed.is_empty(), "{passed:?} passed every case");
+}
+
+/// What Ascend's test suite recorded of its own optimizers: sums of each parameter after ten steps.
+#[test]
+fn sums_recorded_by_ascend_are_met() {
+    let bytes = std::fs::read(vectors().join("torch_npu_golden.json")).unwrap();
+    let golden: Value = serde_json::from_slice(&bytes).unwrap();
+    let defaults = json!({
+        "AdamP": { "cos_eps": "add" },
+        "BertAdam": { "max_grad_norm": -1.0, "clip": "group" },
+        "Lamb": { "adam": false, "use_global_grad_norm": false },
+        "RMSpropTF": { "centered": false, "decoupled_decay": false, "decoupled_lr": false,
+            "lr_in_momentum": true },
+    });
+    let kinds = [
+        ("AdamP", "adamp"),
+        ("BertAdam", "bert_adam"),
+        ("Lamb", "lamb"),
+        ("RMSpropTF", "rmsprop_tf"),
+    ];
+    for (name, kind) in kinds {
+        for (tensor, parameter) in golden["parameters"].as_array().unwrap().iter().enumerate() {
+            let shape: Vec<usize> = serde_json::from_value(parameter["shape"].clone()).unwrap();
+            let count: usize = shape.iter().product();
+            let mut group = golden["cases"][name]["hyper"].clone();
+            let fields = group.as_object_mut().unwrap();
+            fields.remove("clip_reached");
+            fields.extend(defaults[name].as_object().unwrap().clone());
+            fields.insert("idx".into(), json!([0]));
+            let mut optimizer = optimizer(kind, &[group]);
+            let mut weight: Vec<f32> = (0..count).map(|i| i as f32).collect();
+            let grad: Vec<f32> = weight.iter().map(|p| p / 100.0).collect();
+            for _ in 0..10 {
+                let param = ParamMut::new(&mut weight[..], Some(Slice::F32(&grad)));
+                let _ = optimizer.step(&mut [param.with_shape(&shape)], &StepCtl::PLAIN).unwrap();
+            }
+            let (sum, expected): (f32, _) =
+                (weight.iter().sum(), golden["cases"][name]["sums"][tensor].as_f64().unwrap());
+            // Sums have three decimals. Those of f16 were rounded at every step, up to 2^-9 each.
+            let tolerance = if parameter["dtype"] == "f16" { 4e-3 } else { 6e-5 };
+            let error = (f64::from(sum) / expected - 1.0).abs();
+            assert!(error < tolerance, "{name}, tensor {tensor}: {sum}, not {expected}");
+        }
+    }
+}

@@ -1,12 +1,13 @@
 //! How near is an optimizer's sweep to what memory gives?
 //!
-//! ResNet-50's 161 tensors, 25.6 M parameters, one thread. Every line reports bytes per second over
-//! the bytes its algorithm must read and write: 28 per parameter for AdamW (weight, two moments:
-//! read and written; gradient: read), also with f16 weights and gradients (the master instead of
-//! the weight, and two bytes each), 20 for SGD with momentum. The ceilings move as many bytes:
-//! `memcpy` from one buffer to another, `in place` by `x *= a`, which has an optimizer's pattern of
-//! writing where it read and so is the nearer ceiling. `plain loop` is the rule over the same
-//! tensors, compiled for the build's instruction set.
+//! ResNet-50's 161 tensors, 25.6 M parameters, one thread unless said. Every line reports bytes per
+//! second over the bytes its algorithm must read and write: 28 per parameter for AdamW (weight, two
+//! moments: read and written; gradient: read), also with f16 weights and gradients (the master
+//! instead of the weight, and two bytes each); 4 more where the gradients are looked at first. The
+//! other rules' are with their names. The ceilings move as many bytes: `memcpy` from one buffer to
+//! another, `in place` by `x *= a`, which has an optimizer's pattern of writing where it read and so
+//! is the nearer ceiling. `plain loop` is the rule over the same tensors, compiled for the build's
+//! instruction set.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -14,7 +15,9 @@ use std::time::Duration;
 use benches::memcpy_ceiling;
 use criterion::{BenchmarkId, Criterion, Throughput};
 use fused_optim::{
-    AdamW, AdamWHyper, FoundInf, Optimizer, ParamMut, Sgd, SgdHyper, Slice, SliceMut, StepCtl,
+    Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, BertAdam,
+    BertAdamHyper, Clip, FoundInf, Lamb, LambHyper, Optimizer, ParamMut, RmsProp, RmsPropHyper,
+    RmsPropTf, RmsPropTfHyper, Sgd, SgdHyper, Slice, SliceMut, StepCtl,
 };
 use half::f16;
 
@@ -27,7 +30,8 @@ fn main() {
     let counts = resnet50();
     assert_eq!((counts.len(), counts.iter().sum::<usize>()), (161, 25_557_032));
     adamw(&mut criterion, &counts);
-    sgd(&mut criterion, &counts);
+    others(&mut criterion, &counts);
+    small(&mut criterion);
     criterion.final_summary();
 }
 
@@ -43,10 +47,21 @@ fn adamw(criterion: &mut Criterion, counts: &[usize]) {
     let mut weights = tensors(counts);
     let mut optimizer = AdamW::with_one_group(hyper, counts.len()).expect("valid defaults");
     group.bench_function("f32", |b| b.iter(|| step(&mut optimizer, &mut weights, &grads, UNSCALE)));
+    optimizer.set_threads(2);
+    group.bench_function("f32, 2 threads", |b| {
+        b.iter(|| step(&mut optimizer, &mut weights, &grads, UNSCALE));
+    });
+    optimizer.set_threads(1);
+    group.throughput(Throughput::Bytes(32 * count as u64));
     let check = StepCtl { found_inf: FoundInf::Check, ..UNSCALE };
     group.bench_function("f32, look first", |b| {
         b.iter(|| step(&mut optimizer, &mut weights, &grads, check));
     });
+    let amp = StepCtl { clip: Some(Clip::norm(1.0)), ..check };
+    group.bench_function("f32, look, clip by norm", |b| {
+        b.iter(|| step(&mut optimizer, &mut weights, &grads, amp));
+    });
+    group.throughput(Throughput::Bytes(bytes as u64));
     drop(optimizer);
 
     let (mut m, mut v) = (zeros(counts), zeros(counts));
@@ -78,16 +93,60 @@ fn adamw(criterion: &mut Criterion, counts: &[usize]) {
     group.finish();
 }
 
-fn sgd(criterion: &mut Criterion, counts: &[usize]) {
-    let bytes = 20 * counts.iter().sum::<usize>();
-    let mut group = criterion.benchmark_group("sgd_momentum_resnet50");
-    group.throughput(Throughput::Bytes(bytes as u64));
-    ceilings(&mut group, bytes);
+/// The other rules, each with the bytes per parameter of its algorithm.
+fn others(criterion: &mut Criterion, counts: &[usize]) {
+    let rules: [(usize, Box<dyn Optimizer>); 8] = [
+        (28, optimizer(counts, Adadelta::with_one_group, AdadeltaHyper::default())),
+        (28, optimizer(counts, Adam::with_one_group, AdamHyper::default())),
+        (40, optimizer(counts, AdamP::with_one_group, AdamPHyper::default())),
+        (32, optimizer(counts, BertAdam::with_one_group, BertAdamHyper::default())),
+        (40, optimizer(counts, Lamb::with_one_group, LambHyper::default())),
+        (20, optimizer(counts, RmsProp::with_one_group, RmsPropHyper::default())),
+        (20, optimizer(counts, RmsPropTf::with_one_group, RmsPropTfHyper::default())),
+        (
+            20,
+            optimizer(
+                counts,
+                Sgd::with_one_group,
+                SgdHyper { momentum: 0.9, ..SgdHyper::default() },
+            ),
+        ),
+    ];
     let grads = tensors(counts);
     let mut weights = tensors(counts);
-    let hyper = SgdHyper { lr: 1e-4, momentum: 0.9, weight_decay: 1e-4, ..Default::default() };
-    let mut optimizer = Sgd::with_one_group(hyper, counts.len()).expect("valid values");
-    group.bench_function("f32", |b| b.iter(|| step(&mut optimizer, &mut weights, &grads, UNSCALE)));
+    for (bytes, mut optimizer) in rules {
+        let bytes = bytes * counts.iter().sum::<usize>();
+        let mut group = criterion.benchmark_group(format!("{}_resnet50", optimizer.kind()));
+        group.throughput(Throughput::Bytes(bytes as u64));
+        ceilings(&mut group, bytes);
+        group.bench_function("f32", |b| {
+            b.iter(|| step(&mut *optimizer, &mut weights, &grads, UNSCALE));
+        });
+        group.finish();
+    }
+}
+
+fn optimizer<H, O: Optimizer + 'static>(
+    counts: &[usize],
+    new: impl Fn(H, usize) -> fused_optim::Result<O>,
+    hyper: H,
+) -> Box<dyn Optimizer> {
+    Box::new(new(hyper, counts.len()).expect("valid values"))
+}
+
+/// Ten thousand tensors of 64 elements: what a tensor costs besides its elements.
+fn small(criterion: &mut Criterion) {
+    let counts = [64; 10_000];
+    let mut group = criterion.benchmark_group("adamw_10000_of_64");
+    group.throughput(Throughput::Elements(640_000));
+    for (name, counts) in [("tensors", &counts[..]), ("one of as many elements", &[640_000])] {
+        let grads = tensors(counts);
+        let mut weights = tensors(counts);
+        let mut adamw = optimizer(counts, AdamW::with_one_group, AdamWHyper::default());
+        group.bench_function(name, |b| {
+            b.iter(|| step(&mut *adamw, &mut weights, &grads, UNSCALE));
+        });
+    }
     group.finish();
 }
 
@@ -113,7 +172,12 @@ fn step(
     ctl: StepCtl,
 ) -> fused_optim::Applied {
     let mut params: Vec<_> = (weights.iter_mut().zip(grads))
-        .map(|(w, g)| ParamMut::new(SliceMut::F32(w), Some(Slice::F32(g))))
+        .map(|(w, g)| {
+            // A channel of AdamP: 512 elements, or the whole of a smaller tensor.
+            let rows = if w.len() % 512 == 0 { w.len() / 512 } else { 1 };
+            let shape = [rows, w.len() / rows];
+            ParamMut::new(SliceMut::F32(w), Some(Slice::F32(g))).with_shape(&shape)
+        })
         .collect();
     optimizer.step(&mut params, &ctl).expect("valid tensors")
 }

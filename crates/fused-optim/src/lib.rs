@@ -93,6 +93,7 @@ mod rules;
 mod state;
 mod state_dict;
 mod sweep;
+mod torch;
 
 pub use clip::{Clip, ClipNorm, clip_grad_norm, clip_grad_value};
 pub use cpu::plan::{BLOCK, Chunk, ChunkPlan, Layout};

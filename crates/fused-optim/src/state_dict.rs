@@ -30,7 +30,7 @@ pub struct StateDict {
 /// The state of one tensor.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ParamState {
-    /// Steps this tensor has taken.
+    /// Steps this tensor has taken, at least 1.
     pub step: u64,
     /// Moments by name (`exp_avg`, `momentum_buffer`, ...), and `master`, the f32 value of a half
     /// weight. All are as long as the tensor.
@@ -149,7 +149,7 @@ impl View for Entry<'_> {
 }
 
 /// `state.<index>.<name>`, with the index as `usize` prints it.
-fn parse_key(key: &str) -> Option<(usize, &str)> {
+pub(crate) fn parse_key(key: &str) -> Option<(usize, &str)> {
     let (digits, name) = key.strip_prefix("state.")?.split_once('.')?;
     let index: usize = digits.parse().ok()?;
     (index.to_string() == digits && !name.is_empty()).then_some((index, name))
@@ -164,7 +164,7 @@ fn read_step(key: &str, view: &TensorView<'_>) -> Result<u64> {
         .map_err(|_| problem(key, StateProblem::Invalid("a step count is not negative".into())))
 }
 
-fn read_floats(key: &str, view: &TensorView<'_>) -> Result<Vec<f32>> {
+pub(crate) fn read_floats(key: &str, view: &TensorView<'_>) -> Result<Vec<f32>> {
     let bytes = read_bytes(key, view, Dtype::F32, "F32")?;
     let (words, _) = bytes.as_chunks();
     Ok(words.iter().map(|word| f32::from_le_bytes(*word)).collect())
@@ -182,11 +182,11 @@ fn read_bytes<'a>(
     Err(problem(key, StateProblem::Dtype { expected, got: format!("{:?}", view.dtype()) }))
 }
 
-fn problem(key: &str, problem: StateProblem) -> Error {
+pub(crate) fn problem(key: &str, problem: StateProblem) -> Error {
     Error::State { key: key.to_owned(), problem }
 }
 
-fn format<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
+pub(crate) fn format<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
     action: &'static str,
 ) -> impl FnOnce(E) -> Error {
     move |source| Error::Format { action, source: source.into() }
@@ -194,7 +194,7 @@ fn format<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
 
 /// The name of a half weight's f32 value among a tensor's state.
 pub(crate) const MASTER: &str = "master";
-const STEP: &str = "step";
+pub(crate) const STEP: &str = "step";
 const METADATA: &str = "fused_optim";
 const FORMAT: u32 = 1;
 

@@ -5,9 +5,9 @@
 
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, Applied,
-    BertAdam, BertAdamHyper, ClipScope, DType, Error, FoundInf, Lamb, LambHyper, Optimizer,
-    ParamGroup, ParamMut, RmsProp, RmsPropHyper, RmsPropTf, RmsPropTfHyper, Sgd, SgdHyper, Slice,
-    SliceMut, StateDict, StepCtl,
+    BertAdam, BertAdamHyper, Clip, ClipScope, DType, Error, FoundInf, HalfWeights, Lamb, LambHyper,
+    Optimizer, ParamGroup, ParamMut, RmsProp, RmsPropHyper, RmsPropTf, RmsPropTfHyper, Sgd,
+    SgdHyper, Slice, SliceMut, StateDict, StepCtl,
 };
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -78,7 +78,7 @@ impl Owned {
 }
 
 /// One of each form of the rules that work element by element, over tensors `0..count`.
-fn elementwise(count: usize) -> Vec<Box<dyn Optimizer>> {
+fn elementwise(count: usize, how: HalfWeights) -> Vec<Box<dyn Optimizer>> {
     let sgd = SgdHyper { lr: 0.1, weight_decay: 0.01, ..Default::default() };
     let momentum = SgdHyper { momentum: 0.9, dampening: 0.1, ..sgd };
     let nesterov = SgdHyper { momentum: 0.9, nesterov: true, maximize: true, ..sgd };
@@ -88,37 +88,45 @@ fn elementwise(count: usize) -> Vec<Box<dyn Optimizer>> {
         BertAdamHyper { max_grad_norm: -1.0, t_total: 10, warmup: 0.2, ..Default::default() };
     let mut all: Vec<Box<dyn Optimizer>> = Vec::new();
     for hyper in [sgd, momentum, nesterov] {
-        all.push(Box::new(Sgd::with_one_group(hyper, count).unwrap()));
+        all.push(Box::new(Sgd::with_one_group(hyper, count).unwrap().with_half_weights(how)));
     }
     for hyper in [adamw, amsgrad] {
-        all.push(Box::new(AdamW::with_one_group(hyper, count).unwrap()));
+        all.push(Box::new(AdamW::with_one_group(hyper, count).unwrap().with_half_weights(how)));
     }
     for (momentum, centered) in [(0.0, false), (0.5, false), (0.0, true), (0.5, true)] {
         let rms = RmsPropHyper { momentum, centered, ..Default::default() };
         let tf = RmsPropTfHyper { momentum, centered, ..Default::default() };
-        all.push(Box::new(RmsProp::with_one_group(rms, count).unwrap()));
-        all.push(Box::new(RmsPropTf::with_one_group(tf, count).unwrap()));
+        all.push(Box::new(RmsProp::with_one_group(rms, count).unwrap().with_half_weights(how)));
+        all.push(Box::new(RmsPropTf::with_one_group(tf, count).unwrap().with_half_weights(how)));
     }
-    all.push(Box::new(Adam::with_one_group(AdamHyper::default(), count).unwrap()));
-    all.push(Box::new(Adadelta::with_one_group(AdadeltaHyper::default(), count).unwrap()));
-    all.push(Box::new(BertAdam::with_one_group(bert, count).unwrap()));
+    all.push(Box::new(
+        Adam::with_one_group(AdamHyper::default(), count).unwrap().with_half_weights(how),
+    ));
+    all.push(Box::new(
+        Adadelta::with_one_group(AdadeltaHyper::default(), count).unwrap().with_half_weights(how),
+    ));
+    all.push(Box::new(BertAdam::with_one_group(bert, count).unwrap().with_half_weights(how)));
     all
 }
 
 /// One of each form of each rule, over tensors `0..count`.
 fn optimizers(count: usize) -> Vec<Box<dyn Optimizer>> {
-    let mut all = elementwise(count);
+    optimizers_with(count, HalfWeights::Master)
+}
+
+fn optimizers_with(count: usize, how: HalfWeights) -> Vec<Box<dyn Optimizer>> {
+    let mut all = elementwise(count, how);
     for clip in [ClipScope::Group, ClipScope::Tensor] {
         let bert = BertAdamHyper { clip, ..Default::default() };
-        all.push(Box::new(BertAdam::with_one_group(bert, count).unwrap()));
+        all.push(Box::new(BertAdam::with_one_group(bert, count).unwrap().with_half_weights(how)));
     }
     for flag in [false, true] {
         let lamb =
             LambHyper { use_global_grad_norm: flag, weight_decay: 0.1, ..Default::default() };
         let adamp =
             AdamPHyper { nesterov: flag, delta: 0.5, weight_decay: 0.1, ..Default::default() };
-        all.push(Box::new(Lamb::with_one_group(lamb, count).unwrap()));
-        all.push(Box::new(AdamP::with_one_group(adamp, count).unwrap()));
+        all.push(Box::new(Lamb::with_one_group(lamb, count).unwrap().with_half_weights(how)));
+        all.push(Box::new(AdamP::with_one_group(adamp, count).unwrap().with_half_weights(how)));
     }
     all
 }
@@ -165,7 +173,7 @@ proptest! {
 
     #[test]
     fn cutting_a_tensor_never_changes_a_bit((weight, grad, lengths, start, grads) in run()) {
-        for (mut whole, mut cut) in elementwise(1).into_iter().zip(elementwise(lengths.len())) {
+        for (mut whole, mut cut) in elementwise(1, HalfWeights::Master).into_iter().zip(elementwise(lengths.len(), HalfWeights::Master)) {
             let mut whole_weight = [Owned::new(weight, &start)];
             let mut cut_weight = Owned::new(weight, &start);
             for values in &grads {
@@ -246,6 +254,44 @@ proptest! {
     }
 
     #[test]
+    fn averages_and_cleared_gradients_do_not_change_the_step(
+        (weight, grad, _, start, grads) in run(),
+        decay in 0.0_f32..=1.0,
+    ) {
+        for (mut plain, mut more) in optimizers(1).into_iter().zip(optimizers(1)) {
+            let mut weights = [Owned::new(weight, &start)];
+            let mut other = Owned::new(weight, &start);
+            let (mut ema, mut expected) = (start.clone(), start.clone());
+            for values in &grads {
+                let mut grad = Owned::new(grad, values);
+                let _ = step(&mut *plain, &mut weights, &[Some(grad.clone())], SCALED).unwrap();
+                let param = ParamMut::new(other.all_mut(), None)
+                    .clearing(grad.all_mut())
+                    .with_ema(&mut ema, decay);
+                let _ = more.step(&mut [param], &SCALED).unwrap();
+                prop_assert!(grad.bits().iter().all(|bits| *bits == 0));
+                prop_assert_eq!(weights[0].bits(), other.bits());
+                let dict = more.state_dict();
+                let values = dict.state[&0].tensors.get("master").cloned();
+                let values = values.unwrap_or_else(|| other.bits().into_iter().map(f32::from_bits).collect());
+                for (e, p) in expected.iter_mut().zip(values) {
+                    *e = *e * decay + p * (1.0 - decay);
+                }
+                prop_assert_eq!(&ema, &expected);
+            }
+            prop_assert_eq!(plain.state_dict(), more.state_dict());
+
+            // A skipped step leaves both as they are.
+            let mut grad = Owned::new(grad, &grads[0]);
+            let before = grad.bits();
+            let param = ParamMut::new(other.all_mut(), None).clearing(grad.all_mut()).with_ema(&mut ema, decay);
+            let ctl = StepCtl { found_inf: FoundInf::Known(true), ..SCALED };
+            let _ = more.step(&mut [param], &ctl).unwrap();
+            prop_assert_eq!((grad.bits(), &ema), (before, &expected));
+        }
+    }
+
+    #[test]
     fn a_half_weight_is_its_rounded_master((weight, grad, _, start, grads) in run()) {
         // The master's way is that of an f32 weight starting at the same value.
         let narrow = Owned::new(weight, &start);
@@ -267,6 +313,103 @@ proptest! {
                 }
             }
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(6))]
+
+    #[test]
+    fn threads_and_alignment_never_change_a_bit(
+        (weight, grad) in (dtype(), dtype()),
+        lengths in prop::collection::vec(prop_oneof![0..70_usize, 40_000..90_000_usize], 1..6),
+        rows in prop::sample::select(vec![0, 1, 3, 64]),
+        (threads, offset) in (2..6_usize, 0..9_usize),
+        how in prop::sample::select(vec![
+            HalfWeights::Master, HalfWeights::Nearest, HalfWeights::Stochastic { seed: 7 },
+        ]),
+        seed in 1..1000_usize,
+    ) {
+        // Values of no meaning, the same for both.
+        let values = |count: usize, seed: usize| -> Vec<f32> {
+            (0..count).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0).collect()
+        };
+        let lengths: Vec<usize> = lengths.iter().map(|n| n / rows.max(1) * rows.max(1)).collect();
+        let clip = StepCtl { clip: Some(Clip::norm(1.0)), found_inf: FoundInf::Check, ..SCALED };
+        let ones = optimizers_with(lengths.len(), how).into_iter();
+        for (mut one, mut many) in ones.zip(optimizers_with(lengths.len(), how)) {
+            many.set_threads(threads);
+            let mut results = Vec::new();
+            for (optimizer, offset) in [(&mut one, 0), (&mut many, offset)] {
+                // The padding is in front; the values behind it are the same for both.
+                let padded = |n: &usize| [vec![0.0; offset], values(*n, seed)].concat();
+                let mut weights: Vec<Owned> =
+                    lengths.iter().map(|n| Owned::new(weight, &padded(n))).collect();
+                let from = |owned: &Owned| owned.bits().split_off(offset);
+                for turn in 0..2 {
+                    let grads: Vec<Owned> =
+                        lengths.iter().map(|n| Owned::new(grad, &values(n + offset, turn + seed)[..])).collect();
+                    let mut params: Vec<_> = weights.iter_mut().zip(&lengths).zip(&grads).map(|((w, n), g)| {
+                        let [_, weight] = <[SliceMut<'_>; 2]>::try_from(w.pieces(&[offset, *n])).unwrap();
+                        let mut param = ParamMut::new(weight, Some(g.part(0..*n)));
+                        param.rows = rows;
+                        param
+                    }).collect();
+                    let ctl = if turn == 0 { SCALED } else { clip };
+                    let _ = optimizer.step(&mut params, &ctl).unwrap();
+                }
+                let norm = optimizer.grad_norm().map(f64::to_bits);
+                results.push((weights.iter().map(from).collect::<Vec<_>>(), optimizer.state_dict(), norm));
+            }
+            prop_assert!(results[0] == results[1], "{}", one.kind());
+        }
+    }
+}
+
+#[test]
+fn stochastic_weights_take_small_updates_and_repeat_by_seed() {
+    let hyper = SgdHyper { lr: 1.0, ..Default::default() };
+    let run = |how| {
+        let mut sgd = Sgd::with_one_group(hyper, 1).unwrap().with_half_weights(how);
+        let mut weights = [Owned::new(DType::Bf16, &[1.0; 5000])];
+        // A tenth of what bf16 resolves below 1, two hundred times.
+        let grad = [Some(Owned::new(DType::F32, &[1.0 / 2560.0; 5000]))];
+        for _ in 0..200 {
+            let _ = step(&mut sgd, &mut weights, &grad, StepCtl::PLAIN).unwrap();
+        }
+        assert!(!sgd.state_dict().state[&0].tensors.contains_key("master"));
+        let Owned::Bf16(values) = &weights[0] else { unreachable!() };
+        let mean = values.iter().map(|x| f64::from(x.to_f32())).sum::<f64>() / 5000.0;
+        (mean, bits(&weights))
+    };
+    assert_eq!(run(HalfWeights::Nearest).0, 1.0);
+    let (mean, first) = run(HalfWeights::Stochastic { seed: 1 });
+    assert!((mean - (1.0 - 200.0 / 2560.0)).abs() < 1e-3, "{mean}");
+    assert_eq!(first, run(HalfWeights::Stochastic { seed: 1 }).1);
+    assert_ne!(first, run(HalfWeights::Stochastic { seed: 2 }).1);
+}
+
+#[test]
+fn a_steady_gradient_leaves_centered_rules_finite() {
+    // Under PyTorch's formula about half of these become NaN: the variance is rounded below zero.
+    let hyper = RmsPropHyper { alpha: 0.9, centered: true, ..Default::default() };
+    let tf = RmsPropTfHyper { alpha: 0.9, centered: true, ..Default::default() };
+    let rules: [Box<dyn Optimizer>; 2] = [
+        Box::new(RmsProp::with_one_group(hyper, 1).unwrap()),
+        Box::new(RmsPropTf::with_one_group(tf, 1).unwrap()),
+    ];
+    for mut rule in rules {
+        let values: Vec<f32> = (1..200).map(|i| i as f32 * 0.0137).collect();
+        let mut weights = [Owned::new(DType::F32, &values)];
+        let grads = [Some(weights[0].clone())];
+        for _ in 0..3000 {
+            let _ = step(&mut *rule, &mut weights, &grads, StepCtl::PLAIN).unwrap();
+        }
+        assert!(
+            bits(&weights)[0].iter().all(|x| f32::from_bits(*x).is_finite()),
+            "{}",
+            rule.kind()
+        );
     }
 }
 

@@ -57,8 +57,9 @@ impl Layout {
             return self.count..self.count;
         }
         let (row, block) = (block / self.blocks_per_row(), block % self.blocks_per_row());
-        let end = if (block + 1) * BLOCK < self.cols { (block + 1) * BLOCK } else { self.cols };
-        row * self.cols + block * BLOCK..row * self.cols + end
+        let start = row * self.cols + block * BLOCK;
+        let left = self.cols - block * BLOCK;
+        start..start + if left < BLOCK { left } else { BLOCK }
     }
 
     /// The first block that begins at `element` or later.
@@ -128,3 +129,69 @@ impl ChunkPlan {
 
 /// Fewer elements than this are not worth a thread: its start costs as much as their sweep.
 const MIN_SHARE: u128 = 1 << 15;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn layouts() -> impl Strategy<Value = Vec<Layout>> {
+        let count = prop_oneof![0..3_usize, 1000..3000_usize, 0..200_000_usize];
+        let layout = (count, prop_oneof![Just(0), 1..5_usize, 1..5000_usize]);
+        prop::collection::vec(layout.prop_map(|(count, rows)| Layout::new(count, rows)), 0..40)
+    }
+
+    proptest! {
+        #[test]
+        fn blocks_are_the_tensor_in_order(layout in layouts()) {
+            for layout in layout {
+                let mut at = 0;
+                for block in 0..layout.blocks() {
+                    let range = layout.range(block);
+                    prop_assert_eq!(range.start, at);
+                    prop_assert!((1..=BLOCK).contains(&range.len()));
+                    prop_assert_eq!(range.start / layout.cols(), (range.end - 1) / layout.cols());
+                    prop_assert_eq!(block / layout.blocks_per_row(), range.start / layout.cols());
+                    at = range.end;
+                }
+                prop_assert_eq!(at, layout.count());
+                prop_assert_eq!(layout.range(layout.blocks()), at..at);
+            }
+        }
+
+        #[test]
+        fn shares_are_all_blocks_in_order_and_balanced(layouts in layouts(), threads in 0..9_usize) {
+            let plan = ChunkPlan::new(&layouts, threads);
+            prop_assert!(plan.shares().len() <= threads.max(1));
+            let all = |(tensor, layout): (usize, &Layout)| (0..layout.blocks()).map(move |block| (tensor, block));
+            let expected: Vec<_> = layouts.iter().enumerate().flat_map(all).collect();
+            let chunks = plan.shares().iter().flatten();
+            let got: Vec<_> = chunks
+                .flat_map(|chunk| chunk.blocks.clone().map(|block| (chunk.tensor, block)))
+                .collect();
+            prop_assert_eq!(got, expected);
+            let total: usize = layouts.iter().map(Layout::count).sum();
+            for share in plan.shares() {
+                let count: usize = share.iter().map(|chunk| {
+                    layouts[chunk.tensor].range(chunk.blocks.end - 1).end
+                        - layouts[chunk.tensor].range(chunk.blocks.start).start
+                }).sum();
+                prop_assert!(count > 0 && share.iter().all(|chunk| !chunk.blocks.is_empty()));
+                prop_assert!(count <= total.div_ceil(plan.shares().len()) + BLOCK);
+                prop_assert!(plan.shares().len() == 1 || count + BLOCK >= MIN_SHARE as usize);
+            }
+        }
+    }
+
+    #[test]
+    fn lengths_beyond_what_32_bits_hold() {
+        let layouts = [Layout::new(5 << 30, 0), Layout::new(0, 0), Layout::new(usize::MAX, 0)];
+        let plan = ChunkPlan::new(&layouts, 3);
+        assert_eq!(plan.shares().len(), 3);
+        let last = plan.shares()[2].last().unwrap();
+        assert_eq!((last.tensor, last.blocks.end), (2, layouts[2].blocks()));
+        assert_eq!(layouts[2].range(layouts[2].blocks() - 1).end, usize::MAX);
+        assert_eq!(layouts[0].range(3 << 20), 3 << 30..(3 << 30) + BLOCK);
+    }
+}

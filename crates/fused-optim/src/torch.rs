@@ -1,0 +1,136 @@
+//! State that PyTorch's optimizers saved.
+//!
+//! A checkpoint of `torch.optim` is a pickle, which only Python can read; six lines of Python make of
+//! it a file that is read here.
+
+use std::collections::BTreeMap;
+
+use safetensors::SafeTensors;
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use crate::state_dict::{STEP, format, parse_key, problem, read_floats};
+use crate::{Result, StateDict, StateProblem};
+
+impl StateDict {
+    /// Reads the state of a `torch.optim` optimizer: Adadelta, Adam, AdamW, RMSprop or SGD.
+    ///
+    /// The bytes are a safetensors file with `state.<index>.<name>` (F32, of any shape, `step` among
+    /// them) and, as JSON under the metadata key `torch_optim`, `kind`, the class's name, and
+    /// `param_groups`:
+    ///
+    /// ```python
+    /// def save_optimizer(optimizer, path):
+    ///     saved = optimizer.state_dict()
+    ///     tensors = {f"state.{index}.{name}": torch.as_tensor(value).detach().float().contiguous()
+    ///                for index, state in saved["state"].items()
+    ///                for name, value in state.items() if value is not None}
+    ///     header = {"kind": type(optimizer).__name__, "param_groups": saved["param_groups"]}
+    ///     safetensors.torch.save_file(tensors, path, {"torch_optim": json.dumps(header)})
+    /// ```
+    ///
+    /// What says how PyTorch computes (`foreach`, `fused`, ...) or what a scheduler noted
+    /// (`initial_lr`) is left out. PyTorch has no masters: load the weights too, and 16-bit ones
+    /// become their own masters at the next step.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Format`](crate::Error::Format) if the bytes are no such file,
+    /// [`Error::State`](crate::Error::State) for an optimizer that is not one of these, and for
+    /// entries that make no sense.
+    pub fn from_torch(bytes: &[u8]) -> Result<Self> {
+        let (_, metadata) =
+            SafeTensors::read_metadata(bytes).map_err(format("read the safetensors header"))?;
+        let header = metadata.metadata().as_ref().and_then(|all| all.get(METADATA));
+        let header = header.ok_or_else(|| problem(METADATA, StateProblem::Missing))?;
+        let header: Header = serde_json::from_str(header).map_err(format("read the header"))?;
+        let known = RULES.iter().find(|rule| rule.class == header.kind);
+        let rule = known.ok_or_else(|| {
+            problem("kind", StateProblem::Invalid(format!("{:?} is not supported", header.kind)))
+        })?;
+        let groups = header.param_groups.into_iter().map(|group| rule.group(group));
+        let groups = groups.collect::<Result<_>>()?;
+        let mut dict = Self {
+            kind: rule.kind.into(),
+            param_groups: Value::Array(groups).to_string(),
+            state: BTreeMap::new(),
+        };
+        let tensors = SafeTensors::deserialize(bytes).map_err(format("read safetensors"))?;
+        for (key, view) in tensors.iter() {
+            let (index, name) =
+                parse_key(key).ok_or_else(|| problem(key, StateProblem::Unknown))?;
+            let values = read_floats(key, &view)?;
+            let state = dict.state.entry(index).or_default();
+            if name == STEP {
+                state.step = count(key, &values)?;
+            } else {
+                state.tensors.insert(name.to_owned(), values);
+            }
+        }
+        for state in dict.state.values_mut().filter(|state| state.step == 0) {
+            // SGD does not count; it has state once it has taken a step.
+            state.step = 1;
+        }
+        Ok(dict)
+    }
+}
+
+#[derive(Deserialize)]
+struct Header {
+    kind: String,
+    param_groups: Vec<Map<String, Value>>,
+}
+
+/// A class of `torch.optim`, and which of its hyper-parameters are the rule's.
+struct Rule {
+    class: &'static str,
+    kind: &'static str,
+    hyper: &'static [&'static str],
+}
+
+const ADAM: &[&str] = &["lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"];
+const RULES: [Rule; 5] = [
+    Rule {
+        class: "Adadelta",
+        kind: "adadelta",
+        hyper: &["lr", "rho", "eps", "weight_decay", "maximize"],
+    },
+    Rule { class: "Adam", kind: "adam", hyper: ADAM },
+    Rule { class: "AdamW", kind: "adamw", hyper: ADAM },
+    Rule {
+        class: "RMSprop",
+        kind: "rmsprop",
+        hyper: &["lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"],
+    },
+    Rule {
+        class: "SGD",
+        kind: "sgd",
+        hyper: &["lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"],
+    },
+];
+
+impl Rule {
+    /// A group with the rule's keys only. What is missing is reported when it is loaded.
+    fn group(&self, mut group: Map<String, Value>) -> Result<Value> {
+        let decoupled = group.get("decoupled_weight_decay") == Some(&Value::Bool(true));
+        if decoupled && self.kind == "adam" {
+            let text = "Adam with decoupled weight decay is AdamW: save it as that";
+            return Err(problem("decoupled_weight_decay", StateProblem::Invalid(text.into())));
+        }
+        // Older versions have no such key.
+        group.entry("maximize").or_insert(Value::Bool(false));
+        group.retain(|key, _| key == "params" || self.hyper.contains(&key.as_str()));
+        Ok(Value::Object(group))
+    }
+}
+
+/// A step count, which PyTorch keeps as a float.
+fn count(key: &str, values: &[f32]) -> Result<u64> {
+    match values {
+        [step] if *step >= 1.0 && step.fract() == 0.0 && *step < 9e15 => Ok(*step as u64),
+        [step] => Err(problem(key, StateProblem::Invalid(format!("{step} is not a step count")))),
+        _ => Err(problem(key, StateProblem::Length { expected: 1, got: values.len() })),
+    }
+}
+
+const METADATA: &str = "torch_optim";

@@ -96,12 +96,19 @@ impl<H: Hyper> Core<H> {
             _ => f32::INFINITY,
         };
         let (groups, half_weights) = (&self.groups, self.half_weights);
+        // Most tensors of a group are at one step: its numbers are computed once.
+        let mut last = None;
         let work = with_grad(&mut self.tensors, params).enumerate().map(|(at, (index, t, p))| {
             let hyper = &groups[t.group].hyper;
             let count = p.weight.len();
             let state = t.state.get_or_insert_with(|| TensorState::new(hyper, count));
             state.step += 1;
-            let rule = hyper.rule(state.step, p.rows);
+            let key = (t.group, state.step, p.rows);
+            let rule = match last {
+                Some((of, rule)) if of == key => rule,
+                _ => hyper.rule(state.step, p.rows),
+            };
+            last = Some((key, rule));
             let scale = scales.of(at);
             let map = GradMap { scale: if hyper.maximize() { -scale } else { scale }, limit };
             (rule, piece::<H>(index, state, p, map, half_weights))
@@ -162,7 +169,7 @@ impl<H: Hyper> Core<H> {
                 if state.master.is_some() && !wanted {
                     return Err(Error::UnwantedMaster { index, weight });
                 }
-                state.vectors().try_for_each(|vector| same_length("state", vector.len()))?;
+                state.lengths().try_for_each(|length| same_length("state", length))?;
             }
         }
         Ok(())
@@ -190,10 +197,10 @@ impl<H: Hyper> Core<H> {
             return Err(problem(format!("state.{index}"), StateProblem::Unknown));
         }
         let load = |(&index, tensor): (&usize, &Tensor)| {
-            let known = tensor.state.as_ref().and_then(|state| state.vectors().next());
+            let known = tensor.state.as_ref().and_then(|state| state.lengths().next());
             let state = dict.state.get(&index).map(|saved| {
                 let slots = groups[tensor.group].hyper.slots();
-                TensorState::load(index, saved, slots, known.map(Vec::len))
+                TensorState::load(index, saved, slots, known)
             });
             Ok((index, Tensor { group: tensor.group, state: state.transpose()? }))
         };

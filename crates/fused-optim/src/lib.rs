@@ -28,22 +28,61 @@
 //! # The rules
 //!
 //! `g` is the gradient times `grad_scale` (negated to maximize), `t` the tensor's own step count.
+//! `m`, `v` are `m ← β1·m+(1−β1)g`, `v ← β2·v+(1−β2)g²`. Each optimizer's page has its formula in
+//! full, its defaults, its source, and where it differs from that.
 //!
 //! | optimizer | update | state |
 //! |---|---|---|
-//! | [`AdamW`] | `p ← p(1−lr·λ)`; `m ← β1·m+(1−β1)g`; `v ← β2·v+(1−β2)g²`; `p ← p − lr/(1−β1ᵗ) · m/(√v/√(1−β2ᵗ)+ε)` | `exp_avg`, `exp_avg_sq`, with amsgrad `max_exp_avg_sq` |
-//! | [`Sgd`] | `g ← g+λ·p`; `b ← μ·b+(1−τ)g`, at first `b ← g`; `p ← p − lr·b`, or with nesterov `p − lr(g+μ·b)` | with momentum `momentum_buffer` |
+//! | [`Adadelta`] | `g ← g+λp`; `s ← ρs+(1−ρ)g²`; `d = √(a+ε)/√(s+ε)·g`; `p ← p − lr·d`; `a ← ρa+(1−ρ)d²` | `square_avg`, `acc_delta` |
+//! | [`Adam`] | `g ← g+λp`; `p ← p − lr/(1−β1ᵗ) · m/(√v/√(1−β2ᵗ)+ε)` | `exp_avg`, `exp_avg_sq`, with amsgrad `max_exp_avg_sq` |
+//! | [`AdamP`] | AdamW, less what lies along `p` if `g` is nearly at right angles to it | `exp_avg`, `exp_avg_sq` |
+//! | [`AdamW`] | `p ← p(1−lr·λ)`, then as Adam without `λ` | as Adam |
+//! | [`BertAdam`] | `g` clipped by norm; `p ← p − lr·schedule·(m/(√v+ε) + λp)` | `exp_avg`, `exp_avg_sq` |
+//! | [`Lamb`] | `u = m/(√v+ε) + λp`; `p ← p − lr·min(‖p‖,10)/‖u‖·u` | `exp_avg`, `exp_avg_sq` |
+//! | [`RmsProp`] | `g ← g+λp`; `s ← αs+(1−α)g²`; `b ← μb+g/(√s+ε)`; `p ← p − lr·b` | `square_avg`; `grad_avg`, `momentum_buffer` where used |
+//! | [`RmsPropTf`] | the same with `ε` under the root, `s` from 1, `lr` within `b` | as RmsProp |
+//! | [`Sgd`] | `g ← g+λp`; `b ← μ·b+(1−τ)g`, at first `b ← g`; `p ← p − lr·b`, or with nesterov `p − lr(g+μ·b)` | with momentum `momentum_buffer` |
+//!
+//! Three of these are not the same everywhere; a switch chooses, by default torch_npu's way: whether
+//! decoupled decay is multiplied by the learning rate ([`RmsPropTfHyper::decoupled_lr`]), where `ε`
+//! is in AdamP's cosine ([`CosineEps`]), over what BertAdam takes the norm ([`ClipScope`]).
 //!
 //! Hyper-parameters belong to a [`ParamGroup`]: [`AdamW::new`] takes several, and
 //! [`AdamW::add_param_group`] adds one at any time. A tensor without a gradient is left alone, and
 //! so is its step count. A tensor without elements is legal.
+//!
+//! # One step, two passes
+//!
+//! A training step with mixed precision undoes the loss scale, looks for infinities, takes the norm
+//! of all gradients, clips, and only then updates: five passes over memory if each is a call. Here it
+//! is one call and two passes: one reads the gradients, for infinities and the norm together; the
+//! other unscales, clips, updates and rounds, and on request ([`ParamMut::clearing`],
+//! [`ParamMut::with_ema`]) clears the gradient and brings a moving average of the weight up to date.
+//!
+//! ```
+//! use fused_optim::{AdamW, AdamWHyper, Applied, Clip, FoundInf, Optimizer, ParamMut, StepCtl};
+//!
+//! let (mut weight, mut grad, mut average) = (vec![1.0_f32; 4], vec![1536.0_f32; 4], vec![1.0; 4]);
+//! let mut adamw = AdamW::with_one_group(AdamWHyper::default(), 1)?.with_threads(2);
+//! let param = ParamMut::new(&mut weight[..], None).clearing(&mut grad[..]).with_ema(&mut average, 0.99);
+//! let ctl = StepCtl {
+//!     grad_scale: 1.0 / 1024.0,
+//!     found_inf: FoundInf::Check,
+//!     clip: Some(Clip::norm(1.0)),
+//! };
+//! assert_eq!(adamw.step(&mut [param], &ctl)?, Applied::Applied);
+//! assert_eq!((adamw.grad_norm(), grad[0]), (Some(3.0), 0.0));
+//! assert!(weight[0] < average[0] && average[0] < 1.0);
+//! # Ok::<(), fused_optim::Error>(())
+//! ```
 //!
 //! # Half precision
 //!
 //! A weight of f16 or bf16 cannot take small updates: `1 + 0.001` is `1` in bf16. So the optimizer
 //! keeps the f32 value, the *master*, in its state. It is taken from the weight at the tensor's
 //! first step and is the truth from then on: a change made to the half weight from outside is
-//! overwritten by the next step.
+//! overwritten by the next step. [`HalfWeights`] has ways without a master, one of them rounding at
+//! random so that small updates survive in the mean.
 //!
 //! With a scaled loss the gradients come multiplied by the scale `S`. Hand `1/S` over as
 //! [`grad_scale`](StepCtl::grad_scale), and either the verdict on the gradients or the order to
@@ -72,14 +111,18 @@
 //!
 //! [`Optimizer::state_dict`] uses PyTorch's names; [`StateDict::to_safetensors`] makes bytes of it.
 //! Loading checks everything before it changes anything, and going on after a load gives the same
-//! bits as never having stopped.
+//! bits as never having stopped. [`StateDict::from_torch`] reads what an optimizer of PyTorch saved.
 //!
 //! # What is promised about bits
 //!
-//! An element's result depends on that element alone. The loops are compiled for SSE2, AVX2 and
-//! AVX-512 from the same lines and chosen at run time; they give equal bits, whatever the
-//! alignment. All runs on the calling thread: one core of a server already takes most of what its
-//! memory gives.
+//! An element's result depends on that element alone, and, where a rule or a clip needs a norm, on
+//! sums whose order is fixed by lengths and shapes: products are taken exactly, in f64; element `i`
+//! of a block of [`BLOCK`] goes to lane `i mod 16`; lanes, blocks, rows and tensors are each folded by
+//! neighbours, `(0,1)`, `(2,3)`, and so on until one is left. An implementation on another device
+//! that keeps to this order, and to f32 without contracted multiply-adds, has the same bits. The
+//! loops are compiled for SSE2, AVX2 and AVX-512 from the same lines and chosen at run time; they
+//! give equal bits, whatever the alignment and the number of [threads](Optimizer::set_threads). One
+//! thread is the default: one core of a server already takes most of what its memory gives.
 
 mod clip;
 mod core;

@@ -4,7 +4,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::cpu::plan::Layout;
-use crate::cpu::{BLOCK, Block, Sums};
+use crate::cpu::{Block, Sums};
 use crate::{Error, Result};
 
 /// A rule's hyper-parameters, and the rule.
@@ -47,7 +47,7 @@ pub(crate) trait Hyper: Clone + Send + Sync + Serialize + DeserializeOwned {
     /// sweep only.
     fn sweep(rule: &Self::Rule, factor: f32, block: Block<'_>);
     /// The first sweep of one block.
-    fn observe(_: &Self::Rule, _: Block<'_>, _: &mut [[f32; BLOCK]; 2]) -> Sums {
+    fn observe(_: &Self::Rule, _: Block<'_>) -> Sums {
         Sums::default()
     }
     /// The factor for each row, from the rows' sums; these are spent.

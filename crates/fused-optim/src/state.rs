@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::{Deref, DerefMut};
 
+use crate::cpu::SLOTS;
 use crate::rule::Hyper;
 use crate::state_dict::MASTER;
 use crate::{DType, Error, ParamState, Result, Slice, StateProblem, cpu};
@@ -14,13 +16,14 @@ pub(crate) struct TensorState {
     /// The f32 value of a half weight; `None` if the weight is f32 or is to have none.
     pub(crate) master: Option<Vec<f32>>,
     /// In the order of the rule's slots.
-    pub(crate) slots: Vec<Vec<f32>>,
+    pub(crate) slots: Vec<Slot>,
 }
 
 impl TensorState {
     pub(crate) fn new<H: Hyper>(hyper: &H, count: usize) -> Self {
-        let slot = |name: &&str| vec![hyper.initial(name); count];
-        Self { step: 0, master: None, slots: hyper.slots().iter().map(slot).collect() }
+        let slots = hyper.slots().iter().enumerate();
+        let slots = slots.map(|(at, name)| Slot::new(at, hyper.initial(name), count));
+        Self { step: 0, master: None, slots: slots.collect() }
     }
 
     /// Takes the master from the weight if there is none yet.
@@ -30,13 +33,16 @@ impl TensorState {
         }
     }
 
-    pub(crate) fn vectors(&self) -> impl Iterator<Item = &Vec<f32>> {
-        self.slots.iter().chain(&self.master)
+    /// Lengths of all there is.
+    pub(crate) fn lengths(&self) -> impl Iterator<Item = usize> {
+        let slots = self.slots.iter().map(|slot| slot.len());
+        slots.chain(self.master.as_ref().map(Vec::len))
     }
 
     pub(crate) fn save(&self, slots: &[&str]) -> ParamState {
         let names = slots.iter().copied().map(String::from);
-        let mut tensors: BTreeMap<_, _> = names.zip(self.slots.iter().cloned()).collect();
+        let mut tensors: BTreeMap<_, _> =
+            names.zip(self.slots.iter().map(|slot| slot.to_vec())).collect();
         tensors.extend(self.master.iter().map(|master| (MASTER.into(), master.clone())));
         ParamState { step: self.step, tensors }
     }
@@ -65,23 +71,71 @@ impl TensorState {
                 return Err(problem(key(name), StateProblem::NonFinite { at }));
             }
         }
-        let slot = |name: &&str| {
-            let values = saved.tensors.get(*name).cloned();
-            values.ok_or_else(|| problem(key(name), StateProblem::Missing))
+        let slot = |(at, name): (usize, &&str)| {
+            let values = saved.tensors.get(*name);
+            let values = values.ok_or_else(|| problem(key(name), StateProblem::Missing))?;
+            let mut slot = Slot::new(at, 0.0, values.len());
+            slot.copy_from_slice(values);
+            Ok(slot)
         };
         Ok(Self {
             step: saved.step,
             master: saved.tensors.get(MASTER).cloned(),
-            slots: slots.iter().map(slot).collect::<Result<_>>()?,
+            slots: slots.iter().enumerate().map(slot).collect::<Result<_>>()?,
         })
     }
 }
+
+/// State values of one name.
+///
+/// Long ones begin at a place in a page that is theirs: streams that walk through pages in step
+/// otherwise meet in the same few sets of the caches.
+#[derive(Clone)]
+pub(crate) struct Slot {
+    buffer: Vec<f32>,
+    start: usize,
+}
+
+impl Slot {
+    /// The `at`-th of a tensor.
+    fn new(at: usize, initial: f32, count: usize) -> Self {
+        if count < LONG {
+            return Self { buffer: vec![initial; count], start: 0 };
+        }
+        let buffer = vec![initial; count + PAGE];
+        let offset = buffer.as_ptr().addr() / size_of::<f32>() % PAGE;
+        let wanted = (at + 1) * PAGE / (SLOTS + 1);
+        let start = (wanted + PAGE - offset) % PAGE;
+        Self { buffer, start }
+    }
+}
+
+impl Deref for Slot {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        let count = self.buffer.len() - if self.buffer.len() < LONG { 0 } else { PAGE };
+        &self.buffer[self.start..][..count]
+    }
+}
+
+impl DerefMut for Slot {
+    fn deref_mut(&mut self) -> &mut [f32] {
+        let count = self.len();
+        &mut self.buffer[self.start..][..count]
+    }
+}
+
+/// Elements of a page.
+const PAGE: usize = 4096 / size_of::<f32>();
+/// Elements from which on a slot is worth a page more.
+const LONG: usize = 16 * PAGE;
 
 impl fmt::Debug for TensorState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("TensorState")
             .field("step", &self.step)
-            .field("count", &self.vectors().next().map(Vec::len))
+            .field("count", &self.lengths().next())
             .finish_non_exhaustive()
     }
 }

@@ -1,5 +1,7 @@
 //! A step's sweeps, dealt out to threads.
 
+use std::ops::Range;
+
 use crate::cpu::plan::{ChunkPlan, Layout};
 use crate::cpu::{Block, Piece, Scratch, Sums, threads};
 use crate::rule::Hyper;
@@ -90,8 +92,8 @@ impl<'a, H: Hyper> Job<'a, H> {
         }
         for block in self.piece.blocks.clone() {
             let rule = &self.rule;
-            let observe = |block: Block<'_>, buffers: &mut _| H::observe(rule, block, buffers);
-            self.sums.push(self.piece.visit(block, false, scratch, observe));
+            let observe = |block: Block<'_>| H::observe(rule, block);
+            self.sums.push(self.piece.visit(block..block + 1, false, scratch, observe));
         }
         if self.piece.is_whole() {
             let sums = std::mem::take(&mut self.sums);
@@ -109,10 +111,13 @@ impl<'a, H: Hyper> Job<'a, H> {
     }
 
     fn sweep(&mut self, scratch: &mut Scratch) {
-        let per_row = self.piece.layout.blocks_per_row();
-        for block in self.piece.blocks.clone() {
+        let Range { start, end } = self.piece.blocks;
+        let (per_row, stride) = (self.piece.layout.blocks_per_row(), self.piece.stride());
+        for block in (start..end).step_by(stride) {
             let factor = if H::TWO_SWEEPS { self.factors[block / per_row] } else { 0.0 };
-            self.piece.visit(block, true, scratch, |block, _| H::sweep(&self.rule, factor, block));
+            let rule = &self.rule;
+            let sweep = |block: Block<'_>| H::sweep(rule, factor, block);
+            self.piece.visit(block..end.min(block + stride), true, scratch, sweep);
         }
     }
 }

@@ -97,23 +97,22 @@ pub(crate) fn sweep<R: Rule<N>, const N: usize>(rule: &R, block: Block<'_>) {
     dispatch(scalar::Sweep { rule: *rule, map, param, grad, state });
 }
 
-/// The first sweep of one block; returns the sums of `p·p`, `u·u`, `g·g`, `g·p`, `p·u`, of which
-/// only the first two are computed unless `cosine` is set.
-pub(crate) fn observe<R: TwoSweeps>(
-    rule: &R,
-    block: Block<'_>,
-    buffers: &mut [[f32; BLOCK]; 2],
-    cosine: bool,
-) -> Sums {
+/// The first sweep of one block: its state is brought up to date. Returns the sums of `p·p` and `u·u`
+/// only.
+pub(crate) fn observe<R: TwoSweeps>(rule: &R, block: Block<'_>) -> Sums {
     let Block { map, param, grad, slots: [m, v, _] } = block;
-    let [mapped, direction] = buffers.each_mut().map(|buffer| &mut buffer[..param.len()]);
-    let (g, u) = (&mut *mapped, &mut *direction);
-    let state = [m, v];
-    dispatch(scalar::Observe { rule: *rule, map, param, grad, state, mapped: g, direction: u });
-    let (g, p, u) = (&*mapped, &*param, &*direction);
-    let [gg, gp, pu] =
-        if cosine { [sum::dot(g, g), sum::dot(g, p), sum::dot(p, u)] } else { [0.0; 3] };
-    Sums { pp: sum::dot(p, p), uu: sum::dot(u, u), gg, gp, pu }
+    let kernel = scalar::Observe::<_, false> { rule: *rule, map, param, grad, state: [m, v] };
+    let [pp, uu, ..] = dispatch(kernel).map(sum::fold_lanes);
+    Sums { pp, uu, ..Sums::default() }
+}
+
+/// The first sweep of one block: its state is brought up to date. Returns the sums of `p·p`, `p·u`,
+/// `g·g` and `g·p` only.
+pub(crate) fn observe_cosine<R: TwoSweeps>(rule: &R, block: Block<'_>) -> Sums {
+    let Block { map, param, grad, slots: [m, v, _] } = block;
+    let kernel = scalar::Observe::<_, true> { rule: *rule, map, param, grad, state: [m, v] };
+    let [pp, pu, gg, gp] = dispatch(kernel).map(sum::fold_lanes);
+    Sums { pp, pu, gg, gp, ..Sums::default() }
 }
 
 /// The second sweep of one block.
@@ -166,11 +165,11 @@ pub(crate) fn map(grad: SliceMut<'_>, map: GradMap) {
 
 /// A range of a gradient as f32: itself if it is, else widened into `wide`.
 fn load<'a>(grad: Slice<'a>, range: Range<usize>, wide: &'a mut [f32; BLOCK]) -> &'a [f32] {
-    let wide = &mut wide[..range.len()];
-    match grad {
-        Slice::F32(grad) => return &grad[range],
-        half => widen_into(half.part(range), wide),
+    if let Slice::F32(grad) = grad {
+        return &grad[range];
     }
+    let wide = &mut wide[..range.len()];
+    widen_into(grad.part(range), wide);
     wide
 }
 
@@ -284,7 +283,7 @@ mod tests {
                 if sweep {
                     H::sweep(&rule, 0.5, block);
                 } else if H::TWO_SWEEPS {
-                    let s = H::observe(&rule, block, &mut [[0.0; BLOCK]; 2]);
+                    let s = H::observe(&rule, block);
                     sums = [s.pp, s.uu, s.gg, s.gp, s.pu]
                         .map(|x| if x.is_nan() { 0 } else { x.to_bits() })
                         .to_vec();

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use super::plan::Layout;
 use super::{BLOCK, GradMap, dispatch, load, narrow, narrow_at_random, scalar, widen_into};
-use crate::{Ema, Grad, SliceMut};
+use crate::{DType, Ema, Grad, SliceMut};
 
 /// Blocks `blocks` of a tensor. Every slice begins where the first of them does.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ pub(crate) enum Copies<'a> {
     Stochastic(u64),
 }
 
-/// What a rule is given of one block: slices of one length.
+/// What a rule is given of one block or several: slices of one length.
 #[derive(Debug)]
 pub(crate) struct Block<'a> {
     pub(crate) map: GradMap,
@@ -49,12 +49,11 @@ pub(crate) struct Block<'a> {
 pub(crate) struct Scratch {
     param: [f32; BLOCK],
     grad: [f32; BLOCK],
-    pub(crate) observed: [[f32; BLOCK]; 2],
 }
 
 impl Scratch {
     pub(crate) const fn new() -> Self {
-        Self { param: [0.0; BLOCK], grad: [0.0; BLOCK], observed: [[0.0; BLOCK]; 2] }
+        Self { param: [0.0; BLOCK], grad: [0.0; BLOCK] }
     }
 }
 
@@ -114,20 +113,30 @@ impl Piece<'_> {
         self.blocks == (0..self.layout.blocks())
     }
 
-    /// Lets `rule` work on one block. If it is the `last` to do so in this step, the half weight is
-    /// rounded, the moving average brought up to date and the gradient cleared, as asked for.
+    /// How many blocks can be visited at once: one if anything is widened into a buffer, or counts
+    /// by row.
+    pub(crate) fn stride(&self) -> usize {
+        let f32_only =
+            self.weight.dtype() == DType::F32 && self.grad.as_slice().dtype() == DType::F32;
+        let one_row = self.layout.cols() == self.layout.count();
+        if f32_only && one_row { BLOCKS_AT_ONCE } else { 1 }
+    }
+
+    /// Lets `rule` work on some blocks, no more than [`stride`](Self::stride). If it is the `last` to
+    /// do so in this step, the half weight is rounded, the moving average brought up to date and the
+    /// gradient cleared, as asked for.
     pub(crate) fn visit<T>(
         &mut self,
-        block: usize,
+        blocks: Range<usize>,
         last: bool,
         scratch: &mut Scratch,
-        rule: impl FnOnce(Block<'_>, &mut [[f32; BLOCK]; 2]) -> T,
+        rule: impl FnOnce(Block<'_>) -> T,
     ) -> T {
-        let absolute = self.layout.range(block);
-        let range = absolute.start - self.start()..absolute.end - self.start();
-        let Scratch { param: wide, grad: wide_grad, observed } = scratch;
+        let (from, start) = (self.layout.range(blocks.start).start, self.start());
+        let range = from - start..self.layout.range(blocks.end).start - start;
+        let Scratch { param: wide, grad: wide_grad } = scratch;
         let key = match self.copies {
-            Copies::Stochastic(key) => Some(block_key(key, absolute.start)),
+            Copies::Stochastic(key) => Some(block_key(key, from)),
             _ => None,
         };
         let (param, half) = match &mut self.weight {
@@ -150,7 +159,7 @@ impl Piece<'_> {
             false => &mut slot[range.clone()],
         });
         let grad = load(self.grad.as_slice(), range.clone(), wide_grad);
-        let result = rule(Block { map: self.map, param, grad, slots }, observed);
+        let result = rule(Block { map: self.map, param, grad, slots });
         if last {
             match (half, key) {
                 (Some(mut half), Some(key)) => narrow_at_random(param, &mut half, key),
@@ -189,6 +198,10 @@ const fn mix(x: u64) -> u64 {
     let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)
 }
+
+/// Blocks visited at once where nothing stands between rule and memory. Their streams leave the
+/// first-level cache, but a moving average and a gradient to clear are still met in the second.
+const BLOCKS_AT_ONCE: usize = 8;
 
 /// State vectors a rule can have.
 pub(crate) const SLOTS: usize = 3;

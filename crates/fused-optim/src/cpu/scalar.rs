@@ -36,35 +36,66 @@ impl<R: Rule<N>, const N: usize> Kernel for Sweep<'_, R, N> {
     }
 }
 
-/// The first of two sweeps: new state, and what the sums are made of.
-pub(super) struct Observe<'a, R> {
+/// The first of two sweeps: new state, and sums by lanes: of `p·p` and `u·u`, or, if `COSINE`, of
+/// `p·p`, `p·u`, `g·g` and `g·p`.
+pub(super) struct Observe<'a, R, const COSINE: bool> {
     pub(super) rule: R,
     pub(super) map: GradMap,
     pub(super) param: &'a [f32],
     pub(super) grad: &'a [f32],
     pub(super) state: [&'a mut [f32]; 2],
-    /// Takes the mapped gradient.
-    pub(super) mapped: &'a mut [f32],
-    /// Takes the direction.
-    pub(super) direction: &'a mut [f32],
 }
 
-impl<R: TwoSweeps> Kernel for Observe<'_, R> {
-    type Output = ();
+impl<R: TwoSweeps, const COSINE: bool> Kernel for Observe<'_, R, COSINE> {
+    type Output = [[f64; LANES]; 4];
 
+    /// By parts of a few rows of lanes: directions of one are computed while the sums of another
+    /// wait for their additions, and memory for both.
     #[inline(always)]
-    fn run(self) {
+    fn run(self) -> Self::Output {
         let count = self.param.len();
         let (param, grad) = (&self.param[..count], &self.grad[..count]);
         let [m, v] = self.state.map(|slot| &mut slot[..count]);
-        let (mapped, direction) = (&mut self.mapped[..count], &mut self.direction[..count]);
-        for i in 0..count {
-            let g = self.map.apply(grad[i]);
-            let state = self.rule.state(g, [m[i], v[i]]);
-            [m[i], v[i]] = state;
-            mapped[i] = g;
-            direction[i] = self.rule.direction(param[i], g, state);
+        let mut sums = [[0.0; LANES]; 4];
+        let (mut mapped, mut directions) = ([0.0; PART], [0.0; PART]);
+        for start in (0..count).step_by(PART) {
+            let count = PART.min(count - start);
+            let (p, grad) = (&param[start..][..count], &grad[start..][..count]);
+            let (m, v) = (&mut m[start..][..count], &mut v[start..][..count]);
+            let (g, u) = (&mut mapped[..count], &mut directions[..count]);
+            for i in 0..count {
+                g[i] = self.map.apply(grad[i]);
+                let state = self.rule.state(g[i], [m[i], v[i]]);
+                [m[i], v[i]] = state;
+                u[i] = self.rule.direction(p[i], g[i], state);
+            }
+            add_products(&mut sums[0], p, p);
+            if COSINE {
+                add_products(&mut sums[1], p, u);
+                add_products(&mut sums[2], g, g);
+                add_products(&mut sums[3], g, p);
+            } else {
+                add_products(&mut sums[1], u, u);
+            }
         }
+        sums
+    }
+}
+
+/// Elements whose directions are computed before they are summed; whole rows of lanes.
+const PART: usize = 8 * LANES;
+
+/// Adds the products of two slices of one length to lanes, from the first.
+#[inline(always)]
+fn add_products(lanes: &mut [f64; LANES], a: &[f32], b: &[f32]) {
+    let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    for (a, b) in a.iter().zip(b) {
+        for lane in 0..LANES {
+            lanes[lane] += f64::from(a[lane]) * f64::from(b[lane]);
+        }
+    }
+    for (lane, (a, b)) in lanes.iter_mut().zip(a_tail.iter().zip(b_tail)) {
+        *lane += f64::from(*a) * f64::from(*b);
     }
 }
 
@@ -137,31 +168,6 @@ impl Kernel for Squares<'_> {
         for lane in 0..tail.len() {
             let x = f64::from(self.map.apply(tail[lane]));
             lanes[lane] += x * x;
-        }
-        lanes
-    }
-}
-
-/// The products of two slices of one length, summed by lanes.
-pub(super) struct Dot<'a> {
-    pub(super) a: &'a [f32],
-    pub(super) b: &'a [f32],
-}
-
-impl Kernel for Dot<'_> {
-    type Output = [f64; LANES];
-
-    #[inline(always)]
-    fn run(self) -> [f64; LANES] {
-        let mut lanes = [0.0; LANES];
-        let ((a, a_tail), (b, b_tail)) = (self.a.as_chunks::<LANES>(), self.b.as_chunks::<LANES>());
-        for (a, b) in a.iter().zip(b) {
-            for lane in 0..LANES {
-                lanes[lane] += f64::from(a[lane]) * f64::from(b[lane]);
-            }
-        }
-        for (lane, (a, b)) in a_tail.iter().zip(b_tail).enumerate() {
-            lanes[lane] += f64::from(*a) * f64::from(*b);
         }
         lanes
     }

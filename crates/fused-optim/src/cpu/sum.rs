@@ -102,12 +102,8 @@ pub(crate) fn measure(
     blocks.collect()
 }
 
-/// The sum of `a·b` over one block.
-pub(crate) fn dot(a: &[f32], b: &[f32]) -> f64 {
-    fold_lanes(dispatch(scalar::Dot { a, b }))
-}
-
-fn fold_lanes(mut lanes: [f64; LANES]) -> f64 {
+/// Folds a block's lanes.
+pub(super) fn fold_lanes(mut lanes: [f64; LANES]) -> f64 {
     tree(&mut lanes, |a, b| a + b).expect("there are lanes")
 }
 

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Result;
 use crate::cpu::plan::Layout;
-use crate::cpu::{self, BLOCK, Block, Sums, TwoSweeps};
+use crate::cpu::{self, Block, Sums, TwoSweeps};
 use crate::rule::{Hyper, Moments, at_least_zero, bias_corrections, optimizer, validate_adam};
 
 /// Hyper-parameters of [`AdamP`]; the defaults are torch_npu's.
@@ -129,8 +129,8 @@ impl Hyper for AdamPHyper {
         }
     }
 
-    fn observe(rule: &AdamPRule, block: Block<'_>, buffers: &mut [[f32; BLOCK]; 2]) -> Sums {
-        cpu::observe(rule, block, buffers, rule.project)
+    fn observe(rule: &AdamPRule, block: Block<'_>) -> Sums {
+        cpu::observe_cosine(rule, block)
     }
 
     fn conclude(rule: &mut AdamPRule, rows: &mut [Sums], layout: Layout) -> Vec<f32> {

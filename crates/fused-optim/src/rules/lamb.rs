@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Result;
 use crate::cpu::plan::Layout;
-use crate::cpu::{self, BLOCK, Block, Sums, TwoSweeps};
+use crate::cpu::{self, Block, Sums, TwoSweeps};
 use crate::rule::{Hyper, Moments, OwnClip, optimizer, validate_adam};
 
 /// Hyper-parameters of [`Lamb`]; the defaults are torch_npu's.
@@ -106,8 +106,8 @@ impl Hyper for LambHyper {
         }
     }
 
-    fn observe(rule: &LambRule, block: Block<'_>, buffers: &mut [[f32; BLOCK]; 2]) -> Sums {
-        cpu::observe(rule, block, buffers, false)
+    fn observe(rule: &LambRule, block: Block<'_>) -> Sums {
+        cpu::observe(rule, block)
     }
 
     fn conclude(rule: &mut LambRule, rows: &mut [Sums], _: Layout) -> Vec<f32> {

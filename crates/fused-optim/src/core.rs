@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 
 use crate::cpu::plan::Layout;
-use crate::cpu::{Copies, GradMap, Piece, SLOTS, step_key};
+use crate::cpu::{Copies, GradMap, Piece, SLOTS, SlotMut, step_key};
 use crate::rule::{Hyper, at_least_zero};
 use crate::state::{TensorState, problem};
 use crate::{
@@ -24,6 +24,8 @@ pub(crate) struct Core<H> {
     tensors: BTreeMap<usize, Tensor>,
     pub(crate) threads: usize,
     pub(crate) half_weights: HalfWeights,
+    /// Keep state in eight bits; not for rules by rows.
+    pub(crate) eight_bits: bool,
     grad_norm: Option<f64>,
 }
 
@@ -41,6 +43,7 @@ impl<H: Hyper> Core<H> {
             tensors: BTreeMap::new(),
             threads: 1,
             half_weights: HalfWeights::default(),
+            eight_bits: false,
             grad_norm: None,
         };
         for group in groups {
@@ -95,13 +98,13 @@ impl<H: Hyper> Core<H> {
             Some(Clip::Value(limit)) => limit,
             _ => f32::INFINITY,
         };
-        let (groups, half_weights) = (&self.groups, self.half_weights);
+        let (groups, half_weights, eight_bits) = (&self.groups, self.half_weights, self.eight_bits);
         // Most tensors of a group are at one step: its numbers are computed once.
         let mut last = None;
         let work = with_grad(&mut self.tensors, params).enumerate().map(|(at, (index, t, p))| {
             let hyper = &groups[t.group].hyper;
             let count = p.weight.len();
-            let state = t.state.get_or_insert_with(|| TensorState::new(hyper, count));
+            let state = t.state.get_or_insert_with(|| TensorState::new(hyper, count, eight_bits));
             state.step += 1;
             let key = (t.group, state.step, p.rows);
             let rule = match last {
@@ -200,7 +203,7 @@ impl<H: Hyper> Core<H> {
             let known = tensor.state.as_ref().and_then(|state| state.lengths().next());
             let state = dict.state.get(&index).map(|saved| {
                 let slots = groups[tensor.group].hyper.slots();
-                TensorState::load(index, saved, slots, known)
+                TensorState::load(index, saved, slots, known, self.eight_bits)
             });
             Ok((index, Tensor { group: tensor.group, state: state.transpose()? }))
         };
@@ -253,9 +256,9 @@ fn piece<'a, H: Hyper>(
         HalfWeights::Stochastic { seed } => Copies::Stochastic(step_key(seed, index, state.step)),
     };
     let layout = Layout::new(param.weight.len(), if H::BY_ROWS { param.rows } else { 0 });
-    let mut slots: [&mut [f32]; SLOTS] = Default::default();
-    for (view, slot) in slots.iter_mut().zip(&mut state.slots) {
-        *view = slot;
+    let mut slots: [SlotMut<'_>; SLOTS] = Default::default();
+    for (at, (view, slot)) in slots.iter_mut().zip(&mut state.slots).enumerate() {
+        *view = slot.view(step_key(at as u64, index, state.step));
     }
     Piece {
         layout,

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 
-use crate::cpu::SLOTS;
+use crate::cpu::quant::Codes;
+use crate::cpu::{SLOTS, SlotMut};
 use crate::rule::Hyper;
 use crate::state_dict::MASTER;
 use crate::{DType, Error, ParamState, Result, Slice, StateProblem, cpu};
@@ -20,10 +21,13 @@ pub(crate) struct TensorState {
 }
 
 impl TensorState {
-    pub(crate) fn new<H: Hyper>(hyper: &H, count: usize) -> Self {
+    pub(crate) fn new<H: Hyper>(hyper: &H, count: usize, eight_bits: bool) -> Self {
         let slots = hyper.slots().iter().enumerate();
-        let slots = slots.map(|(at, name)| Slot::new(at, hyper.initial(name), count));
-        Self { step: 0, master: None, slots: slots.collect() }
+        let slot = |(at, name): (usize, &&str)| match eight_bits {
+            true => Slot::Codes(Codes::new(count, is_signed(name))),
+            false => Slot::F32(Values::new(at, hyper.initial(name), count)),
+        };
+        Self { step: 0, master: None, slots: slots.map(slot).collect() }
     }
 
     /// Takes the master from the weight if there is none yet.
@@ -35,14 +39,13 @@ impl TensorState {
 
     /// Lengths of all there is.
     pub(crate) fn lengths(&self) -> impl Iterator<Item = usize> {
-        let slots = self.slots.iter().map(|slot| slot.len());
+        let slots = self.slots.iter().map(Slot::len);
         slots.chain(self.master.as_ref().map(Vec::len))
     }
 
     pub(crate) fn save(&self, slots: &[&str]) -> ParamState {
         let names = slots.iter().copied().map(String::from);
-        let mut tensors: BTreeMap<_, _> =
-            names.zip(self.slots.iter().map(|slot| slot.to_vec())).collect();
+        let mut tensors: BTreeMap<_, _> = names.zip(self.slots.iter().map(Slot::values)).collect();
         tensors.extend(self.master.iter().map(|master| (MASTER.into(), master.clone())));
         ParamState { step: self.step, tensors }
     }
@@ -53,6 +56,7 @@ impl TensorState {
         saved: &ParamState,
         slots: &[&str],
         mut count: Option<usize>,
+        eight_bits: bool,
     ) -> Result<Self> {
         let key = |name: &str| format!("state.{index}.{name}");
         if !(1..=i64::MAX as u64).contains(&saved.step) {
@@ -74,9 +78,14 @@ impl TensorState {
         let slot = |(at, name): (usize, &&str)| {
             let values = saved.tensors.get(*name);
             let values = values.ok_or_else(|| problem(key(name), StateProblem::Missing))?;
-            let mut slot = Slot::new(at, 0.0, values.len());
+            if eight_bits {
+                let mut codes = Codes::new(values.len(), is_signed(name));
+                codes.view(0).encode(0, values, |key| key as u32);
+                return Ok(Slot::Codes(codes));
+            }
+            let mut slot = Values::new(at, 0.0, values.len());
             slot.copy_from_slice(values);
-            Ok(slot)
+            Ok(Slot::F32(slot))
         };
         Ok(Self {
             step: saved.step,
@@ -87,16 +96,53 @@ impl TensorState {
 }
 
 /// State values of one name.
+#[derive(Clone)]
+pub(crate) enum Slot {
+    F32(Values),
+    /// In eight bits.
+    Codes(Codes),
+}
+
+impl Slot {
+    fn len(&self) -> usize {
+        match self {
+            Self::F32(values) => values.len(),
+            Self::Codes(codes) => codes.len(),
+        }
+    }
+
+    fn values(&self) -> Vec<f32> {
+        match self {
+            Self::F32(values) => values.to_vec(),
+            Self::Codes(codes) => codes.values(),
+        }
+    }
+
+    /// `key` is of tensor and step.
+    pub(crate) fn view(&mut self, key: u64) -> SlotMut<'_> {
+        match self {
+            Self::F32(values) => SlotMut::F32(values),
+            Self::Codes(codes) => SlotMut::Codes(codes.view(key)),
+        }
+    }
+}
+
+/// Second moments and their maxima are not negative.
+fn is_signed(slot: &str) -> bool {
+    slot == "exp_avg"
+}
+
+/// Values in f32.
 ///
 /// Long ones begin at a place in a page that is theirs: streams that walk through pages in step
 /// otherwise meet in the same few sets of the caches.
 #[derive(Clone)]
-pub(crate) struct Slot {
+pub(crate) struct Values {
     buffer: Vec<f32>,
     start: usize,
 }
 
-impl Slot {
+impl Values {
     /// The `at`-th of a tensor.
     fn new(at: usize, initial: f32, count: usize) -> Self {
         if count < LONG {
@@ -110,7 +156,7 @@ impl Slot {
     }
 }
 
-impl Deref for Slot {
+impl Deref for Values {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
@@ -119,7 +165,7 @@ impl Deref for Slot {
     }
 }
 
-impl DerefMut for Slot {
+impl DerefMut for Values {
     fn deref_mut(&mut self) -> &mut [f32] {
         let count = self.len();
         &mut self.buffer[self.start..][..count]
@@ -128,7 +174,7 @@ impl DerefMut for Slot {
 
 /// Elements of a page.
 const PAGE: usize = 4096 / size_of::<f32>();
-/// Elements from which on a slot is worth a page more.
+/// Elements from which on values are worth a page more.
 const LONG: usize = 16 * PAGE;
 
 impl fmt::Debug for TensorState {

@@ -12,6 +12,7 @@
 
 mod piece;
 pub(crate) mod plan;
+pub(crate) mod quant;
 mod scalar;
 pub(crate) mod sum;
 pub(crate) mod threads;
@@ -24,7 +25,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::{Slice, SliceMut};
-pub(crate) use piece::{Block, Copies, Piece, SLOTS, Scratch, step_key};
+pub(crate) use piece::{Block, Copies, Piece, SLOTS, Scratch, SlotMut, step_key};
 pub(crate) use plan::BLOCK;
 pub(crate) use sum::{Measure, measure};
 
@@ -250,7 +251,7 @@ mod tests {
     }
 
     /// What `run` gives without and with each instruction set.
-    fn on_each_isa<T>(mut run: impl FnMut() -> T) -> Vec<T> {
+    pub(super) fn on_each_isa<T>(mut run: impl FnMut() -> T) -> Vec<T> {
         let mut all = Vec::new();
         for choice in 0..3 {
             FORCED.set(Some(choice));

@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use super::plan::Layout;
+use super::quant::CodesMut;
 use super::{BLOCK, GradMap, dispatch, load, narrow, narrow_at_random, scalar, widen_into};
 use crate::{DType, Ema, Grad, SliceMut};
 
@@ -19,7 +20,7 @@ pub(crate) struct Piece<'a> {
     pub(crate) copies: Copies<'a>,
     pub(crate) grad: Grad<'a>,
     /// In the order of the rule's slots; those it has not are empty.
-    pub(crate) slots: [&'a mut [f32]; SLOTS],
+    pub(crate) slots: [SlotMut<'a>; SLOTS],
     pub(crate) ema: Option<Ema<'a>>,
 }
 
@@ -32,6 +33,57 @@ pub(crate) enum Copies<'a> {
     Nearest,
     /// The same, rounded at random; the key is of seed, tensor and step.
     Stochastic(u64),
+}
+
+/// State values of one name.
+#[derive(Debug)]
+pub(crate) enum SlotMut<'a> {
+    /// As they are; none if the rule has no such slot.
+    F32(&'a mut [f32]),
+    /// In eight bits. A rule with rows has none of these: a group may not lie in two blocks.
+    Codes(CodesMut<'a>),
+}
+
+impl Default for SlotMut<'_> {
+    fn default() -> Self {
+        Self::F32(&mut [])
+    }
+}
+
+impl SlotMut<'_> {
+    fn split_at(self, at: usize) -> (Self, Self) {
+        match self {
+            Self::F32(values) => {
+                let at = at.min(values.len());
+                let (a, b) = values.split_at_mut(at);
+                (Self::F32(a), Self::F32(b))
+            }
+            Self::Codes(codes) => {
+                let (a, b) = codes.split_at(at);
+                (Self::Codes(a), Self::Codes(b))
+            }
+        }
+    }
+
+    /// The values of a range, in `buffer` if they are to be decoded.
+    fn load<'a>(&'a mut self, range: Range<usize>, buffer: &'a mut [f32; BLOCK]) -> &'a mut [f32] {
+        match self {
+            Self::F32([]) => &mut [],
+            Self::F32(values) => &mut values[range],
+            Self::Codes(codes) => {
+                let buffer = &mut buffer[..range.len()];
+                codes.decode(range.start, buffer);
+                buffer
+            }
+        }
+    }
+
+    /// Takes back what [`load`](Self::load) decoded; `from` is the place in the tensor.
+    fn store(&mut self, range: Range<usize>, buffer: &[f32; BLOCK], from: usize) {
+        if let Self::Codes(codes) = self {
+            codes.encode(range.start, &buffer[..range.len()], |key| block_key(key, from));
+        }
+    }
 }
 
 /// What a rule is given of one block or several: slices of one length.
@@ -49,11 +101,12 @@ pub(crate) struct Block<'a> {
 pub(crate) struct Scratch {
     param: [f32; BLOCK],
     grad: [f32; BLOCK],
+    slots: [[f32; BLOCK]; SLOTS],
 }
 
 impl Scratch {
     pub(crate) const fn new() -> Self {
-        Self { param: [0.0; BLOCK], grad: [0.0; BLOCK] }
+        Self { param: [0.0; BLOCK], grad: [0.0; BLOCK], slots: [[0.0; BLOCK]; SLOTS] }
     }
 }
 
@@ -82,10 +135,7 @@ impl Piece<'_> {
             }
         };
         // A slot the rule has not is empty, whatever the piece.
-        let [(a0, b0), (a1, b1), (a2, b2)] = self.slots.map(|slot| {
-            let at = at.min(slot.len());
-            slot.split_at_mut(at)
-        });
+        let [(a0, b0), (a1, b1), (a2, b2)] = self.slots.map(|slot| slot.split_at(at));
         let (ema, ema_rest) = match self.ema {
             Some(Ema { values, decay }) => {
                 let (a, b) = values.split_at_mut(at);
@@ -119,7 +169,8 @@ impl Piece<'_> {
         let f32_only =
             self.weight.dtype() == DType::F32 && self.grad.as_slice().dtype() == DType::F32;
         let one_row = self.layout.cols() == self.layout.count();
-        if f32_only && one_row { BLOCKS_AT_ONCE } else { 1 }
+        let codes = self.slots.iter().any(|slot| matches!(slot, SlotMut::Codes(_)));
+        if f32_only && one_row && !codes { BLOCKS_AT_ONCE } else { 1 }
     }
 
     /// Lets `rule` work on some blocks, no more than [`stride`](Self::stride). If it is the `last` to
@@ -134,7 +185,7 @@ impl Piece<'_> {
     ) -> T {
         let (from, start) = (self.layout.range(blocks.start).start, self.start());
         let range = from - start..self.layout.range(blocks.end).start - start;
-        let Scratch { param: wide, grad: wide_grad } = scratch;
+        let Scratch { param: wide, grad: wide_grad, slots: wide_slots } = scratch;
         let key = match self.copies {
             Copies::Stochastic(key) => Some(block_key(key, from)),
             _ => None,
@@ -154,12 +205,16 @@ impl Piece<'_> {
                 (param, Some(half))
             }
         };
-        let slots = self.slots.each_mut().map(|slot| match slot.is_empty() {
-            true => &mut [],
-            false => &mut slot[range.clone()],
-        });
+        let mut buffers = wide_slots.iter_mut();
+        let slots = self
+            .slots
+            .each_mut()
+            .map(|slot| slot.load(range.clone(), buffers.next().expect("a buffer for each slot")));
         let grad = load(self.grad.as_slice(), range.clone(), wide_grad);
         let result = rule(Block { map: self.map, param, grad, slots });
+        for (slot, values) in self.slots.iter_mut().zip(&*wide_slots) {
+            slot.store(range.clone(), values, from);
+        }
         if last {
             match (half, key) {
                 (Some(mut half), Some(key)) => narrow_at_random(param, &mut half, key),

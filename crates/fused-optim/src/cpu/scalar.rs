@@ -220,7 +220,7 @@ pub(super) struct Stochastic<'a, H> {
 /// 32 bits that look random, of element `i` under `key`: a counter through an integer hash of two
 /// multiplications, every input bit of which changes about half of the output's.
 #[inline(always)]
-fn random(key: u32, i: usize) -> u32 {
+pub(super) fn random(key: u32, i: usize) -> u32 {
     let mut x = key.wrapping_add((i as u32).wrapping_mul(0x9e37_79b9));
     x = (x ^ (x >> 16)).wrapping_mul(0x7feb_352d);
     x = (x ^ (x >> 15)).wrapping_mul(0x846c_a68b);

@@ -1,0 +1,266 @@
+//! State values in eight bits.
+//!
+//! [`GROUP`] neighbours share an exponent, that of the power of two at or above the largest of them.
+//! A value is a code of eight bits relative to it: a float without exponent bias, of 4 mantissa bits
+//! and 16 binades, or, where there are signs, of 3 mantissa bits and 16 binades. Code 0 is zero.
+//!
+//! A value between two codes takes either at random, so that the mean is the value: an average that
+//! moves by less than a code per step still moves. Hence what is stored is off by less than
+//!
+//! * 1/16 of itself for the unsigned (second moments), 1/8 for the signed (first moments), if it is
+//!   not below 2⁻¹⁵ of its group's largest;
+//! * below that, an unsigned value other than zero is at least 2⁻¹⁶ of the power of two (a second
+//!   moment must not become zero under a first that is not), and a signed one may become zero.
+//!
+//! A group with a value that is not finite is NaN throughout. A value that has a code keeps it,
+//! whatever the random bits, so that codes survive being saved as f32.
+
+use super::scalar::random;
+use super::{BLOCK, Kernel, dispatch};
+
+/// Values that share an exponent; a block is a whole number of groups.
+const GROUP: usize = 256;
+const _: () = assert!(BLOCK.is_multiple_of(GROUP));
+
+/// A tensor's values of one name.
+#[derive(Clone)]
+pub(crate) struct Codes {
+    codes: Vec<u8>,
+    exponents: Vec<u8>,
+    signed: bool,
+}
+
+/// Some of them, from the first of a group.
+#[derive(Debug)]
+pub(crate) struct CodesMut<'a> {
+    codes: &'a mut [u8],
+    exponents: &'a mut [u8],
+    signed: bool,
+    /// Of the random bits.
+    key: u64,
+}
+
+impl Codes {
+    /// Zeros.
+    pub(crate) fn new(count: usize, signed: bool) -> Self {
+        Self { codes: vec![0; count], exponents: vec![0; count.div_ceil(GROUP)], signed }
+    }
+
+    pub(crate) const fn len(&self) -> usize {
+        self.codes.len()
+    }
+
+    pub(crate) fn view(&mut self, key: u64) -> CodesMut<'_> {
+        let Self { codes, exponents, signed } = self;
+        CodesMut { codes, exponents, signed: *signed, key }
+    }
+
+    /// The values, exactly.
+    pub(crate) fn values(&self) -> Vec<f32> {
+        let mut values = vec![0.0; self.len()];
+        decode(&self.codes, &self.exponents, self.signed, &mut values);
+        values
+    }
+}
+
+impl CodesMut<'_> {
+    /// The first `at` values, whole groups or all, and the others.
+    pub(crate) fn split_at(self, at: usize) -> (Self, Self) {
+        let Self { codes, exponents, signed, key } = self;
+        let (codes, other_codes) = codes.split_at_mut(at);
+        let (exponents, others) = exponents.split_at_mut(at.div_ceil(GROUP));
+        let rest = Self { codes: other_codes, exponents: others, signed, key };
+        (Self { codes, exponents, signed, key }, rest)
+    }
+
+    /// The values from `start`, the first of a group, for a shorter while.
+    fn part(&mut self, start: usize, count: usize) -> CodesMut<'_> {
+        let groups = start / GROUP..(start + count).div_ceil(GROUP);
+        CodesMut {
+            codes: &mut self.codes[start..start + count],
+            exponents: &mut self.exponents[groups],
+            signed: self.signed,
+            key: self.key,
+        }
+    }
+
+    /// Writes the values from `start`, the first of a group.
+    pub(crate) fn decode(&mut self, start: usize, values: &mut [f32]) {
+        let part = self.part(start, values.len());
+        decode(part.codes, part.exponents, part.signed, values);
+    }
+
+    /// Takes values from `start`, the first of a group; `key` is of the place in the tensor.
+    pub(crate) fn encode(&mut self, start: usize, values: &[f32], key: impl Fn(u64) -> u32) {
+        let CodesMut { codes, exponents, signed, key: own } = self.part(start, values.len());
+        let key = key(own);
+        if signed {
+            dispatch(Encode::<true> { values, codes, exponents, key });
+        } else {
+            dispatch(Encode::<false> { values, codes, exponents, key });
+        }
+    }
+}
+
+fn decode(codes: &[u8], exponents: &[u8], signed: bool, values: &mut [f32]) {
+    if signed {
+        dispatch(Decode::<true> { codes, exponents, values });
+    } else {
+        dispatch(Decode::<false> { codes, exponents, values });
+    }
+}
+
+/// Mantissa bits of a code.
+const fn mantissa(signed: bool) -> u32 {
+    if signed { 3 } else { 4 }
+}
+
+/// The largest code, that of the power of two itself.
+const fn top(signed: bool) -> u32 {
+    if signed { 127 } else { 255 }
+}
+
+/// What a code lacks to be the leading bits of an f32: the top code stands for 1.
+const fn base(signed: bool) -> u32 {
+    (127 << mantissa(signed)) - top(signed)
+}
+
+/// The exponent byte of groups with a value that is not finite.
+const NON_FINITE: u32 = 255;
+
+struct Encode<'a, const SIGNED: bool> {
+    values: &'a [f32],
+    codes: &'a mut [u8],
+    exponents: &'a mut [u8],
+    key: u32,
+}
+
+impl<const SIGNED: bool> Kernel for Encode<'_, SIGNED> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let groups = self.values.chunks(GROUP).zip(self.codes.chunks_mut(GROUP));
+        for (at, ((values, codes), exponent)) in groups.zip(self.exponents).enumerate() {
+            let mut largest = 0;
+            for x in values {
+                largest = largest.max(x.to_bits() & 0x7fff_ffff);
+            }
+            // The power of two at or above, as an f32's exponent; with it and with its inverse
+            // every code is a normal number.
+            let above = ((largest + 0x7f_ffff) >> 23).clamp(33, 253);
+            *exponent = if largest < 0x7f80_0000 { above as u8 } else { NON_FINITE as u8 };
+            let inverse = f32::from_bits((254 - above) << 23);
+            for (i, (x, code)) in values.iter().zip(codes).enumerate() {
+                let bits = (x * inverse).to_bits() & 0x7fff_ffff;
+                let dropped = 23 - mantissa(SIGNED);
+                let noise = random(self.key, at * GROUP + i) >> (32 - dropped);
+                let magnitude = ((bits + noise) >> dropped).saturating_sub(base(SIGNED));
+                let magnitude = magnitude.min(top(SIGNED));
+                let sign = x.to_bits() >> 31 << 7;
+                let some = u32::from(x.to_bits() << 1 != 0);
+                *code = if SIGNED { sign | magnitude } else { magnitude.max(some) } as u8;
+            }
+        }
+    }
+}
+
+struct Decode<'a, const SIGNED: bool> {
+    codes: &'a [u8],
+    exponents: &'a [u8],
+    values: &'a mut [f32],
+}
+
+impl<const SIGNED: bool> Kernel for Decode<'_, SIGNED> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let groups = self.codes.chunks(GROUP).zip(self.values.chunks_mut(GROUP));
+        for ((codes, values), exponent) in groups.zip(self.exponents) {
+            let exponent = u32::from(*exponent);
+            // Infinity's exponent with a mantissa is a NaN.
+            let scale = f32::from_bits((exponent << 23) | u32::from(exponent == NON_FINITE));
+            for (code, x) in codes.iter().zip(values) {
+                let code = u32::from(*code);
+                let magnitude = code & top(SIGNED);
+                let bits = (magnitude + base(SIGNED)) << (23 - mantissa(SIGNED));
+                let bits = if magnitude == 0 { 0 } else { bits };
+                let sign = if SIGNED { code >> 7 << 31 } else { 0 };
+                *x = f32::from_bits(bits | sign) * scale;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Encoded and decoded.
+    fn round_trip(values: &[f32], signed: bool, key: u32) -> Vec<f32> {
+        let mut codes = Codes::new(values.len(), signed);
+        codes.view(0).encode(0, values, |_| key);
+        codes.values()
+    }
+
+    proptest! {
+        #[test]
+        fn stored_values_are_as_near_as_is_said(
+            spread in prop::collection::vec((-40.0_f32..1.0, 1.0_f32..2.0, any::<bool>()), 0..700),
+            shift in -60_i32..60,
+            key: u32,
+        ) {
+            for signed in [false, true] {
+                let value = |(exponent, mantissa, minus): &(f32, f32, bool)| {
+                    let x = mantissa * 2.0_f32.powi(*exponent as i32 + shift);
+                    if signed && *minus { -x } else { x }
+                };
+                let values: Vec<f32> = spread.iter().map(value).collect();
+                let all = super::super::tests::on_each_isa(|| round_trip(&values, signed, key));
+                prop_assert!(all.iter().all(|one| *one == all[0]));
+                let stored = &all[0];
+                for (group, stored) in values.chunks(GROUP).zip(stored.chunks(GROUP)) {
+                    let largest = group.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
+                    for (x, y) in group.iter().zip(stored) {
+                        let off = (x - y).abs();
+                        let unit = if signed { x.abs() / 8.0 } else { x / 16.0 };
+                        if x.abs() >= largest / 32768.0 {
+                            prop_assert!(off < unit * 1.0001, "{} {}", x, y);
+                        } else {
+                            prop_assert!(y.abs() <= largest / 16384.0 && (signed || *y > 0.0));
+                        }
+                        prop_assert!(*y == 0.0 || y.signum() == x.signum());
+                    }
+                }
+                // What has a code keeps it.
+                prop_assert_eq!(&round_trip(stored, signed, !key), stored);
+            }
+        }
+    }
+
+    #[test]
+    fn the_mean_is_the_value_and_the_special_are_themselves() {
+        for signed in [false, true] {
+            let mut values = vec![0.3137_f32; 1 << 16];
+            values.iter_mut().step_by(GROUP).for_each(|x| *x = 0.9);
+            let stored = round_trip(&values, signed, 5);
+            let others = stored.iter().enumerate().filter(|(i, _)| i % GROUP != 0);
+            let (count, sum) =
+                others.fold((0.0, 0.0), |(n, sum), (_, y)| (n + 1.0, sum + f64::from(*y)));
+            // A code's distance is 1/32 at most; five deviations of half of that over √65280.
+            assert!((sum / count - 0.3137).abs() < 5.0 / 64.0 / 255.0, "{}", sum / count);
+
+            assert_eq!(round_trip(&[0.0; 300], signed, 1), [0.0; 300]);
+            let mut values = vec![1.0; 300];
+            values[7] = f32::NAN;
+            let stored = round_trip(&values, signed, 1);
+            assert!(stored[..GROUP].iter().all(|x| x.is_nan()));
+            assert_eq!(stored[GROUP..], [1.0; 300 - GROUP]);
+            values[7] = f32::INFINITY;
+            assert!(round_trip(&values, signed, 1)[0].is_nan());
+        }
+    }
+}

@@ -128,7 +128,7 @@ impl ChunkPlan {
 }
 
 /// Fewer elements than this are not worth a thread: its start costs as much as their sweep.
-const MIN_SHARE: u128 = 1 << 15;
+const MIN_SHARE: u128 = 1 << 16;
 
 #[cfg(test)]
 mod tests {

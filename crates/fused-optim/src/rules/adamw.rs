@@ -65,7 +65,7 @@ impl AdamW {
     /// it.
     ///
     /// Stored first moments are off by less than 1/8 of themselves, second ones by less than 1/16,
-    /// at random and right in the mean, unless they are below 2⁻¹⁵ of the largest of their 256
+    /// at random and right in the mean, unless they are below 2⁻¹⁴ of the largest of their 256
     /// neighbours; such second moments are raised to about that, so that no step grows. State dicts
     /// hold f32 and restore the same bits.
     #[must_use]

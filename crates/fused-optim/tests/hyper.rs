@@ -1,0 +1,156 @@
+//! Hyper-parameters: defaults, refusals in PyTorch's words, and their way through a saved state.
+
+use fused_optim::{
+    Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, BertAdam,
+    BertAdamHyper, ClipScope, CosineEps, Lamb, LambHyper, Optimizer, ParamMut, RmsProp,
+    RmsPropHyper, RmsPropTf, RmsPropTfHyper, Schedule, Sgd, SgdHyper, Slice, StateDict, StepCtl,
+};
+use serde_json::{Value, json};
+
+/// An optimizer over one tensor with some hyper-parameters replaced, or the refusal.
+macro_rules! with {
+    ($optimizer:ident, $hyper:ident { $($field:ident: $value:expr),* }) => {{
+        let hyper = $hyper { $($field: $value,)* ..Default::default() };
+        let made = $optimizer::with_one_group(hyper, 1);
+        let boxed = |one| -> Box<dyn Optimizer> { Box::new(one) };
+        made.map(boxed).map_err(|error| error.to_string())
+    }};
+}
+
+#[test]
+fn values_out_of_range_are_refused_in_pytorchs_words() {
+    let beta = "invalid beta parameter at index 0: 1";
+    let cases = [
+        (with!(Adadelta, AdadeltaHyper { lr: -1.0 }), "invalid learning rate: -1"),
+        (with!(Adadelta, AdadeltaHyper { rho: 1.5 }), "invalid rho value: 1.5"),
+        (with!(Adadelta, AdadeltaHyper { eps: -1.0 }), "invalid epsilon value: -1"),
+        (with!(Adadelta, AdadeltaHyper { weight_decay: -1.0 }), "invalid weight_decay value: -1"),
+        (with!(Adam, AdamHyper { betas: (1.0, 0.9) }), beta),
+        (with!(AdamP, AdamPHyper { betas: (1.0, 0.9) }), beta),
+        (with!(AdamP, AdamPHyper { delta: f64::NAN }), "invalid delta value: NaN"),
+        (with!(AdamP, AdamPHyper { wd_ratio: -0.5 }), "invalid wd_ratio value: -0.5"),
+        (with!(Lamb, LambHyper { betas: (1.0, 0.9) }), beta),
+        (with!(Lamb, LambHyper { weight_decay: -1.0 }), "invalid weight_decay value: -1"),
+        (with!(BertAdam, BertAdamHyper { b1: 1.0 }), beta),
+        (with!(BertAdam, BertAdamHyper { warmup: 1.0 }), "invalid warmup: 1"),
+        (with!(BertAdam, BertAdamHyper { warmup: -0.5 }), "invalid warmup: -0.5"),
+        (with!(BertAdam, BertAdamHyper { t_total: 0 }), "invalid t_total: 0"),
+        (with!(RmsProp, RmsPropHyper { alpha: -0.5 }), "invalid alpha value: -0.5"),
+        (with!(RmsProp, RmsPropHyper { momentum: -0.5 }), "invalid momentum value: -0.5"),
+        (with!(RmsPropTf, RmsPropTfHyper { eps: f64::INFINITY }), "invalid epsilon value: inf"),
+        (with!(RmsPropTf, RmsPropTfHyper { lr: f64::NAN }), "invalid learning rate: NaN"),
+    ];
+    for (made, expected) in cases {
+        assert_eq!(made.unwrap_err(), expected);
+    }
+}
+
+/// Written by hand from the constructors of torch and torch_npu.
+#[test]
+fn defaults_are_those_of_the_originals() {
+    let group = |optimizer: Box<dyn Optimizer>| -> Value {
+        let groups: Value = serde_json::from_str(&optimizer.state_dict().param_groups).unwrap();
+        groups[0].clone()
+    };
+    let cases = [
+        (
+            with!(Adadelta, AdadeltaHyper {}),
+            json!({ "lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0 }),
+        ),
+        (
+            with!(Adam, AdamHyper {}),
+            json!({ "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0,
+                "amsgrad": false }),
+        ),
+        (
+            with!(AdamP, AdamPHyper {}),
+            json!({ "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0,
+                "delta": 0.1, "wd_ratio": 0.1, "nesterov": false, "cos_eps": "add" }),
+        ),
+        (
+            with!(AdamW, AdamWHyper {}),
+            json!({ "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 1e-2,
+                "amsgrad": false }),
+        ),
+        (
+            with!(BertAdam, BertAdamHyper {}),
+            json!({ "lr": 1e-3, "warmup": -1.0, "t_total": -1, "schedule": "warmup_linear",
+                "b1": 0.9, "b2": 0.999, "e": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0,
+                "clip": "group" }),
+        ),
+        (
+            with!(Lamb, LambHyper {}),
+            json!({ "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-6, "weight_decay": 0.0,
+                "adam": false, "use_global_grad_norm": false }),
+        ),
+        (
+            with!(RmsProp, RmsPropHyper {}),
+            json!({ "lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0,
+                "centered": false }),
+        ),
+        (
+            with!(RmsPropTf, RmsPropTfHyper {}),
+            json!({ "lr": 1e-2, "alpha": 0.9, "eps": 1e-10, "weight_decay": 0.0, "momentum": 0.0,
+                "centered": false, "decoupled_decay": false, "decoupled_lr": false,
+                "lr_in_momentum": true }),
+        ),
+        (
+            with!(Sgd, SgdHyper {}),
+            json!({ "lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0,
+                "nesterov": false }),
+        ),
+    ];
+    for (made, mut expected) in cases {
+        expected["maximize"] = false.into();
+        expected["params"] = json!([0]);
+        assert_eq!(group(made.unwrap()), expected);
+    }
+}
+
+/// Every value that is not a number comes back from bytes.
+#[test]
+fn switches_are_saved_and_loaded() {
+    let made = [
+        with!(AdamP, AdamPHyper { cos_eps: CosineEps::Max, nesterov: true }),
+        with!(
+            BertAdam,
+            BertAdamHyper { schedule: Schedule::Cosine, clip: ClipScope::Tensor, t_total: 9 }
+        ),
+        with!(RmsPropTf, RmsPropTfHyper { decoupled_decay: true, decoupled_lr: true }),
+        with!(Lamb, LambHyper { use_global_grad_norm: true, maximize: true }),
+    ];
+    let fresh = [
+        with!(AdamP, AdamPHyper {}),
+        with!(BertAdam, BertAdamHyper {}),
+        with!(RmsPropTf, RmsPropTfHyper {}),
+        with!(Lamb, LambHyper {}),
+    ];
+    for (one, other) in made.into_iter().zip(fresh) {
+        let (mut one, mut other) = (one.unwrap(), other.unwrap());
+        let mut weight = [1.0_f32; 6];
+        let param = ParamMut::new(&mut weight[..], Some(Slice::F32(&[0.5; 6])));
+        let _ = one.step(&mut [param.with_shape(&[2, 3])], &StepCtl::PLAIN).unwrap();
+        let bytes = one.state_dict().to_safetensors().unwrap();
+        other.load_state_dict(&StateDict::from_safetensors(&bytes).unwrap()).unwrap();
+        assert_eq!(other.state_dict(), one.state_dict());
+    }
+}
+
+#[test]
+fn uneven_rows_and_short_averages_are_refused() {
+    let mut adamp = with!(AdamP, AdamPHyper {}).unwrap();
+    let mut weight = [1.0_f32; 6];
+    let grad = Some(Slice::F32(&[0.5; 6]));
+    let param = ParamMut::new(&mut weight[..], grad).with_shape(&[4, 2]);
+    let error = adamp.step(&mut [param], &StepCtl::PLAIN).unwrap_err();
+    assert_eq!(error.to_string(), "parameter 0: 6 elements are not 4 rows of equal length");
+    let mut short = [0.0; 5];
+    let param = ParamMut::new(&mut weight[..], grad).with_ema(&mut short, 0.5);
+    let error = adamp.step(&mut [param], &StepCtl::PLAIN).unwrap_err();
+    assert_eq!(error.to_string(), "parameter 0: the weight has 6 elements, its moving average 5");
+    let mut ema = [0.0; 6];
+    let param = ParamMut::new(&mut weight[..], grad).with_ema(&mut ema, 1.5);
+    let error = adamp.step(&mut [param], &StepCtl::PLAIN).unwrap_err();
+    assert_eq!(error.to_string(), "invalid ema decay: 1.5");
+    assert_eq!((weight, adamp.state_dict().state.len()), ([1.0; 6], 0));
+}

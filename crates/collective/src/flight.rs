@@ -1,19 +1,20 @@
 //! The flight recorder: what this rank called last, and how far each call got.
 //!
 //! It sits between the verbs and whatever backend there is, keeps the last [`CALLS`] steps, is
-//! always on, and costs two readings of the clock a step. When the group fails for the first time
+//! always on, and costs a lock and two readings of a clock a step. When the group fails for the first time
 //! it writes itself to a file, if it has been told where.
 
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::backend::{Backend, Patience, Transfer, TransferMemory};
+use crate::ticks::Clock;
 use crate::{Error, GroupOptions, OpDesc, Rank, Result, Verb};
 
 /// How many steps a record goes back.
@@ -109,10 +110,20 @@ impl fmt::Display for FlightCall {
 pub(crate) struct Recorder {
     group: String,
     dir: Option<PathBuf>,
-    birth: Instant,
+    clock: Clock,
     born: SystemTime,
     ring: Mutex<Ring>,
+    /// When the calls of the ring ended.
+    ends: [End; CALLS],
     dumped: AtomicBool,
+}
+
+/// When call `seq` ended, in ticks; 0 if it has not. Written without the ring's lock: a call that 64
+/// others overtake just then takes the place of one of them, in a text for people.
+#[derive(Debug, Default)]
+struct End {
+    seq: AtomicU64,
+    ticks: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -139,8 +150,8 @@ struct Call {
     messages: Option<Messages>,
     patience: Patience,
     thread: u32,
-    start: Instant,
-    end: Option<Instant>,
+    /// In ticks.
+    start: u64,
     error: Option<Box<Error>>,
 }
 
@@ -149,9 +160,10 @@ impl Recorder {
         Self {
             group: options.name.clone(),
             dir: options.flight_dir.clone(),
-            birth: Instant::now(),
+            clock: Clock::new(),
             born: SystemTime::now(),
             ring: Mutex::new(Ring { next: 0, calls: Vec::with_capacity(CALLS) }),
+            ends: std::array::from_fn(|_| End::default()),
             dumped: AtomicBool::new(false),
         }
     }
@@ -167,15 +179,17 @@ impl Recorder {
     ) -> Result<T> {
         let seq = self.begin(op, Messages::of(transfers), patience);
         let result = run();
-        let end = Instant::now();
         // A call that 64 others have overtaken is forgotten.
-        if let Some(call) =
-            self.ring.lock().calls.get_mut(index(seq)).filter(|call| call.seq == seq)
-        {
-            call.end = Some(end);
-            call.error = result.as_ref().err().map(|error| Box::new(error.clone()));
+        let end = &self.ends[index(seq)];
+        if end.seq.load(Ordering::Relaxed) == seq {
+            end.ticks.store(self.clock.ticks(), Ordering::Relaxed);
         }
         if let Err(error) = &result {
+            let mut ring = self.ring.lock();
+            if let Some(call) = ring.calls.get_mut(index(seq)).filter(|call| call.seq == seq) {
+                call.error = Some(Box::new(error.clone()));
+            }
+            drop(ring);
             self.failed(backend, error);
         }
         result
@@ -186,8 +200,10 @@ impl Recorder {
         let mut ring = self.ring.lock();
         let seq = ring.next;
         ring.next += 1;
-        let start = Instant::now();
-        let call = Call { seq, op, messages, patience, thread, start, end: None, error: None };
+        let start = self.clock.ticks();
+        self.ends[index(seq)].ticks.store(0, Ordering::Relaxed);
+        self.ends[index(seq)].seq.store(seq, Ordering::Relaxed);
+        let call = Call { seq, op, messages, patience, thread, start, error: None };
         match ring.calls.get_mut(index(seq)) {
             Some(old) => *old = call,
             None => ring.calls.push(call),
@@ -213,6 +229,11 @@ impl Recorder {
         drop(ring);
         kept.sort_by_key(|call| call.seq);
         let birth = self.born.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let since_birth = self.clock.since_birth();
+        let told = |call: &Call| {
+            let end = self.ends[index(call.seq)].ticks.load(Ordering::Relaxed);
+            call.told(end, |ticks| u64::try_from(since_birth(ticks).as_nanos()).unwrap_or(u64::MAX))
+        };
         FlightRecord {
             group: self.group.clone(),
             rank: backend.rank(),
@@ -220,7 +241,7 @@ impl Recorder {
             backend: backend.name(),
             pid: std::process::id(),
             birth_us: u64::try_from(birth.as_micros()).unwrap_or(u64::MAX),
-            calls: kept.iter().map(|call| call.told(self.birth)).collect(),
+            calls: kept.iter().map(told).collect(),
         }
     }
 }
@@ -235,10 +256,10 @@ impl Messages {
 }
 
 impl Call {
-    fn told(&self, birth: Instant) -> FlightCall {
-        let since = |time: Instant| time.saturating_duration_since(birth).as_nanos();
-        let since = |time| u64::try_from(since(time)).unwrap_or(u64::MAX);
-        let outcome = match (&self.error, self.end) {
+    /// As users see it; `end` is 0 or in ticks.
+    fn told(&self, end: u64, nanoseconds: impl Fn(u64) -> u64) -> FlightCall {
+        let end = (end != 0).then_some(end);
+        let outcome = match (&self.error, end) {
             (Some(error), _) => FlightOutcome::Failed(error.to_string()),
             (None, Some(_)) => FlightOutcome::Done,
             (None, None) => FlightOutcome::UnderWay,
@@ -248,8 +269,8 @@ impl Call {
             call: self.text(),
             asynchronous: self.patience == Patience::Background,
             thread: self.thread,
-            start_ns: since(self.start),
-            end_ns: self.end.map(since),
+            start_ns: nanoseconds(self.start),
+            end_ns: end.map(nanoseconds),
             outcome,
         }
     }

@@ -61,6 +61,7 @@ mod shared_buf;
 mod simd;
 mod span;
 mod sync;
+mod ticks;
 mod verbs;
 mod work;
 

@@ -2,8 +2,7 @@
 //!
 //! `cargo run --release -p collective --example cost_table > crates/collective/src/sim/cost_table.md`
 //!
-//! The 4,096 ranks of `flat` and `direct` send up to 33 million messages for each number, which
-//! takes minutes.
+//! 4,096 ranks send up to 33 million messages for a number, so all takes the better part of a minute.
 
 #![expect(clippy::print_stdout, reason = "that is what it is for")]
 

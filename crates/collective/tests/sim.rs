@@ -81,9 +81,11 @@ fn times_are_those_of_the_closed_forms() {
     }
 }
 
+/// Those that send up to 33 million messages.
 #[test]
-#[cfg_attr(debug_assertions, ignore = "33 million messages take a minute without optimization")]
-fn a_ring_of_4096_ranks() {
+fn times_of_4096_ranks_too() {
+    check_against_textbook(Algorithm::Flat, 256 << 10, 4096);
+    check_against_textbook(Algorithm::Direct, 16 << 20, 4096);
     check_against_textbook(Algorithm::Ring, 16 << 20, 4096);
 }
 
@@ -287,7 +289,7 @@ fn a_network_that_makes_no_sense_is_refused() {
     simulate(&default(), 4, &no_operator, Determinism::Fast, None).unwrap_err();
 }
 
-/// The rows of 8 and 64 ranks, and the quick ones of 4,096.
+/// All rows but those of 4,096 ranks that send up to 33 million messages for each number.
 #[test]
 fn the_tables_in_the_docs_are_what_the_example_prints() {
     let text = include_str!("../src/sim/cost_table.md");
@@ -300,13 +302,13 @@ fn the_tables_in_the_docs_are_what_the_example_prints() {
         let Some(Ok(ranks)) = cells.get(1).map(|ranks| ranks.parse::<usize>()) else { continue };
         let named = |algorithm: &Algorithm| algorithm.to_string() == cells[2];
         let algorithm = Algorithm::ALL.into_iter().find(named).unwrap();
-        let quick = matches!(algorithm, Algorithm::Binomial | Algorithm::HalvingDoubling);
-        if ranks <= 64 || quick && per_machine == 1 {
+        let many = matches!(algorithm, Algorithm::Flat | Algorithm::Direct | Algorithm::Ring);
+        if ranks < 4096 || !many {
             assert_eq!(line, cost_table::row(ranks, algorithm, per_machine));
             rows += 1;
         }
     }
-    assert_eq!(rows, 6 + 6 + 2 + 2 + 4);
+    assert_eq!(rows, 3 * 6 + 3 + 2 * 4 + 3);
 }
 
 fn options(timeout: Duration) -> GroupOptions {

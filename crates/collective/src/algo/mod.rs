@@ -362,12 +362,12 @@ impl Call {
 
     /// The other ranks, from the next one round, so that not all go to the same one first.
     fn peers(self) -> impl Iterator<Item = Rank> {
-        (1..self.world).map(move |step| (self.rank + step) % self.world)
+        (self.rank + 1..self.world).chain(0..self.rank)
     }
 
     /// The other ranks, from the one before this backwards: who sends to this rank first.
     fn sources(self) -> impl Iterator<Item = Rank> {
-        (1..self.world).map(move |step| (self.rank + self.world - step) % self.world)
+        (0..self.rank).rev().chain((self.rank + 1..self.world).rev())
     }
 
     /// Bytes for elements of a buffer.

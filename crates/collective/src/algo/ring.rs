@@ -14,7 +14,10 @@ use crate::{Rank, Verb};
 pub(super) fn ring(call: Call, layout: &Layout, chunk: usize) -> Schedule {
     let chunk = chunk.clamp(1, call.count);
     let chunks = call.count.div_ceil(chunk);
-    let ring = Ring { call, layout: layout.clone(), at: layout.place(call.rank), chunk, chunks };
+    let at = layout.place(call.rank);
+    let neighbour = |steps| layout.order()[(at + steps) % call.world];
+    let (next, previous) = (neighbour(1), neighbour(call.world - 1));
+    let ring = Ring { call, layout: layout.clone(), at, next, previous, chunk, chunks };
     match call.verb {
         Verb::AllReduce => ring.all_reduce(),
         Verb::ReduceScatter => ring.reduce_scatter(),
@@ -31,6 +34,8 @@ struct Ring {
     layout: Layout,
     /// This rank's place in the ring.
     at: usize,
+    next: Rank,
+    previous: Rank,
     /// Elements of a chunk of a chain.
     chunk: usize,
     chunks: usize,
@@ -44,15 +49,7 @@ impl Ring {
     }
 
     fn rank(&self, place: usize) -> Rank {
-        self.layout.order()[place % self.call.world]
-    }
-
-    fn next(&self) -> Rank {
-        self.rank(self.at + 1)
-    }
-
-    fn previous(&self) -> Rank {
-        self.rank(self.before(1))
+        self.layout.order()[place]
     }
 
     fn all_reduce(self) -> Schedule {
@@ -61,18 +58,17 @@ impl Ring {
         let slots = Slots::new(0, count.div_ceil(world) * size);
         let part = move |call: Call, index| call.region(Buf::Output, shard(count, world, index));
         Schedule::new(slots.end(1), 2 * steps, move |step, round| {
-            let (next, previous) = (self.next(), self.previous());
             if step < steps {
                 let own = part(self.call, self.before(step + 1));
                 let arrived = slots.slot(0, own.len);
-                round.send(next, part(self.call, self.before(step)));
-                round.recv(previous, arrived);
+                round.send(self.next, part(self.call, self.before(step)));
+                round.recv(self.previous, arrived);
                 round.fold(self.call.reduce_op(), own, [arrived, own]);
             } else {
                 // This rank's shard is now the one after its place.
                 let step = step - steps;
-                round.send(next, part(self.call, self.before(step + world - 1)));
-                round.recv(previous, part(self.call, self.before(step)));
+                round.send(self.next, part(self.call, self.before(step + world - 1)));
+                round.recv(self.previous, part(self.call, self.before(step)));
             }
         })
     }
@@ -90,8 +86,8 @@ impl Ring {
                 0 => call.block(Buf::Input, self.rank(self.before(1))),
                 _ => slots.slot((step - 1) % 2, len),
             };
-            round.send(self.next(), sent);
-            round.recv(self.previous(), arrived);
+            round.send(self.next, sent);
+            round.recv(self.previous, arrived);
             let to = if last { call.whole(Buf::Output) } else { arrived };
             round.fold(call.reduce_op(), to, [arrived, own]);
         })
@@ -102,8 +98,8 @@ impl Ring {
         Schedule::new(0, call.world - 1, move |step, round| {
             let block = |steps| call.block(Buf::Output, self.rank(self.before(steps)));
             let sent = if step == 0 { call.whole(Buf::Input) } else { block(step) };
-            round.send(self.next(), sent);
-            round.recv(self.previous(), block(step + 1));
+            round.send(self.next, sent);
+            round.recv(self.previous, block(step + 1));
             if step == 0 {
                 round.copy(block(0), call.whole(Buf::Input));
             }
@@ -128,10 +124,10 @@ impl Ring {
         let rounds = self.chunks + usize::from(!first && !last);
         Schedule::new(0, rounds, move |index, round| {
             if !first && index < self.chunks {
-                round.recv(self.previous(), self.chunk_region(index));
+                round.recv(self.previous, self.chunk_region(index));
             }
             if !last && index >= lag {
-                round.send(self.next(), self.chunk_region(index - lag));
+                round.send(self.next, self.chunk_region(index - lag));
             }
         })
     }
@@ -151,7 +147,7 @@ impl Ring {
             if !last && index >= lag {
                 let own = self.chunk_region(index - lag);
                 let partial = slots.slot((index - lag) % 2, own.len);
-                round.send(self.next(), if first { own } else { partial });
+                round.send(self.next, if first { own } else { partial });
             }
         })
     }
@@ -159,7 +155,7 @@ impl Ring {
     fn take_chunk(&self, round: &mut Round, slots: Slots, index: usize, last: bool) {
         let own = self.chunk_region(index);
         let arrived = slots.slot(index % 2, own.len);
-        round.recv(self.previous(), arrived);
+        round.recv(self.previous, arrived);
         round.fold(self.call.reduce_op(), if last { own } else { arrived }, [arrived, own]);
     }
 }

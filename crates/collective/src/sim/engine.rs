@@ -11,7 +11,7 @@
 use std::time::Duration;
 
 use super::network::{Fault, Network};
-use super::queue::{Queue, Time};
+use super::queue::{Flight, Queue, Stage, Time};
 use crate::algo::{Layout, Link, Local, Region, Round, Schedule};
 use crate::{Error, Rank};
 
@@ -127,36 +127,17 @@ pub(super) fn run<C: Carry>(
         engine.begin(rank);
         engine.advance(rank);
     }
-    while let Some((time, mut events)) = engine.queue.take() {
-        for event in events.drain(..) {
-            match event {
-                Event::Start(message) => {
-                    engine.carry_out(time, message);
-                    engine.ranks[message.from as usize].leaving -= 1;
-                    engine.advance(message.from as usize);
-                }
-                Event::Arrive(message) => engine.arrive(time, message),
+    while let Some((time, flight)) = engine.queue.take() {
+        match flight.at {
+            Stage::Start => {
+                engine.carry_out(time, flight);
+                engine.ranks[flight.from as usize].leaving -= 1;
+                engine.advance(flight.from as usize);
             }
+            Stage::Arrive => engine.arrive(time, flight),
         }
-        engine.queue.recycle(events);
     }
     engine.outcome()
-}
-
-/// A message on its way.
-#[derive(Clone, Copy, Debug)]
-struct Flight {
-    from: u32,
-    to: u32,
-    bytes: usize,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Event {
-    /// It reaches the interface of its sender's machine.
-    Start(Flight),
-    /// Its first byte reaches the receiver's machine.
-    Arrive(Flight),
 }
 
 /// A link in picoseconds.
@@ -177,7 +158,7 @@ impl Pace {
     }
 
     fn carry(self, bytes: usize) -> Time {
-        (bytes as f64 * self.per_byte).round() as Time
+        nearest(bytes as f64 * self.per_byte)
     }
 }
 
@@ -203,6 +184,8 @@ struct Runner {
     /// Out of and into this rank, within its machine.
     inside: [Time; 2],
     state: State,
+    /// On its machine.
+    alone: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -217,9 +200,9 @@ struct Engine<'a, C> {
     layout: &'a Layout,
     schedules: &'a [Schedule],
     carry: &'a mut C,
-    queue: Queue<Event>,
+    queue: Queue,
     ranks: Vec<Runner>,
-    /// By receiver and sender: messages wanted by the round under way, or if negative, come early.
+    /// By pair, see `pair`: messages wanted by the round under way, or if negative, come early.
     balance: Vec<i32>,
     /// Out of and into each machine: when it is free.
     outside: Vec<[Time; 2]>,
@@ -230,8 +213,8 @@ struct Engine<'a, C> {
     timeout: Time,
     /// By rank.
     deaths: Vec<Time>,
-    /// By machine.
-    slow: Vec<Vec<(Time, u32)>>,
+    /// Which machines become slower, when, and by how much.
+    slow: Vec<(usize, Time, u32)>,
     /// Messages to lose, and how many come before.
     losses: Vec<(Rank, Rank, u64)>,
     messages: u64,
@@ -248,7 +231,8 @@ impl<'a, C: Carry> Engine<'a, C> {
         carry: &'a mut C,
     ) -> Self {
         let (world, machines) = (layout.world(), layout.machines());
-        let runner = || Runner {
+        let runner = |rank| Runner {
+            alone: layout.members(layout.machine(rank)).len() == 1,
             round: 0,
             since: start,
             departed: start,
@@ -261,13 +245,12 @@ impl<'a, C: Carry> Engine<'a, C> {
             state: State::Running,
         };
         let mut deaths = vec![Time::MAX; world];
-        let mut slow = vec![Vec::new(); machines];
-        let mut losses = Vec::new();
+        let (mut slow, mut losses) = (Vec::new(), Vec::new());
         for fault in &network.faults {
             match *fault {
                 Fault::Death { rank, at } => deaths[rank] = deaths[rank].min(time(at)),
                 Fault::Slow { rank, at, times } => {
-                    slow[layout.machine(rank)].push((time(at), times));
+                    slow.push((layout.machine(rank), time(at), times));
                 }
                 Fault::Loss { from, to, message } => losses.push((from, to, message)),
             }
@@ -276,8 +259,8 @@ impl<'a, C: Carry> Engine<'a, C> {
             layout,
             schedules,
             carry,
-            queue: Queue::new(),
-            ranks: (0..world).map(|_| runner()).collect(),
+            queue: Queue::new(world),
+            ranks: (0..world).map(runner).collect(),
             balance: vec![0; world * world],
             outside: vec![[start; 2]; machines],
             interfaces: vec![Traffic::default(); machines],
@@ -307,9 +290,9 @@ impl<'a, C: Carry> Engine<'a, C> {
         }
         let mut round = std::mem::take(&mut self.round);
         self.schedules[rank].round(self.ranks[rank].round, &mut round);
-        let mut missing = 0;
+        let (mut missing, world) = (0, self.ranks.len());
         for &(from, _) in &round.recvs {
-            let balance = &mut self.balance[rank * self.ranks.len() + from];
+            let balance = &mut self.balance[pair(from, rank, world)];
             missing += u32::from(*balance >= 0);
             *balance += 1;
         }
@@ -353,14 +336,14 @@ impl<'a, C: Carry> Engine<'a, C> {
         runner.departed = runner.departed.max(time);
         self.messages += 1;
         self.carry.send(from, to, region);
-        let flight = Flight { from: from as u32, to: to as u32, bytes: region.len };
-        let alone = self.layout.members(self.layout.machine(from)).len() == 1;
-        if inside || alone {
+        let flight =
+            Flight { at: Stage::Start, from: from as u32, to: to as u32, bytes: region.len };
+        if inside || runner.alone {
             self.carry_out(time, flight);
         } else {
             // Ranks that share an interface use it in the order of time.
             runner.leaving += 1;
-            self.queue.put(time, Event::Start(flight));
+            self.queue.put(time, flight);
         }
     }
 
@@ -382,7 +365,7 @@ impl<'a, C: Carry> Engine<'a, C> {
             self.interfaces[machine].sent += flight.bytes as u64;
         }
         if !self.is_lost(from, to) {
-            self.queue.put(begin + pace.latency, Event::Arrive(flight));
+            self.queue.put(begin + pace.latency, Flight { at: Stage::Arrive, ..flight });
         }
     }
 
@@ -390,8 +373,8 @@ impl<'a, C: Carry> Engine<'a, C> {
         if inside {
             return (self.within, 1);
         }
-        let slow = self.slow[machine].iter().filter(|&&(at, _)| at <= now);
-        (self.between, slow.map(|&(_, times)| Time::from(times)).product())
+        let slow = self.slow.iter().filter(|&&(slow, at, _)| slow == machine && at <= now);
+        (self.between, slow.map(|&(_, _, times)| Time::from(times)).product())
     }
 
     fn is_lost(&mut self, from: Rank, to: Rank) -> bool {
@@ -425,7 +408,7 @@ impl<'a, C: Carry> Engine<'a, C> {
             return;
         }
         runner.arrived = arrived;
-        let balance = &mut self.balance[to * self.layout.world() + from];
+        let balance = &mut self.balance[pair(from, to, self.layout.world())];
         *balance -= 1;
         if *balance >= 0 {
             runner.missing -= 1;
@@ -440,8 +423,9 @@ impl<'a, C: Carry> Engine<'a, C> {
         if at >= self.deaths[rank] {
             return;
         }
-        let wanted = &self.balance[rank * self.ranks.len()..][..self.ranks.len()];
-        let missing = (0..self.ranks.len()).filter(|&from| wanted[from] > 0).collect();
+        let world = self.ranks.len();
+        let missing =
+            (0..world).filter(|&from| self.balance[pair(from, rank, world)] > 0).collect();
         self.failures.push(Failure::TimedOut { at, waited: self.timeout, by: rank, missing });
     }
 
@@ -471,6 +455,13 @@ impl<'a, C: Carry> Engine<'a, C> {
     }
 }
 
+/// The number of a pair of ranks. Ranks that do the same reach as far ahead, and so have their pairs
+/// side by side.
+fn pair(from: Rank, to: Rank, world: usize) -> usize {
+    let ahead = if to >= from { to - from } else { to + world - from };
+    ahead * world + from
+}
+
 /// The first failure. Of ranks that give up at once, one that waits for a rank which does not: the
 /// others wait for one another, and for that one.
 fn first_of(failures: Vec<Failure>) -> Option<Failure> {
@@ -493,7 +484,7 @@ fn folding(round: &Round, per_byte: f64) -> Time {
         Local::Copy { .. } => 0,
         Local::Fold { to, from, .. } => to.len * from.len().saturating_sub(1).max(1),
     };
-    (round.local.iter().map(bytes).sum::<usize>() as f64 * per_byte).round() as Time
+    nearest(round.local.iter().map(bytes).sum::<usize>() as f64 * per_byte)
 }
 
 /// What a rank reports that was not done.
@@ -518,7 +509,14 @@ pub(super) fn error(rank: Rank, failure: Option<&Failure>, op: &str) -> Error {
 }
 
 fn ticks(seconds: f64) -> Time {
-    (seconds * 1e12).round() as Time
+    nearest(seconds * 1e12)
+}
+
+/// What `round` gives for numbers that are not negative, but not as a call, as it would be for want of
+/// SSE 4.1.
+fn nearest(ticks: f64) -> Time {
+    let whole = ticks as i64;
+    whole.cast_unsigned() + Time::from(ticks - whole as f64 >= 0.5)
 }
 
 /// A duration in ticks.

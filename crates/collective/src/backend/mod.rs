@@ -8,6 +8,7 @@
 
 #![expect(unsafe_code, reason = "declares the calls that take type-erased memory")]
 
+pub(crate) mod block;
 #[cfg(feature = "gloo")]
 pub(crate) mod gloo;
 pub(crate) mod host;
@@ -17,7 +18,7 @@ pub(crate) mod tcp;
 use std::any::Any;
 use std::fmt::Debug;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::{DType, OpDesc, Rank, Result};
@@ -77,7 +78,7 @@ pub struct RawShared {
     pub(crate) ptr: NonNull<u8>,
     pub(crate) bytes: usize,
     /// Keeps the memory mapped.
-    _keep: Arc<dyn Any + Send + Sync>,
+    keep: Arc<dyn Any + Send + Sync>,
 }
 
 impl RawShared {
@@ -89,7 +90,12 @@ impl RawShared {
     /// writable while `keep` lives. Nothing else in the program refers to them, and peers touch
     /// them only while an operation on them runs on this rank.
     pub unsafe fn new(ptr: NonNull<u8>, bytes: usize, keep: Arc<dyn Any + Send + Sync>) -> Self {
-        Self { ptr, bytes, _keep: keep }
+        Self { ptr, bytes, keep }
+    }
+
+    /// Tells whether the memory lives.
+    pub(crate) fn watch(&self) -> Weak<dyn Any + Send + Sync> {
+        Arc::downgrade(&self.keep)
     }
 }
 

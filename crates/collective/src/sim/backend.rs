@@ -7,10 +7,8 @@
 
 #![expect(unsafe_code, reason = "implements the calls that take type-erased memory")]
 
-use std::alloc::Layout as Shape;
+use std::any::Any;
 use std::collections::{HashMap, VecDeque};
-use std::fmt;
-use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -22,6 +20,7 @@ use super::network::{Fault, Network};
 use super::queue::Time;
 use super::{NAME, schedules};
 use crate::algo::{self, Costs, Layout, Schedule};
+use crate::backend::block::Block;
 use crate::backend::{Backend, RawBufs, RawShared, Transfer, TransferMemory, Wait};
 use crate::{DType, Error, Fingerprint, GroupOptions, OpDesc, Place, Rank, Result, Verb};
 
@@ -153,7 +152,7 @@ struct Shared {
     id: u64,
     address: usize,
     bytes: usize,
-    memory: Weak<Zeroed>,
+    memory: Weak<dyn Any + Send + Sync>,
 }
 
 /// Why the group can do no more.
@@ -528,20 +527,17 @@ impl Backend for Sim {
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<RawShared> {
         let op = OpDesc { verb: Verb::Alloc, dtype, op: None, root: None, count };
-        let bytes = count.checked_mul(dtype.size()).filter(|&bytes| isize::try_from(bytes).is_ok());
-        let too_much = || Error::InvalidArgument(format!("{op}: more than memory can hold"));
-        let memory = Arc::new(Zeroed::new(bytes.ok_or_else(too_much)?).ok_or_else(too_much)?);
+        let layout = Block::layout(&op)?;
+        let none = || Error::InvalidArgument(format!("{op}: more than there is memory"));
+        let raw = Block::new(layout).ok_or_else(none)?.share();
         let wait = Wait { patience: crate::Patience::Caller, timeout: None };
         let seq = self.note_failure(self.call(&op, Task::Meet, wait))?;
         let mut state = self.world.state.lock();
         let shared = &mut state.shared[self.rank];
         shared.retain(|shared| shared.memory.strong_count() > 0);
-        let (ptr, bytes) = (memory.ptr, memory.shape.size());
-        let address = ptr.as_ptr().addr();
-        shared.push(Shared { id: seq + 1, address, bytes, memory: Arc::downgrade(&memory) });
-        // SAFETY: fresh zeros aligned to 64, alive while `memory` is, and touched by others only as
-        // the buffer of an operation of this rank.
-        Ok(unsafe { RawShared::new(ptr, bytes, memory) })
+        let address = raw.ptr.as_ptr().addr();
+        shared.push(Shared { id: seq + 1, address, bytes: raw.bytes, memory: raw.watch() });
+        Ok(raw)
     }
 
     fn abort(&self, reason: &str) {
@@ -561,36 +557,3 @@ impl Drop for Sim {
         }
     }
 }
-
-/// Zeroed memory, aligned to 64 bytes.
-struct Zeroed {
-    ptr: NonNull<u8>,
-    shape: Shape,
-}
-
-impl Zeroed {
-    fn new(bytes: usize) -> Option<Self> {
-        let shape = Shape::from_size_align(bytes.max(1), 64).ok()?;
-        // SAFETY: the size is not 0.
-        let ptr = NonNull::new(unsafe { std::alloc::alloc_zeroed(shape) })?;
-        Some(Self { ptr, shape })
-    }
-}
-
-impl fmt::Debug for Zeroed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Zeroed({} bytes)", self.shape.size())
-    }
-}
-
-impl Drop for Zeroed {
-    fn drop(&mut self) {
-        // SAFETY: allocated in `new` with this shape, and freed once.
-        unsafe { std::alloc::dealloc(self.ptr.as_ptr(), self.shape) };
-    }
-}
-
-// SAFETY: owns its memory, as a `Vec<u8>` does.
-unsafe impl Send for Zeroed {}
-// SAFETY: has no method that touches the memory.
-unsafe impl Sync for Zeroed {}

@@ -34,9 +34,7 @@ mod messages;
 mod sys;
 mod turn;
 
-use std::alloc::Layout;
 use std::mem::ManuallyDrop;
-use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -46,6 +44,7 @@ use self::control::{Cause, Control, Letter};
 pub(crate) use self::join::join;
 use self::mesh::Mesh;
 use self::turn::Turn;
+use super::block::Block;
 use super::host::ForkGuard;
 use super::meet::Joining;
 use super::{Backend, RawBufs, RawShared, Transfer, Wait};
@@ -222,15 +221,16 @@ impl Backend for Gloo {
         let mut state = self.state.lock();
         self.ready()?;
         let op = OpDesc { verb: Verb::Alloc, dtype, op: None, root: None, count };
-        let layout = layout(&op)?;
+        let layout = Block::layout(&op)?;
         let mut turn = self.turn(&op, None);
         // A rank without memory says so instead of coming.
-        let result = Memory::new(layout).and_then(|memory| turn.enter(&mut state).map(|()| memory));
-        let memory = Arc::new(self.settle(&mut state, result)?);
-        let ptr = memory.ptr;
-        // SAFETY: fresh zeros, aligned as the layout says, that live while `memory` does; only this
-        // rank has them.
-        Ok(unsafe { RawShared::new(ptr, layout.size(), memory) })
+        let none = || {
+            let error = std::io::Error::from(std::io::ErrorKind::OutOfMemory);
+            Error::io(format!("obtaining {} bytes", layout.size()), &error)
+        };
+        let result = Block::new(layout).ok_or_else(none);
+        let result = result.and_then(|block| turn.enter(&mut state).map(|()| block));
+        self.settle(&mut state, result).map(Block::share)
     }
 
     fn abort(&self, reason: &str) {
@@ -261,42 +261,4 @@ fn alone(op: &OpDesc, input: Span<'_>, output: Span<'_>) {
         Some(reduce) => simd::fold(op.dtype, reduce, output, &[input]),
         None => output.copy_from(input),
     }
-}
-
-/// Memory of `alloc`.
-#[derive(Debug)]
-struct Memory {
-    ptr: NonNull<u8>,
-    layout: Layout,
-}
-
-// SAFETY: it owns plain bytes that only its holder's `RawShared` refers to.
-unsafe impl Send for Memory {}
-// SAFETY: as for `Send`; nothing here touches the bytes.
-unsafe impl Sync for Memory {}
-
-impl Memory {
-    fn new(layout: Layout) -> Result<Self> {
-        // SAFETY: the layout has a size, see `layout`.
-        let ptr = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) });
-        let none = || {
-            let error = std::io::Error::from(std::io::ErrorKind::OutOfMemory);
-            Error::io(format!("obtaining {} bytes", layout.size()), &error)
-        };
-        Ok(Self { ptr: ptr.ok_or_else(none)?, layout })
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: obtained with this layout, and freed once.
-        unsafe { std::alloc::dealloc(self.ptr.as_ptr(), self.layout) };
-    }
-}
-
-/// Whole cache lines, at least one.
-fn layout(op: &OpDesc) -> Result<Layout> {
-    let bytes = op.count.checked_mul(op.dtype.size());
-    let layout = bytes.and_then(|bytes| Layout::from_size_align(bytes.max(1), 64).ok());
-    layout.ok_or_else(|| Error::InvalidArgument(format!("{op}: more than memory can hold")))
 }

@@ -31,9 +31,7 @@ mod ring;
 mod sys;
 mod turn;
 
-use std::alloc::{Layout as Memory, alloc_zeroed, dealloc};
-use std::ptr::NonNull;
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -43,6 +41,7 @@ use self::control::Control;
 use self::frame::{Cause, Failure};
 use self::link::Link;
 use self::turn::Turn;
+use super::block::Block;
 use super::host::ForkGuard;
 use super::meet::Joining;
 use super::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemory, Wait};
@@ -314,21 +313,14 @@ impl Backend for Tcp {
         self.fork_check()?;
         let op = OpDesc { verb: Verb::Alloc, dtype, op: None, root: None, count };
         // The caller's mistake, seen before anything is sent.
-        let memory = count
-            .checked_mul(dtype.size())
-            .and_then(|bytes| Memory::from_size_align(bytes.max(1), 64).ok());
-        let memory = memory
-            .ok_or_else(|| Error::InvalidArgument(format!("{op}: more than memory can hold")))?;
+        let layout = Block::layout(&op)?;
         self.only_enter(&op)?;
-        let Some(block) = Block::new(memory) else {
+        let Some(block) = Block::new(layout) else {
             let reason = format!("{op}: no memory");
             self.abort(&reason);
             return self.note_failure(Err(Error::Aborted { by: self.rank, reason }));
         };
-        let ptr = block.ptr;
-        // SAFETY: fresh zeros, aligned as asked for, that live as long as the block; peers never
-        // touch them.
-        Ok(unsafe { RawShared::new(ptr, memory.size(), Arc::new(block)) })
+        Ok(block.share())
     }
 
     fn abort(&self, reason: &str) {
@@ -361,33 +353,5 @@ fn alone(op: &OpDesc, input: Span<'_>, output: Span<'_>) {
     match op.op {
         Some(reduce) => simd::fold(op.dtype, reduce, output, &[input]),
         None => output.copy_from(input),
-    }
-}
-
-/// Zeroed memory, freed on drop.
-#[derive(Debug)]
-struct Block {
-    ptr: NonNull<u8>,
-    memory: Memory,
-}
-
-// SAFETY: plain memory of the process, which only its one user touches.
-unsafe impl Send for Block {}
-// SAFETY: as for `Send`; a shared reference gives access to nothing.
-unsafe impl Sync for Block {}
-
-impl Block {
-    fn new(memory: Memory) -> Option<Self> {
-        assert!(memory.size() > 0, "the allocator wants a size");
-        // SAFETY: the size is not zero.
-        let ptr = unsafe { alloc_zeroed(memory) };
-        NonNull::new(ptr).map(|ptr| Self { ptr, memory })
-    }
-}
-
-impl Drop for Block {
-    fn drop(&mut self) {
-        // SAFETY: allocated with this layout, and freed once.
-        unsafe { dealloc(self.ptr.as_ptr(), self.memory) };
     }
 }

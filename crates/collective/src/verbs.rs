@@ -361,10 +361,12 @@ impl<'a> Verbs<'a> {
         let by_rank = rows.iter().enumerate().map(called).collect();
         let field = differs.unwrap_or("count");
         let error = Error::Mismatch { op: desc.verb.to_string(), field, by_rank };
-        self.backend.abort(&error.to_string());
         if let Some(recorder) = self.recorder {
             recorder.failed(self.backend, &error);
         }
+        // The first rank's abort must not reach one that does not have all rows yet.
+        drop(self.barrier());
+        self.backend.abort(&error.to_string());
         Err(error)
     }
 

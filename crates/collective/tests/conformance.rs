@@ -20,8 +20,6 @@ mod twin;
 use std::sync::Arc;
 use std::time::Duration;
 
-#[cfg(feature = "gloo")]
-use collective::Transport;
 use collective::sim::Network;
 use collective::{GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result};
 use common::{Role, Workers};
@@ -92,8 +90,7 @@ fn ranks_as_threads() {
 #[cfg(feature = "gloo")]
 #[test]
 fn ranks_over_gloo() {
-    let options = GroupOptions::default().with_timeout(TIMEOUT).with_transport(Transport::Gloo);
-    over(|world| common::joined(world, |_| options.clone()), THIN);
+    over(|world| common::over("gloo", world, TIMEOUT), THIN);
 }
 
 #[test]
@@ -106,13 +103,13 @@ fn ranks_of_a_simulated_network() {
 #[test]
 fn ranks_as_threads_over_tcp() {
     let scope = Scope { counts: &[0, 1, 33, 70_001], ..THIN };
-    over(|world| common::over_tcp(world, TIMEOUT), scope);
+    over(|world| common::over("tcp", world, TIMEOUT), scope);
 }
 
 #[test]
 fn ranks_as_threads_on_two_machines() {
     let scope = Scope { counts: &[0, 1, 33, 70_001], ..THIN };
-    over(|world| common::over_machines(world, TIMEOUT), scope);
+    over(|world| common::over("machines", world, TIMEOUT), scope);
 }
 
 #[test]

@@ -1,6 +1,6 @@
-//! The backend over libgloo: the right error, on every rank, in time, where gloo itself would abort,
-//! return garbage or wait in silence. That its results have the bits of every other backend is for
-//! the conformance suite.
+//! What is special about the backend over libgloo: its own reductions, messages that do not fit,
+//! joining. That its results have the bits of every other backend is for the conformance suite, and
+//! that its failures are told as by every other for `tests/fault/carriers.rs`.
 
 #![cfg(feature = "gloo")]
 #![expect(clippy::unwrap_used, reason = "tests")]
@@ -12,10 +12,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use collective::{
-    Determinism, Error, GroupOptions, MemoryStore, Message, ProcessGroup, ReduceOp, Result,
-    SharedBuf, TcpStore, Transport,
+    Error, GroupOptions, MemoryStore, Message, ProcessGroup, ReduceOp, Result, SharedBuf, TcpStore,
 };
-use common::{DEADLINE, Role, Workers};
+use common::{DEADLINE, Role, Workers, over, play};
 use half::{bf16, f16};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -23,27 +22,16 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 const SOON: Duration = Duration::from_secs(5);
 
 fn options(timeout: Duration) -> GroupOptions {
-    GroupOptions::default().with_timeout(timeout).with_transport(Transport::Gloo)
+    common::options("gloo", 0, timeout)
 }
 
 /// Calls `rank` on every rank of a group over gloo, as threads of this process.
 fn threads<T: Send>(
     world: usize,
-    options: &GroupOptions,
+    timeout: Duration,
     rank: impl Fn(ProcessGroup) -> T + Sync,
 ) -> Vec<T> {
-    let store = Arc::new(MemoryStore::new());
-    std::thread::scope(|scope| {
-        let rank = &rank;
-        let ranks: Vec<_> = (0..world)
-            .map(|number| {
-                let (store, options) = (Arc::clone(&store), options.clone());
-                let join = move || ProcessGroup::from_store(store, number, world, options).unwrap();
-                scope.spawn(move || rank(join()))
-            })
-            .collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    })
+    play(over("gloo", world, timeout), rank)
 }
 
 /// The verbs that move, each against what it says.
@@ -184,16 +172,15 @@ fn fast(group: &ProcessGroup) -> Result<()> {
 #[test]
 fn every_rank_gets_what_is_sent() {
     for world in 1..=5 {
-        threads(world, &options(TIMEOUT), |group| moves(&group).unwrap());
-        threads(world, &options(TIMEOUT), |group| messages(&group).unwrap());
+        threads(world, TIMEOUT, |group| moves(&group).unwrap());
+        threads(world, TIMEOUT, |group| messages(&group).unwrap());
     }
 }
 
 #[test]
 fn gloos_own_reductions_agree_on_all_ranks() {
-    let options = options(TIMEOUT).with_determinism(Determinism::Fast);
     for world in 1..=5 {
-        threads(world, &options, |group| fast(&group).unwrap());
+        play(over("gloo-fast", world, TIMEOUT), |group| fast(&group).unwrap());
     }
 }
 
@@ -201,7 +188,7 @@ fn gloos_own_reductions_agree_on_all_ranks() {
 fn ranks_as_processes() {
     for world in 1..=4 {
         let ranks: Vec<_> = (0..world).collect();
-        Workers::start("moves", world, &ranks, TIMEOUT).finish();
+        Workers::start_over("gloo", "moves", world, &ranks, TIMEOUT).finish();
     }
 }
 
@@ -221,66 +208,10 @@ fn a_name_may_be_used_again_when_its_group_is_gone() {
     }
 }
 
-/// Two ranks call what `call` says; both must see `field` differ, name what each called, and have
-/// their bytes unchanged.
-fn mismatch(
-    determinism: Determinism,
-    field: &str,
-    call: impl Fn(&ProcessGroup, &mut [f32], &mut [f32]) -> Result<()> + Sync,
-) {
-    for count in [10, 100_000] {
-        let options = options(TIMEOUT).with_determinism(determinism);
-        threads(2, &options, |group| {
-            let start = Instant::now();
-            let fill: Vec<f32> = (0..count).map(|i| (i + group.rank()) as f32).collect();
-            let (mut one, mut two) = (fill.clone(), fill.repeat(2));
-            let error = call(&group, &mut one, &mut two).unwrap_err();
-            assert!(start.elapsed() < SOON);
-            let Error::Mismatch { field: got, by_rank, .. } = &error else { panic!("{error}") };
-            assert_eq!(*got, field, "{error}");
-            assert_eq!(by_rank.iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [0, 1]);
-            assert_ne!(by_rank[0].1, by_rank[1].1);
-            assert_eq!(one, fill);
-            assert_eq!(two, fill.repeat(2));
-            let next = group.barrier().unwrap_err();
-            assert!(matches!(next, Error::Poisoned(_)), "{next}");
-        });
-    }
-}
-
-#[test]
-fn different_calls_are_a_mismatch_and_change_nothing() {
-    let sum = ReduceOp::Sum;
-    for determinism in [Determinism::RankOrder, Determinism::Fast] {
-        mismatch(determinism, "verb", |group, one, two| match group.rank() {
-            0 => group.all_gather(two, one),
-            _ => group.reduce_scatter(one, two, sum),
-        });
-        mismatch(determinism, "verb", |group, one, two| match group.rank() {
-            0 => group.all_to_all(two, &one.repeat(2)),
-            _ => group.barrier(),
-        });
-        // Gloo itself returns garbage.
-        mismatch(determinism, "dtype", |group, one, _| match group.rank() {
-            0 => group.all_reduce(one, sum),
-            _ => group.all_reduce(&mut vec![1_i32; one.len()], sum),
-        });
-        // Gloo itself ends the process.
-        mismatch(determinism, "count", |group, one, _| {
-            let count = one.len() - group.rank();
-            group.all_reduce(&mut one[..count], sum)
-        });
-        mismatch(determinism, "op", |group, one, _| {
-            group.reduce(one, if group.rank() == 0 { sum } else { ReduceOp::Max }, 0)
-        });
-        mismatch(determinism, "root", |group, one, _| group.broadcast(one, group.rank()));
-    }
-}
-
 #[test]
 fn a_message_that_is_not_expected_does_not_land() {
     for wrong in 0..3 {
-        threads(3, &options(TIMEOUT), |group| {
+        threads(3, TIMEOUT, |group| {
             let start = Instant::now();
             let mut buf = [7_u32; 100].map(|x| x as f32);
             let error = match group.rank() {
@@ -311,36 +242,10 @@ fn a_message_that_is_not_expected_does_not_land() {
 }
 
 #[test]
-fn ranks_that_never_come_are_named_in_time() {
-    let timeout = Duration::from_millis(500);
-    let errors = threads(4, &options(timeout), |group| {
-        let start = Instant::now();
-        // Ranks 1 and 3 keep the group but do something else.
-        if group.rank() % 2 == 1 {
-            std::thread::sleep(2 * timeout);
-            let late = group.barrier().unwrap_err();
-            assert!(matches!(late, Error::Aborted { .. }), "{late}");
-            return None;
-        }
-        let error = group.all_reduce(&mut [1.0_f32; 5000], ReduceOp::Sum).unwrap_err();
-        let waited = start.elapsed();
-        assert!(waited >= timeout.mul_f32(0.8) && waited < timeout + SOON, "{waited:?}");
-        let next = group.barrier().unwrap_err();
-        assert!(matches!(next, Error::Poisoned(_)), "{next}");
-        Some(error)
-    });
-    for error in errors.into_iter().flatten() {
-        let Error::Timeout { missing, op, .. } = &error else { panic!("{error}") };
-        assert_eq!(missing, &[1, 3]);
-        assert!(op.contains("all_reduce #"), "{op}");
-    }
-}
-
-#[test]
 fn a_sender_and_a_receiver_who_wait_in_vain_name_the_other() {
     for receives in [false, true] {
         let timeout = Duration::from_millis(300);
-        threads(2, &options(timeout), |group| {
+        threads(2, timeout, |group| {
             if group.rank() == 1 {
                 std::thread::sleep(2 * timeout);
                 return;
@@ -356,21 +261,10 @@ fn a_sender_and_a_receiver_who_wait_in_vain_name_the_other() {
 }
 
 #[test]
-fn a_rank_that_never_joins_is_named() {
-    let store = Arc::new(MemoryStore::new());
-    let start = Instant::now();
-    let options = options(Duration::from_millis(300));
-    let error = ProcessGroup::from_store(store, 1, 3, options).unwrap_err();
-    let Error::Timeout { missing, op, .. } = &error else { panic!("{error}") };
-    assert_eq!((missing.as_slice(), op.as_str()), (&[0, 2][..], "joining group default"));
-    assert!(start.elapsed() < SOON);
-}
-
-#[test]
 fn a_rank_that_said_where_it_is_and_then_died_is_named() {
     // Both meshes of both ranks: sockets of a process that is gone.
     let store = Arc::new(MemoryStore::new());
-    let workers = Workers::start("vanish", 2, &[0], Duration::from_secs(2));
+    let workers = Workers::start_over("gloo", "vanish", 2, &[0], Duration::from_secs(2));
     for (file, key) in [("place-0", "default/1/place/0"), ("member-0", "default/1/gloo/0")] {
         let said = workers.file(file);
         let bytes: Vec<u8> = said.split(' ').map(|byte| byte.parse().unwrap()).collect();
@@ -388,55 +282,11 @@ fn a_rank_that_said_where_it_is_and_then_died_is_named() {
     }
 }
 
-#[test]
-fn abort_wakes_everyone() {
-    for determinism in [Determinism::RankOrder, Determinism::Fast] {
-        let options = options(TIMEOUT).with_determinism(determinism);
-        let errors = threads(4, &options, |group| {
-            let start = Instant::now();
-            if group.rank() == 2 {
-                std::thread::sleep(Duration::from_millis(50));
-                group.abort("the data loader is out of data");
-            }
-            let error = match group.rank() {
-                1 => group.all_reduce_async(vec![1_u8; 9], ReduceOp::Sum).unwrap().wait().map(drop),
-                3 => group.recv(&mut [0_u8; 9], 0),
-                _ => group.barrier(),
-            };
-            assert!(start.elapsed() < SOON);
-            error.unwrap_err()
-        });
-        for error in errors {
-            let Error::Aborted { by: 2, reason } = &error else { panic!("{error}") };
-            assert_eq!(reason, "the data loader is out of data");
-        }
-    }
-}
-
-#[test]
-fn a_rank_that_leaves_early_is_named() {
-    let errors = threads(3, &options(TIMEOUT), |group| {
-        let start = Instant::now();
-        if group.rank() == 1 {
-            return None;
-        }
-        let error = match group.rank() {
-            0 => group.all_reduce(&mut [0_i64; 3000], ReduceOp::Sum).unwrap_err(),
-            _ => group.recv(&mut [0_u8; 3], 1).unwrap_err(),
-        };
-        assert!(start.elapsed() < SOON);
-        Some(error)
-    });
-    for error in errors.into_iter().flatten() {
-        assert!(matches!(error, Error::Aborted { by: 1, .. }), "{error}");
-    }
-}
-
 /// The last of everything arrives although its sender is gone.
 #[test]
 fn a_rank_may_leave_when_its_part_is_done() {
     for _ in 0..20 {
-        threads(3, &options(TIMEOUT), |group| {
+        threads(3, TIMEOUT, |group| {
             let mut all = vec![0_i32; 3 * 50_000];
             group.all_gather(&mut all, &vec![group.rank() as i32; 50_000]).unwrap();
             match group.rank() {
@@ -450,33 +300,8 @@ fn a_rank_may_leave_when_its_part_is_done() {
 }
 
 #[test]
-fn a_killed_rank_is_named_by_every_survivor() {
-    for round in 0..8_u64 {
-        let world = 2 + round as usize % 3;
-        let ranks: Vec<_> = (0..world).collect();
-        let scenario = if round % 2 == 0 { "work" } else { "work-fast" };
-        let mut workers = Workers::start(scenario, world, &ranks, TIMEOUT);
-        for rank in &ranks {
-            workers.file(&format!("ready-{rank}"));
-        }
-        let victim = (round as usize * 7 + 1) % world;
-        // To hit another point each time.
-        std::thread::sleep(Duration::from_micros(round * round * 1370 % 9000));
-        let pid = workers.children[victim].id();
-        workers.children[victim].kill().unwrap();
-        let start = Instant::now();
-        for rank in ranks.into_iter().filter(|&rank| rank != victim) {
-            let report = workers.file(&format!("report-{rank}"));
-            assert!(report.contains(&format!("rank {victim} (pid {pid}) died")), "{report}");
-            assert!(workers.wait(rank).success());
-        }
-        assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
-    }
-}
-
-#[test]
 fn a_group_is_split_and_rebuilt_over_gloo() {
-    threads(4, &options(TIMEOUT), |group| {
+    threads(4, TIMEOUT, |group| {
         let rank = group.rank();
         let half = group.split(Some(rank as u32 % 2), 0).unwrap().unwrap();
         let mut sum = [rank as i64];
@@ -495,58 +320,13 @@ fn a_group_is_split_and_rebuilt_over_gloo() {
     });
 }
 
-#[test]
-fn a_rank_stopped_in_the_middle_is_named_in_time() {
-    for (scenario, world) in [("work", 3), ("work-fast", 3)] {
-        let ranks: Vec<_> = (0..world).collect();
-        let workers = Workers::start(scenario, world, &ranks, Duration::from_secs(3));
-        for rank in &ranks {
-            workers.file(&format!("ready-{rank}"));
-        }
-        let pid = workers.children[1].id().to_string();
-        let stopped = std::process::Command::new("kill").args(["-STOP", &pid]).status().unwrap();
-        assert!(stopped.success());
-        for rank in ranks.into_iter().filter(|&rank| rank != 1) {
-            let report = workers.file(&format!("report-{rank}"));
-            assert!(report.contains("timed out"), "{report}");
-            assert!(report.ends_with("missing rank 1"), "{report}");
-        }
-    }
-}
-
-/// Works without end, in all ways there are, until the group fails.
-fn work_until_failure(group: &ProcessGroup, ready: impl Fn()) -> Result<()> {
-    let (rank, world) = (group.rank(), group.world_size());
-    let (mut small, mut large) = (vec![1_i32; 10], vec![1.0_f32; 1 << 20]);
-    for round in 0.. {
-        group.all_reduce(&mut small, ReduceOp::Max)?;
-        group.all_reduce(&mut large, ReduceOp::Avg)?;
-        group.reduce(&mut large, ReduceOp::Avg, round % world)?;
-        group.broadcast(&mut large, round % world)?;
-        let mut into = [0_u8; 9];
-        let ring = [
-            Message::send(&[1_u8; 9], (rank + 1) % world),
-            Message::recv(&mut into, (rank + world - 1) % world),
-        ];
-        group.batch_isend_irecv(ring.into())?;
-        group.barrier()?;
-        if round == 0 {
-            ready();
-        }
-    }
-    Ok(())
-}
-
 /// Not a test: what a process rank runs.
 #[test]
 fn worker() {
     let Some(role) = Role::from_env() else { return };
-    let store = Arc::new(TcpStore::connect("127.0.0.1", role.port, role.timeout).unwrap());
-    let mut options = options(role.timeout);
-    if role.scenario == "work-fast" {
-        options = options.with_determinism(Determinism::Fast);
-    }
     if role.scenario == "vanish" {
+        let store = Arc::new(TcpStore::connect(&role.host, role.port, role.timeout).unwrap());
+        let options = options(role.timeout);
         let known = Arc::clone(&store);
         std::thread::spawn(move || ProcessGroup::from_store(known, role.rank, role.world, options));
         // Rank 1 is there as far as rank 0 can see, so that it goes on to say where it listens.
@@ -562,17 +342,7 @@ fn worker() {
         std::thread::sleep(DEADLINE);
         return;
     }
-    let group = ProcessGroup::from_store(store, role.rank, role.world, options).unwrap();
-    match role.scenario.as_str() {
-        "moves" => {
-            moves(&group).unwrap();
-            messages(&group).unwrap();
-        }
-        _ => {
-            let ready =
-                || std::fs::write(role.dir.join(format!("ready-{}", role.rank)), "").unwrap();
-            let error = work_until_failure(&group, ready).unwrap_err();
-            role.report(&error.to_string());
-        }
-    }
+    let group = role.join().unwrap();
+    moves(&group).unwrap();
+    messages(&group).unwrap();
 }

@@ -1,8 +1,8 @@
-//! What goes wrong with ranks that are connected over TCP: the right error, on every rank, in time.
-//! Over the loopback here; over network namespaces, where cables are cut, in [`hosts`].
+//! What is special about ranks that are connected over TCP: who is let in, whom a timeout blames,
+//! messages that do not fit; the failures of every transport are in `tests/fault/carriers.rs`. Over
+//! the loopback here; over network namespaces, where cables are cut, in [`hosts`].
 
 #![expect(clippy::unwrap_used, reason = "tests")]
-#![expect(unsafe_code, reason = "tests fork and stop processes")]
 #![expect(clippy::print_stderr, reason = "a test says why it is ignored")]
 
 #[expect(dead_code, reason = "the other tests use the rest")]
@@ -17,9 +17,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use collective::{
-    Error, GroupOptions, MemoryStore, Message, ProcessGroup, ReduceOp, Result, Store, Transport,
+    Error, GroupOptions, MemoryStore, Message, ProcessGroup, ReduceOp, Store, Transport,
 };
-use common::{DEADLINE, Role, Workers, over_machines, over_tcp, play, wait_for};
+use common::{DEADLINE, Role, Workers, over, play, wait_for};
 use half::f16;
 
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -37,26 +37,10 @@ fn over_both<T: Send>(
     timeout: Duration,
     rank: impl Fn(ProcessGroup) -> T + Sync,
 ) -> Vec<T> {
-    [over_tcp, over_machines]
+    ["tcp", "machines"]
         .into_iter()
-        .flat_map(|groups| play(groups(world, timeout), &rank))
+        .flat_map(|transport| play(over(transport, world, timeout), &rank))
         .collect()
-}
-
-/// Works without end, in all ways there are, until the group fails.
-fn work_until_failure(group: &ProcessGroup, ready: impl Fn()) -> Result<()> {
-    let (mut small, mut large) = (vec![1_i32; 10], vec![1.0_f32; 400_000]);
-    for round in 0.. {
-        group.all_reduce(&mut small, ReduceOp::Max)?;
-        group.all_reduce(&mut large, ReduceOp::Avg)?;
-        large = group.all_reduce_async(large, ReduceOp::Avg)?.wait()?;
-        group.broadcast(&mut large, round % group.world_size())?;
-        group.barrier()?;
-        if round == 0 {
-            ready();
-        }
-    }
-    Ok(())
 }
 
 #[test]
@@ -73,15 +57,15 @@ fn every_size_has_the_bits_of_shared_memory() {
     };
     for world in [2, 3] {
         let host = play(ProcessGroup::threads(world, TIMEOUT).unwrap(), reduced);
-        for groups in [over_tcp, over_machines] {
-            assert!(host == play(groups(world, TIMEOUT), reduced), "{world} ranks");
+        for transport in ["tcp", "machines"] {
+            assert!(host == play(over(transport, world, TIMEOUT), reduced), "{world} ranks");
         }
     }
 }
 
 #[test]
 fn the_group_says_what_carries_it() {
-    for group in over_tcp(2, TIMEOUT) {
+    for group in over("tcp", 2, TIMEOUT) {
         assert_eq!((group.backend_name(), group.backend_reason()), ("tcp", "it was asked for"));
     }
     let store = Arc::new(MemoryStore::new());
@@ -92,7 +76,7 @@ fn the_group_says_what_carries_it() {
 
 #[test]
 fn subgroups_and_the_survivors_are_over_tcp_too() {
-    play(over_tcp(3, TIMEOUT), |group| {
+    play(over("tcp", 3, TIMEOUT), |group| {
         let pair = group.split((group.rank() < 2).then_some(0), 0).unwrap();
         if let Some(pair) = pair {
             assert_eq!((pair.backend_name(), pair.world_size()), ("tcp", 2));
@@ -113,7 +97,7 @@ fn subgroups_and_the_survivors_are_over_tcp_too() {
 /// Of two machines one is left.
 #[test]
 fn survivors_of_one_machine_share_its_memory() {
-    play(over_machines(3, TIMEOUT), |group| {
+    play(over("machines", 3, TIMEOUT), |group| {
         assert_eq!(group.backend_name(), "tcp");
         if group.rank() == 1 {
             return;
@@ -123,53 +107,6 @@ fn survivors_of_one_machine_share_its_memory() {
         assert_eq!((left.backend_name(), left.world_size()), ("host", 2));
         left.barrier().unwrap();
     });
-}
-
-#[test]
-fn a_killed_rank_is_named_by_every_survivor() {
-    for round in 0..16_u64 {
-        let world = 2 + round as usize % 3;
-        let ranks: Vec<_> = (0..world).collect();
-        let transport = ["tcp", "machines"][round as usize / 3 % 2];
-        let mut workers = Workers::start_over(transport, "work", world, &ranks, TIMEOUT);
-        for rank in &ranks {
-            workers.file(&format!("ready-{rank}"));
-        }
-        let victim = (round as usize * 7 + 1) % world;
-        // To hit another point each time.
-        std::thread::sleep(Duration::from_micros(round * round * 137 % 5000));
-        let pid = workers.children[victim].id();
-        workers.children[victim].kill().unwrap();
-        let start = Instant::now();
-        for rank in ranks.into_iter().filter(|&rank| rank != victim) {
-            let report = workers.file(&format!("report-{rank}"));
-            assert!(report.contains(&format!("rank {victim} (pid {pid}) died")), "{report}");
-            assert!(workers.wait(rank).success());
-        }
-        assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
-    }
-}
-
-#[test]
-fn a_stopped_rank_is_named_by_all_who_wait_for_one_another() {
-    let timeout = Duration::from_secs(2);
-    for (victim, transport) in
-        [(0, "tcp"), (1, "tcp"), (2, "tcp"), (0, "machines"), (1, "machines")]
-    {
-        let workers = Workers::start_over(transport, "work", 3, &[0, 1, 2], timeout);
-        for rank in 0..3 {
-            workers.file(&format!("ready-{rank}"));
-        }
-        let pid = workers.children[victim].id().cast_signed();
-        // SAFETY: stops our own child, which is killed when the test is over.
-        assert_eq!(unsafe { libc::kill(pid, libc::SIGSTOP) }, 0);
-        let start = Instant::now();
-        for rank in (0..3).filter(|&rank| rank != victim) {
-            let report = workers.file(&format!("report-{rank}"));
-            assert!(report.ends_with(&format!("still missing rank {victim}")), "{report}");
-        }
-        assert!(start.elapsed() < timeout + SOON, "{:?}", start.elapsed());
-    }
 }
 
 #[test]
@@ -186,43 +123,6 @@ fn a_rank_that_computes_finds_out_at_its_next_call() {
     let report = workers.file("report-0");
     assert!(report.contains(&format!("rank 1 (pid {pid}) died")), "{report}");
     assert!(start.elapsed() < SOON);
-}
-
-#[test]
-fn a_rank_that_never_joins_is_named() {
-    let timeout = Duration::from_millis(500);
-    let workers = Workers::start_over("tcp", "work", 3, &[0, 2], timeout);
-    for rank in [0, 2] {
-        let report = workers.file(&format!("report-{rank}"));
-        assert!(report.contains("joining group default: timed out"), "{report}");
-        assert!(report.ends_with("missing rank 1"), "{report}");
-    }
-}
-
-#[test]
-fn ranks_that_never_come_are_named_in_time() {
-    let timeout = Duration::from_millis(300);
-    let errors = over_both(4, timeout, |group| {
-        let start = Instant::now();
-        // Ranks 1 and 3 keep the group but do something else.
-        if group.rank() % 2 == 1 {
-            std::thread::sleep(2 * timeout);
-            let late = group.barrier().unwrap_err();
-            assert!(matches!(late, Error::Aborted { .. }), "{late}");
-            return None;
-        }
-        let error = group.all_reduce(&mut [1.0_f32; 5000], ReduceOp::Sum).unwrap_err();
-        let waited = start.elapsed();
-        assert!(waited >= timeout.mul_f32(0.9) && waited < timeout + SOON, "{waited:?}");
-        let next = group.barrier().unwrap_err();
-        assert!(matches!(next, Error::Poisoned(_)), "{next}");
-        Some(error)
-    });
-    for error in errors.into_iter().flatten() {
-        let Error::Timeout { missing, op, .. } = &error else { panic!("{error}") };
-        assert_eq!(missing, &[1, 3]);
-        assert!(op.contains("all_reduce #1"), "{op}");
-    }
 }
 
 #[test]
@@ -243,64 +143,6 @@ fn whoever_waits_for_a_third_is_not_blamed() {
         let Error::Timeout { missing, .. } = &error else { panic!("{error}") };
         assert_eq!(missing, &[3]);
     }
-}
-
-/// Two ranks call, with the same buffers, what `call` says; both must see `field` differ, name what
-/// each called, and have their bytes unchanged.
-fn mismatch(
-    field: &str,
-    call: impl Fn(&ProcessGroup, &mut [f32], &mut [f32]) -> Result<()> + Sync,
-) {
-    for count in [10, 1_000_000] {
-        over_both(3, TIMEOUT, |group| {
-            let start = Instant::now();
-            let fill: Vec<f32> = (0..count).map(|i| (i + group.rank()) as f32).collect();
-            let (mut one, mut two) = (fill.clone(), fill.repeat(3));
-            let error = call(&group, &mut one, &mut two).unwrap_err();
-            assert!(start.elapsed() < SOON);
-            let Error::Mismatch { field: got, by_rank, .. } = &error else { panic!("{error}") };
-            assert_eq!(*got, field, "{error}");
-            assert_eq!(by_rank.iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [0, 1, 2]);
-            assert!(by_rank.iter().any(|(_, call)| *call != by_rank[0].1), "{error}");
-            assert!(one == fill && two == fill.repeat(3));
-            let next = group.barrier().unwrap_err();
-            assert!(matches!(next, Error::Poisoned(_)), "{next}");
-        });
-    }
-}
-
-#[test]
-fn different_calls_are_a_mismatch_and_change_nothing() {
-    let sum = ReduceOp::Sum;
-    mismatch("verb", |group, one, _| match group.rank() {
-        0 => group.all_reduce(one, sum),
-        _ => group.barrier(),
-    });
-    mismatch("verb", |group, one, two| match group.rank() {
-        1 => group.all_gather(two, one),
-        _ => group.reduce_scatter(one, two, sum),
-    });
-    mismatch("verb", |group, one, two| match group.rank() {
-        2 => group.gather(two, one, 2),
-        _ => group.scatter(one, if group.rank() == 0 { two } else { &[] }, 0),
-    });
-    mismatch("dtype", |group, one, _| match group.rank() {
-        0 => group.all_reduce(one, sum),
-        _ => group.all_reduce(&mut vec![f16::ONE; one.len()], sum),
-    });
-    mismatch("op", |group, one, _| {
-        group.all_reduce(one, if group.rank() == 0 { sum } else { ReduceOp::Avg })
-    });
-    mismatch("root", |group, one, _| group.broadcast(one, group.rank()));
-    mismatch("count", |group, one, _| {
-        let count = one.len() - group.rank();
-        group.all_reduce(&mut one[..count], sum)
-    });
-    // From one algorithm to another.
-    mismatch("count", |group, one, two| match group.rank() {
-        0 => group.all_reduce(&mut one[..5], sum),
-        _ => group.all_reduce(two, sum),
-    });
 }
 
 #[test]
@@ -365,54 +207,6 @@ fn messages_to_each_other_larger_than_any_buffer_do_not_lock_up() {
 }
 
 #[test]
-fn abort_wakes_everyone() {
-    let errors = over_both(4, TIMEOUT, |group| {
-        let start = Instant::now();
-        if group.rank() == 2 {
-            std::thread::sleep(Duration::from_millis(50));
-            group.abort("the data loader is out of data");
-        }
-        let error = match group.rank() {
-            // The communication thread, asleep.
-            1 => group.all_reduce_async(vec![1_u8; 9], ReduceOp::Sum).unwrap().wait().unwrap_err(),
-            _ => group.barrier().unwrap_err(),
-        };
-        assert!(start.elapsed() < SOON);
-        error
-    });
-    for error in errors {
-        let Error::Aborted { by: 2, reason } = &error else { panic!("{error}") };
-        assert_eq!(reason, "the data loader is out of data");
-    }
-}
-
-#[test]
-fn an_abort_reaches_the_others_though_the_process_ends_at_once() {
-    let workers = Workers::start_over("tcp", "abort", 3, &[0, 1, 2], TIMEOUT);
-    for rank in [0, 2] {
-        let report = workers.file(&format!("report-{rank}"));
-        assert_eq!(report, "the group was aborted by rank 1: enough");
-    }
-}
-
-#[test]
-fn a_rank_that_leaves_early_is_named() {
-    let errors = over_both(3, TIMEOUT, |group| {
-        let start = Instant::now();
-        if group.rank() == 1 {
-            return None;
-        }
-        let error = group.all_reduce(&mut [0_i64; 3000], ReduceOp::Sum).unwrap_err();
-        assert!(start.elapsed() < SOON);
-        Some(error)
-    });
-    for error in errors.into_iter().flatten() {
-        let Error::Aborted { by: 1, reason } = &error else { panic!("{error}") };
-        assert!(reason.starts_with("it left the group before all_reduce"), "{reason}");
-    }
-}
-
-#[test]
 fn a_rank_may_leave_while_others_still_receive() {
     for _ in 0..20 {
         over_both(3, TIMEOUT, |group| {
@@ -421,15 +215,6 @@ fn a_rank_may_leave_while_others_still_receive() {
             assert!(x.iter().all(|&x| x == 0.0));
         });
     }
-}
-
-#[test]
-fn a_group_that_all_leave_in_order_fails_nowhere() {
-    let workers = Workers::start_over("tcp", "leave", 3, &[0, 1, 2], TIMEOUT);
-    for rank in 0..3 {
-        assert_eq!(workers.file(&format!("report-{rank}")), "done");
-    }
-    workers.finish();
 }
 
 #[test]
@@ -508,80 +293,24 @@ fn a_rank_that_ended_before_it_was_connected_to_is_named_at_once() {
     assert!(start.elapsed() < SOON);
 }
 
-#[test]
-fn a_fork_may_not_use_the_group_and_does_it_no_harm() {
-    over_both(2, TIMEOUT, |group| {
-        // SAFETY: the child allocates little, which libc allows after a fork, and exits.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            let refused = matches!(group.barrier(), Err(Error::InvalidArgument(_)));
-            group.abort("the child's opinion");
-            drop(group);
-            // SAFETY: ends the child without running the parent's destructors.
-            unsafe { libc::_exit(i32::from(!refused)) };
-        }
-        let mut status = 0;
-        // SAFETY: waits for our own child.
-        unsafe { libc::waitpid(child, &raw mut status, 0) };
-        assert_eq!(status, 0);
-        group.barrier().unwrap();
-    });
-}
-
-/// Descriptors and threads of this process.
-fn holdings() -> [usize; 2] {
-    ["/proc/self/fd", "/proc/self/task"].map(|path| fs::read_dir(path).unwrap().count())
-}
-
-#[test]
-fn groups_that_came_and_went_leave_nothing() {
-    let workers = Workers::start("churn", 1, &[0], TIMEOUT);
-    assert_eq!(workers.file("report-0"), "nothing left");
-    workers.finish();
-}
-
-/// In a process of its own, where no other test opens anything.
-fn churn() -> String {
-    let come_and_go = |round: usize| {
-        over_both(2, TIMEOUT, |group| match round % 3 {
-            0 => group.barrier().unwrap(),
-            1 => group.abort("enough"),
-            _ => drop(group.all_reduce_async(vec![1_u8; 9], ReduceOp::Sum).unwrap()),
-        });
-    };
-    (0..3).for_each(come_and_go);
-    let before = holdings();
-    (0..100).for_each(come_and_go);
-    let no_more = || holdings().iter().zip(&before).all(|(after, before)| after <= before);
-    // The system takes a moment to forget a thread that was joined.
-    let start = Instant::now();
-    while !no_more() && start.elapsed() < SOON {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    if no_more() { "nothing left".into() } else { format!("{before:?} became {:?}", holdings()) }
-}
-
 /// Not a test: what a process rank runs.
 #[test]
 fn worker() {
     let Some(role) = Role::from_env() else { return };
-    match role.scenario.as_str() {
-        "churn" => return role.report(&churn()),
-        "store" => return hosts::serve(&role),
-        _ => {}
+    if role.scenario == "store" {
+        return hosts::serve(&role);
     }
     let group = match role.join() {
         Ok(group) => group,
         Err(error) => return role.report(&error.to_string()),
     };
-    let ready = || fs::write(role.dir.join(format!("ready-{}", role.rank)), "").unwrap();
     let result = match role.scenario.as_str() {
-        "work" => work_until_failure(&group, ready),
+        "work" => common::work_until_failure(&group, 400_000, || role.ready()),
         "count" => hosts::work_a_while(&group),
         "compute" => match role.rank {
             0 => {
                 group.barrier().unwrap();
-                ready();
+                role.ready();
                 wait_for(|| fs::read(role.dir.join("go")).ok(), "the word");
                 group.barrier()
             }
@@ -593,14 +322,6 @@ fn worker() {
             }
             _ => group.barrier().and_then(|()| group.barrier()),
         },
-        "abort" if role.rank == 1 => {
-            group.barrier().unwrap();
-            group.abort("enough");
-            std::process::exit(0);
-        }
-        // The abort may overtake the end of the first barrier.
-        "abort" => group.barrier().and_then(|()| group.barrier()),
-        "leave" => group.all_reduce(&mut vec![1.0_f32; 100_000], ReduceOp::Sum),
         other => panic!("no scenario {other}"),
     };
     role.report(&result.map_or_else(|error| error.to_string(), |()| "done".into()));

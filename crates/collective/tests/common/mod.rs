@@ -13,7 +13,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use collective::{
-    GroupOptions, MemoryStore, ProcessGroup, Rank, Result, TcpStore, TcpStoreServer, Transport,
+    Determinism, GroupOptions, MemoryStore, Message, ProcessGroup, Rank, ReduceOp, Result,
+    SharedBuf, TcpStore, TcpStoreServer, Transport,
 };
 
 /// Nothing in these tests may take longer, on a loaded machine and under a sanitizer.
@@ -28,19 +29,27 @@ pub(crate) fn threads<T: Send>(
     play(ProcessGroup::threads(world, timeout).unwrap(), rank)
 }
 
-/// A group over TCP whose ranks are this process's; each has been joined on a thread of its own.
-pub(crate) fn over_tcp(world: usize, timeout: Duration) -> Vec<ProcessGroup> {
-    let options = GroupOptions::default().with_timeout(timeout).with_transport(Transport::Tcp);
-    joined(world, |_| options.clone())
+/// A group over a transport, see [`options`], whose ranks are this process's; each has been joined
+/// on a thread of its own.
+pub(crate) fn over(transport: &str, world: usize, timeout: Duration) -> Vec<ProcessGroup> {
+    joined(world, |rank| options(transport, rank, timeout))
 }
 
-/// The same on two machines, in turn: ranks of one share memory.
-pub(crate) fn over_machines(world: usize, timeout: Duration) -> Vec<ProcessGroup> {
-    joined(world, |rank| GroupOptions::default().with_timeout(timeout).with_host_id(machine(rank)))
-}
-
-fn machine(rank: Rank) -> &'static str {
-    ["even", "odd"][rank % 2]
+/// What a rank joins with, by a transport's name. With `machines`, ranks are on two, in turn, and
+/// those of one share memory; with `gloo-fast`, gloo's own reductions serve.
+pub(crate) fn options(transport: &str, rank: Rank, timeout: Duration) -> GroupOptions {
+    let options = GroupOptions::default().with_timeout(timeout);
+    match transport {
+        "auto" => options,
+        "host" => options.with_transport(Transport::Host),
+        "tcp" => options.with_transport(Transport::Tcp),
+        "machines" => {
+            options.with_transport(Transport::Host).with_host_id(["even", "odd"][rank % 2])
+        }
+        "gloo" => options.with_transport(Transport::Gloo),
+        "gloo-fast" => options.with_transport(Transport::Gloo).with_determinism(Determinism::Fast),
+        other => panic!("no transport {other}"),
+    }
 }
 
 /// Ranks of this process that meet in a store.
@@ -94,7 +103,7 @@ impl Drop for Dir {
 #[derive(Debug)]
 pub(crate) struct Role {
     pub(crate) scenario: String,
-    /// A transport's name, or `machines`: ranks are on two, in turn.
+    /// As [`options`] knows it.
     pub(crate) transport: String,
     pub(crate) rank: Rank,
     pub(crate) world: usize,
@@ -125,20 +134,18 @@ impl Role {
 
     pub(crate) fn join(&self) -> Result<ProcessGroup> {
         let store = Arc::new(TcpStore::connect(&self.host, self.port, self.timeout)?);
-        let options = GroupOptions::default().with_timeout(self.timeout);
-        let options = match self.transport.as_str() {
-            "auto" => options,
-            "host" => options.with_transport(Transport::Host),
-            "tcp" => options.with_transport(Transport::Tcp),
-            "machines" => options.with_host_id(machine(self.rank)),
-            other => panic!("no transport {other}"),
-        };
+        let options = options(&self.transport, self.rank, self.timeout);
         ProcessGroup::from_store(store, self.rank, self.world, options)
     }
 
     /// Leaves a result for the parent.
     pub(crate) fn report(&self, text: &str) {
         self.write(&format!("report-{}", self.rank), text);
+    }
+
+    /// Tells the parent that this rank has come so far.
+    pub(crate) fn ready(&self) {
+        self.write(&format!("ready-{}", self.rank), "");
     }
 
     /// Makes a file that is there whole or not at all.
@@ -199,6 +206,13 @@ impl Workers {
         wait_for(|| fs::read_to_string(self.dir.0.join(name)).ok(), name)
     }
 
+    /// Waits until these ranks have said that they are [`ready`](Role::ready).
+    pub(crate) fn all_ready(&self, ranks: &[Rank]) {
+        for rank in ranks {
+            self.file(&format!("ready-{rank}"));
+        }
+    }
+
     pub(crate) fn wait(&mut self, index: usize) -> ExitStatus {
         let child = &mut self.children[index];
         wait_for(|| child.try_wait().unwrap(), "a rank to end")
@@ -222,6 +236,34 @@ impl Drop for Workers {
             let _ = child.wait();
         }
     }
+}
+
+/// Works without end, in all ways there are, on up to `count` elements, until the group fails.
+pub(crate) fn work_until_failure(
+    group: &ProcessGroup,
+    count: usize,
+    ready: impl Fn(),
+) -> Result<()> {
+    let (rank, world) = (group.rank(), group.world_size());
+    let mut shared: SharedBuf<f32> = group.alloc(100_000)?;
+    let (mut small, mut large) = (vec![1_i32; 10], vec![1.0_f32; count]);
+    for round in 0.. {
+        group.all_reduce(&mut small, ReduceOp::Max)?;
+        group.all_reduce(&mut large, ReduceOp::Avg)?;
+        shared = group.all_reduce_async(shared, ReduceOp::Avg)?.wait()?;
+        group.reduce(&mut large, ReduceOp::Avg, round % world)?;
+        group.broadcast(&mut large, round % world)?;
+        let mut into = [0_u8; 9];
+        group.batch_isend_irecv(vec![
+            Message::send(&[1_u8; 9], (rank + 1) % world),
+            Message::recv(&mut into, (rank + world - 1) % world),
+        ])?;
+        group.barrier()?;
+        if round == 0 {
+            ready();
+        }
+    }
+    Ok(())
 }
 
 /// Asks again and again until there is an answer.

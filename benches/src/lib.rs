@@ -1,4 +1,7 @@
-//! The ceiling that every benchmark is held against.
+//! What the benchmarks share: the ceilings they are held against, and the tensors.
+
+pub mod ceiling;
+pub mod tensors;
 
 use std::hint::black_box;
 

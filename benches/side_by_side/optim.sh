@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Optimizer steps by this repository, PyTorch, DeepSpeed's CPUAdam and timm, side by side on this
+# machine: installs what is missing (PyPI's packages, in a virtual environment under target/; a C++
+# compiler from Debian for DeepSpeed), builds, lets the programs take turns, and prints one table for
+# each number of threads.
+#
+#   benches/side_by_side/optim.sh [--rounds N] [--threads "1 2"] [--works "adamw sgd ..."]
+#
+# Works: adamw, adamw-110m, adamw-small, sgd, sgd-110m, amp, adadelta, adam, adamp, bert_adam, lamb,
+# rmsprop, rmsprop_tf, casts (which take one thread whatever is said).
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+rounds=7 threads="1 2"
+works="adamw adamw-110m adamw-small sgd sgd-110m amp adadelta adam adamp bert_adam lamb rmsprop rmsprop_tf casts"
+while [ $# -gt 0 ]; do
+  case $1 in
+    --rounds) rounds=$2; shift ;;
+    --threads) threads=$2; shift ;;
+    --works) works=$2; shift ;;
+    *) echo "unknown option $1; see the head of $0" >&2; exit 2 ;;
+  esac
+  shift
+done
+
+work=$PWD/target/side_by_side python=$PWD/target/side_by_side/venv/bin/python
+mkdir -p "$work"
+
+install_peers() {
+  if ! command -v g++ >/dev/null; then
+    local sudo=""; [ "$(id -u)" = 0 ] || sudo=sudo
+    $sudo apt-get update -qq
+    $sudo apt-get install -y -qq --no-install-recommends g++ libc6-dev >/dev/null
+  fi
+  # DeepSpeed's extension needs Python's headers, which Debian has apart; without them it says so in
+  # the table.
+  if ! "$python" -c 'import torch, timm, ninja, importlib.metadata as m; m.version("deepspeed")' 2>/dev/null; then
+    [ -x "$python" ] || python3 -m venv "$work/venv"
+    "$python" -m pip install --quiet --no-cache-dir torch numpy timm deepspeed ninja setuptools wheel
+  fi
+  # Compiles CPUAdam, which takes minutes, once.
+  export PATH="$work/venv/bin:$PATH" TORCH_EXTENSIONS_DIR="$work/torch_extensions"
+  "$python" - >"$work/deepspeed.log" 2>&1 <<'PYTHON' || echo "no DeepSpeed CPUAdam: $(tail -1 "$work/deepspeed.log")"
+import deepspeed.ops.op_builder
+deepspeed.ops.op_builder.CPUAdamBuilder().load()
+PYTHON
+}
+
+install_peers
+cargo build --quiet --release -p benches --bin side_by_side_optim
+
+echo "$(date -u +%F), $(lscpu | sed -n 's/^Model name: *//p'), $(nproc) cores, Linux $(uname -r)"
+echo "load before: $(cut -d' ' -f1-3 /proc/loadavg)"
+for count in $threads; do
+  # shellcheck disable=SC2086 # one word for each work
+  target/release/side_by_side_optim "$python" benches/side_by_side/torch_optim.py "$rounds" "$count" $works
+done
+echo "load after: $(cut -d' ' -f1-3 /proc/loadavg)"

@@ -1,0 +1,166 @@
+"""Steps of other people's optimizers, timed at the word of side_by_side_optim.
+
+Reads lines, answers each with one: `ok ...`, or `no REASON` where this machine lacks the peer.
+
+    versions                       what is installed
+    tensors COUNT...               weights and gradients of so many elements each
+    make PEER RULE                 an optimizer over weights of its own; two steps; the sum of squares
+                                   of all weights after them
+    time PEER RULE STEPS           one step, then so many: seconds of the fastest, and of the median
+    drop                           forget optimizers and tensors
+
+PEER is fused or foreach (PyTorch), timm, deepspeed, or loop (written here, of torch's operations, as
+Hugging Face's BertAdam was, but clipped by the norm over all tensors). The values are those of
+tensors.rs, hyper-parameters those of fused-optim's defaults; SGD's are a
+momentum of 0.9 and a decay of 1e-4, as ResNets are trained. RULE `amp` is AdamW with GradScaler,
+clip_grad_norm_ and a scale of 65536; the gradients, which it changes in place, are restored between
+the steps, outside of the time. Usage: torch_optim.py THREADS, with OMP_NUM_THREADS the same.
+"""
+
+import importlib.metadata
+import sys
+import time
+
+import torch
+
+SCALE = 65536.0
+
+
+class BertAdam:
+    """As Ascend's: one clip over all; warmup -1, t_total -1: the learning rate is constant."""
+
+    def __init__(self, params, lr):
+        self.params, self.lr = params, lr
+        self.m = [torch.zeros_like(p) for p in params]
+        self.v = [torch.zeros_like(p) for p in params]
+
+    @torch.no_grad()
+    def step(self):
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0, foreach=False)
+        for p, m, v in zip(self.params, self.m, self.v):
+            m.mul_(0.9).add_(p.grad, alpha=0.1)
+            v.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+            update = m / (v.sqrt() + 1e-6)
+            update += 0.01 * p
+            p.add_(update, alpha=-self.lr)
+
+
+def build(peer, rule, params):
+    optim = torch.optim
+    how = {"fused": True} if peer == "fused" else {"foreach": True}
+    if peer == "deepspeed":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(params, lr=1e-3, weight_decay=0.01, adamw_mode=True)
+    if peer == "timm":
+        import timm.optim
+
+        return {
+            "adamp": lambda: timm.optim.AdamP(params, lr=1e-3),
+            "lamb": lambda: timm.optim.Lamb(params, lr=1e-3, bias_correction=False, max_grad_norm=None),
+            "rmsprop_tf": lambda: timm.optim.RMSpropTF(params, lr=1e-2, alpha=0.9, eps=1e-10),
+        }[rule]()
+    return {
+        "adamw": lambda: optim.AdamW(params, lr=1e-3, weight_decay=1e-2, **how),
+        "amp": lambda: optim.AdamW(params, lr=1e-3, weight_decay=1e-2, **how),
+        "adam": lambda: optim.Adam(params, lr=1e-3, **how),
+        "sgd": lambda: optim.SGD(params, lr=1e-2, momentum=0.9, weight_decay=1e-4, **how),
+        "adadelta": lambda: optim.Adadelta(params, lr=1.0, rho=0.9, eps=1e-6, **how),
+        "rmsprop": lambda: optim.RMSprop(params, lr=1e-2, alpha=0.99, **how),
+        "bert_adam": lambda: BertAdam(params, lr=1e-3),
+    }[rule]()
+
+
+class Amp:
+    def __init__(self, optimizer, params, grads):
+        self.optimizer, self.params, self.grads = optimizer, params, grads
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        self.scaler.scale(torch.zeros(()))
+        for p, grad in zip(params, grads):
+            p.grad = torch.empty_like(grad)
+
+    def restore(self):
+        for p, grad in zip(self.params, self.grads):
+            torch.mul(grad, SCALE, out=p.grad)
+
+    def step(self):
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def values(count):
+    i = torch.arange(count, dtype=torch.int64)
+    # Divided in f32, as there.
+    return (i * 7919 % 1000).float() / 1000.0 - 0.4995
+
+
+class Peers:
+    def __init__(self):
+        self.drop()
+
+    def drop(self):
+        self.made, self.grads = {}, []
+        return "ok"
+
+    def versions(self):
+        found = [f"torch {torch.__version__}"]
+        for name in ("deepspeed", "timm"):
+            try:
+                found.append(f"{name} {importlib.metadata.version(name)}")
+            except Exception:
+                found.append(f"no {name}")
+        return "ok " + ", ".join(found)
+
+    def tensors(self, *counts):
+        counts = list(map(int, counts))
+        longest = values(max(counts))
+
+        # Shapes as the Rust program tells AdamP.
+        def tensor(count):
+            rows = count // 512 if count % 512 == 0 else 1
+            return longest[:count].clone().view(rows, -1)
+
+        self.grads = [tensor(count) for count in counts]
+        return "ok"
+
+    def make(self, peer, rule):
+        params = [torch.nn.Parameter(grad.clone()) for grad in self.grads]
+        for p, grad in zip(params, self.grads):
+            p.grad = grad
+        try:
+            optimizer = build(peer, rule, params)
+        except Exception as error:
+            return f"no {type(error).__name__}: {error}".replace("\n", " ")
+        if rule == "amp":
+            optimizer = Amp(optimizer, params, self.grads)
+        self.made[peer, rule] = optimizer
+        for _ in range(2):
+            self.step(optimizer)
+        with torch.no_grad():
+            return f"ok {sum(float(p.double().square().sum()) for p in params)!r}"
+
+    def time(self, peer, rule, steps):
+        optimizer = self.made[peer, rule]
+        self.step(optimizer)
+        times = sorted(self.step(optimizer) for _ in range(int(steps)))
+        return f"ok {times[0]!r} {times[len(times) // 2]!r}"
+
+    @staticmethod
+    def step(optimizer):
+        if isinstance(optimizer, Amp):
+            optimizer.restore()
+        start = time.perf_counter()
+        optimizer.step()
+        return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[1]))
+    # Answers go where lines came from; what libraries print goes to standard error.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    peers = Peers()
+    for line in sys.stdin:
+        verb, *arguments = line.split()
+        print(getattr(peers, verb)(*arguments), file=answers, flush=True)

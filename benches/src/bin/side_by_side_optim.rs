@@ -1,0 +1,386 @@
+//! Our side of `side_by_side/optim.sh`: times this repository's optimizers, the ceiling, and the
+//! peers of `torch_optim.py`, and prints the table.
+//!
+//! ```text
+//! side_by_side_optim PYTHON SCRIPT ROUNDS THREADS WORK...
+//! ```
+//!
+//! The peers live in one Python process, which is spoken to in lines. All that a work compares is made
+//! first, steps twice, and has to agree on the sum of squares of the weights; then, round after round,
+//! each in turn takes one step and some more that are timed. A figure is the fastest step of all
+//! rounds. Works are listed in [`WORKS`].
+
+#![expect(clippy::print_stdout, reason = "this program's result is what it prints")]
+
+use std::error::Error;
+use std::hint::black_box;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use amp::{CastTo, cast};
+use benches::ceiling::{Pattern, Stream};
+use benches::tensors::{resnet50, tensors, transformer};
+use fused_optim::{
+    Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, Applied,
+    BertAdam, BertAdamHyper, Clip, FoundInf, Lamb, LambHyper, Optimizer, ParamMut, RmsProp,
+    RmsPropHyper, RmsPropTf, RmsPropTfHyper, Sgd, SgdHyper, Slice, SliceMut, StepCtl,
+};
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+/// One comparison: name, title, rule, tensors, pattern of memory, peers.
+type Work = (&'static str, &'static str, &'static str, Tensors, Pattern, &'static [&'static str]);
+
+#[derive(Clone, Copy)]
+enum Tensors {
+    ResNet50,
+    Transformer,
+    /// Ten thousand of 64 elements.
+    Small,
+}
+
+impl Tensors {
+    fn counts(self) -> Vec<usize> {
+        match self {
+            Self::ResNet50 => resnet50(),
+            Self::Transformer => transformer(),
+            Self::Small => vec![64; 10_000],
+        }
+    }
+}
+
+/// `flat` is ourselves on one tensor of as many elements.
+const WORKS: [Work; 13] = {
+    use Pattern::{LookThenTwoStates, OneState, TwoStates, TwoSweeps};
+    use Tensors::{ResNet50, Small, Transformer};
+    const FOREACH: &[&str] = &["foreach"];
+    const TIMM: &[&str] = &["timm"];
+    const ADAMW: &[&str] = &["fused", "deepspeed", "foreach", "flat"];
+    [
+        ("adamw", "AdamW, ResNet-50", "adamw", ResNet50, TwoStates, ADAMW),
+        ("adamw-110m", "AdamW, transformer", "adamw", Transformer, TwoStates, ADAMW),
+        ("adamw-small", "AdamW, 10,000 of 64", "adamw", Small, TwoStates, ADAMW),
+        ("sgd", "SGD momentum, ResNet-50", "sgd", ResNet50, OneState, &["fused", "foreach"]),
+        (
+            "sgd-110m",
+            "SGD momentum, transformer",
+            "sgd",
+            Transformer,
+            OneState,
+            &["fused", "foreach"],
+        ),
+        ("amp", "AMP step, ResNet-50", "amp", ResNet50, LookThenTwoStates, &["fused"]),
+        ("adadelta", "Adadelta, ResNet-50", "adadelta", ResNet50, TwoStates, FOREACH),
+        ("adam", "Adam, ResNet-50", "adam", ResNet50, TwoStates, &["fused", "foreach"]),
+        ("adamp", "AdamP, ResNet-50", "adamp", ResNet50, TwoSweeps, TIMM),
+        ("bert_adam", "BertAdam, ResNet-50", "bert_adam", ResNet50, LookThenTwoStates, &["loop"]),
+        ("lamb", "Lamb, ResNet-50", "lamb", ResNet50, TwoSweeps, TIMM),
+        ("rmsprop", "RMSprop, ResNet-50", "rmsprop", ResNet50, OneState, FOREACH),
+        ("rmsprop_tf", "RMSpropTF, ResNet-50", "rmsprop_tf", ResNet50, OneState, TIMM),
+    ]
+};
+
+fn main() -> Result<()> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let [python, script, rounds, threads, works @ ..] = args.as_slice() else {
+        return Err("PYTHON SCRIPT ROUNDS THREADS WORK...; see the head of the source".into());
+    };
+    let (rounds, threads): (usize, usize) = (rounds.parse()?, threads.parse()?);
+    let mut peers = Peers::start(python, script, threads)?;
+    println!("\n{threads} threads; {}\n", peers.ask("versions")?);
+    println!("| what | ours | peer | its time | ratio | GB/s | ceiling | of it |");
+    println!("|---|---|---|---|---|---|---|---|");
+    for name in works {
+        if name == "casts" {
+            casts(rounds)?;
+            continue;
+        }
+        let work = WORKS.iter().find(|work| work.0 == name);
+        compare(work.ok_or_else(|| format!("no work {name}"))?, rounds, threads, &mut peers)?;
+    }
+    Ok(())
+}
+
+/// One of those that take turns.
+enum Side<'a> {
+    Local(Box<dyn FnMut() -> Duration + 'a>),
+    Peer(&'static str),
+}
+
+impl Side<'_> {
+    /// The fastest of some steps, in seconds, after one that does not count.
+    fn time(&mut self, rule: &str, steps: usize, peers: &mut Peers) -> Result<f64> {
+        // Threads of the last program may still be spinning for work.
+        std::thread::sleep(Duration::from_millis(10));
+        match self {
+            Self::Local(step) => {
+                step();
+                let times = (0..steps).map(|_| step().as_secs_f64());
+                Ok(times.fold(f64::INFINITY, f64::min))
+            }
+            Self::Peer(name) => {
+                let answer = peers.ask(&format!("time {name} {rule} {steps}"))?;
+                Ok(answer.split(' ').next().unwrap_or_default().parse()?)
+            }
+        }
+    }
+}
+
+/// Prints the lines of one work, one for each peer.
+fn compare(work: &Work, rounds: usize, threads: usize, peers: &mut Peers) -> Result<()> {
+    let &(_, title, rule, tensors_of, pattern, names) = work;
+    let counts = tensors_of.counts();
+    let total: usize = counts.iter().sum();
+    let mut ours = Ours::new(rule, &counts, threads)?;
+    let sum = ours.check();
+    let mut stream = Stream::new(pattern, &counts, threads);
+    let mut sides: Vec<(&str, Side<'_>)> = vec![
+        ("ours", Side::Local(Box::new(move || ours.step()))),
+        ("ceiling", Side::Local(Box::new(move || timed(|| stream.run())))),
+    ];
+    let list: Vec<String> = counts.iter().map(usize::to_string).collect();
+    peers.ask(&format!("tensors {}", list.join(" ")))?;
+    for &name in names {
+        if name == "flat" {
+            let mut flat = Ours::new(rule, &[total], threads)?;
+            sides.push((name, Side::Local(Box::new(move || flat.step()))));
+            continue;
+        }
+        match peers.ask(&format!("make {name} {rule}")) {
+            Ok(theirs) => {
+                check(title, name, sum, theirs.parse()?)?;
+                sides.push((name, Side::Peer(name)));
+            }
+            Err(why) => println!("| {title} | | {name} | {why} | | | | |"),
+        }
+    }
+    let mut best = vec![f64::INFINITY; sides.len()];
+    for round in 0..=rounds {
+        for ((_, side), best) in sides.iter_mut().zip(&mut best) {
+            // A tenth of a second each, as far as is known.
+            let steps =
+                if round == 0 { 1 } else { (0.1 / *best).ceil().clamp(2.0, 100.0) as usize };
+            *best = best.min(side.time(rule, steps, peers)?);
+        }
+    }
+    let rate = |seconds: f64| (total * pattern.bytes()) as f64 / seconds * 1e-9;
+    let (ours, ceiling) = (best[0], best[1]);
+    for ((name, _), theirs) in sides.iter().zip(&best).skip(2) {
+        println!(
+            "| {title} | {} | {name} | {} | {:.2} | {:.1} | {:.1} | {:.0} % |",
+            time(ours),
+            time(*theirs),
+            theirs / ours,
+            rate(ours),
+            rate(ceiling),
+            100.0 * ceiling / ours,
+        );
+    }
+    peers.ask("drop")?;
+    Ok(())
+}
+
+/// Refuses a peer that has computed something else. timm's Lamb does: it takes another view of the
+/// norms' ratio.
+fn check(title: &str, peer: &str, ours: f64, theirs: f64) -> Result<()> {
+    let apart = (ours / theirs - 1.0).abs();
+    if apart < 1e-5 || (title.starts_with("Lamb") && apart < 0.1) {
+        return Ok(());
+    }
+    Err(format!("{title}: weights have squares of {ours} here, {theirs} by {peer}").into())
+}
+
+/// Weights, gradients and an optimizer.
+struct Ours {
+    optimizer: Box<dyn Optimizer>,
+    weights: Vec<Vec<f32>>,
+    grads: Vec<Vec<f32>>,
+    ctl: StepCtl,
+    /// Scaled gradients, from which those of an AMP step come, as they do for the peer.
+    source: Option<Vec<Vec<f32>>>,
+}
+
+impl Ours {
+    fn new(rule: &str, counts: &[usize], threads: usize) -> Result<Self> {
+        let mut optimizer = optimizer(rule, counts.len())?;
+        optimizer.set_threads(threads);
+        let (weights, mut grads) = (tensors(counts), tensors(counts));
+        let (mut ctl, mut source) = (StepCtl::PLAIN, None);
+        if rule == "amp" {
+            ctl = StepCtl {
+                grad_scale: 1.0 / SCALE,
+                found_inf: FoundInf::Check,
+                clip: Some(Clip::norm(1.0)),
+            };
+            grads.iter_mut().flatten().for_each(|x| *x *= SCALE);
+            source = Some(grads.clone());
+        }
+        Ok(Self { optimizer, weights, grads, ctl, source })
+    }
+
+    /// Two steps; the sum of squares of all weights.
+    fn check(&mut self) -> f64 {
+        self.step();
+        self.step();
+        let square = |x: &f32| f64::from(*x) * f64::from(*x);
+        self.weights.iter().flatten().map(square).sum()
+    }
+
+    fn step(&mut self) -> Duration {
+        if let Some(source) = &self.source {
+            self.grads.iter_mut().zip(source).for_each(|(grad, x)| grad.copy_from_slice(x));
+        }
+        let (weights, grads, ctl) = (&mut self.weights, &self.grads, &self.ctl);
+        let optimizer = &mut self.optimizer;
+        timed(|| {
+            let mut params: Vec<_> = (weights.iter_mut().zip(grads))
+                .map(|(w, g)| {
+                    // A channel of AdamP: 512 elements, or the whole of another tensor.
+                    let rows = if w.len() % 512 == 0 { w.len() / 512 } else { 1 };
+                    let shape = [rows, w.len() / rows];
+                    ParamMut::new(SliceMut::F32(w), Some(Slice::F32(g))).with_shape(&shape)
+                })
+                .collect();
+            let applied = optimizer.step(&mut params, ctl).expect("valid tensors");
+            assert_eq!(applied, Applied::Applied);
+        })
+    }
+}
+
+/// The loss scale of an AMP step.
+const SCALE: f32 = 65536.0;
+
+/// The defaults, as `torch_optim.py` gives them to its peers.
+fn optimizer(rule: &str, n: usize) -> Result<Box<dyn Optimizer>> {
+    Ok(match rule {
+        "adamw" | "amp" => Box::new(AdamW::with_one_group(AdamWHyper::default(), n)?),
+        "adam" => Box::new(Adam::with_one_group(AdamHyper::default(), n)?),
+        "adadelta" => Box::new(Adadelta::with_one_group(AdadeltaHyper::default(), n)?),
+        "adamp" => Box::new(AdamP::with_one_group(AdamPHyper::default(), n)?),
+        "bert_adam" => {
+            let hyper = BertAdamHyper { lr: 1e-3, ..BertAdamHyper::default() };
+            Box::new(BertAdam::with_one_group(hyper, n)?)
+        }
+        "lamb" => Box::new(Lamb::with_one_group(LambHyper::default(), n)?),
+        "rmsprop" => Box::new(RmsProp::with_one_group(RmsPropHyper::default(), n)?),
+        "rmsprop_tf" => Box::new(RmsPropTf::with_one_group(RmsPropTfHyper::default(), n)?),
+        "sgd" => {
+            let hyper =
+                SgdHyper { lr: 1e-2, momentum: 0.9, weight_decay: 1e-4, ..SgdHyper::default() };
+            Box::new(Sgd::with_one_group(hyper, n)?)
+        }
+        _ => return Err(format!("no rule {rule}").into()),
+    })
+}
+
+/// Casts beside the `half` crate's, with `memcpy` of as many bytes for a ceiling; one thread.
+fn casts(rounds: usize) -> Result<()> {
+    for (place, count) in [("4 K, cache", 4 << 10), ("33 M, memory", 32 << 20)] {
+        let wide: Vec<f32> = (0..count).map(|i| (i % 1999) as f32 - 999.5).collect();
+        let (mut f16s, mut f16s_too) = (vec![f16::ZERO; count], vec![f16::ZERO; count]);
+        let (mut bf16s, mut bf16s_too) = (vec![bf16::ZERO; count], vec![bf16::ZERO; count]);
+        let (from, mut to) = (vec![1_u8; 3 * count], vec![1_u8; 3 * count]);
+        let mut all: [(_, Box<dyn FnMut() + '_>); 5] = [
+            ("ceiling", Box::new(|| black_box(&mut to[..]).copy_from_slice(black_box(&from)))),
+            ("f16", Box::new(|| ours(&wide, &mut f16s))),
+            (
+                "f16",
+                Box::new(|| black_box(&mut f16s_too[..]).convert_from_f32_slice(black_box(&wide))),
+            ),
+            ("bf16", Box::new(|| ours(&wide, &mut bf16s))),
+            (
+                "bf16",
+                Box::new(|| black_box(&mut bf16s_too[..]).convert_from_f32_slice(black_box(&wide))),
+            ),
+        ];
+        let times = ((1 << 23) / count).max(1);
+        let mut best = [f64::INFINITY; 5];
+        for _ in 0..5 * rounds {
+            for ((_, cast), best) in all.iter_mut().zip(&mut best) {
+                let took = timed(|| (0..times).for_each(|_| cast()));
+                *best = best.min(took.as_secs_f64() / times as f64);
+            }
+        }
+        let rate = |seconds: f64| (6 * count) as f64 / seconds * 1e-9;
+        for at in [1, 3] {
+            println!(
+                "| f32 to {}, {place} | {} | half | {} | {:.2} | {:.1} | {:.1} | {:.0} % |",
+                all[at].0,
+                time(best[at]),
+                time(best[at + 1]),
+                best[at + 1] / best[at],
+                rate(best[at]),
+                rate(best[0]),
+                100.0 * best[0] / best[at],
+            );
+        }
+    }
+    Ok(())
+}
+
+fn ours<D>(wide: &[f32], narrow: &mut [D])
+where
+    f32: CastTo<D>,
+{
+    cast(black_box(wide), black_box(narrow)).expect("buffers of one length");
+}
+
+/// For example `16.1 ms`.
+fn time(seconds: f64) -> String {
+    match seconds {
+        0.1.. => format!("{:.0} ms", seconds * 1e3),
+        0.01.. => format!("{:.1} ms", seconds * 1e3),
+        0.001.. => format!("{:.2} ms", seconds * 1e3),
+        _ => format!("{:.3} µs", seconds * 1e6),
+    }
+}
+
+fn timed(work: impl FnOnce()) -> Duration {
+    let start = Instant::now();
+    work();
+    start.elapsed()
+}
+
+/// The Python process.
+struct Peers {
+    process: Child,
+    to: ChildStdin,
+    from: BufReader<ChildStdout>,
+}
+
+impl Peers {
+    fn start(python: &str, script: &str, threads: usize) -> Result<Self> {
+        let mut command = Command::new(python);
+        // DeepSpeed has a runtime of its own, which knows the number of threads from here only.
+        command.args([script, &threads.to_string()]).env("OMP_NUM_THREADS", threads.to_string());
+        let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let to = process.stdin.take().ok_or("no pipe to the peers")?;
+        let from = BufReader::new(process.stdout.take().ok_or("no pipe from the peers")?);
+        Ok(Self { process, to, from })
+    }
+
+    /// What the answer says after `ok`; else it is the error.
+    fn ask(&mut self, question: &str) -> Result<String> {
+        writeln!(self.to, "{question}")?;
+        self.to.flush()?;
+        let mut answer = String::new();
+        self.from.read_line(&mut answer)?;
+        match answer.trim_end().split_once(' ') {
+            Some(("ok", rest)) => Ok(rest.into()),
+            Some(("no", why)) => Err(why.into()),
+            _ if answer.trim_end() == "ok" => Ok(String::new()),
+            _ => Err(format!("the peers' process said {answer:?} to {:.40}", question).into()),
+        }
+    }
+}
+
+impl Drop for Peers {
+    fn drop(&mut self) {
+        // Both fail only if it has ended already.
+        drop(self.process.kill());
+        drop(self.process.wait());
+    }
+}

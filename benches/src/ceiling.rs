@@ -1,0 +1,252 @@
+//! What memory gives to a loop in place: the most an optimizer's sweep can hope for.
+//!
+//! [`Stream`] has as many streams of f32 as an optimizer of the same bytes (gradient, weight, up to
+//! two moments), reads and writes them as that does, and computes next to nothing: a product and a
+//! sum per value, in the widest registers there are. Long streams begin at different places in a
+//! page, as the optimizers' state does; in step they would meet in the same few sets of the caches.
+
+#![expect(unsafe_code, reason = "instructions detected at run time")]
+
+use std::hint::black_box;
+use std::thread;
+
+/// What an optimizer does to memory, per parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pattern {
+    /// Gradient read, weight and one state read and written: 20 bytes.
+    OneState,
+    /// Gradient read, weight and two states read and written: 28 bytes.
+    TwoStates,
+    /// All gradients read once, then [`TwoStates`](Self::TwoStates): 32 bytes.
+    LookThenTwoStates,
+    /// Tensor by tensor: gradient and weight read, two states read and written, and then the states
+    /// read, the weight read and written: 40 bytes, some of them of a cache.
+    TwoSweeps,
+}
+
+impl Pattern {
+    /// Bytes read and written per parameter.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::OneState => 20,
+            Self::TwoStates => 28,
+            Self::LookThenTwoStates => 32,
+            Self::TwoSweeps => 40,
+        }
+    }
+}
+
+/// Streams as long as some tensors together, a share of them for each thread.
+#[derive(Debug)]
+pub struct Stream {
+    pattern: Pattern,
+    shares: Vec<Share>,
+}
+
+impl Stream {
+    /// For tensors of `counts` elements.
+    #[must_use]
+    pub fn new(pattern: Pattern, counts: &[usize], threads: usize) -> Self {
+        let threads = threads.max(1);
+        let share = |at| {
+            let part = |count: &usize| count * (at + 1) / threads - count * at / threads;
+            Share::new(counts.iter().map(part).collect())
+        };
+        Self { pattern, shares: (0..threads).map(share).collect() }
+    }
+
+    /// One step.
+    pub fn run(&mut self) {
+        let pattern = self.pattern;
+        let Some((own, others)) = self.shares.split_first_mut() else { return };
+        thread::scope(|scope| {
+            for share in others {
+                scope.spawn(|| share.run(pattern));
+            }
+            own.run(pattern);
+        });
+    }
+}
+
+#[derive(Debug)]
+struct Share {
+    counts: Vec<usize>,
+    /// Gradient, weight, two states; the `i`-th begins `i` quarters of a page behind the first's
+    /// place in its page.
+    streams: [Vec<f32>; 4],
+}
+
+impl Share {
+    fn new(counts: Vec<usize>) -> Self {
+        let count: usize = counts.iter().sum();
+        // Values of which no sum or product below becomes subnormal or infinite.
+        let streams = std::array::from_fn(|i| vec![1.0; count + i * QUARTER]);
+        Self { counts, streams }
+    }
+
+    fn run(&mut self, pattern: Pattern) {
+        let [g, p, m, v] = &mut self.streams;
+        let (p, m, v) = (&mut p[QUARTER..], &mut m[2 * QUARTER..], &mut v[3 * QUARTER..]);
+        // Unknown to the compiler, which could otherwise leave the products out.
+        let factor = black_box(0.5);
+        match pattern {
+            Pattern::OneState => widest(One { factor, g, p, m }),
+            Pattern::TwoStates => widest(Two { factor, g, p, m, v }),
+            Pattern::LookThenTwoStates => {
+                widest(Look { g });
+                widest(Two { factor, g, p, m, v });
+            }
+            Pattern::TwoSweeps => {
+                let mut from = 0;
+                for count in &self.counts {
+                    let range = from..from + count;
+                    let (g, p) = (&g[range.clone()], &mut p[range.clone()]);
+                    let (m, v) = (&mut m[range.clone()], &mut v[range]);
+                    widest(First { factor, g, p, m, v });
+                    widest(Second { factor, p, m, v });
+                    from += count;
+                }
+            }
+        }
+    }
+}
+
+/// Elements of a quarter of a page.
+const QUARTER: usize = 256;
+
+/// A loop over slices, compiled once per instruction set. `run` must be `#[inline(always)]`.
+trait Loop {
+    fn run(self);
+}
+
+fn widest(work: impl Loop) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512vl") {
+            // SAFETY: the processor has AVX-512 F and VL, as was just seen.
+            return unsafe { with_avx512(work) };
+        }
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: the processor has AVX2, as was just seen.
+            return unsafe { with_avx2(work) };
+        }
+    }
+    work.run();
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512vl")]
+fn with_avx512(work: impl Loop) {
+    work.run();
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn with_avx2(work: impl Loop) {
+    work.run();
+}
+
+struct One<'a> {
+    factor: f32,
+    g: &'a [f32],
+    p: &'a mut [f32],
+    m: &'a mut [f32],
+}
+
+impl Loop for One<'_> {
+    #[inline(always)]
+    fn run(self) {
+        for ((g, p), m) in self.g.iter().zip(self.p).zip(self.m) {
+            *m = *m * self.factor + g;
+            *p = *p * self.factor + *m;
+        }
+    }
+}
+
+struct Two<'a> {
+    factor: f32,
+    g: &'a [f32],
+    p: &'a mut [f32],
+    m: &'a mut [f32],
+    v: &'a mut [f32],
+}
+
+impl Loop for Two<'_> {
+    #[inline(always)]
+    fn run(self) {
+        for (((g, p), m), v) in self.g.iter().zip(self.p).zip(self.m).zip(self.v) {
+            *m = *m * self.factor + g;
+            *v = *v * self.factor + g;
+            *p = *p * self.factor + *m;
+        }
+    }
+}
+
+struct Look<'a> {
+    g: &'a [f32],
+}
+
+impl Loop for Look<'_> {
+    #[inline(always)]
+    fn run(self) {
+        let mut largest = 0;
+        for g in self.g {
+            largest = largest.max(g.to_bits());
+        }
+        black_box(largest);
+    }
+}
+
+struct First<'a> {
+    factor: f32,
+    g: &'a [f32],
+    p: &'a [f32],
+    m: &'a mut [f32],
+    v: &'a mut [f32],
+}
+
+impl Loop for First<'_> {
+    #[inline(always)]
+    fn run(self) {
+        for (((g, p), m), v) in self.g.iter().zip(self.p).zip(self.m).zip(self.v) {
+            *m = *m * self.factor + g;
+            *v = *v * self.factor + p;
+        }
+    }
+}
+
+struct Second<'a> {
+    factor: f32,
+    p: &'a mut [f32],
+    m: &'a [f32],
+    v: &'a [f32],
+}
+
+impl Loop for Second<'_> {
+    #[inline(always)]
+    fn run(self) {
+        for ((p, m), v) in self.p.iter_mut().zip(self.m).zip(self.v) {
+            *p = *p * 0.25 + (*m + *v) * (self.factor * 0.25);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_pattern_stays_finite_and_normal() {
+        for pattern in
+            [Pattern::OneState, Pattern::TwoStates, Pattern::LookThenTwoStates, Pattern::TwoSweeps]
+        {
+            let mut stream = Stream::new(pattern, &[1000, 0, 7], 2);
+            (0..300).for_each(|_| stream.run());
+            let total: usize = stream.shares.iter().flat_map(|share| &share.counts).sum();
+            assert_eq!(total, 1007);
+            let values = stream.shares.iter().flat_map(|share| share.streams.iter().flatten());
+            assert!(values.copied().all(|x| x.is_normal() && x < 100.0), "{pattern:?}");
+        }
+    }
+}

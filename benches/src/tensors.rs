@@ -1,0 +1,62 @@
+//! The tensors the optimizers are timed on.
+
+/// Element counts of ResNet-50's weights in order: 53 convolutions, each with a batch norm's scale
+/// and shift, and the classifier's weight and bias. 161 tensors, 25.6 M elements.
+#[must_use]
+pub fn resnet50() -> Vec<usize> {
+    let mut counts = Vec::new();
+    let mut conv = |inputs: usize, outputs: usize, kernel: usize| {
+        counts.extend([inputs * outputs * kernel * kernel, outputs, outputs]);
+    };
+    conv(3, 64, 7);
+    let mut inputs = 64;
+    for (blocks, width) in [(3, 64), (4, 128), (6, 256), (3, 512)] {
+        for block in 0..blocks {
+            conv(inputs, width, 1);
+            conv(width, width, 3);
+            conv(width, 4 * width, 1);
+            if block == 0 {
+                conv(inputs, 4 * width, 1);
+            }
+            inputs = 4 * width;
+        }
+    }
+    counts.extend([2048 * 1000, 1000]);
+    counts
+}
+
+/// Element counts of a transformer's weights: 12 layers of width 768, a vocabulary of 30,522 and 512
+/// positions. 148 tensors, 109 M elements.
+#[must_use]
+pub fn transformer() -> Vec<usize> {
+    const WIDTH: usize = 768;
+    let mut counts = vec![30_522 * WIDTH, 512 * WIDTH];
+    for _ in 0..12 {
+        // A norm, queries with keys and values, their projection; a norm, and two layers.
+        counts.extend([WIDTH, WIDTH]);
+        counts.extend([WIDTH * 3 * WIDTH, 3 * WIDTH, WIDTH * WIDTH, WIDTH]);
+        counts.extend([WIDTH, WIDTH]);
+        counts.extend([WIDTH * 4 * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH, WIDTH]);
+    }
+    counts.extend([WIDTH, WIDTH]);
+    counts
+}
+
+/// Values of no meaning, none of them zero or subnormal.
+#[must_use]
+pub fn tensors(counts: &[usize]) -> Vec<Vec<f32>> {
+    let value = |i: usize| ((i * 7919) % 1000) as f32 / 1000.0 - 0.4995;
+    counts.iter().map(|&count| (0..count).map(value).collect()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_models_have_their_sizes() {
+        let size = |counts: &[usize]| (counts.len(), counts.iter().sum::<usize>());
+        assert_eq!(size(&resnet50()), (161, 25_557_032));
+        assert_eq!(size(&transformer()), (148, 108_890_112));
+    }
+}

@@ -4,16 +4,16 @@
 //! second over the bytes its algorithm must read and write: 28 per parameter for AdamW (weight, two
 //! moments: read and written; gradient: read), also with f16 weights and gradients (the master
 //! instead of the weight, and two bytes each); 4 more where the gradients are looked at first. The
-//! other rules' are with their names. The ceilings move as many bytes: `memcpy` from one buffer to
-//! another, `in place` by `x *= a`, which has an optimizer's pattern of writing where it read and so
-//! is the nearer ceiling. `plain loop` is the rule over the same tensors, compiled for the build's
-//! instruction set.
+//! other rules' are with their names. `ceiling` reads and writes the same streams and computes next
+//! to nothing ([`benches::ceiling`]). `plain loop` is the rule over the same tensors, compiled for
+//! the build's instruction set.
 
-use std::hint::black_box;
 use std::time::Duration;
 
-use benches::memcpy_ceiling;
-use criterion::{BenchmarkId, Criterion, Throughput};
+use benches::ceiling::{Pattern, Stream};
+use benches::tensors::{resnet50, tensors};
+use criterion::measurement::WallTime;
+use criterion::{BenchmarkGroup, Criterion, Throughput};
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, BertAdam,
     BertAdamHyper, Clip, FoundInf, Lamb, LambHyper, Optimizer, ParamMut, RmsProp, RmsPropHyper,
@@ -28,7 +28,6 @@ fn main() {
         .measurement_time(Duration::from_secs(4))
         .configure_from_args();
     let counts = resnet50();
-    assert_eq!((counts.len(), counts.iter().sum::<usize>()), (161, 25_557_032));
     adamw(&mut criterion, &counts);
     others(&mut criterion, &counts);
     small(&mut criterion);
@@ -37,11 +36,12 @@ fn main() {
 
 fn adamw(criterion: &mut Criterion, counts: &[usize]) {
     let count: usize = counts.iter().sum();
-    let bytes = 28 * count;
+    let bytes = Pattern::TwoStates.bytes() * count;
     let hyper = AdamWHyper::default();
     let mut group = criterion.benchmark_group("adamw_resnet50");
     group.throughput(Throughput::Bytes(bytes as u64));
-    ceilings(&mut group, bytes);
+    ceiling(&mut group, Pattern::TwoStates, counts, 1);
+    ceiling(&mut group, Pattern::TwoStates, counts, 2);
 
     let grads = tensors(counts);
     let mut weights = tensors(counts);
@@ -52,7 +52,8 @@ fn adamw(criterion: &mut Criterion, counts: &[usize]) {
         b.iter(|| step(&mut optimizer, &mut weights, &grads, UNSCALE));
     });
     optimizer.set_threads(1);
-    group.throughput(Throughput::Bytes(32 * count as u64));
+    group.throughput(Throughput::Bytes((Pattern::LookThenTwoStates.bytes() * count) as u64));
+    ceiling(&mut group, Pattern::LookThenTwoStates, counts, 1);
     let check = StepCtl { found_inf: FoundInf::Check, ..UNSCALE };
     group.bench_function("f32, look first", |b| {
         b.iter(|| step(&mut optimizer, &mut weights, &grads, check));
@@ -93,32 +94,27 @@ fn adamw(criterion: &mut Criterion, counts: &[usize]) {
     group.finish();
 }
 
-/// The other rules, each with the bytes per parameter of its algorithm.
+/// The other rules, each with what it does to memory.
 fn others(criterion: &mut Criterion, counts: &[usize]) {
-    let rules: [(usize, Box<dyn Optimizer>); 8] = [
-        (28, optimizer(counts, Adadelta::with_one_group, AdadeltaHyper::default())),
-        (28, optimizer(counts, Adam::with_one_group, AdamHyper::default())),
-        (40, optimizer(counts, AdamP::with_one_group, AdamPHyper::default())),
-        (32, optimizer(counts, BertAdam::with_one_group, BertAdamHyper::default())),
-        (40, optimizer(counts, Lamb::with_one_group, LambHyper::default())),
-        (20, optimizer(counts, RmsProp::with_one_group, RmsPropHyper::default())),
-        (20, optimizer(counts, RmsPropTf::with_one_group, RmsPropTfHyper::default())),
-        (
-            20,
-            optimizer(
-                counts,
-                Sgd::with_one_group,
-                SgdHyper { momentum: 0.9, ..SgdHyper::default() },
-            ),
-        ),
+    use Pattern::{LookThenTwoStates, OneState, TwoStates, TwoSweeps};
+    let sgd = SgdHyper { momentum: 0.9, ..SgdHyper::default() };
+    let rules: [(Pattern, Box<dyn Optimizer>); 8] = [
+        (TwoStates, optimizer(counts, Adadelta::with_one_group, AdadeltaHyper::default())),
+        (TwoStates, optimizer(counts, Adam::with_one_group, AdamHyper::default())),
+        (TwoSweeps, optimizer(counts, AdamP::with_one_group, AdamPHyper::default())),
+        (LookThenTwoStates, optimizer(counts, BertAdam::with_one_group, BertAdamHyper::default())),
+        (TwoSweeps, optimizer(counts, Lamb::with_one_group, LambHyper::default())),
+        (OneState, optimizer(counts, RmsProp::with_one_group, RmsPropHyper::default())),
+        (OneState, optimizer(counts, RmsPropTf::with_one_group, RmsPropTfHyper::default())),
+        (OneState, optimizer(counts, Sgd::with_one_group, sgd)),
     ];
     let grads = tensors(counts);
     let mut weights = tensors(counts);
-    for (bytes, mut optimizer) in rules {
-        let bytes = bytes * counts.iter().sum::<usize>();
+    for (pattern, mut optimizer) in rules {
+        let bytes = pattern.bytes() * counts.iter().sum::<usize>();
         let mut group = criterion.benchmark_group(format!("{}_resnet50", optimizer.kind()));
         group.throughput(Throughput::Bytes(bytes as u64));
-        ceilings(&mut group, bytes);
+        ceiling(&mut group, pattern, counts, 1);
         group.bench_function("f32", |b| {
             b.iter(|| step(&mut *optimizer, &mut weights, &grads, UNSCALE));
         });
@@ -138,7 +134,8 @@ fn optimizer<H, O: Optimizer + 'static>(
 fn small(criterion: &mut Criterion) {
     let counts = [64; 10_000];
     let mut group = criterion.benchmark_group("adamw_10000_of_64");
-    group.throughput(Throughput::Elements(640_000));
+    group.throughput(Throughput::Bytes((Pattern::TwoStates.bytes() * 640_000) as u64));
+    ceiling(&mut group, Pattern::TwoStates, &counts, 1);
     for (name, counts) in [("tensors", &counts[..]), ("one of as many elements", &[640_000])] {
         let grads = tensors(counts);
         let mut weights = tensors(counts);
@@ -150,19 +147,15 @@ fn small(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// The bytes of one step, half read and half written.
-fn ceilings(
-    group: &mut criterion::BenchmarkGroup<'_, criterion::measurement::WallTime>,
-    bytes: usize,
+fn ceiling(
+    group: &mut BenchmarkGroup<'_, WallTime>,
+    pattern: Pattern,
+    counts: &[usize],
+    threads: usize,
 ) {
-    memcpy_ceiling(group, BenchmarkId::from_parameter("ceiling: memcpy"), bytes / 2);
-    let mut target = vec![1.0_f32; bytes / 8];
-    group.bench_function("ceiling: in place", |b| {
-        b.iter(|| {
-            let factor = black_box(1.0_f32);
-            black_box(&mut target[..]).iter_mut().for_each(|x| *x *= factor);
-        });
-    });
+    let mut stream = Stream::new(pattern, counts, threads);
+    let name = format!("ceiling: {pattern:?}, {threads} threads");
+    group.bench_function(name, |b| b.iter(|| stream.run()));
 }
 
 fn step(
@@ -201,36 +194,6 @@ fn plain_adamw(
         *v = *v * beta2 + g * g * (1.0 - beta2);
         *w = *w * decay - step_size * (*m / (v.sqrt() / root + eps));
     }
-}
-
-/// Element counts of ResNet-50's weights in order: 53 convolutions, each with a batch norm's scale
-/// and shift, and the classifier's weight and bias.
-fn resnet50() -> Vec<usize> {
-    let mut counts = Vec::new();
-    let mut conv = |inputs: usize, outputs: usize, kernel: usize| {
-        counts.extend([inputs * outputs * kernel * kernel, outputs, outputs]);
-    };
-    conv(3, 64, 7);
-    let mut inputs = 64;
-    for (blocks, width) in [(3, 64), (4, 128), (6, 256), (3, 512)] {
-        for block in 0..blocks {
-            conv(inputs, width, 1);
-            conv(width, width, 3);
-            conv(width, 4 * width, 1);
-            if block == 0 {
-                conv(inputs, 4 * width, 1);
-            }
-            inputs = 4 * width;
-        }
-    }
-    counts.extend([2048 * 1000, 1000]);
-    counts
-}
-
-/// Values of no meaning, none of them zero or subnormal.
-fn tensors(counts: &[usize]) -> Vec<Vec<f32>> {
-    let value = |i: usize| ((i * 7919) % 1000) as f32 / 1000.0 - 0.4995;
-    counts.iter().map(|&count| (0..count).map(value).collect()).collect()
 }
 
 fn zeros(counts: &[usize]) -> Vec<Vec<f32>> {

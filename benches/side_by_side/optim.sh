@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-rounds=7 threads="1 2"
+rounds=15 threads="1 2"
 works="adamw adamw-110m adamw-small sgd sgd-110m amp adadelta adam adamp bert_adam lamb rmsprop rmsprop_tf casts"
 while [ $# -gt 0 ]; do
   case $1 in

@@ -160,9 +160,9 @@ fn compare(work: &Work, rounds: usize, threads: usize, peers: &mut Peers) -> Res
     let mut best = vec![f64::INFINITY; sides.len()];
     for round in 0..=rounds {
         for ((_, side), best) in sides.iter_mut().zip(&mut best) {
-            // A tenth of a second each, as far as is known.
+            // Short turns, so that all of them meet the same machine.
             let steps =
-                if round == 0 { 1 } else { (0.1 / *best).ceil().clamp(2.0, 100.0) as usize };
+                if round == 0 { 1 } else { (0.05 / *best).ceil().clamp(2.0, 100.0) as usize };
             *best = best.min(side.time(rule, steps, peers)?);
         }
     }

@@ -335,6 +335,10 @@ mod tests {
                     prop_assert!((powers - sum).abs() <= 1e-12 * sum);
                     prop_assert_eq!(*largest, plain.iter().copied().fold(0.0, f64::max));
                     prop_assert_eq!(all[0].map(f64::to_bits), [*squares, *largest, *powers].map(f64::to_bits));
+                    // A limit that is met by none goes another way to the same bits.
+                    let limited = GradMap { limit: f32::MAX, ..map };
+                    let limited = measure(&[Slice::F32(&data)], Measure::Squares, limited, 1)[0];
+                    prop_assert_eq!(limited.to_bits(), squares.to_bits());
                 }
             }
         }

@@ -398,7 +398,8 @@ mod tests {
     /// Nobody can write below a file; the failure itself still gets through.
     #[test]
     fn a_record_that_cannot_be_written_hides_nothing() {
-        let file = std::env::temp_dir().join(format!("collective-test-file-{}", std::process::id()));
+        let file =
+            std::env::temp_dir().join(format!("collective-test-file-{}", std::process::id()));
         fs::write(&file, "").unwrap();
         let group = alone(&GroupOptions::default().with_flight_dir(file.join("dir")));
         group.abort("enough");

@@ -188,6 +188,18 @@ impl Segment {
             .for_each(|(place, word)| place.store(word, Ordering::Relaxed));
     }
 
+    /// Whether a rank's fingerprint is this one, of the same `seq`, once its entry has been seen.
+    ///
+    /// Word by word: what has just been stored singly is slow to load as a whole, since it has to
+    /// leave the core first.
+    pub(super) fn has_fingerprint(&self, rank: Rank, expected: &Fingerprint) -> bool {
+        let words = expected.words();
+        let places = self.map.words(self.slot(rank, expected.seq) + 8);
+        std::iter::zip::<[_; Fingerprint::WORDS], _>(places, words)
+            .fold(0, |bits, (place, word)| bits | (place.load(Ordering::Relaxed) ^ word))
+            == 0
+    }
+
     /// A rank's fingerprint, once its entry has been seen.
     pub(super) fn fingerprint(&self, rank: Rank, seq: u64) -> Fingerprint {
         let places = self.map.words(self.slot(rank, seq) + 8);

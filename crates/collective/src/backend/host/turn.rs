@@ -18,6 +18,7 @@ use super::Host;
 use super::pace::Pace;
 use super::segment::{Counter, Poison, STAGES, Segment};
 use super::sys;
+use crate::op::Fingerprint;
 use crate::span::Span;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::{Error, OpDesc, Patience, Place, Rank, Result};
@@ -130,14 +131,10 @@ impl<'a> Turn<'a> {
         if !all_here {
             self.wait(Who::All, &entered, None)?;
         }
-        let differs = |rank| {
-            let theirs = segment.fingerprint(rank, seq);
-            if theirs == own { None } else { own.difference(&theirs) }
-        };
-        match self.peers().filter(|_| CHECKED).find_map(differs) {
-            None => Ok(()),
-            Some(field) => Err(self.mismatch(field)),
+        if CHECKED && self.peers().any(|rank| !segment.has_fingerprint(rank, &own)) {
+            return Err(self.mismatch(&own));
         }
+        Ok(())
     }
 
     /// Announces a counter of this rank.
@@ -277,9 +274,13 @@ impl<'a> Turn<'a> {
         bell.store(0, Ordering::SeqCst);
     }
 
-    fn mismatch(&self, field: &'static str) -> Error {
-        let called = |rank| (rank, self.segment().fingerprint(rank, self.seq).to_string());
-        Error::Mismatch { op: self.name(), field, by_rank: (0..self.world()).map(called).collect() }
+    #[cold]
+    fn mismatch(&self, own: &Fingerprint) -> Error {
+        let calls = (0..self.world()).map(|rank| self.segment().fingerprint(rank, self.seq));
+        let calls: Vec<_> = calls.collect();
+        let field = calls.iter().find_map(|call| own.difference(call)).unwrap_or("verb");
+        let by_rank = calls.iter().map(Fingerprint::to_string).enumerate().collect();
+        Error::Mismatch { op: self.name(), field, by_rank }
     }
 
     /// Fails the group because ranks did not come, unless they have by now.

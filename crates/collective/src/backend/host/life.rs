@@ -12,8 +12,9 @@
 #![expect(unsafe_code, reason = "system calls")]
 
 use std::io;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
+
+use crate::sync::atomic::{AtomicU32, Ordering};
 
 /// Words that a thread can sleep on at once; linux/futex.h, `FUTEX_WAITV_MAX`.
 pub(super) const MOST_WORDS: usize = 128;
@@ -25,6 +26,11 @@ const LEFT: u32 = 0;
 /// Whether a word says that its owner has died.
 pub(super) fn died(word: u32) -> bool {
     word & libc::FUTEX_OWNER_DIED != 0
+}
+
+/// Where the kernel finds a word.
+fn address(word: &AtomicU32) -> usize {
+    std::ptr::from_ref(word).addr()
 }
 
 /// A word that the calling thread holds. Should the thread be killed, the word says so.
@@ -62,7 +68,7 @@ impl<'a> Held<'a> {
         let head = unsafe { &mut *list };
         head.first = &raw const head.entry;
         head.entry.0 = list;
-        let distance = word.as_ptr().addr().wrapping_sub(head.first.addr());
+        let distance = address(word).wrapping_sub(head.first.addr());
         head.offset = distance.cast_signed() as libc::c_long;
         // SAFETY: a system call without arguments.
         let thread = unsafe { libc::syscall(libc::SYS_gettid) } as u32;
@@ -104,7 +110,7 @@ struct FutexWaitv {
 pub(super) fn wait_any(words: &[(&AtomicU32, u32)], tick: Duration) -> io::Result<()> {
     let waiter = |&(word, value): &(&AtomicU32, u32)| FutexWaitv {
         val: value.into(),
-        uaddr: word.as_ptr().addr() as u64,
+        uaddr: address(word) as u64,
         flags: FUTEX2_SIZE_U32,
         reserved: 0,
     };

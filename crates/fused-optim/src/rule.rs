@@ -240,3 +240,21 @@ macro_rules! optimizer {
     };
 }
 pub(crate) use optimizer;
+
+/// Three methods of [`Hyper`], for the `impl` of hyper-parameters whose fields have these names.
+macro_rules! lr_and_maximize {
+    () => {
+        fn lr(&self) -> f64 {
+            self.lr
+        }
+
+        fn lr_mut(&mut self) -> &mut f64 {
+            &mut self.lr
+        }
+
+        fn maximize(&self) -> bool {
+            self.maximize
+        }
+    };
+}
+pub(crate) use lr_and_maximize;

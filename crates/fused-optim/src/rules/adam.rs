@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Result;
 use crate::cpu::{self, Block, Rule};
-use crate::rule::{Hyper, Moments, bias_corrections, optimizer, validate_adam};
+use crate::rule::{Hyper, Moments, bias_corrections, lr_and_maximize, optimizer, validate_adam};
 
 /// Hyper-parameters of [`Adam`]; the defaults are PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -84,17 +84,7 @@ impl Hyper for AdamHyper {
         validate_adam(self.lr, self.betas, self.eps, self.weight_decay)
     }
 
-    fn lr(&self) -> f64 {
-        self.lr
-    }
-
-    fn lr_mut(&mut self) -> &mut f64 {
-        &mut self.lr
-    }
-
-    fn maximize(&self) -> bool {
-        self.maximize
-    }
+    lr_and_maximize!();
 
     fn slots(&self) -> &'static [&'static str] {
         slots(self.amsgrad)

@@ -5,7 +5,9 @@ use serde::{Deserialize, Serialize};
 use crate::Result;
 use crate::cpu::plan::Layout;
 use crate::cpu::{self, Block, Sums, TwoSweeps};
-use crate::rule::{Hyper, Moments, at_least_zero, bias_corrections, optimizer, validate_adam};
+use crate::rule::{
+    Hyper, Moments, at_least_zero, bias_corrections, lr_and_maximize, optimizer, validate_adam,
+};
 
 /// Hyper-parameters of [`AdamP`]; the defaults are torch_npu's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -100,17 +102,7 @@ impl Hyper for AdamPHyper {
         at_least_zero("wd_ratio value", self.wd_ratio)
     }
 
-    fn lr(&self) -> f64 {
-        self.lr
-    }
-
-    fn lr_mut(&mut self) -> &mut f64 {
-        &mut self.lr
-    }
-
-    fn maximize(&self) -> bool {
-        self.maximize
-    }
+    lr_and_maximize!();
 
     fn slots(&self) -> &'static [&'static str] {
         &["exp_avg", "exp_avg_sq"]

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::adam::{self, AdamRule};
 use crate::Result;
 use crate::cpu::Block;
-use crate::rule::{Hyper, optimizer, validate_adam};
+use crate::rule::{Hyper, lr_and_maximize, optimizer, validate_adam};
 
 /// Hyper-parameters of [`AdamW`]; the defaults are PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -83,17 +83,7 @@ impl Hyper for AdamWHyper {
         validate_adam(self.lr, self.betas, self.eps, self.weight_decay)
     }
 
-    fn lr(&self) -> f64 {
-        self.lr
-    }
-
-    fn lr_mut(&mut self) -> &mut f64 {
-        &mut self.lr
-    }
-
-    fn maximize(&self) -> bool {
-        self.maximize
-    }
+    lr_and_maximize!();
 
     fn slots(&self) -> &'static [&'static str] {
         adam::slots(self.amsgrad)

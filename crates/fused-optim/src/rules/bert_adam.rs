@@ -5,7 +5,7 @@ use std::f64::consts::PI;
 use serde::{Deserialize, Serialize};
 
 use crate::cpu::{self, Block, Rule};
-use crate::rule::{Hyper, Moments, OwnClip, optimizer, validate_adam};
+use crate::rule::{Hyper, Moments, OwnClip, lr_and_maximize, optimizer, validate_adam};
 use crate::{Error, Result};
 
 /// Hyper-parameters of [`BertAdam`]; the defaults are torch_npu's, which has none for `lr`.
@@ -128,17 +128,7 @@ impl Hyper for BertAdamHyper {
         Ok(())
     }
 
-    fn lr(&self) -> f64 {
-        self.lr
-    }
-
-    fn lr_mut(&mut self) -> &mut f64 {
-        &mut self.lr
-    }
-
-    fn maximize(&self) -> bool {
-        self.maximize
-    }
+    lr_and_maximize!();
 
     fn slots(&self) -> &'static [&'static str] {
         &["exp_avg", "exp_avg_sq"]

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::Result;
 use crate::cpu::plan::Layout;
 use crate::cpu::{self, Block, Sums, TwoSweeps};
-use crate::rule::{Hyper, Moments, OwnClip, optimizer, validate_adam};
+use crate::rule::{Hyper, Moments, OwnClip, lr_and_maximize, optimizer, validate_adam};
 
 /// Hyper-parameters of [`Lamb`]; the defaults are torch_npu's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -76,17 +76,7 @@ impl Hyper for LambHyper {
         validate_adam(self.lr, self.betas, self.eps, self.weight_decay)
     }
 
-    fn lr(&self) -> f64 {
-        self.lr
-    }
-
-    fn lr_mut(&mut self) -> &mut f64 {
-        &mut self.lr
-    }
-
-    fn maximize(&self) -> bool {
-        self.maximize
-    }
+    lr_and_maximize!();
 
     fn slots(&self) -> &'static [&'static str] {
         &["exp_avg", "exp_avg_sq"]

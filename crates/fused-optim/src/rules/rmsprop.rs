@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Result;
 use crate::cpu::{self, Block, Rule};
-use crate::rule::{Hyper, at_least_zero, optimizer};
+use crate::rule::{Hyper, at_least_zero, lr_and_maximize, optimizer};
 
 /// Hyper-parameters of [`RmsProp`]; the defaults are PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -72,17 +72,7 @@ impl Hyper for RmsPropHyper {
         validate(self.lr, self.alpha, self.eps, self.weight_decay, self.momentum)
     }
 
-    fn lr(&self) -> f64 {
-        self.lr
-    }
-
-    fn lr_mut(&mut self) -> &mut f64 {
-        &mut self.lr
-    }
-
-    fn maximize(&self) -> bool {
-        self.maximize
-    }
+    lr_and_maximize!();
 
     fn slots(&self) -> &'static [&'static str] {
         slots(self.centered, self.momentum)

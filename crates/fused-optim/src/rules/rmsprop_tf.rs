@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::rmsprop::{self, Rms, RmsState, variance};
 use crate::Result;
 use crate::cpu::Block;
-use crate::rule::{Hyper, optimizer};
+use crate::rule::{Hyper, lr_and_maximize, optimizer};
 
 /// Hyper-parameters of [`RmsPropTf`]; the defaults are torch_npu's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -83,17 +83,7 @@ impl Hyper for RmsPropTfHyper {
         rmsprop::validate(self.lr, self.alpha, self.eps, self.weight_decay, self.momentum)
     }
 
-    fn lr(&self) -> f64 {
-        self.lr
-    }
-
-    fn lr_mut(&mut self) -> &mut f64 {
-        &mut self.lr
-    }
-
-    fn maximize(&self) -> bool {
-        self.maximize
-    }
+    lr_and_maximize!();
 
     fn slots(&self) -> &'static [&'static str] {
         rmsprop::slots(self.centered, self.momentum)

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::cpu::{self, Block, Rule};
-use crate::rule::{Hyper, at_least_zero, optimizer};
+use crate::rule::{Hyper, at_least_zero, lr_and_maximize, optimizer};
 use crate::{Error, Result};
 
 /// Hyper-parameters of [`Sgd`]; the defaults are PyTorch's.
@@ -74,17 +74,7 @@ impl Hyper for SgdHyper {
         Ok(())
     }
 
-    fn lr(&self) -> f64 {
-        self.lr
-    }
-
-    fn lr_mut(&mut self) -> &mut f64 {
-        &mut self.lr
-    }
-
-    fn maximize(&self) -> bool {
-        self.maximize
-    }
+    lr_and_maximize!();
 
     fn slots(&self) -> &'static [&'static str] {
         if self.momentum > 0.0 { &["momentum_buffer"] } else { &[] }

@@ -141,6 +141,9 @@ pub(super) fn wait_any(words: &[(&AtomicU32, u32)], tick: Duration) -> io::Resul
 
 #[cfg(test)]
 mod tests {
+    use std::mem::ManuallyDrop;
+    use std::sync::atomic::AtomicPtr;
+
     use super::*;
 
     const LONG: Duration = Duration::from_secs(60);
@@ -163,9 +166,11 @@ mod tests {
     #[test]
     fn whoever_sleeps_is_woken_by_the_death_of_an_owner() {
         let [other, word] = [AtomicU32::new(7), AtomicU32::new(0)];
+        let list = AtomicPtr::new(std::ptr::null_mut());
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                std::mem::forget(Held::new(&word));
+                let held = ManuallyDrop::new(Held::new(&word));
+                list.store(held.list, Ordering::Relaxed);
                 std::thread::sleep(Duration::from_millis(20));
             });
             loop {
@@ -178,5 +183,7 @@ mod tests {
                 }
             }
         });
+        // SAFETY: made by `Box::into_raw`; the thread that the kernel knew it of has ended.
+        drop(unsafe { Box::from_raw(list.into_inner()) });
     }
 }

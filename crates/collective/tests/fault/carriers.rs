@@ -102,11 +102,7 @@ fn ranks_that_never_come_are_named_in_time() {
             }
             let error = group.all_reduce(&mut [1.0_f32; 5000], ReduceOp::Sum).unwrap_err();
             assert!(start.elapsed() >= timeout.mul_f32(carrier.own), "{:?}", start.elapsed());
-            match carrier.name.starts_with("gloo") {
-                // Ranks ask one another for whom they wait, when time is over.
-                true => assert!(start.elapsed() < timeout + SOON, "{:?}", start.elapsed()),
-                false => in_time(base, start, timeout),
-            }
+            in_time(base, start, timeout);
             let next = group.barrier().unwrap_err();
             assert!(matches!(next, Error::Poisoned(_)), "{next}");
             Some(error)

@@ -117,14 +117,23 @@ impl Gloo {
         Turn { gloo: self, op, seq: None, timeout: timeout.unwrap_or(self.timeout) }
     }
 
-    /// Remembers the first failure, tells the peers of it, and ends what gloo had begun.
+    /// Remembers the first failure and tells the peers of it.
+    fn tell<T>(&self, result: Result<T>) -> Result<T> {
+        if let Err(error) = &result {
+            self.failed.get_or_init(|| error.clone());
+            // All ranks see a mismatch of fingerprints themselves; other causes are known by now.
+            if !matches!(error, Error::Mismatch { .. }) {
+                self.control.fail(Cause::Aborted { by: self.rank, reason: error.to_string() });
+            }
+        }
+        result
+    }
+
+    /// The same, and ends what gloo had begun. Each connection takes 10 ms to close, so a failure to
+    /// enter, before which nothing has begun, is only told.
     fn settle<T>(&self, state: &mut State, result: Result<T>) -> Result<T> {
-        let Err(error) = &result else { return result };
-        self.failed.get_or_init(|| error.clone());
-        // All ranks see a mismatch of fingerprints themselves, and a cause is known to all by now.
-        let told = matches!(error, Error::Mismatch { .. });
-        if !told {
-            self.control.fail(Cause::Aborted { by: self.rank, reason: error.to_string() });
+        let result = self.tell(result);
+        if matches!(&result, Err(error) if !matches!(error, Error::Mismatch { .. })) {
             state.data = None;
         }
         result
@@ -192,13 +201,14 @@ impl Backend for Gloo {
         // SAFETY: the caller's promise.
         let output = unsafe { Span::new(bufs.output, output_len) };
         let mut turn = self.turn(op, wait.timeout);
-        let result = turn.enter(&mut state).and_then(|()| match self.world {
+        self.tell(turn.enter(&mut state))?;
+        let result = match self.world {
             1 => {
                 alone(op, input, output);
                 Ok(())
             }
             _ => self.perform(&turn, &mut state, input, output),
-        });
+        };
         self.settle(&mut state, result)
     }
 
@@ -211,7 +221,10 @@ impl Backend for Gloo {
         let moves = unsafe { messages::moves(transfers) };
         let result = match op.verb {
             Verb::Batch => messages::batch(&turn, &mut state, transfers, &moves),
-            _ => turn.enter(&mut state).and_then(|()| messages::transfer(&turn, &state, &moves)),
+            _ => {
+                self.tell(turn.enter(&mut state))?;
+                messages::transfer(&turn, &state, &moves)
+            }
         };
         self.settle(&mut state, result)
     }

@@ -1,4 +1,4 @@
-//! A clock that is read in a third of the time that [`Instant`] takes, for what is always on.
+//! A clock that is cheaper to read than [`Instant`], for what is always on.
 
 #![expect(unsafe_code, reason = "reads the processor's counter, and the system's clock")]
 

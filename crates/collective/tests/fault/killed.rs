@@ -86,8 +86,7 @@ fn a_killed_rank_is_named_by_every_survivor() {
     }
 }
 
-/// The system takes some 100 us to free each MiB of a process that was killed, which nobody waits
-/// for.
+/// The system takes a while to free much memory of a process that was killed; nobody waits for it.
 #[test]
 fn a_rank_with_much_memory_is_named_as_soon() {
     let worlds = if figures() { 50 } else { 4 };

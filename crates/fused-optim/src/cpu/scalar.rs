@@ -153,7 +153,7 @@ pub(super) struct Squares<'a> {
 impl Kernel for Squares<'_> {
     type Output = [f64; LANES];
 
-    /// Without a limit, the comparisons with it would be a third of the work.
+    /// Without a limit there is nothing to compare with.
     #[inline(always)]
     fn run(self) -> [f64; LANES] {
         let GradMap { scale, limit } = self.map;

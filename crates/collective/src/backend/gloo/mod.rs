@@ -129,8 +129,8 @@ impl Gloo {
         result
     }
 
-    /// The same, and ends what gloo had begun. Each connection takes 10 ms to close, so a failure to
-    /// enter, before which nothing has begun, is only told.
+    /// The same, and ends what gloo had begun. To close a connection waits for a round of gloo's
+    /// thread, so a failure to enter, before which nothing has begun, is only told.
     fn settle<T>(&self, state: &mut State, result: Result<T>) -> Result<T> {
         let result = self.tell(result);
         if matches!(&result, Err(error) if !matches!(error, Error::Mismatch { .. })) {

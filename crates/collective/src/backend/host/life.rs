@@ -1,7 +1,7 @@
 //! How the end of a rank's process is known before its memory is taken apart.
 //!
 //! For a pidfd or a socket a killed process has ended when the kernel has unmapped its memory, which
-//! takes some 100 us for each MiB that it had touched. But before that the kernel goes through the
+//! takes the longer the more of it there is. But before that the kernel goes through the
 //! robust futexes that the process's threads hold: it writes into each that the owner has died, and
 //! wakes a waiter (linux/Documentation/locking/robust-futexes.rst). So every rank has a word in the
 //! segment which a thread of it holds that way, and the same thread sleeps on those of the others.

@@ -306,11 +306,13 @@ fn a_future_dropped_half_way_lets_its_operation_finish_and_frees_its_buffer_once
             // A task that is gone is not kept alive.
             assert_eq!(Arc::strong_count(&unpark), 1);
             assert!(poll_once(&mut kept, &unpark).is_pending());
+            // Another task takes over, before anything can be done: the first is never woken.
+            assert!(poll_once(&mut kept, &self::unpark()).is_pending());
+            assert_eq!(Arc::strong_count(&unpark), 1);
             assert_eq!(freed.load(Ordering::SeqCst), 0);
             let_go();
             let kept = block_on(kept).unwrap();
             assert_eq!(kept.0, [2; 9]);
-            // Its waker was replaced by the executor's.
             assert_eq!(unpark.wakes.load(Ordering::SeqCst), 0);
             assert_eq!(freed.load(Ordering::SeqCst), 2);
         },

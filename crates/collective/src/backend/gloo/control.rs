@@ -186,13 +186,19 @@ impl Control {
 
     /// Fails the group because time is over on some rank, tells the peers whom this one waits for,
     /// and hears from those who are there whom they wait for: who waits is not missing, however
-    /// long others wait for it. Takes a moment. Returns whose note it was, and who is missing.
-    pub(super) fn report(&self, missing: Vec<Rank>, reason: String) -> (&Cause, Vec<Rank>) {
+    /// long others wait for it. Takes as long as `patience` if it is not clear before. Returns whose
+    /// note it was, and who is missing.
+    pub(super) fn report(
+        &self,
+        missing: Vec<Rank>,
+        reason: String,
+        patience: Duration,
+    ) -> (&Cause, Vec<Rank>) {
         let own = Cause::TimedOut { by: self.rank, missing: missing.clone(), reason };
         let cause = self.cause.get_or_init(|| own.clone());
         self.reports.lock().insert(self.rank, missing.clone());
         self.say(&Note::Failed(own));
-        let deadline = Instant::now() + REPORTS;
+        let deadline = Instant::now() + patience;
         loop {
             self.listen();
             let (culprits, complete) = self.culprits();
@@ -204,14 +210,15 @@ impl Control {
         }
     }
 
-    /// Who is waited for and does not wait; and whether that and who waits is everybody.
+    /// Who is waited for and does not wait; and whether nobody else can turn out to be waiting: of
+    /// two who are missing, one may wait for the other and be about to say so.
     fn culprits(&self) -> (Vec<Rank>, bool) {
         let reports = self.reports.lock();
         let mut culprits: Vec<Rank> = reports.values().flatten().copied().collect();
         culprits.sort_unstable();
         culprits.dedup();
         culprits.retain(|rank| !reports.contains_key(rank));
-        let complete = reports.len() + culprits.len() >= self.pids.len();
+        let complete = culprits.len() <= 1 && reports.len() + culprits.len() >= self.pids.len();
         (culprits, complete)
     }
 
@@ -306,8 +313,6 @@ fn shorten(text: &str) -> String {
 
 const NOTE_BYTES: usize = 4096;
 const NOTE_SLOT: u64 = 1 << 56;
-/// How long to wait for what others report; a rank in an operation reports within milliseconds.
-const REPORTS: Duration = Duration::from_millis(300);
 /// How long a goodbye may take.
 const GOODBYE: Duration = Duration::from_millis(200);
 

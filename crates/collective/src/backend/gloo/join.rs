@@ -114,7 +114,7 @@ fn finish(
     let gloo = Gloo::new(joining, reason, control, state)?;
     let op = OpDesc { verb: Verb::Barrier, dtype: DType::U8, op: None, root: None, count: 0 };
     let timeout = joining.deadline.saturating_duration_since(Instant::now());
-    Turn { gloo: &gloo, op: &op, seq: None, timeout }.enter(&mut gloo.state.lock())?;
+    Turn::new(&gloo, &op, timeout).enter(&mut gloo.state.lock())?;
     Ok(gloo)
 }
 

@@ -114,7 +114,7 @@ impl Gloo {
     }
 
     fn turn<'a>(&'a self, op: &'a OpDesc, timeout: Option<Duration>) -> Turn<'a> {
-        Turn { gloo: self, op, seq: None, timeout: timeout.unwrap_or(self.timeout) }
+        Turn::new(self, op, timeout.unwrap_or(self.timeout))
     }
 
     /// Remembers the first failure and tells the peers of it.

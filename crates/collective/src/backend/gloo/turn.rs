@@ -17,6 +17,10 @@ const SLICE: Duration = Duration::from_millis(1);
 /// How long data may follow a goodbye, or a reason a broken connection: they come by another way.
 const GRACE: Duration = Duration::from_secs(1);
 
+/// The end of its timeout, at most a twentieth of it, in which a rank no longer waits for data but
+/// for what its peers report: whom they wait for.
+const ASKING: Duration = Duration::from_millis(100);
+
 const PRINT_SLOT: u64 = 2 << 56;
 const PRINT_BYTES: usize = 8 * (1 + Fingerprint::WORDS);
 
@@ -27,11 +31,17 @@ pub(super) struct Turn<'a> {
     pub(super) op: &'a OpDesc,
     /// Its number, if all ranks meet at it.
     pub(super) seq: Option<u64>,
-    /// For each step of a peer.
+    /// For each step of a peer; the rest of what the caller gave is for asking who is missing.
     pub(super) timeout: Duration,
+    asking: Duration,
 }
 
-impl Turn<'_> {
+impl<'a> Turn<'a> {
+    pub(super) fn new(gloo: &'a Gloo, op: &'a OpDesc, timeout: Duration) -> Self {
+        let asking = (timeout / 20).min(ASKING);
+        Self { gloo, op, seq: None, timeout: timeout - asking, asking }
+    }
+
     pub(super) fn rank(&self) -> Rank {
         self.gloo.rank
     }
@@ -184,13 +194,15 @@ impl Turn<'_> {
         let error = |missing| Error::Timeout { op: self.name(), waited, missing };
         let missing = missing();
         let reason = error(missing.clone()).to_string();
-        let control = &self.gloo.control;
-        match control.report(missing, reason) {
-            (Cause::TimedOut { by, reason, .. }, missing) => {
+        let (control, start) = (&self.gloo.control, Instant::now());
+        let (cause, missing) = control.report(missing, reason, self.asking);
+        let waited = waited + start.elapsed();
+        match cause {
+            Cause::TimedOut { by, reason, .. } => {
                 let (by, reason) = (*by, reason.clone());
                 control.error(&Cause::TimedOut { by, missing, reason }, self.name(), waited)
             }
-            (cause, _) => control.error(cause, self.name(), waited),
+            cause => control.error(cause, self.name(), waited),
         }
     }
 

@@ -191,6 +191,12 @@ impl Joining<'_> {
         if missing.is_empty() { error } else { Error::Timeout { op, waited, missing } }
     }
 
+    /// A rank ended that has said where it is.
+    pub(crate) fn died(&self, rank: Rank) -> Error {
+        let op = format!("joining {}", self.group());
+        Error::PeerDied { op, rank, pid: self.places[rank].pid }
+    }
+
     /// Ranks did not come before the deadline.
     pub(crate) fn timeout(&self, what: &str, missing: Vec<Rank>) -> Error {
         let op = format!("joining {}: {what}", self.group());

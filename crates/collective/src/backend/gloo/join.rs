@@ -79,10 +79,7 @@ fn connect(joining: &Joining<'_>, mesh: &Mesh, peer: Rank, address: &[u8]) -> Re
         Trouble::Io(_) if start.elapsed() >= joining.options.timeout / 2 => {
             joining.timeout("connecting", vec![peer])
         }
-        Trouble::Io(_) => {
-            let (op, pid) = (format!("joining {}", joining.group()), joining.places[peer].pid);
-            Error::PeerDied { op, rank: peer, pid }
-        }
+        Trouble::Io(_) => joining.died(peer),
         why => refused(joining, why),
     })
 }

@@ -238,10 +238,11 @@ impl Host {
         let id = agreed.seq + 1;
         agreed.enter()?;
         let own = if self.rank == 0 { Some(self.or_abort(self.offer(total))?) } else { None };
-        self.turn(state, op, Place::Own, STANDING).enter()?;
+        let there = self.turn(state, op, Place::Own, STANDING);
+        there.enter()?;
         let map = match own {
             Some(file) => Mapping::new(file, total),
-            None => self.take_offer(total),
+            None => self.take_offer(&there, total),
         };
         let map = Arc::new(self.or_abort(map)?);
         self.turn(state, op, Place::Own, STANDING).enter()?;
@@ -263,9 +264,14 @@ impl Host {
         Ok(file)
     }
 
-    fn take_offer(&self, bytes: usize) -> Result<Mapping> {
+    fn take_offer(&self, turn: &Turn<'_>, bytes: usize) -> Result<Mapping> {
         let number = self.segment.shared_fd().load(Ordering::Acquire);
-        let file = open_fd_of(self.root_pid, number)?;
+        let Some(file) = open_fd_of(self.root_pid, number)? else {
+            let died = Poison::Died { rank: 0, pid: self.root_pid };
+            self.segment.set_poison(died);
+            // Or what came before.
+            return Err(turn.failure(self.segment.poison().unwrap_or(died), Duration::ZERO));
+        };
         if !sys::is_sealed(&file, bytes) {
             let text = "the file of rank 0's shared buffer is not what was agreed";
             return Err(Error::InvalidArgument(text.into()));
@@ -417,12 +423,42 @@ fn check_world(rank: Rank, world_size: usize) -> Result<()> {
     Ok(())
 }
 
-/// Opens what another process has open.
-pub(super) fn open_fd_of(pid: u32, number: u64) -> Result<std::fs::File> {
+/// Opens what another process has open; `None` if the process has ended, or is about to.
+pub(super) fn open_fd_of(pid: u32, number: u64) -> Result<Option<std::fs::File>> {
     let path = format!("/proc/{pid}/fd/{number}");
-    OpenOptions::new()
-        .read(true)
-        .write(true)
-        .open(&path)
-        .map_err(|error| Error::io(format!("opening a peer's shared memory, {path}"), &error))
+    match OpenOptions::new().read(true).write(true).open(&path) {
+        Ok(file) => Ok(Some(file)),
+        Err(_) if ends(pid) => Ok(None),
+        Err(error) => Err(Error::io(format!("opening a peer's shared memory, {path}"), &error)),
+    }
+}
+
+/// Whether a process whose files are gone has gone too, or goes now.
+fn ends(pid: u32) -> bool {
+    match sys::pidfd_open(pid) {
+        Ok(pidfd) => {
+            let ended = sys::poll_readable(&[&pidfd], Some(Duration::from_millis(200)));
+            ended.is_ok_and(|ended| ended[0])
+        }
+        Err(error) => error.raw_os_error() == Some(libc::ESRCH),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn the_files_of_a_process_that_ended_are_no_error() {
+        let mut child = Command::new("true").spawn().unwrap();
+        let pid = child.id();
+        // Whether it runs yet, has ended, or has been waited for.
+        assert!(matches!(open_fd_of(pid, 1 << 20), Ok(None)));
+        child.wait().unwrap();
+        assert!(matches!(open_fd_of(pid, 1 << 20), Ok(None)));
+        let error = open_fd_of(std::process::id(), 1 << 20).unwrap_err();
+        assert!(matches!(error, Error::Io { .. }), "{error}");
+    }
 }

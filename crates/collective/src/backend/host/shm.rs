@@ -54,7 +54,7 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Host> {
     let maker = joining.places[0].pid;
     let file = match (file, members[0].segment_fd.map(u64::try_from)) {
         (Some(file), _) => file,
-        (None, Some(Ok(fd))) => open_fd_of(maker, fd)?.into(),
+        (None, Some(Ok(fd))) => open_fd_of(maker, fd)?.ok_or_else(|| joining.died(0))?.into(),
         _ => return Err(garbled(0)),
     };
     let segment = Arc::new(Segment::attach(file, world)?);
@@ -86,7 +86,7 @@ pub(super) struct Peer {
 fn watch(joining: &Joining<'_>, members: &[Member]) -> Result<Vec<Peer>> {
     let open = |(rank, member): (Rank, &Member)| {
         let pid = joining.places[rank].pid;
-        let died = || Error::PeerDied { op: format!("joining {}", joining.group()), rank, pid };
+        let died = || joining.died(rank);
         let pidfd = sys::pidfd_open(pid).map_err(|error| match error.raw_os_error() {
             Some(libc::ESRCH) => died(),
             _ => Error::io(format!("watching over rank {rank} (pid {pid})"), &error),
@@ -166,7 +166,8 @@ impl Watch {
         let next = self.peers.partition_point(|peer| peer.rank < self.rank);
         self.peers.rotate_left(next);
         loop {
-            let waited = self.wait_for_words();
+            // Where the kernel cannot wait for words, wait for pidfds.
+            let patience = self.wait_for_words().ok().map(|()| Duration::ZERO);
             self.peers.retain(|peer| {
                 let died = life::died(segment.life(peer.rank).load(Ordering::SeqCst));
                 if died {
@@ -176,7 +177,7 @@ impl Watch {
             });
             let mut fds = vec![&self.stopped];
             fds.extend(self.peers.iter().map(|peer| &peer.pidfd));
-            let ready = match sys::poll_readable(&fds, waited.is_err()) {
+            let ready = match sys::poll_readable(&fds, patience) {
                 Ok(ready) => ready,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 // Not expected of a poll of valid descriptors; timeouts still hold.

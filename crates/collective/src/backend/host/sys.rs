@@ -284,14 +284,15 @@ pub(super) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
-/// Which descriptors are readable; with `wait`, when one is. There is no deadline: one of `fds` is
-/// the caller's own means of ending the wait.
-pub(super) fn poll_readable(fds: &[&OwnedFd], wait: bool) -> io::Result<Vec<bool>> {
+/// Which descriptors are readable, once one is or after `patience`; `None` is for ever, and for those
+/// who have a means of their own among `fds` to end the wait.
+pub(super) fn poll_readable(fds: &[&OwnedFd], patience: Option<Duration>) -> io::Result<Vec<bool>> {
+    let millis = patience.map_or(-1, |time| libc::c_int::try_from(time.as_millis()).unwrap_or(-1));
     let ask = |fd: &&OwnedFd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     let mut polls: Vec<_> = fds.iter().map(ask).collect();
     let count = libc::nfds_t::try_from(polls.len()).expect("few descriptors");
     // SAFETY: the array is good for the call and as long as said.
-    if unsafe { libc::poll(polls.as_mut_ptr(), count, if wait { -1 } else { 0 }) } < 0 {
+    if unsafe { libc::poll(polls.as_mut_ptr(), count, millis) } < 0 {
         return Err(last_error());
     }
     Ok(polls.iter().map(|poll| poll.revents != 0).collect())

@@ -217,7 +217,8 @@ impl Mesh<'_> {
             (None, [maker, _, ..]) => {
                 let raw = self.members[*maker].memory.and_then(|raw| u64::try_from(raw).ok());
                 let raw = raw.ok_or_else(|| meet::garbled(*maker))?;
-                open_fd_of(self.joining.places[*maker].pid, raw)?.into()
+                let file = open_fd_of(self.joining.places[*maker].pid, raw)?;
+                file.ok_or_else(|| self.joining.died(*maker))?.into()
             }
             _ => return Ok(None),
         };

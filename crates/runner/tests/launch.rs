@@ -153,6 +153,15 @@ fn a_rank_killed_by_a_signal_gives_128_and_its_number() {
 }
 
 #[test]
+fn who_notices_a_death_is_not_its_cause_even_if_it_ends_first() {
+    let script = "[ $RANK = 0 ] && exit 1; sleep 0.3; kill -KILL $$";
+    let ran = run(2, script, |options| options.report_time = Duration::from_secs(20));
+    assert_eq!(ran.code, 137);
+    let cause = ran.stderr.lines().nth(1).unwrap();
+    assert!(cause.contains("root cause: rank 1"), "{}", ran.stderr);
+}
+
+#[test]
 fn who_ignores_sigterm_is_killed_and_children_go_too() {
     let script = "[ $RANK = 1 ] && { sleep 0.2; exit 5; }; trap '' TERM; sleep 60 & echo $!; wait";
     let ran = run(2, script, |_| {});

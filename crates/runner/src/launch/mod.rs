@@ -3,8 +3,8 @@
 //! The launcher hosts the store, starts the ranks with torchrun's environment, each in a process
 //! group of its own, puts `[rank 0] ` before each line they print, and waits. When one fails, the
 //! others get a moment to report what they see (their collectives fail too and name the rank),
-//! then SIGTERM, then, after a grace, SIGKILL. The exit code is that of the first failure, which
-//! is the root cause or near it; torchrun's is always 1.
+//! then SIGTERM, then, after a grace, SIGKILL. The exit code is that of the likely cause: the
+//! first rank that a signal ended, or else that failed; torchrun's is always 1.
 //!
 //! Threads only watch: one for each rank waits for its exit, one for signals, two for each rank's
 //! output. All decisions are taken by the calling thread, in `Job::supervise`.
@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use collective::TcpStoreServer;
 use parking_lot::Mutex;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use signal_hook::consts::{SIGABRT, SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 
 pub use self::guard::tie_to_parent;
@@ -75,8 +75,8 @@ impl LaunchOptions {
 /// Where the ranks' output goes, line by line.
 pub type Sink = Arc<Mutex<dyn Write + Send>>;
 
-/// Launches, waits, and returns the exit code: 0 if every rank exited with 0, else that of the
-/// first failure, 128 and the signal's number if it was a signal.
+/// Launches, waits, and returns the exit code: 0 if every rank exited with 0; else that of the
+/// first rank that a signal ended, 128 and the signal's number, or of the first that failed.
 ///
 /// Call it from the main thread, as the last thing a program does: the ranks may be tied to the
 /// thread that started them (see [`tie_to_parent`]), and SIGINT, SIGTERM, SIGHUP and SIGQUIT are
@@ -125,12 +125,22 @@ struct Job {
     stage: Stage,
 }
 
+/// How a rank ended, as far as the cause of a failure is concerned.
+enum End {
+    Success,
+    Failure,
+    /// By a signal.
+    Struck,
+}
+
 struct Rank {
     child: Child,
     /// Threads that copy the rank's output.
     output: Vec<JoinHandle<()>>,
     /// Place among all exits; `None` while it runs.
     exit_order: Option<usize>,
+    /// Whether a signal ended it that is not known to be this launcher's.
+    struck: bool,
     status: Option<ExitStatus>,
 }
 
@@ -172,7 +182,13 @@ impl Job {
                 .inspect_err(|_| self.kill_and_reap())?;
             let pipes = (child.stdout.take(), child.stderr.take());
             let pid = pid_of(&child);
-            self.ranks.push(Rank { child, output: Vec::new(), exit_order: None, status: None });
+            self.ranks.push(Rank {
+                child,
+                output: Vec::new(),
+                exit_order: None,
+                struck: false,
+                status: None,
+            });
             let output = watch(rank, pid, pipes, events, (stdout, stderr))
                 .map_err(io_error("start a thread".to_owned()))
                 .inspect_err(|_| self.kill_and_reap())?;
@@ -189,7 +205,10 @@ impl Job {
                 Some(Event::Exited { rank }) => {
                     self.ranks[rank].exit_order = Some(exits);
                     exits += 1;
-                    if matches!(self.stage, Stage::Running) && self.has_failed(rank) {
+                    let end = self.look(rank);
+                    let asked = !matches!(self.stage, Stage::Running | Stage::Reporting(_));
+                    self.ranks[rank].struck = !asked && matches!(end, End::Struck);
+                    if matches!(self.stage, Stage::Running) && !matches!(end, End::Success) {
                         self.stage = Stage::Reporting(Instant::now() + self.options.report_time);
                     }
                 }
@@ -214,13 +233,16 @@ impl Job {
         self.events.recv_timeout(due.saturating_duration_since(Instant::now())).ok()
     }
 
-    /// Whether `rank`, which has exited, did so with anything but 0. Looks without reaping.
-    fn has_failed(&self, rank: usize) -> bool {
+    /// How `rank`, which has exited, did so. Looks without reaping.
+    fn look(&self, rank: usize) -> End {
         let pid = pid_of(&self.ranks[rank].child);
         let look = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
-        match waitid(WaitId::Pid(pid), look) {
-            Ok(Some(status)) => status.exit_status() != Some(0),
-            Ok(None) | Err(_) => true,
+        let Ok(Some(status)) = waitid(WaitId::Pid(pid), look) else { return End::Failure };
+        match (status.exit_status(), status.terminating_signal()) {
+            (Some(0), _) => End::Success,
+            // Who aborts does so itself, perhaps because another failed.
+            (_, Some(signal)) if signal != SIGABRT => End::Struck,
+            _ => End::Failure,
         }
     }
 
@@ -277,12 +299,14 @@ impl Job {
         }
     }
 
-    /// The ranks that failed, first failure first.
+    /// The ranks that failed, the likely cause first: one that a signal ended, since that answers
+    /// nobody else's failure, and its peers may know of its death before the kernel is done with it;
+    /// then in the order of their exits.
     fn failures(&self) -> Vec<(usize, &Rank)> {
         let failed = |rank: &Rank| rank.status.is_none_or(|status| !status.success());
         let mut failures: Vec<_> =
             self.ranks.iter().enumerate().filter(|(_, rank)| failed(rank)).collect();
-        failures.sort_by_key(|(_, rank)| rank.exit_order.unwrap_or(usize::MAX));
+        failures.sort_by_key(|(_, rank)| (!rank.struck, rank.exit_order.unwrap_or(usize::MAX)));
         failures
     }
 
@@ -294,7 +318,7 @@ impl Job {
         let (failed, all) = (failures.len(), self.ranks.len());
         let mut text = format!("launch: {failed} of {all} ranks failed\n");
         for (at, (index, rank)) in failures.into_iter().enumerate() {
-            let label = if at == 0 { "root cause (first observed failure): " } else { "" };
+            let label = if at == 0 { "root cause: " } else { "" };
             let how = match rank.status {
                 Some(status) => describe(status),
                 None => "still running after SIGKILL".to_owned(),

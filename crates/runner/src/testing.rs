@@ -34,7 +34,7 @@ impl Values {
 
 /// An engine whose every gradient is `gradient`.
 pub(crate) struct FakeEngine {
-    specs: [Vec<TensorSpec>; 2],
+    pub(crate) specs: [Vec<TensorSpec>; 2],
     pub(crate) params: Vec<Values>,
     pub(crate) buffers: Vec<Values>,
     pub(crate) gradient: f32,

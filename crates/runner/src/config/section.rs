@@ -367,6 +367,16 @@ impl<T: FromConfig> FromConfig for Vec<T> {
     }
 }
 
+impl FromConfig for (f64, f64) {
+    const EXPECTED: &'static str = "two numbers";
+    fn from_node(value: ConfigValue<'_>) -> Option<Self> {
+        match Vec::from_node(value)?[..] {
+            [a, b] => Some((a, b)),
+            _ => None,
+        }
+    }
+}
+
 /// `90s`, `1.5m`, `2h`, `250ms`, or seconds without a unit.
 #[must_use]
 pub(crate) fn parse_duration(text: &str) -> Option<Duration> {

@@ -39,6 +39,16 @@ impl TensorSpec {
     pub fn count(&self) -> usize {
         self.shape.iter().product()
     }
+
+    /// Length of the first dimension if there are two or more, else 0: for rules that look at a
+    /// weight row by row.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        match self.shape[..] {
+            [rows, _, ..] => rows,
+            _ => 0,
+        }
+    }
 }
 
 /// Receives gradients while backward runs.

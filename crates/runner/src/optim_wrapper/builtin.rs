@@ -1,19 +1,43 @@
 //! How `[optim_wrapper]` and `[optim_wrapper.optimizer]` are written.
 
 use ::amp::LossScalerOptions;
-use fused_optim::{AdamW, AdamWHyper, DType, Sgd, SgdHyper};
+use fused_optim::{
+    Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, BertAdam,
+    BertAdamHyper, ClipScope, CosineEps, DType, Lamb, LambHyper, RmsProp, RmsPropHyper, RmsPropTf,
+    RmsPropTfHyper, Schedule, Sgd, SgdHyper,
+};
 
 use super::{AmpOptimWrapper, Fp32OptimWrapper, LossScale, OptimWrapperFactory, OptimizerFactory};
 use crate::Result;
-use crate::config::Section;
+use crate::config::{FromConfig, Section};
 use crate::registry::{Builtin, OPTIMIZERS};
 
 /// The wrappers a configuration can name.
 pub(crate) const BUILTIN: Builtin<OptimWrapperFactory> =
     &[("OptimWrapper", fp32), ("AmpOptimWrapper", amp)];
 
-/// The optimizers a configuration can name.
-pub(crate) const BUILTIN_OPTIMIZERS: Builtin<OptimizerFactory> = &[("SGD", sgd), ("AdamW", adamw)];
+/// The optimizers a configuration can name: Ascend's fused nine, with torch_npu's defaults, under the
+/// names that their originals have and under Ascend's. They are the same, and fused, on any device.
+pub(crate) const BUILTIN_OPTIMIZERS: Builtin<OptimizerFactory> = &[
+    ("Adadelta", adadelta),
+    ("NpuFusedAdadelta", adadelta),
+    ("Adam", adam),
+    ("NpuFusedAdam", adam),
+    ("AdamP", adamp),
+    ("NpuFusedAdamP", adamp),
+    ("AdamW", adamw),
+    ("NpuFusedAdamW", adamw),
+    ("BertAdam", bert_adam),
+    ("NpuFusedBertAdam", bert_adam),
+    ("Lamb", lamb),
+    ("NpuFusedLamb", lamb),
+    ("RMSprop", rmsprop),
+    ("NpuFusedRMSprop", rmsprop),
+    ("RMSpropTF", rmsprop_tf),
+    ("NpuFusedRMSpropTF", rmsprop_tf),
+    ("SGD", sgd),
+    ("NpuFusedSGD", sgd),
+];
 
 fn fp32(section: &mut Section) -> Result<OptimWrapperFactory> {
     let counts = accumulative_counts(section)?;
@@ -74,29 +98,199 @@ fn loss_scale(section: &mut Section, dtype: DType) -> Result<LossScale> {
     Ok(LossScale::Dynamic(options))
 }
 
-fn sgd(section: &mut Section) -> Result<OptimizerFactory> {
-    let mut hyper = SgdHyper { lr: section.required("lr")?, ..SgdHyper::default() };
-    hyper.momentum = section.or("momentum", hyper.momentum)?;
-    hyper.dampening = section.or("dampening", hyper.dampening)?;
-    hyper.weight_decay = section.or("weight_decay", hyper.weight_decay)?;
-    hyper.nesterov = section.or("nesterov", hyper.nesterov)?;
-    hyper.maximize = section.or("maximize", hyper.maximize)?;
-    Sgd::with_one_group(hyper, 0).map_err(|e| section.error(e))?;
-    Ok(Box::new(move |params| Ok(Box::new(Sgd::with_one_group(hyper, params.len())?))))
+/// How an optimizer's table is read: each hyper-parameter under its own name, by one of the functions
+/// below.
+macro_rules! optimizer {
+    ($build:ident, $optimizer:ident, $hyper:ident { $($field:ident: $read:ident),* }) => {
+        fn $build(section: &mut Section) -> Result<OptimizerFactory> {
+            let default = $hyper::default();
+            let hyper = $hyper {
+                $($field: $read(section, stringify!($field), default.$field)?),*
+            };
+            // A mistake is seen now, not when the parameters are known.
+            $optimizer::with_one_group(hyper, 0).map_err(|e| section.error(e))?;
+            Ok(Box::new(move |params| {
+                Ok(Box::new($optimizer::with_one_group(hyper, params.len())?))
+            }))
+        }
+    };
 }
 
-fn adamw(section: &mut Section) -> Result<OptimizerFactory> {
-    let mut hyper = AdamWHyper::default();
-    hyper.lr = section.or("lr", hyper.lr)?;
-    let betas: Vec<f64> = section.or("betas", vec![hyper.betas.0, hyper.betas.1])?;
-    hyper.betas = match betas[..] {
-        [b1, b2] => (b1, b2),
-        _ => return Err(section.error("`betas` must be two numbers")),
-    };
-    hyper.eps = section.or("eps", hyper.eps)?;
-    hyper.weight_decay = section.or("weight_decay", hyper.weight_decay)?;
-    hyper.amsgrad = section.or("amsgrad", hyper.amsgrad)?;
-    hyper.maximize = section.or("maximize", hyper.maximize)?;
-    AdamW::with_one_group(hyper, 0).map_err(|e| section.error(e))?;
-    Ok(Box::new(move |params| Ok(Box::new(AdamW::with_one_group(hyper, params.len())?))))
+optimizer!(
+    adadelta,
+    Adadelta,
+    AdadeltaHyper { lr: or, rho: or, eps: or, weight_decay: or, maximize: or }
+);
+optimizer!(
+    adam,
+    Adam,
+    AdamHyper { lr: or, betas: or, eps: or, weight_decay: or, amsgrad: or, maximize: or }
+);
+optimizer!(
+    adamp,
+    AdamP,
+    AdamPHyper {
+        lr: or,
+        betas: or,
+        eps: or,
+        weight_decay: or,
+        delta: or,
+        wd_ratio: or,
+        nesterov: or,
+        cos_eps: of_places,
+        maximize: or
+    }
+);
+optimizer!(
+    adamw,
+    AdamW,
+    AdamWHyper { lr: or, betas: or, eps: or, weight_decay: or, amsgrad: or, maximize: or }
+);
+optimizer!(
+    bert_adam,
+    BertAdam,
+    BertAdamHyper {
+        lr: required,
+        warmup: or,
+        t_total: or,
+        schedule: of_schedules,
+        b1: or,
+        b2: or,
+        e: or,
+        weight_decay: or,
+        max_grad_norm: or,
+        clip: of_scopes,
+        maximize: or
+    }
+);
+optimizer!(
+    lamb,
+    Lamb,
+    LambHyper {
+        lr: or,
+        betas: or,
+        eps: or,
+        weight_decay: or,
+        adam: or,
+        use_global_grad_norm: or,
+        maximize: or
+    }
+);
+optimizer!(
+    rmsprop,
+    RmsProp,
+    RmsPropHyper {
+        lr: or,
+        alpha: or,
+        eps: or,
+        weight_decay: or,
+        momentum: or,
+        centered: or,
+        maximize: or
+    }
+);
+optimizer!(
+    rmsprop_tf,
+    RmsPropTf,
+    RmsPropTfHyper {
+        lr: or,
+        alpha: or,
+        eps: or,
+        weight_decay: or,
+        momentum: or,
+        centered: or,
+        decoupled_decay: or,
+        decoupled_lr: or,
+        lr_in_momentum: or,
+        maximize: or
+    }
+);
+optimizer!(
+    sgd,
+    Sgd,
+    SgdHyper {
+        lr: required,
+        momentum: or,
+        dampening: or,
+        weight_decay: or,
+        nesterov: or,
+        maximize: or
+    }
+);
+
+fn or<T: FromConfig>(section: &mut Section, key: &'static str, default: T) -> Result<T> {
+    section.or(key, default)
+}
+
+fn required<T: FromConfig>(section: &mut Section, key: &'static str, _: T) -> Result<T> {
+    section.required(key)
+}
+
+fn of_schedules(section: &mut Section, key: &'static str, _: Schedule) -> Result<Schedule> {
+    let schedules = [
+        ("warmup_linear", Schedule::Linear),
+        ("warmup_cosine", Schedule::Cosine),
+        ("warmup_constant", Schedule::Constant),
+        ("warmup_poly", Schedule::Poly),
+    ];
+    section.choice(key, "warmup_linear", &schedules)
+}
+
+fn of_scopes(section: &mut Section, key: &'static str, _: ClipScope) -> Result<ClipScope> {
+    section.choice(key, "group", &[("group", ClipScope::Group), ("tensor", ClipScope::Tensor)])
+}
+
+fn of_places(section: &mut Section, key: &'static str, _: CosineEps) -> Result<CosineEps> {
+    section.choice(key, "add", &[("add", CosineEps::Add), ("torch", CosineEps::Max)])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+
+    fn build(text: &str) -> Result<OptimizerFactory> {
+        OPTIMIZERS.build(Config::from_text("c.toml", text)?.into_section())
+    }
+
+    #[test]
+    fn the_nine_go_by_their_own_names_and_by_ascends() {
+        let kinds = [
+            ("Adadelta", "adadelta"),
+            ("Adam", "adam"),
+            ("AdamP", "adamp"),
+            ("AdamW", "adamw"),
+            ("BertAdam", "bert_adam"),
+            ("Lamb", "lamb"),
+            ("RMSprop", "rmsprop"),
+            ("RMSpropTF", "rmsprop_tf"),
+            ("SGD", "sgd"),
+        ];
+        assert_eq!(BUILTIN_OPTIMIZERS.len(), 2 * kinds.len());
+        for (name, kind) in kinds {
+            for name in [name.to_owned(), format!("NpuFused{name}")] {
+                let optimizer =
+                    build(&format!("type = '{name}'\nlr = 0.25")).unwrap()(&[]).unwrap();
+                assert_eq!((optimizer.kind(), optimizer.lr(0).unwrap()), (kind, 0.25), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_mistake_has_its_place() {
+        for (text, wanted) in [
+            ("type = 'SGD'", "c.toml:1:1: missing key `lr`"),
+            ("type = 'Adam'\nbetas = [0.9]", "c.toml:2:9: `betas` must be two numbers"),
+            ("type = 'Adam'\nlr = -1.0", "c.toml:1:1: "),
+            ("type = 'Adam'\nalpha = 1.0", "c.toml:2:1: unknown key `alpha`"),
+            (
+                "type = 'BertAdam'\nlr = 1\nschedule = 'warmup_linea'",
+                "did you mean `warmup_linear`?",
+            ),
+            ("type = 'NpuFusedAdamw'", "did you mean `NpuFusedAdamW`?"),
+        ] {
+            let error = build(text).err().map(|e| e.to_string()).unwrap_or_default();
+            assert!(error.contains(wanted), "{text}: {error}");
+        }
+    }
 }

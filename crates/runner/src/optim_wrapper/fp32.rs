@@ -60,3 +60,32 @@ fn refuse_scaler(scaler: Option<&ScalerState>) -> Result<()> {
         )),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use collective::ReducerOptions;
+    use fused_optim::{AdamP, AdamPHyper};
+
+    use super::*;
+    use crate::data::Batch;
+    use crate::model::DistributedDataParallel;
+    use crate::testing::{FakeEngine, Values, group};
+
+    #[test]
+    fn the_optimizer_is_told_the_shapes() {
+        // AdamP refuses rows that the weight has not.
+        for (shape, fits) in [([2, 3], true), ([4, 1], false)] {
+            let mut engine = FakeEngine::new(&[("w", Values::F32(vec![1.0; 6]))], &[]);
+            let options = ReducerOptions::default();
+            let mut model =
+                DistributedDataParallel::new(group(), engine.params(), options).unwrap();
+            model.prepare(true).unwrap();
+            engine.forward_backward(&Batch::new(), 1.0, &model.sink()).unwrap();
+            model.finish().unwrap();
+            engine.specs[0][0].shape = shape.into();
+            let adamp = AdamP::with_one_group(AdamPHyper::default(), 1).unwrap();
+            let mut optim = Fp32OptimWrapper::new(Box::new(adamp), 1);
+            assert_eq!(optim.step(&mut engine, &model).is_ok(), fits);
+        }
+    }
+}

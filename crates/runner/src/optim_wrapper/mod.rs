@@ -132,12 +132,17 @@ fn optimizer_step(
     ctl: &StepCtl,
 ) -> Result<Applied> {
     let mut applied = Applied::SkippedNonFinite;
+    let rows: Vec<usize> = engine.params().iter().map(TensorSpec::rows).collect();
     engine.with_params(&mut |weights| {
         model.with_grads(&mut |grads| {
             let mut params: Vec<_> = weights
                 .iter_mut()
                 .zip(grads)
-                .map(|(weight, grad)| ParamMut::new(weight.reborrow(), *grad))
+                .zip(&rows)
+                .map(|((weight, grad), &rows)| ParamMut {
+                    rows,
+                    ..ParamMut::new(weight.reborrow(), *grad)
+                })
                 .collect();
             applied = optimizer.step(&mut params, ctl)?;
             Ok(())

@@ -75,17 +75,36 @@ impl<H: Hyper> Core<H> {
     }
 
     pub(crate) fn lr(&self, group: usize) -> Result<f64> {
-        let count = self.groups.len();
-        let group = self.groups.get(group).ok_or(Error::NoSuchGroup { group, count })?;
-        Ok(group.hyper.lr())
+        Ok(self.group(group)?.hyper.lr())
     }
 
     pub(crate) fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
         at_least_zero("learning rate", lr)?;
-        let count = self.groups.len();
-        let group = self.groups.get_mut(group).ok_or(Error::NoSuchGroup { group, count })?;
-        *group.hyper.lr_mut() = lr;
+        self.group(group)?;
+        *self.groups[group].hyper.lr_mut() = lr;
         Ok(())
+    }
+
+    pub(crate) fn momentum(&self, group: usize) -> Result<Option<f64>> {
+        Ok(self.group(group)?.hyper.clone().momentum_mut().copied())
+    }
+
+    pub(crate) fn set_momentum(&mut self, group: usize, momentum: f64) -> Result<()> {
+        let old = &self.group(group)?.hyper;
+        let mut new = old.clone();
+        let place = new.momentum_mut().ok_or(Error::NoMomentum { kind: H::KIND })?;
+        *place = momentum;
+        new.validate()?;
+        if new.slots() != old.slots() {
+            return Err(Error::MomentumFromZero { value: momentum });
+        }
+        self.groups[group].hyper = new;
+        Ok(())
+    }
+
+    fn group(&self, group: usize) -> Result<&ParamGroup<H>> {
+        let count = self.groups.len();
+        self.groups.get(group).ok_or(Error::NoSuchGroup { group, count })
     }
 
     pub(crate) fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied> {

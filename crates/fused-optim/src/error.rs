@@ -17,6 +17,18 @@ pub enum Error {
     /// Nesterov was asked for without momentum or with dampening.
     #[error("nesterov momentum requires a momentum and zero dampening")]
     Nesterov,
+    /// A momentum was to be set where there is none.
+    #[error("{kind} has no momentum")]
+    NoMomentum {
+        /// The optimizer.
+        kind: &'static str,
+    },
+    /// A momentum was to change between zero and another value, without and with a buffer.
+    #[error("momentum cannot become {value}: with none there is no buffer, and with one there is")]
+    MomentumFromZero {
+        /// What it was to be.
+        value: f64,
+    },
     /// A tensor is named twice, in one group or in two.
     #[error("parameter {index} is in more than one place of the groups")]
     DuplicateParam {

@@ -59,6 +59,22 @@ pub trait Optimizer: Send + fmt::Debug {
     /// [`Error::NoSuchGroup`], or [`Error::InvalidHyper`] if it is negative or not finite.
     fn set_lr(&mut self, group: usize, lr: f64) -> Result<()>;
 
+    /// A group's momentum, or, of Adam and its kin, the decay rate of the first moment; none for a rule
+    /// with neither.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchGroup`].
+    fn momentum(&self, group: usize) -> Result<Option<f64>>;
+
+    /// Sets it, as a scheduler does between steps.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchGroup`]; [`Error::NoMomentum`]; [`Error::InvalidHyper`] if it is out of range;
+    /// [`Error::MomentumFromZero`] if a buffer would have to come or go. Nothing has changed then.
+    fn set_momentum(&mut self, group: usize, momentum: f64) -> Result<()>;
+
     /// The number of threads a step uses, the caller's among them; 0 counts as 1, the default. The
     /// bits of the result do not depend on it.
     fn set_threads(&mut self, threads: usize);

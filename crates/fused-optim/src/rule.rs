@@ -29,6 +29,10 @@ pub(crate) trait Hyper: Clone + Send + Sync + Serialize + DeserializeOwned {
     fn lr(&self) -> f64;
     /// The learning rate, to set; the caller validates.
     fn lr_mut(&mut self) -> &mut f64;
+    /// The momentum, or the decay rate of the first moment, to read or set; the caller validates.
+    fn momentum_mut(&mut self) -> Option<&mut f64> {
+        None
+    }
     /// Whether to go up the gradient.
     fn maximize(&self) -> bool;
     /// Names of the state values each element has, at most [`SLOTS`](crate::cpu::SLOTS).
@@ -227,6 +231,14 @@ macro_rules! optimizer {
 
             fn set_lr(&mut self, group: usize, lr: f64) -> $crate::Result<()> {
                 self.core.set_lr(group, lr)
+            }
+
+            fn momentum(&self, group: usize) -> $crate::Result<Option<f64>> {
+                self.core.momentum(group)
+            }
+
+            fn set_momentum(&mut self, group: usize, momentum: f64) -> $crate::Result<()> {
+                self.core.set_momentum(group, momentum)
             }
 
             fn set_threads(&mut self, threads: usize) {

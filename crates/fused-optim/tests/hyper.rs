@@ -2,7 +2,7 @@
 
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, BertAdam,
-    BertAdamHyper, ClipScope, CosineEps, Lamb, LambHyper, Optimizer, ParamMut, RmsProp,
+    BertAdamHyper, ClipScope, CosineEps, Error, Lamb, LambHyper, Optimizer, ParamMut, RmsProp,
     RmsPropHyper, RmsPropTf, RmsPropTfHyper, Schedule, Sgd, SgdHyper, Slice, StateDict, StepCtl,
 };
 use serde_json::{Value, json};
@@ -153,4 +153,36 @@ fn uneven_rows_and_short_averages_are_refused() {
     let error = adamp.step(&mut [param], &StepCtl::PLAIN).unwrap_err();
     assert_eq!(error.to_string(), "invalid ema decay: 1.5");
     assert_eq!((weight, adamp.state_dict().state.len()), ([1.0; 6], 0));
+}
+
+#[test]
+fn momentum_is_set_where_there_is_one_and_never_brings_or_takes_a_buffer() {
+    let with_one = [
+        with!(Adam, AdamHyper {}),
+        with!(AdamP, AdamPHyper {}),
+        with!(AdamW, AdamWHyper {}),
+        with!(BertAdam, BertAdamHyper {}),
+        with!(Lamb, LambHyper {}),
+        with!(RmsProp, RmsPropHyper { momentum: 0.9 }),
+        with!(RmsPropTf, RmsPropTfHyper { momentum: 0.9 }),
+        with!(Sgd, SgdHyper { lr: 0.1, momentum: 0.9 }),
+    ];
+    for optimizer in with_one {
+        let mut optimizer = optimizer.unwrap();
+        assert_eq!(optimizer.momentum(0).unwrap(), Some(0.9));
+        optimizer.set_momentum(0, 0.25).unwrap();
+        assert_eq!(optimizer.momentum(0).unwrap(), Some(0.25));
+        assert!(optimizer.state_dict().param_groups.contains("0.25"));
+        for wrong in [-1.0, f64::NAN] {
+            assert!(matches!(optimizer.set_momentum(0, wrong), Err(Error::InvalidHyper { .. })));
+        }
+        assert!(matches!(optimizer.set_momentum(1, 0.5), Err(Error::NoSuchGroup { .. })));
+        assert_eq!(optimizer.momentum(0).unwrap(), Some(0.25));
+    }
+    let mut sgd = with!(Sgd, SgdHyper { lr: 0.1 }).unwrap();
+    assert!(matches!(sgd.set_momentum(0, 0.5), Err(Error::MomentumFromZero { value: 0.5 })));
+    let mut adadelta = with!(Adadelta, AdadeltaHyper {}).unwrap();
+    assert_eq!(adadelta.momentum(0).unwrap(), None);
+    let refused = adadelta.set_momentum(0, 0.5);
+    assert!(matches!(refused, Err(Error::NoMomentum { kind: "adadelta" })));
 }

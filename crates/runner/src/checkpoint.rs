@@ -2,7 +2,7 @@
 //!
 //! `epoch_3/` holds `model.safetensors` (parameters and buffers under their names),
 //! `optimizer.safetensors` (groups, moments, f32 masters) and `state.json` (where the run was, the loss
-//! scaler, the hooks' state, length and CRC-32 of the other files). Inside a gradient accumulation
+//! scaler, schedulers, the hooks' state, length and CRC-32 of the other files). Inside a gradient accumulation
 //! there is `gradients_R.safetensors` as well: what rank `R` has added up towards its next step.
 //! It is written under another name, flushed to disk, and renamed; only then does
 //! `last_checkpoint` name it. So a kill at any moment leaves the previous checkpoint in place.
@@ -20,7 +20,7 @@ use serde_json::{Map, Value};
 use crate::engine::{Engine, TensorSpec};
 use crate::model::ModelWrapper;
 use crate::optim_wrapper::OptimWrapperState;
-use crate::{Error, Result};
+use crate::{Error, Result, schedulers};
 
 /// Where a run is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,6 +31,9 @@ pub struct Position {
     pub iter: usize,
     /// Batches trained on in the current epoch.
     pub batch: usize,
+    /// How many were trained on before the last validation.
+    #[serde(default)]
+    pub validated: Option<usize>,
 }
 
 /// What a checkpoint says besides tensors.
@@ -50,6 +53,9 @@ pub struct Meta {
     pub config: String,
     /// The loss scaler's state.
     loss_scaler: Option<::amp::ScalerState>,
+    /// Where each scheduler was.
+    #[serde(default)]
+    pub schedulers: Vec<schedulers::Progress>,
     /// What each hook saved, by its name.
     pub hooks: Map<String, Value>,
     files: Vec<FileMeta>,
@@ -88,6 +94,8 @@ pub struct Contents<'a> {
     pub config: &'a str,
     /// The optimizer wrapper's state.
     pub optim: OptimWrapperState,
+    /// Where each scheduler is.
+    pub schedulers: Vec<schedulers::Progress>,
     /// What each hook saves.
     pub hooks: Map<String, Value>,
     /// Each rank's [`gradient_bytes`]; none outside of an accumulation.
@@ -127,6 +135,7 @@ pub fn save(
         seed: contents.seed,
         config: contents.config.to_owned(),
         loss_scaler: contents.optim.loss_scaler,
+        schedulers: contents.schedulers,
         hooks: contents.hooks,
         files: files.iter().map(|(name, bytes)| file_meta(name, bytes)).collect(),
     };
@@ -472,7 +481,7 @@ mod tests {
         let sgd = Sgd::with_one_group(SgdHyper { lr: 0.1, ..SgdHyper::default() }, 3).unwrap();
         let scaler = ::amp::LossScaler::new(::amp::LossScalerOptions::default()).unwrap();
         Contents {
-            position: Position { epoch: 1, iter: 17, batch: 5 },
+            position: Position { epoch: 1, iter: 17, batch: 5, validated: Some(12) },
             world_size: 2,
             batches_per_epoch: 12,
             seed: u64::MAX,
@@ -481,6 +490,7 @@ mod tests {
                 optimizer: sgd.state_dict(),
                 loss_scaler: scaler.state_dict(),
             },
+            schedulers: Vec::new(),
             hooks: [("H".to_owned(), Value::from(7))].into_iter().collect(),
             gradients,
         }

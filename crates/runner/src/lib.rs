@@ -83,6 +83,7 @@
 //! | [`model`] | gradients kept, or averaged over ranks while backward runs |
 //! | [`optim_wrapper`] | accumulation, loss scale, the optimizer's step |
 //! | [`hooks`] | everything that happens around a batch |
+//! | [`schedulers`] | learning rate and momentum over a run |
 //! | [`checkpoint`] | atomic, checksummed, exact to resume from |
 //! | [`launch`](mod@launch) | ranks as processes of this machine |
 
@@ -100,6 +101,7 @@ pub mod model;
 pub mod optim_wrapper;
 pub mod registry;
 mod runner;
+pub mod schedulers;
 pub mod sinks;
 #[cfg(test)]
 mod testing;

@@ -34,6 +34,7 @@ use crate::evaluate::{self, Metric};
 use crate::hooks::{self, Hook};
 use crate::model::{self, ModelFactory, WrapperFactory};
 use crate::optim_wrapper::{self, OptimWrapperFactory, OptimizerFactory};
+use crate::schedulers::{self, SchedulerConfig};
 use crate::{Error, Result};
 
 /// The components this crate itself offers.
@@ -149,6 +150,9 @@ pub static OPTIMIZERS: LazyLock<Registry<OptimizerFactory>> =
 /// Optimizer wrappers: `[optim_wrapper]`.
 pub static OPTIM_WRAPPERS: LazyLock<Registry<OptimWrapperFactory>> =
     LazyLock::new(|| Registry::with("optimizer wrapper", optim_wrapper::BUILTIN));
+/// Schedulers: `param_scheduler`.
+pub static PARAM_SCHEDULERS: LazyLock<Registry<SchedulerConfig>> =
+    LazyLock::new(|| Registry::with("scheduler", schedulers::BUILTIN));
 /// Hooks: `[default_hooks]`, `[[custom_hooks]]`.
 pub static HOOKS: LazyLock<Registry<Box<dyn Hook>>> =
     LazyLock::new(|| Registry::with("hook", hooks::BUILTIN));

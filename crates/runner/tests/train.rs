@@ -201,6 +201,71 @@ fn a_time_budget_spent_where_an_epoch_ends_is_saved_and_validated_once() {
     assert_eq!(log(dir.path()).matches("Epoch(val)").count(), 1, "{}", log(dir.path()));
 }
 
+/// A warm-up by iterations on top of steps by epochs, a momentum that rises, and a plateau that
+/// every epoch but the first is on.
+const SCHEDULERS: &str = r#"
+[[param_scheduler]]
+type = "LinearLR"
+start_factor = 0.1
+end = 15
+by_epoch = false
+[[param_scheduler]]
+type = "StepLR"
+step_size = 1
+gamma = 0.5
+[[param_scheduler]]
+type = "LinearMomentum"
+end = 2
+convert_to_iter_based = true
+[[param_scheduler]]
+type = "ReduceOnPlateauLR"
+monitor = "accuracy"
+rule = "greater"
+threshold_rule = "abs"
+threshold = 1e6
+patience = 0
+"#;
+
+#[test]
+fn schedulers_step_by_iterations_epochs_and_figures_and_are_resumed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
+    let config = format!("{VALIDATION}{MLP}{SCHEDULERS}").replace("epochs = 2", "epochs = 3");
+    let outcome = run(&config, &whole, 2, |mut builder, _| {
+        // Batches, and what the optimizer has there: the warm-up's and the momentum's begin and end.
+        for (iter, lr, momentum) in [
+            (0, 0.05 * 0.1, 0.9 / 3.0),
+            (16, 0.05 * 0.5, 0.9 * (1.0 + 2.0 * 16.0 / 23.0) / 3.0),
+            (25, 0.05 * 0.25 * 0.1, 0.9),
+        ] {
+            builder = builder.hook(before_iter(iter, move |runner| {
+                let optimizer = runner.optim_wrapper().optimizer();
+                let got = (optimizer.lr(0)?, optimizer.momentum(0)?.unwrap());
+                let near = |a: f64, b: f64| (a - b).abs() < 0.02 * b;
+                assert!(near(got.0, lr) && near(got.1, momentum), "{iter}: {got:?}");
+                Ok(())
+            }));
+        }
+        builder
+    });
+    assert!(outcome.iter().all(Result::is_ok), "{outcome:?}");
+    // The checkpoint of the first epoch is from before its validation, and of the plateau.
+    killed(&config, &broken, 2, 20);
+    resume(&config, &broken, 2);
+    assert_equal(&whole, &broken, "epoch_3");
+}
+
+#[test]
+fn a_momentum_that_is_not_there_cannot_be_scheduled() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = MLP.replace("type = \"SGD\", lr = 0.05, momentum = 0.9", "type = \"Adadelta\"");
+    let config = format!("{config}{SCHEDULERS}");
+    let outcome = run(&config, &dir.path().join("run"), 1, |builder, _| builder);
+    let error = outcome[0].as_ref().unwrap_err().to_string();
+    assert!(error.contains("adadelta has no momentum"), "{error}");
+    assert!(!dir.path().join("run").exists());
+}
+
 #[test]
 fn batch_statistics_of_three_ranks_are_resumed() {
     let dir = tempfile::tempdir().unwrap();

@@ -86,6 +86,10 @@ impl Hyper for AdamHyper {
 
     lr_and_maximize!();
 
+    fn momentum_mut(&mut self) -> Option<&mut f64> {
+        Some(&mut self.betas.0)
+    }
+
     fn slots(&self) -> &'static [&'static str] {
         slots(self.amsgrad)
     }

@@ -104,6 +104,10 @@ impl Hyper for AdamPHyper {
 
     lr_and_maximize!();
 
+    fn momentum_mut(&mut self) -> Option<&mut f64> {
+        Some(&mut self.betas.0)
+    }
+
     fn slots(&self) -> &'static [&'static str] {
         &["exp_avg", "exp_avg_sq"]
     }

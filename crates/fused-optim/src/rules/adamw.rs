@@ -85,6 +85,10 @@ impl Hyper for AdamWHyper {
 
     lr_and_maximize!();
 
+    fn momentum_mut(&mut self) -> Option<&mut f64> {
+        Some(&mut self.betas.0)
+    }
+
     fn slots(&self) -> &'static [&'static str] {
         adam::slots(self.amsgrad)
     }

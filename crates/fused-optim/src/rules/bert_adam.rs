@@ -130,6 +130,10 @@ impl Hyper for BertAdamHyper {
 
     lr_and_maximize!();
 
+    fn momentum_mut(&mut self) -> Option<&mut f64> {
+        Some(&mut self.b1)
+    }
+
     fn slots(&self) -> &'static [&'static str] {
         &["exp_avg", "exp_avg_sq"]
     }

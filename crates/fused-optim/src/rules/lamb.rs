@@ -78,6 +78,10 @@ impl Hyper for LambHyper {
 
     lr_and_maximize!();
 
+    fn momentum_mut(&mut self) -> Option<&mut f64> {
+        Some(&mut self.betas.0)
+    }
+
     fn slots(&self) -> &'static [&'static str] {
         &["exp_avg", "exp_avg_sq"]
     }

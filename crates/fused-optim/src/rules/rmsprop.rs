@@ -74,6 +74,10 @@ impl Hyper for RmsPropHyper {
 
     lr_and_maximize!();
 
+    fn momentum_mut(&mut self) -> Option<&mut f64> {
+        Some(&mut self.momentum)
+    }
+
     fn slots(&self) -> &'static [&'static str] {
         slots(self.centered, self.momentum)
     }

@@ -85,6 +85,10 @@ impl Hyper for RmsPropTfHyper {
 
     lr_and_maximize!();
 
+    fn momentum_mut(&mut self) -> Option<&mut f64> {
+        Some(&mut self.momentum)
+    }
+
     fn slots(&self) -> &'static [&'static str] {
         rmsprop::slots(self.centered, self.momentum)
     }

@@ -76,6 +76,10 @@ impl Hyper for SgdHyper {
 
     lr_and_maximize!();
 
+    fn momentum_mut(&mut self) -> Option<&mut f64> {
+        Some(&mut self.momentum)
+    }
+
     fn slots(&self) -> &'static [&'static str] {
         if self.momentum > 0.0 { &["momentum_buffer"] } else { &[] }
     }

@@ -60,14 +60,14 @@ impl Hook for CheckpointHook {
     }
 
     fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
-        let Position { epoch, iter, .. } = *runner.position();
-        let epoch = epoch + 1;
+        let position = runner.position().clone();
+        let epoch = position.epoch + 1;
         let last = epoch == runner.max_epochs() && self.save_last;
-        if epoch % self.interval != 0 && !last {
+        if !epoch.is_multiple_of(self.interval) && !last {
             return Ok(());
         }
         runner.logger().info(&format!("Saving checkpoint at {epoch} epochs"));
-        self.save(runner, format!("epoch_{epoch}"), Position { epoch, iter, batch: 0 })
+        self.save(runner, format!("epoch_{epoch}"), Position { epoch, batch: 0, ..position })
     }
 
     fn after_train(&mut self, runner: &mut Runner) -> Result<()> {

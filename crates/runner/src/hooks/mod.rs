@@ -6,6 +6,7 @@
 mod checkpoint;
 mod iter_timer;
 mod logger;
+mod param_scheduler;
 mod sync_buffers;
 
 use serde_json::Value;
@@ -13,6 +14,7 @@ use serde_json::Value;
 pub use checkpoint::CheckpointHook;
 pub use iter_timer::IterTimerHook;
 pub use logger::LoggerHook;
+pub use param_scheduler::ParamSchedulerHook;
 pub use sync_buffers::SyncBuffersHook;
 
 use crate::Result;
@@ -123,6 +125,7 @@ pub(crate) const BUILTIN: Builtin<Box<dyn Hook>> = &[
     ("CheckpointHook", checkpoint::read),
     ("IterTimerHook", |_| Ok(Box::new(IterTimerHook::default()))),
     ("LoggerHook", logger::read),
+    ("ParamSchedulerHook", |_| Ok(Box::new(ParamSchedulerHook))),
     ("SyncBuffersHook", |_| Ok(Box::new(SyncBuffersHook::default()))),
 ];
 
@@ -131,6 +134,7 @@ pub(crate) const DEFAULTS: &[(&str, &str)] = &[
     ("timer", "IterTimerHook"),
     ("sync_buffers", "SyncBuffersHook"),
     ("logger", "LoggerHook"),
+    ("param_scheduler", "ParamSchedulerHook"),
     ("checkpoint", "CheckpointHook"),
 ];
 
@@ -231,6 +235,7 @@ mod tests {
             (50, "IterTimerHook"),
             (50, "SyncBuffersHook"),
             (60, "LoggerHook"),
+            (70, "ParamSchedulerHook"),
             (90, "CheckpointHook"),
         ];
         assert_eq!(priorities, expected);

@@ -17,18 +17,20 @@ pub(crate) fn train(runner: &mut Runner) -> Result<Vec<(String, f64)>> {
         let text = format!("nothing to do: trained for {} epochs", runner.position().epoch);
         runner.logger().info(&text);
     }
-    let (mut metrics, mut validated) = (Vec::new(), None);
+    let mut metrics = Vec::new();
+    // An epoch's checkpoint is written before its validation, whose figures a scheduler may need.
+    if runner.position().epoch > 0 && runner.position().batch == 0 && is_due(runner) {
+        metrics = validate(runner)?.unwrap_or_default();
+    }
     while runner.position().epoch < runner.max_epochs() {
         let whole = epoch(runner)?;
         if !whole {
             runner.logger().info("the time budget is spent");
         }
-        let iter = runner.position().iter;
         if (is_due(runner) || !whole)
-            && validated != Some(iter)
             && let Some(fresh) = validate(runner)?
         {
-            (metrics, validated) = (fresh, Some(iter));
+            metrics = fresh;
         }
         if !whole {
             break;

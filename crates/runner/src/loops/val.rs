@@ -6,10 +6,11 @@ use crate::Result;
 use crate::evaluate::collect_results;
 use crate::runner::Runner;
 
-/// Evaluates the model on the validation set, if the run has one. Every rank takes its share and
+/// Evaluates the model on the validation set, if the run has one and has not just done so. Every rank takes its share and
 /// gets the same figures.
 pub(crate) fn validate(runner: &mut Runner) -> Result<Option<Vec<(String, f64)>>> {
-    if runner.val_batches() == 0 {
+    let position = runner.position();
+    if runner.val_batches() == 0 || position.validated == Some(position.iter) {
         return Ok(None);
     }
     runner.call_hooks(|hook, runner| hook.before_val(runner))?;
@@ -28,6 +29,7 @@ pub(crate) fn validate(runner: &mut Runner) -> Result<Option<Vec<(String, f64)>>
     validation.times = (data_time / batches, start.elapsed().as_secs_f64() / batches);
     let records = collect_results(group, &records, validation.loader.dataset_len())?;
     let metrics = validation.metric.compute(&records)?;
+    runner.position_mut().validated = Some(runner.position().iter);
     runner.call_hooks(|hook, runner| hook.after_val(runner, &metrics))?;
     Ok(Some(metrics))
 }

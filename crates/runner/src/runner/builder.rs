@@ -5,18 +5,22 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use collective::{GroupOptions, ProcessGroup, Topology};
+use fused_optim::Optimizer;
 use jiff::Zoned;
 
 use super::output::Output;
-use super::{Runner, Validation};
+use super::{Runner, Validation, read_values, write_values};
 use crate::checkpoint::Position;
 use crate::config::{Config, Section};
 use crate::data::{DataLoader, DatasetFactory, DefaultSampler};
 use crate::evaluate::Metric;
-use crate::hooks::{DEFAULTS, Hook};
+use crate::hooks::{DEFAULTS, Hook, ParamSchedulerHook};
 use crate::model::{DistributedDataParallel, ModelContext, ModelFactory, WrapperFactory};
 use crate::optim_wrapper::OptimWrapperFactory;
-use crate::registry::{DATASETS, HOOKS, METRICS, MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS};
+use crate::registry::{
+    DATASETS, HOOKS, METRICS, MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS, PARAM_SCHEDULERS,
+};
+use crate::schedulers::{Param, Scheduler, SchedulerConfig, Span};
 use crate::{Error, Result};
 
 /// How long a collective may take before the missing ranks are named: MMEngine's 30 minutes.
@@ -71,6 +75,7 @@ pub struct RunnerBuilder {
     train_loader: Option<DataLoaderConfig>,
     validation: Option<(DataLoaderConfig, Box<dyn Metric>)>,
     train: Option<TrainConfig>,
+    schedulers: Vec<SchedulerConfig>,
     hooks: Vec<Box<dyn Hook>>,
     work_dir: Option<PathBuf>,
     seed: Option<u64>,
@@ -106,6 +111,9 @@ impl RunnerBuilder {
         builder.train_loader = Some(read_loader(root.section("train_dataloader")?, true)?);
         builder.validation = read_validation(&mut root)?;
         builder.train = Some(read_train(root.section("train_cfg")?)?);
+        for section in root.sections("param_scheduler")? {
+            builder.schedulers.push(PARAM_SCHEDULERS.build(section)?);
+        }
         builder.hooks = read_hooks(&mut root)?;
         if let Some(mut randomness) = root.optional_section("randomness")? {
             builder.seed = randomness.optional("seed")?;
@@ -155,6 +163,13 @@ impl RunnerBuilder {
     #[must_use]
     pub fn train_cfg(mut self, train: TrainConfig) -> Self {
         self.train = Some(train);
+        self
+    }
+
+    /// Adds a scheduler, which goes on from what those before it make of the value.
+    #[must_use]
+    pub fn param_scheduler(mut self, scheduler: SchedulerConfig) -> Self {
+        self.schedulers.push(scheduler);
         self
     }
 
@@ -247,14 +262,26 @@ impl RunnerBuilder {
                 }
                 None => None,
             };
+            let train_loader = make_loader(train_loader, &group, seed)?;
+            let mut optim = (optim.build)(engine.params())?;
+            let span = Span {
+                epochs: train.max_epochs as u64,
+                epoch_length: train_loader.batches_per_epoch() as u64,
+            };
+            let schedulers = make_schedulers(&self.schedulers, span, optim.optimizer_mut())?;
             let mut hooks = self.hooks;
+            let stepped = hooks.iter().any(|hook| hook.name() == ParamSchedulerHook.name());
+            if !schedulers.is_empty() && !stepped {
+                hooks.push(Box::new(ParamSchedulerHook));
+            }
             hooks.sort_by_key(|h| h.priority());
             Ok(Runner {
-                optim: (optim.build)(engine.params())?,
+                optim,
+                schedulers,
                 model,
                 engine,
                 hooks,
-                train_loader: make_loader(train_loader, &group, seed)?,
+                train_loader,
                 validation,
                 train,
                 deadline: self.time_budget.map(|budget| started + budget),
@@ -298,6 +325,24 @@ fn make_loader(config: DataLoaderConfig, group: &ProcessGroup, seed: u64) -> Res
         world_size: group.world_size(),
     };
     DataLoader::new(Arc::clone(&dataset), sampler, config.batch_size, config.drop_last)
+}
+
+/// Each takes its first step, so that the optimizer has what training begins with.
+fn make_schedulers(
+    configs: &[SchedulerConfig],
+    span: Span,
+    optimizer: &mut dyn Optimizer,
+) -> Result<Vec<Scheduler>> {
+    let mut base: [Option<Vec<f64>>; 2] = [None, None];
+    let make = |config: &SchedulerConfig| {
+        let mut values = read_values(optimizer, config.param)?;
+        let base = &mut base[usize::from(config.param == Param::Momentum)];
+        let base = base.get_or_insert_with(|| values.clone());
+        let scheduler = Scheduler::new(config, span, base, &mut values)?;
+        write_values(optimizer, config.param, &values)?;
+        Ok(scheduler)
+    };
+    configs.iter().map(make).collect()
 }
 
 fn draw_seed() -> u64 {

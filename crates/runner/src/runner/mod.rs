@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use collective::{ProcessGroup, ReduceOp};
-use fused_optim::SliceMut;
+use fused_optim::{Optimizer, SliceMut};
 use serde_json::{Map, Value};
 
 pub use builder::{DataLoaderConfig, RunnerBuilder, TrainConfig};
@@ -24,6 +24,7 @@ use crate::evaluate::Metric;
 use crate::hooks::Hook;
 use crate::model::ModelWrapper;
 use crate::optim_wrapper::OptimWrapper;
+use crate::schedulers::{Param, Progress, Scheduler};
 use crate::sinks::{Logger, Scalars};
 use crate::{Error, Result, loops};
 
@@ -33,6 +34,7 @@ pub struct Runner {
     engine: Box<dyn Engine>,
     model: Box<dyn ModelWrapper>,
     optim: Box<dyn OptimWrapper>,
+    schedulers: Vec<Scheduler>,
     hooks: Vec<Box<dyn Hook>>,
     train_loader: DataLoader,
     validation: Option<Validation>,
@@ -215,6 +217,7 @@ impl Runner {
                 seed: self.seed,
                 config: &self.config_text,
                 optim: self.optim.state_dict(),
+                schedulers: self.schedulers.iter().map(|s| s.progress().clone()).collect(),
                 hooks,
                 gradients,
             };
@@ -302,6 +305,7 @@ impl Runner {
                 path.display()
             )));
         }
+        self.resume_schedulers(&loaded.meta.schedulers)?;
         loaded.load_model(&mut *self.engine)?;
         self.optim.load_state_dict(&loaded.optim)?;
         loaded.load_gradients(self.group.rank(), self.engine.params(), &mut *self.model)?;
@@ -315,6 +319,31 @@ impl Runner {
         let (epoch, iter) = (self.position.epoch, self.position.iter);
         let text = format!("resumed from {}: epoch {epoch}, iteration {iter}", path.display());
         self.logger().info(&text);
+        Ok(())
+    }
+
+    fn resume_schedulers(&mut self, saved: &[Progress]) -> Result<()> {
+        let (was, is) = (saved.len(), self.schedulers.len());
+        if was != is {
+            let text = format!("the checkpoint has {was} schedulers, and this run {is}");
+            return Err(Error::Checkpoint(text));
+        }
+        let mut both = self.schedulers.iter_mut().zip(saved);
+        both.try_for_each(|(scheduler, saved)| scheduler.resume(saved.clone()))
+    }
+
+    /// Lets the schedulers step that are `due`, in order, each on what those before it left.
+    pub(crate) fn step_schedulers(
+        &mut self,
+        metrics: &[(String, f64)],
+        due: impl Fn(&Scheduler) -> bool,
+    ) -> Result<()> {
+        let optimizer = self.optim.optimizer_mut();
+        for scheduler in self.schedulers.iter_mut().filter(|s| due(s)) {
+            let mut values = read_values(optimizer, scheduler.param())?;
+            scheduler.step(&mut values, metrics)?;
+            write_values(optimizer, scheduler.param(), &values)?;
+        }
         Ok(())
     }
 
@@ -388,6 +417,29 @@ impl Runner {
         }
         Ok(update.losses)
     }
+}
+
+/// What each parameter group of an optimizer has.
+fn read_values(optimizer: &dyn Optimizer, param: Param) -> Result<Vec<f64>> {
+    let none = || {
+        let text = format!("{} has no momentum for a scheduler to change", optimizer.kind());
+        Error::Config(text)
+    };
+    let read = |group| match param {
+        Param::Lr => Ok(optimizer.lr(group)?),
+        Param::Momentum => optimizer.momentum(group)?.ok_or_else(none),
+    };
+    (0..optimizer.group_count()).map(read).collect()
+}
+
+fn write_values(optimizer: &mut dyn Optimizer, param: Param, values: &[f64]) -> Result<()> {
+    for (group, &value) in values.iter().enumerate() {
+        match param {
+            Param::Lr => optimizer.set_lr(group, value)?,
+            Param::Momentum => optimizer.set_momentum(group, value)?,
+        }
+    }
+    Ok(())
 }
 
 /// Stands in for a hook while that hook runs.

@@ -1,0 +1,315 @@
+//! Schedulers: learning rate and momentum as they change over a run.
+//!
+//! They are MMEngine's, with its names and defaults. A [`Scheduler`] counts steps (epochs or
+//! iterations), and between `begin` and `end` lets its [`Shape`] turn the value there is into the next
+//! one, for each parameter group. Since it goes on from the value there is, several work one after
+//! another, or on top of each other. It takes its first step when it is made: that is the value
+//! that training begins with.
+//!
+//! What is saved is the count and the values it began with, not the shape: a resumed run has the shape
+//! of its configuration, even where that was changed meanwhile. MMEngine takes the saved one.
+
+mod plateau;
+mod read;
+mod shape;
+
+use serde::{Deserialize, Serialize};
+
+pub use plateau::{Plateau, Rule, Threshold};
+pub(crate) use read::BUILTIN;
+pub use shape::{Anneal, Floor, OneCycle, Shape};
+
+use crate::{Error, Result};
+
+/// What of a parameter group a scheduler changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Param {
+    /// The learning rate.
+    Lr,
+    /// Momentum, or the decay rate of a first moment.
+    Momentum,
+}
+
+/// A scheduler as a configuration describes it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SchedulerConfig {
+    /// What it changes.
+    pub param: Param,
+    /// How.
+    pub shape: Shape,
+    /// The first step at which it does.
+    pub begin: u64,
+    /// The first step at which it does no more; the end of the run unless set.
+    pub end: Option<u64>,
+    /// Whether it counts epochs; else iterations.
+    pub by_epoch: bool,
+    /// All it says is in epochs, but it shall count iterations.
+    pub convert_to_iter_based: bool,
+}
+
+impl SchedulerConfig {
+    /// A shape over the whole run, by epochs.
+    #[must_use]
+    pub const fn new(param: Param, shape: Shape) -> Self {
+        let (begin, end, by_epoch) = (0, None, true);
+        Self { param, shape, begin, end, by_epoch, convert_to_iter_based: false }
+    }
+}
+
+/// How long a run is, for what a configuration leaves out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// Epochs of the run.
+    pub epochs: u64,
+    /// Iterations of an epoch.
+    pub epoch_length: u64,
+}
+
+/// A scheduler at work.
+#[derive(Clone, Debug)]
+pub struct Scheduler {
+    param: Param,
+    shape: Shape,
+    begin: u64,
+    end: u64,
+    by_epoch: bool,
+    progress: Progress,
+}
+
+/// Where a scheduler is: what a checkpoint holds of it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Progress {
+    /// Steps so far.
+    global_step: u64,
+    /// Those of them between begin and end.
+    own_steps: u64,
+    /// By group, the values before any scheduler changed them.
+    base: Vec<f64>,
+    /// A plateau's.
+    plateau: plateau::Progress,
+}
+
+impl Scheduler {
+    /// Makes a scheduler and takes its first step: `values`, by group, are those that training
+    /// begins with. `base` are the groups' values before any scheduler, which a
+    /// [`OneCycle`] replaces for itself and those made later.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if `end` is not after `begin`, or the shape has numbers it cannot have.
+    pub fn new(
+        config: &SchedulerConfig,
+        span: Span,
+        base: &mut [f64],
+        values: &mut [f64],
+    ) -> Result<Self> {
+        let SchedulerConfig { param, mut shape, begin, end, by_epoch, convert_to_iter_based } =
+            config.clone();
+        let factor = if convert_to_iter_based { span.epoch_length } else { 1 };
+        if convert_to_iter_based && !by_epoch {
+            let text = "only a scheduler by epochs can be converted to iterations";
+            return Err(Error::Config(text.into()));
+        }
+        let whole = if by_epoch { span.epochs } else { span.epochs * span.epoch_length };
+        let (begin, end) = (begin * factor, end.unwrap_or(whole).saturating_mul(factor));
+        if end <= begin {
+            let text = format!("end should be larger than begin, but got begin={begin}, end={end}");
+            return Err(Error::Config(text));
+        }
+        shape.validate()?;
+        shape.stretch(factor);
+        if let Shape::OneCycle(cycle) = &shape {
+            base.fill(cycle.initial());
+        }
+        let progress = Progress {
+            global_step: 0,
+            own_steps: 0,
+            base: base.to_owned(),
+            plateau: plateau::Progress::default(),
+        };
+        let by_epoch = by_epoch && !convert_to_iter_based;
+        let mut scheduler = Self { param, shape, begin, end, by_epoch, progress };
+        scheduler.step(values, &[])?;
+        Ok(scheduler)
+    }
+
+    /// What it changes.
+    #[must_use]
+    pub const fn param(&self) -> Param {
+        self.param
+    }
+
+    /// Whether it counts epochs; else iterations.
+    #[must_use]
+    pub const fn by_epoch(&self) -> bool {
+        self.by_epoch
+    }
+
+    /// Whether its steps need the figures of a validation.
+    #[must_use]
+    pub const fn needs_metrics(&self) -> bool {
+        matches!(self.shape, Shape::Plateau(_))
+    }
+
+    /// Takes a step: brings `values`, by group, to those of the next epoch or iteration.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if a plateau's figure is not among `metrics`, naming those there are, or a
+    /// [`OneCycle`] is over.
+    pub fn step(&mut self, values: &mut [f64], metrics: &[(String, f64)]) -> Result<()> {
+        let Progress { global_step, own_steps, base, plateau } = &mut self.progress;
+        let first = *global_step == 0;
+        if (self.begin..self.end).contains(global_step) {
+            match &self.shape {
+                // Made before there is anything to look at.
+                Shape::Plateau(_) if first => {}
+                Shape::Plateau(shape) => plateau.step(shape, values, metrics)?,
+                shape => {
+                    for (value, base) in values.iter_mut().zip(base) {
+                        *value = shape.next(*own_steps, self.end - self.begin, *value, *base)?;
+                    }
+                }
+            }
+            *own_steps += 1;
+        }
+        *global_step += 1;
+        Ok(())
+    }
+
+    /// What to save.
+    #[must_use]
+    pub const fn progress(&self) -> &Progress {
+        &self.progress
+    }
+
+    /// Goes on where a saved one was.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] if it was of another number of groups.
+    pub fn resume(&mut self, progress: Progress) -> Result<()> {
+        let (was, is) = (progress.base.len(), self.progress.base.len());
+        if was != is {
+            let text = format!("the checkpoint's scheduler has {was} parameter groups, not {is}");
+            return Err(Error::Checkpoint(text));
+        }
+        self.progress = progress;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+    use crate::config::Config;
+    use crate::registry::PARAM_SCHEDULERS;
+
+    const ENDLESS: Span = Span { epochs: 1_000_000_000, epoch_length: 1 };
+
+    fn recorded() -> Value {
+        serde_json::from_str(include_str!("../../tests/vectors/schedulers.json")).unwrap()
+    }
+
+    /// A scheduler as a configuration would have it, with the arguments of a recording.
+    fn read(kind: &str, args: &Value) -> Result<SchedulerConfig> {
+        let mut text = format!("type = '{kind}'\n");
+        for (key, value) in args.as_object().unwrap() {
+            match key.as_str() {
+                "convert" => text += "convert_to_iter_based = true\n",
+                "epoch_len" => {}
+                key => text += &format!("{key} = {value}\n"),
+            }
+        }
+        PARAM_SCHEDULERS.build(Config::from_text("c.toml", &text)?.into_section())
+    }
+
+    fn floats(values: &Value) -> Vec<f64> {
+        values.as_array().unwrap().iter().map(|value| value.as_f64().unwrap()).collect()
+    }
+
+    /// Plays a chain of schedulers on one value and compares it, step by step.
+    fn check(chain: &[SchedulerConfig], span: Span, initial: f64, expected: &[f64], what: &Value) {
+        let (mut base, mut values) = ([initial], [initial]);
+        let make = |config| Scheduler::new(config, span, &mut base, &mut values).unwrap();
+        let mut chain: Vec<_> = chain.iter().map(make).collect();
+        for (step, expected) in expected.iter().enumerate() {
+            let [value] = values;
+            let off = (value - expected).abs();
+            assert!(off <= 1e-9 * expected.abs(), "{what}: step {step}: {value}, not {expected}");
+            // From what a checkpoint holds, each time.
+            for scheduler in &mut chain {
+                let saved = serde_json::to_string(scheduler.progress()).unwrap();
+                scheduler.resume(serde_json::from_str(&saved).unwrap()).unwrap();
+                // The recording ends with the cycle.
+                let over = scheduler.step(&mut values, &[]).is_err();
+                assert!(!over || what["type"] == "OneCycleLR" && step == 20, "{what}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_scheduler_is_mmengines() {
+        for case in recorded()["single"].as_array().unwrap() {
+            let kind = case["type"].as_str().unwrap();
+            let config = read(kind, &case["args"]).unwrap();
+            let initial = case[if kind.ends_with("LR") { "lr" } else { "momentum" }].as_f64();
+            let epoch_length = case["args"]["epoch_len"].as_u64().unwrap_or(1);
+            let span = Span { epoch_length, ..ENDLESS };
+            check(&[config], span, initial.unwrap(), &floats(&case["values"]), case);
+        }
+    }
+
+    #[test]
+    fn schedulers_work_on_top_of_each_other() {
+        for case in recorded()["chain"].as_array().unwrap() {
+            let one = |part: &Value| read(part[0].as_str().unwrap(), &part[1]).unwrap();
+            let chain: Vec<_> = case["chain"].as_array().unwrap().iter().map(one).collect();
+            check(&chain, ENDLESS, 0.1, &floats(&case["values"]), case);
+        }
+    }
+
+    #[test]
+    fn a_plateau_is_mmengines() {
+        let case = &recorded()["reduce_on_plateau"];
+        let config = read("ReduceOnPlateauLR", &case["args"]).unwrap();
+        let (mut base, mut values) = ([0.1], [0.1]);
+        let mut scheduler = Scheduler::new(&config, ENDLESS, &mut base, &mut values).unwrap();
+        assert!(scheduler.needs_metrics());
+        let expected = floats(&case["values"]);
+        for (metric, expected) in floats(&case["metrics"]).into_iter().zip(expected) {
+            let saved = serde_json::to_string(scheduler.progress()).unwrap();
+            scheduler.resume(serde_json::from_str(&saved).unwrap()).unwrap();
+            scheduler.step(&mut values, &[("loss".into(), metric)]).unwrap();
+            assert!((values[0] - expected).abs() < 1e-9, "{values:?} {expected}");
+        }
+        let error = scheduler.step(&mut values, &[("accuracy".into(), 1.0)]).unwrap_err();
+        assert!(error.to_string().contains("`loss` is not among: accuracy"), "{error}");
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused_when_it_is_made() {
+        for (text, wanted) in [
+            ("type = 'ConstantLR'\nbegin = 3\nend = 3", "begin=3, end=3"),
+            ("type = 'ConstantLR'\nfactor = 1.5", "factor"),
+            ("type = 'LinearLR'\nstart_factor = 0", "start_factor"),
+            ("type = 'StepLR'\nstep_size = 0", "step_size"),
+            ("type = 'CosineRestartLR'\nperiods = [1, 2]\neta_min = 0.0", "restart_weights"),
+            ("type = 'CosineAnnealingLR'\neta_min = 0\neta_min_ratio = 0", "eta_min_ratio"),
+            ("type = 'OneCycleMomentum'\neta_max = 1\ntotal_steps = 9", "unknown scheduler"),
+            (
+                "type = 'StepLR'\nstep_size = 1\nby_epoch = false\nconvert_to_iter_based = true",
+                "epoch",
+            ),
+        ] {
+            let section = Config::from_text("c.toml", text).unwrap().into_section();
+            let made = PARAM_SCHEDULERS
+                .build(section)
+                .and_then(|config| Scheduler::new(&config, ENDLESS, &mut [0.1], &mut [0.1]));
+            let error = made.map(drop).unwrap_err().to_string();
+            assert!(error.contains(wanted), "{text}: {error}");
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! Down when a figure gets no better.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result};
+
+/// The value times `factor` when a figure of the validation has not become better for more than
+/// `patience` steps.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plateau {
+    /// Name of the figure.
+    pub monitor: String,
+    /// Which figures are better.
+    pub rule: Rule,
+    /// What the value is multiplied by, below 1.
+    pub factor: f64,
+    /// Steps without improvement that are let pass.
+    pub patience: u64,
+    /// By how much a figure must be better to count.
+    pub threshold: f64,
+    /// What that means.
+    pub threshold_rule: Threshold,
+    /// Steps after a change that do not count.
+    pub cooldown: u64,
+    /// The least value.
+    pub min_value: f64,
+    /// The least change.
+    pub eps: f64,
+}
+
+/// Which of two figures is better.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rule {
+    /// The smaller.
+    Less,
+    /// The greater.
+    Greater,
+}
+
+/// By how much a figure must be better than the best.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Threshold {
+    /// By a part of the best.
+    Rel,
+    /// By a number.
+    Abs,
+}
+
+/// How far it has come; `best` is none before the first figure.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct Progress {
+    best: Option<f64>,
+    bad_steps: u64,
+    cooldown: u64,
+}
+
+impl Progress {
+    pub(super) fn step(
+        &mut self,
+        plateau: &Plateau,
+        values: &mut [f64],
+        metrics: &[(String, f64)],
+    ) -> Result<()> {
+        let figure = metrics.iter().find(|(name, _)| *name == plateau.monitor);
+        let Some(&(_, figure)) = figure else {
+            let names: Vec<_> = metrics.iter().map(|(name, _)| name.as_str()).collect();
+            let text = format!(
+                "the scheduler's `monitor` `{}` is not among: {}",
+                plateau.monitor,
+                names.join(", ")
+            );
+            return Err(Error::Config(text));
+        };
+        if self.best.is_none_or(|best| plateau.is_better(figure, best)) {
+            (self.best, self.bad_steps) = (Some(figure), 0);
+        } else {
+            self.bad_steps += 1;
+        }
+        if self.cooldown > 0 {
+            self.cooldown -= 1;
+            self.bad_steps = 0;
+        }
+        if self.bad_steps > plateau.patience {
+            (self.cooldown, self.bad_steps) = (plateau.cooldown, 0);
+            for value in values {
+                let new = (*value * plateau.factor).max(plateau.min_value);
+                if *value - new > plateau.eps {
+                    *value = new;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Plateau {
+    fn is_better(&self, figure: f64, best: f64) -> bool {
+        let margin = match self.threshold_rule {
+            Threshold::Rel => self.threshold * best,
+            Threshold::Abs => self.threshold,
+        };
+        match self.rule {
+            Rule::Less => figure < best - margin,
+            Rule::Greater => figure > best + margin,
+        }
+    }
+}

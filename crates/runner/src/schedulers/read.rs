@@ -1,0 +1,123 @@
+//! How schedulers are written: `param_scheduler = { type = "CosineAnnealingLR", T_max = 10 }`, or several as
+//! `[[param_scheduler]]`.
+
+use super::{Anneal, Floor, OneCycle, Param, Plateau, Rule, SchedulerConfig, Shape, Threshold};
+use crate::Result;
+use crate::config::Section;
+use crate::registry::Builtin;
+
+/// The schedulers a configuration can name.
+pub(crate) const BUILTIN: Builtin<SchedulerConfig> = &[
+    ("ConstantLR", |s| read(s, Param::Lr, constant)),
+    ("CosineAnnealingLR", |s| read(s, Param::Lr, cosine_annealing)),
+    ("CosineRestartLR", |s| read(s, Param::Lr, cosine_restart)),
+    ("ExponentialLR", |s| read(s, Param::Lr, exponential)),
+    ("LinearLR", |s| read(s, Param::Lr, linear)),
+    ("MultiStepLR", |s| read(s, Param::Lr, multi_step)),
+    ("OneCycleLR", |s| read(s, Param::Lr, one_cycle)),
+    ("PolyLR", |s| read(s, Param::Lr, poly)),
+    ("ReduceOnPlateauLR", |s| read(s, Param::Lr, plateau)),
+    ("StepLR", |s| read(s, Param::Lr, step)),
+    ("ConstantMomentum", |s| read(s, Param::Momentum, constant)),
+    ("CosineAnnealingMomentum", |s| read(s, Param::Momentum, cosine_annealing)),
+    ("CosineRestartMomentum", |s| read(s, Param::Momentum, cosine_restart)),
+    ("ExponentialMomentum", |s| read(s, Param::Momentum, exponential)),
+    ("LinearMomentum", |s| read(s, Param::Momentum, linear)),
+    ("MultiStepMomentum", |s| read(s, Param::Momentum, multi_step)),
+    ("PolyMomentum", |s| read(s, Param::Momentum, poly)),
+    ("ReduceOnPlateauMomentum", |s| read(s, Param::Momentum, plateau)),
+    ("StepMomentum", |s| read(s, Param::Momentum, step)),
+];
+
+fn read(
+    section: &mut Section,
+    param: Param,
+    shape: fn(&mut Section) -> Result<Shape>,
+) -> Result<SchedulerConfig> {
+    let shape = shape(section)?;
+    shape.validate().map_err(|error| section.error(error))?;
+    let mut config = SchedulerConfig::new(param, shape);
+    config.begin = section.or("begin", config.begin)?;
+    config.end = section.optional("end")?;
+    config.by_epoch = section.or("by_epoch", config.by_epoch)?;
+    config.convert_to_iter_based = section.or("convert_to_iter_based", false)?;
+    Ok(config)
+}
+
+fn constant(section: &mut Section) -> Result<Shape> {
+    Ok(Shape::Constant { factor: section.or("factor", 1.0 / 3.0)? })
+}
+
+fn cosine_annealing(section: &mut Section) -> Result<Shape> {
+    let t_max = section.optional("T_max")?;
+    Ok(Shape::CosineAnnealing { t_max, floor: floor(section)? })
+}
+
+fn cosine_restart(section: &mut Section) -> Result<Shape> {
+    let periods = section.required("periods")?;
+    let restart_weights = section.or("restart_weights", vec![1.0])?;
+    Ok(Shape::CosineRestart { periods, restart_weights, floor: floor(section)? })
+}
+
+fn exponential(section: &mut Section) -> Result<Shape> {
+    Ok(Shape::Exponential { gamma: section.required("gamma")? })
+}
+
+fn linear(section: &mut Section) -> Result<Shape> {
+    let start_factor = section.or("start_factor", 1.0 / 3.0)?;
+    Ok(Shape::Linear { start_factor, end_factor: section.or("end_factor", 1.0)? })
+}
+
+fn multi_step(section: &mut Section) -> Result<Shape> {
+    let milestones = section.required("milestones")?;
+    Ok(Shape::MultiStep { milestones, gamma: section.or("gamma", 0.1)? })
+}
+
+fn one_cycle(section: &mut Section) -> Result<Shape> {
+    let strategies = [("cos", Anneal::Cos), ("linear", Anneal::Linear)];
+    Ok(Shape::OneCycle(OneCycle {
+        eta_max: section.required("eta_max")?,
+        total_steps: section.required("total_steps")?,
+        pct_start: section.or("pct_start", 0.3)?,
+        anneal: section.choice("anneal_strategy", "cos", &strategies)?,
+        div_factor: section.or("div_factor", 25.0)?,
+        final_div_factor: section.or("final_div_factor", 1e4)?,
+        three_phase: section.or("three_phase", false)?,
+    }))
+}
+
+fn poly(section: &mut Section) -> Result<Shape> {
+    Ok(Shape::Poly { power: section.or("power", 1.0)?, eta_min: section.or("eta_min", 0.0)? })
+}
+
+fn step(section: &mut Section) -> Result<Shape> {
+    Ok(Shape::Step { step_size: section.required("step_size")?, gamma: section.or("gamma", 0.1)? })
+}
+
+fn plateau(section: &mut Section) -> Result<Shape> {
+    let rules = [("less", Rule::Less), ("greater", Rule::Greater)];
+    let thresholds = [("rel", Threshold::Rel), ("abs", Threshold::Abs)];
+    Ok(Shape::Plateau(Plateau {
+        monitor: section.or("monitor", "loss".into())?,
+        rule: section.choice("rule", "less", &rules)?,
+        factor: section.or("factor", 0.1)?,
+        patience: section.or("patience", 10)?,
+        threshold: section.or("threshold", 1e-4)?,
+        threshold_rule: section.choice("threshold_rule", "rel", &thresholds)?,
+        cooldown: section.or("cooldown", 0)?,
+        min_value: section.or("min_value", 0.0)?,
+        eps: section.or("eps", 1e-8)?,
+    }))
+}
+
+/// `eta_min`, or `eta_min_ratio`.
+fn floor(section: &mut Section) -> Result<Floor> {
+    let offset = section.offset_of("eta_min_ratio");
+    match (section.optional("eta_min")?, section.optional("eta_min_ratio")?) {
+        (Some(_), Some(_)) => {
+            Err(section.error_at(offset, "`eta_min_ratio` cannot be set along with `eta_min`"))
+        }
+        (_, Some(ratio)) => Ok(Floor::Ratio(ratio)),
+        (value, None) => Ok(Floor::Value(value.unwrap_or(0.0))),
+    }
+}

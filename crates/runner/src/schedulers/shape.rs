@@ -1,0 +1,261 @@
+//! How a value becomes the next one.
+//!
+//! Formulas are MMEngine's (`mmengine/optim/scheduler/param_scheduler.py`), which go from value to value
+//! instead of computing each from the first, so that schedulers can be combined. `t` counts a
+//! scheduler's own steps from 0.
+
+use std::f64::consts::PI;
+
+use super::Plateau;
+use crate::{Error, Result};
+
+/// How a value becomes the next one.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Shape {
+    /// The value times `factor`, until the end.
+    Constant {
+        /// 0 to 1.
+        factor: f64,
+    },
+    /// Half a period of the cosine from the first value down to `floor` in `t_max` steps, and back.
+    CosineAnnealing {
+        /// Steps of half a period; all there are unless set.
+        t_max: Option<u64>,
+        /// The least value.
+        floor: Floor,
+    },
+    /// Down from a part of the first value to `floor`, again and again.
+    CosineRestart {
+        /// Steps of each.
+        periods: Vec<u64>,
+        /// The part of the first value that each begins with.
+        restart_weights: Vec<f64>,
+        /// The least value.
+        floor: Floor,
+    },
+    /// Times `gamma` at each step.
+    Exponential {
+        /// What the value is multiplied by.
+        gamma: f64,
+    },
+    /// From `start_factor` to `end_factor` of the value, in equal steps.
+    Linear {
+        /// Above 0, up to 1.
+        start_factor: f64,
+        /// 0 to 1.
+        end_factor: f64,
+    },
+    /// Times `gamma` at each milestone, twice if it stands there twice.
+    MultiStep {
+        /// Steps.
+        milestones: Vec<u64>,
+        /// What the value is multiplied by.
+        gamma: f64,
+    },
+    /// Up and down once.
+    OneCycle(OneCycle),
+    /// Down to `eta_min` at the end, as a power of what is left of the time.
+    Poly {
+        /// The power.
+        power: f64,
+        /// The value at the end.
+        eta_min: f64,
+    },
+    /// Times `gamma` every `step_size` steps.
+    Step {
+        /// 1 or more.
+        step_size: u64,
+        /// What the value is multiplied by.
+        gamma: f64,
+    },
+    /// Down when a figure of the validation gets no better.
+    Plateau(Plateau),
+}
+
+/// The least value of a cosine.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Floor {
+    /// This.
+    Value(f64),
+    /// This part of the first value.
+    Ratio(f64),
+}
+
+/// How a [`OneCycle`] goes from one value to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Anneal {
+    /// Along a cosine.
+    Cos,
+    /// Along a line.
+    Linear,
+}
+
+/// Smith's one-cycle policy: up to `eta_max`, then down far below the first value.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OneCycle {
+    /// The highest value.
+    pub eta_max: f64,
+    /// Steps in all.
+    pub total_steps: u64,
+    /// The part of them that goes up, 0.3.
+    pub pct_start: f64,
+    /// How.
+    pub anneal: Anneal,
+    /// The first value is `eta_max / div_factor`, 25.
+    pub div_factor: f64,
+    /// The last is the first by this, 1e4.
+    pub final_div_factor: f64,
+    /// Back to the first value before the rest.
+    pub three_phase: bool,
+}
+
+impl Shape {
+    /// The same, in steps of which each old one is `factor`.
+    pub(super) fn stretch(&mut self, factor: u64) {
+        match self {
+            Self::CosineAnnealing { t_max: Some(t_max), .. } => *t_max *= factor,
+            Self::CosineRestart { periods, .. } => {
+                periods.iter_mut().for_each(|period| *period *= factor);
+            }
+            Self::MultiStep { milestones, .. } => {
+                milestones.iter_mut().for_each(|milestone| *milestone *= factor);
+            }
+            Self::OneCycle(cycle) => cycle.total_steps *= factor,
+            Self::Step { step_size, .. } => *step_size *= factor,
+            _ => {}
+        }
+    }
+
+    /// Refuses numbers that it cannot have.
+    pub(super) fn validate(&self) -> Result<()> {
+        let (part, some) = (0.0..=1.0, |count: u64| count > 0);
+        let (valid, what) = match self {
+            Self::Constant { factor } => (part.contains(factor), "`factor` must be 0 to 1"),
+            Self::Linear { start_factor, end_factor } => (
+                part.contains(end_factor) && part.contains(start_factor) && *start_factor != 0.0,
+                "`start_factor` must be above 0 and up to 1, and `end_factor` 0 to 1",
+            ),
+            Self::CosineAnnealing { t_max: Some(t_max), .. } => {
+                (some(*t_max), "`T_max` must be at least 1")
+            }
+            Self::CosineRestart { periods, restart_weights, .. } => (
+                periods.len() == restart_weights.len() && periods.iter().copied().all(some),
+                "`periods` must be at least 1, and `restart_weights` as many",
+            ),
+            Self::Step { step_size, .. } => (some(*step_size), "`step_size` must be at least 1"),
+            Self::OneCycle(cycle) => (
+                some(cycle.total_steps) && part.contains(&cycle.pct_start),
+                "`total_steps` must be at least 1, and `pct_start` 0 to 1",
+            ),
+            Self::Plateau(plateau) => (
+                plateau.factor < 1.0 && plateau.threshold >= 0.0,
+                "`factor` must be below 1, and `threshold` not below 0",
+            ),
+            _ => (true, ""),
+        };
+        if valid { Ok(()) } else { Err(Error::Config(what.into())) }
+    }
+
+    /// The value at step `t` of `steps`, from the one before and the one before any scheduler.
+    pub(super) fn next(&self, t: u64, steps: u64, value: f64, base: f64) -> Result<f64> {
+        let last = steps - 1;
+        Ok(match self {
+            Self::Constant { factor } if t == 0 => value * factor,
+            Self::Constant { factor } if t == last => value * (1.0 / factor),
+            Self::Linear { start_factor, .. } if t == 0 => value * start_factor,
+            Self::Linear { start_factor, end_factor } => {
+                let rise = end_factor - start_factor;
+                let before = last as f64 * start_factor + (t - 1) as f64 * rise;
+                value * (1.0 + rise / before)
+            }
+            Self::Exponential { gamma } if t > 0 => value * gamma,
+            Self::Step { step_size, gamma } if t > 0 && t.is_multiple_of(*step_size) => {
+                value * gamma
+            }
+            Self::MultiStep { milestones, gamma } => {
+                let count = milestones.iter().filter(|&&milestone| milestone == t).count();
+                value * gamma.powi(i32::try_from(count).unwrap_or(i32::MAX))
+            }
+            Self::Poly { power, eta_min } if t > 0 => {
+                let left = 1.0 - 1.0 / (last - t + 1) as f64;
+                (value - eta_min) * left.powf(*power) + eta_min
+            }
+            Self::CosineAnnealing { t_max, floor } if t > 0 => {
+                anneal(t, t_max.unwrap_or(steps), floor.of(base), value, base)
+            }
+            Self::CosineRestart { periods, restart_weights, floor } => {
+                restart(t, periods, restart_weights, floor.of(base), base).unwrap_or(value)
+            }
+            Self::OneCycle(cycle) => cycle.at(t)?,
+            _ => value,
+        })
+    }
+}
+
+impl Floor {
+    fn of(self, base: f64) -> f64 {
+        match self {
+            Self::Value(value) => value,
+            Self::Ratio(ratio) => base * ratio,
+        }
+    }
+}
+
+/// A step of cosine annealing.
+fn anneal(t: u64, t_max: u64, floor: f64, value: f64, base: f64) -> f64 {
+    let angle = |t: u64| PI * t as f64 / t_max as f64;
+    // At the bottom the quotient below has no value.
+    if (t - 1) % (2 * t_max) == t_max {
+        return value + (base - floor) * (1.0 - angle(1).cos()) / 2.0;
+    }
+    (1.0 + angle(t).cos()) / (1.0 + angle(t - 1).cos()) * (value - floor) + floor
+}
+
+/// A step of cosine annealing with restarts; none after the last period.
+fn restart(t: u64, periods: &[u64], weights: &[f64], floor: f64, base: f64) -> Option<f64> {
+    let mut start = 0;
+    for (&period, weight) in periods.iter().zip(weights) {
+        if t < start + period {
+            let done = (t - start) as f64 / period as f64;
+            return Some(floor + 0.5 * (weight * base - floor) * ((PI * done).cos() + 1.0));
+        }
+        start += period;
+    }
+    None
+}
+
+impl OneCycle {
+    /// The first value.
+    pub(super) fn initial(&self) -> f64 {
+        self.eta_max / self.div_factor
+    }
+
+    fn at(&self, t: u64) -> Result<f64> {
+        if t >= self.total_steps {
+            let text = format!("a cycle of {} steps has no step {}", self.total_steps, t + 1);
+            return Err(Error::Config(text));
+        }
+        let (initial, steps) = (self.initial(), self.total_steps as f64);
+        let least = initial / self.final_div_factor;
+        let top = self.pct_start * steps - 1.0;
+        // Where each phase ends, in time and value.
+        let phases = if self.three_phase {
+            let back = 2.0 * self.pct_start * steps - 2.0;
+            vec![(top, self.eta_max), (back, initial), (steps - 1.0, least)]
+        } else {
+            vec![(top, self.eta_max), (steps - 1.0, least)]
+        };
+        let (mut start, mut from) = (0.0, initial);
+        for (end, to) in phases {
+            if t as f64 <= end || end >= steps - 1.0 {
+                let done = (t as f64 - start) / (end - start);
+                return Ok(match self.anneal {
+                    Anneal::Cos => to + (from - to) / 2.0 * ((PI * done).cos() + 1.0),
+                    Anneal::Linear => (to - from) * done + from,
+                });
+            }
+            (start, from) = (end, to);
+        }
+        Ok(from)
+    }
+}

@@ -201,6 +201,22 @@ fn a_time_budget_spent_where_an_epoch_ends_is_saved_and_validated_once() {
     assert_eq!(log(dir.path()).matches("Epoch(val)").count(), 1, "{}", log(dir.path()));
 }
 
+#[test]
+fn a_run_that_gets_no_better_ends_and_so_does_its_resumption() {
+    let dir = tempfile::tempdir().unwrap();
+    let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
+    let stop = "[[custom_hooks]]\ntype = 'EarlyStoppingHook'\nmonitor = 'accuracy'\n\
+                min_delta = 1e6\npatience = 2\n";
+    let config = format!("{VALIDATION}{MLP}{stop}").replace("epochs = 2", "epochs = 9");
+    resume(&config, &whole, 2);
+    assert_eq!(checkpoints(&whole), ["epoch_1", "epoch_2", "epoch_3"]);
+    assert!(log(&whole).contains("`accuracy` has not become better than"), "{}", log(&whole));
+    killed(&config, &broken, 2, 25);
+    resume(&config, &broken, 2);
+    assert_eq!(checkpoints(&broken), ["epoch_1", "epoch_2", "epoch_3"]);
+    assert_equal(&whole, &broken, "epoch_3");
+}
+
 /// A warm-up by iterations on top of steps by epochs, a momentum that rises, and a plateau that
 /// every epoch but the first is on.
 const SCHEDULERS: &str = r#"

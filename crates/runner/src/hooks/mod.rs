@@ -4,14 +4,17 @@
 //! whole run through the [`Runner`] it is handed, and may keep state of its own in checkpoints.
 
 mod checkpoint;
+mod early_stopping;
 mod iter_timer;
 mod logger;
+mod monitor;
 mod param_scheduler;
 mod sync_buffers;
 
 use serde_json::Value;
 
 pub use checkpoint::CheckpointHook;
+pub use early_stopping::EarlyStoppingHook;
 pub use iter_timer::IterTimerHook;
 pub use logger::LoggerHook;
 pub use param_scheduler::ParamSchedulerHook;
@@ -123,6 +126,7 @@ pub trait Hook: Send {
 /// The hooks a configuration can name.
 pub(crate) const BUILTIN: Builtin<Box<dyn Hook>> = &[
     ("CheckpointHook", checkpoint::read),
+    ("EarlyStoppingHook", early_stopping::read),
     ("IterTimerHook", |_| Ok(Box::new(IterTimerHook::default()))),
     ("LoggerHook", logger::read),
     ("ParamSchedulerHook", |_| Ok(Box::new(ParamSchedulerHook))),

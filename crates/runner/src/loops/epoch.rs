@@ -22,7 +22,7 @@ pub(crate) fn train(runner: &mut Runner) -> Result<Vec<(String, f64)>> {
     if runner.position().epoch > 0 && runner.position().batch == 0 && is_due(runner) {
         metrics = validate(runner)?.unwrap_or_default();
     }
-    while runner.position().epoch < runner.max_epochs() {
+    while runner.position().epoch < runner.max_epochs() && !runner.is_stopped() {
         let whole = epoch(runner)?;
         if !whole {
             runner.logger().info("the time budget is spent");

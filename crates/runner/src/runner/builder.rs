@@ -286,6 +286,7 @@ impl RunnerBuilder {
                 train,
                 deadline: self.time_budget.map(|budget| started + budget),
                 resume: self.resume,
+                stopped: false,
                 seed,
                 config_text: self.config_text,
                 position: Position::default(),

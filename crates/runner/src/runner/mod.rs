@@ -41,6 +41,7 @@ pub struct Runner {
     train: TrainConfig,
     deadline: Option<Instant>,
     resume: bool,
+    stopped: bool,
     seed: u64,
     config_text: String,
     position: Position,
@@ -189,6 +190,17 @@ impl Runner {
     #[must_use]
     pub fn budget_left(&self) -> Option<Duration> {
         self.deadline.map(|d| d.saturating_duration_since(Instant::now()))
+    }
+
+    /// Ends the training where it next can, after the epoch that is under way. Every rank calls it.
+    pub fn stop_training(&mut self) {
+        self.stopped = true;
+    }
+
+    /// Whether somebody has asked for its end.
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        self.stopped
     }
 
     /// Writes a checkpoint on rank 0; the other ranks wait until it is on disk. Every rank calls

@@ -1,0 +1,184 @@
+//! Ends a run that gets no better.
+
+use serde_json::{Value, json};
+
+use super::monitor::{is_better, rule_of};
+use super::{Hook, Priority};
+use crate::config::Section;
+use crate::runner::Runner;
+use crate::schedulers::Rule;
+use crate::{Error, Result};
+
+/// Ends the run after `patience` validations that did not make a figure better, as soon as it is as
+/// good as wanted, or when it is not a number.
+///
+/// What it has counted is saved, so a resumed run ends where it would have ended. MMEngine forgets
+/// it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EarlyStoppingHook {
+    /// Name of the figure.
+    pub monitor: String,
+    /// Which figures are better.
+    pub rule: Rule,
+    /// By how much a figure must be better to count, 0.1.
+    pub min_delta: f64,
+    /// Validations without improvement that end the run, 5.
+    pub patience: u64,
+    /// Whether a validation without the figure is an error; else it is let pass with a warning.
+    pub strict: bool,
+    /// Whether a figure that is not finite ends the run, true.
+    pub check_finite: bool,
+    /// A figure better than this is good enough.
+    pub stopping_threshold: Option<f64>,
+    best: Option<f64>,
+    waited: u64,
+}
+
+impl EarlyStoppingHook {
+    /// With MMEngine's defaults; the rule is the one that the figure's name suggests.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if it suggests none.
+    pub fn new(monitor: &str) -> Result<Self> {
+        Ok(Self::with_rule(monitor, rule_of(monitor)?))
+    }
+
+    /// With MMEngine's other defaults.
+    #[must_use]
+    pub fn with_rule(monitor: &str, rule: Rule) -> Self {
+        Self {
+            monitor: monitor.to_owned(),
+            rule,
+            min_delta: 0.1,
+            patience: 5,
+            strict: false,
+            check_finite: true,
+            stopping_threshold: None,
+            best: None,
+            waited: 0,
+        }
+    }
+
+    /// Counts a figure; why the run ends, if it does.
+    fn count(&mut self, score: f64) -> Option<String> {
+        let monitor = &self.monitor;
+        if self.check_finite && !score.is_finite() {
+            return Some(format!("`{monitor}` is {score}"));
+        }
+        if let Some(threshold) = self.stopping_threshold
+            && is_better(self.rule, score, threshold)
+        {
+            return Some(format!("`{monitor}` is {score}, better than {threshold}"));
+        }
+        let margin = match self.rule {
+            Rule::Less => self.min_delta,
+            Rule::Greater => -self.min_delta,
+        };
+        if self.best.is_none_or(|best| is_better(self.rule, score + margin, best)) {
+            (self.best, self.waited) = (Some(score), 0);
+            return None;
+        }
+        self.waited += 1;
+        (self.waited >= self.patience).then(|| {
+            let best = self.best.unwrap_or(score);
+            format!("`{monitor}` has not become better than {best} for {} validations", self.waited)
+        })
+    }
+}
+
+pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
+    let offset = section.offset_of("monitor");
+    let monitor: String = section.required("monitor")?;
+    let rule = match section.has("rule") {
+        true => {
+            section.choice("rule", "less", &[("less", Rule::Less), ("greater", Rule::Greater)])?
+        }
+        false => rule_of(&monitor).map_err(|error| section.error_at(offset, error))?,
+    };
+    let mut hook = EarlyStoppingHook::with_rule(&monitor, rule);
+    hook.min_delta = section.or("min_delta", hook.min_delta)?;
+    hook.patience = section.or_checked("patience", hook.patience, "at least 1", |n| *n >= 1)?;
+    hook.strict = section.or("strict", hook.strict)?;
+    hook.check_finite = section.or("check_finite", hook.check_finite)?;
+    hook.stopping_threshold = section.optional("stopping_threshold")?;
+    Ok(Box::new(hook))
+}
+
+impl Hook for EarlyStoppingHook {
+    fn name(&self) -> &'static str {
+        "EarlyStoppingHook"
+    }
+
+    fn priority(&self) -> Priority {
+        Priority::LOWEST
+    }
+
+    fn after_val(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
+        let Some((_, score)) = metrics.iter().find(|(name, _)| *name == self.monitor) else {
+            let names: Vec<_> = metrics.iter().map(|(name, _)| name.as_str()).collect();
+            let (monitor, names) = (&self.monitor, names.join(", "));
+            let text = format!("EarlyStoppingHook: `{monitor}` is not among: {names}");
+            if self.strict {
+                return Err(Error::Config(text));
+            }
+            runner.logger().warning(&text);
+            return Ok(());
+        };
+        if let Some(why) = self.count(*score) {
+            runner.logger().info(&format!("early stopping: {why}"));
+            runner.stop_training();
+        }
+        Ok(())
+    }
+
+    fn state_dict(&self) -> Option<Value> {
+        Some(json!({ "best": self.best, "waited": self.waited }))
+    }
+
+    fn load_state_dict(&mut self, state: &Value) -> Result<()> {
+        self.best = state["best"].as_f64();
+        self.waited = state["waited"].as_u64().unwrap_or(0);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// After how many figures the run ends.
+    fn ends(hook: &mut EarlyStoppingHook, scores: &[f64]) -> Option<usize> {
+        scores.iter().position(|&score| hook.count(score).is_some()).map(|at| at + 1)
+    }
+
+    #[test]
+    fn patience_ends_with_enough_that_are_not_enough_better() {
+        let mut hook = EarlyStoppingHook::new("accuracy").unwrap();
+        (hook.patience, hook.min_delta) = (2, 1.0);
+        // 81 is better than 80, but not by more than 1; 82 is.
+        assert_eq!(ends(&mut hook.clone(), &[80.0, 81.0, 82.0, 50.0, 83.0, 90.0]), Some(5));
+        let mut hook = EarlyStoppingHook { rule: Rule::Less, ..hook };
+        assert_eq!(ends(&mut hook, &[3.0, 1.5, 1.0, 0.6]), Some(4));
+    }
+
+    #[test]
+    fn good_enough_and_not_a_number_end_at_once() {
+        let mut hook = EarlyStoppingHook::new("loss").unwrap();
+        hook.stopping_threshold = Some(0.5);
+        assert_eq!(ends(&mut hook.clone(), &[2.0, 0.5, 0.4]), Some(3));
+        assert_eq!(ends(&mut hook.clone(), &[2.0, f64::NAN]), Some(2));
+        hook.check_finite = false;
+        assert_eq!(ends(&mut hook, &[2.0, f64::NAN]), None);
+    }
+
+    #[test]
+    fn what_was_counted_is_saved() {
+        let mut hook = EarlyStoppingHook { patience: 3, ..EarlyStoppingHook::new("acc").unwrap() };
+        assert_eq!(ends(&mut hook, &[5.0, 4.0, 4.0]), None);
+        let mut other = EarlyStoppingHook { patience: 3, ..EarlyStoppingHook::new("acc").unwrap() };
+        other.load_state_dict(&hook.state_dict().unwrap()).unwrap();
+        assert_eq!(hook, other);
+        assert_eq!(ends(&mut other, &[4.0]), Some(1));
+    }
+}

@@ -379,8 +379,13 @@ impl ProcessGroup {
 
     /// Sends `buf` to rank `to`, which must [`recv`](Self::recv) it. Only these two take part.
     ///
-    /// Blocks until the message is on its way; that may be before the receiver asks for it, or not.
-    /// Messages between two ranks arrive in the order in which they were sent.
+    /// Blocks until the message is on its way: one that fits in the channel to the receiver (up to 64
+    /// KiB in shared memory, the sockets' buffers over TCP) may be before it is received, a longer one is
+    /// not. Over gloo none is. Messages between two ranks arrive in the order in which they were sent.
+    ///
+    /// The receiver compares type and count before it takes a byte. If they do not fit, a sender that
+    /// still waits gets [`Error::Mismatch`] at once. One that has returned gets it from its first call
+    /// that waits or begins after the comparison, which may be any call of the group.
     ///
     /// # Errors
     ///
@@ -390,7 +395,8 @@ impl ProcessGroup {
     }
 
     /// Receives into `buf` what rank `from` [`send`](Self::send)s: as many elements, of the same
-    /// type. Only these two take part. Blocks until it is there.
+    /// type. Only these two take part. Blocks until it is there. If it does not fit, this rank, the
+    /// sender and all others get [`Error::Mismatch`] with what both have called.
     ///
     /// # Errors
     ///
@@ -408,8 +414,9 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// [`Error::InvalidArgument`] for a message to this rank itself or to none of the group.
-    /// [`Error::Mismatch`] on the receiver, with its buffer unchanged, if type or count of a message
-    /// are not what it expects. Else as [`all_reduce`](Self::all_reduce).
+    /// [`Error::Mismatch`] if type or count of a message are not what its receiver expects, whose
+    /// buffer for it is unchanged: on every rank, in the call in which it waits or its next one, see
+    /// [`send`](Self::send). Else as [`all_reduce`](Self::all_reduce).
     pub fn batch_isend_irecv(&self, messages: Vec<Message<'_>>) -> Result<()> {
         self.verbs()?.batch(messages)
     }

@@ -161,6 +161,7 @@ enum Poison {
     Aborted { by: Rank, reason: String },
     Left { rank: Rank },
     Failed(Failure),
+    Mismatch { field: &'static str, by_rank: Vec<(Rank, String)> },
 }
 
 /// How long a rank sleeps without looking around, should an abort's bell ring just before.
@@ -190,6 +191,9 @@ impl World {
                 Error::Aborted { by: *rank, reason: format!("it left the group before {op}") }
             }
             Poison::Failed(failure) => engine::error(rank, Some(failure), op),
+            Poison::Mismatch { field, by_rank } => {
+                Error::Mismatch { op: op.to_owned(), field, by_rank: by_rank.clone() }
+            }
         })
     }
 
@@ -461,13 +465,13 @@ impl Sim {
             () if transfer.count != parcel.count => "count",
             () => return Ok(()),
         };
-        let sent = format!("a message of {} {}", parcel.count, parcel.dtype);
-        let wanted = format!("a message of {} {}", transfer.count, transfer.dtype);
-        let mut by_rank = vec![(transfer.peer, sent), (self.rank, wanted)];
+        let (rank, peer) = (self.rank, transfer.peer);
+        let sent = format!("a message of {} {} to rank {rank}", parcel.count, parcel.dtype);
+        let wanted = format!("a message of {} {} from rank {peer}", transfer.count, transfer.dtype);
+        let mut by_rank = vec![(peer, sent), (rank, wanted)];
         by_rank.sort_unstable();
-        let error = Error::Mismatch { op: op.to_owned(), field, by_rank };
-        self.abort(&error.to_string());
-        Err(error)
+        self.world.poison(Poison::Mismatch { field, by_rank: by_rank.clone() });
+        Err(Error::Mismatch { op: op.to_owned(), field, by_rank })
     }
 }
 

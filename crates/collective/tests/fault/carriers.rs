@@ -200,13 +200,18 @@ fn a_process_that_leaves_in_order_does_no_harm() {
 #[test]
 fn a_mismatch_between_processes_is_told_by_both() {
     for carrier in carriers() {
-        let workers = carrier.start("mismatch", 2, TIMEOUT);
-        for rank in 0..2 {
-            let report = workers.file(&format!("report-{rank}"));
-            assert!(report.contains("disagree on count"), "{report}");
-            assert!(report.contains("rank 1: all_reduce of 1001 f32, sum"), "{report}");
+        for (scenario, told) in [
+            ("mismatch", "rank 1: all_reduce of 1001 f32, sum"),
+            ("message", " of 1000 f32 to rank 1"),
+        ] {
+            let workers = carrier.start(scenario, 2, TIMEOUT);
+            for rank in 0..2 {
+                let report = workers.file(&format!("report-{rank}"));
+                assert!(report.contains("disagree on count"), "{report}");
+                assert!(report.contains(told), "{report}");
+            }
+            workers.finish();
         }
-        workers.finish();
     }
 }
 
@@ -365,7 +370,7 @@ pub(crate) fn worker(role: &Role) -> bool {
         role.report(&churn(&role.transport));
         return true;
     }
-    if !["work", "mismatch", "abort", "abort-and-end", "leave", "all-leave"]
+    if !["work", "mismatch", "message", "abort", "abort-and-end", "leave", "all-leave"]
         .contains(&role.scenario.as_str())
     {
         return false;
@@ -380,6 +385,8 @@ fn scenario(role: &Role, group: &ProcessGroup) -> Result<()> {
     match (role.scenario.as_str(), role.rank) {
         ("work", _) => common::work_until_failure(group, 1 << 20, || role.ready()),
         ("mismatch", rank) => sum(1000 + rank),
+        ("message", 0) => group.send(&[1_f32; 1000], 1).and_then(|()| group.barrier()),
+        ("message", _) => group.recv(&mut [1_f32; 1001], 0),
         ("abort" | "abort-and-end", 1) => {
             group.barrier().unwrap();
             group.abort("enough");

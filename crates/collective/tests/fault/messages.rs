@@ -1,67 +1,102 @@
 //! What goes wrong with messages between pairs.
 
+use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use collective::{Error, Message, ProcessGroup, ReduceOp, Result};
 
-use crate::common;
-use crate::{SOON, TIMEOUT, in_time};
+use crate::carriers::{Carrier, carriers};
+use crate::common::{self, play};
+use crate::{SOON, TIMEOUT, at_once, in_time};
 
-/// Rank 0 sends what rank 1 does not expect; rank 1 says so and its bytes are unchanged.
+/// Rank 0 sends what rank 1 does not expect. Every rank learns what both have called, in the call
+/// in which it waits or in its next one; no byte has changed.
 fn unexpected(
+    carrier: Carrier,
+    world: usize,
     field: &str,
-    send: impl Fn(&ProcessGroup) -> Result<()> + Sync,
+    send: impl Fn(&ProcessGroup, &[f32]) -> Result<()> + Sync,
     receive: impl Fn(&ProcessGroup, &mut [f32]) -> Result<()> + Sync,
 ) {
-    for count in [9, 100_000] {
-        common::threads(2, TIMEOUT, |group| {
-            let mut buf = vec![7.0_f32; count];
-            if group.rank() == 0 {
-                // It may be done before rank 1 looks.
-                let sent = send(&group).and_then(|()| group.barrier());
-                let Err(Error::Aborted { by: 1, reason }) = &sent else { panic!("{sent:?}") };
-                assert!(reason.contains(&format!("ranks disagree on {field}")), "{reason}");
-            } else {
-                let error = receive(&group, &mut buf).unwrap_err();
-                let Error::Mismatch { field: got, by_rank, .. } = &error else { panic!("{error}") };
-                assert_eq!(*got, field, "{error}");
-                assert!(by_rank[0].0 == 0 && by_rank[0].1.contains("to rank 1"), "{error}");
-                assert!(by_rank[1].0 == 1 && by_rank[1].1.contains("from rank 0"), "{error}");
-            }
+    for (count, idle) in [9, carrier.large].into_iter().flat_map(|n| [(n, false), (n, true)]) {
+        // Past which rank 1 has its error.
+        let told = Barrier::new(world);
+        let wait = || idle.then(|| told.wait());
+        play(carrier.groups(world, TIMEOUT), |group| {
+            let (rank, mut buf) = (group.rank(), vec![7.0_f32; count]);
+            group.barrier().unwrap();
+            let start = Instant::now();
+            let result = match rank {
+                0 => send(&group, &buf),
+                1 => receive(&group, &mut buf),
+                _ => Ok(()),
+            };
+            wait();
+            // What was sent may have been on its way before rank 1 looked at it.
+            let result = result.and_then(|()| match rank {
+                0 => group.barrier(),
+                1 => panic!("a message of another {field} was received"),
+                _ => group.all_reduce_async(vec![1_u8; 9], ReduceOp::Sum)?.wait().map(drop),
+            });
+            at_once(start);
+            let error = result.unwrap_err();
+            let Error::Mismatch { field: got, by_rank, .. } = &error else { panic!("{error}") };
+            assert_eq!(*got, field, "{error}");
+            let [(0, sent), (1, expected)] = &by_rank[..] else { panic!("{error}") };
+            assert!(sent.contains("message") && sent.ends_with("to rank 1"), "{error}");
+            assert!(field == "verb" || expected.ends_with("from rank 0"), "{error}");
             assert_eq!(buf, vec![7.0; count]);
-            let next = group.send(&[0_u8], 1 - group.rank()).unwrap_err();
+            let next = group.send(&[0_u8], (rank + 1) % world).unwrap_err();
             assert!(matches!(next, Error::Poisoned(_)), "{next}");
         });
     }
 }
 
 #[test]
-fn a_message_of_another_kind_is_a_mismatch_and_changes_nothing() {
-    unexpected("count", |group| group.send(&[1.0_f32; 8], 1), |group, buf| group.recv(buf, 0));
-    unexpected(
-        "dtype",
-        |group| group.send(&vec![1_i32; 100_000], 1),
-        |group, buf| group.recv(buf, 0),
-    );
-    unexpected(
-        "dtype",
-        |group| {
-            group.batch_isend_irecv(vec![Message::send(&[1_u8], 1), Message::send(&[1_u64], 1)])
-        },
-        |group, buf| {
-            let (byte, rest) = (&mut [0_u8], &mut buf[..1]);
-            group.batch_isend_irecv(vec![Message::recv(byte, 0), Message::recv(rest, 0)])
-        },
-    );
-    // A message that nobody received stands before the block of a collective.
-    unexpected(
-        "verb",
-        |group| {
-            group.send(&[1.0_f32; 4], 1)?;
-            group.gather(&mut [], &[1.0_f32; 4], 1)
-        },
-        |group, buf| group.gather(&mut buf[..8], &[7.0; 4], 1),
-    );
+fn a_message_of_another_kind_is_a_mismatch_on_every_rank_and_changes_nothing() {
+    for carrier in carriers() {
+        let short = |group: &ProcessGroup, buf: &[f32]| group.send(&buf[1..], 1);
+        let long = |group: &ProcessGroup, buf: &[f32]| group.send(&buf.repeat(2), 1);
+        let other = |group: &ProcessGroup, buf: &[f32]| group.send(&vec![1_i32; buf.len()], 1);
+        // Which are no bytes: it is over, however messages go.
+        let none = |group: &ProcessGroup, _: &[f32]| group.send::<f32>(&[], 1);
+        let receive = |group: &ProcessGroup, buf: &mut [f32]| group.recv(buf, 0);
+        for world in [2, 3] {
+            unexpected(carrier, world, "count", short, receive);
+            unexpected(carrier, world, "count", long, receive);
+            unexpected(carrier, world, "count", none, receive);
+            unexpected(carrier, world, "dtype", other, receive);
+        }
+        unexpected(
+            carrier,
+            3,
+            "dtype",
+            |group, _| {
+                group.batch_isend_irecv(vec![Message::send(&[1_u8], 1), Message::send(&[1_u64], 1)])
+            },
+            |group, buf| {
+                let (byte, rest) = (&mut [0_u8], &mut buf[..1]);
+                group.batch_isend_irecv(vec![Message::recv(byte, 0), Message::recv(rest, 0)])
+            },
+        );
+    }
+}
+
+/// Gloo's blocks do not share a stream with messages: there such calls time out.
+#[test]
+fn a_message_that_nobody_received_is_a_mismatch_to_a_collective() {
+    for carrier in carriers().filter(|carrier| !carrier.name.starts_with("gloo")) {
+        unexpected(
+            carrier,
+            2,
+            "verb",
+            |group, _| {
+                group.send(&[1.0_f32; 4], 1)?;
+                group.gather(&mut [], &[1.0_f32; 4], 1)
+            },
+            |group, buf| group.gather(&mut buf[..8], &[7.0; 4], 1),
+        );
+    }
 }
 
 /// What each rank of three gets from `call`, within the timeout and a little.

@@ -8,7 +8,7 @@ use half::f16;
 
 use crate::carriers::{Carrier, carriers};
 use crate::common::play;
-use crate::{SOON, TIMEOUT};
+use crate::{TIMEOUT, at_once};
 
 /// What a rank calls with a buffer, and with another that has as much for every rank.
 trait Call: Fn(&ProcessGroup, &mut [f32], &mut [f32]) -> Result<()> + Sync {}
@@ -24,7 +24,7 @@ fn mismatch_of(carrier: Carrier, world: usize, field: &str, call: &impl Call) {
             let fill: Vec<f32> = (0..count).map(|i| (i + group.rank()) as f32).collect();
             let (mut one, mut two) = (fill.clone(), fill.repeat(world));
             let error = call(&group, &mut one, &mut two).unwrap_err();
-            assert!(start.elapsed() < SOON);
+            at_once(start);
             let Error::Mismatch { op, field: got, by_rank } = &error else { panic!("{error}") };
             assert_eq!(*got, field, "{error}");
             assert!(by_rank.iter().map(|(rank, _)| *rank).eq(0..world), "{error}");

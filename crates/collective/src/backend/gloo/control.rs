@@ -28,6 +28,8 @@ pub(super) enum Cause {
     Aborted { by: Rank, reason: String },
     /// A rank waited in vain.
     TimedOut { by: Rank, missing: Vec<Rank>, reason: String },
+    /// A message was not what its receiver expected; what each of the two called.
+    Mismatch { field: String, by_rank: Vec<(Rank, String)> },
 }
 
 /// The last a rank says to its peers.
@@ -269,6 +271,10 @@ impl Control {
                 Error::Aborted { by, reason }
             }
             Cause::TimedOut { missing, .. } => Error::Timeout { op, waited, missing },
+            Cause::Mismatch { field, by_rank } => {
+                let known = ["dtype", "count"].into_iter().find(|known| *known == field);
+                Error::Mismatch { op, field: known.unwrap_or("seq"), by_rank }
+            }
         }
     }
 

@@ -262,14 +262,14 @@ fn check(turn: &Turn<'_>, awaited: &Awaited<'_>) -> Result<()> {
         let dtype = usize::try_from(code).ok().and_then(|code| DType::ALL.get(code));
         dtype.map_or("elements of unknown type", |dtype| dtype.name())
     };
-    let call = |verb: &str, words: &[u64]| {
-        format!("{verb} #{} of {} {}", words[0], words[2], dtype(words[1]))
+    let call = |words: &[u64], way: &str, other: Rank| {
+        format!("message {} of {} {} {way} rank {other}", words[0], words[2], dtype(words[1]))
     };
-    let peer = awaited.transfer.peer;
-    let mut by_rank = vec![(turn.rank(), call("recv", &expected)), (peer, call("send", &said))];
+    let (rank, peer) = (turn.rank(), awaited.transfer.peer);
+    let mut by_rank =
+        vec![(rank, call(&expected, "from", peer)), (peer, call(&said, "to", rank))];
     by_rank.sort_unstable();
-    let error = Error::Mismatch { op: turn.name(), field, by_rank };
-    // The sender waits, and nobody but this rank knows.
-    let cause = Cause::Aborted { by: turn.rank(), reason: error.to_string() };
-    Err(turn.fail_with(cause, error))
+    // Nobody but this rank knows.
+    let cause = Cause::Mismatch { field: field.into(), by_rank: by_rank.clone() };
+    Err(turn.fail_with(cause, Error::Mismatch { op: turn.name(), field, by_rank }))
 }

@@ -121,7 +121,7 @@ impl Gloo {
     fn tell<T>(&self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result {
             self.failed.get_or_init(|| error.clone());
-            // All ranks see a mismatch of fingerprints themselves; other causes are known by now.
+            // All ranks see a mismatch of fingerprints themselves; one of messages has been told.
             if !matches!(error, Error::Mismatch { .. }) {
                 self.control.fail(Cause::Aborted { by: self.rank, reason: error.to_string() });
             }
@@ -129,11 +129,12 @@ impl Gloo {
         result
     }
 
-    /// The same, and ends what gloo had begun. To close a connection waits for a round of gloo's
-    /// thread, so a failure to enter, before which nothing has begun, is only told.
+    /// The same after a failure of what all have entered, or of messages between pairs: ends what
+    /// gloo had begun. To close a connection waits for a round of gloo's thread, so a failure to
+    /// enter, before which nothing has begun, is only told.
     fn settle<T>(&self, state: &mut State, result: Result<T>) -> Result<T> {
         let result = self.tell(result);
-        if matches!(&result, Err(error) if !matches!(error, Error::Mismatch { .. })) {
+        if result.is_err() {
             state.data = None;
         }
         result
@@ -243,7 +244,7 @@ impl Backend for Gloo {
         };
         let result = Block::new(layout).ok_or_else(none);
         let result = result.and_then(|block| turn.enter(&mut state).map(|()| block));
-        self.settle(&mut state, result).map(Block::share)
+        self.tell(result).map(Block::share)
     }
 
     fn abort(&self, reason: &str) {

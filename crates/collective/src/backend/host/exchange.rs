@@ -15,11 +15,11 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use super::channel::{Receiver, Sender};
-use super::segment::{Poison, Segment};
+use super::segment::{NOTE_WORDS, Poison, Segment};
 use super::sys;
 use super::turn::{LOOKS, SPIN, SPIN_BACKGROUND, TICK, Turn, YIELD};
 use crate::span::Span;
-use crate::{Backend as _, DType, Error, Patience, Rank, Result, Verb};
+use crate::{DType, Error, Patience, Rank, Result, Verb};
 
 /// Bytes moved before the other side is told and the other lanes have their turn.
 const PIECE: usize = 16 << 10;
@@ -258,16 +258,39 @@ impl Link<Receiver> {
     /// Compares what is sent with what is to be received.
     fn compare(&self, sent: Header, block: &Block<'_>, turn: &Turn<'_>) -> Result<()> {
         let expected = Header::new(self.messages, turn.op.verb, block.dtype, block.count);
-        let Some(field) = sent.difference(&expected) else { return Ok(()) };
-        let (rank, peer) = (turn.rank(), block.peer);
-        let called = |header: Header, way: &str, other| format!("{header} {way} rank {other}");
-        let mut by_rank =
-            vec![(peer, called(sent, "to", rank)), (rank, called(expected, "from", peer))];
-        by_rank.sort_unstable();
-        let error = Error::Mismatch { op: turn.name(), field, by_rank };
-        turn.host.abort(&error.to_string());
-        Err(error)
+        if sent == expected {
+            return Ok(());
+        }
+        let (by, from, segment) = (turn.rank(), block.peer, turn.segment());
+        // The first failure is the one that counts.
+        if segment.poison().is_none() {
+            segment.write_note_words(by, &note(sent, expected));
+            segment.set_poison(Poison::Mismatch { by, from });
+        }
+        Err(mismatch(turn.name(), (by, expected), (from, sent)))
     }
+}
+
+/// Both messages of a mismatch, as its receiver notes them.
+fn note(sent: Header, expected: Header) -> [u64; NOTE_WORDS] {
+    let ([a, b, c], [d, e, f]) = (sent.0, expected.0);
+    [a, b, c, d, e, f]
+}
+
+/// The mismatch that rank `by` has noted of what rank `from` sent it.
+pub(super) fn noted(op: String, by: Rank, from: Rank, note: [u64; NOTE_WORDS]) -> Error {
+    let [a, b, c, d, e, f] = note;
+    mismatch(op, (by, Header([d, e, f])), (from, Header([a, b, c])))
+}
+
+/// What the receiver expected is not what the sender sent.
+fn mismatch(op: String, receiver: (Rank, Header), sender: (Rank, Header)) -> Error {
+    let ((by, expected), (from, sent)) = (receiver, sender);
+    let field = sent.difference(&expected).unwrap_or("message");
+    let mut by_rank =
+        vec![(from, format!("{sent} to rank {by}")), (by, format!("{expected} from rank {from}"))];
+    by_rank.sort_unstable();
+    Error::Mismatch { op, field, by_rank }
 }
 
 /// What stands before the data of a message.
@@ -420,5 +443,18 @@ mod tests {
         assert_eq!(differs(Header::new(7, Verb::Batch, DType::F16, 1)), Some("dtype"));
         assert_eq!(differs(Header::new(7, Verb::Batch, DType::Bf16, 1)), Some("count"));
         assert!(Header([u64::MAX; 3]).to_string().contains("unknown"));
+    }
+
+    #[test]
+    fn a_noted_mismatch_is_told_as_the_receiver_tells_it() {
+        let sent = Header::new(7, Verb::Batch, DType::F16, 9);
+        let expected = Header::new(7, Verb::Batch, DType::F16, 8);
+        let own = mismatch("recv".into(), (0, expected), (2, sent));
+        let told = noted("recv".into(), 0, 2, note(sent, expected));
+        assert_eq!(own.to_string(), told.to_string());
+        let Error::Mismatch { field: "count", by_rank, .. } = told else { panic!("{told}") };
+        let text = "batch_isend_irecv: message 7 of 8 f16 from rank 2";
+        assert_eq!(by_rank[0], (0, text.into()));
+        assert!(by_rank[1].0 == 2 && by_rank[1].1.ends_with("9 f16 to rank 0"));
     }
 }

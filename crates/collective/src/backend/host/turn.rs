@@ -15,6 +15,7 @@
 use std::time::{Duration, Instant};
 
 use super::Host;
+use super::exchange;
 use super::pace::Pace;
 use super::segment::{Counter, Poison, STAGES, Segment};
 use super::sys;
@@ -331,6 +332,9 @@ impl<'a> Turn<'a> {
                 } else {
                     Error::Timeout { op, waited, missing }
                 }
+            }
+            Poison::Mismatch { by, from } => {
+                exchange::noted(op, by, from, self.segment().note_words(by))
             }
         }
     }

@@ -266,8 +266,7 @@ fn check(turn: &Turn<'_>, awaited: &Awaited<'_>) -> Result<()> {
         format!("message {} of {} {} {way} rank {other}", words[0], words[2], dtype(words[1]))
     };
     let (rank, peer) = (turn.rank(), awaited.transfer.peer);
-    let mut by_rank =
-        vec![(rank, call(&expected, "from", peer)), (peer, call(&said, "to", rank))];
+    let mut by_rank = vec![(rank, call(&expected, "from", peer)), (peer, call(&said, "to", rank))];
     by_rank.sort_unstable();
     // Nobody but this rank knows.
     let cause = Cause::Mismatch { field: field.into(), by_rank: by_rank.clone() };

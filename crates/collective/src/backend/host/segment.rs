@@ -111,9 +111,7 @@ impl Poison {
             2 => Some(Self::Left { rank }),
             3 => Some(Self::Aborted { by: rank }),
             4 => Some(Self::TimedOut { by: rank }),
-            5 if (more as usize) < world => {
-                Some(Self::Mismatch { by: rank, from: more as usize })
-            }
+            5 if (more as usize) < world => Some(Self::Mismatch { by: rank, from: more as usize }),
             _ => None,
         }
     }

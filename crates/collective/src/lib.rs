@@ -70,7 +70,7 @@ pub use backend::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemor
 pub use element::{DType, Element};
 pub use error::{Error, Result};
 pub use flight::{FlightCall, FlightOutcome, FlightRecord};
-pub use init::{Topology, init_process_group};
+pub use init::{Accelerator, Launcher, Topology, init_process_group};
 pub use membership::Connect;
 pub use op::{Fingerprint, OpDesc, Place, Verb};
 pub use options::{Determinism, GroupOptions, Transport};

@@ -379,3 +379,28 @@ fn a_local_group_has_the_ranks_of_one_host() {
         }
     });
 }
+
+#[test]
+fn hosts_that_took_ranks_in_turns_are_told_by_their_number() {
+    common::threads(4, TIMEOUT, |group| {
+        let rank = group.rank();
+        let topology = |with_host: bool| {
+            Topology::from_env(|name| match name {
+                "RANK" => Some(rank.to_string()),
+                "WORLD_SIZE" => Some("4".into()),
+                "LOCAL_RANK" => Some((rank / 2).to_string()),
+                "LOCAL_WORLD_SIZE" => Some("2".into()),
+                "GROUP_RANK" if with_host => Some((rank % 2).to_string()),
+                "MASTER_ADDR" => Some("127.0.0.1".into()),
+                "MASTER_PORT" => Some("29500".into()),
+                _ => None,
+            })
+            .unwrap()
+        };
+        let local = dist::local_group(&group, &topology(true)).unwrap();
+        assert_eq!(local.global_ranks(), [rank % 2, rank % 2 + 2]);
+        // Without it, ranks 0 and 3 would be alone, which they know to be wrong.
+        let guessed = dist::local_group(&group, &topology(false));
+        assert_eq!(guessed.is_err(), rank == 0 || rank == 3);
+    });
+}

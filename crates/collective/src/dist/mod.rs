@@ -86,13 +86,14 @@ pub fn master_only<R>(group: Option<&ProcessGroup>, f: impl FnOnce() -> R) -> Op
 
 /// The group of this host's ranks, in their order.
 ///
-/// The host is the topology's: ranks whose `rank - local_rank` is the same. One
-/// [`split`](ProcessGroup::split).
+/// The host is the topology's [`node_rank`](Topology::node_rank); where the launcher gives none,
+/// ranks whose `rank - local_rank` is the same, which are one host's unless `mpirun` was told to deal
+/// them out in turns. One [`split`](ProcessGroup::split).
 ///
 /// # Errors
 ///
 /// Those of [`split`](ProcessGroup::split); [`Error::InvalidArgument`] if the topology is that of
-/// another rank than the group's.
+/// another rank than the group's, or its local rank is not what comes of this.
 #[doc(alias = "init_local_group")]
 #[doc(alias = "get_local_group")]
 pub fn local_group(group: &ProcessGroup, topology: &Topology) -> Result<ProcessGroup> {
@@ -104,9 +105,18 @@ pub fn local_group(group: &ProcessGroup, topology: &Topology) -> Result<ProcessG
              of {world}"
         )));
     }
-    let first = u32::try_from(rank - local_rank)
+    let host = u32::try_from(topology.node_rank.unwrap_or(rank - local_rank))
         .map_err(|_| Error::InvalidArgument(format!("local_group: rank {rank} is too great")))?;
-    let Some(local) = group.split(Some(first), 0)? else { unreachable!("it gave a colour") };
+    let Some(local) = group.split(Some(host), 0)? else { unreachable!("it gave a colour") };
+    let (told, found) =
+        ((local_rank, topology.local_world_size), (local.rank(), local.world_size()));
+    if told != found {
+        return Err(Error::InvalidArgument(format!(
+            "local_group: the launcher says local rank {} of {}, the ranks' own numbers make it {} \
+             of {}: they are not dealt out host by host",
+            told.0, told.1, found.0, found.1
+        )));
+    }
     Ok(local)
 }
 

@@ -11,123 +11,27 @@
 //! Invariant: a `Topology` is consistent: `rank < world_size`, `local_rank < local_world_size <=
 //! world_size`; whatever is not was refused by name.
 
+mod device;
+mod mpi;
+mod nodelist;
 mod pytorch;
+mod reader;
+mod slurm;
+mod topology;
 
 use std::collections::HashMap;
-use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
+pub use self::device::Accelerator;
+pub use self::topology::{Fact, Launcher, Origin, Topology};
 use crate::{
     Error, GroupOptions, MemoryStore, PrefixStore, ProcessGroup, Rank, Result, TcpStore,
     TcpStoreServer,
 };
-
-/// Who this process is among the ranks of a job, and where they meet.
-///
-/// Displays as one line that also says where each fact came from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Topology {
-    /// This process among all, `0..world_size`.
-    pub rank: Rank,
-    /// Number of processes.
-    pub world_size: usize,
-    /// This process among those of its host; which device is its own.
-    pub local_rank: usize,
-    /// Number of processes of this host.
-    pub local_world_size: usize,
-    /// The host of the store, a name or an address.
-    pub master_addr: String,
-    /// The store's port; 0 for a single process, which needs no store.
-    pub master_port: u16,
-    /// Whether the launcher hosts the store; if not, rank 0 does.
-    pub agent_store: bool,
-    /// The run's name.
-    pub run_id: String,
-    /// How often the launcher has restarted the ranks.
-    pub restart_count: u64,
-    /// Each of these with where it came from.
-    pub facts: Vec<Fact>,
-}
-
-/// One fact of a [`Topology`] and where it came from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Fact {
-    /// The field's name.
-    pub name: &'static str,
-    /// Its value.
-    pub value: String,
-    /// Where it came from.
-    pub origin: Origin,
-}
-
-/// Where a fact came from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Origin {
-    /// The environment variable of this name.
-    Variable(&'static str),
-    /// No variable; the reason why this value was taken.
-    Default(&'static str),
-}
-
-impl Topology {
-    /// Reads the environment that `torchrun`, `runner launch` and most cluster operators set.
-    /// `lookup` is asked for each variable; `|name| std::env::var(name).ok()` reads the real ones.
-    /// Without any of the variables, this is a single process.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidArgument`] naming the variable that is missing, cannot be read, or
-    /// contradicts another; [`Error::Unsupported`] if the process was started as one of several by
-    /// Slurm or MPI without these variables.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use collective::Topology;
-    ///
-    /// let alone = Topology::from_env(|_| None)?;
-    /// assert_eq!((alone.rank, alone.world_size), (0, 1));
-    /// # Ok::<(), collective::Error>(())
-    /// ```
-    pub fn from_env(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        pytorch::read(&lookup)
-    }
-
-    /// Where the store is, `host:port`.
-    #[must_use]
-    pub fn master(&self) -> String {
-        match self.master_addr.contains(':') {
-            true => format!("[{}]:{}", self.master_addr, self.master_port),
-            false => format!("{}:{}", self.master_addr, self.master_port),
-        }
-    }
-}
-
-impl fmt::Display for Topology {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (at, Fact { name, value, origin }) in self.facts.iter().enumerate() {
-            let comma = if at == 0 { "" } else { ", " };
-            write!(f, "{comma}{name} {value} ({origin})")?;
-        }
-        Ok(())
-    }
-}
-
-impl fmt::Display for Origin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Variable(name) => f.write_str(name),
-            Self::Default(reason) => f.write_str(reason),
-        }
-    }
-}
 
 /// Brings the ranks of `topology` together and returns this rank's place in their group.
 ///
@@ -218,6 +122,38 @@ fn is_loopback(addr: &SocketAddr) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    pub(super) const STATIC: &str =
+        include_str!("../../tests/vectors/launch-env/torchrun-2.11-static-rank1.txt");
+    pub(super) const STANDALONE: &str =
+        include_str!("../../tests/vectors/launch-env/torchrun-2.11-standalone-rank1.txt");
+    pub(super) const SLURM: &str =
+        include_str!("../../tests/vectors/launch-env/slurm-22.05-procid3.txt");
+    pub(super) const OPEN_MPI: &str =
+        include_str!("../../tests/vectors/launch-env/openmpi-4.1.4-rank3.txt");
+    pub(super) const MPICH: &str =
+        include_str!("../../tests/vectors/launch-env/mpich-4.0.2-rank3.txt");
+
+    /// The topology of the variables in `text`, one a line; later ones win, and `NAME` alone
+    /// takes one away.
+    pub(super) fn from(text: &str) -> Result<Topology> {
+        Topology::from_env(lookup(text))
+    }
+
+    pub(super) fn from_launcher(launcher: Launcher, text: &str) -> Result<Topology> {
+        Topology::from_launcher(launcher, lookup(text))
+    }
+
+    fn lookup(text: &str) -> impl Fn(&str) -> Option<String> {
+        let mut variables = HashMap::new();
+        for line in text.lines() {
+            match line.split_once('=') {
+                Some((name, value)) => variables.insert(name.to_owned(), value.to_owned()),
+                None => variables.remove(line),
+            };
+        }
+        move |name| variables.get(name).cloned()
+    }
 
     fn topology(rank: usize, port: u16, agent_store: bool) -> Topology {
         Topology::from_env(|name| {

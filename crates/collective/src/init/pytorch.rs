@@ -4,217 +4,80 @@
 //! `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` too: a guess would put two ranks on one device or
 //! on two stores.
 
-use std::fmt::Display;
-use std::str::FromStr;
+use super::device::Devices;
+use super::reader::{Reader, agreeable, at_most, less};
+use super::topology::{Launcher, Origin, Topology};
+use crate::Result;
 
-use super::{Fact, Origin, Topology};
-use crate::{Error, Result};
+/// Each of these says that it was this launcher.
+pub(super) const MARKS: [&str; 4] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
 
-type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
-
-pub(super) fn read(lookup: Lookup<'_>) -> Result<Topology> {
-    let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
-    let launched = names.iter().any(|name| lookup(name).is_some());
-    if !launched {
-        refuse_other_launchers(lookup)?;
-    }
-    let mut reader = Reader { lookup, alone: !launched, facts: Vec::new() };
+pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
+    reader.hint = "though other variables of torchrun are, or it was chosen; start the ranks with \
+                   `runner launch` or torchrun, set it, or choose another launcher";
     let single = "single process";
-
-    let world_size =
-        reader.number("world_size", "WORLD_SIZE", (!launched).then_some((1, single)))?;
-    let rank = reader.number("rank", "RANK", (!launched).then_some((0, single)))?;
+    let world_size = reader.number("world_size", &["WORLD_SIZE"], None)?;
+    let rank = reader.number("rank", &["RANK"], None)?;
     let one = world_size == 1;
-    let local_rank = reader.number("local_rank", "LOCAL_RANK", one.then_some((0, single)))?;
-    let master_addr =
-        reader.text("master_addr", "MASTER_ADDR", one.then_some(("127.0.0.1", single)))?;
+    let local_rank = reader.number("local_rank", &["LOCAL_RANK"], one.then_some((0, single)))?;
+    let here = ("127.0.0.1".to_owned(), single);
+    let master_addr = reader.text("master_addr", &["MASTER_ADDR"], one.then_some(here))?;
     let all_here = one || is_loopback(&master_addr);
     let local_world_size = reader.number(
         "local_world_size",
-        "LOCAL_WORLD_SIZE",
+        &["LOCAL_WORLD_SIZE"],
         all_here.then_some((world_size, "the world size: all ranks are on this host")),
     )?;
-    let master_port = reader.number("master_port", "MASTER_PORT", one.then_some((0, single)))?;
-    let restart_count =
-        reader.number("restart_count", "TORCHELASTIC_RESTART_COUNT", Some((0, "first attempt")))?;
-    let run_id =
-        reader.text("run_id", "TORCHELASTIC_RUN_ID", Some(("none", "torchrun's default")))?;
-    let agent_store = reader.agent_store();
+    let master_port = reader.number("master_port", &["MASTER_PORT"], one.then_some((0, single)))?;
+    let node_rank = match reader.first(&["GROUP_RANK"]) {
+        Some(_) => Some(reader.number("node_rank", &["GROUP_RANK"], None)?),
+        None => None,
+    };
+    let first = Some((0, "first attempt"));
+    let restart_count = reader.number("restart_count", &["TORCHELASTIC_RESTART_COUNT"], first)?;
+    let unnamed = ("none".to_owned(), "torchrun's default");
+    let run_id = reader.text("run_id", &["TORCHELASTIC_RUN_ID"], Some(unnamed))?;
+    let agent_store = agent_store(&mut reader);
 
-    less("RANK", rank, "WORLD_SIZE", world_size)?;
-    less("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)?;
-    if local_world_size > world_size {
-        return Err(contradiction(format!(
-            "LOCAL_WORLD_SIZE={local_world_size} is more than WORLD_SIZE={world_size}"
-        )));
-    }
-    if !one && master_port == 0 {
-        return Err(contradiction("MASTER_PORT=0 is no port that ranks can agree on".to_owned()));
-    }
-    let facts = reader.facts;
+    less(("RANK", rank), ("WORLD_SIZE", world_size))?;
+    less(("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_world_size))?;
+    at_most(("LOCAL_WORLD_SIZE", local_world_size), ("WORLD_SIZE", world_size))?;
+    agreeable(master_port, world_size)?;
     Ok(Topology {
+        launcher: Launcher::Pytorch,
         rank,
         world_size,
         local_rank,
         local_world_size,
+        node_rank,
         master_addr,
         master_port,
         agent_store,
         run_id,
         restart_count,
-        facts,
+        facts: reader.facts,
+        devices: Devices::default(),
     })
 }
 
-/// Reads variables and notes where each fact came from.
-struct Reader<'a> {
-    lookup: Lookup<'a>,
-    /// No launcher: stray variables (a `MASTER_PORT` left in a shell) say nothing.
-    alone: bool,
-    facts: Vec<Fact>,
-}
-
-impl Reader<'_> {
-    fn number<T: FromStr + Display>(
-        &mut self,
-        name: &'static str,
-        variable: &'static str,
-        default: Option<(T, &'static str)>,
-    ) -> Result<T> {
-        let Some(text) = self.variable(variable) else {
-            return self.default(name, variable, default);
-        };
-        let Ok(value) = text.trim().parse() else {
-            return Err(contradiction(format!("{variable}={text:?} is not a number in range")));
-        };
-        self.note(name, &value, Origin::Variable(variable));
-        Ok(value)
-    }
-
-    fn text(
-        &mut self,
-        name: &'static str,
-        variable: &'static str,
-        default: Option<(&str, &'static str)>,
-    ) -> Result<String> {
-        match self.variable(variable) {
-            None => self.default(name, variable, default.map(|(text, why)| (text.to_owned(), why))),
-            Some(text) if text.trim().is_empty() => {
-                Err(contradiction(format!("{variable} is set, but empty")))
-            }
-            Some(text) => {
-                let text = text.trim().to_owned();
-                self.note(name, &text, Origin::Variable(variable));
-                Ok(text)
-            }
-        }
-    }
-
-    /// Only the literal `True` counts: it is what Python compares with.
-    fn agent_store(&mut self) -> bool {
-        let variable = "TORCHELASTIC_USE_AGENT_STORE";
-        let text = self.variable(variable);
-        let value = text.as_deref() == Some("True");
-        let origin = match text {
-            Some(_) => Origin::Variable(variable),
-            None => Origin::Default("rank 0 hosts the store"),
-        };
-        self.note("agent_store", &value, origin);
-        value
-    }
-
-    fn default<T: Display>(
-        &mut self,
-        name: &'static str,
-        variable: &'static str,
-        default: Option<(T, &'static str)>,
-    ) -> Result<T> {
-        let Some((value, why)) = default else {
-            return Err(contradiction(format!(
-                "{variable} is not set, though other variables of a launcher are; start the \
-                 ranks with `runner launch` or torchrun, or set it"
-            )));
-        };
-        self.note(name, &value, Origin::Default(why));
-        Ok(value)
-    }
-
-    fn variable(&self, variable: &str) -> Option<String> {
-        if self.alone { None } else { (self.lookup)(variable) }
-    }
-
-    fn note(&mut self, name: &'static str, value: &dyn Display, origin: Origin) {
-        self.facts.push(Fact { name, value: value.to_string(), origin });
-    }
-}
-
-/// One of several tasks of a launcher whose variables are not read: each would believe itself
-/// alone, and all would write the same files.
-fn refuse_other_launchers(lookup: Lookup<'_>) -> Result<()> {
-    let many = |name: &str| {
-        lookup(name).and_then(|text| text.trim().parse::<u64>().ok()).is_some_and(|n| n > 1)
+/// Only the literal `True` counts: it is what Python compares with.
+fn agent_store(reader: &mut Reader<'_>) -> bool {
+    let (value, origin) = match reader.first(&["TORCHELASTIC_USE_AGENT_STORE"]) {
+        Some((name, text)) => (text == "True", Origin::Variable(name)),
+        None => (false, Origin::Default("rank 0 hosts the store")),
     };
-    let found = [
-        ("Slurm", "SLURM_STEP_NUM_TASKS"),
-        ("Open MPI", "OMPI_COMM_WORLD_SIZE"),
-        ("MPI", "PMI_SIZE"),
-    ]
-    .into_iter()
-    .find(|(_, name)| many(name));
-    match found {
-        None => Ok(()),
-        Some((launcher, name)) => Err(Error::Unsupported {
-            backend: "env",
-            what: format!(
-                "ranks started by {launcher} ({name} says there are several, RANK is not set); \
-                 have each host's task start `runner launch`, or set RANK, WORLD_SIZE, LOCAL_RANK, \
-                 MASTER_ADDR and MASTER_PORT"
-            ),
-        }),
-    }
+    reader.note("agent_store", &value, origin);
+    value
 }
 
 fn is_loopback(host: &str) -> bool {
     host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
-fn less(name: &str, value: usize, limit_name: &str, limit: usize) -> Result<()> {
-    if value < limit {
-        return Ok(());
-    }
-    Err(contradiction(format!("{name}={value} is not below {limit_name}={limit}")))
-}
-
-fn contradiction(text: String) -> Error {
-    Error::InvalidArgument(text)
-}
-
 #[cfg(test)]
 mod tests {
-    use std::collections::HashMap;
-
-    use super::*;
-
-    const STATIC: &str =
-        include_str!("../../tests/vectors/launch-env/torchrun-2.11-static-rank1.txt");
-    const STANDALONE: &str =
-        include_str!("../../tests/vectors/launch-env/torchrun-2.11-standalone-rank1.txt");
-    const SLURM: &str = include_str!("../../tests/vectors/launch-env/slurm-22.05-procid3.txt");
-    const OPEN_MPI: &str = include_str!("../../tests/vectors/launch-env/openmpi-4.1.4-rank3.txt");
-    const MPICH: &str = include_str!("../../tests/vectors/launch-env/mpich-4.0.2-rank3.txt");
-
-    /// The topology of the variables in `text`, one a line; later ones win, and `NAME` alone
-    /// takes one away.
-    fn from(text: &str) -> Result<Topology> {
-        let mut variables = HashMap::new();
-        for line in text.lines() {
-            match line.split_once('=') {
-                Some((name, value)) => variables.insert(name, value.to_owned()),
-                None => variables.remove(line),
-            };
-        }
-        Topology::from_env(|name| variables.get(name).cloned())
-    }
+    use super::super::tests::{STANDALONE, STATIC, from};
+    use crate::Error;
 
     #[test]
     fn a_recorded_static_job() {
@@ -226,9 +89,9 @@ mod tests {
         assert_eq!((&topology.run_id[..], topology.restart_count), ("none", 0));
         assert_eq!(
             topology.to_string(),
-            "world_size 2 (WORLD_SIZE), rank 1 (RANK), local_rank 1 (LOCAL_RANK), master_addr \
+            "launcher pytorch (RANK), world_size 2 (WORLD_SIZE), rank 1 (RANK), local_rank 1 (LOCAL_RANK), master_addr \
              127.0.0.1 (MASTER_ADDR), local_world_size 2 (LOCAL_WORLD_SIZE), master_port 29500 \
-             (MASTER_PORT), restart_count 0 (TORCHELASTIC_RESTART_COUNT), run_id none \
+             (MASTER_PORT), node_rank 0 (GROUP_RANK), restart_count 0 (TORCHELASTIC_RESTART_COUNT), run_id none \
              (TORCHELASTIC_RUN_ID), agent_store true (TORCHELASTIC_USE_AGENT_STORE)"
         );
     }
@@ -238,28 +101,6 @@ mod tests {
         let topology = from(STANDALONE).unwrap();
         assert_eq!(topology.master(), "localhost:33797");
         assert_eq!(topology.run_id, "3836b47b-7221-4ed1-b4a7-1f1dab4907b1");
-    }
-
-    #[test]
-    fn no_variables_is_a_single_process() {
-        for stray in ["", "MASTER_PORT=nonsense\nTORCHELASTIC_RUN_ID=old"] {
-            let topology = from(stray).unwrap();
-            assert_eq!((topology.rank, topology.world_size), (0, 1));
-            assert_eq!((topology.local_rank, topology.local_world_size), (0, 1));
-            assert!(!topology.agent_store);
-            let single = topology.facts.iter().find(|fact| fact.name == "rank").unwrap();
-            assert_eq!(single.origin, Origin::Default("single process"));
-        }
-    }
-
-    #[test]
-    fn other_launchers_are_refused_by_name() {
-        for (text, name) in [(SLURM, "Slurm"), (OPEN_MPI, "Open MPI"), (MPICH, "PMI_SIZE")] {
-            let error = from(text).unwrap_err().to_string();
-            assert!(error.contains(name) && error.contains("runner launch"), "{error}");
-        }
-        // With torchrun's variables on top, those count.
-        assert!(from(&format!("{SLURM}\n{STATIC}")).is_ok());
     }
 
     #[test]

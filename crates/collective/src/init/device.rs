@@ -1,0 +1,135 @@
+//! Which device is a rank's own, from the variables that hide devices from a process.
+//!
+//! A process numbers the devices it sees from 0. Where a launcher shows each rank its own device
+//! (`srun --gpus-per-task=1`), that is 0 in every rank, whatever the local rank. The question is
+//! asked when a device is wanted: a job on CPUs does not care what a variable shows.
+
+use super::reader::{Lookup, contradiction};
+use super::topology::{Fact, Origin};
+use crate::Result;
+
+/// A kind of device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Accelerator {
+    /// A CUDA GPU; shown by `CUDA_VISIBLE_DEVICES`.
+    Cuda,
+    /// An Ascend NPU; shown by `ASCEND_RT_VISIBLE_DEVICES`.
+    Npu,
+}
+
+/// The variables as they are; `None` is not set, and shows all devices.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Devices {
+    cuda: Option<String>,
+    npu: Option<String>,
+}
+
+impl Devices {
+    pub(super) fn read(lookup: Lookup<'_>) -> Self {
+        Self { cuda: lookup(CUDA), npu: lookup(NPU) }
+    }
+
+    pub(super) fn index(&self, kind: Accelerator, local_rank: usize) -> Result<usize> {
+        let (variable, text) = match kind {
+            Accelerator::Cuda => (CUDA, &self.cuda),
+            Accelerator::Npu => (NPU, &self.npu),
+        };
+        let Some(text) = text else { return Ok(local_rank) };
+        let shown = match kind {
+            Accelerator::Cuda => shown_cuda(text),
+            Accelerator::Npu => shown_npu(text),
+        };
+        match shown {
+            0 => Err(contradiction(format!("{variable}={text:?} shows no device"))),
+            1 => Ok(0),
+            count if local_rank < count => Ok(local_rank),
+            count => Err(contradiction(format!(
+                "{variable}={text:?} shows {count} devices, and none is left for local rank \
+                 {local_rank}"
+            ))),
+        }
+    }
+
+    /// Notes the device of each kind whose variable is set and shows one for this rank.
+    pub(super) fn note(&self, local_rank: usize, facts: &mut Vec<Fact>) {
+        for (kind, name, variable, text) in [
+            (Accelerator::Cuda, "cuda_device", CUDA, &self.cuda),
+            (Accelerator::Npu, "npu_device", NPU, &self.npu),
+        ] {
+            if let (Some(_), Ok(index)) = (text, self.index(kind, local_rank)) {
+                let origin = Origin::Variable(variable);
+                facts.push(Fact { name, value: index.to_string(), origin });
+            }
+        }
+    }
+}
+
+/// CUDA takes indices and identifiers, up to the first that is neither (`-1`, Slurm's `NoDevFiles`).
+fn shown_cuda(text: &str) -> usize {
+    let is_device = |token: &&str| {
+        let digits = !token.is_empty() && token.bytes().all(|byte| byte.is_ascii_digit());
+        digits || token.starts_with("GPU-") || token.starts_with("MIG-")
+    };
+    text.split(',').map(str::trim).take_while(is_device).count()
+}
+
+/// CANN takes indices in ascending order, up to the first that is not.
+fn shown_npu(text: &str) -> usize {
+    let mut last = None;
+    let ascends = |token: &str| {
+        let index = token.parse::<u32>().ok().filter(|&index| last.is_none_or(|last| last < index));
+        last = index.or(last);
+        index
+    };
+    text.split(',').map(str::trim).map_while(ascends).count()
+}
+
+const CUDA: &str = "CUDA_VISIBLE_DEVICES";
+const NPU: &str = "ASCEND_RT_VISIBLE_DEVICES";
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{MPICH, OPEN_MPI, SLURM, STATIC, from};
+    use super::*;
+
+    #[test]
+    fn the_device_is_the_local_rank_or_the_only_one_under_every_launcher() {
+        for (text, local) in [(STATIC, 1), (SLURM, 1), (OPEN_MPI, 3), (MPICH, 3), ("", 0)] {
+            for (kind, name) in [(Accelerator::Cuda, CUDA), (Accelerator::Npu, NPU)] {
+                let device =
+                    |value: &str| from(&format!("{text}\n{name}{value}")).unwrap().device(kind);
+                assert_eq!(device("").unwrap(), local, "{name}: all are visible");
+                assert_eq!(device("=0,1,2,3").unwrap(), local);
+                assert_eq!(device("=5").unwrap(), 0);
+                assert!(device("=").unwrap_err().to_string().contains("shows no device"));
+            }
+        }
+    }
+
+    #[test]
+    fn the_recorded_step_shows_two_devices() {
+        let topology = from(SLURM).unwrap();
+        assert_eq!(topology.device(Accelerator::Cuda).unwrap(), 1);
+        assert!(topology.to_string().contains("cuda_device 1 (CUDA_VISIBLE_DEVICES)"));
+        let crowded = from(&format!("{OPEN_MPI}\n{CUDA}=4,5")).unwrap();
+        let error = crowded.device(Accelerator::Cuda).unwrap_err().to_string();
+        assert!(error.contains("\"4,5\" shows 2") && error.contains("local rank 3"), "{error}");
+        assert!(!crowded.to_string().contains("cuda_device"), "on CPUs it is nobody's business");
+    }
+
+    #[test]
+    fn a_list_ends_at_the_first_bad_token() {
+        for (text, cuda, npu) in [
+            ("0,1", 2, 2),
+            ("1,0", 2, 1),
+            ("-1", 0, 0),
+            ("0,-1,2", 1, 1),
+            ("NoDevFiles", 0, 0),
+            ("GPU-8932f937, MIG-1", 2, 0),
+            ("3, 7,7", 3, 2),
+        ] {
+            assert_eq!((shown_cuda(text), shown_npu(text)), (cuda, npu), "{text:?}");
+        }
+    }
+}

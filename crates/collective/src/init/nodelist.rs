@@ -1,0 +1,257 @@
+//! Slurm's short forms: `n[1-3,07],m1` for hosts, `2(x2),1` for tasks per host.
+//!
+//! Hosts come in the order of `scontrol show hostnames`, which the tests compare with where it is
+//! installed: of several brackets in one name the last varies fastest, then the first, the second,
+//! and so on. Numbers keep their zeros. What follows a name's last bracket must be nothing, as with
+//! Slurm.
+//!
+//! Invariant: no more than [`MAX_HOSTS`] are made, however short the text that asks for them.
+
+/// The most hosts of one list; Slurm's own limit for a range.
+pub(super) const MAX_HOSTS: usize = 65_536;
+
+/// The hosts of a node list, or what is wrong with it.
+pub(super) fn hosts(list: &str) -> Result<Vec<String>, String> {
+    let mut hosts = Vec::new();
+    for name in split_outside_brackets(list)? {
+        expand(name, &mut hosts)?;
+    }
+    Ok(hosts)
+}
+
+/// The counts of `2(x2),1`: here 2, 2, 1.
+pub(super) fn tasks_per_node(text: &str) -> Result<Vec<usize>, String> {
+    let mut counts = Vec::new();
+    for item in text.split(',') {
+        let (count, times) = match item.split_once("(x") {
+            None => (item, "1"),
+            Some((count, rest)) => (count, rest.strip_suffix(')').unwrap_or_default()),
+        };
+        let (Ok(count), Ok(times)) = (count.parse(), times.parse::<usize>()) else {
+            return Err(format!("{item:?} is not a count such as 2 or 2(x3)"));
+        };
+        if times > MAX_HOSTS - counts.len() {
+            return Err(format!("more than {MAX_HOSTS} hosts"));
+        }
+        counts.resize(counts.len() + times, count);
+    }
+    Ok(counts)
+}
+
+/// The names of a list, which commas separate unless they stand in brackets.
+fn split_outside_brackets(list: &str) -> Result<Vec<&str>, String> {
+    let (mut names, mut start, mut inside) = (Vec::new(), 0, false);
+    for (at, byte) in list.bytes().enumerate() {
+        match (byte, inside) {
+            (b'[', false) => inside = true,
+            (b']', true) => inside = false,
+            (b'[', true) | (b']', false) => return Err("brackets that do not match".to_owned()),
+            (b',', false) => {
+                names.push(&list[start..at]);
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    if inside {
+        return Err("brackets that do not match".to_owned());
+    }
+    names.push(&list[start..]);
+    if names.iter().any(|name| name.is_empty() || name.contains(char::is_whitespace)) {
+        return Err("a name that is empty or has a space".to_owned());
+    }
+    Ok(names)
+}
+
+/// Appends the hosts of one name with any number of brackets.
+fn expand(name: &str, hosts: &mut Vec<String>) -> Result<(), String> {
+    let Some((front, last)) = name.rsplit_once('[') else {
+        return push(hosts, name.to_owned());
+    };
+    let Some(last) = last.strip_suffix(']') else {
+        return Err(format!("{name:?}: Slurm has nothing after the last bracket"));
+    };
+    let mut fronts = vec![String::new()];
+    let mut rest = front;
+    while let Some((literal, tail)) = rest.split_once('[') {
+        let (ranges, tail) = tail.split_once(']').expect("brackets were matched");
+        let mut longer = Vec::new();
+        for number in numbers(ranges)? {
+            for front in &fronts {
+                push(&mut longer, format!("{front}{literal}{number}"))?;
+            }
+        }
+        (fronts, rest) = (longer, tail);
+    }
+    let numbers = numbers(last)?;
+    for front in fronts {
+        for number in &numbers {
+            push(hosts, format!("{front}{rest}{number}"))?;
+        }
+    }
+    Ok(())
+}
+
+/// The numbers of `1-3,07`, as text.
+fn numbers(ranges: &str) -> Result<Vec<String>, String> {
+    let mut numbers = Vec::new();
+    for range in ranges.split(',') {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let width = first.len();
+        let (first, last) = match (number(first), number(last)) {
+            (Some(first), Some(last)) if first <= last => (first, last),
+            _ => return Err(format!("{range:?} is not a range such as 1-3")),
+        };
+        for number in first..=last {
+            push(&mut numbers, format!("{number:0width$}"))?;
+        }
+    }
+    Ok(numbers)
+}
+
+fn number(text: &str) -> Option<u64> {
+    // Longer ones lose digits in Slurm.
+    let plain = text.len() <= 18 && text.bytes().all(|byte| byte.is_ascii_digit());
+    if plain { text.parse().ok() } else { None }
+}
+
+fn push(list: &mut Vec<String>, item: String) -> Result<(), String> {
+    if list.len() == MAX_HOSTS {
+        return Err(format!("more than {MAX_HOSTS} hosts"));
+    }
+    list.push(item);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+    use std::process::Command;
+
+    use proptest::prelude::*;
+    use proptest::test_runner::TestRunner;
+
+    use super::*;
+
+    #[test]
+    fn lists_expand_as_scontrol_does() {
+        // Each was printed by `scontrol show hostnames` of Slurm 22.05.8.
+        for (list, want) in [
+            ("n[1-3,7,09-11]", "n1 n2 n3 n7 n09 n10 n11"),
+            ("rack[0-1]n[1-2]", "rack0n1 rack0n2 rack1n1 rack1n2"),
+            ("a1,b2,c[3-4]", "a1 b2 c3 c4"),
+            ("a[1-2]b[1-2]c[1-2]", "a1b1c1 a1b1c2 a2b1c1 a2b1c2 a1b2c1 a1b2c2 a2b2c1 a2b2c2"),
+            ("n[1-2]x[3]", "n1x3 n2x3"),
+            ("n[1-2][3-4]", "n13 n14 n23 n24"),
+            ("n[01-3]", "n01 n02 n03"),
+            ("n[1-003]", "n1 n2 n3"),
+            ("n[098-101]", "n098 n099 n100 n101"),
+            ("n[1,1]", "n1 n1"),
+            ("n[5-5,1-2]", "n5 n1 n2"),
+            ("[1-3]", "1 2 3"),
+            ("n.x-[00]", "n.x-00"),
+        ] {
+            let want: Vec<_> = want.split(' ').collect();
+            assert_eq!(hosts(list).unwrap(), want, "{list}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_list_is_refused() {
+        for list in [
+            "",
+            ",",
+            "a,",
+            "a b",
+            "n[1-2]-ib",
+            "n[3-1]",
+            "n[]",
+            "n[1-2,]",
+            "n[1",
+            "n1]",
+            "n[a-b]",
+            "n[0x1]",
+            "n[1-+2]",
+            "n[[1]]",
+            "n[1-2-3]",
+            "n[1234567890123456789]",
+        ] {
+            assert!(hosts(list).is_err(), "{list}: {:?}", hosts(list));
+        }
+    }
+
+    #[test]
+    fn a_short_text_makes_no_endless_list() {
+        assert_eq!(hosts("n[1-65536]").unwrap().len(), MAX_HOSTS);
+        for list in ["n[1-65537]", "n[0-999999999999999999]", "a[1-300]b[1-300]", "a[1-65536],b"] {
+            assert!(hosts(list).unwrap_err().contains("more than 65536"), "{list}");
+        }
+        assert!(tasks_per_node("1(x65536),1").unwrap_err().contains("more than"));
+        assert!(tasks_per_node("1(x99999999999)").is_err());
+    }
+
+    #[test]
+    fn tasks_per_node_are_counted_out() {
+        assert_eq!(tasks_per_node("2(x2)").unwrap(), [2, 2]);
+        assert_eq!(tasks_per_node("3,1").unwrap(), [3, 1]);
+        assert_eq!(tasks_per_node("2,1(x3),4").unwrap(), [2, 1, 1, 1, 4]);
+        for text in ["", "2(x", "2(x2", "(x2)", "2(y2)", "2,", "-1", "2 (x2)"] {
+            assert!(tasks_per_node(text).is_err(), "{text:?}");
+        }
+    }
+
+    /// A configuration that is enough for `scontrol show hostnames`; `None` without Slurm.
+    fn scontrol() -> Option<PathBuf> {
+        let conf = std::env::temp_dir().join(format!("collective-{}.conf", std::process::id()));
+        std::fs::write(&conf, "ClusterName=test\nSlurmctldHost=localhost\n").unwrap();
+        ask(&conf, "n1").map(|_| conf)
+    }
+
+    fn ask(conf: &PathBuf, list: &str) -> Option<Vec<String>> {
+        let mut scontrol = Command::new("scontrol");
+        let output = scontrol.args(["show", "hostnames", list]).env("SLURM_CONF", conf).output();
+        let output = output.ok().filter(|output| output.status.success())?;
+        Some(String::from_utf8(output.stdout).ok()?.lines().map(str::to_owned).collect())
+    }
+
+    #[test]
+    fn any_list_expands_as_scontrol_does() {
+        let Some(conf) = scontrol() else {
+            eprintln!("ignored: no scontrol here (apt-get install slurm-client)");
+            return;
+        };
+        let range =
+            (0..120_u32, 0..12_u32, 0..4_usize).prop_map(|(first, more, width)| match more {
+                0 => format!("{first:0width$}"),
+                _ => format!("{first:0width$}-{}", first + more),
+            });
+        let bracket = prop::collection::vec(range, 1..4).prop_map(|all| all.join(","));
+        let part = ("[a-c.-]{0,2}", bracket).prop_map(|(text, ranges)| format!("{text}[{ranges}]"));
+        let name = prop_oneof![
+            "[a-c][a-c0-9.-]{0,6}",
+            prop::collection::vec(part, 1..4).prop_map(|parts| format!("n{}", parts.concat())),
+        ];
+        let list = prop::collection::vec(name, 1..4).prop_map(|names| names.join(","));
+        let mut runner = TestRunner::new(ProptestConfig {
+            failure_persistence: None,
+            ..ProptestConfig::with_cases(300)
+        });
+        let checked = runner.run(&list, |list| {
+            let want = ask(&conf, &list).expect("a list that Slurm takes");
+            prop_assert_eq!(hosts(&list).unwrap(), want);
+            Ok(())
+        });
+        std::fs::remove_file(conf).unwrap();
+        checked.unwrap();
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_taken_or_refused(text in "[n1-3,\\[\\]()x -]{0,24}") {
+            if let Ok(hosts) = hosts(&text) {
+                prop_assert!(!hosts.is_empty() && hosts.len() <= MAX_HOSTS);
+            }
+            let _ = tasks_per_node(&text);
+        }
+    }
+}

@@ -1,0 +1,318 @@
+//! The variables of `srun`.
+//!
+//! What a step says goes before what its job says: a step on part of an allocation has its own node
+//! list and number of tasks. The first host of the list has rank 0 and so the store. A local rank is
+//! `SLURM_LOCALID` and never guessed, because tasks may be dealt out in turns. Without a
+//! `MASTER_PORT` the port is made of job and step, so jobs that share a host do not meet.
+//!
+//! Where `srun` was forgotten, Slurm's variables still say that there are several tasks, and the
+//! one process that runs would wait for the others for ever; so that is an error. The sign is that
+//! there is no step.
+
+use super::device::Devices;
+use super::nodelist::{hosts, tasks_per_node};
+use super::reader::{Lookup, Reader, agreeable, contradiction, less, number, port_of};
+use super::topology::{Launcher, Origin, Topology};
+use crate::{Error, Result};
+
+/// What only a step has.
+pub(super) const MARK: &str = "SLURM_STEP_ID";
+
+/// Whether this process is a task of a step that `srun` started.
+pub(super) fn in_step(lookup: Lookup<'_>) -> bool {
+    let step = lookup(MARK).or_else(|| lookup("SLURM_STEPID"));
+    // The numbers from here on are Slurm's names for steps without `srun`: batch, interactive, ...
+    step.is_some_and(|text| text.trim().parse::<u32>().map_or(true, |id| id < 0xffff_fff0))
+}
+
+/// Refuses a process that Slurm runs outside of a step though the job has several tasks.
+pub(super) fn refuse_without_srun(lookup: Lookup<'_>) -> Result<()> {
+    let many = ["SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NUM_NODES"]
+        .into_iter()
+        .find_map(|name| Some((name, lookup(name)?)).filter(|(_, text)| is_several(text)));
+    match many {
+        Some((name, text)) if lookup("SLURM_JOB_ID").is_some() => Err(contradiction(format!(
+            "{name}={text} says that this Slurm job has several tasks, but {MARK} is not set, so \
+             this is none of them: start it with srun (for one process, choose the launcher none)"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+fn is_several(text: &str) -> bool {
+    text.trim().parse::<u64>().is_ok_and(|count| count > 1)
+}
+
+pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
+    reader.hint = "though the launcher is Slurm; start the ranks with srun";
+    refuse_without_step(&reader)?;
+    let (of_world, world_size) = {
+        let names = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"];
+        (reader.required(&names)?.0, reader.number("world_size", &names, None)?)
+    };
+    let rank = reader.number("rank", &["SLURM_PROCID"], None)?;
+    let local_rank = reader.number("local_rank", &["SLURM_LOCALID"], None)?;
+    less(("SLURM_PROCID", rank), (of_world, world_size))?;
+    agree_on_rank(&reader, rank, local_rank)?;
+
+    let nodes = Nodes::read(&reader, (of_world, world_size))?;
+    let local_world_size = nodes.tasks[nodes.own];
+    reader.note("node_rank", &nodes.own, Origin::Variable("SLURM_NODEID"));
+    reader.note("local_world_size", &local_world_size, Origin::Variable(nodes.tasks_variable));
+    less(("SLURM_LOCALID", local_rank), (nodes.tasks_variable, local_world_size))?;
+
+    let master_addr = master_addr(&mut reader, rank, &nodes)?;
+    let (job, step) = job_and_step(&reader)?;
+    let master_port = match reader.first(&["MASTER_PORT"]) {
+        Some(_) => reader.number("master_port", &["MASTER_PORT"], None)?,
+        None => {
+            let port = port_of(job.wrapping_mul(STEPS_APART).wrapping_add(step));
+            let origin = Origin::Derived("from SLURM_JOB_ID and SLURM_STEP_ID");
+            reader.note("master_port", &port, origin);
+            port
+        }
+    };
+    agreeable(master_port, world_size)?;
+    let run_id = format!("slurm-{job}.{step}");
+    reader.note("run_id", &run_id, Origin::Derived("from SLURM_JOB_ID and SLURM_STEP_ID"));
+    let requeued = Some((0, "not requeued"));
+    let restart_count = reader.number("restart_count", &["SLURM_RESTART_COUNT"], requeued)?;
+    reader.note("agent_store", &false, Origin::Default("rank 0 hosts the store"));
+    Ok(Topology {
+        launcher: Launcher::Slurm,
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        node_rank: Some(nodes.own),
+        master_addr,
+        master_port,
+        agent_store: false,
+        run_id,
+        restart_count,
+        facts: reader.facts,
+        devices: Devices::default(),
+    })
+}
+
+fn refuse_without_step(reader: &Reader<'_>) -> Result<()> {
+    if !in_step(reader.lookup) {
+        refuse_without_srun(reader.lookup)?;
+        reader.required(&[MARK])?;
+    }
+    match reader.first(&["SLURM_HET_SIZE", "SLURM_PACK_SIZE"]) {
+        Some((name, text)) if is_several(&text) => Err(Error::Unsupported {
+            backend: "slurm",
+            what: format!(
+                "heterogeneous jobs ({name}={text}): have the ranks set RANK, WORLD_SIZE, \
+                 LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+            ),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses another idea of this task's rank: MPI's, or Slurm's own list of this host's tasks.
+fn agree_on_rank(reader: &Reader<'_>, rank: usize, local_rank: usize) -> Result<()> {
+    if let Some((name, text)) = reader.first(&["OMPI_COMM_WORLD_RANK", "PMI_RANK"])
+        && number::<usize>(name, &text)? != rank
+    {
+        return Err(contradiction(format!(
+            "{name}={text} contradicts SLURM_PROCID={rank}: if mpirun started the ranks within a \
+             Slurm job, the launcher is mpi"
+        )));
+    }
+    let Some((name, text)) = reader.first(&["SLURM_GTIDS"]) else { return Ok(()) };
+    match text.split(',').nth(local_rank).and_then(|id| id.trim().parse::<usize>().ok()) {
+        Some(listed) if listed != rank => Err(contradiction(format!(
+            "{name}={text} contradicts SLURM_PROCID={rank} with SLURM_LOCALID={local_rank}"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// The step's hosts.
+struct Nodes {
+    hosts: Vec<String>,
+    /// How many tasks each has.
+    tasks: Vec<usize>,
+    tasks_variable: &'static str,
+    /// This host's place.
+    own: usize,
+}
+
+impl Nodes {
+    fn read(reader: &Reader<'_>, (of_world, world_size): (&str, usize)) -> Result<Self> {
+        let wrong = |name: &str, text: &str, why: String| {
+            contradiction(format!("{name}={text:?} is wrong: {why}"))
+        };
+        let lists = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
+        let (list_name, list) = reader.required(&lists)?;
+        let hosts = hosts(list.trim()).map_err(|why| wrong(list_name, &list, why))?;
+        let counts = ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"];
+        let (tasks_variable, counts) = reader.required(&counts)?;
+        let tasks =
+            tasks_per_node(counts.trim()).map_err(|why| wrong(tasks_variable, &counts, why))?;
+        if tasks.len() != hosts.len() {
+            return Err(contradiction(format!(
+                "{tasks_variable}={counts} speaks of {} hosts, {list_name}={list} of {}",
+                tasks.len(),
+                hosts.len()
+            )));
+        }
+        if tasks.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count)) != Some(world_size)
+        {
+            return Err(contradiction(format!(
+                "{tasks_variable}={counts} does not make {of_world}={world_size}"
+            )));
+        }
+        let (node_name, node) = reader.required(&["SLURM_NODEID"])?;
+        let own = number(node_name, &node)?;
+        less((node_name, own), ("the number of hosts", hosts.len()))?;
+        Ok(Self { hosts, tasks, tasks_variable, own })
+    }
+}
+
+fn master_addr(reader: &mut Reader<'_>, rank: usize, nodes: &Nodes) -> Result<String> {
+    if reader.first(&["MASTER_ADDR"]).is_some() {
+        return reader.text("master_addr", &["MASTER_ADDR"], None);
+    }
+    let (addr, origin) = match &nodes.hosts[..] {
+        [_] => ("127.0.0.1", Origin::Derived("all ranks are on this host")),
+        hosts => (&hosts[0][..], Origin::Derived("first of the step's node list")),
+    };
+    if rank == 0 && nodes.own != 0 {
+        return Err(contradiction(format!(
+            "rank 0 runs on host {} (SLURM_NODEID={}), not on {addr}, the first of the node list, \
+             where it would be looked for; set MASTER_ADDR",
+            nodes.hosts[nodes.own], nodes.own
+        )));
+    }
+    reader.note("master_addr", &addr, origin);
+    Ok(addr.to_owned())
+}
+
+fn job_and_step(reader: &Reader<'_>) -> Result<(u64, u64)> {
+    let (job_name, job) = reader.required(&["SLURM_JOB_ID", "SLURM_JOBID"])?;
+    let (step_name, step) = reader.required(&[MARK, "SLURM_STEPID"])?;
+    Ok((number(job_name, &job)?, number(step_name, &step)?))
+}
+
+/// Odd, so that jobs one after another have ports apart; a job's first steps lie between.
+const STEPS_APART: u64 = 31;
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::super::tests::{SLURM, from, from_launcher};
+    use super::*;
+
+    #[test]
+    fn a_recorded_step() {
+        let topology = from(SLURM).unwrap();
+        assert_eq!((topology.rank, topology.world_size), (3, 4));
+        assert_eq!((topology.local_rank, topology.local_world_size), (1, 2));
+        assert_eq!(topology.node_rank, Some(1));
+        assert!(!topology.agent_store);
+        assert_eq!(
+            topology.to_string(),
+            "launcher slurm (SLURM_STEP_ID), world_size 4 (SLURM_STEP_NUM_TASKS), rank 3 \
+             (SLURM_PROCID), local_rank 1 (SLURM_LOCALID), node_rank 1 (SLURM_NODEID), \
+             local_world_size 2 (SLURM_STEP_TASKS_PER_NODE), master_addr n1 (first of the step's \
+             node list), master_port 16415 (from SLURM_JOB_ID and SLURM_STEP_ID), run_id slurm-1.0 \
+             (from SLURM_JOB_ID and SLURM_STEP_ID), restart_count 0 (not requeued), agent_store \
+             false (rank 0 hosts the store), cuda_device 1 (CUDA_VISIBLE_DEVICES)"
+        );
+    }
+
+    #[test]
+    fn master_addr_and_port_beat_what_slurm_says() {
+        let topology = from(&format!("{SLURM}\nMASTER_ADDR=10.0.0.1\nMASTER_PORT=2950")).unwrap();
+        assert_eq!(topology.master(), "10.0.0.1:2950");
+        assert!(topology.to_string().contains("master_port 2950 (MASTER_PORT)"));
+    }
+
+    #[test]
+    fn a_step_on_part_of_the_job_meets_on_its_own_host() {
+        // `srun -N1 -n2 -w n2` in an allocation of n[1-2].
+        let part = "SLURM_STEP_NODELIST=n2\nSLURM_STEP_NUM_TASKS=2\nSLURM_STEP_TASKS_PER_NODE=2\n\
+                    SLURM_NODEID=0\nSLURM_PROCID=0\nSLURM_LOCALID=0\nSLURM_GTIDS=0,1";
+        let topology = from(&format!("{SLURM}\n{part}")).unwrap();
+        assert_eq!((topology.world_size, topology.local_world_size), (2, 2));
+        assert_eq!(topology.master_addr, "127.0.0.1");
+        let two = part.replace("LIST=n2", "LIST=n[2-3]").replace("NODE=2", "NODE=1(x2)");
+        let topology = from(&format!("{SLURM}\n{two}\nSLURM_GTIDS=0")).unwrap();
+        assert_eq!(topology.master_addr, "n2", "{topology}");
+    }
+
+    #[test]
+    fn tasks_dealt_out_in_turns_or_unevenly() {
+        let turns = "SLURM_PROCID=2\nSLURM_LOCALID=1\nSLURM_NODEID=0\nSLURM_GTIDS=0,2";
+        let topology = from(&format!("{SLURM}\n{turns}")).unwrap();
+        assert_eq!((topology.rank, topology.local_rank), (2, 1));
+        let uneven = "SLURM_STEP_TASKS_PER_NODE=3,1\nSLURM_LOCALID=0\nSLURM_GTIDS=3";
+        let topology = from(&format!("{SLURM}\n{uneven}")).unwrap();
+        assert_eq!((topology.local_rank, topology.local_world_size), (0, 1));
+    }
+
+    #[test]
+    fn contradictions_are_refused_by_name() {
+        for (change, text) in [
+            ("SLURM_PROCID=4", "SLURM_PROCID=4 is not below SLURM_STEP_NUM_TASKS=4"),
+            ("SLURM_PROCID=x", "SLURM_PROCID=\"x\" is not a number"),
+            ("SLURM_PROCID", "SLURM_PROCID is not set"),
+            ("SLURM_LOCALID", "SLURM_LOCALID is not set"),
+            ("SLURM_LOCALID=2", "SLURM_LOCALID=2 is not below SLURM_STEP_TASKS_PER_NODE=2"),
+            ("SLURM_LOCALID=0", "SLURM_GTIDS=2,3 contradicts SLURM_PROCID=3"),
+            ("SLURM_NODEID=2", "SLURM_NODEID=2 is not below the number of hosts=2"),
+            ("SLURM_STEP_TASKS_PER_NODE=4", "speaks of 1 hosts, SLURM_STEP_NODELIST=n[1-2] of 2"),
+            ("SLURM_STEP_TASKS_PER_NODE=3,2", "does not make SLURM_STEP_NUM_TASKS=4"),
+            ("SLURM_STEP_TASKS_PER_NODE=2(", "SLURM_STEP_TASKS_PER_NODE=\"2(\" is wrong"),
+            ("SLURM_STEP_NODELIST=n[1-", "SLURM_STEP_NODELIST=\"n[1-\" is wrong"),
+            ("SLURM_JOB_ID=a", "SLURM_JOB_ID=\"a\" is not a number"),
+            ("MASTER_ADDR=", "MASTER_ADDR is set, but empty"),
+            ("MASTER_PORT=0", "MASTER_PORT=0"),
+            ("PMI_RANK=0", "PMI_RANK=0 contradicts SLURM_PROCID=3"),
+            (
+                "SLURM_PROCID=0\nSLURM_LOCALID=0\nSLURM_GTIDS=0,3",
+                "rank 0 runs on host n2 (SLURM_NODEID=1), not on n1",
+            ),
+        ] {
+            let error = from(&format!("{SLURM}\n{change}")).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument(_)), "{change}: {error}");
+            assert!(error.to_string().contains(text), "{change}: {error}");
+        }
+        let both = from_launcher(Launcher::Slurm, &format!("{SLURM}\nOMPI_COMM_WORLD_RANK=0"));
+        assert!(both.unwrap_err().to_string().contains("launcher is mpi"));
+        let het = from(&format!("{SLURM}\nSLURM_HET_SIZE=2")).unwrap_err();
+        assert!(matches!(het, Error::Unsupported { .. }), "{het}");
+    }
+
+    #[test]
+    fn a_batch_script_without_srun_is_told() {
+        let batch = "SLURM_STEP_ID\nSLURM_STEPID\nSLURM_PROCID=0\nSLURM_LOCALID=0";
+        for step in ["", "\nSLURM_STEP_ID=4294967291"] {
+            let text = format!("{SLURM}\n{batch}{step}");
+            for result in [from(&text), from_launcher(Launcher::Slurm, &text)] {
+                let error = result.unwrap_err().to_string();
+                assert!(error.contains("start it with srun"), "{error}");
+                assert!(error.contains("SLURM_NTASKS=4"), "{error}");
+            }
+            assert_eq!(from_launcher(Launcher::None, &text).unwrap().world_size, 1);
+        }
+        let error = from_launcher(Launcher::Slurm, "").unwrap_err().to_string();
+        assert!(error.contains("SLURM_STEP_ID is not set"), "{error}");
+    }
+
+    #[test]
+    fn jobs_and_steps_near_one_another_have_ports_of_their_own() {
+        let port = |job: u64, step: u64| {
+            from(&format!("{SLURM}\nSLURM_JOB_ID={job}\nSLURM_STEP_ID={step}")).unwrap().master_port
+        };
+        let near = |first: u64| (first..first + 500).flat_map(|job| (0..31).map(move |s| (job, s)));
+        let ports: HashSet<_> = near(123_456).map(|(job, step)| port(job, step)).collect();
+        assert_eq!(ports.len(), 500 * 31);
+        assert!(ports.iter().all(|port| (16_384..32_768).contains(port)));
+    }
+}

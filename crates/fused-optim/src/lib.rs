@@ -120,9 +120,11 @@
 //! of a block of [`BLOCK`] goes to lane `i mod 16`; lanes, blocks, rows and tensors are each folded by
 //! neighbours, `(0,1)`, `(2,3)`, and so on until one is left. An implementation on another device
 //! that keeps to this order, and to f32 without contracted multiply-adds, has the same bits. The
-//! loops are compiled for SSE2, AVX2 and AVX-512 from the same lines and chosen at run time; they
-//! give equal bits, whatever the alignment and the number of [threads](Optimizer::set_threads). One
-//! thread is the default: one core of a server already takes most of what its memory gives.
+//! loops are compiled for SSE2, AVX2 and AVX-512 from the same lines and chosen at run time, and for
+//! NEON on aarch64; they give equal bits, whatever the alignment and the number of
+//! [threads](Optimizer::set_threads). A step's few factors (`β^t` and its like) come from the system's
+//! mathematical library. One thread is the default: one core of a server already takes most of what
+//! its memory gives.
 
 mod clip;
 mod core;

@@ -373,6 +373,35 @@ proptest! {
     }
 }
 
+/// What x86-64 gives, so that any other processor is held against it.
+#[test]
+fn every_processor_gives_the_same_bits() {
+    let values = |count: usize, seed: usize| -> Vec<f32> {
+        (0..count).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0).collect()
+    };
+    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+    let mut add = |bits: u32| hash = (hash ^ u64::from(bits)).wrapping_mul(0x0100_0000_01b3);
+    let types = [DType::F32, DType::F16, DType::Bf16];
+    let hows = [HalfWeights::Master, HalfWeights::Nearest, HalfWeights::Stochastic { seed: 7 }];
+    for (how, weight, grad) in
+        hows.into_iter().flat_map(|how| types.map(|w| types.map(|g| (how, w, g)))).flatten()
+    {
+        let clip = StepCtl { clip: Some(Clip::norm(1.0)), found_inf: FoundInf::Check, ..SCALED };
+        for mut optimizer in optimizers_with(1, how) {
+            let mut weights = Owned::new(weight, &values(3 * 1039, 1));
+            for (turn, ctl) in [SCALED, clip, SCALED].iter().enumerate() {
+                let grad = Owned::new(grad, &values(3 * 1039, turn + 2));
+                let param = ParamMut::new(weights.all_mut(), Some(grad.all()));
+                let _ = optimizer.step(&mut [param.with_shape(&[3, 1039])], ctl).unwrap();
+            }
+            weights.bits().into_iter().for_each(&mut add);
+            let state = optimizer.state_dict().state.remove(&0).unwrap();
+            state.tensors.values().flatten().for_each(|x| add(x.to_bits()));
+        }
+    }
+    assert_eq!(hash, 0x5607_7141_5bf4_3943, "{hash:#x}");
+}
+
 #[test]
 fn stochastic_weights_take_small_updates_and_repeat_by_seed() {
     let hyper = SgdHyper { lr: 1.0, ..Default::default() };

@@ -122,8 +122,8 @@ impl<H: Hyper> Core<H> {
         let mut last = None;
         let work = with_grad(&mut self.tensors, params).enumerate().map(|(at, (index, t, p))| {
             let hyper = &groups[t.group].hyper;
-            let count = p.weight.len();
-            let state = t.state.get_or_insert_with(|| TensorState::new(hyper, count, eight_bits));
+            let new = || TensorState::new(hyper, p.weight.as_slice(), eight_bits);
+            let state = t.state.get_or_insert_with(new);
             state.step += 1;
             let key = (t.group, state.step, p.rows);
             let rule = match last {
@@ -282,6 +282,7 @@ fn piece<'a, H: Hyper>(
     Piece {
         layout,
         blocks: 0..layout.blocks(),
+        start: 0,
         map,
         weight: param.weight.reborrow(),
         copies,

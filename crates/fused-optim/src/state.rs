@@ -21,11 +21,17 @@ pub(crate) struct TensorState {
 }
 
 impl TensorState {
-    pub(crate) fn new<H: Hyper>(hyper: &H, count: usize, eight_bits: bool) -> Self {
+    pub(crate) fn new<H: Hyper>(hyper: &H, weight: Slice<'_>, eight_bits: bool) -> Self {
         let slots = hyper.slots().iter().enumerate();
+        let count = weight.len();
+        let place = match weight {
+            // One sweep begins with the first whole line of the weight.
+            Slice::F32(weight) if !H::TWO_SWEEPS => place(weight) % LINE,
+            _ => 0,
+        };
         let slot = |(at, name): (usize, &&str)| match eight_bits {
             true => Slot::Codes(Codes::new(count, is_signed(name))),
-            false => Slot::F32(Values::new(at, hyper.initial(name), count)),
+            false => Slot::F32(Values::new(at, place, hyper.initial(name), count)),
         };
         Self { step: 0, master: None, slots: slots.map(slot).collect() }
     }
@@ -83,7 +89,7 @@ impl TensorState {
                 codes.view(0).encode(0, values, |key| key as u32);
                 return Ok(Slot::Codes(codes));
             }
-            let mut slot = Values::new(at, 0.0, values.len());
+            let mut slot = Values::new(at, 0, 0.0, values.len());
             slot.copy_from_slice(values);
             Ok(Slot::F32(slot))
         };
@@ -143,15 +149,14 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    /// The `at`-th of a tensor.
-    fn new(at: usize, initial: f32, count: usize) -> Self {
+    /// The `at`-th of a tensor, `place` elements behind the beginning of a line of the cache.
+    fn new(at: usize, place: usize, initial: f32, count: usize) -> Self {
         if count < LONG {
             return Self { buffer: vec![initial; count], start: 0 };
         }
         let buffer = vec![initial; count + PAGE];
-        let offset = buffer.as_ptr().addr() / size_of::<f32>() % PAGE;
-        let wanted = (at + 1) * PAGE / (SLOTS + 1);
-        let start = (wanted + PAGE - offset) % PAGE;
+        let wanted = (at + 1) * PAGE / (SLOTS + 1) + place;
+        let start = (wanted + PAGE - self::place(&buffer)) % PAGE;
         Self { buffer, start }
     }
 }
@@ -172,6 +177,13 @@ impl DerefMut for Values {
     }
 }
 
+/// Where in a page values begin, in elements.
+fn place(values: &[f32]) -> usize {
+    values.as_ptr().addr() / size_of::<f32>() % PAGE
+}
+
+/// Elements of a line of the cache.
+const LINE: usize = 16;
 /// Elements of a page.
 const PAGE: usize = 4096 / size_of::<f32>();
 /// Elements from which on values are worth a page more.

@@ -1,8 +1,6 @@
 //! A step's sweeps, dealt out to threads.
 
-use std::ops::Range;
-
-use crate::cpu::plan::{ChunkPlan, Layout};
+use crate::cpu::plan::{BLOCK, ChunkPlan, Layout};
 use crate::cpu::{Block, Piece, Scratch, Sums, threads};
 use crate::rule::Hyper;
 
@@ -90,10 +88,11 @@ impl<'a, H: Hyper> Job<'a, H> {
         if !H::TWO_SWEEPS {
             return self.sweep(scratch);
         }
-        for block in self.piece.blocks.clone() {
-            let rule = &self.rule;
-            let observe = |block: Block<'_>| H::observe(rule, block);
-            self.sums.push(self.piece.visit(block..block + 1, false, scratch, observe));
+        let Piece { layout, ref blocks, .. } = self.piece;
+        self.sums.reserve_exact(blocks.len());
+        for (_, elements) in layout.spans(blocks.clone(), BLOCK) {
+            let observe = |block: Block<'_>| H::observe(&self.rule, block);
+            self.sums.push(self.piece.visit(elements, false, scratch, observe));
         }
         if self.piece.is_whole() {
             let sums = std::mem::take(&mut self.sums);
@@ -111,13 +110,11 @@ impl<'a, H: Hyper> Job<'a, H> {
     }
 
     fn sweep(&mut self, scratch: &mut Scratch) {
-        let Range { start, end } = self.piece.blocks;
-        let (per_row, stride) = (self.piece.layout.blocks_per_row(), self.piece.stride());
-        for block in (start..end).step_by(stride) {
-            let factor = if H::TWO_SWEEPS { self.factors[block / per_row] } else { 0.0 };
-            let rule = &self.rule;
-            let sweep = |block: Block<'_>| H::sweep(rule, factor, block);
-            self.piece.visit(block..end.min(block + stride), true, scratch, sweep);
+        let Piece { layout, ref blocks, .. } = self.piece;
+        for (row, elements) in layout.spans(blocks.clone(), self.piece.stride()) {
+            let factor = if H::TWO_SWEEPS { self.factors[row] } else { 0.0 };
+            let sweep = |block: Block<'_>| H::sweep(&self.rule, factor, block);
+            self.piece.visit(elements, true, scratch, sweep);
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! [`Isa`] computes nothing: [`Kernel::run`] is inlined into a function with wider registers
 //! enabled, and the compiler vectorises it. Rust never contracts `a * b + c` into one rounding, so
-//! the bits are those of the scalar loop. [`F16c`] converts as the `half` crate's own code does, bit
+//! the bits are those of the scalar loop; where a loop says `mul_add`, it is one instruction. [`F16c`] converts as the `half` crate's own code does, bit
 //! for bit.
 //!
 //! Invariant: an [`Isa`] or [`F16c`] exists only if this processor has the instructions it stands
@@ -46,7 +46,8 @@ impl Isa {
     }
 
     fn avx2() -> Option<Self> {
-        is_x86_feature_detected!("avx2").then_some(Self(Width::Avx2))
+        let found = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+        found.then_some(Self(Width::Avx2))
     }
 
     fn avx512() -> Option<Self> {
@@ -59,7 +60,7 @@ impl Isa {
     /// Runs a loop with these instructions.
     pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         match self.0 {
-            // SAFETY: `Self::avx2` made this value, so the processor has AVX2.
+            // SAFETY: `Self::avx2` made this value, so the processor has AVX2 and FMA.
             Width::Avx2 => unsafe { with_avx2(kernel) },
             // SAFETY: `Self::avx512` made this value, so the processor has AVX-512 F, BW and VL.
             Width::Avx512 => unsafe { with_avx512(kernel) },
@@ -67,7 +68,7 @@ impl Isa {
     }
 }
 
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
     kernel.run()
 }

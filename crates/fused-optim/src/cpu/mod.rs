@@ -9,6 +9,10 @@
 //! Invariant: an element's result depends on that element, and on sums whose order the tensor's
 //! layout fixes; every instruction set compiles the loops of [`scalar`] (no reassociation, no fused
 //! multiply-add). Hence threads, alignment and processor never change a bit.
+//!
+//! On aarch64 there is nothing to choose: NEON belongs to the target, and so the compiler makes vectors
+//! of four of the loops as they stand. f16 is left to `half`, which asks the processor for `fp16` and
+//! converts four at a time, by `fcvtl` and `fcvtn`; the intrinsics for these are not stable yet.
 
 mod piece;
 pub(crate) mod plan;
@@ -76,18 +80,29 @@ trait Kernel {
 
 /// Runs a loop with the widest instructions this processor has.
 fn dispatch<K: Kernel>(kernel: K) -> K::Output {
-    #[cfg(all(test, target_arch = "x86_64"))]
-    if let Some(choice) = tests::FORCED.get() {
-        return match x86_64::Isa::all().nth(choice) {
-            Some(isa) => isa.run(kernel),
-            None => kernel.run(),
-        };
-    }
     #[cfg(target_arch = "x86_64")]
-    if let Some(isa) = x86_64::Isa::detect() {
+    if let Some(isa) = isa() {
         return isa.run(kernel);
     }
     kernel.run()
+}
+
+/// The widest instructions of this processor, if they are wider than the build's.
+#[cfg(target_arch = "x86_64")]
+fn isa() -> Option<x86_64::Isa> {
+    #[cfg(test)]
+    if let Some(choice) = tests::FORCED.get() {
+        return x86_64::Isa::all().nth(choice);
+    }
+    x86_64::Isa::detect()
+}
+
+/// Whether `mul_add` is one instruction wherever [`dispatch`] runs a loop; else it is a call.
+fn has_fma() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return isa().is_some();
+    #[cfg(not(target_arch = "x86_64"))]
+    cfg!(target_arch = "aarch64")
 }
 
 /// Applies `rule` to every element of a block, with its first `N` state vectors.
@@ -101,19 +116,25 @@ pub(crate) fn sweep<R: Rule<N>, const N: usize>(rule: &R, block: Block<'_>) {
 /// The first sweep of one block: its state is brought up to date. Returns the sums of `p·p` and `u·u`
 /// only.
 pub(crate) fn observe<R: TwoSweeps>(rule: &R, block: Block<'_>) -> Sums {
-    let Block { map, param, grad, slots: [m, v, _] } = block;
-    let kernel = scalar::Observe::<_, false> { rule: *rule, map, param, grad, state: [m, v] };
-    let [pp, uu, ..] = dispatch(kernel).map(sum::fold_lanes);
+    let [pp, uu, ..] = products::<R, false>(rule, block);
     Sums { pp, uu, ..Sums::default() }
 }
 
 /// The first sweep of one block: its state is brought up to date. Returns the sums of `p·p`, `p·u`,
 /// `g·g` and `g·p` only.
 pub(crate) fn observe_cosine<R: TwoSweeps>(rule: &R, block: Block<'_>) -> Sums {
-    let Block { map, param, grad, slots: [m, v, _] } = block;
-    let kernel = scalar::Observe::<_, true> { rule: *rule, map, param, grad, state: [m, v] };
-    let [pp, pu, gg, gp] = dispatch(kernel).map(sum::fold_lanes);
+    let [pp, pu, gg, gp] = products::<R, true>(rule, block);
     Sums { pp, pu, gg, gp, ..Sums::default() }
+}
+
+fn products<R: TwoSweeps, const COSINE: bool>(rule: &R, block: Block<'_>) -> [f64; 4] {
+    let Block { map, param, grad, slots: [m, v, _] } = block;
+    let (rule, state) = (*rule, [m, v]);
+    if has_fma() {
+        dispatch(scalar::Observe::<_, COSINE, true> { rule, map, param, grad, state })
+    } else {
+        dispatch(scalar::Observe::<_, COSINE, false> { rule, map, param, grad, state })
+    }
 }
 
 /// The second sweep of one block.
@@ -209,21 +230,19 @@ fn widen_into(input: Slice<'_>, output: &mut [f32]) {
 
 /// Exact.
 fn from_f16(input: &[f16], output: &mut [f32]) {
-    let mut done = 0;
     #[cfg(target_arch = "x86_64")]
-    if let Some(f16c) = x86_64::F16c::detect() {
-        done = f16c.widen(input, output);
-    }
+    let done = x86_64::F16c::detect().map_or(0, |f16c| f16c.widen(input, output));
+    #[cfg(not(target_arch = "x86_64"))]
+    let done = 0;
     input[done..].convert_to_f32_slice(&mut output[done..]);
 }
 
 /// Rounds to nearest even.
 fn to_f16(input: &[f32], output: &mut [f16]) {
-    let mut done = 0;
     #[cfg(target_arch = "x86_64")]
-    if let Some(f16c) = x86_64::F16c::detect() {
-        done = f16c.narrow(input, output);
-    }
+    let done = x86_64::F16c::detect().map_or(0, |f16c| f16c.narrow(input, output));
+    #[cfg(not(target_arch = "x86_64"))]
+    let done = 0;
     output[done..].convert_from_f32_slice(&input[done..]);
 }
 

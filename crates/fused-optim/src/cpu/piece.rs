@@ -15,6 +15,8 @@ use crate::{DType, Ema, Grad, SliceMut};
 pub(crate) struct Piece<'a> {
     pub(crate) layout: Layout,
     pub(crate) blocks: Range<usize>,
+    /// The first element of these blocks.
+    pub(crate) start: usize,
     pub(crate) map: GradMap,
     pub(crate) weight: SliceMut<'a>,
     pub(crate) copies: Copies<'a>,
@@ -113,8 +115,8 @@ impl Scratch {
 impl Piece<'_> {
     /// The blocks before `block` and the others.
     pub(crate) fn split_at(self, block: usize) -> (Self, Self) {
-        let (layout, map) = (self.layout, self.map);
-        let at = layout.range(block).start - self.start();
+        let (layout, map, start) = (self.layout, self.map, self.start);
+        let at = layout.range(block).start - start;
         let (weight, weight_rest) = self.weight.split_at(at);
         let (copies, copies_rest) = match self.copies {
             Copies::Master(Some(master)) => {
@@ -144,10 +146,12 @@ impl Piece<'_> {
             None => (None, None),
         };
         let blocks = self.blocks.start..block;
-        let first = Self { layout, blocks, map, weight, copies, grad, slots: [a0, a1, a2], ema };
+        let slots = [a0, a1, a2];
+        let first = Self { layout, blocks, start, map, weight, copies, grad, slots, ema };
         let others = Self {
             layout,
             blocks: block..self.blocks.end,
+            start: start + at,
             map,
             weight: weight_rest,
             copies: copies_rest,
@@ -163,28 +167,28 @@ impl Piece<'_> {
         self.blocks == (0..self.layout.blocks())
     }
 
-    /// How many blocks can be visited at once: one if anything is widened into a buffer, or counts
-    /// by row.
+    /// How many elements can be visited at once: a block's if anything is widened into a buffer, or
+    /// counts by row.
     pub(crate) fn stride(&self) -> usize {
         let f32_only =
             self.weight.dtype() == DType::F32 && self.grad.as_slice().dtype() == DType::F32;
         let one_row = self.layout.cols() == self.layout.count();
         let codes = self.slots.iter().any(|slot| matches!(slot, SlotMut::Codes(_)));
-        if f32_only && one_row && !codes { BLOCKS_AT_ONCE } else { 1 }
+        if f32_only && one_row && !codes { BLOCKS_AT_ONCE * BLOCK } else { BLOCK }
     }
 
-    /// Lets `rule` work on some blocks, no more than [`stride`](Self::stride). If it is the `last` to
-    /// do so in this step, the half weight is rounded, the moving average brought up to date and the
+    /// Lets `rule` work on some of the tensor's elements, whole blocks, no more than
+    /// [`stride`](Self::stride). If it is the `last` to do so in this step, the half weight is rounded, the moving average brought up to date and the
     /// gradient cleared, as asked for.
     pub(crate) fn visit<T>(
         &mut self,
-        blocks: Range<usize>,
+        elements: Range<usize>,
         last: bool,
         scratch: &mut Scratch,
         rule: impl FnOnce(Block<'_>) -> T,
     ) -> T {
-        let (from, start) = (self.layout.range(blocks.start).start, self.start());
-        let range = from - start..self.layout.range(blocks.end).start - start;
+        let from = elements.start;
+        let range = from - self.start..elements.end - self.start;
         let Scratch { param: wide, grad: wide_grad, slots: wide_slots } = scratch;
         let key = match self.copies {
             Copies::Stochastic(key) => Some(block_key(key, from)),
@@ -230,10 +234,6 @@ impl Piece<'_> {
             }
         }
         result
-    }
-
-    fn start(&self) -> usize {
-        self.layout.range(self.blocks.start).start
     }
 }
 

@@ -5,6 +5,7 @@
 //! what may lie on different threads, and of sums. Since blocks depend on the tensor's layout alone,
 //! so does every sum, whoever computes its parts.
 
+use std::iter;
 use std::ops::Range;
 
 /// Elements per block: four f32 streams of it fit a first-level cache.
@@ -60,6 +61,29 @@ impl Layout {
         let start = row * self.cols + block * BLOCK;
         let left = self.cols - block * BLOCK;
         start..start + if left < BLOCK { left } else { BLOCK }
+    }
+
+    /// The elements of some neighbouring blocks with the row they are in, `length` at a time, the last
+    /// of a row fewer. `length` is of a whole number of blocks.
+    pub(crate) fn spans(
+        &self,
+        blocks: Range<usize>,
+        length: usize,
+    ) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
+        let (cols, end) = (self.cols, self.range(blocks.end).start);
+        let mut start = self.range(blocks.start).start;
+        let mut row = start.checked_div(cols).unwrap_or(0);
+        let mut row_end = (row + 1).saturating_mul(cols);
+        iter::from_fn(move || {
+            let from = start;
+            start = from.saturating_add(length).min(row_end).min(end);
+            let span = (row, from..start);
+            if start == row_end {
+                row += 1;
+                row_end = row_end.saturating_add(cols);
+            }
+            (from < end).then_some(span)
+        })
     }
 
     /// The first block that begins at `element` or later.
@@ -133,6 +157,7 @@ const MIN_SHARE: u128 = 1 << 16;
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use proptest::sample::Index;
 
     use super::*;
 
@@ -144,7 +169,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn blocks_are_the_tensor_in_order(layout in layouts()) {
+        fn blocks_are_the_tensor_in_order(layout in layouts(), ends: [Index; 2]) {
             for layout in layout {
                 let mut at = 0;
                 for block in 0..layout.blocks() {
@@ -157,6 +182,13 @@ mod tests {
                 }
                 prop_assert_eq!(at, layout.count());
                 prop_assert_eq!(layout.range(layout.blocks()), at..at);
+                let [start, end] = ends.map(|end| end.index(layout.blocks() + 1));
+                let blocks = start.min(end)..start.max(end);
+                let one_by_one = blocks.clone().map(|block| {
+                    (block / layout.blocks_per_row().max(1), layout.range(block))
+                });
+                let spans: Vec<_> = layout.spans(blocks.clone(), BLOCK).collect();
+                prop_assert_eq!(spans, one_by_one.collect::<Vec<_>>());
             }
         }
 

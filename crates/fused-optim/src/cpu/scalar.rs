@@ -3,7 +3,7 @@
 
 use half::{bf16, f16};
 
-use super::sum::LANES;
+use super::sum::{LANES, fold_lanes};
 use super::{GradMap, Kernel, Rule, TwoSweeps};
 
 /// A rule over the elements of one block.
@@ -20,25 +20,40 @@ impl<R: Rule<N>, const N: usize> Kernel for Sweep<'_, R, N> {
 
     #[inline(always)]
     fn run(self) {
-        // Slices of one length, so that the loop below needs no further check.
-        let count = self.param.len();
-        let param = &mut self.param[..count];
-        let grad = &self.grad[..count];
-        let state = self.state.map(|slot| &mut slot[..count]);
-        for i in 0..count {
-            let old = std::array::from_fn(|slot| state[slot][i]);
-            let (new_param, new) = self.rule.update(param[i], self.map.apply(grad[i]), old);
-            param[i] = new_param;
-            for slot in 0..N {
-                state[slot][i] = new[slot];
+        let Self { rule, map, param, grad, mut state } = self;
+        let count = param.len();
+        let head = to_line(param);
+        for part in [0..head, head..count] {
+            // Slices of one length, so that the loop below needs no further check.
+            let count = part.len();
+            let param = &mut param[part.clone()];
+            let grad = &grad[part.clone()][..count];
+            let state = state.each_mut().map(|slot| &mut slot[part.clone()][..count]);
+            for i in 0..count {
+                let old = std::array::from_fn(|slot| state[slot][i]);
+                let (new_param, new) = rule.update(param[i], map.apply(grad[i]), old);
+                param[i] = new_param;
+                for slot in 0..N {
+                    state[slot][i] = new[slot];
+                }
             }
         }
     }
 }
 
-/// The first of two sweeps: new state, and sums by lanes: of `p·p` and `u·u`, or, if `COSINE`, of
-/// `p·p`, `p·u`, `g·g` and `g·p`.
-pub(super) struct Observe<'a, R, const COSINE: bool> {
+/// How many values come before the first at a whole line of the cache: vectors that lie in two lines
+/// take longer. None, where there are too few to gain by it.
+#[inline(always)]
+fn to_line(values: &[f32]) -> usize {
+    if values.len() < 16 * LINE { 0 } else { values.as_ptr().align_offset(4 * LINE) % LINE }
+}
+
+/// Values of a line.
+const LINE: usize = 16;
+
+/// The first of two sweeps: new state, and sums of `p·p` and `u·u`, or, if `COSINE`, of `p·p`, `p·u`,
+/// `g·g` and `g·p`; with `mul_add` or without.
+pub(super) struct Observe<'a, R, const COSINE: bool, const FMA: bool> {
     pub(super) rule: R,
     pub(super) map: GradMap,
     pub(super) param: &'a [f32],
@@ -46,8 +61,8 @@ pub(super) struct Observe<'a, R, const COSINE: bool> {
     pub(super) state: [&'a mut [f32]; 2],
 }
 
-impl<R: TwoSweeps, const COSINE: bool> Kernel for Observe<'_, R, COSINE> {
-    type Output = [[f64; LANES]; 4];
+impl<R: TwoSweeps, const COSINE: bool, const FMA: bool> Kernel for Observe<'_, R, COSINE, FMA> {
+    type Output = [f64; 4];
 
     /// By parts of a few rows of lanes: directions of one are computed while the sums of another
     /// wait for their additions, and memory for both.
@@ -70,30 +85,37 @@ impl<R: TwoSweeps, const COSINE: bool> Kernel for Observe<'_, R, COSINE> {
                 u[i] = self.rule.direction(p[i], g[i], state);
             }
             if COSINE {
-                add_cosine(&mut sums, p, u, g);
+                add_cosine::<FMA>(&mut sums, p, u, g);
             } else {
-                add_products(&mut sums[0], p, p);
-                add_products(&mut sums[1], u, u);
+                add_products::<FMA>(&mut sums[0], p, p);
+                add_products::<FMA>(&mut sums[1], u, u);
             }
         }
-        sums
+        sums.map(fold_lanes)
     }
 }
 
 /// Elements whose directions are computed before they are summed; whole rows of lanes.
 const PART: usize = 8 * LANES;
 
+/// Adds `x·y` of two f32 to a sum. The product has at most 48 bits and so is exact in f64: whether it
+/// is rounded before the sum is does not change a bit.
+#[inline(always)]
+fn add_product<const FMA: bool>(sum: &mut f64, x: f64, y: f64) {
+    *sum = if FMA { x.mul_add(y, *sum) } else { *sum + x * y };
+}
+
 /// Adds the products of two slices of one length to lanes, from the first.
 #[inline(always)]
-fn add_products(lanes: &mut [f64; LANES], a: &[f32], b: &[f32]) {
+fn add_products<const FMA: bool>(lanes: &mut [f64; LANES], a: &[f32], b: &[f32]) {
     let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
     for (a, b) in a.iter().zip(b) {
         for lane in 0..LANES {
-            lanes[lane] += f64::from(a[lane]) * f64::from(b[lane]);
+            add_product::<FMA>(&mut lanes[lane], a[lane].into(), b[lane].into());
         }
     }
     for (lane, (a, b)) in lanes.iter_mut().zip(a_tail.iter().zip(b_tail)) {
-        *lane += f64::from(*a) * f64::from(*b);
+        add_product::<FMA>(lane, (*a).into(), (*b).into());
     }
 }
 
@@ -144,40 +166,40 @@ impl Kernel for Largest<'_> {
     }
 }
 
-/// The squares after `map`, summed by lanes.
-pub(super) struct Squares<'a> {
+/// The sum of squares after `map`; with `mul_add` or without.
+pub(super) struct Squares<'a, const FMA: bool> {
     pub(super) input: &'a [f32],
     pub(super) map: GradMap,
 }
 
-impl Kernel for Squares<'_> {
-    type Output = [f64; LANES];
+impl<const FMA: bool> Kernel for Squares<'_, FMA> {
+    type Output = f64;
 
     /// Without a limit there is nothing to compare with.
     #[inline(always)]
-    fn run(self) -> [f64; LANES] {
+    fn run(self) -> f64 {
         let GradMap { scale, limit } = self.map;
-        if limit == f32::INFINITY {
-            squares(self.input, |x| x * scale)
+        fold_lanes(if limit == f32::INFINITY {
+            squares::<FMA>(self.input, |x| x * scale)
         } else {
-            squares(self.input, |x| self.map.apply(x))
-        }
+            squares::<FMA>(self.input, |x| self.map.apply(x))
+        })
     }
 }
 
 #[inline(always)]
-fn squares(input: &[f32], map: impl Fn(f32) -> f32) -> [f64; LANES] {
+fn squares<const FMA: bool>(input: &[f32], map: impl Fn(f32) -> f32) -> [f64; LANES] {
     let mut lanes = [0.0; LANES];
     let (rows, tail) = input.as_chunks::<LANES>();
     for row in rows {
         for lane in 0..LANES {
             let x = f64::from(map(row[lane]));
-            lanes[lane] += x * x;
+            add_product::<FMA>(&mut lanes[lane], x, x);
         }
     }
     for lane in 0..tail.len() {
         let x = f64::from(map(tail[lane]));
-        lanes[lane] += x * x;
+        add_product::<FMA>(&mut lanes[lane], x, x);
     }
     lanes
 }
@@ -185,25 +207,22 @@ fn squares(input: &[f32], map: impl Fn(f32) -> f32) -> [f64; LANES] {
 /// Adds `p·p`, `p·u`, `g·g` and `g·p` of slices of one length to lanes, from the first. The same bits
 /// as four times [`add_products`], with each value taken to f64 once.
 #[inline(always)]
-fn add_cosine(sums: &mut [[f64; LANES]; 4], p: &[f32], u: &[f32], g: &[f32]) {
+fn add_cosine<const FMA: bool>(sums: &mut [[f64; LANES]; 4], p: &[f32], u: &[f32], g: &[f32]) {
     let (p, p_tail) = p.as_chunks::<LANES>();
     let ((u, u_tail), (g, g_tail)) = (u.as_chunks::<LANES>(), g.as_chunks::<LANES>());
-    let [pp, pu, gg, gp] = sums;
+    let mut add = |lane: usize, values: [f32; 3]| {
+        let [p, u, g] = values.map(f64::from);
+        for (sum, (x, y)) in sums.iter_mut().zip([(p, p), (p, u), (g, g), (g, p)]) {
+            add_product::<FMA>(&mut sum[lane], x, y);
+        }
+    };
     for ((p, u), g) in p.iter().zip(u).zip(g) {
         for lane in 0..LANES {
-            let [p, u, g] = [p[lane], u[lane], g[lane]].map(f64::from);
-            pp[lane] += p * p;
-            pu[lane] += p * u;
-            gg[lane] += g * g;
-            gp[lane] += g * p;
+            add(lane, [p[lane], u[lane], g[lane]]);
         }
     }
     for lane in 0..p_tail.len() {
-        let [p, u, g] = [p_tail[lane], u_tail[lane], g_tail[lane]].map(f64::from);
-        pp[lane] += p * p;
-        pu[lane] += p * u;
-        gg[lane] += g * g;
-        gp[lane] += g * p;
+        add(lane, [p_tail[lane], u_tail[lane], g_tail[lane]]);
     }
 }
 

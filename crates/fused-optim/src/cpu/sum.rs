@@ -12,10 +12,10 @@
 //! Threads, instruction sets and devices may compute blocks in any order and anywhere; whoever keeps
 //! to these four gets the same bits. A maximum ([`Measure::Largest`]) has no order.
 
-use std::iter;
+use std::array;
 
 use super::plan::{ChunkPlan, Layout};
-use super::{BLOCK, GradMap, dispatch, load, scalar, threads};
+use super::{BLOCK, GradMap, dispatch, has_fma, load, scalar, threads};
 use crate::Slice;
 
 /// Lanes of a block's sum.
@@ -56,7 +56,8 @@ impl Measure {
     /// Of one block.
     fn block(self, input: &[f32], map: GradMap) -> f64 {
         match self {
-            Self::Squares => fold_lanes(dispatch(scalar::Squares { input, map })),
+            Self::Squares if has_fma() => dispatch(scalar::Squares::<true> { input, map }),
+            Self::Squares => dispatch(scalar::Squares::<false> { input, map }),
             Self::Largest => f32::from_bits(dispatch(scalar::Largest { input, map })).into(),
             Self::Powers(p) => {
                 let mut lanes = [0.0; LANES];
@@ -89,10 +90,14 @@ pub(crate) fn measure(
         .collect();
     threads::for_each(&mut shares, |(share, sums)| {
         let mut wide = [0.0; BLOCK];
-        let blocks = share.iter().flat_map(|c| iter::repeat(c.tensor).zip(c.blocks.clone()));
-        for ((tensor, block), sum) in blocks.zip(sums.iter_mut()) {
-            let input = load(grads[tensor], layouts[tensor].range(block), &mut wide);
-            *sum = what.block(input, map);
+        // From the last to the first, where the sweep begins: it finds in a cache what was read last.
+        for chunk in share.iter().rev() {
+            let (layout, blocks) = (layouts[chunk.tensor], chunk.blocks.clone());
+            let own = sums.split_off_mut(sums.len() - blocks.len()..);
+            let own = own.expect("one number per block");
+            for (sum, (_, range)) in own.iter_mut().zip(layout.spans(blocks, BLOCK)) {
+                *sum = what.block(load(grads[chunk.tensor], range, &mut wide), map);
+            }
         }
     });
     let mut rest = &mut sums[..];
@@ -102,9 +107,12 @@ pub(crate) fn measure(
     blocks.collect()
 }
 
-/// Folds a block's lanes.
-pub(super) fn fold_lanes(mut lanes: [f64; LANES]) -> f64 {
-    tree(&mut lanes, |a, b| a + b).expect("there are lanes")
+/// Folds a block's lanes by the tree, in steps whose lengths the compiler knows.
+#[inline(always)]
+pub(super) fn fold_lanes(lanes: [f64; LANES]) -> f64 {
+    let eight: [f64; LANES / 2] = array::from_fn(|i| lanes[2 * i] + lanes[2 * i + 1]);
+    let four: [f64; LANES / 4] = array::from_fn(|i| eight[2 * i] + eight[2 * i + 1]);
+    (four[0] + four[1]) + (four[2] + four[3])
 }
 
 /// Folds neighbours until one is left; `values` are spent.
@@ -120,4 +128,20 @@ pub(crate) fn tree<T: Copy>(values: &mut [T], add: impl Fn(T, T) -> T) -> Option
         count = count.div_ceil(2);
     }
     values.first().copied()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lanes_are_folded_by_the_tree() {
+        // Of values so different in size, another order gives another sum.
+        for seed in 0..100_u32 {
+            let value = |i: u32| 0.1 * 7.3_f64.powi((i * 29 + seed * 13) as i32 % 31 - 15);
+            let mut lanes = array::from_fn(|i| value(i as u32));
+            let folded = fold_lanes(lanes);
+            assert_eq!(Some(folded), tree(&mut lanes, |a, b| a + b));
+        }
+    }
 }

@@ -14,10 +14,15 @@ mod x86_64;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-/// A loop that is compiled once per instruction set. `run` must be `#[inline(always)]`.
-trait Kernel {
+/// A loop that is compiled once per instruction set. Its methods must be `#[inline(always)]`.
+trait Kernel: Sized {
     type Output;
     fn run(self) -> Self::Output;
+    /// The same bits, for 32 registers of 64 bytes and `mul_add` as one instruction.
+    #[inline(always)]
+    fn run_wide(self) -> Self::Output {
+        self.run()
+    }
 }
 
 /// Runs a loop with the widest instructions this processor has.

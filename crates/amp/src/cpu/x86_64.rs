@@ -1,8 +1,8 @@
 //! The scalar loops compiled for AVX2 and AVX-512, and f16 conversion by F16C and AVX-512.
 //!
-//! [`Isa`] computes nothing: [`Kernel::run`] is inlined into a function with wider registers
+//! [`Isa`] computes nothing: [`Kernel::run`], or `run_wide` for AVX-512, is inlined into a function with wider registers
 //! enabled, and the compiler vectorises it. Rust never contracts `a * b + c` into one rounding, so
-//! the bits are those of the scalar loop; where a loop says `mul_add`, it is one instruction. [`F16c`] converts as the `half` crate's own code does, bit
+//! the bits are those of the scalar loop. [`F16c`] converts as the `half` crate's own code does, bit
 //! for bit.
 //!
 //! Invariant: an [`Isa`] or [`F16c`] exists only if this processor has the instructions it stands
@@ -46,8 +46,7 @@ impl Isa {
     }
 
     fn avx2() -> Option<Self> {
-        let found = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
-        found.then_some(Self(Width::Avx2))
+        is_x86_feature_detected!("avx2").then_some(Self(Width::Avx2))
     }
 
     fn avx512() -> Option<Self> {
@@ -60,7 +59,7 @@ impl Isa {
     /// Runs a loop with these instructions.
     pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         match self.0 {
-            // SAFETY: `Self::avx2` made this value, so the processor has AVX2 and FMA.
+            // SAFETY: `Self::avx2` made this value, so the processor has AVX2.
             Width::Avx2 => unsafe { with_avx2(kernel) },
             // SAFETY: `Self::avx512` made this value, so the processor has AVX-512 F, BW and VL.
             Width::Avx512 => unsafe { with_avx512(kernel) },
@@ -68,14 +67,14 @@ impl Isa {
     }
 }
 
-#[target_feature(enable = "avx2,fma")]
+#[target_feature(enable = "avx2")]
 fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
     kernel.run()
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 fn with_avx512<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run()
+    kernel.run_wide()
 }
 
 /// Proof that this processor converts f16 in hardware: eight or sixteen at a time, rounded to nearest

@@ -72,69 +72,73 @@ pub(crate) trait TwoSweeps: Copy {
     fn moved(&self, factor: f32, param: f32, direction: f32) -> f32;
 }
 
-/// A loop that is compiled once per instruction set. `run` must be `#[inline(always)]`.
-trait Kernel {
+/// A loop that is compiled once per instruction set. Its methods must be `#[inline(always)]`.
+trait Kernel: Sized {
     type Output;
     fn run(self) -> Self::Output;
+    /// The same bits, for 32 registers of 64 bytes and `mul_add` as one instruction.
+    #[inline(always)]
+    fn run_wide(self) -> Self::Output {
+        self.run()
+    }
 }
 
 /// Runs a loop with the widest instructions this processor has.
 fn dispatch<K: Kernel>(kernel: K) -> K::Output {
+    #[cfg(all(test, target_arch = "x86_64"))]
+    if let Some(choice) = tests::FORCED.get() {
+        return match x86_64::Isa::all().nth(choice) {
+            Some(isa) => isa.run(kernel),
+            None => kernel.run(),
+        };
+    }
     #[cfg(target_arch = "x86_64")]
-    if let Some(isa) = isa() {
+    if let Some(isa) = x86_64::Isa::detect() {
         return isa.run(kernel);
     }
     kernel.run()
 }
 
-/// The widest instructions of this processor, if they are wider than the build's.
-#[cfg(target_arch = "x86_64")]
-fn isa() -> Option<x86_64::Isa> {
-    #[cfg(test)]
-    if let Some(choice) = tests::FORCED.get() {
-        return x86_64::Isa::all().nth(choice);
-    }
-    x86_64::Isa::detect()
-}
-
-/// Whether `mul_add` is one instruction wherever [`dispatch`] runs a loop; else it is a call.
-fn has_fma() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return isa().is_some();
-    #[cfg(not(target_arch = "x86_64"))]
-    cfg!(target_arch = "aarch64")
-}
-
 /// Applies `rule` to every element of a block, with its first `N` state vectors.
-pub(crate) fn sweep<R: Rule<N>, const N: usize>(rule: &R, block: Block<'_>) {
+///
+/// Vectors that lie in two lines of the cache take longer, so the first, up to a line of the weight's,
+/// go apart; of few elements, nothing would be gained.
+pub(crate) fn sweep<R: Rule<N>, const N: usize>(rule: &R, mut block: Block<'_>) {
+    if block.param.len() > 16 * LINE {
+        let head = block.param.as_ptr().align_offset(size_of::<[f32; LINE]>()) % LINE;
+        if head > 0 {
+            sweep_part(rule, block.split_off(head));
+        }
+    }
+    sweep_part(rule, block);
+}
+
+fn sweep_part<R: Rule<N>, const N: usize>(rule: &R, block: Block<'_>) {
     let Block { map, param, grad, slots } = block;
     let mut slots = slots.into_iter();
     let state = std::array::from_fn(|_| slots.next().expect("a rule has at most as many"));
     dispatch(scalar::Sweep { rule: *rule, map, param, grad, state });
 }
 
+/// Values in a line of the cache.
+const LINE: usize = 16;
+
 /// The first sweep of one block: its state is brought up to date. Returns the sums of `p·p` and `u·u`
 /// only.
 pub(crate) fn observe<R: TwoSweeps>(rule: &R, block: Block<'_>) -> Sums {
-    let [pp, uu, ..] = products::<R, false>(rule, block);
+    let Block { map, param, grad, slots: [m, v, _] } = block;
+    let kernel = scalar::Observe::<_, false> { rule: *rule, map, param, grad, state: [m, v] };
+    let [pp, uu, ..] = dispatch(kernel).map(sum::fold_lanes);
     Sums { pp, uu, ..Sums::default() }
 }
 
 /// The first sweep of one block: its state is brought up to date. Returns the sums of `p·p`, `p·u`,
 /// `g·g` and `g·p` only.
 pub(crate) fn observe_cosine<R: TwoSweeps>(rule: &R, block: Block<'_>) -> Sums {
-    let [pp, pu, gg, gp] = products::<R, true>(rule, block);
-    Sums { pp, pu, gg, gp, ..Sums::default() }
-}
-
-fn products<R: TwoSweeps, const COSINE: bool>(rule: &R, block: Block<'_>) -> [f64; 4] {
     let Block { map, param, grad, slots: [m, v, _] } = block;
-    let (rule, state) = (*rule, [m, v]);
-    if has_fma() {
-        dispatch(scalar::Observe::<_, COSINE, true> { rule, map, param, grad, state })
-    } else {
-        dispatch(scalar::Observe::<_, COSINE, false> { rule, map, param, grad, state })
-    }
+    let kernel = scalar::Observe::<_, true> { rule: *rule, map, param, grad, state: [m, v] };
+    let [pp, pu, gg, gp] = dispatch(kernel).map(sum::fold_lanes);
+    Sums { pp, pu, gg, gp, ..Sums::default() }
 }
 
 /// The second sweep of one block.

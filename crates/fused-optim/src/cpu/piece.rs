@@ -98,6 +98,21 @@ pub(crate) struct Block<'a> {
     pub(crate) slots: [&'a mut [f32]; SLOTS],
 }
 
+impl Block<'_> {
+    /// Takes the first `count` elements out of it.
+    pub(crate) fn split_off(&mut self, count: usize) -> Self {
+        Block {
+            map: self.map,
+            param: self.param.split_off_mut(..count).unwrap_or_default(),
+            grad: self.grad.split_off(..count).unwrap_or_default(),
+            slots: self
+                .slots
+                .each_mut()
+                .map(|slot| slot.split_off_mut(..count).unwrap_or_default()),
+        }
+    }
+}
+
 /// Buffers of a thread, so that none is made per block.
 #[derive(Debug)]
 pub(crate) struct Scratch {

@@ -20,40 +20,25 @@ impl<R: Rule<N>, const N: usize> Kernel for Sweep<'_, R, N> {
 
     #[inline(always)]
     fn run(self) {
-        let Self { rule, map, param, grad, mut state } = self;
-        let count = param.len();
-        let head = to_line(param);
-        for part in [0..head, head..count] {
-            // Slices of one length, so that the loop below needs no further check.
-            let count = part.len();
-            let param = &mut param[part.clone()];
-            let grad = &grad[part.clone()][..count];
-            let state = state.each_mut().map(|slot| &mut slot[part.clone()][..count]);
-            for i in 0..count {
-                let old = std::array::from_fn(|slot| state[slot][i]);
-                let (new_param, new) = rule.update(param[i], map.apply(grad[i]), old);
-                param[i] = new_param;
-                for slot in 0..N {
-                    state[slot][i] = new[slot];
-                }
+        // Slices of one length, so that the loop below needs no further check.
+        let count = self.param.len();
+        let param = &mut self.param[..count];
+        let grad = &self.grad[..count];
+        let state = self.state.map(|slot| &mut slot[..count]);
+        for i in 0..count {
+            let old = std::array::from_fn(|slot| state[slot][i]);
+            let (new_param, new) = self.rule.update(param[i], self.map.apply(grad[i]), old);
+            param[i] = new_param;
+            for slot in 0..N {
+                state[slot][i] = new[slot];
             }
         }
     }
 }
 
-/// How many values come before the first at a whole line of the cache: vectors that lie in two lines
-/// take longer. None, where there are too few to gain by it.
-#[inline(always)]
-fn to_line(values: &[f32]) -> usize {
-    if values.len() < 16 * LINE { 0 } else { values.as_ptr().align_offset(4 * LINE) % LINE }
-}
-
-/// Values of a line.
-const LINE: usize = 16;
-
-/// The first of two sweeps: new state, and sums of `p·p` and `u·u`, or, if `COSINE`, of `p·p`, `p·u`,
-/// `g·g` and `g·p`; with `mul_add` or without.
-pub(super) struct Observe<'a, R, const COSINE: bool, const FMA: bool> {
+/// The first of two sweeps: new state, and sums by lanes: of `p·p` and `u·u`, or, if `COSINE`, of
+/// `p·p`, `p·u`, `g·g` and `g·p`.
+pub(super) struct Observe<'a, R, const COSINE: bool> {
     pub(super) rule: R,
     pub(super) map: GradMap,
     pub(super) param: &'a [f32],
@@ -61,13 +46,27 @@ pub(super) struct Observe<'a, R, const COSINE: bool, const FMA: bool> {
     pub(super) state: [&'a mut [f32]; 2],
 }
 
-impl<R: TwoSweeps, const COSINE: bool, const FMA: bool> Kernel for Observe<'_, R, COSINE, FMA> {
-    type Output = [f64; 4];
+impl<R: TwoSweeps, const COSINE: bool> Kernel for Observe<'_, R, COSINE> {
+    type Output = [[f64; LANES]; 4];
 
+    #[inline(always)]
+    fn run(self) -> Self::Output {
+        self.by_parts::<false>()
+    }
+
+    /// The product of two f32 has at most 48 bits and so is exact in f64; whether it is rounded before
+    /// the sum is changes no bit.
+    #[inline(always)]
+    fn run_wide(self) -> Self::Output {
+        if COSINE { self.by_rows() } else { self.by_parts::<true>() }
+    }
+}
+
+impl<R: TwoSweeps, const COSINE: bool> Observe<'_, R, COSINE> {
     /// By parts of a few rows of lanes: directions of one are computed while the sums of another
     /// wait for their additions, and memory for both.
     #[inline(always)]
-    fn run(self) -> Self::Output {
+    fn by_parts<const FMA: bool>(self) -> [[f64; LANES]; 4] {
         let count = self.param.len();
         let (param, grad) = (&self.param[..count], &self.grad[..count]);
         let [m, v] = self.state.map(|slot| &mut slot[..count]);
@@ -85,37 +84,71 @@ impl<R: TwoSweeps, const COSINE: bool, const FMA: bool> Kernel for Observe<'_, R
                 u[i] = self.rule.direction(p[i], g[i], state);
             }
             if COSINE {
-                add_cosine::<FMA>(&mut sums, p, u, g);
+                add_cosine(&mut sums, p, u, g);
             } else {
                 add_products::<FMA>(&mut sums[0], p, p);
                 add_products::<FMA>(&mut sums[1], u, u);
             }
         }
-        sums.map(fold_lanes)
+        sums
+    }
+
+    /// Row by row of lanes, where there are registers for all sums at once.
+    #[inline(always)]
+    fn by_rows(self) -> [[f64; LANES]; 4] {
+        let Self { rule, map, param, grad, state: [m, v] } = self;
+        let whole = param.len() / LANES * LANES;
+        let (p_rows, p_tail) = param.as_chunks::<LANES>();
+        let (m, m_tail) = m[..param.len()].split_at_mut(whole);
+        let (v, v_tail) = v[..param.len()].split_at_mut(whole);
+        let rows = grad.as_chunks::<LANES>().0.iter();
+        let rows = rows.zip(m.as_chunks_mut::<LANES>().0).zip(v.as_chunks_mut::<LANES>().0);
+        let mut sums = [[0.0; LANES]; 4];
+        let [pp, pu, gg, gp] = &mut sums;
+        for (p, ((grad, m), v)) in p_rows.iter().zip(rows) {
+            let (mut g, mut u) = ([0.0; LANES], [0.0; LANES]);
+            for lane in 0..LANES {
+                g[lane] = map.apply(grad[lane]);
+                let state = rule.state(g[lane], [m[lane], v[lane]]);
+                [m[lane], v[lane]] = state;
+                u[lane] = rule.direction(p[lane], g[lane], state);
+            }
+            for lane in 0..LANES {
+                let [p, u, g] = [p[lane], u[lane], g[lane]].map(f64::from);
+                pp[lane] = p.mul_add(p, pp[lane]);
+                pu[lane] = p.mul_add(u, pu[lane]);
+                gg[lane] = g.mul_add(g, gg[lane]);
+                gp[lane] = g.mul_add(p, gp[lane]);
+            }
+        }
+        let grad = &grad[whole..];
+        let tail =
+            Self { rule, map, param: p_tail, grad, state: [m_tail, v_tail] }.by_parts::<true>();
+        for (sum, more) in sums.as_flattened_mut().iter_mut().zip(tail.as_flattened()) {
+            *sum += more;
+        }
+        sums
     }
 }
 
 /// Elements whose directions are computed before they are summed; whole rows of lanes.
 const PART: usize = 8 * LANES;
 
-/// Adds `x·y` of two f32 to a sum. The product has at most 48 bits and so is exact in f64: whether it
-/// is rounded before the sum is does not change a bit.
-#[inline(always)]
-fn add_product<const FMA: bool>(sum: &mut f64, x: f64, y: f64) {
-    *sum = if FMA { x.mul_add(y, *sum) } else { *sum + x * y };
-}
-
 /// Adds the products of two slices of one length to lanes, from the first.
 #[inline(always)]
 fn add_products<const FMA: bool>(lanes: &mut [f64; LANES], a: &[f32], b: &[f32]) {
+    let add = |sum: &mut f64, a: f32, b: f32| {
+        let (a, b) = (f64::from(a), f64::from(b));
+        *sum = if FMA { a.mul_add(b, *sum) } else { *sum + a * b };
+    };
     let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
     for (a, b) in a.iter().zip(b) {
         for lane in 0..LANES {
-            add_product::<FMA>(&mut lanes[lane], a[lane].into(), b[lane].into());
+            add(&mut lanes[lane], a[lane], b[lane]);
         }
     }
     for (lane, (a, b)) in lanes.iter_mut().zip(a_tail.iter().zip(b_tail)) {
-        add_product::<FMA>(lane, (*a).into(), (*b).into());
+        add(lane, *a, *b);
     }
 }
 
@@ -166,13 +199,13 @@ impl Kernel for Largest<'_> {
     }
 }
 
-/// The sum of squares after `map`; with `mul_add` or without.
-pub(super) struct Squares<'a, const FMA: bool> {
+/// The sum of squares after `map`.
+pub(super) struct Squares<'a> {
     pub(super) input: &'a [f32],
     pub(super) map: GradMap,
 }
 
-impl<const FMA: bool> Kernel for Squares<'_, FMA> {
+impl Kernel for Squares<'_> {
     type Output = f64;
 
     /// Without a limit there is nothing to compare with.
@@ -180,26 +213,26 @@ impl<const FMA: bool> Kernel for Squares<'_, FMA> {
     fn run(self) -> f64 {
         let GradMap { scale, limit } = self.map;
         fold_lanes(if limit == f32::INFINITY {
-            squares::<FMA>(self.input, |x| x * scale)
+            squares(self.input, |x| x * scale)
         } else {
-            squares::<FMA>(self.input, |x| self.map.apply(x))
+            squares(self.input, |x| self.map.apply(x))
         })
     }
 }
 
 #[inline(always)]
-fn squares<const FMA: bool>(input: &[f32], map: impl Fn(f32) -> f32) -> [f64; LANES] {
+fn squares(input: &[f32], map: impl Fn(f32) -> f32) -> [f64; LANES] {
     let mut lanes = [0.0; LANES];
     let (rows, tail) = input.as_chunks::<LANES>();
     for row in rows {
         for lane in 0..LANES {
             let x = f64::from(map(row[lane]));
-            add_product::<FMA>(&mut lanes[lane], x, x);
+            lanes[lane] += x * x;
         }
     }
     for lane in 0..tail.len() {
         let x = f64::from(map(tail[lane]));
-        add_product::<FMA>(&mut lanes[lane], x, x);
+        lanes[lane] += x * x;
     }
     lanes
 }
@@ -207,22 +240,25 @@ fn squares<const FMA: bool>(input: &[f32], map: impl Fn(f32) -> f32) -> [f64; LA
 /// Adds `p·p`, `p·u`, `g·g` and `g·p` of slices of one length to lanes, from the first. The same bits
 /// as four times [`add_products`], with each value taken to f64 once.
 #[inline(always)]
-fn add_cosine<const FMA: bool>(sums: &mut [[f64; LANES]; 4], p: &[f32], u: &[f32], g: &[f32]) {
+fn add_cosine(sums: &mut [[f64; LANES]; 4], p: &[f32], u: &[f32], g: &[f32]) {
     let (p, p_tail) = p.as_chunks::<LANES>();
     let ((u, u_tail), (g, g_tail)) = (u.as_chunks::<LANES>(), g.as_chunks::<LANES>());
-    let mut add = |lane: usize, values: [f32; 3]| {
-        let [p, u, g] = values.map(f64::from);
-        for (sum, (x, y)) in sums.iter_mut().zip([(p, p), (p, u), (g, g), (g, p)]) {
-            add_product::<FMA>(&mut sum[lane], x, y);
-        }
-    };
+    let [pp, pu, gg, gp] = sums;
     for ((p, u), g) in p.iter().zip(u).zip(g) {
         for lane in 0..LANES {
-            add(lane, [p[lane], u[lane], g[lane]]);
+            let [p, u, g] = [p[lane], u[lane], g[lane]].map(f64::from);
+            pp[lane] += p * p;
+            pu[lane] += p * u;
+            gg[lane] += g * g;
+            gp[lane] += g * p;
         }
     }
     for lane in 0..p_tail.len() {
-        add(lane, [p_tail[lane], u_tail[lane], g_tail[lane]]);
+        let [p, u, g] = [p_tail[lane], u_tail[lane], g_tail[lane]].map(f64::from);
+        pp[lane] += p * p;
+        pu[lane] += p * u;
+        gg[lane] += g * g;
+        gp[lane] += g * p;
     }
 }
 

@@ -11,7 +11,7 @@
 use std::time::Duration;
 
 use benches::ceiling::{Pattern, Stream};
-use benches::tensors::{resnet50, tensors};
+use benches::tensors::{resnet50, step, tensors};
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion, Throughput};
 use fused_optim::{
@@ -46,21 +46,22 @@ fn adamw(criterion: &mut Criterion, counts: &[usize]) {
     let grads = tensors(counts);
     let mut weights = tensors(counts);
     let mut optimizer = AdamW::with_one_group(hyper, counts.len()).expect("valid defaults");
-    group.bench_function("f32", |b| b.iter(|| step(&mut optimizer, &mut weights, &grads, UNSCALE)));
+    group
+        .bench_function("f32", |b| b.iter(|| step(&mut optimizer, &mut weights, &grads, &UNSCALE)));
     optimizer.set_threads(2);
     group.bench_function("f32, 2 threads", |b| {
-        b.iter(|| step(&mut optimizer, &mut weights, &grads, UNSCALE));
+        b.iter(|| step(&mut optimizer, &mut weights, &grads, &UNSCALE));
     });
     optimizer.set_threads(1);
     group.throughput(Throughput::Bytes((Pattern::LookThenTwoStates.bytes() * count) as u64));
     ceiling(&mut group, Pattern::LookThenTwoStates, counts, 1);
     let check = StepCtl { found_inf: FoundInf::Check, ..UNSCALE };
     group.bench_function("f32, look first", |b| {
-        b.iter(|| step(&mut optimizer, &mut weights, &grads, check));
+        b.iter(|| step(&mut optimizer, &mut weights, &grads, &check));
     });
     let amp = StepCtl { clip: Some(Clip::norm(1.0)), ..check };
     group.bench_function("f32, look, clip by norm", |b| {
-        b.iter(|| step(&mut optimizer, &mut weights, &grads, amp));
+        b.iter(|| step(&mut optimizer, &mut weights, &grads, &amp));
     });
     group.throughput(Throughput::Bytes(bytes as u64));
     drop(optimizer);
@@ -116,7 +117,7 @@ fn others(criterion: &mut Criterion, counts: &[usize]) {
         group.throughput(Throughput::Bytes(bytes as u64));
         ceiling(&mut group, pattern, counts, 1);
         group.bench_function("f32", |b| {
-            b.iter(|| step(&mut *optimizer, &mut weights, &grads, UNSCALE));
+            b.iter(|| step(&mut *optimizer, &mut weights, &grads, &UNSCALE));
         });
         group.finish();
     }
@@ -141,7 +142,7 @@ fn small(criterion: &mut Criterion) {
         let mut weights = tensors(counts);
         let mut adamw = optimizer(counts, AdamW::with_one_group, AdamWHyper::default());
         group.bench_function(name, |b| {
-            b.iter(|| step(&mut *adamw, &mut weights, &grads, UNSCALE));
+            b.iter(|| step(&mut *adamw, &mut weights, &grads, &UNSCALE));
         });
     }
     group.finish();
@@ -156,23 +157,6 @@ fn ceiling(
     let mut stream = Stream::new(pattern, counts, threads);
     let name = format!("ceiling: {pattern:?}, {threads} threads");
     group.bench_function(name, |b| b.iter(|| stream.run()));
-}
-
-fn step(
-    optimizer: &mut dyn Optimizer,
-    weights: &mut [Vec<f32>],
-    grads: &[Vec<f32>],
-    ctl: StepCtl,
-) -> fused_optim::Applied {
-    let mut params: Vec<_> = (weights.iter_mut().zip(grads))
-        .map(|(w, g)| {
-            // A channel of AdamP: 512 elements, or the whole of a smaller tensor.
-            let rows = if w.len() % 512 == 0 { w.len() / 512 } else { 1 };
-            let shape = [rows, w.len() / rows];
-            ParamMut::new(SliceMut::F32(w), Some(Slice::F32(g))).with_shape(&shape)
-        })
-        .collect();
-    optimizer.step(&mut params, &ctl).expect("valid tensors")
 }
 
 fn plain_adamw(

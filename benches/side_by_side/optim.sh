@@ -35,8 +35,9 @@ install_peers() {
   # DeepSpeed's extension needs Python's headers, which Debian has apart; without them it says so in
   # the table.
   if ! "$python" -c 'import torch, timm, ninja, importlib.metadata as m; m.version("deepspeed")' 2>/dev/null; then
-    [ -x "$python" ] || python3 -m venv "$work/venv"
-    "$python" -m pip install --quiet --no-cache-dir torch numpy timm deepspeed ninja setuptools wheel
+    [ -x "$python" ] || python3 -m venv "$work/venv" || python=python3
+    "$python" -m pip install --quiet --no-cache-dir torch numpy timm deepspeed ninja setuptools wheel ||
+      echo "peers that could not be installed are left out"
   fi
   # Compiles CPUAdam, which takes minutes, once.
   export PATH="$work/venv/bin:$PATH" TORCH_EXTENSIONS_DIR="$work/torch_extensions"

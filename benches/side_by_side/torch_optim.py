@@ -21,7 +21,14 @@ import importlib.metadata
 import sys
 import time
 
-import torch
+try:
+    import torch
+except ImportError as error:
+    # Without peers there are still our own figures.
+    for line in sys.stdin:
+        verb = line.split()[0]
+        print({"versions": "ok no torch", "make": f"no {error}"}.get(verb, "ok"), flush=True)
+    sys.exit()
 
 SCALE = 65536.0
 

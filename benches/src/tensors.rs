@@ -1,4 +1,6 @@
-//! The tensors the optimizers are timed on.
+//! The tensors the optimizers are timed on, and a step over them.
+
+use fused_optim::{Applied, Optimizer, ParamMut, Slice, SliceMut, StepCtl};
 
 /// Element counts of ResNet-50's weights in order: 53 convolutions, each with a batch norm's scale
 /// and shift, and the classifier's weight and bias. 161 tensors, 25.6 M elements.
@@ -47,6 +49,29 @@ pub fn transformer() -> Vec<usize> {
 pub fn tensors(counts: &[usize]) -> Vec<Vec<f32>> {
     let value = |i: usize| ((i * 7919) % 1000) as f32 / 1000.0 - 0.4995;
     counts.iter().map(|&count| (0..count).map(value).collect()).collect()
+}
+
+/// One step over f32 weights and gradients, as matrices.
+///
+/// # Panics
+///
+/// If the step is refused or skipped.
+pub fn step(
+    optimizer: &mut dyn Optimizer,
+    weights: &mut [Vec<f32>],
+    grads: &[Vec<f32>],
+    ctl: &StepCtl,
+) {
+    let mut params: Vec<_> = (weights.iter_mut().zip(grads))
+        .map(|(w, g)| {
+            // A channel of AdamP: 512 elements, or the whole of another tensor.
+            let rows = if w.len() % 512 == 0 { w.len() / 512 } else { 1 };
+            let shape = [rows, w.len() / rows];
+            ParamMut::new(SliceMut::F32(w), Some(Slice::F32(g))).with_shape(&shape)
+        })
+        .collect();
+    let applied = optimizer.step(&mut params, ctl).expect("valid tensors");
+    assert_eq!(applied, Applied::Applied);
 }
 
 #[cfg(test)]

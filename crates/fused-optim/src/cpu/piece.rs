@@ -182,14 +182,12 @@ impl Piece<'_> {
         self.blocks == (0..self.layout.blocks())
     }
 
-    /// How many elements can be visited at once: a block's if anything is widened into a buffer, or
-    /// counts by row.
+    /// How many elements can be visited at once: a block's if anything is widened into a buffer.
     pub(crate) fn stride(&self) -> usize {
         let f32_only =
             self.weight.dtype() == DType::F32 && self.grad.as_slice().dtype() == DType::F32;
-        let one_row = self.layout.cols() == self.layout.count();
         let codes = self.slots.iter().any(|slot| matches!(slot, SlotMut::Codes(_)));
-        if f32_only && one_row && !codes { BLOCKS_AT_ONCE * BLOCK } else { BLOCK }
+        if f32_only && !codes { BLOCKS_AT_ONCE * BLOCK } else { BLOCK }
     }
 
     /// Lets `rule` work on some of the tensor's elements, whole blocks, no more than

@@ -130,7 +130,7 @@ fn the_plain_loop_passes_and_every_mistake_is_caught() {
     };
     assert_eq!(failures(Mistake::None), Vec::<String>::new());
     let passed: Vec<_> =
-        MISTAKES.into_iter().filter(|mistake| failures(*mistake).is_empty()).collect();
+        MISTAKES.iter().copied().filter(|mistake| failures(*mistake).is_empty()).collect();
     assert!(passed.is_empty(), "{passed:?} passed every case");
 }
 

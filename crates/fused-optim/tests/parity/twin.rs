@@ -6,99 +6,30 @@ use serde_json::Value;
 
 use crate::oracle::{Loaded, Subject};
 
-/// What can be wrong with an optimizer.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Mistake {
-    None,
-    DecayInGradient,
-    DecayForgotten,
-    DecayAfterUpdate,
-    DecayTimesLr,
-    DecayWithoutLr,
-    BiasCorrectionForgotten,
-    BiasCorrectionAdded,
-    StepOfWholeOptimizer,
-    StepOffByOne,
-    EpsElsewhere,
-    EpsForgotten,
-    BetasSwapped,
-    AmsgradForgotten,
-    DampenedFirstStep,
-    MomentumForgotten,
-    NesterovForgotten,
-    NesterovTwice,
-    MaximizeForgotten,
-    ScaleForgotten,
-    InfApplied,
-    InfCounted,
-    MissingGradIsZero,
-    FirstGroupForAll,
-    CenteredForgotten,
-    SquareStartsAtZero,
-    LrBeforeMomentum,
-    DeltaFromNewAverage,
-    ProjectionForgotten,
-    ProjectionByWholeOnly,
-    ProjectionByRowsOnly,
-    DecayRatioForgotten,
-    ThresholdWithoutRoot,
-    RatioForgotten,
-    RatioUnbounded,
-    RatioOfZeroNorm,
-    GlobalNormForgotten,
-    ClipForgotten,
-    ClipByOtherScope,
-    ScheduleForgotten,
-    ScheduleFromOne,
-    WarmupForgotten,
+/// What can be wrong with an optimizer, and a list of all of it.
+macro_rules! mistakes {
+    ($($mistake:ident),* $(,)?) => {
+        #[derive(Clone, Copy, Debug, PartialEq)]
+        pub(crate) enum Mistake {
+            None,
+            $($mistake),*
+        }
+
+        pub(crate) const MISTAKES: &[Mistake] = &[$(Mistake::$mistake),*];
+    };
 }
 
-pub(crate) const MISTAKES: [Mistake; 41] = {
-    use Mistake::*;
-    [
-        DecayInGradient,
-        DecayForgotten,
-        DecayAfterUpdate,
-        DecayTimesLr,
-        DecayWithoutLr,
-        BiasCorrectionForgotten,
-        BiasCorrectionAdded,
-        StepOfWholeOptimizer,
-        StepOffByOne,
-        EpsElsewhere,
-        EpsForgotten,
-        BetasSwapped,
-        AmsgradForgotten,
-        DampenedFirstStep,
-        MomentumForgotten,
-        NesterovForgotten,
-        NesterovTwice,
-        MaximizeForgotten,
-        ScaleForgotten,
-        InfApplied,
-        InfCounted,
-        MissingGradIsZero,
-        FirstGroupForAll,
-        CenteredForgotten,
-        SquareStartsAtZero,
-        LrBeforeMomentum,
-        DeltaFromNewAverage,
-        ProjectionForgotten,
-        ProjectionByWholeOnly,
-        ProjectionByRowsOnly,
-        DecayRatioForgotten,
-        ThresholdWithoutRoot,
-        RatioForgotten,
-        RatioUnbounded,
-        RatioOfZeroNorm,
-        GlobalNormForgotten,
-        ClipForgotten,
-        ClipByOtherScope,
-        ScheduleForgotten,
-        ScheduleFromOne,
-        WarmupForgotten,
-    ]
-};
+mistakes! {
+    DecayInGradient, DecayForgotten, DecayAfterUpdate, DecayTimesLr, DecayWithoutLr,
+    BiasCorrectionForgotten, BiasCorrectionAdded, StepOfWholeOptimizer, StepOffByOne,
+    EpsElsewhere, EpsForgotten, BetasSwapped, AmsgradForgotten, DampenedFirstStep,
+    MomentumForgotten, NesterovForgotten, NesterovTwice, MaximizeForgotten, ScaleForgotten,
+    InfApplied, InfCounted, MissingGradIsZero, FirstGroupForAll, CenteredForgotten,
+    SquareStartsAtZero, LrBeforeMomentum, DeltaFromNewAverage, ProjectionForgotten,
+    ProjectionByWholeOnly, ProjectionByRowsOnly, DecayRatioForgotten, ThresholdWithoutRoot,
+    RatioForgotten, RatioUnbounded, RatioOfZeroNorm, GlobalNormForgotten, ClipForgotten,
+    ClipByOtherScope, ScheduleForgotten, ScheduleFromOne, WarmupForgotten,
+}
 
 pub(crate) struct Twin {
     mistake: Mistake,

@@ -70,6 +70,23 @@ impl<H: Hyper> Core<H> {
         &self.groups
     }
 
+    /// Every grouped tensor: its index, and its group's.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn members(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.tensors.iter().map(|(&index, tensor)| (index, tensor.group))
+    }
+
+    /// Puts a tensor's state in, or takes it out: for devices, which keep it themselves.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn swap_state(
+        &mut self,
+        index: usize,
+        state: Option<TensorState>,
+    ) -> Option<TensorState> {
+        let tensor = self.tensors.get_mut(&index)?;
+        std::mem::replace(&mut tensor.state, state)
+    }
+
     pub(crate) const fn grad_norm(&self) -> Option<f64> {
         self.grad_norm
     }

@@ -110,6 +110,16 @@ pub enum Error {
         /// What is wrong with it.
         problem: StateProblem,
     },
+    /// What a device does not do. Nothing slower is done in its place.
+    #[error("{what} is not supported on a device")]
+    Unsupported {
+        /// What was asked for.
+        what: &'static str,
+    },
+    /// CUDA, or what it needs, failed.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cuda(#[from] crate::cuda::CudaError),
     /// Bytes that are not a state dict.
     #[error("cannot {action}")]
     Format {

@@ -129,6 +129,8 @@
 mod clip;
 mod core;
 mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod error;
 mod norms;
 mod optimizer;

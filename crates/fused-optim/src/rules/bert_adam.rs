@@ -1,11 +1,9 @@
 //! BertAdam: Adam without bias correction, with the schedule and the clipping BERT was trained with.
 
-use std::f64::consts::PI;
-
 use serde::{Deserialize, Serialize};
 
 use crate::cpu::{self, Block, Rule};
-use crate::rule::{Hyper, Moments, OwnClip, lr_and_maximize, optimizer, validate_adam};
+use crate::rule::{Hyper, Moments, OwnClip, cos_pi, lr_and_maximize, optimizer, validate_adam};
 use crate::{Error, Result};
 
 /// Hyper-parameters of [`BertAdam`]; the defaults are torch_npu's, which has none for `lr`.
@@ -171,7 +169,7 @@ impl Schedule {
         match self {
             _ if x < warmup => x / warmup,
             Self::Linear => ((x - 1.0) / (warmup - 1.0)).max(0.0),
-            Self::Cosine => 0.5 * (1.0 + (PI * x).cos()),
+            Self::Cosine => 0.5 * (1.0 + cos_pi(x)),
             Self::Constant => 1.0,
             Self::Poly => (1.0 - x).max(0.0).sqrt(),
         }

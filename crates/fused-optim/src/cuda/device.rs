@@ -1,0 +1,85 @@
+//! What an optimizer asks of a device: memory, copies in order of a stream, launches.
+
+use std::fmt;
+
+use super::table::{Job, Types};
+use crate::Result;
+
+/// A device, or what stands in for one in tests.
+pub(super) trait Device: fmt::Debug {
+    /// Memory of the device, freed when dropped.
+    type Memory: fmt::Debug;
+
+    /// Memory of zeros; its address is a multiple of 256. `bytes` may be 0.
+    fn alloc(&self, bytes: usize) -> Result<Self::Memory>;
+    /// Where it is.
+    fn address(memory: &Self::Memory) -> u64;
+    /// Copies to the device, in order of the stream.
+    fn write(&self, memory: &mut Self::Memory, offset: usize, bytes: &[u8]) -> Result<()>;
+    /// Copies from the device, and waits for that.
+    fn read(&self, memory: &Self::Memory, offset: usize, bytes: &mut [u8]) -> Result<()>;
+    /// The same, from an address.
+    ///
+    /// # Safety
+    ///
+    /// So many bytes must be readable there until this returns.
+    #[expect(unsafe_code, reason = "an address is only a number")]
+    unsafe fn read_at(&self, address: u64, bytes: &mut [u8]) -> Result<()>;
+    /// How many blocks run side by side, at least, if each has a processor of its own.
+    fn processors(&self) -> u32;
+    /// Makes a program's kernels ready.
+    fn prepare(&self, program: &Program) -> Result<()>;
+    /// Starts `blocks` blocks of 256 threads of a kernel, in order of the stream.
+    ///
+    /// # Safety
+    ///
+    /// All that the job points to must be what the kernel takes it for until it is done.
+    #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
+    unsafe fn launch(&self, program: &Program, kernel: &str, blocks: u32, job: &Job) -> Result<()>;
+}
+
+/// Kernels that are compiled together.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Program {
+    /// A type of `rules.h`, and whether it sweeps twice; none for `look`.
+    pub(super) rule: Option<(String, bool)>,
+    pub(super) types: Types,
+}
+
+impl Program {
+    /// The pass over gradients, for every rule and type.
+    pub(super) const LOOK: Self =
+        Self { rule: None, types: Types { grad: 0, weight: 0, master: false } };
+
+    /// Macros, as a compiler takes them.
+    pub(super) fn macros(&self) -> Vec<String> {
+        let Some((rule, twice)) = &self.rule else { return Vec::new() };
+        let Types { grad, weight, master } = self.types;
+        let name = |number: u32| ["F32", "F16", "Bf16"][number as usize];
+        vec![
+            format!("-DRULE={rule}"),
+            format!("-DSWEEPS={}", if *twice { 2 } else { 1 }),
+            format!("-DGRAD={}", name(grad)),
+            format!("-DWEIGHT={}", name(weight)),
+            format!("-DMASTER={master}"),
+        ]
+    }
+
+    /// The kernels' names.
+    pub(super) const fn kernels(&self) -> &'static [&'static str] {
+        match &self.rule {
+            None => &["look"],
+            Some((_, false)) => &["step"],
+            Some((_, true)) => &["observe", "conclude", "step"],
+        }
+    }
+
+    /// What NVRTC compiles.
+    pub(super) fn source(&self) -> String {
+        [include_str!("ptx.h"), Self::SOURCE].concat()
+    }
+
+    /// What is the same for every compiler; the tests have `shim.h` before it in place of `ptx.h`.
+    pub(super) const SOURCE: &'static str =
+        concat!(include_str!("device.h"), include_str!("rules.h"), include_str!("optim.cu"));
+}

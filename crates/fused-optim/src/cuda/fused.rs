@@ -1,0 +1,558 @@
+//! An optimizer whose tensors and state are on a device.
+//!
+//! [`bind`](Fused::bind) does all that takes time: it makes state, builds the tables and the lists of
+//! chunks, compiles the kernels. [`step`](Fused::step) then only launches; and where hyper-parameters or
+//! [`StepCtl`] differ from the last step's, sends a few bytes before.
+
+use std::collections::BTreeMap;
+
+use super::device::{Device, Program};
+use super::held::Held;
+use super::rules::DeviceHyper;
+use super::table::{
+    Answer, Asked, Bytes, Class, Group, Job, Plan, Progress, Shape, Tensor, Types, number,
+};
+use super::{DeviceParam, DeviceSlice, LossScale, Status};
+use crate::core::Core;
+use crate::rule::OwnClip;
+use crate::state::{TensorState, problem};
+use crate::{
+    Clip, DType, Error, FoundInf, HalfWeights, ParamGroup, Result, StateDict, StateProblem,
+    StepCtl, norms,
+};
+
+/// What the kernels are given as long as the same tensors are bound.
+#[derive(Debug)]
+struct Bound<M> {
+    /// Indices of the tensors with a gradient, in order.
+    indices: Vec<usize>,
+    /// One for each class, with its number of blocks.
+    launches: Vec<Launch>,
+    look: Job,
+    look_blocks: u32,
+    progress: M,
+    groups: M,
+    ctl: M,
+    /// What the device has of what the host says.
+    sent: (Vec<u8>, Vec<u8>),
+    /// The tables, kept as long as the jobs point to them.
+    _tables: Vec<M>,
+}
+
+#[derive(Debug)]
+struct Launch {
+    program: Program,
+    observe: Option<(Job, u32, u32)>,
+    step: (Job, u32),
+}
+
+/// An optimizer of rule `H` on device `D`.
+#[derive(Debug)]
+pub(super) struct Fused<H, D: Device> {
+    pub(super) device: D,
+    core: Core<H>,
+    held: BTreeMap<usize, Held<D::Memory>>,
+    bound: Option<Bound<D::Memory>>,
+    loss_scale: Option<LossScale>,
+}
+
+impl<H: DeviceHyper, D: Device> Fused<H, D> {
+    pub(super) fn new(
+        device: D,
+        groups: impl IntoIterator<Item = ParamGroup<H>>,
+        half_weights: HalfWeights,
+    ) -> Result<Self> {
+        if matches!(half_weights, HalfWeights::Stochastic { .. }) {
+            return Err(Error::Unsupported { what: "rounding at random" });
+        }
+        let mut core = Core::new(groups)?;
+        core.half_weights = half_weights;
+        Ok(Self { device, core, held: BTreeMap::new(), bound: None, loss_scale: None })
+    }
+
+    pub(super) fn groups(&self) -> &[ParamGroup<H>] {
+        self.core.groups()
+    }
+
+    pub(super) fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
+        self.core.set_lr(group, lr)
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaOptimizer::bind`](super::CudaOptimizer::bind).
+    #[expect(unsafe_code, reason = "reads weights at the caller's addresses")]
+    pub(super) unsafe fn bind(&mut self, params: &[DeviceParam]) -> Result<()> {
+        self.validate(params)?;
+        self.unbind()?;
+        let members: Vec<(usize, usize)> =
+            self.core.members().filter(|(index, _)| params[*index].grad.is_some()).collect();
+        for &(index, group) in &members {
+            let weight = params[index].weight;
+            let held = self.held.get(&index);
+            let complete = |held: &Held<_>| held.master || !self.wants_master(weight.dtype);
+            if !held.is_some_and(|held| held.count.is_some() && complete(held)) {
+                // SAFETY: the caller vouches for the weight's address and length.
+                let held = unsafe { self.hold(index, weight, group) }?;
+                self.held.insert(index, held);
+            }
+        }
+        self.bound = Some(self.tables(&members, params)?);
+        if let Some(scale) = self.loss_scale {
+            self.send_loss_scale(scale)?;
+        }
+        Ok(())
+    }
+
+    fn validate(&self, params: &[DeviceParam]) -> Result<()> {
+        for (index, _) in self.core.members() {
+            let count = params.len();
+            let param = params.get(index).ok_or(Error::MissingParam { index, count })?;
+            let Some(grad) = param.grad else { continue };
+            let expected = param.weight.len;
+            let same_length = |what, got| {
+                let mismatch = Error::LengthMismatch { index, what, expected, got };
+                if got == expected { Ok(()) } else { Err(mismatch) }
+            };
+            same_length("gradient", grad.len)?;
+            if param.rows != 0 && !expected.is_multiple_of(param.rows) {
+                return Err(Error::UnevenRows { index, count: expected, rows: param.rows });
+            }
+            if let Some((_, decay)) = param.ema
+                && !(0.0..=1.0).contains(&decay)
+            {
+                return Err(Error::InvalidHyper { name: "ema decay", value: decay.into() });
+            }
+            for slice in [param.weight, grad] {
+                if !slice.ptr.is_multiple_of(slice.dtype.size() as u64) {
+                    return Err(Error::Unsupported { what: "an address between two elements" });
+                }
+            }
+            if let Some(held) = self.held.get(&index) {
+                let weight = param.weight.dtype;
+                if held.master && !self.wants_master(weight) {
+                    return Err(Error::UnwantedMaster { index, weight });
+                }
+                held.count.map_or(Ok(()), |count| same_length("state", count))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn wants_master(&self, weight: DType) -> bool {
+        weight != DType::F32 && self.core.half_weights == HalfWeights::Master
+    }
+
+    /// Forgets the tables; what the device knows better is taken back first.
+    fn unbind(&mut self) -> Result<()> {
+        self.pull_steps()?;
+        if let Some(loss_scale) = &mut self.loss_scale
+            && let Some(bound) = &self.bound
+        {
+            let answer = read_answer(&self.device, bound)?;
+            (loss_scale.scale, loss_scale.growth_tracker) = (answer.loss_scale, answer.tracker);
+        }
+        self.bound = None;
+        Ok(())
+    }
+
+    fn pull_steps(&mut self) -> Result<()> {
+        let Some(bound) = &self.bound else { return Ok(()) };
+        let mut bytes = vec![0; bound.indices.len() * Progress::BYTES];
+        self.device.read(&bound.progress, 0, &mut bytes)?;
+        let (all, _) = bytes.as_chunks::<{ Progress::BYTES }>();
+        for (index, progress) in bound.indices.iter().zip(all) {
+            let (step, _) = progress.split_first_chunk().expect("more bytes than a step has");
+            let held = self.held.get_mut(index).expect("what is bound is held");
+            held.step = u64::from_ne_bytes(*step);
+        }
+        Ok(())
+    }
+
+    /// A tensor's state, with the slots and the master it is to have.
+    ///
+    /// # Safety
+    ///
+    /// The weight must lie where it says, until the device has read it.
+    #[expect(unsafe_code, reason = "reads weights at the caller's addresses")]
+    unsafe fn hold(
+        &self,
+        index: usize,
+        weight: DeviceSlice,
+        group: usize,
+    ) -> Result<Held<D::Memory>> {
+        let hyper = &self.core.groups()[group].hyper;
+        let mut state = match self.held.get(&index) {
+            Some(held) => held.read(&self.device, hyper, weight.len)?,
+            None => TensorState::new(hyper, weight.len, false),
+        };
+        if self.wants_master(weight.dtype) {
+            let mut bytes = vec![0; weight.len * weight.dtype.size()];
+            // SAFETY: the caller vouches for address and length.
+            unsafe { self.device.read_at(weight.ptr, &mut bytes) }?;
+            let (halves, _) = bytes.as_chunks();
+            let bits = halves.iter().map(|half| u16::from_ne_bytes(*half));
+            state.master = Some(match weight.dtype {
+                DType::F16 => bits.map(|x| half::f16::from_bits(x).to_f32()).collect(),
+                _ => bits.map(|x| half::bf16::from_bits(x).to_f32()).collect(),
+            });
+        }
+        Held::send(&self.device, &state, Some(weight.len))
+    }
+
+    /// Tensors of one form and types are a class; the classes in order, and each tensor's shape.
+    fn classes(
+        &self,
+        members: &[(usize, usize)],
+        params: &[DeviceParam],
+    ) -> (Vec<Program>, Vec<Shape>) {
+        let (mut programs, mut shapes) = (Vec::new(), Vec::new());
+        for &(index, group) in members {
+            let (param, grad) = grad_of(params, index);
+            let types = Types {
+                grad: number(grad.dtype),
+                weight: number(param.weight.dtype),
+                master: self.held[&index].master,
+            };
+            let rule = (self.core.groups()[group].hyper.form(), H::TWO_SWEEPS);
+            let program = Program { rule: Some(rule), types };
+            let known = programs.iter().position(|one| *one == program);
+            let class = known.unwrap_or(programs.len());
+            if known.is_none() {
+                programs.push(program);
+            }
+            shapes.push(Shape { count: param.weight.len, rows: param.rows, group, class });
+        }
+        (programs, shapes)
+    }
+
+    /// Everything the kernels read, sent to the device.
+    fn tables(
+        &self,
+        members: &[(usize, usize)],
+        params: &[DeviceParam],
+    ) -> Result<Bound<D::Memory>> {
+        let (programs, shapes) = self.classes(members, params);
+        let plan = Plan::new(&shapes, self.core.groups().len(), H::BY_ROWS);
+        let tensors: Vec<Tensor> = (members.iter().zip(&plan.places))
+            .map(|(member, place)| self.tensor(*member, params, *place))
+            .collect();
+        let progress = |(index, _): &(usize, usize)| Progress {
+            step: self.held[index].step,
+            ..Progress::default()
+        };
+        let progress: Vec<Progress> = members.iter().map(progress).collect();
+        let observed = plan.classes.iter().map(|class| 4 * class.observe.len()).max().unwrap_or(0);
+        let rows = plan.classes.iter().map(|class| class.rows).max().unwrap_or(0);
+        let groups = self.device.alloc(self.core.groups().len() * Group::BYTES)?;
+        let ctl = self.device.alloc(Asked::BYTES + Answer::BYTES)?;
+        let mut tables = Tables { device: &self.device, sent: Vec::new() };
+        let progress = tables.memory(&progress.bytes())?;
+        let look = Job {
+            tensor: tables.send(&tensors.bytes())?,
+            chunk: tables.send(&plan.look.bytes())?,
+            group: D::address(&groups),
+            progress: D::address(&progress),
+            ctl: D::address(&ctl),
+            sum: tables.send(&vec![0; 8 * (plan.values as usize + observed)])?,
+            factor: tables.send(&vec![0; 4 * rows as usize])?,
+            order: tables.send(&plan.order.bytes())?,
+            fold: tables.send(&plan.folds.bytes())?,
+            level: tables.send(&plan.levels.bytes())?,
+            chunks: plan.look.len() as u32,
+            tensors: tensors.len() as u32,
+            groups: self.core.groups().len() as u32,
+            levels: plan.levels.len() as u32 - 1,
+            ..Job::default()
+        };
+        self.device.prepare(&Program::LOOK)?;
+        let mut launches = Vec::new();
+        for (program, class) in programs.into_iter().zip(&plan.classes) {
+            launches.push(self.launch(program, class, &plan, &look, &mut tables)?);
+        }
+        Ok(Bound {
+            indices: members.iter().map(|(index, _)| *index).collect(),
+            launches,
+            look,
+            look_blocks: self.blocks(look.chunks),
+            progress,
+            groups,
+            ctl,
+            sent: Default::default(),
+            _tables: tables.sent,
+        })
+    }
+
+    /// What is launched for a class; its lists are sent.
+    fn launch(
+        &self,
+        program: Program,
+        class: &Class,
+        plan: &Plan,
+        look: &Job,
+        tables: &mut Tables<'_, D>,
+    ) -> Result<Launch> {
+        self.device.prepare(&program)?;
+        let mut observe = None;
+        if H::TWO_SWEEPS {
+            let chunks = class.observe.len() as u32;
+            let tensors = class.members.len() as u32;
+            let job = Job {
+                chunk: tables.send(&class.observe.bytes())?,
+                order: tables.send(&class.members.bytes())?,
+                // Apart from those of `look`, where a tensor without elements has a 0.
+                sum: look.sum + 8 * u64::from(plan.values),
+                chunks,
+                tensors,
+                ..*look
+            };
+            observe = Some((job, self.blocks(chunks), tensors));
+        }
+        let chunks = class.sweep.len() as u32;
+        let job = Job { chunk: tables.send(&class.sweep.bytes())?, chunks, ..*look };
+        Ok(Launch { program, observe, step: (job, self.blocks(chunks)) })
+    }
+
+    /// Blocks for so many chunks: a warp for each, no more than the device runs at once.
+    fn blocks(&self, chunks: u32) -> u32 {
+        chunks.div_ceil(8).clamp(1, self.device.processors() * BLOCKS_PER_PROCESSOR)
+    }
+
+    fn tensor(
+        &self,
+        (index, group): (usize, usize),
+        params: &[DeviceParam],
+        (first, row): (u64, u64),
+    ) -> Tensor {
+        let (param, grad) = grad_of(params, index);
+        let held = &self.held[&index];
+        let slots = self.core.groups()[group].hyper.slots().len();
+        let vector = |at: usize| D::address(&held.memory) + (at * held.stride) as u64;
+        let mut slot = [0; 3];
+        slot.iter_mut().enumerate().take(slots).for_each(|(at, slot)| *slot = vector(at));
+        let rows = if H::BY_ROWS { param.rows.max(1) } else { 1 };
+        let (ema, ema_decay) = param.ema.unwrap_or_default();
+        Tensor {
+            grad: grad.ptr,
+            weight: param.weight.ptr,
+            master: if held.master { vector(slots) } else { 0 },
+            slot,
+            ema,
+            count: param.weight.len as u64,
+            cols: (param.weight.len / rows) as u64,
+            first,
+            row,
+            group: group as u32,
+            grad_type: number(grad.dtype),
+            clear: param.clear.into(),
+            project: (param.rows > 0).into(),
+            ema_decay,
+            unused: 0,
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaOptimizer::step`](super::CudaOptimizer::step).
+    #[expect(unsafe_code, reason = "kernels work on the caller's addresses")]
+    pub(super) unsafe fn step(&mut self, ctl: &StepCtl, found_inf: u64) -> Result<()> {
+        ctl.validate()?;
+        let asked = self.asked(ctl)?;
+        let groups = self.group_table().bytes();
+        let own: Vec<OwnClip> =
+            self.core.groups().iter().map(|group| group.hyper.own_clip()).collect();
+        let needed = norms::needed(ctl, &own);
+        let bound =
+            self.bound.as_mut().ok_or(Error::Unsupported { what: "a step before `bind`" })?;
+        for (memory, sent, bytes) in [
+            (&mut bound.ctl, &mut bound.sent.0, asked.bytes()),
+            (&mut bound.groups, &mut bound.sent.1, groups),
+        ] {
+            if *sent != bytes {
+                self.device.write(memory, 0, &bytes)?;
+                *sent = bytes;
+            }
+        }
+        let chunks = if needed { bound.look.chunks } else { 0 };
+        let levels = if needed { bound.look.levels } else { 0 };
+        let look = Job { chunks, levels, found_inf, ..bound.look };
+        let blocks = if needed { bound.look_blocks } else { 1 };
+        // SAFETY: the tables were made for this kernel and live as long as `bound`; the caller
+        // vouches for the tensors in them.
+        unsafe { self.device.launch(&Program::LOOK, "look", blocks, &look) }?;
+        for Launch { program, observe, step } in &bound.launches {
+            if let Some((job, blocks, tensors)) = observe {
+                // SAFETY: as above.
+                unsafe { self.device.launch(program, "observe", *blocks, job) }?;
+                // SAFETY: as above.
+                unsafe { self.device.launch(program, "conclude", *tensors.max(&1), job) }?;
+            }
+            // SAFETY: as above.
+            unsafe { self.device.launch(program, "step", step.1, &step.0) }?;
+        }
+        Ok(())
+    }
+
+    fn asked(&self, ctl: &StepCtl) -> Result<Asked> {
+        let max_norm = match ctl.clip {
+            Some(Clip::Norm(clip)) if clip.norm_type != 2.0 => {
+                return Err(Error::Unsupported {
+                    what: "clipping by another norm than the 2-norm",
+                });
+            }
+            Some(Clip::Norm(clip)) if clip.error_if_nonfinite => {
+                return Err(Error::Unsupported { what: "`error_if_nonfinite`" });
+            }
+            Some(Clip::Norm(clip)) => clip.max_norm,
+            _ => -1.0,
+        };
+        let limit = match ctl.clip {
+            Some(Clip::Value(limit)) => limit,
+            _ => f32::INFINITY,
+        };
+        let own = |group: &ParamGroup<H>| group.hyper.own_clip() == OwnClip::Unit;
+        let scale = self.loss_scale.unwrap_or_default();
+        Ok(Asked {
+            max_norm,
+            growth: scale.growth_factor,
+            backoff: scale.backoff_factor,
+            interval: scale.growth_interval as f64,
+            min_scale: scale.min_scale.unwrap_or(-1.0),
+            limit,
+            grad_scale: ctl.grad_scale,
+            scaled: self.loss_scale.is_some().into(),
+            known: (ctl.found_inf == FoundInf::Known(true)).into(),
+            check: (ctl.found_inf == FoundInf::Check).into(),
+            unit: self.core.groups().iter().any(own).into(),
+            unused: 0,
+        })
+    }
+
+    fn group_table(&self) -> Vec<Group> {
+        let group = |group: &ParamGroup<H>| {
+            let mut h = [0.0; 12];
+            h.iter_mut().zip(group.hyper.numbers()).for_each(|(h, number)| *h = number);
+            let (own_clip, max) = match group.hyper.own_clip() {
+                OwnClip::None => (0, 0.0),
+                OwnClip::Group(max) => (1, max),
+                OwnClip::Tensor(max) => (2, max),
+                OwnClip::Unit => (3, 0.0),
+            };
+            Group { h, max, own_clip, maximize: group.hyper.maximize().into() }
+        };
+        self.core.groups().iter().map(group).collect()
+    }
+
+    pub(super) fn set_loss_scale(&mut self, loss_scale: Option<LossScale>) -> Result<()> {
+        self.loss_scale = loss_scale;
+        loss_scale.map_or(Ok(()), |scale| self.send_loss_scale(scale))
+    }
+
+    fn send_loss_scale(&mut self, scale: LossScale) -> Result<()> {
+        let Some(bound) = &mut self.bound else { return Ok(()) };
+        self.device.write(&mut bound.ctl, Answer::TRACKER, &scale.growth_tracker.bytes())?;
+        self.device.write(&mut bound.ctl, Answer::LOSS_SCALE, &scale.scale.bytes())
+    }
+
+    pub(super) fn loss_scale_address(&self) -> u64 {
+        self.bound.as_ref().map_or(0, |bound| D::address(&bound.ctl) + Answer::LOSS_SCALE as u64)
+    }
+
+    pub(super) fn status(&self) -> Result<Status> {
+        let Some(bound) = &self.bound else { return Ok(Status::default()) };
+        let answer = read_answer(&self.device, bound)?;
+        Ok(Status {
+            grad_norm: answer.norm,
+            last_skipped: answer.skip != 0,
+            skipped: answer.skipped,
+            loss_scale: self.loss_scale.map(|_| answer.loss_scale),
+            growth_tracker: answer.tracker,
+            at_floor: answer.at_floor != 0,
+        })
+    }
+
+    pub(super) fn state_dict(&mut self) -> Result<StateDict> {
+        self.pull_steps()?;
+        let members: Vec<(usize, usize)> = self.core.members().collect();
+        for (index, group) in members.iter().copied() {
+            let Some(held) = self.held.get(&index) else { continue };
+            if held.step == 0 {
+                continue;
+            }
+            let hyper = &self.core.groups()[group].hyper;
+            let state = held.read(&self.device, hyper, held.count.unwrap_or(0))?;
+            self.core.swap_state(index, Some(state));
+        }
+        let dict = self.core.state_dict();
+        for (index, _) in members {
+            self.core.swap_state(index, None);
+        }
+        Ok(dict)
+    }
+
+    pub(super) fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
+        for (index, saved) in &dict.state {
+            let Some(held) = self.held.get(index) else { continue };
+            for (name, values) in &saved.tensors {
+                let got = values.len();
+                if let Some(expected) = held.count
+                    && got != expected
+                {
+                    let key = format!("state.{index}.{name}");
+                    return Err(problem(key, StateProblem::Length { expected, got }));
+                }
+            }
+        }
+        let mut core = self.core.clone();
+        core.load_state_dict(dict)?;
+        let mut held = BTreeMap::new();
+        let indices: Vec<usize> = core.members().map(|(index, _)| index).collect();
+        for index in indices {
+            if let Some(state) = core.swap_state(index, None) {
+                let known = || self.held.get(&index)?.count;
+                let count = state.lengths().next().or_else(known);
+                held.insert(index, Held::send(&self.device, &state, count)?);
+            }
+        }
+        self.unbind()?;
+        (self.core, self.held) = (core, held);
+        Ok(())
+    }
+}
+
+/// What is sent to a device for good.
+struct Tables<'a, D: Device> {
+    device: &'a D,
+    sent: Vec<D::Memory>,
+}
+
+impl<D: Device> Tables<'_, D> {
+    fn memory(&self, bytes: &[u8]) -> Result<D::Memory> {
+        let mut memory = self.device.alloc(bytes.len())?;
+        self.device.write(&mut memory, 0, bytes)?;
+        Ok(memory)
+    }
+
+    /// Where it is.
+    fn send(&mut self, bytes: &[u8]) -> Result<u64> {
+        let memory = self.memory(bytes)?;
+        let address = D::address(&memory);
+        self.sent.push(memory);
+        Ok(address)
+    }
+}
+
+fn read_answer<D: Device>(device: &D, bound: &Bound<D::Memory>) -> Result<Answer> {
+    let mut bytes = [0; Answer::BYTES];
+    device.read(&bound.ctl, Asked::BYTES, &mut bytes)?;
+    Ok(Answer::from_bytes(&bytes))
+}
+
+/// A tensor that is bound, and its gradient.
+fn grad_of(params: &[DeviceParam], index: usize) -> (&DeviceParam, DeviceSlice) {
+    let param = &params[index];
+    (param, param.grad.expect("only tensors with a gradient are bound"))
+}
+
+/// Blocks of 256 threads that hide the latency of memory; more only wait for each other.
+const BLOCKS_PER_PROCESSOR: u32 = 4;

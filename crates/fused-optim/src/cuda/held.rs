@@ -1,0 +1,66 @@
+//! One tensor's state on a device.
+
+use super::device::Device;
+use super::table::Bytes;
+use crate::rule::Hyper;
+use crate::state::{Slot, TensorState};
+use crate::{Error, Result};
+
+/// The state of one tensor, on the device.
+#[derive(Debug)]
+pub(super) struct Held<M> {
+    /// As it was when the tensor was last bound; the truth is on the device.
+    pub(super) step: u64,
+    /// Unknown as long as it was loaded and has no vectors.
+    pub(super) count: Option<usize>,
+    pub(super) memory: M,
+    /// Bytes from one of its vectors to the next: the slots', then the master's.
+    pub(super) stride: usize,
+    pub(super) master: bool,
+}
+
+impl<M> Held<M> {
+    /// Puts a state on a device; `count` is the tensor's, where known.
+    pub(super) fn send<D: Device<Memory = M>>(
+        device: &D,
+        state: &TensorState,
+        count: Option<usize>,
+    ) -> Result<Self> {
+        let stride = (count.unwrap_or(0) * 4).next_multiple_of(256);
+        let vectors = state.slots.len() + usize::from(state.master.is_some());
+        let mut memory = device.alloc(stride * vectors)?;
+        let slots = state.slots.iter().map(|slot| match slot {
+            Slot::F32(values) => Ok(&values[..]),
+            Slot::Codes(_) => Err(Error::Unsupported { what: "state in eight bits" }),
+        });
+        for (at, values) in slots.chain(state.master.iter().map(|m| Ok(&m[..]))).enumerate() {
+            device.write(&mut memory, at * stride, &values?.bytes())?;
+        }
+        Ok(Self { step: state.step, count, memory, stride, master: state.master.is_some() })
+    }
+
+    /// Reads it back, for a tensor of `count` elements.
+    pub(super) fn read<D: Device<Memory = M>>(
+        &self,
+        device: &D,
+        hyper: &impl Hyper,
+        count: usize,
+    ) -> Result<TensorState> {
+        let mut state = TensorState::new(hyper, count, false);
+        state.step = self.step;
+        let read = |at: usize| -> Result<Vec<f32>> {
+            let mut bytes = vec![0; 4 * count];
+            device.read(&self.memory, at * self.stride, &mut bytes)?;
+            let (words, _) = bytes.as_chunks();
+            Ok(words.iter().map(|word| f32::from_ne_bytes(*word)).collect())
+        };
+        for (at, slot) in state.slots.iter_mut().enumerate() {
+            if let Slot::F32(values) = slot {
+                values.copy_from_slice(&read(at)?);
+            }
+        }
+        let slots = state.slots.len();
+        state.master = self.master.then(|| read(slots)).transpose()?;
+        Ok(state)
+    }
+}

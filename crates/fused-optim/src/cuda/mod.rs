@@ -1,0 +1,345 @@
+//! Optimizers on an NVIDIA GPU (feature `cuda`).
+//!
+//! The same nine rules as kernels: `rules.h` has them line by line, `optim.cu` takes them through many
+//! tensors at once. A step is two launches, whatever the number of tensors: one looks at the
+//! gradients, where a verdict or a norm is asked for, and decides; one moves all tensors of one form
+//! and types. Rules of two sweeps have two launches more. What a step depends on lies on the device,
+//! the step counts and the loss scale, too: the host never waits, and a step can be captured in a CUDA
+//! graph, once one like it has been taken.
+//!
+//! # What is promised about bits
+//!
+//! Weights, state and norms are those of the CPU, bit for bit, NaNs' payloads aside: kernels keep to
+//! the order of sums, and to f32 without contraction, that the [crate](crate#what-is-promised-about-bits)
+//! promises. The tests compile the kernels for the CPU and compare.
+//!
+//! # What is needed
+//!
+//! Building needs nothing of CUDA. At run time the driver (`libcuda.so.1`) and NVRTC are opened; if one
+//! is missing or too old the error says where it was looked for and what to install. `$NVRTC_LIBRARY`
+//! is the path of an NVRTC elsewhere. Compiled kernels are kept in `$CUBIN_CACHE` (empty: nowhere), or
+//! under `fused-optim/cubin` in the user's cache.
+//!
+//! ```no_run
+//! use fused_optim::cuda::{CudaOptimizer, DeviceParam, DeviceSlice, Gpu};
+//! use fused_optim::{AdamWHyper, DType, HalfWeights, ParamGroup, StepCtl};
+//!
+//! # let (weight, grad) = (0, 0);
+//! let gpu = Gpu::new(0)?;
+//! let groups = [ParamGroup::new(AdamWHyper::default(), 0..1)];
+//! let mut adamw = CudaOptimizer::new(gpu, groups, HalfWeights::Master)?;
+//! let slice = |ptr| DeviceSlice { ptr, len: 1 << 20, dtype: DType::F16 };
+//! let param = DeviceParam::new(slice(weight), Some(slice(grad)));
+//! // SAFETY: both are of so many elements, and stay where they are until the next `bind`.
+//! unsafe { adamw.bind(&[param]) }?;
+//! // SAFETY: nobody else uses them on another stream meanwhile.
+//! unsafe { adamw.step(&StepCtl::default()) }?;
+//! # Ok::<(), fused_optim::Error>(())
+//! ```
+
+mod cache;
+mod device;
+mod driver;
+mod error;
+mod fused;
+mod held;
+mod library;
+mod nvrtc;
+mod rules;
+#[cfg(test)]
+mod shim;
+mod table;
+#[cfg(test)]
+mod tests;
+
+use cudarc::driver::{CudaSlice, DevicePtr};
+
+use crate::{DType, HalfWeights, ParamGroup, Result, StateDict, StepCtl};
+use device::{Device, Program};
+pub use driver::Gpu;
+pub use error::{Attempt, CudaError};
+use fused::Fused;
+pub use nvrtc::{Cubin, Nvrtc};
+use rules::DeviceHyper;
+use table::{Bytes, Job};
+
+/// An optimizer whose weights, gradients and state are on a GPU; `H` is the rule's hyper-parameters,
+/// for example [`AdamWHyper`](crate::AdamWHyper).
+///
+/// Rounding at random, state in eight bits and norms other than the 2-norm are
+/// [`Error::Unsupported`](crate::Error::Unsupported).
+#[derive(Debug)]
+pub struct CudaOptimizer<H>(Fused<H, Gpu>);
+
+#[expect(private_bounds, reason = "sealed: the nine rules, and nobody else's")]
+impl<H: DeviceHyper> CudaOptimizer<H> {
+    /// An optimizer over these groups.
+    ///
+    /// # Errors
+    ///
+    /// As [`AdamW::new`](crate::AdamW::new), and
+    /// [`Error::Unsupported`](crate::Error::Unsupported).
+    pub fn new(
+        gpu: Gpu,
+        groups: impl IntoIterator<Item = ParamGroup<H>>,
+        half_weights: HalfWeights,
+    ) -> Result<Self> {
+        Ok(Self(Fused::new(gpu, groups, half_weights)?))
+    }
+
+    /// Says where the tensors are; at any time again, for example when others have a gradient.
+    ///
+    /// Makes state for tensors that are new, the f32 masters of half weights among it, builds the
+    /// tables and compiles the kernels. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// As [`Optimizer::step`](crate::Optimizer::step), and [`Error::Cuda`](crate::Error::Cuda).
+    ///
+    /// # Safety
+    ///
+    /// What `params` say must be so until the next `bind`: as many elements of that type at each
+    /// address, on this device, and none of them in two places.
+    #[expect(unsafe_code, reason = "an address is only a number")]
+    pub unsafe fn bind(&mut self, params: &[DeviceParam]) -> Result<()> {
+        // SAFETY: the caller vouches for the tensors.
+        unsafe { self.0.bind(params) }
+    }
+
+    /// Updates every tensor that is bound, in order of the stream; returns before that is done.
+    ///
+    /// Whether the step was skipped is known to the device alone, until [`status`](Self::status) asks.
+    ///
+    /// # Errors
+    ///
+    /// An invalid `ctl`, and [`Error::Cuda`](crate::Error::Cuda).
+    ///
+    /// # Safety
+    ///
+    /// The tensors that are bound must be where `bind` was told, and nobody else may use them until the
+    /// stream has come this far.
+    #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
+    pub unsafe fn step(&mut self, ctl: &StepCtl) -> Result<()> {
+        // SAFETY: the caller vouches for the tensors.
+        unsafe { self.0.step(ctl, 0) }
+    }
+
+    /// As [`step`](Self::step), and skipped also if the `u32` at a device address is not 0 by then:
+    /// another kernel's verdict, or that of all ranks.
+    ///
+    /// # Errors
+    ///
+    /// As [`step`](Self::step).
+    ///
+    /// # Safety
+    ///
+    /// As [`step`](Self::step); `found_inf` must be the address of a `u32`.
+    #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
+    pub unsafe fn step_unless(&mut self, ctl: &StepCtl, found_inf: u64) -> Result<()> {
+        // SAFETY: the caller vouches for the tensors and the address.
+        unsafe { self.0.step(ctl, found_inf) }
+    }
+
+    /// Keeps the loss scale on the device: from now on a step multiplies gradients by its inverse (in
+    /// place of [`StepCtl::grad_scale`]) and moves it by whether the step was skipped. `None`: no more.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Cuda`](crate::Error::Cuda).
+    pub fn set_loss_scale(&mut self, loss_scale: Option<LossScale>) -> Result<()> {
+        self.0.set_loss_scale(loss_scale)
+    }
+
+    /// Where the loss scale is on the device, an `f32`, for whoever multiplies the loss by it; 0 if
+    /// nothing is bound. Good until the next `bind`.
+    #[must_use]
+    pub fn loss_scale_address(&self) -> u64 {
+        self.0.loss_scale_address()
+    }
+
+    /// What the device knows of its steps. Waits for it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Cuda`](crate::Error::Cuda).
+    pub fn status(&self) -> Result<Status> {
+        self.0.status()
+    }
+
+    /// As [`Optimizer::state_dict`](crate::Optimizer::state_dict), which it equals after equal steps.
+    /// Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Cuda`](crate::Error::Cuda).
+    pub fn state_dict(&mut self) -> Result<StateDict> {
+        self.0.state_dict()
+    }
+
+    /// As [`Optimizer::load_state_dict`](crate::Optimizer::load_state_dict); tensors must be bound
+    /// again afterwards.
+    ///
+    /// # Errors
+    ///
+    /// As there, and [`Error::Cuda`](crate::Error::Cuda); this optimizer is then unchanged.
+    pub fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
+        self.0.load_state_dict(dict)
+    }
+
+    /// The groups.
+    #[must_use]
+    pub fn groups(&self) -> &[ParamGroup<H>] {
+        self.0.groups()
+    }
+
+    /// Sets a group's learning rate.
+    ///
+    /// # Errors
+    ///
+    /// As [`Optimizer::set_lr`](crate::Optimizer::set_lr).
+    pub fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
+        self.0.set_lr(group, lr)
+    }
+}
+
+impl Device for Gpu {
+    type Memory = driver::Memory;
+
+    fn alloc(&self, bytes: usize) -> Result<Self::Memory> {
+        Ok(Self::alloc(self, bytes)?)
+    }
+
+    fn address(memory: &Self::Memory) -> u64 {
+        memory.address
+    }
+
+    fn write(&self, memory: &mut Self::Memory, offset: usize, bytes: &[u8]) -> Result<()> {
+        Ok(Self::write(self, memory, offset, bytes)?)
+    }
+
+    fn read(&self, memory: &Self::Memory, offset: usize, bytes: &mut [u8]) -> Result<()> {
+        Ok(Self::read(self, memory, offset, bytes)?)
+    }
+
+    #[expect(unsafe_code, reason = "an address is only a number")]
+    unsafe fn read_at(&self, address: u64, bytes: &mut [u8]) -> Result<()> {
+        // SAFETY: the caller vouches for the address.
+        Ok(unsafe { Self::read_at(self, address, bytes) }?)
+    }
+
+    fn processors(&self) -> u32 {
+        Self::processors(self)
+    }
+
+    fn prepare(&self, program: &Program) -> Result<()> {
+        for kernel in program.kernels() {
+            self.function(&program.source(), &program.macros(), kernel)?;
+        }
+        Ok(())
+    }
+
+    #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
+    unsafe fn launch(&self, program: &Program, kernel: &str, blocks: u32, job: &Job) -> Result<()> {
+        let function = self.function("", &program.macros(), kernel)?;
+        let bytes = job.bytes();
+        let (words, _) = bytes.as_chunks();
+        let words: Vec<u64> = words.iter().map(|word| u64::from_ne_bytes(*word)).collect();
+        // SAFETY: every kernel takes a `Job`; the caller vouches for what it points to.
+        Ok(unsafe { self.launch_kernel(function, blocks, &words) }?)
+    }
+}
+
+/// Elements in a device's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceSlice {
+    /// The address of the first, a `CUdeviceptr`.
+    pub ptr: u64,
+    /// How many there are.
+    pub len: usize,
+    /// Their type.
+    pub dtype: DType,
+}
+
+macro_rules! of_slices {
+    ($($element:ty => $dtype:ident),*) => {$(
+        impl From<&CudaSlice<$element>> for DeviceSlice {
+            /// All of a slice of cudarc; its stream must be the optimizer's.
+            fn from(slice: &CudaSlice<$element>) -> Self {
+                let (ptr, _) = slice.device_ptr(slice.stream());
+                Self { ptr, len: slice.len(), dtype: DType::$dtype }
+            }
+        }
+    )*};
+}
+of_slices!(f32 => F32, half::f16 => F16, half::bf16 => Bf16);
+
+/// A tensor and its gradient in a device's memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DeviceParam {
+    /// The weight, updated in place.
+    pub weight: DeviceSlice,
+    /// The gradient, as long as the weight. A tensor without is left alone.
+    pub grad: Option<DeviceSlice>,
+    /// As [`ParamMut::rows`](crate::ParamMut::rows).
+    pub rows: usize,
+    /// Whether the gradient is to be zero after a step.
+    pub clear: bool,
+    /// A moving average of the weight, f32, and how much of it stays at a step, `0 ..= 1`.
+    pub ema: Option<(u64, f32)>,
+}
+
+impl DeviceParam {
+    /// A tensor with or without a gradient.
+    #[must_use]
+    pub const fn new(weight: DeviceSlice, grad: Option<DeviceSlice>) -> Self {
+        Self { weight, grad, rows: 0, clear: false, ema: None }
+    }
+}
+
+/// A dynamic loss scale, kept on the device: `amp`'s rule.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LossScale {
+    /// The scale.
+    pub scale: f32,
+    /// Good steps since it last moved.
+    pub growth_tracker: u64,
+    /// It is multiplied by this after so many good steps in a row.
+    pub growth_factor: f64,
+    /// It is multiplied by this on overflow.
+    pub backoff_factor: f64,
+    /// Good steps in a row before it grows.
+    pub growth_interval: u64,
+    /// It does not fall below; `None` is PyTorch's policy, without a floor.
+    pub min_scale: Option<f32>,
+}
+
+impl Default for LossScale {
+    /// `amp`'s defaults.
+    fn default() -> Self {
+        Self {
+            scale: 65536.0,
+            growth_tracker: 0,
+            growth_factor: 2.0,
+            backoff_factor: 0.5,
+            growth_interval: 2000,
+            min_scale: Some(1.0 / 16_777_216.0),
+        }
+    }
+}
+
+/// What the device knows of its steps.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Status {
+    /// The norm of all gradients, unscaled, before clipping, of the last step clipped by norm.
+    pub grad_norm: f64,
+    /// Whether the last step was skipped.
+    pub last_skipped: bool,
+    /// Steps skipped since tensors were bound.
+    pub skipped: u64,
+    /// The loss scale of the next step, if there is one.
+    pub loss_scale: Option<f32>,
+    /// Good steps since it last moved.
+    pub growth_tracker: u64,
+    /// Whether gradients overflowed at the lowest scale.
+    pub at_floor: bool,
+}

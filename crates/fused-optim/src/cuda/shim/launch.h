@@ -1,0 +1,44 @@
+// The last part of the file the tests compile: kernels of one rule, for all types, by number.
+
+// As `table.rs` has them.
+static_assert(sizeof(Tensor) == 112 && sizeof(Group) == 112 && sizeof(Progress) == 16 &&
+              sizeof(Ctl) == 64 + 48 && sizeof(Job) == 104 && sizeof(Fold) == 12 &&
+              sizeof(Chunk) == 8, "");
+
+template <class G, class W, bool COPY>
+static const char* launch_of(const char* kernel, const Job* job, u32 blocks, u64 seed,
+                             const u64* ranges, u32 range_count) {
+  void (*body)(const void*) = nullptr;
+#ifdef RULE
+  if (!strcmp(kernel, "step")) body = [](const void* job) { step_of<RULE, G, W, COPY>(*(const Job*)job); };
+#if SWEEPS == 2
+  if (!strcmp(kernel, "observe")) body = [](const void* job) { observe_of<RULE, G, W, COPY>(*(const Job*)job); };
+  if (!strcmp(kernel, "conclude")) body = [](const void* job) { conclude_of<RULE>(*(const Job*)job); };
+#endif
+#else
+  if (!strcmp(kernel, "look")) body = [](const void* job) { look(*(const Job*)job); };
+#endif
+  if (!body) return "no such kernel";
+  return shim::launch(body, job, blocks, THREADS, seed, ranges, range_count);
+}
+
+/// `types` is of gradient (F32, F16, Bf16), plus 3 times of weight, plus 9 if there is a master.
+extern "C" const char* shim_launch(const char* kernel, u32 types, const Job* job, u32 blocks,
+                                   u64 seed, const u64* ranges, u32 range_count) {
+#define TYPES(number, G, W, COPY) \
+  if (types == number) return launch_of<G, W, COPY>(kernel, job, blocks, seed, ranges, range_count);
+#ifdef RULE
+#ifdef ONLY
+  TYPES(ONLY, GRAD, WEIGHT, MASTER)
+#else
+  TYPES(0, F32, F32, false) TYPES(1, F16, F32, false) TYPES(2, Bf16, F32, false)
+  TYPES(3, F32, F16, false) TYPES(4, F16, F16, false) TYPES(5, Bf16, F16, false)
+  TYPES(6, F32, Bf16, false) TYPES(7, F16, Bf16, false) TYPES(8, Bf16, Bf16, false)
+  TYPES(12, F32, F16, true) TYPES(13, F16, F16, true) TYPES(14, Bf16, F16, true)
+  TYPES(15, F32, Bf16, true) TYPES(16, F16, Bf16, true) TYPES(17, Bf16, Bf16, true)
+#endif
+#else
+  TYPES(0, F32, F32, false)
+#endif
+  return "no such types";
+}

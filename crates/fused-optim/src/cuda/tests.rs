@@ -1,0 +1,497 @@
+//! The kernels against the CPU's rules, bit for bit, on the CPU.
+
+#![expect(unsafe_code, reason = "kernels work on memory of the test")]
+
+use half::{bf16, f16};
+
+use super::device::Program;
+use super::fused::Fused;
+use super::rules::DeviceHyper;
+use super::shim::Host;
+use super::{DeviceParam, DeviceSlice};
+use crate::core::Core;
+use crate::*;
+
+/// A generator of numbers that look random.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        (self.next() % end as u64) as usize
+    }
+
+    /// In `-1.0..1.0`; now and then zero or tiny.
+    fn number(&mut self) -> f32 {
+        let x = (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0;
+        match self.next() % 16 {
+            0 => 0.0,
+            1 => x * 1e-6,
+            2 => x * 1e-38,
+            _ => x,
+        }
+    }
+}
+
+/// Values of one type, of which the first few are left out, so that the others are not aligned.
+#[derive(Clone)]
+enum Values {
+    F32(Vec<f32>, usize),
+    F16(Vec<f16>, usize),
+    Bf16(Vec<bf16>, usize),
+}
+
+impl Values {
+    fn new(dtype: DType, offset: usize, wide: &[f32]) -> Self {
+        let all = std::iter::repeat_n(0.5, offset).chain(wide.iter().copied());
+        match dtype {
+            DType::F32 => Self::F32(all.collect(), offset),
+            DType::F16 => Self::F16(all.map(f16::from_f32).collect(), offset),
+            DType::Bf16 => Self::Bf16(all.map(bf16::from_f32).collect(), offset),
+        }
+    }
+
+    fn view(&mut self) -> SliceMut<'_> {
+        match self {
+            Self::F32(v, offset) => SliceMut::F32(&mut v[*offset..]),
+            Self::F16(v, offset) => SliceMut::F16(&mut v[*offset..]),
+            Self::Bf16(v, offset) => SliceMut::Bf16(&mut v[*offset..]),
+        }
+    }
+
+    fn lend(&mut self, host: &Host) -> DeviceSlice {
+        let (len, dtype) = (self.view().len(), self.view().dtype());
+        let ptr = match self.view() {
+            SliceMut::F32(v) => host.lend(v),
+            SliceMut::F16(v) => host.lend(v),
+            SliceMut::Bf16(v) => host.lend(v),
+        };
+        DeviceSlice { ptr, len, dtype }
+    }
+
+    /// Bits; of NaNs only that they are.
+    fn bits(&self) -> Vec<u32> {
+        match self {
+            Self::F32(v, _) => v.iter().map(canonical).collect(),
+            Self::F16(v, _) => {
+                v.iter().map(|x| u32::from(if x.is_nan() { 0x7e00 } else { x.to_bits() })).collect()
+            }
+            Self::Bf16(v, _) => {
+                v.iter().map(|x| u32::from(if x.is_nan() { 0x7fc0 } else { x.to_bits() })).collect()
+            }
+        }
+    }
+}
+
+fn canonical(x: &f32) -> u32 {
+    if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() }
+}
+
+/// A tensor as the test has it, once for the CPU and once for the device.
+#[derive(Clone)]
+struct One {
+    weight: Values,
+    grad: Values,
+    ema: Vec<f32>,
+    rows: usize,
+    clear: bool,
+    averaged: bool,
+    has_grad: bool,
+}
+
+/// Types of a case, and how many sizes it tries.
+#[derive(Clone, Copy, Debug)]
+struct Kind {
+    grad: DType,
+    weight: DType,
+    how: HalfWeights,
+}
+
+const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
+
+fn kinds() -> Vec<Kind> {
+    let all = TYPES.iter().flat_map(|&grad| {
+        TYPES.iter().flat_map(move |&weight| {
+            [HalfWeights::Master, HalfWeights::Nearest].map(|how| Kind { grad, weight, how })
+        })
+    });
+    all.filter(|kind| kind.weight != DType::F32 || kind.how == HalfWeights::Master).collect()
+}
+
+/// Element counts and rows: nothing, less than a pack, around a warp's share, a block, a chunk, a span.
+const SIZES: [(usize, usize); 17] = [
+    (0, 0),
+    (1, 0),
+    (7, 0),
+    (64, 4),
+    (31, 0),
+    (256, 2),
+    (1000, 8),
+    (1024, 0),
+    (1023, 3),
+    (1025, 5),
+    (4096, 64),
+    (4097, 1),
+    (9 * 40, 40),
+    (5000, 5),
+    (16384, 0),
+    (33000, 2),
+    (70001, 0),
+];
+
+impl One {
+    fn new(random: &mut Random, kind: Kind, (count, rows): (usize, usize)) -> Self {
+        // Where there are rows some tensors are of the kind AdamP projects, some are not.
+        let along = if random.below(2) == 0 { 0.0 } else { 0.5 };
+        let weight: Vec<f32> = (0..count).map(|_| random.number()).collect();
+        let ema: Vec<f32> = weight.iter().map(|w| 0.9 * w).collect();
+        let grad: Vec<f32> = weight.iter().map(|w| 64.0 * (random.number() + along * w)).collect();
+        let offset = |random: &mut Random| if random.below(3) == 0 { random.below(8) } else { 0 };
+        Self {
+            weight: Values::new(kind.weight, offset(random), &weight),
+            grad: Values::new(kind.grad, offset(random), &grad),
+            ema,
+            rows,
+            clear: random.below(2) == 0,
+            averaged: random.below(3) == 0,
+            has_grad: random.below(8) != 0,
+        }
+    }
+
+    fn set_grad(&mut self, element: u64, value: f32) {
+        let mut grad = self.grad.view();
+        if !grad.is_empty() {
+            let at = (element % grad.len() as u64) as usize;
+            match &mut grad {
+                SliceMut::F32(v) => v[at] = value,
+                SliceMut::F16(v) => v[at] = f16::from_f32(value),
+                SliceMut::Bf16(v) => v[at] = bf16::from_f32(value),
+            }
+        }
+    }
+
+    fn on_cpu(&mut self) -> ParamMut<'_> {
+        let mut param = ParamMut::new(self.weight.view(), None);
+        param.rows = self.rows;
+        if self.has_grad {
+            let grad = self.grad.view();
+            param.grad = Some(match (self.clear, grad) {
+                (true, grad) => Grad::Clear(grad),
+                (false, SliceMut::F32(s)) => Grad::Keep(Slice::F32(s)),
+                (false, SliceMut::F16(s)) => Grad::Keep(Slice::F16(s)),
+                (false, SliceMut::Bf16(s)) => Grad::Keep(Slice::Bf16(s)),
+            });
+        }
+        if self.averaged {
+            param = param.with_ema(&mut self.ema, 0.9);
+        }
+        param
+    }
+
+    fn on_device(&mut self, host: &Host) -> DeviceParam {
+        DeviceParam {
+            weight: self.weight.lend(host),
+            grad: self.has_grad.then(|| self.grad.lend(host)),
+            rows: self.rows,
+            clear: self.clear,
+            ema: self.averaged.then(|| (host.lend(&mut self.ema), 0.9)),
+        }
+    }
+
+    fn bits(&self) -> [Vec<u32>; 3] {
+        [self.weight.bits(), self.grad.bits(), self.ema.iter().map(canonical).collect()]
+    }
+}
+
+/// Steps of all that a step can be told.
+fn controls() -> Vec<StepCtl> {
+    let plain = StepCtl { grad_scale: 1.0 / 64.0, ..StepCtl::PLAIN };
+    let check = StepCtl { found_inf: FoundInf::Check, ..plain };
+    vec![
+        check,
+        StepCtl { clip: Some(Clip::norm(1.5)), ..check },
+        StepCtl { clip: Some(Clip::Value(0.25)), ..plain },
+        StepCtl { found_inf: FoundInf::Known(true), ..plain },
+        StepCtl { grad_scale: 1e-8, clip: Some(Clip::norm(1e-7)), ..plain },
+        StepCtl { clip: Some(Clip::Value(0.5)), ..check },
+        plain,
+    ]
+}
+
+/// Where weights, gradients and averages first differ.
+fn same_tensors(ones: &[One], twins: &[One]) -> std::result::Result<(), String> {
+    for (tensor, (one, twin)) in ones.iter().zip(twins).enumerate() {
+        let (expected, got) = (one.bits(), twin.bits());
+        for (what, (expected, got)) in
+            ["weight", "gradient", "average"].iter().zip(expected.iter().zip(&got))
+        {
+            if let Some(i) = (0..got.len()).find(|i| expected[*i] != got[*i]) {
+                let bits = (expected[i], got[i]);
+                return Err(format!("{what} {tensor}, element {i}: {bits:x?}"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Runs both, and says where they first differ.
+fn compare<H: DeviceHyper>(
+    hypers: [H; 2],
+    host: Host,
+    kind: Kind,
+    sizes: &[(usize, usize)],
+    seed: u64,
+) -> std::result::Result<(), String> {
+    let mut random = Random(seed);
+    let mut ones: Vec<One> = sizes.iter().map(|size| One::new(&mut random, kind, *size)).collect();
+    let mut twins = ones.clone();
+    let groups = || {
+        let of = |group: usize| (0..sizes.len()).filter(move |i| i % 3 / 2 == group);
+        hypers.clone().into_iter().enumerate().map(move |(at, h)| ParamGroup::new(h, of(at)))
+    };
+    let mut cpu = Core::new(groups()).unwrap();
+    cpu.half_weights = kind.how;
+    let mut device = Fused::new(host, groups(), kind.how).unwrap();
+    for (at, ctl) in controls().iter().enumerate() {
+        if at % 3 == 0 {
+            // Other tensors have gradients; everything is bound anew.
+            for (one, twin) in ones.iter_mut().zip(&mut twins) {
+                one.has_grad = random.below(8) != 0;
+                twin.has_grad = one.has_grad;
+            }
+            let params: Vec<DeviceParam> =
+                twins.iter_mut().map(|twin| twin.on_device(&device.device)).collect();
+            // SAFETY: `twins` live as long as the device, and do not move.
+            unsafe { device.bind(&params) }.unwrap();
+        }
+        // One element anywhere overflows, and is gone a step later.
+        if at == 5 || at == 6 {
+            let mut random = Random(seed);
+            let (target, element) = (random.below(ones.len()), random.next());
+            let value = if at == 6 { 0.5 } else { [f32::INFINITY, f32::NAN][element as usize % 2] };
+            ones[target].set_grad(element, value);
+            twins[target].set_grad(element, value);
+        }
+        let mut params: Vec<ParamMut<'_>> = ones.iter_mut().map(One::on_cpu).collect();
+        let applied = cpu.step(&mut params, ctl).unwrap();
+        // SAFETY: as above.
+        unsafe { device.step(ctl, 0) }.unwrap();
+        let status = device.status().unwrap();
+        if status.last_skipped != (applied == Applied::SkippedNonFinite) {
+            return Err(format!("step {at}: skipped {}", status.last_skipped));
+        }
+        if let (Some(Clip::Norm(_)), Some(norm)) = (ctl.clip, cpu.grad_norm())
+            && status.grad_norm.to_bits() != norm.to_bits()
+        {
+            return Err(format!("step {at}: norm {} instead of {norm}", status.grad_norm));
+        }
+        same_tensors(&ones, &twins).map_err(|text| format!("step {at}, {text}"))?;
+        let (expected, got) = (cpu.state_dict(), device.state_dict().unwrap());
+        if expected.to_safetensors().unwrap() != got.to_safetensors().unwrap() {
+            return Err(format!("step {at}: {}", difference(&expected, &got)));
+        }
+    }
+    // What one saved the other goes on from.
+    let dict = cpu.state_dict();
+    device.load_state_dict(&dict).unwrap();
+    assert_eq!(device.state_dict().unwrap(), dict);
+    Ok(())
+}
+
+fn difference(expected: &StateDict, got: &StateDict) -> String {
+    for (index, state) in &expected.state {
+        let Some(other) = got.state.get(index) else { return format!("no state {index}") };
+        if state.step != other.step {
+            return format!("state {index}: step {} instead of {}", other.step, state.step);
+        }
+        for (name, values) in &state.tensors {
+            let other = other.tensors.get(name).map(Vec::as_slice).unwrap_or_default();
+            let differs = |(a, b): (&f32, &f32)| canonical(a) != canonical(b);
+            if let Some(at) = values.iter().zip(other).position(differs) {
+                return format!(
+                    "state {index}, {name}, element {at}: {} {}",
+                    values[at], other[at]
+                );
+            }
+        }
+    }
+    "NaNs, or something else".into()
+}
+
+/// A few of [`SIZES`], of the large ones at most one.
+fn some_sizes(random: &mut Random) -> Vec<(usize, usize)> {
+    let large = random.below(8);
+    let size = |(at, size): (usize, (usize, usize))| {
+        let taken = if size.0 > 10_000 { at % 8 == large } else { random.below(3) != 0 };
+        taken.then_some(size)
+    };
+    SIZES.into_iter().enumerate().filter_map(size).chain([(8200, 0), (9, 3)]).collect()
+}
+
+/// Both rules of a case, with all types. `FUSED_OPTIM_SEEDS` says how often; once by default.
+fn agree<H: DeviceHyper>(hyper: H, other: H) {
+    agree_on(&kinds(), hyper, other);
+}
+
+fn agree_on<H: DeviceHyper>(kinds: &[Kind], hyper: H, other: H) {
+    let seeds = std::env::var("FUSED_OPTIM_SEEDS").map_or(1, |text| text.parse().unwrap());
+    for (at, kind) in kinds.iter().enumerate() {
+        for seed in 0..seeds {
+            let seed = 100 * seed + at as u64;
+            let sizes = some_sizes(&mut Random(seed));
+            let hypers = [hyper.clone(), other.clone()];
+            if let Err(text) = compare(hypers, Host::new(seed), *kind, &sizes, seed) {
+                panic!("{}, {kind:?}, seed {seed}: {text}", H::KIND);
+            }
+        }
+    }
+}
+
+#[test]
+fn adadelta() {
+    let hyper = AdadeltaHyper { weight_decay: 0.1, ..Default::default() };
+    agree(hyper, AdadeltaHyper { lr: 0.5, maximize: true, ..hyper });
+}
+
+#[test]
+fn adam() {
+    for amsgrad in [false, true] {
+        let hyper = AdamHyper { weight_decay: 0.1, amsgrad, ..Default::default() };
+        agree(hyper, AdamHyper { lr: 0.5, maximize: true, amsgrad: false, ..hyper });
+    }
+}
+
+#[test]
+fn adamp() {
+    let hyper = AdamPHyper { weight_decay: 0.1, ..Default::default() };
+    let cos_eps = CosineEps::Max;
+    agree(hyper, AdamPHyper { lr: 0.5, nesterov: true, cos_eps, maximize: true, ..hyper });
+}
+
+#[test]
+fn adamw() {
+    for amsgrad in [false, true] {
+        let hyper = AdamWHyper { amsgrad, ..Default::default() };
+        agree(hyper, AdamWHyper { lr: 0.5, betas: (0.5, 0.9), maximize: true, ..hyper });
+    }
+}
+
+#[test]
+fn bert_adam() {
+    for schedule in [Schedule::Linear, Schedule::Cosine, Schedule::Constant, Schedule::Poly] {
+        let hyper = BertAdamHyper { schedule, warmup: 0.3, t_total: 5, ..Default::default() };
+        let clip = ClipScope::Tensor;
+        let other = BertAdamHyper { clip, max_grad_norm: 0.1, maximize: true, ..hyper };
+        let kinds = if schedule == Schedule::Linear { kinds() } else { kinds()[4..7].to_vec() };
+        agree_on(&kinds, hyper, other);
+    }
+}
+
+#[test]
+fn lamb() {
+    let hyper = LambHyper { weight_decay: 0.1, ..Default::default() };
+    agree(hyper, LambHyper { adam: true, maximize: true, ..hyper });
+    agree_on(&kinds()[4..7], hyper, LambHyper { use_global_grad_norm: true, ..hyper });
+}
+
+#[test]
+fn rmsprop() {
+    for (momentum, centered) in [(0.0, false), (0.9, false), (0.0, true), (0.9, true)] {
+        let hyper = RmsPropHyper { momentum, centered, weight_decay: 0.1, ..Default::default() };
+        agree(hyper, RmsPropHyper { lr: 0.5, maximize: true, ..hyper });
+    }
+}
+
+#[test]
+fn rmsprop_tf() {
+    for (momentum, centered) in [(0.0, false), (0.9, false), (0.0, true), (0.9, true)] {
+        let hyper = RmsPropTfHyper { momentum, centered, weight_decay: 0.1, ..Default::default() };
+        let decoupled_lr = centered;
+        let other =
+            RmsPropTfHyper { decoupled_decay: true, decoupled_lr, lr_in_momentum: false, ..hyper };
+        agree(hyper, RmsPropTfHyper { maximize: true, ..other });
+    }
+}
+
+#[test]
+fn sgd() {
+    for (momentum, nesterov) in [(0.0, false), (0.9, false), (0.9, true)] {
+        let hyper = SgdHyper { momentum, nesterov, weight_decay: 0.1, ..Default::default() };
+        let dampening = if nesterov { 0.0 } else { 0.1 };
+        agree(hyper, SgdHyper { lr: 0.5, dampening, maximize: true, ..hyper });
+    }
+}
+
+/// Changes to the source of the kernels that a test must notice: what, and into what.
+const PLANTED: &[(&str, &str)] = &[
+    // The loops and their tails.
+    ("count / V * V : 0", "count / V * V + V : 0"),
+    ("packed + lane(); i < count", "packed + lane(); i + 1 < count"),
+    ("i += WARP * V", "i += 2 * WARP * V"),
+    ("is_aligned<V>() ?", "true ?"),
+    ("c += warp_count()", "c += warp_count() + 1"),
+    ("row * cols + from", "from"),
+    // What becomes of gradient, average and copy.
+    ("return limited(g);", "return g;"),
+    ("g < -limit ? -limit : g", "g < -limit ? limit : g"),
+    ("if (clear) {", "if (false) {"),
+    ("1 - ema_decay", "ema_decay"),
+    ("bits + 0x7fffu + (bits >> 16 & 1u)", "bits + 0x8000u"),
+    ("group.maximize ? -total : total", "total"),
+    // Sums: their order, their parts, who folds them.
+    ("fold_array<N / 2>(x) + fold_array<N / 2>(x + N / 2)", "x[0] + fold_array<N - 1>(x + 1)"),
+    ("from += at_once", "from += 2 * at_once"),
+    ("lane() < fold.count ?", "lane() + 1 < fold.count ?"),
+    ("before == gridDim.x - 1", "before == 0"),
+    ("bad |= !is_finite(x);", ""),
+    ("atomicOr(&ctl.bad, 1u)", "atomicAdd(&ctl.arrived, 0u)"),
+    ("job.progress[at].step++;", "if (at) job.progress[at].step++;"),
+    ("norm + 1e-6", "norm + 1e-12"),
+    ("ctl.skip = skip;", "ctl.skip = 0;"),
+    // Two sweeps.
+    ("left[k] += left[step * apart * K + k]", "left[0] += left[step * apart * K]"),
+    ("if (!by_rows) fold_rows<R::SUMS>(sums, 1, rows, per_row);", ""),
+    ("t.row + span.row", "t.row"),
+    ("__syncthreads_and(all)", "all"),
+    ("by_rows ? row * per_row * R::SUMS : 0", "0"),
+    ("projected = by_rows || whole", "projected = whole"),
+    (
+        "const Span span = span_of(t.cols, chunk.index, SPAN);",
+        "const Span span = span_of(t.cols, chunk.index, SWEEP);",
+    ),
+];
+
+/// Each change is seen by the comparison that passes without it.
+#[test]
+fn planted_mistakes_are_noticed() {
+    let kind = Kind { grad: DType::F16, weight: DType::Bf16, how: HalfWeights::Master };
+    let hyper = AdamPHyper { weight_decay: 0.1, ..Default::default() };
+    let hypers = [hyper, AdamPHyper { maximize: true, ..hyper }];
+    // The last spans more chunks than a warp has threads.
+    let sizes =
+        [(8, 2), (70_001, 0), (3, 0), (36_000, 2), (1025, 5), (64, 16), (0, 0), (540_000, 0)];
+    let run = |planted, seed: u64| {
+        let mut host = Host::new(seed);
+        host.planted = planted;
+        let sizes = if seed == 0 { &sizes[..] } else { &sizes[..7] };
+        let compare = || compare(hypers, host, kind, sizes, seed);
+        // A fault, too, is notice.
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(compare))
+            .unwrap_or_else(|_| Err("a fault".into()))
+    };
+    for seed in 0..4 {
+        assert_eq!(run(None, seed), Ok(()));
+    }
+    let unnoticed = |planted: &&(&'static str, &'static str)| {
+        assert!(Program::SOURCE.contains(planted.0), "the source has no `{}`", planted.0);
+        (0..4).rev().all(|seed| run(Some(**planted), seed).is_ok())
+    };
+    let unnoticed: Vec<_> = PLANTED.iter().filter(unnoticed).collect();
+    assert!(unnoticed.is_empty(), "nobody notices {unnoticed:#?}");
+}

@@ -117,6 +117,32 @@ pub enum Error {
         /// The operation, type or option.
         what: String,
     },
+    /// A library that a backend needs is missing, or too old.
+    #[error("{library}: {reason}; {install}")]
+    Library {
+        /// The library's usual name.
+        library: &'static str,
+        /// What the system's loader said of each path, or which function is missing.
+        reason: String,
+        /// The paths, in order.
+        tried: Vec<String>,
+        /// What to do.
+        install: &'static str,
+    },
+    /// A library beneath a backend failed.
+    #[error("{during}: {name} ({code}): {text}")]
+    Backend {
+        /// The backend's name.
+        backend: &'static str,
+        /// The function that was called, or what was under way.
+        during: String,
+        /// The status as the library's header calls it.
+        name: String,
+        /// The status as a number.
+        code: i32,
+        /// The library's own words.
+        text: String,
+    },
     /// A wrong call, seen on the calling rank before anything was sent.
     #[error("{0}")]
     InvalidArgument(String),

@@ -57,7 +57,7 @@ pub struct FlightCall {
     pub seq: u64,
     /// What was called, as in error texts.
     pub call: String,
-    /// Whether it ran on the communication thread.
+    /// Whether it ran on the communication thread, or in a stream of a device.
     pub asynchronous: bool,
     /// The system's id of the thread it ran on.
     pub thread: u32,
@@ -142,12 +142,29 @@ struct Messages {
     first: Rank,
 }
 
+/// Whose calls they are.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Whose {
+    backend: &'static str,
+    rank: Rank,
+    world_size: usize,
+}
+
+impl Whose {
+    pub(crate) fn of<B: Backend + ?Sized>(backend: &B) -> Self {
+        let (rank, world_size) = (backend.rank(), backend.world_size());
+        Self { backend: backend.name(), rank, world_size }
+    }
+}
+
 /// A call as it is kept: nothing to format, nothing to allocate.
 #[derive(Clone, Debug)]
 struct Call {
     seq: u64,
     op: OpDesc,
     messages: Option<Messages>,
+    /// Calls that began together with it.
+    more: usize,
     patience: Patience,
     thread: u32,
     /// In ticks.
@@ -177,25 +194,45 @@ impl Recorder {
         patience: Patience,
         run: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        let seq = self.begin(op, Messages::of(transfers), patience);
+        let seq = self.begin(op, Messages::of(transfers), 0, patience);
         let result = run();
+        match &result {
+            Ok(_) => self.end(seq, &Ok(()), Whose::of(backend)),
+            Err(error) => self.end(seq, &Err(error.clone()), Whose::of(backend)),
+        }
+        result
+    }
+
+    /// Keeps `calls` operations on device memory that begin together, by the first of them; returns
+    /// the number by which their end is told.
+    pub(crate) fn begin_device(&self, op: &OpDesc, calls: usize) -> u64 {
+        self.begin(op, None, calls - 1, Patience::Background)
+    }
+
+    /// Keeps what came of a call.
+    pub(crate) fn end(&self, seq: u64, result: &Result<()>, whose: Whose) {
         // A call that 64 others have overtaken is forgotten.
         let end = &self.ends[index(seq)];
         if end.seq.load(Ordering::Relaxed) == seq {
             end.ticks.store(self.clock.ticks(), Ordering::Relaxed);
         }
-        if let Err(error) = &result {
+        if let Err(error) = result {
             let mut ring = self.ring.lock();
             if let Some(call) = ring.calls.get_mut(index(seq)).filter(|call| call.seq == seq) {
                 call.error = Some(Box::new(error.clone()));
             }
             drop(ring);
-            self.failed(backend, error);
+            self.failed(whose, error);
         }
-        result
     }
 
-    fn begin(&self, op: &OpDesc, messages: Option<Messages>, patience: Patience) -> u64 {
+    fn begin(
+        &self,
+        op: &OpDesc,
+        messages: Option<Messages>,
+        more: usize,
+        patience: Patience,
+    ) -> u64 {
         let (op, thread) = (*op, THREAD.with(|id| *id));
         let mut ring = self.ring.lock();
         let seq = ring.next;
@@ -203,7 +240,7 @@ impl Recorder {
         let start = self.clock.ticks();
         self.ends[index(seq)].ticks.store(0, Ordering::Relaxed);
         self.ends[index(seq)].seq.store(seq, Ordering::Relaxed);
-        let call = Call { seq, op, messages, patience, thread, start, error: None };
+        let call = Call { seq, op, messages, more, patience, thread, start, error: None };
         match ring.calls.get_mut(index(seq)) {
             Some(old) => *old = call,
             None => ring.calls.push(call),
@@ -212,18 +249,18 @@ impl Recorder {
     }
 
     /// Writes the record, if this is the group's first failure.
-    pub(crate) fn failed(&self, backend: &dyn Backend, error: &Error) {
+    pub(crate) fn failed(&self, whose: Whose, error: &Error) {
         if matches!(error, Error::InvalidArgument(_)) || self.dumped.swap(true, Ordering::Relaxed) {
             return;
         }
         let dir = self.dir.clone().or_else(|| Some(std::env::var_os(DIR)?.into()));
         if let Some(dir) = dir.filter(|dir| !dir.as_os_str().is_empty()) {
             // A record that cannot be written must not hide the failure it is about.
-            drop(write(&dir, &self.read(backend)));
+            drop(write(&dir, &self.read(whose)));
         }
     }
 
-    pub(crate) fn read(&self, backend: &dyn Backend) -> FlightRecord {
+    pub(crate) fn read(&self, whose: Whose) -> FlightRecord {
         let ring = self.ring.lock();
         let mut kept = ring.calls.clone();
         drop(ring);
@@ -236,9 +273,9 @@ impl Recorder {
         };
         FlightRecord {
             group: self.group.clone(),
-            rank: backend.rank(),
-            world_size: backend.world_size(),
-            backend: backend.name(),
+            rank: whose.rank,
+            world_size: whose.world_size,
+            backend: whose.backend,
             pid: std::process::id(),
             birth_us: u64::try_from(birth.as_micros()).unwrap_or(u64::MAX),
             calls: kept.iter().map(told).collect(),
@@ -281,6 +318,9 @@ impl Call {
             Verb::Batch => Verb::Batch.to_string(),
             _ => self.op.to_string(),
         };
+        if self.more > 0 {
+            return format!("{text}, and {} more calls", self.more);
+        }
         match self.messages {
             Some(Messages { sends, receives, first }) => {
                 format!("{text}, {sends} sends and {receives} receives, first with rank {first}")

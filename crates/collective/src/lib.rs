@@ -38,6 +38,7 @@
 //! within a machine, TCP between several ([`Transport`]). Whoever can reach a rank's port can disturb
 //! a group over TCP, and nothing is encrypted: the network must be trusted. Linux only.
 
+pub mod device;
 pub mod dist;
 pub mod init;
 pub mod object;
@@ -66,7 +67,8 @@ mod verbs;
 mod work;
 
 pub use asynchronous::Addressed;
-pub use backend::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemory, Wait};
+pub use backend::{Backend, Patience, RawBufs, RawShared, Seed, Transfer, TransferMemory, Wait};
+pub use device::{DeviceBuf, DeviceCalls, DeviceStream, DeviceWork};
 pub use element::{DType, Element};
 pub use error::{Error, Result};
 pub use flight::{FlightCall, FlightOutcome, FlightRecord};
@@ -81,6 +83,12 @@ pub use shared_buf::SharedBuf;
 pub use store::{MemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
 pub use verbs::Message;
 pub use work::{Buffer, Work};
+
+/// What is special to groups over NCCL, see [`Transport::Nccl`].
+#[cfg(feature = "nccl")]
+pub mod nccl {
+    pub use crate::backend::nccl::{Config, Libraries, connector};
+}
 
 /// What goes over the connections of the TCP backend, for the fuzz target; no part of the API.
 #[doc(hidden)]

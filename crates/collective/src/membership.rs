@@ -185,12 +185,14 @@ impl ProcessGroup {
         members.sort_unstable();
         let parent_ranks: Vec<Rank> = members.into_iter().map(|(_, rank)| rank).collect();
         let rank = parent_ranks.iter().position(|&rank| rank == self.rank());
+        let seed = self.backend.split_seed(color.map(|_| &*parent_ranks))?;
         let (Some(color), Some(rank)) = (color, rank) else { return Ok(None) };
 
         let Membership { options, global_ranks, .. } = &*self.membership;
         let name = format!("{}/split{number}/{color}", options.name);
         let options = options.clone().with_name(name);
-        let backend = origin.join(rank, parent_ranks.len(), &options)?;
+        let joining = GroupOptions { seed, ..options.clone() };
+        let backend = origin.join(rank, parent_ranks.len(), &joining)?;
         let global_ranks = parent_ranks.iter().map(|&rank| global_ranks[rank]).collect();
         let origin = Some(origin.clone());
         let membership = Membership::subgroup(options, origin, parent_ranks, global_ranks);
@@ -267,7 +269,7 @@ pub(crate) fn connect(
     world_size: usize,
     options: &GroupOptions,
 ) -> Result<Arc<dyn Backend>> {
-    meet::join(&**store, rank, world_size, options)
+    meet::join(store, rank, world_size, options)
 }
 
 /// What every rank gave as members of a new group; the verdict is the same on all of them.

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::backend::Seed;
 #[cfg(doc)]
 use crate::{FlightRecord, ProcessGroup, ReduceOp};
 
@@ -26,12 +27,19 @@ pub struct GroupOptions {
     /// Where the group's flight record goes when the group fails. Nowhere unless set here or by the
     /// environment's `COLLECTIVE_FLIGHT_DIR`.
     pub flight_dir: Option<PathBuf>,
+    /// The CUDA device whose memory the group is to move, by its number in the driver. None unless
+    /// set.
+    pub cuda_device: Option<u32>,
+    /// What the group that this one is split from made for it.
+    pub(crate) seed: Option<Seed>,
 }
 
 /// What carries the data of a group whose ranks are processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Transport {
+    /// [`Nccl`](Self::Nccl) if every rank gives a
+    /// [CUDA device](GroupOptions::with_cuda_device) and has NCCL. Else
     /// [`Gloo`](Self::Gloo) if the ranks are on several machines and all are built with it, else
     /// [`Host`](Self::Host). [`ProcessGroup::backend_reason`] says why it was which.
     #[default]
@@ -61,6 +69,14 @@ pub enum Transport {
     /// everything else one step between all pairs. [`alloc`](ProcessGroup::alloc) gives ordinary
     /// memory. The network is trusted, and the process must ignore `SIGPIPE`, as Rust programs do.
     Gloo,
+    /// NCCL for the memory of a CUDA device, which [`GroupOptions::with_cuda_device`] names; beside
+    /// it what [`Host`](Self::Host) is for the memory of the host. Needs the feature `nccl`, and at
+    /// run time NVIDIA's driver and NCCL 2.14 or later, the same on all ranks.
+    ///
+    /// [`ProcessGroup::device`] has the verbs. Two more threads in each process, and the store must
+    /// stay where it is while the group lives: it tells who is missing when time is over. The order
+    /// in which NCCL adds is its own, whatever [`Determinism`] says.
+    Nccl,
 }
 
 impl Transport {
@@ -71,6 +87,7 @@ impl Transport {
             Self::Host => "host",
             Self::Tcp => "tcp",
             Self::Gloo => "gloo",
+            Self::Nccl => "nccl",
         }
     }
 }
@@ -97,6 +114,8 @@ impl Default for GroupOptions {
             transport: Transport::Auto,
             host_id: None,
             flight_dir: None,
+            cuda_device: None,
+            seed: None,
         }
     }
 }
@@ -134,6 +153,14 @@ impl GroupOptions {
     /// out.
     pub fn with_flight_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.flight_dir = Some(dir.into());
+        self
+    }
+
+    /// Makes the group for the memory of a CUDA device, see [`ProcessGroup::device`]; the verbs on
+    /// slices work as ever. The number is the driver's, so it counts what `CUDA_VISIBLE_DEVICES`
+    /// leaves.
+    pub fn with_cuda_device(mut self, ordinal: u32) -> Self {
+        self.cuda_device = Some(ordinal);
         self
     }
 

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::{Backend, Patience, host};
-use crate::flight::{FlightRecord, Recorder};
+use crate::device::DeviceCalls;
+use crate::flight::{FlightRecord, Recorder, Whose};
 use crate::membership::{Membership, Origin, connect};
 use crate::sim::{self, Clocks, Network};
 use crate::store::{MemoryStore, Store};
@@ -509,7 +510,26 @@ impl ProcessGroup {
 
     /// What this rank called last, and how far each call got; from any thread, without waiting.
     pub fn flight_record(&self) -> FlightRecord {
-        self.recorder.read(&*self.backend)
+        self.recorder.read(Whose::of(&*self.backend))
+    }
+
+    /// Begins a list of operations on memory of the group's device.
+    ///
+    /// The group is over a backend that has one, such as [`Transport::Nccl`](crate::Transport::Nccl).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] if the backend moves memory of the host only; [`Error::Poisoned`].
+    pub fn device(&self) -> Result<DeviceCalls<'_>> {
+        let Some(device) = self.backend.device() else {
+            let what = "memory of a device".into();
+            return Err(Error::Unsupported { backend: self.backend.name(), what });
+        };
+        device.ready()?;
+        if device.compares() {
+            self.queue.drain();
+        }
+        Ok(DeviceCalls::new(device, &self.recorder))
     }
 
     /// What the blocking calls run on, once it is their turn.

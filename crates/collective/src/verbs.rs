@@ -11,7 +11,7 @@
 use std::marker::PhantomData;
 
 use crate::backend::{Backend, Patience, RawBufs, Transfer, TransferMemory, Wait};
-use crate::flight::Recorder;
+use crate::flight::{Recorder, Whose};
 use crate::op::{Fingerprint, Place};
 use crate::{Element, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
@@ -362,7 +362,7 @@ impl<'a> Verbs<'a> {
         let field = differs.unwrap_or("count");
         let error = Error::Mismatch { op: desc.verb.to_string(), field, by_rank };
         if let Some(recorder) = self.recorder {
-            recorder.failed(self.backend, &error);
+            recorder.failed(Whose::of(self.backend), &error);
         }
         // The first rank's abort must not reach one that does not have all rows yet.
         drop(self.barrier());

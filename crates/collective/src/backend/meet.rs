@@ -13,6 +13,8 @@ use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "gloo")]
 use super::gloo;
+#[cfg(feature = "nccl")]
+use super::nccl;
 use super::{Backend, host, tcp};
 use crate::store::{Store, deadline};
 use crate::{Error, GroupOptions, Rank, Result, Transport};
@@ -45,21 +47,80 @@ pub(crate) struct Place {
     transport: String,
     /// Whether it is built with libgloo.
     gloo: bool,
+    /// Its CUDA device.
+    cuda: Option<u32>,
+    /// Its NCCL's version, or why it has none.
+    pub(crate) nccl: std::result::Result<i32, String>,
 }
 
 /// Joins a group over the backend that the options and the ranks' places call for.
 pub(crate) fn join(
-    store: &dyn Store,
+    store: &Arc<dyn Store>,
     rank: Rank,
     world_size: usize,
     options: &GroupOptions,
 ) -> Result<Arc<dyn Backend>> {
+    let joining = gather(&**store, rank, world_size, options, nccl_here(options))?;
+    let (transport, reason) = choose(options.transport, &joining.places);
+    Ok(match transport {
+        Transport::Tcp => Arc::new(tcp::join(&joining, reason, false)?),
+        Transport::Host | Transport::Auto => self::host(&joining, reason)?,
+        #[cfg(feature = "gloo")]
+        Transport::Gloo => Arc::new(gloo::join(&joining, reason)?),
+        #[cfg(not(feature = "gloo"))]
+        Transport::Gloo => return Err(not_built("gloo")),
+        #[cfg(feature = "nccl")]
+        Transport::Nccl => {
+            let libraries = nccl::Libraries::global();
+            Arc::new(nccl::join(store, &joining, reason, libraries, &nccl::Config::default())?)
+        }
+        #[cfg(not(feature = "nccl"))]
+        Transport::Nccl => return Err(not_built("nccl")),
+    })
+}
+
+#[cfg(not(all(feature = "gloo", feature = "nccl")))]
+fn not_built(backend: &'static str) -> Error {
+    let what = format!("this build: it lacks the feature `{backend}` of the crate");
+    Error::Unsupported { backend, what }
+}
+
+/// What this process's NCCL is, if the group is made for a device.
+fn nccl_here(options: &GroupOptions) -> std::result::Result<i32, String> {
+    if options.cuda_device.is_none() && options.transport != Transport::Nccl {
+        return Err("it gives no CUDA device".into());
+    }
+    #[cfg(feature = "nccl")]
+    return nccl::here();
+    #[cfg(not(feature = "nccl"))]
+    return Err("it is built without the feature `nccl`".into());
+}
+
+/// Joins a group for the memory of the host: on one machine, or several.
+pub(crate) fn host(joining: &Joining<'_>, reason: String) -> Result<Arc<dyn Backend>> {
+    let own = &joining.places[joining.rank];
+    let several = joining.places.iter().any(|place| place.machine() != own.machine());
+    Ok(match several {
+        true => Arc::new(tcp::join(joining, reason, true)?),
+        false => Arc::new(host::shm::join(joining, reason)?),
+    })
+}
+
+/// Tells the ranks where this one is, and hears where they are.
+pub(crate) fn gather<'a>(
+    store: &'a dyn Store,
+    rank: Rank,
+    world_size: usize,
+    options: &'a GroupOptions,
+    nccl: std::result::Result<i32, String>,
+) -> Result<Joining<'a>> {
     if world_size == 0 || rank >= world_size {
         let text = format!("there is no rank {rank} among {world_size} ranks");
         return Err(Error::InvalidArgument(text));
     }
     let deadline = deadline(options.timeout);
-    let own = Place::of_this_process(store, world_size, options)?;
+    let mut own = Place::of_this_process(store, world_size, options)?;
+    own.nccl = nccl;
     let generation = store.add(&format!("{}/joining/{rank}", options.name), 1)?;
     let mut joining = Joining {
         store,
@@ -71,25 +132,28 @@ pub(crate) fn join(
     };
     joining.places = tell_all(&joining, "place", &own)?;
     check(&joining.places, rank)?;
-    let (transport, reason) = choose(options.transport, &joining.places);
-    let several = joining.places.iter().any(|place| place.machine() != own.machine());
-    Ok(match transport {
-        Transport::Tcp => Arc::new(tcp::join(&joining, reason, false)?),
-        Transport::Host | Transport::Auto if several => {
-            Arc::new(tcp::join(&joining, reason, true)?)
-        }
-        #[cfg(feature = "gloo")]
-        Transport::Gloo => Arc::new(gloo::join(&joining, reason)?),
-        #[cfg(not(feature = "gloo"))]
-        Transport::Gloo => {
-            let what = "this build: it lacks the feature `gloo` of the crate".into();
-            return Err(Error::Unsupported { backend: "gloo", what });
-        }
-        Transport::Host | Transport::Auto => Arc::new(host::shm::join(&joining, reason)?),
-    })
+    Ok(joining)
 }
 
 fn choose(asked: Transport, places: &[Place]) -> (Transport, String) {
+    if asked == Transport::Auto && places.iter().any(|place| place.cuda.is_some()) {
+        let without = |place: &Place| match (place.cuda, &place.nccl) {
+            (None, _) => Some("gives no CUDA device".to_owned()),
+            (Some(_), Err(why)) => Some(format!("cannot use NCCL: {why}")),
+            (Some(_), Ok(_)) => None,
+        };
+        let without =
+            places.iter().enumerate().find_map(|(rank, place)| Some((rank, without(place)?)));
+        let Some((rank, why)) = without else {
+            return (Transport::Nccl, "all ranks have a CUDA device and NCCL".into());
+        };
+        let (transport, reason) = choose_for_host(asked, places);
+        return (transport, format!("{reason}; it is not NCCL because rank {rank} {why}"));
+    }
+    choose_for_host(asked, places)
+}
+
+fn choose_for_host(asked: Transport, places: &[Place]) -> (Transport, String) {
     let away = places.iter().position(|place| place.machine() != places[0].machine());
     match (asked, away) {
         (Transport::Auto, None) => (Transport::Host, "all ranks are on one machine".into()),
@@ -143,6 +207,8 @@ impl Place {
             world_size,
             transport: options.transport.name().to_owned(),
             gloo: cfg!(feature = "gloo"),
+            cuda: options.cuda_device,
+            nccl: Err("it has not looked".into()),
         })
     }
 
@@ -256,6 +322,27 @@ pub(crate) mod tests {
         assert!(why.contains("rank 1 has no libgloo"), "{why}");
         assert!(why.contains("rank 2"), "{why}");
         assert_eq!(choose(Transport::Host, &places).0, Transport::Host);
+    }
+
+    #[test]
+    fn devices_and_nccl_on_all_ranks_are_nccl_unless_asked_otherwise() {
+        let mut places = places(3);
+        for place in &mut places {
+            (place.cuda, place.nccl) = (Some(0), Ok(22707));
+        }
+        let (chosen, why) = choose(Transport::Auto, &places);
+        assert_eq!(chosen, Transport::Nccl);
+        assert!(why.contains("all ranks have a CUDA device and NCCL"), "{why}");
+        assert_eq!(choose(Transport::Host, &places).0, Transport::Host);
+        places[1].nccl = Err("no libnccl".into());
+        let (chosen, why) = choose(Transport::Auto, &places);
+        assert_eq!(chosen, Transport::Host);
+        assert!(why.contains("rank 1 cannot use NCCL: no libnccl"), "{why}");
+        assert_eq!(choose(Transport::Nccl, &places).0, Transport::Nccl);
+        places[0].cuda = None;
+        let (chosen, why) = choose(Transport::Auto, &places);
+        assert_eq!(chosen, Transport::Host);
+        assert!(why.contains("rank 0 gives no CUDA device"), "{why}");
     }
 
     #[test]

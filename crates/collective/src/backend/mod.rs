@@ -13,6 +13,8 @@ pub(crate) mod block;
 pub(crate) mod gloo;
 pub(crate) mod host;
 pub(crate) mod meet;
+#[cfg(feature = "nccl")]
+pub(crate) mod nccl;
 pub(crate) mod tcp;
 
 use std::any::Any;
@@ -21,6 +23,9 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use parking_lot::Mutex;
+
+use crate::device::DeviceBackend;
 use crate::{DType, OpDesc, Rank, Result};
 
 /// The memory of one operation. Lengths follow from the [`OpDesc`].
@@ -30,6 +35,13 @@ pub struct RawBufs {
     pub input: *const u8,
     /// [`OpDesc::output_count`] elements.
     pub output: *mut u8,
+}
+
+impl RawBufs {
+    /// For operations that move nothing.
+    #[cfg(feature = "nccl")]
+    pub(crate) const NONE: Self =
+        Self { input: std::ptr::dangling(), output: std::ptr::dangling_mut() };
 }
 
 /// One block on its way from this rank or to it.
@@ -96,6 +108,26 @@ impl RawShared {
     /// Tells whether the memory lives.
     pub(crate) fn watch(&self) -> Weak<dyn Any + Send + Sync> {
         Arc::downgrade(&self.keep)
+    }
+}
+
+/// What a backend made for a new group, taken once by whoever joins that; see
+/// [`Backend::split_seed`].
+#[derive(Clone, Debug)]
+pub struct Seed(Arc<Mutex<Option<Box<dyn Any + Send>>>>);
+
+impl Seed {
+    /// Holds this until it is taken.
+    pub fn new(thing: impl Any + Send) -> Self {
+        Self(Arc::new(Mutex::new(Some(Box::new(thing)))))
+    }
+
+    /// What it holds, if that is a `T` and has not been taken.
+    pub fn take<T: Any>(&self) -> Option<T> {
+        let mut place = self.0.lock();
+        let thing = place.take_if(|thing| thing.is::<T>())?;
+        drop(place);
+        thing.downcast().ok().map(|thing| *thing)
     }
 }
 
@@ -173,6 +205,33 @@ pub trait Backend: Send + Sync + Debug {
     ///
     /// As [`run`](Self::run), or the system has no memory.
     fn alloc(&self, dtype: DType, count: usize) -> Result<RawShared>;
+
+    /// Why the group has failed, as far as is known here without waiting; also what nobody has met
+    /// in an operation yet, such as a death.
+    ///
+    /// # Errors
+    ///
+    /// The failure.
+    fn health(&self) -> Result<()> {
+        self.ready()
+    }
+
+    /// This backend as one that also moves the memory of a device.
+    fn device(&self) -> Option<&dyn DeviceBackend> {
+        None
+    }
+
+    /// Begins a split, before the new groups are joined: what the ranks that give a colour take from
+    /// this group into the new one. All ranks call it; `members` are the ranks of this rank's new
+    /// group, in their new order, or none.
+    ///
+    /// # Errors
+    ///
+    /// As [`run`](Self::run).
+    fn split_seed(&self, members: Option<&[Rank]>) -> Result<Option<Seed>> {
+        let _ = members;
+        Ok(None)
+    }
 
     /// Gives the group up: everybody's waits end with
     /// [`Error::Aborted`](crate::Error::Aborted), now and later.

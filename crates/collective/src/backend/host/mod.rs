@@ -279,6 +279,29 @@ impl Host {
         Mapping::new(file.into(), bytes)
     }
 
+    /// The group's failure, as this rank tells it of `op`.
+    fn failure(&self, poison: Poison, op: String, waited: Duration) -> Error {
+        match poison {
+            Poison::Died { rank, pid } => Error::PeerDied { op, rank, pid },
+            Poison::Left { rank } => {
+                Error::Aborted { by: rank, reason: format!("it left the group before {op}") }
+            }
+            Poison::Aborted { by } => Error::Aborted { by, reason: self.segment.note(by).0 },
+            Poison::TimedOut { by } => {
+                let (reason, missing) = self.segment.note(by);
+                // For the rank that came too late, the others have given up.
+                if missing.contains(&self.rank) {
+                    Error::Aborted { by, reason }
+                } else {
+                    Error::Timeout { op, waited, missing }
+                }
+            }
+            Poison::Mismatch { by, from } => {
+                exchange::noted(op, by, from, self.segment.note_words(by))
+            }
+        }
+    }
+
     /// A failure of this rank alone fails the group, since the peers wait for it.
     fn or_abort<T>(&self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result {
@@ -313,6 +336,17 @@ impl Backend for Host {
         self.fork_check()?;
         match self.failed.get() {
             Some(error) => Err(Error::Poisoned(Box::new(error.clone()))),
+            None => Ok(()),
+        }
+    }
+
+    fn health(&self) -> Result<()> {
+        self.fork_check()?;
+        match self.segment.poison() {
+            Some(poison) => {
+                let op = format!("group {}", self.name);
+                Err(self.failure(poison, op, Duration::ZERO))
+            }
             None => Ok(()),
         }
     }

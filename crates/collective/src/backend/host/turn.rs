@@ -15,7 +15,6 @@
 use std::time::{Duration, Instant};
 
 use super::Host;
-use super::exchange;
 use super::pace::Pace;
 use super::segment::{Counter, Poison, STAGES, Segment};
 use super::sys;
@@ -317,26 +316,7 @@ impl<'a> Turn<'a> {
 
     /// The group's failure, as this rank tells it.
     pub(super) fn failure(&self, poison: Poison, waited: Duration) -> Error {
-        let op = self.name();
-        match poison {
-            Poison::Died { rank, pid } => Error::PeerDied { op, rank, pid },
-            Poison::Left { rank } => {
-                Error::Aborted { by: rank, reason: format!("it left the group before {op}") }
-            }
-            Poison::Aborted { by } => Error::Aborted { by, reason: self.segment().note(by).0 },
-            Poison::TimedOut { by } => {
-                let (reason, missing) = self.segment().note(by);
-                // For the rank that came too late, the others have given up.
-                if missing.contains(&self.rank()) {
-                    Error::Aborted { by, reason }
-                } else {
-                    Error::Timeout { op, waited, missing }
-                }
-            }
-            Poison::Mismatch { by, from } => {
-                exchange::noted(op, by, from, self.segment().note_words(by))
-            }
-        }
+        self.host.failure(poison, self.name(), waited)
     }
 
     /// For example `all_reduce #17 of group default`.

@@ -282,6 +282,16 @@ impl Backend for Tcp {
         }
     }
 
+    fn health(&self) -> Result<()> {
+        self.fork_check()?;
+        match self.control.failure() {
+            Some(failure) => {
+                Err(self.error(failure, format!("group {}", self.name), Duration::ZERO))
+            }
+            None => Ok(()),
+        }
+    }
+
     unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()> {
         self.fork_check()?;
         let (size, world) = (op.dtype.size(), self.layout.world());

@@ -1,0 +1,456 @@
+//! `ncclComm_t`, made safe: who may call when, and who ends it.
+//!
+//! Every communicator is non-blocking: a call returns at once, and the communicator may be *in
+//! progress* until [`ready`](Communicator::ready) says otherwise; till then it takes no other call.
+//!
+//! The invariant: calls on one communicator come one at a time (`calls`), and it is ended exactly
+//! once, by [`abort`](Communicator::abort) or [`finish`](Communicator::finish), after which nothing
+//! is called on it. The one exception is what NCCL makes it for: `ncclCommAbort` beside a call that
+//! does not return.
+
+#![expect(unsafe_code, reason = "calls C")]
+
+use std::ffi::{c_int, c_void};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use half::{bf16, f16};
+use parking_lot::{Mutex, MutexGuard};
+
+use super::cuda::Device;
+use super::result::lacks;
+use super::sys::{
+    Comm, Config, DataType, NO_COLOR, NcclApi, NcclResult, RedOp, SCALAR_HOST, UniqueId,
+};
+use crate::device::{DeviceBuf, DeviceStep, DeviceStream};
+use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
+
+/// How long an abort waits for a call under way; those of a non-blocking communicator are short.
+const CALL: Duration = Duration::from_secs(1);
+/// Between two looks at a communicator in progress.
+const TICK: Duration = Duration::from_micros(200);
+
+/// One rank's end of a communicator.
+#[derive(Debug)]
+pub(super) struct Communicator {
+    api: NcclApi,
+    raw: Comm,
+    device: Arc<Device>,
+    /// Held in every call but an abort.
+    calls: Mutex<()>,
+    ended: AtomicBool,
+}
+
+// SAFETY: NCCL ties communicators to no thread; `calls` keeps threads apart.
+unsafe impl Send for Communicator {}
+// SAFETY: likewise.
+unsafe impl Sync for Communicator {}
+
+impl Communicator {
+    /// Begins to join, with one id or, for `ncclCommInitRankScalable`, several. In progress.
+    pub(super) fn join(
+        api: NcclApi,
+        device: Arc<Device>,
+        (rank, world): (Rank, usize),
+        ids: &mut [UniqueId],
+        config: &mut Config,
+    ) -> Result<Self> {
+        let entered = device.enter()?;
+        let (rank, world, count) = (narrow(rank)?, narrow(world)?, narrow(ids.len())?);
+        let mut raw = std::ptr::null_mut();
+        let during;
+        let result = match (ids, api.init_scalable) {
+            ([id], _) => {
+                during = "ncclCommInitRankConfig";
+                // SAFETY: writes one handle; the configuration is one of the header's, and the
+                // device is current.
+                unsafe { (api.init_rank)(&raw mut raw, world, *id, rank, config) }
+            }
+            (ids, Some(init)) => {
+                during = "ncclCommInitRankScalable";
+                // SAFETY: as above; reads `count` ids.
+                unsafe { init(&raw mut raw, world, rank, count, ids.as_mut_ptr(), config) }
+            }
+            (_, None) => return Err(lacks("ncclCommInitRankScalable", "2.23")),
+        };
+        drop(entered);
+        if raw.is_null() {
+            api.check(result, during)?;
+            return Err(nothing(during));
+        }
+        let made = Self::new(api, raw, device);
+        api.check(result, during).map(|()| made)
+    }
+
+    fn new(api: NcclApi, raw: Comm, device: Arc<Device>) -> Self {
+        Self { api, raw, device, calls: Mutex::default(), ended: AtomicBool::new(false) }
+    }
+
+    /// The library.
+    pub(super) fn api(&self) -> NcclApi {
+        self.api
+    }
+
+    /// The right to call, on a communicator that has not been ended.
+    fn call(&self) -> Result<MutexGuard<'_, ()>> {
+        let guard = self.calls.lock();
+        // Acquire: pairs with the swap in `end`.
+        if self.ended.load(Ordering::Acquire) {
+            let what = "calls on a communicator that has been ended".into();
+            return Err(Error::Unsupported { backend: "nccl", what });
+        }
+        Ok(guard)
+    }
+
+    /// Whether the last call is over; its failure, or one that happened since.
+    pub(super) fn ready(&self) -> Result<bool> {
+        let _guard = self.call()?;
+        let mut state = NcclResult::SUCCESS;
+        // SAFETY: it has not been ended, and nobody else is in a call; writes one status.
+        let result = unsafe { (self.api.async_error)(self.raw, &raw mut state) };
+        self.api.check(result, "ncclCommGetAsyncError")?;
+        self.api.check(state, "ncclCommGetAsyncError")?;
+        Ok(state == NcclResult::SUCCESS)
+    }
+
+    /// Enqueues the steps as one group, on a communicator that is ready. In progress. The operators
+    /// made for it are to be [given back](Self::give_back) once it is ready again.
+    ///
+    /// # Safety
+    ///
+    /// As [`DeviceBackend::enqueue`](crate::device::DeviceBackend::enqueue).
+    pub(super) unsafe fn launch(
+        &self,
+        steps: &[DeviceStep],
+        stream: DeviceStream,
+    ) -> Result<Operators> {
+        let _guard = self.call()?;
+        let _entered = self.device.enter()?;
+        let mut operators = Operators(Vec::new());
+        let made = steps.iter().try_for_each(|step| match step {
+            DeviceStep::Run { op, .. } => self.prepare(op, &mut operators),
+            _ => Ok(()),
+        });
+        // SAFETY: opens a group of this thread, which is closed below.
+        let result = made.map(|()| unsafe { (self.api.group_start)() });
+        let result = result.and_then(|result| self.api.check(result, "ncclGroupStart"));
+        if let Err(error) = result {
+            self.give_back_within(operators);
+            return Err(error);
+        }
+        let issued = steps.iter().try_for_each(|step| {
+            // SAFETY: the caller's promise.
+            unsafe { self.issue(step, stream, &operators) }
+        });
+        // SAFETY: closes the group that was opened above, also after a failure.
+        let result = unsafe { (self.api.group_end)() };
+        let closed = self.api.check(result, "ncclGroupEnd");
+        issued.and(closed).map(|()| operators)
+    }
+
+    /// Makes the operator that an operation needs, if NCCL has none and it has not been made.
+    fn prepare(&self, op: &OpDesc, operators: &mut Operators) -> Result<()> {
+        let Some(reduce @ ReduceOp::PreMulSum(factor)) = op.op else { return Ok(()) };
+        if operators.find(op.dtype, reduce).is_some() {
+            return Ok(());
+        }
+        let mut scalar = scalar(op.dtype, factor.get());
+        let mut made = RedOp::SUM;
+        let data_type = data_type(op.dtype);
+        let from = scalar.as_mut_ptr().cast::<c_void>();
+        // SAFETY: not ended, nobody else in a call; reads a scalar of the type, in its first bytes,
+        // before it returns, and writes one operator.
+        let result = unsafe {
+            (self.api.pre_mul_sum)(&raw mut made, from, data_type, SCALAR_HOST, self.raw)
+        };
+        self.api.check(result, "ncclRedOpCreatePreMulSum")?;
+        operators.0.push((op.dtype, reduce, made));
+        Ok(())
+    }
+
+    /// # Safety
+    ///
+    /// As [`launch`](Self::launch), which calls it.
+    unsafe fn issue(
+        &self,
+        step: &DeviceStep,
+        stream: DeviceStream,
+        operators: &Operators,
+    ) -> Result<()> {
+        let (comm, stream, api) = (self.raw, stream.as_raw(), &self.api);
+        let (result, during) = match *step {
+            DeviceStep::Send { peer, buf } => {
+                let (at, data_type, peer) =
+                    (address(buf.address()), data_type(buf.dtype()), narrow(peer)?);
+                // SAFETY: not ended, nobody else in a call, the memory and stream are as promised.
+                (unsafe { (api.send)(at, buf.count(), data_type, peer, comm, stream) }, "ncclSend")
+            }
+            DeviceStep::Receive { peer, buf } => {
+                let (at, data_type, peer) =
+                    (address(buf.address()), data_type(buf.dtype()), narrow(peer)?);
+                // SAFETY: likewise.
+                (unsafe { (api.recv)(at, buf.count(), data_type, peer, comm, stream) }, "ncclRecv")
+            }
+            DeviceStep::Run { op, input, output } => {
+                let (from, to) = (address(input).cast_const(), address(output));
+                let (count, of) = (op.count, data_type(op.dtype));
+                let by = op.op.map(|reduce| red_op(op.dtype, reduce, operators)).transpose()?;
+                let by = by.unwrap_or(RedOp::SUM);
+                let root = narrow(op.root.unwrap_or(0))?;
+                match op.verb {
+                    Verb::AllReduce => {
+                        // SAFETY: likewise; NCCL takes equal pointers for in place, here and below.
+                        let result =
+                            unsafe { (api.all_reduce)(from, to, count, of, by, comm, stream) };
+                        (result, "ncclAllReduce")
+                    }
+                    Verb::Reduce => {
+                        // SAFETY: likewise.
+                        let result =
+                            unsafe { (api.reduce)(from, to, count, of, by, root, comm, stream) };
+                        (result, "ncclReduce")
+                    }
+                    Verb::Broadcast => {
+                        // SAFETY: likewise.
+                        let result =
+                            unsafe { (api.broadcast)(from, to, count, of, root, comm, stream) };
+                        (result, "ncclBroadcast")
+                    }
+                    Verb::AllGather => {
+                        // SAFETY: likewise.
+                        (
+                            unsafe { (api.all_gather)(from, to, count, of, comm, stream) },
+                            "ncclAllGather",
+                        )
+                    }
+                    Verb::ReduceScatter => {
+                        // SAFETY: likewise.
+                        let result =
+                            unsafe { (api.reduce_scatter)(from, to, count, of, by, comm, stream) };
+                        (result, "ncclReduceScatter")
+                    }
+                    verb => {
+                        let what = format!("{verb} on device memory");
+                        return Err(Error::Unsupported { backend: "nccl", what });
+                    }
+                }
+            }
+        };
+        api.check(result, during)
+    }
+
+    /// Destroys the operators of a launch that is over.
+    pub(super) fn give_back(&self, operators: Operators) -> Result<()> {
+        if !operators.0.is_empty() {
+            let _guard = self.call()?;
+            self.give_back_within(operators);
+        }
+        Ok(())
+    }
+
+    fn give_back_within(&self, operators: Operators) {
+        for (_, _, made) in operators.0 {
+            // SAFETY: not ended, nobody else in a call; made for this communicator, destroyed once.
+            // A failure leaves a few bytes of NCCL's behind.
+            let _ = unsafe { (self.api.red_op_destroy)(made, self.raw) };
+        }
+    }
+
+    /// Begins a split, with a colour or none; in progress on both communicators.
+    pub(super) fn split(
+        &self,
+        place: Option<(Rank, Rank)>,
+        config: &mut Config,
+    ) -> Result<Option<Self>> {
+        let split = self.api.split.ok_or_else(|| lacks("ncclCommSplit", "2.18"))?;
+        let (color, key) = match place {
+            Some((color, key)) => (narrow(color)?, narrow(key)?),
+            None => (NO_COLOR, 0),
+        };
+        let _guard = self.call()?;
+        let _entered = self.device.enter()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: not ended, nobody else in a call; writes one handle; the configuration is one of
+        // the header's.
+        let result = unsafe { split(self.raw, color, key, &raw mut raw, config) };
+        let made = (!raw.is_null()).then(|| Self::new(self.api, raw, Arc::clone(&self.device)));
+        self.api.check(result, "ncclCommSplit")?;
+        match place {
+            Some(_) if made.is_none() => Err(nothing("ncclCommSplit")),
+            _ => Ok(made),
+        }
+    }
+
+    /// Registers memory until the result is dropped.
+    ///
+    /// # Safety
+    ///
+    /// As [`DeviceBackend::register`](crate::device::DeviceBackend::register).
+    pub(super) unsafe fn register(self: &Arc<Self>, buf: DeviceBuf) -> Result<Registered> {
+        let register = self.api.register.ok_or_else(|| lacks("ncclCommRegister", "2.19"))?;
+        let deregister = self.api.deregister.ok_or_else(|| lacks("ncclCommDeregister", "2.19"))?;
+        let _guard = self.call()?;
+        let _entered = self.device.enter()?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: not ended, nobody else in a call; the memory is as promised; writes one handle.
+        let result =
+            unsafe { register(self.raw, address(buf.address()), buf.bytes(), &raw mut handle) };
+        self.api.check(result, "ncclCommRegister")?;
+        Ok(Registered { communicator: Arc::clone(self), deregister, handle })
+    }
+
+    /// Frees what peers and device hold for it, without their consent; whether this call did, and
+    /// what came of it. Returns when the device has let go of all memory.
+    pub(super) fn abort(&self) -> Option<Result<()>> {
+        if !self.end() {
+            return None;
+        }
+        // A call that does not return must not keep the abort from ending it.
+        let _guard = self.calls.try_lock_for(CALL);
+        let _entered = self.device.enter();
+        // SAFETY: ended by nobody else, nor ever again; either nobody is in a call, or in one that
+        // hangs, beside which NCCL allows this.
+        let result = unsafe { (self.api.abort)(self.raw) };
+        Some(self.api.check(result, "ncclCommAbort"))
+    }
+
+    /// Ends it in order: lets it finish what is under way, until the deadline; after that, or after a
+    /// failure, aborts.
+    pub(super) fn finish(&self, deadline: Instant) {
+        let finalize = || {
+            let _guard = self.call()?;
+            let _entered = self.device.enter()?;
+            // SAFETY: not ended, nobody else in a call.
+            let result = unsafe { (self.api.finalize)(self.raw) };
+            self.api.check(result, "ncclCommFinalize")
+        };
+        let mut over = finalize().and_then(|()| self.ready());
+        while matches!(over, Ok(false)) && Instant::now() < deadline {
+            std::thread::sleep(TICK);
+            over = self.ready();
+        }
+        if !matches!(over, Ok(true)) {
+            self.abort();
+            return;
+        }
+        let _guard = self.calls.lock();
+        if !self.end() {
+            return;
+        }
+        let _entered = self.device.enter();
+        // SAFETY: ended by nobody else, nor ever again; nobody is in a call; finalised, so that it
+        // does not wait. Nobody hears of a failure.
+        let _ = unsafe { (self.api.destroy)(self.raw) };
+    }
+
+    /// Whether the caller is the one who ends it.
+    fn end(&self) -> bool {
+        // AcqRel: pairs with `call`, which sees it before it calls anything.
+        !self.ended.swap(true, Ordering::AcqRel)
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        self.abort();
+    }
+}
+
+/// Operators made for a launch.
+#[derive(Debug)]
+pub(super) struct Operators(Vec<(DType, ReduceOp, RedOp)>);
+
+impl Operators {
+    fn find(&self, dtype: DType, reduce: ReduceOp) -> Option<RedOp> {
+        let found = self.0.iter().find(|(of, by, _)| (*of, *by) == (dtype, reduce));
+        found.map(|&(_, _, made)| made)
+    }
+}
+
+/// Memory that a communicator knows.
+#[derive(Debug)]
+pub(super) struct Registered {
+    communicator: Arc<Communicator>,
+    deregister: unsafe extern "C" fn(Comm, *mut c_void) -> NcclResult,
+    handle: *mut c_void,
+}
+
+// SAFETY: the handle belongs to the communicator, which any thread may use.
+unsafe impl Send for Registered {}
+// SAFETY: likewise.
+unsafe impl Sync for Registered {}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        // With the communicator the registration has ended too.
+        let Ok(_guard) = self.communicator.call() else { return };
+        // SAFETY: not ended, nobody else in a call; registered there, and deregistered once. A
+        // failure leaves nothing to be done.
+        let _ = unsafe { (self.deregister)(self.communicator.raw, self.handle) };
+    }
+}
+
+/// Whether NCCL has the operator.
+pub(super) fn supports(op: &OpDesc) -> Result<()> {
+    match op.op {
+        Some(reduce @ (ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor)) => {
+            let what = format!("{reduce} on device memory");
+            Err(Error::Unsupported { backend: "nccl", what })
+        }
+        _ => Ok(()),
+    }
+}
+
+fn red_op(dtype: DType, reduce: ReduceOp, operators: &Operators) -> Result<RedOp> {
+    Ok(match reduce {
+        ReduceOp::Sum => RedOp::SUM,
+        ReduceOp::Avg => RedOp::AVG,
+        ReduceOp::Product => RedOp::PROD,
+        ReduceOp::Min => RedOp::MIN,
+        ReduceOp::Max => RedOp::MAX,
+        ReduceOp::PreMulSum(_) => operators.find(dtype, reduce).expect("made before the group"),
+        _ => return Err(Error::Unsupported { backend: "nccl", what: reduce.to_string() }),
+    })
+}
+
+fn data_type(dtype: DType) -> DataType {
+    DataType(match dtype {
+        DType::I8 => 0,
+        DType::U8 => 1,
+        DType::I32 => 2,
+        DType::I64 => 4,
+        DType::U64 => 5,
+        DType::F16 => 6,
+        DType::F32 => 7,
+        DType::F64 => 8,
+        DType::Bf16 => 9,
+    })
+}
+
+/// The factor as a number of the type, in the first bytes.
+fn scalar(dtype: DType, factor: f64) -> [u64; 1] {
+    [match dtype {
+        DType::F16 => f16::from_f32(factor as f32).to_bits().into(),
+        DType::Bf16 => bf16::from_f32(factor as f32).to_bits().into(),
+        DType::F32 => (factor as f32).to_bits().into(),
+        _ => factor.to_bits(),
+    }
+    .to_le()]
+}
+
+fn address(address: u64) -> *mut c_void {
+    std::ptr::with_exposed_provenance_mut(address as usize)
+}
+
+/// A rank or a number of ranks as C has it.
+fn narrow(number: usize) -> Result<c_int> {
+    let too_many = |_| Error::InvalidArgument(format!("{number} is more than NCCL can count"));
+    c_int::try_from(number).map_err(too_many)
+}
+
+/// NCCL said that all is well and made nothing.
+fn nothing(during: &str) -> Error {
+    let (name, text) = ("ncclSuccess".into(), "there is no communicator".into());
+    Error::Backend { backend: "nccl", during: during.into(), name, code: 0, text }
+}

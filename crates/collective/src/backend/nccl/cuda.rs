@@ -1,0 +1,173 @@
+//! What is needed of CUDA's driver: a device's primary context, and events.
+//!
+//! The primary context is the one that everybody in the process shares who uses CUDA's runtime, NCCL
+//! among them. A [`Device`] keeps it alive; whoever calls CUDA or NCCL [enters](Device::enter) it for
+//! the time of the call, so that a caller's thread is left as it was.
+
+#![expect(unsafe_code, reason = "calls C")]
+
+use std::ffi::c_int;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::sys::{self, CudaApi, CudaResult, NO_TIMING};
+use crate::device::DeviceStream;
+use crate::{Error, Result};
+
+/// Events that are kept for the next operations.
+const EVENTS_KEPT: usize = 256;
+
+/// A device whose primary context is kept.
+#[derive(Debug)]
+pub(super) struct Device {
+    api: CudaApi,
+    pub(super) ordinal: u32,
+    handle: c_int,
+    context: sys::Context,
+    events: Mutex<Vec<Raw>>,
+}
+
+// SAFETY: the context may be current on any number of threads, and the driver locks what it must.
+unsafe impl Send for Device {}
+// SAFETY: likewise.
+unsafe impl Sync for Device {}
+
+/// An event; any thread may use it.
+#[derive(Clone, Copy, Debug)]
+struct Raw(sys::Event);
+
+// SAFETY: the driver's functions on events may be called from any thread.
+unsafe impl Send for Raw {}
+// SAFETY: likewise.
+unsafe impl Sync for Raw {}
+
+impl Device {
+    pub(super) fn open(api: CudaApi, ordinal: u32) -> Result<Arc<Self>> {
+        // SAFETY: no preconditions; may be called again.
+        let result = unsafe { (api.init)(0) };
+        api.check(result, "cuInit")?;
+        let mut count = 0;
+        // SAFETY: writes one `int`.
+        let result = unsafe { (api.device_count)(&raw mut count) };
+        api.check(result, "cuDeviceGetCount")?;
+        let number = c_int::try_from(ordinal).ok().filter(|&number| number < count);
+        let number = number.ok_or_else(|| {
+            let text = format!("there is no CUDA device {ordinal} among {count}");
+            Error::InvalidArgument(text)
+        })?;
+        let mut handle = 0;
+        // SAFETY: writes one `int`; the number is of a device.
+        let result = unsafe { (api.device)(&raw mut handle, number) };
+        api.check(result, "cuDeviceGet")?;
+        let mut context = std::ptr::null_mut();
+        // SAFETY: writes one handle; the device is the driver's own.
+        let result = unsafe { (api.retain)(&raw mut context, handle) };
+        api.check(result, "cuDevicePrimaryCtxRetain")?;
+        Ok(Arc::new(Self { api, ordinal, handle, context, events: Mutex::default() }))
+    }
+
+    /// Makes the device current on this thread until the result is dropped.
+    pub(super) fn enter(&self) -> Result<Entered<'_>> {
+        // SAFETY: the context is kept alive by `self`.
+        let result = unsafe { (self.api.push)(self.context) };
+        self.api.check(result, "cuCtxPushCurrent")?;
+        Ok(Entered(self))
+    }
+
+    /// Whether the stream is being captured into a graph.
+    pub(super) fn is_capturing(&self, stream: DeviceStream) -> Result<bool> {
+        let mut status = 0;
+        // SAFETY: the stream lives, as whoever made the value promised; writes one enumerator.
+        let result = unsafe { (self.api.stream_capturing)(stream.as_raw(), &raw mut status) };
+        self.api.check(result, "cuStreamIsCapturing")?;
+        Ok(status != 0)
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        for Raw(event) in self.events.get_mut().drain(..) {
+            // SAFETY: an event of this device that nobody uses any more. Nobody hears of a failure.
+            let _ = unsafe { (self.api.event_destroy)(event) };
+        }
+        // SAFETY: retained once in `open`.
+        let _ = unsafe { (self.api.release)(self.handle) };
+    }
+}
+
+/// A thread on which the device is current.
+#[derive(Debug)]
+pub(super) struct Entered<'a>(&'a Device);
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        let mut context = std::ptr::null_mut();
+        // SAFETY: writes one handle; takes back what `enter` has pushed on this thread, which the
+        // value cannot leave because it holds a lifetime and is used for a scope only.
+        let _ = unsafe { (self.0.api.pop)(&raw mut context) };
+    }
+}
+
+/// A place in a stream.
+#[derive(Debug)]
+pub(super) struct Event {
+    device: Arc<Device>,
+    raw: Raw,
+}
+
+impl Event {
+    /// The device must be current.
+    pub(super) fn new(device: &Arc<Device>) -> Result<Self> {
+        let kept = device.events.lock().pop();
+        let raw = match kept {
+            Some(raw) => raw,
+            None => {
+                let mut raw = std::ptr::null_mut();
+                // SAFETY: writes one handle.
+                let result = unsafe { (device.api.event_create)(&raw mut raw, NO_TIMING) };
+                device.api.check(result, "cuEventCreate")?;
+                Raw(raw)
+            }
+        };
+        Ok(Self { device: Arc::clone(device), raw })
+    }
+
+    /// Puts it into the stream, behind what is there.
+    pub(super) fn record(&self, stream: DeviceStream) -> Result<()> {
+        // SAFETY: the event is of this device; the stream lives, as whoever made the value promised.
+        let result = unsafe { (self.device.api.event_record)(self.raw.0, stream.as_raw()) };
+        self.device.api.check(result, "cuEventRecord")
+    }
+
+    /// Whether the stream has reached it.
+    pub(super) fn reached(&self) -> Result<bool> {
+        // SAFETY: an event of this device.
+        match unsafe { (self.device.api.event_query)(self.raw.0) } {
+            CudaResult::NOT_READY => Ok(false),
+            result => self.device.api.check(result, "cuEventQuery").map(|()| true),
+        }
+    }
+
+    /// Has another stream wait until the event's has reached it.
+    pub(super) fn order(&self, stream: DeviceStream) -> Result<()> {
+        // SAFETY: as for `record`.
+        let result = unsafe { (self.device.api.stream_wait)(stream.as_raw(), self.raw.0, 0) };
+        self.device.api.check(result, "cuStreamWaitEvent")
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        let mut events = self.device.events.lock();
+        if events.len() < EVENTS_KEPT {
+            // One that a stream has yet to reach may be recorded again: the later record counts.
+            events.push(self.raw);
+            return;
+        }
+        drop(events);
+        // SAFETY: an event of this device, used by nobody else; one that a stream has yet to reach is
+        // freed by the driver then.
+        let _ = unsafe { (self.device.api.event_destroy)(self.raw.0) };
+    }
+}

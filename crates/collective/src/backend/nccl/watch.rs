@@ -1,0 +1,542 @@
+//! Operations under way, and the thread that watches over them.
+//!
+//! The thread looks every millisecond while something is under way: which streams have reached their
+//! operations and which operations have ended, whether the host's side of the group has failed,
+//! whether NCCL reports an error, and whether time is over for the oldest operation. It alone decides
+//! why the group has failed, and it alone aborts the communicator, once: everybody else
+//! [posts](Shared::fail) what they saw and waits for the verdict.
+//!
+//! The invariant: an operation is done only if its event was reached before there was a verdict,
+//! because an abort lets streams go on, too.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak, mpsc};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::communicator::Communicator;
+use super::cuda::Event;
+use super::herald::{Case, Finding, Herald, List, Verdict, inquest_time};
+use crate::backend::Backend;
+use crate::device::{DeviceStream, Ended, InFlight};
+use crate::{Error, OpDesc, Rank, Result};
+
+/// Lists that may be under way at once.
+const MOST: usize = 1024;
+/// Between two looks while something is under way, and while nothing is.
+const BUSY: Duration = Duration::from_millis(1);
+const IDLE: Duration = Duration::from_millis(50);
+/// How long the host's side may take to name the dead whose silence NCCL has noticed.
+const NAMING: Duration = Duration::from_millis(500);
+/// How long the store may take to tell a verdict, or to hear one.
+const TELLING: Duration = Duration::from_secs(1);
+/// How long an abort may take before waits end without it.
+const ABORT: Duration = Duration::from_secs(20);
+
+/// A list of operations in a stream.
+#[derive(Debug)]
+pub(super) struct Op {
+    /// The first of them, for texts.
+    pub(super) first: OpDesc,
+    /// What it is to the peers: a place in the group's history, or messages.
+    pub(super) case: Case,
+    pub(super) seq: u64,
+    pub(super) timeout: Duration,
+    /// Reached before and after.
+    pub(super) begin: Event,
+    pub(super) end: Event,
+    /// `end` has been recorded.
+    pub(super) launched: AtomicBool,
+    pub(super) enqueued: Instant,
+    pub(super) begun: OnceLock<Instant>,
+    /// Since when somebody waits for it.
+    waited: OnceLock<Instant>,
+    pub(super) ended: Mutex<Option<EndedOnce>>,
+    outcome: OnceLock<Result<()>>,
+}
+
+/// [`Ended`], which has no `Debug`.
+pub(super) struct EndedOnce(pub(super) Ended);
+
+impl std::fmt::Debug for EndedOnce {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Ended")
+    }
+}
+
+impl Op {
+    pub(super) fn new(
+        ops: &[OpDesc],
+        (seq, case): (u64, Case),
+        timeout: Duration,
+        [begin, end]: [Event; 2],
+        ended: Ended,
+    ) -> Self {
+        let (launched, enqueued) = (AtomicBool::new(false), Instant::now());
+        let (begun, waited, outcome) = Default::default();
+        let ended = Mutex::new(Some(EndedOnce(ended)));
+        let first = ops[0];
+        Self {
+            first,
+            case,
+            seq,
+            timeout,
+            begin,
+            end,
+            launched,
+            enqueued,
+            begun,
+            waited,
+            ended,
+            outcome,
+        }
+    }
+
+    fn settle(&self, result: &Result<()>) {
+        if self.outcome.set(result.clone()).is_ok() {
+            let ended = self.ended.lock().take();
+            if let Some(EndedOnce(ended)) = ended {
+                ended(result);
+            }
+        }
+    }
+
+    /// Since when it may be waited for, if it may; and whether its stream is there.
+    fn since(&self) -> Option<(Instant, bool)> {
+        // Acquire: pairs with the store after the end was recorded.
+        if !self.launched.load(Ordering::Acquire) {
+            return Some((self.enqueued, true));
+        }
+        let begun = self.begun.get().map(|&at| (at, true));
+        begun.or_else(|| self.waited.get().map(|&at| (at, false)))
+    }
+}
+
+/// What the watching thread shares with the callers.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) host: Arc<dyn Backend>,
+    pub(super) communicator: Arc<Communicator>,
+    pub(super) herald: Herald,
+    pub(super) name: String,
+    pub(super) rank: Rank,
+    pub(super) world: usize,
+    ops: Mutex<VecDeque<Arc<Op>>>,
+    /// With `ops`: wakes the thread.
+    changed: Condvar,
+    /// What a caller saw.
+    posted: Mutex<Option<Error>>,
+    verdict: OnceLock<(Error, Instant)>,
+    /// With `over`: whether the communicator has been aborted.
+    aborted: Mutex<bool>,
+    over: Condvar,
+    stop: AtomicBool,
+}
+
+/// Why the thread thinks that the group has failed.
+enum Cause {
+    /// The host's side has.
+    Host(Error),
+    /// Something failed here.
+    Own(Error),
+    /// Time is over for this one.
+    Late(Arc<Op>, Duration, Finding),
+}
+
+impl Shared {
+    pub(super) fn new(
+        host: Arc<dyn Backend>,
+        communicator: Arc<Communicator>,
+        herald: Herald,
+        name: String,
+    ) -> Self {
+        let (rank, world) = (host.rank(), host.world_size());
+        let (ops, changed, posted, verdict, aborted, over) = Default::default();
+        let stop = AtomicBool::new(false);
+        Self {
+            host,
+            communicator,
+            herald,
+            name,
+            rank,
+            world,
+            ops,
+            changed,
+            posted,
+            verdict,
+            aborted,
+            over,
+            stop,
+        }
+    }
+
+    /// Why the group has failed, if it has.
+    pub(super) fn verdict(&self) -> Option<&Error> {
+        self.verdict.get().map(|(error, _)| error)
+    }
+
+    /// Adds an operation, once there is room.
+    pub(super) fn watch(&self, op: &Arc<Op>) -> Result<()> {
+        let mut ops = self.ops.lock();
+        while ops.len() >= MOST {
+            let oldest = Arc::clone(&ops[0]);
+            drop(ops);
+            oldest.waited.get_or_init(Instant::now);
+            std::thread::sleep(BUSY);
+            if self.verdict().is_some() {
+                return Err(self.failure());
+            }
+            ops = self.ops.lock();
+        }
+        ops.push_back(Arc::clone(op));
+        self.changed.notify_one();
+        Ok(())
+    }
+
+    pub(super) fn wake(&self) {
+        drop(self.ops.lock());
+        self.changed.notify_one();
+    }
+
+    pub(super) fn stop(&self) {
+        // Release: pairs with the thread's Acquire.
+        self.stop.store(true, Ordering::Release);
+        self.wake();
+    }
+
+    /// Waits, for as long as the watch lets it take, until nothing is under way.
+    pub(super) fn drain(&self) {
+        loop {
+            let oldest = self.ops.lock().front().cloned();
+            let Some(op) = oldest else { return };
+            if self.verdict().is_some() {
+                return;
+            }
+            op.waited.get_or_init(Instant::now);
+            self.wake();
+            std::thread::sleep(BUSY);
+        }
+    }
+
+    /// Fails the group for what a caller saw, and returns why it has failed, which may be something
+    /// else.
+    pub(super) fn fail(&self, error: Error) -> Error {
+        self.posted.lock().get_or_insert(error);
+        self.failure()
+    }
+
+    /// Why the group has failed, once the device has let go of all memory; for when it must fail.
+    pub(super) fn failure(&self) -> Error {
+        self.wake();
+        let deadline = Instant::now() + NAMING + 2 * TELLING + ABORT;
+        let mut aborted = self.aborted.lock();
+        while !*aborted {
+            if self.over.wait_until(&mut aborted, deadline).timed_out() {
+                break;
+            }
+        }
+        let let_go = *aborted;
+        drop(aborted);
+        match self.verdict() {
+            Some(error) if let_go => error.clone(),
+            error => stuck(error),
+        }
+    }
+
+    /// Whether the device has let go of the memory of operations that failed.
+    pub(super) fn is_aborted(&self) -> bool {
+        *self.aborted.lock()
+    }
+
+    fn name_of(&self, op: &Op) -> String {
+        format!("{} #{} of group {}", op.first.verb, op.seq, self.name)
+    }
+
+    /// The thread.
+    pub(super) fn run(&self) {
+        let mut inquest = None;
+        let mut looks = 0_u32;
+        loop {
+            let mut ops = self.ops.lock();
+            let pause = if ops.is_empty() { IDLE } else { BUSY };
+            self.changed.wait_for(&mut ops, pause);
+            drop(ops);
+            // Acquire: pairs with `stop`.
+            if self.stop.load(Ordering::Acquire) {
+                return;
+            }
+            looks = looks.wrapping_add(1);
+            let cause = match self.look(pause == IDLE || looks.is_multiple_of(10)) {
+                Ok(()) => self.late(&mut inquest),
+                Err(cause) => Some(cause),
+            };
+            if let Some(cause) = cause {
+                self.conclude(cause);
+                return;
+            }
+        }
+    }
+
+    /// Notes what has begun and ended, and looks for failures; of NCCL's only if asked.
+    fn look(&self, ask_nccl: bool) -> std::result::Result<(), Cause> {
+        if let Some(error) = self.posted.lock().take() {
+            return Err(Cause::Own(error));
+        }
+        self.host.health().map_err(Cause::Host)?;
+        self.note_progress().map_err(Cause::Own)?;
+        if ask_nccl {
+            self.communicator.ready().map_err(Cause::Own)?;
+        }
+        Ok(())
+    }
+
+    fn note_progress(&self) -> Result<()> {
+        let ops: Vec<Arc<Op>> = self.ops.lock().iter().cloned().collect();
+        let mut messages = Vec::new();
+        for op in &ops {
+            // Acquire: pairs with the store after the end was recorded.
+            let done = op.launched.load(Ordering::Acquire) && op.end.reached()?;
+            if op.begun.get().is_none() && (done || op.begin.reached()?) {
+                op.begun.get_or_init(Instant::now);
+                if let Case::All(list) = &op.case {
+                    self.herald.progress.lock().begin(list);
+                }
+            }
+            if done {
+                op.settle(&Ok(()));
+            } else if let Case::Messages(peers) = &op.case {
+                messages.extend(peers.iter().copied());
+            }
+        }
+        self.herald.progress.lock().set_messages(&messages);
+        self.ops.lock().retain(|op| op.outcome.get().is_none());
+        Ok(())
+    }
+
+    /// Whether time is over for an operation. Who is missing is asked a little before.
+    fn late(&self, inquest: &mut Option<(Arc<Op>, mpsc::Receiver<Finding>)>) -> Option<Cause> {
+        let head = |op: &Op| inquest_time(self.world).min(op.timeout / 2);
+        let due = |op: &&Arc<Op>| {
+            op.since().is_some_and(|(since, _)| since.elapsed() + head(op) >= op.timeout)
+        };
+        let op = self.ops.lock().iter().find(due).cloned();
+        let Some(op) = op else {
+            *inquest = None;
+            return None;
+        };
+        let (since, here) = op.since()?;
+        let waited = since.elapsed();
+        if !here {
+            let missing = Finding::Missing(vec![self.rank]);
+            return (waited >= op.timeout).then_some(Cause::Late(op, waited, missing));
+        }
+        if inquest.as_ref().is_none_or(|(about, _)| !Arc::ptr_eq(about, &op)) {
+            *inquest = Some((Arc::clone(&op), self.herald.inquire(op.case.clone())));
+        }
+        let (_, answer) = inquest.as_ref()?;
+        if waited < op.timeout {
+            return None;
+        }
+        let patience = op.timeout + inquest_time(self.world) + TELLING;
+        let finding = match answer.try_recv() {
+            Ok(finding) => finding,
+            Err(mpsc::TryRecvError::Empty) if waited < patience => return None,
+            Err(_) => Finding::Unknown("the store does not answer".into()),
+        };
+        Some(Cause::Late(op, waited, finding))
+    }
+
+    /// Decides why the group has failed, tells the peers, and ends what is under way.
+    fn conclude(&self, cause: Cause) {
+        let oldest = self.ops.lock().front().cloned();
+        let during = oldest.as_ref().map(|op| self.name_of(op));
+        let during = during.unwrap_or_else(|| format!("group {}", self.name));
+        let waited =
+            oldest.as_ref().and_then(|op| op.since()).map_or(Duration::ZERO, |s| s.0.elapsed());
+        let error = match cause {
+            Cause::Host(error) => self.understand(error, during, waited),
+            Cause::Own(error) => match self.named(&error) {
+                Some(named) => self.understand(named, during, waited),
+                None => {
+                    // Every rank compares calls for itself.
+                    if !matches!(error, Error::Mismatch { .. }) {
+                        self.host.abort(&error.to_string());
+                    }
+                    error
+                }
+            },
+            Cause::Late(op, waited, finding) => {
+                let (error, verdict) = blame(self.name_of(&op), waited, finding);
+                if let Some(verdict) = verdict {
+                    self.herald.tell(verdict, TELLING);
+                }
+                self.host.abort(&error.to_string());
+                error
+            }
+        };
+        // Nobody else sets it.
+        drop(self.verdict.set((error.clone(), Instant::now())));
+        // What an abort that fails leaves behind nobody can mend.
+        drop(self.communicator.abort());
+        let ops = std::mem::take(&mut *self.ops.lock());
+        let failed = Err(error);
+        ops.iter().for_each(|op| op.settle(&failed));
+        *self.aborted.lock() = true;
+        self.over.notify_all();
+    }
+
+    /// Who is to blame for an error that may come from a peer's end: the host's side knows in a
+    /// moment.
+    fn named(&self, error: &Error) -> Option<Error> {
+        // ncclSystemError, ncclInternalError, ncclRemoteError.
+        let remote = matches!(error, Error::Backend { code: 2 | 3 | 6, backend: "nccl", .. });
+        let deadline = Instant::now() + if remote { NAMING } else { Duration::ZERO };
+        loop {
+            match self.host.health() {
+                Err(error) => return Some(error),
+                Ok(()) if Instant::now() >= deadline => return None,
+                Ok(()) => std::thread::sleep(BUSY),
+            }
+        }
+    }
+
+    /// A failure of the host's side, as this rank tells it of `op`.
+    fn understand(&self, error: Error, op: String, waited: Duration) -> Error {
+        match error {
+            Error::PeerDied { rank, pid, .. } => Error::PeerDied { op, rank, pid },
+            Error::Timeout { missing, waited, .. } => Error::Timeout { op, waited, missing },
+            Error::Aborted { by, reason } => match self.herald.ask(TELLING) {
+                Some(Verdict::TimedOut(missing)) if !missing.contains(&self.rank) => {
+                    Error::Timeout { op, waited, missing }
+                }
+                Some(Verdict::Mismatch(field, by_rank)) => {
+                    let known = ["verb", "dtype", "op", "root", "count", "calls"];
+                    let field = known.into_iter().find(|known| *known == field).unwrap_or("verb");
+                    Error::Mismatch { op, field, by_rank }
+                }
+                _ => Error::Aborted { by, reason },
+            },
+            other => other,
+        }
+    }
+}
+
+/// What an inquest's finding is to this rank, and to its peers.
+fn blame(op: String, waited: Duration, finding: Finding) -> (Error, Option<Verdict>) {
+    let unnamed = |text: String| Error::Backend {
+        backend: "nccl",
+        during: op.clone(),
+        name: "timed out".into(),
+        code: 0,
+        text: format!("not over after {waited:?}; {text}"),
+    };
+    match finding {
+        Finding::Missing(missing) => {
+            let verdict = Verdict::TimedOut(missing.clone());
+            (Error::Timeout { op, waited, missing }, Some(verdict))
+        }
+        Finding::Differ(field, by_rank) => {
+            let verdict = Verdict::Mismatch(field.into(), by_rank.clone());
+            (Error::Mismatch { op, field, by_rank }, Some(verdict))
+        }
+        Finding::AllHere => {
+            let text =
+                "the streams of all ranks have reached it, so ranks do not reach one another";
+            (unnamed(text.into()), None)
+        }
+        Finding::Unknown(reason) => {
+            (unnamed(format!("nobody knows who is missing: {reason}")), None)
+        }
+    }
+}
+
+/// The device may still use the memory.
+fn stuck(verdict: Option<&Error>) -> Error {
+    let why = verdict.map_or_else(|| "not known yet".into(), ToString::to_string);
+    Error::Backend {
+        backend: "nccl",
+        during: "ncclCommAbort".into(),
+        name: "timed out".into(),
+        code: 0,
+        text: format!(
+            "not over after {ABORT:?}, so the device may still use the memory of operations; why the \
+             group failed: {why}"
+        ),
+    }
+}
+
+/// A [`DeviceWork`](crate::device::DeviceWork)'s side of an operation.
+#[derive(Debug)]
+pub(super) struct Flight {
+    pub(super) op: Arc<Op>,
+    pub(super) shared: Weak<Shared>,
+}
+
+impl InFlight for Flight {
+    fn settled(&self) -> Option<Result<()>> {
+        let op = &self.op;
+        if let Some(outcome) = op.outcome.get() {
+            return Some(outcome.clone());
+        }
+        // A group that is gone has settled its operations, unless an abort hangs.
+        let Some(shared) = self.shared.upgrade() else { return Some(Err(stuck(None))) };
+        if let Some((error, at)) = shared.verdict.get() {
+            // Past that the watch hangs in an abort.
+            return (at.elapsed() > ABORT).then(|| Err(stuck(Some(error))));
+        }
+        match op.end.reached() {
+            // The verdict is looked at after the event: who aborts has set it before.
+            Ok(true) if shared.verdict().is_none() => {
+                op.settle(&Ok(()));
+                shared.wake();
+                Some(Ok(()))
+            }
+            Ok(_) => None,
+            Err(error) => {
+                shared.posted.lock().get_or_insert(error);
+                shared.wake();
+                None
+            }
+        }
+    }
+
+    fn wait(&self, timeout: Option<Duration>) -> Result<bool> {
+        let start = Instant::now();
+        if timeout.is_none() {
+            self.op.waited.get_or_init(|| start);
+        }
+        loop {
+            if let Some(outcome) = self.settled() {
+                return outcome.map(|()| true);
+            }
+            let waited = start.elapsed();
+            if timeout.is_some_and(|timeout| waited >= timeout) {
+                return Ok(false);
+            }
+            if waited < Duration::from_micros(50) {
+                std::thread::yield_now();
+            } else {
+                // A hundredth of what has been waited already, so that little is lost.
+                let nap = (waited / 100).clamp(Duration::from_micros(20), BUSY);
+                std::thread::sleep(timeout.map_or(nap, |timeout| nap.min(timeout - waited)));
+            }
+        }
+    }
+
+    unsafe fn order(&self, stream: DeviceStream) -> Result<()> {
+        self.op.end.order(stream)
+    }
+}
+
+/// The place of a list in the group's history, or its messages; `None` for messages with nobody.
+pub(super) fn case(seq: u64, ops: &[OpDesc], peers: impl Iterator<Item = Rank>) -> Case {
+    if ops.iter().any(|op| op.verb != crate::Verb::Batch) {
+        return Case::All(List::new(seq, ops));
+    }
+    let mut peers: Vec<Rank> = peers.collect();
+    peers.sort_unstable();
+    peers.dedup();
+    Case::Messages(peers)
+}

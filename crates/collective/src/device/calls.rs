@@ -1,0 +1,483 @@
+//! Every verb on device memory: checked buffers in, [`DeviceStep`]s out.
+//!
+//! The twin of [`verbs`](crate::verbs) for memory that the host cannot touch. All that can be seen
+//! without the peers is checked here, for all backends alike; verbs that no library has are cut into
+//! blocks between pairs, this rank's own block among them.
+
+#![expect(unsafe_code, reason = "hands checked buffers to backends")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{
+    DeviceBackend, DeviceBatch, DeviceBuf, DeviceMemory, DeviceStep, DeviceStream, DeviceWork,
+    Kept, Registration,
+};
+use crate::flight::{Recorder, Whose};
+use crate::verbs::check_len;
+use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
+
+/// Operations on device memory that begin together: a list that grows by one at each call, until
+/// [`enqueue`](Self::enqueue) puts it into a stream.
+///
+/// Each call checks what can be seen without the peers, so a mistake is an error before anything is
+/// enqueued, and the group stays usable. All ranks make the same lists in the same order, but for
+/// lists of nothing but messages between pairs, in which only those named take part. Calls of one
+/// list have no order among one another: their memory must not overlap, unless it is only read.
+///
+/// Many small tensors in one list cost one launch, where each by itself would cost its own.
+///
+/// What buffers and ranks must be, and who gets what, is as for the verb of the same name of
+/// [`ProcessGroup`](crate::ProcessGroup); `reduce` to another root leaves the buffer alone. How a
+/// reduction of floats rounds, and in which order, is the library's affair: the results are the same
+/// on all ranks, and [`Determinism`](crate::Determinism) concerns memory of the host only.
+///
+/// # Errors
+///
+/// All verbs: [`Error::InvalidArgument`] for lengths, types, roots or peers that do not fit, and for
+/// an input that overlaps the output other than in place. [`Error::Unsupported`] for an operator that
+/// the library does not have.
+#[derive(Debug)]
+#[must_use = "nothing happens before it is enqueued"]
+pub struct DeviceCalls<'a> {
+    backend: &'a dyn DeviceBackend,
+    recorder: &'a Arc<Recorder>,
+    ops: Vec<OpDesc>,
+    steps: Vec<DeviceStep>,
+    timeout: Option<Duration>,
+}
+
+impl<'a> DeviceCalls<'a> {
+    pub(crate) fn new(backend: &'a dyn DeviceBackend, recorder: &'a Arc<Recorder>) -> Self {
+        Self { backend, recorder, ops: Vec::new(), steps: Vec::new(), timeout: None }
+    }
+
+    /// The device's name, for example `cuda:3`.
+    pub fn device_name(&self) -> String {
+        self.backend.device_name()
+    }
+
+    /// How long the operations may take once the stream has reached them, if not the group's timeout.
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
+
+    /// Tells the library of memory that will be used often, so that it need not copy. Lasts until the
+    /// result is dropped.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] if the library is too old; [`Error::Backend`].
+    ///
+    /// # Safety
+    ///
+    /// The memory is as [`DeviceBuf::from_raw`] says until the result is dropped.
+    pub unsafe fn register(&self, buf: DeviceBuf) -> Result<Registration> {
+        // SAFETY: the caller's promise.
+        unsafe { self.backend.register(buf) }.map(|kept| Registration(Kept(kept)))
+    }
+
+    /// Obtains memory that the library likes best.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] for more than memory can hold; [`Error::Unsupported`] if the
+    /// library is too old; [`Error::Backend`].
+    #[doc(alias = "ncclMemAlloc")]
+    pub fn alloc(&self, dtype: DType, count: usize) -> Result<DeviceMemory> {
+        let bytes = count.checked_mul(dtype.size()).filter(|&b| isize::try_from(b).is_ok());
+        let bytes = bytes.ok_or_else(|| {
+            Error::InvalidArgument(format!("{count} elements are more than memory can hold"))
+        })?;
+        let (address, kept) = self.backend.alloc_device(bytes)?;
+        Ok(DeviceMemory { address, count, dtype, _kept: Kept(kept) })
+    }
+
+    /// Adds [`ProcessGroup::all_reduce`](crate::ProcessGroup::all_reduce).
+    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
+    pub fn all_reduce(self, buf: DeviceBuf, op: ReduceOp) -> Result<Self> {
+        let op = describe(Verb::AllReduce, buf.dtype, Some(op), None, buf.count);
+        self.run(op, buf.address, buf.address)
+    }
+
+    /// Adds [`ProcessGroup::reduce`](crate::ProcessGroup::reduce).
+    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
+    pub fn reduce(self, buf: DeviceBuf, op: ReduceOp, root: Rank) -> Result<Self> {
+        let op = describe(Verb::Reduce, buf.dtype, Some(op), Some(root), buf.count);
+        self.run(op, buf.address, buf.address)
+    }
+
+    /// Adds [`ProcessGroup::broadcast`](crate::ProcessGroup::broadcast).
+    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
+    pub fn broadcast(self, buf: DeviceBuf, root: Rank) -> Result<Self> {
+        let op = describe(Verb::Broadcast, buf.dtype, None, Some(root), buf.count);
+        self.run(op, buf.address, buf.address)
+    }
+
+    /// Adds [`ProcessGroup::all_gather`](crate::ProcessGroup::all_gather); in place if the input is
+    /// this rank's block of the output.
+    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
+    pub fn all_gather(self, output: DeviceBuf, input: DeviceBuf) -> Result<Self> {
+        same_type(output, input)?;
+        let blocks = self.parts("output", output, &vec![input.count; self.world()])?;
+        apart_or(output, input, Some(blocks[self.rank()]))?;
+        let op = describe(Verb::AllGather, input.dtype, None, None, input.count);
+        self.run(op, input.address, output.address)
+    }
+
+    /// Adds [`ProcessGroup::reduce_scatter`](crate::ProcessGroup::reduce_scatter); in place if the
+    /// output is this rank's block of the input.
+    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
+    pub fn reduce_scatter(self, output: DeviceBuf, input: DeviceBuf, op: ReduceOp) -> Result<Self> {
+        same_type(output, input)?;
+        let blocks = self.parts("input", input, &vec![output.count; self.world()])?;
+        apart_or(input, output, Some(blocks[self.rank()]))?;
+        let op = describe(Verb::ReduceScatter, input.dtype, Some(op), None, output.count);
+        self.run(op, input.address, output.address)
+    }
+
+    /// Adds [`ProcessGroup::gather`](crate::ProcessGroup::gather); the output counts on the root only.
+    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
+    pub fn gather(self, output: Option<DeviceBuf>, input: DeviceBuf, root: Rank) -> Result<Self> {
+        let op = describe(Verb::Gather, input.dtype, None, Some(root), input.count);
+        let counts = vec![input.count; self.world()];
+        self.collect(op, output, input, &counts)
+    }
+
+    /// Adds [`ProcessGroup::gather_v`](crate::ProcessGroup::gather_v).
+    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
+    pub fn gather_v(
+        self,
+        output: Option<DeviceBuf>,
+        input: DeviceBuf,
+        counts: &[usize],
+        root: Rank,
+    ) -> Result<Self> {
+        let op = describe(Verb::GatherV, input.dtype, None, Some(root), 0);
+        self.collect(op, output, input, counts)
+    }
+
+    /// Adds [`ProcessGroup::scatter`](crate::ProcessGroup::scatter); the input counts on the root
+    /// only.
+    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
+    pub fn scatter(self, output: DeviceBuf, input: Option<DeviceBuf>, root: Rank) -> Result<Self> {
+        let op = describe(Verb::Scatter, output.dtype, None, Some(root), output.count);
+        let counts = vec![output.count; self.world()];
+        self.deal(op, output, input, &counts)
+    }
+
+    /// Adds [`ProcessGroup::scatter_v`](crate::ProcessGroup::scatter_v).
+    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
+    pub fn scatter_v(
+        self,
+        output: DeviceBuf,
+        input: Option<DeviceBuf>,
+        counts: &[usize],
+        root: Rank,
+    ) -> Result<Self> {
+        let op = describe(Verb::ScatterV, output.dtype, None, Some(root), 0);
+        self.deal(op, output, input, counts)
+    }
+
+    /// Adds [`ProcessGroup::all_to_all`](crate::ProcessGroup::all_to_all).
+    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
+    pub fn all_to_all(self, output: DeviceBuf, input: DeviceBuf) -> Result<Self> {
+        let count = input.count / self.world();
+        let counts = vec![count; self.world()];
+        let op = describe(Verb::AllToAll, input.dtype, None, None, count);
+        self.exchange(op, output, &counts, input, &counts)
+    }
+
+    /// Adds [`ProcessGroup::all_to_all_v`](crate::ProcessGroup::all_to_all_v).
+    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
+    pub fn all_to_all_v(
+        self,
+        output: DeviceBuf,
+        output_counts: &[usize],
+        input: DeviceBuf,
+        input_counts: &[usize],
+    ) -> Result<Self> {
+        let op = describe(Verb::AllToAllV, input.dtype, None, None, 0);
+        self.exchange(op, output, output_counts, input, input_counts)
+    }
+
+    /// Adds [`ProcessGroup::all_gather_v`](crate::ProcessGroup::all_gather_v).
+    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
+    pub fn all_gather_v(
+        mut self,
+        output: DeviceBuf,
+        input: DeviceBuf,
+        counts: &[usize],
+    ) -> Result<Self> {
+        same_type(output, input)?;
+        let blocks = self.parts("output", output, counts)?;
+        check_len("input", input.count, blocks[self.rank()].count)?;
+        apart_or(output, input, None)?;
+        self.push(describe(Verb::AllGatherV, input.dtype, None, None, 0))?;
+        self.steps.extend((0..blocks.len()).map(|peer| DeviceStep::Send { peer, buf: input }));
+        self.receive_all(&blocks);
+        Ok(self)
+    }
+
+    /// Adds [`ProcessGroup::reduce_scatter_v`](crate::ProcessGroup::reduce_scatter_v): a `reduce` for
+    /// each rank.
+    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
+    pub fn reduce_scatter_v(
+        mut self,
+        output: DeviceBuf,
+        input: DeviceBuf,
+        counts: &[usize],
+        op: ReduceOp,
+    ) -> Result<Self> {
+        same_type(output, input)?;
+        let rank = self.rank();
+        let blocks = self.parts("input", input, counts)?;
+        check_len("output", output.count, blocks[rank].count)?;
+        apart_or(input, output, Some(blocks[rank]))?;
+        self.push(describe(Verb::ReduceScatterV, input.dtype, Some(op), None, 0))?;
+        for (root, block) in blocks.iter().enumerate() {
+            let op = describe(Verb::Reduce, input.dtype, Some(op), Some(root), block.count);
+            let output = if root == rank { output.address } else { block.address };
+            self.steps.push(DeviceStep::Run { op, input: block.address, output });
+        }
+        Ok(self)
+    }
+
+    /// Adds a message to rank `to`, which must receive it.
+    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
+    pub fn send(self, buf: DeviceBuf, to: Rank) -> Result<Self> {
+        self.message(to, buf.dtype, DeviceStep::Send { peer: to, buf })
+    }
+
+    /// Adds a message from rank `from`, of as many elements as it sends, of the same type.
+    #[expect(clippy::missing_errors_doc, reason = "with the type, for all verbs")]
+    pub fn recv(self, buf: DeviceBuf, from: Rank) -> Result<Self> {
+        self.message(from, buf.dtype, DeviceStep::Receive { peer: from, buf })
+    }
+
+    /// Puts the list into a stream, behind what is there, and returns: once the device knows of it, if
+    /// the library needs its peers for that (a first message between two ranks).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] for an empty list, or buffers of its calls that overlap;
+    /// [`Error::Poisoned`]; the group's failure, which poisons it; [`Error::Unsupported`] for a stream
+    /// that is being captured.
+    pub fn enqueue(self, stream: DeviceStream) -> Result<DeviceWork> {
+        let Self { backend, recorder, ops, steps, timeout } = self;
+        let Some(first) = ops.first() else {
+            return Err(Error::InvalidArgument("a list without calls".into()));
+        };
+        check_overlap(&steps, backend.rank(), backend.world_size())?;
+        backend.ready()?;
+        let seq = recorder.begin_device(first, ops.len());
+        let (keep, whose) = (Arc::clone(recorder), Whose::of(backend));
+        let ended = Box::new(move |result: &Result<()>| keep.end(seq, result, whose));
+        let batch = DeviceBatch { ops: &ops, steps: &steps, stream, timeout, ended };
+        // SAFETY: the buffers' and the stream's own promises; lengths, peers and overlaps have been
+        // checked here and by the verbs.
+        let work = unsafe { backend.enqueue(batch) };
+        if let Err(error) = &work {
+            recorder.end(seq, &Err(error.clone()), whose);
+        }
+        work
+    }
+
+    fn rank(&self) -> Rank {
+        self.backend.rank()
+    }
+
+    fn world(&self) -> usize {
+        self.backend.world_size()
+    }
+
+    /// Adds an operation's name, once it is known to be possible.
+    fn push(&mut self, op: OpDesc) -> Result<()> {
+        op.check(self.world())?;
+        self.backend.supports(&op)?;
+        self.ops.push(op);
+        Ok(())
+    }
+
+    fn run(mut self, op: OpDesc, input: u64, output: u64) -> Result<Self> {
+        self.push(op)?;
+        self.steps.push(DeviceStep::Run { op, input, output });
+        Ok(self)
+    }
+
+    fn message(mut self, peer: Rank, dtype: DType, step: DeviceStep) -> Result<Self> {
+        if peer == self.rank() || peer >= self.world() {
+            let text = format!("a message with rank {peer}: it is this rank, or there is none");
+            return Err(Error::InvalidArgument(text));
+        }
+        self.push(describe(Verb::Batch, dtype, None, None, 0))?;
+        self.steps.push(step);
+        Ok(self)
+    }
+
+    /// Blocks of all ranks to the root.
+    fn collect(
+        mut self,
+        op: OpDesc,
+        output: Option<DeviceBuf>,
+        input: DeviceBuf,
+        counts: &[usize],
+    ) -> Result<Self> {
+        self.push(op)?;
+        let root = op.root.expect("the verb has one");
+        if self.rank() == root {
+            let output = output.ok_or_else(|| missing("output"))?;
+            same_type(output, input)?;
+            let blocks = self.parts("output", output, counts)?;
+            check_len("input", input.count, blocks[root].count)?;
+            apart_or(output, input, None)?;
+            self.receive_all(&blocks);
+        }
+        self.steps.push(DeviceStep::Send { peer: root, buf: input });
+        Ok(self)
+    }
+
+    /// Blocks of the root to all ranks.
+    fn deal(
+        mut self,
+        op: OpDesc,
+        output: DeviceBuf,
+        input: Option<DeviceBuf>,
+        counts: &[usize],
+    ) -> Result<Self> {
+        self.push(op)?;
+        let root = op.root.expect("the verb has one");
+        if self.rank() == root {
+            let input = input.ok_or_else(|| missing("input"))?;
+            same_type(output, input)?;
+            let blocks = self.parts("input", input, counts)?;
+            check_len("output", output.count, blocks[root].count)?;
+            apart_or(input, output, None)?;
+            self.send_all(&blocks);
+        }
+        self.steps.push(DeviceStep::Receive { peer: root, buf: output });
+        Ok(self)
+    }
+
+    fn exchange(
+        mut self,
+        op: OpDesc,
+        output: DeviceBuf,
+        output_counts: &[usize],
+        input: DeviceBuf,
+        input_counts: &[usize],
+    ) -> Result<Self> {
+        same_type(output, input)?;
+        let outputs = self.parts("output", output, output_counts)?;
+        let inputs = self.parts("input", input, input_counts)?;
+        check_len("own block", outputs[self.rank()].count, inputs[self.rank()].count)?;
+        apart_or(output, input, None)?;
+        self.push(op)?;
+        self.send_all(&inputs);
+        self.receive_all(&outputs);
+        Ok(self)
+    }
+
+    fn send_all(&mut self, blocks: &[DeviceBuf]) {
+        let send = |(peer, &buf)| DeviceStep::Send { peer, buf };
+        self.steps.extend(blocks.iter().enumerate().map(send));
+    }
+
+    fn receive_all(&mut self, blocks: &[DeviceBuf]) {
+        let receive = |(peer, &buf)| DeviceStep::Receive { peer, buf };
+        self.steps.extend(blocks.iter().enumerate().map(receive));
+    }
+
+    /// The ranks' parts of a buffer, which they fill.
+    fn parts(&self, what: &str, buf: DeviceBuf, counts: &[usize]) -> Result<Vec<DeviceBuf>> {
+        check_len("list of counts", counts.len(), self.world())?;
+        let total = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
+        let total = total.ok_or_else(|| Error::InvalidArgument("too many elements".into()))?;
+        check_len(what, buf.count, total)?;
+        let mut start = 0;
+        let mut next = |&count: &usize| {
+            start += count;
+            buf.part(start - count..start)
+        };
+        counts.iter().map(&mut next).collect()
+    }
+}
+
+fn describe(
+    verb: Verb,
+    dtype: DType,
+    op: Option<ReduceOp>,
+    root: Option<Rank>,
+    count: usize,
+) -> OpDesc {
+    OpDesc { verb, dtype, op, root, count }
+}
+
+fn missing(what: &str) -> Error {
+    Error::InvalidArgument(format!("the root has no {what}"))
+}
+
+fn same_type(output: DeviceBuf, input: DeviceBuf) -> Result<()> {
+    if output.dtype == input.dtype {
+        return Ok(());
+    }
+    let (from, to) = (input.dtype, output.dtype);
+    Err(Error::InvalidArgument(format!("the input is of {from}, the output of {to}")))
+}
+
+/// Checks that a buffer lies outside of another, or at the one place where that is allowed.
+fn apart_or(whole: DeviceBuf, buf: DeviceBuf, place: Option<DeviceBuf>) -> Result<()> {
+    if !buf.overlaps(&whole) || place == Some(buf) {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument("input and output overlap, and not in place".into()))
+}
+
+/// Checks that nothing that is written has a byte in common with anything else.
+fn check_overlap(steps: &[DeviceStep], rank: Rank, world: usize) -> Result<()> {
+    let mut ranges: Vec<(u64, u64, bool)> = Vec::with_capacity(2 * steps.len());
+    let mut add = |address: u64, bytes: usize, written| {
+        if bytes > 0 {
+            ranges.push((address, address + bytes as u64, written));
+        }
+    };
+    for step in steps {
+        match *step {
+            DeviceStep::Send { buf, .. } => add(buf.address, buf.bytes(), false),
+            DeviceStep::Receive { buf, .. } => add(buf.address, buf.bytes(), true),
+            DeviceStep::Run { op, input, output } => {
+                let size = op.dtype.size();
+                let read = op.input_count(world) * size;
+                let written = op.output_count(world) * size;
+                let keeps = op.verb == Verb::Reduce && op.root != Some(rank);
+                let inside = |at: u64, len: usize, of: u64, whole: usize| {
+                    at >= of && at + len as u64 <= of + whole as u64
+                };
+                // In place, the larger of the two stands for both.
+                if keeps || inside(output, written, input, read) {
+                    add(input, read, !keeps);
+                } else {
+                    add(output, written, true);
+                    if !inside(input, read, output, written) {
+                        add(input, read, false);
+                    }
+                }
+            }
+        }
+    }
+    ranges.sort_unstable();
+    let (mut end_of_any, mut end_of_written) = (0, 0);
+    for (start, end, written) in ranges {
+        if start < if written { end_of_any } else { end_of_written } {
+            return Err(Error::InvalidArgument(format!(
+                "memory at {start:#x} is written by one call and used by another of the same list"
+            )));
+        }
+        end_of_any = end_of_any.max(end);
+        if written {
+            end_of_written = end_of_written.max(end);
+        }
+    }
+    Ok(())
+}

@@ -64,7 +64,7 @@ pub(crate) fn join(
     let (transport, reason) = choose(options.transport, &joining.places);
     Ok(match transport {
         Transport::Tcp => Arc::new(tcp::join(&joining, reason, false)?),
-        Transport::Host | Transport::Auto => self::host(&joining, reason)?,
+        Transport::Host | Transport::Auto => host(&joining, reason)?,
         #[cfg(feature = "gloo")]
         Transport::Gloo => Arc::new(gloo::join(&joining, reason)?),
         #[cfg(not(feature = "gloo"))]

@@ -175,7 +175,7 @@ pub struct DeviceBatch<'a> {
     pub ended: Ended,
 }
 
-impl std::fmt::Debug for DeviceBatch<'_> {
+impl Debug for DeviceBatch<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("DeviceBatch").field("ops", &self.ops).finish_non_exhaustive()
     }

@@ -342,6 +342,9 @@ impl Backend for Host {
 
     fn health(&self) -> Result<()> {
         self.fork_check()?;
+        if let Some(error) = self.failed.get() {
+            return Err(error.clone());
+        }
         match self.segment.poison() {
             Some(poison) => {
                 let op = format!("group {}", self.name);

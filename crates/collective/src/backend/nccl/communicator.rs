@@ -95,23 +95,40 @@ impl Communicator {
     /// The right to call, on a communicator that has not been ended.
     fn call(&self) -> Result<MutexGuard<'_, ()>> {
         let guard = self.calls.lock();
+        self.not_ended().map(|()| guard)
+    }
+
+    fn not_ended(&self) -> Result<()> {
         // Acquire: pairs with the swap in `end`.
         if self.ended.load(Ordering::Acquire) {
             let what = "calls on a communicator that has been ended".into();
             return Err(Error::Unsupported { backend: "nccl", what });
         }
-        Ok(guard)
+        Ok(())
     }
 
     /// Whether the last call is over; its failure, or one that happened since.
     pub(super) fn ready(&self) -> Result<bool> {
         let _guard = self.call()?;
+        self.state()
+    }
+
+    /// [`ready`](Self::ready), for whoever has the right to call.
+    fn state(&self) -> Result<bool> {
         let mut state = NcclResult::SUCCESS;
         // SAFETY: it has not been ended, and nobody else is in a call; writes one status.
         let result = unsafe { (self.api.async_error)(self.raw, &raw mut state) };
         self.api.check(result, "ncclCommGetAsyncError")?;
         self.api.check(state, "ncclCommGetAsyncError")?;
         Ok(state == NcclResult::SUCCESS)
+    }
+
+    /// As [`ready`](Self::ready), for whoever must not wait: a call under way, which may hang, counts
+    /// as well.
+    pub(super) fn healthy(&self) -> Result<()> {
+        let Some(_guard) = self.calls.try_lock() else { return Ok(()) };
+        self.not_ended()?;
+        self.state().map(drop)
     }
 
     /// Enqueues the steps as one group, on a communicator that is ready. In progress. The operators

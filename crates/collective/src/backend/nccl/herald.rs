@@ -194,7 +194,7 @@ impl Herald {
         let spawned = thread.spawn(move || {
             booth.run(&todo);
             // Nobody listens any more if the end came too late.
-            drop(over.send(()));
+            let _ = over.send(());
         });
         spawned
             .map_err(|error| Error::io("starting the thread that talks to the store", &error))?;
@@ -217,7 +217,7 @@ impl Herald {
 
     /// Tells the peers why the group has failed, unless somebody has; waits a moment at most.
     pub(super) fn tell(&self, verdict: Verdict, patience: Duration) {
-        drop(self.submit(|reply| Job::Tell(verdict, reply)).recv_timeout(patience));
+        let _ = self.submit(|reply| Job::Tell(verdict, reply)).recv_timeout(patience);
     }
 
     /// What somebody has told of the failure; waits a moment at most.
@@ -230,7 +230,7 @@ impl Drop for Herald {
     fn drop(&mut self) {
         self.jobs = None;
         // A thread that waits for a store which does not answer ends when that gives up.
-        drop(self.ended.get_mut().recv_timeout(END));
+        let _ = self.ended.get_mut().recv_timeout(END);
     }
 }
 
@@ -247,7 +247,7 @@ impl Booth {
                 Ok(Job::Tell(verdict, reply)) => {
                     let json = serde_json::to_vec(&verdict).expect("plain numbers and strings");
                     drop(self.store.compare_set(&self.verdict(), b"", &json));
-                    drop(reply.send(()));
+                    let _ = reply.send(());
                 }
                 Ok(Job::Ask(reply)) => drop(reply.send(self.told())),
             }

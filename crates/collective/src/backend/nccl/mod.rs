@@ -483,10 +483,10 @@ impl Drop for Nccl {
         // SAFETY: taken once, here.
         let Parts { shared, device, thread, .. } = unsafe { ManuallyDrop::take(&mut self.parts) };
         shared.drain();
-        shared.stop();
-        if shared.verdict().is_some() {
+        if shared.verdict().is_some() || shared.host.health().is_err() {
             drop(shared.failure());
         }
+        shared.stop();
         // A thread that hangs in an abort keeps what it has.
         if let Some(thread) = thread.filter(|_| shared.verdict().is_none() || shared.is_aborted()) {
             // A panic there has been printed and has no other cure.

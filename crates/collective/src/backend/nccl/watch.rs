@@ -33,7 +33,7 @@ const NAMING: Duration = Duration::from_millis(500);
 /// How long the store may take to tell a verdict, or to hear one.
 const TELLING: Duration = Duration::from_secs(1);
 /// How long an abort may take before waits end without it.
-const ABORT: Duration = Duration::from_secs(20);
+const ABORT: Duration = Duration::from_secs(10);
 
 /// A list of operations in a stream.
 #[derive(Debug)]
@@ -95,11 +95,13 @@ impl Op {
     }
 
     fn settle(&self, result: &Result<()>) {
-        if self.outcome.set(result.clone()).is_ok() {
-            let ended = self.ended.lock().take();
-            if let Some(EndedOnce(ended)) = ended {
+        // Held until the outcome can be seen: whoever sees it finds it told.
+        let mut ended = self.ended.lock();
+        if self.outcome.get().is_none() {
+            if let Some(EndedOnce(ended)) = ended.take() {
                 ended(result);
             }
+            self.outcome.get_or_init(|| result.clone());
         }
     }
 
@@ -287,7 +289,7 @@ impl Shared {
         self.host.health().map_err(Cause::Host)?;
         self.note_progress().map_err(Cause::Own)?;
         if ask_nccl {
-            self.communicator.ready().map_err(Cause::Own)?;
+            self.communicator.healthy().map_err(Cause::Own)?;
         }
         Ok(())
     }

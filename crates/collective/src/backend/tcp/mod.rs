@@ -284,6 +284,9 @@ impl Backend for Tcp {
 
     fn health(&self) -> Result<()> {
         self.fork_check()?;
+        if let Some(error) = self.failed.get() {
+            return Err(error.clone());
+        }
         match self.control.failure() {
             Some(failure) => {
                 Err(self.error(failure, format!("group {}", self.name), Duration::ZERO))

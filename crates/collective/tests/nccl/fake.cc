@@ -1,0 +1,802 @@
+// NCCL and CUDA's driver over the memory of the host, for tests: slow, obvious, and strict.
+//
+// Ranks are threads or processes that find one another in a folder, which the unique id names; what
+// one rank has for another is a file there. Streams are threads, device memory is memory. Every
+// communicator must be non-blocking. What NCCL leaves undefined ends the process here, with a word:
+// using a communicator that was ended, two threads in calls on one communicator, a second abort, an
+// operator that does not exist. Calls that do not match hang, as in NCCL, until an abort.
+//
+// Tests inject faults by function and device, and count calls the same way.
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace fs = std::filesystem;
+using std::string;
+using Lock = std::unique_lock<std::mutex>;
+
+static void violation(const string &what) {
+  fprintf(stderr, "fake NCCL: rule broken: %s\n", what.c_str());
+  fflush(stderr);
+  abort();
+}
+
+// Faults and counts, by function and device.
+
+enum Kind { RETURN, ASYNC, HANG, PROGRESS, BLOCK };
+struct Fault {
+  string function;
+  int device, nth, kind, argument;
+};
+static std::mutex books;
+static std::vector<Fault> faults;
+static std::map<std::pair<string, int>, int> calls;
+static string last_error;
+
+// Counts a call, and returns the fault that is due, if any.
+static Fault due(const string &function, int device) {
+  Lock lock(books);
+  calls[{function, device}]++;
+  for (size_t i = 0; i < faults.size(); i++) {
+    Fault &f = faults[i];
+    if (f.function != function || f.device != device || --f.nth > 0) continue;
+    Fault now = f;
+    faults.erase(faults.begin() + i);
+    last_error = "an injected fault in " + function;
+    return now;
+  }
+  return {"", 0, 0, -1, 0};
+}
+
+extern "C" void fake_fault(const char *function, int device, int nth, int kind, int argument) {
+  Lock lock(books);
+  faults.push_back({function, device, nth, kind, argument});
+}
+extern "C" int fake_calls(const char *function, int device) {
+  Lock lock(books);
+  return calls[{function, device}];
+}
+
+// CUDA's driver.
+
+static const int DEVICES = 4096;
+struct Context { int device; };
+static Context contexts[DEVICES];
+static std::atomic<int> retained[DEVICES];
+static thread_local std::vector<Context *> current;
+
+struct Stream {
+  std::mutex m;
+  std::condition_variable cv;
+  std::deque<std::function<void()>> tasks;
+  uint64_t submitted = 0, done = 0;
+  bool stop = false, capturing = false;
+  int blocked = 0;
+  std::thread worker;
+  Stream() : worker([this] { run(); }) {}
+  void run() {
+    Lock lock(m);
+    for (;;) {
+      cv.wait(lock, [&] { return stop || !tasks.empty(); });
+      if (tasks.empty()) return;
+      auto task = std::move(tasks.front());
+      tasks.pop_front();
+      lock.unlock();
+      task();
+      lock.lock();
+      done++;
+      cv.notify_all();
+    }
+  }
+  void push(std::function<void()> task) {
+    Lock lock(m);
+    tasks.push_back(std::move(task));
+    submitted++;
+    cv.notify_all();
+  }
+};
+struct Event {
+  std::mutex m;
+  Stream *stream = nullptr;
+  uint64_t ticket = 0;
+  bool reached() {
+    Lock lock(m);
+    if (!stream) return true;
+    Lock inner(stream->m);
+    return stream->done >= ticket;
+  }
+};
+static std::atomic<int> live_events;
+
+static int here() { return current.empty() ? -1 : current.back()->device; }
+static Stream *stream_of(void *stream) {
+  if (stream) return static_cast<Stream *>(stream);
+  static std::mutex m;
+  static std::map<int, Stream *> defaults;
+  Lock lock(m);
+  Stream *&s = defaults[here()];
+  if (!s) s = new Stream;
+  return s;
+}
+
+extern "C" {
+int cuInit(unsigned) { return due("cuInit", 0).kind == RETURN ? 999 : 0; }
+int cuDeviceGetCount(int *n) { *n = DEVICES; return 0; }
+int cuDeviceGet(int *device, int n) { *device = n; return 0; }
+int cuDevicePrimaryCtxRetain(void **context, int device) {
+  Fault f = due("cuDevicePrimaryCtxRetain", device);
+  if (f.kind == RETURN) return f.argument;
+  contexts[device].device = device;
+  retained[device]++;
+  *context = &contexts[device];
+  return 0;
+}
+int cuDevicePrimaryCtxRelease_v2(int device) {
+  if (retained[device]-- <= 0) violation("a context released that nobody had");
+  return 0;
+}
+int cuCtxPushCurrent_v2(void *context) {
+  current.push_back(static_cast<Context *>(context));
+  return 0;
+}
+int cuCtxPopCurrent_v2(void **context) {
+  if (current.empty()) violation("no context to pop");
+  *context = current.back();
+  current.pop_back();
+  return 0;
+}
+int cuEventCreate(void **event, unsigned) {
+  if (here() < 0) violation("an event without a context");
+  live_events++;
+  *event = new Event;
+  return 0;
+}
+int cuEventDestroy_v2(void *event) {
+  live_events--;
+  delete static_cast<Event *>(event);
+  return 0;
+}
+int cuEventRecord(void *event, void *stream) {
+  Fault f = due("cuEventRecord", here());
+  if (f.kind == RETURN) return f.argument;
+  Stream *s = stream_of(stream);
+  Event *e = static_cast<Event *>(event);
+  Lock lock(e->m);
+  Lock inner(s->m);
+  e->stream = s;
+  e->ticket = s->submitted;
+  return 0;
+}
+int cuEventQuery(void *event) { return static_cast<Event *>(event)->reached() ? 0 : 600; }
+int cuStreamWaitEvent(void *stream, void *event, unsigned) {
+  Event *e = static_cast<Event *>(event);
+  e->m.lock();
+  Stream *of = e->stream;
+  uint64_t ticket = e->ticket;
+  e->m.unlock();
+  stream_of(stream)->push([=] {
+    if (!of) return;
+    Lock lock(of->m);
+    of->cv.wait(lock, [&] { return of->done >= ticket; });
+  });
+  return 0;
+}
+int cuStreamIsCapturing(void *stream, int *status) {
+  *status = stream_of(stream)->capturing ? 1 : 0;
+  return 0;
+}
+int cuGetErrorName(int error, const char **name) {
+  *name = error == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : nullptr;
+  return *name ? 0 : 1;
+}
+
+void *fake_stream() { return new Stream; }
+void fake_stream_end(void *stream) {
+  Stream *s = static_cast<Stream *>(stream);
+  { Lock lock(s->m); s->stop = true; s->cv.notify_all(); }
+  s->worker.join();
+  delete s;
+}
+void fake_stream_capture(void *stream, int on) { static_cast<Stream *>(stream)->capturing = on; }
+// The stream computes: for so long, or until it is let go.
+void fake_stream_compute(void *stream, int ms) {
+  static_cast<Stream *>(stream)->push([=] { usleep(ms * 1000); });
+}
+void fake_stream_block(void *stream) {
+  Stream *s = static_cast<Stream *>(stream);
+  { Lock lock(s->m); s->blocked++; }
+  s->push([=] { Lock lock(s->m); s->cv.wait(lock, [&] { return s->blocked == 0; }); });
+}
+void fake_stream_unblock(void *stream) {
+  Stream *s = static_cast<Stream *>(stream);
+  Lock lock(s->m);
+  s->blocked = 0;
+  s->cv.notify_all();
+}
+int fake_live_events() { return live_events; }
+int fake_retained(int device) { return retained[device]; }
+}
+
+// Numbers.
+
+static float from_half(uint16_t h) {
+  uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = h >> 10 & 31, mantissa = h & 1023;
+  float f;
+  if (exponent == 0) {
+    f = float(mantissa) * 0x1p-24f;
+    return sign ? -f : f;
+  }
+  uint32_t bits = exponent == 31 ? 0x7f800000 | mantissa << 13 : (exponent + 112) << 23 | mantissa << 13;
+  bits |= sign;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+static uint16_t to_half(float f) {
+  uint32_t bits;
+  memcpy(&bits, &f, 4);
+  uint16_t sign = bits >> 16 & 0x8000;
+  float a = f < 0 ? -f : f;
+  if (a != a) return 0x7e00;
+  if (a >= 65520.0f) return sign | 0x7c00;
+  // Adding a power of two that makes the last place of the sum that of the half rounds to even.
+  int exponent = 0;
+  frexpf(a, &exponent);
+  if (exponent < -13) exponent = -13;
+  float magic = ldexpf(1.5f, exponent + 12);
+  volatile float shifted = a + magic;
+  float rounded = shifted - magic;
+  int units = int(ldexpf(rounded, 11 - exponent));
+  int biased = exponent + 14;
+  return sign | uint16_t(biased == 1 && units < 1024 ? units : (biased << 10) + (units - 1024));
+}
+static float from_bf16(uint16_t h) {
+  uint32_t bits = uint32_t(h) << 16;
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+static uint16_t to_bf16(float f) {
+  uint32_t bits;
+  memcpy(&bits, &f, 4);
+  if (f != f) return 0x7fc0;
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static const size_t SIZES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
+struct RedOp {
+  int kind;  // 5: multiplied first
+  double factor;
+};
+
+template <class T> static T fold_one(const RedOp &op, T a, T b) {
+  switch (op.kind) {
+    case 1: return T(a * b);
+    case 2: return b > a ? b : a;
+    case 3: return b < a ? b : a;
+    default: return T(a + b);
+  }
+}
+template <class T, class Wide, class Load, class Store>
+static void fold(const RedOp &op, std::vector<string> &in, size_t n, char *out, Load load, Store store) {
+  for (size_t i = 0; i < n; i++) {
+    auto at = [&](size_t rank) {
+      T raw;
+      memcpy(&raw, in[rank].data() + i * sizeof(T), sizeof(T));
+      Wide x = load(raw);
+      return op.kind == 5 ? Wide(x * Wide(op.factor)) : x;
+    };
+    Wide acc = at(0);
+    for (size_t rank = 1; rank < in.size(); rank++) acc = fold_one<Wide>(op, acc, at(rank));
+    if (op.kind == 4) acc = Wide(acc * Wide(Wide(1) / Wide(in.size())));
+    T result = store(acc);
+    memcpy(out + i * sizeof(T), &result, sizeof(T));
+  }
+}
+static void reduce(int type, const RedOp &op, std::vector<string> in, size_t n, char *out) {
+  auto same = [](auto x) { return x; };
+  switch (type) {
+    case 0: return fold<int8_t, int8_t>(op, in, n, out, same, same);
+    case 1: return fold<uint8_t, uint8_t>(op, in, n, out, same, same);
+    case 2:
+      if (op.kind == 2 || op.kind == 3) return fold<int32_t, int32_t>(op, in, n, out, same, same);
+      return fold<uint32_t, uint32_t>(op, in, n, out, same, same);
+    case 4:
+      if (op.kind == 2 || op.kind == 3) return fold<int64_t, int64_t>(op, in, n, out, same, same);
+      return fold<uint64_t, uint64_t>(op, in, n, out, same, same);
+    case 5: return fold<uint64_t, uint64_t>(op, in, n, out, same, same);
+    case 6: return fold<uint16_t, float>(op, in, n, out, from_half, to_half);
+    case 7: return fold<float, float>(op, in, n, out, same, same);
+    case 8: return fold<double, double>(op, in, n, out, same, same);
+    case 9: return fold<uint16_t, float>(op, in, n, out, from_bf16, to_bf16);
+    default: violation("a type that there is not");
+  }
+}
+
+// NCCL.
+
+enum Verb { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SEND, RECV };
+struct Call {
+  Verb verb;
+  const char *send;
+  char *recv;
+  size_t count;
+  int type;
+  RedOp op;
+  int peer;  // or the root
+  uint64_t number;
+};
+enum State { ALIVE, ABORTED, DESTROYED };
+struct Comm {
+  std::atomic<int> state{ALIVE};
+  int rank = 0, world = 0, device = 0;
+  string dir;
+  std::vector<string> other_dirs;
+  std::atomic<bool> aborting{false}, starting{true}, finalized{false};
+  std::atomic<int> async{0}, inside{0}, running{0};
+  int polls = 0;
+  std::vector<std::function<void()>> pending;
+  std::thread starter, splitter;
+  std::atomic<bool> splitting{false};
+  uint64_t collectives = 0, splits = 0;
+  std::map<int, uint64_t> sent, received;
+  std::map<int, std::pair<int, RedOp>> operators;
+  int next_operator = 5;
+  std::set<void *> registered;
+};
+static std::atomic<int> live_comms, last_ids;
+static std::atomic<long> live_memory;
+
+static bool write_file(const string &path, const string &data) {
+  static std::atomic<int> number;
+  string tmp = path + ".new" + std::to_string(number++) + "-" + std::to_string(getpid());
+  FILE *f = fopen(tmp.c_str(), "wb");
+  if (!f) return false;
+  bool ok = data.empty() || fwrite(data.data(), 1, data.size(), f) == data.size();
+  fclose(f);
+  return ok && rename(tmp.c_str(), path.c_str()) == 0;
+}
+static bool read_file(const string &path, string *data) {
+  FILE *f = fopen(path.c_str(), "rb");
+  if (!f) return false;
+  char buffer[1 << 16];
+  size_t n;
+  data->clear();
+  while ((n = fread(buffer, 1, sizeof buffer, f)) > 0) data->append(buffer, n);
+  fclose(f);
+  return true;
+}
+// Waits for a file; false after an abort.
+static bool wait_file(Comm *c, const string &path, string *data) {
+  while (!read_file(path, data)) {
+    if (c->aborting) return false;
+    usleep(100);
+  }
+  return true;
+}
+static bool hang(Comm *c) {
+  while (!c->aborting) usleep(200);
+  return false;
+}
+
+static string header(const Call &call) {
+  char text[160];
+  bool rooted = call.verb == REDUCE || call.verb == BROADCAST;
+  int op = call.verb == BROADCAST || call.verb >= SEND || call.verb == ALL_GATHER ? 0 : call.op.kind;
+  snprintf(text, sizeof text, "%d %zu %d %d %g %d", call.verb, call.count, call.type, op,
+           call.op.factor, rooted ? call.peer : 0);
+  string padded(text);
+  padded.resize(sizeof text);
+  return padded;
+}
+static string path(Comm *c, const char *kind, int from, int to, uint64_t number) {
+  return c->dir + "/" + kind + std::to_string(from) + "-" + std::to_string(to) + "-" + std::to_string(number);
+}
+// What a peer has for this call; a call that does not match hangs.
+static bool take(Comm *c, const string &path, const string &expected, string *data) {
+  string all;
+  if (!wait_file(c, path, &all)) return false;
+  if (all.compare(0, expected.size(), expected) != 0) return hang(c);
+  unlink(path.c_str());
+  *data = all.substr(expected.size());
+  return true;
+}
+
+static bool collective(Comm *c, const Call &call) {
+  size_t size = SIZES[call.type], n = c->world;
+  size_t in = (call.verb == REDUCE_SCATTER ? n : 1) * call.count * size;
+  string head = header(call), own(call.send, in);
+  bool silent = call.verb == BROADCAST && c->rank != call.peer;
+  for (size_t to = 0; to < n; to++)
+    if (int(to) != c->rank)
+      write_file(path(c, "c", c->rank, to, call.number), head + (silent ? "" : own));
+  std::vector<string> all(n);
+  for (size_t from = 0; from < n; from++) {
+    if (int(from) == c->rank) all[from] = own;
+    else if (!take(c, path(c, "c", from, c->rank, call.number), head, &all[from])) return false;
+  }
+  switch (call.verb) {
+    case ALL_REDUCE: reduce(call.type, call.op, all, call.count, call.recv); break;
+    case REDUCE:
+      if (c->rank == call.peer) reduce(call.type, call.op, all, call.count, call.recv);
+      break;
+    case BROADCAST: memcpy(call.recv, all[call.peer].data(), in); break;
+    case ALL_GATHER:
+      for (size_t i = 0; i < n; i++) memcpy(call.recv + i * in, all[i].data(), in);
+      break;
+    default: {
+      size_t block = call.count * size;
+      for (string &s : all) s = s.substr(c->rank * block, block);
+      reduce(call.type, call.op, all, call.count, call.recv);
+    }
+  }
+  return true;
+}
+static void perform(Comm *c, const std::vector<Call> &list, bool hanging) {
+  if (hanging) hang(c);
+  if (!c->aborting) {
+    for (const Call &call : list)
+      if (call.verb == SEND)
+        write_file(path(c, "p", c->rank, call.peer, call.number),
+                   header(Call{SEND, 0, 0, call.count, call.type, {0, 0}, 0, 0}) +
+                       string(call.send, call.count * SIZES[call.type]));
+    for (const Call &call : list) {
+      if (call.verb < SEND && !collective(c, call)) break;
+      if (call.verb != RECV) continue;
+      string data, head = header(Call{SEND, 0, 0, call.count, call.type, {0, 0}, 0, 0});
+      if (!take(c, path(c, "p", call.peer, c->rank, call.number), head, &data)) break;
+      memcpy(call.recv, data.data(), data.size());
+    }
+  }
+  c->running--;
+}
+
+// A call on a communicator, from its beginning to its end.
+struct Enter {
+  Comm *c;
+  Fault fault;
+  Enter(Comm *comm, const char *function) : c(comm) {
+    if (c->state != ALIVE) violation(string(function) + " on a communicator that has been ended");
+    if (c->inside++ != 0) violation(string(function) + " beside another call");
+    fault = due(function, c->device);
+    if (fault.kind == BLOCK) hang(c);
+  }
+  ~Enter() {
+    if (fault.kind == ASYNC) c->async = fault.argument;
+    c->inside--;
+  }
+  bool fails() const { return fault.kind == RETURN || fault.kind == BLOCK; }
+  int code() const { return fault.kind == BLOCK ? 3 : fault.argument; }
+  // Whether the communicator may be given more to do.
+  bool free() const { return !c->starting && !c->splitting && c->polls == 0 && c->async == 0; }
+  void progress() { c->polls = fault.kind == PROGRESS ? fault.argument : 1; }
+};
+
+struct Config {
+  size_t size;
+  unsigned magic, version;
+  int blocking, cga, min_ctas, max_ctas;
+  const char *net_name;
+  int split_share;
+};
+static bool good(const Config *k) {
+  return k && k->size == sizeof(Config) && k->magic == 0xcafebeef && k->version >= 21400 && k->blocking == 0;
+}
+
+static void start(Comm *c, const string &ids) {
+  string mine = std::to_string(c->world) + " " + ids;
+  write_file(c->dir + "/here-" + std::to_string(c->rank), mine);
+  for (int rank = 0; rank < c->world; rank++) {
+    string theirs;
+    if (!wait_file(c, c->dir + "/here-" + std::to_string(rank), &theirs)) return;
+    if (theirs != mine) c->async = 3;
+  }
+  c->starting = false;
+}
+// The last to go removes the folder.
+static void gone(Comm *c) {
+  write_file(c->dir + "/gone-" + std::to_string(c->rank), "");
+  for (int rank = 0; rank < c->world; rank++)
+    if (access((c->dir + "/gone-" + std::to_string(rank)).c_str(), F_OK) != 0) return;
+  std::error_code ignored;
+  fs::remove_all(c->dir, ignored);
+  for (const string &dir : c->other_dirs) fs::remove_all(dir, ignored);
+}
+
+static thread_local int depth;
+static thread_local std::vector<std::pair<Comm *, std::pair<Stream *, Call>>> group;
+static thread_local int group_error;
+
+static int flush() {
+  std::map<Comm *, std::pair<Stream *, std::vector<Call>>> by;
+  for (auto &[c, entry] : group) {
+    by[c].first = entry.first;
+    by[c].second.push_back(entry.second);
+  }
+  group.clear();
+  int error = group_error;
+  group_error = 0;
+  if (error) return error;
+  for (auto &[c, work] : by) {
+    Enter call(c, "launch");
+    if (call.fails()) return call.code();
+    bool hanging = call.fault.kind == HANG;
+    auto [stream, list] = work;
+    c->pending.push_back([=, c = c] {
+      c->running++;
+      stream->push([=] { perform(c, list, hanging); });
+    });
+    call.progress();
+  }
+  return by.empty() ? 0 : 7;
+}
+
+static int issue(const char *name, Comm *c, void *stream, Call call, int op) {
+  int error = 0;
+  {
+    Enter e(c, name);
+    if (e.fails()) error = e.code();
+    else if (!e.free()) error = 4;
+    if (!error && (call.peer < 0 || call.peer >= c->world || call.type < 0 || call.type > 9)) error = 4;
+    if (!error && op >= 5) {
+      auto found = c->operators.find(op);
+      if (found == c->operators.end()) violation("an operator that does not exist");
+      if (found->second.first != call.type) violation("an operator of another type");
+      call.op = found->second.second;
+    } else {
+      call.op = {op, 0};
+    }
+    if (!error && call.verb == SEND) call.number = c->sent[call.peer]++;
+    else if (!error && call.verb == RECV) call.number = c->received[call.peer]++;
+    else if (!error) call.number = c->collectives++;
+    if (!error) group.push_back({c, {stream_of(stream), call}});
+  }
+  if (error) group_error = error;
+  if (depth == 0) return flush();
+  return error;
+}
+
+extern "C" {
+struct UniqueId { char text[128]; };
+
+int ncclGetVersion(int *version) { *version = 22707; return 0; }
+const char *ncclGetErrorString(int code) {
+  return code == 2 ? "unhandled system error" : code == 6 ? "remote process exited" : "some error";
+}
+const char *ncclGetLastError(void *) {
+  static thread_local string text;
+  Lock lock(books);
+  text = last_error;
+  return text.c_str();
+}
+int ncclGetUniqueId(UniqueId *id) {
+  const char *base = getenv("TMPDIR");
+  string dir = string(base ? base : "/tmp") + "/fake-nccl-XXXXXX";
+  if (dir.size() > 127 || !mkdtemp(dir.data())) return 2;
+  memset(id, 0, sizeof *id);
+  memcpy(id->text, dir.data(), dir.size());
+  return 0;
+}
+static int init(const char *name, void **out, int world, int rank, int n, UniqueId *ids, Config *config) {
+  *out = nullptr;
+  int device = here();
+  if (device < 0) violation("an init without a context");
+  Fault f = due(name, device);
+  if (f.kind == RETURN) return f.argument;
+  if (!good(config) || rank < 0 || rank >= world) return 4;
+  Comm *c = new Comm;
+  live_comms++;
+  c->rank = rank, c->world = world, c->device = device, c->dir = ids[0].text;
+  string all;
+  for (int i = 0; i < n; i++) all += string(ids[i].text) + "\n";
+  for (int i = 1; i < n; i++) c->other_dirs.push_back(ids[i].text);
+  last_ids = n;
+  if (f.kind == ASYNC) c->async = f.argument;
+  if (f.kind == PROGRESS) c->polls = f.argument;
+  if (f.kind != HANG) c->starter = std::thread([=] { start(c, all); });
+  *out = c;
+  return 7;
+}
+int ncclCommInitRankConfig(void **out, int world, UniqueId id, int rank, Config *config) {
+  return init("ncclCommInitRankConfig", out, world, rank, 1, &id, config);
+}
+int ncclCommInitRankScalable(void **out, int world, int rank, int n, UniqueId *ids, Config *config) {
+  return init("ncclCommInitRankScalable", out, world, rank, n, ids, config);
+}
+int ncclCommGetAsyncError(void *comm, int *state) {
+  Comm *c = static_cast<Comm *>(comm);
+  Enter e(c, "ncclCommGetAsyncError");
+  *state = 0;
+  if (e.fails()) return e.code();
+  if (c->async) *state = c->async;
+  else if (c->starting || c->splitting) *state = 7;
+  else if (c->polls > 0) {
+    *state = 7;
+    if (--c->polls == 0) {
+      for (auto &task : c->pending) task();
+      c->pending.clear();
+    }
+  }
+  return 0;
+}
+static void end(Comm *c, State state) {
+  c->state = state;
+  c->aborting = true;
+  while (c->running > 0) usleep(100);
+  if (c->starter.joinable()) c->starter.join();
+  if (c->splitter.joinable()) c->splitter.join();
+  gone(c);
+  live_comms--;
+}
+int ncclCommAbort(void *comm) {
+  Comm *c = static_cast<Comm *>(comm);
+  if (c->state != ALIVE) violation("an abort of a communicator that has been ended");
+  if (due("ncclCommAbort", c->device).kind == HANG) for (;;) sleep(1);
+  end(c, ABORTED);
+  return 0;
+}
+int ncclCommFinalize(void *comm) {
+  Comm *c = static_cast<Comm *>(comm);
+  Enter e(c, "ncclCommFinalize");
+  if (e.fails()) return e.code();
+  if (!e.free()) return 4;
+  if (c->finalized.exchange(true)) violation("finalized twice");
+  e.progress();
+  return 7;
+}
+int ncclCommDestroy(void *comm) {
+  Comm *c = static_cast<Comm *>(comm);
+  {
+    Enter e(c, "ncclCommDestroy");
+    if (!c->finalized || !e.free()) violation("destroyed before it was finalized");
+    if (c->running > 0) violation("destroyed with operations under way");
+    if (!c->operators.empty()) violation("destroyed with operators");
+  }
+  end(c, DESTROYED);
+  return 0;
+}
+int ncclCommSplit(void *comm, int color, int key, void **out, Config *config) {
+  Comm *c = static_cast<Comm *>(comm);
+  Enter e(c, "ncclCommSplit");
+  *out = nullptr;
+  if (e.fails()) return e.code();
+  if (!e.free() || !good(config)) return 4;
+  string number = std::to_string(c->splits++), base = c->dir + "/split" + number;
+  Comm *made = nullptr;
+  if (color >= 0) {
+    made = new Comm;
+    live_comms++;
+    made->device = c->device;
+  }
+  *out = made;
+  c->splitting = true;
+  if (c->splitter.joinable()) c->splitter.join();
+  bool hanging = e.fault.kind == HANG;
+  c->splitter = std::thread([=] {
+    if (hanging) { hang(c); return; }
+    write_file(base + "-" + std::to_string(c->rank), std::to_string(color) + " " + std::to_string(key));
+    std::vector<int> keys;
+    for (int rank = 0; rank < c->world; rank++) {
+      string theirs;
+      if (!wait_file(c, base + "-" + std::to_string(rank), &theirs)) return;
+      int their_color, their_key;
+      sscanf(theirs.c_str(), "%d %d", &their_color, &their_key);
+      if (their_color == color) keys.push_back(their_key);
+    }
+    if (made) {
+      for (int other : keys) made->rank += other < key;
+      made->world = keys.size();
+      made->dir = c->dir + "-" + number + "-" + std::to_string(color);
+      mkdir(made->dir.c_str(), 0700);
+      made->starter = std::thread([=] { start(made, "split"); });
+    }
+    c->splitting = false;
+  });
+  return 7;
+}
+int ncclCommRegister(void *comm, void *memory, size_t, void **handle) {
+  Comm *c = static_cast<Comm *>(comm);
+  Enter e(c, "ncclCommRegister");
+  if (e.fails()) return e.code();
+  c->registered.insert(memory);
+  *handle = memory;
+  return 0;
+}
+int ncclCommDeregister(void *comm, void *handle) {
+  Comm *c = static_cast<Comm *>(comm);
+  Enter e(c, "ncclCommDeregister");
+  if (!c->registered.erase(handle)) violation("deregistered what was not registered");
+  return 0;
+}
+int ncclMemAlloc(void **memory, size_t bytes) {
+  if (here() < 0) violation("memory without a context");
+  Fault f = due("ncclMemAlloc", here());
+  if (f.kind == RETURN) return f.argument;
+  live_memory++;
+  return posix_memalign(memory, 4096, bytes ? bytes : 1) ? 2 : 0;
+}
+int ncclMemFree(void *memory) {
+  live_memory--;
+  free(memory);
+  return 0;
+}
+int ncclGroupStart() { depth++; return 0; }
+int ncclGroupEnd() {
+  if (depth == 0) violation("the end of a group that has not begun");
+  return --depth == 0 ? flush() : 0;
+}
+int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residence, void *comm) {
+  Comm *c = static_cast<Comm *>(comm);
+  Enter e(c, "ncclRedOpCreatePreMulSum");
+  if (e.fails()) return e.code();
+  if (!e.free() || residence != 1) return 4;
+  double factor;
+  uint16_t half;
+  float single;
+  memcpy(&half, scalar, 2), memcpy(&single, scalar, 4);
+  switch (type) {
+    case 6: factor = from_half(half); break;
+    case 9: factor = from_bf16(half); break;
+    case 7: factor = single; break;
+    case 8: memcpy(&factor, scalar, 8); break;
+    default: return 4;
+  }
+  *op = c->next_operator++;
+  c->operators[*op] = {type, {5, factor}};
+  return 0;
+}
+int ncclRedOpDestroy(int op, void *comm) {
+  Comm *c = static_cast<Comm *>(comm);
+  Enter e(c, "ncclRedOpDestroy");
+  if (!c->operators.erase(op)) violation("an operator destroyed that does not exist");
+  return 0;
+}
+
+#define BYTES(p) static_cast<const char *>(p), static_cast<char *>(const_cast<void *>(static_cast<const void *>(r)))
+int ncclAllReduce(const void *s, void *r, size_t n, int type, int op, void *comm, void *stream) {
+  return issue("ncclAllReduce", static_cast<Comm *>(comm), stream, {ALL_REDUCE, BYTES(s), n, type, {}, 0, 0}, op);
+}
+int ncclReduce(const void *s, void *r, size_t n, int type, int op, int root, void *comm, void *stream) {
+  return issue("ncclReduce", static_cast<Comm *>(comm), stream, {REDUCE, BYTES(s), n, type, {}, root, 0}, op);
+}
+int ncclBroadcast(const void *s, void *r, size_t n, int type, int root, void *comm, void *stream) {
+  return issue("ncclBroadcast", static_cast<Comm *>(comm), stream, {BROADCAST, BYTES(s), n, type, {}, root, 0}, 0);
+}
+int ncclAllGather(const void *s, void *r, size_t n, int type, void *comm, void *stream) {
+  return issue("ncclAllGather", static_cast<Comm *>(comm), stream, {ALL_GATHER, BYTES(s), n, type, {}, 0, 0}, 0);
+}
+int ncclReduceScatter(const void *s, void *r, size_t n, int type, int op, void *comm, void *stream) {
+  return issue("ncclReduceScatter", static_cast<Comm *>(comm), stream, {REDUCE_SCATTER, BYTES(s), n, type, {}, 0, 0}, op);
+}
+int ncclSend(const void *s, size_t n, int type, int peer, void *comm, void *stream) {
+  void *r = nullptr;
+  return issue("ncclSend", static_cast<Comm *>(comm), stream, {SEND, BYTES(s), n, type, {}, peer, 0}, 0);
+}
+int ncclRecv(void *r, size_t n, int type, int peer, void *comm, void *stream) {
+  return issue("ncclRecv", static_cast<Comm *>(comm), stream, {RECV, BYTES(r), n, type, {}, peer, 0}, 0);
+}
+
+int fake_live_comms() { return live_comms; }
+int fake_last_ids() { return last_ids; }
+long fake_live_memory() { return live_memory; }
+}

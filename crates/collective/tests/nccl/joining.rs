@@ -1,0 +1,192 @@
+//! How groups come about, or not: libraries, ids, splits, survivors.
+
+#![expect(unsafe_code, reason = "opens libraries the test made")]
+
+use std::time::{Duration, Instant};
+
+use collective::nccl::{Config, Libraries};
+use collective::{Error, GroupOptions, ProcessGroup, ReduceOp, Result};
+
+use crate::common::{DEADLINE, play};
+use crate::fake::{Fake, Fault, Memory, build, devices};
+
+const TIMEOUT: Duration = Duration::from_millis(1500);
+
+fn sum(group: &ProcessGroup) -> f32 {
+    let (stream, mut memory) = (Fake::get().stream(), Memory::new(vec![group.rank() as f32 + 1.0]));
+    let calls = group.device().unwrap().all_reduce(memory.buf(), ReduceOp::Sum).unwrap();
+    calls.enqueue(stream.raw()).unwrap().wait().unwrap();
+    memory.numbers()[0]
+}
+
+#[test]
+fn one_id_for_some_ranks_each_if_the_library_can() {
+    let options = GroupOptions::default().with_timeout(DEADLINE);
+    for (world, ranks_per_id, scalable) in [(4, 2, 1), (3, 2, 1), (4, 1, 1), (4, 4, 0), (2, 128, 0)]
+    {
+        let (devices, config) = (devices(world), Config::default().with_ranks_per_id(ranks_per_id));
+        let groups = Fake::get().groups(devices.clone(), &options, &config);
+        let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
+        assert!(
+            play(groups, |group| sum(&group))
+                .iter()
+                .all(|&x| x == (world * (world + 1) / 2) as f32)
+        );
+        for device in devices {
+            assert_eq!(Fake::get().calls("ncclCommInitRankScalable", device), scalable);
+            assert_eq!(Fake::get().calls("ncclCommInitRankConfig", device), 1 - scalable);
+        }
+    }
+}
+
+/// All ranks fail to join; what rank 1 says, and the others.
+fn failing(fault: Fault, device_of_others: u32) -> (Error, Vec<Error>) {
+    let devices = devices(device_of_others + 1);
+    let options = GroupOptions::default().with_timeout(TIMEOUT);
+    Fake::get().fault("ncclCommInitRankConfig", devices.start + 1, 1, fault);
+    let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
+    let mut errors: Vec<_> = groups.into_iter().map(Result::unwrap_err).collect();
+    for device in devices {
+        let aborts = Fake::get().calls("ncclCommAbort", device);
+        assert!(aborts <= 1 && Fake::get().retained(device) == 0);
+    }
+    (errors.remove(1), errors)
+}
+
+#[test]
+fn an_init_that_fails_on_one_rank_fails_on_all() {
+    for fault in [Fault::Return(2), Fault::Async(2)] {
+        let start = Instant::now();
+        let (own, others) = failing(fault, 2);
+        assert!(matches!(own, Error::Backend { code: 2, .. }), "{own}");
+        for error in others {
+            let Error::Aborted { by: 1, reason } = &error else { panic!("{error}") };
+            assert!(reason.contains("ncclSystemError"), "{reason}");
+        }
+        assert!(start.elapsed() < TIMEOUT + Duration::from_secs(10));
+    }
+}
+
+#[test]
+fn an_init_that_is_never_over_ends_with_its_deadline() {
+    let (own, others) = failing(Fault::Hang, 2);
+    let over = |error: &Error| match error {
+        Error::Backend { text, .. } | Error::Aborted { reason: text, .. } => {
+            text.contains("all ranks have begun")
+        }
+        _ => false,
+    };
+    assert!(over(&own) && others.iter().all(over), "{own} {others:?}");
+}
+
+#[test]
+fn a_slow_init_is_waited_for() {
+    let (devices, options) = (devices(2), GroupOptions::default().with_timeout(DEADLINE));
+    Fake::get().fault("ncclCommInitRankConfig", devices.start, 1, Fault::Progress(30));
+    let groups = Fake::get().groups(devices, &options, &Config::default());
+    let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
+    assert_eq!(play(groups, |group| sum(&group)), [3.0, 3.0]);
+}
+
+#[test]
+fn a_rank_without_its_device_tells_the_others() {
+    let devices = 4095..4097;
+    let options = GroupOptions::default().with_timeout(DEADLINE);
+    let groups = Fake::get().groups(devices, &options, &Config::default());
+    let errors: Vec<_> = groups.into_iter().map(Result::unwrap_err).collect();
+    assert_eq!(errors[1].to_string(), "there is no CUDA device 4096 among 4096");
+    let Error::Aborted { by: 1, reason } = &errors[0] else { panic!("{}", errors[0]) };
+    assert!(reason.contains("no CUDA device 4096"), "{reason}");
+}
+
+#[test]
+fn a_split_is_nccls_own_and_shares_no_fate() {
+    let (devices, options) = (devices(4), GroupOptions::default().with_timeout(DEADLINE));
+    let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
+    let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
+    play(groups, |group| {
+        // Rank 3 joins none; the others in reverse.
+        let color = (group.rank() < 3).then_some(7);
+        let part = group.split(color, -(group.rank() as i64)).unwrap();
+        let Some(part) = part else {
+            assert_eq!(group.rank(), 3);
+            group.abort("enough");
+            return;
+        };
+        assert_eq!((part.backend_name(), part.rank()), ("nccl", 2 - group.rank()));
+        while group.device().is_ok() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert_eq!(sum(&part), 6.0);
+        let mut own = [part.rank() as i32];
+        part.broadcast(&mut own, 2).unwrap();
+        assert_eq!(own, [2]);
+    });
+    for device in devices.clone() {
+        assert_eq!(Fake::get().calls("ncclCommSplit", device), 1);
+        assert_eq!(Fake::get().calls("ncclCommInitRankConfig", device), 1);
+        assert_eq!(Fake::get().calls("ncclCommAbort", device), 1);
+        let destroyed = i32::from(device != devices.end - 1);
+        assert_eq!(Fake::get().calls("ncclCommDestroy", device), destroyed);
+    }
+}
+
+#[test]
+fn a_split_that_fails_is_a_failure_of_the_group() {
+    let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
+    Fake::get().fault("ncclCommSplit", devices.start, 1, Fault::Hang);
+    let groups = Fake::get().groups(devices, &options, &Config::default());
+    let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
+    play(groups, |group| {
+        let error = group.split(Some(0), 0).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("ncclCommSplit") && text.contains("did not come in time"), "{text}");
+        assert!(matches!(group.device(), Err(Error::Poisoned(_))));
+    });
+}
+
+#[test]
+fn survivors_rebuild_over_nccl() {
+    let (devices, options) = (devices(3), GroupOptions::default().with_timeout(DEADLINE));
+    let groups = Fake::get().groups(devices, &options, &Config::default());
+    let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
+    play(groups, |group| {
+        if group.rank() == 1 {
+            group.abort("gone");
+            return;
+        }
+        let group = group.rebuild(Duration::from_millis(500)).unwrap();
+        assert_eq!((group.backend_name(), group.world_size(), sum(&group)), ("nccl", 2, 3.0));
+    });
+}
+
+#[test]
+fn a_library_that_is_too_old_says_which_function_it_lacks() {
+    let path = build("ancient", &["ncclCommFinalize"]);
+    let fake = std::slice::from_ref(&Fake::get().path);
+    // SAFETY: both were made by this test.
+    let error = unsafe { Libraries::open(std::slice::from_ref(&path), fake) }.unwrap_err();
+    let Error::Library { library: "libnccl.so.2", tried, .. } = &error else { panic!("{error}") };
+    assert_eq!(tried, &[path.display().to_string()]);
+    let text = error.to_string();
+    assert!(
+        text.contains("no function ncclCommFinalize") && text.contains("2.14 or later"),
+        "{text}"
+    );
+    // SAFETY: there is nothing at the path.
+    let error =
+        unsafe { Libraries::open(fake, &["/nonexistent/libcuda.so.1".into()]) }.unwrap_err();
+    let text = error.to_string();
+    assert!(text.starts_with("libcuda.so.1: ") && text.contains("NVIDIA's driver"), "{text}");
+}
+
+#[test]
+fn a_group_over_nccl_needs_a_device() {
+    let store = std::sync::Arc::new(collective::MemoryStore::new());
+    let connect = collective::nccl::connector(Fake::get().libraries, Config::default());
+    let options = GroupOptions::default();
+    let error = ProcessGroup::from_store_with(store, 0, 1, options, connect).unwrap_err();
+    assert!(error.to_string().contains("with_cuda_device"), "{error}");
+    let host = ProcessGroup::threads(1, TIMEOUT).unwrap().remove(0);
+    assert!(matches!(host.device(), Err(Error::Unsupported { backend: "host", .. })));
+}

@@ -1,0 +1,402 @@
+//! Every verb on device memory against the verb on slices of the same group.
+
+use std::fmt::Debug;
+use std::time::Duration;
+
+use collective::nccl::Config;
+use collective::{DeviceCalls, Element, Error, GroupOptions, ProcessGroup, ReduceOp, Result};
+use half::{bf16, f16};
+
+use crate::common::{DEADLINE, play};
+use crate::fake::{Fake, Memory, Stream, devices};
+
+const COUNTS: [usize; 4] = [0, 1, 7, 1000];
+
+/// A group of each size; every rank plays `rank`, with a stream.
+fn every_size(rank: impl Fn(&ProcessGroup, &Stream) + Sync) {
+    for world in 1..=4 {
+        let options = GroupOptions::default().with_timeout(DEADLINE);
+        let groups = Fake::get().groups(devices(world), &options, &Config::default());
+        let groups = groups.into_iter().map(Result::unwrap).collect();
+        play(groups, |group| rank(&group, &Fake::get().stream()));
+    }
+}
+
+/// Small whole numbers, which every type has and 16-bit sums keep.
+fn input<T>(rank: usize, count: usize, of: fn(u8) -> T) -> Vec<T> {
+    (0..count).map(|i| of(((rank * 5 + i * 3) % 11) as u8)).collect()
+}
+
+fn run<'a>(
+    group: &'a ProcessGroup,
+    stream: &Stream,
+    calls: impl FnOnce(DeviceCalls<'a>) -> Result<DeviceCalls<'a>>,
+) {
+    calls(group.device().unwrap()).unwrap().enqueue(stream.raw()).unwrap().wait().unwrap();
+}
+
+fn reductions<T: Element + PartialEq + Debug>(
+    group: &ProcessGroup,
+    stream: &Stream,
+    of: fn(u8) -> T,
+) {
+    let (rank, world) = (group.rank(), group.world_size());
+    let ops = ReduceOp::ALL.into_iter().filter(|op| op.supports(T::DTYPE));
+    let is_bits =
+        |op: &ReduceOp| matches!(op, ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor);
+    for op in ops.filter(|op| !is_bits(op)) {
+        for count in COUNTS {
+            let own = input(rank, count, of);
+            let (mut memory, mut twin) = (Memory::new(own.clone()), own.clone());
+            run(group, stream, |calls| calls.all_reduce(memory.buf(), op));
+            group.all_reduce(&mut twin, op).unwrap();
+            assert_eq!(memory.numbers(), twin, "all_reduce {op}");
+
+            let root = count % world;
+            let (mut memory, mut twin) = (Memory::new(own.clone()), own);
+            run(group, stream, |calls| calls.reduce(memory.buf(), op, root));
+            group.reduce(&mut twin, op, root).unwrap();
+            assert_eq!(memory.numbers(), twin, "reduce {op} to {root}");
+
+            let own = input(rank, count * world, of);
+            let (mut from, mut memory) =
+                (Memory::new(own.clone()), Memory::new(vec![of(99); count]));
+            run(group, stream, |calls| calls.reduce_scatter(memory.buf(), from.buf(), op));
+            let mut twin = vec![of(98); count];
+            group.reduce_scatter(&mut twin, &own, op).unwrap();
+            assert_eq!(memory.numbers(), twin, "reduce_scatter {op}");
+            assert_eq!(from.numbers(), own);
+            // In place, in this rank's block.
+            run(group, stream, |calls| {
+                let whole = from.buf();
+                calls.reduce_scatter(whole.part(rank * count..(rank + 1) * count)?, whole, op)
+            });
+            assert_eq!(from.numbers()[rank * count..][..count], twin, "in place");
+
+            let counts: Vec<usize> = (0..world).map(|rank| (count + rank) % 5).collect();
+            let own = input(rank, counts.iter().sum(), of);
+            let mut memory = Memory::new(vec![of(99); counts[rank]]);
+            let mut from = Memory::new(own.clone());
+            run(group, stream, |calls| {
+                calls.reduce_scatter_v(memory.buf(), from.buf(), &counts, op)
+            });
+            let mut twin = vec![of(98); counts[rank]];
+            group.reduce_scatter_v(&mut twin, &own, &counts, op).unwrap();
+            assert_eq!(memory.numbers(), twin, "reduce_scatter_v {op}");
+        }
+    }
+}
+
+fn moves<T: Element + PartialEq + Debug>(group: &ProcessGroup, stream: &Stream, of: fn(u8) -> T) {
+    let (rank, world) = (group.rank(), group.world_size());
+    for count in COUNTS {
+        let (own, root) = (input(rank, count, of), (count + 1) % world);
+        let (mut memory, mut twin) = (Memory::new(own.clone()), own.clone());
+        run(group, stream, |calls| calls.broadcast(memory.buf(), root));
+        group.broadcast(&mut twin, root).unwrap();
+        assert_eq!(memory.numbers(), twin, "broadcast from {root}");
+
+        let mut from = Memory::new(own.clone());
+        let (mut all, mut twin) =
+            (Memory::new(vec![of(99); count * world]), vec![of(98); count * world]);
+        run(group, stream, |calls| calls.all_gather(all.buf(), from.buf()));
+        group.all_gather(&mut twin, &own).unwrap();
+        assert_eq!(all.numbers(), twin, "all_gather");
+
+        let mut all = Memory::new(vec![of(99); count * world]);
+        run(group, stream, |calls| {
+            calls.gather((rank == root).then(|| all.buf()), from.buf(), root)
+        });
+        let expected = if rank == root { twin } else { vec![of(99); count * world] };
+        assert_eq!(all.numbers(), expected, "gather to {root}");
+
+        let own = input(rank, count * world, of);
+        let mut from = Memory::new(own.clone());
+        let (mut block, mut twin) = (Memory::new(vec![of(99); count]), vec![of(98); count]);
+        run(group, stream, |calls| {
+            calls.scatter(block.buf(), (rank == root).then(|| from.buf()), root)
+        });
+        group.scatter(&mut twin, &own, root).unwrap();
+        assert_eq!(block.numbers(), twin, "scatter from {root}");
+
+        let (mut to, mut twin) = (Memory::new(vec![of(99); own.len()]), own.clone());
+        run(group, stream, |calls| calls.all_to_all(to.buf(), from.buf()));
+        group.all_to_all(&mut twin, &own).unwrap();
+        assert_eq!(to.numbers(), twin, "all_to_all");
+        uneven(group, stream, count, of);
+    }
+}
+
+/// The forms with blocks of different lengths.
+fn uneven<T: Element + PartialEq + Debug>(
+    group: &ProcessGroup,
+    stream: &Stream,
+    count: usize,
+    of: fn(u8) -> T,
+) {
+    let (rank, world) = (group.rank(), group.world_size());
+    let root = count % world;
+    let counts: Vec<usize> = (0..world).map(|rank| (count + 3 * rank) % 7).collect();
+    let total = counts.iter().sum();
+    let own = input(rank, counts[rank], of);
+    let mut from = Memory::new(own.clone());
+    let (mut all, mut twin) = (Memory::new(vec![of(99); total]), vec![of(98); total]);
+    run(group, stream, |calls| calls.all_gather_v(all.buf(), from.buf(), &counts));
+    group.all_gather_v(&mut twin, &own, &counts).unwrap();
+    assert_eq!(all.numbers(), twin, "all_gather_v");
+
+    let mut all = Memory::new(vec![of(99); total]);
+    run(group, stream, |calls| {
+        calls.gather_v((rank == root).then(|| all.buf()), from.buf(), &counts, root)
+    });
+    let expected = if rank == root { twin } else { vec![of(99); total] };
+    assert_eq!(all.numbers(), expected, "gather_v");
+
+    let own = input(rank, total, of);
+    let mut from = Memory::new(own.clone());
+    let (mut block, mut twin) =
+        (Memory::new(vec![of(99); counts[rank]]), vec![of(98); counts[rank]]);
+    run(group, stream, |calls| {
+        calls.scatter_v(block.buf(), (rank == root).then(|| from.buf()), &counts, root)
+    });
+    group.scatter_v(&mut twin, &own, &counts, root).unwrap();
+    assert_eq!(block.numbers(), twin, "scatter_v");
+
+    // What rank a sends rank b.
+    let sends = |a: usize, b: usize| (count + a + 2 * b) % 4;
+    let out: Vec<usize> = (0..world).map(|peer| sends(rank, peer)).collect();
+    let into: Vec<usize> = (0..world).map(|peer| sends(peer, rank)).collect();
+    let own = input(rank, out.iter().sum(), of);
+    let mut from = Memory::new(own.clone());
+    let len = into.iter().sum();
+    let (mut to, mut twin) = (Memory::new(vec![of(99); len]), vec![of(98); len]);
+    run(group, stream, |calls| calls.all_to_all_v(to.buf(), &into, from.buf(), &out));
+    group.all_to_all_v(&mut twin, &into, &own, &out).unwrap();
+    assert_eq!(to.numbers(), twin, "all_to_all_v");
+}
+
+fn any<T: Element + PartialEq + Debug>(of: fn(u8) -> T) {
+    every_size(|group, stream| {
+        reductions(group, stream, of);
+        moves(group, stream, of);
+    });
+}
+
+#[test]
+fn floats() {
+    any::<f32>(f32::from);
+    any::<f64>(f64::from);
+}
+
+#[test]
+fn halves() {
+    any::<f16>(|x| f16::from_f32(x.into()));
+    any::<bf16>(|x| bf16::from_f32(x.into()));
+}
+
+#[test]
+fn integers() {
+    any::<i8>(|x| x as i8 - 3);
+    any::<u8>(|x| x);
+    any::<i32>(|x| i32::from(x) - 3);
+    any::<i64>(|x| i64::from(x) - 3);
+    any::<u64>(u64::from);
+}
+
+/// The fake rounds a half once, as it must for these comparisons to say anything.
+#[test]
+fn halves_that_round() {
+    every_size(|group, stream| {
+        let own: Vec<f16> =
+            (0..500_u16).map(|i| f16::from_bits(i * 60 + group.rank() as u16)).collect();
+        let (mut memory, mut twin) = (Memory::new(own.clone()), own);
+        run(group, stream, |calls| calls.all_reduce(memory.buf(), ReduceOp::Sum));
+        group.all_reduce(&mut twin, ReduceOp::Sum).unwrap();
+        assert_eq!(memory.numbers(), twin);
+    });
+}
+
+#[test]
+fn messages_between_pairs_match_in_order() {
+    every_size(|group, stream| {
+        let (rank, world) = (group.rank(), group.world_size());
+        if world == 1 {
+            return;
+        }
+        let (next, last) = ((rank + 1) % world, (rank + world - 1) % world);
+        let mut out: Vec<_> =
+            (0..3).map(|i| Memory::new(vec![(rank * 10 + i) as i32; i])).collect();
+        let mut into: Vec<_> = (0..3).map(|i| Memory::new(vec![-1_i32; i])).collect();
+        run(group, stream, |mut calls| {
+            for (out, into) in out.iter_mut().zip(&mut into) {
+                calls = calls.send(out.buf(), next)?.recv(into.buf(), last)?;
+            }
+            Ok(calls)
+        });
+        for (i, into) in into.iter().enumerate() {
+            assert_eq!(into.numbers(), vec![(last * 10 + i) as i32; i]);
+        }
+        // Only those named take part.
+        if rank < 2 {
+            let mut memory = Memory::new(vec![rank as u8; 5]);
+            run(group, stream, |calls| match rank {
+                0 => calls.send(memory.buf(), 1),
+                _ => calls.recv(memory.buf(), 0),
+            });
+            assert_eq!(memory.numbers(), [0; 5]);
+        }
+    });
+}
+
+#[test]
+fn many_tensors_are_one_launch_and_factors_are_made_once() {
+    every_size(|group, stream| {
+        let device = group.device().unwrap().device_name();
+        let device: u32 = device.strip_prefix("cuda:").unwrap().parse().unwrap();
+        let half = ReduceOp::pre_mul_sum(0.5);
+        let mut tensors: Vec<_> =
+            (0..40).map(|i| Memory::new(input(group.rank(), i, f32::from))).collect();
+        let launches = Fake::get().calls("launch", device);
+        run(group, stream, |mut calls| {
+            for tensor in &mut tensors {
+                calls = calls.all_reduce(tensor.buf(), half)?;
+            }
+            Ok(calls)
+        });
+        assert_eq!(Fake::get().calls("launch", device), launches + 1);
+        assert_eq!(Fake::get().calls("ncclRedOpCreatePreMulSum", device), 1);
+        assert_eq!(Fake::get().calls("ncclRedOpDestroy", device), 1);
+        for (i, tensor) in tensors.iter().enumerate() {
+            let mut twin = input(group.rank(), i, f32::from);
+            group.all_reduce(&mut twin, half).unwrap();
+            assert_eq!(tensor.numbers(), twin);
+        }
+        let record = group.flight_record();
+        let text = record.to_string();
+        let call = "all_reduce of 0 f32, premulsum(0.5), and 39 more calls: done";
+        assert!(text.contains(call) && text.contains("backend nccl"), "{text}");
+    });
+}
+
+#[test]
+fn a_callers_mistake_is_an_error_and_the_group_goes_on() {
+    every_size(|group, stream| {
+        let world = group.world_size();
+        let (mut a, mut b) = (Memory::new(vec![1_i32; 8 * world]), Memory::new(vec![2_i32; 8]));
+        let mut floats = Memory::new(vec![0.0_f32; 8]);
+        let (whole, block, floats) = (a.buf(), b.buf(), floats.buf());
+        let device = || group.device().unwrap();
+        let inside = whole.part(1..9).ok();
+        let wrong = [
+            device().all_gather(whole, block.part(0..7).unwrap()),
+            device().all_gather(whole, floats),
+            device().reduce_scatter(whole.part(0..7).unwrap(), whole, ReduceOp::Sum),
+            device().reduce(block, ReduceOp::Sum, world),
+            device().all_reduce(block, ReduceOp::Avg),
+            device().send(block, group.rank()),
+            device().recv(block, world),
+            device()
+                .all_gather_v(whole, block, &[8])
+                .and_then(|calls| calls.all_gather_v(whole, block, &[])),
+            device().scatter_v(block, Some(whole), &vec![usize::MAX; world], group.rank()),
+            device().gather(None, block, group.rank()),
+            inside
+                .map_or(device().broadcast(block, 9), |inside| device().all_gather(whole, inside)),
+        ];
+        for (i, wrong) in wrong.into_iter().enumerate() {
+            assert!(matches!(wrong, Err(Error::InvalidArgument(_))), "{i}: {wrong:?}");
+        }
+        for op in [ReduceOp::BitAnd, ReduceOp::BitXor] {
+            let error = device().all_reduce(block, op).unwrap_err();
+            assert!(matches!(error, Error::Unsupported { backend: "nccl", .. }), "{error}");
+        }
+        let twice = device().all_reduce(block, ReduceOp::Sum).unwrap();
+        let twice = twice.broadcast(block.part(7..8).unwrap(), 0).unwrap();
+        for calls in [device(), twice] {
+            let error = calls.enqueue(stream.raw()).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
+        }
+        stream.capture(true);
+        let error = device().all_reduce(block, ReduceOp::Sum).unwrap().enqueue(stream.raw());
+        assert!(matches!(error, Err(Error::Unsupported { .. })), "{error:?}");
+        stream.capture(false);
+        run(group, stream, |calls| calls.all_reduce(block, ReduceOp::Sum));
+        assert_eq!(b.numbers(), [2 * world as i32; 8]);
+    });
+}
+
+#[test]
+fn work_goes_on_in_streams_and_streams_wait_for_one_another() {
+    every_size(|group, stream| {
+        let (behind, world) = (Fake::get().stream(), group.world_size() as i32);
+        let (mut one, mut two) = (Memory::new(vec![1_i32; 9]), Memory::new(vec![5_i32; 3]));
+        stream.compute(if group.rank() == 0 { 60 } else { 0 });
+        let calls = group.device().unwrap().all_reduce(one.buf(), ReduceOp::Sum).unwrap();
+        let first = calls.enqueue(stream.raw()).unwrap();
+        if group.rank() == 0 {
+            assert!(first.settled().is_none() && !first.wait_timeout(Duration::ZERO).unwrap());
+        }
+        // SAFETY: the stream lives until the end.
+        #[expect(unsafe_code, reason = "that is how streams are ordered")]
+        unsafe {
+            first.order(behind.raw()).unwrap();
+        }
+        let calls = group.device().unwrap().all_reduce(two.buf(), ReduceOp::Sum).unwrap();
+        calls.enqueue(behind.raw()).unwrap().wait().unwrap();
+        assert!(matches!(first.settled(), Some(Ok(()))));
+        assert_eq!((one.numbers(), two.numbers()), (vec![world; 9], vec![5 * world; 3]));
+    });
+}
+
+#[test]
+fn registered_memory_and_nccls_own() {
+    every_size(|group, stream| {
+        let mut memory = Memory::new(vec![1_i64; 100]);
+        let device = group.device().unwrap();
+        // SAFETY: the memory outlives the registration; the view its memory.
+        #[expect(unsafe_code, reason = "the contract of registrations")]
+        let (registration, own) = unsafe {
+            (
+                device.register(memory.buf()).unwrap(),
+                device.alloc(collective::DType::I32, 64).unwrap(),
+            )
+        };
+        // SAFETY: as above.
+        #[expect(unsafe_code, reason = "the contract of views")]
+        let view = unsafe { own.as_buf() };
+        assert_eq!((view.count(), view.address() % 4096), (64, 0));
+        run(group, stream, |calls| {
+            calls.all_reduce(memory.buf(), ReduceOp::Sum)?.broadcast(view, 0)
+        });
+        assert_eq!(memory.numbers(), [group.world_size() as i64; 100]);
+        drop(registration);
+        // A registration may outlive its group.
+        #[expect(unsafe_code, reason = "the contract of registrations")]
+        // SAFETY: the memory outlives the registration.
+        let late = unsafe { device.register(memory.buf()) }.unwrap();
+        std::mem::forget(late);
+    });
+}
+
+#[test]
+fn an_old_library_does_without_what_it_lacks() {
+    let options = GroupOptions::default().with_timeout(DEADLINE);
+    let groups = Fake::old().groups(devices(3), &options, &Config::default().with_ranks_per_id(1));
+    let groups = groups.into_iter().map(Result::unwrap).collect();
+    play(groups, |group| {
+        let mut memory = Memory::new(vec![group.rank() as i32; 3]);
+        let device = group.device().unwrap();
+        // SAFETY: the memory outlives the call.
+        #[expect(unsafe_code, reason = "the contract of registrations")]
+        let error = unsafe { device.register(memory.buf()) }.unwrap_err();
+        assert!(
+            error.to_string().contains("ncclCommRegister, which NCCL has since 2.19"),
+            "{error}"
+        );
+        let error = device.alloc(collective::DType::U8, 1).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { backend: "nccl", .. }), "{error}");
+        let part = group.split(Some(u32::from(group.rank() > 0)), 0).unwrap().unwrap();
+        run(&part, &Fake::old().stream(), |calls| calls.all_reduce(memory.buf(), ReduceOp::Sum));
+        assert_eq!(memory.numbers(), [if group.rank() == 0 { 0 } else { 3 }; 3]);
+    });
+}

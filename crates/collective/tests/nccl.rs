@@ -20,3 +20,9 @@ mod processes;
 mod real;
 #[path = "nccl/verbs.rs"]
 mod verbs;
+
+/// A rank that is a process of a test.
+#[test]
+fn worker() {
+    processes::worker();
+}

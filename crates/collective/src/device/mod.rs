@@ -56,7 +56,7 @@ impl DeviceBuf {
     pub unsafe fn from_raw(address: u64, count: usize, dtype: DType) -> Result<Self> {
         let end = count.checked_mul(dtype.size()).filter(|&bytes| isize::try_from(bytes).is_ok());
         let end = end.and_then(|bytes| address.checked_add(bytes as u64));
-        if end.is_none() || address % dtype.size() as u64 != 0 {
+        if end.is_none() || !address.is_multiple_of(dtype.size() as u64) {
             let text = format!("there are no {count} {dtype} at {address:#x}");
             return Err(Error::InvalidArgument(text));
         }

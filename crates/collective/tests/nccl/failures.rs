@@ -61,7 +61,7 @@ fn failing(
 }
 
 /// Waits until the group has failed for this rank, which has nothing under way.
-fn until_failure(this: &mut Rank<'_>) -> Result<()> {
+fn until_failure(this: &Rank<'_>) -> Result<()> {
     let start = Instant::now();
     while start.elapsed() < DEADLINE {
         let _ = this.group.device()?;

@@ -215,8 +215,8 @@ void *fake_stream() { return new Stream; }
 void fake_stream_end(void *stream) {
   Stream *s = static_cast<Stream *>(stream);
   { Lock lock(s->m); s->stop = true; s->cv.notify_all(); }
+  // The rest stays: events outlive their streams.
   s->worker.join();
-  delete s;
 }
 void fake_stream_capture(void *stream, int on) { static_cast<Stream *>(stream)->capturing = on; }
 // The stream computes: for so long, or until it is let go.
@@ -257,6 +257,7 @@ static uint16_t to_half(float f) {
   memcpy(&bits, &f, 4);
   uint16_t sign = bits >> 16 & 0x8000;
   float a = f < 0 ? -f : f;
+  if (a == 0) return sign;
   if (a != a) return 0x7e00;
   if (a >= 65520.0f) return sign | 0x7c00;
   // Adding a power of two that makes the last place of the sum that of the half rounds to even.
@@ -579,6 +580,10 @@ static int issue(const char *name, Comm *c, void *stream, Call call, int op) {
 extern "C" {
 struct UniqueId { char text[128]; };
 
+// Where groups meet, if not in TMPDIR.
+static string folder;
+void fake_folder(const char *path) { folder = path; }
+
 int ncclGetVersion(int *version) { *version = 22707; return 0; }
 const char *ncclGetErrorString(int code) {
   return code == 2 ? "unhandled system error" : code == 6 ? "remote process exited" : "some error";
@@ -591,7 +596,7 @@ const char *ncclGetLastError(void *) {
 }
 int ncclGetUniqueId(UniqueId *id) {
   const char *base = getenv("TMPDIR");
-  string dir = string(base ? base : "/tmp") + "/fake-nccl-XXXXXX";
+  string dir = (!folder.empty() ? folder : base ? base : "/tmp") + "/fake-nccl-XXXXXX";
   if (dir.size() > 127 || !mkdtemp(dir.data())) return 2;
   memset(id, 0, sizeof *id);
   memcpy(id->text, dir.data(), dir.size());

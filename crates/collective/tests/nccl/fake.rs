@@ -69,7 +69,17 @@ impl Fake {
         // SAFETY: a C string; it has been opened already.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
         assert!(!handle.is_null());
-        Self { path, libraries, handle: handle.expose_provenance() }
+        let fake = Self { path, libraries, handle: handle.expose_provenance() };
+        // What an init that fails leaves is not for the system's folder; workers have their own.
+        if std::env::var_os("COLLECTIVE_TEST_ROLE").is_none() {
+            // SAFETY: that is its prototype.
+            let call: unsafe extern "C" fn(*const c_char) =
+                unsafe { std::mem::transmute(fake.symbol("fake_folder")) };
+            let folder = CString::new(env!("CARGO_TARGET_TMPDIR")).unwrap();
+            // SAFETY: a C string.
+            unsafe { call(folder.as_ptr()) };
+        }
+        fake
     }
 
     fn symbol(&self, name: &str) -> *mut c_void {
@@ -247,10 +257,10 @@ impl<T: Element> Memory<T> {
     }
 
     pub(crate) fn numbers(&self) -> Vec<T> {
-        let read = |index| {
-            // SAFETY: inside the vector; volatile, since the fake's threads have written it.
-            unsafe { self.0.as_ptr().add(index).read_volatile() }
+        let read = |number: &T| {
+            // SAFETY: a number; volatile, since the fake's threads have written it.
+            unsafe { std::ptr::from_ref(number).read_volatile() }
         };
-        (0..self.0.len()).map(read).collect()
+        self.0.iter().map(read).collect()
     }
 }

@@ -145,6 +145,39 @@ fn a_split_that_fails_is_a_failure_of_the_group() {
     });
 }
 
+/// Between machines the host's side is TCP.
+#[test]
+fn ranks_of_several_machines_are_one_group() {
+    let (devices, connect) =
+        (devices(2), collective::nccl::connector(Fake::get().libraries, Config::default()));
+    let store = collective::MemoryStore::new();
+    let groups = std::thread::scope(|scope| {
+        let join = |rank| {
+            let (store, connect) = (std::sync::Arc::new(store.clone()), connect.clone());
+            let options = GroupOptions::default().with_timeout(TIMEOUT);
+            let options = options.with_host_id(["a", "b"][rank]);
+            let options = options.with_cuda_device(devices.start + rank as u32);
+            let join = move || ProcessGroup::from_store_with(store, rank, 2, options, connect);
+            scope.spawn(move || join().unwrap())
+        };
+        [0, 1].map(join).map(|rank| rank.join().unwrap())
+    });
+    play(groups.into(), |group| {
+        assert_eq!(sum(&group), 3.0);
+        let mut both = [0; 2];
+        group.all_gather(&mut both, &[group.rank() as u64]).unwrap();
+        assert_eq!(both, [0, 1]);
+        if group.rank() == 0 {
+            group.abort("enough");
+        }
+        while group.device().is_ok() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let Err(Error::Poisoned(why)) = group.device() else { panic!() };
+        assert!(matches!(*why, Error::Aborted { by: 0, .. }), "{why}");
+    });
+}
+
 #[test]
 fn survivors_rebuild_over_nccl() {
     let (devices, options) = (devices(3), GroupOptions::default().with_timeout(DEADLINE));

@@ -300,8 +300,10 @@ fn a_callers_mistake_is_an_error_and_the_group_goes_on() {
                 .and_then(|calls| calls.all_gather_v(whole, block, &[])),
             device().scatter_v(block, Some(whole), &vec![usize::MAX; world], group.rank()),
             device().gather(None, block, group.rank()),
-            inside
-                .map_or(device().broadcast(block, 9), |inside| device().all_gather(whole, inside)),
+            inside.map_or_else(
+                || device().broadcast(block, 9),
+                |inside| device().all_gather(whole, inside),
+            ),
         ];
         for (i, wrong) in wrong.into_iter().enumerate() {
             assert!(matches!(wrong, Err(Error::InvalidArgument(_))), "{i}: {wrong:?}");

@@ -86,7 +86,7 @@ impl List {
     pub(super) fn difference(&self, other: &Self) -> Option<&'static str> {
         let (mine, theirs) = (self.fingerprints(), other.fingerprints());
         let differs = mine.iter().zip(&theirs).find_map(|(a, b)| a.difference(b));
-        differs.or((self.calls != other.calls).then_some("calls"))
+        differs.or_else(|| (self.calls != other.calls).then_some("calls"))
     }
 
     fn fingerprints(&self) -> Vec<Fingerprint> {
@@ -310,7 +310,7 @@ fn judge(own: Rank, case: &Case, progress: &[(Rank, Progress)]) -> Finding {
             let mut field = None;
             for (rank, progress) in progress {
                 if let Some(theirs) = progress.lists.iter().find(|other| other.seq == list.seq) {
-                    field = field.or(list.difference(theirs));
+                    field = field.or_else(|| list.difference(theirs));
                     by_rank.push((*rank, theirs.text()));
                 }
             }

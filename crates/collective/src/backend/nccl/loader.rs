@@ -237,7 +237,7 @@ mod tests {
             assert_eq!(looked_for(&vars)[2..], [new.clone(), old.clone()]);
         }
         // SAFETY: what is there is text, which has no initialisers.
-        let error = unsafe { Library::open(&NCCL, &[new.clone()]) }.unwrap_err();
+        let error = unsafe { Library::open(&NCCL, std::slice::from_ref(&new)) }.unwrap_err();
         fs::remove_dir_all(&dir).unwrap();
         let Error::Library { library, tried, .. } = &error else { panic!("{error}") };
         assert_eq!((*library, &tried[..]), ("libnccl.so.2", &[new.display().to_string()][..]));

@@ -299,7 +299,8 @@ impl Shared {
         let mut messages = Vec::new();
         for op in &ops {
             // Acquire: pairs with the store after the end was recorded.
-            let done = op.launched.load(Ordering::Acquire) && op.end.reached()?;
+            let done = op.outcome.get().is_some()
+                || op.launched.load(Ordering::Acquire) && op.end.reached()?;
             if op.begun.get().is_none() && (done || op.begin.reached()?) {
                 op.begun.get_or_init(Instant::now);
                 if let Case::All(list) = &op.case {

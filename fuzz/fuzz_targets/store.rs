@@ -7,7 +7,7 @@
 #![no_main]
 
 use collective::store::tcp::codec::{Decoded, MAGIC, Request, decode};
-use collective::store::tcp::state::State;
+use collective::store::tcp::state::{Piece, State};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {
@@ -46,7 +46,7 @@ fn serve(state: &mut State, id: usize, input: &mut Vec<u8>, open: [bool; 2]) -> 
         let mut again = Vec::new();
         request.encode(&mut again);
         assert_eq!(again, input[..len]);
-        let mut reply = |to: usize, _: &[u8]| assert!(open[to]);
+        let mut reply = |to: usize, _: Piece<'_>| assert!(open[to]);
         if state.handle(id, &request, &mut reply).is_err() {
             return false;
         }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use collective::store::exchange;
 use collective::store::tcp::codec::{MAGIC, Request};
 use collective::{Error, MemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
 
@@ -42,6 +43,11 @@ fn behaves(store: &Arc<dyn Store>) {
     assert_eq!(store.num_keys().unwrap(), 5);
     assert!(store.delete_key("k").unwrap());
     assert!(!store.delete_key("k").unwrap());
+    store.multi_set(&[("m1", b"one"), ("m2", b"")]).unwrap();
+    assert_eq!(store.multi_get(&["m2", "m1", "n"], LONG).unwrap(), [&b""[..], b"one", b"-2"]);
+    assert!(matches!(store.multi_get(&["m1", "none"], SHORT), Err(Error::KeyTimeout { .. })));
+    store.multi_set(&[]).unwrap();
+    assert!(store.multi_get(&[], LONG).unwrap().is_empty());
     store.wait(&[], SHORT).unwrap();
     store.wait(&["n", "n", "cs"], SHORT).unwrap();
 
@@ -264,4 +270,108 @@ fn dropping_the_server_ends_its_thread_and_its_connections() {
     assert_eq!(conn.read(&mut [0]).unwrap_or(0), 0);
     let refused = TcpStream::connect_timeout(&addr, LONG).map(|_| ());
     assert!(refused.is_err());
+}
+
+#[test]
+fn what_only_the_tcp_store_has() {
+    let server = server();
+    let store = client(&server);
+    store.append("log", b"a").unwrap();
+    store.append("log", &vec![b'b'; 10_000]).unwrap();
+    assert_eq!(store.get("log", LONG).unwrap(), [&b"a"[..], &[b'b'; 10_000]].concat());
+    store.append("log", b"c").unwrap();
+    assert_eq!(store.get("log", LONG).unwrap().len(), 10_002);
+
+    store.queue_push("q", b"1").unwrap();
+    store.queue_push("q", b"").unwrap();
+    assert_eq!(store.queue_len("q").unwrap(), 2);
+    assert!(store.check(&["q"]).unwrap());
+    assert_eq!(store.queue_pop("q", LONG).unwrap(), b"1");
+    assert_eq!(store.queue_pop("q", LONG).unwrap(), b"");
+    assert!(matches!(store.queue_pop("q", SHORT), Err(Error::KeyTimeout { .. })));
+    assert_eq!(store.list_keys().unwrap(), ["log"]);
+
+    let error = store.barrier("b", 2, SHORT).unwrap_err();
+    assert!(matches!(&error, Error::KeyTimeout { keys, .. } if keys == &["b"]), "{error}");
+    // It counts as having come, so one more is enough.
+    store.barrier("b", 2, LONG).unwrap();
+    thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| store.barrier("eight", 8, LONG).unwrap());
+        }
+    });
+}
+
+#[test]
+fn each_value_of_a_queue_goes_to_one_of_those_who_wait() {
+    let server = server();
+    let store = client(&server);
+    let mut taken = thread::scope(|scope| {
+        let pop = |_| scope.spawn(|| store.queue_pop("q", LONG).unwrap());
+        let waiting: Vec<_> = (0..16).map(pop).collect();
+        for value in 0..16_u8 {
+            store.queue_push("q", &[value]).unwrap();
+        }
+        waiting.into_iter().map(|thread| thread.join().unwrap()[0]).collect::<Vec<_>>()
+    });
+    taken.sort_unstable();
+    assert_eq!(taken, (0..16).collect::<Vec<_>>());
+    assert_eq!(store.queue_len("q").unwrap(), 0);
+}
+
+#[test]
+fn an_exchange_tells_every_rank_all_values() {
+    let server = server();
+    let tcp: Arc<dyn Store> = Arc::new(client(&server));
+    let prefixed: Arc<dyn Store> = Arc::new(PrefixStore::new("p", tcp.clone()));
+    let memory: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    for store in [tcp, prefixed, memory] {
+        let value = |rank: usize| vec![rank as u8; rank * 1000];
+        thread::scope(|scope| {
+            for rank in 0..6 {
+                let store = &store;
+                scope.spawn(move || {
+                    let all = exchange(&**store, "x", rank, 6, &value(rank), LONG).unwrap();
+                    assert_eq!(all, (0..6).map(value).collect::<Vec<_>>());
+                });
+            }
+        });
+        let error = exchange(&*store, "y", 0, 2, b"", SHORT).unwrap_err().to_string();
+        assert!(error.contains("y/1") && !error.contains("y/0"), "{error}");
+    }
+}
+
+/// Values as long as they may be, to clients that read them at their leisure: the server holds each
+/// once, and every byte is right.
+#[test]
+fn long_values_reach_slow_readers_whole() {
+    let server = server();
+    let store = client(&server);
+    let value: Vec<u8> = (0..8 << 20).map(|at| (at % 251) as u8).collect();
+    store.set("long", &value).unwrap();
+    let mut readers: Vec<_> = (0..32)
+        .map(|_| {
+            let mut reader = raw(&server);
+            let get = Request::Get { key: b"/long" };
+            send(
+                &mut reader,
+                &[Request::Validate { magic: MAGIC }, get, Request::Ping { nonce: 5 }],
+            );
+            reader
+        })
+        .collect();
+    let mut len = [0; 8];
+    for reader in &mut readers {
+        reader.read_exact(&mut len).unwrap();
+        assert_eq!(u64::from_le_bytes(len), value.len() as u64);
+    }
+    // It changes while they are on their way.
+    store.set("long", b"short").unwrap();
+    store.append("long", b"er").unwrap();
+    assert_eq!(store.get("long", LONG).unwrap(), b"shorter");
+    let mut rest = vec![0; value.len() + 4];
+    for reader in &mut readers {
+        reader.read_exact(&mut rest).unwrap();
+        assert!(rest[..value.len()] == value && rest[value.len()..] == 5_u32.to_le_bytes());
+    }
 }

@@ -66,7 +66,7 @@ impl Replay {
         request.encode(&mut bytes);
         let mut replies = Vec::new();
         self.state
-            .handle(conn, request, &mut |id, bytes| replies.push((id, bytes.to_vec())))
+            .handle(conn, request, &mut |id, piece| replies.push((id, piece.bytes().to_vec())))
             .unwrap_or_else(|error| panic!("{request:?}: {error}"));
         for (id, reply) in &replies {
             self.waiting.retain(|waiting| waiting != id);

@@ -76,6 +76,10 @@ assert store.get("log") == b"ab"
 store.multi_set(["one", "two"], ["1", "2"])
 assert store.multi_get(["two", "one"]) == [b"2", b"1"]
 assert store.delete_key("two") and not store.delete_key("two")
+store.queue_push("to rust", "first"); store.queue_push("to rust", "second")
+assert store.queue_pop("to torch") == b"third", "a queue"
+assert store.queue_len("to torch") == 0
+assert "one" in store.list_keys() and "two" not in store.list_keys()
 try:
     store.wait(["nothing"], datetime.timedelta(milliseconds=100))
     raise SystemExit("it should have timed out")
@@ -91,6 +95,9 @@ store.wait(["the end"], datetime.timedelta(seconds=30))
     assert_eq!(ours.get("from torch", TIMEOUT).unwrap(), b"\x00\xffbytes");
     ours.set("from rust", b"hello").unwrap();
     ours.wait(&["one"], TIMEOUT).unwrap();
+    assert_eq!(ours.queue_pop("to rust", TIMEOUT).unwrap(), b"first");
+    assert_eq!(ours.queue_pop("to rust", TIMEOUT).unwrap(), b"second");
+    ours.queue_push("to torch", b"third").unwrap();
     assert_eq!(ours.get("swap", TIMEOUT).unwrap(), b"new");
     assert_eq!(ours.add("count", 0).unwrap(), 12);
     ours.set("the end", b"").unwrap();
@@ -128,6 +135,17 @@ store.wait(["gone"], datetime.timedelta(seconds=30))
         assert_eq!(ours.compare_set("count", b"8", b"9").unwrap(), b"9");
         assert!(ours.wait(&["nothing"], Duration::from_millis(100)).is_err());
         assert!(ours.num_keys().unwrap() >= 4);
+        ours.append("log", b"a").unwrap();
+        ours.multi_set(&[("log2", b"b"), ("empty", b"")]).unwrap();
+        let several = ours.multi_get(&["log2", "log", "empty"], TIMEOUT).unwrap();
+        assert_eq!(several, [&b"b"[..], b"a", b""]);
+        if backend == "libuv" {
+            ours.queue_push("q", b"x").unwrap();
+            assert_eq!(ours.queue_len("q").unwrap(), 1);
+            assert_eq!(ours.queue_pop("q", TIMEOUT).unwrap(), b"x");
+            assert!(ours.queue_pop("q", Duration::from_millis(50)).is_err());
+        }
+        assert!(ours.list_keys().unwrap().contains(&"log2".to_owned()));
         ours.set("the end", b"").unwrap();
         let start = Instant::now();
         while ours.check(&["the end"]).unwrap() {

@@ -11,6 +11,7 @@
 //! Invariant: every wait has a deadline, and an error names the store's address and the keys that
 //! were missing when it passed.
 
+mod exchange;
 mod memory;
 mod prefix;
 pub mod tcp;
@@ -21,6 +22,7 @@ use std::fmt::Debug;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
+pub use self::exchange::exchange;
 pub use self::memory::MemoryStore;
 pub use self::prefix::PrefixStore;
 pub use self::tcp::client::TcpStore;
@@ -96,6 +98,26 @@ pub trait Store: Send + Sync + Debug {
     ///
     /// As [`set`](Self::set).
     fn num_keys(&self) -> Result<i64>;
+
+    /// Waits until each of `keys` is there and returns their values, in the order of `keys`. Over
+    /// TCP this is one request.
+    ///
+    /// # Errors
+    ///
+    /// As [`wait`](Self::wait).
+    fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        self.wait(keys, timeout)?;
+        keys.iter().map(|key| self.get(key, timeout)).collect()
+    }
+
+    /// Stores several values, as [`set`](Self::set) each. Over TCP this is one request.
+    ///
+    /// # Errors
+    ///
+    /// As [`set`](Self::set); some may have been stored then.
+    fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
+        pairs.iter().try_for_each(|(key, value)| self.set(key, value))
+    }
 
     /// The address this machine has on its way to the store, which peers that reach the store
     /// can reach too; `None` if there is no way to go, or the store does not say.

@@ -70,6 +70,17 @@ impl Store for PrefixStore {
         self.store.num_keys()
     }
 
+    fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        self.with_keys(keys, |keys| self.store.multi_get(keys, timeout))
+    }
+
+    fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
+        let keys: Vec<_> = pairs.iter().map(|(key, _)| self.key(key)).collect();
+        let pairs: Vec<_> =
+            keys.iter().zip(pairs).map(|(key, &(_, value))| (key.as_str(), value)).collect();
+        self.store.multi_set(&pairs)
+    }
+
     fn local_ip(&self) -> Option<IpAddr> {
         self.store.local_ip()
     }

@@ -5,22 +5,28 @@
 //! `compare_set` answers for a missing key, counters as text), it is kept, and said so.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 
 /// Values and queues by key. A queue is seen by [`contains`](Self::contains) while it is not
 /// empty, and by nothing else that speaks of keys.
 #[derive(Debug, Default)]
 pub(super) struct Values {
-    values: HashMap<Vec<u8>, Vec<u8>>,
+    /// Behind an `Arc`, so that a value on its way to thousands of clients is there once.
+    values: HashMap<Vec<u8>, Arc<Vec<u8>>>,
     queues: HashMap<Vec<u8>, VecDeque<Vec<u8>>>,
 }
 
 impl Values {
     pub(super) fn set(&mut self, key: &[u8], value: &[u8]) {
-        self.values.insert(key.to_vec(), value.to_vec());
+        self.values.insert(key.to_vec(), Arc::new(value.to_vec()));
     }
 
     pub(super) fn get(&self, key: &[u8]) -> Option<&[u8]> {
-        self.values.get(key).map(Vec::as_slice)
+        self.values.get(key).map(|value| value.as_slice())
+    }
+
+    pub(super) fn get_shared(&self, key: &[u8]) -> Option<&Arc<Vec<u8>>> {
+        self.values.get(key)
     }
 
     /// The sum, or `None` (and no change) if the value there does not begin with a number.
@@ -42,7 +48,7 @@ impl Values {
         desired: &'a [u8],
     ) -> (&'a [u8], bool) {
         let stores = match self.values.get(key) {
-            Some(value) => value == expected,
+            Some(value) => **value == expected,
             None => expected.is_empty(),
         };
         if stores {
@@ -53,7 +59,8 @@ impl Values {
     }
 
     pub(super) fn append(&mut self, key: &[u8], value: &[u8]) {
-        self.values.entry(key.to_vec()).or_default().extend_from_slice(value);
+        let old = self.values.entry(key.to_vec()).or_default();
+        Arc::make_mut(old).extend_from_slice(value);
     }
 
     pub(super) fn delete(&mut self, key: &[u8]) -> bool {

@@ -98,6 +98,15 @@ impl Store for WatchedStore {
         self.store.num_keys()
     }
 
+    fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        self.wait(keys, timeout)?;
+        self.store.multi_get(keys, timeout)
+    }
+
+    fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
+        self.store.multi_set(pairs)
+    }
+
     fn local_ip(&self) -> Option<IpAddr> {
         self.store.local_ip()
     }

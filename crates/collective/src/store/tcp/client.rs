@@ -10,18 +10,14 @@
 //!
 //! Invariant: a connection goes back on the list only with every reply read to its end.
 
-use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, TcpStream, ToSocketAddrs};
-use std::os::fd::AsFd;
+use std::io::ErrorKind;
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::codec::{
-    CHECK_PRESENT, MAGIC, MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES, Request, WAIT_CANCELLED,
-    WAIT_OVER,
-};
-use super::sockopt;
+use super::codec::{MAX_KEY_BYTES, MAX_KEYS, MAX_MESSAGE_BYTES, MAX_VALUE_BYTES, Request};
+use super::connection::{Connection, PING, is_timeout};
 use crate::store::{Store, deadline};
 use crate::{Error, Result};
 
@@ -59,6 +55,122 @@ impl TcpStore {
         } else {
             format!("{}:{}", self.host, self.port)
         }
+    }
+
+    /// Adds `value` to the end of what is stored under `key`; a missing key starts empty.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::set`].
+    pub fn append(&self, key: &str, value: &[u8]) -> Result<()> {
+        let during = || format!("append to {key:?}");
+        let wire = self.wire_key(key, &during)?;
+        self.check_values(&[value], &during)?;
+        self.tell(during, &Request::Append { key: wire.as_bytes(), value })
+    }
+
+    /// The keys of the whole store that a client like this one or PyTorch's has set, in any order.
+    /// Bytes that are no UTF-8 become U+FFFD.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::set`]; also with a server before PyTorch 2.11.
+    pub fn list_keys(&self) -> Result<Vec<String>> {
+        self.with(
+            || "list_keys".to_owned(),
+            |connection| {
+                connection.send(&[Request::ListKeys])?;
+                let mut keys = Vec::new();
+                for _ in 0..connection.count()? {
+                    let key = connection.blob()?;
+                    // Others are PyTorch's own.
+                    if let Some(key) = key.strip_prefix(b"/") {
+                        keys.push(String::from_utf8_lossy(key).into_owned());
+                    }
+                }
+                Ok(keys)
+            },
+        )
+    }
+
+    /// Adds `value` to the end of the queue `key`, and wakes one who waits for it. A queue is no
+    /// key: only [`Store::check`] and waits see it, while it is not empty.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::set`]; also with PyTorch's server without libuv, which has no queues.
+    pub fn queue_push(&self, key: &str, value: &[u8]) -> Result<()> {
+        let during = || format!("push to queue {key:?}");
+        let wire = self.wire_key(key, &during)?;
+        self.check_values(&[value], &during)?;
+        self.tell(during, &Request::QueuePush { key: wire.as_bytes(), value })
+    }
+
+    /// Takes the first value of the queue `key`, once there is one.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::get`] and [`queue_push`](Self::queue_push).
+    pub fn queue_pop(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        let end = deadline(timeout);
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let during = || format!("pop from queue {key:?}");
+            let value = self.wait_then(&[key], left, during, |connection, wire| {
+                connection.send(&[Request::QueuePop { key: wire[0] }])?;
+                if connection.i64()? > 0 { connection.blob().map(Some) } else { Ok(None) }
+            })?;
+            // None: another client was faster.
+            if let Some(value) = value {
+                return Ok(value);
+            }
+        }
+    }
+
+    /// Number of values in the queue `key`.
+    ///
+    /// # Errors
+    ///
+    /// As [`queue_push`](Self::queue_push).
+    pub fn queue_len(&self, key: &str) -> Result<i64> {
+        let during = || format!("length of queue {key:?}");
+        let wire = self.wire_key(key, &during)?;
+        self.with(during, |connection| {
+            connection.send(&[Request::QueueLen { key: wire.as_bytes() }])?;
+            connection.i64()
+        })
+    }
+
+    /// Waits until `world_size` clients have called this with `key`, which is then used up: a
+    /// further call returns at once.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::KeyTimeout`] naming `key` if the others did not come within `timeout`; this client
+    /// counts as having come all the same. As [`Store::set`]; also with a server before PyTorch
+    /// 2.15.
+    pub fn barrier(&self, key: &str, world_size: usize, timeout: Duration) -> Result<()> {
+        let start = Instant::now();
+        let during = || format!("barrier {key:?} of {world_size}");
+        let wire = self.wire_key(key, &during)?;
+        let world_size = i64::try_from(world_size).unwrap_or(i64::MAX);
+        let came = self.with(during, |connection| {
+            let barrier = Request::Barrier { key: wire.as_bytes(), world_size };
+            connection.wait(barrier, timeout, self.timeout)
+        })?;
+        if came {
+            return Ok(());
+        }
+        let (store, keys) = (self.addr(), vec![key.to_owned()]);
+        Err(Error::KeyTimeout { store, keys, waited: start.elapsed() })
+    }
+
+    /// Sends a request that has no answer, and returns when the server has taken it.
+    fn tell(&self, during: impl Fn() -> String, request: &Request<'_>) -> Result<()> {
+        self.with(during, |connection| {
+            connection.send(&[request.clone(), PING])?;
+            connection.pong()
+        })
     }
 
     /// Opens a connection, with growing pauses between attempts.
@@ -170,7 +282,8 @@ impl TcpStore {
         let wire = self.wire_keys(keys, &during)?;
         let wire: Vec<_> = wire.iter().map(String::as_bytes).collect();
         let answer = self.with(&during, |connection| {
-            if !connection.wait(&wire, timeout, self.timeout)? {
+            let wait = Request::Wait { keys: wire.clone() };
+            if !connection.wait(wait, timeout, self.timeout)? {
                 // Which are missing, for the error: one question for each key.
                 let mut missing = Vec::new();
                 for (key, name) in wire.iter().zip(keys).take(MOST_KEYS_NAMED) {
@@ -196,10 +309,7 @@ impl Store for TcpStore {
         let during = || format!("set {key:?}");
         let wire = self.wire_key(key, &during)?;
         self.check_values(&[value], &during)?;
-        self.with(during, |connection| {
-            connection.send(&[Request::Set { key: wire.as_bytes(), value }, PING])?;
-            connection.pong()
-        })
+        self.tell(during, &Request::Set { key: wire.as_bytes(), value })
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
@@ -260,152 +370,32 @@ impl Store for TcpStore {
         )
     }
 
+    fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        let during = || format!("get {} keys", keys.len());
+        self.wait_then(keys, timeout, during, |connection, wire| {
+            connection.send(&[Request::MultiGet { keys: wire.to_vec() }])?;
+            wire.iter().map(|_| connection.blob()).collect()
+        })
+    }
+
+    fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
+        let during = || format!("set {} keys", pairs.len());
+        let (keys, values): (Vec<_>, Vec<_>) = pairs.iter().copied().unzip();
+        let wire = self.wire_keys(&keys, &during)?;
+        self.check_values(&values, &during)?;
+        let bytes = wire.iter().map(|key| 16 + key.len()).sum::<usize>()
+            + values.iter().map(|value| value.len()).sum::<usize>();
+        if bytes > MAX_MESSAGE_BYTES - 64 {
+            return Err(self.failed(&during, &format!("{bytes} bytes are too much at once")));
+        }
+        let pairs = wire.iter().map(String::as_bytes).zip(values).collect();
+        self.tell(during, &Request::MultiSet { pairs })
+    }
+
     fn local_ip(&self) -> Option<IpAddr> {
         let addr = self.with(|| "local_ip".to_owned(), |connection| connection.stream.local_addr());
         addr.ok().map(|addr| addr.ip().to_canonical())
     }
-}
-
-/// One socket, and the moment by which the operation under way must be over.
-#[derive(Debug)]
-struct Connection {
-    stream: TcpStream,
-    deadline: Instant,
-}
-
-impl Connection {
-    /// Connects and shakes hands: the magic number and a ping, in one write.
-    fn open(host: &str, port: u16, deadline: Instant) -> std::io::Result<Self> {
-        let mut last = std::io::Error::new(ErrorKind::NotFound, "the name has no address");
-        for addr in (host, port).to_socket_addrs()? {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match TcpStream::connect_timeout(&addr, left.max(SHORTEST_WAIT)) {
-                Err(error) => last = error,
-                Ok(stream) => {
-                    stream.set_nodelay(true)?;
-                    sockopt::detect_dead_peer(stream.as_fd())?;
-                    let mut connection = Self { stream, deadline };
-                    connection.send(&[Request::Validate { magic: MAGIC }, PING])?;
-                    connection.pong()?;
-                    return Ok(connection);
-                }
-            }
-        }
-        Err(last)
-    }
-
-    /// Waits for `keys` until `timeout`; false if it passed first. A reply that crosses with the
-    /// cancel counts: the keys did come.
-    fn wait(
-        &mut self,
-        keys: &[&[u8]],
-        timeout: Duration,
-        io_timeout: Duration,
-    ) -> std::io::Result<bool> {
-        self.send(&[Request::Wait { keys: keys.to_vec() }])?;
-        self.deadline = deadline(timeout);
-        match self.u8() {
-            Ok(WAIT_OVER) => return Ok(true),
-            Ok(other) => return Err(unexpected(other)),
-            Err(error) if is_timeout(&error) => {}
-            Err(error) => return Err(error),
-        }
-        self.deadline = deadline(io_timeout);
-        self.send(&[Request::CancelWait])?;
-        match self.u8()? {
-            WAIT_CANCELLED => Ok(false),
-            WAIT_OVER => match self.u8()? {
-                WAIT_CANCELLED => Ok(true),
-                other => Err(unexpected(other)),
-            },
-            other => Err(unexpected(other)),
-        }
-    }
-
-    fn check(&mut self, keys: &[&[u8]]) -> std::io::Result<bool> {
-        self.send(&[Request::Check { keys: keys.to_vec() }])?;
-        Ok(self.u8()? == CHECK_PRESENT)
-    }
-
-    fn pong(&mut self) -> std::io::Result<()> {
-        let mut nonce = [0; 4];
-        self.read(&mut nonce)?;
-        if nonce == NONCE.to_le_bytes() {
-            Ok(())
-        } else {
-            Err(std::io::Error::new(ErrorKind::InvalidData, "what answers there is not a store"))
-        }
-    }
-
-    fn u8(&mut self) -> std::io::Result<u8> {
-        let mut byte = [0];
-        self.read(&mut byte)?;
-        Ok(byte[0])
-    }
-
-    fn i64(&mut self) -> std::io::Result<i64> {
-        let mut bytes = [0; 8];
-        self.read(&mut bytes)?;
-        Ok(i64::from_le_bytes(bytes))
-    }
-
-    fn blob(&mut self) -> std::io::Result<Vec<u8>> {
-        let len = u64::try_from(self.i64()?).unwrap_or(u64::MAX);
-        if len > MAX_BLOB_BYTES {
-            let text = format!("the server sent a value of {len} bytes");
-            return Err(std::io::Error::new(ErrorKind::InvalidData, text));
-        }
-        let mut blob = vec![0; usize::try_from(len).expect("the limit fits")];
-        self.read(&mut blob)?;
-        Ok(blob)
-    }
-
-    fn send(&mut self, requests: &[Request<'_>]) -> std::io::Result<()> {
-        let mut bytes = Vec::new();
-        requests.iter().for_each(|request| request.encode(&mut bytes));
-        let mut rest = &bytes[..];
-        while !rest.is_empty() {
-            self.stream.set_write_timeout(Some(self.left()?))?;
-            match self.stream.write(rest) {
-                Ok(0) => return Err(ErrorKind::WriteZero.into()),
-                Ok(len) => rest = &rest[len..],
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-
-    /// Fills `buffer` before the deadline. Only a read that got nothing at all may time out and
-    /// leave the connection usable, which is how `wait` uses it: it reads one byte.
-    fn read(&mut self, mut buffer: &mut [u8]) -> std::io::Result<()> {
-        while !buffer.is_empty() {
-            self.stream.set_read_timeout(Some(self.left()?))?;
-            match self.stream.read(buffer) {
-                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(len) => buffer = &mut buffer[len..],
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // Woken a little early: `left` decides whether the time is over.
-                Err(error) if is_timeout(&error) => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-
-    /// Time left, never zero: the system takes a timeout of zero for none.
-    fn left(&self) -> std::io::Result<Duration> {
-        let left = self.deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(left.max(SHORTEST_WAIT)) }
-    }
-}
-
-fn is_timeout(error: &std::io::Error) -> bool {
-    matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::WouldBlock)
-}
-
-fn unexpected(reply: u8) -> std::io::Error {
-    std::io::Error::new(ErrorKind::InvalidData, format!("the server answered a wait with {reply}"))
 }
 
 /// Between half and all of `pause`, so that many clients do not come at the same moment.
@@ -415,13 +405,7 @@ fn jittered(pause: Duration) -> Duration {
     pause / 2 + pause.mul_f64(f64::from(random) / f64::from(u32::MAX)) / 2
 }
 
-const NONCE: u32 = 0x7374_6f72;
-const PING: Request<'static> = Request::Ping { nonce: NONCE };
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-const SHORTEST_WAIT: Duration = Duration::from_millis(1);
-/// Longest value taken from a server. PyTorch's older server keeps values over its newer one's
-/// limit, so this is above [`MAX_VALUE_BYTES`].
-const MAX_BLOB_BYTES: u64 = 256 * 1024 * 1024;
 /// Of the keys that did not come, how many are looked at to name them.
 const MOST_KEYS_NAMED: usize = 1024;

@@ -6,13 +6,15 @@
 //! - [`codec`]: bytes to requests and back, with a limit on every length;
 //! - [`state`]: values and waiters; a request in, replies out;
 //! - [`server`]: one thread, one poll loop around the state;
-//! - [`client`]: [`TcpStore`](client::TcpStore), a [`Store`](super::Store).
+//! - [`client`]: [`TcpStore`](client::TcpStore), a [`Store`](super::Store), over connections of
+//!   `connection`.
 //!
 //! Invariant: integers are little-endian, a request is an opcode and its arguments, a reply has no
 //! header, and replies come in the order of the requests on one connection.
 
 pub mod client;
 pub mod codec;
+mod connection;
 pub mod server;
 pub(crate) mod sockopt;
 pub mod state;

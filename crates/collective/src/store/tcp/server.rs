@@ -9,7 +9,7 @@
 //! removed from both before the next is served.
 
 use std::collections::{HashMap, VecDeque};
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, IoSlice, Read, Write};
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use mio::{Events, Interest, Poll, Token, Waker};
 
 use super::codec::{self, Decoded, ProtocolError};
 use super::sockopt;
-use super::state::{ConnId, State};
+use super::state::{ConnId, Piece, State};
 use crate::{Error, Result};
 
 /// Serves a store until dropped.
@@ -68,6 +68,7 @@ impl TcpStoreServer {
             },
         };
         let listener = TcpListener::bind(addr).map_err(refused)?;
+        sockopt::deepen_backlog(listener.as_fd()).map_err(refused)?;
         let addr = listener.local_addr().map_err(refused)?;
         let (mut server, waker) = Loop::new(listener).map_err(refused)?;
         let stop = Arc::clone(&server.stop);
@@ -109,6 +110,8 @@ impl Drop for TcpStoreServer {
 const HIGH_WATER: usize = 1 << 20;
 /// Bytes taken from one connection before the others have their turn.
 const TURN: usize = 1 << 20;
+/// Pieces of a reply handed to the system in one call.
+const PIECES_AT_ONCE: usize = 16;
 /// Buffers larger than this are given back once they are empty.
 const KEEP_CAPACITY: usize = 1 << 20;
 const LISTENER: Token = Token(0);
@@ -134,9 +137,22 @@ struct Conn {
     input: Vec<u8>,
     /// The input is not worth decoding before it is this long.
     need: usize,
-    output: Vec<u8>,
-    /// How much of the output has been sent.
+    output: Output,
+}
+
+/// What a connection has waiting: bytes of its own, and values that it shares with the store.
+#[derive(Default)]
+struct Output {
+    pieces: VecDeque<Waiting>,
+    /// How much of the first piece has been sent.
     sent: usize,
+    /// Bytes that have not been sent.
+    left: usize,
+}
+
+enum Waiting {
+    Own(Vec<u8>),
+    Shared(Arc<Vec<u8>>),
 }
 
 impl Loop {
@@ -184,15 +200,16 @@ impl Loop {
                         if event.is_writable() {
                             self.flush(id);
                         }
-                        if event.is_readable() || event.is_read_closed() || event.is_error() {
-                            self.serve(id);
+                        let ended = event.is_read_closed() || event.is_error();
+                        if event.is_readable() || ended {
+                            self.serve(id, ended);
                         }
                     }
                 }
             }
             for _ in 0..self.ready.len() {
                 if let Some(id) = self.ready.pop_front() {
-                    self.serve(id);
+                    self.serve(id, true);
                 }
             }
         }
@@ -225,27 +242,30 @@ impl Loop {
         self.poll.registry().register(&mut stream, Token(id), both)?;
         self.next_id += 1;
         self.state.connect(id);
-        let conn = Conn { stream, input: Vec::new(), need: 1, output: Vec::new(), sent: 0 };
+        let conn = Conn { stream, input: Vec::new(), need: 1, output: Output::default() };
         self.conns.insert(id, conn);
         Ok(())
     }
 
-    /// Reads and answers what `id` has sent, up to one turn.
-    fn serve(&mut self, id: ConnId) {
-        let mut taken = 0;
+    /// Reads and answers what `id` has sent, up to one turn. Unless `to_the_end`, a read that does
+    /// not fill its buffer has taken all there was: what comes later is a new event, and asking
+    /// whether there is more would be a system call for each request.
+    fn serve(&mut self, id: ConnId, to_the_end: bool) {
+        let (mut taken, mut drained) = (0, false);
         while taken < TURN {
             if self.answer(id).is_err() {
                 return self.close(id);
             }
             let Some(conn) = self.conns.get_mut(&id) else { return };
-            if conn.is_full() {
-                // `flush` puts it back on the list once the client has read its replies.
+            if conn.is_full() || drained {
+                // Full: `flush` puts it back on the list once the client has read its replies.
                 return;
             }
             match conn.stream.read(&mut self.scratch) {
                 Ok(0) => return self.close(id),
                 Ok(len) => {
                     taken += len;
+                    drained = !to_the_end && len < self.scratch.len();
                     conn.input.extend_from_slice(&self.scratch[..len]);
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
@@ -299,9 +319,9 @@ impl Loop {
                 }
             };
             let conns = &mut self.conns;
-            self.state.handle(id, &request, &mut |to, bytes| {
+            self.state.handle(id, &request, &mut |to, piece| {
                 if let Some(conn) = conns.get_mut(&to) {
-                    conn.output.extend_from_slice(bytes);
+                    conn.output.push(piece);
                     dirty.push(to);
                 }
             })?;
@@ -331,7 +351,7 @@ impl Loop {
 
 impl Conn {
     fn is_full(&self) -> bool {
-        self.output.len() > HIGH_WATER
+        self.output.left > HIGH_WATER
     }
 
     /// Keeps the rest of `input` from `at` on.
@@ -344,20 +364,66 @@ impl Conn {
     }
 
     fn send(&mut self) -> io::Result<()> {
-        while self.sent < self.output.len() {
-            match self.stream.write(&self.output[self.sent..]) {
+        while self.output.left > 0 {
+            match self.output.write_to(&mut self.stream) {
                 Ok(0) => return Err(ErrorKind::WriteZero.into()),
-                Ok(len) => self.sent += len,
+                Ok(len) => self.output.take(len),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }
         }
-        self.sent = 0;
-        self.output.clear();
-        if self.output.capacity() > KEEP_CAPACITY {
-            self.output = Vec::new();
-        }
         Ok(())
+    }
+}
+
+impl Output {
+    fn push(&mut self, piece: Piece<'_>) {
+        self.left += piece.bytes().len();
+        match (piece, self.pieces.back_mut()) {
+            (Piece::Value(value), _) => self.pieces.push_back(Waiting::Shared(Arc::clone(value))),
+            (Piece::Bytes(bytes), Some(Waiting::Own(own))) => own.extend_from_slice(bytes),
+            (Piece::Bytes(bytes), _) => self.pieces.push_back(Waiting::Own(bytes.to_vec())),
+        }
+    }
+
+    fn write_to(&self, stream: &mut TcpStream) -> io::Result<usize> {
+        let mut slices = [IoSlice::new(&[]); PIECES_AT_ONCE];
+        let mut count = 0;
+        for (slice, piece) in slices.iter_mut().zip(&self.pieces) {
+            let from = if count == 0 { self.sent } else { 0 };
+            *slice = IoSlice::new(&piece.bytes()[from..]);
+            count += 1;
+        }
+        stream.write_vectored(&slices[..count])
+    }
+
+    /// Forgets the first `len` bytes, which have been sent. The last buffer is kept, unless it is
+    /// large: a connection's next reply will be as short as this one.
+    fn take(&mut self, len: usize) {
+        self.left -= len;
+        self.sent += len;
+        while let Some(first) = self.pieces.front()
+            && self.sent >= first.bytes().len()
+        {
+            self.sent -= first.bytes().len();
+            let last = self.pieces.len() == 1;
+            match self.pieces.front_mut() {
+                Some(Waiting::Own(own)) if last && own.capacity() <= KEEP_CAPACITY => {
+                    own.clear();
+                    return;
+                }
+                _ => drop(self.pieces.pop_front()),
+            }
+        }
+    }
+}
+
+impl Waiting {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Own(bytes) => bytes,
+            Self::Shared(value) => value,
+        }
     }
 }

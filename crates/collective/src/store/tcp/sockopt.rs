@@ -1,7 +1,7 @@
-//! Socket options the standard library does not set.
+//! What the standard library does not set of a socket.
 //!
 //! Invariant: every pointer handed to the kernel is to a live `c_int` on this stack, with its size.
-#![expect(unsafe_code, reason = "setsockopt has no safe form in std")]
+#![expect(unsafe_code, reason = "setsockopt and a backlog have no safe form in std")]
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -14,6 +14,14 @@ pub(crate) fn detect_dead_peer(socket: BorrowedFd<'_>) -> io::Result<()> {
     set(socket, libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 2)?;
     set(socket, libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 7)?;
     set(socket, libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
+}
+
+/// Lets as many connections wait to be accepted as the system allows. Thousands of clients come at
+/// once; one that finds no room tries again only after a second.
+pub(crate) fn deepen_backlog(listener: BorrowedFd<'_>) -> io::Result<()> {
+    // SAFETY: the descriptor is open (it is borrowed); a second `listen` only changes the backlog.
+    let status = unsafe { libc::listen(listener.as_raw_fd(), libc::c_int::MAX) };
+    if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 fn set(socket: BorrowedFd<'_>, level: i32, name: i32, value: libc::c_int) -> io::Result<()> {

@@ -10,6 +10,7 @@
 //! - a waiting connection is answered exactly once, by the wait's end or by the cancel.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use super::super::values::Values;
 use super::codec::{
@@ -22,8 +23,28 @@ use HowMany::{All, One};
 /// Names a connection; never used again after it.
 pub type ConnId = usize;
 
-/// Takes replies: the connection, and the bytes to send on it.
-pub type Replies<'a> = &'a mut dyn FnMut(ConnId, &[u8]);
+/// Takes replies: the connection, and what to send on it next.
+pub type Replies<'a> = &'a mut dyn FnMut(ConnId, Piece<'_>);
+
+/// A reply, or part of one.
+#[derive(Clone, Copy, Debug)]
+pub enum Piece<'a> {
+    /// To be copied.
+    Bytes(&'a [u8]),
+    /// A long value as the store holds it, to be shared.
+    Value(&'a Arc<Vec<u8>>),
+}
+
+impl Piece<'_> {
+    /// The bytes, wherever they are.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Bytes(bytes) => bytes,
+            Self::Value(value) => value,
+        }
+    }
+}
 
 /// Values, connections and who waits for what.
 #[derive(Debug, Default)]
@@ -113,13 +134,43 @@ impl State {
             }
             Request::CancelWait => {
                 self.cancel(id);
-                replies(id, &[WAIT_CANCELLED]);
+                replies(id, Piece::Bytes(&[WAIT_CANCELLED]));
             }
-            Request::Ping { nonce } => replies(id, &nonce.to_le_bytes()),
+            Request::Ping { nonce } => replies(id, Piece::Bytes(&nonce.to_le_bytes())),
+            Request::Get { key } => self.send_values(id, &[*key], replies)?,
+            Request::MultiGet { keys } => self.send_values(id, keys, replies)?,
             other => match self.read(other)? {
-                Some(reply) => replies(id, &reply),
+                Some(reply) => replies(id, Piece::Bytes(&reply)),
                 None => self.write(id, other, replies)?,
             },
+        }
+        Ok(())
+    }
+
+    /// Answers with a blob for each key; long values go out as they are.
+    fn send_values(
+        &self,
+        id: ConnId,
+        keys: &[&[u8]],
+        replies: Replies<'_>,
+    ) -> Result<(), ProtocolError> {
+        let values = || keys.iter().map(|key| self.values.get_shared(key));
+        check_reply(values().map(|value| 8 + value.map_or(0, |value| value.len())).sum())?;
+        let mut bytes = Vec::new();
+        for value in values() {
+            match value {
+                None => bytes.extend_from_slice(&count(0)),
+                Some(value) if value.len() < SHARED_FROM => put_blob(&mut bytes, value),
+                Some(value) => {
+                    bytes.extend_from_slice(&count(value.len()));
+                    replies(id, Piece::Bytes(&bytes));
+                    replies(id, Piece::Value(value));
+                    bytes.clear();
+                }
+            }
+        }
+        if !bytes.is_empty() {
+            replies(id, Piece::Bytes(&bytes));
         }
         Ok(())
     }
@@ -127,15 +178,10 @@ impl State {
     /// The reply to a request that changes nothing; `None` if this one does.
     fn read(&self, request: &Request<'_>) -> Result<Option<Vec<u8>>, ProtocolError> {
         let mut reply = Vec::new();
-        let value = |key: &[u8]| self.values.get(key).unwrap_or_default();
         match request {
-            Request::Get { key } => put_blob(&mut reply, value(key)),
             Request::Check { keys } => {
                 let all = keys.iter().all(|key| self.values.contains(key));
                 reply.push(if all { CHECK_PRESENT } else { CHECK_ABSENT });
-            }
-            Request::MultiGet { keys } => {
-                put_list(&mut reply, keys.iter().map(|key| value(key)))?;
             }
             Request::NumKeys => reply.extend_from_slice(&count(self.values.len())),
             Request::QueueLen { key } => {
@@ -143,7 +189,8 @@ impl State {
             }
             Request::ListKeys => {
                 reply.extend_from_slice(&count(self.values.len()));
-                put_list(&mut reply, self.values.keys())?;
+                check_reply(self.values.keys().map(|key| 8 + key.len()).sum())?;
+                self.values.keys().for_each(|key| put_blob(&mut reply, key));
             }
             _ => return Ok(None),
         }
@@ -176,7 +223,7 @@ impl State {
             Request::Add { key, delta } => {
                 let sum = self.values.add(key, *delta).ok_or(ProtocolError::NotANumber)?;
                 self.wake(key, All, replies);
-                replies(id, &sum.to_le_bytes());
+                replies(id, Piece::Bytes(&sum.to_le_bytes()));
             }
             Request::CompareSet { key, expected, desired } => {
                 let mut reply = Vec::new();
@@ -185,10 +232,10 @@ impl State {
                 if stored {
                     self.wake(key, All, replies);
                 }
-                replies(id, &reply);
+                replies(id, Piece::Bytes(&reply));
             }
             Request::DeleteKey { key } => {
-                replies(id, &i64::from(self.values.delete(key)).to_le_bytes());
+                replies(id, Piece::Bytes(&i64::from(self.values.delete(key)).to_le_bytes()));
             }
             Request::QueuePush { key, value } => {
                 self.values.queue_push(key, value);
@@ -199,7 +246,7 @@ impl State {
                 if let Some(value) = self.values.queue_pop(key) {
                     put_blob(&mut reply, &value);
                 }
-                replies(id, &reply);
+                replies(id, Piece::Bytes(&reply));
             }
             other => unreachable!("{other:?} is handled before reads and writes"),
         }
@@ -210,7 +257,7 @@ impl State {
         let missing: HashSet<_> =
             keys.iter().filter(|key| !self.values.contains(key)).map(|key| key.to_vec()).collect();
         if missing.is_empty() {
-            replies(id, &[WAIT_OVER]);
+            replies(id, Piece::Bytes(&[WAIT_OVER]));
             return;
         }
         for key in &missing {
@@ -236,9 +283,9 @@ impl State {
         }
         for id in self.barriers.remove(key).unwrap_or_default() {
             self.set_wait(id, Wait::None);
-            replies(id, &[WAIT_OVER]);
+            replies(id, Piece::Bytes(&[WAIT_OVER]));
         }
-        replies(id, &[WAIT_OVER]);
+        replies(id, Piece::Bytes(&[WAIT_OVER]));
         Ok(())
     }
 
@@ -256,7 +303,7 @@ impl State {
             missing.remove(key);
             if missing.is_empty() {
                 conn.wait = Wait::None;
-                replies(id, &[WAIT_OVER]);
+                replies(id, Piece::Bytes(&[WAIT_OVER]));
                 if how_many == One {
                     break;
                 }
@@ -299,19 +346,16 @@ fn forget(lists: &mut HashMap<Vec<u8>, Vec<ConnId>>, key: &[u8], id: ConnId) {
     }
 }
 
-fn put_list(
-    reply: &mut Vec<u8>,
-    blobs: impl Iterator<Item = impl AsRef<[u8]>>,
-) -> Result<(), ProtocolError> {
-    for blob in blobs {
-        put_blob(reply, blob.as_ref());
-        if reply.len() > MAX_MESSAGE_BYTES {
-            let len = reply.len() as u64;
-            return Err(ProtocolError::TooLong { what: "reply", len, limit: MAX_MESSAGE_BYTES });
-        }
+/// Refuses a reply that is too long as a whole.
+fn check_reply(bytes: usize) -> Result<(), ProtocolError> {
+    if bytes <= MAX_MESSAGE_BYTES {
+        return Ok(());
     }
-    Ok(())
+    Err(ProtocolError::TooLong { what: "reply", len: bytes as u64, limit: MAX_MESSAGE_BYTES })
 }
+
+/// Values from this length on are shared with replies, in bytes; copying shorter ones is cheaper.
+const SHARED_FROM: usize = 4096;
 
 fn count(len: usize) -> [u8; 8] {
     (len as u64).to_le_bytes()
@@ -343,7 +387,7 @@ mod tests {
         request: &Request<'_>,
     ) -> Result<Vec<(ConnId, Vec<u8>)>, ProtocolError> {
         let mut sent = Vec::new();
-        state.handle(id, request, &mut |id, bytes| sent.push((id, bytes.to_vec())))?;
+        state.handle(id, request, &mut |id, piece| sent.push((id, piece.bytes().to_vec())))?;
         Ok(sent)
     }
 
@@ -570,5 +614,29 @@ mod tests {
         handle(&mut state, 0, &Request::Wait { keys: vec![b"q", b"k"] }).unwrap();
         let set = Request::Set { key: b"k", value: b"" };
         assert_eq!(handle(&mut state, 1, &set).unwrap(), [(0, vec![WAIT_OVER])]);
+    }
+
+    #[test]
+    fn long_and_short_values_come_whole_and_in_order() {
+        let mut state = state();
+        let [short, long] = [vec![1; SHARED_FROM - 1], vec![2; SHARED_FROM]];
+        for (key, value) in [(&b"a"[..], &short), (b"b", &long)] {
+            handle(&mut state, 0, &Request::Set { key, value }).unwrap();
+        }
+        let mut pieces = Vec::new();
+        let keys = vec![&b"a"[..], b"b", b"none", b"a"];
+        let get = Request::MultiGet { keys };
+        state
+            .handle(1, &get, &mut |_, piece| {
+                pieces.push((matches!(piece, Piece::Value(_)), piece.bytes().to_vec()));
+            })
+            .unwrap();
+        let shared: Vec<_> = pieces.iter().map(|piece| piece.0).collect();
+        assert_eq!(shared, [false, true, false]);
+        let mut want = Vec::new();
+        for value in [&short, &long, &Vec::new(), &short] {
+            put_blob(&mut want, value);
+        }
+        assert_eq!(pieces.into_iter().flat_map(|piece| piece.1).collect::<Vec<_>>(), want);
     }
 }

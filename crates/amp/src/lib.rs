@@ -59,6 +59,8 @@
 mod autocast;
 mod cast;
 mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod error;
 mod found_inf;
 mod grad_scaler;

@@ -49,6 +49,12 @@ pub enum CudaError {
         /// What the compiler said.
         log: String,
     },
+    /// What no kernel does.
+    #[error("{what} is not supported on a device")]
+    Unsupported {
+        /// What was asked for.
+        what: &'static str,
+    },
     /// The host has something new to say while the stream is captured. Take one step with the same
     /// arguments before.
     #[error("a copy from the host while the stream is captured")]

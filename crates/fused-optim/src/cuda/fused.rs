@@ -158,9 +158,9 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
 
     fn pull_steps(&mut self) -> Result<()> {
         let Some(bound) = &self.bound else { return Ok(()) };
-        let mut bytes = vec![0; bound.indices.len() * Progress::BYTES];
+        let mut bytes = vec![0; bound.indices.len() * size_of::<Progress>()];
         self.device.read(&bound.progress, 0, &mut bytes)?;
-        let (all, _) = bytes.as_chunks::<{ Progress::BYTES }>();
+        let (all, _) = bytes.as_chunks::<{ size_of::<Progress>() }>();
         for (index, progress) in bound.indices.iter().zip(all) {
             let (step, _) = progress.split_first_chunk().expect("more bytes than a step has");
             let held = self.held.get_mut(index).expect("what is bound is held");
@@ -244,8 +244,8 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let progress: Vec<Progress> = members.iter().map(progress).collect();
         let observed = plan.classes.iter().map(|class| 4 * class.observe.len()).max().unwrap_or(0);
         let rows = plan.classes.iter().map(|class| class.rows).max().unwrap_or(0);
-        let groups = self.device.alloc(self.core.groups().len() * Group::BYTES)?;
-        let ctl = self.device.alloc(Asked::BYTES + Answer::BYTES)?;
+        let groups = self.device.alloc(self.core.groups().len() * size_of::<Group>())?;
+        let ctl = self.device.alloc(size_of::<Asked>() + size_of::<Answer>())?;
         let mut tables = Tables { device: &self.device, sent: Vec::new() };
         let progress = tables.memory(&progress.bytes())?;
         let look = Job {
@@ -543,8 +543,8 @@ impl<D: Device> Tables<'_, D> {
 }
 
 fn read_answer<D: Device>(device: &D, bound: &Bound<D::Memory>) -> Result<Answer> {
-    let mut bytes = [0; Answer::BYTES];
-    device.read(&bound.ctl, Asked::BYTES, &mut bytes)?;
+    let mut bytes = [0; size_of::<Answer>()];
+    device.read(&bound.ctl, size_of::<Asked>(), &mut bytes)?;
     Ok(Answer::from_bytes(&bytes))
 }
 

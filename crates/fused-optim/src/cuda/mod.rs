@@ -42,6 +42,8 @@ mod device;
 mod driver;
 mod error;
 mod fused;
+#[cfg(test)]
+mod gate;
 mod held;
 mod library;
 mod nvrtc;

@@ -4,10 +4,11 @@
 
 use half::{bf16, f16};
 
-use super::device::Program;
+use super::device::{Device, Program};
 use super::fused::Fused;
 use super::rules::DeviceHyper;
 use super::shim::Host;
+use super::table::Types;
 use super::{DeviceParam, DeviceSlice};
 use crate::core::Core;
 use crate::*;
@@ -479,6 +480,10 @@ fn planted_mistakes_are_noticed() {
     let run = |planted, seed: u64| {
         let mut host = Host::new(seed);
         host.planted = planted;
+        // What does not compile is no mistake.
+        let types = Types { grad: 1, weight: 2, master: true };
+        let program = Program { rule: Some(("AdamP".into(), true)), types };
+        [&Program::LOOK, &program].map(|program| host.prepare(program).unwrap());
         let sizes = if seed == 0 { &sizes[..] } else { &sizes[..7] };
         let compare = || compare(hypers, host, kind, sizes, seed);
         // A fault, too, is notice.

@@ -55,7 +55,10 @@ impl Host {
         let address = slice.as_mut_ptr().addr() as u64;
         if !slice.is_empty() {
             let end = address + size_of_val(slice) as u64;
-            self.lent.lock().unwrap().insert(address, end);
+            let mut lent = self.lent.lock().unwrap();
+            // What was lent before and freed since may lie where this does.
+            lent.retain(|from, to| *to <= address || *from >= end);
+            lent.insert(address, end);
         }
         address
     }
@@ -111,8 +114,8 @@ impl Device for Host {
     }
 
     fn processors(&self) -> u32 {
-        // Few and odd, so that warps have several chunks each.
-        3
+        // So few that warps have several chunks each.
+        1
     }
 
     fn prepare(&self, program: &Program) -> Result<()> {
@@ -205,8 +208,10 @@ fn compile(source: &str, macros: &[String], quickly: bool, hash: u64) -> PathBuf
         "-shared",
         "-fPIC",
     ]);
-    command.args(["-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]);
-    command.args(["-Wno-unused", "-o"]).arg(&made).args(macros).arg(&file);
+    if !quickly {
+        command.args(["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused"]);
+    }
+    command.args(["-U_FORTIFY_SOURCE", "-o"]).arg(&made).args(macros).arg(&file);
     let output = command.output().unwrap_or_else(|error| {
         panic!("these tests compile the kernels for the CPU and need a C++ compiler: {error}")
     });

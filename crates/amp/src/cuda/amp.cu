@@ -1,0 +1,165 @@
+// `cast`; `unscale`, which looks at many gradients and undoes the loss scale; `update`, which moves it.
+//
+// Compiled after `ptx.h` and `device.h`; `cast` for each two types, given by the macros `FROM` and `TO`
+// (`F32`, `F16`, `Bf16`), the others once, without them.
+//
+// The structs are those of `mod.rs`, field by field.
+
+struct CastJob { u64 from, to, count; };
+
+struct Tensor { u64 grad, count; u32 type, unused; };
+/// The `index`-th span of a tensor.
+struct Chunk { u32 tensor, index; };
+
+struct Scaler {
+  // What the host says.
+  double growth, backoff, interval;
+  float min_scale; // below 0: PyTorch's policy
+  u32 dynamic;
+  // What the device knows.
+  u64 tracker;
+  double norm;
+  float scale;
+  u32 found_inf, at_floor, bad, arrived, unused;
+};
+
+struct UnscaleJob {
+  const Tensor* tensor;
+  const Chunk* chunk;
+  /// Sums of the chunks, then room for sums of these by 32, and of those.
+  double* sum;
+  Scaler* scaler;
+  u32 chunks, write;
+};
+
+#ifdef FROM
+
+template <class S, class D>
+DEVICE void cast_of(const CastJob& job) {
+  constexpr int V = sizeof(typename S::Bits) + sizeof(typename D::Bits) < 8 ? 8 : 4;
+  const bool aligned = job.from % Pack<S, V>::ALIGN == 0 && job.to % Pack<D, V>::ALIGN == 0;
+  const u64 packed = aligned ? job.count / V * V : 0;
+  const u64 first = (u64)blockIdx.x * THREADS + threadIdx.x, threads = (u64)gridDim.x * THREADS;
+#pragma unroll 4
+  for (u64 i = first * V; i < packed; i += threads * V) {
+    Pack<S, V> from;
+    Pack<D, V> to;
+    from.load(from.at(job.from, i));
+#pragma unroll
+    for (int j = 0; j < V; j++) to.x[j] = D::narrow(S::widen(from.x[j]));
+    to.store(to.at(job.to, i));
+  }
+  for (u64 i = packed + first; i < job.count; i += threads)
+    store_one<D>(job.to, i, load_one<S>(job.from, i));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) cast(const CastJob job) {
+  cast_of<FROM, TO>(job);
+}
+
+#else
+
+DEVICE float inverse(float scale) { return (float)(1 / (double)scale); }
+
+/// The sum of squares of a span after multiplication by `factor`, and whether it overflows. f32 values
+/// are written back if asked for.
+template <class G>
+DEVICE double unscale_span(u64 grad, u32 count, float factor, bool guarded, bool write, bool& bad) {
+  constexpr int W = 16 / sizeof(typename G::Bits);
+  const bool aligned = grad % 16 == 0;
+  double sums[1];
+  sum_span<1, W>(count, sums, [&](u32 i, u32 many, double (&lanes)[1][W]) {
+    Pack<G, W> g;
+    const bool pack = many == W && aligned;
+    if (pack) g.load(g.at(grad, i));
+    else {
+#pragma unroll
+      for (u32 j = 0; j < W; j++)
+        g.x[j] = j < many ? G::load(grad + (i + j) * sizeof(typename G::Bits)) : 0;
+    }
+#pragma unroll
+    for (u32 j = 0; j < W; j++) {
+      const float x = G::widen(g.x[j]), y = x * factor;
+      bad |= !is_finite(x) || (guarded && !is_finite(y));
+      lanes[0][j] = fma((double)y, (double)y, lanes[0][j]);
+      g.x[j] = G::narrow(y);
+    }
+    if (!write) return;
+    if (pack) return g.store(g.at(grad, i));
+#pragma unroll
+    for (u32 j = 0; j < W; j++)
+      if (j < many) G::store(grad + (i + j) * sizeof(typename G::Bits), g.x[j]);
+  });
+  return sums[0];
+}
+
+/// Folds `count` sums by neighbours, 32 at a time, each level behind the last; the last is all.
+DEVICE double fold_all(double* sum, u32 count) {
+  while (count > 1) {
+    const u32 groups = (count + WARP - 1) / WARP;
+    for (u32 group = threadIdx.x / WARP; group < groups; group += THREADS / WARP) {
+      const u32 i = group * WARP + lane();
+      const double x = fold_threads(i < count ? sum[i] : 0, 1, WARP);
+      if (lane() == 0) sum[count + group] = x;
+    }
+    __syncthreads();
+    sum += count, count = groups;
+  }
+  return count ? sum[0] : 0;
+}
+
+/// Looks at all gradients and, if `write`, divides those of f32 by the scale. Others would underflow.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) unscale(const UnscaleJob job) {
+  Scaler& scaler = *job.scaler;
+  const float inv = inverse(scaler.scale);
+  const bool guarded = scaler.min_scale >= 0 && inv > 1;
+  const float factor = is_finite(inv) ? inv : 1;
+  const bool write = job.write && factor != 1;
+  bool bad = false;
+  for (u32 c = warp_index(); c < job.chunks; c += warp_count()) {
+    const Chunk chunk = job.chunk[c];
+    const Tensor t = job.tensor[chunk.tensor];
+    const u64 start = (u64)chunk.index * SPAN, left = t.count - start;
+    const u32 count = left < SPAN ? (u32)left : SPAN;
+    double sum;
+    if (t.type == 0) sum = unscale_span<F32>(t.grad + start * 4, count, factor, guarded, write, bad);
+    else if (t.type == 1)
+      sum = unscale_span<F16>(t.grad + start * 2, count, factor, guarded, false, bad);
+    else sum = unscale_span<Bf16>(t.grad + start * 2, count, factor, guarded, false, bad);
+    if (lane() == 0) job.sum[c] = sum;
+  }
+  if (bad) atomicOr(&scaler.bad, 1u);
+  if (!is_last_block(&scaler.arrived)) return;
+  const double total = fold_all(job.sum, job.chunks);
+  if (threadIdx.x == 0) {
+    scaler.norm = sqrt(total);
+    scaler.found_inf |= scaler.bad;
+    scaler.bad = 0;
+  }
+}
+
+/// The rule of `LossScaler::update`, and forgets the verdict.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) update(const UnscaleJob job) {
+  if (blockIdx.x || threadIdx.x) return;
+  Scaler& scaler = *job.scaler;
+  const bool torch = scaler.min_scale < 0, overflow = scaler.found_inf;
+  scaler.found_inf = 0;
+  if (!scaler.dynamic) return;
+  if (overflow) {
+    const float reduced = (float)(scaler.scale * scaler.backoff);
+    scaler.tracker = 0;
+    if (torch) scaler.scale = reduced;
+    else if (scaler.scale > scaler.min_scale)
+      scaler.scale = reduced > scaler.min_scale ? reduced : scaler.min_scale;
+    else scaler.at_floor = 1;
+    return;
+  }
+  scaler.tracker++;
+  const double count = (double)scaler.tracker;
+  if (torch ? count != scaler.interval : count < scaler.interval) return;
+  scaler.tracker = 0;
+  const float grown = (float)(scaler.scale * scaler.growth);
+  if (is_finite(grown)) scaler.scale = grown;
+}
+
+#endif

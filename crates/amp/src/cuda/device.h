@@ -1,0 +1,149 @@
+// What kernels stand on: element types, packs of 16 bytes, warps, sums in a fixed order.
+//
+// Compiled without contraction of `a * b + c` and without flushing subnormals, so that every line
+// below means what it means in Rust.
+//
+// `amp` and `fused-optim` each have this file, so that neither needs the other; a test holds the two
+// equal.
+
+/// Threads of a block of any kernel.
+constexpr u32 THREADS = 256;
+constexpr u32 WARP = 32;
+constexpr u32 ALL = 0xffffffffu;
+constexpr u32 INFINITY_BITS = 0x7f800000u;
+
+/// The element types: storage, and conversion from and to f32 that keeps a NaN's sign and upper bits.
+struct F32 {
+  typedef u32 Bits;
+  static DEVICE float widen(u32 bits) { return __uint_as_float(bits); }
+  static DEVICE u32 narrow(float x) { return __float_as_uint(x); }
+  static DEVICE u32 load(u64 at) { return load4(at); }
+  static DEVICE void store(u64 at, u32 bits) { store4(at, bits); }
+};
+struct F16 {
+  typedef u16 Bits;
+  static DEVICE float widen(u16 bits) {
+    const u32 nan = ((u32)bits & 0x8000u) << 16 | 0x7fc00000u | ((u32)bits & 0x3ffu) << 13;
+    return (bits & 0x7fffu) > 0x7c00u ? __uint_as_float(nan) : f16_to_f32(bits);
+  }
+  static DEVICE u16 narrow(float x) {
+    const u32 bits = __float_as_uint(x);
+    const u32 nan = (bits >> 16 & 0x8000u) | 0x7e00u | (bits >> 13 & 0x3ffu);
+    return (bits & 0x7fffffffu) > INFINITY_BITS ? (u16)nan : f32_to_f16(x);
+  }
+  static DEVICE u16 load(u64 at) { return load2(at); }
+  static DEVICE void store(u64 at, u16 bits) { store2(at, bits); }
+};
+struct Bf16 {
+  typedef u16 Bits;
+  static DEVICE float widen(u16 bits) { return __uint_as_float((u32)bits << 16); }
+  static DEVICE u16 narrow(float x) {
+    const u32 bits = __float_as_uint(x);
+    // Adds just below half a unit, and one more if that makes the result even.
+    const u32 rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    const u32 nan = bits >> 16 | 0x40u;
+    return (u16)((bits & 0x7fffffffu) > INFINITY_BITS ? nan : rounded);
+  }
+  static DEVICE u16 load(u64 at) { return load2(at); }
+  static DEVICE void store(u64 at, u16 bits) { store2(at, bits); }
+};
+
+/// `N` neighbours of one type, in accesses of 16 bytes, or one of 8.
+template <class T, int N>
+union Pack {
+  typename T::Bits x[N];
+  u32 w[N * sizeof(typename T::Bits) / 4];
+
+  enum { BYTES = N * sizeof(typename T::Bits) };
+
+  /// The byte at which element `i` begins.
+  static DEVICE u64 at(u64 base, u64 i) { return base + i * sizeof(typename T::Bits); }
+  /// What an address must be a multiple of.
+  static constexpr u64 ALIGN = BYTES < 16 ? BYTES : 16;
+
+  DEVICE void load(u64 from) {
+    if constexpr (BYTES < 16) load8(w, from);
+    else {
+#pragma unroll
+      for (int k = 0; k < BYTES / 16; k++) load16(w + 4 * k, from + 16 * k);
+    }
+  }
+  DEVICE void store(u64 to) const {
+    if constexpr (BYTES < 16) store8(to, w);
+    else {
+#pragma unroll
+      for (int k = 0; k < BYTES / 16; k++) store16(to + 16 * k, w + 4 * k);
+    }
+  }
+};
+
+template <class T>
+DEVICE float load_one(u64 base, u64 i) { return T::widen(T::load(base + i * sizeof(typename T::Bits))); }
+template <class T>
+DEVICE void store_one(u64 base, u64 i, float x) {
+  T::store(base + i * sizeof(typename T::Bits), T::narrow(x));
+}
+
+DEVICE bool is_finite(float x) { return (__float_as_uint(x) & 0x7fffffffu) < INFINITY_BITS; }
+
+DEVICE u32 lane() { return threadIdx.x % WARP; }
+/// This warp among all of the grid's, and how many there are.
+DEVICE u32 warp_index() { return (blockIdx.x * THREADS + threadIdx.x) / WARP; }
+DEVICE u32 warp_count() { return gridDim.x * (THREADS / WARP); }
+
+// Sums. The order is that of `cpu/sum.rs`: element `i` of a block of 1024 goes to lane `i mod 16`, in
+// order; lanes, blocks and all above are folded by neighbours, (0, 1), (2, 3), ... An odd last one is
+// kept, which is the same as adding 0 to it: a sum that began at +0 is never -0.
+
+constexpr u32 BLOCK = 1024;
+constexpr u32 LANES = 16;
+/// Elements whose sum one warp takes: blocks that are a whole subtree.
+constexpr u32 SPAN = 16 * BLOCK;
+
+/// Adds values of a warp's threads by neighbours: of groups of `from` threads that hold the same,
+/// until groups of `to` do.
+DEVICE double fold_threads(double x, u32 from, u32 to) {
+  for (u32 step = from; step < to; step *= 2) x += __shfl_xor_sync(ALL, x, step);
+  return x;
+}
+
+template <int N>
+DEVICE double fold_array(const double* x) {
+  if constexpr (N == 1) return x[0];
+  else return fold_array<N / 2>(x) + fold_array<N / 2>(x + N / 2);
+}
+
+/// `K` sums over a span of at most `SPAN` elements, by one warp, of which every thread gets them.
+/// A thread has `W` neighbouring lanes of a block and takes them row by row: `visit(i, many, lanes)`
+/// adds what elements `i..i + many` give to `lanes[k][0..many]`.
+template <int K, int W, class Visit>
+DEVICE void sum_span(u32 count, double (&sums)[K], Visit visit) {
+  constexpr u32 own = LANES / W, at_once = WARP / own * BLOCK;
+  for (int k = 0; k < K; k++) sums[k] = 0;
+#pragma unroll 1
+  for (u32 from = 0; from < SPAN; from += at_once) {
+    const u32 block = from + lane() / own * BLOCK;
+    const u32 end = count < block + BLOCK ? count : block + BLOCK;
+    double lanes[K][W] = {};
+#pragma unroll 4
+    for (u32 i = block + lane() % own * W; i < end; i += LANES)
+      visit(i, end - i < W ? end - i : W, lanes);
+#pragma unroll
+    for (int k = 0; k < K; k++)
+      sums[k] += fold_threads(fold_array<W>(lanes[k]), 1, WARP);
+  }
+}
+
+/// Whether this block is the grid's last to get here; `arrived` counts, and is 0 again afterwards.
+/// What other blocks wrote before is then seen by all threads of this one.
+DEVICE bool is_last_block(u32* arrived) {
+  __shared__ u32 before;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) before = atomicAdd(arrived, 1u);
+  __syncthreads();
+  const bool last = before == gridDim.x - 1;
+  if (last && threadIdx.x == 0) *arrived = 0;
+  __threadfence();
+  return last;
+}

@@ -1,0 +1,360 @@
+//! A GPU through cudarc: memory, copies and launches on one stream, kernels from NVRTC or from disk.
+//! The same file in `amp` and `fused-optim`.
+//!
+//! Before cudarc is asked anything, libcuda is opened and looked through here: cudarc panics where it,
+//! or a function in it, is missing.
+
+#![expect(unsafe_code, reason = "calls the driver with raw handles and addresses")]
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use cudarc::driver::sys::{CUdevice_attribute, CUfunction, CUstreamCaptureStatus};
+use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
+
+use super::cache::{self, Entry};
+use super::error::CudaError;
+use super::library::Library;
+use super::nvrtc::Nvrtc;
+
+/// A device and a stream on it, on which everything is done in order.
+#[derive(Clone, Debug)]
+pub struct Gpu {
+    stream: Arc<CudaStream>,
+    modules: Arc<Mutex<HashMap<String, Module>>>,
+    /// For example 90.
+    arch: i32,
+    processors: u32,
+}
+
+/// Memory of a device, freed in order of its stream.
+#[derive(Debug)]
+pub(super) struct Memory {
+    pub(super) address: u64,
+    bytes: usize,
+    stream: Arc<CudaStream>,
+}
+
+/// Loaded code; it stays loaded, as functions of it may be in a graph.
+#[derive(Clone, Copy, Debug)]
+struct Module(cudarc::driver::sys::CUmodule);
+
+// SAFETY: a handle of the driver may be used from any thread.
+unsafe impl Send for Module {}
+
+impl Gpu {
+    /// The `ordinal`-th device that this process sees, in its primary context, which is PyTorch's
+    /// and candle's, too; on the default stream.
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::NotFound`] or [`CudaError::MissingSymbol`] without a driver or with an old one,
+    /// [`CudaError::Driver`] if there is no such device.
+    pub fn new(ordinal: usize) -> Result<Self, CudaError> {
+        Self::on(Self::context(ordinal)?.default_stream())
+    }
+
+    /// On a stream that somebody else made and will destroy, for example PyTorch's current one.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
+    ///
+    /// # Safety
+    ///
+    /// `stream` must be a `CUstream` of this device's primary context, or null for its default stream,
+    /// and outlive this value, its clones and all memory made through them.
+    pub unsafe fn with_stream(ordinal: usize, stream: *mut c_void) -> Result<Self, CudaError> {
+        let context = Self::context(ordinal)?;
+        // SAFETY: the caller vouches for the stream.
+        Self::on(unsafe { context.wrap_borrowed_stream(stream.cast()) })
+    }
+
+    /// On a stream of cudarc, for example candle's.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
+    pub fn on(stream: Arc<CudaStream>) -> Result<Self, CudaError> {
+        driver()?;
+        let context = stream.context();
+        let attribute = |which| context.attribute(which).map_err(failed("ask about the device"));
+        let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let processors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let processors = u32::try_from(processors).unwrap_or(1).max(1);
+        Ok(Self { stream, modules: Arc::default(), arch: 10 * major + minor, processors })
+    }
+
+    fn context(ordinal: usize) -> Result<Arc<CudaContext>, CudaError> {
+        driver()?;
+        CudaContext::new(ordinal).map_err(failed("open the device"))
+    }
+
+    /// The stream.
+    #[must_use]
+    pub const fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
+    /// Multiprocessors of the device.
+    pub(super) const fn processors(&self) -> u32 {
+        self.processors
+    }
+
+    fn bind(&self) -> Result<(), CudaError> {
+        self.stream.context().bind_to_thread().map_err(failed("make the context current"))
+    }
+
+    /// Memory of zeros.
+    pub(super) fn alloc(&self, bytes: usize) -> Result<Memory, CudaError> {
+        self.bind()?;
+        let stream = self.stream.clone();
+        if bytes == 0 {
+            return Ok(Memory { address: 0, bytes, stream });
+        }
+        let during = failed("allocate device memory");
+        let address = if stream.context().has_async_alloc() {
+            // SAFETY: the stream is alive; nobody reads the memory before it is set below.
+            unsafe { result::malloc_async(stream.cu_stream(), bytes) }
+        } else {
+            // SAFETY: as above.
+            unsafe { result::malloc_sync(bytes) }
+        };
+        let memory = Memory { address: address.map_err(during)?, bytes, stream };
+        // SAFETY: the memory was just allocated, with so many bytes, for this stream.
+        unsafe { result::memset_d8_async(memory.address, 0, bytes, self.stream.cu_stream()) }
+            .map_err(failed("set device memory"))?;
+        Ok(memory)
+    }
+
+    /// Copies to the device, in order of the stream.
+    pub(super) fn write(
+        &self,
+        memory: &mut Memory,
+        at: usize,
+        bytes: &[u8],
+    ) -> Result<(), CudaError> {
+        assert!(at + bytes.len() <= memory.bytes, "our own tables fit their memory");
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.bind()?;
+        let stream = self.stream.cu_stream();
+        // SAFETY: the stream is alive.
+        let capturing = unsafe { result::stream::is_capturing(stream) };
+        let status = capturing.map_err(failed("ask whether the stream is captured"))?;
+        if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            return Err(CudaError::Capturing);
+        }
+        // SAFETY: within the memory. The driver has copied pageable memory, as all of Rust's is, when
+        // this returns.
+        unsafe { result::memcpy_htod_async(memory.address + at as u64, bytes, stream) }
+            .map_err(failed("copy to the device"))
+    }
+
+    /// Copies from the device, and waits for that.
+    pub(super) fn read(
+        &self,
+        memory: &Memory,
+        at: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), CudaError> {
+        assert!(at + bytes.len() <= memory.bytes, "our own state fits its memory");
+        // SAFETY: within the memory, as was just checked.
+        unsafe { self.read_at(memory.address + at as u64, bytes) }
+    }
+
+    /// # Safety
+    ///
+    /// So many bytes must be readable at this address of the device until this returns.
+    pub(super) unsafe fn read_at(&self, address: u64, bytes: &mut [u8]) -> Result<(), CudaError> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.bind()?;
+        // SAFETY: the caller vouches for the address; `bytes` is borrowed until after the wait below.
+        unsafe { result::memcpy_dtoh_async(bytes, address, self.stream.cu_stream()) }
+            .map_err(failed("copy from the device"))?;
+        self.stream.synchronize().map_err(failed("wait for the stream"))
+    }
+
+    /// A kernel of `source`, compiled for this device if it is not in memory or on disk already.
+    pub(super) fn function(
+        &self,
+        source: &str,
+        macros: &[String],
+        kernel: &str,
+    ) -> Result<CUfunction, CudaError> {
+        self.bind()?;
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = macros.join(" ");
+        let module = match modules.get(&key) {
+            Some(module) => *module,
+            None => {
+                let code = compiled(source, macros, self.arch)?;
+                // SAFETY: the image is an ELF file that NVRTC made; the driver copies it.
+                let module = unsafe { result::module::load_data(code.as_ptr().cast()) };
+                let module = Module(module.map_err(failed("load kernels"))?);
+                modules.insert(key, module);
+                module
+            }
+        };
+        let name = CString::new(kernel).expect("kernels' names have no NUL");
+        // SAFETY: the module was loaded in this context and is never unloaded.
+        unsafe { result::module::get_function(module.0, name) }.map_err(failed("find a kernel"))
+    }
+
+    /// Starts blocks of [`THREADS`] threads with one argument, a struct of these bytes.
+    ///
+    /// # Safety
+    ///
+    /// The kernel must take a struct of this layout, and all it points to must be valid until the
+    /// kernel is done.
+    pub(super) unsafe fn launch_kernel(
+        &self,
+        function: CUfunction,
+        blocks: u32,
+        argument: &[u64],
+    ) -> Result<(), CudaError> {
+        self.bind()?;
+        let mut arguments = [argument.as_ptr().cast_mut().cast::<c_void>()];
+        let (grid, block, stream) = ((blocks, 1, 1), (THREADS, 1, 1), self.stream.cu_stream());
+        // SAFETY: the caller vouches for the argument, which the driver copies.
+        unsafe { result::launch_kernel(function, grid, block, 0, stream, &mut arguments) }
+            .map_err(failed("launch a kernel"))
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if self.address == 0 || self.stream.context().bind_to_thread().is_err() {
+            return;
+        }
+        // An error here has nobody to go to; the memory is then lost until the process ends.
+        let _ = if self.stream.context().has_async_alloc() {
+            // SAFETY: allocated in order of this stream, and freed once.
+            unsafe { result::free_async(self.address, self.stream.cu_stream()) }
+        } else {
+            // SAFETY: allocated by the same context, and freed once; this waits for the device.
+            unsafe { result::free_sync(self.address) }
+        };
+    }
+}
+
+/// Machine code for an architecture, from disk or from NVRTC.
+///
+/// # Errors
+///
+/// Those of [`Nvrtc::global`] and [`Nvrtc::compile`].
+pub(super) fn compiled(source: &str, macros: &[String], arch: i32) -> Result<Vec<u8>, CudaError> {
+    let nvrtc = Nvrtc::global()?;
+    let options = options(macros, arch);
+    let entry = cache::folder().map(|folder| Entry::new(folder, source, &options, nvrtc.version()));
+    if let Some(code) = entry.as_ref().and_then(Entry::read) {
+        return Ok(code);
+    }
+    let code = nvrtc.compile(source, &options)?.code;
+    if let Some(entry) = entry {
+        entry.write(&code);
+    }
+    Ok(code)
+}
+
+/// What NVRTC is told: no contraction of `a * b + c`, no flushing of subnormals, roots and quotients
+/// rounded correctly, so that results have the bits of the CPU.
+pub(super) fn options(macros: &[String], arch: i32) -> Vec<String> {
+    let fixed =
+        ["--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"];
+    let fixed = fixed.into_iter().map(String::from);
+    fixed.chain([format!("--gpu-architecture=sm_{arch}")]).chain(macros.iter().cloned()).collect()
+}
+
+/// Whether there is a driver, with all that is called here.
+fn driver() -> Result<(), CudaError> {
+    static DRIVER: OnceLock<Result<(), CudaError>> = OnceLock::new();
+    let look = || {
+        let paths = ["libcuda.so.1", "libcuda.so"].map(PathBuf::from);
+        // SAFETY: the driver's own names.
+        let library = unsafe { Library::open("NVIDIA's driver (libcuda)", &paths, "", INSTALL) }?;
+        has_all(&library)
+    };
+    DRIVER.get_or_init(look).clone()
+}
+
+fn has_all(library: &Library) -> Result<(), CudaError> {
+    SYMBOLS.iter().try_for_each(|symbol| library.symbol(symbol).map(|_| ()))
+}
+
+/// An error of the driver, with what was being done.
+fn failed(during: &'static str) -> impl Fn(DriverError) -> CudaError {
+    move |error| {
+        let name = error.error_name().map(|name| name.to_string_lossy().into_owned());
+        let name = name.unwrap_or_else(|_| "unknown".into());
+        CudaError::Driver { during, name, code: error.0 as u32 }
+    }
+}
+
+/// Threads of a block.
+const THREADS: u32 = 256;
+
+const INSTALL: &str = "install NVIDIA's driver 525 or later (CUDA 12); in a container, start it with \
+    the GPU (`--gpus all`)";
+
+/// Functions that this file has cudarc call.
+const SYMBOLS: &[&str] = &[
+    "cuInit",
+    "cuGetErrorName",
+    "cuGetErrorString",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+    "cuCtxSynchronize",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemAllocAsync",
+    "cuMemFreeAsync",
+    "cuMemsetD8Async",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuStreamSynchronize",
+    "cuStreamIsCapturing",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuLaunchKernel",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where there is a driver, these have nothing to show; the tests of the GPU then do.
+    #[test]
+    fn without_a_driver_there_is_an_error_and_no_panic() {
+        match Gpu::new(0) {
+            Err(CudaError::NotFound { library, tried, install }) => {
+                assert_eq!(library, "NVIDIA's driver (libcuda)");
+                assert_eq!(tried.len(), 2);
+                assert!(install.contains("driver"));
+            }
+            Err(CudaError::Driver { .. }) | Ok(_) => println!("ignored: this machine has a driver"),
+            Err(other) => panic!("{other}"),
+        }
+    }
+
+    #[test]
+    fn an_old_driver_is_an_error_that_names_what_it_lacks() {
+        // SAFETY: the C library is already part of this process.
+        let libc = unsafe { Library::open("libcuda", &["libc.so.6".into()], "", INSTALL) }.unwrap();
+        let text = has_all(&libc).unwrap_err().to_string();
+        assert!(
+            text.starts_with("libc.so.6 has no function cuInit; install NVIDIA's driver"),
+            "{text}"
+        );
+    }
+}

@@ -1,0 +1,176 @@
+//! Finding NVIDIA's libraries. The same file in `amp` and `fused-optim`.
+//!
+//! A library is opened once per process and never closed, so function pointers out of it are good for
+//! ever. A missing one is an error that names every path that was tried.
+
+#![expect(unsafe_code, reason = "dlopen and dlsym")]
+
+use std::env;
+use std::ffi::{CStr, CString, OsString, c_void};
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+
+use super::error::{Attempt, CudaError};
+
+/// An open library. It has no `Drop`: libraries stay open until the process ends.
+#[derive(Debug)]
+pub(super) struct Library {
+    path: PathBuf,
+    handle: NonNull<c_void>,
+    install: &'static str,
+}
+
+// SAFETY: a handle of `dlopen` may be used from any thread.
+unsafe impl Send for Library {}
+// SAFETY: as above; `dlsym` may be called from several at once.
+unsafe impl Sync for Library {}
+
+impl Library {
+    /// Opens the first of `paths` that can be opened. `beside` are libraries in the same folder that
+    /// this one opens by name; they are opened before, as the system's loader does not look there.
+    ///
+    /// # Safety
+    ///
+    /// The initialisers of whatever is at these paths must be sound to run.
+    pub(super) unsafe fn open(
+        library: &'static str,
+        paths: &[PathBuf],
+        beside: &str,
+        install: &'static str,
+    ) -> Result<Self, CudaError> {
+        let mut tried = Vec::new();
+        for path in paths {
+            for helper in path.parent().map(|folder| matching(folder, beside)).unwrap_or_default() {
+                // SAFETY: the caller vouches for what lies at these paths. If it cannot be opened,
+                // whoever needs it will say so.
+                let _ = unsafe { open(&helper) };
+            }
+            // SAFETY: as above.
+            match unsafe { open(path) } {
+                Ok(handle) => return Ok(Self { path: path.clone(), handle, install }),
+                Err(reason) => tried.push(Attempt { path: path.clone(), reason }),
+            }
+        }
+        Err(CudaError::NotFound { library, tried, install })
+    }
+
+    /// Where it was found.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The address of a function.
+    pub(super) fn symbol(&self, symbol: &'static str) -> Result<NonNull<c_void>, CudaError> {
+        let name = CString::new(symbol).expect("the tables' names have no NUL");
+        // SAFETY: the handle is of an open library, since none is ever closed; `name` is a C string.
+        let address = unsafe { libc::dlsym(self.handle.as_ptr(), name.as_ptr()) };
+        let (library, install) = (self.path.clone(), self.install);
+        NonNull::new(address).ok_or(CudaError::MissingSymbol { library, symbol, install })
+    }
+}
+
+/// # Safety
+///
+/// The initialisers of whatever is at this path must be sound to run.
+unsafe fn open(path: &Path) -> Result<NonNull<c_void>, String> {
+    let name = CString::new(path.as_os_str().as_bytes()).map_err(|error| error.to_string())?;
+    // SAFETY: `name` is a C string; the caller vouches for the initialisers.
+    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    NonNull::new(handle).ok_or_else(last_error)
+}
+
+/// What the system's loader says about this thread's last failure.
+fn last_error() -> String {
+    // SAFETY: `dlerror` has no preconditions.
+    let text = unsafe { libc::dlerror() };
+    if text.is_null() {
+        return "no reason given".into();
+    }
+    // SAFETY: not null, so a C string, good until this thread's next dl function; copied before.
+    let text = unsafe { CStr::from_ptr(text) };
+    text.to_string_lossy().into_owned()
+}
+
+/// Files of a folder whose names begin so; none if `prefix` is empty or there is no such folder.
+fn matching(folder: &Path, prefix: &str) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
+    let begins = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        !prefix.is_empty() && name.starts_with(prefix)
+    };
+    let mut found: Vec<PathBuf> =
+        entries.flatten().map(|entry| entry.path()).filter(begins).collect();
+    found.sort();
+    found
+}
+
+/// Where a library may be: what `variable` says and nothing else, if it is set; or wherever the
+/// system's loader looks, CUDA's own folder, and the packages of Python.
+pub(super) fn candidates(variable: &str, names: &[&str], packages: &[&str]) -> Vec<PathBuf> {
+    if let Some(path) = env::var_os(variable).filter(|path| !path.is_empty()) {
+        return vec![path.into()];
+    }
+    let mut paths: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
+    let variables = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(env::var_os);
+    let homes = variables.chain([OsString::from("/usr/local/cuda")]);
+    let mut folders: Vec<PathBuf> = homes.map(|home| Path::new(&home).join("lib64")).collect();
+    for site in python_sites() {
+        folders
+            .extend(packages.iter().map(|package| site.join("nvidia").join(package).join("lib")));
+    }
+    let inside = |folder: &PathBuf| names.iter().map(|name| folder.join(name)).collect::<Vec<_>>();
+    paths.extend(folders.iter().flat_map(inside).filter(|path| path.exists()));
+    paths
+}
+
+/// Folders in which Python keeps packages: those of an active environment first.
+fn python_sites() -> Vec<PathBuf> {
+    let python_path = env::var_os("PYTHONPATH").unwrap_or_default();
+    let mut sites: Vec<PathBuf> = env::split_paths(&python_path).collect();
+    let environments = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(env::var_os);
+    let system = ["/usr/local", "/usr", "/opt/conda"].map(OsString::from);
+    for root in environments.chain(system) {
+        for python in matching(&Path::new(&root).join("lib"), "python3") {
+            sites.extend(["site-packages", "dist-packages"].map(|name| python.join(name)));
+        }
+    }
+    sites
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_library_names_every_path_and_what_to_install() {
+        let paths = ["/nonexistent/libx.so.1", "libx-of-nobody.so"].map(PathBuf::from);
+        // SAFETY: there is nothing at these paths.
+        let error = unsafe { Library::open("libx", &paths, "libx-", "install x") }.unwrap_err();
+        let CudaError::NotFound { tried, .. } = &error else { panic!("{error}") };
+        assert_eq!(
+            tried.iter().map(|one| &one.path).collect::<Vec<_>>(),
+            paths.iter().collect::<Vec<_>>()
+        );
+        let text = error.to_string();
+        assert!(text.starts_with("cannot load libx: /nonexistent/libx.so.1: "), "{text}");
+        assert!(text.ends_with("; install x"), "{text}");
+    }
+
+    #[test]
+    fn a_missing_function_names_the_library() {
+        // SAFETY: the C library is already part of this process.
+        let libc = unsafe { Library::open("libc", &["libc.so.6".into()], "", "update") }.unwrap();
+        assert!(libc.symbol("malloc").is_ok());
+        let text = libc.symbol("no_such_function").unwrap_err().to_string();
+        assert_eq!(text, "libc.so.6 has no function no_such_function; update");
+    }
+
+    #[test]
+    fn a_path_with_nul_is_an_error() {
+        let path = PathBuf::from("lib\0x.so");
+        // SAFETY: there is no such path.
+        assert!(unsafe { Library::open("libx", &[path], "", "") }.is_err());
+    }
+}

@@ -1,0 +1,322 @@
+//! Casts and the loss scale on an NVIDIA GPU (feature `cuda`).
+//!
+//! [`cast`] has the bits of [`amp::cast`](crate::cast()). [`CudaScaler`] is a
+//! [`LossScaler`](crate::LossScaler) whose scale, growth count and verdict lie on the device: nothing
+//! waits for the host, and the launches can be captured in a CUDA graph. The tests compile the kernels
+//! for the CPU and compare.
+//!
+//! Building needs nothing of CUDA. At run time the driver (`libcuda.so.1`) and NVRTC are opened; if one
+//! is missing or too old the error says where it was looked for and what to install. `$NVRTC_LIBRARY`
+//! is the path of an NVRTC elsewhere. Compiled kernels are kept in `$CUBIN_CACHE` (empty: nowhere), or
+//! under `amp/cubin` in the user's cache.
+//!
+//! ```no_run
+//! use amp::cuda::{CudaScaler, DeviceSlice, Gpu};
+//! use amp::{DType, LossScaler, LossScalerOptions};
+//!
+//! # let grad = 0;
+//! let scaler = LossScaler::new(LossScalerOptions::default())?;
+//! let mut scaler = CudaScaler::new(Gpu::new(0)?, &scaler)?;
+//! // SAFETY: there are so many elements at this address, until the next `bind`.
+//! unsafe { scaler.bind(&[DeviceSlice { ptr: grad, len: 1 << 20, dtype: DType::F32 }]) }?;
+//! // SAFETY: nobody else uses them on another stream meanwhile.
+//! unsafe { scaler.unscale() }?;
+//! scaler.update()?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod cache;
+mod driver;
+mod error;
+#[cfg(test)]
+mod gate;
+mod library;
+mod nvrtc;
+mod scaler;
+#[cfg(test)]
+mod shim;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+
+use cudarc::driver::{CudaSlice, DevicePtr};
+
+use crate::{DType, LossScaler};
+pub use driver::Gpu;
+pub use error::{Attempt, CudaError};
+pub use nvrtc::{Cubin, Nvrtc};
+use scaler::Scaler;
+pub use scaler::Status;
+
+/// Elements in a device's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceSlice {
+    /// The address of the first, a `CUdeviceptr`.
+    pub ptr: u64,
+    /// How many there are.
+    pub len: usize,
+    /// Their type; not `F64`.
+    pub dtype: DType,
+}
+
+macro_rules! of_slices {
+    ($($element:ty => $dtype:ident),*) => {$(
+        impl From<&CudaSlice<$element>> for DeviceSlice {
+            /// All of a slice of cudarc; its stream must be the one it is used on.
+            fn from(slice: &CudaSlice<$element>) -> Self {
+                let (ptr, _) = slice.device_ptr(slice.stream());
+                Self { ptr, len: slice.len(), dtype: DType::$dtype }
+            }
+        }
+    )*};
+}
+of_slices!(f32 => F32, half::f16 => F16, half::bf16 => Bf16);
+
+/// Casts element by element, as [`amp::cast`](crate::cast()) does, in order of the stream.
+///
+/// # Errors
+///
+/// [`CudaError::Unsupported`] for lengths that differ, types other than f32, f16 and bf16, or an
+/// address between two elements; and the driver's.
+///
+/// # Safety
+///
+/// Both must lie where they say until the stream has come this far, and not overlap.
+#[expect(unsafe_code, reason = "an address is only a number")]
+pub unsafe fn cast(gpu: &Gpu, from: DeviceSlice, to: DeviceSlice) -> Result<(), CudaError> {
+    // SAFETY: the caller vouches for both.
+    unsafe { cast_on(gpu, from, to) }
+}
+
+/// # Safety
+///
+/// As [`cast`].
+#[expect(unsafe_code, reason = "an address is only a number")]
+unsafe fn cast_on<D: Device>(
+    device: &D,
+    from: DeviceSlice,
+    to: DeviceSlice,
+) -> Result<(), CudaError> {
+    if from.len != to.len {
+        return Err(CudaError::Unsupported { what: "a cast between different lengths" });
+    }
+    let program = Program { cast: Some([number(from)?, number(to)?]) };
+    if from.len == 0 {
+        return Ok(());
+    }
+    // Packs of 4 or 8 by 256 threads, four times.
+    let blocks = u32::try_from(from.len.div_ceil(8 * 256 * 4)).unwrap_or(u32::MAX);
+    let blocks = blocks.min(device.processors() * BLOCKS_PER_PROCESSOR);
+    // SAFETY: a `CastJob`; the caller vouches for both addresses.
+    unsafe { device.launch(program, "cast", blocks, &[from.ptr, to.ptr, from.len as u64]) }
+}
+
+/// A loss scale on a device.
+#[derive(Debug)]
+pub struct CudaScaler(Scaler<Gpu>);
+
+impl CudaScaler {
+    /// A copy of a scaler, that goes on from there.
+    ///
+    /// # Errors
+    ///
+    /// The driver's and NVRTC's.
+    pub fn new(gpu: Gpu, scaler: &LossScaler) -> Result<Self, CudaError> {
+        Ok(Self(Scaler::new(gpu, scaler)?))
+    }
+
+    /// Says where the gradients are; at any time again.
+    ///
+    /// # Errors
+    ///
+    /// As [`cast`].
+    ///
+    /// # Safety
+    ///
+    /// What `grads` say must be so until the next `bind`.
+    #[expect(unsafe_code, reason = "an address is only a number")]
+    pub unsafe fn bind(&mut self, grads: &[DeviceSlice]) -> Result<(), CudaError> {
+        self.0.bind(grads)
+    }
+
+    /// As [`LossScaler::unscale`] over all gradients; half gradients are looked at only. The verdict is
+    /// kept until [`update`](Self::update), with that of earlier calls.
+    ///
+    /// # Errors
+    ///
+    /// The driver's.
+    ///
+    /// # Safety
+    ///
+    /// The gradients must be where `bind` was told, and nobody else may use them until the stream has
+    /// come this far.
+    #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
+    pub unsafe fn unscale(&mut self) -> Result<(), CudaError> {
+        // SAFETY: the caller vouches for the gradients.
+        unsafe { self.0.look(true) }
+    }
+
+    /// Looks at all gradients, and writes none.
+    ///
+    /// # Errors
+    ///
+    /// The driver's.
+    ///
+    /// # Safety
+    ///
+    /// As [`unscale`](Self::unscale).
+    #[expect(unsafe_code, reason = "kernels read where `bind` was told")]
+    pub unsafe fn check(&mut self) -> Result<(), CudaError> {
+        // SAFETY: the caller vouches for the gradients.
+        unsafe { self.0.look(false) }
+    }
+
+    /// Moves the scale by the verdict, as [`LossScaler::update`], and forgets the verdict.
+    ///
+    /// # Errors
+    ///
+    /// The driver's.
+    pub fn update(&mut self) -> Result<(), CudaError> {
+        self.0.update()
+    }
+
+    /// Where the verdict is, a `u32` that is not 0 if a gradient overflowed: what an optimizer's step
+    /// is to be skipped by, or is reduced over ranks before.
+    #[must_use]
+    pub fn found_inf_address(&self) -> u64 {
+        self.0.found_inf_address()
+    }
+
+    /// Where the scale is, an `f32`, for whoever multiplies the loss by it.
+    #[must_use]
+    pub fn scale_address(&self) -> u64 {
+        self.0.scale_address()
+    }
+
+    /// What the device knows. Waits for it.
+    ///
+    /// # Errors
+    ///
+    /// The driver's.
+    pub fn status(&self) -> Result<Status, CudaError> {
+        self.0.status()
+    }
+}
+
+/// Kernels that are compiled together: `cast` between two types, or all others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Program {
+    cast: Option<[u32; 2]>,
+}
+
+impl Program {
+    const SCALER: Self = Self { cast: None };
+
+    /// Macros, as a compiler takes them.
+    fn macros(self) -> Vec<String> {
+        let name = |number: u32| ["F32", "F16", "Bf16"][number as usize];
+        let [from, to] = match self.cast {
+            Some(types) => types.map(name),
+            None => return Vec::new(),
+        };
+        vec![format!("-DFROM={from}"), format!("-DTO={to}")]
+    }
+
+    /// The kernels' names.
+    const fn kernels(self) -> &'static [&'static str] {
+        if self.cast.is_some() { &["cast"] } else { &["unscale", "update"] }
+    }
+
+    /// What NVRTC compiles.
+    fn source() -> String {
+        [include_str!("ptx.h"), Self::SOURCE].concat()
+    }
+
+    /// What is the same for every compiler; the tests have `shim.h` before it in place of `ptx.h`.
+    const SOURCE: &'static str = concat!(include_str!("device.h"), include_str!("amp.cu"));
+}
+
+/// A device, or what stands in for one in tests. As in `fused-optim`.
+trait Device: fmt::Debug {
+    type Memory: fmt::Debug;
+
+    fn alloc(&self, bytes: usize) -> Result<Self::Memory, CudaError>;
+    fn address(memory: &Self::Memory) -> u64;
+    fn write(&self, memory: &mut Self::Memory, at: usize, bytes: &[u8]) -> Result<(), CudaError>;
+    fn read(&self, memory: &Self::Memory, at: usize, bytes: &mut [u8]) -> Result<(), CudaError>;
+    fn processors(&self) -> u32;
+    fn prepare(&self, program: Program) -> Result<(), CudaError>;
+    /// # Safety
+    ///
+    /// `job` must be the struct the kernel takes, and all it points to be valid until it is done.
+    #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
+    unsafe fn launch(
+        &self,
+        program: Program,
+        kernel: &str,
+        blocks: u32,
+        job: &[u64],
+    ) -> Result<(), CudaError>;
+}
+
+impl Device for Gpu {
+    type Memory = driver::Memory;
+
+    fn alloc(&self, bytes: usize) -> Result<Self::Memory, CudaError> {
+        Self::alloc(self, bytes)
+    }
+
+    fn address(memory: &Self::Memory) -> u64 {
+        memory.address
+    }
+
+    fn write(&self, memory: &mut Self::Memory, at: usize, bytes: &[u8]) -> Result<(), CudaError> {
+        Self::write(self, memory, at, bytes)
+    }
+
+    fn read(&self, memory: &Self::Memory, at: usize, bytes: &mut [u8]) -> Result<(), CudaError> {
+        Self::read(self, memory, at, bytes)
+    }
+
+    fn processors(&self) -> u32 {
+        Self::processors(self)
+    }
+
+    fn prepare(&self, program: Program) -> Result<(), CudaError> {
+        for kernel in program.kernels() {
+            self.function(&Program::source(), &program.macros(), kernel)?;
+        }
+        Ok(())
+    }
+
+    #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
+    unsafe fn launch(
+        &self,
+        program: Program,
+        kernel: &str,
+        blocks: u32,
+        job: &[u64],
+    ) -> Result<(), CudaError> {
+        let function = self.function(&Program::source(), &program.macros(), kernel)?;
+        // SAFETY: the caller vouches for the job.
+        unsafe { self.launch_kernel(function, blocks, job) }
+    }
+}
+
+/// The number a type has in kernels, if the slice can be given to one.
+fn number(slice: DeviceSlice) -> Result<u32, CudaError> {
+    let (number, size) = match slice.dtype {
+        DType::F32 => (0, 4),
+        DType::F16 => (1, 2),
+        DType::Bf16 => (2, 2),
+        DType::F64 => return Err(CudaError::Unsupported { what: "f64" }),
+    };
+    if !slice.ptr.is_multiple_of(size) {
+        return Err(CudaError::Unsupported { what: "an address between two elements" });
+    }
+    Ok(number)
+}
+
+/// Blocks of 256 threads that hide the latency of memory; more only wait for each other.
+const BLOCKS_PER_PROCESSOR: u32 = 4;

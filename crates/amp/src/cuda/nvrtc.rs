@@ -1,0 +1,185 @@
+//! NVRTC, NVIDIA's run-time compiler, by a table of our own: from source to the machine code of one
+//! architecture. The same file in `amp` and `fused-optim`.
+//!
+//! It is looked for as `$NVRTC_LIBRARY` says, or by name (`libnvrtc.so.13`, `.so.12`), in CUDA's folder
+//! and in Python's packages. No GPU and no driver is needed.
+
+#![expect(unsafe_code, reason = "calls C functions found by name")]
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ptr;
+use std::sync::OnceLock;
+
+use super::error::CudaError;
+use super::library::{Library, candidates};
+
+/// `nvrtcResult`: 0 is success. A number and not an enum, since C may return any.
+type Status = c_int;
+/// `nvrtcProgram`.
+type Program = *mut c_void;
+type SizeOf = unsafe extern "C" fn(Program, *mut usize) -> Status;
+type BytesOf = unsafe extern "C" fn(Program, *mut c_char) -> Status;
+type Create = unsafe extern "C" fn(
+    *mut Program,
+    *const c_char,
+    *const c_char,
+    c_int,
+    *const *const c_char,
+    *const *const c_char,
+) -> Status;
+
+/// NVRTC's functions. Prototypes as in `nvrtc.h` of CUDA 12.1, the same in 13.
+#[derive(Clone, Copy, Debug)]
+struct Functions {
+    version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> Status,
+    error_string: unsafe extern "C" fn(Status) -> *const c_char,
+    create: Create,
+    compile: unsafe extern "C" fn(Program, c_int, *const *const c_char) -> Status,
+    destroy: unsafe extern "C" fn(*mut Program) -> Status,
+    log_size: SizeOf,
+    log: BytesOf,
+    cubin_size: SizeOf,
+    cubin: BytesOf,
+}
+
+/// The compiler.
+#[derive(Debug)]
+pub struct Nvrtc {
+    functions: Functions,
+    library: Library,
+    version: (i32, i32),
+}
+
+/// Machine code, and what the compiler said.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cubin {
+    /// An ELF file for one architecture.
+    pub code: Vec<u8>,
+    /// Warnings; registers and spills if they were asked for.
+    pub log: String,
+}
+
+impl Nvrtc {
+    /// This process's NVRTC, loaded by the first call; the answer never changes.
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::NotFound`] and [`CudaError::MissingSymbol`].
+    pub fn global() -> Result<&'static Self, CudaError> {
+        static NVRTC: OnceLock<Result<Nvrtc, CudaError>> = OnceLock::new();
+        NVRTC.get_or_init(Self::load).as_ref().map_err(Clone::clone)
+    }
+
+    fn load() -> Result<Self, CudaError> {
+        let names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
+        let paths = candidates("NVRTC_LIBRARY", &names, &["cu13", "cuda_nvrtc", "cu12"]);
+        // SAFETY: these are NVRTC's own names, or what the user named for it.
+        let library =
+            unsafe { Library::open("NVRTC (libnvrtc)", &paths, "libnvrtc-builtins.so", INSTALL) }?;
+        let functions = Functions {
+            version: function(&library, "nvrtcVersion")?,
+            error_string: function(&library, "nvrtcGetErrorString")?,
+            create: function(&library, "nvrtcCreateProgram")?,
+            compile: function(&library, "nvrtcCompileProgram")?,
+            destroy: function(&library, "nvrtcDestroyProgram")?,
+            log_size: function(&library, "nvrtcGetProgramLogSize")?,
+            log: function(&library, "nvrtcGetProgramLog")?,
+            cubin_size: function(&library, "nvrtcGetCUBINSize")?,
+            cubin: function(&library, "nvrtcGetCUBIN")?,
+        };
+        let mut nvrtc = Self { functions, library, version: (0, 0) };
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: writes two numbers.
+        let status = unsafe { (functions.version)(&raw mut major, &raw mut minor) };
+        nvrtc.check("ask NVRTC for its version", status, String::new())?;
+        nvrtc.version = (major, minor);
+        Ok(nvrtc)
+    }
+
+    /// Major and minor version.
+    #[must_use]
+    pub const fn version(&self) -> (i32, i32) {
+        self.version
+    }
+
+    /// Where it was found.
+    #[must_use]
+    pub fn path(&self) -> &std::path::Path {
+        self.library.path()
+    }
+
+    /// Compiles `source` for one architecture, which `options` name.
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::Nvrtc`], with the compiler's log.
+    pub fn compile(&self, source: &str, options: &[String]) -> Result<Cubin, CudaError> {
+        let nul =
+            |_| self.failure("read the source or an option, which has a NUL", 0, String::new());
+        let source = CString::new(source).map_err(nul)?;
+        let options: Vec<CString> =
+            options.iter().map(|o| CString::new(&o[..])).collect::<Result<_, _>>().map_err(nul)?;
+        let mut program = ptr::null_mut();
+        let (name, none) = (c"kernels.cu".as_ptr(), ptr::null());
+        // SAFETY: source and name are C strings; there are no headers.
+        let status = unsafe {
+            (self.functions.create)(&raw mut program, source.as_ptr(), name, 0, none, none)
+        };
+        self.check("make an NVRTC program", status, String::new())?;
+        let result = self.compile_program(program, &options);
+        // SAFETY: the program was made above and is used no more. A failure leaks it.
+        let _ = unsafe { (self.functions.destroy)(&raw mut program) };
+        result
+    }
+
+    fn compile_program(&self, program: Program, options: &[CString]) -> Result<Cubin, CudaError> {
+        let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+        let count = c_int::try_from(pointers.len()).expect("a handful of options");
+        // SAFETY: the program is alive; the options are C strings, so many.
+        let status = unsafe { (self.functions.compile)(program, count, pointers.as_ptr()) };
+        let log = self.bytes(program, self.functions.log_size, self.functions.log)?;
+        let log = String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_owned();
+        self.check("compile kernels", status, log.clone())?;
+        let code = self.bytes(program, self.functions.cubin_size, self.functions.cubin)?;
+        Ok(Cubin { code, log })
+    }
+
+    fn bytes(&self, program: Program, size: SizeOf, get: BytesOf) -> Result<Vec<u8>, CudaError> {
+        let mut count = 0;
+        // SAFETY: the program is alive; writes one number.
+        let status = unsafe { size(program, &raw mut count) };
+        self.check("read from an NVRTC program", status, String::new())?;
+        let mut bytes = vec![0_u8; count];
+        // SAFETY: writes as many bytes as it just said.
+        let status = unsafe { get(program, bytes.as_mut_ptr().cast()) };
+        self.check("read from an NVRTC program", status, String::new())?;
+        Ok(bytes)
+    }
+
+    fn check(&self, during: &'static str, status: Status, log: String) -> Result<(), CudaError> {
+        if status == 0 { Ok(()) } else { Err(self.failure(during, status, log)) }
+    }
+
+    fn failure(&self, during: &'static str, code: Status, log: String) -> CudaError {
+        // SAFETY: takes any number; gives a string of the library's own, or null.
+        let name = unsafe { (self.functions.error_string)(code) };
+        let name = if name.is_null() {
+            "unknown".into()
+        } else {
+            // SAFETY: not null, so a C string that lives as long as the library.
+            unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+        };
+        CudaError::Nvrtc { during, name, code, log }
+    }
+}
+
+/// A function of the library by the type the table gives it.
+fn function<T: Copy>(library: &Library, symbol: &'static str) -> Result<T, CudaError> {
+    const { assert!(size_of::<T>() == size_of::<*mut c_void>()) };
+    let address = library.symbol(symbol)?.as_ptr();
+    // SAFETY: `T` is a function pointer, as large as this one; its prototype is that of `nvrtc.h`.
+    Ok(unsafe { std::mem::transmute_copy::<*mut c_void, T>(&address) })
+}
+
+const INSTALL: &str = "install NVIDIA's CUDA toolkit 12.1 or later, or `pip install \
+    nvidia-cuda-nvrtc`, or set NVRTC_LIBRARY to the path of libnvrtc.so";

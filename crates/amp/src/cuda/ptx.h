@@ -1,0 +1,60 @@
+// What only the device can do: memory instructions and conversions in PTX. `shim.h` of the tests has
+// the same names for a host compiler; everything after this file is compiled for both.
+//
+// Pointers come out of tables, so the compiler cannot know where they point and would use generic
+// accesses. These say `global`, and `cs`: memory is swept, nothing of it is wanted in a cache.
+//
+// `amp` and `fused-optim` each have this file, so that neither needs the other; a test holds the two
+// equal.
+
+#define DEVICE __device__ __forceinline__
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+/// 16, 8, 4 or 2 bytes at an address that is a multiple of as much.
+DEVICE void load16(u32* w, u64 at) {
+  asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(at) : "memory");
+}
+DEVICE void load8(u32* w, u64 at) {
+  asm volatile("ld.global.cs.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(at) : "memory");
+}
+DEVICE u32 load4(u64 at) {
+  u32 w;
+  asm volatile("ld.global.cs.u32 %0, [%1];" : "=r"(w) : "l"(at) : "memory");
+  return w;
+}
+DEVICE u16 load2(u64 at) {
+  u16 h;
+  asm volatile("ld.global.cs.u16 %0, [%1];" : "=h"(h) : "l"(at) : "memory");
+  return h;
+}
+DEVICE void store16(u64 at, const u32* w) {
+  asm volatile("st.global.cs.v4.u32 [%4], {%0, %1, %2, %3};"
+               :: "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(at) : "memory");
+}
+DEVICE void store8(u64 at, const u32* w) {
+  asm volatile("st.global.cs.v2.u32 [%2], {%0, %1};" :: "r"(w[0]), "r"(w[1]), "l"(at) : "memory");
+}
+DEVICE void store4(u64 at, u32 w) {
+  asm volatile("st.global.cs.u32 [%1], %0;" :: "r"(w), "l"(at) : "memory");
+}
+DEVICE void store2(u64 at, u16 h) {
+  asm volatile("st.global.cs.u16 [%1], %0;" :: "h"(h), "l"(at) : "memory");
+}
+
+/// The value of a half that is no NaN.
+DEVICE float f16_to_f32(u16 h) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+  return x;
+}
+/// Rounds to nearest even what is no NaN.
+DEVICE u16 f32_to_f16(float x) {
+  u16 h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+}

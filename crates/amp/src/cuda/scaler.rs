@@ -1,0 +1,155 @@
+//! The loss scale on a device.
+
+use super::{BLOCKS_PER_PROCESSOR, CudaError, Device, DeviceSlice, Program, number};
+use crate::{LossScaler, Policy};
+
+/// What the device knows of the loss scale.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Status {
+    /// The scale.
+    pub scale: f32,
+    /// Good steps since it last moved.
+    pub growth_tracker: u64,
+    /// Whether a gradient overflowed since the last update.
+    pub found_inf: bool,
+    /// Whether gradients have overflowed at the lowest scale, which is
+    /// [`Error::ScaleAtFloor`](crate::Error::ScaleAtFloor) on the CPU.
+    pub at_floor: bool,
+    /// The Euclidean norm of all gradients divided by the scale, at the last look; summed in f64 in
+    /// an order that the lengths fix.
+    pub norm: f64,
+}
+
+/// A loss scale on device `D`.
+#[derive(Debug)]
+pub(super) struct Scaler<D: Device> {
+    pub(super) device: D,
+    state: D::Memory,
+    tables: Option<Tables<D::Memory>>,
+}
+
+#[derive(Debug)]
+struct Tables<M> {
+    tensors: M,
+    chunks: M,
+    sums: M,
+    count: u32,
+}
+
+/// Where things are in `Scaler` of `amp.cu`.
+const TRACKER: usize = 32;
+const NORM: usize = 40;
+const SCALE: usize = 48;
+const FOUND_INF: usize = 52;
+const AT_FLOOR: usize = 56;
+const BYTES: usize = 72;
+/// Elements whose sum one warp takes: `SPAN` of `device.h`.
+const SPAN: usize = 1 << 14;
+
+impl<D: Device> Scaler<D> {
+    pub(super) fn new(device: D, scaler: &LossScaler) -> Result<Self, CudaError> {
+        let mut bytes = Vec::new();
+        let options = scaler.options().unwrap_or_default();
+        let floor = match options.policy {
+            Policy::Guarded { min_scale } => min_scale,
+            Policy::Torch => -1.0,
+        };
+        let interval = options.growth_interval as f64;
+        for number in [options.growth_factor, options.backoff_factor, interval] {
+            bytes.extend(number.to_ne_bytes());
+        }
+        bytes.extend(floor.to_ne_bytes());
+        bytes.extend(u32::from(scaler.options().is_some()).to_ne_bytes());
+        bytes.extend(scaler.growth_tracker().to_ne_bytes());
+        bytes.extend(0.0_f64.to_ne_bytes());
+        bytes.extend(scaler.scale().to_ne_bytes());
+        bytes.resize(BYTES, 0);
+        device.prepare(Program::SCALER)?;
+        let mut state = device.alloc(BYTES)?;
+        device.write(&mut state, 0, &bytes)?;
+        Ok(Self { device, state, tables: None })
+    }
+
+    pub(super) fn bind(&mut self, grads: &[DeviceSlice]) -> Result<(), CudaError> {
+        let (mut tensors, mut chunks) = (Vec::new(), Vec::new());
+        let mut count = 0;
+        for (at, grad) in grads.iter().enumerate() {
+            tensors.extend([grad.ptr, grad.len as u64, u64::from(number(*grad)?)]);
+            for index in 0..grad.len.div_ceil(SPAN) {
+                chunks.extend([at as u32, index as u32]);
+                count += 1;
+            }
+        }
+        let (tensors, chunks): (Vec<_>, Vec<_>) = (
+            tensors.iter().flat_map(|word| word.to_ne_bytes()).collect(),
+            chunks.iter().flat_map(|word| word.to_ne_bytes()).collect(),
+        );
+        // Each level of sums has a 32nd of the one before, rounded up.
+        let sums = self.device.alloc(8 * (count as usize + count as usize / 31 + 8))?;
+        let send = |bytes: &[u8]| {
+            let mut memory = self.device.alloc(bytes.len())?;
+            self.device.write(&mut memory, 0, bytes)?;
+            Ok(memory)
+        };
+        let tables = Tables { tensors: send(&tensors)?, chunks: send(&chunks)?, sums, count };
+        self.tables = Some(tables);
+        Ok(())
+    }
+
+    /// # Safety
+    ///
+    /// The gradients must be where `bind` was told until the stream has come this far.
+    #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
+    pub(super) unsafe fn look(&mut self, write: bool) -> Result<(), CudaError> {
+        let Some(tables) = &self.tables else {
+            return Err(CudaError::Unsupported { what: "a look before `bind`" });
+        };
+        let job = [
+            D::address(&tables.tensors),
+            D::address(&tables.chunks),
+            D::address(&tables.sums),
+            D::address(&self.state),
+            pair(tables.count, write.into()),
+        ];
+        let most = self.device.processors() * BLOCKS_PER_PROCESSOR;
+        let blocks = tables.count.div_ceil(8).clamp(1, most);
+        // SAFETY: an `UnscaleJob` over tables that live as long as `self`; the caller vouches for the
+        // gradients.
+        unsafe { self.device.launch(Program::SCALER, "unscale", blocks, &job) }
+    }
+
+    #[expect(unsafe_code, reason = "launches a kernel")]
+    pub(super) fn update(&mut self) -> Result<(), CudaError> {
+        let job = [0, 0, 0, D::address(&self.state), 0];
+        // SAFETY: an `UnscaleJob`, of which this kernel uses the scaler alone.
+        unsafe { self.device.launch(Program::SCALER, "update", 1, &job) }
+    }
+
+    pub(super) fn found_inf_address(&self) -> u64 {
+        D::address(&self.state) + FOUND_INF as u64
+    }
+
+    pub(super) fn scale_address(&self) -> u64 {
+        D::address(&self.state) + SCALE as u64
+    }
+
+    pub(super) fn status(&self) -> Result<Status, CudaError> {
+        let mut bytes = [0; BYTES];
+        self.device.read(&self.state, 0, &mut bytes)?;
+        let word = |at: usize| -> [u8; 4] { std::array::from_fn(|i| bytes[at + i]) };
+        let pair = |at: usize| -> [u8; 8] { std::array::from_fn(|i| bytes[at + i]) };
+        Ok(Status {
+            scale: f32::from_ne_bytes(word(SCALE)),
+            growth_tracker: u64::from_ne_bytes(pair(TRACKER)),
+            found_inf: u32::from_ne_bytes(word(FOUND_INF)) != 0,
+            at_floor: u32::from_ne_bytes(word(AT_FLOOR)) != 0,
+            norm: f64::from_ne_bytes(pair(NORM)),
+        })
+    }
+}
+
+/// Two numbers that are neighbours in a struct.
+fn pair(first: u32, second: u32) -> u64 {
+    let bytes: Vec<u8> = [first, second].iter().flat_map(|word| word.to_ne_bytes()).collect();
+    u64::from_ne_bytes(bytes.try_into().expect("twice four bytes"))
+}

@@ -1,0 +1,227 @@
+// CUDA for a host compiler: the names of `ptx.h` and of the language, over fibers.
+//
+// A grid's blocks run one after another, in an order drawn from a seed. A block's threads are fibers;
+// wherever one waits (a barrier, a shuffle), which goes on next is drawn, too. What a GPU would
+// trap, or silently do wrong, is a fault that the launch reports: an access outside of the memory
+// the test has lent, a misaligned one, a barrier that not all threads reach.
+//
+// `amp` and `fused-optim` each have this file, so that neither needs the other; a test holds the two
+// equal.
+
+#include <csetjmp>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <ucontext.h>
+#include <vector>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE inline
+#define __device__
+#define __global__
+#define __launch_bounds__(...)
+#define __shared__ static thread_local
+#define threadIdx (shim::current->thread)
+#define blockIdx (shim::block)
+#define gridDim (shim::grid)
+
+namespace shim {
+
+struct Index { u32 x; };
+struct Barrier { u32 arrived; std::vector<u32> waiting; };
+struct Fiber {
+  ucontext_t first;
+  jmp_buf at;
+  std::vector<char> stack;
+  Index thread;
+  bool started, done;
+};
+
+thread_local Index block, grid;
+thread_local Fiber* current;
+thread_local std::vector<Fiber> fibers;
+thread_local std::vector<u32> ready;
+thread_local jmp_buf scheduler;
+thread_local Barrier all, warps[32];
+thread_local u64 words[32][32];
+thread_local u32 votes;
+thread_local u64 state;
+thread_local char fault[200];
+thread_local std::vector<u64> lent; // begin, end, begin, end, ...
+thread_local void (*body)(const void*);
+thread_local const void* job;
+
+inline u32 draw(u32 below) {
+  state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+  return (u32)((state >> 33) % below);
+}
+
+inline void report(const char* what, u64 at) {
+  if (!fault[0])
+    snprintf(fault, sizeof fault, "%s at %#llx, block %u, thread %u", what, at, block.x,
+             current ? current->thread.x : 0);
+}
+
+inline void yield() {
+  if (!_setjmp(current->at)) _longjmp(scheduler, 1);
+}
+
+inline void wait(Barrier& barrier, u32 count) {
+  if (++barrier.arrived < count) {
+    barrier.waiting.push_back(current->thread.x);
+    return yield();
+  }
+  barrier.arrived = 0;
+  ready.insert(ready.end(), barrier.waiting.begin(), barrier.waiting.end());
+  barrier.waiting.clear();
+  ready.push_back(current->thread.x);
+  yield();
+}
+
+inline void fiber() {
+  for (;;) {
+    body(job);
+    current->done = true;
+    yield();
+  }
+}
+
+inline void run(Fiber& fiber) {
+  current = &fiber;
+  if (_setjmp(scheduler)) return;
+  if (fiber.started) _longjmp(fiber.at, 1);
+  fiber.started = true;
+  setcontext(&fiber.first);
+}
+
+inline void make_fibers(u32 count) {
+  fibers.resize(count);
+  for (u32 i = 0; i < count; i++) {
+    Fiber& f = fibers[i];
+    f.stack.resize(64 << 10);
+    getcontext(&f.first);
+    f.first.uc_stack.ss_sp = f.stack.data();
+    f.first.uc_stack.ss_size = f.stack.size();
+    makecontext(&f.first, fiber, 0);
+    f.thread.x = i, f.started = false;
+  }
+}
+
+inline void run_block(u32 threads) {
+  ready.clear();
+  for (u32 i = 0; i < threads; i++) fibers[i].done = false, ready.push_back(i);
+  while (!ready.empty() && !fault[0]) {
+    u32 at = draw((u32)ready.size()), next = ready[at];
+    ready[at] = ready.back();
+    ready.pop_back();
+    run(fibers[next]);
+  }
+  for (u32 i = 0; i < threads; i++)
+    if (!fibers[i].done) report("a barrier that not all threads reach", i);
+}
+
+/// Runs a kernel; its first fault, or null.
+inline const char* launch(void (*kernel)(const void*), const void* of, u32 blocks, u32 threads,
+                          u64 seed, const u64* ranges, u32 range_count) {
+  lent.assign(ranges, ranges + range_count);
+  state = seed * 0x9e3779b97f4a7c15ull | 1;
+  fault[0] = 0, body = kernel, job = of, grid.x = blocks;
+  // A fault leaves fibers amid their work: then they are made anew.
+  make_fibers(threads);
+  all = Barrier();
+  for (Barrier& warp : warps) warp = Barrier();
+  std::vector<u32> order(blocks);
+  for (u32 i = 0; i < blocks; i++) {
+    u32 at = draw(i + 1);
+    order[i] = order[at], order[at] = i;
+  }
+  for (u32 b : order) {
+    block.x = b;
+    if (!fault[0]) run_block(threads);
+  }
+  current = nullptr;
+  return fault[0] ? fault : nullptr;
+}
+
+/// The host address, or a fault and null.
+inline char* access(u64 at, u32 bytes) {
+  if (at % bytes) return report("a misaligned access", at), nullptr;
+  size_t low = 0, high = lent.size() / 2;
+  while (low < high) {
+    size_t middle = (low + high) / 2;
+    if (lent[2 * middle + 1] <= at) low = middle + 1;
+    else high = middle;
+  }
+  if (low == lent.size() / 2 || at < lent[2 * low] || at + bytes > lent[2 * low + 1])
+    return report("an access outside of memory", at), nullptr;
+  return (char*)at;
+}
+
+template <class T>
+inline void load(T* to, u64 at, u32 bytes) {
+  char* from = access(at, bytes);
+  if (from) memcpy(to, from, bytes);
+  else memset(to, 0, bytes);
+}
+inline void store(u64 at, const void* from, u32 bytes) {
+  if (char* to = access(at, bytes)) memcpy(to, from, bytes);
+}
+
+} // namespace shim
+
+inline void load16(u32* w, u64 at) { shim::load(w, at, 16); }
+inline void load8(u32* w, u64 at) { shim::load(w, at, 8); }
+inline u32 load4(u64 at) { u32 w; shim::load(&w, at, 4); return w; }
+inline u16 load2(u64 at) { u16 w; shim::load(&w, at, 2); return w; }
+inline void store16(u64 at, const u32* w) { shim::store(at, w, 16); }
+inline void store8(u64 at, const u32* w) { shim::store(at, w, 8); }
+inline void store4(u64 at, u32 w) { shim::store(at, &w, 4); }
+inline void store2(u64 at, u16 w) { shim::store(at, &w, 2); }
+
+inline float __uint_as_float(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
+inline u32 __float_as_uint(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
+
+inline float f16_to_f32(u16 bits) {
+  u32 magnitude = bits & 0x7fffu, sign = (bits & 0x8000u) << 16;
+  if (magnitude >= 0x7c00u) return __uint_as_float(sign | 0x7f800000u);
+  // A power of two moves the exponent to where f32 has it, subnormals included.
+  float x = __uint_as_float(magnitude << 13) * 0x1p112f;
+  return __uint_as_float(sign | __float_as_uint(x));
+}
+inline u16 f32_to_f16(float x) {
+  u32 bits = __float_as_uint(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude >= 0x47800000u) return (u16)(sign | 0x7c00u);
+  if (magnitude < 0x38800000u) { // Units of 2^-24, rounded by the addition.
+    float units = __uint_as_float(magnitude) * 0x1p24f + 0x1p23f;
+    return (u16)(sign | (__float_as_uint(units) - 0x4b000000u));
+  }
+  u32 rounded = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13;
+  return (u16)(sign | rounded);
+}
+
+inline void __syncthreads() { shim::wait(shim::all, (u32)shim::fibers.size()); }
+inline bool __syncthreads_and(bool vote) {
+  shim::votes += vote;
+  __syncthreads();
+  bool all = shim::votes == shim::fibers.size();
+  __syncthreads();
+  shim::votes = 0;
+  __syncthreads();
+  return all;
+}
+inline double __shfl_xor_sync(u32, double x, u32 step) {
+  u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  memcpy(&shim::words[warp][lane], &x, 8);
+  shim::wait(shim::warps[warp], 32);
+  double other;
+  memcpy(&other, &shim::words[warp][lane ^ step], 8);
+  shim::wait(shim::warps[warp], 32);
+  return other;
+}
+inline void __threadfence() {}
+inline u32 atomicAdd(u32* at, u32 x) { u32 old = *at; *at = old + x; return old; }
+inline u32 atomicOr(u32* at, u32 x) { u32 old = *at; *at = old | x; return old; }

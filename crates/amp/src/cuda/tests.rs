@@ -1,0 +1,237 @@
+//! The kernels against the CPU's loops, bit for bit, on the CPU.
+
+#![expect(unsafe_code, reason = "kernels work on memory of the test")]
+
+use half::{bf16, f16};
+
+use super::scaler::Scaler;
+use super::shim::Host;
+use super::{Device, DeviceSlice, Program, cast_on};
+use crate::*;
+
+/// Numbers that look random: any bits, or such that are near zero, or near a half's bounds.
+fn floats(seed: u64, count: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 20) as u32
+    };
+    let one = |i: usize| match i % 4 {
+        0 => f32::from_bits(next()),
+        1 => f32::from_bits(next() >> 4 | 0x3000_0000),
+        2 => f32::from_bits(next() & 0x8fff_ffff | 0x3000_0000),
+        _ => (next() % 2000) as f32 - 1000.0,
+    };
+    (0..count).map(one).collect()
+}
+
+/// What the device makes of `input`, from element `skip` on, into a place that may not be aligned.
+fn on_device<S: Copy, D: Copy + Default>(
+    host: &Host,
+    input: &[S],
+    skip: usize,
+    types: [DType; 2],
+) -> Vec<D> {
+    let mut from = input.to_vec();
+    let mut to = vec![D::default(); input.len() + 1];
+    let len = input.len() - skip;
+    let [a, b] = types;
+    let from = DeviceSlice { ptr: host.lend(&mut from[skip..]), len, dtype: a };
+    let target = DeviceSlice { ptr: host.lend(&mut to[skip % 2..][..len]), len, dtype: b };
+    // SAFETY: both were just lent.
+    unsafe { cast_on(host, from, target) }.unwrap();
+    to[skip % 2..][..len].to_vec()
+}
+
+#[test]
+fn casts_have_the_bits_of_the_cpu() {
+    let bits32 = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    let bits_f16 = |values: &[f16]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    let bits_bf16 = |values: &[bf16]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    for (seed, skip) in [(1, 0), (2, 1), (3, 2), (4, 8)] {
+        let wide = floats(seed, 50_001);
+        let host = Host::new(seed);
+        let mut f16s = vec![f16::ZERO; wide.len() - skip];
+        cast(&wide[skip..], &mut f16s).unwrap();
+        let got = on_device::<f32, f16>(&host, &wide, skip, [DType::F32, DType::F16]);
+        assert_eq!(bits_f16(&f16s), bits_f16(&got), "f32 to f16, {skip}");
+        let mut bf16s = vec![bf16::ZERO; wide.len() - skip];
+        cast(&wide[skip..], &mut bf16s).unwrap();
+        let got = on_device::<f32, bf16>(&host, &wide, skip, [DType::F32, DType::Bf16]);
+        assert_eq!(bits_bf16(&bf16s), bits_bf16(&got), "f32 to bf16, {skip}");
+    }
+    let host = Host::new(7);
+    let f16s: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
+    let bf16s: Vec<bf16> = (0..=u16::MAX).map(bf16::from_bits).collect();
+    let mut wide = vec![0.0_f32; f16s.len()];
+    cast(&f16s, &mut wide).unwrap();
+    assert_eq!(bits32(&wide), bits32(&on_device(&host, &f16s, 0, [DType::F16, DType::F32])));
+    cast(&bf16s, &mut wide).unwrap();
+    assert_eq!(bits32(&wide), bits32(&on_device(&host, &bf16s, 0, [DType::Bf16, DType::F32])));
+    let (mut to_bf16, mut to_f16) = (bf16s.clone(), f16s.clone());
+    cast(&f16s, &mut to_bf16).unwrap();
+    let got = on_device::<f16, bf16>(&host, &f16s, 0, [DType::F16, DType::Bf16]);
+    assert_eq!(bits_bf16(&to_bf16), bits_bf16(&got));
+    cast(&bf16s, &mut to_f16).unwrap();
+    let got = on_device::<bf16, f16>(&host, &bf16s, 0, [DType::Bf16, DType::F16]);
+    assert_eq!(bits_f16(&to_f16), bits_f16(&got));
+}
+
+/// The norm in the kernel's order: blocks of 1024 by 16 lanes, neighbours, 16 blocks, 32 sums, ...
+fn norm_twin(tensors: &[Vec<f32>], factor: f32) -> f64 {
+    let tree = |values: &[f64], width: usize| {
+        let mut values = values.to_vec();
+        values.resize(width, 0.0);
+        while values.len() > 1 {
+            values = values.chunks(2).map(|pair| pair[0] + pair[1]).collect();
+        }
+        values[0]
+    };
+    let block = |values: &[f32]| {
+        let mut lanes = [0.0; 16];
+        for (i, x) in values.iter().enumerate() {
+            lanes[i % 16] += f64::from(x * factor) * f64::from(x * factor);
+        }
+        tree(&lanes, 16)
+    };
+    let span = |values: &[f32]| tree(&values.chunks(1024).map(block).collect::<Vec<_>>(), 16);
+    let mut sums: Vec<f64> = tensors.iter().flat_map(|t| t.chunks(1 << 14)).map(span).collect();
+    while sums.len() > 1 {
+        sums = sums.chunks(32).map(|some| tree(some, 32)).collect();
+    }
+    sums.first().copied().unwrap_or(0.0).sqrt()
+}
+
+/// A run of looks and updates, beside the CPU's scaler; the first difference.
+fn compare(host: Host, options: LossScalerOptions, seed: u64) -> std::result::Result<(), String> {
+    let mut cpu = LossScaler::new(options).unwrap();
+    let mut device = Scaler::new(host, &cpu).unwrap();
+    for step in 0..12_u64 {
+        let large = if step == 3 { 700_000 } else { 20_000 };
+        let mut tensors: Vec<Vec<f32>> = [0, 1, 5, 16_384, large, 1025]
+            .iter()
+            .map(|count| floats(seed + step, *count).iter().map(|x| x % 8.0).collect())
+            .collect();
+        tensors.iter_mut().flatten().filter(|x| !x.is_finite()).for_each(|x| *x = 0.25);
+        let bad = (seed + step) % 3 == 0;
+        if bad {
+            let at = seed as usize % tensors[4].len();
+            tensors[4][at] = [f32::INFINITY, f32::NAN, f32::MAX][step as usize % 3];
+        }
+        let twin_norm = norm_twin(&tensors, cpu.inv_scale());
+        let mut twins = tensors.clone();
+        let mut halves: Vec<f16> = (0..3000).map(|i| f16::from_f32(i as f32)).collect();
+        halves[2999] = if step % 5 == 4 { f16::NEG_INFINITY } else { f16::ONE };
+        let with_halves = step % 2 == 0;
+        let mut slices: Vec<DeviceSlice> = twins
+            .iter_mut()
+            .map(|t| DeviceSlice {
+                len: t.len(),
+                ptr: device.device.lend(&mut t[..]),
+                dtype: DType::F32,
+            })
+            .collect();
+        if with_halves {
+            let ptr = device.device.lend(&mut halves[1..]);
+            slices.push(DeviceSlice { ptr, len: 2999, dtype: DType::F16 });
+        }
+        device.bind(&slices).unwrap();
+        // SAFETY: all was just lent.
+        unsafe { device.look(true) }.unwrap();
+        let status = device.status().unwrap();
+        let mut found = with_halves && has_non_finite(&halves);
+        tensors.iter_mut().for_each(|t| found |= cpu.unscale(t));
+        if status.found_inf != found {
+            return Err(format!("step {step}: found {}", status.found_inf));
+        }
+        if !with_halves && !found && status.norm.to_bits() != twin_norm.to_bits() {
+            return Err(format!("step {step}: norm {} instead of {twin_norm}", status.norm));
+        }
+        let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
+        if !tensors.iter().flatten().zip(twins.iter().flatten()).all(same) {
+            return Err(format!("step {step}: gradients"));
+        }
+        let at_floor = cpu.update(found).is_err();
+        device.update().unwrap();
+        let status = device.status().unwrap();
+        let got = (status.scale, status.growth_tracker, status.found_inf);
+        if got != (cpu.scale(), cpu.growth_tracker(), false) || (at_floor && !status.at_floor) {
+            return Err(format!("step {step}: {got:?}"));
+        }
+    }
+    Ok(())
+}
+
+fn all_options() -> Vec<LossScalerOptions> {
+    let base = LossScalerOptions { growth_interval: 2, ..Default::default() };
+    let low = Policy::Guarded { min_scale: 0.25 };
+    vec![
+        base,
+        LossScalerOptions { policy: Policy::Torch, growth_factor: 3.0, ..base },
+        LossScalerOptions { init_scale: 0.5, growth_factor: 1.1, policy: low, ..base },
+        LossScalerOptions { init_scale: 1.0, growth_interval: 1, policy: low, ..base },
+        LossScalerOptions { init_scale: 0.5, growth_interval: 100, policy: low, ..base },
+    ]
+}
+
+#[test]
+fn the_scale_goes_as_on_the_cpu() {
+    for (seed, options) in all_options().into_iter().enumerate() {
+        assert_eq!(compare(Host::new(seed as u64), options, seed as u64), Ok(()), "{options:?}");
+    }
+}
+
+/// Changes to the source of the kernels that the comparison must notice: what, and into what.
+const PLANTED: &[(&str, &str)] = &[
+    ("scaler.found_inf |= scaler.bad", "scaler.found_inf = 0"),
+    ("bad |= !is_finite(x) ||", "bad |="),
+    ("(guarded && !is_finite(y))", "false"),
+    ("if (pack) return g.store", "if (pack) return; g.store"),
+    ("job.write && factor != 1", "false"),
+    ("inverse(scaler.scale)", "1 / (scaler.scale + 1)"),
+    ("torch ? count != scaler.interval : count < scaler.interval", "count <= scaler.interval"),
+    ("scaler.scale * scaler.backoff", "scaler.scale * 0.25"),
+    ("i < count ? sum[i] : 0", "i + 1 < count ? sum[i] : 0"),
+    ("sum += count, count = groups;", "count = groups;"),
+    ("scaler.found_inf = 0;\n", "\n"),
+    ("c += warp_count()", "c += warp_count() + 1"),
+    ("scaler.tracker++", "scaler.tracker += 2"),
+    ("else scaler.at_floor = 1", ""),
+];
+
+#[test]
+fn planted_mistakes_are_noticed() {
+    let unnoticed = |planted: &&(&'static str, &'static str)| {
+        assert!(Program::SOURCE.contains(planted.0), "the source has no `{}`", planted.0);
+        all_options().into_iter().enumerate().all(|(seed, options)| {
+            let mut host = Host::new(seed as u64);
+            host.planted = Some(**planted);
+            // What does not compile is no mistake.
+            host.prepare(Program::SCALER).unwrap();
+            let run = || compare(host, options, seed as u64);
+            // A fault, too, is notice.
+            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
+            result.is_ok_and(|result| result.is_ok())
+        })
+    };
+    let unnoticed: Vec<_> = PLANTED.iter().filter(unnoticed).collect();
+    assert!(unnoticed.is_empty(), "nobody notices {unnoticed:#?}");
+}
+
+#[test]
+fn what_no_kernel_does_is_an_error() {
+    let host = Host::new(0);
+    let slice = |ptr, len, dtype| DeviceSlice { ptr, len, dtype };
+    let bad = [
+        [slice(0, 1, DType::F32), slice(0, 2, DType::F16)],
+        [slice(0, 1, DType::F64), slice(0, 1, DType::F16)],
+        [slice(2, 1, DType::F32), slice(0, 1, DType::F16)],
+    ];
+    for [from, to] in bad {
+        // SAFETY: refused before anything is read.
+        assert!(unsafe { cast_on(&host, from, to) }.is_err(), "{from:?} {to:?}");
+    }
+    assert!(host.alloc(0).is_ok());
+}

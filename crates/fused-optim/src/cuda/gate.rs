@@ -1,0 +1,163 @@
+//! What NVRTC makes of the kernels: no spills, no generic accesses, 16 bytes at a time, few registers.
+//!
+//! Needs NVRTC and no GPU; `.ci/kernels` gets it, and `nvdisasm`, from PyPI. Without them the test
+//! says so.
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::Mutex;
+use std::{env, fs, process, thread};
+
+use super::device::Program;
+use super::driver::options;
+use super::nvrtc::Nvrtc;
+use super::table::Types;
+
+/// Every form of every rule, and whether it sweeps twice.
+const FORMS: [(&str, bool); 18] = [
+    ("Adadelta", false),
+    ("Adam<false>", false),
+    ("Adam<true>", false),
+    ("AdamW<false>", false),
+    ("AdamW<true>", false),
+    ("AdamP", true),
+    ("BertAdam", false),
+    ("Lamb", true),
+    ("RmsProp<false, false>", false),
+    ("RmsProp<false, true>", false),
+    ("RmsProp<true, false>", false),
+    ("RmsProp<true, true>", false),
+    ("RmsPropTf<false, false>", false),
+    ("RmsPropTf<false, true>", false),
+    ("RmsPropTf<true, true>", false),
+    ("Sgd<false, false>", false),
+    ("Sgd<true, false>", false),
+    ("Sgd<true, true>", false),
+];
+
+/// Registers a thread of each kernel may have: so many blocks of 256 fit a processor's 65 536.
+const BUDGET: [(&str, u32); 4] = [("look", 80), ("step", 96), ("observe", 128), ("conclude", 128)];
+
+fn programs(arch: i32) -> Vec<Program> {
+    let all = |(form, twice): &(&str, bool), types| Program {
+        rule: Some(((*form).into(), *twice)),
+        types,
+    };
+    let plain = Types { grad: 0, weight: 0, master: false };
+    let half = Types { grad: 1, weight: 2, master: true };
+    let mut programs = vec![Program::LOOK];
+    programs.extend(FORMS.iter().flat_map(|form| [plain, half].map(|types| all(form, types))));
+    if arch == 90 {
+        let types = (0..3).flat_map(|grad| {
+            [(0, false), (1, false), (2, false), (1, true), (2, true)]
+                .map(|(weight, master)| Types { grad, weight, master })
+        });
+        programs.extend(types.map(|types| all(&FORMS[3], types)));
+    }
+    programs
+}
+
+/// The architectures each version is asked for: 13 has no sm_70, 12.1 nothing after sm_90.
+const fn architectures(major: i32) -> &'static [i32] {
+    if major >= 13 { &[80, 90, 100, 120] } else { &[70] }
+}
+
+#[test]
+fn kernels_compile_without_spills_for_every_architecture() {
+    let nvrtc = match Nvrtc::global() {
+        Ok(nvrtc) => nvrtc,
+        Err(error) => return println!("ignored: {error}"),
+    };
+    let nvdisasm = env::var_os("NVDISASM");
+    if nvdisasm.is_none() {
+        println!("machine code is not looked at: NVDISASM is not set");
+    }
+    let all = architectures(nvrtc.version().0)
+        .iter()
+        .flat_map(|arch| programs(*arch).into_iter().map(|program| (program, *arch)));
+    let (work, problems) = (Mutex::new(all), Mutex::new(Vec::new()));
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                loop {
+                    let Some((program, arch)) = work.lock().unwrap().next() else { break };
+                    if let Err(text) = check(nvrtc, &program, arch, nvdisasm.as_deref()) {
+                        problems.lock().unwrap().push(format!("sm_{arch}, {program:?}: {text}"));
+                    }
+                }
+            });
+        }
+    });
+    let problems = problems.into_inner().unwrap();
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+fn check(
+    nvrtc: &Nvrtc,
+    program: &Program,
+    arch: i32,
+    nvdisasm: Option<&std::ffi::OsStr>,
+) -> Result<(), String> {
+    let mut options = options(&program.macros(), arch);
+    options.push("--ptxas-options=-v".into());
+    let cubin = nvrtc.compile(&program.source(), &options).map_err(|error| error.to_string())?;
+    let mut seen = 0;
+    for entry in cubin.log.split("Compiling entry function '").skip(1) {
+        seen += 1;
+        let name = entry.split('\'').next().unwrap_or_default();
+        let clean = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads";
+        if !entry.contains(clean) {
+            return Err(format!("{name} spills: {entry}"));
+        }
+        let used = entry.split("Used ").nth(1).and_then(|text| text.split(' ').next());
+        let used: u32 = used.and_then(|text| text.parse().ok()).ok_or("no registers in the log")?;
+        let budget = BUDGET.iter().find(|(kernel, _)| *kernel == name).map(|(_, budget)| *budget);
+        if used > budget.ok_or_else(|| format!("{name} has no budget"))? {
+            return Err(format!("{name} has {used} registers"));
+        }
+    }
+    if seen != program.kernels().len() {
+        return Err(format!("{seen} kernels in the log: {}", cubin.log));
+    }
+    // nvdisasm knows nothing before sm_75.
+    match nvdisasm {
+        Some(tool) if arch >= 75 => machine_code(tool.as_ref(), program, &cubin.code),
+        _ => Ok(()),
+    }
+}
+
+/// Looks at each kernel's instructions.
+fn machine_code(tool: &Path, program: &Program, code: &[u8]) -> Result<(), String> {
+    let id = format!("{:?}", thread::current().id()).replace(['(', ')'], "-");
+    let file = env::temp_dir().join(format!("gate-{}-{id}.cubin", process::id()));
+    fs::write(&file, code).unwrap();
+    let output = Command::new(tool).arg("-c").arg(&file).output().map_err(|e| e.to_string())?;
+    fs::remove_file(&file).unwrap();
+    if !output.status.success() {
+        return Err(String::from_utf8_lossy(&output.stderr).into_owned());
+    }
+    let text = String::from_utf8_lossy(&output.stdout);
+    for kernel in program.kernels() {
+        let head = format!("\n.text.{kernel}:");
+        let body = text.split(&head).nth(1).ok_or_else(|| format!("no section of {kernel}"))?;
+        let body = body.split("\n.text.").next().unwrap_or_default();
+        let has = |what: &str, more: &str| {
+            body.lines().any(|line| {
+                line.split_whitespace().any(|word| word.starts_with(what) && word.contains(more))
+            })
+        };
+        if has("LD.", "") || has("ST.", "") || has("LDL", "") || has("STL", "") {
+            return Err(format!("{kernel} has generic or local accesses"));
+        }
+        let (loads, stores) = (has("LDG.", ".128"), has("STG.", ".128"));
+        let (load, store) = match *kernel {
+            "conclude" => (false, false),
+            "look" => (true, false),
+            _ => (true, true),
+        };
+        if (load && !loads) || (store && !stores) {
+            return Err(format!("{kernel} does not move 16 bytes at a time"));
+        }
+    }
+    Ok(())
+}

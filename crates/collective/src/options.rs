@@ -31,6 +31,7 @@ pub struct GroupOptions {
     /// set.
     pub cuda_device: Option<u32>,
     /// What the group that this one is split from made for it.
+    #[cfg_attr(not(feature = "nccl"), expect(dead_code, reason = "only NCCL splits what it has"))]
     pub(crate) seed: Option<Seed>,
 }
 

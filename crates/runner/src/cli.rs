@@ -17,10 +17,13 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+use collective::Launcher;
 
 use crate::Result;
 use crate::config::{Config, parse_duration};
-use crate::launch::{LaunchOptions, launch, tie_to_parent};
+use crate::launch::{
+    LaunchOptions, launch, nproc_per_node, record_failure, record_panics, tie_to_parent,
+};
 use crate::runner::RunnerBuilder;
 use crate::sinks::TERMINAL_VARIABLE;
 
@@ -42,9 +45,28 @@ enum Command {
 
 #[derive(Debug, Args)]
 struct LaunchArgs {
-    /// Number of processes.
-    #[arg(long, alias = "nproc_per_node", default_value_t = 1)]
+    /// Number of processes; `gpu`: as many as devices are visible; `cpu`: as many as processors;
+    /// `auto`: `gpu` where there are devices, else `cpu`.
+    #[arg(
+        long,
+        alias = "nproc_per_node",
+        env = "PET_NPROC_PER_NODE",
+        default_value = "1",
+        value_parser = nproc_per_node
+    )]
     nproc_per_node: usize,
+    /// How often all ranks start again after a failure.
+    #[arg(long, alias = "max_restarts", env = "PET_MAX_RESTARTS", default_value_t = 0)]
+    max_restarts: u32,
+    /// The run's name, `TORCHELASTIC_RUN_ID` of the ranks.
+    #[arg(long, alias = "rdzv_id", env = "PET_RDZV_ID", default_value = "none")]
+    rdzv_id: String,
+    /// The ranks' `ROLE_NAME`.
+    #[arg(long, env = "PET_ROLE", default_value = "default")]
+    role: String,
+    /// One machine, a store of its own: always so, accepted as torchrun's.
+    #[arg(long)]
+    standalone: bool,
     /// What each rank is started with, for example `train config.toml`.
     #[arg(last = true, required = true)]
     args: Vec<OsString>,
@@ -64,6 +86,9 @@ struct TrainArgs {
     /// Stop training after this long (`60s`, `15m`, `2h`); the last validation comes on top.
     #[arg(long, alias = "time_budget", value_parser = duration)]
     time_budget: Option<Duration>,
+    /// Who started the ranks: none, pytorch, slurm or mpi; otherwise the environment tells.
+    #[arg(long)]
+    launcher: Option<Launcher>,
 }
 
 /// Runs the command line of this process and returns its exit code: 0, 1 for a failed run, 2 for a
@@ -72,7 +97,11 @@ struct TrainArgs {
 pub fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Launch(args) => start_ranks(args),
-        Command::Train(args) => train(args).map(|()| ExitCode::SUCCESS),
+        Command::Train(args) => {
+            record_panics();
+            let trained = train(args).inspect_err(|error| record_failure(&error.to_string()));
+            trained.map(|()| ExitCode::SUCCESS)
+        }
     };
     outcome.unwrap_or_else(|error| {
         let _ = writeln!(std::io::stderr(), "error: {error}");
@@ -82,6 +111,9 @@ pub fn main() -> ExitCode {
 
 fn start_ranks(args: LaunchArgs) -> Result<ExitCode> {
     let mut options = LaunchOptions::new(args.nproc_per_node, args.args);
+    options.max_restarts = args.max_restarts;
+    options.run_id = args.rdzv_id;
+    options.role = args.role;
     if std::io::stdout().is_terminal() {
         // The ranks write into pipes; a progress bar goes through them to our terminal.
         options.envs.push((TERMINAL_VARIABLE.into(), "1".into()));
@@ -95,6 +127,7 @@ fn train(args: TrainArgs) -> Result<()> {
     let mut builder = RunnerBuilder::from_config(config)?
         .work_dir_or(default_work_dir(&args.config))
         .time_budget(args.time_budget)
+        .launcher(args.launcher)
         .resume(args.resume);
     if let Some(dir) = args.work_dir {
         builder = builder.work_dir(dir);
@@ -127,6 +160,36 @@ mod tests {
             ["runner", "launch", "--nproc_per_node", "2", "--", "train", "c.toml", "--resume"];
         let Command::Launch(args) = Cli::parse_from(cli).command else { panic!("not launch") };
         assert_eq!(args.nproc_per_node, 2);
+        assert_eq!((args.max_restarts, &args.rdzv_id[..], &args.role[..]), (0, "none", "default"));
         assert_eq!(args.args, ["train", "c.toml", "--resume"]);
+    }
+
+    #[test]
+    fn torchruns_flags_have_both_spellings() {
+        for dash in ['-', '_'] {
+            let flag = |name: &str| name.replace(' ', &dash.to_string());
+            let cli = [
+                "runner",
+                "launch",
+                &flag("--nproc per node=cpu"),
+                &flag("--max restarts=3"),
+                &flag("--rdzv id=job"),
+                "--role=trainer",
+                "--standalone",
+                "--",
+                "train",
+            ];
+            let Command::Launch(args) = Cli::parse_from(cli).command else { panic!("not launch") };
+            assert!(args.nproc_per_node >= 1);
+            assert_eq!((args.max_restarts, &args.rdzv_id[..]), (3, "job"));
+            assert_eq!(args.role, "trainer");
+        }
+        let train = ["runner", "train", "c.toml", "--launcher", "slurm"];
+        let Command::Train(args) = Cli::parse_from(train).command else { panic!("not train") };
+        assert_eq!(args.launcher, Some(Launcher::Slurm));
+        assert!(Cli::try_parse_from(["runner", "train", "c.toml", "--launcher", "k8s"]).is_err());
+        assert!(
+            Cli::try_parse_from(["runner", "launch", "--nproc-per-node=many", "--", "x"]).is_err()
+        );
     }
 }

@@ -10,7 +10,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use runner::launch::{LaunchOptions, launch, launch_to, tie_to_parent};
+use runner::launch::{
+    LaunchOptions, launch, launch_to, record_failure, record_panics, tie_to_parent,
+};
 
 struct Ran {
     code: i32,
@@ -68,9 +70,12 @@ fn output_has_the_rank_before_each_line() {
 
 #[test]
 fn the_environment_is_torchruns() {
-    let script = "env | grep -E '^(RANK|LOCAL_|WORLD_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|EXTRA)'";
+    let script = "env | grep -E '^(RANK|LOCAL_|WORLD_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|EXTRA)' | \
+                  sed 's/^\\(TORCHELASTIC_ERROR_FILE\\)=.*\\(attempt_0.*\\)/\\1=\\2/'";
     let ran = run(2, script, |options| {
         options.run_id = "job-7".to_owned();
+        options.role = "trainer".to_owned();
+        options.max_restarts = 3;
         options.envs.push(("EXTRA".into(), "x".into()));
     });
     let port = ran.stdout.iter().find_map(|line| line.strip_prefix("[rank 1] MASTER_PORT="));
@@ -84,10 +89,11 @@ fn the_environment_is_torchruns() {
         "MASTER_ADDR=127.0.0.1",
         &format!("MASTER_PORT={port}"),
         "RANK=1",
-        "ROLE_NAME=default",
+        "ROLE_NAME=trainer",
         "ROLE_RANK=1",
         "ROLE_WORLD_SIZE=2",
-        "TORCHELASTIC_MAX_RESTARTS=0",
+        "TORCHELASTIC_ERROR_FILE=attempt_0/1/error.json",
+        "TORCHELASTIC_MAX_RESTARTS=3",
         "TORCHELASTIC_RESTART_COUNT=0",
         "TORCHELASTIC_RUN_ID=job-7",
         "TORCHELASTIC_USE_AGENT_STORE=True",
@@ -188,6 +194,42 @@ fn a_program_that_is_not_there_is_named() {
     assert!(launch(LaunchOptions::new(0, ["x"])).is_err());
 }
 
+#[test]
+fn a_failed_attempt_is_followed_by_a_fresh_one() {
+    let script = "echo attempt $TORCHELASTIC_RESTART_COUNT port $MASTER_PORT; \
+                  [ $TORCHELASTIC_RESTART_COUNT$RANK = 01 ] && exit 3; \
+                  [ $TORCHELASTIC_RESTART_COUNT = 0 ] && exec sleep 60; exit 0";
+    let ran = run(2, script, |options| options.max_restarts = 2);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert!(ran.stderr.contains("restart 1 of 2") && ran.stderr.contains("exit code 3"));
+    let port = |rank: usize, attempt: usize| {
+        let start = format!("[rank {rank}] attempt {attempt} port ");
+        let line = ran.stdout.iter().find_map(|line| line.strip_prefix(&start[..]));
+        line.unwrap_or_else(|| panic!("{start}: {:?}", ran.stdout)).to_owned()
+    };
+    assert_eq!(port(0, 0), port(1, 0));
+    assert_eq!(port(0, 1), port(1, 1));
+    assert_ne!(port(0, 0), port(0, 1), "every attempt has a store of its own");
+    assert_eq!(ran.stdout.len(), 4);
+
+    let ran = run(2, "exit 4", |options| options.max_restarts = 2);
+    assert_eq!((ran.code, ran.stderr.matches("all ranks start again").count()), (4, 2));
+}
+
+#[test]
+fn the_earliest_error_file_is_the_root_cause() {
+    // Rank 0 failed first, and takes its time to end; rank 1 is seen to end first.
+    let script = r#"mkdir -p "$(dirname "$TORCHELASTIC_ERROR_FILE")"
+        echo '{"message": {"message": "the cause of '$RANK'", "extraInfo":
+            {"py_callstack": "", "timestamp": "'$((1000 + RANK))'"}}}' >"$TORCHELASTIC_ERROR_FILE"
+        [ $RANK = 0 ] && sleep 0.2; exit $((RANK + 5))"#;
+    let ran = run(2, script, |options| options.report_time = Duration::from_secs(20));
+    assert_eq!(ran.code, 5, "{}", ran.stderr);
+    let cause = ran.stderr.lines().nth(1).unwrap();
+    assert!(cause.contains("root cause") && cause.contains("rank 0"), "{}", ran.stderr);
+    assert!(cause.ends_with("exit code 5: the cause of 0"), "{}", ran.stderr);
+}
+
 /// This test binary, running only `helper`, with `script` in its environment.
 fn helper(helper: &str, script: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -257,6 +299,48 @@ fn tied_ranks_end_with_a_killed_launcher() {
     kill("-KILL", launcher.id());
     launcher.wait().unwrap();
     soon("both ranks are gone", || pids.iter().all(|pid| is_gone(pid)));
+}
+
+#[test]
+fn nothing_of_any_program_outlives_a_killed_launcher() {
+    // A program that knows nothing of us, and what it has started.
+    let script = "sleep 60 & echo pid $!; echo pid $$; wait";
+    let mut launcher = helper("helper_launcher", script).spawn().unwrap();
+    let lines = lines_with(launcher.stdout.take().unwrap(), "] pid ", 4);
+    let pids: Vec<_> = lines.iter().map(|line| line.rsplit(' ').next().unwrap()).collect();
+    assert!(pids.len() == 4 && pids.iter().all(|pid| !is_gone(pid)));
+    kill("-KILL", launcher.id());
+    launcher.wait().unwrap();
+    soon("ranks and their children are gone", || pids.iter().all(|pid| is_gone(pid)));
+}
+
+#[test]
+fn a_panic_and_a_failure_of_a_rank_are_told_by_the_launcher() {
+    let rank = std::env::current_exe().unwrap().display().to_string();
+    let script = format!("exec {rank} --exact helper_fails --ignored --nocapture");
+    let ran = run(2, &script, |options| options.report_time = Duration::from_secs(20));
+    assert_eq!(ran.code, 9, "{}", ran.stderr);
+    assert!(
+        ran.stderr.contains(": panicked at ") && ran.stderr.contains("the first"),
+        "{}",
+        ran.stderr
+    );
+    assert!(ran.stderr.contains(": an error of rank 1"), "{}", ran.stderr);
+    assert!(!ran.stderr.contains(": what came of it"), "{}", ran.stderr);
+}
+
+#[test]
+#[ignore = "a rank for the test above, nothing by itself"]
+fn helper_fails() {
+    let Ok(rank) = std::env::var("RANK") else { return };
+    record_panics();
+    if rank == "0" {
+        drop(std::panic::catch_unwind(|| panic!("the first")));
+        record_failure("what came of it");
+    } else {
+        record_failure("an error of rank 1");
+    }
+    std::process::exit(9);
 }
 
 #[test]

@@ -1,6 +1,13 @@
 //! Ranks that end with their launcher, even if it is killed with SIGKILL.
+//!
+//! Two ways, since each has a gap. The kernel kills a rank that has asked for it ([`tie_to_parent`])
+//! at once, but not what the rank has started. A [`Guard`] is a process of its own that reads the
+//! ranks' process groups from a pipe; when the pipe ends, the launcher has, and it kills the groups,
+//! whatever program they are and whatever they have started. Only what left its group escapes.
 
-use std::io;
+use std::io::{self, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdin, Command, Stdio};
 
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal, test_kill_process};
 
@@ -34,3 +41,60 @@ pub fn tie_to_parent() -> Result<()> {
     }
     Ok(())
 }
+
+/// Kills the groups it was told when this process ends in any way; gone on drop.
+pub(super) struct Guard {
+    shell: Child,
+    /// `None` only while it is dropped.
+    pipe: Option<ChildStdin>,
+}
+
+impl Guard {
+    pub(super) fn start() -> Result<Self> {
+        let failed = |source| Error::Io { what: "start the ranks' guard".to_owned(), source };
+        let mut shell = Command::new("/bin/sh")
+            .args(["-c", SCRIPT, "runner-launch-guard"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            // What a terminal or a job's end sends to our group must not take it first.
+            .process_group(0)
+            .spawn()
+            .map_err(failed)?;
+        let pipe = shell.stdin.take();
+        Ok(Self { shell, pipe })
+    }
+
+    /// Adds the group of a rank.
+    pub(super) fn watch(&mut self, group: Pid) -> Result<()> {
+        self.tell(&group.as_raw_nonzero().to_string())
+    }
+
+    /// Forgets all groups: they are gone, and their numbers may become others'.
+    pub(super) fn forget(&mut self) -> Result<()> {
+        self.tell("none")
+    }
+
+    fn tell(&mut self, line: &str) -> Result<()> {
+        let failed = |source| Error::Io { what: "speak to the ranks' guard".to_owned(), source };
+        self.pipe.as_mut().map_or(Ok(()), |pipe| writeln!(pipe, "{line}")).map_err(failed)
+    }
+}
+
+impl Drop for Guard {
+    /// Ends the guard by closing its pipe. Groups that were not forgotten are killed.
+    fn drop(&mut self) {
+        self.pipe = None;
+        drop(self.shell.wait());
+    }
+}
+
+/// One group a line, or `none`. At the end, kills those it has.
+const SCRIPT: &str = r#"
+trap '' TERM INT HUP QUIT
+groups=
+while read -r line; do
+  case $line in none) groups= ;; *) groups="$groups -$line" ;; esac
+done
+[ -z "$groups" ] || kill -s KILL -- $groups
+"#;

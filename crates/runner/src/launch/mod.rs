@@ -1,10 +1,13 @@
 //! `runner launch`: N ranks on this host, as torchrun starts them.
 //!
-//! The launcher hosts the store, starts the ranks with torchrun's environment, each in a process
+//! The launcher hosts the store (a new one, at another port, for every attempt: nothing that an earlier
+//! attempt has stored can be met), starts the ranks with torchrun's environment, each in a process
 //! group of its own, puts `[rank 0] ` before each line they print, and waits. When one fails, the
 //! others get a moment to report what they see (their collectives fail too and name the rank),
-//! then SIGTERM, then, after a grace, SIGKILL. The exit code is that of the likely cause: the
-//! first rank that a signal ended, or else that failed; torchrun's is always 1.
+//! then SIGTERM, then, after a grace, SIGKILL; and if restarts are left, all ranks start again. The
+//! exit code is that of the likely cause: a rank that a signal ended, or else the failure that was the first
+//! by the ranks' own error files (`error_file`), or to be seen; torchrun's is always 1. If the launcher itself is killed, a guard
+//! (`guard`) kills the ranks and what they have started.
 //!
 //! Threads only watch: one for each rank waits for its exit, one for signals, two for each rank's
 //! output. All decisions are taken by the calling thread, in `Job::supervise`.
@@ -14,13 +17,17 @@
 //! `launch` returns, no process of any rank's group is left.
 
 mod env;
+mod error_file;
 mod guard;
+mod nproc;
 mod output;
 
 use std::ffi::OsString;
+use std::fs::DirBuilder;
 use std::io::{self, Write};
+use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -33,7 +40,11 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, wa
 use signal_hook::consts::{SIGABRT, SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 
+use self::env::Attempt;
+pub use self::error_file::{record_failure, record_panics};
+use self::guard::Guard;
 pub use self::guard::tie_to_parent;
+pub use self::nproc::nproc_per_node;
 use crate::{Error, Result};
 
 /// What to launch, and how patiently.
@@ -50,6 +61,10 @@ pub struct LaunchOptions {
     pub envs: Vec<(OsString, OsString)>,
     /// `TORCHELASTIC_RUN_ID`; `none` unless set, as torchrun has it.
     pub run_id: String,
+    /// How often all ranks are started again after a failure; 0 unless set.
+    pub max_restarts: u32,
+    /// `ROLE_NAME`; `default` unless set, as torchrun has it.
+    pub role: String,
     /// After the first failure, how long the others may report on their own: 2 s unless set.
     pub report_time: Duration,
     /// Between SIGTERM and SIGKILL: 30 s unless set, as torchrun has it.
@@ -66,6 +81,8 @@ impl LaunchOptions {
             program: None,
             envs: Vec::new(),
             run_id: "none".to_owned(),
+            max_restarts: 0,
+            role: "default".to_owned(),
             report_time: Duration::from_secs(2),
             grace: Duration::from_secs(30),
         }
@@ -99,30 +116,79 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
     if options.nproc_per_node == 0 {
         return Err(Error::Config("nproc_per_node is 0: there is nothing to launch".to_owned()));
     }
-    let store = TcpStoreServer::bind(([127, 0, 0, 1], 0).into())?;
     let (sender, events) = channel();
     let signals = SignalThread::start(sender.clone())?;
-    let mut job = Job { options, ranks: Vec::new(), events, stage: Stage::Running };
-    job.spawn(store.port(), &sender, &stdout, &stderr)?;
-    job.supervise();
-    job.kill_and_reap();
+    let folder = Folder::new()?;
+    let mut job = Job {
+        options,
+        attempt: 0,
+        ranks: Vec::new(),
+        events,
+        stage: Stage::Running,
+        told_to_stop: false,
+        guard: Guard::start()?,
+    };
+    let mut store = new_store()?;
+    loop {
+        job.spawn(store.port(), &folder, &sender, (&stdout, &stderr))?;
+        job.supervise();
+        job.kill_and_reap()?;
+        job.wait_for_output();
+        job.report(&stderr);
+        if job.exit_code() == 0 || job.told_to_stop || job.attempt == job.options.max_restarts {
+            break;
+        }
+        // The new one is there before the old one goes, so its port is another.
+        store = new_store()?;
+        job.next_attempt(&stderr);
+    }
     drop(signals);
-    job.wait_for_output();
-    job.report(&stderr);
     Ok(job.exit_code())
+}
+
+fn new_store() -> Result<TcpStoreServer> {
+    Ok(TcpStoreServer::bind(([127, 0, 0, 1], 0).into())?)
+}
+
+/// A folder for error files, which others cannot write; gone on drop.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Result<Self> {
+        let name = format!("runner-launch-{}-{:08x}", std::process::id(), rand::random::<u32>());
+        let path = std::env::temp_dir().join(name);
+        let made = DirBuilder::new().mode(0o700).create(&path);
+        made.map_err(|source| Error::Io { what: format!("make {}", path.display()), source })?;
+        Ok(Self(path))
+    }
+
+    fn error_file(&self, attempt: u32, rank: usize) -> PathBuf {
+        self.0.join(format!("attempt_{attempt}/{rank}/error.json"))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        // What is left is a few files in the temporary folder.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
 }
 
 /// What the watching threads tell the supervising one.
 enum Event {
-    Exited { rank: usize },
+    Exited { attempt: u32, rank: usize },
     Signal(i32),
 }
 
 struct Job {
     options: LaunchOptions,
+    attempt: u32,
     ranks: Vec<Rank>,
     events: Receiver<Event>,
     stage: Stage,
+    /// A signal asked this process to end: there is no further attempt.
+    told_to_stop: bool,
+    guard: Guard,
 }
 
 /// How a rank ended, as far as the cause of a failure is concerned.
@@ -137,10 +203,11 @@ struct Rank {
     child: Child,
     /// Threads that copy the rank's output.
     output: Vec<JoinHandle<()>>,
-    /// Place among all exits; `None` while it runs.
-    exit_order: Option<usize>,
+    /// Place among all exits, and when, in seconds since 1970; `None` while it runs.
+    exited: Option<(usize, u64)>,
     /// Whether a signal ended it that is not known to be this launcher's.
     struck: bool,
+    error_file: PathBuf,
     status: Option<ExitStatus>,
 }
 
@@ -158,10 +225,10 @@ enum Stage {
 impl Job {
     fn spawn(
         &mut self,
-        port: u16,
+        store_port: u16,
+        folder: &Folder,
         events: &Sender<Event>,
-        stdout: &Sink,
-        stderr: &Sink,
+        sinks: (&Sink, &Sink),
     ) -> Result<()> {
         let io_error = |what: String| move |source| Error::Io { what, source };
         let program = match &self.options.program {
@@ -170,31 +237,65 @@ impl Job {
                 .map_err(io_error("find this program's own path".to_owned()))?,
         };
         for rank in 0..self.options.nproc_per_node {
-            let mut child = Command::new(&program)
+            let error_file = folder.error_file(self.attempt, rank);
+            let attempt = Attempt { number: self.attempt, store_port, error_file: &error_file };
+            let started = Command::new(&program)
                 .args(&self.options.args)
-                .envs(env::of_rank(rank, port, &self.options))
+                .envs(env::of_rank(rank, &attempt, &self.options))
                 .stdin(Stdio::null())
                 .stdout(Stdio::piped())
                 .stderr(Stdio::piped())
                 .process_group(0)
                 .spawn()
-                .map_err(io_error(format!("start rank {rank} ({})", program.display())))
-                .inspect_err(|_| self.kill_and_reap())?;
-            let pipes = (child.stdout.take(), child.stderr.take());
-            let pid = pid_of(&child);
-            self.ranks.push(Rank {
-                child,
-                output: Vec::new(),
-                exit_order: None,
-                struck: false,
-                status: None,
-            });
-            let output = watch(rank, pid, pipes, events, (stdout, stderr))
-                .map_err(io_error("start a thread".to_owned()))
-                .inspect_err(|_| self.kill_and_reap())?;
-            self.ranks[rank].output = output;
+                .map_err(io_error(format!("start rank {rank} ({})", program.display())));
+            let watched =
+                started.and_then(|child| self.watch(rank, child, &error_file, events, sinks));
+            if let Err(error) = watched {
+                self.signal_groups(Signal::KILL);
+                self.kill_and_reap()?;
+                return Err(error);
+            }
         }
         Ok(())
+    }
+
+    /// Takes a rank that has just been started: the guard knows it before anybody waits for it.
+    fn watch(
+        &mut self,
+        rank: usize,
+        mut child: Child,
+        error_file: &Path,
+        events: &Sender<Event>,
+        sinks: (&Sink, &Sink),
+    ) -> Result<()> {
+        let pipes = (child.stdout.take(), child.stderr.take());
+        let pid = pid_of(&child);
+        let error_file = error_file.to_owned();
+        let output = Vec::new();
+        self.ranks.push(Rank {
+            child,
+            output,
+            exited: None,
+            struck: false,
+            error_file,
+            status: None,
+        });
+        self.guard.watch(pid)?;
+        let exited = Event::Exited { attempt: self.attempt, rank };
+        self.ranks[rank].output = watch(exited, rank, pid, pipes, events, sinks)
+            .map_err(|source| Error::Io { what: "start a thread".to_owned(), source })?;
+        Ok(())
+    }
+
+    /// Begins anew, after all ranks of the last attempt have ended.
+    fn next_attempt(&mut self, stderr: &Sink) {
+        self.attempt += 1;
+        self.ranks.clear();
+        self.stage = Stage::Running;
+        let (attempt, most) = (self.attempt, self.options.max_restarts);
+        let text = format!("launch: all ranks start again (restart {attempt} of {most})\n");
+        // Nobody reads standard error: then nobody wants to know.
+        let _ = stderr.lock().write_all(text.as_bytes());
     }
 
     /// Waits until every rank has ended, or had its chances.
@@ -202,8 +303,9 @@ impl Job {
         let mut exits = 0;
         while exits < self.ranks.len() {
             match self.next_event() {
-                Some(Event::Exited { rank }) => {
-                    self.ranks[rank].exit_order = Some(exits);
+                Some(Event::Exited { attempt, .. }) if attempt != self.attempt => {}
+                Some(Event::Exited { rank, .. }) => {
+                    self.ranks[rank].exited = Some((exits, error_file::now()));
                     exits += 1;
                     let end = self.look(rank);
                     let asked = !matches!(self.stage, Stage::Running | Stage::Reporting(_));
@@ -247,6 +349,7 @@ impl Job {
     }
 
     fn forward(&mut self, number: i32) {
+        self.told_to_stop = true;
         let interrupted_again = number == SIGINT && matches!(self.stage, Stage::Stopping(_));
         match Signal::from_named_raw(number) {
             Some(_) if interrupted_again => self.kill(),
@@ -276,12 +379,16 @@ impl Job {
     }
 
     /// Kills what is left of every group, and only then gives the process ids back.
-    fn kill_and_reap(&mut self) {
+    fn kill_and_reap(&mut self) -> Result<()> {
         self.signal_groups(Signal::KILL);
         let hopeless = matches!(self.stage, Stage::Killed(due) if due <= Instant::now());
-        for rank in self.ranks.iter_mut().filter(|rank| !hopeless || rank.exit_order.is_some()) {
+        if !hopeless {
+            self.guard.forget()?;
+        }
+        for rank in self.ranks.iter_mut().filter(|rank| !hopeless || rank.exited.is_some()) {
             rank.status = rank.child.wait().ok();
         }
+        Ok(())
     }
 
     /// The pipes end with the last process that holds them, and all of a group's have been
@@ -299,15 +406,23 @@ impl Job {
         }
     }
 
-    /// The ranks that failed, the likely cause first: one that a signal ended, since that answers
-    /// nobody else's failure, and its peers may know of its death before the kernel is done with it;
-    /// then in the order of their exits.
-    fn failures(&self) -> Vec<(usize, &Rank)> {
+    /// The ranks that failed, with what they say of it, the likely cause first: one that a signal ended,
+    /// since that answers nobody else's failure, and its peers may know of its death before the
+    /// kernel is done with it; then the first, by their own clock or else by ours.
+    fn failures(&self) -> Vec<(usize, &Rank, Option<String>)> {
         let failed = |rank: &Rank| rank.status.is_none_or(|status| !status.success());
-        let mut failures: Vec<_> =
-            self.ranks.iter().enumerate().filter(|(_, rank)| failed(rank)).collect();
-        failures.sort_by_key(|(_, rank)| (!rank.struck, rank.exit_order.unwrap_or(usize::MAX)));
-        failures
+        let ranks = self.ranks.iter().enumerate().filter(|(_, rank)| failed(rank));
+        let mut failures: Vec<_> = ranks
+            .map(|(index, rank)| {
+                let said = error_file::read(&rank.error_file);
+                let (order, seen) = rank.exited.unwrap_or((usize::MAX, u64::MAX));
+                // A file is written before the exit; a clock that says otherwise is wrong.
+                let at = said.as_ref().map_or(seen, |said| said.at.min(seen));
+                ((!rank.struck, at, order), (index, rank, said.map(|said| said.message)))
+            })
+            .collect();
+        failures.sort_by_key(|(first, _)| *first);
+        failures.into_iter().map(|(_, failure)| failure).collect()
     }
 
     fn report(&self, stderr: &Sink) {
@@ -317,13 +432,14 @@ impl Job {
         }
         let (failed, all) = (failures.len(), self.ranks.len());
         let mut text = format!("launch: {failed} of {all} ranks failed\n");
-        for (at, (index, rank)) in failures.into_iter().enumerate() {
+        for (at, (index, rank, said)) in failures.into_iter().enumerate() {
             let label = if at == 0 { "root cause: " } else { "" };
             let how = match rank.status {
                 Some(status) => describe(status),
                 None => "still running after SIGKILL".to_owned(),
             };
-            text += &format!("  {label}rank {index} (pid {}): {how}\n", rank.child.id());
+            let said = said.map_or_else(String::new, |said| format!(": {said}"));
+            text += &format!("  {label}rank {index} (pid {}): {how}{said}\n", rank.child.id());
         }
         // Nobody reads standard error: then nobody wants to know.
         let _ = stderr.lock().write_all(text.as_bytes());
@@ -332,8 +448,8 @@ impl Job {
     fn exit_code(&self) -> i32 {
         match self.failures().first() {
             None => 0,
-            Some((_, Rank { status: None, .. })) => 1,
-            Some((_, Rank { status: Some(status), .. })) => {
+            Some((_, Rank { status: None, .. }, _)) => 1,
+            Some((_, Rank { status: Some(status), .. }, _)) => {
                 match (status.code(), status.signal()) {
                     (Some(code), _) => code,
                     (None, signal) => 128 + signal.unwrap_or(0),
@@ -378,25 +494,31 @@ impl Drop for SignalThread {
 
 /// Starts the threads of one rank and returns those that copy its output.
 fn watch(
+    exited: Event,
     rank: usize,
     pid: Pid,
     pipes: (Option<ChildStdout>, Option<ChildStderr>),
     events: &Sender<Event>,
     sinks: (&Sink, &Sink),
 ) -> io::Result<Vec<JoinHandle<()>>> {
-    watch_exit(rank, pid, events.clone())?;
+    watch_exit(exited, rank, pid, events.clone())?;
     let stdout = pipes.0.map(|pipe| output::copy(rank, pipe, sinks.0)).transpose()?;
     let stderr = pipes.1.map(|pipe| output::copy(rank, pipe, sinks.1)).transpose()?;
     Ok(stdout.into_iter().chain(stderr).collect())
 }
 
 /// Waits for the exit of a rank without reaping it.
-fn watch_exit(rank: usize, pid: Pid, events: Sender<Event>) -> io::Result<JoinHandle<()>> {
+fn watch_exit(
+    exited: Event,
+    rank: usize,
+    pid: Pid,
+    events: Sender<Event>,
+) -> io::Result<JoinHandle<()>> {
     std::thread::Builder::new().name(format!("launch-wait-{rank}")).spawn(move || {
         let look = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
         while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(pid), look) {}
         // The job has ended if nobody listens.
-        let _ = events.send(Event::Exited { rank });
+        let _ = events.send(exited);
     })
 }
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use collective::{GroupOptions, ProcessGroup, Topology};
+use collective::{GroupOptions, Launcher, ProcessGroup, Topology};
 use fused_optim::Optimizer;
 use jiff::Zoned;
 
@@ -81,6 +81,7 @@ pub struct RunnerBuilder {
     seed: Option<u64>,
     timeout: Option<Duration>,
     time_budget: Option<Duration>,
+    launcher: Option<Launcher>,
     resume: bool,
     config_text: String,
     group: Option<ProcessGroup>,
@@ -208,6 +209,13 @@ impl RunnerBuilder {
         self
     }
 
+    /// Who started the ranks; without it, the environment tells.
+    #[must_use]
+    pub fn launcher(mut self, launcher: Option<Launcher>) -> Self {
+        self.launcher = launcher;
+        self
+    }
+
     /// Go on from the newest checkpoint of the work directory.
     #[must_use]
     pub fn resume(mut self, resume: bool) -> Self {
@@ -246,7 +254,7 @@ impl RunnerBuilder {
         }
         let group = match self.group {
             Some(group) => group,
-            None => join(self.timeout.unwrap_or(TIMEOUT))?,
+            None => join(self.launcher, self.timeout.unwrap_or(TIMEOUT))?,
         };
         let rank = group.rank();
         let shared = (rank == 0).then(|| (self.seed.unwrap_or_else(draw_seed), timestamp()));
@@ -310,8 +318,12 @@ impl RunnerBuilder {
 }
 
 /// The group that the environment describes; a group of one without any.
-fn join(timeout: Duration) -> Result<ProcessGroup> {
-    let topology = Topology::from_env(|name| std::env::var(name).ok())?;
+fn join(launcher: Option<Launcher>, timeout: Duration) -> Result<ProcessGroup> {
+    let lookup = |name: &str| std::env::var(name).ok();
+    let topology = match launcher {
+        Some(launcher) => Topology::from_launcher(launcher, lookup)?,
+        None => Topology::from_env(lookup)?,
+    };
     let options = GroupOptions::default().with_timeout(timeout);
     Ok(collective::init_process_group(&topology, options)?)
 }

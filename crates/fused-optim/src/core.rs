@@ -139,7 +139,7 @@ impl<H: Hyper> Core<H> {
         let mut last = None;
         let work = with_grad(&mut self.tensors, params).enumerate().map(|(at, (index, t, p))| {
             let hyper = &groups[t.group].hyper;
-            let new = || TensorState::new(hyper, p.weight.as_slice(), eight_bits);
+            let new = || TensorState::beside(hyper, p.weight.as_slice(), eight_bits);
             let state = t.state.get_or_insert_with(new);
             state.step += 1;
             let key = (t.group, state.step, p.rows);

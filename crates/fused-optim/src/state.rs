@@ -21,19 +21,23 @@ pub(crate) struct TensorState {
 }
 
 impl TensorState {
-    pub(crate) fn new<H: Hyper>(hyper: &H, weight: Slice<'_>, eight_bits: bool) -> Self {
+    /// For a tensor of `count` elements, `place` of them behind the beginning of a line of the cache.
+    pub(crate) fn new<H: Hyper>(hyper: &H, count: usize, place: usize, eight_bits: bool) -> Self {
         let slots = hyper.slots().iter().enumerate();
-        let count = weight.len();
-        let place = match weight {
-            // One sweep begins with the first whole line of the weight.
-            Slice::F32(weight) if !H::TWO_SWEEPS => place(weight) % LINE,
-            _ => 0,
-        };
         let slot = |(at, name): (usize, &&str)| match eight_bits {
             true => Slot::Codes(Codes::new(count, is_signed(name))),
             false => Slot::F32(Values::new(at, place, hyper.initial(name), count)),
         };
         Self { step: 0, master: None, slots: slots.map(slot).collect() }
+    }
+
+    /// For a weight: one sweep begins with its first whole line.
+    pub(crate) fn beside<H: Hyper>(hyper: &H, weight: Slice<'_>, eight_bits: bool) -> Self {
+        let place = match weight {
+            Slice::F32(weight) if !H::TWO_SWEEPS => place(weight) % LINE,
+            _ => 0,
+        };
+        Self::new(hyper, weight.len(), place, eight_bits)
     }
 
     /// Takes the master from the weight if there is none yet.

@@ -4,21 +4,24 @@
 # builds, runs the programs in turn, and prints one table for each number of ranks.
 #
 #   benches/side_by_side/collective.sh [--rounds N] [--worlds "2 4"] [--sizes "4 1024 ..."]
-#       [--transport shm|tcp] [--no-torch] [--fingerprints]
+#       [--transport shm|tcp] [--no-torch] [--fingerprints [--pairs N]]
 #
 # --transport tcp    also times this repository over TCP, beside Open MPI's, and on two machines: half
 #                    of the ranks count as being on another one, those of one share memory
-# --fingerprints     also times a build that compares no fingerprints, to know what they cost
+# --fingerprints     also times a build that compares no fingerprints, to know what they cost: short
+#                    runs of the two in turn, up to 64 KiB, where ranks have a core each; --pairs N
+#                    says how many (--rounds 0: nothing else)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 rounds=5 worlds="2 4" sizes="4 1024 65536 1048576 16777216 134217728"
-transport=shm torch=yes fingerprints=no
+transport=shm torch=yes fingerprints=no pairs=60
 while [ $# -gt 0 ]; do
   case $1 in
     --rounds) rounds=$2; shift ;;
     --worlds) worlds=$2; shift ;;
     --sizes) sizes=$2; shift ;;
+    --pairs) pairs=$2; shift ;;
     --transport) transport=$2; shift ;;
     --no-torch) torch=no ;;
     --fingerprints) fingerprints=yes ;;
@@ -86,7 +89,6 @@ timed() {
 install_peers
 build
 programs="shm openmpi-sm shm-shared openmpi-tcp"
-[ $fingerprints = yes ] && programs="$programs shm-unchecked"
 [ "$transport" = tcp ] && programs="$programs tcp machines"
 [ $torch = yes ] && programs="$programs gloo"
 
@@ -107,3 +109,22 @@ for _ in $(seq "$rounds"); do
 done
 echo "load after: $(cut -d' ' -f1-3 /proc/loadavg)"
 "$work/ours" table <"$lines"
+
+# One right after the other, and each as often first.
+paired() {
+  local two="shm shm-unchecked"
+  [ $(($1 % 2)) = 0 ] || two="shm-unchecked shm"
+  for program in $two; do
+    timed "$program" "$2" "$3"
+  done
+}
+
+if [ $fingerprints = yes ]; then
+  for pair in $(seq "$pairs"); do
+    for world in $worlds; do
+      for bytes in $sizes; do
+        if [ "$world" -le "$(nproc)" ] && [ "$bytes" -le 65536 ]; then paired "$pair" "$world" "$bytes"; fi
+      done
+    done
+  done | tee "$work/pairs.txt" | "$work/ours" pairs
+fi

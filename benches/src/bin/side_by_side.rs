@@ -5,6 +5,7 @@
 //! side_by_side all_reduce NAME WORLD BYTES ITERATIONS REPETITIONS TRANSPORT BUFFER
 //! side_by_side probe
 //! side_by_side table < lines of "BEFORE AFTER NAME WORLD BYTES BEST MEDIAN"
+//! side_by_side pairs < the same, each two lines one run after the other
 //! ```
 //!
 //! `all_reduce` starts itself again as the other ranks, checks one sum, and then times, per
@@ -47,7 +48,13 @@ fn main() -> Result<()> {
             print!("{}", table(&std::io::read_to_string(std::io::stdin())?)?);
             Ok(())
         }
-        _ => Err("what to do: all_reduce, probe or table; see the head of the source".into()),
+        ["pairs"] => {
+            print!("{}", pairs(&std::io::read_to_string(std::io::stdin())?)?);
+            Ok(())
+        }
+        _ => {
+            Err("what to do: all_reduce, probe, table or pairs; see the head of the source".into())
+        }
     }
 }
 
@@ -199,11 +206,9 @@ enum Column {
 }
 
 /// The columns, of which the table shows those it has figures for.
-const COLUMNS: [Column; 15] = [
+const COLUMNS: [Column; 13] = [
     Column::Time("shm", "ours"),
     Column::Time("shm-shared", "ours, shared"),
-    Column::Time("shm-unchecked", "without fingerprints"),
-    Column::Ratio("shm", "shm-unchecked"),
     Column::Time("openmpi-sm", "Open MPI sm"),
     Column::Ratio("shm", "openmpi-sm"),
     Column::Ratio("shm-shared", "openmpi-sm"),
@@ -225,24 +230,78 @@ type Best<'a> = BTreeMap<(&'a str, usize), f64>;
 fn table(lines: &str) -> Result<String> {
     let mut tables: BTreeMap<(usize, &str), Best<'_>> = BTreeMap::new();
     for line in lines.lines() {
+        let Run { state: Some(state), name, world, bytes, best } = Run::parse(line)? else {
+            continue;
+        };
+        let times = tables.entry((world, state)).or_default();
+        let time = times.entry((name, bytes)).or_insert(f64::INFINITY);
+        *time = time.min(best);
+    }
+    let mut text = String::new();
+    for ((world, state), best) in tables {
+        text += &format!("\n{world} ranks, cores {state}; best, in µs\n\n");
+        text += &rows(&best);
+    }
+    Ok(text)
+}
+
+/// A line of figures.
+struct Run<'a> {
+    /// Of the cores, if it was the same before and after.
+    state: Option<&'static str>,
+    name: &'a str,
+    world: usize,
+    bytes: usize,
+    /// Microseconds.
+    best: f64,
+}
+
+impl<'a> Run<'a> {
+    fn parse(line: &'a str) -> Result<Self> {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let &[before, after, name, world, bytes, best, _median] = fields.as_slice() else {
             return Err(format!("not a line of figures: {line}").into());
         };
         let near = |probe| parse(probe).map(|ns: f64| ns < NEAR_NS);
         let state = match (near(before)?, near(after)?) {
-            (true, true) => "near",
-            (false, false) => "far",
-            _ => continue,
+            (true, true) => Some("near"),
+            (false, false) => Some("far"),
+            _ => None,
         };
-        let times = tables.entry((parse(world)?, state)).or_default();
-        let time = times.entry((name, parse(bytes)?)).or_insert(f64::INFINITY);
-        *time = time.min(parse(best)?);
+        Ok(Self { state, name, world: parse(world)?, bytes: parse(bytes)?, best: parse(best)? })
+    }
+}
+
+/// The ratios of two programs that ran one right after the other, many times: what changes slowly
+/// is in both, and the median does not see what hits one.
+fn pairs(lines: &str) -> Result<String> {
+    let runs: Vec<Run<'_>> = lines.lines().map(Run::parse).collect::<Result<_>>()?;
+    let mut ratios: BTreeMap<_, Vec<f64>> = BTreeMap::new();
+    for pair in runs.chunks(2) {
+        let [one, two] = pair else { return Err("a run without a second one".into()) };
+        // Whichever ran first.
+        let (over, under) = if one.name < two.name { (one, two) } else { (two, one) };
+        if (over.world, over.bytes) != (under.world, under.bytes) || over.name == under.name {
+            return Err(format!("{} and {} are no pair", over.name, under.name).into());
+        }
+        if let (Some(state), true) = (over.state, over.state == under.state) {
+            let key = (over.world, state, over.bytes, over.name, under.name);
+            ratios.entry(key).or_default().push(over.best / under.best);
+        }
     }
     let mut text = String::new();
-    for ((world, state), best) in tables {
-        text += &format!("\n{world} ranks, cores {state}; best, in µs\n\n");
-        text += &rows(&best);
+    let mut table = None;
+    for ((world, state, bytes, over, under), mut ratios) in ratios {
+        if table.replace((world, state)) != Some((world, state)) {
+            text += &format!("\n{world} ranks, cores {state}\n\n");
+            text += &format!("| size | {over} / {under}, median | half of them | pairs |\n");
+            text += "|---|---|---|---|\n";
+        }
+        ratios.sort_by(f64::total_cmp);
+        let quantile = |quarters: usize| ratios[(ratios.len() - 1) * quarters / 4];
+        let (low, middle, high) = (quantile(1), quantile(2), quantile(3));
+        let (size, count) = (size(bytes), ratios.len());
+        text += &format!("| {size} | {middle:.3} | {low:.3} to {high:.3} | {count} |\n");
     }
     Ok(text)
 }
@@ -317,6 +376,19 @@ mod tests {
     fn a_line_that_is_none_is_refused() {
         assert!(table("mpirun: not found\n").is_err());
         assert!(table("1 1 shm 2 four 1 1\n").is_err());
+    }
+
+    #[test]
+    fn a_pair_is_two_runs_of_one_state() {
+        let pair = |a: f64, b: f64| format!("40 41 b 2 4 {b} 1\n40 41 a 2 4 {a} 1\n");
+        let odd = "200 41 a 2 4 9 1\n40 41 b 2 4 1 1\n40 41 a 2 4 9 1\n200 201 b 2 4 1 1\n";
+        let all = [(1.0, 1.0), (3.0, 2.0), (9.0, 1.0)].map(|(a, b)| pair(a, b)).concat();
+        let text = pairs(&format!("{all}{odd}")).unwrap();
+        let table = "2 ranks, cores near\n\n| size | a / b, median | half of them | pairs |";
+        assert!(text.contains(table), "{text}");
+        assert!(text.contains("| 4 B | 1.500 | 1.000 to 1.500 | 3 |"), "{text}");
+        assert!(pairs("40 41 a 2 4 1 1\n40 41 b 2 8 1 1\n").is_err());
+        assert!(pairs("40 41 a 2 4 1 1\n").is_err());
     }
 
     #[test]

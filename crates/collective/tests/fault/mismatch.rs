@@ -20,9 +20,10 @@ impl<F: Fn(&ProcessGroup, &mut [f32], &mut [f32]) -> Result<()> + Sync> Call for
 fn mismatch_of(carrier: Carrier, world: usize, field: &str, call: &impl Call) {
     for count in [12, carrier.large] {
         play(carrier.groups(world, TIMEOUT), |group| {
-            let start = Instant::now();
             let fill: Vec<f32> = (0..count).map(|i| (i + group.rank()) as f32).collect();
             let (mut one, mut two) = (fill.clone(), fill.repeat(world));
+            group.barrier().unwrap();
+            let start = Instant::now();
             let error = call(&group, &mut one, &mut two).unwrap_err();
             at_once(start);
             let Error::Mismatch { op, field: got, by_rank } = &error else { panic!("{error}") };

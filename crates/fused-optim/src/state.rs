@@ -93,6 +93,7 @@ impl TensorState {
                 codes.view(0).encode(0, values, |key| key as u32);
                 return Ok(Slot::Codes(codes));
             }
+            // Where the weight begins is not known here.
             let mut slot = Values::new(at, 0, 0.0, values.len());
             slot.copy_from_slice(values);
             Ok(Slot::F32(slot))

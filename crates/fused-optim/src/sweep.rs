@@ -29,8 +29,9 @@ pub(crate) fn run<'a, H: Hyper>(
         let mut parts: Vec<_> =
             shares.iter_mut().flatten().filter(|job| !job.piece.is_whole()).collect();
         for parts in parts.chunk_by_mut(|a, b| a.piece.blocks.end == b.piece.blocks.start) {
-            let sums = parts.iter_mut().flat_map(|job| std::mem::take(&mut job.sums)).collect();
-            parts[0].conclude(sums);
+            let sums = parts.iter_mut().flat_map(|job| std::mem::take(&mut job.sums));
+            let mut sums: Vec<Sums> = sums.collect();
+            parts[0].conclude(&mut sums);
             let (rule, factors) = (parts[0].rule, parts[0].factors.clone());
             for job in parts {
                 (job.rule, job.factors) = (rule, factors.clone());
@@ -89,24 +90,30 @@ impl<'a, H: Hyper> Job<'a, H> {
             return self.sweep(scratch);
         }
         let Piece { layout, ref blocks, .. } = self.piece;
-        self.sums.reserve_exact(blocks.len());
+        let mut sums = std::mem::take(&mut scratch.sums);
+        sums.clear();
         for (_, elements) in layout.spans(blocks.clone(), BLOCK) {
             let observe = |block: Block<'_>| H::observe(&self.rule, block);
-            self.sums.push(self.piece.visit(elements, false, scratch, observe));
+            sums.push(self.piece.visit(elements, false, scratch, observe));
         }
         if self.piece.is_whole() {
-            let sums = std::mem::take(&mut self.sums);
-            self.conclude(sums);
+            self.conclude(&mut sums);
+            scratch.sums = sums;
             self.sweep(scratch);
+        } else {
+            self.sums = sums;
         }
     }
 
-    /// Turns the sums of all of a tensor's blocks into factors.
-    fn conclude(&mut self, mut blocks: Vec<Sums>) {
+    /// Turns the sums of all of a tensor's blocks into factors; the sums are spent.
+    fn conclude(&mut self, sums: &mut [Sums]) {
         let layout = self.piece.layout;
-        let rows = blocks.chunks_mut(layout.blocks_per_row().max(1)).map(Sums::fold);
-        let mut rows: Vec<Sums> = rows.collect();
-        self.factors = H::conclude(&mut self.rule, &mut rows, layout);
+        let per_row = layout.blocks_per_row().max(1);
+        let rows = sums.len() / per_row;
+        for row in 0..rows {
+            sums[row] = Sums::fold(&mut sums[row * per_row..][..per_row]);
+        }
+        self.factors = H::conclude(&mut self.rule, &mut sums[..rows], layout);
     }
 
     fn sweep(&mut self, scratch: &mut Scratch) {

@@ -7,8 +7,9 @@
 //! weight and gradient. Rules that need sums over a tensor first sweep twice ([`sum`]).
 //!
 //! Invariant: an element's result depends on that element, and on sums whose order the tensor's
-//! layout fixes; every instruction set compiles the loops of [`scalar`] (no reassociation, no fused
-//! multiply-add). Hence threads, alignment and processor never change a bit.
+//! layout fixes; every instruction set compiles the loops of [`scalar`] (no reassociation, and fused
+//! multiply-adds only where the product is exact). Hence threads, alignment and processor never
+//! change a bit.
 //!
 //! On aarch64 there is nothing to choose: NEON belongs to the target, and so the compiler makes vectors
 //! of four of the loops as they stand. f16 is left to `half`, which asks the processor for `fp16` and

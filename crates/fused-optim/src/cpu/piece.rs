@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use super::plan::Layout;
 use super::quant::CodesMut;
-use super::{BLOCK, GradMap, dispatch, load, narrow, narrow_at_random, scalar, widen_into};
+use super::{BLOCK, GradMap, Sums, dispatch, load, narrow, narrow_at_random, scalar, widen_into};
 use crate::{DType, Ema, Grad, SliceMut};
 
 /// Blocks `blocks` of a tensor. Every slice begins where the first of them does.
@@ -119,11 +119,18 @@ pub(crate) struct Scratch {
     param: [f32; BLOCK],
     grad: [f32; BLOCK],
     slots: [[f32; BLOCK]; SLOTS],
+    /// Of a tensor's blocks. To take as much anew for each tensor costs page faults.
+    pub(crate) sums: Vec<Sums>,
 }
 
 impl Scratch {
     pub(crate) const fn new() -> Self {
-        Self { param: [0.0; BLOCK], grad: [0.0; BLOCK], slots: [[0.0; BLOCK]; SLOTS] }
+        Self {
+            param: [0.0; BLOCK],
+            grad: [0.0; BLOCK],
+            slots: [[0.0; BLOCK]; SLOTS],
+            sums: Vec::new(),
+        }
     }
 }
 
@@ -202,7 +209,7 @@ impl Piece<'_> {
     ) -> T {
         let from = elements.start;
         let range = from - self.start..elements.end - self.start;
-        let Scratch { param: wide, grad: wide_grad, slots: wide_slots } = scratch;
+        let Scratch { param: wide, grad: wide_grad, slots: wide_slots, .. } = scratch;
         let key = match self.copies {
             Copies::Stochastic(key) => Some(block_key(key, from)),
             _ => None,

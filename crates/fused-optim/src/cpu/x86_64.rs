@@ -1,9 +1,9 @@
 //! The scalar loops compiled for AVX2 and AVX-512, and f16 conversion by F16C and AVX-512.
 //!
-//! [`Isa`] computes nothing: [`Kernel::run`], or `run_wide` for AVX-512, is inlined into a function with wider registers
-//! enabled, and the compiler vectorises it. Rust never contracts `a * b + c` into one rounding, so
-//! the bits are those of the scalar loop. [`F16c`] converts as the `half` crate's own code does, bit
-//! for bit.
+//! [`Isa`] computes nothing: [`Kernel::run`], or for AVX-512 [`Kernel::run_wide`], is inlined into a
+//! function with wider registers enabled, and the compiler vectorises it. Rust never contracts
+//! `a * b + c` into one rounding, so the bits are those of the scalar loop. [`F16c`] converts as the
+//! `half` crate's own code does, bit for bit.
 //!
 //! Invariant: an [`Isa`] or [`F16c`] exists only if this processor has the instructions it stands
 //! for; their constructors ask.

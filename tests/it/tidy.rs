@@ -123,8 +123,19 @@ fn no_file_is_empty_or_only_promises() {
 /// must stay the same file.
 #[test]
 fn twins_stay_equal() {
-    let twins = [("crates/amp/src/cpu/x86_64.rs", "crates/fused-optim/src/cpu/x86_64.rs")];
-    for (one, other) in twins {
-        assert!(read(one) == read(other), "{one} and {other} differ: change both");
+    let twins = [
+        "cpu/x86_64.rs",
+        "cuda/cache.rs",
+        "cuda/device.h",
+        "cuda/driver.rs",
+        "cuda/error.rs",
+        "cuda/library.rs",
+        "cuda/nvrtc.rs",
+        "cuda/ptx.h",
+        "cuda/shim/shim.h",
+    ];
+    for twin in twins {
+        let [one, other] = ["amp", "fused-optim"].map(|krate| format!("crates/{krate}/src/{twin}"));
+        assert!(read(&one) == read(&other), "{one} and {other} differ: change both");
     }
 }

@@ -115,7 +115,7 @@ fn compare(host: Host, options: LossScalerOptions, seed: u64) -> std::result::Re
             .map(|count| floats(seed + step, *count).iter().map(|x| x % 8.0).collect())
             .collect();
         tensors.iter_mut().flatten().filter(|x| !x.is_finite()).for_each(|x| *x = 0.25);
-        let bad = (seed + step) % 3 == 0;
+        let bad = (seed + step).is_multiple_of(3);
         if bad {
             let at = seed as usize % tensors[4].len();
             tensors[4][at] = [f32::INFINITY, f32::NAN, f32::MAX][step as usize % 3];

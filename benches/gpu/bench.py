@@ -1,0 +1,329 @@
+"""Our kernels and PyTorch's in one process, on the same tensors and stream, in turn.
+
+First correctness (bits against our CPU rules, values against float64), then times: medians of rounds in
+which everybody is asked once. Rows go to a JSON file and a table. `--dry` needs neither GPU nor
+PyTorch: it calls what can be called without, and checks that the lack of a GPU is an error.
+"""
+
+import argparse
+import array
+import ctypes
+import json
+import math
+import os
+import statistics
+import sys
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+F32, F16, BF16 = 0, 1, 2
+DEADLINE = time.monotonic() + 460  # seconds; run.sh is to end before nine minutes
+
+
+def library(path):
+    lib = ctypes.CDLL(path)
+    pointer, word, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+    lib.gpu_error.restype = ctypes.c_char_p
+    lib.gpu_open.argtypes = [pointer, pointer]
+    lib.gpu_optimizer.argtypes = [pointer, ctypes.c_char_p, size, pointer, pointer, pointer, word, word]
+    lib.gpu_loss_scale.argtypes = [pointer, ctypes.c_float]
+    lib.gpu_step.argtypes = [pointer, ctypes.c_float, word, ctypes.c_double]
+    lib.gpu_reference.argtypes = [ctypes.c_char_p, size, size, pointer, pointer, pointer, word, word,
+                                  ctypes.c_float, word, ctypes.c_double]
+    lib.gpu_cast.argtypes = [pointer, ctypes.c_uint64, word, ctypes.c_uint64, word, size]
+    lib.gpu_scaler.argtypes = [pointer, size, pointer, pointer, word]
+    lib.gpu_unscale.argtypes = [pointer]
+    return lib
+
+
+class Failure(Exception):
+    pass
+
+
+def words(numbers):
+    return (ctypes.c_uint64 * len(numbers))(*numbers)
+
+
+class Ours:
+    def __init__(self, lib, stream):
+        self.lib, self.session = lib, ctypes.c_void_p()
+        self.check(lib.gpu_open(stream, ctypes.byref(self.session)))
+
+    def check(self, status):
+        if status:
+            raise Failure(self.lib.gpu_error().decode())
+
+    def optimizer(self, rule, weights, grads, weight_type, grad_type):
+        self.check(self.lib.gpu_optimizer(
+            self.session, rule, len(weights), words([w.data_ptr() for w in weights]),
+            words([g.data_ptr() for g in grads]), words([w.numel() for w in weights]), weight_type,
+            grad_type))
+
+    def step(self, grad_scale=1.0, check=0, max_norm=-1.0):
+        self.check(self.lib.gpu_step(self.session, grad_scale, check, max_norm))
+
+
+def reference(lib, rule, steps, weights, grads, lens, types, grad_scale=1.0, check=0, max_norm=-1.0):
+    status = lib.gpu_reference(rule, steps, len(lens), words(weights), words(grads), words(lens), *types,
+                               grad_scale, check, max_norm)
+    if status:
+        raise Failure(lib.gpu_error().decode())
+
+
+def adamw_by_hand(weight, grad, steps):
+    m = [0.0] * len(weight)
+    v = [0.0] * len(weight)
+    for t in range(1, steps + 1):
+        for i, g in enumerate(grad):
+            m[i] = 0.9 * m[i] + 0.1 * g
+            v[i] = 0.999 * v[i] + 0.001 * g * g
+            root = math.sqrt(v[i] / (1 - 0.999**t)) + 1e-8
+            weight[i] = weight[i] * (1 - 1e-5) - 1e-3 * m[i] / (1 - 0.9**t) / root
+    return weight
+
+
+def dry(lib):
+    weight = array.array("f", [math.sin(i) for i in range(3000)])
+    grad = array.array("f", [math.cos(3 * i) for i in range(3000)])
+    expected = adamw_by_hand(list(weight), list(grad), 3)
+    reference(lib, b"adamw", 3, [weight.buffer_info()[0]], [grad.buffer_info()[0]], [3000], (F32, F32))
+    worst = max(abs(a - b) for a, b in zip(weight, expected))
+    assert worst < 1e-6, worst
+    print(f"reference: within {worst:.1e} of float64")
+    try:
+        reference(lib, b"none", 1, [0], [0], [0], (F32, F32))
+        raise AssertionError("no such rule, but no error")
+    except Failure as error:
+        print(f"unknown rule: {error}")
+    try:
+        Ours(lib, None)
+        print("there is a GPU: run without --dry")
+    except Failure as error:
+        print(f"no GPU: {error}")
+        assert "libcuda" in str(error) or "CUDA_ERROR" in str(error), error
+
+
+def resnet50():
+    sizes = [64 * 3 * 49, 64, 64]
+    inputs = 64
+    for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
+        for block in range(blocks):
+            for out, size in ((width, inputs), (width, 9 * width), (4 * width, width)):
+                sizes += [out * size, out, out]
+            if block == 0:
+                sizes += [4 * width * inputs, 4 * width, 4 * width]
+            inputs = 4 * width
+    return sizes + [2048 * 1000, 1000]
+
+
+CASES = {
+    "1e9 in 300": [1_000_000_000 // 300 // 8 * 8] * 300,
+    "ResNet-50": resnet50(),
+    "1000 x 1024": [1024] * 1000,
+    "10000 x 64": [64] * 10_000,
+}
+
+
+class Bench:
+    def __init__(self, lib, torch, out):
+        self.lib, self.torch, self.rows, self.out = lib, torch, [], out
+        self.ours = Ours(lib, torch.cuda.current_stream().cuda_stream)
+        self.ceiling = None
+
+    def row(self, **fields):
+        self.rows.append(fields)
+        print("  ".join(f"{key} {value}" for key, value in fields.items()), flush=True)
+        with open(self.out, "w") as file:
+            json.dump(self.rows, file, indent=1)
+
+    def left(self):
+        return DEADLINE - time.monotonic()
+
+    def times(self, calls, rounds=9):
+        """Milliseconds a call of each, medians of rounds in which they take turns."""
+        torch, all_times = self.torch, {name: [] for name in calls}
+        repeats = {}
+        for name, call in calls.items():
+            call()
+            torch.cuda.synchronize()
+            start = time.monotonic()
+            call()
+            torch.cuda.synchronize()
+            repeats[name] = max(1, min(50, int(0.02 / max(time.monotonic() - start, 1e-6))))
+        for _ in range(rounds):
+            for name, call in calls.items():
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                for _ in range(repeats[name]):
+                    call()
+                end.record()
+                torch.cuda.synchronize()
+                all_times[name].append(start.elapsed_time(end) / repeats[name])
+        return {name: statistics.median(values) for name, values in all_times.items()}
+
+    def report(self, what, case, times, moved):
+        """`moved`: bytes of our call."""
+        ours = times["ours"]
+        for name, ms in times.items():
+            self.row(what=what, case=case, who=name, ms=round(ms, 4), torch_by_ours=round(ms / ours, 3),
+                     of_copy=round(moved / ours / 1e6 / self.ceiling, 3) if name == "ours" else None)
+
+    def correctness(self):
+        torch = self.torch
+        torch.manual_seed(time.time_ns() % 2**31)
+        sizes = [1, 7, 8, 1023, 1025, 4097, 16384, 70_001, 300_000, 0]
+        dtypes = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
+        for rule in (b"adamw", b"sgd", b"lamb"):
+            for weight_type, grad_type in ((F32, F32), (F16, F16), (BF16, BF16), (F32, BF16)):
+                for check, max_norm in ((0, -1.0), (1, 0.5)):
+                    weights = [torch.randn(n, device="cuda").to(dtypes[weight_type]) for n in sizes]
+                    grads = [torch.randn(n, device="cuda").to(dtypes[grad_type]) for n in sizes]
+                    host = [[t.cpu() for t in some] for some in (weights, grads)]
+                    self.ours.optimizer(rule, weights, grads, weight_type, grad_type)
+                    for _ in range(3):
+                        self.ours.step(1.0, check, max_norm)
+                    torch.cuda.synchronize()
+                    reference(self.lib, rule, 3, *[[t.data_ptr() for t in some] for some in host], sizes,
+                              (weight_type, grad_type), 1.0, check, max_norm)
+                    same = all(torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
+                               for a, b in zip(weights, host[0]))
+                    self.row(what="bits as on the CPU", rule=rule.decode(), weight=weight_type,
+                             grad=grad_type, clipped=max_norm > 0, same=same)
+        weight = torch.randn(100_000, device="cuda")
+        grad = torch.randn_like(weight)
+        double = torch.nn.Parameter(weight.double())
+        double.grad = grad.double()
+        peer = torch.optim.AdamW([double], lr=1e-3, weight_decay=0.01, fused=False)
+        self.ours.optimizer(b"adamw", [weight], [grad], F32, F32)
+        for _ in range(5):
+            self.ours.step()
+            peer.step()
+        worst = (weight.double() - double).abs().max().item()
+        self.row(what="against float64", rule="adamw", worst=worst, fine=worst < 1e-6)
+        for source, target in ((F32, F16), (F32, BF16), (F16, F32), (BF16, F32)):
+            values = torch.randn(100_003, device="cuda").mul_(1e3).to(dtypes[source])
+            # Poisoned, so that what is not written shows.
+            result = torch.full_like(values, float("nan"), dtype=dtypes[target])
+            self.cast(values, source, result, target)
+            self.row(what="cast as PyTorch's", source=source, target=target,
+                     same=torch.equal(result, values.to(dtypes[target])))
+
+    def cast(self, source, source_type, target, target_type):
+        self.ours.check(self.lib.gpu_cast(self.ours.session, source.data_ptr(), source_type,
+                                          target.data_ptr(), target_type, source.numel()))
+
+    def copy(self):
+        source = self.torch.empty(1 << 30, device="cuda")
+        target = self.torch.empty_like(source)
+        times = self.times({"copy": lambda: target.copy_(source)})
+        self.ceiling = 8 * (1 << 30) / times["copy"] / 1e6
+        self.row(what="copy", case="4 GiB", gb_per_s=round(self.ceiling))
+
+    def optimizers(self, case, sizes):
+        torch = self.torch
+        weights = [torch.randn(n, device="cuda") for n in sizes]
+        grads = [torch.randn_like(w) for w in weights]
+        count = sum(sizes)
+        for rule, moved in ((b"adamw", 28), (b"sgd", 20), (b"lamb", 40)):
+            if self.left() < 60:
+                return self.row(what="out of time before", case=case, rule=rule.decode())
+            self.ours.optimizer(rule, weights, grads, F32, F32)
+            calls = {"ours": self.ours.step}
+            peers = []
+            for style in ("fused", "foreach"):
+                params = [torch.nn.Parameter(w) for w in weights]
+                for param, grad in zip(params, grads):
+                    param.grad = grad
+                if rule == b"adamw":
+                    peer = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.01, **{style: True})
+                elif rule == b"sgd":
+                    peer = torch.optim.SGD(params, lr=1e-3, momentum=0.9, **{style: True})
+                else:
+                    break
+                peers.append(peer)
+                calls["torch " + style] = peer.step
+            self.report(rule.decode(), case, self.times(calls), moved * count)
+            del peers, calls
+            torch.cuda.empty_cache()
+
+    def amp_step(self, case, sizes, clip):
+        torch = self.torch
+        weights = [torch.randn(n, device="cuda") for n in sizes]
+        grads = [torch.randn_like(w) for w in weights]
+        self.ours.optimizer(b"adamw", weights, grads, F32, F32)
+        self.ours.check(self.lib.gpu_loss_scale(self.ours.session, 1.0))
+        params = [torch.nn.Parameter(w) for w in weights]
+        for param, grad in zip(params, grads):
+            param.grad = grad
+        peer = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.01, fused=True)
+        scaler = torch.amp.GradScaler("cuda", init_scale=1.0, growth_interval=10**9)
+        scaler.scale(torch.ones((), device="cuda"))
+
+        def torch_step():
+            if clip:
+                scaler.unscale_(peer)
+                torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+            scaler.step(peer)
+            scaler.update()
+
+        ours = lambda: self.ours.step(1.0, 1, 1.0 if clip else -1.0)
+        times = self.times({"ours": ours, "torch fused": torch_step})
+        self.report("AMP step" + (", clipped" if clip else ""), case, times, 32 * sum(sizes))
+
+    def passes(self):
+        torch, count = self.torch, 1 << 29
+        types = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
+        for source, target in ((F32, F16), (F32, BF16), (BF16, F32)):
+            a = torch.randn(count, device="cuda").to(types[source])
+            b = torch.empty(count, device="cuda", dtype=types[target])
+            calls = {"ours": lambda: self.cast(a, source, b, target), "torch": lambda: b.copy_(a)}
+            self.report("cast", f"{source} to {target}", self.times(calls), 6 * count)
+        grads = [torch.randn(count // 64, device="cuda") for _ in range(64)]
+        self.ours.check(self.lib.gpu_scaler(self.ours.session, 64, words([g.data_ptr() for g in grads]),
+                                            words([g.numel() for g in grads]), F32))
+        found, inverse = torch.zeros((), device="cuda"), torch.full((), 1.0 / 65536, device="cuda")
+        calls = {
+            "ours": lambda: self.ours.check(self.lib.gpu_unscale(self.ours.session)),
+            "torch": lambda: torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse),
+        }
+        self.report("unscale", "5e8 in 64", self.times(calls), 8 * count)
+
+    def all(self):
+        torch = self.torch
+        self.row(what="versions", torch=torch.__version__, cuda=torch.version.cuda,
+                 gpu=torch.cuda.get_device_name(), python=sys.version.split()[0])
+        self.correctness()
+        self.copy()
+        for case in ("ResNet-50", "10000 x 64", "1000 x 1024", "1e9 in 300"):
+            for part in (
+                lambda: self.amp_step(case, CASES[case], False),
+                lambda: self.amp_step(case, CASES[case], True),
+                lambda: self.optimizers(case, CASES[case]),
+            ):
+                if self.left() < 60:
+                    return self.row(what="out of time before", case=case)
+                part()
+                torch.cuda.empty_cache()
+        self.passes()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--library", required=True)
+    parser.add_argument("--out", default=os.path.join(HERE, "out", "rows.json"))
+    parser.add_argument("--dry", action="store_true")
+    args = parser.parse_args()
+    lib = library(args.library)
+    if args.dry:
+        return dry(lib)
+    import torch
+
+    os.makedirs(os.path.dirname(args.out), exist_ok=True)
+    bench = Bench(lib, torch, args.out)
+    bench.all()
+    wrong = [row for row in bench.rows if row.get("same") is False or row.get("fine") is False]
+    sys.exit(f"{len(wrong)} wrong results" if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

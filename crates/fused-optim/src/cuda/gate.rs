@@ -36,7 +36,7 @@ const FORMS: [(&str, bool); 18] = [
 ];
 
 /// Registers a thread of each kernel may have: so many blocks of 256 fit a processor's 65 536.
-const BUDGET: [(&str, u32); 4] = [("look", 80), ("step", 96), ("observe", 128), ("conclude", 128)];
+const BUDGET: [(&str, u32); 4] = [("look", 80), ("step", 104), ("observe", 128), ("conclude", 128)];
 
 fn programs(arch: i32) -> Vec<Program> {
     let all = |(form, twice): &(&str, bool), types| Program {

@@ -32,7 +32,9 @@ pub enum Error {
         /// Its process id.
         pid: u32,
     },
-    /// Ranks called different operations; no byte of user data was changed.
+    /// Ranks called different operations; no byte of user data was changed. On device memory it is
+    /// found when time is over, unless calls are compared first, and what was to be written is
+    /// unspecified then.
     #[error("{op}: ranks disagree on {field}: {}", by_rank_text(by_rank))]
     Mismatch {
         /// What this rank called.

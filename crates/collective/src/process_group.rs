@@ -99,7 +99,8 @@ impl ProcessGroup {
     }
 
     /// A group whose ranks are processes: of one machine, over shared memory, or of several, over
-    /// TCP or libgloo; see [`Transport`](crate::Transport).
+    /// TCP or libgloo, with NCCL beside for the memory of devices; see
+    /// [`Transport`](crate::Transport).
     ///
     /// Every rank must call it, with the same `world_size`, name and transport, each with its own
     /// `rank`. Blocks until all have. Nothing is left behind on a machine, however the processes

@@ -68,6 +68,26 @@ fn an_init_that_fails_on_one_rank_fails_on_all() {
 }
 
 #[test]
+fn a_rank_that_never_joins_is_missing() {
+    let devices = devices(3);
+    let connect = collective::nccl::connector(Fake::get().libraries, Config::default());
+    let store = collective::MemoryStore::new();
+    let errors = std::thread::scope(|scope| {
+        let join = |rank| {
+            let (store, connect) = (std::sync::Arc::new(store.clone()), connect.clone());
+            let options = GroupOptions::default().with_timeout(TIMEOUT);
+            let options = options.with_cuda_device(devices.start + rank as u32);
+            let join = move || ProcessGroup::from_store_with(store, rank, 3, options, connect);
+            scope.spawn(move || join().unwrap_err())
+        };
+        [0, 2].map(join).map(|rank| rank.join().unwrap())
+    });
+    for error in &errors {
+        assert!(matches!(error, Error::Timeout { missing, .. } if *missing == [1]), "{error}");
+    }
+}
+
+#[test]
 fn an_init_that_is_never_over_ends_with_its_deadline() {
     let (own, others) = failing(Fault::Hang, 2);
     let over = |error: &Error| match error {

@@ -30,7 +30,7 @@ const BUSY: Duration = Duration::from_millis(1);
 const IDLE: Duration = Duration::from_millis(50);
 /// How long the host's side may take to name the dead whose silence NCCL has noticed.
 const NAMING: Duration = Duration::from_millis(500);
-/// How long the store may take to tell a verdict, or to hear one.
+/// How long the store may take to tell a verdict, or to hear one, beside an inquest.
 const TELLING: Duration = Duration::from_secs(1);
 /// How long an abort may take before waits end without it.
 const ABORT: Duration = Duration::from_secs(10);
@@ -232,7 +232,7 @@ impl Shared {
     /// Why the group has failed, once the device has let go of all memory; for when it must fail.
     pub(super) fn failure(&self) -> Error {
         self.wake();
-        let deadline = Instant::now() + NAMING + 2 * TELLING + ABORT;
+        let deadline = Instant::now() + NAMING + 2 * self.telling() + ABORT;
         let mut aborted = self.aborted.lock();
         while !*aborted {
             if self.over.wait_until(&mut aborted, deadline).timed_out() {
@@ -250,6 +250,11 @@ impl Shared {
     /// Whether the device has let go of the memory of operations that failed.
     pub(super) fn is_aborted(&self) -> bool {
         *self.aborted.lock()
+    }
+
+    /// How long the thread that talks to the store may take for one request.
+    fn telling(&self) -> Duration {
+        TELLING + inquest_time(self.world)
     }
 
     fn name_of(&self, op: &Op) -> String {
@@ -342,7 +347,7 @@ impl Shared {
         if waited < op.timeout {
             return None;
         }
-        let patience = op.timeout + inquest_time(self.world) + TELLING;
+        let patience = op.timeout + self.telling();
         let finding = match answer.try_recv() {
             Ok(finding) => finding,
             Err(mpsc::TryRecvError::Empty) if waited < patience => return None,
@@ -373,7 +378,7 @@ impl Shared {
             Cause::Late(op, waited, finding) => {
                 let (error, verdict) = blame(self.name_of(&op), waited, finding);
                 if let Some(verdict) = verdict {
-                    self.herald.tell(verdict, TELLING);
+                    self.herald.tell(verdict, self.telling());
                 }
                 self.host.abort(&error.to_string());
                 error
@@ -410,7 +415,7 @@ impl Shared {
         match error {
             Error::PeerDied { rank, pid, .. } => Error::PeerDied { op, rank, pid },
             Error::Timeout { missing, waited, .. } => Error::Timeout { op, waited, missing },
-            Error::Aborted { by, reason } => match self.herald.ask(TELLING) {
+            Error::Aborted { by, reason } => match self.herald.ask(self.telling()) {
                 Some(Verdict::TimedOut(missing)) if !missing.contains(&self.rank) => {
                     Error::Timeout { op, waited, missing }
                 }

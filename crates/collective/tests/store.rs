@@ -375,3 +375,31 @@ fn long_values_reach_slow_readers_whole() {
         assert!(rest[..value.len()] == value && rest[value.len()..] == 5_u32.to_le_bytes());
     }
 }
+
+/// The server's end of a connection probes a peer that is silent, though nobody asked the peer to.
+#[test]
+fn a_silent_client_is_probed() {
+    let server = server();
+    let mut silent = raw(&server);
+    let ping = Request::Ping { nonce: 1 };
+    send(&mut silent, &[Request::Validate { magic: MAGIC }, ping]);
+    silent.read_exact(&mut [0; 4]).unwrap();
+    let local = format!(":{:04X}", server.port());
+    let probed = || {
+        let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
+        let own = |line: &&str| {
+            let mut columns = line.split_whitespace().skip(1);
+            let is_servers = columns.next().is_some_and(|column| column.ends_with(&local));
+            is_servers && columns.nth(1) == Some("01")
+        };
+        let line = table.lines().find(own).expect("the server's end of the connection");
+        // `tr`: which timer runs; 02 is the keepalive's.
+        line.split_whitespace().nth(5).unwrap().starts_with("02:")
+    };
+    let start = Instant::now();
+    // For a moment, another timer may run.
+    while !probed() {
+        assert!(start.elapsed() < LONG, "no timer of the kernel watches the connection");
+        thread::sleep(SHORT);
+    }
+}

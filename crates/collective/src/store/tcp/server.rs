@@ -69,6 +69,9 @@ impl TcpStoreServer {
         };
         let listener = TcpListener::bind(addr).map_err(refused)?;
         sockopt::deepen_backlog(listener.as_fd()).map_err(refused)?;
+        // Accepted connections inherit these, at no system call each.
+        sockopt::no_delay(listener.as_fd()).map_err(refused)?;
+        sockopt::detect_dead_peer(listener.as_fd()).map_err(refused)?;
         let addr = listener.local_addr().map_err(refused)?;
         let (mut server, waker) = Loop::new(listener).map_err(refused)?;
         let stop = Arc::clone(&server.stop);
@@ -235,8 +238,6 @@ impl Loop {
     }
 
     fn add(&mut self, mut stream: TcpStream) -> io::Result<()> {
-        stream.set_nodelay(true)?;
-        sockopt::detect_dead_peer(stream.as_fd())?;
         let id = self.next_id;
         let both = Interest::READABLE | Interest::WRITABLE;
         self.poll.registry().register(&mut stream, Token(id), both)?;

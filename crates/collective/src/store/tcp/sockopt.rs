@@ -16,6 +16,11 @@ pub(crate) fn detect_dead_peer(socket: BorrowedFd<'_>) -> io::Result<()> {
     set(socket, libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
 }
 
+/// Sends every write at once.
+pub(crate) fn no_delay(socket: BorrowedFd<'_>) -> io::Result<()> {
+    set(socket, libc::IPPROTO_TCP, libc::TCP_NODELAY, 1)
+}
+
 /// Lets as many connections wait to be accepted as the system allows. Thousands of clients come at
 /// once; one that finds no room tries again only after a second.
 pub(crate) fn deepen_backlog(listener: BorrowedFd<'_>) -> io::Result<()> {

@@ -6,9 +6,10 @@
 
 #![cfg(feature = "candle")]
 #![expect(clippy::unwrap_used, reason = "a test")]
+#![expect(clippy::print_stderr, reason = "a test says what it leaves out")]
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 
 const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
 const RANKS: &str = "4";
@@ -23,7 +24,7 @@ impl Job {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let text = std::fs::read_to_string(root().join("configs/resnet_digits.toml")).unwrap();
-        let mut short = text.clone();
+        let mut short = text;
         for (from, to) in [
             ("max_epochs = 15", "max_epochs = 1"),
             ("val_interval = 5", "val_interval = 1"),
@@ -38,7 +39,7 @@ impl Job {
     }
 
     /// Trains under a launcher, whose words come before those of the runner.
-    fn train(&self, name: &str, launcher: &[&str], envs: &[(&str, &str)], more: &[&str]) -> Output {
+    fn train(&self, name: &str, launcher: &[&str], envs: &[(&str, &str)], more: &[&str]) {
         let mut command = Command::new(launcher[0]);
         command.args(&launcher[1..]).args(["train"]).arg(&self.config).arg("--work-dir");
         command.arg(self.work_dir(name)).args(more).envs(envs.iter().copied());
@@ -50,7 +51,6 @@ impl Job {
         let output = command.stdin(Stdio::null()).output().unwrap();
         let (out, err) = (text(&output.stdout), text(&output.stderr));
         assert!(output.status.success(), "{name}: {}\n{out}{err}", output.status);
-        output
     }
 
     fn work_dir(&self, name: &str) -> PathBuf {
@@ -83,7 +83,7 @@ fn is_there(command: &[&str]) -> bool {
     let asked = program.args(&command[1..]).stdout(Stdio::null()).stderr(Stdio::null()).status();
     let there = asked.is_ok_and(|status| status.success());
     if !there {
-        println!("ignored: `{}` does not work here", command.join(" "));
+        eprintln!("ignored: `{}` does not work here", command.join(" "));
     }
     there
 }
@@ -117,7 +117,7 @@ fn under_slurm(job: &Job) {
     up.args(["--nodes", "2", "--cpus", "4", "--gpus", "2", "--etc-hosts", "--base-port", "17100"]);
     let output = up.arg("--dir").arg(&dir).stdin(Stdio::null()).output().unwrap();
     if output.status.code() == Some(2) {
-        println!("ignored: {}", text(&output.stderr));
+        eprintln!("ignored: {}", text(&output.stderr));
         return;
     }
     assert!(output.status.success(), "{}", text(&output.stderr));

@@ -78,6 +78,7 @@ trait Kernel: Sized {
     type Output;
     fn run(self) -> Self::Output;
     /// The same bits, for 32 registers of 64 bytes and `mul_add` as one instruction.
+    #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     fn run_wide(self) -> Self::Output {
         self.run()

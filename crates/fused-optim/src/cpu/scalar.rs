@@ -56,6 +56,7 @@ impl<R: TwoSweeps, const COSINE: bool> Kernel for Observe<'_, R, COSINE> {
 
     /// The product of two f32 has at most 48 bits and so is exact in f64; whether it is rounded before
     /// the sum is changes no bit.
+    #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     fn run_wide(self) -> Self::Output {
         if COSINE { self.by_rows() } else { self.by_parts::<true>() }
@@ -94,6 +95,7 @@ impl<R: TwoSweeps, const COSINE: bool> Observe<'_, R, COSINE> {
     }
 
     /// Row by row of lanes, where there are registers for all sums at once.
+    #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     fn by_rows(self) -> [[f64; LANES]; 4] {
         let Self { rule, map, param, grad, state: [m, v] } = self;

@@ -1,7 +1,7 @@
 //! Casts and the loss scale on an NVIDIA GPU (feature `cuda`).
 //!
 //! [`cast`] has the bits of [`amp::cast`](crate::cast()). [`CudaScaler`] is a
-//! [`LossScaler`](crate::LossScaler) whose scale, growth count and verdict lie on the device: nothing
+//! [`LossScaler`] whose scale, growth count and verdict lie on the device: nothing
 //! waits for the host, and the launches can be captured in a CUDA graph. The tests compile the kernels
 //! for the CPU and compare.
 //!

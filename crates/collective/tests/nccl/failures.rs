@@ -1,6 +1,7 @@
 //! What goes wrong on devices: the right error on every rank, in time, and one abort each.
 
 use std::ops::Range;
+use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use collective::nccl::Config;
@@ -38,12 +39,15 @@ fn failing(
     rank: impl Fn(&mut Rank<'_>) -> Result<()> + Sync,
 ) -> Vec<Error> {
     let options = GroupOptions::default().with_timeout(TIMEOUT);
+    let all_here = Barrier::new(devices.len());
     let groups = Fake::get().groups(devices.clone(), &options, config);
     let groups = groups.into_iter().map(Result::unwrap).collect();
     let errors = play(groups, |group| {
         let (stream, mut memory) = (Fake::get().stream(), Memory::new(vec![1.0; 100]));
         let mut this = Rank { group: &group, stream: &stream, memory: &mut memory };
         this.all_reduce(100).unwrap().wait().unwrap();
+        // A rank that fails would take this from one that has not seen its end.
+        all_here.wait();
         let error = rank(&mut this).unwrap_err();
         let later = this.all_reduce(1).unwrap_err();
         assert!(matches!(&later, Error::Poisoned(_)), "{later}");

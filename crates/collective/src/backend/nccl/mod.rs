@@ -337,11 +337,12 @@ impl Backend for Nccl {
     }
 
     fn ready(&self) -> Result<()> {
-        self.host.ready()?;
-        match self.parts.shared.verdict() {
-            Some(error) => Err(Error::Poisoned(Box::new(error.clone()))),
-            None => Ok(()),
+        // A fork has no more than the host's side.
+        if self.host.forked() {
+            return self.host.ready();
         }
+        self.parts.shared.met()?;
+        self.host.ready()
     }
 
     unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()> {

@@ -131,6 +131,8 @@ pub(super) struct Shared {
     /// What a caller saw.
     posted: Mutex<Option<Error>>,
     verdict: OnceLock<(Error, Instant)>,
+    /// A caller has got the verdict; from then on the group is poisoned.
+    told: AtomicBool,
     /// With `over`: whether the communicator has been aborted.
     aborted: Mutex<bool>,
     over: Condvar,
@@ -156,7 +158,7 @@ impl Shared {
     ) -> Self {
         let (rank, world) = (host.rank(), host.world_size());
         let (ops, changed, posted, verdict, aborted, over) = Default::default();
-        let stop = AtomicBool::new(false);
+        let (told, stop) = (AtomicBool::new(false), AtomicBool::new(false));
         Self {
             host,
             communicator,
@@ -168,6 +170,7 @@ impl Shared {
             changed,
             posted,
             verdict,
+            told,
             aborted,
             over,
             stop,
@@ -177,6 +180,16 @@ impl Shared {
     /// Why the group has failed, if it has.
     pub(super) fn verdict(&self) -> Option<&Error> {
         self.verdict.get().map(|(error, _)| error)
+    }
+
+    /// The verdict for a caller who meets it: as it is for the first, then as poison.
+    pub(super) fn met(&self) -> Result<()> {
+        match self.verdict() {
+            None => Ok(()),
+            // Relaxed: whoever comes first, each caller gets one or the other.
+            Some(error) if !self.told.swap(true, Ordering::Relaxed) => Err(error.clone()),
+            Some(error) => Err(Error::Poisoned(Box::new(error.clone()))),
+        }
     }
 
     /// Adds an operation, once there is room.
@@ -241,6 +254,7 @@ impl Shared {
         }
         let let_go = *aborted;
         drop(aborted);
+        self.told.store(true, Ordering::Relaxed);
         match self.verdict() {
             Some(error) if let_go => error.clone(),
             error => stuck(error),
@@ -486,6 +500,9 @@ impl InFlight for Flight {
     fn settled(&self) -> Option<Result<()>> {
         let op = &self.op;
         if let Some(outcome) = op.outcome.get() {
+            if let (Err(_), Some(shared)) = (outcome, self.shared.upgrade()) {
+                shared.told.store(true, Ordering::Relaxed);
+            }
             return Some(outcome.clone());
         }
         // A group that is gone has settled its operations, unless an abort hangs.

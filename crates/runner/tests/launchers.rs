@@ -40,8 +40,14 @@ impl Job {
 
     /// Trains under a launcher, whose words come before those of the runner.
     fn train(&self, name: &str, launcher: &[&str], envs: &[(&str, &str)], more: &[&str]) {
-        let mut command = Command::new(launcher[0]);
-        command.args(&launcher[1..]).args(["train"]).arg(&self.config).arg("--work-dir");
+        // What hangs is ended.
+        let mut command = Command::new("timeout");
+        command
+            .args(["--kill-after=10", "300"])
+            .args(launcher)
+            .args(["train"])
+            .arg(&self.config)
+            .arg("--work-dir");
         command.arg(self.work_dir(name)).args(more).envs(envs.iter().copied());
         for variable in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"] {
             command.env_remove(variable);

@@ -31,7 +31,6 @@ pub struct GroupOptions {
     /// set.
     pub cuda_device: Option<u32>,
     /// What the group that this one is split from made for it.
-    #[cfg_attr(not(feature = "nccl"), expect(dead_code, reason = "only NCCL splits what it has"))]
     pub(crate) seed: Option<Seed>,
 }
 
@@ -163,6 +162,12 @@ impl GroupOptions {
     pub fn with_cuda_device(mut self, ordinal: u32) -> Self {
         self.cuda_device = Some(ordinal);
         self
+    }
+
+    /// What [`Backend::split_seed`](crate::Backend::split_seed) made for the group that is joined,
+    /// for whoever makes its backend.
+    pub fn seed(&self) -> Option<&Seed> {
+        self.seed.as_ref()
     }
 
     /// Sets the name.

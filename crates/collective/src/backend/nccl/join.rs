@@ -101,7 +101,7 @@ struct Meeting<'a> {
 impl Meeting<'_> {
     fn connect(&self, ordinal: u32, config: &Config) -> Result<(Arc<Device>, Communicator)> {
         let device = Device::open(self.libraries.cuda, ordinal)?;
-        let seed = self.joining.options.seed.as_ref();
+        let seed = self.joining.options.seed();
         if let Some(communicator) = seed.and_then(|seed| seed.take::<Communicator>()) {
             return Ok((device, communicator));
         }

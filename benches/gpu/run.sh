@@ -9,7 +9,7 @@ cd "$(dirname "$0")"
 
 library=out/libgpu_bench.so
 if command -v cargo >/dev/null; then
-  cargo build --release -p gpu-bench
+  cargo build --release -p gpu-bench --features cuda
   mkdir -p out
   cp ../../target/release/libgpu_bench.so "$library"
 fi

@@ -5,6 +5,7 @@
 //! Rules are `adamw` (weight decay 0.01), `sgd` (momentum 0.9) and `lamb` (weight decay 0.01), learning
 //! rate 1e-3.
 
+#![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "an interface for C")]
 
 use std::cell::RefCell;

@@ -309,9 +309,16 @@ fn nothing_of_any_program_outlives_a_killed_launcher() {
     let lines = lines_with(launcher.stdout.take().unwrap(), "] pid ", 4);
     let pids: Vec<_> = lines.iter().map(|line| line.rsplit(' ').next().unwrap()).collect();
     assert!(pids.len() == 4 && pids.iter().all(|pid| !is_gone(pid)));
+    let prefix = format!("runner-launch-{}-", launcher.id());
+    let has_files = || {
+        let mut files = std::fs::read_dir(std::env::temp_dir()).unwrap();
+        files.any(|file| file.unwrap().file_name().to_string_lossy().starts_with(&prefix))
+    };
+    assert!(has_files());
     kill("-KILL", launcher.id());
     launcher.wait().unwrap();
     soon("ranks and their children are gone", || pids.iter().all(|pid| is_gone(pid)));
+    soon("the launcher's files are gone", || !has_files());
 }
 
 #[test]

@@ -7,6 +7,7 @@
 
 use std::io::{self, Write};
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
 
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal, test_kill_process};
@@ -42,7 +43,8 @@ pub fn tie_to_parent() -> Result<()> {
     Ok(())
 }
 
-/// Kills the groups it was told when this process ends in any way; gone on drop.
+/// Kills the groups it was told, and removes the folder of error files, when this process ends in any
+/// way; gone on drop.
 pub(super) struct Guard {
     shell: Child,
     /// `None` only while it is dropped.
@@ -50,10 +52,11 @@ pub(super) struct Guard {
 }
 
 impl Guard {
-    pub(super) fn start() -> Result<Self> {
+    pub(super) fn start(folder: &Path) -> Result<Self> {
         let failed = |source| Error::Io { what: "start the ranks' guard".to_owned(), source };
         let mut shell = Command::new("/bin/sh")
             .args(["-c", SCRIPT, "runner-launch-guard"])
+            .arg(folder)
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -82,14 +85,14 @@ impl Guard {
 }
 
 impl Drop for Guard {
-    /// Ends the guard by closing its pipe. Groups that were not forgotten are killed.
+    /// Ends the guard by closing its pipe. Groups that were not forgotten are killed, and the folder goes.
     fn drop(&mut self) {
         self.pipe = None;
         drop(self.shell.wait());
     }
 }
 
-/// One group a line, or `none`. At the end, kills those it has.
+/// One group a line, or `none`. At the end, kills those it has, and removes the folder it was given.
 const SCRIPT: &str = r#"
 trap '' TERM INT HUP QUIT
 groups=
@@ -97,4 +100,5 @@ while read -r line; do
   case $line in none) groups= ;; *) groups="$groups -$line" ;; esac
 done
 [ -z "$groups" ] || kill -s KILL -- $groups
+rm -rf -- "$1"
 "#;

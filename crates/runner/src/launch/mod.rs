@@ -7,7 +7,7 @@
 //! then SIGTERM, then, after a grace, SIGKILL; and if restarts are left, all ranks start again. The
 //! exit code is that of the likely cause: a rank that a signal ended, or else the failure that was the first
 //! by the ranks' own error files (`error_file`), or to be seen; torchrun's is always 1. If the launcher itself is killed, a guard
-//! (`guard`) kills the ranks and what they have started.
+//! (`guard`) kills the ranks and what they have started, and tidies up.
 //!
 //! Threads only watch: one for each rank waits for its exit, one for signals, two for each rank's
 //! output. All decisions are taken by the calling thread, in `Job::supervise`.
@@ -119,6 +119,8 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
     let (sender, events) = channel();
     let signals = SignalThread::start(sender.clone())?;
     let folder = Folder::new()?;
+    // Nobody else removes it.
+    let guard = Guard::start(&folder.0).inspect_err(|_| drop(std::fs::remove_dir(&folder.0)))?;
     let mut job = Job {
         options,
         attempt: 0,
@@ -126,7 +128,7 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
         events,
         stage: Stage::Running,
         told_to_stop: false,
-        guard: Guard::start()?,
+        guard,
     };
     let mut store = new_store()?;
     loop {
@@ -150,7 +152,7 @@ fn new_store() -> Result<TcpStoreServer> {
     Ok(TcpStoreServer::bind(([127, 0, 0, 1], 0).into())?)
 }
 
-/// A folder for error files, which others cannot write; gone on drop.
+/// A folder for error files, which others cannot write. The guard removes it.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -164,13 +166,6 @@ impl Folder {
 
     fn error_file(&self, attempt: u32, rank: usize) -> PathBuf {
         self.0.join(format!("attempt_{attempt}/{rank}/error.json"))
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        // What is left is a few files in the temporary folder.
-        let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 

@@ -245,13 +245,7 @@ impl RunnerBuilder {
         let model = self.model.ok_or_else(|| need("model"))?;
         let optim = self.optim.ok_or_else(|| need("optim_wrapper"))?;
         let train_loader = self.train_loader.ok_or_else(|| need("train_dataloader"))?;
-        for (i, hook) in self.hooks.iter().enumerate().filter(|(_, h)| h.state_dict().is_some()) {
-            let name = hook.name();
-            if self.hooks[..i].iter().any(|h| h.name() == name) {
-                let why = format!("two hooks called `{name}` would save their state in one place");
-                return Err(Error::Config(why));
-            }
-        }
+        check_names(&self.hooks)?;
         let group = match self.group {
             Some(group) => group,
             None => join(self.launcher, self.timeout.unwrap_or(TIMEOUT))?,
@@ -272,14 +266,12 @@ impl RunnerBuilder {
             };
             let train_loader = make_loader(train_loader, &group, seed)?;
             let mut optim = (optim.build)(engine.params())?;
-            let span = Span {
-                epochs: train.max_epochs as u64,
-                epoch_length: train_loader.batches_per_epoch() as u64,
-            };
-            let schedulers = make_schedulers(&self.schedulers, span, optim.optimizer_mut())?;
+            let length = train_loader.batches_per_epoch();
+            let schedulers =
+                make_schedulers(&self.schedulers, &train, length, optim.optimizer_mut())?;
             let mut hooks = self.hooks;
-            let stepped = hooks.iter().any(|hook| hook.name() == ParamSchedulerHook.name());
-            if !schedulers.is_empty() && !stepped {
+            let steps = hooks.iter().any(|hook| hook.name() == ParamSchedulerHook.name());
+            if !schedulers.is_empty() && !steps {
                 hooks.push(Box::new(ParamSchedulerHook));
             }
             hooks.sort_by_key(|h| h.priority());
@@ -317,6 +309,18 @@ impl RunnerBuilder {
     }
 }
 
+/// Refuses two hooks that would save their state in one place.
+fn check_names(hooks: &[Box<dyn Hook>]) -> Result<()> {
+    for (i, hook) in hooks.iter().enumerate().filter(|(_, h)| h.state_dict().is_some()) {
+        let name = hook.name();
+        if hooks[..i].iter().any(|h| h.name() == name) {
+            let why = format!("two hooks called `{name}` would save their state in one place");
+            return Err(Error::Config(why));
+        }
+    }
+    Ok(())
+}
+
 /// The group that the environment describes; a group of one without any.
 fn join(launcher: Option<Launcher>, timeout: Duration) -> Result<ProcessGroup> {
     let lookup = |name: &str| std::env::var(name).ok();
@@ -343,9 +347,11 @@ fn make_loader(config: DataLoaderConfig, group: &ProcessGroup, seed: u64) -> Res
 /// Each takes its first step, so that the optimizer has what training begins with.
 fn make_schedulers(
     configs: &[SchedulerConfig],
-    span: Span,
+    train: &TrainConfig,
+    epoch_length: usize,
     optimizer: &mut dyn Optimizer,
 ) -> Result<Vec<Scheduler>> {
+    let span = Span { epochs: train.max_epochs as u64, epoch_length: epoch_length as u64 };
     let mut base: [Option<Vec<f64>>; 2] = [None, None];
     let make = |config: &SchedulerConfig| {
         let mut values = read_values(optimizer, config.param)?;

@@ -170,21 +170,30 @@ proptest! {
     }
 }
 
-/// A maximum over ranks, as threads: each sends to all, each receives from all.
+/// A maximum over ranks, as threads: each sends to each, by a channel of their own, so that who is
+/// ahead is not taken for another.
+#[derive(Default)]
 struct Ranks {
     to: Vec<Sender<Option<bool>>>,
-    from: Receiver<Option<bool>>,
+    from: Vec<Receiver<Option<bool>>>,
 }
 
 impl Ranks {
     fn new(count: usize) -> Vec<Self> {
-        let (to, from): (Vec<_>, Vec<_>) = (0..count).map(|_| channel()).unzip();
-        from.into_iter().map(|from| Self { to: to.clone(), from }).collect()
+        let mut ranks: Vec<Self> = (0..count).map(|_| Self::default()).collect();
+        for sender in 0..count {
+            for receiver in 0..count {
+                let (to, from) = channel();
+                ranks[sender].to.push(to);
+                ranks[receiver].from.push(from);
+            }
+        }
+        ranks
     }
 
     fn max(&self, seen: Option<bool>) -> Option<bool> {
         self.to.iter().for_each(|to| to.send(seen).unwrap());
-        self.to.iter().map(|_| self.from.recv().unwrap()).max().unwrap()
+        self.from.iter().map(|from| from.recv().unwrap()).max().unwrap()
     }
 }
 

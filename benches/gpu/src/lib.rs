@@ -1,7 +1,7 @@
 //! Our kernels with a C interface, so that `bench.py` can call them by ctypes beside PyTorch's: in one
 //! process, on the same tensors, on PyTorch's stream.
 //!
-//! Every function gives 0, or -1 and leaves the reason to [`gpu_error`]. Types are 0 f32, 1 f16, 2 bf16.
+//! Every function gives 0, or -1 and leaves the reason to `gpu_error`. Types are 0 f32, 1 f16, 2 bf16.
 //! Rules are `adamw` (weight decay 0.01), `sgd` (momentum 0.9) and `lamb` (weight decay 0.01), learning
 //! rate 1e-3.
 

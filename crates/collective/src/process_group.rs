@@ -417,8 +417,9 @@ impl ProcessGroup {
     ///
     /// [`Error::InvalidArgument`] for a message to this rank itself or to none of the group.
     /// [`Error::Mismatch`] if type or count of a message are not what its receiver expects, whose
-    /// buffer for it is unchanged: on every rank, in the call in which it waits or its next one, see
-    /// [`send`](Self::send). Else as [`all_reduce`](Self::all_reduce).
+    /// buffer for it is unchanged, or if the other end calls a collective instead: on every rank, in
+    /// the call in which it waits or its next one, see [`send`](Self::send). Else as
+    /// [`all_reduce`](Self::all_reduce).
     pub fn batch_isend_irecv(&self, messages: Vec<Message<'_>>) -> Result<()> {
         self.verbs()?.batch(messages)
     }

@@ -66,6 +66,11 @@ impl<'a> Span<'a> {
         Self { ptr: self.ptr.wrapping_add(offset), len, life: PhantomData }
     }
 
+    /// The first `len` bytes, and the others.
+    pub(crate) fn split_at(self, len: usize) -> (Self, Self) {
+        (self.part(0, len), self.part(len, self.len - len))
+    }
+
     /// Copies all of `source`, which has the same length, here.
     pub(crate) fn copy_from_slice(self, source: &[u8]) {
         assert_eq!(self.len, source.len(), "a copy keeps the length");

@@ -272,7 +272,7 @@ impl Control {
             }
             Cause::TimedOut { missing, .. } => Error::Timeout { op, waited, missing },
             Cause::Mismatch { field, by_rank } => {
-                let known = ["dtype", "count"].into_iter().find(|known| *known == field);
+                let known = ["verb", "dtype", "count"].into_iter().find(|known| *known == field);
                 Error::Mismatch { op, field: known.unwrap_or("seq"), by_rank }
             }
         }

@@ -104,6 +104,7 @@ fn finish(
         prints: [none(), none()],
         sent: vec![0; world],
         received: vec![0; world],
+        headers: Vec::new(),
         data: Some(data),
         scratch: Vec::new(),
     };

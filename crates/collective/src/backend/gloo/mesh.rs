@@ -295,6 +295,14 @@ impl<'a> Buffer<'a> {
             code => check(code).map(|()| true),
         }
     }
+
+    /// Whether there is a message done to take note of.
+    pub(super) fn has(&self, way: Way) -> bool {
+        // SAFETY: the buffer lives.
+        unsafe {
+            sys::gloo_shim_has(self.raw.as_ptr(), c_int::from(way == Way::Receive)) == sys::OK
+        }
+    }
 }
 
 impl Drop for Buffer<'_> {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::State;
 use super::control::{Cause, Letter};
 use super::mesh::{Buffer, Mesh, Way};
-use super::turn::Turn;
+use super::turn::{Turn, entered};
 use crate::backend::{Transfer, TransferMemory};
 use crate::span::Span;
 use crate::{DType, Error, Rank, Result};
@@ -150,7 +150,7 @@ const HEADER_BYTES: usize = 24;
 
 /// A message whose header has not come.
 struct Awaited<'a> {
-    letter: Letter,
+    letter: Arc<Letter>,
     header: [u8; HEADER_BYTES],
     transfer: Transfer,
     block: Move<'a>,
@@ -158,6 +158,9 @@ struct Awaited<'a> {
 
 /// Messages between pairs. A receiver posts the receive for a block once its header has come and
 /// fits, so a byte lands only where it is expected.
+///
+/// Headers share the connection of fingerprints. Gloo sends a header once its receive is posted, so a
+/// peer whose fingerprint is here, but which has sent no header or taken none, calls something else.
 pub(super) fn batch(
     turn: &Turn<'_>,
     state: &mut State,
@@ -172,26 +175,52 @@ pub(super) fn batch(
     for (&transfer, &block) in transfers.iter().zip(moves) {
         let broken = |why| turn.broken(block.peer, why);
         let header = header(state, &transfer, block.way);
-        let mut letter = Letter::new(&mesh, HEADER_BYTES).map_err(broken)?;
+        let mut letter = Letter::new(&turn.gloo.control.mesh, HEADER_BYTES).map_err(broken)?;
         if block.way == Way::Send {
             letter.write(&header);
         }
         letter.start(block.way, block.peer, HEADER_SLOT).map_err(broken)?;
+        let letter = Arc::new(letter);
+        state.headers.push(Arc::clone(&letter));
         match block.way {
             Way::Receive => awaited.push(Awaited { letter, header, transfer, block }),
             Way::Send => {
-                letters.push((letter, block.peer));
+                letters.push((letter, transfer));
                 flights.push(Flight::start(turn, &mesh, MESSAGE_SLOT, block)?);
             }
         }
     }
     while !awaited.is_empty() {
-        let next = next_header(turn, &mut awaited)?;
+        let next = next_header(turn, state, &mut awaited)?;
         check(turn, &next)?;
         flights.push(Flight::start(turn, &mesh, MESSAGE_SLOT, next.block)?);
     }
+    for (letter, transfer) in &letters {
+        let peer = transfer.peer;
+        let instead = || entered(state, peer).is_some();
+        if !turn.wait_unless(letter.buffer(), Way::Send, peer, &instead)? {
+            return Err(stray(turn, state, transfer, "to"));
+        }
+    }
     land(turn, &flights)?;
-    letters.iter().try_for_each(|(letter, peer)| turn.wait_one(letter.buffer(), Way::Send, *peer))
+    state.headers.clear();
+    Ok(())
+}
+
+/// The group's failure because the peer of a message to or from it has entered an operation of all
+/// ranks instead.
+fn stray(turn: &Turn<'_>, state: &State, transfer: &Transfer, way: &str) -> Error {
+    let Transfer { peer, dtype, count, .. } = *transfer;
+    let other = entered(state, peer).map(|print| print.to_string()).unwrap_or_default();
+    let own = format!("message of {count} {dtype} {way} rank {peer}");
+    mismatch(turn, "verb", vec![(turn.rank(), own), (peer, other)])
+}
+
+/// Fails the group for what nobody but this rank knows.
+fn mismatch(turn: &Turn<'_>, field: &'static str, mut by_rank: Vec<(Rank, String)>) -> Error {
+    by_rank.sort_unstable();
+    let cause = Cause::Mismatch { field: field.into(), by_rank: by_rank.clone() };
+    turn.fail_with(cause, Error::Mismatch { op: turn.name(), field, by_rank })
 }
 
 /// The next message between this rank and a peer.
@@ -211,7 +240,11 @@ fn header(state: &mut State, transfer: &Transfer, way: Way) -> [u8; HEADER_BYTES
 }
 
 /// Waits for any of the headers, of which those of one peer come in order.
-fn next_header<'a>(turn: &Turn<'_>, awaited: &mut Vec<Awaited<'a>>) -> Result<Awaited<'a>> {
+fn next_header<'a>(
+    turn: &Turn<'_>,
+    state: &State,
+    awaited: &mut Vec<Awaited<'a>>,
+) -> Result<Awaited<'a>> {
     let start = Instant::now();
     let mut goodbyes = vec![None; turn.world()];
     loop {
@@ -229,9 +262,14 @@ fn next_header<'a>(turn: &Turn<'_>, awaited: &mut Vec<Awaited<'a>>) -> Result<Aw
                 (0, true) => SLICE / 10,
                 _ => Duration::ZERO,
             };
+            // Before looking: its headers come before its fingerprint.
+            let entered = entered(state, *peer).is_some();
             let came = letter.buffer().take(Way::Receive, time);
             if came.map_err(|why| turn.broken(*peer, why))? {
                 return Ok(awaited.remove(i));
+            }
+            if entered {
+                return Err(stray(turn, state, &awaited[i].transfer, "from"));
             }
         }
         let missing = || (0..turn.world()).filter(|&peer| looked[peer]).collect();
@@ -266,9 +304,6 @@ fn check(turn: &Turn<'_>, awaited: &Awaited<'_>) -> Result<()> {
         format!("message {} of {} {} {way} rank {other}", words[0], words[2], dtype(words[1]))
     };
     let (rank, peer) = (turn.rank(), awaited.transfer.peer);
-    let mut by_rank = vec![(rank, call(&expected, "from", peer)), (peer, call(&said, "to", rank))];
-    by_rank.sort_unstable();
-    // Nobody but this rank knows.
-    let cause = Cause::Mismatch { field: field.into(), by_rank: by_rank.clone() };
-    Err(turn.fail_with(cause, Error::Mismatch { op: turn.name(), field, by_rank }))
+    let by_rank = vec![(rank, call(&expected, "from", peer)), (peer, call(&said, "to", rank))];
+    Err(mismatch(turn, field, by_rank))
 }

@@ -81,6 +81,9 @@ struct State {
     /// Messages so far to and from each rank.
     sent: Vec<u64>,
     received: Vec<u64>,
+    /// Headers of messages under way. Those of a failed operation stay: gloo reads nothing more from
+    /// a connection on which a message comes for a buffer that is gone.
+    headers: Vec<Arc<Letter>>,
     /// Gone once an operation has failed, and with it what gloo had begun.
     data: Option<Arc<Mesh>>,
     /// What peers send to be folded.

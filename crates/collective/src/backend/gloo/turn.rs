@@ -94,7 +94,7 @@ impl<'a> Turn<'a> {
         let mut missing: Vec<Rank> = self.peers().collect();
         while let Some(&peer) = missing.first() {
             let print = posted[peer].as_ref().expect("one for every peer");
-            self.wait(print.buffer(), Way::Receive, peer, Duration::ZERO, &|| {
+            self.wait(print.buffer(), Way::Receive, peer, Duration::ZERO, &|| false, &|| {
                 let absent = |late: &Rank| {
                     let print = posted[*late].as_ref().expect("one for every peer");
                     *late == peer
@@ -116,25 +116,43 @@ impl<'a> Turn<'a> {
 
     /// Waits for a message to or from `peer`.
     pub(super) fn wait_one(&self, buffer: &Buffer<'_>, way: Way, peer: Rank) -> Result<()> {
-        self.wait(buffer, way, peer, GRACE, &|| vec![peer])
+        self.wait_unless(buffer, way, peer, &|| false).map(|_| ())
     }
 
-    /// Waits for a message to or from `peer`, and for `grace` after its goodbye. `missing` says
-    /// who has not come when time is over; it is called once.
+    /// Waits for a message to or from `peer`; false if there is none once `instead` holds.
+    pub(super) fn wait_unless(
+        &self,
+        buffer: &Buffer<'_>,
+        way: Way,
+        peer: Rank,
+        instead: &dyn Fn() -> bool,
+    ) -> Result<bool> {
+        self.wait(buffer, way, peer, GRACE, instead, &|| vec![peer])
+    }
+
+    /// Waits for a message to or from `peer`, and for `grace` after its goodbye; false if there is
+    /// none once `instead` holds. `missing` says who has not come when time is over; it is called
+    /// once.
     fn wait(
         &self,
         buffer: &Buffer<'_>,
         way: Way,
         peer: Rank,
         grace: Duration,
+        instead: &dyn Fn() -> bool,
         missing: &dyn Fn() -> Vec<Rank>,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let start = Instant::now();
         let mut goodbye = None;
         loop {
+            // Before looking: what held before comes after what is waited for.
+            let instead = instead();
             let slice = SLICE.min(self.timeout.saturating_sub(start.elapsed()));
             if buffer.take(way, slice).map_err(|why| self.broken(peer, why))? {
-                return Ok(());
+                return Ok(true);
+            }
+            if instead {
+                return Ok(false);
             }
             let failure = self.look(peer, &mut goodbye, grace);
             if failure.is_none() && start.elapsed() < self.timeout {
@@ -142,7 +160,7 @@ impl<'a> Turn<'a> {
             }
             // Whoever failed or left may have done its part of this before.
             if matches!(buffer.take(way, Duration::ZERO), Ok(true)) {
-                return Ok(());
+                return Ok(true);
             }
             return Err(self.end(failure.as_ref(), start.elapsed(), missing));
         }
@@ -226,6 +244,12 @@ impl<'a> Turn<'a> {
             None => format!("{} of group {name}", self.op.verb),
         }
     }
+}
+
+/// What a peer has entered the next operation of all ranks with, if it has.
+pub(super) fn entered(state: &State, peer: Rank) -> Option<Fingerprint> {
+    let print = state.prints[(state.seq % 2) as usize][peer].as_ref()?;
+    print.buffer().has(Way::Receive).then(|| from_bytes(print.read()))
 }
 
 /// Receives for the fingerprints of the next two operations, and what to send one from.

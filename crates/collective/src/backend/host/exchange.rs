@@ -25,6 +25,8 @@ use crate::{DType, Error, Patience, Rank, Result, Verb};
 const PIECE: usize = 16 << 10;
 const HEADER_WORDS: usize = 3;
 const HEADER: usize = 8 * HEADER_WORDS;
+/// In a note: not a message but a collective, and the number of that stands before.
+const ENTERED: u64 = u64::MAX;
 
 /// This rank's ends of the channels it has used.
 #[derive(Debug, Default)]
@@ -75,7 +77,7 @@ pub(super) fn run(turn: &Turn<'_>, mesh: &mut Mesh, mut blocks: Vec<Block<'_>>) 
         if advance(turn, mesh, &blocks, &mut lanes)? {
             pause.reset();
         } else if !lanes.is_empty() {
-            pause.step(turn, mesh, &mut lanes)?;
+            pause.step(turn, mesh, &blocks, &mut lanes)?;
         }
         if lanes.is_empty() {
             return Ok(());
@@ -277,10 +279,23 @@ fn note(sent: Header, expected: Header) -> [u64; NOTE_WORDS] {
     [a, b, c, d, e, f]
 }
 
-/// The mismatch that rank `by` has noted of what rank `from` sent it.
-pub(super) fn noted(op: String, by: Rank, from: Rank, note: [u64; NOTE_WORDS]) -> Error {
-    let [a, b, c, d, e, f] = note;
-    mismatch(op, (by, Header([d, e, f])), (from, Header([a, b, c])))
+/// The note that this rank waits for `lane` while its peer has entered an operation of all ranks.
+fn stray_note(turn: &Turn<'_>, block: &Block<'_>) -> [u64; NOTE_WORDS] {
+    let Header([_, what, count]) = Header::new(0, turn.op.verb, block.dtype, block.count);
+    [turn.next, ENTERED, block.way as u64, 0, what, count]
+}
+
+/// The mismatch that rank `by` has noted of what rank `from` sent it, or has entered instead.
+pub(super) fn noted(op: String, by: Rank, from: Rank, segment: &Segment) -> Error {
+    let [a, b, c, d, e, f] = segment.note_words(by);
+    if b != ENTERED {
+        return mismatch(op, (by, Header([d, e, f])), (from, Header([a, b, c])));
+    }
+    let way = if c == Way::Out as u64 { "to" } else { "from" };
+    let waits = format!("message of {f} {} {way} rank {from}", dtype_name(e));
+    let mut by_rank = vec![(by, waits), (from, segment.fingerprint(from, a).to_string())];
+    by_rank.sort_unstable();
+    Error::Mismatch { op, field: "verb", by_rank }
 }
 
 /// What the receiver expected is not what the sender sent.
@@ -329,10 +344,13 @@ impl std::fmt::Display for Header {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let [number, what, count] = self.0;
         let verb = Verb::ALL.get(usize::from(what as u8)).map_or("unknown", |verb| verb.name());
-        let dtype = usize::try_from(what >> 8).ok().and_then(|code| DType::ALL.get(code));
-        let dtype = dtype.map_or("unknown", |dtype| dtype.name());
-        write!(f, "{verb}: message {number} of {count} {dtype}")
+        write!(f, "{verb}: message {number} of {count} {}", dtype_name(what))
     }
+}
+
+fn dtype_name(what: u64) -> &'static str {
+    let dtype = usize::try_from(what >> 8).ok().and_then(|code| DType::ALL.get(code));
+    dtype.map_or("unknown", |dtype| dtype.name())
 }
 
 /// Where on the ladder a rank stands that waits.
@@ -352,24 +370,43 @@ impl Pause {
     }
 
     /// Waits a little, after a look at all lanes has found none that moves.
-    fn step(&mut self, turn: &Turn<'_>, mesh: &mut Mesh, lanes: &mut [Lane]) -> Result<()> {
+    fn step(
+        &mut self,
+        turn: &Turn<'_>,
+        mesh: &mut Mesh,
+        blocks: &[Block<'_>],
+        lanes: &mut [Lane],
+    ) -> Result<()> {
         self.looks += 1;
         if self.looks < LOOKS {
             std::hint::spin_loop();
             return Ok(());
         }
-        self.climb(turn, mesh, lanes)
+        self.climb(turn, mesh, blocks, lanes)
     }
 
     #[cold]
-    fn climb(&mut self, turn: &Turn<'_>, mesh: &mut Mesh, lanes: &mut [Lane]) -> Result<()> {
+    fn climb(
+        &mut self,
+        turn: &Turn<'_>,
+        mesh: &mut Mesh,
+        blocks: &[Block<'_>],
+        lanes: &mut [Lane],
+    ) -> Result<()> {
         let now = Instant::now();
         let waited = now - *self.since.get_or_insert(now);
         let owing = |lane: &mut Lane| now - *lane.since.get_or_insert(now);
         let longest = lanes.iter_mut().map(owing).max().unwrap_or_default();
-        if let Some(poison) = self.failure {
-            turn.segment().set_poison(poison);
-            return Err(turn.failure(poison, longest));
+        if let Some(failure) = self.failure {
+            let stray = |lane: &&Lane| stray(turn, lane) == Some(failure);
+            if let Some(lane) = lanes.iter().find(stray)
+                && turn.segment().poison().is_none()
+            {
+                let note = stray_note(turn, &blocks[lane.left.start]);
+                turn.segment().write_note_words(turn.rank(), &note);
+            }
+            turn.segment().set_poison(failure);
+            return Err(turn.failure(failure, longest));
         }
         if self.late {
             return Err(timed_out(turn, lanes, now));
@@ -398,7 +435,15 @@ impl Pause {
 /// Why no more is to be expected, if so.
 fn failure(turn: &Turn<'_>, lanes: &[Lane]) -> Option<Poison> {
     let left = || lanes.iter().find_map(|lane| turn.left(lane.peer));
-    turn.segment().poison().or_else(left)
+    let stray = || lanes.iter().find_map(|lane| stray(turn, lane));
+    turn.segment().poison().or_else(left).or_else(stray)
+}
+
+/// The peer of a message has entered an operation of all ranks instead.
+fn stray(turn: &Turn<'_>, lane: &Lane) -> Option<Poison> {
+    let entry = turn.segment().entry(lane.peer, turn.next);
+    let entered = turn.op.verb == Verb::Batch && entry.load(Ordering::Acquire) > turn.next;
+    entered.then_some(Poison::Mismatch { by: turn.rank(), from: lane.peer })
 }
 
 /// Sleeps on this rank's bell, unless there is a reason not to.
@@ -450,7 +495,9 @@ mod tests {
         let sent = Header::new(7, Verb::Batch, DType::F16, 9);
         let expected = Header::new(7, Verb::Batch, DType::F16, 8);
         let own = mismatch("recv".into(), (0, expected), (2, sent));
-        let told = noted("recv".into(), 0, 2, note(sent, expected));
+        let segment = Segment::attach(Segment::create(3).unwrap(), 3).unwrap();
+        segment.write_note_words(0, &note(sent, expected));
+        let told = noted("recv".into(), 0, 2, &segment);
         assert_eq!(own.to_string(), told.to_string());
         let Error::Mismatch { field: "count", by_rank, .. } = told else { panic!("{told}") };
         let text = "batch_isend_irecv: message 7 of 8 f16 from rank 2";

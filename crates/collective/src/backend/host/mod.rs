@@ -159,6 +159,7 @@ impl Host {
         place: Place,
         wait: Wait,
     ) -> Turn<'a> {
+        let next = state.seq;
         // What not all ranks take part in is no step of the group's history.
         let count = if op.verb == Verb::Batch { &mut state.batches } else { &mut state.seq };
         let seq = *count;
@@ -166,7 +167,7 @@ impl Host {
         let Wait { patience, timeout } = wait;
         let timeout = timeout.unwrap_or(self.timeout);
         let State { chunk, pace, .. } = state;
-        Turn { host: self, op, place, seq, patience, timeout, chunk, pace }
+        Turn { host: self, op, place, seq, next, patience, timeout, chunk, pace }
     }
 
     /// A first barrier: everyone is here and has the segment.
@@ -296,9 +297,7 @@ impl Host {
                     Error::Timeout { op, waited, missing }
                 }
             }
-            Poison::Mismatch { by, from } => {
-                exchange::noted(op, by, from, self.segment.note_words(by))
-            }
+            Poison::Mismatch { by, from } => exchange::noted(op, by, from, &self.segment),
         }
     }
 

@@ -70,6 +70,8 @@ pub(super) struct Turn<'a> {
     pub(super) op: &'a OpDesc,
     pub(super) place: Place,
     pub(super) seq: u64,
+    /// Number of the next operation that all ranks enter.
+    pub(super) next: u64,
     pub(super) patience: Patience,
     pub(super) timeout: Duration,
     /// Number of the operation's first chunk; the algorithm advances it by the chunks it used.

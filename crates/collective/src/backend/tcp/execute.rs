@@ -6,15 +6,20 @@
 //!   order; then comes the next round.
 //! * A send is done when the system has the bytes: they may be overwritten then. The peer may take
 //!   them much later, in a round of its own.
-//! * The sends of the first round leave with the fingerprint, before it is known that all ranks call
-//!   the same; its receives begin when that is known. So a schedule may send from the caller's
-//!   memory at once, and no byte of it has changed if the calls differ.
+//! * The first [`EARLY`] bytes of each send of the first round leave with the fingerprint, before it is
+//!   known that all ranks call the same; its receives begin when that is known. So a schedule may
+//!   send from the caller's memory at once, no byte of it has changed if the calls differ, and a
+//!   fingerprint waits for little else.
 //! * Between two ranks blocks of one direction are numbered, and each end knows the length of each;
 //!   a block that is another than expected fails the group.
 
 use super::turn::Turn;
-use crate::algo::{Memory, Round, Schedule};
+use crate::algo::{Memory, Region, Round, Schedule};
 use crate::{DType, Result};
+
+/// Bytes of a block that may go before all ranks have entered: few enough that ranks that call
+/// different things know it soon, enough that small operations are one message each way.
+pub(super) const EARLY: usize = 512 << 10;
 
 /// Enters an operation of all ranks and does this rank's part in it.
 pub(super) fn run<'a>(
@@ -27,14 +32,22 @@ pub(super) fn run<'a>(
     turn.enter();
     for index in 0..schedule.rounds {
         schedule.round(index, &mut round);
+        let early = if index == 0 { EARLY } else { 0 };
+        let parts = |region: Region| memory.region(region).split_at(early.min(region.len));
         for &(to, region) in &round.sends {
-            turn.send_block(to, memory.region(region));
+            turn.send_block(to, parts(region).0);
         }
         if index == 0 {
             turn.meet()?;
         }
         for &(from, region) in &round.recvs {
-            turn.receive_block(from, memory.region(region));
+            turn.receive_block(from, parts(region).0);
+        }
+        for &(to, region) in &round.sends {
+            turn.send_block(to, parts(region).1);
+        }
+        for &(from, region) in &round.recvs {
+            turn.receive_block(from, parts(region).1);
         }
         turn.finish()?;
         memory.work(dtype, &round);

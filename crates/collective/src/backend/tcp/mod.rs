@@ -228,21 +228,28 @@ impl Tcp {
     /// Queues the transfers and carries them out.
     fn trade<'a>(&self, turn: &mut Turn<'a>, blocks: &[(Transfer, Span<'a>)]) -> Result<()> {
         let all_ranks = turn.verb() != Verb::Batch;
+        let send = |turn: &mut Turn<'a>, blocks: &[(Transfer, Span<'a>)]| {
+            for (Transfer { peer, dtype, count, memory }, span) in blocks {
+                if let TransferMemory::Send(_) = memory {
+                    turn.send_message(*peer, *dtype, *count, *span);
+                }
+            }
+        };
         if all_ranks {
+            // What goes before all have entered should not hold up a fingerprint.
+            let large = blocks.iter().position(|(_, span)| span.len() > execute::EARLY);
+            let (early, late) = blocks.split_at(large.unwrap_or(blocks.len()));
             turn.enter();
-        }
-        for (transfer, memory) in blocks {
-            let Transfer { peer, dtype, count, .. } = *transfer;
-            if !all_ranks && self.control.has_left(peer) {
-                let failure = self.control.left(peer, &turn.name());
+            send(turn, early);
+            turn.meet()?;
+            send(turn, late);
+        } else {
+            let gone = blocks.iter().find(|(block, _)| self.control.has_left(block.peer));
+            if let Some((Transfer { peer, .. }, _)) = gone {
+                let failure = self.control.left(*peer, &turn.name());
                 return Err(self.error(failure, turn.name(), Duration::ZERO));
             }
-            if let TransferMemory::Send(_) = transfer.memory {
-                turn.send_message(peer, dtype, count, *memory);
-            }
-        }
-        if all_ranks {
-            turn.meet()?;
+            send(turn, blocks);
         }
         for (Transfer { peer, dtype, count, memory }, span) in blocks {
             if let TransferMemory::Receive(_) = memory {

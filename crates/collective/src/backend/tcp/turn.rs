@@ -118,14 +118,18 @@ impl<'a> Turn<'a> {
         Err(Error::Mismatch { op: self.name(), field, by_rank })
     }
 
-    /// Queues a block of this operation.
+    /// Queues a block of this operation, unless it is empty.
     pub(super) fn send_block(&mut self, to: Rank, body: Span<'a>) {
-        self.lanes[to].send_block(self.seq, body);
+        if body.len() > 0 {
+            self.lanes[to].send_block(self.seq, body);
+        }
     }
 
-    /// Queues a block of this operation.
+    /// Queues a block of this operation, unless it is empty.
     pub(super) fn receive_block(&mut self, from: Rank, body: Span<'a>) {
-        self.lanes[from].receive_block(self.seq, body);
+        if body.len() > 0 {
+            self.lanes[from].receive_block(self.seq, body);
+        }
     }
 
     /// Queues a message between a pair of ranks.

@@ -18,6 +18,8 @@ mod joining;
 mod processes;
 #[path = "nccl/real.rs"]
 mod real;
+#[path = "nccl/reducer.rs"]
+mod reducer;
 #[path = "nccl/verbs.rs"]
 mod verbs;
 

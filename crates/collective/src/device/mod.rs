@@ -98,7 +98,7 @@ impl DeviceBuf {
     }
 
     /// Whether they have a byte in common.
-    fn overlaps(&self, other: &Self) -> bool {
+    pub(crate) fn overlaps(&self, other: &Self) -> bool {
         let end = |buf: &Self| buf.address + buf.bytes() as u64;
         self.bytes() > 0
             && other.bytes() > 0
@@ -227,6 +227,69 @@ pub trait DeviceBackend: Backend {
     ///
     /// [`Error::Unsupported`], or the library's.
     fn alloc_device(&self, bytes: usize) -> Result<(u64, Box<dyn Any + Send + Sync>)>;
+
+    /// A stream of its own, which waits for no other unless it is told to, until the result is
+    /// dropped. What is in it then is still done.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`], or the library's.
+    fn stream(&self) -> Result<(DeviceStream, Box<dyn Any + Send + Sync>)>;
+
+    /// Where a stream is now: behind all that it has to do.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] for a stream that is being captured; the library's.
+    ///
+    /// # Safety
+    ///
+    /// The stream is as [`DeviceStream::from_raw`] says.
+    unsafe fn mark(&self, stream: DeviceStream) -> Result<Box<dyn Mark>>;
+
+    /// Copies within the device, in order of the stream.
+    ///
+    /// # Errors
+    ///
+    /// The library's.
+    ///
+    /// # Safety
+    ///
+    /// Both are as [`DeviceBuf::from_raw`] says until the stream has come this far, as long as one
+    /// another in bytes, and do not overlap. The stream is as [`DeviceStream::from_raw`] says.
+    unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()>;
+
+    /// Sets every byte to zero, in order of the stream.
+    ///
+    /// # Errors
+    ///
+    /// The library's.
+    ///
+    /// # Safety
+    ///
+    /// As [`copy`](Self::copy).
+    unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()>;
+}
+
+/// A place in a stream, from [`DeviceBackend::mark`].
+pub trait Mark: Send + Sync + Debug {
+    /// Whether the stream has reached it. Does not wait.
+    ///
+    /// # Errors
+    ///
+    /// The library's.
+    fn reached(&self) -> Result<bool>;
+
+    /// Has another stream wait until it is reached; the host does not.
+    ///
+    /// # Errors
+    ///
+    /// The library's.
+    ///
+    /// # Safety
+    ///
+    /// The stream is one of the same device, and lives.
+    unsafe fn order(&self, stream: DeviceStream) -> Result<()>;
 }
 
 /// What a backend knows of operations in a stream.
@@ -336,7 +399,10 @@ impl DeviceMemory {
     }
 }
 
-struct Kept(#[expect(dead_code, reason = "dropped, no more")] Box<dyn Any + Send + Sync>);
+/// Something that lasts until it is dropped.
+pub(crate) struct Kept(
+    #[expect(dead_code, reason = "dropped, no more")] pub(crate) Box<dyn Any + Send + Sync>,
+);
 
 impl Debug for Kept {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

@@ -18,20 +18,29 @@
 //! the all-reduce's ([`ReduceOp::Avg`]), so 16-bit gradients are added in
 //! `f32` and rounded once.
 //!
+//! Gradients in the memory of a device have a reducer of their own, which never has the host wait for the
+//! device: [`DeviceReducer`].
+//!
 //! Invariant: buckets are launched in the order of the plan, which is equal on all ranks, so all
 //! ranks make the same collective calls in the same order, whatever the order of arrival.
 
 mod bucket;
+mod device;
+mod kernels;
+mod ledger;
 mod plan;
 
 use std::ops::Range;
 
-use serde::{Deserialize, Serialize};
-
 pub use self::bucket::Gradient;
 use self::bucket::{Bucket, alloc, slice, slice_mut};
+pub use self::device::{Compress, DeviceReducer, DeviceReducerOptions};
+pub use self::kernels::{BucketKernels, NoKernels};
+use self::ledger::Ledger;
 pub use self::plan::{BucketPlan, BucketSpec, ParamInfo, Place};
-use crate::{Element, Error, ProcessGroup, ReduceOp, Result, object};
+#[cfg(doc)]
+use crate::Error;
+use crate::{Element, ProcessGroup, ReduceOp, Result};
 
 /// How a [`Reducer`] fills its buckets.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,41 +94,8 @@ impl Default for ReducerOptions {
 #[doc(alias = "DistributedDataParallel")]
 pub struct Reducer {
     group: ProcessGroup,
-    params: Vec<ParamInfo>,
-    options: ReducerOptions,
-    plan: BucketPlan,
+    ledger: Ledger,
     buckets: Vec<Box<dyn Bucket>>,
-    states: Vec<ParamState>,
-    pass: Pass,
-    /// The buckets have got their final layout.
-    rebuilt: bool,
-    /// What made this reducer unusable.
-    failed: Option<Error>,
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-struct ParamState {
-    /// It has a gradient: its place in the bucket is not to be overwritten, but added to.
-    has_grad: bool,
-    /// It got a gradient on this rank since the last averaging.
-    used: bool,
-    /// It got a gradient in this pass.
-    reported: bool,
-}
-
-/// One forward and backward.
-#[derive(Debug, Default)]
-struct Pass {
-    /// Between `prepare` and `finish`.
-    open: bool,
-    /// Gradients are averaged in this pass.
-    sync: bool,
-    /// For each bucket, how many of its parameters have not reported.
-    missing: Vec<usize>,
-    /// How many buckets have been launched: the index of the next.
-    launched: usize,
-    /// Parameters in the order in which they reported.
-    arrived: Vec<usize>,
 }
 
 impl Reducer {
@@ -139,20 +115,9 @@ impl Reducer {
         params: Vec<ParamInfo>,
         options: ReducerOptions,
     ) -> Result<Self> {
-        if let Some(param) = params.iter().find(|param| !param.dtype.is_float()) {
-            let what = format!("{} gradients (parameter {})", param.dtype, param.name);
-            return Err(Error::Unsupported { backend: "reducer", what });
-        }
-        check_equal_on_all_ranks(&group, &params, &options)?;
-        let plan = if options.find_unused_parameters {
-            BucketPlan::registered(&params, &options.caps())?
-        } else {
-            BucketPlan::registered(&params, &[usize::MAX])?
-        };
-        let buckets = alloc_all(&group, &plan)?;
-        let states = vec![ParamState::default(); params.len()];
-        let (pass, rebuilt) = (Pass::default(), options.find_unused_parameters);
-        Ok(Self { group, params, options, plan, buckets, states, pass, rebuilt, failed: None })
+        let ledger = Ledger::new(&group, params, options, "")?;
+        let buckets = alloc_all(&group, ledger.plan())?;
+        Ok(Self { group, ledger, buckets })
     }
 
     /// Begins a pass: call it before each forward.
@@ -168,16 +133,8 @@ impl Reducer {
     /// [finished](Self::finish); [`Error::Poisoned`] after a failure.
     #[doc(alias = "no_sync")]
     pub fn prepare(&mut self, sync: bool) -> Result<()> {
-        self.check_usable()?;
-        if self.pass.open && self.pass.launched > 0 {
-            return Err(Error::InvalidArgument(
-                "the last pass was not finished: call finish after each backward".to_owned(),
-            ));
-        }
-        let missing = self.plan.buckets().iter().map(|bucket| bucket.params.len()).collect();
-        self.pass = Pass { open: true, sync, missing, launched: 0, arrived: Vec::new() };
-        self.states.iter_mut().for_each(|state| state.reported = false);
-        Ok(())
+        self.ledger.check_usable()?;
+        self.ledger.prepare(sync)
     }
 
     /// Takes the gradient of parameter `index`: copies it into its bucket, or adds it to what is
@@ -190,25 +147,19 @@ impl Reducer {
     /// failure.
     #[expect(clippy::missing_panics_doc, reason = "`check_gradient` leaves nothing to panic about")]
     pub fn ready<T: Gradient>(&mut self, index: usize, grad: &[T]) -> Result<()> {
-        self.check_usable()?;
-        self.check_gradient::<T>(index, grad.len())?;
-        let place = self.plan.places()[index];
+        self.ledger.check_usable()?;
+        self.ledger.check_gradient(index, T::DTYPE, grad.len())?;
+        let place = self.ledger.place(index);
         let bucket = slice_mut::<T>(&mut *self.buckets[place.bucket])
             .expect("a bucket whose parameter has not reported is here, and of its type");
         let own = &mut bucket[place.elements()];
-        let state = &mut self.states[index];
-        if state.has_grad {
+        if self.ledger.has_grad(index) {
             T::accumulate(own, grad);
         } else {
             own.copy_from_slice(grad);
         }
-        *state = ParamState { has_grad: true, used: true, reported: true };
-        if self.pass.sync {
-            self.pass.arrived.push(index);
-            self.pass.missing[place.bucket] -= 1;
-            self.launch_full()?;
-        }
-        Ok(())
+        self.ledger.report(index);
+        self.launch_full()
     }
 
     /// Ends a pass: waits until every bucket has been averaged. After the first pass with `sync`,
@@ -223,15 +174,12 @@ impl Reducer {
     /// [`Error::Aborted`] with the beginning of the same text. Else a peer's failure. The reducer and its group are
     /// unusable after any of them.
     pub fn finish(&mut self) -> Result<()> {
-        self.check_usable()?;
-        if !std::mem::take(&mut self.pass.open) {
-            return Err(Error::InvalidArgument("finish without prepare".to_owned()));
-        }
-        if !self.pass.sync {
+        self.ledger.check_usable()?;
+        if !self.ledger.close()? {
             return Ok(());
         }
         let finished = self.average();
-        self.remember(finished)
+        self.ledger.remember(finished)
     }
 
     /// The gradient of parameter `index`, a view into its bucket: averaged after a pass with
@@ -243,8 +191,8 @@ impl Reducer {
     /// If there is no such parameter.
     #[must_use]
     pub fn grad<T: Element>(&self, index: usize) -> Option<&[T]> {
-        let place = self.plan.places()[index];
-        if !self.states[index].has_grad {
+        let place = self.ledger.place(index);
+        if !self.ledger.has_grad(index) {
             return None;
         }
         slice::<T>(&*self.buckets[place.bucket]).map(|bucket| &bucket[place.elements()])
@@ -252,19 +200,19 @@ impl Reducer {
 
     /// Forgets all gradients: the next ones overwrite. Call it between passes.
     pub fn zero_grad(&mut self) {
-        self.states.iter_mut().for_each(|state| state.has_grad = false);
+        self.ledger.zero_grad();
     }
 
     /// The layout of the buckets now.
     #[must_use]
     pub fn plan(&self) -> &BucketPlan {
-        &self.plan
+        self.ledger.plan()
     }
 
     /// How many buckets have left in this pass; they are the first of the [plan](Self::plan).
     #[must_use]
     pub fn launched(&self) -> usize {
-        self.pass.launched
+        self.ledger.launched()
     }
 
     /// The group the gradients are averaged over.
@@ -273,120 +221,37 @@ impl Reducer {
         &self.group
     }
 
-    fn check_usable(&self) -> Result<()> {
-        match &self.failed {
-            None => Ok(()),
-            Some(error) => Err(Error::Poisoned(Box::new(error.clone()))),
-        }
-    }
-
-    /// Passes `result` on, and makes this reducer unusable if it is an error.
-    fn remember<T>(&mut self, result: Result<T>) -> Result<T> {
-        result.inspect_err(|error| self.failed = Some(error.clone()))
-    }
-
-    fn check_gradient<T: Gradient>(&self, index: usize, count: usize) -> Result<()> {
-        let wrong = |text: String| Err(Error::InvalidArgument(text));
-        let Some(param) = self.params.get(index) else {
-            let all = self.params.len();
-            return wrong(format!("a gradient for parameter {index} of a model with {all}"));
-        };
-        let name = &param.name;
-        if !self.pass.open {
-            return wrong(format!("a gradient for {name} outside of a pass: call prepare first"));
-        }
-        if self.states[index].reported {
-            return wrong(format!("a second gradient for {name} in one pass"));
-        }
-        if T::DTYPE != param.dtype || count != param.count {
-            let (got, want) = (T::DTYPE, param.dtype);
-            return wrong(format!(
-                "the gradient of {name} is {got} [{count}], the parameter is {want} [{}]",
-                param.count
-            ));
-        }
-        Ok(())
-    }
-
     /// Launches buckets, in order, as far as they are full.
     fn launch_full(&mut self) -> Result<()> {
-        while self.pass.missing.get(self.pass.launched) == Some(&0) {
-            let launched = self.buckets[self.pass.launched].launch(&self.group);
-            self.remember(launched)?;
-            self.pass.launched += 1;
+        while let Some(next) = self.ledger.next_full() {
+            let launched = self.buckets[next].launch(&self.group);
+            self.ledger.remember(launched)?;
+            self.ledger.launch();
         }
         Ok(())
     }
 
     fn average(&mut self) -> Result<()> {
-        let unused = self.states.iter().any(|state| !state.reported);
-        if unused && !self.options.find_unused_parameters {
-            return Err(self.give_up_unused());
+        for place in self.ledger.excuse_unused(&self.group)? {
+            self.buckets[place.bucket].clear(place.elements());
         }
-        if unused {
-            self.contribute_zeros();
-            self.launch_full()?;
-        }
-        let used_anywhere = if self.options.find_unused_parameters {
-            let map: Vec<u8> = self.states.iter().map(|state| state.used.into()).collect();
-            Some(self.group.all_reduce_async(map, ReduceOp::Max)?)
-        } else {
-            None
-        };
+        self.launch_full()?;
+        let used = self.ledger.used();
+        let used = used.map(|map| self.group.all_reduce_async(map, ReduceOp::Max)).transpose()?;
         for bucket in &mut self.buckets {
             bucket.wait()?;
         }
-        let used_anywhere = used_anywhere.map(|work| work.wait()).transpose()?;
-        for (index, state) in self.states.iter_mut().enumerate() {
-            state.has_grad |= used_anywhere.as_ref().is_some_and(|used| used[index] != 0);
-            state.used = false;
-        }
-        if !self.rebuilt {
-            self.rebuild()?;
-        }
-        Ok(())
-    }
-
-    /// Tells every rank that this one has parameters without gradient.
-    fn give_up_unused(&self) -> Error {
-        let unused = self.params.iter().zip(&self.states).filter(|(_, state)| !state.reported);
-        let names = unused.map(|(param, _)| param.name.clone()).collect();
-        let error = Error::UnusedParameters { rank: self.group.rank(), names };
-        self.group.abort(&error.to_string());
-        error
-    }
-
-    /// Completes the pass for parameters without gradient: what they have stays, else zero.
-    fn contribute_zeros(&mut self) {
-        for (index, state) in self.states.iter().enumerate().filter(|(_, state)| !state.reported) {
-            let place = self.plan.places()[index];
-            if !state.has_grad {
-                self.buckets[place.bucket].clear(place.elements());
-            }
-            self.pass.missing[place.bucket] -= 1;
-        }
-    }
-
-    /// Lays the buckets out in rank 0's order of arrival, and takes the gradients along.
-    fn rebuild(&mut self) -> Result<()> {
-        let mut order: Vec<u64> = self.pass.arrived.iter().map(|&index| index as u64).collect();
-        self.group.broadcast(&mut order, 0)?;
-        let order: Vec<usize> =
-            order.into_iter().map(|index| usize::try_from(index).unwrap_or(usize::MAX)).collect();
-        let plan = BucketPlan::arrived(&self.params, &order, &self.options.caps())?;
+        let used = used.map(|work| work.wait()).transpose()?;
+        self.ledger.averaged(used.as_deref());
+        let Some(plan) = self.ledger.next_plan(&self.group)? else { return Ok(()) };
         let mut buckets = alloc_all(&self.group, &plan)?;
-        for (new, old) in plan.places().iter().zip(self.plan.places()) {
+        for (new, old) in plan.places().iter().zip(self.ledger.plan().places()) {
             let from = &*self.buckets[old.bucket];
             buckets[new.bucket].copy_from(new.offset, from, old.elements());
         }
-        (self.plan, self.buckets, self.rebuilt) = (plan, buckets, true);
+        self.buckets = buckets;
+        self.ledger.adopt(plan);
         Ok(())
-    }
-}
-
-impl ReducerOptions {
-    fn caps(&self) -> [usize; 2] {
-        [self.first_bucket_bytes, self.bucket_bytes]
     }
 }
 
@@ -398,40 +263,6 @@ impl Place {
 
 fn alloc_all(group: &ProcessGroup, plan: &BucketPlan) -> Result<Vec<Box<dyn Bucket>>> {
     plan.buckets().iter().map(|bucket| alloc(group, bucket.dtype, bucket.count)).collect()
-}
-
-/// What each rank brought, for comparison.
-#[derive(Debug, Serialize, Deserialize)]
-struct Brought {
-    options: String,
-    params: Vec<String>,
-}
-
-fn check_equal_on_all_ranks(
-    group: &ProcessGroup,
-    params: &[ParamInfo],
-    options: &ReducerOptions,
-) -> Result<()> {
-    let line = |ParamInfo { name, count, dtype }: &ParamInfo| format!("{name} {dtype} [{count}]");
-    let own =
-        Brought { options: format!("{options:?}"), params: params.iter().map(line).collect() };
-    let all = object::all_gather_object(group, &own)?;
-    let differ = |field: &'static str, at: &dyn Fn(&Brought) -> String| {
-        let first = at(&all[0]);
-        if all.iter().all(|brought| at(brought) == first) {
-            return Ok(());
-        }
-        let by_rank = all.iter().map(at).enumerate().collect();
-        Err(Error::Mismatch { op: "making a reducer".to_owned(), field, by_rank })
-    };
-    differ("options", &|brought| brought.options.clone())?;
-    let most = all.iter().map(|brought| brought.params.len()).max().unwrap_or(0);
-    (0..most).try_for_each(|index| {
-        differ("the parameters", &|brought| match brought.params.get(index) {
-            Some(param) => format!("parameter {index} is {param}"),
-            None => format!("there is no parameter {index}"),
-        })
-    })
 }
 
 #[cfg(test)]

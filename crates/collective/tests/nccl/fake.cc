@@ -1,7 +1,10 @@
 // NCCL and CUDA's driver over the memory of the host, for tests: slow, obvious, and strict.
 //
 // Ranks are threads or processes that find one another in a folder, which the unique id names; what
-// one rank has for another is a file there. Streams are threads, device memory is memory. Every
+// one rank has for another is a file there. Streams are threads, device memory is memory. Whoever uses
+// memory that is watched (that of ncclMemAlloc, and what a test says) must be ordered by streams and
+// events behind who used it before: that is checked when work is put into a stream, by clocks, so that
+// what is missing shows however the threads happen to run. Every
 // communicator must be non-blocking. What NCCL leaves undefined ends the process here, with a word:
 // using a communicator that was ended, two threads in calls on one communicator, a second abort, an
 // operator that does not exist. Calls that do not match hang, as in NCCL, until an abort.
@@ -10,6 +13,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <malloc.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -30,6 +34,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace fs = std::filesystem;
@@ -86,7 +91,15 @@ static Context contexts[DEVICES];
 static std::atomic<int> retained[DEVICES];
 static thread_local std::vector<Context *> current;
 
+struct Stream;
+using Clock = std::map<Stream *, uint64_t>;
+struct Access {
+  uintptr_t from, to;
+  bool write;
+  const char *what;
+};
 struct Stream {
+  Clock clock;  // what of other streams comes before what is put into this one; under `ordering`
   std::mutex m;
   std::condition_variable cv;
   std::deque<std::function<void()>> tasks;
@@ -109,15 +122,78 @@ struct Stream {
       cv.notify_all();
     }
   }
-  void push(std::function<void()> task) {
-    Lock lock(m);
-    tasks.push_back(std::move(task));
-    submitted++;
-    cv.notify_all();
-  }
+  void push(std::function<void()> task, const std::vector<Access> &accesses = {});
 };
+
+// Memory that is watched, and who used it.
+
+struct Used : Access {
+  Stream *stream;
+  uint64_t ticket;
+};
+static std::mutex ordering;
+static std::map<uintptr_t, uintptr_t> watched;
+static std::vector<Used> used;
+// Whether this thread's next mistakes are counted, and how many there were.
+static thread_local bool lenient;
+static thread_local int races;
+
+static void race(const string &what) {
+  if (!lenient) violation(what);
+  races++;
+}
+static bool is_watched(const Access &a) {
+  auto next = watched.lower_bound(a.to);
+  return next != watched.begin() && std::prev(next)->second > a.from;
+}
+static void check_order(Stream *stream, uint64_t ticket, const std::vector<Access> &accesses) {
+  for (const Access &a : accesses) {
+    if (a.from == a.to || !is_watched(a)) continue;
+    for (size_t i = 0; i < used.size();) {
+      Used &u = used[i];
+      bool touches = u.from < a.to && a.from < u.to && (u.write || a.write);
+      bool before = u.stream == stream || u.ticket <= stream->clock[u.stream];
+      if (touches && !before)
+        race(string(a.what) + " uses memory that another stream's " + u.what + " may be using");
+      // Whoever is ordered behind this one is behind that, too.
+      if (before && a.write && a.from <= u.from && u.to <= a.to) used.erase(used.begin() + i);
+      else i++;
+    }
+    used.push_back({a, stream, ticket});
+  }
+}
+void Stream::push(std::function<void()> task, const std::vector<Access> &accesses) {
+  Lock order(ordering);
+  Lock lock(m);
+  tasks.push_back(std::move(task));
+  submitted++;
+  check_order(this, submitted, accesses);
+  cv.notify_all();
+}
+static void watch(void *memory, size_t bytes) {
+  uintptr_t at = uintptr_t(memory);
+  Lock order(ordering);
+  if (bytes) watched[at] = at + bytes;
+}
+// The memory goes: nobody may be using it.
+static void unwatch(void *memory) {
+  uintptr_t at = uintptr_t(memory);
+  Lock order(ordering);
+  auto found = watched.find(at);
+  if (found == watched.end()) return;
+  for (size_t i = 0; i < used.size();) {
+    Used &u = used[i];
+    if (u.from >= found->second || u.to <= at) { i++; continue; }
+    Lock inner(u.stream->m);
+    if (u.stream->done < u.ticket) race(string("memory is freed that ") + u.what + " may be using");
+    used.erase(used.begin() + i);
+  }
+  watched.erase(found);
+}
+
 struct Event {
   std::mutex m;
+  Clock clock;  // under `ordering`
   Stream *stream = nullptr;
   uint64_t ticket = 0;
   bool reached() {
@@ -127,7 +203,7 @@ struct Event {
     return stream->done >= ticket;
   }
 };
-static std::atomic<int> live_events;
+static std::atomic<int> live_events, live_streams;
 
 static int here() { return current.empty() ? -1 : current.back()->device; }
 static Stream *stream_of(void *stream) {
@@ -182,10 +258,13 @@ int cuEventRecord(void *event, void *stream) {
   if (f.kind == RETURN) return f.argument;
   Stream *s = stream_of(stream);
   Event *e = static_cast<Event *>(event);
+  Lock order(ordering);
   Lock lock(e->m);
   Lock inner(s->m);
   e->stream = s;
   e->ticket = s->submitted;
+  e->clock = s->clock;
+  e->clock[s] = s->submitted;
   return 0;
 }
 int cuEventQuery(void *event) { return static_cast<Event *>(event)->reached() ? 0 : 600; }
@@ -195,7 +274,12 @@ int cuStreamWaitEvent(void *stream, void *event, unsigned) {
   Stream *of = e->stream;
   uint64_t ticket = e->ticket;
   e->m.unlock();
-  stream_of(stream)->push([=] {
+  Stream *waiting = stream_of(stream);
+  {
+    Lock order(ordering);
+    for (auto &[other, at] : e->clock) waiting->clock[other] = std::max(waiting->clock[other], at);
+  }
+  waiting->push([=] {
     if (!of) return;
     Lock lock(of->m);
     of->cv.wait(lock, [&] { return of->done >= ticket; });
@@ -204,6 +288,35 @@ int cuStreamWaitEvent(void *stream, void *event, unsigned) {
 }
 int cuStreamIsCapturing(void *stream, int *status) {
   *status = stream_of(stream)->capturing ? 1 : 0;
+  return 0;
+}
+int cuStreamCreate(void **stream, unsigned) {
+  if (here() < 0) violation("a stream without a context");
+  Fault f = due("cuStreamCreate", here());
+  if (f.kind == RETURN) return f.argument;
+  live_streams++;
+  *stream = new Stream;
+  return 0;
+}
+int cuStreamDestroy_v2(void *stream) {
+  Stream *s = static_cast<Stream *>(stream);
+  live_streams--;
+  Lock lock(s->m);
+  s->stop = true;
+  s->cv.notify_all();
+  // The rest stays: events outlive their streams, and what is in it is still done.
+  s->worker.detach();
+  return 0;
+}
+int cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void *stream) {
+  Fault f = due("cuMemcpyDtoDAsync_v2", here());
+  if (f.kind == RETURN) return f.argument;
+  stream_of(stream)->push([=] { memcpy((void *)to, (void *)from, bytes); },
+                          {{from, from + bytes, false, "copy"}, {to, to + bytes, true, "copy"}});
+  return 0;
+}
+int cuMemsetD8Async(uintptr_t to, unsigned char value, size_t bytes, void *stream) {
+  stream_of(stream)->push([=] { memset((void *)to, value, bytes); }, {{to, to + bytes, true, "set"}});
   return 0;
 }
 int cuGetErrorName(int error, const char **name) {
@@ -234,6 +347,28 @@ void fake_stream_unblock(void *stream) {
   s->blocked = 0;
   s->cv.notify_all();
 }
+// A kernel: `ranges` are begin, end, and whether it writes, `count` times.
+void fake_stream_run(void *stream, void (*kernel)(void *), void *of, const uintptr_t *ranges, int count) {
+  std::vector<Access> accesses;
+  for (int i = 0; i < count; i++)
+    accesses.push_back({ranges[3 * i], ranges[3 * i + 1], ranges[3 * i + 2] != 0, "kernel"});
+  stream_of(stream)->push([=] { kernel(of); }, accesses);
+}
+// Waits until the stream has done what it has.
+void fake_stream_sync(void *stream) {
+  Stream *s = static_cast<Stream *>(stream);
+  Lock lock(s->m);
+  uint64_t ticket = s->submitted;
+  s->cv.wait(lock, [&] { return s->done >= ticket; });
+}
+void fake_watch(void *memory, size_t bytes) { watch(memory, bytes); }
+void fake_unwatch(void *memory) { unwatch(memory); }
+// From now on counts this thread's mistakes of order; how many there were.
+int fake_races(int count) {
+  lenient = count;
+  return std::exchange(races, 0);
+}
+int fake_live_streams() { return live_streams; }
 int fake_live_events() { return live_events; }
 int fake_retained(int device) { return retained[device]; }
 }
@@ -528,6 +663,18 @@ static thread_local int depth;
 static thread_local std::vector<std::pair<Comm *, std::pair<Stream *, Call>>> group;
 static thread_local int group_error;
 
+// What a call reads and writes.
+static void touched(Comm *c, const Call &call, std::vector<Access> &into) {
+  size_t size = SIZES[call.type] * call.count, world = c->world;
+  size_t in = call.verb == REDUCE_SCATTER ? world * size : size;
+  size_t out = call.verb == ALL_GATHER ? world * size : size;
+  bool reads = call.verb != RECV && !(call.verb == BROADCAST && c->rank != call.peer);
+  bool writes = call.verb != SEND && !(call.verb == REDUCE && c->rank != call.peer);
+  uintptr_t send = uintptr_t(call.send), recv = uintptr_t(call.recv);
+  if (reads) into.push_back({send, send + in, false, "NCCL call"});
+  if (writes) into.push_back({recv, recv + out, true, "NCCL call"});
+}
+
 static int flush() {
   std::map<Comm *, std::pair<Stream *, std::vector<Call>>> by;
   for (auto &[c, entry] : group) {
@@ -543,9 +690,11 @@ static int flush() {
     if (call.fails()) return call.code();
     bool hanging = call.fault.kind == HANG;
     auto [stream, list] = work;
+    std::vector<Access> accesses;
+    for (const Call &one : list) touched(c, one, accesses);
     c->pending.push_back([=, c = c] {
       c->running++;
-      stream->push([=] { perform(c, list, hanging); });
+      stream->push([=] { perform(c, list, hanging); }, accesses);
     });
     call.progress();
   }
@@ -737,11 +886,18 @@ int ncclMemAlloc(void **memory, size_t bytes) {
   if (here() < 0) violation("memory without a context");
   Fault f = due("ncclMemAlloc", here());
   if (f.kind == RETURN) return f.argument;
+  if (bytes == 0) return 4;
   live_memory++;
-  return posix_memalign(memory, 4096, bytes ? bytes : 1) ? 2 : 0;
+  if (posix_memalign(memory, 4096, bytes)) return 2;
+  // So that what nobody wrote shows.
+  memset(*memory, 0xa5, bytes);
+  watch(*memory, bytes);
+  return 0;
 }
 int ncclMemFree(void *memory) {
   live_memory--;
+  unwatch(memory);
+  memset(memory, 0x5a, malloc_usable_size(memory));
   free(memory);
   return 0;
 }
@@ -803,5 +959,5 @@ int ncclRecv(void *r, size_t n, int type, int peer, void *comm, void *stream) {
 
 int fake_live_comms() { return live_comms; }
 int fake_last_ids() { return last_ids; }
-long fake_live_memory() { return live_memory; }
+int fake_live_memory() { return int(live_memory); }
 }

@@ -127,6 +127,70 @@ impl Fake {
         unsafe { call(device as c_int) }
     }
 
+    /// From now on counts this thread's uses of memory that are not ordered, or not; how many there
+    /// were. Uncounted, they end the process.
+    pub(crate) fn races(&self, count: bool) -> c_int {
+        // SAFETY: that is its prototype.
+        let call: unsafe extern "C" fn(c_int) -> c_int =
+            unsafe { std::mem::transmute(self.symbol("fake_races")) };
+        // SAFETY: a number.
+        unsafe { call(count.into()) }
+    }
+
+    /// Memory of the test whose uses are to be ordered, until it is let go.
+    fn watch(&self, at: *mut c_void, bytes: usize) {
+        // SAFETY: that is its prototype.
+        let call: unsafe extern "C" fn(*mut c_void, usize) =
+            unsafe { std::mem::transmute(self.symbol("fake_watch")) };
+        // SAFETY: memory of so many bytes, which it does not touch.
+        unsafe { call(at, bytes) }
+    }
+
+    fn unwatch(&self, at: *mut c_void) {
+        // SAFETY: that is its prototype.
+        let call: unsafe extern "C" fn(*mut c_void) =
+            unsafe { std::mem::transmute(self.symbol("fake_unwatch")) };
+        // SAFETY: an address, which it does not touch.
+        unsafe { call(at) }
+    }
+
+    /// Puts a kernel into a stream, with the memory that it reads and that it writes.
+    pub(crate) fn run(
+        &self,
+        stream: DeviceStream,
+        reads: &[DeviceBuf],
+        writes: &[DeviceBuf],
+        kernel: impl FnOnce() + Send + 'static,
+    ) {
+        type Kernel = Box<dyn FnOnce() + Send>;
+        unsafe extern "C" fn play(kernel: *mut c_void) {
+            // SAFETY: made below from such a box, and played once.
+            let kernel = unsafe { Box::from_raw(kernel.cast::<Kernel>()) };
+            kernel();
+        }
+        type Prototype = unsafe extern "C" fn(
+            *mut c_void,
+            unsafe extern "C" fn(*mut c_void),
+            *mut c_void,
+            *const usize,
+            c_int,
+        );
+        // SAFETY: that is its prototype.
+        let call: Prototype = unsafe { std::mem::transmute(self.symbol("fake_stream_run")) };
+        let kernel: Box<Kernel> = Box::new(Box::new(kernel));
+        let range = |buf: &DeviceBuf, writes: usize| {
+            let at = buf.address() as usize;
+            [at, at + buf.bytes(), writes]
+        };
+        let ranges: Vec<usize> = (reads.iter().flat_map(|buf| range(buf, 0)))
+            .chain(writes.iter().flat_map(|buf| range(buf, 1)))
+            .collect();
+        let count = (reads.len() + writes.len()) as c_int;
+        let kernel = Box::into_raw(kernel).cast();
+        // SAFETY: a stream that lives, and as many ranges.
+        unsafe { call(stream.as_raw(), play, kernel, ranges.as_ptr(), count) }
+    }
+
     pub(crate) fn stream(&'static self) -> Stream {
         // SAFETY: that is its prototype.
         let call: unsafe extern "C" fn() -> *mut c_void =
@@ -219,6 +283,11 @@ impl Stream {
         self.call_with("fake_stream_compute", ms);
     }
 
+    /// Waits until the stream has done what it has.
+    pub(crate) fn sync(&self) {
+        self.call("fake_stream_sync");
+    }
+
     pub(crate) fn capture(&self, on: bool) {
         self.call_with("fake_stream_capture", on.into());
     }
@@ -256,6 +325,12 @@ impl<T: Element> Memory<T> {
         unsafe { DeviceBuf::from_raw(address, self.0.len(), T::DTYPE) }.unwrap()
     }
 
+    /// From now on its uses must be ordered.
+    pub(crate) fn watched(mut self) -> Watched<T> {
+        Fake::get().watch(self.0.as_mut_ptr().cast(), size_of_val(&self.0[..]));
+        Watched(self)
+    }
+
     pub(crate) fn numbers(&self) -> Vec<T> {
         let read = |number: &T| {
             // SAFETY: a number; volatile, since the fake's threads have written it.
@@ -263,4 +338,26 @@ impl<T: Element> Memory<T> {
         };
         self.0.iter().map(read).collect()
     }
+}
+
+/// Memory whose uses must be ordered, by streams of the usual fake.
+#[derive(Debug)]
+pub(crate) struct Watched<T>(pub(crate) Memory<T>);
+
+impl<T> Drop for Watched<T> {
+    fn drop(&mut self) {
+        Fake::get().unwatch(self.0.0.as_mut_ptr().cast());
+    }
+}
+
+/// Numbers of a device, read or written by a kernel.
+///
+/// # Safety
+///
+/// Nobody else uses the memory meanwhile.
+pub(crate) unsafe fn numbers_mut<'a, T: Element>(buf: DeviceBuf) -> &'a mut [T] {
+    assert_eq!(buf.dtype(), T::DTYPE);
+    let at = std::ptr::with_exposed_provenance_mut(buf.address() as usize);
+    // SAFETY: so many elements of the type, as the buffer's maker promised; the caller's word.
+    unsafe { std::slice::from_raw_parts_mut(at, buf.count()) }
 }

@@ -1,4 +1,4 @@
-//! What is needed of CUDA's driver: a device's primary context, and events.
+//! What is needed of CUDA's driver: a device's primary context, events, a stream, copies.
 //!
 //! The primary context is the one that everybody in the process shares who uses CUDA's runtime, NCCL
 //! among them. A [`Device`] keeps it alive; whoever calls CUDA or NCCL [enters](Device::enter) it for
@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::sys::{self, CudaApi, CudaResult, NO_TIMING};
-use crate::device::DeviceStream;
+use super::sys::{self, CudaApi, CudaResult, NO_TIMING, NON_BLOCKING};
+use crate::device::{DeviceBuf, DeviceStream};
 use crate::{Error, Result};
 
 /// Events that are kept for the next operations.
@@ -83,6 +83,73 @@ impl Device {
         self.api.check(result, "cuStreamIsCapturing")?;
         Ok(status != 0)
     }
+
+    /// Copies within the device; it must be current.
+    ///
+    /// # Safety
+    ///
+    /// As [`DeviceBackend::copy`](crate::device::DeviceBackend::copy).
+    pub(super) unsafe fn copy(
+        &self,
+        to: DeviceBuf,
+        from: DeviceBuf,
+        stream: DeviceStream,
+    ) -> Result<()> {
+        if to.bytes() == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        let result =
+            unsafe { (self.api.copy)(to.address(), from.address(), to.bytes(), stream.as_raw()) };
+        self.api.check(result, "cuMemcpyDtoDAsync")
+    }
+
+    /// Sets bytes to zero; it must be current.
+    ///
+    /// # Safety
+    ///
+    /// As [`DeviceBackend::clear`](crate::device::DeviceBackend::clear).
+    pub(super) unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()> {
+        if buf.bytes() == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        let result = unsafe { (self.api.set)(buf.address(), 0, buf.bytes(), stream.as_raw()) };
+        self.api.check(result, "cuMemsetD8Async")
+    }
+}
+
+/// A stream of this crate's own.
+#[derive(Debug)]
+pub(super) struct OwnStream {
+    device: Arc<Device>,
+    stream: DeviceStream,
+}
+
+impl OwnStream {
+    /// The device must be current.
+    pub(super) fn new(device: &Arc<Device>) -> Result<Self> {
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: writes one handle.
+        let result = unsafe { (device.api.stream_create)(&raw mut raw, NON_BLOCKING) };
+        device.api.check(result, "cuStreamCreate")?;
+        // SAFETY: a stream of this device that lives as long as the result, and longer while there is
+        // something in it.
+        let stream = unsafe { DeviceStream::from_raw(raw) };
+        Ok(Self { device: Arc::clone(device), stream })
+    }
+
+    pub(super) fn stream(&self) -> DeviceStream {
+        self.stream
+    }
+}
+
+impl Drop for OwnStream {
+    fn drop(&mut self) {
+        let _entered = self.device.enter();
+        // SAFETY: made once in `new`. Returns at once; the driver frees it when it is empty.
+        let _ = unsafe { (self.device.api.stream_destroy)(self.stream.as_raw()) };
+    }
 }
 
 impl Drop for Device {
@@ -151,6 +218,8 @@ impl Event {
 
     /// Has another stream wait until the event's has reached it.
     pub(super) fn order(&self, stream: DeviceStream) -> Result<()> {
+        // The default stream is that of the current device.
+        let _entered = self.device.enter()?;
         // SAFETY: as for `record`.
         let result = unsafe { (self.device.api.stream_wait)(stream.as_raw(), self.raw.0, 0) };
         self.device.api.check(result, "cuStreamWaitEvent")

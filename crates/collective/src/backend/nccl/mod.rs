@@ -3,9 +3,9 @@
 //! # The design in half a page
 //!
 //! **What a device buffer is.** An address, a count and a type, and a promise of the caller
-//! ([`DeviceBuf::from_raw`](crate::DeviceBuf::from_raw)); likewise a stream. Nothing here allocates,
-//! copies or launches kernels of its own, so the driver is needed for a context and for events alone,
-//! through a table of fourteen functions ([`sys`]) that a test can fake as well as NCCL's.
+//! ([`DeviceBuf::from_raw`](crate::DeviceBuf::from_raw)); likewise a stream. Nothing here launches
+//! kernels of its own, so of the driver a context, events, a stream and copies are needed,
+//! through a table of eighteen functions ([`sys`]) that a test can fake as well as NCCL's.
 //!
 //! **A group has two sides.** The host's side is a whole backend, `host` or `tcp`, as it would be
 //! without NCCL: verbs on slices and on objects, barriers, `split` and `rebuild` work as ever; and
@@ -65,14 +65,16 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use self::communicator::Communicator;
-use self::cuda::{Device, Event};
+use self::cuda::{Device, Event, OwnStream};
 use self::herald::List;
 pub(crate) use self::join::join;
 pub use self::result::Libraries;
 use self::watch::{Flight, Op, Shared};
 use super::meet;
 use super::{Backend, Patience, RawBufs, RawShared, Seed, Transfer, Wait};
-use crate::device::{DeviceBackend, DeviceBatch, DeviceBuf, DeviceStep, DeviceWork};
+use crate::device::{
+    DeviceBackend, DeviceBatch, DeviceBuf, DeviceStep, DeviceStream, DeviceWork, Mark,
+};
 use crate::membership::Connect;
 use crate::{DType, Error, OpDesc, Rank, Result, Transport, Verb};
 
@@ -419,10 +421,7 @@ impl DeviceBackend for Nccl {
             return Err(shared.failure());
         }
         let _entered = device.enter()?;
-        if device.is_capturing(batch.stream)? {
-            let what = "a stream that is being captured into a graph".into();
-            return Err(Error::Unsupported { backend: "nccl", what });
-        }
+        check_capture(device, batch.stream)?;
         let timeout = batch.timeout.unwrap_or(self.timeout);
         let peers = batch.steps.iter().filter_map(|step| match step {
             DeviceStep::Send { peer, .. } | DeviceStep::Receive { peer, .. } => Some(*peer),
@@ -473,6 +472,52 @@ impl DeviceBackend for Nccl {
         let address = memory.expose_provenance() as u64;
         Ok((address, Box::new(Memory { api, device, address })))
     }
+
+    fn stream(&self) -> Result<(DeviceStream, Box<dyn Any + Send + Sync>)> {
+        let device = &self.parts.device;
+        let _entered = device.enter()?;
+        let made = OwnStream::new(device)?;
+        Ok((made.stream(), Box::new(made)))
+    }
+
+    unsafe fn mark(&self, stream: DeviceStream) -> Result<Box<dyn Mark>> {
+        let device = &self.parts.device;
+        let _entered = device.enter()?;
+        check_capture(device, stream)?;
+        let event = Event::new(device)?;
+        event.record(stream)?;
+        Ok(Box::new(event))
+    }
+
+    unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()> {
+        let _entered = self.parts.device.enter()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.parts.device.copy(to, from, stream) }
+    }
+
+    unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()> {
+        let _entered = self.parts.device.enter()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.parts.device.clear(buf, stream) }
+    }
+}
+
+impl Mark for Event {
+    fn reached(&self) -> Result<bool> {
+        Self::reached(self)
+    }
+
+    unsafe fn order(&self, stream: DeviceStream) -> Result<()> {
+        Self::order(self, stream)
+    }
+}
+
+fn check_capture(device: &Device, stream: DeviceStream) -> Result<()> {
+    if device.is_capturing(stream)? {
+        let what = "a stream that is being captured into a graph".into();
+        return Err(Error::Unsupported { backend: "nccl", what });
+    }
+    Ok(())
 }
 
 impl Drop for Nccl {

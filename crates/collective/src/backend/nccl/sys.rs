@@ -4,7 +4,7 @@
 //! of C are transparent integers, because a newer library may give a number that this file does not
 //! know.
 
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 
 use super::loader::table;
 
@@ -80,6 +80,8 @@ pub(super) const NO_COLOR: c_int = -1;
 pub(super) const UNDEFINED: c_int = c_int::MIN;
 /// `CU_EVENT_DISABLE_TIMING`.
 pub(super) const NO_TIMING: c_uint = 2;
+/// `CU_STREAM_NON_BLOCKING`: does not wait for the default stream.
+pub(super) const NON_BLOCKING: c_uint = 1;
 
 /// `ncclUniqueId`.
 #[repr(C)]
@@ -214,6 +216,12 @@ table! {
             unsafe extern "C" fn(Stream, Event, c_uint) -> CudaResult,
         stream_capturing = c"cuStreamIsCapturing":
             unsafe extern "C" fn(Stream, *mut c_int) -> CudaResult,
+        stream_create = c"cuStreamCreate": unsafe extern "C" fn(*mut Stream, c_uint) -> CudaResult,
+        stream_destroy = c"cuStreamDestroy_v2": unsafe extern "C" fn(Stream) -> CudaResult,
+        copy = c"cuMemcpyDtoDAsync_v2":
+            unsafe extern "C" fn(u64, u64, usize, Stream) -> CudaResult,
+        set = c"cuMemsetD8Async":
+            unsafe extern "C" fn(u64, c_uchar, usize, Stream) -> CudaResult,
         error_name = c"cuGetErrorName":
             unsafe extern "C" fn(CudaResult, *mut *const c_char) -> CudaResult,
     } optional {}

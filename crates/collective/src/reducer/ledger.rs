@@ -1,0 +1,278 @@
+//! What a reducer keeps of parameters and passes, wherever the gradients lie.
+//!
+//! [`Reducer`](super::Reducer) and [`DeviceReducer`](super::DeviceReducer) differ in what a bucket is
+//! and in who waits for it. Which gradient may come, which bucket leaves next, who had no gradient, and
+//! how the buckets are laid out is here, once, so that both keep the same rules.
+//!
+//! Invariant: [`next_full`](Ledger::next_full) gives the buckets in the order of the plan, which is
+//! equal on all ranks.
+
+use serde::{Deserialize, Serialize};
+
+use super::{BucketPlan, ParamInfo, Place, ReducerOptions};
+use crate::{DType, Error, ProcessGroup, Result, object};
+
+/// Parameters, their gradients' states, and the pass under way.
+#[derive(Debug)]
+pub(super) struct Ledger {
+    params: Vec<ParamInfo>,
+    options: ReducerOptions,
+    plan: BucketPlan,
+    states: Vec<ParamState>,
+    pass: Pass,
+    /// The buckets have got their final layout.
+    rebuilt: bool,
+    /// What made this reducer unusable.
+    failed: Option<Error>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct ParamState {
+    /// It has a gradient: its place in the bucket is not to be overwritten, but added to.
+    has_grad: bool,
+    /// It got a gradient on this rank since the last averaging.
+    used: bool,
+    /// It got a gradient in this pass.
+    reported: bool,
+}
+
+/// One forward and backward.
+#[derive(Debug, Default)]
+struct Pass {
+    /// Between `prepare` and `finish`.
+    open: bool,
+    /// Gradients are averaged in this pass.
+    sync: bool,
+    /// For each bucket, how many of its parameters have not reported.
+    missing: Vec<usize>,
+    /// How many buckets have been launched: the index of the next.
+    launched: usize,
+    /// Parameters in the order in which they reported.
+    arrived: Vec<usize>,
+}
+
+impl Ledger {
+    /// Checks that all ranks brought the same parameters and options; `also` is compared, too.
+    pub(super) fn new(
+        group: &ProcessGroup,
+        params: Vec<ParamInfo>,
+        options: ReducerOptions,
+        also: &str,
+    ) -> Result<Self> {
+        if let Some(param) = params.iter().find(|param| !param.dtype.is_float()) {
+            let what = format!("{} gradients (parameter {})", param.dtype, param.name);
+            return Err(Error::Unsupported { backend: "reducer", what });
+        }
+        check_equal_on_all_ranks(group, &params, format!("{options:?}{also}"))?;
+        let rebuilt = options.find_unused_parameters;
+        let plan = if rebuilt {
+            BucketPlan::registered(&params, &options.caps())?
+        } else {
+            BucketPlan::registered(&params, &[usize::MAX])?
+        };
+        let states = vec![ParamState::default(); params.len()];
+        Ok(Self { params, options, plan, states, pass: Pass::default(), rebuilt, failed: None })
+    }
+
+    pub(super) fn plan(&self) -> &BucketPlan {
+        &self.plan
+    }
+
+    pub(super) fn place(&self, index: usize) -> Place {
+        self.plan.places()[index]
+    }
+
+    pub(super) fn launched(&self) -> usize {
+        self.pass.launched
+    }
+
+    /// Whether a bucket has been launched in a pass that is not finished.
+    pub(super) fn is_flying(&self, bucket: usize) -> bool {
+        self.pass.open && bucket < self.pass.launched
+    }
+
+    pub(super) fn check_usable(&self) -> Result<()> {
+        match &self.failed {
+            None => Ok(()),
+            Some(error) => Err(Error::Poisoned(Box::new(error.clone()))),
+        }
+    }
+
+    /// Passes `result` on, and makes the reducer unusable if it is an error.
+    pub(super) fn remember<T>(&mut self, result: Result<T>) -> Result<T> {
+        result.inspect_err(|error| self.failed = Some(error.clone()))
+    }
+
+    pub(super) fn prepare(&mut self, sync: bool) -> Result<()> {
+        if self.pass.open && self.pass.launched > 0 {
+            return Err(Error::InvalidArgument(
+                "the last pass was not finished: call finish after each backward".to_owned(),
+            ));
+        }
+        let missing = self.plan.buckets().iter().map(|bucket| bucket.params.len()).collect();
+        self.pass = Pass { open: true, sync, missing, launched: 0, arrived: Vec::new() };
+        self.states.iter_mut().for_each(|state| state.reported = false);
+        Ok(())
+    }
+
+    /// Whether parameter `index` may get this gradient now.
+    pub(super) fn check_gradient(&self, index: usize, dtype: DType, count: usize) -> Result<()> {
+        let wrong = |text: String| Err(Error::InvalidArgument(text));
+        let Some(param) = self.params.get(index) else {
+            let all = self.params.len();
+            return wrong(format!("a gradient for parameter {index} of a model with {all}"));
+        };
+        let name = &param.name;
+        if !self.pass.open {
+            return wrong(format!("a gradient for {name} outside of a pass: call prepare first"));
+        }
+        if self.states[index].reported {
+            return wrong(format!("a second gradient for {name} in one pass"));
+        }
+        if dtype != param.dtype || count != param.count {
+            let want = param.dtype;
+            return wrong(format!(
+                "the gradient of {name} is {dtype} [{count}], the parameter is {want} [{}]",
+                param.count
+            ));
+        }
+        Ok(())
+    }
+
+    pub(super) fn has_grad(&self, index: usize) -> bool {
+        self.states[index].has_grad
+    }
+
+    /// Notes that parameter `index` has got its gradient, which is checked and in its bucket.
+    pub(super) fn report(&mut self, index: usize) {
+        self.states[index] = ParamState { has_grad: true, used: true, reported: true };
+        if self.pass.sync {
+            self.pass.arrived.push(index);
+            self.pass.missing[self.plan.places()[index].bucket] -= 1;
+        }
+    }
+
+    /// Whether a bucket has all its gradients in a pass that is averaged.
+    pub(super) fn is_full(&self, bucket: usize) -> bool {
+        self.pass.sync && self.pass.missing.get(bucket) == Some(&0)
+    }
+
+    /// The bucket to be launched now, if it is full.
+    pub(super) fn next_full(&self) -> Option<usize> {
+        Some(self.pass.launched).filter(|&next| self.is_full(next))
+    }
+
+    /// Notes that [`next_full`](Self::next_full) has been launched.
+    pub(super) fn launch(&mut self) {
+        self.pass.launched += 1;
+    }
+
+    /// Ends the pass; whether it is averaged.
+    pub(super) fn close(&mut self) -> Result<bool> {
+        if !std::mem::take(&mut self.pass.open) {
+            return Err(Error::InvalidArgument("finish without prepare".to_owned()));
+        }
+        Ok(self.pass.sync)
+    }
+
+    /// Completes the pass for parameters without gradient: what they have stays. The places of those
+    /// that have nothing, to be set to zero.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnusedParameters`] if there may be none; the group is then aborted.
+    pub(super) fn excuse_unused(&mut self, group: &ProcessGroup) -> Result<Vec<Place>> {
+        let unused = |(_, state): &(usize, &ParamState)| !state.reported;
+        let unused: Vec<_> = self.states.iter().enumerate().filter(unused).collect();
+        if !unused.is_empty() && !self.options.find_unused_parameters {
+            let names = unused.iter().map(|&(index, _)| self.params[index].name.clone()).collect();
+            let error = Error::UnusedParameters { rank: group.rank(), names };
+            group.abort(&error.to_string());
+            return Err(error);
+        }
+        let mut empty = Vec::new();
+        for (index, state) in unused {
+            let place = self.plan.places()[index];
+            if !state.has_grad {
+                empty.push(place);
+            }
+            self.pass.missing[place.bucket] -= 1;
+        }
+        Ok(empty)
+    }
+
+    /// Which parameters got a gradient on this rank, if ranks are to tell one another.
+    pub(super) fn used(&self) -> Option<Vec<u8>> {
+        let map = || self.states.iter().map(|state| state.used.into()).collect();
+        self.options.find_unused_parameters.then(map)
+    }
+
+    /// Notes that all buckets have been averaged; `used` are those used on any rank.
+    pub(super) fn averaged(&mut self, used: Option<&[u8]>) {
+        for (index, state) in self.states.iter_mut().enumerate() {
+            state.has_grad |= used.is_some_and(|used| used[index] != 0);
+            state.used = false;
+        }
+    }
+
+    pub(super) fn zero_grad(&mut self) {
+        self.states.iter_mut().for_each(|state| state.has_grad = false);
+    }
+
+    /// The final layout, in rank 0's order of arrival, after the first pass that was averaged; every
+    /// rank calls it, and it waits for rank 0.
+    pub(super) fn next_plan(&self, group: &ProcessGroup) -> Result<Option<BucketPlan>> {
+        if self.rebuilt {
+            return Ok(None);
+        }
+        let mut order: Vec<u64> = self.pass.arrived.iter().map(|&index| index as u64).collect();
+        group.broadcast(&mut order, 0)?;
+        let order: Vec<usize> =
+            order.into_iter().map(|index| usize::try_from(index).unwrap_or(usize::MAX)).collect();
+        BucketPlan::arrived(&self.params, &order, &self.options.caps()).map(Some)
+    }
+
+    /// Takes the final layout; the gradients have been moved.
+    pub(super) fn adopt(&mut self, plan: BucketPlan) {
+        (self.plan, self.rebuilt) = (plan, true);
+    }
+}
+
+impl ReducerOptions {
+    fn caps(&self) -> [usize; 2] {
+        [self.first_bucket_bytes, self.bucket_bytes]
+    }
+}
+
+/// What each rank brought, for comparison.
+#[derive(Debug, Serialize, Deserialize)]
+struct Brought {
+    options: String,
+    params: Vec<String>,
+}
+
+fn check_equal_on_all_ranks(
+    group: &ProcessGroup,
+    params: &[ParamInfo],
+    options: String,
+) -> Result<()> {
+    let line = |ParamInfo { name, count, dtype }: &ParamInfo| format!("{name} {dtype} [{count}]");
+    let own = Brought { options, params: params.iter().map(line).collect() };
+    let all = object::all_gather_object(group, &own)?;
+    let differ = |field: &'static str, at: &dyn Fn(&Brought) -> String| {
+        let first = at(&all[0]);
+        if all.iter().all(|brought| at(brought) == first) {
+            return Ok(());
+        }
+        let by_rank = all.iter().map(at).enumerate().collect();
+        Err(Error::Mismatch { op: "making a reducer".to_owned(), field, by_rank })
+    };
+    differ("options", &|brought| brought.options.clone())?;
+    let most = all.iter().map(|brought| brought.params.len()).max().unwrap_or(0);
+    (0..most).try_for_each(|index| {
+        differ("the parameters", &|brought| match brought.params.get(index) {
+            Some(param) => format!("parameter {index} is {param}"),
+            None => format!("there is no parameter {index}"),
+        })
+    })
+}

@@ -19,6 +19,8 @@ struct Scaler {
   // What the device knows.
   u64 tracker;
   double norm;
+  /// Its square, so far.
+  double squares;
   float scale;
   u32 found_inf, at_floor, bad, arrived, unused;
 };
@@ -29,8 +31,10 @@ struct UnscaleJob {
   /// Sums of the chunks, then room for sums of these by 32, and of those.
   double* sum;
   Scaler* scaler;
-  u32 chunks, write;
+  /// `how`: `WRITES` back what is unscaled, `ADDS` to the norm of the launches before.
+  u32 chunks, how;
 };
+enum { WRITES = 1, ADDS = 2 };
 
 #ifdef FROM
 
@@ -108,13 +112,13 @@ DEVICE double fold_all(double* sum, u32 count) {
   return count ? sum[0] : 0;
 }
 
-/// Looks at all gradients and, if `write`, divides those of f32 by the scale. Others would underflow.
+/// Looks at gradients and, if it `WRITES`, divides those of f32 by the scale. Others would underflow.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) unscale(const UnscaleJob job) {
   Scaler& scaler = *job.scaler;
   const float inv = inverse(scaler.scale);
   const bool guarded = scaler.min_scale >= 0 && inv > 1;
   const float factor = is_finite(inv) ? inv : 1;
-  const bool write = job.write && factor != 1;
+  const bool write = job.how & WRITES && factor != 1;
   bool bad = false;
   for (u32 c = warp_index(); c < job.chunks; c += warp_count()) {
     const Chunk chunk = job.chunk[c];
@@ -132,7 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) unscale(const UnscaleJo
   if (!is_last_block(&scaler.arrived)) return;
   const double total = fold_all(job.sum, job.chunks);
   if (threadIdx.x == 0) {
-    scaler.norm = sqrt(total);
+    scaler.squares = (job.how & ADDS ? scaler.squares : 0) + total;
+    scaler.norm = sqrt(scaler.squares);
     scaler.found_inf |= scaler.bad;
     scaler.bad = 0;
   }

@@ -137,7 +137,22 @@ impl CudaScaler {
     /// What `grads` say must be so until the next `bind`.
     #[expect(unsafe_code, reason = "an address is only a number")]
     pub unsafe fn bind(&mut self, grads: &[DeviceSlice]) -> Result<(), CudaError> {
-        self.0.bind(grads)
+        self.0.bind(&[grads])
+    }
+
+    /// As [`bind`](Self::bind), with the gradients in parts that may be looked at one by one: buckets,
+    /// each behind its all-reduce and while it is in the device's cache.
+    ///
+    /// # Errors
+    ///
+    /// As [`bind`](Self::bind).
+    ///
+    /// # Safety
+    ///
+    /// As [`bind`](Self::bind).
+    #[expect(unsafe_code, reason = "an address is only a number")]
+    pub unsafe fn bind_parts(&mut self, parts: &[&[DeviceSlice]]) -> Result<(), CudaError> {
+        self.0.bind(parts)
     }
 
     /// As [`LossScaler::unscale`] over all gradients; half gradients are looked at only. The verdict is
@@ -170,6 +185,23 @@ impl CudaScaler {
     pub unsafe fn check(&mut self) -> Result<(), CudaError> {
         // SAFETY: the caller vouches for the gradients.
         unsafe { self.0.look(false) }
+    }
+
+    /// As [`check`](Self::check) of one part alone. The verdict is one of all parts looked at since
+    /// [`update`](Self::update); the norm is of part 0 and those that were looked at after it, their
+    /// squares added in this order.
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::Unsupported`] if there is no such part; the driver's.
+    ///
+    /// # Safety
+    ///
+    /// As [`unscale`](Self::unscale), of the gradients of this part.
+    #[expect(unsafe_code, reason = "kernels read where `bind` was told")]
+    pub unsafe fn check_part(&mut self, part: usize) -> Result<(), CudaError> {
+        // SAFETY: the caller vouches for the gradients.
+        unsafe { self.0.look_at(part, false) }
     }
 
     /// Moves the scale by the verdict, as [`LossScaler::update`], and forgets the verdict.

@@ -25,7 +25,8 @@ pub struct Status {
 pub(super) struct Scaler<D: Device> {
     pub(super) device: D,
     state: D::Memory,
-    tables: Option<Tables<D::Memory>>,
+    /// One for each part of the gradients.
+    parts: Vec<Tables<D::Memory>>,
 }
 
 #[derive(Debug)]
@@ -39,10 +40,13 @@ struct Tables<M> {
 /// Where things are in `Scaler` of `amp.cu`.
 const TRACKER: usize = 32;
 const NORM: usize = 40;
-const SCALE: usize = 48;
-const FOUND_INF: usize = 52;
-const AT_FLOOR: usize = 56;
-const BYTES: usize = 72;
+const SCALE: usize = 56;
+const FOUND_INF: usize = 60;
+const AT_FLOOR: usize = 64;
+const BYTES: usize = 80;
+/// What a launch of `unscale` is told, as in `amp.cu`.
+const WRITES: u32 = 1;
+const ADDS: u32 = 2;
 /// Elements whose sum one warp takes: `SPAN` of `device.h`.
 const SPAN: usize = 1 << 14;
 
@@ -61,16 +65,22 @@ impl<D: Device> Scaler<D> {
         bytes.extend(floor.to_ne_bytes());
         bytes.extend(u32::from(scaler.options().is_some()).to_ne_bytes());
         bytes.extend(scaler.growth_tracker().to_ne_bytes());
-        bytes.extend(0.0_f64.to_ne_bytes());
+        bytes.extend([0.0_f64; 2].iter().flat_map(|number| number.to_ne_bytes()));
         bytes.extend(scaler.scale().to_ne_bytes());
         bytes.resize(BYTES, 0);
         device.prepare(Program::SCALER)?;
         let mut state = device.alloc(BYTES)?;
         device.write(&mut state, 0, &bytes)?;
-        Ok(Self { device, state, tables: None })
+        Ok(Self { device, state, parts: Vec::new() })
     }
 
-    pub(super) fn bind(&mut self, grads: &[DeviceSlice]) -> Result<(), CudaError> {
+    pub(super) fn bind(&mut self, parts: &[&[DeviceSlice]]) -> Result<(), CudaError> {
+        let parts: Result<Vec<_>, _> = parts.iter().map(|grads| self.tables(grads)).collect();
+        self.parts = parts?;
+        Ok(())
+    }
+
+    fn tables(&self, grads: &[DeviceSlice]) -> Result<Tables<D::Memory>, CudaError> {
         let (mut tensors, mut chunks) = (Vec::new(), Vec::new());
         let mut count = 0;
         for (at, grad) in grads.iter().enumerate() {
@@ -91,25 +101,38 @@ impl<D: Device> Scaler<D> {
             self.device.write(&mut memory, 0, bytes)?;
             Ok(memory)
         };
-        let tables = Tables { tensors: send(&tensors)?, chunks: send(&chunks)?, sums, count };
-        self.tables = Some(tables);
-        Ok(())
+        Ok(Tables { tensors: send(&tensors)?, chunks: send(&chunks)?, sums, count })
+    }
+
+    /// All parts, in order.
+    ///
+    /// # Safety
+    ///
+    /// As [`look_at`](Self::look_at).
+    #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
+    pub(super) unsafe fn look(&mut self, write: bool) -> Result<(), CudaError> {
+        // Without parts the first is asked for, and is an error.
+        (0..self.parts.len().max(1)).try_for_each(|part| {
+            // SAFETY: the caller vouches for the gradients.
+            unsafe { self.look_at(part, write) }
+        })
     }
 
     /// # Safety
     ///
     /// The gradients must be where `bind` was told until the stream has come this far.
     #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
-    pub(super) unsafe fn look(&mut self, write: bool) -> Result<(), CudaError> {
-        let Some(tables) = &self.tables else {
-            return Err(CudaError::Unsupported { what: "a look before `bind`" });
+    pub(super) unsafe fn look_at(&mut self, part: usize, write: bool) -> Result<(), CudaError> {
+        let Some(tables) = self.parts.get(part) else {
+            return Err(CudaError::Unsupported { what: "a look at what `bind` was not told" });
         };
+        let how = if write { WRITES } else { 0 } | if part > 0 { ADDS } else { 0 };
         let job = [
             D::address(&tables.tensors),
             D::address(&tables.chunks),
             D::address(&tables.sums),
             D::address(&self.state),
-            pair(tables.count, write.into()),
+            pair(tables.count, how),
         ];
         let most = self.device.processors() * BLOCKS_PER_PROCESSOR;
         let blocks = tables.count.div_ceil(8).clamp(1, most);

@@ -79,8 +79,9 @@ fn casts_have_the_bits_of_the_cpu() {
     assert_eq!(bits_f16(&to_f16), bits_f16(&got));
 }
 
-/// The norm in the kernel's order: blocks of 1024 by 16 lanes, neighbours, 16 blocks, 32 sums, ...
-fn norm_twin(tensors: &[Vec<f32>], factor: f32) -> f64 {
+/// The sum of squares in the kernel's order: blocks of 1024 by 16 lanes, neighbours, 16 blocks, 32 sums,
+/// ...
+fn squares_twin(tensors: &[Vec<f32>], factor: f32) -> f64 {
     let tree = |values: &[f64], width: usize| {
         let mut values = values.to_vec();
         values.resize(width, 0.0);
@@ -101,7 +102,7 @@ fn norm_twin(tensors: &[Vec<f32>], factor: f32) -> f64 {
     while sums.len() > 1 {
         sums = sums.chunks(32).map(|some| tree(some, 32)).collect();
     }
-    sums.first().copied().unwrap_or(0.0).sqrt()
+    sums.first().copied().unwrap_or(0.0)
 }
 
 /// A run of looks and updates, beside the CPU's scaler; the first difference.
@@ -120,16 +121,23 @@ fn compare(host: Host, options: LossScalerOptions, seed: u64) -> std::result::Re
             let at = seed as usize % tensors[4].len();
             tensors[4][at] = [f32::INFINITY, f32::NAN, f32::MAX][step as usize % 3];
         }
-        let twin_norm = norm_twin(&tensors, cpu.inv_scale());
-        let mut twins = tensors.clone();
+        // Now and then in three parts, whose sums are added.
+        let cuts = if seed % 2 == 1 { [0, 2, 4, tensors.len()] } else { [0, 0, 0, tensors.len()] };
+        let squares = |cut: &[usize]| squares_twin(&tensors[cut[0]..cut[1]], cpu.inv_scale());
+        let twin_norm = cuts.windows(2).map(squares).fold(0.0, |a, b| a + b).sqrt();
+        // Some begin between two packs.
+        let skip = |at: usize| (at + seed as usize) % 4;
+        let pad = |(at, t): (usize, &Vec<f32>)| [&vec![0.5; skip(at)], &t[..]].concat();
+        let mut twins: Vec<Vec<f32>> = tensors.iter().enumerate().map(pad).collect();
         let mut halves: Vec<f16> = (0..3000).map(|i| f16::from_f32(i as f32)).collect();
         halves[2999] = if step % 5 == 4 { f16::NEG_INFINITY } else { f16::ONE };
         let with_halves = step % 2 == 0;
         let mut slices: Vec<DeviceSlice> = twins
             .iter_mut()
-            .map(|t| DeviceSlice {
-                len: t.len(),
-                ptr: device.device.lend(&mut t[..]),
+            .enumerate()
+            .map(|(at, t)| DeviceSlice {
+                len: t.len() - skip(at),
+                ptr: device.device.lend(&mut t[skip(at)..]),
                 dtype: DType::F32,
             })
             .collect();
@@ -137,7 +145,10 @@ fn compare(host: Host, options: LossScalerOptions, seed: u64) -> std::result::Re
             let ptr = device.device.lend(&mut halves[1..]);
             slices.push(DeviceSlice { ptr, len: 2999, dtype: DType::F16 });
         }
-        device.bind(&slices).unwrap();
+        let last = slices.len();
+        let part = |cut: &[usize]| &slices[cut[0]..if cut[1] == cuts[3] { last } else { cut[1] }];
+        let parts: Vec<&[DeviceSlice]> = cuts.windows(2).map(part).collect();
+        device.bind(&parts).unwrap();
         // SAFETY: all was just lent.
         unsafe { device.look(true) }.unwrap();
         let status = device.status().unwrap();
@@ -150,7 +161,8 @@ fn compare(host: Host, options: LossScalerOptions, seed: u64) -> std::result::Re
             return Err(format!("step {step}: norm {} instead of {twin_norm}", status.norm));
         }
         let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
-        if !tensors.iter().flatten().zip(twins.iter().flatten()).all(same) {
+        let twins: Vec<&[f32]> = twins.iter().enumerate().map(|(at, t)| &t[skip(at)..]).collect();
+        if !tensors.iter().flatten().zip(twins.iter().copied().flatten()).all(same) {
             return Err(format!("step {step}: gradients"));
         }
         let at_floor = cpu.update(found).is_err();
@@ -183,13 +195,35 @@ fn the_scale_goes_as_on_the_cpu() {
     }
 }
 
+/// Blocks of another size, in which other threads meet, change no bit.
+#[test]
+fn blocks_of_1024_threads_have_the_same_bits() {
+    let wide = |seed| {
+        let mut host = Host::new(seed);
+        host.planted = Some(("THREADS = 256", "THREADS = 1024"));
+        host
+    };
+    assert!(Program::SOURCE.contains("THREADS = 256"));
+    for (seed, options) in all_options().into_iter().enumerate().take(2) {
+        assert_eq!(compare(wide(seed as u64), options, seed as u64), Ok(()), "{options:?}");
+    }
+    for skip in [0, 1] {
+        let values = floats(skip as u64, 20_001);
+        let mut halves = vec![f16::ZERO; values.len() - skip];
+        cast(&values[skip..], &mut halves).unwrap();
+        let got = on_device::<f32, f16>(&wide(3), &values, skip, [DType::F32, DType::F16]);
+        assert!(halves.iter().zip(&got).all(|(a, b)| a.to_bits() == b.to_bits()));
+    }
+}
+
 /// Changes to the source of the kernels that the comparison must notice: what, and into what.
 const PLANTED: &[(&str, &str)] = &[
     ("scaler.found_inf |= scaler.bad", "scaler.found_inf = 0"),
     ("bad |= !is_finite(x) ||", "bad |="),
     ("(guarded && !is_finite(y))", "false"),
     ("if (pack) return g.store", "if (pack) return; g.store"),
-    ("job.write && factor != 1", "false"),
+    ("job.how & WRITES && factor != 1", "false"),
+    ("job.how & ADDS ? scaler.squares : 0", "0"),
     ("inverse(scaler.scale)", "1 / (scaler.scale + 1)"),
     ("torch ? count != scaler.interval : count < scaler.interval", "count <= scaler.interval"),
     ("scaler.scale * scaler.backoff", "scaler.scale * 0.25"),

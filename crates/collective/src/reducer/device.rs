@@ -65,10 +65,12 @@ impl Compress {
 ///
 /// `amp` and `fused-optim` have them, and neither knows this crate; addresses and streams are numbers
 /// to all three. Casts are `amp::cuda::cast` over an `amp::cuda::Gpu::with_stream` of
-/// [`stream`](Self::stream). A verdict on each bucket is an `amp::cuda::CudaScaler` of that
-/// stream, bound in [`laid_out`](BucketKernels::laid_out) and asked in
-/// [`averaged`](BucketKernels::averaged); `fused_optim::cuda::CudaOptimizer::step_unless` reads it
-/// from the device, on the stream that `finish` was given:
+/// [`stream`](Self::stream). The verdict on the gradients and their norm are an
+/// `amp::cuda::CudaScaler` over the same: `bind_parts`, a part for each bucket, in
+/// [`laid_out`](BucketKernels::laid_out), `check_part(bucket)` in
+/// [`averaged`](BucketKernels::averaged). On the stream that `finish` was given,
+/// `fused_optim::cuda::CudaOptimizer::step_unless` takes the verdict from the device; where a step
+/// clips by the norm, it looks at the gradients itself.
 ///
 /// ```text
 /// ready(i) .. ready(j)  ->  bucket's stream: all-reduce | look      all-reduce | look   ...
@@ -460,7 +462,7 @@ impl<K: BucketKernels> DeviceReducer<K> {
         let used = used.map(|map| self.group.all_reduce_async(map, ReduceOp::Max)?.wait());
         self.ledger.averaged(used.transpose()?.as_deref());
         if let Some(plan) = self.ledger.next_plan(&self.group)? {
-            self.lay_out(plan, stream)?;
+            self.lay_out(plan)?;
         }
         let end = self.mark(self.stream)?;
         order(&*end, stream)?;
@@ -478,7 +480,7 @@ impl<K: BucketKernels> DeviceReducer<K> {
     }
 
     /// Lays the buckets out anew, and takes the gradients along.
-    fn lay_out(&mut self, plan: BucketPlan, stream: DeviceStream) -> Result<()> {
+    fn lay_out(&mut self, plan: BucketPlan) -> Result<()> {
         let (memory, lanes, scratch) = alloc_all(&self.group, &plan, self.compress)?;
         let old = self.memory.len();
         self.memory.extend(memory);
@@ -488,8 +490,6 @@ impl<K: BucketKernels> DeviceReducer<K> {
             // ordered it.
             unsafe { backend(&self.group).copy(to, from, self.stream) }?;
         }
-        // The caller may have used the old slots up to here.
-        self.order(stream, self.stream)?;
         let mark = self.mark(self.stream)?;
         let new = self.memory.split_off(old);
         self.retired.push((std::mem::replace(&mut self.memory, new), mark));

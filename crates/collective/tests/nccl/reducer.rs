@@ -310,8 +310,8 @@ fn equals_the_reducer_of_the_host_bit_for_bit() {
             let rank = group.rank();
             let twin = twins[rank].clone();
             let mut twin = Reducer::new(twin, model.clone(), options.buckets.clone()).unwrap();
-            let mut side = Side::new(group, model.clone(), options, Kernels::default());
             let other = Fake::get().stream();
+            let mut side = Side::new(group, model.clone(), options, Kernels::default());
             for number in 0..4 {
                 let (sync, zero) = (random.below(3) > 0, random.below(2) > 0);
                 side.reducer.prepare(sync).unwrap();
@@ -380,7 +380,7 @@ fn buckets_are_averaged_while_backward_computes_and_the_host_waits_for_neither()
 #[test]
 fn without_sync_gradients_stay_and_are_added_up() {
     ranks(2, DEADLINE, |group| {
-        let rank = group.rank() as f32;
+        let (rank, other) = (group.rank() as f32, Fake::get().stream());
         let mut side = Side::new(group, params(&[3, 2]), tiny(), Kernels::default());
         assert_eq!(side.firsts(2), [None, None]);
         side.pass(&[3, 2], false, |_| rank);
@@ -388,9 +388,9 @@ fn without_sync_gradients_stay_and_are_added_up() {
         side.pass(&[3, 2], false, |_| rank);
         side.pass(&[3, 2], true, |_| 4.0);
         assert_eq!(side.firsts(2), [Some(5.0), Some(5.0)]);
-        // A pass that is given up counts, as far as it came.
+        // A pass that is given up counts, as far as it came, on whatever stream.
         side.reducer.prepare(true).unwrap();
-        side.ready(0, vec![1.0_f32; 3]).unwrap();
+        side.ready_in(0, vec![1.0_f32; 3], other.raw()).unwrap();
         side.pass(&[3, 2], true, |_| 1.0);
         assert_eq!(side.firsts(2), [Some(7.0), Some(6.0)]);
         side.reducer.zero_grad();
@@ -489,6 +489,11 @@ fn unused_parameters_count_as_zero_or_are_an_error_on_every_rank() {
         side.reducer.prepare(true).unwrap();
         side.finish().unwrap();
         assert_eq!(side.firsts(4), [None, None, None, Some(0.5)]);
+        // Nothing new, and nothing to be cleared: what is there is averaged.
+        side.pass(&[1; 4], false, |_| rank as f32);
+        side.reducer.prepare(true).unwrap();
+        side.finish().unwrap();
+        assert_eq!(side.firsts(4), [Some(0.5), Some(0.5), Some(0.5), Some(1.0)]);
     });
     let errors = ranks(3, DEADLINE, |group| {
         let rank = group.rank();

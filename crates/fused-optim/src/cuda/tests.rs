@@ -429,6 +429,30 @@ fn sgd() {
     }
 }
 
+/// Blocks of another size, in which other threads meet, change no bit.
+#[test]
+fn blocks_of_1024_threads_have_the_same_bits() {
+    fn same<H: DeviceHyper>(hyper: H) {
+        let kind = Kind { grad: DType::F16, weight: DType::Bf16, how: HalfWeights::Master };
+        // More chunks of a sweep than a block has warps; one that is not aligned.
+        let sizes = [(140_000, 0), (3, 0), (1025, 5), (0, 0), (4097, 17)];
+        let mut host = Host::new(1);
+        host.planted = Some(("THREADS = 256", "THREADS = 1024"));
+        let hypers = [hyper.clone(), hyper];
+        assert_eq!(compare(hypers, host, kind, &sizes, 1), Ok(()), "{}", H::KIND);
+    }
+    assert!(Program::SOURCE.contains("THREADS = 256"));
+    same(AdadeltaHyper { weight_decay: 0.1, ..Default::default() });
+    same(AdamHyper { amsgrad: true, ..Default::default() });
+    same(AdamPHyper { weight_decay: 0.1, ..Default::default() });
+    same(AdamWHyper::default());
+    same(BertAdamHyper::default());
+    same(LambHyper { weight_decay: 0.1, ..Default::default() });
+    same(RmsPropHyper { momentum: 0.9, centered: true, ..Default::default() });
+    same(RmsPropTfHyper { momentum: 0.9, ..Default::default() });
+    same(SgdHyper { momentum: 0.9, nesterov: true, ..Default::default() });
+}
+
 /// Changes to the source of the kernels that a test must notice: what, and into what.
 const PLANTED: &[(&str, &str)] = &[
     // The loops and their tails.

@@ -1,7 +1,7 @@
 // The last part of the file the tests compile: all kernels of one set of macros, by number.
 
 // As `scaler.rs` has them.
-static_assert(sizeof(Scaler) == 72 && sizeof(UnscaleJob) == 40 && sizeof(CastJob) == 24 &&
+static_assert(sizeof(Scaler) == 80 && sizeof(UnscaleJob) == 40 && sizeof(CastJob) == 24 &&
               sizeof(Tensor) == 24 && sizeof(Chunk) == 8, "");
 
 extern "C" const char* shim_launch(const char* kernel, const void* job, u32 blocks, u64 seed,

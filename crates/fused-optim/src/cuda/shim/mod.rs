@@ -34,7 +34,7 @@ pub(super) struct Host {
     seed: Cell<u64>,
     /// Memory that kernels may touch: begin and end of each stretch.
     lent: Arc<Mutex<BTreeMap<u64, u64>>>,
-    /// A change made to the source, `from` and `to`, to see that the tests notice.
+    /// A change made to the source, `from` and `to`: tests notice it, or it changes no bit.
     pub(super) planted: Option<(&'static str, &'static str)>,
 }
 

@@ -1,23 +1,33 @@
 """Our kernels and PyTorch's in one process, on the same tensors and stream, in turn.
 
 First correctness (bits against our CPU rules, values against float64), then times: medians of rounds in
-which everybody is asked once. Rows go to a JSON file and a table. `--dry` needs neither GPU nor
-PyTorch: it calls what can be called without, and checks that the lack of a GPU is an error.
+which everybody is asked once. Rows go to a JSON file and a table. A part that fails is a row that says
+so, and the others go on. `--dry` needs neither GPU nor PyTorch: it calls what can be called without,
+and checks that the lack of a GPU is an error.
+
+`--small` and `--step` are what run.sh has compute-sanitizer and ncu look at; `--traffic` reads ncu's
+table; `--record` writes all rows to one dated file.
 """
 
 import argparse
 import array
+import csv
 import ctypes
+import datetime
+import glob
 import json
 import math
 import os
+import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 F32, F16, BF16 = 0, 1, 2
-DEADLINE = time.monotonic() + 460  # seconds; run.sh is to end before nine minutes
+DEADLINE = time.monotonic() + 380  # seconds; run.sh is to end before nine minutes
 
 
 def library(path):
@@ -33,6 +43,10 @@ def library(path):
     lib.gpu_cast.argtypes = [pointer, ctypes.c_uint64, word, ctypes.c_uint64, word, size]
     lib.gpu_scaler.argtypes = [pointer, size, pointer, pointer, word]
     lib.gpu_unscale.argtypes = [pointer]
+    lib.gpu_group.argtypes = [pointer, pointer]
+    lib.gpu_all_reduce.argtypes = [pointer, ctypes.c_uint64, size, word]
+    lib.gpu_reducer.argtypes = [pointer, size, pointer, word]
+    lib.gpu_reduce.argtypes = [pointer, pointer, pointer]
     return lib
 
 
@@ -101,6 +115,79 @@ def dry(lib):
     except Failure as error:
         print(f"no GPU: {error}")
         assert "libcuda" in str(error) or "CUDA_ERROR" in str(error), error
+    group = ctypes.c_void_p()
+    if lib.gpu_group(None, ctypes.byref(group)):
+        print(f"no NCCL: {lib.gpu_error().decode()}")
+    with tempfile.TemporaryDirectory() as folder:
+        table = os.path.join(folder, "ncu.csv")
+        with open(table, "w") as file:
+            file.write(NCU_TABLE)
+        rows = traffic(table)
+        print(f"ncu's table: {rows}")
+        assert rows[0]["bytes_per_parameter"] == 28.0, rows
+        with open(os.path.join(folder, "rows.json"), "w") as file:
+            json.dump(rows, file)
+        name = record(folder, folder, "the command")
+        with open(name) as file:
+            assert json.load(file)["rows"] == rows
+        print(f"record: {os.path.basename(name)}")
+
+
+# As ncu prints `--csv`: lines of the program, then a table.
+NCU_TABLE = """==PROF== Connected to process 7
+"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","look","dram__bytes_read.sum","byte","1,024"
+"0","look","dram__bytes_write.sum","byte","0"
+"1","step","dram__bytes_read.sum","Mbyte","1,600"
+"1","step","dram__bytes_write.sum","Mbyte","1,200"
+"""
+UNITS = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+STEP_COUNT = 100_000_000  # parameters of --step
+
+
+def traffic(path):
+    """Bytes per parameter that the last `step` moved, by ncu's table."""
+    with open(path) as file:
+        lines = file.read().splitlines()
+    head = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if head is None:
+        raise Failure("ncu gave no table: " + " ".join(lines[-3:]))
+    found = {}
+    for row in csv.DictReader(lines[head:]):
+        if row["Kernel Name"].split("(")[0] == "step" and row["ID"]:
+            size = float(row["Metric Value"].replace(",", "")) * UNITS[row["Metric Unit"]]
+            found.setdefault(int(row["ID"]), {})[row["Metric Name"]] = size
+    if not found:
+        raise Failure("ncu saw no kernel `step`")
+    last = found[max(found)]
+    total = sum(last.values()) / STEP_COUNT
+    return [dict(what="traffic", who="adamw, step", bytes_per_parameter=round(total, 2))]
+
+
+def version(command):
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        return done.stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def record(rows_in, folder, command):
+    """One file of this run: when, on what, by which command, and all rows. Its name."""
+    rows = []
+    for name in sorted(glob.glob(os.path.join(rows_in, "rows*.json"))):
+        with open(name) as file:
+            rows += json.load(file)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    smi = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.mem", "--format=csv,noheader"]
+    commit = ["git", "-C", HERE, "rev-parse", "HEAD"]
+    out = dict(date=now.isoformat(timespec="seconds"), command=command, machine=platform.platform(),
+               gpu=version(smi), commit=version(commit), rows=rows)
+    os.makedirs(folder, exist_ok=True)
+    name = os.path.join(folder, now.strftime("gpu-%Y-%m-%d-%H%M.json"))
+    with open(name, "w") as file:
+        json.dump(out, file, indent=1)
+    return name
 
 
 def resnet50():
@@ -139,6 +226,20 @@ class Bench:
     def left(self):
         return DEADLINE - time.monotonic()
 
+    def part(self, name, seconds, call):
+        """Does a part if there is time for it; if it fails, that is a row."""
+        if self.left() < seconds:
+            return self.row(what="out of time", part=name)
+        try:
+            call()
+        except Exception as error:
+            self.row(what="failed", part=name, error=f"{type(error).__name__}: {error}"[:500])
+        finally:
+            try:
+                self.torch.cuda.empty_cache()
+            except Exception as error:
+                self.row(what="failed", part=name + ", afterwards", error=str(error)[:500])
+
     def times(self, calls, rounds=9):
         """Milliseconds a call of each, medians of rounds in which they take turns."""
         torch, all_times = self.torch, {name: [] for name in calls}
@@ -166,7 +267,8 @@ class Bench:
         ours = times["ours"]
         for name, ms in times.items():
             self.row(what=what, case=case, who=name, ms=round(ms, 4), torch_by_ours=round(ms / ours, 3),
-                     of_copy=round(moved / ours / 1e6 / self.ceiling, 3) if name == "ours" else None)
+                     of_copy=round(moved / ours / 1e6 / self.ceiling, 3)
+                     if name == "ours" and self.ceiling else None)
 
     def correctness(self):
         torch = self.torch
@@ -225,8 +327,8 @@ class Bench:
         grads = [torch.randn_like(w) for w in weights]
         count = sum(sizes)
         for rule, moved in ((b"adamw", 28), (b"sgd", 20), (b"lamb", 40)):
-            if self.left() < 60:
-                return self.row(what="out of time before", case=case, rule=rule.decode())
+            if self.left() < 20:
+                return self.row(what="out of time", part=f"{rule.decode()} {case}")
             self.ours.optimizer(rule, weights, grads, F32, F32)
             calls = {"ours": self.ours.step}
             peers = []
@@ -288,41 +390,167 @@ class Bench:
         }
         self.report("unscale", "5e8 in 64", self.times(calls), 8 * count)
 
+    def overhead(self):
+        """What a call costs the host, and a launch the device, on one tensor of 64."""
+        torch = self.torch
+        weight, grad = torch.randn(64, device="cuda"), torch.randn(64, device="cuda")
+        param = torch.nn.Parameter(weight.clone())
+        param.grad = grad
+        self.ours.optimizer(b"adamw", [weight], [grad], F32, F32)
+        peer = torch.optim.AdamW([param], lr=1e-3, weight_decay=0.01, fused=True)
+        calls = {"ours": self.ours.step, "torch fused": peer.step}
+        for name, ms in self.times(calls).items():
+            call, count = calls[name], 200
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            host = (time.perf_counter() - start) / count
+            torch.cuda.synchronize()
+            self.row(what="launch overhead", who=name, ms=round(ms, 4), host_us=round(1e6 * host, 1))
+
+    def graph(self, case, sizes):
+        """A step in a CUDA graph: the bits of as many steps on the CPU, and its time."""
+        torch, stream = self.torch, self.torch.cuda.Stream()
+        weights = [torch.randn(n, device="cuda") for n in sizes]
+        grads = [torch.randn_like(w) for w in weights]
+        host = [[t.cpu() for t in some] for some in (weights, grads)]
+        copies = [torch.nn.Parameter(w.clone()) for w in weights]
+        for copy, grad in zip(copies, grads):
+            copy.grad = grad
+        peer = torch.optim.AdamW(copies, lr=1e-3, weight_decay=0.01, fused=True, capturable=True)
+        torch.cuda.synchronize()
+        ours = Ours(self.lib, stream.cuda_stream)
+        ours.optimizer(b"adamw", weights, grads, F32, F32)
+        graphs = {}
+        with torch.cuda.stream(stream):
+            ours.step(1.0, 1, 1.0)
+            peer.step()
+        for name, call in (("ours", lambda: ours.step(1.0, 1, 1.0)), ("torch fused", peer.step)):
+            torch.cuda.synchronize()
+            graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[name], stream=stream, capture_error_mode="thread_local"):
+                call()
+        for _ in range(2):
+            graphs["ours"].replay()
+        torch.cuda.synchronize()
+        reference(self.lib, b"adamw", 3, *[[t.data_ptr() for t in some] for some in host], sizes,
+                  (F32, F32), 1.0, 1, 1.0)
+        same = all(torch.equal(a.cpu(), b) for a, b in zip(weights, host[0]))
+        self.row(what="graph has the CPU's bits", case=case, same=same)
+        self.report("graph of a clipped step", case, self.times({n: g.replay for n, g in graphs.items()}),
+                    32 * sum(sizes))
+
+    def nccl(self):
+        """One rank: what a call costs, and that gradients come back from their buckets as they went."""
+        torch = self.torch
+        group, session = ctypes.c_void_p(), torch.cuda.current_stream().cuda_stream
+        self.ours.check(self.lib.gpu_group(session, ctypes.byref(group)))
+        grads = [torch.randn(n, device="cuda") for n in CASES["ResNet-50"]]
+        lens, places = words([g.numel() for g in grads]), words([0] * len(grads))
+        self.ours.check(self.lib.gpu_reducer(group, len(grads), lens, F32))
+        for _ in range(3):
+            [g.normal_() for g in grads]
+            self.ours.check(self.lib.gpu_reduce(group, words([g.data_ptr() for g in grads]), places))
+        # Read as tensors: an allocation of our own is not torch's to know.
+        class At:
+            def __init__(self, address, count):
+                self.__cuda_array_interface__ = dict(shape=(count,), typestr="<f4", version=3,
+                                                     data=(address, False))
+        same = all(torch.equal(torch.as_tensor(At(place, g.numel()), device="cuda"), g)
+                   for place, g in zip(places, grads))
+        self.row(what="reducer, one rank", case="ResNet-50", same=same)
+        with tempfile.TemporaryDirectory() as folder:
+            torch.distributed.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0,
+                                                 world_size=1)
+            for count in (1 << 18, 25 << 18, 1 << 28):
+                a = torch.randn(count, device="cuda")
+                self.row(what="all_reduce, one rank", case=f"{4 * count} bytes", **{
+                    name: round(ms, 4) for name, ms in self.times({
+                        "ours": lambda: self.ours.check(
+                            self.lib.gpu_all_reduce(group, a.data_ptr(), count, F32)),
+                        "torch": lambda: torch.distributed.all_reduce(a),
+                    }).items()})
+            torch.distributed.destroy_process_group()
+
+    def small(self):
+        """A few steps of every kernel, for compute-sanitizer."""
+        torch = self.torch
+        for rule in (b"adamw", b"lamb"):
+            weights = [torch.randn(n, device="cuda") for n in (1, 7, 1025, 70_001)]
+            grads = [torch.randn_like(w) for w in weights]
+            self.ours.optimizer(rule, weights, grads, F32, F32)
+            self.ours.step(1.0, 1, 0.5)
+            self.ours.step(1.0, 1, 0.5)
+        half = torch.empty(70_001, device="cuda", dtype=torch.float16)
+        self.cast(weights[3], F32, half, F16)
+        self.ours.check(self.lib.gpu_scaler(self.ours.session, 4, words([g.data_ptr() for g in grads]),
+                                            words([g.numel() for g in grads]), F32))
+        self.ours.check(self.lib.gpu_unscale(self.ours.session))
+        torch.cuda.synchronize()
+
+    def one_step(self):
+        """Three steps over STEP_COUNT parameters, for ncu."""
+        weight = self.torch.randn(STEP_COUNT, device="cuda")
+        self.ours.optimizer(b"adamw", [weight], [self.torch.randn_like(weight)], F32, F32)
+        for _ in range(3):
+            self.ours.step()
+        self.torch.cuda.synchronize()
+
     def all(self):
         torch = self.torch
-        self.row(what="versions", torch=torch.__version__, cuda=torch.version.cuda,
-                 gpu=torch.cuda.get_device_name(), python=sys.version.split()[0])
-        self.correctness()
-        self.copy()
-        for case in ("ResNet-50", "10000 x 64", "1000 x 1024", "1e9 in 300"):
-            for part in (
-                lambda: self.amp_step(case, CASES[case], False),
-                lambda: self.amp_step(case, CASES[case], True),
-                lambda: self.optimizers(case, CASES[case]),
-            ):
-                if self.left() < 60:
-                    return self.row(what="out of time before", case=case)
-                part()
-                torch.cuda.empty_cache()
-        self.passes()
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        self.row(what="versions", torch=torch.__version__, cuda=torch.version.cuda, nccl=nccl,
+                 gpu=torch.cuda.get_device_name(), python=sys.version.split()[0],
+                 nvrtc=os.environ.get("NVRTC_LIBRARY"))
+        self.part("correctness", 60, self.correctness)
+        self.part("copy", 20, self.copy)
+        # What the bars are about comes first.
+        for case in ("10000 x 64", "1e9 in 300", "ResNet-50", "1000 x 1024"):
+            sizes = CASES[case]
+            self.part(f"AMP step, {case}", 30, lambda: self.amp_step(case, sizes, False))
+            self.part(f"clipped AMP step, {case}", 30, lambda: self.amp_step(case, sizes, True))
+            self.part(f"optimizers, {case}", 30, lambda: self.optimizers(case, sizes))
+        self.part("casts and unscale", 20, self.passes)
+        self.part("launch overhead", 15, self.overhead)
+        self.part("graph", 20, lambda: self.graph("ResNet-50", CASES["ResNet-50"]))
+        # Last: a library that hangs takes nothing with it.
+        self.part("NCCL", 25, self.nccl)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--library", required=True)
-    parser.add_argument("--out", default=os.path.join(HERE, "out", "rows.json"))
-    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--out", default=os.path.join(HERE, "out"), help="the folder of rows")
+    parser.add_argument("--command", default="benches/gpu/run.sh", help="what the record is to say")
+    for name in ("--dry", "--small", "--step", "--record"):
+        parser.add_argument(name, action="store_true")
+    parser.add_argument("--traffic", metavar="CSV", help="ncu's table")
     args = parser.parse_args()
+    os.makedirs(args.out, exist_ok=True)
+    if args.record:
+        folder = os.path.join(HERE, "..", "record")
+        return print("record:", os.path.normpath(record(args.out, folder, args.command)))
+    if args.traffic:
+        rows = traffic(args.traffic)
+        with open(os.path.join(args.out, "rows-traffic.json"), "w") as file:
+            json.dump(rows, file)
+        return print(rows)
     lib = library(args.library)
     if args.dry:
         return dry(lib)
     import torch
 
-    os.makedirs(os.path.dirname(args.out), exist_ok=True)
-    bench = Bench(lib, torch, args.out)
+    bench = Bench(lib, torch, os.path.join(args.out, "rows.json"))
+    if args.small:
+        return bench.small()
+    if args.step:
+        return bench.one_step()
     bench.all()
     wrong = [row for row in bench.rows if row.get("same") is False or row.get("fine") is False]
-    sys.exit(f"{len(wrong)} wrong results" if wrong else 0)
+    failed = [row for row in bench.rows if row["what"] == "failed"]
+    if wrong or failed:
+        sys.exit(f"{len(wrong)} wrong results, {len(failed)} parts failed")
 
 
 if __name__ == "__main__":

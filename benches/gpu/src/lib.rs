@@ -8,6 +8,8 @@
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "an interface for C")]
 
+pub mod reduce;
+
 use std::cell::RefCell;
 use std::error::Error;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};

@@ -7,6 +7,7 @@
 #![expect(unsafe_code, reason = "calls C functions found by name")]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::path::PathBuf;
 use std::ptr;
 use std::sync::OnceLock;
 
@@ -67,15 +68,23 @@ impl Nvrtc {
     /// [`CudaError::NotFound`] and [`CudaError::MissingSymbol`].
     pub fn global() -> Result<&'static Self, CudaError> {
         static NVRTC: OnceLock<Result<Nvrtc, CudaError>> = OnceLock::new();
-        NVRTC.get_or_init(Self::load).as_ref().map_err(Clone::clone)
+        let load = || {
+            let names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
+            let paths = candidates("NVRTC_LIBRARY", &names, &["cu13", "cuda_nvrtc", "cu12"]);
+            // SAFETY: these are NVRTC's own names, or what the user named for it.
+            unsafe { Self::load(&paths) }
+        };
+        NVRTC.get_or_init(load).as_ref().map_err(Clone::clone)
     }
 
-    fn load() -> Result<Self, CudaError> {
-        let names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
-        let paths = candidates("NVRTC_LIBRARY", &names, &["cu13", "cuda_nvrtc", "cu12"]);
-        // SAFETY: these are NVRTC's own names, or what the user named for it.
+    /// # Safety
+    ///
+    /// What lies at these paths is NVRTC, or has at least initialisers that are sound to run and no
+    /// function of NVRTC's names.
+    unsafe fn load(paths: &[PathBuf]) -> Result<Self, CudaError> {
+        // SAFETY: the caller's promise.
         let library =
-            unsafe { Library::open("NVRTC (libnvrtc)", &paths, "libnvrtc-builtins.so", INSTALL) }?;
+            unsafe { Library::open("NVRTC (libnvrtc)", paths, "libnvrtc-builtins.so", INSTALL) }?;
         let functions = Functions {
             version: function(&library, "nvrtcVersion")?,
             error_string: function(&library, "nvrtcGetErrorString")?,
@@ -183,3 +192,24 @@ fn function<T: Copy>(library: &Library, symbol: &'static str) -> Result<T, CudaE
 
 const INSTALL: &str = "install NVIDIA's CUDA toolkit 12.1 or later, or `pip install \
     nvidia-cuda-nvrtc`, or set NVRTC_LIBRARY to the path of libnvrtc.so";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_or_old_nvrtc_is_an_error_that_says_what_to_do() {
+        let paths = ["/nonexistent/libnvrtc.so.13", "libnvrtc-of-nobody.so"].map(PathBuf::from);
+        // SAFETY: there is nothing at these paths.
+        let error = unsafe { Nvrtc::load(&paths) }.unwrap_err();
+        let CudaError::NotFound { library: "NVRTC (libnvrtc)", tried, .. } = &error else {
+            panic!("{error}")
+        };
+        assert!(tried.iter().map(|one| &one.path).eq(&paths));
+        assert!(error.to_string().ends_with(INSTALL), "{error}");
+        // SAFETY: the C library is already part of this process, and has none of the functions.
+        let error = unsafe { Nvrtc::load(&["libc.so.6".into()]) }.unwrap_err();
+        let text = format!("libc.so.6 has no function nvrtcVersion; {INSTALL}");
+        assert_eq!(error.to_string(), text);
+    }
+}

@@ -7,10 +7,12 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
+use crate::cpu::pages::Pages;
 use crate::cpu::plan::Layout;
 use crate::cpu::{Copies, GradMap, Piece, SLOTS, SlotMut, step_key};
 use crate::rule::{Hyper, at_least_zero};
 use crate::state::{TensorState, problem};
+use crate::state_dict::MASTER;
 use crate::{
     Applied, Clip, DType, Ema, Error, FoundInf, Grad, HalfWeights, ParamGroup, ParamMut, Result,
     StateDict, StateProblem, StepCtl, norms, sweep,
@@ -134,13 +136,18 @@ impl<H: Hyper> Core<H> {
             Some(Clip::Value(limit)) => limit,
             _ => f32::INFINITY,
         };
+        let mut pages = self.pages(params);
         let (groups, half_weights, eight_bits) = (&self.groups, self.half_weights, self.eight_bits);
         // Most tensors of a group are at one step: its numbers are computed once.
         let mut last = None;
         let work = with_grad(&mut self.tensors, params).enumerate().map(|(at, (index, t, p))| {
             let hyper = &groups[t.group].hyper;
-            let new = || TensorState::beside(hyper, p.weight.as_slice(), eight_bits);
+            let weight = p.weight.as_slice();
+            let new = || TensorState::beside(hyper, weight, eight_bits, &mut pages);
             let state = t.state.get_or_insert_with(new);
+            if half_weights == HalfWeights::Master {
+                state.ensure_master(weight, &mut pages);
+            }
             state.step += 1;
             let key = (t.group, state.step, p.rows);
             let rule = match last {
@@ -154,6 +161,19 @@ impl<H: Hyper> Core<H> {
         });
         sweep::run::<H>(work, self.threads);
         Ok(Applied::Applied)
+    }
+
+    /// Memory for the state of those tensors whose first step this is.
+    fn pages(&mut self, params: &mut [ParamMut<'_>]) -> Pages {
+        let (groups, masters) = (&self.groups, self.half_weights == HalfWeights::Master);
+        let new =
+            with_grad(&mut self.tensors, params).filter(|(_, tensor, _)| tensor.state.is_none());
+        let room = new.map(|(_, tensor, param)| {
+            let slots = if self.eight_bits { 0 } else { groups[tensor.group].hyper.slots().len() };
+            let master = masters && param.weight.dtype() != DType::F32;
+            TensorState::room(slots, param.weight.len(), master)
+        });
+        Pages::new(room.fold(0, usize::saturating_add))
     }
 
     /// Looks at the gradients as far as it is asked for: what each is to be multiplied by, or
@@ -235,11 +255,17 @@ impl<H: Hyper> Core<H> {
         if let Some(index) = dict.state.keys().find(|index| !self.tensors.contains_key(index)) {
             return Err(problem(format!("state.{index}"), StateProblem::Unknown));
         }
+        let slots = if self.eight_bits { 0 } else { SLOTS };
+        let room = dict.state.values().map(|saved| {
+            let count = saved.tensors.values().next().map_or(0, Vec::len);
+            TensorState::room(slots, count, saved.tensors.contains_key(MASTER))
+        });
+        let mut pages = Pages::new(room.fold(0, usize::saturating_add));
         let load = |(&index, tensor): (&usize, &Tensor)| {
             let known = tensor.state.as_ref().and_then(|state| state.lengths().next());
             let state = dict.state.get(&index).map(|saved| {
                 let slots = groups[tensor.group].hyper.slots();
-                TensorState::load(index, saved, slots, known, self.eight_bits)
+                TensorState::load(index, saved, slots, known, self.eight_bits, &mut pages)
             });
             Ok((index, Tensor { group: tensor.group, state: state.transpose()? }))
         };
@@ -284,10 +310,7 @@ fn piece<'a, H: Hyper>(
     half_weights: HalfWeights,
 ) -> Piece<'a> {
     let copies = match half_weights {
-        HalfWeights::Master => {
-            state.ensure_master(param.weight.as_slice());
-            Copies::Master(state.master.as_deref_mut())
-        }
+        HalfWeights::Master => Copies::Master(state.master.as_deref_mut()),
         HalfWeights::Nearest => Copies::Nearest,
         HalfWeights::Stochastic { seed } => Copies::Stochastic(step_key(seed, index, state.step)),
     };

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 
+use crate::cpu::pages::{Buffer, Pages};
 use crate::cpu::quant::Codes;
 use crate::cpu::{SLOTS, SlotMut};
 use crate::rule::Hyper;
@@ -15,48 +16,68 @@ use crate::{DType, Error, ParamState, Result, Slice, StateProblem, cpu};
 pub(crate) struct TensorState {
     pub(crate) step: u64,
     /// The f32 value of a half weight; `None` if the weight is f32 or is to have none.
-    pub(crate) master: Option<Vec<f32>>,
+    pub(crate) master: Option<Buffer>,
     /// In the order of the rule's slots.
     pub(crate) slots: Vec<Slot>,
 }
 
 impl TensorState {
     /// For a tensor of `count` elements, `place` of them behind the beginning of a line of the cache.
-    pub(crate) fn new<H: Hyper>(hyper: &H, count: usize, place: usize, eight_bits: bool) -> Self {
+    pub(crate) fn new<H: Hyper>(
+        hyper: &H,
+        count: usize,
+        place: usize,
+        eight_bits: bool,
+        pages: &mut Pages,
+    ) -> Self {
         let slots = hyper.slots().iter().enumerate();
         let slot = |(at, name): (usize, &&str)| match eight_bits {
             true => Slot::Codes(Codes::new(count, is_signed(name))),
-            false => Slot::F32(Values::new(at, place, hyper.initial(name), count)),
+            false => Slot::F32(Values::new(at, place, hyper.initial(name), count, pages)),
         };
         Self { step: 0, master: None, slots: slots.map(slot).collect() }
     }
 
     /// For a weight: one sweep begins with its first whole line.
-    pub(crate) fn beside<H: Hyper>(hyper: &H, weight: Slice<'_>, eight_bits: bool) -> Self {
+    pub(crate) fn beside<H: Hyper>(
+        hyper: &H,
+        weight: Slice<'_>,
+        eight_bits: bool,
+        pages: &mut Pages,
+    ) -> Self {
         let place = match weight {
             Slice::F32(weight) if !H::TWO_SWEEPS => place(weight) % LINE,
             _ => 0,
         };
-        Self::new(hyper, weight.len(), place, eight_bits)
+        Self::new(hyper, weight.len(), place, eight_bits, pages)
+    }
+
+    /// How many values of memory one needs, at most: `slots` for a tensor of `count` elements, and
+    /// its master if there is to be one.
+    pub(crate) const fn room(slots: usize, count: usize, master: bool) -> usize {
+        let own = count.saturating_add(PAGE + LINE).saturating_mul(slots);
+        if master { own.saturating_add(count).saturating_add(LINE) } else { own }
     }
 
     /// Takes the master from the weight if there is none yet.
-    pub(crate) fn ensure_master(&mut self, weight: Slice<'_>) {
+    pub(crate) fn ensure_master(&mut self, weight: Slice<'_>, pages: &mut Pages) {
         if weight.dtype() != DType::F32 && self.master.is_none() {
-            self.master = Some(cpu::widen(weight));
+            let mut master = pages.take(weight.len());
+            cpu::widen_into(weight, &mut master);
+            self.master = Some(master);
         }
     }
 
     /// Lengths of all there is.
     pub(crate) fn lengths(&self) -> impl Iterator<Item = usize> {
         let slots = self.slots.iter().map(Slot::len);
-        slots.chain(self.master.as_ref().map(Vec::len))
+        slots.chain(self.master.as_ref().map(|master| master.len()))
     }
 
     pub(crate) fn save(&self, slots: &[&str]) -> ParamState {
         let names = slots.iter().copied().map(String::from);
         let mut tensors: BTreeMap<_, _> = names.zip(self.slots.iter().map(Slot::values)).collect();
-        tensors.extend(self.master.iter().map(|master| (MASTER.into(), master.clone())));
+        tensors.extend(self.master.iter().map(|master| (MASTER.into(), master.to_vec())));
         ParamState { step: self.step, tensors }
     }
 
@@ -67,6 +88,7 @@ impl TensorState {
         slots: &[&str],
         mut count: Option<usize>,
         eight_bits: bool,
+        pages: &mut Pages,
     ) -> Result<Self> {
         let key = |name: &str| format!("state.{index}.{name}");
         if !(1..=i64::MAX as u64).contains(&saved.step) {
@@ -94,15 +116,17 @@ impl TensorState {
                 return Ok(Slot::Codes(codes));
             }
             // Where the weight begins is not known here.
-            let mut slot = Values::new(at, 0, 0.0, values.len());
+            let mut slot = Values::new(at, 0, 0.0, values.len(), pages);
             slot.copy_from_slice(values);
             Ok(Slot::F32(slot))
         };
-        Ok(Self {
-            step: saved.step,
-            master: saved.tensors.get(MASTER).cloned(),
-            slots: slots.iter().enumerate().map(slot).collect::<Result<_>>()?,
-        })
+        let slots = slots.iter().enumerate().map(slot).collect::<Result<_>>()?;
+        let master = saved.tensors.get(MASTER).map(|values| {
+            let mut master = pages.take(values.len());
+            master.copy_from_slice(values);
+            master
+        });
+        Ok(Self { step: saved.step, master, slots })
     }
 }
 
@@ -149,20 +173,25 @@ fn is_signed(slot: &str) -> bool {
 /// otherwise meet in the same few sets of the caches.
 #[derive(Clone)]
 pub(crate) struct Values {
-    buffer: Vec<f32>,
+    buffer: Buffer,
     start: usize,
+    count: usize,
 }
 
 impl Values {
     /// The `at`-th of a tensor, `place` elements behind the beginning of a line of the cache.
-    fn new(at: usize, place: usize, initial: f32, count: usize) -> Self {
-        if count < LONG {
-            return Self { buffer: vec![initial; count], start: 0 };
+    fn new(at: usize, place: usize, initial: f32, count: usize, pages: &mut Pages) -> Self {
+        // Short ones may begin in any line.
+        let (wanted, unit) = match count {
+            ..LONG => (place, LINE),
+            LONG.. => ((at + 1) * PAGE / (SLOTS + 1) + place, PAGE),
+        };
+        let mut buffer = pages.take(count + unit);
+        let start = (wanted + PAGE - self::place(&buffer)) % unit;
+        if initial != 0.0 {
+            buffer.fill(initial);
         }
-        let buffer = vec![initial; count + PAGE];
-        let wanted = (at + 1) * PAGE / (SLOTS + 1) + place;
-        let start = (wanted + PAGE - self::place(&buffer)) % PAGE;
-        Self { buffer, start }
+        Self { buffer, start, count }
     }
 }
 
@@ -170,15 +199,13 @@ impl Deref for Values {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
-        let count = self.buffer.len() - if self.buffer.len() < LONG { 0 } else { PAGE };
-        &self.buffer[self.start..][..count]
+        &self.buffer[self.start..][..self.count]
     }
 }
 
 impl DerefMut for Values {
     fn deref_mut(&mut self) -> &mut [f32] {
-        let count = self.len();
-        &mut self.buffer[self.start..][..count]
+        &mut self.buffer[self.start..][..self.count]
     }
 }
 

@@ -15,6 +15,7 @@
 //! of four of the loops as they stand. f16 is left to `half`, which asks the processor for `fp16` and
 //! converts four at a time, by `fcvtl` and `fcvtn`; the intrinsics for these are not stable yet.
 
+pub(crate) mod pages;
 mod piece;
 pub(crate) mod plan;
 pub(crate) mod quant;
@@ -220,13 +221,7 @@ fn narrow_at_random(input: &[f32], output: &mut SliceMut<'_>, key: u32) {
 }
 
 /// The f32 values of a half weight, exactly.
-pub(crate) fn widen(weight: Slice<'_>) -> Vec<f32> {
-    let mut wide = vec![0.0; weight.len()];
-    widen_into(weight, &mut wide);
-    wide
-}
-
-fn widen_into(input: Slice<'_>, output: &mut [f32]) {
+pub(crate) fn widen_into(input: Slice<'_>, output: &mut [f32]) {
     match input {
         Slice::F32(input) => output.copy_from_slice(input),
         Slice::F16(input) => from_f16(input, output),
@@ -289,6 +284,12 @@ mod tests {
     /// A NaN's payload may depend on the order of operands; that it is one may not.
     fn canonical(x: &f32) -> u32 {
         if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() }
+    }
+
+    fn widen(input: Slice<'_>) -> Vec<f32> {
+        let mut wide = vec![0.0; input.len()];
+        widen_into(input, &mut wide);
+        wide
     }
 
     /// What a rule leaves behind in parameter, state and sums is alike on each instruction set.

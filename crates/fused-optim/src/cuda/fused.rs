@@ -14,6 +14,7 @@ use super::table::{
 };
 use super::{DeviceParam, DeviceSlice, LossScale, Status};
 use crate::core::Core;
+use crate::cpu::pages::Pages;
 use crate::rule::OwnClip;
 use crate::state::{TensorState, problem};
 use crate::{
@@ -184,7 +185,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let hyper = &self.core.groups()[group].hyper;
         let mut state = match self.held.get(&index) {
             Some(held) => held.read(&self.device, hyper, weight.len)?,
-            None => TensorState::new(hyper, weight.len, 0, false),
+            None => TensorState::new(hyper, weight.len, 0, false, &mut Pages::none()),
         };
         if self.wants_master(weight.dtype) {
             let mut bytes = vec![0; weight.len * weight.dtype.size()];
@@ -192,10 +193,11 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             unsafe { self.device.read_at(weight.ptr, &mut bytes) }?;
             let (halves, _) = bytes.as_chunks();
             let bits = halves.iter().map(|half| u16::from_ne_bytes(*half));
-            state.master = Some(match weight.dtype {
+            let master: Vec<f32> = match weight.dtype {
                 DType::F16 => bits.map(|x| half::f16::from_bits(x).to_f32()).collect(),
                 _ => bits.map(|x| half::bf16::from_bits(x).to_f32()).collect(),
-            });
+            };
+            state.master = Some(master.into());
         }
         Held::send(&self.device, &state, Some(weight.len))
     }

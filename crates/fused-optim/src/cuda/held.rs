@@ -2,6 +2,7 @@
 
 use super::device::Device;
 use super::table::Bytes;
+use crate::cpu::pages::Pages;
 use crate::rule::Hyper;
 use crate::state::{Slot, TensorState};
 use crate::{Error, Result};
@@ -46,7 +47,7 @@ impl<M> Held<M> {
         hyper: &impl Hyper,
         count: usize,
     ) -> Result<TensorState> {
-        let mut state = TensorState::new(hyper, count, 0, false);
+        let mut state = TensorState::new(hyper, count, 0, false, &mut Pages::none());
         state.step = self.step;
         let read = |at: usize| -> Result<Vec<f32>> {
             let mut bytes = vec![0; 4 * count];
@@ -60,7 +61,7 @@ impl<M> Held<M> {
             }
         }
         let slots = state.slots.len();
-        state.master = self.master.then(|| read(slots)).transpose()?;
+        state.master = self.master.then(|| read(slots).map(Into::into)).transpose()?;
         Ok(state)
     }
 }

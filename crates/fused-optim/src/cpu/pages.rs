@@ -1,0 +1,247 @@
+//! Memory for state: one mapping for all tensors that a step makes state for, in large pages.
+//!
+//! A sweep walks through four streams and more. In pages of 4 KiB each needs another entry of the
+//! translation cache every thousand values, and where a page lies in memory is luck. Weights and
+//! gradients are the caller's; state is ours, and lies in pages of 2 MiB where the kernel gives such
+//! to those who ask (`transparent_hugepage/enabled` is `madvise` or `always`). Tensors are small
+//! beside such a page, so they share a mapping ([`Pages`]), of which each has its parts ([`Buffer`]).
+//!
+//! All of this is a wish: without it, and for less than a large page, memory is an ordinary `Vec`.
+//!
+//! Invariant: a part lies in its mapping, in the range of no other part, and keeps the mapping alive.
+//! Hence whoever has a part may read and write it as if it were a `Box<[f32]>`.
+
+#![expect(unsafe_code, reason = "maps memory and hands out parts of it")]
+
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::slice;
+use std::sync::Arc;
+
+/// A mapping of which parts are still to be had.
+#[derive(Debug)]
+pub(crate) struct Pages {
+    mapping: Option<Arc<Mapping>>,
+    /// Values handed out.
+    used: usize,
+}
+
+impl Pages {
+    /// Room for `count` values; none if they fill no large page, or the kernel has no memory to map.
+    pub(crate) fn new(count: usize) -> Self {
+        let mapping = if count < LARGE { None } else { Mapping::new(count) };
+        Self { mapping: mapping.map(Arc::new), used: 0 }
+    }
+
+    /// No room: every buffer is memory of its own.
+    pub(crate) const fn none() -> Self {
+        Self { mapping: None, used: 0 }
+    }
+
+    /// So many zeros, from the beginning of a line of the cache if they are of the mapping.
+    pub(crate) fn take(&mut self, count: usize) -> Buffer {
+        let Some(mapping) = &self.mapping else { return Buffer::Own(vec![0.0; count]) };
+        let end = self.used.checked_add(count).filter(|end| *end <= mapping.count);
+        let Some(end) = end else { return Buffer::Own(vec![0.0; count]) };
+        // SAFETY: `used` is within the mapping, whose length in bytes is an `isize`.
+        let start = unsafe { mapping.start.add(self.used) };
+        // May lie beyond the end, and then nothing more is had.
+        self.used = end.saturating_add(LINE - 1) / LINE * LINE;
+        Buffer::Part(Part { mapping: Arc::clone(mapping), start, count })
+    }
+}
+
+/// Values that somebody owns.
+#[derive(Debug)]
+pub(crate) enum Buffer {
+    Own(Vec<f32>),
+    Part(Part),
+}
+
+impl From<Vec<f32>> for Buffer {
+    fn from(values: Vec<f32>) -> Self {
+        Self::Own(values)
+    }
+}
+
+impl Clone for Buffer {
+    fn clone(&self) -> Self {
+        let mut copy = Pages::new(self.len()).take(self.len());
+        copy.copy_from_slice(self);
+        copy
+    }
+}
+
+impl Deref for Buffer {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        match self {
+            Self::Own(values) => values,
+            // SAFETY: a part is mapped, initialised and aligned, and by the invariant only its owner,
+            // who is borrowed here, has it.
+            Self::Part(part) => unsafe { slice::from_raw_parts(part.start.as_ptr(), part.count) },
+        }
+    }
+}
+
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [f32] {
+        match self {
+            Self::Own(values) => values,
+            // SAFETY: as above, and the owner is borrowed for this alone.
+            Self::Part(part) => unsafe {
+                slice::from_raw_parts_mut(part.start.as_ptr(), part.count)
+            },
+        }
+    }
+}
+
+/// Some values of a mapping.
+#[derive(Debug)]
+pub(crate) struct Part {
+    #[expect(dead_code, reason = "keeps the memory mapped")]
+    mapping: Arc<Mapping>,
+    start: NonNull<f32>,
+    count: usize,
+}
+
+// SAFETY: a part owns its values, as a `Box<[f32]>` does; mappings know no thread.
+unsafe impl Send for Part {}
+// SAFETY: through `&Part` values can only be read.
+unsafe impl Sync for Part {}
+
+/// Zeros from the kernel.
+#[derive(Debug)]
+struct Mapping {
+    /// At the beginning of a large page.
+    start: NonNull<f32>,
+    count: usize,
+    /// All that was mapped, and its bytes.
+    whole: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: addresses and lengths, which nobody changes; the values belong to the parts.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    #[cfg(all(target_os = "linux", not(miri)))]
+    fn new(count: usize) -> Option<Self> {
+        let wanted = count.checked_mul(size_of::<f32>())?.checked_next_multiple_of(LARGE_BYTES)?;
+        // One large page more, to begin at the beginning of one; what is not touched costs nothing.
+        let bytes =
+            wanted.checked_add(LARGE_BYTES).filter(|bytes| isize::try_from(*bytes).is_ok())?;
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: new memory, at no place of our choosing.
+        let whole = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, kind, -1, 0) };
+        if whole == libc::MAP_FAILED {
+            return None;
+        }
+        let whole = NonNull::new(whole.cast::<u8>())?;
+        let before = whole.addr().get().next_multiple_of(LARGE_BYTES) - whole.addr().get();
+        // SAFETY: less than a large page into the mapping, which has one more than is wanted.
+        let start = unsafe { whole.add(before) };
+        // SAFETY: memory that was just mapped and that nobody else knows. The advice changes how it is
+        // mapped, not what it holds; a refusal leaves everything as it was.
+        let _ = unsafe { libc::madvise(start.as_ptr().cast(), wanted, libc::MADV_HUGEPAGE) };
+        Some(Self { start: start.cast(), count, whole, bytes })
+    }
+
+    #[cfg(not(all(target_os = "linux", not(miri))))]
+    fn new(_: usize) -> Option<Self> {
+        None
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        #[cfg(all(target_os = "linux", not(miri)))]
+        {
+            // SAFETY: what `new` mapped, once; every part keeps this value alive, so none is left.
+            let _ = unsafe { libc::munmap(self.whole.as_ptr().cast(), self.bytes) };
+        }
+    }
+}
+
+const LARGE_BYTES: usize = 2 << 20;
+/// Values of a large page.
+const LARGE: usize = LARGE_BYTES / size_of::<f32>();
+/// Values of a line of the cache.
+const LINE: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn parts_are_zeros_of_their_own(counts in prop::collection::vec(0..LARGE, 0..12), room in 0..4 * LARGE) {
+            let mut pages = Pages::new(room);
+            let mut all: Vec<Buffer> = counts.iter().map(|count| pages.take(*count)).collect();
+            drop(pages);
+            for (at, buffer) in all.iter_mut().enumerate() {
+                prop_assert_eq!(buffer.len(), counts[at]);
+                prop_assert!(buffer.iter().all(|x| *x == 0.0));
+                buffer.fill(at as f32 + 1.0);
+            }
+            let copies = all.clone();
+            all.iter_mut().for_each(|buffer| buffer.fill(-1.0));
+            for (at, copy) in copies.iter().enumerate() {
+                prop_assert!(copy.iter().all(|x| *x == at as f32 + 1.0));
+            }
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_had_elsewhere() {
+        let mut pages = Pages::new(LARGE);
+        let buffers = [LARGE - 1, 1, 0, 100].map(|count| pages.take(count));
+        let own = buffers.each_ref().map(|buffer| matches!(buffer, Buffer::Own(_)));
+        let mapped = cfg!(all(target_os = "linux", not(miri)));
+        assert_eq!(own, [!mapped, true, !mapped, true]);
+        assert!(matches!(Pages::new(LARGE - 1).take(1), Buffer::Own(_)));
+        assert!(matches!(Pages::none().take(1), Buffer::Own(_)));
+    }
+
+    /// What is not given back adds up to more than there are addresses.
+    #[test]
+    #[cfg(all(target_os = "linux", not(miri)))]
+    fn mappings_are_given_back() {
+        for _ in 0..160_000 {
+            let mut pages = Pages::new(1 << 28);
+            assert!(matches!(pages.take(1), Buffer::Part(_)));
+        }
+    }
+
+    #[test]
+    #[cfg(all(target_os = "linux", not(miri)))]
+    fn the_kernel_has_heard() {
+        if !std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
+            println!("ignored: this kernel has no transparent large pages");
+            return;
+        }
+        let buffer = Pages::new(LARGE).take(LARGE);
+        let address = buffer.as_ptr().addr();
+        assert_eq!(address % LARGE_BYTES, 0);
+        // Of each mapping, its addresses first and its flags last.
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut inside = false;
+        let flags = maps.lines().find_map(|line| {
+            let range = line.split(' ').next().and_then(|range| range.split_once('-'));
+            if let Some((from, to)) = range {
+                let [from, to] = [from, to].map(|x| usize::from_str_radix(x, 16));
+                if let (Ok(from), Ok(to)) = (from, to) {
+                    inside = (from..to).contains(&address);
+                }
+            }
+            line.strip_prefix("VmFlags:").filter(|_| inside)
+        });
+        assert!(flags.unwrap().contains(" hg"), "{flags:?}");
+    }
+}

@@ -4,17 +4,20 @@
 # compiler from Debian for DeepSpeed), builds, lets the programs take turns, and prints one table for
 # each number of threads.
 #
-#   benches/side_by_side/optim.sh [--rounds N] [--threads "1 2"] [--works "adamw sgd ..."]
+#   benches/side_by_side/optim.sh [--places N] [--rounds N] [--threads "1 2"] [--works "adamw sgd ..."]
+#
+# Rounds are those in each place; a place is memory of its own for all that is compared.
 #
 # Works: adamw, adamw-110m, adamw-small, sgd, sgd-110m, amp, adadelta, adam, adamp, bert_adam, lamb,
 # rmsprop, rmsprop_tf, casts (which take one thread whatever is said).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-rounds=15 threads="1 2"
+places=3 rounds=5 threads="1 2"
 works="adamw adamw-110m adamw-small sgd sgd-110m amp adadelta adam adamp bert_adam lamb rmsprop rmsprop_tf casts"
 while [ $# -gt 0 ]; do
   case $1 in
+    --places) places=$2; shift ;;
     --rounds) rounds=$2; shift ;;
     --threads) threads=$2; shift ;;
     --works) works=$2; shift ;;
@@ -54,6 +57,6 @@ echo "$(date -u +%F), $(lscpu | sed -n 's/^Model name: *//p'), $(nproc) cores, L
 echo "load before: $(cut -d' ' -f1-3 /proc/loadavg)"
 for count in $threads; do
   # shellcheck disable=SC2086 # one word for each work
-  target/release/side_by_side_optim "$python" benches/side_by_side/torch_optim.py "$rounds" "$count" $works
+  target/release/side_by_side_optim "$python" benches/side_by_side/torch_optim.py "$places" "$rounds" "$count" $works
 done
 echo "load after: $(cut -d' ' -f1-3 /proc/loadavg)"

@@ -4,8 +4,9 @@
 //! two moments), reads and writes them as that does, and computes next to nothing: a product and a
 //! sum per value, in the widest registers there are. Long streams begin at different places in a
 //! page, as the optimizers' state does; in step they would meet in the same few sets of the caches.
+//! Gradient and weight are in ordinary pages, as a caller's are, the moments in large ones, as state is.
 
-#![expect(unsafe_code, reason = "instructions detected at run time")]
+#![expect(unsafe_code, reason = "instructions detected at run time; advice on memory")]
 
 use std::hint::black_box;
 use std::thread;
@@ -81,7 +82,14 @@ impl Share {
     fn new(counts: Vec<usize>) -> Self {
         let count: usize = counts.iter().sum();
         // Values of which no sum or product below becomes subnormal or infinite.
-        let streams = std::array::from_fn(|i| vec![1.0; count + i * QUARTER]);
+        let streams = std::array::from_fn(|i| {
+            let mut stream = vec![0.0; count + i * QUARTER];
+            if i >= 2 {
+                ask_for_large_pages(&mut stream);
+            }
+            stream.fill(1.0);
+            stream
+        });
         Self { counts, streams }
     }
 
@@ -112,8 +120,25 @@ impl Share {
     }
 }
 
+/// Of what nobody has written to yet, as state does; a wish.
+fn ask_for_large_pages(values: &mut [f32]) {
+    #[cfg(target_os = "linux")]
+    {
+        let (start, bytes) = (values.as_ptr().addr(), size_of_val(values));
+        let from = start.next_multiple_of(LARGE);
+        let whole = (start + bytes).saturating_sub(from) / LARGE * LARGE;
+        let place = values.as_mut_ptr().wrapping_byte_add(from - start);
+        // SAFETY: whole pages of the slice, or none. The advice changes how memory is mapped, not what
+        // it holds; a refusal leaves everything as it was.
+        let _ = unsafe { libc::madvise(place.cast(), whole, libc::MADV_HUGEPAGE) };
+    }
+}
+
 /// Elements of a quarter of a page.
 const QUARTER: usize = 256;
+/// Bytes of a large page.
+#[cfg(target_os = "linux")]
+const LARGE: usize = 2 << 20;
 
 /// A loop over slices, compiled once per instruction set. `run` must be `#[inline(always)]`.
 trait Loop {

@@ -2,13 +2,14 @@
 //! peers of `torch_optim.py`, and prints the table.
 //!
 //! ```text
-//! side_by_side_optim PYTHON SCRIPT ROUNDS THREADS WORK...
+//! side_by_side_optim PYTHON SCRIPT PLACES ROUNDS THREADS WORK...
 //! ```
 //!
 //! The peers live in one Python process, which is spoken to in lines. All that a work compares is made
 //! first, steps twice, and has to agree on the sum of squares of the weights; then, round after round,
-//! each in turn takes one step and some more that are timed. A figure is the fastest step of all
-//! rounds. Works are listed in [`WORKS`].
+//! each in turn takes one step and some more that are timed, of which the fastest of all rounds counts.
+//! All of this again in other memory, for each of the places; where pages lie is luck, and it matters.
+//! A figure is the median over the places, and so is a ratio. Works are listed in [`WORKS`].
 
 #![expect(clippy::print_stdout, reason = "this program's result is what it prints")]
 
@@ -85,21 +86,26 @@ const WORKS: [Work; 13] = {
 
 fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let [python, script, rounds, threads, works @ ..] = args.as_slice() else {
-        return Err("PYTHON SCRIPT ROUNDS THREADS WORK...; see the head of the source".into());
+    let [python, script, places, rounds, threads, works @ ..] = args.as_slice() else {
+        return Err(
+            "PYTHON SCRIPT PLACES ROUNDS THREADS WORK...; see the head of the source".into()
+        );
     };
-    let (rounds, threads): (usize, usize) = (rounds.parse()?, threads.parse()?);
+    let (places, rounds): (usize, usize) = (places.parse()?, rounds.parse()?);
+    let threads: usize = threads.parse()?;
     let mut peers = Peers::start(python, script, threads)?;
     println!("\n{threads} threads; {}\n", peers.ask("versions")?);
-    println!("| what | ours | peer | its time | ratio | GB/s | ceiling | of it |");
-    println!("|---|---|---|---|---|---|---|---|");
+    println!("| what | ours | peer | its time | ratio | at most | GB/s | ceiling | of it |");
+    println!("|---|---|---|---|---|---|---|---|---|");
     for name in works {
         if name == "casts" {
-            casts(rounds)?;
+            casts(places * rounds)?;
             continue;
         }
         let work = WORKS.iter().find(|work| work.0 == name);
-        compare(work.ok_or_else(|| format!("no work {name}"))?, rounds, threads, &mut peers)?;
+        let work = work.ok_or_else(|| format!("no work {name}"))?;
+        let turns = (0..places.max(1)).map(|_| turns(work, rounds, threads, &mut peers));
+        print(work, &turns.collect::<Result<Vec<_>>>()?);
     }
     Ok(())
 }
@@ -129,58 +135,87 @@ impl Side<'_> {
     }
 }
 
-/// Prints the lines of one work, one for each peer.
-fn compare(work: &Work, rounds: usize, threads: usize, peers: &mut Peers) -> Result<()> {
+/// The fastest step of each: ours, the ceiling's, and those of the peers in their order, or why there
+/// is none.
+type Turns = Vec<std::result::Result<f64, String>>;
+
+/// Makes all that a work compares, and lets them take turns.
+fn turns(work: &Work, rounds: usize, threads: usize, peers: &mut Peers) -> Result<Turns> {
     let &(_, title, rule, tensors_of, pattern, names) = work;
     let counts = tensors_of.counts();
-    let total: usize = counts.iter().sum();
     let mut ours = Ours::new(rule, &counts, threads)?;
     let sum = ours.check();
     let mut stream = Stream::new(pattern, &counts, threads);
-    let mut sides: Vec<(&str, Side<'_>)> = vec![
-        ("ours", Side::Local(Box::new(move || ours.step()))),
-        ("ceiling", Side::Local(Box::new(move || timed(|| stream.run())))),
+    let mut sides = vec![
+        Ok(Side::Local(Box::new(move || ours.step()))),
+        Ok(Side::Local(Box::new(move || timed(|| stream.run())))),
     ];
     let list: Vec<String> = counts.iter().map(usize::to_string).collect();
     peers.ask(&format!("tensors {}", list.join(" ")))?;
     for &name in names {
         if name == "flat" {
-            let mut flat = Ours::new(rule, &[total], threads)?;
-            sides.push((name, Side::Local(Box::new(move || flat.step()))));
+            let mut flat = Ours::new(rule, &[counts.iter().sum()], threads)?;
+            sides.push(Ok(Side::Local(Box::new(move || flat.step()))));
             continue;
         }
-        match peers.ask(&format!("make {name} {rule}")) {
+        sides.push(match peers.ask(&format!("make {name} {rule}")) {
             Ok(theirs) => {
                 check(title, name, sum, theirs.parse()?)?;
-                sides.push((name, Side::Peer(name)));
+                Ok(Side::Peer(name))
             }
-            Err(why) => println!("| {title} | | {name} | {why} | | | | |"),
-        }
+            Err(why) => Err(why.to_string()),
+        });
     }
-    let mut best = vec![f64::INFINITY; sides.len()];
+    let mut best: Turns = vec![Ok(f64::INFINITY); sides.len()];
     for round in 0..=rounds {
-        for ((_, side), best) in sides.iter_mut().zip(&mut best) {
-            // Short turns, so that all of them meet the same machine.
-            let steps =
-                if round == 0 { 1 } else { (0.05 / *best).ceil().clamp(2.0, 100.0) as usize };
-            *best = best.min(side.time(rule, steps, peers)?);
+        for (side, best) in sides.iter_mut().zip(&mut best) {
+            match side {
+                // Short turns, so that all of them meet the same machine.
+                Ok(side) => {
+                    let so_far = best.clone()?;
+                    let steps = (0.05 / so_far).ceil().clamp(2.0, 100.0) as usize;
+                    let steps = if round == 0 { 1 } else { steps };
+                    *best = Ok(so_far.min(side.time(rule, steps, peers)?));
+                }
+                Err(why) => *best = Err(why.clone()),
+            }
         }
     }
-    let rate = |seconds: f64| (total * pattern.bytes()) as f64 / seconds * 1e-9;
-    let (ours, ceiling) = (best[0], best[1]);
+    peers.ask("drop")?;
+    Ok(best)
+}
+
+/// Prints the lines of one work, one for each peer, of its turns in each place.
+fn print(work: &Work, places: &[Turns]) {
+    let &(_, title, _, tensors_of, pattern, names) = work;
+    let bytes = tensors_of.counts().iter().sum::<usize>() * pattern.bytes();
+    let rate = |seconds: f64| bytes as f64 / seconds * 1e-9;
+    // Of what is not there, `NaN`; it is there in all places or in none.
+    let at = |turns: &Turns, side: usize| turns[side].clone().unwrap_or(f64::NAN);
+    let median = |figure: &dyn Fn(&Turns) -> f64| {
+        let mut all: Vec<f64> = places.iter().map(figure).collect();
+        all.sort_by(f64::total_cmp);
+        all[all.len() / 2]
+    };
+    let (ours, ceiling) = (median(&|turns| at(turns, 0)), median(&|turns| at(turns, 1)));
+    let of_it = 100.0 * median(&|turns| at(turns, 1) / at(turns, 0));
     let line = |peer: &str| {
-        let of_it = 100.0 * ceiling / ours;
         let rates = format!("{:.1} | {:.1} | {of_it:.0} %", rate(ours), rate(ceiling));
         println!("| {title} | {} | {peer} | {rates} |", time(ours));
     };
-    for ((name, _), theirs) in sides.iter().zip(&best).skip(2) {
-        line(&format!("{name} | {} | {:.2}", time(*theirs), theirs / ours));
+    for (side, name) in names.iter().enumerate().map(|(at, name)| (at + 2, name)) {
+        if let Err(why) = &places[0][side] {
+            println!("| {title} | | {name} | {why} | | | | | |");
+            continue;
+        }
+        let theirs = median(&|turns| at(turns, side));
+        let ratio = median(&|turns| at(turns, side) / at(turns, 0));
+        let most = median(&|turns| at(turns, side) / at(turns, 1));
+        line(&format!("{name} | {} | {ratio:.2} | {most:.2}", time(theirs)));
     }
-    if sides.len() == 2 {
-        line("none | |");
+    if places[0][2..].iter().all(std::result::Result::is_err) {
+        line("none | | |");
     }
-    peers.ask("drop")?;
-    Ok(())
 }
 
 /// Refuses a peer that has computed something else. timm's Lamb does: it takes another view of the
@@ -295,11 +330,12 @@ fn casts(rounds: usize) -> Result<()> {
         let rate = |seconds: f64| (6 * count) as f64 / seconds * 1e-9;
         for at in [1, 3] {
             println!(
-                "| f32 to {}, {place} | {} | half | {} | {:.2} | {:.1} | {:.1} | {:.0} % |",
+                "| f32 to {}, {place} | {} | half | {} | {:.2} | {:.2} | {:.1} | {:.1} | {:.0} % |",
                 all[at].0,
                 time(best[at]),
                 time(best[at + 1]),
                 best[at + 1] / best[at],
+                best[at + 1] / best[0],
                 rate(best[at]),
                 rate(best[0]),
                 100.0 * best[0] / best[at],

@@ -33,11 +33,6 @@ impl Pages {
         Self { mapping: mapping.map(Arc::new), used: 0 }
     }
 
-    /// No room: every buffer is memory of its own.
-    pub(crate) const fn none() -> Self {
-        Self { mapping: None, used: 0 }
-    }
-
     /// So many zeros, from the beginning of a line of the cache if they are of the mapping.
     pub(crate) fn take(&mut self, count: usize) -> Buffer {
         let Some(mapping) = &self.mapping else { return Buffer::Own(vec![0.0; count]) };
@@ -206,7 +201,7 @@ mod tests {
         let mapped = cfg!(all(target_os = "linux", not(miri)));
         assert_eq!(own, [!mapped, true, !mapped, true]);
         assert!(matches!(Pages::new(LARGE - 1).take(1), Buffer::Own(_)));
-        assert!(matches!(Pages::none().take(1), Buffer::Own(_)));
+        assert!(matches!(Pages::new(0).take(1), Buffer::Own(_)));
     }
 
     /// What is not given back adds up to more than there are addresses.

@@ -185,7 +185,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let hyper = &self.core.groups()[group].hyper;
         let mut state = match self.held.get(&index) {
             Some(held) => held.read(&self.device, hyper, weight.len)?,
-            None => TensorState::new(hyper, weight.len, 0, false, &mut Pages::none()),
+            None => TensorState::new(hyper, weight.len, 0, false, &mut Pages::new(0)),
         };
         if self.wants_master(weight.dtype) {
             let mut bytes = vec![0; weight.len * weight.dtype.size()];

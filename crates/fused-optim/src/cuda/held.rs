@@ -47,7 +47,7 @@ impl<M> Held<M> {
         hyper: &impl Hyper,
         count: usize,
     ) -> Result<TensorState> {
-        let mut state = TensorState::new(hyper, count, 0, false, &mut Pages::none());
+        let mut state = TensorState::new(hyper, count, 0, false, &mut Pages::new(0));
         state.step = self.step;
         let read = |at: usize| -> Result<Vec<f32>> {
             let mut bytes = vec![0; 4 * count];

@@ -1,6 +1,6 @@
 //! How near is an optimizer's sweep to what memory gives?
 //!
-//! ResNet-50's 161 tensors, 25.6 M parameters, one thread unless said. Every line reports bytes per
+//! ResNet-50's 161 tensors, 25.6 M parameters, or a transformer's 148, 109 M; one thread unless said. Every line reports bytes per
 //! second over the bytes its algorithm must read and write: 28 per parameter for AdamW (weight, two
 //! moments: read and written; gradient: read), also with f16 weights and gradients (the master
 //! instead of the weight, and two bytes each); 4 more where the gradients are looked at first. The
@@ -11,7 +11,7 @@
 use std::time::Duration;
 
 use benches::ceiling::{Pattern, Stream};
-use benches::tensors::{resnet50, step, tensors};
+use benches::tensors::{resnet50, step, tensors, transformer};
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion, Throughput};
 use fused_optim::{
@@ -31,6 +31,7 @@ fn main() {
     adamw(&mut criterion, &counts);
     others(&mut criterion, &counts);
     small(&mut criterion);
+    large(&mut criterion);
     criterion.final_summary();
 }
 
@@ -65,6 +66,7 @@ fn adamw(criterion: &mut Criterion, counts: &[usize]) {
     });
     group.throughput(Throughput::Bytes(bytes as u64));
     drop(optimizer);
+    flat(&mut group, count);
 
     let (mut m, mut v) = (zeros(counts), zeros(counts));
     let mut t = 0;
@@ -93,6 +95,38 @@ fn adamw(criterion: &mut Criterion, counts: &[usize]) {
         });
     });
     group.finish();
+}
+
+/// AdamW on one tensor of as many elements.
+fn flat(group: &mut BenchmarkGroup<'_, WallTime>, count: usize) {
+    let grads = tensors(&[count]);
+    let mut weights = tensors(&[count]);
+    let mut adamw = optimizer(&[count], AdamW::with_one_group, AdamWHyper::default());
+    group.bench_function("f32, one tensor of as many elements", |b| {
+        b.iter(|| step(&mut *adamw, &mut weights, &grads, &UNSCALE));
+    });
+}
+
+/// The transformer's tensors.
+fn large(criterion: &mut Criterion) {
+    let counts = transformer();
+    let sgd = SgdHyper { momentum: 0.9, ..SgdHyper::default() };
+    let rules = [
+        (Pattern::TwoStates, optimizer(&counts, AdamW::with_one_group, AdamWHyper::default())),
+        (Pattern::OneState, optimizer(&counts, Sgd::with_one_group, sgd)),
+    ];
+    let grads = tensors(&counts);
+    let mut weights = tensors(&counts);
+    for (pattern, mut optimizer) in rules {
+        let bytes = pattern.bytes() * counts.iter().sum::<usize>();
+        let mut group = criterion.benchmark_group(format!("{}_transformer", optimizer.kind()));
+        group.throughput(Throughput::Bytes(bytes as u64));
+        ceiling(&mut group, pattern, &counts, 1);
+        group.bench_function("f32", |b| {
+            b.iter(|| step(&mut *optimizer, &mut weights, &grads, &UNSCALE));
+        });
+        group.finish();
+    }
 }
 
 /// The other rules, each with what it does to memory.

@@ -373,6 +373,47 @@ proptest! {
     }
 }
 
+/// State of many tensors is in one piece of memory, of one tensor in its own.
+#[test]
+fn where_state_lies_never_changes_a_bit() {
+    let counts: Vec<usize> = (0..30).map(|i| [0, 1, 1000, 20_011, 70_000][i % 5] + i).collect();
+    // More than fills a large page with each state, but no tensor does.
+    assert!(counts.iter().sum::<usize>() > 1 << 19 && counts.iter().all(|count| *count < 1 << 17));
+    let values = |count: usize, seed: usize| -> Vec<f32> {
+        (0..count).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0).collect()
+    };
+    let weight = |at: usize| {
+        let dtype = if at % 3 == 1 { DType::F16 } else { DType::F32 };
+        Owned::new(dtype, &values(counts[at], at))
+    };
+    let apart = (0..counts.len()).map(|_| elementwise(1, HalfWeights::Master));
+    let mut apart: Vec<_> = apart.map(Vec::into_iter).collect();
+    for mut together in elementwise(counts.len(), HalfWeights::Master) {
+        let mut alone: Vec<_> = apart.iter_mut().map(|each| each.next().unwrap()).collect();
+        let mut weights: Vec<_> = (0..counts.len()).map(weight).collect();
+        let mut others = weights.clone();
+        for turn in 0..3 {
+            // One tensor's state is made later than the others'.
+            let grad = |at| Owned::new(DType::F32, &values(counts[at], at + turn + 7));
+            let grads: Vec<_> =
+                (0..counts.len()).map(|at| (at != 4 || turn > 0).then(|| grad(at))).collect();
+            let _ = step(&mut *together, &mut weights, &grads, SCALED).unwrap();
+            for ((optimizer, weight), grad) in alone.iter_mut().zip(&mut others).zip(&grads) {
+                let (weight, grad) = (std::slice::from_mut(weight), std::slice::from_ref(grad));
+                let _ = step(&mut **optimizer, weight, grad, SCALED).unwrap();
+            }
+            assert_eq!(bits(&weights), bits(&others), "{} {turn}", together.kind());
+            let dict = together.state_dict();
+            for (at, one) in alone.iter().enumerate() {
+                assert_eq!(dict.state.get(&at), one.state_dict().state.get(&0), "{at}");
+            }
+            if turn == 1 {
+                together.load_state_dict(&dict).unwrap();
+            }
+        }
+    }
+}
+
 /// What x86-64 gives, so that any other processor is held against it.
 #[test]
 fn every_processor_gives_the_same_bits() {

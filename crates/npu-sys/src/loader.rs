@@ -4,9 +4,11 @@
 //! `LD_LIBRARY_PATH` and the system's cache. It is opened once per process and never closed, since
 //! CANN does not survive being unloaded; hence function pointers out of it are good for ever.
 //!
-//! Invariant: a table of functions exists only if all its symbols were found in one library.
+//! CANN has moved functions between libraries, so a family of functions has generations of names. The
+//! first generation of which anything can be opened is taken whole, later ones are left alone: two
+//! generations in one process would be two copies of the same state.
 
-#![expect(unsafe_code, reason = "dlopen, dlsym, and function pointers of declared types")]
+#![expect(unsafe_code, reason = "dlopen, dlsym")]
 
 use std::env;
 use std::ffi::{CStr, CString, c_void};
@@ -14,9 +16,6 @@ use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
-use std::sync::OnceLock;
-
-use crate::sys::{ACL_LIBRARIES, Acl};
 
 /// Why CANN cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -33,14 +32,30 @@ pub enum LoadError {
         /// Every path tried, in order, and what the system's loader said.
         tried: Vec<Attempt>,
     },
-    /// The library is there, but lacks a function this crate needs.
-    #[error("{} has no function {symbol}; CANN 8.1 or later has it", library.display())]
+    /// The libraries are there, but lack a function this crate needs.
+    #[error("{} has no function {symbol}; CANN 8.1 has it", files(libraries))]
     MissingSymbol {
-        /// The library that was opened.
-        library: PathBuf,
+        /// The libraries that were searched.
+        libraries: Vec<PathBuf>,
         /// The C name.
         symbol: &'static str,
     },
+}
+
+impl LoadError {
+    pub(crate) const fn missing(symbol: &'static str) -> Self {
+        Self::MissingSymbol { libraries: Vec::new(), symbol }
+    }
+
+    /// The same with the files that were searched.
+    pub(crate) fn in_files(self, searched: Vec<PathBuf>) -> Self {
+        match self {
+            Self::MissingSymbol { symbol, .. } => {
+                Self::MissingSymbol { libraries: searched, symbol }
+            }
+            other @ Self::NotFound { .. } => other,
+        }
+    }
 }
 
 /// One path that could not be opened.
@@ -62,85 +77,107 @@ fn list(tried: &[Attempt]) -> String {
     tried.iter().map(Attempt::to_string).collect::<Vec<_>>().join("; ")
 }
 
-impl Acl {
-    /// This process's AscendCL, loaded by the first call; the answer never changes.
-    ///
-    /// # Errors
-    ///
-    /// [`LoadError`], the same at every call.
-    pub fn global() -> Result<&'static Self, LoadError> {
-        static ACL: OnceLock<Result<Acl, LoadError>> = OnceLock::new();
-        let load = || {
-            let home = env::var_os("ASCEND_HOME_PATH").map(PathBuf::from);
-            let paths = candidates(home.as_deref(), ACL_LIBRARIES);
-            // SAFETY: these are AscendCL's own names, where the user's environment says CANN is.
-            unsafe { Self::open(&paths) }
+fn files(libraries: &[PathBuf]) -> String {
+    if libraries.is_empty() {
+        return "what was given for CANN".into();
+    }
+    libraries.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(" or ")
+}
+
+/// The libraries of one family of functions. They stay open until the process ends.
+pub(crate) struct Libraries {
+    opened: Vec<(PathBuf, NonNull<c_void>)>,
+}
+
+impl Libraries {
+    /// The first of CANN's generations that is there.
+    pub(crate) fn of_cann(generations: &[&[&str]]) -> Result<Self, LoadError> {
+        let home = env::var_os("ASCEND_HOME_PATH").map(PathBuf::from);
+        let files = |names: &[&str]| {
+            names.iter().map(|name| candidates(home.as_deref(), name)).collect::<Vec<_>>()
         };
-        ACL.get_or_init(load).as_ref().map_err(Clone::clone)
+        let generations: Vec<_> = generations.iter().map(|names| files(names)).collect();
+        // SAFETY: these are CANN's own names, where the user's environment says CANN is.
+        unsafe { Self::open_first(&generations) }
     }
 
-    /// Loads AscendCL from the first of `paths` that can be opened.
+    /// All of these files that can be opened.
     ///
-    /// # Errors
-    ///
-    /// [`LoadError`].
-    ///
-    /// # Safety
-    ///
-    /// Whatever is at these paths must be AscendCL, or have its C interface: opening it runs its
-    /// initialisers, and its functions are called by the prototypes declared in [`sys`](crate::sys).
-    pub unsafe fn open(paths: &[PathBuf]) -> Result<Self, LoadError> {
-        // SAFETY: the caller vouches for what is at these paths.
-        let library = unsafe { Library::open(paths) }?;
-        // SAFETY: as above, so its symbols have the types of the table.
-        unsafe { Self::resolve(&library) }
-    }
-}
-
-/// Where to look for libraries: below CANN's home if it is known, then by bare name.
-fn candidates(home: Option<&Path>, names: &[&str]) -> Vec<PathBuf> {
-    let in_home = |name| home.map(|home| home.join("lib64").join(name));
-    names.iter().flat_map(|name| in_home(name).into_iter().chain([PathBuf::from(name)])).collect()
-}
-
-/// An open library. It has no `Drop`: libraries stay open until the process ends.
-pub(crate) struct Library {
-    path: PathBuf,
-    handle: NonNull<c_void>,
-}
-
-impl Library {
     /// # Safety
     ///
     /// The initialisers of whatever is at these paths must be sound to run.
-    unsafe fn open(paths: &[PathBuf]) -> Result<Self, LoadError> {
-        let mut tried = Vec::new();
-        for path in paths {
-            let Ok(name) = CString::new(path.as_os_str().as_bytes()) else {
-                tried
-                    .push(Attempt { path: path.clone(), reason: "the path contains a NUL".into() });
-                continue;
-            };
-            // SAFETY: `name` is a C string; the caller vouches for the initialisers.
-            let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-            match NonNull::new(handle) {
-                Some(handle) => return Ok(Self { path: path.clone(), handle }),
-                None => tried.push(Attempt { path: path.clone(), reason: last_error() }),
-            }
-        }
-        let name = paths.last().and_then(|path| path.file_name()).unwrap_or_default();
-        Err(LoadError::NotFound { library: name.to_string_lossy().into_owned(), tried })
+    pub(crate) unsafe fn open(paths: &[PathBuf]) -> Result<Self, LoadError> {
+        let generation = paths.iter().map(|path| vec![path.clone()]).collect();
+        // SAFETY: the caller vouches for the initialisers.
+        unsafe { Self::open_first(&[generation]) }
     }
 
-    /// The address of a function.
-    pub(crate) fn symbol(&self, symbol: &'static str) -> Result<NonNull<c_void>, LoadError> {
-        let name = CString::new(symbol).expect("the table's names have no NUL");
-        // SAFETY: the handle is of an open library, since none is ever closed; `name` is a C
-        // string.
-        let address = unsafe { libc::dlsym(self.handle.as_ptr(), name.as_ptr()) };
-        NonNull::new(address)
-            .ok_or_else(|| LoadError::MissingSymbol { library: self.path.clone(), symbol })
+    /// Of generations of libraries, each with its candidates, the first of which anything opens.
+    ///
+    /// # Safety
+    ///
+    /// The initialisers of whatever is at these paths must be sound to run.
+    unsafe fn open_first(generations: &[Vec<Vec<PathBuf>>]) -> Result<Self, LoadError> {
+        let mut tried = Vec::new();
+        for generation in generations {
+            let mut opened = Vec::new();
+            for paths in generation {
+                // SAFETY: the caller vouches for the initialisers.
+                opened.extend(unsafe { open_one(paths, &mut tried) });
+            }
+            if !opened.is_empty() {
+                return Ok(Self { opened });
+            }
+        }
+        let first = generations.first().and_then(|names| names.first()?.last()?.file_name());
+        let library = first.unwrap_or_default().to_string_lossy().into_owned();
+        Err(LoadError::NotFound { library, tried })
     }
+
+    /// The address of a function, in the first library that has it.
+    pub(crate) fn symbol(&self, symbol: &'static str) -> Option<NonNull<c_void>> {
+        let name = CString::new(symbol).expect("the tables' names have no NUL");
+        self.opened.iter().find_map(|(_, handle)| {
+            // SAFETY: the handle is of an open library, since none is ever closed; `name` is a C
+            // string.
+            NonNull::new(unsafe { libc::dlsym(handle.as_ptr(), name.as_ptr()) })
+        })
+    }
+
+    /// The files that were opened.
+    pub(crate) fn paths(&self) -> Vec<PathBuf> {
+        self.opened.iter().map(|(path, _)| path.clone()).collect()
+    }
+}
+
+/// Where to look for a library: below CANN's home if it is known, then by bare name.
+fn candidates(home: Option<&Path>, name: &str) -> Vec<PathBuf> {
+    let in_home = home.map(|home| home.join("lib64").join(name));
+    in_home.into_iter().chain([PathBuf::from(name)]).collect()
+}
+
+/// The first of `paths` that can be opened.
+///
+/// # Safety
+///
+/// The initialisers of whatever is at these paths must be sound to run.
+unsafe fn open_one(
+    paths: &[PathBuf],
+    tried: &mut Vec<Attempt>,
+) -> Option<(PathBuf, NonNull<c_void>)> {
+    for path in paths {
+        let Ok(name) = CString::new(path.as_os_str().as_bytes()) else {
+            tried.push(Attempt { path: path.clone(), reason: "the path contains a NUL".into() });
+            continue;
+        };
+        // SAFETY: `name` is a C string; the caller vouches for the initialisers.
+        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        match NonNull::new(handle) {
+            Some(handle) => return Some((path.clone(), handle)),
+            None => tried.push(Attempt { path: path.clone(), reason: last_error() }),
+        }
+    }
+    None
 }
 
 /// What the system's loader says about this thread's last failure.
@@ -156,51 +193,14 @@ fn last_error() -> String {
     text.to_string_lossy().into_owned()
 }
 
-/// Declares a struct of C functions, and `resolve`, which finds them all in a library.
-macro_rules! table {
-    (
-        $(#[$meta:meta])*
-        pub struct $name:ident {
-            $($(#[$doc:meta])* $field:ident = $symbol:literal: $prototype:ty,)*
-        }
-    ) => {
-        $(#[$meta])*
-        #[derive(Clone, Copy, Debug)]
-        pub struct $name {
-            $($(#[$doc])* pub(crate) $field: $prototype,)*
-        }
-
-        #[expect(unsafe_code, reason = "gives an address the type its declaration has")]
-        impl $name {
-            /// # Safety
-            ///
-            /// Each symbol must be a function of the prototype declared here.
-            pub(crate) unsafe fn resolve(
-                library: &$crate::loader::Library,
-            ) -> Result<Self, $crate::LoadError> {
-                Ok(Self {
-                    $($field: {
-                        let address = library.symbol($symbol)?.as_ptr();
-                        // SAFETY: not null; the caller vouches for the prototype. On the platforms
-                        // CANN exists for, function and data pointers have one representation.
-                        unsafe { std::mem::transmute::<*mut std::ffi::c_void, $prototype>(address) }
-                    },)*
-                })
-            }
-        }
-    };
-}
-pub(crate) use table;
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn home_comes_before_the_systems_own_search() {
-        let paths = candidates(Some(Path::new("/opt/cann")), &["liba.so", "libb.so"]);
-        let expected = ["/opt/cann/lib64/liba.so", "liba.so", "/opt/cann/lib64/libb.so", "libb.so"];
-        assert_eq!(paths, expected.map(PathBuf::from));
-        assert_eq!(candidates(None, &["liba.so"]), [PathBuf::from("liba.so")]);
+        let paths = candidates(Some(Path::new("/opt/cann")), "liba.so");
+        assert_eq!(paths, ["/opt/cann/lib64/liba.so", "liba.so"].map(PathBuf::from));
+        assert_eq!(candidates(None, "liba.so"), [PathBuf::from("liba.so")]);
     }
 }

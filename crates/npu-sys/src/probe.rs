@@ -67,5 +67,5 @@ pub fn probe_with(acl: &Acl) -> Result<Devices> {
     let count = result::device_count(acl)? as usize;
     let [major, minor, patch] = result::version(acl)?;
     let version = Version { major, minor, patch };
-    Ok(Devices { count, soc: result::soc_name(acl), version })
+    Ok(Devices { count, soc: result::soc_name(acl)?, version })
 }

@@ -8,11 +8,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use npu_sys::sys::Acl;
+use npu_sys::sys::{Acl, Ops};
 use npu_sys::{Attempt, Devices, Error, LoadError, Version, probe_with};
 use tempfile::TempDir;
 
-/// The functions of a working library, one per line.
+/// The functions of a working library that say something, one per line.
 const WORKING: [&str; 5] = [
     "int aclInit(const char *config) { return config == 0 ? 0 : 100000; }",
     "int aclFinalize(void) { return 0; }",
@@ -22,7 +22,7 @@ const WORKING: [&str; 5] = [
 ];
 
 /// Compiles a library of these functions with the system's C compiler.
-fn library(folder: &TempDir, name: &str, functions: &[&str]) -> PathBuf {
+fn library(folder: &TempDir, name: &str, functions: &[String]) -> PathBuf {
     let source = folder.path().join(format!("{name}.c"));
     fs::write(&source, functions.join("\n")).unwrap();
     let path = folder.path().join(format!("lib{name}.so"));
@@ -35,10 +35,22 @@ fn library(folder: &TempDir, name: &str, functions: &[&str]) -> PathBuf {
     path
 }
 
-/// [`WORKING`] with one function replaced, or removed.
-fn with(symbol: &str, replacement: Option<&'static str>) -> Vec<&'static str> {
-    let others = WORKING.into_iter().filter(|function| !function.contains(symbol));
-    others.chain(replacement).collect()
+/// [`WORKING`], and every other required function of AscendCL as one that does nothing, with one
+/// function replaced, or removed.
+fn with(symbol: &str, replacement: Option<&str>) -> Vec<String> {
+    let named = |function: &str, name: &str| function.contains(&format!("{name}("));
+    let silent = Acl::SYMBOLS.iter().filter(|row| row.required).map(|row| row.name);
+    let silent = silent.filter(|name| !WORKING.iter().any(|function| named(function, name)));
+    let silent = silent.map(|name| format!("int {name}(void) {{ return 0; }}"));
+    let mut functions: Vec<_> = WORKING.map(str::to_owned).into_iter().chain(silent).collect();
+    functions.retain(|function| !named(function, symbol));
+    functions.extend(replacement.map(str::to_owned));
+    functions
+}
+
+/// A library with every required function.
+fn working() -> Vec<String> {
+    with("none", None)
 }
 
 fn open(paths: &[PathBuf]) -> Result<Acl, LoadError> {
@@ -46,7 +58,7 @@ fn open(paths: &[PathBuf]) -> Result<Acl, LoadError> {
     unsafe { Acl::open(paths) }
 }
 
-fn probe(name: &str, functions: &[&str]) -> npu_sys::Result<Devices> {
+fn probe(name: &str, functions: &[String]) -> npu_sys::Result<Devices> {
     let folder = TempDir::new().unwrap();
     probe_with(&open(&[library(&folder, name, functions)])?)
 }
@@ -77,16 +89,17 @@ fn a_path_with_nul_is_an_error() {
 
 #[test]
 fn a_missing_symbol_is_named() {
-    for symbol in
-        ["aclInit", "aclFinalize", "aclrtGetDeviceCount", "aclrtGetSocName", "aclrtGetVersion"]
-    {
+    for row in Acl::SYMBOLS.iter().filter(|row| row.required) {
+        let symbol = row.name;
         let error = probe(&format!("no_{symbol}"), &with(symbol, None)).unwrap_err();
-        let Error::Load(LoadError::MissingSymbol { symbol: named, library }) = &error else {
+        let Error::Load(LoadError::MissingSymbol { symbol: named, libraries }) = &error else {
             panic!("{error}")
         };
         assert_eq!(*named, symbol);
-        assert!(library.to_string_lossy().contains("no_acl"));
-        assert!(error.to_string().contains(symbol));
+        assert_eq!(libraries.len(), 1);
+        assert!(libraries[0].to_string_lossy().contains("no_acl"));
+        let message = error.to_string();
+        assert!(message.contains(symbol) && message.contains("CANN 8.1"), "{message}");
     }
 }
 
@@ -94,7 +107,7 @@ fn a_missing_symbol_is_named() {
 fn success() {
     let version = Version { major: 1, minor: 14, patch: 2 };
     let expected = Devices { count: 8, soc: Some("Ascend910B2".into()), version };
-    let found = probe("working", &WORKING).unwrap();
+    let found = probe("working", &working()).unwrap();
     assert_eq!(found, expected);
     assert_eq!(found.to_string(), "8 x Ascend910B2, AscendCL 1.14.2");
 }
@@ -102,11 +115,42 @@ fn success() {
 #[test]
 fn the_first_library_that_opens_is_taken() {
     let folder = TempDir::new().unwrap();
-    let working = library(&folder, "second", &WORKING);
+    let working = library(&folder, "second", &working());
     let acl = open(&[folder.path().join("libfirst.so"), working]).unwrap();
     assert_eq!(probe_with(&acl).unwrap().count, 8);
     // SAFETY: nothing of this library is used afterwards.
     unsafe { npu_sys::finalize(&acl) }.unwrap();
+}
+
+#[test]
+fn each_function_comes_from_the_first_library_that_has_it() {
+    let folder = TempDir::new().unwrap();
+    let count = "int aclrtGetDeviceCount(unsigned *count) { *count = 3; return 0; }";
+    let first = library(&folder, "first", &[count.to_owned()]);
+    let second = library(&folder, "second", &working());
+    assert_eq!(probe_with(&open(&[first.clone(), second.clone()]).unwrap()).unwrap().count, 3);
+    assert_eq!(probe_with(&open(&[second, first.clone()]).unwrap()).unwrap().count, 8);
+    let Err(LoadError::MissingSymbol { libraries, symbol }) = open(std::slice::from_ref(&first))
+    else {
+        panic!("the first library alone has one function")
+    };
+    assert_eq!((libraries, symbol), (vec![first], "aclInit"));
+}
+
+#[test]
+fn a_missing_optional_function_is_an_error_of_the_call() {
+    let folder = TempDir::new().unwrap();
+    let acl = open(&[library(&folder, "working", &working())]).unwrap();
+    // SAFETY: no such function is in the library, so nothing is called.
+    let error = unsafe { acl.aclrtSetOpWaitTimeout(3) }.unwrap_err();
+    let text = "the CANN here has no function aclrtSetOpWaitTimeout; CANN 8.1 has it";
+    assert_eq!(error.to_string(), text);
+    // SAFETY: an empty table.
+    let ops = unsafe { Ops::from_symbols(&|_| None) }.unwrap();
+    assert!(!ops.has("aclnnInplaceMuls"));
+    // SAFETY: as above.
+    let error = unsafe { ops.aclnnInplaceZero(std::ptr::null_mut()) }.unwrap_err();
+    assert!(error.to_string().contains("aclnnInplaceZeroGetWorkspaceSize"), "{error}");
 }
 
 #[test]

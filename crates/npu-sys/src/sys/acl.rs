@@ -1,31 +1,132 @@
-//! `acl/acl.h`: initialisation, and what is there.
+//! `acl/acl.h` and `acl/acl_rt.h`: initialisation, devices, contexts, streams, events, memory.
+//!
+//! Prototypes as in CANN 8.1.RC1.
 
-use std::ffi::{c_char, c_int};
+use std::ffi::{c_char, c_void};
 
-use crate::loader::table;
+use super::*;
+use crate::table::bind;
 
-/// The libraries these functions are in, in the order they are tried.
-pub const ACL_LIBRARIES: &[&str] = &["libascendcl.so"];
+/// Where these functions are: generations of libraries, of which the first present is used whole.
+pub const ACL_LIBRARIES: &[&[&str]] = &[&["libascendcl.so"]];
 
-/// `aclError`: 4 bytes, 0 is success. A newtype and not an enum, since C may write any number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct AclError(pub c_int);
-
-table! {
-    /// AscendCL's functions, found in a library that is never closed.
-    ///
-    /// Prototypes as in CANN 8.1.RC1. A value exists only after every symbol was found.
-    pub struct Acl {
-        /// Once per process, before anything else; the argument is a configuration file or null.
-        init = "aclInit": unsafe extern "C" fn(*const c_char) -> AclError,
-        /// Undoes `aclInit`.
-        finalize = "aclFinalize": unsafe extern "C" fn() -> AclError,
-        /// Writes the number of devices this process may see.
-        device_count = "aclrtGetDeviceCount": unsafe extern "C" fn(*mut u32) -> AclError,
-        /// A string of the library's own, or null.
-        soc_name = "aclrtGetSocName": unsafe extern "C" fn() -> *const c_char,
-        /// Writes AscendCL's major, minor and patch version.
-        version = "aclrtGetVersion": unsafe extern "C" fn(*mut i32, *mut i32, *mut i32) -> AclError,
-    }
+/// Hands the rows of this family to the macro `$then`.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! acl_table {
+    ($then:ident) => {
+        $then! {
+            /// AscendCL: devices, contexts, streams, events, memory.
+            Acl = ACL_LIBRARIES
+            required {
+                fn aclInit(config: *const c_char) -> AclError;
+                fn aclFinalize() -> AclError;
+                fn aclrtSetDevice(device: i32) -> AclError;
+                fn aclrtResetDevice(device: i32) -> AclError;
+                fn aclrtGetDevice(device: *mut i32) -> AclError;
+                fn aclrtGetDeviceCount(count: *mut u32) -> AclError;
+                fn aclrtGetSocName() -> *const c_char;
+                fn aclrtGetVersion(major: *mut i32, minor: *mut i32, patch: *mut i32) -> AclError;
+                fn aclrtCreateContext(context: *mut AclrtContext, device: i32) -> AclError;
+                fn aclrtDestroyContext(context: AclrtContext) -> AclError;
+                fn aclrtSetCurrentContext(context: AclrtContext) -> AclError;
+                fn aclrtGetCurrentContext(context: *mut AclrtContext) -> AclError;
+                fn aclrtCreateStream(stream: *mut AclrtStream) -> AclError;
+                fn aclrtDestroyStream(stream: AclrtStream) -> AclError;
+                fn aclrtSynchronizeStream(stream: AclrtStream) -> AclError;
+                fn aclrtSynchronizeDevice() -> AclError;
+                fn aclrtStreamWaitEvent(stream: AclrtStream, event: AclrtEvent) -> AclError;
+                fn aclrtCreateEvent(event: *mut AclrtEvent) -> AclError;
+                fn aclrtCreateEventExWithFlag(event: *mut AclrtEvent, flags: u32) -> AclError;
+                fn aclrtDestroyEvent(event: AclrtEvent) -> AclError;
+                fn aclrtRecordEvent(event: AclrtEvent, stream: AclrtStream) -> AclError;
+                fn aclrtQueryEventStatus(
+                    event: AclrtEvent,
+                    status: *mut AclrtEventRecordedStatus,
+                ) -> AclError;
+                fn aclrtSynchronizeEvent(event: AclrtEvent) -> AclError;
+                fn aclrtEventElapsedTime(
+                    ms: *mut f32,
+                    start: AclrtEvent,
+                    end: AclrtEvent,
+                ) -> AclError;
+                fn aclrtMalloc(
+                    address: *mut *mut c_void,
+                    bytes: usize,
+                    policy: AclrtMemMallocPolicy,
+                ) -> AclError;
+                fn aclrtFree(address: *mut c_void) -> AclError;
+                fn aclrtMallocHost(address: *mut *mut c_void, bytes: usize) -> AclError;
+                fn aclrtFreeHost(address: *mut c_void) -> AclError;
+                fn aclrtMemcpy(
+                    to: *mut c_void,
+                    room: usize,
+                    from: *const c_void,
+                    bytes: usize,
+                    kind: AclrtMemcpyKind,
+                ) -> AclError;
+                fn aclrtMemcpyAsync(
+                    to: *mut c_void,
+                    room: usize,
+                    from: *const c_void,
+                    bytes: usize,
+                    kind: AclrtMemcpyKind,
+                    stream: AclrtStream,
+                ) -> AclError;
+                fn aclrtMemset(
+                    address: *mut c_void,
+                    room: usize,
+                    value: i32,
+                    bytes: usize,
+                ) -> AclError;
+                fn aclrtMemsetAsync(
+                    address: *mut c_void,
+                    room: usize,
+                    value: i32,
+                    bytes: usize,
+                    stream: AclrtStream,
+                ) -> AclError;
+                fn aclrtGetMemInfo(
+                    which: AclrtMemAttr,
+                    free: *mut usize,
+                    total: *mut usize,
+                ) -> AclError;
+            }
+            optional {
+                fn aclrtCreateStreamWithConfig(
+                    stream: *mut AclrtStream,
+                    priority: u32,
+                    flags: u32,
+                ) -> AclError;
+                fn aclrtDestroyStreamForce(stream: AclrtStream) -> AclError;
+                fn aclrtSynchronizeStreamWithTimeout(
+                    stream: AclrtStream,
+                    timeout_ms: i32,
+                ) -> AclError;
+                fn aclrtSetStreamFailureMode(stream: AclrtStream, mode: u64) -> AclError;
+                fn aclrtMallocAlign32(
+                    address: *mut *mut c_void,
+                    bytes: usize,
+                    policy: AclrtMemMallocPolicy,
+                ) -> AclError;
+                fn aclrtGetOverflowStatus(
+                    status: *mut c_void,
+                    bytes: usize,
+                    stream: AclrtStream,
+                ) -> AclError;
+                fn aclrtResetOverflowStatus(stream: AclrtStream) -> AclError;
+                fn aclrtSetDeviceSatMode(mode: AclrtFloatOverflowMode) -> AclError;
+                fn aclrtGetDeviceSatMode(mode: *mut AclrtFloatOverflowMode) -> AclError;
+                fn aclGetRecentErrMsg() -> *const c_char;
+                fn aclGetCannAttribute(which: AclCannAttr, value: *mut i32) -> AclError;
+                fn aclrtPeekAtLastError(level: AclrtLastErrLevel) -> AclError;
+                fn aclrtGetLastError(level: AclrtLastErrLevel) -> AclError;
+                fn aclrtDeviceTaskAbort(device: i32, timeout: u32) -> AclError;
+                fn aclrtSetOpWaitTimeout(seconds: u32) -> AclError;
+                fn aclrtSetOpExecuteTimeOut(seconds: u32) -> AclError;
+            }
+        }
+    };
 }
+
+acl_table!(bind);

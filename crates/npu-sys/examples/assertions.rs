@@ -1,0 +1,23 @@
+//! Prints the tables as C++ assertions: `assertions runtime|operators right|wrong [ABSENT...]`. The
+//! number of them goes to standard error.
+
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "prints what it is for")]
+
+use npu_sys::headers::{Part, Text};
+
+fn main() {
+    let arguments: Vec<_> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let text = match arguments.as_slice() {
+        ["runtime", "right", absent @ ..] => Text::right(Part::Runtime, absent),
+        ["runtime", "wrong", absent @ ..] => Text::wrong(Part::Runtime, absent),
+        ["operators", "right", absent @ ..] => Text::right(Part::Operators, absent),
+        ["operators", "wrong", absent @ ..] => Text::wrong(Part::Operators, absent),
+        _ => {
+            eprintln!("usage: assertions runtime|operators right|wrong [ABSENT...]");
+            std::process::exit(2);
+        }
+    };
+    print!("{}", text.source);
+    eprintln!("{}", text.assertions);
+}

@@ -1,0 +1,360 @@
+//! What is made of the rows in `sys`: tables of function pointers, found by name, and one function of
+//! Rust per function of C with its status turned into [`Result`].
+
+use std::ffi::c_char;
+
+use crate::status::{Status, check};
+use crate::sys::{
+    AclError, AclIntArray, AclScalar, AclScalarList, AclTensor, AclTensorList, AclnnStatus,
+    HcclResult,
+};
+use crate::{Error, Result};
+
+/// What a function of C returns, and how a failure is told.
+pub trait Returned: sealed::Sealed {
+    /// What is left when the failures are taken away.
+    type Value;
+
+    /// The value, or the failure of `function`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Status`], [`Error::Null`].
+    fn checked(self, function: &'static str) -> Result<Self::Value>;
+}
+
+/// Only the types here are returned by functions of C.
+mod sealed {
+    #[expect(unnameable_types, reason = "that is its purpose")]
+    pub trait Sealed {}
+}
+
+macro_rules! statuses {
+    ($($rust:ty: $status:path,)*) => {$(
+        impl sealed::Sealed for $rust {}
+        impl Returned for $rust {
+            type Value = ();
+
+            fn checked(self, function: &'static str) -> Result<()> {
+                check(function, $status(self))
+            }
+        }
+    )*};
+}
+
+statuses! { AclError: Status::Acl, AclnnStatus: Status::Aclnn, HcclResult: Status::Hccl, }
+
+macro_rules! values {
+    ($($rust:ty,)*) => {$(
+        impl sealed::Sealed for $rust {}
+        impl Returned for $rust {
+            type Value = Self;
+
+            fn checked(self, _: &'static str) -> Result<Self> {
+                Ok(self)
+            }
+        }
+    )*};
+}
+
+// Names may be null; who asks for one says what that means.
+values! { u32, *const c_char, }
+
+macro_rules! objects {
+    ($($rust:ty,)*) => {$(
+        impl sealed::Sealed for *mut $rust {}
+        impl Returned for *mut $rust {
+            type Value = Self;
+
+            fn checked(self, function: &'static str) -> Result<Self> {
+                if self.is_null() { Err(Error::Null { function }) } else { Ok(self) }
+            }
+        }
+    )*};
+}
+
+objects! { AclTensor, AclScalar, AclIntArray, AclTensorList, AclScalarList, }
+
+/// Declares how a table is found: in this process's CANN, in given files, by a function.
+macro_rules! found {
+    ($table:ident, $libraries:ident) => {
+        #[expect(unsafe_code, reason = "the callers vouch for what is in the libraries")]
+        impl $table {
+            /// This process's, loaded by the first call; the answer never changes.
+            ///
+            /// # Errors
+            ///
+            /// [`LoadError`](crate::LoadError), the same at every call.
+            pub fn global() -> Result<&'static Self, $crate::LoadError> {
+                static FOUND: std::sync::OnceLock<Result<$table, $crate::LoadError>> =
+                    std::sync::OnceLock::new();
+                let load = || {
+                    let libraries = $crate::loader::Libraries::of_cann($libraries)?;
+                    // SAFETY: these are CANN's own names, where the user's environment says CANN
+                    // is; its headers have the prototypes of this table.
+                    unsafe { Self::from_symbols(&|name| libraries.symbol(name)) }
+                        .map_err(|error| error.in_files(libraries.paths()))
+                };
+                FOUND.get_or_init(load).as_ref().map_err(Clone::clone)
+            }
+
+            /// Loads it from those of `paths` that can be opened; a function that several have is
+            /// taken from the first.
+            ///
+            /// # Errors
+            ///
+            /// [`LoadError`](crate::LoadError).
+            ///
+            /// # Safety
+            ///
+            /// Whatever is at these paths must be CANN's, or have its C interface: opening it runs
+            /// its initialisers, and its functions are called by the prototypes of this table.
+            pub unsafe fn open(paths: &[std::path::PathBuf]) -> Result<Self, $crate::LoadError> {
+                // SAFETY: the caller vouches for what is at these paths.
+                let libraries = unsafe { $crate::loader::Libraries::open(paths) }?;
+                // SAFETY: as above, so its symbols have the types of the table.
+                unsafe { Self::from_symbols(&|name| libraries.symbol(name)) }
+                    .map_err(|error| error.in_files(libraries.paths()))
+            }
+        }
+    };
+}
+pub(crate) use found;
+
+/// The address `find` gives for a name, as a function of the type that is asked for.
+macro_rules! address_as {
+    ($find:expr, $name:expr, $prototype:ty) => {
+        $find($name).map(|address| {
+            // SAFETY: not null; the caller vouches for the prototype. On the platforms CANN exists
+            // for, function and data pointers have one representation.
+            unsafe { std::mem::transmute::<*mut std::ffi::c_void, $prototype>(address.as_ptr()) }
+        })
+    };
+}
+pub(crate) use address_as;
+
+/// Makes of a family's rows the struct of its functions, and a method for each.
+macro_rules! bind {
+    (
+        $(#[$meta:meta])*
+        $table:ident = $libraries:ident
+        required { $(fn $f:ident($($a:ident: $t:ty),* $(,)?) -> $r:ty;)* }
+        optional { $(fn $of:ident($($oa:ident: $ot:ty),* $(,)?) -> $or:ty;)* }
+    ) => {
+        $(#[$meta])*
+        ///
+        /// A value exists only after every required function was found. Each method is one call of the
+        /// function of its name.
+        #[derive(Clone, Copy, Debug)]
+        #[expect(non_snake_case, reason = "the names are C's")]
+        pub struct $table {
+            $($f: unsafe extern "C" fn($($t),*) -> $r,)*
+            $($of: Option<unsafe extern "C" fn($($ot),*) -> $or>,)*
+        }
+
+        $crate::table::found!($table, $libraries);
+
+        #[expect(unsafe_code, reason = "calls C by function pointers of declared types")]
+        #[expect(non_snake_case, reason = "the names are C's")]
+        impl $table {
+            /// Every function of this table.
+            pub const SYMBOLS: &[Symbol] = &[
+                $(Symbol {
+                    name: stringify!($f),
+                    required: true,
+                    result: <$r as CType>::c,
+                    parameters: &[$(<$t as CType>::c),*],
+                },)*
+                $(Symbol {
+                    name: stringify!($of),
+                    required: false,
+                    result: <$or as CType>::c,
+                    parameters: &[$(<$ot as CType>::c),*],
+                },)*
+            ];
+
+            /// The table of the functions that `find` finds.
+            ///
+            /// # Errors
+            ///
+            /// [`LoadError::MissingSymbol`](crate::LoadError::MissingSymbol).
+            ///
+            /// # Safety
+            ///
+            /// What is found under a name must be a function of the prototype declared for it, for as
+            /// long as the process lives.
+            pub unsafe fn from_symbols(
+                find: &dyn Fn(&'static str) -> Option<std::ptr::NonNull<std::ffi::c_void>>,
+            ) -> Result<Self, $crate::LoadError> {
+                Ok(Self {
+                    $($f: $crate::table::address_as!(
+                        find, stringify!($f), unsafe extern "C" fn($($t),*) -> $r
+                    ).ok_or_else(|| $crate::LoadError::missing(stringify!($f)))?,)*
+                    $($of: $crate::table::address_as!(
+                        find, stringify!($of), unsafe extern "C" fn($($ot),*) -> $or
+                    ),)*
+                })
+            }
+
+            $(
+                #[doc = concat!("`", stringify!($f), "`.")]
+                ///
+                /// # Errors
+                ///
+                /// A status that is not success.
+                ///
+                /// # Safety
+                ///
+                /// What CANN's documentation asks of a caller of this function.
+                pub unsafe fn $f(
+                    &self, $($a: $t),*
+                ) -> $crate::Result<<$r as $crate::table::Returned>::Value> {
+                    // SAFETY: the caller keeps the function's rules; the type is the declared one.
+                    let returned = unsafe { (self.$f)($($a),*) };
+                    $crate::table::Returned::checked(returned, stringify!($f))
+                }
+            )*
+
+            $(
+                #[doc = concat!("`", stringify!($of), "`, if this CANN has it.")]
+                ///
+                /// # Errors
+                ///
+                /// A status that is not success, or that the function is not there.
+                ///
+                /// # Safety
+                ///
+                /// What CANN's documentation asks of a caller of this function.
+                pub unsafe fn $of(
+                    &self, $($oa: $ot),*
+                ) -> $crate::Result<<$or as $crate::table::Returned>::Value> {
+                    let function = self.$of.ok_or($crate::Error::NoFunction {
+                        function: stringify!($of),
+                    })?;
+                    // SAFETY: the caller keeps the function's rules; the type is the declared one.
+                    let returned = unsafe { function($($oa),*) };
+                    $crate::table::Returned::checked(returned, stringify!($of))
+                }
+            )*
+        }
+    };
+}
+pub(crate) use bind;
+
+/// Makes of the operators' rows the struct of their functions, and a method that plans for each.
+macro_rules! bind_ops {
+    (
+        $(#[$meta:meta])*
+        $table:ident = $libraries:ident {
+            $(fn $run:ident, $plan:ident($($a:ident: $t:ty),* $(,)?);)*
+        }
+    ) => {
+        $(#[$meta])*
+        ///
+        /// Each method is one call of the function of its name that plans; the plan runs once.
+        #[derive(Clone, Copy, Debug)]
+        #[expect(non_snake_case, reason = "the names are C's")]
+        pub struct $table {
+            $($run: Option<Phases<
+                unsafe extern "C" fn($($t,)* *mut u64, *mut *mut AclOpExecutor) -> AclnnStatus
+            >>,)*
+        }
+
+        $crate::table::found!($table, $libraries);
+
+        #[expect(unsafe_code, reason = "calls C by function pointers of declared types")]
+        #[expect(non_snake_case, reason = "the names are C's")]
+        impl $table {
+            /// Every function of this table.
+            pub const SYMBOLS: &[Symbol] = &[
+                $(
+                    Symbol {
+                        name: stringify!($plan),
+                        required: false,
+                        result: AclnnStatus::c,
+                        parameters: &[
+                            $(<$t as CType>::c,)*
+                            <*mut u64 as CType>::c,
+                            <*mut *mut AclOpExecutor as CType>::c,
+                        ],
+                    },
+                    Symbol {
+                        name: stringify!($run),
+                        required: false,
+                        result: AclnnStatus::c,
+                        parameters: &[
+                            <*mut c_void as CType>::c,
+                            u64::c,
+                            <*mut AclOpExecutor as CType>::c,
+                            AclrtStream::c,
+                        ],
+                    },
+                )*
+            ];
+
+            /// The table of the functions that `find` finds.
+            ///
+            /// # Errors
+            ///
+            /// None: no operator is required.
+            ///
+            /// # Safety
+            ///
+            /// What is found under a name must be a function of the prototype declared for it, for as
+            /// long as the process lives.
+            pub unsafe fn from_symbols(
+                find: &dyn Fn(&'static str) -> Option<std::ptr::NonNull<std::ffi::c_void>>,
+            ) -> Result<Self, $crate::LoadError> {
+                Ok(Self {
+                    $($run: {
+                        let plan = $crate::table::address_as!(
+                            find,
+                            stringify!($plan),
+                            unsafe extern "C" fn(
+                                $($t,)* *mut u64, *mut *mut AclOpExecutor
+                            ) -> AclnnStatus
+                        );
+                        let run = $crate::table::address_as!(find, stringify!($run), Run);
+                        plan.zip(run).map(|(plan, run)| Phases { plan, run })
+                    },)*
+                })
+            }
+
+            /// Whether this CANN has an operator.
+            #[must_use]
+            pub fn has(&self, operator: &str) -> bool {
+                match operator {
+                    $(stringify!($run) => self.$run.is_some(),)*
+                    _ => false,
+                }
+            }
+
+            $(
+                #[doc = concat!("`", stringify!($plan), "`, if this CANN has it.")]
+                ///
+                /// # Errors
+                ///
+                /// A status that is not success, or that the function is not there.
+                ///
+                /// # Safety
+                ///
+                /// What CANN's documentation asks of a caller of this function.
+                pub unsafe fn $run(&self, $($a: $t),*) -> $crate::Result<$crate::Plan> {
+                    let function = stringify!($plan);
+                    let phases =
+                        self.$run.ok_or($crate::Error::NoFunction { function })?;
+                    let mut workspace_bytes = 0;
+                    let mut executor = std::ptr::null_mut();
+                    // SAFETY: the caller keeps the function's rules; the two results are locals.
+                    let returned = unsafe {
+                        (phases.plan)($($a,)* &raw mut workspace_bytes, &raw mut executor)
+                    };
+                    $crate::table::Returned::checked(returned, function)?;
+                    let (run, operator) = (phases.run, stringify!($run));
+                    Ok($crate::Plan { operator, workspace_bytes, executor, run })
+                }
+            )*
+        }
+    };
+}
+pub(crate) use bind_ops;

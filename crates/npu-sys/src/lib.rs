@@ -15,7 +15,7 @@
 //! |---|---|
 //! | [`sys`] | the C headers: types, library names, tables of functions, each written down once |
 //! | [`Acl`](sys::Acl), [`Nnop`](sys::Nnop), [`Ops`](sys::Ops), [`Hccl`](sys::Hccl) | one method per C function, its [`Status`] turned into `Result` |
-//! | [`probe`] | safe: what this machine has |
+//! | [`probe`], [`safe`] | safe: what this machine has; contexts, memory, streams, events |
 //! | [`headers`] | the tables as C++ assertions, for a compiler and the real headers |
 //!
 //! # What has been verified, and what has not
@@ -23,7 +23,8 @@
 //! Every prototype of AscendCL and HCCL, the layout of their structs and every constant here compile
 //! against the headers of the torch_npu wheels 2.14.0 and 2.5.1, by `.ci/ascend-headers`, in which the
 //! same rows with a mistake in each must all fail; likewise all rows, those of operators included,
-//! against the headers of CANN 8.1.RC1. **None of this has been run on Ascend hardware or against real
+//! against the headers of CANN 8.1.RC1. The order of calls is tested on a simulator that enforces the
+//! rules of CANN's documents. **None of this has been run on Ascend hardware or against real
 //! CANN libraries.**
 
 pub mod headers;
@@ -31,6 +32,7 @@ mod loader;
 mod plan;
 mod probe;
 mod result;
+pub mod safe;
 mod status;
 pub mod sys;
 mod table;

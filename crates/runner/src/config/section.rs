@@ -138,6 +138,21 @@ impl Section {
         nodes.into_iter().map(|node| self.subsection(key, offset, node)).collect()
     }
 
+    /// Every key that nobody has taken, with its sub-table: for tables whose keys are the user's
+    /// own names. Call it after all others.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if one of them is not a table.
+    pub fn named_sections(&mut self) -> Result<Vec<(String, Self)>> {
+        let entries = std::mem::take(&mut self.entries);
+        let section = |entry: Entry| {
+            let section = self.subsection(&entry.key, entry.key_span.start, entry.node)?;
+            Ok((entry.key, section))
+        };
+        entries.into_iter().map(section).collect()
+    }
+
     /// Refuses whatever was not asked for.
     ///
     /// # Errors

@@ -6,9 +6,9 @@
 //! their scale, in lockstep. Otherwise it multiplies by `1 / S` in the same sweep that updates.
 
 use ::amp::{LossScaler, LossScalerOptions};
-use fused_optim::{Applied, DType, FoundInf, Optimizer, StepCtl};
+use fused_optim::{Applied, Clip, DType, FoundInf, Optimizer, StepCtl};
 
-use super::{Accumulation, OptimWrapper, OptimWrapperState, optimizer_step};
+use super::{Accumulation, OptimWrapper, OptimWrapperState, grad_norm, optimizer_step};
 use crate::Result;
 use crate::engine::Engine;
 use crate::model::ModelWrapper;
@@ -41,6 +41,8 @@ pub struct AmpOptimWrapper {
     optimizer: Box<dyn Optimizer>,
     accumulation: Accumulation,
     scaler: LossScaler,
+    clip: Option<Clip>,
+    last: Option<Applied>,
 }
 
 impl AmpOptimWrapper {
@@ -55,7 +57,16 @@ impl AmpOptimWrapper {
         loss_scale: LossScale,
     ) -> Result<Self> {
         let accumulation = Accumulation::new(accumulative_counts);
-        Ok(Self { optimizer, accumulation, scaler: loss_scale.scaler()? })
+        let scaler = loss_scale.scaler()?;
+        Ok(Self { optimizer, accumulation, scaler, clip: None, last: None })
+    }
+
+    /// Bounds the gradients of each step, once the loss scale has been taken out of them.
+    #[must_use]
+    #[doc(alias = "clip_grad")]
+    pub fn with_clip_grad(mut self, clip: Option<Clip>) -> Self {
+        self.clip = clip;
+        self
     }
 
     /// Dynamic scaling for f16, none for anything with f32's range.
@@ -78,6 +89,7 @@ impl OptimWrapper for AmpOptimWrapper {
     }
 
     fn accumulation(&mut self) -> &mut Accumulation {
+        self.last = None;
         &mut self.accumulation
     }
 
@@ -86,19 +98,19 @@ impl OptimWrapper for AmpOptimWrapper {
     }
 
     fn log_scalars(&self) -> Vec<(&'static str, f64)> {
-        match self.scaler.is_enabled() {
-            true => vec![("loss_scale", self.scaler.scale().into())],
-            false => Vec::new(),
-        }
+        let scale = self.scaler.is_enabled().then(|| ("loss_scale", self.scaler.scale().into()));
+        let norm = grad_norm(&*self.optimizer, self.clip, self.last);
+        scale.into_iter().chain(norm).collect()
     }
 
     fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied> {
         let ctl = StepCtl {
             grad_scale: self.scaler.inv_scale(),
             found_inf: FoundInf::Check,
-            ..StepCtl::PLAIN
+            clip: self.clip,
         };
         let applied = optimizer_step(&mut *self.optimizer, engine, model, &ctl)?;
+        self.last = Some(applied);
         self.scaler.update(applied == Applied::SkippedNonFinite)?;
         Ok(applied)
     }

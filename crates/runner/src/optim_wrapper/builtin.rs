@@ -3,18 +3,24 @@
 use ::amp::LossScalerOptions;
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, BertAdam,
-    BertAdamHyper, ClipScope, CosineEps, DType, Lamb, LambHyper, RmsProp, RmsPropHyper, RmsPropTf,
-    RmsPropTfHyper, Schedule, Sgd, SgdHyper,
+    BertAdamHyper, Clip, ClipNorm, ClipScope, CosineEps, DType, Lamb, LambHyper, Optimizer,
+    ParamGroup, RmsProp, RmsPropHyper, RmsPropTf, RmsPropTfHyper, Schedule, Sgd, SgdHyper,
+    clip_grad_norm, clip_grad_value,
 };
 
-use super::{AmpOptimWrapper, Fp32OptimWrapper, LossScale, OptimWrapperFactory, OptimizerFactory};
+use super::dict::assign;
+use super::{
+    AmpOptimWrapper, BuildOptimWrapper, Fp32OptimWrapper, LossScale, Member, Multipliers,
+    OptimWrapperFactory, OptimizerDict, OptimizerFactory, Paramwise,
+};
 use crate::Result;
 use crate::config::{FromConfig, Section};
+use crate::engine::TensorSpec;
 use crate::registry::{Builtin, OPTIMIZERS};
 
 /// The wrappers a configuration can name.
 pub(crate) const BUILTIN: Builtin<OptimWrapperFactory> =
-    &[("OptimWrapper", fp32), ("AmpOptimWrapper", amp)];
+    &[("OptimWrapper", fp32), ("AmpOptimWrapper", amp), ("OptimWrapperDict", dict)];
 
 /// The optimizers a configuration can name: Ascend's fused nine, with torch_npu's defaults, under the
 /// names that their originals have and under Ascend's. They are the same, and fused, on any device.
@@ -41,33 +47,175 @@ pub(crate) const BUILTIN_OPTIMIZERS: Builtin<OptimizerFactory> = &[
 
 fn fp32(section: &mut Section) -> Result<OptimWrapperFactory> {
     let counts = accumulative_counts(section)?;
-    let optimizer = OPTIMIZERS.build(section.section("optimizer")?)?;
+    let part = Part::read(section)?;
     Ok(OptimWrapperFactory {
         dtype: DType::F32,
         build: Box::new(move |params| {
-            Ok(Box::new(Fp32OptimWrapper::new(optimizer(params)?, counts)))
+            let clip = part.clip;
+            let optimizer = part.make(params)?;
+            Ok(Box::new(Fp32OptimWrapper::new(optimizer, counts).with_clip_grad(clip)))
         }),
     })
 }
 
 fn amp(section: &mut Section) -> Result<OptimWrapperFactory> {
     let counts = accumulative_counts(section)?;
-    let dtypes = [("float16", DType::F16), ("bfloat16", DType::Bf16), ("float32", DType::F32)];
-    let dtype = section.choice("dtype", "float16", &dtypes)?;
-    let offset = section.offset_of("loss_scale");
-    let loss_scale = loss_scale(section, dtype)?;
-    loss_scale.scaler().map_err(|e| section.error_at(offset, e))?;
-    let optimizer = OPTIMIZERS.build(section.section("optimizer")?)?;
+    let (dtype, loss_scale) = precision(section)?;
+    let part = Part::read(section)?;
     Ok(OptimWrapperFactory {
         dtype,
         build: Box::new(move |params| {
-            Ok(Box::new(AmpOptimWrapper::new(optimizer(params)?, counts, loss_scale)?))
+            let clip = part.clip;
+            let optimizer = part.make(params)?;
+            let wrapper = AmpOptimWrapper::new(optimizer, counts, loss_scale)?;
+            Ok(Box::new(wrapper.with_clip_grad(clip)))
         }),
     })
 }
 
+/// One optimizer for each part of the model. There is one loss, so accumulation, precision and loss
+/// scale stand beside the parts, not in them.
+fn dict(section: &mut Section) -> Result<OptimWrapperFactory> {
+    let counts = accumulative_counts(section)?;
+    let half = section.has("dtype") || section.has("loss_scale");
+    let (dtype, loss_scale) = match half {
+        true => precision(section)?,
+        false => (DType::F32, LossScale::Off),
+    };
+    let mut parts = Vec::new();
+    for (name, mut table) in section.named_sections()? {
+        table.choice("type", "OptimWrapper", &[("OptimWrapper", ())])?;
+        let part = Part::read(&mut table)?;
+        table.finish()?;
+        parts.push((name, part));
+    }
+    if parts.is_empty() {
+        return Err(section.error("an OptimWrapperDict needs at least one part"));
+    }
+    let build: BuildOptimWrapper = Box::new(move |params| {
+        let optimizer = Box::new(make_dict(parts, params)?);
+        match half {
+            true => Ok(Box::new(AmpOptimWrapper::new(optimizer, counts, loss_scale)?)),
+            false => Ok(Box::new(Fp32OptimWrapper::new(optimizer, counts))),
+        }
+    });
+    Ok(OptimWrapperFactory { dtype, build })
+}
+
+fn make_dict(parts: Vec<(String, Part)>, params: &[TensorSpec]) -> Result<OptimizerDict> {
+    let names: Vec<_> = parts.iter().map(|(name, _)| name.as_str()).collect();
+    let owned = assign(&names, params)?;
+    let make = |((name, part), own): ((String, Part), Vec<usize>)| {
+        let mut groups = part.paramwise.groups(params);
+        groups.iter_mut().for_each(|group| group.params.retain(|index| own.contains(index)));
+        groups.retain(|group| !group.params.is_empty());
+        let optimizer = (part.optimizer)(params, &groups)?;
+        Ok(Member { name, optimizer, clip: part.clip })
+    };
+    let members = parts.into_iter().zip(owned).map(make).collect::<Result<_>>()?;
+    Ok(OptimizerDict::new(members))
+}
+
+/// An optimizer, over which groups of parameters, under which bound.
+struct Part {
+    optimizer: OptimizerFactory,
+    paramwise: Paramwise,
+    clip: Option<Clip>,
+}
+
+impl Part {
+    fn read(section: &mut Section) -> Result<Self> {
+        let only = "DefaultOptimWrapperConstructor";
+        section.choice("constructor", only, &[(only, ())])?;
+        let paramwise = section.optional_section("paramwise_cfg")?;
+        let paramwise = paramwise.map_or(Ok(Paramwise::default()), read_paramwise)?;
+        let clip = section.optional_section("clip_grad")?.map(read_clip).transpose()?;
+        let optimizer = OPTIMIZERS.build(section.section("optimizer")?)?;
+        Ok(Self { optimizer, paramwise, clip })
+    }
+
+    fn make(self, params: &[TensorSpec]) -> Result<Box<dyn Optimizer>> {
+        (self.optimizer)(params, &self.paramwise.groups(params))
+    }
+}
+
+fn read_paramwise(mut section: Section) -> Result<Paramwise> {
+    let mut paramwise = Paramwise {
+        custom_keys: Vec::new(),
+        bias_lr_mult: factor(&mut section, "bias_lr_mult")?,
+        bias_decay_mult: factor(&mut section, "bias_decay_mult")?,
+        norm_decay_mult: factor(&mut section, "norm_decay_mult")?,
+        dwconv_decay_mult: factor(&mut section, "dwconv_decay_mult")?,
+        flat_decay_mult: factor(&mut section, "flat_decay_mult")?,
+    };
+    // An engine lists a parameter that two layers share once, so there is nothing to bypass.
+    section.or("bypass_duplicate", false)?;
+    if let Some(mut keys) = section.optional_section("custom_keys")? {
+        for (key, mut table) in keys.named_sections()? {
+            let multipliers = Multipliers {
+                lr: factor(&mut table, "lr_mult")?.unwrap_or(1.0),
+                weight_decay: factor(&mut table, "decay_mult")?.unwrap_or(1.0),
+            };
+            table.finish()?;
+            paramwise.custom_keys.push((key, multipliers));
+        }
+    }
+    section.finish()?;
+    Ok(paramwise)
+}
+
+fn factor(section: &mut Section, key: &'static str) -> Result<Option<f64>> {
+    if !section.has(key) {
+        // Asked for all the same, so that it is among the valid names.
+        return section.optional(key);
+    }
+    let valid = |by: &f64| *by >= 0.0 && by.is_finite();
+    section.or_checked(key, 1.0, "finite and not negative", valid).map(Some)
+}
+
+/// `clip_grad`: the arguments of PyTorch's `clip_grad_norm_`, or, with `type = "value"`, of
+/// `clip_grad_value_`.
+fn read_clip(mut section: Section) -> Result<Clip> {
+    let by_value = section.choice("type", "norm", &[("norm", false), ("value", true)])?;
+    let clip = if by_value {
+        Clip::Value(section.required("clip_value")?)
+    } else {
+        let mut clip = ClipNorm::new(section.required("max_norm")?);
+        clip.norm_type = match section.is_string("norm_type") {
+            true => section.choice("norm_type", "inf", &[("inf", f64::INFINITY)])?,
+            false => section.or("norm_type", clip.norm_type)?,
+        };
+        clip.error_if_nonfinite = section.or("error_if_nonfinite", false)?;
+        Clip::Norm(clip)
+    };
+    // The function that clips knows what it can clip by; without gradients it only says so.
+    let checked = match clip {
+        Clip::Norm(norm) => clip_grad_norm(&mut [], norm).map(|_| ()),
+        Clip::Value(value) => clip_grad_value(&mut [], value),
+        _ => Ok(()),
+    };
+    checked.map_err(|e| section.error(e))?;
+    section.finish()?;
+    Ok(clip)
+}
+
 fn accumulative_counts(section: &mut Section) -> Result<usize> {
     section.or_checked("accumulative_counts", 1, "at least 1", |n: &usize| *n >= 1)
+}
+
+/// `dtype` and `loss_scale`. `"None"`, which is what a configuration in Python has, is the default.
+fn precision(section: &mut Section) -> Result<(DType, LossScale)> {
+    let dtypes = [
+        ("float16", DType::F16),
+        ("bfloat16", DType::Bf16),
+        ("float32", DType::F32),
+        ("None", DType::F16),
+    ];
+    let dtype = section.choice("dtype", "float16", &dtypes)?;
+    let offset = section.offset_of("loss_scale");
+    let loss_scale = loss_scale(section, dtype)?;
+    loss_scale.scaler().map_err(|e| section.error_at(offset, e))?;
+    Ok((dtype, loss_scale))
 }
 
 /// `loss_scale = "dynamic"`, a number, or a table of the dynamic scaler's options.
@@ -94,8 +242,9 @@ fn loss_scale(section: &mut Section, dtype: DType) -> Result<LossScale> {
         growth_interval: table.or("growth_interval", default.growth_interval)?,
         ..default
     };
+    let enabled = table.or("enabled", true)?;
     table.finish()?;
-    Ok(LossScale::Dynamic(options))
+    Ok(if enabled { LossScale::Dynamic(options) } else { LossScale::Off })
 }
 
 /// How an optimizer's table is read: each hyper-parameter under its own name, by one of the functions
@@ -109,8 +258,14 @@ macro_rules! optimizer {
             };
             // A mistake is seen now, not when the parameters are known.
             $optimizer::with_one_group(hyper, 0).map_err(|e| section.error(e))?;
-            Ok(Box::new(move |params| {
-                Ok(Box::new($optimizer::with_one_group(hyper, params.len())?))
+            Ok(Box::new(move |_, groups| {
+                let groups = groups.iter().map(|group| {
+                    let mut hyper = hyper;
+                    hyper.lr *= group.hyper.lr;
+                    hyper.weight_decay *= group.hyper.weight_decay;
+                    ParamGroup::new(hyper, group.params.iter().copied())
+                });
+                Ok(Box::new($optimizer::new(groups)?))
             }))
         }
     };
@@ -248,6 +403,7 @@ fn of_places(section: &mut Section, key: &'static str, _: CosineEps) -> Result<C
 mod tests {
     use super::*;
     use crate::config::Config;
+    use crate::registry::OPTIM_WRAPPERS;
 
     fn build(text: &str) -> Result<OptimizerFactory> {
         OPTIMIZERS.build(Config::from_text("c.toml", text)?.into_section())
@@ -267,10 +423,11 @@ mod tests {
             ("SGD", "sgd"),
         ];
         assert_eq!(BUILTIN_OPTIMIZERS.len(), 2 * kinds.len());
+        let groups = Paramwise::default().groups(&[]);
         for (name, kind) in kinds {
             for name in [name.to_owned(), format!("NpuFused{name}")] {
                 let optimizer =
-                    build(&format!("type = '{name}'\nlr = 0.25")).unwrap()(&[]).unwrap();
+                    build(&format!("type = '{name}'\nlr = 0.25")).unwrap()(&[], &groups).unwrap();
                 assert_eq!((optimizer.kind(), optimizer.lr(0).unwrap()), (kind, 0.25), "{name}");
             }
         }
@@ -292,5 +449,122 @@ mod tests {
             let error = build(text).err().map(|e| e.to_string()).unwrap_or_default();
             assert!(error.contains(wanted), "{text}: {error}");
         }
+    }
+
+    fn wrapper(text: &str) -> Result<OptimWrapperFactory> {
+        OPTIM_WRAPPERS.build(Config::from_text("c.toml", text)?.into_section())
+    }
+
+    fn params(names: &[&str]) -> Vec<TensorSpec> {
+        let spec = |name: &&str| TensorSpec {
+            name: (*name).to_owned(),
+            shape: vec![3; 1 + usize::from(name.ends_with("weight"))],
+            dtype: DType::F32,
+        };
+        names.iter().map(spec).collect()
+    }
+
+    #[test]
+    fn groups_have_their_own_rates() {
+        let text = "type = 'OptimWrapper'
+            optimizer = { type = 'AdamW', lr = 0.5, weight_decay = 0.25 }
+            [paramwise_cfg]
+            bias_lr_mult = 2
+            bypass_duplicate = true
+            custom_keys = { 'head' = { lr_mult = 0.5, decay_mult = 0 } }";
+        let mut wrapper =
+            (wrapper(text).unwrap().build)(&params(&["a.weight", "a.bias", "head.bias"])).unwrap();
+        let optimizer = wrapper.optimizer_mut();
+        let rates: Vec<_> = (0..3).map(|group| optimizer.lr(group).unwrap()).collect();
+        assert_eq!(rates, [0.5, 1.0, 0.25]);
+        assert_eq!(optimizer.group_count(), 3);
+        let groups = optimizer.state_dict().param_groups;
+        let groups: serde_json::Value = serde_json::from_str(&groups).unwrap();
+        let decay: Vec<_> = (0..3).map(|at| groups[at]["weight_decay"].as_f64()).collect();
+        assert_eq!(decay, [Some(0.25), Some(0.25), Some(0.0)]);
+    }
+
+    #[test]
+    fn none_is_the_default_dtype() {
+        let sgd = "optimizer = { type = 'SGD', lr = 1 }\ntype = 'AmpOptimWrapper'";
+        for (dtype, wanted) in [
+            ("", DType::F16),
+            ("dtype = 'None'", DType::F16),
+            ("dtype = 'float16'", DType::F16),
+            ("dtype = 'bfloat16'", DType::Bf16),
+            ("dtype = 'float32'", DType::F32),
+        ] {
+            let factory = wrapper(&format!("{sgd}\n{dtype}")).unwrap();
+            assert_eq!(factory.dtype, wanted, "{dtype}");
+            let scale = (factory.build)(&params(&["w"])).unwrap().loss_scale();
+            // bf16 has f32's range and needs no scaler.
+            assert_eq!(scale > 1.0, wanted == DType::F16, "{dtype}");
+        }
+        for (scale, wanted) in [
+            ("'dynamic'", 65536.0),
+            ("512", 512.0),
+            ("{ init_scale = 8 }", 8.0),
+            ("{ enabled = false }", 1.0),
+        ] {
+            let factory = wrapper(&format!("{sgd}\nloss_scale = {scale}")).unwrap();
+            assert_eq!((factory.build)(&params(&["w"])).unwrap().loss_scale(), wanted, "{scale}");
+        }
+    }
+
+    #[test]
+    fn every_mistake_of_a_wrapper_has_its_place() {
+        let sgd = "optimizer = { type = 'SGD', lr = 1 }\ntype = 'AmpOptimWrapper'\n";
+        for (text, wanted) in [
+            ("dtype = 'bf16'", "c.toml:3:9: unknown value `bf16`"),
+            ("dtype = 'bfloat61'", "did you mean `bfloat16`?"),
+            (
+                "loss_scale = 'dynamc'",
+                "c.toml:3:14: unknown value `dynamc`; did you mean `dynamic`?",
+            ),
+            ("loss_scale = { init_scal = 1 }", "did you mean `init_scale`?"),
+            ("clip_grad = {}", "missing key `max_norm` in [clip_grad]"),
+            ("clip_grad = { max_norm = -1 }", "c.toml:3:13: invalid max_norm: -1"),
+            ("clip_grad = { max_norm = 1, norm_type = 'if' }", "did you mean `inf`?"),
+            ("clip_grad = { type = 'vale' }", "did you mean `value`?"),
+            ("clip_grad = { type = 'value', clip_value = -1 }", "invalid clip_value"),
+            ("clip_grad = { type = 'value', max_norm = 1 }", "missing key `clip_value`"),
+            ("paramwise_cfg = { norm_decay_mul = 0 }", "did you mean `norm_decay_mult`?"),
+            ("paramwise_cfg = { bias_lr_mult = -1 }", "c.toml:3:34: `bias_lr_mult` must be finite"),
+            ("paramwise_cfg = { custom_keys = { a = { lr_mul = 1 } } }", "did you mean `lr_mult`?"),
+            ("constructor = 'Mine'", "unknown value `Mine`"),
+        ] {
+            let error = wrapper(&format!("{sgd}{text}")).err().map(|e| e.to_string());
+            let error = error.unwrap_or_default();
+            assert!(error.contains(wanted), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn parts_of_a_model_have_optimizers_of_their_own() {
+        let text = "type = 'OptimWrapperDict'
+            [generator]
+            optimizer = { type = 'Adam', lr = 0.5 }
+            [discriminator]
+            type = 'OptimWrapper'
+            optimizer = { type = 'SGD', lr = 0.25 }
+            clip_grad = { max_norm = 1 }";
+        let names = ["discriminator.w", "generator.w", "generator.b"];
+        let built = (wrapper(text).unwrap().build)(&params(&names)).unwrap();
+        let optimizer = built.optimizer();
+        assert_eq!((optimizer.lr(0).unwrap(), optimizer.lr(1).unwrap()), (0.5, 0.25));
+        assert!(optimizer.lr(2).is_err());
+        for (names, wanted) in [
+            (&["generator.w", "discriminator.w", "other"][..], "parameter `other` must lie under"),
+            (&["generator.w", "discriminators.w"], "parameter `discriminators.w`"),
+            (&["generator.w"], "no parameters under `discriminator.`"),
+        ] {
+            let error = (wrapper(text).unwrap().build)(&params(names)).err().unwrap().to_string();
+            assert!(error.contains(wanted), "{error}");
+        }
+        let error = wrapper("type = 'OptimWrapperDict'").err().unwrap().to_string();
+        assert!(error.contains("at least one part"), "{error}");
+        let text = format!("{text}\n[both]\ntype = 'AmpOptimWrapper'\noptimizer = {{}}");
+        let error = wrapper(&text).err().unwrap().to_string();
+        assert!(error.contains("unknown value `AmpOptimWrapper`"), "{error}");
     }
 }

@@ -1,9 +1,9 @@
 //! The optimizer wrapper without mixed precision.
 
 use ::amp::ScalerState;
-use fused_optim::{Applied, Optimizer, StepCtl};
+use fused_optim::{Applied, Clip, Optimizer, StepCtl};
 
-use super::{Accumulation, OptimWrapper, OptimWrapperState, optimizer_step};
+use super::{Accumulation, OptimWrapper, OptimWrapperState, grad_norm, optimizer_step};
 use crate::engine::Engine;
 use crate::model::ModelWrapper;
 use crate::{Error, Result};
@@ -14,13 +14,24 @@ use crate::{Error, Result};
 pub struct Fp32OptimWrapper {
     optimizer: Box<dyn Optimizer>,
     accumulation: Accumulation,
+    clip: Option<Clip>,
+    last: Option<Applied>,
 }
 
 impl Fp32OptimWrapper {
     /// Wraps `optimizer`; a step every `accumulative_counts` batches.
     #[must_use]
     pub fn new(optimizer: Box<dyn Optimizer>, accumulative_counts: usize) -> Self {
-        Self { optimizer, accumulation: Accumulation::new(accumulative_counts) }
+        let accumulation = Accumulation::new(accumulative_counts);
+        Self { optimizer, accumulation, clip: None, last: None }
+    }
+
+    /// Bounds the gradients of each step.
+    #[must_use]
+    #[doc(alias = "clip_grad")]
+    pub fn with_clip_grad(mut self, clip: Option<Clip>) -> Self {
+        self.clip = clip;
+        self
     }
 }
 
@@ -34,11 +45,19 @@ impl OptimWrapper for Fp32OptimWrapper {
     }
 
     fn accumulation(&mut self) -> &mut Accumulation {
+        self.last = None;
         &mut self.accumulation
     }
 
+    fn log_scalars(&self) -> Vec<(&'static str, f64)> {
+        grad_norm(&*self.optimizer, self.clip, self.last).into_iter().collect()
+    }
+
     fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied> {
-        optimizer_step(&mut *self.optimizer, engine, model, &StepCtl::PLAIN)
+        let ctl = StepCtl { clip: self.clip, ..StepCtl::PLAIN };
+        let applied = optimizer_step(&mut *self.optimizer, engine, model, &ctl)?;
+        self.last = Some(applied);
+        Ok(applied)
     }
 
     fn state_dict(&self) -> OptimWrapperState {

@@ -3,28 +3,35 @@
 //! One call of [`OptimWrapper::update_params`] runs forward and backward through the engine and,
 //! when enough batches have been added up, lets the optimizer step. [`Fp32OptimWrapper`] (named
 //! `OptimWrapper` in configurations, as in MMEngine) does just that; [`AmpOptimWrapper`] adds half
-//! parameters and the dynamic loss scale.
+//! parameters and the dynamic loss scale. Either takes any optimizer, [`OptimizerDict`] among them;
+//! [`Paramwise`] makes groups with rates of their own.
 
 mod accumulation;
 mod amp;
 mod builtin;
+mod dict;
 mod fp32;
+mod paramwise;
 
 use ::amp::ScalerState;
-use fused_optim::{Applied, DType, Optimizer, ParamMut, StateDict, StepCtl};
+use fused_optim::{Applied, Clip, DType, Optimizer, ParamGroup, ParamMut, StateDict, StepCtl};
 
 pub use accumulation::{Accumulation, Turn};
 pub use amp::{AmpOptimWrapper, LossScale};
 pub(crate) use builtin::{BUILTIN, BUILTIN_OPTIMIZERS};
+pub use dict::{Member, OptimizerDict, assign};
 pub use fp32::Fp32OptimWrapper;
+pub use paramwise::{Multipliers, Paramwise};
 
 use crate::Result;
 use crate::data::Batch;
 use crate::engine::{Engine, Losses, TensorSpec};
 use crate::model::ModelWrapper;
 
-/// Makes an optimizer once the parameters are known.
-pub type OptimizerFactory = Box<dyn FnOnce(&[TensorSpec]) -> Result<Box<dyn Optimizer>> + Send>;
+/// Makes an optimizer once the parameters are known: over the groups given, which hold parameters
+/// by index, and whose factors its learning rate and weight decay are multiplied by.
+pub type OptimizerFactory =
+    Box<dyn FnOnce(&[TensorSpec], &[ParamGroup<Multipliers>]) -> Result<Box<dyn Optimizer>> + Send>;
 
 /// The making of an optimizer wrapper.
 pub type BuildOptimWrapper = Box<dyn FnOnce(&[TensorSpec]) -> Result<Box<dyn OptimWrapper>> + Send>;
@@ -121,6 +128,20 @@ pub trait OptimWrapper: Send {
             model.zero_grad();
         }
         Ok(Update { losses, applied })
+    }
+}
+
+/// The norm of the gradients, if the last batch ended in a step that took it.
+fn grad_norm(
+    optimizer: &dyn Optimizer,
+    clip: Option<Clip>,
+    applied: Option<Applied>,
+) -> Option<(&'static str, f64)> {
+    match (clip, applied) {
+        (Some(Clip::Norm(_)), Some(Applied::Applied)) => {
+            optimizer.grad_norm().map(|norm| ("grad_norm", norm))
+        }
+        _ => None,
     }
 }
 

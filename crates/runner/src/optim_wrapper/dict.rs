@@ -1,0 +1,237 @@
+//! `OptimWrapperDict`: an optimizer for each part of the model.
+//!
+//! A part is what lies under a prefix of the parameters' names: `generator.`, `discriminator.`.
+//! [`OptimizerDict`] makes one [`Optimizer`] of the parts' own, its groups those of the first part,
+//! then of the second and so on, so that schedulers, checkpoints and both wrappers work on it as on
+//! any other.
+//!
+//! Where we differ from MMEngine: there a model with an `OptimWrapperDict` runs its own training
+//! step, with a backward for each part. Here one loss feeds all parts, and they step together:
+//! if a gradient of any part is not finite, none steps.
+
+use fused_optim::{
+    Applied, Clip, Error as OptimError, FoundInf, Grad, Optimizer, ParamMut, ParamState, Slice,
+    StateDict, StateProblem, StepCtl,
+};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::engine::TensorSpec;
+use crate::{Error, Result};
+
+/// One part of a model and its optimizer.
+#[derive(Debug)]
+pub struct Member {
+    /// The prefix, without a dot at its end.
+    pub name: String,
+    /// Its groups hold the part's parameters, by their index in the whole model.
+    pub optimizer: Box<dyn Optimizer>,
+    /// A bound on this part's gradients; without one, that of the step.
+    pub clip: Option<Clip>,
+}
+
+/// Several optimizers as one.
+#[derive(Debug)]
+pub struct OptimizerDict {
+    members: Vec<Member>,
+}
+
+/// Which parameters belong to each of `names`: those under its prefix, by index.
+///
+/// # Errors
+///
+/// [`Error::Config`] naming a parameter that belongs to none or to two, or a name without any.
+pub fn assign(names: &[&str], params: &[TensorSpec]) -> Result<Vec<Vec<usize>>> {
+    let mut parts = vec![Vec::new(); names.len()];
+    for (index, param) in params.iter().enumerate() {
+        let is_under =
+            |name: &str| param.name.strip_prefix(name).is_some_and(|rest| rest.starts_with('.'));
+        let mut owners = (0..names.len()).filter(|&at| is_under(names[at]));
+        let (Some(owner), None) = (owners.next(), owners.next()) else {
+            let text = format!(
+                "parameter `{}` must lie under one of [optim_wrapper]'s parts: {}",
+                param.name,
+                names.join(", ")
+            );
+            return Err(Error::Config(text));
+        };
+        parts[owner].push(index);
+    }
+    match parts.iter().position(Vec::is_empty) {
+        Some(at) => {
+            let name = names[at];
+            Err(Error::Config(format!("the model has no parameters under `{name}.`")))
+        }
+        None => Ok(parts),
+    }
+}
+
+impl OptimizerDict {
+    /// One optimizer of several, over different parameters.
+    #[must_use]
+    pub fn new(members: Vec<Member>) -> Self {
+        Self { members }
+    }
+
+    /// The parts, in order.
+    #[must_use]
+    pub fn members(&self) -> &[Member] {
+        &self.members
+    }
+
+    /// Whose group this is, and which of its own.
+    fn locate(&self, group: usize) -> Result<(usize, usize), OptimError> {
+        let mut left = group;
+        for (at, member) in self.members.iter().enumerate() {
+            let count = member.optimizer.group_count();
+            if left < count {
+                return Ok((at, left));
+            }
+            left -= count;
+        }
+        Err(OptimError::NoSuchGroup { group, count: self.group_count() })
+    }
+}
+
+impl Optimizer for OptimizerDict {
+    fn kind(&self) -> &'static str {
+        KIND
+    }
+
+    /// The parts step one after the other. Unlike a single optimizer's, an error of a later part
+    /// leaves those before it stepped.
+    fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied, OptimError> {
+        let overflow = match ctl.found_inf {
+            FoundInf::Known(known) => known,
+            FoundInf::Check => {
+                params.iter().filter_map(|p| p.grad.as_ref()).any(|grad| !is_finite(grad, ctl))
+            }
+        };
+        if overflow {
+            return Ok(Applied::SkippedNonFinite);
+        }
+        for member in &mut self.members {
+            let clip = member.clip.or(ctl.clip);
+            let ctl = StepCtl { found_inf: FoundInf::Known(false), clip, ..*ctl };
+            let _applied = member.optimizer.step(params, &ctl)?;
+        }
+        Ok(Applied::Applied)
+    }
+
+    fn state_dict(&self) -> StateDict {
+        let mut whole = StateDict { kind: KIND.to_owned(), ..StateDict::default() };
+        let mut saved = Vec::new();
+        for member in &self.members {
+            let StateDict { kind, param_groups, state } = member.optimizer.state_dict();
+            let groups = serde_json::from_str(&param_groups).unwrap_or(Value::Null);
+            saved.push(Saved { name: member.name.clone(), kind, groups });
+            whole.state.extend(state);
+        }
+        whole.param_groups = serde_json::to_string(&saved).unwrap_or_default();
+        whole
+    }
+
+    fn load_state_dict(&mut self, dict: &StateDict) -> Result<(), OptimError> {
+        if dict.kind != KIND {
+            let (got, expected) = (dict.kind.clone(), KIND);
+            return Err(OptimError::WrongKind { expected, got });
+        }
+        let saved: Vec<Saved> =
+            serde_json::from_str(&dict.param_groups).map_err(|e| invalid(e.to_string()))?;
+        let names = |names: &mut dyn Iterator<Item = &str>| names.collect::<Vec<_>>().join(", ");
+        let was = names(&mut saved.iter().map(|saved| &*saved.name));
+        let is = names(&mut self.members.iter().map(|member| &*member.name));
+        if was != is {
+            return Err(invalid(format!("the parts are {was}, and here {is}")));
+        }
+        let before: Vec<_> = self.members.iter().map(|m| m.optimizer.state_dict()).collect();
+        let parts: Vec<_> = saved.iter().map(|saved| saved.part(dict)).collect::<Result<_, _>>()?;
+        for (at, part) in parts.iter().enumerate() {
+            if let Err(error) = self.members[at].optimizer.load_state_dict(part) {
+                // What has been loaded goes back; it fitted a moment ago.
+                for (member, before) in self.members[..at].iter_mut().zip(&before) {
+                    member.optimizer.load_state_dict(before)?;
+                }
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    fn group_count(&self) -> usize {
+        self.members.iter().map(|member| member.optimizer.group_count()).sum()
+    }
+
+    fn lr(&self, group: usize) -> Result<f64, OptimError> {
+        let (at, group) = self.locate(group)?;
+        self.members[at].optimizer.lr(group)
+    }
+
+    fn set_lr(&mut self, group: usize, lr: f64) -> Result<(), OptimError> {
+        let (at, group) = self.locate(group)?;
+        self.members[at].optimizer.set_lr(group, lr)
+    }
+
+    fn momentum(&self, group: usize) -> Result<Option<f64>, OptimError> {
+        let (at, group) = self.locate(group)?;
+        self.members[at].optimizer.momentum(group)
+    }
+
+    fn set_momentum(&mut self, group: usize, momentum: f64) -> Result<(), OptimError> {
+        let (at, group) = self.locate(group)?;
+        self.members[at].optimizer.set_momentum(group, momentum)
+    }
+
+    fn set_threads(&mut self, threads: usize) {
+        self.members.iter_mut().for_each(|member| member.optimizer.set_threads(threads));
+    }
+
+    /// The root of the sum of squares of the parts' norms; none unless each part has one.
+    fn grad_norm(&self) -> Option<f64> {
+        let norms = self.members.iter().map(|member| member.optimizer.grad_norm());
+        norms.map(|norm| norm.map(|n| n * n)).sum::<Option<f64>>().map(f64::sqrt)
+    }
+}
+
+/// One part, in a state dict's `param_groups`.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Saved {
+    name: String,
+    kind: String,
+    groups: Value,
+}
+
+impl Saved {
+    /// The part's own state dict.
+    fn part(&self, whole: &StateDict) -> Result<StateDict, OptimError> {
+        let groups = self.groups.as_array().into_iter().flatten();
+        let own = groups.flat_map(|group| group["params"].as_array().into_iter().flatten());
+        let mut part = StateDict {
+            kind: self.kind.clone(),
+            param_groups: self.groups.to_string(),
+            ..StateDict::default()
+        };
+        for index in own {
+            let index = index.as_u64().and_then(|index| usize::try_from(index).ok());
+            let index = index.ok_or_else(|| invalid("a parameter is not an index".to_owned()))?;
+            let state: Option<&ParamState> = whole.state.get(&index);
+            part.state.extend(state.map(|state| (index, state.clone())));
+        }
+        Ok(part)
+    }
+}
+
+fn invalid(text: String) -> OptimError {
+    OptimError::State { key: "param_groups".to_owned(), problem: StateProblem::Invalid(text) }
+}
+
+fn is_finite(grad: &Grad<'_>, ctl: &StepCtl) -> bool {
+    match grad.as_slice() {
+        Slice::F32(v) => v.iter().all(|v| (v * ctl.grad_scale).is_finite()),
+        Slice::F16(v) => v.iter().all(|v| (v.to_f32() * ctl.grad_scale).is_finite()),
+        Slice::Bf16(v) => v.iter().all(|v| (v.to_f32() * ctl.grad_scale).is_finite()),
+    }
+}
+
+const KIND: &str = "optimizer_dict";

@@ -10,7 +10,6 @@
 //! }
 //! ```
 
-use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -19,13 +18,12 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand};
 use collective::Launcher;
 
-use crate::Result;
 use crate::config::{Config, parse_duration};
-use crate::launch::{
-    LaunchOptions, launch, nproc_per_node, record_failure, record_panics, tie_to_parent,
-};
+use crate::launch::flags::LaunchArgs;
+use crate::launch::{launch, record_failure, record_panics, tie_to_parent};
 use crate::runner::RunnerBuilder;
 use crate::sinks::TERMINAL_VARIABLE;
+use crate::{Error, Result};
 
 /// Trains models on one or several processes.
 #[derive(Debug, Parser)]
@@ -37,39 +35,10 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Start several ranks of this program on this machine.
-    Launch(LaunchArgs),
+    /// Start several ranks of this program on this machine, or this machine's part of a job of several.
+    Launch(Box<LaunchArgs>),
     /// Train what a configuration describes, as the rank that the environment says.
     Train(TrainArgs),
-}
-
-#[derive(Debug, Args)]
-struct LaunchArgs {
-    /// Number of processes; `gpu`: as many as devices are visible; `cpu`: as many as processors;
-    /// `auto`: `gpu` where there are devices, else `cpu`.
-    #[arg(
-        long,
-        alias = "nproc_per_node",
-        env = "PET_NPROC_PER_NODE",
-        default_value = "1",
-        value_parser = nproc_per_node
-    )]
-    nproc_per_node: usize,
-    /// How often all ranks start again after a failure.
-    #[arg(long, alias = "max_restarts", env = "PET_MAX_RESTARTS", default_value_t = 0)]
-    max_restarts: u32,
-    /// The run's name, `TORCHELASTIC_RUN_ID` of the ranks.
-    #[arg(long, alias = "rdzv_id", env = "PET_RDZV_ID", default_value = "none")]
-    rdzv_id: String,
-    /// The ranks' `ROLE_NAME`.
-    #[arg(long, env = "PET_ROLE", default_value = "default")]
-    role: String,
-    /// One machine, a store of its own: always so, accepted as torchrun's.
-    #[arg(long)]
-    standalone: bool,
-    /// What each rank is started with, for example `train config.toml`.
-    #[arg(last = true, required = true)]
-    args: Vec<OsString>,
 }
 
 #[derive(Debug, Args)]
@@ -109,11 +78,8 @@ pub fn main() -> ExitCode {
     })
 }
 
-fn start_ranks(args: LaunchArgs) -> Result<ExitCode> {
-    let mut options = LaunchOptions::new(args.nproc_per_node, args.args);
-    options.max_restarts = args.max_restarts;
-    options.run_id = args.rdzv_id;
-    options.role = args.role;
+fn start_ranks(args: Box<LaunchArgs>) -> Result<ExitCode> {
+    let mut options = args.options().map_err(Error::Config)?;
     if std::io::stdout().is_terminal() {
         // The ranks write into pipes; a progress bar goes through them to our terminal.
         options.envs.push((TERMINAL_VARIABLE.into(), "1".into()));
@@ -159,31 +125,13 @@ mod tests {
         let cli =
             ["runner", "launch", "--nproc_per_node", "2", "--", "train", "c.toml", "--resume"];
         let Command::Launch(args) = Cli::parse_from(cli).command else { panic!("not launch") };
-        assert_eq!(args.nproc_per_node, 2);
-        assert_eq!((args.max_restarts, &args.rdzv_id[..], &args.role[..]), (0, "none", "default"));
-        assert_eq!(args.args, ["train", "c.toml", "--resume"]);
+        let options = args.options().unwrap();
+        assert_eq!(options.nproc_per_node, 2);
+        assert_eq!(options.args, ["train", "c.toml", "--resume"]);
     }
 
     #[test]
-    fn torchruns_flags_have_both_spellings() {
-        for dash in ['-', '_'] {
-            let flag = |name: &str| name.replace(' ', &dash.to_string());
-            let cli = [
-                "runner",
-                "launch",
-                &flag("--nproc per node=cpu"),
-                &flag("--max restarts=3"),
-                &flag("--rdzv id=job"),
-                "--role=trainer",
-                "--standalone",
-                "--",
-                "train",
-            ];
-            let Command::Launch(args) = Cli::parse_from(cli).command else { panic!("not launch") };
-            assert!(args.nproc_per_node >= 1);
-            assert_eq!((args.max_restarts, &args.rdzv_id[..]), (3, "job"));
-            assert_eq!(args.role, "trainer");
-        }
+    fn the_launcher_is_one_of_those_there_are() {
         let train = ["runner", "train", "c.toml", "--launcher", "slurm"];
         let Command::Train(args) = Cli::parse_from(train).command else { panic!("not train") };
         assert_eq!(args.launcher, Some(Launcher::Slurm));

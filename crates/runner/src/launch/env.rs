@@ -6,52 +6,50 @@ use std::path::Path;
 use super::LaunchOptions;
 use super::error_file::ERROR_FILE;
 use super::guard::LAUNCHER_PID;
+use super::nodes::Place;
 
 /// What differs from attempt to attempt.
 pub(super) struct Attempt<'a> {
     pub(super) number: u32,
-    pub(super) store_port: u16,
+    pub(super) place: &'a Place,
     /// Where the rank writes why it failed.
     pub(super) error_file: &'a Path,
 }
 
-/// The variables of one rank, besides those it inherits.
+/// The variables of one rank, by its local rank, besides those it inherits.
 pub(super) fn of_rank(
-    rank: usize,
+    local: usize,
     attempt: &Attempt<'_>,
     options: &LaunchOptions,
 ) -> Vec<(OsString, OsString)> {
-    let size = options.nproc_per_node.to_string();
-    let index = rank.to_string();
-    let port = attempt.store_port.to_string();
-    let (number, most) = (attempt.number.to_string(), options.max_restarts.to_string());
-    let launcher = std::process::id().to_string();
-    let mut envs = vec![
-        ("RANK", index.as_str()),
-        ("LOCAL_RANK", &index),
-        ("WORLD_SIZE", &size),
-        ("LOCAL_WORLD_SIZE", &size),
-        ("GROUP_RANK", "0"),
-        ("GROUP_WORLD_SIZE", "1"),
-        ("ROLE_NAME", &options.role),
-        ("ROLE_RANK", &index),
-        ("ROLE_WORLD_SIZE", &size),
-        ("MASTER_ADDR", "127.0.0.1"),
-        ("MASTER_PORT", &port),
-        ("TORCHELASTIC_RUN_ID", &options.run_id),
-        ("TORCHELASTIC_RESTART_COUNT", &number),
-        ("TORCHELASTIC_MAX_RESTARTS", &most),
+    let place = attempt.place;
+    let launcher = std::process::id();
+    let mut envs: Vec<(&str, String)> = vec![
+        ("RANK", (place.first_rank + local).to_string()),
+        ("LOCAL_RANK", local.to_string()),
+        ("WORLD_SIZE", place.world_size.to_string()),
+        ("LOCAL_WORLD_SIZE", options.nproc_per_node.to_string()),
+        ("GROUP_RANK", place.node.to_string()),
+        ("GROUP_WORLD_SIZE", place.nodes.to_string()),
+        ("ROLE_NAME", options.role.clone()),
+        ("ROLE_RANK", (place.first_role_rank + local).to_string()),
+        ("ROLE_WORLD_SIZE", place.role_world_size.to_string()),
+        ("MASTER_ADDR", place.master_addr.clone()),
+        ("MASTER_PORT", place.master_port.to_string()),
+        ("TORCHELASTIC_RUN_ID", options.run_id.clone()),
+        ("TORCHELASTIC_RESTART_COUNT", attempt.number.to_string()),
+        ("TORCHELASTIC_MAX_RESTARTS", options.max_restarts.to_string()),
         // Exactly `True`: it is what Python compares with.
-        ("TORCHELASTIC_USE_AGENT_STORE", "True"),
-        (LAUNCHER_PID, &launcher),
+        ("TORCHELASTIC_USE_AGENT_STORE", "True".to_owned()),
+        (LAUNCHER_PID, launcher.to_string()),
     ];
     // Several ranks that each start a thread for every core would be slower than one.
     for threads in ["OMP_NUM_THREADS", "RAYON_NUM_THREADS"] {
         if options.nproc_per_node > 1 && std::env::var_os(threads).is_none() {
-            envs.push((threads, "1"));
+            envs.push((threads, "1".to_owned()));
         }
     }
-    let os = |(name, value): (&str, &str)| (OsString::from(name), OsStr::new(value).to_owned());
+    let os = |(name, value): (&str, String)| (OsStr::new(name).to_owned(), value.into());
     let error_file = (OsString::from(ERROR_FILE), attempt.error_file.into());
     envs.into_iter().map(os).chain([error_file]).chain(options.envs.iter().cloned()).collect()
 }

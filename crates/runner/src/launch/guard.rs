@@ -43,7 +43,8 @@ pub fn tie_to_parent() -> Result<()> {
     Ok(())
 }
 
-/// Kills the groups it was told, and removes the folder of error files, when this process ends in any
+/// Kills the groups it was told, and removes the folder of error files if it is
+/// temporary, when this process ends in any
 /// way; gone on drop.
 pub(super) struct Guard {
     shell: Child,
@@ -52,11 +53,11 @@ pub(super) struct Guard {
 }
 
 impl Guard {
-    pub(super) fn start(folder: &Path) -> Result<Self> {
+    pub(super) fn start(folder: Option<&Path>) -> Result<Self> {
         let failed = |source| Error::Io { what: "start the ranks' guard".to_owned(), source };
         let mut shell = Command::new("/bin/sh")
             .args(["-c", SCRIPT, "runner-launch-guard"])
-            .arg(folder)
+            .args(folder)
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -68,7 +69,7 @@ impl Guard {
         Ok(Self { shell, pipe })
     }
 
-    /// Adds the group of a rank.
+    /// Adds the group of a rank, before the rank is in it.
     pub(super) fn watch(&mut self, group: Pid) -> Result<()> {
         self.tell(&group.as_raw_nonzero().to_string())
     }
@@ -92,7 +93,7 @@ impl Drop for Guard {
     }
 }
 
-/// One group a line, or `none`. At the end, kills those it has, and removes the folder it was given.
+/// One group a line, or `none`. At the end, kills those it has, and removes the folder if it was given one.
 const SCRIPT: &str = r#"
 trap '' TERM INT HUP QUIT
 groups=
@@ -100,5 +101,5 @@ while read -r line; do
   case $line in none) groups= ;; *) groups="$groups -$line" ;; esac
 done
 [ -z "$groups" ] || kill -s KILL -- $groups
-rm -rf -- "$1"
+[ -z "$1" ] || rm -rf -- "$1"
 "#;

@@ -4,15 +4,17 @@
 //! written in one piece, so lines of different ranks do not mix. What has no end when the rank's
 //! output does is given one.
 
-use std::io::{self, ErrorKind, Read};
+use std::fs::File;
+use std::io::{self, ErrorKind, Read, Write};
 use std::thread::JoinHandle;
 
 use super::Sink;
 
-/// Starts a thread that copies `pipe` to `sink` until its end.
+/// Starts a thread that copies `pipe` to `sink` until its end, and as it is to `file`.
 pub(super) fn copy(
     rank: usize,
     mut pipe: impl Read + Send + 'static,
+    mut file: Option<File>,
     sink: &Sink,
 ) -> io::Result<JoinHandle<()>> {
     let sink = Sink::clone(sink);
@@ -22,7 +24,11 @@ pub(super) fn copy(
         loop {
             let text = match pipe.read(&mut chunk) {
                 Ok(0) => break,
-                Ok(len) => lines.push(&chunk[..len]),
+                Ok(len) => {
+                    // A full disk is no reason to hold up the rank, nor to hide what it says.
+                    file = file.filter(|mut file| file.write_all(&chunk[..len]).is_ok());
+                    lines.push(&chunk[..len])
+                }
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 Err(_) => break,
             };

@@ -57,6 +57,23 @@ impl TcpStore {
         }
     }
 
+    /// Counts this client among the `world_size` that a server of PyTorch's waits for before it serves
+    /// (`wait_for_workers`), and returns how many have come.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::set`].
+    pub fn join(&self) -> Result<i64> {
+        self.with(
+            || "join".to_owned(),
+            |connection| {
+                // PyTorch's own key, without the slash that is before everybody else's.
+                connection.send(&[Request::Add { key: b"init/", delta: 1 }])?;
+                connection.i64()
+            },
+        )
+    }
+
     /// Adds `value` to the end of what is stored under `key`; a missing key starts empty.
     ///
     /// # Errors

@@ -1,0 +1,347 @@
+//! The command line of `runner launch`: torchrun's flags, in both spellings, with its `PET_*` variables
+//! as defaults. What contradicts itself is refused, by the names of the flags.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use clap::builder::FalseyValueParser;
+
+use super::{LaunchOptions, Logs, Nodes, Patience, Streams, nproc_per_node};
+
+/// What `runner launch` is told.
+#[derive(Debug, Args)]
+pub(crate) struct LaunchArgs {
+    /// Number of nodes, or the fewest and the most of an elastic job, MIN:MAX.
+    #[arg(long, env = "PET_NNODES", default_value = "1", value_parser = nnodes)]
+    nnodes: (usize, usize),
+    /// Number of processes on this node; `gpu`: as many as devices are visible; `cpu`: as many as
+    /// processors; `auto`: `gpu` where there are devices, else `cpu`.
+    #[arg(
+        long,
+        alias = "nproc_per_node",
+        env = "PET_NPROC_PER_NODE",
+        default_value = "1",
+        value_parser = nproc_per_node
+    )]
+    nproc_per_node: usize,
+    /// Which of the nodes this one is, from 0 on.
+    #[arg(long, alias = "node_rank", env = "PET_NODE_RANK")]
+    node_rank: Option<usize>,
+    /// Name or address of node 0.
+    #[arg(long, alias = "master_addr", env = "PET_MASTER_ADDR")]
+    master_addr: Option<String>,
+    /// The port that node 0 listens on [default: 29500 on several nodes, else a free one].
+    #[arg(long, alias = "master_port", env = "PET_MASTER_PORT")]
+    master_port: Option<u16>,
+    /// One node, with a store of its own at a free port.
+    #[arg(
+        long,
+        env = "PET_STANDALONE",
+        value_parser = FalseyValueParser::new(),
+        conflicts_with_all = ["node_rank", "master_addr", "master_port", "rdzv_endpoint"]
+    )]
+    standalone: bool,
+    /// HOST:PORT where the nodes of an elastic job meet; one of them is on that host.
+    #[arg(
+        long,
+        alias = "rdzv_endpoint",
+        env = "PET_RDZV_ENDPOINT",
+        conflicts_with_all = ["node_rank", "master_addr", "master_port"]
+    )]
+    rdzv_endpoint: Option<String>,
+    /// `static` (ranks of nodes are given) or `c10d` (nodes come and go, at --rdzv-endpoint).
+    #[arg(
+        long,
+        alias = "rdzv_backend",
+        env = "PET_RDZV_BACKEND",
+        value_parser = ["static", "c10d"]
+    )]
+    rdzv_backend: Option<String>,
+    /// The run's name, `TORCHELASTIC_RUN_ID` of the ranks; the same on all nodes.
+    #[arg(long, alias = "rdzv_id", env = "PET_RDZV_ID", default_value = "none")]
+    rdzv_id: String,
+    /// Waiting for nodes, in seconds: join_timeout=600 (or timeout), last_call_timeout=30,
+    /// keep_alive_interval=5, keep_alive_max_attempt=3.
+    #[arg(long, alias = "rdzv_conf", env = "PET_RDZV_CONF", default_value = "", value_parser = patience)]
+    rdzv_conf: Patience,
+    /// How often all ranks start again after a failure.
+    #[arg(long, alias = "max_restarts", env = "PET_MAX_RESTARTS", default_value_t = 0)]
+    max_restarts: u32,
+    /// Accepted as torchrun's, in seconds; the end of a rank is seen at once, without intervals.
+    #[arg(
+        long,
+        alias = "monitor_interval",
+        env = "PET_MONITOR_INTERVAL",
+        default_value = "0.1",
+        value_parser = seconds
+    )]
+    monitor_interval: Duration,
+    /// Seconds between SIGTERM and SIGKILL.
+    #[arg(
+        long,
+        alias = "shutdown_timeout",
+        env = "PET_SHUTDOWN_TIMEOUT",
+        default_value = "30",
+        value_parser = seconds
+    )]
+    shutdown_timeout: Duration,
+    /// The ranks' `ROLE_NAME`.
+    #[arg(long, env = "PET_ROLE", default_value = "default")]
+    role: String,
+    /// Where logs go: `DIR/RUN_ID_xxx/attempt_N/LOCAL_RANK/{stdout,stderr}.log` and `error.json`.
+    #[arg(long, alias = "log_dir", env = "PET_LOG_DIR")]
+    log_dir: Option<PathBuf>,
+    /// Streams that go into log files instead of the console: 1 stdout, 2 stderr, 3 both, 0 none; or
+    /// by local rank, 0:3,1:1.
+    #[arg(short, long, env = "PET_REDIRECTS", default_value = "0")]
+    redirects: Streams,
+    /// Streams that go into log files and to the console, as for --redirects.
+    #[arg(short, long, env = "PET_TEE", default_value = "0")]
+    tee: Streams,
+    /// Local ranks whose output is shown on the console, 0,2; otherwise all.
+    #[arg(
+        long,
+        alias = "local_ranks_filter",
+        env = "PET_LOCAL_RANKS_FILTER",
+        value_delimiter = ','
+    )]
+    local_ranks_filter: Option<Vec<usize>>,
+    /// Accepted as torchrun's: programs are always started as they are.
+    #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", value_parser = FalseyValueParser::new())]
+    no_python: bool,
+    /// What each rank is started with, for example `train config.toml`.
+    #[arg(last = true, required = true)]
+    args: Vec<OsString>,
+}
+
+impl LaunchArgs {
+    /// What to launch.
+    ///
+    /// # Errors
+    ///
+    /// Which flags contradict each other.
+    pub(crate) fn options(self) -> Result<LaunchOptions, String> {
+        let mut options = LaunchOptions::new(self.nproc_per_node, self.args.clone());
+        options.nodes = self.nodes()?;
+        options.max_restarts = self.max_restarts;
+        options.run_id = self.rdzv_id;
+        options.role = self.role;
+        options.patience = self.rdzv_conf;
+        options.grace = self.shutdown_timeout;
+        options.logs = Logs {
+            dir: self.log_dir,
+            redirects: self.redirects,
+            tee: self.tee,
+            shown: self.local_ranks_filter,
+        };
+        Ok(options)
+    }
+
+    fn nodes(&self) -> Result<Nodes, String> {
+        let (min, max) = self.nnodes;
+        let backend = self.rdzv_backend.as_deref();
+        if let Some(endpoint) = &self.rdzv_endpoint {
+            if backend == Some("static") {
+                return Err(
+                    "--rdzv-endpoint needs --rdzv-backend c10d; with static, nodes meet at \
+                            --master-addr and --master-port"
+                        .to_owned(),
+                );
+            }
+            let (host, port) = host_port(endpoint)?;
+            return Ok(Nodes::Elastic { min, max, host, port });
+        }
+        if self.standalone && (min, max) != (1, 1) {
+            return Err(format!("--standalone is one node, but --nnodes is {min}:{max}"));
+        }
+        if backend == Some("c10d") && !self.standalone {
+            return Err("--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT".to_owned());
+        }
+        if min != max {
+            return Err(format!(
+                "--nnodes {min}:{max} is elastic and needs --rdzv-endpoint HOST:PORT"
+            ));
+        }
+        let rank = self.node_rank.unwrap_or(0);
+        if rank >= max {
+            return Err(format!("--node-rank {rank} is not below --nnodes {max}"));
+        }
+        if max == 1 && self.master_addr.is_none() && self.master_port.is_none() {
+            return Ok(Nodes::One);
+        }
+        if max > 1 && (self.node_rank.is_none() || self.master_addr.is_none()) {
+            return Err(format!(
+                "--nnodes {max} needs --node-rank and --master-addr (or --rdzv-endpoint) on every node"
+            ));
+        }
+        let master_addr = self.master_addr.clone().unwrap_or_else(|| "127.0.0.1".to_owned());
+        let free = if max == 1 { 0 } else { 29500 };
+        let master_port = self.master_port.unwrap_or(free);
+        if master_port == 0 && max > 1 {
+            return Err("--master-port 0 is no port that other nodes could know".to_owned());
+        }
+        Ok(Nodes::Fixed { count: max, rank, master_addr, master_port })
+    }
+}
+
+/// `N` or `MIN:MAX`.
+fn nnodes(text: &str) -> Result<(usize, usize), String> {
+    let number = |text: &str| text.parse().ok().filter(|&number: &usize| number > 0);
+    let range = match text.split_once(':') {
+        Some((min, max)) => number(min).zip(number(max)),
+        None => number(text).map(|number| (number, number)),
+    };
+    range.filter(|(min, max)| min <= max).ok_or_else(|| {
+        format!("`{text}` is neither a number from 1 on nor MIN:MAX with MIN not above MAX")
+    })
+}
+
+/// `HOST:PORT`, `[IPV6]:PORT`, or `HOST` with torchrun's port.
+fn host_port(text: &str) -> Result<(String, u16), String> {
+    let wrong = || format!("--rdzv-endpoint {text} is not HOST:PORT, nor [ADDRESS]:PORT for IPv6");
+    let (host, port) = match text.rsplit_once(':') {
+        // An IPv6 address without a port.
+        Some((before, _)) if before.contains(':') && !before.ends_with(']') => (text, None),
+        Some((_, after)) if after.ends_with(']') => (text, None),
+        Some((host, port)) => (host, Some(port.parse().map_err(|_| wrong())?)),
+        None => (text, None),
+    };
+    let port = port.unwrap_or(29400);
+    if host.is_empty() || port == 0 { Err(wrong()) } else { Ok((host.to_owned(), port)) }
+}
+
+/// Seconds, with a fraction or without.
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().and_then(|number| Duration::try_from_secs_f64(number).ok());
+    seconds.ok_or_else(|| format!("`{text}` is not a number of seconds"))
+}
+
+/// torchrun's list of `key=value`.
+fn patience(text: &str) -> Result<Patience, String> {
+    let mut patience = Patience::default();
+    for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
+        let (key, value) =
+            part.split_once('=').ok_or_else(|| format!("`{part}` is not KEY=VALUE"))?;
+        let time = || seconds(value).ok().filter(|time| !time.is_zero());
+        let wrong = || format!("`{part}`: not a number above 0");
+        match key {
+            "timeout" | "join_timeout" => patience.join = time().ok_or_else(wrong)?,
+            "last_call_timeout" => patience.last_call = seconds(value).map_err(|_| wrong())?,
+            "keep_alive_interval" => patience.heartbeat = time().ok_or_else(wrong)?,
+            "keep_alive_max_attempt" => {
+                patience.beats = value.parse().ok().filter(|&n| n > 0).ok_or_else(wrong)?;
+            }
+            _ => {
+                return Err(format!(
+                    "`{key}` is none of join_timeout, last_call_timeout, keep_alive_interval and \
+                     keep_alive_max_attempt"
+                ));
+            }
+        }
+    }
+    Ok(patience)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: LaunchArgs,
+    }
+
+    fn options(flags: &str) -> Result<LaunchOptions, String> {
+        let words = ["launch"].into_iter().chain(flags.split_whitespace()).chain(["--", "x"]);
+        Cli::try_parse_from(words).map_err(|error| error.to_string())?.args.options()
+    }
+
+    #[test]
+    fn every_flag_has_both_spellings() {
+        let flags = "--nproc-per-node=3 --nnodes=2 --node-rank=1 --master-addr=h --master-port=7 \
+                     --rdzv-id=job --max-restarts=4 --monitor-interval=0.5 --shutdown-timeout=7 \
+                     --role=r --log-dir=/l --redirects=1:2 -t=3 --local-ranks-filter=0,2 \
+                     --rdzv-backend=static --no-python \
+                     --rdzv-conf=join_timeout=1,last_call_timeout=0,keep_alive_interval=0.1";
+        let underscored = |flag: &str| match flag.strip_prefix("--") {
+            None => flag.to_owned(),
+            Some(rest) => {
+                let (name, value) = rest.split_once('=').unwrap_or((rest, ""));
+                let value = if value.is_empty() { String::new() } else { format!("={value}") };
+                format!("--{}{value}", name.replace('-', "_"))
+            }
+        };
+        let other: Vec<_> = flags.split_whitespace().map(underscored).collect();
+        for flags in [flags, &other.join(" ")] {
+            let options = options(flags).unwrap();
+            assert_eq!(options.nproc_per_node, 3);
+            assert_eq!(
+                options.nodes,
+                Nodes::Fixed { count: 2, rank: 1, master_addr: "h".into(), master_port: 7 }
+            );
+            assert_eq!((&options.run_id[..], &options.role[..]), ("job", "r"));
+            assert_eq!((options.max_restarts, options.grace), (4, Duration::from_secs(7)));
+            assert_eq!(options.logs.dir, Some("/l".into()));
+            assert_eq!(options.logs.redirects, "1:2".parse().unwrap());
+            assert_eq!(options.logs.tee, "3".parse().unwrap());
+            assert_eq!(options.logs.shown, Some(vec![0, 2]));
+            assert_eq!(options.patience.join, Duration::from_secs(1));
+            assert_eq!(options.patience.heartbeat, Duration::from_millis(100));
+        }
+    }
+
+    #[test]
+    fn nodes_as_torchrun_takes_them() {
+        let nodes = |flags| options(flags).unwrap().nodes;
+        let elastic =
+            |min, max, host: &str, port| Nodes::Elastic { min, max, host: host.into(), port };
+        assert_eq!(nodes(""), Nodes::One);
+        assert_eq!(nodes("--standalone --nnodes 1:1"), Nodes::One);
+        assert_eq!(nodes("--nnodes=2:4 --rdzv-endpoint=h:1"), elastic(2, 4, "h", 1));
+        assert_eq!(nodes("--nnodes=2 --rdzv-endpoint=h"), elastic(2, 2, "h", 29400));
+        assert_eq!(nodes("--rdzv-endpoint=[::1]:5"), elastic(1, 1, "[::1]", 5));
+        assert_eq!(nodes("--rdzv-endpoint=::1"), elastic(1, 1, "::1", 29400));
+        assert_eq!(nodes("--rdzv-endpoint=[::1]"), elastic(1, 1, "[::1]", 29400));
+        let Nodes::Fixed { master_port, .. } = nodes("--nnodes 2 --node-rank 0 --master-addr h")
+        else {
+            panic!("not fixed")
+        };
+        assert_eq!(master_port, 29500);
+    }
+
+    #[test]
+    fn contradictions_are_refused_by_the_flags_names() {
+        for (flags, names) in [
+            ("--nnodes 2", &["--nnodes", "--node-rank", "--master-addr"][..]),
+            ("--nnodes 2 --node-rank 2 --master-addr h", &["--node-rank 2", "--nnodes 2"]),
+            ("--nnodes 1:2", &["--nnodes", "--rdzv-endpoint"]),
+            ("--nnodes 2:1", &["--nnodes", "2:1"]),
+            ("--nnodes 0", &["--nnodes"]),
+            ("--standalone --nnodes 2", &["--standalone", "--nnodes"]),
+            ("--standalone --master-addr h", &["--standalone", "--master-addr"]),
+            ("--rdzv-endpoint h:1 --node-rank 1", &["--rdzv-endpoint", "--node-rank"]),
+            ("--rdzv-endpoint h:1 --rdzv-backend static", &["--rdzv-endpoint", "--rdzv-backend"]),
+            ("--rdzv-endpoint h:x", &["--rdzv-endpoint h:x"]),
+            ("--rdzv-backend c10d", &["--rdzv-backend", "--rdzv-endpoint"]),
+            ("--rdzv-backend etcd", &["--rdzv-backend", "etcd"]),
+            ("--rdzv-conf colour=3", &["--rdzv-conf", "colour"]),
+            ("--rdzv-conf join_timeout=0", &["--rdzv-conf", "join_timeout=0"]),
+            ("--redirects 4", &["--redirects"]),
+            ("--tee both", &["--tee"]),
+            ("--local-ranks-filter a", &["--local-ranks-filter"]),
+            ("--monitor-interval=-1", &["--monitor-interval"]),
+            ("--master-port 0 --nnodes 2 --node-rank 0 --master-addr h", &["--master-port"]),
+            ("--no-such-flag", &["--no-such-flag"]),
+        ] {
+            let error = options(flags).unwrap_err();
+            for name in names {
+                assert!(error.contains(name), "{flags}: {error}");
+            }
+        }
+    }
+}

@@ -1,0 +1,428 @@
+//! The ranks of this node, attempt by attempt: spawn, watch, stop, reap.
+//!
+//! Threads only watch: one for each rank waits for its exit, one for signals, one for other nodes, two
+//! for each rank's output. All decisions are taken by the calling thread, in `Job::supervise`.
+//!
+//! A rank joins a process group that was there before it: that of a process which has done nothing
+//! and is not reaped. So the guard knows the group before there is a rank, and a launcher that is
+//! killed between any two steps leaves nothing behind.
+//!
+//! Invariant: a group's number stays reserved (its first process is not reaped) until the group
+//! has been killed for the last time, so no signal ever meets a stranger; and when `Job::run` returns,
+//! no process of any rank's group is left.
+
+use std::ffi::OsString;
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, Sender};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
+use signal_hook::consts::{SIGABRT, SIGINT};
+
+use super::env::{self, Attempt};
+use super::guard::Guard;
+use super::logs::{Dest, Folder};
+use super::nodes::{End, Place, Team};
+use super::signals::{Ear, Event};
+use super::summary::{self, Failure, Outcome};
+use super::{LaunchOptions, Sink, error_file, output};
+use crate::{Error, Result};
+
+/// All attempts on this node.
+pub(super) struct Job {
+    pub(super) options: LaunchOptions,
+    pub(super) ear: Ear,
+    pub(super) sender: Sender<Event>,
+    place: Place,
+    ranks: Vec<Rank>,
+    stage: Stage,
+    guard: Guard,
+    folder: Folder,
+    sinks: (Sink, Sink),
+}
+
+/// How a rank ended, as far as the cause of a failure is concerned.
+enum Finish {
+    Success,
+    Failure,
+    /// By a signal.
+    Struck,
+}
+
+struct Rank {
+    child: Child,
+    /// The first of its process group, which ended at once and keeps the group's number.
+    holder: Child,
+    /// Threads that copy the rank's output.
+    output: Vec<JoinHandle<()>>,
+    /// Place among all exits, and when, in seconds since 1970; `None` while it runs.
+    exited: Option<(usize, u64)>,
+    /// Whether a signal ended it that is not known to be this launcher's.
+    struck: bool,
+    /// Whether another node had ended the attempt before.
+    told: bool,
+    error_file: PathBuf,
+    status: Option<ExitStatus>,
+}
+
+/// How far the attempt has come towards its end, and when the next step is due.
+enum Stage {
+    Running,
+    /// A rank has failed; the others may report.
+    Reporting(Instant),
+    /// SIGTERM, or a forwarded signal, was sent.
+    Stopping(Instant),
+    /// SIGKILL was sent.
+    Killed(Instant),
+}
+
+impl Job {
+    pub(super) fn new(
+        options: LaunchOptions,
+        events: Receiver<Event>,
+        sender: Sender<Event>,
+        sinks: (Sink, Sink),
+    ) -> Result<Self> {
+        let folder = Folder::new(&options)?;
+        // Nobody else removes it.
+        let guard = Guard::start(folder.temporary.then_some(folder.path())).inspect_err(|_| {
+            drop(std::fs::remove_dir(folder.path()));
+        })?;
+        let job = Self {
+            options,
+            ear: Ear::new(events),
+            sender,
+            place: Place::default(),
+            ranks: Vec::new(),
+            stage: Stage::Running,
+            guard,
+            folder,
+            sinks,
+        };
+        job.say(&job.folder.text().unwrap_or_default());
+        Ok(job)
+    }
+
+    pub(super) fn say(&self, text: &str) {
+        if !text.is_empty() {
+            // Nobody reads standard error: then nobody wants to know.
+            let _ = self.sinks.1.lock().write_all(text.as_bytes());
+        }
+    }
+
+    /// Begins an attempt, after all ranks of the last one have ended.
+    pub(super) fn begin(&mut self, place: Place) {
+        self.place = place;
+        self.ranks.clear();
+        self.stage = Stage::Running;
+        self.ear.attempt = self.place.round;
+        self.ear.elsewhere = None;
+    }
+
+    /// Starts the ranks and waits until all have ended.
+    pub(super) fn run(&mut self, team: &Team) -> Result<()> {
+        self.spawn()?;
+        self.supervise(team);
+        self.kill_and_reap()?;
+        self.wait_for_output();
+        Ok(())
+    }
+
+    fn spawn(&mut self) -> Result<()> {
+        let failed = |what: String| move |source| Error::Io { what, source };
+        let program = match &self.options.program {
+            Some(program) => program.clone(),
+            None => std::env::current_exe()
+                .map_err(failed("find this program's own path".to_owned()))?,
+        };
+        for local in 0..self.options.nproc_per_node {
+            if let Err(error) = self.spawn_one(local, &program) {
+                self.signal_groups(Signal::KILL);
+                self.kill_and_reap()?;
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    fn spawn_one(&mut self, local: usize, program: &std::path::Path) -> Result<()> {
+        let rank = self.place.first_rank + local;
+        let attempt = self.place.restart_count;
+        let error_file = self.folder.error_file(self.place.round, local);
+        let dests = self.folder.dests(self.place.round, local)?;
+        let envs = env::of_rank(
+            local,
+            &Attempt { number: attempt, place: &self.place, error_file: &error_file },
+            &self.options,
+        );
+        let failed = |source| Error::Io {
+            what: format!("start rank {rank} ({})", program.display()),
+            source,
+        };
+        let mut holder = holder().map_err(failed)?;
+        let group = pid_of(&holder);
+        self.guard.watch(group)?;
+        let child = self.start(group, program, envs, &dests).map_err(failed);
+        let mut child = match child {
+            Ok(child) => child,
+            Err(error) => {
+                drop(holder.wait());
+                return Err(error);
+            }
+        };
+        let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+        let pid = pid_of(&child);
+        self.ranks.push(Rank {
+            child,
+            holder,
+            output: Vec::new(),
+            exited: None,
+            struck: false,
+            told: false,
+            error_file,
+            status: None,
+        });
+        let thread = |source| Error::Io { what: "start a thread".to_owned(), source };
+        let exited = Event::Exited { attempt: self.place.round, rank: local };
+        watch_exit(exited, rank, pid, self.sender.clone()).map_err(thread)?;
+        let [out, err] = dests;
+        let copies = [
+            stdout.map(|pipe| output::copy(rank, pipe, out.file, &self.sinks.0)),
+            stderr.map(|pipe| output::copy(rank, pipe, err.file, &self.sinks.1)),
+        ];
+        for copy in copies.into_iter().flatten() {
+            self.ranks[local].output.push(copy.map_err(thread)?);
+        }
+        Ok(())
+    }
+
+    fn start(
+        &self,
+        group: Pid,
+        program: &std::path::Path,
+        envs: Vec<(OsString, OsString)>,
+        dests: &[Dest; 2],
+    ) -> io::Result<Child> {
+        Command::new(program)
+            .args(&self.options.args)
+            .envs(envs)
+            .stdin(Stdio::null())
+            .stdout(stdio(&dests[0])?)
+            .stderr(stdio(&dests[1])?)
+            .process_group(group.as_raw_nonzero().get())
+            .spawn()
+    }
+
+    /// Waits until every rank has ended, or had its chances.
+    fn supervise(&mut self, team: &Team) {
+        if self.ear.signal.is_some() {
+            self.stop(Signal::TERM);
+        }
+        let mut exits = 0;
+        while exits < self.ranks.len() {
+            match self.next_event() {
+                Some(Event::Exited { attempt, .. } | Event::Elsewhere { attempt, .. })
+                    if attempt != self.ear.attempt => {}
+                Some(Event::Exited { rank, .. }) => {
+                    self.exited(rank, exits, team);
+                    exits += 1;
+                }
+                Some(Event::Elsewhere { end, .. }) => self.ended_elsewhere(end),
+                Some(Event::Signal(signal)) => {
+                    team.tell(&End::Left { node: self.place.node });
+                    self.forward(signal);
+                }
+                None => match self.stage {
+                    Stage::Running => {}
+                    Stage::Reporting(_) => self.stop(Signal::TERM),
+                    Stage::Stopping(_) => self.kill(),
+                    // Killed, and yet not ended: it hangs in the kernel. Nothing more can be done.
+                    Stage::Killed(_) => return,
+                },
+            }
+        }
+    }
+
+    fn exited(&mut self, local: usize, order: usize, team: &Team) {
+        let end = self.look(local);
+        let asked = !matches!(self.stage, Stage::Running | Stage::Reporting(_));
+        let told = self.ear.elsewhere.is_some();
+        let rank = &mut self.ranks[local];
+        rank.exited = Some((order, error_file::now()));
+        rank.struck = !asked && matches!(end, Finish::Struck);
+        rank.told = told;
+        if matches!(self.stage, Stage::Running) && !matches!(end, Finish::Success) {
+            self.stage = Stage::Reporting(Instant::now() + self.options.report_time);
+            team.tell(&End::Failed { rank: self.place.first_rank + local });
+        }
+    }
+
+    /// Another node ends the attempt: after a failure the ranks may report what they see of it.
+    fn ended_elsewhere(&mut self, end: End) {
+        let at_once = matches!(end, End::Joined { .. } | End::Left { .. });
+        self.ear.elsewhere.get_or_insert(end);
+        if matches!(self.stage, Stage::Running) {
+            if at_once {
+                self.stop(Signal::TERM);
+            } else {
+                self.stage = Stage::Reporting(Instant::now() + self.options.report_time);
+            }
+        }
+    }
+
+    /// The next event, or `None` once the stage's time is over.
+    fn next_event(&self) -> Option<Event> {
+        let due = match self.stage {
+            Stage::Running => return self.ear.events.recv().ok(),
+            Stage::Reporting(due) | Stage::Stopping(due) | Stage::Killed(due) => due,
+        };
+        self.ear.events.recv_timeout(due.saturating_duration_since(Instant::now())).ok()
+    }
+
+    /// How a rank, which has exited, did so. Looks without reaping.
+    fn look(&self, local: usize) -> Finish {
+        let pid = pid_of(&self.ranks[local].child);
+        let look = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
+        let Ok(Some(status)) = waitid(WaitId::Pid(pid), look) else { return Finish::Failure };
+        match (status.exit_status(), status.terminating_signal()) {
+            (Some(0), _) => Finish::Success,
+            // Who aborts does so itself, perhaps because another failed.
+            (_, Some(signal)) if signal != SIGABRT => Finish::Struck,
+            _ => Finish::Failure,
+        }
+    }
+
+    fn forward(&mut self, number: i32) {
+        self.ear.signal = Some(number);
+        let interrupted_again = number == SIGINT && matches!(self.stage, Stage::Stopping(_));
+        match Signal::from_named_raw(number) {
+            Some(_) if interrupted_again => self.kill(),
+            Some(signal) => self.stop(signal),
+            None => {}
+        }
+    }
+
+    /// Sends a signal that asks the ranks to end. The grace runs from the first such signal.
+    fn stop(&mut self, signal: Signal) {
+        self.signal_groups(signal);
+        if matches!(self.stage, Stage::Running | Stage::Reporting(_)) {
+            self.stage = Stage::Stopping(Instant::now() + self.options.grace);
+        }
+    }
+
+    fn kill(&mut self) {
+        self.signal_groups(Signal::KILL);
+        self.stage = Stage::Killed(Instant::now() + KILL_TIME);
+    }
+
+    fn signal_groups(&self, signal: Signal) {
+        for rank in self.ranks.iter().filter(|rank| rank.status.is_none()) {
+            // It fails when the whole group has ended, which is what is wanted.
+            let _ = kill_process_group(pid_of(&rank.holder), signal);
+        }
+    }
+
+    /// Kills what is left of every group, and only then gives the process ids back.
+    fn kill_and_reap(&mut self) -> Result<()> {
+        self.signal_groups(Signal::KILL);
+        let hopeless = matches!(self.stage, Stage::Killed(due) if due <= Instant::now());
+        if !hopeless {
+            self.guard.forget()?;
+        }
+        for rank in self.ranks.iter_mut().filter(|rank| !hopeless || rank.exited.is_some()) {
+            rank.status = rank.child.wait().ok();
+            drop(rank.holder.wait());
+        }
+        Ok(())
+    }
+
+    /// The pipes end with the last process that holds them, and all of a group's have been
+    /// killed; a process that left its group may keep one, and is not waited for long.
+    fn wait_for_output(&mut self) {
+        let deadline = Instant::now() + OUTPUT_TIME;
+        for thread in self.ranks.iter_mut().flat_map(|rank| rank.output.drain(..)) {
+            while !thread.is_finished() && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            if thread.is_finished() {
+                // A panic there has been reported by its hook.
+                drop(thread.join());
+            }
+        }
+    }
+
+    /// How the attempt went here.
+    pub(super) fn outcome(&self) -> Outcome {
+        let failed = |rank: &Rank| rank.status.is_none_or(|status| !status.success());
+        let ranks = self.ranks.iter().enumerate().filter(|(_, rank)| failed(rank));
+        let failures = ranks.map(|(local, rank)| {
+            let said = error_file::read(&rank.error_file);
+            let (order, seen) = rank.exited.unwrap_or((usize::MAX, u64::MAX));
+            Failure {
+                rank: self.place.first_rank + local,
+                pid: rank.child.id(),
+                how: summary::describe(rank.status),
+                code: summary::code(rank.status),
+                struck: rank.struck,
+                told: rank.told,
+                // A file is written before the exit; a clock that says otherwise is wrong.
+                at: said.as_ref().map_or(seen, |said| said.at.min(seen)),
+                said: said.map(|said| said.message),
+                order,
+            }
+        });
+        Outcome {
+            ranks: self.ranks.len(),
+            failures: failures.collect(),
+            stopped: self.ear.signal.is_some(),
+        }
+    }
+}
+
+/// The first process of a group of its own, which ends at once.
+fn holder() -> io::Result<Child> {
+    Command::new("/bin/sh")
+        .args(["-c", "exit"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .process_group(0)
+        .spawn()
+}
+
+/// What a rank gets as a stream: the file alone needs no thread of ours.
+fn stdio(dest: &Dest) -> io::Result<Stdio> {
+    match (&dest.file, dest.console) {
+        (_, true) => Ok(Stdio::piped()),
+        (Some(file), false) => Ok(Stdio::from(file.try_clone()?)),
+        (None, false) => Ok(Stdio::null()),
+    }
+}
+
+/// Waits for the exit of a rank without reaping it.
+fn watch_exit(
+    exited: Event,
+    rank: usize,
+    pid: Pid,
+    events: Sender<Event>,
+) -> io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name(format!("launch-wait-{rank}")).spawn(move || {
+        let look = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+        while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(pid), look) {}
+        // The job has ended if nobody listens.
+        let _ = events.send(exited);
+    })
+}
+
+fn pid_of(child: &Child) -> Pid {
+    i32::try_from(child.id()).ok().and_then(Pid::from_raw).expect("a process id is a positive i32")
+}
+
+/// How long a killed process may take to end.
+pub(super) const KILL_TIME: Duration = Duration::from_secs(10);
+/// How long output is awaited after the last rank has ended.
+const OUTPUT_TIME: Duration = Duration::from_secs(1);

@@ -1,0 +1,194 @@
+//! The ranks' output in files, as torchrun lays them out:
+//! `DIR/RUN_ID_xxxxxxxx/attempt_N/LOCAL_RANK/{stdout,stderr}.log`, with `error.json` beside them.
+//!
+//! The folder of a run is made anew, so two runs never write into one. Without a directory the error
+//! files lie in a folder for this run alone, which the guard removes.
+
+use std::collections::BTreeMap;
+use std::fs::{DirBuilder, File};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use super::LaunchOptions;
+use crate::{Error, Result};
+
+/// Where the ranks' output goes.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Logs {
+    /// Where a folder for this run is made. Without it, and with redirection, it is the system's
+    /// folder for temporary files.
+    pub dir: Option<PathBuf>,
+    /// What goes into a file and not to the console.
+    pub redirects: Streams,
+    /// What goes into a file and to the console.
+    pub tee: Streams,
+    /// Local ranks whose output is shown on the console; all of them unless set.
+    pub shown: Option<Vec<usize>>,
+}
+
+/// Streams of ranks, in torchrun's words: `0` none, `1` standard output, `2` standard error, `3` both;
+/// for all ranks, or by local rank (`0:3,1:1`), where the others have none.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Streams {
+    /// Of ranks that are not named.
+    all: u8,
+    of: BTreeMap<usize, u8>,
+}
+
+impl Streams {
+    /// Whether `stream` (1 or 2) of the local rank is among them.
+    fn has(&self, rank: usize, stream: u8) -> bool {
+        self.of.get(&rank).unwrap_or(&self.all) & stream != 0
+    }
+
+    fn is_none(&self) -> bool {
+        self.all == 0 && self.of.values().all(|&streams| streams == 0)
+    }
+
+    /// The largest local rank that is named.
+    fn last(&self) -> Option<usize> {
+        self.of.last_key_value().map(|(&rank, _)| rank)
+    }
+}
+
+impl FromStr for Streams {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let wrong =
+            || format!("`{text}` is neither 0, 1, 2 or 3 nor a list such as 0:3,1:1 by local rank");
+        let streams = |text: &str| match text {
+            "0" | "1" | "2" | "3" => text.parse::<u8>().map_err(|_| wrong()),
+            _ => Err(wrong()),
+        };
+        if let Ok(all) = streams(text) {
+            return Ok(Self { all, of: BTreeMap::new() });
+        }
+        let mut of = BTreeMap::new();
+        for part in text.split(',') {
+            let (rank, which) = part.split_once(':').ok_or_else(wrong)?;
+            let rank = rank.parse().map_err(|_| wrong())?;
+            if of.insert(rank, streams(which)?).is_some() {
+                return Err(format!("`{text}` names local rank {rank} twice"));
+            }
+        }
+        Ok(Self { all: 0, of })
+    }
+}
+
+/// Where one stream of one rank goes.
+pub(super) struct Dest {
+    pub(super) file: Option<File>,
+    pub(super) console: bool,
+}
+
+/// The folder of this run.
+pub(super) struct Folder {
+    path: PathBuf,
+    /// Removed at the end: there is nothing in it for anybody else.
+    pub(super) temporary: bool,
+    logs: Logs,
+}
+
+impl Folder {
+    /// Makes it, which others cannot write.
+    pub(super) fn new(options: &LaunchOptions) -> Result<Self> {
+        let logs = options.logs.clone();
+        let named = [logs.redirects.last(), logs.tee.last()];
+        let shown = logs.shown.iter().flatten().copied();
+        let ranks = options.nproc_per_node;
+        if let Some(rank) = named.into_iter().flatten().chain(shown).find(|&rank| rank >= ranks) {
+            let flags = "--redirects, --tee or --local-ranks-filter";
+            let text = format!("{flags} names local rank {rank}, but there are {ranks}");
+            return Err(Error::Config(text));
+        }
+        let temporary = logs.dir.is_none() && logs.redirects.is_none() && logs.tee.is_none();
+        let random = rand::random::<u32>();
+        let path = match &logs.dir {
+            Some(dir) => dir.join(format!("{}_{random:08x}", file_name(&options.run_id))),
+            None => {
+                let name = format!("runner-launch-{}-{random:08x}", std::process::id());
+                std::env::temp_dir().join(name)
+            }
+        };
+        let parent = path.parent().unwrap_or(Path::new("."));
+        let made = std::fs::create_dir_all(parent).and_then(|()| {
+            DirBuilder::new().mode(if temporary { 0o700 } else { 0o755 }).create(&path)
+        });
+        made.map_err(|source| Error::Io { what: format!("make {}", path.display()), source })?;
+        Ok(Self { path, temporary, logs })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What is said of it, if somebody may look for it.
+    pub(super) fn text(&self) -> Option<String> {
+        let said = !self.temporary;
+        said.then(|| format!("launch: logs are in {}\n", self.path.display()))
+    }
+
+    fn of_rank(&self, attempt: u32, rank: usize) -> PathBuf {
+        self.path.join(format!("attempt_{attempt}/{rank}"))
+    }
+
+    pub(super) fn error_file(&self, attempt: u32, rank: usize) -> PathBuf {
+        self.of_rank(attempt, rank).join("error.json")
+    }
+
+    /// Where standard output and standard error of a local rank go.
+    pub(super) fn dests(&self, attempt: u32, rank: usize) -> Result<[Dest; 2]> {
+        let shown = self.logs.shown.as_ref().is_none_or(|shown| shown.contains(&rank));
+        let folder = self.of_rank(attempt, rank);
+        let dest = |stream: u8, name: &str| -> Result<Dest> {
+            let tee = self.logs.tee.has(rank, stream);
+            let redirected = self.logs.redirects.has(rank, stream);
+            let path = folder.join(name);
+            let file = (tee || redirected).then(|| create(&path)).transpose();
+            let file = file
+                .map_err(|source| Error::Io { what: format!("make {}", path.display()), source })?;
+            Ok(Dest { file, console: shown && (tee || !redirected) })
+        };
+        Ok([dest(1, "stdout.log")?, dest(2, "stderr.log")?])
+    }
+}
+
+fn create(path: &Path) -> io::Result<File> {
+    std::fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
+    File::create(path)
+}
+
+/// A run's name as a part of a path.
+fn file_name(run_id: &str) -> String {
+    let allowed = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_' | '.');
+    run_id.chars().map(|c| if allowed(c) { c } else { '_' }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn torchruns_words_for_streams() {
+        let streams = |text: &str| text.parse::<Streams>();
+        let both = streams("3").unwrap();
+        assert!(both.has(0, 1) && both.has(7, 2) && !both.is_none());
+        let some = streams("0:3,2:1").unwrap();
+        assert!(some.has(0, 1) && some.has(0, 2) && some.has(2, 1));
+        assert!(!some.has(2, 2) && !some.has(1, 1));
+        assert_eq!(some.last(), Some(2));
+        assert!(streams("0").unwrap().is_none() && streams("1:0").unwrap().is_none());
+        for wrong in ["", "4", "-1", "both", "0:4", "0:", ":1", "0:1,0:2", "0:1,"] {
+            assert!(streams(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_runs_name_stays_within_the_directory() {
+        assert_eq!(file_name("../../etc/x y"), ".._.._etc_x_y");
+    }
+}

@@ -1,0 +1,99 @@
+//! Names and addresses: of the node that hosts the control store, and of this host.
+
+use std::fmt::Write;
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
+
+use collective::TcpStoreServer;
+
+use crate::{Error, Result};
+
+/// `host` without the brackets that an IPv6 address may have.
+pub(super) fn plain(host: &str) -> &str {
+    host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host)
+}
+
+/// Host and port as one text.
+pub(super) fn join(host: &str, port: u16) -> String {
+    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
+/// The addresses of `host`. A name without any is refused at once: no waiting would mend it.
+///
+/// # Errors
+///
+/// [`Error::Config`] with `flag`, name, port and the reason.
+pub(super) fn resolve(flag: &str, host: &str, port: u16) -> Result<Vec<IpAddr>> {
+    let refused = |why: &str| {
+        let at = join(host, port);
+        Error::Config(format!(
+            "{flag} {host} (for {at}): {why}; give a name that all nodes know, or an address"
+        ))
+    };
+    let found = (host, port).to_socket_addrs().map_err(|error| refused(&error.to_string()))?;
+    let found: Vec<_> = found.map(|addr| addr.ip()).collect();
+    if found.is_empty() { Err(refused("the name has no address")) } else { Ok(found) }
+}
+
+/// Whether one of `addrs` is this host's.
+pub(super) fn is_here(addrs: &[IpAddr]) -> bool {
+    addrs.iter().any(|&ip| {
+        let bound = TcpListener::bind(SocketAddr::new(ip, 0));
+        // Whatever else goes wrong has nothing to do with whose address it is.
+        !bound.is_err_and(|error| error.kind() == ErrorKind::AddrNotAvailable)
+    })
+}
+
+/// Hosts a store for the other nodes: on a loopback address only if that is what they were told,
+/// otherwise on all addresses, because the name they know this host by may lead to any of them.
+pub(super) fn host(addrs: &[IpAddr], port: u16) -> Result<TcpStoreServer> {
+    let loopback = addrs.iter().copied().find(IpAddr::is_loopback);
+    if let Some(ip) = loopback {
+        return Ok(TcpStoreServer::bind(SocketAddr::new(ip, port))?);
+    }
+    let any = |ip: IpAddr| TcpStoreServer::bind(SocketAddr::new(ip, port));
+    Ok(any(Ipv6Addr::UNSPECIFIED.into()).or_else(|_| any(Ipv4Addr::UNSPECIFIED.into()))?)
+}
+
+/// The name of this host.
+pub(super) fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let name = name.trim();
+    if name.is_empty() { "?".to_owned() } else { name.to_owned() }
+}
+
+/// Numbers as a list, `1, 2, 4`.
+pub(super) fn list(numbers: impl IntoIterator<Item = usize>) -> String {
+    let mut text = String::new();
+    for number in numbers {
+        let comma = if text.is_empty() { "" } else { ", " };
+        let _ = write!(text, "{comma}{number}");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn brackets_are_for_ports_only() {
+        assert_eq!((plain("[::1]"), plain("::1"), plain("host")), ("::1", "::1", "host"));
+        assert_eq!((join("::1", 5), join("host", 5)), ("[::1]:5".to_owned(), "host:5".to_owned()));
+    }
+
+    #[test]
+    fn a_name_that_is_none_is_refused_at_once() {
+        let error =
+            resolve("--master-addr", "no-such-host.invalid", 29500).unwrap_err().to_string();
+        assert!(error.contains("--master-addr no-such-host.invalid"), "{error}");
+        assert!(error.contains("29500"), "{error}");
+    }
+
+    #[test]
+    fn whose_an_address_is() {
+        assert!(is_here(&[Ipv4Addr::LOCALHOST.into()]));
+        // For documentation (RFC 5737): nobody's.
+        assert!(!is_here(&[Ipv4Addr::new(192, 0, 2, 1).into()]));
+    }
+}

@@ -1,0 +1,375 @@
+//! Nodes that come and go: the loop around `state`.
+//!
+//! One of the nodes hosts the control store: that whose address the endpoint is, or of several on one
+//! host the first to come. Each attempt has its keys under a prefix of its own, and a fresh store for its
+//! ranks, which its first node hosts. If the node with the control store is lost, the job is.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use collective::{Store, TcpStore, TcpStoreServer};
+
+use super::round::{Member, Round, Rules};
+use super::state::{self, Action, Node, Phase, State, View};
+use super::{End, Patience, Place, address, connect, from_json, to_json, wait};
+use crate::launch::LaunchOptions;
+use crate::launch::job::{Job, KILL_TIME};
+use crate::launch::signals::Ear;
+use crate::launch::summary::Verdict;
+use crate::{Error, Result};
+
+/// The nodes of an elastic job, seen from one of them.
+pub(in crate::launch) struct Elastic {
+    run_id: String,
+    limits: (usize, usize),
+    host: String,
+    port: u16,
+    patience: Patience,
+    pub(super) most: u32,
+    me: Node,
+    /// The control store, if it is here.
+    control: Option<TcpStoreServer>,
+    /// The ranks' store, if it is here.
+    fresh: Option<TcpStoreServer>,
+    store: Option<Arc<TcpStore>>,
+    state: State,
+    /// The state as it was read; empty if there was none.
+    text: Vec<u8>,
+    pub(super) round: Option<Arc<Round>>,
+}
+
+impl Elastic {
+    pub(super) fn new(
+        options: &LaunchOptions,
+        limits: (usize, usize),
+        host: String,
+        port: u16,
+    ) -> Result<Self> {
+        if limits.0 == 0 || limits.0 > limits.1 {
+            let text = format!("--nnodes {}:{}: it is MIN:MAX, from 1 on", limits.0, limits.1);
+            return Err(Error::Config(text));
+        }
+        let host = address::plain(&host).to_owned();
+        let found = address::resolve("--rdzv-endpoint", &host, port)?;
+        let control =
+            if address::is_here(&found) { address::host(&found, port) } else { Err(nobody()) };
+        let me = Node {
+            host: address::host_name(),
+            pid: std::process::id(),
+            id: rand::random(),
+            addr: String::new(),
+            ranks: options.nproc_per_node,
+            role: options.role.clone(),
+        };
+        Ok(Self {
+            run_id: options.run_id.clone(),
+            limits,
+            host,
+            port: control.as_ref().map_or(port, TcpStoreServer::port),
+            patience: options.patience,
+            most: options.max_restarts,
+            me,
+            // Another launcher on this host was faster, or the port is another program's, which
+            // does not answer as a store then.
+            control: control.ok(),
+            fresh: None,
+            store: None,
+            state: State::default(),
+            text: Vec::new(),
+            round: None,
+        })
+    }
+
+    pub(super) fn restarts(&self) -> u32 {
+        self.state.restarts
+    }
+
+    fn prefix(&self) -> String {
+        format!("runner/elastic/{}", self.run_id)
+    }
+
+    fn state_key(&self) -> String {
+        format!("{}/state", self.prefix())
+    }
+
+    pub(super) fn next(&mut self, ear: &mut Ear) -> Result<Option<Place>> {
+        let store = match &self.store {
+            Some(store) => Arc::clone(store),
+            None => {
+                let who = "--rdzv-endpoint";
+                let Some(store) = connect((&self.host, self.port), &self.patience, ear, who)?
+                else {
+                    return Ok(None);
+                };
+                self.me.addr = self.own_addr(&store);
+                Arc::clone(self.store.insert(Arc::new(store)))
+            }
+        };
+        let Some(node) = self.gather(&store, ear)? else { return Ok(None) };
+        let mut first = 0;
+        let member = |node: &Node| {
+            let first_rank = first;
+            first += node.ranks;
+            let Node { host, addr, ranks, .. } = node.clone();
+            Member { host, addr, first_rank, ranks }
+        };
+        let members: Vec<_> = self.state.nodes.iter().map(member).collect();
+        let round = Round {
+            store,
+            prefix: format!("{}/{}", self.prefix(), self.state.round),
+            node,
+            members,
+            foreign: false,
+            hosts: self.control.is_some(),
+            patience: self.patience,
+        };
+        let place = self.place(&round, ear)?;
+        self.round = Some(Arc::new(round));
+        Ok(place)
+    }
+
+    /// As the other nodes reach this one.
+    fn own_addr(&self, store: &TcpStore) -> String {
+        match store.local_ip() {
+            Some(ip) if !ip.is_loopback() => ip.to_string(),
+            // The node with the control store goes to itself; the others come by this name.
+            _ => self.host.clone(),
+        }
+    }
+
+    /// Takes part in an attempt: which node of it this is; `None` after a signal, or if the job has
+    /// ended.
+    fn gather(&mut self, store: &Arc<TcpStore>, ear: &mut Ear) -> Result<Option<usize>> {
+        let start = Instant::now();
+        let mut call = Call { since: None, round: 0 };
+        let mut beats = Beats::default();
+        loop {
+            self.read(store)?;
+            let lost =
+                beats.look(store, &self.prefix(), &self.state, self.me.id, &self.patience)?;
+            let enough = self.state.nodes.len() >= self.limits.0;
+            let view = View {
+                me: &self.me,
+                min: self.limits.0,
+                max: self.limits.1,
+                last_call_over: call.is_over(&self.state, enough, self.patience.last_call),
+                // Who waits behind an attempt that runs is patient: it may need days.
+                join_over: self.state.phase == Phase::Gathering
+                    && start.elapsed() > self.patience.join,
+                lost: &lost,
+            };
+            let stop = ear.listen();
+            let view = View { join_over: view.join_over || stop, ..view };
+            match state::step(&self.state, &view) {
+                Action::Run(node) => return Ok(Some(node)),
+                Action::Closed { failed: false } => return Ok(None),
+                Action::Closed { failed: true } => {
+                    return Err(Error::Config(self.about("the job has ended with a failure")));
+                }
+                Action::TooFew if stop => return Ok(None),
+                Action::TooFew => return Err(self.too_few(start.elapsed())),
+                Action::Wait => std::thread::sleep(PAUSE.min(self.patience.heartbeat)),
+                Action::Write(next) => self.write(store, next)?,
+            }
+        }
+    }
+
+    fn about(&self, what: &str) -> String {
+        let at = address::join(&self.host, self.port);
+        format!("run {} at --rdzv-endpoint {at}: {what}", self.run_id)
+    }
+
+    fn too_few(&self, waited: Duration) -> Error {
+        let (min, max) = self.limits;
+        let others = self.state.nodes.iter().map(|node| format!("{} ({})", node.host, node.addr));
+        let others: Vec<_> = others.collect();
+        let who = if others.is_empty() { "nobody else".to_owned() } else { others.join(", ") };
+        Error::Config(self.about(&format!(
+            "after {waited:.1?} fewer than {min} nodes (of {min}:{max}): besides this one {who}"
+        )))
+    }
+
+    fn read(&mut self, store: &TcpStore) -> Result<()> {
+        // For a key that is not there the expected value is given back, and nothing is stored.
+        let text = store.compare_set(&self.state_key(), UNLIKELY, UNLIKELY)?;
+        if text == UNLIKELY {
+            (self.state, self.text) = (State::default(), Vec::new());
+        } else {
+            (self.state, self.text) = (from_json("the job's state", &text)?, text);
+        }
+        Ok(())
+    }
+
+    /// Replaces the state that was read, unless somebody else did; tells a running attempt of a node
+    /// that waits.
+    fn write(&self, store: &TcpStore, next: State) -> Result<()> {
+        let new = to_json(&next);
+        let won = store.compare_set(&self.state_key(), &self.text, &new)? == new;
+        let room = next.nodes.len() < self.limits.1;
+        let joins = next.waiting.len() > self.state.waiting.len();
+        if won && room && joins && next.phase == Phase::Running {
+            let node = format!("{} ({})", self.me.host, self.me.addr);
+            let key = format!("{}/{}/end", self.prefix(), next.round);
+            store.compare_set(&key, b"", &to_json(&End::Joined { node }))?;
+        }
+        Ok(())
+    }
+
+    /// The ranks of this node, and where their store is.
+    fn place(&mut self, round: &Round, ear: &mut Ear) -> Result<Option<Place>> {
+        let key = format!("{}/master", round.prefix);
+        if round.node == 0 {
+            let any = address::resolve("--rdzv-endpoint", &self.me.addr, 0)?;
+            let fresh = self.fresh.insert(address::host(&any, 0)?);
+            round.store.set(&key, &to_json(&(&self.me.addr, fresh.port())))?;
+        }
+        let deadline = Instant::now() + self.patience.join;
+        if !wait(&*round.store, &[&key], deadline, ear)? {
+            let first = &self.state.nodes[0];
+            let text = format!("the first node, {} ({}), does not start", first.host, first.addr);
+            return if ear.signal.is_some() {
+                Ok(None)
+            } else {
+                Err(Error::Config(self.about(&text)))
+            };
+        }
+        let text = round.store.get(&key, self.patience.heartbeat)?;
+        let (master_addr, master_port) = from_json("the ranks' store", &text)?;
+        let nodes = &self.state.nodes;
+        let size = |nodes: &[Node], role: Option<&str>| -> usize {
+            let same = nodes.iter().filter(|node| role.is_none_or(|role| role == node.role));
+            same.map(|node| node.ranks).sum()
+        };
+        let (before, role) = (&nodes[..round.node], Some(&self.me.role[..]));
+        Ok(Some(Place {
+            round: self.state.round,
+            restart_count: self.state.restarts,
+            node: round.node,
+            nodes: nodes.len(),
+            first_rank: size(before, None),
+            world_size: size(nodes, None),
+            first_role_rank: size(before, role),
+            role_world_size: size(nodes, role),
+            master_addr,
+            master_port,
+        }))
+    }
+
+    pub(super) fn settle(&mut self, job: &mut Job) -> Result<Verdict> {
+        let rules = Rules {
+            restarts_left: self.state.restarts < self.most,
+            elastic: true,
+            end_time: job.options.report_time + job.options.grace + KILL_TIME,
+        };
+        let round = Arc::clone(self.round.as_ref().expect("an attempt is under way"));
+        let verdict = round.settle(job.outcome(), &mut job.ear, &rules);
+        let number = self.state.round;
+        let store = Arc::clone(&round.store);
+        // All say so, for the first may be lost before it does.
+        let left = job.ear.signal.is_some() && !self.is_last();
+        let changed = if verdict.again || left {
+            let failed = verdict.counted;
+            self.change(&store, |state| state::end(state, number, failed))
+        } else {
+            self.change(&store, |state| state::close(state, verdict.is_failure()))
+        };
+        round.linger(&verdict);
+        if verdict.again {
+            changed?;
+        } else if self.control.is_some() && !self.state.waiting.is_empty() {
+            // Those that wait look at the state so often.
+            std::thread::sleep(3 * PAUSE);
+        }
+        Ok(verdict)
+    }
+
+    /// Whether nobody goes on without this node.
+    fn is_last(&self) -> bool {
+        self.state.nodes.len() == 1 && self.state.waiting.is_empty() || self.control.is_some()
+    }
+
+    /// Changes the state, whatever others do meanwhile; nothing if `to` has nothing to change.
+    fn change(&mut self, store: &TcpStore, to: impl Fn(&State) -> Option<State>) -> Result<()> {
+        loop {
+            self.read(store)?;
+            match to(&self.state) {
+                None => return Ok(()),
+                Some(next) => self.write(store, next)?,
+            }
+        }
+    }
+}
+
+/// For a store that is elsewhere.
+fn nobody() -> Error {
+    Error::Config("another node hosts the control store".to_owned())
+}
+
+/// Since when there have been enough nodes.
+struct Call {
+    since: Option<Instant>,
+    round: u32,
+}
+
+impl Call {
+    fn is_over(&mut self, state: &State, enough: bool, last_call: Duration) -> bool {
+        if !enough || state.round != self.round || state.phase != Phase::Gathering {
+            (self.since, self.round) = (None, state.round);
+        }
+        if !enough {
+            return false;
+        }
+        self.since.get_or_insert_with(Instant::now).elapsed() >= last_call
+    }
+}
+
+/// Signs of life while nodes gather: each moves a counter, and looks at everybody's.
+#[derive(Default)]
+struct Beats {
+    moved: Option<Instant>,
+    seen: Vec<Beat>,
+}
+
+impl Beats {
+    /// The ids of nodes that no longer beat. Those of an attempt that runs beat there.
+    fn look(
+        &mut self,
+        store: &TcpStore,
+        prefix: &str,
+        state: &State,
+        me: u64,
+        patience: &Patience,
+    ) -> Result<Vec<u64>> {
+        let alive = |node: &Node| (node.id, format!("{prefix}/alive/{}", node.id));
+        if self.moved.is_none_or(|moved| moved.elapsed() >= patience.heartbeat) {
+            self.moved = Some(Instant::now());
+            store.add(&format!("{prefix}/alive/{me}"), 1)?;
+            let running = state.phase == Phase::Running;
+            let of_attempt = state.nodes.iter().enumerate().map(|(at, node)| match running {
+                true => (node.id, format!("{prefix}/{}/beat/{at}", state.round)),
+                false => alive(node),
+            });
+            let keys: Vec<_> = of_attempt.chain(state.waiting.iter().map(alive)).collect();
+            // Who is in another list now beats elsewhere, and starts anew.
+            self.seen.retain(|(key, ..)| keys.iter().any(|(_, known)| known == key));
+            for (id, key) in keys.into_iter().filter(|(id, _)| *id != me) {
+                let now = store.get(&key, Duration::from_millis(1)).unwrap_or_default();
+                match self.seen.iter_mut().find(|(known, ..)| *known == key) {
+                    Some((_, _, seen, _)) if *seen == now => {}
+                    Some(entry) => *entry = (key, id, now, Instant::now()),
+                    None => self.seen.push((key, id, now, Instant::now())),
+                }
+            }
+        }
+        let lost = |entry: &&Beat| entry.3.elapsed() > patience.lost_after();
+        Ok(self.seen.iter().filter(lost).map(|(_, id, ..)| *id).collect())
+    }
+}
+
+/// A counter's key, its node's id, its value, and since when it has been that.
+type Beat = (String, u64, Vec<u8>, Instant);
+
+/// Between two looks at the state.
+const PAUSE: Duration = Duration::from_millis(200);
+/// A value that no state has.
+const UNLIKELY: &[u8] = b"?";

@@ -1,0 +1,422 @@
+//! Nodes with given ranks, at a store that node 0 hosts: torchrun's static rendezvous.
+//!
+//! The first attempt is torchrun's, key by key, and its ranks use the control store, so that each
+//! node's launcher may be torchrun's agent: every launcher tells its number of ranks
+//! (`torchelastic/role_info/<node>`), node 0 deals out the ranks (`torchelastic/assigned_ranks/<node>`),
+//! and whoever succeeds waits for the others (`torchelastic/agent/terminal_state`). A launcher of ours
+//! leaves `runner/agent/<node>` besides: if all are ours they watch one another
+//! ([`Round`](super::round::Round)), and every further attempt has a store of its own. With a foreign
+//! agent each node is on its own, as torchrun's are: ranks notice by their collectives.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use collective::{PrefixStore, Store, TcpStore, TcpStoreServer};
+use serde::{Deserialize, Serialize};
+
+use super::round::{Member, Round, Rules};
+use super::{Patience, Place, address, connect, from_json, to_json, wait};
+use crate::launch::LaunchOptions;
+use crate::launch::job::{Job, KILL_TIME};
+use crate::launch::signals::Ear;
+use crate::launch::summary::Verdict;
+use crate::{Error, Result};
+
+/// The nodes of a fixed job, seen from one of them.
+pub(in crate::launch) struct Fixed {
+    run_id: String,
+    role: String,
+    ranks: usize,
+    node: usize,
+    count: usize,
+    addr: String,
+    port: u16,
+    patience: Patience,
+    pub(super) most: u32,
+    pub(super) attempt: u32,
+    /// On node 0: the control store.
+    control: Option<TcpStoreServer>,
+    /// On node 0: the ranks' store of a later attempt.
+    fresh: Option<TcpStoreServer>,
+    store: Option<Arc<TcpStore>>,
+    place: Place,
+    members: Vec<Member>,
+    foreign: bool,
+    pub(super) round: Option<Arc<Round>>,
+}
+
+/// What torchrun's agents tell node 0.
+#[derive(Serialize, Deserialize)]
+struct RoleInfo {
+    role: String,
+    rank: usize,
+    local_world_size: usize,
+}
+
+/// What our launchers tell besides.
+#[derive(Serialize, Deserialize)]
+struct Agent {
+    host: String,
+    addr: String,
+    nodes: usize,
+    max_restarts: u32,
+}
+
+impl Fixed {
+    pub(super) fn new(
+        options: &LaunchOptions,
+        (node, count): (usize, usize),
+        addr: String,
+        port: u16,
+    ) -> Result<Self> {
+        if node >= count {
+            let text = format!("--node-rank {node} is not below --nnodes {count}");
+            return Err(Error::Config(text));
+        }
+        let addr = address::plain(&addr).to_owned();
+        let found = address::resolve("--master-addr", &addr, port)?;
+        let control = if node == 0 { Some(host(&found, &addr, port, count)?) } else { None };
+        // What the system has chosen, if it was asked to.
+        let port = control.as_ref().map_or(port, TcpStoreServer::port);
+        Ok(Self {
+            run_id: options.run_id.clone(),
+            role: options.role.clone(),
+            ranks: options.nproc_per_node,
+            node,
+            count,
+            addr,
+            port,
+            patience: options.patience,
+            most: options.max_restarts,
+            attempt: 0,
+            control,
+            fresh: None,
+            store: None,
+            place: Place::default(),
+            members: Vec::new(),
+            foreign: false,
+            round: None,
+        })
+    }
+
+    /// Where the control store is, in words.
+    fn meeting(&self) -> String {
+        address::join(&self.addr, self.port)
+    }
+
+    /// The keys that torchrun's agents use, too.
+    fn shared(&self, store: &Arc<TcpStore>) -> PrefixStore {
+        PrefixStore::new(self.run_id.clone(), store.clone())
+    }
+
+    pub(super) fn next(&mut self, ear: &mut Ear) -> Result<Option<Place>> {
+        let met = if self.store.is_none() { self.meet(ear)? } else { self.meet_again(ear)? };
+        if !met {
+            return Ok(None);
+        }
+        let store = self.store.as_ref().expect("the nodes have met at it");
+        self.place.round = self.attempt;
+        self.place.restart_count = self.attempt;
+        self.round = Some(Arc::new(Round {
+            store: Arc::clone(store),
+            prefix: self.prefix(),
+            node: self.node,
+            members: self.members.clone(),
+            foreign: self.foreign,
+            hosts: self.control.is_some(),
+            patience: self.patience,
+        }));
+        Ok(Some(self.place.clone()))
+    }
+
+    fn prefix(&self) -> String {
+        format!("{}/runner/{}", self.run_id, self.attempt)
+    }
+
+    /// The first meeting, by torchrun's keys; false if a signal ended it.
+    fn meet(&mut self, ear: &mut Ear) -> Result<bool> {
+        let who = format!(
+            "node {} of {}, whose --master-addr and --master-port are node 0's, {}",
+            self.node,
+            self.count,
+            self.meeting()
+        );
+        // This host's own way to its own store must not depend on what others call it.
+        let Some(store) = connect((&self.addr, self.port), &self.patience, ear, &who)? else {
+            return Ok(false);
+        };
+        store.join()?;
+        let store = Arc::new(store);
+        let shared = self.shared(&store);
+        self.introduce(&shared)?;
+        if self.node == 0 {
+            let infos: Vec<_> =
+                (0..self.count).map(|node| format!("torchelastic/role_info/{node}")).collect();
+            if !self.await_all(&shared, &infos, ear)? {
+                return Ok(false);
+            }
+            self.deal(&shared)?;
+        }
+        let assigned = format!("torchelastic/assigned_ranks/{}", self.node);
+        if !self.await_all(&shared, &[assigned.clone()], ear)? {
+            return Ok(false);
+        }
+        self.settle_in(&shared, &assigned)?;
+        self.store = Some(store);
+        Ok(true)
+    }
+
+    /// Tells who this node is. Two nodes of one rank are refused where the second comes.
+    fn introduce(&self, shared: &PrefixStore) -> Result<()> {
+        let node = self.node;
+        if shared.add(&format!("runner/taken/{node}"), 1)? > 1 {
+            let at = self.meeting();
+            let text = format!("two launchers at {at} have --node-rank {node}; give each its own");
+            return Err(Error::Config(text));
+        }
+        let addr = shared.local_ip().map_or_else(|| "?".to_owned(), |ip| ip.to_string());
+        let agent =
+            Agent { host: address::host_name(), addr, nodes: self.count, max_restarts: self.most };
+        shared.set(&format!("runner/agent/{node}"), &to_json(&agent))?;
+        let info = RoleInfo { role: self.role.clone(), rank: node, local_world_size: self.ranks };
+        shared.set(&format!("torchelastic/role_info/{node}"), &to_json(&info))?;
+        Ok(())
+    }
+
+    /// Waits for `keys`; false if a signal came first.
+    fn await_all(&self, shared: &PrefixStore, keys: &[String], ear: &mut Ear) -> Result<bool> {
+        let start = Instant::now();
+        let names: Vec<_> = keys.iter().map(String::as_str).collect();
+        if wait(shared, &names, start + self.patience.join, ear)? {
+            return Ok(true);
+        }
+        if ear.signal.is_some() {
+            return Ok(false);
+        }
+        let mut missing = Vec::new();
+        for node in 0..self.count {
+            if !shared.check(&[&format!("torchelastic/role_info/{node}")])? {
+                missing.push(node);
+            }
+        }
+        let (at, waited) = (self.meeting(), start.elapsed());
+        let each = self.ranks;
+        let ranks = missing.iter().flat_map(|node| node * each..(node + 1) * each);
+        Err(Error::Config(format!(
+            "after {waited:.1?} at {at} of {} nodes still missing: {} (ranks {} if each node has {each}); is the \
+             launcher running there, with this --master-addr and --master-port?",
+            self.count,
+            address::list(missing.iter().copied()),
+            address::list(ranks),
+        )))
+    }
+
+    /// On node 0: gives each node its ranks, as torchrun does.
+    fn deal(&self, shared: &PrefixStore) -> Result<()> {
+        let infos = self.infos(shared)?;
+        let world: usize = infos.iter().map(|info| info.local_world_size).sum();
+        let size = |role: &str, upto: usize| -> usize {
+            let same = infos[..upto].iter().filter(|info| info.role == role);
+            same.map(|info| info.local_world_size).sum()
+        };
+        let mut first = 0;
+        for (node, info) in infos.iter().enumerate() {
+            let role = (size(&info.role, node), size(&info.role, infos.len()));
+            let assigned = to_json(&[first, world, role.0, role.1]);
+            shared.set(&format!("torchelastic/assigned_ranks/{node}"), &assigned)?;
+            first += info.local_world_size;
+        }
+        Ok(())
+    }
+
+    fn infos(&self, shared: &PrefixStore) -> Result<Vec<RoleInfo>> {
+        let keys: Vec<_> =
+            (0..self.count).map(|node| format!("torchelastic/role_info/{node}")).collect();
+        let keys: Vec<_> = keys.iter().map(String::as_str).collect();
+        let texts = shared.multi_get(&keys, self.patience.heartbeat)?;
+        texts.iter().map(|text| from_json("a node's ranks", text)).collect()
+    }
+
+    /// Reads this node's place, and who the others are.
+    fn settle_in(&mut self, shared: &PrefixStore, assigned: &str) -> Result<()> {
+        let text = shared.get(assigned, self.patience.heartbeat)?;
+        let [first_rank, world_size, first_role_rank, role_world_size] =
+            from_json("assigned ranks", &text)?;
+        let mut first = 0;
+        for (node, info) in self.infos(shared)?.into_iter().enumerate() {
+            let key = format!("runner/agent/{node}");
+            // It was left before the ranks were told, if at all.
+            let ours = shared.check(&[&key])?;
+            let (host, addr) = if ours {
+                let text = shared.get(&key, self.patience.heartbeat)?;
+                let agent: Agent = from_json("a launcher's introduction", &text)?;
+                self.same(node, &agent)?;
+                (agent.host, agent.addr)
+            } else {
+                self.foreign = true;
+                ("?".to_owned(), "?".to_owned())
+            };
+            let ranks = info.local_world_size;
+            self.members.push(Member { host, addr, first_rank: first, ranks });
+            first += ranks;
+        }
+        self.place = Place {
+            node: self.node,
+            nodes: self.count,
+            first_rank,
+            world_size,
+            first_role_rank,
+            role_world_size,
+            master_addr: self.addr.clone(),
+            master_port: self.port,
+            ..Place::default()
+        };
+        Ok(())
+    }
+
+    /// What has to be alike on all nodes.
+    fn same(&self, node: usize, agent: &Agent) -> Result<()> {
+        for (flag, theirs, ours) in [
+            ("--nnodes", agent.nodes, self.count),
+            ("--max-restarts", agent.max_restarts as usize, self.most as usize),
+        ] {
+            if theirs != ours {
+                let (host, me) = (&agent.host, self.node);
+                return Err(Error::Config(format!(
+                    "{flag} is {ours} on node {me}, but {theirs} on node {node} ({host})"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// A further meeting, which gives the ranks a fresh store unless a foreign agent takes part.
+    fn meet_again(&mut self, ear: &mut Ear) -> Result<bool> {
+        if self.foreign {
+            return Ok(true);
+        }
+        let store = Arc::clone(self.store.as_ref().expect("the nodes have met at it"));
+        let attempt = PrefixStore::new(self.prefix(), store);
+        let start = Instant::now();
+        let deadline = start + self.patience.join;
+        let go = "port";
+        self.retry(deadline, ear, || attempt.set(&format!("ready/{}", self.node), b"1"))?;
+        if self.node == 0 {
+            let ready: Vec<_> = (0..self.count).map(|node| format!("ready/{node}")).collect();
+            let names: Vec<_> = ready.iter().map(String::as_str).collect();
+            if !wait(&attempt, &names, deadline, ear)? {
+                return self.nobody(&attempt, start, ear);
+            }
+            let found = address::resolve("--master-addr", &self.addr, 0)?;
+            let fresh = self.fresh.insert(address::host(&found, 0)?);
+            attempt.set(go, fresh.port().to_string().as_bytes())?;
+        }
+        loop {
+            match wait(&attempt, &[go], deadline, ear) {
+                Ok(true) => break,
+                Ok(false) => return self.nobody(&attempt, start, ear),
+                // The network may be back in time.
+                Err(error) if Instant::now() >= deadline => return Err(error),
+                Err(_) => std::thread::sleep(super::SLICE),
+            }
+        }
+        let port = attempt.get(go, self.patience.heartbeat)?;
+        self.place.master_port = from_json("the port of the ranks' store", &port)?;
+        Ok(true)
+    }
+
+    /// Does `what` until it succeeds, the deadline passes, or a signal comes.
+    fn retry(
+        &self,
+        deadline: Instant,
+        ear: &mut Ear,
+        what: impl Fn() -> collective::Result<()>,
+    ) -> Result<()> {
+        while let Err(error) = what() {
+            if ear.listen() || Instant::now() >= deadline {
+                return Err(error.into());
+            }
+            std::thread::sleep(super::SLICE);
+        }
+        Ok(())
+    }
+
+    /// Who did not come to a further attempt; false if a signal ended the waiting.
+    fn nobody(&self, attempt: &PrefixStore, start: Instant, ear: &Ear) -> Result<bool> {
+        if ear.signal.is_some() {
+            return Ok(false);
+        }
+        let mut missing = Vec::new();
+        for (node, member) in self.members.iter().enumerate() {
+            if !attempt.check(&[&format!("ready/{node}")])? {
+                missing.push(format!("node {node} ({member})"));
+            }
+        }
+        let (at, waited, missing) = (self.meeting(), start.elapsed(), missing.join(", "));
+        let text = format!("after {waited:.1?} at {at} not back for another attempt: {missing}");
+        Err(Error::Config(text))
+    }
+
+    pub(super) fn settle(&mut self, job: &mut Job) -> Verdict {
+        let restarts_left = self.attempt < self.most;
+        let rules = Rules {
+            restarts_left,
+            elastic: false,
+            end_time: job.options.report_time + job.options.grace + KILL_TIME,
+        };
+        let round = Arc::clone(self.round.as_ref().expect("an attempt is under way"));
+        let own = job.outcome();
+        let verdict = if self.foreign {
+            let mut verdict = Verdict::of(vec![own], Vec::new());
+            verdict.again = verdict.is_failure() && !verdict.stopped && restarts_left;
+            if !verdict.is_failure() {
+                self.exit_barrier(&mut job.ear);
+            }
+            verdict
+        } else {
+            let verdict = round.settle(own, &mut job.ear, &rules);
+            round.linger(&verdict);
+            verdict
+        };
+        self.attempt += u32::from(verdict.again);
+        verdict
+    }
+
+    /// Waits for torchrun's agents, whose ranks may need the store for a while.
+    fn exit_barrier(&self, ear: &mut Ear) {
+        let store = self.store.as_ref().expect("the nodes have met at it");
+        let shared = self.shared(store);
+        let [members, last] = ["num_members", "last_member"]
+            .map(|key| format!("torchelastic/agent/terminal_state/{key}"));
+        let came = shared.add(&members, 1);
+        if came.is_ok_and(|came| usize::try_from(came) == Ok(self.count)) {
+            // Who cannot be told has ended.
+            drop(shared.set(&last, b"<val_ignored>"));
+        }
+        drop(wait(&shared, &[&last], Instant::now() + EXIT_BARRIER, ear));
+        if self.node == 0 {
+            // They have the answer when they have read it.
+            std::thread::sleep(LAST_READ);
+        }
+    }
+}
+
+/// Hosts the control store on node 0.
+fn host(found: &[IpAddr], addr: &str, port: u16, count: usize) -> Result<TcpStoreServer> {
+    if address::is_here(found) {
+        return address::host(found, port);
+    }
+    let at = address::join(addr, port);
+    let list = found.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(", ");
+    Err(Error::Config(format!(
+        "--master-addr {addr} ({list}) is not an address of this host, but --node-rank is 0: node 0 must \
+         run on the host that it names; otherwise the ranks of nodes {} wait at {at} in vain",
+        address::list(1..count)
+    )))
+}
+
+/// As torchrun waits.
+const EXIT_BARRIER: Duration = Duration::from_secs(300);
+/// For a store's last answers to leave before it goes.
+const LAST_READ: Duration = Duration::from_millis(500);

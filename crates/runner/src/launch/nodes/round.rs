@@ -1,0 +1,341 @@
+//! One attempt of several nodes: what their launchers tell one another while it runs and at its end.
+//!
+//! Keys of the control store, under a prefix for each attempt:
+//!
+//! | key | value |
+//! |---|---|
+//! | `end` | the first [`End`]: every node waits for it |
+//! | `beat/<node>` | a counter, moved at every heartbeat |
+//! | `outcome/<node>` | how the attempt went there |
+//! | `verdict` | what the first node makes of all outcomes, so that all nodes do the same |
+//! | `read` | how many have read the verdict |
+//!
+//! Each node watches the next one's counter, in a ring, by its own clock; who hosts the store is
+//! watched by everybody, since it no longer answers.
+
+use std::fmt::{self, Display, Formatter};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use collective::{Store, TcpStore};
+use serde::{Deserialize, Serialize};
+
+use super::{End, Patience, SLICE, from_json, to_json};
+use crate::launch::signals::{Ear, Event};
+use crate::launch::summary::{Outcome, Verdict};
+use crate::{Error, Result};
+
+/// A node of an attempt, as it is named to people.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Member {
+    pub(super) host: String,
+    /// As the store sees it.
+    pub(super) addr: String,
+    pub(super) first_rank: usize,
+    pub(super) ranks: usize,
+}
+
+impl Display for Member {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self { host, addr, first_rank, ranks } = self;
+        match ranks {
+            1 => write!(f, "host {host}, {addr}, rank {first_rank}"),
+            _ => write!(f, "host {host}, {addr}, ranks {first_rank} to {}", first_rank + ranks - 1),
+        }
+    }
+}
+
+/// One attempt, seen from one node.
+#[derive(Debug)]
+pub(super) struct Round {
+    pub(super) store: Arc<TcpStore>,
+    /// Before every key of this attempt.
+    pub(super) prefix: String,
+    /// Which of `members` this is.
+    pub(super) node: usize,
+    pub(super) members: Vec<Member>,
+    /// Agents other than ours take part, who know nothing of these keys.
+    pub(super) foreign: bool,
+    /// Whether this node hosts the control store.
+    pub(super) hosts: bool,
+    pub(super) patience: Patience,
+}
+
+/// What decides about a further attempt, besides what has happened.
+pub(super) struct Rules {
+    /// Restarts are left.
+    pub(super) restarts_left: bool,
+    /// Nodes may come and go.
+    pub(super) elastic: bool,
+    /// After a failure, how long a node may take to end its ranks.
+    pub(super) end_time: Duration,
+}
+
+impl Round {
+    fn key(&self, name: impl Display) -> String {
+        format!("{}/{name}", self.prefix)
+    }
+
+    /// A node in words.
+    fn name(&self, node: usize) -> String {
+        match self.members.get(node) {
+            Some(member) => format!("node {node} ({member})"),
+            None => format!("node {node}"),
+        }
+    }
+
+    /// Ends the attempt on all nodes; the first reason stays.
+    fn tell(&self, end: &End) -> Result<()> {
+        self.store.compare_set(&self.key("end"), b"", &to_json(end))?;
+        Ok(())
+    }
+
+    /// [`tell`](Self::tell), while the caller goes on.
+    pub(super) fn tell_apart(self: &Arc<Self>, end: &End) {
+        let (round, end) = (Arc::clone(self), end.clone());
+        let tell = move || {
+            // Who cannot be told notices that this node no longer beats.
+            drop(round.tell(&end));
+        };
+        drop(std::thread::Builder::new().name("launch-tell".to_owned()).spawn(tell));
+    }
+
+    fn beat(&self) -> Result<()> {
+        self.store.add(&self.key(format_args!("beat/{}", self.node)), 1)?;
+        Ok(())
+    }
+
+    /// Agrees with the other nodes on how the attempt went, after it has ended here.
+    pub(super) fn settle(&self, own: Outcome, ear: &mut Ear, rules: &Rules) -> Verdict {
+        let agreed = if self.node == 0 {
+            self.judge(&own, ear, rules)
+        } else {
+            self.await_verdict(&own, ear, rules)
+        };
+        let mut verdict = agreed.unwrap_or_else(|error| {
+            let remark = format!("the other nodes are out of reach: {error}");
+            let mut verdict = Verdict::of(vec![own], vec![remark]);
+            rules.apply(&mut verdict, None);
+            verdict
+        });
+        verdict.again &= ear.signal.is_none();
+        verdict
+    }
+
+    /// On the first node: collects all outcomes, and publishes the verdict.
+    fn judge(&self, own: &Outcome, ear: &mut Ear, rules: &Rules) -> Result<Verdict> {
+        let nodes = self.members.len();
+        let mut outcomes = vec![None; nodes];
+        outcomes[0] = Some(own.clone());
+        let mut pulse = Pulse::new(1..nodes);
+        let mut remarks = Vec::new();
+        let mut deadline = Deadline::default();
+        while let Some(node) = outcomes.iter().position(Option::is_none) {
+            let key = self.key(format_args!("outcome/{node}"));
+            match self.store.get(&key, SLICE.min(self.patience.heartbeat)) {
+                Ok(text) => outcomes[node] = Some(from_json("an outcome", &text)?),
+                Err(collective::Error::KeyTimeout { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+            let failed = |outcome: &Outcome| outcome.stopped || !outcome.failures.is_empty();
+            let ended = outcomes.iter().flatten().any(failed);
+            ear.listen();
+            deadline.start_if(ended || ear.elsewhere.is_some(), rules.end_time);
+            for (node, outcome) in outcomes.iter_mut().enumerate() {
+                let name = self.name(node);
+                let known =
+                    matches!(&ear.elsewhere, Some(End::Lost { node: lost }) if *lost == name);
+                let lost = known || deadline.is_over() || pulse.is_lost(self, node);
+                if outcome.is_none() && lost {
+                    remarks.push(format!("{name} no longer answers"));
+                    *outcome =
+                        Some(Outcome { ranks: self.members[node].ranks, ..Outcome::default() });
+                }
+            }
+        }
+        let mut verdict = Verdict::of(outcomes.into_iter().flatten().collect(), remarks);
+        let end = match self.store.check(&[&self.key("end")])? {
+            true => {
+                let text = self.store.get(&self.key("end"), self.patience.heartbeat)?;
+                Some(from_json("an end", &text)?)
+            }
+            false => None,
+        };
+        rules.apply(&mut verdict, end.as_ref());
+        self.store.set(&self.key("verdict"), &to_json(&verdict))?;
+        Ok(verdict)
+    }
+
+    /// On the other nodes: publishes the own outcome and waits for the verdict.
+    fn await_verdict(&self, own: &Outcome, ear: &mut Ear, rules: &Rules) -> Result<Verdict> {
+        let key = self.key(format_args!("outcome/{}", self.node));
+        let start = Instant::now();
+        while let Err(error) = self.store.set(&key, &to_json(own)) {
+            // The network may be back before the others give up.
+            if start.elapsed() > self.patience.lost_after() {
+                return Err(error.into());
+            }
+            std::thread::sleep(SLICE);
+        }
+        let mut pulse = Pulse::new([0]);
+        let mut deadline = Deadline::default();
+        loop {
+            match self.store.get(&self.key("verdict"), SLICE.min(self.patience.heartbeat)) {
+                Ok(text) => {
+                    self.store.add(&self.key("read"), 1)?;
+                    return from_json("a verdict", &text);
+                }
+                Err(collective::Error::KeyTimeout { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+            ear.listen();
+            let ended = own.stopped || !own.failures.is_empty() || ear.elsewhere.is_some();
+            // The first node waits as long for the others.
+            deadline.start_if(ended, rules.end_time + self.patience.lost_after());
+            if pulse.is_lost(self, 0) || deadline.is_over() {
+                return Err(Error::Config(format!("{} no longer answers", self.name(0))));
+            }
+        }
+    }
+
+    /// Waits, for a while, until every node has read the verdict: the store may go then.
+    pub(super) fn linger(&self, verdict: &Verdict) {
+        if !self.hosts {
+            return;
+        }
+        let readers = self.members.len() - 1 - verdict.remarks.len().min(self.members.len() - 1);
+        let start = Instant::now();
+        while start.elapsed() < self.patience.heartbeat {
+            let read = self.store.add(&self.key("read"), 0);
+            if !read.is_ok_and(|read| usize::try_from(read).is_ok_and(|read| read < readers)) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+impl Rules {
+    /// Decides whether there is a further attempt, and whether it counts as a restart.
+    fn apply(&self, verdict: &mut Verdict, end: Option<&End>) {
+        let by_itself = verdict.failures.iter().any(|failure| !failure.told);
+        let came = matches!(end, Some(End::Joined { .. } | End::Left { .. }));
+        let changed =
+            self.elastic && verdict.remarks.is_empty() && (verdict.stopped || (came && !by_itself));
+        verdict.counted = !changed;
+        verdict.again = changed && (verdict.is_failure() || came)
+            || verdict.is_failure() && !verdict.stopped && self.restarts_left;
+    }
+}
+
+/// A moment that is set once.
+#[derive(Default)]
+struct Deadline(Option<Instant>);
+
+impl Deadline {
+    fn start_if(&mut self, condition: bool, time: Duration) {
+        if condition {
+            self.0.get_or_insert_with(|| Instant::now() + time);
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.0.is_some_and(|due| due <= Instant::now())
+    }
+}
+
+/// When the counters of some nodes last moved, by our own clock.
+struct Pulse {
+    nodes: Vec<(usize, Vec<u8>, Instant)>,
+    looked: Instant,
+}
+
+impl Pulse {
+    fn new(nodes: impl IntoIterator<Item = usize>) -> Self {
+        let now = Instant::now();
+        Self { nodes: nodes.into_iter().map(|node| (node, Vec::new(), now)).collect(), looked: now }
+    }
+
+    /// Whether `node` has shown no life for too long. Asks the store once for each heartbeat.
+    fn is_lost(&mut self, round: &Round, node: usize) -> bool {
+        if self.looked.elapsed() >= round.patience.heartbeat {
+            self.look(round);
+            self.looked = Instant::now();
+        }
+        let lost_after = round.patience.lost_after();
+        self.nodes.iter().any(|(known, _, since)| *known == node && since.elapsed() > lost_after)
+    }
+
+    fn look(&mut self, round: &Round) {
+        for (node, seen, since) in &mut self.nodes {
+            let key = round.key(format_args!("beat/{node}"));
+            let now = round.store.get(&key, Duration::from_millis(1));
+            if now.as_ref().is_ok_and(|now| now != seen) {
+                *seen = now.unwrap_or_default();
+                *since = Instant::now();
+            }
+        }
+    }
+}
+
+/// A thread that beats, and listens to the other nodes, until this is dropped.
+#[derive(Debug)]
+pub(in crate::launch) struct Watch {
+    _alive: Arc<()>,
+}
+
+impl Watch {
+    pub(super) fn start(round: &Arc<Round>, attempt: u32, events: Sender<Event>) -> Result<Self> {
+        let alive = Arc::new(());
+        let (round, until) = (Arc::clone(round), Arc::downgrade(&alive));
+        std::thread::Builder::new()
+            .name("launch-nodes".to_owned())
+            .spawn(move || {
+                if let Some(end) = listen(&round, &until) {
+                    // The job has ended if nobody listens.
+                    let _ = events.send(Event::Elsewhere { attempt, end });
+                    // The others still count on this node's heartbeat.
+                    while until.strong_count() > 0 {
+                        drop(round.beat());
+                        std::thread::sleep(round.patience.heartbeat);
+                    }
+                }
+            })
+            .map_err(|source| Error::Io { what: "start a thread".to_owned(), source })?;
+        Ok(Self { _alive: alive })
+    }
+}
+
+/// Beats until the attempt ends: `None` if nobody wants to know any more.
+fn listen(round: &Round, until: &Weak<()>) -> Option<End> {
+    let nodes = round.members.len();
+    let next = (round.node + 1) % nodes.max(1);
+    let mut pulse = Pulse::new([next]);
+    let mut answered = Instant::now();
+    let end = round.key("end");
+    while until.strong_count() > 0 {
+        let heard = round.beat().map_err(|error| error.to_string()).and_then(|()| {
+            match round.store.get(&end, round.patience.heartbeat) {
+                Ok(text) => from_json("an end", &text).map(Some).map_err(|error| error.to_string()),
+                Err(collective::Error::KeyTimeout { .. }) => Ok(None),
+                Err(error) => Err(error.to_string()),
+            }
+        });
+        match heard {
+            Ok(Some(end)) => return Some(end),
+            Ok(None) => answered = Instant::now(),
+            Err(why) if answered.elapsed() > round.patience.lost_after() => {
+                let node = format!("the control store at {} ({why})", round.store.addr());
+                return Some(End::Lost { node });
+            }
+            Err(_) => std::thread::sleep(SLICE.min(round.patience.heartbeat)),
+        }
+        if !round.foreign && next != round.node && pulse.is_lost(round, next) {
+            let end = End::Lost { node: round.name(next) };
+            drop(round.tell(&end));
+            return Some(end);
+        }
+    }
+    None
+}

@@ -1,0 +1,345 @@
+//! Who takes part in which attempt of an elastic job: the rules, without sockets and clocks.
+//!
+//! All nodes share one [`State`], which lies in the control store as JSON and is changed by
+//! compare-and-set only. [`step`] says what a node does about the state that it sees; the loop around
+//! it (`elastic`) brings the times: that the last call is over, that this node has waited long enough,
+//! that another no longer beats. Each node measures them by its own clock, so clocks need not agree.
+//!
+//! An attempt gathers nodes until it has the most, or, after the last call, at least the fewest; then it
+//! runs with these, in the order of their names. Who comes meanwhile waits. When it has ended, all
+//! gather again for the next.
+//!
+//! Invariant: while an attempt runs its nodes do not change; there are never more than `max`, and never
+//! fewer than `min` in one that runs; nobody is there twice.
+
+use serde::{Deserialize, Serialize};
+
+/// A node as it tells of itself. Ordered by host, then by process.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(super) struct Node {
+    pub(super) host: String,
+    pub(super) pid: u32,
+    /// Chosen at random, for hosts and processes may look alike.
+    pub(super) id: u64,
+    /// Address on its way to the control store.
+    pub(super) addr: String,
+    pub(super) ranks: usize,
+    pub(super) role: String,
+}
+
+/// What an elastic job is doing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Phase {
+    #[default]
+    Gathering,
+    Running,
+    /// The job has ended; with success, or not.
+    Closed {
+        failed: bool,
+    },
+}
+
+/// The shared state.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct State {
+    /// Number of the attempt.
+    pub(super) round: u32,
+    /// Attempts that were restarts after failures.
+    pub(super) restarts: u32,
+    pub(super) phase: Phase,
+    /// Those of this attempt, in order while it runs.
+    pub(super) nodes: Vec<Node>,
+    /// Those that want to take part in the next.
+    pub(super) waiting: Vec<Node>,
+}
+
+/// What a node knows besides the state.
+pub(super) struct View<'a> {
+    pub(super) me: &'a Node,
+    pub(super) min: usize,
+    pub(super) max: usize,
+    /// There have been at least `min` for the time of the last call.
+    pub(super) last_call_over: bool,
+    /// This node has waited for as long as it may.
+    pub(super) join_over: bool,
+    /// Nodes that no longer beat, by id.
+    pub(super) lost: &'a [u64],
+}
+
+/// What a node does next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    /// Replace the state by this one, and look again.
+    Write(State),
+    /// Look again later.
+    Wait,
+    /// It takes part in the attempt that runs, at this place.
+    Run(usize),
+    /// The job has ended.
+    Closed { failed: bool },
+    /// Not enough nodes came.
+    TooFew,
+}
+
+/// What `view.me` does about `state`.
+pub(super) fn step(state: &State, view: &View<'_>) -> Action {
+    let same = |node: &Node| node.id == view.me.id;
+    let taking_part = state.nodes.iter().position(same);
+    match (state.phase, taking_part) {
+        (Phase::Closed { failed }, _) => return Action::Closed { failed },
+        (Phase::Running, Some(place)) => return Action::Run(place),
+        _ => {}
+    }
+    let dead = |node: &Node| view.lost.contains(&node.id);
+    if state.phase == Phase::Running && state.nodes.iter().all(dead) {
+        // Nobody else will.
+        return end(state, state.round, true).map_or(Action::Wait, Action::Write);
+    }
+    let mut next = state.clone();
+    let lost = |node: &Node| node.id != view.me.id && dead(node);
+    next.waiting.retain(|node| !lost(node));
+    if state.phase == Phase::Gathering {
+        next.nodes.retain(|node| !lost(node));
+    }
+    if view.join_over {
+        next.nodes.retain(|node| state.phase == Phase::Running || !same(node));
+        next.waiting.retain(|node| !same(node));
+        return if next == *state { Action::TooFew } else { Action::Write(next) };
+    }
+    let waits = next.waiting.iter().any(same);
+    if state.phase == Phase::Running || (taking_part.is_none() && next.nodes.len() >= view.max) {
+        if !waits {
+            next.waiting.push(view.me.clone());
+        }
+    } else {
+        next.waiting.retain(|node| !same(node));
+        if taking_part.is_none() {
+            next.nodes.push(view.me.clone());
+        }
+        let enough = next.nodes.len() >= view.min && view.last_call_over;
+        if next.nodes.len() >= view.max || enough {
+            next.nodes.sort();
+            next.phase = Phase::Running;
+        }
+    }
+    if next == *state { Action::Wait } else { Action::Write(next) }
+}
+
+/// The state after attempt `round` has ended, seen by one of its nodes; `None` if another has said so
+/// already.
+pub(super) fn end(state: &State, round: u32, failed: bool) -> Option<State> {
+    let current = state.round == round && state.phase == Phase::Running;
+    current.then(|| State {
+        round: round + 1,
+        restarts: state.restarts + u32::from(failed),
+        phase: Phase::Gathering,
+        nodes: Vec::new(),
+        waiting: state.waiting.clone(),
+    })
+}
+
+/// The state of a job that has ended.
+pub(super) fn close(state: &State, failed: bool) -> Option<State> {
+    let open = !matches!(state.phase, Phase::Closed { .. });
+    open.then(|| State { phase: Phase::Closed { failed }, ..state.clone() })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn node(id: u64) -> Node {
+        // Two on each host, so the order is not that of ids alone.
+        let host = format!("h{}", (7 - id) / 2);
+        Node { host, pid: 1, id, addr: String::new(), ranks: 1, role: String::new() }
+    }
+
+    fn view<'a>(me: &'a Node, (min, max): (usize, usize), lost: &'a [u64]) -> View<'a> {
+        View { me, min, max, last_call_over: false, join_over: false, lost }
+    }
+
+    fn written(action: Action) -> State {
+        let Action::Write(state) = action else { panic!("{action:?}") };
+        state
+    }
+
+    #[test]
+    fn the_most_start_at_once_and_the_fewest_after_the_last_call() {
+        let (a, b) = (node(0), node(1));
+        let one = written(step(&State::default(), &view(&a, (1, 2), &[])));
+        assert_eq!(step(&one, &view(&a, (1, 2), &[])), Action::Wait);
+        let both = written(step(&one, &view(&b, (1, 2), &[])));
+        assert_eq!(both.phase, Phase::Running);
+        let over = View { last_call_over: true, ..view(&a, (1, 2), &[]) };
+        let alone = written(step(&one, &over));
+        assert_eq!(step(&alone, &over), Action::Run(0));
+        let late = written(step(&alone, &view(&b, (1, 2), &[])));
+        assert_eq!(late.waiting, [b.clone()]);
+        assert_eq!(step(&late, &view(&b, (1, 2), &[])), Action::Wait);
+    }
+
+    #[test]
+    fn who_waited_too_long_leaves_no_trace() {
+        let me = node(0);
+        let here = written(step(&State::default(), &view(&me, (2, 2), &[])));
+        let over = View { join_over: true, ..view(&me, (2, 2), &[]) };
+        let gone = written(step(&here, &over));
+        assert_eq!(gone, State::default());
+        assert_eq!(step(&gone, &over), Action::TooFew);
+    }
+
+    #[test]
+    fn an_attempt_ends_once() {
+        let running = State { phase: Phase::Running, nodes: vec![node(0)], ..State::default() };
+        let next = end(&running, 0, true).unwrap();
+        assert_eq!((next.round, next.restarts, next.phase), (1, 1, Phase::Gathering));
+        assert_eq!(end(&next, 0, true), None);
+        assert_eq!(end(&State { phase: Phase::Running, ..next }, 0, true), None);
+    }
+
+    /// One move of one of the nodes.
+    #[derive(Clone, Copy, Debug)]
+    enum Move {
+        Read,
+        /// Acts on what was read, which others may have replaced since.
+        Write {
+            last_call_over: bool,
+        },
+        /// Its attempt has ended.
+        End {
+            failed: bool,
+        },
+        /// It ends, and the others notice.
+        Die,
+    }
+
+    fn moves() -> impl Strategy<Value = Vec<(u64, Move)>> {
+        let one = prop_oneof![
+            6 => Just(Move::Read),
+            6 => any::<bool>().prop_map(|last_call_over| Move::Write { last_call_over }),
+            2 => any::<bool>().prop_map(|failed| Move::End { failed }),
+            1 => Just(Move::Die),
+        ];
+        prop::collection::vec((0..5_u64, one), 0..120)
+    }
+
+    /// The shared value and what each node believes, changed by moves in any order.
+    struct World {
+        limits: (usize, usize),
+        state: State,
+        seen: BTreeMap<u64, State>,
+        runs: BTreeMap<u64, u32>,
+        dead: Vec<u64>,
+        /// The nodes of each attempt.
+        attempts: BTreeMap<u32, Vec<Node>>,
+    }
+
+    impl World {
+        fn compare_set(&mut self, id: u64, next: State) {
+            if self.seen[&id] == self.state {
+                self.check(&next);
+                self.state = next;
+            }
+            self.seen.insert(id, self.state.clone());
+        }
+
+        fn check(&mut self, next: &State) {
+            let (min, max) = self.limits;
+            let all: BTreeSet<_> = next.nodes.iter().chain(&next.waiting).map(|n| n.id).collect();
+            assert_eq!(all.len(), next.nodes.len() + next.waiting.len(), "nobody is there twice");
+            assert!(next.nodes.len() <= max);
+            assert!(next.round >= self.state.round && next.restarts >= self.state.restarts);
+            assert!(next.restarts <= next.round);
+            if next.phase == Phase::Running {
+                assert!(next.nodes.len() >= min && next.nodes.is_sorted());
+                let known = self.attempts.entry(next.round).or_insert_with(|| next.nodes.clone());
+                assert_eq!(*known, next.nodes, "an attempt keeps its nodes");
+            }
+        }
+
+        fn make(&mut self, id: u64, which: Move) {
+            if self.dead.contains(&id) {
+                return;
+            }
+            match which {
+                Move::Read => drop(self.seen.insert(id, self.state.clone())),
+                Move::Write { last_call_over } => {
+                    let Some(seen) = self.seen.get(&id).cloned() else { return };
+                    // While it runs its ranks it does not look.
+                    if self.runs.contains_key(&id) {
+                        return;
+                    }
+                    let (me, dead) = (node(id), self.dead.clone());
+                    let view = View { last_call_over, ..view(&me, self.limits, &dead) };
+                    match step(&seen, &view) {
+                        Action::Write(next) => self.compare_set(id, next),
+                        Action::Run(place) => {
+                            assert_eq!(self.attempts[&seen.round][place].id, id);
+                            self.runs.insert(id, seen.round);
+                        }
+                        Action::Wait => {}
+                        other => panic!("{other:?}"),
+                    }
+                }
+                Move::End { failed } => {
+                    if let Some(round) = self.runs.remove(&id) {
+                        self.seen.insert(id, self.state.clone());
+                        if let Some(next) = end(&self.state, round, failed) {
+                            self.compare_set(id, next);
+                        }
+                    }
+                }
+                Move::Die => {
+                    self.runs.remove(&id);
+                    self.dead.push(id);
+                }
+            }
+        }
+
+        /// All that live act in turn, and every attempt ends: then all of them run, or wait because
+        /// there are more than may.
+        fn goes_on(&mut self) {
+            let alive: Vec<_> = (0..5).filter(|id| !self.dead.contains(id)).collect();
+            // A node that died while its attempt ran is noticed by one that lives.
+            for _ in 0..3 {
+                for &id in &alive {
+                    self.make(id, Move::End { failed: false });
+                }
+                for _ in 0..8 {
+                    for &id in &alive {
+                        self.make(id, Move::Read);
+                        self.make(id, Move::Write { last_call_over: true });
+                    }
+                }
+            }
+            let (min, max) = self.limits;
+            if alive.len() >= min {
+                assert_eq!(self.state.phase, Phase::Running, "{:?}", self.state);
+                assert!(self.state.nodes.len() <= max);
+                assert!(self.state.nodes.iter().all(|node| !self.dead.contains(&node.id)));
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn in_any_order_of_moves(moves in moves(), min in 1..4_usize, more in 0..3_usize) {
+            let mut world = World {
+                limits: (min, min + more),
+                state: State::default(),
+                seen: BTreeMap::new(),
+                runs: BTreeMap::new(),
+                dead: Vec::new(),
+                attempts: BTreeMap::new(),
+            };
+            for (id, which) in moves {
+                world.make(id, which);
+            }
+            world.goes_on();
+        }
+    }
+}

@@ -1,0 +1,516 @@
+//! Several launchers as the nodes of one job: with given ranks, together with torchrun, elastic.
+//!
+//! On this host they are threads of the test, or processes where one has to die; on hosts of their own
+//! see `hosts`. `TORCH_PYTHON` names a Python that can import torch; otherwise it is `python3`.
+
+#![expect(clippy::unwrap_used, reason = "a test")]
+#![expect(clippy::print_stderr, reason = "a test says what it leaves out")]
+
+#[path = "launch_nodes/hosts.rs"]
+mod hosts;
+
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use collective::{GroupOptions, ReduceOp, Topology, init_process_group};
+use parking_lot::Mutex;
+use runner::Result;
+use runner::launch::{LaunchOptions, Nodes, launch, launch_to, record_failure};
+
+/// The bound within which whatever must happen happens, on a busy machine too.
+const SOON: Duration = Duration::from_secs(60);
+
+struct Ran {
+    code: Result<i32>,
+    stdout: Vec<String>,
+    stderr: String,
+}
+
+impl Ran {
+    fn has(&self, line: &str) -> bool {
+        self.stdout.iter().any(|have| have == line)
+    }
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+fn options(nproc: usize, script: &str, nodes: Nodes) -> LaunchOptions {
+    let mut options = LaunchOptions::new(nproc, ["-c", script]);
+    options.program = Some("/bin/sh".into());
+    options.report_time = Duration::from_millis(300);
+    options.grace = Duration::from_secs(1);
+    options.patience.join = SOON;
+    options.patience.last_call = Duration::from_millis(300);
+    options.patience.heartbeat = Duration::from_millis(200);
+    // A busy machine may keep a launcher from beating for a while.
+    options.patience.beats = 25;
+    options.nodes = nodes;
+    options
+}
+
+fn fixed(count: usize, rank: usize, port: u16) -> Nodes {
+    let master_addr = "127.0.0.1".to_owned();
+    node(count, rank, master_addr, port)
+}
+
+fn node(count: usize, rank: usize, master_addr: String, master_port: u16) -> Nodes {
+    format!("{count} {rank} {master_addr} {master_port}").parse_nodes()
+}
+
+/// Nodes are not exhaustive, so that tests, too, make them from what a command line says.
+trait ParseNodes {
+    fn parse_nodes(&self) -> Nodes;
+}
+
+impl ParseNodes for String {
+    fn parse_nodes(&self) -> Nodes {
+        let words: Vec<_> = self.split(' ').collect();
+        match words[..] {
+            ["elastic", min, max, host, port] => Nodes::Elastic {
+                min: min.parse().unwrap(),
+                max: max.parse().unwrap(),
+                host: host.to_owned(),
+                port: port.parse().unwrap(),
+            },
+            [count, rank, addr, port] => Nodes::Fixed {
+                count: count.parse().unwrap(),
+                rank: rank.parse().unwrap(),
+                master_addr: addr.to_owned(),
+                master_port: port.parse().unwrap(),
+            },
+            _ => panic!("{self}"),
+        }
+    }
+}
+
+fn run(options: LaunchOptions) -> Ran {
+    let stdout = Arc::new(Mutex::new(Vec::new()));
+    let stderr = Arc::new(Mutex::new(Vec::new()));
+    let code = launch_to(options, stdout.clone(), stderr.clone());
+    let text = |bytes: &Mutex<Vec<u8>>| String::from_utf8(bytes.lock().clone()).unwrap();
+    let mut stdout: Vec<_> = text(&stdout).lines().map(str::to_owned).collect();
+    stdout.sort();
+    Ran { code, stdout, stderr: text(&stderr) }
+}
+
+/// The launchers of all nodes at once.
+fn run_all(all: Vec<LaunchOptions>) -> Vec<Ran> {
+    let threads: Vec<JoinHandle<Ran>> =
+        all.into_iter().map(|options| std::thread::spawn(move || run(options))).collect();
+    threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+}
+
+#[test]
+fn two_nodes_have_torchruns_ranks() {
+    let script = "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GROUP_RANK \
+                  $GROUP_WORLD_SIZE $ROLE_RANK $ROLE_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT";
+    let port = free_port();
+    let mut nodes: Vec<_> =
+        (0..3).map(|rank| options(rank + 1, script, fixed(3, rank, port))).collect();
+    nodes[1].role = "reader".to_owned();
+    let ran = run_all(nodes);
+    let codes: Vec<_> = ran.iter().map(|ran| ran.code.as_ref().unwrap()).collect();
+    assert_eq!(codes, [&0, &0, &0], "{}{}{}", ran[0].stderr, ran[1].stderr, ran[2].stderr);
+    let at = format!("127.0.0.1:{port}");
+    assert_eq!(ran[0].stdout, [format!("[rank 0] 0 0 6 1 0 3 0 4 {at}")]);
+    let second = [format!("[rank 1] 1 0 6 2 1 3 0 2 {at}"), format!("[rank 2] 2 1 6 2 1 3 1 2 {at}")];
+    assert_eq!(ran[1].stdout, second);
+    assert_eq!(ran[2].stdout[2], format!("[rank 5] 5 2 6 3 2 3 3 4 {at}"));
+}
+
+#[test]
+fn a_failure_on_one_node_ends_the_job_on_all_with_its_code() {
+    for victim in [0, 3] {
+        let script = format!("[ $RANK = {victim} ] && exit 7; exec sleep 300");
+        let port = free_port();
+        let nodes = (0..2).map(|rank| options(2, &script, fixed(2, rank, port)));
+        let start = Instant::now();
+        for ran in run_all(nodes.collect()) {
+            assert_eq!(ran.code.unwrap(), 7, "{}", ran.stderr);
+            let cause = format!("root cause: rank {victim} (pid ");
+            assert!(ran.stderr.contains(&cause), "{}", ran.stderr);
+            assert!(ran.stderr.contains("4 of 4 ranks failed"), "{}", ran.stderr);
+        }
+        assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
+    }
+}
+
+#[test]
+fn all_nodes_start_again_with_a_fresh_store() {
+    let script = "echo attempt $TORCHELASTIC_RESTART_COUNT at $MASTER_PORT; \
+                  [ $TORCHELASTIC_RESTART_COUNT$RANK = 01 ] && exit 3; \
+                  [ $TORCHELASTIC_RESTART_COUNT = 0 ] && exec sleep 300; exit 0";
+    let port = free_port();
+    let nodes = (0..2).map(|rank| {
+        let mut options = options(1, script, fixed(2, rank, port));
+        options.max_restarts = 1;
+        options
+    });
+    let ran = run_all(nodes.collect());
+    let second = |ran: &Ran, rank: usize| {
+        let start = format!("[rank {rank}] attempt 1 at ");
+        let port = ran.stdout.iter().find_map(|line| line.strip_prefix(&start[..]));
+        port.unwrap_or_else(|| panic!("{:?}{}", ran.stdout, ran.stderr)).to_owned()
+    };
+    for (rank, ran) in ran.iter().enumerate() {
+        assert_eq!(*ran.code.as_ref().unwrap(), 0, "{}", ran.stderr);
+        assert!(ran.has(&format!("[rank {rank}] attempt 0 at {port}")), "{:?}", ran.stdout);
+        assert!(ran.stderr.contains("restart 1 of 1"), "{}", ran.stderr);
+    }
+    assert_eq!(second(&ran[0], 0), second(&ran[1], 1));
+    assert_ne!(second(&ran[0], 0), port.to_string());
+}
+
+#[test]
+fn nodes_that_do_not_come_are_named() {
+    let port = free_port();
+    let mut alone = options(2, "exit 0", fixed(3, 0, port));
+    alone.patience.join = Duration::from_millis(700);
+    let error = run(alone).code.unwrap_err().to_string();
+    for part in ["still missing: 1, 2 ", "ranks 2, 3, 4, 5 ", &format!("127.0.0.1:{port}")] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+    let mut other = options(2, "exit 0", fixed(2, 1, port));
+    other.patience.join = Duration::from_millis(700);
+    let error = run(other).code.unwrap_err().to_string();
+    for part in ["node 1 of 2", "--master-addr", &format!("127.0.0.1:{port}")] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+}
+
+#[test]
+fn mistakes_are_refused_at_once_by_their_flags() {
+    let start = Instant::now();
+    let refused = |nodes: Nodes, parts: &[&str]| {
+        let error = run(options(1, "exit 0", nodes)).code.unwrap_err().to_string();
+        for part in parts {
+            assert!(error.contains(part), "{part}: {error}");
+        }
+    };
+    // For documentation (RFC 5737, RFC 3849): nobody's.
+    for addr in ["192.0.2.1", "2001:db8::1"] {
+        let at = if addr.contains(':') { format!("[{addr}]:29876") } else { format!("{addr}:29876") };
+        refused(node(2, 0, addr.to_owned(), 29876), &["--master-addr", "not an address", &at, "1"]);
+    }
+    let name = "no-such-host.invalid";
+    refused(node(2, 0, name.to_owned(), 29876), &["--master-addr", name, "29876"]);
+    refused(node(2, 1, name.to_owned(), 29876), &["--master-addr", name, "29876"]);
+    refused(node(2, 2, "127.0.0.1".to_owned(), 29876), &["--node-rank 2", "--nnodes 2"]);
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    refused(fixed(2, 0, port), &["taken", &format!("127.0.0.1:{port}")]);
+    assert!(start.elapsed() < SOON);
+}
+
+#[test]
+fn nodes_that_contradict_one_another_are_refused() {
+    let port = free_port();
+    let twice = [0, 1, 1].map(|rank| options(1, "exit 0", fixed(3, rank, port)));
+    let mut twice = twice.to_vec();
+    twice.iter_mut().for_each(|options| options.patience.join = Duration::from_secs(3));
+    let ran = run_all(twice);
+    let errors: Vec<_> = ran.iter().map(|ran| ran.code.as_ref().unwrap_err().to_string()).collect();
+    let both = errors.iter().filter(|error| error.contains("have --node-rank 1")).count();
+    assert_eq!(both, 1, "{errors:?}");
+
+    let port = free_port();
+    let mut nodes = [0, 1].map(|rank| options(1, "exit 0", fixed(2, rank, port)));
+    nodes[1].max_restarts = 3;
+    for ran in run_all(nodes.to_vec()) {
+        let error = ran.code.unwrap_err().to_string();
+        assert!(error.contains("--max-restarts") && error.contains("node 1"), "{error}");
+    }
+}
+
+#[test]
+fn ipv6_with_brackets_and_without() {
+    if TcpListener::bind("[::1]:0").is_err() {
+        return eprintln!("ignored: no IPv6 here");
+    }
+    let port = free_port();
+    let nodes = ["::1", "[::1]"].iter().enumerate().map(|(rank, addr)| {
+        options(1, "echo $MASTER_ADDR", node(2, rank, (*addr).to_owned(), port))
+    });
+    for (rank, ran) in run_all(nodes.collect()).into_iter().enumerate() {
+        assert_eq!(ran.code.unwrap(), 0, "{}", ran.stderr);
+        assert_eq!(ran.stdout, [format!("[rank {rank}] ::1")]);
+    }
+}
+
+/// This test binary as a launcher, a process of its own. `nodes` as `parse_nodes` takes them.
+fn launcher(mut command: Command, nodes: &str, nproc: usize, script: &str, restarts: u32) -> Child {
+    command
+        .args(["--exact", "helper_node", "--ignored", "--nocapture"])
+        .env("NODE_TEST_NODES", nodes)
+        .env("NODE_TEST_NPROC", nproc.to_string())
+        .env("NODE_TEST_SCRIPT", script)
+        .env("NODE_TEST_RESTARTS", restarts.to_string())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command.spawn().unwrap()
+}
+
+fn this() -> Command {
+    Command::new(std::env::current_exe().unwrap())
+}
+
+#[test]
+#[ignore = "a launcher for the tests here, nothing by itself"]
+fn helper_node() {
+    let Ok(nodes) = std::env::var("NODE_TEST_NODES") else { return };
+    let variable = |name: &str| std::env::var(name).unwrap();
+    let script = variable("NODE_TEST_SCRIPT");
+    let nproc = variable("NODE_TEST_NPROC").parse().unwrap();
+    let mut options = options(nproc, &script, nodes.parse_nodes());
+    options.max_restarts = variable("NODE_TEST_RESTARTS").parse().unwrap();
+    if let Ok(beats) = std::env::var("NODE_TEST_BEATS") {
+        options.patience.beats = beats.parse().unwrap();
+    }
+    if let Some(role) = script.strip_prefix("role ") {
+        // A rank in Rust, instead of a script.
+        options.envs.push(("NODE_TEST_ROLE".into(), role.into()));
+        options.args = ["--exact", "helper_rank", "--ignored", "--nocapture"].map(Into::into).into();
+        options.program = None;
+    }
+    match launch(options) {
+        Ok(code) => std::process::exit(code),
+        Err(error) => {
+            eprintln!("error: {error}");
+            std::process::exit(99);
+        }
+    }
+}
+
+/// Sums a number over all ranks, for as long as its role says; an error is told as `runner train` does.
+#[test]
+#[ignore = "a rank for the tests here, nothing by itself"]
+fn helper_rank() {
+    let Ok(role) = std::env::var("NODE_TEST_ROLE") else { return };
+    let words: Vec<_> = role.split(' ').collect();
+    let [rounds, restarted, timeout] = words[..] else { panic!("{role}") };
+    let attempt: u32 = std::env::var("TORCHELASTIC_RESTART_COUNT").unwrap().parse().unwrap();
+    // A restarted job has less left to do.
+    let rounds: u64 = if attempt == 0 { rounds } else { restarted }.parse().unwrap();
+    let outcome = (|| -> collective::Result<()> {
+        let topology = Topology::from_env(|name| std::env::var(name).ok())?;
+        let timeout = Duration::from_secs(timeout.parse().unwrap());
+        let group = init_process_group(&topology, GroupOptions::default().with_timeout(timeout))?;
+        let world = group.world_size();
+        println!("rank {} of {world} attempt {attempt}", group.rank());
+        for _ in 0..rounds {
+            let mut x = [group.rank() as f32];
+            group.all_reduce(&mut x, ReduceOp::Sum)?;
+            assert_eq!(x, [(world * (world - 1) / 2) as f32]);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        println!("done {} of {world} attempt {attempt}", group.rank());
+        Ok(())
+    })();
+    if let Err(error) = outcome {
+        record_failure(&error.to_string());
+        eprintln!("error: {error}");
+        std::process::exit(11);
+    }
+}
+
+/// Reads a launcher's output in the background.
+struct Reader {
+    lines: Arc<Mutex<Vec<String>>>,
+}
+
+impl Reader {
+    fn new(child: &mut Child) -> Self {
+        let lines = Arc::new(Mutex::new(Vec::new()));
+        let (out, err) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
+        let pipes: [Box<dyn std::io::Read + Send>; 2] = [Box::new(out), Box::new(err)];
+        for pipe in pipes {
+            let lines = Arc::clone(&lines);
+            std::thread::spawn(move || {
+                for line in BufReader::new(pipe).lines().map_while(std::result::Result::ok) {
+                    lines.lock().push(line);
+                }
+            });
+        }
+        Self { lines }
+    }
+
+    fn text(&self) -> String {
+        self.lines.lock().join("\n")
+    }
+
+    /// Waits until `count` lines contain `text`.
+    fn await_lines(&self, text: &str, count: usize) {
+        let deadline = Instant::now() + SOON;
+        while self.lines.lock().iter().filter(|line| line.contains(text)).count() < count {
+            assert!(Instant::now() < deadline, "not within {SOON:?}: {text}\n{}", self.text());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// Ended, and gone with all it has started, at the end of a test.
+struct Launcher {
+    child: Child,
+    reader: Reader,
+}
+
+impl Launcher {
+    fn start(command: Command, nodes: &str, nproc: usize, script: &str, restarts: u32) -> Self {
+        let mut child = launcher(command, nodes, nproc, script, restarts);
+        let reader = Reader::new(&mut child);
+        Self { child, reader }
+    }
+
+    /// The exit code.
+    fn wait(&mut self) -> i32 {
+        let deadline = Instant::now() + SOON;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code().unwrap_or(-1);
+            }
+            assert!(Instant::now() < deadline, "still running:\n{}", self.reader.text());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Launcher {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+#[test]
+fn an_elastic_job_takes_as_many_nodes_as_come() {
+    let port = free_port();
+    let script = "echo $RANK of $WORLD_SIZE on $GROUP_RANK of $GROUP_WORLD_SIZE";
+    let nodes = [1, 2, 1].map(|nproc| {
+        options(nproc, script, format!("elastic 2 3 127.0.0.1 {port}").parse_nodes())
+    });
+    let ran = run_all(nodes.to_vec());
+    let mut lines = Vec::new();
+    for ran in ran {
+        assert_eq!(ran.code.unwrap(), 0, "{}", ran.stderr);
+        lines.extend(ran.stdout);
+    }
+    lines.sort();
+    assert_eq!(lines.len(), 4, "{lines:?}");
+    for (rank, line) in lines.iter().enumerate() {
+        assert!(line.starts_with(&format!("[rank {rank}] {rank} of 4 on ")), "{lines:?}");
+        assert!(line.ends_with(" of 3"), "{lines:?}");
+    }
+}
+
+#[test]
+fn too_few_nodes_of_an_elastic_job_are_told() {
+    let port = free_port();
+    let mut alone = options(1, "exit 0", format!("elastic 2 3 127.0.0.1 {port}").parse_nodes());
+    alone.patience.join = Duration::from_millis(500);
+    let error = run(alone).code.unwrap_err().to_string();
+    for part in ["fewer than 2 nodes", "nobody else", &format!("127.0.0.1:{port}")] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+}
+
+#[test]
+fn a_lost_node_restarts_the_rest_and_a_new_one_joins() {
+    let port = free_port();
+    let nodes = format!("elastic 1 2 127.0.0.1 {port}");
+    // It ends well only once there has been an attempt with a new second node.
+    let dir = tempfile::tempdir().unwrap();
+    let flag = dir.path().join("enough");
+    let script = format!(
+        "echo up $GROUP_RANK of $GROUP_WORLD_SIZE restart $TORCHELASTIC_RESTART_COUNT; \
+         while [ ! -e {} ]; do sleep 0.05; done",
+        flag.display()
+    );
+    // The first hosts the control store.
+    let mut first = Launcher::start(this(), &nodes, 1, &script, 3);
+    first.reader.await_lines("of 1 restart 0", 1);
+    let second = Launcher::start(this(), &nodes, 1, &script, 3);
+    second.reader.await_lines("of 2 restart 0", 1);
+    first.reader.await_lines("of 2 restart 0", 1);
+    drop(second);
+    first.reader.await_lines("of 1 restart 1", 1);
+    assert!(first.reader.text().contains("no longer answers"), "{}", first.reader.text());
+    let mut third = Launcher::start(this(), &nodes, 1, &script, 3);
+    third.reader.await_lines("of 2 restart 1", 1);
+    first.reader.await_lines("of 2 restart 1", 1);
+    std::fs::write(&flag, "").unwrap();
+    assert_eq!((first.wait(), third.wait()), (0, 0));
+}
+
+#[test]
+fn an_elastic_failure_is_everybodys_restart_and_then_everybodys_code() {
+    let port = free_port();
+    let nodes = (0..2).map(|at| {
+        // Which launcher is which node is not known: the last rank fails.
+        let script = "[ $RANK = 1 ] && { sleep 0.2; exit 5; }; exec sleep 300";
+        let mut options =
+            options(1, script, format!("elastic 2 2 127.0.0.1 {port}").parse_nodes());
+        options.max_restarts = 1;
+        options.role = format!("role{at}");
+        options
+    });
+    for ran in run_all(nodes.collect()) {
+        assert_eq!(ran.code.unwrap(), 5, "{}", ran.stderr);
+        assert!(ran.stderr.contains("restart 1 of 1"), "{}", ran.stderr);
+        assert_eq!(ran.stderr.matches("root cause: rank 1 ").count(), 2, "{}", ran.stderr);
+    }
+}
+
+/// Python with torch, or why there is none.
+fn torch() -> Option<String> {
+    let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
+    let asked = Command::new(&python).args(["-c", "import torch"]).stderr(Stdio::null()).status();
+    let there = asked.is_ok_and(|status| status.success());
+    if !there {
+        eprintln!("ignored: `{python} -c 'import torch'` does not work here");
+    }
+    there.then_some(python)
+}
+
+/// torchrun's agent as one node, with ranks that our launcher's sum numbers with.
+fn torchrun(python: &str, node: usize, port: u16) -> Launcher {
+    let mut command = Command::new(python);
+    command
+        .args(["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"])
+        .args([&format!("--node-rank={node}"), "--master-addr=127.0.0.1"])
+        .args([&format!("--master-port={port}"), "--no-python"])
+        .arg(std::env::current_exe().unwrap());
+    // What the launcher's own helper gets in its environment, the ranks get from here.
+    command.env("NODE_TEST_ROLE", "20 20 60");
+    command
+        .args(["--exact", "helper_rank", "--ignored", "--nocapture"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let reader = Reader::new(&mut child);
+    Launcher { child, reader }
+}
+
+#[test]
+fn torchruns_agent_is_one_of_the_nodes() {
+    let Some(python) = torch() else { return };
+    for ours in [0, 1] {
+        let port = free_port();
+        let nodes = format!("2 {ours} 127.0.0.1 {port}");
+        let mut launcher = Launcher::start(this(), &nodes, 2, "role 20 20 60", 0);
+        let mut agent = torchrun(&python, 1 - ours, port);
+        let codes = (launcher.wait(), agent.wait());
+        let text = format!("{}\n{}", launcher.reader.text(), agent.reader.text());
+        assert_eq!(codes, (0, 0), "{text}");
+        for rank in 0..4 {
+            assert!(text.contains(&format!("done {rank} of 4 attempt 0")), "{text}");
+        }
+    }
+}

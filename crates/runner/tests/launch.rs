@@ -322,6 +322,65 @@ fn nothing_of_any_program_outlives_a_killed_launcher() {
 }
 
 #[test]
+fn a_rank_that_kills_its_launcher_at_once_leaves_nothing_either() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = format!(
+        "kill -KILL $RUNNER_LAUNCHER_PID; sleep 60 & echo $$ $! >{0}/new; mv {0}/new {0}/$$; wait",
+        dir.path().display()
+    );
+    for _ in 0..8 {
+        let mut launcher = helper("helper_launcher", &script).spawn().unwrap();
+        launcher.wait().unwrap();
+    }
+    // A rank may be gone before it has said anything.
+    for entry in std::fs::read_dir(dir.path()).unwrap() {
+        let Ok(pids) = std::fs::read_to_string(entry.unwrap().path()) else { continue };
+        soon("rank and child are gone", || pids.split_whitespace().all(is_gone));
+    }
+}
+
+#[test]
+fn output_goes_into_files_and_to_the_console_as_asked() {
+    let dir = tempfile::tempdir().unwrap();
+    let logs = |options: &mut LaunchOptions| {
+        options.run_id = "a/b".to_owned();
+        options.max_restarts = 1;
+        options.logs.dir = Some(dir.path().join("deep/logs"));
+        options.logs.redirects = "0:1,1:3".parse().unwrap();
+        options.logs.tee = "2:3".parse().unwrap();
+    };
+    let script = "echo out $RANK; echo err $RANK >&2; exit $((1 - TORCHELASTIC_RESTART_COUNT))";
+    let ran = run(3, script, logs);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert_eq!(ran.stdout, ["[rank 2] out 2", "[rank 2] out 2"]);
+    assert!(ran.stderr.contains("[rank 0] err 0") && ran.stderr.contains("[rank 2] err 2"));
+    assert!(!ran.stderr.contains("err 1"), "{}", ran.stderr);
+    let runs: Vec<_> = std::fs::read_dir(dir.path().join("deep/logs")).unwrap().collect();
+    let folder = runs[0].as_ref().unwrap().path();
+    assert!(runs.len() == 1 && ran.stderr.contains(&folder.display().to_string()));
+    assert!(folder.file_name().unwrap().to_str().unwrap().starts_with("a_b_"));
+    let read = |file: &str| std::fs::read_to_string(folder.join(file)).ok();
+    for attempt in 0..2 {
+        for (rank, out, err) in [(0, true, false), (1, true, true), (2, true, true)] {
+            let file = |name| read(&format!("attempt_{attempt}/{rank}/{name}.log"));
+            assert_eq!(file("stdout"), out.then(|| format!("out {rank}\n")));
+            assert_eq!(file("stderr"), err.then(|| format!("err {rank}\n")));
+        }
+    }
+}
+
+#[test]
+fn only_the_ranks_asked_for_are_shown() {
+    let ran = run(3, "echo out; echo err >&2", |options| options.logs.shown = Some(vec![0, 2]));
+    assert_eq!(ran.stdout, ["[rank 0] out", "[rank 2] out"]);
+    assert_eq!(ran.stderr.lines().count(), 2, "{}", ran.stderr);
+    let mut options = LaunchOptions::new(2, ["x"]);
+    options.logs.tee = "2:1".parse().unwrap();
+    let error = launch(options).unwrap_err().to_string();
+    assert!(error.contains("--tee") && error.contains("local rank 2"), "{error}");
+}
+
+#[test]
 fn a_panic_and_a_failure_of_a_rank_are_told_by_the_launcher() {
     let rank = std::env::current_exe().unwrap().display().to_string();
     let script = format!("exec {rank} --exact helper_fails --ignored --nocapture");

@@ -55,37 +55,30 @@ fn options(nproc: usize, script: &str, nodes: Nodes) -> LaunchOptions {
 }
 
 fn fixed(count: usize, rank: usize, port: u16) -> Nodes {
-    let master_addr = "127.0.0.1".to_owned();
-    node(count, rank, master_addr, port)
+    node(count, rank, "127.0.0.1", port)
 }
 
-fn node(count: usize, rank: usize, master_addr: String, master_port: u16) -> Nodes {
-    format!("{count} {rank} {master_addr} {master_port}").parse_nodes()
+fn node(count: usize, rank: usize, master_addr: &str, master_port: u16) -> Nodes {
+    Nodes::Fixed { count, rank, master_addr: master_addr.to_owned(), master_port }
 }
 
-/// Nodes are not exhaustive, so that tests, too, make them from what a command line says.
-trait ParseNodes {
-    fn parse_nodes(&self) -> Nodes;
+fn elastic(min: usize, max: usize, port: u16) -> Nodes {
+    Nodes::Elastic { min, max, host: "127.0.0.1".to_owned(), port }
 }
 
-impl ParseNodes for String {
-    fn parse_nodes(&self) -> Nodes {
-        let words: Vec<_> = self.split(' ').collect();
-        match words[..] {
-            ["elastic", min, max, host, port] => Nodes::Elastic {
-                min: min.parse().unwrap(),
-                max: max.parse().unwrap(),
-                host: host.to_owned(),
-                port: port.parse().unwrap(),
-            },
-            [count, rank, addr, port] => Nodes::Fixed {
-                count: count.parse().unwrap(),
-                rank: rank.parse().unwrap(),
-                master_addr: addr.to_owned(),
-                master_port: port.parse().unwrap(),
-            },
-            _ => panic!("{self}"),
-        }
+/// Nodes as a process of its own is told of them: `COUNT RANK ADDR PORT` or `elastic MIN MAX HOST PORT`.
+fn parse_nodes(text: &str) -> Nodes {
+    let number = |text: &str| text.parse().unwrap();
+    let words: Vec<_> = text.split(' ').collect();
+    match words[..] {
+        ["elastic", min, max, host, port] => Nodes::Elastic {
+            min: number(min),
+            max: number(max),
+            host: host.to_owned(),
+            port: port.parse().unwrap(),
+        },
+        [count, rank, addr, port] => node(number(count), number(rank), addr, port.parse().unwrap()),
+        _ => panic!("{text}"),
     }
 }
 
@@ -119,7 +112,8 @@ fn two_nodes_have_torchruns_ranks() {
     assert_eq!(codes, [&0, &0, &0], "{}{}{}", ran[0].stderr, ran[1].stderr, ran[2].stderr);
     let at = format!("127.0.0.1:{port}");
     assert_eq!(ran[0].stdout, [format!("[rank 0] 0 0 6 1 0 3 0 4 {at}")]);
-    let second = [format!("[rank 1] 1 0 6 2 1 3 0 2 {at}"), format!("[rank 2] 2 1 6 2 1 3 1 2 {at}")];
+    let second =
+        [format!("[rank 1] 1 0 6 2 1 3 0 2 {at}"), format!("[rank 2] 2 1 6 2 1 3 1 2 {at}")];
     assert_eq!(ran[1].stdout, second);
     assert_eq!(ran[2].stdout[2], format!("[rank 5] 5 2 6 3 2 3 3 4 {at}"));
 }
@@ -195,13 +189,14 @@ fn mistakes_are_refused_at_once_by_their_flags() {
     };
     // For documentation (RFC 5737, RFC 3849): nobody's.
     for addr in ["192.0.2.1", "2001:db8::1"] {
-        let at = if addr.contains(':') { format!("[{addr}]:29876") } else { format!("{addr}:29876") };
-        refused(node(2, 0, addr.to_owned(), 29876), &["--master-addr", "not an address", &at, "1"]);
+        let at =
+            if addr.contains(':') { format!("[{addr}]:29876") } else { format!("{addr}:29876") };
+        refused(node(2, 0, addr, 29876), &["--master-addr", "not an address", &at, "1"]);
     }
     let name = "no-such-host.invalid";
-    refused(node(2, 0, name.to_owned(), 29876), &["--master-addr", name, "29876"]);
-    refused(node(2, 1, name.to_owned(), 29876), &["--master-addr", name, "29876"]);
-    refused(node(2, 2, "127.0.0.1".to_owned(), 29876), &["--node-rank 2", "--nnodes 2"]);
+    refused(node(2, 0, name, 29876), &["--master-addr", name, "29876"]);
+    refused(node(2, 1, name, 29876), &["--master-addr", name, "29876"]);
+    refused(node(2, 2, "127.0.0.1", 29876), &["--node-rank 2", "--nnodes 2"]);
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     refused(fixed(2, 0, port), &["taken", &format!("127.0.0.1:{port}")]);
@@ -234,16 +229,17 @@ fn ipv6_with_brackets_and_without() {
         return eprintln!("ignored: no IPv6 here");
     }
     let port = free_port();
-    let nodes = ["::1", "[::1]"].iter().enumerate().map(|(rank, addr)| {
-        options(1, "echo $MASTER_ADDR", node(2, rank, (*addr).to_owned(), port))
-    });
+    let nodes = ["::1", "[::1]"]
+        .iter()
+        .enumerate()
+        .map(|(rank, addr)| options(1, "echo $MASTER_ADDR", node(2, rank, addr, port)));
     for (rank, ran) in run_all(nodes.collect()).into_iter().enumerate() {
         assert_eq!(ran.code.unwrap(), 0, "{}", ran.stderr);
         assert_eq!(ran.stdout, [format!("[rank {rank}] ::1")]);
     }
 }
 
-/// This test binary as a launcher, a process of its own. `nodes` as `parse_nodes` takes them.
+/// This test binary as a launcher, a process of its own. `nodes` as [`parse_nodes`] takes them.
 fn launcher(mut command: Command, nodes: &str, nproc: usize, script: &str, restarts: u32) -> Child {
     command
         .args(["--exact", "helper_node", "--ignored", "--nocapture"])
@@ -268,15 +264,13 @@ fn helper_node() {
     let variable = |name: &str| std::env::var(name).unwrap();
     let script = variable("NODE_TEST_SCRIPT");
     let nproc = variable("NODE_TEST_NPROC").parse().unwrap();
-    let mut options = options(nproc, &script, nodes.parse_nodes());
+    let mut options = options(nproc, &script, parse_nodes(&nodes));
     options.max_restarts = variable("NODE_TEST_RESTARTS").parse().unwrap();
-    if let Ok(beats) = std::env::var("NODE_TEST_BEATS") {
-        options.patience.beats = beats.parse().unwrap();
-    }
     if let Some(role) = script.strip_prefix("role ") {
         // A rank in Rust, instead of a script.
         options.envs.push(("NODE_TEST_ROLE".into(), role.into()));
-        options.args = ["--exact", "helper_rank", "--ignored", "--nocapture"].map(Into::into).into();
+        options.args =
+            ["--exact", "helper_rank", "--ignored", "--nocapture"].map(Into::into).into();
         options.program = None;
     }
     match launch(options) {
@@ -392,9 +386,7 @@ impl Drop for Launcher {
 fn an_elastic_job_takes_as_many_nodes_as_come() {
     let port = free_port();
     let script = "echo $RANK of $WORLD_SIZE on $GROUP_RANK of $GROUP_WORLD_SIZE";
-    let nodes = [1, 2, 1].map(|nproc| {
-        options(nproc, script, format!("elastic 2 3 127.0.0.1 {port}").parse_nodes())
-    });
+    let nodes = [1, 2, 1].map(|nproc| options(nproc, script, elastic(2, 3, port)));
     let ran = run_all(nodes.to_vec());
     let mut lines = Vec::new();
     for ran in ran {
@@ -412,7 +404,7 @@ fn an_elastic_job_takes_as_many_nodes_as_come() {
 #[test]
 fn too_few_nodes_of_an_elastic_job_are_told() {
     let port = free_port();
-    let mut alone = options(1, "exit 0", format!("elastic 2 3 127.0.0.1 {port}").parse_nodes());
+    let mut alone = options(1, "exit 0", elastic(2, 3, port));
     alone.patience.join = Duration::from_millis(500);
     let error = run(alone).code.unwrap_err().to_string();
     for part in ["fewer than 2 nodes", "nobody else", &format!("127.0.0.1:{port}")] {
@@ -454,8 +446,7 @@ fn an_elastic_failure_is_everybodys_restart_and_then_everybodys_code() {
     let nodes = (0..2).map(|at| {
         // Which launcher is which node is not known: the last rank fails.
         let script = "[ $RANK = 1 ] && { sleep 0.2; exit 5; }; exec sleep 300";
-        let mut options =
-            options(1, script, format!("elastic 2 2 127.0.0.1 {port}").parse_nodes());
+        let mut options = options(1, script, elastic(2, 2, port));
         options.max_restarts = 1;
         options.role = format!("role{at}");
         options

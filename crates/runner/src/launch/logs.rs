@@ -114,7 +114,7 @@ impl Folder {
                 std::env::temp_dir().join(name)
             }
         };
-        let parent = path.parent().unwrap_or(Path::new("."));
+        let parent = path.parent().unwrap_or_else(|| Path::new("."));
         let made = std::fs::create_dir_all(parent).and_then(|()| {
             DirBuilder::new().mode(if temporary { 0o700 } else { 0o755 }).create(&path)
         });
@@ -158,7 +158,7 @@ impl Folder {
 }
 
 fn create(path: &Path) -> io::Result<File> {
-    std::fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
+    std::fs::create_dir_all(path.parent().unwrap_or_else(|| Path::new(".")))?;
     File::create(path)
 }
 

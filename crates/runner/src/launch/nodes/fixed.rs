@@ -159,7 +159,7 @@ impl Fixed {
             self.deal(&shared)?;
         }
         let assigned = format!("torchelastic/assigned_ranks/{}", self.node);
-        if !self.await_all(&shared, &[assigned.clone()], ear)? {
+        if !self.await_all(&shared, std::slice::from_ref(&assigned), ear)? {
             return Ok(false);
         }
         self.settle_in(&shared, &assigned)?;

@@ -114,7 +114,11 @@ impl Round {
             self.await_verdict(&own, ear, rules)
         };
         let mut verdict = agreed.unwrap_or_else(|error| {
-            let remark = format!("the other nodes are out of reach: {error}");
+            let whose = match self.node {
+                0 => format!("the control store at {}", self.store.addr()),
+                _ => self.name(0),
+            };
+            let remark = format!("{whose} is out of reach: {error}");
             let mut verdict = Verdict::of(vec![own], vec![remark]);
             rules.apply(&mut verdict, None);
             verdict
@@ -194,7 +198,7 @@ impl Round {
             // The first node waits as long for the others.
             deadline.start_if(ended, rules.end_time + self.patience.lost_after());
             if pulse.is_lost(self, 0) || deadline.is_over() {
-                return Err(Error::Config(format!("{} no longer answers", self.name(0))));
+                return Err(Error::Config("it no longer answers".to_owned()));
             }
         }
     }

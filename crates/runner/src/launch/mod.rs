@@ -137,8 +137,8 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
         };
         job.begin(place);
         let watch = team.watch(&job)?;
-        let ran = job.run(&team);
-        let verdict = ran.and_then(|()| team.settle(&mut job))?;
+        job.run(&team).inspect_err(|_| team.give_up())?;
+        let verdict = team.settle(&mut job)?;
         drop(watch);
         job.say(&verdict.to_string());
         if !verdict.again {

@@ -2,7 +2,8 @@
 
 use std::fmt::Write;
 use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::time::Duration;
 
 use collective::TcpStoreServer;
 
@@ -42,6 +43,13 @@ pub(super) fn is_here(addrs: &[IpAddr]) -> bool {
         // Whatever else goes wrong has nothing to do with whose address it is.
         !bound.is_err_and(|error| error.kind() == ErrorKind::AddrNotAvailable)
     })
+}
+
+/// Whether the host is there and nobody listens at the port.
+pub(super) fn refuses(host: &str, port: u16) -> bool {
+    let connect = |addr| TcpStream::connect_timeout(&addr, Duration::from_secs(1));
+    let refused = |addr| connect(addr).is_err_and(|e| e.kind() == ErrorKind::ConnectionRefused);
+    (host, port).to_socket_addrs().is_ok_and(|mut addrs| addrs.any(refused))
 }
 
 /// Hosts a store for the other nodes: on a loopback address only if that is what they were told,

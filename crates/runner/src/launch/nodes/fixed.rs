@@ -334,7 +334,9 @@ impl Fixed {
         what: impl Fn() -> collective::Result<()>,
     ) -> Result<()> {
         while let Err(error) = what() {
-            if ear.listen() || Instant::now() >= deadline {
+            // A control store that has ended does not come back with what it knew.
+            let ended = address::refuses(&self.addr, self.port);
+            if ended || ear.listen() || Instant::now() >= deadline {
                 return Err(error.into());
             }
             std::thread::sleep(super::SLICE);

@@ -191,6 +191,14 @@ impl Team {
         }
     }
 
+    /// Tells the other nodes that this one cannot go on.
+    pub(super) fn give_up(&self) {
+        if let Some(round) = self.round() {
+            // Who cannot be told notices that this node no longer beats.
+            drop(round.tell(&End::Left { node: round.node }));
+        }
+    }
+
     /// What all nodes make of the attempt that has ended here.
     pub(super) fn settle(&mut self, job: &mut Job) -> Result<Verdict> {
         match self {

@@ -86,7 +86,7 @@ impl Round {
     }
 
     /// Ends the attempt on all nodes; the first reason stays.
-    fn tell(&self, end: &End) -> Result<()> {
+    pub(super) fn tell(&self, end: &End) -> Result<()> {
         self.store.compare_set(&self.key("end"), b"", &to_json(end))?;
         Ok(())
     }

@@ -178,7 +178,7 @@ mod tests {
         let alone = written(step(&one, &over));
         assert_eq!(step(&alone, &over), Action::Run(0));
         let late = written(step(&alone, &view(&b, (1, 2), &[])));
-        assert_eq!(late.waiting, [b.clone()]);
+        assert_eq!(late.waiting, std::slice::from_ref(&b));
         assert_eq!(step(&late, &view(&b, (1, 2), &[])), Action::Wait);
     }
 

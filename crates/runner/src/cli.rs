@@ -1,4 +1,4 @@
-//! The command line: `runner launch`, `runner train`.
+//! The command line: `runner launch`, `train`, `val`, `test`, `check`, `config`, `plot`.
 //!
 //! A program of your own gets the same command line by registering its parts and calling
 //! [`main`]:
@@ -21,9 +21,9 @@ use collective::Launcher;
 use crate::config::{Config, parse_duration};
 use crate::launch::flags::LaunchArgs;
 use crate::launch::{launch, record_failure, record_panics, tie_to_parent};
-use crate::runner::RunnerBuilder;
-use crate::sinks::TERMINAL_VARIABLE;
-use crate::{Error, Result};
+use crate::runner::{Runner, RunnerBuilder};
+use crate::sinks::{TERMINAL_VARIABLE, plot};
+use crate::{Error, Result, signals};
 
 /// Trains models on one or several processes.
 #[derive(Debug, Parser)]
@@ -39,12 +39,67 @@ enum Command {
     Launch(Box<LaunchArgs>),
     /// Train what a configuration describes, as the rank that the environment says.
     Train(TrainArgs),
+    /// Validate a model on the configuration's validation set.
+    Val(JudgeArgs),
+    /// Test a model on the configuration's test set.
+    Test(JudgeArgs),
+    /// Say whether a configuration is right, without doing anything.
+    Check(ConfigArgs),
+    /// Print a configuration with all it inherits and all overrides.
+    Config(ShowArgs),
+    /// Draw the scalars of a run as an SVG.
+    Plot(PlotArgs),
+}
+
+#[derive(Debug, Args)]
+struct ConfigArgs {
+    /// The configuration, a TOML or JSON file.
+    config: PathBuf,
+    /// Overrides: `optim_wrapper.optimizer.lr=0.2 custom_hooks.0.interval=5`.
+    #[arg(long, alias = "cfg_options", num_args = 1.., value_name = "KEY=VALUE")]
+    cfg_options: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+struct JudgeArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// The checkpoint whose model is judged; otherwise the configuration's `load_from`.
+    #[arg(long)]
+    checkpoint: Option<PathBuf>,
+    /// Where logs go.
+    #[arg(long, alias = "work_dir")]
+    work_dir: Option<PathBuf>,
+    /// Who started the ranks: none, pytorch, slurm or mpi; otherwise the environment tells.
+    #[arg(long)]
+    launcher: Option<Launcher>,
+}
+
+#[derive(Debug, Args)]
+struct ShowArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// After each value, say where it comes from.
+    #[arg(long, alias = "show_origin")]
+    show_origin: bool,
+}
+
+#[derive(Debug, Args)]
+struct PlotArgs {
+    /// A run's `scalars.json`.
+    scalars: PathBuf,
+    /// Where the SVG goes; otherwise beside `scalars.json`, as `scalars.svg`.
+    #[arg(long, short)]
+    out: Option<PathBuf>,
+    /// Scalars to draw; otherwise all but times and counters.
+    #[arg(long, num_args = 1..)]
+    keys: Vec<String>,
 }
 
 #[derive(Debug, Args)]
 struct TrainArgs {
-    /// The configuration, a TOML file.
-    config: PathBuf,
+    #[command(flatten)]
+    config: ConfigArgs,
     /// Where checkpoints and logs go; otherwise the configuration's `work_dir`, otherwise
     /// `work_dirs/` and the configuration's name.
     #[arg(long, alias = "work_dir")]
@@ -52,6 +107,9 @@ struct TrainArgs {
     /// Go on from the newest checkpoint of the work directory.
     #[arg(long)]
     resume: bool,
+    /// Take the model of this checkpoint; with `--resume`, go on from it.
+    #[arg(long, alias = "load_from")]
+    load_from: Option<PathBuf>,
     /// Stop training after this long (`60s`, `15m`, `2h`); the last validation comes on top.
     #[arg(long, alias = "time_budget", value_parser = duration)]
     time_budget: Option<Duration>,
@@ -61,21 +119,55 @@ struct TrainArgs {
 }
 
 /// Runs the command line of this process and returns its exit code: 0, 1 for a failed run, 2 for a
-/// wrong command line, or the code of the rank that failed first.
+/// wrong command line, [`signals::EXIT_CODE`] for a run that a signal ended after a checkpoint, or the
+/// code of the rank that failed first.
 #[must_use]
 pub fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Launch(args) => start_ranks(args),
-        Command::Train(args) => {
-            record_panics();
-            let trained = train(args).inspect_err(|error| record_failure(&error.to_string()));
-            trained.map(|()| ExitCode::SUCCESS)
-        }
+        Command::Train(args) => as_rank(|| train(args)),
+        Command::Val(args) => as_rank(|| judge(args, Runner::validate)),
+        Command::Test(args) => as_rank(|| judge(args, Runner::test)),
+        Command::Check(args) => read(&args).map(|(_, name)| print(&format!("{name}: right\n"))),
+        Command::Config(args) => load(&args.config).map(|c| print(&c.show(args.show_origin))),
+        Command::Plot(args) => draw(args),
     };
     outcome.unwrap_or_else(|error| {
         let _ = writeln!(std::io::stderr(), "error: {error}");
-        ExitCode::FAILURE
+        match error {
+            Error::Interrupted { .. } => ExitCode::from(signals::EXIT_CODE),
+            _ => ExitCode::FAILURE,
+        }
     })
+}
+
+/// Does what a rank does; a launcher is told why, if it fails.
+fn as_rank(work: impl FnOnce() -> Result<()>) -> Result<ExitCode> {
+    record_panics();
+    let done = tie_to_parent().and_then(|()| signals::catch()).and_then(|()| work());
+    let done = done.inspect_err(|error| {
+        if !matches!(error, Error::Interrupted { .. }) {
+            record_failure(&error.to_string());
+        }
+    });
+    done.map(|()| ExitCode::SUCCESS)
+}
+
+/// Writes to standard output and does not mind if nobody reads.
+fn print(text: &str) -> ExitCode {
+    let _ = std::io::stdout().lock().write_all(text.as_bytes());
+    ExitCode::SUCCESS
+}
+
+fn load(args: &ConfigArgs) -> Result<Config> {
+    let mut config = Config::from_file(&args.config)?;
+    config.override_with(&args.cfg_options)?;
+    Ok(config)
+}
+
+fn read(args: &ConfigArgs) -> Result<(RunnerBuilder, String)> {
+    let builder = RunnerBuilder::from_config(load(args)?)?;
+    Ok((builder.work_dir_or(default_work_dir(&args.config)), args.config.display().to_string()))
 }
 
 fn start_ranks(args: Box<LaunchArgs>) -> Result<ExitCode> {
@@ -88,18 +180,54 @@ fn start_ranks(args: Box<LaunchArgs>) -> Result<ExitCode> {
 }
 
 fn train(args: TrainArgs) -> Result<()> {
-    tie_to_parent()?;
-    let config = Config::from_file(&args.config)?;
-    let mut builder = RunnerBuilder::from_config(config)?
-        .work_dir_or(default_work_dir(&args.config))
-        .time_budget(args.time_budget)
-        .launcher(args.launcher)
-        .resume(args.resume);
-    if let Some(dir) = args.work_dir {
-        builder = builder.work_dir(dir);
+    let (mut builder, _) = read(&args.config)?;
+    builder = builder.time_budget(args.time_budget);
+    if args.resume {
+        builder = builder.resume(true);
     }
-    builder.build()?.train()?;
+    if let Some(path) = args.load_from {
+        builder = builder.load_from(path);
+    }
+    placed(builder, args.work_dir, args.launcher).build()?.train()?;
     Ok(())
+}
+
+fn judge(
+    args: JudgeArgs,
+    judge: impl FnOnce(&mut Runner) -> Result<Vec<(String, f64)>>,
+) -> Result<()> {
+    let (mut builder, _) = read(&args.config)?;
+    builder = builder.resume(false);
+    if let Some(path) = args.checkpoint {
+        builder = builder.load_from(path);
+    }
+    judge(&mut placed(builder, args.work_dir, args.launcher).build()?)?;
+    Ok(())
+}
+
+fn placed(
+    builder: RunnerBuilder,
+    work_dir: Option<PathBuf>,
+    launcher: Option<Launcher>,
+) -> RunnerBuilder {
+    let builder = if launcher.is_some() { builder.launcher(launcher) } else { builder };
+    match work_dir {
+        Some(dir) => builder.work_dir(dir),
+        None => builder,
+    }
+}
+
+fn draw(args: PlotArgs) -> Result<ExitCode> {
+    let io = |what: &str, path: &Path, source| Error::Io {
+        what: format!("cannot {what} {}", path.display()),
+        source,
+    };
+    let text = std::fs::read_to_string(&args.scalars).map_err(|e| io("read", &args.scalars, e))?;
+    let svg = plot(&text, &args.keys)
+        .map_err(|e| Error::Data(format!("{}: {e}", args.scalars.display())))?;
+    let out = args.out.unwrap_or_else(|| args.scalars.with_extension("svg"));
+    std::fs::write(&out, svg).map_err(|e| io("write", &out, e))?;
+    Ok(print(&format!("{}\n", out.display())))
 }
 
 fn default_work_dir(config: &Path) -> PathBuf {

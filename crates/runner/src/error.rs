@@ -16,6 +16,12 @@ pub enum Error {
     /// A checkpoint that is missing, damaged, or of another model.
     #[error("{0}")]
     Checkpoint(String),
+    /// A signal to one of the ranks ended the run, after a checkpoint.
+    #[error("ended by signal {signal}, after a checkpoint: resume to go on")]
+    Interrupted {
+        /// The signal's number.
+        signal: i32,
+    },
     /// A collective failed: a peer died, timed out, or called something else.
     #[error(transparent)]
     Collective(#[from] collective::Error),

@@ -13,6 +13,11 @@ use crate::{Error, Result};
 
 /// A figure of merit.
 pub trait Metric: Send {
+    /// Names of the figures, if they are known beforehand: a hook that needs another is refused then.
+    fn figures(&self) -> Option<Vec<String>> {
+        None
+    }
+
     /// One record per sample of the batch, in order.
     ///
     /// # Errors
@@ -36,6 +41,10 @@ pub trait Metric: Send {
 pub struct Accuracy;
 
 impl Metric for Accuracy {
+    fn figures(&self) -> Option<Vec<String>> {
+        Some(vec!["accuracy".into()])
+    }
+
     fn process(&self, batch: &Batch, outputs: &[(String, Array)]) -> Result<Vec<Value>> {
         let logits = outputs.iter().find(|(name, _)| name == "logits").map(|(_, a)| a);
         let logits = logits.ok_or_else(|| {

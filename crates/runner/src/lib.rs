@@ -47,6 +47,7 @@
 //!     dataset: Box::new(move || Ok(Arc::new(Digits::new(split, 0)?))),
 //!     batch_size: 32,
 //!     shuffle: split == Split::Train,
+//!     infinite: false,
 //!     drop_last: false,
 //! };
 //! let metrics = Runner::builder()
@@ -102,6 +103,7 @@ pub mod optim_wrapper;
 pub mod registry;
 mod runner;
 pub mod schedulers;
+pub mod signals;
 pub mod sinks;
 #[cfg(test)]
 mod testing;
@@ -109,4 +111,4 @@ mod testing;
 pub mod zoo;
 
 pub use error::{Error, Result};
-pub use runner::{DataLoaderConfig, Runner, RunnerBuilder, TrainConfig};
+pub use runner::{DataLoaderConfig, Length, Runner, RunnerBuilder, Save, TrainConfig};

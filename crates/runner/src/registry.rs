@@ -28,7 +28,7 @@ use std::sync::{Arc, LazyLock};
 
 use parking_lot::RwLock;
 
-use crate::config::{Section, unknown};
+use crate::config::{Place, Section, unknown};
 use crate::data::{self, DatasetFactory};
 use crate::evaluate::{self, Metric};
 use crate::hooks::{self, Hook};
@@ -96,7 +96,7 @@ impl<T> Registry<T> {
         self.build_as(&name, offset, section)
     }
 
-    fn build_as(&self, name: &str, offset: usize, mut section: Section) -> Result<T> {
+    fn build_as(&self, name: &str, offset: Place, mut section: Section) -> Result<T> {
         let Some(builder) = self.builders.read().get(name).cloned() else {
             let names = self.names();
             let names: Vec<_> = names.iter().map(String::as_str).collect();

@@ -125,6 +125,7 @@ pub(crate) fn blank(len: usize) -> DataLoaderConfig {
         dataset: Box::new(move || Ok(Arc::new(Blank(len)))),
         batch_size: 1,
         shuffle: false,
+        infinite: false,
         drop_last: false,
     }
 }

@@ -1,32 +1,25 @@
 //! One table of a configuration, taken apart key by key.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use super::tree::{Entry, Node, Source, Value};
+use super::tree::{Entry, Node, Place, Value};
 use crate::{Error, Result};
 
 /// A table being read. Each key is taken at most once; [`finish`](Self::finish) refuses the rest.
 #[derive(Debug)]
 pub struct Section {
-    source: Arc<Source>,
     /// Dotted path from the root, empty for the root.
     path: String,
     /// Where the table begins, for errors about what it lacks.
-    offset: usize,
+    place: Place,
     entries: Vec<Entry>,
     /// Every key asked for so far: the valid names.
     asked: Vec<&'static str>,
 }
 
 impl Section {
-    pub(super) fn new(
-        source: Arc<Source>,
-        path: String,
-        offset: usize,
-        entries: Vec<Entry>,
-    ) -> Self {
-        Self { source, path, offset, entries, asked: Vec::new() }
+    pub(super) fn new(path: String, place: Place, entries: Vec<Entry>) -> Self {
+        Self { path, place, entries, asked: Vec::new() }
     }
 
     /// The value of `key`, if the file has it.
@@ -77,7 +70,7 @@ impl Section {
         if valid(&value) {
             Ok(value)
         } else {
-            Err(self.source.error(offset, format!("`{key}` must be {range}, got {value}")))
+            Err(offset.error(format!("`{key}` must be {range}, got {value}")))
         }
     }
 
@@ -96,7 +89,7 @@ impl Section {
         let value: String = self.or(key, default.to_owned())?;
         choices.iter().find(|(name, _)| *name == value).map(|(_, c)| c.clone()).ok_or_else(|| {
             let names: Vec<_> = choices.iter().map(|(name, _)| *name).collect();
-            self.source.error(offset, unknown("value", &value, &names))
+            offset.error(unknown("value", &value, &names))
         })
     }
 
@@ -107,7 +100,7 @@ impl Section {
     /// [`Error::Config`] if it is not a table.
     pub fn optional_section(&mut self, key: &'static str) -> Result<Option<Self>> {
         let Some(entry) = self.take(key) else { return Ok(None) };
-        self.subsection(key, entry.key_span.start, entry.node).map(Some)
+        self.subsection(key, entry.node).map(Some)
     }
 
     /// The sub-table `key`.
@@ -134,8 +127,7 @@ impl Section {
             Node { value: Value::Array(nodes), .. } => nodes,
             node => vec![node],
         };
-        let offset = entry.key_span.start;
-        nodes.into_iter().map(|node| self.subsection(key, offset, node)).collect()
+        nodes.into_iter().map(|node| self.subsection(key, node)).collect()
     }
 
     /// Every key that nobody has taken, with its sub-table: for tables whose keys are the user's
@@ -163,13 +155,50 @@ impl Section {
         let place =
             if self.path.is_empty() { String::new() } else { format!(" in [{}]", self.path) };
         let text = unknown("key", &entry.key, &self.asked);
-        Err(self.source.error(entry.key_span.start, format!("{text}{place}")))
+        Err(entry.key_place.error(format!("{text}{place}")))
     }
 
     /// Whether the file has `key`.
     #[must_use]
     pub fn has(&self, key: &str) -> bool {
         self.peek(key).is_some()
+    }
+
+    /// Whether the file has `false`, or JSON's `null`, for `key`: the part is not wanted. Takes it then.
+    pub fn is_off(&mut self, key: &'static str) -> bool {
+        let is_off = |e: &&Entry| matches!(e.node.value, Value::Null | Value::Boolean(false));
+        let off = self.entries.iter().find(|e| e.key == key).filter(is_off).is_some();
+        if off {
+            self.take(key);
+        }
+        off
+    }
+
+    /// The values of `key`: an array, or one value alone; none if the file does not have it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if a value is of another type.
+    pub fn one_or_more<T: FromConfig>(&mut self, key: &'static str) -> Result<Vec<T>> {
+        match self.peek(key) {
+            Some(Value::Array(_)) => self.required(key),
+            _ => Ok(self.optional(key)?.into_iter().collect()),
+        }
+    }
+
+    /// Refuses `key`, which MMEngine knows and this crate leaves out, unless it is `false` or `null`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if the file has it; `why` says what there is instead.
+    pub fn refuse(&mut self, key: &'static str, why: &str) -> Result<()> {
+        if self.is_off(key) {
+            return Ok(());
+        }
+        let Some(entry) = self.take(key) else { return Ok(()) };
+        // Nobody is told that this is a valid name.
+        self.asked.pop();
+        Err(entry.key_place.error(format!("`{key}` is left out on purpose: {why}")))
     }
 
     /// Whether the file has a number for `key`.
@@ -186,34 +215,37 @@ impl Section {
 
     /// An empty sub-table, for a component that the file does not mention.
     pub(crate) fn empty(&self, key: &str) -> Self {
-        Self::new(Arc::clone(&self.source), key.to_owned(), self.offset, Vec::new())
+        Self::new(key.to_owned(), self.place.clone(), Vec::new())
     }
 
     /// An error at this table.
     #[must_use]
     pub fn error(&self, message: impl std::fmt::Display) -> Error {
-        self.source.error(self.offset, message)
+        self.place.error(message)
     }
 
-    /// An error at `offset`, which [`offset_of`](Self::offset_of) said before the key was taken.
-    pub(crate) fn error_at(&self, offset: usize, message: impl std::fmt::Display) -> Error {
-        self.source.error(offset, message)
+    /// An error at a place that [`offset_of`](Self::offset_of) said before the key was taken.
+    #[expect(clippy::needless_pass_by_value, reason = "a place is made for one error")]
+    pub(crate) fn error_at(&self, place: Place, message: impl std::fmt::Display) -> Error {
+        place.error(message)
     }
 
     /// Where the value of `key` stands; the table's own place without one.
-    pub(crate) fn offset_of(&self, key: &str) -> usize {
+    pub(crate) fn offset_of(&self, key: &str) -> Place {
         let entry = self.entries.iter().find(|e| e.key == key);
-        entry.map_or(self.offset, |e| e.node.span.start)
+        entry.map_or(&self.place, |e| &e.node.place).clone()
     }
 
     fn peek(&self, key: &str) -> Option<&Value> {
-        self.entries.iter().find(|e| e.key == key).map(|e| &e.node.value)
+        let value = self.entries.iter().find(|e| e.key == key).map(|e| &e.node.value);
+        value.filter(|value| !matches!(value, Value::Null))
     }
 
     fn take(&mut self, key: &'static str) -> Option<Entry> {
         self.asked.push(key);
         let index = self.entries.iter().position(|e| e.key == key)?;
-        Some(self.entries.remove(index))
+        let entry = self.entries.remove(index);
+        (!matches!(entry.node.value, Value::Null)).then_some(entry)
     }
 
     fn convert<T: FromConfig>(&self, key: &str, node: &Node) -> Result<T> {
@@ -224,22 +256,19 @@ impl Section {
                 Value::Integer(i) => i.to_string(),
                 other => other.kind().to_owned(),
             };
-            self.source.error(node.span.start, format!("`{key}` must be {want}, got {got}"))
+            node.place.error(format!("`{key}` must be {want}, got {got}"))
         })
     }
 
-    fn subsection(&self, key: &str, key_offset: usize, node: Node) -> Result<Self> {
+    fn subsection(&self, key: &str, node: Node) -> Result<Self> {
         let path =
             if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) };
         match node.value {
-            Value::Table(entries) => {
-                // A table written as dotted keys has no place of its own: its first key has.
-                let offset = if node.span.is_empty() { key_offset } else { node.span.start };
-                Ok(Self::new(Arc::clone(&self.source), path, offset, entries))
+            Value::Table(entries) => Ok(Self::new(path, node.place, entries)),
+            other => {
+                let text = format!("`{path}` must be a table, got {}", other.kind());
+                Err(node.place.error(text))
             }
-            other => Err(self
-                .source
-                .error(node.span.start, format!("`{path}` must be a table, got {}", other.kind()))),
         }
     }
 
@@ -249,12 +278,12 @@ impl Section {
         let nearest = self.entries.iter().map(|e| (distance(&e.key, key), e)).min_by_key(|n| n.0);
         let hint = match nearest {
             Some((distance, entry)) if near(distance, key) => {
-                let line = self.source.line(entry.key_span.start);
-                format!(" (is `{}` on line {line} meant for it?)", entry.key)
+                let there = entry.key_place.line_from(&self.place);
+                format!(" (is `{}` {there} meant for it?)", entry.key)
             }
             _ => String::new(),
         };
-        self.source.error(self.offset, format!("missing key `{key}` {place}{hint}"))
+        self.place.error(format!("missing key `{key}` {place}{hint}"))
     }
 }
 

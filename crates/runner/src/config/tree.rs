@@ -1,44 +1,80 @@
-//! TOML text to a tree that remembers where each value stood.
+//! A configuration as a tree whose every value remembers where it stood: in a file, or in an override of
+//! the command line.
 
-use std::ops::Range;
 use std::sync::Arc;
 
-use toml::de::{DeTable, DeValue};
+use crate::Error;
 
-use super::Section;
-use crate::{Error, Result};
-
-/// The text a configuration came from, to turn an offset into a place.
+/// What a configuration, or a part of it, came from.
 #[derive(Debug)]
 pub(super) struct Source {
     name: String,
+    /// Where lines begin; empty for an override, which is but one value.
     line_starts: Vec<usize>,
     text: String,
 }
 
 impl Source {
-    fn new(name: &str, text: &str) -> Self {
+    pub(super) fn file(name: &str, text: &str) -> Arc<Self> {
         let newlines = text.bytes().enumerate().filter(|(_, b)| *b == b'\n').map(|(i, _)| i + 1);
         let line_starts = std::iter::once(0).chain(newlines).collect();
-        Self { name: name.to_owned(), line_starts, text: text.to_owned() }
+        Arc::new(Self { name: name.to_owned(), line_starts, text: text.to_owned() })
     }
 
-    /// The line that `offset` is on, counted from 1.
-    pub(super) fn line(&self, offset: usize) -> usize {
-        self.line_starts.partition_point(|start| *start <= offset)
+    pub(super) fn cfg_option(option: &str) -> Arc<Self> {
+        let name = format!("--cfg-options {option}");
+        Arc::new(Self { name, line_starts: Vec::new(), text: String::new() })
     }
 
-    /// `file:line:col`, both counted from 1, columns in characters.
-    fn place(&self, offset: usize) -> String {
-        let line = self.line(offset);
-        let start = self.line_starts[line - 1];
-        let column = self.text.get(start..offset).map_or(0, |s| s.chars().count()) + 1;
-        format!("{}:{line}:{column}", self.name)
+    pub(super) fn at(self: &Arc<Self>, offset: usize) -> Place {
+        Place { source: Arc::clone(self), offset }
+    }
+}
+
+/// Where something stands.
+#[derive(Clone, Debug)]
+pub struct Place {
+    source: Arc<Source>,
+    offset: usize,
+}
+
+impl Place {
+    /// An error there.
+    #[must_use]
+    pub fn error(&self, message: impl std::fmt::Display) -> Error {
+        Error::Config(format!("{self}: {message}"))
     }
 
-    /// An error at `offset`.
-    pub(super) fn error(&self, offset: usize, message: impl std::fmt::Display) -> Error {
-        Error::Config(format!("{}: {message}", self.place(offset)))
+    /// In words, seen from `here`: a line, and the file if it is another.
+    pub(super) fn line_from(&self, here: &Self) -> String {
+        match (Arc::ptr_eq(&self.source, &here.source), self.source.line_starts.is_empty()) {
+            (true, false) => format!("on line {}", self.line()),
+            _ => format!("at {self}"),
+        }
+    }
+
+    /// Whatever stands earlier comes first.
+    pub(super) fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// The line, counted from 1.
+    fn line(&self) -> usize {
+        self.source.line_starts.partition_point(|start| *start <= self.offset)
+    }
+}
+
+/// `file:line:col`, both counted from 1, columns in characters; or the override.
+impl std::fmt::Display for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Source { name, line_starts, text } = &*self.source;
+        if line_starts.is_empty() {
+            return f.write_str(name);
+        }
+        let line = self.line();
+        let start = line_starts[line - 1];
+        let column = text.get(start..self.offset).map_or(0, |s| s.chars().count()) + 1;
+        write!(f, "{name}:{line}:{column}")
     }
 }
 
@@ -46,12 +82,14 @@ impl Source {
 #[derive(Clone, Debug)]
 pub(super) struct Node {
     pub(super) value: Value,
-    pub(super) span: Range<usize>,
+    pub(super) place: Place,
 }
 
-/// What TOML can say.
+/// What a configuration can say.
 #[derive(Clone, Debug)]
 pub(super) enum Value {
+    /// As if the key were not there.
+    Null,
     String(String),
     Integer(i64),
     Float(f64),
@@ -65,7 +103,7 @@ pub(super) enum Value {
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
     pub(super) key: String,
-    pub(super) key_span: Range<usize>,
+    pub(super) key_place: Place,
     pub(super) node: Node,
 }
 
@@ -73,6 +111,7 @@ impl Value {
     /// The kind of value, as a user would call it.
     pub(super) fn kind(&self) -> &'static str {
         match self {
+            Self::Null => "nothing",
             Self::String(_) => "a string",
             Self::Integer(_) => "an integer",
             Self::Float(_) => "a float",
@@ -82,52 +121,4 @@ impl Value {
             Self::Datetime => "a date",
         }
     }
-}
-
-/// Parses a whole file into its root section.
-pub(super) fn parse(name: &str, text: &str) -> Result<Section> {
-    let source = Arc::new(Source::new(name, text));
-    let table = DeTable::parse(text)
-        .map_err(|e| source.error(e.span().map_or(0, |s| s.start), e.message()))?;
-    let entries = convert_table(&source, table.get_ref())?;
-    Ok(Section::new(source, String::new(), 0, entries))
-}
-
-fn convert_table(source: &Source, table: &DeTable<'_>) -> Result<Vec<Entry>> {
-    let mut entries = Vec::with_capacity(table.len());
-    for (key, value) in table {
-        let node =
-            Node { value: convert(source, value.get_ref(), value.span())?, span: value.span() };
-        entries.push(Entry { key: key.get_ref().to_string(), key_span: key.span(), node });
-    }
-    entries.sort_by_key(|e| e.key_span.start);
-    Ok(entries)
-}
-
-fn convert(source: &Source, value: &DeValue<'_>, span: Range<usize>) -> Result<Value> {
-    Ok(match value {
-        DeValue::String(s) => Value::String(s.to_string()),
-        DeValue::Boolean(b) => Value::Boolean(*b),
-        DeValue::Datetime(_) => Value::Datetime,
-        DeValue::Integer(i) => Value::Integer(
-            i64::from_str_radix(i.as_str(), i.radix())
-                .map_err(|e| source.error(span.start, format!("`{}`: {e}", i.as_str())))?,
-        ),
-        DeValue::Float(f) => Value::Float(
-            f.as_str()
-                .parse()
-                .map_err(|e| source.error(span.start, format!("`{}`: {e}", f.as_str())))?,
-        ),
-        DeValue::Array(items) => {
-            let mut nodes = Vec::with_capacity(items.len());
-            for item in items {
-                nodes.push(Node {
-                    value: convert(source, item.get_ref(), item.span())?,
-                    span: item.span(),
-                });
-            }
-            Value::Array(nodes)
-        }
-        DeValue::Table(table) => Value::Table(convert_table(source, table)?),
-    })
 }

@@ -12,6 +12,7 @@ pub struct DataLoader {
     sampler: DefaultSampler,
     batch_size: usize,
     drop_last: bool,
+    infinite: bool,
 }
 
 impl std::fmt::Debug for DataLoader {
@@ -40,7 +41,7 @@ impl DataLoader {
         if batch_size == 0 {
             return Err(Error::Data("batch_size must be at least 1".into()));
         }
-        let loader = Self { dataset, sampler, batch_size, drop_last };
+        let loader = Self { dataset, sampler, batch_size, drop_last, infinite: false };
         if loader.batches_per_epoch() == 0 {
             return Err(Error::Data(format!(
                 "data set `{}` gives no batch of {batch_size} to each of {} ranks: it has {} samples",
@@ -65,6 +66,25 @@ impl DataLoader {
         self.dataset.len()
     }
 
+    /// The same with MMEngine's `InfiniteSampler`: [`endless`](Self::endless) batches are cut from the
+    /// permutations one after another, so that all are of the same size.
+    #[must_use]
+    pub fn infinite(self) -> Self {
+        Self { infinite: true, ..self }
+    }
+
+    /// Whether epochs have no end.
+    #[must_use]
+    pub fn is_infinite(&self) -> bool {
+        self.infinite
+    }
+
+    /// Samples per batch and rank.
+    #[must_use]
+    pub fn batch_size(&self) -> usize {
+        self.batch_size
+    }
+
     /// Deals the samples as with another seed from now on.
     pub(crate) fn set_seed(&mut self, seed: u64) {
         self.sampler.seed = seed;
@@ -75,12 +95,124 @@ impl DataLoader {
         &self,
         epoch: usize,
         start: usize,
-    ) -> impl Iterator<Item = Result<Batch>> + 'static {
+    ) -> impl Iterator<Item = Result<Batch>> + use<> {
         let indices = self.sampler.indices(epoch);
         let (dataset, size) = (Arc::clone(&self.dataset), self.batch_size);
         (start..self.batches_per_epoch()).map(move |k| {
             let end = indices.len().min((k + 1) * size);
             dataset.batch(&indices[k * size..end])
         })
+    }
+
+    /// Batches without end, pass after pass over the data set, from batch `start` on. Skipped batches
+    /// cost nothing, however many they are.
+    pub fn endless(&self, start: usize) -> impl Iterator<Item = Result<Batch>> + use<> {
+        let loader = self.clone();
+        let mut dealt = Dealt { sampler: self.sampler, pass: None };
+        if self.infinite {
+            // The whole order, of which this rank takes each `world_size`th.
+            dealt.sampler = DefaultSampler { rank: 0, world_size: 1, ..self.sampler };
+        }
+        (start..).map(move |k| {
+            let indices = match loader.infinite {
+                true => loader.cut(&mut dealt, k),
+                false => {
+                    let len = loader.batches_per_epoch();
+                    let (size, all) = (loader.batch_size, dealt.pass(k / len));
+                    all[k % len * size..all.len().min((k % len + 1) * size)].to_vec()
+                }
+            };
+            loader.dataset.batch(&indices)
+        })
+    }
+
+    /// Batch `k` of this rank, cut from the permutations one after another.
+    fn cut(&self, dealt: &mut Dealt, k: usize) -> Vec<usize> {
+        let DefaultSampler { len, rank, world_size, .. } = self.sampler;
+        let samples = k * self.batch_size..(k + 1) * self.batch_size;
+        let places = samples.map(|sample| sample * world_size + rank);
+        places.map(|place| dealt.pass(place / len)[place % len]).collect()
+    }
+}
+
+/// The order of one pass over the data set, made when it is first asked for.
+struct Dealt {
+    sampler: DefaultSampler,
+    pass: Option<(usize, Vec<usize>)>,
+}
+
+impl Dealt {
+    fn pass(&mut self, pass: usize) -> &[usize] {
+        let made = self.pass.take().filter(|(made, _)| *made == pass);
+        &self.pass.insert(made.unwrap_or_else(|| (pass, self.sampler.indices(pass)))).1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::data::{Array, ArrayData};
+
+    /// Samples that are their own index.
+    struct Counting(usize);
+
+    impl Dataset for Counting {
+        fn name(&self) -> &'static str {
+            "counting"
+        }
+
+        fn len(&self) -> usize {
+            self.0
+        }
+
+        fn batch(&self, indices: &[usize]) -> Result<Batch> {
+            let values = indices.iter().map(|i| *i as i64).collect();
+            Ok(Batch::new().with("i", Array::new([indices.len()], ArrayData::I64(values))?))
+        }
+    }
+
+    fn loader(len: usize, batch_size: usize, rank: usize, world_size: usize) -> DataLoader {
+        let sampler = DefaultSampler { len, shuffle: true, seed: 3, rank, world_size };
+        DataLoader::new(Arc::new(Counting(len)), sampler, batch_size, false).unwrap()
+    }
+
+    fn values(batch: Result<Batch>) -> Vec<i64> {
+        match batch.unwrap().get("i").unwrap().data() {
+            ArrayData::I64(values) => values.clone(),
+            _ => panic!("not the data set's"),
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn endless_batches_are_those_of_one_epoch_after_another(
+            len in 1usize..40, size in 1usize..7, world in 1usize..4, start in 0usize..60,
+        ) {
+            let loader = loader(len, size, world - 1, world);
+            let per_epoch = loader.batches_per_epoch();
+            let epochs = (0..=(start + 9) / per_epoch).flat_map(|e| loader.batches(e, 0));
+            let expected: Vec<_> = epochs.skip(start).take(9).map(values).collect();
+            let got: Vec<_> = loader.endless(start).take(9).map(values).collect();
+            prop_assert_eq!(got, expected);
+        }
+
+        #[test]
+        fn infinite_batches_deal_the_permutations_like_cards(
+            len in 1usize..40, size in 1usize..7, world in 1usize..4, start in 0usize..60,
+        ) {
+            let whole = DefaultSampler { len, shuffle: true, seed: 3, rank: 0, world_size: 1 };
+            let stream: Vec<_> = (0..).flat_map(|e| whole.indices(e)).take(70 * size * world).collect();
+            for rank in 0..world {
+                let mine: Vec<_> = stream.iter().skip(rank).step_by(world).collect();
+                let got = loader(len, size, rank, world).infinite().endless(start).take(3);
+                for (k, batch) in got.enumerate() {
+                    let at = (start + k) * size;
+                    let expected: Vec<_> = mine[at..at + size].iter().map(|i| **i as i64).collect();
+                    prop_assert_eq!(values(batch), expected);
+                }
+            }
+        }
     }
 }

@@ -1,53 +1,285 @@
-//! Saves the run every few epochs.
+//! Saves the run every few epochs or iterations, and the best model so far.
 
 use std::path::PathBuf;
 
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
+use super::monitor::{is_better, rule_by};
 use super::{Hook, Priority};
-use crate::Result;
 use crate::checkpoint::Position;
 use crate::config::Section;
-use crate::runner::Runner;
+use crate::data::Batch;
+use crate::engine::Losses;
+use crate::runner::{Runner, Save};
+use crate::schedulers::Rule;
+use crate::{Error, Result};
 
-/// Writes `epoch_N` every `interval` epochs and after the last, keeping at most `max_keep_ckpts`;
-/// `iter_N` if the run ends inside an epoch.
-#[derive(Debug)]
+/// Writes `epoch_N` (or `iter_N`) every `interval` epochs (or iterations) and after the last, keeping at
+/// most `max_keep_ckpts`; `iter_N` if the run ends inside an epoch; and `best_F_epoch_N`, weights only,
+/// whenever a validation's figure `F` is better than before.
+///
+/// Follows: MMEngine 0.10.7, `hooks/checkpoint_hook.py`. Where we differ: what it has counted is in the
+/// checkpoint, under its own name; the older checkpoints are removed after the new one is on disk; the
+/// hash of a published name is the CRC-32 of its model.
+#[derive(Clone, Debug)]
 pub struct CheckpointHook {
-    interval: usize,
-    /// 0 keeps all.
-    max_keep_ckpts: usize,
-    save_last: bool,
+    /// Epochs, or iterations, between checkpoints; 0 for none but the last.
+    pub interval: usize,
+    /// Whether it counts epochs, true; else iterations.
+    pub by_epoch: bool,
+    /// Count from here on, 0.
+    pub save_begin: usize,
+    /// How many are kept; 0 keeps all.
+    pub max_keep_ckpts: usize,
+    /// Whether the last epoch, or iteration, is always saved, true.
+    pub save_last: bool,
+    /// Whether the optimizer is saved, true; without it a run cannot go on.
+    pub save_optimizer: bool,
+    /// Whether the schedulers are saved, true.
+    pub save_param_scheduler: bool,
+    /// A checkpoint's name, with `{}` for the number; `epoch_{}` or `iter_{}` unless set.
+    pub filename_tmpl: Option<String>,
+    /// Whose best values are kept.
+    pub save_best: Vec<SaveBest>,
+    /// Parts (`model`, `optimizer`, `state`) that the last checkpoint is published with; empty: not at all.
+    pub published_keys: Vec<String>,
+    state: State,
+}
+
+/// A figure whose best value is kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SaveBest {
+    /// Name of the figure; `auto` is the first there is.
+    pub figure: String,
+    /// Which is better; by the name unless set.
+    pub rule: Option<Rule>,
+    /// Names that suggest `greater`, instead of MMEngine's.
+    pub greater_keys: Vec<String>,
+    /// Names that suggest `less`, instead of MMEngine's.
+    pub less_keys: Vec<String>,
+}
+
+impl SaveBest {
+    /// The best value of `figure`, by the rule that its name suggests.
+    #[must_use]
+    pub fn new(figure: &str) -> Self {
+        let (greater_keys, less_keys) = (Vec::new(), Vec::new());
+        Self { figure: figure.to_owned(), rule: None, greater_keys, less_keys }
+    }
+}
+
+/// What it goes on from.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct State {
     /// Names written so far, oldest first: those this run may prune.
     written: Vec<String>,
+    /// The best so far of each figure.
+    best: Vec<Best>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Best {
+    figure: String,
+    score: f64,
+    name: String,
 }
 
 impl CheckpointHook {
-    /// A checkpoint every `interval` epochs, all kept; 0 counts as 1.
+    /// A checkpoint every `interval` epochs, all kept.
     #[must_use]
     pub fn new(interval: usize) -> Self {
-        let interval = interval.max(1);
-        Self { interval, max_keep_ckpts: 0, save_last: true, written: Vec::new() }
+        Self {
+            interval,
+            by_epoch: true,
+            save_begin: 0,
+            max_keep_ckpts: 0,
+            save_last: true,
+            save_optimizer: true,
+            save_param_scheduler: true,
+            filename_tmpl: None,
+            save_best: Vec::new(),
+            published_keys: Vec::new(),
+            state: State::default(),
+        }
     }
 
-    fn save(&mut self, runner: &mut Runner, name: String, position: Position) -> Result<()> {
-        self.written.retain(|n| *n != name);
-        self.written.push(name.clone());
-        runner.save_checkpoint(&name, position, Some((self.name(), self.state_dict())))?;
+    /// Whether `count` epochs or iterations, `max` being all, are a time to save.
+    fn is_due(&self, count: usize, max: usize) -> bool {
+        let since = count.checked_sub(self.save_begin);
+        let every = self.interval > 0 && since.is_some_and(|n| n.is_multiple_of(self.interval));
+        every || self.save_last && count == max
+    }
+
+    /// The name of a checkpoint there, and where that is in words.
+    fn name_of(&self, position: &Position) -> (String, String) {
+        let template = |default: &str, count: usize| {
+            let template = self.filename_tmpl.as_deref().unwrap_or(default);
+            template.replacen("{}", &count.to_string(), 1)
+        };
+        if self.by_epoch && position.batch == 0 {
+            let epoch = position.epoch;
+            return (template("epoch_{}", epoch), format!("{epoch} epochs"));
+        }
+        let iter = position.iter;
+        // A name by epochs has no number for a place inside one.
+        let name = if self.by_epoch { format!("iter_{iter}") } else { template("iter_{}", iter) };
+        (name, format!("{iter} iterations"))
+    }
+
+    fn save(&mut self, runner: &mut Runner, position: Position, aloud: bool) -> Result<()> {
+        let (name, place) = self.name_of(&position);
+        if aloud {
+            runner.logger().info(&format!("Saving checkpoint at {place}"));
+        }
+        self.state.written.retain(|n| *n != name);
+        self.state.written.push(name.clone());
+        runner.save_checkpoint(Save {
+            name: &name,
+            position,
+            optimizer: self.save_optimizer,
+            schedulers: self.save_param_scheduler,
+            own: Some((self.name(), self.state_dict())),
+        })?;
         // The list just saved still names these, so what a kill leaves of them goes next time.
         let keep = if self.max_keep_ckpts == 0 { usize::MAX } else { self.max_keep_ckpts };
-        let surplus = self.written.len().saturating_sub(keep);
+        let surplus = self.state.written.len().saturating_sub(keep);
         let pruned: Vec<PathBuf> =
-            self.written.drain(..surplus).map(|n| runner.work_dir().join(n)).collect();
+            self.state.written.drain(..surplus).map(|n| runner.work_dir().join(n)).collect();
         runner.remove_checkpoints(&pruned)
+    }
+
+    /// Saves the model if `figure` is better than ever. Whether it is.
+    fn keep_best(
+        &mut self,
+        runner: &mut Runner,
+        wanted: &SaveBest,
+        metrics: &[(String, f64)],
+    ) -> Result<bool> {
+        let found = match wanted.figure.as_str() {
+            // `auto` stays with the figure that it once chose.
+            "auto" => match self.state.best.first() {
+                Some(best) => metrics.iter().find(|(name, _)| *name == best.figure),
+                None => metrics.first(),
+            },
+            figure => metrics.iter().find(|(name, _)| name == figure),
+        };
+        let Some((figure, score)) = found else {
+            let names: Vec<_> = metrics.iter().map(|(name, _)| name.as_str()).collect();
+            let (figure, names) = (&wanted.figure, names.join(", "));
+            return Err(Error::Config(format!("save_best: `{figure}` is not among: {names}")));
+        };
+        let rule = match wanted.rule {
+            Some(rule) => rule,
+            None => rule_by(figure, &wanted.greater_keys, &wanted.less_keys)?,
+        };
+        let before = self.state.best.iter().position(|best| best.figure == *figure);
+        let worst = match rule {
+            Rule::Greater => f64::NEG_INFINITY,
+            Rule::Less => f64::INFINITY,
+        };
+        let best = before.map_or(worst, |i| self.state.best[i].score);
+        if !score.is_finite() || !is_better(rule, *score, best) {
+            return Ok(false);
+        }
+        let position = runner.position().clone();
+        let name = format!("best_{}_{}", figure.replace('/', "_"), self.name_of(&position).0);
+        runner.save_checkpoint(Save::weights(&name, position.clone()))?;
+        let fresh = Best { figure: figure.clone(), score: *score, name: name.clone() };
+        let old = match before {
+            Some(i) => Some(std::mem::replace(&mut self.state.best[i], fresh).name),
+            None => {
+                self.state.best.push(fresh);
+                None
+            }
+        };
+        if let Some(old) = old.filter(|old| *old != name) {
+            let path = runner.work_dir().join(old);
+            runner.remove_checkpoints(std::slice::from_ref(&path))?;
+            let text = format!("The previous best checkpoint {} is removed", path.display());
+            runner.logger().info(&text);
+        }
+        let (count, unit) = match self.by_epoch {
+            true => (position.epoch, "epoch"),
+            false => (position.iter, "iter"),
+        };
+        runner.logger().info(&format!(
+            "The best checkpoint with {score:.4} {figure} at {count} {unit} is saved to {name}."
+        ));
+        Ok(true)
     }
 }
 
 pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
-    let interval = section.or_checked("interval", 1, "at least 1", |n: &usize| *n >= 1)?;
-    let max_keep_ckpts = section.or("max_keep_ckpts", 0)?;
-    let save_last = section.or("save_last", true)?;
-    Ok(Box::new(CheckpointHook { interval, max_keep_ckpts, save_last, written: Vec::new() }))
+    section.refuse("out_dir", "checkpoints go to the run's `work_dir`")?;
+    section.refuse("file_client_args", "checkpoints go to a directory of this machine")?;
+    section.refuse("backend_args", "checkpoints go to a directory of this machine")?;
+    let at_least_1 = |n: &i64| *n >= 1 || *n == -1;
+    let count = |n: i64| usize::try_from(n).unwrap_or(0);
+    let interval = section.or_checked("interval", 1, "at least 1, or -1 for never", at_least_1)?;
+    let mut hook = CheckpointHook::new(count(interval));
+    hook.by_epoch = section.or("by_epoch", true)?;
+    hook.save_begin = section.or("save_begin", 0)?;
+    let keep =
+        section
+            .or_checked("max_keep_ckpts", -1, "at least 1, or -1 for all", |n: &i64| *n >= -1)?;
+    hook.max_keep_ckpts = count(keep);
+    hook.save_last = section.or("save_last", true)?;
+    hook.save_optimizer = section.or("save_optimizer", true)?;
+    hook.save_param_scheduler = section.or("save_param_scheduler", true)?;
+    let place = section.offset_of("filename_tmpl");
+    hook.filename_tmpl = section.optional("filename_tmpl")?;
+    if let Some(template) = &hook.filename_tmpl
+        && (template.matches("{}").count() != 1 || template.contains('/'))
+    {
+        let text = format!("`filename_tmpl` must have one `{{}}` and no `/`, got `{template}`");
+        return Err(place.error(text));
+    }
+    hook.save_best = read_best(section)?;
+    let place = section.offset_of("published_keys");
+    hook.published_keys = section.one_or_more("published_keys")?;
+    if let Some(key) =
+        hook.published_keys.iter().find(|k| !["model", "optimizer", "state"].contains(&k.as_str()))
+    {
+        let known = ["model", "optimizer", "state"];
+        return Err(place.error(crate::config::unknown("part", key, &known)));
+    }
+    Ok(Box::new(hook))
+}
+
+fn read_best(section: &mut Section) -> Result<Vec<SaveBest>> {
+    let (place, rules_at) = (section.offset_of("save_best"), section.offset_of("rule"));
+    let figures: Vec<String> = section.one_or_more("save_best")?;
+    let mut rules = Vec::new();
+    for rule in section.one_or_more::<String>("rule")? {
+        rules.push(match rule.as_str() {
+            "less" => Rule::Less,
+            "greater" => Rule::Greater,
+            other => {
+                let text = crate::config::unknown("rule", other, &["less", "greater"]);
+                return Err(rules_at.error(text));
+            }
+        });
+    }
+    let (greater_keys, less_keys): (Vec<String>, Vec<String>) =
+        (section.one_or_more("greater_keys")?, section.one_or_more("less_keys")?);
+    if figures.len() > 1 && figures.iter().any(|f| f == "auto") {
+        return Err(place.error("`save_best` can be `auto` only alone"));
+    }
+    if rules.len() > 1 && rules.len() != figures.len() {
+        let text = format!("{} rules for {} figures of `save_best`", rules.len(), figures.len());
+        return Err(rules_at.error(text));
+    }
+    let mut best = Vec::new();
+    for (index, figure) in figures.into_iter().enumerate() {
+        let rule = rules.get(index).or(rules.first()).copied();
+        if rule.is_none() && figure != "auto" {
+            rule_by(&figure, &greater_keys, &less_keys).map_err(|e| place.error(e))?;
+        }
+        let (greater_keys, less_keys) = (greater_keys.clone(), less_keys.clone());
+        best.push(SaveBest { figure, rule, greater_keys, less_keys });
+    }
+    Ok(best)
 }
 
 impl Hook for CheckpointHook {
@@ -59,38 +291,82 @@ impl Hook for CheckpointHook {
         Priority::VERY_LOW
     }
 
+    fn figures(&self) -> Vec<String> {
+        let named = self.save_best.iter().filter(|best| best.figure != "auto");
+        named.map(|best| best.figure.clone()).collect()
+    }
+
+    fn before_train(&mut self, runner: &mut Runner) -> Result<()> {
+        let text = format!("Checkpoints will be saved to {}.", runner.work_dir().display());
+        runner.logger().info(&text);
+        Ok(())
+    }
+
+    fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
+        let position = runner.position().clone();
+        let (iter, batch) = (position.iter + 1, position.batch + 1);
+        if self.by_epoch || !self.is_due(iter, runner.max_iters()) {
+            return Ok(());
+        }
+        self.save(runner, Position { iter, batch, ..position }, true)
+    }
+
     fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
         let position = runner.position().clone();
         let epoch = position.epoch + 1;
-        let last = epoch == runner.max_epochs() && self.save_last;
-        if !epoch.is_multiple_of(self.interval) && !last {
+        // A run by iterations ends its only epoch with the run.
+        let by_epoch = self.by_epoch && runner.is_by_epoch();
+        if !by_epoch || !self.is_due(epoch, runner.max_epochs()) {
             return Ok(());
         }
-        runner.logger().info(&format!("Saving checkpoint at {epoch} epochs"));
-        self.save(runner, format!("epoch_{epoch}"), Position { epoch, batch: 0, ..position })
+        self.save(runner, Position { epoch, batch: 0, ..position }, true)
+    }
+
+    fn on_interrupt(&mut self, runner: &mut Runner) -> Result<()> {
+        let position = runner.position().clone();
+        if position.iter == 0 || self.state.written.contains(&self.name_of(&position).0) {
+            return Ok(());
+        }
+        self.save(runner, position, true)
+    }
+
+    fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
+        let mut better = false;
+        for wanted in self.save_best.clone() {
+            better |= self.keep_best(runner, &wanted, metrics)?;
+        }
+        let position = runner.position().clone();
+        // Inside an epoch the validation has changed what would be saved; the interruption's own
+        // checkpoint is the one to go on from.
+        if better && !(self.by_epoch && position.batch > 0) {
+            self.save(runner, position, false)?;
+        }
+        Ok(())
     }
 
     fn after_train(&mut self, runner: &mut Runner) -> Result<()> {
-        // The time budget may have ended inside an epoch, or after one that was not saved.
+        // The run may have ended after an epoch that was not saved.
         let position = runner.position().clone();
-        let (name, at) = match position.batch {
-            0 => (format!("epoch_{}", position.epoch), format!("{} epochs", position.epoch)),
-            _ => (format!("iter_{}", position.iter), format!("{} iterations", position.iter)),
-        };
-        if !self.save_last || position.iter == 0 || self.written.contains(&name) {
-            return Ok(());
+        let (name, _) = self.name_of(&position);
+        if self.save_last && position.iter > 0 && !self.state.written.contains(&name) {
+            self.save(runner, position, true)?;
         }
-        runner.logger().info(&format!("Saving checkpoint at {at}"));
-        self.save(runner, name, position)
+        match self.state.written.last() {
+            Some(last) if !self.published_keys.is_empty() => {
+                let last = last.clone();
+                runner.publish_checkpoint(&last, &self.published_keys)
+            }
+            _ => Ok(()),
+        }
     }
 
     fn state_dict(&self) -> Option<Value> {
-        Some(json!({ "written": self.written }))
+        serde_json::to_value(&self.state).ok()
     }
 
     fn load_state_dict(&mut self, state: &Value) -> Result<()> {
-        let names = state["written"].as_array().into_iter().flatten();
-        self.written = names.filter_map(|n| n.as_str().map(str::to_owned)).collect();
+        self.state = serde_json::from_value(state.clone())
+            .map_err(|e| Error::Checkpoint(format!("CheckpointHook: {e}")))?;
         Ok(())
     }
 }

@@ -13,7 +13,8 @@ use crate::{Error, Result};
 /// good as wanted, or when it is not a number.
 ///
 /// What it has counted is saved, so a resumed run ends where it would have ended. MMEngine forgets
-/// it.
+/// it; and there the hook comes after everyone, here just before [`CheckpointHook`](super::CheckpointHook),
+/// so that a checkpoint of a validation has it counted.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EarlyStoppingHook {
     /// Name of the figure.
@@ -111,10 +112,10 @@ impl Hook for EarlyStoppingHook {
     }
 
     fn priority(&self) -> Priority {
-        Priority::LOWEST
+        Priority(Priority::VERY_LOW.0 - 1)
     }
 
-    fn after_val(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
+    fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
         let Some((_, score)) = metrics.iter().find(|(name, _)| *name == self.monitor) else {
             let names: Vec<_> = metrics.iter().map(|(name, _)| name.as_str()).collect();
             let (monitor, names) = (&self.monitor, names.join(", "));
@@ -130,6 +131,10 @@ impl Hook for EarlyStoppingHook {
             runner.stop_training();
         }
         Ok(())
+    }
+
+    fn figures(&self) -> Vec<String> {
+        if self.strict { vec![self.monitor.clone()] } else { Vec::new() }
     }
 
     fn state_dict(&self) -> Option<Value> {

@@ -3,30 +3,53 @@
 use super::{Hook, Priority};
 use crate::Result;
 use crate::config::Section;
-use crate::data::Batch;
+use crate::data::{Array, Batch};
 use crate::engine::Losses;
-use crate::runner::Runner;
-use crate::sinks::{format_train_line, format_val_line};
+use crate::runner::{Judged, Runner};
+use crate::sinks::{format_judged_line, format_judging_line, format_train_line};
 
-/// Every `interval` batches, logs the smoothed scalars; after each validation, its figures.
-#[derive(Debug)]
+/// Every `interval` batches, logs the smoothed scalars; after each validation or test, its figures.
+///
+/// Follows: MMEngine 0.10.7, `hooks/logger_hook.py`.
+#[derive(Clone, Copy, Debug)]
 pub struct LoggerHook {
-    interval: usize,
-    ignore_last: bool,
+    /// Batches between lines, 10.
+    pub interval: usize,
+    /// Whether the tail of an epoch that is shorter than the interval goes without a line, true.
+    pub ignore_last: bool,
+    /// Batches between lines with the run's name, 1000; one comes after each epoch, too.
+    pub interval_exp_name: usize,
+    /// Whether a validation's figures are recorded under the epoch, true, as MMEngine has it: 0
+    /// throughout a run by iterations. Else under the iteration.
+    pub log_metric_by_epoch: bool,
 }
 
 impl LoggerHook {
     /// A line every `interval` batches of an epoch; 0 counts as 1.
     #[must_use]
     pub fn new(interval: usize) -> Self {
-        Self { interval: interval.max(1), ignore_last: true }
+        let interval = interval.max(1);
+        Self { interval, ignore_last: true, interval_exp_name: 1000, log_metric_by_epoch: true }
+    }
+
+    fn log_judging(&self, runner: &mut Runner, judged: Judged, index: usize) {
+        let done = index + 1;
+        if done.is_multiple_of(self.interval) && done < runner.judged_batches(judged) {
+            let line = format_judging_line(runner, judged, done);
+            runner.logger().info(&line);
+        }
     }
 }
 
 pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
-    let interval = section.or_checked("interval", 10, "at least 1", |n: &usize| *n >= 1)?;
-    let ignore_last = section.or("ignore_last", true)?;
-    Ok(Box::new(LoggerHook { interval, ignore_last }))
+    let at_least_1 = |n: &usize| *n >= 1;
+    let mut hook = LoggerHook::new(section.or_checked("interval", 10, "at least 1", at_least_1)?);
+    hook.ignore_last = section.or("ignore_last", true)?;
+    hook.interval_exp_name =
+        section.or_checked("interval_exp_name", 1000, "at least 1", at_least_1)?;
+    hook.log_metric_by_epoch = section.or("log_metric_by_epoch", true)?;
+    section.refuse("out_dir", "logs go to the run's `work_dir`")?;
+    Ok(Box::new(hook))
 }
 
 impl Hook for LoggerHook {
@@ -41,9 +64,14 @@ impl Hook for LoggerHook {
     fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
         let (done, len) = (runner.position().batch + 1, runner.batches_per_epoch());
         runner.draw_progress(done);
+        let ends = done == len;
+        if ends || (runner.position().iter + 1).is_multiple_of(self.interval_exp_name) {
+            let line = format!("Exp name: {}", runner.experiment_name());
+            runner.log_progress(&line);
+        }
         // A tail shorter than the interval says little; an epoch shorter than it must say something.
-        let tail = done == len && (!self.ignore_last || len <= self.interval);
-        if done % self.interval != 0 && !tail {
+        let tail = ends && (!self.ignore_last || len <= self.interval);
+        if !done.is_multiple_of(self.interval) && !tail {
             return Ok(());
         }
         let line = format_train_line(runner, done);
@@ -51,9 +79,37 @@ impl Hook for LoggerHook {
         runner.write_train_scalars()
     }
 
-    fn after_val(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
-        let line = format_val_line(runner, metrics);
+    fn after_val_iter(
+        &mut self,
+        runner: &mut Runner,
+        index: usize,
+        _: &Batch,
+        _: &[(String, Array)],
+    ) -> Result<()> {
+        self.log_judging(runner, Judged::Val, index);
+        Ok(())
+    }
+
+    fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
+        let line = format_judged_line(runner, Judged::Val, metrics);
         runner.logger().info(&line);
-        runner.write_val_scalars(metrics)
+        runner.write_val_scalars(metrics, self.log_metric_by_epoch)
+    }
+
+    fn after_test_iter(
+        &mut self,
+        runner: &mut Runner,
+        index: usize,
+        _: &Batch,
+        _: &[(String, Array)],
+    ) -> Result<()> {
+        self.log_judging(runner, Judged::Test, index);
+        Ok(())
+    }
+
+    fn after_test_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
+        let line = format_judged_line(runner, Judged::Test, metrics);
+        runner.logger().info(&line);
+        runner.write_test_scalars(metrics)
     }
 }

@@ -1,10 +1,13 @@
 //! Hooks: what else happens at each stage of a run.
 //!
 //! Hooks run in order of [`Priority`], equal ones in order of registration. A hook reaches the
-//! whole run through the [`Runner`] it is handed, and may keep state of its own in checkpoints.
+//! whole run through the [`Runner`] it is handed, and may keep state of its own in checkpoints. Such a
+//! hook should come before [`CheckpointHook`] (`VERY_LOW`): what it counts after that one's turn is not
+//! in the checkpoint. The stages and their order are MMEngine's, and `on_interrupt` besides.
 
 mod checkpoint;
 mod early_stopping;
+mod ema;
 mod iter_timer;
 mod logger;
 mod monitor;
@@ -13,17 +16,20 @@ mod sync_buffers;
 
 use serde_json::Value;
 
-pub use checkpoint::CheckpointHook;
+pub use checkpoint::{CheckpointHook, SaveBest};
 pub use early_stopping::EarlyStoppingHook;
+pub use ema::{Average, EmaHook};
 pub use iter_timer::IterTimerHook;
 pub use logger::LoggerHook;
 pub use param_scheduler::ParamSchedulerHook;
 pub use sync_buffers::SyncBuffersHook;
 
 use crate::Result;
-use crate::data::Batch;
+use crate::checkpoint::{Checkpoint, Draft};
+use crate::config::{Section, unknown};
+use crate::data::{Array, Batch};
 use crate::engine::Losses;
-use crate::registry::Builtin;
+use crate::registry::{Builtin, HOOKS};
 use crate::runner::Runner;
 
 /// When a hook's turn comes: small numbers first. The constants are MMEngine's.
@@ -49,6 +55,19 @@ impl Priority {
     pub const VERY_LOW: Self = Self(90);
     /// After everyone.
     pub const LOWEST: Self = Self(100);
+
+    /// MMEngine's names.
+    const NAMES: [(&'static str, Self); 9] = [
+        ("HIGHEST", Self::HIGHEST),
+        ("VERY_HIGH", Self::VERY_HIGH),
+        ("HIGH", Self::HIGH),
+        ("ABOVE_NORMAL", Self::ABOVE_NORMAL),
+        ("NORMAL", Self::NORMAL),
+        ("BELOW_NORMAL", Self::BELOW_NORMAL),
+        ("LOW", Self::LOW),
+        ("VERY_LOW", Self::VERY_LOW),
+        ("LOWEST", Self::LOWEST),
+    ];
 }
 
 /// Something done at stages of a run. Every method does nothing unless implemented.
@@ -67,8 +86,21 @@ pub trait Hook: Send {
         Priority::NORMAL
     }
 
+    /// Figures of a validation that it needs by name.
+    fn figures(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     /// Once, before anything else.
     fn before_run(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// After the model has been loaded from a checkpoint.
+    fn after_load_checkpoint(
+        &mut self,
+        runner: &mut Runner,
+        checkpoint: &Checkpoint,
+    ) -> Result<()> {
         Ok(())
     }
     /// Once, after parameters are loaded.
@@ -96,12 +128,82 @@ pub trait Hook: Send {
     fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
         Ok(())
     }
+    /// The run ends before its time, between two batches: a signal, or the time budget is spent.
+    fn on_interrupt(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
     /// Before a validation.
     fn before_val(&mut self, runner: &mut Runner) -> Result<()> {
         Ok(())
     }
-    /// After a validation, with its figures, equal on all ranks.
-    fn after_val(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
+    /// Before the first batch of a validation.
+    fn before_val_epoch(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Batch `index` of a validation in hand. The hook may change it.
+    fn before_val_iter(
+        &mut self,
+        runner: &mut Runner,
+        index: usize,
+        batch: &mut Batch,
+    ) -> Result<()> {
+        Ok(())
+    }
+    /// The model's outputs on batch `index` of a validation.
+    fn after_val_iter(
+        &mut self,
+        runner: &mut Runner,
+        index: usize,
+        batch: &Batch,
+        outputs: &[(String, Array)],
+    ) -> Result<()> {
+        Ok(())
+    }
+    /// A validation's figures, equal on all ranks.
+    fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
+        Ok(())
+    }
+    /// After a validation.
+    fn after_val(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Before a test.
+    fn before_test(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Before the first batch of a test.
+    fn before_test_epoch(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Batch `index` of a test in hand. The hook may change it.
+    fn before_test_iter(
+        &mut self,
+        runner: &mut Runner,
+        index: usize,
+        batch: &mut Batch,
+    ) -> Result<()> {
+        Ok(())
+    }
+    /// The model's outputs on batch `index` of a test.
+    fn after_test_iter(
+        &mut self,
+        runner: &mut Runner,
+        index: usize,
+        batch: &Batch,
+        outputs: &[(String, Array)],
+    ) -> Result<()> {
+        Ok(())
+    }
+    /// A test's figures, equal on all ranks.
+    fn after_test_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
+        Ok(())
+    }
+    /// After a test.
+    fn after_test(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// A checkpoint is about to be written; the hook may change what is in it. On every rank.
+    fn before_save_checkpoint(&mut self, runner: &mut Runner, draft: &mut Draft) -> Result<()> {
         Ok(())
     }
     /// Once, after the last epoch, or when the time budget is spent.
@@ -123,9 +225,105 @@ pub trait Hook: Send {
     }
 }
 
+/// A hook with another place than it asks for.
+struct At(Priority, Box<dyn Hook>);
+
+macro_rules! forward {
+    ($($stage:ident($($arg:ident: $kind:ty),*);)*) => {$(
+        fn $stage(&mut self, runner: &mut Runner $(, $arg: $kind)*) -> Result<()> {
+            self.1.$stage(runner $(, $arg)*)
+        }
+    )*};
+}
+
+impl Hook for At {
+    fn name(&self) -> &'static str {
+        self.1.name()
+    }
+    fn priority(&self) -> Priority {
+        self.0
+    }
+    fn figures(&self) -> Vec<String> {
+        self.1.figures()
+    }
+    fn state_dict(&self) -> Option<Value> {
+        self.1.state_dict()
+    }
+    fn load_state_dict(&mut self, state: &Value) -> Result<()> {
+        self.1.load_state_dict(state)
+    }
+    forward! {
+        before_run();
+        after_load_checkpoint(checkpoint: &Checkpoint);
+        before_train();
+        before_train_epoch();
+        before_train_iter(batch: &mut Batch);
+        after_train_iter(batch: &Batch, losses: &Losses);
+        after_train_epoch();
+        on_interrupt();
+        before_val();
+        before_val_epoch();
+        before_val_iter(index: usize, batch: &mut Batch);
+        after_val_iter(index: usize, batch: &Batch, outputs: &[(String, Array)]);
+        after_val_epoch(metrics: &[(String, f64)]);
+        after_val();
+        before_test();
+        before_test_epoch();
+        before_test_iter(index: usize, batch: &mut Batch);
+        after_test_iter(index: usize, batch: &Batch, outputs: &[(String, Array)]);
+        after_test_epoch(metrics: &[(String, f64)]);
+        after_test();
+        before_save_checkpoint(draft: &mut Draft);
+        after_train();
+        after_run();
+    }
+}
+
+/// Builds a hook of any type, at the `priority` that its section says, by name or number, if it does.
+/// `metrics` are the names of the figures a validation will have, if they are known.
+pub(crate) fn build(
+    mut section: Section,
+    default_type: Option<&str>,
+    metrics: Option<&[String]>,
+) -> Result<Box<dyn Hook>> {
+    let place = ["save_best", "monitor"].into_iter().find(|key| section.has(key));
+    let place = section.offset_of(place.unwrap_or("type"));
+    let priority = read_priority(&mut section)?;
+    let mut hook = match default_type {
+        Some(default_type) => HOOKS.build_or(section, default_type)?,
+        None => HOOKS.build(section)?,
+    };
+    if let Some(metrics) = metrics {
+        let known: Vec<_> = metrics.iter().map(String::as_str).collect();
+        for figure in hook.figures() {
+            if !metrics.contains(&figure) {
+                return Err(place.error(unknown("figure", &figure, &known)));
+            }
+        }
+    }
+    if let Some(priority) = priority {
+        hook = Box::new(At(priority, hook));
+    }
+    Ok(hook)
+}
+
+fn read_priority(section: &mut Section) -> Result<Option<Priority>> {
+    if !section.has("priority") {
+        return Ok(None);
+    }
+    if section.is_string("priority") {
+        return section.choice("priority", "NORMAL", &Priority::NAMES).map(Some);
+    }
+    let number =
+        section.or_checked("priority", 50, "between 0 and 100", |n: &i64| (0..=100).contains(n))?;
+    let number = u8::try_from(number).map_err(|e| section.error(e))?;
+    Ok(Some(Priority(number)))
+}
+
 /// The hooks a configuration can name.
 pub(crate) const BUILTIN: Builtin<Box<dyn Hook>> = &[
     ("CheckpointHook", checkpoint::read),
+    ("EMAHook", ema::read),
     ("EarlyStoppingHook", early_stopping::read),
     ("IterTimerHook", |_| Ok(Box::new(IterTimerHook::default()))),
     ("LoggerHook", logger::read),
@@ -149,7 +347,9 @@ mod tests {
     use parking_lot::Mutex;
 
     use super::*;
-    use crate::testing::builder;
+    use crate::evaluate::Metric;
+    use crate::runner::TrainConfig;
+    use crate::testing::{blank, builder};
 
     /// Writes each stage it sees to a list.
     struct Trace(&'static str, Priority, Arc<Mutex<Vec<String>>>);
@@ -226,12 +426,199 @@ mod tests {
         assert_eq!(*seen.lock(), expected);
     }
 
+    /// What a hook of MMEngine's saw, stage by stage: those stages that it has there are noted.
+    struct Recorder {
+        name: &'static str,
+        priority: Priority,
+        seen: Arc<Mutex<Vec<String>>>,
+        stages: Arc<Vec<(String, String)>>,
+    }
+
+    impl Recorder {
+        fn note(&self, runner: &Runner, stage: &str) -> Result<()> {
+            if self.stages.iter().any(|(s, hook)| s == stage && hook == self.name) {
+                let position = runner.position();
+                let (epoch, iter) = (position.epoch, position.iter);
+                self.seen.lock().push(format!("{stage} {} {epoch} {iter}", self.name));
+            }
+            Ok(())
+        }
+    }
+
+    macro_rules! record {
+        ($($stage:ident($($kind:ty),*);)*) => {$(
+            fn $stage(&mut self, runner: &mut Runner $(, _: $kind)*) -> Result<()> {
+                self.note(runner, stringify!($stage))
+            }
+        )*};
+    }
+
+    impl Hook for Recorder {
+        fn name(&self) -> &'static str {
+            "Recorder"
+        }
+        fn priority(&self) -> Priority {
+            self.priority
+        }
+        record! {
+            before_run();
+            after_load_checkpoint(&Checkpoint);
+            before_train();
+            before_train_epoch();
+            before_train_iter(&mut Batch);
+            after_train_iter(&Batch, &Losses);
+            after_train_epoch();
+            before_val();
+            before_val_epoch();
+            before_val_iter(usize, &mut Batch);
+            after_val_iter(usize, &Batch, &[(String, Array)]);
+            after_val_epoch(&[(String, f64)]);
+            after_val();
+            before_save_checkpoint(&mut Draft);
+            after_train();
+            after_run();
+        }
+    }
+
+    /// Figures that were recorded, one after another.
+    struct Figures(Mutex<std::vec::IntoIter<f64>>);
+
+    impl Metric for Figures {
+        fn process(&self, _: &Batch, _: &[(String, Array)]) -> Result<Vec<Value>> {
+            Ok(vec![Value::Null])
+        }
+        fn compute(&self, _: &[Value]) -> Result<Vec<(String, f64)>> {
+            let figure = self.0.lock().next().expect("no more validations than were recorded");
+            Ok(vec![("digits/accuracy".into(), figure), ("digits/n".into(), 297.0)])
+        }
+    }
+
+    /// Runs 24 batches an epoch and 5 a validation as in the recording, and compares every stage.
+    fn check_trace(
+        recorded: &str,
+        train: TrainConfig,
+        mut checkpoint: CheckpointHook,
+        figures: &[f64],
+    ) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let seen = Arc::default();
+        let words = |line: &str| {
+            let mut words = line.split(' ').map(str::to_owned);
+            (words.next().unwrap(), words.next().unwrap())
+        };
+        let stages = Arc::new(recorded.lines().map(words).collect());
+        checkpoint.max_keep_ckpts = 2;
+        checkpoint.save_best = vec![SaveBest::new("auto")];
+        let figures = Figures(Mutex::new(figures.to_vec().into_iter()));
+        let mut builder = builder(dir.path(), 24)
+            .train_cfg(train)
+            .validation(blank(5), Box::new(figures))
+            .hook(Box::new(LoggerHook::new(10)));
+        for (name, priority) in [
+            ("RuntimeInfoHook", Priority::VERY_HIGH),
+            ("IterTimerHook", Priority::NORMAL),
+            ("DistSamplerSeedHook", Priority::NORMAL),
+            ("EMAHook", Priority::NORMAL),
+            ("LoggerHook", Priority::BELOW_NORMAL),
+            ("ParamSchedulerHook", Priority::LOW),
+            ("CheckpointHook", Priority::VERY_LOW),
+        ] {
+            let (seen, stages) = (Arc::clone(&seen), Arc::clone(&stages));
+            builder = builder.hook(Box::new(Recorder { name, priority, seen, stages }));
+        }
+        builder.hook(Box::new(checkpoint)).build().unwrap().train().unwrap();
+        for (index, (seen, recorded)) in seen.lock().iter().zip(recorded.lines()).enumerate() {
+            assert_eq!(seen, recorded, "line {index}");
+        }
+        assert_eq!(seen.lock().len(), recorded.lines().count());
+        dir
+    }
+
+    fn names(dir: &std::path::Path) -> Vec<String> {
+        let entries = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name());
+        let mut names: Vec<_> = entries.map(|name| name.into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    /// What a log says of checkpoints and validations, without times and figures that depend on them.
+    fn told(log: &str, dir: &std::path::Path) -> Vec<String> {
+        let lines = log.lines().filter_map(|line| line.split_once(" - INFO - ")).map(|l| l.1);
+        let lines = lines.filter(|l| {
+            ["Saving", "The ", "Epoch(", "Iter(", "Exp name"].iter().any(|s| l.starts_with(s))
+        });
+        let known = |line: &str| {
+            let line = line.replace(&format!("{}/", dir.display()), "").replace(".pth", "");
+            // A count is an integer there, and a figure like any other here.
+            let line = line.replace("297.0000", "297");
+            let line = line.split("  lr: ").next().unwrap_or_default().to_owned();
+            let line = line.split("  data_time: ").next().unwrap_or_default().to_owned();
+            line.split("Exp name: ").next().unwrap_or_default().to_owned()
+        };
+        lines.map(known).collect()
+    }
+
+    fn check_log(dir: &std::path::Path, recorded: &str, recorded_dir: &str) {
+        let stamp = names(dir).into_iter().find(|n| n.starts_with("20")).unwrap();
+        let log = dir.join(&stamp).join(format!("{stamp}.log"));
+        let log = std::fs::read_to_string(log).unwrap();
+        assert_eq!(told(&log, dir), told(recorded, std::path::Path::new(recorded_dir)));
+        // The keys of each line of the scalars, and what counts there.
+        let vis = dir.join(&stamp).join("vis_data");
+        assert_eq!(names(&vis), [format!("{stamp}.json"), "scalars.json".to_owned()]);
+        let scalars = std::fs::read_to_string(vis.join("scalars.json")).unwrap();
+        let lines = |text: &str| -> Vec<Value> {
+            let lines = text.lines().filter(|l| l.starts_with('{'));
+            lines.map(|l| serde_json::from_str(l).unwrap()).collect()
+        };
+        let (ours, theirs) = (lines(&scalars), lines(recorded));
+        assert_eq!(ours.len(), theirs.len());
+        for (ours, theirs) in ours.iter().zip(&theirs) {
+            for key in ["step", "epoch", "iter", "digits/accuracy", "digits/n"] {
+                assert_eq!(ours[key].as_f64(), theirs[key].as_f64(), "{key}: {ours} {theirs}");
+            }
+            // The engine of this test has no optimizer wrapper that reports norms, and no `loss_cls`;
+            // nor does it have the timer.
+            let object = theirs.as_object().unwrap();
+            for key in object.keys().filter(|k| !["grad_norm", "loss_cls"].contains(&k.as_str())) {
+                let timed = key.ends_with("time") && theirs["lr"].is_number();
+                assert!(timed || ours.get(key).is_some(), "{key}: {ours}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_run_by_epochs_is_mmengines_stage_by_stage() {
+        let recorded = include_str!("../../tests/vectors/hooks_epoch.txt");
+        let figures = [9.427_609_427_609_427, 9.427_609_427_609_427, 11.447_811_447_811_448];
+        let dir = check_trace(recorded, TrainConfig::new(3), CheckpointHook::new(1), &figures);
+        let all = names(dir.path());
+        let all: Vec<_> = all.iter().filter(|n| !n.starts_with("20")).collect();
+        assert_eq!(all, ["best_digits_accuracy_epoch_3", "epoch_2", "epoch_3", "last_checkpoint"]);
+        let recorded = include_str!("../../tests/vectors/log_epoch.txt");
+        check_log(dir.path(), recorded, "ref/reference/work/single_fp32");
+    }
+
+    #[test]
+    fn a_run_by_iterations_is_mmengines_stage_by_stage() {
+        let recorded = include_str!("../../tests/vectors/hooks_iter.txt");
+        let figures = [40.067_340_067_340_07, 50.168_350_168_350_17, 73.063_973_063_973_07];
+        let train = TrainConfig { val_interval: 20, ..TrainConfig::by_iters(60) };
+        let mut checkpoint = CheckpointHook::new(20);
+        checkpoint.by_epoch = false;
+        let dir = check_trace(recorded, train, checkpoint, &figures);
+        let all = names(dir.path());
+        let all: Vec<_> = all.iter().filter(|n| !n.starts_with("20")).collect();
+        assert_eq!(all, ["best_digits_accuracy_iter_60", "iter_40", "iter_60", "last_checkpoint"]);
+        let recorded = include_str!("../../tests/vectors/log_iter.txt");
+        check_log(dir.path(), recorded, "ref/reference/work/single_iter");
+    }
+
     #[test]
     fn buffers_are_averaged_before_they_are_logged_or_saved() {
         let config = crate::config::Config::from_text("c.toml", "").unwrap().into_section();
-        let hooks = DEFAULTS
-            .iter()
-            .map(|(key, name)| crate::registry::HOOKS.build_or(config.empty(key), name).unwrap());
+        let hooks =
+            DEFAULTS.iter().map(|(key, name)| HOOKS.build_or(config.empty(key), name).unwrap());
         let mut priorities: Vec<_> = hooks.map(|h| (h.priority().0, h.name())).collect();
         priorities.sort_by_key(|p| p.0);
         // MMEngine's numbers.

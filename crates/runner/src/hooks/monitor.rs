@@ -8,17 +8,30 @@ const GREATER: [&str; 10] =
     ["acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc"];
 const LESS: [&str; 1] = ["loss"];
 
-/// The rule that a figure's name suggests: the whole name first, then a part of it.
+/// The rule that a figure's name suggests by MMEngine's lists.
 pub(super) fn rule_of(name: &str) -> Result<Rule> {
-    let is = |known: &&str| known.eq_ignore_ascii_case(name);
-    let contains = |known: &&str| name.to_lowercase().contains(&known.to_lowercase());
-    if GREATER.iter().any(is) {
+    rule_by(name, &GREATER, &LESS)
+}
+
+/// The rule that a figure's name suggests: the whole name first, then a part of it. `greater` and
+/// `less` replace MMEngine's lists unless they are empty.
+pub(super) fn rule_by<S: AsRef<str>>(name: &str, greater: &[S], less: &[S]) -> Result<Rule> {
+    let or = |given: &[S], default: &[&'static str]| -> Vec<String> {
+        match given {
+            [] => default.iter().map(|s| (*s).to_owned()).collect(),
+            given => given.iter().map(|s| s.as_ref().to_owned()).collect(),
+        }
+    };
+    let (greater, less) = (or(greater, &GREATER), or(less, &LESS));
+    let is = |known: &String| known.eq_ignore_ascii_case(name);
+    let contains = |known: &String| name.to_lowercase().contains(&known.to_lowercase());
+    if greater.iter().any(is) {
         return Ok(Rule::Greater);
     }
-    if LESS.iter().any(is) {
+    if less.iter().any(is) {
         return Ok(Rule::Less);
     }
-    match (GREATER.iter().any(contains), LESS.iter().any(contains)) {
+    match (greater.iter().any(contains), less.iter().any(contains)) {
         (true, _) => Ok(Rule::Greater),
         (false, true) => Ok(Rule::Less),
         _ => Err(Error::Config(format!(

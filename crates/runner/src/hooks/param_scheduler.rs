@@ -28,7 +28,7 @@ impl Hook for ParamSchedulerHook {
         runner.step_schedulers(&[], |s| !s.needs_metrics() && s.by_epoch())
     }
 
-    fn after_val(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
+    fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
         runner.step_schedulers(metrics, |s| s.needs_metrics())
     }
 }

@@ -2,6 +2,7 @@
 
 use collective::ReduceOp;
 use fused_optim::SliceMut;
+use serde_json::{Value, json};
 
 use super::Hook;
 use crate::Result;
@@ -12,8 +13,8 @@ use crate::runner::Runner;
 /// Averages the model's buffers over the ranks after each epoch and before each validation.
 ///
 /// Each rank's batch-norm statistics drift apart, as each sees other data. Without this hook every
-/// rank would validate another model, and a checkpoint would hold one of them; with it, what is
-/// validated is what is saved, and a resumed run goes on exactly. Nothing is averaged twice: the mean
+/// rank would validate another model; with it, what is validated is what is saved. (A checkpoint inside
+/// an epoch holds what each rank has, and changes nothing.) Nothing is averaged twice: the mean
 /// of equal numbers need not be that number to the last bit.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SyncBuffersHook {
@@ -58,7 +59,12 @@ impl Hook for SyncBuffersHook {
         self.sync(runner)
     }
 
-    fn after_train(&mut self, runner: &mut Runner) -> Result<()> {
-        self.sync(runner)
+    fn state_dict(&self) -> Option<Value> {
+        Some(json!(self.stale))
+    }
+
+    fn load_state_dict(&mut self, state: &Value) -> Result<()> {
+        self.stale = state.as_bool().unwrap_or(true);
+        Ok(())
     }
 }

@@ -1,6 +1,7 @@
-//! The loops of a run: epochs of training, and validation between them.
+//! The loops of a run: training by epochs or by iterations, validation between them, tests.
 
-mod epoch;
-mod val;
+mod judge;
+mod train;
 
-pub(crate) use epoch::train;
+pub(crate) use judge::judge_once;
+pub(crate) use train::train;

@@ -1,5 +1,6 @@
 //! The parts of a run, collected before anything is made.
 
+use std::num::NonZero;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,43 +8,21 @@ use std::time::{Duration, Instant};
 use collective::{GroupOptions, Launcher, ProcessGroup, Topology};
 use fused_optim::Optimizer;
 use jiff::Zoned;
+use rustix::process::{Resource, getrlimit, setrlimit};
 
 use super::output::Output;
-use super::{Runner, Validation, read_values, write_values};
+use super::{Length, Runner, TrainConfig, Validation, read_values, write_values};
 use crate::checkpoint::Position;
-use crate::config::{Config, Section};
 use crate::data::{DataLoader, DatasetFactory, DefaultSampler};
 use crate::evaluate::Metric;
-use crate::hooks::{DEFAULTS, Hook, ParamSchedulerHook};
+use crate::hooks::{Hook, ParamSchedulerHook};
 use crate::model::{DistributedDataParallel, ModelContext, ModelFactory, WrapperFactory};
 use crate::optim_wrapper::OptimWrapperFactory;
-use crate::registry::{
-    DATASETS, HOOKS, METRICS, MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS, PARAM_SCHEDULERS,
-};
 use crate::schedulers::{Param, Scheduler, SchedulerConfig, Span};
 use crate::{Error, Result};
 
 /// How long a collective may take before the missing ranks are named: MMEngine's 30 minutes.
 const TIMEOUT: Duration = Duration::from_secs(1800);
-
-/// Length of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TrainConfig {
-    /// Number of passes over the data set.
-    pub max_epochs: usize,
-    /// Validate from this epoch on, counted from 1.
-    pub val_begin: usize,
-    /// Validate every so many epochs, and after the last.
-    pub val_interval: usize,
-}
-
-impl TrainConfig {
-    /// `max_epochs` epochs with a validation after each.
-    #[must_use]
-    pub fn new(max_epochs: usize) -> Self {
-        Self { max_epochs, val_begin: 1, val_interval: 1 }
-    }
-}
 
 /// A data set and how to cut it into batches.
 pub struct DataLoaderConfig {
@@ -55,6 +34,8 @@ pub struct DataLoaderConfig {
     pub shuffle: bool,
     /// Leave out a last batch that is smaller than the others.
     pub drop_last: bool,
+    /// MMEngine's `InfiniteSampler`, for a run by iterations: epochs have no end.
+    pub infinite: bool,
 }
 
 impl std::fmt::Debug for DataLoaderConfig {
@@ -69,22 +50,42 @@ impl std::fmt::Debug for DataLoaderConfig {
 /// Collects the parts of a [`Runner`].
 #[derive(Default)]
 pub struct RunnerBuilder {
-    model: Option<ModelFactory>,
-    wrapper: Option<WrapperFactory>,
-    optim: Option<OptimWrapperFactory>,
-    train_loader: Option<DataLoaderConfig>,
-    validation: Option<(DataLoaderConfig, Box<dyn Metric>)>,
-    train: Option<TrainConfig>,
-    schedulers: Vec<SchedulerConfig>,
-    hooks: Vec<Box<dyn Hook>>,
-    work_dir: Option<PathBuf>,
-    seed: Option<u64>,
-    timeout: Option<Duration>,
-    time_budget: Option<Duration>,
-    launcher: Option<Launcher>,
-    resume: bool,
-    config_text: String,
+    pub(super) model: Option<ModelFactory>,
+    pub(super) wrapper: Option<WrapperFactory>,
+    pub(super) optim: Option<OptimWrapperFactory>,
+    pub(super) train_loader: Option<DataLoaderConfig>,
+    pub(super) validation: Option<(DataLoaderConfig, Box<dyn Metric>)>,
+    pub(super) test: Option<(DataLoaderConfig, Box<dyn Metric>)>,
+    pub(super) train: Option<TrainConfig>,
+    pub(super) schedulers: Vec<SchedulerConfig>,
+    pub(super) auto_scale_lr: Option<usize>,
+    pub(super) hooks: Vec<Box<dyn Hook>>,
+    pub(super) work_dir: Option<PathBuf>,
+    pub(super) seed: Option<u64>,
+    pub(super) diff_rank_seed: bool,
+    pub(super) timeout: Option<Duration>,
+    pub(super) open_files: Option<u64>,
+    pub(super) time_budget: Option<Duration>,
+    pub(super) launcher: Option<Launcher>,
+    pub(super) resume: bool,
+    pub(super) load_from: Option<PathBuf>,
+    pub(super) looks: Looks,
     group: Option<ProcessGroup>,
+}
+
+/// How a run presents itself.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Looks {
+    /// The configuration's text, and what a copy of it is to be called.
+    pub(super) config: Option<(String, String)>,
+    /// `NAME` of the lines `Exp name: NAME_TIME`.
+    pub(super) experiment_name: Option<String>,
+    /// Number of values that scalars are smoothed over.
+    pub(super) window_size: Option<NonZero<usize>>,
+    /// Whether log lines count epochs, if not as the run does.
+    pub(super) by_epoch: Option<bool>,
+    /// Event files for TensorBoard.
+    pub(super) tensorboard: bool,
 }
 
 impl std::fmt::Debug for RunnerBuilder {
@@ -94,37 +95,6 @@ impl std::fmt::Debug for RunnerBuilder {
 }
 
 impl RunnerBuilder {
-    /// Reads a whole configuration. Nothing is created; hooks are the default ones, as the
-    /// configuration changes them, and its own.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Config`] at the first mistake, with file, line and column.
-    pub fn from_config(config: Config) -> Result<Self> {
-        let mut builder = Self { config_text: config.text().to_owned(), ..Self::default() };
-        let mut root = config.into_section();
-        builder.work_dir = root.optional::<String>("work_dir")?.map(PathBuf::from);
-        builder.model = Some(MODELS.build(root.section("model")?)?);
-        builder.optim = Some(OPTIM_WRAPPERS.build(root.section("optim_wrapper")?)?);
-        if let Some(section) = root.optional_section("model_wrapper_cfg")? {
-            builder.wrapper = Some(MODEL_WRAPPERS.build_or(section, "DistributedDataParallel")?);
-        }
-        builder.train_loader = Some(read_loader(root.section("train_dataloader")?, true)?);
-        builder.validation = read_validation(&mut root)?;
-        builder.train = Some(read_train(root.section("train_cfg")?)?);
-        for section in root.sections("param_scheduler")? {
-            builder.schedulers.push(PARAM_SCHEDULERS.build(section)?);
-        }
-        builder.hooks = read_hooks(&mut root)?;
-        if let Some(mut randomness) = root.optional_section("randomness")? {
-            builder.seed = randomness.optional("seed")?;
-            randomness.finish()?;
-        }
-        builder.timeout = read_timeout(&mut root)?;
-        root.finish()?;
-        Ok(builder)
-    }
-
     /// The model.
     #[must_use]
     pub fn model(mut self, model: ModelFactory) -> Self {
@@ -157,6 +127,21 @@ impl RunnerBuilder {
     #[must_use]
     pub fn validation(mut self, loader: DataLoaderConfig, metric: Box<dyn Metric>) -> Self {
         self.validation = Some((loader, metric));
+        self
+    }
+
+    /// What to test on, and how.
+    #[must_use]
+    pub fn test(mut self, loader: DataLoaderConfig, metric: Box<dyn Metric>) -> Self {
+        self.test = Some((loader, metric));
+        self
+    }
+
+    /// The learning rate is one for batches of so many samples over all ranks: it is scaled to what
+    /// there really are.
+    #[must_use]
+    pub fn auto_scale_lr(mut self, base_batch_size: usize) -> Self {
+        self.auto_scale_lr = Some(base_batch_size);
         self
     }
 
@@ -223,6 +208,21 @@ impl RunnerBuilder {
         self
     }
 
+    /// Takes the model of a checkpoint; with [`resume`](Self::resume), goes on from it rather than from the
+    /// newest.
+    #[must_use]
+    pub fn load_from(mut self, checkpoint: impl Into<PathBuf>) -> Self {
+        self.load_from = Some(checkpoint.into());
+        self
+    }
+
+    /// Writes event files for TensorBoard, beside `scalars.json`.
+    #[must_use]
+    pub fn tensorboard(mut self, wanted: bool) -> Self {
+        self.looks.tensorboard = wanted;
+        self
+    }
+
     /// Uses a process group that is there already, instead of joining the one that the environment
     /// describes.
     #[must_use]
@@ -246,6 +246,8 @@ impl RunnerBuilder {
         let optim = self.optim.ok_or_else(|| need("optim_wrapper"))?;
         let train_loader = self.train_loader.ok_or_else(|| need("train_dataloader"))?;
         check_names(&self.hooks)?;
+        check_lengths(&train, &train_loader, &self.schedulers)?;
+        raise_open_files(self.open_files)?;
         let group = match self.group {
             Some(group) => group,
             None => join(self.launcher, self.timeout.unwrap_or(TIMEOUT))?,
@@ -254,18 +256,26 @@ impl RunnerBuilder {
         let shared = (rank == 0).then(|| (self.seed.unwrap_or_else(draw_seed), timestamp()));
         let (seed, timestamp) = collective::object::broadcast_object(&group, shared, 0)?;
         let make = || -> Result<Runner> {
-            let engine = model(&ModelContext { dtype: optim.dtype, seed })?;
+            // Data are dealt by one seed; only what a model draws may differ.
+            let own = if self.diff_rank_seed { rank as u64 } else { 0 };
+            let context = ModelContext { dtype: optim.dtype, seed: seed.wrapping_add(own) };
+            let engine = model(&context)?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
             let model = wrapper(group.clone(), engine.params())?;
-            let validation = match self.validation {
+            let judged = |part: Option<(DataLoaderConfig, Box<dyn Metric>)>| match part {
                 Some((loader, metric)) => {
                     let loader = make_loader(loader, &group, seed)?;
-                    Some(Validation { loader, metric, times: (0.0, 0.0) })
+                    Ok::<_, Error>(Some(Validation { loader, metric, times: (0.0, 0.0) }))
                 }
-                None => None,
+                None => Ok(None),
             };
+            let (validation, test) = (judged(self.validation)?, judged(self.test)?);
             let train_loader = make_loader(train_loader, &group, seed)?;
             let mut optim = (optim.build)(engine.params())?;
+            if let Some(base) = self.auto_scale_lr {
+                let batch = train_loader.batch_size() * group.world_size();
+                scale_lr(optim.optimizer_mut(), batch as f64 / base as f64)?;
+            }
             let length = train_loader.batches_per_epoch();
             let schedulers =
                 make_schedulers(&self.schedulers, &train, length, optim.optimizer_mut())?;
@@ -283,14 +293,16 @@ impl RunnerBuilder {
                 hooks,
                 train_loader,
                 validation,
+                test,
                 train,
                 deadline: self.time_budget.map(|budget| started + budget),
                 resume: self.resume,
+                load_from: self.load_from,
                 stopped: false,
                 seed,
-                config_text: self.config_text,
+                config_text: self.looks.config.as_ref().map_or_else(String::new, |c| c.1.clone()),
                 position: Position::default(),
-                output: Output::new(work_dir, rank == 0),
+                output: Output::new(work_dir, rank == 0, self.looks, timestamp),
                 group: group.clone(),
             })
         };
@@ -298,7 +310,7 @@ impl RunnerBuilder {
             // No rank creates anything before every rank has got this far.
             group.barrier()?;
             if rank == 0 {
-                runner.output.open(&timestamp, &runner.config_text)?;
+                runner.output.open()?;
             }
             Ok(runner)
         });
@@ -307,6 +319,46 @@ impl RunnerBuilder {
         }
         runner
     }
+}
+
+/// Refuses what a run by epochs, or by iterations, has no use for.
+fn check_lengths(
+    train: &TrainConfig,
+    loader: &DataLoaderConfig,
+    schedulers: &[SchedulerConfig],
+) -> Result<()> {
+    match train.length {
+        Length::Epochs(_) if loader.infinite => Err(Error::Config(
+            "InfiniteSampler has no epochs: it needs train_cfg.type = \"IterBasedTrainLoop\"".into(),
+        )),
+        Length::Iters(_) if schedulers.iter().any(SchedulerConfig::counts_epochs) => {
+            Err(Error::Config(
+                "a run by iterations has no epochs for a scheduler to count: set by_epoch = false or \
+                 convert_to_iter_based = true"
+                    .into(),
+            ))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Lets this process open so many files, if it may.
+fn raise_open_files(wanted: Option<u64>) -> Result<()> {
+    let Some(wanted) = wanted else { return Ok(()) };
+    let mut limit = getrlimit(Resource::Nofile);
+    let most = limit.maximum.unwrap_or(u64::MAX);
+    limit.current = Some(limit.current.unwrap_or(u64::MAX).max(wanted).min(most));
+    setrlimit(Resource::Nofile, limit).map_err(|e| Error::Io {
+        what: "cannot raise the limit of open files".into(),
+        source: e.into(),
+    })
+}
+
+/// Multiplies every group's learning rate.
+fn scale_lr(optimizer: &mut dyn Optimizer, factor: f64) -> Result<()> {
+    let values = read_values(optimizer, Param::Lr)?;
+    let scaled: Vec<_> = values.iter().map(|lr| lr * factor).collect();
+    write_values(optimizer, Param::Lr, &scaled)
 }
 
 /// Refuses two hooks that would save their state in one place.
@@ -341,7 +393,9 @@ fn make_loader(config: DataLoaderConfig, group: &ProcessGroup, seed: u64) -> Res
         rank: group.rank(),
         world_size: group.world_size(),
     };
-    DataLoader::new(Arc::clone(&dataset), sampler, config.batch_size, config.drop_last)
+    let loader =
+        DataLoader::new(Arc::clone(&dataset), sampler, config.batch_size, config.drop_last)?;
+    Ok(if config.infinite { loader.infinite() } else { loader })
 }
 
 /// Each takes its first step, so that the optimizer has what training begins with.
@@ -351,7 +405,12 @@ fn make_schedulers(
     epoch_length: usize,
     optimizer: &mut dyn Optimizer,
 ) -> Result<Vec<Scheduler>> {
-    let span = Span { epochs: train.max_epochs as u64, epoch_length: epoch_length as u64 };
+    let (epochs, iters) = match train.length {
+        Length::Epochs(epochs) => (epochs, epochs * epoch_length),
+        Length::Iters(iters) => (iters.div_ceil(epoch_length), iters),
+    };
+    let (epochs, iters, epoch_length) = (epochs as u64, iters as u64, epoch_length as u64);
+    let span = Span { epochs, iters, epoch_length };
     let mut base: [Option<Vec<f64>>; 2] = [None, None];
     let make = |config: &SchedulerConfig| {
         let mut values = read_values(optimizer, config.param)?;
@@ -371,73 +430,6 @@ fn draw_seed() -> u64 {
 
 fn timestamp() -> String {
     Zoned::now().strftime("%Y%m%d_%H%M%S").to_string()
-}
-
-fn read_loader(mut section: Section, shuffle: bool) -> Result<DataLoaderConfig> {
-    let batch_size = section.required("batch_size")?;
-    let drop_last = section.or("drop_last", false)?;
-    let dataset = DATASETS.build(section.section("dataset")?)?;
-    let mut config = DataLoaderConfig { dataset, batch_size, shuffle, drop_last };
-    if let Some(mut sampler) = section.optional_section("sampler")? {
-        sampler.choice("type", "DefaultSampler", &[("DefaultSampler", ())])?;
-        config.shuffle = sampler.or("shuffle", shuffle)?;
-        sampler.finish()?;
-    }
-    section.finish()?;
-    Ok(config)
-}
-
-/// `[val_dataloader]` and `[val_evaluator]`: both or neither.
-fn read_validation(root: &mut Section) -> Result<Option<(DataLoaderConfig, Box<dyn Metric>)>> {
-    if !root.has("val_dataloader") && !root.has("val_evaluator") {
-        return Ok(None);
-    }
-    let loader = root.section("val_dataloader")?;
-    let metric = METRICS.build(root.section("val_evaluator")?)?;
-    Ok(Some((read_loader(loader, false)?, metric)))
-}
-
-fn read_train(mut section: Section) -> Result<TrainConfig> {
-    section.choice("type", "EpochBasedTrainLoop", &[("EpochBasedTrainLoop", ())])?;
-    let at_least_1 = |n: &usize| *n >= 1;
-    let mut config = TrainConfig::new(section.required("max_epochs")?);
-    config.val_begin = section.or("val_begin", config.val_begin)?;
-    config.val_interval =
-        section.or_checked("val_interval", config.val_interval, "at least 1", at_least_1)?;
-    section.finish()?;
-    Ok(config)
-}
-
-/// The default hooks, as `[default_hooks]` changes them by key, and `[[custom_hooks]]`.
-fn read_hooks(root: &mut Section) -> Result<Vec<Box<dyn Hook>>> {
-    let mut hooks = Vec::new();
-    let mut section = root.optional_section("default_hooks")?;
-    for (key, hook_type) in DEFAULTS {
-        let given = match &mut section {
-            Some(section) => section.optional_section(key)?,
-            None => None,
-        };
-        let given = given.unwrap_or_else(|| root.empty(key));
-        hooks.push(HOOKS.build_or(given, hook_type)?);
-    }
-    section.map_or(Ok(()), Section::finish)?;
-    for section in root.sections("custom_hooks")? {
-        hooks.push(HOOKS.build(section)?);
-    }
-    Ok(hooks)
-}
-
-/// `[env_cfg.dist_cfg]`: how ranks talk, and for how long they wait.
-fn read_timeout(root: &mut Section) -> Result<Option<Duration>> {
-    let Some(mut env) = root.optional_section("env_cfg")? else { return Ok(None) };
-    let mut timeout = None;
-    if let Some(mut dist) = env.optional_section("dist_cfg")? {
-        dist.choice("backend", "host", &[("host", ())])?;
-        timeout = dist.optional("timeout")?;
-        dist.finish()?;
-    }
-    env.finish()?;
-    Ok(timeout)
 }
 
 #[cfg(test)]

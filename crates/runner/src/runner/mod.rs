@@ -6,27 +6,32 @@
 
 mod builder;
 mod output;
+mod read;
+mod state;
+mod train_config;
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use collective::{ProcessGroup, ReduceOp};
 use fused_optim::{Optimizer, SliceMut};
-use serde_json::{Map, Value};
+use serde_json::Value;
 
-pub use builder::{DataLoaderConfig, RunnerBuilder, TrainConfig};
+pub use builder::{DataLoaderConfig, RunnerBuilder};
 use output::Output;
+pub use state::Save;
+pub use train_config::{Length, TrainConfig};
 
-use crate::checkpoint::{self, Contents, Position};
-use crate::data::{Batch, DataLoader};
+use crate::checkpoint::Position;
+use crate::data::{Array, Batch, DataLoader};
 use crate::engine::{Engine, Losses};
 use crate::evaluate::Metric;
 use crate::hooks::Hook;
 use crate::model::ModelWrapper;
 use crate::optim_wrapper::OptimWrapper;
-use crate::schedulers::{Param, Progress, Scheduler};
+use crate::schedulers::{Param, Scheduler};
 use crate::sinks::{Logger, Scalars};
-use crate::{Error, Result, loops};
+use crate::{Error, Result, loops, signals};
 
 /// A training run on this rank.
 pub struct Runner {
@@ -38,14 +43,34 @@ pub struct Runner {
     hooks: Vec<Box<dyn Hook>>,
     train_loader: DataLoader,
     validation: Option<Validation>,
+    test: Option<Validation>,
     train: TrainConfig,
     deadline: Option<Instant>,
     resume: bool,
+    load_from: Option<PathBuf>,
     stopped: bool,
     seed: u64,
     config_text: String,
     position: Position,
     output: Output,
+}
+
+/// Which figures are wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Judged {
+    /// Those of the validation set, between epochs.
+    Val,
+    /// Those of the test set, on request.
+    Test,
+}
+
+/// Why a run ends before its time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Interrupt {
+    /// The time budget is spent.
+    Budget,
+    /// A signal of this number.
+    Signal(u8),
 }
 
 /// What a validation needs, and how the last one went.
@@ -72,16 +97,47 @@ impl Runner {
         RunnerBuilder::default()
     }
 
-    /// Trains to the last epoch, or until the time budget is spent, and validates on the way.
-    /// Every rank calls it. Returns the figures of the last validation.
+    /// Trains to the last epoch or iteration, or until the time budget is spent, and validates on the
+    /// way. Every rank calls it. Returns the figures of the last validation.
     ///
     /// # Errors
     ///
-    /// The first failure of any part. The group is aborted then, with the failure's text, so that
+    /// [`Error::Interrupted`], on every rank, after a signal to any of them: a checkpoint is written
+    /// then. Else the first failure of any part: the group is aborted, with the failure's text, so that
     /// the other ranks end too and say why.
     pub fn train(&mut self) -> Result<Vec<(String, f64)>> {
-        // A group that has failed already keeps its first reason.
-        loops::train(self).inspect_err(|error| self.group.abort(&error.to_string()))
+        let trained = loops::train(self);
+        self.or_abort(trained)
+    }
+
+    /// Validates the model as it is, or as `load_from` or the newest checkpoint has it. Every rank calls
+    /// it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] without a validation set; else as [`train`](Self::train).
+    pub fn validate(&mut self) -> Result<Vec<(String, f64)>> {
+        let figures = loops::judge_once(self, Judged::Val);
+        self.or_abort(figures)
+    }
+
+    /// As [`validate`](Self::validate), on the test set.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] without a test set; else as [`train`](Self::train).
+    pub fn test(&mut self) -> Result<Vec<(String, f64)>> {
+        let figures = loops::judge_once(self, Judged::Test);
+        self.or_abort(figures)
+    }
+
+    fn or_abort<T>(&self, result: Result<T>) -> Result<T> {
+        result.inspect_err(|error| {
+            // All ranks end in an interruption; and a group that has failed keeps its first reason.
+            if !matches!(error, Error::Interrupted { .. }) {
+                self.group.abort(&error.to_string());
+            }
+        })
     }
 
     /// The ranks of this run.
@@ -112,16 +168,28 @@ impl Runner {
         &self.position
     }
 
-    /// Number of epochs the run is to have.
+    /// Number of epochs the run is to have; 1 if it counts iterations.
     #[must_use]
     pub fn max_epochs(&self) -> usize {
-        self.train.max_epochs
+        match self.train.length {
+            Length::Epochs(epochs) => epochs,
+            Length::Iters(_) => 1,
+        }
     }
 
     /// Number of batches the run is to train on, on each rank.
     #[must_use]
     pub fn max_iters(&self) -> usize {
-        self.train.max_epochs * self.batches_per_epoch()
+        match self.train.length {
+            Length::Epochs(epochs) => epochs * self.batches_per_epoch(),
+            Length::Iters(iters) => iters,
+        }
+    }
+
+    /// Whether the run counts epochs; else iterations.
+    #[must_use]
+    pub fn is_by_epoch(&self) -> bool {
+        matches!(self.train.length, Length::Epochs(_))
     }
 
     /// Number of batches in an epoch.
@@ -133,18 +201,60 @@ impl Runner {
     /// Number of batches in a validation.
     #[must_use]
     pub fn val_batches(&self) -> usize {
-        self.validation.as_ref().map_or(0, |v| v.loader.batches_per_epoch())
+        self.judged_batches(Judged::Val)
     }
 
-    /// Mean seconds per batch of the last validation: for data, and in all.
-    #[must_use]
-    pub fn val_times(&self) -> (f64, f64) {
-        self.validation.as_ref().map_or((0.0, 0.0), |v| v.times)
+    pub(crate) fn judged_batches(&self, judged: Judged) -> usize {
+        self.judged(judged).map_or(0, |v| v.loader.batches_per_epoch())
     }
 
-    /// The epoch a validation is logged under: the last one, or the one a time budget ended in.
+    /// Mean seconds per batch of the last validation or test: for data, and in all.
+    pub(crate) fn judged_times(&self, judged: Judged) -> (f64, f64) {
+        self.judged(judged).map_or((0.0, 0.0), |v| v.times)
+    }
+
+    fn judged(&self, judged: Judged) -> Option<&Validation> {
+        match judged {
+            Judged::Val => self.validation.as_ref(),
+            Judged::Test => self.test.as_ref(),
+        }
+    }
+
+    /// The loader of a validation or test.
+    pub(crate) fn judged_loader(&self, judged: Judged) -> Option<DataLoader> {
+        self.judged(judged).map(|v| v.loader.clone())
+    }
+
+    /// Lends the parts of a validation or test together.
+    pub(crate) fn judged_mut(
+        &mut self,
+        judged: Judged,
+    ) -> Option<(&mut Validation, &mut dyn Engine, &ProcessGroup)> {
+        let part = match judged {
+            Judged::Val => self.validation.as_mut()?,
+            Judged::Test => self.test.as_mut()?,
+        };
+        Some((part, &mut *self.engine, &self.group))
+    }
+
+    /// The model's outputs on a batch, and what they are worth, sample by sample.
+    pub(crate) fn judge_batch(
+        &mut self,
+        judged: Judged,
+        batch: &Batch,
+    ) -> Result<(Vec<(String, Array)>, Vec<Value>)> {
+        let Some((part, engine, _)) = self.judged_mut(judged) else {
+            return Ok((Vec::new(), Vec::new()));
+        };
+        let outputs = engine.eval(batch)?;
+        let records = part.metric.process(batch, &outputs)?;
+        Ok((outputs, records))
+    }
+
+    /// The epoch a validation is logged under: the last one, or the one a time budget ended in; 0 in a
+    /// run by iterations.
     pub(crate) fn val_epoch(&self) -> usize {
-        self.position.epoch + usize::from(self.position.batch > 0)
+        self.position.epoch + usize::from(self.is_by_epoch() && self.position.batch > 0)
     }
 
     /// Where checkpoints and logs go.
@@ -203,75 +313,6 @@ impl Runner {
         self.stopped
     }
 
-    /// Writes a checkpoint on rank 0; the other ranks wait until it is on disk. Every rank calls
-    /// it. `own` is the state of the hook that asks, which cannot be asked itself.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`checkpoint::save`], on every rank.
-    pub fn save_checkpoint(
-        &mut self,
-        name: &str,
-        position: Position,
-        own: Option<(&str, Option<Value>)>,
-    ) -> Result<()> {
-        let mut hooks = Map::new();
-        for hook in &self.hooks {
-            hooks.extend(hook.state_dict().map(|state| (hook.name().to_owned(), state)));
-        }
-        hooks.extend(own.and_then(|(name, state)| Some((name.to_owned(), state?))));
-        let gradients = self.gather_gradients()?;
-        if self.group.rank() == 0 {
-            let contents = Contents {
-                position,
-                world_size: self.group.world_size(),
-                batches_per_epoch: self.train_loader.batches_per_epoch(),
-                seed: self.seed,
-                config: &self.config_text,
-                optim: self.optim.state_dict(),
-                schedulers: self.schedulers.iter().map(|s| s.progress().clone()).collect(),
-                hooks,
-                gradients,
-            };
-            checkpoint::save(self.output.work_dir(), name, &mut *self.engine, contents)?;
-        }
-        Ok(self.group.barrier()?)
-    }
-
-    /// What each rank has added up towards its next step; nothing outside of an accumulation.
-    fn gather_gradients(&self) -> Result<Vec<Vec<u8>>> {
-        let mut own = checkpoint::gradient_bytes(self.engine.params(), &*self.model)?;
-        let mut lens = vec![0; self.group.world_size()];
-        self.group.all_gather(&mut lens, &[own.len() as u64])?;
-        let longest = lens.iter().max().map_or(0, |len| *len as usize);
-        if longest == 0 {
-            return Ok(Vec::new());
-        }
-        own.resize(longest, 0);
-        let mut all = vec![0; longest * lens.len()];
-        self.group.all_gather(&mut all, &own)?;
-        let ranks = all.chunks_exact(longest).zip(lens);
-        Ok(ranks.map(|(bytes, len)| bytes[..len as usize].to_vec()).collect())
-    }
-
-    /// Removes checkpoints on rank 0. One that is gone already is no error.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Io`] naming the directory that could not be removed.
-    pub fn remove_checkpoints(&mut self, paths: &[PathBuf]) -> Result<()> {
-        if self.group.rank() != 0 {
-            return Ok(());
-        }
-        for path in paths.iter().filter(|p| p.exists()) {
-            std::fs::remove_dir_all(path).map_err(|source| Error::Io {
-                what: format!("cannot remove {}", path.display()),
-                source,
-            })?;
-        }
-        Ok(())
-    }
-
     /// Calls `stage` on every hook in turn. While a hook runs, the others are not reachable.
     pub(crate) fn call_hooks(
         &mut self,
@@ -284,64 +325,6 @@ impl Runner {
             result?;
         }
         Ok(())
-    }
-
-    /// Goes on from a checkpoint if the run is to resume and there is one; rank 0 says which.
-    pub(crate) fn load_or_resume(&mut self) -> Result<()> {
-        if !self.resume {
-            return Ok(());
-        }
-        let newest = match self.group.rank() {
-            0 => Some(checkpoint::find_last(self.output.work_dir())?),
-            _ => None,
-        };
-        let Some(path) = collective::object::broadcast_object(&self.group, newest, 0)? else {
-            let text = format!("no checkpoint in {}, starting fresh", self.work_dir().display());
-            self.logger().warning(&text);
-            return Ok(());
-        };
-        let loaded = checkpoint::load(&path)?;
-        let (was, is) = (loaded.meta.world_size, self.group.world_size());
-        if was != is {
-            return Err(Error::Checkpoint(format!(
-                "{} was written by {was} ranks and this run has {is}: the order of the data would \
-                 differ; resume with {was}",
-                path.display()
-            )));
-        }
-        let (was, is) = (loaded.meta.batches_per_epoch, self.batches_per_epoch());
-        if was != is && loaded.meta.position.batch > 0 {
-            return Err(Error::Checkpoint(format!(
-                "{} was written inside an epoch of {was} batches and this run has {is}: resume \
-                 with the same batch size and data set",
-                path.display()
-            )));
-        }
-        self.resume_schedulers(&loaded.meta.schedulers)?;
-        loaded.load_model(&mut *self.engine)?;
-        self.optim.load_state_dict(&loaded.optim)?;
-        loaded.load_gradients(self.group.rank(), self.engine.params(), &mut *self.model)?;
-        self.take_seed(loaded.meta.seed);
-        for hook in &mut self.hooks {
-            if let Some(state) = loaded.meta.hooks.get(hook.name()) {
-                hook.load_state_dict(state)?;
-            }
-        }
-        self.position = loaded.meta.position;
-        let (epoch, iter) = (self.position.epoch, self.position.iter);
-        let text = format!("resumed from {}: epoch {epoch}, iteration {iter}", path.display());
-        self.logger().info(&text);
-        Ok(())
-    }
-
-    fn resume_schedulers(&mut self, saved: &[Progress]) -> Result<()> {
-        let (was, is) = (saved.len(), self.schedulers.len());
-        if was != is {
-            let text = format!("the checkpoint has {was} schedulers, and this run {is}");
-            return Err(Error::Checkpoint(text));
-        }
-        let mut both = self.schedulers.iter_mut().zip(saved);
-        both.try_for_each(|(scheduler, saved)| scheduler.resume(saved.clone()))
     }
 
     /// Lets the schedulers step that are `due`, in order, each on what those before it left.
@@ -357,20 +340,6 @@ impl Runner {
             write_values(optimizer, scheduler.param(), &values)?;
         }
         Ok(())
-    }
-
-    /// Goes on with a checkpoint's seed: the order of the data hangs on it.
-    fn take_seed(&mut self, seed: u64) {
-        if seed == self.seed {
-            return;
-        }
-        let text = format!("going on with seed {seed} of the checkpoint instead of {}", self.seed);
-        self.logger().info(&text);
-        self.seed = seed;
-        self.train_loader.set_seed(seed);
-        if let Some(validation) = &mut self.validation {
-            validation.loader.set_seed(seed);
-        }
     }
 
     /// Makes rank 0's parameters and buffers everyone's.
@@ -390,12 +359,20 @@ impl Runner {
         self.engine.with_buffers(&mut send)
     }
 
-    /// Whether the time budget is spent. All ranks get one answer: that of the most hurried.
-    pub(crate) fn out_of_time(&self) -> Result<bool> {
-        let Some(deadline) = self.deadline else { return Ok(false) };
-        let mut spent = [u8::from(Instant::now() >= deadline)];
-        self.group.all_reduce(&mut spent, ReduceOp::Max)?;
-        Ok(spent[0] != 0)
+    /// Whether the run is to end now, because of the time or a signal. All ranks get one answer: that
+    /// of the most hurried.
+    pub(crate) fn interrupt(&self) -> Result<Option<Interrupt>> {
+        let spent = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
+        let mut asked = [u8::from(spent), signals::pending()];
+        if self.group.world_size() > 1 && (self.deadline.is_some() || signals::are_caught()) {
+            self.group.all_reduce(&mut asked, ReduceOp::Max)?;
+        }
+        let [spent, signal] = asked;
+        Ok(match (spent, signal) {
+            (_, 1..) => Some(Interrupt::Signal(signal)),
+            (1.., 0) => Some(Interrupt::Budget),
+            (0, 0) => None,
+        })
     }
 
     pub(crate) fn train_config(&self) -> &TrainConfig {
@@ -408,14 +385,6 @@ impl Runner {
 
     pub(crate) fn position_mut(&mut self) -> &mut Position {
         &mut self.position
-    }
-
-    /// Lends validation and model together.
-    pub(crate) fn validation_mut(
-        &mut self,
-    ) -> Option<(&mut Validation, &mut dyn Engine, &ProcessGroup)> {
-        let validation = self.validation.as_mut()?;
-        Some((validation, &mut *self.engine, &self.group))
     }
 
     /// Trains on one batch and notes what the model reported.

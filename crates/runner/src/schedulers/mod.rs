@@ -54,6 +54,12 @@ impl SchedulerConfig {
         let (begin, end, by_epoch) = (0, None, true);
         Self { param, shape, begin, end, by_epoch, convert_to_iter_based: false }
     }
+
+    /// Whether it steps once an epoch.
+    pub(crate) const fn counts_epochs(&self) -> bool {
+        let by_metrics = matches!(self.shape, Shape::Plateau(_));
+        self.by_epoch && !self.convert_to_iter_based && !by_metrics
+    }
 }
 
 /// How long a run is, for what a configuration leaves out.
@@ -61,6 +67,8 @@ impl SchedulerConfig {
 pub struct Span {
     /// Epochs of the run.
     pub epochs: u64,
+    /// Iterations of the run.
+    pub iters: u64,
     /// Iterations of an epoch.
     pub epoch_length: u64,
 }
@@ -110,7 +118,7 @@ impl Scheduler {
             let text = "only a scheduler by epochs can be converted to iterations";
             return Err(Error::Config(text.into()));
         }
-        let whole = if by_epoch { span.epochs } else { span.epochs * span.epoch_length };
+        let whole = if by_epoch { span.epochs } else { span.iters };
         let (begin, end) = (begin * factor, end.unwrap_or(whole).saturating_mul(factor));
         if end <= begin {
             let text = format!("end should be larger than begin, but got begin={begin}, end={end}");
@@ -207,7 +215,7 @@ mod tests {
     use crate::config::Config;
     use crate::registry::PARAM_SCHEDULERS;
 
-    const ENDLESS: Span = Span { epochs: 1_000_000_000, epoch_length: 1 };
+    const ENDLESS: Span = Span { epochs: 1_000_000_000, iters: 1_000_000_000, epoch_length: 1 };
 
     fn recorded() -> Value {
         serde_json::from_str(include_str!("../../tests/vectors/schedulers.json")).unwrap()

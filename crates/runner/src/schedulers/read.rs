@@ -38,7 +38,15 @@ fn read(
     shape.validate().map_err(|error| section.error(error))?;
     let mut config = SchedulerConfig::new(param, shape);
     config.begin = section.or("begin", config.begin)?;
+    let place = section.offset_of("end");
     config.end = section.optional("end")?;
+    if let Some(end) = config.end
+        && end <= config.begin
+    {
+        let begin = config.begin;
+        let text = format!("end should be larger than begin, but got begin={begin}, end={end}");
+        return Err(section.error_at(place, text));
+    }
     config.by_epoch = section.or("by_epoch", config.by_epoch)?;
     config.convert_to_iter_based = section.or("convert_to_iter_based", false)?;
     Ok(config)

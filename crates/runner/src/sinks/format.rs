@@ -2,14 +2,22 @@
 
 use std::time::Duration;
 
-use crate::runner::Runner;
+use crate::runner::{Judged, Runner};
 
 /// `Epoch(train) [1][10/24]  lr: 4.5217e-02  eta: 0:00:00  time: 0.0074  ...  loss: 2.3102`.
 pub(crate) fn format_train_line(runner: &Runner, done: usize) -> String {
-    let len = runner.batches_per_epoch();
-    let width = len.to_string().len();
-    let epoch = runner.position().epoch + 1;
-    let mut line = format!("Epoch(train) [{epoch}][{done:>width$}/{len}]  ");
+    let mut line = if runner.logs_by_epoch() {
+        let len = runner.batches_per_epoch();
+        let width = len.to_string().len();
+        let epoch = runner.position().epoch + 1;
+        // An epoch of a run by iterations is a pass over the data.
+        let done = (done - 1) % len + 1;
+        format!("Epoch(train) [{epoch}][{done:>width$}/{len}]  ")
+    } else {
+        let (iter, len) = (runner.position().iter + 1, runner.max_iters());
+        let width = len.to_string().len();
+        format!("Iter(train) [{iter:>width$}/{len}]  ")
+    };
     line += &format!("lr: {}  eta: {}", scientific(runner.lr()), clock(runner.eta()));
     // Times come first, as in MMEngine's lines, then what the model reported.
     let order = ["time", "data_time"];
@@ -25,26 +33,54 @@ pub(crate) fn format_train_line(runner: &Runner, done: usize) -> String {
 }
 
 /// `Epoch(val) [1][5/5]    accuracy: 97.4930  data_time: 0.0004  time: 0.0021`.
-pub(crate) fn format_val_line(runner: &Runner, metrics: &[(String, f64)]) -> String {
-    let batches = runner.val_batches();
-    let mut line = format!("Epoch(val) [{}][{batches}/{batches}]  ", runner.val_epoch());
+pub(crate) fn format_judged_line(
+    runner: &Runner,
+    judged: Judged,
+    metrics: &[(String, f64)],
+) -> String {
+    let mut line = judged_head(runner, judged, runner.judged_batches(judged));
     for (name, value) in metrics {
         line += &format!("  {name}: {value:.4}");
     }
-    let (data_time, time) = runner.val_times();
+    let (data_time, time) = runner.judged_times(judged);
     line + &format!("  data_time: {data_time:.4}  time: {time:.4}")
 }
 
-/// One line: epoch, bar, batches, loss, time left.
+/// `Epoch(val) [1][10/50]    eta: 0:00:01  time: 0.0026  data_time: 0.0002`: still at it.
+pub(crate) fn format_judging_line(runner: &Runner, judged: Judged, done: usize) -> String {
+    let (data_time, time) = runner.judged_times(judged);
+    let left = runner.judged_batches(judged).saturating_sub(done);
+    let eta = Duration::try_from_secs_f64(time * left as f64).unwrap_or_default();
+    let head = judged_head(runner, judged, done);
+    format!("{head}  eta: {}  time: {time:.4}  data_time: {data_time:.4}", clock(eta))
+}
+
+fn judged_head(runner: &Runner, judged: Judged, done: usize) -> String {
+    let len = runner.judged_batches(judged);
+    let width = len.to_string().len();
+    let count = format!("[{done:>width$}/{len}]  ");
+    match (judged, runner.logs_by_epoch()) {
+        (Judged::Val, true) => format!("Epoch(val) [{}]{count}", runner.val_epoch()),
+        (Judged::Val, false) => format!("Iter(val) {count}"),
+        (Judged::Test, true) => format!("Epoch(test) {count}"),
+        (Judged::Test, false) => format!("Iter(test) {count}"),
+    }
+}
+
+/// One line: epoch, if there are epochs, bar, batches, loss, time left.
 pub(crate) fn format_bar(runner: &Runner, done: usize) -> String {
     const WIDTH: usize = 24;
-    let len = runner.batches_per_epoch();
-    let full = WIDTH * done / len.max(1);
+    let (len, count) = match runner.is_by_epoch() {
+        true => {
+            let (epoch, epochs) = (runner.position().epoch + 1, runner.max_epochs());
+            (runner.batches_per_epoch(), format!("Epoch {epoch}/{epochs} "))
+        }
+        false => (runner.max_iters(), String::new()),
+    };
+    let full = (WIDTH * done / len.max(1)).min(WIDTH);
     let loss = runner.scalars().smoothed().find(|(n, _)| *n == "loss").map_or(f64::NAN, |s| s.1);
     format!(
-        "Epoch {}/{} [{}{}] {done}/{len}  loss {loss:.4}  eta {}",
-        runner.position().epoch + 1,
-        runner.max_epochs(),
+        "{count}[{}{}] {done}/{len}  loss {loss:.4}  eta {}",
         "=".repeat(full),
         " ".repeat(WIDTH - full),
         clock(runner.eta())
@@ -110,16 +146,19 @@ mod tests {
         );
         assert!(format_train_line(&runner, 5).starts_with("Epoch(train) [1][ 5/24]  lr: "));
         runner.position_mut().epoch = 1;
-        let (validation, ..) = runner.validation_mut().unwrap();
+        let (validation, ..) = runner.judged_mut(Judged::Val).unwrap();
         validation.times = (0.000_406_932_830_810_546_86, 0.002_072_620_391_845_703);
         let metrics = [("digits/accuracy".to_owned(), 9.427_609_427_609_427)];
         assert_eq!(
-            format_val_line(&runner, &metrics),
+            format_judged_line(&runner, Judged::Val, &metrics),
             "Epoch(val) [1][5/5]    digits/accuracy: 9.4276  data_time: 0.0004  time: 0.0021"
         );
         // A time budget ended inside the second epoch.
         runner.position_mut().batch = 3;
-        assert!(format_val_line(&runner, &metrics).starts_with("Epoch(val) [2][5/5]    digits/"));
+        assert!(
+            format_judged_line(&runner, Judged::Val, &metrics)
+                .starts_with("Epoch(val) [2][5/5]    digits/")
+        );
     }
 
     #[test]

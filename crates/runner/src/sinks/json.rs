@@ -2,34 +2,38 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
 use crate::{Error, Result};
 
-/// An open `scalars.json`.
+/// Open files of scalars, all with the same lines.
 #[derive(Debug)]
 pub(crate) struct ScalarsFile {
-    file: File,
+    files: Vec<(PathBuf, File)>,
 }
 
 impl ScalarsFile {
-    /// Opens `dir/scalars.json` to append, and creates what is not there.
-    pub(crate) fn create(dir: &Path) -> Result<Self> {
-        let path = dir.join("scalars.json");
-        std::fs::create_dir_all(dir)
-            .and_then(|()| File::options().create(true).append(true).open(&path))
-            .map(|file| Self { file })
-            .map_err(|source| Error::Io {
-                what: format!("cannot create {}", path.display()),
-                source,
-            })
+    /// Opens files to append, and creates what is not there.
+    pub(crate) fn create(paths: &[PathBuf]) -> Result<Self> {
+        let open = |path: &PathBuf| {
+            let file = File::options().create(true).append(true).open(path);
+            file.map(|file| (path.clone(), file)).map_err(|e| io("create", path, e))
+        };
+        Ok(Self { files: paths.iter().map(open).collect::<Result<_>>()? })
     }
 
     /// Appends one line.
     pub(crate) fn write(&mut self, line: Map<String, Value>) -> Result<()> {
-        writeln!(self.file, "{}", Value::Object(line))
-            .map_err(|source| Error::Io { what: "cannot write scalars.json".into(), source })
+        let line = Value::Object(line);
+        for (path, file) in &mut self.files {
+            writeln!(file, "{line}").map_err(|e| io("write", path, e))?;
+        }
+        Ok(())
     }
+}
+
+fn io(what: &str, path: &Path, source: std::io::Error) -> Error {
+    Error::Io { what: format!("cannot {what} {}", path.display()), source }
 }

@@ -1,12 +1,16 @@
-//! Where a run's words and numbers go: terminal, log file, `scalars.json`.
+//! Where a run's words and numbers go: terminal, log file, `scalars.json`, event files, plots.
 
+mod events;
 mod format;
 mod json;
 mod log;
+mod plot;
 mod scalars;
 
-pub(crate) use format::{format_bar, format_train_line, format_val_line};
+pub(crate) use events::EventFile;
+pub(crate) use format::{format_bar, format_judged_line, format_judging_line, format_train_line};
 pub(crate) use json::ScalarsFile;
 pub use log::Logger;
 pub(crate) use log::TERMINAL_VARIABLE;
+pub use plot::plot;
 pub use scalars::Scalars;

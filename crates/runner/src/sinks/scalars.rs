@@ -1,6 +1,7 @@
 //! The scalars of a run, smoothed for the log.
 
 use std::collections::VecDeque;
+use std::num::NonZero;
 
 /// MMEngine's smoothing window.
 const WINDOW: usize = 10;
@@ -9,17 +10,24 @@ const WINDOW: usize = 10;
 #[derive(Clone, Debug, Default)]
 pub struct Scalars {
     entries: Vec<(String, VecDeque<f64>)>,
+    window: Option<NonZero<usize>>,
 }
 
 impl Scalars {
+    /// Smooths over so many values, instead of MMEngine's ten.
+    pub fn set_window(&mut self, window: NonZero<usize>) {
+        self.window = Some(window);
+    }
+
     /// Adds a value.
     pub fn push(&mut self, name: &str, value: f64) {
+        let window = self.window.map_or(WINDOW, NonZero::get);
         let index = self.entries.iter().position(|(n, _)| n == name).unwrap_or_else(|| {
-            self.entries.push((name.to_owned(), VecDeque::with_capacity(WINDOW)));
+            self.entries.push((name.to_owned(), VecDeque::new()));
             self.entries.len() - 1
         });
         let values = &mut self.entries[index].1;
-        if values.len() == WINDOW {
+        while values.len() >= window {
             values.pop_front();
         }
         values.push_back(value);

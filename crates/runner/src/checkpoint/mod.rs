@@ -2,21 +2,31 @@
 //!
 //! `epoch_3/` holds `model.safetensors` (parameters and buffers under their names),
 //! `optimizer.safetensors` (groups, moments, f32 masters) and `state.json` (where the run was, the loss
-//! scaler, schedulers, the hooks' state, length and CRC-32 of the other files). Inside a gradient accumulation
-//! there is `gradients_R.safetensors` as well: what rank `R` has added up towards its next step.
-//! It is written under another name, flushed to disk, and renamed; only then does
+//! scaler, schedulers, the hooks' state, length and CRC-32 of the other files, and its own). Inside a
+//! gradient accumulation there is `gradients_R.safetensors` as well: what rank `R` has added up towards
+//! its next step; and where ranks differ, `rank_R.safetensors`: the buffers that rank `R` has of its own.
+//! Hooks add files of theirs. It is written under another name, flushed to disk, and renamed; only then does
 //! `last_checkpoint` name it. So a kill at any moment leaves the previous checkpoint in place.
+//!
+//! `find` looks for the newest one that is whole; `files` writes; `tensors` are what is written.
 
-use std::fs::{self, File};
-use std::io::Write;
+mod files;
+mod find;
+mod tensors;
+
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use fused_optim::{DType, Slice, SliceMut, StateDict};
-use half::{bf16, f16};
-use safetensors::tensor::{self, SafeTensors, TensorView};
+use safetensors::tensor::SafeTensors;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use self::files::{check_seal, crc32, file_meta, io, replace_dir, seal, sync_dir, write_synced};
+pub use self::find::{Found, newest};
+pub use self::tensors::{Tensor, model_tensors};
+use self::tensors::{bf16s, check, deserialize, f16s, floats, serialize};
+pub(crate) use self::tensors::{copies, copy_from_bytes, to_bytes};
 use crate::engine::{Engine, TensorSpec};
 use crate::model::ModelWrapper;
 use crate::optim_wrapper::OptimWrapperState;
@@ -73,13 +83,25 @@ struct FileMeta {
 pub struct Checkpoint {
     /// What it says besides tensors.
     pub meta: Meta,
-    /// The optimizer wrapper's state.
-    pub optim: OptimWrapperState,
+    /// The optimizer wrapper's state, if it was saved.
+    pub optim: Option<OptimWrapperState>,
     model: Vec<u8>,
     path: PathBuf,
 }
 
-/// What to save, apart from the model.
+/// What hooks may change of a checkpoint about to be written.
+#[derive(Debug, Default)]
+pub struct Draft {
+    /// What will be loaded as the model. Empty on all ranks but the first.
+    pub model: Vec<Tensor>,
+    /// Further files of tensors, by name without extension. Those of other ranks than the first are
+    /// not looked at.
+    pub extra: Vec<(String, Vec<Tensor>)>,
+    /// What this rank has of its own, if another rank's may differ. The first rank's is in the model.
+    pub own: Vec<Tensor>,
+}
+
+/// What to save.
 #[derive(Debug)]
 pub struct Contents<'a> {
     /// Where the run is.
@@ -92,8 +114,16 @@ pub struct Contents<'a> {
     pub seed: u64,
     /// The configuration's text.
     pub config: &'a str,
-    /// The optimizer wrapper's state.
-    pub optim: OptimWrapperState,
+    /// The model.
+    pub model: Vec<Tensor>,
+    /// The optimizer wrapper's state; without it nothing can go on from this checkpoint.
+    pub optim: Option<OptimWrapperState>,
+    /// Further files of tensors, by name without extension.
+    pub extra: Vec<(String, Vec<Tensor>)>,
+    /// Each rank's [`own_bytes`]; none if they are all those of the first rank.
+    pub own: Vec<Vec<u8>>,
+    /// Whether `last_checkpoint` is to name it.
+    pub is_last: bool,
     /// Where each scheduler is.
     pub schedulers: Vec<schedulers::Progress>,
     /// What each hook saves.
@@ -102,31 +132,33 @@ pub struct Contents<'a> {
     pub gradients: Vec<Vec<u8>>,
 }
 
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "state.json";
 /// Names the newest checkpoint, in the work directory.
 pub const LAST: &str = "last_checkpoint";
 
-/// Writes `work_dir/name` and makes `last_checkpoint` name it. One rank does this.
+/// Writes `work_dir/name` and makes `last_checkpoint` name it, if it is to. One rank does this.
 ///
 /// # Errors
 ///
 /// [`Error::Io`] with the path; an earlier checkpoint of that name is then still there.
-pub fn save(
-    work_dir: &Path,
-    name: &str,
-    engine: &mut dyn Engine,
-    contents: Contents<'_>,
-) -> Result<PathBuf> {
-    let model = model_bytes(engine)?;
-    let optimizer = contents.optim.optimizer.to_safetensors()?;
-    let mut files = vec![(MODEL.to_owned(), model), (OPTIMIZER.to_owned(), optimizer)];
+pub fn save(work_dir: &Path, name: &str, contents: Contents<'_>) -> Result<PathBuf> {
+    let (loss_scaler, is_last) =
+        (contents.optim.as_ref().and_then(|o| o.loss_scaler), contents.is_last);
+    let mut files = vec![(MODEL.to_owned(), serialize(MODEL, &contents.model)?)];
+    if let Some(optim) = &contents.optim {
+        files.push((OPTIMIZER.to_owned(), optim.optimizer.to_safetensors()?));
+    }
+    for (name, tensors) in &contents.extra {
+        files.push((format!("{name}.safetensors"), serialize(name, tensors)?));
+    }
     let gradients = contents.gradients.into_iter().enumerate();
-    files.extend(
-        gradients.filter(|(_, g)| !g.is_empty()).map(|(rank, g)| (gradients_file(rank), g)),
-    );
+    let own = contents.own.into_iter().enumerate();
+    let by_rank = gradients.map(|(rank, bytes)| (gradients_file(rank), bytes));
+    let by_rank = by_rank.chain(own.map(|(rank, bytes)| (own_file(rank), bytes)));
+    files.extend(by_rank.filter(|(_, bytes)| !bytes.is_empty()));
     let meta = Meta {
         format: FORMAT,
         position: contents.position,
@@ -134,13 +166,13 @@ pub fn save(
         batches_per_epoch: contents.batches_per_epoch,
         seed: contents.seed,
         config: contents.config.to_owned(),
-        loss_scaler: contents.optim.loss_scaler,
+        loss_scaler,
         schedulers: contents.schedulers,
         hooks: contents.hooks,
         files: files.iter().map(|(name, bytes)| file_meta(name, bytes)).collect(),
     };
-    let state =
-        serde_json::to_vec_pretty(&meta).map_err(|e| Error::Checkpoint(format!("{STATE}: {e}")))?;
+    let state = serde_json::to_string_pretty(&meta)
+        .map_err(|e| Error::Checkpoint(format!("{STATE}: {e}")))?;
     let fresh = work_dir.join(format!(".{name}.tmp"));
     if fresh.exists() {
         fs::remove_dir_all(&fresh).map_err(io("remove", &fresh))?;
@@ -149,11 +181,14 @@ pub fn save(
     for (name, bytes) in &files {
         write_synced(&fresh.join(name), bytes)?;
     }
-    write_synced(&fresh.join(STATE), &state)?;
+    write_synced(&fresh.join(STATE), seal(&state).as_bytes())?;
     sync_dir(&fresh)?;
     let path = work_dir.join(name);
     replace_dir(&fresh, &path)?;
     sync_dir(work_dir)?;
+    if !is_last {
+        return Ok(path);
+    }
     let pointer = work_dir.join(format!(".{LAST}.tmp"));
     write_synced(&pointer, name.as_bytes())?;
     let last = work_dir.join(LAST);
@@ -162,50 +197,41 @@ pub fn save(
     Ok(path)
 }
 
-/// The checkpoint that `work_dir/last_checkpoint` names, if there is one.
-///
-/// # Errors
-///
-/// [`Error::Io`] if the pointer cannot be read, [`Error::Checkpoint`] if what it names is not
-/// there.
-pub fn find_last(work_dir: &Path) -> Result<Option<PathBuf>> {
-    let pointer = work_dir.join(LAST);
-    let name = match fs::read_to_string(&pointer) {
-        Ok(name) => name,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(io("read", &pointer)(e)),
-    };
-    let path = work_dir.join(name.trim());
-    // A run killed while it replaced a checkpoint of the same name leaves the earlier one aside.
-    if let Some(whole) = [&path, &aside(&path)].into_iter().find(|p| p.join(STATE).is_file()) {
-        return Ok(Some(whole.clone()));
+/// What a checkpoint says besides tensors.
+fn load_meta(path: &Path) -> Result<Meta> {
+    let state = fs::read(path.join(STATE)).map_err(|e| damaged(path, STATE, e))?;
+    // Another format may have been sealed in another way.
+    let format = serde_json::from_slice::<Value>(&state).map(|s| s["format"].as_u64());
+    if let Ok(Some(format)) = format
+        && format != u64::from(FORMAT)
+    {
+        let why = format!("format {format} is not the {FORMAT} this version reads");
+        return Err(damaged(path, STATE, why));
     }
-    Err(Error::Checkpoint(format!(
-        "{} names {}, which is not a checkpoint",
-        pointer.display(),
-        path.display()
-    )))
+    check_seal(&state).map_err(|e| damaged(path, STATE, e))?;
+    serde_json::from_slice(&state).map_err(|e| damaged(path, STATE, e))
 }
 
-/// Reads a checkpoint and holds it against its own checksums.
+/// Reads a checkpoint and holds it, every file, against its own checksums.
 ///
 /// # Errors
 ///
 /// [`Error::Checkpoint`] naming the file that is missing, short or damaged.
 pub fn load(path: &Path) -> Result<Checkpoint> {
-    let state = fs::read(path.join(STATE)).map_err(|e| damaged(path, STATE, e))?;
-    let meta: Meta = serde_json::from_slice(&state).map_err(|e| damaged(path, STATE, e))?;
-    if meta.format != FORMAT {
-        let why = format!("format {} is not the {FORMAT} this version reads", meta.format);
-        return Err(damaged(path, STATE, why));
+    let meta = load_meta(path)?;
+    let (mut model, mut optim) = (Vec::new(), None);
+    for file in &meta.files {
+        let bytes = read_whole(path, &meta, &file.name)?;
+        match file.name.as_str() {
+            MODEL => model = bytes,
+            OPTIMIZER => {
+                let optimizer =
+                    StateDict::from_safetensors(&bytes).map_err(|e| damaged(path, OPTIMIZER, e))?;
+                optim = Some(OptimWrapperState { optimizer, loss_scaler: meta.loss_scaler });
+            }
+            _ => {}
+        }
     }
-    let model = read_whole(path, &meta, MODEL)?;
-    let optimizer = read_whole(path, &meta, OPTIMIZER)?;
-    let optim = OptimWrapperState {
-        optimizer: StateDict::from_safetensors(&optimizer)
-            .map_err(|e| damaged(path, OPTIMIZER, e))?,
-        loss_scaler: meta.loss_scaler,
-    };
     Ok(Checkpoint { meta, optim, model, path: path.to_owned() })
 }
 
@@ -240,6 +266,35 @@ impl Checkpoint {
         };
         engine.with_params(&mut |slices| copy(&params, slices))?;
         engine.with_buffers(&mut |slices| copy(&buffers, slices))
+    }
+
+    /// The tensors of a file that a hook added, if it did.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] naming the file that is missing or damaged.
+    pub fn extra(&self, name: &str) -> Result<Option<Vec<Tensor>>> {
+        let file = format!("{name}.safetensors");
+        if !self.meta.files.iter().any(|f| f.name == file) {
+            return Ok(None);
+        }
+        let bytes = read_whole(&self.path, &self.meta, &file)?;
+        deserialize(&bytes).map(Some).map_err(|e| damaged(&self.path, &file, e))
+    }
+
+    /// What `rank` had of its own where it differed from the first rank's.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] naming the file that is missing or damaged.
+    pub fn own(&self, rank: usize) -> Result<Option<Vec<Tensor>>> {
+        self.extra(own_file(rank).trim_end_matches(".safetensors"))
+    }
+
+    /// Where it was read from.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Gives the model back what this rank had added up towards its next step.
@@ -287,10 +342,50 @@ pub fn gradient_bytes(params: &[TensorSpec], model: &dyn ModelWrapper) -> Result
     let mut tensors = Vec::new();
     model.with_grads(&mut |grads| {
         let pairs = params.iter().zip(grads);
-        tensors.extend(pairs.filter_map(|(spec, grad)| Some((spec.clone(), to_bytes((*grad)?)))));
+        tensors.extend(pairs.filter_map(|(spec, grad)| {
+            Some(Tensor { spec: spec.clone(), bytes: to_bytes((*grad)?) })
+        }));
         Ok(())
     })?;
     if tensors.is_empty() { Ok(Vec::new()) } else { serialize("gradients", &tensors) }
+}
+
+/// What a rank has of its own, as safetensors; empty if that is nothing.
+///
+/// # Errors
+///
+/// [`Error::Checkpoint`] if two tensors have one name.
+pub fn own_bytes(own: &[Tensor]) -> Result<Vec<u8>> {
+    if own.is_empty() { Ok(Vec::new()) } else { serialize("a rank's own", own) }
+}
+
+/// Writes those parts of the checkpoint `work_dir/name` that `keys` name (`model`, `optimizer`,
+/// `state`) once more, for others to use, under a name with the CRC-32 of the model at its end.
+///
+/// # Errors
+///
+/// [`Error::Checkpoint`] if it is not whole, [`Error::Io`] with the path.
+pub fn publish(work_dir: &Path, name: &str, keys: &[String]) -> Result<PathBuf> {
+    let from = work_dir.join(name);
+    let meta = load_meta(&from)?;
+    let model = read_whole(&from, &meta, MODEL)?;
+    let published = format!("{name}-{:08x}", crc32(&model));
+    let fresh = work_dir.join(format!(".{published}.tmp"));
+    fs::create_dir_all(&fresh).map_err(io("create", &fresh))?;
+    for (key, file) in [("model", MODEL), ("optimizer", OPTIMIZER), ("state", STATE)] {
+        if keys.iter().any(|k| k == key) && from.join(file).is_file() {
+            let bytes = fs::read(from.join(file)).map_err(io("read", &from))?;
+            write_synced(&fresh.join(file), &bytes)?;
+        }
+    }
+    let path = work_dir.join(published);
+    replace_dir(&fresh, &path)?;
+    sync_dir(work_dir)?;
+    Ok(path)
+}
+
+fn own_file(rank: usize) -> String {
+    format!("rank_{rank}.safetensors")
 }
 
 fn gradients_file(rank: usize) -> String {
@@ -299,15 +394,6 @@ fn gradients_file(rank: usize) -> String {
 
 fn damaged(path: &Path, file: &str, why: impl std::fmt::Display) -> Error {
     Error::Checkpoint(format!("{}: {why}", path.join(file).display()))
-}
-
-/// Whether a saved tensor is one of the model's, by shape and type.
-fn check(saved: &TensorView<'_>, spec: &TensorSpec) -> Result<(), String> {
-    let (is, has) = ((saved.dtype(), saved.shape()), (dtype(spec.dtype), &spec.shape[..]));
-    if is == has {
-        return Ok(());
-    }
-    Err(format!("`{}` is {:?} {:?}, the model has {:?} {:?}", spec.name, is.0, is.1, has.0, has.1))
 }
 
 /// A file of the checkpoint at `path`, as long and with the checksum that `meta` says.
@@ -319,122 +405,11 @@ fn read_whole(path: &Path, meta: &Meta, name: &str) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn model_bytes(engine: &mut dyn Engine) -> Result<Vec<u8>> {
-    let mut tensors: Vec<(TensorSpec, Vec<u8>)> = Vec::new();
-    let (params, buffers) = (engine.params().to_vec(), engine.buffers().to_vec());
-    let mut gather = |specs: &[TensorSpec], slices: &mut [SliceMut<'_>]| {
-        tensors.extend(specs.iter().cloned().zip(slices.iter().map(|s| to_bytes(s.as_slice()))));
-    };
-    engine.with_params(&mut |slices| {
-        gather(&params, slices);
-        Ok(())
-    })?;
-    engine.with_buffers(&mut |slices| {
-        gather(&buffers, slices);
-        Ok(())
-    })?;
-    serialize(MODEL, &tensors)
-}
-
-fn serialize(what: &str, tensors: &[(TensorSpec, Vec<u8>)]) -> Result<Vec<u8>> {
-    let views = tensors.iter().map(|(spec, bytes)| {
-        TensorView::new(dtype(spec.dtype), spec.shape.clone(), bytes).map(|v| (&spec.name, v))
-    });
-    let views = views.collect::<std::result::Result<Vec<_>, _>>();
-    views
-        .and_then(|views| safetensors::serialize(views, None))
-        .map_err(|e| Error::Checkpoint(format!("{what}: {e}")))
-}
-
-fn dtype(dtype: DType) -> tensor::Dtype {
-    match dtype {
-        DType::F32 => tensor::Dtype::F32,
-        DType::F16 => tensor::Dtype::F16,
-        DType::Bf16 => tensor::Dtype::BF16,
-    }
-}
-
-fn to_bytes(slice: Slice<'_>) -> Vec<u8> {
-    match slice {
-        Slice::F32(v) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        Slice::F16(v) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        Slice::Bf16(v) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
-    }
-}
-
-fn floats(bytes: &[u8]) -> Vec<f32> {
-    bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
-}
-
-fn f16s(bytes: &[u8]) -> Vec<f16> {
-    bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b)).collect()
-}
-
-fn bf16s(bytes: &[u8]) -> Vec<bf16> {
-    bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b)).collect()
-}
-
-/// Copies little-endian elements; the caller has compared lengths.
-fn copy_from_bytes(slice: &mut SliceMut<'_>, bytes: &[u8]) {
-    match slice {
-        SliceMut::F32(v) => v.copy_from_slice(&floats(bytes)),
-        SliceMut::F16(v) => v.copy_from_slice(&f16s(bytes)),
-        SliceMut::Bf16(v) => v.copy_from_slice(&bf16s(bytes)),
-    }
-}
-
-fn file_meta(name: &str, bytes: &[u8]) -> FileMeta {
-    let mut crc = flate2::Crc::new();
-    crc.update(bytes);
-    FileMeta { name: name.to_owned(), bytes: bytes.len(), crc32: crc.sum() }
-}
-
-fn io<'a>(what: &'a str, path: &'a Path) -> impl FnOnce(std::io::Error) -> Error + 'a {
-    move |source| Error::Io { what: format!("cannot {what} {}", path.display()), source }
-}
-
-fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
-    let write = || {
-        let mut file = File::create(path)?;
-        file.write_all(bytes)?;
-        file.sync_all()
-    };
-    write().map_err(io("write", path))
-}
-
-/// Flushes a directory's entries, so that a rename in it survives a power cut.
-fn sync_dir(path: &Path) -> Result<()> {
-    File::open(path).and_then(|d| d.sync_all()).map_err(io("flush", path))
-}
-
-/// Where a checkpoint waits while another takes its place.
-fn aside(path: &Path) -> PathBuf {
-    let mut old = path.as_os_str().to_owned();
-    old.push(".old");
-    PathBuf::from(old)
-}
-
-/// Puts `fresh` in the place of `path`. A checkpoint already there steps aside first and goes
-/// last, so that at every moment one of the two is whole.
-fn replace_dir(fresh: &Path, path: &Path) -> Result<()> {
-    let old = aside(path);
-    if path.exists() {
-        if old.exists() {
-            fs::remove_dir_all(&old).map_err(io("remove", &old))?;
-        }
-        fs::rename(path, &old).map_err(io("rename", path))?;
-    }
-    fs::rename(fresh, path).map_err(io("rename to", path))?;
-    if old.exists() {
-        fs::remove_dir_all(&old).map_err(io("remove", &old))?;
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use collective::ReducerOptions;
     use fused_optim::{Optimizer, Sgd, SgdHyper};
+    use half::{bf16, f16};
 
     use super::*;
     use crate::data::Batch;
@@ -486,14 +461,27 @@ mod tests {
             batches_per_epoch: 12,
             seed: u64::MAX,
             config: "x = 1",
-            optim: OptimWrapperState {
+            model: Vec::new(),
+            optim: Some(OptimWrapperState {
                 optimizer: sgd.state_dict(),
                 loss_scaler: scaler.state_dict(),
-            },
+            }),
+            extra: vec![("more".into(), vec![Tensor::f32("x".into(), vec![2], &[1.0, -2.5])])],
+            own: Vec::new(),
+            is_last: true,
             schedulers: Vec::new(),
             hooks: [("H".to_owned(), Value::from(7))].into_iter().collect(),
             gradients,
         }
+    }
+
+    fn save(
+        dir: &Path,
+        name: &str,
+        engine: &mut FakeEngine,
+        contents: Contents<'_>,
+    ) -> Result<PathBuf> {
+        super::save(dir, name, Contents { model: model_tensors(engine)?, ..contents })
     }
 
     fn reason(result: Result<impl Sized>) -> String {
@@ -504,13 +492,15 @@ mod tests {
     fn what_is_saved_is_what_is_read() {
         let dir = tempfile::tempdir().unwrap();
         let path = save(dir.path(), "epoch_1", &mut engine(), contents(Vec::new())).unwrap();
-        assert_eq!(find_last(dir.path()).unwrap(), Some(path.clone()));
+        assert_eq!(find_last(dir.path()), Some(path.clone()));
         let loaded = load(&path).unwrap();
         let saved = contents(Vec::new());
         assert_eq!(loaded.meta.position, saved.position);
         assert_eq!((loaded.meta.world_size, loaded.meta.seed), (2, u64::MAX));
         assert_eq!((loaded.meta.config.as_str(), &loaded.meta.hooks["H"]), ("x = 1", &7.into()));
-        assert_eq!(loaded.optim.loss_scaler, saved.optim.loss_scaler);
+        assert_eq!(loaded.optim.as_ref().unwrap().loss_scaler, saved.optim.unwrap().loss_scaler);
+        assert_eq!(loaded.extra("more").unwrap().unwrap(), saved.extra[0].1);
+        assert_eq!(loaded.extra("less").unwrap(), None);
         let mut other = zeroed(engine());
         assert_ne!(bits(&mut other), bits(&mut engine()));
         loaded.load_model(&mut other).unwrap();
@@ -634,20 +624,87 @@ mod tests {
         load(&path).unwrap();
     }
 
+    fn find_last(dir: &Path) -> Option<PathBuf> {
+        newest(dir).unwrap().path
+    }
+
     #[test]
     fn the_newest_is_found_or_its_absence_explained() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(find_last(dir.path()).unwrap(), None);
+        assert_eq!(newest(dir.path()).unwrap(), Found::default());
+        assert_eq!(newest(&dir.path().join("absent")).unwrap(), Found::default());
         let path = save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
         let old = dir.path().join("a.old");
         fs::rename(&path, &old).unwrap();
-        assert_eq!(find_last(dir.path()).unwrap(), Some(old.clone()));
+        assert_eq!(find_last(dir.path()), Some(old.clone()));
+        // Weights alone are nothing to go on from.
+        let weights = Contents { optim: None, is_last: false, ..contents(Vec::new()) };
+        save(dir.path(), "best", &mut engine(), weights).unwrap();
+        assert_eq!(find_last(dir.path()), Some(old.clone()));
         fs::remove_dir_all(old).unwrap();
-        let said = reason(find_last(dir.path()));
-        assert!(said.contains("last_checkpoint names") && said.contains("/a,"), "{said}");
+        let said = reason(newest(dir.path()));
+        assert!(said.contains("/a/state.json: No such file"), "{said}");
         for pointer in ["", "\n"] {
             fs::write(dir.path().join(LAST), pointer).unwrap();
-            assert!(reason(find_last(dir.path())).contains("not a checkpoint"));
+            assert_eq!(newest(dir.path()).unwrap(), Found::default());
         }
+    }
+
+    #[test]
+    fn what_is_not_whole_is_named_and_passed_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |iter| Contents {
+            position: Position { iter, ..Position::default() },
+            ..contents(Vec::new())
+        };
+        for (name, iter) in [("c", 5), ("a", 7), ("b", 9)] {
+            save(dir.path(), name, &mut engine(), at(iter)).unwrap();
+        }
+        assert_eq!(find_last(dir.path()), Some(dir.path().join("b")));
+        let mut broken: Vec<PathBuf> = Vec::new();
+        for (name, file) in [("b", STATE), ("a", OPTIMIZER), ("c", MODEL)] {
+            let left = newest(dir.path()).unwrap();
+            assert_eq!(left.path, Some(dir.path().join(name)));
+            assert_eq!(left.skipped.len(), broken.len());
+            for file in &broken {
+                let named = format!("{}: ", file.display());
+                assert!(left.skipped.iter().any(|s| s.starts_with(&named)), "{left:?}");
+            }
+            let file = dir.path().join(name).join(file);
+            let mut bytes = fs::read(&file).unwrap();
+            let middle = bytes.len() / 2;
+            bytes[middle] ^= 1;
+            fs::write(&file, bytes).unwrap();
+            broken.push(file);
+        }
+        let said = reason(newest(dir.path()));
+        assert!(broken.iter().all(|file| said.contains(file.to_str().unwrap())), "{said}");
+    }
+
+    #[test]
+    fn every_bit_of_the_state_is_under_its_checksum() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
+        let whole = fs::read(path.join(STATE)).unwrap();
+        serde_json::from_slice::<Value>(&whole).unwrap();
+        for bit in 0..8 * whole.len() {
+            let mut flipped = whole.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            assert!(check_seal(&flipped).is_err(), "bit {bit}");
+        }
+        for len in 0..whole.len() {
+            assert!(check_seal(&whole[..len]).is_err(), "{len} bytes");
+        }
+        check_seal(&whole).unwrap();
+    }
+
+    #[test]
+    fn what_is_published_is_the_parts_asked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
+        let path = publish(dir.path(), "a", &["model".to_owned()]).unwrap();
+        let sum = crc32(&fs::read(path.join(MODEL)).unwrap());
+        assert_eq!(path.file_name().unwrap().to_str().unwrap(), format!("a-{sum:08x}"));
+        assert_eq!(fs::read_dir(&path).unwrap().count(), 1);
     }
 }

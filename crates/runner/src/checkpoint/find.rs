@@ -1,0 +1,86 @@
+//! The newest checkpoint that is whole.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::files::{aside, io};
+use super::{LAST, STATE, load, load_meta};
+use crate::{Error, Result};
+
+/// What there is to go on from.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Found {
+    /// The newest whole one.
+    pub path: Option<PathBuf>,
+    /// Why newer ones were passed over; each text names its file.
+    pub skipped: Vec<String>,
+}
+
+/// Looks for something to go on from: first what `work_dir/last_checkpoint` names, then everything
+/// else in `work_dir`, newest first, and takes the first that is whole.
+///
+/// # Errors
+///
+/// [`Error::Io`] if the directory cannot be read; [`Error::Checkpoint`] naming each, if there are
+/// checkpoints and none is whole.
+pub fn newest(work_dir: &Path) -> Result<Found> {
+    let mut found = Found::default();
+    let pointer = work_dir.join(LAST);
+    let named = match fs::read_to_string(&pointer) {
+        Ok(name) => Some(work_dir.join(name.trim())).filter(|path| path != work_dir),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
+        Err(e) => {
+            found.skipped.push(format!("{}: {e}", pointer.display()));
+            None
+        }
+    };
+    // A run killed while it replaced a checkpoint of the same name leaves the earlier one aside.
+    let named = named.map(|path| match path.join(STATE).is_file() {
+        false if aside(&path).join(STATE).is_file() => aside(&path),
+        _ => path,
+    });
+    let others = candidates(work_dir)?;
+    let others = others.into_iter().filter(|path| named.as_ref() != Some(path));
+    for path in named.iter().cloned().chain(others) {
+        match load(&path) {
+            Ok(checkpoint) if checkpoint.optim.is_some() => {
+                found.path = Some(path);
+                return Ok(found);
+            }
+            // Weights only: nothing to go on from, and nothing wrong.
+            Ok(_) => {}
+            Err(error) => found.skipped.push(error.to_string()),
+        }
+    }
+    if found.skipped.is_empty() {
+        return Ok(found);
+    }
+    Err(Error::Checkpoint(format!(
+        "no checkpoint in {} is whole: {}",
+        work_dir.display(),
+        found.skipped.join("; ")
+    )))
+}
+
+/// Checkpoints in `work_dir`: those whose state cannot be read, then by batches trained on, most first.
+fn candidates(work_dir: &Path) -> Result<Vec<PathBuf>> {
+    let entries = match fs::read_dir(work_dir) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(io("read", work_dir)(e)),
+    };
+    let mut all = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(io("read", work_dir))?.path();
+        let hidden = path.file_name().is_some_and(|n| n.to_string_lossy().starts_with('.'));
+        if hidden || !path.join(STATE).is_file() {
+            continue;
+        }
+        let iter = load_meta(&path).map_or(usize::MAX, |meta| meta.position.iter);
+        all.push((iter, path));
+    }
+    all.sort_by(|a, b| b.cmp(a));
+    Ok(all.into_iter().map(|(_, path)| path).collect())
+}

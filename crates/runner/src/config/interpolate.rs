@@ -1,0 +1,141 @@
+//! `{{ ... }}` in strings: the file's own name, variables of the environment, values of a base.
+//!
+//! `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}`, `{{ fileExtname }}`;
+//! `{{ $NAME }}` and `{{ $NAME:default }}`; `{{ _base_.dotted.key }}`. A string that is nothing but one of
+//! the latter two becomes what the text would be as an option on the command line (a number, perhaps), or
+//! whatever the base has there.
+
+use std::path::Path;
+
+use super::options::parse_value;
+use super::tree::{Node, Place, Value};
+use crate::Result;
+
+/// Replaces them in all strings of `node`, which is of the file `path`.
+pub(super) fn interpolate(node: &mut Node, path: &Path, base: Option<&Node>) -> Result<()> {
+    match &mut node.value {
+        Value::Table(entries) => {
+            entries.iter_mut().try_for_each(|e| interpolate(&mut e.node, path, base))
+        }
+        Value::Array(nodes) => nodes.iter_mut().try_for_each(|n| interpolate(n, path, base)),
+        Value::String(text) if text.contains("{{") => {
+            *node = replace(&text.clone(), &node.place, path, base)?;
+            Ok(())
+        }
+        _ => Ok(()),
+    }
+}
+
+fn replace(text: &str, place: &Place, path: &Path, base: Option<&Node>) -> Result<Node> {
+    let mut result = String::new();
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once("{{") {
+        let Some((inside, after)) = after.split_once("}}") else { break };
+        let is_all = before.is_empty() && after.is_empty() && result.is_empty();
+        let inside = inside.trim();
+        result += before;
+        if let Some(variable) = inside.strip_prefix('$') {
+            let value = environment(variable, place)?;
+            if is_all {
+                return Ok(Node { value: parse_value(&value, place), place: place.clone() });
+            }
+            result += &value;
+        } else if let Some(key) = inside.strip_prefix("_base_.") {
+            let found = find(base, key, place)?;
+            match &found.value {
+                _ if is_all => return Ok(found.clone()),
+                Value::String(text) => result += text,
+                Value::Integer(i) => result += &i.to_string(),
+                Value::Float(f) => result += &f.to_string(),
+                Value::Boolean(b) => result += &b.to_string(),
+                other => {
+                    let text =
+                        format!("`{key}` is {} and cannot be part of a string", other.kind());
+                    return Err(place.error(text));
+                }
+            }
+        } else {
+            result += &file_part(inside, path, place)?;
+        }
+        rest = after;
+    }
+    result += rest;
+    Ok(Node { value: Value::String(result), place: place.clone() })
+}
+
+fn environment(variable: &str, place: &Place) -> Result<String> {
+    let (name, default) = match variable.split_once(':') {
+        Some((name, default)) => (name.trim(), Some(default.trim())),
+        None => (variable.trim(), None),
+    };
+    match (std::env::var(name), default) {
+        (Ok(value), _) => Ok(value),
+        (Err(_), Some(default)) => Ok(default.to_owned()),
+        (Err(e), None) => Err(place.error(format!(
+            "`{name}`: {e}; `{{{{ ${name}:value }}}}` would say what to take then"
+        ))),
+    }
+}
+
+fn find<'a>(base: Option<&'a Node>, key: &str, place: &Place) -> Result<&'a Node> {
+    let Some(mut node) = base else {
+        return Err(place.error("`_base_` is mentioned, but this file inherits from none"));
+    };
+    for part in key.split('.') {
+        let found = match &node.value {
+            Value::Table(entries) => entries.iter().find(|e| e.key == part).map(|e| &e.node),
+            Value::Array(nodes) => part.parse().ok().and_then(|i: usize| nodes.get(i)),
+            _ => None,
+        };
+        node = found.ok_or_else(|| place.error(format!("there is no `{key}` in the base")))?;
+    }
+    Ok(node)
+}
+
+fn file_part(name: &str, path: &Path, place: &Place) -> Result<String> {
+    let text =
+        |part: Option<&std::ffi::OsStr>| part.unwrap_or_default().to_string_lossy().into_owned();
+    Ok(match name {
+        "fileDirname" => path.parent().unwrap_or(Path::new("")).display().to_string(),
+        "fileBasename" => text(path.file_name()),
+        "fileBasenameNoExtension" => text(path.file_stem()),
+        "fileExtname" => path.extension().map_or(String::new(), |e| format!(".{}", e.display())),
+        other => {
+            let known = ["fileDirname", "fileBasename", "fileBasenameNoExtension", "fileExtname"];
+            return Err(place.error(super::unknown("variable", other, &known)));
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Config;
+
+    #[test]
+    fn variables_are_replaced_and_become_what_they_look_like() {
+        let text = "dir = '{{ fileDirname }}/out/{{fileBasenameNoExtension}}{{ fileExtname }}'\n\
+                    lr = '{{ $RUNNER_TEST_UNSET:0.5 }}'\n\
+                    home = 'at {{ $RUNNER_TEST_UNSET:x }} {'\n\
+                    list = '{{ $RUNNER_TEST_UNSET:[1, a] }}'\n\
+                    path = ['{{ $PATH }}!']";
+        let shown = Config::from_text("conf/run.toml", text).unwrap().show(false);
+        let path = std::env::var("PATH").unwrap();
+        for line in [
+            "dir = \"conf/out/run.toml\"".to_owned(),
+            "lr = 0.5".to_owned(),
+            "home = \"at x {\"".to_owned(),
+            "list = [1, \"a\"]".to_owned(),
+            format!("path = [{}]", serde_json::to_string(&format!("{path}!")).unwrap()),
+        ] {
+            assert!(shown.lines().any(|l| l == line), "{line}: {shown}");
+        }
+        for (text, says) in [
+            ("a = '{{ $RUNNER_TEST_UNSET }}'", "c.toml:1:5: `RUNNER_TEST_UNSET`: "),
+            ("a = '{{ fileDirnam }}'", "c.toml:1:5: unknown variable `fileDirnam`; did you mean"),
+            ("a = '{{ _base_.x }}'", "c.toml:1:5: `_base_` is mentioned"),
+        ] {
+            let error = Config::from_text("c.toml", text).map(drop).unwrap_err().to_string();
+            assert!(error.starts_with(says), "{error}");
+        }
+    }
+}

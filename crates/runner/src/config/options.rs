@@ -1,0 +1,176 @@
+//! `--cfg-options dotted.key=value`: MMEngine's way to override a configuration from the command line.
+
+use super::tree::{Entry, Node, Place, Source, Value};
+use crate::{Error, Result};
+
+/// Applies one override. Tables that the key needs and that are not there are made.
+pub(super) fn apply(root: &mut Node, option: &str) -> Result<()> {
+    let place = Source::cfg_option(option).at(0);
+    let Some((key, text)) = option.split_once('=') else {
+        return Err(Error::Config(format!("{place}: expected `dotted.key=value`")));
+    };
+    let parts: Vec<_> = key.trim().split('.').collect();
+    if parts.iter().any(|part| part.is_empty()) {
+        return Err(place.error("the key has an empty part"));
+    }
+    let mut node = root;
+    for (index, part) in parts.iter().enumerate() {
+        let so_far = || parts[..index].join(".");
+        if matches!(node.value, Value::Null) {
+            *node = Node { value: Value::Table(Vec::new()), place: place.clone() };
+        }
+        node = match &mut node.value {
+            Value::Table(entries) => entry(entries, part, &place),
+            Value::Array(nodes) => {
+                let len = nodes.len();
+                part.parse().ok().and_then(|i: usize| nodes.get_mut(i)).ok_or_else(|| {
+                    let text =
+                        format!("`{part}` is not a place in `{}`, an array of {len}", so_far());
+                    place.error(text)
+                })?
+            }
+            other => {
+                let text = format!("`{}` is {} and has no `{part}`", so_far(), other.kind());
+                return Err(place.error(text));
+            }
+        };
+    }
+    *node = Node { value: parse_value(text, &place), place };
+    Ok(())
+}
+
+/// The value of `key`, made if it is not there.
+fn entry<'a>(entries: &'a mut Vec<Entry>, key: &str, place: &Place) -> &'a mut Node {
+    let index = entries.iter().position(|e| e.key == key).unwrap_or_else(|| {
+        let node = Node { value: Value::Null, place: place.clone() };
+        entries.push(Entry { key: key.to_owned(), key_place: place.clone(), node });
+        entries.len() - 1
+    });
+    &mut entries[index].node
+}
+
+/// A value as MMEngine's `DictAction` reads it: an integer, a float, `true` or `false` in any case,
+/// `None`, a list of these in brackets, parentheses or with commas alone, or else text. Blanks and quotes
+/// around it do not count.
+pub(super) fn parse_value(text: &str, place: &Place) -> Value {
+    let text: String = text.trim_matches(['\'', '"']).chars().filter(|c| *c != ' ').collect();
+    let inside = |open, close| text.strip_prefix(open).and_then(|t| t.strip_suffix(close));
+    let items = match inside('[', ']').or_else(|| inside('(', ')')) {
+        Some(items) => items,
+        None if text.contains(',') => &text,
+        None => return parse_scalar(&text),
+    };
+    let mut rest = items;
+    let mut nodes = Vec::new();
+    while !rest.is_empty() {
+        let (item, after) = match next_comma(rest) {
+            Some(comma) => (&rest[..comma], &rest[comma + 1..]),
+            None => (rest, ""),
+        };
+        nodes.push(Node { value: parse_value(item, place), place: place.clone() });
+        rest = after;
+    }
+    Value::Array(nodes)
+}
+
+/// The first comma outside of brackets.
+fn next_comma(text: &str) -> Option<usize> {
+    let mut depth = 0;
+    text.char_indices().find_map(|(index, c)| {
+        match c {
+            '[' | '(' => depth += 1,
+            ']' | ')' => depth -= 1,
+            _ => {}
+        }
+        (c == ',' && depth == 0).then_some(index)
+    })
+}
+
+fn parse_scalar(text: &str) -> Value {
+    // Python lets digits be grouped, but not begin or end with an underscore.
+    let grouped = text.contains("__") || text.starts_with('_') || text.ends_with('_');
+    let digits = text.replace('_', "");
+    if !grouped && let Ok(integer) = digits.parse() {
+        return Value::Integer(integer);
+    }
+    if !grouped && let Ok(float) = digits.parse() {
+        return Value::Float(float);
+    }
+    match text.to_lowercase().as_str() {
+        "true" => Value::Boolean(true),
+        "false" => Value::Boolean(false),
+        _ if text == "None" => Value::Null,
+        _ => Value::String(text.to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Config;
+    use super::*;
+    use crate::config::tests::{recorded, toml_of};
+
+    #[test]
+    fn values_are_read_as_mmengine_reads_them() {
+        let place = Source::cfg_option("x").at(0);
+        for case in recorded()["parse"].as_array().unwrap() {
+            let input = case["input"].as_str().unwrap();
+            let value = parse_value(input, &place);
+            match (case["type"].as_str().unwrap(), &value) {
+                ("NoneType", Value::Null) => continue,
+                ("float", Value::Float(f)) if case["value"].is_string() => {
+                    assert_eq!(f.to_string().to_lowercase(), case["value"].as_str().unwrap());
+                    continue;
+                }
+                ("float", value) => assert!(matches!(value, Value::Float(_)), "{input}: {value:?}"),
+                _ => {}
+            }
+            // A tuple is an array here.
+            let text = format!("{{\"v\": {}}}", case["value"]);
+            let text = text.replace("{\"tuple\":[", "[").replace("]}", "]");
+            let text = if text.ends_with('}') { text } else { text + "}" };
+            let expected = super::super::parse("c.json", &text).unwrap();
+            let entry = Entry {
+                key: "v".into(),
+                key_place: place.clone(),
+                node: Node { value, place: place.clone() },
+            };
+            let read = Node { value: Value::Table(vec![entry]), place: place.clone() };
+            assert_eq!(toml_of(&read), toml_of(&expected), "{input}");
+        }
+    }
+
+    #[test]
+    fn keys_reach_into_tables_and_arrays() {
+        let text = "hooks = [{ type = 'A' }, { type = 'B' }]\noptim_wrapper.optimizer = { lr = 0.1, type = 'SGD' }";
+        let mut config = Config::from_text("c.toml", text).unwrap();
+        let options = ["optim_wrapper.optimizer.lr=0.2", "hooks.1.type=C", "brand.new.key=1"];
+        config.override_with(options).unwrap();
+        let wanted = recorded()["dotted"].to_string();
+        let wanted = super::super::parse("c.json", &wanted).unwrap();
+        let sorted = |text: String| {
+            let mut lines: Vec<_> = text.lines().map(str::to_owned).collect();
+            lines.sort();
+            lines
+        };
+        let read = Config::from_text("c.toml", config.text()).unwrap();
+        // The order of keys inside an inline table is the writer's.
+        assert_eq!(sorted(read.show(false)).len(), sorted(toml_of(&wanted)).len());
+        for line in ["optim_wrapper.optimizer.lr = 0.2", "brand.new.key = 1"] {
+            assert!(read.show(false).lines().any(|l| l == line), "{}", read.show(false));
+        }
+        assert!(config.show(true).contains("# --cfg-options brand.new.key=1"));
+        for (option, says) in [
+            ("hooks.2.type=C", "--cfg-options hooks.2.type=C: `2` is not a place in `hooks`"),
+            ("brand.new.key.more=1", "`brand.new.key` is an integer and has no `more`"),
+            ("lr", "--cfg-options lr: expected `dotted.key=value`"),
+            ("a..b=1", "an empty part"),
+        ] {
+            let error = config.override_with([option]).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+        }
+        let mut hooks = config.into_section().sections("hooks").unwrap();
+        let error = hooks.remove(1).required::<usize>("type").unwrap_err().to_string();
+        assert!(error.starts_with("--cfg-options hooks.1.type=C: `type` must be"), "{error}");
+    }
+}

@@ -1,0 +1,65 @@
+//! A configuration as TOML, one value a line.
+
+use super::tree::{Node, Value};
+
+/// All values under their dotted keys; with `origin`, each with the place it came from as a comment.
+pub(super) fn show(root: &Node, origin: bool) -> String {
+    let mut lines = String::new();
+    walk(root, "", origin, &mut lines);
+    lines
+}
+
+fn walk(node: &Node, path: &str, origin: bool, lines: &mut String) {
+    let line = match &node.value {
+        Value::Table(entries) if !entries.is_empty() || path.is_empty() => {
+            for entry in entries {
+                let key = key(&entry.key);
+                let path = if path.is_empty() { key } else { format!("{path}.{key}") };
+                walk(&entry.node, &path, origin, lines);
+            }
+            return;
+        }
+        // As if it were not there; but a hook that is not wanted must be said to be so.
+        Value::Null if path.starts_with("default_hooks.") => format!("{path} = false"),
+        Value::Null => format!("# {path} = null"),
+        value => format!("{path} = {}", inline(value)),
+    };
+    *lines += &line;
+    if origin {
+        *lines += &format!("  # {}", node.place);
+    }
+    lines.push('\n');
+}
+
+fn inline(value: &Value) -> String {
+    match value {
+        Value::Null => "false".to_owned(),
+        Value::String(s) => quote(s),
+        Value::Integer(i) => i.to_string(),
+        Value::Float(f) if f.is_finite() => format!("{f:?}"),
+        Value::Float(f) => f.to_string().to_lowercase(),
+        Value::Boolean(b) => b.to_string(),
+        Value::Array(nodes) => {
+            let items: Vec<_> = nodes.iter().map(|n| inline(&n.value)).collect();
+            format!("[{}]", items.join(", "))
+        }
+        Value::Table(entries) if entries.is_empty() => "{}".to_owned(),
+        Value::Table(entries) => {
+            let items = entries.iter().filter(|e| !matches!(e.node.value, Value::Null));
+            let items: Vec<_> =
+                items.map(|e| format!("{} = {}", key(&e.key), inline(&e.node.value))).collect();
+            format!("{{ {} }}", items.join(", "))
+        }
+        Value::Datetime => quote("a date"),
+    }
+}
+
+fn key(key: &str) -> String {
+    let is_bare = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
+    if !key.is_empty() && key.chars().all(is_bare) { key.to_owned() } else { quote(key) }
+}
+
+/// TOML escapes as JSON does, and the delete character besides.
+fn quote(text: &str) -> String {
+    serde_json::Value::from(text).to_string().replace('\u{7f}', "\\u007f")
+}

@@ -1,0 +1,52 @@
+//! TOML text to a tree.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use toml::de::{DeTable, DeValue};
+
+use super::tree::{Entry, Node, Source, Value};
+use crate::Result;
+
+/// Parses a whole file.
+pub(super) fn parse(source: &Arc<Source>, text: &str) -> Result<Node> {
+    let table = DeTable::parse(text)
+        .map_err(|e| source.at(e.span().map_or(0, |s| s.start)).error(e.message()))?;
+    let value = Value::Table(convert_table(source, table.get_ref())?);
+    Ok(Node { value, place: source.at(0) })
+}
+
+fn convert_table(source: &Arc<Source>, table: &DeTable<'_>) -> Result<Vec<Entry>> {
+    let mut entries = Vec::with_capacity(table.len());
+    for (key, value) in table {
+        // A table written as dotted keys has no place of its own: its first key has.
+        let span = if value.span().is_empty() { key.span() } else { value.span() };
+        let node = convert(source, value.get_ref(), &span)?;
+        let key_place = source.at(key.span().start);
+        entries.push(Entry { key: key.get_ref().to_string(), key_place, node });
+    }
+    entries.sort_by_key(|e| e.key_place.offset());
+    Ok(entries)
+}
+
+fn convert(source: &Arc<Source>, value: &DeValue<'_>, span: &Range<usize>) -> Result<Node> {
+    let place = source.at(span.start);
+    let value = match value {
+        DeValue::String(s) => Value::String(s.to_string()),
+        DeValue::Boolean(b) => Value::Boolean(*b),
+        DeValue::Datetime(_) => Value::Datetime,
+        DeValue::Integer(i) => Value::Integer(
+            i64::from_str_radix(i.as_str(), i.radix())
+                .map_err(|e| place.error(format!("`{}`: {e}", i.as_str())))?,
+        ),
+        DeValue::Float(f) => Value::Float(
+            f.as_str().parse().map_err(|e| place.error(format!("`{}`: {e}", f.as_str())))?,
+        ),
+        DeValue::Array(items) => {
+            let nodes = items.iter().map(|i| convert(source, i.get_ref(), &i.span()));
+            Value::Array(nodes.collect::<Result<_>>()?)
+        }
+        DeValue::Table(table) => Value::Table(convert_table(source, table)?),
+    };
+    Ok(Node { value, place })
+}

@@ -1,0 +1,486 @@
+//! A model that is the average of the models so far: validated and saved in place of the one in training.
+
+use collective::{ProcessGroup, ReduceOp};
+use fused_optim::SliceMut;
+use half::{bf16, f16};
+use serde_json::{Value, json};
+
+use super::Hook;
+use crate::checkpoint::{Checkpoint, Draft, Tensor, copy_from_bytes, model_tensors};
+use crate::config::Section;
+use crate::data::Batch;
+use crate::engine::{Engine, Losses};
+use crate::runner::Runner;
+use crate::{Error, Result};
+
+/// How much of the newest model goes into the average at update `n`, counted from 0.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Average {
+    /// The same each time.
+    Exponential {
+        /// That share, 0.0002.
+        momentum: f64,
+    },
+    /// `gamma / (gamma + n)`, and never less than `momentum`.
+    Annealing {
+        /// The smallest share, 0.0002.
+        momentum: f64,
+        /// How long it takes to get there, 100.
+        gamma: f64,
+    },
+    /// `1 / (n / interval + 1)`: the mean of all.
+    Stochastic,
+}
+
+impl Average {
+    fn share(self, update: u64, interval: u64) -> f64 {
+        match self {
+            Self::Exponential { momentum } => momentum,
+            Self::Annealing { momentum, gamma } => momentum.max(gamma / (gamma + update as f64)),
+            Self::Stochastic => 1.0 / (update / interval + 1) as f64,
+        }
+    }
+}
+
+/// Keeps an average of the parameters, `average = (1 - share) * average + share * newest` after each
+/// batch, which takes the model's place in validations, tests and checkpoints.
+///
+/// Follows: MMEngine 0.10.7, `hooks/ema_hook.py` and `model/averaged_model.py`. Where we differ: the
+/// average is kept in f32 whatever the parameters are (a share of 0.0002 is lost in a half); averaged
+/// buffers are averaged over the ranks where they are used; and the average is saved exactly, beside the
+/// model in training (`ema.safetensors`), so a run resumes to the same bits.
+#[derive(Debug)]
+pub struct EmaHook {
+    /// Which average.
+    pub average: Average,
+    /// Update every so many batches, 1.
+    pub interval: u64,
+    /// Whether buffers are averaged as well; else they are the model's. False.
+    pub update_buffers: bool,
+    /// Before this batch, counted from 1, the average is the model; 0.
+    pub begin_iter: usize,
+    /// Likewise before this epoch; 0.
+    pub begin_epoch: usize,
+    updates: u64,
+    /// Of each parameter, and of each buffer if those are averaged.
+    averages: Vec<Vec<f32>>,
+    /// The model in training while the average has its place.
+    shelved: Vec<Tensor>,
+}
+
+impl EmaHook {
+    /// An average of the parameters from the first batch on.
+    #[must_use]
+    pub fn new(average: Average) -> Self {
+        Self {
+            average,
+            interval: 1,
+            update_buffers: false,
+            begin_iter: 0,
+            begin_epoch: 0,
+            updates: 0,
+            averages: Vec::new(),
+            shelved: Vec::new(),
+        }
+    }
+
+    /// Visits parameters, and buffers if those are averaged, with their place among the averages.
+    fn visit(
+        update_buffers: bool,
+        engine: &mut dyn Engine,
+        mut each: impl FnMut(usize, &mut SliceMut<'_>),
+    ) -> Result<()> {
+        let count = engine.params().len();
+        engine.with_params(&mut |params| {
+            params.iter_mut().enumerate().for_each(|(i, slice)| each(i, slice));
+            Ok(())
+        })?;
+        if !update_buffers {
+            return Ok(());
+        }
+        engine.with_buffers(&mut |buffers| {
+            buffers.iter_mut().enumerate().for_each(|(i, slice)| each(count + i, slice));
+            Ok(())
+        })
+    }
+
+    /// The average is the model.
+    fn copy_model(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        let mut averages = Vec::new();
+        Self::visit(self.update_buffers, engine, |_, slice| {
+            averages.push(match slice {
+                SliceMut::F32(v) => v.to_vec(),
+                SliceMut::F16(v) => v.iter().map(|x| x.to_f32()).collect(),
+                SliceMut::Bf16(v) => v.iter().map(|x| x.to_f32()).collect(),
+            });
+        })?;
+        self.averages = averages;
+        Ok(())
+    }
+
+    fn update(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        let update = self.updates;
+        self.updates += 1;
+        if update == 0 {
+            return self.copy_model(engine);
+        }
+        if !update.is_multiple_of(self.interval) {
+            return Ok(());
+        }
+        let share = self.average.share(update, self.interval) as f32;
+        let averages = &mut self.averages;
+        Self::visit(self.update_buffers, engine, |i, slice| match slice {
+            SliceMut::F32(v) => lerp(&mut averages[i], v.iter().copied(), share),
+            SliceMut::F16(v) => lerp(&mut averages[i], v.iter().map(|x| x.to_f32()), share),
+            SliceMut::Bf16(v) => lerp(&mut averages[i], v.iter().map(|x| x.to_f32()), share),
+        })
+    }
+
+    /// The averages as all ranks are to see them: each has buffers of its own.
+    fn shared(&self, params: usize, group: &ProcessGroup) -> Result<Vec<Vec<f32>>> {
+        let mut shared = self.averages.clone();
+        if group.world_size() > 1 {
+            for buffer in &mut shared[params..] {
+                group.all_reduce(buffer, ReduceOp::Avg)?;
+            }
+        }
+        Ok(shared)
+    }
+
+    /// Puts the average in the model's place.
+    fn shelve(&mut self, runner: &mut Runner) -> Result<()> {
+        let group = runner.group().clone();
+        let engine = runner.engine_mut();
+        let shared = self.shared(engine.params().len(), &group)?;
+        self.shelved = model_tensors(engine)?;
+        Self::visit(self.update_buffers, engine, |i, slice| round(&shared[i], slice))
+    }
+
+    /// Puts the model in training back.
+    fn unshelve(&mut self, runner: &mut Runner) -> Result<()> {
+        let shelved = std::mem::take(&mut self.shelved);
+        Self::visit(self.update_buffers, runner.engine_mut(), |i, slice| {
+            copy_from_bytes(slice, &shelved[i].bytes);
+        })
+    }
+
+    /// Names, in order of the averages.
+    fn specs(&self, engine: &dyn Engine) -> Vec<(String, Vec<usize>)> {
+        let buffers = if self.update_buffers { engine.buffers() } else { &[] };
+        let all = engine.params().iter().chain(buffers);
+        all.map(|spec| (spec.name.clone(), spec.shape.clone())).collect()
+    }
+}
+
+/// `average + share * (newest - average)`, each operation rounded to f32.
+fn lerp(average: &mut [f32], newest: impl Iterator<Item = f32>, share: f32) {
+    for (a, x) in average.iter_mut().zip(newest) {
+        *a += share * (x - *a);
+    }
+}
+
+fn round(values: &[f32], slice: &mut SliceMut<'_>) {
+    match slice {
+        SliceMut::F32(v) => v.copy_from_slice(values),
+        SliceMut::F16(v) => {
+            v.iter_mut().zip(values).for_each(|(to, from)| *to = f16::from_f32(*from));
+        }
+        SliceMut::Bf16(v) => {
+            v.iter_mut().zip(values).for_each(|(to, from)| *to = bf16::from_f32(*from));
+        }
+    }
+}
+
+pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
+    let kinds = ["ExponentialMovingAverage", "MomentumAnnealingEMA", "StochasticWeightAverage"];
+    let kinds: Vec<_> = kinds.into_iter().zip(0..).collect();
+    let kind = section.choice("ema_type", "ExponentialMovingAverage", &kinds)?;
+    let share = |m: &f64| *m > 0.0 && *m < 1.0;
+    let average = match kind {
+        2 => Average::Stochastic,
+        kind => {
+            let momentum = section.or_checked("momentum", 2e-4, "between 0 and 1", share)?;
+            match kind {
+                0 => Average::Exponential { momentum },
+                _ => {
+                    let gamma =
+                        section.or_checked("gamma", 100.0, "positive", |g: &f64| *g > 0.0)?;
+                    Average::Annealing { momentum, gamma }
+                }
+            }
+        }
+    };
+    let mut hook = EmaHook::new(average);
+    hook.interval = section.or_checked("interval", 1, "at least 1", |n: &u64| *n >= 1)?;
+    hook.update_buffers = section.or("update_buffers", false)?;
+    let both = section.offset_of("begin_epoch");
+    hook.begin_iter = section.or("begin_iter", 0)?;
+    hook.begin_epoch = section.or("begin_epoch", 0)?;
+    if hook.begin_iter > 0 && hook.begin_epoch > 0 {
+        return Err(both.error("`begin_epoch` cannot be set along with `begin_iter`"));
+    }
+    section.refuse("strict_load", "every tensor of a checkpoint must fit")?;
+    section.refuse("evaluate_on_ema", "validations are always of the average")?;
+    Ok(Box::new(hook))
+}
+
+impl Hook for EmaHook {
+    fn name(&self) -> &'static str {
+        "EMAHook"
+    }
+
+    fn before_run(&mut self, runner: &mut Runner) -> Result<()> {
+        self.copy_model(runner.engine_mut())
+    }
+
+    fn after_load_checkpoint(
+        &mut self,
+        runner: &mut Runner,
+        checkpoint: &Checkpoint,
+    ) -> Result<()> {
+        self.copy_model(runner.engine_mut())?;
+        // Whoever only takes the model takes the average.
+        if !runner.is_resuming() {
+            return Ok(());
+        }
+        let Some(saved) = checkpoint.extra(FILE)? else { return Ok(()) };
+        let own = checkpoint.own(runner.group().rank())?.unwrap_or_default();
+        let find = |name: &str| {
+            let both = own.iter().chain(&saved);
+            both.into_iter().find(|tensor| tensor.spec.name == name).ok_or_else(|| {
+                let path = checkpoint.path().display();
+                Error::Checkpoint(format!("{path}/{FILE}.safetensors: has no `{name}`"))
+            })
+        };
+        let engine = runner.engine_mut();
+        for ((name, _), average) in self.specs(engine).iter().zip(&mut self.averages) {
+            let values = find(&format!("average.{name}"))?.to_f32();
+            if values.len() != average.len() {
+                let (is, want) = (values.len(), average.len());
+                let text = format!("the average of `{name}` has {is} elements, not {want}");
+                return Err(Error::Checkpoint(text));
+            }
+            *average = values;
+        }
+        let mut all = engine.params().to_vec();
+        all.extend_from_slice(engine.buffers());
+        let mut sources = Vec::with_capacity(all.len());
+        for spec in &all {
+            let source = find(&format!("source.{}", spec.name))?;
+            if (&source.spec.shape, source.spec.dtype) != (&spec.shape, spec.dtype) {
+                let text = format!("{FILE}: `{}` is of another shape or type", spec.name);
+                return Err(Error::Checkpoint(text));
+            }
+            sources.push(source);
+        }
+        Self::visit(true, engine, |i, slice| copy_from_bytes(slice, &sources[i].bytes))
+    }
+
+    fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
+        let position = runner.position();
+        let begun = position.iter + 1 >= self.begin_iter && position.epoch + 1 >= self.begin_epoch;
+        let engine = runner.engine_mut();
+        if begun { self.update(engine) } else { self.copy_model(engine) }
+    }
+
+    fn before_val_epoch(&mut self, runner: &mut Runner) -> Result<()> {
+        self.shelve(runner)
+    }
+
+    fn after_val_epoch(&mut self, runner: &mut Runner, _: &[(String, f64)]) -> Result<()> {
+        self.unshelve(runner)
+    }
+
+    fn before_test_epoch(&mut self, runner: &mut Runner) -> Result<()> {
+        self.shelve(runner)
+    }
+
+    fn after_test_epoch(&mut self, runner: &mut Runner, _: &[(String, f64)]) -> Result<()> {
+        self.unshelve(runner)
+    }
+
+    fn before_save_checkpoint(&mut self, runner: &mut Runner, draft: &mut Draft) -> Result<()> {
+        let group = runner.group().clone();
+        let engine = runner.engine_mut();
+        let params = engine.params().len();
+        let shared = self.shared(params, &group)?;
+        let average = |((name, shape), values): ((String, Vec<usize>), &Vec<f32>)| {
+            Tensor::f32(format!("average.{name}"), shape, values)
+        };
+        let averages: Vec<_> =
+            self.specs(engine).into_iter().zip(&self.averages).map(average).collect();
+        draft.own.extend(averages.iter().skip(params).cloned());
+        if draft.model.is_empty() {
+            return Ok(());
+        }
+        let mut saved = averages;
+        saved.extend(draft.model.iter().cloned().map(|mut tensor| {
+            tensor.spec.name.insert_str(0, "source.");
+            tensor
+        }));
+        draft.extra.push((FILE.to_owned(), saved));
+        // What is rounded as the engine would, is what a validation has seen.
+        let before = model_tensors(engine)?;
+        Self::visit(self.update_buffers, engine, |i, slice| round(&shared[i], slice))?;
+        let mut model = model_tensors(engine)?;
+        Self::visit(self.update_buffers, engine, |i, slice| {
+            copy_from_bytes(slice, &before[i].bytes);
+        })?;
+        std::mem::swap(&mut draft.model, &mut model);
+        Ok(())
+    }
+
+    fn state_dict(&self) -> Option<Value> {
+        Some(json!({ "updates": self.updates }))
+    }
+
+    fn load_state_dict(&mut self, state: &Value) -> Result<()> {
+        self.updates = state["updates"].as_u64().unwrap_or(0);
+        Ok(())
+    }
+}
+
+/// What it adds to a checkpoint: each average in f32, and the model in training.
+const FILE: &str = "ema";
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use parking_lot::Mutex;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::runner::{Save, TrainConfig};
+    use crate::testing::{FakeEngine, Values, blank, builder};
+
+    fn engine(value: f32) -> FakeEngine {
+        let half = |x| f16::from_f32(x);
+        FakeEngine::new(
+            &[("w", Values::F32(vec![value, -value])), ("h", Values::F16(vec![half(value)]))],
+            &[("mean", Values::F32(vec![10.0 * value]))],
+        )
+    }
+
+    /// The average as its definition has it, in f64.
+    fn twin(average: Average, interval: u64, values: &[f32]) -> f64 {
+        let mut result = f64::from(values[0]);
+        for (n, value) in values.iter().enumerate().skip(1) {
+            let n = n as u64;
+            if n.is_multiple_of(interval) {
+                let share = match average {
+                    Average::Exponential { momentum } => momentum,
+                    Average::Annealing { momentum, gamma } => {
+                        f64::max(momentum, gamma / (gamma + n as f64))
+                    }
+                    Average::Stochastic => 1.0 / ((n / interval) as f64 + 1.0),
+                };
+                result = (1.0 - share) * result + share * f64::from(*value);
+            }
+        }
+        result
+    }
+
+    proptest! {
+        #[test]
+        fn the_average_is_its_definition(
+            values in prop::collection::vec(-8.0f32..8.0, 1..40),
+            interval in 1u64..4,
+            kind in 0..3,
+            momentum in 0.001f64..0.9,
+            update_buffers: bool,
+        ) {
+            let average = match kind {
+                0 => Average::Exponential { momentum },
+                1 => Average::Annealing { momentum, gamma: 3.0 },
+                _ => Average::Stochastic,
+            };
+            let mut hook = EmaHook { interval, update_buffers, ..EmaHook::new(average) };
+            for value in &values {
+                hook.update(&mut engine(*value)).unwrap();
+            }
+            prop_assert_eq!(hook.averages.len(), if update_buffers { 3 } else { 2 });
+            let expected = twin(average, interval, &values);
+            // f32 rounds each of up to forty updates.
+            prop_assert!((f64::from(hook.averages[0][0]) - expected).abs() < 1e-4);
+            prop_assert!((f64::from(hook.averages[0][1]) + expected).abs() < 1e-4);
+            let halves: Vec<_> = values.iter().map(|v| f16::from_f32(*v).to_f32()).collect();
+            let expected = twin(average, interval, &halves);
+            prop_assert!((f64::from(hook.averages[1][0]) - expected).abs() < 1e-4);
+        }
+    }
+
+    type Seen = Arc<Mutex<Vec<(&'static str, f32)>>>;
+
+    /// Notes the first parameter while validations look at it, and when they do no more.
+    struct Look(Seen);
+
+    fn first(runner: &mut Runner) -> f32 {
+        let mut value = 0.0;
+        let mut read = |slices: &mut [SliceMut<'_>]| {
+            if let Some(SliceMut::F32(v)) = slices.first() {
+                value = v[0];
+            }
+            Ok(())
+        };
+        runner.engine_mut().with_params(&mut read).unwrap();
+        value
+    }
+
+    impl Hook for Look {
+        fn name(&self) -> &'static str {
+            "Look"
+        }
+        fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
+            self.0.lock().push(("train", first(runner)));
+            Ok(())
+        }
+        fn before_val_iter(&mut self, runner: &mut Runner, _: usize, _: &mut Batch) -> Result<()> {
+            self.0.lock().push(("val", first(runner)));
+            Ok(())
+        }
+        fn after_val(&mut self, runner: &mut Runner) -> Result<()> {
+            self.0.lock().push(("after", first(runner)));
+            runner.save_checkpoint(Save::weights("weights", runner.position().clone()))
+        }
+    }
+
+    struct Nothing;
+
+    impl crate::evaluate::Metric for Nothing {
+        fn process(&self, _: &Batch, _: &[(String, crate::data::Array)]) -> Result<Vec<Value>> {
+            Ok(vec![Value::Null])
+        }
+        fn compute(&self, _: &[Value]) -> Result<Vec<(String, f64)>> {
+            Ok(Vec::new())
+        }
+    }
+
+    #[test]
+    fn the_average_is_what_is_validated_and_saved_and_training_goes_on_without_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let seen = Seen::default();
+        let average = Average::Exponential { momentum: 0.25 };
+        let hook = EmaHook { begin_iter: 2, ..EmaHook::new(average) };
+        builder(dir.path(), 4)
+            .train_cfg(TrainConfig::new(1))
+            .validation(blank(1), Box::new(Nothing))
+            .hook(Box::new(hook))
+            .hook(Box::new(Look(Arc::clone(&seen))))
+            .build()
+            .unwrap()
+            .train()
+            .unwrap();
+        let seen = seen.lock().clone();
+        let trained: Vec<_> = seen.iter().filter(|s| s.0 == "train").map(|s| s.1).collect();
+        // Before the second batch there is no average; from then on it starts anew.
+        let expected = twin(average, 1, &trained[1..]) as f32;
+        let [(_, validated), (_, after)] = seen[4..] else { panic!("{seen:?}") };
+        assert!((validated - expected).abs() < 1e-6, "{seen:?} {expected}");
+        assert_eq!(after, trained[3]);
+        let saved = crate::checkpoint::load(&dir.path().join("weights")).unwrap();
+        let mut model = FakeEngine::new(&[("w", Values::F32(vec![0.0; 2]))], &[]);
+        saved.load_model(&mut model).unwrap();
+        assert_eq!(model.params, [Values::F32(vec![validated, validated + 1.0])]);
+    }
+}

@@ -1,0 +1,78 @@
+//! Validation and test: the model's outputs on every sample of a data set, judged once.
+
+use std::time::Instant;
+
+use crate::evaluate::collect_results;
+use crate::runner::{Judged, Runner};
+use crate::{Error, Result};
+
+/// A whole run that only judges the model.
+pub(crate) fn judge_once(runner: &mut Runner, judged: Judged) -> Result<Vec<(String, f64)>> {
+    if runner.judged_batches(judged) == 0 {
+        let name = if judged == Judged::Val { "val" } else { "test" };
+        return Err(Error::Config(format!(
+            "the run has no {name}_dataloader and {name}_evaluator"
+        )));
+    }
+    runner.call_hooks(|hook, runner| hook.before_run(runner))?;
+    if !runner.load_or_resume()? {
+        runner.logger().warning("no checkpoint is loaded: the model is as it was made");
+        runner.broadcast_model()?;
+    }
+    let metrics = judge(runner, judged)?;
+    runner.call_hooks(|hook, runner| hook.after_run(runner))?;
+    Ok(metrics)
+}
+
+/// Evaluates the model on the validation set, if the run has one and has not just done so.
+pub(crate) fn validate(runner: &mut Runner) -> Result<Option<Vec<(String, f64)>>> {
+    let position = runner.position();
+    if runner.val_batches() == 0 || position.validated == Some(position.iter) {
+        return Ok(None);
+    }
+    judge(runner, Judged::Val).map(Some)
+}
+
+/// Evaluates the model. Every rank takes its share and gets the same figures.
+fn judge(runner: &mut Runner, judged: Judged) -> Result<Vec<(String, f64)>> {
+    let val = judged == Judged::Val;
+    runner.call_hooks(|h, r| if val { h.before_val(r) } else { h.before_test(r) })?;
+    runner.call_hooks(|h, r| if val { h.before_val_epoch(r) } else { h.before_test_epoch(r) })?;
+    let mut records = Vec::new();
+    let (start, mut data_time) = (Instant::now(), 0.0);
+    let mut last = start;
+    let batches = runner.judged_loader(judged).map(|loader| loader.batches(0, 0));
+    for (index, batch) in batches.into_iter().flatten().enumerate() {
+        let mut batch = batch?;
+        data_time += last.elapsed().as_secs_f64();
+        runner.call_hooks(|h, r| match judged {
+            Judged::Val => h.before_val_iter(r, index, &mut batch),
+            Judged::Test => h.before_test_iter(r, index, &mut batch),
+        })?;
+        let (outputs, more) = runner.judge_batch(judged, &batch)?;
+        records.extend(more);
+        if let Some((part, ..)) = runner.judged_mut(judged) {
+            let done = (index + 1) as f64;
+            part.times = (data_time / done, start.elapsed().as_secs_f64() / done);
+        }
+        runner.call_hooks(|h, r| match judged {
+            Judged::Val => h.after_val_iter(r, index, &batch, &outputs),
+            Judged::Test => h.after_test_iter(r, index, &batch, &outputs),
+        })?;
+        last = Instant::now();
+    }
+    let mut metrics = Vec::new();
+    if let Some((part, _, group)) = runner.judged_mut(judged) {
+        let records = collect_results(group, &records, part.loader.dataset_len())?;
+        metrics = part.metric.compute(&records)?;
+    }
+    if val {
+        runner.position_mut().validated = Some(runner.position().iter);
+        runner.call_hooks(|hook, runner| hook.after_val_epoch(runner, &metrics))?;
+        runner.call_hooks(|hook, runner| hook.after_val(runner))?;
+    } else {
+        runner.call_hooks(|hook, runner| hook.after_test_epoch(runner, &metrics))?;
+        runner.call_hooks(|hook, runner| hook.after_test(runner))?;
+    }
+    Ok(metrics)
+}

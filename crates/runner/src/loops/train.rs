@@ -1,0 +1,131 @@
+//! `EpochBasedTrainLoop` and `IterBasedTrainLoop`: MMEngine's order of stages.
+//!
+//! Between any two batches the ranks agree whether to go on: a signal to one of them, or a spent time
+//! budget, ends all at the same place, with a checkpoint of just that place.
+
+use super::judge::validate;
+use crate::data::Batch;
+use crate::runner::{Interrupt, Runner};
+use crate::{Error, Result};
+
+type Metrics = Vec<(String, f64)>;
+
+/// Runs every stage from `before_run` to `after_run`. Returns the last validation's figures.
+pub(crate) fn train(runner: &mut Runner) -> Result<Metrics> {
+    let max_iters = runner.max_iters();
+    runner.call_hooks(|hook, runner| hook.before_run(runner))?;
+    if !runner.load_or_resume()? {
+        runner.broadcast_model()?;
+    }
+    let done = runner.position().iter;
+    runner.optim_wrapper_mut().accumulation().initialize_count_status(done, max_iters);
+    runner.call_hooks(|hook, runner| hook.before_train(runner))?;
+    let (epoch, by_epoch) = (runner.position().epoch, runner.is_by_epoch());
+    if if by_epoch { epoch >= runner.max_epochs() } else { done >= max_iters } {
+        let text = match by_epoch {
+            true => format!("nothing to do: trained for {epoch} epochs"),
+            false => format!("nothing to do: trained for {done} iterations"),
+        };
+        runner.logger().info(&text);
+    }
+    let mut metrics = Vec::new();
+    // A checkpoint is written before its validation, whose figures a scheduler may need.
+    if runner.position().iter > 0 && is_due(runner) {
+        metrics = validate(runner)?.unwrap_or_default();
+    }
+    let interrupt = match runner.is_by_epoch() {
+        true => epochs(runner, &mut metrics)?,
+        false => iterations(runner, &mut metrics)?,
+    };
+    match interrupt {
+        Some(Interrupt::Signal(signal)) => {
+            let text = format!("signal {signal} to a rank: saving, then ending");
+            runner.logger().warning(&text);
+            runner.call_hooks(|hook, runner| hook.on_interrupt(runner))?;
+            runner.call_hooks(|hook, runner| hook.after_run(runner))?;
+            return Err(Error::Interrupted { signal: signal.into() });
+        }
+        Some(Interrupt::Budget) => {
+            runner.logger().info("the time budget is spent");
+            runner.call_hooks(|hook, runner| hook.on_interrupt(runner))?;
+            if let Some(fresh) = validate(runner)? {
+                metrics = fresh;
+            }
+        }
+        None => {}
+    }
+    runner.call_hooks(|hook, runner| hook.after_train(runner))?;
+    runner.call_hooks(|hook, runner| hook.after_run(runner))?;
+    Ok(metrics)
+}
+
+/// Epochs until the last one, or an interruption.
+fn epochs(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt>> {
+    while runner.position().epoch < runner.max_epochs() && !runner.is_stopped() {
+        let interrupt = epoch(runner)?;
+        if interrupt.is_some() {
+            return Ok(interrupt);
+        }
+        if is_due(runner)
+            && let Some(fresh) = validate(runner)?
+        {
+            *metrics = fresh;
+        }
+    }
+    Ok(None)
+}
+
+/// What is left of the current epoch.
+fn epoch(runner: &mut Runner) -> Result<Option<Interrupt>> {
+    runner.call_hooks(|hook, runner| hook.before_train_epoch(runner))?;
+    let start = runner.position().clone();
+    for batch in runner.train_loader().batches(start.epoch, start.batch) {
+        if let Some(interrupt) = runner.interrupt()? {
+            return Ok(Some(interrupt));
+        }
+        iteration(runner, batch?)?;
+    }
+    runner.call_hooks(|hook, runner| hook.after_train_epoch(runner))?;
+    let position = runner.position_mut();
+    (position.epoch, position.batch) = (position.epoch + 1, 0);
+    Ok(None)
+}
+
+/// Iterations until the last one, or an interruption: one epoch as far as hooks can see, over as many
+/// passes as it takes.
+fn iterations(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt>> {
+    runner.call_hooks(|hook, runner| hook.before_train_epoch(runner))?;
+    let mut batches = runner.train_loader().endless(runner.position().iter);
+    while runner.position().iter < runner.max_iters() && !runner.is_stopped() {
+        if let Some(interrupt) = runner.interrupt()? {
+            return Ok(Some(interrupt));
+        }
+        let Some(batch) = batches.next() else { break };
+        iteration(runner, batch?)?;
+        if is_due(runner)
+            && let Some(fresh) = validate(runner)?
+        {
+            *metrics = fresh;
+        }
+    }
+    runner.call_hooks(|hook, runner| hook.after_train_epoch(runner))?;
+    Ok(None)
+}
+
+fn iteration(runner: &mut Runner, mut batch: Batch) -> Result<()> {
+    runner.call_hooks(|hook, runner| hook.before_train_iter(runner, &mut batch))?;
+    let losses = runner.train_step(&batch)?;
+    runner.call_hooks(|hook, runner| hook.after_train_iter(runner, &batch, &losses))?;
+    runner.position_mut().iter += 1;
+    runner.position_mut().batch += 1;
+    Ok(())
+}
+
+/// Whether a validation follows what has just been completed.
+fn is_due(runner: &Runner) -> bool {
+    let position = runner.position();
+    match runner.is_by_epoch() {
+        true => position.batch == 0 && runner.train_config().is_val_due(position.epoch),
+        false => runner.train_config().is_val_due(position.iter),
+    }
+}

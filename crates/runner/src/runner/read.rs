@@ -1,0 +1,274 @@
+//! A whole configuration read: MMEngine's keys, by its names and with its defaults. What it has and this
+//! crate leaves out on purpose is refused by name.
+
+use std::num::NonZero;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use collective::Launcher;
+
+use super::{DataLoaderConfig, Length, RunnerBuilder, TrainConfig};
+use crate::Result;
+use crate::config::{Config, Section};
+use crate::evaluate::Metric;
+use crate::hooks::{self, DEFAULTS, Hook};
+use crate::registry::{
+    DATASETS, METRICS, MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS, PARAM_SCHEDULERS,
+};
+
+/// Keys of MMEngine's that have no meaning here, and what there is instead.
+const LEFT_OUT: [(&str, &str); 7] = [
+    ("data_preprocessor", "a model normalizes its own inputs (`mean`, `std`)"),
+    (
+        "default_scope",
+        "names are not scoped; a program registers its own before it starts the runner",
+    ),
+    ("custom_imports", "a program registers its own parts before it starts the runner"),
+    ("runner_type", "there is one runner"),
+    ("strategy", "there is one runner, with data parallelism (`model_wrapper_cfg`)"),
+    ("activation_checkpointing", "the engine keeps what backward needs"),
+    ("efficient_conv_bn_eval", "the engine has one way to run a convolution"),
+];
+
+impl RunnerBuilder {
+    /// Reads a whole configuration. Nothing is created; hooks are the default ones, as the
+    /// configuration changes them, and its own.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`](crate::Error::Config) at the first mistake, with file, line and column.
+    pub fn from_config(config: Config) -> Result<Self> {
+        let mut builder = Self::default();
+        builder.looks.config = Some((config.file_name(), config.text()));
+        let mut root = config.into_section();
+        for (key, why) in LEFT_OUT {
+            root.refuse(key, why)?;
+        }
+        builder.work_dir = root.optional::<String>("work_dir")?.map(PathBuf::from);
+        builder.model = Some(MODELS.build(root.section("model")?)?);
+        builder.optim = Some(OPTIM_WRAPPERS.build(root.section("optim_wrapper")?)?);
+        if let Some(section) = root.optional_section("model_wrapper_cfg")? {
+            builder.wrapper = Some(MODEL_WRAPPERS.build_or(section, "DistributedDataParallel")?);
+        }
+        builder.train_loader = Some(read_loader(root.section("train_dataloader")?, true)?);
+        builder.validation = read_judged(&mut root, "val_dataloader", "val_evaluator")?;
+        builder.test = read_judged(&mut root, "test_dataloader", "test_evaluator")?;
+        read_judge_cfg(&mut root, "val_cfg", "ValLoop")?;
+        read_judge_cfg(&mut root, "test_cfg", "TestLoop")?;
+        builder.train = Some(read_train(root.section("train_cfg")?)?);
+        for section in root.sections("param_scheduler")? {
+            builder.schedulers.push(PARAM_SCHEDULERS.build(section)?);
+        }
+        builder.auto_scale_lr = read_auto_scale_lr(&mut root)?;
+        let figures = builder.validation.as_ref().and_then(|(_, metric)| metric.figures());
+        builder.hooks = read_hooks(&mut root, figures.as_deref())?;
+        read_randomness(&mut root, &mut builder)?;
+        read_env(&mut root, &mut builder)?;
+        builder.launcher = read_launcher(&mut root)?;
+        builder.resume = root.or("resume", false)?;
+        builder.load_from = root.optional::<String>("load_from")?.map(PathBuf::from);
+        read_looks(&mut root, &mut builder)?;
+        root.finish()?;
+        Ok(builder)
+    }
+}
+
+fn read_loader(mut section: Section, shuffle: bool) -> Result<DataLoaderConfig> {
+    for key in ["persistent_workers", "pin_memory", "collate_fn", "worker_init_fn", "batch_sampler"]
+    {
+        section.refuse(key, "a data set makes whole batches, on the thread that trains")?;
+    }
+    let place = section.offset_of("num_workers");
+    if section.or("num_workers", 0_usize)? > 0 {
+        let text = "`num_workers` is left out on purpose: a data set makes whole batches, on the \
+                    thread that trains";
+        return Err(place.error(text));
+    }
+    let batch_size = section.required("batch_size")?;
+    let drop_last = section.or("drop_last", false)?;
+    let dataset = DATASETS.build(section.section("dataset")?)?;
+    let mut config = DataLoaderConfig { dataset, batch_size, shuffle, drop_last, infinite: false };
+    if let Some(mut sampler) = section.optional_section("sampler")? {
+        let types = [("DefaultSampler", false), ("InfiniteSampler", true)];
+        config.infinite = sampler.choice("type", "DefaultSampler", &types)?;
+        config.shuffle = sampler.or("shuffle", shuffle)?;
+        sampler.refuse("seed", "the run has one seed (`randomness`)")?;
+        let rounds = sampler.offset_of("round_up");
+        if !sampler.or("round_up", true)? {
+            return Err(rounds.error("`round_up` must be true: ranks take equally many batches"));
+        }
+        sampler.finish()?;
+    }
+    section.finish()?;
+    Ok(config)
+}
+
+/// A data set to judge the model on, and how: both or neither.
+fn read_judged(
+    root: &mut Section,
+    loader: &'static str,
+    evaluator: &'static str,
+) -> Result<Option<(DataLoaderConfig, Box<dyn Metric>)>> {
+    if !root.has(loader) && !root.has(evaluator) {
+        return Ok(None);
+    }
+    let section = root.section(loader)?;
+    let metric = METRICS.build(root.section(evaluator)?)?;
+    let place = section.offset_of("sampler");
+    let config = read_loader(section, false)?;
+    if config.infinite {
+        return Err(place.error("InfiniteSampler never ends: only training can take it"));
+    }
+    Ok(Some((config, metric)))
+}
+
+/// `[val_cfg]` and `[test_cfg]`, which say nothing new.
+fn read_judge_cfg(root: &mut Section, key: &'static str, name: &'static str) -> Result<()> {
+    let Some(mut section) = root.optional_section(key)? else { return Ok(()) };
+    section.choice("type", name, &[(name, ())])?;
+    section.refuse("fp16", "a validation is of the model in its own precision")?;
+    section.finish()
+}
+
+fn read_train(mut section: Section) -> Result<TrainConfig> {
+    let types = [("EpochBasedTrainLoop", true), ("IterBasedTrainLoop", false)];
+    let place = section.offset_of("by_epoch");
+    let by_epoch = match (section.optional("by_epoch")?, section.has("type")) {
+        (Some(_), true) => {
+            return Err(place.error("only one of `type` and `by_epoch` can be set"));
+        }
+        (Some(by_epoch), false) => by_epoch,
+        (None, _) => section.choice("type", "EpochBasedTrainLoop", &types)?,
+    };
+    let at_least_1 = |n: &usize| *n >= 1;
+    let mut config = match by_epoch {
+        true => TrainConfig::new(section.required("max_epochs")?),
+        false => TrainConfig::by_iters(section.required("max_iters")?),
+    };
+    config.val_begin = section.or("val_begin", config.val_begin)?;
+    config.val_interval =
+        section.or_checked("val_interval", config.val_interval, "at least 1", at_least_1)?;
+    let place = section.offset_of("dynamic_intervals");
+    for pair in section.or("dynamic_intervals", Vec::<Vec<usize>>::new())? {
+        let last = config.dynamic_intervals.last().map_or(0, |(begin, _)| *begin);
+        match pair[..] {
+            [begin, interval] if begin > last && interval > 0 => {
+                config.dynamic_intervals.push((begin, interval));
+            }
+            _ => {
+                let text = "`dynamic_intervals` must be pairs [begin, interval], begins rising from \
+                            1, intervals at least 1";
+                return Err(place.error(text));
+            }
+        }
+    }
+    let [epochs, iters] = ["max_epochs", "max_iters"];
+    match config.length {
+        Length::Epochs(_) => section.refuse(iters, "an EpochBasedTrainLoop counts `max_epochs`")?,
+        Length::Iters(_) => section.refuse(epochs, "an IterBasedTrainLoop counts `max_iters`")?,
+    }
+    section.finish()?;
+    Ok(config)
+}
+
+fn read_auto_scale_lr(root: &mut Section) -> Result<Option<usize>> {
+    let Some(mut section) = root.optional_section("auto_scale_lr")? else { return Ok(None) };
+    let enable = section.or("enable", false)?;
+    let at_least_1 = |n: &usize| *n >= 1;
+    if enable && !section.has("base_batch_size") {
+        section.required::<usize>("base_batch_size")?;
+    }
+    let base = section.or_checked("base_batch_size", 1, "at least 1", at_least_1)?;
+    section.finish()?;
+    Ok(enable.then_some(base))
+}
+
+/// The default hooks, as `[default_hooks]` changes them by key, and `[[custom_hooks]]`.
+fn read_hooks(root: &mut Section, figures: Option<&[String]>) -> Result<Vec<Box<dyn Hook>>> {
+    let mut all = Vec::new();
+    let mut section = root.optional_section("default_hooks")?;
+    for (key, hook_type) in DEFAULTS {
+        let mut given = None;
+        if let Some(section) = &mut section {
+            if section.is_off(key) {
+                continue;
+            }
+            given = section.optional_section(key)?;
+        }
+        let given = given.unwrap_or_else(|| root.empty(key));
+        all.push(hooks::build(given, Some(hook_type), figures)?);
+    }
+    if let Some(mut section) = section {
+        section.refuse("runtime_info", "hooks ask the runner itself")?;
+        section.refuse("sampler_seed", "the order of an epoch is a function of seed and epoch")?;
+        section.refuse("visualization", "there is no visualizer of samples")?;
+        section.finish()?;
+    }
+    for section in root.sections("custom_hooks")? {
+        all.push(hooks::build(section, None, figures)?);
+    }
+    Ok(all)
+}
+
+fn read_randomness(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
+    let Some(mut section) = root.optional_section("randomness")? else { return Ok(()) };
+    builder.seed = section.optional("seed")?;
+    builder.diff_rank_seed = section.or("diff_rank_seed", false)?;
+    // Nothing here is otherwise.
+    section.optional::<bool>("deterministic")?;
+    section.finish()
+}
+
+/// `[env_cfg]`: how ranks talk, for how long they wait, how many files may be open.
+fn read_env(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
+    let Some(mut env) = root.optional_section("env_cfg")? else { return Ok(()) };
+    if let Some(mut dist) = env.optional_section("dist_cfg")? {
+        dist.choice("backend", "host", &[("host", ())])?;
+        builder.timeout = dist.optional::<Duration>("timeout")?;
+        dist.finish()?;
+    }
+    builder.open_files = env.optional("resource_limit")?;
+    env.refuse("cudnn_benchmark", "no part of this crate uses cuDNN")?;
+    env.refuse("mp_cfg", "no data are loaded by other processes")?;
+    env.finish()
+}
+
+fn read_launcher(root: &mut Section) -> Result<Option<Launcher>> {
+    if !root.has("launcher") {
+        return Ok(None);
+    }
+    let names = [
+        ("none", Launcher::None),
+        ("pytorch", Launcher::Pytorch),
+        ("slurm", Launcher::Slurm),
+        ("mpi", Launcher::Mpi),
+    ];
+    root.choice("launcher", "none", &names).map(Some)
+}
+
+/// What a run is called and what it writes besides checkpoints.
+fn read_looks(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
+    builder.looks.experiment_name = root.optional("experiment_name")?;
+    root.choice("log_level", "INFO", &[("INFO", ()), ("DEBUG", ()), ("WARNING", ())])?;
+    if let Some(mut section) = root.optional_section("log_processor")? {
+        section.choice("type", "LogProcessor", &[("LogProcessor", ())])?;
+        let window = section.or_checked("window_size", 10, "at least 1", |n: &usize| *n >= 1)?;
+        builder.looks.window_size = NonZero::new(window);
+        builder.looks.by_epoch = section.optional("by_epoch")?;
+        section.refuse("custom_cfg", "losses, times and norms are means over the window")?;
+        section.finish()?;
+    }
+    let mut backends = root.sections("vis_backends")?;
+    if let Some(mut section) = root.optional_section("visualizer")? {
+        section.choice("type", "Visualizer", &[("Visualizer", ())])?;
+        backends.extend(section.sections("vis_backends")?);
+        section.optional::<String>("name")?;
+        section.finish()?;
+    }
+    for mut backend in backends {
+        let types = [("LocalVisBackend", false), ("TensorboardVisBackend", true)];
+        builder.looks.tensorboard |= backend.choice("type", "LocalVisBackend", &types)?;
+        backend.finish()?;
+    }
+    Ok(())
+}

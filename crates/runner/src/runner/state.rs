@@ -1,0 +1,286 @@
+//! A run's state to disk and back.
+
+use std::path::{Path, PathBuf};
+
+use fused_optim::SliceMut;
+use serde_json::{Map, Value};
+
+use super::Runner;
+use crate::checkpoint::{
+    self, Checkpoint, Contents, Draft, Found, Position, Tensor, model_tensors,
+};
+use crate::schedulers::Progress;
+use crate::{Error, Result};
+
+/// A checkpoint to be written.
+#[derive(Debug)]
+pub struct Save<'a> {
+    /// Its name in the work directory.
+    pub name: &'a str,
+    /// Where the run is.
+    pub position: Position,
+    /// Whether the optimizer is saved; without it nothing can go on from it, and `last_checkpoint`
+    /// does not name it.
+    pub optimizer: bool,
+    /// Whether the schedulers are saved.
+    pub schedulers: bool,
+    /// Name and state of the hook that asks, which cannot be asked itself.
+    pub own: Option<(&'a str, Option<Value>)>,
+}
+
+impl<'a> Save<'a> {
+    /// The model alone.
+    #[must_use]
+    pub const fn weights(name: &'a str, position: Position) -> Self {
+        Self { name, position, optimizer: false, schedulers: false, own: None }
+    }
+}
+
+impl Runner {
+    /// Writes a checkpoint on rank 0; the other ranks wait until it is on disk. Every rank calls
+    /// it.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`checkpoint::save`], on every rank.
+    pub fn save_checkpoint(&mut self, save: Save<'_>) -> Result<()> {
+        let mut draft = self.draft()?;
+        self.call_hooks(|hook, runner| hook.before_save_checkpoint(runner, &mut draft))?;
+        let mut hooks = Map::new();
+        for hook in &self.hooks {
+            hooks.extend(hook.state_dict().map(|state| (hook.name().to_owned(), state)));
+        }
+        hooks.extend(save.own.and_then(|(name, state)| Some((name.to_owned(), state?))));
+        let gradients = checkpoint::gradient_bytes(self.engine.params(), &*self.model)?;
+        let gradients = self.gather(gradients)?;
+        let mut own = self.gather(checkpoint::own_bytes(&draft.own)?)?;
+        if own.iter().all(|bytes| Some(bytes) == own.first()) {
+            own.clear();
+        }
+        if self.group.rank() == 0 {
+            let mut contents = Contents {
+                position: save.position,
+                world_size: self.group.world_size(),
+                batches_per_epoch: self.train_loader.batches_per_epoch(),
+                seed: self.seed,
+                config: &self.config_text,
+                model: draft.model,
+                optim: save.optimizer.then(|| self.optim.state_dict()),
+                extra: draft.extra,
+                own,
+                is_last: save.optimizer,
+                schedulers: Vec::new(),
+                hooks,
+                gradients,
+            };
+            if save.schedulers {
+                contents.schedulers =
+                    self.schedulers.iter().map(|s| s.progress().clone()).collect();
+            }
+            if !save.optimizer {
+                (contents.extra, contents.own) = (Vec::new(), Vec::new());
+                (contents.gradients, contents.hooks) = (Vec::new(), Map::new());
+            }
+            checkpoint::save(self.output.work_dir(), save.name, contents)?;
+        }
+        Ok(self.group.barrier()?)
+    }
+
+    /// The model, as the hooks get it; on ranks of several, their own buffers.
+    fn draft(&mut self) -> Result<Draft> {
+        let mut draft = Draft::default();
+        if self.group.rank() == 0 {
+            draft.model = model_tensors(&mut *self.engine)?;
+        }
+        if self.group.world_size() > 1 {
+            let specs = self.engine.buffers().to_vec();
+            self.engine.with_buffers(&mut |slices| {
+                draft.own = checkpoint::copies(&specs, slices);
+                Ok(())
+            })?;
+            draft.own.iter_mut().for_each(|tensor| tensor.spec.name.insert_str(0, BUFFERS));
+        }
+        Ok(draft)
+    }
+
+    /// Every rank's bytes; nothing if none has any.
+    fn gather(&self, mut own: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        let mut lens = vec![0; self.group.world_size()];
+        self.group.all_gather(&mut lens, &[own.len() as u64])?;
+        let longest = lens.iter().max().map_or(0, |len| *len as usize);
+        if longest == 0 {
+            return Ok(Vec::new());
+        }
+        own.resize(longest, 0);
+        let mut all = vec![0; longest * lens.len()];
+        self.group.all_gather(&mut all, &own)?;
+        let ranks = all.chunks_exact(longest).zip(lens);
+        Ok(ranks.map(|(bytes, len)| bytes[..len as usize].to_vec()).collect())
+    }
+
+    /// Removes checkpoints on rank 0. One that is gone already is no error.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`] naming the directory that could not be removed.
+    pub fn remove_checkpoints(&mut self, paths: &[PathBuf]) -> Result<()> {
+        if self.group.rank() != 0 {
+            return Ok(());
+        }
+        for path in paths.iter().filter(|p| p.exists()) {
+            std::fs::remove_dir_all(path).map_err(|source| Error::Io {
+                what: format!("cannot remove {}", path.display()),
+                source,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Writes the parts of a checkpoint that `keys` name once more, on rank 0: see
+    /// [`checkpoint::publish`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`checkpoint::publish`], on every rank.
+    pub fn publish_checkpoint(&mut self, name: &str, keys: &[String]) -> Result<()> {
+        if self.group.rank() == 0 {
+            let path = checkpoint::publish(self.output.work_dir(), name, keys)?;
+            self.logger().info(&format!("published as {}", path.display()));
+        }
+        Ok(self.group.barrier()?)
+    }
+
+    /// Goes on from a checkpoint if the run is to resume and there is one, or takes the weights of
+    /// one. Whether all ranks have the same state now.
+    pub(crate) fn load_or_resume(&mut self) -> Result<bool> {
+        if !self.resume {
+            let Some(path) = self.load_from.clone() else { return Ok(false) };
+            let loaded = checkpoint::load(&path)?;
+            loaded.load_model(&mut *self.engine)?;
+            self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, &loaded))?;
+            self.logger().info(&format!("loaded the model from {}", path.display()));
+            return Ok(true);
+        }
+        let Some(path) = self.find_checkpoint()? else {
+            let text = format!("no checkpoint in {}, starting fresh", self.work_dir().display());
+            self.logger().warning(&text);
+            return Ok(false);
+        };
+        let loaded = checkpoint::load(&path)?;
+        self.check_order(&path, &loaded)?;
+        let Some(optim) = &loaded.optim else {
+            let text = format!(
+                "{} has no optimizer to go on with: load it with `load_from` and without `resume`",
+                path.display()
+            );
+            return Err(Error::Checkpoint(text));
+        };
+        self.resume_schedulers(&loaded.meta.schedulers)?;
+        loaded.load_model(&mut *self.engine)?;
+        self.optim.load_state_dict(optim)?;
+        let rank = self.group.rank();
+        loaded.load_gradients(rank, self.engine.params(), &mut *self.model)?;
+        self.take_seed(loaded.meta.seed);
+        self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, &loaded))?;
+        self.load_buffers(loaded.own(rank)?)?;
+        for hook in &mut self.hooks {
+            if let Some(state) = loaded.meta.hooks.get(hook.name()) {
+                hook.load_state_dict(state)?;
+            }
+        }
+        self.position = loaded.meta.position;
+        let (epoch, iter) = (self.position.epoch, self.position.iter);
+        let text = format!("resumed from {}: epoch {epoch}, iteration {iter}", path.display());
+        self.logger().info(&text);
+        Ok(true)
+    }
+
+    /// Whether the run goes on from a checkpoint, rather than taking a model from it.
+    #[must_use]
+    pub fn is_resuming(&self) -> bool {
+        self.resume
+    }
+
+    /// What to go on from, if there is something; rank 0 says which.
+    fn find_checkpoint(&mut self) -> Result<Option<PathBuf>> {
+        if let Some(path) = &self.load_from {
+            return Ok(Some(path.clone()));
+        }
+        let found = match self.group.rank() {
+            0 => Some(checkpoint::newest(self.output.work_dir())?),
+            _ => None,
+        };
+        let found: Found = collective::object::broadcast_object(&self.group, found, 0)?;
+        for skipped in &found.skipped {
+            self.logger().warning(&format!("passing over a checkpoint: {skipped}"));
+        }
+        Ok(found.path)
+    }
+
+    /// Refuses a checkpoint after which the data would come in another order.
+    fn check_order(&self, path: &Path, loaded: &Checkpoint) -> Result<()> {
+        let (was, is) = (loaded.meta.world_size, self.group.world_size());
+        if was != is {
+            return Err(Error::Checkpoint(format!(
+                "{} was written by {was} ranks and this run has {is}: the order of the data would \
+                 differ; resume with {was}",
+                path.display()
+            )));
+        }
+        let (was, is) = (loaded.meta.batches_per_epoch, self.batches_per_epoch());
+        if was != is && loaded.meta.position.batch > 0 {
+            return Err(Error::Checkpoint(format!(
+                "{} was written inside an epoch of {was} batches and this run has {is}: resume \
+                 with the same batch size and data set",
+                path.display()
+            )));
+        }
+        Ok(())
+    }
+
+    fn resume_schedulers(&mut self, saved: &[Progress]) -> Result<()> {
+        let (was, is) = (saved.len(), self.schedulers.len());
+        if was != is {
+            let text = format!("the checkpoint has {was} schedulers, and this run {is}");
+            return Err(Error::Checkpoint(text));
+        }
+        let mut both = self.schedulers.iter_mut().zip(saved);
+        both.try_for_each(|(scheduler, saved)| scheduler.resume(saved.clone()))
+    }
+
+    /// Gives this rank back the buffers that it had of its own.
+    fn load_buffers(&mut self, own: Option<Vec<Tensor>>) -> Result<()> {
+        let Some(own) = own else { return Ok(()) };
+        let specs = self.engine.buffers().to_vec();
+        self.engine.with_buffers(&mut |slices: &mut [SliceMut<'_>]| {
+            for (spec, slice) in specs.iter().zip(slices) {
+                let name = format!("{BUFFERS}{}", spec.name);
+                let saved = own.iter().find(|t| t.spec.name == name);
+                let saved =
+                    saved.filter(|t| (&t.spec.shape, t.spec.dtype) == (&spec.shape, spec.dtype));
+                let saved = saved.ok_or_else(|| {
+                    Error::Checkpoint(format!("this rank's own file has no such `{}`", spec.name))
+                })?;
+                checkpoint::copy_from_bytes(slice, &saved.bytes);
+            }
+            Ok(())
+        })
+    }
+
+    /// Goes on with a checkpoint's seed: the order of the data hangs on it.
+    fn take_seed(&mut self, seed: u64) {
+        if seed == self.seed {
+            return;
+        }
+        let text = format!("going on with seed {seed} of the checkpoint instead of {}", self.seed);
+        self.logger().info(&text);
+        self.seed = seed;
+        self.train_loader.set_seed(seed);
+        for part in [&mut self.validation, &mut self.test].into_iter().flatten() {
+            part.loader.set_seed(seed);
+        }
+    }
+}
+
+/// Before the names of a rank's own buffers.
+const BUFFERS: &str = "buffers.";

@@ -1,0 +1,152 @@
+//! Event files that TensorBoard reads: each scalar a protocol buffer, framed as TFRecord.
+//!
+//! The few fields that are needed are written by hand; that replaces a protocol buffer library and the
+//! schemas of TensorFlow. Follows: TensorFlow's `event.proto`, `summary.proto` and the record format of
+//! `tf.data.TFRecordDataset`'s documentation.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::{Error, Result};
+
+/// An open event file.
+#[derive(Debug)]
+pub(crate) struct EventFile {
+    path: PathBuf,
+    file: File,
+}
+
+impl EventFile {
+    /// Creates `events.out.tfevents.SECONDS.HOST.PID.0` in `dir`.
+    pub(crate) fn create(dir: &Path) -> Result<Self> {
+        let host = std::fs::read_to_string("/proc/sys/kernel/hostname");
+        let host = host.map_or_else(|_| "localhost".to_owned(), |name| name.trim().to_owned());
+        let (seconds, pid) = (now() as u64, std::process::id());
+        let path = dir.join(format!("events.out.tfevents.{seconds}.{host}.{pid}.0"));
+        let file = File::create(&path).map_err(|source| Error::Io {
+            what: format!("cannot create {}", path.display()),
+            source,
+        })?;
+        let mut events = Self { path, file };
+        let mut event = Vec::new();
+        double(&mut event, 1, now());
+        bytes(&mut event, 3, b"brain.Event:2");
+        events.append(&event)?;
+        Ok(events)
+    }
+
+    /// Appends scalars of one step.
+    pub(crate) fn write(&mut self, values: &[(&str, f64)], step: usize) -> Result<()> {
+        let mut summary = Vec::new();
+        for (tag, value) in values {
+            let mut entry = Vec::new();
+            bytes(&mut entry, 1, tag.as_bytes());
+            float(&mut entry, 2, *value as f32);
+            bytes(&mut summary, 1, &entry);
+        }
+        let mut event = Vec::new();
+        double(&mut event, 1, now());
+        event.push(2 << 3);
+        varint(&mut event, step as u64);
+        bytes(&mut event, 5, &summary);
+        self.append(&event)
+    }
+
+    fn append(&mut self, event: &[u8]) -> Result<()> {
+        self.file.write_all(&frame(event)).map_err(|source| Error::Io {
+            what: format!("cannot write {}", self.path.display()),
+            source,
+        })
+    }
+}
+
+/// Seconds since 1970.
+fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |t| t.as_secs_f64())
+}
+
+/// A record: length, its checksum, data, their checksum.
+fn frame(data: &[u8]) -> Vec<u8> {
+    let len = (data.len() as u64).to_le_bytes();
+    [&len[..], &masked_crc32c(&len), data, &masked_crc32c(data)].concat()
+}
+
+/// CRC-32C, turned so that a checksum of data with checksums in it is still one.
+fn masked_crc32c(data: &[u8]) -> [u8; 4] {
+    crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
+}
+
+/// Castagnoli's CRC, bit by bit: a few hundred bytes every few batches.
+fn crc32c(data: &[u8]) -> u32 {
+    let step = |crc: u32, byte: &u8| {
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0x82f6_3b78 * (crc & 1)))
+    };
+    !data.iter().fold(!0, step)
+}
+
+fn varint(to: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        to.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    to.push(value as u8);
+}
+
+fn double(to: &mut Vec<u8>, field: u8, value: f64) {
+    to.push(field << 3 | 1);
+    to.extend(value.to_le_bytes());
+}
+
+fn float(to: &mut Vec<u8>, field: u8, value: f32) {
+    to.push(field << 3 | 5);
+    to.extend(value.to_le_bytes());
+}
+
+fn bytes(to: &mut Vec<u8>, field: u8, value: &[u8]) {
+    to.push(field << 3 | 2);
+    varint(to, value.len() as u64);
+    to.extend(value);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checksums_are_castagnolis() {
+        // RFC 3720, B.4.
+        assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
+        assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);
+        assert_eq!(crc32c(b"123456789"), 0xe306_9283);
+    }
+
+    /// Records of a file that TensorBoard's own writer made: the frames are ours, byte by byte.
+    #[test]
+    fn frames_are_tensorboards() {
+        let recorded = include_bytes!("../../tests/vectors/events.out.tfevents");
+        let (mut rest, mut count) = (&recorded[..], 0);
+        while !rest.is_empty() {
+            let len = u64::from_le_bytes(rest[..8].try_into().unwrap()) as usize;
+            let (record, after) = rest.split_at(len + 16);
+            assert_eq!(frame(&record[12..12 + len]), record, "record {count}");
+            (rest, count) = (after, count + 1);
+        }
+        assert!(count > 10, "{count}");
+    }
+
+    #[test]
+    fn scalars_are_found_where_they_belong() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut events = EventFile::create(dir.path()).unwrap();
+        events.write(&[("loss", 0.5), ("lr", 0.25)], 300).unwrap();
+        let file = std::fs::read_dir(dir.path()).unwrap().next().unwrap().unwrap().path();
+        let written = std::fs::read(file).unwrap();
+        let first = u64::from_le_bytes(written[..8].try_into().unwrap()) as usize + 16;
+        let data = &written[first + 12..written.len() - 4];
+        // After nine bytes of time: step, then the summary.
+        let expected = b"\x10\xac\x02\x2a\x18\x0a\x0b\x0a\x04loss\x15\x00\x00\x00\x3f\x0a\x09\x0a\x02lr\x15\x00\x00\x80\x3e";
+        assert_eq!(&data[9..], expected);
+    }
+}

@@ -1,0 +1,204 @@
+//! Whole programs that are killed or asked to end, and go on: the same bits as if nothing had been.
+
+#![cfg(feature = "candle")]
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rustix::process::{Pid, Signal, kill_process};
+
+const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
+const DEADLINE: Duration = Duration::from_secs(240);
+
+/// Half parameters, momentum, an average, a loss scale that grows, checkpoints inside of epochs.
+const CONFIG: &str = r#"
+model = { type = "Mlp", in_features = 64, hidden = [16], num_classes = 10 }
+train_dataloader = { batch_size = 64, dataset = { type = "Digits" } }
+train_cfg = { by_epoch = false, max_iters = 120 }
+default_hooks.checkpoint = { by_epoch = false, interval = 7, max_keep_ckpts = 2 }
+custom_hooks = [{ type = "EMAHook", momentum = 0.1 }]
+randomness.seed = 3
+[optim_wrapper]
+type = "AmpOptimWrapper"
+dtype = "float16"
+loss_scale = { init_scale = 256.0, growth_interval = 5 }
+optimizer = { type = "SGD", lr = 0.05, momentum = 0.9 }
+"#;
+
+/// A program that is killed if it is forgotten.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Running {
+    fn start(args: &[&str]) -> Self {
+        let mut command = Command::new(RUNNER);
+        command.args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        Self(command.spawn().unwrap())
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_child(&self.0)
+    }
+
+    fn end(mut self) -> ExitStatus {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.0.try_wait().unwrap() {
+                return status;
+            }
+            assert!(start.elapsed() < DEADLINE, "it still runs");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+struct Job {
+    config: PathBuf,
+    dir: tempfile::TempDir,
+}
+
+impl Job {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let config = dir.path().join("c.toml");
+        std::fs::write(&config, CONFIG).unwrap();
+        Self { config, dir }
+    }
+
+    fn work_dir(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn train(&self, ranks: Option<usize>, name: &str, iters: usize) -> Running {
+        let ranks = ranks.map(|n| n.to_string());
+        let iters = format!("train_cfg.max_iters={iters}");
+        let work_dir = self.work_dir(name);
+        let mut args = Vec::new();
+        if let Some(ranks) = &ranks {
+            args.extend(["launch", "--nproc-per-node", ranks, "--"]);
+        }
+        args.extend(["train", self.config.to_str().unwrap(), "--resume", "--work-dir"]);
+        args.extend([work_dir.to_str().unwrap(), "--cfg-options", &iters]);
+        Running::start(&args)
+    }
+
+    fn assert_equal(&self, a: &str, b: &str, checkpoint: &str) {
+        for file in ["model.safetensors", "optimizer.safetensors", "ema.safetensors"] {
+            let read =
+                |name| std::fs::read(self.work_dir(name).join(checkpoint).join(file)).unwrap();
+            assert!(read(a) == read(b), "{file} differs");
+        }
+    }
+}
+
+/// Everything that was logged into `dir`.
+fn log(dir: &Path) -> String {
+    let dirs = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let files = dirs.flat_map(|d| std::fs::read_dir(d.path()).into_iter().flatten().flatten());
+    let files = files.filter(|f| f.path().extension().is_some_and(|e| e == "log"));
+    files.map(|f| std::fs::read_to_string(f.path()).unwrap_or_default()).collect()
+}
+
+fn wait_for_training(dir: &Path) {
+    let start = Instant::now();
+    while !log(dir).contains("Iter(train)") {
+        assert!(start.elapsed() < DEADLINE, "{}", log(dir));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Kills a run `points` times, each after a time drawn from `seed`, and compares its end.
+fn kill_at_random(points: usize, seed: u64) {
+    let job = Job::new();
+    let start = Instant::now();
+    assert!(job.train(None, "whole", 120).end().success());
+    let took = start.elapsed().as_secs_f64();
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    for _ in 0..points {
+        let run = job.train(None, "killed", 120);
+        std::thread::sleep(Duration::from_secs_f64(took * rng.random::<f64>()));
+        let _ = kill_process(run.pid(), Signal::KILL);
+        run.end();
+    }
+    assert!(job.train(None, "killed", 120).end().success());
+    job.assert_equal("whole", "killed", "iter_120");
+}
+
+#[test]
+fn killed_at_any_moment_it_is_the_same_run() {
+    kill_at_random(4, 1);
+}
+
+#[test]
+#[ignore = "takes a minute: the same at fifty moments, on a new seed each time if SEED says so"]
+fn killed_at_fifty_moments_it_is_the_same_run() {
+    let seed = std::env::var("SEED").map_or(2, |seed| seed.parse().unwrap());
+    kill_at_random(50, seed);
+}
+
+/// The process of rank `rank` that `launcher` has started.
+fn rank_of(launcher: Pid, rank: usize) -> Pid {
+    let (ours, wanted) = (format!("{}", launcher.as_raw_nonzero()), format!("RANK={rank}"));
+    let start = Instant::now();
+    loop {
+        for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+            let stat = std::fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+            let parent = stat.rsplit(") ").next().and_then(|rest| rest.split(' ').nth(1));
+            let environ = std::fs::read(entry.path().join("environ")).unwrap_or_default();
+            let mut variables = environ.split(|byte| *byte == 0);
+            if parent == Some(&ours) && variables.any(|v| v == wanted.as_bytes()) {
+                let pid = entry.file_name().to_string_lossy().parse().unwrap();
+                return Pid::from_raw(pid).unwrap();
+            }
+        }
+        assert!(start.elapsed() < DEADLINE, "rank {rank} was not started");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_signal_to_one_rank_saves_and_ends_all_and_the_run_goes_on() {
+    for signal in [Signal::USR1, Signal::TERM, Signal::INT] {
+        let job = Job::new();
+        // Far more than there is time for.
+        let run = job.train(Some(2), "asked", 100_000_000);
+        wait_for_training(&job.work_dir("asked"));
+        kill_process(rank_of(run.pid(), 1), signal).unwrap();
+        assert_eq!(run.end().code(), Some(runner::signals::EXIT_CODE.into()), "{signal:?}");
+        let told = log(&job.work_dir("asked"));
+        assert!(told.contains(&format!("signal {} to a rank", signal.as_raw())), "{told}");
+        let last = std::fs::read_to_string(job.work_dir("asked").join("last_checkpoint")).unwrap();
+        let iter: usize = last.strip_prefix("iter_").unwrap().parse().unwrap();
+        let (iters, end) = (iter + 9, format!("iter_{}", iter + 9));
+        assert!(job.train(Some(2), "asked", iters).end().success());
+        assert!(log(&job.work_dir("asked")).contains(&format!("epoch 0, iteration {iter}")));
+        // One comparison is enough: the way to the checkpoint is the same for all signals.
+        if signal == Signal::USR1 {
+            assert!(job.train(Some(2), "whole", iters).end().success());
+            job.assert_equal("whole", "asked", &end);
+        }
+    }
+}
+
+#[test]
+fn a_second_signal_ends_at_once() {
+    let job = Job::new();
+    let run = job.train(None, "asked", 100_000_000);
+    wait_for_training(&job.work_dir("asked"));
+    // Both are there before the program can act on either.
+    for signal in [Signal::STOP, Signal::TERM, Signal::USR1, Signal::CONT] {
+        kill_process(run.pid(), signal).unwrap();
+    }
+    let code = run.end().code();
+    assert!([128 + 15, 128 + 10].map(Some).contains(&code), "{code:?}");
+}

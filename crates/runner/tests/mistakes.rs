@@ -1,0 +1,304 @@
+//! The mistakes that MMEngine was given, one by one: here each is an error with its place, before anything
+//! has happened, whether it is in the file or on the command line.
+
+#![cfg(feature = "candle")]
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use runner::config::Config;
+use runner::{Error, Result, RunnerBuilder};
+
+/// A configuration as the one that MMEngine's mistakes were made in.
+const GOOD: &str = r#"custom_hooks = []
+
+[model]
+type = "Mlp"
+in_features = 64
+num_classes = 10
+
+[optim_wrapper]
+type = "OptimWrapper"
+optimizer = { type = "SGD", lr = 0.1 }
+
+[train_cfg]
+by_epoch = true
+max_epochs = 2
+
+[train_dataloader]
+batch_size = 64
+dataset = { type = "Digits" }
+
+[val_dataloader]
+batch_size = 64
+dataset = { type = "Digits", split = "test" }
+
+[val_evaluator]
+type = "Accuracy"
+
+[default_hooks]
+checkpoint = { interval = 1 }
+"#;
+
+/// MMEngine's name of the mistake; what to replace in the file, with what, what is said then; the same on
+/// the command line, if it can be made there, and what is said.
+const MISTAKES: &[(&str, (&str, &str, &str), (&str, &str))] = &[
+    (
+        "unknown_optimizer",
+        ("\"SGD\"", "\"SDG\"", "c.toml:10:22: unknown optimizer `SDG`; did you mean `SGD`?"),
+        ("optim_wrapper.optimizer.type=SDG", "unknown optimizer `SDG`; did you mean `SGD`?"),
+    ),
+    (
+        "unknown_optim_kwarg",
+        (
+            "lr = 0.1",
+            "lr = 0.1, momentom = 0.9",
+            "c.toml:10:39: unknown key `momentom`; did you mean `momentum`?",
+        ),
+        (
+            "optim_wrapper.optimizer.momentom=0.9",
+            "unknown key `momentom`; did you mean `momentum`?",
+        ),
+    ),
+    (
+        "unknown_hook",
+        (
+            "[]",
+            "[{ type = \"EMAHok\" }]",
+            "c.toml:1:26: unknown hook `EMAHok`; did you mean `EMAHook`?",
+        ),
+        ("", ""),
+    ),
+    (
+        "unknown_model",
+        ("\"Mlp\"", "\"Mpl\"", "c.toml:4:8: unknown model `Mpl`; did you mean `Mlp`?"),
+        ("model.type=Mpl", "unknown model `Mpl`; did you mean `Mlp`?"),
+    ),
+    (
+        "model_kwarg",
+        (
+            "num_classes = 10",
+            "num_classes = 10\nhiden = [3]",
+            "c.toml:7:1: unknown key `hiden`; did you mean `hidden`?",
+        ),
+        ("model.hiden=3,4", "unknown key `hiden`; did you mean `hidden`?"),
+    ),
+    (
+        "top_level_typo_ignored",
+        (
+            "custom_hooks",
+            "optim_wraper = 1\ncustom_hooks",
+            "c.toml:1:1: unknown key `optim_wraper`; did you mean `optim_wrapper`?",
+        ),
+        ("train_cgf.max_epochs=3", "unknown key `train_cgf`; did you mean `train_cfg`?"),
+    ),
+    (
+        "missing_optim",
+        (
+            "[optim_wrapper]",
+            "[param_wrapper]",
+            "c.toml:1:1: missing key `optim_wrapper` at the top",
+        ),
+        ("optim_wrapper=None", "missing key `optim_wrapper` at the top"),
+    ),
+    (
+        "train_cfg_typo",
+        (
+            "max_epochs",
+            "max_epoch",
+            "c.toml:12:1: missing key `max_epochs` in [train_cfg] (is `max_epoch` on line 14 meant for it?)",
+        ),
+        ("train_cfg.max_epoch=3", "unknown key `max_epoch`; did you mean `max_epochs`?"),
+    ),
+    (
+        "train_cfg_type_and_by_epoch",
+        (
+            "by_epoch = true",
+            "by_epoch = true\ntype = \"EpochBasedTrainLoop\"",
+            "c.toml:13:12: only one of `type` and `by_epoch` can be set",
+        ),
+        ("train_cfg.type=EpochBasedTrainLoop", "only one of `type` and `by_epoch` can be set"),
+    ),
+    (
+        "max_epochs_str",
+        (
+            "max_epochs = 2",
+            "max_epochs = \"three\"",
+            "c.toml:14:14: `max_epochs` must be a non-negative integer, got a string",
+        ),
+        ("train_cfg.max_epochs=three", "`max_epochs` must be a non-negative integer, got a string"),
+    ),
+    (
+        "bad_launcher",
+        (
+            "custom_hooks",
+            "launcher = \"torch\"\ncustom_hooks",
+            "c.toml:1:12: unknown value `torch`",
+        ),
+        ("launcher=pytorh", "unknown value `pytorh`; did you mean `pytorch`?"),
+    ),
+    (
+        "bad_priority",
+        (
+            "[]",
+            "[{ type = \"EMAHook\", priority = \"HIGHER\" }]",
+            "c.toml:1:48: unknown value `HIGHER`; did you mean `HIGH`?",
+        ),
+        (
+            "default_hooks.checkpoint.priority=HIGHER",
+            "unknown value `HIGHER`; did you mean `HIGH`?",
+        ),
+    ),
+    (
+        "bad_priority_int",
+        (
+            "[]",
+            "[{ type = \"EMAHook\", priority = 101 }]",
+            "c.toml:1:48: `priority` must be between 0 and 100, got 101",
+        ),
+        ("default_hooks.checkpoint.priority=101", "`priority` must be between 0 and 100, got 101"),
+    ),
+    (
+        "loss_scale",
+        (
+            "\"OptimWrapper\"",
+            "\"AmpOptimWrapper\"\nloss_scale = \"dynamc\"",
+            "c.toml:10:14: unknown value `dynamc`; did you mean `dynamic`?",
+        ),
+        ("", ""),
+    ),
+    (
+        "amp_dtype",
+        (
+            "\"OptimWrapper\"",
+            "\"AmpOptimWrapper\"\ndtype = \"bf16\"",
+            "c.toml:10:9: unknown value `bf16`",
+        ),
+        ("", ""),
+    ),
+    (
+        "wrapper_unknown",
+        (
+            "[train_cfg]",
+            "[model_wrapper_cfg]\ntype = \"MyDDP\"\n[train_cfg]",
+            "c.toml:13:8: unknown model wrapper `MyDDP`",
+        ),
+        ("model_wrapper_cfg.type=MyDDP", "unknown model wrapper `MyDDP`"),
+    ),
+    (
+        "ckpt_best",
+        (
+            "interval = 1",
+            "interval = 1, save_best = \"acurracy\"",
+            "c.toml:28:43: unknown figure `acurracy`; did you mean `accuracy`?",
+        ),
+        (
+            "default_hooks.checkpoint.save_best=acurracy",
+            "unknown figure `acurracy`; did you mean `accuracy`?",
+        ),
+    ),
+    (
+        "sched_end",
+        (
+            "[train_cfg]",
+            "[param_scheduler]\ntype = \"LinearLR\"\nbegin = 5\nend = 5\n[train_cfg]",
+            "c.toml:15:7: end should be larger than begin, but got begin=5, end=5",
+        ),
+        ("", ""),
+    ),
+    (
+        "sched_unknown",
+        (
+            "[train_cfg]",
+            "[param_scheduler]\ntype = \"CosineLR\"\n[train_cfg]",
+            "c.toml:13:8: unknown scheduler `CosineLR`; did you mean `",
+        ),
+        ("param_scheduler.type=CosineLR", "unknown scheduler `CosineLR`; did you mean `"),
+    ),
+];
+
+fn said(config: Result<Config>) -> String {
+    match config.and_then(RunnerBuilder::from_config) {
+        Err(Error::Config(text)) => text,
+        other => panic!("not refused: {other:?}"),
+    }
+}
+
+#[test]
+fn every_recorded_mistake_is_an_error_with_its_place() {
+    let recorded = include_str!("vectors/errors.txt");
+    let recorded = recorded.lines().filter_map(|l| l.strip_prefix("### ")?.split(" ::").next());
+    let names: Vec<_> = MISTAKES.iter().map(|(name, ..)| *name).collect();
+    assert_eq!(recorded.collect::<Vec<_>>(), names);
+    RunnerBuilder::from_config(Config::from_text("c.toml", GOOD).unwrap()).unwrap();
+    for (name, (good, bad, expected), (option, of_option)) in MISTAKES {
+        assert!(GOOD.contains(good), "{name}");
+        let text = said(Config::from_text("c.toml", GOOD.replacen(good, bad, 1)));
+        assert!(text.starts_with(expected), "{name}: {text}\n{expected}");
+        if option.is_empty() {
+            continue;
+        }
+        let mut config = Config::from_text("c.toml", GOOD).unwrap();
+        config.override_with([option]).unwrap();
+        let text = said(Ok(config));
+        // What is missing has no place of its own.
+        let place = if *name == "missing_optim" { "c.toml:1:1: " } else { "--cfg-options " };
+        assert!(text.starts_with(place) && text.contains(of_option), "{name}: {text}");
+    }
+}
+
+#[test]
+fn what_is_left_out_is_refused_by_name() {
+    for (option, says) in [
+        ("default_scope=mmdet", "`default_scope` is left out on purpose"),
+        ("custom_imports.imports=a", "`custom_imports` is left out on purpose"),
+        ("data_preprocessor.type=A", "`data_preprocessor` is left out on purpose"),
+        ("activation_checkpointing=x", "`activation_checkpointing` is left out on purpose"),
+        ("env_cfg.cudnn_benchmark=true", "`cudnn_benchmark` is left out on purpose"),
+        ("env_cfg.mp_cfg.opencv_num_threads=0", "`mp_cfg` is left out on purpose"),
+        ("train_dataloader.num_workers=2", "`num_workers` is left out on purpose"),
+        ("train_dataloader.pin_memory=true", "`pin_memory` is left out on purpose"),
+        (
+            "default_hooks.runtime_info.type=RuntimeInfoHook",
+            "`runtime_info` is left out on purpose",
+        ),
+        ("default_hooks.checkpoint.out_dir=x", "`out_dir` is left out on purpose"),
+        ("val_cfg.fp16=true", "`fp16` is left out on purpose"),
+        ("train_cfg.max_iters=3", "`max_iters` is left out on purpose"),
+    ] {
+        let mut config = Config::from_text("c.toml", GOOD).unwrap();
+        config.override_with([option]).unwrap();
+        let text = said(Ok(config));
+        assert!(text.starts_with(&format!("--cfg-options {option}: {says}")), "{text}");
+    }
+    // Switched off, they ask for nothing.
+    for option in
+        ["env_cfg.cudnn_benchmark=false", "default_hooks.logger=None", "val_cfg.fp16=false"]
+    {
+        let mut config = Config::from_text("c.toml", GOOD).unwrap();
+        config.override_with([option]).unwrap();
+        RunnerBuilder::from_config(config).unwrap();
+    }
+}
+
+#[test]
+fn runs_by_iterations_are_read() {
+    let text = GOOD.replace(
+        "by_epoch = true\nmax_epochs = 2",
+        "type = \"IterBasedTrainLoop\"\nmax_iters = 9\ndynamic_intervals = [[4, 2], [6, 1]]",
+    );
+    let text = text.replace("batch_size = 64\ndataset = { type = \"Digits\" }", "batch_size = 64\ndataset = { type = \"Digits\" }\nsampler = { type = \"InfiniteSampler\" }");
+    RunnerBuilder::from_config(Config::from_text("c.toml", text.clone()).unwrap()).unwrap();
+    for (good, bad, says) in [
+        ("[[4, 2], [6, 1]]", "[[4, 2], [4, 1]]", "c.toml:15:21: `dynamic_intervals` must be pairs"),
+        ("[[4, 2], [6, 1]]", "[[4, 0]]", "c.toml:15:21: `dynamic_intervals` must be pairs"),
+        ("max_iters = 9", "max_iter = 9", "c.toml:12:1: missing key `max_iters`"),
+        (
+            "[val_dataloader]",
+            "[val_dataloader]\nsampler = { type = \"InfiniteSampler\" }",
+            "c.toml:23:11: InfiniteSampler never ends",
+        ),
+    ] {
+        assert!(text.contains(good), "{good}");
+        let said = said(Config::from_text("c.toml", text.replacen(good, bad, 1)));
+        assert!(said.starts_with(says), "{said}");
+    }
+}

@@ -139,7 +139,7 @@ impl Section {
     pub fn named_sections(&mut self) -> Result<Vec<(String, Self)>> {
         let entries = std::mem::take(&mut self.entries);
         let section = |entry: Entry| {
-            let section = self.subsection(&entry.key, entry.key_span.start, entry.node)?;
+            let section = self.subsection(&entry.key, entry.node)?;
             Ok((entry.key, section))
         };
         entries.into_iter().map(section).collect()

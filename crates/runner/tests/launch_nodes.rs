@@ -136,6 +136,22 @@ fn a_failure_on_one_node_ends_the_job_on_all_with_its_code() {
 }
 
 #[test]
+fn a_signal_to_a_node_that_has_done_its_part_ends_the_others() {
+    for done in [0, 1] {
+        let port = free_port();
+        let script = format!("echo up; [ $GROUP_RANK = {done} ] || exec sleep 300");
+        let mut nodes = [0, 1].map(|rank| {
+            Launcher::start(this(), &format!("2 {rank} 127.0.0.1 {port}"), 1, &script, 0)
+        });
+        nodes.iter().for_each(|node| node.reader.await_lines("up", 1));
+        let pid = nodes[done].child.id().to_string();
+        assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+        // SIGTERM, by the other's own launcher.
+        assert_eq!((nodes[0].wait(), nodes[1].wait()), (143, 143), "{}", nodes[1].reader.text());
+    }
+}
+
+#[test]
 fn all_nodes_start_again_with_a_fresh_store() {
     let script = "echo attempt $TORCHELASTIC_RESTART_COUNT at $MASTER_PORT; \
                   [ $TORCHELASTIC_RESTART_COUNT$RANK = 01 ] && exit 3; \

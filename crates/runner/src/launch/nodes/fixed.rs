@@ -142,7 +142,6 @@ impl Fixed {
             self.count,
             self.meeting()
         );
-        // This host's own way to its own store must not depend on what others call it.
         let Some(store) = connect((&self.addr, self.port), &self.patience, ear, &who)? else {
             return Ok(false);
         };

@@ -144,8 +144,7 @@ impl Round {
             }
             let failed = |outcome: &Outcome| outcome.stopped || !outcome.failures.is_empty();
             let ended = outcomes.iter().flatten().any(failed);
-            ear.listen();
-            deadline.start_if(ended || ear.elsewhere.is_some(), rules.end_time);
+            deadline.start_if(ended || self.is_ending(ear), rules.end_time);
             for (node, outcome) in outcomes.iter_mut().enumerate() {
                 let name = self.name(node);
                 let known =
@@ -171,6 +170,15 @@ impl Round {
         Ok(verdict)
     }
 
+    /// Whether another node, or a signal to this one, has ended the attempt. The others are told of a
+    /// signal: their ranks may still run.
+    fn is_ending(&self, ear: &mut Ear) -> bool {
+        if ear.listen() {
+            drop(self.tell(&End::Left { node: self.node }));
+        }
+        ear.signal.is_some() || ear.elsewhere.is_some()
+    }
+
     /// On the other nodes: publishes the own outcome and waits for the verdict.
     fn await_verdict(&self, own: &Outcome, ear: &mut Ear, rules: &Rules) -> Result<Verdict> {
         let key = self.key(format_args!("outcome/{}", self.node));
@@ -193,8 +201,7 @@ impl Round {
                 Err(collective::Error::KeyTimeout { .. }) => {}
                 Err(error) => return Err(error.into()),
             }
-            ear.listen();
-            let ended = own.stopped || !own.failures.is_empty() || ear.elsewhere.is_some();
+            let ended = own.stopped || !own.failures.is_empty() || self.is_ending(ear);
             // The first node waits as long for the others.
             deadline.start_if(ended, rules.end_time + self.patience.lost_after());
             if pulse.is_lost(self, 0) || deadline.is_over() {

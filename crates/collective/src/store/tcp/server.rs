@@ -130,10 +130,6 @@ struct Loop {
     next_id: ConnId,
     /// Connections with something to read that their turn, or their full output, left there.
     ready: VecDeque<ConnId>,
-    /// Whom to send to once all that has come is read, perhaps named more than once: a client that a
-    /// reply wakes runs while the others' requests are still to be read, and each wake-up of a
-    /// sleeping thread costs as much as a request.
-    dirty: Vec<ConnId>,
     /// The last `accept` failed for want of descriptors or memory: try again soon.
     accept_again: bool,
     scratch: Vec<u8>,
@@ -175,7 +171,6 @@ impl Loop {
             conns: HashMap::new(),
             next_id: FIRST_CONN,
             ready: VecDeque::new(),
-            dirty: Vec::new(),
             accept_again: false,
             scratch: vec![0; 1 << 16],
         };
@@ -220,14 +215,7 @@ impl Loop {
                     self.serve(id, true);
                 }
             }
-            self.flush_all();
         }
-    }
-
-    fn flush_all(&mut self) {
-        let mut dirty = std::mem::take(&mut self.dirty);
-        dirty.drain(..).for_each(|id| self.flush(id));
-        self.dirty = dirty;
     }
 
     fn accept(&mut self) {
@@ -289,16 +277,20 @@ impl Loop {
         self.ready.push_back(id);
     }
 
-    /// Handles the whole requests in the connection's input, as long as its output is not full. An
-    /// error is for the connection to be closed.
+    /// Handles the whole requests in the connection's input, as long as its output is not full,
+    /// and sends the replies. An error is for the connection to be closed.
     fn answer(&mut self, id: ConnId) -> Result<(), ProtocolError> {
         let Some(conn) = self.conns.get_mut(&id) else { return Ok(()) };
         let input = std::mem::take(&mut conn.input);
         let mut at = 0;
-        let result = self.handle_all(id, &input, &mut at);
+        // Whom to send to: the connection itself, and waiters its requests have woken, perhaps
+        // more than once.
+        let mut dirty = Vec::new();
+        let result = self.handle_all(id, &input, &mut at, &mut dirty);
         if let Some(conn) = self.conns.get_mut(&id) {
             conn.put_back(input, at);
         }
+        dirty.into_iter().for_each(|id| self.flush(id));
         result
     }
 
@@ -307,6 +299,7 @@ impl Loop {
         id: ConnId,
         input: &[u8],
         at: &mut usize,
+        dirty: &mut Vec<ConnId>,
     ) -> Result<(), ProtocolError> {
         while let Some(conn) = self.conns.get_mut(&id)
             && input.len() - *at >= conn.need
@@ -326,14 +319,11 @@ impl Loop {
                     break;
                 }
             };
-            // The connection itself, and waiters that its requests have woken.
-            let (conns, dirty) = (&mut self.conns, &mut self.dirty);
+            let conns = &mut self.conns;
             self.state.handle(id, &request, &mut |to, piece| {
                 if let Some(conn) = conns.get_mut(&to) {
                     conn.output.push(piece);
-                    if dirty.last() != Some(&to) {
-                        dirty.push(to);
-                    }
+                    dirty.push(to);
                 }
             })?;
         }
@@ -354,8 +344,6 @@ impl Loop {
     fn close(&mut self, id: ConnId) {
         self.state.disconnect(id);
         if let Some(mut conn) = self.conns.remove(&id) {
-            // Answers to what came before the end, as far as they can go.
-            drop(conn.send());
             // Closing the descriptor deregisters it as well; nothing is lost if this fails.
             drop(self.poll.registry().deregister(&mut conn.stream));
         }

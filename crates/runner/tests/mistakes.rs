@@ -35,7 +35,7 @@ dataset = { type = "Digits", split = "test" }
 type = "Accuracy"
 
 [default_hooks]
-checkpoint = { interval = 1 }
+checkpoint = { interval = 1, rule = "greater" }
 "#;
 
 /// MMEngine's name of the mistake; what to replace in the file, with what, what is said then; the same on
@@ -113,7 +113,7 @@ const MISTAKES: &[(&str, (&str, &str, &str), (&str, &str))] = &[
         (
             "by_epoch = true",
             "by_epoch = true\ntype = \"EpochBasedTrainLoop\"",
-            "c.toml:13:12: only one of `type` and `by_epoch` can be set",
+            "c.toml:14:8: only one of `type` and `by_epoch` can be set",
         ),
         ("train_cfg.type=EpochBasedTrainLoop", "only one of `type` and `by_epoch` can be set"),
     ),
@@ -188,7 +188,7 @@ const MISTAKES: &[(&str, (&str, &str, &str), (&str, &str))] = &[
         (
             "interval = 1",
             "interval = 1, save_best = \"acurracy\"",
-            "c.toml:28:43: unknown figure `acurracy`; did you mean `accuracy`?",
+            "c.toml:28:42: unknown figure `acurracy`; did you mean `accuracy`?",
         ),
         (
             "default_hooks.checkpoint.save_best=acurracy",

@@ -592,14 +592,16 @@ fn assert_same_state(a: &Path, b: &Path, checkpoint: &str) {
     assert_equal(a, b, checkpoint);
     let read = |dir: &Path| {
         let load = |file: &str| std::fs::read(dir.join(checkpoint).join(file)).unwrap_or_default();
-        let state: serde_json::Value = serde_json::from_slice(&load("state.json")).unwrap();
+        let mut state: serde_json::Value = serde_json::from_slice(&load("state.json")).unwrap();
+        // What a kill has left to prune goes with the next checkpoint.
+        state["hooks"]["CheckpointHook"]["written"].take();
         let part = |key: &str| state[key].clone();
         let parts = ["position", "hooks", "schedulers", "loss_scaler", "files"].map(part);
         (parts, load("ema.safetensors"), load("rank_1.safetensors"))
     };
     let (a, b) = (read(a), read(b));
-    assert!(a == b, "{:?} {:?}", a.0, b.0);
-    assert!(!a.1.is_empty());
+    assert_eq!(a.0, b.0);
+    assert!(!a.1.is_empty() && a.1 == b.1 && a.2 == b.2);
 }
 
 #[test]
@@ -676,7 +678,8 @@ fn weights_are_taken_without_the_rest_and_tested() {
     };
     let best_figure = again(Runner::validate);
     assert_eq!(again(Runner::test), best_figure);
-    assert!(best_figure[0].1 >= figures[0].as_ref().unwrap()[0].1);
+    // Other batches may round otherwise, at a sample or two.
+    assert!(best_figure[0].1 >= figures[0].as_ref().unwrap()[0].1 - 1.0);
     // Nothing can go on from it.
     let outcome =
         run(&config, &dir.path().join("c"), 2, |builder, _| builder.load_from(&best).resume(true));

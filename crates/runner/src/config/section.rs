@@ -225,7 +225,6 @@ impl Section {
     }
 
     /// An error at a place that [`offset_of`](Self::offset_of) said before the key was taken.
-    #[expect(clippy::needless_pass_by_value, reason = "a place is made for one error")]
     pub(crate) fn error_at(&self, place: Place, message: impl std::fmt::Display) -> Error {
         place.error(message)
     }

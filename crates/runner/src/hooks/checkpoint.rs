@@ -335,11 +335,10 @@ impl Hook for CheckpointHook {
         for wanted in self.save_best.clone() {
             better |= self.keep_best(runner, &wanted, metrics)?;
         }
-        let position = runner.position().clone();
-        // Inside an epoch the validation has changed what would be saved; the interruption's own
-        // checkpoint is the one to go on from.
-        if better && !(self.by_epoch && position.batch > 0) {
-            self.save(runner, position, false)?;
+        // A validation that only an interruption brought has changed what would be saved: the
+        // interruption's own checkpoint is the one to go on from.
+        if better && !runner.is_interrupted() {
+            self.save(runner, runner.position().clone(), false)?;
         }
         Ok(())
     }

@@ -41,13 +41,13 @@ pub(crate) fn train(runner: &mut Runner) -> Result<Metrics> {
         Some(Interrupt::Signal(signal)) => {
             let text = format!("signal {signal} to a rank: saving, then ending");
             runner.logger().warning(&text);
-            runner.call_hooks(|hook, runner| hook.on_interrupt(runner))?;
+            runner.end_early()?;
             runner.call_hooks(|hook, runner| hook.after_run(runner))?;
             return Err(Error::Interrupted { signal: signal.into() });
         }
         Some(Interrupt::Budget) => {
             runner.logger().info("the time budget is spent");
-            runner.call_hooks(|hook, runner| hook.on_interrupt(runner))?;
+            runner.end_early()?;
             if let Some(fresh) = validate(runner)? {
                 metrics = fresh;
             }

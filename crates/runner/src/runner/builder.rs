@@ -299,6 +299,7 @@ impl RunnerBuilder {
                 resume: self.resume,
                 load_from: self.load_from,
                 stopped: false,
+                interrupted: false,
                 seed,
                 config_text: self.looks.config.as_ref().map_or_else(String::new, |c| c.1.clone()),
                 position: Position::default(),

@@ -49,6 +49,7 @@ pub struct Runner {
     resume: bool,
     load_from: Option<PathBuf>,
     stopped: bool,
+    interrupted: bool,
     seed: u64,
     config_text: String,
     position: Position,
@@ -311,6 +312,18 @@ impl Runner {
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         self.stopped
+    }
+
+    /// Whether the run ends before its time: see [`Hook::on_interrupt`].
+    #[must_use]
+    pub fn is_interrupted(&self) -> bool {
+        self.interrupted
+    }
+
+    /// Lets the hooks save what there is.
+    pub(crate) fn end_early(&mut self) -> Result<()> {
+        self.interrupted = true;
+        self.call_hooks(|hook, runner| hook.on_interrupt(runner))
     }
 
     /// Calls `stage` on every hook in turn. While a hook runs, the others are not reachable.

@@ -132,7 +132,7 @@ fn read_judge_cfg(root: &mut Section, key: &'static str, name: &'static str) -> 
 
 fn read_train(mut section: Section) -> Result<TrainConfig> {
     let types = [("EpochBasedTrainLoop", true), ("IterBasedTrainLoop", false)];
-    let place = section.offset_of("by_epoch");
+    let place = section.offset_of("type");
     let by_epoch = match (section.optional("by_epoch")?, section.has("type")) {
         (Some(_), true) => {
             return Err(place.error("only one of `type` and `by_epoch` can be set"));

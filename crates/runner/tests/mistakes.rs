@@ -38,9 +38,12 @@ type = "Accuracy"
 checkpoint = { interval = 1, rule = "greater" }
 "#;
 
+type Mistake =
+    (&'static str, (&'static str, &'static str, &'static str), (&'static str, &'static str));
+
 /// MMEngine's name of the mistake; what to replace in the file, with what, what is said then; the same on
 /// the command line, if it can be made there, and what is said.
-const MISTAKES: &[(&str, (&str, &str, &str), (&str, &str))] = &[
+const MISTAKES: &[Mistake] = &[
     (
         "unknown_optimizer",
         ("\"SGD\"", "\"SDG\"", "c.toml:10:22: unknown optimizer `SDG`; did you mean `SGD`?"),

@@ -660,6 +660,8 @@ fn a_damaged_checkpoint_is_named_and_an_older_one_taken() {
     }
 }
 
+type Judge = fn(&mut Runner) -> Result<Vec<(String, f64)>>;
+
 #[test]
 fn weights_are_taken_without_the_rest_and_tested() {
     let dir = tempfile::tempdir().unwrap();
@@ -669,7 +671,7 @@ fn weights_are_taken_without_the_rest_and_tested() {
     let best = checkpoints(&dir.path().join("a")).remove(0);
     assert!(best.starts_with("best_accuracy_iter_"), "{best}");
     let best = dir.path().join("a").join(best);
-    let again = |judge: fn(&mut Runner) -> Result<Vec<(String, f64)>>| {
+    let again = |judge: Judge| {
         let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
         let builder =
             RunnerBuilder::from_config(Config::from_text("c.toml", config.clone()).unwrap());

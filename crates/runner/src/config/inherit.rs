@@ -43,7 +43,7 @@ fn read_inner(path: &Path, open: &mut Vec<PathBuf>) -> Result<(Node, Option<Stri
             let kind = node.value.kind();
             return Err(place.error(format!("`_base_` must be a path or paths, got {kind}")));
         };
-        let file = path.parent().unwrap_or(Path::new("")).join(&relative);
+        let file = path.parent().unwrap_or_else(|| Path::new("")).join(&relative);
         if open.contains(&file) || open.len() == MAX_DEPTH {
             let text = format!("`_base_`: {} inherits from itself", file.display());
             return Err(node.place.error(text));

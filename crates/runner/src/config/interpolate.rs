@@ -96,7 +96,7 @@ fn file_part(name: &str, path: &Path, place: &Place) -> Result<String> {
     let text =
         |part: Option<&std::ffi::OsStr>| part.unwrap_or_default().to_string_lossy().into_owned();
     Ok(match name {
-        "fileDirname" => path.parent().unwrap_or(Path::new("")).display().to_string(),
+        "fileDirname" => path.parent().unwrap_or_else(|| Path::new("")).display().to_string(),
         "fileBasename" => text(path.file_name()),
         "fileBasenameNoExtension" => text(path.file_stem()),
         "fileExtname" => path.extension().map_or(String::new(), |e| format!(".{}", e.display())),

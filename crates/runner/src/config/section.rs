@@ -291,6 +291,12 @@ fn distance(a: &str, b: &str) -> usize {
     strsim::damerau_levenshtein(&a.to_lowercase(), &b.to_lowercase())
 }
 
+/// Whether `name` is `whole` with letters left out, but not too many.
+fn is_cut_short(name: &str, whole: &str) -> bool {
+    let mut letters = whole.chars();
+    3 * name.len() >= whole.len() && name.chars().all(|c| letters.any(|l| l == c))
+}
+
 /// Whether so many mistakes are likely in a name.
 fn near(distance: usize, name: &str) -> bool {
     distance <= 1 + name.len() / 3
@@ -299,11 +305,12 @@ fn near(distance: usize, name: &str) -> bool {
 /// "unknown KIND `x`; did you mean `y`? (one of ...)".
 pub(crate) fn unknown(kind: &str, name: &str, valid: &[&str]) -> String {
     let nearest = valid.iter().map(|v| (distance(v, name), v)).min();
-    let hint = match nearest {
-        Some((distance, nearest)) if near(distance, name) => {
-            format!("; did you mean `{nearest}`?")
-        }
-        _ => String::new(),
+    let nearest = nearest.filter(|(distance, _)| near(*distance, name)).map(|(_, nearest)| nearest);
+    // A name that is cut short is far from the whole one, letter by letter.
+    let whole = || valid.iter().filter(|v| is_cut_short(name, v)).min_by_key(|v| v.len());
+    let hint = match nearest.or_else(whole) {
+        Some(nearest) => format!("; did you mean `{nearest}`?"),
+        None => String::new(),
     };
     let mut names: Vec<_> = valid.to_vec();
     names.sort_unstable();

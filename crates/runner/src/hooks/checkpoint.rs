@@ -272,7 +272,7 @@ fn read_best(section: &mut Section) -> Result<Vec<SaveBest>> {
     }
     let mut best = Vec::new();
     for (index, figure) in figures.into_iter().enumerate() {
-        let rule = rules.get(index).or(rules.first()).copied();
+        let rule = rules.get(index).or_else(|| rules.first()).copied();
         if rule.is_none() && figure != "auto" {
             rule_by(&figure, &greater_keys, &less_keys).map_err(|e| place.error(e))?;
         }

@@ -56,6 +56,9 @@ pub struct Runner {
     output: Output,
 }
 
+/// What a model gives for a batch, by name.
+type Outputs = Vec<(String, Array)>;
+
 /// Which figures are wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Judged {
@@ -243,7 +246,7 @@ impl Runner {
         &mut self,
         judged: Judged,
         batch: &Batch,
-    ) -> Result<(Vec<(String, Array)>, Vec<Value>)> {
+    ) -> Result<(Outputs, Vec<Value>)> {
         let Some((part, engine, _)) = self.judged_mut(judged) else {
             return Ok((Vec::new(), Vec::new()));
         };

@@ -144,7 +144,7 @@ impl Runner {
     }
 
     /// Writes a test's figures to a file of their own.
-    pub(crate) fn write_test_scalars(&mut self, metrics: &[(String, f64)]) -> Result<()> {
+    pub(crate) fn write_test_scalars(&self, metrics: &[(String, f64)]) -> Result<()> {
         let line = self.judged_line(Judged::Test, metrics);
         if self.output.file.is_none() {
             return Ok(());

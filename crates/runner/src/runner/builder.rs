@@ -262,14 +262,8 @@ impl RunnerBuilder {
             let engine = model(&context)?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
             let model = wrapper(group.clone(), engine.params())?;
-            let judged = |part: Option<(DataLoaderConfig, Box<dyn Metric>)>| match part {
-                Some((loader, metric)) => {
-                    let loader = make_loader(loader, &group, seed)?;
-                    Ok::<_, Error>(Some(Validation { loader, metric, times: (0.0, 0.0) }))
-                }
-                None => Ok(None),
-            };
-            let (validation, test) = (judged(self.validation)?, judged(self.test)?);
+            let validation = make_judged(self.validation, &group, seed)?;
+            let test = make_judged(self.test, &group, seed)?;
             let train_loader = make_loader(train_loader, &group, seed)?;
             let mut optim = (optim.build)(engine.params())?;
             if let Some(base) = self.auto_scale_lr {
@@ -279,12 +273,7 @@ impl RunnerBuilder {
             let length = train_loader.batches_per_epoch();
             let schedulers =
                 make_schedulers(&self.schedulers, &train, length, optim.optimizer_mut())?;
-            let mut hooks = self.hooks;
-            let steps = hooks.iter().any(|hook| hook.name() == ParamSchedulerHook.name());
-            if !schedulers.is_empty() && !steps {
-                hooks.push(Box::new(ParamSchedulerHook));
-            }
-            hooks.sort_by_key(|h| h.priority());
+            let hooks = in_order(self.hooks, !schedulers.is_empty());
             Ok(Runner {
                 optim,
                 schedulers,
@@ -360,6 +349,27 @@ fn scale_lr(optimizer: &mut dyn Optimizer, factor: f64) -> Result<()> {
     let values = read_values(optimizer, Param::Lr)?;
     let scaled: Vec<_> = values.iter().map(|lr| lr * factor).collect();
     write_values(optimizer, Param::Lr, &scaled)
+}
+
+/// The parts of a validation or test, if the run has one.
+fn make_judged(
+    part: Option<(DataLoaderConfig, Box<dyn Metric>)>,
+    group: &ProcessGroup,
+    seed: u64,
+) -> Result<Option<Validation>> {
+    let Some((loader, metric)) = part else { return Ok(None) };
+    let loader = make_loader(loader, group, seed)?;
+    Ok(Some(Validation { loader, metric, times: (0.0, 0.0) }))
+}
+
+/// Hooks by priority; schedulers have one that lets them step.
+fn in_order(mut hooks: Vec<Box<dyn Hook>>, has_schedulers: bool) -> Vec<Box<dyn Hook>> {
+    let steps = hooks.iter().any(|hook| hook.name() == ParamSchedulerHook.name());
+    if has_schedulers && !steps {
+        hooks.push(Box::new(ParamSchedulerHook));
+    }
+    hooks.sort_by_key(|hook| hook.priority());
+    hooks
 }
 
 /// Refuses two hooks that would save their state in one place.

@@ -1,0 +1,153 @@
+//! Resuming inside an epoch or a pass, with all the state that there can be; other ways to begin.
+
+use super::*;
+
+/// Batch statistics, an average of them and of the parameters, checkpoints every five iterations.
+const MIDWAY: &str = r#"
+default_hooks.checkpoint = { by_epoch = false, interval = 5, max_keep_ckpts = 2, save_best = "accuracy" }
+model = { type = "ResNet", in_channels = 1, num_classes = 10, width = 8, blocks = [1] }
+train_dataloader = { batch_size = 64, dataset = { type = "Digits" } }
+train_cfg = { max_epochs = 2 }
+randomness.seed = 3
+[optim_wrapper]
+type = "AmpOptimWrapper"
+dtype = "float16"
+accumulative_counts = 2
+loss_scale = { init_scale = 256.0, growth_interval = 5 }
+optimizer = { type = "SGD", lr = 0.05, momentum = 0.9 }
+[[custom_hooks]]
+type = "EMAHook"
+momentum = 0.1
+update_buffers = true
+[[custom_hooks]]
+type = "EarlyStoppingHook"
+monitor = "accuracy"
+patience = 9
+"#;
+
+/// As a run by iterations.
+fn by_iters(config: &str) -> String {
+    let train = "train_cfg = { by_epoch = false, max_iters = 24, val_interval = 9 }";
+    let sampler = "batch_size = 64, sampler = { type = \"InfiniteSampler\" }, dataset = { type = \"Digits\" }";
+    config
+        .replace("train_cfg = { max_epochs = 2 }", train)
+        .replace("batch_size = 64, dataset = { type = \"Digits\" }", sampler)
+}
+
+/// All that goes on from a checkpoint, but for the words of its configuration.
+fn assert_same_state(a: &Path, b: &Path, checkpoint: &str) {
+    assert_equal(a, b, checkpoint);
+    let read = |dir: &Path| {
+        let load = |file: &str| std::fs::read(dir.join(checkpoint).join(file)).unwrap_or_default();
+        let mut state: serde_json::Value = serde_json::from_slice(&load("state.json")).unwrap();
+        // What a kill has left to prune goes with the next checkpoint.
+        state["hooks"]["CheckpointHook"]["written"].take();
+        let part = |key: &str| state[key].clone();
+        let parts = ["position", "hooks", "schedulers", "loss_scaler", "files"].map(part);
+        (parts, load("ema.safetensors"), load("rank_1.safetensors"))
+    };
+    let (a, b) = (read(a), read(b));
+    assert_eq!(a.0, b.0);
+    assert!(!a.1.is_empty() && a.1 == b.1 && a.2 == b.2);
+}
+
+#[test]
+fn killed_anywhere_inside_an_epoch_or_a_pass_it_is_the_same_run() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, config) in [("epochs", MIDWAY.to_owned()), ("iters", by_iters(MIDWAY))] {
+        let config = format!("{VALIDATION}{config}");
+        let whole = dir.path().join(format!("{name}_whole"));
+        resume(&config, &whole, 2);
+        // Before any checkpoint, inside, where an epoch ends, and after that.
+        for at in [3, 8, 12, 13, 22] {
+            let broken = dir.path().join(format!("{name}_{at}"));
+            killed(&config, &broken, 2, at);
+            resume(&config, &broken, 2);
+            assert_eq!(checkpoints(&broken), checkpoints(&whole), "{name} {at}");
+            assert_same_state(&whole, &broken, "iter_24");
+        }
+    }
+}
+
+#[test]
+fn an_interruption_inside_an_epoch_leaves_no_trace() {
+    let dir = tempfile::tempdir().unwrap();
+    let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
+    // Each rank's own batch statistics must survive: nothing has averaged them there.
+    let config = format!("{VALIDATION}{}", MIDWAY.replace("interval = 5", "interval = 24"));
+    resume(&config, &whole, 2);
+    assert!(out_of_time(&config, &broken, 2, 8).iter().all(Result::is_ok));
+    assert!(broken.join("iter_8/rank_1.safetensors").is_file());
+    resume(&config, &broken, 2);
+    assert_equal(&whole, &broken, "iter_24");
+}
+
+#[test]
+fn a_damaged_checkpoint_is_named_and_an_older_one_taken() {
+    let dir = tempfile::tempdir().unwrap();
+    let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
+    let config = format!("{VALIDATION}{MIDWAY}");
+    resume(&config, &whole, 2);
+    for file in ["state.json", "optimizer.safetensors", "ema.safetensors", "rank_1.safetensors"] {
+        killed(&config, &broken, 2, 11);
+        let damaged = broken.join("iter_10").join(file);
+        let mut bytes = std::fs::read(&damaged).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 4;
+        std::fs::write(&damaged, bytes).unwrap();
+        resume(&config, &broken, 2);
+        let log = log(&broken);
+        assert!(
+            log.contains(&format!("passing over a checkpoint: {}", damaged.display())),
+            "{log}"
+        );
+        assert!(log.contains("iter_5: epoch 0, iteration 5"), "{log}");
+        assert_same_state(&whole, &broken, "iter_24");
+        std::fs::remove_dir_all(&broken).unwrap();
+    }
+}
+
+type Judge = fn(&mut Runner) -> Result<Vec<(String, f64)>>;
+
+#[test]
+fn weights_are_taken_without_the_rest_and_tested() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = format!("{VALIDATION}{MIDWAY}");
+    let config = format!("{}{config}", VALIDATION.replace("val_", "test_"));
+    let figures = run(&config, &dir.path().join("a"), 2, |builder, _| builder);
+    let best = checkpoints(&dir.path().join("a")).remove(0);
+    assert!(best.starts_with("best_accuracy_iter_"), "{best}");
+    let best = dir.path().join("a").join(best);
+    let again = |judge: Judge| {
+        let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
+        let builder =
+            RunnerBuilder::from_config(Config::from_text("c.toml", config.clone()).unwrap());
+        let builder = builder.unwrap().process_group(group).work_dir(dir.path().join("b"));
+        judge(&mut builder.load_from(&best).build().unwrap()).unwrap()
+    };
+    let best_figure = again(Runner::validate);
+    assert_eq!(again(Runner::test), best_figure);
+    // Other batches may round otherwise, at a sample or two.
+    assert!(best_figure[0].1 >= figures[0].as_ref().unwrap()[0].1 - 1.0);
+    // Nothing can go on from it.
+    let outcome =
+        run(&config, &dir.path().join("c"), 2, |builder, _| builder.load_from(&best).resume(true));
+    for error in outcome {
+        let said = error.unwrap_err().to_string();
+        assert!(said.contains("has no optimizer to go on with"), "{said}");
+    }
+}
+
+#[test]
+fn the_learning_rate_is_scaled_to_the_batch() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = format!("auto_scale_lr = {{ enable = true, base_batch_size = 32 }}\n{MLP}");
+    let outcome = run(&config, dir.path(), 2, |builder, _| {
+        builder.hook(before_iter(0, |runner| {
+            // Twice 64 is four times 32.
+            assert!((runner.lr() - 4.0 * 0.05).abs() < 1e-12);
+            Ok(())
+        }))
+    });
+    assert!(outcome.iter().all(Result::is_ok), "{outcome:?}");
+}

@@ -175,6 +175,8 @@ mod tests {
     use super::*;
 
     proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+
         #[test]
         fn parts_are_zeros_of_their_own(counts in prop::collection::vec(0..LARGE, 0..12), room in 0..4 * LARGE) {
             let mut pages = Pages::new(room);

@@ -27,6 +27,7 @@ mod memory;
 mod nnop;
 mod ops;
 mod raw;
+pub mod sequence;
 mod soc;
 mod stream;
 mod wire;

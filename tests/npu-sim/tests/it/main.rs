@@ -11,6 +11,7 @@ mod library;
 mod operators;
 mod runtime;
 mod safe;
+mod sequences;
 
 use std::ffi::c_void;
 use std::ptr;

@@ -1,6 +1,9 @@
 //! The reducer on device memory: bit for bit the one on the host's, without a wait of the host, with
 //! every use of memory ordered.
 
+#[path = "reducer_failures.rs"]
+mod failures;
+
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -526,118 +529,7 @@ fn poisoned<K: BucketKernels>(side: &mut Side<K>) {
     assert!(matches!(error, Error::Poisoned(_)), "{error}");
 }
 
-#[test]
-fn a_kernel_that_fails_on_one_rank_fails_all() {
-    let errors = ranks(2, DEADLINE, |group| {
-        let rank = group.rank();
-        let kernels = Kernels { fails: (rank == 0).then_some(1), ..Kernels::default() };
-        let mut side = Side::new(group, params(&[2, 2]), tiny(), kernels);
-        side.pass(&[2, 2], true, |_| 1.0);
-        let run = |side: &mut Side<Kernels>| {
-            side.reducer.prepare(true)?;
-            side.ready(1, vec![1.0_f32; 2])?;
-            side.ready(0, vec![1.0_f32; 2])?;
-            side.finish()?;
-            side.reducer.wait()
-        };
-        let start = Instant::now();
-        let error = loop {
-            if let Err(error) = run(&mut side) {
-                break error;
-            }
-            // The average itself may have come in time.
-            assert!(start.elapsed() < DEADLINE);
-        };
-        poisoned(&mut side);
-        error.to_string()
-    });
-    assert!(errors[0].contains("cuLaunchKernel"), "{}", errors[0]);
-    assert!(errors[1].contains("cuLaunchKernel") && errors[1].contains("rank 0"), "{}", errors[1]);
-}
-
-#[test]
-fn a_peer_that_does_not_come_is_named_and_the_memory_is_let_go() {
-    let errors = ranks(2, Duration::from_millis(1500), |group| {
-        let rank = group.rank();
-        let mut side = Side::new(group.clone(), params(&[2]), tiny(), Kernels::default());
-        side.pass(&[2], true, |_| 1.0);
-        side.reducer.wait().unwrap();
-        // A rank that fails would take this from one that has not seen its end.
-        group.barrier().unwrap();
-        if rank == 1 {
-            let start = Instant::now();
-            while side.reducer.prepare(true).is_ok() {
-                assert!(start.elapsed() < DEADLINE);
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            return None;
-        }
-        side.pass(&[2], true, |_| 1.0);
-        let error = side.reducer.wait().unwrap_err();
-        poisoned(&mut side);
-        Some(error)
-    });
-    let Some(Error::Timeout { missing, .. }) = &errors[0] else { panic!("{errors:?}") };
-    assert_eq!(missing, &[1]);
-}
-
-#[test]
-fn misuse_is_named_and_changes_nothing() {
-    ranks(2, DEADLINE, |group| {
-        let mut side = Side::new(group.clone(), params(&[2, 2]), tiny(), NoKernels);
-        let refused = |result: Result<()>, text: &str| {
-            let error = result.unwrap_err();
-            assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
-            assert!(error.to_string().contains(text), "{error}");
-        };
-        refused(side.ready(0, vec![1.0_f32; 2]), "call prepare first");
-        refused(side.finish(), "finish without prepare");
-        side.reducer.prepare(true).unwrap();
-        refused(side.ready(9, vec![1.0_f32; 2]), "parameter 9");
-        refused(side.ready(0, vec![1.0_f32; 3]), "p0 is f32 [3], the parameter is f32 [2]");
-        refused(side.ready(0, vec![1.0_f64; 2]), "p0 is f64 [2]");
-        let across = side.reducer.slot(0).address() + 4;
-        #[expect(unsafe_code, reason = "an address is only a number")]
-        // SAFETY: refused before it is used.
-        let across = unsafe { DeviceBuf::from_raw(across, 2, DType::F32) }.unwrap();
-        #[expect(unsafe_code, reason = "the reducer's contract")]
-        // SAFETY: as above.
-        let across = unsafe { side.reducer.ready(0, across, side.stream.raw()) };
-        refused(across, "lies across its slot");
-        side.stream.capture(true);
-        let captured = side.ready(0, vec![1.0_f32; 2]).unwrap_err();
-        assert!(matches!(captured, Error::Unsupported { .. }), "{captured}");
-        side.stream.capture(false);
-        side.ready(0, vec![1.0_f32; 2]).unwrap();
-        refused(side.ready(0, vec![1.0_f32; 2]), "second gradient for p0");
-        side.ready(1, vec![1.0_f32; 2]).unwrap();
-        refused(side.reducer.prepare(true), "not finished");
-        side.stream.capture(true);
-        assert!(matches!(side.finish(), Err(Error::Unsupported { .. })));
-        side.stream.capture(false);
-        side.finish().unwrap();
-        assert_eq!(side.firsts(2), [Some(1.0), Some(1.0)]);
-        // Without kernels what is there cannot be added to.
-        side.reducer.prepare(true).unwrap();
-        let error = side.ready(0, vec![1.0_f32; 2]).unwrap_err();
-        assert!(error.to_string().contains("outside of their slots"), "{error}");
-    });
-    let group = ProcessGroup::threads(1, DEADLINE).unwrap().remove(0);
-    let error = DeviceReducer::new(group, params(&[1]), tiny(), NoKernels).unwrap_err();
-    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
-}
-
-#[test]
-fn lists_and_options_that_differ_are_named() {
-    let errors = ranks(2, DEADLINE, |group| {
-        let mut options = tiny();
-        options.compress = (group.rank() == 0).then_some(Compress::F16);
-        DeviceReducer::new(group, params(&[1]), options, NoKernels).unwrap_err().to_string()
-    });
-    assert!(errors.iter().all(|error| error.contains("Some(F16)")), "{errors:?}");
-}
-
-/// The default stream is one as well, and a device that is behind is not waited for in a drop.
+/// Its memory goes once the device has let go of it.
 #[test]
 fn a_reducer_may_be_dropped_while_its_device_computes() {
     ranks(2, DEADLINE, |group| {

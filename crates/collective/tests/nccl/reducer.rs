@@ -264,7 +264,9 @@ trait Value: Gradient {
 }
 macro_rules! values {
     ($($type:ty: $of:expr),*) => {$(impl Value for $type {
-        fn of(value: f64) -> Self { ($of)(value) }
+        fn of(value: f64) -> Self {
+            ($of)(value)
+        }
     })*};
 }
 values!(f16: f16::from_f64, bf16: bf16::from_f64, f32: |x| x as f32, f64: |x| x);

@@ -266,10 +266,8 @@ impl RunnerBuilder {
             let test = make_judged(self.test, &group, seed)?;
             let train_loader = make_loader(train_loader, &group, seed)?;
             let mut optim = (optim.build)(engine.params())?;
-            if let Some(base) = self.auto_scale_lr {
-                let batch = train_loader.batch_size() * group.world_size();
-                scale_lr(optim.optimizer_mut(), batch as f64 / base as f64)?;
-            }
+            let batch = train_loader.batch_size() * group.world_size();
+            scale_lr(optim.optimizer_mut(), batch, self.auto_scale_lr)?;
             let length = train_loader.batches_per_epoch();
             let schedulers =
                 make_schedulers(&self.schedulers, &train, length, optim.optimizer_mut())?;
@@ -344,8 +342,10 @@ fn raise_open_files(wanted: Option<u64>) -> Result<()> {
     })
 }
 
-/// Multiplies every group's learning rate.
-fn scale_lr(optimizer: &mut dyn Optimizer, factor: f64) -> Result<()> {
+/// Multiplies every group's learning rate, which is one for batches of `base` samples.
+fn scale_lr(optimizer: &mut dyn Optimizer, batch: usize, base: Option<usize>) -> Result<()> {
+    let Some(base) = base else { return Ok(()) };
+    let factor = batch as f64 / base as f64;
     let values = read_values(optimizer, Param::Lr)?;
     let scaled: Vec<_> = values.iter().map(|lr| lr * factor).collect();
     write_values(optimizer, Param::Lr, &scaled)

@@ -2,7 +2,6 @@
 //! has happened, whether it is in the file or on the command line.
 
 #![cfg(feature = "candle")]
-#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use runner::config::Config;
 use runner::{Error, Result, RunnerBuilder};

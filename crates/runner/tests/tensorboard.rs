@@ -1,7 +1,6 @@
 //! TensorBoard itself reads the event files. Its Python is named by `TENSORBOARD_PYTHON`, or `python3`.
 
 #![cfg(feature = "candle")]
-#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::BTreeMap;
 use std::process::Command;

@@ -5,7 +5,9 @@
 
 use std::time::Duration;
 
-use collective::reducer::{BucketPlan, Gradient, ParamInfo, Reducer, ReducerOptions};
+use collective::reducer::{
+    BucketPlan, CommHook, Gradient, ParamInfo, PowerSgd, Reducer, ReducerOptions,
+};
 use collective::{DType, Error, ProcessGroup, ReduceOp};
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -358,4 +360,193 @@ fn misuse_is_named_and_changes_nothing() {
     let group = ProcessGroup::threads(1, TIMEOUT).unwrap().remove(0);
     let integers = vec![ParamInfo::new("n", 1, DType::I64)];
     assert!(matches!(Reducer::new(group, integers, tiny()), Err(Error::Unsupported { .. })));
+}
+
+fn static_graph() -> ReducerOptions {
+    let mut options = tiny();
+    options.static_graph = true;
+    options
+}
+
+/// A static graph's buckets are laid out after the second pass; what the first left out counts as
+/// zero from then on, and the others leave without waiting for it.
+#[test]
+fn a_static_graph_learns_what_it_leaves_out() {
+    ranks(2, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group, params(&[3, 4, 5, 2]), static_graph()).unwrap();
+        // Nobody uses 1; only rank 1 uses 3.
+        let used = if rank == 0 { vec![2, 0] } else { vec![3, 2, 0] };
+        for pass in 0..4_u8 {
+            let laid_out = pass >= 2;
+            assert_eq!(reducer.plan().buckets().len(), if laid_out { 4 } else { 1 });
+            reducer.prepare(true).unwrap();
+            for &index in &used {
+                let count = reducer.plan().places()[index].count;
+                reducer.ready(index, &vec![f32::from(pass) + 2.0; count]).unwrap();
+            }
+            if laid_out && rank == 0 {
+                // In rank 0's order of arrival: both that it has are on their way.
+                let first: Vec<_> = reducer.plan().buckets().iter().map(|b| b.params[0]).collect();
+                assert_eq!(first, [2, 0, 1, 3]);
+                assert!(reducer.launched() >= 2);
+            }
+            reducer.finish().unwrap();
+            let value = f32::from(pass) + 2.0;
+            let wanted = [Some(value), None, Some(value), Some(value / 2.0)];
+            assert_eq!(grads(&reducer, 4), wanted, "pass {pass} on rank {rank}");
+            reducer.zero_grad();
+        }
+    });
+}
+
+#[test]
+fn a_static_graph_that_changes_is_an_error() {
+    ranks(1, |group| {
+        let mut reducer = Reducer::new(group, params(&[3, 4]), static_graph()).unwrap();
+        reducer.prepare(true).unwrap();
+        reducer.ready(0, &[1.0_f32; 3]).unwrap();
+        reducer.finish().unwrap();
+        reducer.prepare(true).unwrap();
+        let error = reducer.ready(1, &[1.0_f32; 4]).unwrap_err().to_string();
+        assert!(error.contains("a gradient for p1, which had none in a static graph"), "{error}");
+        let error = reducer.finish().unwrap_err();
+        assert!(matches!(error, Error::UnusedParameters { ref names, .. } if *names == ["p0"]));
+    });
+}
+
+/// Rounded to 16 bits, averaged, rounded again; gradients are there as `f32` all the while.
+#[test]
+fn compressing_hooks_round_on_the_way() {
+    ranks(2, |group| {
+        let rank = group.rank();
+        for (hook, wanted) in [
+            (CommHook::Fp16Compress, [1.0 + 0.5 / 1024.0, f32::INFINITY]),
+            (CommHook::Bf16Compress, [1.0, 99840.0]),
+        ] {
+            let mut options = tiny();
+            options.comm_hook = hook.clone();
+            let mut infos = params(&[2]);
+            infos.push(ParamInfo::new("half", 2, DType::F16));
+            let mut reducer = Reducer::new(group.clone(), infos, options).unwrap();
+            for _ in 0..3 {
+                reducer.prepare(true).unwrap();
+                // 1 + 2^-10 is an f16, and not a bf16; 1e5 is a bf16 when rounded, and no f16.
+                let own = if rank == 0 { 1.0 } else { 1.0 + 1.0 / 1024.0 };
+                reducer.ready(1, &[f16::from_f32(own); 2]).unwrap();
+                reducer.ready(0, &[own, 1e5]).unwrap();
+                reducer.finish().unwrap();
+                // The mean of two neighbours is a tie, which goes to the even one.
+                let mean = f16::from_f32(wanted[0].min(1.0 + 0.5 / 1024.0));
+                let wanted = [f16::from_f32(wanted[0]).to_f32(), wanted[1]];
+                assert_eq!(reducer.grad::<f32>(0).unwrap(), wanted, "{hook:?}");
+                assert_eq!(reducer.grad::<f16>(1).unwrap()[0], mean.min(f16::ONE), "{hook:?}");
+                reducer.zero_grad();
+            }
+        }
+    });
+}
+
+fn power_sgd(change: impl FnOnce(&mut PowerSgd)) -> ReducerOptions {
+    let mut power = PowerSgd::default();
+    power.start_iter = 2;
+    change(&mut power);
+    let mut options = ReducerOptions::default();
+    options.comm_hook = CommHook::PowerSgd(power);
+    options
+}
+
+/// A matrix of 8 x 6 and a vector; the gradients of `rank` are not those of any other.
+fn matrix_pass(reducer: &mut Reducer, rank: usize, pass: usize) -> [Vec<f32>; 2] {
+    let value = |at: usize| ((at * 37 + rank * 11 + pass * 5) % 17) as f32 - 8.0;
+    let own = [(0..48).map(value).collect::<Vec<_>>(), (0..5).map(value).collect()];
+    reducer.prepare(true).unwrap();
+    reducer.ready(1, &own[1]).unwrap();
+    reducer.ready(0, &own[0]).unwrap();
+    reducer.finish().unwrap();
+    let grads = [0, 1].map(|index| reducer.grad::<f32>(index).unwrap().to_vec());
+    reducer.zero_grad();
+    grads
+}
+
+fn matrix() -> Vec<ParamInfo> {
+    vec![
+        ParamInfo::new("matrix", 48, DType::F32).with_rows(8),
+        ParamInfo::new("vector", 5, DType::F32),
+    ]
+}
+
+/// The obvious twin's averages for the same passes.
+fn plain_averages(group: &ProcessGroup, passes: usize) -> Vec<[Vec<f32>; 2]> {
+    let mut reducer = Reducer::new(group.clone(), matrix(), ReducerOptions::default()).unwrap();
+    (0..passes).map(|pass| matrix_pass(&mut reducer, group.rank(), pass)).collect()
+}
+
+fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+#[test]
+fn power_sgd_of_full_rank_is_the_average() {
+    ranks(3, |group| {
+        let plain = plain_averages(&group, 6);
+        // Each pass with a fresh basis: a warm start is exact only where the last pass's spans it.
+        let options = power_sgd(|power| {
+            (power.rank, power.min_compression_rate, power.warm_start) = (6, 0, false);
+        });
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group, matrix(), options).unwrap();
+        for (pass, plain) in plain.iter().enumerate() {
+            let got = matrix_pass(&mut reducer, rank, pass);
+            // Before it begins, the same bits; the vector always.
+            assert_eq!(pass < 2, got[0] == plain[0], "pass {pass}");
+            assert_eq!(got[1], plain[1]);
+            // Values up to 8, through three products in f32.
+            assert!(largest_difference(&got[0], &plain[0]) < 1e-4, "pass {pass}");
+        }
+    });
+}
+
+/// Rank 1 of a matrix of rank 6 leaves most out, each pass; error feedback makes up for it, so that
+/// the sum over many passes is that of the averages but for what is still owed.
+#[test]
+fn power_sgd_owes_what_it_leaves_out() {
+    ranks(2, |group| {
+        let passes = 120;
+        let plain = plain_averages(&group, passes);
+        let rank = group.rank();
+        let mut off = [false, true].map(|error_feedback| {
+            let options = power_sgd(|power| {
+                power.min_compression_rate = 1;
+                power.error_feedback = error_feedback;
+            });
+            let mut reducer = Reducer::new(group.clone(), matrix(), options).unwrap();
+            let mut owed = [0.0; 48];
+            for (pass, plain) in plain.iter().enumerate() {
+                let got = matrix_pass(&mut reducer, rank, pass);
+                owed.iter_mut()
+                    .zip(got[0].iter().zip(&plain[0]))
+                    .for_each(|(o, (g, p))| *o += p - g);
+            }
+            owed.iter().fold(0.0_f32, |most, owed| most.max(owed.abs()))
+        });
+        off.iter_mut().for_each(|off| *off /= passes as f32);
+        assert!(off[1] < 0.5 * off[0], "owed a pass without and with error feedback: {off:?}");
+    });
+}
+
+#[test]
+fn power_sgd_has_one_answer_on_all_ranks_and_sends_less() {
+    let all = ranks(2, |group| {
+        let rank = group.rank();
+        let options = power_sgd(|power| power.min_compression_rate = 1);
+        let mut reducer = Reducer::new(group, matrix(), options).unwrap();
+        (0..8).map(|pass| matrix_pass(&mut reducer, rank, pass)).collect::<Vec<_>>()
+    });
+    assert_eq!(all[0], all[1]);
+    let halves = || vec![ParamInfo::new("half", 48, DType::F16).with_rows(8)];
+    ranks(1, |group| {
+        let error = Reducer::new(group, halves(), power_sgd(|_| {})).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    });
 }

@@ -125,6 +125,10 @@ fn layers_registered_in_another_order_than_they_run() {
     let later = BucketPlan::arrived(&params, &order, &[MIB, MIB]).unwrap();
     assert_eq!(seen(&params, &first), trace["reordered"][0]);
     assert_eq!(seen(&params, &later), trace["reordered"][1]);
+    // A static graph's layout comes one iteration later.
+    assert_eq!(seen(&params, &first), trace["reordered_static"][0]);
+    assert_eq!(seen(&params, &first), trace["reordered_static"][1]);
+    assert_eq!(seen(&params, &later), trace["reordered_static"][2]);
     // With unused parameters to be found, the first layout stays.
     let kept = BucketPlan::registered(&params, &[MIB, MIB]).unwrap();
     for iteration in &trace["reordered_find_unused"] {

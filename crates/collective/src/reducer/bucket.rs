@@ -2,7 +2,8 @@
 //!
 //! Buckets of different types stand in one list as `dyn Bucket`; typed access goes through
 //! [`slice`] and [`slice_mut`], which give nothing for another type, or while the bucket is in
-//! flight.
+//! flight. A [`Slot`] travels as it is; [`Cast`] travels as 16-bit numbers; `power_sgd.rs` has a
+//! third kind.
 
 use std::any::Any;
 use std::fmt::Debug;
@@ -10,6 +11,9 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
+use super::CommHook;
+use super::plan::{BucketSpec, ParamInfo};
+use super::power_sgd::PowerSgdBucket;
 use crate::{DType, Element, Error, ProcessGroup, ReduceOp, Result, SharedBuf, Work};
 
 /// An [`Element`] that gradients are made of: `f16`, `bf16`, `f32` and `f64`.
@@ -35,8 +39,8 @@ gradients!(f16 bf16 f32 f64);
 
 /// A bucket of any type.
 pub(super) trait Bucket: Any + Debug + Send {
-    /// Starts the average over all ranks.
-    fn launch(&mut self, group: &ProcessGroup) -> Result<()>;
+    /// Starts the average over all ranks, in the `pass`-th pass that averages, counted from 1.
+    fn launch(&mut self, group: &ProcessGroup, pass: u64) -> Result<()>;
 
     /// Waits for the average.
     fn wait(&mut self) -> Result<()>;
@@ -46,12 +50,39 @@ pub(super) trait Bucket: Any + Debug + Send {
 
     /// Copies the parts that `from`, a bucket of the same type, holds for this one.
     fn copy_from(&mut self, at: usize, from: &dyn Bucket, range: Range<usize>);
+
+    /// The `SharedBuf` of its elements, unless it is in flight.
+    fn home(&self) -> Option<&dyn Any>;
+
+    /// As [`home`](Self::home).
+    fn home_mut(&mut self) -> Option<&mut dyn Any>;
 }
 
-/// Allocates a bucket of `count` zeros; every rank must call it in the same order.
-pub(super) fn alloc(group: &ProcessGroup, dtype: DType, count: usize) -> Result<Box<dyn Bucket>> {
+/// Allocates a bucket of zeros that travels as `hook` says; every rank must call it in the same
+/// order.
+pub(super) fn alloc(
+    group: &ProcessGroup,
+    params: &[ParamInfo],
+    spec: &BucketSpec,
+    hook: &CommHook,
+) -> Result<Box<dyn Bucket>> {
     fn slot<T: Gradient>(group: &ProcessGroup, count: usize) -> Result<Box<dyn Bucket>> {
         Ok(Box::new(Slot::Here(group.alloc::<T>(count)?)))
+    }
+    let (dtype, count) = (spec.dtype, spec.count);
+    match (hook, dtype) {
+        (CommHook::Fp16Compress, DType::F32) => return Cast::<f16>::alloc(group, count),
+        (CommHook::Bf16Compress, DType::F32) => return Cast::<bf16>::alloc(group, count),
+        (CommHook::PowerSgd(options), DType::F32) => {
+            return Ok(Box::new(PowerSgdBucket::new(group, params, spec, options)?));
+        }
+        // What has 16 bits is not made smaller by a cast.
+        (CommHook::Fp16Compress | CommHook::Bf16Compress, DType::F16 | DType::Bf16)
+        | (CommHook::AllReduce, _) => {}
+        _ => {
+            let what = format!("{dtype} gradients under {hook:?}");
+            return Err(Error::Unsupported { backend: "reducer", what });
+        }
     }
     match dtype {
         DType::F16 => slot::<f16>(group, count),
@@ -64,20 +95,14 @@ pub(super) fn alloc(group: &ProcessGroup, dtype: DType, count: usize) -> Result<
 
 /// The elements of `bucket`, if they are of type `T` and here.
 pub(super) fn slice<T: Element>(bucket: &dyn Bucket) -> Option<&[T]> {
-    let any: &dyn Any = bucket;
-    match any.downcast_ref()? {
-        Slot::Here(buf) => Some(buf),
-        Slot::Flying(_) | Slot::Lost => None,
-    }
+    let buf: &SharedBuf<T> = bucket.home()?.downcast_ref()?;
+    Some(buf)
 }
 
 /// The elements of `bucket`, if they are of type `T` and here.
 pub(super) fn slice_mut<T: Element>(bucket: &mut dyn Bucket) -> Option<&mut [T]> {
-    let any: &mut dyn Any = bucket;
-    match any.downcast_mut()? {
-        Slot::Here(buf) => Some(buf),
-        Slot::Flying(_) | Slot::Lost => None,
-    }
+    let buf: &mut SharedBuf<T> = bucket.home_mut()?.downcast_mut()?;
+    Some(buf)
 }
 
 #[derive(Debug)]
@@ -89,7 +114,7 @@ enum Slot<T> {
 }
 
 impl<T: Gradient> Bucket for Slot<T> {
-    fn launch(&mut self, group: &ProcessGroup) -> Result<()> {
+    fn launch(&mut self, group: &ProcessGroup, _: u64) -> Result<()> {
         *self = match std::mem::replace(self, Self::Lost) {
             Self::Here(buf) => Self::Flying(group.all_reduce_async(buf, ReduceOp::Avg)?),
             other => other,
@@ -116,7 +141,94 @@ impl<T: Gradient> Bucket for Slot<T> {
             buf[at..at + range.len()].copy_from_slice(&from[range]);
         }
     }
+
+    fn home(&self) -> Option<&dyn Any> {
+        match self {
+            Self::Here(buf) => Some(buf),
+            Self::Flying(_) | Self::Lost => None,
+        }
+    }
+
+    fn home_mut(&mut self) -> Option<&mut dyn Any> {
+        match self {
+            Self::Here(buf) => Some(buf),
+            Self::Flying(_) | Self::Lost => None,
+        }
+    }
 }
+
+/// A bucket of `f32` that travels as `T`: rounded to nearest even, averaged in `f32`, rounded again.
+#[derive(Debug)]
+struct Cast<T> {
+    buf: SharedBuf<f32>,
+    wire: Slot<T>,
+}
+
+impl<T: Half> Cast<T> {
+    fn alloc(group: &ProcessGroup, count: usize) -> Result<Box<dyn Bucket>> {
+        let (buf, wire) = (group.alloc(count)?, Slot::Here(group.alloc::<T>(count)?));
+        Ok(Box::new(Self { buf, wire }))
+    }
+}
+
+impl<T: Half> Bucket for Cast<T> {
+    fn launch(&mut self, group: &ProcessGroup, pass: u64) -> Result<()> {
+        if let Slot::Here(wire) = &mut self.wire {
+            wire.iter_mut().zip(&*self.buf).for_each(|(half, wide)| *half = T::narrow(*wide));
+        }
+        self.wire.launch(group, pass)
+    }
+
+    fn wait(&mut self) -> Result<()> {
+        self.wire.wait()?;
+        if let Slot::Here(wire) = &self.wire {
+            self.buf.iter_mut().zip(&**wire).for_each(|(wide, half)| *wide = half.widen());
+        }
+        Ok(())
+    }
+
+    fn clear(&mut self, range: Range<usize>) {
+        self.buf[range].fill(0.0);
+    }
+
+    fn copy_from(&mut self, at: usize, from: &dyn Bucket, range: Range<usize>) {
+        if let Some(from) = slice::<f32>(from) {
+            self.buf[at..at + range.len()].copy_from_slice(&from[range]);
+        }
+    }
+
+    fn home(&self) -> Option<&dyn Any> {
+        let home: &dyn Any = &self.buf;
+        self.wire.home().map(|_| home)
+    }
+
+    fn home_mut(&mut self) -> Option<&mut dyn Any> {
+        let home: &mut dyn Any = &mut self.buf;
+        self.wire.home().map(|_| home)
+    }
+}
+
+/// What [`Cast`] can travel as.
+trait Half: Gradient {
+    fn narrow(wide: f32) -> Self;
+    fn widen(self) -> f32;
+}
+
+macro_rules! halves {
+    ($($type:ty)*) => {$(
+        impl Half for $type {
+            fn narrow(wide: f32) -> Self {
+                Self::from_f32(wide)
+            }
+
+            fn widen(self) -> f32 {
+                self.to_f32()
+            }
+        }
+    )*};
+}
+
+halves!(f16 bf16);
 
 #[cfg(test)]
 pub(super) fn is_done<T: Element>(bucket: &dyn Bucket) -> bool {

@@ -11,7 +11,7 @@
 use std::time::{Duration, Instant};
 
 use super::ledger::Ledger;
-use super::{BucketKernels, BucketPlan, ParamInfo, ReducerOptions};
+use super::{BucketKernels, BucketPlan, CommHook, ParamInfo, ReducerOptions};
 use crate::device::{DeviceBackend, DeviceMemory, Kept, Mark};
 use crate::{DType, DeviceBuf, DeviceStream, DeviceWork, Error, ProcessGroup, ReduceOp, Result};
 
@@ -19,7 +19,7 @@ use crate::{DType, DeviceBuf, DeviceStream, DeviceWork, Error, ProcessGroup, Red
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceReducerOptions {
-    /// As for a [`Reducer`](super::Reducer).
+    /// As for a [`Reducer`](super::Reducer), without a static graph or a hook.
     pub buckets: ReducerOptions,
     /// Has buckets of f32 travel in 16 bits: half the bytes, and each average is rounded twice.
     /// Buckets of other types travel as they are. Off unless set.
@@ -132,8 +132,9 @@ impl<K: BucketKernels> DeviceReducer<K> {
     /// # Errors
     ///
     /// [`Error::Mismatch`] on every rank, with the first parameter or option that differs;
-    /// [`Error::Unsupported`] for parameters that are not floating-point numbers, and for a group
-    /// without a device; those of [`DeviceCalls::alloc`](crate::DeviceCalls::alloc) and of `kernels`.
+    /// [`Error::Unsupported`] for parameters that are not floating-point numbers, for a group without
+    /// a device, for [`static_graph`](ReducerOptions::static_graph) and for a
+    /// [`comm_hook`](ReducerOptions::comm_hook); those of [`DeviceCalls::alloc`](crate::DeviceCalls::alloc) and of `kernels`.
     pub fn new(
         group: ProcessGroup,
         params: Vec<ParamInfo>,
@@ -142,6 +143,7 @@ impl<K: BucketKernels> DeviceReducer<K> {
     ) -> Result<Self> {
         drop(group.device()?);
         let DeviceReducerOptions { buckets, compress } = options;
+        check_offered(&buckets)?;
         let ledger = Ledger::new(&group, params, buckets, &format!(" {compress:?}"))?;
         let (stream, kept) = backend(&group).stream()?;
         let mut made = Self {
@@ -544,6 +546,16 @@ impl<K> Drop for DeviceReducer<K> {
 const GOODBYE: Duration = Duration::from_secs(10);
 /// Between two looks at a mark.
 const TICK: Duration = Duration::from_micros(200);
+
+/// Refuses what only the host's reducer does.
+fn check_offered(options: &ReducerOptions) -> Result<()> {
+    let what = match options {
+        ReducerOptions { static_graph: true, .. } => "a static graph on devices".to_owned(),
+        ReducerOptions { comm_hook: CommHook::AllReduce, .. } => return Ok(()),
+        ReducerOptions { comm_hook, .. } => format!("{comm_hook:?} on devices"),
+    };
+    Err(Error::Unsupported { backend: "reducer", what })
+}
 
 fn backend(group: &ProcessGroup) -> &dyn DeviceBackend {
     group.backend.device().expect("a reducer is made for a group with a device only")

@@ -22,6 +22,8 @@ pub(super) struct Ledger {
     pass: Pass,
     /// The buckets have got their final layout.
     rebuilt: bool,
+    /// How many passes have been averaged.
+    passes: u64,
     /// What made this reducer unusable.
     failed: Option<Error>,
 }
@@ -34,6 +36,25 @@ struct ParamState {
     used: bool,
     /// It got a gradient in this pass.
     reported: bool,
+    /// With a static graph: it never gets one on this rank, or on none.
+    idle: Idle,
+}
+
+impl ParamState {
+    /// It is to get a gradient in this pass, and has not.
+    fn is_unused(&self) -> bool {
+        !self.reported && self.idle == Idle::No
+    }
+}
+
+/// Whether a static graph has a gradient for a parameter.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+enum Idle {
+    #[default]
+    No,
+    /// Other ranks have.
+    Here,
+    Everywhere,
 }
 
 /// One forward and backward.
@@ -64,14 +85,19 @@ impl Ledger {
             return Err(Error::Unsupported { backend: "reducer", what });
         }
         check_equal_on_all_ranks(group, &params, format!("{options:?}{also}"))?;
-        let rebuilt = options.find_unused_parameters;
+        let rebuilt = options.finds_unused();
         let plan = if rebuilt {
             BucketPlan::registered(&params, &options.caps())?
         } else {
             BucketPlan::registered(&params, &[usize::MAX])?
         };
         let states = vec![ParamState::default(); params.len()];
-        Ok(Self { params, options, plan, states, pass: Pass::default(), rebuilt, failed: None })
+        let (pass, passes, failed) = (Pass::default(), 0, None);
+        Ok(Self { params, options, plan, states, pass, rebuilt, passes, failed })
+    }
+
+    pub(super) fn params(&self) -> &[ParamInfo] {
+        &self.params
     }
 
     pub(super) fn plan(&self) -> &BucketPlan {
@@ -84,6 +110,11 @@ impl Ledger {
 
     pub(super) fn launched(&self) -> usize {
         self.pass.launched
+    }
+
+    /// The number of the pass that averages next, from 1.
+    pub(super) fn pass_number(&self) -> u64 {
+        self.passes + 1
     }
 
     /// Whether a bucket has been launched in a pass that is not finished.
@@ -109,10 +140,21 @@ impl Ledger {
                 "the last pass was not finished: call finish after each backward".to_owned(),
             ));
         }
-        let missing = self.plan.buckets().iter().map(|bucket| bucket.params.len()).collect();
+        let expected = |indices: &[usize]| {
+            indices.iter().filter(|&&i| self.states[i].idle == Idle::No).count()
+        };
+        let missing = self.plan.buckets().iter().map(|bucket| expected(&bucket.params)).collect();
         self.pass = Pass { open: true, sync, missing, launched: 0, arrived: Vec::new() };
         self.states.iter_mut().for_each(|state| state.reported = false);
         Ok(())
+    }
+
+    /// What is to be set to zero before a pass: it holds what other ranks of a static graph had, and
+    /// this one has nothing to give.
+    pub(super) fn stale(&self) -> impl Iterator<Item = Place> {
+        let stale = |state: &ParamState| state.idle == Idle::Here && !state.has_grad;
+        let places = self.plan.places().iter().zip(&self.states);
+        places.filter(move |(_, state)| stale(state)).map(|(place, _)| *place)
     }
 
     /// Whether parameter `index` may get this gradient now.
@@ -128,6 +170,11 @@ impl Ledger {
         }
         if self.states[index].reported {
             return wrong(format!("a second gradient for {name} in one pass"));
+        }
+        if self.states[index].idle != Idle::No {
+            return wrong(format!(
+                "a gradient for {name}, which had none in a static graph's first"
+            ));
         }
         if dtype != param.dtype || count != param.count {
             let want = param.dtype;
@@ -145,7 +192,8 @@ impl Ledger {
 
     /// Notes that parameter `index` has got its gradient, which is checked and in its bucket.
     pub(super) fn report(&mut self, index: usize) {
-        self.states[index] = ParamState { has_grad: true, used: true, reported: true };
+        let state = &mut self.states[index];
+        *state = ParamState { has_grad: true, used: true, reported: true, ..*state };
         if self.pass.sync {
             self.pass.arrived.push(index);
             self.pass.missing[self.plan.places()[index].bucket] -= 1;
@@ -182,9 +230,9 @@ impl Ledger {
     ///
     /// [`Error::UnusedParameters`] if there may be none; the group is then aborted.
     pub(super) fn excuse_unused(&mut self, group: &ProcessGroup) -> Result<Vec<Place>> {
-        let unused = |(_, state): &(usize, &ParamState)| !state.reported;
+        let unused = |(_, state): &(usize, &ParamState)| state.is_unused();
         let unused: Vec<_> = self.states.iter().enumerate().filter(unused).collect();
-        if !unused.is_empty() && !self.options.find_unused_parameters {
+        if !unused.is_empty() && !self.asks_ranks() {
             let names = unused.iter().map(|&(index, _)| self.params[index].name.clone()).collect();
             let error = Error::UnusedParameters { rank: group.rank(), names };
             group.abort(&error.to_string());
@@ -204,28 +252,48 @@ impl Ledger {
     /// Which parameters got a gradient on this rank, if ranks are to tell one another.
     pub(super) fn used(&self) -> Option<Vec<u8>> {
         let map = || self.states.iter().map(|state| state.used.into()).collect();
-        self.options.find_unused_parameters.then(map)
+        self.asks_ranks().then(map)
+    }
+
+    /// Whether this pass may leave parameters out, and ranks tell one another which.
+    fn asks_ranks(&self) -> bool {
+        self.options.finds_unused() || self.learns()
+    }
+
+    /// Whether this is the pass that a static graph is learned from.
+    fn learns(&self) -> bool {
+        self.options.static_graph && self.passes == 0
     }
 
     /// Notes that all buckets have been averaged; `used` are those used on any rank.
     pub(super) fn averaged(&mut self, used: Option<&[u8]>) {
+        let learns = self.learns();
         for (index, state) in self.states.iter_mut().enumerate() {
-            state.has_grad |= used.is_some_and(|used| used[index] != 0);
+            let anywhere = used.map(|used| used[index] != 0);
+            if learns && !state.used {
+                let elsewhere = anywhere.unwrap_or_default();
+                state.idle = if elsewhere { Idle::Here } else { Idle::Everywhere };
+            }
+            state.has_grad |= anywhere.unwrap_or(state.idle == Idle::Here);
             state.used = false;
         }
+        self.passes += 1;
     }
 
     pub(super) fn zero_grad(&mut self) {
         self.states.iter_mut().for_each(|state| state.has_grad = false);
     }
 
-    /// The final layout, in rank 0's order of arrival, after the first pass that was averaged; every
-    /// rank calls it, and it waits for rank 0.
+    /// The final layout, in rank 0's order of arrival, after the first pass that was averaged, or a
+    /// static graph's second; every rank calls it, and it waits for rank 0.
     pub(super) fn next_plan(&self, group: &ProcessGroup) -> Result<Option<BucketPlan>> {
-        if self.rebuilt {
+        if self.rebuilt || self.passes < 1 + u64::from(self.options.static_graph) {
             return Ok(None);
         }
         let mut order: Vec<u64> = self.pass.arrived.iter().map(|&index| index as u64).collect();
+        // What a static graph leaves out comes last: it never fills a bucket.
+        let idle = self.states.iter().enumerate().filter(|(_, state)| state.idle != Idle::No);
+        order.extend(idle.map(|(index, _)| index as u64));
         group.broadcast(&mut order, 0)?;
         let order: Vec<usize> =
             order.into_iter().map(|index| usize::try_from(index).unwrap_or(usize::MAX)).collect();
@@ -242,6 +310,10 @@ impl ReducerOptions {
     fn caps(&self) -> [usize; 2] {
         [self.first_bucket_bytes, self.bucket_bytes]
     }
+
+    fn finds_unused(&self) -> bool {
+        self.find_unused_parameters && !self.static_graph
+    }
 }
 
 /// What each rank brought, for comparison.
@@ -256,7 +328,10 @@ fn check_equal_on_all_ranks(
     params: &[ParamInfo],
     options: String,
 ) -> Result<()> {
-    let line = |ParamInfo { name, count, dtype }: &ParamInfo| format!("{name} {dtype} [{count}]");
+    let line = |ParamInfo { name, count, dtype, rows }: &ParamInfo| match rows {
+        0 => format!("{name} {dtype} [{count}]"),
+        rows => format!("{name} {dtype} [{count}] of {rows} rows"),
+    };
     let own = Brought { options, params: params.iter().map(line).collect() };
     let all = object::all_gather_object(group, &own)?;
     let differ = |field: &'static str, at: &dyn Fn(&Brought) -> String| {

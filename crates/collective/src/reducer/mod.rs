@@ -29,6 +29,7 @@ mod device;
 mod kernels;
 mod ledger;
 mod plan;
+mod power_sgd;
 
 use std::ops::Range;
 
@@ -38,6 +39,7 @@ pub use self::device::{Compress, DeviceReducer, DeviceReducerOptions};
 pub use self::kernels::{BucketKernels, NoKernels};
 use self::ledger::Ledger;
 pub use self::plan::{BucketPlan, BucketSpec, ParamInfo, Place};
+pub use self::power_sgd::PowerSgd;
 #[cfg(doc)]
 use crate::Error;
 use crate::{Element, ProcessGroup, ReduceOp, Result};
@@ -55,11 +57,43 @@ pub struct ReducerOptions {
     /// have no gradient if no rank had one. The buckets then keep their first layout, and each
     /// pass has one more small all-reduce. Off unless set.
     pub find_unused_parameters: bool,
+    /// Whether every pass uses the parameters that the first one used: what got no gradient then,
+    /// on this rank, counts as zero, and another set in a later pass is an error. The buckets are
+    /// laid out anew after the second pass instead of the first. Overrides
+    /// `find_unused_parameters`. Off unless set.
+    pub static_graph: bool,
+    /// How a bucket travels.
+    pub comm_hook: CommHook,
+}
+
+/// How a bucket travels. Follows: `torch.distributed.algorithms.ddp_comm_hooks`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+#[doc(alias = "register_comm_hook")]
+pub enum CommHook {
+    /// As it is.
+    #[default]
+    AllReduce,
+    /// `f32` as `f16`: half the bytes; what is above 65504 becomes infinite. A bucket of 16-bit
+    /// gradients travels as it is.
+    #[doc(alias = "fp16_compress_hook")]
+    Fp16Compress,
+    /// `f32` as `bf16`: half the bytes, eight significant bits.
+    #[doc(alias = "bf16_compress_hook")]
+    Bf16Compress,
+    /// `f32` matrices as two thin ones. Other types are refused.
+    PowerSgd(PowerSgd),
 }
 
 impl Default for ReducerOptions {
     fn default() -> Self {
-        Self { first_bucket_bytes: 1 << 20, bucket_bytes: 25 << 20, find_unused_parameters: false }
+        Self {
+            first_bucket_bytes: 1 << 20,
+            bucket_bytes: 25 << 20,
+            find_unused_parameters: false,
+            static_graph: false,
+            comm_hook: CommHook::AllReduce,
+        }
     }
 }
 
@@ -95,6 +129,7 @@ impl Default for ReducerOptions {
 pub struct Reducer {
     group: ProcessGroup,
     ledger: Ledger,
+    hook: CommHook,
     buckets: Vec<Box<dyn Bucket>>,
 }
 
@@ -115,9 +150,13 @@ impl Reducer {
         params: Vec<ParamInfo>,
         options: ReducerOptions,
     ) -> Result<Self> {
+        let hook = options.comm_hook.clone();
         let ledger = Ledger::new(&group, params, options, "")?;
-        let buckets = alloc_all(&group, ledger.plan())?;
-        Ok(Self { group, ledger, buckets })
+        if let CommHook::PowerSgd(options) = &hook {
+            options.validate()?;
+        }
+        let buckets = alloc_all(&group, ledger.params(), ledger.plan(), &hook)?;
+        Ok(Self { group, ledger, hook, buckets })
     }
 
     /// Begins a pass: call it before each forward.
@@ -134,7 +173,11 @@ impl Reducer {
     #[doc(alias = "no_sync")]
     pub fn prepare(&mut self, sync: bool) -> Result<()> {
         self.ledger.check_usable()?;
-        self.ledger.prepare(sync)
+        self.ledger.prepare(sync)?;
+        for place in self.ledger.stale() {
+            self.buckets[place.bucket].clear(place.elements());
+        }
+        Ok(())
     }
 
     /// Takes the gradient of parameter `index`: copies it into its bucket, or adds it to what is
@@ -224,7 +267,7 @@ impl Reducer {
     /// Launches buckets, in order, as far as they are full.
     fn launch_full(&mut self) -> Result<()> {
         while let Some(next) = self.ledger.next_full() {
-            let launched = self.buckets[next].launch(&self.group);
+            let launched = self.buckets[next].launch(&self.group, self.ledger.pass_number());
             self.ledger.remember(launched)?;
             self.ledger.launch();
         }
@@ -244,7 +287,7 @@ impl Reducer {
         let used = used.map(|work| work.wait()).transpose()?;
         self.ledger.averaged(used.as_deref());
         let Some(plan) = self.ledger.next_plan(&self.group)? else { return Ok(()) };
-        let mut buckets = alloc_all(&self.group, &plan)?;
+        let mut buckets = alloc_all(&self.group, self.ledger.params(), &plan, &self.hook)?;
         for (new, old) in plan.places().iter().zip(self.ledger.plan().places()) {
             let from = &*self.buckets[old.bucket];
             buckets[new.bucket].copy_from(new.offset, from, old.elements());
@@ -261,8 +304,13 @@ impl Place {
     }
 }
 
-fn alloc_all(group: &ProcessGroup, plan: &BucketPlan) -> Result<Vec<Box<dyn Bucket>>> {
-    plan.buckets().iter().map(|bucket| alloc(group, bucket.dtype, bucket.count)).collect()
+fn alloc_all(
+    group: &ProcessGroup,
+    params: &[ParamInfo],
+    plan: &BucketPlan,
+    hook: &CommHook,
+) -> Result<Vec<Box<dyn Bucket>>> {
+    plan.buckets().iter().map(|bucket| alloc(group, params, bucket, hook)).collect()
 }
 
 #[cfg(test)]

@@ -18,12 +18,22 @@ pub struct ParamInfo {
     pub count: usize,
     /// Element type of the parameter and of its gradient.
     pub dtype: DType,
+    /// Length of the first dimension if there are two or more, else 0. Only
+    /// [`PowerSgd`](super::PowerSgd) asks: it takes the parameter as a matrix of so many rows.
+    pub rows: usize,
 }
 
 impl ParamInfo {
-    /// A parameter's name, number of elements and type.
+    /// A parameter's name, number of elements and type; a vector.
     pub fn new(name: impl Into<String>, count: usize, dtype: DType) -> Self {
-        Self { name: name.into(), count, dtype }
+        Self { name: name.into(), count, dtype, rows: 0 }
+    }
+
+    /// The same as a matrix.
+    #[must_use]
+    pub fn with_rows(mut self, rows: usize) -> Self {
+        self.rows = rows;
+        self
     }
 }
 

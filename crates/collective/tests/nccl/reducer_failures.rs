@@ -1,5 +1,7 @@
 //! What goes wrong in a reducer on device memory, on its rank and on the others.
 
+use collective::reducer::CommHook;
+
 use super::*;
 
 #[test]
@@ -111,4 +113,19 @@ fn lists_and_options_that_differ_are_named() {
         DeviceReducer::new(group, params(&[1]), options, NoKernels).unwrap_err().to_string()
     });
     assert!(errors.iter().all(|error| error.contains("Some(F16)")), "{errors:?}");
+}
+
+#[test]
+fn what_only_the_reducer_of_the_host_does_is_refused() {
+    ranks(1, DEADLINE, |group| {
+        let (mut fixed, mut hooked) = (tiny(), tiny());
+        fixed.buckets.static_graph = true;
+        hooked.buckets.comm_hook = CommHook::Bf16Compress;
+        for (options, named) in [(fixed, "static graph"), (hooked, "Bf16Compress")] {
+            let made = DeviceReducer::new(group.clone(), params(&[1]), options, NoKernels);
+            let error = made.unwrap_err();
+            assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+            assert!(error.to_string().contains(named), "{error}");
+        }
+    });
 }

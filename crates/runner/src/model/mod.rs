@@ -47,6 +47,16 @@ pub trait ModelWrapper: Send {
     /// Those of the communication behind the wrapper.
     fn prepare(&mut self, sync: bool) -> Result<()>;
 
+    /// Called after [`prepare`](Self::prepare), with the model: a wrapper that keeps the ranks'
+    /// buffers or parameters alike does it here.
+    ///
+    /// # Errors
+    ///
+    /// Those of the communication behind the wrapper, and of the engine.
+    fn before_forward(&mut self, _engine: &mut dyn Engine) -> Result<()> {
+        Ok(())
+    }
+
     /// Called after each backward pass: waits until every gradient is final.
     ///
     /// # Errors

@@ -119,6 +119,7 @@ pub trait OptimWrapper: Send {
     ) -> Result<Update> {
         let turn = self.accumulation().turn();
         model.prepare(turn.update)?;
+        model.before_forward(engine)?;
         let scale = self.loss_scale() / turn.divisor as f32;
         let losses = engine.forward_backward(batch, scale, &model.sink())?;
         model.finish()?;

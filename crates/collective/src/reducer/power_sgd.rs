@@ -1,0 +1,338 @@
+//! PowerSGD: a gradient travels as two thin matrices.
+//!
+//! A gradient of `n x m` is taken as `P Q^T` with `r` columns each: `(n + m) r` numbers travel
+//! instead of `n m`. One step of power iteration per pass finds them: `P = M Q`, averaged over the
+//! ranks, its columns made orthonormal; then `Q = M^T P`, averaged. What the approximation leaves
+//! out is added to the next pass's gradient (error feedback), and `Q` is where the next pass begins
+//! (warm start). Vectors, and matrices that would not shrink, travel as they are.
+//!
+//! Follows: PyTorch 2.15, `powerSGD_hook.py`. There the first `Q` is drawn by torch's generator, here
+//! by one of our own from the bucket's place, so the numbers differ; it is the same on all ranks.
+//!
+//! `P` travels while backward goes on. `Q` needs the averaged `P`, so it leaves when the bucket is
+//! waited for. State is of this process: a run resumed from a checkpoint begins with none.
+
+use std::any::Any;
+use std::ops::Range;
+
+use super::bucket::{Bucket, slice};
+use super::plan::{BucketSpec, ParamInfo};
+use crate::{Error, ProcessGroup, ReduceOp, Result, SharedBuf, Work};
+
+/// How [`CommHook::PowerSgd`](super::CommHook::PowerSgd) compresses. The defaults are PyTorch's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+#[doc(alias = "PowerSGDState")]
+pub struct PowerSgd {
+    /// Columns of the two matrices, 1: more is more exact and more to send.
+    pub rank: usize,
+    /// Passes with `sync` before it begins, 1000; until then gradients travel as they are. With
+    /// error feedback or warm start at least 2, since buckets are laid out anew after the first.
+    pub start_iter: u64,
+    /// A matrix is compressed if that makes it smaller by more than this factor, 2.
+    pub min_compression_rate: usize,
+    /// Adds what was left out to the next pass's gradient, which is what makes it converge. True.
+    pub error_feedback: bool,
+    /// Begins each pass with the last one's `Q` instead of a random one. True.
+    pub warm_start: bool,
+}
+
+impl Default for PowerSgd {
+    fn default() -> Self {
+        Self {
+            rank: 1,
+            start_iter: 1000,
+            min_compression_rate: 2,
+            error_feedback: true,
+            warm_start: true,
+        }
+    }
+}
+
+impl PowerSgd {
+    /// Refuses what PyTorch refuses.
+    pub(super) fn validate(&self) -> Result<()> {
+        let invalid = |text: &str| Err(Error::InvalidArgument(text.to_owned()));
+        if self.rank == 0 {
+            return invalid("PowerSGD: the rank must be at least 1");
+        }
+        if self.start_iter < 2 && (self.error_feedback || self.warm_start) {
+            return invalid(
+                "PowerSGD: start_iter must be at least 2 with error feedback or warm start, since \
+                 buckets are laid out anew after the first pass",
+            );
+        }
+        Ok(())
+    }
+}
+
+/// One gradient that is compressed: a matrix at `at` in the bucket, its factors in theirs.
+#[derive(Clone, Copy, Debug)]
+struct Matrix {
+    at: usize,
+    rows: usize,
+    cols: usize,
+    rank: usize,
+    p: usize,
+    q: usize,
+}
+
+/// A bucket that travels as factors.
+#[derive(Debug)]
+pub(super) struct PowerSgdBucket {
+    buf: SharedBuf<f32>,
+    group: ProcessGroup,
+    options: PowerSgd,
+    matrices: Vec<Matrix>,
+    /// What is not compressed.
+    plain: Vec<Range<usize>>,
+    /// The `Q` of all matrices.
+    q: Vec<f32>,
+    /// What past approximations left out, as long as the bucket; empty until there is some.
+    error: Vec<f32>,
+    /// Distinguishes the buckets of a model where numbers are drawn.
+    seed: u64,
+    /// All `P`, then all that is plain; or, before the start, the bucket.
+    flying: Option<Work<Vec<f32>>>,
+    compressing: bool,
+}
+
+impl PowerSgdBucket {
+    pub(super) fn new(
+        group: &ProcessGroup,
+        params: &[ParamInfo],
+        spec: &BucketSpec,
+        options: &PowerSgd,
+    ) -> Result<Self> {
+        let (mut matrices, mut plain) = (Vec::new(), Vec::new());
+        let (mut at, mut p, mut q) = (0, 0, 0);
+        for &index in &spec.params {
+            let ParamInfo { rows, count, .. } = params[index];
+            let cols = count.checked_div(rows).unwrap_or(0);
+            let rank = options.rank.min(rows).min(cols);
+            let thin = (rows + cols) * rank;
+            if thin > 0 && thin * options.min_compression_rate < count {
+                matrices.push(Matrix { at, rows, cols, rank, p, q });
+                (p, q) = (p + rows * rank, q + cols * rank);
+            } else {
+                plain.push(at..at + count);
+            }
+            at += count;
+        }
+        Ok(Self {
+            buf: group.alloc(spec.count)?,
+            group: group.clone(),
+            options: options.clone(),
+            matrices,
+            plain,
+            q: vec![0.0; q],
+            error: Vec::new(),
+            seed: spec.params.first().map_or(0, |&index| index as u64),
+            flying: None,
+            compressing: false,
+        })
+    }
+
+    /// All `P = M Q`, then what is plain.
+    fn left_factors(&mut self, pass: u64) -> Vec<f32> {
+        if self.options.error_feedback {
+            self.error.resize(self.buf.len(), 0.0);
+            for matrix in &self.matrices {
+                let range = matrix.range();
+                let error = &self.error[range.clone()];
+                self.buf[range].iter_mut().zip(error).for_each(|(value, error)| *value += error);
+            }
+            self.error.copy_from_slice(&self.buf);
+        }
+        self.begin(pass);
+        let mut wire = Vec::new();
+        for matrix in &self.matrices {
+            let q = &self.q[matrix.q_range()];
+            for row in self.buf[matrix.range()].chunks_exact(matrix.cols) {
+                for k in 0..matrix.rank {
+                    let column = q.iter().skip(k).step_by(matrix.rank);
+                    wire.push(row.iter().zip(column).map(|(m, q)| m * q).sum());
+                }
+            }
+        }
+        self.plain.iter().for_each(|range| wire.extend_from_slice(&self.buf[range.clone()]));
+        wire
+    }
+
+    /// The `Q` that a pass begins with.
+    fn begin(&mut self, pass: u64) {
+        let fresh = pass == self.options.start_iter + 1 || !self.options.warm_start;
+        let mut random = Random((self.seed << 32) | pass);
+        for matrix in &self.matrices {
+            let q = &mut self.q[matrix.q_range()];
+            for k in 0..matrix.rank {
+                // A column that became zero would stay so.
+                if fresh || q.iter().skip(k).step_by(matrix.rank).all(|value| *value == 0.0) {
+                    let column = q.iter_mut().skip(k).step_by(matrix.rank);
+                    column.for_each(|value| *value = random.next());
+                }
+            }
+            if fresh {
+                orthonormalize(q, matrix.rank);
+            }
+        }
+    }
+
+    /// From the averaged `P` to the averaged approximation.
+    fn decompress(&mut self, mut wire: Vec<f32>) -> Result<()> {
+        let left: usize = self.matrices.iter().map(|m| m.rows * m.rank).sum();
+        let (left, mut plain) = wire.split_at_mut(left);
+        for range in &self.plain {
+            let (own, rest) = std::mem::take(&mut plain).split_at_mut(range.len());
+            self.buf[range.clone()].copy_from_slice(own);
+            plain = rest;
+        }
+        self.q.fill(0.0);
+        for matrix in &self.matrices {
+            let p = &mut left[matrix.p_range()];
+            orthonormalize(p, matrix.rank);
+            let q = &mut self.q[matrix.q_range()];
+            let rows = self.buf[matrix.range()].chunks_exact(matrix.cols);
+            for (row, p) in rows.zip(p.chunks_exact(matrix.rank)) {
+                for (m, q) in row.iter().zip(q.chunks_exact_mut(matrix.rank)) {
+                    q.iter_mut().zip(p).for_each(|(q, p)| *q += m * p);
+                }
+            }
+        }
+        self.group.all_reduce(&mut self.q, ReduceOp::Avg)?;
+        for matrix in &self.matrices {
+            let (p, q) = (&left[matrix.p_range()], &self.q[matrix.q_range()]);
+            let rows = self.buf[matrix.range()].chunks_exact_mut(matrix.cols);
+            for (row, p) in rows.zip(p.chunks_exact(matrix.rank)) {
+                for (m, q) in row.iter_mut().zip(q.chunks_exact(matrix.rank)) {
+                    *m = p.iter().zip(q).map(|(p, q)| p * q).sum();
+                }
+            }
+            if self.options.error_feedback {
+                let range = matrix.range();
+                let approximation = &self.buf[range.clone()];
+                let error = &mut self.error[range];
+                error.iter_mut().zip(approximation).for_each(|(error, m)| *error -= m);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Bucket for PowerSgdBucket {
+    fn launch(&mut self, group: &ProcessGroup, pass: u64) -> Result<()> {
+        self.compressing = pass > self.options.start_iter && !self.matrices.is_empty();
+        let wire = if self.compressing { self.left_factors(pass) } else { self.buf.to_vec() };
+        self.flying = Some(group.all_reduce_async(wire, ReduceOp::Avg)?);
+        Ok(())
+    }
+
+    fn wait(&mut self) -> Result<()> {
+        let Some(work) = self.flying.take() else { return Ok(()) };
+        let wire = work.wait()?;
+        if self.compressing {
+            return self.decompress(wire);
+        }
+        self.buf.copy_from_slice(&wire);
+        Ok(())
+    }
+
+    fn clear(&mut self, range: Range<usize>) {
+        self.buf[range].fill(0.0);
+    }
+
+    fn copy_from(&mut self, at: usize, from: &dyn Bucket, range: Range<usize>) {
+        if let Some(from) = slice::<f32>(from) {
+            self.buf[at..at + range.len()].copy_from_slice(&from[range]);
+        }
+    }
+
+    fn home(&self) -> Option<&dyn Any> {
+        let home: &dyn Any = &self.buf;
+        self.flying.is_none().then_some(home)
+    }
+
+    fn home_mut(&mut self) -> Option<&mut dyn Any> {
+        let home: &mut dyn Any = &mut self.buf;
+        self.flying.is_none().then_some(home)
+    }
+}
+
+impl Matrix {
+    fn range(&self) -> Range<usize> {
+        self.at..self.at + self.rows * self.cols
+    }
+
+    fn p_range(&self) -> Range<usize> {
+        self.p..self.p + self.rows * self.rank
+    }
+
+    fn q_range(&self) -> Range<usize> {
+        self.q..self.q + self.cols * self.rank
+    }
+}
+
+/// Makes the columns of a row-major matrix of `rank` columns orthonormal, by Gram and Schmidt's
+/// method, modified. A column that the others span becomes zero.
+fn orthonormalize(matrix: &mut [f32], rank: usize) {
+    let dot = |matrix: &[f32], a: usize, b: usize| -> f64 {
+        matrix.chunks_exact(rank).map(|row| f64::from(row[a]) * f64::from(row[b])).sum()
+    };
+    for k in 0..rank {
+        let before = dot(matrix, k, k);
+        // Twice: what little is left of a column is not yet orthogonal after once.
+        for j in (0..k).chain(0..k) {
+            let along = dot(matrix, j, k) as f32;
+            matrix.chunks_exact_mut(rank).for_each(|row| row[k] -= along * row[j]);
+        }
+        let square = dot(matrix, k, k);
+        // What is left of a dependent column is rounding.
+        let inverse = if square > before * 1e-12 { square.sqrt().recip() as f32 } else { 0.0 };
+        matrix.chunks_exact_mut(rank).for_each(|row| row[k] *= inverse);
+    }
+}
+
+/// Steele, Lea and Flood's SplitMix64: numbers that look random and are the same everywhere.
+struct Random(u64);
+
+impl Random {
+    /// Between -1 and 1.
+    fn next(&mut self) -> f32 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_become_orthonormal() {
+        let mut random = Random(7);
+        let mut matrix: Vec<f32> = (0..40 * 3).map(|_| random.next()).collect();
+        orthonormalize(&mut matrix, 3);
+        for a in 0..3 {
+            for b in 0..3 {
+                let dot: f32 = matrix.chunks_exact(3).map(|row| row[a] * row[b]).sum();
+                assert!((dot - f32::from(u8::from(a == b))).abs() < 1e-6, "{a} {b}: {dot}");
+            }
+        }
+        // The second column is twice the first, the third is zero.
+        let mut matrix = vec![1.0, 2.0, 0.0, 1.0, 2.0, 0.0];
+        orthonormalize(&mut matrix, 3);
+        assert_eq!([matrix[1], matrix[2], matrix[4], matrix[5]], [0.0; 4]);
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        assert!(PowerSgd { rank: 0, ..PowerSgd::default() }.validate().is_err());
+        let early = PowerSgd { start_iter: 1, ..PowerSgd::default() };
+        assert!(early.validate().unwrap_err().to_string().contains("at least 2"));
+        let plain = PowerSgd { error_feedback: false, warm_start: false, ..early };
+        plain.validate().unwrap();
+    }
+}

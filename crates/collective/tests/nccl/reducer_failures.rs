@@ -11,6 +11,7 @@ fn a_kernel_that_fails_on_one_rank_fails_all() {
         let kernels = Kernels { fails: (rank == 0).then_some(1), ..Kernels::default() };
         let mut side = Side::new(group, params(&[2, 2]), tiny(), kernels);
         side.pass(&[2, 2], true, |_| 1.0);
+        meet(&side);
         let run = |side: &mut Side<Kernels>| {
             side.reducer.prepare(true)?;
             side.ready(1, vec![1.0_f32; 2])?;
@@ -37,11 +38,9 @@ fn a_kernel_that_fails_on_one_rank_fails_all() {
 fn a_peer_that_does_not_come_is_named_and_the_memory_is_let_go() {
     let errors = ranks(2, Duration::from_millis(1500), |group| {
         let rank = group.rank();
-        let mut side = Side::new(group.clone(), params(&[2]), tiny(), Kernels::default());
+        let mut side = Side::new(group, params(&[2]), tiny(), Kernels::default());
         side.pass(&[2], true, |_| 1.0);
-        side.reducer.wait().unwrap();
-        // A rank that fails would take this from one that has not seen its end.
-        group.barrier().unwrap();
+        meet(&side);
         if rank == 1 {
             let start = Instant::now();
             while side.reducer.prepare(true).is_ok() {

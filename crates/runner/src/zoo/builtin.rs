@@ -2,7 +2,7 @@
 
 use candle_nn::VarBuilder;
 
-use super::{Mlp, MlpOptions, ResNet, ResNetOptions};
+use super::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
 use crate::Result;
 use crate::config::Section;
 use crate::engine::candle::ops::Normalization;
@@ -11,7 +11,8 @@ use crate::model::ModelFactory;
 use crate::registry::Builtin;
 
 /// The models a configuration can name.
-pub(crate) const BUILTIN: Builtin<ModelFactory> = &[("ResNet", resnet), ("Mlp", mlp)];
+pub(crate) const BUILTIN: Builtin<ModelFactory> =
+    &[("ResNet", resnet), ("Mlp", mlp), ("Transformer", transformer)];
 
 fn resnet(section: &mut Section) -> Result<ModelFactory> {
     let default = ResNetOptions::default();
@@ -37,6 +38,22 @@ fn mlp(section: &mut Section) -> Result<ModelFactory> {
         normalization: normalization(section)?,
     };
     Ok(candle(move |vb| Mlp::new(&options, vb)))
+}
+
+fn transformer(section: &mut Section) -> Result<ModelFactory> {
+    let default = TransformerOptions::default();
+    let options = TransformerOptions {
+        in_channels: section.or("in_channels", default.in_channels)?,
+        image_size: section.or("image_size", default.image_size)?,
+        patch_size: section.or("patch_size", default.patch_size)?,
+        width: section.or("width", default.width)?,
+        heads: section.or("heads", default.heads)?,
+        layers: section.or("layers", default.layers)?,
+        feed_forward: section.or("feed_forward", default.feed_forward)?,
+        num_classes: section.or("num_classes", default.num_classes)?,
+        normalization: normalization(section)?,
+    };
+    Ok(candle(move |vb| Transformer::new(&options, vb)))
 }
 
 fn normalization(section: &mut Section) -> Result<Normalization> {

@@ -8,10 +8,12 @@
 mod builtin;
 mod mlp;
 mod resnet;
+mod transformer;
 
 pub(crate) use builtin::BUILTIN;
 pub use mlp::{Mlp, MlpOptions};
 pub use resnet::{ResNet, ResNetOptions};
+pub use transformer::{Transformer, TransformerOptions};
 
 use candle_core::{DType, Result, Tensor};
 

@@ -91,6 +91,58 @@ impl Module for Linear {
     }
 }
 
+/// Layer normalisation over the last dimension: [`ops::layer_norm`] with a `weight` and a `bias`, both
+/// `f32`.
+#[derive(Clone, Debug)]
+pub struct LayerNorm {
+    weight: Tensor,
+    bias: Tensor,
+    eps: f32,
+}
+
+impl LayerNorm {
+    /// A layer that starts with a weight of 1 and a bias of 0.
+    ///
+    /// # Errors
+    ///
+    /// Those of the builder.
+    pub fn new(width: usize, eps: f32, vb: VarBuilder<'_>) -> Result<Self> {
+        let get =
+            |name, value| vb.get_with_hints_dtype(width, name, Init::Const(value), DType::F32);
+        Ok(Self { weight: get("weight", 1.0)?, bias: get("bias", 0.0)?, eps })
+    }
+}
+
+impl Module for LayerNorm {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        ops::layer_norm(x, &self.weight, &self.bias, self.eps)
+    }
+}
+
+/// A table of vectors: [`ops::embedding`] with a `weight`.
+#[derive(Clone, Debug)]
+pub struct Embedding {
+    weight: Tensor,
+}
+
+impl Embedding {
+    /// A table that starts standard normal.
+    ///
+    /// # Errors
+    ///
+    /// Those of the builder.
+    pub fn new(rows: usize, width: usize, vb: VarBuilder<'_>) -> Result<Self> {
+        let init = Init::Randn { mean: 0.0, stdev: 1.0 };
+        Ok(Self { weight: vb.get_with_hints((rows, width), "weight", init)? })
+    }
+}
+
+impl Module for Embedding {
+    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        ops::embedding(ids, &self.weight)
+    }
+}
+
 /// What [`BatchNorm2d`] takes beside its channels. Follows: `torch.nn.BatchNorm2d`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BatchNorm2dOptions {
@@ -225,6 +277,8 @@ mod tests {
             .unwrap();
         Linear::new(4, 5, vb.pp("fc")).unwrap();
         BatchNorm2d::new(3, BatchNorm2dOptions::default(), vb.pp("bn")).unwrap();
+        LayerNorm::new(3, 1e-5, vb.pp("ln")).unwrap();
+        Embedding::new(3, 2, vb.pp("tokens")).unwrap();
         let mut names: Vec<_> = vars.data().lock().unwrap().keys().cloned().collect();
         names.sort();
         assert_eq!(
@@ -236,7 +290,10 @@ mod tests {
                 "bn.weight",
                 "conv.weight",
                 "fc.bias",
-                "fc.weight"
+                "fc.weight",
+                "ln.bias",
+                "ln.weight",
+                "tokens.weight"
             ]
         );
     }

@@ -9,8 +9,10 @@
 //! `f32` by name (norm layers do), and float inputs are cast. Master weights, loss scale and
 //! their bookkeeping are the caller's.
 //!
-//! Stock candle has operators that silently cut the graph. They show: the parameters behind the
-//! cut get no gradient, and whoever counts gradients names them.
+//! Stock candle has operators that silently cut the graph (`LayerNorm`, `softmax_last_dim`,
+//! `rms_norm`). They show: the parameters behind the cut get no gradient, and whoever counts
+//! gradients, as [`DistributedDataParallel`](crate::model::DistributedDataParallel) does, fails the
+//! first step and names them. [`ops`] has what to use in their place.
 //!
 //! Invariant: everything runs on the calling thread except what candle's own operators give to
 //! rayon; launchers set `RAYON_NUM_THREADS`.

@@ -1,7 +1,7 @@
 //! Operators with a backward, on the CPU, for `f32`, `f16` and `bf16`.
 //!
 //! candle brings automatic differentiation; its own CPU operators for training are slow, some have
-//! no backward, and some no half. These replace the ones image models need. Each is one
+//! no backward, and some no half. These replace the ones that image models and transformers need. Each is one
 //! [`CustomOp`](candle_core::CustomOp1) around a kernel over `f32` slices, so each says in one
 //! place where it rounds: half tensors are widened exactly on the way in and rounded once, to
 //! nearest even, on the way out.
@@ -9,22 +9,32 @@
 //! All run on the calling thread: a rank has one core. All are deterministic for given shapes and
 //! processor. A gradient is computed in the dtype of the tensor it belongs to.
 
+mod attention;
 mod conv;
 mod elementwise;
+mod embedding;
+mod gelu;
 mod gemm;
 mod host;
+mod layer_norm;
 mod linear;
 mod loss;
 mod norm;
 mod pool;
+mod softmax;
 mod weighted;
 
+pub use attention::{AttentionOptions, self_attention};
 pub use conv::{Window, conv2d};
 pub use elementwise::{Normalization, add_relu, normalize, relu};
+pub use embedding::embedding;
+pub use gelu::gelu;
+pub use layer_norm::layer_norm;
 pub use linear::linear;
 pub use loss::cross_entropy;
 pub use norm::{BatchNormOptions, Statistics, batch_norm, batch_norm_with};
 pub use pool::{global_avg_pool, max_pool2d};
+pub use softmax::softmax;
 
 /// ReLU of one value; NaN stays NaN.
 #[inline]
@@ -69,3 +79,5 @@ const LANES: usize = 16;
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod transformer_tests;

@@ -9,18 +9,21 @@ use super::super::init;
 use super::*;
 
 /// Standard normal values, fixed by `name`.
-fn values(name: &str, shape: &[usize]) -> Tensor {
+pub(super) fn values(name: &str, shape: &[usize]) -> Tensor {
     let init = Init::Randn { mean: 0.0, stdev: 1.0 };
     let values = init::values(init, &shape.into(), 0, name);
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 
-fn flat(tensor: &Tensor) -> Vec<f32> {
+pub(super) fn flat(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
 /// Output, and the gradient of each input, for a fixed random gradient of the output.
-fn run(inputs: &[Tensor], op: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Vec<Tensor>> {
+pub(super) fn run(
+    inputs: &[Tensor],
+    op: impl Fn(&[Tensor]) -> Result<Tensor>,
+) -> Result<Vec<Tensor>> {
     let vars: Vec<_> = inputs.iter().map(Var::from_tensor).collect::<Result<_>>()?;
     let tensors: Vec<_> = vars.iter().map(|v| v.as_tensor().clone()).collect();
     let y = op(&tensors)?;
@@ -31,7 +34,7 @@ fn run(inputs: &[Tensor], op: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Ve
 }
 
 /// Largest difference, relative to the largest value.
-fn distance(a: &Tensor, b: &Tensor) -> f32 {
+pub(super) fn distance(a: &Tensor, b: &Tensor) -> f32 {
     assert_eq!(a.dims(), b.dims());
     let (a, b) = (flat(a), flat(b));
     let scale = b.iter().fold(1e-3f32, |m, v| m.max(v.abs()));
@@ -39,7 +42,7 @@ fn distance(a: &Tensor, b: &Tensor) -> f32 {
 }
 
 /// Output and all gradients of `ours` are those of `stock`, but for the order of summation.
-fn assert_same(
+pub(super) fn assert_same(
     what: &str,
     inputs: &[Tensor],
     ours: impl Fn(&[Tensor]) -> Result<Tensor>,
@@ -54,7 +57,11 @@ fn assert_same(
 
 /// All gradients are those of central differences. Steps of 2^-6 make an error of third order
 /// near 1e-4, and rounding in `f32` one near 1e-5: 1e-2 of the largest value is far from both.
-fn assert_differentiates(what: &str, inputs: &[Tensor], op: impl Fn(&[Tensor]) -> Result<Tensor>) {
+pub(super) fn assert_differentiates(
+    what: &str,
+    inputs: &[Tensor],
+    op: impl Fn(&[Tensor]) -> Result<Tensor>,
+) {
     let step = 1.0 / 64.0;
     let gradients = run(inputs, &op).unwrap();
     let dy = flat(&values("dy", gradients[0].dims()));
@@ -83,7 +90,11 @@ fn assert_differentiates(what: &str, inputs: &[Tensor], op: impl Fn(&[Tensor]) -
 }
 
 /// In half precision, output and gradients are those of `f32` on the same values, rounded once.
-fn assert_rounds_once(what: &str, inputs: &[Tensor], op: impl Fn(&[Tensor]) -> Result<Tensor>) {
+pub(super) fn assert_rounds_once(
+    what: &str,
+    inputs: &[Tensor],
+    op: impl Fn(&[Tensor]) -> Result<Tensor>,
+) {
     for dtype in [DType::F16, DType::BF16] {
         let cast = |tensors: &[Tensor], to| -> Vec<Tensor> {
             tensors.iter().map(|t| t.to_dtype(to).unwrap()).collect()

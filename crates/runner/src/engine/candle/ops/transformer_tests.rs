@@ -1,0 +1,132 @@
+//! The operators of transformers, checked as those of `tests.rs` are.
+
+use candle_core::{D, DType, Device, IndexOp, Result, Tensor};
+use proptest::prelude::*;
+
+use super::tests::{
+    assert_differentiates, assert_rounds_once, assert_same, distance, flat, run, values,
+};
+use super::*;
+
+#[test]
+fn softmax_is_candles() {
+    let inputs = [(values("x", &[3, 5, 21]) * 4.0).unwrap()];
+    let ours = |t: &[Tensor]| softmax(&t[0]);
+    assert_same("softmax", &inputs, ours, |t| candle_nn::ops::softmax(&t[0], D::Minus1));
+    assert_differentiates("softmax", &[values("x", &[2, 7])], ours);
+    let x = Tensor::new(&[[1e30_f32, f32::NEG_INFINITY], [f32::NAN, 0.0]], &Device::Cpu).unwrap();
+    let y = flat(&softmax(&x).unwrap());
+    assert_eq!(y[..2], [1.0, 0.0]);
+    assert!(y[2].is_nan() && y[3].is_nan());
+    assert!(softmax(&Tensor::new(1.0_f32, &Device::Cpu).unwrap()).is_err());
+}
+
+/// Layer normalisation of candle's operators, each of which has a backward.
+fn layer_norm_of_stock_ops(t: &[Tensor]) -> Result<Tensor> {
+    let centred = t[0].broadcast_sub(&t[0].mean_keepdim(D::Minus1)?)?;
+    let var = centred.sqr()?.mean_keepdim(D::Minus1)?;
+    let normal = centred.broadcast_div(&(var + 1e-5)?.sqrt()?)?;
+    normal.broadcast_mul(&t[1])?.broadcast_add(&t[2])
+}
+
+#[test]
+fn layer_norm_is_candles() {
+    let x = ((values("x", &[4, 3, 37]) * 2.0).unwrap() + 5.0).unwrap();
+    let inputs = [x, values("gamma", &[37]), values("beta", &[37])];
+    let ours = |t: &[Tensor]| layer_norm(&t[0], &t[1], &t[2], 1e-5);
+    assert_same("layer_norm", &inputs, ours, layer_norm_of_stock_ops);
+    assert_rounds_once("layer_norm", &inputs, ours);
+    let inputs = [values("x", &[3, 6]), values("gamma", &[6]), values("beta", &[6])];
+    assert_differentiates("layer_norm", &inputs, ours);
+    assert!(layer_norm(&values("x", &[3, 5]), &inputs[1], &inputs[2], 1e-5).is_err());
+}
+
+#[test]
+fn gelu_is_candles() {
+    let inputs = [(values("x", &[3, 50]) * 3.0).unwrap()];
+    let ours = |t: &[Tensor]| gelu(&t[0]);
+    assert_same("gelu", &inputs, ours, |t| t[0].gelu_erf());
+    assert_rounds_once("gelu", &inputs, ours);
+    assert_differentiates("gelu", &inputs, ours);
+    let x: Vec<f32> = (-1200..=1200).map(|i| i as f32 * 0.01).collect();
+    let x = Tensor::from_vec(x, 2401, &Device::Cpu).unwrap();
+    let exact = x.to_dtype(DType::F64).unwrap().gelu_erf().unwrap().to_vec1::<f64>().unwrap();
+    for ((x, y), exact) in flat(&x).iter().zip(flat(&gelu(&x).unwrap())).zip(exact) {
+        // The product rounds too.
+        let bound = f64::from(x.abs()) * 3e-7 + exact.abs() * 6e-8;
+        assert!((f64::from(y) - exact).abs() <= bound, "{x}: {y} is not {exact}");
+    }
+    let x = Tensor::new(&[f32::NAN, f32::INFINITY, -1e30], &Device::Cpu).unwrap();
+    let y = flat(&gelu(&x).unwrap());
+    assert!(y[0].is_nan() && y[1] == f32::INFINITY && y[2].abs() < 1e-6, "{y:?}");
+}
+
+#[test]
+fn embedding_is_candles() {
+    let ids = Tensor::new(&[[2_i64, 0, 2], [1, 1, 2]], &Device::Cpu).unwrap();
+    let inputs = [values("w", &[5, 7])];
+    let ours = |t: &[Tensor]| embedding(&ids, &t[0]);
+    let stock = |t: &[Tensor]| t[0].index_select(&ids.flatten_all()?, 0)?.reshape((2, 3, 7));
+    assert_same("embedding", &inputs, ours, stock);
+    assert_rounds_once("embedding", &inputs, ours);
+    for id in [5_i64, -1] {
+        let ids = Tensor::new(&[id], &Device::Cpu).unwrap();
+        let error = embedding(&ids, &inputs[0]).unwrap_err().to_string();
+        assert!(error.contains(&format!("index {id} is none of 5 rows")), "{error}");
+    }
+}
+
+/// Attention of candle's operators, head by head.
+fn attention_of_stock_ops(qkv: &Tensor, options: AttentionOptions) -> Result<Tensor> {
+    let (_, positions, packed) = qkv.dims3()?;
+    let depth = packed / 3 / options.heads;
+    let mut outputs = Vec::new();
+    for head in 0..options.heads {
+        let part = |part: usize| {
+            let at = part * packed / 3 + head * depth;
+            qkv.i((.., .., at..at + depth))?.contiguous()
+        };
+        let scores = (part(0)?.matmul(&part(1)?.t()?.contiguous()?)? / (depth as f64).sqrt())?;
+        let scores = if options.causal {
+            let unseen =
+                |at: usize| if at % positions > at / positions { f32::NEG_INFINITY } else { 0.0 };
+            let mask: Vec<f32> = (0..positions * positions).map(unseen).collect();
+            scores.broadcast_add(&Tensor::from_vec(mask, (positions, positions), &Device::Cpu)?)?
+        } else {
+            scores
+        };
+        outputs.push(candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&part(2)?)?);
+    }
+    Tensor::cat(&outputs, D::Minus1)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn attention_is_candles(
+        n in 1usize..3, positions in 1usize..9, heads in 1usize..4, depth in 1usize..6, causal: bool,
+    ) {
+        let options = AttentionOptions { heads, causal };
+        let inputs = [values("qkv", &[n, positions, 3 * heads * depth])];
+        let ours = run(&inputs, |t| self_attention(&t[0], options)).unwrap();
+        let stock = run(&inputs, |t| attention_of_stock_ops(&t[0], options)).unwrap();
+        for (ours, stock) in ours.iter().zip(&stock) {
+            prop_assert!(distance(ours, stock) < 1e-4);
+        }
+    }
+}
+
+#[test]
+fn attention_differentiates_and_rounds_once() {
+    for causal in [false, true] {
+        let options = AttentionOptions { heads: 2, causal };
+        let inputs = [values("qkv", &[2, 4, 12])];
+        assert_differentiates("attention", &inputs, |t| self_attention(&t[0], options));
+        assert_rounds_once("attention", &inputs, |t| self_attention(&t[0], options));
+    }
+    for (shape, heads) in [([1, 2, 7], 1), ([1, 2, 12], 3), ([1, 2, 12], 0), ([1, 0, 12], 2)] {
+        let options = AttentionOptions { heads, causal: false };
+        assert!(self_attention(&values("x", &shape), options).is_err(), "{shape:?} {heads}");
+    }
+}

@@ -1,0 +1,170 @@
+//! A transformer over the patches of an image.
+//!
+//! Follows: `torch.nn.TransformerEncoder` with `norm_first`, GELU and no dropout, its parameter names
+//! and initial values. Before it a patch becomes a vector (`embed`) and gets its position's
+//! (`position`); after it come a norm, the mean over the patches, and `fc`.
+
+use candle_core::{Module, Result, Tensor, bail};
+use candle_nn::{Init, VarBuilder};
+
+use super::{classification_loss, inputs};
+use crate::engine::candle::layers::{LayerNorm, Linear};
+use crate::engine::candle::ops::{self, AttentionOptions, Normalization};
+use crate::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
+
+/// Shape of a [`Transformer`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct TransformerOptions {
+    /// Channels of an image. Defaults to 1.
+    pub in_channels: usize,
+    /// Rows and columns of an image. Defaults to 28.
+    pub image_size: usize,
+    /// Rows and columns of a patch; divides the image's. Defaults to 4.
+    pub patch_size: usize,
+    /// Numbers per position. Defaults to 64.
+    pub width: usize,
+    /// Attention heads per layer; divides the width. Defaults to 4.
+    pub heads: usize,
+    /// Number of layers. Defaults to 2.
+    pub layers: usize,
+    /// Width of each layer's feed-forward part. Defaults to 256.
+    pub feed_forward: usize,
+    /// Classes. Defaults to 10.
+    pub num_classes: usize,
+    /// How bytes become numbers. Defaults to 0..1.
+    pub normalization: Normalization,
+}
+
+impl Default for TransformerOptions {
+    fn default() -> Self {
+        Self {
+            in_channels: 1,
+            image_size: 28,
+            patch_size: 4,
+            width: 64,
+            heads: 4,
+            layers: 2,
+            feed_forward: 256,
+            num_classes: 10,
+            normalization: Normalization::default(),
+        }
+    }
+}
+
+/// A transformer that classifies images: `embed.weight`, `position`,
+/// `layers.0.self_attn.in_proj_weight`, `layers.0.linear1.weight`, `norm.weight`, `fc.bias`.
+#[derive(Debug)]
+pub struct Transformer {
+    embed: Linear,
+    position: Tensor,
+    layers: Vec<Layer>,
+    norm: LayerNorm,
+    fc: Linear,
+    options: TransformerOptions,
+}
+
+impl Transformer {
+    /// Builds the layers.
+    ///
+    /// # Errors
+    ///
+    /// Those of the builder; a patch that does not divide the image, heads that do not divide the
+    /// width.
+    pub fn new(options: &TransformerOptions, vb: VarBuilder<'_>) -> Result<Self> {
+        let TransformerOptions { image_size, patch_size, width, heads, .. } = *options;
+        if patch_size == 0 || heads == 0 || image_size % patch_size != 0 || width % heads != 0 {
+            bail!("patches divide the image, heads the width, which is not so in {options:?}");
+        }
+        let positions = (image_size / patch_size).pow(2);
+        let patch = options.in_channels * patch_size * patch_size;
+        let layer = |at| Layer::new(options, &vb.pp("layers").pp(at));
+        let small = Init::Randn { mean: 0.0, stdev: 0.02 };
+        Ok(Self {
+            embed: Linear::new(patch, width, vb.pp("embed"))?,
+            position: vb.get_with_hints((positions, width), "position", small)?,
+            layers: (0..options.layers).map(layer).collect::<Result<_>>()?,
+            norm: LayerNorm::new(width, 1e-5, vb.pp("norm"))?,
+            fc: Linear::new(width, options.num_classes, vb.pp("fc"))?,
+            options: options.clone(),
+        })
+    }
+
+    fn logits(&self, batch: &TensorBatch) -> Result<Tensor> {
+        let images = inputs(batch, &self.options.normalization)?;
+        let mut x = self.embed.forward(&patches(&images, self.options.patch_size)?)?;
+        x = x.broadcast_add(&self.position)?;
+        for layer in &self.layers {
+            x = layer.forward(&x)?;
+        }
+        self.fc.forward(&self.norm.forward(&x)?.mean(1)?)
+    }
+}
+
+/// `[n, c, h, w]` to `[n, patches, c * size * size]`.
+fn patches(images: &Tensor, size: usize) -> Result<Tensor> {
+    let (n, c, h, w) = images.dims4()?;
+    images
+        .reshape(&[n, c, h / size, size, w / size, size][..])?
+        .permute([0, 2, 4, 1, 3, 5])?
+        .reshape((n, (h / size) * (w / size), c * size * size))
+}
+
+impl CandleModel for Transformer {
+    fn loss(&self, batch: &TensorBatch) -> Result<Loss> {
+        classification_loss(&self.logits(batch)?, batch)
+    }
+
+    fn predict(&self, batch: &TensorBatch) -> Result<Outputs> {
+        Ok(Outputs::new().with("logits", self.logits(batch)?))
+    }
+}
+
+/// `x + attention(norm1(x))`, then `x + linear2(gelu(linear1(norm2(x))))`.
+#[derive(Debug)]
+struct Layer {
+    norm1: LayerNorm,
+    in_proj_weight: Tensor,
+    in_proj_bias: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor,
+    norm2: LayerNorm,
+    linear1: Linear,
+    linear2: Linear,
+    attention: AttentionOptions,
+}
+
+impl Layer {
+    fn new(options: &TransformerOptions, vb: &VarBuilder<'_>) -> Result<Self> {
+        let width = options.width;
+        let attn = vb.pp("self_attn");
+        // Xavier's, of three square matrices at once; the output's is a layer's default.
+        let bound = (6.0 / (4 * width) as f64).sqrt();
+        let xavier = Init::Uniform { lo: -bound, up: bound };
+        let bound = 1.0 / (width as f64).sqrt();
+        let fan_in = Init::Uniform { lo: -bound, up: bound };
+        let zero = Init::Const(0.0);
+        let out = attn.pp("out_proj");
+        Ok(Self {
+            norm1: LayerNorm::new(width, 1e-5, vb.pp("norm1"))?,
+            in_proj_weight: attn.get_with_hints((3 * width, width), "in_proj_weight", xavier)?,
+            in_proj_bias: attn.get_with_hints(3 * width, "in_proj_bias", zero)?,
+            out_proj_weight: out.get_with_hints((width, width), "weight", fan_in)?,
+            out_proj_bias: out.get_with_hints(width, "bias", zero)?,
+            norm2: LayerNorm::new(width, 1e-5, vb.pp("norm2"))?,
+            linear1: Linear::new(width, options.feed_forward, vb.pp("linear1"))?,
+            linear2: Linear::new(options.feed_forward, width, vb.pp("linear2"))?,
+            attention: AttentionOptions { heads: options.heads, causal: false },
+        })
+    }
+}
+
+impl Module for Layer {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let y = self.norm1.forward(x)?;
+        let qkv = ops::linear(&y, &self.in_proj_weight, Some(&self.in_proj_bias))?;
+        let y = ops::self_attention(&qkv, self.attention)?;
+        let x = (x + ops::linear(&y, &self.out_proj_weight, Some(&self.out_proj_bias))?)?;
+        let y = ops::gelu(&self.linear1.forward(&self.norm2.forward(&x)?)?)?;
+        &x + self.linear2.forward(&y)?
+    }
+}

@@ -213,6 +213,12 @@ impl Section {
         matches!(self.peek(key), Some(Value::String(_)))
     }
 
+    /// Whether the file has a table for `key`.
+    #[must_use]
+    pub fn is_table(&self, key: &str) -> bool {
+        matches!(self.peek(key), Some(Value::Table(_)))
+    }
+
     /// An empty sub-table, for a component that the file does not mention.
     pub(crate) fn empty(&self, key: &str) -> Self {
         Self::new(key.to_owned(), self.place.clone(), Vec::new())

@@ -16,11 +16,14 @@ use std::sync::Arc;
 use fused_optim::{DType, Slice, SliceMut};
 use parking_lot::Mutex;
 
-use crate::Result;
 use crate::data::{Array, Batch};
+use crate::{Error, Result};
 
 #[cfg(feature = "candle")]
 pub mod candle;
+mod compile;
+
+pub use compile::{CompileBackend, CompileMode, CompileOptions, CompileReport};
 
 /// Name, shape and type of one parameter or buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -123,4 +126,18 @@ pub trait Engine {
     ///
     /// The model's own.
     fn eval(&mut self, batch: &Batch) -> Result<Vec<(String, Array)>>;
+
+    /// Does what it can to make steps faster, from now on, and says what that is.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Engine`] if the engine has nothing of the kind.
+    fn compile(&mut self, _options: &CompileOptions) -> Result<CompileReport> {
+        Err(Error::Engine("this engine does not compile: leave `compile` out".to_owned()))
+    }
+
+    /// What [`compile`](Self::compile) has come to by now; none if it was not asked for.
+    fn compile_report(&self) -> Option<CompileReport> {
+        None
+    }
 }

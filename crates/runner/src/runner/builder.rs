@@ -14,6 +14,7 @@ use super::output::Output;
 use super::{Length, Runner, TrainConfig, Validation, read_values, write_values};
 use crate::checkpoint::Position;
 use crate::data::{DataLoader, DatasetFactory, DefaultSampler};
+use crate::engine::CompileOptions;
 use crate::evaluate::Metric;
 use crate::hooks::{Hook, ParamSchedulerHook};
 use crate::model::{DistributedDataParallel, ModelContext, ModelFactory, WrapperFactory};
@@ -70,6 +71,7 @@ pub struct RunnerBuilder {
     pub(super) resume: bool,
     pub(super) load_from: Option<PathBuf>,
     pub(super) looks: Looks,
+    pub(super) compile: Option<CompileOptions>,
     group: Option<ProcessGroup>,
 }
 
@@ -223,6 +225,13 @@ impl RunnerBuilder {
         self
     }
 
+    /// Has the engine compile the model; the log says what that came to.
+    #[must_use]
+    pub fn compile(mut self, options: CompileOptions) -> Self {
+        self.compile = Some(options);
+        self
+    }
+
     /// Uses a process group that is there already, instead of joining the one that the environment
     /// describes.
     #[must_use]
@@ -259,7 +268,8 @@ impl RunnerBuilder {
             // Data are dealt by one seed; only what a model draws may differ.
             let own = if self.diff_rank_seed { rank as u64 } else { 0 };
             let context = ModelContext { dtype: optim.dtype, seed: seed.wrapping_add(own) };
-            let engine = model(&context)?;
+            let mut engine = model(&context)?;
+            self.compile.as_ref().map(|options| engine.compile(options)).transpose()?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
             let model = wrapper(group.clone(), engine.params())?;
             let validation = make_judged(self.validation, &group, seed)?;
@@ -299,6 +309,9 @@ impl RunnerBuilder {
             group.barrier()?;
             if rank == 0 {
                 runner.output.open()?;
+                if let Some(report) = runner.engine.compile_report() {
+                    runner.output.logger().info(&report.to_string());
+                }
             }
             Ok(runner)
         });

@@ -10,6 +10,7 @@ use collective::Launcher;
 use super::{DataLoaderConfig, Length, RunnerBuilder, TrainConfig};
 use crate::Result;
 use crate::config::{Config, Section};
+use crate::engine::CompileOptions;
 use crate::evaluate::Metric;
 use crate::hooks::{self, DEFAULTS, Hook};
 use crate::registry::{
@@ -68,6 +69,7 @@ impl RunnerBuilder {
         builder.resume = root.or("resume", false)?;
         builder.load_from = root.optional::<String>("load_from")?.map(PathBuf::from);
         read_looks(&mut root, &mut builder)?;
+        builder.compile = CompileOptions::read(&mut root)?;
         root.finish()?;
         Ok(builder)
     }

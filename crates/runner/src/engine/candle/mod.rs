@@ -31,8 +31,12 @@ use candle_nn::VarBuilder;
 use fused_optim::SliceMut;
 
 pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
+use self::ops::search::{self, Search};
 use self::params::{Slot, Store, Tensors};
-use super::{Engine, Losses, SharedSink, TensorSpec};
+use super::{
+    CompileBackend, CompileMode, CompileOptions, CompileReport, Engine, Losses, SharedSink,
+    TensorSpec,
+};
 use crate::data::{Array, ArrayData, Batch};
 use crate::{Error, Result};
 
@@ -89,6 +93,8 @@ pub struct CandleEngine {
     buffers: Tensors,
     slot: Arc<Slot>,
     dtype: DType,
+    compiled: Option<CompileOptions>,
+    search: Option<Search>,
 }
 
 impl CandleEngine {
@@ -108,7 +114,47 @@ impl CandleEngine {
         let (store, builder) = Store::new(dtype, options.seed)?;
         let model = build(builder).map_err(|e| Error::Engine(format!("building: {e}")))?;
         let (params, buffers, slot) = store.close();
-        Ok(Self { model: Box::new(model), params, buffers, slot, dtype })
+        let model = Box::new(model);
+        Ok(Self { model, params, buffers, slot, dtype, compiled: None, search: None })
+    }
+
+    fn step(&self, batch: &Batch, loss_scale: f32, sink: &SharedSink) -> Result<Losses> {
+        let batch = TensorBatch::new(batch, self.dtype)?;
+        let loss = self.model.loss(&batch).map_err(|e| Error::Engine(format!("forward: {e}")))?;
+        let losses = loss.read()?;
+        let scaled = loss
+            .value()
+            .affine(f64::from(loss_scale), 0.0)
+            .map_err(|e| Error::Engine(format!("loss scale: {e}")))?;
+        self.slot.with(sink, || scaled.backward())?;
+        Ok(losses)
+    }
+}
+
+impl CandleEngine {
+    fn report(&self, options: &CompileOptions) -> CompileReport {
+        let (seen, better) = self.search.as_ref().map_or((0, 0), Search::counts);
+        let mut report = CompileReport::default();
+        report.applied.push(format!(
+            "a search, in training, for how many images a convolution of this engine unrolls at \
+             once, at the first use of each shape ({seen} so far, {better} of them faster another \
+             way); runs that find different ways may differ in the last bits"
+        ));
+        let mut not = |what: &str, why: &str| report.not_applied.push(format!("{what}: {why}"));
+        not(
+            "fusion of operators",
+            "candle has no compiler; the layers of this engine are fused with and without",
+        );
+        if options.backend == CompileBackend::Inductor {
+            not("backend `inductor`", "it is PyTorch's; this engine does what is said above");
+        }
+        if matches!(options.mode, CompileMode::ReduceOverhead | CompileMode::MaxAutotune) {
+            not("whole steps as one launch", "the CPU has no launches to save");
+        }
+        if options.fullgraph {
+            not("`fullgraph`", "there is no graph that could be broken");
+        }
+        report
     }
 }
 
@@ -155,15 +201,20 @@ impl Engine for CandleEngine {
         if !(loss_scale > 0.0 && loss_scale.is_finite()) {
             return Err(Error::Engine(format!("a loss scale of {loss_scale}")));
         }
-        let batch = TensorBatch::new(batch, self.dtype)?;
-        let loss = self.model.loss(&batch).map_err(|e| Error::Engine(format!("forward: {e}")))?;
-        let losses = loss.read()?;
-        let scaled = loss
-            .value()
-            .affine(f64::from(loss_scale), 0.0)
-            .map_err(|e| Error::Engine(format!("loss scale: {e}")))?;
-        self.slot.with(sink, || scaled.backward())?;
-        Ok(losses)
+        let mut search = self.search.take();
+        let losses = search::open(&mut search, || self.step(batch, loss_scale, sink));
+        self.search = search;
+        losses
+    }
+
+    fn compile(&mut self, options: &CompileOptions) -> Result<CompileReport> {
+        self.compiled = Some(options.clone());
+        self.search = Some(Search::new(options.search_rounds));
+        Ok(self.report(options))
+    }
+
+    fn compile_report(&self) -> Option<CompileReport> {
+        self.compiled.as_ref().map(|options| self.report(options))
     }
 
     fn eval(&mut self, batch: &Batch) -> Result<Vec<(String, Array)>> {

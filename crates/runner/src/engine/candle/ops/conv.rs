@@ -10,6 +10,7 @@ use std::ops::Range;
 use candle_core::{Result, Shape, Tensor, bail};
 
 use super::gemm::{Mat, gemm};
+use super::search;
 use super::weighted::{self, Gradients, Kernel};
 
 /// How a window moves over an image: the same in both directions.
@@ -97,7 +98,27 @@ impl Kernel for Geometry {
     }
 
     fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
-        let (pixels, depth, group) = (self.pixels(), self.depth(), self.group());
+        let columns = |columns| self.forward_by(columns, x, weight, bias);
+        search::run(|| format!("forward {self:?}"), GROUP_COLUMNS, || self.ways(), columns)
+    }
+
+    fn backward(&self, x: &[f32], weight: &[f32], dy: &[f32], wants_x: bool) -> Gradients {
+        let columns = |columns| self.backward_by(columns, x, weight, dy, wants_x);
+        let key = || format!("backward {wants_x} {self:?}");
+        search::run(key, GROUP_COLUMNS, || self.ways(), columns)
+    }
+}
+
+impl Geometry {
+    /// The result, with so many columns in a group.
+    fn forward_by(
+        &self,
+        columns: usize,
+        x: &[f32],
+        weight: &[f32],
+        bias: Option<&[f32]>,
+    ) -> Vec<f32> {
+        let (pixels, depth, group) = (self.pixels(), self.depth(), self.group(columns));
         let mut y = vec![0.0; self.images * self.out_channels * pixels];
         let mut columns = vec![0.0; depth * group * pixels];
         let mut product = vec![0.0; self.out_channels * group * pixels];
@@ -121,8 +142,16 @@ impl Kernel for Geometry {
         y
     }
 
-    fn backward(&self, x: &[f32], weight: &[f32], dy: &[f32], wants_x: bool) -> Gradients {
-        let (pixels, depth, group) = (self.pixels(), self.depth(), self.group());
+    /// The gradients, with so many columns in a group.
+    fn backward_by(
+        &self,
+        columns: usize,
+        x: &[f32],
+        weight: &[f32],
+        dy: &[f32],
+        wants_x: bool,
+    ) -> Gradients {
+        let (pixels, depth, group) = (self.pixels(), self.depth(), self.group(columns));
         let mut dw = vec![0.0; weight.len()];
         let mut db = vec![0.0; self.out_channels];
         let mut dx = wants_x.then(|| vec![0.0; x.len()]);
@@ -155,9 +184,7 @@ impl Kernel for Geometry {
         }
         Gradients { x: dx, weight: dw, bias: db }
     }
-}
 
-impl Geometry {
     /// Elements of one input image.
     fn image(&self) -> usize {
         self.channels * self.height * self.width
@@ -174,8 +201,15 @@ impl Geometry {
     }
 
     /// Images unrolled at once.
-    fn group(&self) -> usize {
-        (GROUP_COLUMNS / self.pixels()).clamp(1, self.images.max(1))
+    fn group(&self, columns: usize) -> usize {
+        (columns / self.pixels()).clamp(1, self.images.max(1))
+    }
+
+    /// The numbers of columns that make groups of different sizes.
+    fn ways(&self) -> Vec<usize> {
+        let mut ways = vec![64, 128, 256, GROUP_COLUMNS, 1024, 2048, 4096];
+        ways.dedup_by_key(|columns| self.group(*columns));
+        ways
     }
 }
 

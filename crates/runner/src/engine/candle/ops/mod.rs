@@ -21,6 +21,7 @@ mod linear;
 mod loss;
 mod norm;
 mod pool;
+pub(super) mod search;
 mod softmax;
 mod weighted;
 

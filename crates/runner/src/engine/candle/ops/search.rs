@@ -1,0 +1,136 @@
+//! The search of `compile`: which way of doing an operation is fastest for a shape, found by trying.
+//!
+//! An operation with several ways calls [`run`] with a key (its shapes) and the ways, which are
+//! numbers. While an engine has a search open on this thread ([`open`]), the first call with a key
+//! tries all of them and remembers the best; without one, the default is taken. What was found
+//! belongs to the engine, not to the thread.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// What has been found so far.
+#[derive(Clone, Debug, Default)]
+pub(in crate::engine::candle) struct Search {
+    /// How often each way is tried.
+    pub(in crate::engine::candle) rounds: usize,
+    found: BTreeMap<String, Found>,
+}
+
+/// The outcome for one key.
+#[derive(Clone, Copy, Debug)]
+struct Found {
+    way: usize,
+    best: Duration,
+    default: Duration,
+}
+
+thread_local! {
+    static OPEN: RefCell<Option<Search>> = const { RefCell::new(None) };
+}
+
+impl Search {
+    pub(in crate::engine::candle) fn new(rounds: usize) -> Self {
+        Self { rounds, found: BTreeMap::new() }
+    }
+
+    /// How many shapes were looked at, and for how many another way than the default was taken.
+    pub(in crate::engine::candle) fn counts(&self) -> (usize, usize) {
+        let better = self.found.values().filter(|found| found.best < found.default);
+        (self.found.len(), better.count())
+    }
+}
+
+/// Runs `call` with `search` open on this thread.
+pub(in crate::engine::candle) fn open<R>(
+    search: &mut Option<Search>,
+    call: impl FnOnce() -> R,
+) -> R {
+    /// Brings the search back however the call ends.
+    struct Open<'a>(&'a mut Option<Search>);
+    impl Drop for Open<'_> {
+        fn drop(&mut self) {
+            *self.0 = OPEN.take();
+        }
+    }
+    OPEN.set(search.take());
+    let _open = Open(search);
+    call()
+}
+
+/// Does an operation in the way that is best for `key`, or, without a search, by `default`.
+pub(super) fn run<R>(
+    key: impl FnOnce() -> String,
+    default: usize,
+    ways: impl FnOnce() -> Vec<usize>,
+    mut operation: impl FnMut(usize) -> R,
+) -> R {
+    let open = OPEN.with_borrow(|open| open.as_ref().map(|search| search.rounds));
+    let Some(rounds) = open else { return operation(default) };
+    let key = key();
+    let known = OPEN.with_borrow(|open| open.as_ref()?.found.get(&key).map(|found| found.way));
+    if let Some(way) = known {
+        return operation(way);
+    }
+    let mut time = |way: usize| {
+        let times = (0..rounds.max(1)).map(|_| {
+            let start = Instant::now();
+            let _result = operation(way);
+            start.elapsed()
+        });
+        times.min().unwrap_or_default()
+    };
+    // Once for nothing: the first call pays for cold memory.
+    time(default);
+    let by_default = time(default);
+    let mut found = Found { way: default, best: by_default, default: by_default };
+    for way in ways().into_iter().filter(|way| *way != default) {
+        let best = time(way);
+        if best < found.best {
+            found = Found { way, best, ..found };
+        }
+    }
+    OPEN.with_borrow_mut(|open| open.as_mut().map(|search| search.found.insert(key, found)));
+    operation(found.way)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ways_are_tried_once_for_each_key() {
+        let calls = std::cell::Cell::new(0);
+        let call = |key: &str, ways: &[usize]| {
+            let operation = |way| {
+                calls.set(calls.get() + 1);
+                way
+            };
+            run(|| key.to_owned(), 40, || ways.to_vec(), operation)
+        };
+        assert_eq!((call("a", &[1]), calls.take()), (40, 1), "no search, no trying");
+        let mut search = Some(Search::new(3));
+        let found = open(&mut search, || {
+            let found = call("a", &[40, 1, 80]);
+            assert!([40, 1, 80].contains(&found));
+            // The default twice, once for nothing; the two others; and what was asked for.
+            assert_eq!(calls.take(), 3 + 3 + 3 + 3 + 1);
+            assert_eq!((call("a", &[7]), calls.take()), (found, 1));
+            found
+        });
+        let counts = (1, usize::from(found != 40));
+        assert_eq!(search.as_ref().unwrap().counts(), counts);
+        assert_eq!(open(&mut search, || call("b", &[40])), 40);
+        assert_eq!(search.as_ref().unwrap().counts().0, 2);
+        assert_eq!(call("a", &[1]), 40, "the search is the engine's");
+    }
+
+    #[test]
+    fn the_search_comes_back_from_a_panic() {
+        let mut search = Some(Search::new(1));
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            open(&mut search, || panic!("an operation's"));
+        }));
+        assert!(panicked.is_err() && search.is_some());
+    }
+}

@@ -1,0 +1,186 @@
+//! `compile`: what is asked of an engine beyond running a model as it is written, and what came of it.
+//!
+//! The words are `torch.compile`'s, as MMEngine's `compile` takes them. What an engine does for them
+//! is its own affair, and a [`CompileReport`] says it: what was applied, what was not and why.
+//! Nothing that was not done is ever called done.
+
+use std::fmt;
+
+use crate::Result;
+use crate::config::Section;
+
+/// `compile = true`, or a table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CompileOptions {
+    /// Who compiles. Defaults to the engine itself.
+    pub backend: CompileBackend,
+    /// How far to go.
+    pub mode: CompileMode,
+    /// Whether anything that cannot be compiled is an error, in PyTorch. Defaults to false.
+    pub fullgraph: bool,
+    /// How often a search runs each candidate; the best time counts. Defaults to 2.
+    pub search_rounds: usize,
+}
+
+/// Who compiles.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CompileBackend {
+    /// The engine itself.
+    #[default]
+    Engine,
+    /// PyTorch's default. The engine stands in for it, and the report says so.
+    Inductor,
+}
+
+/// `torch.compile`'s modes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CompileMode {
+    /// What pays at once.
+    #[default]
+    Default,
+    /// And whole steps as one launch, where a device has such a thing.
+    ReduceOverhead,
+    /// And a search among kernels.
+    MaxAutotune,
+    /// The same without whole steps as one launch.
+    MaxAutotuneNoCudagraphs,
+}
+
+impl Default for CompileOptions {
+    /// What `compile = true` means.
+    fn default() -> Self {
+        Self {
+            backend: CompileBackend::default(),
+            mode: CompileMode::default(),
+            fullgraph: false,
+            search_rounds: 2,
+        }
+    }
+}
+
+impl CompileOptions {
+    /// The key `compile` of a configuration; none if it is absent, `false`, or disabled.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`](crate::Error::Config) for an unknown backend, mode or option, with the valid
+    /// ones; for both `mode` and `options`, which PyTorch refuses too.
+    pub fn read(root: &mut Section) -> Result<Option<Self>> {
+        let key = "compile";
+        if !root.is_table(key) {
+            return Ok(root.or(key, false)?.then(Self::default));
+        }
+        let mut table = root.section(key)?;
+        let backends = [("engine", CompileBackend::Engine), ("inductor", CompileBackend::Inductor)];
+        let modes = [
+            ("default", CompileMode::Default),
+            ("reduce-overhead", CompileMode::ReduceOverhead),
+            ("max-autotune", CompileMode::MaxAutotune),
+            ("max-autotune-no-cudagraphs", CompileMode::MaxAutotuneNoCudagraphs),
+        ];
+        if table.has("mode") && table.has("options") {
+            return Err(table.error("either `mode` or `options` can be given, not both"));
+        }
+        let mut read = Self {
+            backend: table.choice("backend", "engine", &backends)?,
+            mode: table.choice("mode", "default", &modes)?,
+            fullgraph: table.or("fullgraph", false)?,
+            ..Self::default()
+        };
+        // Shapes may always change: what is found for one is kept, another is looked at anew.
+        table.or("dynamic", true)?;
+        let disable = table.or("disable", false)?;
+        if let Some(mut options) = table.optional_section("options")? {
+            let at_least_1 = |n: &usize| *n >= 1;
+            read.search_rounds = options.or_checked(
+                "search_rounds",
+                read.search_rounds,
+                "at least 1",
+                at_least_1,
+            )?;
+            options.finish()?;
+        }
+        table.finish()?;
+        Ok((!disable).then_some(read))
+    }
+}
+
+/// What compiling came to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CompileReport {
+    /// What is in force.
+    pub applied: Vec<String>,
+    /// What was asked for and is not, with the reason.
+    pub not_applied: Vec<String>,
+}
+
+impl fmt::Display for CompileReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let none = || vec!["nothing".to_owned()];
+        let list = |lines: &[String]| if lines.is_empty() { none() } else { lines.to_vec() };
+        write!(f, "compile: applied: {}", list(&self.applied).join("; "))?;
+        write!(f, ". Not applied: {}", list(&self.not_applied).join("; "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+
+    fn read(text: &str) -> Result<Option<CompileOptions>> {
+        let mut root = Config::from_text("c.toml", text)?.into_section();
+        let read = CompileOptions::read(&mut root)?;
+        root.finish()?;
+        Ok(read)
+    }
+
+    #[test]
+    fn a_switch_or_a_table() {
+        let default = CompileOptions::default();
+        let tuned = CompileOptions {
+            backend: CompileBackend::Inductor,
+            mode: CompileMode::MaxAutotune,
+            ..default.clone()
+        };
+        for (text, wanted) in [
+            ("", None),
+            ("compile = false", None),
+            ("compile = true", Some(default.clone())),
+            ("compile = {}", Some(default.clone())),
+            ("compile = { mode = 'max-autotune', disable = true }", None),
+            ("compile = { backend = 'inductor', mode = 'max-autotune' }", Some(tuned)),
+            (
+                "compile = { options = { search_rounds = 5 } }",
+                Some(CompileOptions { search_rounds: 5, ..default }),
+            ),
+        ] {
+            assert_eq!(read(text).unwrap(), wanted, "{text}");
+        }
+    }
+
+    #[test]
+    fn every_mistake_lists_what_there_is() {
+        for (text, wanted) in [
+            ("compile = 1", "c.toml:1:11: `compile` must be true or false"),
+            (
+                "compile = { backend = 'inductr' }",
+                "unknown value `inductr`; did you mean `inductor`? (valid: engine, inductor)",
+            ),
+            (
+                "compile = { mode = 'max-autotun' }",
+                "did you mean `max-autotune`? (valid: default, max-autotune, \
+                 max-autotune-no-cudagraphs, reduce-overhead)",
+            ),
+            ("compile = { mod = 'default' }", "unknown key `mod`; did you mean `mode`?"),
+            (
+                "compile = { options = { triton = true } }",
+                "unknown key `triton` (valid: search_rounds) in [compile.options]",
+            ),
+            ("compile = { mode = 'default', options = {} }", "not both"),
+        ] {
+            let error = read(text).unwrap_err().to_string();
+            assert!(error.contains(wanted), "{text}: {error}");
+        }
+    }
+}

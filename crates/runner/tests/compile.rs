@@ -1,0 +1,55 @@
+//! `compile` through a whole run: the log says what was done, the engine trains as before, and an
+//! engine without a compiler refuses.
+
+#![cfg(feature = "candle")]
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::path::Path;
+use std::time::Duration;
+
+use collective::ProcessGroup;
+use runner::config::Config;
+use runner::{Result, RunnerBuilder};
+
+/// Accuracy and log of an epoch on the digits.
+fn train(dir: &Path, compile: &str) -> Result<(f64, String)> {
+    let text = format!(
+        "{compile}
+        optim_wrapper = {{ optimizer = {{ type = 'SGD', lr = 0.05, momentum = 0.9 }}, type = 'OptimWrapper' }}
+        model = {{ type = 'ResNet', width = 4, blocks = [1, 1] }}
+        train_dataloader = {{ batch_size = 32, dataset = {{ type = 'Digits', split = 'train' }} }}
+        val_dataloader = {{ batch_size = 64, dataset = {{ type = 'Digits', split = 'test' }} }}
+        val_evaluator = {{ type = 'Accuracy' }}
+        train_cfg = {{ max_epochs = 1 }}
+        randomness = {{ seed = 1 }}"
+    );
+    let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
+    let builder = RunnerBuilder::from_config(Config::from_text("c.toml", text)?)?;
+    let mut runner = builder.work_dir(dir).process_group(group).build()?;
+    let report = runner.engine_mut().compile_report();
+    let accuracy = runner.train()?[0].1;
+    let after = runner.engine_mut().compile_report();
+    assert_eq!(report.is_some(), !compile.is_empty());
+    Ok((accuracy, after.map(|report| report.to_string()).unwrap_or_default()))
+}
+
+#[test]
+fn what_was_done_is_said_and_training_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let (plain, report) = train(&dir.path().join("plain"), "").unwrap();
+    assert_eq!(report, "");
+    for (at, (compile, said)) in [
+        ("compile = true", "fusion of operators"),
+        ("compile = { mode = 'reduce-overhead', fullgraph = true }", "the CPU has no launches"),
+        ("compile = { backend = 'inductor', mode = 'max-autotune' }", "it is PyTorch's"),
+    ]
+    .iter()
+    .enumerate()
+    {
+        let (accuracy, report) = train(&dir.path().join(at.to_string()), compile).unwrap();
+        assert!(report.split(". Not applied: ").nth(1).unwrap().contains(said), "{report}");
+        assert!(!report.contains("(0 so far"), "{report}");
+        // The same training but for the order of sums.
+        assert!((accuracy - plain).abs() < 10.0, "{accuracy} and {plain}");
+    }
+}

@@ -7,6 +7,7 @@
 //! ```
 
 #![expect(clippy::unwrap_used, reason = "a benchmark fails by panicking")]
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "figures go to the script")]
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -124,7 +125,7 @@ fn stock(name: &str, rounds: usize) -> Vec<f64> {
     let (side, count) = extent(name);
     let x = Tensor::randn(0_f32, 1.0, (count, 1, side, side), &Device::Cpu).unwrap();
     let labels = Tensor::from_iter((0..count).map(|i| (i % 10) as i64), &Device::Cpu).unwrap();
-    let net: Box<dyn Fn(&Tensor) -> Result<Tensor>> = match name {
+    let net: Net = match name {
         "mlp" => stock_mlp(&vb).unwrap(),
         "resnet16" => stock_resnet(&vb, 16).unwrap(),
         "resnet64" => stock_resnet(&vb, 64).unwrap(),

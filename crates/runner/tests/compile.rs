@@ -2,7 +2,6 @@
 //! engine without a compiler refuses.
 
 #![cfg(feature = "candle")]
-#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::path::Path;
 use std::time::Duration;

@@ -14,7 +14,7 @@ use super::output::Output;
 use super::{Length, Runner, TrainConfig, Validation, read_values, write_values};
 use crate::checkpoint::Position;
 use crate::data::{DataLoader, DatasetFactory, DefaultSampler};
-use crate::engine::CompileOptions;
+use crate::engine::{CompileOptions, Engine};
 use crate::evaluate::Metric;
 use crate::hooks::{Hook, ParamSchedulerHook};
 use crate::model::{DistributedDataParallel, ModelContext, ModelFactory, WrapperFactory};
@@ -268,8 +268,7 @@ impl RunnerBuilder {
             // Data are dealt by one seed; only what a model draws may differ.
             let own = if self.diff_rank_seed { rank as u64 } else { 0 };
             let context = ModelContext { dtype: optim.dtype, seed: seed.wrapping_add(own) };
-            let mut engine = model(&context)?;
-            self.compile.as_ref().map(|options| engine.compile(options)).transpose()?;
+            let engine = make_engine(model, &context, self.compile)?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
             let model = wrapper(group.clone(), engine.params())?;
             let validation = make_judged(self.validation, &group, seed)?;
@@ -308,10 +307,7 @@ impl RunnerBuilder {
             // No rank creates anything before every rank has got this far.
             group.barrier()?;
             if rank == 0 {
-                runner.output.open()?;
-                if let Some(report) = runner.engine.compile_report() {
-                    runner.output.logger().info(&report.to_string());
-                }
+                open_output(&mut runner)?;
             }
             Ok(runner)
         });
@@ -320,6 +316,25 @@ impl RunnerBuilder {
         }
         runner
     }
+}
+
+fn make_engine(
+    model: ModelFactory,
+    context: &ModelContext,
+    compile: Option<CompileOptions>,
+) -> Result<Box<dyn Engine>> {
+    let mut engine = model(context)?;
+    compile.map(|options| engine.compile(&options)).transpose()?;
+    Ok(engine)
+}
+
+/// Begins the log, with what compiling came to.
+fn open_output(runner: &mut Runner) -> Result<()> {
+    runner.output.open()?;
+    if let Some(report) = runner.engine.compile_report() {
+        runner.output.logger().info(&report.to_string());
+    }
+    Ok(())
 }
 
 /// Refuses what a run by epochs, or by iterations, has no use for.

@@ -89,6 +89,7 @@ fn main() -> Result<()> {
         batch_size: 32,
         shuffle: true,
         drop_last: false,
+        infinite: false,
     };
     let build =
         |vb: VarBuilder<'static>| Ok(Net(linear(2, 16, vb.pp("a"))?, linear(16, 2, vb.pp("b"))?));

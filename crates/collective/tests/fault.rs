@@ -16,7 +16,8 @@ mod mismatch;
 #[path = "fault/stopped.rs"]
 mod stopped;
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use collective::{
@@ -42,11 +43,30 @@ fn in_time(base: Instant, start: Instant, timeout: Duration) {
     assert!(all >= timeout && own <= timeout + slack, "{all:?}, {own:?}");
 }
 
-/// Ranks that call different things know it 10 ms later. To be held to that they should be built with
-/// `--release`: what a call says is made within the time, too.
-fn at_once(took: Duration) {
-    let limit = if figures() { Duration::from_millis(10) } else { SOON };
-    assert!(took <= limit, "{took:?}");
+/// How soon ranks knew that they called different things, by transport.
+static KNOWN: Mutex<BTreeMap<&str, Vec<Duration>>> = Mutex::new(BTreeMap::new());
+
+/// Ranks that call different things know it 10 ms later, 99 times of 100. The figures are those of
+///
+/// `COLLECTIVE_FIGURES=1 cargo test --release -p collective --test fault mismatch -- --nocapture
+/// --test-threads 1`
+///
+/// on a quiet machine; what a call says is made within the time, too, hence `--release`.
+#[expect(clippy::print_stdout, reason = "the figures")]
+fn at_once(transport: &'static str, took: Duration) {
+    if !figures() {
+        assert!(took <= SOON, "{took:?}");
+        return;
+    }
+    let mut known = KNOWN.lock().unwrap();
+    let times = known.entry(transport).or_default();
+    times.push(took);
+    times.sort_unstable();
+    let [half, most, all] = [50, 99, 100].map(|part| times[(times.len() * part).div_ceil(100) - 1]);
+    if times.len().is_multiple_of(100) {
+        println!("{transport}, {} calls: half {half:?}, 99 % {most:?}, all {all:?}", times.len());
+        assert!(most <= Duration::from_millis(10), "{most:?}");
+    }
 }
 
 #[test]

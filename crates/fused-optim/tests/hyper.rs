@@ -1,5 +1,7 @@
 //! Hyper-parameters: defaults, refusals in PyTorch's words, and their way through a saved state.
 
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
+
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, BertAdam,
     BertAdamHyper, ClipScope, CosineEps, Error, Lamb, LambHyper, Optimizer, ParamMut, RmsProp,
@@ -185,4 +187,66 @@ fn momentum_is_set_where_there_is_one_and_never_brings_or_takes_a_buffer() {
     assert_eq!(adadelta.momentum(0).unwrap(), None);
     let refused = adadelta.set_momentum(0, 0.5);
     assert!(matches!(refused, Err(Error::NoMomentum { kind: "adadelta" })));
+}
+
+#[test]
+fn a_wrong_state_dict_is_refused_by_name() {
+    let mut adamw = AdamW::with_one_group(AdamWHyper::default(), 2).unwrap();
+    let (mut weight, mut empty) = ([1.0_f32; 3], [0.0_f32; 0]);
+    let param = ParamMut::new(&mut weight[..], Some(Slice::F32(&[1.0; 3])));
+    let other = ParamMut::new(&mut empty[..], None);
+    let _ = adamw.step(&mut [param, other], &StepCtl::PLAIN).unwrap();
+    let before = adamw.state_dict();
+
+    type Spoil = fn(&mut StateDict);
+    let cases: [(Spoil, &str); 10] = [
+        (|d| d.kind = "sgd".into(), r#"the state dict is of "sgd", this optimizer is "adamw""#),
+        (|d| drop(tensors(d).remove("exp_avg_sq")), "state dict, state.0.exp_avg_sq: missing"),
+        (
+            |d| drop(tensors(d).insert("exp_agv".into(), vec![0.0; 3])),
+            "state dict, state.0.exp_agv: unknown",
+        ),
+        (
+            |d| tensors(d).get_mut("exp_avg").unwrap().push(0.0),
+            "state dict, state.0.exp_avg: expected 3 elements, got 4",
+        ),
+        (
+            |d| tensors(d).get_mut("exp_avg_sq").unwrap()[2] = f32::NAN,
+            "state dict, state.0.exp_avg_sq: not finite at element 2",
+        ),
+        (
+            |d| d.state.get_mut(&0).unwrap().step = 0,
+            "state dict, state.0.step: 0 is not a step count",
+        ),
+        (|d| drop(d.state.insert(2, d.state[&0].clone())), "state dict, state.2: unknown"),
+        (|d| d.param_groups = "[]".into(), "state dict, param_groups: expected 1 groups, got 0"),
+        (
+            |d| d.param_groups = d.param_groups.replace("[0,1]", "[1,0]"),
+            "state dict, param_groups[0]: params are not [0, 1]",
+        ),
+        (
+            |d| d.param_groups = d.param_groups.replace("0.001", "-0.001"),
+            "state dict, param_groups[0]: invalid learning rate: -0.001",
+        ),
+    ];
+    for (spoil, text) in cases {
+        let mut dict = before.clone();
+        spoil(&mut dict);
+        assert_ne!(dict, before, "{text}");
+        assert_eq!(adamw.load_state_dict(&dict).unwrap_err().to_string(), text);
+        assert_eq!(adamw.state_dict(), before);
+    }
+    for (from, to, named) in [
+        ("eps", "epsilon", "unknown field `epsilon`"),
+        (r#""lr":0.001,"#, "", "missing field `lr`"),
+    ] {
+        let mut dict = before.clone();
+        dict.param_groups = dict.param_groups.replace(from, to);
+        let text = adamw.load_state_dict(&dict).unwrap_err().to_string();
+        assert!(text.contains(named), "{text}");
+    }
+}
+
+fn tensors(dict: &mut StateDict) -> &mut std::collections::BTreeMap<String, Vec<f32>> {
+    &mut dict.state.get_mut(&0).unwrap().tensors
 }

@@ -209,63 +209,6 @@ fn fold(frames: &[Frame]) -> Vec<Frame> {
 
 /// Folds in the order of ranks: integers wrap, floats add up in f32 and are rounded once.
 fn reduce(sent: &[&[u8]], dtype: HcclDataType, op: HcclReduceOp) -> Vec<u8> {
-    fn integers<const N: usize>(
-        sent: &[&[u8]],
-        op: HcclReduceOp,
-        read: impl Fn([u8; N]) -> i64,
-        write: impl Fn(i64) -> [u8; N],
-    ) -> Vec<u8> {
-        columns(sent, read, |a, b| match op {
-            HcclReduceOp::PROD => a.wrapping_mul(b),
-            HcclReduceOp::MAX => a.max(b),
-            HcclReduceOp::MIN => a.min(b),
-            _ => a.wrapping_add(b),
-        })
-        .flat_map(write)
-        .collect()
-    }
-    fn floats<const N: usize>(
-        sent: &[&[u8]],
-        op: HcclReduceOp,
-        read: impl Fn([u8; N]) -> f32,
-        write: impl Fn(f32) -> [u8; N],
-    ) -> Vec<u8> {
-        columns(sent, read, |a, b| match op {
-            HcclReduceOp::PROD => a * b,
-            HcclReduceOp::MAX => {
-                if a > b || a.is_nan() {
-                    a
-                } else {
-                    b
-                }
-            }
-            HcclReduceOp::MIN => {
-                if a < b || a.is_nan() {
-                    a
-                } else {
-                    b
-                }
-            }
-            _ => a + b,
-        })
-        .flat_map(write)
-        .collect()
-    }
-    fn columns<const N: usize, T: Copy>(
-        sent: &[&[u8]],
-        read: impl Fn([u8; N]) -> T,
-        fold: impl Fn(T, T) -> T,
-    ) -> impl Iterator<Item = T> {
-        let each: Vec<Vec<T>> = sent
-            .iter()
-            .map(|bytes| bytes.as_chunks().0.iter().map(|c| read(*c)).collect())
-            .collect();
-        let first = each[0].clone();
-        let folded = each[1..].iter().fold(first, |so_far: Vec<T>, next: &Vec<T>| {
-            so_far.iter().zip(next).map(|(a, b)| fold(*a, *b)).collect()
-        });
-        folded.into_iter()
-    }
     match dtype {
         HcclDataType::INT8 => {
             integers(sent, op, |b| i8::from_le_bytes(b).into(), |n| (n as i8).to_le_bytes())
@@ -288,6 +231,65 @@ fn reduce(sent: &[&[u8]], dtype: HcclDataType, op: HcclReduceOp) -> Vec<u8> {
         ),
         _ => floats(sent, op, f32::from_le_bytes, f32::to_le_bytes),
     }
+}
+
+fn integers<const N: usize>(
+    sent: &[&[u8]],
+    op: HcclReduceOp,
+    read: impl Fn([u8; N]) -> i64,
+    write: impl Fn(i64) -> [u8; N],
+) -> Vec<u8> {
+    columns(sent, read, |a, b| match op {
+        HcclReduceOp::PROD => a.wrapping_mul(b),
+        HcclReduceOp::MAX => a.max(b),
+        HcclReduceOp::MIN => a.min(b),
+        _ => a.wrapping_add(b),
+    })
+    .flat_map(write)
+    .collect()
+}
+
+fn floats<const N: usize>(
+    sent: &[&[u8]],
+    op: HcclReduceOp,
+    read: impl Fn([u8; N]) -> f32,
+    write: impl Fn(f32) -> [u8; N],
+) -> Vec<u8> {
+    columns(sent, read, |a, b| match op {
+        HcclReduceOp::PROD => a * b,
+        HcclReduceOp::MAX => {
+            if a > b || a.is_nan() {
+                a
+            } else {
+                b
+            }
+        }
+        HcclReduceOp::MIN => {
+            if a < b || a.is_nan() {
+                a
+            } else {
+                b
+            }
+        }
+        _ => a + b,
+    })
+    .flat_map(write)
+    .collect()
+}
+
+/// Every rank's elements, folded one by one in the order of ranks.
+fn columns<const N: usize, T: Copy>(
+    sent: &[&[u8]],
+    read: impl Fn([u8; N]) -> T,
+    fold: impl Fn(T, T) -> T,
+) -> impl Iterator<Item = T> {
+    let each: Vec<Vec<T>> =
+        sent.iter().map(|bytes| bytes.as_chunks().0.iter().map(|c| read(*c)).collect()).collect();
+    let first = each[0].clone();
+    let folded = each[1..].iter().fold(first, |so_far: Vec<T>, next: &Vec<T>| {
+        so_far.iter().zip(next).map(|(a, b)| fold(*a, *b)).collect()
+    });
+    folded.into_iter()
 }
 
 /// Matches sends with receives; the answers of ranks all of whose messages have met.

@@ -40,7 +40,7 @@ fn unexpected(
             });
             let took = start.elapsed();
             all.wait();
-            at_once(took);
+            at_once(carrier.name, took);
             let error = result.unwrap_err();
             let Error::Mismatch { field: got, by_rank, .. } = &error else { panic!("{error}") };
             assert_eq!(*got, field, "{error}");

@@ -31,7 +31,7 @@ fn mismatch_of(carrier: Carrier, world: usize, field: &str, call: &impl Call) {
             let took = start.elapsed();
             told.wait();
             let error = result.unwrap_err();
-            at_once(took);
+            at_once(carrier.name, took);
             let Error::Mismatch { op, field: got, by_rank } = &error else { panic!("{error}") };
             assert_eq!(*got, field, "{error}");
             assert!(by_rank.iter().map(|(rank, _)| *rank).eq(0..world), "{error}");

@@ -105,6 +105,7 @@ fn finish(
         sent: vec![0; world],
         received: vec![0; world],
         headers: Vec::new(),
+        closing: None,
         data: Some(data),
         scratch: Vec::new(),
     };

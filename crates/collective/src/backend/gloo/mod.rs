@@ -36,6 +36,7 @@ mod turn;
 
 use std::mem::ManuallyDrop;
 use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -86,6 +87,8 @@ struct State {
     headers: Vec<Arc<Letter>>,
     /// Gone once an operation has failed, and with it what gloo had begun.
     data: Option<Arc<Mesh>>,
+    /// Closes the connections for data after a failure.
+    closing: Option<JoinHandle<()>>,
     /// What peers send to be folded.
     scratch: Vec<u8>,
 }
@@ -133,12 +136,16 @@ impl Gloo {
     }
 
     /// The same after a failure of what all have entered, or of messages between pairs: ends what
-    /// gloo had begun. To close a connection waits for a round of gloo's thread, so a failure to
-    /// enter, before which nothing has begun, is only told.
+    /// gloo had begun. To close a connection waits for a round of gloo's thread, 10 ms long, which the
+    /// caller need not: gloo has let go of the memory.
     fn settle<T>(&self, state: &mut State, result: Result<T>) -> Result<T> {
         let result = self.tell(result);
-        if result.is_err() {
-            state.data = None;
+        if result.is_err()
+            && let Some(data) = state.data.take()
+        {
+            let close = std::thread::Builder::new().name("gloo-close".into());
+            // Without a thread it is closed here.
+            state.closing = close.spawn(move || drop(data)).ok();
         }
         result
     }
@@ -265,6 +272,10 @@ impl Drop for Gloo {
             return;
         }
         self.control.leave();
+        if let Some(closing) = self.state.get_mut().closing.take() {
+            // It does nothing that panics.
+            let _ = closing.join();
+        }
         // SAFETY: dropped once, here.
         unsafe { ManuallyDrop::drop(&mut self.state) };
         // SAFETY: likewise.

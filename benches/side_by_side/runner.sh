@@ -28,7 +28,7 @@ cargo build --quiet --release -p benches --features runner --bin side_by_side_ru
 ours=target/release/side_by_side_runner
 export OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1
 
-echo "$(date -u +%F), $(lscpu | sed -n 's/^Model name: *//p'), $(nproc) cores, Linux $(uname -r)"
+echo "$(date -u +%F), $(lscpu | sed -n 's/^Model name: *//p'), $(nproc --all) cores, Linux $(uname -r)"
 echo "| work | ours, ms | PyTorch eager, ms | ours / PyTorch | stock candle, ms | stock / ours |"
 echo "|---|---|---|---|---|---|"
 for name in $works; do

@@ -597,7 +597,7 @@ mod tests {
         let all: Vec<_> = all.iter().filter(|n| !n.starts_with("20")).collect();
         assert_eq!(all, ["best_digits_accuracy_epoch_3", "epoch_2", "epoch_3", "last_checkpoint"]);
         let recorded = include_str!("../../tests/vectors/log_epoch.txt");
-        check_log(dir.path(), recorded, "ref/reference/work/single_fp32");
+        check_log(dir.path(), recorded, "work_dirs/single_fp32");
     }
 
     #[test]
@@ -612,7 +612,7 @@ mod tests {
         let all: Vec<_> = all.iter().filter(|n| !n.starts_with("20")).collect();
         assert_eq!(all, ["best_digits_accuracy_iter_60", "iter_40", "iter_60", "last_checkpoint"]);
         let recorded = include_str!("../../tests/vectors/log_iter.txt");
-        check_log(dir.path(), recorded, "ref/reference/work/single_iter");
+        check_log(dir.path(), recorded, "work_dirs/single_iter");
     }
 
     #[test]

@@ -94,7 +94,11 @@ fn misuse_is_named_and_changes_nothing() {
         side.stream.capture(false);
         side.finish().unwrap();
         assert_eq!(side.firsts(2), [Some(1.0), Some(1.0)]);
-        // Without kernels what is there cannot be added to.
+    });
+    // Without kernels what is there cannot be added to. That ends the group, so one rank is alone.
+    ranks(1, DEADLINE, |group| {
+        let mut side = Side::new(group, params(&[2]), tiny(), NoKernels);
+        side.pass(&[2], true, |_| 1.0);
         side.reducer.prepare(true).unwrap();
         let error = side.ready(0, vec![1.0_f32; 2]).unwrap_err();
         assert!(error.to_string().contains("outside of their slots"), "{error}");

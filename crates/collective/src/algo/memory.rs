@@ -36,7 +36,7 @@ impl<'a> Memory<'a> {
                 Local::Fold { op, to, from } => {
                     let sources = &round.sources[from.clone()];
                     let sources: Vec<_> = sources.iter().map(|&part| self.region(part)).collect();
-                    simd::fold(dtype, *op, self.region(*to), &sources);
+                    simd::fold(dtype, *op, &[self.region(*to)], &sources);
                 }
             }
         }

@@ -184,7 +184,7 @@ fn expected(op: &OpDesc, world: usize, tame: bool) -> Vec<Option<Vec<u8>>> {
         let mut inputs = inputs.clone();
         let mut out = vec![0; inputs[0].len()];
         let sources: Vec<_> = inputs.iter_mut().map(|bytes| span(bytes)).collect();
-        simd::fold(op.dtype, op.op.unwrap(), span(&mut out), &sources);
+        simd::fold(op.dtype, op.op.unwrap(), &[span(&mut out)], &sources);
         out
     };
     let root = op.root.unwrap_or(0);

@@ -114,10 +114,10 @@ macro_rules! integer {
 
 integer!(i8, u8, i32, i64, u64);
 
-/// Folds floating-point numbers: `out` from the sources' bytes at `offset` on.
+/// Folds floating-point numbers, from byte `offset` on.
 pub(super) fn fold_float<T: Float>(
     op: ReduceOp,
-    out: Span<'_>,
+    outs: &[Span<'_>],
     sources: &[Span<'_>],
     offset: usize,
 ) {
@@ -128,16 +128,16 @@ pub(super) fn fold_float<T: Float>(
     let max = |a, b| if b > a || T::is_nan(b) && !T::is_nan(a) { b } else { a };
     let (widen, narrow) = (T::widen, T::narrow);
     match op {
-        ReduceOp::Sum => fold(out, sources, offset, widen, T::add, one, narrow),
+        ReduceOp::Sum => fold(outs, sources, offset, widen, T::add, one, narrow),
         ReduceOp::Avg => {
-            fold(out, sources, offset, widen, T::add, |acc| T::mul(acc, scale), narrow);
+            fold(outs, sources, offset, widen, T::add, |acc| T::mul(acc, scale), narrow);
         }
-        ReduceOp::Product => fold(out, sources, offset, widen, T::mul, one, narrow),
-        ReduceOp::Min => fold(out, sources, offset, widen, min, one, narrow),
-        ReduceOp::Max => fold(out, sources, offset, widen, max, one, narrow),
+        ReduceOp::Product => fold(outs, sources, offset, widen, T::mul, one, narrow),
+        ReduceOp::Min => fold(outs, sources, offset, widen, min, one, narrow),
+        ReduceOp::Max => fold(outs, sources, offset, widen, max, one, narrow),
         ReduceOp::PreMulSum(factor) => {
             let factor = T::factor(factor.get());
-            fold(out, sources, offset, |x| T::mul(T::widen(x), factor), T::add, one, narrow);
+            fold(outs, sources, offset, |x| T::mul(T::widen(x), factor), T::add, one, narrow);
         }
         ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
             unreachable!("`OpDesc::check` lets no bit operation on floats through")
@@ -145,22 +145,22 @@ pub(super) fn fold_float<T: Float>(
     }
 }
 
-/// Folds integers: `out` from the sources' bytes at `offset` on.
+/// Folds integers, from byte `offset` on.
 pub(super) fn fold_integer<T: Integer>(
     op: ReduceOp,
-    out: Span<'_>,
+    outs: &[Span<'_>],
     sources: &[Span<'_>],
     offset: usize,
 ) {
     let one = |acc: T| acc;
     match op {
-        ReduceOp::Sum => fold(out, sources, offset, one, T::add, one, one),
-        ReduceOp::Product => fold(out, sources, offset, one, T::mul, one, one),
-        ReduceOp::Min => fold(out, sources, offset, one, T::min, one, one),
-        ReduceOp::Max => fold(out, sources, offset, one, T::max, one, one),
-        ReduceOp::BitAnd => fold(out, sources, offset, one, T::and, one, one),
-        ReduceOp::BitOr => fold(out, sources, offset, one, T::or, one, one),
-        ReduceOp::BitXor => fold(out, sources, offset, one, T::xor, one, one),
+        ReduceOp::Sum => fold(outs, sources, offset, one, T::add, one, one),
+        ReduceOp::Product => fold(outs, sources, offset, one, T::mul, one, one),
+        ReduceOp::Min => fold(outs, sources, offset, one, T::min, one, one),
+        ReduceOp::Max => fold(outs, sources, offset, one, T::max, one, one),
+        ReduceOp::BitAnd => fold(outs, sources, offset, one, T::and, one, one),
+        ReduceOp::BitOr => fold(outs, sources, offset, one, T::or, one, one),
+        ReduceOp::BitXor => fold(outs, sources, offset, one, T::xor, one, one),
         ReduceOp::Avg | ReduceOp::PreMulSum(_) => {
             unreachable!("`OpDesc::check` lets no average and no factor of integers through")
         }
@@ -168,7 +168,7 @@ pub(super) fn fold_integer<T: Integer>(
 }
 
 fn fold<T: Element, A: Copy + Default>(
-    out: Span<'_>,
+    outs: &[Span<'_>],
     sources: &[Span<'_>],
     offset: usize,
     widen: impl Fn(T) -> A,
@@ -178,24 +178,24 @@ fn fold<T: Element, A: Copy + Default>(
 ) {
     let size = size_of::<T>();
     let (first, others) = sources.split_first().expect("a fold has at least one source");
-    let count = out.len() / size;
+    let count = (first.len() - offset) / size;
     if count < FEW {
-        for at in (0..count).map(|i| i * size) {
+        for at in (0..count).map(|i| offset + i * size) {
             let load_one = |source: &Span<'_>| {
                 let mut x = [T::default()];
-                load(&mut x, source.part(offset + at, size));
+                load(&mut x, source.part(at, size));
                 widen(x[0])
             };
             let acc =
                 others.iter().fold(load_one(first), |acc, source| combine(acc, load_one(source)));
-            store(out.part(at, size), &mut [narrow(finish(acc))]);
+            store(outs, at, &mut [narrow(finish(acc))]);
         }
         return;
     }
     let mut acc = [A::default(); BLOCK];
     let mut block = [T::default(); BLOCK];
-    for start in (0..out.len() / size).step_by(BLOCK) {
-        let count = BLOCK.min(out.len() / size - start);
+    for start in (0..count).step_by(BLOCK) {
+        let count = BLOCK.min(count - start);
         let (from, bytes) = (offset + start * size, count * size);
         let (acc, block) = (&mut acc[..count], &mut block[..count]);
         load(block, first.part(from, bytes));
@@ -211,7 +211,7 @@ fn fold<T: Element, A: Copy + Default>(
         for (x, &acc) in block.iter_mut().zip(&*acc) {
             *x = narrow(finish(acc));
         }
-        store(out.part(start * size, count * size), block);
+        store(outs, from, block);
     }
 }
 
@@ -219,8 +219,10 @@ fn load<T: Element>(block: &mut [T], source: Span<'_>) {
     bytes_of(block).copy_from(source);
 }
 
-fn store<T: Element>(out: Span<'_>, block: &mut [T]) {
-    out.copy_from(bytes_of(block));
+fn store<T: Element>(outs: &[Span<'_>], offset: usize, block: &mut [T]) {
+    for out in outs {
+        out.part(offset, size_of_val(block)).copy_from(bytes_of(block));
+    }
 }
 
 fn bytes_of<T: Element>(block: &mut [T]) -> Span<'_> {

@@ -96,7 +96,8 @@ pub(super) fn by_gloo(turn: &Turn<'_>, state: &mut State, memory: Span<'_>) -> R
         return Ok(());
     }
     let (dtype, op) = (turn.op.dtype, turn.op.op.expect("a reduction has an operator"));
-    let scale = |memory: Span<'_>, factor: ReduceOp| simd::fold(dtype, factor, memory, &[memory]);
+    let scale =
+        |memory: Span<'_>, factor: ReduceOp| simd::fold(dtype, factor, &[memory], &[memory]);
     let mut copy = std::mem::take(&mut state.scratch);
     // Gloo overwrites every rank's buffer, we only the root's.
     let memory = match turn.op.root {
@@ -177,7 +178,7 @@ fn fold_from_peers(
     for start in (0..out.len()).step_by(FOLD_BYTES) {
         let len = FOLD_BYTES.min(out.len() - start);
         let parts: Vec<_> = sources.iter().map(|source| source.part(start, len)).collect();
-        simd::fold(turn.op.dtype, op, out.part(start, len), &parts);
+        simd::fold(turn.op.dtype, op, &[out.part(start, len)], &parts);
     }
     state.scratch = scratch;
     Ok(())

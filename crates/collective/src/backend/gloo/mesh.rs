@@ -237,7 +237,7 @@ extern "C" fn fold(
     let a = unsafe { Span::new(a.cast_mut().cast(), len) };
     // SAFETY: as above; only read.
     let b = unsafe { Span::new(b.cast_mut().cast(), len) };
-    job.guard((), || simd::fold(job.dtype, job.op, out, &[a, b]));
+    job.guard((), || simd::fold(job.dtype, job.op, &[out], &[a, b]));
 }
 
 extern "C" fn stop(job: *mut c_void) -> c_int {

@@ -5,18 +5,20 @@
 //! in its own stage, for the others to copy out. With several stages per rank the next chunk is
 //! staged before this one is waited for, so a rank rarely waits for a peer that keeps up.
 
-use super::segment::{CHUNK_BYTES, Counter};
+use super::segment::{Counter, STAGE_BYTES};
 use super::turn::{Turn, Who};
 use crate::span::{Route, Span};
 use crate::{ReduceOp, Result, simd};
 
-/// Bytes folded at a time: the sources and the result stay in the nearest caches.
-pub(super) const FOLD_BYTES: usize = 16 << 10;
+/// Bytes of a chunk.
+const CHUNK_BYTES: usize = if cfg!(loom) { STAGE_BYTES } else { STAGE_BYTES / 2 };
+/// Bytes folded at a time where the result goes past the caches afterwards.
+const FOLD_BYTES: usize = 16 << 10;
 
-/// Bytes of a chunk between two ranks: both fold all of it, so in a long row of chunks half of what
-/// more ranks take keeps it in the second-level cache; in a short one there are better few waits.
+/// Bytes of a chunk between two ranks, which both fold all of it: in a short row of chunks there are
+/// better few, in a long one a small chunk is in the second-level cache.
 fn pair_bytes(len: usize) -> usize {
-    if len <= 4 * CHUNK_BYTES { CHUNK_BYTES } else { CHUNK_BYTES / 2 }
+    if len <= 8 * STAGE_BYTES { STAGE_BYTES } else { CHUNK_BYTES / 2 }
 }
 
 /// What every chunked algorithm keeps: chunk `i` of this operation is chunk `first + i` of the
@@ -87,7 +89,7 @@ pub(super) fn all_reduce(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
         let stage_of = |rank| segment.stage(rank, number, chunk.len()).part(start, len);
         let source = |from| if from == rank { own } else { stage_of(from) };
         let route = turn.pace.route();
-        turn.spans(source, |sources| fold_to(turn, op, own, sources, &[stage_of(rank)], route));
+        turn.spans(source, |sources| fold_to(turn, op, &[own, stage_of(rank)], sources, route));
         turn.publish(Counter::Folded, number + 1);
         for peer in turn.peers() {
             turn.wait_for(Who::One(peer), Counter::Folded, number + 1)?;
@@ -126,7 +128,7 @@ pub(super) fn all_reduce_pair(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> 
                 turn.segment().stage(from, number, chunk.len())
             }
         };
-        turn.spans(source, |sources| simd::fold(turn.op.dtype, op, chunk, sources));
+        turn.spans(source, |sources| simd::fold(turn.op.dtype, op, &[chunk], sources));
         turn.publish(Counter::Drained, number + 1);
     }
     Ok(())
@@ -167,7 +169,7 @@ pub(super) fn reduce(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
         let stage_of = |rank| segment.stage(rank, number, chunk.len()).part(start, len);
         let source = |from| if from == rank { own } else { stage_of(from) };
         let out = if rank == root { own } else { stage_of(rank) };
-        turn.spans(source, |sources| fold_to(turn, op, out, sources, &[], Route::Cached));
+        turn.spans(source, |sources| simd::fold(turn.op.dtype, op, &[out], sources));
         turn.publish(Counter::Folded, number + 1);
         for peer in turn.peers().filter(|_| rank == root) {
             turn.wait_for(Who::One(peer), Counter::Folded, number + 1)?;
@@ -219,9 +221,8 @@ pub(super) fn reduce_scatter(turn: &mut Turn<'_>, input: Span<'_>, output: Span<
                 segment.stage(from, number, CHUNK_BYTES).part(rank * piece, len)
             }
         };
-        turn.spans(source, |sources| {
-            fold_to(turn, op, output.part(start, len), sources, &[], Route::Cached);
-        });
+        let out = output.part(start, len);
+        turn.spans(source, |sources| simd::fold(turn.op.dtype, op, &[out], sources));
         turn.publish(Counter::Drained, number + 1);
     }
     Ok(())
@@ -253,7 +254,7 @@ pub(super) fn all_gather(turn: &mut Turn<'_>, input: Span<'_>, output: Span<'_>)
     Ok(())
 }
 
-/// Two steps per chunk: the root stages, the others copy; the root runs up to six chunks ahead.
+/// Two steps per chunk: the root stages, the others copy; the root runs up to three chunks ahead.
 pub(super) fn broadcast(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
     let chunks = Chunks::new(turn, buf.len(), CHUNK_BYTES);
     let root = turn.op.root.expect("a broadcast has a root");
@@ -272,21 +273,17 @@ pub(super) fn broadcast(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Folds block by block into `out`, and copies each block to `copies`, by a route, while it is in
-/// the cache.
-pub(super) fn fold_to(
-    turn: &Turn<'_>,
-    op: ReduceOp,
-    out: Span<'_>,
-    sources: &[Span<'_>],
-    copies: &[Span<'_>],
-    route: Route,
-) {
+/// Folds into the first of `outs` and stores the same to the others by a route.
+fn fold_to(turn: &Turn<'_>, op: ReduceOp, outs: &[Span<'_>], sources: &[Span<'_>], route: Route) {
+    if route == Route::Cached {
+        return simd::fold(turn.op.dtype, op, outs, sources);
+    }
+    let (out, copies) = outs.split_first().expect("a fold goes somewhere");
     for start in (0..out.len()).step_by(FOLD_BYTES) {
         let len = FOLD_BYTES.min(out.len() - start);
         let out = out.part(start, len);
         let block = |rank: usize| sources[rank].part(start, len);
-        turn.spans(block, |blocks| simd::fold(turn.op.dtype, op, out, blocks));
+        turn.spans(block, |blocks| simd::fold(turn.op.dtype, op, &[out], blocks));
         for copy in copies {
             copy.part(start, len).copy_by(route, out);
         }

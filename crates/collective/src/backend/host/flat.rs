@@ -20,11 +20,11 @@ pub(super) fn run(turn: &Turn<'_>, input: Span<'_>, output: Span<'_>) -> Result<
     match (op.verb, op.op, op.root) {
         (Verb::Reduce, _, Some(root)) if root != rank => {}
         (Verb::AllReduce | Verb::Reduce, Some(reduce), _) => {
-            turn.spans(source, |sources| simd::fold(op.dtype, reduce, output, sources));
+            turn.spans(source, |sources| simd::fold(op.dtype, reduce, &[output], sources));
         }
         (Verb::ReduceScatter, Some(reduce), _) => {
             let block = |from| source(from).part(rank * output.len(), output.len());
-            turn.spans(block, |blocks| simd::fold(op.dtype, reduce, output, blocks));
+            turn.spans(block, |blocks| simd::fold(op.dtype, reduce, &[output], blocks));
         }
         (Verb::Broadcast, _, Some(root)) if root != rank => output.copy_from(slot(root)),
         (Verb::AllGather | Verb::Counts, ..) => {

@@ -433,7 +433,7 @@ impl Drop for Host {
 /// A group of one: the verbs without the peers.
 fn alone(op: &OpDesc, input: Span<'_>, output: Span<'_>) {
     match op.op {
-        Some(reduce) => simd::fold(op.dtype, reduce, output, &[input]),
+        Some(reduce) => simd::fold(op.dtype, reduce, &[output], &[input]),
         None => output.copy_from(input),
     }
 }

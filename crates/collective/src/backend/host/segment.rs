@@ -12,7 +12,7 @@
 //!              +136 note length, +144 missing ranks (4 words), +192 note text (320)
 //! SLOTS      two slots per rank, used in turn: +0 seq, +8 fingerprint, +48 data of up to 16 bytes,
 //!              +64 data of up to 8 KiB
-//! STAGES     six chunks of 256 KiB per rank, used in turn
+//! STAGES     three chunks of up to 512 KiB per rank, used in turn
 //! CHANNELS   a ring per ordered pair of ranks, see [`channel`](super::channel)
 //! ```
 //!
@@ -36,11 +36,11 @@ use crate::{Error, Rank, Result};
 pub(super) const MAX_RANKS: usize = 256;
 /// Largest payload of a slot.
 pub(super) const FLAT_BYTES: usize = if cfg!(loom) { 64 } else { 8 << 10 };
-/// Bytes of one stage.
-pub(super) const CHUNK_BYTES: usize = if cfg!(loom) { 64 } else { 256 << 10 };
-/// Stages of a rank. Three would do to fill one while one is folded and one is read; six outgrow
-/// the second-level cache, which is faster, see [`Segment::stage`]. More gain nothing.
-pub(super) const STAGES: u64 = 6;
+/// Bytes of one stage, and of the largest chunk.
+pub(super) const STAGE_BYTES: usize = if cfg!(loom) { 64 } else { 512 << 10 };
+/// Stages of a rank: one is filled while one is folded and one is read. Together they outgrow the
+/// second-level cache, which is faster, see [`Segment::stage`].
+pub(super) const STAGES: u64 = 3;
 /// The smallest part of a stage that a chunk takes.
 const MIN_PART: usize = if cfg!(loom) { 64 } else { 8 << 10 };
 
@@ -226,9 +226,9 @@ impl Segment {
     pub(super) fn stage(&self, rank: Rank, chunk: u64, len: usize) -> Span<'_> {
         assert!(rank < self.world, "a rank of the group");
         let index = rank * STAGES as usize + (chunk % STAGES) as usize;
-        let part = len.next_power_of_two().clamp(MIN_PART, CHUNK_BYTES);
-        let turn = (chunk / STAGES % (CHUNK_BYTES / part) as u64) as usize;
-        self.map.data(stages(self.world) + index * CHUNK_BYTES, CHUNK_BYTES).part(turn * part, len)
+        let part = len.next_power_of_two().clamp(MIN_PART, STAGE_BYTES);
+        let turn = (chunk / STAGES % (STAGE_BYTES / part) as u64) as usize;
+        self.map.data(stages(self.world) + index * STAGE_BYTES, STAGE_BYTES).part(turn * part, len)
     }
 
     /// The mapping, and where the channels lie in it.
@@ -384,7 +384,7 @@ fn stages(world: usize) -> usize {
 }
 
 fn channels(world: usize) -> usize {
-    stages(world) + world * STAGES as usize * CHUNK_BYTES
+    stages(world) + world * STAGES as usize * STAGE_BYTES
 }
 
 #[cfg(test)]

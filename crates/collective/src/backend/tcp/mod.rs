@@ -371,7 +371,7 @@ fn costs(rings: bool) -> Costs {
 /// A group of one: the verbs without the peers.
 fn alone(op: &OpDesc, input: Span<'_>, output: Span<'_>) {
     match op.op {
-        Some(reduce) => simd::fold(op.dtype, reduce, output, &[input]),
+        Some(reduce) => simd::fold(op.dtype, reduce, &[output], &[input]),
         None => output.copy_from(input),
     }
 }

@@ -1,0 +1,209 @@
+//! Sums of `f32`, `f16` and `bf16` with AVX2 and F16C, or with AVX-512.
+//!
+//! Each kernel keeps 32 `f32` sums in registers, adds the sources to them one after another in rank
+//! order, scales for an average, makes any NaN the canonical one, rounds once, and stores that to
+//! every out. It does whole groups of 32 elements and returns how many bytes it did; the scalar
+//! definition does the rest. Bit for bit the scalar rule: the same IEEE additions and roundings in
+//! the same order. AVX-512 is there for its stores: where several outs lie in other caches, whole
+//! lines go there in half the time.
+
+#![expect(unsafe_code, reason = "vector loads and stores on raw memory")]
+
+mod avx2;
+mod avx512;
+
+use crate::DType;
+use crate::span::Span;
+
+/// Elements of one round of a kernel.
+const GROUP: usize = 32;
+
+/// Vectors that this processor has.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Width(Vectors);
+
+#[derive(Clone, Copy, Debug)]
+enum Vectors {
+    Avx2,
+    Avx512,
+}
+
+impl Width {
+    /// The widest.
+    pub(super) fn best() -> Option<Self> {
+        Self::avx512().or_else(Self::avx2)
+    }
+
+    fn avx512() -> Option<Self> {
+        is_x86_feature_detected!("avx512f").then_some(Self(Vectors::Avx512))
+    }
+
+    fn avx2() -> Option<Self> {
+        let found = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
+        found.then_some(Self(Vectors::Avx2))
+    }
+
+    /// Sums whole groups, and returns the bytes done: none if there is no kernel for the type.
+    pub(super) fn sum(
+        self,
+        dtype: DType,
+        outs: &[Span<'_>],
+        sources: &[Span<'_>],
+        scale: Option<f32>,
+    ) -> usize {
+        type Kernel = unsafe fn(&[Span<'_>], &[Span<'_>], Option<f32>) -> usize;
+        let kernel: Kernel = match (self.0, dtype) {
+            (Vectors::Avx2, DType::F32) => avx2::sum_f32,
+            (Vectors::Avx2, DType::F16) => avx2::sum_f16,
+            (Vectors::Avx2, DType::Bf16) => avx2::sum_bf16,
+            (Vectors::Avx512, DType::F32) => avx512::sum_f32,
+            (Vectors::Avx512, DType::F16) => avx512::sum_f16,
+            (Vectors::Avx512, DType::Bf16) => avx512::sum_bf16,
+            _ => return 0,
+        };
+        // SAFETY: a `Width` is made of what was detected, so the processor has the features.
+        unsafe { kernel(outs, sources, scale) }
+    }
+}
+
+/// A kernel of the module it is in, which has `Vector`, `LANES`, `splat`, `add`, `mul`,
+/// `canonical` and the named loads and stores.
+macro_rules! kernel {
+    ($kernel:ident, $features:literal, $size:literal, $load:ident, $store:ident) => {
+        #[target_feature(enable = $features)]
+        pub(super) fn $kernel(
+            outs: &[Span<'_>],
+            sources: &[Span<'_>],
+            scale: Option<f32>,
+        ) -> usize {
+            const VECTORS: usize = GROUP / LANES;
+            let (first, others) = sources.split_first().expect("at least one source");
+            let bytes = first.len() / (GROUP * $size) * (GROUP * $size);
+            let mut spans = outs.iter().chain(sources);
+            assert!(spans.all(|span| span.len() >= bytes), "outs and sources reach as far");
+            let scale = scale.map(|scale| splat(scale));
+            for offset in (0..bytes).step_by(GROUP * $size) {
+                let at = |span: &Span<'_>, vector: usize| {
+                    span.ptr().wrapping_add(offset + vector * LANES * $size)
+                };
+                let mut sums = [splat(0.0); VECTORS];
+                for (vector, sum) in sums.iter_mut().enumerate() {
+                    // SAFETY: offset + `VECTORS` vectors <= bytes <= the span's length.
+                    *sum = unsafe { $load(at(first, vector)) };
+                }
+                for source in others {
+                    for (vector, sum) in sums.iter_mut().enumerate() {
+                        // SAFETY: as above, for every source.
+                        *sum = add(*sum, unsafe { $load(at(source, vector)) });
+                    }
+                }
+                for sum in &mut sums {
+                    *sum = canonical(scale.map_or(*sum, |scale| mul(*sum, scale)));
+                }
+                for out in outs {
+                    for (vector, &sum) in sums.iter().enumerate() {
+                        // SAFETY: as above, for every out.
+                        unsafe { $store(at(out, vector), sum) };
+                    }
+                }
+            }
+            bytes
+        }
+    };
+}
+
+use kernel;
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::simd::scalar::{Float, fold_float};
+    use crate::{DType, ReduceOp};
+
+    fn span<T>(data: &mut [T]) -> Span<'_> {
+        // SAFETY: the borrow lasts as long as the span.
+        unsafe { Span::new(data.as_mut_ptr().cast(), size_of_val(data)) }
+    }
+
+    /// Both ways over the same numbers, unaligned by `skip` elements.
+    fn agree<T: Float>(ranks: &[Vec<T>], skip: usize, op: ReduceOp, bits: impl Fn(T) -> u64) {
+        let mut ranks = ranks.to_vec();
+        let count = ranks[0].len() - skip;
+        let sources: Vec<_> = ranks.iter_mut().map(|data| span(&mut data[skip..])).collect();
+        let [mut ours, mut also, mut plain] = [const { Vec::new() }; 3];
+        for out in [&mut ours, &mut also, &mut plain] {
+            *out = vec![T::default(); count];
+        }
+        fold_float::<T>(op, &[span(&mut plain)], &sources, 0);
+        let scale = (op == ReduceOp::Avg).then(|| 1.0 / sources.len() as f32);
+        for width in [Width::avx512(), Width::avx2()].into_iter().flatten() {
+            ours.fill(T::default());
+            also.fill(T::default());
+            let outs = [span(&mut ours), span(&mut also)];
+            let done = width.sum(T::DTYPE, &outs, &sources, scale) / size_of::<T>();
+            assert_eq!(done, count / GROUP * GROUP);
+            for (i, &expected) in plain.iter().enumerate() {
+                // What is not theirs they leave alone.
+                let expected = bits(if i < done { expected } else { T::default() });
+                let got = [bits(ours[i]), bits(also[i])];
+                assert_eq!(got, [expected; 2], "{width:?}: {op} of {} at {i}", T::DTYPE);
+            }
+        }
+    }
+
+    fn agree_all(ranks: &[Vec<u32>], skip: usize) {
+        let cast = |f: &dyn Fn(u32) -> f32| -> Vec<Vec<f32>> {
+            ranks.iter().map(|rank| rank.iter().map(|&x| f(x)).collect()).collect()
+        };
+        let halves = |x: u32| (x >> 16) as u16;
+        for op in [ReduceOp::Sum, ReduceOp::Avg] {
+            agree(&cast(&f32::from_bits), skip, op, |x| x.to_bits().into());
+            let f16s: Vec<Vec<f16>> = ranks
+                .iter()
+                .map(|rank| rank.iter().map(|&x| f16::from_bits(halves(x))).collect())
+                .collect();
+            agree(&f16s, skip, op, |x| x.to_bits().into());
+            let bf16s: Vec<Vec<bf16>> = ranks
+                .iter()
+                .map(|rank| rank.iter().map(|&x| bf16::from_bits(halves(x))).collect())
+                .collect();
+            agree(&bf16s, skip, op, |x| x.to_bits().into());
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn equals_the_scalar_rule(
+            ranks in (1_usize..5, 1_usize..200).prop_flat_map(|(n, count)| {
+                prop::collection::vec(prop::collection::vec(any::<u32>(), count), n)
+            }),
+            skip in 0_usize..9,
+        ) {
+            agree_all(&ranks, skip.min(ranks[0].len()));
+        }
+    }
+
+    #[test]
+    fn equals_the_scalar_rule_for_every_half() {
+        let all: Vec<u32> = (0..=0xffff_u32).map(|x| x << 16).collect();
+        let mut turned = all.clone();
+        turned.rotate_left(12_345);
+        agree_all(std::slice::from_ref(&all), 0);
+        agree_all(&[all, turned], 0);
+    }
+
+    #[test]
+    fn sums_of_halves_round_once() {
+        let mut ranks: Vec<Vec<f16>> = vec![vec![f16::ONE; 40]; 8];
+        ranks[0].fill(f16::from_f32(2048.0));
+        let sources: Vec<_> = ranks.iter_mut().map(|data| span(data)).collect();
+        let mut out = [f16::ZERO; 40];
+        crate::simd::fold(DType::F16, ReduceOp::Sum, &[span(&mut out)], &sources);
+        // 2048 + 7 = 2055 lies between 2054 and 2056; adding one by one would stay at 2048.
+        assert_eq!(out, [f16::from_f32(2056.0); 40]);
+    }
+}

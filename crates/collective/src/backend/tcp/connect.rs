@@ -283,6 +283,7 @@ fn set_up(stream: &TcpStream) -> io::Result<()> {
     stream.set_read_timeout(None)?;
     stream.set_write_timeout(None)?;
     stream.set_nonblocking(true)?;
+    sockopt::give_room(stream.as_fd())?;
     stream.set_nodelay(true)
 }
 

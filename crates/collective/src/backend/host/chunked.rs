@@ -5,20 +5,19 @@
 //! in its own stage, for the others to copy out. With several stages per rank the next chunk is
 //! staged before this one is waited for, so a rank rarely waits for a peer that keeps up.
 
-use super::segment::{Counter, STAGE_BYTES};
+use super::segment::{CHUNK_BYTES, Counter, Stages};
 use super::turn::{Turn, Who};
 use crate::span::{Route, Span};
 use crate::{ReduceOp, Result, simd};
 
-/// Bytes of a chunk.
-const CHUNK_BYTES: usize = if cfg!(loom) { STAGE_BYTES } else { STAGE_BYTES / 2 };
 /// Bytes folded at a time where the result goes past the caches afterwards.
 const FOLD_BYTES: usize = 16 << 10;
 
 /// Bytes of a chunk between two ranks, which both fold all of it: in a short row of chunks there are
 /// better few, in a long one a small chunk is in the second-level cache.
 fn pair_bytes(len: usize) -> usize {
-    if len <= 8 * STAGE_BYTES { STAGE_BYTES } else { CHUNK_BYTES / 2 }
+    let stage = Stages::of(2).bytes;
+    if len <= 8 * stage { stage } else { stage / 4 }
 }
 
 /// What every chunked algorithm keeps: chunk `i` of this operation is chunk `first + i` of the
@@ -254,7 +253,7 @@ pub(super) fn all_gather(turn: &mut Turn<'_>, input: Span<'_>, output: Span<'_>)
     Ok(())
 }
 
-/// Two steps per chunk: the root stages, the others copy; the root runs up to three chunks ahead.
+/// Two steps per chunk: the root stages, the others copy; the root runs ahead by all its stages.
 pub(super) fn broadcast(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
     let chunks = Chunks::new(turn, buf.len(), CHUNK_BYTES);
     let root = turn.op.root.expect("a broadcast has a root");
@@ -294,7 +293,6 @@ fn fold_to(turn: &Turn<'_>, op: ReduceOp, outs: &[Span<'_>], sources: &[Span<'_>
 mod tests {
     use std::time::Duration;
 
-    use super::super::segment::STAGES;
     use super::super::threads;
     use super::*;
     use crate::backend::{Backend, Patience, RawBufs, Wait};
@@ -303,7 +301,7 @@ mod tests {
     #[test]
     fn who_stops_reading_is_blamed_and_not_the_root_it_holds_up() {
         let hosts = threads::group(3, &GroupOptions::default()).unwrap();
-        let count = (STAGES as usize + 2) * CHUNK_BYTES;
+        let count = (Stages::of(3).count as usize + 2) * CHUNK_BYTES;
         let op = OpDesc { verb: Verb::Broadcast, dtype: DType::U8, op: None, root: Some(0), count };
         let wait =
             |ms| Wait { patience: Patience::Caller, timeout: Some(Duration::from_millis(ms)) };

@@ -12,7 +12,7 @@
 //!              +136 note length, +144 missing ranks (4 words), +192 note text (320)
 //! SLOTS      two slots per rank, used in turn: +0 seq, +8 fingerprint, +48 data of up to 16 bytes,
 //!              +64 data of up to 8 KiB
-//! STAGES     three chunks of up to 512 KiB per rank, used in turn
+//! STAGES     per rank six of 256 KiB, or three of 512 KiB if there are two ranks, used in turn
 //! CHANNELS   a ring per ordered pair of ranks, see [`channel`](super::channel)
 //! ```
 //!
@@ -36,11 +36,8 @@ use crate::{Error, Rank, Result};
 pub(super) const MAX_RANKS: usize = 256;
 /// Largest payload of a slot.
 pub(super) const FLAT_BYTES: usize = if cfg!(loom) { 64 } else { 8 << 10 };
-/// Bytes of one stage, and of the largest chunk.
-pub(super) const STAGE_BYTES: usize = if cfg!(loom) { 64 } else { 512 << 10 };
-/// Stages of a rank: one is filled while one is folded and one is read. Together they outgrow the
-/// second-level cache, which is faster, see [`Segment::stage`].
-pub(super) const STAGES: u64 = 3;
+/// Bytes of a chunk that fits into a stage of any group.
+pub(super) const CHUNK_BYTES: usize = if cfg!(loom) { 64 } else { 256 << 10 };
 /// The smallest part of a stage that a chunk takes.
 const MIN_PART: usize = if cfg!(loom) { 64 } else { 8 << 10 };
 
@@ -225,10 +222,11 @@ impl Segment {
     /// as fast.
     pub(super) fn stage(&self, rank: Rank, chunk: u64, len: usize) -> Span<'_> {
         assert!(rank < self.world, "a rank of the group");
-        let index = rank * STAGES as usize + (chunk % STAGES) as usize;
-        let part = len.next_power_of_two().clamp(MIN_PART, STAGE_BYTES);
-        let turn = (chunk / STAGES % (STAGE_BYTES / part) as u64) as usize;
-        self.map.data(stages(self.world) + index * STAGE_BYTES, STAGE_BYTES).part(turn * part, len)
+        let Stages { count, bytes } = Stages::of(self.world);
+        let index = rank * count as usize + (chunk % count) as usize;
+        let part = len.next_power_of_two().clamp(MIN_PART, bytes);
+        let turn = (chunk / count % (bytes / part) as u64) as usize;
+        self.map.data(stages(self.world) + index * bytes, bytes).part(turn * part, len)
     }
 
     /// The mapping, and where the channels lie in it.
@@ -375,6 +373,24 @@ impl Segment {
     }
 }
 
+/// The stages of a rank. Together they outgrow the second-level cache, which is faster, see
+/// [`Segment::stage`].
+pub(super) struct Stages {
+    pub(super) count: u64,
+    pub(super) bytes: usize,
+}
+
+impl Stages {
+    /// Between two ranks, one stage is filled while one is folded and one is read, and fewer waits
+    /// are better. More ranks than that may lack a core for each, and keep more of a distance.
+    pub(super) fn of(world: usize) -> Self {
+        match world {
+            2 if !cfg!(loom) => Self { count: 3, bytes: 2 * CHUNK_BYTES },
+            _ => Self { count: 6, bytes: CHUNK_BYTES },
+        }
+    }
+}
+
 fn slots(world: usize) -> usize {
     (BLOCKS + world * BLOCK).next_multiple_of(4096)
 }
@@ -384,7 +400,8 @@ fn stages(world: usize) -> usize {
 }
 
 fn channels(world: usize) -> usize {
-    stages(world) + world * STAGES as usize * STAGE_BYTES
+    let Stages { count, bytes } = Stages::of(world);
+    stages(world) + world * count as usize * bytes
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use super::Host;
 use super::pace::Pace;
-use super::segment::{Counter, Poison, STAGES, Segment};
+use super::segment::{Counter, Poison, Segment, Stages};
 use super::sys;
 use crate::op::Fingerprint;
 use crate::span::Span;
@@ -156,13 +156,13 @@ impl<'a> Turn<'a> {
     }
 
     /// What everybody's `Drained` must have reached before a rank's `Staged` can reach `staged`.
-    fn drained_before(staged: u64) -> u64 {
-        staged.saturating_sub(STAGES)
+    fn drained_before(&self, staged: u64) -> u64 {
+        staged.saturating_sub(Stages::of(self.world()).count)
     }
 
     /// The `len` bytes of this rank's stage for a chunk, once nobody reads its previous contents.
     pub(super) fn claim_stage(&self, chunk: u64, len: usize) -> Result<Span<'a>> {
-        self.wait_for(Who::All, Counter::Drained, Self::drained_before(chunk + 1))?;
+        self.wait_for(Who::All, Counter::Drained, self.drained_before(chunk + 1))?;
         Ok(self.segment().stage(self.rank(), chunk, len))
     }
 
@@ -301,7 +301,7 @@ impl<'a> Turn<'a> {
         }
         if let Some(staged) = staged {
             let drained = |rank| self.segment().counter(rank, Counter::Drained);
-            let needed = Self::drained_before(staged);
+            let needed = self.drained_before(staged);
             let readers =
                 self.peers().filter(|&rank| drained(rank).load(Ordering::Acquire) < needed);
             // Those who are waited for by the ones this rank waits for.

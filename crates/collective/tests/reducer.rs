@@ -550,3 +550,48 @@ fn power_sgd_has_one_answer_on_all_ranks_and_sends_less() {
         assert!(matches!(error, Error::Unsupported { .. }), "{error}");
     });
 }
+
+/// A reducer made anew from the state of another gives the same bits as that one, at any pass.
+#[test]
+fn power_sgd_goes_on_from_its_state() {
+    for stop in [1, 2, 3, 7] {
+        ranks(2, |group| {
+            let (rank, options) = (group.rank(), power_sgd(|_| {}));
+            let mut whole = Reducer::new(group.clone(), matrix(), options.clone()).unwrap();
+            let mut plain =
+                Reducer::new(group.clone(), matrix(), ReducerOptions::default()).unwrap();
+            assert_eq!(plain.state(), None);
+            (0..stop).for_each(|pass| drop(matrix_pass(&mut whole, rank, pass)));
+            let state = whole.state().unwrap();
+            let mut resumed = Reducer::new(group, matrix(), options).unwrap();
+            resumed.load_state(&state).unwrap();
+            assert_eq!(resumed.state().unwrap(), state);
+            for pass in stop..stop + 4 {
+                let of = [&mut whole, &mut resumed].map(|r| matrix_pass(r, rank, pass));
+                assert_eq!(of[0], of[1], "pass {pass} after {stop}");
+            }
+            // What does not fit is refused.
+            let mut other = state.clone();
+            other.idle.pop();
+            assert!(matches!(resumed.load_state(&other), Err(Error::InvalidArgument(_))));
+            assert!(
+                stop <= 2 || matches!(plain.load_state(&state), Err(Error::InvalidArgument(_)))
+            );
+        });
+    }
+}
+
+/// One rank's average is what it has, also where passes were added up.
+#[test]
+fn one_rank_has_its_own_average() {
+    ranks(1, |group| {
+        let mut reducer = Reducer::new(group, params(&[3, 2]), tiny()).unwrap();
+        for (sync, sum) in [(true, 1.5), (false, 3.0), (true, 4.5)] {
+            pass(&mut reducer, &[3, 2], sync, |index| index as f32 + 0.5);
+            assert_eq!(reducer.grad::<f32>(1), Some(&[sum; 2][..]));
+        }
+        reducer.zero_grad();
+        pass(&mut reducer, &[3, 2], true, |index| index as f32 + 0.5);
+        assert_eq!(reducer.grad::<f32>(0), Some(&[0.5; 3][..]));
+    });
+}

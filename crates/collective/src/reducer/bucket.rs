@@ -37,6 +37,15 @@ macro_rules! gradients {
 
 gradients!(f16 bf16 f32 f64);
 
+/// What one bucket keeps of earlier passes.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct BucketMemory {
+    /// PowerSGD's right factors, with which the next pass begins.
+    pub q: Vec<f32>,
+    /// What its approximations have left out, as long as the bucket; empty until there is some.
+    pub error: Vec<f32>,
+}
+
 /// A bucket of any type.
 pub(super) trait Bucket: Any + Debug + Send {
     /// Starts the average over all ranks, in the `pass`-th pass that averages, counted from 1.
@@ -50,6 +59,19 @@ pub(super) trait Bucket: Any + Debug + Send {
 
     /// Copies the parts that `from`, a bucket of the same type, holds for this one.
     fn copy_from(&mut self, at: usize, from: &dyn Bucket, range: Range<usize>);
+
+    /// What it keeps from one pass to the next, if it does.
+    fn memory(&self) -> BucketMemory {
+        BucketMemory::default()
+    }
+
+    /// Goes on with another one's, of the same gradients.
+    fn set_memory(&mut self, memory: &BucketMemory) -> Result<()> {
+        match *memory == BucketMemory::default() {
+            true => Ok(()),
+            false => Err(Error::InvalidArgument("the reducer keeps no such memory".to_owned())),
+        }
+    }
 
     /// The `SharedBuf` of its elements, unless it is in flight.
     fn home(&self) -> Option<&dyn Any>;
@@ -115,6 +137,10 @@ enum Slot<T> {
 
 impl<T: Gradient> Bucket for Slot<T> {
     fn launch(&mut self, group: &ProcessGroup, _: u64) -> Result<()> {
+        if group.world_size() == 1 {
+            // The average is here; the way through another thread would cost far more than it.
+            return group.backend.ready();
+        }
         *self = match std::mem::replace(self, Self::Lost) {
             Self::Here(buf) => Self::Flying(group.all_reduce_async(buf, ReduceOp::Avg)?),
             other => other,

@@ -143,8 +143,11 @@ impl Ledger {
         let expected = |indices: &[usize]| {
             indices.iter().filter(|&&i| self.states[i].idle == Idle::No).count()
         };
-        let missing = self.plan.buckets().iter().map(|bucket| expected(&bucket.params)).collect();
-        self.pass = Pass { open: true, sync, missing, launched: 0, arrived: Vec::new() };
+        let Pass { mut missing, mut arrived, .. } = std::mem::take(&mut self.pass);
+        missing.clear();
+        missing.extend(self.plan.buckets().iter().map(|bucket| expected(&bucket.params)));
+        arrived.clear();
+        self.pass = Pass { open: true, sync, missing, launched: 0, arrived };
         self.states.iter_mut().for_each(|state| state.reported = false);
         Ok(())
     }
@@ -298,6 +301,41 @@ impl Ledger {
         let order: Vec<usize> =
             order.into_iter().map(|index| usize::try_from(index).unwrap_or(usize::MAX)).collect();
         BucketPlan::arrived(&self.params, &order, &self.options.caps()).map(Some)
+    }
+
+    /// How many passes have been averaged, the order of the final layout, empty before there is one, and
+    /// which parameters a static graph leaves out, here (1) or everywhere (2).
+    pub(super) fn state(&self) -> (u64, Vec<usize>, Vec<u8>) {
+        let order = self.plan.buckets().iter().flat_map(|bucket| bucket.params.iter().copied());
+        let order = if self.rebuilt { order.collect() } else { Vec::new() };
+        (self.passes, order, self.states.iter().map(|state| state.idle as u8).collect())
+    }
+
+    /// Goes on from such a state. The layout, if it is another now; the gradients are lost.
+    pub(super) fn resume(
+        &mut self,
+        passes: u64,
+        order: &[usize],
+        idle: &[u8],
+    ) -> Result<Option<BucketPlan>> {
+        let invalid = |text: &str| Err(Error::InvalidArgument(text.to_owned()));
+        if self.pass.open {
+            return invalid("a reducer's state cannot change inside a pass");
+        }
+        if idle.len() != self.states.len() || idle.iter().any(|idle| *idle > 2) {
+            return invalid("the reducer's state is of other parameters");
+        }
+        let caps = self.options.caps();
+        let plan = match order.is_empty() || self.options.finds_unused() {
+            true => None,
+            false => Some(BucketPlan::arrived(&self.params, order, &caps)?),
+        };
+        for (state, idle) in self.states.iter_mut().zip(idle) {
+            let idle = [Idle::No, Idle::Here, Idle::Everywhere][usize::from(*idle)];
+            *state = ParamState { idle, ..ParamState::default() };
+        }
+        self.passes = passes;
+        Ok(plan)
     }
 
     /// Takes the final layout; the gradients have been moved.

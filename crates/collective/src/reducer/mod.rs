@@ -33,16 +33,14 @@ mod power_sgd;
 
 use std::ops::Range;
 
-pub use self::bucket::Gradient;
 use self::bucket::{Bucket, alloc, slice, slice_mut};
+pub use self::bucket::{BucketMemory, Gradient};
 pub use self::device::{Compress, DeviceReducer, DeviceReducerOptions};
 pub use self::kernels::{BucketKernels, NoKernels};
 use self::ledger::Ledger;
 pub use self::plan::{BucketPlan, BucketSpec, ParamInfo, Place};
 pub use self::power_sgd::PowerSgd;
-#[cfg(doc)]
-use crate::Error;
-use crate::{Element, ProcessGroup, ReduceOp, Result};
+use crate::{Element, Error, ProcessGroup, ReduceOp, Result};
 
 /// How a [`Reducer`] fills its buckets.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -95,6 +93,20 @@ impl Default for ReducerOptions {
             comm_hook: CommHook::AllReduce,
         }
     }
+}
+
+/// What a [`Reducer`] goes on from besides gradients, where that is more than nothing: PowerSGD's memory.
+/// Each rank has its own.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ReducerState {
+    /// Passes averaged so far.
+    pub passes: u64,
+    /// The parameters in the order of the buckets' final layout; empty before there is one.
+    pub order: Vec<usize>,
+    /// Which parameters a static graph leaves out, on this rank (1) or on all (2).
+    pub idle: Vec<u8>,
+    /// What each bucket keeps.
+    pub buckets: Vec<BucketMemory>,
 }
 
 /// Averages the gradients of one model over the ranks of a group.
@@ -244,6 +256,44 @@ impl Reducer {
     /// Forgets all gradients: the next ones overwrite. Call it between passes.
     pub fn zero_grad(&mut self) {
         self.ledger.zero_grad();
+    }
+
+    /// What it goes on from, between two passes; none if the next pass depends on gradients alone, which
+    /// is so unless they are compressed by PowerSGD.
+    #[must_use]
+    pub fn state(&self) -> Option<ReducerState> {
+        let CommHook::PowerSgd(_) = self.hook else { return None };
+        let (passes, order, idle) = self.ledger.state();
+        let buckets = self.buckets.iter().map(|bucket| bucket.memory()).collect();
+        Some(ReducerState { passes, order, idle, buckets })
+    }
+
+    /// Goes on from the state of a reducer of the same parameters and options; there are no gradients
+    /// then. Every rank calls it, each with its own state of the same moment. Blocks: an allocation for
+    /// each bucket.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] if the state does not fit, or inside a pass; those of
+    /// [`ProcessGroup::alloc`]. The reducer is unusable after any of them but the first.
+    pub fn load_state(&mut self, state: &ReducerState) -> Result<()> {
+        self.ledger.check_usable()?;
+        let plan = self.ledger.resume(state.passes, &state.order, &state.idle)?;
+        let loaded = self.load_buckets(plan, &state.buckets);
+        self.ledger.remember(loaded)
+    }
+
+    fn load_buckets(&mut self, plan: Option<BucketPlan>, memory: &[BucketMemory]) -> Result<()> {
+        if let Some(plan) = plan {
+            self.buckets = alloc_all(&self.group, self.ledger.params(), &plan, &self.hook)?;
+            self.ledger.adopt(plan);
+        }
+        if memory.len() != self.buckets.len() {
+            let (were, are) = (memory.len(), self.buckets.len());
+            let text = format!("the reducer's state is of {were} buckets, and there are {are}");
+            return Err(Error::InvalidArgument(text));
+        }
+        self.buckets.iter_mut().zip(memory).try_for_each(|(b, memory)| b.set_memory(memory))
     }
 
     /// The layout of the buckets now.

@@ -10,12 +10,12 @@
 //! by one of our own from the bucket's place, so the numbers differ; it is the same on all ranks.
 //!
 //! `P` travels while backward goes on. `Q` needs the averaged `P`, so it leaves when the bucket is
-//! waited for. State is of this process: a run resumed from a checkpoint begins with none.
+//! waited for. What is kept from pass to pass is [`Reducer::state`](super::Reducer::state)'s.
 
 use std::any::Any;
 use std::ops::Range;
 
-use super::bucket::{Bucket, slice};
+use super::bucket::{Bucket, BucketMemory, slice};
 use super::plan::{BucketSpec, ParamInfo};
 use crate::{Error, ProcessGroup, ReduceOp, Result, SharedBuf, Work};
 
@@ -245,6 +245,20 @@ impl Bucket for PowerSgdBucket {
         if let Some(from) = slice::<f32>(from) {
             self.buf[at..at + range.len()].copy_from_slice(&from[range]);
         }
+    }
+
+    fn memory(&self) -> BucketMemory {
+        BucketMemory { q: self.q.clone(), error: self.error.clone() }
+    }
+
+    fn set_memory(&mut self, memory: &BucketMemory) -> Result<()> {
+        let fits = [0, self.buf.len()].contains(&memory.error.len());
+        if memory.q.len() != self.q.len() || !fits {
+            let text = "a PowerSGD bucket's memory is of other gradients".to_owned();
+            return Err(Error::InvalidArgument(text));
+        }
+        (self.q, self.error) = (memory.q.clone(), memory.error.clone());
+        Ok(())
     }
 
     fn home(&self) -> Option<&dyn Any> {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! side_by_side_runner step NAME ours|stock ROUNDS   # ms per forward and backward, median
-//! side_by_side_runner loop ITERATIONS               # ns per iteration of an empty training step
+//! side_by_side_runner loop ITERATIONS INTERVAL      # ns per iteration of an empty training step
 //! side_by_side_runner ranks STEPS                   # ms per step; under a launcher, of all ranks
 //! ```
 
@@ -33,7 +33,9 @@ fn main() {
     match args[..] {
         ["step", name, "ours", rounds] => print(&ours(name, rounds.parse().unwrap())),
         ["step", name, "stock", rounds] => print(&stock(name, rounds.parse().unwrap())),
-        ["loop", iterations] => empty_loop(iterations.parse().unwrap()),
+        ["loop", iterations, interval] => {
+            empty_loop(iterations.parse().unwrap(), interval.parse().unwrap());
+        }
         ["ranks", steps] => ranks(steps.parse().unwrap()),
         _ => {
             eprintln!("see the head of this file");
@@ -248,8 +250,8 @@ impl Dataset for Nothing {
     }
 }
 
-/// The loop with the default hooks, which log every 1000th iteration: what is left is the loop's.
-fn empty_loop(iterations: usize) {
+/// The loop with the default hooks, which log every `interval`-th iteration.
+fn empty_loop(iterations: usize, interval: usize) {
     let register = MODELS.register("Empty", |_| {
         Ok(Box::new(|_| {
             let dtype = fused_optim::DType::F32;
@@ -262,14 +264,16 @@ fn empty_loop(iterations: usize) {
         .register("Nothing", move |_| Ok(Box::new(move || Ok(Arc::new(Nothing(iterations))))))
         .unwrap();
     let dir = std::env::temp_dir().join(format!("side_by_side_runner-{}", std::process::id()));
-    let text = "model = { type = 'Empty' }
-        optim_wrapper = { type = 'OptimWrapper', optimizer = { type = 'SGD', lr = 0.1 } }
-        train_dataloader = { batch_size = 1, dataset = { type = 'Nothing' } }
-        train_cfg = { max_epochs = 1 }
+    let text = format!(
+        "model = {{ type = 'Empty' }}
+        optim_wrapper = {{ type = 'OptimWrapper', optimizer = {{ type = 'SGD', lr = 0.1 }} }}
+        train_dataloader = {{ batch_size = 1, dataset = {{ type = 'Nothing' }} }}
+        train_cfg = {{ max_epochs = 1 }}
         [default_hooks]
-        logger = { interval = 1000 }";
+        logger = {{ interval = {interval} }}"
+    );
     let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
-    let config = Config::from_text("loop.toml", text).unwrap();
+    let config = Config::from_text("loop.toml", &text).unwrap();
     let builder = RunnerBuilder::from_config(config).unwrap().work_dir(&dir).process_group(group);
     let mut runner = builder.build().unwrap();
     let start = Instant::now();

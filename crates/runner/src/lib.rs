@@ -31,41 +31,23 @@
 //! same program is one rank of several.
 //!
 //! ```
-//! use std::sync::Arc;
-//!
-//! use fused_optim::{DType, Sgd, SgdHyper};
+//! use fused_optim::{Sgd, SgdHyper};
 //! use runner::data::{Digits, Split};
-//! use runner::engine::candle::{CandleEngine, CandleOptions};
+//! use runner::engine::candle::CandleEngine;
 //! use runner::evaluate::Accuracy;
-//! use runner::optim_wrapper::{Fp32OptimWrapper, OptimWrapperFactory};
+//! use runner::optim_wrapper::OptimWrapperFactory;
 //! use runner::zoo::{Mlp, MlpOptions};
 //! use runner::{DataLoaderConfig, Runner, TrainConfig};
 //!
 //! # fn main() -> runner::Result<()> {
 //! let dir = tempfile::tempdir().unwrap();
-//! let digits = |split| DataLoaderConfig {
-//!     dataset: Box::new(move || Ok(Arc::new(Digits::new(split, 0)?))),
-//!     batch_size: 32,
-//!     shuffle: split == Split::Train,
-//!     infinite: false,
-//!     drop_last: false,
-//! };
+//! let mlp = MlpOptions { in_features: 64, hidden: vec![32], ..MlpOptions::default() };
+//! let hyper = SgdHyper { lr: 0.1, ..SgdHyper::default() };
 //! let metrics = Runner::builder()
-//!     .model(Box::new(|cx| {
-//!         let mlp = MlpOptions { in_features: 64, hidden: vec![32], ..MlpOptions::default() };
-//!         let options = CandleOptions { dtype: cx.dtype, seed: cx.seed };
-//!         Ok(Box::new(CandleEngine::new(options, move |vb| Mlp::new(&mlp, vb))?))
-//!     }))
-//!     .optim_wrapper(OptimWrapperFactory {
-//!         dtype: DType::F32,
-//!         build: Box::new(|params| {
-//!             let hyper = SgdHyper { lr: 0.1, ..SgdHyper::default() };
-//!             let sgd = Sgd::with_one_group(hyper, params.len())?;
-//!             Ok(Box::new(Fp32OptimWrapper::new(Box::new(sgd), 1)))
-//!         }),
-//!     })
-//!     .train_dataloader(digits(Split::Train))
-//!     .validation(digits(Split::Test), Box::new(Accuracy))
+//!     .model(CandleEngine::factory(move |vb| Mlp::new(&mlp, vb)))
+//!     .optim_wrapper(OptimWrapperFactory::fp32(move |count| Sgd::with_one_group(hyper, count)))
+//!     .train_dataloader(DataLoaderConfig::new(Digits::new(Split::Train, 0)?, 32).shuffled())
+//!     .validation(DataLoaderConfig::new(Digits::new(Split::Test, 0)?, 32), Box::new(Accuracy))
 //!     .train_cfg(TrainConfig::new(1))
 //!     .work_dir(dir.path())
 //!     .build()?

@@ -1,7 +1,6 @@
 //! What unit tests share: an engine without a tensor crate, and a run around it.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use collective::ProcessGroup;
@@ -11,7 +10,7 @@ use half::{bf16, f16};
 use crate::Result;
 use crate::data::{Array, ArrayData, Batch, Dataset};
 use crate::engine::{Engine, Losses, SharedSink, TensorSpec};
-use crate::optim_wrapper::{Fp32OptimWrapper, OptimWrapperFactory};
+use crate::optim_wrapper::OptimWrapperFactory;
 use crate::runner::{DataLoaderConfig, RunnerBuilder, TrainConfig};
 
 /// Elements of one tensor.
@@ -121,25 +120,14 @@ impl Dataset for Blank {
 
 /// Blank samples, one a batch.
 pub(crate) fn blank(len: usize) -> DataLoaderConfig {
-    DataLoaderConfig {
-        dataset: Box::new(move || Ok(Arc::new(Blank(len)))),
-        batch_size: 1,
-        shuffle: false,
-        infinite: false,
-        drop_last: false,
-    }
+    DataLoaderConfig::new(Blank(len), 1)
 }
 
 /// SGD at `lr`.
 pub(crate) fn sgd(lr: f64) -> OptimWrapperFactory {
-    OptimWrapperFactory {
-        dtype: DType::F32,
-        build: Box::new(move |params| {
-            let hyper = SgdHyper { lr, ..SgdHyper::default() };
-            let sgd = Sgd::with_one_group(hyper, params.len())?;
-            Ok(Box::new(Fp32OptimWrapper::new(Box::new(sgd), 1)))
-        }),
-    }
+    OptimWrapperFactory::fp32(move |count| {
+        Sgd::with_one_group(SgdHyper { lr, ..SgdHyper::default() }, count)
+    })
 }
 
 /// A run of one rank on `len` blank samples, with a fake engine.

@@ -4,7 +4,8 @@
 //! `optimizer.safetensors` (groups, moments, f32 masters) and `state.json` (where the run was, the loss
 //! scaler, schedulers, the hooks' state, length and CRC-32 of the other files, and its own). Inside a
 //! gradient accumulation there is `gradients_R.safetensors` as well: what rank `R` has added up towards
-//! its next step; and where ranks differ, `rank_R.safetensors`: the buffers that rank `R` has of its own.
+//! its next step; where ranks differ, `rank_R.safetensors`: the buffers that rank `R` has of its own; and
+//! with PowerSGD, `wrapper_R.safetensors`: what rank `R` has left out so far.
 //! Hooks add files of theirs. It is written under another name, flushed to disk, and renamed; only then does
 //! `last_checkpoint` name it. So a kill at any moment leaves the previous checkpoint in place.
 //!
@@ -68,6 +69,9 @@ pub struct Meta {
     pub schedulers: Vec<schedulers::Progress>,
     /// What each hook saved, by its name.
     pub hooks: Map<String, Value>,
+    /// How far each rank's random numbers were.
+    #[serde(default)]
+    pub random: Vec<Option<u64>>,
     files: Vec<FileMeta>,
 }
 
@@ -130,6 +134,10 @@ pub struct Contents<'a> {
     pub hooks: Map<String, Value>,
     /// Each rank's [`gradient_bytes`]; none outside of an accumulation.
     pub gradients: Vec<Vec<u8>>,
+    /// Each rank's [`ModelWrapper::state`]; none if none has any.
+    pub wrapper: Vec<Vec<u8>>,
+    /// How far each rank's [`Engine::random_position`] is; empty for an engine that draws nothing.
+    pub random: Vec<Option<u64>>,
 }
 
 const FORMAT: u32 = 2;
@@ -158,6 +166,8 @@ pub fn save(work_dir: &Path, name: &str, contents: Contents<'_>) -> Result<PathB
     let own = contents.own.into_iter().enumerate();
     let by_rank = gradients.map(|(rank, bytes)| (gradients_file(rank), bytes));
     let by_rank = by_rank.chain(own.map(|(rank, bytes)| (own_file(rank), bytes)));
+    let wrapper = contents.wrapper.into_iter().enumerate();
+    let by_rank = by_rank.chain(wrapper.map(|(rank, bytes)| (wrapper_file(rank), bytes)));
     files.extend(by_rank.filter(|(_, bytes)| !bytes.is_empty()));
     let meta = Meta {
         format: FORMAT,
@@ -169,6 +179,7 @@ pub fn save(work_dir: &Path, name: &str, contents: Contents<'_>) -> Result<PathB
         loss_scaler,
         schedulers: contents.schedulers,
         hooks: contents.hooks,
+        random: contents.random,
         files: files.iter().map(|(name, bytes)| file_meta(name, bytes)).collect(),
     };
     let state = serde_json::to_string_pretty(&meta)
@@ -297,6 +308,19 @@ impl Checkpoint {
         &self.path
     }
 
+    /// What this rank's model wrapper had in mind besides gradients, if it had anything.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] naming the file that is missing or damaged.
+    pub fn wrapper(&self, rank: usize) -> Result<Option<Vec<u8>>> {
+        let file = wrapper_file(rank);
+        if !self.meta.files.iter().any(|f| f.name == file) {
+            return Ok(None);
+        }
+        read_whole(&self.path, &self.meta, &file).map(Some)
+    }
+
     /// Gives the model back what this rank had added up towards its next step.
     ///
     /// # Errors
@@ -388,6 +412,10 @@ fn own_file(rank: usize) -> String {
     format!("rank_{rank}.safetensors")
 }
 
+fn wrapper_file(rank: usize) -> String {
+    format!("wrapper_{rank}.safetensors")
+}
+
 fn gradients_file(rank: usize) -> String {
     format!("gradients_{rank}.safetensors")
 }
@@ -472,6 +500,8 @@ mod tests {
             schedulers: Vec::new(),
             hooks: [("H".to_owned(), Value::from(7))].into_iter().collect(),
             gradients,
+            wrapper: vec![Vec::new(), vec![1, 2, 3]],
+            random: vec![None, Some(u64::MAX)],
         }
     }
 
@@ -501,6 +531,8 @@ mod tests {
         assert_eq!(loaded.optim.as_ref().unwrap().loss_scaler, saved.optim.unwrap().loss_scaler);
         assert_eq!(loaded.extra("more").unwrap().unwrap(), saved.extra[0].1);
         assert_eq!(loaded.extra("less").unwrap(), None);
+        assert_eq!(loaded.meta.random, saved.random);
+        assert_eq!([0, 1].map(|rank| loaded.wrapper(rank).unwrap()), [None, Some(vec![1, 2, 3])]);
         let mut other = zeroed(engine());
         assert_ne!(bits(&mut other), bits(&mut engine()));
         loaded.load_model(&mut other).unwrap();

@@ -145,6 +145,34 @@ impl Section {
         entries.into_iter().map(section).collect()
     }
 
+    /// As [`named_sections`](Self::named_sections), with one table or an array of them under each key.
+    pub(crate) fn named_lists(&mut self) -> Result<Vec<(String, Vec<Self>)>> {
+        let entries = std::mem::take(&mut self.entries);
+        let list = |entry: Entry| {
+            let nodes = match entry.node {
+                Node { value: Value::Array(nodes), .. } => nodes,
+                node => vec![node],
+            };
+            let sections = nodes.into_iter().map(|node| self.subsection(&entry.key, node));
+            Ok((entry.key.clone(), sections.collect::<Result<_>>()?))
+        };
+        entries.into_iter().map(list).collect()
+    }
+
+    /// The keys whose values are tables.
+    pub(crate) fn tables(&self) -> Vec<String> {
+        let is_table = |e: &&Entry| matches!(e.node.value, Value::Table(_));
+        self.entries.iter().filter(is_table).map(|e| e.key.clone()).collect()
+    }
+
+    /// Whether the file has a table for `key` that does not have `inner`.
+    pub(crate) fn has_table_without(&self, key: &str, inner: &str) -> bool {
+        match self.peek(key) {
+            Some(Value::Table(entries)) => entries.iter().all(|e| e.key != inner),
+            _ => false,
+        }
+    }
+
     /// Refuses whatever was not asked for.
     ///
     /// # Errors

@@ -13,6 +13,24 @@ pub enum ArrayData {
     I64(Vec<i64>),
 }
 
+impl From<Vec<f32>> for ArrayData {
+    fn from(values: Vec<f32>) -> Self {
+        Self::F32(values)
+    }
+}
+
+impl From<Vec<u8>> for ArrayData {
+    fn from(values: Vec<u8>) -> Self {
+        Self::U8(values)
+    }
+}
+
+impl From<Vec<i64>> for ArrayData {
+    fn from(values: Vec<i64>) -> Self {
+        Self::I64(values)
+    }
+}
+
 impl ArrayData {
     fn len(&self) -> usize {
         match self {
@@ -36,8 +54,8 @@ impl Array {
     /// # Errors
     ///
     /// [`Error::Data`] if the shape asks for another number of elements.
-    pub fn new(shape: impl Into<Vec<usize>>, data: ArrayData) -> Result<Self> {
-        let shape = shape.into();
+    pub fn new(shape: impl Into<Vec<usize>>, data: impl Into<ArrayData>) -> Result<Self> {
+        let (shape, data) = (shape.into(), data.into());
         let expected: usize = shape.iter().product();
         if expected != data.len() {
             return Err(Error::Data(format!(

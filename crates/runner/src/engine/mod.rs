@@ -136,6 +136,23 @@ pub trait Engine {
         Err(Error::Engine("this engine does not compile: leave `compile` out".to_owned()))
     }
 
+    /// How many words this engine has drawn from its random numbers, which seed and position determine;
+    /// none if it draws none.
+    fn random_position(&self) -> Option<u64> {
+        None
+    }
+
+    /// Goes on drawing from there, as a run that was there would.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] if the engine draws no random numbers.
+    fn set_random_position(&mut self, _position: u64) -> Result<()> {
+        Err(Error::Checkpoint(
+            "the checkpoint's engine drew random numbers, this one does not".into(),
+        ))
+    }
+
     /// What [`compile`](Self::compile) has come to by now; none if it was not asked for.
     fn compile_report(&self) -> Option<CompileReport> {
         None

@@ -1,7 +1,7 @@
 //! `EpochBasedTrainLoop` and `IterBasedTrainLoop`: MMEngine's order of stages.
 //!
-//! Between any two batches the ranks agree whether to go on: a signal to one of them, or a spent time
-//! budget, ends all at the same place, with a checkpoint of just that place.
+//! Between batches the ranks agree whether to go on: a signal to one of them, or a spent time budget,
+//! ends all at the same place, with a checkpoint of just that place.
 
 use super::judge::validate;
 use crate::data::Batch;
@@ -12,6 +12,7 @@ type Metrics = Vec<(String, f64)>;
 
 /// Runs every stage from `before_run` to `after_run`. Returns the last validation's figures.
 pub(crate) fn train(runner: &mut Runner) -> Result<Metrics> {
+    runner.train_loader()?;
     let max_iters = runner.max_iters();
     runner.call_hooks(|hook, runner| hook.before_run(runner))?;
     if !runner.load_or_resume()? {
@@ -79,7 +80,7 @@ fn epochs(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt
 fn epoch(runner: &mut Runner) -> Result<Option<Interrupt>> {
     runner.call_hooks(|hook, runner| hook.before_train_epoch(runner))?;
     let start = runner.position().clone();
-    for batch in runner.train_loader().batches(start.epoch, start.batch) {
+    for batch in runner.train_loader()?.batches(start.epoch, start.batch) {
         if let Some(interrupt) = runner.interrupt()? {
             return Ok(Some(interrupt));
         }
@@ -95,7 +96,7 @@ fn epoch(runner: &mut Runner) -> Result<Option<Interrupt>> {
 /// passes as it takes.
 fn iterations(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt>> {
     runner.call_hooks(|hook, runner| hook.before_train_epoch(runner))?;
-    let mut batches = runner.train_loader().endless(runner.position().iter);
+    let mut batches = runner.train_loader()?.endless(runner.position().iter);
     while runner.position().iter < runner.max_iters() && !runner.is_stopped() {
         if let Some(interrupt) = runner.interrupt()? {
             return Ok(Some(interrupt));

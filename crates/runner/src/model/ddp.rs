@@ -15,7 +15,7 @@ use collective::{ProcessGroup, Reducer, ReducerOptions};
 use fused_optim::{DType, Slice, SliceMut};
 use parking_lot::Mutex;
 
-use super::{ModelWrapper, WrapperFactory};
+use super::{ModelWrapper, WrapperFactory, state};
 use crate::engine::{Engine, GradSink, SharedSink, TensorSpec};
 use crate::{Error, Result};
 
@@ -185,5 +185,13 @@ impl ModelWrapper for DistributedDataParallel {
 
     fn zero_grad(&mut self) {
         self.inner.lock().reducers.iter_mut().for_each(Reducer::zero_grad);
+    }
+
+    fn state(&self) -> Result<Vec<u8>> {
+        state::to_bytes(&self.inner.lock().reducers)
+    }
+
+    fn load_state(&mut self, bytes: &[u8]) -> Result<()> {
+        state::load(&mut self.inner.lock().reducers, bytes)
     }
 }

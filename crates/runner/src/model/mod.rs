@@ -3,11 +3,12 @@
 //!
 //! A [`ModelWrapper`] owns gradient memory. [`DistributedDataParallel`] averages gradients over a
 //! process group while backward still runs; a group of one rank is the same with nothing to
-//! average. A wrapper of your own implements the trait and registers itself in
-//! [`MODEL_WRAPPERS`](crate::registry::MODEL_WRAPPERS).
+//! average. A wrapper of your own implements the trait, or [`WrapperOver`] to change some of another's
+//! ways, and registers itself in [`MODEL_WRAPPERS`](crate::registry::MODEL_WRAPPERS).
 
 mod builtin;
 mod ddp;
+mod state;
 
 use collective::ProcessGroup;
 use fused_optim::{DType, Slice};
@@ -73,4 +74,113 @@ pub trait ModelWrapper: Send {
 
     /// Forgets all gradients.
     fn zero_grad(&mut self);
+
+    /// What this rank goes on from besides gradients, for a checkpoint; empty if that is nothing.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if it cannot be written.
+    fn state(&self) -> Result<Vec<u8>> {
+        Ok(Vec::new())
+    }
+
+    /// Goes on from such a state. Every rank calls it with its own.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if it is not of this wrapper.
+    fn load_state(&mut self, _state: &[u8]) -> Result<()> {
+        Err(crate::Error::Checkpoint("this model wrapper has no state to go on from".to_owned()))
+    }
+}
+
+/// A wrapper over another one: what it does not change is the other's.
+///
+/// Its methods are those of [`ModelWrapper`], which it is, with the same errors.
+///
+/// # Examples
+///
+/// ```
+/// use runner::Result;
+/// use runner::model::{DistributedDataParallel, ModelWrapper, WrapperOver};
+///
+/// /// Counts the batches that only add up.
+/// struct Counting(DistributedDataParallel, usize);
+///
+/// impl WrapperOver for Counting {
+///     type Inner = DistributedDataParallel;
+///
+///     fn inner(&self) -> &Self::Inner {
+///         &self.0
+///     }
+///
+///     fn inner_mut(&mut self) -> &mut Self::Inner {
+///         &mut self.0
+///     }
+///
+///     fn prepare(&mut self, sync: bool) -> Result<()> {
+///         self.1 += usize::from(!sync);
+///         self.0.prepare(sync)
+///     }
+/// }
+/// ```
+#[expect(clippy::missing_errors_doc, reason = "said once, on the trait")]
+pub trait WrapperOver: Send {
+    /// The type of the other wrapper.
+    type Inner: ModelWrapper;
+
+    /// The other wrapper.
+    fn inner(&self) -> &Self::Inner;
+
+    /// The other wrapper.
+    fn inner_mut(&mut self) -> &mut Self::Inner;
+
+    /// [`ModelWrapper::prepare`].
+    fn prepare(&mut self, sync: bool) -> Result<()> {
+        self.inner_mut().prepare(sync)
+    }
+
+    /// [`ModelWrapper::before_forward`].
+    fn before_forward(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        self.inner_mut().before_forward(engine)
+    }
+
+    /// [`ModelWrapper::finish`].
+    fn finish(&mut self) -> Result<()> {
+        self.inner_mut().finish()
+    }
+}
+
+impl<T: WrapperOver> ModelWrapper for T {
+    fn sink(&self) -> SharedSink {
+        self.inner().sink()
+    }
+
+    fn prepare(&mut self, sync: bool) -> Result<()> {
+        WrapperOver::prepare(self, sync)
+    }
+
+    fn before_forward(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        WrapperOver::before_forward(self, engine)
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        WrapperOver::finish(self)
+    }
+
+    fn with_grads(&self, visit: &mut dyn FnMut(&[Option<Slice<'_>>]) -> Result<()>) -> Result<()> {
+        self.inner().with_grads(visit)
+    }
+
+    fn zero_grad(&mut self) {
+        self.inner_mut().zero_grad();
+    }
+
+    fn state(&self) -> Result<Vec<u8>> {
+        self.inner().state()
+    }
+
+    fn load_state(&mut self, state: &[u8]) -> Result<()> {
+        self.inner_mut().load_state(state)
+    }
 }

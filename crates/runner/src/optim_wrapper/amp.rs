@@ -42,6 +42,7 @@ pub struct AmpOptimWrapper {
     accumulation: Accumulation,
     scaler: LossScaler,
     clip: Option<Clip>,
+    parts: Vec<(String, usize)>,
     last: Option<Applied>,
 }
 
@@ -58,7 +59,7 @@ impl AmpOptimWrapper {
     ) -> Result<Self> {
         let accumulation = Accumulation::new(accumulative_counts);
         let scaler = loss_scale.scaler()?;
-        Ok(Self { optimizer, accumulation, scaler, clip: None, last: None })
+        Ok(Self { optimizer, accumulation, scaler, clip: None, parts: Vec::new(), last: None })
     }
 
     /// Bounds the gradients of each step, once the loss scale has been taken out of them.
@@ -66,6 +67,13 @@ impl AmpOptimWrapper {
     #[doc(alias = "clip_grad")]
     pub fn with_clip_grad(mut self, clip: Option<Clip>) -> Self {
         self.clip = clip;
+        self
+    }
+
+    /// Names the optimizer's parts, in the order of its groups, with the number of each one's.
+    #[must_use]
+    pub fn with_parts(mut self, parts: Vec<(String, usize)>) -> Self {
+        self.parts = parts;
         self
     }
 
@@ -86,6 +94,10 @@ impl OptimWrapper for AmpOptimWrapper {
 
     fn optimizer_mut(&mut self) -> &mut dyn Optimizer {
         &mut *self.optimizer
+    }
+
+    fn parts(&self) -> Vec<(String, usize)> {
+        self.parts.clone()
     }
 
     fn accumulation(&mut self) -> &mut Accumulation {

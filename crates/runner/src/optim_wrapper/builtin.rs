@@ -93,11 +93,15 @@ fn dict(section: &mut Section) -> Result<OptimWrapperFactory> {
         return Err(section.error("an OptimWrapperDict needs at least one part"));
     }
     let build: BuildOptimWrapper = Box::new(move |params| {
-        let optimizer = Box::new(make_dict(parts, params)?);
-        match half {
-            true => Ok(Box::new(AmpOptimWrapper::new(optimizer, counts, loss_scale)?)),
-            false => Ok(Box::new(Fp32OptimWrapper::new(optimizer, counts))),
-        }
+        let dict = make_dict(parts, params)?;
+        let names = dict.members().iter().map(|m| (m.name.clone(), m.optimizer.group_count()));
+        let (names, optimizer) = (names.collect(), Box::new(dict));
+        Ok(match half {
+            true => {
+                Box::new(AmpOptimWrapper::new(optimizer, counts, loss_scale)?.with_parts(names))
+            }
+            false => Box::new(Fp32OptimWrapper::new(optimizer, counts).with_parts(names)),
+        })
     });
     Ok(OptimWrapperFactory { dtype, build })
 }

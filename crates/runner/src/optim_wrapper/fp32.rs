@@ -15,6 +15,7 @@ pub struct Fp32OptimWrapper {
     optimizer: Box<dyn Optimizer>,
     accumulation: Accumulation,
     clip: Option<Clip>,
+    parts: Vec<(String, usize)>,
     last: Option<Applied>,
 }
 
@@ -23,7 +24,7 @@ impl Fp32OptimWrapper {
     #[must_use]
     pub fn new(optimizer: Box<dyn Optimizer>, accumulative_counts: usize) -> Self {
         let accumulation = Accumulation::new(accumulative_counts);
-        Self { optimizer, accumulation, clip: None, last: None }
+        Self { optimizer, accumulation, clip: None, parts: Vec::new(), last: None }
     }
 
     /// Bounds the gradients of each step.
@@ -31,6 +32,13 @@ impl Fp32OptimWrapper {
     #[doc(alias = "clip_grad")]
     pub fn with_clip_grad(mut self, clip: Option<Clip>) -> Self {
         self.clip = clip;
+        self
+    }
+
+    /// Names the optimizer's parts, in the order of its groups, with the number of each one's.
+    #[must_use]
+    pub fn with_parts(mut self, parts: Vec<(String, usize)>) -> Self {
+        self.parts = parts;
         self
     }
 }
@@ -42,6 +50,10 @@ impl OptimWrapper for Fp32OptimWrapper {
 
     fn optimizer_mut(&mut self) -> &mut dyn Optimizer {
         &mut *self.optimizer
+    }
+
+    fn parts(&self) -> Vec<(String, usize)> {
+        self.parts.clone()
     }
 
     fn accumulation(&mut self) -> &mut Accumulation {

@@ -44,6 +44,20 @@ pub struct OptimWrapperFactory {
     pub build: BuildOptimWrapper,
 }
 
+impl OptimWrapperFactory {
+    /// An [`Fp32OptimWrapper`] that steps after each batch, around what `make` makes for a number of
+    /// parameters.
+    #[must_use]
+    pub fn fp32<O: Optimizer + 'static>(
+        make: impl FnOnce(usize) -> fused_optim::Result<O> + Send + 'static,
+    ) -> Self {
+        let build: BuildOptimWrapper = Box::new(|params| {
+            Ok(Box::new(Fp32OptimWrapper::new(Box::new(make(params.len())?), 1)))
+        });
+        Self { dtype: DType::F32, build }
+    }
+}
+
 impl std::fmt::Debug for OptimWrapperFactory {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("OptimWrapperFactory").field("dtype", &self.dtype).finish_non_exhaustive()
@@ -75,6 +89,11 @@ pub trait OptimWrapper: Send {
 
     /// The optimizer inside.
     fn optimizer_mut(&mut self) -> &mut dyn Optimizer;
+
+    /// The parts of an optimizer of several, and how many groups each has, in the groups' order.
+    fn parts(&self) -> Vec<(String, usize)> {
+        Vec::new()
+    }
 
     /// How many batches make a step.
     fn accumulation(&mut self) -> &mut Accumulation;

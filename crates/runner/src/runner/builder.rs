@@ -1,25 +1,29 @@
 //! The parts of a run, collected before anything is made.
 
 use std::num::NonZero;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use collective::{GroupOptions, Launcher, ProcessGroup, Topology};
-use fused_optim::Optimizer;
+use collective::{GroupOptions, Launcher, ProcessGroup, Topology, Transport};
+use fused_optim::{Optimizer, Sgd, SgdHyper};
 use jiff::Zoned;
 use rustix::process::{Resource, getrlimit, setrlimit};
 
+use super::agreement::Agreement;
 use super::output::Output;
 use super::{Length, Runner, TrainConfig, Validation, read_values, write_values};
 use crate::checkpoint::Position;
-use crate::data::{DataLoader, DatasetFactory, DefaultSampler};
+use crate::config::unknown;
+use crate::data::{DataLoader, Dataset, DatasetFactory, DefaultSampler};
 use crate::engine::{CompileOptions, Engine};
 use crate::evaluate::Metric;
 use crate::hooks::{Hook, ParamSchedulerHook};
 use crate::model::{DistributedDataParallel, ModelContext, ModelFactory, WrapperFactory};
-use crate::optim_wrapper::OptimWrapperFactory;
+use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
 use crate::schedulers::{Param, Scheduler, SchedulerConfig, Span};
+use crate::sinks::Level;
 use crate::{Error, Result};
 
 /// How long a collective may take before the missing ranks are named: MMEngine's 30 minutes.
@@ -37,6 +41,21 @@ pub struct DataLoaderConfig {
     pub drop_last: bool,
     /// MMEngine's `InfiniteSampler`, for a run by iterations: epochs have no end.
     pub infinite: bool,
+}
+
+impl DataLoaderConfig {
+    /// A data set in its own order, to the last sample.
+    #[must_use]
+    pub fn new(dataset: impl Dataset + 'static, batch_size: usize) -> Self {
+        let dataset: DatasetFactory = Box::new(move || Ok(Arc::new(dataset)));
+        Self { dataset, batch_size, shuffle: false, drop_last: false, infinite: false }
+    }
+
+    /// In a new order every epoch.
+    #[must_use]
+    pub fn shuffled(self) -> Self {
+        Self { shuffle: true, ..self }
+    }
 }
 
 impl std::fmt::Debug for DataLoaderConfig {
@@ -65,6 +84,7 @@ pub struct RunnerBuilder {
     pub(super) seed: Option<u64>,
     pub(super) diff_rank_seed: bool,
     pub(super) timeout: Option<Duration>,
+    pub(super) transport: Transport,
     pub(super) open_files: Option<u64>,
     pub(super) time_budget: Option<Duration>,
     pub(super) launcher: Option<Launcher>,
@@ -88,6 +108,8 @@ pub(super) struct Looks {
     pub(super) by_epoch: Option<bool>,
     /// Event files for TensorBoard.
     pub(super) tensorboard: bool,
+    /// What is too unimportant to be logged.
+    pub(super) log_level: Level,
 }
 
 impl std::fmt::Debug for RunnerBuilder {
@@ -240,7 +262,8 @@ impl RunnerBuilder {
         self
     }
 
-    /// Joins the process group, makes every part, creates the work directory.
+    /// Joins the process group, makes every part, creates the work directory. A run without all that
+    /// trains (`train_cfg`, `train_dataloader`, `optim_wrapper`) may have a validation or a test.
     ///
     /// # Errors
     ///
@@ -250,16 +273,22 @@ impl RunnerBuilder {
         let started = Instant::now();
         let need = |what: &str| Error::Config(format!("the run has no {what}"));
         let work_dir = self.work_dir.ok_or_else(|| need("work_dir"))?;
-        let train = self.train.ok_or_else(|| need("train_cfg"))?;
         let model = self.model.ok_or_else(|| need("model"))?;
-        let optim = self.optim.ok_or_else(|| need("optim_wrapper"))?;
-        let train_loader = self.train_loader.ok_or_else(|| need("train_dataloader"))?;
+        let judges = self.validation.is_some() || self.test.is_some();
+        let (train, optim, train_loader) = match (self.train, self.optim, self.train_loader) {
+            (None, None, None) if judges => (TrainConfig::new(0), idle(), None),
+            (train, optim, loader) => (
+                train.ok_or_else(|| need("train_cfg"))?,
+                optim.ok_or_else(|| need("optim_wrapper"))?,
+                Some(loader.ok_or_else(|| need("train_dataloader"))?),
+            ),
+        };
         check_names(&self.hooks)?;
-        check_lengths(&train, &train_loader, &self.schedulers)?;
+        check_lengths(&train, train_loader.as_ref(), &self.schedulers)?;
         raise_open_files(self.open_files)?;
         let group = match self.group {
             Some(group) => group,
-            None => join(self.launcher, self.timeout.unwrap_or(TIMEOUT))?,
+            None => join(self.launcher, self.timeout.unwrap_or(TIMEOUT), self.transport)?,
         };
         let rank = group.rank();
         let shared = (rank == 0).then(|| (self.seed.unwrap_or_else(draw_seed), timestamp()));
@@ -273,13 +302,12 @@ impl RunnerBuilder {
             let model = wrapper(group.clone(), engine.params())?;
             let validation = make_judged(self.validation, &group, seed)?;
             let test = make_judged(self.test, &group, seed)?;
-            let train_loader = make_loader(train_loader, &group, seed)?;
+            let train_loader = train_loader.map(|l| make_loader(l, &group, seed)).transpose()?;
             let mut optim = (optim.build)(engine.params())?;
-            let batch = train_loader.batch_size() * group.world_size();
-            scale_lr(optim.optimizer_mut(), batch, self.auto_scale_lr)?;
-            let length = train_loader.batches_per_epoch();
-            let schedulers =
-                make_schedulers(&self.schedulers, &train, length, optim.optimizer_mut())?;
+            let batch = train_loader.as_ref().map_or(0, DataLoader::batch_size);
+            scale_lr(optim.optimizer_mut(), batch * group.world_size(), self.auto_scale_lr)?;
+            let length = train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch);
+            let schedulers = make_schedulers(&self.schedulers, &train, length, &mut *optim)?;
             let hooks = in_order(self.hooks, !schedulers.is_empty());
             Ok(Runner {
                 optim,
@@ -299,6 +327,7 @@ impl RunnerBuilder {
                 seed,
                 config_text: self.looks.config.as_ref().map_or_else(String::new, |c| c.1.clone()),
                 position: Position::default(),
+                agreement: Agreement::default(),
                 output: Output::new(work_dir, rank == 0, self.looks, timestamp),
                 group: group.clone(),
             })
@@ -316,6 +345,11 @@ impl RunnerBuilder {
         }
         runner
     }
+}
+
+/// The optimizer of a run that only judges: it never steps.
+fn idle() -> OptimWrapperFactory {
+    OptimWrapperFactory::fp32(|count| Sgd::with_one_group(SgdHyper::default(), count))
 }
 
 fn make_engine(
@@ -340,11 +374,12 @@ fn open_output(runner: &mut Runner) -> Result<()> {
 /// Refuses what a run by epochs, or by iterations, has no use for.
 fn check_lengths(
     train: &TrainConfig,
-    loader: &DataLoaderConfig,
+    loader: Option<&DataLoaderConfig>,
     schedulers: &[SchedulerConfig],
 ) -> Result<()> {
+    let infinite = loader.is_some_and(|loader| loader.infinite);
     match train.length {
-        Length::Epochs(_) if loader.infinite => Err(Error::Config(
+        Length::Epochs(_) if infinite => Err(Error::Config(
             "InfiniteSampler has no epochs: it needs train_cfg.type = \"IterBasedTrainLoop\"".into(),
         )),
         Length::Iters(_) if schedulers.iter().any(SchedulerConfig::counts_epochs) => {
@@ -374,9 +409,10 @@ fn raise_open_files(wanted: Option<u64>) -> Result<()> {
 fn scale_lr(optimizer: &mut dyn Optimizer, batch: usize, base: Option<usize>) -> Result<()> {
     let Some(base) = base else { return Ok(()) };
     let factor = batch as f64 / base as f64;
-    let values = read_values(optimizer, Param::Lr)?;
+    let groups = 0..optimizer.group_count();
+    let values = read_values(optimizer, Param::Lr, groups.clone())?;
     let scaled: Vec<_> = values.iter().map(|lr| lr * factor).collect();
-    write_values(optimizer, Param::Lr, &scaled)
+    write_values(optimizer, Param::Lr, groups, &scaled)
 }
 
 /// The parts of a validation or test, if the run has one.
@@ -413,13 +449,17 @@ fn check_names(hooks: &[Box<dyn Hook>]) -> Result<()> {
 }
 
 /// The group that the environment describes; a group of one without any.
-fn join(launcher: Option<Launcher>, timeout: Duration) -> Result<ProcessGroup> {
+fn join(
+    launcher: Option<Launcher>,
+    timeout: Duration,
+    transport: Transport,
+) -> Result<ProcessGroup> {
     let lookup = |name: &str| std::env::var(name).ok();
     let topology = match launcher {
         Some(launcher) => Topology::from_launcher(launcher, lookup)?,
         None => Topology::from_env(lookup)?,
     };
-    let options = GroupOptions::default().with_timeout(timeout);
+    let options = GroupOptions::default().with_timeout(timeout).with_transport(transport);
     Ok(collective::init_process_group(&topology, options)?)
 }
 
@@ -442,24 +482,43 @@ fn make_schedulers(
     configs: &[SchedulerConfig],
     train: &TrainConfig,
     epoch_length: usize,
-    optimizer: &mut dyn Optimizer,
+    optim: &mut dyn OptimWrapper,
 ) -> Result<Vec<Scheduler>> {
+    let parts = optim.parts();
+    let optimizer = optim.optimizer_mut();
     let (epochs, iters) = match train.length {
         Length::Epochs(epochs) => (epochs, epochs * epoch_length),
         Length::Iters(iters) => (iters.div_ceil(epoch_length), iters),
     };
     let (epochs, iters, epoch_length) = (epochs as u64, iters as u64, epoch_length as u64);
     let span = Span { epochs, iters, epoch_length };
-    let mut base: [Option<Vec<f64>>; 2] = [None, None];
+    let mut base: [Option<Vec<Option<f64>>>; 2] = [None, None];
     let make = |config: &SchedulerConfig| {
-        let mut values = read_values(optimizer, config.param)?;
+        let groups = groups_of(config.part.as_deref(), &parts, optimizer.group_count())?;
+        let mut values = read_values(optimizer, config.param, groups.clone())?;
         let base = &mut base[usize::from(config.param == Param::Momentum)];
-        let base = base.get_or_insert_with(|| values.clone());
-        let scheduler = Scheduler::new(config, span, base, &mut values)?;
-        write_values(optimizer, config.param, &values)?;
-        Ok(scheduler)
+        let unset = || vec![None; optimizer.group_count()];
+        let base = &mut base.get_or_insert_with(unset)[groups.clone()];
+        // Those of the first scheduler that changes a group.
+        let mut own: Vec<f64> = base.iter().zip(&values).map(|(b, v)| b.unwrap_or(*v)).collect();
+        let scheduler = Scheduler::new(config, span, &mut own, &mut values)?;
+        base.iter_mut().zip(own).for_each(|(base, own)| *base = Some(own));
+        let first = groups.start;
+        write_values(optimizer, config.param, groups, &values)?;
+        Ok(scheduler.from_group(first))
     };
     configs.iter().map(make).collect()
+}
+
+/// The groups of one of the `parts`, which are names and numbers of groups; all without a name.
+fn groups_of(part: Option<&str>, parts: &[(String, usize)], count: usize) -> Result<Range<usize>> {
+    let Some(part) = part else { return Ok(0..count) };
+    let Some(at) = parts.iter().position(|(name, _)| name == part) else {
+        let known: Vec<_> = parts.iter().map(|(name, _)| name.as_str()).collect();
+        return Err(Error::Config(unknown("part of the optimizer", part, &known)));
+    };
+    let first = parts[..at].iter().map(|(_, count)| count).sum();
+    Ok(first..first + parts[at].1)
 }
 
 fn draw_seed() -> u64 {

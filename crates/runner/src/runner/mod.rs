@@ -4,19 +4,22 @@
 //! [`build`](RunnerBuilder::build) joins the process group and makes them. [`Runner::train`] then
 //! runs the epoch loop; hooks reach everything through the accessors here.
 
+mod agreement;
 mod builder;
 mod output;
 mod read;
 mod state;
 mod train_config;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use collective::{ProcessGroup, ReduceOp};
+use collective::ProcessGroup;
 use fused_optim::{Optimizer, SliceMut};
 use serde_json::Value;
 
+use agreement::Agreement;
 pub use builder::{DataLoaderConfig, RunnerBuilder};
 use output::Output;
 pub use state::Save;
@@ -41,7 +44,7 @@ pub struct Runner {
     optim: Box<dyn OptimWrapper>,
     schedulers: Vec<Scheduler>,
     hooks: Vec<Box<dyn Hook>>,
-    train_loader: DataLoader,
+    train_loader: Option<DataLoader>,
     validation: Option<Validation>,
     test: Option<Validation>,
     train: TrainConfig,
@@ -53,6 +56,7 @@ pub struct Runner {
     seed: u64,
     config_text: String,
     position: Position,
+    agreement: Agreement,
     output: Output,
 }
 
@@ -199,7 +203,7 @@ impl Runner {
     /// Number of batches in an epoch.
     #[must_use]
     pub fn batches_per_epoch(&self) -> usize {
-        self.train_loader.batches_per_epoch()
+        self.train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch)
     }
 
     /// Number of batches in a validation.
@@ -351,9 +355,10 @@ impl Runner {
     ) -> Result<()> {
         let optimizer = self.optim.optimizer_mut();
         for scheduler in self.schedulers.iter_mut().filter(|s| due(s)) {
-            let mut values = read_values(optimizer, scheduler.param())?;
+            let (param, groups) = (scheduler.param(), scheduler.groups());
+            let mut values = read_values(optimizer, param, groups.clone())?;
             scheduler.step(&mut values, metrics)?;
-            write_values(optimizer, scheduler.param(), &values)?;
+            write_values(optimizer, param, groups, &values)?;
         }
         Ok(())
     }
@@ -376,14 +381,18 @@ impl Runner {
     }
 
     /// Whether the run is to end now, because of the time or a signal. All ranks get one answer: that
-    /// of the most hurried.
-    pub(crate) fn interrupt(&self) -> Result<Option<Interrupt>> {
-        let spent = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
-        let mut asked = [u8::from(spent), signals::pending()];
-        if self.group.world_size() > 1 && (self.deadline.is_some() || signals::are_caught()) {
-            self.group.all_reduce(&mut asked, ReduceOp::Max)?;
+    /// of the most hurried. One rank looks before every batch, and so do several with a time budget; else
+    /// they ask one another every [`Agreement::INTERVAL`] or so.
+    pub(crate) fn interrupt(&mut self) -> Result<Option<Interrupt>> {
+        let several = self.group.world_size() > 1;
+        let by_time = self.deadline.is_some();
+        if several && !(by_time || signals::are_caught() && self.agreement.is_due()) {
+            return Ok(None);
         }
-        let [spent, signal] = asked;
+        let spent = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
+        let asked = [u8::from(spent), signals::pending()];
+        let [spent, signal] =
+            if several { self.agreement.reach(&self.group, asked)? } else { asked };
         Ok(match (spent, signal) {
             (_, 1..) => Some(Interrupt::Signal(signal)),
             (1.., 0) => Some(Interrupt::Budget),
@@ -395,8 +404,10 @@ impl Runner {
         &self.train
     }
 
-    pub(crate) fn train_loader(&self) -> &DataLoader {
-        &self.train_loader
+    pub(crate) fn train_loader(&self) -> Result<&DataLoader> {
+        let none =
+            "the run has no train_dataloader, train_cfg and optim_wrapper: it can only judge";
+        self.train_loader.as_ref().ok_or_else(|| Error::Config(none.into()))
     }
 
     pub(crate) fn position_mut(&mut self) -> &mut Position {
@@ -416,8 +427,8 @@ impl Runner {
     }
 }
 
-/// What each parameter group of an optimizer has.
-fn read_values(optimizer: &dyn Optimizer, param: Param) -> Result<Vec<f64>> {
+/// What these parameter groups of an optimizer have.
+fn read_values(optimizer: &dyn Optimizer, param: Param, groups: Range<usize>) -> Result<Vec<f64>> {
     let none = || {
         let text = format!("{} has no momentum for a scheduler to change", optimizer.kind());
         Error::Config(text)
@@ -426,11 +437,16 @@ fn read_values(optimizer: &dyn Optimizer, param: Param) -> Result<Vec<f64>> {
         Param::Lr => Ok(optimizer.lr(group)?),
         Param::Momentum => optimizer.momentum(group)?.ok_or_else(none),
     };
-    (0..optimizer.group_count()).map(read).collect()
+    groups.map(read).collect()
 }
 
-fn write_values(optimizer: &mut dyn Optimizer, param: Param, values: &[f64]) -> Result<()> {
-    for (group, &value) in values.iter().enumerate() {
+fn write_values(
+    optimizer: &mut dyn Optimizer,
+    param: Param,
+    groups: Range<usize>,
+    values: &[f64],
+) -> Result<()> {
+    for (group, &value) in groups.zip(values) {
         match param {
             Param::Lr => optimizer.set_lr(group, value)?,
             Param::Momentum => optimizer.set_momentum(group, value)?,

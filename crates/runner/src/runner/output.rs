@@ -34,11 +34,13 @@ impl Output {
         if let Some(window) = looks.window_size {
             scalars.set_window(window);
         }
+        let mut logger = Logger::new(speaks);
+        logger.set_least(looks.log_level);
         Self {
             work_dir,
             timestamp,
             looks,
-            logger: Logger::new(speaks),
+            logger,
             file: None,
             events: None,
             scalars,
@@ -85,10 +87,11 @@ impl Output {
 impl Runner {
     /// Draws the progress bar if somebody watches.
     pub(crate) fn draw_progress(&mut self, done: usize) {
+        if !self.output.logger.wants_bar() {
+            return;
+        }
         let due = self.output.drawn.is_none_or(|drawn| drawn.elapsed() >= BAR_INTERVAL);
-        if self.output.logger.wants_bar()
-            && (due || done == self.batches_per_epoch() || done == self.max_iters())
-        {
+        if due || done == self.batches_per_epoch() || done == self.max_iters() {
             let bar = format_bar(self, done);
             self.output.logger.bar(&bar);
             self.output.drawn = Some(Instant::now());

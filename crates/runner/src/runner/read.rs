@@ -5,7 +5,7 @@ use std::num::NonZero;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use collective::Launcher;
+use collective::{Launcher, Transport};
 
 use super::{DataLoaderConfig, Length, RunnerBuilder, TrainConfig};
 use crate::Result;
@@ -13,9 +13,9 @@ use crate::config::{Config, Section};
 use crate::engine::CompileOptions;
 use crate::evaluate::Metric;
 use crate::hooks::{self, DEFAULTS, Hook};
-use crate::registry::{
-    DATASETS, METRICS, MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS, PARAM_SCHEDULERS,
-};
+use crate::registry::{DATASETS, METRICS, MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS};
+use crate::schedulers;
+use crate::sinks::Level;
 
 /// Keys of MMEngine's that have no meaning here, and what there is instead.
 const LEFT_OUT: [(&str, &str); 7] = [
@@ -47,19 +47,15 @@ impl RunnerBuilder {
         }
         builder.work_dir = root.optional::<String>("work_dir")?.map(PathBuf::from);
         builder.model = Some(MODELS.build(root.section("model")?)?);
-        builder.optim = Some(OPTIM_WRAPPERS.build(root.section("optim_wrapper")?)?);
+        let parts = read_training(&mut root, &mut builder)?;
         if let Some(section) = root.optional_section("model_wrapper_cfg")? {
             builder.wrapper = Some(MODEL_WRAPPERS.build_or(section, "DistributedDataParallel")?);
         }
-        builder.train_loader = Some(read_loader(root.section("train_dataloader")?, true)?);
         builder.validation = read_judged(&mut root, "val_dataloader", "val_evaluator")?;
         builder.test = read_judged(&mut root, "test_dataloader", "test_evaluator")?;
         read_judge_cfg(&mut root, "val_cfg", "ValLoop")?;
         read_judge_cfg(&mut root, "test_cfg", "TestLoop")?;
-        builder.train = Some(read_train(root.section("train_cfg")?)?);
-        for section in root.sections("param_scheduler")? {
-            builder.schedulers.push(PARAM_SCHEDULERS.build(section)?);
-        }
+        builder.schedulers = schedulers::read_all(&mut root, &parts)?;
         builder.auto_scale_lr = read_auto_scale_lr(&mut root)?;
         let figures = builder.validation.as_ref().and_then(|(_, metric)| metric.figures());
         builder.hooks = read_hooks(&mut root, figures.as_deref())?;
@@ -73,6 +69,26 @@ impl RunnerBuilder {
         root.finish()?;
         Ok(builder)
     }
+}
+
+/// What trains: all of it, or, in a run that only judges a model, nothing. The names of the optimizer's
+/// parts.
+fn read_training(root: &mut Section, builder: &mut RunnerBuilder) -> Result<Vec<String>> {
+    let keys = ["train_dataloader", "train_cfg", "optim_wrapper"];
+    let judges = ["val_dataloader", "test_dataloader"].iter().any(|key| root.has(key));
+    if judges && !keys.iter().any(|key| root.has(key)) {
+        // Asked for all the same, so that they are among the valid names.
+        for key in keys {
+            root.optional_section(key)?;
+        }
+        return Ok(Vec::new());
+    }
+    let section = root.section("optim_wrapper")?;
+    let parts = section.tables();
+    builder.optim = Some(OPTIM_WRAPPERS.build(section)?);
+    builder.train_loader = Some(read_loader(root.section("train_dataloader")?, true)?);
+    builder.train = Some(read_train(root.section("train_cfg")?)?);
+    Ok(parts)
 }
 
 fn read_loader(mut section: Section, shuffle: bool) -> Result<DataLoaderConfig> {
@@ -225,7 +241,7 @@ fn read_randomness(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()
 fn read_env(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
     let Some(mut env) = root.optional_section("env_cfg")? else { return Ok(()) };
     if let Some(mut dist) = env.optional_section("dist_cfg")? {
-        dist.choice("backend", "host", &[("host", ())])?;
+        builder.transport = read_transport(&mut dist)?;
         builder.timeout = dist.optional::<Duration>("timeout")?;
         dist.finish()?;
     }
@@ -233,6 +249,33 @@ fn read_env(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
     env.refuse("cudnn_benchmark", "no part of this crate uses cuDNN")?;
     env.refuse("mp_cfg", "no data are loaded by other processes")?;
     env.finish()
+}
+
+/// `backend`: how ranks reach one another.
+fn read_transport(dist: &mut Section) -> Result<Transport> {
+    let place = dist.offset_of("backend");
+    let needs = |feature: &str, built: bool| {
+        match built {
+        true => Ok(()),
+        false => Err(place.error(format!(
+            "backend `{feature}` is not built in: it needs the feature `{feature}`; `auto` and `host` do not"
+        ))),
+    }
+    };
+    let names = [
+        ("auto", Transport::Auto),
+        ("host", Transport::Host),
+        ("tcp", Transport::Tcp),
+        ("gloo", Transport::Gloo),
+        ("nccl", Transport::Nccl),
+    ];
+    let transport = dist.choice("backend", "auto", &names)?;
+    match transport {
+        Transport::Gloo => needs("gloo", cfg!(feature = "gloo"))?,
+        Transport::Nccl => needs("nccl", cfg!(feature = "nccl"))?,
+        _ => {}
+    }
+    Ok(transport)
 }
 
 fn read_launcher(root: &mut Section) -> Result<Option<Launcher>> {
@@ -251,7 +294,13 @@ fn read_launcher(root: &mut Section) -> Result<Option<Launcher>> {
 /// What a run is called and what it writes besides checkpoints.
 fn read_looks(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
     builder.looks.experiment_name = root.optional("experiment_name")?;
-    root.choice("log_level", "INFO", &[("INFO", ()), ("DEBUG", ()), ("WARNING", ())])?;
+    let levels = [
+        ("DEBUG", Level::Info),
+        ("INFO", Level::Info),
+        ("WARNING", Level::Warning),
+        ("ERROR", Level::Error),
+    ];
+    builder.looks.log_level = root.choice("log_level", "INFO", &levels)?;
     if let Some(mut section) = root.optional_section("log_processor")? {
         section.choice("type", "LogProcessor", &[("LogProcessor", ())])?;
         let window = section.or_checked("window_size", 10, "at least 1", |n: &usize| *n >= 1)?;

@@ -57,11 +57,13 @@ impl Runner {
         if own.iter().all(|bytes| Some(bytes) == own.first()) {
             own.clear();
         }
+        let wrapper = self.gather(self.model.state()?)?;
+        let random = self.gather_random()?;
         if self.group.rank() == 0 {
             let mut contents = Contents {
                 position: save.position,
                 world_size: self.group.world_size(),
-                batches_per_epoch: self.train_loader.batches_per_epoch(),
+                batches_per_epoch: self.batches_per_epoch(),
                 seed: self.seed,
                 config: &self.config_text,
                 model: draft.model,
@@ -72,6 +74,8 @@ impl Runner {
                 schedulers: Vec::new(),
                 hooks,
                 gradients,
+                wrapper,
+                random,
             };
             if save.schedulers {
                 contents.schedulers =
@@ -80,6 +84,7 @@ impl Runner {
             if !save.optimizer {
                 (contents.extra, contents.own) = (Vec::new(), Vec::new());
                 (contents.gradients, contents.hooks) = (Vec::new(), Map::new());
+                (contents.wrapper, contents.random) = (Vec::new(), Vec::new());
             }
             checkpoint::save(self.output.work_dir(), save.name, contents)?;
         }
@@ -101,6 +106,17 @@ impl Runner {
             draft.own.iter_mut().for_each(|tensor| tensor.spec.name.insert_str(0, BUFFERS));
         }
         Ok(draft)
+    }
+
+    /// How far every rank's random numbers are; nothing if none draws any.
+    fn gather_random(&self) -> Result<Vec<Option<u64>>> {
+        let own = self.engine.random_position();
+        let own = [u64::from(own.is_some()), own.unwrap_or(0)];
+        let mut all = vec![0; 2 * self.group.world_size()];
+        self.group.all_gather(&mut all, &own)?;
+        let ranks: Vec<_> =
+            all.chunks_exact(2).map(|rank| (rank[0] == 1).then_some(rank[1])).collect();
+        Ok(if ranks.iter().all(Option::is_none) { Vec::new() } else { ranks })
     }
 
     /// Every rank's bytes; nothing if none has any.
@@ -179,6 +195,12 @@ impl Runner {
         loaded.load_model(&mut *self.engine)?;
         self.optim.load_state_dict(optim)?;
         let rank = self.group.rank();
+        if let Some(state) = loaded.wrapper(rank)? {
+            self.model.load_state(&state)?;
+        }
+        if let Some(position) = loaded.meta.random.get(rank).copied().flatten() {
+            self.engine.set_random_position(position)?;
+        }
         loaded.load_gradients(rank, self.engine.params(), &mut *self.model)?;
         self.take_seed(loaded.meta.seed);
         self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, &loaded))?;
@@ -275,9 +297,9 @@ impl Runner {
         let text = format!("going on with seed {seed} of the checkpoint instead of {}", self.seed);
         self.logger().info(&text);
         self.seed = seed;
-        self.train_loader.set_seed(seed);
-        for part in [&mut self.validation, &mut self.test].into_iter().flatten() {
-            part.loader.set_seed(seed);
+        let judged = [&mut self.validation, &mut self.test].into_iter().flatten();
+        for loader in judged.map(|part| &mut part.loader).chain(&mut self.train_loader) {
+            loader.set_seed(seed);
         }
     }
 }

@@ -13,10 +13,12 @@ mod plateau;
 mod read;
 mod shape;
 
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
 pub use plateau::{Plateau, Rule, Threshold};
-pub(crate) use read::BUILTIN;
+pub(crate) use read::{BUILTIN, read_all};
 pub use shape::{Anneal, Floor, OneCycle, Shape};
 
 use crate::{Error, Result};
@@ -45,6 +47,8 @@ pub struct SchedulerConfig {
     pub by_epoch: bool,
     /// All it says is in epochs, but it shall count iterations.
     pub convert_to_iter_based: bool,
+    /// Whose groups it changes, of an optimizer with parts; everybody's unless set.
+    pub part: Option<String>,
 }
 
 impl SchedulerConfig {
@@ -52,7 +56,7 @@ impl SchedulerConfig {
     #[must_use]
     pub const fn new(param: Param, shape: Shape) -> Self {
         let (begin, end, by_epoch) = (0, None, true);
-        Self { param, shape, begin, end, by_epoch, convert_to_iter_based: false }
+        Self { param, shape, begin, end, by_epoch, convert_to_iter_based: false, part: None }
     }
 
     /// Whether it steps once an epoch.
@@ -81,6 +85,7 @@ pub struct Scheduler {
     begin: u64,
     end: u64,
     by_epoch: bool,
+    groups: Range<usize>,
     progress: Progress,
 }
 
@@ -98,8 +103,8 @@ pub struct Progress {
 }
 
 impl Scheduler {
-    /// Makes a scheduler and takes its first step: `values`, by group, are those that training
-    /// begins with. `base` are the groups' values before any scheduler, which a
+    /// Makes a scheduler of the groups there are, from group 0 on, and takes its first step: `values`,
+    /// by group, are those that training begins with. `base` are the groups' values before any scheduler, which a
     /// [`OneCycle`] replaces for itself and those made later.
     ///
     /// # Errors
@@ -111,8 +116,8 @@ impl Scheduler {
         base: &mut [f64],
         values: &mut [f64],
     ) -> Result<Self> {
-        let SchedulerConfig { param, mut shape, begin, end, by_epoch, convert_to_iter_based } =
-            config.clone();
+        let SchedulerConfig { param, mut shape, begin, end, by_epoch, .. } = config.clone();
+        let convert_to_iter_based = config.convert_to_iter_based;
         let factor = if convert_to_iter_based { span.epoch_length } else { 1 };
         if convert_to_iter_based && !by_epoch {
             let text = "only a scheduler by epochs can be converted to iterations";
@@ -136,9 +141,21 @@ impl Scheduler {
             plateau: plateau::Progress::default(),
         };
         let by_epoch = by_epoch && !convert_to_iter_based;
-        let mut scheduler = Self { param, shape, begin, end, by_epoch, progress };
+        let groups = 0..values.len();
+        let mut scheduler = Self { param, shape, begin, end, by_epoch, groups, progress };
         scheduler.step(values, &[])?;
         Ok(scheduler)
+    }
+
+    /// The same, for as many groups from group `first` on.
+    pub(crate) fn from_group(mut self, first: usize) -> Self {
+        self.groups = first..first + self.groups.len();
+        self
+    }
+
+    /// The groups whose values it changes.
+    pub(crate) fn groups(&self) -> Range<usize> {
+        self.groups.clone()
     }
 
     /// What it changes.

@@ -3,8 +3,8 @@
 
 use super::{Anneal, Floor, OneCycle, Param, Plateau, Rule, SchedulerConfig, Shape, Threshold};
 use crate::Result;
-use crate::config::Section;
-use crate::registry::Builtin;
+use crate::config::{Section, unknown};
+use crate::registry::{Builtin, PARAM_SCHEDULERS};
 
 /// The schedulers a configuration can name.
 pub(crate) const BUILTIN: Builtin<SchedulerConfig> = &[
@@ -28,6 +28,27 @@ pub(crate) const BUILTIN: Builtin<SchedulerConfig> = &[
     ("ReduceOnPlateauMomentum", |s| read(s, Param::Momentum, plateau)),
     ("StepMomentum", |s| read(s, Param::Momentum, step)),
 ];
+
+/// All that `param_scheduler` has: a table is one scheduler, an array several; a table without `type` has
+/// either for each part of an optimizer, whose names are `parts`.
+pub(crate) fn read_all(root: &mut Section, parts: &[String]) -> Result<Vec<SchedulerConfig>> {
+    let key = "param_scheduler";
+    if !root.has_table_without(key, "type") {
+        return root.sections(key)?.into_iter().map(|s| PARAM_SCHEDULERS.build(s)).collect();
+    }
+    let mut all = Vec::new();
+    for (name, sections) in root.section(key)?.named_lists()? {
+        for section in sections {
+            let Some(part) = parts.iter().find(|part| **part == name) else {
+                let known: Vec<_> = parts.iter().map(String::as_str).collect();
+                return Err(section.error(unknown("part of the optimizer", &name, &known)));
+            };
+            let part = Some(part.clone());
+            all.push(SchedulerConfig { part, ..PARAM_SCHEDULERS.build(section)? });
+        }
+    }
+    Ok(all)
+}
 
 fn read(
     section: &mut Section,

@@ -26,9 +26,10 @@ impl ScalarsFile {
 
     /// Appends one line.
     pub(crate) fn write(&mut self, line: Map<String, Value>) -> Result<()> {
-        let line = Value::Object(line);
+        // One write each: whoever reads along sees whole lines.
+        let line = format!("{}\n", Value::Object(line));
         for (path, file) in &mut self.files {
-            writeln!(file, "{line}").map_err(|e| io("write", path, e))?;
+            file.write_all(line.as_bytes()).map_err(|e| io("write", path, e))?;
         }
         Ok(())
     }

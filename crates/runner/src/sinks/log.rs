@@ -16,6 +16,18 @@ pub(crate) const TERMINAL_VARIABLE: &str = "RUNNER_TERMINAL";
 /// text, so that the launcher's prefix before it stays.
 const CLEAR_REST: &str = "\x1b[K";
 
+/// How important a line is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Level {
+    /// What happens.
+    #[default]
+    Info,
+    /// What asks for attention.
+    Warning,
+    /// Nothing that is logged.
+    Error,
+}
+
 /// Writes log lines, and a progress bar where somebody watches.
 #[derive(Debug)]
 pub struct Logger {
@@ -23,6 +35,7 @@ pub struct Logger {
     speaks: bool,
     terminal: bool,
     bar_shown: bool,
+    least: Level,
 }
 
 impl Logger {
@@ -31,7 +44,12 @@ impl Logger {
     pub fn new(speaks: bool) -> Self {
         let terminal =
             std::io::stdout().is_terminal() || std::env::var_os(TERMINAL_VARIABLE).is_some();
-        Self { file: None, speaks, terminal, bar_shown: false }
+        Self { file: None, speaks, terminal, bar_shown: false, least: Level::Info }
+    }
+
+    /// Leaves out what is less important.
+    pub(crate) fn set_least(&mut self, least: Level) {
+        self.least = least;
     }
 
     /// Writes to `path` as well from now on.
@@ -49,17 +67,17 @@ impl Logger {
 
     /// Logs a line.
     pub fn info(&mut self, text: &str) {
-        self.line("INFO", text, true);
+        self.line(Level::Info, text, true);
     }
 
     /// Logs a line that asks for attention.
     pub fn warning(&mut self, text: &str) {
-        self.line("WARNING", text, true);
+        self.line(Level::Warning, text, true);
     }
 
     /// Logs a line that a progress bar makes superfluous on a terminal.
     pub(crate) fn progress(&mut self, text: &str) {
-        self.line("INFO", text, !self.terminal);
+        self.line(Level::Info, text, !self.terminal);
     }
 
     /// Whether a progress bar is wanted.
@@ -73,10 +91,11 @@ impl Logger {
         write_out(&format!("{text}{CLEAR_REST}\r"));
     }
 
-    fn line(&mut self, level: &str, text: &str, on_terminal: bool) {
-        if !self.speaks {
+    fn line(&mut self, level: Level, text: &str, on_terminal: bool) {
+        if !self.speaks || level < self.least {
             return;
         }
+        let level = if level == Level::Warning { "WARNING" } else { "INFO" };
         let now = Zoned::now();
         if on_terminal {
             let clear = if std::mem::take(&mut self.bar_shown) { CLEAR_REST } else { "" };
@@ -86,7 +105,8 @@ impl Logger {
         if let Some(file) = &mut self.file {
             // A full disk must not end the run for the sake of its log.
             let time = now.strftime("%Y/%m/%d %H:%M:%S");
-            let _ = writeln!(file, "{time} - runner - {level} - {text}");
+            let line = format!("{time} - runner - {level} - {text}\n");
+            let _ = file.write_all(line.as_bytes());
         }
     }
 }

@@ -11,6 +11,6 @@ pub(crate) use events::EventFile;
 pub(crate) use format::{format_bar, format_judged_line, format_judging_line, format_train_line};
 pub(crate) use json::ScalarsFile;
 pub use log::Logger;
-pub(crate) use log::TERMINAL_VARIABLE;
+pub(crate) use log::{Level, TERMINAL_VARIABLE};
 pub use plot::plot;
 pub use scalars::Scalars;

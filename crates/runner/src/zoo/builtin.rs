@@ -1,12 +1,10 @@
 //! How `[model]` is written for the models of the zoo, on the candle engine.
 
-use candle_nn::VarBuilder;
-
 use super::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
 use crate::Result;
 use crate::config::Section;
+use crate::engine::candle::CandleEngine;
 use crate::engine::candle::ops::Normalization;
-use crate::engine::candle::{CandleEngine, CandleModel, CandleOptions};
 use crate::model::ModelFactory;
 use crate::registry::Builtin;
 
@@ -26,7 +24,7 @@ fn resnet(section: &mut Section) -> Result<ModelFactory> {
         stem_max_pool: section.or("stem_max_pool", default.stem_max_pool)?,
         normalization: normalization(section)?,
     };
-    Ok(candle(move |vb| ResNet::new(&options, vb)))
+    Ok(CandleEngine::factory(move |vb| ResNet::new(&options, vb)))
 }
 
 fn mlp(section: &mut Section) -> Result<ModelFactory> {
@@ -37,7 +35,7 @@ fn mlp(section: &mut Section) -> Result<ModelFactory> {
         num_classes: section.or("num_classes", default.num_classes)?,
         normalization: normalization(section)?,
     };
-    Ok(candle(move |vb| Mlp::new(&options, vb)))
+    Ok(CandleEngine::factory(move |vb| Mlp::new(&options, vb)))
 }
 
 fn transformer(section: &mut Section) -> Result<ModelFactory> {
@@ -53,7 +51,7 @@ fn transformer(section: &mut Section) -> Result<ModelFactory> {
         num_classes: section.or("num_classes", default.num_classes)?,
         normalization: normalization(section)?,
     };
-    Ok(candle(move |vb| Transformer::new(&options, vb)))
+    Ok(CandleEngine::factory(move |vb| Transformer::new(&options, vb)))
 }
 
 fn normalization(section: &mut Section) -> Result<Normalization> {
@@ -65,13 +63,4 @@ fn normalization(section: &mut Section) -> Result<Normalization> {
         return Err(section.error_at(offset, "`std` must be positive and finite"));
     }
     Ok(Normalization { mean, std })
-}
-
-fn candle<M: CandleModel + 'static>(
-    build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M> + Send + 'static,
-) -> ModelFactory {
-    Box::new(|cx| {
-        let options = CandleOptions { dtype: cx.dtype, seed: cx.seed };
-        Ok(Box::new(CandleEngine::new(options, build)?))
-    })
 }

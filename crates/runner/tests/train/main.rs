@@ -4,6 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod midway;
+mod more;
 
 use std::path::Path;
 use std::sync::Arc;

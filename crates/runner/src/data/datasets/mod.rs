@@ -16,8 +16,10 @@ use crate::{Error, Result};
 
 /// A finite, indexed set of samples.
 pub trait Dataset: Send + Sync {
-    /// What it is called, for logs.
-    fn name(&self) -> &str;
+    /// What it is called, for logs; its type's name unless it has another.
+    fn name(&self) -> &str {
+        std::any::type_name::<Self>()
+    }
 
     /// Number of samples.
     fn len(&self) -> usize;

@@ -31,6 +31,7 @@ use candle_nn::VarBuilder;
 use fused_optim::SliceMut;
 
 pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
+use self::ops::dropout::{self, Random};
 use self::ops::search::{self, Search};
 use self::params::{Slot, Store, Tensors};
 use super::{
@@ -38,6 +39,7 @@ use super::{
     TensorSpec,
 };
 use crate::data::{Array, ArrayData, Batch};
+use crate::model::ModelFactory;
 use crate::{Error, Result};
 
 pub use {candle_core, candle_nn};
@@ -95,6 +97,7 @@ pub struct CandleEngine {
     dtype: DType,
     compiled: Option<CompileOptions>,
     search: Option<Search>,
+    random: Random,
 }
 
 impl CandleEngine {
@@ -115,7 +118,18 @@ impl CandleEngine {
         let model = build(builder).map_err(|e| Error::Engine(format!("building: {e}")))?;
         let (params, buffers, slot) = store.close();
         let model = Box::new(model);
-        Ok(Self { model, params, buffers, slot, dtype, compiled: None, search: None })
+        let random = Random::new(options.seed);
+        Ok(Self { model, params, buffers, slot, dtype, compiled: None, search: None, random })
+    }
+
+    /// As [`new`](Self::new), once the run knows precision and seed.
+    pub fn factory<M: CandleModel + 'static>(
+        build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M> + Send + 'static,
+    ) -> ModelFactory {
+        Box::new(|cx| {
+            let options = CandleOptions { dtype: cx.dtype, seed: cx.seed };
+            Ok(Box::new(Self::new(options, build)?))
+        })
     }
 
     fn step(&self, batch: &Batch, loss_scale: f32, sink: &SharedSink) -> Result<Losses> {
@@ -201,9 +215,10 @@ impl Engine for CandleEngine {
         if !(loss_scale > 0.0 && loss_scale.is_finite()) {
             return Err(Error::Engine(format!("a loss scale of {loss_scale}")));
         }
-        let mut search = self.search.take();
-        let losses = search::open(&mut search, || self.step(batch, loss_scale, sink));
-        self.search = search;
+        let (mut search, mut random) = (self.search.take(), self.random.clone());
+        let step = || self.step(batch, loss_scale, sink);
+        let losses = search::open(&mut search, || dropout::open(&mut random, step));
+        (self.search, self.random) = (search, random);
         losses
     }
 
@@ -215,6 +230,15 @@ impl Engine for CandleEngine {
 
     fn compile_report(&self) -> Option<CompileReport> {
         self.compiled.as_ref().map(|options| self.report(options))
+    }
+
+    fn random_position(&self) -> Option<u64> {
+        Some(self.random.position()).filter(|position| *position > 0)
+    }
+
+    fn set_random_position(&mut self, position: u64) -> Result<()> {
+        self.random.set_position(position);
+        Ok(())
     }
 
     fn eval(&mut self, batch: &Batch) -> Result<Vec<(String, Array)>> {

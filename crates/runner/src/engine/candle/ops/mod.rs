@@ -11,6 +11,7 @@
 
 mod attention;
 mod conv;
+pub(super) mod dropout;
 mod elementwise;
 mod embedding;
 mod gelu;
@@ -27,6 +28,7 @@ mod weighted;
 
 pub use attention::{AttentionOptions, self_attention};
 pub use conv::{Window, conv2d};
+pub use dropout::dropout;
 pub use elementwise::{Normalization, add_relu, normalize, relu};
 pub use embedding::embedding;
 pub use gelu::gelu;

@@ -1,0 +1,58 @@
+"""An iteration of MMEngine's training loop around an empty step, with its default hooks.
+
+    mmengine_loop.py ITERATIONS     # ns per iteration, on one line
+"""
+
+import logging
+import sys
+import tempfile
+import time
+
+import torch
+from mmengine.model import BaseModel
+from mmengine.runner import Runner
+from torch.utils.data import Dataset
+
+
+class Nothing(Dataset):
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return 0
+
+
+class Empty(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(1))
+
+    def train_step(self, data, optim_wrapper):
+        return LOSSES
+
+    def forward(self, inputs):
+        return LOSSES
+
+
+LOSSES = {"loss": torch.tensor(1.0)}
+
+count = int(sys.argv[1])
+logging.disable(logging.CRITICAL)
+with tempfile.TemporaryDirectory() as work_dir:
+    runner = Runner(
+        model=Empty(),
+        work_dir=work_dir,
+        train_dataloader=dict(
+            batch_size=1, dataset=Nothing(count), sampler=dict(type="DefaultSampler", shuffle=True)
+        ),
+        optim_wrapper=dict(type="OptimWrapper", optimizer=dict(type="SGD", lr=0.1)),
+        train_cfg=dict(by_epoch=True, max_epochs=1),
+        default_hooks=dict(logger=dict(type="LoggerHook", interval=1000)),
+        log_level="ERROR",
+    )
+    start = time.perf_counter()
+    runner.train()
+    print(f"{(time.perf_counter() - start) * 1e9 / count:.0f}")

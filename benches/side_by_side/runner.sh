@@ -2,7 +2,7 @@
 # Forward and backward of this repository's candle engine, of stock candle and of PyTorch eager, one
 # thread each, side by side on this machine, and the training loop around an empty step. Installs torch
 # (PyPI's, in a virtual environment under target/) if it is missing, builds, and lets the programs take
-# turns.
+# turns. MMEngine's loop around an empty step stands beside, if PyPI has it.
 #
 #   benches/side_by_side/runner.sh [--rounds N] [--works "mlp transformer resnet16 resnet64"]
 set -euo pipefail
@@ -40,7 +40,17 @@ for name in $works; do
   awk -v n="$name" -v o="$mine" -v t="$torch" -v s="$stock" 'BEGIN {
     printf "| %s | %.1f | %.1f | %.2f | %s | %s |\n", n, o, t, o / t, s, s == "-" ? s : sprintf("%.2f", s / o) }'
 done
-for count in 1000 100000 1000000; do
-  echo "loop, default hooks, $count iterations: $($ours loop "$count" 2>&1 >/dev/null | tail -1) ns each"
+"$python" -c 'import mmengine' 2>/dev/null ||
+  "$python" -m pip install --quiet --no-cache-dir mmengine opencv-python-headless || true
+echo "| loop: iterations, a log line every | ours, ns | MMEngine, ns |"
+echo "|---|---|---|"
+for interval in 1000 10; do
+  for count in 10000 100000 1000000; do
+    mine=$($ours loop "$count" "$interval" 2>&1 >/dev/null | tail -1) theirs=-
+    # A million of MMEngine's iterations take minutes.
+    [ "$count" = 1000000 ] ||
+      theirs=$("$python" benches/side_by_side/mmengine_loop.py "$count" "$interval" 2>/dev/null || echo -)
+    echo "| $count, $interval | $mine | $theirs |"
+  done
 done
 echo "ResNet-18 of width 64 in data parallel, one rank: $($ours ranks 5) ms"

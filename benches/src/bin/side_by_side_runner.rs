@@ -16,16 +16,17 @@ use std::time::{Duration, Instant};
 use collective::{GroupOptions, ProcessGroup, ReducerOptions, Topology};
 use fused_optim::{Slice, SliceMut};
 use parking_lot::Mutex;
-use runner::RunnerBuilder;
 use runner::config::Config;
 use runner::data::{Array, ArrayData, Batch, Dataset};
 use runner::engine::candle::candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
 use runner::engine::candle::candle_nn::{self, VarBuilder, VarMap};
 use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
 use runner::engine::{Engine, GradSink, Losses, SharedSink, TensorSpec};
+use runner::hooks::{Hook, Priority};
 use runner::model::{DistributedDataParallel, ModelWrapper};
 use runner::registry::{DATASETS, MODELS};
 use runner::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
+use runner::{Runner, RunnerBuilder};
 
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -250,6 +251,30 @@ impl Dataset for Nothing {
     }
 }
 
+/// Measures from the first batch to the last: what comes before and after, the checkpoint above all, is
+/// the same for any number of them.
+struct Watch(Arc<Mutex<Duration>>, Instant);
+
+impl Hook for Watch {
+    fn name(&self) -> &'static str {
+        "Watch"
+    }
+
+    fn priority(&self) -> Priority {
+        Priority::HIGHEST
+    }
+
+    fn before_train_epoch(&mut self, _: &mut Runner) -> runner::Result<()> {
+        self.1 = Instant::now();
+        Ok(())
+    }
+
+    fn after_train_epoch(&mut self, _: &mut Runner) -> runner::Result<()> {
+        *self.0.lock() = self.1.elapsed();
+        Ok(())
+    }
+}
+
 /// The loop with the default hooks, which log every `interval`-th iteration.
 fn empty_loop(iterations: usize, interval: usize) {
     let register = MODELS.register("Empty", |_| {
@@ -275,12 +300,11 @@ fn empty_loop(iterations: usize, interval: usize) {
     let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
     let config = Config::from_text("loop.toml", &text).unwrap();
     let builder = RunnerBuilder::from_config(config).unwrap().work_dir(&dir).process_group(group);
-    let mut runner = builder.build().unwrap();
-    let start = Instant::now();
-    runner.train().unwrap();
-    let seconds = start.elapsed().as_secs_f64();
+    let took = Arc::new(Mutex::new(Duration::ZERO));
+    let watch = Box::new(Watch(Arc::clone(&took), Instant::now()));
+    builder.hook(watch).build().unwrap().train().unwrap();
     std::fs::remove_dir_all(&dir).unwrap();
-    eprintln!("{:.0}", seconds * 1e9 / iterations as f64);
+    eprintln!("{:.0}", took.lock().as_secs_f64() * 1e9 / iterations as f64);
 }
 
 /// ResNet-18 of width 64 in data parallel, over the ranks that the environment describes.

@@ -60,7 +60,7 @@ fn main() -> Result<()> {
         .train_dataloader(DataLoaderConfig::new(Digits::new(Split::Train, 0)?, 32).shuffled())
         .validation(DataLoaderConfig::new(Digits::new(Split::Test, 0)?, 64), Box::new(Accuracy))
         .train_cfg(TrainConfig::new(args.epochs))
-        .hook(Box::new(runner::hooks::CheckpointHook::new(1)))
+        .default_hooks()
         .seed(1)
         .work_dir(args.work_dir)
         .build()?

@@ -6,7 +6,7 @@
 //! ```
 
 use candle_core::{Module, Result as CandleResult};
-use candle_nn::{Activation, Sequential, VarBuilder, linear, seq};
+use candle_nn::{Linear, VarBuilder, linear};
 use fused_optim::{Sgd, SgdHyper};
 use runner::data::{Array, Batch, Dataset};
 use runner::engine::candle::{CandleEngine, CandleModel, Loss, Outputs, TensorBatch};
@@ -34,15 +34,16 @@ impl Dataset for Points {
     }
 }
 
-struct Net(Sequential);
+struct Net(Linear, Linear);
 
 impl CandleModel for Net {
     fn loss(&self, batch: &TensorBatch) -> CandleResult<Loss> {
-        let logits = self.0.forward(batch.get("inputs")?)?;
+        let logits = self.1.forward(&self.0.forward(batch.get("inputs")?)?.relu()?)?;
         Ok(Loss::new(ops::cross_entropy(&logits, batch.get("labels")?)?))
     }
     fn predict(&self, batch: &TensorBatch) -> CandleResult<Outputs> {
-        Ok(Outputs::new().with("logits", self.0.forward(batch.get("inputs")?)?))
+        let hidden = self.0.forward(batch.get("inputs")?)?.relu()?;
+        Ok(Outputs::new().with("logits", self.1.forward(&hidden)?))
     }
 }
 
@@ -77,10 +78,8 @@ impl Hook for StopOnNan {
 }
 
 fn main() -> Result<()> {
-    let net = |vb: VarBuilder<'static>| {
-        let hidden = seq().add(linear(2, 16, vb.pp("a"))?).add(Activation::Relu);
-        Ok(Net(hidden.add(linear(16, 2, vb.pp("b"))?)))
-    };
+    let net =
+        |vb: VarBuilder<'static>| Ok(Net(linear(2, 16, vb.pp("a"))?, linear(16, 2, vb.pp("b"))?));
     let hyper = SgdHyper { lr: 0.2, momentum: 0.9, ..SgdHyper::default() };
     Runner::builder()
         .model(CandleEngine::factory(net))
@@ -88,6 +87,7 @@ fn main() -> Result<()> {
             Ok(Box::new(Checked(Ddp::new(group, params, Default::default())?)))
         }))
         .optim_wrapper(OptimWrapperFactory::fp32(move |count| Sgd::with_one_group(hyper, count)))
+        .default_hooks()
         .hook(Box::new(StopOnNan))
         .train_dataloader(DataLoaderConfig::new(Points(2048), 32).shuffled())
         .validation(DataLoaderConfig::new(Points(512), 32), Box::new(Accuracy))

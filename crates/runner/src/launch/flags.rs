@@ -111,7 +111,8 @@ pub(crate) struct LaunchArgs {
     /// Accepted as torchrun's: programs are always started as they are.
     #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", value_parser = FalseyValueParser::new())]
     no_python: bool,
-    /// What each rank is started with, for example `train config.toml`.
+    /// What each rank is started with: words for this program, for example `train config.toml`, or the path
+    /// of another, with a `/` in it, and its words.
     #[arg(last = true, required = true)]
     args: Vec<OsString>,
 }
@@ -123,7 +124,12 @@ impl LaunchArgs {
     ///
     /// Which flags contradict each other.
     pub(crate) fn options(self) -> Result<LaunchOptions, String> {
-        let mut options = LaunchOptions::new(self.nproc_per_node, self.args.clone());
+        // None of this program's own words has one.
+        let is_path = |word: &OsString| word.as_encoded_bytes().contains(&b'/');
+        let program = self.args.first().filter(|word| is_path(word)).map(PathBuf::from);
+        let args = self.args[usize::from(program.is_some())..].to_vec();
+        let mut options = LaunchOptions::new(self.nproc_per_node, args);
+        options.program = program;
         options.nodes = self.nodes()?;
         options.max_restarts = self.max_restarts;
         options.run_id = self.rdzv_id;
@@ -293,6 +299,18 @@ mod tests {
             assert_eq!(options.patience.join, Duration::from_secs(1));
             assert_eq!(options.patience.heartbeat, Duration::from_millis(100));
         }
+    }
+
+    #[test]
+    fn a_path_is_a_program_of_its_own() {
+        let started = |words: &[&str]| {
+            let words = ["launch", "--nproc-per-node=2", "--"].into_iter().chain(words.to_vec());
+            let options = Cli::try_parse_from(words).unwrap().args.options().unwrap();
+            (options.program, options.args)
+        };
+        assert_eq!(started(&["./mine", "a/b"]), (Some("./mine".into()), vec!["a/b".into()]));
+        let own = ["train", "a/b.toml"];
+        assert_eq!(started(&own), (None, own.map(OsString::from).to_vec()));
     }
 
     #[test]

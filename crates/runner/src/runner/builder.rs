@@ -19,7 +19,9 @@ use crate::config::unknown;
 use crate::data::{DataLoader, Dataset, DatasetFactory, DefaultSampler};
 use crate::engine::{CompileOptions, Engine};
 use crate::evaluate::Metric;
-use crate::hooks::{Hook, ParamSchedulerHook};
+use crate::hooks::{
+    CheckpointHook, Hook, IterTimerHook, LoggerHook, ParamSchedulerHook, SyncBuffersHook,
+};
 use crate::model::{DistributedDataParallel, ModelContext, ModelFactory, WrapperFactory};
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
 use crate::schedulers::{Param, Scheduler, SchedulerConfig, Span};
@@ -187,6 +189,21 @@ impl RunnerBuilder {
     #[must_use]
     pub fn hook(mut self, hook: Box<dyn Hook>) -> Self {
         self.hooks.push(hook);
+        self
+    }
+
+    /// Adds the hooks that a configuration has unless it says otherwise: times, buffers alike on all
+    /// ranks, log lines every ten batches, schedulers' steps, a checkpoint every epoch.
+    #[must_use]
+    pub fn default_hooks(mut self) -> Self {
+        let hooks: [Box<dyn Hook>; 5] = [
+            Box::new(IterTimerHook::default()),
+            Box::new(SyncBuffersHook::default()),
+            Box::new(LoggerHook::new(10)),
+            Box::new(ParamSchedulerHook),
+            Box::new(CheckpointHook::new(1)),
+        ];
+        self.hooks.extend(hooks);
         self
     }
 
@@ -533,8 +550,21 @@ fn timestamp() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hooks::CheckpointHook;
+    use crate::config::Config;
     use crate::testing::builder;
+
+    #[test]
+    fn the_default_hooks_are_those_of_a_configuration() {
+        let config = "model.type = 'Mlp'\ntrain_cfg.max_epochs = 1\n\
+                      train_dataloader = { batch_size = 1, dataset.type = 'Digits' }\n\
+                      optim_wrapper = { type = 'OptimWrapper', optimizer = { type = 'Adam' } }";
+        let names = |builder: &RunnerBuilder| {
+            builder.hooks.iter().map(|hook| hook.name().to_owned()).collect::<Vec<_>>()
+        };
+        let read = RunnerBuilder::from_config(Config::from_text("c.toml", config).unwrap());
+        let by_hand = RunnerBuilder::default().default_hooks();
+        assert_eq!(names(&by_hand), names(&read.unwrap()));
+    }
 
     #[test]
     fn a_missing_part_is_named_and_nothing_created() {

@@ -40,6 +40,28 @@ use crate::{Error, Result};
 /// The components this crate itself offers.
 pub(crate) type Builtin<T> = &'static [(&'static str, fn(&mut Section) -> Result<T>)];
 
+const NO_SCOPES: &str =
+    "names are not scoped; a program registers its own before it starts the runner";
+
+/// Types of MMEngine's that have no meaning here, and what there is instead.
+const LEFT_OUT: &[(&str, &str)] = &[
+    ("MMFullyShardedDataParallel", "every rank holds the whole model"),
+    ("FullyShardedDataParallel", "every rank holds the whole model"),
+    ("RuntimeInfoHook", "hooks ask the runner itself"),
+    ("DistSamplerSeedHook", "the order of an epoch is a function of seed and epoch"),
+    ("EmptyCacheHook", "the engine keeps no memory between steps that it could give back"),
+    ("NaiveVisualizationHook", "there is no visualizer of samples"),
+    ("PrepareTTAHook", "a model's own `predict` may look at a sample several times"),
+    ("ProfilerHook", "a profiler of the system, such as perf, sees the whole process"),
+    ("NPUProfilerHook", "a profiler of the system, such as perf, sees the whole process"),
+    ("ApexOptimWrapper", "AmpOptimWrapper is the one of mixed precision"),
+    ("ZeroRedundancyOptimizer", "every rank holds the optimizer's whole state"),
+];
+
+fn left_out(section: &Section, place: Place, name: &str, why: &str) -> Error {
+    section.error_at(place, format!("`{name}` is left out on purpose: {why}"))
+}
+
 type Builder<T> = Arc<dyn Fn(&mut Section) -> Result<T> + Send + Sync>;
 
 /// A table of builders for one kind of component.
@@ -97,7 +119,14 @@ impl<T> Registry<T> {
     }
 
     fn build_as(&self, name: &str, offset: Place, mut section: Section) -> Result<T> {
+        section.refuse("_scope_", NO_SCOPES)?;
         let Some(builder) = self.builders.read().get(name).cloned() else {
+            if let Some((_, why)) = LEFT_OUT.iter().find(|(known, _)| *known == name) {
+                return Err(left_out(&section, offset, name, why));
+            }
+            if name.contains('.') {
+                return Err(left_out(&section, offset, name, NO_SCOPES));
+            }
             let names = self.names();
             let names: Vec<_> = names.iter().map(String::as_str).collect();
             return Err(section.error_at(offset, unknown(self.kind, name, &names)));

@@ -251,6 +251,13 @@ fn every_recorded_mistake_is_an_error_with_its_place() {
 fn what_is_left_out_is_refused_by_name() {
     for (option, says) in [
         ("default_scope=mmdet", "`default_scope` is left out on purpose"),
+        ("model.type=mmdet.Mlp", "`mmdet.Mlp` is left out on purpose: names are not scoped"),
+        ("model._scope_=mmdet", "`_scope_` is left out on purpose: names are not scoped"),
+        (
+            "model_wrapper_cfg.type=MMFullyShardedDataParallel",
+            "`MMFullyShardedDataParallel` is left out on purpose",
+        ),
+        ("sync_bn=torch", "`sync_bn` is left out on purpose"),
         ("custom_imports.imports=a", "`custom_imports` is left out on purpose"),
         ("data_preprocessor.type=A", "`data_preprocessor` is left out on purpose"),
         ("activation_checkpointing=x", "`activation_checkpointing` is left out on purpose"),

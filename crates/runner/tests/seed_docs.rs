@@ -407,6 +407,9 @@ fn unused_parameters() {
         )
     };
     Trained::new(&format!("{model}{job}{SGD}{}", wrapper(true)), 2).learned("find");
+    // Its short form.
+    let short = "find_unused_parameters = true\n";
+    Trained::new(&format!("{short}{model}{job}{SGD}"), 2).learned("short");
     for outcome in Trained::new(&format!("{model}{job}{SGD}{}", wrapper(false)), 2).outcome {
         let said = outcome.unwrap_err().to_string();
         assert!(said.contains("unused.weight") && said.contains("unused.bias"), "{said}");

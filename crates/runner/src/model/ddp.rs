@@ -115,6 +115,13 @@ impl DistributedDataParallel {
     pub(crate) fn factory() -> WrapperFactory {
         Box::new(|group, params| Ok(Box::new(Self::new(group, params, ReducerOptions::default())?)))
     }
+
+    /// Joins, and lets passes leave parameters out.
+    pub(crate) fn finding_unused() -> WrapperFactory {
+        let mut options = ReducerOptions::default();
+        options.find_unused_parameters = true;
+        Box::new(|group, params| Ok(Box::new(Self::new(group, params, options)?)))
+    }
 }
 
 fn info(param: &TensorSpec) -> ParamInfo {

@@ -13,12 +13,13 @@ use crate::config::{Config, Section};
 use crate::engine::CompileOptions;
 use crate::evaluate::Metric;
 use crate::hooks::{self, DEFAULTS, Hook};
+use crate::model::DistributedDataParallel;
 use crate::registry::{DATASETS, METRICS, MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS};
 use crate::schedulers;
 use crate::sinks::Level;
 
 /// Keys of MMEngine's that have no meaning here, and what there is instead.
-const LEFT_OUT: [(&str, &str); 7] = [
+const LEFT_OUT: [(&str, &str); 8] = [
     ("data_preprocessor", "a model normalizes its own inputs (`mean`, `std`)"),
     (
         "default_scope",
@@ -28,6 +29,7 @@ const LEFT_OUT: [(&str, &str); 7] = [
     ("runner_type", "there is one runner"),
     ("strategy", "there is one runner, with data parallelism (`model_wrapper_cfg`)"),
     ("activation_checkpointing", "the engine keeps what backward needs"),
+    ("sync_bn", "batches are normalized on each rank; SyncBuffersHook averages their statistics"),
     ("efficient_conv_bn_eval", "the engine has one way to run a convolution"),
 ];
 
@@ -50,6 +52,10 @@ impl RunnerBuilder {
         let parts = read_training(&mut root, &mut builder)?;
         if let Some(section) = root.optional_section("model_wrapper_cfg")? {
             builder.wrapper = Some(MODEL_WRAPPERS.build_or(section, "DistributedDataParallel")?);
+        }
+        // MMEngine's short form, which a wrapper's own table goes before.
+        if root.or("find_unused_parameters", false)? && builder.wrapper.is_none() {
+            builder.wrapper = Some(DistributedDataParallel::finding_unused());
         }
         builder.validation = read_judged(&mut root, "val_dataloader", "val_evaluator")?;
         builder.test = read_judged(&mut root, "test_dataloader", "test_evaluator")?;

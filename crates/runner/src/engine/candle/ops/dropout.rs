@@ -125,7 +125,7 @@ mod tests {
     fn seed_and_position_are_all_there_is() {
         let x = ones(DType::F32);
         let mut whole = Random::new(3);
-        let mut draw = |random: &mut Random| values(&open(random, || dropout(&x, 0.5)).unwrap());
+        let draw = |random: &mut Random| values(&open(random, || dropout(&x, 0.5)).unwrap());
         let first = draw(&mut whole);
         let (position, second) = (whole.position(), draw(&mut whole));
         assert_ne!(first, second);

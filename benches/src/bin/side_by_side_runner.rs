@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use collective::{GroupOptions, ProcessGroup, ReducerOptions, Topology};
-use fused_optim::{Slice, SliceMut};
+use fused_optim::{Applied, Optimizer, Sgd, SgdHyper, Slice, SliceMut};
 use parking_lot::Mutex;
 use runner::config::Config;
 use runner::data::{Array, ArrayData, Batch, Dataset};
@@ -24,7 +24,11 @@ use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
 use runner::engine::{Engine, GradSink, Losses, SharedSink, TensorSpec};
 use runner::hooks::{Hook, Priority};
 use runner::model::{DistributedDataParallel, ModelWrapper};
-use runner::registry::{DATASETS, MODELS};
+use runner::optim_wrapper::{
+    Accumulation, BuildOptimWrapper, Fp32OptimWrapper, OptimWrapper, OptimWrapperFactory,
+    OptimWrapperState, Update,
+};
+use runner::registry::{DATASETS, MODELS, OPTIM_WRAPPERS};
 use runner::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
 use runner::{Runner, RunnerBuilder};
 
@@ -251,6 +255,45 @@ impl Dataset for Nothing {
     }
 }
 
+/// A training step that does nothing: not even its optimizer's turn comes.
+struct NoStep(Fp32OptimWrapper);
+
+impl OptimWrapper for NoStep {
+    fn optimizer(&self) -> &dyn Optimizer {
+        self.0.optimizer()
+    }
+
+    fn optimizer_mut(&mut self) -> &mut dyn Optimizer {
+        self.0.optimizer_mut()
+    }
+
+    fn accumulation(&mut self) -> &mut Accumulation {
+        self.0.accumulation()
+    }
+
+    fn step(&mut self, _: &mut dyn Engine, _: &dyn ModelWrapper) -> runner::Result<Applied> {
+        Ok(Applied::Applied)
+    }
+
+    fn state_dict(&self) -> OptimWrapperState {
+        self.0.state_dict()
+    }
+
+    fn load_state_dict(&mut self, state: &OptimWrapperState) -> runner::Result<()> {
+        self.0.load_state_dict(state)
+    }
+
+    fn update_params(
+        &mut self,
+        _: &mut dyn Engine,
+        _: &mut dyn ModelWrapper,
+        _: &Batch,
+    ) -> runner::Result<Update> {
+        let losses = Losses { scalars: vec![("loss".to_owned(), 1.0)] };
+        Ok(Update { losses, applied: None })
+    }
+}
+
 /// Measures from the first batch to the last: what comes before and after, the checkpoint above all, is
 /// the same for any number of them.
 struct Watch(Arc<Mutex<Duration>>, Instant);
@@ -285,13 +328,22 @@ fn empty_loop(iterations: usize, interval: usize) {
         }))
     });
     register.unwrap();
+    let no_step = OPTIM_WRAPPERS.register("NoStep", |_| {
+        let build: BuildOptimWrapper = Box::new(|params| {
+            let sgd =
+                Sgd::with_one_group(SgdHyper { lr: 0.1, ..SgdHyper::default() }, params.len());
+            Ok(Box::new(NoStep(Fp32OptimWrapper::new(Box::new(sgd?), 1))))
+        });
+        Ok(OptimWrapperFactory { dtype: fused_optim::DType::F32, build })
+    });
+    no_step.unwrap();
     DATASETS
         .register("Nothing", move |_| Ok(Box::new(move || Ok(Arc::new(Nothing(iterations))))))
         .unwrap();
     let dir = std::env::temp_dir().join(format!("side_by_side_runner-{}", std::process::id()));
     let text = format!(
         "model = {{ type = 'Empty' }}
-        optim_wrapper = {{ type = 'OptimWrapper', optimizer = {{ type = 'SGD', lr = 0.1 }} }}
+        optim_wrapper = {{ type = 'NoStep' }}
         train_dataloader = {{ batch_size = 1, dataset = {{ type = 'Nothing' }} }}
         train_cfg = {{ max_epochs = 1 }}
         [default_hooks]

@@ -1,4 +1,4 @@
-//! Whole programs that are killed or asked to end, and go on: the same bits as if nothing had been.
+//! Whole programs: killed or asked to end, they go on with the same bits; on a terminal they draw a bar.
 
 #![cfg(feature = "candle")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -212,4 +212,28 @@ fn a_second_signal_ends_at_once() {
     }
     kill_process(other, Signal::CONT).unwrap();
     assert_eq!(run.end().code(), Some(128 + 15));
+}
+
+/// What somebody at a terminal sees: a bar drawn over itself instead of a line for every tenth batch.
+#[test]
+fn a_terminal_has_a_progress_bar() {
+    let job = Job::new();
+    let run = |terminal: bool| {
+        let mut command = Command::new(RUNNER);
+        command
+            .args(["train", job.config.to_str().unwrap(), "--work-dir"])
+            .arg(job.work_dir("bar"));
+        if terminal {
+            command.env("RUNNER_TERMINAL", "1");
+        }
+        let output = command.stdin(Stdio::null()).output().unwrap();
+        assert!(output.status.success());
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let (seen, piped) = (run(true), run(false));
+    assert!(seen.contains("] 120/120  loss ") && seen.contains('\r'), "{seen:?}");
+    assert!(!seen.contains("Iter(train)"), "{seen}");
+    assert!(piped.contains("Iter(train) [120/120]") && !piped.contains('\r'), "{piped}");
+    // The log has every line either way.
+    assert!(log(&job.work_dir("bar")).matches("Iter(train) [120/120]").count() == 2);
 }

@@ -185,6 +185,44 @@ mod tests {
         }
     }
 
+    /// Each rank's indices, without shuffling; MMEngine's permutations are PyTorch's, which nobody else
+    /// draws.
+    #[test]
+    fn indices_are_mmengines() {
+        let text = include_str!("../../tests/vectors/samplers.json");
+        let recorded: serde_json::Value = serde_json::from_str(text).unwrap();
+        let mut compared = 0;
+        for kind in ["default", "infinite"] {
+            for case in recorded[kind].as_array().unwrap() {
+                // Ranks take equally many batches here: see `read.rs`.
+                if case["round_up"] == false {
+                    continue;
+                }
+                let number = |key: &str| case[key].as_u64().unwrap() as usize;
+                let (len, world_size) = (number("n"), number("world"));
+                for (rank, expected) in case["ranks"].as_array().unwrap().iter().enumerate() {
+                    let expected = if kind == "default" { &expected["idx"] } else { expected };
+                    let expected: Vec<i64> = serde_json::from_value(expected.clone()).unwrap();
+                    let sampler = DefaultSampler { len, shuffle: false, seed: 3, rank, world_size };
+                    let loader =
+                        DataLoader::new(Arc::new(Counting(len)), sampler, 1, false).unwrap();
+                    let got: Vec<i64> = match kind {
+                        "default" => loader.batches(0, 0).flat_map(values).collect(),
+                        _ => loader
+                            .infinite()
+                            .endless(0)
+                            .take(expected.len())
+                            .flat_map(values)
+                            .collect(),
+                    };
+                    assert_eq!(got, expected, "{case}");
+                    compared += 1;
+                }
+            }
+        }
+        assert_eq!(compared, 3 * (1 + 2 + 3 + 4) + 4);
+    }
+
     proptest! {
         #[test]
         fn endless_batches_are_those_of_one_epoch_after_another(

@@ -522,7 +522,7 @@ fn make_schedulers(
         base.iter_mut().zip(own).for_each(|(base, own)| *base = Some(own));
         let first = groups.start;
         write_values(optimizer, config.param, groups, &values)?;
-        Ok(scheduler.from_group(first))
+        Ok(scheduler.moved_to(first))
     };
     configs.iter().map(make).collect()
 }

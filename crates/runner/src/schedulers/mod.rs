@@ -148,7 +148,7 @@ impl Scheduler {
     }
 
     /// The same, for as many groups from group `first` on.
-    pub(crate) fn from_group(mut self, first: usize) -> Self {
+    pub(crate) fn moved_to(mut self, first: usize) -> Self {
         self.groups = first..first + self.groups.len();
         self
     }

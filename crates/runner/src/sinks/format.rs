@@ -162,6 +162,19 @@ mod tests {
     }
 
     #[test]
+    fn the_bar_grows_and_says_how_it_goes() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut runner = builder(dir.path(), 48).build().unwrap();
+        runner.set_eta(Duration::from_secs(75));
+        runner.scalars_mut().push("loss", 0.5);
+        let bar = |done| format_bar(&runner, done);
+        let (empty, full) = (" ".repeat(24), "=".repeat(24));
+        assert_eq!(bar(0), format!("Epoch 1/1 [{empty}] 0/48  loss 0.5000  eta 0:01:15"));
+        assert!(bar(24).contains(&format!("[{}{}] 24/48", "=".repeat(12), " ".repeat(12))));
+        assert!(bar(48).contains(&format!("[{full}] 48/48")));
+    }
+
+    #[test]
     fn numbers_look_as_in_python() {
         assert_eq!(scientific(0.045_217_391_304_347_83), "4.5217e-02");
         assert_eq!(scientific(0.1), "1.0000e-01");

@@ -278,10 +278,16 @@ fn what_is_left_out_is_refused_by_name() {
         let text = said(Ok(config));
         assert!(text.starts_with(&format!("--cfg-options {option}: {says}")), "{text}");
     }
-    // Switched off, they ask for nothing.
-    for option in
-        ["env_cfg.cudnn_benchmark=false", "default_hooks.logger=None", "val_cfg.fp16=false"]
-    {
+    // Switched off, they ask for nothing; and MMEngine's short forms are understood.
+    for option in [
+        "env_cfg.cudnn_benchmark=false",
+        "default_hooks.logger=None",
+        "val_cfg.fp16=false",
+        "find_unused_parameters=true",
+        "resume=auto",
+        "randomness.diff_rank_seed=true",
+        "env_cfg.resource_limit=4096",
+    ] {
         let mut config = Config::from_text("c.toml", GOOD).unwrap();
         config.override_with([option]).unwrap();
         RunnerBuilder::from_config(config).unwrap();

@@ -147,7 +147,8 @@ fn is_there(command: &[&str]) -> bool {
 /// and, with `CUDA_VISIBLE_DEVICES=0,3` before it, `--nproc_per_node=2`.
 #[test]
 fn distributed_launch_and_visible_devices() {
-    let name = "default_hooks.logger.interval_exp_name = 10\nexperiment_name = 'on_{{ $CUDA_VISIBLE_DEVICES:all }}'\n";
+    let name = "experiment_name = 'on_{{ $CUDA_VISIBLE_DEVICES:all }}'\n\
+                default_hooks.logger.interval_exp_name = 10\n";
     let job = Job::new(&format!("{name}{JOB}{SGD}"));
     job.train_reference();
     let launch = [RUNNER, "launch", "--nproc_per_node=2", "--"];

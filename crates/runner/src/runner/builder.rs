@@ -288,18 +288,11 @@ impl RunnerBuilder {
     /// rendezvous. The work directory is created last, so no failure here leaves anything behind.
     pub fn build(self) -> Result<Runner> {
         let started = Instant::now();
-        let need = |what: &str| Error::Config(format!("the run has no {what}"));
         let work_dir = self.work_dir.ok_or_else(|| need("work_dir"))?;
         let model = self.model.ok_or_else(|| need("model"))?;
         let judges = self.validation.is_some() || self.test.is_some();
-        let (train, optim, train_loader) = match (self.train, self.optim, self.train_loader) {
-            (None, None, None) if judges => (TrainConfig::new(0), idle(), None),
-            (train, optim, loader) => (
-                train.ok_or_else(|| need("train_cfg"))?,
-                optim.ok_or_else(|| need("optim_wrapper"))?,
-                Some(loader.ok_or_else(|| need("train_dataloader"))?),
-            ),
-        };
+        let training = training(self.train, self.optim, self.train_loader, judges);
+        let (train, optim, train_loader) = training?;
         check_names(&self.hooks)?;
         check_lengths(&train, train_loader.as_ref(), &self.schedulers)?;
         raise_open_files(self.open_files)?;
@@ -364,9 +357,24 @@ impl RunnerBuilder {
     }
 }
 
-/// The optimizer of a run that only judges: it never steps.
-fn idle() -> OptimWrapperFactory {
-    OptimWrapperFactory::fp32(|count| Sgd::with_one_group(SgdHyper::default(), count))
+fn need(what: &str) -> Error {
+    Error::Config(format!("the run has no {what}"))
+}
+
+/// What trains: all of it; or, in a run that judges, nothing, with an optimizer that never steps.
+fn training(
+    train: Option<TrainConfig>,
+    optim: Option<OptimWrapperFactory>,
+    loader: Option<DataLoaderConfig>,
+    judges: bool,
+) -> Result<(TrainConfig, OptimWrapperFactory, Option<DataLoaderConfig>)> {
+    if judges && train.is_none() && optim.is_none() && loader.is_none() {
+        let idle = |count| Sgd::with_one_group(SgdHyper::default(), count);
+        return Ok((TrainConfig::new(0), OptimWrapperFactory::fp32(idle), None));
+    }
+    let train = train.ok_or_else(|| need("train_cfg"))?;
+    let optim = optim.ok_or_else(|| need("optim_wrapper"))?;
+    Ok((train, optim, Some(loader.ok_or_else(|| need("train_dataloader"))?)))
 }
 
 fn make_engine(

@@ -68,7 +68,11 @@ impl RunnerBuilder {
         read_randomness(&mut root, &mut builder)?;
         read_env(&mut root, &mut builder)?;
         builder.launcher = read_launcher(&mut root)?;
-        builder.resume = root.or("resume", false)?;
+        // `auto` is what MMEngine's scripts call it.
+        builder.resume = match root.is_string("resume") {
+            true => root.choice("resume", "auto", &[("auto", true)])?,
+            false => root.or("resume", false)?,
+        };
         builder.load_from = root.optional::<String>("load_from")?.map(PathBuf::from);
         read_looks(&mut root, &mut builder)?;
         builder.compile = CompileOptions::read(&mut root)?;

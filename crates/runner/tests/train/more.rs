@@ -48,7 +48,8 @@ struct Dropping(Linear, Linear);
 impl Dropping {
     fn logits(&self, batch: &TensorBatch) -> candle_core::Result<candle_core::Tensor> {
         let x = batch.get("inputs")?.flatten_from(1)?.to_dtype(candle_core::DType::F32)?;
-        self.1.forward(&ops::dropout(&self.0.forward(&x)?.relu()?, 0.5)?)
+        // Small enough that no hidden value is zero for good, whose mask would not matter.
+        self.1.forward(&ops::dropout(&self.0.forward(&(x / 255.0)?)?.relu()?, 0.5)?)
     }
 }
 

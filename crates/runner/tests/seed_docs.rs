@@ -214,24 +214,44 @@ fn tasks_of_slurm() {
     job.assert_same("slurm");
 }
 
+/// The path of an example's program, if it is built; says so if not.
+fn example(name: &str) -> Option<String> {
+    let program = Path::new(RUNNER).with_file_name("examples").join(name);
+    if !program.is_file() {
+        eprintln!("ignored: {} is not built (cargo build -p runner --examples)", program.display());
+    }
+    program.is_file().then(|| program.display().to_string())
+}
+
+/// The figure of a run's last validation.
+fn accuracy(dir: &Path) -> f64 {
+    let log = log(dir);
+    let last = log.rsplit("accuracy: ").next().unwrap().split(' ').next().unwrap();
+    last.parse().unwrap_or_else(|_| panic!("no accuracy: {log}"))
+}
+
+/// `examples/train.rs`: a program of one's own, with nothing of it in any registry.
+#[test]
+fn a_program_of_ones_own() {
+    let Some(program) = example("train") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let work_dir = dir.path().display().to_string();
+    let launch = [RUNNER, "launch", "--nproc-per-node=2", "--", &program, &work_dir];
+    Running::start(&launch, &[]).succeeds("train");
+    assert!(accuracy(dir.path()) > 90.0);
+}
+
 /// `examples/distributed_training.rs` under whatever launcher is here.
 #[test]
 fn the_example_under_every_launcher() {
-    let program = Path::new(RUNNER).with_file_name("examples/distributed_training");
-    if !program.is_file() {
-        eprintln!("ignored: {} is not built (cargo build -p runner --examples)", program.display());
-        return;
-    }
+    let Some(program) = example("distributed_training") else { return };
     let dir = tempfile::tempdir().unwrap();
-    let program = program.display().to_string();
     let run = |name: &str, launcher: &[&str], more: &[&str]| {
         let work_dir = dir.path().join(name).display().to_string();
         let ranks = [launcher, &[&program, "--epochs=1", "--work-dir", &work_dir], more].concat();
         Running::start(&ranks, &[]).succeeds(name);
         let model = std::fs::read(dir.path().join(name).join("epoch_1/model.safetensors")).unwrap();
-        let log = log(&dir.path().join(name));
-        let accuracy = log.split("accuracy: ").nth(1).unwrap().split(' ').next().unwrap();
-        assert!(accuracy.parse::<f64>().unwrap() > 60.0, "{name}: {log}");
+        assert!(accuracy(&dir.path().join(name)) > 60.0, "{name}");
         model
     };
     let ours = run("ours", &[RUNNER, "launch", "--nproc-per-node=2", "--"], &[]);

@@ -195,7 +195,10 @@ impl Runner {
         loaded.load_model(&mut *self.engine)?;
         self.optim.load_state_dict(optim)?;
         let rank = self.group.rank();
-        if let Some(state) = loaded.wrapper(rank)? {
+        // Each rank's own; of other ranks it is nobody's, and none may take it alone.
+        if loaded.meta.world_size == self.group.world_size()
+            && let Some(state) = loaded.wrapper(rank)?
+        {
             self.model.load_state(&state)?;
         }
         if let Some(position) = loaded.meta.random.get(rank).copied().flatten() {

@@ -40,8 +40,11 @@ for name in $works; do
   awk -v n="$name" -v o="$mine" -v t="$torch" -v s="$stock" 'BEGIN {
     printf "| %s | %.1f | %.1f | %.2f | %s | %s |\n", n, o, t, o / t, s, s == "-" ? s : sprintf("%.2f", s / o) }'
 done
-"$python" -c 'import mmengine' 2>/dev/null ||
-  "$python" -m pip install --quiet --no-cache-dir mmengine opencv-python-headless || true
+# MMEngine without what it names for windows: the headless OpenCV is enough.
+"$python" -c 'import mmengine' 2>/dev/null || {
+  pip() { "$python" -m pip install --quiet --no-cache-dir "$@"; }
+  pip addict matplotlib opencv-python-headless pyyaml rich termcolor yapf && pip --no-deps mmengine
+} || echo "MMEngine cannot be installed here" >&2
 echo "| loop: iterations, a log line every | ours, ns | MMEngine, ns |"
 echo "|---|---|---|"
 for interval in 1000 10; do
@@ -49,7 +52,7 @@ for interval in 1000 10; do
     mine=$($ours loop "$count" "$interval" 2>&1 >/dev/null | tail -1) theirs=-
     # A million of MMEngine's iterations take minutes.
     [ "$count" = 1000000 ] ||
-      theirs=$("$python" benches/side_by_side/mmengine_loop.py "$count" "$interval" 2>/dev/null || echo -)
+      theirs=$("$python" benches/side_by_side/mmengine_loop.py "$count" "$interval" 2>/dev/null | tail -1 || echo -)
     echo "| $count, $interval | $mine | $theirs |"
   done
 done

@@ -714,6 +714,16 @@ mod tests {
     }
 
     #[test]
+    fn another_format_is_refused_by_its_number() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
+        // The first had no checksum of its own.
+        fs::write(path.join(STATE), r#"{ "format": 1, "position": { "epoch": 1 } }"#).unwrap();
+        let said = reason(load(&path));
+        assert!(said.contains("a/state.json: format 1 is not the 2 this version reads"), "{said}");
+    }
+
+    #[test]
     fn every_bit_of_the_state_is_under_its_checksum() {
         let dir = tempfile::tempdir().unwrap();
         let path = save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();

@@ -117,33 +117,36 @@ fn wait_for_training(dir: &Path) {
     }
 }
 
-/// Kills a run `points` times, each after a time drawn from `seed`, and compares its end.
-fn kill_at_random(points: usize, seed: u64) {
+/// Kills a run of `ranks` (of a launcher's, if a number is given) `points` times, each after a time drawn
+/// from `seed`, and compares its end. Of several ranks it is the last one that is killed, and ends the others.
+fn kill_at_random(ranks: Option<usize>, points: usize, seed: u64) {
     let job = Job::new();
     let start = Instant::now();
-    assert!(job.train(None, "whole", 120).end().success());
+    assert!(job.train(ranks, "whole", 120).end().success());
     let took = start.elapsed().as_secs_f64();
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     for _ in 0..points {
-        let run = job.train(None, "killed", 120);
+        let run = job.train(ranks, "killed", 120);
+        let started = ranks.map_or(run.pid(), |ranks| rank_of(run.pid(), ranks - 1));
         std::thread::sleep(Duration::from_secs_f64(took * rng.random::<f64>()));
-        let _ = kill_process(run.pid(), Signal::KILL);
+        let _ = kill_process(started, Signal::KILL);
         run.end();
     }
-    assert!(job.train(None, "killed", 120).end().success());
+    assert!(job.train(ranks, "killed", 120).end().success());
     job.assert_equal("whole", "killed", "iter_120");
 }
 
 #[test]
 fn killed_at_any_moment_it_is_the_same_run() {
-    kill_at_random(4, 1);
+    kill_at_random(None, 4, 1);
 }
 
 #[test]
-#[ignore = "takes a minute: the same at fifty moments, on a new seed each time if SEED says so"]
+#[ignore = "takes a minute: at fifty moments, of one rank and of two, on a new seed each time if SEED says so"]
 fn killed_at_fifty_moments_it_is_the_same_run() {
     let seed = std::env::var("SEED").map_or(2, |seed| seed.parse().unwrap());
-    kill_at_random(50, seed);
+    kill_at_random(None, 50, seed);
+    kill_at_random(Some(2), 50, seed);
 }
 
 /// The process of rank `rank` that `launcher` has started.

@@ -127,7 +127,7 @@ fn kill_at_random(ranks: Option<usize>, points: usize, seed: u64) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     for _ in 0..points {
         let run = job.train(ranks, "killed", 120);
-        let started = ranks.map_or(run.pid(), |ranks| rank_of(run.pid(), ranks - 1));
+        let started = ranks.map_or_else(|| run.pid(), |n| rank_of(run.pid(), n - 1));
         std::thread::sleep(Duration::from_secs_f64(took * rng.random::<f64>()));
         let _ = kill_process(started, Signal::KILL);
         run.end();

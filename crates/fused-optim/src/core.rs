@@ -73,13 +73,13 @@ impl<H: Hyper> Core<H> {
     }
 
     /// Every grouped tensor: its index, and its group's.
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "cuda", feature = "npu"))]
     pub(crate) fn members(&self) -> impl Iterator<Item = (usize, usize)> {
         self.tensors.iter().map(|(&index, tensor)| (index, tensor.group))
     }
 
     /// Puts a tensor's state in, or takes it out: for devices, which keep it themselves.
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "cuda", feature = "npu"))]
     pub(crate) fn swap_state(
         &mut self,
         index: usize,

@@ -120,6 +120,10 @@ pub enum Error {
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     Cuda(#[from] crate::cuda::CudaError),
+    /// CANN failed, or is missing.
+    #[cfg(feature = "npu")]
+    #[error(transparent)]
+    Npu(#[from] npu_sys::Error),
     /// Bytes that are not a state dict.
     #[error("cannot {action}")]
     Format {

@@ -133,6 +133,8 @@ mod cpu;
 pub mod cuda;
 mod error;
 mod norms;
+#[cfg(feature = "npu")]
+pub mod npu;
 mod optimizer;
 mod param;
 mod rule;

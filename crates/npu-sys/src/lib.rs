@@ -15,7 +15,7 @@
 //! |---|---|
 //! | [`sys`] | the C headers: types, library names, tables of functions, each written down once |
 //! | [`Acl`](sys::Acl), [`Nnop`](sys::Nnop), [`Ops`](sys::Ops), [`Hccl`](sys::Hccl) | one method per C function, its [`Status`] turned into `Result` |
-//! | [`probe`], [`safe`] | safe: what this machine has; contexts, memory, streams, events |
+//! | [`probe`], [`safe`] | safe: what this machine has; contexts, memory, streams, events, operators |
 //! | [`headers`] | the tables as C++ assertions, for a compiler and the real headers |
 //!
 //! # What has been verified, and what has not
@@ -33,6 +33,7 @@ mod plan;
 mod probe;
 mod result;
 pub mod safe;
+mod soc;
 mod status;
 pub mod sys;
 mod table;
@@ -41,5 +42,6 @@ pub use loader::{Attempt, LoadError};
 pub use plan::Plan;
 pub use probe::{Devices, Version, probe, probe_with};
 pub use result::finalize;
+pub use soc::Soc;
 pub use status::{Error, Result, Status};
 pub use table::Returned;

@@ -104,17 +104,41 @@ fn store(dtype: AclDataType, numbers: &[f64], saturates: bool) -> (Vec<u8>, bool
     (bytes, overflowed)
 }
 
-/// Element by element in f32; an input of one number goes with all.
+/// Whether an input of these dimensions goes with an output of those: from the last one on each is the
+/// same, or 1, or missing.
+pub(crate) fn broadcasts(from: &[usize], to: &[usize]) -> bool {
+    let pairs = from.iter().rev().zip(to.iter().rev());
+    from.len() <= to.len() && pairs.into_iter().all(|(from, to)| from == to || *from == 1)
+}
+
+/// Where the number is that goes with the `place`-th of the output.
+fn broadcast(from: &[usize], to: &[usize], mut place: usize) -> usize {
+    let (mut at, mut stride) = (0, 1);
+    for (behind, dim) in to.iter().rev().enumerate() {
+        let own = from.len().checked_sub(behind + 1).map_or(1, |dim| from[dim]);
+        if own != 1 {
+            at += place % dim * stride;
+            stride *= own;
+        }
+        place /= dim;
+    }
+    at
+}
+
+/// Element by element in f32; `inputs` are the inputs' dimensions, which go with the output's.
 pub(crate) fn element_wise(
-    count: usize,
+    inputs: Vec<Vec<usize>>,
+    output: Vec<usize>,
     f: impl Fn(&[f32]) -> f32 + Send + Sync + 'static,
 ) -> Compute {
-    std::sync::Arc::new(move |inputs| {
-        let at = |numbers: &Numbers, index: usize| {
-            numbers[if numbers.len() == 1 { 0 } else { index }] as f32
-        };
-        let one = |index| {
-            let operands: Vec<f32> = inputs.iter().map(|numbers| at(numbers, index)).collect();
+    let count = output.iter().product();
+    std::sync::Arc::new(move |numbers| {
+        let one = |place| {
+            let operand = |(numbers, dims): (&Numbers, &Vec<usize>)| {
+                let same = numbers.len() == count;
+                numbers[if same { place } else { broadcast(dims, &output, place) }] as f32
+            };
+            let operands: Vec<f32> = numbers.iter().zip(&inputs).map(operand).collect();
             f64::from(f(&operands))
         };
         vec![(0..count).map(one).collect()]
@@ -153,6 +177,16 @@ mod tests {
         assert_eq!(read(true), (vec![65504.0, -65504.0, 0.0, 1.0], true));
         let (kept, overflowed) = read(false);
         assert!(kept[0].is_infinite() && kept[2].is_nan() && !overflowed);
+    }
+
+    #[test]
+    fn dimensions_of_one_go_with_all() {
+        assert!(broadcasts(&[2, 1], &[2, 3]) && broadcasts(&[3], &[2, 3]) && broadcasts(&[], &[2]));
+        assert!(!broadcasts(&[2], &[2, 3]) && !broadcasts(&[2, 3], &[3]));
+        let at = |from: &[usize]| (0..6).map(|i| broadcast(from, &[2, 3], i)).collect::<Vec<_>>();
+        assert_eq!(at(&[2, 1]), [0, 0, 0, 1, 1, 1]);
+        assert_eq!(at(&[3]), [0, 1, 2, 0, 1, 2]);
+        assert_eq!(at(&[1]), [0; 6]);
     }
 
     #[test]

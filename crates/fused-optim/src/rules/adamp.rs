@@ -178,7 +178,7 @@ pub(crate) struct AdamPRule {
     root_factor: f32,
     eps: f32,
     /// `1 − lr·λ·ρ`.
-    decay: f32,
+    pub(crate) decay: f32,
     step_size: f32,
     hyper: AdamPHyper,
     /// Whether the tensor has two dimensions or more.

@@ -145,10 +145,7 @@ impl Hyper for BertAdamHyper {
     }
 
     fn rule(&self, step: u64, _: usize) -> BertAdamRule {
-        let scheduled = match self.t_total {
-            -1 => 1.0,
-            total => self.schedule.factor((step - 1) as f64 / total as f64, self.warmup),
-        };
+        let scheduled = self.scheduled(step);
         BertAdamRule {
             moments: Moments::new(self.b1, self.b2),
             eps: self.e as f32,
@@ -159,6 +156,16 @@ impl Hyper for BertAdamHyper {
 
     fn sweep(rule: &BertAdamRule, _: f32, block: Block<'_>) {
         cpu::sweep(rule, block);
+    }
+}
+
+impl BertAdamHyper {
+    /// The schedule's factor at a tensor's `step`-th step.
+    pub(crate) fn scheduled(&self, step: u64) -> f64 {
+        match self.t_total {
+            -1 => 1.0,
+            total => self.schedule.factor((step - 1) as f64 / total as f64, self.warmup),
+        }
     }
 }
 

@@ -8,6 +8,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
 
+#[cfg(feature = "npu")]
+mod npu;
 mod oracle;
 mod twin;
 
@@ -135,45 +137,79 @@ fn the_plain_loop_passes_and_every_mistake_is_caught() {
 }
 
 /// What Ascend's test suite recorded of its own optimizers: sums of each parameter after ten steps.
-#[test]
-fn sums_recorded_by_ascend_are_met() {
-    let bytes = std::fs::read(vectors().join("torch_npu_golden.json")).unwrap();
-    let golden: Value = serde_json::from_slice(&bytes).unwrap();
-    let defaults = json!({
-        "AdamP": { "cos_eps": "add" },
-        "BertAdam": { "max_grad_norm": -1.0, "clip": "group" },
-        "Lamb": { "adam": false, "use_global_grad_norm": false },
-        "RMSpropTF": { "centered": false, "decoupled_decay": false, "decoupled_lr": false,
-            "lr_in_momentum": true },
-    });
-    let kinds = [
-        ("AdamP", "adamp"),
-        ("BertAdam", "bert_adam"),
-        ("Lamb", "lamb"),
-        ("RMSpropTF", "rmsprop_tf"),
-    ];
-    for (name, kind) in kinds {
-        for (tensor, parameter) in golden["parameters"].as_array().unwrap().iter().enumerate() {
-            let shape: Vec<usize> = serde_json::from_value(parameter["shape"].clone()).unwrap();
-            let count: usize = shape.iter().product();
+struct Golden {
+    /// What it is, for messages.
+    name: String,
+    kind: &'static str,
+    group: Value,
+    shape: Vec<usize>,
+    is_half: bool,
+    expected: f64,
+}
+
+impl Golden {
+    fn all() -> Vec<Self> {
+        let bytes = std::fs::read(vectors().join("torch_npu_golden.json")).unwrap();
+        let golden: Value = serde_json::from_slice(&bytes).unwrap();
+        let defaults = json!({
+            "AdamP": { "cos_eps": "add" },
+            "BertAdam": { "max_grad_norm": -1.0, "clip": "group" },
+            "Lamb": { "adam": false, "use_global_grad_norm": false },
+            "RMSpropTF": { "centered": false, "decoupled_decay": false, "decoupled_lr": false,
+                "lr_in_momentum": true },
+        });
+        let kinds = [
+            ("AdamP", "adamp"),
+            ("BertAdam", "bert_adam"),
+            ("Lamb", "lamb"),
+            ("RMSpropTF", "rmsprop_tf"),
+        ];
+        let parameters = golden["parameters"].as_array().unwrap();
+        let one = |(name, kind): (&str, &'static str), tensor: usize| {
             let mut group = golden["cases"][name]["hyper"].clone();
             let fields = group.as_object_mut().unwrap();
             fields.remove("clip_reached");
             fields.extend(defaults[name].as_object().unwrap().clone());
             fields.insert("idx".into(), json!([0]));
-            let mut optimizer = optimizer(kind, &[group]);
-            let mut weight: Vec<f32> = (0..count).map(|i| i as f32).collect();
-            let grad: Vec<f32> = weight.iter().map(|p| p / 100.0).collect();
-            for _ in 0..10 {
-                let param = ParamMut::new(&mut weight[..], Some(Slice::F32(&grad)));
-                let _ = optimizer.step(&mut [param.with_shape(&shape)], &StepCtl::PLAIN).unwrap();
+            Self {
+                name: format!("{name}, tensor {tensor}"),
+                kind,
+                group,
+                shape: serde_json::from_value(parameters[tensor]["shape"].clone()).unwrap(),
+                is_half: parameters[tensor]["dtype"] == "f16",
+                expected: golden["cases"][name]["sums"][tensor].as_f64().unwrap(),
             }
-            let (sum, expected): (f32, _) =
-                (weight.iter().sum(), golden["cases"][name]["sums"][tensor].as_f64().unwrap());
-            // Sums have three decimals. Those of f16 were rounded at every step, up to 2^-9 each.
-            let tolerance = if parameter["dtype"] == "f16" { 4e-3 } else { 6e-5 };
-            let error = (f64::from(sum) / expected - 1.0).abs();
-            assert!(error < tolerance, "{name}, tensor {tensor}: {sum}, not {expected}");
+        };
+        let pairs = kinds.iter().flat_map(|kind| (0..parameters.len()).map(|at| (*kind, at)));
+        pairs.map(|(kind, at)| one(kind, at)).collect()
+    }
+
+    fn weight(&self) -> Vec<f32> {
+        (0..self.shape.iter().product::<usize>()).map(|i| i as f32).collect()
+    }
+
+    /// Sums have three decimals. Those of f16 were rounded at every step, up to 2^-9 each.
+    fn meets(&self, weight: &[f32]) {
+        let tolerance = if self.is_half { 4e-3 } else { 6e-5 };
+        let sum = f64::from(weight.iter().sum::<f32>());
+        let error = (sum / self.expected - 1.0).abs();
+        assert!(error < tolerance, "{}: {sum}, not {}", self.name, self.expected);
+    }
+}
+
+#[test]
+fn sums_recorded_by_ascend_are_met() {
+    let all = Golden::all();
+    assert_eq!(all.len(), 24);
+    for golden in all {
+        let mut optimizer = optimizer(golden.kind, std::slice::from_ref(&golden.group));
+        let mut weight = golden.weight();
+        let grad: Vec<f32> = weight.iter().map(|p| p / 100.0).collect();
+        for _ in 0..10 {
+            let param = ParamMut::new(&mut weight[..], Some(Slice::F32(&grad)));
+            let params = &mut [param.with_shape(&golden.shape)];
+            let _ = optimizer.step(params, &StepCtl::PLAIN).unwrap();
         }
+        golden.meets(&weight);
     }
 }

@@ -11,11 +11,13 @@
 mod context;
 mod event;
 mod memory;
+mod operators;
 mod stream;
 
 pub use context::{Context, Entered};
 pub use event::Event;
 pub use memory::Buffer;
+pub use operators::{AdamWNumbers, AdamWTensors, Operators, View};
 pub use stream::{Kept, Stream};
 
 use crate::{Error, Result};

@@ -266,6 +266,12 @@ macro_rules! ops_table {
                     a: *const AclTensorList,
                     out: *const AclTensorList,
                 );
+                // Its header is not in CANN 8.1; the prototype is torch_npu's use of it.
+                fn aclnnForeachNonFiniteCheckAndUnscale, aclnnForeachNonFiniteCheckAndUnscaleGetWorkspaceSize(
+                    a: *const AclTensorList,
+                    found_inf: *const AclTensor,
+                    inv_scale: *const AclTensor,
+                );
                 fn aclnnForeachZeroInplace, aclnnForeachZeroInplaceGetWorkspaceSize(
                     a: *const AclTensorList,
                 );

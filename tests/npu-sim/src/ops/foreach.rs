@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use npu_sys::sys::*;
 
-use super::{NO_KERNEL, Planned, computes, larger, scalar, tensor};
+use super::{NO_KERNEL, Planned, computes, larger, scalar, tensor, tensors};
 use crate::kernels::{Kernel, Numbers};
 use crate::memory::pointer;
 use crate::nnop::{INVALID, NULL, Tensor};
@@ -209,6 +209,33 @@ pub(crate) fn aclnnForeachLerpScalar(
 
 pub(crate) fn aclnnForeachCopy(a: *const AclTensorList, out: *const AclTensorList) -> Planned {
     foreach([a, out], |_, x| x[0])
+}
+
+/// Judged on what comes in; the verdict is only ever set.
+pub(crate) fn aclnnForeachNonFiniteCheckAndUnscale(
+    a: *const AclTensorList,
+    found_inf: *const AclTensor,
+    inv_scale: *const AclTensor,
+) -> Planned {
+    let list = lists([a], NORMS)?.remove(0);
+    computes(&list)?;
+    let ends = tensors([found_inf, inv_scale])?;
+    if ends.iter().any(|end| end.count() != 1 || end.dtype != AclDataType::FLOAT) {
+        return Err(INVALID);
+    }
+    let (mut inputs, mut outputs) = (list.clone(), list);
+    inputs.extend(ends.clone());
+    outputs.push(ends[0].clone());
+    let compute = Arc::new(|x: &[Numbers]| {
+        let (ends, list) = (&x[x.len() - 2..], &x[..x.len() - 2]);
+        let scale = ends[1][0] as f32;
+        let unscaled = |x: &Numbers| x.iter().map(|x| f64::from(*x as f32 * scale)).collect();
+        let found = list.iter().flatten().any(|x| !x.is_finite()) || ends[0][0] != 0.0;
+        let mut out: Vec<Numbers> = list.iter().map(unscaled).collect();
+        out.push(vec![f64::from(u8::from(found))]);
+        out
+    });
+    Ok(Kernel { inputs, outputs, compute })
 }
 
 pub(crate) fn aclnnForeachZeroInplace(a: *const AclTensorList) -> Planned {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use npu_sys::sys::*;
 
-use crate::kernels::{Kernel, Numbers, element_wise, sum};
+use crate::kernels::{Kernel, Numbers, broadcasts, element_wise, sum};
 use crate::memory::pointer;
 use crate::nnop::{Executor, INVALID, NULL, RUNTIME, Tensor};
 use crate::raw;
@@ -135,11 +135,12 @@ fn elements<const N: usize>(
     let mut inputs = tensors(handles)?;
     computes(&inputs)?;
     let output = inputs.pop().ok_or(INVALID)?;
-    let count = output.count();
-    if inputs.iter().any(|input| input.dims != output.dims && input.count() != 1) {
+    if !inputs.iter().all(|input| broadcasts(&input.dims, &output.dims)) {
         return Err(INVALID);
     }
-    Ok(Kernel { inputs, outputs: vec![output], compute: element_wise(count, f) })
+    let dims = inputs.iter().map(|input| input.dims.clone()).collect();
+    let compute = element_wise(dims, output.dims.clone(), f);
+    Ok(Kernel { inputs, outputs: vec![output], compute })
 }
 
 pub(crate) fn aclnnInplaceMuls(a: *mut AclTensor, factor: *const AclScalar) -> Planned {
@@ -343,7 +344,9 @@ pub(crate) fn aclnnIsFinite(a: *const AclTensor, out: *mut AclTensor) -> Planned
     if output.dtype != AclDataType::BOOL || output.dims != input.dims {
         return Err(INVALID);
     }
-    let compute = element_wise(output.count(), |x| f32::from(u8::from(x[0].is_finite())));
+    let dims = input.dims.clone();
+    let finite = |x: &[f32]| f32::from(u8::from(x[0].is_finite()));
+    let compute = element_wise(vec![dims.clone()], dims, finite);
     Ok(Kernel { inputs: vec![input], outputs: vec![output], compute })
 }
 

@@ -1,0 +1,609 @@
+//! The optimizer: flat buffers, the step, saving and loading.
+
+use std::collections::BTreeMap;
+
+use half::slice::HalfFloatSliceExt;
+use npu_sys::safe::{AdamWTensors, Operators, View};
+use npu_sys::sys::AclDataType;
+
+use super::NpuParam;
+use super::flat::{self, Entry, Kind, Span, TYPES};
+use super::look::Look;
+use super::rules::NpuHyper;
+use super::sequence::Reg;
+use crate::core::Core;
+use crate::cpu::pages::Pages;
+use crate::state::{Slot, TensorState, problem};
+use crate::{
+    Applied, Clip, DType, Error, FoundInf, HalfWeights, ParamGroup, Result, Slice, StateDict,
+    StateProblem, StepCtl,
+};
+
+/// An optimizer whose weights, gradients and state are on an Ascend NPU; `H` is the rule's
+/// hyper-parameters, for example [`AdamWHyper`](crate::AdamWHyper).
+///
+/// Rounding at random, norms other than the 2-norm and `error_if_nonfinite` are
+/// [`Error::Unsupported`], and so is bf16 on chips that do not compute in it.
+#[derive(Debug)]
+pub struct NpuOptimizer<H> {
+    pub(super) on: Operators,
+    pub(super) core: Core<H>,
+    pub(super) flats: Vec<Flat>,
+    /// State of tensors that are in no buffer yet.
+    pending: BTreeMap<usize, TensorState>,
+    pub(super) scratch: Scratch,
+    pub(super) norm: Option<View>,
+    kernels: bool,
+}
+
+/// Tensors of one kind.
+#[derive(Debug)]
+pub(super) struct Flat {
+    pub(super) kind: Kind,
+    pub(super) entries: Vec<Entry>,
+    weight: View,
+    grad: View,
+    pub(super) slots: Vec<View>,
+    pub(super) master: Option<View>,
+    /// Of rules that look at whole tensors.
+    direction: Option<View>,
+    /// What the slots were, as long as a verdict is awaited.
+    pub(super) saved: Vec<View>,
+}
+
+/// Memory of f32 for the length of a step, as long as the longest flat buffer.
+#[derive(Debug)]
+pub(super) struct Scratch {
+    /// The gradient, scaled and clipped.
+    pub(super) g: View,
+    pub(super) t: View,
+    d: View,
+    u: View,
+    /// Half weights without master, in f32.
+    p: View,
+    /// Steps taken before, for CANN's own kernels.
+    step: View,
+    pub(super) zero: View,
+}
+
+#[expect(private_bounds, reason = "sealed: the nine rules, and nobody else's")]
+impl<H: NpuHyper> NpuOptimizer<H> {
+    /// An optimizer over these groups, whose work goes into the stream of `on`.
+    ///
+    /// # Errors
+    ///
+    /// As [`AdamW::new`](crate::AdamW::new); [`Error::Unsupported`] for rounding at random;
+    /// [`Error::Npu`].
+    pub fn new(
+        on: Operators,
+        groups: impl IntoIterator<Item = ParamGroup<H>>,
+        half_weights: HalfWeights,
+    ) -> Result<Self> {
+        if matches!(half_weights, HalfWeights::Stochastic { .. }) {
+            return Err(Error::Unsupported { what: "rounding at random" });
+        }
+        let mut core = Core::new(groups)?;
+        core.half_weights = half_weights;
+        let scratch = Scratch::new(&on, 0)?;
+        let (flats, pending) = (Vec::new(), BTreeMap::new());
+        Ok(Self { on, core, flats, pending, scratch, norm: None, kernels: true })
+    }
+
+    /// Whether CANN's own kernels of a rule are used where it and the chip have one, as they are by
+    /// default: `aclnnApplyAdamWV2`, which takes its hyper-parameters in f32. It is AdamW with a `β2` of
+    /// 0.99900001 instead of 0.999, whose second moments are off by 1.3e-5 of themselves, and corrected
+    /// for it.
+    #[must_use]
+    pub const fn with_kernels(mut self, used: bool) -> Self {
+        self.kernels = used;
+        self
+    }
+
+    /// Makes flat buffers for these tensors; a tensor's place in the list is its identity. Weights and
+    /// gradients are zero; state of earlier steps, or loaded, is taken along.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::MissingParam`], [`Error::UnevenRows`], [`Error::LengthMismatch`],
+    /// [`Error::UnwantedMaster`], [`Error::Unsupported`]: nothing has changed then. [`Error::Npu`].
+    pub fn combine(&mut self, params: &[NpuParam]) -> Result<()> {
+        self.validate(params)?;
+        for (index, state) in self.states()? {
+            self.pending.insert(index, state);
+        }
+        let mut kinds: BTreeMap<Kind, Vec<(usize, usize, usize)>> = BTreeMap::new();
+        for (index, group) in self.core.members() {
+            let NpuParam { count, rows, weight, grad } = params[index];
+            let kind = Kind { group, weight: flat::number(weight), grad: flat::number(grad) };
+            kinds.entry(kind).or_default().push((index, count, rows));
+        }
+        let flats = kinds.into_iter().map(|(kind, tensors)| self.flat(kind, tensors));
+        let flats = flats.collect::<Result<Vec<_>>>()?;
+        let most = flats.iter().map(|flat| flat.weight.count()).max().unwrap_or(0);
+        self.scratch = Scratch::new(&self.on, most)?;
+        self.flats = flats;
+        self.send_pending()
+    }
+
+    fn validate(&self, params: &[NpuParam]) -> Result<()> {
+        let bf16 = self.on.soc().is_second_generation();
+        for (index, _) in self.core.members() {
+            let count = params.len();
+            let param = params.get(index).ok_or(Error::MissingParam { index, count })?;
+            let (count, rows) = (param.count, param.rows);
+            if rows != 0 && !count.is_multiple_of(rows) {
+                return Err(Error::UnevenRows { index, count, rows });
+            }
+            if !bf16 && [param.weight, param.grad].contains(&DType::Bf16) {
+                return Err(Error::Unsupported { what: "bf16 on this chip" });
+            }
+            let held = self.entry(index).map(|(flat, entry)| {
+                let mastered = entry.mastered && self.flats[flat].master.is_some();
+                (entry.count, mastered && entry.step > 0)
+            });
+            let pending = self.pending.get(&index);
+            let pending = pending.map(|state| (state.lengths().next(), state.master.is_some()));
+            let (known, master) = match (pending, held) {
+                (Some((known, master)), _) => (known, master),
+                (None, Some((known, master))) => (Some(known), master),
+                (None, None) => (None, false),
+            };
+            if let Some(got) = known.filter(|known| *known != count) {
+                return Err(Error::LengthMismatch { index, what: "state", expected: count, got });
+            }
+            if master && !self.wants_master(param.weight) {
+                return Err(Error::UnwantedMaster { index, weight: param.weight });
+            }
+        }
+        Ok(())
+    }
+
+    fn wants_master(&self, weight: DType) -> bool {
+        weight != DType::F32 && self.core.half_weights == HalfWeights::Master
+    }
+
+    fn flat(&self, kind: Kind, tensors: Vec<(usize, usize, usize)>) -> Result<Flat> {
+        let hyper = &self.core.groups()[kind.group].hyper;
+        let entries = flat::entries(tensors);
+        let room = flat::room(&entries);
+        let filled = |dtype: DType, value: f32| -> Result<View> {
+            let view = self.on.alloc(room, acl(dtype))?;
+            match value {
+                0.0 => self.on.zero(&view)?,
+                value => self.on.fill(&view, value)?,
+            }
+            Ok(view)
+        };
+        let weight = TYPES[usize::from(kind.weight)];
+        let slots = hyper.slots().iter().map(|slot| filled(DType::F32, hyper.initial(slot)));
+        Ok(Flat {
+            kind,
+            weight: filled(weight, 0.0)?,
+            grad: filled(TYPES[usize::from(kind.grad)], 0.0)?,
+            slots: slots.collect::<Result<_>>()?,
+            master: self.wants_master(weight).then(|| filled(DType::F32, 0.0)).transpose()?,
+            direction: H::TWO_SWEEPS.then(|| filled(DType::F32, 0.0)).transpose()?,
+            saved: Vec::new(),
+            entries,
+        })
+    }
+
+    fn entry(&self, index: usize) -> Option<(usize, &Entry)> {
+        let found = |(at, flat): (usize, &'_ Flat)| {
+            Some((at, flat.entries.iter().position(|entry| entry.index == index)?))
+        };
+        let (flat, at) = self.flats.iter().enumerate().find_map(found)?;
+        Some((flat, &self.flats[flat].entries[at]))
+    }
+
+    fn place(&self, index: usize, of: impl Fn(&Flat) -> &View) -> Result<View> {
+        let (flat, entry) = self.entry(index).ok_or(Error::MissingParam { index, count: 0 })?;
+        Ok(of(&self.flats[flat]).part(entry.start, entry.count)?)
+    }
+
+    /// Where a tensor's weight is.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::MissingParam`] for a tensor that is not combined.
+    pub fn weight(&self, index: usize) -> Result<View> {
+        self.place(index, |flat| &flat.weight)
+    }
+
+    /// Where a tensor's gradient is.
+    ///
+    /// # Errors
+    ///
+    /// As [`weight`](Self::weight).
+    pub fn grad(&self, index: usize) -> Result<View> {
+        self.place(index, |flat| &flat.grad)
+    }
+
+    /// Copies a weight from the host. Not after the tensor's first step, if it has a master.
+    ///
+    /// # Errors
+    ///
+    /// As [`weight`](Self::weight); [`Error::LengthMismatch`]; [`Error::Unsupported`] for another type
+    /// than the weight's; [`Error::Npu`].
+    pub fn write_weight(&mut self, index: usize, values: Slice<'_>) -> Result<()> {
+        self.write(index, &self.weight(index)?, values)
+    }
+
+    /// Copies a gradient from the host.
+    ///
+    /// # Errors
+    ///
+    /// As [`write_weight`](Self::write_weight).
+    pub fn write_grad(&mut self, index: usize, values: Slice<'_>) -> Result<()> {
+        self.write(index, &self.grad(index)?, values)
+    }
+
+    fn write(&self, index: usize, to: &View, values: Slice<'_>) -> Result<()> {
+        let (expected, got) = (to.count(), values.len());
+        if got != expected {
+            return Err(Error::LengthMismatch { index, what: "content", expected, got });
+        }
+        if acl(values.dtype()) != to.dtype() {
+            return Err(Error::Unsupported { what: "a copy that changes the type" });
+        }
+        Ok(self.on.write(to, &bytes(values))?)
+    }
+
+    /// A weight, in f32. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// As [`weight`](Self::weight), and [`Error::Npu`].
+    pub fn read_weight(&self, index: usize) -> Result<Vec<f32>> {
+        let from = self.weight(index)?;
+        let bytes = self.on.read(&from)?;
+        Ok(floats(&bytes, from.dtype()))
+    }
+
+    /// Sets every gradient to zero, in order of the stream.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Npu`].
+    pub fn zero_grads(&mut self) -> Result<()> {
+        Ok(self.flats.iter().try_for_each(|flat| self.on.zero(&flat.grad))?)
+    }
+
+    /// Updates every tensor that has a gradient, `has_grad` by index; in order of the stream. Waits for
+    /// the device only to look at gradients, and where the rule needs norms of whole tensors.
+    ///
+    /// The norm that BertAdam's own clip takes is over the group's tensors that have a gradient.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::MissingParam`], an invalid `ctl`, [`Error::Unsupported`]: nothing has changed then.
+    /// [`Error::Npu`]: weights and state may be half changed.
+    pub fn step(&mut self, has_grad: &[bool], ctl: &StepCtl) -> Result<Applied> {
+        ctl.validate()?;
+        match ctl.clip {
+            Some(Clip::Norm(clip)) if clip.norm_type != 2.0 => {
+                let what = "clipping by another norm than the 2-norm";
+                return Err(Error::Unsupported { what });
+            }
+            Some(Clip::Norm(clip)) if clip.error_if_nonfinite => {
+                return Err(Error::Unsupported { what: "`error_if_nonfinite`" });
+            }
+            _ => {}
+        }
+        let combined = self.flats.iter().flat_map(|flat| &flat.entries);
+        let last = combined.map(|entry| entry.index).max().unwrap_or(0);
+        if self.core.members().any(|(index, _)| self.entry(index).is_none()) {
+            return Err(Error::Unsupported { what: "a step before `combine`" });
+        }
+        if last >= has_grad.len() && self.core.members().next().is_some() {
+            return Err(Error::MissingParam { index: last, count: has_grad.len() });
+        }
+        if ctl.found_inf == FoundInf::Known(true) {
+            return Ok(Applied::SkippedNonFinite);
+        }
+        let flats = self.flats.iter().enumerate();
+        let spans = flats.flat_map(|(at, flat)| flat::spans(at, &flat.entries, |i| has_grad[i]));
+        let spans: Vec<Span> = spans.filter(|span| span.count > 0).collect();
+        let look = self.look(&spans, ctl)?;
+        if H::TWO_SWEEPS {
+            if !self.step_wholes(&spans, &look)? {
+                return Ok(Applied::SkippedNonFinite);
+            }
+        } else {
+            if self.is_bad(&look)? {
+                return Ok(Applied::SkippedNonFinite);
+            }
+            spans.iter().try_for_each(|span| self.step_span(span, &look))?;
+        }
+        for flat in &mut self.flats {
+            for entry in flat.entries.iter_mut().filter(|entry| has_grad[entry.index]) {
+                entry.step += 1;
+                entry.mastered = true;
+            }
+        }
+        Ok(Applied::Applied)
+    }
+
+    /// One span of a rule that takes every number for itself.
+    fn step_span(&self, span: &Span, look: &Look) -> Result<()> {
+        let grad = self.gradient(span, look)?;
+        self.widen(span)?;
+        let hyper = &self.core.groups()[self.flats[span.flat].kind.group].hyper;
+        let kernel = self.kernels
+            && self.on.soc().is_second_generation()
+            && self.on.has("aclnnApplyAdamWV2");
+        match hyper.native().filter(|_| kernel) {
+            Some(numbers) => {
+                let slots = &self.flats[span.flat].slots;
+                let slot = |at: usize| slots[at].part(span.start, span.count);
+                let (p, m, v) = (self.parameters(span)?, slot(0)?, slot(1)?);
+                let max_v = (slots.len() > 2).then(|| slot(2)).transpose()?;
+                let step = &self.scratch.step;
+                // CANN's kernel counts on by itself.
+                self.on.fill(step, (span.step - 1) as f32)?;
+                let max_v = max_v.as_ref();
+                let tensors = AdamWTensors { p: &p, m: &m, v: &v, max_v, g: &grad, step };
+                self.on.apply_adamw_v2(tensors, numbers)?;
+            }
+            None => self.sequence(span, &grad)?,
+        }
+        self.narrow(span)
+    }
+
+    /// The rule's operators on a span.
+    pub(super) fn sequence(&self, span: &Span, grad: &View) -> Result<()> {
+        let hyper = &self.core.groups()[self.flats[span.flat].kind.group].hyper;
+        for op in hyper.sequence(span.step) {
+            op.launch(&self.on, |reg| self.register(span, grad, reg))?;
+        }
+        Ok(())
+    }
+
+    /// What a register is in a span.
+    pub(super) fn register(&self, span: &Span, grad: &View, reg: Reg) -> npu_sys::Result<View> {
+        let flat = &self.flats[span.flat];
+        let of_span = |view: &View| view.part(span.start, span.count);
+        let of_step = |view: &View| view.part(0, span.count);
+        match reg {
+            Reg::P => self.parameters(span),
+            Reg::G => Ok(grad.clone()),
+            Reg::S(slot) => of_span(&flat.slots[slot]),
+            Reg::T => of_step(&self.scratch.t),
+            Reg::D => of_step(&self.scratch.d),
+            Reg::U => flat.direction.as_ref().map_or_else(|| of_step(&self.scratch.u), of_span),
+            Reg::Zero => Ok(self.scratch.zero.clone()),
+        }
+    }
+
+    /// A span's parameters in f32: the weights, their masters, or the scratch they are widened into.
+    fn parameters(&self, span: &Span) -> npu_sys::Result<View> {
+        let flat = &self.flats[span.flat];
+        match &flat.master {
+            Some(master) => master.part(span.start, span.count),
+            None if flat.kind.weight == flat::number(DType::F32) => {
+                flat.weight.part(span.start, span.count)
+            }
+            None => self.scratch.p.part(0, span.count),
+        }
+    }
+
+    /// Makes f32 of half weights: once for those with a master, for this step for others.
+    pub(super) fn widen(&self, span: &Span) -> Result<()> {
+        let flat = &self.flats[span.flat];
+        let Some(master) = &flat.master else {
+            if flat.kind.weight != flat::number(DType::F32) {
+                let weight = flat.weight.part(span.start, span.count)?;
+                self.on.cast(&self.parameters(span)?, &weight)?;
+            }
+            return Ok(());
+        };
+        let entries = &flat.entries[span.entries.clone()];
+        if entries.iter().all(|entry| !entry.mastered) {
+            let weight = flat.weight.part(span.start, span.count)?;
+            return Ok(self.on.cast(&self.parameters(span)?, &weight)?);
+        }
+        for entry in entries.iter().filter(|entry| !entry.mastered) {
+            let part = |view: &View| view.part(entry.start, entry.count);
+            self.on.cast(&part(master)?, &part(&flat.weight)?)?;
+        }
+        Ok(())
+    }
+
+    /// Rounds the f32 parameters to half weights.
+    pub(super) fn narrow(&self, span: &Span) -> Result<()> {
+        let flat = &self.flats[span.flat];
+        if flat.kind.weight != flat::number(DType::F32) {
+            let weight = flat.weight.part(span.start, span.count)?;
+            self.on.cast(&weight, &self.parameters(span)?)?;
+        }
+        Ok(())
+    }
+
+    /// A span's gradients as they are.
+    pub(super) fn raw_gradient(&self, span: &Span) -> npu_sys::Result<View> {
+        self.flats[span.flat].grad.part(span.start, span.count)
+    }
+
+    /// The norm of all gradients, unscaled, before clipping, of the last step that was asked to clip
+    /// by norm. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Npu`].
+    pub fn grad_norm(&self) -> Result<Option<f64>> {
+        let Some(norm) = &self.norm else { return Ok(None) };
+        Ok(floats(&self.on.read(norm)?, norm.dtype()).first().map(|norm| f64::from(*norm)))
+    }
+
+    /// State of the tensors in the buffers that have taken a step.
+    fn states(&self) -> Result<Vec<(usize, TensorState)>> {
+        let mut states = Vec::new();
+        for flat in &self.flats {
+            let hyper = &self.core.groups()[flat.kind.group].hyper;
+            for entry in flat.entries.iter().filter(|entry| entry.step > 0) {
+                let mut state = TensorState::new(hyper, entry.count, 0, false, &mut Pages::new(0));
+                state.step = entry.step;
+                let read = |view: &View| -> Result<Vec<f32>> {
+                    let bytes = self.on.read(&view.part(entry.start, entry.count)?)?;
+                    Ok(floats(&bytes, AclDataType::FLOAT))
+                };
+                for (slot, view) in state.slots.iter_mut().zip(&flat.slots) {
+                    if let Slot::F32(values) = slot {
+                        values.copy_from_slice(&read(view)?);
+                    }
+                }
+                let master = flat.master.as_ref().filter(|_| entry.mastered);
+                state.master = master.map(|view| read(view).map(Into::into)).transpose()?;
+                states.push((entry.index, state));
+            }
+        }
+        Ok(states)
+    }
+
+    /// Puts loaded state into the buffers; tensors without any begin anew.
+    fn send_pending(&mut self) -> Result<()> {
+        for flat in &mut self.flats {
+            let hyper = &self.core.groups()[flat.kind.group].hyper;
+            for entry in &mut flat.entries {
+                let Some(state) = self.pending.remove(&entry.index) else { continue };
+                let part = |view: &View| view.part(entry.start, entry.count);
+                for (slot, view) in state.slots.iter().zip(&flat.slots) {
+                    let Slot::F32(values) = slot else {
+                        return Err(Error::Unsupported { what: "state in eight bits" });
+                    };
+                    self.on.write(&part(view)?, &bytes(Slice::F32(values)))?;
+                }
+                if let (Some(values), Some(view)) = (&state.master, &flat.master) {
+                    self.on.write(&part(view)?, &bytes(Slice::F32(values)))?;
+                }
+                debug_assert_eq!(state.slots.len(), hyper.slots().len());
+                entry.step = state.step;
+                entry.mastered = state.master.is_some();
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`Optimizer::state_dict`](crate::Optimizer::state_dict), with the same keys. Waits for the
+    /// device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Npu`].
+    pub fn state_dict(&self) -> Result<StateDict> {
+        let mut core = self.core.clone();
+        let pending = self.pending.iter().map(|(index, state)| (*index, state.clone()));
+        for (index, state) in pending.chain(self.states()?) {
+            core.swap_state(index, Some(state));
+        }
+        Ok(core.state_dict())
+    }
+
+    /// As [`Optimizer::load_state_dict`](crate::Optimizer::load_state_dict), before or after
+    /// [`combine`](Self::combine). Weights are not part of it, but for masters.
+    ///
+    /// # Errors
+    ///
+    /// As there; this optimizer is then unchanged. [`Error::Npu`].
+    pub fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
+        for (index, saved) in &dict.state {
+            let Some((flat, entry)) = self.entry(*index) else { continue };
+            for (name, values) in &saved.tensors {
+                let (expected, got) = (entry.count, values.len());
+                if got != expected {
+                    let key = format!("state.{index}.{name}");
+                    return Err(problem(key, StateProblem::Length { expected, got }));
+                }
+                let weight = TYPES[usize::from(self.flats[flat].kind.weight)];
+                if name == crate::state_dict::MASTER && !self.wants_master(weight) {
+                    return Err(Error::UnwantedMaster { index: *index, weight });
+                }
+            }
+        }
+        let mut core = self.core.clone();
+        core.load_state_dict(dict)?;
+        let indices: Vec<usize> = core.members().map(|(index, _)| index).collect();
+        let states = indices.into_iter().filter_map(|i| Some((i, core.swap_state(i, None)?)));
+        self.pending = states.collect();
+        self.core = core;
+        for flat in &mut self.flats {
+            let hyper = &self.core.groups()[flat.kind.group].hyper;
+            for (slot, view) in hyper.slots().iter().zip(&flat.slots) {
+                self.on.fill(view, hyper.initial(slot))?;
+            }
+            for entry in &mut flat.entries {
+                (entry.step, entry.mastered) = (0, false);
+            }
+        }
+        self.send_pending()
+    }
+
+    /// The groups.
+    #[must_use]
+    pub fn groups(&self) -> &[ParamGroup<H>] {
+        self.core.groups()
+    }
+
+    /// Adds a group; its tensors take part after the next [`combine`](Self::combine), and until then no
+    /// step is taken.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
+    pub fn add_param_group(&mut self, group: ParamGroup<H>) -> Result<()> {
+        self.core.add_param_group(group)
+    }
+
+    /// Sets a group's learning rate.
+    ///
+    /// # Errors
+    ///
+    /// As [`Optimizer::set_lr`](crate::Optimizer::set_lr).
+    pub fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
+        self.core.set_lr(group, lr)
+    }
+}
+
+impl Scratch {
+    fn new(on: &Operators, count: usize) -> Result<Self> {
+        let alloc = |count| on.alloc(count, AclDataType::FLOAT);
+        let zero = alloc(1)?;
+        on.zero(&zero)?;
+        Ok(Self {
+            g: alloc(count)?,
+            t: alloc(count)?,
+            d: alloc(count)?,
+            u: alloc(count)?,
+            p: alloc(count)?,
+            step: alloc(1)?,
+            zero,
+        })
+    }
+}
+
+/// CANN's number of a type.
+pub(super) const fn acl(dtype: DType) -> AclDataType {
+    match dtype {
+        DType::F32 => AclDataType::FLOAT,
+        DType::F16 => AclDataType::FLOAT16,
+        DType::Bf16 => AclDataType::BF16,
+    }
+}
+
+pub(super) fn bytes(values: Slice<'_>) -> Vec<u8> {
+    let halves = |bits: &[u16]| bits.iter().flat_map(|x| x.to_ne_bytes()).collect();
+    match values {
+        Slice::F32(values) => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
+        Slice::F16(values) => halves(values.reinterpret_cast()),
+        Slice::Bf16(values) => halves(values.reinterpret_cast()),
+    }
+}
+
+pub(super) fn floats(bytes: &[u8], dtype: AclDataType) -> Vec<f32> {
+    let halves = bytes.as_chunks().0.iter().map(|half| u16::from_ne_bytes(*half));
+    match dtype {
+        AclDataType::FLOAT16 => halves.map(|x| half::f16::from_bits(x).to_f32()).collect(),
+        AclDataType::BF16 => halves.map(|x| half::bf16::from_bits(x).to_f32()).collect(),
+        _ => bytes.as_chunks().0.iter().map(|word| f32::from_ne_bytes(*word)).collect(),
+    }
+}

@@ -1,0 +1,199 @@
+//! What comes before the rule: gradients in f32, scaled and clipped; the verdict on them.
+//!
+//! Norms and the factors made of them stay on the device. A verdict is zero times the gradients, added
+//! up, which is not a number exactly if one of them is not finite; the host reads it.
+
+use std::collections::BTreeMap;
+
+use npu_sys::safe::View;
+use npu_sys::sys::AclDataType;
+
+use super::flat::Span;
+use super::fused::{NpuOptimizer, floats};
+use super::rules::NpuHyper;
+use crate::rule::OwnClip;
+use crate::{Clip, FoundInf, Result, StepCtl};
+
+/// Numbers from one that has a tensor of its own to the next: 32 bytes.
+pub(super) const APART: usize = 8;
+
+/// PyTorch's, in clipping by norm.
+const EPS: f32 = 1e-6;
+
+/// What a step's gradients are multiplied by, and whether they are to be used at all.
+#[derive(Debug, Default)]
+pub(super) struct Look {
+    scale: f32,
+    limit: Option<f32>,
+    /// Zeros, [`APART`]; something else where a gradient is not finite.
+    pub(super) verdict: Option<View>,
+    /// On the device, one number each: for all, by group, by tensor.
+    common: Vec<View>,
+    groups: BTreeMap<usize, View>,
+    tensors: BTreeMap<usize, View>,
+}
+
+#[expect(private_bounds, reason = "sealed: the nine rules, and nobody else's")]
+impl<H: NpuHyper> NpuOptimizer<H> {
+    /// Looks at the gradients as far as it is asked for.
+    pub(super) fn look(&mut self, spans: &[Span], ctl: &StepCtl) -> Result<Look> {
+        let mut look = Look { scale: ctl.grad_scale, ..Look::default() };
+        if ctl.found_inf == FoundInf::Check && !spans.is_empty() {
+            let verdict = self.on.alloc(APART * spans.len(), AclDataType::FLOAT)?;
+            self.on.zero(&verdict)?;
+            for (at, span) in spans.iter().enumerate() {
+                let grad = self.scaled(span, &look)?;
+                let nothing = self.scratch.t.part(0, span.count)?;
+                self.on.muls(&nothing, &grad, 0.0)?;
+                self.on.row_sums(&verdict.part(APART * at, 1)?, &nothing)?;
+            }
+            look.verdict = Some(verdict);
+        }
+        if let Some(Clip::Norm(clip)) = ctl.clip {
+            let norm = self.norm(spans, &look)?;
+            look.common.push(self.bound(&norm, clip.max_norm, EPS)?);
+            self.norm = Some(norm);
+        }
+        if let Some(Clip::Value(limit)) = ctl.clip {
+            look.limit = Some(limit).filter(|limit| limit.is_finite());
+        }
+        self.look_for_rules(spans, &mut look)?;
+        Ok(look)
+    }
+
+    /// The rules' own clips, of gradients that are clipped already.
+    fn look_for_rules(&self, spans: &[Span], look: &mut Look) -> Result<()> {
+        let own: Vec<OwnClip> =
+            self.core.groups().iter().map(|group| group.hyper.own_clip()).collect();
+        let (mut common, mut groups, mut tensors) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
+        if own.contains(&OwnClip::Unit) && !spans.is_empty() {
+            common.push(self.bound(&self.norm(spans, look)?, 1.0, 0.0)?);
+        }
+        for (group, own) in own.iter().enumerate() {
+            let of_group = |span: &&Span| self.flats[span.flat].kind.group == group;
+            let spans: Vec<Span> = spans.iter().filter(of_group).cloned().collect();
+            match own {
+                OwnClip::Group(max) if !spans.is_empty() => {
+                    groups.insert(group, self.bound(&self.norm(&spans, look)?, *max, EPS)?);
+                }
+                OwnClip::Tensor(max) => {
+                    for one in spans.iter().flat_map(|span| self.tensors_of(span)) {
+                        let at = (one.flat, one.entries.start);
+                        let norm = self.norm(&[one], look)?;
+                        let (flat, entry) = at;
+                        let index = self.flats[flat].entries[entry].index;
+                        tensors.insert(index, self.bound(&norm, *max, EPS)?);
+                    }
+                }
+                _ => {}
+            }
+        }
+        look.common.extend(common);
+        (look.groups, look.tensors) = (groups, tensors);
+        Ok(())
+    }
+
+    /// A span's tensors as spans of their own.
+    pub(super) fn tensors_of(&self, span: &Span) -> Vec<Span> {
+        let entries = &self.flats[span.flat].entries;
+        let one = |at: usize| {
+            let (start, count) = (entries[at].start, entries[at].count);
+            Span { entries: at..at + 1, start, count, ..span.clone() }
+        };
+        span.entries.clone().filter(|at| entries[*at].count > 0).map(one).collect()
+    }
+
+    /// Gradients times the scale, within the limit; the buffer itself where neither does anything.
+    fn scaled(&self, span: &Span, look: &Look) -> Result<View> {
+        let raw = self.raw_gradient(span)?;
+        let scratch = self.scratch.g.part(0, span.count)?;
+        let mut grad = raw;
+        if grad.dtype() != AclDataType::FLOAT {
+            self.on.cast(&scratch, &grad)?;
+            grad = scratch.clone();
+        }
+        let group = &self.core.groups()[self.flats[span.flat].kind.group];
+        let scale = if group.hyper.maximize() { -look.scale } else { look.scale };
+        if scale != 1.0 {
+            self.on.muls(&scratch, &grad, scale)?;
+            grad = scratch.clone();
+        }
+        if let Some(limit) = look.limit {
+            let least = self.on.alloc(1, AclDataType::FLOAT)?;
+            self.on.fill(&least, -limit)?;
+            for _ in 0..2 {
+                self.on.maximum(&scratch, &grad, &least)?;
+                self.on.muls(&scratch, &scratch, -1.0)?;
+                grad = scratch.clone();
+            }
+        }
+        Ok(grad)
+    }
+
+    /// A span's gradients as the rule is to see them, in f32.
+    pub(super) fn gradient(&self, span: &Span, look: &Look) -> Result<View> {
+        let mut grad = self.scaled(span, look)?;
+        let scratch = self.scratch.g.part(0, span.count)?;
+        let group = look.groups.get(&self.flats[span.flat].kind.group);
+        for factor in look.common.iter().chain(group) {
+            self.on.mul(&scratch, &grad, factor)?;
+            grad = scratch.clone();
+        }
+        for one in self.tensors_of(span) {
+            let index = self.flats[span.flat].entries[one.entries.start].index;
+            if let Some(factor) = look.tensors.get(&index) {
+                if grad != scratch {
+                    self.on.copy(&scratch, &grad)?;
+                    grad = scratch.clone();
+                }
+                let part = scratch.part(one.start - span.start, one.count)?;
+                self.on.mul(&part, &part, factor)?;
+            }
+        }
+        Ok(grad)
+    }
+
+    /// The 2-norm of all gradients of the spans, one number on the device.
+    fn norm(&self, spans: &[Span], look: &Look) -> Result<View> {
+        let parts = self.on.alloc(APART * spans.len().max(1), AclDataType::FLOAT)?;
+        let norm = self.on.alloc(1, AclDataType::FLOAT)?;
+        self.on.zero(&parts)?;
+        for (at, span) in spans.iter().enumerate() {
+            let mut grad = self.scaled(span, look)?;
+            let squares = self.scratch.t.part(0, span.count)?;
+            for factor in &look.common {
+                let scratch = self.scratch.g.part(0, span.count)?;
+                self.on.mul(&scratch, &grad, factor)?;
+                grad = scratch;
+            }
+            self.on.mul(&squares, &grad, &grad)?;
+            self.on.row_sums(&parts.part(APART * at, 1)?, &squares)?;
+        }
+        self.on.row_sums(&norm, &parts)?;
+        self.on.sqrt(&norm, &norm)?;
+        Ok(norm)
+    }
+
+    /// `max / max(norm + ε, max)`, which is `min(1, max / (norm + ε))`; a NaN stays one.
+    fn bound(&self, norm: &View, max: f64, eps: f32) -> Result<View> {
+        let alloc = || self.on.alloc(1, AclDataType::FLOAT);
+        let (limit, larger, factor) = (alloc()?, alloc()?, alloc()?);
+        self.on.fill(&limit, max as f32)?;
+        self.on.adds(&larger, norm, eps)?;
+        let larger = &larger;
+        self.on.maximum(larger, larger, &limit)?;
+        self.on.div(&factor, &limit, larger)?;
+        Ok(factor)
+    }
+
+    /// Whether a gradient was found that is not finite. Waits for the device, if it was to look.
+    pub(super) fn is_bad(&self, look: &Look) -> Result<bool> {
+        let Some(verdict) = &look.verdict else { return Ok(false) };
+        Ok(is_bad(&self.on.read(verdict)?))
+    }
+}
+
+/// What the host reads of a verdict.
+pub(super) fn is_bad(bytes: &[u8]) -> bool {
+    floats(bytes, AclDataType::FLOAT).iter().any(|x| !x.is_finite())
+}

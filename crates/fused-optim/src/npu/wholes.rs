@@ -1,0 +1,244 @@
+//! The step of rules that look at whole tensors: everything the host must know comes in one copy.
+//!
+//! State is brought up to date before the verdict is known. So if one is awaited, what the state was is
+//! copied aside, and put back if a gradient was not finite; weights move only afterwards.
+
+use npu_sys::safe::{Operators, View};
+use npu_sys::sys::AclDataType;
+
+use super::flat::Span;
+use super::fused::{NpuOptimizer, bytes, floats};
+use super::look::{APART, Look};
+use super::rules::{Finish, NpuHyper};
+use super::sequence::Reg;
+use crate::cpu::Sums;
+use crate::{Layout, Result, Slice};
+
+/// A tensor of which sums are taken.
+#[derive(Clone, Copy, Debug)]
+struct Whole {
+    rows: usize,
+    count: usize,
+    /// Its first number in its span.
+    start: usize,
+    /// Where its sums begin; each product's are [`Whole::stride`] behind the one before.
+    at: usize,
+}
+
+impl Whole {
+    const fn stride(&self) -> usize {
+        self.rows.next_multiple_of(APART)
+    }
+}
+
+#[expect(private_bounds, reason = "sealed: the nine rules, and nobody else's")]
+impl<H: NpuHyper> NpuOptimizer<H> {
+    /// Takes the step; `false` if it is skipped.
+    pub(super) fn step_wholes(&mut self, spans: &[Span], look: &Look) -> Result<bool> {
+        let verdict = look.verdict.as_ref().map_or(0, View::count);
+        let (wholes, room) = self.plan(spans, verdict);
+        if room == 0 && spans.is_empty() {
+            return Ok(true);
+        }
+        let answers = self.on.alloc(room.max(1), AclDataType::FLOAT)?;
+        if let Some(verdict) = &look.verdict {
+            self.on.copy(&answers.part(0, verdict.count())?, verdict)?;
+            self.save()?;
+        }
+        for (span, wholes) in spans.iter().zip(&wholes) {
+            let grad = self.gradient(span, look)?;
+            self.widen(span)?;
+            self.sequence(span, &grad)?;
+            self.sums(span, &grad, wholes, &answers)?;
+        }
+        let answers = if room == 0 { Vec::new() } else { self.on.read(&answers)? };
+        let answers = floats(&answers, AclDataType::FLOAT);
+        if answers[..verdict].iter().any(|x| !x.is_finite()) {
+            self.restore()?;
+            return Ok(false);
+        }
+        for (span, wholes) in spans.iter().zip(&wholes) {
+            // Weights without a master were widened into scratch that all spans share.
+            if self.flats[span.flat].master.is_none() {
+                self.widen(span)?;
+            }
+            self.finish(span, wholes, &answers)?;
+            self.narrow(span)?;
+        }
+        Ok(true)
+    }
+
+    /// Of which tensors sums are taken, by span and tensor, and where; behind the verdict.
+    fn plan(&self, spans: &[Span], verdict: usize) -> (Vec<Vec<Option<Whole>>>, usize) {
+        let mut room = verdict;
+        let mut whole = |span: &Span, at: usize| {
+            let flat = &self.flats[span.flat];
+            let (entry, group) = (&flat.entries[at], flat.kind.group);
+            let products = self.core.groups()[group].hyper.products().len();
+            let rows = if H::BY_ROWS { entry.rows } else { 1 };
+            if products == 0 || rows == 0 || entry.count == 0 {
+                return None;
+            }
+            let start = entry.start - span.start;
+            let whole = Whole { rows, count: entry.count, start, at: room };
+            room += products * whole.stride();
+            Some(whole)
+        };
+        let of_span = |span: &Span| span.entries.clone().map(|at| whole(span, at)).collect();
+        let wholes = spans.iter().map(of_span).collect();
+        (wholes, room)
+    }
+
+    fn save(&mut self) -> Result<()> {
+        for flat in &mut self.flats {
+            if flat.saved.is_empty() {
+                let copy = |slot: &View| self.on.alloc(slot.count(), slot.dtype());
+                flat.saved = flat.slots.iter().map(copy).collect::<npu_sys::Result<_>>()?;
+            }
+            copy_all(&self.on, &flat.saved, &flat.slots)?;
+        }
+        Ok(())
+    }
+
+    fn restore(&self) -> Result<()> {
+        self.flats.iter().try_for_each(|flat| copy_all(&self.on, &flat.slots, &flat.saved))
+    }
+
+    /// Puts sums of products of a span's tensors into the answers.
+    fn sums(
+        &self,
+        span: &Span,
+        grad: &View,
+        wholes: &[Option<Whole>],
+        answers: &View,
+    ) -> Result<()> {
+        let hyper = &self.core.groups()[self.flats[span.flat].kind.group].hyper;
+        let wholes: Vec<&Whole> = wholes.iter().flatten().collect();
+        if wholes.is_empty() {
+            return Ok(());
+        }
+        for (at, [a, b]) in hyper.products().iter().enumerate() {
+            let (x, y) = (self.register(span, grad, *a)?, self.register(span, grad, *b)?);
+            let place = |whole: &Whole| answers.part(whole.at + at * whole.stride(), whole.rows);
+            // A norm is the root of a row's sum of squares.
+            if a == b && !H::BY_ROWS && self.on.soc().is_second_generation() {
+                for some in wholes.chunks(Operators::NORMS) {
+                    let views = some.iter().map(|whole| x.part(whole.start, whole.count));
+                    let views = views.collect::<npu_sys::Result<Vec<_>>>()?;
+                    let norms = some.iter().map(|whole| place(whole));
+                    self.on.foreach_norm(&norms.collect::<npu_sys::Result<Vec<_>>>()?, &views)?;
+                }
+                continue;
+            }
+            let products = self.register(span, grad, Reg::T)?;
+            self.on.mul(&products, &x, &y)?;
+            for whole in &wholes {
+                self.on.row_sums(&place(whole)?, &products.part(whole.start, whole.count)?)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A tensor's sums by row, as the host has them now.
+    fn read_sums(&self, products: &[[Reg; 2]], whole: &Whole, answers: &[f32]) -> Vec<Sums> {
+        let norms = !H::BY_ROWS && self.on.soc().is_second_generation();
+        let row = |row: usize| {
+            let mut sums = Sums::default();
+            for (at, product) in products.iter().enumerate() {
+                let sum = f64::from(answers[whole.at + at * whole.stride() + row]);
+                let sum = if norms { sum * sum } else { sum };
+                match product {
+                    [Reg::P, Reg::P] => sums.pp = sum,
+                    [Reg::U, Reg::U] => sums.uu = sum,
+                    [Reg::G, Reg::G] => sums.gg = sum,
+                    [Reg::G, Reg::P] => sums.gp = sum,
+                    _ => sums.pu = sum,
+                }
+            }
+            sums
+        };
+        (0..whole.rows).map(row).collect()
+    }
+
+    /// The rest of a span's step.
+    fn finish(&self, span: &Span, wholes: &[Option<Whole>], answers: &[f32]) -> Result<()> {
+        let flat = &self.flats[span.flat];
+        let hyper = &self.core.groups()[flat.kind.group].hyper;
+        let no_grad = self.raw_gradient(span)?;
+        let p = self.register(span, &no_grad, Reg::P)?;
+        let u = self.register(span, &no_grad, Reg::U)?;
+        let finishes: Vec<Finish> = wholes
+            .iter()
+            .map(|whole| match whole {
+                Some(whole) => {
+                    let mut rows = self.read_sums(hyper.products(), whole, answers);
+                    let rows_of = if H::BY_ROWS { whole.rows } else { 0 };
+                    let layout = Layout::new(whole.count, rows_of);
+                    hyper.conclude_sums(span.step, &mut rows, layout)
+                }
+                None => hyper.conclude_plain(),
+            })
+            .collect();
+        for (whole, finish) in wholes.iter().zip(&finishes) {
+            if let Some(whole) = whole.filter(|_| !finish.along.is_empty()) {
+                let part = |view: &View| view.part(whole.start, whole.count);
+                self.take_along(&part(&u)?, &part(&p)?, &finish.along)?;
+            }
+        }
+        let entries = &flat.entries[span.entries.clone()];
+        let each = |factor: fn(&Finish) -> Option<f32>| -> Vec<(usize, usize, f32)> {
+            let some = entries.iter().zip(&finishes).filter(|(entry, _)| entry.count > 0);
+            let some = some.filter_map(|(entry, finish)| {
+                Some((entry.start - span.start, entry.count, factor(finish)?))
+            });
+            some.collect()
+        };
+        self.scale_each(&u, span.count, &each(|finish| finish.direction))?;
+        self.scale_each(&p, span.count, &each(|finish| finish.decay))?;
+        for op in hyper.last(span.step) {
+            op.launch(&self.on, |reg| self.register(span, &no_grad, reg))?;
+        }
+        Ok(())
+    }
+
+    /// `u ← u − factors·p`, a factor per row.
+    fn take_along(&self, u: &View, p: &View, factors: &[f32]) -> Result<()> {
+        if factors.iter().all(|factor| *factor == factors[0]) {
+            return Ok(self.on.add(u, u, p, -factors[0])?);
+        }
+        let rows = [factors.len(), u.count() / factors.len()];
+        let own = self.on.alloc(factors.len(), AclDataType::FLOAT)?;
+        self.on.write(&own, &bytes(Slice::F32(factors)))?;
+        let (u, p, own) = (u.shaped(&rows)?, p.shaped(&rows)?, own.shaped(&[rows[0], 1])?);
+        Ok(self.on.addcmul(&u, &u, [&p, &own], -1.0)?)
+    }
+
+    /// Multiplies parts of a view, each `(start, count)`, by factors of their own.
+    fn scale_each(&self, x: &View, count: usize, parts: &[(usize, usize, f32)]) -> Result<()> {
+        let same = parts.iter().all(|part| part.2 == parts[0].2);
+        let Some((_, _, first)) = parts.first() else { return Ok(()) };
+        if same {
+            return match *first {
+                1.0 => Ok(()),
+                factor => Ok(self.on.muls(&x.part(0, count)?, &x.part(0, count)?, factor)?),
+            };
+        }
+        let view = |(start, count, _): &(usize, usize, f32)| x.part(*start, *count);
+        for some in parts.chunks(Operators::LIST) {
+            let views = some.iter().map(view).collect::<npu_sys::Result<Vec<_>>>()?;
+            let factors: Vec<f32> = some.iter().map(|part| part.2).collect();
+            if self.on.soc().is_second_generation() {
+                self.on.foreach_muls(&views, &factors)?;
+                continue;
+            }
+            for (view, factor) in views.iter().zip(factors) {
+                self.on.muls(view, view, factor)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn copy_all(on: &Operators, to: &[View], from: &[View]) -> Result<()> {
+    Ok(to.iter().zip(from).try_for_each(|(to, from)| on.copy(to, from))?)
+}

@@ -1,0 +1,428 @@
+//! Optimizers on the simulator of CANN beside those of the CPU: types, clips, late gradients, saving,
+//! launches, misuse, and calls that fail.
+#![cfg(feature = "npu")]
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
+
+use fused_optim::npu::{NpuOptimizer, NpuParam, Operators};
+use fused_optim::*;
+use half::{bf16, f16};
+use npu_sim::{Config, Session, Soc, acl, nnop, ops, start};
+use npu_sys::safe::{Context, Stream};
+
+/// A tensor: shape, type of weight, type of gradient.
+type Shape = (&'static [usize], DType, DType);
+
+fn session(soc: Soc) -> Session {
+    start(Config { soc, ..Config::default() })
+}
+
+fn operators() -> Operators {
+    let stream = Stream::new(&Context::new(acl(), 0).unwrap()).unwrap();
+    Operators::new(stream, nnop(), ops()).unwrap()
+}
+
+fn number(seed: u64) -> f32 {
+    let x = (seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    (x >> 40) as f32 / (1 << 23) as f32 - 1.0
+}
+
+/// Numbers of one type.
+#[derive(Clone)]
+enum Values {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
+}
+
+impl Values {
+    fn new(dtype: DType, values: impl Iterator<Item = f32>) -> Self {
+        match dtype {
+            F32 => Self::F32(values.collect()),
+            F16 => Self::F16(values.map(f16::from_f32).collect()),
+            Bf16 => Self::Bf16(values.map(bf16::from_f32).collect()),
+        }
+    }
+
+    fn slice(&self) -> Slice<'_> {
+        match self {
+            Self::F32(v) => Slice::F32(v),
+            Self::F16(v) => Slice::F16(v),
+            Self::Bf16(v) => Slice::Bf16(v),
+        }
+    }
+
+    fn slice_mut(&mut self) -> SliceMut<'_> {
+        match self {
+            Self::F32(v) => SliceMut::F32(v),
+            Self::F16(v) => SliceMut::F16(v),
+            Self::Bf16(v) => SliceMut::Bf16(v),
+        }
+    }
+
+    fn wide(&self) -> Vec<f32> {
+        match self {
+            Self::F32(v) => v.clone(),
+            Self::F16(v) => v.iter().map(|x| x.to_f32()).collect(),
+            Self::Bf16(v) => v.iter().map(|x| x.to_f32()).collect(),
+        }
+    }
+}
+
+/// Both optimizers, and the weights of the CPU's.
+struct Pair<H, C> {
+    npu: NpuOptimizer<H>,
+    cpu: C,
+    shapes: Vec<Shape>,
+    weights: Vec<Values>,
+}
+
+macro_rules! pair {
+    ($cpu:ident, $groups:expr, $shapes:expr, $how:expr) => {{
+        let shapes: Vec<Shape> = $shapes.to_vec();
+        let npu = NpuOptimizer::new(operators(), $groups, $how).unwrap().with_kernels(false);
+        let cpu = $cpu::new($groups).unwrap().with_half_weights($how);
+        let weight = |(at, (shape, dtype, _)): (usize, &Shape)| {
+            let count = shape.iter().product::<usize>() as u64;
+            Values::new(*dtype, (0..count).map(|i| number(1000 * at as u64 + i)))
+        };
+        let weights = shapes.iter().enumerate().map(weight).collect();
+        let mut pair = Pair { npu, cpu, shapes, weights };
+        pair.npu.combine(&params(&pair.shapes)).unwrap();
+        for (index, weight) in pair.weights.iter().enumerate() {
+            pair.npu.write_weight(index, weight.slice()).unwrap();
+        }
+        pair
+    }};
+}
+
+fn params(shapes: &[Shape]) -> Vec<NpuParam> {
+    let param = |(shape, weight, grad): &Shape| NpuParam {
+        grad: *grad,
+        ..NpuParam::new(0, *weight).with_shape(shape)
+    };
+    shapes.iter().map(param).collect()
+}
+
+macro_rules! step {
+    ($pair:ident, $seed:expr, $has:expr, $ctl:expr, $bad:expr) => {{
+        let has: &[bool] = $has;
+        let grad = |(at, (shape, _, dtype)): (usize, &Shape)| {
+            let (count, seed) = (shape.iter().product::<usize>() as u64, 7777 * $seed + at as u64);
+            let number = move |i| match (i, $bad) {
+                (0, Some(bad)) if at == 1 => bad,
+                _ => 8.0 * number(seed * 100 + i),
+            };
+            Values::new(*dtype, (0..count).map(number))
+        };
+        let grads: Vec<Values> = $pair.shapes.iter().enumerate().map(grad).collect();
+        let tensors = $pair.weights.iter_mut().zip(&grads).zip(&$pair.shapes).zip(has);
+        let mut params: Vec<ParamMut<'_>> = tensors
+            .map(|(((weight, grad), (shape, _, _)), has)| {
+                ParamMut::new(weight.slice_mut(), has.then(|| grad.slice())).with_shape(shape)
+            })
+            .collect();
+        let applied = $pair.cpu.step(&mut params, $ctl).unwrap();
+        for (index, grad) in grads.iter().enumerate() {
+            $pair.npu.write_grad(index, grad.slice()).unwrap();
+        }
+        assert_eq!($pair.npu.step(has, $ctl).unwrap(), applied);
+        applied
+    }};
+}
+
+/// Weights within a few units of f32, or one of their type, and state.
+#[track_caller]
+fn close(got: &[f32], expected: &[f32], relative: f32, what: &str) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    for (at, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let within = (got - expected).abs() <= relative * expected.abs().max(0.05);
+        assert!(within, "{what}[{at}]: {got}, not {expected}");
+    }
+}
+
+macro_rules! same {
+    ($pair:ident) => {{
+        for (index, (weight, (_, dtype, _))) in $pair.weights.iter().zip(&$pair.shapes).enumerate()
+        {
+            // A number that rounds the other way is one unit off.
+            let unit = [2e-5, 1e-3, 8e-3][*dtype as usize];
+            close(&$pair.npu.read_weight(index).unwrap(), &weight.wide(), unit, "weight");
+        }
+        let (got, expected) = ($pair.npu.state_dict().unwrap(), $pair.cpu.state_dict());
+        assert_eq!(got.param_groups, expected.param_groups);
+        assert_eq!(got.state.len(), expected.state.len());
+        for (index, expected) in &expected.state {
+            let got = &got.state[index];
+            assert_eq!(got.step, expected.step);
+            assert!(got.tensors.keys().eq(expected.tensors.keys()));
+            for (name, values) in &expected.tensors {
+                close(&got.tensors[name], values, 3e-5, name);
+            }
+        }
+    }};
+}
+
+use DType::{Bf16, F16, F32};
+
+/// Two types of weights, among them an empty tensor, and gradients of other types.
+const MIXED: [Shape; 7] = [
+    (&[5, 7], F32, F32),
+    (&[33], F16, F16),
+    (&[], F32, F32),
+    (&[0, 4], F32, F32),
+    (&[4, 3], Bf16, Bf16),
+    (&[40], F16, F32),
+    (&[2, 9], F32, F16),
+];
+
+/// What a step can be told; the last is not finite.
+fn controls() -> [(StepCtl, Option<f32>); 6] {
+    let scaled = StepCtl { grad_scale: 0.125, ..StepCtl::PLAIN };
+    let check = StepCtl { found_inf: FoundInf::Check, ..scaled };
+    [
+        (scaled, None),
+        (StepCtl { clip: Some(Clip::norm(1.5)), ..check }, None),
+        (StepCtl { clip: Some(Clip::Value(0.25)), ..scaled }, None),
+        (check, Some(f32::NAN)),
+        (StepCtl { clip: Some(Clip::norm(1.0)), ..check }, Some(f32::INFINITY)),
+        (StepCtl { clip: Some(Clip::Value(0.5)), ..check }, None),
+    ]
+}
+
+/// Gradients that are missing: at first, later, never.
+const PRESENT: [[bool; 7]; 4] = [
+    [true, false, true, true, true, true, false],
+    [true, true, true, true, true, true, true],
+    [false, true, true, false, true, false, true],
+    [true; 7],
+];
+
+macro_rules! agree {
+    ($cpu:ident, $hyper:expr, $other:expr) => {
+        for how in [HalfWeights::Master, HalfWeights::Nearest] {
+            let sim = session(Soc::Ascend910B);
+            let groups =
+                || [ParamGroup::new($hyper, [0, 1, 3, 4]), ParamGroup::new($other, [2, 5, 6])];
+            let mut pair = pair!($cpu, groups(), MIXED, how);
+            for (at, (ctl, bad)) in controls().iter().chain(&controls()).enumerate() {
+                let has = if bad.is_some() { &PRESENT[1] } else { &PRESENT[at % 4] };
+                let applied = step!(pair, at as u64, has, ctl, *bad);
+                assert_eq!(applied == Applied::SkippedNonFinite, bad.is_some());
+                if how == HalfWeights::Master {
+                    same!(pair);
+                }
+            }
+            if let (Some(got), Some(norm)) = (pair.npu.grad_norm().unwrap(), pair.cpu.grad_norm()) {
+                // A step that is skipped has a norm on the device.
+                assert!(!got.is_finite() || (got / norm - 1.0).abs() < 1e-5, "{got} {norm}");
+            }
+            drop(pair);
+            assert_eq!(sim.finish(), [""; 0]);
+        }
+    };
+}
+
+#[test]
+fn rules_agree_with_the_cpu() {
+    let hyper = SgdHyper { lr: 0.1, momentum: 0.9, dampening: 0.1, ..Default::default() };
+    agree!(Sgd, hyper, SgdHyper { nesterov: true, dampening: 0.0, weight_decay: 0.1, ..hyper });
+    let hyper = AdamHyper { weight_decay: 0.1, amsgrad: true, ..Default::default() };
+    agree!(Adam, hyper, AdamHyper { maximize: true, amsgrad: false, ..hyper });
+    let hyper = AdadeltaHyper { weight_decay: 0.1, ..Default::default() };
+    agree!(Adadelta, hyper, AdadeltaHyper { lr: 0.5, maximize: true, ..hyper });
+    let hyper = RmsPropHyper { momentum: 0.9, weight_decay: 0.1, ..Default::default() };
+    agree!(RmsProp, hyper, RmsPropHyper { momentum: 0.0, ..hyper });
+    let hyper = RmsPropTfHyper { momentum: 0.9, weight_decay: 0.1, ..Default::default() };
+    let other = RmsPropTfHyper { decoupled_decay: true, lr_in_momentum: false, ..hyper };
+    agree!(RmsPropTf, hyper, other);
+}
+
+#[test]
+fn rules_with_norms_agree_with_the_cpu() {
+    let hyper = AdamPHyper { weight_decay: 0.1, delta: 2.0, ..Default::default() };
+    agree!(AdamP, hyper, AdamPHyper { nesterov: true, delta: 0.0, maximize: true, ..hyper });
+    let hyper = LambHyper { weight_decay: 0.1, ..Default::default() };
+    agree!(Lamb, hyper, LambHyper { adam: true, use_global_grad_norm: true, ..hyper });
+    let hyper = BertAdamHyper { warmup: 0.3, t_total: 20, ..Default::default() };
+    agree!(BertAdam, hyper, BertAdamHyper { clip: ClipScope::Tensor, max_grad_norm: 0.1, ..hyper });
+}
+
+#[test]
+fn a_checkpoint_moves_to_the_device_and_back() {
+    for soc in [Soc::Ascend910A, Soc::Ascend910B] {
+        let sim = session(soc);
+        let shapes: [Shape; 3] = [(&[5, 7], F32, F32), (&[33], F16, F16), (&[3], F32, F32)];
+        let hyper = AdamWHyper { amsgrad: true, ..Default::default() };
+        let groups = || [ParamGroup::new(hyper, 0..3)];
+        let mut pair = pair!(AdamW, groups(), shapes, HalfWeights::Master);
+        let _ = step!(pair, 1, &[true, true, false], &StepCtl::PLAIN, None);
+        let saved = pair.npu.state_dict().unwrap();
+        let saved = StateDict::from_safetensors(&saved.to_safetensors().unwrap()).unwrap();
+        // From the device to the CPU, and to another device, before its tensors are combined.
+        pair.cpu.load_state_dict(&saved).unwrap();
+        let mut other = NpuOptimizer::new(operators(), groups(), HalfWeights::Master).unwrap();
+        other = other.with_kernels(false);
+        other.load_state_dict(&saved).unwrap();
+        assert_eq!(other.state_dict().unwrap(), saved);
+        other.combine(&params(&shapes)).unwrap();
+        assert_eq!(other.state_dict().unwrap(), saved);
+        for (index, weight) in pair.weights.iter().enumerate() {
+            other.write_weight(index, weight.slice()).unwrap();
+        }
+        pair.npu = other;
+        let _ = step!(pair, 2, &[true; 3], &StepCtl::PLAIN, None);
+        same!(pair);
+        // From the CPU to a device that has gone elsewhere.
+        let saved = pair.cpu.state_dict();
+        let _ = pair.npu.step(&[true; 3], &StepCtl::PLAIN).unwrap();
+        pair.npu.load_state_dict(&saved).unwrap();
+        assert_eq!(pair.npu.state_dict().unwrap(), saved);
+        // Combined anew, state is taken along.
+        pair.npu.combine(&params(&shapes)).unwrap();
+        assert_eq!(pair.npu.state_dict().unwrap(), saved);
+        drop(pair);
+        assert_eq!(sim.finish(), [""; 0]);
+    }
+}
+
+/// Launches of a step, and how often the host waits in it.
+fn cost<R>(sim: &Session, step: impl FnOnce() -> R) -> (usize, usize) {
+    let launches =
+        || sim.calls_of(|name| name.starts_with("aclnn") && !name.ends_with("GetWorkspaceSize"));
+    let waits = || sim.calls_of(|name| name.starts_with("aclrtSynchronize"));
+    let before = (launches(), waits());
+    step();
+    (launches() - before.0, waits() - before.1)
+}
+
+macro_rules! costs {
+    ($soc:expr, $hyper:expr, $dtype:expr, $ctl:expr) => {{
+        let sim = session($soc);
+        let groups = [ParamGroup::new($hyper, 0..100)];
+        let mut npu = NpuOptimizer::new(operators(), groups, HalfWeights::Master).unwrap();
+        npu.combine(&[NpuParam::new(0, $dtype).with_shape(&[2, 3]); 100]).unwrap();
+        let first = cost(&sim, || npu.step(&[true; 100], &$ctl).unwrap());
+        let then = cost(&sim, || npu.step(&[true; 100], &$ctl).unwrap());
+        drop(npu);
+        assert_eq!(sim.finish(), [""; 0]);
+        (first, then)
+    }};
+}
+
+/// What the documentation says, with a hundred tensors.
+#[test]
+fn a_step_is_so_many_launches() {
+    let (a, b, plain) = (Soc::Ascend910A, Soc::Ascend910B, StepCtl::PLAIN);
+    let same = |cost| (cost, cost);
+    let sgd = SgdHyper::default();
+    assert_eq!(costs!(b, sgd, F32, plain), same((1, 0)));
+    assert_eq!(costs!(b, SgdHyper { momentum: 0.9, ..sgd }, F32, plain), ((2, 0), (3, 0)));
+    let adam = AdamHyper::default();
+    assert_eq!(costs!(b, adam, F32, plain), same((8, 0)));
+    assert_eq!(costs!(b, AdamHyper { amsgrad: true, ..adam }, F32, plain), same((9, 0)));
+    assert_eq!(costs!(b, AdamHyper { weight_decay: 0.1, ..adam }, F32, plain), same((9, 0)));
+    assert_eq!(costs!(b, AdamWHyper::default(), F32, plain), same((2, 0)));
+    assert_eq!(costs!(a, AdamWHyper::default(), F32, plain), same((9, 0)));
+    assert_eq!(costs!(b, AdadeltaHyper::default(), F32, plain), same((11, 0)));
+    let rms = RmsPropHyper::default();
+    assert_eq!(costs!(b, rms, F32, plain), same((5, 0)));
+    assert_eq!(costs!(b, RmsPropHyper { momentum: 0.9, ..rms }, F32, plain), same((7, 0)));
+    let tf = RmsPropTfHyper::default();
+    assert_eq!(costs!(b, tf, F32, plain), same((6, 0)));
+    assert_eq!(costs!(b, RmsPropTfHyper { momentum: 0.9, ..tf }, F32, plain), same((8, 0)));
+    let bert = BertAdamHyper { max_grad_norm: 0.0, weight_decay: 0.0, ..Default::default() };
+    assert_eq!(costs!(b, bert, F32, plain), same((8, 0)));
+    // Two lists of norms, nothing to scale as all weights are zero; or 100 sums of each.
+    assert_eq!(costs!(b, LambHyper::default(), F32, plain).0, (8 + 2 + 1, 1));
+    assert_eq!(costs!(a, LambHyper::default(), F32, plain).0, (8 + 2 * 101 + 1, 1));
+    assert_eq!(costs!(b, AdamPHyper::default(), F32, plain).0, (9 + 4 * 101, 1));
+    // Half weights: the gradient, the master at first, the weight.
+    assert_eq!(costs!(b, sgd, F16, plain), ((4, 0), (3, 0)));
+    // A look: two launches and a copy to the host, the same copy where there is one anyway.
+    let check = StepCtl { found_inf: FoundInf::Check, ..plain };
+    assert_eq!(costs!(b, sgd, F32, check), same((1 + 3, 1)));
+    assert_eq!(costs!(b, LambHyper::default(), F32, check).0.1, 1);
+    assert_eq!(costs!(b, AdamPHyper::default(), F32, check).0.1, 1);
+}
+
+#[test]
+fn mistakes_are_typed() {
+    let sim = session(Soc::Ascend910A);
+    let groups = || [ParamGroup::new(SgdHyper::default(), 0..2)];
+    let random = HalfWeights::Stochastic { seed: 1 };
+    assert!(matches!(
+        NpuOptimizer::new(operators(), groups(), random),
+        Err(Error::Unsupported { .. })
+    ));
+    let mut sgd = NpuOptimizer::new(operators(), groups(), HalfWeights::Master).unwrap();
+    let plain = StepCtl::PLAIN;
+    assert!(matches!(sgd.step(&[true; 2], &plain), Err(Error::Unsupported { .. })));
+    assert!(matches!(sgd.weight(0), Err(Error::MissingParam { .. })));
+    let one = NpuParam::new(6, F32);
+    assert!(matches!(sgd.combine(&[one]), Err(Error::MissingParam { index: 1, count: 1 })));
+    let uneven = NpuParam { rows: 4, ..one };
+    assert!(matches!(sgd.combine(&[one, uneven]), Err(Error::UnevenRows { index: 1, .. })));
+    let bf16 = NpuParam::new(6, Bf16);
+    assert!(matches!(sgd.combine(&[one, bf16]), Err(Error::Unsupported { .. })));
+    sgd.combine(&[one, one]).unwrap();
+    let write = sgd.write_weight(0, Slice::F32(&[1.0; 5]));
+    assert!(matches!(write, Err(Error::LengthMismatch { expected: 6, got: 5, .. })));
+    let write = sgd.write_grad(0, Slice::F16(&[f16::ONE; 6]));
+    assert!(matches!(write, Err(Error::Unsupported { .. })));
+    assert!(matches!(sgd.step(&[true], &plain), Err(Error::MissingParam { .. })));
+    let scale = StepCtl { grad_scale: f32::NAN, ..plain };
+    assert!(matches!(sgd.step(&[true; 2], &scale), Err(Error::InvalidGradScale { .. })));
+    let clip = ClipNorm { norm_type: 3.0, ..ClipNorm::new(1.0) };
+    let clip = StepCtl { clip: Some(Clip::Norm(clip)), ..plain };
+    assert!(matches!(sgd.step(&[true; 2], &clip), Err(Error::Unsupported { .. })));
+    let of_adam = StateDict { kind: "adam".into(), ..StateDict::default() };
+    assert!(matches!(sgd.load_state_dict(&of_adam), Err(Error::WrongKind { .. })));
+    sgd.add_param_group(ParamGroup::new(SgdHyper::default(), [2])).unwrap();
+    assert!(matches!(sgd.step(&[true; 3], &plain), Err(Error::Unsupported { .. })));
+    sgd.combine(&[one; 3]).unwrap();
+    assert_eq!(sgd.step(&[true; 3], &plain).unwrap(), Applied::Applied);
+    drop(sgd);
+    assert_eq!(sim.finish(), [""; 0]);
+}
+
+/// Each call of a step fails once: an error every time, and nothing is used that is gone.
+#[test]
+fn every_call_of_a_step_may_fail() {
+    let sim = session(Soc::Ascend910B);
+    let groups = [ParamGroup::new(LambHyper::default(), 0..2)];
+    let mut lamb = NpuOptimizer::new(operators(), groups, HalfWeights::Master).unwrap();
+    lamb.combine(&[NpuParam::new(6, F32), NpuParam::new(6, F16)]).unwrap();
+    lamb.write_weight(0, Slice::F32(&[1.0; 6])).unwrap();
+    let check = StepCtl { found_inf: FoundInf::Check, ..StepCtl::PLAIN };
+    let _ = lamb.step(&[true; 2], &check).unwrap();
+    let functions = [
+        "aclnnInplaceMulsGetWorkspaceSize",
+        "aclnnInplaceMuls",
+        "aclnnForeachNorm",
+        "aclnnReduceSumGetWorkspaceSize",
+        "aclnnCast",
+        "aclrtMalloc",
+        "aclCreateTensor",
+        "aclCreateTensorList",
+        "aclCreateScalar",
+        "aclrtMemcpyAsync",
+        "aclrtSynchronizeStream",
+        "aclrtSetCurrentContext",
+    ];
+    for function in functions {
+        let before = sim.calls(function);
+        let _ = lamb.step(&[true; 2], &check).unwrap();
+        for nth in 1..=sim.calls(function) - before {
+            sim.fail(function, nth, 507_035);
+            assert!(
+                matches!(lamb.step(&[true; 2], &check), Err(Error::Npu(_))),
+                "{function} {nth}"
+            );
+        }
+    }
+    drop(lamb);
+    let left = sim.finish();
+    // Whoever could not run a plan cannot give it back either.
+    assert!(left.iter().all(|what| what.contains("executors are left")), "{left:?}");
+}

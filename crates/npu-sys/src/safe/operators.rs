@@ -1,0 +1,727 @@
+//! Operators on pieces of buffers, in order of a stream.
+
+#![expect(unsafe_code, reason = "calls C")]
+
+use std::fmt;
+use std::ptr;
+use std::sync::Arc;
+
+use super::{Buffer, Context, Stream, argument, dropped};
+#[expect(unused_imports, reason = "for the documentation")]
+use crate::Error;
+use crate::sys::{
+    Acl, AclDataType, AclFormat, AclIntArray, AclScalar, AclScalarList, AclTensor, AclTensorList,
+    Nnop, Ops,
+};
+use crate::{Plan, Result, Soc};
+
+/// A piece of a buffer as operators see it: numbers of one type, without gaps.
+#[derive(Clone)]
+pub struct View {
+    buffer: Buffer,
+    offset: usize,
+    dims: Vec<usize>,
+    dtype: AclDataType,
+}
+
+impl View {
+    /// The numbers that begin `offset` bytes into a buffer.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Argument`] if they are not inside, if `offset` is no multiple of 32, which CANN asks
+    /// for, or if the type is none of those with a size here.
+    pub fn new(buffer: &Buffer, offset: usize, dims: &[usize], dtype: AclDataType) -> Result<Self> {
+        let Some(width) = width(dtype) else {
+            return argument(format!("no tensors of {dtype:?}"));
+        };
+        if !offset.is_multiple_of(32) {
+            return argument(format!("a tensor cannot begin {offset} bytes into a buffer"));
+        }
+        let bytes = dims.iter().try_fold(width, |bytes, dim| bytes.checked_mul(*dim));
+        // What cannot be counted is not inside either.
+        buffer.range(offset, bytes.unwrap_or(usize::MAX))?;
+        Ok(Self { buffer: buffer.clone(), offset, dims: dims.to_vec(), dtype })
+    }
+
+    /// The numbers `from..from + count` of this view, as a vector.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new), and if they are not inside this view.
+    pub fn part(&self, from: usize, count: usize) -> Result<Self> {
+        let width = width(self.dtype).unwrap_or_default();
+        match from.checked_add(count) {
+            Some(end) if end <= self.count() => {
+                Self::new(&self.buffer, self.offset + from * width, &[count], self.dtype)
+            }
+            _ => argument(format!("{count} numbers at {from} of {}", self.count())),
+        }
+    }
+
+    /// The same numbers in other dimensions.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Argument`] if those are of another number of elements.
+    pub fn shaped(&self, dims: &[usize]) -> Result<Self> {
+        if dims.iter().product::<usize>() != self.count() {
+            return argument(format!("{} numbers are not {dims:?}", self.count()));
+        }
+        Self::new(&self.buffer, self.offset, dims, self.dtype)
+    }
+
+    /// How many numbers.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.dims.iter().product()
+    }
+
+    /// Their type.
+    #[must_use]
+    pub const fn dtype(&self) -> AclDataType {
+        self.dtype
+    }
+
+    /// The buffer they are in.
+    #[must_use]
+    pub const fn buffer(&self) -> &Buffer {
+        &self.buffer
+    }
+
+    /// Where in the buffer they begin, in bytes.
+    #[must_use]
+    pub const fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// How many bytes they take.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.count() * width(self.dtype).unwrap_or_default()
+    }
+}
+
+impl PartialEq for View {
+    /// Whether they are the same memory, in the same dimensions.
+    fn eq(&self, other: &Self) -> bool {
+        (self.buffer.address(), self.offset, &self.dims, self.dtype)
+            == (other.buffer.address(), other.offset, &other.dims, other.dtype)
+    }
+}
+
+impl fmt::Debug for View {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { offset, dims, dtype, .. } = self;
+        write!(f, "View({dims:?} of {dtype:?} at {offset})")
+    }
+}
+
+/// Bytes of a number.
+fn width(dtype: AclDataType) -> Option<usize> {
+    match dtype {
+        AclDataType::BOOL | AclDataType::INT8 | AclDataType::UINT8 => Some(1),
+        AclDataType::FLOAT16 | AclDataType::BF16 => Some(2),
+        AclDataType::FLOAT | AclDataType::INT32 => Some(4),
+        AclDataType::INT64 | AclDataType::DOUBLE => Some(8),
+        _ => None,
+    }
+}
+
+/// Operators whose work goes into one stream.
+///
+/// Where the output is an input as well, the form of the operator that works in place is used. Whether
+/// shapes and types go together is the operator's to say; what it refuses is [`Error::Status`]. An
+/// operator without elements is left out, since some have no kernel for that.
+#[derive(Clone, Debug)]
+pub struct Operators {
+    stream: Arc<Stream>,
+    nnop: &'static Nnop,
+    ops: &'static Ops,
+    soc: Soc,
+}
+
+impl Operators {
+    /// Operators of these tables in this stream.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Status`] if the chip's name cannot be had.
+    pub fn new(stream: Stream, nnop: &'static Nnop, ops: &'static Ops) -> Result<Self> {
+        let soc = Soc::of(stream.context().acl())?;
+        Ok(Self { stream: Arc::new(stream), nnop, ops, soc })
+    }
+
+    /// Operators of this process's CANN, in a new stream on the device with this index.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Load`] without CANN; [`Error::Status`].
+    pub fn open(device: usize) -> Result<Self> {
+        let context = Context::new(Acl::global()?, device)?;
+        Self::new(Stream::new(&context)?, Nnop::global()?, Ops::global()?)
+    }
+
+    /// Their stream.
+    #[must_use]
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// Their context.
+    #[must_use]
+    pub fn context(&self) -> &Context {
+        self.stream.context()
+    }
+
+    /// The chip.
+    #[must_use]
+    pub const fn soc(&self) -> &Soc {
+        &self.soc
+    }
+
+    /// Whether this CANN has an operator, by its C name. The chip may lack a kernel all the same.
+    #[must_use]
+    pub fn has(&self, operator: &str) -> bool {
+        self.ops.has(operator)
+    }
+
+    /// Numbers in fresh memory, of undefined values.
+    ///
+    /// # Errors
+    ///
+    /// As [`Buffer::new`] and [`View::new`].
+    pub fn alloc(&self, count: usize, dtype: AclDataType) -> Result<View> {
+        let bytes = count.checked_mul(width(dtype).unwrap_or(1)).unwrap_or(usize::MAX);
+        View::new(&Buffer::new(self.context(), bytes.max(1))?, 0, &[count], dtype)
+    }
+
+    /// Copies bytes of the host into a view.
+    ///
+    /// # Errors
+    ///
+    /// As [`Stream::upload`], and [`Error::Argument`] if they are not as many.
+    pub fn write(&self, to: &View, from: &[u8]) -> Result<()> {
+        if from.len() != to.bytes() {
+            return argument(format!("{} bytes for a view of {}", from.len(), to.bytes()));
+        }
+        self.stream.upload(&to.buffer, to.offset, from)
+    }
+
+    /// Copies a view to the host; waits for all that is in the stream.
+    ///
+    /// # Errors
+    ///
+    /// As [`Stream::download`].
+    pub fn read(&self, from: &View) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; from.bytes()];
+        self.stream.download(&from.buffer, from.offset, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// `out ← factor·x`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Status`], [`Error::NoFunction`]; [`Error::Argument`] for a view of another context. So
+    /// with all operators here.
+    pub fn muls(&self, out: &View, x: &View, factor: f32) -> Result<()> {
+        self.run(&[out, x], &[factor], |ops, t, s| match out == x {
+            // SAFETY: `run` makes tensors and scalars that live until the plan is in the stream; so
+            // with every plan below.
+            true => unsafe { ops.aclnnInplaceMuls(t[0], s[0]) },
+            // SAFETY: as above.
+            false => unsafe { ops.aclnnMuls(t[1], s[0], t[0]) },
+        })
+    }
+
+    /// `out ← x + factor·y`.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls).
+    pub fn add(&self, out: &View, x: &View, y: &View, factor: f32) -> Result<()> {
+        self.run(&[out, x, y], &[factor], |ops, t, s| match out == x {
+            // SAFETY: as in `muls`.
+            true => unsafe { ops.aclnnInplaceAdd(t[0], t[2], s[0]) },
+            // SAFETY: as in `muls`.
+            false => unsafe { ops.aclnnAdd(t[1], t[2], s[0], t[0]) },
+        })
+    }
+
+    /// `out ← x + number`.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls).
+    pub fn adds(&self, out: &View, x: &View, number: f32) -> Result<()> {
+        self.run(&[out, x], &[number, 1.0], |ops, t, s| match out == x {
+            // SAFETY: as in `muls`.
+            true => unsafe { ops.aclnnInplaceAdds(t[0], s[0], s[1]) },
+            // SAFETY: as in `muls`.
+            false => unsafe { ops.aclnnAdds(t[1], s[0], s[1], t[0]) },
+        })
+    }
+
+    /// `out ← x + factor·a·b`.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls).
+    pub fn addcmul(&self, out: &View, x: &View, [a, b]: [&View; 2], factor: f32) -> Result<()> {
+        self.run(&[out, x, a, b], &[factor], |ops, t, s| match out == x {
+            // SAFETY: as in `muls`.
+            true => unsafe { ops.aclnnInplaceAddcmul(t[0], t[2], t[3], s[0]) },
+            // SAFETY: as in `muls`.
+            false => unsafe { ops.aclnnAddcmul(t[1], t[2], t[3], s[0], t[0]) },
+        })
+    }
+
+    /// `x ← x + factor·a/b`.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls).
+    pub fn addcdiv(&self, x: &View, [a, b]: [&View; 2], factor: f32) -> Result<()> {
+        self.run(&[x, a, b], &[factor], |ops, t, s| {
+            // SAFETY: as in `muls`.
+            unsafe { ops.aclnnInplaceAddcdiv(t[0], t[1], t[2], s[0]) }
+        })
+    }
+
+    /// `out ← √x`.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls).
+    pub fn sqrt(&self, out: &View, x: &View) -> Result<()> {
+        self.run(&[out, x], &[], |ops, t, _| match out == x {
+            // SAFETY: as in `muls`.
+            true => unsafe { ops.aclnnInplaceSqrt(t[0]) },
+            // SAFETY: as in `muls`.
+            false => unsafe { ops.aclnnSqrt(t[1], t[0]) },
+        })
+    }
+
+    /// `x ← x/divisor`.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls).
+    pub fn divs(&self, x: &View, divisor: f32) -> Result<()> {
+        self.run(&[x], &[divisor], |ops, t, s| {
+            // SAFETY: as in `muls`.
+            unsafe { ops.aclnnInplaceDivs(t[0], s[0]) }
+        })
+    }
+
+    /// `out ← a/b`.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls).
+    pub fn div(&self, out: &View, a: &View, b: &View) -> Result<()> {
+        self.run(&[out, a, b], &[], |ops, t, _| match out == a {
+            // SAFETY: as in `muls`.
+            true => unsafe { ops.aclnnInplaceDiv(t[0], t[2]) },
+            // SAFETY: as in `muls`.
+            false => unsafe { ops.aclnnDiv(t[1], t[2], t[0]) },
+        })
+    }
+
+    /// `out ← a·b`.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls).
+    pub fn mul(&self, out: &View, a: &View, b: &View) -> Result<()> {
+        self.run(&[out, a, b], &[], |ops, t, _| match out == a {
+            // SAFETY: as in `muls`.
+            true => unsafe { ops.aclnnInplaceMul(t[0], t[2]) },
+            // SAFETY: as in `muls`.
+            false => unsafe { ops.aclnnMul(t[1], t[2], t[0]) },
+        })
+    }
+
+    /// `out ← max(a, b)`; NaN if one is.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls).
+    pub fn maximum(&self, out: &View, a: &View, b: &View) -> Result<()> {
+        self.run(&[out, a, b], &[], |ops, t, _| {
+            // SAFETY: as in `muls`.
+            unsafe { ops.aclnnMaximum(t[1], t[2], t[0]) }
+        })
+    }
+
+    /// `to ← from`, in `to`'s type.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls).
+    pub fn cast(&self, to: &View, from: &View) -> Result<()> {
+        self.run(&[to, from], &[], |ops, t, _| {
+            // SAFETY: as in `muls`.
+            unsafe { ops.aclnnCast(t[1], to.dtype, t[0]) }
+        })
+    }
+
+    /// `to ← from`.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls).
+    pub fn copy(&self, to: &View, from: &View) -> Result<()> {
+        self.run(&[to, from], &[], |ops, t, _| {
+            // SAFETY: as in `muls`.
+            unsafe { ops.aclnnInplaceCopy(t[0], t[1]) }
+        })
+    }
+
+    /// Every number of `x` becomes 0.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls).
+    pub fn zero(&self, x: &View) -> Result<()> {
+        self.run(&[x], &[], |ops, t, _| {
+            // SAFETY: as in `muls`.
+            unsafe { ops.aclnnInplaceZero(t[0]) }
+        })
+    }
+
+    /// Every number of `x` becomes `value`.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls).
+    pub fn fill(&self, x: &View, value: f32) -> Result<()> {
+        self.run(&[x], &[value], |ops, t, s| {
+            // SAFETY: as in `muls`.
+            unsafe { ops.aclnnInplaceFillScalar(t[0], s[0]) }
+        })
+    }
+
+    /// `out[i] ← Σ of row i of x`: `x` of `out.count()` rows, in the type of both.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls), and [`Error::Argument`] if `x` has no such rows.
+    pub fn row_sums(&self, out: &View, x: &View) -> Result<()> {
+        let rows = out.count();
+        if rows == 0 || !x.count().is_multiple_of(rows) {
+            return argument(format!("{} numbers are not {rows} rows", x.count()));
+        }
+        let (x, out) = (x.shaped(&[rows, x.count() / rows])?, out.shaped(&[rows])?);
+        let over = [1];
+        let dims = Dims::new(self, &over)?;
+        self.run(&[&out, &x], &[], |ops, t, _| {
+            // SAFETY: as in `muls`; the array lives on, too.
+            unsafe { ops.aclnnReduceSum(t[1], dims.raw, false, out.dtype, t[0]) }
+        })
+    }
+
+    /// AdamW of PyTorch by CANN's own kernel, one launch: moves `p` by the `step + 1`-th step, `step`
+    /// being one number on the device that the caller sets before every call.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls).
+    pub fn apply_adamw_v2(&self, tensors: AdamWTensors<'_>, numbers: AdamWNumbers) -> Result<()> {
+        let AdamWTensors { p, m, v, max_v, g, step } = tensors;
+        let AdamWNumbers { lr, betas, weight_decay, eps } = numbers;
+        let amsgrad = max_v.is_some();
+        let mut views = vec![p, m, v, g, step];
+        views.extend(max_v);
+        self.run(&views, &[], |ops, t, _| {
+            let max = t.get(5).copied().unwrap_or(ptr::null_mut());
+            let (b1, b2) = betas;
+            // SAFETY: as in `muls`; null stands for no maxima.
+            unsafe {
+                ops.aclnnApplyAdamWV2(
+                    t[0],
+                    t[1],
+                    t[2],
+                    max,
+                    t[3],
+                    t[4],
+                    lr,
+                    b1,
+                    b2,
+                    weight_decay,
+                    eps,
+                    amsgrad,
+                    false,
+                )
+            }
+        })
+    }
+
+    /// `out[i] ← ‖x[i]‖₂`, for at most [`NORMS`](Self::NORMS) tensors; not on chips of the first
+    /// generation.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls).
+    pub fn foreach_norm(&self, out: &[View], x: &[View]) -> Result<()> {
+        let order = Number::new(self, 2.0)?;
+        self.run_lists([out, x], |ops, [out, x]| {
+            // SAFETY: `run_lists` makes lists that live until the plan is in the stream.
+            unsafe { ops.aclnnForeachNorm(x, order.raw, out) }
+        })
+    }
+
+    /// `x[i] ← factors[i]·x[i]`, for at most [`LIST`](Self::LIST) tensors; not on chips of the first
+    /// generation.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls).
+    pub fn foreach_muls(&self, x: &[View], factors: &[f32]) -> Result<()> {
+        let factors = Numbers::new(self, factors)?;
+        self.run_lists([x], |ops, [x]| {
+            // SAFETY: as above; the list of scalars lives on, too.
+            unsafe { ops.aclnnForeachMulScalarList(x, factors.raw, x) }
+        })
+    }
+
+    /// Multiplies all tensors by `inv_scale`, one number on the device, and sets `found_inf`, one
+    /// number, to 1 if one of theirs is infinite or NaN; it stays as it is otherwise. At most
+    /// [`NORMS`](Self::NORMS) tensors.
+    ///
+    /// # Errors
+    ///
+    /// As [`muls`](Self::muls); CANN 8.1 has no prototype of it.
+    pub fn non_finite_check_and_unscale(
+        &self,
+        x: &[View],
+        found_inf: &View,
+        inv_scale: &View,
+    ) -> Result<()> {
+        let (found, scale) = (Tensor::new(self, found_inf)?, Tensor::new(self, inv_scale)?);
+        let ends = [found_inf.buffer.clone(), inv_scale.buffer.clone()];
+        let lists = Lists::new(self, [x])?;
+        let plan = {
+            let _entered = self.context().enter()?;
+            let [x] = lists.raw;
+            // SAFETY: the list and both tensors live until the plan is in the stream.
+            unsafe { self.ops.aclnnForeachNonFiniteCheckAndUnscale(x, found.raw, scale.raw) }
+        }?;
+        // SAFETY: all tensors' memory is held, and of this stream's context.
+        unsafe { self.stream.launch(plan, Box::new((lists.buffers.clone(), ends))) }
+    }
+
+    /// Most tensors of a list.
+    pub const LIST: usize = 50;
+    /// Most tensors of a list of norms, or of one that is unscaled.
+    pub const NORMS: usize = 250;
+
+    /// Plans with tensors of `views` and `scalars`, and puts the plan into the stream.
+    fn run(
+        &self,
+        views: &[&View],
+        scalars: &[f32],
+        plan: impl FnOnce(&Ops, &[*mut AclTensor], &[*mut AclScalar]) -> Result<Plan>,
+    ) -> Result<()> {
+        if views[0].count() == 0 {
+            return Ok(());
+        }
+        let tensors: Vec<Tensor<'_>> =
+            views.iter().map(|view| Tensor::new(self, view)).collect::<Result<_>>()?;
+        let numbers: Vec<Number<'_>> =
+            scalars.iter().map(|number| Number::new(self, *number)).collect::<Result<_>>()?;
+        let raw: Vec<_> = tensors.iter().map(|tensor| tensor.raw).collect();
+        let scalars: Vec<_> = numbers.iter().map(|number| number.raw).collect();
+        let plan = {
+            let _entered = self.context().enter()?;
+            plan(self.ops, &raw, &scalars)
+        }?;
+        let keep: Vec<Buffer> = views.iter().map(|view| view.buffer.clone()).collect();
+        // SAFETY: the plan's tensors are these views, inside buffers that `keep` owns and, as
+        // `Tensor::new` has looked, of this stream's context.
+        unsafe { self.stream.launch(plan, Box::new(keep)) }
+    }
+
+    fn run_lists<const N: usize>(
+        &self,
+        views: [&[View]; N],
+        plan: impl FnOnce(&Ops, [*mut AclTensorList; N]) -> Result<Plan>,
+    ) -> Result<()> {
+        if views[0].is_empty() {
+            return Ok(());
+        }
+        let lists = Lists::new(self, views)?;
+        let plan = {
+            let _entered = self.context().enter()?;
+            plan(self.ops, lists.raw)
+        }?;
+        // SAFETY: the plan's tensors are these views, inside buffers that are kept and of this stream's
+        // context.
+        unsafe { self.stream.launch(plan, Box::new(lists.buffers.clone())) }
+    }
+}
+
+/// What [`Operators::apply_adamw_v2`] works on; all as long as `p`, but for `step`.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamWTensors<'a> {
+    /// Parameters.
+    pub p: &'a View,
+    /// First moments.
+    pub m: &'a View,
+    /// Second moments.
+    pub v: &'a View,
+    /// Their maxima, with amsgrad.
+    pub max_v: Option<&'a View>,
+    /// Gradients.
+    pub g: &'a View,
+    /// Steps taken before, one number of f32.
+    pub step: &'a View,
+}
+
+/// The numbers of [`Operators::apply_adamw_v2`].
+#[derive(Clone, Copy, Debug)]
+pub struct AdamWNumbers {
+    /// Learning rate.
+    pub lr: f32,
+    /// Decay rates of the moments.
+    pub betas: (f32, f32),
+    /// Weight decay, which is multiplied by `lr`.
+    pub weight_decay: f32,
+    /// Added to the denominator.
+    pub eps: f32,
+}
+
+/// Declares an object of C that is destroyed when dropped.
+macro_rules! object {
+    ($name:ident, $c:ident, $destroy:ident) => {
+        struct $name<'a> {
+            of: &'a Operators,
+            raw: *mut $c,
+        }
+
+        impl Drop for $name<'_> {
+            fn drop(&mut self) {
+                // SAFETY: made by this type's `new`, destroyed once, and in the stream by now, or never
+                // to be.
+                dropped(unsafe { self.of.nnop.$destroy(self.raw) });
+            }
+        }
+    };
+}
+
+object!(Tensor, AclTensor, aclDestroyTensor);
+object!(Number, AclScalar, aclDestroyScalar);
+object!(Dims, AclIntArray, aclDestroyIntArray);
+object!(Numbers, AclScalarList, aclDestroyScalarList);
+
+impl<'a> Tensor<'a> {
+    fn new(of: &'a Operators, view: &View) -> Result<Self> {
+        if *view.buffer.context() != *of.context() {
+            return argument("a view and the operators are of different contexts");
+        }
+        let _entered = of.context().enter()?;
+        let dims: Vec<i64> = view.dims.iter().map(|dim| *dim as i64).collect();
+        let address = view.buffer.address().wrapping_byte_add(view.offset);
+        let (rank, at, nd) = (dims.len() as u64, dims.as_ptr(), AclFormat::ND);
+        // SAFETY: acl_meta.h, `aclCreateTensor`: `rank` dimensions, read before it returns; null stands
+        // for strides without gaps; the address is aligned, as `View::new` has looked.
+        let raw = unsafe {
+            of.nnop.aclCreateTensor(at, rank, view.dtype, ptr::null(), 0, nd, at, rank, address)
+        }?;
+        Ok(Self { of, raw })
+    }
+}
+
+impl<'a> Number<'a> {
+    fn new(of: &'a Operators, mut value: f32) -> Result<Self> {
+        // SAFETY: acl_meta.h, `aclCreateScalar`: reads one `float`, a local.
+        let raw = unsafe { of.nnop.aclCreateScalar((&raw mut value).cast(), AclDataType::FLOAT) }?;
+        Ok(Self { of, raw })
+    }
+}
+
+impl<'a> Dims<'a> {
+    fn new(of: &'a Operators, values: &[i64]) -> Result<Self> {
+        // SAFETY: acl_meta.h, `aclCreateIntArray`: reads so many numbers before it returns.
+        let raw = unsafe { of.nnop.aclCreateIntArray(values.as_ptr(), values.len() as u64) }?;
+        Ok(Self { of, raw })
+    }
+}
+
+impl<'a> Numbers<'a> {
+    fn new(of: &'a Operators, values: &[f32]) -> Result<Self> {
+        let numbers: Vec<Number<'_>> =
+            values.iter().map(|value| Number::new(of, *value)).collect::<Result<_>>()?;
+        let all: Vec<_> = numbers.iter().map(|number| number.raw.cast_const()).collect();
+        // SAFETY: acl_meta.h, `aclCreateScalarList`: so many scalars, which are the list's from here.
+        let raw = unsafe { of.nnop.aclCreateScalarList(all.as_ptr(), all.len() as u64) }?;
+        numbers.into_iter().for_each(std::mem::forget);
+        Ok(Self { of, raw })
+    }
+}
+
+/// Lists of tensors, which own them.
+struct Lists<'a, const N: usize> {
+    of: &'a Operators,
+    raw: [*mut AclTensorList; N],
+    buffers: Vec<Buffer>,
+}
+
+impl<'a, const N: usize> Lists<'a, N> {
+    fn new(of: &'a Operators, views: [&[View]; N]) -> Result<Self> {
+        let mut lists = Self { of, raw: [ptr::null_mut(); N], buffers: Vec::new() };
+        for (raw, views) in lists.raw.iter_mut().zip(views) {
+            let tensors: Vec<Tensor<'_>> =
+                views.iter().map(|view| Tensor::new(of, view)).collect::<Result<_>>()?;
+            let all: Vec<_> = tensors.iter().map(|tensor| tensor.raw.cast_const()).collect();
+            // SAFETY: acl_meta.h, `aclCreateTensorList`: so many tensors, the list's from here.
+            *raw = unsafe { of.nnop.aclCreateTensorList(all.as_ptr(), all.len() as u64) }?;
+            tensors.into_iter().for_each(std::mem::forget);
+            lists.buffers.extend(views.iter().map(|view| view.buffer.clone()));
+        }
+        Ok(lists)
+    }
+}
+
+impl<const N: usize> Drop for Lists<'_, N> {
+    fn drop(&mut self) {
+        for raw in self.raw.iter().filter(|raw| !raw.is_null()) {
+            // SAFETY: of `new`, destroyed once.
+            dropped(unsafe { self.of.nnop.aclDestroyTensorList(*raw) });
+        }
+    }
+}
+
+impl Operators {
+    /// Whether the device has seen an overflow since the flag was last cleared; waits for the stream.
+    /// Only chips whose f16 saturates have the flag.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Status`], [`Error::NoFunction`].
+    pub fn overflowed(&self) -> Result<bool> {
+        const BYTES: usize = 64;
+        let status = Buffer::new(self.context(), BYTES)?;
+        self.stream.fill(&status, 0, BYTES, 0)?;
+        self.stream.enqueue(Box::new(status.clone()), |acl, raw| {
+            // SAFETY: acl_rt.h, `aclrtGetOverflowStatus`: 64 bytes of the device, held by the stream.
+            unsafe { acl.aclrtGetOverflowStatus(status.address(), BYTES, raw) }
+        })?;
+        let mut bytes = [0; BYTES];
+        self.stream.download(&status, 0, &mut bytes)?;
+        Ok(bytes.iter().any(|byte| *byte != 0))
+    }
+
+    /// Clears that flag, in order of the stream.
+    ///
+    /// # Errors
+    ///
+    /// As [`overflowed`](Self::overflowed).
+    pub fn clear_overflow(&self) -> Result<()> {
+        self.stream.enqueue(Box::new(()), |acl, raw| {
+            // SAFETY: acl_rt.h, `aclrtResetOverflowStatus`: a stream of the current context.
+            unsafe { acl.aclrtResetOverflowStatus(raw) }
+        })
+    }
+}

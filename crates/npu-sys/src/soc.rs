@@ -1,0 +1,67 @@
+//! What chips differ in, as far as who calls operators must know.
+
+use std::fmt;
+
+use crate::sys::Acl;
+use crate::{Result, result};
+
+/// A chip, by the name that AscendCL gives it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Soc {
+    name: String,
+}
+
+impl Soc {
+    /// The chip of a name such as `Ascend910B2`.
+    #[must_use]
+    pub fn named(name: &str) -> Self {
+        Self { name: name.into() }
+    }
+
+    /// The chip that this AscendCL runs on; one without a name counts as of the first generation.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Status`](crate::Error::Status).
+    pub fn of(acl: &Acl) -> Result<Self> {
+        Ok(Self { name: result::soc_name(acl)?.unwrap_or_else(|| "unnamed".into()) })
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Whether it computes in bf16, has operators on lists, and lets f16 be infinite: the second
+    /// generation and later ones. `Ascend910B` alone is a name of the first; those of the second have a
+    /// digit behind it.
+    #[must_use]
+    pub fn is_second_generation(&self) -> bool {
+        let digit = |rest: &str| rest.starts_with(|c: char| c.is_ascii_digit());
+        let later = ["Ascend910_93", "Ascend910_95", "Ascend950"];
+        self.name.strip_prefix("Ascend910B").is_some_and(digit)
+            || later.iter().any(|prefix| self.name.starts_with(prefix))
+    }
+}
+
+impl fmt::Display for Soc {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn generations_are_told_by_name() {
+        for name in ["Ascend910B1", "Ascend910B4", "Ascend910_9391", "Ascend950"] {
+            assert!(Soc::named(name).is_second_generation(), "{name}");
+        }
+        for name in ["Ascend910", "Ascend910A", "Ascend910B", "Ascend910ProB", "Ascend310P3", ""] {
+            assert!(!Soc::named(name).is_second_generation(), "{name}");
+        }
+    }
+}

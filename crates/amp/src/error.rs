@@ -68,6 +68,17 @@ pub enum Error {
         /// The output's.
         got: usize,
     },
+    /// What a device does not do. Nothing slower is done in its place.
+    #[cfg(feature = "npu")]
+    #[error("{what} is not supported on a device")]
+    Unsupported {
+        /// What was asked for.
+        what: &'static str,
+    },
+    /// CANN failed, or is missing.
+    #[cfg(feature = "npu")]
+    #[error(transparent)]
+    Npu(#[from] npu_sys::Error),
     /// Only a dynamic scaler has a state to save and load, and it needs one.
     #[error("cannot load {} into a scaler that is {}", if *.dynamic { "an absent state" } else { "a state" }, if *.dynamic { "dynamic" } else { "fixed or disabled" })]
     StateMismatch {

@@ -64,6 +64,8 @@ pub mod cuda;
 mod error;
 mod found_inf;
 mod grad_scaler;
+#[cfg(feature = "npu")]
+pub mod npu;
 mod overflow;
 mod scaler;
 mod unscale;

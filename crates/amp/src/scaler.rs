@@ -183,9 +183,12 @@ impl LossScaler {
         if !inv_scale.is_finite() {
             return has_non_finite(grads);
         }
-        let guarded =
-            !matches!(self.mode, Mode::Dynamic(options) if options.policy == Policy::Torch);
-        unscale(grads, inv_scale) || (guarded && inv_scale > 1.0 && has_non_finite(grads))
+        unscale(grads, inv_scale) || (self.is_guarded() && inv_scale > 1.0 && has_non_finite(grads))
+    }
+
+    /// Whether quotients are looked at, too.
+    pub(crate) fn is_guarded(&self) -> bool {
+        !matches!(self.mode, Mode::Dynamic(options) if options.policy == Policy::Torch)
     }
 
     /// Ends an iteration: moves the scale by the verdict on its gradients.

@@ -1,0 +1,251 @@
+//! Checks, unscaling, casts and the overflow flag on the simulator of CANN, on every chip.
+#![cfg(feature = "npu")]
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::sync::LazyLock;
+
+use amp::npu::{DeviceOverflow, Operators, View, cast, has_non_finite, unscale};
+use amp::{Error, GradScaler, LossScaler, LossScalerOptions, OverflowSource, Policy, ScaleChange};
+use half::{bf16, f16};
+use npu_sim::{Config, Session, Soc, acl, nnop, ops, start, symbol};
+use npu_sys::safe::{Context, Stream};
+use npu_sys::sys::{AclDataType, Ops};
+
+const SOCS: [Soc; 3] = [Soc::Ascend910A, Soc::Ascend910B, Soc::Ascend910C];
+const F32: AclDataType = AclDataType::FLOAT;
+const F16: AclDataType = AclDataType::FLOAT16;
+const BF16: AclDataType = AclDataType::BF16;
+
+fn session(soc: Soc) -> Session {
+    start(Config { soc, ..Config::default() })
+}
+
+fn operators_of(ops: &'static Ops) -> Operators {
+    let stream = Stream::new(&Context::new(acl(), 0).unwrap()).unwrap();
+    Operators::new(stream, nnop(), ops).unwrap()
+}
+
+fn operators() -> Operators {
+    operators_of(ops())
+}
+
+/// A CANN without the operator that 8.1 does not declare.
+#[expect(unsafe_code, reason = "a table of functions by name")]
+fn older() -> &'static Ops {
+    static TABLE: LazyLock<Ops> = LazyLock::new(|| {
+        let known = |name: &'static str| {
+            if name.contains("NonFiniteCheck") { None } else { symbol(name) }
+        };
+        // SAFETY: the simulator's functions, of the rows' own types.
+        unsafe { Ops::from_symbols(&known) }.unwrap()
+    });
+    &TABLE
+}
+
+fn bytes(values: &[f32], dtype: AclDataType) -> Vec<u8> {
+    let all = values.iter();
+    match dtype {
+        F16 => all.flat_map(|x| f16::from_f32(*x).to_ne_bytes()).collect(),
+        BF16 => all.flat_map(|x| bf16::from_f32(*x).to_ne_bytes()).collect(),
+        _ => all.flat_map(|x| x.to_ne_bytes()).collect(),
+    }
+}
+
+fn upload(on: &Operators, values: &[f32], dtype: AclDataType) -> View {
+    let view = on.alloc(values.len(), dtype).unwrap();
+    on.write(&view, &bytes(values, dtype)).unwrap();
+    view
+}
+
+fn read(on: &Operators, view: &View) -> Vec<f32> {
+    let bytes = on.read(view).unwrap();
+    bytes.as_chunks().0.iter().map(|word| f32::from_ne_bytes(*word)).collect()
+}
+
+#[test]
+fn unscaling_is_that_of_the_cpu() {
+    let options =
+        |init_scale, policy| LossScalerOptions { init_scale, policy, ..Default::default() };
+    let guarded = LossScalerOptions::default().policy;
+    for (soc, ops) in SOCS.iter().flat_map(|soc| [(*soc, ops()), (*soc, older())]) {
+        let sim = session(soc);
+        let on = operators_of(ops);
+        for (scale, policy) in [
+            (65536.0, guarded),
+            (3.0, guarded),
+            (1.0, guarded),
+            (1e-6, guarded),
+            (1e-6, Policy::Torch),
+        ] {
+            let scaler = LossScaler::new(options(scale, policy)).unwrap();
+            for bad in
+                [None, Some(f32::INFINITY), Some(f32::NEG_INFINITY), Some(f32::NAN), Some(3e38)]
+            {
+                let mut first: Vec<f32> = (0..37).map(|i| 0.37 * i as f32 - 5.0).collect();
+                let mut second = vec![-1.5_f32; 300];
+                second[299] = bad.unwrap_or(2.0);
+                let views =
+                    [upload(&on, &first, F32), upload(&on, &[], F32), upload(&on, &second, F32)];
+                let seen = unscale(&on, &views, &scaler).unwrap();
+                // Both, as all of a device's gradients are looked at.
+                let expected = scaler.unscale(&mut first) | scaler.unscale(&mut second);
+                assert_eq!(seen, Some(expected), "{soc:?} {scale} {bad:?}");
+                for (view, expected) in [(&views[0], &first), (&views[2], &second)] {
+                    let bits = |x: &[f32]| {
+                        x.iter()
+                            .map(|x| if x.is_nan() { 0 } else { x.to_bits() })
+                            .collect::<Vec<_>>()
+                    };
+                    assert_eq!(bits(&read(&on, view)), bits(expected), "{soc:?} {scale} {bad:?}");
+                }
+            }
+            assert_eq!(unscale(&on, &[], &scaler).unwrap(), None);
+        }
+        drop(on);
+        assert_eq!(sim.finish(), [""; 0]);
+    }
+}
+
+#[test]
+fn lists_are_cut_where_cann_wants_it() {
+    let sim = session(Soc::Ascend910B);
+    let on = operators();
+    let mut views: Vec<View> = (0..600).map(|_| upload(&on, &[4.0], F32)).collect();
+    let scaler = LossScaler::fixed(2.0).unwrap();
+    assert_eq!(unscale(&on, &views, &scaler).unwrap(), Some(false));
+    assert_eq!(sim.calls("aclnnForeachNonFiniteCheckAndUnscale"), 3);
+    assert!(views.iter().all(|view| read(&on, view) == [2.0]));
+    views[0] = upload(&on, &[f32::INFINITY], F32);
+    assert_eq!(
+        unscale(&on, &views, &scaler).unwrap(),
+        Some(true),
+        "the first list's verdict stays"
+    );
+    drop((views, on));
+    assert_eq!(sim.finish(), [""; 0]);
+}
+
+#[test]
+fn one_bad_number_anywhere_is_found() {
+    for soc in [Soc::Ascend910B, Soc::Ascend910C] {
+        let sim = session(soc);
+        let on = operators();
+        for dtype in [F32, F16, BF16] {
+            for at in [0, 16, 40] {
+                let mut values = [65504.0; 41];
+                let fine = upload(&on, &values, dtype);
+                assert_eq!(has_non_finite(&on, &[fine.clone()]).unwrap(), Some(false));
+                values[at] = if at == 16 { f32::NAN } else { f32::NEG_INFINITY };
+                let bad = upload(&on, &values, dtype);
+                let waits = sim.calls("aclrtSynchronizeStream");
+                assert_eq!(has_non_finite(&on, &[fine.clone(), bad.clone()]).unwrap(), Some(true));
+                assert_eq!(has_non_finite(&on, &[bad, fine]).unwrap(), Some(true));
+                assert_eq!(sim.calls("aclrtSynchronizeStream") - waits, 2, "one copy each");
+            }
+        }
+        assert_eq!(has_non_finite(&on, &[]).unwrap(), None);
+        drop(on);
+        assert_eq!(sim.finish(), [""; 0]);
+    }
+}
+
+#[test]
+fn casts_round_to_nearest_even() {
+    for soc in SOCS {
+        let sim = session(soc);
+        let on = operators();
+        let values: Vec<f32> = (0..500).map(|i| (i as f32 - 250.0) * 1.000_37).collect();
+        let from = upload(&on, &values, F32);
+        for dtype in [F16, BF16] {
+            let to = on.alloc(values.len(), dtype).unwrap();
+            let done = cast(&on, &from, &to);
+            if (soc, dtype) == (Soc::Ascend910A, BF16) {
+                assert_eq!(done, Err(Error::Unsupported { what: "bf16 on this chip" }));
+                continue;
+            }
+            done.unwrap();
+            assert_eq!(on.read(&to).unwrap(), bytes(&values, dtype));
+            let back = on.alloc(values.len(), F32).unwrap();
+            cast(&on, &to, &back).unwrap();
+            let expected: Vec<f32> = match dtype {
+                F16 => values.iter().map(|x| f16::from_f32(*x).to_f32()).collect(),
+                _ => values.iter().map(|x| bf16::from_f32(*x).to_f32()).collect(),
+            };
+            assert_eq!(read(&on, &back), expected);
+        }
+        let short = on.alloc(3, F16).unwrap();
+        assert_eq!(cast(&on, &from, &short), Err(Error::LengthMismatch { expected: 500, got: 3 }));
+        let number = on.alloc(500, AclDataType::INT64).unwrap();
+        assert!(matches!(cast(&on, &from, &number), Err(Error::Unsupported { .. })));
+        let half = upload(&on, &[1.0], F16);
+        let scaler = LossScaler::fixed(2.0).unwrap();
+        assert!(matches!(unscale(&on, &[half], &scaler), Err(Error::Unsupported { .. })));
+        drop((from, short, number, on));
+        assert_eq!(sim.finish(), [""; 0]);
+    }
+}
+
+/// One rank's iteration: a backward pass that may overflow in f16; whether the step was taken.
+fn iterate<R>(scaler: &mut GradScaler<DeviceOverflow<R>>, on: &Operators, factor: f32) -> bool
+where
+    R: FnMut(Option<bool>) -> Result<Option<bool>, Error>,
+{
+    scaler.scale().unwrap();
+    let grad = upload(on, &[60000.0, 1.0], F16);
+    on.muls(&grad, &grad, factor).unwrap();
+    let seen = has_non_finite(on, &[grad]).unwrap();
+    let taken = scaler.step(0, || seen).unwrap().is_some();
+    let change = scaler.update().unwrap();
+    assert_eq!(change == ScaleChange::BackedOff, !taken);
+    taken
+}
+
+/// On chips that saturate as on others; what another rank saw counts as much.
+#[test]
+fn an_overflow_of_one_rank_skips_the_step_of_all() {
+    for soc in SOCS {
+        let sim = session(soc);
+        let on = operators();
+        let (other, told) = (Rc::new(Cell::new(None)), Rc::new(Cell::new(None)));
+        let (theirs, mine) = (Rc::clone(&other), Rc::clone(&told));
+        let source = DeviceOverflow::new(on.clone(), move |seen: Option<bool>| {
+            mine.set(seen);
+            Ok::<_, Error>(seen.max(theirs.get()))
+        });
+        assert_eq!(source.is_flag(), soc == Soc::Ascend910A);
+        let scaler = LossScaler::new(LossScalerOptions::default()).unwrap();
+        let mut scaler = GradScaler::new(scaler, source);
+        assert!(iterate(&mut scaler, &on, 1.0));
+        assert!(!iterate(&mut scaler, &on, 2.0), "{soc:?}: this rank overflows");
+        assert_eq!(told.get(), Some(true));
+        assert!(iterate(&mut scaler, &on, 1.0), "{soc:?}: the flag is cleared");
+        other.set(Some(true));
+        assert!(!iterate(&mut scaler, &on, 1.0), "{soc:?}: another rank overflows");
+        assert_eq!(told.get(), Some(false));
+        other.set(Some(false));
+        assert_eq!(scaler.loss_scaler().scale(), 16384.0);
+        drop((scaler, on));
+        assert_eq!(sim.finish(), [""; 0]);
+    }
+}
+
+#[test]
+fn a_device_that_fails_tells_the_other_ranks() {
+    let sim = session(Soc::Ascend910A);
+    let told = Rc::new(Cell::new(None));
+    let mine = Rc::clone(&told);
+    let mut source = DeviceOverflow::new(operators(), move |seen: Option<bool>| {
+        mine.set(seen);
+        Ok::<_, Error>(seen)
+    });
+    source.clear().unwrap();
+    sim.fail("aclrtGetOverflowStatus", 1, 507_035);
+    assert!(matches!(source.overflowed(Some(false)), Err(Error::Npu(_))));
+    assert_eq!(told.get(), Some(true));
+    sim.fail("aclrtResetOverflowStatus", 1, 507_035);
+    assert!(matches!(source.clear(), Err(Error::Npu(_))));
+    drop(source);
+    assert_eq!(sim.finish(), [""; 0]);
+}

@@ -23,7 +23,8 @@
 //! Every prototype of AscendCL and HCCL, the layout of their structs and every constant here compile
 //! against the headers of the torch_npu wheels 2.14.0 and 2.5.1, by `.ci/ascend-headers`, in which the
 //! same rows with a mistake in each must all fail; likewise all rows, those of operators included,
-//! against the headers of CANN 8.1.RC1. The order of calls is tested on a simulator that enforces the
+//! against the headers of CANN 8.1.RC1, but for the one operator that those do not declare,
+//! `aclnnForeachNonFiniteCheckAndUnscale`. The order of calls is tested on a simulator that enforces the
 //! rules of CANN's documents. **None of this has been run on Ascend hardware or against real
 //! CANN libraries.**
 

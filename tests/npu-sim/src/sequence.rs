@@ -1,11 +1,13 @@
-//! Programs on the safe layer of `npu-sys`, made of bytes, beside a model of plain memory.
+//! Programs on the safe layer of `npu-sys`, operators among them, made of bytes, beside a model of plain
+//! memory.
 //!
 //! Whatever the bytes, no rule may be broken, nothing left, and every byte read as the model says.
 
-use npu_sys::safe::{Buffer, Context, Event, Stream};
+use npu_sys::safe::{Buffer, Context, Event, Operators, Stream, View};
+use npu_sys::sys::AclDataType;
 use npu_sys::{Error, Result};
 
-use crate::{Config, acl, start};
+use crate::{Config, acl, nnop, ops, start};
 
 /// Most buffers at a time.
 const BUFFERS: usize = 4;
@@ -28,7 +30,7 @@ impl Pair {
 /// One buffer's context, the streams that take turns in it, and the buffers.
 struct Program {
     context: Context,
-    streams: [Stream; 2],
+    streams: [Operators; 2],
     turn: usize,
     pairs: Vec<Pair>,
 }
@@ -56,23 +58,24 @@ pub fn run(bytes: &[u8]) {
 impl Program {
     fn new(device: usize) -> Result<Self> {
         let context = Context::new(acl(), device)?;
-        let streams = [Stream::new(&context)?, Stream::new(&context)?];
+        let streams = [new_stream(&context)?, new_stream(&context)?];
         Ok(Self { context, streams, turn: 0, pairs: Vec::new() })
     }
 
     /// One step: what to do, to which buffer, where, with how much.
     fn step(&mut self, [what, which, offset, bytes]: [u8; 4]) -> Result<()> {
         let (at, count) = (usize::from(offset), usize::from(bytes));
-        match what % 8 {
+        match what % 10 {
             0 => return self.allocate(count),
             6 => return self.pass_on(),
             7 => return self.replace_stream(),
             _ if self.pairs.is_empty() => return Ok(()),
+            8 | 9 => return self.compute(what, which, at, count % 16),
             _ => {}
         }
-        let stream = &self.streams[self.turn];
+        let stream = self.streams[self.turn].stream();
         let (to, from) = (usize::from(which) % self.pairs.len(), usize::from(which / 16));
-        match what % 8 {
+        match what % 10 {
             1 => drop(self.pairs.remove(to)),
             2 => {
                 let pair = &mut self.pairs[to];
@@ -122,15 +125,53 @@ impl Program {
     /// The other stream goes on where this one is.
     fn pass_on(&mut self) -> Result<()> {
         let event = Event::new(&self.context)?;
-        event.record(&self.streams[self.turn])?;
+        event.record(self.streams[self.turn].stream())?;
         self.turn = 1 - self.turn;
-        event.hold_back(&self.streams[self.turn])
+        event.hold_back(self.streams[self.turn].stream())
+    }
+
+    /// An operator on numbers of two buffers, or of one: `to ← f·from`, or `to ← to + f·from`.
+    fn compute(&mut self, what: u8, which: u8, at: usize, count: usize) -> Result<()> {
+        let (to, from) = (usize::from(which) % self.pairs.len(), usize::from(which / 16));
+        let (from, factor) = (from % self.pairs.len(), f32::from(what) - 100.0);
+        let on = &self.streams[self.turn];
+        let view = |pair: &Pair| View::new(&pair.buffer, at, &[count], AclDataType::FLOAT);
+        let views = view(&self.pairs[to]).and_then(|to| Ok((to, view(&self.pairs[from])?)));
+        let aligned = at.is_multiple_of(32);
+        let numbers = |pair: &mut Pair| -> Option<Vec<f32>> {
+            let bytes = pair.range(at, 4 * count).filter(|_| aligned)?;
+            Some(bytes.as_chunks().0.iter().map(|word| f32::from_le_bytes(*word)).collect())
+        };
+        let old = numbers(&mut self.pairs[to]);
+        let modelled = old.zip(numbers(&mut self.pairs[from]));
+        let sums = what % 10 == 9;
+        let done = views.and_then(|(to, from)| match sums {
+            true => on.add(&to, &to, &from, factor),
+            false => on.muls(&to, &from, factor),
+        });
+        agree(done, modelled.as_ref().map(|_| ()))?;
+        let Some((old, new)) = modelled else { return Ok(()) };
+        let pairs = old.into_iter().zip(new);
+        let new: Vec<f32> =
+            pairs.map(|(to, from)| if sums { to + factor * from } else { from * factor }).collect();
+        let mut bytes: Vec<u8> = new.iter().flat_map(|x| x.to_le_bytes()).collect();
+        if new.iter().any(|x| x.is_nan()) {
+            // What of a NaN's bits comes through is nobody's promise.
+            bytes.fill(0);
+            on.stream().fill(&self.pairs[to].buffer, at, bytes.len(), 0)?;
+        }
+        self.pairs[to].range(at, bytes.len()).expect("it was read").copy_from_slice(&bytes);
+        Ok(())
     }
 
     fn replace_stream(&mut self) -> Result<()> {
-        self.streams[self.turn] = Stream::new(&self.context)?;
+        self.streams[self.turn] = new_stream(&self.context)?;
         Ok(())
     }
+}
+
+fn new_stream(context: &Context) -> Result<Operators> {
+    Operators::new(Stream::new(context)?, nnop(), ops())
 }
 
 /// What the model cannot do must have been refused, and nothing else.

@@ -192,7 +192,7 @@ impl Operators {
     ///
     /// As [`Buffer::new`] and [`View::new`].
     pub fn alloc(&self, count: usize, dtype: AclDataType) -> Result<View> {
-        let bytes = count.checked_mul(width(dtype).unwrap_or(1)).unwrap_or(usize::MAX);
+        let bytes = count.saturating_mul(width(dtype).unwrap_or(1));
         View::new(&Buffer::new(self.context(), bytes.max(1))?, 0, &[count], dtype)
     }
 

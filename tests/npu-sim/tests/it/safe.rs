@@ -4,7 +4,7 @@ use std::thread;
 use std::time::Duration;
 
 use npu_sim::ops;
-use npu_sys::safe::{Buffer, Context, Event, Stream};
+use npu_sys::safe::{Buffer, Context, Event, Operators, Stream, View};
 
 use super::*;
 
@@ -170,6 +170,100 @@ fn an_operator_is_launched_with_its_workspace() {
     assert!(bytes.as_chunks().0.iter().all(|b| half::f16::from_le_bytes(*b).to_f32() == 1.5));
     drop((stream, buffer, half, context));
     assert_eq!(sim.finish(), [""; 0]);
+}
+
+/// Operators in a stream of their own on a chip.
+fn operators(device: usize) -> Operators {
+    let context = Context::new(acl(), device).unwrap();
+    Operators::new(Stream::new(&context).unwrap(), nnop(), ops()).unwrap()
+}
+
+#[test]
+fn views_are_inside_aligned_and_of_one_context() {
+    let sim = session();
+    let (on, elsewhere) = (operators(0), operators(1));
+    let all = on.alloc(64, AclDataType::FLOAT).unwrap();
+    let refused = |made: Result<View>| matches!(made, Err(Error::Argument { .. }));
+    assert!(refused(View::new(all.buffer(), 4, &[1], AclDataType::FLOAT)));
+    assert!(refused(View::new(all.buffer(), 32, &[57], AclDataType::FLOAT)));
+    assert!(refused(View::new(all.buffer(), 0, &[usize::MAX, 2], AclDataType::FLOAT)));
+    assert!(refused(View::new(all.buffer(), 0, &[1], AclDataType(77))));
+    assert!(refused(all.part(8, 57)) && refused(all.part(usize::MAX, 2)));
+    assert!(refused(all.part(1, 2)) && refused(all.shaped(&[3])));
+    let part = all.part(8, 6).unwrap().shaped(&[2, 3]).unwrap();
+    assert_eq!((part.count(), part.offset(), part.bytes()), (6, 32, 24));
+    assert!(matches!(elsewhere.zero(&all), Err(Error::Argument { .. })));
+    assert!(matches!(on.write(&all, &[0; 3]), Err(Error::Argument { .. })));
+    assert!(matches!(on.row_sums(&all.part(0, 7).unwrap(), &all), Err(Error::Argument { .. })));
+    drop((all, part, on, elsewhere));
+    assert_eq!(sim.finish(), [""; 0]);
+}
+
+/// What operators refuse by themselves, on shapes, types, lists and chips.
+#[test]
+fn operators_refuse_what_does_not_go_together() {
+    for soc in [Soc::Ascend910A, Soc::Ascend910B] {
+        let sim = session_on(soc);
+        let on = operators(0);
+        let view = |count| {
+            let view = on.alloc(count, AclDataType::FLOAT).unwrap();
+            on.fill(&view, 3.0).unwrap();
+            view
+        };
+        let (matrix, column, row) = (view(6), view(2), view(3));
+        let matrix = matrix.shaped(&[2, 3]).unwrap();
+        on.mul(&matrix, &matrix, &row).unwrap();
+        on.add(&matrix, &matrix, &column.shaped(&[2, 1]).unwrap(), 1.0).unwrap();
+        assert_eq!(code(on.add(&matrix, &matrix, &column, 1.0)), 161_002);
+        assert_eq!(code(on.mul(&column, &column, &matrix)), 161_002);
+        let half = on.alloc(6, AclDataType::FLOAT16).unwrap();
+        assert_eq!(code(on.muls(&half, &matrix, 1.0)), 161_002);
+        assert_eq!(on.read(&matrix).unwrap()[..4], 12.0_f32.to_ne_bytes());
+        let (found, scale) = (view(1), view(1));
+        on.zero(&found).unwrap();
+        let unscale = |list: &[View], found| on.non_finite_check_and_unscale(list, found, &scale);
+        match soc {
+            Soc::Ascend910A => {
+                assert_eq!(code(unscale(&[view(2)], &found)), 561_003);
+                assert_eq!(code(on.foreach_norm(&[view(1)], &[view(2)])), 561_003);
+            }
+            _ => {
+                assert_eq!(code(unscale(&vec![view(1); 257], &found)), 561_002);
+                assert_eq!(code(unscale(&[view(2)], &view(2))), 161_002);
+                assert_eq!(code(on.foreach_muls(&vec![view(1); 51], &[1.0; 51])), 561_002);
+                unscale(&[row.clone()], &found).unwrap();
+                assert_eq!(on.read(&row).unwrap()[..4], 9.0_f32.to_ne_bytes());
+            }
+        }
+        drop((matrix, column, row, half, found, scale, on));
+        assert_eq!(sim.finish(), [""; 0]);
+    }
+}
+
+#[test]
+fn the_overflow_flag_is_that_of_chips_that_saturate() {
+    for soc in [Soc::Ascend910A, Soc::Ascend910B] {
+        let sim = session_on(soc);
+        let on = operators(0);
+        let half = on.alloc(1, AclDataType::FLOAT16).unwrap();
+        on.fill(&half, 60_000.0).unwrap();
+        match soc {
+            Soc::Ascend910A => {
+                on.clear_overflow().unwrap();
+                assert!(!on.overflowed().unwrap());
+                on.muls(&half, &half, 2.0).unwrap();
+                assert!(on.overflowed().unwrap());
+                on.clear_overflow().unwrap();
+                assert!(!on.overflowed().unwrap());
+            }
+            _ => {
+                assert_eq!(code(on.clear_overflow()), 207_000);
+                assert_eq!(code(on.overflowed()), 207_000);
+            }
+        }
+        drop((half, on));
+        assert_eq!(sim.finish(), [""; 0]);
+    }
 }
 
 fn bytes_of(numbers: &[f32]) -> &[u8] {

@@ -210,8 +210,7 @@ fn operators_refuse_what_does_not_go_together() {
             on.fill(&view, 3.0).unwrap();
             view
         };
-        let (matrix, column, row) = (view(6), view(2), view(3));
-        let matrix = matrix.shaped(&[2, 3]).unwrap();
+        let (matrix, column, row) = (view(6).shaped(&[2, 3]).unwrap(), view(2), view(3));
         on.mul(&matrix, &matrix, &row).unwrap();
         on.add(&matrix, &matrix, &column.shaped(&[2, 1]).unwrap(), 1.0).unwrap();
         assert_eq!(code(on.add(&matrix, &matrix, &column, 1.0)), 161_002);

@@ -136,7 +136,7 @@ fn one_bad_number_anywhere_is_found() {
             for at in [0, 16, 40] {
                 let mut values = [65504.0; 41];
                 let fine = upload(&on, &values, dtype);
-                assert_eq!(has_non_finite(&on, &[fine.clone()]).unwrap(), Some(false));
+                assert_eq!(has_non_finite(&on, std::slice::from_ref(&fine)).unwrap(), Some(false));
                 values[at] = if at == 16 { f32::NAN } else { f32::NEG_INFINITY };
                 let bad = upload(&on, &values, dtype);
                 let waits = sim.calls("aclrtSynchronizeStream");

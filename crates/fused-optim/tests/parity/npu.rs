@@ -209,11 +209,11 @@ fn sums_recorded_by_ascend_are_met_on_the_simulator() {
         let weight = golden.weight();
         let grad: Vec<f32> = weight.iter().map(|p| p / 100.0).collect();
         let half = |values: &[f32]| values.iter().map(|x| f16::from_f32(*x)).collect::<Vec<_>>();
-        match golden.is_half {
-            true => {
-                optimizer.write(0, Some(Slice::F16(&half(&weight))), Some(Slice::F16(&half(&grad))))
-            }
-            false => optimizer.write(0, Some(Slice::F32(&weight)), Some(Slice::F32(&grad))),
+        if golden.is_half {
+            let (weight, grad) = (half(&weight), half(&grad));
+            optimizer.write(0, Some(Slice::F16(&weight)), Some(Slice::F16(&grad)));
+        } else {
+            optimizer.write(0, Some(Slice::F32(&weight)), Some(Slice::F32(&grad)));
         }
         for _ in 0..10 {
             let _ = optimizer.step(&[true], &StepCtl::PLAIN);

@@ -31,8 +31,8 @@
 //!   how far it got; [`GroupOptions::with_flight_dir`] has it written when the group fails.
 //! * **Shared buffers are faster.** [`ProcessGroup::alloc`] gives memory the ranks share;
 //!   reducing it copies nothing.
-//! * **Devices have a door of their own.** [`ProcessGroup::device`] takes the memory of a CUDA device and a
-//!   stream, with other promises, see [`device`]: what the items above say is of memory of the host.
+//! * **Devices have a door of their own.** [`ProcessGroup::device`] takes the memory of a CUDA device or an NPU
+//!   and a stream, with other promises, see [`device`]: what the items above say is of memory of the host.
 //! * **Networks that are not there.** [`sim`] carries out the algorithms between machines on virtual
 //!   time: for thousands of ranks without data, or for threads with real ones, faults included.
 //!
@@ -90,6 +90,12 @@ pub use work::{Buffer, Work};
 #[cfg(feature = "nccl")]
 pub mod nccl {
     pub use crate::backend::nccl::{Config, Libraries, connector};
+}
+
+/// What is special to groups over HCCL, see [`Transport::Hccl`].
+#[cfg(feature = "hccl")]
+pub mod hccl {
+    pub use crate::backend::hccl::{Config, Libraries, connector};
 }
 
 /// What goes over the connections of the TCP backend, for the fuzz target; no part of the API.

@@ -30,6 +30,8 @@ pub struct GroupOptions {
     /// The CUDA device whose memory the group is to move, by its number in the driver. None unless
     /// set.
     pub cuda_device: Option<u32>,
+    /// The Ascend NPU whose memory the group is to move, by its number in AscendCL. None unless set.
+    pub npu_device: Option<u32>,
     /// What the group that this one is split from made for it.
     pub(crate) seed: Option<Seed>,
 }
@@ -39,7 +41,8 @@ pub struct GroupOptions {
 #[non_exhaustive]
 pub enum Transport {
     /// [`Nccl`](Self::Nccl) if every rank gives a
-    /// [CUDA device](GroupOptions::with_cuda_device) and has NCCL. Else
+    /// [CUDA device](GroupOptions::with_cuda_device) and has NCCL, [`Hccl`](Self::Hccl) if every rank
+    /// gives an [NPU](GroupOptions::with_npu_device) and has HCCL. Else
     /// [`Gloo`](Self::Gloo) if the ranks are on several machines and all are built with it, else
     /// [`Host`](Self::Host). [`ProcessGroup::backend_reason`] says why it was which.
     #[default]
@@ -77,6 +80,30 @@ pub enum Transport {
     /// stay where it is while the group lives: it tells who is missing when time is over. The order
     /// in which NCCL adds is its own, whatever [`Determinism`] says.
     Nccl,
+    /// HCCL for the memory of an Ascend NPU, which [`GroupOptions::with_npu_device`] names; beside it
+    /// what [`Host`](Self::Host) is for the memory of the host. Needs the feature `hccl`, and at run
+    /// time CANN 8.1 or later with its driver, the same on all ranks.
+    ///
+    /// Prototypes match CANN's headers and the order of calls is tested on a simulator that checks
+    /// rules; it has not been run on Ascend hardware.
+    ///
+    /// As with [`Nccl`](Self::Nccl), [`ProcessGroup::device`] has the verbs, two more threads and the
+    /// store serve the group, and the order of additions is the library's. Further:
+    ///
+    /// * Streams must belong to the context of AscendCL that was current on the thread which joined,
+    ///   split or rebuilt the group; if none was, or one of another device, to the device's own, as
+    ///   `aclrtSetDevice` makes it current.
+    /// * Reductions are of i8, i32, i64, f16, bf16 (not on the first generation of chips) and f32 by
+    ///   sum, average, product (not of bf16), minimum and maximum; all else is
+    ///   [`Unsupported`](crate::Error::Unsupported), and likewise
+    ///   [`register`](crate::DeviceCalls::register). An average is a sum and then a division by
+    ///   `aclnnInplaceDivs`: 16-bit floats are rounded twice, a sum beyond their range is infinite.
+    /// * HCCL cannot end one group's operations. A group that fails while something of it is under way
+    ///   has the device drop all work of this process, other groups' as well, unless
+    ///   `hccl::Config::with_device_abort` forbids it.
+    /// * HCCL's own waits end with `HCCL_CONNECT_TIMEOUT` and `HCCL_EXEC_TIMEOUT`; an error that comes
+    ///   of them names the variable, and the ranks that were missing.
+    Hccl,
 }
 
 impl Transport {
@@ -88,6 +115,7 @@ impl Transport {
             Self::Tcp => "tcp",
             Self::Gloo => "gloo",
             Self::Nccl => "nccl",
+            Self::Hccl => "hccl",
         }
     }
 }
@@ -115,6 +143,7 @@ impl Default for GroupOptions {
             host_id: None,
             flight_dir: None,
             cuda_device: None,
+            npu_device: None,
             seed: None,
         }
     }
@@ -161,6 +190,14 @@ impl GroupOptions {
     /// leaves.
     pub fn with_cuda_device(mut self, ordinal: u32) -> Self {
         self.cuda_device = Some(ordinal);
+        self
+    }
+
+    /// Makes the group for the memory of an Ascend NPU, see [`ProcessGroup::device`]; the verbs on
+    /// slices work as ever. The number is AscendCL's, so it counts what `ASCEND_RT_VISIBLE_DEVICES`
+    /// leaves, as [`Topology::device`](crate::Topology::device) does.
+    pub fn with_npu_device(mut self, index: u32) -> Self {
+        self.npu_device = Some(index);
         self
     }
 

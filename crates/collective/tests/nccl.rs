@@ -8,6 +8,8 @@
 
 #[expect(dead_code, reason = "shared with other tests, which use the rest")]
 mod common;
+#[path = "device/verbs.rs"]
+mod device;
 #[path = "nccl/failures.rs"]
 mod failures;
 #[path = "nccl/fake.rs"]

@@ -13,6 +13,8 @@ use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "gloo")]
 use super::gloo;
+#[cfg(feature = "hccl")]
+use super::hccl;
 #[cfg(feature = "nccl")]
 use super::nccl;
 use super::{Backend, host, tcp};
@@ -49,8 +51,26 @@ pub(crate) struct Place {
     gloo: bool,
     /// Its CUDA device.
     cuda: Option<u32>,
-    /// Its NCCL's version, or why it has none.
+    /// Its NPU.
+    npu: Option<u32>,
+    /// Its libraries for them.
+    pub(crate) here: Here,
+}
+
+/// The libraries for devices that a process has, or why it has them not.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Here {
+    /// NCCL, by its version.
     pub(crate) nccl: std::result::Result<i32, String>,
+    pub(crate) hccl: std::result::Result<(), String>,
+}
+
+impl Default for Here {
+    /// None was looked for.
+    fn default() -> Self {
+        let why = || "it has not looked".to_owned();
+        Self { nccl: Err(why()), hccl: Err(why()) }
+    }
 }
 
 /// Joins a group over the backend that the options and the ranks' places call for.
@@ -60,7 +80,8 @@ pub(crate) fn join(
     world_size: usize,
     options: &GroupOptions,
 ) -> Result<Arc<dyn Backend>> {
-    let joining = gather(&**store, rank, world_size, options, nccl_here(options))?;
+    let here = Here { nccl: nccl_here(options), hccl: hccl_here(options) };
+    let joining = gather(&**store, rank, world_size, options, here)?;
     let (transport, reason) = choose(options.transport, &joining.places);
     Ok(match transport {
         Transport::Tcp => Arc::new(tcp::join(&joining, reason, false)?),
@@ -76,10 +97,17 @@ pub(crate) fn join(
         }
         #[cfg(not(feature = "nccl"))]
         Transport::Nccl => return Err(not_built("nccl")),
+        #[cfg(feature = "hccl")]
+        Transport::Hccl => {
+            let libraries = hccl::Libraries::global();
+            Arc::new(hccl::join(store, &joining, reason, libraries, &hccl::Config::default())?)
+        }
+        #[cfg(not(feature = "hccl"))]
+        Transport::Hccl => return Err(not_built("hccl")),
     })
 }
 
-#[cfg(not(all(feature = "gloo", feature = "nccl")))]
+#[cfg(not(all(feature = "gloo", feature = "nccl", feature = "hccl")))]
 fn not_built(backend: &'static str) -> Error {
     let what = format!("this build: it lacks the feature `{backend}` of the crate");
     Error::Unsupported { backend, what }
@@ -94,6 +122,17 @@ fn nccl_here(options: &GroupOptions) -> std::result::Result<i32, String> {
     return nccl::here();
     #[cfg(not(feature = "nccl"))]
     return Err("it is built without the feature `nccl`".into());
+}
+
+/// Whether this process has HCCL, if the group is made for an NPU.
+fn hccl_here(options: &GroupOptions) -> std::result::Result<(), String> {
+    if options.npu_device.is_none() && options.transport != Transport::Hccl {
+        return Err("it gives no NPU".into());
+    }
+    #[cfg(feature = "hccl")]
+    return hccl::here();
+    #[cfg(not(feature = "hccl"))]
+    return Err("it is built without the feature `hccl`".into());
 }
 
 /// Joins a group for the memory of the host: on one machine, or several.
@@ -112,7 +151,7 @@ pub(crate) fn gather<'a>(
     rank: Rank,
     world_size: usize,
     options: &'a GroupOptions,
-    nccl: std::result::Result<i32, String>,
+    here: Here,
 ) -> Result<Joining<'a>> {
     if world_size == 0 || rank >= world_size {
         let text = format!("there is no rank {rank} among {world_size} ranks");
@@ -120,7 +159,7 @@ pub(crate) fn gather<'a>(
     }
     let deadline = deadline(options.timeout);
     let mut own = Place::of_this_process(store, world_size, options)?;
-    own.nccl = nccl;
+    own.here = here;
     let generation = store.add(&format!("{}/joining/{rank}", options.name), 1)?;
     let mut joining = Joining {
         store,
@@ -136,22 +175,38 @@ pub(crate) fn gather<'a>(
 }
 
 fn choose(asked: Transport, places: &[Place]) -> (Transport, String) {
-    if asked == Transport::Auto && places.iter().any(|place| place.cuda.is_some()) {
-        let without = |place: &Place| match (place.cuda, &place.nccl) {
-            (None, _) => Some("gives no CUDA device".to_owned()),
-            (Some(_), Err(why)) => Some(format!("cannot use NCCL: {why}")),
-            (Some(_), Ok(_)) => None,
-        };
-        let without =
-            places.iter().enumerate().find_map(|(rank, place)| Some((rank, without(place)?)));
-        let Some((rank, why)) = without else {
-            return (Transport::Nccl, "all ranks have a CUDA device and NCCL".into());
-        };
-        let (transport, reason) = choose_for_host(asked, places);
-        return (transport, format!("{reason}; it is not NCCL because rank {rank} {why}"));
+    if asked != Transport::Auto {
+        return choose_for_host(asked, places);
     }
-    choose_for_host(asked, places)
+    let mut why_not = String::new();
+    for (transport, library, device) in DEVICES {
+        if places.iter().all(|place| place.device(transport).is_none()) {
+            continue;
+        }
+        let lacks = |place: &Place| match (place.device(transport), place.lacks(transport)) {
+            (None, _) => Some(format!("gives no {}", device.1)),
+            (Some(_), Some(why)) => Some(format!("cannot use {library}: {why}")),
+            (Some(_), None) => None,
+        };
+        match places.iter().enumerate().find_map(|(rank, place)| Some((rank, lacks(place)?))) {
+            None => {
+                return (
+                    transport,
+                    format!("all ranks have {} {} and {library}", device.0, device.1),
+                );
+            }
+            Some((rank, why)) => {
+                why_not += &format!("; it is not {library} because rank {rank} {why}");
+            }
+        }
+    }
+    let (transport, reason) = choose_for_host(asked, places);
+    (transport, reason + &why_not)
 }
+
+/// The transports for devices, in order of preference, their libraries, what they are for.
+const DEVICES: [(Transport, &str, (&str, &str)); 2] =
+    [(Transport::Nccl, "NCCL", ("a", "CUDA device")), (Transport::Hccl, "HCCL", ("an", "NPU"))];
 
 fn choose_for_host(asked: Transport, places: &[Place]) -> (Transport, String) {
     let away = places.iter().position(|place| place.machine() != places[0].machine());
@@ -208,8 +263,22 @@ impl Place {
             transport: options.transport.name().to_owned(),
             gloo: cfg!(feature = "gloo"),
             cuda: options.cuda_device,
-            nccl: Err("it has not looked".into()),
+            npu: options.npu_device,
+            here: Here::default(),
         })
+    }
+
+    /// Its device for a transport.
+    fn device(&self, transport: Transport) -> Option<u32> {
+        if transport == Transport::Nccl { self.cuda } else { self.npu }
+    }
+
+    /// Why it has not the transport's library, if it has not.
+    fn lacks(&self, transport: Transport) -> Option<&String> {
+        match transport {
+            Transport::Nccl => self.here.nccl.as_ref().err(),
+            _ => self.here.hccl.as_ref().err(),
+        }
     }
 
     /// What ranks have in common that can share memory.
@@ -328,13 +397,13 @@ pub(crate) mod tests {
     fn devices_and_nccl_on_all_ranks_are_nccl_unless_asked_otherwise() {
         let mut places = places(3);
         for place in &mut places {
-            (place.cuda, place.nccl) = (Some(0), Ok(22707));
+            (place.cuda, place.here.nccl) = (Some(0), Ok(22707));
         }
         let (chosen, why) = choose(Transport::Auto, &places);
         assert_eq!(chosen, Transport::Nccl);
         assert!(why.contains("all ranks have a CUDA device and NCCL"), "{why}");
         assert_eq!(choose(Transport::Host, &places).0, Transport::Host);
-        places[1].nccl = Err("no libnccl".into());
+        places[1].here.nccl = Err("no libnccl".into());
         let (chosen, why) = choose(Transport::Auto, &places);
         assert_eq!(chosen, Transport::Host);
         assert!(why.contains("rank 1 cannot use NCCL: no libnccl"), "{why}");
@@ -343,6 +412,26 @@ pub(crate) mod tests {
         let (chosen, why) = choose(Transport::Auto, &places);
         assert_eq!(chosen, Transport::Host);
         assert!(why.contains("rank 0 gives no CUDA device"), "{why}");
+    }
+
+    #[test]
+    fn npus_and_hccl_on_all_ranks_are_hccl_unless_asked_otherwise() {
+        let mut places = places(3);
+        for place in &mut places {
+            (place.npu, place.here.hccl) = (Some(0), Ok(()));
+        }
+        let (chosen, why) = choose(Transport::Auto, &places);
+        assert_eq!((chosen, &why[..]), (Transport::Hccl, "all ranks have an NPU and HCCL"));
+        assert_eq!(choose(Transport::Host, &places).0, Transport::Host);
+        // Of two kinds of devices the one that all have.
+        places[1].cuda = Some(0);
+        assert_eq!(choose(Transport::Auto, &places).0, Transport::Hccl);
+        places[2].here.hccl = Err("no libhccl".into());
+        let (chosen, why) = choose(Transport::Auto, &places);
+        assert_eq!(chosen, Transport::Host);
+        assert!(why.contains("not NCCL because rank 0 gives no CUDA device"), "{why}");
+        assert!(why.contains("not HCCL because rank 2 cannot use HCCL: no libhccl"), "{why}");
+        assert_eq!(choose(Transport::Hccl, &places).0, Transport::Hccl);
     }
 
     #[test]

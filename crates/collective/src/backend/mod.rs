@@ -9,8 +9,12 @@
 #![expect(unsafe_code, reason = "declares the calls that take type-erased memory")]
 
 pub(crate) mod block;
+#[cfg(any(feature = "nccl", feature = "hccl"))]
+pub(crate) mod device;
 #[cfg(feature = "gloo")]
 pub(crate) mod gloo;
+#[cfg(feature = "hccl")]
+pub(crate) mod hccl;
 pub(crate) mod host;
 pub(crate) mod meet;
 #[cfg(feature = "nccl")]
@@ -39,7 +43,7 @@ pub struct RawBufs {
 
 impl RawBufs {
     /// For operations that move nothing.
-    #[cfg(feature = "nccl")]
+    #[cfg(any(feature = "nccl", feature = "hccl"))]
     pub(crate) const NONE: Self =
         Self { input: std::ptr::dangling(), output: std::ptr::dangling_mut() };
 }

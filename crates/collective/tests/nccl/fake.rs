@@ -12,7 +12,8 @@ use std::sync::{Arc, OnceLock};
 
 use collective::nccl::{Config, Libraries, connector};
 use collective::{
-    DeviceBuf, DeviceStream, Element, GroupOptions, MemoryStore, ProcessGroup, Result,
+    DType, DeviceBuf, DeviceStream, Element, GroupOptions, MemoryStore, ProcessGroup, ReduceOp,
+    Result,
 };
 
 /// What a fault does.
@@ -220,6 +221,11 @@ impl Fake {
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         })
     }
+}
+
+/// Whether NCCL has the operator.
+pub(crate) fn reduces(op: ReduceOp, _: DType) -> bool {
+    !matches!(op, ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor)
 }
 
 /// Compiles the fake, unless that has been done since it changed.

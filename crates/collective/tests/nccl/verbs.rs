@@ -1,16 +1,15 @@
-//! Every verb on device memory against the verb on slices of the same group.
+//! Every verb on device memory over NCCL; its own memory, its launches, what it has not.
 
 use std::fmt::Debug;
 use std::time::Duration;
 
 use collective::nccl::Config;
-use collective::{DeviceCalls, Element, Error, GroupOptions, ProcessGroup, ReduceOp, Result};
+use collective::{Element, Error, GroupOptions, ProcessGroup, ReduceOp, Result};
 use half::{bf16, f16};
 
 use crate::common::{DEADLINE, play};
+use crate::device::{input, moves, reductions, run};
 use crate::fake::{Fake, Memory, Stream, devices};
-
-const COUNTS: [usize; 4] = [0, 1, 7, 1000];
 
 /// A group of each size; every rank plays `rank`, with a stream.
 fn every_size(rank: impl Fn(&ProcessGroup, &Stream) + Sync) {
@@ -20,159 +19,6 @@ fn every_size(rank: impl Fn(&ProcessGroup, &Stream) + Sync) {
         let groups = groups.into_iter().map(Result::unwrap).collect();
         play(groups, |group| rank(&group, &Fake::get().stream()));
     }
-}
-
-/// Small whole numbers, which every type has and 16-bit sums keep.
-fn input<T>(rank: usize, count: usize, of: fn(u8) -> T) -> Vec<T> {
-    (0..count).map(|i| of(((rank * 5 + i * 3) % 11) as u8)).collect()
-}
-
-fn run<'a>(
-    group: &'a ProcessGroup,
-    stream: &Stream,
-    calls: impl FnOnce(DeviceCalls<'a>) -> Result<DeviceCalls<'a>>,
-) {
-    calls(group.device().unwrap()).unwrap().enqueue(stream.raw()).unwrap().wait().unwrap();
-}
-
-fn reductions<T: Element + PartialEq + Debug>(
-    group: &ProcessGroup,
-    stream: &Stream,
-    of: fn(u8) -> T,
-) {
-    let (rank, world) = (group.rank(), group.world_size());
-    let ops = ReduceOp::ALL.into_iter().filter(|op| op.supports(T::DTYPE));
-    let is_bits =
-        |op: &ReduceOp| matches!(op, ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor);
-    for op in ops.filter(|op| !is_bits(op)) {
-        for count in COUNTS {
-            let own = input(rank, count, of);
-            let (mut memory, mut twin) = (Memory::new(own.clone()), own.clone());
-            run(group, stream, |calls| calls.all_reduce(memory.buf(), op));
-            group.all_reduce(&mut twin, op).unwrap();
-            assert_eq!(memory.numbers(), twin, "all_reduce {op}");
-
-            let root = count % world;
-            let (mut memory, mut twin) = (Memory::new(own.clone()), own);
-            run(group, stream, |calls| calls.reduce(memory.buf(), op, root));
-            group.reduce(&mut twin, op, root).unwrap();
-            assert_eq!(memory.numbers(), twin, "reduce {op} to {root}");
-
-            let own = input(rank, count * world, of);
-            let (mut from, mut memory) =
-                (Memory::new(own.clone()), Memory::new(vec![of(99); count]));
-            run(group, stream, |calls| calls.reduce_scatter(memory.buf(), from.buf(), op));
-            let mut twin = vec![of(98); count];
-            group.reduce_scatter(&mut twin, &own, op).unwrap();
-            assert_eq!(memory.numbers(), twin, "reduce_scatter {op}");
-            assert_eq!(from.numbers(), own);
-            // In place, in this rank's block.
-            run(group, stream, |calls| {
-                let whole = from.buf();
-                calls.reduce_scatter(whole.part(rank * count..(rank + 1) * count)?, whole, op)
-            });
-            assert_eq!(from.numbers()[rank * count..][..count], twin, "in place");
-
-            let counts: Vec<usize> = (0..world).map(|rank| (count + rank) % 5).collect();
-            let own = input(rank, counts.iter().sum(), of);
-            let mut memory = Memory::new(vec![of(99); counts[rank]]);
-            let mut from = Memory::new(own.clone());
-            run(group, stream, |calls| {
-                calls.reduce_scatter_v(memory.buf(), from.buf(), &counts, op)
-            });
-            let mut twin = vec![of(98); counts[rank]];
-            group.reduce_scatter_v(&mut twin, &own, &counts, op).unwrap();
-            assert_eq!(memory.numbers(), twin, "reduce_scatter_v {op}");
-        }
-    }
-}
-
-fn moves<T: Element + PartialEq + Debug>(group: &ProcessGroup, stream: &Stream, of: fn(u8) -> T) {
-    let (rank, world) = (group.rank(), group.world_size());
-    for count in COUNTS {
-        let (own, root) = (input(rank, count, of), (count + 1) % world);
-        let (mut memory, mut twin) = (Memory::new(own.clone()), own.clone());
-        run(group, stream, |calls| calls.broadcast(memory.buf(), root));
-        group.broadcast(&mut twin, root).unwrap();
-        assert_eq!(memory.numbers(), twin, "broadcast from {root}");
-
-        let mut from = Memory::new(own.clone());
-        let (mut all, mut twin) =
-            (Memory::new(vec![of(99); count * world]), vec![of(98); count * world]);
-        run(group, stream, |calls| calls.all_gather(all.buf(), from.buf()));
-        group.all_gather(&mut twin, &own).unwrap();
-        assert_eq!(all.numbers(), twin, "all_gather");
-
-        let mut all = Memory::new(vec![of(99); count * world]);
-        run(group, stream, |calls| {
-            calls.gather((rank == root).then(|| all.buf()), from.buf(), root)
-        });
-        let expected = if rank == root { twin } else { vec![of(99); count * world] };
-        assert_eq!(all.numbers(), expected, "gather to {root}");
-
-        let own = input(rank, count * world, of);
-        let mut from = Memory::new(own.clone());
-        let (mut block, mut twin) = (Memory::new(vec![of(99); count]), vec![of(98); count]);
-        run(group, stream, |calls| {
-            calls.scatter(block.buf(), (rank == root).then(|| from.buf()), root)
-        });
-        group.scatter(&mut twin, &own, root).unwrap();
-        assert_eq!(block.numbers(), twin, "scatter from {root}");
-
-        let (mut to, mut twin) = (Memory::new(vec![of(99); own.len()]), own.clone());
-        run(group, stream, |calls| calls.all_to_all(to.buf(), from.buf()));
-        group.all_to_all(&mut twin, &own).unwrap();
-        assert_eq!(to.numbers(), twin, "all_to_all");
-        uneven(group, stream, count, of);
-    }
-}
-
-/// The forms with blocks of different lengths.
-fn uneven<T: Element + PartialEq + Debug>(
-    group: &ProcessGroup,
-    stream: &Stream,
-    count: usize,
-    of: fn(u8) -> T,
-) {
-    let (rank, world) = (group.rank(), group.world_size());
-    let root = count % world;
-    let counts: Vec<usize> = (0..world).map(|rank| (count + 3 * rank) % 7).collect();
-    let total = counts.iter().sum();
-    let own = input(rank, counts[rank], of);
-    let mut from = Memory::new(own.clone());
-    let (mut all, mut twin) = (Memory::new(vec![of(99); total]), vec![of(98); total]);
-    run(group, stream, |calls| calls.all_gather_v(all.buf(), from.buf(), &counts));
-    group.all_gather_v(&mut twin, &own, &counts).unwrap();
-    assert_eq!(all.numbers(), twin, "all_gather_v");
-
-    let mut all = Memory::new(vec![of(99); total]);
-    run(group, stream, |calls| {
-        calls.gather_v((rank == root).then(|| all.buf()), from.buf(), &counts, root)
-    });
-    let expected = if rank == root { twin } else { vec![of(99); total] };
-    assert_eq!(all.numbers(), expected, "gather_v");
-
-    let own = input(rank, total, of);
-    let mut from = Memory::new(own.clone());
-    let (mut block, mut twin) =
-        (Memory::new(vec![of(99); counts[rank]]), vec![of(98); counts[rank]]);
-    run(group, stream, |calls| {
-        calls.scatter_v(block.buf(), (rank == root).then(|| from.buf()), &counts, root)
-    });
-    group.scatter_v(&mut twin, &own, &counts, root).unwrap();
-    assert_eq!(block.numbers(), twin, "scatter_v");
-
-    // What rank a sends rank b.
-    let sends = |a: usize, b: usize| (count + a + 2 * b) % 4;
-    let out: Vec<usize> = (0..world).map(|peer| sends(rank, peer)).collect();
-    let into: Vec<usize> = (0..world).map(|peer| sends(peer, rank)).collect();
-    let own = input(rank, out.iter().sum(), of);
-    let mut from = Memory::new(own.clone());
-    let len = into.iter().sum();
-    let (mut to, mut twin) = (Memory::new(vec![of(99); len]), vec![of(98); len]);
-    run(group, stream, |calls| calls.all_to_all_v(to.buf(), &into, from.buf(), &out));
-    group.all_to_all_v(&mut twin, &into, &own, &out).unwrap();
-    assert_eq!(to.numbers(), twin, "all_to_all_v");
 }
 
 fn any<T: Element + PartialEq + Debug>(of: fn(u8) -> T) {

@@ -14,7 +14,7 @@ use crate::wire::Frame;
 pub(crate) struct Comm {
     pub(super) rank: usize,
     pub(super) ranks: usize,
-    pub(super) device: usize,
+    pub(crate) device: usize,
     pub(super) name: String,
     line: Mutex<TcpStream>,
     /// The same connection, to end what waits on it.

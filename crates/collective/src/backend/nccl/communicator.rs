@@ -4,12 +4,13 @@
 //! progress* until [`ready`](Communicator::ready) says otherwise; till then it takes no other call.
 //!
 //! The invariant: calls on one communicator come one at a time (`calls`), and it is ended exactly
-//! once, by [`abort`](Communicator::abort) or [`finish`](Communicator::finish), after which nothing
+//! once, by an abort or by a finish, after which nothing
 //! is called on it. The one exception is what NCCL makes it for: `ncclCommAbort` beside a call that
 //! does not return.
 
 #![expect(unsafe_code, reason = "calls C")]
 
+use std::any::Any;
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,11 +19,13 @@ use std::time::{Duration, Instant};
 use half::{bf16, f16};
 use parking_lot::{Mutex, MutexGuard};
 
+use super::Config as Settings;
 use super::cuda::Device;
 use super::result::lacks;
 use super::sys::{
     Comm, Config, DataType, NO_COLOR, NcclApi, NcclResult, RedOp, SCALAR_HOST, UniqueId,
 };
+use crate::backend::device::{self, Doubt};
 use crate::device::{DeviceBuf, DeviceStep, DeviceStream};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
@@ -33,10 +36,12 @@ const TICK: Duration = Duration::from_micros(200);
 
 /// One rank's end of a communicator.
 #[derive(Debug)]
-pub(super) struct Communicator {
+pub(crate) struct Communicator {
     api: NcclApi,
     raw: Comm,
     device: Arc<Device>,
+    /// What it was made with.
+    settings: Settings,
     /// Held in every call but an abort.
     calls: Mutex<()>,
     ended: AtomicBool,
@@ -54,8 +59,10 @@ impl Communicator {
         device: Arc<Device>,
         (rank, world): (Rank, usize),
         ids: &mut [UniqueId],
-        config: &mut Config,
+        settings: &Settings,
     ) -> Result<Self> {
+        let (mut config, _name) = settings.to_sys();
+        let config: *mut Config = &raw mut config;
         let entered = device.enter()?;
         let (rank, world, count) = (narrow(rank)?, narrow(world)?, narrow(ids.len())?);
         let mut raw = std::ptr::null_mut();
@@ -79,17 +86,13 @@ impl Communicator {
             api.check(result, during)?;
             return Err(nothing(during));
         }
-        let made = Self::new(api, raw, device);
+        let made = Self::new(api, raw, device, settings.clone());
         api.check(result, during).map(|()| made)
     }
 
-    fn new(api: NcclApi, raw: Comm, device: Arc<Device>) -> Self {
-        Self { api, raw, device, calls: Mutex::default(), ended: AtomicBool::new(false) }
-    }
-
-    /// The library.
-    pub(super) fn api(&self) -> NcclApi {
-        self.api
+    fn new(api: NcclApi, raw: Comm, device: Arc<Device>, settings: Settings) -> Self {
+        let (calls, ended) = (Mutex::default(), AtomicBool::new(false));
+        Self { api, raw, device, settings, calls, ended }
     }
 
     /// The right to call, on a communicator that has not been ended.
@@ -123,25 +126,13 @@ impl Communicator {
         Ok(state == NcclResult::SUCCESS)
     }
 
-    /// As [`ready`](Self::ready), for whoever must not wait: a call under way, which may hang, counts
-    /// as well.
-    pub(super) fn healthy(&self) -> Result<()> {
-        let Some(_guard) = self.calls.try_lock() else { return Ok(()) };
-        self.not_ended()?;
-        self.state().map(drop)
-    }
-
     /// Enqueues the steps as one group, on a communicator that is ready. In progress. The operators
     /// made for it are to be [given back](Self::give_back) once it is ready again.
     ///
     /// # Safety
     ///
     /// As [`DeviceBackend::enqueue`](crate::device::DeviceBackend::enqueue).
-    pub(super) unsafe fn launch(
-        &self,
-        steps: &[DeviceStep],
-        stream: DeviceStream,
-    ) -> Result<Operators> {
+    unsafe fn start(&self, steps: &[DeviceStep], stream: DeviceStream) -> Result<Operators> {
         let _guard = self.call()?;
         let _entered = self.device.enter()?;
         let mut operators = Operators(Vec::new());
@@ -188,7 +179,7 @@ impl Communicator {
 
     /// # Safety
     ///
-    /// As [`launch`](Self::launch), which calls it.
+    /// As [`start`](Self::start), which calls it.
     unsafe fn issue(
         &self,
         step: &DeviceStep,
@@ -258,7 +249,7 @@ impl Communicator {
     }
 
     /// Destroys the operators of a launch that is over.
-    pub(super) fn give_back(&self, operators: Operators) -> Result<()> {
+    fn give_back(&self, operators: Operators) -> Result<()> {
         if !operators.0.is_empty() {
             let _guard = self.call()?;
             self.give_back_within(operators);
@@ -275,23 +266,21 @@ impl Communicator {
     }
 
     /// Begins a split, with a colour or none; in progress on both communicators.
-    pub(super) fn split(
-        &self,
-        place: Option<(Rank, Rank)>,
-        config: &mut Config,
-    ) -> Result<Option<Self>> {
+    fn begin_split(&self, place: Option<(Rank, Rank)>) -> Result<Option<Self>> {
         let split = self.api.split.ok_or_else(|| lacks("ncclCommSplit", "2.18"))?;
         let (color, key) = match place {
             Some((color, key)) => (narrow(color)?, narrow(key)?),
             None => (NO_COLOR, 0),
         };
+        let (mut config, _name) = self.settings.to_sys();
         let _guard = self.call()?;
         let _entered = self.device.enter()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: not ended, nobody else in a call; writes one handle; the configuration is one of
         // the header's.
-        let result = unsafe { split(self.raw, color, key, &raw mut raw, config) };
-        let made = (!raw.is_null()).then(|| Self::new(self.api, raw, Arc::clone(&self.device)));
+        let result = unsafe { split(self.raw, color, key, &raw mut raw, &raw mut config) };
+        let made = (!raw.is_null())
+            .then(|| Self::new(self.api, raw, Arc::clone(&self.device), self.settings.clone()));
         self.api.check(result, "ncclCommSplit")?;
         match place {
             Some(_) if made.is_none() => Err(nothing("ncclCommSplit")),
@@ -299,27 +288,8 @@ impl Communicator {
         }
     }
 
-    /// Registers memory until the result is dropped.
-    ///
-    /// # Safety
-    ///
-    /// As [`DeviceBackend::register`](crate::device::DeviceBackend::register).
-    pub(super) unsafe fn register(self: &Arc<Self>, buf: DeviceBuf) -> Result<Registered> {
-        let register = self.api.register.ok_or_else(|| lacks("ncclCommRegister", "2.19"))?;
-        let deregister = self.api.deregister.ok_or_else(|| lacks("ncclCommDeregister", "2.19"))?;
-        let _guard = self.call()?;
-        let _entered = self.device.enter()?;
-        let mut handle = std::ptr::null_mut();
-        // SAFETY: not ended, nobody else in a call; the memory is as promised; writes one handle.
-        let result =
-            unsafe { register(self.raw, address(buf.address()), buf.bytes(), &raw mut handle) };
-        self.api.check(result, "ncclCommRegister")?;
-        Ok(Registered { communicator: Arc::clone(self), deregister, handle })
-    }
-
-    /// Frees what peers and device hold for it, without their consent; whether this call did, and
-    /// what came of it. Returns when the device has let go of all memory.
-    pub(super) fn abort(&self) -> Option<Result<()>> {
+    /// Aborts; whether this call did, and what came of it.
+    fn end_now(&self) -> Option<Result<()>> {
         if !self.end() {
             return None;
         }
@@ -332,9 +302,77 @@ impl Communicator {
         Some(self.api.check(result, "ncclCommAbort"))
     }
 
-    /// Ends it in order: lets it finish what is under way, until the deadline; after that, or after a
-    /// failure, aborts.
-    pub(super) fn finish(&self, deadline: Instant) {
+    /// Whether the caller is the one who ends it.
+    fn end(&self) -> bool {
+        // AcqRel: pairs with `call`, which sees it before it calls anything.
+        !self.ended.swap(true, Ordering::AcqRel)
+    }
+}
+
+impl device::Communicator for Communicator {
+    const BACKEND: &'static str = "nccl";
+    const ABORT: &'static str = "ncclCommAbort";
+    const HELD: &'static str = "";
+
+    type Device = Device;
+    type Kept = ();
+
+    fn supports(&self, op: &OpDesc) -> Result<()> {
+        match op.op {
+            Some(reduce @ (ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor)) => {
+                let what = format!("{reduce} on device memory");
+                Err(Error::Unsupported { backend: "nccl", what })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    unsafe fn launch(
+        &self,
+        steps: &[DeviceStep],
+        stream: DeviceStream,
+        go_on: &dyn Fn() -> Result<()>,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        let operators = unsafe { self.start(steps, stream) }?;
+        while !self.ready()? {
+            go_on()?;
+        }
+        self.give_back(operators)
+    }
+
+    fn healthy(&self) -> Result<()> {
+        // A call under way may hang, and counts as well.
+        let Some(_guard) = self.calls.try_lock() else { return Ok(()) };
+        self.not_ended()?;
+        self.state().map(drop)
+    }
+
+    fn split(
+        &self,
+        place: Option<(Rank, Rank)>,
+        deadline: Instant,
+        go_on: &dyn Fn() -> Result<()>,
+    ) -> Result<Option<Self>> {
+        let made = self.begin_split(place)?;
+        while !(self.ready()? && made.as_ref().map_or(Ok(true), Self::ready)?) {
+            go_on()?;
+            if Instant::now() >= deadline {
+                let (name, text) = ("ncclInProgress".into(), "ranks did not come in time".into());
+                let during = "ncclCommSplit".into();
+                return Err(Error::Backend { backend: "nccl", during, name, code: 7, text });
+            }
+        }
+        Ok(made)
+    }
+
+    fn abort(&self, _under_way: &dyn Fn() -> bool) -> bool {
+        // What an abort that fails leaves behind nobody can mend.
+        drop(self.end_now());
+        true
+    }
+
+    fn finish(&self, deadline: Instant) {
         let finalize = || {
             let _guard = self.call()?;
             let _entered = self.device.enter()?;
@@ -348,7 +386,7 @@ impl Communicator {
             over = self.ready();
         }
         if !matches!(over, Ok(true)) {
-            self.abort();
+            drop(self.end_now());
             return;
         }
         let _guard = self.calls.lock();
@@ -361,22 +399,44 @@ impl Communicator {
         let _ = unsafe { (self.api.destroy)(self.raw) };
     }
 
-    /// Whether the caller is the one who ends it.
-    fn end(&self) -> bool {
-        // AcqRel: pairs with `call`, which sees it before it calls anything.
-        !self.ended.swap(true, Ordering::AcqRel)
+    unsafe fn register(self: &Arc<Self>, buf: DeviceBuf) -> Result<Box<dyn Any + Send + Sync>> {
+        let register = self.api.register.ok_or_else(|| lacks("ncclCommRegister", "2.19"))?;
+        let deregister = self.api.deregister.ok_or_else(|| lacks("ncclCommDeregister", "2.19"))?;
+        let _guard = self.call()?;
+        let _entered = self.device.enter()?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: not ended, nobody else in a call; the memory is as promised; writes one handle.
+        let result =
+            unsafe { register(self.raw, address(buf.address()), buf.bytes(), &raw mut handle) };
+        self.api.check(result, "ncclCommRegister")?;
+        Ok(Box::new(Registered { communicator: Arc::clone(self), deregister, handle }))
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<(u64, Box<dyn Any + Send + Sync>)> {
+        let memory = self.api.mem_alloc(bytes)?;
+        let address = memory.expose_provenance() as u64;
+        Ok((address, Box::new(Memory { api: self.api, device: Arc::clone(&self.device), address })))
+    }
+
+    fn is_remote(error: &Error) -> bool {
+        // ncclSystemError, ncclInternalError, ncclRemoteError.
+        matches!(error, Error::Backend { code: 2 | 3 | 6, backend: "nccl", .. })
+    }
+
+    fn doubt(_error: &Error) -> Doubt {
+        Doubt::None
     }
 }
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        self.abort();
+        drop(self.end_now());
     }
 }
 
 /// Operators made for a launch.
 #[derive(Debug)]
-pub(super) struct Operators(Vec<(DType, ReduceOp, RedOp)>);
+struct Operators(Vec<(DType, ReduceOp, RedOp)>);
 
 impl Operators {
     fn find(&self, dtype: DType, reduce: ReduceOp) -> Option<RedOp> {
@@ -387,7 +447,7 @@ impl Operators {
 
 /// Memory that a communicator knows.
 #[derive(Debug)]
-pub(super) struct Registered {
+struct Registered {
     communicator: Arc<Communicator>,
     deregister: unsafe extern "C" fn(Comm, *mut c_void) -> NcclResult,
     handle: *mut c_void,
@@ -408,14 +468,20 @@ impl Drop for Registered {
     }
 }
 
-/// Whether NCCL has the operator.
-pub(super) fn supports(op: &OpDesc) -> Result<()> {
-    match op.op {
-        Some(reduce @ (ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor)) => {
-            let what = format!("{reduce} on device memory");
-            Err(Error::Unsupported { backend: "nccl", what })
-        }
-        _ => Ok(()),
+/// Memory of `ncclMemAlloc`.
+#[derive(Debug)]
+struct Memory {
+    api: NcclApi,
+    device: Arc<Device>,
+    address: u64,
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let _entered = self.device.enter();
+        // SAFETY: allocated by the same library, freed once; whoever got a view of it promised not
+        // to drop this while that is in use.
+        unsafe { self.api.mem_free(address(self.address)) };
     }
 }
 

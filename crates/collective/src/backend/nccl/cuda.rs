@@ -6,13 +6,15 @@
 
 #![expect(unsafe_code, reason = "calls C")]
 
+use std::any::Any;
 use std::ffi::c_int;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
 use super::sys::{self, CudaApi, CudaResult, NO_TIMING, NON_BLOCKING};
-use crate::device::{DeviceBuf, DeviceStream};
+use crate::backend::device;
+use crate::device::{DeviceBuf, DeviceStream, Mark};
 use crate::{Error, Result};
 
 /// Events that are kept for the next operations.
@@ -20,7 +22,7 @@ const EVENTS_KEPT: usize = 256;
 
 /// A device whose primary context is kept.
 #[derive(Debug)]
-pub(super) struct Device {
+pub(crate) struct Device {
     api: CudaApi,
     pub(super) ordinal: u32,
     handle: c_int,
@@ -74,27 +76,42 @@ impl Device {
         self.api.check(result, "cuCtxPushCurrent")?;
         Ok(Entered(self))
     }
+}
 
-    /// Whether the stream is being captured into a graph.
-    pub(super) fn is_capturing(&self, stream: DeviceStream) -> Result<bool> {
+impl device::Device for Device {
+    type Event = Event;
+    type Entered<'a> = Entered<'a>;
+
+    fn name(&self) -> String {
+        format!("cuda:{}", self.ordinal)
+    }
+
+    fn enter(&self) -> Result<Entered<'_>> {
+        self.enter()
+    }
+
+    fn check_stream(&self, stream: DeviceStream) -> Result<()> {
         let mut status = 0;
         // SAFETY: the stream lives, as whoever made the value promised; writes one enumerator.
         let result = unsafe { (self.api.stream_capturing)(stream.as_raw(), &raw mut status) };
         self.api.check(result, "cuStreamIsCapturing")?;
-        Ok(status != 0)
+        if status != 0 {
+            let what = "a stream that is being captured into a graph".into();
+            return Err(Error::Unsupported { backend: "nccl", what });
+        }
+        Ok(())
     }
 
-    /// Copies within the device; it must be current.
-    ///
-    /// # Safety
-    ///
-    /// As [`DeviceBackend::copy`](crate::device::DeviceBackend::copy).
-    pub(super) unsafe fn copy(
-        &self,
-        to: DeviceBuf,
-        from: DeviceBuf,
-        stream: DeviceStream,
-    ) -> Result<()> {
+    fn event(self: &Arc<Self>) -> Result<Event> {
+        Event::new(self)
+    }
+
+    fn stream(self: &Arc<Self>) -> Result<(DeviceStream, Box<dyn Any + Send + Sync>)> {
+        let made = OwnStream::new(self)?;
+        Ok((made.stream, Box::new(made)))
+    }
+
+    unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()> {
         if to.bytes() == 0 {
             return Ok(());
         }
@@ -104,12 +121,7 @@ impl Device {
         self.api.check(result, "cuMemcpyDtoDAsync")
     }
 
-    /// Sets bytes to zero; it must be current.
-    ///
-    /// # Safety
-    ///
-    /// As [`DeviceBackend::clear`](crate::device::DeviceBackend::clear).
-    pub(super) unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()> {
+    unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()> {
         if buf.bytes() == 0 {
             return Ok(());
         }
@@ -121,14 +133,14 @@ impl Device {
 
 /// A stream of this crate's own.
 #[derive(Debug)]
-pub(super) struct OwnStream {
+struct OwnStream {
     device: Arc<Device>,
     stream: DeviceStream,
 }
 
 impl OwnStream {
     /// The device must be current.
-    pub(super) fn new(device: &Arc<Device>) -> Result<Self> {
+    fn new(device: &Arc<Device>) -> Result<Self> {
         let mut raw = std::ptr::null_mut();
         // SAFETY: writes one handle.
         let result = unsafe { (device.api.stream_create)(&raw mut raw, NON_BLOCKING) };
@@ -137,10 +149,6 @@ impl OwnStream {
         // something in it.
         let stream = unsafe { DeviceStream::from_raw(raw) };
         Ok(Self { device: Arc::clone(device), stream })
-    }
-
-    pub(super) fn stream(&self) -> DeviceStream {
-        self.stream
     }
 }
 
@@ -165,7 +173,7 @@ impl Drop for Device {
 
 /// A thread on which the device is current.
 #[derive(Debug)]
-pub(super) struct Entered<'a>(&'a Device);
+pub(crate) struct Entered<'a>(&'a Device);
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
@@ -178,14 +186,14 @@ impl Drop for Entered<'_> {
 
 /// A place in a stream.
 #[derive(Debug)]
-pub(super) struct Event {
+pub(crate) struct Event {
     device: Arc<Device>,
     raw: Raw,
 }
 
 impl Event {
     /// The device must be current.
-    pub(super) fn new(device: &Arc<Device>) -> Result<Self> {
+    fn new(device: &Arc<Device>) -> Result<Self> {
         let kept = device.events.lock().pop();
         let raw = match kept {
             Some(raw) => raw,
@@ -199,16 +207,18 @@ impl Event {
         };
         Ok(Self { device: Arc::clone(device), raw })
     }
+}
 
-    /// Puts it into the stream, behind what is there.
-    pub(super) fn record(&self, stream: DeviceStream) -> Result<()> {
+impl device::Event for Event {
+    fn record(&self, stream: DeviceStream) -> Result<()> {
         // SAFETY: the event is of this device; the stream lives, as whoever made the value promised.
         let result = unsafe { (self.device.api.event_record)(self.raw.0, stream.as_raw()) };
         self.device.api.check(result, "cuEventRecord")
     }
+}
 
-    /// Whether the stream has reached it.
-    pub(super) fn reached(&self) -> Result<bool> {
+impl Mark for Event {
+    fn reached(&self) -> Result<bool> {
         // SAFETY: an event of this device.
         match unsafe { (self.device.api.event_query)(self.raw.0) } {
             CudaResult::NOT_READY => Ok(false),
@@ -216,8 +226,7 @@ impl Event {
         }
     }
 
-    /// Has another stream wait until the event's has reached it.
-    pub(super) fn order(&self, stream: DeviceStream) -> Result<()> {
+    unsafe fn order(&self, stream: DeviceStream) -> Result<()> {
         // The default stream is that of the current device.
         let _entered = self.device.enter()?;
         // SAFETY: as for `record`.

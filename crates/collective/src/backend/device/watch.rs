@@ -2,7 +2,7 @@
 //!
 //! The thread looks every millisecond while something is under way: which streams have reached their
 //! operations and which operations have ended, whether the host's side of the group has failed,
-//! whether NCCL reports an error, and whether time is over for the oldest operation. It alone decides
+//! whether the library reports an error, and whether time is over for the oldest operation. It alone decides
 //! why the group has failed, and it alone aborts the communicator, once: everybody else
 //! [posts](Shared::fail) what they saw and waits for the verdict.
 //!
@@ -11,148 +11,67 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, Weak, mpsc};
+use std::sync::{Arc, OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::communicator::Communicator;
-use super::cuda::Event;
-use super::herald::{Case, Finding, Herald, List, Verdict, inquest_time};
+use super::flight::Op;
+use super::herald::{Case, Finding, Herald, Verdict, inquest_time};
+use super::library::{Communicator, Doubt};
 use crate::backend::Backend;
-use crate::device::{DeviceStream, Ended, InFlight};
-use crate::{Error, OpDesc, Rank, Result};
+use crate::device::Mark as _;
+use crate::{Error, Rank, Result};
 
 /// Lists that may be under way at once.
 const MOST: usize = 1024;
 /// Between two looks while something is under way, and while nothing is.
-const BUSY: Duration = Duration::from_millis(1);
+pub(super) const BUSY: Duration = Duration::from_millis(1);
 const IDLE: Duration = Duration::from_millis(50);
-/// How long the host's side may take to name the dead whose silence NCCL has noticed.
+/// How long the host's side may take to name the dead whose silence the library has noticed.
 const NAMING: Duration = Duration::from_millis(500);
 /// How long the store may take to tell a verdict, or to hear one, beside an inquest.
 const TELLING: Duration = Duration::from_secs(1);
 /// How long an abort may take before waits end without it.
-const ABORT: Duration = Duration::from_secs(10);
-
-/// A list of operations in a stream.
-#[derive(Debug)]
-pub(super) struct Op {
-    /// The first of them, for texts.
-    pub(super) first: OpDesc,
-    /// What it is to the peers: a place in the group's history, or messages.
-    pub(super) case: Case,
-    pub(super) seq: u64,
-    pub(super) timeout: Duration,
-    /// Reached before and after.
-    pub(super) begin: Event,
-    pub(super) end: Event,
-    /// `end` has been recorded.
-    pub(super) launched: AtomicBool,
-    pub(super) enqueued: Instant,
-    pub(super) begun: OnceLock<Instant>,
-    /// Since when somebody waits for it.
-    waited: OnceLock<Instant>,
-    pub(super) ended: Mutex<Option<EndedOnce>>,
-    outcome: OnceLock<Result<()>>,
-}
-
-/// [`Ended`], which has no `Debug`.
-pub(super) struct EndedOnce(pub(super) Ended);
-
-impl std::fmt::Debug for EndedOnce {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Ended")
-    }
-}
-
-impl Op {
-    pub(super) fn new(
-        ops: &[OpDesc],
-        (seq, case): (u64, Case),
-        timeout: Duration,
-        [begin, end]: [Event; 2],
-        ended: Ended,
-    ) -> Self {
-        let (launched, enqueued) = (AtomicBool::new(false), Instant::now());
-        let (begun, waited, outcome) = Default::default();
-        let ended = Mutex::new(Some(EndedOnce(ended)));
-        let first = ops[0];
-        Self {
-            first,
-            case,
-            seq,
-            timeout,
-            begin,
-            end,
-            launched,
-            enqueued,
-            begun,
-            waited,
-            ended,
-            outcome,
-        }
-    }
-
-    fn settle(&self, result: &Result<()>) {
-        // Held until the outcome can be seen: whoever sees it finds it told.
-        let mut ended = self.ended.lock();
-        if self.outcome.get().is_none() {
-            if let Some(EndedOnce(ended)) = ended.take() {
-                ended(result);
-            }
-            self.outcome.get_or_init(|| result.clone());
-        }
-    }
-
-    /// Since when it may be waited for, if it may; and whether its stream is there.
-    fn since(&self) -> Option<(Instant, bool)> {
-        // Acquire: pairs with the store after the end was recorded.
-        if !self.launched.load(Ordering::Acquire) {
-            return Some((self.enqueued, true));
-        }
-        let begun = self.begun.get().map(|&at| (at, true));
-        begun.or_else(|| self.waited.get().map(|&at| (at, false)))
-    }
-}
+pub(super) const ABORT: Duration = Duration::from_secs(10);
 
 /// What the watching thread shares with the callers.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct Shared<C: Communicator> {
     pub(super) host: Arc<dyn Backend>,
-    pub(super) communicator: Arc<Communicator>,
+    pub(super) communicator: Arc<C>,
     pub(super) herald: Herald,
     pub(super) name: String,
     pub(super) rank: Rank,
     pub(super) world: usize,
-    ops: Mutex<VecDeque<Arc<Op>>>,
+    ops: Mutex<VecDeque<Arc<Op<C>>>>,
     /// With `ops`: wakes the thread.
     changed: Condvar,
     /// What a caller saw.
-    posted: Mutex<Option<Error>>,
-    verdict: OnceLock<(Error, Instant)>,
+    pub(super) posted: Mutex<Option<Error>>,
+    pub(super) verdict: OnceLock<(Error, Instant)>,
     /// A caller has got the verdict; from then on the group is poisoned.
-    told: AtomicBool,
-    /// With `over`: whether the communicator has been aborted.
-    aborted: Mutex<bool>,
+    pub(super) told: AtomicBool,
+    /// With `over`: once the abort is over, whether the device has let go of all memory.
+    aborted: Mutex<Option<bool>>,
     over: Condvar,
     stop: AtomicBool,
 }
 
 /// Why the thread thinks that the group has failed.
-enum Cause {
+enum Cause<C: Communicator> {
     /// The host's side has.
     Host(Error),
     /// Something failed here.
     Own(Error),
     /// Time is over for this one.
-    Late(Arc<Op>, Duration, Finding),
+    Late(Arc<Op<C>>, Duration, Finding),
 }
 
-impl Shared {
+impl<C: Communicator> Shared<C> {
     pub(super) fn new(
         host: Arc<dyn Backend>,
-        communicator: Arc<Communicator>,
+        communicator: Arc<C>,
         herald: Herald,
         name: String,
     ) -> Self {
@@ -193,7 +112,7 @@ impl Shared {
     }
 
     /// Adds an operation, once there is room.
-    pub(super) fn watch(&self, op: &Arc<Op>) -> Result<()> {
+    pub(super) fn watch(&self, op: &Arc<Op<C>>) -> Result<()> {
         let mut ops = self.ops.lock();
         while ops.len() >= MOST {
             let oldest = Arc::clone(&ops[0]);
@@ -247,23 +166,23 @@ impl Shared {
         self.wake();
         let deadline = Instant::now() + NAMING + 2 * self.telling() + ABORT;
         let mut aborted = self.aborted.lock();
-        while !*aborted {
+        while aborted.is_none() {
             if self.over.wait_until(&mut aborted, deadline).timed_out() {
                 break;
             }
         }
-        let let_go = *aborted;
+        let let_go = *aborted == Some(true);
         drop(aborted);
         self.told.store(true, Ordering::Relaxed);
         match self.verdict() {
             Some(error) if let_go => error.clone(),
-            error => stuck(error),
+            error => stuck::<C>(error),
         }
     }
 
-    /// Whether the device has let go of the memory of operations that failed.
+    /// Whether the abort is over.
     pub(super) fn is_aborted(&self) -> bool {
-        *self.aborted.lock()
+        self.aborted.lock().is_some()
     }
 
     /// How long the thread that talks to the store may take for one request.
@@ -271,7 +190,7 @@ impl Shared {
         TELLING + inquest_time(self.world)
     }
 
-    fn name_of(&self, op: &Op) -> String {
+    fn name_of(&self, op: &Op<C>) -> String {
         format!("{} #{} of group {}", op.first.verb, op.seq, self.name)
     }
 
@@ -300,26 +219,26 @@ impl Shared {
         }
     }
 
-    /// Notes what has begun and ended, and looks for failures; of NCCL's only if asked.
-    fn look(&self, ask_nccl: bool) -> std::result::Result<(), Cause> {
+    /// Notes what has begun and ended, and looks for failures; of the library's only if asked.
+    fn look(&self, ask_library: bool) -> std::result::Result<(), Cause<C>> {
         if let Some(error) = self.posted.lock().take() {
             return Err(Cause::Own(error));
         }
         self.host.health().map_err(Cause::Host)?;
         self.note_progress().map_err(Cause::Own)?;
-        if ask_nccl {
+        if ask_library {
             self.communicator.healthy().map_err(Cause::Own)?;
         }
         Ok(())
     }
 
     fn note_progress(&self) -> Result<()> {
-        let ops: Vec<Arc<Op>> = self.ops.lock().iter().cloned().collect();
+        let ops: Vec<Arc<Op<C>>> = self.ops.lock().iter().cloned().collect();
         let mut messages = Vec::new();
         for op in &ops {
             // Acquire: pairs with the store after the end was recorded.
             let done = op.outcome.get().is_some()
-                || op.launched.load(Ordering::Acquire) && op.end.reached()?;
+                || op.launched.load(Ordering::Acquire) && self.communicator.ended(&op.end)?;
             if op.begun.get().is_none() && (done || op.begin.reached()?) {
                 op.begun.get_or_init(Instant::now);
                 if let Case::All(list) = &op.case {
@@ -338,9 +257,12 @@ impl Shared {
     }
 
     /// Whether time is over for an operation. Who is missing is asked a little before.
-    fn late(&self, inquest: &mut Option<(Arc<Op>, mpsc::Receiver<Finding>)>) -> Option<Cause> {
-        let head = |op: &Op| inquest_time(self.world).min(op.timeout / 2);
-        let due = |op: &&Arc<Op>| {
+    fn late(
+        &self,
+        inquest: &mut Option<(Arc<Op<C>>, mpsc::Receiver<Finding>)>,
+    ) -> Option<Cause<C>> {
+        let head = |op: &Op<C>| inquest_time(self.world).min(op.timeout / 2);
+        let due = |op: &&Arc<Op<C>>| {
             op.since().is_some_and(|(since, _)| since.elapsed() + head(op) >= op.timeout)
         };
         let op = self.ops.lock().iter().find(due).cloned();
@@ -371,7 +293,7 @@ impl Shared {
     }
 
     /// Decides why the group has failed, tells the peers, and ends what is under way.
-    fn conclude(&self, cause: Cause) {
+    fn conclude(&self, cause: Cause<C>) {
         let oldest = self.ops.lock().front().cloned();
         let during = oldest.as_ref().map(|op| self.name_of(op));
         let during = during.unwrap_or_else(|| format!("group {}", self.name));
@@ -381,40 +303,77 @@ impl Shared {
             Cause::Host(error) => self.understand(error, during, waited),
             Cause::Own(error) => match self.named(&error) {
                 Some(named) => self.understand(named, during, waited),
-                None => {
-                    // Every rank compares calls for itself.
-                    if !matches!(error, Error::Mismatch { .. }) {
-                        self.host.abort(&error.to_string());
+                None => match oldest.as_ref().and_then(|op| self.explain(&error, op, waited)) {
+                    Some((error, verdict)) => self.tell(error, verdict),
+                    None => {
+                        // Every rank compares calls for itself.
+                        if !matches!(error, Error::Mismatch { .. }) {
+                            self.host.abort(&error.to_string());
+                        }
+                        error
                     }
-                    error
-                }
+                },
             },
             Cause::Late(op, waited, finding) => {
-                let (error, verdict) = blame(self.name_of(&op), waited, finding);
-                if let Some(verdict) = verdict {
-                    self.herald.tell(verdict, self.telling());
-                }
-                self.host.abort(&error.to_string());
-                error
+                let (error, verdict) = blame::<C>(self.name_of(&op), waited, finding);
+                self.tell(error, verdict)
             }
         };
         // Nobody else sets it.
         drop(self.verdict.set((error.clone(), Instant::now())));
-        // What an abort that fails leaves behind nobody can mend.
-        drop(self.communicator.abort());
+        let under_way = || {
+            let ops: Vec<Arc<Op<C>>> = self.ops.lock().iter().cloned().collect();
+            ops.iter().any(|op| op.is_under_way())
+        };
+        let let_go = self.communicator.abort(&under_way);
         let ops = std::mem::take(&mut *self.ops.lock());
-        let failed = Err(error);
+        let failed = Err(if let_go { error } else { stuck::<C>(Some(&error)) });
         ops.iter().for_each(|op| op.settle(&failed));
-        *self.aborted.lock() = true;
+        if !let_go {
+            // The device may still use what the launches have kept.
+            std::mem::forget(ops);
+        }
+        *self.aborted.lock() = Some(let_go);
         self.over.notify_all();
+    }
+
+    /// Tells the peers why the group has failed.
+    fn tell(&self, error: Error, verdict: Option<Verdict>) -> Error {
+        if let Some(verdict) = verdict {
+            self.herald.tell(verdict, self.telling());
+        }
+        self.host.abort(&error.to_string());
+        error
+    }
+
+    /// What the peers' progress makes of the library's error, for libraries that end what hangs, or
+    /// is called differently, with an error of their own that names nobody.
+    fn explain(
+        &self,
+        error: &Error,
+        op: &Op<C>,
+        waited: Duration,
+    ) -> Option<(Error, Option<Verdict>)> {
+        let doubt = C::doubt(error);
+        if doubt == Doubt::None {
+            return None;
+        }
+        let answer = self.herald.inquire(op.case.clone());
+        match (answer.recv_timeout(self.telling()).ok()?, doubt) {
+            (finding @ Finding::Differ(..), _) => {
+                Some(blame::<C>(self.name_of(op), waited, finding))
+            }
+            (finding @ Finding::Missing(_), Doubt::Absent(how)) => {
+                Some(blame::<C>(format!("{} {how}", self.name_of(op)), waited, finding))
+            }
+            _ => None,
+        }
     }
 
     /// Who is to blame for an error that may come from a peer's end: the host's side knows in a
     /// moment.
     fn named(&self, error: &Error) -> Option<Error> {
-        // ncclSystemError, ncclInternalError, ncclRemoteError.
-        let remote = matches!(error, Error::Backend { code: 2 | 3 | 6, backend: "nccl", .. });
-        let deadline = Instant::now() + if remote { NAMING } else { Duration::ZERO };
+        let deadline = Instant::now() + if C::is_remote(error) { NAMING } else { Duration::ZERO };
         loop {
             match self.host.health() {
                 Err(error) => return Some(error),
@@ -446,9 +405,13 @@ impl Shared {
 }
 
 /// What an inquest's finding is to this rank, and to its peers.
-fn blame(op: String, waited: Duration, finding: Finding) -> (Error, Option<Verdict>) {
+fn blame<C: Communicator>(
+    op: String,
+    waited: Duration,
+    finding: Finding,
+) -> (Error, Option<Verdict>) {
     let unnamed = |text: String| Error::Backend {
-        backend: "nccl",
+        backend: C::BACKEND,
         during: op.clone(),
         name: "timed out".into(),
         code: 0,
@@ -475,93 +438,17 @@ fn blame(op: String, waited: Duration, finding: Finding) -> (Error, Option<Verdi
 }
 
 /// The device may still use the memory.
-fn stuck(verdict: Option<&Error>) -> Error {
+pub(super) fn stuck<C: Communicator>(verdict: Option<&Error>) -> Error {
     let why = verdict.map_or_else(|| "not known yet".into(), ToString::to_string);
     Error::Backend {
-        backend: "nccl",
-        during: "ncclCommAbort".into(),
+        backend: C::BACKEND,
+        during: C::ABORT.into(),
         name: "timed out".into(),
         code: 0,
         text: format!(
-            "not over after {ABORT:?}, so the device may still use the memory of operations; why the \
-             group failed: {why}"
+            "not over after {ABORT:?}, so the device may still use the memory of operations{}; why the \
+             group failed: {why}",
+            C::HELD
         ),
     }
-}
-
-/// A [`DeviceWork`](crate::device::DeviceWork)'s side of an operation.
-#[derive(Debug)]
-pub(super) struct Flight {
-    pub(super) op: Arc<Op>,
-    pub(super) shared: Weak<Shared>,
-}
-
-impl InFlight for Flight {
-    fn settled(&self) -> Option<Result<()>> {
-        let op = &self.op;
-        if let Some(outcome) = op.outcome.get() {
-            if let (Err(_), Some(shared)) = (outcome, self.shared.upgrade()) {
-                shared.told.store(true, Ordering::Relaxed);
-            }
-            return Some(outcome.clone());
-        }
-        // A group that is gone has settled its operations, unless an abort hangs.
-        let Some(shared) = self.shared.upgrade() else { return Some(Err(stuck(None))) };
-        if let Some((error, at)) = shared.verdict.get() {
-            // Past that the watch hangs in an abort.
-            return (at.elapsed() > ABORT).then(|| Err(stuck(Some(error))));
-        }
-        match op.end.reached() {
-            // The verdict is looked at after the event: who aborts has set it before.
-            Ok(true) if shared.verdict().is_none() => {
-                op.settle(&Ok(()));
-                shared.wake();
-                Some(Ok(()))
-            }
-            Ok(_) => None,
-            Err(error) => {
-                shared.posted.lock().get_or_insert(error);
-                shared.wake();
-                None
-            }
-        }
-    }
-
-    fn wait(&self, timeout: Option<Duration>) -> Result<bool> {
-        let start = Instant::now();
-        if timeout.is_none() {
-            self.op.waited.get_or_init(|| start);
-        }
-        loop {
-            if let Some(outcome) = self.settled() {
-                return outcome.map(|()| true);
-            }
-            let waited = start.elapsed();
-            if timeout.is_some_and(|timeout| waited >= timeout) {
-                return Ok(false);
-            }
-            if waited < Duration::from_micros(50) {
-                std::thread::yield_now();
-            } else {
-                // A hundredth of what has been waited already, so that little is lost.
-                let nap = (waited / 100).clamp(Duration::from_micros(20), BUSY);
-                std::thread::sleep(timeout.map_or(nap, |timeout| nap.min(timeout - waited)));
-            }
-        }
-    }
-
-    unsafe fn order(&self, stream: DeviceStream) -> Result<()> {
-        self.op.end.order(stream)
-    }
-}
-
-/// The place of a list in the group's history, or its messages; `None` for messages with nobody.
-pub(super) fn case(seq: u64, ops: &[OpDesc], peers: impl Iterator<Item = Rank>) -> Case {
-    if ops.iter().any(|op| op.verb != crate::Verb::Batch) {
-        return Case::All(List::new(seq, ops));
-    }
-    let mut peers: Vec<Rank> = peers.collect();
-    peers.sort_unstable();
-    peers.dedup();
-    Case::Messages(peers)
 }

@@ -1,0 +1,357 @@
+//! What is needed of AscendCL: a device's context, events, streams, memory, copies.
+//!
+//! A [`Device`] belongs to a context that is somebody else's: the one that is current where the group
+//! is joined, or the one that `aclrtSetDevice` makes, which lasts as long as the process. Whoever
+//! calls CANN [enters](Device::enter) it for the time of the call, so that a caller's thread is left as
+//! it was.
+//!
+//! The invariant of events: none is destroyed before its stream has reached it and all streams have
+//! come past that were told to wait for it. Till then the device keeps it.
+
+#![expect(unsafe_code, reason = "calls C")]
+
+use std::any::Any;
+use std::ffi::c_void;
+use std::marker::PhantomData;
+use std::ptr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use npu_sys::sys::{
+    ACL_EVENT_SYNC, AclrtContext, AclrtEvent, AclrtEventRecordedStatus, AclrtMemMallocPolicy,
+    AclrtMemcpyKind, AclrtStream, HcclRootInfo,
+};
+use parking_lot::Mutex;
+
+use super::result::{Libraries, Tables};
+use crate::backend::device;
+use crate::device::{DeviceBuf, DeviceStream, Mark};
+use crate::{Error, Result};
+
+/// How long a stream that is dropped may take to do what is in it, before it is leaked.
+const END: Duration = Duration::from_secs(10);
+
+/// A device, by one of its contexts.
+#[derive(Debug)]
+pub(crate) struct Device {
+    pub(super) tables: Arc<Tables>,
+    pub(super) index: i32,
+    /// The chip, if AscendCL names it.
+    pub(super) soc: Option<String>,
+    context: AclrtContext,
+    /// Events that streams may still have to do with.
+    held: Mutex<Vec<Held>>,
+}
+
+impl Device {
+    /// The device with this index among those that `ASCEND_RT_VISIBLE_DEVICES` leaves.
+    pub(super) fn open(libraries: &Libraries, index: u32) -> Result<Arc<Self>> {
+        let tables = Arc::clone(libraries.tables());
+        let acl = &tables.acl;
+        let found = npu_sys::probe_with(acl).map_err(|error| tables.error(error))?;
+        let number = i32::try_from(index).ok().filter(|_| (index as usize) < found.count);
+        let number = number.ok_or_else(|| {
+            Error::InvalidArgument(format!(
+                "there is no NPU {index} among {}; ASCEND_RT_VISIBLE_DEVICES may hide some",
+                found.count
+            ))
+        })?;
+        let context = context_of(&tables, number)?;
+        let held = Mutex::default();
+        Ok(Arc::new(Self { tables, index: number, soc: found.soc, context, held }))
+    }
+
+    /// What the ranks of a communicator meet at; of rank 0.
+    pub(super) fn root_info(&self) -> Result<HcclRootInfo> {
+        let _entered = device::Device::enter(self)?;
+        let mut info = HcclRootInfo { internal: [0; 4108] };
+        // SAFETY: hccl.h, `HcclGetRootInfo`: writes one info; a device is current.
+        self.check(unsafe { self.tables.hccl.HcclGetRootInfo(&raw mut info) })?;
+        Ok(info)
+    }
+
+    fn check<T>(&self, result: npu_sys::Result<T>) -> Result<T> {
+        result.map_err(|error| self.tables.error(error))
+    }
+
+    /// Whether the stream of an event has reached it.
+    fn reached(&self, event: AclrtEvent) -> Result<bool> {
+        let _entered = device::Device::enter(self)?;
+        let mut status = AclrtEventRecordedStatus::NOT_READY;
+        // SAFETY: acl_rt.h, `aclrtQueryEventStatus`: an event that exists; writes one status.
+        self.check(unsafe { self.tables.acl.aclrtQueryEventStatus(event, &raw mut status) })?;
+        Ok(status == AclrtEventRecordedStatus::COMPLETE)
+    }
+
+    fn new_event(&self) -> Result<AclrtEvent> {
+        let mut raw = AclrtEvent::NULL;
+        let acl = &self.tables.acl;
+        // SAFETY: acl_rt.h, `aclrtCreateEventExWithFlag`: writes one handle. The flag lets streams
+        // wait for the event.
+        self.check(unsafe { acl.aclrtCreateEventExWithFlag(&raw mut raw, ACL_EVENT_SYNC) })?;
+        Ok(raw)
+    }
+
+    fn record(&self, event: AclrtEvent, stream: DeviceStream) -> Result<()> {
+        let stream = AclrtStream(stream.as_raw());
+        // SAFETY: acl_rt.h, `aclrtRecordEvent`: the event exists, in the context that is current; the
+        // stream lives, as whoever made the value promised.
+        self.check(unsafe { self.tables.acl.aclrtRecordEvent(event, stream) })
+    }
+
+    /// Destroys those events that nothing has to do with any more.
+    fn sweep(&self, also: Option<Held>) {
+        let Ok(_entered) = device::Device::enter(self) else { return };
+        let mut held = self.held.lock();
+        held.extend(also);
+        held.retain(|event| {
+            let over = event.all().all(|raw| matches!(self.reached(raw), Ok(true)));
+            if over {
+                event.all().for_each(|raw| {
+                    // SAFETY: acl_rt.h, `aclrtDestroyEvent`: an event that exists, once; reached, and
+                    // all who wait for it have come past. Nobody hears of a failure.
+                    drop(unsafe { self.tables.acl.aclrtDestroyEvent(raw) });
+                });
+            }
+            !over
+        });
+    }
+
+    /// Memory as `aclrtMalloc` gives it, with the slack that CANN's kernels want behind it. The device
+    /// is current.
+    pub(super) fn alloc(self: &Arc<Self>, bytes: usize) -> Result<Memory> {
+        let room = bytes.checked_next_multiple_of(32).and_then(|bytes| bytes.checked_add(32));
+        let room = room.ok_or_else(|| {
+            Error::InvalidArgument(format!("{bytes} bytes are more than memory can hold"))
+        })?;
+        let (mut address, policy) = (ptr::null_mut(), AclrtMemMallocPolicy::HUGE_FIRST);
+        // SAFETY: acl_rt.h, `aclrtMalloc`: writes one address; a context is current.
+        self.check(unsafe { self.tables.acl.aclrtMalloc(&raw mut address, room, policy) })?;
+        Ok(Memory { device: Arc::clone(self), address: address.expose_provenance() })
+    }
+}
+
+/// The context that the group's streams are of.
+fn context_of(tables: &Tables, index: i32) -> Result<AclrtContext> {
+    let acl = &tables.acl;
+    let current = current(tables);
+    let mut on = -1;
+    // SAFETY: acl_rt.h, `aclrtGetDevice`: writes one number; without a context it is an error.
+    let known = unsafe { acl.aclrtGetDevice(&raw mut on) };
+    if current != AclrtContext::NULL && known.is_ok() && on == index {
+        return Ok(current);
+    }
+    // SAFETY: acl_rt.h, `aclrtSetDevice`: a device that exists; makes its own context current.
+    unsafe { acl.aclrtSetDevice(index) }.map_err(|error| tables.error(error))?;
+    let made = self::current(tables);
+    if current != AclrtContext::NULL {
+        // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: it was current a moment ago.
+        unsafe { acl.aclrtSetCurrentContext(current) }.map_err(|error| tables.error(error))?;
+    }
+    if made == AclrtContext::NULL {
+        return Err(tables.error(npu_sys::Error::Null { function: "aclrtSetDevice" }));
+    }
+    Ok(made)
+}
+
+/// The thread's current context; null if there is none, which AscendCL calls an error.
+fn current(tables: &Tables) -> AclrtContext {
+    let mut raw = AclrtContext::NULL;
+    // SAFETY: acl_rt.h, `aclrtGetCurrentContext`: writes one handle.
+    match unsafe { tables.acl.aclrtGetCurrentContext(&raw mut raw) } {
+        Ok(()) => raw,
+        Err(_) => AclrtContext::NULL,
+    }
+}
+
+impl device::Device for Device {
+    type Event = Event;
+    type Entered<'a> = Entered<'a>;
+
+    fn name(&self) -> String {
+        format!("npu:{}", self.index)
+    }
+
+    fn enter(&self) -> Result<Entered<'_>> {
+        let previous = current(&self.tables);
+        if previous != self.context {
+            // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: the group's context lives, as whoever joined
+            // in it promised; one that does not is an error code.
+            self.check(unsafe { self.tables.acl.aclrtSetCurrentContext(self.context) })?;
+        }
+        Ok(Entered { device: self, previous, pinned: PhantomData })
+    }
+
+    fn check_stream(&self, _stream: DeviceStream) -> Result<()> {
+        Ok(())
+    }
+
+    fn event(self: &Arc<Self>) -> Result<Event> {
+        self.sweep(None);
+        let raw = self.new_event()?;
+        Ok(Event { device: Arc::clone(self), raw, guards: Mutex::default() })
+    }
+
+    fn stream(self: &Arc<Self>) -> Result<(DeviceStream, Box<dyn Any + Send + Sync>)> {
+        let mut raw = AclrtStream::NULL;
+        // SAFETY: acl_rt.h, `aclrtCreateStream`: writes one handle; a context is current.
+        self.check(unsafe { self.tables.acl.aclrtCreateStream(&raw mut raw) })?;
+        // SAFETY: a stream of this device that lives as long as the second result, and longer while
+        // there is something in it.
+        let stream = unsafe { DeviceStream::from_raw(raw.0) };
+        Ok((stream, Box::new(OwnStream { device: Arc::clone(self), raw })))
+    }
+
+    unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()> {
+        let bytes = to.bytes();
+        if bytes == 0 {
+            return Ok(());
+        }
+        let (to, from, stream) =
+            (address(to.address()), address(from.address()), AclrtStream(stream.as_raw()));
+        let (acl, kind) = (&self.tables.acl, AclrtMemcpyKind::DEVICE_TO_DEVICE);
+        // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both are of so many bytes, by the caller's promise.
+        self.check(unsafe { acl.aclrtMemcpyAsync(to, bytes, from, bytes, kind, stream) })
+    }
+
+    unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()> {
+        let bytes = buf.bytes();
+        if bytes == 0 {
+            return Ok(());
+        }
+        let (at, stream) = (address(buf.address()), AclrtStream(stream.as_raw()));
+        // SAFETY: acl_rt.h, `aclrtMemsetAsync`: of so many bytes, by the caller's promise.
+        self.check(unsafe { self.tables.acl.aclrtMemsetAsync(at, bytes, 0, bytes, stream) })
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // What is left then is leaked: a stream has still to come past it.
+        self.sweep(None);
+    }
+}
+
+/// A thread on which the device is current.
+#[derive(Debug)]
+pub(crate) struct Entered<'a> {
+    device: &'a Device,
+    previous: AclrtContext,
+    /// What is current belongs to a thread, so the guard stays there.
+    pinned: PhantomData<*mut ()>,
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        if self.previous != AclrtContext::NULL && self.previous != self.device.context {
+            // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: this thread had this context; if somebody
+            // has destroyed it since, that is an error code. Nobody hears of it.
+            drop(unsafe { self.device.tables.acl.aclrtSetCurrentContext(self.previous) });
+        }
+    }
+}
+
+/// A place in a stream.
+#[derive(Debug)]
+pub(crate) struct Event {
+    device: Arc<Device>,
+    raw: AclrtEvent,
+    /// Behind each wait for it, in the stream that waits.
+    guards: Mutex<Vec<AclrtEvent>>,
+}
+
+/// An event that is no longer asked about, and its guards.
+#[derive(Debug)]
+struct Held {
+    raw: AclrtEvent,
+    guards: Vec<AclrtEvent>,
+}
+
+impl Held {
+    fn all(&self) -> impl Iterator<Item = AclrtEvent> {
+        self.guards.iter().copied().chain([self.raw])
+    }
+}
+
+impl device::Event for Event {
+    fn record(&self, stream: DeviceStream) -> Result<()> {
+        self.device.record(self.raw, stream)
+    }
+}
+
+impl Mark for Event {
+    fn reached(&self) -> Result<bool> {
+        self.device.reached(self.raw)
+    }
+
+    unsafe fn order(&self, stream: DeviceStream) -> Result<()> {
+        let device = &*self.device;
+        let _entered = device::Device::enter(device)?;
+        let guard = device.new_event()?;
+        self.guards.lock().push(guard);
+        let waiting = AclrtStream(stream.as_raw());
+        // SAFETY: acl_rt.h, `aclrtStreamWaitEvent`: the event exists; the stream lives, by the caller's
+        // promise.
+        device.check(unsafe { device.tables.acl.aclrtStreamWaitEvent(waiting, self.raw) })?;
+        device.record(guard, stream)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        let guards = std::mem::take(self.guards.get_mut());
+        self.device.sweep(Some(Held { raw: self.raw, guards }));
+    }
+}
+
+/// A stream of this crate's own.
+#[derive(Debug)]
+struct OwnStream {
+    device: Arc<Device>,
+    raw: AclrtStream,
+}
+
+impl Drop for OwnStream {
+    fn drop(&mut self) {
+        let Ok(_entered) = device::Device::enter(&*self.device) else { return };
+        let (acl, timeout_ms) = (&self.device.tables.acl, END.as_millis() as i32);
+        // SAFETY: acl_rt.h, `aclrtSynchronizeStreamWithTimeout`: a stream of the current context.
+        let waited = unsafe { acl.aclrtSynchronizeStreamWithTimeout(self.raw, timeout_ms) };
+        if matches!(waited, Err(npu_sys::Error::Status { status, .. }) if status.code() == LATE) {
+            return;
+        }
+        // SAFETY: acl_rt.h, `aclrtDestroyStream`: made once in `stream`, and empty unless this CANN
+        // cannot wait with a timeout; then it waits here. Nobody hears of a failure.
+        drop(unsafe { acl.aclrtDestroyStream(self.raw) });
+    }
+}
+
+/// `ACL_ERROR_RT_STREAM_SYNC_TIMEOUT`.
+const LATE: i32 = 507_046;
+
+/// Memory of the device, freed when dropped.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    device: Arc<Device>,
+    address: usize,
+}
+
+impl Memory {
+    pub(super) fn address(&self) -> *mut c_void {
+        ptr::with_exposed_provenance_mut(self.address)
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let Ok(_entered) = device::Device::enter(&*self.device) else { return };
+        // SAFETY: acl_rt.h, `aclrtFree`: of `aclrtMalloc`, once; whoever has it drops it when streams
+        // have come past. Nobody hears of a failure.
+        drop(unsafe { self.device.tables.acl.aclrtFree(self.address()) });
+    }
+}
+
+/// An address of the device.
+pub(super) fn address(address: u64) -> *mut c_void {
+    ptr::with_exposed_provenance_mut(address as usize)
+}

@@ -233,7 +233,7 @@ fn every_error_of_hccls_is_everybodys_failure() {
                 stream.sync();
                 poisoned_by(&error).clone()
             });
-            assert_eq!(session.calls("HcclCommDestroy"), 2, "{kind} of {function}");
+            assert_eq!(session.calls("HcclCommDestroy"), 2, "{kind} of {function}: {errors:?}");
             well(session);
             let is_own = |error: &Error| matches!(error, Error::Backend { .. });
             let own = errors.iter().position(is_own).unwrap_or_else(|| panic!("{errors:?}"));

@@ -236,15 +236,21 @@ impl<C: Communicator> Shared<C> {
         let ops: Vec<Arc<Op<C>>> = self.ops.lock().iter().cloned().collect();
         let mut messages = Vec::new();
         for op in &ops {
-            // Acquire: pairs with the store after the end was recorded.
-            let done = op.outcome.get().is_some()
-                || op.launched.load(Ordering::Acquire) && self.communicator.ended(&op.end)?;
+            let ended = match op.outcome.get() {
+                Some(_) => Ok(true),
+                // Acquire: pairs with the store after the end was recorded.
+                None if op.launched.load(Ordering::Acquire) => self.communicator.ended(&op.end),
+                None => Ok(false),
+            };
+            let done = matches!(ended, Ok(true));
             if op.begun.get().is_none() && (done || op.begin.reached()?) {
                 op.begun.get_or_init(Instant::now);
                 if let Case::All(list) = &op.case {
                     self.herald.progress.lock().begin(list);
                 }
             }
+            // Told as begun all the same.
+            ended?;
             if done {
                 op.settle(&Ok(()));
             } else if let Case::Messages(peers) = &op.case {
@@ -294,7 +300,9 @@ impl<C: Communicator> Shared<C> {
 
     /// Decides why the group has failed, tells the peers, and ends what is under way.
     fn conclude(&self, cause: Cause<C>) {
-        let oldest = self.ops.lock().front().cloned();
+        // One that its waiter has seen the end of may still be in the list.
+        let open = |op: &&Arc<Op<C>>| op.outcome.get().is_none();
+        let oldest = self.ops.lock().iter().find(open).cloned();
         let during = oldest.as_ref().map(|op| self.name_of(op));
         let during = during.unwrap_or_else(|| format!("group {}", self.name));
         let waited =
@@ -358,6 +366,8 @@ impl<C: Communicator> Shared<C> {
         if doubt == Doubt::None {
             return None;
         }
+        // Whoever posted the error may have been faster than the last look.
+        drop(self.note_progress());
         let answer = self.herald.inquire(op.case.clone());
         match (answer.recv_timeout(self.telling()).ok()?, doubt) {
             (finding @ Finding::Differ(..), _) => {

@@ -296,8 +296,9 @@ impl device::Communicator for Communicator {
         if !self.end() {
             return true;
         }
-        // HCCL has nothing that ends a call from beside it.
-        let Some(_guard) = self.calls.try_lock_for(CALL) else { return false };
+        // HCCL has nothing that ends a call from beside it. Once there is none, there will be none.
+        let Some(guard) = self.calls.try_lock_for(CALL) else { return false };
+        drop(guard);
         let deadline = Instant::now() + DRAIN;
         if self.device_abort && under_way() {
             let (acl, timeout_ms) = (&self.device.tables.acl, DRAIN.as_millis() as u32);

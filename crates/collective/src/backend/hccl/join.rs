@@ -79,10 +79,14 @@ fn connect(
     loop {
         match answer.recv_timeout(TICK) {
             Ok(Ok(communicator)) => return Ok((device, communicator)),
-            Ok(Err(error)) if hccl_code(&error) == Some(TIMEOUT) => {
-                return Err(late(meeting, Some(error)));
+            Ok(Err(error)) => {
+                // A peer that has given up is why, if there is one.
+                meeting.host.health()?;
+                return Err(match hccl_code(&error) {
+                    Some(TIMEOUT) => late(meeting, Some(error)),
+                    _ => error,
+                });
             }
-            Ok(Err(error)) => return Err(error),
             Err(mpsc::RecvTimeoutError::Disconnected) => {
                 return Err(late(meeting, None));
             }

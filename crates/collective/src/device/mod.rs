@@ -38,7 +38,7 @@ pub struct DeviceBuf {
 }
 
 impl DeviceBuf {
-    /// `count` elements at `address`, for CUDA a `CUdeviceptr`.
+    /// `count` elements at `address`, for CUDA a `CUdeviceptr`, for NPUs what `aclrtMalloc` gives.
     ///
     /// # Errors
     ///
@@ -107,12 +107,12 @@ impl DeviceBuf {
     }
 }
 
-/// A queue of a device, for CUDA a `CUstream`; somebody else's.
+/// A queue of a device, for CUDA a `CUstream`, for NPUs an `aclrtStream`; somebody else's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceStream(usize);
 
 impl DeviceStream {
-    /// This stream; for CUDA null is the default stream.
+    /// This stream; null is the default stream: of the device, for NPUs of the group's context.
     ///
     /// # Safety
     ///

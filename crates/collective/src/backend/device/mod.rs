@@ -303,7 +303,7 @@ impl<C: Communicator> DeviceBackend for DeviceGroup<C> {
         if self.host.health().is_err() {
             return Err(shared.failure());
         }
-        let _entered = device.enter()?;
+        let _entered = device.enter().map_err(|error| shared.fail(error))?;
         device.check_stream(batch.stream)?;
         let timeout = batch.timeout.unwrap_or(self.manner.timeout);
         let peers = batch.steps.iter().filter_map(|step| match step {
@@ -322,7 +322,8 @@ impl<C: Communicator> DeviceBackend for DeviceGroup<C> {
             }
             herald::Case::Messages(_) => batches,
         };
-        let events = [device.event()?, device.event()?];
+        let events = device.event().and_then(|begin| Ok([begin, device.event()?]));
+        let events = events.map_err(|error| shared.fail(error))?;
         let DeviceBatch { ops, steps, stream, timeout: _, ended } = batch;
         let op = Arc::new(Op::new(ops, (*number, case), timeout, events, ended));
         *number += 1;

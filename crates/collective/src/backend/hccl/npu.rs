@@ -135,11 +135,13 @@ impl Device {
 fn context_of(tables: &Tables, index: i32) -> Result<AclrtContext> {
     let acl = &tables.acl;
     let current = current(tables);
-    let mut on = -1;
-    // SAFETY: acl_rt.h, `aclrtGetDevice`: writes one number; without a context it is an error.
-    let known = unsafe { acl.aclrtGetDevice(&raw mut on) };
-    if current != AclrtContext::NULL && known.is_ok() && on == index {
-        return Ok(current);
+    if current != AclrtContext::NULL {
+        let mut on = -1;
+        // SAFETY: acl_rt.h, `aclrtGetDevice`: writes one number.
+        unsafe { acl.aclrtGetDevice(&raw mut on) }.map_err(|error| tables.error(error))?;
+        if on == index {
+            return Ok(current);
+        }
     }
     // SAFETY: acl_rt.h, `aclrtSetDevice`: a device that exists; makes its own context current.
     unsafe { acl.aclrtSetDevice(index) }.map_err(|error| tables.error(error))?;

@@ -15,6 +15,7 @@
 //! of four of the loops as they stand. f16 is left to `half`, which asks the processor for `fp16` and
 //! converts four at a time, by `fcvtl` and `fcvtn`; the intrinsics for these are not stable yet.
 
+mod ahead;
 pub(crate) mod pages;
 mod piece;
 pub(crate) mod plan;
@@ -105,13 +106,20 @@ fn dispatch<K: Kernel>(kernel: K) -> K::Output {
 /// Applies `rule` to every element of a block, with its first `N` state vectors.
 ///
 /// Vectors that lie in two lines of the cache take longer, so the first, up to a line of the weight's,
-/// go apart; of few elements, nothing would be gained.
+/// go apart. The rest goes page by page of the weight, each with a word of the pages to come
+/// ([`ahead`]). Of few elements, nothing would be gained.
 pub(crate) fn sweep<R: Rule<N>, const N: usize>(rule: &R, mut block: Block<'_>) {
     if block.param.len() > 16 * LINE {
-        let head = block.param.as_ptr().align_offset(size_of::<[f32; LINE]>()) % LINE;
+        let head = ahead::before(block.param, LINE);
         if head > 0 {
             sweep_part(rule, block.split_off(head));
         }
+        while block.param.len() > ahead::PAGE {
+            ahead::announce(block.param, block.grad);
+            let page = ahead::before(&block.param[1..], ahead::PAGE) + 1;
+            sweep_part(rule, block.split_off(page));
+        }
+        ahead::announce(block.param, block.grad);
     }
     sweep_part(rule, block);
 }

@@ -69,8 +69,9 @@ impl Compress {
 /// `amp::cuda::CudaScaler` over the same: `bind_parts`, a part for each bucket, in
 /// [`laid_out`](BucketKernels::laid_out), `check_part(bucket)` in
 /// [`averaged`](BucketKernels::averaged). On the stream that `finish` was given,
-/// `fused_optim::cuda::CudaOptimizer::step_unless` takes the verdict from the device; where a step
-/// clips by the norm, it looks at the gradients itself.
+/// `fused_optim::cuda::CudaOptimizer::step_unless` takes the verdict from the device. Where a step
+/// clips by the norm, `CudaOptimizer::look_part` of the bucket's tensors, on a `Gpu` of the same
+/// stream, takes `check_part`'s place: `step` then reads no gradient twice.
 ///
 /// ```text
 /// ready(i) .. ready(j)  ->  bucket's stream: all-reduce | look      all-reduce | look   ...

@@ -68,7 +68,7 @@ impl Program {
     /// The kernels' names.
     pub(super) const fn kernels(&self) -> &'static [&'static str] {
         match &self.rule {
-            None => &["look"],
+            None => &["look", "look_part"],
             Some((_, false)) => &["step"],
             Some((_, true)) => &["observe", "conclude", "step"],
         }
@@ -82,4 +82,31 @@ impl Program {
     /// What is the same for every compiler; the tests have `shim.h` before it in place of `ptx.h`.
     pub(super) const SOURCE: &'static str =
         concat!(include_str!("device.h"), include_str!("rules.h"), include_str!("optim.cu"));
+}
+
+/// What is sent to a device for good.
+#[derive(Debug)]
+pub(super) struct Tables<'a, D: Device> {
+    device: &'a D,
+    pub(super) sent: Vec<D::Memory>,
+}
+
+impl<'a, D: Device> Tables<'a, D> {
+    pub(super) const fn new(device: &'a D) -> Self {
+        Self { device, sent: Vec::new() }
+    }
+
+    pub(super) fn memory(&self, bytes: &[u8]) -> Result<D::Memory> {
+        let mut memory = self.device.alloc(bytes.len())?;
+        self.device.write(&mut memory, 0, bytes)?;
+        Ok(memory)
+    }
+
+    /// Where it is.
+    pub(super) fn send(&mut self, bytes: &[u8]) -> Result<u64> {
+        let memory = self.memory(bytes)?;
+        let address = D::address(&memory);
+        self.sent.push(memory);
+        Ok(address)
+    }
 }

@@ -5,9 +5,11 @@
 //! [`StepCtl`] differ from the last step's, sends a few bytes before.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
-use super::device::{Device, Program};
+use super::device::{Device, Program, Tables};
 use super::held::Held;
+use super::looks::Looks;
 use super::rules::DeviceHyper;
 use super::table::{
     Answer, Asked, Bytes, Class, Group, Job, Plan, Progress, Shape, Tensor, Types, number,
@@ -30,7 +32,7 @@ struct Bound<M> {
     /// One for each class, with its number of blocks.
     launches: Vec<Launch>,
     look: Job,
-    look_blocks: u32,
+    looks: Looks,
     progress: M,
     groups: M,
     ctl: M,
@@ -248,7 +250,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let rows = plan.classes.iter().map(|class| class.rows).max().unwrap_or(0);
         let groups = self.device.alloc(self.core.groups().len() * size_of::<Group>())?;
         let ctl = self.device.alloc(size_of::<Asked>() + size_of::<Answer>())?;
-        let mut tables = Tables { device: &self.device, sent: Vec::new() };
+        let mut tables = Tables::new(&self.device);
         let progress = tables.memory(&progress.bytes())?;
         let look = Job {
             tensor: tables.send(&tensors.bytes())?,
@@ -276,7 +278,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             indices: members.iter().map(|(index, _)| *index).collect(),
             launches,
             look,
-            look_blocks: self.blocks(look.chunks),
+            looks: Looks::new(plan.look_chunks(tensors.len())),
             progress,
             groups,
             ctl,
@@ -364,23 +366,19 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let own: Vec<OwnClip> =
             self.core.groups().iter().map(|group| group.hyper.own_clip()).collect();
         let needed = norms::needed(ctl, &own);
-        let bound =
-            self.bound.as_mut().ok_or(Error::Unsupported { what: "a step before `bind`" })?;
-        for (memory, sent, bytes) in [
-            (&mut bound.ctl, &mut bound.sent.0, asked.bytes()),
-            (&mut bound.groups, &mut bound.sent.1, groups),
-        ] {
-            if *sent != bytes {
-                self.device.write(memory, 0, &bytes)?;
-                *sent = bytes;
-            }
+        self.send(asked.bytes(), Some(groups), None)?;
+        let bound = self.bound.as_ref().ok_or(UNBOUND)?;
+        let mut parts = if needed { bound.looks.left(&bound.sent.0) } else { Vec::new() };
+        let last = parts.pop().unwrap_or_default();
+        for part in &parts {
+            // SAFETY: the tables were made for this kernel and live as long as `bound`; the caller
+            // vouches for the tensors in them.
+            unsafe { self.look_at(&self.device, part) }?;
         }
-        let chunks = if needed { bound.look.chunks } else { 0 };
         let levels = if needed { bound.look.levels } else { 0 };
-        let look = Job { chunks, levels, found_inf, ..bound.look };
-        let blocks = if needed { bound.look_blocks } else { 1 };
-        // SAFETY: the tables were made for this kernel and live as long as `bound`; the caller
-        // vouches for the tensors in them.
+        let blocks = self.blocks(last.len() as u32);
+        let look = Job { first: last.start, chunks: last.end, levels, found_inf, ..bound.look };
+        // SAFETY: as above.
         unsafe { self.device.launch(&Program::LOOK, "look", blocks, &look) }?;
         for Launch { program, observe, step } in &bound.launches {
             if let Some((job, blocks, tensors)) = observe {
@@ -392,7 +390,69 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             // SAFETY: as above.
             unsafe { self.device.launch(program, "step", step.1, &step.0) }?;
         }
+        self.bound.iter_mut().for_each(|bound| bound.looks.forget());
         Ok(())
+    }
+
+    /// Sends what differs from what the device has been sent, in order of the stream of `on`.
+    fn send(&mut self, asked: Vec<u8>, groups: Option<Vec<u8>>, on: Option<&D>) -> Result<()> {
+        let device = on.unwrap_or(&self.device);
+        let bound = self.bound.as_mut().ok_or(UNBOUND)?;
+        let tables = [
+            (&mut bound.ctl, &mut bound.sent.0, Some(asked)),
+            (&mut bound.groups, &mut bound.sent.1, groups),
+        ];
+        for (memory, sent, bytes) in tables {
+            if let Some(bytes) = bytes.filter(|bytes| bytes != sent) {
+                device.write(memory, 0, &bytes)?;
+                *sent = bytes;
+            }
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaOptimizer::look_part`](super::CudaOptimizer::look_part).
+    #[expect(unsafe_code, reason = "kernels read at the caller's addresses")]
+    pub(super) unsafe fn look_part(
+        &mut self,
+        indices: &[usize],
+        ctl: &StepCtl,
+        on: Option<&D>,
+    ) -> Result<()> {
+        ctl.validate()?;
+        let asked = self.asked(ctl)?.bytes();
+        let bound = self.bound.as_mut().ok_or(UNBOUND)?;
+        let at = |&index: &usize| {
+            let missing = Error::MissingParam { index, count: bound.indices.len() };
+            bound.indices.binary_search(&index).map_err(|_| missing)
+        };
+        let members = indices.iter().map(at).collect::<Result<Vec<_>>>()?;
+        let parts = bound.looks.begin(&members, &asked);
+        self.send(asked, None, on)?;
+        let device = on.unwrap_or(&self.device);
+        device.prepare(&Program::LOOK)?;
+        for part in &parts {
+            // SAFETY: the caller vouches for these gradients.
+            unsafe { self.look_at(device, part) }?;
+        }
+        self.bound.iter_mut().for_each(|bound| bound.looks.end(&members));
+        Ok(())
+    }
+
+    /// # Safety
+    ///
+    /// The gradients of these chunks must lie where `bind` was told until the device has read them.
+    #[expect(unsafe_code, reason = "kernels read at the caller's addresses")]
+    unsafe fn look_at(&self, device: &D, chunks: &Range<u32>) -> Result<()> {
+        let bound = self.bound.as_ref().ok_or(UNBOUND)?;
+        let job = Job { first: chunks.start, chunks: chunks.end, ..bound.look };
+        // SAFETY: the tables were made for this kernel and live as long as `bound`; the caller
+        // vouches for the gradients.
+        unsafe {
+            device.launch(&Program::LOOK, "look_part", self.blocks(chunks.len() as u32), &job)
+        }
     }
 
     fn asked(&self, ctl: &StepCtl) -> Result<Asked> {
@@ -447,6 +507,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
 
     pub(super) fn set_loss_scale(&mut self, loss_scale: Option<LossScale>) -> Result<()> {
         self.loss_scale = loss_scale;
+        self.bound.iter_mut().for_each(|bound| bound.looks.forget());
         loss_scale.map_or(Ok(()), |scale| self.send_loss_scale(scale))
     }
 
@@ -522,28 +583,6 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     }
 }
 
-/// What is sent to a device for good.
-struct Tables<'a, D: Device> {
-    device: &'a D,
-    sent: Vec<D::Memory>,
-}
-
-impl<D: Device> Tables<'_, D> {
-    fn memory(&self, bytes: &[u8]) -> Result<D::Memory> {
-        let mut memory = self.device.alloc(bytes.len())?;
-        self.device.write(&mut memory, 0, bytes)?;
-        Ok(memory)
-    }
-
-    /// Where it is.
-    fn send(&mut self, bytes: &[u8]) -> Result<u64> {
-        let memory = self.memory(bytes)?;
-        let address = D::address(&memory);
-        self.sent.push(memory);
-        Ok(address)
-    }
-}
-
 fn read_answer<D: Device>(device: &D, bound: &Bound<D::Memory>) -> Result<Answer> {
     let mut bytes = [0; size_of::<Answer>()];
     device.read(&bound.ctl, size_of::<Asked>(), &mut bytes)?;
@@ -555,6 +594,8 @@ fn grad_of(params: &[DeviceParam], index: usize) -> (&DeviceParam, DeviceSlice) 
     let param = &params[index];
     (param, param.grad.expect("only tensors with a gradient are bound"))
 }
+
+const UNBOUND: Error = Error::Unsupported { what: "a step before `bind`" };
 
 /// Blocks of 256 threads that hide the latency of memory; more only wait for each other.
 const BLOCKS_PER_PROCESSOR: u32 = 4;

@@ -36,7 +36,8 @@ const FORMS: [(&str, bool); 18] = [
 ];
 
 /// Registers a thread of each kernel may have: so many blocks of 256 fit a processor's 65 536.
-const BUDGET: [(&str, u32); 4] = [("look", 80), ("step", 104), ("observe", 128), ("conclude", 128)];
+const BUDGET: [(&str, u32); 5] =
+    [("look", 80), ("look_part", 80), ("step", 104), ("observe", 128), ("conclude", 128)];
 
 fn programs(arch: i32) -> Vec<Program> {
     let all = |(form, twice): &(&str, bool), types| Program {
@@ -152,7 +153,7 @@ fn machine_code(tool: &Path, program: &Program, code: &[u8]) -> Result<(), Strin
         let (loads, stores) = (has("LDG.", ".128"), has("STG.", ".128"));
         let (load, store) = match *kernel {
             "conclude" => (false, false),
-            "look" => (true, false),
+            "look" | "look_part" => (true, false),
             _ => (true, true),
         };
         if (load && !loads) || (store && !stores) {

@@ -46,6 +46,7 @@ mod fused;
 mod gate;
 mod held;
 mod library;
+mod looks;
 mod nvrtc;
 mod rules;
 #[cfg(test)]
@@ -140,6 +141,36 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     pub unsafe fn step_unless(&mut self, ctl: &StepCtl, found_inf: u64) -> Result<()> {
         // SAFETY: the caller vouches for the tensors and the address.
         unsafe { self.0.step(ctl, found_inf) }
+    }
+
+    /// Looks at the gradients of some tensors before the step, for example at those of a bucket behind
+    /// its all-reduce, while it is in the device's cache: `on` is a `Gpu` of the same device on the
+    /// stream where that is known, or none for the optimizer's own.
+    ///
+    /// The next step, if it is given the same `ctl`, looks only at what is left; where nothing is, it
+    /// decides, clips and moves without reading gradients twice. Its bits are those of a step that looked
+    /// at all. Which parts there are, and in which order, is the same to it; to look at a tensor again
+    /// replaces its norm, but what was not finite once skips the step.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::MissingParam`](crate::Error::MissingParam) for a tensor that is not bound or has no
+    /// gradient; an invalid `ctl`; [`Error::Cuda`](crate::Error::Cuda).
+    ///
+    /// # Safety
+    ///
+    /// These gradients must be where `bind` was told, and be as the step will find them. If `on` is
+    /// another stream, the last step must come before this in it, and the optimizer's stream must wait
+    /// for this before the step.
+    #[expect(unsafe_code, reason = "kernels read where `bind` was told")]
+    pub unsafe fn look_part(
+        &mut self,
+        indices: &[usize],
+        ctl: &StepCtl,
+        on: Option<&Gpu>,
+    ) -> Result<()> {
+        // SAFETY: the caller vouches for the gradients and the streams.
+        unsafe { self.0.look_part(indices, ctl, on) }
     }
 
     /// Keeps the loss scale on the device: from now on a step multiplies gradients by its inverse (in

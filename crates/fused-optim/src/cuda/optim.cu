@@ -80,6 +80,8 @@ struct Job {
   const Fold* fold;
   const u32* level;
   u32 chunks, tensors, groups, levels;
+  /// Of `chunks`, which ends them.
+  u32 first, unused;
 };
 
 /// Elements a warp sweeps at a time.
@@ -450,13 +452,12 @@ DEVICE void advance(const Job& job, float scale, double clipped) {
   }
 }
 
-/// Looks at the gradients, as far as it has chunks; the last block decides about the step.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) look(const Job job) {
+/// Sums of squares of chunks from `first` on, as leaves of the tree.
+DEVICE void look_at(const Job& job, float scale) {
   Ctl& ctl = *job.ctl;
-  const float scale = grad_scale(ctl);
   const GradMap map = {scale, ctl.limit};
   bool bad = false;
-  for (u32 c = warp_index(); c < job.chunks; c += warp_count()) {
+  for (u32 c = job.first + warp_index(); c < job.chunks; c += warp_count()) {
     const Chunk chunk = job.chunk[c];
     const Tensor& t = job.tensor[chunk.tensor];
     const Span span = span_of(t.count, chunk.index, SPAN);
@@ -469,6 +470,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) look(const Job job) {
     if (lane() == 0) job.sum[to] = sum;
   }
   if (bad) atomicOr(&ctl.bad, 1u);
+}
+
+/// Looks at some gradients before the others are there.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) look_part(const Job job) {
+  look_at(job, grad_scale(*job.ctl));
+}
+
+/// Looks at the gradients, as far as it has chunks; the last block decides about the step.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) look(const Job job) {
+  Ctl& ctl = *job.ctl;
+  const float scale = grad_scale(ctl);
+  look_at(job, scale);
   if (!is_last_block(&ctl.arrived)) return;
   fold_levels(job);
 

@@ -2,6 +2,7 @@
 //! chunks and trees of sums. Pure; nothing here touches a device.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use crate::cpu::BLOCK;
 use crate::{DType, Layout};
@@ -110,7 +111,7 @@ c_struct! {
     Job {
         tensor: u64, chunk: u64, group: u64, progress: u64, ctl: u64, found_inf: u64, sum: u64,
         factor: u64, order: u64, fold: u64, level: u64,
-        chunks: u32, tensors: u32, groups: u32, levels: u32,
+        chunks: u32, tensors: u32, groups: u32, levels: u32, first: u32, unused: u32,
     }
 }
 
@@ -219,6 +220,19 @@ impl Plan {
         }
         plan.draw_folds(shapes, groups);
         plan
+    }
+
+    /// Of each of `tensors`, its chunks of `look`.
+    pub(super) fn look_chunks(&self, tensors: usize) -> Vec<Range<u32>> {
+        let mut rest = self.look.chunk_by(|a, b| a.tensor == b.tensor).peekable();
+        let mut end = 0;
+        let chunks = |tensor| {
+            let own = rest.next_if(|chunks| chunks[0].tensor == tensor as u32);
+            let start = end;
+            end += own.map_or(0, <[_]>::len) as u32;
+            start..end
+        };
+        (0..tensors).map(chunks).collect()
     }
 
     /// Values: a sum for each tensor, that of all, one for each group; then one for each chunk of
@@ -347,7 +361,7 @@ mod tests {
             (Fold::default().bytes().len(), size_of::<Fold>(), 12),
             (Asked::default().bytes().len(), size_of::<Asked>(), 64),
             (Answer::default().bytes().len(), size_of::<Answer>(), 48),
-            (Job::default().bytes().len(), size_of::<Job>(), 104),
+            (Job::default().bytes().len(), size_of::<Job>(), 112),
         ];
         assert!(sizes.iter().all(|(bytes, size, c)| bytes == size && size == c), "{sizes:?}");
     }

@@ -281,6 +281,7 @@ fn compare<H: DeviceHyper>(
         }
         let mut params: Vec<ParamMut<'_>> = ones.iter_mut().map(One::on_cpu).collect();
         let applied = cpu.step(&mut params, ctl).unwrap();
+        look_before(&mut device, &mut Random(seed ^ at as u64), &twins, ctl);
         // SAFETY: as above.
         unsafe { device.step(ctl, 0) }.unwrap();
         let status = device.status().unwrap();
@@ -303,6 +304,32 @@ fn compare<H: DeviceHyper>(
     device.load_state_dict(&dict).unwrap();
     assert_eq!(device.state_dict().unwrap(), dict);
     Ok(())
+}
+
+/// Looks at nothing, at some or at all of the gradients, in parts of any order.
+fn look_before<H: DeviceHyper>(
+    device: &mut Fused<H, Host>,
+    random: &mut Random,
+    twins: &[One],
+    ctl: &StepCtl,
+) {
+    let often = random.below(3);
+    let mut parts = vec![Vec::new(); 3];
+    for (index, _) in twins.iter().enumerate().filter(|(_, twin)| twin.has_grad) {
+        if random.below(8) < 4 * often {
+            parts[random.below(3)].push(index);
+        }
+    }
+    for part in parts {
+        // What was looked at for another step counts for nothing.
+        let other = StepCtl { grad_scale: 0.5, ..*ctl };
+        if random.below(8) == 0 && ctl.found_inf != FoundInf::Check {
+            // SAFETY: `twins` are bound, live as long as the device, and do not move.
+            unsafe { device.look_part(&part, &other, None) }.unwrap();
+        }
+        // SAFETY: as above.
+        unsafe { device.look_part(&part, ctl, None) }.unwrap();
+    }
 }
 
 fn difference(expected: &StateDict, got: &StateDict) -> String {
@@ -429,6 +456,46 @@ fn sgd() {
     }
 }
 
+/// What becomes of a gradient after it was looked at, the step's decision does not see.
+#[test]
+fn what_was_looked_at_is_not_looked_at_again() {
+    let mut device =
+        Fused::new(Host::new(1), [ParamGroup::new(SgdHyper::default(), 0..3)], HalfWeights::Master)
+            .unwrap();
+    let ctl = StepCtl { clip: Some(Clip::norm(1.0)), ..StepCtl::default() };
+    let (mut weights, mut grads) = (vec![vec![0.0_f32; 20_000]; 3], vec![vec![3.0_f32; 20_000]; 3]);
+    let params: Vec<DeviceParam> = (weights.iter_mut().zip(&mut grads))
+        .map(|(weight, grad)| {
+            let slice = |values: &mut Vec<f32>| {
+                let ptr = device.device.lend(&mut values[..]);
+                DeviceSlice { ptr, len: values.len(), dtype: DType::F32 }
+            };
+            DeviceParam::new(slice(weight), Some(slice(grad)))
+        })
+        .collect();
+    // SAFETY: all of them live as long as the device, and do not move.
+    unsafe { device.bind(&params) }.unwrap();
+    let mut norm_after = |looked: &[&[usize]]| {
+        for part in looked {
+            // SAFETY: as above.
+            unsafe { device.look_part(part, &ctl, None) }.unwrap();
+        }
+        grads[1].fill(0.0);
+        // SAFETY: as above.
+        unsafe { device.step(&ctl, 0) }.unwrap();
+        grads[1].fill(3.0);
+        device.status().unwrap().grad_norm
+    };
+    let norm = |tensors: f64| (tensors * 20_000.0 * 9.0).sqrt();
+    assert_eq!(norm_after(&[&[2], &[0, 1]]), norm(3.0));
+    assert_eq!(norm_after(&[&[0, 2]]), norm(2.0));
+    assert_eq!(norm_after(&[&[1]]), norm(3.0));
+    assert_eq!(norm_after(&[]), norm(2.0));
+    // SAFETY: as above.
+    let missing = unsafe { device.look_part(&[3], &ctl, None) };
+    assert!(matches!(missing, Err(Error::MissingParam { index: 3, .. })));
+}
+
 /// Blocks of another size, in which other threads meet, change no bit.
 #[test]
 fn blocks_of_1024_threads_have_the_same_bits() {
@@ -476,6 +543,8 @@ const PLANTED: &[(&str, &str)] = &[
     ("before == gridDim.x - 1", "before == 0"),
     ("bad |= !is_finite(x);", ""),
     ("atomicOr(&ctl.bad, 1u)", "atomicAdd(&ctl.arrived, 0u)"),
+    ("c = job.first + warp_index()", "c = job.first + warp_index() + 1"),
+    ("job.groups + c;", "job.groups + c - job.first;"),
     ("job.progress[at].step++;", "if (at) job.progress[at].step++;"),
     ("norm + 1e-6", "norm + 1e-12"),
     ("ctl.skip = skip;", "ctl.skip = 0;"),

@@ -2,7 +2,7 @@
 
 // As `table.rs` has them.
 static_assert(sizeof(Tensor) == 112 && sizeof(Group) == 112 && sizeof(Progress) == 16 &&
-              sizeof(Ctl) == 64 + 48 && sizeof(Job) == 104 && sizeof(Fold) == 12 &&
+              sizeof(Ctl) == 64 + 48 && sizeof(Job) == 112 && sizeof(Fold) == 12 &&
               sizeof(Chunk) == 8, "");
 
 template <class G, class W, bool COPY>
@@ -17,6 +17,7 @@ static const char* launch_of(const char* kernel, const Job* job, u32 blocks, u64
 #endif
 #else
   if (!strcmp(kernel, "look")) body = [](const void* job) { look(*(const Job*)job); };
+  if (!strcmp(kernel, "look_part")) body = [](const void* job) { look_part(*(const Job*)job); };
 #endif
   if (!body) return "no such kernel";
   return shim::launch(body, job, blocks, THREADS, seed, ranges, range_count);

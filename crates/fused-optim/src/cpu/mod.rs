@@ -134,10 +134,18 @@ fn sweep_part<R: Rule<N>, const N: usize>(rule: &R, block: Block<'_>) {
 /// Values in a line of the cache.
 const LINE: usize = 16;
 
+/// A whole block is a page of each: there may be more.
+fn announce_block(param: &[f32], grad: &[f32]) {
+    if param.len() == BLOCK {
+        ahead::announce(param, grad);
+    }
+}
+
 /// The first sweep of one block: its state is brought up to date. Returns the sums of `p·p` and `u·u`
 /// only.
 pub(crate) fn observe<R: TwoSweeps>(rule: &R, block: Block<'_>) -> Sums {
     let Block { map, param, grad, slots: [m, v, _] } = block;
+    announce_block(param, grad);
     let kernel = scalar::Observe::<_, false> { rule: *rule, map, param, grad, state: [m, v] };
     let [pp, uu, ..] = dispatch(kernel).map(sum::fold_lanes);
     Sums { pp, uu, ..Sums::default() }
@@ -147,6 +155,7 @@ pub(crate) fn observe<R: TwoSweeps>(rule: &R, block: Block<'_>) -> Sums {
 /// `g·g` and `g·p` only.
 pub(crate) fn observe_cosine<R: TwoSweeps>(rule: &R, block: Block<'_>) -> Sums {
     let Block { map, param, grad, slots: [m, v, _] } = block;
+    announce_block(param, grad);
     let kernel = scalar::Observe::<_, true> { rule: *rule, map, param, grad, state: [m, v] };
     let [pp, pu, gg, gp] = dispatch(kernel).map(sum::fold_lanes);
     Sums { pp, pu, gg, gp, ..Sums::default() }

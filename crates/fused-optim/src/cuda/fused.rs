@@ -458,9 +458,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     fn asked(&self, ctl: &StepCtl) -> Result<Asked> {
         let max_norm = match ctl.clip {
             Some(Clip::Norm(clip)) if clip.norm_type != 2.0 => {
-                return Err(Error::Unsupported {
-                    what: "clipping by another norm than the 2-norm",
-                });
+                return Err(Error::Unsupported { what: "clipping by other norms than the 2-norm" });
             }
             Some(Clip::Norm(clip)) if clip.error_if_nonfinite => {
                 return Err(Error::Unsupported { what: "`error_if_nonfinite`" });

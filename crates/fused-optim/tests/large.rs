@@ -1,0 +1,60 @@
+//! More elements than 2^31, in one tensor and in total: places that 31 bits do not hold.
+
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
+#![expect(clippy::print_stdout, reason = "a test says why it did not run")]
+
+use fused_optim::{HalfWeights, Optimizer, ParamMut, Sgd, SgdHyper, Slice, StepCtl};
+use half::f16;
+
+/// Values repeat after this many, a prime: none meets its own again at a power of two away.
+const PERIOD: usize = 997;
+
+fn repeated(count: usize, values: &[f16]) -> Vec<f16> {
+    let mut all = vec![f16::ZERO; count];
+    for part in all.chunks_mut(PERIOD) {
+        part.copy_from_slice(&values[..part.len()]);
+    }
+    all
+}
+
+/// GiB that could be had.
+fn available() -> Option<usize> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix(" kB")?.parse::<usize>().ok()? >> 20)
+}
+
+#[test]
+#[ignore = "needs 10 GB; cargo test --release -p fused-optim --test large -- --ignored"]
+fn more_than_2_to_the_31_elements() {
+    if available().is_none_or(|gib| gib < 10) {
+        println!("ignored: {:?} GiB of memory are free, 10 are needed", available());
+        return;
+    }
+    let counts = [12_345, (1 << 31) + 5000, 70_001];
+    let value = |i: usize| f16::from_f32((i * 7919 % 1999) as f32 / 1000.0 - 0.9995);
+    let (mut weight, grad): (Vec<f16>, Vec<f16>) =
+        (0..PERIOD).map(|i| (value(i), value(i + 1234))).unzip();
+    let mut weights = counts.map(|count| repeated(count, &weight));
+    let grads = counts.map(|count| repeated(count, &grad));
+    let hyper = SgdHyper { lr: 0.125, weight_decay: 0.25, ..Default::default() };
+    let sgd = Sgd::with_one_group(hyper, counts.len()).unwrap();
+    let mut sgd = sgd.with_half_weights(HalfWeights::Nearest);
+    for threads in [1, 2] {
+        sgd.set_threads(threads);
+        let mut params: Vec<ParamMut<'_>> = (weights.iter_mut().zip(&grads))
+            .map(|(weight, grad)| ParamMut::new(&mut weight[..], Some(Slice::F16(grad))))
+            .collect();
+        let _ = sgd.step(&mut params, &StepCtl::PLAIN).unwrap();
+        for (w, g) in weight.iter_mut().zip(&grad) {
+            let p = w.to_f32();
+            *w = f16::from_f32(p - 0.125 * (g.to_f32() + p * 0.25));
+        }
+        for (tensor, all) in weights.iter().enumerate() {
+            for (part, values) in all.chunks(PERIOD).enumerate() {
+                let same = *values == weight[..values.len()];
+                assert!(same, "tensor {tensor}, from element {}", part * PERIOD);
+            }
+        }
+    }
+}

@@ -1,8 +1,5 @@
 //! More elements than 2^31, in one tensor and in total: places that 31 bits do not hold.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
-#![expect(clippy::print_stdout, reason = "a test says why it did not run")]
-
 use fused_optim::{HalfWeights, Optimizer, ParamMut, Sgd, SgdHyper, Slice, StepCtl};
 use half::f16;
 

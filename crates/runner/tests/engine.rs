@@ -61,7 +61,7 @@ fn batch() -> Batch {
 /// A net of stock candle-nn layers.
 struct Stock {
     conv: candle_nn::Conv2d,
-    norm: candle_nn::BatchNorm,
+    norm: Option<candle_nn::BatchNorm>,
     fc1: candle_nn::Linear,
     fc2: candle_nn::Linear,
 }
@@ -71,14 +71,24 @@ impl Stock {
         let padded = candle_nn::Conv2dConfig { padding: 1, ..Default::default() };
         Ok(Self {
             conv: candle_nn::conv2d(1, 4, 3, padded, vb.pp("conv"))?,
-            norm: candle_nn::batch_norm(4, 1e-5, vb.pp("norm"))?,
+            norm: Some(candle_nn::batch_norm(4, 1e-5, vb.pp("norm"))?),
             fc1: candle_nn::linear(4 * 16, 8, vb.pp("fc1"))?,
             fc2: candle_nn::linear(8, 3, vb.pp("fc2"))?,
         })
     }
 
+    /// Without the norm layer, whose stock implementation wants its statistics in `f32` in training and
+    /// in the input's type in evaluation.
+    fn without_norm(vb: VarBuilder<'_>) -> candle_core::Result<Self> {
+        Ok(Self { norm: None, ..Self::new(vb)? })
+    }
+
     fn logits(&self, images: &Tensor) -> candle_core::Result<Tensor> {
-        let x = self.norm.forward_t(&self.conv.forward(images)?, true)?.relu()?.max_pool2d(2)?;
+        let mut x = self.conv.forward(images)?;
+        if let Some(norm) = &self.norm {
+            x = norm.forward_t(&x, true)?;
+        }
+        let x = x.relu()?.max_pool2d(2)?;
         self.fc2.forward(&self.fc1.forward(&x.flatten_from(1)?)?.relu()?)
     }
 
@@ -220,6 +230,12 @@ fn resnet_has_torchvisions_names_and_every_gradient_last_layer_first() {
     assert_eq!(order, (0..names.len()).collect::<Vec<_>>());
 }
 
+/// Of the angle between two gradients.
+fn cosine(a: &[f32], b: &[f32]) -> f32 {
+    let dot = |a: &[f32], b: &[f32]| -> f32 { a.iter().zip(b).map(|(a, b)| a * b).sum() };
+    dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
+}
+
 #[test]
 fn half_parameters_are_half_and_norm_layers_stay_f32() {
     for (dtype, least) in [(DType::F16, 0.99), (DType::Bf16, 0.9)] {
@@ -240,11 +256,59 @@ fn half_parameters_are_half_and_norm_layers_stay_f32() {
         for ((i, got, half), (j, _, wide)) in half.seen.iter().zip(&wide.seen) {
             assert_eq!((i, *got), (j, specs[*i].dtype));
             // Eleven or eight bits of mantissa through eight layers: the direction is kept.
-            let dot = |a: &[f32], b: &[f32]| -> f32 { a.iter().zip(b).map(|(a, b)| a * b).sum() };
-            let cosine = dot(half, wide) / (dot(half, half) * dot(wide, wide)).sqrt();
-            assert!(cosine > least, "{}: {cosine}", specs[*i].name);
+            assert!(cosine(half, wide) > least, "{}", specs[*i].name);
         }
     }
+}
+
+#[test]
+fn stock_layers_train_with_half_parameters_as_they_are() {
+    let stock =
+        |dtype| CandleEngine::new(CandleOptions { dtype, seed: 0 }, Stock::without_norm).unwrap();
+    let (half_keep, half_sink) = keep();
+    let (wide_keep, wide_sink) = keep();
+    let half = stock(DType::F16).forward_backward(&batch(), 1.0, &half_sink).unwrap();
+    let wide = stock(DType::F32).forward_backward(&batch(), 1.0, &wide_sink).unwrap();
+    let (half, wide) = (half.scalars[0].1, wide.scalars[0].1);
+    assert!((half - wide).abs() < 0.01 * wide, "{half} {wide}");
+    for ((i, got, half), (j, _, wide)) in half_keep.lock().seen.iter().zip(&wide_keep.lock().seen) {
+        assert_eq!((i, *got), (j, DType::F16));
+        assert!(cosine(half, wide) > 0.99, "{i}");
+    }
+}
+
+#[test]
+fn autocast_keeps_parameters_and_gradients_in_f32_and_leaves_evaluation_alone() {
+    let mut wide = resnet(DType::F32);
+    let (wide_keep, wide_sink) = keep();
+    let wide_loss = wide.forward_backward(&batch(), 1024.0, &wide_sink).unwrap().scalars[0].1;
+    for (dtype, least) in [(DType::F16, 0.99), (DType::Bf16, 0.9)] {
+        let mut engine = resnet(DType::F32);
+        engine.set_autocast(Some(dtype)).unwrap();
+        let (half_keep, sink) = keep();
+        let loss = engine.forward_backward(&batch(), 1024.0, &sink).unwrap().scalars[0].1;
+        assert!(loss != wide_loss && (loss - wide_loss).abs() < 0.02, "{loss} {wide_loss}");
+        let (half, wide_keep) = (half_keep.lock(), wide_keep.lock());
+        for ((i, got, half), (j, _, wide)) in half.seen.iter().zip(&wide_keep.seen) {
+            assert_eq!((i, *got), (j, DType::F32));
+            assert!(cosine(half, wide) > least, "{i}");
+        }
+        // Evaluation is in the parameters' own type; the running statistics alone came out of half.
+        let before = engine.eval(&batch()).unwrap();
+        engine.set_autocast(None).unwrap();
+        assert_eq!(engine.eval(&batch()).unwrap(), before);
+    }
+    assert!(wide.set_autocast(Some(DType::F32)).is_err());
+}
+
+#[test]
+fn autocast_that_reaches_no_operator_is_an_error() {
+    let mut engine = CandleEngine::new(CandleOptions::default(), Stock::new).unwrap();
+    let (_, sink) = keep();
+    engine.forward_backward(&batch(), 1.0, &sink).unwrap();
+    engine.set_autocast(Some(DType::Bf16)).unwrap();
+    let error = engine.forward_backward(&batch(), 1.0, &sink).unwrap_err().to_string();
+    assert!(error.contains("half_parameters = true"), "{error}");
 }
 
 #[test]

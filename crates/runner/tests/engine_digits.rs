@@ -62,8 +62,8 @@ fn widen(slice: &Slice<'_>) -> Vec<f32> {
     }
 }
 
-/// Accuracy on the held-out fifth after five epochs.
-fn train(dtype: DType, scale: f32) -> f64 {
+/// The losses, and accuracy on the held-out fifth after five epochs.
+fn train(dtype: DType, autocast: Option<DType>, scale: f32) -> (Vec<f64>, f64) {
     const EPOCHS: usize = 5;
     const BATCH: usize = 32;
     let data = Digits::new(Split::Train, 0).unwrap();
@@ -76,6 +76,7 @@ fn train(dtype: DType, scale: f32) -> f64 {
     let mut engine =
         CandleEngine::new(CandleOptions { dtype, seed: 0 }, |vb| ResNet::new(&options, vb))
             .unwrap();
+    engine.set_autocast(autocast).unwrap();
     let mut masters = Vec::new();
     engine
         .with_params(&mut |slices| {
@@ -90,11 +91,13 @@ fn train(dtype: DType, scale: f32) -> f64 {
 
     let steps = EPOCHS * data.len() / BATCH;
     let mut taken = 0;
+    let mut losses = Vec::new();
     for step in 0..steps {
         // 1 438 = 2 * 719, so this stride visits every sample once an epoch, in no order.
         let order = (step * BATCH..(step + 1) * BATCH).map(|i| (i * 337) % data.len());
         let batch = data.batch(&order.collect::<Vec<_>>()).unwrap();
-        engine.forward_backward(&batch, scale, &sink).unwrap();
+        let step_losses = engine.forward_backward(&batch, scale, &sink).unwrap();
+        losses.push(step_losses.scalars[0].1);
         let progress = step as f32 / steps as f32;
         let lr = 0.05 * (1.0 + (std::f32::consts::PI * progress).cos());
         engine
@@ -105,7 +108,7 @@ fn train(dtype: DType, scale: f32) -> f64 {
             .unwrap();
     }
     assert!(taken > steps * 9 / 10, "{taken} of {steps} steps were finite");
-    accuracy(&mut engine)
+    (losses, accuracy(&mut engine))
 }
 
 fn accuracy(engine: &mut CandleEngine) -> f64 {
@@ -122,13 +125,24 @@ fn accuracy(engine: &mut CandleEngine) -> f64 {
 }
 
 #[test]
-fn digits_are_learned_in_f32() {
-    let accuracy = train(DType::F32, 1.0);
+fn digits_are_learned_in_f32_and_under_autocast_alike() {
+    let (wide, accuracy) = train(DType::F32, None, 1.0);
     assert!(accuracy > 0.97, "{accuracy}");
+    for (dtype, scale, digits) in [(DType::F16, 65536.0, 11), (DType::Bf16, 1.0, 8)] {
+        let (losses, accuracy) = train(DType::F32, Some(dtype), scale);
+        assert!(accuracy > 0.97, "{dtype:?}: {accuracy}");
+        // It did run in half precision, and the first steps, before small differences have grown, are
+        // within a few roundings of the type's significant bits.
+        assert_ne!(losses, wide, "{dtype:?}");
+        for (half, wide) in losses.iter().zip(&wide).take(5) {
+            let bound = 16.0 * wide * 0.5f64.powi(digits);
+            assert!((half - wide).abs() < bound, "{dtype:?}: {losses:?}");
+        }
+    }
 }
 
 #[test]
-fn digits_are_learned_in_f16_with_a_loss_scale() {
-    let accuracy = train(DType::F16, 65536.0);
+fn digits_are_learned_with_half_parameters_and_a_loss_scale() {
+    let (_, accuracy) = train(DType::F16, None, 65536.0);
     assert!(accuracy > 0.97, "{accuracy}");
 }

@@ -1,4 +1,4 @@
-//! The zoo's transformer learns, in `f32` and with half parameters; what stock candle cuts off from the
+//! The zoo's transformer learns, in `f32`, under autocast and with half parameters; what stock candle cuts off from the
 //! loss without a word is an error of the first step.
 
 #![cfg(feature = "candle")]
@@ -59,6 +59,7 @@ fn digits_are_learned() {
         "[optim_wrapper]\ntype = 'OptimWrapper'",
         "[optim_wrapper]\ntype = 'AmpOptimWrapper'\ndtype = 'float16'",
         "[optim_wrapper]\ntype = 'AmpOptimWrapper'\ndtype = 'bfloat16'",
+        "[optim_wrapper]\ntype = 'AmpOptimWrapper'\ndtype = 'float16'\nhalf_parameters = true",
     ]
     .iter()
     .enumerate()

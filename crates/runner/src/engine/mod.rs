@@ -127,6 +127,20 @@ pub trait Engine {
     /// The model's own.
     fn eval(&mut self, batch: &Batch) -> Result<Vec<(String, Array)>>;
 
+    /// Trains with each operator in the precision that suits it, `dtype` being the lower one, or, with
+    /// none, in that of the parameters. Parameters and gradients keep their types, and so does
+    /// [`eval`](Self::eval).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Engine`] if the engine knows no autocast, or not to this type.
+    fn set_autocast(&mut self, dtype: Option<DType>) -> Result<()> {
+        match dtype {
+            None => Ok(()),
+            Some(dtype) => Err(Error::Engine(format!("this engine has no autocast to {dtype:?}"))),
+        }
+    }
+
     /// Does what it can to make steps faster, from now on, and says what that is.
     ///
     /// # Errors

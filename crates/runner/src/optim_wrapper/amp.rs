@@ -1,4 +1,9 @@
-//! `AmpOptimWrapper`: half parameters, f32 master weights, a dynamic loss scale.
+//! `AmpOptimWrapper`: mixed precision with a dynamic loss scale, in one of two ways.
+//!
+//! Under autocast the parameters, their gradients and the optimizer are of `f32`, and the engine runs
+//! each operator in what suits it: PyTorch's and MMEngine's way. With half parameters the model computes
+//! in them throughout, and the optimizer keeps their `f32` masters: it halves the model's memory and
+//! what gradients cost to send, and needs nothing of the model's operators.
 //!
 //! Gradients arrive times the loss scale `S`, and already averaged over the ranks: an inf on one
 //! rank is by then an inf on all. The optimizer looks at every gradient first and skips the whole
@@ -35,7 +40,8 @@ impl LossScale {
     }
 }
 
-/// Mixed precision. The model keeps parameters of a half type, the optimizer their f32 masters.
+/// Mixed precision: autocast over f32 parameters ([`with_autocast`](Self::with_autocast)), or parameters
+/// of a half type, of which the optimizer keeps f32 masters.
 #[derive(Debug)]
 pub struct AmpOptimWrapper {
     optimizer: Box<dyn Optimizer>,
@@ -43,6 +49,7 @@ pub struct AmpOptimWrapper {
     scaler: LossScaler,
     clip: Option<Clip>,
     parts: Vec<(String, usize)>,
+    autocast: Option<DType>,
     last: Option<Applied>,
 }
 
@@ -59,7 +66,15 @@ impl AmpOptimWrapper {
     ) -> Result<Self> {
         let accumulation = Accumulation::new(accumulative_counts);
         let scaler = loss_scale.scaler()?;
-        Ok(Self { optimizer, accumulation, scaler, clip: None, parts: Vec::new(), last: None })
+        Ok(Self {
+            optimizer,
+            accumulation,
+            scaler,
+            clip: None,
+            parts: Vec::new(),
+            autocast: None,
+            last: None,
+        })
     }
 
     /// Bounds the gradients of each step, once the loss scale has been taken out of them.
@@ -74,6 +89,14 @@ impl AmpOptimWrapper {
     #[must_use]
     pub fn with_parts(mut self, parts: Vec<(String, usize)>) -> Self {
         self.parts = parts;
+        self
+    }
+
+    /// Has the engine run under autocast, `dtype` being the lower precision; with none, in the
+    /// parameters' own, which is the default.
+    #[must_use]
+    pub fn with_autocast(mut self, dtype: Option<DType>) -> Self {
+        self.autocast = dtype;
         self
     }
 
@@ -107,6 +130,10 @@ impl OptimWrapper for AmpOptimWrapper {
 
     fn loss_scale(&self) -> f32 {
         self.scaler.scale()
+    }
+
+    fn autocast(&self) -> Option<DType> {
+        self.autocast
     }
 
     fn log_scalars(&self) -> Vec<(&'static str, f64)> {

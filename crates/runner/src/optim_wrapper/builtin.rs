@@ -60,7 +60,7 @@ fn fp32(section: &mut Section) -> Result<OptimWrapperFactory> {
 
 fn amp(section: &mut Section) -> Result<OptimWrapperFactory> {
     let counts = accumulative_counts(section)?;
-    let (dtype, loss_scale) = precision(section)?;
+    let Precision { dtype, autocast, loss_scale } = Precision::read(section)?;
     let part = Part::read(section)?;
     Ok(OptimWrapperFactory {
         dtype,
@@ -68,7 +68,7 @@ fn amp(section: &mut Section) -> Result<OptimWrapperFactory> {
             let clip = part.clip;
             let optimizer = part.make(params)?;
             let wrapper = AmpOptimWrapper::new(optimizer, counts, loss_scale)?;
-            Ok(Box::new(wrapper.with_clip_grad(clip)))
+            Ok(Box::new(wrapper.with_clip_grad(clip).with_autocast(autocast)))
         }),
     })
 }
@@ -77,10 +77,10 @@ fn amp(section: &mut Section) -> Result<OptimWrapperFactory> {
 /// scale stand beside the parts, not in them.
 fn dict(section: &mut Section) -> Result<OptimWrapperFactory> {
     let counts = accumulative_counts(section)?;
-    let half = section.has("dtype") || section.has("loss_scale");
-    let (dtype, loss_scale) = match half {
-        true => precision(section)?,
-        false => (DType::F32, LossScale::Off),
+    let mixed = ["dtype", "half_parameters", "loss_scale"].iter().any(|key| section.has(key));
+    let precision = match mixed {
+        true => Precision::read(section)?,
+        false => Precision { dtype: DType::F32, autocast: None, loss_scale: LossScale::Off },
     };
     let mut parts = Vec::new();
     for (name, mut table) in section.named_sections()? {
@@ -96,14 +96,15 @@ fn dict(section: &mut Section) -> Result<OptimWrapperFactory> {
         let dict = make_dict(parts, params)?;
         let names = dict.members().iter().map(|m| (m.name.clone(), m.optimizer.group_count()));
         let (names, optimizer) = (names.collect(), Box::new(dict));
-        Ok(match half {
+        Ok(match mixed {
             true => {
-                Box::new(AmpOptimWrapper::new(optimizer, counts, loss_scale)?.with_parts(names))
+                let wrapper = AmpOptimWrapper::new(optimizer, counts, precision.loss_scale)?;
+                Box::new(wrapper.with_autocast(precision.autocast).with_parts(names))
             }
             false => Box::new(Fp32OptimWrapper::new(optimizer, counts).with_parts(names)),
         })
     });
-    Ok(OptimWrapperFactory { dtype, build })
+    Ok(OptimWrapperFactory { dtype: precision.dtype, build })
 }
 
 fn make_dict(parts: Vec<(String, Part)>, params: &[TensorSpec]) -> Result<OptimizerDict> {
@@ -207,19 +208,35 @@ fn accumulative_counts(section: &mut Section) -> Result<usize> {
     section.or_checked("accumulative_counts", 1, "at least 1", |n: &usize| *n >= 1)
 }
 
-/// `dtype` and `loss_scale`. `"None"`, which is what a configuration in Python has, is the default.
-fn precision(section: &mut Section) -> Result<(DType, LossScale)> {
-    let dtypes = [
-        ("float16", DType::F16),
-        ("bfloat16", DType::Bf16),
-        ("float32", DType::F32),
-        ("None", DType::F16),
-    ];
-    let dtype = section.choice("dtype", "float16", &dtypes)?;
-    let offset = section.offset_of("loss_scale");
-    let loss_scale = loss_scale(section, dtype)?;
-    loss_scale.scaler().map_err(|e| section.error_at(offset, e))?;
-    Ok((dtype, loss_scale))
+/// What `dtype`, `half_parameters` and `loss_scale` come to.
+struct Precision {
+    /// Of the parameters.
+    dtype: DType,
+    /// Of the operators that gain from it.
+    autocast: Option<DType>,
+    loss_scale: LossScale,
+}
+
+impl Precision {
+    /// `dtype = "None"`, which is what a configuration in Python has, is the default.
+    fn read(section: &mut Section) -> Result<Self> {
+        let dtypes = [
+            ("float16", DType::F16),
+            ("bfloat16", DType::Bf16),
+            ("float32", DType::F32),
+            ("None", DType::F16),
+        ];
+        let asked = section.choice("dtype", "float16", &dtypes)?;
+        let (dtype, autocast) = match (asked, section.or("half_parameters", false)?) {
+            (DType::F32, _) => (DType::F32, None),
+            (half, true) => (half, None),
+            (half, false) => (DType::F32, Some(half)),
+        };
+        let offset = section.offset_of("loss_scale");
+        let loss_scale = loss_scale(section, asked)?;
+        loss_scale.scaler().map_err(|e| section.error_at(offset, e))?;
+        Ok(Self { dtype, autocast, loss_scale })
+    }
 }
 
 /// `loss_scale = "dynamic"`, a number, or a table of the dynamic scaler's options.
@@ -498,11 +515,16 @@ mod tests {
             ("dtype = 'bfloat16'", DType::Bf16),
             ("dtype = 'float32'", DType::F32),
         ] {
-            let factory = wrapper(&format!("{sgd}\n{dtype}")).unwrap();
-            assert_eq!(factory.dtype, wanted, "{dtype}");
-            let scale = (factory.build)(&params(&["w"])).unwrap().loss_scale();
-            // bf16 has f32's range and needs no scaler.
-            assert_eq!(scale > 1.0, wanted == DType::F16, "{dtype}");
+            for half in [false, true] {
+                let text = format!("{sgd}\nhalf_parameters = {half}\n{dtype}");
+                let factory = wrapper(&text).unwrap();
+                assert_eq!(factory.dtype, if half { wanted } else { DType::F32 }, "{text}");
+                let built = (factory.build)(&params(&["w"])).unwrap();
+                let autocast = (!half && wanted != DType::F32).then_some(wanted);
+                assert_eq!(built.autocast(), autocast, "{text}");
+                // bf16 has f32's range and needs no scaler.
+                assert_eq!(built.loss_scale() > 1.0, wanted == DType::F16, "{text}");
+            }
         }
         for (scale, wanted) in [
             ("'dynamic'", 65536.0),
@@ -535,6 +557,7 @@ mod tests {
             ("paramwise_cfg = { norm_decay_mul = 0 }", "did you mean `norm_decay_mult`?"),
             ("paramwise_cfg = { bias_lr_mult = -1 }", "c.toml:3:34: `bias_lr_mult` must be finite"),
             ("paramwise_cfg = { custom_keys = { a = { lr_mul = 1 } } }", "did you mean `lr_mult`?"),
+            ("half_paramters = true", "did you mean `half_parameters`?"),
             ("constructor = 'Mine'", "unknown value `Mine`"),
         ] {
             let error = wrapper(&format!("{sgd}{text}")).err().map(|e| e.to_string());

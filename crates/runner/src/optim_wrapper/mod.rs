@@ -2,8 +2,8 @@
 //!
 //! One call of [`OptimWrapper::update_params`] runs forward and backward through the engine and,
 //! when enough batches have been added up, lets the optimizer step. [`Fp32OptimWrapper`] (named
-//! `OptimWrapper` in configurations, as in MMEngine) does just that; [`AmpOptimWrapper`] adds half
-//! parameters and the dynamic loss scale. Either takes any optimizer, [`OptimizerDict`] among them;
+//! `OptimWrapper` in configurations, as in MMEngine) does just that; [`AmpOptimWrapper`] adds
+//! autocast, or half parameters, and the dynamic loss scale. Either takes any optimizer, [`OptimizerDict`] among them;
 //! [`Paramwise`] makes groups with rates of their own.
 
 mod accumulation;
@@ -101,6 +101,13 @@ pub trait OptimWrapper: Send {
     /// What the loss is multiplied by before backward.
     fn loss_scale(&self) -> f32 {
         1.0
+    }
+
+    /// The lower precision that the engine is to run suitable operators in, if any: asked once, before
+    /// training.
+    #[doc(alias = "optim_context")]
+    fn autocast(&self) -> Option<DType> {
+        None
     }
 
     /// Scalars worth a place in the log.

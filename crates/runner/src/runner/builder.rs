@@ -307,13 +307,14 @@ impl RunnerBuilder {
             // Data are dealt by one seed; only what a model draws may differ.
             let own = if self.diff_rank_seed { rank as u64 } else { 0 };
             let context = ModelContext { dtype: optim.dtype, seed: seed.wrapping_add(own) };
-            let engine = make_engine(model, &context, self.compile)?;
+            let mut engine = make_engine(model, &context, self.compile)?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
             let model = wrapper(group.clone(), engine.params())?;
             let validation = make_judged(self.validation, &group, seed)?;
             let test = make_judged(self.test, &group, seed)?;
             let train_loader = train_loader.map(|l| make_loader(l, &group, seed)).transpose()?;
             let mut optim = (optim.build)(engine.params())?;
+            engine.set_autocast(optim.autocast())?;
             let batch = train_loader.as_ref().map_or(0, DataLoader::batch_size);
             scale_lr(optim.optimizer_mut(), batch * group.world_size(), self.auto_scale_lr)?;
             let length = train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch);

@@ -92,7 +92,7 @@ impl Transformer {
     fn logits(&self, batch: &TensorBatch) -> Result<Tensor> {
         let images = inputs(batch, &self.options.normalization)?;
         let mut x = self.embed.forward(&patches(&images, self.options.patch_size)?)?;
-        x = x.broadcast_add(&self.position)?;
+        x = ops::add(&x, &self.position)?;
         for layer in &self.layers {
             x = layer.forward(&x)?;
         }
@@ -163,8 +163,8 @@ impl Module for Layer {
         let y = self.norm1.forward(x)?;
         let qkv = ops::linear(&y, &self.in_proj_weight, Some(&self.in_proj_bias))?;
         let y = ops::self_attention(&qkv, self.attention)?;
-        let x = (x + ops::linear(&y, &self.out_proj_weight, Some(&self.out_proj_bias))?)?;
+        let x = ops::add(x, &ops::linear(&y, &self.out_proj_weight, Some(&self.out_proj_bias))?)?;
         let y = ops::gelu(&self.linear1.forward(&self.norm2.forward(&x)?)?)?;
-        &x + self.linear2.forward(&y)?
+        ops::add(&x, &self.linear2.forward(&y)?)
     }
 }

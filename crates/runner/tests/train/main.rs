@@ -512,7 +512,7 @@ fn a_smaller_last_batch_is_dropped_on_request() {
 fn bfloat16_learns_and_is_saved_as_such() {
     let dir = tempfile::tempdir().unwrap();
     let config = format!("{VALIDATION}{MLP}")
-        .replace("float16", "bfloat16")
+        .replace("\"float16\"", "\"bfloat16\"\nhalf_parameters = true")
         .replace("loss_scale = { init_scale = 256.0, growth_interval = 5 }", "")
         .replace("accumulative_counts = 1", "accumulative_counts = 2")
         .replace("hidden = [8]", "hidden = [32]")
@@ -540,8 +540,8 @@ fn an_overflow_inside_an_accumulation_skips_its_step_on_all_ranks() {
             if rank == 1 && scales.len() == 7 {
                 let mut first = true;
                 runner.engine_mut().with_params(&mut |params| {
-                    if let (true, fused_optim::SliceMut::F16(v)) = (first, &mut params[0]) {
-                        v[0] = half::f16::from_f32(f32::INFINITY);
+                    if let (true, fused_optim::SliceMut::F32(v)) = (first, &mut params[0]) {
+                        v[0] = f32::INFINITY;
                         first = false;
                     }
                     Ok(())

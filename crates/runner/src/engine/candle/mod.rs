@@ -5,9 +5,12 @@
 //! from a [`VarBuilder`] and needs no change to have its gradients reported one by one while
 //! backward runs (`params.rs` says how).
 //!
-//! In half precision parameters are served in `f16` or `bf16`, except those a layer asks for in
-//! `f32` by name (norm layers do), and float inputs are cast. Master weights, loss scale and
-//! their bookkeeping are the caller's.
+//! Half precision comes in two ways. Under [autocast](Engine::set_autocast) parameters stay in `f32` and
+//! each of [`ops`] runs in what PyTorch's lists say. With half parameters ([`CandleOptions::dtype`]),
+//! which models of candle-nn's layers can have as they are (but for its `BatchNorm`, and in `bf16` its
+//! products, which candle has none of on the CPU), parameters are served in `f16` or `bf16`, except those a
+//! layer asks for in `f32` by name (norm layers do), and float inputs are cast. Master weights, loss
+//! scale and their bookkeeping are the caller's.
 //!
 //! Stock candle has operators that silently cut the graph (`LayerNorm`, `softmax_last_dim`,
 //! `rms_norm`). They show: the parameters behind the cut get no gradient, and whoever counts
@@ -26,6 +29,7 @@ mod params;
 use std::fmt;
 use std::sync::Arc;
 
+use amp::Autocast;
 use candle_core::{DType, Tensor};
 use candle_nn::VarBuilder;
 use fused_optim::SliceMut;
@@ -95,6 +99,7 @@ pub struct CandleEngine {
     buffers: Tensors,
     slot: Arc<Slot>,
     dtype: DType,
+    autocast: Option<Autocast>,
     compiled: Option<CompileOptions>,
     search: Option<Search>,
     random: Random,
@@ -118,8 +123,17 @@ impl CandleEngine {
         let model = build(builder).map_err(|e| Error::Engine(format!("building: {e}")))?;
         let (params, buffers, slot) = store.close();
         let model = Box::new(model);
-        let random = Random::new(options.seed);
-        Ok(Self { model, params, buffers, slot, dtype, compiled: None, search: None, random })
+        Ok(Self {
+            model,
+            params,
+            buffers,
+            slot,
+            dtype,
+            autocast: None,
+            compiled: None,
+            search: None,
+            random: Random::new(options.seed),
+        })
     }
 
     /// As [`new`](Self::new), once the run knows precision and seed.
@@ -134,7 +148,7 @@ impl CandleEngine {
 
     fn step(&self, batch: &Batch, loss_scale: f32, sink: &SharedSink) -> Result<Losses> {
         let batch = TensorBatch::new(batch, self.dtype)?;
-        let loss = self.model.loss(&batch).map_err(|e| Error::Engine(format!("forward: {e}")))?;
+        let loss = self.forward(&batch)?;
         let losses = loss.read()?;
         let scaled = loss
             .value()
@@ -146,6 +160,30 @@ impl CandleEngine {
 }
 
 impl CandleEngine {
+    /// Trains under `policy` from now on, or without one: lists with rules of one's own, where
+    /// [`Engine::set_autocast`] takes the CPU's as they are.
+    #[must_use]
+    pub fn with_autocast(mut self, policy: Option<Autocast>) -> Self {
+        self.autocast = policy;
+        self
+    }
+
+    /// The loss, under autocast if that is on.
+    fn forward(&self, batch: &TensorBatch) -> Result<Loss> {
+        let failed = |e| Error::Engine(format!("forward: {e}"));
+        let Some(policy) = &self.autocast else { return self.model.loss(batch).map_err(failed) };
+        let (loss, lowered) = ops::autocast::counted(policy, || self.model.loss(batch));
+        let loss = loss.map_err(failed)?;
+        if lowered == 0 && policy.is_enabled() {
+            return Err(Error::Engine(
+                "autocast is on, and nothing ran in half precision: candle-nn's own layers know of \
+                 no autocast; give their parameters a half type (half_parameters = true)"
+                    .to_owned(),
+            ));
+        }
+        Ok(loss)
+    }
+
     fn report(&self, options: &CompileOptions) -> CompileReport {
         let (seen, better) = self.search.as_ref().map_or((0, 0), Search::counts);
         let mut report = CompileReport::default();
@@ -220,6 +258,18 @@ impl Engine for CandleEngine {
         let losses = search::open(&mut search, || dropout::open(&mut random, step));
         (self.search, self.random) = (search, random);
         losses
+    }
+
+    fn set_autocast(&mut self, dtype: Option<fused_optim::DType>) -> Result<()> {
+        self.autocast = match dtype {
+            None => None,
+            Some(fused_optim::DType::F16) => Some(Autocast::cpu().with_f16()),
+            Some(fused_optim::DType::Bf16) => Some(Autocast::cpu().with_bf16()),
+            Some(fused_optim::DType::F32) => {
+                return Err(Error::Engine("autocast lowers to f16 or bf16, not f32".to_owned()));
+            }
+        };
+        Ok(())
     }
 
     fn compile(&mut self, options: &CompileOptions) -> Result<CompileReport> {

@@ -7,8 +7,8 @@
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
 use super::gemm::{Mat, gemm};
-use super::host;
 use super::softmax::{softmax_row, softmax_row_backward};
+use super::{cast, host};
 
 /// What [`self_attention`] takes beside its tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +29,7 @@ pub struct AttentionOptions {
 ///
 /// A shape or dtype that does not fit.
 pub fn self_attention(qkv: &Tensor, options: AttentionOptions) -> Result<Tensor> {
+    let [qkv] = cast("scaled_dot_product_attention", [qkv])?;
     qkv.contiguous()?.apply_op1(Attention(options))
 }
 

@@ -2,7 +2,8 @@
 
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
 
-use super::{host, relu_of};
+use super::autocast::promote;
+use super::{cast, host, relu_of};
 
 /// `max(x, 0)`, NaN kept. Any shape; `f32`, `f16` or `bf16`; exact.
 ///
@@ -10,16 +11,29 @@ use super::{host, relu_of};
 ///
 /// Another dtype.
 pub fn relu(x: &Tensor) -> Result<Tensor> {
+    let [x] = cast("relu", [x])?;
     x.contiguous()?.apply_op1(Relu)
 }
 
-/// `relu(a + b)`, the end of a residual block, in one pass. Both of one shape and dtype, `f32`,
-/// `f16` or `bf16`; added in `f32` and rounded once; NaN kept.
+/// `a + b`, broadcast as candle's `broadcast_add`, of two floating-point types as PyTorch adds them: the
+/// narrower is cast to the wider first, and `f16` with `bf16` both to `f32`.
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that differ, another dtype.
+/// Shapes that do not fit.
+pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let [a, b] = promote(cast("add", [a, b])?)?;
+    a.broadcast_add(&b)
+}
+
+/// `relu(a + b)`, the end of a residual block, in one pass. Both of one shape; `f32`, `f16` or `bf16`,
+/// of two types cast as [`add`] does; added in `f32` and rounded once; NaN kept.
+///
+/// # Errors
+///
+/// Shapes that differ, another dtype.
 pub fn add_relu(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let [a, b] = promote(cast("add", [a, b])?)?;
     a.contiguous()?.apply_op2(&b.contiguous()?, AddRelu)
 }
 

@@ -2,7 +2,7 @@
 
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 
-use super::host;
+use super::{cast, host};
 
 /// Row `ids[i]` of `weight` for each `i`.
 ///
@@ -14,6 +14,7 @@ use super::host;
 ///
 /// Shapes or dtypes that do not fit, an index that is no row.
 pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    let [weight] = cast("embedding", [weight])?;
     weight.contiguous()?.apply_op2(&ids.contiguous()?, Embedding)
 }
 

@@ -2,8 +2,8 @@
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 
-use super::host;
 use super::softmax::exp;
+use super::{cast, host};
 
 /// `x * P(z <= x)` for a standard normal `z`: PyTorch's `gelu` without approximation.
 ///
@@ -14,6 +14,7 @@ use super::softmax::exp;
 ///
 /// Another dtype.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
+    let [x] = cast("gelu", [x])?;
     x.contiguous()?.apply_op1(Gelu)
 }
 

@@ -2,7 +2,7 @@
 
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
 
-use super::{dot_centered, host, sum, sum_by};
+use super::{cast, dot_centered, host, sum, sum_by};
 
 /// `gamma * (x - mean) / sqrt(var + eps) + beta`, with mean and biased variance over the last
 /// dimension.
@@ -16,6 +16,7 @@ use super::{dot_centered, host, sum, sum_by};
 ///
 /// Shapes or dtypes that do not fit, an empty last dimension.
 pub fn layer_norm(x: &Tensor, gamma: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
+    let [x, gamma, beta] = cast("layer_norm", [x, gamma, beta])?;
     x.contiguous()?.apply_op3(&gamma.contiguous()?, &beta.contiguous()?, LayerNorm { eps })
 }
 

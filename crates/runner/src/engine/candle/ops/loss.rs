@@ -2,7 +2,7 @@
 
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
 
-use super::host;
+use super::{cast, host};
 
 /// Mean over the batch of `-log softmax(logits)[label]`, a scalar `f32`.
 ///
@@ -16,6 +16,7 @@ use super::host;
 ///
 /// Shapes or dtypes that do not fit, a label that is no class, an empty batch.
 pub fn cross_entropy(logits: &Tensor, labels: &Tensor) -> Result<Tensor> {
+    let [logits] = cast("cross_entropy_loss", [logits])?;
     logits.contiguous()?.apply_op2(&labels.contiguous()?, CrossEntropy)
 }
 

@@ -6,10 +6,16 @@
 //! place where it rounds: half tensors are widened exactly on the way in and rounded once, to
 //! nearest even, on the way out.
 //!
+//! Inside a region of [`autocast`] each first has its inputs cast as PyTorch's lists say, under
+//! PyTorch's name for it: `conv2d`, `linear`, `scaled_dot_product_attention`, `cross_entropy_loss`,
+//! `layer_norm`, `softmax`; and, in no list but open to rules of one's own, `batch_norm`, `embedding`,
+//! `gelu`, `relu`, `add`, `max_pool2d`, `adaptive_avg_pool2d`.
+//!
 //! All run on the calling thread: a rank has one core. All are deterministic for given shapes and
 //! processor. A gradient is computed in the dtype of the tensor it belongs to.
 
 mod attention;
+pub(super) mod autocast;
 mod conv;
 pub(super) mod dropout;
 mod elementwise;
@@ -27,9 +33,10 @@ mod softmax;
 mod weighted;
 
 pub use attention::{AttentionOptions, self_attention};
+pub use autocast::{autocast, cast};
 pub use conv::{Window, conv2d};
 pub use dropout::dropout;
-pub use elementwise::{Normalization, add_relu, normalize, relu};
+pub use elementwise::{Normalization, add, add_relu, normalize, relu};
 pub use embedding::embedding;
 pub use gelu::gelu;
 pub use layer_norm::layer_norm;
@@ -80,6 +87,8 @@ fn dot_centered(a: &[f32], b: &[f32], center: f32) -> f32 {
 /// Partial sums of a reduction.
 const LANES: usize = 16;
 
+#[cfg(test)]
+mod autocast_tests;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]

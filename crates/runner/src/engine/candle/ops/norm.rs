@@ -6,7 +6,7 @@
 
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
 
-use super::host;
+use super::{cast, host};
 
 /// Mean and variance per channel.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,6 +45,7 @@ pub fn batch_norm(
     beta: &Tensor,
     options: BatchNormOptions,
 ) -> Result<(Tensor, Statistics)> {
+    let [x, gamma, beta] = cast("batch_norm", [x, gamma, beta])?;
     let x = x.contiguous()?;
     let statistics = {
         let planes = Planes::new(x.shape())?;
@@ -71,6 +72,7 @@ pub fn batch_norm_with(
     statistics: Statistics,
     options: BatchNormOptions,
 ) -> Result<Tensor> {
+    let [x, gamma, beta] = cast("batch_norm", [x, gamma, beta])?;
     let op = BatchNorm { options, statistics, of_batch: false };
     x.contiguous()?.apply_op3(&gamma.contiguous()?, &beta.contiguous()?, op)
 }

@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
 use super::conv::{Window, inside, positions};
-use super::host;
+use super::{cast, host};
 
 /// The largest value of each window, any kernel, stride and padding; so also the overlapping
 /// 3 x 3 / stride 2 of ResNet's stem, which stock candle cannot differentiate.
@@ -22,6 +22,7 @@ pub fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Tensor> {
     if window.padding > kernel / 2 {
         bail!("max_pool2d: {window:?} pads more than half a kernel of {kernel}");
     }
+    let [x] = cast("max_pool2d", [x])?;
     x.contiguous()?.apply_op1(MaxPool { kernel, window, taken: OnceLock::new() })
 }
 
@@ -32,6 +33,7 @@ pub fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Tensor> {
 ///
 /// A shape or dtype that does not fit.
 pub fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
+    let [x] = cast("adaptive_avg_pool2d", [x])?;
     x.contiguous()?.apply_op1(GlobalAvgPool)
 }
 

@@ -2,7 +2,7 @@
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
-use super::host;
+use super::{cast, host};
 
 /// `exp(x) / sum(exp(x))` over the last dimension.
 ///
@@ -15,6 +15,7 @@ use super::host;
 ///
 /// Another dtype; a scalar, or an empty last dimension.
 pub fn softmax(x: &Tensor) -> Result<Tensor> {
+    let [x] = cast("softmax", [x])?;
     x.contiguous()?.apply_op1(Softmax)
 }
 

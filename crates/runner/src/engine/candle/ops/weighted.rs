@@ -6,13 +6,13 @@
 
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
 
-use super::host;
+use super::{cast, host};
 
 /// The shapes of one call, checked against each other, and its arithmetic.
 pub(super) trait Kernel: Sized {
     /// What is chosen besides the shapes.
     type Options: Copy + Send + Sync + 'static;
-    /// Name in messages.
+    /// Name in messages, and PyTorch's in the lists of autocast.
     const NAME: &'static str;
 
     /// Checks the shapes of input and weight.
@@ -45,10 +45,16 @@ pub(super) fn apply<K: Kernel + 'static>(
     bias: Option<&Tensor>,
     options: K::Options,
 ) -> Result<Tensor> {
-    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     match bias {
-        Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, Weighted::<K>(options)),
-        None => x.apply_op2(&weight, Weighted::<K>(options)),
+        Some(bias) => {
+            let [x, weight, bias] = cast(K::NAME, [x, weight, bias])?;
+            let op = Weighted::<K>(options);
+            x.contiguous()?.apply_op3(&weight.contiguous()?, &bias.contiguous()?, op)
+        }
+        None => {
+            let [x, weight] = cast(K::NAME, [x, weight])?;
+            x.contiguous()?.apply_op2(&weight.contiguous()?, Weighted::<K>(options))
+        }
     }
 }
 

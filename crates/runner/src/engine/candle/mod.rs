@@ -22,6 +22,7 @@
 
 mod init;
 pub mod layers;
+mod memory;
 mod model;
 pub mod ops;
 mod params;
@@ -111,6 +112,9 @@ impl CandleEngine {
     /// Initial values are drawn in `f32` from the seed and the parameter's name, then rounded.
     /// Asking twice for one name gives the same, shared, parameter.
     ///
+    /// The first engine of a process has glibc's allocator keep up to 1 GiB of freed memory from then on,
+    /// for the next step's tensors (`memory.rs`).
+    ///
     /// # Errors
     ///
     /// [`Error::Engine`] with what `build` returned: a name asked for in two shapes, say.
@@ -118,6 +122,7 @@ impl CandleEngine {
         options: CandleOptions,
         build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
     ) -> Result<Self> {
+        memory::keep();
         let dtype = candle_dtype(options.dtype);
         let (store, builder) = Store::new(dtype, options.seed)?;
         let model = build(builder).map_err(|e| Error::Engine(format!("building: {e}")))?;

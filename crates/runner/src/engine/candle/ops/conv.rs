@@ -3,7 +3,8 @@
 //! A group of images is unrolled into columns, one row per weight and one column per output pixel,
 //! so that one product covers the group: late layers have few pixels, and a product per image
 //! would spend its time packing the same weights. Backward unrolls again rather than keep the
-//! columns, which are nine times the input for a 3 x 3 kernel.
+//! columns, which are nine times the input for a 3 x 3 kernel. Where such kernels move by single pixels
+//! over enough channels, `winograd.rs` takes their place.
 
 use std::ops::Range;
 
@@ -12,6 +13,7 @@ use candle_core::{Result, Shape, Tensor, bail};
 use super::gemm::{Mat, gemm};
 use super::search;
 use super::weighted::{self, Gradients, Kernel};
+use super::winograd::Winograd;
 
 /// How a window moves over an image: the same in both directions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +36,8 @@ impl Default for Window {
 /// Shapes: `x` is `[n, c, h, w]`, `weight` `[o, c, kh, kw]`, `bias` `[o]`, the result
 /// `[n, o, (h + 2 * padding - kh) / stride + 1, ...]`. Padding is with zeros. `f32`, `f16` and
 /// `bf16`, all arguments alike: computed and accumulated in `f32`, rounded once at the end. NaN
-/// and infinities propagate to every output whose window covers them. Single-threaded.
+/// and infinities propagate to every output whose window covers them, and for 3 x 3 kernels perhaps
+/// to the next one beside. Single-threaded.
 ///
 /// Backward gives all three gradients; that of `x` only if something upstream needs it.
 ///
@@ -98,14 +101,20 @@ impl Kernel for Geometry {
     }
 
     fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
-        let columns = |columns| self.forward_by(columns, x, weight, bias);
-        search::run(|| format!("forward {self:?}"), GROUP_COLUMNS, || self.ways(), columns)
+        let by = |way: usize| match WAYS[way] {
+            Way::Columns(columns) => self.forward_by(columns, x, weight, bias),
+            Way::Winograd(tiles) => self.winograd(tiles).forward(x, weight, bias),
+        };
+        search::run(|| format!("forward {self:?}"), self.default_way(), || self.ways(), by)
     }
 
     fn backward(&self, x: &[f32], weight: &[f32], dy: &[f32], wants_x: bool) -> Gradients {
-        let columns = |columns| self.backward_by(columns, x, weight, dy, wants_x);
+        let by = |way: usize| match WAYS[way] {
+            Way::Columns(columns) => self.backward_by(columns, x, weight, dy, wants_x),
+            Way::Winograd(tiles) => self.winograd(tiles).backward(x, weight, dy, wants_x),
+        };
         let key = || format!("backward {wants_x} {self:?}");
-        search::run(key, GROUP_COLUMNS, || self.ways(), columns)
+        search::run(key, self.default_way(), || self.ways(), by)
     }
 }
 
@@ -119,13 +128,11 @@ impl Geometry {
         bias: Option<&[f32]>,
     ) -> Vec<f32> {
         let (pixels, depth, group) = (self.pixels(), self.depth(), self.group(columns));
-        let mut y = vec![0.0; self.images * self.out_channels * pixels];
+        let mut y = Vec::with_capacity(self.images * self.out_channels * pixels);
         let mut columns = vec![0.0; depth * group * pixels];
         let mut product = vec![0.0; self.out_channels * group * pixels];
         let weight = Mat::new(weight, self.out_channels, depth);
-        for (x, y) in
-            x.chunks(group * self.image()).zip(y.chunks_mut(group * self.out_channels * pixels))
-        {
+        for x in x.chunks(group * self.image()) {
             let count = x.len() / self.image();
             let width = count * pixels;
             let columns = &mut columns[..depth * width];
@@ -137,7 +144,7 @@ impl Geometry {
                 product.chunks_exact_mut(width).zip(bias).for_each(|(row, b)| row.fill(*b));
             }
             gemm(product, bias.is_some(), weight, Mat::new(columns, depth, width));
-            from_rows(product, y, count, self.out_channels, pixels);
+            from_rows(product, &mut y, count, self.out_channels, pixels);
         }
         y
     }
@@ -205,13 +212,72 @@ impl Geometry {
         (columns / self.pixels()).clamp(1, self.images.max(1))
     }
 
-    /// The numbers of columns that make groups of different sizes.
+    /// The same convolution by tiles, so many of them at once.
+    fn winograd(&self, tiles: usize) -> Winograd {
+        let of_image = self.out_height.div_ceil(2) * self.out_width.div_ceil(2);
+        Winograd {
+            channels: self.channels,
+            height: self.height,
+            width: self.width,
+            out_channels: self.out_channels,
+            out_height: self.out_height,
+            out_width: self.out_width,
+            padding: self.window.padding,
+            group: (tiles / of_image).clamp(1, self.images.max(1)),
+        }
+    }
+
+    fn can_tile(&self) -> bool {
+        (self.kernel_height, self.kernel_width, self.window.stride) == (3, 3, 1)
+    }
+
+    /// What is done without a search.
+    fn default_way(&self) -> usize {
+        let wide = self.channels.min(self.out_channels) >= WINOGRAD_CHANNELS;
+        if self.can_tile() && wide { BY_TILES } else { BY_COLUMNS }
+    }
+
+    /// The ways that differ for these extents, by their place among all.
     fn ways(&self) -> Vec<usize> {
-        let mut ways = vec![64, 128, 256, GROUP_COLUMNS, 1024, 2048, 4096];
-        ways.dedup_by_key(|columns| self.group(*columns));
+        let mut ways: Vec<usize> = (0..WAYS.len()).collect();
+        ways.retain(|way| self.can_tile() || matches!(WAYS[*way], Way::Columns(_)));
+        ways.dedup_by_key(|way| match WAYS[*way] {
+            Way::Columns(columns) => (false, self.group(columns)),
+            Way::Winograd(tiles) => (true, self.winograd(tiles).group),
+        });
         ways
     }
 }
+
+/// A way of doing it, with what makes a group.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    /// A matrix product with so many columns.
+    Columns(usize),
+    /// Tiles of 2 x 2, so many.
+    Winograd(usize),
+}
+
+/// All ways. Groups of a few hundred columns are large enough to hide the packing of the weights, and so
+/// small that the columns of a 3 x 3 kernel over 16 channels stay in the second-level cache.
+const WAYS: [Way; 11] = [
+    Way::Columns(64),
+    Way::Columns(128),
+    Way::Columns(256),
+    Way::Columns(512),
+    Way::Columns(1024),
+    Way::Columns(2048),
+    Way::Columns(4096),
+    Way::Winograd(64),
+    Way::Winograd(256),
+    Way::Winograd(512),
+    Way::Winograd(1024),
+];
+const BY_COLUMNS: usize = 3;
+const BY_TILES: usize = 8;
+
+/// Channels on both sides from which on tiles need less time.
+const WINOGRAD_CHANNELS: usize = 16;
 
 /// Number of window positions along an extent.
 pub(super) fn positions(extent: usize, kernel: usize, window: Window) -> Result<usize> {
@@ -305,15 +371,47 @@ fn to_rows(images: &[f32], rows: &mut [f32], count: usize, channels: usize, pixe
     }
 }
 
-/// `[channel][image][pixel]` to `[image][channel][pixel]`.
-fn from_rows(rows: &[f32], images: &mut [f32], count: usize, channels: usize, pixels: usize) {
-    for (i, image) in images.chunks_exact_mut(channels * pixels).enumerate() {
-        for (c, plane) in image.chunks_exact_mut(pixels).enumerate() {
-            plane.copy_from_slice(&rows[(c * count + i) * pixels..][..pixels]);
+/// `[channel][image][pixel]` to `[image][channel][pixel]`, behind what is there.
+fn from_rows(rows: &[f32], images: &mut Vec<f32>, count: usize, channels: usize, pixels: usize) {
+    for image in 0..count {
+        for channel in 0..channels {
+            images.extend_from_slice(&rows[(channel * count + image) * pixels..][..pixels]);
         }
     }
 }
 
-/// Columns worth one product: enough to hide the packing of the weights, few enough that the
-/// columns of a 3 x 3 kernel over 16 channels stay in the second-level cache.
-const GROUP_COLUMNS: usize = 512;
+/// Forward and all gradients in every way, each beside those of single images unrolled.
+#[cfg(test)]
+pub(super) fn in_every_way(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&[f32]>,
+    window: Window,
+) -> Vec<(Vec<f32>, Vec<f32>)> {
+    use super::tests::{flat, values};
+    let g = Geometry::new(x.shape(), weight.shape(), window).unwrap();
+    let dy = flat(&values("dy", g.output_shape(x.shape()).dims()));
+    let (x, weight) = (flat(x), flat(weight));
+    let first = g.backward_by(1, &x, &weight, &dy, true);
+    let y = g.forward_by(1, &x, &weight, bias);
+    let mut pairs = Vec::new();
+    for way in g.ways() {
+        let (got, after) = match WAYS[way] {
+            Way::Columns(by) => {
+                (g.forward_by(by, &x, &weight, bias), g.backward_by(by, &x, &weight, &dy, true))
+            }
+            Way::Winograd(by) => {
+                let by = g.winograd(by);
+                let only_weight = by.backward(&x, &weight, &dy, false);
+                assert!(only_weight.x.is_none());
+                pairs.push((only_weight.weight, first.weight.clone()));
+                (by.forward(&x, &weight, bias), by.backward(&x, &weight, &dy, true))
+            }
+        };
+        pairs.push((got, y.clone()));
+        pairs.push((after.x.unwrap(), first.x.clone().unwrap()));
+        pairs.push((after.weight, first.weight.clone()));
+        pairs.push((after.bias, first.bias.clone()));
+    }
+    pairs
+}

@@ -29,8 +29,10 @@ mod loss;
 mod norm;
 mod pool;
 pub(super) mod search;
+mod simd;
 mod softmax;
 mod weighted;
+mod winograd;
 
 pub use attention::{AttentionOptions, self_attention};
 pub use autocast::{autocast, cast};

@@ -219,6 +219,24 @@ fn itertools4(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
+    /// By tiles and by columns, in groups of every size: both directions, every extent and padding.
+    #[test]
+    fn conv2d_is_the_same_in_every_way(
+        n in 1usize..6, c in 1usize..5, o in 1usize..5, height in 1usize..12, width in 1usize..40,
+        padding in 0usize..4, with_bias in any::<bool>(),
+    ) {
+        prop_assume!(3 <= height + 2 * padding && 3 <= width + 2 * padding);
+        let window = Window { stride: 1, padding };
+        let (x, w) = (values("x", &[n, c, height, width]), values("w", &[o, c, 3, 3]));
+        let b = flat(&values("b", &[o]));
+        let b = with_bias.then_some(&b[..]);
+        for (ours, loops) in conv::in_every_way(&x, &w, b, window) {
+            let scale = loops.iter().fold(1e-3f32, |m, v| m.max(v.abs()));
+            let off = ours.iter().zip(&loops).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+            prop_assert!(ours.len() == loops.len() && off < 1e-5 * scale, "{off} of {scale}");
+        }
+    }
+
     #[test]
     fn conv2d_equals_its_loops(
         n in 1usize..40, c in 1usize..4, o in 1usize..4, height in 1usize..9, width in 1usize..9,

@@ -1,7 +1,7 @@
 //! Our side of `runner.sh`: one work per call, one figure per line.
 //!
 //! ```text
-//! side_by_side_runner step NAME ours|stock ROUNDS   # ms per forward and backward, median
+//! side_by_side_runner step NAME ours|compiled|stock ROUNDS   # ms per forward and backward, median
 //! side_by_side_runner loop ITERATIONS INTERVAL      # ns per iteration of an empty training step
 //! side_by_side_runner ranks STEPS                   # ms per step; under a launcher, of all ranks
 //! ```
@@ -21,7 +21,7 @@ use runner::data::{Array, ArrayData, Batch, Dataset};
 use runner::engine::candle::candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
 use runner::engine::candle::candle_nn::{self, VarBuilder, VarMap};
 use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
-use runner::engine::{Engine, GradSink, Losses, SharedSink, TensorSpec};
+use runner::engine::{CompileOptions, Engine, GradSink, Losses, SharedSink, TensorSpec};
 use runner::hooks::{Hook, Priority};
 use runner::model::{DistributedDataParallel, ModelWrapper};
 use runner::optim_wrapper::{
@@ -36,7 +36,8 @@ fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     match args[..] {
-        ["step", name, "ours", rounds] => print(&ours(name, rounds.parse().unwrap())),
+        ["step", name, "ours", rounds] => print(&ours(name, false, rounds.parse().unwrap())),
+        ["step", name, "compiled", rounds] => print(&ours(name, true, rounds.parse().unwrap())),
         ["step", name, "stock", rounds] => print(&stock(name, rounds.parse().unwrap())),
         ["loop", iterations, interval] => {
             empty_loop(iterations.parse().unwrap(), interval.parse().unwrap());
@@ -117,8 +118,11 @@ impl GradSink for Drain {
     }
 }
 
-fn ours(name: &str, rounds: usize) -> Vec<f64> {
+fn ours(name: &str, compile: bool, rounds: usize) -> Vec<f64> {
     let (mut engine, batch) = (engine(name), batch(name));
+    if compile {
+        engine.compile(&CompileOptions::default()).unwrap();
+    }
     let sink: SharedSink = Arc::new(Mutex::new(Drain));
     timed(rounds, || {
         black_box(engine.forward_backward(&batch, 1.0, &sink).unwrap());

@@ -122,6 +122,10 @@ fn step(mut engine: CandleEngine) -> runner::Result<()> {
 fn what_stock_candle_cuts_off_is_named() {
     type Cut = fn(&Tensor) -> candle_core::Result<Tensor>;
     let softmax: Cut = |x| candle_nn::ops::softmax_last_dim(x);
+    let rms_norm: Cut = |x| {
+        let weight = Tensor::ones(4, x.dtype(), x.device())?;
+        candle_nn::ops::rms_norm(x, &weight, 1e-5)
+    };
     let ours: Cut = ops::softmax;
     let build = |norm: bool, cut: Cut| {
         CandleEngine::new(CandleOptions::default(), move |vb| Stock::new(vb, norm, cut)).unwrap()
@@ -129,6 +133,7 @@ fn what_stock_candle_cuts_off_is_named() {
     for (norm, cut, named) in [
         (true, ours, &["before.weight", "before.bias", "norm.weight", "norm.bias"][..]),
         (false, softmax, &["before.weight", "before.bias"]),
+        (false, rms_norm, &["before.weight", "before.bias"]),
     ] {
         let error = step(build(norm, cut)).unwrap_err();
         let runner::Error::Collective(collective::Error::UnusedParameters { names, .. }) = error

@@ -193,8 +193,8 @@ impl CandleEngine {
         let (seen, better) = self.search.as_ref().map_or((0, 0), Search::counts);
         let mut report = CompileReport::default();
         report.applied.push(format!(
-            "a search, in training, for how many images a convolution of this engine unrolls at \
-             once, at the first use of each shape ({seen} so far, {better} of them faster another \
+            "a search, in training, for whether a convolution of this engine goes by columns or by \
+             tiles, and for how many images at once, at the first use of each shape ({seen} so far, {better} of them faster another \
              way); runs that find different ways may differ in the last bits"
         ));
         let mut not = |what: &str, why: &str| report.not_applied.push(format!("{what}: {why}"));

@@ -8,6 +8,7 @@
 
 #![cfg(feature = "candle")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![expect(clippy::print_stderr, reason = "a test says why it is ignored")]
 
 use std::io::Write;
 use std::process::{Command, Stdio};

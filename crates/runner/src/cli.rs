@@ -1,4 +1,4 @@
-//! The command line: `runner launch`, `train`, `val`, `test`, `check`, `config`, `plot`.
+//! The command line: `runner launch`, `store`, `train`, `val`, `test`, `check`, `config`, `plot`.
 //!
 //! A program of your own gets the same command line by registering its parts and calling
 //! [`main`]:
@@ -20,6 +20,7 @@ use collective::Launcher;
 
 use crate::config::{Config, parse_duration};
 use crate::launch::flags::LaunchArgs;
+use crate::launch::store::{StoreArgs, serve};
 use crate::launch::{launch, record_failure, record_panics, tie_to_parent};
 use crate::runner::{Runner, RunnerBuilder};
 use crate::sinks::{TERMINAL_VARIABLE, plot};
@@ -37,6 +38,8 @@ struct Cli {
 enum Command {
     /// Start several ranks of this program on this machine, or this machine's part of a job of several.
     Launch(Box<LaunchArgs>),
+    /// Host the store where an elastic job meets, on a machine that is none of its nodes.
+    Store(StoreArgs),
     /// Train what a configuration describes, as the rank that the environment says.
     Train(TrainArgs),
     /// Validate a model on the configuration's validation set.
@@ -125,6 +128,7 @@ struct TrainArgs {
 pub fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Launch(args) => start_ranks(args),
+        Command::Store(args) => serve(&args).map(|()| ExitCode::SUCCESS),
         Command::Train(args) => as_rank(|| train(args)),
         Command::Val(args) => as_rank(|| judge(args, Runner::validate)),
         Command::Test(args) => as_rank(|| judge(args, Runner::test)),

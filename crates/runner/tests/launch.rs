@@ -217,6 +217,34 @@ fn a_failed_attempt_is_followed_by_a_fresh_one() {
 }
 
 #[test]
+fn ranks_that_were_interrupted_and_saved_are_not_started_again() {
+    // Rank 1 takes its time to save, and would drop it at a second signal.
+    let script = "trap 'exit 9' TERM; [ $RANK = 1 ] && { sleep 1 & wait; }; exit 75";
+    let ran = run(3, script, |options| {
+        options.max_restarts = 2;
+        options.grace = Duration::from_secs(60);
+    });
+    assert_eq!(ran.code, 75, "{}", ran.stderr);
+    assert_eq!(ran.stderr, "launch: interrupted after a checkpoint: 3 of 3 ranks\n");
+}
+
+#[test]
+fn who_does_not_follow_the_interrupted_is_stopped_and_named() {
+    let script = "[ $RANK = 0 ] && exit 75; exec sleep 60";
+    let ran = run(2, script, |options| options.max_restarts = 2);
+    assert_eq!(ran.code, 143, "{}", ran.stderr);
+    for part in ["checkpoint: 1 of 2 ranks", "1 of 2 ranks failed", "root cause: rank 1 "] {
+        assert!(ran.stderr.contains(part), "{part}: {}", ran.stderr);
+    }
+    assert!(!ran.stderr.contains("start again"), "{}", ran.stderr);
+    // A failure among them: the others have no longer than after any failure.
+    let script = "[ $RANK = 0 ] && exit 75; [ $RANK = 1 ] && { sleep 0.2; exit 3; }; exec sleep 60";
+    let ran = run(3, script, |options| options.grace = Duration::from_secs(30));
+    assert_eq!(ran.code, 3, "{}", ran.stderr);
+    assert!(ran.took < Duration::from_secs(20), "{:?}", ran.took);
+}
+
+#[test]
 fn the_earliest_error_file_is_the_root_cause() {
     // Rank 0 failed first, and takes its time to end; rank 1 is seen to end first.
     let script = r#"mkdir -p "$(dirname "$TORCHELASTIC_ERROR_FILE")"
@@ -288,6 +316,20 @@ fn sigterm_is_forwarded() {
     kill("-TERM", launcher.id());
     let output = launcher.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(7), "{output:?}");
+}
+
+#[test]
+fn an_interrupted_launcher_lets_its_ranks_save() {
+    for signal in ["TERM", "INT", "USR1"] {
+        let script = format!("trap 'exit 75' {signal}; echo ready; while :; do sleep 0.05; done");
+        let mut launcher = helper("helper_launcher", &script).spawn().unwrap();
+        assert_eq!(lines_with(launcher.stdout.take().unwrap(), "ready", 2).len(), 2);
+        kill(&format!("-{signal}"), launcher.id());
+        let output = launcher.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(75), "{output:?}");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(said.contains("interrupted after a checkpoint: 2 of 2 ranks"), "{said}");
+    }
 }
 
 #[test]

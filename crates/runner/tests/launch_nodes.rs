@@ -16,11 +16,12 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use collective::{GroupOptions, ReduceOp, Topology, init_process_group};
+use collective::{GroupOptions, ReduceOp, Store, TcpStore, Topology, init_process_group};
 use parking_lot::Mutex;
 use runner::Result;
 use runner::launch::{LaunchOptions, Nodes, launch, launch_to, record_failure};
 
+const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
 /// The bound within which whatever must happen happens, on a busy machine too.
 const SOON: Duration = Duration::from_secs(60);
 
@@ -148,6 +149,51 @@ fn a_signal_to_a_node_that_has_done_its_part_ends_the_others() {
         assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
         // SIGTERM, by the other's own launcher.
         assert_eq!((nodes[0].wait(), nodes[1].wait()), (143, 143), "{}", nodes[1].reader.text());
+    }
+}
+
+/// As `runner train` ends: after a signal, and on all ranks if on one.
+const SAVES: &str = "trap 'exit 75' TERM; echo up $GROUP_RANK of $GROUP_WORLD_SIZE restart \
+    $TORCHELASTIC_RESTART_COUNT; while :; do sleep 0.05; done";
+
+fn terminate(launcher: &Launcher) {
+    let pid = launcher.child.id().to_string();
+    assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+}
+
+#[test]
+fn nodes_whose_ranks_have_saved_are_not_started_again() {
+    // The second node's ranks take their time to save, and would drop it at a signal.
+    let script = "trap 'exit 9' TERM; [ $GROUP_RANK = 1 ] && { sleep 1 & wait; }; exit 75";
+    for is_elastic in [false, true] {
+        let port = free_port();
+        let nodes = (0..2).map(|rank| {
+            let nodes = if is_elastic { elastic(2, 2, port) } else { fixed(2, rank, port) };
+            let mut options = options(2, script, nodes);
+            options.grace = SOON;
+            options.max_restarts = 1;
+            options
+        });
+        for ran in run_all(nodes.collect()) {
+            assert_eq!(ran.code.unwrap(), 75, "{}", ran.stderr);
+            assert_eq!(ran.stderr, "launch: interrupted after a checkpoint: 4 of 4 ranks\n");
+        }
+    }
+}
+
+#[test]
+fn an_interrupted_node_lets_all_nodes_save() {
+    for told in [0, 1] {
+        let port = free_port();
+        let mut nodes = [0, 1].map(|rank| {
+            Launcher::start(this(), &format!("2 {rank} 127.0.0.1 {port}"), 2, SAVES, 1)
+        });
+        nodes.iter().for_each(|node| node.reader.await_lines("up", 2));
+        terminate(&nodes[told]);
+        assert_eq!((nodes[0].wait(), nodes[1].wait()), (75, 75), "{}", nodes[1].reader.text());
+        for node in &nodes {
+            node.reader.await_lines("interrupted after a checkpoint: 4 of 4 ranks", 1);
+        }
     }
 }
 
@@ -304,7 +350,7 @@ fn helper_node() {
 fn helper_rank() {
     let Ok(role) = std::env::var("NODE_TEST_ROLE") else { return };
     let words: Vec<_> = role.split(' ').collect();
-    let [rounds, restarted, timeout] = words[..] else { panic!("{role}") };
+    let ([rounds, restarted, timeout], harm) = words.split_first_chunk().unwrap();
     let attempt: u32 = std::env::var("TORCHELASTIC_RESTART_COUNT").unwrap().parse().unwrap();
     // A restarted job has less left to do.
     let rounds: u64 = if attempt == 0 { rounds } else { restarted }.parse().unwrap();
@@ -314,7 +360,12 @@ fn helper_rank() {
         let group = init_process_group(&topology, GroupOptions::default().with_timeout(timeout))?;
         let world = group.world_size();
         println!("rank {} of {world} attempt {attempt}", group.rank());
-        for _ in 0..rounds {
+        for round in 0..rounds {
+            if let [victim, how] = *harm
+                && (round, attempt, victim) == (5, 0, &*group.rank().to_string())
+            {
+                come_to_harm(how);
+            }
             let mut x = [group.rank() as f32];
             group.all_reduce(&mut x, ReduceOp::Sum)?;
             assert_eq!(x, [(world * (world - 1) / 2) as f32]);
@@ -328,6 +379,16 @@ fn helper_rank() {
         eprintln!("error: {error}");
         std::process::exit(11);
     }
+}
+
+/// Ends this rank, as it is told.
+fn come_to_harm(how: &str) {
+    if how == "exits" {
+        record_failure("it was told to fail");
+        std::process::exit(7);
+    }
+    let pid = std::process::id().to_string();
+    Command::new("kill").args(["-KILL", &pid]).status().unwrap();
 }
 
 /// Reads a launcher's output in the background.
@@ -457,6 +518,53 @@ fn a_lost_node_restarts_the_rest_and_a_new_one_joins() {
 }
 
 #[test]
+fn an_elastic_job_saves_when_nodes_come_and_leave_and_goes_on() {
+    let port = free_port();
+    let start = |limits: &str| {
+        Launcher::start(this(), &format!("elastic {limits} 127.0.0.1 {port}"), 1, SAVES, 0)
+    };
+    // The first hosts the control store.
+    let mut first = start("1 2");
+    first.reader.await_lines("up 0 of 1 restart 0", 1);
+    let mut second = start("1 2");
+    for node in [&first, &second] {
+        node.reader.await_lines("of 2 restart 0", 1);
+    }
+    first.reader.await_lines("interrupted after a checkpoint: 1 of 1 ranks", 1);
+    // There is room for two, so the third waits.
+    let mut third = start("1 2");
+    terminate(&second);
+    assert_eq!(second.wait(), 75, "{}", second.reader.text());
+    first.reader.await_lines("interrupted after a checkpoint: 2 of 2 ranks", 1);
+    first.reader.await_lines("of 2 restart 0", 2);
+    third.reader.await_lines("of 2 restart 0", 1);
+    // The job ends with its control store, and the other node's ranks have saved, too.
+    terminate(&first);
+    assert_eq!((first.wait(), third.wait()), (75, 75), "{}", third.reader.text());
+    third.reader.await_lines("hosts the control store was told to end", 1);
+}
+
+#[test]
+fn who_waits_for_an_elastic_job_ends_with_its_code() {
+    let port = free_port();
+    let nodes = format!("elastic 1 1 127.0.0.1 {port}");
+    let mut first = Launcher::start(this(), &nodes, 1, SAVES, 0);
+    first.reader.await_lines("up", 1);
+    let mut second = Launcher::start(this(), &nodes, 1, SAVES, 0);
+    // It has said that it waits.
+    let store = TcpStore::connect("127.0.0.1", port, SOON).unwrap();
+    let state = || store.get("runner/elastic/none/state", SOON).unwrap();
+    let text = || String::from_utf8(state()).unwrap();
+    let start = Instant::now();
+    while text().contains("\"waiting\":[]") {
+        assert!(start.elapsed() < SOON, "{}", text());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    terminate(&first);
+    assert_eq!((first.wait(), second.wait()), (75, 75), "{}", second.reader.text());
+}
+
+#[test]
 fn an_elastic_failure_is_everybodys_restart_and_then_everybodys_code() {
     let port = free_port();
     let nodes = (0..2).map(|at| {
@@ -474,6 +582,107 @@ fn an_elastic_failure_is_everybodys_restart_and_then_everybodys_code() {
     }
 }
 
+/// Ranks that say who they are, and run.
+const SAY_PID: &str = "echo up pid $$; exec sleep 300";
+
+fn is_gone(pid: &str) -> bool {
+    // A process that has ended may be a zombie for a while where its parent is not reaping.
+    match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
+        Err(_) => true,
+        Ok(stat) => stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('Z')),
+    }
+}
+
+#[test]
+fn the_loss_of_the_control_store_ends_an_elastic_job_and_says_what_to_do() {
+    let port = free_port();
+    let nodes = format!("elastic 1 2 127.0.0.1 {port}");
+    // The first hosts the control store.
+    let first = Launcher::start(this(), &nodes, 2, SAY_PID, 3);
+    first.reader.await_lines("up pid", 2);
+    let mut second = Launcher::start(this(), &nodes, 2, SAY_PID, 3);
+    second.reader.await_lines("up pid", 2);
+    // Two of its first attempt, which a second node ended, and two more.
+    first.reader.await_lines("up pid", 4);
+    let text = [first.reader.text(), second.reader.text()].join("\n");
+    let pids: Vec<_> = text.lines().filter_map(|line| line.split_once("up pid ")).collect();
+    drop(first);
+    assert_ne!(second.wait(), 0);
+    let said = second.reader.text();
+    for part in
+        [&format!("127.0.0.1:{port}, on node "), "out of reach", "--rdzv-endpoint", "runner store"]
+    {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    assert!(!said.contains("start again"), "{said}");
+    let start = Instant::now();
+    while !pids.iter().all(|(_, pid)| is_gone(pid)) {
+        assert!(start.elapsed() < SOON, "ranks are left: {pids:?}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// `runner store`, until dropped.
+struct OwnStore {
+    child: Child,
+    port: u16,
+}
+
+impl OwnStore {
+    fn start(mut command: Command, listen: &str) -> Self {
+        let mut child = command
+            .args(["store", "--listen", listen])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let port = line.trim().rsplit(':').next().and_then(|port| port.parse().ok());
+        Self { child, port: port.unwrap_or_else(|| panic!("{line}")) }
+    }
+}
+
+impl Drop for OwnStore {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+#[test]
+fn with_a_store_outside_of_the_job_every_node_can_be_lost() {
+    let store = OwnStore::start(Command::new(RUNNER), "127.0.0.1:0");
+    let nodes = format!("elastic 1 2 127.0.0.1 {}", store.port);
+    let dir = tempfile::tempdir().unwrap();
+    let flag = dir.path().join("enough");
+    let script = format!(
+        "echo up $GROUP_RANK of $GROUP_WORLD_SIZE restart $TORCHELASTIC_RESTART_COUNT; \
+         while [ ! -e {} ]; do sleep 0.05; done",
+        flag.display()
+    );
+    let start = || Launcher::start(this(), &nodes, 1, &script, 3);
+    let (first, second) = (start(), start());
+    for node in [&first, &second] {
+        node.reader.await_lines("of 2 restart 0", 1);
+    }
+    // The first node, which decides and hosts the ranks' store, by the lower process id.
+    drop(first);
+    second.reader.await_lines("of 1 restart 1", 1);
+    let mut third = start();
+    for node in [&second, &third] {
+        node.reader.await_lines("of 2 restart 1", 1);
+    }
+    drop(second);
+    third.reader.await_lines("of 1 restart 2", 1);
+    std::fs::write(&flag, "").unwrap();
+    assert_eq!(third.wait(), 0, "{}", third.reader.text());
+    // The store still knows that run.
+    let mut late = start();
+    assert_ne!(late.wait(), 0);
+    assert!(late.reader.text().contains("another --rdzv-id"), "{}", late.reader.text());
+}
+
 /// Python with torch, or why there is none.
 fn torch() -> Option<String> {
     let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
@@ -486,15 +695,16 @@ fn torch() -> Option<String> {
 }
 
 /// torchrun's agent as one node, with ranks that our launcher's sum numbers with.
-fn torchrun(python: &str, node: usize, port: u16) -> Launcher {
+fn torchrun(python: &str, node: usize, port: u16, role: &str, restarts: u32) -> Launcher {
     let mut command = Command::new(python);
     command
         .args(["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"])
         .args([&format!("--node-rank={node}"), "--master-addr=127.0.0.1"])
-        .args([&format!("--master-port={port}"), "--no-python"])
+        .args([&format!("--master-port={port}"), &format!("--max-restarts={restarts}")])
+        .args(["--no-python", "--monitor-interval=0.1"])
         .arg(std::env::current_exe().unwrap());
     // What the launcher's own helper gets in its environment, the ranks get from here.
-    command.env("NODE_TEST_ROLE", "20 20 60");
+    command.env("NODE_TEST_ROLE", role);
     command
         .args(["--exact", "helper_rank", "--ignored", "--nocapture"])
         .stdin(Stdio::null())
@@ -512,12 +722,50 @@ fn torchruns_agent_is_one_of_the_nodes() {
         let port = free_port();
         let nodes = format!("2 {ours} 127.0.0.1 {port}");
         let mut launcher = Launcher::start(this(), &nodes, 2, "role 20 20 60", 0);
-        let mut agent = torchrun(&python, 1 - ours, port);
+        let mut agent = torchrun(&python, 1 - ours, port, "20 20 60", 0);
         let codes = (launcher.wait(), agent.wait());
         let text = format!("{}\n{}", launcher.reader.text(), agent.reader.text());
         assert_eq!(codes, (0, 0), "{text}");
         for rank in 0..4 {
             assert!(text.contains(&format!("done {rank} of 4 attempt 0")), "{text}");
         }
+    }
+}
+
+#[test]
+fn a_failure_beside_torchruns_agent_ends_both_and_is_named() {
+    let Some(python) = torch() else { return };
+    // Ours are the ranks 0 and 1, or 2 and 3.
+    for (ours, victim, how, code) in
+        [(0, 0, "exits", 7), (0, 3, "is killed", 11), (1, 3, "is killed", 137), (1, 0, "exits", 11)]
+    {
+        let port = free_port();
+        let nodes = format!("2 {ours} 127.0.0.1 {port}");
+        let role = format!("1000000 0 30 {victim} {}", how.replace("is ", ""));
+        let mut launcher = Launcher::start(this(), &nodes, 2, &format!("role {role}"), 0);
+        let mut agent = torchrun(&python, 1 - ours, port, &role, 0);
+        let codes = (launcher.wait(), agent.wait());
+        let (said, theirs) = (launcher.reader.text(), agent.reader.text());
+        assert!(codes.0 == code && codes.1 != 0, "{codes:?}\n{said}\n{theirs}");
+        let cause = said.lines().find(|line| line.contains("root cause: ")).unwrap_or_default();
+        // Of theirs our ranks know what their collectives say.
+        let want = format!("rank {victim}");
+        assert!(cause.contains(&want), "rank {victim} {how}: {said}");
+    }
+}
+
+#[test]
+fn a_restart_beside_torchruns_agent_is_a_restart_there() {
+    let Some(python) = torch() else { return };
+    let port = free_port();
+    let role = "1000000 20 30 1 exits";
+    let nodes = format!("2 0 127.0.0.1 {port}");
+    let mut launcher = Launcher::start(this(), &nodes, 2, &format!("role {role}"), 1);
+    let mut agent = torchrun(&python, 1, port, role, 1);
+    let codes = (launcher.wait(), agent.wait());
+    let text = format!("{}\n{}", launcher.reader.text(), agent.reader.text());
+    assert_eq!(codes, (0, 0), "{text}");
+    for rank in 0..4 {
+        assert!(text.contains(&format!("done {rank} of 4 attempt 1")), "{text}");
     }
 }

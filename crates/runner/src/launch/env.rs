@@ -3,10 +3,18 @@
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
-use super::LaunchOptions;
 use super::error_file::ERROR_FILE;
 use super::guard::LAUNCHER_PID;
 use super::nodes::Place;
+use super::{LaunchOptions, Nodes};
+
+/// Set for the ranks of an elastic job: there may be more or fewer of them after a restart.
+const ELASTIC: &str = "RUNNER_ELASTIC";
+
+/// Whether this process is a rank of an elastic job.
+pub(crate) fn is_elastic() -> bool {
+    std::env::var_os(ELASTIC).is_some()
+}
 
 /// What differs from attempt to attempt.
 pub(super) struct Attempt<'a> {
@@ -43,6 +51,9 @@ pub(super) fn of_rank(
         ("TORCHELASTIC_USE_AGENT_STORE", "True".to_owned()),
         (LAUNCHER_PID, launcher.to_string()),
     ];
+    if matches!(options.nodes, Nodes::Elastic { .. }) {
+        envs.push((ELASTIC, "1".to_owned()));
+    }
     // Several ranks that each start a thread for every core would be slower than one.
     for threads in ["OMP_NUM_THREADS", "RAYON_NUM_THREADS"] {
         if options.nproc_per_node > 1 && std::env::var_os(threads).is_none() {

@@ -48,6 +48,8 @@ pub(super) struct Job {
 /// How a rank ended, as far as the cause of a failure is concerned.
 enum Finish {
     Success,
+    /// After a checkpoint, since a signal asked it to.
+    Saved,
     Failure,
     /// By a signal.
     Struck,
@@ -72,7 +74,7 @@ struct Rank {
 /// How far the attempt has come towards its end, and when the next step is due.
 enum Stage {
     Running,
-    /// A rank has failed; the others may report.
+    /// A rank has failed, and the others may report; or has saved, and the others may still do so.
     Reporting(Instant),
     /// SIGTERM, or a forwarded signal, was sent.
     Stopping(Instant),
@@ -255,22 +257,40 @@ impl Job {
         rank.exited = Some((order, error_file::now()));
         rank.struck = !asked && matches!(end, Finish::Struck);
         rank.told = told;
-        if matches!(self.stage, Stage::Running) && !matches!(end, Finish::Success) {
-            self.stage = Stage::Reporting(Instant::now() + self.options.report_time);
-            team.tell(&End::Failed { rank: self.place.first_rank + local });
+        let rank = self.place.first_rank + local;
+        let (end, time) = match end {
+            Finish::Success => return,
+            Finish::Saved => (End::Saved { rank }, self.options.grace),
+            Finish::Failure | Finish::Struck => (End::Failed { rank }, self.options.report_time),
+        };
+        if matches!(self.stage, Stage::Running) {
+            team.tell(&end);
+        }
+        self.report_within(time);
+    }
+
+    /// The ranks may end by themselves for this long.
+    fn report_within(&mut self, time: Duration) {
+        let due = Instant::now() + time;
+        match &mut self.stage {
+            Stage::Running => self.stage = Stage::Reporting(due),
+            Stage::Reporting(before) => *before = due.min(*before),
+            Stage::Stopping(_) | Stage::Killed(_) => {}
         }
     }
 
     /// Another node ends the attempt: after a failure the ranks may report what they see of it.
     fn ended_elsewhere(&mut self, end: End) {
-        let at_once = matches!(end, End::Joined { .. } | End::Left { .. });
+        let time = match end {
+            End::Joined { .. } | End::Left { .. } => None,
+            End::Saved { .. } => Some(self.options.grace),
+            End::Failed { .. } | End::Lost { .. } => Some(self.options.report_time),
+        };
         self.ear.elsewhere.get_or_insert(end);
-        if matches!(self.stage, Stage::Running) {
-            if at_once {
-                self.stop(Signal::TERM);
-            } else {
-                self.stage = Stage::Reporting(Instant::now() + self.options.report_time);
-            }
+        match time {
+            Some(time) => self.report_within(time),
+            None if matches!(self.stage, Stage::Running) => self.stop(Signal::TERM),
+            None => {}
         }
     }
 
@@ -290,6 +310,7 @@ impl Job {
         let Ok(Some(status)) = waitid(WaitId::Pid(pid), look) else { return Finish::Failure };
         match (status.exit_status(), status.terminating_signal()) {
             (Some(0), _) => Finish::Success,
+            (Some(summary::SAVED), _) => Finish::Saved,
             // Who aborts does so itself, perhaps because another failed.
             (_, Some(signal)) if signal != SIGABRT => Finish::Struck,
             _ => Finish::Failure,
@@ -355,9 +376,17 @@ impl Job {
         }
     }
 
+    /// How long ranks may take to end, once one has failed or saved, on any node.
+    pub(super) fn end_time(&self) -> Duration {
+        let LaunchOptions { report_time, grace, .. } = self.options;
+        grace.max(report_time) + grace + KILL_TIME
+    }
+
     /// How the attempt went here.
     pub(super) fn outcome(&self) -> Outcome {
-        let failed = |rank: &Rank| rank.status.is_none_or(|status| !status.success());
+        let saved = self.ranks.iter().filter(|rank| summary::is_saved(rank.status)).count();
+        let ended_well = |status: ExitStatus| status.success() || summary::is_saved(Some(status));
+        let failed = |rank: &Rank| !rank.status.is_some_and(ended_well);
         let ranks = self.ranks.iter().enumerate().filter(|(_, rank)| failed(rank));
         let failures = ranks.map(|(local, rank)| {
             let said = error_file::read(&rank.error_file);
@@ -378,7 +407,9 @@ impl Job {
         Outcome {
             ranks: self.ranks.len(),
             failures: failures.collect(),
+            saved,
             stopped: self.ear.signal.is_some(),
+            closes: false,
         }
     }
 }
@@ -423,6 +454,6 @@ fn pid_of(child: &Child) -> Pid {
 }
 
 /// How long a killed process may take to end.
-pub(super) const KILL_TIME: Duration = Duration::from_secs(10);
+const KILL_TIME: Duration = Duration::from_secs(10);
 /// How long output is awaited after the last rank has ended.
 const OUTPUT_TIME: Duration = Duration::from_secs(1);

@@ -9,6 +9,11 @@
 //! by the ranks' own error files (`error_file`), or to be seen; torchrun's is always 1. If the launcher itself is killed, a guard
 //! (`guard`) kills the ranks and what they have started, and tidies up.
 //!
+//! A rank that exits with [`signals::EXIT_CODE`](crate::signals::EXIT_CODE) was interrupted by a signal
+//! and has saved. That is no failure, so there is no restart; and the others, which do the same, have as
+//! long for it as between SIGTERM and SIGKILL, and hear no signal meanwhile: a second one would make
+//! them drop what they are saving.
+//!
 //! On several nodes each has a launcher, and the launchers meet at a store ([`Nodes`]): with ranks that
 //! are given (`nodes::fixed`, which torchrun's agents can join) or with as many nodes as come
 //! (`nodes::elastic`). A failure on one node ends the attempt on all, and all give its code.
@@ -26,6 +31,7 @@ mod nodes;
 mod nproc;
 mod output;
 mod signals;
+pub(crate) mod store;
 mod summary;
 
 use std::ffi::OsString;
@@ -37,6 +43,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+pub(crate) use self::env::is_elastic;
 pub use self::error_file::{record_failure, record_panics};
 pub use self::guard::tie_to_parent;
 use self::job::Job;
@@ -102,11 +109,13 @@ impl LaunchOptions {
 pub type Sink = Arc<Mutex<dyn Write + Send>>;
 
 /// Launches, waits, and returns the exit code: 0 if every rank of every node exited with 0; else that
-/// of the first rank that a signal ended, 128 and the signal's number, or of the first that failed.
+/// of the first rank that a signal ended, 128 and the signal's number, or of the first that failed;
+/// [`signals::EXIT_CODE`](crate::signals::EXIT_CODE) if none failed, but ranks ended with it, since a
+/// signal interrupted them and they have saved.
 ///
 /// Call it from the main thread, as the last thing a program does: the ranks may be tied to the
-/// thread that started them (see [`tie_to_parent`]), and SIGINT, SIGTERM, SIGHUP and SIGQUIT are
-/// forwarded to the ranks from then on instead of ending this process. A second SIGINT kills.
+/// thread that started them (see [`tie_to_parent`]), and SIGINT, SIGTERM, SIGHUP, SIGQUIT and SIGUSR1
+/// are forwarded to the ranks from then on instead of ending this process. A second SIGINT kills.
 ///
 /// # Errors
 ///
@@ -133,7 +142,8 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
     let code = loop {
         let Some(place) = team.next(&mut job.ear)? else {
             // Told to stop, or the job ended, before this node had a part in it.
-            break job.ear.signal.map_or(0, |signal| 128 + signal);
+            let code = || team.code_without_a_part();
+            break job.ear.signal.map_or_else(code, |signal| 128 + signal);
         };
         job.begin(place);
         let watch = team.watch(&job)?;

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::mpsc::{Receiver, Sender};
 use std::thread::JoinHandle;
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::{Handle, Signals};
 
 use super::nodes::End;
@@ -65,7 +65,9 @@ pub(super) struct SignalThread {
 impl SignalThread {
     pub(super) fn start(events: Sender<Event>) -> Result<Self> {
         let io_error = |source: io::Error| Error::Io { what: "handle signals".to_owned(), source };
-        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGQUIT]).map_err(io_error)?;
+        // SIGUSR1: what Slurm is usually told to send before the time is over.
+        let all = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1];
+        let mut signals = Signals::new(all).map_err(io_error)?;
         let handle = signals.handle();
         let thread = std::thread::Builder::new()
             .name("launch-signals".to_owned())

@@ -6,6 +6,8 @@ use std::process::ExitStatus;
 
 use serde::{Deserialize, Serialize};
 
+use crate::signals;
+
 /// A rank that failed, as its node tells the others.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Failure {
@@ -42,8 +44,19 @@ pub(super) struct Outcome {
     /// Ranks of this node.
     pub(super) ranks: usize,
     pub(super) failures: Vec<Failure>,
+    /// Ranks that were interrupted and have saved, see [`is_saved`].
+    pub(super) saved: usize,
     /// A signal asked the launcher to end.
     pub(super) stopped: bool,
+    /// And nobody can go on without this node.
+    pub(super) closes: bool,
+}
+
+impl Outcome {
+    /// Whether the ranks of the other nodes end, too.
+    pub(super) fn ends_others(&self) -> bool {
+        self.stopped || self.saved > 0 || !self.failures.is_empty()
+    }
 }
 
 /// How an attempt went on all nodes, and what comes next. The same on every node.
@@ -51,11 +64,15 @@ pub(super) struct Outcome {
 pub(super) struct Verdict {
     pub(super) ranks: usize,
     pub(super) failed: usize,
+    /// Ranks that were interrupted and have saved.
+    pub(super) saved: usize,
     /// The likely cause first; no more than `MOST_TOLD`.
     pub(super) failures: Vec<Failure>,
     /// Nodes that no longer answer, and other reasons that are not a rank's, in words.
     pub(super) remarks: Vec<String>,
     pub(super) stopped: bool,
+    /// One that nobody can go on without.
+    pub(super) closes: bool,
     /// All ranks start again.
     pub(super) again: bool,
     /// That is a restart, and not because nodes came or went.
@@ -68,7 +85,9 @@ impl Verdict {
     /// Of the nodes' outcomes, and `remarks` on those that there are none of.
     pub(super) fn of(outcomes: Vec<Outcome>, remarks: Vec<String>) -> Self {
         let ranks = outcomes.iter().map(|outcome| outcome.ranks).sum();
+        let saved = outcomes.iter().map(|outcome| outcome.saved).sum();
         let stopped = outcomes.iter().any(|outcome| outcome.stopped);
+        let closes = outcomes.iter().any(|outcome| outcome.closes);
         let mut failures: Vec<_> =
             outcomes.into_iter().flat_map(|outcome| outcome.failures).collect();
         failures.sort_by_key(Failure::key);
@@ -79,9 +98,20 @@ impl Verdict {
                 said.truncate(said.floor_char_boundary(MOST_SAID));
             }
         }
-        let nobody = i32::from(!remarks.is_empty());
-        let code = failures.first().map_or(nobody, |cause| cause.code);
-        Self { ranks, failed, failures, remarks, stopped, again: false, counted: true, code }
+        let code = match (failures.first(), &remarks[..], saved) {
+            (Some(cause), ..) => cause.code,
+            (None, [_, ..], _) => 1,
+            (None, [], 0) => 0,
+            (None, [], _) => SAVED,
+        };
+        let (again, counted) = (false, true);
+        Self { ranks, failed, saved, failures, remarks, stopped, closes, again, counted, code }
+    }
+
+    /// Whether all ranks start again after a failure, if restarts are left: not if a signal asked this
+    /// launcher, or the ranks themselves, to end.
+    pub(super) fn may_restart(&self) -> bool {
+        self.is_failure() && !self.stopped && self.saved == 0
     }
 
     /// Whether something went wrong.
@@ -95,6 +125,16 @@ impl Display for Verdict {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         for remark in &self.remarks {
             writeln!(f, "launch: {remark}")?;
+        }
+        if self.closes {
+            writeln!(
+                f,
+                "launch: the node that hosts the control store was told to end: so does the job"
+            )?;
+        }
+        if self.saved > 0 {
+            let Self { saved, ranks, .. } = self;
+            writeln!(f, "launch: interrupted after a checkpoint: {saved} of {ranks} ranks")?;
         }
         if self.failed == 0 {
             return Ok(());
@@ -120,6 +160,12 @@ pub(super) fn code(status: Option<ExitStatus>) -> i32 {
     status.map_or(1, of)
 }
 
+/// Whether a rank ended as one that was interrupted by a signal and has saved what it did. It is no
+/// failure, and others may still be saving.
+pub(super) fn is_saved(status: Option<ExitStatus>) -> bool {
+    status.and_then(|status| status.code()) == Some(SAVED)
+}
+
 /// A status in words.
 pub(super) fn describe(status: Option<ExitStatus>) -> String {
     let Some(status) = status else { return "still running after SIGKILL".to_owned() };
@@ -133,6 +179,8 @@ pub(super) fn describe(status: Option<ExitStatus>) -> String {
     }
 }
 
+/// Exit code of a rank that has saved after a signal, and of the launcher if nothing else has happened.
+pub(super) const SAVED: i32 = signals::EXIT_CODE as i32;
 /// Failures that are told one by one.
 const MOST_TOLD: usize = 32;
 /// Bytes of what one rank said that are passed on.
@@ -148,7 +196,7 @@ mod tests {
     }
 
     fn outcome(failures: Vec<Failure>) -> Outcome {
-        Outcome { ranks: 2, failures, stopped: false }
+        Outcome { ranks: 2, failures, ..Outcome::default() }
     }
 
     #[test]
@@ -160,6 +208,21 @@ mod tests {
         let killed = outcome(vec![failure(2, true, true, 9)]);
         let verdict = Verdict::of(vec![told, killed], Vec::new());
         assert_eq!(verdict.failures[0].rank, 2, "what a signal ended answers nobody's failure");
+    }
+
+    #[test]
+    fn who_has_saved_is_no_failure_and_is_not_started_again() {
+        let saved = Outcome { ranks: 2, saved: 2, ..Outcome::default() };
+        let verdict = Verdict::of(vec![saved.clone(), saved.clone()], Vec::new());
+        let text = "launch: interrupted after a checkpoint: 4 of 4 ranks\n";
+        assert_eq!((verdict.to_string(), verdict.code), (text.to_owned(), 75));
+        assert!(!verdict.is_failure() && !verdict.may_restart());
+        let verdict =
+            Verdict::of(vec![saved.clone(), outcome(vec![failure(3, false, false, 9)])], vec![]);
+        assert_eq!((verdict.code, verdict.is_failure(), verdict.may_restart()), (3, true, false));
+        assert!(verdict.to_string().contains("root cause: rank 3"), "{verdict}");
+        let lost = Verdict::of(vec![saved], vec!["node 1 is gone".to_owned()]);
+        assert_eq!((lost.code, lost.may_restart()), (1, false));
     }
 
     #[test]

@@ -9,6 +9,7 @@ use super::Runner;
 use crate::checkpoint::{
     self, Checkpoint, Contents, Draft, Found, Position, Tensor, model_tensors,
 };
+use crate::launch::is_elastic;
 use crate::schedulers::Progress;
 use crate::{Error, Result};
 
@@ -214,6 +215,7 @@ impl Runner {
             }
         }
         self.position = loaded.meta.position;
+        self.deal_anew(loaded.meta.world_size);
         let (epoch, iter) = (self.position.epoch, self.position.iter);
         let text = format!("resumed from {}: epoch {epoch}, iteration {iter}", path.display());
         self.logger().info(&text);
@@ -245,12 +247,15 @@ impl Runner {
     /// Refuses a checkpoint after which the data would come in another order.
     fn check_order(&self, path: &Path, loaded: &Checkpoint) -> Result<()> {
         let (was, is) = (loaded.meta.world_size, self.group.world_size());
-        if was != is {
+        if was != is && !is_elastic() {
             return Err(Error::Checkpoint(format!(
                 "{} was written by {was} ranks and this run has {is}: the order of the data would \
-                 differ; resume with {was}",
+                 differ; resume with {was}, or in an elastic job",
                 path.display()
             )));
+        }
+        if was != is {
+            return Ok(());
         }
         let (was, is) = (loaded.meta.batches_per_epoch, self.batches_per_epoch());
         if was != is && loaded.meta.position.batch > 0 {
@@ -261,6 +266,21 @@ impl Runner {
             )));
         }
         Ok(())
+    }
+
+    /// Where an epoch goes on that `was` ranks have begun, and others end: batch `k` of all ranks together
+    /// is the next piece of one order, however many they are, so nothing is left out, and what is done twice
+    /// is less than a batch. Figures that count iterations count on.
+    fn deal_anew(&mut self, was: usize) {
+        let is = self.group.world_size();
+        if was == is {
+            return;
+        }
+        let text =
+            format!("{was} ranks wrote this checkpoint, and {is} go on: batches change in size");
+        self.logger().warning(&text);
+        let most = self.batches_per_epoch();
+        self.position.batch = (self.position.batch * was / is).min(most);
     }
 
     fn resume_schedulers(&mut self, saved: &[Progress]) -> Result<()> {

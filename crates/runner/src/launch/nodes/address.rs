@@ -10,7 +10,7 @@ use collective::TcpStoreServer;
 use crate::{Error, Result};
 
 /// `host` without the brackets that an IPv6 address may have.
-pub(super) fn plain(host: &str) -> &str {
+pub(in crate::launch) fn plain(host: &str) -> &str {
     host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host)
 }
 
@@ -24,7 +24,7 @@ pub(super) fn join(host: &str, port: u16) -> String {
 /// # Errors
 ///
 /// [`Error::Config`] with `flag`, name, port and the reason.
-pub(super) fn resolve(flag: &str, host: &str, port: u16) -> Result<Vec<IpAddr>> {
+pub(in crate::launch) fn resolve(flag: &str, host: &str, port: u16) -> Result<Vec<IpAddr>> {
     let refused = |why: &str| {
         let at = join(host, port);
         Error::Config(format!(

@@ -1,8 +1,9 @@
 //! Nodes that come and go: the loop around `state`.
 //!
-//! One of the nodes hosts the control store: that whose address the endpoint is, or of several on one
-//! host the first to come. Each attempt has its keys under a prefix of its own, and a fresh store for its
-//! ranks, which its first node hosts. If the node with the control store is lost, the job is.
+//! The control store is hosted outside of the job ([`runner store`](crate::launch::store)), or by one of
+//! the nodes: that whose address the endpoint is, or of several on one host the first to come. Then its
+//! loss ends the job. Each attempt has its keys under a prefix of its own, and a fresh store for its
+//! ranks, which its first node hosts.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,9 +14,9 @@ use super::round::{Member, Round, Rules};
 use super::state::{self, Action, Node, Phase, State, View};
 use super::{End, Patience, Place, address, connect, from_json, to_json, wait};
 use crate::launch::LaunchOptions;
-use crate::launch::job::{Job, KILL_TIME};
+use crate::launch::job::Job;
 use crate::launch::signals::Ear;
-use crate::launch::summary::Verdict;
+use crate::launch::summary::{SAVED, Verdict};
 use crate::{Error, Result};
 
 /// The nodes of an elastic job, seen from one of them.
@@ -60,6 +61,7 @@ impl Elastic {
             addr: String::new(),
             ranks: options.nproc_per_node,
             role: options.role.clone(),
+            hosts: control.is_ok(),
         };
         Ok(Self {
             run_id: options.run_id.clone(),
@@ -84,6 +86,11 @@ impl Elastic {
         self.state.restarts
     }
 
+    /// The exit code of a node that has waited for an attempt until the job ended.
+    pub(super) fn code_of_end(&self) -> i32 {
+        if let Phase::Closed { code } = self.state.phase { code } else { 0 }
+    }
+
     fn prefix(&self) -> String {
         format!("runner/elastic/{}", self.run_id)
     }
@@ -105,13 +112,14 @@ impl Elastic {
                 Arc::clone(self.store.insert(Arc::new(store)))
             }
         };
-        let Some(node) = self.gather(&store, ear)? else { return Ok(None) };
+        let gathered = self.gather(&store, ear).map_err(|error| self.explain(error));
+        let Some(node) = gathered? else { return Ok(None) };
         let mut first = 0;
         let member = |node: &Node| {
             let first_rank = first;
             first += node.ranks;
-            let Node { host, addr, ranks, .. } = node.clone();
-            Member { host, addr, first_rank, ranks }
+            let Node { host, addr, ranks, hosts, .. } = node.clone();
+            Member { host, addr, first_rank, ranks, hosts }
         };
         let members: Vec<_> = self.state.nodes.iter().map(member).collect();
         let round = Round {
@@ -120,10 +128,9 @@ impl Elastic {
             node,
             members,
             foreign: false,
-            hosts: self.control.is_some(),
             patience: self.patience,
         };
-        let place = self.place(&round, ear)?;
+        let place = self.place(&round, ear).map_err(|error| self.explain(error))?;
         self.round = Some(Arc::new(round));
         Ok(place)
     }
@@ -143,6 +150,7 @@ impl Elastic {
         let start = Instant::now();
         let mut call = Call { since: None, round: 0 };
         let mut beats = Beats::default();
+        let mut came = self.round.is_some();
         loop {
             self.read(store)?;
             let lost =
@@ -162,16 +170,31 @@ impl Elastic {
             let view = View { join_over: view.join_over || stop, ..view };
             match state::step(&self.state, &view) {
                 Action::Run(node) => return Ok(Some(node)),
-                Action::Closed { failed: false } => return Ok(None),
-                Action::Closed { failed: true } => {
+                Action::Closed { .. } if !came => {
+                    let text = "it has ended already; give a new one another --rdzv-id";
+                    return Err(Error::Config(self.about(text)));
+                }
+                Action::Closed { code: 0 | SAVED } => return Ok(None),
+                Action::Closed { .. } => {
                     return Err(Error::Config(self.about("the job has ended with a failure")));
                 }
                 Action::TooFew if stop => return Ok(None),
                 Action::TooFew => return Err(self.too_few(start.elapsed())),
                 Action::Wait => std::thread::sleep(PAUSE.min(self.patience.heartbeat)),
-                Action::Write(next) => self.write(store, next)?,
+                Action::Write(next) => {
+                    self.write(store, next)?;
+                    came = true;
+                }
             }
         }
+    }
+
+    /// Says more of the loss of the control store.
+    fn explain(&self, error: Error) -> Error {
+        let Error::Collective(error) = error else { return error };
+        let mut nodes = self.state.nodes.iter().chain(&self.state.waiting);
+        let advice = super::advice(nodes.any(|node| node.hosts));
+        Error::Config(self.about(&format!("the control store is out of reach: {error}{advice}")))
     }
 
     fn about(&self, what: &str) -> String {
@@ -259,10 +282,12 @@ impl Elastic {
         let rules = Rules {
             restarts_left: self.state.restarts < self.most,
             elastic: true,
-            end_time: job.options.report_time + job.options.grace + KILL_TIME,
+            end_time: job.end_time(),
         };
         let round = Arc::clone(self.round.as_ref().expect("an attempt is under way"));
-        let verdict = round.settle(job.outcome(), &mut job.ear, &rules);
+        let mut own = job.outcome();
+        own.closes = own.stopped && self.control.is_some() && self.state.nodes.len() > 1;
+        let verdict = round.settle(own, &mut job.ear, &rules);
         let number = self.state.round;
         let store = Arc::clone(&round.store);
         // All say so, for the first may be lost before it does.
@@ -271,11 +296,11 @@ impl Elastic {
             let failed = verdict.counted;
             self.change(&store, |state| state::end(state, number, failed))
         } else {
-            self.change(&store, |state| state::close(state, verdict.is_failure()))
+            self.change(&store, |state| state::close(state, verdict.code))
         };
         round.linger(&verdict);
         if verdict.again {
-            changed?;
+            changed.map_err(|error| self.explain(error))?;
         } else if self.control.is_some() && !self.state.waiting.is_empty() {
             // Those that wait look at the state so often.
             std::thread::sleep(3 * PAUSE);

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use super::round::{Member, Round, Rules};
 use super::{Patience, Place, address, connect, from_json, to_json, wait};
 use crate::launch::LaunchOptions;
-use crate::launch::job::{Job, KILL_TIME};
+use crate::launch::job::Job;
 use crate::launch::signals::Ear;
 use crate::launch::summary::Verdict;
 use crate::{Error, Result};
@@ -36,7 +36,7 @@ pub(in crate::launch) struct Fixed {
     pub(super) most: u32,
     pub(super) attempt: u32,
     /// On node 0: the control store.
-    control: Option<TcpStoreServer>,
+    _control: Option<TcpStoreServer>,
     /// On node 0: the ranks' store of a later attempt.
     fresh: Option<TcpStoreServer>,
     store: Option<Arc<TcpStore>>,
@@ -90,7 +90,7 @@ impl Fixed {
             patience: options.patience,
             most: options.max_restarts,
             attempt: 0,
-            control,
+            _control: control,
             fresh: None,
             store: None,
             place: Place::default(),
@@ -124,7 +124,6 @@ impl Fixed {
             node: self.node,
             members: self.members.clone(),
             foreign: self.foreign,
-            hosts: self.control.is_some(),
             patience: self.patience,
         }));
         Ok(Some(self.place.clone()))
@@ -257,7 +256,8 @@ impl Fixed {
                 ("?".to_owned(), "?".to_owned())
             };
             let ranks = info.local_world_size;
-            self.members.push(Member { host, addr, first_rank: first, ranks });
+            let hosts = node == 0;
+            self.members.push(Member { host, addr, first_rank: first, ranks, hosts });
             first += ranks;
         }
         self.place = Place {
@@ -361,17 +361,13 @@ impl Fixed {
 
     pub(super) fn settle(&mut self, job: &mut Job) -> Verdict {
         let restarts_left = self.attempt < self.most;
-        let rules = Rules {
-            restarts_left,
-            elastic: false,
-            end_time: job.options.report_time + job.options.grace + KILL_TIME,
-        };
+        let rules = Rules { restarts_left, elastic: false, end_time: job.end_time() };
         let round = Arc::clone(self.round.as_ref().expect("an attempt is under way"));
         let own = job.outcome();
         let verdict = if self.foreign {
             let mut verdict = Verdict::of(vec![own], Vec::new());
-            verdict.again = verdict.is_failure() && !verdict.stopped && restarts_left;
-            if !verdict.is_failure() {
+            verdict.again = verdict.may_restart() && restarts_left;
+            if verdict.code == 0 {
                 self.exit_barrier(&mut job.ear);
             }
             verdict

@@ -7,7 +7,7 @@
 //! Invariant: every wait for another node has a deadline or watches its heartbeat, and an error names
 //! the address, the port and the nodes that are missing.
 
-mod address;
+pub(super) mod address;
 mod elastic;
 mod fixed;
 mod round;
@@ -47,7 +47,8 @@ pub enum Nodes {
         /// The port that node 0 listens on.
         master_port: u16,
     },
-    /// As many as come, from `min` to `max`; the job goes on with fewer or more. Python's agents
+    /// As many as come, from `min` to `max`; the job starts again with fewer or more, and `runner train
+    /// --resume` then goes on from its last checkpoint with as many ranks as there are. Python's agents
     /// cannot take part.
     Elastic {
         /// Fewest nodes of an attempt.
@@ -116,6 +117,8 @@ pub(super) struct Place {
 pub(super) enum End {
     /// This rank has failed.
     Failed { rank: usize },
+    /// This rank was interrupted by a signal and has saved; so will the others.
+    Saved { rank: usize },
     /// This node wants to take part.
     Joined { node: String },
     /// This node's launcher was told to end.
@@ -204,12 +207,20 @@ impl Team {
         match self {
             Self::Alone { round, most, .. } => {
                 let mut verdict = Verdict::of(vec![job.outcome()], Vec::new());
-                verdict.again = verdict.is_failure() && !verdict.stopped && *round < *most;
+                verdict.again = verdict.may_restart() && *round < *most;
                 *round += u32::from(verdict.again);
                 Ok(verdict)
             }
             Self::Fixed(fixed) => Ok(fixed.settle(job)),
             Self::Elastic(elastic) => elastic.settle(job),
+        }
+    }
+
+    /// The exit code if there was no part in the job for this node.
+    pub(super) fn code_without_a_part(&self) -> i32 {
+        match self {
+            Self::Elastic(elastic) => elastic.code_of_end(),
+            Self::Alone { .. } | Self::Fixed(_) => 0,
         }
     }
 
@@ -266,6 +277,16 @@ fn wait(store: &dyn Store, keys: &[&str], deadline: Instant, ear: &mut Ear) -> R
             Err(collective::Error::KeyTimeout { .. }) => {}
             Err(error) => return Err(error.into()),
         }
+    }
+}
+
+/// What the loss of an elastic job's control store means; `within` if a node hosts it.
+fn advice(within: bool) -> &'static str {
+    if within {
+        "; without it the job cannot go on, so let --rdzv-endpoint name a host outside of the job, and \
+         start `runner store` there: then no node's loss ends it"
+    } else {
+        "; without it the job cannot go on"
     }
 }
 

@@ -34,11 +34,13 @@ pub(super) struct Member {
     pub(super) addr: String,
     pub(super) first_rank: usize,
     pub(super) ranks: usize,
+    /// It hosts the control store.
+    pub(super) hosts: bool,
 }
 
 impl Display for Member {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Self { host, addr, first_rank, ranks } = self;
+        let Self { host, addr, first_rank, ranks, .. } = self;
         match ranks {
             1 => write!(f, "host {host}, {addr}, rank {first_rank}"),
             _ => write!(f, "host {host}, {addr}, ranks {first_rank} to {}", first_rank + ranks - 1),
@@ -57,8 +59,6 @@ pub(super) struct Round {
     pub(super) members: Vec<Member>,
     /// Agents other than ours take part, who know nothing of these keys.
     pub(super) foreign: bool,
-    /// Whether this node hosts the control store.
-    pub(super) hosts: bool,
     pub(super) patience: Patience,
 }
 
@@ -114,17 +114,27 @@ impl Round {
             self.await_verdict(&own, ear, rules)
         };
         let mut verdict = agreed.unwrap_or_else(|error| {
-            let whose = match self.node {
-                0 => format!("the control store at {}", self.store.addr()),
-                _ => self.name(0),
+            let store_is_lost = matches!(error, Error::Collective(_));
+            let remark = match store_is_lost {
+                true => self.about_store(&format!("is out of reach: {error}"), rules.elastic),
+                false => format!("{}: {error}", self.name(0)),
             };
-            let remark = format!("{whose} is out of reach: {error}");
             let mut verdict = Verdict::of(vec![own], vec![remark]);
             rules.apply(&mut verdict, None);
+            // Nodes that come and go have nowhere to meet.
+            verdict.again &= !(rules.elastic && store_is_lost);
             verdict
         });
         verdict.again &= ear.signal.is_none();
         verdict
+    }
+
+    /// What has happened to the control store, whose it is, and what to do about it.
+    fn about_store(&self, what: &str, elastic: bool) -> String {
+        let keeper = self.members.iter().position(|member| member.hosts);
+        let whose = keeper.map_or_else(String::new, |node| format!(", on {},", self.name(node)));
+        let advice = if elastic { super::advice(keeper.is_some()) } else { "" };
+        format!("the control store at {}{whose} {what}{advice}", self.store.addr())
     }
 
     /// On the first node: collects all outcomes, and publishes the verdict.
@@ -142,8 +152,7 @@ impl Round {
                 Err(collective::Error::KeyTimeout { .. }) => {}
                 Err(error) => return Err(error.into()),
             }
-            let failed = |outcome: &Outcome| outcome.stopped || !outcome.failures.is_empty();
-            let ended = outcomes.iter().flatten().any(failed);
+            let ended = outcomes.iter().flatten().any(Outcome::ends_others);
             deadline.start_if(ended || self.is_ending(ear), rules.end_time);
             for (node, outcome) in outcomes.iter_mut().enumerate() {
                 let name = self.name(node);
@@ -201,7 +210,7 @@ impl Round {
                 Err(collective::Error::KeyTimeout { .. }) => {}
                 Err(error) => return Err(error.into()),
             }
-            let ended = own.stopped || !own.failures.is_empty() || self.is_ending(ear);
+            let ended = own.ends_others() || self.is_ending(ear);
             // The first node waits as long for the others.
             deadline.start_if(ended, rules.end_time + self.patience.lost_after());
             if pulse.is_lost(self, 0) || deadline.is_over() {
@@ -212,7 +221,7 @@ impl Round {
 
     /// Waits, for a while, until every node has read the verdict: the store may go then.
     pub(super) fn linger(&self, verdict: &Verdict) {
-        if !self.hosts {
+        if !self.members[self.node].hosts {
             return;
         }
         let readers = self.members.len() - 1 - verdict.remarks.len().min(self.members.len() - 1);
@@ -232,11 +241,11 @@ impl Rules {
     fn apply(&self, verdict: &mut Verdict, end: Option<&End>) {
         let by_itself = verdict.failures.iter().any(|failure| !failure.told);
         let came = matches!(end, Some(End::Joined { .. } | End::Left { .. }));
-        let changed =
-            self.elastic && verdict.remarks.is_empty() && (verdict.stopped || (came && !by_itself));
+        let nodes_changed = verdict.stopped && !verdict.closes || came && !by_itself;
+        let changed = self.elastic && verdict.remarks.is_empty() && nodes_changed;
         verdict.counted = !changed;
-        verdict.again = changed && (verdict.is_failure() || came)
-            || verdict.is_failure() && !verdict.stopped && self.restarts_left;
+        verdict.again =
+            changed && (verdict.code != 0 || came) || verdict.may_restart() && self.restarts_left;
     }
 }
 

@@ -25,6 +25,8 @@ pub(super) struct Node {
     pub(super) addr: String,
     pub(super) ranks: usize,
     pub(super) role: String,
+    /// It hosts the control store.
+    pub(super) hosts: bool,
 }
 
 /// What an elastic job is doing.
@@ -33,9 +35,9 @@ pub(super) enum Phase {
     #[default]
     Gathering,
     Running,
-    /// The job has ended; with success, or not.
+    /// The job has ended, with this exit code.
     Closed {
-        failed: bool,
+        code: i32,
     },
 }
 
@@ -76,7 +78,7 @@ pub(super) enum Action {
     /// It takes part in the attempt that runs, at this place.
     Run(usize),
     /// The job has ended.
-    Closed { failed: bool },
+    Closed { code: i32 },
     /// Not enough nodes came.
     TooFew,
 }
@@ -86,7 +88,7 @@ pub(super) fn step(state: &State, view: &View<'_>) -> Action {
     let same = |node: &Node| node.id == view.me.id;
     let taking_part = state.nodes.iter().position(same);
     match (state.phase, taking_part) {
-        (Phase::Closed { failed }, _) => return Action::Closed { failed },
+        (Phase::Closed { code }, _) => return Action::Closed { code },
         (Phase::Running, Some(place)) => return Action::Run(place),
         _ => {}
     }
@@ -139,9 +141,9 @@ pub(super) fn end(state: &State, round: u32, failed: bool) -> Option<State> {
 }
 
 /// The state of a job that has ended.
-pub(super) fn close(state: &State, failed: bool) -> Option<State> {
+pub(super) fn close(state: &State, code: i32) -> Option<State> {
     let open = !matches!(state.phase, Phase::Closed { .. });
-    open.then(|| State { phase: Phase::Closed { failed }, ..state.clone() })
+    open.then(|| State { phase: Phase::Closed { code }, ..state.clone() })
 }
 
 #[cfg(test)]
@@ -155,7 +157,7 @@ mod tests {
     fn node(id: u64) -> Node {
         // Two on each host, so the order is not that of ids alone.
         let host = format!("h{}", (7 - id) / 2);
-        Node { host, pid: 1, id, addr: String::new(), ranks: 1, role: String::new() }
+        Node { host, pid: 1, id, addr: String::new(), ranks: 1, role: String::new(), hosts: false }
     }
 
     fn view<'a>(me: &'a Node, (min, max): (usize, usize), lost: &'a [u64]) -> View<'a> {

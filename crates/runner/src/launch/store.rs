@@ -1,0 +1,73 @@
+//! `runner store`: a control store by itself. An elastic job that meets at one outside of its nodes goes
+//! on without any of them.
+
+use std::io::Write;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use clap::Args;
+use collective::TcpStoreServer;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use super::nodes::address;
+use crate::{Error, Result};
+
+/// What `runner store` is told.
+#[derive(Debug, Args)]
+pub(crate) struct StoreArgs {
+    /// PORT on all addresses of this host, or HOST:PORT or [ADDRESS]:PORT on one; port 0 takes a free one.
+    #[arg(long, default_value = "29400", value_parser = listen)]
+    listen: (Option<String>, u16),
+}
+
+/// Serves a store until SIGINT or SIGTERM. Says where on standard output, once it listens.
+///
+/// # Errors
+///
+/// If the name has no address, the address is not this host's, or the port is taken.
+pub(crate) fn serve(args: &StoreArgs) -> Result<()> {
+    let io = |what: &str, source| Error::Io { what: what.to_owned(), source };
+    let mut signals =
+        Signals::new([SIGINT, SIGTERM]).map_err(|source| io("handle signals", source))?;
+    let server = bind(&args.listen)?;
+    let mut out = std::io::stdout().lock();
+    // Who started it may not want to know where it is.
+    let _ = writeln!(out, "listening on {}", server.local_addr()).and_then(|()| out.flush());
+    signals.forever().next();
+    Ok(())
+}
+
+fn bind((host, port): &(Option<String>, u16)) -> Result<TcpStoreServer> {
+    let at = |ip: IpAddr| TcpStoreServer::bind(SocketAddr::new(ip, *port));
+    Ok(match host {
+        // Both families, or the older one where there is no other.
+        None => at(Ipv6Addr::UNSPECIFIED.into()).or_else(|_| at(Ipv4Addr::UNSPECIFIED.into()))?,
+        Some(host) => at(address::resolve("--listen", address::plain(host), *port)?[0])?,
+    })
+}
+
+fn listen(text: &str) -> Result<(Option<String>, u16), String> {
+    let wrong = || format!("`{text}` is neither PORT nor HOST:PORT nor [ADDRESS]:PORT");
+    let (host, port) = match text.rsplit_once(':') {
+        None => (None, text),
+        Some((host, port)) => (Some(host), port),
+    };
+    let bare = host.is_some_and(|host| host.contains(':') && !host.starts_with('['));
+    let port = port.parse().map_err(|_| wrong())?;
+    if bare || host == Some("") { Err(wrong()) } else { Ok((host.map(str::to_owned), port)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_or_a_host_and_a_port() {
+        assert_eq!(listen("7"), Ok((None, 7)));
+        assert_eq!(listen("h:0"), Ok((Some("h".to_owned()), 0)));
+        assert_eq!(listen("[::1]:7"), Ok((Some("[::1]".to_owned()), 7)));
+        for wrong in ["", "h", "h:", ":7", "::1:7", "h:70000"] {
+            assert!(listen(wrong).unwrap_err().contains("HOST:PORT"), "{wrong}");
+        }
+    }
+}

@@ -35,13 +35,17 @@ struct Extra {
     py_callstack: String,
     /// Whole seconds since 1970, as text.
     timestamp: String,
+    /// The nanoseconds beyond them, which torchrun's form has no place for: what follows from a failure
+    /// often does so within the second.
+    #[serde(default = "last_nanos")]
+    nanos: u64,
 }
 
 /// What a rank says of its failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Failure {
     pub(super) message: String,
-    /// Seconds since 1970.
+    /// Nanoseconds since 1970.
     pub(super) at: u64,
 }
 
@@ -72,8 +76,9 @@ fn record(message: &str, place: &str) {
 }
 
 fn write(path: &Path, message: &str, place: &str) -> io::Result<()> {
-    let timestamp = now().to_string();
-    let extra = Extra { py_callstack: place.to_owned(), timestamp };
+    let now = now();
+    let (timestamp, nanos) = ((now / SECOND).to_string(), now % SECOND);
+    let extra = Extra { py_callstack: place.to_owned(), timestamp, nanos };
     let file = ErrorFile { message: Message { message: message.to_owned(), extra } };
     if let Some(folder) = path.parent() {
         fs::create_dir_all(folder)?;
@@ -87,13 +92,23 @@ pub(super) fn read(path: &Path) -> Option<Failure> {
     let mut text = Vec::new();
     File::open(path).ok()?.take(MAX_FILE).read_to_end(&mut text).ok()?;
     let ErrorFile { message: Message { message, extra } } = serde_json::from_slice(&text).ok()?;
-    Some(Failure { message, at: extra.timestamp.trim().parse().ok()? })
+    let seconds: u64 = extra.timestamp.trim().parse().ok()?;
+    Some(Failure { message, at: seconds.checked_mul(SECOND)?.checked_add(extra.nanos)? })
 }
 
-/// Seconds since 1970.
+/// Nanoseconds since 1970.
 pub(super) fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
+
+/// A file without nanoseconds is no cause of one in the same second that has them.
+fn last_nanos() -> u64 {
+    SECOND - 1
+}
+
+/// In nanoseconds.
+const SECOND: u64 = 1_000_000_000;
 
 #[cfg(test)]
 mod tests {
@@ -107,11 +122,13 @@ mod tests {
         assert!(write(&path, "what came of it", "").is_err());
         let failure = read(&path).unwrap();
         assert_eq!(failure.message, "the \"cause\"");
-        assert!(now() - failure.at < 60);
+        assert!(now() - failure.at < 60 * SECOND);
         let text = fs::read_to_string(&path).unwrap();
         let value: serde_json::Value = serde_json::from_str(&text).unwrap();
         assert_eq!(value["message"]["extraInfo"]["py_callstack"], "src/x.rs:1:2");
-        assert!(value["message"]["extraInfo"]["timestamp"].is_string());
+        let seconds: u64 =
+            value["message"]["extraInfo"]["timestamp"].as_str().unwrap().parse().unwrap();
+        assert_eq!(failure.at / SECOND, seconds, "torchrun reads whole seconds");
     }
 
     #[test]
@@ -121,7 +138,7 @@ mod tests {
         let python = r#"{"message": {"message": "ValueError: no", "extraInfo":
             {"py_callstack": "Traceback", "timestamp": "1763750000"}}}"#;
         fs::write(&path, python).unwrap();
-        let want = Failure { message: "ValueError: no".into(), at: 1_763_750_000 };
+        let want = Failure { message: "ValueError: no".into(), at: 1_763_750_000_999_999_999 };
         assert_eq!(read(&path), Some(want));
         for text in ["", "{}", "{\"message\": \"only text\"}", "[1]"] {
             fs::write(&path, text).unwrap();

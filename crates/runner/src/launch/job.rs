@@ -61,7 +61,7 @@ struct Rank {
     holder: Child,
     /// Threads that copy the rank's output.
     output: Vec<JoinHandle<()>>,
-    /// Place among all exits, and when, in seconds since 1970; `None` while it runs.
+    /// Place among all exits, and when, in nanoseconds since 1970; `None` while it runs.
     exited: Option<(usize, u64)>,
     /// Whether a signal ended it that is not known to be this launcher's.
     struck: bool,
@@ -398,8 +398,9 @@ impl Job {
                 code: summary::code(rank.status),
                 struck: rank.struck,
                 told: rank.told,
-                // A file is written before the exit; a clock that says otherwise is wrong.
-                at: said.as_ref().map_or(seen, |said| said.at.min(seen)),
+                // A file is written before the exit; a clock that says otherwise is wrong. Without one
+                // the failure was some time before the exit was seen, and others may have answered it.
+                at: said.as_ref().map_or(seen.saturating_sub(SEEN_LATE), |said| said.at.min(seen)),
                 said: said.map(|said| said.message),
                 order,
             }
@@ -455,5 +456,7 @@ fn pid_of(child: &Child) -> Pid {
 
 /// How long a killed process may take to end.
 const KILL_TIME: Duration = Duration::from_secs(10);
+/// How late the end of a rank may be seen, in nanoseconds.
+const SEEN_LATE: u64 = 100_000_000;
 /// How long output is awaited after the last rank has ended.
 const OUTPUT_TIME: Duration = Duration::from_secs(1);

@@ -23,7 +23,7 @@ pub(super) struct Failure {
     pub(super) struck: bool,
     /// Its node had been told of a failure elsewhere before.
     pub(super) told: bool,
-    /// When, in seconds since 1970: by its own clock or else by its node's.
+    /// When, in nanoseconds since 1970: by its own clock or else by its node's.
     pub(super) at: u64,
     /// Place among all exits of its node.
     pub(super) order: usize,

@@ -8,7 +8,7 @@
 //! Invariant: `conns` and the state know the same connections, and a connection that failed is
 //! removed from both before the next is served.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
@@ -22,7 +22,7 @@ use mio::{Events, Interest, Poll, Token, Waker};
 
 use super::codec::{self, Decoded, ProtocolError};
 use super::sockopt;
-use super::state::{ConnId, Piece, State};
+use super::state::{ConnId, ConnMap, Piece, State};
 use crate::{Error, Result};
 
 /// Serves a store until dropped.
@@ -126,10 +126,13 @@ struct Loop {
     listener: TcpListener,
     stop: Arc<AtomicBool>,
     state: State,
-    conns: HashMap<ConnId, Conn>,
+    conns: ConnMap<Conn>,
     next_id: ConnId,
     /// Connections with something to read that their turn, or their full output, left there.
     ready: VecDeque<ConnId>,
+    /// Whom to send to after a connection's requests: itself, and waiters that they have woken, perhaps
+    /// more than once. Empty between two connections.
+    dirty: Vec<ConnId>,
     /// The last `accept` failed for want of descriptors or memory: try again soon.
     accept_again: bool,
     scratch: Vec<u8>,
@@ -168,9 +171,10 @@ impl Loop {
             listener,
             stop: Arc::default(),
             state: State::new(),
-            conns: HashMap::new(),
+            conns: ConnMap::default(),
             next_id: FIRST_CONN,
             ready: VecDeque::new(),
+            dirty: Vec::new(),
             accept_again: false,
             scratch: vec![0; 1 << 16],
         };
@@ -283,14 +287,14 @@ impl Loop {
         let Some(conn) = self.conns.get_mut(&id) else { return Ok(()) };
         let input = std::mem::take(&mut conn.input);
         let mut at = 0;
-        // Whom to send to: the connection itself, and waiters its requests have woken, perhaps
-        // more than once.
-        let mut dirty = Vec::new();
-        let result = self.handle_all(id, &input, &mut at, &mut dirty);
+        let result = self.handle_all(id, &input, &mut at);
         if let Some(conn) = self.conns.get_mut(&id) {
             conn.put_back(input, at);
         }
-        dirty.into_iter().for_each(|id| self.flush(id));
+        let mut dirty = std::mem::take(&mut self.dirty);
+        dirty.drain(..).for_each(|id| self.flush(id));
+        // Kept for its memory: `flush` adds nothing to it.
+        self.dirty = dirty;
         result
     }
 
@@ -299,7 +303,6 @@ impl Loop {
         id: ConnId,
         input: &[u8],
         at: &mut usize,
-        dirty: &mut Vec<ConnId>,
     ) -> Result<(), ProtocolError> {
         while let Some(conn) = self.conns.get_mut(&id)
             && input.len() - *at >= conn.need
@@ -319,7 +322,7 @@ impl Loop {
                     break;
                 }
             };
-            let conns = &mut self.conns;
+            let (conns, dirty) = (&mut self.conns, &mut self.dirty);
             self.state.handle(id, &request, &mut |to, piece| {
                 if let Some(conn) = conns.get_mut(&to) {
                     conn.output.push(piece);
@@ -389,6 +392,12 @@ impl Output {
     }
 
     fn write_to(&self, stream: &mut TcpStream) -> io::Result<usize> {
+        if self.pieces.len() == 1
+            && let Some(only) = self.pieces.front()
+        {
+            // Most replies are one piece, and a list of one costs the kernel more.
+            return stream.write(&only.bytes()[self.sent..]);
+        }
         let mut slices = [IoSlice::new(&[]); PIECES_AT_ONCE];
         let mut count = 0;
         for (slice, piece) in slices.iter_mut().zip(&self.pieces) {

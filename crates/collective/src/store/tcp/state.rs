@@ -10,6 +10,7 @@
 //! - a waiting connection is answered exactly once, by the wait's end or by the cancel.
 
 use std::collections::{HashMap, HashSet};
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
 use super::super::values::Values;
@@ -22,6 +23,29 @@ use HowMany::{All, One};
 
 /// Names a connection; never used again after it.
 pub type ConnId = usize;
+
+/// What there is of each connection.
+pub(super) type ConnMap<T> = HashMap<ConnId, T, BuildHasherDefault<ConnHasher>>;
+
+/// Spreads numbers that nobody but the server chooses: nothing has to be defended against, and every
+/// request looks up several times.
+#[derive(Default)]
+pub(super) struct ConnHasher(u64);
+
+impl Hasher for ConnHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&byte| self.write_usize(usize::from(byte)));
+    }
+
+    fn write_usize(&mut self, number: usize) {
+        // 2^64 divided by the golden ratio, Knuth's choice: neighbours go far apart.
+        self.0 = (self.0 ^ number as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    }
+}
 
 /// Takes replies: the connection, and what to send on it next.
 pub type Replies<'a> = &'a mut dyn FnMut(ConnId, Piece<'_>);
@@ -50,7 +74,7 @@ impl Piece<'_> {
 #[derive(Debug, Default)]
 pub struct State {
     values: Values,
-    conns: HashMap<ConnId, Conn>,
+    conns: ConnMap<Conn>,
     /// Who waits for a key, first come first.
     waiting: HashMap<Vec<u8>, Vec<ConnId>>,
     /// Who has come to a barrier that is not full yet.

@@ -95,7 +95,7 @@ impl Drop for Guard {
 
 /// One group a line, or `none`. At the end, kills those it has, and removes the folder if it was given one.
 const SCRIPT: &str = r#"
-trap '' TERM INT HUP QUIT
+trap '' TERM INT HUP QUIT USR1 USR2
 groups=
 while read -r line; do
   case $line in none) groups= ;; *) groups="$groups -$line" ;; esac

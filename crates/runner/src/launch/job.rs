@@ -400,7 +400,10 @@ impl Job {
                 told: rank.told,
                 // A file is written before the exit; a clock that says otherwise is wrong. Without one
                 // the failure was some time before the exit was seen, and others may have answered it.
-                at: said.as_ref().map_or(seen.saturating_sub(SEEN_LATE), |said| said.at.min(seen)),
+                at: match &said {
+                    Some(said) => said.at.min(seen),
+                    None => seen.saturating_sub(SEEN_LATE),
+                },
                 said: said.map(|said| said.message),
                 order,
             }

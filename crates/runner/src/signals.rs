@@ -1,22 +1,28 @@
 //! Signals that ask a run to save and end: SIGINT, SIGTERM, SIGUSR1.
 //!
 //! The first one is noted; the ranks agree on it between two batches, save, and end with
-//! [`EXIT_CODE`]. A second one ends this process at once, with 128 and the signal's number.
+//! [`EXIT_CODE`]. A second one ends this process at once, with 128 and the signal's number; but not within
+//! a second of the first, for a scheduler signals every process of a job, and the launcher among them
+//! forwards what it gets.
 
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag;
+use signal_hook::iterator::Signals;
 
 use crate::{Error, Result};
 
 /// Exit code of a run that a signal ended, after its checkpoint: sysexits' `EX_TEMPFAIL`, try again.
 pub const EXIT_CODE: u8 = 75;
 
+/// So long after the first signal a further one may be the same once more.
+const ONCE: Duration = Duration::from_secs(1);
+
 struct Noted {
-    any: Arc<AtomicBool>,
     which: Arc<AtomicUsize>,
 }
 
@@ -32,16 +38,26 @@ pub fn catch() -> Result<()> {
     if are_caught() {
         return Ok(());
     }
-    let noted = Noted { any: Arc::default(), which: Arc::default() };
+    let noted = Noted { which: Arc::default() };
     let fail = |source| Error::Io { what: "cannot catch signals".into(), source };
-    for signal in [SIGINT, SIGTERM, SIGUSR1] {
-        // In this order: the first does nothing until the third has seen a signal.
-        let any = Arc::clone(&noted.any);
-        flag::register_conditional_shutdown(signal, 128 + signal, any).map_err(fail)?;
+    let ends = Arc::new(AtomicBool::new(false));
+    let all = [SIGINT, SIGTERM, SIGUSR1];
+    for signal in all {
+        flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&ends))
+            .map_err(fail)?;
         let which = Arc::clone(&noted.which);
         flag::register_usize(signal, which, usize::try_from(signal).unwrap_or(0)).map_err(fail)?;
-        flag::register(signal, Arc::clone(&noted.any)).map_err(fail)?;
     }
+    let mut first = Signals::new(all).map_err(fail)?;
+    // A thread, because the others may wait for ranks that no longer answer.
+    let arm = move || {
+        if first.forever().next().is_some() {
+            std::thread::sleep(ONCE);
+            // Relaxed: nothing else is published with it.
+            ends.store(true, Ordering::Relaxed);
+        }
+    };
+    std::thread::Builder::new().name("signals".into()).spawn(arm).map_err(fail)?;
     let _ = NOTED.set(noted);
     Ok(())
 }

@@ -193,6 +193,37 @@ fn a_signal_to_one_rank_saves_and_ends_all_and_the_run_goes_on() {
     }
 }
 
+/// What a process has started: its ranks and what watches them.
+fn children(parent: Pid) -> Vec<Pid> {
+    let parent = parent.as_raw_nonzero().to_string();
+    let child = |entry: std::fs::DirEntry| {
+        let stat = std::fs::read_to_string(entry.path().join("stat")).ok()?;
+        let of = stat.rsplit(") ").next()?.split(' ').nth(1)?;
+        (of == parent).then(|| Pid::from_raw(entry.file_name().to_str()?.parse().ok()?)).flatten()
+    };
+    std::fs::read_dir("/proc").unwrap().flatten().filter_map(child).collect()
+}
+
+#[test]
+fn a_signal_to_every_process_of_a_job_is_one() {
+    for signal in [Signal::TERM, Signal::USR1] {
+        let job = Job::new();
+        let run = job.train(Some(2), "asked", 100_000_000);
+        wait_for_training(&job.work_dir("asked"));
+        let others = children(run.pid());
+        // At least the ranks and the guard; the launcher forwards what it gets, so the ranks get it twice.
+        assert!(others.len() >= 3, "{others:?}");
+        kill_process(run.pid(), signal).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        for other in others {
+            // It may have saved and ended.
+            let _ = kill_process(other, signal);
+        }
+        assert_eq!(run.end().code(), Some(runner::signals::EXIT_CODE.into()), "{signal:?}");
+        assert!(job.work_dir("asked").join("last_checkpoint").exists());
+    }
+}
+
 /// Whether a process has ended, though its parent has not been told yet.
 fn has_ended(pid: Pid) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));

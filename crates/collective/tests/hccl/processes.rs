@@ -41,7 +41,7 @@ pub(crate) fn worker() {
         "launched" => return launched(&role),
         "verbs" => {
             play(vec![join(&role)], |group, stream| {
-                crate::device::reductions(&group, stream, |x| i32::from(x));
+                crate::device::reductions(&group, stream, i32::from);
                 crate::device::moves(&group, stream, f32::from);
             });
             return;

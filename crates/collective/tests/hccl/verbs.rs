@@ -59,7 +59,7 @@ fn eager_streams() {
     let session = start(Simulated { eager: true, ..Simulated::default() });
     play_all(3, &options(), &Config::default(), |group, stream| {
         reductions(&group, stream, f32::from);
-        moves(&group, stream, |x| i32::from(x));
+        moves(&group, stream, i32::from);
     });
     well(session);
 }

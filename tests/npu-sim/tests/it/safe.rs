@@ -230,7 +230,7 @@ fn operators_refuse_what_does_not_go_together() {
                 assert_eq!(code(unscale(&vec![view(1); 257], &found)), 561_002);
                 assert_eq!(code(unscale(&[view(2)], &two)), 161_002);
                 assert_eq!(code(on.foreach_muls(&vec![view(1); 51], &[1.0; 51])), 561_002);
-                unscale(&[row.clone()], &found).unwrap();
+                unscale(std::slice::from_ref(&row), &found).unwrap();
                 assert_eq!(on.read(&row).unwrap()[..4], 9.0_f32.to_ne_bytes());
             }
         }

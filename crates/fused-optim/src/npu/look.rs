@@ -9,7 +9,8 @@ use npu_sys::safe::View;
 use npu_sys::sys::AclDataType;
 
 use super::flat::Span;
-use super::fused::{NpuOptimizer, floats};
+use super::fused::NpuOptimizer;
+use super::numbers::floats;
 use super::rules::NpuHyper;
 use crate::rule::OwnClip;
 use crate::{Clip, FoundInf, Result, StepCtl};

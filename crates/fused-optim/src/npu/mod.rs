@@ -52,6 +52,7 @@
 mod flat;
 mod fused;
 mod look;
+mod numbers;
 mod rules;
 mod sequence;
 mod wholes;

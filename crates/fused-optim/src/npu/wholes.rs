@@ -7,8 +7,9 @@ use npu_sys::safe::{Operators, View};
 use npu_sys::sys::AclDataType;
 
 use super::flat::Span;
-use super::fused::{NpuOptimizer, bytes, floats};
+use super::fused::NpuOptimizer;
 use super::look::{APART, Look};
+use super::numbers::{bytes, floats};
 use super::rules::{Finish, NpuHyper};
 use super::sequence::Reg;
 use crate::cpu::Sums;

@@ -11,14 +11,17 @@
 mod context;
 mod event;
 mod memory;
+mod objects;
 mod operators;
 mod stream;
+mod view;
 
 pub use context::{Context, Entered};
 pub use event::Event;
 pub use memory::Buffer;
-pub use operators::{AdamWNumbers, AdamWTensors, Operators, View};
+pub use operators::{AdamWNumbers, AdamWTensors, Operators};
 pub use stream::{Kept, Stream};
+pub use view::View;
 
 use crate::{Error, Result};
 

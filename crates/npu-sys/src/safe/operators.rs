@@ -2,131 +2,16 @@
 
 #![expect(unsafe_code, reason = "calls C")]
 
-use std::fmt;
 use std::ptr;
 use std::sync::Arc;
 
-use super::{Buffer, Context, Stream, argument, dropped};
+use super::objects::{Dims, Lists, Number, Numbers, Tensor};
+use super::view::width;
+use super::{Buffer, Context, Stream, View, argument};
 #[expect(unused_imports, reason = "for the documentation")]
 use crate::Error;
-use crate::sys::{
-    Acl, AclDataType, AclFormat, AclIntArray, AclScalar, AclScalarList, AclTensor, AclTensorList,
-    Nnop, Ops,
-};
+use crate::sys::{Acl, AclDataType, AclScalar, AclTensor, AclTensorList, Nnop, Ops};
 use crate::{Plan, Result, Soc};
-
-/// A piece of a buffer as operators see it: numbers of one type, without gaps.
-#[derive(Clone)]
-pub struct View {
-    buffer: Buffer,
-    offset: usize,
-    dims: Vec<usize>,
-    dtype: AclDataType,
-}
-
-impl View {
-    /// The numbers that begin `offset` bytes into a buffer.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Argument`] if they are not inside, if `offset` is no multiple of 32, which CANN asks
-    /// for, or if the type is none of those with a size here.
-    pub fn new(buffer: &Buffer, offset: usize, dims: &[usize], dtype: AclDataType) -> Result<Self> {
-        let Some(width) = width(dtype) else {
-            return argument(format!("no tensors of {dtype:?}"));
-        };
-        if !offset.is_multiple_of(32) {
-            return argument(format!("a tensor cannot begin {offset} bytes into a buffer"));
-        }
-        let bytes = dims.iter().try_fold(width, |bytes, dim| bytes.checked_mul(*dim));
-        // What cannot be counted is not inside either.
-        buffer.range(offset, bytes.unwrap_or(usize::MAX))?;
-        Ok(Self { buffer: buffer.clone(), offset, dims: dims.to_vec(), dtype })
-    }
-
-    /// The numbers `from..from + count` of this view, as a vector.
-    ///
-    /// # Errors
-    ///
-    /// As [`new`](Self::new), and if they are not inside this view.
-    pub fn part(&self, from: usize, count: usize) -> Result<Self> {
-        let width = width(self.dtype).unwrap_or_default();
-        match from.checked_add(count) {
-            Some(end) if end <= self.count() => {
-                Self::new(&self.buffer, self.offset + from * width, &[count], self.dtype)
-            }
-            _ => argument(format!("{count} numbers at {from} of {}", self.count())),
-        }
-    }
-
-    /// The same numbers in other dimensions.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Argument`] if those are of another number of elements.
-    pub fn shaped(&self, dims: &[usize]) -> Result<Self> {
-        if dims.iter().product::<usize>() != self.count() {
-            return argument(format!("{} numbers are not {dims:?}", self.count()));
-        }
-        Self::new(&self.buffer, self.offset, dims, self.dtype)
-    }
-
-    /// How many numbers.
-    #[must_use]
-    pub fn count(&self) -> usize {
-        self.dims.iter().product()
-    }
-
-    /// Their type.
-    #[must_use]
-    pub const fn dtype(&self) -> AclDataType {
-        self.dtype
-    }
-
-    /// The buffer they are in.
-    #[must_use]
-    pub const fn buffer(&self) -> &Buffer {
-        &self.buffer
-    }
-
-    /// Where in the buffer they begin, in bytes.
-    #[must_use]
-    pub const fn offset(&self) -> usize {
-        self.offset
-    }
-
-    /// How many bytes they take.
-    #[must_use]
-    pub fn bytes(&self) -> usize {
-        self.count() * width(self.dtype).unwrap_or_default()
-    }
-}
-
-impl PartialEq for View {
-    /// Whether they are the same memory, in the same dimensions.
-    fn eq(&self, other: &Self) -> bool {
-        (self.buffer.address(), self.offset, &self.dims, self.dtype)
-            == (other.buffer.address(), other.offset, &other.dims, other.dtype)
-    }
-}
-
-impl fmt::Debug for View {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { offset, dims, dtype, .. } = self;
-        write!(f, "View({dims:?} of {dtype:?} at {offset})")
-    }
-}
-
-/// Bytes of a number.
-fn width(dtype: AclDataType) -> Option<usize> {
-    match dtype {
-        AclDataType::BOOL | AclDataType::INT8 | AclDataType::UINT8 => Some(1),
-        AclDataType::FLOAT16 | AclDataType::BF16 => Some(2),
-        AclDataType::FLOAT | AclDataType::INT32 => Some(4),
-        AclDataType::INT64 | AclDataType::DOUBLE => Some(8),
-        _ => None,
-    }
-}
 
 /// Operators whose work goes into one stream.
 ///
@@ -136,7 +21,7 @@ fn width(dtype: AclDataType) -> Option<usize> {
 #[derive(Clone, Debug)]
 pub struct Operators {
     stream: Arc<Stream>,
-    nnop: &'static Nnop,
+    pub(super) nnop: &'static Nnop,
     ops: &'static Ops,
     soc: Soc,
 }
@@ -590,107 +475,6 @@ pub struct AdamWNumbers {
     pub weight_decay: f32,
     /// Added to the denominator.
     pub eps: f32,
-}
-
-/// Declares an object of C that is destroyed when dropped.
-macro_rules! object {
-    ($name:ident, $c:ident, $destroy:ident) => {
-        struct $name<'a> {
-            of: &'a Operators,
-            raw: *mut $c,
-        }
-
-        impl Drop for $name<'_> {
-            fn drop(&mut self) {
-                // SAFETY: made by this type's `new`, destroyed once, and in the stream by now, or never
-                // to be.
-                dropped(unsafe { self.of.nnop.$destroy(self.raw) });
-            }
-        }
-    };
-}
-
-object!(Tensor, AclTensor, aclDestroyTensor);
-object!(Number, AclScalar, aclDestroyScalar);
-object!(Dims, AclIntArray, aclDestroyIntArray);
-object!(Numbers, AclScalarList, aclDestroyScalarList);
-
-impl<'a> Tensor<'a> {
-    fn new(of: &'a Operators, view: &View) -> Result<Self> {
-        if *view.buffer.context() != *of.context() {
-            return argument("a view and the operators are of different contexts");
-        }
-        let _entered = of.context().enter()?;
-        let dims: Vec<i64> = view.dims.iter().map(|dim| *dim as i64).collect();
-        let address = view.buffer.address().wrapping_byte_add(view.offset);
-        let (rank, at, nd) = (dims.len() as u64, dims.as_ptr(), AclFormat::ND);
-        // SAFETY: acl_meta.h, `aclCreateTensor`: `rank` dimensions, read before it returns; null stands
-        // for strides without gaps; the address is aligned, as `View::new` has looked.
-        let raw = unsafe {
-            of.nnop.aclCreateTensor(at, rank, view.dtype, ptr::null(), 0, nd, at, rank, address)
-        }?;
-        Ok(Self { of, raw })
-    }
-}
-
-impl<'a> Number<'a> {
-    fn new(of: &'a Operators, mut value: f32) -> Result<Self> {
-        // SAFETY: acl_meta.h, `aclCreateScalar`: reads one `float`, a local.
-        let raw = unsafe { of.nnop.aclCreateScalar((&raw mut value).cast(), AclDataType::FLOAT) }?;
-        Ok(Self { of, raw })
-    }
-}
-
-impl<'a> Dims<'a> {
-    fn new(of: &'a Operators, values: &[i64]) -> Result<Self> {
-        // SAFETY: acl_meta.h, `aclCreateIntArray`: reads so many numbers before it returns.
-        let raw = unsafe { of.nnop.aclCreateIntArray(values.as_ptr(), values.len() as u64) }?;
-        Ok(Self { of, raw })
-    }
-}
-
-impl<'a> Numbers<'a> {
-    fn new(of: &'a Operators, values: &[f32]) -> Result<Self> {
-        let numbers: Vec<Number<'_>> =
-            values.iter().map(|value| Number::new(of, *value)).collect::<Result<_>>()?;
-        let all: Vec<_> = numbers.iter().map(|number| number.raw.cast_const()).collect();
-        // SAFETY: acl_meta.h, `aclCreateScalarList`: so many scalars, which are the list's from here.
-        let raw = unsafe { of.nnop.aclCreateScalarList(all.as_ptr(), all.len() as u64) }?;
-        numbers.into_iter().for_each(std::mem::forget);
-        Ok(Self { of, raw })
-    }
-}
-
-/// Lists of tensors, which own them.
-struct Lists<'a, const N: usize> {
-    of: &'a Operators,
-    raw: [*mut AclTensorList; N],
-    buffers: Vec<Buffer>,
-}
-
-impl<'a, const N: usize> Lists<'a, N> {
-    fn new(of: &'a Operators, views: [&[View]; N]) -> Result<Self> {
-        let mut lists = Self { of, raw: [ptr::null_mut(); N], buffers: Vec::new() };
-        for (raw, views) in lists.raw.iter_mut().zip(views) {
-            let tensors: Vec<Tensor<'_>> =
-                views.iter().map(|view| Tensor::new(of, view)).collect::<Result<_>>()?;
-            let all: Vec<_> = tensors.iter().map(|tensor| tensor.raw.cast_const()).collect();
-            // SAFETY: acl_meta.h, `aclCreateTensorList`: so many tensors, the list's from here.
-            *raw = unsafe { of.nnop.aclCreateTensorList(all.as_ptr(), all.len() as u64) }?;
-            tensors.into_iter().for_each(std::mem::forget);
-            lists.buffers.extend(views.iter().map(|view| view.buffer.clone()));
-        }
-        Ok(lists)
-    }
-}
-
-impl<const N: usize> Drop for Lists<'_, N> {
-    fn drop(&mut self) {
-        for raw in self.raw.iter().filter(|raw| !raw.is_null()) {
-            // SAFETY: of `new`, destroyed once.
-            dropped(unsafe { self.of.nnop.aclDestroyTensorList(*raw) });
-        }
-    }
 }
 
 impl Operators {

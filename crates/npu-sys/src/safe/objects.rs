@@ -1,0 +1,112 @@
+//! What CANN's operators take, made for one call: tensors, numbers, and lists of them.
+
+#![expect(unsafe_code, reason = "calls C")]
+
+use std::ptr;
+
+use super::{Buffer, Operators, View, argument, dropped};
+use crate::Result;
+use crate::sys::{
+    AclDataType, AclFormat, AclIntArray, AclScalar, AclScalarList, AclTensor, AclTensorList,
+};
+
+/// Declares an object of C that is destroyed when dropped.
+macro_rules! object {
+    ($name:ident, $c:ident, $destroy:ident) => {
+        pub(super) struct $name<'a> {
+            of: &'a Operators,
+            pub(super) raw: *mut $c,
+        }
+
+        impl Drop for $name<'_> {
+            fn drop(&mut self) {
+                // SAFETY: made by this type's `new`, destroyed once, and in the stream by now, or never
+                // to be.
+                dropped(unsafe { self.of.nnop.$destroy(self.raw) });
+            }
+        }
+    };
+}
+
+object!(Tensor, AclTensor, aclDestroyTensor);
+object!(Number, AclScalar, aclDestroyScalar);
+object!(Dims, AclIntArray, aclDestroyIntArray);
+object!(Numbers, AclScalarList, aclDestroyScalarList);
+
+impl<'a> Tensor<'a> {
+    pub(super) fn new(of: &'a Operators, view: &View) -> Result<Self> {
+        if *view.buffer.context() != *of.context() {
+            return argument("a view and the operators are of different contexts");
+        }
+        let _entered = of.context().enter()?;
+        let dims: Vec<i64> = view.dims.iter().map(|dim| *dim as i64).collect();
+        let address = view.buffer.address().wrapping_byte_add(view.offset);
+        let (rank, at, nd) = (dims.len() as u64, dims.as_ptr(), AclFormat::ND);
+        // SAFETY: acl_meta.h, `aclCreateTensor`: `rank` dimensions, read before it returns; null stands
+        // for strides without gaps; the address is aligned, as `View::new` has looked.
+        let raw = unsafe {
+            of.nnop.aclCreateTensor(at, rank, view.dtype, ptr::null(), 0, nd, at, rank, address)
+        }?;
+        Ok(Self { of, raw })
+    }
+}
+
+impl<'a> Number<'a> {
+    pub(super) fn new(of: &'a Operators, mut value: f32) -> Result<Self> {
+        // SAFETY: acl_meta.h, `aclCreateScalar`: reads one `float`, a local.
+        let raw = unsafe { of.nnop.aclCreateScalar((&raw mut value).cast(), AclDataType::FLOAT) }?;
+        Ok(Self { of, raw })
+    }
+}
+
+impl<'a> Dims<'a> {
+    pub(super) fn new(of: &'a Operators, values: &[i64]) -> Result<Self> {
+        // SAFETY: acl_meta.h, `aclCreateIntArray`: reads so many numbers before it returns.
+        let raw = unsafe { of.nnop.aclCreateIntArray(values.as_ptr(), values.len() as u64) }?;
+        Ok(Self { of, raw })
+    }
+}
+
+impl<'a> Numbers<'a> {
+    pub(super) fn new(of: &'a Operators, values: &[f32]) -> Result<Self> {
+        let numbers: Vec<Number<'_>> =
+            values.iter().map(|value| Number::new(of, *value)).collect::<Result<_>>()?;
+        let all: Vec<_> = numbers.iter().map(|number| number.raw.cast_const()).collect();
+        // SAFETY: acl_meta.h, `aclCreateScalarList`: so many scalars, which are the list's from here.
+        let raw = unsafe { of.nnop.aclCreateScalarList(all.as_ptr(), all.len() as u64) }?;
+        numbers.into_iter().for_each(std::mem::forget);
+        Ok(Self { of, raw })
+    }
+}
+
+/// Lists of tensors, which own them.
+pub(super) struct Lists<'a, const N: usize> {
+    of: &'a Operators,
+    pub(super) raw: [*mut AclTensorList; N],
+    pub(super) buffers: Vec<Buffer>,
+}
+
+impl<'a, const N: usize> Lists<'a, N> {
+    pub(super) fn new(of: &'a Operators, views: [&[View]; N]) -> Result<Self> {
+        let mut lists = Self { of, raw: [ptr::null_mut(); N], buffers: Vec::new() };
+        for (raw, views) in lists.raw.iter_mut().zip(views) {
+            let tensors: Vec<Tensor<'_>> =
+                views.iter().map(|view| Tensor::new(of, view)).collect::<Result<_>>()?;
+            let all: Vec<_> = tensors.iter().map(|tensor| tensor.raw.cast_const()).collect();
+            // SAFETY: acl_meta.h, `aclCreateTensorList`: so many tensors, the list's from here.
+            *raw = unsafe { of.nnop.aclCreateTensorList(all.as_ptr(), all.len() as u64) }?;
+            tensors.into_iter().for_each(std::mem::forget);
+            lists.buffers.extend(views.iter().map(|view| view.buffer.clone()));
+        }
+        Ok(lists)
+    }
+}
+
+impl<const N: usize> Drop for Lists<'_, N> {
+    fn drop(&mut self) {
+        for raw in self.raw.iter().filter(|raw| !raw.is_null()) {
+            // SAFETY: of `new`, destroyed once.
+            dropped(unsafe { self.of.nnop.aclDestroyTensorList(*raw) });
+        }
+    }
+}

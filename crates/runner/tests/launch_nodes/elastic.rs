@@ -1,0 +1,199 @@
+//! Jobs of as many nodes as come: nodes that join, leave and are lost, and the store among them.
+
+use super::*;
+
+#[test]
+fn an_elastic_job_takes_as_many_nodes_as_come() {
+    let port = free_port();
+    let script = "echo $RANK of $WORLD_SIZE on $GROUP_RANK of $GROUP_WORLD_SIZE";
+    let nodes = [1, 2, 1].map(|nproc| options(nproc, script, elastic(2, 3, port)));
+    let ran = run_all(nodes.to_vec());
+    let mut lines = Vec::new();
+    for ran in ran {
+        assert_eq!(ran.code.unwrap(), 0, "{}", ran.stderr);
+        lines.extend(ran.stdout);
+    }
+    lines.sort();
+    assert_eq!(lines.len(), 4, "{lines:?}");
+    for (rank, line) in lines.iter().enumerate() {
+        assert!(line.starts_with(&format!("[rank {rank}] {rank} of 4 on ")), "{lines:?}");
+        assert!(line.ends_with(" of 3"), "{lines:?}");
+    }
+}
+
+#[test]
+fn too_few_nodes_of_an_elastic_job_are_told() {
+    let port = free_port();
+    let mut alone = options(1, "exit 0", elastic(2, 3, port));
+    alone.patience.join = Duration::from_millis(500);
+    let error = run(alone).code.unwrap_err().to_string();
+    for part in ["fewer than 2 nodes", "nobody else", &format!("127.0.0.1:{port}")] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+}
+
+#[test]
+fn a_lost_node_restarts_the_rest_and_a_new_one_joins() {
+    let port = free_port();
+    let nodes = format!("elastic 1 2 127.0.0.1 {port}");
+    // It ends well only once there has been an attempt with a new second node.
+    let dir = tempfile::tempdir().unwrap();
+    let flag = dir.path().join("enough");
+    let script = format!(
+        "echo up $GROUP_RANK of $GROUP_WORLD_SIZE restart $TORCHELASTIC_RESTART_COUNT; \
+         while [ ! -e {} ]; do sleep 0.05; done",
+        flag.display()
+    );
+    // The first hosts the control store.
+    let mut first = Launcher::start(this(), &nodes, 1, &script, 3);
+    first.reader.await_lines("of 1 restart 0", 1);
+    let second = Launcher::start(this(), &nodes, 1, &script, 3);
+    second.reader.await_lines("of 2 restart 0", 1);
+    first.reader.await_lines("of 2 restart 0", 1);
+    drop(second);
+    first.reader.await_lines("of 1 restart 1", 1);
+    assert!(first.reader.text().contains("no longer answers"), "{}", first.reader.text());
+    let mut third = Launcher::start(this(), &nodes, 1, &script, 3);
+    third.reader.await_lines("of 2 restart 1", 1);
+    first.reader.await_lines("of 2 restart 1", 1);
+    std::fs::write(&flag, "").unwrap();
+    assert_eq!((first.wait(), third.wait()), (0, 0));
+}
+
+#[test]
+fn an_elastic_job_saves_when_nodes_come_and_leave_and_goes_on() {
+    let port = free_port();
+    let start = |limits: &str| {
+        Launcher::start(this(), &format!("elastic {limits} 127.0.0.1 {port}"), 1, SAVES, 0)
+    };
+    // The first hosts the control store.
+    let mut first = start("1 2");
+    first.reader.await_lines("up 0 of 1 restart 0", 1);
+    let mut second = start("1 2");
+    for node in [&first, &second] {
+        node.reader.await_lines("of 2 restart 0", 1);
+    }
+    first.reader.await_lines("interrupted after a checkpoint: 1 of 1 ranks", 1);
+    // There is room for two, so the third waits.
+    let mut third = start("1 2");
+    terminate(&second);
+    assert_eq!(second.wait(), 75, "{}", second.reader.text());
+    first.reader.await_lines("interrupted after a checkpoint: 2 of 2 ranks", 1);
+    first.reader.await_lines("of 2 restart 0", 2);
+    third.reader.await_lines("of 2 restart 0", 1);
+    // The job ends with its control store, and the other node's ranks have saved, too.
+    terminate(&first);
+    assert_eq!((first.wait(), third.wait()), (75, 75), "{}", third.reader.text());
+    third.reader.await_lines("hosts the control store was told to end", 1);
+}
+
+#[test]
+fn who_waits_for_an_elastic_job_ends_with_its_code() {
+    let port = free_port();
+    let nodes = format!("elastic 1 1 127.0.0.1 {port}");
+    let mut first = Launcher::start(this(), &nodes, 1, SAVES, 0);
+    first.reader.await_lines("up", 1);
+    let mut second = Launcher::start(this(), &nodes, 1, SAVES, 0);
+    // It has said that it waits.
+    let store = TcpStore::connect("127.0.0.1", port, SOON).unwrap();
+    let state = || store.get("runner/elastic/none/state", SOON).unwrap();
+    let text = || String::from_utf8(state()).unwrap();
+    let start = Instant::now();
+    while text().contains("\"waiting\":[]") {
+        assert!(start.elapsed() < SOON, "{}", text());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    terminate(&first);
+    assert_eq!((first.wait(), second.wait()), (75, 75), "{}", second.reader.text());
+}
+
+#[test]
+fn an_elastic_failure_is_everybodys_restart_and_then_everybodys_code() {
+    let port = free_port();
+    let nodes = (0..2).map(|at| {
+        // Which launcher is which node is not known: the last rank fails.
+        let script = "[ $RANK = 1 ] && { sleep 0.2; exit 5; }; exec sleep 300";
+        let mut options = options(1, script, elastic(2, 2, port));
+        options.max_restarts = 1;
+        options.role = format!("role{at}");
+        options
+    });
+    for ran in run_all(nodes.collect()) {
+        assert_eq!(ran.code.unwrap(), 5, "{}", ran.stderr);
+        assert!(ran.stderr.contains("restart 1 of 1"), "{}", ran.stderr);
+        assert_eq!(ran.stderr.matches("root cause: rank 1 ").count(), 2, "{}", ran.stderr);
+    }
+}
+
+/// Ranks that say who they are, and run.
+const SAY_PID: &str = "echo up pid $$; exec sleep 300";
+
+fn is_gone(pid: &str) -> bool {
+    // A process that has ended may be a zombie for a while where its parent is not reaping.
+    match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
+        Err(_) => true,
+        Ok(stat) => stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('Z')),
+    }
+}
+
+#[test]
+fn the_loss_of_the_control_store_ends_an_elastic_job_and_says_what_to_do() {
+    let port = free_port();
+    let nodes = format!("elastic 1 2 127.0.0.1 {port}");
+    // The first hosts the control store.
+    let first = Launcher::start(this(), &nodes, 2, SAY_PID, 3);
+    first.reader.await_lines("up pid", 2);
+    let mut second = Launcher::start(this(), &nodes, 2, SAY_PID, 3);
+    second.reader.await_lines("up pid", 2);
+    // Two of its first attempt, which a second node ended, and two more.
+    first.reader.await_lines("up pid", 4);
+    let text = [first.reader.text(), second.reader.text()].join("\n");
+    let pids: Vec<_> = text.lines().filter_map(|line| line.split_once("up pid ")).collect();
+    drop(first);
+    assert_ne!(second.wait(), 0);
+    let said = second.reader.text();
+    for part in
+        [&format!("127.0.0.1:{port}, on node "), "out of reach", "--rdzv-endpoint", "runner store"]
+    {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    assert!(!said.contains("start again"), "{said}");
+    let start = Instant::now();
+    while !pids.iter().all(|(_, pid)| is_gone(pid)) {
+        assert!(start.elapsed() < SOON, "ranks are left: {pids:?}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn with_a_store_outside_of_the_job_every_node_can_be_lost() {
+    let store = OwnStore::start(Command::new(RUNNER), "127.0.0.1:0");
+    let nodes = format!("elastic 1 2 127.0.0.1 {}", store.port);
+    let dir = tempfile::tempdir().unwrap();
+    let flag = dir.path().join("enough");
+    let script = format!(
+        "echo up $GROUP_RANK of $GROUP_WORLD_SIZE restart $TORCHELASTIC_RESTART_COUNT; \
+         while [ ! -e {} ]; do sleep 0.05; done",
+        flag.display()
+    );
+    let start = || Launcher::start(this(), &nodes, 1, &script, 3);
+    let (first, second) = (start(), start());
+    for node in [&first, &second] {
+        node.reader.await_lines("of 2 restart 0", 1);
+    }
+    // The first node, which decides and hosts the ranks' store, by the lower process id.
+    drop(first);
+    second.reader.await_lines("of 1 restart 1", 1);
+    let mut third = start();
+    for node in [&second, &third] {
+        node.reader.await_lines("of 2 restart 1", 1);
+    }
+    drop(second);
+    third.reader.await_lines("of 1 restart 2", 1);
+    std::fs::write(&flag, "").unwrap();
+    assert_eq!(third.wait(), 0, "{}", third.reader.text());
+    // The store still knows that run.
+    let mut late = start();
+    assert_ne!(late.wait(), 0);
+    assert!(late.reader.text().contains("another --rdzv-id"), "{}", late.reader.text());
+}

@@ -1,0 +1,90 @@
+//! torchrun's agent as one node and ours as another.
+
+use super::*;
+
+/// Python with torch, or why there is none.
+fn torch() -> Option<String> {
+    let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
+    let asked = Command::new(&python).args(["-c", "import torch"]).stderr(Stdio::null()).status();
+    let there = asked.is_ok_and(|status| status.success());
+    if !there {
+        eprintln!("ignored: `{python} -c 'import torch'` does not work here");
+    }
+    there.then_some(python)
+}
+
+/// torchrun's agent as one node, with ranks that our launcher's sum numbers with.
+fn torchrun(python: &str, node: usize, port: u16, role: &str, restarts: u32) -> Launcher {
+    let mut command = Command::new(python);
+    command
+        .args(["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"])
+        .args([&format!("--node-rank={node}"), "--master-addr=127.0.0.1"])
+        .args([&format!("--master-port={port}"), &format!("--max-restarts={restarts}")])
+        .args(["--no-python", "--monitor-interval=0.1"])
+        .arg(std::env::current_exe().unwrap());
+    // What the launcher's own helper gets in its environment, the ranks get from here.
+    command.env("NODE_TEST_ROLE", role);
+    command
+        .args(["--exact", "helper_rank", "--ignored", "--nocapture"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let reader = Reader::new(&mut child);
+    Launcher { child, reader }
+}
+
+#[test]
+fn torchruns_agent_is_one_of_the_nodes() {
+    let Some(python) = torch() else { return };
+    for ours in [0, 1] {
+        let port = free_port();
+        let nodes = format!("2 {ours} 127.0.0.1 {port}");
+        let mut launcher = Launcher::start(this(), &nodes, 2, "role 20 20 60", 0);
+        let mut agent = torchrun(&python, 1 - ours, port, "20 20 60", 0);
+        let codes = (launcher.wait(), agent.wait());
+        let text = format!("{}\n{}", launcher.reader.text(), agent.reader.text());
+        assert_eq!(codes, (0, 0), "{text}");
+        for rank in 0..4 {
+            assert!(text.contains(&format!("done {rank} of 4 attempt 0")), "{text}");
+        }
+    }
+}
+
+#[test]
+fn a_failure_beside_torchruns_agent_ends_both_and_is_named() {
+    let Some(python) = torch() else { return };
+    // Ours are the ranks 0 and 1, or 2 and 3.
+    for (ours, victim, how, code) in
+        [(0, 0, "exits", 7), (0, 3, "is killed", 11), (1, 3, "is killed", 137), (1, 0, "exits", 11)]
+    {
+        let port = free_port();
+        let nodes = format!("2 {ours} 127.0.0.1 {port}");
+        let role = format!("1000000 0 30 {victim} {}", how.replace("is ", ""));
+        let mut launcher = Launcher::start(this(), &nodes, 2, &format!("role {role}"), 0);
+        let mut agent = torchrun(&python, 1 - ours, port, &role, 0);
+        let codes = (launcher.wait(), agent.wait());
+        let (said, theirs) = (launcher.reader.text(), agent.reader.text());
+        assert!(codes.0 == code && codes.1 != 0, "{codes:?}\n{said}\n{theirs}");
+        let cause = said.lines().find(|line| line.contains("root cause: ")).unwrap_or_default();
+        // Of theirs our ranks know what their collectives say.
+        let want = format!("rank {victim}");
+        assert!(cause.contains(&want), "rank {victim} {how}: {said}");
+    }
+}
+
+#[test]
+fn a_restart_beside_torchruns_agent_is_a_restart_there() {
+    let Some(python) = torch() else { return };
+    let port = free_port();
+    let role = "1000000 20 30 1 exits";
+    let nodes = format!("2 0 127.0.0.1 {port}");
+    let mut launcher = Launcher::start(this(), &nodes, 2, &format!("role {role}"), 1);
+    let mut agent = torchrun(&python, 1, port, role, 1);
+    let codes = (launcher.wait(), agent.wait());
+    let text = format!("{}\n{}", launcher.reader.text(), agent.reader.text());
+    assert_eq!(codes, (0, 0), "{text}");
+    for rank in 0..4 {
+        assert!(text.contains(&format!("done {rank} of 4 attempt 1")), "{text}");
+    }
+}

@@ -8,10 +8,18 @@ mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod x86_64;
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 
 use crate::span::Span;
 use crate::{DType, ReduceOp};
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+/// From so many bytes on vectors begin at a line of the first out, which a large buffer of the heap does
+/// not: a vector that lies across two lines takes longer than a few numbers one by one.
+const LARGE: usize = 16 << 10;
 
 /// Folds the sources, one per rank and in rank order, into each of `outs`.
 ///
@@ -22,37 +30,63 @@ use crate::{DType, ReduceOp};
 /// `op` must be defined for `dtype`.
 pub(crate) fn fold(dtype: DType, op: ReduceOp, outs: &[Span<'_>], sources: &[Span<'_>]) {
     let len = sources.first().expect("a fold has at least one source").len();
+    assert!(!outs.is_empty(), "a fold goes somewhere");
     assert!(outs.iter().chain(sources).all(|span| span.len() == len), "spans of one length");
     assert_eq!(len % dtype.size(), 0, "whole elements");
-    let done = fold_vector(dtype, op, outs, sources);
-    if done == len {
-        return;
-    }
-    match dtype {
-        DType::F16 => scalar::fold_float::<f16>(op, outs, sources, done),
-        DType::Bf16 => scalar::fold_float::<bf16>(op, outs, sources, done),
-        DType::F32 => scalar::fold_float::<f32>(op, outs, sources, done),
-        DType::F64 => scalar::fold_float::<f64>(op, outs, sources, done),
-        DType::I8 => scalar::fold_integer::<i8>(op, outs, sources, done),
-        DType::U8 => scalar::fold_integer::<u8>(op, outs, sources, done),
-        DType::I32 => scalar::fold_integer::<i32>(op, outs, sources, done),
-        DType::I64 => scalar::fold_integer::<i64>(op, outs, sources, done),
-        DType::U64 => scalar::fold_integer::<u64>(op, outs, sources, done),
+    let start = if len < LARGE { 0 } else { to_line(outs[0], dtype.size()) };
+    let end = start + fold_vector(dtype, op, outs, sources, start);
+    for rest in [0..start, end..len] {
+        if !rest.is_empty() {
+            fold_scalar(dtype, op, outs, sources, rest);
+        }
     }
 }
 
-/// Folds a prefix with vector instructions, and returns its bytes; 0 if there are none for this.
+/// Bytes before the first cache line, if that is a whole number of elements.
+fn to_line(out: Span<'_>, size: usize) -> usize {
+    let bytes = out.ptr().align_offset(LINE);
+    if bytes.is_multiple_of(size) { bytes } else { 0 }
+}
+
+fn fold_scalar(
+    dtype: DType,
+    op: ReduceOp,
+    outs: &[Span<'_>],
+    sources: &[Span<'_>],
+    bytes: Range<usize>,
+) {
+    match dtype {
+        DType::F16 => scalar::fold_float::<f16>(op, outs, sources, bytes),
+        DType::Bf16 => scalar::fold_float::<bf16>(op, outs, sources, bytes),
+        DType::F32 => scalar::fold_float::<f32>(op, outs, sources, bytes),
+        DType::F64 => scalar::fold_float::<f64>(op, outs, sources, bytes),
+        DType::I8 => scalar::fold_integer::<i8>(op, outs, sources, bytes),
+        DType::U8 => scalar::fold_integer::<u8>(op, outs, sources, bytes),
+        DType::I32 => scalar::fold_integer::<i32>(op, outs, sources, bytes),
+        DType::I64 => scalar::fold_integer::<i64>(op, outs, sources, bytes),
+        DType::U64 => scalar::fold_integer::<u64>(op, outs, sources, bytes),
+    }
+}
+
+/// Folds with vector instructions from byte `start` on, and returns how many; 0 if there are none for
+/// this.
 #[cfg(target_arch = "x86_64")]
-fn fold_vector(dtype: DType, op: ReduceOp, outs: &[Span<'_>], sources: &[Span<'_>]) -> usize {
+fn fold_vector(
+    dtype: DType,
+    op: ReduceOp,
+    outs: &[Span<'_>],
+    sources: &[Span<'_>],
+    start: usize,
+) -> usize {
     let scale = match op {
         ReduceOp::Sum => None,
         ReduceOp::Avg => Some(1.0 / sources.len() as f32),
         _ => return 0,
     };
-    x86_64::Width::best().map_or(0, |width| width.sum(dtype, outs, sources, scale))
+    x86_64::Width::best().map_or(0, |width| width.sum(dtype, outs, sources, scale, start))
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn fold_vector(_: DType, _: ReduceOp, _: &[Span<'_>], _: &[Span<'_>]) -> usize {
+fn fold_vector(_: DType, _: ReduceOp, _: &[Span<'_>], _: &[Span<'_>], _: usize) -> usize {
     0
 }

@@ -7,6 +7,7 @@
 #![expect(unsafe_code, reason = "copies blocks between raw memory and typed arrays")]
 
 use std::convert::identity;
+use std::ops::Range;
 
 use half::{bf16, f16};
 
@@ -114,12 +115,12 @@ macro_rules! integer {
 
 integer!(i8, u8, i32, i64, u64);
 
-/// Folds floating-point numbers, from byte `offset` on.
+/// Folds floating-point numbers, those in a range of bytes.
 pub(super) fn fold_float<T: Float>(
     op: ReduceOp,
     outs: &[Span<'_>],
     sources: &[Span<'_>],
-    offset: usize,
+    bytes: Range<usize>,
 ) {
     let one = |acc| acc;
     let scale = T::reciprocal(sources.len());
@@ -128,16 +129,16 @@ pub(super) fn fold_float<T: Float>(
     let max = |a, b| if b > a || T::is_nan(b) && !T::is_nan(a) { b } else { a };
     let (widen, narrow) = (T::widen, T::narrow);
     match op {
-        ReduceOp::Sum => fold(outs, sources, offset, widen, T::add, one, narrow),
+        ReduceOp::Sum => fold(outs, sources, bytes, widen, T::add, one, narrow),
         ReduceOp::Avg => {
-            fold(outs, sources, offset, widen, T::add, |acc| T::mul(acc, scale), narrow);
+            fold(outs, sources, bytes, widen, T::add, |acc| T::mul(acc, scale), narrow);
         }
-        ReduceOp::Product => fold(outs, sources, offset, widen, T::mul, one, narrow),
-        ReduceOp::Min => fold(outs, sources, offset, widen, min, one, narrow),
-        ReduceOp::Max => fold(outs, sources, offset, widen, max, one, narrow),
+        ReduceOp::Product => fold(outs, sources, bytes, widen, T::mul, one, narrow),
+        ReduceOp::Min => fold(outs, sources, bytes, widen, min, one, narrow),
+        ReduceOp::Max => fold(outs, sources, bytes, widen, max, one, narrow),
         ReduceOp::PreMulSum(factor) => {
             let factor = T::factor(factor.get());
-            fold(outs, sources, offset, |x| T::mul(T::widen(x), factor), T::add, one, narrow);
+            fold(outs, sources, bytes, |x| T::mul(T::widen(x), factor), T::add, one, narrow);
         }
         ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
             unreachable!("`OpDesc::check` lets no bit operation on floats through")
@@ -145,22 +146,22 @@ pub(super) fn fold_float<T: Float>(
     }
 }
 
-/// Folds integers, from byte `offset` on.
+/// Folds integers, those in a range of bytes.
 pub(super) fn fold_integer<T: Integer>(
     op: ReduceOp,
     outs: &[Span<'_>],
     sources: &[Span<'_>],
-    offset: usize,
+    bytes: Range<usize>,
 ) {
     let one = |acc: T| acc;
     match op {
-        ReduceOp::Sum => fold(outs, sources, offset, one, T::add, one, one),
-        ReduceOp::Product => fold(outs, sources, offset, one, T::mul, one, one),
-        ReduceOp::Min => fold(outs, sources, offset, one, T::min, one, one),
-        ReduceOp::Max => fold(outs, sources, offset, one, T::max, one, one),
-        ReduceOp::BitAnd => fold(outs, sources, offset, one, T::and, one, one),
-        ReduceOp::BitOr => fold(outs, sources, offset, one, T::or, one, one),
-        ReduceOp::BitXor => fold(outs, sources, offset, one, T::xor, one, one),
+        ReduceOp::Sum => fold(outs, sources, bytes, one, T::add, one, one),
+        ReduceOp::Product => fold(outs, sources, bytes, one, T::mul, one, one),
+        ReduceOp::Min => fold(outs, sources, bytes, one, T::min, one, one),
+        ReduceOp::Max => fold(outs, sources, bytes, one, T::max, one, one),
+        ReduceOp::BitAnd => fold(outs, sources, bytes, one, T::and, one, one),
+        ReduceOp::BitOr => fold(outs, sources, bytes, one, T::or, one, one),
+        ReduceOp::BitXor => fold(outs, sources, bytes, one, T::xor, one, one),
         ReduceOp::Avg | ReduceOp::PreMulSum(_) => {
             unreachable!("`OpDesc::check` lets no average and no factor of integers through")
         }
@@ -170,7 +171,7 @@ pub(super) fn fold_integer<T: Integer>(
 fn fold<T: Element, A: Copy + Default>(
     outs: &[Span<'_>],
     sources: &[Span<'_>],
-    offset: usize,
+    range: Range<usize>,
     widen: impl Fn(T) -> A,
     combine: impl Fn(A, A) -> A,
     finish: impl Fn(A) -> A,
@@ -178,7 +179,7 @@ fn fold<T: Element, A: Copy + Default>(
 ) {
     let size = size_of::<T>();
     let (first, others) = sources.split_first().expect("a fold has at least one source");
-    let count = (first.len() - offset) / size;
+    let (offset, count) = (range.start, range.len() / size);
     if count < FEW {
         for at in (0..count).map(|i| offset + i * size) {
             let load_one = |source: &Span<'_>| {

@@ -43,15 +43,17 @@ impl Width {
         found.then_some(Self(Vectors::Avx2))
     }
 
-    /// Sums whole groups, and returns the bytes done: none if there is no kernel for the type.
+    /// Sums whole groups from byte `start` on, and returns the bytes done: none if there is no kernel for
+    /// the type.
     pub(super) fn sum(
         self,
         dtype: DType,
         outs: &[Span<'_>],
         sources: &[Span<'_>],
         scale: Option<f32>,
+        start: usize,
     ) -> usize {
-        type Kernel = unsafe fn(&[Span<'_>], &[Span<'_>], Option<f32>) -> usize;
+        type Kernel = unsafe fn(&[Span<'_>], &[Span<'_>], Option<f32>, usize) -> usize;
         let kernel: Kernel = match (self.0, dtype) {
             (Vectors::Avx2, DType::F32) => avx2::sum_f32,
             (Vectors::Avx2, DType::F16) => avx2::sum_f16,
@@ -62,7 +64,7 @@ impl Width {
             _ => return 0,
         };
         // SAFETY: a `Width` is made of what was detected, so the processor has the features.
-        unsafe { kernel(outs, sources, scale) }
+        unsafe { kernel(outs, sources, scale, start) }
     }
 }
 
@@ -75,20 +77,22 @@ macro_rules! kernel {
             outs: &[Span<'_>],
             sources: &[Span<'_>],
             scale: Option<f32>,
+            start: usize,
         ) -> usize {
             const VECTORS: usize = GROUP / LANES;
             let (first, others) = sources.split_first().expect("at least one source");
-            let bytes = first.len() / (GROUP * $size) * (GROUP * $size);
+            let bytes = (first.len() - start) / (GROUP * $size) * (GROUP * $size);
+            let end = start + bytes;
             let mut spans = outs.iter().chain(sources);
-            assert!(spans.all(|span| span.len() >= bytes), "outs and sources reach as far");
+            assert!(spans.all(|span| span.len() >= end), "outs and sources reach as far");
             let scale = scale.map(|scale| splat(scale));
-            for offset in (0..bytes).step_by(GROUP * $size) {
+            for offset in (start..end).step_by(GROUP * $size) {
                 let at = |span: &Span<'_>, vector: usize| {
                     span.ptr().wrapping_add(offset + vector * LANES * $size)
                 };
                 let mut sums = [splat(0.0); VECTORS];
                 for (vector, sum) in sums.iter_mut().enumerate() {
-                    // SAFETY: offset + `VECTORS` vectors <= bytes <= the span's length.
+                    // SAFETY: offset + `VECTORS` vectors <= end <= the span's length.
                     *sum = unsafe { $load(at(first, vector)) };
                 }
                 for source in others {
@@ -137,13 +141,13 @@ mod tests {
         for out in [&mut ours, &mut also, &mut plain] {
             *out = vec![T::default(); count];
         }
-        fold_float::<T>(op, &[span(&mut plain)], &sources, 0);
+        fold_float::<T>(op, &[span(&mut plain)], &sources, 0..count * size_of::<T>());
         let scale = (op == ReduceOp::Avg).then(|| 1.0 / sources.len() as f32);
         for width in [Width::avx512(), Width::avx2()].into_iter().flatten() {
             ours.fill(T::default());
             also.fill(T::default());
             let outs = [span(&mut ours), span(&mut also)];
-            let done = width.sum(T::DTYPE, &outs, &sources, scale) / size_of::<T>();
+            let done = width.sum(T::DTYPE, &outs, &sources, scale, 0) / size_of::<T>();
             assert_eq!(done, count / GROUP * GROUP);
             for (i, &expected) in plain.iter().enumerate() {
                 // What is not theirs they leave alone.
@@ -194,6 +198,26 @@ mod tests {
         turned.rotate_left(12_345);
         agree_all(std::slice::from_ref(&all), 0);
         agree_all(&[all, turned], 0);
+    }
+
+    #[test]
+    fn large_buffers_from_any_byte_on_equal_the_scalar_rule() {
+        let numbers: Vec<f32> = (0..crate::simd::LARGE as u32).map(|i| i as f32 * 0.37).collect();
+        let mut sources = [numbers.clone(), numbers];
+        sources[1].rotate_left(4321);
+        let bytes = sources[0].len() * 4 - 64;
+        for at in [0, 4, 12, 15, 33, 60] {
+            let spans = sources.each_mut().map(|data| span(data).part(at, bytes));
+            let [mut ours, mut plain] = [const { Vec::new() }; 2];
+            for out in [&mut ours, &mut plain] {
+                *out = vec![0.0_f32; bytes / 4 + 16];
+            }
+            let out = span(&mut ours).part(64 - at, bytes);
+            crate::simd::fold(DType::F32, ReduceOp::Sum, &[out], &spans);
+            let out = span(&mut plain).part(64 - at, bytes);
+            fold_float::<f32>(ReduceOp::Sum, &[out], &spans, 0..bytes);
+            assert!(ours.iter().zip(&plain).all(|(a, b)| a.to_bits() == b.to_bits()), "{at}");
+        }
     }
 
     #[test]

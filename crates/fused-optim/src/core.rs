@@ -155,8 +155,7 @@ impl<H: Hyper> Core<H> {
                 _ => hyper.rule(state.step, p.rows),
             };
             last = Some((key, rule));
-            let scale = scales.of(at);
-            let map = GradMap { scale: if hyper.maximize() { -scale } else { scale }, limit };
+            let map = scales.map(at, limit, hyper.maximize());
             (rule, piece::<H>(index, state, p, map, half_weights))
         });
         sweep::run::<H>(work, self.threads);

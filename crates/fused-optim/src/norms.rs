@@ -20,10 +20,13 @@ impl Scales {
         Self { common: scale.into(), own: None }
     }
 
-    /// The product, rounded once.
-    pub(crate) fn of(&self, at: usize) -> f32 {
+    /// What becomes of a gradient: the product, rounded once, and the limit, which is one before the
+    /// rule's own factor.
+    pub(crate) fn map(&self, at: usize, limit: f32, maximize: bool) -> GradMap {
         let own = self.own.as_ref().map_or(1.0, |all| all[at]);
-        (self.common * own) as f32
+        let scale = (self.common * own) as f32;
+        let limit = (f64::from(limit) * own) as f32;
+        GradMap { scale: if maximize { -scale } else { scale }, limit }
     }
 }
 

@@ -7,8 +7,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use fused_optim::{
-    AdamW, AdamWHyper, Applied, Clip, ClipNorm, Error, FoundInf, Optimizer, ParamMut, Slice,
-    SliceMut, StepCtl, clip_grad_norm, clip_grad_value,
+    AdamW, AdamWHyper, Applied, Clip, ClipNorm, Error, FoundInf, Lamb, LambHyper, Optimizer,
+    ParamGroup, ParamMut, Slice, SliceMut, StepCtl, clip_grad_norm, clip_grad_value,
 };
 use half::f16;
 use serde::Deserialize;
@@ -37,12 +37,10 @@ fn recorded_norms_and_gradients() {
                 start.map(|bits| bits.iter().map(|b| f32::from_bits(*b)).collect()).collect();
             let mut grads = start.clone();
             let mut views: Vec<_> = grads.iter_mut().map(|g| SliceMut::F32(g)).collect();
-            let clip = ClipNorm {
-                // Infinity, for which JSON has no word, is a string.
-                norm_type: case.norm_type.as_f64().unwrap_or(f64::INFINITY),
-                error_if_nonfinite: true,
-                ..ClipNorm::new(case.max_norm)
-            };
+            // Infinity, for which JSON has no word, is a string.
+            let norm_type = case.norm_type.as_f64().unwrap_or(f64::INFINITY);
+            let clip =
+                ClipNorm { norm_type, error_if_nonfinite: true, ..ClipNorm::new(case.max_norm) };
             let norm = clip_grad_norm(&mut views, clip).unwrap();
             // PyTorch's are f32 sums, of so many terms eight at a time, each rounded by 2^-24.
             let terms: usize = start.iter().map(Vec::len).sum();
@@ -52,6 +50,18 @@ fn recorded_norms_and_gradients() {
             assert!(close(norm, case.total_norm), "{norm}, not {}", case.total_norm);
             for (got, expected) in grads.concat().iter().zip(case.clipped.concat()) {
                 assert!(close((*got).into(), expected.into()), "{got}, not {expected}");
+            }
+            // The same in f64, where sums hardly round.
+            let sizes = || start.iter().flatten().map(|x| f64::from(x.abs()));
+            let exact = match norm_type {
+                f64::INFINITY => sizes().fold(0.0, f64::max),
+                power => sizes().map(|x| x.powf(power)).sum::<f64>().powf(power.recip()),
+            };
+            assert!((norm - exact).abs() <= 1e-9 * exact, "{norm}, not {exact}");
+            let factor = (case.max_norm / (exact + 1e-6)).min(1.0);
+            for (got, x) in grads.concat().iter().zip(start.concat()) {
+                let (got, expected) = (f64::from(*got), f64::from(x) * factor);
+                assert!((got - expected).abs() <= 2e-7 * expected.abs(), "{got}, not {expected}");
             }
         }
     }
@@ -162,4 +172,23 @@ fn by_themselves_on_halves_and_out_of_range() {
     }
     assert!(clip_grad_value(&mut views, -1.0).is_err());
     assert_eq!(one, [1.0]);
+}
+
+#[test]
+fn a_rules_own_clip_is_of_what_the_clip_by_value_left() {
+    let hyper = LambHyper { use_global_grad_norm: true, ..LambHyper::default() };
+    let moment = |grad: &[f32], clip| {
+        let mut lamb = Lamb::new([ParamGroup::new(hyper, [0])]).unwrap();
+        let mut weight = [1.0_f32, -2.0, 3.0];
+        let mut params = [ParamMut::new(&mut weight[..], Some(Slice::F32(grad)))];
+        let _ = lamb.step(&mut params, &StepCtl { clip, ..StepCtl::PLAIN }).unwrap();
+        lamb.state_dict().state[&0].tensors["exp_avg"].clone()
+    };
+    let mut grad = [30.0_f32, -0.5, 2.0];
+    let in_one = moment(&grad, Some(Clip::Value(4.0)));
+    clip_grad_value(&mut [SliceMut::F32(&mut grad)], 4.0).unwrap();
+    let by_hand = moment(&grad, None);
+    for (a, b) in in_one.iter().zip(&by_hand) {
+        assert!((a - b).abs() <= 1e-6 * b.abs(), "{in_one:?}, not {by_hand:?}");
+    }
 }

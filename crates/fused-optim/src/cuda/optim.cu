@@ -41,10 +41,10 @@ enum { OWN_NONE, OWN_GROUP, OWN_TENSOR, OWN_UNIT };
 
 struct Progress {
   u64 step;
-  /// What the gradient is multiplied by.
-  float scale;
+  /// What the gradient is multiplied by, and then brought between this and its negative.
+  float scale, limit;
   /// AdamP: whether the update is projected.
-  u32 projected;
+  u32 projected, unused;
 };
 
 /// Adds up to 32 neighbours of `order[from..]` into value `to`.
@@ -225,7 +225,7 @@ DEVICE void step_of(const Job& job) {
     const Progress progress = job.progress[chunk.tensor];
     const R rule(job.group[t.group].h, progress.step);
     const Span span = span_of(t.cols, chunk.index, SWEEP);
-    const Streams<G, W, COPY, R::SLOTS> at(t, span.start, {progress.scale, job.ctl->limit});
+    const Streams<G, W, COPY, R::SLOTS> at(t, span.start, {progress.scale, progress.limit});
     at.template sweep<true>(span.count, [&](float p, float g, float* state) {
       return rule.update(p, g, state);
     });
@@ -245,7 +245,7 @@ DEVICE void step_of(const Job& job) {
     const R rule(job.group[t.group].h, progress.step, progress.projected);
     const Span span = span_of(t.cols, chunk.index, SWEEP);
     const float factor = job.factor[t.row + span.row];
-    const Streams<G, W, COPY, R::SLOTS> at(t, span.start, {progress.scale, job.ctl->limit});
+    const Streams<G, W, COPY, R::SLOTS> at(t, span.start, {progress.scale, progress.limit});
     at.template sweep<false>(span.count, [&](float p, float g, float* state) {
       return rule.moved(factor, p, rule.direction(p, g, state));
     });
@@ -264,7 +264,7 @@ DEVICE void observe_of(const Job& job) {
     const Progress progress = job.progress[chunk.tensor];
     const R rule(job.group[t.group].h, progress.step, false);
     const Span span = span_of(t.cols, chunk.index, SPAN);
-    const At at(t, span.start, {progress.scale, job.ctl->limit});
+    const At at(t, span.start, {progress.scale, progress.limit});
     const bool aligned = at.template is_aligned<4>();
     double sums[R::SUMS];
     sum_span<R::SUMS, 4>(span.count, sums, [&](u32 i, u32 many, double (&lanes)[R::SUMS][4]) {
@@ -448,6 +448,8 @@ DEVICE void advance(const Job& job, float scale, double clipped) {
       own = unit * coefficient(group.max, clipped * sqrt(job.sum[at]));
     const float total = (float)((double)scale * clipped * own);
     job.progress[at].scale = group.maximize ? -total : total;
+    // The limit is one before the rule's own factor.
+    job.progress[at].limit = (float)((double)ctl.limit * own);
     job.progress[at].step++;
   }
 }

@@ -81,7 +81,7 @@ c_struct! {
 
 c_struct! {
     /// How far a tensor is.
-    Progress { step: u64, scale: f32, projected: u32, }
+    Progress { step: u64, scale: f32, limit: f32, projected: u32, unused: u32, }
 }
 
 c_struct! {
@@ -357,7 +357,7 @@ mod tests {
             (Tensor::default().bytes().len(), size_of::<Tensor>(), 112),
             (Chunk::default().bytes().len(), size_of::<Chunk>(), 8),
             (Group::default().bytes().len(), size_of::<Group>(), 112),
-            (Progress::default().bytes().len(), size_of::<Progress>(), 16),
+            (Progress::default().bytes().len(), size_of::<Progress>(), 24),
             (Fold::default().bytes().len(), size_of::<Fold>(), 12),
             (Asked::default().bytes().len(), size_of::<Asked>(), 64),
             (Answer::default().bytes().len(), size_of::<Answer>(), 48),

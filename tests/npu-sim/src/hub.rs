@@ -152,11 +152,12 @@ fn answer_all(mut ranks: Vec<&TcpStream>, arrivals: &Receiver<Arrival>) {
         let ready: Option<Vec<Frame>> = outstanding.iter().cloned().collect();
         let together = ready
             .filter(|frames| frames.iter().all(|frame| Verb::of(frame) != Some(Verb::Messages)));
-        let answers = match together {
+        let answers: Vec<_> = match together {
             Some(frames) => fold(&frames).into_iter().enumerate().collect(),
             None => delivered(&mut outstanding),
         };
-        for (rank, answer) in answers {
+        // Rank 0 last: with its answer its process may end, which as a rule has this thread.
+        for (rank, answer) in answers.into_iter().rev() {
             outstanding[rank] = None;
             // Who has gone needs no answer.
             drop(answer.write(&mut ranks[rank]));

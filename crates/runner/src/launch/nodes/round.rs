@@ -241,7 +241,7 @@ impl Rules {
     fn apply(&self, verdict: &mut Verdict, end: Option<&End>) {
         let by_itself = verdict.failures.iter().any(|failure| !failure.told);
         let came = matches!(end, Some(End::Joined { .. } | End::Left { .. }));
-        let nodes_changed = verdict.stopped && !verdict.closes || came && !by_itself;
+        let nodes_changed = !verdict.closes && (verdict.stopped || came && !by_itself);
         let changed = self.elastic && verdict.remarks.is_empty() && nodes_changed;
         verdict.counted = !changed;
         verdict.again =
@@ -358,4 +358,24 @@ fn listen(round: &Round, until: &Weak<()>) -> Option<End> {
         }
     }
     None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_that_leaves_changes_the_nodes_unless_the_store_goes_with_it() {
+        let rules = Rules { restarts_left: true, elastic: true, end_time: Duration::from_secs(1) };
+        for closes in [false, true] {
+            let left = Outcome { ranks: 1, saved: 1, stopped: true, closes, ..Outcome::default() };
+            let other = Outcome { ranks: 1, saved: 1, ..Outcome::default() };
+            // The outcome may be there before the word that ends the attempt, or after it.
+            for end in [None, Some(End::Left { node: 0 })] {
+                let mut verdict = Verdict::of(vec![left.clone(), other.clone()], Vec::new());
+                rules.apply(&mut verdict, end.as_ref());
+                assert_eq!(verdict.again, !closes, "{end:?}");
+            }
+        }
+    }
 }

@@ -585,7 +585,7 @@ fn power_sgd_goes_on_from_its_state() {
 #[test]
 fn one_rank_has_its_own_average() {
     ranks(1, |group| {
-        let mut reducer = Reducer::new(group, params(&[3, 2]), tiny()).unwrap();
+        let mut reducer = Reducer::new(group.clone(), params(&[3, 2]), tiny()).unwrap();
         for (sync, sum) in [(true, 1.5), (false, 3.0), (true, 4.5)] {
             pass(&mut reducer, &[3, 2], sync, |index| index as f32 + 0.5);
             assert_eq!(reducer.grad::<f32>(1), Some(&[sum; 2][..]));
@@ -593,5 +593,9 @@ fn one_rank_has_its_own_average() {
         reducer.zero_grad();
         pass(&mut reducer, &[3, 2], true, |index| index as f32 + 0.5);
         assert_eq!(reducer.grad::<f32>(0), Some(&[0.5; 3][..]));
+        group.abort("enough");
+        reducer.prepare(true).unwrap();
+        let refused = reducer.ready(1, &[0.5_f32; 2]);
+        assert!(matches!(refused, Err(Error::Aborted { by: 0, .. })), "{refused:?}");
     });
 }

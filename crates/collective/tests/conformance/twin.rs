@@ -13,9 +13,9 @@ pub(crate) trait Number: Element {
     fn reduce(op: ReduceOp, ranks: &[Self]) -> Self;
 }
 
-/// The low bytes of a number.
+/// The low bytes of a number. No closures here and below: AddressSanitizer makes their calls dear.
 fn low<const N: usize>(bits: u64) -> [u8; N] {
-    std::array::from_fn(|i| bits.to_le_bytes()[i])
+    *bits.to_le_bytes().first_chunk().unwrap()
 }
 
 fn reduce_float(op: ReduceOp, ranks: &[f64], single: bool) -> f64 {
@@ -89,7 +89,9 @@ macro_rules! integer {
                 Self::from_le_bytes(low(bits >> 7))
             }
             fn bits(self) -> u64 {
-                u64::from_le_bytes(std::array::from_fn(|i| self.to_le_bytes().get(i).map_or(0, |&b| b)))
+                let mut bytes = [0; 8];
+                bytes[..size_of::<Self>()].copy_from_slice(&self.to_le_bytes());
+                u64::from_le_bytes(bytes)
             }
             fn reduce(op: ReduceOp, ranks: &[Self]) -> Self {
                 let fold = |f: fn(Self, Self) -> Self| ranks.iter().copied().reduce(f).unwrap();

@@ -252,7 +252,8 @@ impl Job {
     fn exited(&mut self, local: usize, order: usize, team: &Team) {
         let end = self.look(local);
         let asked = !matches!(self.stage, Stage::Running | Stage::Reporting(_));
-        let told = self.ear.elsewhere.is_some();
+        // What this node has told the others comes back to it as well.
+        let told = self.ear.elsewhere.as_ref().is_some_and(|end| !self.is_own(end));
         let rank = &mut self.ranks[local];
         rank.exited = Some((order, error_file::now()));
         rank.struck = !asked && matches!(end, Finish::Struck);
@@ -267,6 +268,16 @@ impl Job {
             team.tell(&end);
         }
         self.report_within(time);
+    }
+
+    /// Whether an end of the attempt has its reason here.
+    fn is_own(&self, end: &End) -> bool {
+        let ranks = self.place.first_rank..self.place.first_rank + self.ranks.len();
+        match end {
+            End::Failed { rank } | End::Saved { rank } => ranks.contains(rank),
+            End::Left { node } => *node == self.place.node,
+            End::Joined { .. } | End::Lost { .. } => false,
+        }
     }
 
     /// The ranks may end by themselves for this long.

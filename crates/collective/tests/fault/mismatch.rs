@@ -1,7 +1,7 @@
 //! Ranks that call different things, over every transport: all learn what each has called, and no
 //! byte has changed.
 
-use std::sync::Barrier;
+use std::sync::{Barrier, LazyLock};
 use std::time::Instant;
 
 use collective::{Error, ProcessGroup, ReduceOp, Result, SharedBuf};
@@ -16,9 +16,15 @@ trait Call: Fn(&ProcessGroup, &mut [f32], &mut [f32]) -> Result<()> + Sync {}
 
 impl<F: Fn(&ProcessGroup, &mut [f32], &mut [f32]) -> Result<()> + Sync> Call for F {}
 
+/// As much as any rank needs; made before the time is taken.
+static ONES: LazyLock<Vec<f32>> = LazyLock::new(|| vec![1.0; 3 * 1_000_002]);
+static WHOLE: LazyLock<Vec<i32>> = LazyLock::new(|| vec![1; 1_000_002]);
+
 /// Ranks call, with the same buffers, what `call` says; all must see `field` differ, name what each
 /// called, and have their bytes unchanged.
 fn mismatch_of(carrier: Carrier, world: usize, field: &str, call: &impl Call) {
+    LazyLock::force(&ONES);
+    LazyLock::force(&WHOLE);
     for count in [12, carrier.large] {
         // Past which all have their errors: comparing the bytes takes a core from those who wait.
         let told = Barrier::new(world);
@@ -128,16 +134,16 @@ fn different_exchanges_are_a_mismatch_and_change_nothing() {
         rank => group.scatter(one, if rank == 0 { two } else { &[] }, 0),
     });
     mismatch("verb", |group, one, two| match group.rank() {
-        0 => group.all_to_all(two, &one.repeat(group.world_size())),
+        0 => group.all_to_all(two, &ONES[..two.len()]),
         _ => group.all_reduce(one, sum),
     });
     mismatch("verb", |group, one, two| match group.rank() {
-        0 => group.all_to_all(two, &one.repeat(group.world_size())),
+        0 => group.all_to_all(two, &ONES[..two.len()]),
         _ => group.barrier(),
     });
     mismatch("dtype", |group, one, two| match group.rank() {
         0 => group.gather(two, one, 0),
-        _ => group.gather(&mut [], &vec![1_i32; one.len()], 0),
+        _ => group.gather(&mut [], &WHOLE[..one.len()], 0),
     });
     mismatch("root", |group, one, two| group.gather(two, one, group.rank()));
     mismatch("root", |group, one, two| group.scatter(one, two, group.rank()));
@@ -150,7 +156,7 @@ fn different_exchanges_are_a_mismatch_and_change_nothing() {
         _ => group.scatter(&mut one[1..], &[], 0),
     });
     mismatch("count", |group, one, two| match group.rank() {
-        0 => group.all_to_all(two, &one.repeat(group.world_size())),
+        0 => group.all_to_all(two, &ONES[..two.len()]),
         _ => group.all_to_all(one, &two[..one.len()]),
     });
 }

@@ -10,6 +10,10 @@ use crate::op::Fingerprint;
 use crate::span::Span;
 use crate::{DType, OpDesc, Rank};
 
+/// Bytes that are sent before looking at what has come: so a fingerprint that differs is seen before
+/// all that a socket takes has been copied into it.
+const AT_ONCE: usize = 512 << 10;
+
 /// What is still to be sent to and received from one peer.
 #[derive(Debug, Default)]
 pub(super) struct Lane<'a> {
@@ -115,16 +119,16 @@ impl<'a> Lane<'a> {
         self.out.push_back(Outgoing { head, head_len: HEADER, body, done: 0 });
     }
 
-    /// Sends what there is room for; whether that was anything.
+    /// Sends what there is room for, or some of it; whether that was anything.
     pub(super) fn send(&mut self, link: &mut dyn Link) -> io::Result<bool> {
         let mut moved = false;
         while let Some(out) = self.out.front_mut() {
             let (head, rest) = (&out.head[out.done.min(out.head_len)..out.head_len], out.rest());
-            let wanted = head.len() + rest.len();
-            let sent = link.try_send(head, rest)?;
+            let left = head.len() + rest.len();
+            let sent = link.try_send(head, rest.part(0, rest.len().min(AT_ONCE)))?;
             out.done += sent;
             moved |= sent > 0;
-            if sent < wanted {
+            if sent < left {
                 break;
             }
             self.out.pop_front();

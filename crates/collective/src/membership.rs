@@ -48,7 +48,7 @@ impl Origin {
         options: &GroupOptions,
     ) -> Result<Arc<dyn Backend>> {
         let failed = format!("{}/failed", options.name);
-        let watched = WatchedStore::new(Arc::clone(&self.store), failed);
+        let watched = WatchedStore::new(Arc::clone(&self.store), failed, world_size);
         let store: Arc<dyn Store> = Arc::new(watched.clone());
         let backend = (self.connect)(&store, rank, world_size, options);
         backend.inspect_err(|error| watched.give_up(rank, error))

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use collective::store::exchange;
 use collective::store::tcp::codec::{MAGIC, Request};
+use collective::store::tcp::state::Presence;
 use collective::{Error, MemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
 
 const LONG: Duration = Duration::from_secs(20);
@@ -144,6 +145,15 @@ fn nobody_there_is_an_error_in_time_that_says_where() {
 }
 
 #[test]
+fn a_name_without_an_address_is_refused_long_before_the_timeout() {
+    let start = Instant::now();
+    let error = TcpStore::connect("no-such-host.invalid", 29_500, 20 * LONG).unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("no-such-host.invalid:29500") && text.contains("MASTER_ADDR"), "{text}");
+    assert!(start.elapsed() < 10 * LONG, "{:?}", start.elapsed());
+}
+
+#[test]
 fn a_taken_port_is_named() {
     let server = server();
     let error = TcpStoreServer::bind(server.local_addr()).unwrap_err().to_string();
@@ -257,6 +267,27 @@ fn an_answer_that_crosses_with_the_cancel_counts() {
     store.wait(&["k"], SHORT).unwrap();
     assert_eq!(store.num_keys().unwrap(), 3, "the connection goes on being used");
     fake.join().unwrap();
+}
+
+#[test]
+fn a_client_that_is_looked_after_is_missed_when_its_connection_ends() {
+    let client_of = |name: &str| Presence { key: format!("job/{name}"), done: "job/done".into() };
+    let clients = ["a", "b"].map(client_of).to_vec();
+    let server = TcpStoreServer::bind_watching("127.0.0.1:0".parse().unwrap(), clients).unwrap();
+    let [through, lost] = ["a", "b"].map(|name| {
+        let store = client(&server);
+        store.set(&format!("job/{name}"), b"").unwrap();
+        store
+    });
+    through.add("job/done", 1).unwrap();
+    drop(through);
+    assert!(server.gone().is_empty());
+    drop(lost);
+    let start = Instant::now();
+    while server.gone() != ["job/b"] {
+        assert!(start.elapsed() < LONG, "{:?}", server.gone());
+        thread::sleep(SHORT);
+    }
 }
 
 #[test]

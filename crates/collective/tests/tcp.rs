@@ -16,6 +16,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use collective::store::tcp::codec::put_blob;
 use collective::{
     Error, GroupOptions, MemoryStore, Message, ProcessGroup, ReduceOp, Store, Transport,
 };
@@ -253,6 +254,18 @@ fn strangers_are_not_let_in() {
     });
 }
 
+/// Tells rank 1 what a rank 0 that listens at `addr` tells, which is for both.
+fn be_rank_0(store: &MemoryStore, addr: SocketAddr) {
+    let place = store.get("default/1/place/1", SOON).unwrap();
+    let member = format!("{{\"addr\":\"{addr}\",\"nonce\":[1,2]}}");
+    for (what, said) in [("place", &place[..]), ("tcp", member.as_bytes())] {
+        let mut all = Vec::new();
+        put_blob(&mut all, said);
+        put_blob(&mut all, said);
+        store.set(&format!("default/1/{what}/all"), &all).unwrap();
+    }
+}
+
 #[test]
 fn a_listener_that_is_no_rank_is_named_with_its_address() {
     let store = MemoryStore::new();
@@ -266,10 +279,7 @@ fn a_listener_that_is_no_rank_is_named_with_its_address() {
         });
         let own = Arc::new(store.clone());
         let rank = scope.spawn(move || ProcessGroup::from_store(own, 1, 2, options(TIMEOUT)));
-        let place = wait_for(|| store.get("default/1/place/1", SOON).ok(), "rank 1");
-        store.set("default/1/place/0", &place).unwrap();
-        let member = format!("{{\"addr\":\"{addr}\",\"nonce\":[1,2]}}");
-        store.set("default/1/tcp/0", member.as_bytes()).unwrap();
+        be_rank_0(&store, addr);
         let error = rank.join().unwrap().unwrap_err();
         let Error::Rendezvous { addr: named, reason } = &error else { panic!("{error}") };
         assert_eq!(*named, addr.to_string());
@@ -283,11 +293,8 @@ fn a_rank_that_ended_before_it_was_connected_to_is_named_at_once() {
     let addr = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let own = Arc::new(store.clone());
     let rank = std::thread::spawn(move || ProcessGroup::from_store(own, 1, 2, options(TIMEOUT)));
-    let place = wait_for(|| store.get("default/1/place/1", SOON).ok(), "rank 1");
     let start = Instant::now();
-    store.set("default/1/place/0", &place).unwrap();
-    let member = format!("{{\"addr\":\"{addr}\",\"nonce\":[1,2]}}");
-    store.set("default/1/tcp/0", member.as_bytes()).unwrap();
+    be_rank_0(&store, addr);
     let error = rank.join().unwrap().unwrap_err().to_string();
     assert!(error.contains(&addr.to_string()) && error.contains("rank 0"), "{error}");
     assert!(start.elapsed() < SOON);

@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use collective::{Store, TcpStore, TcpStoreServer};
 
-const TIMEOUT: Duration = Duration::from_secs(60);
+/// On a busy machine the import of torch alone takes most of a minute.
+const TIMEOUT: Duration = Duration::from_secs(180);
 
 /// Python programs; killed on drop.
 struct Programs(Vec<Child>);

@@ -1,12 +1,13 @@
 //! How ranks that join a group tell one another what they need to, and which backend they take.
 //!
-//! Each rank says in the store where it is and what it was asked for; all read what all say, and so
-//! all choose alike, or fail alike.
+//! Each rank says in the store where it is and what it was asked for; all hear what all say, and so
+//! all choose alike, or fail alike. They hear it from rank 0, which gathers it: the requests to the store
+//! grow with the ranks and not with their square.
 
 use std::fs;
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -18,7 +19,7 @@ use super::hccl;
 #[cfg(feature = "nccl")]
 use super::nccl;
 use super::{Backend, host, tcp};
-use crate::store::{Store, deadline};
+use crate::store::{Store, deadline, exchange, missing};
 use crate::{Error, GroupOptions, Rank, Result, Transport};
 
 /// A rank that joins a group, and all that is known of the others.
@@ -307,23 +308,21 @@ impl Joining<'_> {
         format!("group {}", self.options.name)
     }
 
-    /// Which ranks have not said anything, or why the store cannot tell.
-    fn absent(&self, names: &[&str], error: Error) -> Error {
+    /// Which ranks have not said anything, each under its name, or why the store cannot tell.
+    fn absent(&self, name: impl Fn(Rank) -> String, error: Error) -> Error {
         // A store that does not answer is not asked which rank is missing.
         if !matches!(error, Error::KeyTimeout { .. }) {
             return error;
         }
-        let mut missing = Vec::new();
-        for (rank, name) in names.iter().enumerate() {
-            match self.store.check(&[name]) {
-                Ok(true) => {}
-                Ok(false) => missing.push(rank),
-                Err(error) => return error,
-            }
-        }
+        let names: Vec<_> = (0..self.world()).map(name).collect();
+        let names: Vec<_> = names.iter().map(String::as_str).collect();
         let op = format!("joining {}", self.group());
         let waited = self.options.timeout;
-        if missing.is_empty() { error } else { Error::Timeout { op, waited, missing } }
+        match missing(&names, &mut |names| self.store.check(names)) {
+            Ok(missing) if missing.is_empty() => error,
+            Ok(missing) => Error::Timeout { op, waited, missing },
+            Err(error) => error,
+        }
     }
 
     /// A rank ended that has said where it is.
@@ -339,25 +338,44 @@ impl Joining<'_> {
     }
 }
 
-/// Tells all ranks something under a name, and reads what they tell; by rank.
+/// Tells all ranks something under a name, and hears what they tell; by rank.
 pub(crate) fn tell_all<T: Serialize + DeserializeOwned>(
     joining: &Joining<'_>,
     what: &str,
     own: &T,
 ) -> Result<Vec<T>> {
-    let Joining { store, options, generation, deadline, .. } = *joining;
-    let key = |rank: Rank| format!("{}/{generation}/{what}/{rank}", options.name);
+    let Joining { store, rank, options, generation, deadline, .. } = *joining;
+    let key = format!("{}/{generation}/{what}", options.name);
     let json = serde_json::to_vec(own).expect("plain numbers and strings");
-    store.set(&key(joining.rank), &json)?;
-    let keys: Vec<String> = (0..joining.world()).map(key).collect();
-    let names: Vec<&str> = keys.iter().map(String::as_str).collect();
-    let wait = store.wait(&names, deadline.saturating_duration_since(Instant::now()));
-    wait.map_err(|error| joining.absent(&names, error))?;
-    let read = |(rank, key): (Rank, &&str)| {
-        let json = store.get(key, Duration::from_secs(1))?;
-        serde_json::from_slice(&json).map_err(|_| garbled(rank))
-    };
-    names.iter().enumerate().map(read).collect()
+    let left = deadline.saturating_duration_since(Instant::now());
+    let all = exchange(store, &key, rank, joining.world(), &json, left);
+    from_json(&all.map_err(|error| joining.absent(|rank| format!("{key}/{rank}"), error))?)
+}
+
+/// Tells each rank what is for it alone under a name, and hears what each has for this one; by rank.
+#[cfg(feature = "gloo")]
+pub(crate) fn tell_each<T: Serialize + DeserializeOwned>(
+    joining: &Joining<'_>,
+    what: &str,
+    own: &[T],
+) -> Result<Vec<T>> {
+    let Joining { store, rank, options, generation, deadline, .. } = *joining;
+    let name = |from: Rank, to: Rank| format!("{}/{generation}/{what}/{from}/{to}", options.name);
+    let json = |own| serde_json::to_vec(own).expect("plain numbers and strings");
+    let said: Vec<_> =
+        own.iter().enumerate().map(|(to, own)| (name(rank, to), json(own))).collect();
+    let pairs: Vec<_> = said.iter().map(|(name, json)| (name.as_str(), &json[..])).collect();
+    store.multi_set(&pairs)?;
+    let names: Vec<_> = (0..joining.world()).map(|from| name(from, rank)).collect();
+    let names: Vec<_> = names.iter().map(String::as_str).collect();
+    let all = store.multi_get(&names, deadline.saturating_duration_since(Instant::now()));
+    from_json(&all.map_err(|error| joining.absent(|from| name(from, rank), error))?)
+}
+
+fn from_json<T: DeserializeOwned>(all: &[Vec<u8>]) -> Result<Vec<T>> {
+    let read =
+        |(rank, json): (Rank, &Vec<u8>)| serde_json::from_slice(json).map_err(|_| garbled(rank));
+    all.iter().enumerate().map(read).collect()
 }
 
 pub(crate) fn garbled(rank: Rank) -> Error {
@@ -366,6 +384,8 @@ pub(crate) fn garbled(rank: Rank) -> Error {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     pub(crate) fn places(count: usize) -> Vec<Place> {
@@ -487,13 +507,81 @@ pub(crate) mod tests {
         }
     }
 
+    /// Counts what each rank asks of it; waits, of which there are more the longer they take, aside.
+    #[derive(Debug)]
+    struct Counting {
+        store: crate::MemoryStore,
+        asked: Arc<std::sync::atomic::AtomicUsize>,
+    }
+
+    impl Counting {
+        fn count(&self) -> &crate::MemoryStore {
+            self.asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            &self.store
+        }
+    }
+
+    impl Store for Counting {
+        fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+            self.count().set(key, value)
+        }
+        fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+            self.count().get(key, timeout)
+        }
+        fn add(&self, key: &str, delta: i64) -> Result<i64> {
+            self.count().add(key, delta)
+        }
+        fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+            self.count().compare_set(key, expected, desired)
+        }
+        fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
+            self.store.wait(keys, timeout)
+        }
+        fn check(&self, keys: &[&str]) -> Result<bool> {
+            self.count().check(keys)
+        }
+        fn delete_key(&self, key: &str) -> Result<bool> {
+            self.count().delete_key(key)
+        }
+        fn num_keys(&self) -> Result<i64> {
+            self.count().num_keys()
+        }
+        fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+            self.count().multi_get(keys, timeout)
+        }
+    }
+
+    #[test]
+    fn what_is_asked_of_the_store_grows_with_the_ranks_and_not_with_their_square() {
+        let asked = |world: usize| {
+            let asked = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+            let store = crate::MemoryStore::new();
+            std::thread::scope(|scope| {
+                for rank in 0..world {
+                    let store = Counting { store: store.clone(), asked: Arc::clone(&asked) };
+                    scope.spawn(move || {
+                        let options = GroupOptions::default();
+                        let here = Here::default();
+                        let joining = gather(&store, rank, world, &options, here).unwrap();
+                        assert_eq!(joining.places.len(), world);
+                        let told = tell_all(&joining, "number", &rank).unwrap();
+                        assert_eq!(told, (0..world).collect::<Vec<_>>());
+                    });
+                }
+            });
+            asked.load(std::sync::atomic::Ordering::Relaxed)
+        };
+        let (few, more, many) = (asked(4), asked(14), asked(24));
+        assert_eq!(many - more, more - few, "ten further ranks ask as much, whoever is there");
+    }
+
     #[test]
     fn a_store_that_does_not_answer_is_asked_once() {
         let (store, options) = (Stalled::default(), GroupOptions::default());
         let (places, deadline) = (places(200), Instant::now());
         let joining =
             Joining { store: &store, rank: 0, options: &options, generation: 1, deadline, places };
-        let error = joining.absent(&["key"; 200], store.fail::<()>().unwrap_err());
+        let error = joining.absent(|_| "key".into(), store.fail::<()>().unwrap_err());
         assert!(matches!(error, Error::Store { .. }), "{error}");
         assert_eq!(store.asked.load(std::sync::atomic::Ordering::Relaxed), 1);
     }

@@ -18,6 +18,26 @@ pub enum Accelerator {
     Npu,
 }
 
+impl Accelerator {
+    /// The variable that hides devices of this kind from a process.
+    #[must_use]
+    pub fn variable(self) -> &'static str {
+        match self {
+            Self::Cuda => "CUDA_VISIBLE_DEVICES",
+            Self::Npu => "ASCEND_RT_VISIBLE_DEVICES",
+        }
+    }
+
+    /// How many devices `list`, the variable's value, shows.
+    #[must_use]
+    pub fn shown(self, list: &str) -> usize {
+        match self {
+            Self::Cuda => shown_cuda(list),
+            Self::Npu => shown_npu(list),
+        }
+    }
+}
+
 /// The variables as they are; `None` is not set, and shows all devices.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Devices {
@@ -27,20 +47,21 @@ pub(super) struct Devices {
 
 impl Devices {
     pub(super) fn read(lookup: Lookup<'_>) -> Self {
-        Self { cuda: lookup(CUDA), npu: lookup(NPU) }
+        let list = |kind: Accelerator| lookup(kind.variable());
+        Self { cuda: list(Accelerator::Cuda), npu: list(Accelerator::Npu) }
+    }
+
+    fn list(&self, kind: Accelerator) -> Option<&String> {
+        match kind {
+            Accelerator::Cuda => self.cuda.as_ref(),
+            Accelerator::Npu => self.npu.as_ref(),
+        }
     }
 
     pub(super) fn index(&self, kind: Accelerator, local_rank: usize) -> Result<usize> {
-        let (variable, text) = match kind {
-            Accelerator::Cuda => (CUDA, &self.cuda),
-            Accelerator::Npu => (NPU, &self.npu),
-        };
-        let Some(text) = text else { return Ok(local_rank) };
-        let shown = match kind {
-            Accelerator::Cuda => shown_cuda(text),
-            Accelerator::Npu => shown_npu(text),
-        };
-        match shown {
+        let Some(text) = self.list(kind) else { return Ok(local_rank) };
+        let variable = kind.variable();
+        match kind.shown(text) {
             0 => Err(contradiction(format!("{variable}={text:?} shows no device"))),
             1 => Ok(0),
             count if local_rank < count => Ok(local_rank),
@@ -53,12 +74,9 @@ impl Devices {
 
     /// Notes the device of each kind whose variable is set and shows one for this rank.
     pub(super) fn note(&self, local_rank: usize, facts: &mut Vec<Fact>) {
-        for (kind, name, variable, text) in [
-            (Accelerator::Cuda, "cuda_device", CUDA, &self.cuda),
-            (Accelerator::Npu, "npu_device", NPU, &self.npu),
-        ] {
-            if let (Some(_), Ok(index)) = (text, self.index(kind, local_rank)) {
-                let origin = Origin::Variable(variable);
+        for (kind, name) in [(Accelerator::Cuda, "cuda_device"), (Accelerator::Npu, "npu_device")] {
+            if let (Some(_), Ok(index)) = (self.list(kind), self.index(kind, local_rank)) {
+                let origin = Origin::Variable(kind.variable());
                 facts.push(Fact { name, value: index.to_string(), origin });
             }
         }
@@ -85,9 +103,6 @@ fn shown_npu(text: &str) -> usize {
     text.split(',').map(str::trim).map_while(ascends).count()
 }
 
-const CUDA: &str = "CUDA_VISIBLE_DEVICES";
-const NPU: &str = "ASCEND_RT_VISIBLE_DEVICES";
-
 #[cfg(test)]
 mod tests {
     use super::super::tests::{MPICH, OPEN_MPI, SLURM, STATIC, from};
@@ -96,7 +111,8 @@ mod tests {
     #[test]
     fn the_device_is_the_local_rank_or_the_only_one_under_every_launcher() {
         for (text, local) in [(STATIC, 1), (SLURM, 1), (OPEN_MPI, 3), (MPICH, 3), ("", 0)] {
-            for (kind, name) in [(Accelerator::Cuda, CUDA), (Accelerator::Npu, NPU)] {
+            for kind in [Accelerator::Cuda, Accelerator::Npu] {
+                let name = kind.variable();
                 let device =
                     |value: &str| from(&format!("{text}\n{name}{value}")).unwrap().device(kind);
                 assert_eq!(device("").unwrap(), local, "{name}: all are visible");
@@ -112,7 +128,7 @@ mod tests {
         let topology = from(SLURM).unwrap();
         assert_eq!(topology.device(Accelerator::Cuda).unwrap(), 1);
         assert!(topology.to_string().contains("cuda_device 1 (CUDA_VISIBLE_DEVICES)"));
-        let crowded = from(&format!("{OPEN_MPI}\n{CUDA}=4,5")).unwrap();
+        let crowded = from(&format!("{OPEN_MPI}\nCUDA_VISIBLE_DEVICES=4,5")).unwrap();
         let error = crowded.device(Accelerator::Cuda).unwrap_err().to_string();
         assert!(error.contains("\"4,5\" shows 2") && error.contains("local rank 3"), "{error}");
         assert!(!crowded.to_string().contains("cuda_device"), "on CPUs it is nobody's business");

@@ -28,7 +28,7 @@ pub use self::prefix::PrefixStore;
 pub use self::tcp::client::TcpStore;
 pub use self::tcp::server::TcpStoreServer;
 pub(crate) use self::watched::WatchedStore;
-use crate::Result;
+use crate::{Error, Result};
 
 /// A map shared by the ranks of a job, with counters and with waiting.
 ///
@@ -78,6 +78,20 @@ pub trait Store: Send + Sync + Debug {
     /// [`set`](Self::set).
     fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()>;
 
+    /// Waits as [`wait`](Self::wait), and returns whether each of `keys` has been there within `timeout`:
+    /// for who asks again, and need not be told which are missing.
+    ///
+    /// # Errors
+    ///
+    /// As [`set`](Self::set).
+    fn came_within(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
+        match self.wait(keys, timeout) {
+            Ok(()) => Ok(true),
+            Err(Error::KeyTimeout { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Whether all of `keys` are there now.
     ///
     /// # Errors
@@ -126,9 +140,51 @@ pub trait Store: Send + Sync + Debug {
     }
 }
 
+/// Places of those of `keys` that are not there, where `check` says of several whether all are: few
+/// questions if few are missing.
+pub(crate) fn missing<K, E>(
+    keys: &[K],
+    check: &mut impl FnMut(&[K]) -> std::result::Result<bool, E>,
+) -> std::result::Result<Vec<usize>, E> {
+    if keys.is_empty() || check(keys)? {
+        return Ok(Vec::new());
+    }
+    if keys.len() == 1 {
+        return Ok(vec![0]);
+    }
+    let (left, right) = keys.split_at(keys.len() / 2);
+    let mut places = missing(left, check)?;
+    places.extend(missing(right, check)?.into_iter().map(|place| left.len() + place));
+    Ok(places)
+}
+
 /// The moment `timeout` from now; a timeout too long for the clock means about a century.
 pub(crate) fn deadline(timeout: Duration) -> Instant {
     Instant::now() + timeout.min(FOREVER)
 }
 
 const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn the_missing_are_found_and_few_in_few_questions(
+            there in prop::collection::vec(prop::bool::weighted(0.9), 0..300),
+        ) {
+            let mut asked = 0;
+            let all: std::result::Result<Vec<usize>, ()> = missing(&there, &mut |some: &[bool]| {
+                asked += 1;
+                Ok(some.iter().all(|&there| there))
+            });
+            let want: Vec<_> = (0..there.len()).filter(|&at| !there[at]).collect();
+            let most = 1 + 2 * want.len() * (there.len().max(1).ilog2() as usize + 1);
+            prop_assert!(asked <= most, "{asked} questions for {} of {}", want.len(), there.len());
+            prop_assert_eq!(all, Ok(want));
+        }
+    }
+}

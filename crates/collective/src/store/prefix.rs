@@ -58,6 +58,10 @@ impl Store for PrefixStore {
         self.with_keys(keys, |keys| self.store.wait(keys, timeout))
     }
 
+    fn came_within(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
+        self.with_keys(keys, |keys| self.store.came_within(keys, timeout))
+    }
+
     fn check(&self, keys: &[&str]) -> Result<bool> {
         self.with_keys(keys, |keys| self.store.check(keys))
     }

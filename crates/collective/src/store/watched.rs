@@ -1,7 +1,8 @@
 //! A store whose waits end when somebody gives up.
 //!
 //! Ranks that join a group wait for one another through the store. If one of them fails at that, the
-//! others would wait for it until their timeout; so it says so under a key, and their waits end.
+//! others would wait for it until their timeout; so it says so under a key, and their waits end. They
+//! look at that key the less often the more ranks there are: a store has so much time for all of them.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -10,8 +11,10 @@ use std::time::{Duration, Instant};
 use super::{Store, deadline};
 use crate::{Error, Rank, Result};
 
-/// The longest wait without looking whether somebody has given up.
+/// The longest wait without looking whether somebody has given up: this, or more if many look.
 const TICK: Duration = Duration::from_millis(20);
+/// What each look may take of the store's time, on average.
+const TICK_PER_RANK: Duration = Duration::from_micros(250);
 /// Bytes of the reason that are told.
 const MAX_REASON: usize = 1000;
 
@@ -21,12 +24,14 @@ pub(crate) struct WatchedStore {
     store: Arc<dyn Store>,
     /// What a rank sets to end everybody's waits.
     key: String,
+    tick: Duration,
 }
 
 impl WatchedStore {
     /// `key` is one that no other attempt has used.
-    pub(crate) fn new(store: Arc<dyn Store>, key: String) -> Self {
-        Self { store, key }
+    pub(crate) fn new(store: Arc<dyn Store>, key: String, world_size: usize) -> Self {
+        let ranks = u32::try_from(world_size).unwrap_or(u32::MAX);
+        Self { store, key, tick: TICK.max(TICK_PER_RANK.saturating_mul(ranks)) }
     }
 
     /// Ends the waits of the others; the first reason counts. A store that does not answer leaves
@@ -48,20 +53,24 @@ impl WatchedStore {
         Err(Error::Aborted { by, reason })
     }
 
-    /// Waits in slices of a tick.
-    fn in_slices<R>(&self, timeout: Duration, wait: impl Fn(Duration) -> Result<R>) -> Result<R> {
+    /// Waits for `keys` in slices of a tick, and then does `last` in the time that is left.
+    fn in_slices<R>(
+        &self,
+        keys: &[&str],
+        timeout: Duration,
+        last: impl FnOnce(Duration) -> Result<R>,
+    ) -> Result<R> {
         let (start, deadline) = (Instant::now(), deadline(timeout));
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match wait(left.min(TICK)) {
-                Err(Error::KeyTimeout { store, keys, .. }) if left <= TICK => {
-                    let waited = start.elapsed();
-                    return Err(Error::KeyTimeout { store, keys, waited });
-                }
-                Err(Error::KeyTimeout { .. }) => self.given_up()?,
-                other => return other,
-            }
+        let left = || deadline.saturating_duration_since(Instant::now());
+        while left() > self.tick && !self.store.came_within(keys, self.tick)? {
+            self.given_up()?;
         }
+        last(left()).map_err(|error| match error {
+            Error::KeyTimeout { store, keys, .. } => {
+                Error::KeyTimeout { store, keys, waited: start.elapsed() }
+            }
+            other => other,
+        })
     }
 }
 
@@ -71,7 +80,7 @@ impl Store for WatchedStore {
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        self.in_slices(timeout, |slice| self.store.get(key, slice))
+        self.in_slices(&[key], timeout, |left| self.store.get(key, left))
     }
 
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
@@ -83,7 +92,7 @@ impl Store for WatchedStore {
     }
 
     fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-        self.in_slices(timeout, |slice| self.store.wait(keys, slice))
+        self.in_slices(keys, timeout, |left| self.store.wait(keys, left))
     }
 
     fn check(&self, keys: &[&str]) -> Result<bool> {
@@ -99,8 +108,7 @@ impl Store for WatchedStore {
     }
 
     fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
-        self.wait(keys, timeout)?;
-        self.store.multi_get(keys, timeout)
+        self.in_slices(keys, timeout, |left| self.store.multi_get(keys, left))
     }
 
     fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
@@ -124,7 +132,7 @@ mod tests {
         let server = crate::TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
         let store = crate::TcpStore::connect("localhost", server.port(), LONG).unwrap();
         let prefix = crate::PrefixStore::new("p", Arc::new(store));
-        let watched = WatchedStore::new(Arc::new(prefix), "failed".into());
+        let watched = WatchedStore::new(Arc::new(prefix), "failed".into(), 2);
         assert!(watched.local_ip().is_some_and(|ip| ip.is_loopback()));
         assert_eq!(MemoryStore::new().local_ip(), None);
     }
@@ -132,7 +140,7 @@ mod tests {
     #[test]
     fn a_wait_ends_with_the_key_the_deadline_or_the_first_who_gives_up() {
         let store = MemoryStore::new();
-        let watched = WatchedStore::new(Arc::new(store.clone()), "failed".into());
+        let watched = WatchedStore::new(Arc::new(store.clone()), "failed".into(), 2);
         store.set("k", b"v").unwrap();
         assert_eq!(watched.get("k", Duration::ZERO).unwrap(), b"v");
         let timeout = Duration::from_millis(70);

@@ -16,8 +16,8 @@ pub(crate) struct LaunchArgs {
     /// Number of nodes, or the fewest and the most of an elastic job, MIN:MAX.
     #[arg(long, env = "PET_NNODES", default_value = "1", value_parser = nnodes)]
     nnodes: (usize, usize),
-    /// Number of processes on this node; `gpu`: as many as devices are visible; `cpu`: as many as
-    /// processors; `auto`: `gpu` where there are devices, else `cpu`.
+    /// Number of processes on this node; `gpu`: as many as CUDA devices, or NPUs, are visible; `cpu`: as
+    /// many as processors; `auto`: `gpu` where there are devices, else `cpu`.
     #[arg(
         long,
         alias = "nproc_per_node",
@@ -108,12 +108,12 @@ pub(crate) struct LaunchArgs {
         value_delimiter = ','
     )]
     local_ranks_filter: Option<Vec<usize>>,
-    /// Accepted as torchrun's: programs are always started as they are.
+    /// The first word is a program even without a `/` in it, and looked for in PATH.
     #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", value_parser = FalseyValueParser::new())]
     no_python: bool,
     /// What each rank is started with: words for this program, for example `train config.toml`, or the path
-    /// of another, with a `/` in it, and its words.
-    #[arg(last = true, required = true)]
+    /// of another, with a `/` in it, and its words. All that follows is for it; `--` may stand before.
+    #[arg(trailing_var_arg = true, required = true)]
     args: Vec<OsString>,
 }
 
@@ -126,7 +126,8 @@ impl LaunchArgs {
     pub(crate) fn options(self) -> Result<LaunchOptions, String> {
         // None of this program's own words has one.
         let is_path = |word: &OsString| word.as_encoded_bytes().contains(&b'/');
-        let program = self.args.first().filter(|word| is_path(word)).map(PathBuf::from);
+        let is_program = |word: &&OsString| self.no_python || is_path(word);
+        let program = self.args.first().filter(is_program).map(PathBuf::from);
         let args = self.args[usize::from(program.is_some())..].to_vec();
         let mut options = LaunchOptions::new(self.nproc_per_node, args);
         options.program = program;
@@ -263,7 +264,7 @@ mod tests {
     }
 
     fn options(flags: &str) -> Result<LaunchOptions, String> {
-        let words = ["launch"].into_iter().chain(flags.split_whitespace()).chain(["--", "x"]);
+        let words = ["launch"].into_iter().chain(flags.split_whitespace()).chain(["x"]);
         Cli::try_parse_from(words).map_err(|error| error.to_string())?.args.options()
     }
 
@@ -311,6 +312,26 @@ mod tests {
         assert_eq!(started(&["./mine", "a/b"]), (Some("./mine".into()), vec!["a/b".into()]));
         let own = ["train", "a/b.toml"];
         assert_eq!(started(&own), (None, own.map(OsString::from).to_vec()));
+    }
+
+    #[test]
+    fn what_follows_the_first_word_is_for_the_ranks() {
+        let started = |words: &str| {
+            let words = ["launch"].into_iter().chain(words.split(' '));
+            let options = Cli::try_parse_from(words).unwrap().args.options().unwrap();
+            (options.nproc_per_node, options.program, options.args)
+        };
+        let words = |words: &str| words.split(' ').map(OsString::from).collect::<Vec<_>>();
+        // As torchrun takes it, without `--`.
+        assert_eq!(
+            started("--nproc_per_node 2 train c.toml --resume --nnodes=3 -- x"),
+            (2, None, words("train c.toml --resume --nnodes=3 -- x"))
+        );
+        assert_eq!(
+            started("--no-python --nproc-per-node=2 python -u -m job"),
+            (2, Some("python".into()), words("-u -m job"))
+        );
+        assert!(Cli::try_parse_from(["launch", "--nproc-per-node=2"]).is_err());
     }
 
     #[test]

@@ -96,7 +96,7 @@ impl Job {
         })?;
         let job = Self {
             options,
-            ear: Ear::new(events),
+            ear: Ear::new(events, Sink::clone(&sinks.1)),
             sender,
             place: Place::default(),
             ranks: Vec::new(),
@@ -105,15 +105,8 @@ impl Job {
             folder,
             sinks,
         };
-        job.say(&job.folder.text().unwrap_or_default());
+        job.ear.say(&job.folder.text().unwrap_or_default());
         Ok(job)
-    }
-
-    pub(super) fn say(&self, text: &str) {
-        if !text.is_empty() {
-            // Nobody reads standard error: then nobody wants to know.
-            let _ = self.sinks.1.lock().write_all(text.as_bytes());
-        }
     }
 
     /// Begins an attempt, after all ranks of the last one have ended.

@@ -150,11 +150,11 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
         job.run(&team).inspect_err(|_| team.give_up())?;
         let verdict = team.settle(&mut job)?;
         drop(watch);
-        job.say(&verdict.to_string());
+        job.ear.say(&verdict.to_string());
         if !verdict.again {
             break verdict.code;
         }
-        job.say(&team.restart_text(&verdict));
+        job.ear.say(&team.restart_text(&verdict));
     };
     drop(signals);
     Ok(code)

@@ -2,9 +2,12 @@
 
 use std::num::NonZero;
 
-/// The number that `text` means: a number, `cpu` for as many as processors, `gpu` for as many as
-/// devices (`CUDA_VISIBLE_DEVICES`, otherwise NVIDIA's device files), or `auto`, which is `gpu` where
-/// there are devices and `cpu` elsewhere.
+use collective::Accelerator;
+
+/// The number that `text` means: a number, `cpu` for as many as processors, `gpu` for as many as CUDA
+/// devices, or NPUs where there are none (`CUDA_VISIBLE_DEVICES` and `ASCEND_RT_VISIBLE_DEVICES`,
+/// otherwise their drivers' device files), or `auto`, which is `gpu` where there are devices and `cpu`
+/// elsewhere.
 ///
 /// # Errors
 ///
@@ -27,21 +30,19 @@ fn parse(text: &str, devices: usize) -> Result<usize, String> {
 }
 
 fn devices() -> usize {
-    match std::env::var("CUDA_VISIBLE_DEVICES") {
-        Ok(list) => {
-            let devices = list.split(',').map(str::trim);
-            devices.take_while(|device| !device.is_empty() && *device != "-1").count()
-        }
-        Err(_) => std::fs::read_dir("/dev").map_or(0, |entries| {
-            let names = entries.flatten().filter_map(|entry| entry.file_name().into_string().ok());
-            names.filter(|name| is_device(name)).count()
-        }),
-    }
+    let files = || std::fs::read_dir("/dev").into_iter().flatten().flatten();
+    let names = || files().filter_map(|entry| entry.file_name().into_string().ok());
+    let count = |(kind, driver): (Accelerator, &str)| match std::env::var(kind.variable()) {
+        Ok(list) => kind.shown(&list),
+        Err(_) => names().filter(|name| is_device(name, driver)).count(),
+    };
+    let kinds = [(Accelerator::Cuda, "nvidia"), (Accelerator::Npu, "davinci")];
+    kinds.into_iter().map(count).find(|&devices| devices > 0).unwrap_or(0)
 }
 
 /// `nvidia0`, and not `nvidiactl`.
-fn is_device(name: &str) -> bool {
-    name.strip_prefix("nvidia")
+fn is_device(name: &str, driver: &str) -> bool {
+    name.strip_prefix(driver)
         .is_some_and(|index| !index.is_empty() && index.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
@@ -59,6 +60,8 @@ mod tests {
         for text in ["gpu", "0", "-1", "", "many"] {
             assert!(parse(text, 0).is_err(), "{text}");
         }
-        assert!(is_device("nvidia0") && !is_device("nvidiactl") && !is_device("nvidia"));
+        let nvidia = |name| is_device(name, "nvidia");
+        assert!(nvidia("nvidia0") && !nvidia("nvidiactl") && !nvidia("nvidia"));
+        assert!(is_device("davinci7", "davinci") && !is_device("davinci_manager", "davinci"));
     }
 }

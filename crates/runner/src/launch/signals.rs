@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::{Handle, Signals};
 
+use super::Sink;
 use super::nodes::End;
 use crate::{Error, Result};
 
@@ -26,7 +27,7 @@ pub(super) enum Event {
 }
 
 /// The supervising thread's end of the channel, and what was heard there while it waited for
-/// something else.
+/// something else; and where it says so if that takes long.
 pub(super) struct Ear {
     pub(super) events: Receiver<Event>,
     pub(super) attempt: u32,
@@ -34,11 +35,20 @@ pub(super) struct Ear {
     pub(super) signal: Option<i32>,
     /// Why another node ended this attempt.
     pub(super) elsewhere: Option<End>,
+    stderr: Sink,
 }
 
 impl Ear {
-    pub(super) fn new(events: Receiver<Event>) -> Self {
-        Self { events, attempt: 0, signal: None, elsewhere: None }
+    pub(super) fn new(events: Receiver<Event>, stderr: Sink) -> Self {
+        Self { events, attempt: 0, signal: None, elsewhere: None, stderr }
+    }
+
+    /// Says something of this launcher's own on standard error.
+    pub(super) fn say(&self, text: &str) {
+        if !text.is_empty() {
+            // Nobody reads standard error: then nobody wants to know.
+            let _ = self.stderr.lock().write_all(text.as_bytes());
+        }
     }
 
     /// Takes what has come meanwhile; true if this process shall end.

@@ -1,5 +1,7 @@
 //! Jobs of as many nodes as come: nodes that join, leave and are lost, and the store among them.
 
+use collective::TcpStoreServer;
+
 use super::*;
 
 #[test]
@@ -30,6 +32,15 @@ fn too_few_nodes_of_an_elastic_job_are_told() {
     for part in ["fewer than 2 nodes", "nobody else", &format!("127.0.0.1:{port}")] {
         assert!(error.contains(part), "{part}: {error}");
     }
+}
+
+#[test]
+fn an_elastic_job_of_torchruns_agents_is_not_joined() {
+    let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let store = TcpStore::connect("127.0.0.1", server.port(), SOON).unwrap();
+    store.set("torch.rendezvous.none", b"Y2FuaW1hZGFt").unwrap();
+    let error = run(options(1, "exit 0", elastic(1, 2, server.port()))).code.unwrap_err();
+    assert!(error.to_string().contains("agents of torchrun"), "{error}");
 }
 
 #[test]
@@ -87,6 +98,19 @@ fn an_elastic_job_saves_when_nodes_come_and_leave_and_goes_on() {
     third.reader.await_lines("hosts the control store was told to end", 1);
 }
 
+/// What the nodes of an elastic job share.
+fn state(store: &TcpStore) -> String {
+    String::from_utf8(store.get("runner/elastic/none/state", SOON).unwrap()).unwrap()
+}
+
+fn until(holds: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < SOON);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
 #[test]
 fn who_waits_for_an_elastic_job_ends_with_its_code() {
     let port = free_port();
@@ -96,15 +120,39 @@ fn who_waits_for_an_elastic_job_ends_with_its_code() {
     let mut second = Launcher::start(this(), &nodes, 1, SAVES, 0);
     // It has said that it waits.
     let store = TcpStore::connect("127.0.0.1", port, SOON).unwrap();
-    let state = || store.get("runner/elastic/none/state", SOON).unwrap();
-    let text = || String::from_utf8(state()).unwrap();
-    let start = Instant::now();
-    while text().contains("\"waiting\":[]") {
-        assert!(start.elapsed() < SOON, "{}", text());
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    until(|| !state(&store).contains("\"waiting\":[]"));
     terminate(&first);
     assert_eq!((first.wait(), second.wait()), (75, 75), "{}", second.reader.text());
+}
+
+#[test]
+fn a_node_in_reserve_waits_longer_than_for_a_job_to_begin() {
+    let port = free_port();
+    let dir = tempfile::tempdir().unwrap();
+    let flag = dir.path().join("fail");
+    let script = format!(
+        "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; \
+         while [ ! -e {} ]; do sleep 0.05; done; exit 3",
+        flag.display()
+    );
+    let mut options = options(1, &script, elastic(1, 1, port));
+    options.max_restarts = 1;
+    options.patience.join = Duration::from_secs(2);
+    let start = |options: &LaunchOptions| {
+        let options = options.clone();
+        std::thread::spawn(move || run(options))
+    };
+    let first = start(&options);
+    let store = TcpStore::connect("127.0.0.1", port, SOON).unwrap();
+    until(|| state(&store).contains("\"Running\""));
+    let second = start(&options);
+    until(|| !state(&store).contains("\"waiting\":[]"));
+    std::thread::sleep(options.patience.join + Duration::from_millis(500));
+    std::fs::write(&flag, "").unwrap();
+    for node in [first, second] {
+        let ran = node.join().unwrap();
+        assert_eq!(ran.code.unwrap(), 0, "{}", ran.stderr);
+    }
 }
 
 #[test]

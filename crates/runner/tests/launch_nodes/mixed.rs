@@ -13,25 +13,30 @@ fn torch() -> Option<String> {
     there.then_some(python)
 }
 
-/// torchrun's agent as one node, with ranks that our launcher's sum numbers with.
-fn torchrun(python: &str, node: usize, port: u16, role: &str, restarts: u32) -> Launcher {
+/// torchrun's agent as one node, with two ranks of a program.
+fn agent(python: &str, node: usize, port: u16, restarts: u32) -> Command {
     let mut command = Command::new(python);
     command
         .args(["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"])
         .args([&format!("--node-rank={node}"), "--master-addr=127.0.0.1"])
         .args([&format!("--master-port={port}"), &format!("--max-restarts={restarts}")])
-        .args(["--no-python", "--monitor-interval=0.1"])
-        .arg(std::env::current_exe().unwrap());
-    // What the launcher's own helper gets in its environment, the ranks get from here.
-    command.env("NODE_TEST_ROLE", role);
+        .args(["--no-python", "--monitor-interval=0.1"]);
     command
-        .args(["--exact", "helper_rank", "--ignored", "--nocapture"])
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
+}
+
+fn start(command: &mut Command) -> Launcher {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let reader = Reader::new(&mut child);
     Launcher { child, reader }
+}
+
+/// With ranks that our launcher's sum numbers with.
+fn torchrun(python: &str, node: usize, port: u16, role: &str, restarts: u32) -> Launcher {
+    let rank = ["--exact", "helper_rank", "--ignored", "--nocapture"];
+    let mut command = agent(python, node, port, restarts);
+    // What the launcher's own helper gets in its environment, the ranks get from here.
+    start(command.arg(std::env::current_exe().unwrap()).args(rank).env("NODE_TEST_ROLE", role))
 }
 
 #[test]
@@ -86,5 +91,30 @@ fn a_restart_beside_torchruns_agent_is_a_restart_there() {
     assert_eq!(codes, (0, 0), "{text}");
     for rank in 0..4 {
         assert!(text.contains(&format!("done {rank} of 4 attempt 1")), "{text}");
+    }
+}
+
+/// Ranks that never speak to one another: of a killed agent they learn by their launcher alone.
+#[test]
+fn an_agent_of_torchrun_that_is_killed_ends_our_node() {
+    let Some(python) = torch() else { return };
+    for ours in [0, 1] {
+        let port = free_port();
+        // torchrun leaves its ranks behind; they end with the folder.
+        let dir = tempfile::tempdir().unwrap();
+        let script = format!("echo up; while [ -e {} ]; do sleep 0.1; done", dir.path().display());
+        let nodes = format!("2 {ours} 127.0.0.1 {port}");
+        let mut launcher = Launcher::start(this(), &nodes, 1, &script, 1);
+        let theirs = start(agent(&python, 1 - ours, port, 1).args(["/bin/sh", "-c", &script]));
+        launcher.reader.await_lines("up", 1);
+        theirs.reader.await_lines("up", 2);
+        drop(theirs);
+        assert_ne!(launcher.wait(), 0);
+        let text = launcher.reader.text();
+        let whose = match ours {
+            0 => "node 1 (an agent of torchrun, ranks 1 to 2) has ended",
+            _ => "the control store at 127.0.0.1:",
+        };
+        assert!(text.contains(whose) && !text.contains("start again"), "{text}");
     }
 }

@@ -14,16 +14,16 @@ use super::control::Control;
 use super::mesh::{Device, Mesh, Trouble};
 use super::turn::{Turn, letters};
 use super::{Gloo, State};
-use crate::backend::meet::{Joining, garbled, tell_all};
+use crate::backend::meet::{Joining, tell_each};
 use crate::{DType, Error, OpDesc, Rank, Result, Verb};
 
 /// There are two connections to each.
 const MAX_RANKS: usize = 1024;
 
-/// What a rank says of itself in the store: where each rank is to connect to its mesh for control,
-/// and to that for data. Nothing for itself.
+/// What a rank says to another in the store: where that is to connect to its mesh for control, and to
+/// that for data. Nothing to itself.
 #[derive(Debug, Serialize, Deserialize)]
-struct Member([Vec<Vec<u8>>; 2]);
+struct Member([Vec<u8>; 2]);
 
 /// Joins a group; returns when all ranks have.
 pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Gloo> {
@@ -38,16 +38,18 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Gloo> {
     let device = Device::new(ips[rank]).map_err(refused)?;
     let mesh = || Mesh::new(&device, rank, world, joining.options.timeout).map_err(refused);
     let meshes = [mesh()?, mesh()?];
-    let addresses = |mesh: &Mesh| {
-        let of = |peer| if peer == rank { Ok(Vec::new()) } else { mesh.address(peer) };
-        (0..world).map(of).collect::<std::result::Result<_, _>>().map_err(refused)
+    let for_peer = |peer: Rank| {
+        let address = |mesh: &Mesh| match peer == rank {
+            true => Ok(Vec::new()),
+            false => mesh.address(peer).map_err(refused),
+        };
+        Ok(Member([address(&meshes[0])?, address(&meshes[1])?]))
     };
-    let own = Member([addresses(&meshes[0])?, addresses(&meshes[1])?]);
-    let members: Vec<Member> = tell_all(joining, "gloo", &own)?;
+    let own: Vec<Member> = (0..world).map(for_peer).collect::<Result<_>>()?;
+    let members: Vec<Member> = tell_each(joining, "gloo", &own)?;
     for (index, mesh) in meshes.iter().enumerate() {
         for (peer, Member(theirs)) in members.iter().enumerate().filter(|&(peer, _)| peer != rank) {
-            let address = theirs[index].get(rank).filter(|address| !address.is_empty());
-            connect(joining, mesh, peer, address.ok_or_else(|| garbled(peer))?)?;
+            connect(joining, mesh, peer, &theirs[index])?;
         }
     }
     let [control, data] = meshes;

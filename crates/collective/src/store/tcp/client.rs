@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::codec::{MAX_KEY_BYTES, MAX_KEYS, MAX_MESSAGE_BYTES, MAX_VALUE_BYTES, Request};
-use super::connection::{Connection, PING, is_timeout};
-use crate::store::{Store, deadline};
+use super::connection::{Connection, NO_SUCH_HOST, PING, is_timeout};
+use crate::store::{Store, deadline, missing};
 use crate::{Error, Result};
 
 /// A client of a [`TcpStoreServer`](super::server::TcpStoreServer), or of PyTorch's.
@@ -39,7 +39,8 @@ impl TcpStore {
     ///
     /// # Errors
     ///
-    /// [`Error::Rendezvous`] if nobody answers there as a store in time.
+    /// [`Error::Rendezvous`] if nobody answers there as a store in time; after three seconds if `host` is
+    /// a name without an address, which waiting seldom mends.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
         let store = Self { host: host.to_owned(), port, timeout, idle: Mutex::default() };
         let connection = store.open()?;
@@ -199,6 +200,10 @@ impl TcpStore {
         loop {
             match Connection::open(&self.host, self.port, deadline) {
                 Ok(connection) => return Ok(connection),
+                Err(error) if error.kind() == NO_SUCH_HOST && start.elapsed() >= NAME_PATIENCE => {
+                    let reason = format!("{error}; is MASTER_ADDR right?");
+                    return Err(Error::Rendezvous { addr: self.addr(), reason });
+                }
                 // That the time is over says less than what went wrong before.
                 Err(error) if is_timeout(&error) => {}
                 Err(error) => why = error.to_string(),
@@ -301,14 +306,9 @@ impl TcpStore {
         let answer = self.with(&during, |connection| {
             let wait = Request::Wait { keys: wire.clone() };
             if !connection.wait(wait, timeout, self.timeout)? {
-                // Which are missing, for the error: one question for each key.
-                let mut missing = Vec::new();
-                for (key, name) in wire.iter().zip(keys).take(MOST_KEYS_NAMED) {
-                    if !connection.check(&[*key])? {
-                        missing.push((*name).to_owned());
-                    }
-                }
-                return Ok(Err(missing));
+                let asked = &wire[..wire.len().min(MOST_KEYS_NAMED)];
+                let places = missing(asked, &mut |keys| connection.check(keys))?;
+                return Ok(Err(places.into_iter().map(|place| keys[place].to_owned()).collect()));
             }
             connection.deadline = deadline(self.timeout);
             read(connection, &wire).map(Ok)
@@ -359,6 +359,15 @@ impl Store for TcpStore {
 
     fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
         self.wait_then(keys, timeout, || format!("wait for {keys:?}"), |_, _| Ok(()))
+    }
+
+    fn came_within(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
+        let during = || format!("wait for {keys:?}");
+        let wire = self.wire_keys(keys, &during)?;
+        self.with(during, |connection| {
+            let keys = wire.iter().map(String::as_bytes).collect();
+            connection.wait(Request::Wait { keys }, timeout, self.timeout)
+        })
     }
 
     fn check(&self, keys: &[&str]) -> Result<bool> {
@@ -422,6 +431,9 @@ fn jittered(pause: Duration) -> Duration {
     pause / 2 + pause.mul_f64(f64::from(random) / f64::from(u32::MAX)) / 2
 }
 
+/// How long a name may have no address: that of a host that is just being set up, or while a name server
+/// is busy.
+const NAME_PATIENCE: Duration = Duration::from_secs(3);
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// Of the keys that did not come, how many are looked at to name them.

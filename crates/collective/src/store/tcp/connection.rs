@@ -21,8 +21,9 @@ pub(super) struct Connection {
 impl Connection {
     /// Connects and shakes hands: the magic number and a ping, in one write.
     pub(super) fn open(host: &str, port: u16, deadline: Instant) -> std::io::Result<Self> {
-        let mut last = std::io::Error::new(ErrorKind::NotFound, "the name has no address");
-        for addr in (host, port).to_socket_addrs()? {
+        let mut last = std::io::Error::new(NO_SUCH_HOST, "the name has no address");
+        let addrs = (host, port).to_socket_addrs();
+        for addr in addrs.map_err(|error| std::io::Error::new(NO_SUCH_HOST, error))? {
             let left = deadline.saturating_duration_since(Instant::now());
             match TcpStream::connect_timeout(&addr, left.max(SHORTEST_WAIT)) {
                 Err(error) => last = error,
@@ -162,6 +163,8 @@ fn unexpected(reply: u8) -> std::io::Error {
     std::io::Error::new(ErrorKind::InvalidData, format!("the server answered a wait with {reply}"))
 }
 
+/// What a name without an address is.
+pub(super) const NO_SUCH_HOST: ErrorKind = ErrorKind::NotFound;
 const NONCE: u32 = 0x7374_6f72;
 /// What is sent after requests without an answer, to know that they were taken.
 pub(super) const PING: Request<'static> = Request::Ping { nonce: NONCE };

@@ -19,10 +19,11 @@ use std::time::Duration;
 
 use mio::net::{TcpListener, TcpStream};
 use mio::{Events, Interest, Poll, Token, Waker};
+use parking_lot::Mutex;
 
 use super::codec::{self, Decoded, ProtocolError};
 use super::sockopt;
-use super::state::{ConnId, ConnMap, Piece, State};
+use super::state::{ConnId, ConnMap, Piece, Presence, State};
 use crate::{Error, Result};
 
 /// Serves a store until dropped.
@@ -44,6 +45,7 @@ pub struct TcpStoreServer {
     stop: Arc<AtomicBool>,
     waker: Waker,
     thread: Option<JoinHandle<()>>,
+    gone: Arc<Mutex<Vec<String>>>,
 }
 
 impl TcpStoreServer {
@@ -55,6 +57,15 @@ impl TcpStoreServer {
     /// [`Error::Rendezvous`] if the address cannot be bound: the port is taken, or the address is
     /// not one of this host.
     pub fn bind(addr: SocketAddr) -> Result<Self> {
+        Self::bind_watching(addr, Vec::new())
+    }
+
+    /// As [`bind`](Self::bind), and looks after some clients, see [`gone`](Self::gone).
+    ///
+    /// # Errors
+    ///
+    /// As [`bind`](Self::bind).
+    pub fn bind_watching(addr: SocketAddr, clients: Vec<Presence>) -> Result<Self> {
         let refused = |error: io::Error| Error::Rendezvous {
             addr: addr.to_string(),
             reason: match error.kind() {
@@ -73,13 +84,21 @@ impl TcpStoreServer {
         sockopt::no_delay(listener.as_fd()).map_err(refused)?;
         sockopt::detect_dead_peer(listener.as_fd()).map_err(refused)?;
         let addr = listener.local_addr().map_err(refused)?;
-        let (mut server, waker) = Loop::new(listener).map_err(refused)?;
-        let stop = Arc::clone(&server.stop);
+        let (mut server, waker) = Loop::new(listener, State::watching(clients)).map_err(refused)?;
+        let (stop, gone) = (Arc::clone(&server.stop), Arc::clone(&server.gone));
         let thread = std::thread::Builder::new()
             .name("tcp-store".to_owned())
             .spawn(move || server.run())
             .map_err(|error| Error::io("start the store's thread", &error))?;
-        Ok(Self { addr, stop, waker, thread: Some(thread) })
+        Ok(Self { addr, stop, waker, thread: Some(thread), gone })
+    }
+
+    /// The keys of those clients looked after whose connection has ended, if they had set it and were
+    /// not through; one that comes back and sets it again is no longer among them. A process that is
+    /// killed is known at once, a host that vanished after some 25 seconds.
+    #[must_use]
+    pub fn gone(&self) -> Vec<String> {
+        self.gone.lock().clone()
     }
 
     /// The address listened on.
@@ -136,6 +155,8 @@ struct Loop {
     /// The last `accept` failed for want of descriptors or memory: try again soon.
     accept_again: bool,
     scratch: Vec<u8>,
+    /// What the state says of clients, for others to read.
+    gone: Arc<Mutex<Vec<String>>>,
 }
 
 struct Conn {
@@ -162,7 +183,7 @@ enum Waiting {
 }
 
 impl Loop {
-    fn new(mut listener: TcpListener) -> io::Result<(Self, Waker)> {
+    fn new(mut listener: TcpListener, state: State) -> io::Result<(Self, Waker)> {
         let poll = Poll::new()?;
         poll.registry().register(&mut listener, LISTENER, Interest::READABLE)?;
         let waker = Waker::new(poll.registry(), WAKER)?;
@@ -170,13 +191,14 @@ impl Loop {
             poll,
             listener,
             stop: Arc::default(),
-            state: State::new(),
+            state,
             conns: ConnMap::default(),
             next_id: FIRST_CONN,
             ready: VecDeque::new(),
             dirty: Vec::new(),
             accept_again: false,
             scratch: vec![0; 1 << 16],
+            gone: Arc::default(),
         };
         Ok((server, waker))
     }
@@ -219,6 +241,14 @@ impl Loop {
                     self.serve(id, true);
                 }
             }
+            self.tell_gone();
+        }
+    }
+
+    fn tell_gone(&self) {
+        let mut gone = self.gone.lock();
+        if !self.state.gone().eq(gone.iter()) {
+            *gone = self.state.gone().map(str::to_owned).collect();
         }
     }
 

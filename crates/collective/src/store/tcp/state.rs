@@ -70,6 +70,25 @@ impl Piece<'_> {
     }
 }
 
+/// A client that is there from when it sets `key` until its connection ends; unless it has added to
+/// `done` by then, and so said that it is through.
+#[derive(Clone, Debug)]
+pub struct Presence {
+    /// What it sets.
+    pub key: String,
+    /// What it adds to.
+    pub done: String,
+}
+
+/// What has become of such a client; one that has not come yet, or is through, is neither.
+#[derive(Debug, Default, PartialEq, Eq)]
+enum Fate {
+    #[default]
+    Unknown,
+    There(ConnId),
+    Gone,
+}
+
 /// Values, connections and who waits for what.
 #[derive(Debug, Default)]
 pub struct State {
@@ -79,6 +98,8 @@ pub struct State {
     waiting: HashMap<Vec<u8>, Vec<ConnId>>,
     /// Who has come to a barrier that is not full yet.
     barriers: HashMap<Vec<u8>, Vec<ConnId>>,
+    /// Clients that are looked after.
+    presences: Vec<(Presence, Fate)>,
 }
 
 #[derive(Debug, Default)]
@@ -104,6 +125,19 @@ impl State {
         Self::default()
     }
 
+    /// As [`new`](Self::new), and looks after these clients.
+    #[must_use]
+    pub fn watching(presences: Vec<Presence>) -> Self {
+        let presences = presences.into_iter().map(|presence| (presence, Fate::default())).collect();
+        Self { presences, ..Self::default() }
+    }
+
+    /// The keys of clients that have gone without having been through.
+    pub fn gone(&self) -> impl Iterator<Item = &str> {
+        let gone = self.presences.iter().filter(|(_, fate)| *fate == Fate::Gone);
+        gone.map(|(presence, _)| &presence.key[..])
+    }
+
     /// Adds a connection.
     pub fn connect(&mut self, id: ConnId) {
         self.conns.insert(id, Conn::default());
@@ -113,6 +147,9 @@ impl State {
     pub fn disconnect(&mut self, id: ConnId) {
         self.cancel(id);
         self.conns.remove(&id);
+        for (_, fate) in self.presences.iter_mut().filter(|(_, fate)| *fate == Fate::There(id)) {
+            *fate = Fate::Gone;
+        }
     }
 
     /// Whether a request that begins with `opcode` may come from `id`. Asked before the rest of a
@@ -231,6 +268,8 @@ impl State {
     ) -> Result<(), ProtocolError> {
         match request {
             Request::Set { key, value } => {
+                let set = self.presences.iter_mut().filter(|(client, _)| is_wire(&client.key, key));
+                set.for_each(|(_, fate)| *fate = Fate::There(id));
                 self.values.set(key, value);
                 self.wake(key, All, replies);
             }
@@ -246,6 +285,9 @@ impl State {
             }
             Request::Add { key, delta } => {
                 let sum = self.values.add(key, *delta).ok_or(ProtocolError::NotANumber)?;
+                let here = self.presences.iter_mut().filter(|(_, fate)| *fate == Fate::There(id));
+                let through = here.filter(|(client, _)| is_wire(&client.done, key));
+                through.for_each(|(_, fate)| *fate = Fate::Unknown);
                 self.wake(key, All, replies);
                 replies(id, Piece::Bytes(&sum.to_le_bytes()));
             }
@@ -355,6 +397,11 @@ impl State {
     }
 }
 
+/// Whether `wire` is `key` as clients send it.
+fn is_wire(key: &str, wire: &[u8]) -> bool {
+    wire.strip_prefix(b"/") == Some(key.as_bytes())
+}
+
 /// How many of a key's waiters one arrival may answer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum HowMany {
@@ -413,6 +460,33 @@ mod tests {
         let mut sent = Vec::new();
         state.handle(id, request, &mut |id, piece| sent.push((id, piece.bytes().to_vec())))?;
         Ok(sent)
+    }
+
+    #[test]
+    fn a_client_that_goes_before_it_is_through_is_missed() {
+        let presence = |name| Presence { key: format!("here/{name}"), done: "done".into() };
+        let mut state = State::watching(["a", "b", "c"].map(presence).into());
+        for id in 0..4 {
+            state.connect(id);
+            handle(&mut state, id, &Request::Validate { magic: MAGIC }).unwrap();
+        }
+        let keys: [&[u8]; 3] = [b"/here/a", b"/here/b", b"/here/c"];
+        for (id, key) in keys[..2].iter().enumerate() {
+            handle(&mut state, id, &Request::Set { key, value: b"" }).unwrap();
+        }
+        let gone = |state: &State| state.gone().map(str::to_owned).collect::<Vec<_>>();
+        handle(&mut state, 0, &Request::Add { key: b"/done", delta: 1 }).unwrap();
+        // Somebody else's word, and somebody else's end.
+        handle(&mut state, 3, &Request::Add { key: b"/done", delta: 1 }).unwrap();
+        state.disconnect(3);
+        assert!(gone(&state).is_empty());
+        state.disconnect(0);
+        assert!(gone(&state).is_empty(), "it was through");
+        state.disconnect(1);
+        assert_eq!(gone(&state), ["here/b"]);
+        // It may come back.
+        handle(&mut state, 2, &Request::Set { key: keys[1], value: b"" }).unwrap();
+        assert!(gone(&state).is_empty());
     }
 
     /// The obvious twin: each connection keeps what it still misses, and every arrival goes

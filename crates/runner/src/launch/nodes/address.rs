@@ -6,6 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, T
 use std::time::Duration;
 
 use collective::TcpStoreServer;
+use collective::store::tcp::state::Presence;
 
 use crate::{Error, Result};
 
@@ -53,13 +54,14 @@ pub(super) fn refuses(host: &str, port: u16) -> bool {
 }
 
 /// Hosts a store for the other nodes: on a loopback address only if that is what they were told,
-/// otherwise on all addresses, because the name they know this host by may lead to any of them.
-pub(super) fn host(addrs: &[IpAddr], port: u16) -> Result<TcpStoreServer> {
+/// otherwise on all addresses, because the name they know this host by may lead to any of them. It looks
+/// after `clients`.
+pub(super) fn host(addrs: &[IpAddr], port: u16, clients: &[Presence]) -> Result<TcpStoreServer> {
+    let any = |ip| TcpStoreServer::bind_watching(SocketAddr::new(ip, port), clients.to_vec());
     let loopback = addrs.iter().copied().find(IpAddr::is_loopback);
     if let Some(ip) = loopback {
-        return Ok(TcpStoreServer::bind(SocketAddr::new(ip, port))?);
+        return Ok(any(ip)?);
     }
-    let any = |ip: IpAddr| TcpStoreServer::bind(SocketAddr::new(ip, port));
     Ok(any(Ipv6Addr::UNSPECIFIED.into()).or_else(|_| any(Ipv4Addr::UNSPECIFIED.into()))?)
 }
 

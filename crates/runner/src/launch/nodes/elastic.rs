@@ -12,7 +12,7 @@ use collective::{Store, TcpStore, TcpStoreServer};
 
 use super::round::{Member, Round, Rules};
 use super::state::{self, Action, Node, Phase, State, View};
-use super::{End, Patience, Place, address, connect, from_json, to_json, wait};
+use super::{End, Patience, Place, Remark, address, connect, from_json, to_json, wait};
 use crate::launch::LaunchOptions;
 use crate::launch::job::Job;
 use crate::launch::signals::Ear;
@@ -53,7 +53,7 @@ impl Elastic {
         let host = address::plain(&host).to_owned();
         let found = address::resolve("--rdzv-endpoint", &host, port)?;
         let control =
-            if address::is_here(&found) { address::host(&found, port) } else { Err(nobody()) };
+            if address::is_here(&found) { address::host(&found, port, &[]) } else { Err(nobody()) };
         let me = Node {
             host: address::host_name(),
             pid: std::process::id(),
@@ -108,6 +108,12 @@ impl Elastic {
                 else {
                     return Ok(None);
                 };
+                // Where torchrun's agents keep their state, which is for Python alone.
+                if store.check(&[&format!("torch.rendezvous.{}", self.run_id)])? {
+                    let text = "agents of torchrun meet there, with which an elastic job cannot be \
+                                shared; start all its nodes with the same launcher";
+                    return Err(Error::Config(self.about(text)));
+                }
                 self.me.addr = self.own_addr(&store);
                 Arc::clone(self.store.insert(Arc::new(store)))
             }
@@ -119,7 +125,7 @@ impl Elastic {
             let first_rank = first;
             first += node.ranks;
             let Node { host, addr, ranks, hosts, .. } = node.clone();
-            Member { host, addr, first_rank, ranks, hosts }
+            Member { host, addr, first_rank, ranks, hosts, ours: true }
         };
         let members: Vec<_> = self.state.nodes.iter().map(member).collect();
         let round = Round {
@@ -127,7 +133,7 @@ impl Elastic {
             prefix: format!("{}/{}", self.prefix(), self.state.round),
             node,
             members,
-            foreign: false,
+            control: None,
             patience: self.patience,
         };
         let place = self.place(&round, ear).map_err(|error| self.explain(error))?;
@@ -147,12 +153,16 @@ impl Elastic {
     /// Takes part in an attempt: which node of it this is; `None` after a signal, or if the job has
     /// ended.
     fn gather(&mut self, store: &Arc<TcpStore>, ear: &mut Ear) -> Result<Option<usize>> {
-        let start = Instant::now();
+        let (mut start, mut remark) = (Instant::now(), Remark::new());
         let mut call = Call { since: None, round: 0 };
         let mut beats = Beats::default();
         let mut came = self.round.is_some();
         loop {
             self.read(store)?;
+            if self.state.phase == Phase::Running {
+                // Who waits behind an attempt is patient, for days if need be; the next is another wait.
+                start = Instant::now();
+            }
             let lost =
                 beats.look(store, &self.prefix(), &self.state, self.me.id, &self.patience)?;
             let enough = self.state.nodes.len() >= self.limits.0;
@@ -161,13 +171,9 @@ impl Elastic {
                 min: self.limits.0,
                 max: self.limits.1,
                 last_call_over: call.is_over(&self.state, enough, self.patience.last_call),
-                // Who waits behind an attempt that runs is patient: it may need days.
-                join_over: self.state.phase == Phase::Gathering
-                    && start.elapsed() > self.patience.join,
+                join_over: start.elapsed() > self.patience.join || ear.listen(),
                 lost: &lost,
             };
-            let stop = ear.listen();
-            let view = View { join_over: view.join_over || stop, ..view };
             match state::step(&self.state, &view) {
                 Action::Run(node) => return Ok(Some(node)),
                 Action::Closed { .. } if !came => {
@@ -178,9 +184,12 @@ impl Elastic {
                 Action::Closed { .. } => {
                     return Err(Error::Config(self.about("the job has ended with a failure")));
                 }
-                Action::TooFew if stop => return Ok(None),
-                Action::TooFew => return Err(self.too_few(start.elapsed())),
-                Action::Wait => std::thread::sleep(PAUSE.min(self.patience.heartbeat)),
+                Action::TooFew if ear.signal.is_some() => return Ok(None),
+                Action::TooFew => return Err(Error::Config(self.too_few(start.elapsed()))),
+                Action::Wait => {
+                    remark.say_once(ear, || self.so_far(start.elapsed()));
+                    std::thread::sleep(PAUSE.min(self.patience.heartbeat));
+                }
                 Action::Write(next) => {
                     self.write(store, next)?;
                     came = true;
@@ -202,14 +211,31 @@ impl Elastic {
         format!("run {} at --rdzv-endpoint {at}: {what}", self.run_id)
     }
 
-    fn too_few(&self, waited: Duration) -> Error {
+    /// What this node waits for.
+    fn so_far(&self, waited: Duration) -> String {
+        let State { phase, nodes, .. } = &self.state;
+        match phase {
+            Phase::Running => self.about(&format!(
+                "it runs on {} nodes; this one waits until there is room for it",
+                nodes.len()
+            )),
+            _ if nodes.len() >= self.limits.0 => self.about(&format!(
+                "there are enough nodes, {}; for more of them, the last call is {:?}",
+                nodes.len(),
+                self.patience.last_call
+            )),
+            _ => format!("waiting for up to {:?}: {}", self.patience.join, self.too_few(waited)),
+        }
+    }
+
+    fn too_few(&self, waited: Duration) -> String {
         let (min, max) = self.limits;
-        let others = self.state.nodes.iter().map(|node| format!("{} ({})", node.host, node.addr));
-        let others: Vec<_> = others.collect();
+        let others = self.state.nodes.iter().filter(|node| node.id != self.me.id);
+        let others: Vec<_> = others.map(|node| format!("{} ({})", node.host, node.addr)).collect();
         let who = if others.is_empty() { "nobody else".to_owned() } else { others.join(", ") };
-        Error::Config(self.about(&format!(
+        self.about(&format!(
             "after {waited:.1?} fewer than {min} nodes (of {min}:{max}): besides this one {who}"
-        )))
+        ))
     }
 
     fn read(&mut self, store: &TcpStore) -> Result<()> {
@@ -243,7 +269,7 @@ impl Elastic {
         let key = format!("{}/master", round.prefix);
         if round.node == 0 {
             let any = address::resolve("--rdzv-endpoint", &self.me.addr, 0)?;
-            let fresh = self.fresh.insert(address::host(&any, 0)?);
+            let fresh = self.fresh.insert(address::host(&any, 0, &[])?);
             round.store.set(&key, &to_json(&(&self.me.addr, fresh.port())))?;
         }
         let deadline = Instant::now() + self.patience.join;

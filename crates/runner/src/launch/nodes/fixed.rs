@@ -6,17 +6,19 @@
 //! and whoever succeeds waits for the others (`torchelastic/agent/terminal_state`). A launcher of ours
 //! leaves `runner/agent/<node>` besides: if all are ours they watch one another
 //! ([`Round`](super::round::Round)), and every further attempt has a store of its own. With a foreign
-//! agent each node is on its own, as torchrun's are: ranks notice by their collectives.
+//! agent each node decides for itself, as torchrun's do. That such an agent has ended is seen where the
+//! store is: its connection ends.
 
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use collective::store::tcp::state::Presence;
 use collective::{PrefixStore, Store, TcpStore, TcpStoreServer};
 use serde::{Deserialize, Serialize};
 
 use super::round::{Member, Round, Rules};
-use super::{Patience, Place, address, connect, from_json, to_json, wait};
+use super::{End, LONG_WAIT, Patience, Place, address, connect, from_json, to_json, wait};
 use crate::launch::LaunchOptions;
 use crate::launch::job::Job;
 use crate::launch::signals::Ear;
@@ -36,7 +38,7 @@ pub(in crate::launch) struct Fixed {
     pub(super) most: u32,
     pub(super) attempt: u32,
     /// On node 0: the control store.
-    _control: Option<TcpStoreServer>,
+    control: Option<Arc<TcpStoreServer>>,
     /// On node 0: the ranks' store of a later attempt.
     fresh: Option<TcpStoreServer>,
     store: Option<Arc<TcpStore>>,
@@ -76,9 +78,13 @@ impl Fixed {
         }
         let addr = address::plain(&addr).to_owned();
         let found = address::resolve("--master-addr", &addr, port)?;
-        let control = if node == 0 { Some(host(&found, &addr, port, count)?) } else { None };
+        let run_id = &options.run_id[..];
+        let control = match node {
+            0 => Some(Arc::new(host(run_id, &found, (&addr, port), count)?)),
+            _ => None,
+        };
         // What the system has chosen, if it was asked to.
-        let port = control.as_ref().map_or(port, TcpStoreServer::port);
+        let port = control.as_ref().map_or(port, |control| control.port());
         Ok(Self {
             run_id: options.run_id.clone(),
             role: options.role.clone(),
@@ -90,7 +96,7 @@ impl Fixed {
             patience: options.patience,
             most: options.max_restarts,
             attempt: 0,
-            _control: control,
+            control,
             fresh: None,
             store: None,
             place: Place::default(),
@@ -123,7 +129,7 @@ impl Fixed {
             prefix: self.prefix(),
             node: self.node,
             members: self.members.clone(),
-            foreign: self.foreign,
+            control: self.control.clone(),
             patience: self.patience,
         }));
         Ok(Some(self.place.clone()))
@@ -186,12 +192,25 @@ impl Fixed {
     fn await_all(&self, shared: &PrefixStore, keys: &[String], ear: &mut Ear) -> Result<bool> {
         let start = Instant::now();
         let names: Vec<_> = keys.iter().map(String::as_str).collect();
-        if wait(shared, &names, start + self.patience.join, ear)? {
+        let end = start + self.patience.join;
+        if wait(shared, &names, end.min(start + LONG_WAIT), ear)? {
             return Ok(true);
+        }
+        if ear.signal.is_none() && Instant::now() < end {
+            let (missing, most) = (self.missing(shared, start)?, self.patience.join);
+            ear.say(&format!("launch: waiting for up to {most:?}: {missing}\n"));
+            if wait(shared, &names, end, ear)? {
+                return Ok(true);
+            }
         }
         if ear.signal.is_some() {
             return Ok(false);
         }
+        Err(Error::Config(self.missing(shared, start)?))
+    }
+
+    /// Which nodes have not said that they are there.
+    fn missing(&self, shared: &PrefixStore, start: Instant) -> Result<String> {
         let mut missing = Vec::new();
         for node in 0..self.count {
             if !shared.check(&[&format!("torchelastic/role_info/{node}")])? {
@@ -201,13 +220,13 @@ impl Fixed {
         let (at, waited) = (self.meeting(), start.elapsed());
         let each = self.ranks;
         let ranks = missing.iter().flat_map(|node| node * each..(node + 1) * each);
-        Err(Error::Config(format!(
+        Ok(format!(
             "after {waited:.1?} at {at} of {} nodes still missing: {} (ranks {} if each node has {each}); is the \
              launcher running there, with this --master-addr and --master-port?",
             self.count,
             address::list(missing.iter().copied()),
             address::list(ranks),
-        )))
+        ))
     }
 
     /// On node 0: gives each node its ranks, as torchrun does.
@@ -257,7 +276,7 @@ impl Fixed {
             };
             let ranks = info.local_world_size;
             let hosts = node == 0;
-            self.members.push(Member { host, addr, first_rank: first, ranks, hosts });
+            self.members.push(Member { host, addr, first_rank: first, ranks, hosts, ours });
             first += ranks;
         }
         self.place = Place {
@@ -308,7 +327,7 @@ impl Fixed {
                 return self.nobody(&attempt, start, ear);
             }
             let found = address::resolve("--master-addr", &self.addr, 0)?;
-            let fresh = self.fresh.insert(address::host(&found, 0)?);
+            let fresh = self.fresh.insert(address::host(&found, 0, &[])?);
             attempt.set(go, fresh.port().to_string().as_bytes())?;
         }
         loop {
@@ -365,11 +384,19 @@ impl Fixed {
         let round = Arc::clone(self.round.as_ref().expect("an attempt is under way"));
         let own = job.outcome();
         let verdict = if self.foreign {
-            let mut verdict = Verdict::of(vec![own], Vec::new());
-            verdict.again = verdict.may_restart() && restarts_left;
-            if verdict.code == 0 {
-                self.exit_barrier(&mut job.ear);
+            let mut gone = match &job.ear.elsewhere {
+                Some(End::Lost { node }) => Some(node.clone()),
+                _ => None,
+            };
+            if gone.is_none() && Verdict::of(vec![own.clone()], Vec::new()).code == 0 {
+                gone = self.exit_barrier(&round, &mut job.ear);
             }
+            let remark =
+                |node| format!("{node} has ended before it was through, or is out of reach");
+            let mut verdict = Verdict::of(vec![own], gone.map(remark).into_iter().collect());
+            // Who is gone does not come to a further attempt.
+            let all_here = verdict.remarks.is_empty();
+            verdict.again = all_here && verdict.may_restart() && restarts_left;
             verdict
         } else {
             let verdict = round.settle(own, &mut job.ear, &rules);
@@ -380,8 +407,9 @@ impl Fixed {
         verdict
     }
 
-    /// Waits for torchrun's agents, whose ranks may need the store for a while.
-    fn exit_barrier(&self, ear: &mut Ear) {
+    /// Waits for torchrun's agents, whose ranks may need the store for a while. Returns one that is gone
+    /// without having come.
+    fn exit_barrier(&self, round: &Round, ear: &mut Ear) -> Option<String> {
         let store = self.store.as_ref().expect("the nodes have met at it");
         let shared = self.shared(store);
         let [members, last] = ["num_members", "last_member"]
@@ -391,18 +419,36 @@ impl Fixed {
             // Who cannot be told has ended.
             drop(shared.set(&last, b"<val_ignored>"));
         }
-        drop(wait(&shared, &[&last], Instant::now() + EXIT_BARRIER, ear));
+        let end = Instant::now() + EXIT_BARRIER;
+        let mut gone = None;
+        while Instant::now() < end && gone.is_none() && ear.signal.is_none() {
+            // A store that is gone has nobody waiting.
+            if wait(&shared, &[&last], end.min(Instant::now() + LAST_READ), ear).unwrap_or(true) {
+                break;
+            }
+            gone = round.gone_agent();
+        }
         if self.node == 0 {
             // They have the answer when they have read it.
             std::thread::sleep(LAST_READ);
         }
+        gone
     }
 }
 
 /// Hosts the control store on node 0.
-fn host(found: &[IpAddr], addr: &str, port: u16, count: usize) -> Result<TcpStoreServer> {
+fn host(
+    run_id: &str,
+    found: &[IpAddr],
+    (addr, port): (&str, u16),
+    count: usize,
+) -> Result<TcpStoreServer> {
     if address::is_here(found) {
-        return address::host(found, port);
+        let agent = |node| Presence {
+            key: format!("{run_id}/torchelastic/role_info/{node}"),
+            done: format!("{run_id}/torchelastic/agent/terminal_state/num_members"),
+        };
+        return address::host(found, port, &(1..count).map(agent).collect::<Vec<_>>());
     }
     let at = address::join(addr, port);
     let list = found.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(", ");

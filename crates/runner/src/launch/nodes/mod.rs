@@ -247,6 +247,7 @@ fn connect(
     who: &str,
 ) -> Result<Option<TcpStore>> {
     let start = Instant::now();
+    let mut remark = Remark::new();
     loop {
         // Short, so that a signal is heard.
         match TcpStore::connect(host, port, SLICE) {
@@ -257,6 +258,8 @@ fn connect(
                     let why = format!("{who}: nobody to meet after {waited:.1?}: {error}");
                     return Err(Error::Config(why));
                 }
+                let most = patience.join;
+                remark.say_once(ear, || format!("{who}: waiting for up to {most:?}: {error}"));
             }
         }
         if ear.listen() {
@@ -276,6 +279,21 @@ fn wait(store: &dyn Store, keys: &[&str], deadline: Instant, ear: &mut Ear) -> R
             }
             Err(collective::Error::KeyTimeout { .. }) => {}
             Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// What is said of a wait that takes long, once: a mistake may be behind it.
+struct Remark(Option<Instant>);
+
+impl Remark {
+    fn new() -> Self {
+        Self(Some(Instant::now() + LONG_WAIT))
+    }
+
+    fn say_once(&mut self, ear: &Ear, text: impl FnOnce() -> String) {
+        if self.0.take_if(|due| *due <= Instant::now()).is_some() {
+            ear.say(&format!("launch: {}\n", text()));
         }
     }
 }
@@ -300,5 +318,7 @@ fn from_json<'a, T: Deserialize<'a>>(what: &str, text: &'a [u8]) -> Result<T> {
     })
 }
 
+/// A wait that people hear of.
+const LONG_WAIT: Duration = Duration::from_secs(10);
 /// The longest single wait, between which signals are heard.
 const SLICE: Duration = Duration::from_millis(500);

@@ -18,7 +18,7 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use collective::{Store, TcpStore};
+use collective::{Store, TcpStore, TcpStoreServer};
 use serde::{Deserialize, Serialize};
 
 use super::{End, Patience, SLICE, from_json, to_json};
@@ -36,14 +36,20 @@ pub(super) struct Member {
     pub(super) ranks: usize,
     /// It hosts the control store.
     pub(super) hosts: bool,
+    /// Its launcher is one of ours; torchrun's agents know nothing of the keys here.
+    pub(super) ours: bool,
 }
 
 impl Display for Member {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Self { host, addr, first_rank, ranks, .. } = self;
+        let Self { host, addr, first_rank, ranks, ours, .. } = self;
+        match ours {
+            true => write!(f, "host {host}, {addr}, ")?,
+            false => f.write_str("an agent of torchrun, ")?,
+        }
         match ranks {
-            1 => write!(f, "host {host}, {addr}, rank {first_rank}"),
-            _ => write!(f, "host {host}, {addr}, ranks {first_rank} to {}", first_rank + ranks - 1),
+            1 => write!(f, "rank {first_rank}"),
+            _ => write!(f, "ranks {first_rank} to {}", first_rank + ranks - 1),
         }
     }
 }
@@ -57,8 +63,8 @@ pub(super) struct Round {
     /// Which of `members` this is.
     pub(super) node: usize,
     pub(super) members: Vec<Member>,
-    /// Agents other than ours take part, who know nothing of these keys.
-    pub(super) foreign: bool,
+    /// The control store, where it looks after torchrun's agents.
+    pub(super) control: Option<Arc<TcpStoreServer>>,
     pub(super) patience: Patience,
 }
 
@@ -83,6 +89,14 @@ impl Round {
             Some(member) => format!("node {node} ({member})"),
             None => format!("node {node}"),
         }
+    }
+
+    /// An agent of torchrun whose connection has ended before its ranks were through, in words.
+    pub(super) fn gone_agent(&self) -> Option<String> {
+        let gone = self.control.as_ref()?.gone();
+        let node = |key: &String| key.rsplit('/').next()?.parse::<usize>().ok();
+        let theirs = |node: &usize| self.members.get(*node).is_some_and(|member| !member.ours);
+        gone.iter().filter_map(node).find(theirs).map(|node| self.name(node))
     }
 
     /// Ends the attempt on all nodes; the first reason stays.
@@ -330,8 +344,9 @@ impl Watch {
 /// Beats until the attempt ends: `None` if nobody wants to know any more.
 fn listen(round: &Round, until: &Weak<()>) -> Option<End> {
     let nodes = round.members.len();
-    let next = (round.node + 1) % nodes.max(1);
-    let mut pulse = Pulse::new([next]);
+    let mut others = (1..nodes).map(|step| (round.node + step) % nodes);
+    let next = others.find(|&node| round.members[node].ours);
+    let mut pulse = Pulse::new(next);
     let mut answered = Instant::now();
     let end = round.key("end");
     while until.strong_count() > 0 {
@@ -351,8 +366,9 @@ fn listen(round: &Round, until: &Weak<()>) -> Option<End> {
             }
             Err(_) => std::thread::sleep(SLICE.min(round.patience.heartbeat)),
         }
-        if !round.foreign && next != round.node && pulse.is_lost(round, next) {
-            let end = End::Lost { node: round.name(next) };
+        let lost = next.filter(|&next| pulse.is_lost(round, next)).map(|next| round.name(next));
+        if let Some(node) = lost.or_else(|| round.gone_agent()) {
+            let end = End::Lost { node };
             drop(round.tell(&end));
             return Some(end);
         }

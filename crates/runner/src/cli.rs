@@ -22,7 +22,7 @@ use crate::config::{Config, parse_duration};
 use crate::launch::flags::LaunchArgs;
 use crate::launch::store::{StoreArgs, serve};
 use crate::launch::{launch, record_failure, record_panics, tie_to_parent};
-use crate::runner::{Runner, RunnerBuilder};
+use crate::runner::{Judged, RunnerBuilder};
 use crate::sinks::{TERMINAL_VARIABLE, plot};
 use crate::{Error, Result, signals};
 
@@ -129,9 +129,10 @@ pub fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Launch(args) => start_ranks(args),
         Command::Store(args) => serve(&args).map(|()| ExitCode::SUCCESS),
-        Command::Train(args) => as_rank(|| train(args)),
-        Command::Val(args) => as_rank(|| judge(args, Runner::validate)),
-        Command::Test(args) => as_rank(|| judge(args, Runner::test)),
+        // What only judges has nothing to save: signals end it as they end any program.
+        Command::Train(args) => as_rank(|| signals::catch().and_then(|()| train(args))),
+        Command::Val(args) => as_rank(|| judge(args, Judged::Val)),
+        Command::Test(args) => as_rank(|| judge(args, Judged::Test)),
         Command::Check(args) => read(&args).map(|(_, name)| print(&format!("{name}: right\n"))),
         Command::Config(args) => load(&args.config).map(|c| print(&c.show(args.show_origin))),
         Command::Plot(args) => draw(args),
@@ -148,7 +149,7 @@ pub fn main() -> ExitCode {
 /// Does what a rank does; a launcher is told why, if it fails.
 fn as_rank(work: impl FnOnce() -> Result<()>) -> Result<ExitCode> {
     record_panics();
-    let done = tie_to_parent().and_then(|()| signals::catch()).and_then(|()| work());
+    let done = tie_to_parent().and_then(|()| work());
     let done = done.inspect_err(|error| {
         if !matches!(error, Error::Interrupted { .. }) {
             record_failure(&error.to_string());
@@ -196,16 +197,17 @@ fn train(args: TrainArgs) -> Result<()> {
     Ok(())
 }
 
-fn judge(
-    args: JudgeArgs,
-    judge: impl FnOnce(&mut Runner) -> Result<Vec<(String, f64)>>,
-) -> Result<()> {
+fn judge(args: JudgeArgs, judged: Judged) -> Result<()> {
     let (mut builder, _) = read(&args.config)?;
-    builder = builder.resume(false);
+    builder = builder.resume(false).only(judged);
     if let Some(path) = args.checkpoint {
         builder = builder.load_from(path);
     }
-    judge(&mut placed(builder, args.work_dir, args.launcher).build()?)?;
+    let mut runner = placed(builder, args.work_dir, args.launcher).build()?;
+    match judged {
+        Judged::Val => runner.validate()?,
+        Judged::Test => runner.test()?,
+    };
     Ok(())
 }
 

@@ -47,8 +47,6 @@ const NO_SCOPES: &str =
 const LEFT_OUT: &[(&str, &str)] = &[
     ("MMFullyShardedDataParallel", "every rank holds the whole model"),
     ("FullyShardedDataParallel", "every rank holds the whole model"),
-    ("RuntimeInfoHook", "hooks ask the runner itself"),
-    ("DistSamplerSeedHook", "the order of an epoch is a function of seed and epoch"),
     ("EmptyCacheHook", "the engine keeps no memory between steps that it could give back"),
     ("NaiveVisualizationHook", "there is no visualizer of samples"),
     ("PrepareTTAHook", "a model's own `predict` may look at a sample several times"),

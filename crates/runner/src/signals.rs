@@ -1,15 +1,16 @@
 //! Signals that ask a run to save and end: SIGINT, SIGTERM, SIGUSR1.
 //!
 //! The first one is noted; the ranks agree on it between two batches, save, and end with
-//! [`EXIT_CODE`]. A second one ends this process at once, with 128 and the signal's number; but not within
-//! a second of the first, for a scheduler signals every process of a job, and the launcher among them
-//! forwards what it gets.
+//! [`EXIT_CODE`]. A second one ends this process at once, with 128 and the signal's number. Under a
+//! launcher it must come a second after the first, for a scheduler signals every process of a job, and the
+//! launcher among them forwards what it gets.
 
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use collective::{Launcher, Topology};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag;
 use signal_hook::iterator::Signals;
@@ -18,9 +19,6 @@ use crate::{Error, Result};
 
 /// Exit code of a run that a signal ended, after its checkpoint: sysexits' `EX_TEMPFAIL`, try again.
 pub const EXIT_CODE: u8 = 75;
-
-/// So long after the first signal a further one may be the same once more.
-const ONCE: Duration = Duration::from_secs(1);
 
 struct Noted {
     which: Arc<AtomicUsize>,
@@ -49,10 +47,11 @@ pub fn catch() -> Result<()> {
         flag::register_usize(signal, which, usize::try_from(signal).unwrap_or(0)).map_err(fail)?;
     }
     let mut first = Signals::new(all).map_err(fail)?;
+    let once = once();
     // A thread, because the others may wait for ranks that no longer answer.
     let arm = move || {
         if first.forever().next().is_some() {
-            std::thread::sleep(ONCE);
+            std::thread::sleep(once);
             // Relaxed: nothing else is published with it.
             ends.store(true, Ordering::Relaxed);
         }
@@ -72,4 +71,12 @@ pub(crate) fn pending() -> u8 {
     // Relaxed: nothing else is published with it.
     let which = NOTED.get().map_or(0, |noted| noted.which.load(Ordering::Relaxed));
     u8::try_from(which).unwrap_or(0)
+}
+
+/// So long after the first signal a further one may be the same once more: a launcher's, or, without one,
+/// that of a program like `timeout`, which signals a process and then its group.
+fn once() -> Duration {
+    let topology = Topology::from_env(|name| std::env::var(name).ok());
+    let alone = topology.is_ok_and(|topology| topology.launcher == Launcher::None);
+    Duration::from_millis(if alone { 50 } else { 1000 })
 }

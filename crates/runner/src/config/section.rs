@@ -159,6 +159,18 @@ impl Section {
         entries.into_iter().map(list).collect()
     }
 
+    /// Takes the tables that nobody has taken and that have `inner`. Call it after all others.
+    pub(crate) fn tables_with(&mut self, inner: &str) -> Result<Vec<Self>> {
+        let has = |entry: &Entry| match &entry.node.value {
+            Value::Table(entries) => entries.iter().any(|e| e.key == inner),
+            _ => false,
+        };
+        let (tables, rest) = std::mem::take(&mut self.entries).into_iter().partition(has);
+        self.entries = rest;
+        let tables: Vec<Entry> = tables;
+        tables.into_iter().map(|entry| self.subsection(&entry.key, entry.node)).collect()
+    }
+
     /// The keys whose values are tables.
     pub(crate) fn tables(&self) -> Vec<String> {
         let is_table = |e: &&Entry| matches!(e.node.value, Value::Table(_));

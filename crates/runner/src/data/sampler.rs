@@ -21,24 +21,28 @@ pub struct DefaultSampler {
     pub rank: usize,
     /// Number of ranks.
     pub world_size: usize,
+    /// As many samples for every rank, some of them twice; otherwise each sample once.
+    pub round_up: bool,
 }
 
 impl DefaultSampler {
-    /// Number of samples each rank sees per epoch: rounded up, so that every rank has as many.
+    /// Number of samples this rank sees per epoch; with `round_up` every rank has as many.
     #[must_use]
     pub fn samples_per_rank(&self) -> usize {
-        self.len.div_ceil(self.world_size)
+        let first = if self.round_up { 0 } else { self.rank };
+        self.len.saturating_sub(first).div_ceil(self.world_size)
     }
 
-    /// This rank's sample indices in `epoch`. Where `len` does not divide, the permutation is
-    /// continued from its start, as MMEngine's `round_up` does.
+    /// This rank's sample indices in `epoch`. Where `len` does not divide, `round_up` continues the
+    /// permutation from its start.
     #[must_use]
     pub fn indices(&self, epoch: usize) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.len).collect();
         if self.shuffle {
             shuffle(&mut order, self.seed.wrapping_add(epoch as u64));
         }
-        let last = self.samples_per_rank() * self.world_size;
+        let rounded = self.len.next_multiple_of(self.world_size);
+        let last = if self.round_up { rounded } else { self.len };
         (self.rank..last).step_by(self.world_size).map(|i| order[i % self.len]).collect()
     }
 }
@@ -60,7 +64,7 @@ mod tests {
     use super::*;
 
     fn sampler(len: usize, rank: usize, world_size: usize) -> DefaultSampler {
-        DefaultSampler { len, shuffle: true, seed: 7, rank, world_size }
+        DefaultSampler { len, shuffle: true, seed: 7, rank, world_size, round_up: true }
     }
 
     #[test]
@@ -102,6 +106,12 @@ mod tests {
                 for (k, i) in indices.iter().enumerate() {
                     prop_assert_eq!(*i, whole[(k * world + r) % len]);
                 }
+            }
+            // Without rounding, each has what comes before the padding.
+            for (r, indices) in per_rank.iter().enumerate() {
+                let short = DefaultSampler { round_up: false, ..sampler(len, r, world) };
+                prop_assert_eq!(short.indices(epoch), &indices[..short.samples_per_rank()]);
+                prop_assert_eq!(short.samples_per_rank(), (r..len).step_by(world).count());
             }
         }
     }

@@ -291,6 +291,11 @@ impl Hook for EmaHook {
         self.unshelve(runner)
     }
 
+    fn on_interrupt(&mut self, runner: &mut Runner) -> Result<()> {
+        // A validation that was interrupted has left the average in the model's place.
+        if self.shelved.is_empty() { Ok(()) } else { self.unshelve(runner) }
+    }
+
     fn before_test_epoch(&mut self, runner: &mut Runner) -> Result<()> {
         self.shelve(runner)
     }

@@ -10,6 +10,10 @@ use crate::sinks::{format_judged_line, format_judging_line, format_train_line};
 
 /// Every `interval` batches, logs the smoothed scalars; after each validation or test, its figures.
 ///
+/// Lines that come less than a tenth of a second apart are written together, to the terminal, the log and
+/// `scalars.json` alike. So what SIGKILL, or a second signal, can take of them is that of the last tenth
+/// of a second, or of the batch under way if that takes longer; any other end writes them all.
+///
 /// Follows: MMEngine 0.10.7, `hooks/logger_hook.py`.
 #[derive(Clone, Copy, Debug)]
 pub struct LoggerHook {
@@ -71,12 +75,20 @@ impl Hook for LoggerHook {
         }
         // A tail shorter than the interval says little; an epoch shorter than it must say something.
         let tail = ends && (!self.ignore_last || len <= self.interval);
-        if !done.is_multiple_of(self.interval) && !tail {
-            return Ok(());
+        if done.is_multiple_of(self.interval) || tail {
+            let line = format_train_line(runner, done);
+            runner.log_progress(&line);
+            runner.write_train_scalars()?;
         }
-        let line = format_train_line(runner, done);
-        runner.log_progress(&line);
-        runner.write_train_scalars()
+        runner.flush_if_due()
+    }
+
+    fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
+        runner.flush()
+    }
+
+    fn before_val(&mut self, runner: &mut Runner) -> Result<()> {
+        runner.flush()
     }
 
     fn after_val_iter(

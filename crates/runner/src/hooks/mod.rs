@@ -128,7 +128,8 @@ pub trait Hook: Send {
     fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
         Ok(())
     }
-    /// The run ends before its time, between two batches: a signal, or the time budget is spent.
+    /// The run ends before its time, between two batches: a signal, or the time budget is spent. After a
+    /// signal they may be a validation's, whose `after_` stages do not come then.
     fn on_interrupt(&mut self, runner: &mut Runner) -> Result<()> {
         Ok(())
     }
@@ -323,11 +324,13 @@ fn read_priority(section: &mut Section) -> Result<Option<Priority>> {
 /// The hooks a configuration can name.
 pub(crate) const BUILTIN: Builtin<Box<dyn Hook>> = &[
     ("CheckpointHook", checkpoint::read),
+    ("DistSamplerSeedHook", |_| Ok(Box::new(ByRunner("DistSamplerSeedHook", Priority::NORMAL)))),
     ("EMAHook", ema::read),
     ("EarlyStoppingHook", early_stopping::read),
     ("IterTimerHook", |_| Ok(Box::new(IterTimerHook::default()))),
     ("LoggerHook", logger::read),
     ("ParamSchedulerHook", |_| Ok(Box::new(ParamSchedulerHook))),
+    ("RuntimeInfoHook", |_| Ok(Box::new(ByRunner("RuntimeInfoHook", Priority::VERY_HIGH)))),
     ("SyncBuffersHook", |_| Ok(Box::new(SyncBuffersHook::default()))),
 ];
 
@@ -339,6 +342,30 @@ pub(crate) const DEFAULTS: &[(&str, &str)] = &[
     ("param_scheduler", "ParamSchedulerHook"),
     ("checkpoint", "CheckpointHook"),
 ];
+
+/// Default hooks of MMEngine's whose work the runner does itself: key and type, which a configuration may
+/// name, and why it cannot do without.
+pub(crate) const BY_RUNNER: &[(&str, &str, &str)] = &[
+    ("runtime_info", "RuntimeInfoHook", "hooks ask the runner itself"),
+    (
+        "sampler_seed",
+        "DistSamplerSeedHook",
+        "the order of an epoch is a function of seed and epoch",
+    ),
+];
+
+/// A hook that leaves everything to the runner.
+struct ByRunner(&'static str, Priority);
+
+impl Hook for ByRunner {
+    fn name(&self) -> &'static str {
+        self.0
+    }
+
+    fn priority(&self) -> Priority {
+        self.1
+    }
+}
 
 #[cfg(test)]
 mod tests {

@@ -3,46 +3,70 @@
 use std::time::Instant;
 
 use crate::evaluate::collect_results;
-use crate::runner::{Judged, Runner};
+use crate::runner::{Interrupt, Judged, Runner};
 use crate::{Error, Result};
 
+/// Figures by name.
+pub(super) type Metrics = Vec<(String, f64)>;
+
 /// A whole run that only judges the model.
-pub(crate) fn judge_once(runner: &mut Runner, judged: Judged) -> Result<Vec<(String, f64)>> {
-    if runner.judged_batches(judged) == 0 {
-        let name = if judged == Judged::Val { "val" } else { "test" };
-        return Err(Error::Config(format!(
-            "the run has no {name}_dataloader and {name}_evaluator"
-        )));
+pub(crate) fn judge_once(runner: &mut Runner, judged: Judged) -> Result<Metrics> {
+    if runner.judged_loader(judged).is_none() {
+        return Err(nothing_to_judge(judged));
     }
     runner.call_hooks(|hook, runner| hook.before_run(runner))?;
     if !runner.load_or_resume()? {
         runner.logger().warning("no checkpoint is loaded: the model is as it was made");
         runner.broadcast_model()?;
     }
-    let metrics = judge(runner, judged)?;
-    runner.call_hooks(|hook, runner| hook.after_run(runner))?;
-    Ok(metrics)
+    match judge(runner, judged)? {
+        Ok(metrics) => {
+            runner.call_hooks(|hook, runner| hook.after_run(runner))?;
+            Ok(metrics)
+        }
+        Err(signal) => Err(Error::Interrupted { signal: signal.into() }),
+    }
 }
 
-/// Evaluates the model on the validation set, if the run has one and has not just done so.
-pub(crate) fn validate(runner: &mut Runner) -> Result<Option<Vec<(String, f64)>>> {
+/// What a run is told that has no data to judge a model by.
+pub(crate) fn nothing_to_judge(judged: Judged) -> Error {
+    let name = if judged == Judged::Val { "val" } else { "test" };
+    Error::Config(format!("the run has no {name}_dataloader and {name}_evaluator"))
+}
+
+/// Evaluates the model on the validation set, if the run has one and has not just done so, into
+/// `metrics`. Only a signal interrupts it.
+pub(crate) fn validate(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt>> {
     let position = runner.position();
-    if runner.val_batches() == 0 || position.validated == Some(position.iter) {
+    if position.validated == Some(position.iter) || runner.judged_loader(Judged::Val).is_none() {
         return Ok(None);
     }
-    judge(runner, Judged::Val).map(Some)
+    Ok(match judge(runner, Judged::Val)? {
+        Ok(fresh) => {
+            *metrics = fresh;
+            None
+        }
+        Err(signal) => Some(Interrupt::Signal(signal)),
+    })
 }
 
-/// Evaluates the model. Every rank takes its share and gets the same figures.
-fn judge(runner: &mut Runner, judged: Judged) -> Result<Vec<(String, f64)>> {
+/// Evaluates the model. Every rank takes its share and gets the same figures; or all end before the same
+/// batch, because of a signal.
+fn judge(runner: &mut Runner, judged: Judged) -> Result<std::result::Result<Metrics, u8>> {
     let val = judged == Judged::Val;
     runner.call_hooks(|h, r| if val { h.before_val(r) } else { h.before_test(r) })?;
     runner.call_hooks(|h, r| if val { h.before_val_epoch(r) } else { h.before_test_epoch(r) })?;
     let mut records = Vec::new();
     let (start, mut data_time) = (Instant::now(), 0.0);
     let mut last = start;
-    let batches = runner.judged_loader(judged).map(|loader| loader.batches(0, 0));
-    for (index, batch) in batches.into_iter().flatten().enumerate() {
+    let loader = runner.judged_loader(judged).ok_or_else(|| nothing_to_judge(judged))?;
+    for (index, batch) in loader.batches(0, 0).enumerate() {
+        // Ranks may have a batch more than others, and ask where all have one.
+        if index < loader.common_batches()
+            && let Some(Interrupt::Signal(signal)) = runner.interrupt()?
+        {
+            return Ok(Err(signal));
+        }
         let mut batch = batch?;
         data_time += last.elapsed().as_secs_f64();
         runner.call_hooks(|h, r| match judged {
@@ -74,5 +98,5 @@ fn judge(runner: &mut Runner, judged: Judged) -> Result<Vec<(String, f64)>> {
         runner.call_hooks(|hook, runner| hook.after_test_epoch(runner, &metrics))?;
         runner.call_hooks(|hook, runner| hook.after_test(runner))?;
     }
-    Ok(metrics)
+    Ok(Ok(metrics))
 }

@@ -3,5 +3,5 @@
 mod judge;
 mod train;
 
-pub(crate) use judge::judge_once;
+pub(crate) use judge::{judge_once, nothing_to_judge};
 pub(crate) use train::train;

@@ -1,14 +1,13 @@
 //! `EpochBasedTrainLoop` and `IterBasedTrainLoop`: MMEngine's order of stages.
 //!
 //! Between batches the ranks agree whether to go on: a signal to one of them, or a spent time budget,
-//! ends all at the same place, with a checkpoint of just that place.
+//! ends all at the same place, with a checkpoint of just that place. A signal ends a validation, too,
+//! which is made up for after a resume; the time budget does not.
 
-use super::judge::validate;
+use super::judge::{Metrics, validate};
 use crate::data::Batch;
 use crate::runner::{Interrupt, Runner};
 use crate::{Error, Result};
-
-type Metrics = Vec<(String, f64)>;
 
 /// Runs every stage from `before_run` to `after_run`. Returns the last validation's figures.
 pub(crate) fn train(runner: &mut Runner) -> Result<Metrics> {
@@ -30,30 +29,28 @@ pub(crate) fn train(runner: &mut Runner) -> Result<Metrics> {
         runner.logger().info(&text);
     }
     let mut metrics = Vec::new();
+    let mut interrupt = None;
     // A checkpoint is written before its validation, whose figures a scheduler may need.
     if runner.position().iter > 0 && is_due(runner) {
-        metrics = validate(runner)?.unwrap_or_default();
+        interrupt = validate(runner, &mut metrics)?;
     }
-    let interrupt = match runner.is_by_epoch() {
-        true => epochs(runner, &mut metrics)?,
-        false => iterations(runner, &mut metrics)?,
-    };
-    match interrupt {
-        Some(Interrupt::Signal(signal)) => {
-            let text = format!("signal {signal} to a rank: saving, then ending");
-            runner.logger().warning(&text);
-            runner.end_early()?;
-            runner.call_hooks(|hook, runner| hook.after_run(runner))?;
-            return Err(Error::Interrupted { signal: signal.into() });
-        }
-        Some(Interrupt::Budget) => {
-            runner.logger().info("the time budget is spent");
-            runner.end_early()?;
-            if let Some(fresh) = validate(runner)? {
-                metrics = fresh;
-            }
-        }
-        None => {}
+    if interrupt.is_none() {
+        interrupt = match runner.is_by_epoch() {
+            true => epochs(runner, &mut metrics)?,
+            false => iterations(runner, &mut metrics)?,
+        };
+    }
+    if interrupt == Some(Interrupt::Budget) {
+        runner.logger().info("the time budget is spent");
+        runner.end_early()?;
+        interrupt = validate(runner, &mut metrics)?;
+    }
+    if let Some(Interrupt::Signal(signal)) = interrupt {
+        let text = format!("signal {signal} to a rank: saving, then ending");
+        runner.logger().warning(&text);
+        runner.end_early()?;
+        runner.call_hooks(|hook, runner| hook.after_run(runner))?;
+        return Err(Error::Interrupted { signal: signal.into() });
     }
     runner.call_hooks(|hook, runner| hook.after_train(runner))?;
     runner.call_hooks(|hook, runner| hook.after_run(runner))?;
@@ -68,9 +65,9 @@ fn epochs(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt
             return Ok(interrupt);
         }
         if is_due(runner)
-            && let Some(fresh) = validate(runner)?
+            && let Some(interrupt) = validate(runner, metrics)?
         {
-            *metrics = fresh;
+            return Ok(Some(interrupt));
         }
     }
     Ok(None)
@@ -104,9 +101,9 @@ fn iterations(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Inter
         let Some(batch) = batches.next() else { break };
         iteration(runner, batch?)?;
         if is_due(runner)
-            && let Some(fresh) = validate(runner)?
+            && let Some(interrupt) = validate(runner, metrics)?
         {
-            *metrics = fresh;
+            return Ok(Some(interrupt));
         }
     }
     runner.call_hooks(|hook, runner| hook.after_train_epoch(runner))?;

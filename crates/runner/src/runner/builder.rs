@@ -13,7 +13,7 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 
 use super::agreement::Agreement;
 use super::output::Output;
-use super::{Length, Runner, TrainConfig, Validation, read_values, write_values};
+use super::{Judged, Length, Runner, TrainConfig, Validation, read_values, write_values};
 use crate::checkpoint::Position;
 use crate::config::unknown;
 use crate::data::{DataLoader, Dataset, DatasetFactory, DefaultSampler};
@@ -26,7 +26,7 @@ use crate::model::{DistributedDataParallel, ModelContext, ModelFactory, WrapperF
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
 use crate::schedulers::{Param, Scheduler, SchedulerConfig, Span};
 use crate::sinks::Level;
-use crate::{Error, Result};
+use crate::{Error, Result, loops};
 
 /// How long a collective may take before the missing ranks are named: MMEngine's 30 minutes.
 const TIMEOUT: Duration = Duration::from_secs(1800);
@@ -43,6 +43,9 @@ pub struct DataLoaderConfig {
     pub drop_last: bool,
     /// MMEngine's `InfiniteSampler`, for a run by iterations: epochs have no end.
     pub infinite: bool,
+    /// As many samples for every rank, some of them twice if they do not divide. Training needs it; a
+    /// validation counts each sample once either way.
+    pub round_up: bool,
 }
 
 impl DataLoaderConfig {
@@ -50,7 +53,14 @@ impl DataLoaderConfig {
     #[must_use]
     pub fn new(dataset: impl Dataset + 'static, batch_size: usize) -> Self {
         let dataset: DatasetFactory = Box::new(move || Ok(Arc::new(dataset)));
-        Self { dataset, batch_size, shuffle: false, drop_last: false, infinite: false }
+        Self {
+            dataset,
+            batch_size,
+            shuffle: false,
+            drop_last: false,
+            infinite: false,
+            round_up: true,
+        }
     }
 
     /// In a new order every epoch.
@@ -94,6 +104,7 @@ pub struct RunnerBuilder {
     pub(super) load_from: Option<PathBuf>,
     pub(super) looks: Looks,
     pub(super) compile: Option<CompileOptions>,
+    only: Option<Judged>,
     group: Option<ProcessGroup>,
 }
 
@@ -271,6 +282,19 @@ impl RunnerBuilder {
         self
     }
 
+    /// The run only judges the model: neither training data nor those of the other judgement are made.
+    #[must_use]
+    pub(crate) fn only(mut self, judged: Judged) -> Self {
+        self.only = Some(judged);
+        (self.train_loader, self.auto_scale_lr) = (None, None);
+        self.schedulers.clear();
+        match judged {
+            Judged::Val => self.test = None,
+            Judged::Test => self.validation = None,
+        }
+        self
+    }
+
     /// Uses a process group that is there already, instead of joining the one that the environment
     /// describes.
     #[must_use]
@@ -291,7 +315,11 @@ impl RunnerBuilder {
         let work_dir = self.work_dir.ok_or_else(|| need("work_dir"))?;
         let model = self.model.ok_or_else(|| need("model"))?;
         let judges = self.validation.is_some() || self.test.is_some();
-        let training = training(self.train, self.optim, self.train_loader, judges);
+        if let Some(judged) = self.only.filter(|_| !judges) {
+            return Err(loops::nothing_to_judge(judged));
+        }
+        let all = self.only.is_none();
+        let training = training(self.train, self.optim, self.train_loader, judges, all);
         let (train, optim, train_loader) = training?;
         check_names(&self.hooks)?;
         check_lengths(&train, train_loader.as_ref(), &self.schedulers)?;
@@ -362,16 +390,19 @@ fn need(what: &str) -> Error {
     Error::Config(format!("the run has no {what}"))
 }
 
-/// What trains: all of it; or, in a run that judges, nothing, with an optimizer that never steps.
+/// What trains: all of it; or, in a run that judges, nothing, with an optimizer that never steps. Of one
+/// that only judges now (not `all`), the model is of the precision that it is trained in.
 fn training(
     train: Option<TrainConfig>,
     optim: Option<OptimWrapperFactory>,
     loader: Option<DataLoaderConfig>,
     judges: bool,
+    all: bool,
 ) -> Result<(TrainConfig, OptimWrapperFactory, Option<DataLoaderConfig>)> {
-    if judges && train.is_none() && optim.is_none() && loader.is_none() {
+    if !all || judges && train.is_none() && optim.is_none() && loader.is_none() {
         let idle = |count| Sgd::with_one_group(SgdHyper::default(), count);
-        return Ok((TrainConfig::new(0), OptimWrapperFactory::fp32(idle), None));
+        let optim = optim.unwrap_or_else(|| OptimWrapperFactory::fp32(idle));
+        return Ok((train.unwrap_or(TrainConfig::new(0)), optim, None));
     }
     let train = train.ok_or_else(|| need("train_cfg"))?;
     let optim = optim.ok_or_else(|| need("optim_wrapper"))?;
@@ -404,6 +435,10 @@ fn check_lengths(
     schedulers: &[SchedulerConfig],
 ) -> Result<()> {
     let infinite = loader.is_some_and(|loader| loader.infinite);
+    if loader.is_some_and(|loader| !loader.round_up) {
+        let text = "`round_up` must be true where ranks train: on equally many batches";
+        return Err(Error::Config(text.into()));
+    }
     match train.length {
         Length::Epochs(_) if infinite => Err(Error::Config(
             "InfiniteSampler has no epochs: it needs train_cfg.type = \"IterBasedTrainLoop\"".into(),
@@ -497,6 +532,7 @@ fn make_loader(config: DataLoaderConfig, group: &ProcessGroup, seed: u64) -> Res
         seed,
         rank: group.rank(),
         world_size: group.world_size(),
+        round_up: config.round_up,
     };
     let loader =
         DataLoader::new(Arc::clone(&dataset), sampler, config.batch_size, config.drop_last)?;
@@ -513,7 +549,7 @@ fn make_schedulers(
     let parts = optim.parts();
     let optimizer = optim.optimizer_mut();
     let (epochs, iters) = match train.length {
-        Length::Epochs(epochs) => (epochs, epochs * epoch_length),
+        Length::Epochs(epochs) => (epochs, epochs.saturating_mul(epoch_length)),
         Length::Iters(iters) => (iters.div_ceil(epoch_length), iters),
     };
     let (epochs, iters, epoch_length) = (epochs as u64, iters as u64, epoch_length as u64);

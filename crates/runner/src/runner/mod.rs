@@ -189,7 +189,7 @@ impl Runner {
     #[must_use]
     pub fn max_iters(&self) -> usize {
         match self.train.length {
-            Length::Epochs(epochs) => epochs * self.batches_per_epoch(),
+            Length::Epochs(epochs) => epochs.saturating_mul(self.batches_per_epoch()),
             Length::Iters(iters) => iters,
         }
     }
@@ -291,6 +291,22 @@ impl Runner {
     #[must_use]
     pub fn lr(&self) -> f64 {
         self.optim.optimizer().lr(0).unwrap_or(f64::NAN)
+    }
+
+    /// The learning rates as they are logged: `lr`; of an optimizer with parts `PART.lr`, for each the
+    /// first group's.
+    pub(crate) fn rates(&self) -> Vec<(String, f64)> {
+        let parts = self.optim.parts();
+        if parts.is_empty() {
+            return vec![("lr".to_owned(), self.lr())];
+        }
+        let mut first = 0;
+        let rate = |(part, count): (String, usize)| {
+            let rate = self.optim.optimizer().lr(first).unwrap_or(f64::NAN);
+            first += count;
+            (format!("{part}.lr"), rate)
+        };
+        parts.into_iter().map(rate).collect()
     }
 
     /// Time left until the end of the run, as far as the timer knows.
@@ -417,11 +433,12 @@ impl Runner {
     /// Trains on one batch and notes what the model reported.
     pub(crate) fn train_step(&mut self, batch: &Batch) -> Result<Losses> {
         let update = self.optim.update_params(&mut *self.engine, &mut *self.model, batch)?;
-        for (name, value) in &update.losses.scalars {
-            self.output.scalars.push(name, *value);
-        }
+        // In MMEngine's order: the optimizer wrapper's word comes first.
         for (name, value) in self.optim.log_scalars() {
             self.output.scalars.push(name, value);
+        }
+        for (name, value) in &update.losses.scalars {
+            self.output.scalars.push(name, *value);
         }
         Ok(update.losses)
     }

@@ -3,11 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use serde_json::{Map, Value};
-
 use super::builder::Looks;
 use super::{Judged, Runner};
-use crate::sinks::{EventFile, Logger, Scalars, ScalarsFile, format_bar};
+use crate::sinks::{EventFile, JsonLine, Logger, Scalars, ScalarsFile, WAIT, format_bar};
 use crate::{Error, Result};
 
 /// Redraw the bar at most this often.
@@ -25,6 +23,9 @@ pub(super) struct Output {
     pub(super) scalars: Scalars,
     pub(super) eta: Duration,
     drawn: Option<Instant>,
+    /// Whether something waits to be written, and when something was.
+    waits: bool,
+    written: Option<Instant>,
 }
 
 impl Output {
@@ -46,6 +47,8 @@ impl Output {
             scalars,
             eta: Duration::ZERO,
             drawn: None,
+            waits: false,
+            written: None,
         }
     }
 
@@ -82,6 +85,41 @@ impl Output {
     pub(super) fn logger(&mut self) -> &mut Logger {
         &mut self.logger
     }
+
+    /// Appends one line of numbers: `scalars`, then `counts`, the last of which is the step.
+    fn write<'a>(
+        &mut self,
+        scalars: impl Iterator<Item = (&'a str, f64)> + Clone,
+        counts: &[(&'a str, usize)],
+    ) -> Result<()> {
+        if let Some(events) = &mut self.events {
+            let (step, counts) = counts.split_last().map_or((0, counts), |(last, c)| (last.1, c));
+            let counts = counts.iter().map(|(name, count)| (*name, *count as f64));
+            events.write(&scalars.clone().chain(counts).collect::<Vec<_>>(), step)?;
+        }
+        let Some(file) = &mut self.file else { return Ok(()) };
+        self.waits = true;
+        let mut line = JsonLine::new();
+        scalars.for_each(|(name, value)| line.put(name, value));
+        counts.iter().for_each(|(name, count)| line.put(name, count));
+        file.write(line)
+    }
+
+    /// Writes what waits.
+    fn flush(&mut self) -> Result<()> {
+        self.waits = false;
+        self.written = Some(Instant::now());
+        self.logger.flush();
+        self.events.as_mut().map_or(Ok(()), EventFile::flush)?;
+        self.file.as_mut().map_or(Ok(()), ScalarsFile::flush)
+    }
+}
+
+impl Drop for Output {
+    /// Whatever ended the run, what it had to say is written.
+    fn drop(&mut self) {
+        let _ = self.flush();
+    }
 }
 
 impl Runner {
@@ -98,9 +136,22 @@ impl Runner {
         }
     }
 
-    /// Logs a line that the progress bar makes superfluous on a terminal.
+    /// Logs a line that the progress bar makes superfluous on a terminal, and that may wait.
     pub(crate) fn log_progress(&mut self, line: &str) {
+        self.output.waits = true;
         self.output.logger.progress(line);
+    }
+
+    /// Writes what waits, unless something was written a moment ago.
+    pub(crate) fn flush_if_due(&mut self) -> Result<()> {
+        let output = &mut self.output;
+        let due = || output.written.is_none_or(|written| written.elapsed() >= WAIT);
+        if output.waits && due() { output.flush() } else { Ok(()) }
+    }
+
+    /// Writes what waits.
+    pub(crate) fn flush(&mut self) -> Result<()> {
+        self.output.flush()
     }
 
     /// The run's name, as log lines have it.
@@ -122,16 +173,16 @@ impl Runner {
 
     /// Appends the smoothed scalars to `scalars.json`.
     pub(crate) fn write_train_scalars(&mut self) -> Result<()> {
-        let mut line = Map::new();
-        line.insert("lr".into(), self.lr().into());
-        line.extend(self.scalars().smoothed().map(|(name, value)| (name.to_owned(), value.into())));
         let iter = self.position().iter + 1;
-        if self.logs_by_epoch() {
-            line.insert("epoch".into(), (self.position().epoch + 1).into());
-        }
-        line.insert("iter".into(), iter.into());
-        line.insert("step".into(), iter.into());
-        self.write_scalars(line, iter)
+        let counts = [("epoch", self.position().epoch + 1), ("iter", iter), ("step", iter)];
+        let counts = if self.logs_by_epoch() { &counts[..] } else { &counts[1..] };
+        let rates = self.rates();
+        let rates = rates.iter().map(|(name, rate)| (name.as_str(), *rate));
+        // Lent out, for what writes them has them.
+        let scalars = std::mem::take(&mut self.output.scalars);
+        let written = self.output.write(rates.chain(scalars.smoothed()), counts);
+        self.output.scalars = scalars;
+        written
     }
 
     /// Appends a validation's figures to `scalars.json`, under the epoch or the iteration.
@@ -140,42 +191,33 @@ impl Runner {
         metrics: &[(String, f64)],
         by_epoch: bool,
     ) -> Result<()> {
-        let mut line = self.judged_line(Judged::Val, metrics);
         let step = if by_epoch { self.val_epoch() } else { self.position().iter };
-        line.insert("step".into(), step.into());
-        self.write_scalars(line, step)
+        let times = self.judged_times(Judged::Val);
+        self.output.write(judged_scalars(metrics, times), &[("step", step)])?;
+        self.flush()
     }
 
     /// Writes a test's figures to a file of their own.
     pub(crate) fn write_test_scalars(&self, metrics: &[(String, f64)]) -> Result<()> {
-        let line = self.judged_line(Judged::Test, metrics);
         if self.output.file.is_none() {
             return Ok(());
         }
+        let mut line = JsonLine::new();
+        let scalars = judged_scalars(metrics, self.judged_times(Judged::Test));
+        scalars.for_each(|(name, value)| line.put(name, value));
         let Output { work_dir, timestamp, .. } = &self.output;
         let path = work_dir.join(timestamp).join(format!("{timestamp}.json"));
-        std::fs::write(&path, Value::Object(line).to_string()).map_err(|source| Error::Io {
+        std::fs::write(&path, line.end()).map_err(|source| Error::Io {
             what: format!("cannot write {}", path.display()),
             source,
         })
     }
+}
 
-    fn judged_line(&self, judged: Judged, metrics: &[(String, f64)]) -> Map<String, Value> {
-        let mut line: Map<String, Value> =
-            metrics.iter().map(|(name, value)| (name.clone(), (*value).into())).collect();
-        let (data_time, time) = self.judged_times(judged);
-        line.insert("data_time".into(), data_time.into());
-        line.insert("time".into(), time.into());
-        line
-    }
-
-    fn write_scalars(&mut self, line: Map<String, Value>, step: usize) -> Result<()> {
-        if let Some(events) = &mut self.output.events {
-            let values = line.iter().filter(|(name, _)| *name != "step");
-            let values: Vec<_> =
-                values.filter_map(|(name, v)| Some((name.as_str(), v.as_f64()?))).collect();
-            events.write(&values, step)?;
-        }
-        self.output.file.as_mut().map_or(Ok(()), |file| file.write(line))
-    }
+fn judged_scalars(
+    metrics: &[(String, f64)],
+    (data_time, time): (f64, f64),
+) -> impl Iterator<Item = (&str, f64)> + Clone {
+    let metrics = metrics.iter().map(|(name, value)| (name.as_str(), *value));
+    metrics.chain([("data_time", data_time), ("time", time)])
 }

@@ -12,11 +12,14 @@ use crate::Result;
 use crate::config::{Config, Section};
 use crate::engine::CompileOptions;
 use crate::evaluate::Metric;
-use crate::hooks::{self, DEFAULTS, Hook};
+use crate::hooks::{self, BY_RUNNER, DEFAULTS, Hook};
 use crate::model::DistributedDataParallel;
 use crate::registry::{DATASETS, METRICS, MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS};
 use crate::schedulers;
 use crate::sinks::Level;
+
+/// `env_cfg.resource_limit`, MMEngine's.
+const OPEN_FILES: u64 = 4096;
 
 /// Keys of MMEngine's that have no meaning here, and what there is instead.
 const LEFT_OUT: [(&str, &str); 8] = [
@@ -34,12 +37,13 @@ const LEFT_OUT: [(&str, &str); 8] = [
 ];
 
 impl RunnerBuilder {
-    /// Reads a whole configuration. Nothing is created; hooks are the default ones, as the
+    /// Reads a whole configuration, as MMEngine's `from_cfg` does. Nothing is created; hooks are the default ones, as the
     /// configuration changes them, and its own.
     ///
     /// # Errors
     ///
     /// [`Error::Config`](crate::Error::Config) at the first mistake, with file, line and column.
+    #[doc(alias = "from_cfg")]
     pub fn from_config(config: Config) -> Result<Self> {
         let mut builder = Self::default();
         builder.looks.config = Some((config.file_name(), config.text()));
@@ -59,8 +63,8 @@ impl RunnerBuilder {
         }
         builder.validation = read_judged(&mut root, "val_dataloader", "val_evaluator")?;
         builder.test = read_judged(&mut root, "test_dataloader", "test_evaluator")?;
-        read_judge_cfg(&mut root, "val_cfg", "ValLoop")?;
-        read_judge_cfg(&mut root, "test_cfg", "TestLoop")?;
+        read_judge_cfg(&mut root, "val_cfg", "ValLoop", builder.validation.is_some())?;
+        read_judge_cfg(&mut root, "test_cfg", "TestLoop", builder.test.is_some())?;
         builder.schedulers = schedulers::read_all(&mut root, &parts)?;
         builder.auto_scale_lr = read_auto_scale_lr(&mut root)?;
         let figures = builder.validation.as_ref().and_then(|(_, metric)| metric.figures());
@@ -101,7 +105,7 @@ fn read_training(root: &mut Section, builder: &mut RunnerBuilder) -> Result<Vec<
     Ok(parts)
 }
 
-fn read_loader(mut section: Section, shuffle: bool) -> Result<DataLoaderConfig> {
+fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
     for key in ["persistent_workers", "pin_memory", "collate_fn", "worker_init_fn", "batch_sampler"]
     {
         section.refuse(key, "a data set makes whole batches, on the thread that trains")?;
@@ -115,15 +119,23 @@ fn read_loader(mut section: Section, shuffle: bool) -> Result<DataLoaderConfig> 
     let batch_size = section.required("batch_size")?;
     let drop_last = section.or("drop_last", false)?;
     let dataset = DATASETS.build(section.section("dataset")?)?;
-    let mut config = DataLoaderConfig { dataset, batch_size, shuffle, drop_last, infinite: false };
+    let mut config = DataLoaderConfig {
+        dataset,
+        batch_size,
+        shuffle: train,
+        drop_last,
+        infinite: false,
+        round_up: true,
+    };
     if let Some(mut sampler) = section.optional_section("sampler")? {
         let types = [("DefaultSampler", false), ("InfiniteSampler", true)];
         config.infinite = sampler.choice("type", "DefaultSampler", &types)?;
-        config.shuffle = sampler.or("shuffle", shuffle)?;
+        config.shuffle = sampler.or("shuffle", train)?;
         sampler.refuse("seed", "the run has one seed (`randomness`)")?;
         let rounds = sampler.offset_of("round_up");
-        if !sampler.or("round_up", true)? {
-            return Err(rounds.error("`round_up` must be true: ranks take equally many batches"));
+        config.round_up = sampler.or("round_up", true)?;
+        if train && !config.round_up {
+            return Err(rounds.error("`round_up` must be true: ranks train on equally many batches"));
         }
         sampler.finish()?;
     }
@@ -150,9 +162,19 @@ fn read_judged(
     Ok(Some((config, metric)))
 }
 
-/// `[val_cfg]` and `[test_cfg]`, which say nothing new.
-fn read_judge_cfg(root: &mut Section, key: &'static str, name: &'static str) -> Result<()> {
+/// `[val_cfg]` and `[test_cfg]`, which say nothing new, but nothing without the rest either.
+fn read_judge_cfg(
+    root: &mut Section,
+    key: &'static str,
+    name: &'static str,
+    judges: bool,
+) -> Result<()> {
     let Some(mut section) = root.optional_section(key)? else { return Ok(()) };
+    if !judges {
+        let part = key.trim_end_matches("_cfg");
+        let text = format!("`{key}` without `{part}_dataloader` and `{part}_evaluator`");
+        return Err(section.error(text));
+    }
     section.choice("type", name, &[(name, ())])?;
     section.refuse("fp16", "a validation is of the model in its own precision")?;
     section.finish()
@@ -211,7 +233,8 @@ fn read_auto_scale_lr(root: &mut Section) -> Result<Option<usize>> {
     Ok(enable.then_some(base))
 }
 
-/// The default hooks, as `[default_hooks]` changes them by key, and `[[custom_hooks]]`.
+/// The default hooks, as `[default_hooks]` changes them by key; what else has a type there; and
+/// `[[custom_hooks]]`.
 fn read_hooks(root: &mut Section, figures: Option<&[String]>) -> Result<Vec<Box<dyn Hook>>> {
     let mut all = Vec::new();
     let mut section = root.optional_section("default_hooks")?;
@@ -227,9 +250,19 @@ fn read_hooks(root: &mut Section, figures: Option<&[String]>) -> Result<Vec<Box<
         all.push(hooks::build(given, Some(hook_type), figures)?);
     }
     if let Some(mut section) = section {
-        section.refuse("runtime_info", "hooks ask the runner itself")?;
-        section.refuse("sampler_seed", "the order of an epoch is a function of seed and epoch")?;
+        for (key, hook_type, why) in BY_RUNNER {
+            let place = section.offset_of(key);
+            if section.is_off(key) {
+                return Err(place.error(format!("`{key}` cannot be switched off: {why}")));
+            }
+            if let Some(given) = section.optional_section(key)? {
+                all.push(hooks::build(given, Some(hook_type), figures)?);
+            }
+        }
         section.refuse("visualization", "there is no visualizer of samples")?;
+        for more in section.tables_with("type")? {
+            all.push(hooks::build(more, None, figures)?);
+        }
         section.finish()?;
     }
     for section in root.sections("custom_hooks")? {
@@ -249,13 +282,14 @@ fn read_randomness(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()
 
 /// `[env_cfg]`: how ranks talk, for how long they wait, how many files may be open.
 fn read_env(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
+    builder.open_files = Some(OPEN_FILES);
     let Some(mut env) = root.optional_section("env_cfg")? else { return Ok(()) };
     if let Some(mut dist) = env.optional_section("dist_cfg")? {
         builder.transport = read_transport(&mut dist)?;
         builder.timeout = dist.optional::<Duration>("timeout")?;
         dist.finish()?;
     }
-    builder.open_files = env.optional("resource_limit")?;
+    builder.open_files = Some(env.or("resource_limit", OPEN_FILES)?);
     env.refuse("cudnn_benchmark", "no part of this crate uses cuDNN")?;
     env.refuse("mp_cfg", "no data are loaded by other processes")?;
     env.finish()

@@ -112,16 +112,13 @@ pub struct OneCycle {
 impl Shape {
     /// The same, in steps of which each old one is `factor`.
     pub(super) fn stretch(&mut self, factor: u64) {
+        let stretch = |steps: &mut u64| *steps = steps.saturating_mul(factor);
         match self {
-            Self::CosineAnnealing { t_max: Some(t_max), .. } => *t_max *= factor,
-            Self::CosineRestart { periods, .. } => {
-                periods.iter_mut().for_each(|period| *period *= factor);
-            }
-            Self::MultiStep { milestones, .. } => {
-                milestones.iter_mut().for_each(|milestone| *milestone *= factor);
-            }
-            Self::OneCycle(cycle) => cycle.total_steps *= factor,
-            Self::Step { step_size, .. } => *step_size *= factor,
+            Self::CosineAnnealing { t_max: Some(t_max), .. } => stretch(t_max),
+            Self::CosineRestart { periods, .. } => periods.iter_mut().for_each(stretch),
+            Self::MultiStep { milestones, .. } => milestones.iter_mut().for_each(stretch),
+            Self::OneCycle(cycle) => stretch(&mut cycle.total_steps),
+            Self::Step { step_size, .. } => stretch(step_size),
             _ => {}
         }
     }

@@ -4,19 +4,15 @@
 //! schemas of TensorFlow. Follows: TensorFlow's `event.proto`, `summary.proto` and the record format of
 //! `tf.data.TFRecordDataset`'s documentation.
 
-use std::fs::File;
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use crate::{Error, Result};
+use super::appender::Appender;
+use crate::Result;
 
 /// An open event file.
 #[derive(Debug)]
-pub(crate) struct EventFile {
-    path: PathBuf,
-    file: File,
-}
+pub(crate) struct EventFile(Appender);
 
 impl EventFile {
     /// Creates `events.out.tfevents.SECONDS.HOST.PID.0` in `dir`.
@@ -25,19 +21,16 @@ impl EventFile {
         let host = host.map_or_else(|_| "localhost".to_owned(), |name| name.trim().to_owned());
         let (seconds, pid) = (now() as u64, std::process::id());
         let path = dir.join(format!("events.out.tfevents.{seconds}.{host}.{pid}.0"));
-        let file = File::create(&path).map_err(|source| Error::Io {
-            what: format!("cannot create {}", path.display()),
-            source,
-        })?;
-        let mut events = Self { path, file };
+        let mut events = Self(Appender::open(&path)?);
         let mut event = Vec::new();
         double(&mut event, 1, now());
         bytes(&mut event, 3, b"brain.Event:2");
-        events.append(&event)?;
+        events.0.push(&[&frame(&event)])?;
+        events.flush()?;
         Ok(events)
     }
 
-    /// Appends scalars of one step.
+    /// Appends scalars of one step, which may wait to be written.
     pub(crate) fn write(&mut self, values: &[(&str, f64)], step: usize) -> Result<()> {
         let mut summary = Vec::new();
         for (tag, value) in values {
@@ -51,14 +44,12 @@ impl EventFile {
         event.push(2 << 3);
         varint(&mut event, step as u64);
         bytes(&mut event, 5, &summary);
-        self.append(&event)
+        self.0.push(&[&frame(&event)])
     }
 
-    fn append(&mut self, event: &[u8]) -> Result<()> {
-        self.file.write_all(&frame(event)).map_err(|source| Error::Io {
-            what: format!("cannot write {}", self.path.display()),
-            source,
-        })
+    /// Writes what waits.
+    pub(crate) fn flush(&mut self) -> Result<()> {
+        self.0.flush()
     }
 }
 
@@ -141,6 +132,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut events = EventFile::create(dir.path()).unwrap();
         events.write(&[("loss", 0.5), ("lr", 0.25)], 300).unwrap();
+        events.flush().unwrap();
         let file = std::fs::read_dir(dir.path()).unwrap().next().unwrap().unwrap().path();
         let written = std::fs::read(file).unwrap();
         let first = u64::from_le_bytes(written[..8].try_into().unwrap()) as usize + 16;

@@ -1,5 +1,6 @@
 //! MMEngine's log lines, so that whatever parses its logs parses ours.
 
+use std::fmt::Write;
 use std::time::Duration;
 
 use crate::runner::{Judged, Runner};
@@ -18,18 +19,23 @@ pub(crate) fn format_train_line(runner: &Runner, done: usize) -> String {
         let width = len.to_string().len();
         format!("Iter(train) [{iter:>width$}/{len}]  ")
     };
-    line += &format!("lr: {}  eta: {}", scientific(runner.lr()), clock(runner.eta()));
+    for (index, (name, rate)) in runner.rates().iter().enumerate() {
+        let before = if index > 0 { " " } else { "" };
+        add(&mut line, format_args!("{before}{name}: {}", scientific(*rate)));
+    }
+    add(&mut line, format_args!("  eta: {}", clock(runner.eta())));
     // Times come first, as in MMEngine's lines, then what the model reported.
     let order = ["time", "data_time"];
-    for name in order {
-        if let Some((_, value)) = runner.scalars().smoothed().find(|(n, _)| *n == name) {
-            line += &format!("  {name}: {value:.4}");
-        }
-    }
-    for (name, value) in runner.scalars().smoothed().filter(|(n, _)| !order.contains(n)) {
-        line += &format!("  {name}: {value:.4}");
+    let times = order.iter().filter_map(|name| runner.scalars().smoothed().find(|s| s.0 == *name));
+    let others = runner.scalars().smoothed().filter(|s| !order.contains(&s.0));
+    for (name, value) in times.chain(others) {
+        add(&mut line, format_args!("  {name}: {value:.4}"));
     }
     line
+}
+
+fn add(line: &mut String, text: std::fmt::Arguments<'_>) {
+    line.write_fmt(text).expect("memory takes every text");
 }
 
 /// `Epoch(val) [1][5/5]    accuracy: 97.4930  data_time: 0.0004  time: 0.0021`.

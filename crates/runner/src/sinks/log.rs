@@ -1,13 +1,14 @@
 //! The run's log: `MM/DD HH:MM:SS - runner - INFO - text` on the terminal, the same with the year
 //! in the log file. Rank 0 writes; the others keep quiet.
 
-use std::fs::File;
 use std::io::{IsTerminal, Write};
 use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use jiff::Zoned;
 
-use crate::{Error, Result};
+use super::appender::{Appender, MOST};
+use crate::Result;
 
 /// Set by the launcher for its ranks when its own output is a terminal: they write into pipes.
 pub(crate) const TERMINAL_VARIABLE: &str = "RUNNER_TERMINAL";
@@ -29,13 +30,41 @@ pub(crate) enum Level {
 }
 
 /// Writes log lines, and a progress bar where somebody watches.
+///
+/// Lines of progress may wait for each other, see [`LoggerHook`](crate::hooks::LoggerHook); every other
+/// line is written at once, after those that wait.
 #[derive(Debug)]
 pub struct Logger {
-    file: Option<File>,
+    file: Option<Appender>,
+    /// What waits to be written to the terminal.
+    waiting: Vec<u8>,
     speaks: bool,
     terminal: bool,
     bar_shown: bool,
     least: Level,
+    stamp: Stamp,
+}
+
+/// The time of a line, written out once a second.
+#[derive(Debug, Default)]
+struct Stamp {
+    second: u64,
+    terminal: String,
+    file: String,
+}
+
+impl Stamp {
+    fn renew(&mut self) {
+        let now = SystemTime::now();
+        let second = now.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+        if second == self.second {
+            return;
+        }
+        let now = Zoned::try_from(now).unwrap_or_else(|_| Zoned::now());
+        self.second = second;
+        self.terminal = now.strftime("%m/%d %H:%M:%S").to_string();
+        self.file = now.strftime("%Y/%m/%d %H:%M:%S").to_string();
+    }
 }
 
 impl Logger {
@@ -44,7 +73,15 @@ impl Logger {
     pub fn new(speaks: bool) -> Self {
         let terminal =
             std::io::stdout().is_terminal() || std::env::var_os(TERMINAL_VARIABLE).is_some();
-        Self { file: None, speaks, terminal, bar_shown: false, least: Level::Info }
+        Self {
+            file: None,
+            waiting: Vec::new(),
+            speaks,
+            terminal,
+            bar_shown: false,
+            least: Level::Info,
+            stamp: Stamp::default(),
+        }
     }
 
     /// Leaves out what is less important.
@@ -56,28 +93,40 @@ impl Logger {
     ///
     /// # Errors
     ///
-    /// [`Error::Io`] if it cannot be created.
+    /// [`Error::Io`](crate::Error::Io) if it cannot be created.
     pub fn open_file(&mut self, path: &Path) -> Result<()> {
-        let file = File::options().create(true).append(true).open(path).map_err(|source| {
-            Error::Io { what: format!("cannot create {}", path.display()), source }
-        })?;
-        self.file = Some(file);
+        self.file = Some(Appender::open(path)?);
         Ok(())
     }
 
     /// Logs a line.
     pub fn info(&mut self, text: &str) {
         self.line(Level::Info, text, true);
+        self.flush();
     }
 
     /// Logs a line that asks for attention.
     pub fn warning(&mut self, text: &str) {
         self.line(Level::Warning, text, true);
+        self.flush();
     }
 
-    /// Logs a line that a progress bar makes superfluous on a terminal.
+    /// Logs a line that a progress bar makes superfluous on a terminal, and that may wait.
     pub(crate) fn progress(&mut self, text: &str) {
         self.line(Level::Info, text, !self.terminal);
+        if self.waiting.len() >= MOST {
+            self.flush();
+        }
+    }
+
+    /// Writes what waits.
+    pub(crate) fn flush(&mut self) {
+        if !self.waiting.is_empty() {
+            write_out(&self.waiting);
+            self.waiting.clear();
+        }
+        // A full disk must not end the run for the sake of its log.
+        let _ = self.file.as_mut().map(Appender::flush);
     }
 
     /// Whether a progress bar is wanted.
@@ -88,31 +137,30 @@ impl Logger {
     /// Draws the bar over the one before.
     pub(crate) fn bar(&mut self, text: &str) {
         self.bar_shown = true;
-        write_out(&format!("{text}{CLEAR_REST}\r"));
+        write_out(format!("{text}{CLEAR_REST}\r").as_bytes());
     }
 
     fn line(&mut self, level: Level, text: &str, on_terminal: bool) {
         if !self.speaks || level < self.least {
             return;
         }
-        let level = if level == Level::Warning { "WARNING" } else { "INFO" };
-        let now = Zoned::now();
+        let level = if level == Level::Warning { " - runner - WARNING - " } else { " - runner - INFO - " };
+        self.stamp.renew();
         if on_terminal {
             let clear = if std::mem::take(&mut self.bar_shown) { CLEAR_REST } else { "" };
-            let time = now.strftime("%m/%d %H:%M:%S");
-            write_out(&format!("{time} - runner - {level} - {text}{clear}\n"));
+            for piece in [&self.stamp.terminal, level, text, clear, "\n"] {
+                self.waiting.extend_from_slice(piece.as_bytes());
+            }
         }
         if let Some(file) = &mut self.file {
-            // A full disk must not end the run for the sake of its log.
-            let time = now.strftime("%Y/%m/%d %H:%M:%S");
-            let line = format!("{time} - runner - {level} - {text}\n");
-            let _ = file.write_all(line.as_bytes());
+            let pieces = [&self.stamp.file, level, text, "\n"].map(str::as_bytes);
+            let _ = file.push(&pieces);
         }
     }
 }
 
 /// Writes to standard output and does not mind if nobody reads.
-fn write_out(text: &str) {
+fn write_out(text: &[u8]) {
     let mut out = std::io::stdout().lock();
-    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    let _ = out.write_all(text).and_then(|()| out.flush());
 }

@@ -1,5 +1,6 @@
 //! Where a run's words and numbers go: terminal, log file, `scalars.json`, event files, plots.
 
+mod appender;
 mod events;
 mod format;
 mod json;
@@ -7,9 +8,10 @@ mod log;
 mod plot;
 mod scalars;
 
+pub(crate) use appender::WAIT;
 pub(crate) use events::EventFile;
 pub(crate) use format::{format_bar, format_judged_line, format_judging_line, format_train_line};
-pub(crate) use json::ScalarsFile;
+pub(crate) use json::{JsonLine, ScalarsFile};
 pub use log::Logger;
 pub(crate) use log::{Level, TERMINAL_VARIABLE};
 pub use plot::plot;

@@ -16,27 +16,36 @@ const COLUMNS: usize = 2;
 const MAX_POINTS: usize = 1000;
 
 /// Draws the scalars of a `scalars.json` whose names are among `keys`; all but counters and times if
-/// there are none.
+/// there are none. Python's `NaN` and `Infinity` are read, and leave a gap as `null` does; a last line that
+/// is still being written is left out. Figures that all stand under one step, as MMEngine has a
+/// validation's in a run by iterations, are drawn over the iterations before them.
 ///
 /// # Errors
 ///
 /// [`Error::Data`] naming the line that is not a JSON object, or if there is nothing to draw.
 pub fn plot(text: &str, keys: &[String]) -> Result<String> {
-    let mut series: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
-    for (number, line) in text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()) {
+    let mut series: BTreeMap<String, Series> = BTreeMap::new();
+    let mut iter = 0.0;
+    for (number, whole) in text.split_inclusive('\n').enumerate() {
         let fail = |e: &str| Error::Data(format!("line {}: {e}", number + 1));
-        let line: Value = serde_json::from_str(line).map_err(|e| fail(&e.to_string()))?;
+        let line: Value = match parse(whole) {
+            Ok(line) => line,
+            Err(_) if whole.trim().is_empty() || !whole.ends_with('\n') => continue,
+            Err(e) => return Err(fail(&e.to_string())),
+        };
         let object = line.as_object().ok_or_else(|| fail("not a JSON object"))?;
         let step = object.get("step").and_then(Value::as_f64);
         let step = step.ok_or_else(|| fail("there is no number under `step`"))?;
+        iter = object.get("iter").and_then(Value::as_f64).unwrap_or(iter);
         // A validation's times are not a step's.
         let wanted = |name: &str| match keys {
             [] => !["step", "iter", "epoch", "time", "data_time"].contains(&name),
             keys => keys.iter().any(|key| key == name),
         };
         for (name, value) in object.iter().filter(|(name, _)| wanted(name)) {
-            if let Some(value) = value.as_f64() {
-                series.entry(name.clone()).or_default().push((step, value));
+            let value = if value.is_null() { Some(f64::NAN) } else { value.as_f64() };
+            if let Some(value) = value {
+                series.entry(name.clone()).or_default().push(step, iter, value);
             }
         }
     }
@@ -51,12 +60,51 @@ pub fn plot(text: &str, keys: &[String]) -> Result<String> {
          font-family=\"sans-serif\" font-size=\"11\">\n\
          <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
     );
-    for (index, (name, points)) in series.iter().enumerate() {
+    for (index, (name, series)) in series.iter().enumerate() {
         let x = MARGIN.0 + cell_width * (index % COLUMNS) as f64;
         let y = MARGIN.1 + cell_height * (index / COLUMNS) as f64;
-        svg += &format!("<g transform=\"translate({x} {y})\">\n{}</g>\n", chart(name, points));
+        svg += &format!("<g transform=\"translate({x} {y})\">\n{}</g>\n", chart(name, series.points()));
     }
     Ok(svg + "</svg>\n")
+}
+
+/// Values of one scalar.
+#[derive(Default)]
+struct Series {
+    /// Over the steps that they stand under, and over the iterations before them.
+    over: [Vec<(f64, f64)>; 2],
+}
+
+impl Series {
+    fn push(&mut self, step: f64, iter: f64, value: f64) {
+        self.over[0].push((step, value));
+        self.over[1].push((iter, value));
+    }
+
+    fn points(&self) -> &[(f64, f64)] {
+        let [steps, iters] = &self.over;
+        if steps.iter().all(|point| point.0 == steps[0].0) { iters } else { steps }
+    }
+}
+
+/// A line of JSON, or of what Python takes for JSON.
+fn parse(line: &str) -> serde_json::Result<Value> {
+    serde_json::from_str(line).or_else(|e| {
+        let mut text = String::new();
+        // What is between quotes stays as it is. MMEngine's names have none inside.
+        for (index, part) in line.split('"').enumerate() {
+            let quote = if index > 0 { "\"" } else { "" };
+            let part = match index % 2 {
+                0 => ["-Infinity", "Infinity", "NaN"]
+                    .iter()
+                    .fold(part.to_owned(), |part, word| part.replace(word, "null")),
+                _ => part.to_owned(),
+            };
+            text += quote;
+            text += &part;
+        }
+        serde_json::from_str(&text).map_err(|_| e)
+    })
 }
 
 fn chart(name: &str, points: &[(f64, f64)]) -> String {
@@ -85,12 +133,15 @@ fn chart(name: &str, points: &[(f64, f64)]) -> String {
     let kept = points.iter().enumerate().filter(|(i, _)| i % every == 0 || *i == last);
     let (mut line, mut pen_down) = (String::new(), false);
     for (_, (step, value)) in kept {
-        // A line is broken where there is no number.
-        let command = if pen_down { 'L' } else { 'M' };
+        // A line is broken where there is no number, and a point that is alone is drawn as a dot.
+        let moved = !pen_down;
         pen_down = value.is_finite();
         if pen_down {
             let (right, up) = (SIZE.0 * x.share(*step), SIZE.1 * (1.0 - y.share(*value)));
-            let _ = write!(line, "{command}{right:.1} {up:.1}");
+            let commands = if moved { &['M', 'L'][..] } else { &['L'] };
+            for command in commands {
+                let _ = write!(line, "{command}{right:.1} {up:.1}");
+            }
         }
     }
     svg + &format!(
@@ -172,7 +223,7 @@ mod tests {
     #[test]
     fn what_is_no_scalars_file_is_named() {
         for (text, says) in [
-            ("{\"step\": 1, \"a\": 1}\n[", "line 2: "),
+            ("{\"step\": 1, \"a\": 1}\n[\n", "line 2: "),
             ("3", "line 1: not a JSON object"),
             ("{\"a\": 1}", "line 1: there is no number under `step`"),
             ("{\"step\": 1, \"epoch\": 1}", "nothing to draw"),
@@ -181,6 +232,27 @@ mod tests {
             let said = plot(text, &[]).unwrap_err().to_string();
             assert!(said.starts_with(says) || said.contains(says), "{said}");
         }
+    }
+
+    #[test]
+    fn pythons_numbers_and_a_line_half_written_are_let_pass() {
+        let text = "{\"step\": 1, \"a NaN\": 1}\n{\"step\": 2, \"a NaN\": NaN}\n\n\
+                    {\"step\": 3, \"a NaN\": -Infinity, \"b\": null}\n{\"step\": 4, \"a NaN\": 3}\n{\"ste";
+        let svg = plot(text, &[]).unwrap();
+        assert!(svg.contains(">a NaN</text>") && svg.contains(">b</text>"), "{svg}");
+        // Two points and nothing between.
+        assert!(svg.contains("d=\"M0.0 180.0L0.0 180.0M360.0 0.0L360.0 0.0\""), "{svg}");
+    }
+
+    #[test]
+    fn figures_under_one_step_are_drawn_over_iterations() {
+        let recorded = include_str!("../../tests/vectors/log_iter.txt");
+        let text: String =
+            recorded.lines().filter(|l| l.starts_with('{')).map(|l| l.to_owned() + "\n").collect();
+        let svg = plot(&text, &["digits/accuracy".into()]).unwrap();
+        // After 20, 40 and 60 iterations.
+        assert!(svg.contains("d=\"M0.0 ") && svg.contains("L180.0 "), "{svg}");
+        assert!(svg.contains(">20</text>") && svg.contains(">60</text>"), "{svg}");
     }
 
     proptest! {

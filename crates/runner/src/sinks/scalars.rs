@@ -9,8 +9,32 @@ const WINDOW: usize = 10;
 /// The last few values of each scalar, in the order in which they first appeared.
 #[derive(Clone, Debug, Default)]
 pub struct Scalars {
-    entries: Vec<(String, VecDeque<f64>)>,
+    entries: Vec<Entry>,
     window: Option<NonZero<usize>>,
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    name: String,
+    /// Whether the mean is logged.
+    smooth: bool,
+    values: VecDeque<f64>,
+}
+
+impl Entry {
+    fn new(name: &str) -> Self {
+        let smooth = name.contains("loss") && name != "loss_scale"
+            || name.contains("time")
+            || name.contains("grad_norm");
+        Self { name: name.to_owned(), smooth, values: VecDeque::new() }
+    }
+
+    fn logged(&self) -> f64 {
+        match self.smooth {
+            true => self.values.iter().sum::<f64>() / self.values.len() as f64,
+            false => self.values.back().copied().unwrap_or(f64::NAN),
+        }
+    }
 }
 
 impl Scalars {
@@ -22,11 +46,11 @@ impl Scalars {
     /// Adds a value.
     pub fn push(&mut self, name: &str, value: f64) {
         let window = self.window.map_or(WINDOW, NonZero::get);
-        let index = self.entries.iter().position(|(n, _)| n == name).unwrap_or_else(|| {
-            self.entries.push((name.to_owned(), VecDeque::new()));
+        let index = self.entries.iter().position(|e| e.name == name).unwrap_or_else(|| {
+            self.entries.push(Entry::new(name));
             self.entries.len() - 1
         });
-        let values = &mut self.entries[index].1;
+        let values = &mut self.entries[index].values;
         while values.len() >= window {
             values.pop_front();
         }
@@ -35,18 +59,8 @@ impl Scalars {
 
     /// Each scalar as it is logged: losses, times and gradient norms as the mean of their last ten
     /// values, anything else as it is.
-    pub fn smoothed(&self) -> impl Iterator<Item = (&str, f64)> {
-        self.entries.iter().map(|(name, values)| {
-            let smooth = name.contains("loss") && name != "loss_scale"
-                || name.contains("time")
-                || name.contains("grad_norm");
-            let value = if smooth {
-                values.iter().sum::<f64>() / values.len() as f64
-            } else {
-                values.back().copied().unwrap_or(f64::NAN)
-            };
-            (name.as_str(), value)
-        })
+    pub fn smoothed(&self) -> impl Iterator<Item = (&str, f64)> + Clone {
+        self.entries.iter().map(|entry| (entry.name.as_str(), entry.logged()))
     }
 }
 

@@ -408,6 +408,7 @@ fn few(len: usize, broken: usize, batch_size: usize, drop_last: bool) -> DataLoa
         shuffle: false,
         drop_last,
         infinite: false,
+        round_up: true,
     }
 }
 

@@ -9,6 +9,10 @@ use std::time::{Duration, Instant};
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use runner::config::Config;
+use runner::data::Batch;
+use runner::hooks::Hook;
+use runner::{Error, Result, Runner, RunnerBuilder};
 use rustix::process::{Pid, Signal, kill_process};
 
 const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
@@ -191,6 +195,57 @@ fn a_signal_to_one_rank_saves_and_ends_all_and_the_run_goes_on() {
             job.assert_equal("whole", "asked", &end);
         }
     }
+}
+
+/// Signals its own process, once, when a batch of a validation is in hand.
+struct Ask(bool);
+
+impl Hook for Ask {
+    fn name(&self) -> &'static str {
+        "Ask"
+    }
+
+    fn before_val_iter(&mut self, _: &mut Runner, index: usize, _: &mut Batch) -> Result<()> {
+        if index == 2 && std::mem::take(&mut self.0) {
+            signal_hook::low_level::raise(signal_hook::consts::SIGTERM).unwrap();
+        }
+        Ok(())
+    }
+}
+
+#[test]
+#[ignore = "a process that the next test starts, where signals are nobody else's"]
+fn asked_in_a_validation() {
+    let (Ok(config), Ok(dir)) = (std::env::var("ASKED_CONFIG"), std::env::var("ASKED_DIR")) else {
+        return;
+    };
+    runner::signals::catch().unwrap();
+    let builder = RunnerBuilder::from_config(Config::from_file(config).unwrap()).unwrap();
+    let mut run = builder.work_dir(dir).hook(Box::new(Ask(true))).build().unwrap();
+    assert!(matches!(run.train(), Err(Error::Interrupted { signal: 15 })));
+}
+
+#[test]
+fn a_signal_in_a_validation_ends_it_and_it_is_made_up_for() {
+    let mut job = Job::new();
+    let config = CONFIG.replace("max_iters = 120", "max_iters = 120, val_interval = 20");
+    let validation = "val_dataloader = { batch_size = 64, dataset = { type = 'Digits', split = 'test' } }\n\
+                      val_evaluator = { type = 'Accuracy' }\n";
+    job.config = job.dir.path().join("val.toml");
+    std::fs::write(&job.config, format!("{validation}{config}")).unwrap();
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--ignored", "--exact", "asked_in_a_validation"]).stdout(Stdio::null());
+    child.env("ASKED_CONFIG", &job.config).env("ASKED_DIR", job.work_dir("asked"));
+    assert!(child.status().unwrap().success());
+    // There was no other reason to save here, and no figures came of it.
+    assert!(job.work_dir("asked").join("iter_20").is_dir());
+    assert!(!log(&job.work_dir("asked")).contains("accuracy"));
+    assert!(job.train(None, "asked", 120).end().success());
+    assert!(job.train(None, "whole", 120).end().success());
+    for name in ["asked", "whole"] {
+        assert_eq!(log(&job.work_dir(name)).matches("accuracy").count(), 6, "{name}");
+    }
+    job.assert_equal("whole", "asked", "iter_120");
 }
 
 /// What a process has started: its ranks and what watches them.

@@ -265,9 +265,12 @@ fn what_is_left_out_is_refused_by_name() {
         ("env_cfg.mp_cfg.opencv_num_threads=0", "`mp_cfg` is left out on purpose"),
         ("train_dataloader.num_workers=2", "`num_workers` is left out on purpose"),
         ("train_dataloader.pin_memory=true", "`pin_memory` is left out on purpose"),
+        ("default_hooks.visualization.type=A", "`visualization` is left out on purpose"),
+        ("default_hooks.sampler_seed=None", "`sampler_seed` cannot be switched off: the order"),
+        ("default_hooks.runtime_info=false", "`runtime_info` cannot be switched off: hooks ask"),
         (
-            "default_hooks.runtime_info.type=RuntimeInfoHook",
-            "`runtime_info` is left out on purpose",
+            "visualizer.vis_backends.type=WandbVisBackend",
+            "`WandbVisBackend` is left out on purpose",
         ),
         ("default_hooks.checkpoint.out_dir=x", "`out_dir` is left out on purpose"),
         ("val_cfg.fp16=true", "`fp16` is left out on purpose"),
@@ -278,6 +281,11 @@ fn what_is_left_out_is_refused_by_name() {
         let text = said(Ok(config));
         assert!(text.starts_with(&format!("--cfg-options {option}: {says}")), "{text}");
     }
+    // Nobody is told that they are valid names.
+    let mut config = Config::from_text("c.toml", GOOD).unwrap();
+    config.override_with(["sed=1"]).unwrap();
+    let text = said(Ok(config));
+    assert!(text.contains("valid: auto_scale_lr, compile,") && !text.contains("sync_bn"), "{text}");
     // Switched off, they ask for nothing; and MMEngine's short forms are understood.
     for option in [
         "env_cfg.cudnn_benchmark=false",
@@ -287,10 +295,43 @@ fn what_is_left_out_is_refused_by_name() {
         "resume=auto",
         "randomness.diff_rank_seed=true",
         "env_cfg.resource_limit=4096",
+        // The six default hooks, and more under keys of one's own.
+        "default_hooks.runtime_info.type=RuntimeInfoHook",
+        "default_hooks.sampler_seed.type=DistSamplerSeedHook",
+        "default_hooks.ema.type=EMAHook",
+        "val_dataloader.sampler.round_up=false",
     ] {
         let mut config = Config::from_text("c.toml", GOOD).unwrap();
         config.override_with([option]).unwrap();
         RunnerBuilder::from_config(config).unwrap();
+    }
+}
+
+#[test]
+fn what_is_half_there_is_refused() {
+    for (option, says) in [
+        (
+            "default_hooks.chekpoint.interval=5",
+            "unknown key `chekpoint`; did you mean `checkpoint`?",
+        ),
+        ("default_hooks.ema.type=EMAHok", "unknown hook `EMAHok`; did you mean `EMAHook`?"),
+        ("test_cfg.type=TestLoop", "`test_cfg` without `test_dataloader` and `test_evaluator`"),
+        ("test_evaluator.type=Accuracy", "missing key `test_dataloader`"),
+        ("train_dataloader.sampler.round_up=false", "`round_up` must be true"),
+        ("train_dataloader.batch_size=0", "`batch_size` must be at least 1"),
+        ("model.hidden=3,0", "`hidden` must each be at least 1"),
+        ("model.num_classes=0", "`num_classes` must be at least 1"),
+        ("default_hooks.checkpoint.max_keep_ckpts=0", "`max_keep_ckpts` must be at least 1"),
+        // A table's own mistake, and which override had a part in it.
+        (
+            "optim_wrapper.optimizer.lr=-1",
+            "c.toml:10:13: invalid learning rate: -1 (with --cfg-options optim_wrapper.optimizer.lr=-1)",
+        ),
+    ] {
+        let mut config = Config::from_text("c.toml", GOOD).unwrap();
+        config.override_with([option]).unwrap();
+        let text = said(Ok(config));
+        assert!(text.contains(says), "{option}: {text}");
     }
 }
 

@@ -15,11 +15,13 @@ pub struct Section {
     entries: Vec<Entry>,
     /// Every key asked for so far: the valid names.
     asked: Vec<&'static str>,
+    /// Where values were taken from that stand elsewhere: overrides, other files.
+    elsewhere: Vec<Place>,
 }
 
 impl Section {
     pub(super) fn new(path: String, place: Place, entries: Vec<Entry>) -> Self {
-        Self { path, place, entries, asked: Vec::new() }
+        Self { path, place, entries, asked: Vec::new(), elsewhere: Vec::new() }
     }
 
     /// The value of `key`, if the file has it.
@@ -232,12 +234,11 @@ impl Section {
     ///
     /// [`Error::Config`] if the file has it; `why` says what there is instead.
     pub fn refuse(&mut self, key: &'static str, why: &str) -> Result<()> {
-        if self.is_off(key) {
-            return Ok(());
-        }
-        let Some(entry) = self.take(key) else { return Ok(()) };
+        let asked = self.asked.len();
+        let entry = if self.is_off(key) { None } else { self.take(key) };
         // Nobody is told that this is a valid name.
-        self.asked.pop();
+        self.asked.truncate(asked);
+        let Some(entry) = entry else { return Ok(()) };
         Err(entry.key_place.error(format!("`{key}` is left out on purpose: {why}")))
     }
 
@@ -264,10 +265,14 @@ impl Section {
         Self::new(key.to_owned(), self.place.clone(), Vec::new())
     }
 
-    /// An error at this table.
+    /// An error at this table, with the places of what it took from elsewhere.
     #[must_use]
     pub fn error(&self, message: impl std::fmt::Display) -> Error {
-        self.place.error(message)
+        if self.elsewhere.is_empty() {
+            return self.place.error(message);
+        }
+        let places: Vec<_> = self.elsewhere.iter().map(Place::to_string).collect();
+        self.place.error(format!("{message} (with {})", places.join(", ")))
     }
 
     /// An error at a place that [`offset_of`](Self::offset_of) said before the key was taken.
@@ -290,6 +295,9 @@ impl Section {
         self.asked.push(key);
         let index = self.entries.iter().position(|e| e.key == key)?;
         let entry = self.entries.remove(index);
+        if !entry.node.place.is_beside(&self.place) {
+            self.elsewhere.push(entry.node.place.clone());
+        }
         (!matches!(entry.node.value, Value::Null)).then_some(entry)
     }
 

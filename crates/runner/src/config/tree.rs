@@ -53,6 +53,11 @@ impl Place {
         }
     }
 
+    /// Whether both are of one file.
+    pub(super) fn is_beside(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.source, &other.source)
+    }
+
     /// Whatever stands earlier comes first.
     pub(super) fn offset(&self) -> usize {
         self.offset

@@ -215,11 +215,8 @@ mod tests {
                 for (rank, expected) in case["ranks"].as_array().unwrap().iter().enumerate() {
                     let expected = if kind == "default" { &expected["idx"] } else { expected };
                     let expected: Vec<i64> = serde_json::from_value(expected.clone()).unwrap();
-                    let sampler = DefaultSampler {
-                        shuffle: false,
-                        round_up,
-                        ..dealt(len, rank, world_size)
-                    };
+                    let sampler =
+                        DefaultSampler { shuffle: false, round_up, ..dealt(len, rank, world_size) };
                     let loader =
                         DataLoader::new(Arc::new(Counting(len)), sampler, 1, false).unwrap();
                     let got: Vec<i64> = match kind {

@@ -220,9 +220,7 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
     let mut hook = CheckpointHook::new(count(interval));
     hook.by_epoch = section.or("by_epoch", true)?;
     hook.save_begin = section.or("save_begin", 0)?;
-    let keep =
-        section
-            .or_checked("max_keep_ckpts", -1, "at least 1, or -1 for all", |n: &i64| *n >= -1)?;
+    let keep = section.or_checked("max_keep_ckpts", -1, "at least 1, or -1 for all", at_least_1)?;
     hook.max_keep_ckpts = count(keep);
     hook.save_last = section.or("save_last", true)?;
     hook.save_optimizer = section.or("save_optimizer", true)?;

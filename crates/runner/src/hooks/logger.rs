@@ -125,3 +125,67 @@ impl Hook for LoggerHook {
         runner.write_test_scalars(metrics)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::{Path, PathBuf};
+
+    use super::*;
+    use crate::Error;
+    use crate::testing::builder;
+
+    /// Once trained on batch `.0`, does what it does, after everyone else.
+    struct After<F>(usize, F);
+
+    impl<F: FnMut(&Path) -> Result<()> + Send> Hook for After<F> {
+        fn name(&self) -> &'static str {
+            "After"
+        }
+        fn priority(&self) -> Priority {
+            Priority::LOWEST
+        }
+        fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
+            if runner.position().iter == self.0 { (self.1)(runner.work_dir()) } else { Ok(()) }
+        }
+    }
+
+    /// Lines of the log, and of the scalars, that are on disk.
+    fn written(dir: &Path) -> (usize, usize) {
+        let stamp = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path()).find(|p| p.is_dir());
+        let stamp = stamp.unwrap();
+        let log: PathBuf = stamp.join(stamp.file_name().unwrap()).with_extension("log");
+        let count = |path: &Path, what: &str| {
+            let text = std::fs::read_to_string(path).unwrap();
+            assert!(text.is_empty() || text.ends_with('\n'), "{text}");
+            text.matches(what).count()
+        };
+        (count(&log, "Epoch(train)"), count(&stamp.join("vis_data/scalars.json"), "\"loss\": "))
+    }
+
+    #[test]
+    fn lines_are_written_after_a_tenth_of_a_second_and_when_an_epoch_ends() {
+        let dir = tempfile::tempdir().unwrap();
+        let sleep = |_: &Path| {
+            std::thread::sleep(crate::sinks::WAIT);
+            Ok(())
+        };
+        let due = |dir: &Path| {
+            assert_eq!(written(dir), (2, 2));
+            Ok(())
+        };
+        let run = builder(dir.path(), 38).hook(Box::new(LoggerHook::new(10)));
+        let run = run.hook(Box::new(After(20, sleep))).hook(Box::new(After(21, due)));
+        let mut run = run.build().unwrap();
+        run.train().unwrap();
+        assert_eq!(written(dir.path()), (3, 3));
+    }
+
+    #[test]
+    fn a_run_that_fails_has_written_what_it_had_to_say() {
+        let dir = tempfile::tempdir().unwrap();
+        let fail = |_: &Path| Err(Error::Data("on purpose".into()));
+        let run = builder(dir.path(), 38).hook(Box::new(LoggerHook::new(10)));
+        run.hook(Box::new(After(25, fail))).build().unwrap().train().unwrap_err();
+        assert_eq!(written(dir.path()), (2, 2));
+    }
+}

@@ -70,6 +70,16 @@ impl Priority {
     ];
 }
 
+impl std::fmt::Display for Priority {
+    /// Its name, or else its number.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match Self::NAMES.iter().find(|(_, named)| named == self) {
+            Some((name, _)) => f.write_str(name),
+            None => self.0.fmt(f),
+        }
+    }
+}
+
 /// Something done at stages of a run. Every method does nothing unless implemented.
 ///
 /// # Errors

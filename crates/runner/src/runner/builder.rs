@@ -375,7 +375,7 @@ impl RunnerBuilder {
             // No rank creates anything before every rank has got this far.
             group.barrier()?;
             if rank == 0 {
-                open_output(&mut runner)?;
+                runner.open_output()?;
             }
             Ok(runner)
         });
@@ -417,15 +417,6 @@ fn make_engine(
     let mut engine = model(context)?;
     compile.map(|options| engine.compile(&options)).transpose()?;
     Ok(engine)
-}
-
-/// Begins the log, with what compiling came to.
-fn open_output(runner: &mut Runner) -> Result<()> {
-    runner.output.open()?;
-    if let Some(report) = runner.engine.compile_report() {
-        runner.output.logger().info(&report.to_string());
-    }
-    Ok(())
 }
 
 /// Refuses what a run by epochs, or by iterations, has no use for.
@@ -596,7 +587,8 @@ fn timestamp() -> String {
 mod tests {
     use super::*;
     use crate::config::Config;
-    use crate::testing::builder;
+    use crate::evaluate::Accuracy;
+    use crate::testing::{blank, builder};
 
     #[test]
     fn the_default_hooks_are_those_of_a_configuration() {
@@ -640,5 +632,33 @@ mod tests {
         let hook = || Box::new(CheckpointHook::new(1));
         let error = builder(dir.path(), 1).hook(hook()).hook(hook()).build().unwrap_err();
         assert!(error.to_string().contains("two hooks called `CheckpointHook`"), "{error}");
+    }
+
+    #[test]
+    fn what_only_judges_makes_no_other_data() {
+        let dir = tempfile::tempdir().unwrap();
+        let none = || DataLoaderConfig {
+            dataset: Box::new(|| Err(Error::Data("not here".into()))),
+            ..blank(3)
+        };
+        let build = |work_dir: &str, judged| {
+            let run = builder(&dir.path().join(work_dir), 1).train_dataloader(none());
+            run.validation(blank(3), Box::new(Accuracy))
+                .test(none(), Box::new(Accuracy))
+                .only(judged)
+        };
+        let mut run = build("val", Judged::Val).build().unwrap();
+        // The fake engine has no logits: the data were reached.
+        let said = run.validate().unwrap_err().to_string();
+        assert!(said.contains("`logits`"), "{said}");
+        for (judged, says) in [(Judged::Test, "not here"), (Judged::Val, "no val_dataloader")] {
+            let mut run = build("none", judged);
+            if judged == Judged::Val {
+                run.validation = None;
+            }
+            let said = run.build().unwrap_err().to_string();
+            assert!(said.contains(says), "{said}");
+            assert!(!dir.path().join("none").exists());
+        }
     }
 }

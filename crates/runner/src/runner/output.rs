@@ -123,6 +123,26 @@ impl Drop for Output {
 }
 
 impl Runner {
+    /// Begins the log: with whom, on which seed, what compiling came to, and which hooks there are.
+    pub(super) fn open_output(&mut self) -> Result<()> {
+        self.output.open()?;
+        let (group, version) = (&self.group, env!("CARGO_PKG_VERSION"));
+        let ranks = match group.world_size() {
+            1 => "one rank".to_owned(),
+            n => format!("{n} ranks over {} ({})", group.backend_name(), group.backend_reason()),
+        };
+        let mut lines = vec![format!("runner {version}: {ranks}, seed {}", self.seed)];
+        lines.extend(self.engine.compile_report().map(|report| report.to_string()));
+        // MMEngine's words.
+        let mut hooks = "Hooks will be executed in the following order:".to_owned();
+        for hook in &self.hooks {
+            hooks += &format!("\n({:<12}) {}", hook.priority().to_string(), hook.name());
+        }
+        lines.push(hooks);
+        lines.iter().for_each(|line| self.output.logger.info(line));
+        Ok(())
+    }
+
     /// Draws the progress bar if somebody watches.
     pub(crate) fn draw_progress(&mut self, done: usize) {
         if !self.output.logger.wants_bar() {

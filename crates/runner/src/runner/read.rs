@@ -9,7 +9,7 @@ use collective::{Launcher, Transport};
 
 use super::{DataLoaderConfig, Length, RunnerBuilder, TrainConfig};
 use crate::Result;
-use crate::config::{Config, Section};
+use crate::config::{Config, Section, unknown};
 use crate::engine::CompileOptions;
 use crate::evaluate::Metric;
 use crate::hooks::{self, BY_RUNNER, DEFAULTS, Hook};
@@ -116,7 +116,11 @@ fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
                     thread that trains";
         return Err(place.error(text));
     }
+    let place = section.offset_of("batch_size");
     let batch_size = section.required("batch_size")?;
+    if batch_size == 0 {
+        return Err(place.error("`batch_size` must be at least 1, got 0"));
+    }
     let drop_last = section.or("drop_last", false)?;
     let dataset = DATASETS.build(section.section("dataset")?)?;
     let mut config = DataLoaderConfig {
@@ -135,7 +139,9 @@ fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
         let rounds = sampler.offset_of("round_up");
         config.round_up = sampler.or("round_up", true)?;
         if train && !config.round_up {
-            return Err(rounds.error("`round_up` must be true: ranks train on equally many batches"));
+            return Err(
+                rounds.error("`round_up` must be true: ranks train on equally many batches")
+            );
         }
         sampler.finish()?;
     }
@@ -360,10 +366,37 @@ fn read_looks(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
         section.optional::<String>("name")?;
         section.finish()?;
     }
-    for mut backend in backends {
-        let types = [("LocalVisBackend", false), ("TensorboardVisBackend", true)];
-        builder.looks.tensorboard |= backend.choice("type", "LocalVisBackend", &types)?;
-        backend.finish()?;
+    for backend in backends {
+        builder.looks.tensorboard |= read_backend(backend)?;
     }
     Ok(())
 }
+
+/// One of `vis_backends`: whether it is TensorBoard's.
+fn read_backend(mut section: Section) -> Result<bool> {
+    let place = section.offset_of("type");
+    let name: String = section.or("type", "LocalVisBackend".to_owned())?;
+    if SERVICES.contains(&name.as_str()) {
+        let text = format!("`{name}` is left out on purpose: what it shows is in `scalars.json`");
+        return Err(place.error(text));
+    }
+    section.finish()?;
+    match name.as_str() {
+        "LocalVisBackend" => Ok(false),
+        "TensorboardVisBackend" => Ok(true),
+        _ => {
+            let known = ["LocalVisBackend", "TensorboardVisBackend"];
+            Err(place.error(unknown("backend", &name, &known)))
+        }
+    }
+}
+
+/// MMEngine's other backends, each of which needs a service.
+const SERVICES: [&str; 6] = [
+    "WandbVisBackend",
+    "MLflowVisBackend",
+    "ClearMLVisBackend",
+    "NeptuneVisBackend",
+    "DVCLiveVisBackend",
+    "AimVisBackend",
+];

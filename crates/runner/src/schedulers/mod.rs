@@ -124,7 +124,8 @@ impl Scheduler {
             return Err(Error::Config(text.into()));
         }
         let whole = if by_epoch { span.epochs } else { span.iters };
-        let (begin, end) = (begin.saturating_mul(factor), end.unwrap_or(whole).saturating_mul(factor));
+        let (begin, end) =
+            (begin.saturating_mul(factor), end.unwrap_or(whole).saturating_mul(factor));
         if end <= begin {
             let text = format!("end should be larger than begin, but got begin={begin}, end={end}");
             return Err(Error::Config(text));

@@ -144,7 +144,8 @@ impl Logger {
         if !self.speaks || level < self.least {
             return;
         }
-        let level = if level == Level::Warning { " - runner - WARNING - " } else { " - runner - INFO - " };
+        let level =
+            if level == Level::Warning { " - runner - WARNING - " } else { " - runner - INFO - " };
         self.stamp.renew();
         if on_terminal {
             let clear = if std::mem::take(&mut self.bar_shown) { CLEAR_REST } else { "" };

@@ -63,7 +63,10 @@ pub fn plot(text: &str, keys: &[String]) -> Result<String> {
     for (index, (name, series)) in series.iter().enumerate() {
         let x = MARGIN.0 + cell_width * (index % COLUMNS) as f64;
         let y = MARGIN.1 + cell_height * (index / COLUMNS) as f64;
-        svg += &format!("<g transform=\"translate({x} {y})\">\n{}</g>\n", chart(name, series.points()));
+        svg += &format!(
+            "<g transform=\"translate({x} {y})\">\n{}</g>\n",
+            chart(name, series.points())
+        );
     }
     Ok(svg + "</svg>\n")
 }

@@ -15,12 +15,12 @@ pub(crate) const BUILTIN: Builtin<ModelFactory> =
 fn resnet(section: &mut Section) -> Result<ModelFactory> {
     let default = ResNetOptions::default();
     let options = ResNetOptions {
-        in_channels: section.or("in_channels", default.in_channels)?,
-        num_classes: section.or("num_classes", default.num_classes)?,
-        width: section.or("width", default.width)?,
-        blocks: section.or("blocks", default.blocks)?,
-        stem_kernel: section.or("stem_kernel", default.stem_kernel)?,
-        stem_stride: section.or("stem_stride", default.stem_stride)?,
+        in_channels: count(section, "in_channels", default.in_channels)?,
+        num_classes: count(section, "num_classes", default.num_classes)?,
+        width: count(section, "width", default.width)?,
+        blocks: counts(section, "blocks", default.blocks)?,
+        stem_kernel: count(section, "stem_kernel", default.stem_kernel)?,
+        stem_stride: count(section, "stem_stride", default.stem_stride)?,
         stem_max_pool: section.or("stem_max_pool", default.stem_max_pool)?,
         normalization: normalization(section)?,
     };
@@ -30,9 +30,9 @@ fn resnet(section: &mut Section) -> Result<ModelFactory> {
 fn mlp(section: &mut Section) -> Result<ModelFactory> {
     let default = MlpOptions::default();
     let options = MlpOptions {
-        in_features: section.or("in_features", default.in_features)?,
-        hidden: section.or("hidden", default.hidden)?,
-        num_classes: section.or("num_classes", default.num_classes)?,
+        in_features: count(section, "in_features", default.in_features)?,
+        hidden: counts(section, "hidden", default.hidden)?,
+        num_classes: count(section, "num_classes", default.num_classes)?,
         normalization: normalization(section)?,
     };
     Ok(CandleEngine::factory(move |vb| Mlp::new(&options, vb)))
@@ -41,17 +41,30 @@ fn mlp(section: &mut Section) -> Result<ModelFactory> {
 fn transformer(section: &mut Section) -> Result<ModelFactory> {
     let default = TransformerOptions::default();
     let options = TransformerOptions {
-        in_channels: section.or("in_channels", default.in_channels)?,
-        image_size: section.or("image_size", default.image_size)?,
-        patch_size: section.or("patch_size", default.patch_size)?,
-        width: section.or("width", default.width)?,
-        heads: section.or("heads", default.heads)?,
-        layers: section.or("layers", default.layers)?,
-        feed_forward: section.or("feed_forward", default.feed_forward)?,
-        num_classes: section.or("num_classes", default.num_classes)?,
+        in_channels: count(section, "in_channels", default.in_channels)?,
+        image_size: count(section, "image_size", default.image_size)?,
+        patch_size: count(section, "patch_size", default.patch_size)?,
+        width: count(section, "width", default.width)?,
+        heads: count(section, "heads", default.heads)?,
+        layers: count(section, "layers", default.layers)?,
+        feed_forward: count(section, "feed_forward", default.feed_forward)?,
+        num_classes: count(section, "num_classes", default.num_classes)?,
         normalization: normalization(section)?,
     };
     Ok(CandleEngine::factory(move |vb| Transformer::new(&options, vb)))
+}
+
+fn count(section: &mut Section, key: &'static str, default: usize) -> Result<usize> {
+    section.or_checked(key, default, "at least 1", |n| *n >= 1)
+}
+
+fn counts(section: &mut Section, key: &'static str, default: Vec<usize>) -> Result<Vec<usize>> {
+    let place = section.offset_of(key);
+    let counts = section.or(key, default)?;
+    if counts.contains(&0) {
+        return Err(section.error_at(place, format!("`{key}` must each be at least 1")));
+    }
+    Ok(counts)
 }
 
 fn normalization(section: &mut Section) -> Result<Normalization> {

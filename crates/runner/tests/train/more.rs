@@ -121,6 +121,8 @@ fn parts_have_schedulers_of_their_own_and_are_resumed() {
         builder
     });
     outcome.into_iter().for_each(|rank| drop(rank.unwrap()));
+    let rates = "layers.0.lr: 1.0000e-01 layers.1.lr: 2.0000e-01  eta: ";
+    assert!(log(&whole).contains(&format!("[1][10/12]  {rates}")), "{}", log(&whole));
     killed(PARTS, &broken, 2, 14);
     resume(PARTS, &broken, 2);
     assert_equal(&whole, &broken, "epoch_2");
@@ -196,4 +198,34 @@ fn a_backend_is_built_in_or_the_feature_is_named() {
         assert_eq!(refused, !built_in, "{said}");
     }
     assert!(with("glo").contains("did you mean `gloo`?"), "{}", with("glo"));
+}
+
+/// The names of a line, in their order.
+fn names(line: &str) -> Vec<&str> {
+    let words = line.split(['{', ',', ' ']).filter_map(|word| word.strip_suffix(':'));
+    words.map(|word| word.trim_matches('"')).collect()
+}
+
+#[test]
+fn what_is_logged_is_in_mmengines_order() {
+    let dir = tempfile::tempdir().unwrap();
+    let full = MLP.replace("AmpOptimWrapper", "OptimWrapper").replace("dtype = \"float16\"\n", "");
+    let full = full.replace("loss_scale = { init_scale = 256.0, growth_interval = 5 }", "");
+    let config = format!("{VALIDATION}{full}clip_grad = {{ max_norm = 5.0 }}\n");
+    let recorded = include_str!("../vectors/log_epoch.txt");
+    resume(&config, dir.path(), 1);
+    let scalars = walk(dir.path()).into_iter().find(|f| f.ends_with("scalars.json")).unwrap();
+    let ours = log(dir.path()) + &std::fs::read_to_string(scalars).unwrap();
+    for (kind, left_out) in
+        [("Epoch(train) ", "loss_cls"), ("{\"lr\"", "loss_cls"), ("Epoch(val) ", "digits/n")]
+    {
+        let find = |text: &str| {
+            let line = text.lines().find_map(|line| line.find(kind).map(|at| &line[at..]));
+            line.unwrap().replace(" accuracy", " digits/accuracy")
+        };
+        let (ours, mut theirs) = (find(&ours), find(recorded));
+        theirs =
+            theirs.replace(&format!("{left_out}:"), "").replace(&format!("\"{left_out}\":"), "");
+        assert_eq!(names(&ours), names(&theirs), "{ours}");
+    }
 }

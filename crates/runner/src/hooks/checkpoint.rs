@@ -333,9 +333,10 @@ impl Hook for CheckpointHook {
         for wanted in self.save_best.clone() {
             better |= self.keep_best(runner, &wanted, metrics)?;
         }
-        // A validation that only an interruption brought has changed what would be saved: the
-        // interruption's own checkpoint is the one to go on from.
-        if better && !runner.is_interrupted() {
+        // What is best now is on record in what a run would go on from, if there is such. A validation that
+        // only an interruption brought has changed what would be saved: the interruption's own checkpoint
+        // is the one to go on from.
+        if better && !runner.is_interrupted() && !self.state.written.is_empty() {
             self.save(runner, runner.position().clone(), false)?;
         }
         Ok(())
@@ -365,5 +366,105 @@ impl Hook for CheckpointHook {
         self.state = serde_json::from_value(state.clone())
             .map_err(|e| Error::Checkpoint(format!("CheckpointHook: {e}")))?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+    use crate::config::Config;
+    use crate::data::Array;
+    use crate::evaluate::Metric;
+    use crate::registry::HOOKS;
+    use crate::runner::TrainConfig;
+    use crate::testing::{blank, builder};
+
+    /// The figures of one validation after another.
+    struct Figures(AtomicUsize);
+
+    impl Metric for Figures {
+        fn process(&self, _: &Batch, _: &[(String, Array)]) -> Result<Vec<Value>> {
+            Ok(vec![Value::Null])
+        }
+        fn compute(&self, _: &[Value]) -> Result<Vec<(String, f64)>> {
+            let at = self.0.fetch_add(1, Ordering::Relaxed);
+            let figure = |values: [i32; 5]| f64::from(values[at]);
+            Ok(vec![
+                ("acc".into(), figure([1, 5, 5, 2, 4])),
+                ("a/mistakes".into(), figure([9, 5, 3, 3, 7])),
+            ])
+        }
+    }
+
+    /// Trains five epochs of three batches; the names of what is saved, and `last_checkpoint`.
+    fn saved(dir: &Path, hook: &str) -> (Vec<String>, String) {
+        let section = Config::from_text("c.toml", hook).unwrap().into_section();
+        let run = builder(dir, 3)
+            .train_cfg(TrainConfig::new(5))
+            .validation(blank(1), Box::new(Figures(AtomicUsize::new(0))))
+            .hook(HOOKS.build_or(section, "CheckpointHook").unwrap());
+        run.build().unwrap().train().unwrap();
+        let entries = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap());
+        let dirs = entries.filter(|e| {
+            e.path().join("state.json").is_file() || e.file_name().to_string_lossy().contains('-')
+        });
+        let mut names: Vec<_> = dirs.map(|e| e.file_name().into_string().unwrap()).collect();
+        names.sort();
+        (names, std::fs::read_to_string(dir.join("last_checkpoint")).unwrap_or_default())
+    }
+
+    #[test]
+    fn what_is_saved_and_when() {
+        for (hook, expected) in [
+            ("interval = 2", "epoch_2 epoch_4 epoch_5"),
+            ("interval = 2\nsave_last = false", "epoch_2 epoch_4"),
+            ("interval = 2\nsave_begin = 3", "epoch_3 epoch_5"),
+            ("interval = -1", "epoch_5"),
+            ("interval = -1\nsave_last = false", ""),
+            ("max_keep_ckpts = 2", "epoch_4 epoch_5"),
+            ("interval = 3\nfilename_tmpl = 'at {}.x'", "at 3.x at 5.x"),
+            ("by_epoch = false\ninterval = 7", "iter_14 iter_15 iter_7"),
+            ("by_epoch = false\ninterval = 4\nsave_last = false\nmax_keep_ckpts = 1", "iter_12"),
+            ("interval = 5\nsave_best = 'auto'", "best_acc_epoch_2 epoch_5"),
+            (
+                "interval = 5\nsave_best = ['a/mistakes', 'acc']\nrule = ['less', 'greater']",
+                "best_a_mistakes_epoch_3 best_acc_epoch_2 epoch_5",
+            ),
+            // A better one is on record in a checkpoint that a run can go on from, if there is one.
+            (
+                "interval = 2\nsave_best = 'a/mistakes'\nrule = 'less'",
+                "best_a_mistakes_epoch_3 epoch_2 epoch_3 epoch_4 epoch_5",
+            ),
+            (
+                "interval = 5\nsave_best = 'a/mistakes'\nless_keys = ['mist']\nmax_keep_ckpts = 1",
+                "best_a_mistakes_epoch_3 epoch_5",
+            ),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let (names, last) = saved(dir.path(), hook);
+            assert_eq!(names.join(" "), expected, "{hook}");
+            // Whatever was saved last can be gone on from.
+            assert!(names.is_empty() || names.contains(&last), "{hook}: {last}");
+        }
+    }
+
+    #[test]
+    fn what_nothing_can_go_on_from_is_not_the_last() {
+        let dir = tempfile::tempdir().unwrap();
+        let (names, last) = saved(dir.path(), "interval = 5\nsave_optimizer = false");
+        assert_eq!((names.join(" "), last.as_str()), ("epoch_5".into(), ""));
+        assert!(!dir.path().join("epoch_5/optimizer.safetensors").exists());
+    }
+
+    #[test]
+    fn the_last_is_published() {
+        let dir = tempfile::tempdir().unwrap();
+        let (names, _) = saved(dir.path(), "interval = 5\npublished_keys = ['model']");
+        let [whole, published] = &names[..] else { panic!("{names:?}") };
+        let hash = published.strip_prefix("epoch_5-").unwrap();
+        assert!(whole == "epoch_5" && hash.len() == 8, "{names:?}");
     }
 }

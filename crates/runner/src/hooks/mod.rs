@@ -3,7 +3,9 @@
 //! Hooks run in order of [`Priority`], equal ones in order of registration. A hook reaches the
 //! whole run through the [`Runner`] it is handed, and may keep state of its own in checkpoints. Such a
 //! hook should come before [`CheckpointHook`] (`VERY_LOW`): what it counts after that one's turn is not
-//! in the checkpoint. The stages and their order are MMEngine's, and `on_interrupt` besides.
+//! in the checkpoint. The stages and their order are MMEngine's, and `on_interrupt` besides. Of its six
+//! default hooks two, `RuntimeInfoHook` and `DistSamplerSeedHook`, may be named but do nothing: the runner
+//! does their work.
 
 mod checkpoint;
 mod early_stopping;

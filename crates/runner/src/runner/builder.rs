@@ -322,6 +322,10 @@ impl RunnerBuilder {
         let training = training(self.train, self.optim, self.train_loader, judges, all);
         let (train, optim, train_loader) = training?;
         check_names(&self.hooks)?;
+        if let Some(path) = self.load_from.as_ref().filter(|path| !path.is_dir()) {
+            let text = format!("{}: there is no such checkpoint", path.display());
+            return Err(Error::Checkpoint(text));
+        }
         check_lengths(&train, train_loader.as_ref(), &self.schedulers)?;
         raise_open_files(self.open_files)?;
         let group = match self.group {
@@ -622,6 +626,10 @@ mod tests {
             assert_eq!(error, format!("the run has no {name}"));
             assert!(!work_dir.exists());
         }
+        let nowhere = builder(&work_dir, 1).load_from(dir.path().join("nowhere"));
+        let error = nowhere.build().unwrap_err().to_string();
+        assert!(error.ends_with("nowhere: there is no such checkpoint"), "{error}");
+        assert!(!work_dir.exists());
         builder(&work_dir, 1).build().unwrap();
         assert!(work_dir.exists());
     }

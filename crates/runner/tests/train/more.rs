@@ -229,3 +229,27 @@ fn what_is_logged_is_in_mmengines_order() {
         assert_eq!(names(&ours), names(&theirs), "{ours}");
     }
 }
+
+#[test]
+fn a_log_processor_and_a_name_say_how_lines_look() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = format!(
+        "experiment_name = 'mine'\nlog_processor = {{ window_size = 1, by_epoch = false }}\n\
+         default_hooks.logger.interval = 1\n{MLP}"
+    );
+    resume(&config, dir.path(), 1);
+    let log = log(dir.path());
+    assert!(log.contains(" - Iter(train) [ 2/46]  lr: ") && !log.contains("Epoch("), "{log}");
+    assert!(log.contains(" - Exp name: mine_20"), "{log}");
+    // A window of one: what a line says is what its batch had.
+    let scalars = walk(dir.path()).into_iter().find(|f| f.ends_with("scalars.json")).unwrap();
+    let scalars = std::fs::read_to_string(scalars).unwrap();
+    let losses = scalars.lines().map(|line| {
+        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        assert!(line.get("epoch").is_none(), "{line}");
+        line["loss"].as_f64().unwrap()
+    });
+    let losses: Vec<_> = losses.collect();
+    assert_eq!(losses.len(), 46);
+    assert!(losses.windows(2).any(|pair| pair[1] > pair[0]), "{losses:?}");
+}

@@ -2,9 +2,15 @@
 //! with the same optimizer, in `f32` and under autocast.
 //!
 //! libtorch is reached through Python in a process of its own: `TORCH_PYTHON` names one that can import
-//! torch, otherwise it is `python3`; without it the test reports itself ignored. The `tch` crate would be
-//! the other way, but each of its releases binds one release of libtorch, and its newest (0.26, libtorch
-//! 2.13) not the one that the other tests' peers run on (2.15).
+//! torch, otherwise it is `python3`; without it the test reports itself ignored.
+//!
+//! Why not through the `tch` crate, behind a feature: its newest release (0.26) binds libtorch 2.13, and
+//! the torch that `pip install` brings, which all other peers of the tests are, is 2.15. With the version
+//! check bypassed it does not compile against that: `torch-sys` passes `-std=c++17` where the headers ask
+//! for C++20, and compiled as C++20 its bindings name four functions (`cholesky`, `qr` and their `_out`) that
+//! libtorch no longer has. It would take a second torch, with the gigabytes of CUDA's libraries that the
+//! wheel for Linux depends on, and a feature with which `--all-features`, as lints and documentation are run,
+//! builds nowhere else. What is compared is libtorch in either case.
 
 #![cfg(feature = "candle")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]

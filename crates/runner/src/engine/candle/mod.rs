@@ -17,6 +17,10 @@
 //! gradients, as [`DistributedDataParallel`](crate::model::DistributedDataParallel) does, fails the
 //! first step and names them. [`ops`] has what to use in their place.
 //!
+//! One trap does not show: the gradient of candle 0.11.1's own `max_pool2d` is too small by the window's
+//! area (a quarter for 2 x 2). It is there, so nobody misses it, and candle does not tell which operator
+//! made a tensor. [`ops::max_pool2d`] has the whole one.
+//!
 //! Invariant: everything runs on the calling thread except what candle's own operators give to
 //! rayon; launchers set `RAYON_NUM_THREADS`.
 

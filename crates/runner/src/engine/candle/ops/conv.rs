@@ -11,6 +11,7 @@ use std::ops::Range;
 use candle_core::{Result, Shape, Tensor, bail};
 
 use super::gemm::{Mat, gemm};
+use super::real::Real;
 use super::search;
 use super::weighted::{self, Gradients, Kernel};
 use super::winograd::Winograd;
@@ -34,9 +35,8 @@ impl Default for Window {
 /// calls convolution.
 ///
 /// Shapes: `x` is `[n, c, h, w]`, `weight` `[o, c, kh, kw]`, `bias` `[o]`, the result
-/// `[n, o, (h + 2 * padding - kh) / stride + 1, ...]`. Padding is with zeros. `f32`, `f16` and
-/// `bf16`, all arguments alike: computed and accumulated in `f32`, rounded once at the end. NaN
-/// and infinities propagate to every output whose window covers them, and for 3 x 3 kernels perhaps
+/// `[n, o, (h + 2 * padding - kh) / stride + 1, ...]`; all arguments of one dtype. Padding is with zeros.
+/// NaN and infinities propagate to every output whose window covers them, and for 3 x 3 kernels perhaps
 /// to the next one beside. Single-threaded.
 ///
 /// Backward gives all three gradients; that of `x` only if something upstream needs it.
@@ -100,7 +100,7 @@ impl Kernel for Geometry {
         (self.images, self.out_channels, self.out_height, self.out_width).into()
     }
 
-    fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
+    fn forward<T: Real>(&self, x: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T> {
         let by = |way: usize| match WAYS[way] {
             Way::Columns(columns) => self.forward_by(columns, x, weight, bias),
             Way::Winograd(tiles) => self.winograd(tiles).forward(x, weight, bias),
@@ -108,7 +108,7 @@ impl Kernel for Geometry {
         search::run(|| format!("forward {self:?}"), self.default_way(), || self.ways(), by)
     }
 
-    fn backward(&self, x: &[f32], weight: &[f32], dy: &[f32], wants_x: bool) -> Gradients {
+    fn backward<T: Real>(&self, x: &[T], weight: &[T], dy: &[T], wants_x: bool) -> Gradients<T> {
         let by = |way: usize| match WAYS[way] {
             Way::Columns(columns) => self.backward_by(columns, x, weight, dy, wants_x),
             Way::Winograd(tiles) => self.winograd(tiles).backward(x, weight, dy, wants_x),
@@ -120,17 +120,17 @@ impl Kernel for Geometry {
 
 impl Geometry {
     /// The result, with so many columns in a group.
-    fn forward_by(
+    fn forward_by<T: Real>(
         &self,
         columns: usize,
-        x: &[f32],
-        weight: &[f32],
-        bias: Option<&[f32]>,
-    ) -> Vec<f32> {
+        x: &[T],
+        weight: &[T],
+        bias: Option<&[T]>,
+    ) -> Vec<T> {
         let (pixels, depth, group) = (self.pixels(), self.depth(), self.group(columns));
         let mut y = Vec::with_capacity(self.images * self.out_channels * pixels);
-        let mut columns = vec![0.0; depth * group * pixels];
-        let mut product = vec![0.0; self.out_channels * group * pixels];
+        let mut columns = vec![T::ZERO; depth * group * pixels];
+        let mut product = vec![T::ZERO; self.out_channels * group * pixels];
         let weight = Mat::new(weight, self.out_channels, depth);
         for x in x.chunks(group * self.image()) {
             let count = x.len() / self.image();
@@ -150,20 +150,20 @@ impl Geometry {
     }
 
     /// The gradients, with so many columns in a group.
-    fn backward_by(
+    fn backward_by<T: Real>(
         &self,
         columns: usize,
-        x: &[f32],
-        weight: &[f32],
-        dy: &[f32],
+        x: &[T],
+        weight: &[T],
+        dy: &[T],
         wants_x: bool,
-    ) -> Gradients {
+    ) -> Gradients<T> {
         let (pixels, depth, group) = (self.pixels(), self.depth(), self.group(columns));
-        let mut dw = vec![0.0; weight.len()];
-        let mut db = vec![0.0; self.out_channels];
-        let mut dx = wants_x.then(|| vec![0.0; x.len()]);
-        let mut columns = vec![0.0; depth * group * pixels];
-        let mut rows = vec![0.0; self.out_channels * group * pixels];
+        let mut dw = vec![T::ZERO; weight.len()];
+        let mut db = vec![T::ZERO; self.out_channels];
+        let mut dx = wants_x.then(|| vec![T::ZERO; x.len()]);
+        let mut columns = vec![T::ZERO; depth * group * pixels];
+        let mut rows = vec![T::ZERO; self.out_channels * group * pixels];
         let weight = Mat::new(weight, self.out_channels, depth);
         let image = self.image();
         for (first, dy) in (0..).step_by(group).zip(dy.chunks(group * self.out_channels * pixels)) {
@@ -303,7 +303,7 @@ pub(super) fn inside(
 }
 
 /// Unrolls one image into columns `at..at + pixels` of `columns`, whose rows are `width` long.
-fn im2col(g: &Geometry, image: &[f32], columns: &mut [f32], width: usize, at: usize) {
+fn im2col<T: Real>(g: &Geometry, image: &[T], columns: &mut [T], width: usize, at: usize) {
     let mut rows = columns.chunks_exact_mut(width);
     for plane in image.chunks_exact(g.height * g.width) {
         for tap_y in 0..g.kernel_height {
@@ -312,14 +312,14 @@ fn im2col(g: &Geometry, image: &[f32], columns: &mut [f32], width: usize, at: us
                 let (xs, x0) = inside(tap_x, g.width, g.out_width, g.window);
                 let row = rows.next().expect("one row per weight");
                 let row = &mut row[at..at + g.pixels()];
-                row[..ys.start * g.out_width].fill(0.0);
-                row[ys.end * g.out_width..].fill(0.0);
+                row[..ys.start * g.out_width].fill(T::ZERO);
+                row[ys.end * g.out_width..].fill(T::ZERO);
                 let lines =
                     row[ys.start * g.out_width..ys.end * g.out_width].chunks_exact_mut(g.out_width);
                 let sources = plane[y0 * g.width..].chunks(g.width).step_by(g.window.stride);
                 for (line, source) in lines.zip(sources) {
-                    line[..xs.start].fill(0.0);
-                    line[xs.end..].fill(0.0);
+                    line[..xs.start].fill(T::ZERO);
+                    line[xs.end..].fill(T::ZERO);
                     let line = &mut line[xs.clone()];
                     let source = &source[x0..];
                     if g.window.stride == 1 {
@@ -335,7 +335,7 @@ fn im2col(g: &Geometry, image: &[f32], columns: &mut [f32], width: usize, at: us
 }
 
 /// Adds columns `at..at + pixels` back to where [`im2col`] took them from.
-fn col2im(g: &Geometry, columns: &[f32], width: usize, at: usize, image: &mut [f32]) {
+fn col2im<T: Real>(g: &Geometry, columns: &[T], width: usize, at: usize, image: &mut [T]) {
     let mut rows = columns.chunks_exact(width);
     for plane in image.chunks_exact_mut(g.height * g.width) {
         for tap_y in 0..g.kernel_height {
@@ -363,7 +363,7 @@ fn col2im(g: &Geometry, columns: &[f32], width: usize, at: usize, image: &mut [f
 }
 
 /// `[image][channel][pixel]` to `[channel][image][pixel]`.
-fn to_rows(images: &[f32], rows: &mut [f32], count: usize, channels: usize, pixels: usize) {
+fn to_rows<T: Real>(images: &[T], rows: &mut [T], count: usize, channels: usize, pixels: usize) {
     for (i, image) in images.chunks_exact(channels * pixels).enumerate() {
         for (c, plane) in image.chunks_exact(pixels).enumerate() {
             rows[(c * count + i) * pixels..][..pixels].copy_from_slice(plane);
@@ -372,7 +372,13 @@ fn to_rows(images: &[f32], rows: &mut [f32], count: usize, channels: usize, pixe
 }
 
 /// `[channel][image][pixel]` to `[image][channel][pixel]`, behind what is there.
-fn from_rows(rows: &[f32], images: &mut Vec<f32>, count: usize, channels: usize, pixels: usize) {
+fn from_rows<T: Real>(
+    rows: &[T],
+    images: &mut Vec<T>,
+    count: usize,
+    channels: usize,
+    pixels: usize,
+) {
     for image in 0..count {
         for channel in 0..channels {
             images.extend_from_slice(&rows[(channel * count + image) * pixels..][..pixels]);

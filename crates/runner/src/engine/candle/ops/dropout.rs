@@ -10,7 +10,7 @@ use candle_core::{Result, Tensor, bail};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-use super::host;
+use super::operator;
 
 thread_local! {
     static OPEN: RefCell<Option<ChaCha8Rng>> = const { RefCell::new(None) };
@@ -55,7 +55,7 @@ pub(in crate::engine::candle) fn open<R>(random: &mut Random, call: impl FnOnce(
 /// In a training step, zero with probability `p`, else `x / (1 - p)`; in an evaluation, `x`. Element by
 /// element, one word drawn for each; the mask is also the gradient's.
 ///
-/// Any shape; `f32`, `f16` or `bf16`, the factor rounded to the dtype. NaN and infinity that are dropped
+/// Any shape; the factor is rounded to the dtype. NaN and infinity that are dropped
 /// become NaN, since zero times them is.
 ///
 /// candle-nn's own `Dropout` draws from numbers that nobody can put back: a run with it does not resume
@@ -79,7 +79,7 @@ pub fn dropout(x: &Tensor, p: f32) -> Result<Tensor> {
         Some((0..x.elem_count()).map(|_| draw(rng)).collect::<Vec<f32>>())
     });
     match mask {
-        Some(mask) => x * host::tensor(mask, x.shape(), x.dtype())?,
+        Some(mask) => x * operator::tensor(mask, x.shape(), x.dtype())?,
         None => Ok(x.clone()),
     }
 }

@@ -1,18 +1,19 @@
 //! Element-wise operators: ReLU, the sum that ends a residual block, image normalisation.
 
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
 
 use super::autocast::promote;
-use super::{cast, host, relu_of};
+use super::operator::{Input, Operator, apply1, apply2};
+use super::real::Real;
+use super::{cast, relu_of};
 
-/// `max(x, 0)`, NaN kept. Any shape; `f32`, `f16` or `bf16`; exact.
+/// `max(x, 0)`, NaN kept. Any shape; exact.
 ///
 /// # Errors
 ///
 /// Another dtype.
 pub fn relu(x: &Tensor) -> Result<Tensor> {
-    let [x] = cast("relu", [x])?;
-    x.contiguous()?.apply_op1(Relu)
+    apply1(Relu, cast("relu", [x])?)
 }
 
 /// `a + b`, broadcast as candle's `broadcast_add`, of two floating-point types as PyTorch adds them: the
@@ -26,81 +27,64 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     a.broadcast_add(&b)
 }
 
-/// `relu(a + b)`, the end of a residual block, in one pass. Both of one shape; `f32`, `f16` or `bf16`,
-/// of two types cast as [`add`] does; added in `f32` and rounded once; NaN kept.
+/// `relu(a + b)`, the end of a residual block, in one pass. Both of one shape; of two types, cast as
+/// [`add`] does; NaN kept.
 ///
 /// # Errors
 ///
 /// Shapes that differ, another dtype.
 pub fn add_relu(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let [a, b] = promote(cast("add", [a, b])?)?;
-    a.contiguous()?.apply_op2(&b.contiguous()?, AddRelu)
+    apply2(AddRelu, promote(cast("add", [a, b])?)?)
 }
 
 struct Relu;
 
-impl CustomOp1 for Relu {
-    fn name(&self) -> &'static str {
-        "relu"
+impl Operator<1> for Relu {
+    const NAME: &'static str = "relu";
+
+    fn forward<T: Real>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        let y = x.values::<T>()?.iter().map(|v| relu_of(*v)).collect();
+        Ok((y, x.shape().clone()))
     }
 
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let dtype = host::float_dtype(x)?;
-        let y = host::floats(x, layout)?.iter().map(|v| relu_of(*v)).collect();
-        Ok((host::rounded(y, dtype)?, layout.shape().clone()))
-    }
-
-    fn bwd(&self, _x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        relu_backward(y, dy).map(Some)
+    fn backward<T: Real>(
+        &self,
+        _: [Input<'_>; 1],
+        y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 1]> {
+        Ok([Some(relu_backward(y, dy)?)])
     }
 }
 
 struct AddRelu;
 
-impl CustomOp2 for AddRelu {
-    fn name(&self) -> &'static str {
-        "add_relu"
-    }
+impl Operator<2> for AddRelu {
+    const NAME: &'static str = "add_relu";
+    const ONE_GRADIENT: bool = true;
 
-    fn cpu_fwd(
-        &self,
-        a: &CpuStorage,
-        a_layout: &Layout,
-        b: &CpuStorage,
-        b_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let dtype = host::float_dtype(a)?;
-        if a_layout.shape() != b_layout.shape() || dtype != host::float_dtype(b)? {
-            let (a, b) = (a_layout.shape(), b_layout.shape());
-            bail!("add_relu: {a:?} and {b:?}, which must be of one shape and dtype");
+    fn forward<T: Real>(&self, [a, b]: [Input<'_>; 2]) -> Result<(Vec<T>, Shape)> {
+        if a.shape() != b.shape() {
+            bail!("add_relu: {:?} and {:?}, which must be of one shape", a.shape(), b.shape());
         }
-        let (a, b) = (host::floats(a, a_layout)?, host::floats(b, b_layout)?);
-        let y = a.iter().zip(&*b).map(|(a, b)| relu_of(a + b)).collect();
-        Ok((host::rounded(y, dtype)?, a_layout.shape().clone()))
+        let (shape, a, b) = (a.shape().clone(), a.values::<T>()?, b.values::<T>()?);
+        Ok((a.iter().zip(&*b).map(|(a, b)| relu_of(*a + *b)).collect(), shape))
     }
 
-    fn bwd(
+    fn backward<T: Real>(
         &self,
-        _a: &Tensor,
-        _b: &Tensor,
-        y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let gradient = relu_backward(y, dy)?;
-        Ok((Some(gradient.clone()), Some(gradient)))
+        _: [Input<'_>; 2],
+        y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 2]> {
+        Ok([Some(relu_backward(y, dy)?), None])
     }
 }
 
 /// `dy` where `y` is positive or NaN, 0 elsewhere.
-fn relu_backward(y: &Tensor, dy: &Tensor) -> Result<Tensor> {
-    let dy = dy.contiguous()?;
-    let (y_storage, y_layout) = y.storage_and_layout();
-    let (dy_storage, dy_layout) = dy.storage_and_layout();
-    let y = host::floats_of(&y_storage, y_layout)?;
-    let gradient = host::floats_of(&dy_storage, dy_layout)?;
-    let gradient =
-        y.iter().zip(&*gradient).map(|(y, g)| if *y <= 0.0 { 0.0 } else { *g }).collect();
-    host::tensor(gradient, dy.shape(), dy.dtype())
+fn relu_backward<T: Real>(y: Input<'_>, dy: Input<'_>) -> Result<Vec<T>> {
+    let (y, dy) = (y.values::<T>()?, dy.values::<T>()?);
+    Ok(y.iter().zip(&*dy).map(|(y, dy)| if *y <= T::ZERO { T::ZERO } else { *dy }).collect())
 }
 
 /// How image bytes become numbers: `(byte / 255 - mean) / std` per channel.
@@ -119,8 +103,7 @@ impl Default for Normalization {
     }
 }
 
-/// Turns images of bytes, `[n, c, h, w]`, into numbers of `dtype` (`f32`, `f16` or `bf16`),
-/// computed in `f32` and rounded once. No gradient flows through it.
+/// Turns images of bytes, `[n, c, h, w]`, into numbers of `dtype`, computed in `f32` and rounded once. No gradient flows through it.
 ///
 /// # Errors
 ///
@@ -157,6 +140,6 @@ impl CustomOp1 for Normalize<'_> {
             let (mean, std) = (of(&self.by.mean, c), of(&self.by.std, c));
             y.extend(plane.iter().map(|byte| (f32::from(*byte) / 255.0 - mean) / std));
         }
-        Ok((host::rounded(y, self.dtype)?, layout.shape().clone()))
+        Ok((f32::store(y, self.dtype)?, layout.shape().clone()))
     }
 }

@@ -1,24 +1,29 @@
 //! Rows of a table by index.
 
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{Result, Shape, Tensor, bail};
 
-use super::{cast, host};
+use super::cast;
+use super::operator::{Input, Operator, apply1};
+use super::real::Real;
 
 /// Row `ids[i]` of `weight` for each `i`.
 ///
-/// Shapes: `ids` is `[...]`, `i64`; `weight` is `[rows, width]`, `f32`, `f16` or `bf16`; the result
-/// is `[..., width]`, exact. Backward adds up, in `f32` and in the order of `ids`, what comes back
-/// for each row, and is 0 for rows not asked for.
+/// Shapes: `ids` is `[...]`, `i64`; `weight` is `[rows, width]`; the result is `[..., width]`, exact.
+/// Backward adds up, in the order of `ids`, what comes back for each row, and is 0 for rows not asked for.
 ///
 /// # Errors
 ///
 /// Shapes or dtypes that do not fit, an index that is no row.
 pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    let [weight] = cast("embedding", [weight])?;
-    weight.contiguous()?.apply_op2(&ids.contiguous()?, Embedding)
+    let shape = ids.dims().to_vec();
+    let ids = ids.flatten_all()?.to_vec1()?;
+    apply1(Embedding { ids, shape }, cast("embedding", [weight])?)
 }
 
-struct Embedding;
+struct Embedding {
+    ids: Vec<i64>,
+    shape: Vec<usize>,
+}
 
 /// `id` as an index, if it is one.
 fn row(id: i64, rows: usize) -> Result<usize> {
@@ -28,48 +33,33 @@ fn row(id: i64, rows: usize) -> Result<usize> {
     }
 }
 
-impl CustomOp2 for Embedding {
-    fn name(&self) -> &'static str {
-        "embedding"
-    }
+impl Operator<1> for Embedding {
+    const NAME: &'static str = "embedding";
 
-    fn cpu_fwd(
-        &self,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-        ids: &CpuStorage,
-        ids_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (rows, width) = weight_layout.shape().dims2()?;
-        let dtype = host::float_dtype(weight)?;
-        let weight = host::floats(weight, weight_layout)?;
-        let ids = host::indices(ids, ids_layout)?;
-        let mut y = Vec::with_capacity(ids.len() * width);
-        for id in ids {
+    fn forward<T: Real>(&self, [weight]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        let (rows, width) = weight.shape().dims2()?;
+        let weight = weight.values::<T>()?;
+        let mut y = Vec::with_capacity(self.ids.len() * width);
+        for id in &self.ids {
             y.extend_from_slice(&weight[row(*id, rows)? * width..][..width]);
         }
-        let mut shape = ids_layout.shape().dims().to_vec();
+        let mut shape = self.shape.clone();
         shape.push(width);
-        Ok((host::rounded(y, dtype)?, shape.into()))
+        Ok((y, shape.into()))
     }
 
-    fn bwd(
+    fn backward<T: Real>(
         &self,
-        weight: &Tensor,
-        ids: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (rows, width) = weight.dims2()?;
-        let dy = dy.contiguous()?;
-        let (dy_storage, dy_layout) = dy.storage_and_layout();
-        let dy = host::floats_of(&dy_storage, dy_layout)?;
-        let mut dw = vec![0.0; rows * width];
-        for (id, dy) in ids.flatten_all()?.to_vec1()?.into_iter().zip(dy.chunks_exact(width.max(1)))
-        {
-            let own = &mut dw[row(id, rows)? * width..][..width];
-            own.iter_mut().zip(dy).for_each(|(sum, dy)| *sum += dy);
+        [weight]: [Input<'_>; 1],
+        _y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 1]> {
+        let (rows, width) = weight.shape().dims2()?;
+        let mut dw = vec![T::ZERO; rows * width];
+        for (id, dy) in self.ids.iter().zip(dy.values::<T>()?.chunks_exact(width.max(1))) {
+            let own = &mut dw[row(*id, rows)? * width..][..width];
+            own.iter_mut().zip(dy).for_each(|(sum, dy)| *sum += *dy);
         }
-        Ok((Some(host::tensor(dw, weight.shape(), weight.dtype())?), None))
+        Ok([Some(dw)])
     }
 }

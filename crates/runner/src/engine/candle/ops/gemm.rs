@@ -6,27 +6,29 @@
 
 #![expect(unsafe_code, reason = "the gemm crate takes raw pointers and strides")]
 
+use super::real::Real;
+
 /// A borrowed matrix, row-major or the transpose of one.
 ///
 /// Invariant: `data` holds `rows * cols` elements, and `{row_stride, col_stride}` is `{cols, 1}`
 /// or, transposed, `{1, rows}`; so element `(r, c)` lies in `data` for every `r < rows`,
 /// `c < cols`.
 #[derive(Clone, Copy)]
-pub(super) struct Mat<'a> {
-    data: &'a [f32],
+pub(super) struct Mat<'a, T> {
+    data: &'a [T],
     rows: usize,
     cols: usize,
     row_stride: usize,
     col_stride: usize,
 }
 
-impl<'a> Mat<'a> {
+impl<'a, T> Mat<'a, T> {
     /// Views `data` as `rows` rows of `cols` elements.
     ///
     /// # Panics
     ///
     /// If `data` has another length.
-    pub(super) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
+    pub(super) fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
         assert_eq!(rows.checked_mul(cols), Some(data.len()), "a {rows} x {cols} matrix");
         Self { data, rows, cols, row_stride: cols, col_stride: 1 }
     }
@@ -45,14 +47,14 @@ impl<'a> Mat<'a> {
 
 /// Writes `lhs * rhs` to `dst`, row-major; adds it to what `dst` holds if `accumulate`.
 ///
-/// `f32` throughout, on the calling thread. The order of summation is the gemm crate's and depends
+/// In `T` throughout, on the calling thread. The order of summation is the gemm crate's and depends
 /// on the shapes and the processor, not on the data. NaN and infinities propagate; with an inner
 /// dimension of 0 the product is zero.
 ///
 /// # Panics
 ///
 /// If the inner dimensions differ or `dst` is not of the product's size.
-pub(super) fn gemm(dst: &mut [f32], accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>) {
+pub(super) fn gemm<T: Real>(dst: &mut [T], accumulate: bool, lhs: Mat<'_, T>, rhs: Mat<'_, T>) {
     let (m, n, k) = (lhs.rows, rhs.cols, lhs.cols);
     assert_eq!(k, rhs.rows, "inner dimensions of a matrix product");
     assert_eq!(m.checked_mul(n), Some(dst.len()), "a {m} x {n} destination");
@@ -60,7 +62,7 @@ pub(super) fn gemm(dst: &mut [f32], accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>
     // matrix with the given strides, and that `dst` overlaps neither. Sizes: `Mat`'s invariant
     // for the operands, the assertion above for `dst`, which is row-major. Overlap: `dst` is a
     // unique borrow. Strides fit `isize` because they are at most a slice's length or, where a
-    // dimension is 0, never used.
+    // dimension is 0, never used. Of other types than its own it panics; `Real` are two of those.
     unsafe {
         gemm::gemm(
             m,
@@ -76,8 +78,8 @@ pub(super) fn gemm(dst: &mut [f32], accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>
             rhs.data.as_ptr(),
             rhs.col_stride.cast_signed(),
             rhs.row_stride.cast_signed(),
-            1.0,
-            1.0,
+            T::ONE,
+            T::ONE,
             false,
             false,
             false,
@@ -90,8 +92,8 @@ pub(super) fn gemm(dst: &mut [f32], accumulate: bool, lhs: Mat<'_>, rhs: Mat<'_>
 mod tests {
     use super::*;
 
-    fn naive(lhs: Mat<'_>, rhs: Mat<'_>, start: &[f32]) -> Vec<f32> {
-        let at = |m: Mat<'_>, r: usize, c: usize| m.data[r * m.row_stride + c * m.col_stride];
+    fn naive(lhs: Mat<'_, f32>, rhs: Mat<'_, f32>, start: &[f32]) -> Vec<f32> {
+        let at = |m: Mat<'_, f32>, r: usize, c: usize| m.data[r * m.row_stride + c * m.col_stride];
         let mut dst = start.to_vec();
         for r in 0..lhs.rows {
             for c in 0..rhs.cols {

@@ -1,23 +1,24 @@
 //! Layer normalisation over the last dimension.
 
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{Result, Shape, Tensor, bail};
 
-use super::{cast, dot_centered, host, sum, sum_by};
+use super::operator::{Input, Operator, apply3};
+use super::real::Real;
+use super::{cast, dot_centered, sum, sum_by};
 
 /// `gamma * (x - mean) / sqrt(var + eps) + beta`, with mean and biased variance over the last
 /// dimension.
 ///
-/// Shapes: `x` is `[..., c]`, `gamma` and `beta` are `[c]`. `x` is `f32`, `f16` or `bf16`, and so is
-/// the result; `gamma` and `beta` may have another of these types. Computed in `f32`, rounded once
-/// at the end. A NaN or infinity makes its whole row NaN. Unlike candle-nn's `layer_norm`, which
-/// silently cuts the graph, it has a backward, through the statistics.
+/// Shapes: `x` is `[..., c]`, `gamma` and `beta` are `[c]`. The result is of `x`'s type; `gamma` and
+/// `beta` may have a narrower one, or `f32` beside a half `x`. A NaN or infinity makes its whole row NaN.
+/// Unlike candle-nn's `layer_norm`, which silently cuts the graph, it has a backward, through the
+/// statistics.
 ///
 /// # Errors
 ///
 /// Shapes or dtypes that do not fit, an empty last dimension.
 pub fn layer_norm(x: &Tensor, gamma: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
-    let [x, gamma, beta] = cast("layer_norm", [x, gamma, beta])?;
-    x.contiguous()?.apply_op3(&gamma.contiguous()?, &beta.contiguous()?, LayerNorm { eps })
+    apply3(LayerNorm { eps }, cast("layer_norm", [x, gamma, beta])?)
 }
 
 struct LayerNorm {
@@ -26,85 +27,63 @@ struct LayerNorm {
 
 impl LayerNorm {
     /// Mean of a row, and 1 over its deviation.
-    fn measure(&self, row: &[f32]) -> (f32, f32) {
-        let count = row.len() as f32;
+    fn measure<T: Real>(&self, row: &[T]) -> (T, T) {
+        let count = T::of(row.len() as f64);
         let mean = sum(row) / count;
         let var = sum_by(row, |v| (v - mean) * (v - mean)) / count;
-        (mean, (var + self.eps).sqrt().recip())
+        (mean, (var + T::of(self.eps.into())).sqrt().recip())
     }
 }
 
-impl CustomOp3 for LayerNorm {
-    fn name(&self) -> &'static str {
-        "layer_norm"
-    }
+impl Operator<3> for LayerNorm {
+    const NAME: &'static str = "layer_norm";
 
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        gamma: &CpuStorage,
-        gamma_layout: &Layout,
-        beta: &CpuStorage,
-        beta_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let shape = x_layout.shape();
+    fn forward<T: Real>(&self, [x, gamma, beta]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
+        let shape = x.shape();
         let width = shape.dims().last().copied().unwrap_or(0);
-        let (gamma_shape, beta_shape) = (gamma_layout.shape().dims(), beta_layout.shape().dims());
+        let (gamma_shape, beta_shape) = (gamma.shape().dims(), beta.shape().dims());
         if width == 0 || gamma_shape != [width] || beta_shape != [width] {
             bail!("layer_norm: an input {shape:?}, parameters {gamma_shape:?} and {beta_shape:?}");
         }
-        let dtype = host::float_dtype(x)?;
-        let (gamma, beta) = (host::floats(gamma, gamma_layout)?, host::floats(beta, beta_layout)?);
-        let mut y = host::floats(x, x_layout)?.into_owned();
+        let (gamma, beta) = (gamma.values::<T>()?, beta.values::<T>()?);
+        let mut y = x.values()?.into_owned();
         for row in y.chunks_exact_mut(width) {
             let (mean, inverse) = self.measure(row);
             for ((v, gamma), beta) in row.iter_mut().zip(&*gamma).zip(&*beta) {
-                *v = (*v - mean) * inverse * gamma + beta;
+                *v = (*v - mean) * inverse * *gamma + *beta;
             }
         }
-        Ok((host::rounded(y, dtype)?, shape.clone()))
+        Ok((y, shape.clone()))
     }
 
-    fn bwd(
+    fn backward<T: Real>(
         &self,
-        x: &Tensor,
-        gamma: &Tensor,
-        beta: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let dy = dy.contiguous()?;
-        let (x_storage, x_layout) = x.storage_and_layout();
-        let (gamma_storage, gamma_layout) = gamma.storage_and_layout();
-        let (dy_storage, dy_layout) = dy.storage_and_layout();
-        let values = host::floats_of(&x_storage, x_layout)?;
-        let scale = host::floats_of(&gamma_storage, gamma_layout)?;
-        let mut dx = host::floats_of(&dy_storage, dy_layout)?.into_owned();
+        [x, gamma, _]: [Input<'_>; 3],
+        _y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 3]> {
+        let (values, scale) = (x.values::<T>()?, gamma.values::<T>()?);
+        let mut dx = dy.values()?.into_owned();
         let width = scale.len();
-        let (mut dgamma, mut dbeta) = (vec![0.0; width], vec![0.0; width]);
+        let (mut dgamma, mut dbeta) = (vec![T::ZERO; width], vec![T::ZERO; width]);
         for (row, dx) in values.chunks_exact(width).zip(dx.chunks_exact_mut(width)) {
             let (mean, inverse) = self.measure(row);
             for (((dx, v), scale), (dgamma, dbeta)) in
                 dx.iter_mut().zip(row).zip(&*scale).zip(dgamma.iter_mut().zip(&mut dbeta))
             {
                 *dbeta += *dx;
-                *dgamma += *dx * (v - mean) * inverse;
-                *dx *= scale;
+                *dgamma += *dx * (*v - mean) * inverse;
+                *dx *= *scale;
             }
             // dx = (g - mean(g) - n * mean(g * n)) / deviation, with g = dy * gamma and n the
             // normalised input.
-            let count = width as f32;
+            let count = T::of(width as f64);
             let average = sum(dx) / count;
             let along = dot_centered(dx, row, mean) * inverse * inverse / count;
             dx.iter_mut()
                 .zip(row)
-                .for_each(|(g, v)| *g = (*g - average - (v - mean) * along) * inverse);
+                .for_each(|(g, v)| *g = (*g - average - (*v - mean) * along) * inverse);
         }
-        Ok((
-            Some(host::tensor(dx, x.shape(), x.dtype())?),
-            Some(host::tensor(dgamma, gamma.shape(), gamma.dtype())?),
-            Some(host::tensor(dbeta, beta.shape(), beta.dtype())?),
-        ))
+        Ok([Some(dx), Some(dgamma), Some(dbeta)])
     }
 }

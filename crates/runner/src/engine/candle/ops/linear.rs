@@ -3,13 +3,13 @@
 use candle_core::{Result, Shape, Tensor, bail};
 
 use super::gemm::{Mat, gemm};
+use super::real::Real;
 use super::weighted::{self, Gradients, Kernel};
 
 /// `x * weight^T + bias`.
 ///
-/// Shapes: `x` is `[..., i]`, `weight` `[o, i]`, `bias` `[o]`, the result `[..., o]`. `f32`, `f16`
-/// and `bf16`: computed and accumulated in `f32`, rounded once at the end. NaN and infinities
-/// propagate. Single-threaded.
+/// Shapes: `x` is `[..., i]`, `weight` `[o, i]`, `bias` `[o]`, the result `[..., o]`; all arguments of
+/// one dtype. NaN and infinities propagate. Single-threaded.
 ///
 /// Backward gives all three gradients; that of `x` only if something upstream needs it.
 ///
@@ -53,8 +53,8 @@ impl Kernel for Extents {
         dims.into()
     }
 
-    fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
-        let mut y = vec![0.0; self.rows * self.outputs];
+    fn forward<T: Real>(&self, x: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T> {
+        let mut y = vec![T::ZERO; self.rows * self.outputs];
         if let Some(bias) = bias {
             y.chunks_exact_mut(self.outputs).for_each(|row| row.copy_from_slice(bias));
         }
@@ -63,16 +63,16 @@ impl Kernel for Extents {
         y
     }
 
-    fn backward(&self, x: &[f32], weight: &[f32], dy: &[f32], wants_x: bool) -> Gradients {
-        let mut db = vec![0.0; self.outputs];
+    fn backward<T: Real>(&self, x: &[T], weight: &[T], dy: &[T], wants_x: bool) -> Gradients<T> {
+        let mut db = vec![T::ZERO; self.outputs];
         for row in dy.chunks_exact(self.outputs) {
-            db.iter_mut().zip(row).for_each(|(db, dy)| *db += dy);
+            db.iter_mut().zip(row).for_each(|(db, dy)| *db += *dy);
         }
         let dy = Mat::new(dy, self.rows, self.outputs);
-        let mut dw = vec![0.0; weight.len()];
+        let mut dw = vec![T::ZERO; weight.len()];
         gemm(&mut dw, false, dy.t(), Mat::new(x, self.rows, self.inputs));
         let dx = wants_x.then(|| {
-            let mut dx = vec![0.0; x.len()];
+            let mut dx = vec![T::ZERO; x.len()];
             gemm(&mut dx, false, dy, Mat::new(weight, self.outputs, self.inputs));
             dx
         });

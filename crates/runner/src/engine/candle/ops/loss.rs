@@ -1,81 +1,76 @@
 //! The loss of classification.
 
-use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{DType, Result, Shape, Tensor, bail};
 
-use super::{cast, host};
+use super::cast;
+use super::operator::{Input, Operator, apply1};
+use super::real::Real;
 
-/// Mean over the batch of `-log softmax(logits)[label]`, a scalar `f32`.
+/// Mean over the batch of `-log softmax(logits)[label]`, a scalar `f32` (of `f64` logits, `f64`).
 ///
-/// Shapes: `logits` is `[n, classes]`, `f32`, `f16` or `bf16`; `labels` is `[n]`, `i64`. Computed
-/// in `f32` with the largest logit of a row subtracted first, so large logits do not overflow; the
-/// mean is summed in `f64`. A NaN logit, or an infinite largest one, makes the loss NaN.
+/// Shapes: `logits` is `[n, classes]`; `labels` is `[n]`, `i64`. Computed with the largest logit of a row
+/// subtracted first, so large logits do not overflow; the mean is summed in `f64`. A NaN logit, or an
+/// infinite largest one, makes the loss NaN.
 ///
-/// Backward: `(softmax - one_hot) / n`, in `f32`, rounded once to the logits' dtype.
+/// Backward: `(softmax - one_hot) / n`.
 ///
 /// # Errors
 ///
 /// Shapes or dtypes that do not fit, a label that is no class, an empty batch.
 pub fn cross_entropy(logits: &Tensor, labels: &Tensor) -> Result<Tensor> {
-    let [logits] = cast("cross_entropy_loss", [logits])?;
-    logits.contiguous()?.apply_op2(&labels.contiguous()?, CrossEntropy)
+    apply1(CrossEntropy { labels: labels.to_vec1()? }, cast("cross_entropy_loss", [logits])?)
 }
 
-struct CrossEntropy;
+struct CrossEntropy {
+    labels: Vec<i64>,
+}
 
-impl CustomOp2 for CrossEntropy {
-    fn name(&self) -> &'static str {
-        "cross_entropy"
+impl Operator<1> for CrossEntropy {
+    const NAME: &'static str = "cross_entropy";
+
+    fn output(&self, dtype: DType) -> DType {
+        if dtype == DType::F64 { dtype } else { DType::F32 }
     }
 
-    fn cpu_fwd(
-        &self,
-        logits: &CpuStorage,
-        logits_layout: &Layout,
-        labels: &CpuStorage,
-        labels_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (count, classes) = logits_layout.shape().dims2()?;
-        let (logits, labels) =
-            (host::floats(logits, logits_layout)?, host::indices(labels, labels_layout)?);
+    fn forward<T: Real>(&self, [logits]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        let (count, classes) = logits.shape().dims2()?;
+        let labels = &self.labels;
         if labels.len() != count || count == 0 {
             bail!("cross_entropy: {} labels for {count} rows of logits", labels.len());
         }
         let mut total = 0.0;
-        for (row, label) in logits.chunks_exact(classes).zip(labels) {
+        for (row, label) in logits.values::<T>()?.chunks_exact(classes).zip(labels) {
             let Some(logit) = usize::try_from(*label).ok().and_then(|label| row.get(label)) else {
                 bail!("cross_entropy: label {label} is none of {classes} classes");
             };
             let largest = largest(row);
-            let sum: f32 = row.iter().map(|v| (v - largest).exp()).sum();
-            total += f64::from(sum.ln() + largest - logit);
+            let sum: T = row.iter().map(|v| (*v - largest).exp()).sum();
+            total += (sum.ln() + largest - *logit).to_f64();
         }
-        Ok((CpuStorage::F32(vec![(total / count as f64) as f32]), Shape::from(())))
+        Ok((vec![T::of(total / count as f64)], Shape::from(())))
     }
 
-    fn bwd(
+    fn backward<T: Real>(
         &self,
-        logits: &Tensor,
-        labels: &Tensor,
-        _loss: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (count, classes) = logits.dims2()?;
-        let scale = gradient.to_dtype(DType::F32)?.to_scalar::<f32>()? / count as f32;
-        let labels = labels.to_vec1::<i64>()?;
-        let (storage, layout) = logits.storage_and_layout();
-        let mut gradient = host::floats_of(&storage, layout)?.into_owned();
-        for (row, label) in gradient.chunks_exact_mut(classes).zip(labels) {
+        [logits]: [Input<'_>; 1],
+        _loss: Input<'_>,
+        gradient: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 1]> {
+        let (count, classes) = logits.shape().dims2()?;
+        let scale = gradient.values::<T>()?[0] / T::of(count as f64);
+        let mut gradient = logits.values::<T>()?.into_owned();
+        for (row, label) in gradient.chunks_exact_mut(classes).zip(&self.labels) {
             let largest = largest(row);
             row.iter_mut().for_each(|v| *v = (*v - largest).exp());
-            let factor = scale / row.iter().sum::<f32>();
+            let factor = scale / row.iter().copied().sum::<T>();
             row.iter_mut().for_each(|v| *v *= factor);
-            row[usize::try_from(label).expect("forward has checked the labels")] -= scale;
+            row[usize::try_from(*label).expect("forward has checked the labels")] -= scale;
         }
-        Ok((Some(host::tensor(gradient, logits.shape(), logits.dtype())?), None))
+        Ok([Some(gradient)])
     }
 }
 
 /// The largest of a row; a NaN is passed over, and shows in the sum instead.
-fn largest(row: &[f32]) -> f32 {
-    row.iter().copied().fold(f32::NEG_INFINITY, f32::max)
+fn largest<T: Real>(row: &[T]) -> T {
+    row.iter().copied().fold(T::NEG_INFINITY, T::max)
 }

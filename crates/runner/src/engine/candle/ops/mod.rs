@@ -1,10 +1,10 @@
-//! Operators with a backward, on the CPU, for `f32`, `f16` and `bf16`.
+//! Operators with a backward, on the CPU, for `f32`, `f16`, `bf16` and `f64`.
 //!
 //! candle brings automatic differentiation; its own CPU operators for training are slow, some have
-//! no backward, and some no half. These replace the ones that image models and transformers need. Each is one
-//! [`CustomOp`](candle_core::CustomOp1) around a kernel over `f32` slices, so each says in one
-//! place where it rounds: half tensors are widened exactly on the way in and rounded once, to
-//! nearest even, on the way out.
+//! no backward, and some no half. These replace the ones that image models and transformers need. Each is a
+//! kernel over slices (`real.rs`), of which `operator.rs` makes one of candle's: `f32` and half tensors are
+//! computed and accumulated in `f32`, half ones widened exactly on the way in and rounded once, to nearest
+//! even, on the way out; `f64` ones in `f64`, by the same formulas, which is how their gradients are checked.
 //!
 //! Inside a region of [`autocast`] each first has its inputs cast as PyTorch's lists say, under
 //! PyTorch's name for it: `conv2d`, `linear`, `scaled_dot_product_attention`, `cross_entropy_loss`,
@@ -22,12 +22,13 @@ mod elementwise;
 mod embedding;
 mod gelu;
 mod gemm;
-mod host;
 mod layer_norm;
 mod linear;
 mod loss;
 mod norm;
+mod operator;
 mod pool;
+mod real;
 pub(super) mod search;
 mod simd;
 mod softmax;
@@ -48,42 +49,44 @@ pub use norm::{BatchNormOptions, Statistics, batch_norm, batch_norm_with};
 pub use pool::{global_avg_pool, max_pool2d};
 pub use softmax::softmax;
 
+use self::real::Real;
+
 /// ReLU of one value; NaN stays NaN.
 #[inline]
-fn relu_of(v: f32) -> f32 {
-    if v <= 0.0 { 0.0 } else { v }
+fn relu_of<T: Real>(v: T) -> T {
+    if v <= T::ZERO { T::ZERO } else { v }
 }
 
 /// Sum of a slice, in [`LANES`] partial sums, which the compiler keeps in vector registers.
-fn sum(values: &[f32]) -> f32 {
+fn sum<T: Real>(values: &[T]) -> T {
     sum_by(values, |v| v)
 }
 
 /// Sum of `f` over a slice, as [`sum`].
 #[inline]
-fn sum_by(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
+fn sum_by<T: Real>(values: &[T], f: impl Fn(T) -> T) -> T {
     let (chunks, rest) = values.as_chunks::<LANES>();
-    let mut lanes = [0.0; LANES];
+    let mut lanes = [T::ZERO; LANES];
     for chunk in chunks {
         for (lane, v) in lanes.iter_mut().zip(chunk) {
             *lane += f(*v);
         }
     }
-    lanes.iter().sum::<f32>() + rest.iter().map(|v| f(*v)).sum::<f32>()
+    lanes.into_iter().sum::<T>() + rest.iter().map(|v| f(*v)).sum::<T>()
 }
 
 /// Sum of `a * (b - center)`, as [`sum`].
-fn dot_centered(a: &[f32], b: &[f32], center: f32) -> f32 {
+fn dot_centered<T: Real>(a: &[T], b: &[T], center: T) -> T {
     let (a_chunks, a_rest) = a.as_chunks::<LANES>();
     let (b_chunks, b_rest) = b.as_chunks::<LANES>();
-    let mut lanes = [0.0; LANES];
+    let mut lanes = [T::ZERO; LANES];
     for (a, b) in a_chunks.iter().zip(b_chunks) {
         for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
-            *lane += a * (b - center);
+            *lane += *a * (*b - center);
         }
     }
-    let rest: f32 = a_rest.iter().zip(b_rest).map(|(a, b)| a * (b - center)).sum();
-    lanes.iter().sum::<f32>() + rest
+    let rest: T = a_rest.iter().zip(b_rest).map(|(a, b)| *a * (*b - center)).sum();
+    lanes.into_iter().sum::<T>() + rest
 }
 
 /// Partial sums of a reduction.

@@ -4,9 +4,11 @@
 //! whole activation, forward and backward. Here forward reads the input three times and writes
 //! once, backward reads twice and writes once.
 
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{DType, Result, Shape, Tensor, bail};
 
-use super::{cast, host};
+use super::cast;
+use super::operator::{Input, Operator, apply3};
+use super::real::Real;
 
 /// Mean and variance per channel.
 #[derive(Clone, Debug, PartialEq)]
@@ -29,10 +31,9 @@ pub struct BatchNormOptions {
 /// `gamma * (x - mean) / sqrt(var + eps) + beta` per channel, with the statistics of the batch,
 /// which are returned; then, if asked, ReLU.
 ///
-/// Shapes: `x` is `[n, c, h, w]`, `gamma` and `beta` are `[c]`. `x` is `f32`, `f16` or `bf16`, and
-/// so is the result; `gamma` and `beta` may have another of these types (`f32` beside a half `x`).
-/// Computed in `f32`, sums of a channel in `f64` over rows summed in `f32`, rounded once at the
-/// end. A NaN or infinity makes its whole channel NaN; ReLU keeps NaN.
+/// Shapes: `x` is `[n, c, h, w]`, `gamma` and `beta` are `[c]`. The result is of `x`'s type; `gamma` and
+/// `beta` may have a narrower one, or `f32` beside a half `x`. Sums of a channel are in `f64` over rows
+/// summed in `f32`. A NaN or infinity makes its whole channel NaN; ReLU keeps NaN.
 ///
 /// Backward differentiates through the statistics.
 ///
@@ -47,17 +48,22 @@ pub fn batch_norm(
 ) -> Result<(Tensor, Statistics)> {
     let [x, gamma, beta] = cast("batch_norm", [x, gamma, beta])?;
     let x = x.contiguous()?;
-    let statistics = {
-        let planes = Planes::new(x.shape())?;
-        if planes.values() < 2 {
-            bail!("batch_norm: one value per channel has no variance to train with");
-        }
+    let planes = Planes::new(x.shape())?;
+    if planes.values() < 2 {
+        bail!("batch_norm: one value per channel has no variance to train with");
+    }
+    let moments = {
         let (storage, layout) = x.storage_and_layout();
-        measure(&planes, &host::floats_of(&storage, layout)?)
+        let values = Input::new(&storage, layout)?;
+        match x.dtype() {
+            DType::F64 => measure::<f64>(&planes, &values.values::<f64>()?),
+            _ => measure::<f32>(&planes, &values.values::<f32>()?),
+        }
     };
-    let op = BatchNorm { options, statistics: statistics.clone(), of_batch: true };
-    let y = x.apply_op3(&gamma.contiguous()?, &beta.contiguous()?, op)?;
-    Ok((y, statistics))
+    let round = |of: fn(&Moments) -> f64| moments.iter().map(|m| of(m) as f32).collect();
+    let statistics = Statistics { mean: round(|m| m.mean), var: round(|m| m.var) };
+    let op = BatchNorm { options, moments, of_batch: true };
+    Ok((apply3(op, [x, gamma, beta])?, statistics))
 }
 
 /// As [`batch_norm`], with given statistics, which backward treats as constants.
@@ -72,81 +78,121 @@ pub fn batch_norm_with(
     statistics: Statistics,
     options: BatchNormOptions,
 ) -> Result<Tensor> {
-    let [x, gamma, beta] = cast("batch_norm", [x, gamma, beta])?;
-    let op = BatchNorm { options, statistics, of_batch: false };
-    x.contiguous()?.apply_op3(&gamma.contiguous()?, &beta.contiguous()?, op)
+    let Statistics { mean, var } = statistics;
+    if mean.len() != var.len() {
+        bail!("batch_norm: {} means and {} variances", mean.len(), var.len());
+    }
+    let moments = mean.iter().zip(&var);
+    let moments = moments.map(|(mean, var)| Moments { mean: (*mean).into(), var: (*var).into() });
+    let op = BatchNorm { options, moments: moments.collect(), of_batch: false };
+    apply3(op, cast("batch_norm", [x, gamma, beta])?)
+}
+
+/// Mean and variance of a channel, as exact as they were measured.
+#[derive(Clone, Copy)]
+struct Moments {
+    mean: f64,
+    var: f64,
+}
+
+impl Moments {
+    /// The mean, and 1 over the deviation.
+    fn scale<T: Real>(&self, eps: f32) -> (T, T) {
+        let deviation = (T::of(self.var) + T::of(eps.into())).sqrt();
+        (T::of(self.mean), deviation.recip())
+    }
 }
 
 struct BatchNorm {
     options: BatchNormOptions,
-    statistics: Statistics,
+    moments: Vec<Moments>,
     /// Whether they are those of `x`, so that backward goes through them.
     of_batch: bool,
 }
 
-impl CustomOp3 for BatchNorm {
-    fn name(&self) -> &'static str {
-        "batch_norm"
-    }
+impl Operator<3> for BatchNorm {
+    const NAME: &'static str = "batch_norm";
 
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        gamma: &CpuStorage,
-        gamma_layout: &Layout,
-        beta: &CpuStorage,
-        beta_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let planes = Planes::new(x_layout.shape())?;
-        let dtype = host::float_dtype(x)?;
-        let x = host::floats(x, x_layout)?;
-        let gamma = host::floats(gamma, gamma_layout)?;
-        let beta = host::floats(beta, beta_layout)?;
-        let statistics = &self.statistics;
-        let channels = [gamma.len(), beta.len(), statistics.mean.len(), statistics.var.len()];
-        if channels != [planes.channels; 4] {
+    fn forward<T: Real>(&self, [x, gamma, beta]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
+        let planes = Planes::new(x.shape())?;
+        let (values, gamma, beta) = (x.values::<T>()?, gamma.values::<T>()?, beta.values::<T>()?);
+        let channels = [gamma.len(), beta.len(), self.moments.len()];
+        if channels != [planes.channels; 3] {
             bail!("batch_norm: {} channels, parameters of {channels:?}", planes.channels);
         }
-        let y = forward(&planes, &x, &gamma, &beta, statistics, self.options);
-        Ok((host::rounded(y, dtype)?, x_layout.shape().clone()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        gamma: &Tensor,
-        beta: &Tensor,
-        y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let dy = dy.contiguous()?;
-        let (x_storage, x_layout) = x.storage_and_layout();
-        let (gamma_storage, gamma_layout) = gamma.storage_and_layout();
-        let (y_storage, y_layout) = y.storage_and_layout();
-        let (dy_storage, dy_layout) = dy.storage_and_layout();
-        let mut dy = host::floats_of(&dy_storage, dy_layout)?;
-        if self.options.relu {
-            // What ReLU stopped does not flow back. It keeps NaN, and so does this comparison.
-            let y = host::floats_of(&y_storage, y_layout)?;
-            for (dy, y) in dy.to_mut().iter_mut().zip(&*y) {
-                *dy = if *y <= 0.0 { 0.0 } else { *dy };
+        let lines = self.moments.iter().zip(gamma.iter().zip(&*beta));
+        let lines = lines.map(|(moments, (gamma, beta))| {
+            let scale = *gamma / (T::of(moments.var) + T::of(self.options.eps.into())).sqrt();
+            (scale, *beta - T::of(moments.mean) * scale)
+        });
+        let lines: Vec<(T, T)> = lines.collect();
+        let mut y = Vec::with_capacity(values.len());
+        for (i, plane) in values.chunks_exact(planes.pixels).enumerate() {
+            let (scale, shift) = lines[i % planes.channels];
+            if self.options.relu {
+                y.extend(plane.iter().map(|v| super::relu_of(*v * scale + shift)));
+            } else {
+                y.extend(plane.iter().map(|v| *v * scale + shift));
             }
         }
-        let gradients = backward(
-            &Planes::new(x.shape())?,
-            &host::floats_of(&x_storage, x_layout)?,
-            &host::floats_of(&gamma_storage, gamma_layout)?,
-            &dy,
-            &self.statistics,
-            self.options.eps,
-            self.of_batch,
-        );
-        Ok((
-            Some(host::tensor(gradients.x, x.shape(), x.dtype())?),
-            Some(host::tensor(gradients.gamma, gamma.shape(), gamma.dtype())?),
-            Some(host::tensor(gradients.beta, beta.shape(), beta.dtype())?),
-        ))
+        Ok((y, x.shape().clone()))
+    }
+
+    fn backward<T: Real>(
+        &self,
+        [x, gamma, _]: [Input<'_>; 3],
+        y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 3]> {
+        let mut dy = dy.values::<T>()?;
+        if self.options.relu {
+            // What ReLU stopped does not flow back. It keeps NaN, and so does this comparison.
+            for (dy, y) in dy.to_mut().iter_mut().zip(&*y.values::<T>()?) {
+                *dy = if *y <= T::ZERO { T::ZERO } else { *dy };
+            }
+        }
+        let planes = Planes::new(x.shape())?;
+        Ok(self.gradients(&planes, &x.values::<T>()?, &gamma.values::<T>()?, &dy))
+    }
+}
+
+impl BatchNorm {
+    fn gradients<T: Real>(
+        &self,
+        planes: &Planes,
+        x: &[T],
+        gamma: &[T],
+        dy: &[T],
+    ) -> [Option<Vec<T>>; 3] {
+        let count = planes.values() as f64;
+        let (mut dgamma, mut dbeta) = (Vec::new(), Vec::new());
+        // dx = scale * (dy - mean(dy) - (x - mean) * mean(dy * (x - mean)) / (var + eps)),
+        // without the means if the statistics are constants: dx = dy * a + x * b + c.
+        let mut factors = Vec::with_capacity(planes.channels);
+        for (c, (gamma, moments)) in gamma.iter().zip(&self.moments).enumerate() {
+            let (mean, inverse) = moments.scale::<T>(self.options.eps);
+            let (mut sum, mut dot) = (0.0, 0.0);
+            for (x, dy) in planes.of(x, c).zip(planes.of(dy, c)) {
+                sum += super::sum(dy).to_f64();
+                dot += super::dot_centered(dy, x, mean).to_f64();
+            }
+            dbeta.push(T::of(sum));
+            dgamma.push(T::of(dot * inverse.to_f64()));
+            let a = *gamma * inverse;
+            let (mut b, mut shift) = (T::ZERO, T::ZERO);
+            if self.of_batch {
+                b = T::ZERO - a * inverse * inverse * T::of(dot / count);
+                shift = T::ZERO - a * T::of(sum / count);
+            }
+            factors.push((a, b, shift, mean));
+        }
+        let mut dx = Vec::with_capacity(x.len());
+        let pairs = x.chunks_exact(planes.pixels).zip(dy.chunks_exact(planes.pixels));
+        for (i, (x, dy)) in pairs.enumerate() {
+            let (a, b, shift, mean) = factors[i % planes.channels];
+            dx.extend(x.iter().zip(dy).map(|(x, dy)| *dy * a + (*x - mean) * b + shift));
+        }
+        [Some(dx), Some(dgamma), Some(dbeta)]
     }
 }
 
@@ -172,98 +218,23 @@ impl Planes {
     }
 
     /// The planes of channel `c`, one per image.
-    fn of<'a>(&self, data: &'a [f32], c: usize) -> impl Iterator<Item = &'a [f32]> {
+    fn of<'a, T>(&self, data: &'a [T], c: usize) -> impl Iterator<Item = &'a [T]> {
         data.chunks_exact(self.pixels).skip(c).step_by(self.channels)
     }
 }
 
-fn measure(planes: &Planes, x: &[f32]) -> Statistics {
+fn measure<T: Real>(planes: &Planes, x: &[T]) -> Vec<Moments> {
     let count = planes.values() as f64;
-    let mut statistics = Statistics { mean: Vec::new(), var: Vec::new() };
-    for c in 0..planes.channels {
+    let channel = |c| {
         // Two passes: the difference of the mean square and the squared mean would cancel.
-        let sum: f64 = planes.of(x, c).map(|plane| f64::from(super::sum(plane))).sum();
-        let mean = (sum / count) as f32;
+        let sum: f64 = planes.of(x, c).map(|plane| super::sum(plane).to_f64()).sum();
+        let mean = T::of(sum / count);
         let squares: f64 = planes
             .of(x, c)
-            .map(|plane| f64::from(super::sum_by(plane, |v| (v - mean) * (v - mean))))
+            .map(|plane| super::sum_by(plane, |v| (v - mean) * (v - mean)).to_f64())
             .sum();
-        statistics.mean.push(mean);
-        statistics.var.push((squares / count) as f32);
-    }
-    statistics
-}
-
-fn forward(
-    planes: &Planes,
-    x: &[f32],
-    gamma: &[f32],
-    beta: &[f32],
-    statistics: &Statistics,
-    options: BatchNormOptions,
-) -> Vec<f32> {
-    let (scale, shift): (Vec<f32>, Vec<f32>) = (0..planes.channels)
-        .map(|c| {
-            let scale = gamma[c] / (statistics.var[c] + options.eps).sqrt();
-            (scale, beta[c] - statistics.mean[c] * scale)
-        })
-        .unzip();
-    let mut y = Vec::with_capacity(x.len());
-    for (i, plane) in x.chunks_exact(planes.pixels).enumerate() {
-        let (scale, shift) = (scale[i % planes.channels], shift[i % planes.channels]);
-        if options.relu {
-            y.extend(plane.iter().map(|v| super::relu_of(v * scale + shift)));
-        } else {
-            y.extend(plane.iter().map(|v| v * scale + shift));
-        }
-    }
-    y
-}
-
-struct Gradients {
-    x: Vec<f32>,
-    gamma: Vec<f32>,
-    beta: Vec<f32>,
-}
-
-fn backward(
-    planes: &Planes,
-    x: &[f32],
-    gamma: &[f32],
-    dy: &[f32],
-    statistics: &Statistics,
-    eps: f32,
-    of_batch: bool,
-) -> Gradients {
-    let count = planes.values() as f64;
-    let (mut dgamma, mut dbeta) = (Vec::new(), Vec::new());
-    // dx = scale * (dy - mean(dy) - (x - mean) * mean(dy * (x - mean)) / (var + eps)),
-    // without the means if the statistics are constants: dx = dy * a + x * b + c.
-    let mut factors = Vec::with_capacity(planes.channels);
-    for (c, gamma) in gamma.iter().enumerate() {
-        let mean = statistics.mean[c];
-        let inverse = 1.0 / (statistics.var[c] + eps).sqrt();
-        let (mut sum, mut dot) = (0.0, 0.0);
-        for (x, dy) in planes.of(x, c).zip(planes.of(dy, c)) {
-            sum += f64::from(super::sum(dy));
-            dot += f64::from(super::dot_centered(dy, x, mean));
-        }
-        dbeta.push(sum as f32);
-        dgamma.push((dot * f64::from(inverse)) as f32);
-        let a = gamma * inverse;
-        if of_batch {
-            let b = -a * inverse * inverse * (dot / count) as f32;
-            factors.push((a, b, -a * (sum / count) as f32, mean));
-        } else {
-            factors.push((a, 0.0, 0.0, mean));
-        }
-    }
-    let mut dx = Vec::with_capacity(x.len());
-    for (i, (x, dy)) in
-        x.chunks_exact(planes.pixels).zip(dy.chunks_exact(planes.pixels)).enumerate()
-    {
-        let (a, b, c, mean) = factors[i % planes.channels];
-        dx.extend(x.iter().zip(dy).map(|(x, dy)| dy * a + (x - mean) * b + c));
-    }
-    Gradients { x: dx, gamma: dgamma, beta: dbeta }
+        // What `T` holds, so that it is the same whoever goes on with it.
+        Moments { mean: mean.to_f64(), var: T::of(squares / count).to_f64() }
+    };
+    (0..planes.channels).map(channel).collect()
 }

@@ -2,18 +2,19 @@
 
 use std::sync::OnceLock;
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::{Result, Shape, Tensor, bail};
 
+use super::cast;
 use super::conv::{Window, inside, positions};
-use super::{cast, host};
+use super::operator::{Input, Operator, apply1};
+use super::real::Real;
 
 /// The largest value of each window, any kernel, stride and padding; so also the overlapping
 /// 3 x 3 / stride 2 of ResNet's stem, which stock candle cannot differentiate.
 ///
-/// Shapes: `[n, c, h, w]` to `[n, c, (h + 2 * padding - kernel) / stride + 1, ...]`. `f32`, `f16`
-/// or `bf16`; exact. Padding never wins. NaN wins over everything. Backward gives a window's
-/// gradient to its largest value, to the first of several, or to the last NaN; it adds up in
-/// `f32` and rounds once.
+/// Shapes: `[n, c, h, w]` to `[n, c, (h + 2 * padding - kernel) / stride + 1, ...]`. Exact. Padding
+/// never wins. NaN wins over everything. Backward gives a window's gradient to its largest value, to the
+/// first of several, or to the last NaN.
 ///
 /// # Errors
 ///
@@ -22,19 +23,16 @@ pub fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Tensor> {
     if window.padding > kernel / 2 {
         bail!("max_pool2d: {window:?} pads more than half a kernel of {kernel}");
     }
-    let [x] = cast("max_pool2d", [x])?;
-    x.contiguous()?.apply_op1(MaxPool { kernel, window, taken: OnceLock::new() })
+    apply1(MaxPool { kernel, window, taken: OnceLock::new() }, cast("max_pool2d", [x])?)
 }
 
-/// The mean of each channel of each image: `[n, c, h, w]` to `[n, c]`. `f32`, `f16` or `bf16`,
-/// summed in `f32` and rounded once; NaN and infinities propagate.
+/// The mean of each channel of each image: `[n, c, h, w]` to `[n, c]`. NaN and infinities propagate.
 ///
 /// # Errors
 ///
 /// A shape or dtype that does not fit.
 pub fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
-    let [x] = cast("adaptive_avg_pool2d", [x])?;
-    x.contiguous()?.apply_op1(GlobalAvgPool)
+    apply1(GlobalAvgPool, cast("adaptive_avg_pool2d", [x])?)
 }
 
 struct MaxPool {
@@ -44,22 +42,19 @@ struct MaxPool {
     taken: OnceLock<Vec<u32>>,
 }
 
-impl CustomOp1 for MaxPool {
-    fn name(&self) -> &'static str {
-        "max_pool2d"
-    }
+impl Operator<1> for MaxPool {
+    const NAME: &'static str = "max_pool2d";
 
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (images, channels, height, width) = layout.shape().dims4()?;
+    fn forward<T: Real>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        let (images, channels, height, width) = x.shape().dims4()?;
         let out_height = positions(height, self.kernel, self.window)?;
         let out_width = positions(width, self.kernel, self.window)?;
         if height * width >= NONE as usize {
             bail!("max_pool2d: an image of {height} x {width} is too large");
         }
-        let dtype = host::float_dtype(x)?;
-        let x = host::floats(x, layout)?;
+        let x = x.values::<T>()?;
         let plane = out_height * out_width;
-        let mut y = vec![f32::NEG_INFINITY; images * channels * plane];
+        let mut y = vec![T::NEG_INFINITY; images * channels * plane];
         let mut taken = vec![NONE; y.len()];
         let planes = x.chunks_exact(height * width);
         let outputs = y.chunks_exact_mut(plane).zip(taken.chunks_exact_mut(plane));
@@ -67,33 +62,36 @@ impl CustomOp1 for MaxPool {
             self.plane(x, (height, width), y, taken, (out_height, out_width));
         }
         let _ = self.taken.set(taken);
-        Ok((host::rounded(y, dtype)?, (images, channels, out_height, out_width).into()))
+        Ok((y, (images, channels, out_height, out_width).into()))
     }
 
-    fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let (_, _, height, width) = x.dims4()?;
-        let (_, _, out_height, out_width) = y.dims4()?;
-        let dy = dy.contiguous()?;
-        let (storage, layout) = dy.storage_and_layout();
-        let dy = host::floats_of(&storage, layout)?;
+    fn backward<T: Real>(
+        &self,
+        [x]: [Input<'_>; 1],
+        y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 1]> {
+        let (_, _, height, width) = x.shape().dims4()?;
+        let (_, _, out_height, out_width) = y.shape().dims4()?;
+        let dy = dy.values::<T>()?;
         let taken = self.taken.get().expect("forward came first");
-        let mut dx = vec![0.0; x.elem_count()];
+        let mut dx = vec![T::ZERO; x.shape().elem_count()];
         let plane = out_height * out_width;
         let sources = dy.chunks_exact(plane).zip(taken.chunks_exact(plane));
         for (dx, (dy, taken)) in dx.chunks_exact_mut(height * width).zip(sources) {
-            dy.iter().zip(taken).for_each(|(dy, at)| dx[*at as usize] += dy);
+            dy.iter().zip(taken).for_each(|(dy, at)| dx[*at as usize] += *dy);
         }
-        host::tensor(dx, x.shape(), x.dtype()).map(Some)
+        Ok([Some(dx)])
     }
 }
 
 impl MaxPool {
     /// Pools one plane, tap by tap, so that the inner loop runs along a line.
-    fn plane(
+    fn plane<T: Real>(
         &self,
-        x: &[f32],
+        x: &[T],
         (height, width): (usize, usize),
-        y: &mut [f32],
+        y: &mut [T],
         taken: &mut [u32],
         (out_height, out_width): (usize, usize),
     ) {
@@ -122,33 +120,35 @@ impl MaxPool {
 
 struct GlobalAvgPool;
 
-impl CustomOp1 for GlobalAvgPool {
-    fn name(&self) -> &'static str {
-        "global_avg_pool"
-    }
+impl Operator<1> for GlobalAvgPool {
+    const NAME: &'static str = "global_avg_pool";
 
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (images, channels, height, width) = layout.shape().dims4()?;
+    fn forward<T: Real>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        let (images, channels, height, width) = x.shape().dims4()?;
         let pixels = height * width;
         if pixels == 0 {
             bail!("global_avg_pool: an image of {height} x {width} has no mean");
         }
-        let dtype = host::float_dtype(x)?;
-        let x = host::floats(x, layout)?;
-        let y = x.chunks_exact(pixels).map(|plane| super::sum(plane) / pixels as f32).collect();
-        Ok((host::rounded(y, dtype)?, (images, channels).into()))
+        let count = T::of(pixels as f64);
+        let planes = x.values::<T>()?;
+        let y = planes.chunks_exact(pixels).map(|plane| super::sum(plane) / count).collect();
+        Ok((y, (images, channels).into()))
     }
 
-    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let (_, _, height, width) = x.dims4()?;
+    fn backward<T: Real>(
+        &self,
+        [x]: [Input<'_>; 1],
+        _y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 1]> {
+        let (_, _, height, width) = x.shape().dims4()?;
         let pixels = height * width;
-        let dy = dy.contiguous()?;
-        let (storage, layout) = dy.storage_and_layout();
-        let mut dx = Vec::with_capacity(x.elem_count());
-        for dy in &*host::floats_of(&storage, layout)? {
-            dx.resize(dx.len() + pixels, dy / pixels as f32);
+        let count = T::of(pixels as f64);
+        let mut dx = Vec::with_capacity(x.shape().elem_count());
+        for dy in &*dy.values::<T>()? {
+            dx.resize(dx.len() + pixels, *dy / count);
         }
-        host::tensor(dx, x.shape(), x.dtype()).map(Some)
+        Ok([Some(dx)])
     }
 }
 

@@ -1,11 +1,13 @@
 //! Each operator against candle's own where that has a backward, against plain loops, against
-//! central differences, and in half precision against itself in `f32`.
+//! central differences in `f64`, and in half precision against itself in `f32`.
 
-use candle_core::{D, DType, Device, Result, Tensor, Var};
+use candle_core::{D, DType, Device, Result, Shape, Tensor, Var};
 use candle_nn::Init;
 use proptest::prelude::*;
 
 use super::super::init;
+use super::operator::{Input, Operator, apply1};
+use super::real::Real;
 use super::*;
 
 /// Standard normal values, fixed by `name`.
@@ -33,12 +35,16 @@ pub(super) fn run(
     Ok(std::iter::once(y.detach()).chain(gradients).collect())
 }
 
+fn flat_f64(tensor: &Tensor) -> Vec<f64> {
+    tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
 /// Largest difference, relative to the largest value.
-pub(super) fn distance(a: &Tensor, b: &Tensor) -> f32 {
+pub(super) fn distance(a: &Tensor, b: &Tensor) -> f64 {
     assert_eq!(a.dims(), b.dims());
-    let (a, b) = (flat(a), flat(b));
-    let scale = b.iter().fold(1e-3f32, |m, v| m.max(v.abs()));
-    a.iter().zip(&b).fold(0f32, |m, (a, b)| m.max((a - b).abs())) / scale
+    let (a, b) = (flat_f64(a), flat_f64(b));
+    let scale = b.iter().fold(1e-3f64, |m, v| m.max(v.abs()));
+    a.iter().zip(&b).fold(0f64, |m, (a, b)| m.max((a - b).abs())) / scale
 }
 
 /// Output and all gradients of `ours` are those of `stock`, but for the order of summation.
@@ -55,37 +61,44 @@ pub(super) fn assert_same(
     }
 }
 
-/// All gradients are those of central differences. Steps of 2^-6 make an error of third order
-/// near 1e-4, and rounding in `f32` one near 1e-5: 1e-2 of the largest value is far from both.
+/// In `f64` all gradients are those of central differences, and in `f32` output and gradients are those of
+/// `f64` but for rounding. Steps of 2^-17 make an error of third order near 1e-10, and rounding one of that
+/// size too: 1e-7 of the largest value is far from both, and from any term that is missing.
 pub(super) fn assert_differentiates(
     what: &str,
     inputs: &[Tensor],
     op: impl Fn(&[Tensor]) -> Result<Tensor>,
 ) {
-    let step = 1.0 / 64.0;
-    let gradients = run(inputs, &op).unwrap();
-    let dy = flat(&values("dy", gradients[0].dims()));
+    let step = 1.0 / 131_072.0;
+    let narrow = run(inputs, &op).unwrap();
+    let inputs: Vec<_> = inputs.iter().map(|t| t.to_dtype(DType::F64).unwrap()).collect();
+    let exact = run(&inputs, &op).unwrap();
+    for (i, (narrow, exact)) in narrow.iter().zip(&exact).enumerate() {
+        assert_eq!((narrow.dtype(), exact.dtype()), (DType::F32, DType::F64), "{what}: tensor {i}");
+        let distance = distance(narrow, exact);
+        assert!(distance < 1e-5, "{what}: tensor {i} in f32 is off by {distance}");
+    }
+    let dy = flat_f64(&values("dy", exact[0].dims()));
     let objective = |inputs: &[Tensor]| -> f64 {
-        let y = flat(&op(inputs).unwrap());
-        y.iter().zip(&dy).map(|(y, dy)| f64::from(*y) * f64::from(*dy)).sum()
+        let y = flat_f64(&op(inputs).unwrap());
+        y.iter().zip(&dy).map(|(y, dy)| y * dy).sum()
     };
     for (i, input) in inputs.iter().enumerate() {
-        let start = flat(input);
-        let numeric: Vec<f32> = (0..start.len())
-            .map(|e| {
-                let at = |delta: f32| {
-                    let mut moved = start.clone();
-                    moved[e] += delta;
-                    let mut inputs = inputs.to_vec();
-                    inputs[i] = Tensor::from_vec(moved, input.dims(), &Device::Cpu).unwrap();
-                    objective(&inputs)
-                };
-                ((at(step) - at(-step)) / (2.0 * f64::from(step))) as f32
-            })
-            .collect();
+        let start = flat_f64(input);
+        let slope = |e: usize| {
+            let at = |delta: f64| {
+                let mut moved = start.clone();
+                moved[e] += delta;
+                let mut inputs = inputs.clone();
+                inputs[i] = Tensor::from_vec(moved, input.dims(), &Device::Cpu).unwrap();
+                objective(&inputs)
+            };
+            (at(step) - at(-step)) / (2.0 * step)
+        };
+        let numeric: Vec<f64> = (0..start.len()).map(slope).collect();
         let numeric = Tensor::from_vec(numeric, input.dims(), &Device::Cpu).unwrap();
-        let distance = distance(&gradients[i + 1], &numeric);
-        assert!(distance < 1e-2, "{what}: gradient {i} is off by {distance}");
+        let distance = distance(&exact[i + 1], &numeric);
+        assert!(distance < 1e-7, "{what}: gradient {i} is off by {distance}");
     }
 }
 
@@ -126,13 +139,40 @@ impl candle_core::CustomOp1 for RoundGradient {
         &self,
         x: &candle_core::CpuStorage,
         layout: &candle_core::Layout,
-    ) -> Result<(candle_core::CpuStorage, candle_core::Shape)> {
+    ) -> Result<(candle_core::CpuStorage, Shape)> {
         Ok((x.clone(), layout.shape().clone()))
     }
 
     fn bwd(&self, _x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         Ok(Some(dy.to_dtype(self.0)?.to_dtype(DType::F32)?))
     }
+}
+
+/// The square, with a gradient that is off by a millionth.
+struct Off;
+
+impl Operator<1> for Off {
+    const NAME: &'static str = "off";
+
+    fn forward<T: Real>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        Ok((x.values::<T>()?.iter().map(|x| *x * *x).collect(), x.shape().clone()))
+    }
+
+    fn backward<T: Real>(
+        &self,
+        [x]: [Input<'_>; 1],
+        _y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 1]> {
+        let slope = |(x, dy): (&T, &T)| T::of(2.000_002) * *x * *dy;
+        Ok([Some(x.values::<T>()?.iter().zip(&*dy.values::<T>()?).map(slope).collect())])
+    }
+}
+
+#[test]
+#[should_panic(expected = "off: gradient 0 is off by")]
+fn a_gradient_that_is_off_by_a_millionth_is_seen() {
+    assert_differentiates("off", &[values("x", &[3, 5])], |t| apply1(Off, [t[0].clone()]));
 }
 
 #[test]
@@ -165,7 +205,11 @@ fn conv2d_is_candles() {
 fn conv2d_differentiates() {
     let inputs = [values("x", &[2, 2, 4, 5]), values("w", &[3, 2, 3, 3]), values("b", &[3])];
     let window = Window { stride: 2, padding: 1 };
-    assert_differentiates("conv2d", &inputs, |t| conv2d(&t[0], &t[1], Some(&t[2]), window));
+    assert_differentiates("by columns", &inputs, |t| conv2d(&t[0], &t[1], Some(&t[2]), window));
+    // As many channels as are done by tiles; edges that no tile ends at.
+    let inputs = [values("x", &[2, 16, 3, 5]), values("w", &[16, 16, 3, 3]), values("b", &[16])];
+    let window = Window { stride: 1, padding: 1 };
+    assert_differentiates("by tiles", &inputs, |t| conv2d(&t[0], &t[1], Some(&t[2]), window));
 }
 
 #[test]
@@ -291,8 +335,11 @@ fn max_pool2d_differentiates() {
     let inputs = [values("x", &[2, 3, 6, 6])];
     let two = Window { stride: 2, padding: 0 };
     let ours = |t: &[Tensor]| max_pool2d(&t[0], 2, two);
-    // Forward only: the gradient of candle 0.11.1 is a quarter of what it should be.
-    assert_eq!(flat(&ours(&inputs).unwrap()), flat(&inputs[0].max_pool2d(2).unwrap()));
+    // The gradient of candle 0.11.1 is a quarter of what it should be, as this module's parent says.
+    let (whole, stock) =
+        (run(&inputs, ours).unwrap(), run(&inputs, |t| t[0].max_pool2d(2)).unwrap());
+    assert_eq!(flat(&whole[0]), flat(&stock[0]));
+    assert_eq!(flat(&whole[1]), flat(&(&stock[1] * 4.0).unwrap()));
     assert_rounds_once("2 x 2", &inputs, ours);
     // Values far apart, so that no step changes which is largest.
     let x: Vec<f32> = (0..50).map(|i| ((i * 7) % 50) as f32).collect();
@@ -346,14 +393,16 @@ fn batch_norm_is_candles() {
 #[test]
 fn batch_norm_differentiates() {
     let inputs = [values("x", &[2, 2, 2, 3]), values("gamma", &[2]), values("beta", &[2])];
-    let options = BatchNormOptions { eps: 1e-5, relu: false };
-    assert_differentiates("batch_norm", &inputs, |t| {
-        Ok(batch_norm(&t[0], &t[1], &t[2], options)?.0)
-    });
-    let given = Statistics { mean: vec![0.5, -0.5], var: vec![2.0, 0.5] };
-    assert_differentiates("batch_norm_with", &inputs, |t| {
-        batch_norm_with(&t[0], &t[1], &t[2], given.clone(), options)
-    });
+    for relu in [false, true] {
+        let options = BatchNormOptions { eps: 1e-5, relu };
+        assert_differentiates("batch_norm", &inputs, |t| {
+            Ok(batch_norm(&t[0], &t[1], &t[2], options)?.0)
+        });
+        let given = Statistics { mean: vec![0.5, -0.5], var: vec![2.0, 0.5] };
+        assert_differentiates("batch_norm_with", &inputs, |t| {
+            batch_norm_with(&t[0], &t[1], &t[2], given.clone(), options)
+        });
+    }
 }
 
 #[test]
@@ -429,6 +478,9 @@ fn elementwise_ops_are_candles() {
     assert_same("add_relu", &inputs, |t| add_relu(&t[0], &t[1]), |t| (&t[0] + &t[1])?.relu());
     assert_rounds_once("relu", &inputs[..1], |t| relu(&t[0]));
     assert_rounds_once("add_relu", &inputs, |t| add_relu(&t[0], &t[1]));
+    assert_differentiates("relu", &inputs[..1], |t| relu(&t[0]));
+    assert_differentiates("add", &inputs, |t| add(&t[0], &t[1]));
+    assert_differentiates("add_relu", &inputs, |t| add_relu(&t[0], &t[1]));
     let x = Tensor::new(&[f32::NAN, f32::NEG_INFINITY, f32::INFINITY], &Device::Cpu).unwrap();
     let y = flat(&relu(&x).unwrap());
     assert!(y[0].is_nan() && y[1] == 0.0 && y[2] == f32::INFINITY);
@@ -441,6 +493,7 @@ fn global_avg_pool_is_candles() {
     let ours = |t: &[Tensor]| global_avg_pool(&t[0]);
     assert_same("mean", &inputs, ours, |t| t[0].mean((D::Minus1, D::Minus2)));
     assert_rounds_once("mean", &inputs, ours);
+    assert_differentiates("mean", &inputs, ours);
 }
 
 #[test]

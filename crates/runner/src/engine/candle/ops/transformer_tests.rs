@@ -69,6 +69,7 @@ fn embedding_is_candles() {
     let stock = |t: &[Tensor]| t[0].index_select(&ids.flatten_all()?, 0)?.reshape((2, 3, 7));
     assert_same("embedding", &inputs, ours, stock);
     assert_rounds_once("embedding", &inputs, ours);
+    assert_differentiates("embedding", &inputs, ours);
     for id in [5_i64, -1] {
         let ids = Tensor::new(&[id], &Device::Cpu).unwrap();
         let error = embedding(&ids, &inputs[0]).unwrap_err().to_string();

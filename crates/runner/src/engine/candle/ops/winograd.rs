@@ -14,6 +14,7 @@
 
 use super::conv::{Window, inside};
 use super::gemm::{Mat, gemm};
+use super::real::Real;
 use super::simd::{self, Kernel};
 use super::weighted::Gradients;
 
@@ -44,7 +45,7 @@ impl Winograd {
     }
 
     /// The result.
-    pub(super) fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
+    pub(super) fn forward<T: Real>(&self, x: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T> {
         let (input, output) = self.images();
         let (rows, cols) = self.tiles();
         let tiles = self.group * rows * cols;
@@ -53,7 +54,7 @@ impl Winograd {
         let mut m = Sixteen::new(self.out_channels * tiles);
         let mut phases = Phases::new(self.height, self.width, rows, cols, self.padding);
         let mut quads = Quads::new(self.out_height, self.out_width);
-        let mut y = vec![0.0; x.len() / input.max(1) * output];
+        let mut y = vec![T::ZERO; x.len() / input.max(1) * output];
         for (x, y) in x.chunks(self.group * input).zip(y.chunks_mut(self.group * output)) {
             let tiles = x.len() / input * rows * cols;
             self.transform_input(x, &mut phases, &mut v);
@@ -67,20 +68,20 @@ impl Winograd {
                 let (image, channel) = (at / self.out_channels, at % self.out_channels);
                 let from = channel * tiles + image * rows * cols;
                 simd::run(FromM { m: &m, from, quads: &mut quads });
-                quads.write(y, bias.map_or(0.0, |bias| bias[channel]));
+                quads.write(y, bias.map_or(T::ZERO, |bias| bias[channel]));
             }
         }
         y
     }
 
     /// The gradients, given that of the result.
-    pub(super) fn backward(
+    pub(super) fn backward<T: Real>(
         &self,
-        x: &[f32],
-        weight: &[f32],
-        dy: &[f32],
+        x: &[T],
+        weight: &[T],
+        dy: &[T],
         wants_x: bool,
-    ) -> Gradients {
+    ) -> Gradients<T> {
         let (input, output) = self.images();
         let (rows, cols) = self.tiles();
         let tiles = self.group * rows * cols;
@@ -90,8 +91,8 @@ impl Winograd {
         let mut m = Sixteen::new(self.out_channels * tiles);
         let mut phases = Phases::new(self.height, self.width, rows, cols, self.padding);
         let mut dphases = Phases::new(self.height, self.width, rows, cols, self.padding);
-        let mut db = vec![0.0; self.out_channels];
-        let mut dx = if wants_x { vec![0.0; x.len()] } else { Vec::new() };
+        let mut db = vec![T::ZERO; self.out_channels];
+        let mut dx = if wants_x { vec![T::ZERO; x.len()] } else { Vec::new() };
         for (at, dy) in dy.chunks(self.group * output).enumerate() {
             let images = dy.len() / output;
             let tiles = images * rows * cols;
@@ -123,10 +124,10 @@ impl Winograd {
     }
 
     /// `G w G'` of every kernel.
-    fn weights(&self, weight: &[f32]) -> Sixteen {
+    fn weights<T: Real>(&self, weight: &[T]) -> Sixteen<T> {
         let mut u = Sixteen::exact(self.out_channels * self.channels);
         for (at, w) in weight.as_chunks::<9>().0.iter().enumerate() {
-            let half: [[f32; 4]; 3] =
+            let half: [[T; 4]; 3] =
                 std::array::from_fn(|col| widen([w[col], w[3 + col], w[6 + col]]));
             let [a, b, c] = half;
             for (row, ((a, b), c)) in a.into_iter().zip(b).zip(c).enumerate() {
@@ -139,10 +140,10 @@ impl Winograd {
     }
 
     /// `G' du G` of every kernel.
-    fn weight_gradient(&self, du: &Sixteen) -> Vec<f32> {
-        let mut dw = vec![0.0; self.out_channels * self.channels * 9];
+    fn weight_gradient<T: Real>(&self, du: &Sixteen<T>) -> Vec<T> {
+        let mut dw = vec![T::ZERO; self.out_channels * self.channels * 9];
         for (at, dw) in dw.as_chunks_mut::<9>().0.iter_mut().enumerate() {
-            let half: [[f32; 3]; 4] = std::array::from_fn(|col| {
+            let half: [[T; 3]; 4] = std::array::from_fn(|col| {
                 narrow(std::array::from_fn(|row| du.of(row * 4 + col)[at]))
             });
             for row in 0..3 {
@@ -154,7 +155,7 @@ impl Winograd {
     }
 
     /// `B' x B` of every tile of some images.
-    fn transform_input(&self, x: &[f32], phases: &mut Phases, v: &mut Sixteen) {
+    fn transform_input<T: Real>(&self, x: &[T], phases: &mut Phases<T>, v: &mut Sixteen<T>) {
         let plane = self.height * self.width;
         let (rows, cols) = self.tiles();
         let images = x.len() / (self.channels * plane);
@@ -168,7 +169,7 @@ impl Winograd {
     }
 
     /// `A dy A'` of every tile of some images, and the sums of each channel, added to `db`.
-    fn transform_gradient(&self, dy: &[f32], m: &mut Sixteen, db: &mut [f32]) {
+    fn transform_gradient<T: Real>(&self, dy: &[T], m: &mut Sixteen<T>, db: &mut [T]) {
         let plane = self.out_height * self.out_width;
         let (rows, cols) = self.tiles();
         let images = dy.len() / (self.out_channels * plane);
@@ -186,35 +187,35 @@ impl Winograd {
 }
 
 /// Sixteen matrices of one size, with room behind each for the rest of a vector.
-struct Sixteen {
-    data: Vec<f32>,
+struct Sixteen<T> {
+    data: Vec<T>,
     pitch: usize,
 }
 
-impl Sixteen {
+impl<T: Real> Sixteen<T> {
     fn new(size: usize) -> Self {
         Self::exact(size + LANES)
     }
 
     fn exact(size: usize) -> Self {
-        Self { data: vec![0.0; 16 * size], pitch: size }
+        Self { data: vec![T::ZERO; 16 * size], pitch: size }
     }
 
     #[inline(always)]
-    fn of(&self, at: usize) -> &[f32] {
+    fn of(&self, at: usize) -> &[T] {
         &self.data[at * self.pitch..][..self.pitch]
     }
 
     #[inline(always)]
-    fn of_mut(&mut self, at: usize) -> &mut [f32] {
+    fn of_mut(&mut self, at: usize) -> &mut [T] {
         &mut self.data[at * self.pitch..][..self.pitch]
     }
 }
 
 /// A plane of the input as its tiles see it: for each parity of the row and each of a tile's 4 columns, a
 /// plane of its own, in which the values of neighbouring tiles are neighbours.
-struct Phases {
-    planes: [Vec<f32>; 8],
+struct Phases<T> {
+    planes: [Vec<T>; 8],
     height: usize,
     width: usize,
     rows: usize,
@@ -222,20 +223,20 @@ struct Phases {
     padding: usize,
 }
 
-impl Phases {
+impl<T: Real> Phases<T> {
     fn new(height: usize, width: usize, rows: usize, cols: usize, padding: usize) -> Self {
-        let plane = || vec![0.0; (rows + 1) * cols + LANES];
+        let plane = || vec![T::ZERO; (rows + 1) * cols + LANES];
         let planes = std::array::from_fn(|_| plane());
         Self { planes, height, width, rows, cols, padding }
     }
 
     fn clear(&mut self) {
-        self.planes.iter_mut().for_each(|plane| plane.fill(0.0));
+        self.planes.iter_mut().for_each(|plane| plane.fill(T::ZERO));
     }
 
     /// For each plane, its lines inside the image: where they lie in it, the pixel of the first value,
     /// and how far apart the lines' pixels are.
-    fn lines(&self, at: usize) -> impl Iterator<Item = (std::ops::Range<usize>, usize)> + use<> {
+    fn lines(&self, at: usize) -> impl Iterator<Item = (std::ops::Range<usize>, usize)> + use<T> {
         let halves = Window { stride: 2, padding: self.padding };
         let (ys, y0) = inside(at / 4, self.height, self.rows + 1, halves);
         let (xs, x0) = inside(at % 4, self.width, self.cols, halves);
@@ -246,7 +247,7 @@ impl Phases {
     }
 
     /// Takes a plane apart. What lies outside of the image is never written, and stays 0.
-    fn read(&mut self, plane: &[f32]) {
+    fn read(&mut self, plane: &[T]) {
         for at in 0..8 {
             for (line, from) in self.lines(at) {
                 let to = &mut self.planes[at][line];
@@ -256,7 +257,7 @@ impl Phases {
     }
 
     /// Adds what was put together for each tile to the pixels it belongs to.
-    fn add_to(&self, plane: &mut [f32]) {
+    fn add_to(&self, plane: &mut [T]) {
         for at in 0..8 {
             for (line, to) in self.lines(at) {
                 let from = &self.planes[at][line];
@@ -273,19 +274,19 @@ impl Phases {
 }
 
 /// A plane of the output, each of a tile's 2 x 2 pixels in a plane of its own.
-struct Quads {
-    planes: [Vec<f32>; 4],
+struct Quads<T> {
+    planes: [Vec<T>; 4],
     height: usize,
     width: usize,
 }
 
-impl Quads {
+impl<T: Real> Quads<T> {
     fn new(height: usize, width: usize) -> Self {
-        let plane = || vec![0.0; height.div_ceil(2) * width.div_ceil(2) + LANES];
+        let plane = || vec![T::ZERO; height.div_ceil(2) * width.div_ceil(2) + LANES];
         Self { planes: std::array::from_fn(|_| plane()), height, width }
     }
 
-    fn read(&mut self, plane: &[f32]) {
+    fn read(&mut self, plane: &[T]) {
         let cols = self.width.div_ceil(2);
         for (y, line) in plane.chunks_exact(self.width).enumerate() {
             for col in 0..2 {
@@ -296,13 +297,13 @@ impl Quads {
         }
     }
 
-    fn write(&self, plane: &mut [f32], bias: f32) {
+    fn write(&self, plane: &mut [T], bias: T) {
         let cols = self.width.div_ceil(2);
         for (y, line) in plane.chunks_exact_mut(self.width).enumerate() {
             let of = |col: usize| &self.planes[y % 2 * 2 + col][y / 2 * cols..][..cols];
             let (pairs, last) = line.as_chunks_mut::<2>();
             for ((pair, a), b) in pairs.iter_mut().zip(of(0)).zip(of(1)) {
-                *pair = [a + bias, b + bias];
+                *pair = [*a + bias, *b + bias];
             }
             last.iter_mut().for_each(|pixel| *pixel = of(0)[cols - 1] + bias);
         }
@@ -314,32 +315,37 @@ impl Quads {
 }
 
 /// Values of neighbouring tiles.
-type Lanes = [f32; LANES];
+type Lanes<T> = [T; LANES];
 
 /// Tiles transformed at once.
 const LANES: usize = 16;
 
 #[inline(always)]
-fn load(from: &[f32], at: usize) -> Lanes {
+fn load<T: Real>(from: &[T], at: usize) -> Lanes<T> {
     *from[at..].first_chunk().expect("every plane has room for whole vectors")
 }
 
 #[inline(always)]
-fn store(to: &mut [f32], at: usize, lanes: Lanes) {
+fn store<T: Real>(to: &mut [T], at: usize, lanes: Lanes<T>) {
     *to[at..].first_chunk_mut().expect("every plane has room for whole vectors") = lanes;
+}
+
+#[inline(always)]
+fn zero<T: Real>() -> Lanes<T> {
+    [T::ZERO; LANES]
 }
 
 // No `array::from_fn` here: its calls would not be inlined, and so not compiled for wide vectors.
 
 #[inline(always)]
-fn add(a: Lanes, b: Lanes) -> Lanes {
+fn add<T: Real>(a: Lanes<T>, b: Lanes<T>) -> Lanes<T> {
     let mut sum = a;
     sum.iter_mut().zip(b).for_each(|(sum, b)| *sum += b);
     sum
 }
 
 #[inline(always)]
-fn sub(a: Lanes, b: Lanes) -> Lanes {
+fn sub<T: Real>(a: Lanes<T>, b: Lanes<T>) -> Lanes<T> {
     let mut difference = a;
     difference.iter_mut().zip(b).for_each(|(difference, b)| *difference -= b);
     difference
@@ -349,10 +355,10 @@ fn sub(a: Lanes, b: Lanes) -> Lanes {
 /// function, for the same reason.
 macro_rules! both_ways {
     ($x:expr, $transform:ident, $n:literal to $m:literal) => {{
-        let x: [[Lanes; $n]; $n] = $x;
-        let mut half = [[ZERO; $n]; $m];
+        let x: [[Lanes<T>; $n]; $n] = $x;
+        let mut half = [[zero(); $n]; $m];
         for col in 0..$n {
-            let mut column = [ZERO; $n];
+            let mut column = [zero(); $n];
             for row in 0..$n {
                 column[row] = x[row][col];
             }
@@ -361,7 +367,7 @@ macro_rules! both_ways {
                 half[row][col] = column[row];
             }
         }
-        let mut y = [[ZERO; $m]; $m];
+        let mut y = [[zero(); $m]; $m];
         for row in 0..$m {
             y[row] = $transform(half[row]);
         }
@@ -369,46 +375,44 @@ macro_rules! both_ways {
     }};
 }
 
-const ZERO: Lanes = [0.0; LANES];
-
 /// `B'` times a column.
 #[inline(always)]
-fn of_input([a, b, c, d]: [Lanes; 4]) -> [Lanes; 4] {
+fn of_input<T: Real>([a, b, c, d]: [Lanes<T>; 4]) -> [Lanes<T>; 4] {
     [sub(a, c), add(b, c), sub(c, b), sub(b, d)]
 }
 
 /// `B` times a column.
 #[inline(always)]
-fn to_input([a, b, c, d]: [Lanes; 4]) -> [Lanes; 4] {
-    [a, add(sub(b, c), d), add(sub(b, a), c), sub(ZERO, d)]
+fn to_input<T: Real>([a, b, c, d]: [Lanes<T>; 4]) -> [Lanes<T>; 4] {
+    [a, add(sub(b, c), d), add(sub(b, a), c), sub(zero(), d)]
 }
 
 /// `A'` times a column.
 #[inline(always)]
-fn to_output([a, b, c, d]: [Lanes; 4]) -> [Lanes; 2] {
+fn to_output<T: Real>([a, b, c, d]: [Lanes<T>; 4]) -> [Lanes<T>; 2] {
     [add(add(a, b), c), sub(sub(b, c), d)]
 }
 
 /// `A` times a column.
 #[inline(always)]
-fn of_output([a, b]: [Lanes; 2]) -> [Lanes; 4] {
-    [a, add(a, b), sub(a, b), sub(ZERO, b)]
+fn of_output<T: Real>([a, b]: [Lanes<T>; 2]) -> [Lanes<T>; 4] {
+    [a, add(a, b), sub(a, b), sub(zero(), b)]
 }
 
 /// `B' x B` from [`Phases`], into the sixteen matrices from `to` on. What the last vector writes behind
 /// the plane's tiles is written again with the next plane's.
-struct ToV<'a> {
-    phases: &'a Phases,
-    v: &'a mut Sixteen,
+struct ToV<'a, T> {
+    phases: &'a Phases<T>,
+    v: &'a mut Sixteen<T>,
     to: usize,
 }
 
-impl Kernel for ToV<'_> {
+impl<T: Real> Kernel for ToV<'_, T> {
     #[inline(always)]
     fn run(self) {
         let Self { phases, v, to } = self;
         for tile in (0..phases.rows * phases.cols).step_by(LANES) {
-            let mut x = [[ZERO; 4]; 4];
+            let mut x = [[zero(); 4]; 4];
             for (row, x) in x.iter_mut().enumerate() {
                 for (col, x) in x.iter_mut().enumerate() {
                     let (plane, first) = phases.at(row, col);
@@ -424,24 +428,24 @@ impl Kernel for ToV<'_> {
 }
 
 /// The transpose of [`ToV`]: `B dv B'`, added to what the phases hold.
-struct FromV<'a> {
-    v: &'a Sixteen,
+struct FromV<'a, T> {
+    v: &'a Sixteen<T>,
     from: usize,
-    phases: &'a mut Phases,
+    phases: &'a mut Phases<T>,
 }
 
-impl Kernel for FromV<'_> {
+impl<T: Real> Kernel for FromV<'_, T> {
     #[inline(always)]
     fn run(self) {
         let Self { v, from, phases } = self;
         let tiles = phases.rows * phases.cols;
         for tile in (0..tiles).step_by(LANES) {
             let live = (tiles - tile).min(LANES);
-            let mut dv = [[ZERO; 4]; 4];
+            let mut dv = [[zero(); 4]; 4];
             for (at, lanes) in dv.as_flattened_mut().iter_mut().enumerate() {
                 *lanes = load(v.of(at), from + tile);
                 // Behind the last tile are those of another image.
-                lanes[live..].fill(0.0);
+                lanes[live..].fill(T::ZERO);
             }
             let dx = both_ways!(dv, to_input, 4 to 4);
             for (row, lanes) in dx.iter().enumerate() {
@@ -456,18 +460,18 @@ impl Kernel for FromV<'_> {
 }
 
 /// `A' m A` from the sixteen matrices, from `from` on.
-struct FromM<'a> {
-    m: &'a Sixteen,
+struct FromM<'a, T> {
+    m: &'a Sixteen<T>,
     from: usize,
-    quads: &'a mut Quads,
+    quads: &'a mut Quads<T>,
 }
 
-impl Kernel for FromM<'_> {
+impl<T: Real> Kernel for FromM<'_, T> {
     #[inline(always)]
     fn run(self) {
         let Self { m, from, quads } = self;
         for tile in (0..quads.count()).step_by(LANES) {
-            let mut x = [[ZERO; 4]; 4];
+            let mut x = [[zero(); 4]; 4];
             for (at, lanes) in x.as_flattened_mut().iter_mut().enumerate() {
                 *lanes = load(m.of(at), from + tile);
             }
@@ -480,18 +484,18 @@ impl Kernel for FromM<'_> {
 }
 
 /// The transpose of [`FromM`]: `A dy A'`, into the sixteen matrices from `to` on, as [`ToV`].
-struct ToM<'a> {
-    quads: &'a Quads,
-    m: &'a mut Sixteen,
+struct ToM<'a, T> {
+    quads: &'a Quads<T>,
+    m: &'a mut Sixteen<T>,
     to: usize,
 }
 
-impl Kernel for ToM<'_> {
+impl<T: Real> Kernel for ToM<'_, T> {
     #[inline(always)]
     fn run(self) {
         let Self { quads, m, to } = self;
         for tile in (0..quads.count()).step_by(LANES) {
-            let mut dy = [[ZERO; 2]; 2];
+            let mut dy = [[zero(); 2]; 2];
             for (plane, lanes) in quads.planes.iter().zip(dy.as_flattened_mut()) {
                 *lanes = load(plane, tile);
             }
@@ -504,11 +508,13 @@ impl Kernel for ToM<'_> {
 }
 
 /// `G` times a column of a kernel.
-fn widen([a, b, c]: [f32; 3]) -> [f32; 4] {
-    [a, 0.5 * (a + b + c), 0.5 * (a - b + c), c]
+fn widen<T: Real>([a, b, c]: [T; 3]) -> [T; 4] {
+    let half = T::of(0.5);
+    [a, half * (a + b + c), half * (a - b + c), c]
 }
 
 /// `G'` times a column, the transpose of [`widen`].
-fn narrow([a, b, c, d]: [f32; 4]) -> [f32; 3] {
-    [a + 0.5 * (b + c), 0.5 * (b - c), 0.5 * (b + c) + d]
+fn narrow<T: Real>([a, b, c, d]: [T; 4]) -> [T; 3] {
+    let half = T::of(0.5);
+    [a + half * (b + c), half * (b - c), half * (b + c) + d]
 }

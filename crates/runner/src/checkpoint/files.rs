@@ -64,7 +64,7 @@ pub(super) fn aside(path: &Path) -> PathBuf {
 }
 
 /// Puts `fresh` in the place of `path`. A checkpoint already there steps aside first and goes
-/// last, so that at every moment one of the two is whole.
+/// last, so that at every moment, and after a power cut, one of the two is whole.
 pub(super) fn replace_dir(fresh: &Path, path: &Path) -> Result<()> {
     let old = aside(path);
     if path.exists() {
@@ -74,6 +74,9 @@ pub(super) fn replace_dir(fresh: &Path, path: &Path) -> Result<()> {
         fs::rename(path, &old).map_err(io("rename", path))?;
     }
     fs::rename(fresh, path).map_err(io("rename to", path))?;
+    if let Some(dir) = path.parent() {
+        sync_dir(dir)?;
+    }
     if old.exists() {
         fs::remove_dir_all(&old).map_err(io("remove", &old))?;
     }

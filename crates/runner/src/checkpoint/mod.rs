@@ -19,15 +19,17 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use fused_optim::{DType, Slice, SliceMut, StateDict};
-use safetensors::tensor::SafeTensors;
+use half::{bf16, f16};
+use safetensors::tensor::{SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use self::files::{check_seal, crc32, file_meta, io, replace_dir, seal, sync_dir, write_synced};
 pub use self::find::{Found, newest};
 pub use self::tensors::{Tensor, model_tensors};
-use self::tensors::{bf16s, check, deserialize, f16s, floats, serialize};
-pub(crate) use self::tensors::{copies, copy_from_bytes, to_bytes};
+use self::tensors::{bf16s, check, check_convertible, copy_converted, deserialize};
+pub(crate) use self::tensors::{copies, copy_from_bytes, round_into, to_bytes};
+use self::tensors::{f16s, floats, serialize};
 use crate::engine::{Engine, TensorSpec};
 use crate::model::ModelWrapper;
 use crate::optim_wrapper::OptimWrapperState;
@@ -45,6 +47,18 @@ pub struct Position {
     /// How many were trained on before the last validation.
     #[serde(default)]
     pub validated: Option<usize>,
+    /// Where as many ranks as there are now began.
+    #[serde(default)]
+    pub begun: Begun,
+}
+
+/// Where a number of ranks took over from another one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Begun {
+    /// Batches trained on by then.
+    pub iter: usize,
+    /// Samples dealt by then, over all passes.
+    pub place: usize,
 }
 
 /// What a checkpoint says besides tensors.
@@ -91,6 +105,17 @@ pub struct Checkpoint {
     pub optim: Option<OptimWrapperState>,
     model: Vec<u8>,
     path: PathBuf,
+}
+
+/// Tensors that [`Checkpoint::load_weights`] has converted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Converted {
+    /// Their type in the checkpoint.
+    pub from: DType,
+    /// Their type in the model.
+    pub to: DType,
+    /// How many.
+    pub tensors: usize,
 }
 
 /// What hooks may change of a checkpoint about to be written.
@@ -196,7 +221,6 @@ pub fn save(work_dir: &Path, name: &str, contents: Contents<'_>) -> Result<PathB
     sync_dir(&fresh)?;
     let path = work_dir.join(name);
     replace_dir(&fresh, &path)?;
-    sync_dir(work_dir)?;
     if !is_last {
         return Ok(path);
     }
@@ -247,13 +271,42 @@ pub fn load(path: &Path) -> Result<Checkpoint> {
 }
 
 impl Checkpoint {
-    /// Copies parameters and buffers into the model.
+    /// Copies parameters and buffers into the model, bit for bit.
     ///
     /// # Errors
     ///
     /// [`Error::Checkpoint`] naming the tensor that is missing, left over, or of another shape or
     /// type; the model has not been changed then.
     pub fn load_model(&self, engine: &mut dyn Engine) -> Result<()> {
+        self.copy_model(engine, &mut check)
+    }
+
+    /// As [`load_model`](Self::load_model), for whoever takes the model and does not go on with the run: a
+    /// tensor of another floating-point type is converted, exactly to a wider one, else to the nearest
+    /// value.
+    ///
+    /// # Errors
+    ///
+    /// As [`load_model`](Self::load_model), but for types; a value that is too large for the model's type.
+    pub fn load_weights(&self, engine: &mut dyn Engine) -> Result<Vec<Converted>> {
+        let mut all: Vec<Converted> = Vec::new();
+        self.copy_model(engine, &mut |view, spec| {
+            let (from, to) = (check_convertible(view, spec)?, spec.dtype);
+            match all.iter_mut().find(|of| (of.from, of.to) == (from, to)) {
+                Some(of) => of.tensors += 1,
+                None if from == to => {}
+                None => all.push(Converted { from, to, tensors: 1 }),
+            }
+            Ok(())
+        })?;
+        Ok(all)
+    }
+
+    fn copy_model(
+        &self,
+        engine: &mut dyn Engine,
+        fits: &mut dyn FnMut(&TensorView<'_>, &TensorSpec) -> Result<(), String>,
+    ) -> Result<()> {
         let fail = |why: String| damaged(&self.path, MODEL, why);
         let tensors = SafeTensors::deserialize(&self.model).map_err(|e| fail(e.to_string()))?;
         let (params, buffers) = (engine.params().to_vec(), engine.buffers().to_vec());
@@ -261,7 +314,7 @@ impl Checkpoint {
             let view = tensors
                 .tensor(&spec.name)
                 .map_err(|_| fail(format!("has no `{}`: it is of another model", spec.name)))?;
-            check(&view, spec).map_err(fail)?;
+            fits(&view, spec).map_err(fail)?;
         }
         if tensors.len() != params.len() + buffers.len() {
             let known = |name: &str| params.iter().chain(&buffers).any(|s| s.name == name);
@@ -271,7 +324,7 @@ impl Checkpoint {
         let copy = |specs: &[TensorSpec], slices: &mut [SliceMut<'_>]| {
             for (spec, slice) in specs.iter().zip(slices) {
                 let view = tensors.tensor(&spec.name).map_err(|e| fail(e.to_string()))?;
-                copy_from_bytes(slice, view.data());
+                copy_converted(slice, &view).map_err(fail)?;
             }
             Ok(())
         };
@@ -321,7 +374,8 @@ impl Checkpoint {
         read_whole(&self.path, &self.meta, &file).map(Some)
     }
 
-    /// Gives the model back what this rank had added up towards its next step.
+    /// Gives the model back what this rank had added up towards its next step. Another number of ranks
+    /// than wrote it has the same mean of it: each rank gets the mean of all.
     ///
     /// # Errors
     ///
@@ -329,11 +383,27 @@ impl Checkpoint {
     pub fn load_gradients(
         &self,
         rank: usize,
+        world_size: usize,
+        params: &[TensorSpec],
+        model: &mut dyn ModelWrapper,
+    ) -> Result<()> {
+        model.zero_grad();
+        if self.meta.world_size == world_size {
+            return self.add_gradients(rank, 1.0, params, model);
+        }
+        let share = 1.0 / self.meta.world_size as f32;
+        (0..self.meta.world_size)
+            .try_for_each(|rank| self.add_gradients(rank, share, params, model))
+    }
+
+    fn add_gradients(
+        &self,
+        rank: usize,
+        share: f32,
         params: &[TensorSpec],
         model: &mut dyn ModelWrapper,
     ) -> Result<()> {
         let file = gradients_file(rank);
-        model.zero_grad();
         if !self.meta.files.iter().any(|f| f.name == file) {
             return Ok(());
         }
@@ -346,11 +416,23 @@ impl Checkpoint {
             // A parameter may have no gradient.
             let Ok(view) = tensors.tensor(&spec.name) else { continue };
             check(&view, spec).map_err(|why| damaged(&self.path, &file, why))?;
+            let scaled = |x: f32| x * share;
             let mut sink = sink.lock();
             match spec.dtype {
-                DType::F32 => sink.ready(index, Slice::F32(&floats(view.data())))?,
-                DType::F16 => sink.ready(index, Slice::F16(&f16s(view.data())))?,
-                DType::Bf16 => sink.ready(index, Slice::Bf16(&bf16s(view.data())))?,
+                DType::F32 => {
+                    let values: Vec<_> = floats(view.data()).into_iter().map(scaled).collect();
+                    sink.ready(index, Slice::F32(&values))?;
+                }
+                DType::F16 => {
+                    let half = |x: f16| f16::from_f32(scaled(x.to_f32()));
+                    let values: Vec<_> = f16s(view.data()).into_iter().map(half).collect();
+                    sink.ready(index, Slice::F16(&values))?;
+                }
+                DType::Bf16 => {
+                    let half = |x: bf16| bf16::from_f32(scaled(x.to_f32()));
+                    let values: Vec<_> = bf16s(view.data()).into_iter().map(half).collect();
+                    sink.ready(index, Slice::Bf16(&values))?;
+                }
             }
         }
         model.finish()
@@ -404,7 +486,6 @@ pub fn publish(work_dir: &Path, name: &str, keys: &[String]) -> Result<PathBuf> 
     }
     let path = work_dir.join(published);
     replace_dir(&fresh, &path)?;
-    sync_dir(work_dir)?;
     Ok(path)
 }
 
@@ -437,7 +518,6 @@ fn read_whole(path: &Path, meta: &Meta, name: &str) -> Result<Vec<u8>> {
 mod tests {
     use collective::ReducerOptions;
     use fused_optim::{Optimizer, Sgd, SgdHyper};
-    use half::{bf16, f16};
 
     use super::*;
     use crate::data::Batch;
@@ -484,7 +564,13 @@ mod tests {
         let sgd = Sgd::with_one_group(SgdHyper { lr: 0.1, ..SgdHyper::default() }, 3).unwrap();
         let scaler = ::amp::LossScaler::new(::amp::LossScalerOptions::default()).unwrap();
         Contents {
-            position: Position { epoch: 1, iter: 17, batch: 5, validated: Some(12) },
+            position: Position {
+                epoch: 1,
+                iter: 17,
+                batch: 5,
+                validated: Some(12),
+                begun: Begun { iter: 3, place: 99 },
+            },
             world_size: 2,
             batches_per_epoch: 12,
             seed: u64::MAX,
@@ -555,7 +641,7 @@ mod tests {
         let bytes = gradient_bytes(engine.params(), &ddp).unwrap();
         let path = save(dir.path(), "a", &mut engine, contents(vec![bytes.clone()])).unwrap();
         let mut other = model(&engine);
-        load(&path).unwrap().load_gradients(0, engine.params(), &mut other).unwrap();
+        load(&path).unwrap().load_gradients(0, 2, engine.params(), &mut other).unwrap();
         assert_eq!(gradient_bytes(engine.params(), &other).unwrap(), bytes);
         other
             .with_grads(&mut |g| {
@@ -564,8 +650,16 @@ mod tests {
             })
             .unwrap();
         // A rank without a file had none.
-        load(&path).unwrap().load_gradients(1, engine.params(), &mut other).unwrap();
+        load(&path).unwrap().load_gradients(1, 2, engine.params(), &mut other).unwrap();
         assert!(gradient_bytes(engine.params(), &other).unwrap().is_empty());
+        // Two ranks wrote it, one of them nothing: three have half of it each.
+        load(&path).unwrap().load_gradients(2, 3, engine.params(), &mut other).unwrap();
+        other
+            .with_grads(&mut |g| {
+                assert!(matches!(g[0], Some(Slice::F32([0.375, 0.375, 0.375]))), "{g:?}");
+                Ok(())
+            })
+            .unwrap();
     }
 
     #[test]
@@ -581,7 +675,7 @@ mod tests {
         let gradients = vec![gradient_bytes(engine.params(), &ddp).unwrap()];
         let path = save(dir.path(), "a", &mut engine, contents(gradients)).unwrap();
         let specs = engine.params().to_vec();
-        let mut read = || load(&path).and_then(|c| c.load_gradients(0, &specs, &mut ddp));
+        let mut read = || load(&path).and_then(|c| c.load_gradients(0, 2, &specs, &mut ddp));
         read().unwrap();
         for name in [MODEL, OPTIMIZER, STATE, "gradients_0.safetensors"] {
             let file = path.join(name);
@@ -629,6 +723,51 @@ mod tests {
             assert!(said.contains(says) && said.contains(MODEL), "{said}");
             assert_eq!(bits(&mut other), before, "{says}");
         }
+    }
+
+    #[test]
+    fn weights_of_another_type_are_converted_and_a_run_does_not_go_on_with_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut halves = engine();
+        let path = save(dir.path(), "a", &mut halves, contents(Vec::new())).unwrap();
+        let loaded = load(&path).unwrap();
+        assert_eq!(loaded.load_weights(&mut zeroed(engine())).unwrap(), []);
+        let f32s = |count| Values::F32(vec![0.0; count]);
+        let wide = || {
+            let params = [("a", f32s(3)), ("b", f32s(3)), ("c", f32s(3))];
+            FakeEngine::new(&params, &[("mean", f32s(1))])
+        };
+        let mut target = wide();
+        let (to, tensors) = (DType::F32, 1);
+        let converted = [DType::F16, DType::Bf16].map(|from| Converted { from, to, tensors });
+        assert_eq!(loaded.load_weights(&mut target).unwrap(), converted);
+        assert_eq!(bits(&mut target)[0], bits(&mut halves)[0]);
+        for (wide, half) in target.params.iter().zip(&halves.params).skip(1) {
+            let Values::F32(wide) = wide else { panic!("{wide:?}") };
+            let exact: Vec<f32> = match half {
+                Values::F16(v) => v.iter().map(|x| x.to_f32()).collect(),
+                Values::Bf16(v) => v.iter().map(|x| x.to_f32()).collect(),
+                Values::F32(v) => v.clone(),
+            };
+            let same = |(a, b): (&f32, &f32)| a == b || a.is_nan() && b.is_nan();
+            assert!(wide.iter().zip(&exact).all(same), "{wide:?} {exact:?}");
+        }
+        assert!(reason(loaded.load_model(&mut wide())).contains("`b` is F16 [3]"));
+
+        // To a narrower type: the nearest, unless that is no number.
+        let narrow = |value| {
+            let mut source = FakeEngine::new(&[("w", Values::F32(vec![value]))], &[]);
+            let path = save(dir.path(), "w", &mut source, contents(Vec::new())).unwrap();
+            let mut target = FakeEngine::new(&[("w", Values::F16(vec![f16::ONE]))], &[]);
+            let outcome = load(&path).unwrap().load_weights(&mut target);
+            (outcome.map_err(|e| e.to_string()), target.params.remove(0))
+        };
+        let (outcome, value) = narrow(0.1);
+        let converted = Converted { from: DType::F32, to: DType::F16, tensors };
+        assert_eq!((outcome, value), (Ok(vec![converted]), Values::F16(vec![f16::from_f32(0.1)])));
+        let (outcome, value) = narrow(1e5);
+        assert!(outcome.unwrap_err().contains("`w` has a 100000, too large for the model's F16"));
+        assert_eq!(value, Values::F16(vec![f16::ONE]));
     }
 
     #[test]

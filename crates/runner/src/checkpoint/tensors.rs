@@ -1,6 +1,7 @@
 //! Tensors as a checkpoint holds them: name, shape, type, little-endian elements.
 
 use fused_optim::{DType, Slice, SliceMut};
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use safetensors::tensor::{self, SafeTensors, TensorView};
 
@@ -27,11 +28,15 @@ impl Tensor {
     /// Its elements as f32, exactly.
     #[must_use]
     pub fn to_f32(&self) -> Vec<f32> {
-        match self.spec.dtype {
-            DType::F32 => floats(&self.bytes),
-            DType::F16 => f16s(&self.bytes).into_iter().map(f16::to_f32).collect(),
-            DType::Bf16 => bf16s(&self.bytes).into_iter().map(bf16::to_f32).collect(),
-        }
+        widened(self.spec.dtype, &self.bytes)
+    }
+}
+
+fn widened(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+    match dtype {
+        DType::F32 => floats(bytes),
+        DType::F16 => f16s(bytes).into_iter().map(f16::to_f32).collect(),
+        DType::Bf16 => bf16s(bytes).into_iter().map(bf16::to_f32).collect(),
     }
 }
 
@@ -78,12 +83,7 @@ pub(super) fn serialize(what: &str, tensors: &[Tensor]) -> Result<Vec<u8>> {
 pub(super) fn deserialize(bytes: &[u8]) -> Result<Vec<Tensor>, String> {
     let tensors = SafeTensors::deserialize(bytes).map_err(|e| e.to_string())?;
     let read = |(name, view): (String, TensorView<'_>)| {
-        let dtype = match view.dtype() {
-            tensor::Dtype::F32 => DType::F32,
-            tensor::Dtype::F16 => DType::F16,
-            tensor::Dtype::BF16 => DType::Bf16,
-            other => return Err(format!("`{name}` is {other:?}, which no model has")),
-        };
+        let dtype = known(&name, view.dtype())?;
         let spec = TensorSpec { name, shape: view.shape().to_vec(), dtype };
         Ok(Tensor { spec, bytes: view.data().to_vec() })
     };
@@ -97,6 +97,38 @@ pub(super) fn check(saved: &TensorView<'_>, spec: &TensorSpec) -> Result<(), Str
         return Ok(());
     }
     Err(format!("`{}` is {:?} {:?}, the model has {:?} {:?}", spec.name, is.0, is.1, has.0, has.1))
+}
+
+/// The type of a saved tensor, if it is one of the model's by shape and its values are numbers of the
+/// model's type too.
+pub(super) fn check_convertible(
+    saved: &TensorView<'_>,
+    spec: &TensorSpec,
+) -> Result<DType, String> {
+    let from = known(&spec.name, saved.dtype())?;
+    check(saved, &TensorSpec { dtype: from, ..spec.clone() })?;
+    let largest = match spec.dtype {
+        DType::F16 => f16::MAX.to_f32(),
+        DType::Bf16 => bf16::MAX.to_f32(),
+        DType::F32 => f32::MAX,
+    };
+    let too_large = |v: &f32| v.is_finite() && v.abs() > largest;
+    match widened(from, saved.data()).into_iter().find(too_large) {
+        Some(value) => {
+            let (name, to) = (&spec.name, spec.dtype);
+            Err(format!("`{name}` has a {value}, too large for the model's {to:?}"))
+        }
+        None => Ok(from),
+    }
+}
+
+fn known(name: &str, dtype: tensor::Dtype) -> Result<DType, String> {
+    match dtype {
+        tensor::Dtype::F32 => Ok(DType::F32),
+        tensor::Dtype::F16 => Ok(DType::F16),
+        tensor::Dtype::BF16 => Ok(DType::Bf16),
+        other => Err(format!("`{name}` is {other:?}, which no model has")),
+    }
 }
 
 pub(super) fn dtype(dtype: DType) -> tensor::Dtype {
@@ -134,5 +166,28 @@ pub(crate) fn copy_from_bytes(slice: &mut SliceMut<'_>, bytes: &[u8]) {
         SliceMut::F32(v) => v.copy_from_slice(&floats(bytes)),
         SliceMut::F16(v) => v.copy_from_slice(&f16s(bytes)),
         SliceMut::Bf16(v) => v.copy_from_slice(&bf16s(bytes)),
+    }
+}
+
+/// Copies a saved tensor of a type that [`check_convertible`] knows, bit for bit if it is the slice's own.
+pub(super) fn copy_converted(
+    slice: &mut SliceMut<'_>,
+    saved: &TensorView<'_>,
+) -> Result<(), String> {
+    let from = known("a tensor", saved.dtype())?;
+    if from == slice.as_slice().dtype() {
+        copy_from_bytes(slice, saved.data());
+        return Ok(());
+    }
+    round_into(slice, &widened(from, saved.data()));
+    Ok(())
+}
+
+/// Copies values, rounded to nearest even where the slice is narrower.
+pub(crate) fn round_into(slice: &mut SliceMut<'_>, values: &[f32]) {
+    match slice {
+        SliceMut::F32(v) => v.copy_from_slice(values),
+        SliceMut::F16(v) => v.convert_from_f32_slice(values),
+        SliceMut::Bf16(v) => v.convert_from_f32_slice(values),
     }
 }

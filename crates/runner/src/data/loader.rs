@@ -13,6 +13,9 @@ pub struct DataLoader {
     batch_size: usize,
     drop_last: bool,
     infinite: bool,
+    /// What comes before has been dealt to another number of ranks: a place in the order of all passes, one
+    /// after another.
+    place: usize,
 }
 
 impl std::fmt::Debug for DataLoader {
@@ -41,9 +44,9 @@ impl DataLoader {
         if batch_size == 0 {
             return Err(Error::Data("batch_size must be at least 1".into()));
         }
-        let loader = Self { dataset, sampler, batch_size, drop_last, infinite: false };
+        let loader = Self { dataset, sampler, batch_size, drop_last, infinite: false, place: 0 };
         // Where nothing is rounded up, a rank may go without.
-        if loader.batches_of(DefaultSampler { round_up: true, ..sampler }) == 0 {
+        if loader.batches_of(DefaultSampler { round_up: true, ..sampler }, sampler.len) == 0 {
             return Err(Error::Data(format!(
                 "data set `{}` gives no batch of {batch_size} to each of {} ranks: it has {} samples",
                 loader.dataset.name(),
@@ -57,18 +60,101 @@ impl DataLoader {
     /// Number of batches in an epoch, the same on every rank if the sampler rounds up.
     #[must_use]
     pub fn batches_per_epoch(&self) -> usize {
-        self.batches_of(self.sampler)
+        self.count(self.sampler.len)
     }
 
     /// Number of batches in an epoch that every rank has.
     pub(crate) fn common_batches(&self) -> usize {
         let last = self.sampler.world_size - 1;
-        self.batches_of(DefaultSampler { rank: last, ..self.sampler })
+        self.batches_of(DefaultSampler { rank: last, ..self.sampler }, self.sampler.len)
     }
 
-    fn batches_of(&self, sampler: DefaultSampler) -> usize {
-        let samples = sampler.samples_per_rank();
+    /// Number of batches that so many samples of all ranks make on this one.
+    fn count(&self, samples: usize) -> usize {
+        self.batches_of(self.sampler, samples)
+    }
+
+    fn batches_of(&self, sampler: DefaultSampler, samples: usize) -> usize {
+        let samples = sampler.share_of(samples);
         if self.drop_last { samples / self.batch_size } else { samples.div_ceil(self.batch_size) }
+    }
+
+    /// How many samples of a pass have been dealt to another number of ranks.
+    fn dealt(&self, pass: usize) -> usize {
+        self.place.saturating_sub(pass * self.sampler.len).min(self.sampler.len)
+    }
+
+    /// This rank's samples of a pass, without those.
+    fn indices(&self, pass: usize) -> Vec<usize> {
+        self.sampler.rest(pass, self.dealt(pass))
+    }
+
+    /// Number of batches in an epoch of so many ranks.
+    pub(crate) fn batches_among(&self, world_size: usize) -> usize {
+        self.among(world_size, 0).batches_per_epoch()
+    }
+
+    /// The number of the first batch of `epoch`: 0, unless others have had some; then one after which the
+    /// last is the last of any epoch.
+    pub(crate) fn first_batch(&self, epoch: usize) -> usize {
+        let dealt = self.dealt(epoch);
+        // Inside an epoch no number is 0, which says that it has not begun.
+        (self.batches_per_epoch() - self.count(self.sampler.len - dealt))
+            .max(usize::from(dealt > 0))
+    }
+
+    /// Deals from this place on, in the order of all passes, one after another.
+    pub(crate) fn begin_at(&mut self, place: usize) {
+        self.place = place;
+    }
+
+    /// Where `world_size` ranks are that began at `place` and have come to batch `batch` of `epoch`.
+    pub(crate) fn place_in(
+        &self,
+        world_size: usize,
+        place: usize,
+        epoch: usize,
+        batch: usize,
+    ) -> usize {
+        let theirs = self.among(world_size, place);
+        let batches = batch.saturating_sub(theirs.first_batch(epoch));
+        epoch * self.sampler.len + theirs.after(theirs.dealt(epoch), batches)
+    }
+
+    /// Where `world_size` ranks are that began at `place` and have taken so many
+    /// [`endless`](Self::endless) batches.
+    pub(crate) fn place_after(&self, world_size: usize, place: usize, batches: usize) -> usize {
+        let theirs = self.among(world_size, place);
+        if self.infinite {
+            return place + batches * self.batch_size * world_size;
+        }
+        let (pass, batch) = theirs.locate(batches);
+        pass * self.sampler.len + theirs.after(theirs.dealt(pass), batch)
+    }
+
+    /// The loader of one of `world_size` ranks that began at `place`.
+    fn among(&self, world_size: usize, place: usize) -> Self {
+        let sampler = DefaultSampler { rank: 0, world_size, ..self.sampler };
+        Self { sampler, place, ..self.clone() }
+    }
+
+    /// How many samples of a pass are dealt when `batches` follow the first `dealt`.
+    fn after(&self, dealt: usize, batches: usize) -> usize {
+        if batches >= self.count(self.sampler.len - dealt) {
+            // Those that make no batch are left out.
+            return self.sampler.len;
+        }
+        dealt + batches * self.batch_size * self.sampler.world_size
+    }
+
+    /// The pass of batch `k` of all passes, and its place there.
+    fn locate(&self, k: usize) -> (usize, usize) {
+        let (pass, first) = (self.place / self.sampler.len, self.place % self.sampler.len);
+        let first = self.count(self.sampler.len - first);
+        match k.checked_sub(first) {
+            None => (pass, k),
+            Some(k) => (pass + 1 + k / self.batches_per_epoch(), k % self.batches_per_epoch()),
+        }
     }
 
     /// Number of samples in the data set, over all ranks.
@@ -107,9 +193,10 @@ impl DataLoader {
         epoch: usize,
         start: usize,
     ) -> impl Iterator<Item = Result<Batch>> + use<> {
-        let indices = self.sampler.indices(epoch);
+        let (indices, first) = (self.indices(epoch), self.first_batch(epoch));
         let (dataset, size) = (Arc::clone(&self.dataset), self.batch_size);
-        (start..self.batches_per_epoch()).map(move |k| {
+        let left = self.count(self.sampler.len - self.dealt(epoch));
+        (start.saturating_sub(first)..left).map(move |k| {
             let end = indices.len().min((k + 1) * size);
             dataset.batch(&indices[k * size..end])
         })
@@ -119,18 +206,18 @@ impl DataLoader {
     /// cost nothing, however many they are.
     pub fn endless(&self, start: usize) -> impl Iterator<Item = Result<Batch>> + use<> {
         let loader = self.clone();
-        let mut dealt = Dealt { sampler: self.sampler, pass: None };
+        let mut dealt = Dealt { loader: self.clone(), pass: None };
         if self.infinite {
             // The whole order, of which this rank takes each `world_size`th.
-            dealt.sampler = DefaultSampler { rank: 0, world_size: 1, ..self.sampler };
+            dealt.loader = self.among(1, 0);
         }
         (start..).map(move |k| {
             let indices = match loader.infinite {
                 true => loader.cut(&mut dealt, k),
                 false => {
-                    let len = loader.batches_per_epoch();
-                    let (size, all) = (loader.batch_size, dealt.pass(k / len));
-                    all[k % len * size..all.len().min((k % len + 1) * size)].to_vec()
+                    let (pass, k) = loader.locate(k);
+                    let (size, all) = (loader.batch_size, dealt.pass(pass));
+                    all[k * size..all.len().min((k + 1) * size)].to_vec()
                 }
             };
             loader.dataset.batch(&indices)
@@ -141,21 +228,21 @@ impl DataLoader {
     fn cut(&self, dealt: &mut Dealt, k: usize) -> Vec<usize> {
         let DefaultSampler { len, rank, world_size, .. } = self.sampler;
         let samples = k * self.batch_size..(k + 1) * self.batch_size;
-        let places = samples.map(|sample| sample * world_size + rank);
+        let places = samples.map(|sample| self.place + sample * world_size + rank);
         places.map(|place| dealt.pass(place / len)[place % len]).collect()
     }
 }
 
 /// The order of one pass over the data set, made when it is first asked for.
 struct Dealt {
-    sampler: DefaultSampler,
+    loader: DataLoader,
     pass: Option<(usize, Vec<usize>)>,
 }
 
 impl Dealt {
     fn pass(&mut self, pass: usize) -> &[usize] {
         let made = self.pass.take().filter(|(made, _)| *made == pass);
-        &self.pass.insert(made.unwrap_or_else(|| (pass, self.sampler.indices(pass)))).1
+        &self.pass.insert(made.unwrap_or_else(|| (pass, self.loader.indices(pass)))).1
     }
 }
 
@@ -236,7 +323,77 @@ mod tests {
         assert_eq!(compared, 2 * 3 * (1 + 2 + 3 + 4) + 4);
     }
 
+    /// The samples of `loader`'s rank and of all others, batch by batch.
+    fn of_all<I: Iterator<Item = Result<Batch>>>(
+        loader: &DataLoader,
+        world: usize,
+        batches: impl Fn(&DataLoader) -> I,
+    ) -> Vec<i64> {
+        let ranks = (0..world).flat_map(|rank| {
+            let sampler = DefaultSampler { rank, world_size: world, ..loader.sampler };
+            batches(&DataLoader { sampler, ..loader.clone() }).flat_map(values).collect::<Vec<_>>()
+        });
+        ranks.collect()
+    }
+
     proptest! {
+        /// An epoch that one number of ranks begins, another goes on with and a third ends: every sample is
+        /// seen, and none twice but for what makes the last round whole.
+        #[test]
+        fn an_epoch_goes_on_with_another_number_of_ranks(
+            len in 1usize..60, size in 1usize..5, worlds in prop::array::uniform3(1usize..5),
+            parts in prop::array::uniform2(0usize..12), epoch in 0usize..3,
+        ) {
+            let mut seen = Vec::new();
+            let (mut place, mut start) = (0, 0);
+            for (at, world) in worlds.into_iter().enumerate() {
+                let mut loader = loader(len, size, 0, world);
+                loader.begin_at(place);
+                if at > 0 {
+                    start = loader.first_batch(epoch);
+                }
+                let part = parts.get(at).map_or(usize::MAX, |part| *part);
+                seen.extend(of_all(&loader, world, |l| l.batches(epoch, start).take(part)));
+                let batches = loader.batches(epoch, start).count().min(part);
+                place = loader.place_in(world, place, epoch, start + batches);
+                // A run that goes on with as many ranks is at that batch too.
+                prop_assert_eq!(loader.batches(epoch, start + batches).count(),
+                    loader.batches(epoch, start).count() - batches);
+            }
+            prop_assert_eq!(place, (epoch + 1) * len);
+            let mut counts = vec![0; len];
+            seen.iter().for_each(|i| counts[*i as usize] += 1);
+            prop_assert!(counts.iter().all(|n| *n >= 1), "{counts:?}");
+            // Padding ends the order, so it can have come once.
+            prop_assert!(seen.len() < len + 4, "{} of {len}", seen.len());
+        }
+
+        /// The same without end, where rounds of different sizes follow one another.
+        #[test]
+        fn passes_go_on_with_another_number_of_ranks(
+            len in 1usize..30, size in 1usize..5, worlds in prop::array::uniform3(1usize..5),
+            parts in prop::array::uniform3(0usize..20), infinite: bool,
+        ) {
+            let (mut seen, mut place) = (Vec::new(), 0);
+            for (world, part) in worlds.into_iter().zip(parts) {
+                let mut loader = loader(len, size, 0, world);
+                loader = if infinite { loader.infinite() } else { loader };
+                loader.begin_at(place);
+                seen.extend(of_all(&loader, world, |l| l.endless(0).take(part)));
+                place = loader.place_after(world, place, part);
+            }
+            let whole = loader(len, 1, 0, 1);
+            let order = (0..=place / len).flat_map(|pass| whole.batches(pass, 0)).flat_map(values);
+            let mut expected = vec![0i64; len];
+            order.take(place).for_each(|i| expected[i as usize] += 1);
+            seen.iter().for_each(|i| expected[*i as usize] -= 1);
+            // What is seen beside the order is what makes the last round of a pass whole.
+            prop_assert!(expected.iter().all(|n| *n <= 0), "{expected:?}");
+            let padding: i64 = expected.iter().map(|n| -n).sum();
+            let most = if infinite { 0 } else { 3 * (place / len) as i64 };
+            prop_assert!(padding <= most, "{padding}");
+        }
+
         #[test]
         fn endless_batches_are_those_of_one_epoch_after_another(
             len in 1usize..40, size in 1usize..7, world in 1usize..4, start in 0usize..60,

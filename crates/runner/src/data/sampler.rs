@@ -29,21 +29,35 @@ impl DefaultSampler {
     /// Number of samples this rank sees per epoch; with `round_up` every rank has as many.
     #[must_use]
     pub fn samples_per_rank(&self) -> usize {
+        self.share_of(self.len)
+    }
+
+    /// Of so many samples, how many this rank sees.
+    pub(super) fn share_of(&self, samples: usize) -> usize {
         let first = if self.round_up { 0 } else { self.rank };
-        self.len.saturating_sub(first).div_ceil(self.world_size)
+        samples.saturating_sub(first).div_ceil(self.world_size)
     }
 
     /// This rank's sample indices in `epoch`. Where `len` does not divide, `round_up` continues the
     /// permutation from its start.
     #[must_use]
     pub fn indices(&self, epoch: usize) -> Vec<usize> {
+        self.rest(epoch, 0)
+    }
+
+    /// As [`indices`](Self::indices), of what is left when the first `dealt` samples of the permutation
+    /// have been dealt, to however many ranks.
+    #[must_use]
+    pub fn rest(&self, epoch: usize, dealt: usize) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.len).collect();
         if self.shuffle {
             shuffle(&mut order, self.seed.wrapping_add(epoch as u64));
         }
-        let rounded = self.len.next_multiple_of(self.world_size);
-        let last = if self.round_up { rounded } else { self.len };
-        (self.rank..last).step_by(self.world_size).map(|i| order[i % self.len]).collect()
+        let left = self.len.saturating_sub(dealt);
+        let rounded = left.next_multiple_of(self.world_size);
+        let places = dealt..dealt + if self.round_up { rounded } else { left };
+        let own = places.skip(self.rank).step_by(self.world_size);
+        own.map(|place| order[place % self.len]).collect()
     }
 }
 

@@ -2,11 +2,10 @@
 
 use collective::{ProcessGroup, ReduceOp};
 use fused_optim::SliceMut;
-use half::{bf16, f16};
 use serde_json::{Value, json};
 
 use super::Hook;
-use crate::checkpoint::{Checkpoint, Draft, Tensor, copy_from_bytes, model_tensors};
+use crate::checkpoint::{Checkpoint, Draft, Tensor, copy_from_bytes, model_tensors, round_into};
 use crate::config::Section;
 use crate::data::Batch;
 use crate::engine::{Engine, Losses};
@@ -153,7 +152,9 @@ impl EmaHook {
         let engine = runner.engine_mut();
         let shared = self.shared(engine.params().len(), &group)?;
         self.shelved = model_tensors(engine)?;
-        Self::visit(self.update_buffers, engine, |i, slice| round(&shared[i], slice))
+        Self::visit(self.update_buffers, engine, |i, slice| {
+            round_into(slice, &shared[i]);
+        })
     }
 
     /// Puts the model in training back.
@@ -176,18 +177,6 @@ impl EmaHook {
 fn lerp(average: &mut [f32], newest: impl Iterator<Item = f32>, share: f32) {
     for (a, x) in average.iter_mut().zip(newest) {
         *a += share * (x - *a);
-    }
-}
-
-fn round(values: &[f32], slice: &mut SliceMut<'_>) {
-    match slice {
-        SliceMut::F32(v) => v.copy_from_slice(values),
-        SliceMut::F16(v) => {
-            v.iter_mut().zip(values).for_each(|(to, from)| *to = f16::from_f32(*from));
-        }
-        SliceMut::Bf16(v) => {
-            v.iter_mut().zip(values).for_each(|(to, from)| *to = bf16::from_f32(*from));
-        }
     }
 }
 
@@ -326,7 +315,9 @@ impl Hook for EmaHook {
         draft.extra.push((FILE.to_owned(), saved));
         // What is rounded as the engine would, is what a validation has seen.
         let before = model_tensors(engine)?;
-        Self::visit(self.update_buffers, engine, |i, slice| round(&shared[i], slice))?;
+        Self::visit(self.update_buffers, engine, |i, slice| {
+            round_into(slice, &shared[i]);
+        })?;
         let mut model = model_tensors(engine)?;
         Self::visit(self.update_buffers, engine, |i, slice| {
             copy_from_bytes(slice, &before[i].bytes);
@@ -352,6 +343,7 @@ const FILE: &str = "ema";
 mod tests {
     use std::sync::Arc;
 
+    use half::f16;
     use parking_lot::Mutex;
     use proptest::prelude::*;
 

@@ -15,7 +15,7 @@ pub(crate) fn judge_once(runner: &mut Runner, judged: Judged) -> Result<Metrics>
         return Err(nothing_to_judge(judged));
     }
     runner.call_hooks(|hook, runner| hook.before_run(runner))?;
-    if !runner.load_or_resume()? {
+    if !runner.load_weights()? {
         runner.logger().warning("no checkpoint is loaded: the model is as it was made");
         runner.broadcast_model()?;
     }

@@ -93,7 +93,9 @@ fn epoch(runner: &mut Runner) -> Result<Option<Interrupt>> {
 /// passes as it takes.
 fn iterations(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt>> {
     runner.call_hooks(|hook, runner| hook.before_train_epoch(runner))?;
-    let mut batches = runner.train_loader()?.endless(runner.position().iter);
+    let position = runner.position();
+    let start = position.iter.saturating_sub(position.begun.iter);
+    let mut batches = runner.train_loader()?.endless(start);
     while runner.position().iter < runner.max_iters() && !runner.is_stopped() {
         if let Some(interrupt) = runner.interrupt()? {
             return Ok(Some(interrupt));

@@ -155,6 +155,7 @@ fn read_paramwise(mut section: Section) -> Result<Paramwise> {
     };
     // An engine lists a parameter that two layers share once, so there is nothing to bypass.
     section.or("bypass_duplicate", false)?;
+    section.refuse("dcn_offset_lr_mult", "no engine here has deformable convolutions")?;
     if let Some(mut keys) = section.optional_section("custom_keys")? {
         for (key, mut table) in keys.named_sections()? {
             let multipliers = Multipliers {
@@ -220,6 +221,7 @@ struct Precision {
 impl Precision {
     /// `dtype = "None"`, which is what a configuration in Python has, is the default.
     fn read(section: &mut Section) -> Result<Self> {
+        section.refuse("use_fsdp", "there is no FSDP here: every rank holds the whole model")?;
         let dtypes = [
             ("float16", DType::F16),
             ("bfloat16", DType::Bf16),
@@ -558,6 +560,8 @@ mod tests {
             ("paramwise_cfg = { bias_lr_mult = -1 }", "c.toml:3:34: `bias_lr_mult` must be finite"),
             ("paramwise_cfg = { custom_keys = { a = { lr_mul = 1 } } }", "did you mean `lr_mult`?"),
             ("half_paramters = true", "did you mean `half_parameters`?"),
+            ("paramwise_cfg = { dcn_offset_lr_mult = 0.1 }", "no engine here has deformable"),
+            ("use_fsdp = true", "there is no FSDP here"),
             ("constructor = 'Mine'", "unknown value `Mine`"),
         ] {
             let error = wrapper(&format!("{sgd}{text}")).err().map(|e| e.to_string());

@@ -22,6 +22,7 @@ use crate::evaluate::Metric;
 use crate::hooks::{
     CheckpointHook, Hook, IterTimerHook, LoggerHook, ParamSchedulerHook, SyncBuffersHook,
 };
+use crate::launch::is_elastic;
 use crate::model::{DistributedDataParallel, ModelContext, ModelFactory, WrapperFactory};
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
 use crate::schedulers::{Param, Scheduler, SchedulerConfig, Span};
@@ -101,6 +102,7 @@ pub struct RunnerBuilder {
     pub(super) time_budget: Option<Duration>,
     pub(super) launcher: Option<Launcher>,
     pub(super) resume: bool,
+    pub(super) elastic: bool,
     pub(super) load_from: Option<PathBuf>,
     pub(super) looks: Looks,
     pub(super) compile: Option<CompileOptions>,
@@ -260,6 +262,14 @@ impl RunnerBuilder {
         self
     }
 
+    /// Lets the run go on from a checkpoint of another number of ranks, which goes on through the same order
+    /// of data in batches of another size. Without it that is an error, except in a launcher's elastic job.
+    #[must_use]
+    pub fn elastic(mut self, elastic: bool) -> Self {
+        self.elastic = elastic;
+        self
+    }
+
     /// Takes the model of a checkpoint; with [`resume`](Self::resume), goes on from it rather than from the
     /// newest.
     #[must_use]
@@ -364,6 +374,7 @@ impl RunnerBuilder {
                 train,
                 deadline: self.time_budget.map(|budget| started + budget),
                 resume: self.resume,
+                elastic: self.elastic || is_elastic(),
                 load_from: self.load_from,
                 stopped: false,
                 interrupted: false,

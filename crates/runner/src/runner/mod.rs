@@ -50,6 +50,7 @@ pub struct Runner {
     train: TrainConfig,
     deadline: Option<Instant>,
     resume: bool,
+    elastic: bool,
     load_from: Option<PathBuf>,
     stopped: bool,
     interrupted: bool,

@@ -7,9 +7,8 @@ use serde_json::{Map, Value};
 
 use super::Runner;
 use crate::checkpoint::{
-    self, Checkpoint, Contents, Draft, Found, Position, Tensor, model_tensors,
+    self, Checkpoint, Contents, Converted, Draft, Found, Position, Tensor, model_tensors,
 };
-use crate::launch::is_elastic;
 use crate::schedulers::Progress;
 use crate::{Error, Result};
 
@@ -167,16 +166,35 @@ impl Runner {
         Ok(self.group.barrier()?)
     }
 
+    /// Takes the model of a checkpoint, and nothing else: that of `load_from`, or, in a run that would
+    /// resume, of the newest. Whether there is one.
+    pub(crate) fn load_weights(&mut self) -> Result<bool> {
+        let path = if self.resume { self.find_checkpoint()? } else { self.load_from.clone() };
+        let Some(path) = path else { return Ok(false) };
+        let loaded = checkpoint::load(&path)?;
+        let converted = loaded.load_weights(&mut *self.engine)?;
+        // Hooks take the model too, and nothing else.
+        let resume = std::mem::replace(&mut self.resume, false);
+        let told = self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, &loaded));
+        self.resume = resume;
+        told?;
+        let mut text = format!("loaded the model from {}", path.display());
+        for Converted { from, to, tensors } in converted {
+            text += &format!(", {tensors} tensors of {from:?} converted to {to:?}");
+        }
+        self.logger().info(&text);
+        if self.resume {
+            // For the epoch that figures are logged under.
+            self.position = loaded.meta.position;
+        }
+        Ok(true)
+    }
+
     /// Goes on from a checkpoint if the run is to resume and there is one, or takes the weights of
     /// one. Whether all ranks have the same state now.
     pub(crate) fn load_or_resume(&mut self) -> Result<bool> {
         if !self.resume {
-            let Some(path) = self.load_from.clone() else { return Ok(false) };
-            let loaded = checkpoint::load(&path)?;
-            loaded.load_model(&mut *self.engine)?;
-            self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, &loaded))?;
-            self.logger().info(&format!("loaded the model from {}", path.display()));
-            return Ok(true);
+            return self.load_weights();
         }
         let Some(path) = self.find_checkpoint()? else {
             let text = format!("no checkpoint in {}, starting fresh", self.work_dir().display());
@@ -205,7 +223,8 @@ impl Runner {
         if let Some(position) = loaded.meta.random.get(rank).copied().flatten() {
             self.engine.set_random_position(position)?;
         }
-        loaded.load_gradients(rank, self.engine.params(), &mut *self.model)?;
+        let world_size = self.group.world_size();
+        loaded.load_gradients(rank, world_size, self.engine.params(), &mut *self.model)?;
         self.take_seed(loaded.meta.seed);
         self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, &loaded))?;
         self.load_buffers(loaded.own(rank)?)?;
@@ -215,7 +234,7 @@ impl Runner {
             }
         }
         self.position = loaded.meta.position;
-        self.deal_anew(loaded.meta.world_size);
+        self.take_place(loaded.meta.world_size)?;
         let (epoch, iter) = (self.position.epoch, self.position.iter);
         let text = format!("resumed from {}: epoch {epoch}, iteration {iter}", path.display());
         self.logger().info(&text);
@@ -247,20 +266,18 @@ impl Runner {
     /// Refuses a checkpoint after which the data would come in another order.
     fn check_order(&self, path: &Path, loaded: &Checkpoint) -> Result<()> {
         let (was, is) = (loaded.meta.world_size, self.group.world_size());
-        if was != is && !is_elastic() {
+        if was != is && !self.elastic {
             return Err(Error::Checkpoint(format!(
                 "{} was written by {was} ranks and this run has {is}: the order of the data would \
                  differ; resume with {was}, or in an elastic job",
                 path.display()
             )));
         }
-        if was != is {
-            return Ok(());
-        }
-        let (was, is) = (loaded.meta.batches_per_epoch, self.batches_per_epoch());
-        if was != is && loaded.meta.position.batch > 0 {
+        let loader = self.train_loader()?;
+        let (had, has) = (loaded.meta.batches_per_epoch, loader.batches_among(was));
+        if had != has && loaded.meta.position.batch > 0 {
             return Err(Error::Checkpoint(format!(
-                "{} was written inside an epoch of {was} batches and this run has {is}: resume \
+                "{} was written inside an epoch of {had} batches and this run has {has}: resume \
                  with the same batch size and data set",
                 path.display()
             )));
@@ -268,19 +285,44 @@ impl Runner {
         Ok(())
     }
 
-    /// Where an epoch goes on that `was` ranks have begun, and others end: batch `k` of all ranks together
-    /// is the next piece of one order, however many they are, so nothing is left out, and what is done twice
-    /// is less than a batch. Figures that count iterations count on.
-    fn deal_anew(&mut self, was: usize) {
-        let is = self.group.world_size();
-        if was == is {
-            return;
+    /// Goes on in the order of the data where the `was` ranks that wrote the checkpoint had come to. If
+    /// they were as many, that is the place they began at and their batch; others deal what is left anew,
+    /// so that each sample is seen as often as without the change. Figures that count iterations count on.
+    fn take_place(&mut self, was: usize) -> Result<()> {
+        let (is, by_epoch) = (self.group.world_size(), self.is_by_epoch());
+        let Position { epoch, iter, batch, mut begun, .. } = self.position;
+        let loader = self.train_loader()?;
+        begun.place = match by_epoch {
+            // Nothing of this epoch has been dealt, whatever the data set was before.
+            true if batch == 0 => begun.place.min(epoch * loader.dataset_len()),
+            _ if was == is => begun.place,
+            true => loader.place_in(was, begun.place, epoch, batch),
+            false => loader.place_after(was, begun.place, iter.saturating_sub(begun.iter)),
+        };
+        if was != is {
+            begun.iter = iter;
         }
-        let text =
-            format!("{was} ranks wrote this checkpoint, and {is} go on: batches change in size");
+        self.position.begun = begun;
+        let first = self.begin_at(begun.place, epoch);
+        if was == is {
+            return Ok(());
+        }
+        if by_epoch {
+            self.position.batch = first;
+        }
+        let text = format!(
+            "{was} ranks wrote this checkpoint, and {is} go on with what is left of its data: batches \
+             change in size"
+        );
         self.logger().warning(&text);
-        let most = self.batches_per_epoch();
-        self.position.batch = (self.position.batch * was / is).min(most);
+        Ok(())
+    }
+
+    /// Has the data dealt from a place on; the number of the first batch of `epoch` from there.
+    fn begin_at(&mut self, place: usize, epoch: usize) -> usize {
+        let Some(loader) = &mut self.train_loader else { return 0 };
+        loader.begin_at(place);
+        loader.first_batch(epoch)
     }
 
     fn resume_schedulers(&mut self, saved: &[Progress]) -> Result<()> {

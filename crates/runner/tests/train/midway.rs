@@ -1,5 +1,8 @@
 //! Resuming inside an epoch or a pass, with all the state that there can be; other ways to begin.
 
+use parking_lot::Mutex;
+use runner::engine::Losses;
+
 use super::*;
 
 /// Batch statistics, an average of them and of the parameters, checkpoints every five iterations.
@@ -105,6 +108,80 @@ fn a_damaged_checkpoint_is_named_and_an_older_one_taken() {
         assert_same_state(&whole, &broken, "iter_24");
         std::fs::remove_dir_all(&broken).unwrap();
     }
+}
+
+/// Samples that know their number.
+struct Numbered(usize);
+
+impl Dataset for Numbered {
+    fn name(&self) -> &'static str {
+        "numbered"
+    }
+
+    fn len(&self) -> usize {
+        self.0
+    }
+
+    fn batch(&self, indices: &[usize]) -> Result<Batch> {
+        let numbers = indices.iter().map(|i| *i as i64).collect();
+        let few = Few { len: self.0, broken: usize::MAX }.batch(indices)?;
+        Ok(few.with("number", Array::new([indices.len()], ArrayData::I64(numbers))?))
+    }
+}
+
+/// Notes what has been trained on.
+#[derive(Clone, Default)]
+struct Notes(Arc<Mutex<Vec<i64>>>);
+
+impl Hook for Notes {
+    fn name(&self) -> &'static str {
+        "Notes"
+    }
+
+    fn after_train_iter(&mut self, _: &mut Runner, batch: &Batch, _: &Losses) -> Result<()> {
+        let ArrayData::I64(numbers) = batch.get("number")?.data() else { panic!("not numbered") };
+        self.0.lock().extend(numbers);
+        Ok(())
+    }
+}
+
+#[test]
+fn another_number_of_ranks_goes_on_with_what_is_left_of_the_data() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = format!("default_hooks.checkpoint = {{ by_epoch = false, interval = 5 }}\n{MLP}");
+    let config = config.replace("accumulative_counts = 1", "accumulative_counts = 3");
+    let notes = Notes::default();
+    let go_on = |ranks: usize, len: usize, stop: usize, elastic: bool| {
+        run(&config, dir.path(), ranks, |builder, _| {
+            let loader = DataLoaderConfig::new(Numbered(len), 4).shuffled();
+            let builder = builder.train_dataloader(loader).resume(true).elastic(elastic);
+            let stop = before_iter(stop, |_| Err(Error::Data("killed".into())));
+            builder.hook(Box::new(notes.clone())).hook(stop)
+        })
+    };
+    // 101 samples: two ranks have 13 batches each, and end in the first epoch's fifth.
+    assert!(go_on(2, 101, 5, false).iter().all(Result::is_err));
+    assert_eq!(notes.0.lock().len(), 40);
+    for (ranks, len, elastic, why) in [
+        (3, 101, false, "was written by 2 ranks and this run has 3"),
+        (3, 150, true, "written inside an epoch of 13 batches and this run has 19"),
+    ] {
+        for outcome in go_on(ranks, len, usize::MAX, elastic) {
+            let said = outcome.unwrap_err().to_string();
+            assert!(said.contains(why), "{said}");
+        }
+    }
+    // Three go on with 61 and end after five batches of twelve; one has the rest, and the second epoch.
+    assert!(go_on(3, 101, 10, true).iter().all(Result::is_err));
+    assert!(log(dir.path()).contains("2 ranks wrote this checkpoint, and 3 go on"));
+    let seen = |times: usize| {
+        let mut counts = [0; 101];
+        notes.0.lock().iter().for_each(|i| counts[*i as usize] += 1);
+        counts.iter().filter(|count| **count == times).count()
+    };
+    assert_eq!([seen(0), seen(1)], [1, 100]);
+    go_on(1, 101, usize::MAX, true).remove(0).unwrap();
+    assert_eq!(seen(2), 101);
 }
 
 type Judge = fn(&mut Runner) -> Result<Vec<(String, f64)>>;

@@ -160,12 +160,43 @@ fn a_run_without_training_judges() {
     };
     assert_eq!(build().validate().unwrap(), *figures[0].as_ref().unwrap());
     assert_eq!(checkpoints(&judged), [""; 0]);
+    assert!(!log(&judged).contains("converted"));
     let said = build().train().unwrap_err().to_string();
     assert!(said.contains("no train_dataloader, train_cfg and optim_wrapper"), "{said}");
     // All or none.
     let said = read(&format!("train_cfg = {{ max_epochs = 1 }}\n{config}"));
     assert!(said.contains("missing key `optim_wrapper`"), "{said}");
     assert!(read(model).contains("missing key `optim_wrapper`"));
+}
+
+/// It has no precision of its own to judge half parameters in.
+#[test]
+fn a_run_without_training_judges_half_parameters_as_f32() {
+    let dir = tempfile::tempdir().unwrap();
+    let half = MLP.replace("dtype = \"float16\"", "dtype = \"float16\"\nhalf_parameters = true");
+    run(&half, dir.path(), 1, |builder, _| builder).remove(0).unwrap();
+    let model = half.lines().find(|line| line.starts_with("model")).unwrap();
+    let judge = |config: &str, change: fn(RunnerBuilder) -> RunnerBuilder| {
+        let config = Config::from_text("c.toml", config).unwrap();
+        let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
+        let builder = RunnerBuilder::from_config(config).unwrap().work_dir(dir.path());
+        change(builder.process_group(group)).build().unwrap().validate().unwrap()
+    };
+    let newest: fn(RunnerBuilder) -> RunnerBuilder = |builder| builder.resume(true);
+    let as_f32 = judge(&format!("{model}\n{VALIDATION}"), newest);
+    assert!(log(dir.path()).contains("4 tensors of F16 converted to F32"), "{}", log(dir.path()));
+    let as_half = judge(&format!("{VALIDATION}{half}"), newest);
+    // Activations that are not rounded may decide a sample or two otherwise.
+    assert!(
+        as_f32[0].1 > 30.0 && (as_f32[0].1 - as_half[0].1).abs() < 1.0,
+        "{as_f32:?} {as_half:?}"
+    );
+    // A run cannot go on so: its optimizer's state is of other parameters.
+    let full =
+        half.replace("half_parameters = true", "").replace("max_epochs = 2", "max_epochs = 3");
+    let said = run(&full, dir.path(), 1, |builder, _| builder.resume(true)).remove(0);
+    let said = said.unwrap_err().to_string();
+    assert!(said.contains("is F16") && said.contains("the model has F32"), "{said}");
 }
 
 #[test]

@@ -20,6 +20,8 @@ mod faults;
 mod joining;
 #[path = "hccl/processes.rs"]
 mod processes;
+#[path = "hccl/reducer.rs"]
+mod reducer;
 #[path = "hccl/verbs.rs"]
 mod verbs;
 

@@ -201,7 +201,7 @@ impl<H: Hyper> Core<H> {
         Ok(looked.map(|(scales, _)| scales))
     }
 
-    fn validate(&self, params: &[ParamMut<'_>]) -> Result<()> {
+    pub(crate) fn validate(&self, params: &[ParamMut<'_>]) -> Result<()> {
         for (&index, tensor) in &self.tensors {
             let count = params.len();
             let param = params.get(index).ok_or(Error::MissingParam { index, count })?;

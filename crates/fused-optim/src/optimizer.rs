@@ -29,7 +29,26 @@ pub trait Optimizer: Send + fmt::Debug {
     fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied>;
 
     /// A copy of everything a later run needs to go on exactly here.
+    ///
+    /// # Panics
+    ///
+    /// If the state is on a device that does not give it; [`try_state_dict`](Self::try_state_dict)
+    /// says why.
     fn state_dict(&self) -> StateDict;
+
+    /// As [`state_dict`](Self::state_dict), for state that may be on a device.
+    ///
+    /// # Errors
+    ///
+    /// The device's.
+    fn try_state_dict(&self) -> Result<StateDict> {
+        Ok(self.state_dict())
+    }
+
+    /// Where the state is and steps are computed: `cpu`, or a device such as `npu:0`.
+    fn device(&self) -> String {
+        "cpu".to_owned()
+    }
 
     /// Takes over a saved state, hyper-parameters and learning rates included.
     ///

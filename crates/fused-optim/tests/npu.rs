@@ -3,7 +3,7 @@
 #![cfg(feature = "npu")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
 
-use fused_optim::npu::{NpuOptimizer, NpuParam, Operators};
+use fused_optim::npu::{HostFed, NpuOptimizer, NpuParam, Operators};
 use fused_optim::*;
 use half::{bf16, f16};
 use npu_sim::{Config, Session, Soc, acl, nnop, ops, start};
@@ -287,6 +287,128 @@ fn a_checkpoint_moves_to_the_device_and_back() {
     }
 }
 
+/// A step of any optimizer on these tensors.
+fn fed_step(
+    optimizer: &mut dyn Optimizer,
+    (shapes, weights, grads): (&[Shape], &mut [Values], &[Values]),
+    has: &[bool],
+    ctl: &StepCtl,
+) -> Applied {
+    let tensors = weights.iter_mut().zip(grads).zip(shapes).zip(has);
+    let mut params: Vec<ParamMut<'_>> = tensors
+        .map(|(((weight, grad), (shape, _, _)), has)| {
+            ParamMut::new(weight.slice_mut(), has.then(|| grad.slice())).with_shape(shape)
+        })
+        .collect();
+    optimizer.step(&mut params, ctl).unwrap()
+}
+
+/// Numbers for all tensors, of their weights' types or of their gradients'.
+fn numbers(shapes: &[Shape], of_grad: bool, seed: u64) -> Vec<Values> {
+    let one = |(at, (shape, weight, grad)): (usize, &Shape)| {
+        let count = shape.iter().product::<usize>() as u64;
+        let number = move |i| number(seed * 7777 + 100 * at as u64 + i);
+        Values::new(if of_grad { *grad } else { *weight }, (0..count).map(number))
+    };
+    shapes.iter().enumerate().map(one).collect()
+}
+
+/// The same steps through the trait, with the host's weights: on the device and on the CPU.
+#[test]
+fn fed_from_the_host_it_is_an_optimizer_as_any_other() {
+    for (soc, how) in [
+        (Soc::Ascend910B, HalfWeights::Master),
+        (Soc::Ascend910B, HalfWeights::Nearest),
+        (Soc::Ascend910A, HalfWeights::Master),
+    ] {
+        let sim = session(soc);
+        let known = |dtype| if soc == Soc::Ascend910A && dtype == Bf16 { F16 } else { dtype };
+        let shapes = MIXED.map(|(shape, weight, grad)| (shape, known(weight), known(grad)));
+        let hyper = AdamWHyper { weight_decay: 0.1, ..Default::default() };
+        let other = AdamWHyper { maximize: true, ..hyper };
+        let groups = || [ParamGroup::new(hyper, [0, 1, 3, 4]), ParamGroup::new(other, [2, 5, 6])];
+        let mut fed = HostFed::new(operators(), groups(), how).unwrap();
+        let mut cpu = AdamW::new(groups()).unwrap().with_half_weights(how);
+        assert_eq!((fed.device(), cpu.device()), ("npu:0".to_owned(), "cpu".to_owned()));
+        let mut weights = numbers(&shapes, false, 0);
+        let mut own = weights.clone();
+        for (at, (ctl, bad)) in controls().iter().chain(&controls()).enumerate() {
+            let has = if bad.is_some() { &PRESENT[1] } else { &PRESENT[at % 4] };
+            let mut grads = numbers(&shapes, true, 1 + at as u64);
+            if let (Some(bad), Values::F16(grad)) = (bad, &mut grads[1]) {
+                grad[0] = f16::from_f32(*bad);
+            }
+            let got = fed_step(&mut fed, (&shapes, &mut own, &grads), has, ctl);
+            let expected = fed_step(&mut cpu, (&shapes, &mut weights, &grads), has, ctl);
+            assert_eq!((got, got == Applied::SkippedNonFinite), (expected, bad.is_some()));
+            for (index, (got, expected)) in own.iter().zip(&weights).enumerate() {
+                let unit = [2e-5, 1e-3, 8e-3][shapes[index].1 as usize];
+                if how == HalfWeights::Master {
+                    close(&got.wide(), &expected.wide(), unit, &format!("{soc:?} {at} {index}"));
+                }
+            }
+            // The host's word counts.
+            for weights in [&mut own, &mut weights] {
+                weights[0] = Values::new(F32, (0..35).map(|i| (at + i) as f32));
+            }
+            if let (Some(Clip::Norm(_)), None) = (ctl.clip, bad) {
+                let (got, expected) = (fed.grad_norm().unwrap(), cpu.grad_norm().unwrap());
+                assert!((got / expected - 1.0).abs() < 1e-5, "{got} {expected}");
+            }
+            if at == 5 {
+                // It goes on elsewhere, with its state.
+                let saved = fed.try_state_dict().unwrap();
+                fed = HostFed::new(operators(), groups(), how).unwrap();
+                fed.load_state_dict(&saved).unwrap();
+                for optimizer in [&mut fed as &mut dyn Optimizer, &mut cpu] {
+                    optimizer.set_lr(1, 0.01).unwrap();
+                    optimizer.set_momentum(0, 0.8).unwrap();
+                    assert_eq!(optimizer.lr(1).unwrap(), 0.01);
+                    assert_eq!(optimizer.momentum(0).unwrap(), Some(0.8));
+                }
+            }
+        }
+        let (got, expected) = (fed.state_dict(), cpu.state_dict());
+        assert_eq!((got.kind, got.param_groups), (expected.kind, expected.param_groups));
+        for (index, expected) in expected.state.iter().filter(|_| how == HalfWeights::Master) {
+            assert_eq!(got.state[index].step, expected.step);
+            for (name, values) in &expected.tensors {
+                close(&got.state[index].tensors[name], values, 3e-5, &format!("{name} {index}"));
+            }
+        }
+        drop(fed);
+        assert_eq!(sim.finish(), [""; 0]);
+    }
+}
+
+#[test]
+fn what_is_fed_is_checked_and_cleared() {
+    let sim = session(Soc::Ascend910B);
+    let groups = [ParamGroup::new(SgdHyper { lr: 1.0, ..Default::default() }, 0..1)];
+    let mut sgd = HostFed::new(operators(), groups, HalfWeights::Master).unwrap();
+    let (mut weight, mut grad, mut average) = ([1.0_f32; 3], [0.5_f32; 3], [1.0_f32; 3]);
+    let short = [0.5_f32; 2];
+    let plain = StepCtl::PLAIN;
+    assert!(matches!(sgd.step(&mut [], &plain), Err(Error::MissingParam { .. })));
+    let param = ParamMut::new(&mut weight[..], Some(Slice::F32(&short)));
+    assert!(matches!(sgd.step(&mut [param], &plain), Err(Error::LengthMismatch { .. })));
+    let param = ParamMut::new(&mut weight[..], Some(Slice::F32(&grad))).with_ema(&mut average, 0.5);
+    assert!(matches!(sgd.step(&mut [param], &plain), Err(Error::Unsupported { .. })));
+    let skip = StepCtl { found_inf: FoundInf::Known(true), ..plain };
+    let param = ParamMut::new(&mut weight[..], None).clearing(&mut grad[..]);
+    assert_eq!(sgd.step(&mut [param], &skip).unwrap(), Applied::SkippedNonFinite);
+    assert_eq!((weight, grad), ([1.0; 3], [0.5; 3]));
+    let param = ParamMut::new(&mut weight[..], None).clearing(&mut grad[..]);
+    assert_eq!(sgd.step(&mut [param], &plain).unwrap(), Applied::Applied);
+    assert_eq!((weight, grad), ([0.5; 3], [0.0; 3]));
+    let other = StateDict { kind: "adam".into(), ..StateDict::default() };
+    assert!(matches!(sgd.load_state_dict(&other), Err(Error::WrongKind { .. })));
+    // A device that fails says so, and what it was told to do.
+    sim.fail("aclrtSynchronizeStream", 1, 507_035);
+    let param = ParamMut::new(&mut weight[..], Some(Slice::F32(&grad)));
+    assert!(matches!(sgd.step(&mut [param], &plain), Err(Error::Npu(_))));
+}
+
 /// Launches of a step, and how often the host waits in it.
 fn cost<R>(sim: &Session, step: impl FnOnce() -> R) -> (usize, usize) {
     let launches =
@@ -323,7 +445,13 @@ fn a_step_is_so_many_launches() {
     assert_eq!(costs!(b, adam, F32, plain), same((8, 0)));
     assert_eq!(costs!(b, AdamHyper { amsgrad: true, ..adam }, F32, plain), same((9, 0)));
     assert_eq!(costs!(b, AdamHyper { weight_decay: 0.1, ..adam }, F32, plain), same((9, 0)));
-    assert_eq!(costs!(b, AdamWHyper::default(), F32, plain), same((2, 0)));
+    let adamw = AdamWHyper::default();
+    // What a β of f32 lacks is added: of 0.999, not of numbers that f32 has; not to maxima.
+    assert_eq!(costs!(b, adamw, F32, plain), same((3, 0)));
+    assert_eq!(costs!(b, AdamWHyper { betas: (0.5, 0.75), ..adamw }, F32, plain), same((2, 0)));
+    assert_eq!(costs!(b, AdamWHyper { amsgrad: true, ..adamw }, F32, plain), same((10, 0)));
+    let exact = AdamWHyper { amsgrad: true, betas: (0.875, 0.96875), ..adamw };
+    assert_eq!(costs!(b, exact, F32, plain), same((2, 0)));
     assert_eq!(costs!(a, AdamWHyper::default(), F32, plain), same((9, 0)));
     assert_eq!(costs!(b, AdadeltaHyper::default(), F32, plain), same((11, 0)));
     let rms = RmsPropHyper::default();

@@ -16,7 +16,7 @@
 //! Linked into a test ([`start`], [`acl`], [`nnop`], [`ops`], [`hccl`]), or opened as `libnpu_sim.so` in place of
 //! `libascendcl.so`, `libnnopbase.so`, `libopapi.so` and `libhccl.so`, when the environment takes the
 //! place of [`Config`]: `NPU_SIM_SOC`, `NPU_SIM_DEVICES`, `NPU_SIM_EAGER`, `NPU_SIM_FAULT` as
-//! `function:nth:code`.
+//! `function:nth:code`, and `NPU_SIM_REPORT` names a file that violations are appended to.
 
 mod acl;
 mod export;

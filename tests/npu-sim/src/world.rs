@@ -3,6 +3,9 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::env;
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
 use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -170,7 +173,11 @@ impl World {
     /// Notes a breach whose outcome CANN's documents leave undefined.
     pub(crate) fn violation(&mut self, what: impl Into<String>) {
         if self.violations.len() < 100 {
-            self.violations.push(what.into());
+            let what = what.into();
+            if let Some(path) = env::var_os("NPU_SIM_REPORT") {
+                report(path.as_ref(), &what);
+            }
+            self.violations.push(what);
         }
     }
 
@@ -251,6 +258,13 @@ pub(crate) fn world() -> MutexGuard<'static, World> {
 /// What every function of C does first: it is counted, and may be told to fail.
 pub(crate) fn called(function: &'static str) -> Option<i32> {
     world().called(function)
+}
+
+/// Appends a line to the file that the environment names.
+fn report(path: &Path, what: &str) {
+    let file = File::options().create(true).append(true).open(path);
+    let written = file.and_then(|mut file| writeln!(file, "{what}"));
+    written.expect("a place for reports that can be written");
 }
 
 /// A fresh simulated CANN, until [`Session::finish`]. Sessions of one process take turns.

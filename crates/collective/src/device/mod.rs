@@ -259,6 +259,34 @@ pub trait DeviceBackend: Backend {
     /// another in bytes, and do not overlap. The stream is as [`DeviceStream::from_raw`] says.
     unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()>;
 
+    /// Copies from the host, of as many bytes; returns when they are there.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`]; [`Error::InvalidArgument`] for another length; the library's.
+    ///
+    /// # Safety
+    ///
+    /// Memory of the device that nobody else uses until this returns.
+    unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()> {
+        let _ = (to, from);
+        Err(no_copies(self.name()))
+    }
+
+    /// Copies to the host, likewise.
+    ///
+    /// # Errors
+    ///
+    /// As [`upload`](Self::upload).
+    ///
+    /// # Safety
+    ///
+    /// Memory of the device that nobody else writes until this returns.
+    unsafe fn download(&self, to: &mut [u8], from: DeviceBuf) -> Result<()> {
+        let _ = (to, from);
+        Err(no_copies(self.name()))
+    }
+
     /// Sets every byte to zero, in order of the stream.
     ///
     /// # Errors
@@ -269,6 +297,10 @@ pub trait DeviceBackend: Backend {
     ///
     /// As [`copy`](Self::copy).
     unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()>;
+}
+
+pub(crate) fn no_copies(backend: &'static str) -> Error {
+    Error::Unsupported { backend, what: "copies between host and device".into() }
 }
 
 /// A place in a stream, from [`DeviceBackend::mark`].

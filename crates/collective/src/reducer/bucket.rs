@@ -2,16 +2,18 @@
 //!
 //! Buckets of different types stand in one list as `dyn Bucket`; typed access goes through
 //! [`slice`] and [`slice_mut`], which give nothing for another type, or while the bucket is in
-//! flight. A [`Slot`] travels as it is; [`Cast`] travels as 16-bit numbers; `power_sgd.rs` has a
-//! third kind.
+//! flight. A [`Slot`] travels as it is, on the host or through a device; [`Cast`] travels as 16-bit
+//! numbers; `power_sgd.rs` has a third kind.
 
 use std::any::Any;
 use std::fmt::Debug;
 use std::ops::Range;
+use std::sync::Arc;
 
 use half::{bf16, f16};
 
 use super::CommHook;
+use super::detour::{Detour, Lane};
 use super::plan::{BucketSpec, ParamInfo};
 use super::power_sgd::PowerSgdBucket;
 use crate::{DType, Element, Error, ProcessGroup, ReduceOp, Result, SharedBuf, Work};
@@ -80,39 +82,41 @@ pub(super) trait Bucket: Any + Debug + Send {
     fn home_mut(&mut self) -> Option<&mut dyn Any>;
 }
 
-/// Allocates a bucket of zeros that travels as `hook` says; every rank must call it in the same
-/// order.
+/// Allocates a bucket of zeros that travels as `hook` says, through a device if there is a lane; every
+/// rank must call it in the same order.
 pub(super) fn alloc(
     group: &ProcessGroup,
     params: &[ParamInfo],
     spec: &BucketSpec,
     hook: &CommHook,
+    lane: Option<&Arc<Lane>>,
 ) -> Result<Box<dyn Bucket>> {
-    fn slot<T: Gradient>(group: &ProcessGroup, count: usize) -> Result<Box<dyn Bucket>> {
-        Ok(Box::new(Slot::Here(group.alloc::<T>(count)?)))
-    }
     let (dtype, count) = (spec.dtype, spec.count);
     match (hook, dtype) {
-        (CommHook::Fp16Compress, DType::F32) => return Cast::<f16>::alloc(group, count),
-        (CommHook::Bf16Compress, DType::F32) => return Cast::<bf16>::alloc(group, count),
-        (CommHook::PowerSgd(options), DType::F32) => {
+        (CommHook::Fp16Compress, DType::F32) => return Cast::<f16>::alloc(group, count, lane),
+        (CommHook::Bf16Compress, DType::F32) => return Cast::<bf16>::alloc(group, count, lane),
+        (CommHook::PowerSgd(options), DType::F32) if lane.is_none() => {
             return Ok(Box::new(PowerSgdBucket::new(group, params, spec, options)?));
         }
         // What has 16 bits is not made smaller by a cast.
         (CommHook::Fp16Compress | CommHook::Bf16Compress, DType::F16 | DType::Bf16)
         | (CommHook::AllReduce, _) => {}
         _ => {
-            let what = format!("{dtype} gradients under {hook:?}");
+            let through = if lane.is_some() { " through a device" } else { "" };
+            let what = format!("{dtype} gradients under {hook:?}{through}");
             return Err(Error::Unsupported { backend: "reducer", what });
         }
     }
-    match dtype {
-        DType::F16 => slot::<f16>(group, count),
-        DType::Bf16 => slot::<bf16>(group, count),
-        DType::F32 => slot::<f32>(group, count),
-        DType::F64 => slot::<f64>(group, count),
-        other => Err(Error::Unsupported { backend: "reducer", what: format!("{other} gradients") }),
-    }
+    Ok(match dtype {
+        DType::F16 => Box::new(Slot::<f16>::alloc(group, count, lane)?),
+        DType::Bf16 => Box::new(Slot::<bf16>::alloc(group, count, lane)?),
+        DType::F32 => Box::new(Slot::<f32>::alloc(group, count, lane)?),
+        DType::F64 => Box::new(Slot::<f64>::alloc(group, count, lane)?),
+        other => {
+            let what = format!("{other} gradients");
+            return Err(Error::Unsupported { backend: "reducer", what });
+        }
+    })
 }
 
 /// The elements of `bucket`, if they are of type `T` and here.
@@ -127,12 +131,36 @@ pub(super) fn slice_mut<T: Element>(bucket: &mut dyn Bucket) -> Option<&mut [T]>
     Some(buf)
 }
 
+/// A bucket that travels as it is.
 #[derive(Debug)]
-enum Slot<T> {
+struct Slot<T> {
+    at: At<T>,
+    /// Its way, if that is not the group's own for memory of the host.
+    detour: Option<Detour>,
+}
+
+#[derive(Debug)]
+enum At<T> {
     Here(SharedBuf<T>),
     Flying(Work<SharedBuf<T>>),
+    /// Its numbers are on a device.
+    Away(SharedBuf<T>),
     /// An operation failed and kept the memory. The group is unusable from then on.
     Lost,
+}
+
+impl<T: Gradient> Slot<T> {
+    fn alloc(group: &ProcessGroup, count: usize, lane: Option<&Arc<Lane>>) -> Result<Self> {
+        let detour = lane.map(|lane| Detour::new::<T>(lane, count)).transpose()?;
+        Ok(Self { at: At::Here(group.alloc(count)?), detour })
+    }
+
+    fn here_mut(&mut self) -> Option<&mut SharedBuf<T>> {
+        match &mut self.at {
+            At::Here(buf) => Some(buf),
+            At::Flying(_) | At::Away(_) | At::Lost => None,
+        }
+    }
 }
 
 impl<T: Gradient> Bucket for Slot<T> {
@@ -141,45 +169,51 @@ impl<T: Gradient> Bucket for Slot<T> {
             // The average is here; the way through another thread would cost far more than it.
             return group.backend.health();
         }
-        *self = match std::mem::replace(self, Self::Lost) {
-            Self::Here(buf) => Self::Flying(group.all_reduce_async(buf, ReduceOp::Avg)?),
-            other => other,
+        self.at = match (std::mem::replace(&mut self.at, At::Lost), &mut self.detour) {
+            (At::Here(buf), Some(detour)) => {
+                detour.begin(&buf)?;
+                At::Away(buf)
+            }
+            (At::Here(buf), None) => At::Flying(group.all_reduce_async(buf, ReduceOp::Avg)?),
+            (other, _) => other,
         };
         Ok(())
     }
 
     fn wait(&mut self) -> Result<()> {
-        *self = match std::mem::replace(self, Self::Lost) {
-            Self::Flying(work) => Self::Here(work.wait()?),
-            other => other,
+        self.at = match (std::mem::replace(&mut self.at, At::Lost), &mut self.detour) {
+            (At::Flying(work), _) => At::Here(work.wait()?),
+            (At::Away(mut buf), Some(detour)) => {
+                detour.end(&mut buf)?;
+                At::Here(buf)
+            }
+            (other, _) => other,
         };
         Ok(())
     }
 
     fn clear(&mut self, range: Range<usize>) {
-        if let Self::Here(buf) = self {
+        if let Some(buf) = self.here_mut() {
             buf[range].fill(T::default());
         }
     }
 
     fn copy_from(&mut self, at: usize, from: &dyn Bucket, range: Range<usize>) {
-        if let (Self::Here(buf), Some(from)) = (self, slice::<T>(from)) {
+        if let (Some(buf), Some(from)) = (self.here_mut(), slice::<T>(from)) {
             buf[at..at + range.len()].copy_from_slice(&from[range]);
         }
     }
 
     fn home(&self) -> Option<&dyn Any> {
-        match self {
-            Self::Here(buf) => Some(buf),
-            Self::Flying(_) | Self::Lost => None,
+        match &self.at {
+            At::Here(buf) => Some(buf),
+            At::Flying(_) | At::Away(_) | At::Lost => None,
         }
     }
 
     fn home_mut(&mut self) -> Option<&mut dyn Any> {
-        match self {
-            Self::Here(buf) => Some(buf),
-            Self::Flying(_) | Self::Lost => None,
-        }
+        let home: &mut dyn Any = self.here_mut()?;
+        Some(home)
     }
 }
 
@@ -191,15 +225,19 @@ struct Cast<T> {
 }
 
 impl<T: Half> Cast<T> {
-    fn alloc(group: &ProcessGroup, count: usize) -> Result<Box<dyn Bucket>> {
-        let (buf, wire) = (group.alloc(count)?, Slot::Here(group.alloc::<T>(count)?));
+    fn alloc(
+        group: &ProcessGroup,
+        count: usize,
+        lane: Option<&Arc<Lane>>,
+    ) -> Result<Box<dyn Bucket>> {
+        let (buf, wire) = (group.alloc(count)?, Slot::alloc(group, count, lane)?);
         Ok(Box::new(Self { buf, wire }))
     }
 }
 
 impl<T: Half> Bucket for Cast<T> {
     fn launch(&mut self, group: &ProcessGroup, pass: u64) -> Result<()> {
-        if let Slot::Here(wire) = &mut self.wire {
+        if let Some(wire) = self.wire.here_mut() {
             wire.iter_mut().zip(&*self.buf).for_each(|(half, wide)| *half = T::narrow(*wide));
         }
         self.wire.launch(group, pass)
@@ -207,8 +245,8 @@ impl<T: Half> Bucket for Cast<T> {
 
     fn wait(&mut self) -> Result<()> {
         self.wire.wait()?;
-        if let Slot::Here(wire) = &self.wire {
-            self.buf.iter_mut().zip(&**wire).for_each(|(wide, half)| *wide = half.widen());
+        if let Some(wire) = slice::<T>(&self.wire) {
+            self.buf.iter_mut().zip(wire).for_each(|(wide, half)| *wide = half.widen());
         }
         Ok(())
     }
@@ -259,5 +297,6 @@ halves!(f16 bf16);
 #[cfg(test)]
 pub(super) fn is_done<T: Element>(bucket: &dyn Bucket) -> bool {
     let any: &dyn Any = bucket;
-    matches!(any.downcast_ref::<Slot<T>>(), Some(Slot::Flying(work)) if work.is_done())
+    let slot = any.downcast_ref::<Slot<T>>();
+    matches!(slot, Some(Slot { at: At::Flying(work), .. }) if work.is_done())
 }

@@ -19,7 +19,7 @@ use crate::{DType, DeviceBuf, DeviceStream, DeviceWork, Error, ProcessGroup, Red
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceReducerOptions {
-    /// As for a [`Reducer`](super::Reducer), without a static graph or a hook.
+    /// As for a [`Reducer`](super::Reducer), without a static graph, a hook, or a way through a device.
     pub buckets: ReducerOptions,
     /// Has buckets of f32 travel in 16 bits: half the bytes, and each average is rounded twice.
     /// Buckets of other types travel as they are. Off unless set.
@@ -552,6 +552,9 @@ const TICK: Duration = Duration::from_micros(200);
 fn check_offered(options: &ReducerOptions) -> Result<()> {
     let what = match options {
         ReducerOptions { static_graph: true, .. } => "a static graph on devices".to_owned(),
+        ReducerOptions { through_device: true, .. } => {
+            "a way through the device it is on".to_owned()
+        }
         ReducerOptions { comm_hook: CommHook::AllReduce, .. } => return Ok(()),
         ReducerOptions { comm_hook, .. } => format!("{comm_hook:?} on devices"),
     };

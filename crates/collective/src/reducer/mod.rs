@@ -25,6 +25,7 @@
 //! ranks make the same collective calls in the same order, whatever the order of arrival.
 
 mod bucket;
+mod detour;
 mod device;
 mod kernels;
 mod ledger;
@@ -32,9 +33,11 @@ mod plan;
 mod power_sgd;
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use self::bucket::{Bucket, alloc, slice, slice_mut};
 pub use self::bucket::{BucketMemory, Gradient};
+use self::detour::Lane;
 pub use self::device::{Compress, DeviceReducer, DeviceReducerOptions};
 pub use self::kernels::{BucketKernels, NoKernels};
 use self::ledger::Ledger;
@@ -62,6 +65,11 @@ pub struct ReducerOptions {
     pub static_graph: bool,
     /// How a bucket travels.
     pub comm_hook: CommHook,
+    /// Whether buckets travel through the memory of the group's device, where its library averages
+    /// them, by the [rules](crate::DeviceCalls) there: for gradients that are made on the host in a
+    /// group over HCCL. Each bucket is copied there when it is full and back when the pass ends. Not
+    /// with [`CommHook::PowerSgd`]. Off unless set.
+    pub through_device: bool,
 }
 
 /// How a bucket travels. Follows: `torch.distributed.algorithms.ddp_comm_hooks`.
@@ -91,6 +99,7 @@ impl Default for ReducerOptions {
             find_unused_parameters: false,
             static_graph: false,
             comm_hook: CommHook::AllReduce,
+            through_device: false,
         }
     }
 }
@@ -142,6 +151,7 @@ pub struct Reducer {
     group: ProcessGroup,
     ledger: Ledger,
     hook: CommHook,
+    lane: Option<Arc<Lane>>,
     buckets: Vec<Box<dyn Bucket>>,
 }
 
@@ -155,7 +165,8 @@ impl Reducer {
     /// # Errors
     ///
     /// [`Error::Mismatch`] on every rank, with the first parameter or option that differs;
-    /// [`Error::Unsupported`] for parameters that are not floating-point numbers; those of
+    /// [`Error::Unsupported`] for parameters that are not floating-point numbers, and for
+    /// [`through_device`](ReducerOptions::through_device) in a group without one; those of
     /// [`ProcessGroup::alloc`].
     pub fn new(
         group: ProcessGroup,
@@ -163,12 +174,13 @@ impl Reducer {
         options: ReducerOptions,
     ) -> Result<Self> {
         let hook = options.comm_hook.clone();
+        let lane = options.through_device.then(|| Lane::new(&group)).transpose()?;
         let ledger = Ledger::new(&group, params, options, "")?;
         if let CommHook::PowerSgd(options) = &hook {
             options.validate()?;
         }
-        let buckets = alloc_all(&group, ledger.params(), ledger.plan(), &hook)?;
-        Ok(Self { group, ledger, hook, buckets })
+        let buckets = alloc_all(&group, ledger.params(), ledger.plan(), (&hook, lane.as_ref()))?;
+        Ok(Self { group, ledger, hook, lane, buckets })
     }
 
     /// Begins a pass: call it before each forward.
@@ -285,7 +297,7 @@ impl Reducer {
 
     fn load_buckets(&mut self, plan: Option<BucketPlan>, memory: &[BucketMemory]) -> Result<()> {
         if let Some(plan) = plan {
-            self.buckets = alloc_all(&self.group, self.ledger.params(), &plan, &self.hook)?;
+            self.buckets = self.alloc_all(&plan)?;
             self.ledger.adopt(plan);
         }
         if memory.len() != self.buckets.len() {
@@ -324,6 +336,10 @@ impl Reducer {
         Ok(())
     }
 
+    fn alloc_all(&self, plan: &BucketPlan) -> Result<Vec<Box<dyn Bucket>>> {
+        alloc_all(&self.group, self.ledger.params(), plan, (&self.hook, self.lane.as_ref()))
+    }
+
     fn average(&mut self) -> Result<()> {
         for place in self.ledger.excuse_unused(&self.group)? {
             self.buckets[place.bucket].clear(place.elements());
@@ -337,7 +353,7 @@ impl Reducer {
         let used = used.map(|work| work.wait()).transpose()?;
         self.ledger.averaged(used.as_deref());
         let Some(plan) = self.ledger.next_plan(&self.group)? else { return Ok(()) };
-        let mut buckets = alloc_all(&self.group, self.ledger.params(), &plan, &self.hook)?;
+        let mut buckets = self.alloc_all(&plan)?;
         for (new, old) in plan.places().iter().zip(self.ledger.plan().places()) {
             let from = &*self.buckets[old.bucket];
             buckets[new.bucket].copy_from(new.offset, from, old.elements());
@@ -358,9 +374,9 @@ fn alloc_all(
     group: &ProcessGroup,
     params: &[ParamInfo],
     plan: &BucketPlan,
-    hook: &CommHook,
+    (hook, lane): (&CommHook, Option<&Arc<Lane>>),
 ) -> Result<Vec<Box<dyn Bucket>>> {
-    plan.buckets().iter().map(|bucket| alloc(group, params, bucket, hook)).collect()
+    plan.buckets().iter().map(|bucket| alloc(group, params, bucket, hook, lane)).collect()
 }
 
 #[cfg(test)]

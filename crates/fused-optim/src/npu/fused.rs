@@ -10,7 +10,7 @@ use super::flat::{self, Entry, Kind, Span, TYPES};
 use super::look::Look;
 use super::numbers::{acl, bytes, floats};
 use super::rules::NpuHyper;
-use super::sequence::Reg;
+use super::sequence::{Op, Reg};
 use crate::core::Core;
 use crate::cpu::pages::Pages;
 use crate::state::{Slot, TensorState, problem};
@@ -41,8 +41,8 @@ pub struct NpuOptimizer<H> {
 pub(super) struct Flat {
     pub(super) kind: Kind,
     pub(super) entries: Vec<Entry>,
-    weight: View,
-    grad: View,
+    pub(super) weight: View,
+    pub(super) grad: View,
     pub(super) slots: Vec<View>,
     pub(super) master: Option<View>,
     /// Of rules that look at whole tensors.
@@ -90,9 +90,12 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     }
 
     /// Whether CANN's own kernels of a rule are used where it and the chip have one, as they are by
-    /// default: `aclnnApplyAdamWV2`, which takes its hyper-parameters in f32. It is AdamW with a `β2` of
-    /// 0.99900001 instead of 0.999, whose second moments are off by 1.3e-5 of themselves, and corrected
-    /// for it.
+    /// default: `aclnnApplyAdamWV2`.
+    ///
+    /// That one takes `β` in f32 and makes `1 − β` of it, which for 0.999 is off by 1.3e-5 of itself, and
+    /// so would the moments be. Where it is off by more than 2⁻²¹ an operator behind the kernel adds what
+    /// a moment lacks: one more launch for each `β` of that kind, of which 0.999 is one and 0.9 is not.
+    /// With amsgrad that is not possible, and such `β` take the operators of Adam.
     #[must_use]
     pub const fn with_kernels(mut self, used: bool) -> Self {
         self.kernels = used;
@@ -333,7 +336,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             && self.on.soc().is_second_generation()
             && self.on.has("aclnnApplyAdamWV2");
         match hyper.native().filter(|_| kernel) {
-            Some(numbers) => {
+            Some((numbers, mend)) => {
                 let slots = &self.flats[span.flat].slots;
                 let slot = |at: usize| slots[at].part(span.start, span.count);
                 let (p, m, v) = (self.parameters(span)?, slot(0)?, slot(1)?);
@@ -344,6 +347,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
                 let max_v = max_v.as_ref();
                 let tensors = AdamWTensors { p: &p, m: &m, v: &v, max_v, g: &grad, step };
                 self.on.apply_adamw_v2(tensors, numbers)?;
+                self.launch(&mend, span, &grad)?;
             }
             None => self.sequence(span, &grad)?,
         }
@@ -353,10 +357,13 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     /// The rule's operators on a span.
     pub(super) fn sequence(&self, span: &Span, grad: &View) -> Result<()> {
         let hyper = &self.core.groups()[self.flats[span.flat].kind.group].hyper;
-        for op in hyper.sequence(span.step) {
-            op.launch(&self.on, |reg| self.register(span, grad, reg))?;
-        }
-        Ok(())
+        self.launch(&hyper.sequence(span.step), span, grad)
+    }
+
+    /// Operators on a span.
+    pub(super) fn launch(&self, ops: &[Op], span: &Span, grad: &View) -> Result<()> {
+        let launch = |op: &Op| op.launch(&self.on, |reg| self.register(span, grad, reg));
+        Ok(ops.iter().try_for_each(launch)?)
     }
 
     /// What a register is in a span.

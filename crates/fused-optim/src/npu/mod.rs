@@ -4,12 +4,13 @@
 //! gradients and state of one type and group lie in one flat buffer, so a step is a few launches
 //! whatever the number of tensors. [`NpuOptimizer::combine`] makes the buffers and
 //! [`weight`](NpuOptimizer::weight) and [`grad`](NpuOptimizer::grad) say where each tensor is in them.
+//! [`HostFed`] is the same as an [`Optimizer`](crate::Optimizer), for models that compute on the host.
 //!
 //! | optimizer | launches of a plain step of f32 without decay |
 //! |---|---|
 //! | [`Adadelta`](crate::Adadelta) | 11 |
 //! | [`Adam`](crate::Adam), with amsgrad | 8, 9 |
-//! | [`AdamW`](crate::AdamW) by `aclnnApplyAdamWV2`, [else](NpuOptimizer::with_kernels) as Adam | 2, 8 |
+//! | [`AdamW`](crate::AdamW) by `aclnnApplyAdamWV2`, [as a rule](NpuOptimizer::with_kernels), else as Adam | 3, 8 |
 //! | [`AdamP`](crate::AdamP) | 9, with tensors of two dimensions 13 and 4 to 5 per tensor; one copy to the host |
 //! | [`BertAdam`](crate::BertAdam) without clipping | 8 |
 //! | [`Lamb`](crate::Lamb) | 8, and two per 250 and one per 50 tensors; one copy to the host |
@@ -27,6 +28,13 @@
 //! bf16 is accepted. State is f32 and half weights have f32 masters, as on the CPU, so that a checkpoint
 //! moves between devices. A tensor whose gradient appears later takes its first step then, one whose
 //! gradient disappears is left alone. Lamb and AdamP copy to the host once per step, not once per tensor.
+//!
+//! # Kernels that are left out
+//!
+//! `aclnnFusedSgd` and `aclnnFusedAdamw` came after CANN 8.1, whose headers do not declare them. Of
+//! torch_npu's wheels 2.5.1 names neither and 2.14.0 the first, as a string in its library; no header of
+//! either declares one. So their prototypes cannot be checked here, and a call by a wrong one is no error
+//! but damage: SGD and Adam are always sequences of operators.
 //!
 //! # What is promised
 //!
@@ -51,6 +59,7 @@
 
 mod flat;
 mod fused;
+mod host;
 mod look;
 mod numbers;
 mod rules;
@@ -58,8 +67,10 @@ mod sequence;
 mod wholes;
 
 pub use npu_sys::safe::{Operators, View};
+pub use npu_sys::{Devices, probe};
 
 pub use fused::NpuOptimizer;
+pub use host::HostFed;
 
 use crate::DType;
 

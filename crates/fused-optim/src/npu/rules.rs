@@ -23,8 +23,9 @@ pub(crate) trait NpuHyper: Hyper {
     /// as the direction.
     fn sequence(&self, step: u64) -> Vec<Op>;
 
-    /// The step as CANN's own kernel of AdamW, of the rule that has one.
-    fn native(&self) -> Option<AdamWNumbers> {
+    /// The step as CANN's own kernel of AdamW and the operators that mend its state, of the rule that
+    /// has one and can be mended.
+    fn native(&self) -> Option<(AdamWNumbers, Vec<Op>)> {
         None
     }
 
@@ -78,6 +79,13 @@ fn average(x: Reg, y: Reg, beta: f64) -> [Op; 2] {
 /// `x ← β·x + (1−β)·y²`.
 fn average_square(x: Reg, y: Reg, beta: f64) -> [Op; 2] {
     [Muls(x, x, beta), Addcmul(x, x, [y, y], 1.0 - beta)]
+}
+
+/// What `1 − β` lacks in a kernel that is given `β` in f32, unless that is within eight roundings of f32:
+/// of 0.999 it is 1.3e-5 of it.
+fn rest_of(beta: f64) -> Option<f64> {
+    let rest = f64::from(beta as f32) - beta;
+    (rest.abs() > (1.0 - beta) * 2.0_f64.powi(-21)).then_some(rest)
 }
 
 /// `D ← √v/√(1−β2ᵗ) + ε`.
@@ -151,13 +159,23 @@ impl NpuHyper for AdamWHyper {
         ops
     }
 
-    fn native(&self) -> Option<AdamWNumbers> {
-        Some(AdamWNumbers {
+    fn native(&self) -> Option<(AdamWNumbers, Vec<Op>)> {
+        let mut mend = Vec::new();
+        if let Some(rest) = rest_of(self.betas.0) {
+            mend.push(Add(S(0), S(0), G, rest));
+        }
+        if let Some(rest) = rest_of(self.betas.1) {
+            mend.push(Addcmul(S(1), S(1), [G, G], rest));
+        }
+        // The maxima are taken inside the kernel, before anything can be mended.
+        let can = !self.amsgrad || mend.is_empty();
+        let numbers = AdamWNumbers {
             lr: self.lr as f32,
             betas: (self.betas.0 as f32, self.betas.1 as f32),
             weight_decay: self.weight_decay as f32,
             eps: self.eps as f32,
-        })
+        };
+        can.then_some((numbers, mend))
     }
 }
 

@@ -196,10 +196,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         };
         self.scale_each(&u, span.count, &each(|finish| finish.direction))?;
         self.scale_each(&p, span.count, &each(|finish| finish.decay))?;
-        for op in hyper.last(span.step) {
-            op.launch(&self.on, |reg| self.register(span, &no_grad, reg))?;
-        }
-        Ok(())
+        self.launch(&hyper.last(span.step), span, &no_grad)
     }
 
     /// `u ← u − factors·p`, a factor per row.

@@ -20,6 +20,7 @@ use fused_optim::{
     Adadelta, Adam, AdamP, AdamW, Applied, BertAdam, FoundInf, Lamb, Optimizer, ParamGroup,
     ParamMut, RmsProp, RmsPropTf, Sgd, Slice, StepCtl,
 };
+use half::f16;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -37,7 +38,10 @@ struct Ours {
 
 impl Ours {
     fn new(loaded: &Loaded, look: bool) -> Self {
-        let optimizer = optimizer(&loaded.case.kind, &loaded.case.groups);
+        Self::over(loaded, look, optimizer(&loaded.case.kind, &loaded.case.groups))
+    }
+
+    fn over(loaded: &Loaded, look: bool, optimizer: Box<dyn Optimizer>) -> Self {
         Self { optimizer, weights: loaded.split(), shapes: loaded.shapes.clone(), look }
     }
 }
@@ -184,8 +188,24 @@ impl Golden {
         pairs.map(|(kind, at)| one(kind, at)).collect()
     }
 
-    fn weight(&self) -> Vec<f32> {
-        (0..self.shape.iter().product::<usize>()).map(|i| i as f32).collect()
+    /// Takes the ten steps, in f32 or in the type of the record.
+    fn run(&self, optimizer: &mut dyn Optimizer, typed: bool) {
+        let mut weight: Vec<f32> =
+            (0..self.shape.iter().product::<usize>()).map(|i| i as f32).collect();
+        let grad: Vec<f32> = weight.iter().map(|p| p / 100.0).collect();
+        let half = |values: &[f32]| values.iter().map(|x| f16::from_f32(*x)).collect::<Vec<_>>();
+        let (mut half_weight, half_grad) = (half(&weight), half(&grad));
+        for _ in 0..10 {
+            let param = match typed && self.is_half {
+                true => ParamMut::new(&mut half_weight[..], Some(Slice::F16(&half_grad))),
+                false => ParamMut::new(&mut weight[..], Some(Slice::F32(&grad))),
+            };
+            let _ = optimizer.step(&mut [param.with_shape(&self.shape)], &StepCtl::PLAIN).unwrap();
+        }
+        if typed && self.is_half {
+            weight = half_weight.iter().map(|x| x.to_f32()).collect();
+        }
+        self.meets(&weight);
     }
 
     /// Sums have three decimals. Those of f16 were rounded at every step, up to 2^-9 each.
@@ -202,14 +222,6 @@ fn sums_recorded_by_ascend_are_met() {
     let all = Golden::all();
     assert_eq!(all.len(), 24);
     for golden in all {
-        let mut optimizer = optimizer(golden.kind, std::slice::from_ref(&golden.group));
-        let mut weight = golden.weight();
-        let grad: Vec<f32> = weight.iter().map(|p| p / 100.0).collect();
-        for _ in 0..10 {
-            let param = ParamMut::new(&mut weight[..], Some(Slice::F32(&grad)));
-            let params = &mut [param.with_shape(&golden.shape)];
-            let _ = optimizer.step(params, &StepCtl::PLAIN).unwrap();
-        }
-        golden.meets(&weight);
+        golden.run(&mut *optimizer(golden.kind, std::slice::from_ref(&golden.group)), false);
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Each gradient is copied into its bucket the moment backward has finished it; a full bucket
 //! leaves at once, and [`finish`](ModelWrapper::finish) waits for those still under way. The
-//! bucket is the gradient's only home (PyTorch's `gradient_as_bucket_view`).
+//! bucket is the gradient's only home (PyTorch's `gradient_as_bucket_view`). In a group over HCCL buckets
+//! travel through the memory of the ranks' NPUs.
 //!
 //! The first step that a parameter gets no gradient in is an error that names it, on every rank,
 //! unless [`find_unused_parameters`](ReducerOptions::find_unused_parameters) or
@@ -95,11 +96,12 @@ impl DistributedDataParallel {
     fn over(
         parts: Vec<(ProcessGroup, Vec<usize>)>,
         params: &[TensorSpec],
-        options: ReducerOptions,
+        mut options: ReducerOptions,
     ) -> Result<Self> {
         let mut route = vec![(0, 0); params.len()];
         let mut reducers = Vec::with_capacity(parts.len());
         for (part, (group, indices)) in parts.into_iter().enumerate() {
+            options.through_device = group.backend_name() == "hccl";
             for (at, &index) in indices.iter().enumerate() {
                 route[index] = (part, at);
             }

@@ -9,13 +9,16 @@
 //! rank is by then an inf on all. The optimizer looks at every gradient first and skips the whole
 //! step if one is not finite; every rank sees the same gradients, so all ranks skip, and halve
 //! their scale, in lockstep. Otherwise it multiplies by `1 / S` in the same sweep that updates.
+//! Where a device turns infinities into large numbers, a [`Watch`] sees them before it does.
 
 use ::amp::{LossScaler, LossScalerOptions};
 use fused_optim::{Applied, Clip, DType, FoundInf, Optimizer, StepCtl};
 
+use super::watch::Watch;
 use super::{Accumulation, OptimWrapper, OptimWrapperState, grad_norm, optimizer_step};
 use crate::Result;
-use crate::engine::Engine;
+use crate::device::Overflows;
+use crate::engine::{Engine, SharedSink};
 use crate::model::ModelWrapper;
 
 /// How the loss is scaled.
@@ -50,6 +53,7 @@ pub struct AmpOptimWrapper {
     clip: Option<Clip>,
     parts: Vec<(String, usize)>,
     autocast: Option<DType>,
+    watch: Option<Watch>,
     last: Option<Applied>,
 }
 
@@ -73,6 +77,7 @@ impl AmpOptimWrapper {
             clip: None,
             parts: Vec::new(),
             autocast: None,
+            watch: None,
             last: None,
         })
     }
@@ -97,6 +102,15 @@ impl AmpOptimWrapper {
     #[must_use]
     pub fn with_autocast(mut self, dtype: Option<DType>) -> Self {
         self.autocast = dtype;
+        self
+    }
+
+    /// Has a further source say whether a step overflowed, for devices on which values do not show it
+    /// ([`Device::overflows`](crate::device::Device::overflows)). Each rank's gradients are looked at
+    /// before they are averaged, the source's verdict is asked for at each step, and it skips.
+    #[must_use]
+    pub fn with_overflows(mut self, source: Option<Overflows>) -> Self {
+        self.watch = source.map(Watch::new);
         self
     }
 
@@ -143,22 +157,27 @@ impl OptimWrapper for AmpOptimWrapper {
     }
 
     fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied> {
-        let ctl = StepCtl {
-            grad_scale: self.scaler.inv_scale(),
-            found_inf: FoundInf::Check,
-            clip: self.clip,
-        };
+        let overflow = self.watch.as_mut().map_or(Ok(false), Watch::overflowed)?;
+        let found_inf = if overflow { FoundInf::Known(true) } else { FoundInf::Check };
+        let ctl = StepCtl { grad_scale: self.scaler.inv_scale(), found_inf, clip: self.clip };
         let applied = optimizer_step(&mut *self.optimizer, engine, model, &ctl)?;
         self.last = Some(applied);
         self.scaler.update(applied == Applied::SkippedNonFinite)?;
         Ok(applied)
     }
 
-    fn state_dict(&self) -> OptimWrapperState {
-        OptimWrapperState {
-            optimizer: self.optimizer.state_dict(),
-            loss_scaler: self.scaler.state_dict(),
+    fn before_forward(&mut self, sink: SharedSink) -> Result<SharedSink> {
+        match &mut self.watch {
+            None => Ok(sink),
+            Some(watch) => watch.before_forward(sink),
         }
+    }
+
+    fn state_dict(&self) -> Result<OptimWrapperState> {
+        Ok(OptimWrapperState {
+            optimizer: self.optimizer.try_state_dict()?,
+            loss_scaler: self.scaler.state_dict(),
+        })
     }
 
     fn load_state_dict(&mut self, state: &OptimWrapperState) -> Result<()> {

@@ -1,6 +1,10 @@
 //! How `[optim_wrapper]` and `[optim_wrapper.optimizer]` are written.
 
 use ::amp::LossScalerOptions;
+#[cfg(feature = "npu")]
+use fused_optim::HalfWeights;
+#[cfg(feature = "npu")]
+use fused_optim::npu::HostFed;
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, BertAdam,
     BertAdamHyper, Clip, ClipNorm, ClipScope, CosineEps, DType, Lamb, LambHyper, Optimizer,
@@ -11,10 +15,11 @@ use fused_optim::{
 use super::dict::assign;
 use super::{
     AmpOptimWrapper, BuildOptimWrapper, Fp32OptimWrapper, LossScale, Member, Multipliers,
-    OptimWrapperFactory, OptimizerDict, OptimizerFactory, Paramwise,
+    OptimWrapper, OptimWrapperFactory, OptimizerDict, OptimizerFactory, Paramwise,
 };
 use crate::Result;
 use crate::config::{FromConfig, Section};
+use crate::device::Device;
 use crate::engine::TensorSpec;
 use crate::registry::{Builtin, OPTIMIZERS};
 
@@ -50,9 +55,13 @@ fn fp32(section: &mut Section) -> Result<OptimWrapperFactory> {
     let part = Part::read(section)?;
     Ok(OptimWrapperFactory {
         dtype: DType::F32,
-        build: Box::new(move |params| {
+        build: Box::new(move |params, device| {
             let clip = part.clip;
-            let optimizer = part.make(params)?;
+            let optimizer = part.make(params, device)?;
+            if device.switches_to_amp("OptimWrapper") {
+                return Precision::half()
+                    .wrap(optimizer, counts, device, |w| w.with_clip_grad(clip));
+            }
             Ok(Box::new(Fp32OptimWrapper::new(optimizer, counts).with_clip_grad(clip)))
         }),
     })
@@ -60,15 +69,14 @@ fn fp32(section: &mut Section) -> Result<OptimWrapperFactory> {
 
 fn amp(section: &mut Section) -> Result<OptimWrapperFactory> {
     let counts = accumulative_counts(section)?;
-    let Precision { dtype, autocast, loss_scale } = Precision::read(section)?;
+    let precision = Precision::read(section)?;
     let part = Part::read(section)?;
     Ok(OptimWrapperFactory {
-        dtype,
-        build: Box::new(move |params| {
+        dtype: precision.dtype,
+        build: Box::new(move |params, device| {
             let clip = part.clip;
-            let optimizer = part.make(params)?;
-            let wrapper = AmpOptimWrapper::new(optimizer, counts, loss_scale)?;
-            Ok(Box::new(wrapper.with_clip_grad(clip).with_autocast(autocast)))
+            let optimizer = part.make(params, device)?;
+            precision.wrap(optimizer, counts, device, |w| w.with_clip_grad(clip))
         }),
     })
 }
@@ -80,7 +88,7 @@ fn dict(section: &mut Section) -> Result<OptimWrapperFactory> {
     let mixed = ["dtype", "half_parameters", "loss_scale"].iter().any(|key| section.has(key));
     let precision = match mixed {
         true => Precision::read(section)?,
-        false => Precision { dtype: DType::F32, autocast: None, loss_scale: LossScale::Off },
+        false => Precision::FULL,
     };
     let mut parts = Vec::new();
     for (name, mut table) in section.named_sections()? {
@@ -92,29 +100,34 @@ fn dict(section: &mut Section) -> Result<OptimWrapperFactory> {
     if parts.is_empty() {
         return Err(section.error("an OptimWrapperDict needs at least one part"));
     }
-    let build: BuildOptimWrapper = Box::new(move |params| {
-        let dict = make_dict(parts, params)?;
+    let build: BuildOptimWrapper = Box::new(move |params, device| {
+        let dict = make_dict(parts, params, device)?;
         let names = dict.members().iter().map(|m| (m.name.clone(), m.optimizer.group_count()));
         let (names, optimizer) = (names.collect(), Box::new(dict));
-        Ok(match mixed {
-            true => {
-                let wrapper = AmpOptimWrapper::new(optimizer, counts, precision.loss_scale)?;
-                Box::new(wrapper.with_autocast(precision.autocast).with_parts(names))
+        let precision = match mixed {
+            false if device.switches_to_amp("OptimWrapperDict") => Precision::half(),
+            false => {
+                return Ok(Box::new(Fp32OptimWrapper::new(optimizer, counts).with_parts(names)));
             }
-            false => Box::new(Fp32OptimWrapper::new(optimizer, counts).with_parts(names)),
-        })
+            true => precision,
+        };
+        precision.wrap(optimizer, counts, device, |w| w.with_parts(names))
     });
     Ok(OptimWrapperFactory { dtype: precision.dtype, build })
 }
 
-fn make_dict(parts: Vec<(String, Part)>, params: &[TensorSpec]) -> Result<OptimizerDict> {
+fn make_dict(
+    parts: Vec<(String, Part)>,
+    params: &[TensorSpec],
+    device: &Device,
+) -> Result<OptimizerDict> {
     let names: Vec<_> = parts.iter().map(|(name, _)| name.as_str()).collect();
     let owned = assign(&names, params)?;
     let make = |((name, part), own): ((String, Part), Vec<usize>)| {
         let mut groups = part.paramwise.groups(params);
         groups.iter_mut().for_each(|group| group.params.retain(|index| own.contains(index)));
         groups.retain(|group| !group.params.is_empty());
-        let optimizer = (part.optimizer)(params, &groups)?;
+        let optimizer = (part.optimizer)(params, &groups, device)?;
         Ok(Member { name, optimizer, clip: part.clip })
     };
     let members = parts.into_iter().zip(owned).map(make).collect::<Result<_>>()?;
@@ -139,8 +152,8 @@ impl Part {
         Ok(Self { optimizer, paramwise, clip })
     }
 
-    fn make(self, params: &[TensorSpec]) -> Result<Box<dyn Optimizer>> {
-        (self.optimizer)(params, &self.paramwise.groups(params))
+    fn make(self, params: &[TensorSpec], device: &Device) -> Result<Box<dyn Optimizer>> {
+        (self.optimizer)(params, &self.paramwise.groups(params), device)
     }
 }
 
@@ -219,6 +232,28 @@ struct Precision {
 }
 
 impl Precision {
+    /// Of `OptimWrapper`.
+    const FULL: Self = Self { dtype: DType::F32, autocast: None, loss_scale: LossScale::Off };
+
+    /// Of an `AmpOptimWrapper` that is told nothing.
+    fn half() -> Self {
+        let loss_scale = AmpOptimWrapper::default_loss_scale(DType::F16);
+        Self { dtype: DType::F32, autocast: Some(DType::F16), loss_scale }
+    }
+
+    /// An optimizer in an `AmpOptimWrapper` of this precision.
+    fn wrap(
+        self,
+        optimizer: Box<dyn Optimizer>,
+        counts: usize,
+        device: &Device,
+        with: impl FnOnce(AmpOptimWrapper) -> AmpOptimWrapper,
+    ) -> Result<Box<dyn OptimWrapper>> {
+        let wrapper = AmpOptimWrapper::new(optimizer, counts, self.loss_scale)?;
+        let wrapper = wrapper.with_autocast(self.autocast).with_overflows(device.overflows());
+        Ok(Box::new(with(wrapper)))
+    }
+
     /// `dtype = "None"`, which is what a configuration in Python has, is the default.
     fn read(section: &mut Section) -> Result<Self> {
         section.refuse("use_fsdp", "there is no FSDP here: every rank holds the whole model")?;
@@ -281,13 +316,19 @@ macro_rules! optimizer {
             };
             // A mistake is seen now, not when the parameters are known.
             $optimizer::with_one_group(hyper, 0).map_err(|e| section.error(e))?;
-            Ok(Box::new(move |_, groups| {
+            Ok(Box::new(move |_, groups, device| {
                 let groups = groups.iter().map(|group| {
                     let mut hyper = hyper;
                     hyper.lr *= group.hyper.lr;
                     hyper.weight_decay *= group.hyper.weight_decay;
                     ParamGroup::new(hyper, group.params.iter().copied())
                 });
+                #[cfg(feature = "npu")]
+                if let Some(on) = device.npu() {
+                    let how = HalfWeights::Master;
+                    return Ok(Box::new(HostFed::<$hyper>::new(on.clone(), groups, how)?));
+                }
+                let _ = device;
                 Ok(Box::new($optimizer::new(groups)?))
             }))
         }
@@ -449,8 +490,12 @@ mod tests {
         let groups = Paramwise::default().groups(&[]);
         for (name, kind) in kinds {
             for name in [name.to_owned(), format!("NpuFused{name}")] {
-                let optimizer =
-                    build(&format!("type = '{name}'\nlr = 0.25")).unwrap()(&[], &groups).unwrap();
+                let optimizer = build(&format!("type = '{name}'\nlr = 0.25")).unwrap()(
+                    &[],
+                    &groups,
+                    &Device::cpu(),
+                )
+                .unwrap();
                 assert_eq!((optimizer.kind(), optimizer.lr(0).unwrap()), (kind, 0.25), "{name}");
             }
         }
@@ -495,8 +540,11 @@ mod tests {
             bias_lr_mult = 2
             bypass_duplicate = true
             custom_keys = { 'head' = { lr_mult = 0.5, decay_mult = 0 } }";
-        let mut wrapper =
-            (wrapper(text).unwrap().build)(&params(&["a.weight", "a.bias", "head.bias"])).unwrap();
+        let mut wrapper = (wrapper(text).unwrap().build)(
+            &params(&["a.weight", "a.bias", "head.bias"]),
+            &Device::cpu(),
+        )
+        .unwrap();
         let optimizer = wrapper.optimizer_mut();
         let rates: Vec<_> = (0..3).map(|group| optimizer.lr(group).unwrap()).collect();
         assert_eq!(rates, [0.5, 1.0, 0.25]);
@@ -521,7 +569,7 @@ mod tests {
                 let text = format!("{sgd}\nhalf_parameters = {half}\n{dtype}");
                 let factory = wrapper(&text).unwrap();
                 assert_eq!(factory.dtype, if half { wanted } else { DType::F32 }, "{text}");
-                let built = (factory.build)(&params(&["w"])).unwrap();
+                let built = (factory.build)(&params(&["w"]), &Device::cpu()).unwrap();
                 let autocast = (!half && wanted != DType::F32).then_some(wanted);
                 assert_eq!(built.autocast(), autocast, "{text}");
                 // bf16 has f32's range and needs no scaler.
@@ -535,7 +583,11 @@ mod tests {
             ("{ enabled = false }", 1.0),
         ] {
             let factory = wrapper(&format!("{sgd}\nloss_scale = {scale}")).unwrap();
-            assert_eq!((factory.build)(&params(&["w"])).unwrap().loss_scale(), wanted, "{scale}");
+            assert_eq!(
+                (factory.build)(&params(&["w"]), &Device::cpu()).unwrap().loss_scale(),
+                wanted,
+                "{scale}"
+            );
         }
     }
 
@@ -580,7 +632,7 @@ mod tests {
             optimizer = { type = 'SGD', lr = 0.25 }
             clip_grad = { max_norm = 1 }";
         let names = ["discriminator.w", "generator.w", "generator.b"];
-        let built = (wrapper(text).unwrap().build)(&params(&names)).unwrap();
+        let built = (wrapper(text).unwrap().build)(&params(&names), &Device::cpu()).unwrap();
         let optimizer = built.optimizer();
         assert_eq!((optimizer.lr(0).unwrap(), optimizer.lr(1).unwrap()), (0.5, 0.25));
         assert!(optimizer.lr(2).is_err());
@@ -589,7 +641,8 @@ mod tests {
             (&["generator.w", "discriminators.w"], "parameter `discriminators.w`"),
             (&["generator.w"], "no parameters under `discriminator.`"),
         ] {
-            let error = (wrapper(text).unwrap().build)(&params(names)).err().unwrap().to_string();
+            let built = (wrapper(text).unwrap().build)(&params(names), &Device::cpu());
+            let error = built.err().unwrap().to_string();
             assert!(error.contains(wanted), "{error}");
         }
         let error = wrapper("type = 'OptimWrapperDict'").err().unwrap().to_string();

@@ -119,16 +119,27 @@ impl Optimizer for OptimizerDict {
     }
 
     fn state_dict(&self) -> StateDict {
+        self.try_state_dict().expect("state that is on the host, or a device that gives it")
+    }
+
+    fn try_state_dict(&self) -> Result<StateDict, OptimError> {
         let mut whole = StateDict { kind: KIND.to_owned(), ..StateDict::default() };
         let mut saved = Vec::new();
         for member in &self.members {
-            let StateDict { kind, param_groups, state } = member.optimizer.state_dict();
+            let StateDict { kind, param_groups, state } = member.optimizer.try_state_dict()?;
             let groups = serde_json::from_str(&param_groups).unwrap_or(Value::Null);
             saved.push(Saved { name: member.name.clone(), kind, groups });
             whole.state.extend(state);
         }
         whole.param_groups = serde_json::to_string(&saved).unwrap_or_default();
-        whole
+        Ok(whole)
+    }
+
+    /// That of its members.
+    fn device(&self) -> String {
+        let mut devices: Vec<_> = self.members.iter().map(|m| m.optimizer.device()).collect();
+        devices.dedup();
+        devices.join(" and ")
     }
 
     fn load_state_dict(&mut self, dict: &StateDict) -> Result<(), OptimError> {
@@ -144,7 +155,8 @@ impl Optimizer for OptimizerDict {
         if was != is {
             return Err(invalid(format!("the parts are {was}, and here {is}")));
         }
-        let before: Vec<_> = self.members.iter().map(|m| m.optimizer.state_dict()).collect();
+        let before = self.members.iter().map(|m| m.optimizer.try_state_dict());
+        let before: Vec<_> = before.collect::<Result<_, _>>()?;
         let parts: Vec<_> = saved.iter().map(|saved| saved.part(dict)).collect::<Result<_, _>>()?;
         for (at, part) in parts.iter().enumerate() {
             if let Err(error) = self.members[at].optimizer.load_state_dict(part) {

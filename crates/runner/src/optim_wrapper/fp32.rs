@@ -72,8 +72,8 @@ impl OptimWrapper for Fp32OptimWrapper {
         Ok(applied)
     }
 
-    fn state_dict(&self) -> OptimWrapperState {
-        OptimWrapperState { optimizer: self.optimizer.state_dict(), loss_scaler: None }
+    fn state_dict(&self) -> Result<OptimWrapperState> {
+        Ok(OptimWrapperState { optimizer: self.optimizer.try_state_dict()?, loss_scaler: None })
     }
 
     fn load_state_dict(&mut self, state: &OptimWrapperState) -> Result<()> {

@@ -12,6 +12,7 @@ mod builtin;
 mod dict;
 mod fp32;
 mod paramwise;
+mod watch;
 
 use ::amp::ScalerState;
 use fused_optim::{Applied, Clip, DType, Optimizer, ParamGroup, ParamMut, StateDict, StepCtl};
@@ -25,16 +26,21 @@ pub use paramwise::{Multipliers, Paramwise};
 
 use crate::Result;
 use crate::data::Batch;
-use crate::engine::{Engine, Losses, TensorSpec};
+use crate::device::Device;
+use crate::engine::{Engine, Losses, SharedSink, TensorSpec};
 use crate::model::ModelWrapper;
 
 /// Makes an optimizer once the parameters are known: over the groups given, which hold parameters
-/// by index, and whose factors its learning rate and weight decay are multiplied by.
-pub type OptimizerFactory =
-    Box<dyn FnOnce(&[TensorSpec], &[ParamGroup<Multipliers>]) -> Result<Box<dyn Optimizer>> + Send>;
+/// by index, and whose factors its learning rate and weight decay are multiplied by; to compute on the
+/// device given.
+pub type OptimizerFactory = Box<
+    dyn FnOnce(&[TensorSpec], &[ParamGroup<Multipliers>], &Device) -> Result<Box<dyn Optimizer>>
+        + Send,
+>;
 
-/// The making of an optimizer wrapper.
-pub type BuildOptimWrapper = Box<dyn FnOnce(&[TensorSpec]) -> Result<Box<dyn OptimWrapper>> + Send>;
+/// The making of an optimizer wrapper, whose optimizer is to compute on the device given.
+pub type BuildOptimWrapper =
+    Box<dyn FnOnce(&[TensorSpec], &Device) -> Result<Box<dyn OptimWrapper>> + Send>;
 
 /// Makes an optimizer wrapper once the parameters are known.
 pub struct OptimWrapperFactory {
@@ -46,12 +52,12 @@ pub struct OptimWrapperFactory {
 
 impl OptimWrapperFactory {
     /// An [`Fp32OptimWrapper`] that steps after each batch, around what `make` makes for a number of
-    /// parameters.
+    /// parameters: an optimizer on the host.
     #[must_use]
     pub fn fp32<O: Optimizer + 'static>(
         make: impl FnOnce(usize) -> fused_optim::Result<O> + Send + 'static,
     ) -> Self {
-        let build: BuildOptimWrapper = Box::new(|params| {
+        let build: BuildOptimWrapper = Box::new(|params, _| {
             Ok(Box::new(Fp32OptimWrapper::new(Box::new(make(params.len())?), 1)))
         });
         Self { dtype: DType::F32, build }
@@ -122,8 +128,22 @@ pub trait OptimWrapper: Send {
     /// Those of the optimizer; a loss scale that has fallen to its floor.
     fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied>;
 
+    /// Called before each forward pass, with where gradients are to go; where they go at first. A
+    /// wrapper that looks at them before they are averaged puts itself before `sink`.
+    ///
+    /// # Errors
+    ///
+    /// The wrapper's own.
+    fn before_forward(&mut self, sink: SharedSink) -> Result<SharedSink> {
+        Ok(sink)
+    }
+
     /// What to save.
-    fn state_dict(&self) -> OptimWrapperState;
+    ///
+    /// # Errors
+    ///
+    /// Those of a device that the optimizer's state is on.
+    fn state_dict(&self) -> Result<OptimWrapperState>;
 
     /// Goes on from what was saved.
     ///
@@ -147,7 +167,8 @@ pub trait OptimWrapper: Send {
         model.prepare(turn.update)?;
         model.before_forward(engine)?;
         let scale = self.loss_scale() / turn.divisor as f32;
-        let losses = engine.forward_backward(batch, scale, &model.sink())?;
+        let sink = self.before_forward(model.sink())?;
+        let losses = engine.forward_backward(batch, scale, &sink)?;
         model.finish()?;
         let mut applied = None;
         if turn.update {

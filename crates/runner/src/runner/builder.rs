@@ -17,6 +17,7 @@ use super::{Judged, Length, Runner, TrainConfig, Validation, read_values, write_
 use crate::checkpoint::Position;
 use crate::config::unknown;
 use crate::data::{DataLoader, Dataset, DatasetFactory, DefaultSampler};
+use crate::device::{Device, DeviceConfig};
 use crate::engine::{CompileOptions, Engine};
 use crate::evaluate::Metric;
 use crate::hooks::{
@@ -107,6 +108,7 @@ pub struct RunnerBuilder {
     pub(super) looks: Looks,
     pub(super) compile: Option<CompileOptions>,
     only: Option<Judged>,
+    pub(super) device: DeviceConfig,
     group: Option<ProcessGroup>,
 }
 
@@ -305,6 +307,13 @@ impl RunnerBuilder {
         self
     }
 
+    /// Where the optimizer computes; on the host if not said.
+    #[must_use]
+    pub fn device(mut self, device: DeviceConfig) -> Self {
+        self.device = device;
+        self
+    }
+
     /// Uses a process group that is there already, instead of joining the one that the environment
     /// describes.
     #[must_use]
@@ -338,14 +347,15 @@ impl RunnerBuilder {
         }
         check_lengths(&train, train_loader.as_ref(), &self.schedulers)?;
         raise_open_files(self.open_files)?;
-        let group = match self.group {
-            Some(group) => group,
-            None => join(self.launcher, self.timeout.unwrap_or(TIMEOUT), self.transport)?,
-        };
+        // What only judges needs no device.
+        let wanted = if train_loader.is_some() { self.device } else { DeviceConfig::Cpu };
+        let found = wanted.find(|| topology(self.launcher))?;
+        let join = || join(self.launcher, self.timeout, self.transport, found);
+        let group = self.group.map_or_else(join, Ok)?;
         let rank = group.rank();
-        let shared = (rank == 0).then(|| (self.seed.unwrap_or_else(draw_seed), timestamp()));
-        let (seed, timestamp) = collective::object::broadcast_object(&group, shared, 0)?;
-        let make = || -> Result<Runner> {
+        let (seed, timestamp) = seed_and_time(&group, self.seed)?;
+        let make = || -> Result<(Runner, Device)> {
+            let device = wanted.open(found, &group)?;
             // Data are dealt by one seed; only what a model draws may differ.
             let own = if self.diff_rank_seed { rank as u64 } else { 0 };
             let context = ModelContext { dtype: optim.dtype, seed: seed.wrapping_add(own) };
@@ -355,19 +365,17 @@ impl RunnerBuilder {
             let validation = make_judged(self.validation, &group, seed)?;
             let test = make_judged(self.test, &group, seed)?;
             let train_loader = train_loader.map(|l| make_loader(l, &group, seed)).transpose()?;
-            let mut optim = (optim.build)(engine.params())?;
-            engine.set_autocast(optim.autocast())?;
+            let mut optim = make_optim(optim, &mut *engine, &device)?;
             let batch = train_loader.as_ref().map_or(0, DataLoader::batch_size);
             scale_lr(optim.optimizer_mut(), batch * group.world_size(), self.auto_scale_lr)?;
             let length = train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch);
             let schedulers = make_schedulers(&self.schedulers, &train, length, &mut *optim)?;
-            let hooks = in_order(self.hooks, !schedulers.is_empty());
-            Ok(Runner {
+            let runner = Runner {
                 optim,
+                hooks: in_order(self.hooks, !schedulers.is_empty()),
                 schedulers,
                 model,
                 engine,
-                hooks,
                 train_loader,
                 validation,
                 test,
@@ -384,13 +392,14 @@ impl RunnerBuilder {
                 agreement: Agreement::default(),
                 output: Output::new(work_dir, rank == 0, self.looks, timestamp),
                 group: group.clone(),
-            })
+            };
+            Ok((runner, device))
         };
-        let runner = make().and_then(|mut runner| {
+        let runner = make().and_then(|(mut runner, device)| {
             // No rank creates anything before every rank has got this far.
             group.barrier()?;
             if rank == 0 {
-                runner.open_output()?;
+                runner.open_output(&device)?;
             }
             Ok(runner)
         });
@@ -399,6 +408,13 @@ impl RunnerBuilder {
         }
         runner
     }
+}
+
+/// What all ranks must have alike.
+fn seed_and_time(group: &ProcessGroup, seed: Option<u64>) -> Result<(u64, String)> {
+    let now = || Zoned::now().strftime("%Y%m%d_%H%M%S").to_string();
+    let shared = || (seed.unwrap_or_else(draw_seed), now());
+    Ok(collective::object::broadcast_object(group, (group.rank() == 0).then(shared), 0)?)
 }
 
 fn need(what: &str) -> Error {
@@ -432,6 +448,17 @@ fn make_engine(
     let mut engine = model(context)?;
     compile.map(|options| engine.compile(&options)).transpose()?;
     Ok(engine)
+}
+
+fn make_optim(
+    factory: OptimWrapperFactory,
+    engine: &mut dyn Engine,
+    device: &Device,
+) -> Result<Box<dyn OptimWrapper>> {
+    let optim = (factory.build)(engine.params(), device)?;
+    device.check(optim.optimizer())?;
+    engine.set_autocast(optim.autocast())?;
+    Ok(optim)
 }
 
 /// Refuses what a run by epochs, or by iterations, has no use for.
@@ -515,18 +542,35 @@ fn check_names(hooks: &[Box<dyn Hook>]) -> Result<()> {
     Ok(())
 }
 
-/// The group that the environment describes; a group of one without any.
-fn join(
-    launcher: Option<Launcher>,
-    timeout: Duration,
-    transport: Transport,
-) -> Result<ProcessGroup> {
+/// Who this process is, as the launcher has it.
+fn topology(launcher: Option<Launcher>) -> Result<Topology> {
     let lookup = |name: &str| std::env::var(name).ok();
-    let topology = match launcher {
+    Ok(match launcher {
         Some(launcher) => Topology::from_launcher(launcher, lookup)?,
         None => Topology::from_env(lookup)?,
+    })
+}
+
+/// The group that the environment describes; a group of one without any. It moves the NPU's memory too, if
+/// there is one and a peer to share gradients with.
+fn join(
+    launcher: Option<Launcher>,
+    timeout: Option<Duration>,
+    transport: Transport,
+    npu: Option<u32>,
+) -> Result<ProcessGroup> {
+    let topology = topology(launcher)?;
+    let options = GroupOptions::default().with_timeout(timeout.unwrap_or(TIMEOUT));
+    let options = options.with_transport(transport);
+    let options = match (npu, transport) {
+        (None, Transport::Hccl) => {
+            let text = "backend = \"hccl\" moves the memory of NPUs: it needs device = \"npu\"";
+            return Err(Error::Config(text.to_owned()));
+        }
+        (Some(_), Transport::Auto) if topology.world_size == 1 => options,
+        (Some(index), _) => options.with_npu_device(index),
+        (None, _) => options,
     };
-    let options = GroupOptions::default().with_timeout(timeout).with_transport(transport);
     Ok(collective::init_process_group(&topology, options)?)
 }
 
@@ -592,10 +636,6 @@ fn groups_of(part: Option<&str>, parts: &[(String, usize)], count: usize) -> Res
 fn draw_seed() -> u64 {
     // MMEngine draws 31 bits; so every language can hold it.
     u64::from(rand::random::<u32>() >> 1)
-}
-
-fn timestamp() -> String {
-    Zoned::now().strftime("%Y%m%d_%H%M%S").to_string()
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::builder::Looks;
 use super::{Judged, Runner};
+use crate::device::Device;
 use crate::sinks::{EventFile, JsonLine, Logger, Scalars, ScalarsFile, WAIT, format_bar};
 use crate::{Error, Result};
 
@@ -124,7 +125,7 @@ impl Drop for Output {
 
 impl Runner {
     /// Begins the log: with whom, on which seed, what compiling came to, and which hooks there are.
-    pub(super) fn open_output(&mut self) -> Result<()> {
+    pub(super) fn open_output(&mut self, device: &Device) -> Result<()> {
         self.output.open()?;
         let (group, version) = (&self.group, env!("CARGO_PKG_VERSION"));
         let ranks = match group.world_size() {
@@ -132,6 +133,8 @@ impl Runner {
             n => format!("{n} ranks over {} ({})", group.backend_name(), group.backend_reason()),
         };
         let mut lines = vec![format!("runner {version}: {ranks}, seed {}", self.seed)];
+        let (words, warnings) = device.words(&self.group);
+        lines.extend(words);
         lines.extend(self.engine.compile_report().map(|report| report.to_string()));
         // MMEngine's words.
         let mut hooks = "Hooks will be executed in the following order:".to_owned();
@@ -140,6 +143,7 @@ impl Runner {
         }
         lines.push(hooks);
         lines.iter().for_each(|line| self.output.logger.info(line));
+        warnings.iter().for_each(|warning| self.output.logger.warning(warning));
         Ok(())
     }
 

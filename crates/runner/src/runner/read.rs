@@ -10,6 +10,7 @@ use collective::{Launcher, Transport};
 use super::{DataLoaderConfig, Length, RunnerBuilder, TrainConfig};
 use crate::Result;
 use crate::config::{Config, Section, unknown};
+use crate::device::DeviceConfig;
 use crate::engine::CompileOptions;
 use crate::evaluate::Metric;
 use crate::hooks::{self, BY_RUNNER, DEFAULTS, Hook};
@@ -72,6 +73,7 @@ impl RunnerBuilder {
         read_randomness(&mut root, &mut builder)?;
         read_env(&mut root, &mut builder)?;
         builder.launcher = read_launcher(&mut root)?;
+        builder.device = DeviceConfig::read(&mut root)?;
         // `auto` is what MMEngine's scripts call it.
         builder.resume = match root.is_string("resume") {
             true => root.choice("resume", "auto", &[("auto", true)])?,
@@ -304,28 +306,28 @@ fn read_env(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
 /// `backend`: how ranks reach one another.
 fn read_transport(dist: &mut Section) -> Result<Transport> {
     let place = dist.offset_of("backend");
-    let needs = |feature: &str, built: bool| {
-        match built {
-        true => Ok(()),
-        false => Err(place.error(format!(
-            "backend `{feature}` is not built in: it needs the feature `{feature}`; `auto` and `host` do not"
-        ))),
-    }
-    };
     let names = [
         ("auto", Transport::Auto),
         ("host", Transport::Host),
         ("tcp", Transport::Tcp),
         ("gloo", Transport::Gloo),
         ("nccl", Transport::Nccl),
+        ("hccl", Transport::Hccl),
     ];
     let transport = dist.choice("backend", "auto", &names)?;
-    match transport {
-        Transport::Gloo => needs("gloo", cfg!(feature = "gloo"))?,
-        Transport::Nccl => needs("nccl", cfg!(feature = "nccl"))?,
-        _ => {}
+    let (feature, built) = match transport {
+        Transport::Gloo => ("gloo", cfg!(feature = "gloo")),
+        Transport::Nccl => ("nccl", cfg!(feature = "nccl")),
+        Transport::Hccl => ("npu", cfg!(feature = "npu")),
+        _ => return Ok(transport),
+    };
+    match built {
+        true => Ok(transport),
+        false => Err(place.error(format!(
+            "backend `{}` is not built in: it needs the feature `{feature}`; `auto` and `host` do not",
+            if transport == Transport::Hccl { "hccl" } else { feature }
+        ))),
     }
-    Ok(transport)
 }
 
 fn read_launcher(root: &mut Section) -> Result<Option<Launcher>> {

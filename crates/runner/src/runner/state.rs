@@ -67,7 +67,7 @@ impl Runner {
                 seed: self.seed,
                 config: &self.config_text,
                 model: draft.model,
-                optim: save.optimizer.then(|| self.optim.state_dict()),
+                optim: save.optimizer.then(|| self.optim.state_dict()).transpose()?,
                 extra: draft.extra,
                 own,
                 is_last: save.optimizer,

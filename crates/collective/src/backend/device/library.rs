@@ -7,7 +7,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::device::{DeviceBuf, DeviceStep, DeviceStream, Mark};
+use crate::device::{DeviceBuf, DeviceStep, DeviceStream, Mark, no_copies};
 use crate::{Error, OpDesc, Rank, Result};
 
 /// A device, as one group sees it.
@@ -38,6 +38,20 @@ pub(crate) trait Device: Debug + Send + Sync + 'static {
     ///
     /// As [`DeviceBackend::copy`](crate::device::DeviceBackend::copy).
     unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()>;
+
+    /// # Safety
+    ///
+    /// As [`DeviceBackend::upload`](crate::device::DeviceBackend::upload); of as many bytes.
+    unsafe fn upload(&self, _to: DeviceBuf, _from: &[u8]) -> Result<()> {
+        Err(no_copies("device"))
+    }
+
+    /// # Safety
+    ///
+    /// As [`DeviceBackend::download`](crate::device::DeviceBackend::download); of as many bytes.
+    unsafe fn download(&self, _to: &mut [u8], _from: DeviceBuf) -> Result<()> {
+        Err(no_copies("device"))
+    }
 
     /// # Safety
     ///

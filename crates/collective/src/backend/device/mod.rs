@@ -195,6 +195,15 @@ impl<C: Communicator> DeviceGroup<C> {
     }
 }
 
+/// Whether so many bytes are as many as the device's.
+fn check_bytes(buf: DeviceBuf, bytes: usize) -> Result<()> {
+    if buf.bytes() == bytes {
+        return Ok(());
+    }
+    let text = format!("{bytes} bytes of the host for {} of the device", buf.bytes());
+    Err(Error::InvalidArgument(text))
+}
+
 /// Runs an operation of this module's own on the host's side.
 fn run_on_host(host: &dyn Backend, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()> {
     // SAFETY: callers pass nothing, or arrays of their own with as many elements as `op` says.
@@ -370,6 +379,20 @@ impl<C: Communicator> DeviceBackend for DeviceGroup<C> {
         let _entered = self.parts.device.enter()?;
         // SAFETY: the caller's promise.
         unsafe { self.parts.device.copy(to, from, stream) }
+    }
+
+    unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()> {
+        check_bytes(to, from.len())?;
+        let _entered = self.parts.device.enter()?;
+        // SAFETY: the caller's promise, and the lengths are alike.
+        unsafe { self.parts.device.upload(to, from) }
+    }
+
+    unsafe fn download(&self, to: &mut [u8], from: DeviceBuf) -> Result<()> {
+        check_bytes(from, to.len())?;
+        let _entered = self.parts.device.enter()?;
+        // SAFETY: the caller's promise, and the lengths are alike.
+        unsafe { self.parts.device.download(to, from) }
     }
 
     unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()> {

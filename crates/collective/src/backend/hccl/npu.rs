@@ -216,6 +216,26 @@ impl device::Device for Device {
         self.check(unsafe { acl.aclrtMemcpyAsync(to, bytes, from, bytes, kind, stream) })
     }
 
+    unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()> {
+        let (bytes, kind) = (from.len(), AclrtMemcpyKind::HOST_TO_DEVICE);
+        if bytes == 0 {
+            return Ok(());
+        }
+        let (to, from, acl) = (address(to.address()), from.as_ptr().cast(), &self.tables.acl);
+        // SAFETY: acl_rt.h, `aclrtMemcpy`: both are of so many bytes; it is over when it returns.
+        self.check(unsafe { acl.aclrtMemcpy(to, bytes, from, bytes, kind) })
+    }
+
+    unsafe fn download(&self, to: &mut [u8], from: DeviceBuf) -> Result<()> {
+        let (bytes, kind) = (to.len(), AclrtMemcpyKind::DEVICE_TO_HOST);
+        if bytes == 0 {
+            return Ok(());
+        }
+        let (to, from, acl) = (to.as_mut_ptr().cast(), address(from.address()), &self.tables.acl);
+        // SAFETY: acl_rt.h, `aclrtMemcpy`: as above.
+        self.check(unsafe { acl.aclrtMemcpy(to, bytes, from, bytes, kind) })
+    }
+
     unsafe fn clear(&self, buf: DeviceBuf, stream: DeviceStream) -> Result<()> {
         let bytes = buf.bytes();
         if bytes == 0 {

@@ -223,6 +223,7 @@ fn accumulative_counts(section: &mut Section) -> Result<usize> {
 }
 
 /// What `dtype`, `half_parameters` and `loss_scale` come to.
+#[derive(Clone, Copy)]
 struct Precision {
     /// Of the parameters.
     dtype: DType,

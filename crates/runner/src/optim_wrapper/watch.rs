@@ -7,7 +7,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use ::amp::{OverflowSource, has_non_finite};
+use ::amp::has_non_finite;
 use fused_optim::Slice;
 use parking_lot::Mutex;
 

@@ -551,8 +551,7 @@ fn topology(launcher: Option<Launcher>) -> Result<Topology> {
     })
 }
 
-/// The group that the environment describes; a group of one without any. It moves the NPU's memory too, if
-/// there is one and a peer to share gradients with.
+/// The group that the environment describes, of one without any; for an NPU too if it has peers.
 fn join(
     launcher: Option<Launcher>,
     timeout: Option<Duration>,

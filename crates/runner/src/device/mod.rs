@@ -34,7 +34,7 @@ mod npu;
 use std::fmt;
 
 use ::amp::OverflowSource;
-use collective::{Accelerator, ProcessGroup, Topology};
+use collective::{Accelerator, GroupOptions, ProcessGroup, Topology, Transport};
 use fused_optim::Optimizer;
 use parking_lot::Mutex;
 
@@ -116,6 +116,25 @@ impl DeviceConfig {
             }
         }
     }
+}
+
+/// A group's options, for the memory of the NPU that was found, unless it would have it to itself. A rank
+/// that found none joins all the same, to tell the others.
+pub(crate) fn group_options(
+    options: GroupOptions,
+    found: &Result<Option<u32>>,
+    world_size: usize,
+) -> Result<GroupOptions> {
+    Ok(match (found, options.transport) {
+        (Ok(None), Transport::Hccl) => {
+            let text = "backend = \"hccl\" moves the memory of NPUs: it needs device = \"npu\"";
+            return Err(Error::Config(text.to_owned()));
+        }
+        (Err(error), Transport::Hccl) => return Err(Error::Config(error.to_string())),
+        (Ok(Some(_)), Transport::Auto) if world_size == 1 => options,
+        (Ok(Some(index)), _) => options.with_npu_device(*index),
+        _ => options,
+    })
 }
 
 const NOT_BUILT: &str = "device `npu` is not built in: it needs the feature `npu`";

@@ -17,7 +17,7 @@ use super::{Judged, Length, Runner, TrainConfig, Validation, read_values, write_
 use crate::checkpoint::Position;
 use crate::config::unknown;
 use crate::data::{DataLoader, Dataset, DatasetFactory, DefaultSampler};
-use crate::device::{Device, DeviceConfig};
+use crate::device::{self, Device, DeviceConfig};
 use crate::engine::{CompileOptions, Engine};
 use crate::evaluate::Metric;
 use crate::hooks::{
@@ -349,13 +349,13 @@ impl RunnerBuilder {
         raise_open_files(self.open_files)?;
         // What only judges needs no device.
         let wanted = if train_loader.is_some() { self.device } else { DeviceConfig::Cpu };
-        let found = wanted.find(|| topology(self.launcher))?;
-        let join = || join(self.launcher, self.timeout, self.transport, found);
+        let found = wanted.find(|| topology(self.launcher));
+        let join = || join(self.launcher, self.timeout, self.transport, &found);
         let group = self.group.map_or_else(join, Ok)?;
         let rank = group.rank();
         let (seed, timestamp) = seed_and_time(&group, self.seed)?;
         let make = || -> Result<(Runner, Device)> {
-            let device = wanted.open(found, &group)?;
+            let device = wanted.open(found?, &group)?;
             // Data are dealt by one seed; only what a model draws may differ.
             let own = if self.diff_rank_seed { rank as u64 } else { 0 };
             let context = ModelContext { dtype: optim.dtype, seed: seed.wrapping_add(own) };
@@ -551,25 +551,17 @@ fn topology(launcher: Option<Launcher>) -> Result<Topology> {
     })
 }
 
-/// The group that the environment describes, of one without any; for an NPU too if it has peers.
+/// The group that the environment describes; a group of one without any.
 fn join(
     launcher: Option<Launcher>,
     timeout: Option<Duration>,
     transport: Transport,
-    npu: Option<u32>,
+    npu: &Result<Option<u32>>,
 ) -> Result<ProcessGroup> {
     let topology = topology(launcher)?;
     let options = GroupOptions::default().with_timeout(timeout.unwrap_or(TIMEOUT));
     let options = options.with_transport(transport);
-    let options = match (npu, transport) {
-        (None, Transport::Hccl) => {
-            let text = "backend = \"hccl\" moves the memory of NPUs: it needs device = \"npu\"";
-            return Err(Error::Config(text.to_owned()));
-        }
-        (Some(_), Transport::Auto) if topology.world_size == 1 => options,
-        (Some(index), _) => options.with_npu_device(index),
-        (None, _) => options,
-    };
+    let options = device::group_options(options, npu, topology.world_size)?;
     Ok(collective::init_process_group(&topology, options)?)
 }
 

@@ -2,13 +2,14 @@
 //! process, on the same tensors, on PyTorch's stream.
 //!
 //! Every function gives 0, or -1 and leaves the reason to `gpu_error`. Types are 0 f32, 1 f16, 2 bf16.
-//! Rules are `adamw` (weight decay 0.01), `sgd` (momentum 0.9) and `lamb` (weight decay 0.01), learning
-//! rate 1e-3.
+//! Rules are by name, see [`rules`].
 
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "an interface for C")]
 
+pub mod joined;
 pub mod reduce;
+pub mod rules;
 
 use std::cell::RefCell;
 use std::error::Error;
@@ -17,14 +18,14 @@ use std::slice;
 
 use amp::cuda::CudaScaler;
 use amp::{LossScaler, LossScalerOptions};
-use fused_optim::cuda::{CudaOptimizer, DeviceParam, DeviceSlice, Gpu, LossScale};
-use fused_optim::{
-    AdamW, AdamWHyper, Clip, DType, FoundInf, HalfWeights, Lamb, LambHyper, Optimizer, ParamGroup,
-    ParamMut, Sgd, SgdHyper, Slice, SliceMut, StepCtl,
-};
+use fused_optim::cuda::{DeviceParam, DeviceSlice, Gpu, LossScale};
+use fused_optim::{Clip, DType, FoundInf, ParamMut, Slice, SliceMut, StepCtl};
 use half::{bf16, f16};
 
-type Result<T> = std::result::Result<T, Box<dyn Error>>;
+use rules::Any;
+
+/// Whatever goes wrong is text in the end.
+pub type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 thread_local! {
     static ERROR: RefCell<CString> = RefCell::default();
@@ -51,27 +52,6 @@ pub struct Session {
     amp: amp::cuda::Gpu,
     scaler: Option<CudaScaler>,
 }
-
-#[derive(Debug)]
-enum Any {
-    AdamW(CudaOptimizer<AdamWHyper>),
-    Sgd(CudaOptimizer<SgdHyper>),
-    Lamb(CudaOptimizer<LambHyper>),
-}
-
-macro_rules! each {
-    ($any:expr, $optimizer:ident => $do:expr) => {
-        match $any {
-            Any::AdamW($optimizer) => $do,
-            Any::Sgd($optimizer) => $do,
-            Any::Lamb($optimizer) => $do,
-        }
-    };
-}
-
-const ADAMW: fn() -> AdamWHyper = || AdamWHyper { weight_decay: 0.01, ..Default::default() };
-const SGD: fn() -> SgdHyper = || SgdHyper { momentum: 0.9, ..Default::default() };
-const LAMB: fn() -> LambHyper = || LambHyper { weight_decay: 0.01, ..Default::default() };
 
 /// Writes a session on a stream of device 0.
 ///
@@ -122,13 +102,7 @@ pub unsafe extern "C" fn gpu_optimizer(
     // SAFETY: as above.
     let lens = unsafe { slice::from_raw_parts(lens, count) };
     let make = || {
-        let gpu = session.optim.clone();
-        let mut optimizer = match rule.to_bytes() {
-            b"adamw" => Any::AdamW(over(gpu, ADAMW(), count)?),
-            b"sgd" => Any::Sgd(over(gpu, SGD(), count)?),
-            b"lamb" => Any::Lamb(over(gpu, LAMB(), count)?),
-            _ => return Err("no such rule".into()),
-        };
+        let mut optimizer = Any::new(rule.to_str()?, session.optim.clone(), count)?;
         let (weight_type, grad_type) = (dtype(weight_type)?, dtype(grad_type)?);
         let params: Vec<DeviceParam> = (0..count)
             .map(|i| {
@@ -139,35 +113,12 @@ pub unsafe extern "C" fn gpu_optimizer(
             })
             .collect();
         // SAFETY: the caller vouches for the tensors.
-        each!(&mut optimizer, o => unsafe { o.bind(&params) })?;
+        unsafe { optimizer.bind(&params) }?;
         session.optimizer = Some(optimizer);
         Ok(())
     };
     status(make)
 }
-
-fn over<H: Clone>(gpu: Gpu, hyper: H, count: usize) -> Result<CudaOptimizer<H>>
-where
-    CudaOptimizer<H>: Make<H>,
-{
-    CudaOptimizer::<H>::make(gpu, ParamGroup::new(hyper, 0..count))
-}
-
-/// Rules have no public trait to be generic over.
-trait Make<H>: Sized {
-    fn make(gpu: Gpu, group: ParamGroup<H>) -> Result<Self>;
-}
-
-macro_rules! make {
-    ($($hyper:ty),*) => {$(
-        impl Make<$hyper> for CudaOptimizer<$hyper> {
-            fn make(gpu: Gpu, group: ParamGroup<$hyper>) -> Result<Self> {
-                Ok(Self::new(gpu, [group], HalfWeights::Master)?)
-            }
-        }
-    )*};
-}
-make!(AdamWHyper, SgdHyper, LambHyper);
 
 /// Keeps a loss scale on the device from now on.
 ///
@@ -181,7 +132,7 @@ pub unsafe extern "C" fn gpu_loss_scale(session: *mut Session, scale: f32) -> c_
     let set = || {
         let optimizer = session.optimizer.as_mut().ok_or("no optimizer")?;
         let scale = LossScale { scale, ..Default::default() };
-        Ok(each!(optimizer, o => o.set_loss_scale(Some(scale)))?)
+        Ok(optimizer.set_loss_scale(Some(scale))?)
     };
     status(set)
 }
@@ -203,7 +154,7 @@ pub unsafe extern "C" fn gpu_step(
     let step = || {
         let optimizer = session.optimizer.as_mut().ok_or("no optimizer")?;
         // SAFETY: the caller vouches for the tensors.
-        Ok(each!(optimizer, o => unsafe { o.step(&ctl(grad_scale, check, max_norm)) })?)
+        Ok(unsafe { optimizer.step(&ctl(grad_scale, check, max_norm)) }?)
     };
     status(step)
 }
@@ -242,12 +193,7 @@ pub unsafe extern "C" fn gpu_reference(
     // SAFETY: as above.
     let lens = unsafe { slice::from_raw_parts(lens, count) };
     let run = || {
-        let mut optimizer: Box<dyn Optimizer> = match rule.to_bytes() {
-            b"adamw" => Box::new(AdamW::with_one_group(ADAMW(), count)?),
-            b"sgd" => Box::new(Sgd::with_one_group(SGD(), count)?),
-            b"lamb" => Box::new(Lamb::with_one_group(LAMB(), count)?),
-            _ => return Err("no such rule".into()),
-        };
+        let mut optimizer = rules::on_cpu(rule.to_str()?, count)?;
         let (weight_type, grad_type) = (dtype(weight_type)?, dtype(grad_type)?);
         for _ in 0..steps {
             let mut params = Vec::new();

@@ -93,6 +93,8 @@ static thread_local std::vector<Context *> current;
 
 struct Stream;
 using Clock = std::map<Stream *, uint64_t>;
+// What this thread has seen done: whatever it puts into a stream from now on comes after that.
+static thread_local Clock witnessed;
 struct Access {
   uintptr_t from, to;
   bool write;
@@ -162,8 +164,12 @@ static void check_order(Stream *stream, uint64_t ticket, const std::vector<Acces
     used.push_back({a, stream, ticket});
   }
 }
+static void merge(Clock &into, const Clock &from) {
+  for (auto &[stream, at] : from) into[stream] = std::max(into[stream], at);
+}
 void Stream::push(std::function<void()> task, const std::vector<Access> &accesses) {
   Lock order(ordering);
+  merge(clock, witnessed);
   Lock lock(m);
   tasks.push_back(std::move(task));
   submitted++;
@@ -267,7 +273,13 @@ int cuEventRecord(void *event, void *stream) {
   e->clock[s] = s->submitted;
   return 0;
 }
-int cuEventQuery(void *event) { return static_cast<Event *>(event)->reached() ? 0 : 600; }
+int cuEventQuery(void *event) {
+  Event *e = static_cast<Event *>(event);
+  if (!e->reached()) return 600;
+  Lock order(ordering);
+  merge(witnessed, e->clock);
+  return 0;
+}
 int cuStreamWaitEvent(void *stream, void *event, unsigned) {
   Event *e = static_cast<Event *>(event);
   e->m.lock();
@@ -277,7 +289,7 @@ int cuStreamWaitEvent(void *stream, void *event, unsigned) {
   Stream *waiting = stream_of(stream);
   {
     Lock order(ordering);
-    for (auto &[other, at] : e->clock) waiting->clock[other] = std::max(waiting->clock[other], at);
+    merge(waiting->clock, e->clock);
   }
   waiting->push([=] {
     if (!of) return;

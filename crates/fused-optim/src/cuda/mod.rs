@@ -102,7 +102,9 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     /// # Safety
     ///
     /// What `params` say must be so until the next `bind`: as many elements of that type at each
-    /// address, on this device, and none of them in two places.
+    /// address, on this device, and none of them in two places. What
+    /// [`look_part`](Self::look_part) has put into another stream must be done, or come before what the
+    /// optimizer's stream does next: it reads tables that go. The same holds for dropping this.
     #[expect(unsafe_code, reason = "an address is only a number")]
     pub unsafe fn bind(&mut self, params: &[DeviceParam]) -> Result<()> {
         // SAFETY: the caller vouches for the tensors.

@@ -1,0 +1,233 @@
+// A GPU over the memory of the host, for tests: the rest of CUDA's driver, and NVRTC, around the fake of
+// NCCL that `collective` tests with, whose streams, events and rules of order these are.
+//
+// NVRTC hands the kernels, as they are, to the system's C++ compiler behind the shim that `amp` and
+// `fused-optim` test with; a "cubin" is the path of what came of it. So everything above the hardware runs:
+// the tables of functions, the cache of cubins, arguments, streams, the kernels' arithmetic. A kernel that
+// touches memory nobody allocated, or that not all threads leave, ends the process with a word.
+//
+// KERNELS, a folder of `ptx.h` and `shim/shim.h`, and FOLDER, where compiled kernels are put, are macros.
+
+#include "../../../../crates/collective/tests/nccl/fake.cc"
+
+#include <dlfcn.h>
+
+#include <fstream>
+#include <regex>
+#include <sstream>
+
+static string read_all(const string &path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) violation("no file " + path);
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+// Kernels of one library, as the lines that `compile` appends give them.
+using Launcher = const char *(*)(const char *, const void *, unsigned, unsigned long long,
+                                 const unsigned long long *, unsigned);
+struct Module {
+  Launcher launch;
+  unsigned (*size)(const char *);
+};
+struct Function {
+  Module *module;
+  string name;
+};
+static std::map<std::pair<string, int>, unsigned> grids;
+
+// Frees in order of a stream: nobody may use the memory but what comes before.
+static void release(Stream *s, uintptr_t at) {
+  uintptr_t end = 0;
+  {
+    Lock order(ordering);
+    auto found = watched.find(at);
+    if (found == watched.end()) violation("memory freed that was not allocated");
+    end = found->second;
+  }
+  s->push([=] {
+    Lock order(ordering);
+    watched.erase(at);
+    for (size_t i = 0; i < used.size();) {
+      if (used[i].from < end && at < used[i].to) used.erase(used.begin() + i);
+      else i++;
+    }
+    memset((void *)at, 0x5a, end - at);
+    free((void *)at);
+  }, {{at, end, true, "free"}});
+}
+
+extern "C" {
+int cuDeviceGetAttribute(int *value, int attribute, int) {
+  // Multiprocessors; compute capability 9.0; memory in order of streams.
+  *value = attribute == 16 ? 1 : attribute == 75 ? 9 : attribute == 115 ? 1 : 0;
+  return 0;
+}
+int cuCtxGetCurrent(void **context) {
+  *context = current.empty() ? nullptr : current.back();
+  return 0;
+}
+int cuCtxSetCurrent(void *context) {
+  if (!current.empty()) current.pop_back();
+  if (context) current.push_back(static_cast<Context *>(context));
+  return 0;
+}
+int cuCtxSynchronize() { violation("a wait for the whole device"); return 0; }
+int cuGetErrorString(int error, const char **text) {
+  *text = "of the fake";
+  return error ? 0 : 1;
+}
+int cuMemAllocAsync(uintptr_t *memory, size_t bytes, void *stream) {
+  Fault f = due("cuMemAllocAsync", here());
+  if (f.kind == RETURN) return f.argument;
+  if (here() < 0 || bytes == 0) return 1;
+  stream_of(stream);
+  void *made = nullptr;
+  if (posix_memalign(&made, 256, bytes)) return 2;
+  // So that what nobody wrote shows.
+  memset(made, 0xa5, bytes);
+  watch(made, bytes);
+  *memory = uintptr_t(made);
+  return 0;
+}
+int cuMemFreeAsync(uintptr_t memory, void *stream) { release(stream_of(stream), memory); return 0; }
+int cuMemAlloc_v2(uintptr_t *memory, size_t bytes) { return cuMemAllocAsync(memory, bytes, nullptr); }
+int cuMemFree_v2(uintptr_t memory) { return cuMemFreeAsync(memory, nullptr); }
+int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t bytes, void *stream) {
+  // Pageable memory has been read when this returns.
+  string held(static_cast<const char *>(from), bytes);
+  stream_of(stream)->push([=] { memcpy((void *)to, held.data(), bytes); },
+                          {{to, to + bytes, true, "copy to the device"}});
+  return 0;
+}
+int cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t bytes, void *stream) {
+  stream_of(stream)->push([=] { memcpy(to, (void *)from, bytes); },
+                          {{from, from + bytes, false, "copy from the device"}});
+  return 0;
+}
+int cuStreamSynchronize(void *stream) {
+  Stream *s = stream_of(stream);
+  fake_stream_sync(s);
+  Lock order(ordering);
+  Lock lock(s->m);
+  merge(witnessed, s->clock);
+  witnessed[s] = s->done;
+  return 0;
+}
+
+int cuModuleLoadData(void **module, const void *image) {
+  string text = static_cast<const char *>(image);
+  if (text.rfind("fake cubin ", 0) != 0) return 200;
+  void *library = dlopen(text.c_str() + 11, RTLD_NOW | RTLD_LOCAL);
+  if (!library) violation(dlerror());
+  *module = new Module{Launcher(dlsym(library, "fake_launch")),
+                       (unsigned (*)(const char *))dlsym(library, "fake_size")};
+  return 0;
+}
+int cuModuleGetFunction(void **function, void *of, const char *name) {
+  Module *module = static_cast<Module *>(of);
+  if (!module->size(name)) return 500;
+  *function = new Function{module, name};
+  return 0;
+}
+int cuLaunchKernel(void *of, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b, unsigned c,
+                   unsigned shared, void *stream, void **arguments, void **extra) {
+  Function *function = static_cast<Function *>(of);
+  int device = here();
+  Fault f = due(function->name, device);
+  if (f.kind == RETURN) return f.argument;
+  if (x == 0 || y != 1 || z != 1 || a != 256 || b != 1 || c != 1 || shared || extra)
+    violation("a launch of another form than our kernels have");
+  { Lock lock(books); grids[{function->name, device}] = x; }
+  string job(static_cast<char *>(arguments[0]), function->module->size(function->name.c_str()));
+  static std::atomic<unsigned long long> seed{1};
+  unsigned long long number = seed++;
+  stream_of(stream)->push([=] {
+    std::vector<unsigned long long> ranges;
+    {
+      Lock order(ordering);
+      for (auto &[from, to] : watched) ranges.push_back(from), ranges.push_back(to);
+    }
+    const char *fault = function->module->launch(function->name.c_str(), job.data(), x, number,
+                                                 ranges.data(), ranges.size());
+    if (fault) violation("kernel " + function->name + ": " + fault);
+  });
+  return 0;
+}
+// Blocks of the kernel's last launch on a device.
+unsigned fake_grid(const char *kernel, int device) {
+  Lock lock(books);
+  return grids[{kernel, device}];
+}
+}
+
+// NVRTC.
+
+struct Program { string source, log, code; };
+
+// What is appended to the kernels: a launch by name. Those that macros have left out are weak, and null.
+static string launchers(const string &source) {
+  static const std::regex kernel("__global__ void __launch_bounds__\\([^)]*\\) (\\w+)\\(const (\\w+) job\\)");
+  string declared, launches, sizes;
+  for (std::sregex_iterator at(source.begin(), source.end(), kernel), end; at != end; ++at) {
+    string name = (*at)[1], job = (*at)[2];
+    declared += "extern \"C\" __attribute__((weak)) void " + name + "(const " + job + ");\n";
+    launches += "  if (!strcmp(kernel, \"" + name + "\"))\n    body = [](const void* job) { " + name +
+                "(*(const " + job + "*)job); };\n";
+    sizes += "  if (!strcmp(kernel, \"" + name + "\")) return " + name + " ? sizeof(" + job + ") : 0;\n";
+  }
+  return declared +
+         "extern \"C\" const char* fake_launch(const char* kernel, const void* job, u32 blocks, u64 seed,\n"
+         "                                   const u64* ranges, u32 count) {\n"
+         "  void (*body)(const void*) = nullptr;\n" + launches +
+         "  return shim::launch(body, job, blocks, THREADS, seed, ranges, count);\n}\n"
+         "extern \"C\" u32 fake_size(const char* kernel) {\n" + sizes + "  return 0;\n}\n";
+}
+
+extern "C" {
+int nvrtcVersion(int *major, int *minor) { *major = 0, *minor = 1; return 0; }
+const char *nvrtcGetErrorString(int code) { return code == 6 ? "NVRTC_ERROR_COMPILATION" : "NVRTC_ERROR"; }
+int nvrtcCreateProgram(void **program, const char *source, const char *, int headers, const char **, const char **) {
+  if (headers) return 1;
+  *program = new Program{source, "", ""};
+  return 0;
+}
+int nvrtcCompileProgram(void *of, int count, const char **options) {
+  Program *program = static_cast<Program *>(of);
+  string ptx = read_all(KERNELS "/ptx.h"), flags, all;
+  if (program->source.rfind(ptx, 0) != 0) violation("a source that does not begin with ptx.h");
+  bool architecture = false;
+  for (int i = 0; i < count; i++) {
+    string option = options[i];
+    architecture |= option == "--gpu-architecture=sm_90";
+    if (option.rfind("-D", 0) == 0) flags += " '" + option + "'";
+  }
+  if (!architecture) violation("kernels compiled for another architecture than the device's");
+  string kernels = program->source.substr(ptx.size());
+  string text = read_all(KERNELS "/shim/shim.h") + kernels + launchers(kernels);
+  string base = string(FOLDER) + "/kernels-" + std::to_string(std::hash<string>()(text + flags));
+  if (access((base + ".so").c_str(), F_OK) != 0) {
+    string own = base + "." + std::to_string(getpid());
+    std::ofstream(own + ".cc") << text;
+    const char *compiler = getenv("CXX");
+    string command = string(compiler ? compiler : "c++") +
+                     " -std=c++17 -O1 -ffp-contract=off -shared -fPIC -Wl,-Bsymbolic -w -U_FORTIFY_SOURCE" +
+                     flags + " -o " + own + ".so " + own + ".cc > " + own + ".log 2>&1";
+    int status = system(command.c_str());
+    program->log = read_all(own + ".log");
+    unlink((own + ".log").c_str());
+    unlink((own + ".cc").c_str());
+    if (status) return 6;
+    rename((own + ".so").c_str(), (base + ".so").c_str());
+  }
+  program->code = "fake cubin " + base + ".so";
+  return 0;
+}
+int nvrtcDestroyProgram(void **program) { delete static_cast<Program *>(*program); return 0; }
+static int give(const string &text, char *into) { memcpy(into, text.c_str(), text.size() + 1); return 0; }
+int nvrtcGetProgramLogSize(void *of, size_t *n) { *n = static_cast<Program *>(of)->log.size() + 1; return 0; }
+int nvrtcGetProgramLog(void *of, char *into) { return give(static_cast<Program *>(of)->log, into); }
+int nvrtcGetCUBINSize(void *of, size_t *n) { *n = static_cast<Program *>(of)->code.size() + 1; return 0; }
+int nvrtcGetCUBIN(void *of, char *into) { return give(static_cast<Program *>(of)->code, into); }
+}

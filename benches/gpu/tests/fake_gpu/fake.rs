@@ -1,0 +1,167 @@
+//! The fake GPU: compiled once, put where everybody finds it, and its levers.
+
+#![expect(unsafe_code, reason = "opens a library the test made, and hands it memory")]
+
+use std::ffi::{CString, OsString, c_char, c_int, c_void};
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use std::{env, fs};
+
+use collective::DeviceStream;
+
+/// The library, in a process that was started with it.
+#[derive(Debug)]
+pub(crate) struct Fake(usize);
+
+/// Runs a test, known by its name, in a process of its own that finds the fake in place of the driver,
+/// NVRTC and NCCL.
+pub(crate) fn with_fake(test: &str, body: impl FnOnce(&'static Fake)) {
+    if let Some(library) = env::var_os(LIBRARY) {
+        return body(Box::leak(Box::new(Fake::open(Path::new(&library)))));
+    }
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    let library = BUILT.get_or_init(build);
+    let folder = library.parent().unwrap();
+    let mut paths = vec![OsString::from(folder)];
+    paths.extend(env::var_os("LD_LIBRARY_PATH"));
+    let output = Command::new(env::current_exe().unwrap())
+        .args([test, "--exact", "--nocapture"])
+        .env(LIBRARY, library)
+        .env("LD_LIBRARY_PATH", paths.join(std::ffi::OsStr::new(":")))
+        .env("NVRTC_LIBRARY", library)
+        .env("COLLECTIVE_NCCL_LIB", library)
+        .env("COLLECTIVE_CUDA_LIB", library)
+        .env("CUBIN_CACHE", "")
+        .env("TMPDIR", env!("CARGO_TARGET_TMPDIR"))
+        .output()
+        .unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let all = text(&output.stdout) + &text(&output.stderr);
+    assert!(output.status.success(), "{}: {all}", output.status);
+    assert!(all.contains("1 passed"), "no such test: {all}");
+}
+
+/// Says in a child where the fake is.
+const LIBRARY: &str = "GPU_BENCH_FAKE";
+
+/// Compiles the fake, unless that has been done since it changed, into a folder of its own, under
+/// every name that it is looked for by.
+fn build() -> PathBuf {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
+    let sources = ["benches/gpu/tests/fake_gpu/fake.cc", "crates/collective/tests/nccl/fake.cc"];
+    let sources = sources.map(|source| root.join(source));
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let folder = target.join("gpu");
+    let path = folder.join("libcuda.so.1");
+    let time = |path: &Path| fs::metadata(path).and_then(|data| data.modified()).ok();
+    if sources.iter().all(|source| time(&path) > time(source)) {
+        return path;
+    }
+    fs::create_dir_all(&folder).unwrap();
+    let new = folder.join(format!("new.{}", std::process::id()));
+    let mut compiler = Command::new("g++");
+    compiler.args(["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread"]);
+    let kernels = root.join("crates/fused-optim/src/cuda");
+    compiler.arg(format!("-DKERNELS=\"{}\"", kernels.display()));
+    compiler.arg(format!("-DFOLDER=\"{}\"", target.display()));
+    let output = compiler.arg("-o").arg(&new).arg(&sources[0]).output().unwrap_or_else(|error| {
+        panic!("these tests compile a small C++ library and need `g++` in PATH: {error}")
+    });
+    assert!(output.status.success(), "g++: {}", String::from_utf8_lossy(&output.stderr));
+    fs::rename(new, &path).unwrap();
+    // The name that cudarc tries first; it may be there from an older build.
+    let _ = symlink("libcuda.so.1", folder.join("libcuda.so"));
+    path
+}
+
+impl Fake {
+    fn open(path: &Path) -> Self {
+        let name = CString::new(path.to_str().unwrap()).unwrap();
+        // SAFETY: a library made for this, a C string.
+        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
+        assert!(!handle.is_null());
+        Self(handle.expose_provenance())
+    }
+
+    fn symbol(&self, name: &str) -> *mut c_void {
+        let name = CString::new(name).unwrap();
+        // SAFETY: an open library, a C string.
+        let address =
+            unsafe { libc::dlsym(std::ptr::with_exposed_provenance_mut(self.0), name.as_ptr()) };
+        assert!(!address.is_null(), "{name:?}");
+        address
+    }
+
+    /// How often a function was called for a device, or a kernel launched.
+    pub(crate) fn calls(&self, function: &str, device: u32) -> c_int {
+        type Prototype = unsafe extern "C" fn(*const c_char, c_int) -> c_int;
+        // SAFETY: that is its prototype.
+        let call: Prototype = unsafe { std::mem::transmute(self.symbol("fake_calls")) };
+        let function = CString::new(function).unwrap();
+        // SAFETY: a C string and a number.
+        unsafe { call(function.as_ptr(), device as c_int) }
+    }
+
+    /// Has the `nth` call of a function for a device return `code`.
+    pub(crate) fn fail(&self, function: &str, device: u32, nth: c_int, code: c_int) {
+        type Prototype = unsafe extern "C" fn(*const c_char, c_int, c_int, c_int, c_int);
+        // SAFETY: that is its prototype.
+        let call: Prototype = unsafe { std::mem::transmute(self.symbol("fake_fault")) };
+        let function = CString::new(function).unwrap();
+        // SAFETY: a C string and numbers.
+        unsafe { call(function.as_ptr(), device as c_int, nth, 0, code) }
+    }
+
+    /// Memory of the test that kernels may use, until it is [taken back](Self::take_back): its address.
+    pub(crate) fn lend<T>(&self, values: &mut [T]) -> u64 {
+        // SAFETY: that is its prototype.
+        let call: unsafe extern "C" fn(*mut c_void, usize) =
+            unsafe { std::mem::transmute(self.symbol("fake_watch")) };
+        // SAFETY: memory of so many bytes, which it does not touch.
+        unsafe { call(values.as_mut_ptr().cast(), size_of_val(values)) }
+        values.as_mut_ptr().expose_provenance() as u64
+    }
+
+    /// Of memory that was lent, and that no stream uses any more.
+    pub(crate) fn take_back<T>(&self, values: &mut [T]) {
+        // SAFETY: that is its prototype.
+        let call: unsafe extern "C" fn(*mut c_void) =
+            unsafe { std::mem::transmute(self.symbol("fake_unwatch")) };
+        // SAFETY: an address, which it does not touch.
+        unsafe { call(values.as_mut_ptr().cast()) }
+    }
+
+    pub(crate) fn stream(&self) -> DeviceStream {
+        // SAFETY: that is its prototype.
+        let call: unsafe extern "C" fn() -> *mut c_void =
+            unsafe { std::mem::transmute(self.symbol("fake_stream")) };
+        // SAFETY: no preconditions.
+        let raw = unsafe { call() };
+        // SAFETY: a stream that is never ended.
+        unsafe { DeviceStream::from_raw(raw) }
+    }
+
+    fn on(&self, function: &str, stream: DeviceStream) {
+        // SAFETY: that is the prototype of those that are called so.
+        let call: unsafe extern "C" fn(*mut c_void) =
+            unsafe { std::mem::transmute(self.symbol(function)) };
+        // SAFETY: a stream of the fake, none of which is ended here.
+        unsafe { call(stream.as_raw()) }
+    }
+
+    /// Waits until the stream has done what it has.
+    pub(crate) fn sync(&self, stream: DeviceStream) {
+        self.on("fake_stream_sync", stream);
+    }
+
+    /// Nothing behind this happens before [`unblock`](Self::unblock).
+    pub(crate) fn block(&self, stream: DeviceStream) {
+        self.on("fake_stream_block", stream);
+    }
+
+    pub(crate) fn unblock(&self, stream: DeviceStream) {
+        self.on("fake_stream_unblock", stream);
+    }
+}

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -27,7 +28,11 @@ import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 F32, F16, BF16 = 0, 1, 2
-DEADLINE = time.monotonic() + 380  # seconds; run.sh is to end before nine minutes
+DEADLINE = time.monotonic() + 330  # seconds; run.sh is to end before nine minutes
+RULES = ("adamw", "sgd", "lamb", "adam", "adamp", "adadelta", "bert_adam", "rmsprop", "rmsprop_tf")
+COPIED = 1 << 30  # elements
+SWEPT = 1 << 29
+REDUCED = (1 << 18, 25 << 18, 1 << 28)
 
 
 def library(path):
@@ -43,7 +48,12 @@ def library(path):
     lib.gpu_cast.argtypes = [pointer, ctypes.c_uint64, word, ctypes.c_uint64, word, size]
     lib.gpu_scaler.argtypes = [pointer, size, pointer, pointer, word]
     lib.gpu_unscale.argtypes = [pointer]
-    lib.gpu_group.argtypes = [pointer, pointer]
+    lib.gpu_group.argtypes = [pointer, word, word, word, word, pointer]
+    lib.gpu_group_end.argtypes, lib.gpu_group_end.restype = [pointer], None
+    lib.gpu_join.argtypes = [pointer, ctypes.c_char_p, size, pointer, pointer, word, ctypes.c_double,
+                             ctypes.c_float]
+    lib.gpu_joined_average.argtypes = [pointer, pointer]
+    lib.gpu_joined_step.argtypes = [pointer]
     lib.gpu_all_reduce.argtypes = [pointer, ctypes.c_uint64, size, word]
     lib.gpu_reducer.argtypes = [pointer, size, pointer, word]
     lib.gpu_reduce.argtypes = [pointer, pointer, pointer]
@@ -104,6 +114,9 @@ def dry(lib):
     worst = max(abs(a - b) for a, b in zip(weight, expected))
     assert worst < 1e-6, worst
     print(f"reference: within {worst:.1e} of float64")
+    for rule in RULES:
+        reference(lib, rule.encode(), 1, [weight.buffer_info()[0]], [grad.buffer_info()[0]], [3000],
+                  (F32, F32))
     try:
         reference(lib, b"none", 1, [0], [0], [0], (F32, F32))
         raise AssertionError("no such rule, but no error")
@@ -116,7 +129,7 @@ def dry(lib):
         print(f"no GPU: {error}")
         assert "libcuda" in str(error) or "CUDA_ERROR" in str(error), error
     group = ctypes.c_void_p()
-    if lib.gpu_group(None, ctypes.byref(group)):
+    if lib.gpu_group(None, 0, 0, 1, 0, ctypes.byref(group)):
         print(f"no NCCL: {lib.gpu_error().decode()}")
     with tempfile.TemporaryDirectory() as folder:
         table = os.path.join(folder, "ncu.csv")
@@ -212,6 +225,10 @@ CASES = {
 
 
 class Bench:
+    nccl_backend = "nccl"
+    capturable = True
+    program = os.path.abspath(__file__)
+
     def __init__(self, lib, torch, out):
         self.lib, self.torch, self.rows, self.out = lib, torch, [], out
         self.ours = Ours(lib, torch.cuda.current_stream().cuda_stream)
@@ -271,12 +288,15 @@ class Bench:
                      if name == "ours" and self.ceiling else None)
 
     def correctness(self):
-        torch = self.torch
-        torch.manual_seed(time.time_ns() % 2**31)
+        torch, seed = self.torch, time.time_ns() % 2**31
+        torch.manual_seed(seed)
+        self.row(what="fresh data", seed=seed)
         sizes = [1, 7, 8, 1023, 1025, 4097, 16384, 70_001, 300_000, 0]
         dtypes = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
-        for rule in (b"adamw", b"sgd", b"lamb"):
-            for weight_type, grad_type in ((F32, F32), (F16, F16), (BF16, BF16), (F32, BF16)):
+        for rule in [rule.encode() for rule in RULES]:
+            some = (b"adamw", b"sgd", b"lamb")
+            pairs = ((F32, F32), (F16, F16), (BF16, BF16), (F32, BF16))
+            for weight_type, grad_type in pairs if rule in some else pairs[:2]:
                 for check, max_norm in ((0, -1.0), (1, 0.5)):
                     weights = [torch.randn(n, device="cuda").to(dtypes[weight_type]) for n in sizes]
                     grads = [torch.randn(n, device="cuda").to(dtypes[grad_type]) for n in sizes]
@@ -291,17 +311,8 @@ class Bench:
                                for a, b in zip(weights, host[0]))
                     self.row(what="bits as on the CPU", rule=rule.decode(), weight=weight_type,
                              grad=grad_type, clipped=max_norm > 0, same=same)
-        weight = torch.randn(100_000, device="cuda")
-        grad = torch.randn_like(weight)
-        double = torch.nn.Parameter(weight.double())
-        double.grad = grad.double()
-        peer = torch.optim.AdamW([double], lr=1e-3, weight_decay=0.01, fused=False)
-        self.ours.optimizer(b"adamw", [weight], [grad], F32, F32)
-        for _ in range(5):
-            self.ours.step()
-            peer.step()
-        worst = (weight.double() - double).abs().max().item()
-        self.row(what="against float64", rule="adamw", worst=worst, fine=worst < 1e-6)
+        self.against_float64()
+        self.overflow()
         for source, target in ((F32, F16), (F32, BF16), (F16, F32), (BF16, F32)):
             values = torch.randn(100_003, device="cuda").mul_(1e3).to(dtypes[source])
             # Poisoned, so that what is not written shows.
@@ -310,15 +321,55 @@ class Bench:
             self.row(what="cast as PyTorch's", source=source, target=target,
                      same=torch.equal(result, values.to(dtypes[target])))
 
+    def against_float64(self):
+        """Five steps beside PyTorch's in float64, and the loss scale undone beside a division."""
+        torch = self.torch
+        peers = {
+            "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.01, fused=False),
+            "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, fused=False),
+            "adam": lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True, fused=False),
+            "adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
+            "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True),
+        }
+        for rule, peer in peers.items():
+            weight = torch.randn(100_000, device="cuda")
+            grad = torch.randn_like(weight)
+            double = torch.nn.Parameter(weight.double())
+            double.grad = grad.double()
+            peer = peer([double])
+            self.ours.optimizer(rule.encode(), [weight], [grad], F32, F32)
+            for _ in range(5):
+                self.ours.step()
+                peer.step()
+            worst = (weight.double() - double).abs().max().item()
+            self.row(what="against float64", rule=rule, worst=worst, fine=worst < 4e-6)
+        grad = torch.randn(100_003, device="cuda").mul_(65536)
+        wide = grad.double() / 65536
+        self.ours.check(self.lib.gpu_scaler(self.ours.session, 1, words([grad.data_ptr()]),
+                                            words([grad.numel()]), F32))
+        self.ours.check(self.lib.gpu_unscale(self.ours.session))
+        self.row(what="unscale as a division", same=torch.equal(grad.double(), wide))
+
+    def overflow(self):
+        """A step in which one gradient is not finite, anywhere, moves nothing."""
+        torch = self.torch
+        for bad in (float("inf"), float("nan")):
+            weight, grad = (torch.randn(300_001, device="cuda") for _ in range(2))
+            self.ours.optimizer(b"adamw", [weight], [grad], F32, F32)
+            before = weight.clone()
+            grad[time.time_ns() % grad.numel()] = bad
+            self.ours.step(1.0, 1, -1.0)
+            self.row(what="an overflow moves nothing", value=str(bad), same=torch.equal(weight, before))
+
     def cast(self, source, source_type, target, target_type):
         self.ours.check(self.lib.gpu_cast(self.ours.session, source.data_ptr(), source_type,
                                           target.data_ptr(), target_type, source.numel()))
 
     def copy(self):
-        source = self.torch.empty(1 << 30, device="cuda")
+        source = self.torch.empty(COPIED, device="cuda")
         target = self.torch.empty_like(source)
         times = self.times({"copy": lambda: target.copy_(source)})
-        self.ceiling = 8 * (1 << 30) / times["copy"] / 1e6
+        self.ceiling = 8 * COPIED / times["copy"] / 1e6
         self.row(what="copy", case="4 GiB", gb_per_s=round(self.ceiling))
 
     def optimizers(self, case, sizes):
@@ -373,7 +424,7 @@ class Bench:
         self.report("AMP step" + (", clipped" if clip else ""), case, times, 32 * sum(sizes))
 
     def passes(self):
-        torch, count = self.torch, 1 << 29
+        torch, count = self.torch, SWEPT
         types = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
         for source, target in ((F32, F16), (F32, BF16), (BF16, F32)):
             a = torch.randn(count, device="cuda").to(types[source])
@@ -409,6 +460,23 @@ class Bench:
             torch.cuda.synchronize()
             self.row(what="launch overhead", who=name, ms=round(ms, 4), host_us=round(1e6 * host, 1))
 
+    def capture(self, call, stream):
+        """A CUDA graph of a call, which is not made."""
+        self.torch.cuda.synchronize()
+        graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            call()
+        return graph
+
+    def zeros(self):
+        """Gradients of zeros: quotients and roots take their slow ways. Nothing may be slower."""
+        torch = self.torch
+        for case, make in (("random", torch.randn_like), ("zero", torch.zeros_like)):
+            weight = torch.randn(STEP_COUNT, device="cuda")
+            self.ours.optimizer(b"adamw", [weight], [make(weight)], F32, F32)
+            self.report("adamw, gradients are", case, self.times({"ours": self.ours.step}),
+                        28 * STEP_COUNT)
+
     def graph(self, case, sizes):
         """A step in a CUDA graph: the bits of as many steps on the CPU, and its time."""
         torch, stream = self.torch, self.torch.cuda.Stream()
@@ -418,19 +486,15 @@ class Bench:
         copies = [torch.nn.Parameter(w.clone()) for w in weights]
         for copy, grad in zip(copies, grads):
             copy.grad = grad
-        peer = torch.optim.AdamW(copies, lr=1e-3, weight_decay=0.01, fused=True, capturable=True)
+        peer = torch.optim.AdamW(copies, lr=1e-3, weight_decay=0.01, fused=True, capturable=self.capturable)
         torch.cuda.synchronize()
         ours = Ours(self.lib, stream.cuda_stream)
         ours.optimizer(b"adamw", weights, grads, F32, F32)
-        graphs = {}
         with torch.cuda.stream(stream):
             ours.step(1.0, 1, 1.0)
             peer.step()
-        for name, call in (("ours", lambda: ours.step(1.0, 1, 1.0)), ("torch fused", peer.step)):
-            torch.cuda.synchronize()
-            graphs[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[name], stream=stream, capture_error_mode="thread_local"):
-                call()
+        calls = {"ours": lambda: ours.step(1.0, 1, 1.0), "torch fused": peer.step}
+        graphs = {name: self.capture(call, stream) for name, call in calls.items()}
         for _ in range(2):
             graphs["ours"].replay()
         torch.cuda.synchronize()
@@ -441,29 +505,35 @@ class Bench:
         self.report("graph of a clipped step", case, self.times({n: g.replay for n, g in graphs.items()}),
                     32 * sum(sizes))
 
+    def at(self, address, count):
+        """Memory that is not torch's to know, as a tensor."""
+        class At:
+            __cuda_array_interface__ = dict(shape=(count,), typestr="<f4", version=3,
+                                            data=(address, False))
+        return self.torch.as_tensor(At(), device="cuda")
+
+    def group(self, rank=0, world=1, port=0):
+        group, stream = ctypes.c_void_p(), self.torch.cuda.current_stream().cuda_stream
+        self.ours.check(self.lib.gpu_group(stream, 0, rank, world, port, ctypes.byref(group)))
+        return group
+
     def nccl(self):
         """One rank: what a call costs, and that gradients come back from their buckets as they went."""
-        torch = self.torch
-        group, session = ctypes.c_void_p(), torch.cuda.current_stream().cuda_stream
-        self.ours.check(self.lib.gpu_group(session, ctypes.byref(group)))
+        torch, group = self.torch, self.group()
         grads = [torch.randn(n, device="cuda") for n in CASES["ResNet-50"]]
         lens, places = words([g.numel() for g in grads]), words([0] * len(grads))
         self.ours.check(self.lib.gpu_reducer(group, len(grads), lens, F32))
+        addresses = words([g.data_ptr() for g in grads])
         for _ in range(3):
             [g.normal_() for g in grads]
-            self.ours.check(self.lib.gpu_reduce(group, words([g.data_ptr() for g in grads]), places))
-        # Read as tensors: an allocation of our own is not torch's to know.
-        class At:
-            def __init__(self, address, count):
-                self.__cuda_array_interface__ = dict(shape=(count,), typestr="<f4", version=3,
-                                                     data=(address, False))
-        same = all(torch.equal(torch.as_tensor(At(place, g.numel()), device="cuda"), g)
-                   for place, g in zip(places, grads))
+            self.ours.check(self.lib.gpu_reduce(group, addresses, places))
+        same = all(torch.equal(self.at(place, g.numel()), g) for place, g in zip(places, grads))
         self.row(what="reducer, one rank", case="ResNet-50", same=same)
+        self.joined(group, grads, places)
         with tempfile.TemporaryDirectory() as folder:
-            torch.distributed.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0,
-                                                 world_size=1)
-            for count in (1 << 18, 25 << 18, 1 << 28):
+            torch.distributed.init_process_group(
+                self.nccl_backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+            for count in REDUCED:
                 a = torch.randn(count, device="cuda")
                 self.row(what="all_reduce, one rank", case=f"{4 * count} bytes", **{
                     name: round(ms, 4) for name, ms in self.times({
@@ -472,11 +542,111 @@ class Bench:
                         "torch": lambda: torch.distributed.all_reduce(a),
                     }).items()})
             torch.distributed.destroy_process_group()
+        self.lib.gpu_group_end(group)
+
+    def joined(self, group, grads, places):
+        """Averages, and a step that clips: gradients looked at behind their bucket, and in the step."""
+        torch = self.torch
+        lens, addresses = words([g.numel() for g in grads]), words([g.data_ptr() for g in grads])
+        weights = [torch.randn_like(g) for g in grads]
+        host = [[t.cpu() for t in some] for some in (weights, grads)]
+        self.ours.check(self.lib.gpu_join(group, b"adamw", len(grads),
+                                          words([w.data_ptr() for w in weights]), lens, F32, 1.0, 1.0))
+
+        def behind():
+            self.ours.check(self.lib.gpu_joined_average(group, addresses))
+            self.ours.check(self.lib.gpu_joined_step(group))
+
+        for _ in range(3):
+            behind()
+        torch.cuda.synchronize()
+        reference(self.lib, b"adamw", 3, *[[t.data_ptr() for t in some] for some in host], list(lens),
+                  (F32, F32), 1.0, 1, 1.0)
+        same = all(torch.equal(a.cpu(), b) for a, b in zip(weights, host[0]))
+        self.row(what="joined step has the CPU's bits", case="ResNet-50", same=same)
+        others = [w.clone() for w in weights]
+        self.ours.check(self.lib.gpu_optimizer(
+            self.ours.session, b"adamw", len(grads), words([w.data_ptr() for w in others]), places, lens,
+            F32, F32))
+        self.ours.check(self.lib.gpu_loss_scale(self.ours.session, 1.0))
+
+        def within():
+            self.ours.check(self.lib.gpu_reduce(group, addresses, places))
+            self.ours.step(1.0, 1, 1.0)
+
+        times = self.times({"looks behind buckets": behind, "looks in the step": within})
+        for name, ms in times.items():
+            self.row(what="average and clipped step, one rank", case="ResNet-50", who=name,
+                     ms=round(ms, 4))
+
+    def pair(self):
+        """Two ranks on this GPU, in processes of their own, if NCCL can."""
+        version = self.torch.cuda.nccl.version()
+        if version < (2, 30):
+            text = f"NCCL {'.'.join(map(str, version))} cannot; 2.30 can"
+            return self.row(what="two ranks on one GPU", ended=text)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        env = dict(os.environ, NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_MAX_CTAS="4")
+        start = lambda rank: subprocess.Popen(
+            [sys.executable, self.program, "--library", self.lib.path, "--rank", str(rank), "--port",
+             port], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        ranks = [start(rank) for rank in range(2)]
+        try:
+            texts = [rank.communicate(timeout=45)[0] for rank in ranks]
+        finally:
+            [rank.kill() for rank in ranks]
+        for text, rank in zip(texts, ranks):
+            if rank.returncode:
+                raise Failure(text[-300:])
+            for row in json.loads(text.splitlines()[-1]):
+                self.row(**row)
+
+    def rank(self, rank, port):
+        """One of the two; its last line of output is its rows."""
+        torch, rows, group = self.torch, [], self.group(rank, 2, port)
+        for count in REDUCED[:2]:
+            a = torch.full((count,), rank + 1.0, device="cuda")
+            call = lambda: self.ours.check(self.lib.gpu_all_reduce(group, a.data_ptr(), count, F32))
+            call()
+            torch.cuda.synchronize()
+            same = bool((a == 1.5).all())
+            for _ in range(5):
+                call()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(20):
+                call()
+            torch.cuda.synchronize()
+            ms = (time.perf_counter() - start) / 20 * 1e3
+            rows.append(dict(what="all_reduce, two ranks on one GPU", who=f"rank {rank}",
+                             case=f"{4 * count} bytes", same=same, ms=round(ms, 4)))
+        # Gradients that differ by rank, looked at behind their buckets: both ranks end with the same.
+        sizes = CASES["1000 x 1024"]
+        torch.manual_seed(5)
+        weights = [torch.randn(n, device="cuda") for n in sizes]
+        torch.manual_seed(6 + rank)
+        grads = [torch.randn(n, device="cuda") for n in sizes]
+        self.ours.check(self.lib.gpu_join(
+            group, b"adamw", len(sizes), words([w.data_ptr() for w in weights]), words(sizes), F32, 1.0,
+            1.0))
+        for _ in range(3):
+            self.ours.check(self.lib.gpu_joined_average(group, words([g.data_ptr() for g in grads])))
+            self.ours.check(self.lib.gpu_joined_step(group))
+        sums = torch.stack([w.double().sum() for w in weights]).float()
+        other = sums.clone()
+        self.ours.check(self.lib.gpu_all_reduce(group, other.data_ptr(), other.numel(), F32))
+        torch.cuda.synchronize()
+        rows.append(dict(what="joined, two ranks on one GPU", who=f"rank {rank}", case="1000 x 1024",
+                         same=torch.equal(sums, other)))
+        self.lib.gpu_group_end(group)
+        print(json.dumps(rows))
 
     def small(self):
         """A few steps of every kernel, for compute-sanitizer."""
         torch = self.torch
-        for rule in (b"adamw", b"lamb"):
+        for rule in [rule.encode() for rule in RULES]:
             weights = [torch.randn(n, device="cuda") for n in (1, 7, 1025, 70_001)]
             grads = [torch.randn_like(w) for w in weights]
             self.ours.optimizer(rule, weights, grads, F32, F32)
@@ -514,17 +684,27 @@ class Bench:
         self.part("casts and unscale", 20, self.passes)
         self.part("launch overhead", 15, self.overhead)
         self.part("graph", 20, lambda: self.graph("ResNet-50", CASES["ResNet-50"]))
+        self.part("zero gradients", 15, self.zeros)
         # Last: a library that hangs takes nothing with it.
         self.part("NCCL", 25, self.nccl)
+        self.part("two ranks", 60, self.pair)
 
 
-def main():
+def on_the_gpu(lib, out):
+    import torch
+
+    return Bench(lib, torch, out)
+
+
+def main(make=on_the_gpu):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--library", required=True)
     parser.add_argument("--out", default=os.path.join(HERE, "out"), help="the folder of rows")
     parser.add_argument("--command", default="benches/gpu/run.sh", help="what the record is to say")
     for name in ("--dry", "--small", "--step", "--record"):
         parser.add_argument(name, action="store_true")
+    parser.add_argument("--rank", type=int, help="of two on one GPU, which meet at --port")
+    parser.add_argument("--port", type=int)
     parser.add_argument("--traffic", metavar="CSV", help="ncu's table")
     args = parser.parse_args()
     os.makedirs(args.out, exist_ok=True)
@@ -537,15 +717,16 @@ def main():
             json.dump(rows, file)
         return print(rows)
     lib = library(args.library)
+    lib.path = args.library
     if args.dry:
         return dry(lib)
-    import torch
-
-    bench = Bench(lib, torch, os.path.join(args.out, "rows.json"))
+    bench = make(lib, os.path.join(args.out, "rows.json"))
     if args.small:
         return bench.small()
     if args.step:
         return bench.one_step()
+    if args.rank is not None:
+        return bench.rank(args.rank, args.port)
     bench.all()
     wrong = [row for row in bench.rows if row.get("same") is False or row.get("fine") is False]
     failed = [row for row in bench.rows if row["what"] == "failed"]

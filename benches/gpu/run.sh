@@ -2,14 +2,18 @@
 # Correctness and times on a GPU, in under nine minutes. Where there is cargo the library is built into
 # benches/gpu/out first; where there is none, and no network, it was carried there. PyTorch must be
 # installed; NVRTC and NCCL are found among its packages.
-#   benches/gpu/run.sh           all; what was found is in benches/record/gpu-DATE.json
-#   benches/gpu/run.sh --dry     what goes without a GPU and without PyTorch
+#   benches/gpu/run.sh              all; what was found is in benches/record/gpu-DATE.json
+#   benches/gpu/run.sh --dry        what goes without a GPU and without PyTorch
+#   benches/gpu/run.sh --rehearse   every line on a fake GPU, beside PyTorch on the CPU: needs g++
+#   benches/gpu/run.sh --build      only builds, what is carried: the library, and cubins (ARCHS, 90)
 set -euo pipefail
 cd "$(dirname "$0")"
 command="benches/gpu/run.sh $*"
+python=${TORCH_PYTHON:-python3}
 
-library=$PWD/out/libgpu_bench.so
-if command -v cargo >/dev/null; then
+# Another build, or the one that is made or carried.
+library=${GPU_BENCH_LIBRARY:-$PWD/out/libgpu_bench.so}
+if [ -z "${GPU_BENCH_LIBRARY:-}" ] && command -v cargo >/dev/null; then
   cargo build --release -p gpu-bench --features cuda
   mkdir -p out
   cp ../../target/release/libgpu_bench.so "$library"
@@ -19,7 +23,7 @@ export CUBIN_CACHE="${CUBIN_CACHE:-$PWD/out/cubin}"
 
 # The first of some files among Python's packages.
 in_packages() {
-  python3 - "$@" <<'END'
+  "$python" - "$@" <<'END'
 import glob, site, sys
 folders = site.getsitepackages() + [site.getusersitepackages()]
 print(next((p for n in sys.argv[1:] for f in folders for p in glob.glob(f"{f}/nvidia/{n}")), ""))
@@ -34,21 +38,36 @@ if [ -z "${COLLECTIVE_NCCL_LIB:-}" ]; then
   [ -z "$found" ] || export COLLECTIVE_NCCL_LIB="$found"
 fi
 
-bench() { python3 bench.py --library "$library" "$@"; }
+bench() { "$python" bench.py --library "$library" "$@"; }
 if [ "${1:-}" = --dry ]; then
   bench --dry
   exit
 fi
 
-# Each part has a limit of its own, and its failure takes no other with it: 400 + 60 + 60 seconds.
+if [ "${1:-}" = --rehearse ]; then
+  fake=$PWD/out/fake
+  mkdir -p "$fake"
+  g++ -std=c++17 -O1 -shared -fPIC -pthread -DKERNELS="\"$PWD/../../crates/fused-optim/src/cuda\"" \
+    -DFOLDER="\"$fake\"" -o "$fake/libcuda.so.1" tests/fake_gpu/fake.cc
+  ln -sf libcuda.so.1 "$fake/libcuda.so"
+  export NVRTC_LIBRARY="$fake/libcuda.so.1" COLLECTIVE_NCCL_LIB="$fake/libcuda.so.1"
+  export COLLECTIVE_CUDA_LIB="$fake/libcuda.so.1" LD_LIBRARY_PATH="$fake:${LD_LIBRARY_PATH:-}"
+  export CUBIN_CACHE="" FAKE_GPU_TRUSTS=1
+  "$python" rehearse.py --library "$library" --out "$fake" "${@:2}"
+  "$python" rehearse.py --library "$library" --out "$fake" --small
+  exec "$python" rehearse.py --library "$library" --out "$fake" --step
+fi
+
+# Each part has a limit of its own, and its failure takes no other with it: 350 + 60 + 60 seconds, and
+# less than a minute for what is written down.
 rm -f out/rows*.json out/ncu.csv
 failed=0
-timeout -k 5 400 python3 bench.py --library "$library" "$@" || failed=1
+timeout -k 5 350 "$python" bench.py --library "$library" "$@" || failed=1
 
 # Row of a tool: what, and how it ended.
 row() { printf '[{"what": "%s", "ended": "%s"}]\n' "$1" "$2" > "out/rows-$1.json"; }
 if command -v compute-sanitizer >/dev/null; then
-  if timeout -k 5 60 compute-sanitizer --error-exitcode 9 python3 bench.py --library "$library" --small \
+  if timeout -k 5 60 compute-sanitizer --error-exitcode 9 "$python" bench.py --library "$library" --small \
       > out/sanitizer.txt 2>&1; then row sanitizer clean; else row sanitizer "status $?"; failed=1; fi
 else
   row sanitizer "no compute-sanitizer here"
@@ -56,7 +75,7 @@ fi
 if command -v ncu >/dev/null; then
   timeout -k 5 60 ncu --csv --clock-control none --kernel-name step \
     --metrics dram__bytes_read.sum,dram__bytes_write.sum \
-    python3 bench.py --library "$library" --step > out/ncu.csv 2>&1 || true
+    "$python" bench.py --library "$library" --step > out/ncu.csv 2>&1 || true
   bench --traffic out/ncu.csv || row traffic "ncu does not answer"
 else
   row traffic "no ncu here"

@@ -220,7 +220,11 @@ pub unsafe extern "C" fn gpu_reference(
 ///
 /// So many elements of this type must lie there, used by nobody else.
 unsafe fn host<'a>(address: u64, len: usize, dtype: DType) -> SliceMut<'a> {
-    let at = std::ptr::with_exposed_provenance_mut::<c_void>(address as usize);
+    // PyTorch's empty tensors have no address.
+    let at = match len {
+        0 => std::ptr::NonNull::<u64>::dangling().as_ptr().cast(),
+        _ => std::ptr::with_exposed_provenance_mut::<c_void>(address as usize),
+    };
     match dtype {
         // SAFETY: the caller's word.
         DType::F32 => SliceMut::F32(unsafe { slice::from_raw_parts_mut(at.cast(), len) }),

@@ -30,6 +30,25 @@ pub enum CompileBackend {
     Engine,
     /// PyTorch's default. The engine stands in for it, and the report says so.
     Inductor,
+    /// Nobody: models run as they are written.
+    Eager,
+    /// Whole steps as one launch and nothing else, where a device has such a thing.
+    Cudagraphs,
+}
+
+impl CompileBackend {
+    /// As configurations call it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Engine => "engine",
+            Self::Inductor => "inductor",
+            Self::Eager => "eager",
+            Self::Cudagraphs => "cudagraphs",
+        }
+    }
+
+    const ALL: [Self; 4] = [Self::Cudagraphs, Self::Eager, Self::Engine, Self::Inductor];
 }
 
 /// `torch.compile`'s modes.
@@ -46,6 +65,22 @@ pub enum CompileMode {
     MaxAutotuneNoCudagraphs,
 }
 
+impl CompileMode {
+    /// As configurations call it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Default => "default",
+            Self::ReduceOverhead => "reduce-overhead",
+            Self::MaxAutotune => "max-autotune",
+            Self::MaxAutotuneNoCudagraphs => "max-autotune-no-cudagraphs",
+        }
+    }
+
+    const ALL: [Self; 4] =
+        [Self::Default, Self::MaxAutotune, Self::MaxAutotuneNoCudagraphs, Self::ReduceOverhead];
+}
+
 impl Default for CompileOptions {
     /// What `compile = true` means.
     fn default() -> Self {
@@ -59,25 +94,33 @@ impl Default for CompileOptions {
 }
 
 impl CompileOptions {
+    /// Whether whole steps are to be one launch.
+    #[must_use]
+    pub fn graphs(&self) -> bool {
+        match self.backend {
+            CompileBackend::Eager => false,
+            CompileBackend::Cudagraphs => true,
+            CompileBackend::Engine | CompileBackend::Inductor => {
+                matches!(self.mode, CompileMode::ReduceOverhead | CompileMode::MaxAutotune)
+            }
+        }
+    }
+
     /// The key `compile` of a configuration; none if it is absent, `false`, or disabled.
     ///
     /// # Errors
     ///
     /// [`Error::Config`](crate::Error::Config) for an unknown backend, mode or option, with the valid
-    /// ones; for both `mode` and `options`, which PyTorch refuses too.
+    /// ones; for both `mode` and `options`, which PyTorch refuses too; for `dynamic` shapes in steps that
+    /// are one launch, where they are fixed.
     pub fn read(root: &mut Section) -> Result<Option<Self>> {
         let key = "compile";
         if !root.is_table(key) {
             return Ok(root.or(key, false)?.then(Self::default));
         }
         let mut table = root.section(key)?;
-        let backends = [("engine", CompileBackend::Engine), ("inductor", CompileBackend::Inductor)];
-        let modes = [
-            ("default", CompileMode::Default),
-            ("reduce-overhead", CompileMode::ReduceOverhead),
-            ("max-autotune", CompileMode::MaxAutotune),
-            ("max-autotune-no-cudagraphs", CompileMode::MaxAutotuneNoCudagraphs),
-        ];
+        let backends = CompileBackend::ALL.map(|backend| (backend.name(), backend));
+        let modes = CompileMode::ALL.map(|mode| (mode.name(), mode));
         if table.has("mode") && table.has("options") {
             return Err(table.error("either `mode` or `options` can be given, not both"));
         }
@@ -87,8 +130,13 @@ impl CompileOptions {
             fullgraph: table.or("fullgraph", false)?,
             ..Self::default()
         };
-        // Shapes may always change: what is found for one is kept, another is looked at anew.
-        table.or("dynamic", true)?;
+        // Else shapes may always change: what is found for one is kept, another is looked at anew.
+        let place = table.offset_of("dynamic");
+        if table.optional::<bool>("dynamic")? == Some(true) && read.graphs() {
+            let what = "shapes are fixed in steps that are one launch: `dynamic = true` goes with \
+                        neither backend `cudagraphs` nor mode `reduce-overhead` nor `max-autotune`";
+            return Err(table.error_at(place, what));
+        }
         let disable = table.or("disable", false)?;
         if let Some(mut options) = table.optional_section("options")? {
             let at_least_1 = |n: &usize| *n >= 1;
@@ -151,6 +199,15 @@ mod tests {
             ("compile = { mode = 'max-autotune', disable = true }", None),
             ("compile = { backend = 'inductor', mode = 'max-autotune' }", Some(tuned)),
             (
+                "compile = { backend = 'eager', dynamic = true, mode = 'reduce-overhead' }",
+                Some(CompileOptions {
+                    backend: CompileBackend::Eager,
+                    mode: CompileMode::ReduceOverhead,
+                    ..default.clone()
+                }),
+            ),
+            ("compile = { dynamic = true }", Some(default.clone())),
+            (
                 "compile = { options = { search_rounds = 5 } }",
                 Some(CompileOptions { search_rounds: 5, ..default }),
             ),
@@ -165,7 +222,8 @@ mod tests {
             ("compile = 1", "c.toml:1:11: `compile` must be true or false"),
             (
                 "compile = { backend = 'inductr' }",
-                "unknown value `inductr`; did you mean `inductor`? (valid: engine, inductor)",
+                "unknown value `inductr`; did you mean `inductor`? (valid: cudagraphs, eager, \
+                 engine, inductor)",
             ),
             (
                 "compile = { mode = 'max-autotun' }",
@@ -178,6 +236,12 @@ mod tests {
                 "unknown key `triton` (valid: search_rounds) in [compile.options]",
             ),
             ("compile = { mode = 'default', options = {} }", "not both"),
+            (
+                "compile = { mode = 'reduce-overhead', dynamic = true }",
+                "c.toml:1:49: shapes are fixed in steps that are one launch",
+            ),
+            ("compile = { backend = 'cudagraphs', dynamic = true }", "goes with neither"),
+            ("compile = { dynamic = 'yes' }", "`dynamic` must be true or false"),
         ] {
             let error = read(text).unwrap_err().to_string();
             assert!(error.contains(wanted), "{text}: {error}");

@@ -194,22 +194,36 @@ impl CandleEngine {
     }
 
     fn report(&self, options: &CompileOptions) -> CompileReport {
-        let (seen, better) = self.search.as_ref().map_or((0, 0), Search::counts);
         let mut report = CompileReport::default();
-        report.applied.push(format!(
-            "a search, in training, for whether a convolution of this engine goes by columns or by \
-             tiles, and for how many images at once, at the first use of each shape ({seen} so far, {better} of them faster another \
-             way); runs that find different ways may differ in the last bits"
-        ));
+        if let Some(search) = &self.search {
+            let (seen, better) = search.counts();
+            report.applied.push(format!(
+                "a search, in training, for whether a convolution of this engine goes by columns or \
+                 by tiles, and for how many images at once, at the first use of each shape ({seen} so \
+                 far, {better} of them faster another way); runs that find different ways may differ \
+                 in the last bits"
+            ));
+        }
         let mut not = |what: &str, why: &str| report.not_applied.push(format!("{what}: {why}"));
         not(
             "fusion of operators",
             "candle has no compiler; the layers of this engine are fused with and without",
         );
-        if options.backend == CompileBackend::Inductor {
-            not("backend `inductor`", "it is PyTorch's; this engine does what is said above");
+        let CompileOptions { backend, mode, .. } = options;
+        match backend {
+            CompileBackend::Engine => {}
+            CompileBackend::Inductor => {
+                not("backend `inductor`", "it is PyTorch's; this engine does what is said above");
+            }
+            CompileBackend::Eager => not("a search", "backend `eager` runs models as written"),
+            CompileBackend::Cudagraphs => {
+                not("a search", "backend `cudagraphs` asks for whole steps as one launch only");
+            }
         }
-        if matches!(options.mode, CompileMode::ReduceOverhead | CompileMode::MaxAutotune) {
+        if self.search.is_none() && *mode != CompileMode::Default {
+            not(&format!("mode `{}`", mode.name()), "that backend has no modes");
+        }
+        if options.graphs() {
             not("whole steps as one launch", "the CPU has no launches to save");
         }
         if options.fullgraph {
@@ -283,7 +297,8 @@ impl Engine for CandleEngine {
 
     fn compile(&mut self, options: &CompileOptions) -> Result<CompileReport> {
         self.compiled = Some(options.clone());
-        self.search = Some(Search::new(options.search_rounds));
+        let searches = matches!(options.backend, CompileBackend::Engine | CompileBackend::Inductor);
+        self.search = searches.then(|| Search::new(options.search_rounds));
         Ok(self.report(options))
     }
 

@@ -705,6 +705,7 @@ def main(make=on_the_gpu):
         parser.add_argument(name, action="store_true")
     parser.add_argument("--rank", type=int, help="of two on one GPU, which meet at --port")
     parser.add_argument("--port", type=int)
+    parser.add_argument("--cubins", type=int, nargs="*", metavar="ARCH", help="compiles, for example for 90")
     parser.add_argument("--traffic", metavar="CSV", help="ncu's table")
     args = parser.parse_args()
     os.makedirs(args.out, exist_ok=True)
@@ -718,6 +719,11 @@ def main(make=on_the_gpu):
         return print(rows)
     lib = library(args.library)
     lib.path = args.library
+    for arch in args.cubins or ():
+        if lib.gpu_cubins(arch):
+            raise Failure(lib.gpu_error().decode())
+    if args.cubins is not None:
+        return
     if args.dry:
         return dry(lib)
     bench = make(lib, os.path.join(args.out, "rows.json"))

@@ -39,6 +39,18 @@ if [ -z "${COLLECTIVE_NCCL_LIB:-}" ]; then
 fi
 
 bench() { "$python" bench.py --library "$library" "$@"; }
+if [ "${1:-}" = --build ]; then
+  if [ -z "${NVRTC_LIBRARY:-}" ]; then
+    echo "no NVRTC among Python's packages (pip install nvidia-cuda-nvrtc): it will be needed there" >&2
+    exit
+  fi
+  # Another version's cubins are no use, and are carried.
+  rm -rf "$CUBIN_CACHE"
+  # shellcheck disable=SC2086
+  bench --cubins ${ARCHS:-90}
+  du -sh "$library" "$CUBIN_CACHE"
+  exit
+fi
 if [ "${1:-}" = --dry ]; then
   bench --dry
   exit

@@ -53,6 +53,16 @@ pub struct Session {
     scaler: Option<CudaScaler>,
 }
 
+/// Compiles every kernel that the benchmark needs on an architecture, into the cache; without a GPU.
+#[unsafe(no_mangle)]
+pub extern "C" fn gpu_cubins(arch: c_int) -> c_int {
+    status(|| {
+        use DType::{Bf16, F16, F32};
+        Any::compile_for(arch, &[(F32, F32), (F16, F16), (Bf16, Bf16), (F32, Bf16)])?;
+        Ok(amp::cuda::compile_for(arch)?)
+    })
+}
+
 /// Writes a session on a stream of device 0.
 ///
 /// # Safety

@@ -2,7 +2,7 @@
 
 use fused_optim::cuda::{CudaOptimizer, DeviceParam, Gpu, LossScale, Status};
 use fused_optim::{
-    AdadeltaHyper, AdamHyper, AdamPHyper, AdamWHyper, BertAdamHyper, HalfWeights, LambHyper,
+    AdadeltaHyper, AdamHyper, AdamPHyper, AdamWHyper, BertAdamHyper, DType, HalfWeights, LambHyper,
     Optimizer, ParamGroup, RmsPropHyper, RmsPropTfHyper, SgdHyper, StepCtl,
 };
 
@@ -37,6 +37,20 @@ macro_rules! rules {
                     })*
                     _ => return Err(unknown(name).into()),
                 })
+            }
+
+            /// [`CudaOptimizer::compile_for`] of every rule, for tensors of these types.
+            ///
+            /// # Errors
+            ///
+            /// As there.
+            pub fn compile_for(arch: i32, types: &[(DType, DType)]) -> fused_optim::Result<()> {
+                $(
+                    let hyper = $hyper { $($field: $value,)* ..Default::default() };
+                    let groups = [ParamGroup::new(hyper, 0..1)];
+                    CudaOptimizer::compile_for(arch, &groups, HalfWeights::Master, types)?;
+                )*
+                Ok(())
             }
 
             /// [`CudaOptimizer::bind`].

@@ -18,7 +18,21 @@ pub(crate) struct Fake(usize);
 /// Runs a test, known by its name, in a process of its own that finds the fake in place of the driver,
 /// NVRTC and NCCL.
 pub(crate) fn with_fake(test: &str, body: impl FnOnce(&'static Fake)) {
+    with_fake_and(test, &[], body);
+}
+
+/// As [`with_fake`], with variables of the environment; a test may do this several times with others.
+pub(crate) fn with_fake_and(
+    test: &str,
+    variables: &[(&str, &str)],
+    body: impl FnOnce(&'static Fake),
+) {
+    let own = format!("{variables:?}");
     if let Some(library) = env::var_os(LIBRARY) {
+        if env::var(VARIABLES).is_ok_and(|given| given != own) {
+            return;
+        }
+        println!("{RAN}");
         return body(Box::leak(Box::new(Fake::open(Path::new(&library)))));
     }
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
@@ -34,17 +48,23 @@ pub(crate) fn with_fake(test: &str, body: impl FnOnce(&'static Fake)) {
         .env("COLLECTIVE_NCCL_LIB", library)
         .env("COLLECTIVE_CUDA_LIB", library)
         .env("CUBIN_CACHE", "")
+        .env(VARIABLES, own)
+        .envs(variables.iter().copied())
         .env("TMPDIR", env!("CARGO_TARGET_TMPDIR"))
         .output()
         .unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     let all = text(&output.stdout) + &text(&output.stderr);
     assert!(output.status.success(), "{}: {all}", output.status);
-    assert!(all.contains("1 passed"), "no such test: {all}");
+    assert!(all.contains("1 passed") && all.contains(RAN), "nothing was tested: {all}");
 }
 
 /// Says in a child where the fake is.
 const LIBRARY: &str = "GPU_BENCH_FAKE";
+/// What it says then.
+const RAN: &str = "on the fake GPU";
+/// And which of several processes of a test it is.
+const VARIABLES: &str = "GPU_BENCH_VARIABLES";
 
 /// Compiles the fake, unless that has been done since it changed, into a folder of its own, under
 /// every name that it is looked for by.

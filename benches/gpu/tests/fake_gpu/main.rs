@@ -17,8 +17,11 @@ use std::time::Duration;
 
 use collective::reducer::DeviceReducerOptions;
 use collective::{DeviceBuf, GroupOptions, MemoryStore, ProcessGroup, Transport};
-use fused_optim::cuda::{DeviceSlice, LossScale};
-use fused_optim::{Applied, Clip, DType, FoundInf, ParamMut, Slice, SliceMut, StepCtl};
+use fused_optim::cuda::{CudaOptimizer, DeviceParam, DeviceSlice, Gpu, LossScale};
+use fused_optim::{
+    Applied, Clip, DType, FoundInf, HalfWeights, ParamGroup, ParamMut, SgdHyper, Slice, SliceMut,
+    StepCtl,
+};
 use gpu_bench::joined::Joined;
 use gpu_bench::reduce::{
     gpu_all_reduce, gpu_group, gpu_group_end, gpu_join, gpu_joined_average, gpu_joined_step,
@@ -30,7 +33,7 @@ use gpu_bench::{
     gpu_step, gpu_unscale,
 };
 
-use fake::{Fake, with_fake};
+use fake::{Fake, with_fake, with_fake_and};
 
 /// Numbers that look random.
 fn numbers(count: usize, seed: u64) -> Vec<f32> {
@@ -138,6 +141,38 @@ fn every_rule_has_the_bits_of_the_cpu_through_the_whole_path() {
                 fake.take_back(one);
             }
         }
+    });
+}
+
+/// Kernels that were compiled elsewhere are all that a machine without NVRTC needs.
+#[test]
+fn carried_cubins_need_no_nvrtc() {
+    let test = "carried_cubins_need_no_nvrtc";
+    let folder = concat!(env!("CARGO_TARGET_TMPDIR"), "/carried");
+    let kept = ("CUBIN_CACHE", folder);
+    let groups = [ParamGroup::new(SgdHyper::default(), 0..1)];
+    with_fake_and(test, &[kept], |_| {
+        let _ = std::fs::remove_dir_all(folder);
+        let types = [(DType::F32, DType::F32)];
+        CudaOptimizer::compile_for(90, &groups, HalfWeights::Master, &types).unwrap();
+    });
+    let without = ("NVRTC_LIBRARY", "/nonexistent/libnvrtc.so");
+    with_fake_and(test, &[kept, without], |fake| {
+        let step = |dtype, words: &mut [u32]| {
+            let slice = DeviceSlice { ptr: fake.lend(words), len: words.len(), dtype };
+            // SAFETY: a stream that lives.
+            let gpu = unsafe { Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
+            let mut sgd = CudaOptimizer::new(gpu, groups.clone(), HalfWeights::Master)?;
+            let grad = DeviceSlice { ptr: slice.ptr, ..slice };
+            // SAFETY: the memory outlives the optimizer.
+            unsafe { sgd.bind(&[DeviceParam::new(slice, Some(grad))]) }?;
+            // SAFETY: as above.
+            unsafe { sgd.step(&StepCtl::default()) }?;
+            sgd.status().map(|_| ())
+        };
+        step(DType::F32, &mut [0; 8]).unwrap();
+        let error = step(DType::F16, &mut [0; 8]).unwrap_err().to_string();
+        assert!(error.contains("cannot load NVRTC"), "what was not compiled: {error}");
     });
 }
 

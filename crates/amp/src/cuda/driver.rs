@@ -244,15 +244,21 @@ impl Drop for Memory {
     }
 }
 
-/// Machine code for an architecture, from disk or from NVRTC.
+/// Machine code for an architecture, from disk or from NVRTC; without NVRTC from disk alone.
 ///
 /// # Errors
 ///
 /// Those of [`Nvrtc::global`] and [`Nvrtc::compile`].
 pub(super) fn compiled(source: &str, macros: &[String], arch: i32) -> Result<Vec<u8>, CudaError> {
-    let nvrtc = Nvrtc::global()?;
-    let options = options(macros, arch);
-    let entry = cache::folder().map(|folder| Entry::new(folder, source, &options, nvrtc.version()));
+    let (options, folder) = (options(macros, arch), cache::folder());
+    let nvrtc = match Nvrtc::global() {
+        Ok(nvrtc) => nvrtc,
+        Err(missing) => {
+            let kept = folder.and_then(|folder| cache::of_any_version(&folder, source, &options));
+            return kept.ok_or(missing);
+        }
+    };
+    let entry = folder.map(|folder| Entry::new(folder, source, &options, nvrtc.version()));
     if let Some(code) = entry.as_ref().and_then(Entry::read) {
         return Ok(code);
     }

@@ -23,7 +23,7 @@ fn programs(_: i32) -> Vec<Program> {
 
 /// The architectures each version is asked for: 13 has no sm_70, 12.1 nothing after sm_90.
 const fn architectures(major: i32) -> &'static [i32] {
-    if major >= 13 { &[80, 90, 100, 120] } else { &[70] }
+    if major >= 13 { &[80, 90, 100, 120] } else { &[70, 80, 90] }
 }
 
 #[test]

@@ -8,7 +8,8 @@
 //! Building needs nothing of CUDA. At run time the driver (`libcuda.so.1`) and NVRTC are opened; if one
 //! is missing or too old the error says where it was looked for and what to install. `$NVRTC_LIBRARY`
 //! is the path of an NVRTC elsewhere. Compiled kernels are kept in `$CUBIN_CACHE` (empty: nowhere), or
-//! under `amp/cubin` in the user's cache.
+//! under `amp/cubin` in the user's cache; where that folder has them ([`compile_for`]), NVRTC is not
+//! needed.
 //!
 //! ```no_run
 //! use amp::cuda::{CudaScaler, DeviceSlice, Gpu};
@@ -110,6 +111,21 @@ unsafe fn cast_on<D: Device>(
     let blocks = blocks.min(device.processors() * BLOCKS_PER_PROCESSOR);
     // SAFETY: a `CastJob`; the caller vouches for both addresses.
     unsafe { device.launch(program, "cast", blocks, &[from.ptr, to.ptr, from.len as u64]) }
+}
+
+/// Compiles all kernels of this crate for devices of an architecture (90 is compute capability 9.0) and
+/// keeps them where compiled kernels are kept: a machine that is given that folder needs no NVRTC. Needs
+/// no GPU and no driver.
+///
+/// # Errors
+///
+/// NVRTC's.
+pub fn compile_for(arch: i32) -> Result<(), CudaError> {
+    let pairs = (0..3).flat_map(|from| (0..3).map(move |to| Some([from, to])));
+    for cast in pairs.chain([None]) {
+        driver::compiled(&Program::source(), &Program { cast }.macros(), arch)?;
+    }
+    Ok(())
 }
 
 /// A loss scale on a device.

@@ -5,7 +5,7 @@
 //! that compile at once do each other no harm. Nothing here fails: without a cache there is only more
 //! to compile.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::{env, fs, process};
 
@@ -18,6 +18,24 @@ pub(super) fn folder() -> Option<PathBuf> {
     let own = env::var_os("XDG_CACHE_HOME").filter(|path| !path.is_empty()).map(PathBuf::from);
     let home = || env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache"));
     Some(own.or_else(home)?.join(env!("CARGO_PKG_NAME")).join("cubin"))
+}
+
+/// Code of this source and these options by whatever version of the compiler: what is left to try
+/// where there is none.
+pub(super) fn of_any_version(folder: &Path, source: &str, options: &[String]) -> Option<Vec<u8>> {
+    let from = format!("{}\n{source}", options.join("\n")).into_bytes();
+    let code = |path: PathBuf| {
+        let bytes = fs::read(path).ok()?;
+        let (length, rest) = bytes.split_first_chunk()?;
+        let line = rest.iter().position(|byte| *byte == b'\n')?;
+        let code = rest[line + 1..].strip_prefix(&from[..])?;
+        (code.len() as u64 == u64::from_le_bytes(*length)).then(|| code.to_vec())
+    };
+    let mut paths: Vec<PathBuf> =
+        fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path()).collect();
+    paths.retain(|path| path.extension().is_some_and(|extension| extension == "cubin"));
+    paths.sort_unstable();
+    paths.into_iter().find_map(code)
 }
 
 /// Code in a folder, by what it is made from.
@@ -69,7 +87,7 @@ impl Entry {
 mod tests {
     use super::*;
 
-    fn entry(folder: &std::path::Path, source: &str) -> Entry {
+    fn entry(folder: &Path, source: &str) -> Entry {
         Entry::new(folder.to_owned(), source, &["--arch".into()], (13, 0))
     }
 
@@ -93,6 +111,15 @@ mod tests {
         let options = Entry::new(folder.clone(), "one", &[], (13, 0));
         let version = Entry::new(folder.clone(), "one", &["--arch".into()], (12, 1));
         assert!(options.path != one.path && version.path != one.path);
+        // Without a compiler its version is all the same, source and options are not.
+        one.write(b"code");
+        let any = |source, options: &[String]| of_any_version(&folder, source, options);
+        assert_eq!(any("one", &["--arch".into()]).unwrap(), b"code");
+        version.write(b"older");
+        fs::remove_file(&one.path).unwrap();
+        assert_eq!(any("one", &["--arch".into()]).unwrap(), b"older");
+        assert_eq!((any("one", &[]), any("two", &["--arch".into()])), (None, None));
+        one.write(b"code");
         // Where nothing can be written, nothing is, and nobody is told.
         entry(&one.path.join("below a file"), "one").write(b"code");
         fs::remove_dir_all(&folder).unwrap();

@@ -35,6 +35,17 @@ const FORMS: [(&str, bool); 18] = [
     ("Sgd<true, true>", false),
 ];
 
+/// All types: for every form with `KERNELS=all`, else for one, on one architecture.
+fn all_types() -> impl Iterator<Item = Types> {
+    (0..3).flat_map(|grad| {
+        [(0, false), (1, false), (2, false), (1, true), (2, true)].map(|(weight, master)| Types {
+            grad,
+            weight,
+            master,
+        })
+    })
+}
+
 /// Registers a thread of each kernel may have: so many blocks of 256 fit a processor's 65 536.
 const BUDGET: [(&str, u32); 5] =
     [("look", 80), ("look_part", 80), ("step", 104), ("observe", 128), ("conclude", 128)];
@@ -44,23 +55,23 @@ fn programs(arch: i32) -> Vec<Program> {
         rule: Some(((*form).into(), *twice)),
         types,
     };
+    let mut programs = vec![Program::LOOK];
+    if env::var_os("KERNELS").is_some_and(|which| which == "all") {
+        programs.extend(FORMS.iter().flat_map(|form| all_types().map(|types| all(form, types))));
+        return programs;
+    }
     let plain = Types { grad: 0, weight: 0, master: false };
     let half = Types { grad: 1, weight: 2, master: true };
-    let mut programs = vec![Program::LOOK];
     programs.extend(FORMS.iter().flat_map(|form| [plain, half].map(|types| all(form, types))));
     if arch == 90 {
-        let types = (0..3).flat_map(|grad| {
-            [(0, false), (1, false), (2, false), (1, true), (2, true)]
-                .map(|(weight, master)| Types { grad, weight, master })
-        });
-        programs.extend(types.map(|types| all(&FORMS[3], types)));
+        programs.extend(all_types().map(|types| all(&FORMS[3], types)));
     }
     programs
 }
 
 /// The architectures each version is asked for: 13 has no sm_70, 12.1 nothing after sm_90.
 const fn architectures(major: i32) -> &'static [i32] {
-    if major >= 13 { &[80, 90, 100, 120] } else { &[70] }
+    if major >= 13 { &[80, 90, 100, 120] } else { &[70, 80, 90] }
 }
 
 #[test]

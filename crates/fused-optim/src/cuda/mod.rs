@@ -18,7 +18,8 @@
 //! Building needs nothing of CUDA. At run time the driver (`libcuda.so.1`) and NVRTC are opened; if one
 //! is missing or too old the error says where it was looked for and what to install. `$NVRTC_LIBRARY`
 //! is the path of an NVRTC elsewhere. Compiled kernels are kept in `$CUBIN_CACHE` (empty: nowhere), or
-//! under `fused-optim/cubin` in the user's cache.
+//! under `fused-optim/cubin` in the user's cache; where that folder has them
+//! ([`compile_for`](CudaOptimizer::compile_for)), NVRTC is not needed.
 //!
 //! ```no_run
 //! use fused_optim::cuda::{CudaOptimizer, DeviceParam, DeviceSlice, Gpu};
@@ -88,6 +89,37 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
         half_weights: HalfWeights,
     ) -> Result<Self> {
         Ok(Self(Fused::new(gpu, groups, half_weights)?))
+    }
+
+    /// Compiles what an optimizer over these groups needs on devices of an architecture (90 is compute
+    /// capability 9.0), for tensors of these types of weight and gradient, and keeps it where compiled
+    /// kernels are kept: a machine that is given that folder needs no NVRTC. Needs no GPU and no driver.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Cuda`](crate::Error::Cuda): NVRTC's.
+    pub fn compile_for(
+        arch: i32,
+        groups: &[ParamGroup<H>],
+        half_weights: HalfWeights,
+        types: &[(DType, DType)],
+    ) -> Result<()> {
+        let mut programs = vec![Program::LOOK];
+        for group in groups {
+            for &(weight, grad) in types {
+                let master = weight != DType::F32 && half_weights == HalfWeights::Master;
+                let types = table::Types {
+                    grad: table::number(grad),
+                    weight: table::number(weight),
+                    master,
+                };
+                programs.push(Program { rule: Some((group.hyper.form(), H::TWO_SWEEPS)), types });
+            }
+        }
+        for program in programs {
+            driver::compiled(&program.source(), &program.macros(), arch)?;
+        }
+        Ok(())
     }
 
     /// Says where the tensors are; at any time again, for example when others have a gradient.

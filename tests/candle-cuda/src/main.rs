@@ -1,0 +1,79 @@
+//! candle's tensors on a GPU, stepped by `fused-optim`: the adapter, and a small training with it.
+//!
+//! candle and our crates share one cudarc, so a tensor's memory is a `CudaSlice` to both, and candle's
+//! stream is the optimizer's: nothing is copied and nobody waits. `.ci/candle-cuda` checks that all of it
+//! builds together.
+
+use std::sync::Arc;
+
+use candle_core::cuda_backend::cudarc::driver::CudaStream;
+use candle_core::{DType, Device, Error, Result, Storage, Tensor, Var, bail};
+use fused_optim::cuda::{CudaOptimizer, DeviceParam, DeviceSlice, Gpu};
+use fused_optim::{AdamWHyper, Clip, FoundInf, HalfWeights, ParamGroup, StepCtl};
+
+/// Where a tensor's elements lie; it must be contiguous, on a GPU, of f32, f16 or bf16.
+fn slice(tensor: &Tensor) -> Result<DeviceSlice> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cuda(storage) = &*storage else { bail!("{tensor:?} is not on a GPU") };
+    let Some((start, end)) = layout.contiguous_offsets() else {
+        bail!("{tensor:?} is not contiguous")
+    };
+    let whole = match tensor.dtype() {
+        DType::F32 => DeviceSlice::from(storage.as_cuda_slice::<f32>()?),
+        DType::F16 => DeviceSlice::from(storage.as_cuda_slice::<half::f16>()?),
+        DType::BF16 => DeviceSlice::from(storage.as_cuda_slice::<half::bf16>()?),
+        other => bail!("no kernel is for {other:?}"),
+    };
+    let ptr = whole.ptr + (start * tensor.dtype().size_in_bytes()) as u64;
+    Ok(DeviceSlice { ptr, len: end - start, ..whole })
+}
+
+fn main() -> Result<()> {
+    let device = Device::new_cuda(0)?;
+    let stream = device.as_cuda_device()?.cuda_stream();
+    let weight = Var::randn(0_f32, 0.1, (8, 64), &device)?;
+    let bias = Var::zeros(8, DType::F32, &device)?;
+    let (inputs, wanted) = (
+        Tensor::randn(0_f32, 1.0, (256, 64), &device)?,
+        Tensor::randn(0_f32, 1.0, (256, 8), &device)?,
+    );
+    let groups = [ParamGroup::new(AdamWHyper::default(), 0..2)];
+    let gpu = Gpu::on(stream.clone()).map_err(Error::wrap)?;
+    let mut adamw = CudaOptimizer::new(gpu, groups, HalfWeights::Master).map_err(Error::wrap)?;
+    let ctl =
+        StepCtl { found_inf: FoundInf::Check, clip: Some(Clip::norm(1.0)), ..StepCtl::default() };
+    for step in 0..100 {
+        let got = inputs.matmul(&weight.t()?)?.broadcast_add(&bias)?;
+        let loss = (got - &wanted)?.sqr()?.mean_all()?;
+        let grads = loss.backward()?;
+        let params = [&weight, &bias].map(|var| -> Result<DeviceParam> {
+            let Some(grad) = grads.get(var) else { bail!("a parameter without a gradient") };
+            Ok(DeviceParam::new(slice(var)?, Some(slice(grad)?)))
+        });
+        let params = params.into_iter().collect::<Result<Vec<_>>>()?;
+        // SAFETY: tensors of these lengths and types on this device, which live until the next `bind`
+        // or the end of this step.
+        unsafe { adamw.bind(&params) }.map_err(Error::wrap)?;
+        // SAFETY: as above; everything is on one stream.
+        unsafe { adamw.step(&ctl) }.map_err(Error::wrap)?;
+        if step % 10 == 0 {
+            println!("{step}: {}", loss.to_scalar::<f32>()?);
+        }
+    }
+    halve(&stream, weight.as_tensor())?;
+    Ok(())
+}
+
+/// The weight in f16, by `amp`'s cast, on the same stream.
+fn halve(stream: &Arc<CudaStream>, weight: &Tensor) -> Result<Tensor> {
+    let half = weight.zeros_like()?.to_dtype(DType::F16)?;
+    let of = |tensor, dtype| {
+        let DeviceSlice { ptr, len, .. } = slice(tensor)?;
+        Ok::<_, Error>(amp::cuda::DeviceSlice { ptr, len, dtype })
+    };
+    let (from, to) = (of(weight, amp::DType::F32)?, of(&half, amp::DType::F16)?);
+    let gpu = amp::cuda::Gpu::on(stream.clone()).map_err(Error::wrap)?;
+    // SAFETY: two tensors of these types, apart, which outlive the cast in order of their stream.
+    unsafe { amp::cuda::cast(&gpu, from, to) }.map_err(Error::wrap)?;
+    Ok(half)
+}

@@ -591,7 +591,8 @@ fn make_schedulers(
     let optimizer = optim.optimizer_mut();
     let (epochs, iters) = match train.length {
         Length::Epochs(epochs) => (epochs, epochs.saturating_mul(epoch_length)),
-        Length::Iters(iters) => (iters.div_ceil(epoch_length), iters),
+        // A run that only judges has no epochs.
+        Length::Iters(iters) => (iters.div_ceil(epoch_length.max(1)), iters),
     };
     let (epochs, iters, epoch_length) = (epochs as u64, iters as u64, epoch_length as u64);
     let span = Span { epochs, iters, epoch_length };
@@ -693,6 +694,7 @@ mod tests {
         };
         let build = |work_dir: &str, judged| {
             let run = builder(&dir.path().join(work_dir), 1).train_dataloader(none());
+            let run = run.train_cfg(TrainConfig::by_iters(9));
             run.validation(blank(3), Box::new(Accuracy))
                 .test(none(), Box::new(Accuracy))
                 .only(judged)

@@ -279,7 +279,7 @@ impl OptimWrapper for NoStep {
         Ok(Applied::Applied)
     }
 
-    fn state_dict(&self) -> OptimWrapperState {
+    fn state_dict(&self) -> runner::Result<OptimWrapperState> {
         self.0.state_dict()
     }
 
@@ -333,7 +333,7 @@ fn empty_loop(iterations: usize, interval: usize) {
     });
     register.unwrap();
     let no_step = OPTIM_WRAPPERS.register("NoStep", |_| {
-        let build: BuildOptimWrapper = Box::new(|params| {
+        let build: BuildOptimWrapper = Box::new(|params, _| {
             let sgd =
                 Sgd::with_one_group(SgdHyper { lr: 0.1, ..SgdHyper::default() }, params.len());
             Ok(Box::new(NoStep(Fp32OptimWrapper::new(Box::new(sgd?), 1))))

@@ -6,8 +6,7 @@
 use fused_optim::npu::{HostFed, NpuOptimizer, NpuParam, Operators};
 use fused_optim::*;
 use half::{bf16, f16};
-use npu_sim::{Config, Session, Soc, acl, nnop, ops, start};
-use npu_sys::safe::{Context, Stream};
+use npu_sim::{Config, Session, Soc, start};
 
 /// A tensor: shape, type of weight, type of gradient.
 type Shape = (&'static [usize], DType, DType);
@@ -17,8 +16,7 @@ fn session(soc: Soc) -> Session {
 }
 
 fn operators() -> Operators {
-    let stream = Stream::new(&Context::new(acl(), 0).unwrap()).unwrap();
-    Operators::new(stream, nnop(), ops()).unwrap()
+    npu_sim::operators(0).unwrap()
 }
 
 fn number(seed: u64) -> f32 {
@@ -360,7 +358,8 @@ fn fed_from_the_host_it_is_an_optimizer_as_any_other() {
                 let saved = fed.try_state_dict().unwrap();
                 fed = HostFed::new(operators(), groups(), how).unwrap();
                 fed.load_state_dict(&saved).unwrap();
-                for optimizer in [&mut fed as &mut dyn Optimizer, &mut cpu] {
+                let both: [&mut dyn Optimizer; 2] = [&mut fed, &mut cpu];
+                for optimizer in both {
                     optimizer.set_lr(1, 0.01).unwrap();
                     optimizer.set_momentum(0, 0.8).unwrap();
                     assert_eq!(optimizer.lr(1).unwrap(), 0.01);

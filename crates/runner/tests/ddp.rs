@@ -11,6 +11,7 @@ use collective::ProcessGroup;
 use fused_optim::{DType, Slice, SliceMut};
 use runner::config::Config;
 use runner::data::{Array, Batch};
+use runner::device::Device;
 use runner::engine::{Engine, Losses, SharedSink, TensorSpec};
 use runner::model::{DistributedDataParallel, ModelWrapper};
 use runner::registry::{MODEL_WRAPPERS, OPTIM_WRAPPERS};
@@ -105,7 +106,8 @@ fn train(
             "type = 'OptimWrapper'\naccumulative_counts = {counts}\n\
              optimizer = {{ type = 'SGD', lr = 0.5 }}"
         );
-        let mut optim = (OPTIM_WRAPPERS.build(section(optim))?.build)(engine.params())?;
+        let mut optim =
+            (OPTIM_WRAPPERS.build(section(optim))?.build)(engine.params(), &Device::cpu())?;
         for _ in 0..steps {
             optim.update_params(&mut engine, &mut *model, &Batch::new())?;
         }

@@ -13,6 +13,7 @@ use fused_optim::{
 use runner::Result;
 use runner::config::Config;
 use runner::data::{Array, Batch};
+use runner::device::Device;
 use runner::engine::{Engine, Losses, SharedSink, TensorSpec};
 use runner::model::DistributedDataParallel;
 use runner::optim_wrapper::{Fp32OptimWrapper, Member, OptimWrapper, OptimizerDict};
@@ -100,7 +101,8 @@ fn steps_equal_mmengines() {
         let w0 = numbers(&case["w0"]).iter().map(|w| *w as f32).collect();
         let mut engine = Quadratic::new(w0);
         let mut model = ddp(&engine);
-        let mut optim = (OPTIM_WRAPPERS.build(section).unwrap().build)(engine.params()).unwrap();
+        let build = OPTIM_WRAPPERS.build(section).unwrap().build;
+        let mut optim = build(engine.params(), &Device::cpu()).unwrap();
         let max = case["max_counts"].as_u64().unwrap() as usize;
         optim.accumulation().initialize_count_status(0, max);
         for (at, iter) in case["iters"].as_array().unwrap().iter().enumerate() {

@@ -35,6 +35,7 @@ mod world;
 
 use std::sync::LazyLock;
 
+use npu_sys::safe::{Context, Operators, Stream};
 use npu_sys::sys::{Acl, Hccl, Nnop, Ops};
 
 pub use export::symbol;
@@ -57,6 +58,16 @@ pub fn nnop() -> &'static Nnop {
 pub fn ops() -> &'static Ops {
     static TABLE: LazyLock<Ops> = LazyLock::new(export::ops_table);
     &TABLE
+}
+
+/// Operators in a stream of their own on a device, of the simulator in this process.
+///
+/// # Errors
+///
+/// Those of the calls that make them, if they are to fail.
+pub fn operators(device: usize) -> npu_sys::Result<Operators> {
+    let context = Context::new(acl(), device)?;
+    Operators::new(Stream::new(&context)?, nnop(), ops())
 }
 
 /// The table of HCCL.

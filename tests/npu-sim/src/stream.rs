@@ -2,8 +2,8 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::PoisonError;
-use std::thread;
+use std::sync::{Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crate::world::{CHANGED, World, world};
@@ -52,10 +52,13 @@ impl World {
         };
         self.streams.insert(id, stream);
         let spawned = thread::Builder::new().name("npu-sim stream".into()).spawn(move || work(id));
-        if spawned.is_err() {
+        let Ok(thread) = spawned else {
             self.streams.remove(&id);
             return Err(200_000);
-        }
+        };
+        let mut threads = THREADS.lock().unwrap_or_else(PoisonError::into_inner);
+        threads.retain(|thread| !thread.is_finished());
+        threads.push(thread);
         Ok(id)
     }
 
@@ -109,6 +112,25 @@ impl World {
                 stream.error.get_or_insert(ABORTED);
             }
             CHANGED.notify_all();
+        }
+    }
+}
+
+/// The streams' threads, but for those that have long ended.
+static THREADS: Mutex<Vec<JoinHandle<()>>> = Mutex::new(Vec::new());
+
+/// Waits for the threads of streams that are gone, but not for work that does not end: a checker of
+/// leaks at the end of the process takes a thread that is about to end for one.
+pub(crate) fn join_all() {
+    let threads = std::mem::take(&mut *THREADS.lock().unwrap_or_else(PoisonError::into_inner));
+    let deadline = Instant::now() + Duration::from_secs(1);
+    for thread in threads {
+        while !thread.is_finished() && Instant::now() < deadline {
+            thread::sleep(Duration::from_micros(100));
+        }
+        if thread.is_finished() {
+            // One that panicked has said so.
+            drop(thread.join());
         }
     }
 }

@@ -15,7 +15,7 @@ use crate::hccl::Comm;
 use crate::memory::Memory;
 use crate::nnop::Objects;
 use crate::soc::Soc;
-use crate::stream::Stream;
+use crate::stream::{self, Stream};
 
 /// What is simulated.
 #[derive(Clone, Debug)]
@@ -316,6 +316,8 @@ impl Session {
         let generation = world.generation + 1;
         *world = World::new(Config::of_environment(), generation);
         CHANGED.notify_all();
+        drop(world);
+        stream::join_all();
         report
     }
 }

@@ -5,16 +5,14 @@ use fused_optim::{
     AdadeltaHyper, AdamHyper, AdamPHyper, AdamWHyper, BertAdamHyper, HalfWeights, LambHyper,
     Optimizer, RmsPropHyper, RmsPropTfHyper, SgdHyper,
 };
-use npu_sim::{Config, Session, Soc, acl, nnop, ops, start};
-use npu_sys::safe::{Context, Stream};
+use npu_sim::{Config, Session, Soc, start};
 use serde_json::Value;
 
 use crate::oracle::{check, load};
 use crate::{Golden, Ours, groups, vectors};
 
 fn operators() -> Operators {
-    let stream = Stream::new(&Context::new(acl(), 0).unwrap()).unwrap();
-    Operators::new(stream, nnop(), ops()).unwrap()
+    npu_sim::operators(0).unwrap()
 }
 
 fn session(soc: Soc) -> Session {

@@ -101,3 +101,63 @@ impl Npu {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use fused_optim::npu::HostFed;
+    use fused_optim::{HalfWeights, Optimizer, ParamGroup, Sgd, SgdHyper};
+    use npu_sim::{Config, Soc};
+
+    use crate::device::Device;
+    use crate::testing::group;
+
+    use super::*;
+
+    fn device(switch_to_amp: bool) -> Device {
+        let on = npu_sim::operators(0).unwrap();
+        let npu = Npu { on, switch_to_amp, group: group() };
+        Device { npu: Some(npu), ..Device::cpu() }
+    }
+
+    #[test]
+    fn an_optimizer_on_the_host_is_refused_by_name() {
+        let session = npu_sim::start(Config::default());
+        let npu = device(true);
+        let sgd = Sgd::with_one_group(SgdHyper::default(), 1).unwrap();
+        let error = npu.check(&sgd).unwrap_err().to_string();
+        assert!(error.contains("`sgd` computes on cpu, not on npu:0"), "{error}");
+        Device::cpu().check(&sgd).unwrap();
+        let groups = [ParamGroup::new(SgdHyper::default(), 0..1)];
+        let on = npu.npu().unwrap().clone();
+        let fed: Box<dyn Optimizer> =
+            Box::new(HostFed::new(on, groups, HalfWeights::Master).unwrap());
+        npu.check(&*fed).unwrap();
+        drop((fed, npu));
+        assert_eq!(session.finish(), [""; 0]);
+    }
+
+    #[test]
+    fn only_the_first_generation_is_switched_and_has_a_flag() {
+        for (soc, old) in [(Soc::Ascend910A, true), (Soc::Ascend910B, false)] {
+            let session = npu_sim::start(Config { soc, ..Config::default() });
+            for asked in [true, false] {
+                let npu = device(asked);
+                assert_eq!(npu.switches_to_amp("OptimWrapper"), old && asked);
+                let (line, warnings) = npu.words(&group());
+                assert!(line.unwrap().starts_with("device npu:0 (Ascend910"));
+                assert_eq!(warnings.len(), usize::from(old && asked));
+                // Once.
+                assert_eq!(npu.words(&group()).1, [""; 0]);
+                let overflows = npu.overflows();
+                assert_eq!(overflows.is_some(), old);
+                if let Some(mut source) = overflows {
+                    source.clear().unwrap();
+                    for seen in [None, Some(false), Some(true)] {
+                        assert_eq!(source.overflowed(seen).unwrap(), seen);
+                    }
+                }
+            }
+            assert_eq!(session.finish(), [""; 0]);
+        }
+    }
+}

@@ -9,7 +9,7 @@
 //! rank is by then an inf on all. The optimizer looks at every gradient first and skips the whole
 //! step if one is not finite; every rank sees the same gradients, so all ranks skip, and halve
 //! their scale, in lockstep. Otherwise it multiplies by `1 / S` in the same sweep that updates.
-//! Where a device turns infinities into large numbers, a [`Watch`] sees them before it does.
+//! Where a device turns infinities into large numbers, a `Watch` sees them before it does.
 
 use ::amp::{LossScaler, LossScalerOptions};
 use fused_optim::{Applied, Clip, DType, FoundInf, Optimizer, StepCtl};

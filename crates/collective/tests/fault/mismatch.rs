@@ -137,7 +137,7 @@ fn different_exchanges_are_a_mismatch_and_change_nothing() {
         0 => group.all_to_all(two, &ONES[..two.len()]),
         _ => group.all_reduce(one, sum),
     });
-    mismatch("verb", |group, one, two| match group.rank() {
+    mismatch("verb", |group, _, two| match group.rank() {
         0 => group.all_to_all(two, &ONES[..two.len()]),
         _ => group.barrier(),
     });

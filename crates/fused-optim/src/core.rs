@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::cpu::pages::Pages;
 use crate::cpu::plan::Layout;
-use crate::cpu::{Copies, GradMap, Piece, SLOTS, SlotMut, step_key};
+use crate::cpu::{Copies, GradMap, Piece, SLOTS, Scratch, SlotMut, step_key};
 use crate::rule::{Hyper, at_least_zero};
 use crate::state::{TensorState, problem};
 use crate::state_dict::MASTER;
@@ -29,6 +29,8 @@ pub(crate) struct Core<H> {
     /// Keep state in eight bits; not for rules by rows.
     pub(crate) eight_bits: bool,
     grad_norm: Option<f64>,
+    /// Of each thread.
+    scratch: Vec<Scratch>,
 }
 
 #[derive(Clone, Debug)]
@@ -47,6 +49,7 @@ impl<H: Hyper> Core<H> {
             half_weights: HalfWeights::default(),
             eight_bits: false,
             grad_norm: None,
+            scratch: Vec::new(),
         };
         for group in groups {
             core.add_param_group(group)?;
@@ -158,7 +161,7 @@ impl<H: Hyper> Core<H> {
             let map = scales.map(at, limit, hyper.maximize());
             (rule, piece::<H>(index, state, p, map, half_weights))
         });
-        sweep::run::<H>(work, self.threads);
+        sweep::run::<H>(work, self.threads, &mut self.scratch);
         Ok(Applied::Applied)
     }
 

@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::cpu::plan::Layout;
-use crate::cpu::{Block, Sums};
+use crate::cpu::{Block, Found, Sums};
 use crate::{Error, Result};
 
 /// A rule's hyper-parameters, and the rule.
@@ -49,13 +49,10 @@ pub(crate) trait Hyper: Clone + Send + Sync + Serialize + DeserializeOwned {
     }
     /// The numbers for a tensor's `step`-th step, counted from 1; `rows` is 0 for a vector.
     fn rule(&self, step: u64, rows: usize) -> Self::Rule;
-    /// Moves the parameters of one block; `factor` is the row's, without meaning if there is one
-    /// sweep only.
-    fn sweep(rule: &Self::Rule, factor: f32, block: Block<'_>);
-    /// The first sweep of one block.
-    fn observe(_: &Self::Rule, _: Block<'_>) -> Sums {
-        Sums::default()
-    }
+    /// Moves parameters; what was found is nothing unless there are two sweeps.
+    fn sweep(rule: &Self::Rule, found: Found<'_>, block: Block<'_>);
+    /// The first of two sweeps: writes directions, and adds the sums of each block.
+    fn observe(_: &Self::Rule, _: Block<'_>, _directions: &mut [f32], _: &mut Vec<Sums>) {}
     /// The factor for each row, from the rows' sums; these are spent.
     fn conclude(_: &mut Self::Rule, _: &mut [Sums], _: Layout) -> Vec<f32> {
         Vec::new()

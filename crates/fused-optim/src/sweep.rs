@@ -1,10 +1,14 @@
 //! A step's sweeps, dealt out to threads.
 
-use crate::cpu::plan::{BLOCK, ChunkPlan, Layout};
-use crate::cpu::{Block, Piece, Scratch, Sums, threads};
+use std::ops::Range;
+
+use crate::cpu::pages::Pages;
+use crate::cpu::plan::{ChunkPlan, Layout};
+use crate::cpu::{Block, Found, Piece, Scratch, Sums, threads};
 use crate::rule::Hyper;
 
-/// Applies each rule to its tensor, by order of the iterator.
+/// Applies each rule to its tensor, by order of the iterator. `scratch` is made as long as there are
+/// threads.
 ///
 /// A tensor that lies in one share is finished before the next is begun, so that the second of two
 /// sweeps finds it in a cache if it fits one. What lies in several is first observed by all, and
@@ -13,21 +17,24 @@ use crate::rule::Hyper;
 pub(crate) fn run<'a, H: Hyper>(
     tensors: impl Iterator<Item = (H::Rule, Piece<'a>)>,
     threads: usize,
+    scratch: &mut Vec<Scratch>,
 ) {
     if threads <= 1 {
-        let mut scratch = Scratch::new();
-        return tensors.for_each(|(rule, piece)| Job::<H>::new(rule, piece).begin(&mut scratch));
+        scratch.resize_with(1, Scratch::default);
+        let scratch = &mut scratch[0];
+        return tensors.for_each(|(rule, piece)| Job::<H>::new(rule, piece).begin(scratch));
     }
     let tensors: Vec<_> = tensors.collect();
     let layouts: Vec<Layout> = tensors.iter().map(|(_, piece)| piece.layout).collect();
-    let mut shares = deal::<H>(tensors, &ChunkPlan::new(&layouts, threads));
-    threads::for_each(&mut shares, |share| {
-        let mut scratch = Scratch::new();
-        share.iter_mut().for_each(|job| job.begin(&mut scratch));
+    let shares = deal::<H>(tensors, &ChunkPlan::new(&layouts, threads));
+    scratch.resize_with(shares.len(), Scratch::default);
+    let mut shares: Vec<_> = shares.into_iter().zip(scratch).collect();
+    threads::for_each(&mut shares, |(share, scratch)| {
+        share.iter_mut().for_each(|job| job.begin(scratch));
     });
     if H::TWO_SWEEPS {
-        let mut parts: Vec<_> =
-            shares.iter_mut().flatten().filter(|job| !job.piece.is_whole()).collect();
+        let all = shares.iter_mut().flat_map(|(share, _)| share);
+        let mut parts: Vec<_> = all.filter(|job| !job.piece.is_whole()).collect();
         for parts in parts.chunk_by_mut(|a, b| a.piece.blocks.end == b.piece.blocks.start) {
             let sums = parts.iter_mut().flat_map(|job| std::mem::take(&mut job.sums));
             let mut sums: Vec<Sums> = sums.collect();
@@ -37,12 +44,9 @@ pub(crate) fn run<'a, H: Hyper>(
                 (job.rule, job.factors) = (rule, factors.clone());
             }
         }
-        threads::for_each(&mut shares, |share| {
-            let mut scratch = Scratch::new();
-            share
-                .iter_mut()
-                .filter(|job| !job.piece.is_whole())
-                .for_each(|job| job.sweep(&mut scratch));
+        threads::for_each(&mut shares, |(share, scratch)| {
+            let parts = share.iter_mut().filter(|job| !job.piece.is_whole());
+            parts.rev().for_each(|job| job.sweep(scratch));
         });
     }
 }
@@ -91,11 +95,20 @@ impl<'a, H: Hyper> Job<'a, H> {
         }
         let Piece { layout, ref blocks, .. } = self.piece;
         let mut sums = std::mem::take(&mut scratch.sums);
+        let mut directions = std::mem::take(&mut scratch.directions);
         sums.clear();
-        for (_, elements) in layout.spans(blocks.clone(), BLOCK) {
-            let observe = |block: Block<'_>| H::observe(&self.rule, block);
-            sums.push(self.piece.visit(elements, false, scratch, observe));
+        let wanted = layout.count().min(KEPT);
+        if directions.len() < wanted {
+            directions = Pages::new(wanted).take(wanted);
         }
+        for (_, elements) in layout.spans(blocks.clone(), self.piece.stride()) {
+            // What is not kept is written all the same, where others come later.
+            let from = self.kept(&elements).unwrap_or(0);
+            let directions = &mut directions[from..][..elements.len()];
+            let observe = |block: Block<'_>| H::observe(&self.rule, block, directions, &mut sums);
+            self.piece.visit(elements, false, scratch, observe);
+        }
+        scratch.directions = directions;
         if self.piece.is_whole() {
             self.conclude(&mut sums);
             scratch.sums = sums;
@@ -103,6 +116,13 @@ impl<'a, H: Hyper> Job<'a, H> {
         } else {
             self.sums = sums;
         }
+    }
+
+    /// Where the directions of some elements are kept between the sweeps; nowhere, if they are not among
+    /// the tensor's last, or if other tensors come between the sweeps.
+    fn kept(&self, elements: &Range<usize>) -> Option<usize> {
+        let first = self.piece.layout.count().saturating_sub(KEPT);
+        elements.start.checked_sub(first).filter(|_| self.piece.is_whole())
     }
 
     /// Turns the sums of all of a tensor's blocks into factors; the sums are spent.
@@ -116,12 +136,32 @@ impl<'a, H: Hyper> Job<'a, H> {
         self.factors = H::conclude(&mut self.rule, &mut sums[..rows], layout);
     }
 
+    /// The last sweep. The second of two goes backwards: of a tensor that fits no cache it begins
+    /// with what the first has left in one.
     fn sweep(&mut self, scratch: &mut Scratch) {
         let Piece { layout, ref blocks, .. } = self.piece;
-        for (row, elements) in layout.spans(blocks.clone(), self.piece.stride()) {
-            let factor = if H::TWO_SWEEPS { self.factors[row] } else { 0.0 };
-            let sweep = |block: Block<'_>| H::sweep(&self.rule, factor, block);
-            self.piece.visit(elements, true, scratch, sweep);
+        let spans = layout.spans(blocks.clone(), self.piece.stride());
+        if !H::TWO_SWEEPS {
+            return spans
+                .for_each(|(_, elements)| self.move_on(Found::default(), elements, scratch));
         }
+        let factors = std::mem::take(&mut self.factors);
+        let directions = std::mem::take(&mut scratch.directions);
+        let mut backwards = std::mem::take(&mut scratch.spans);
+        backwards.extend(spans);
+        for (row, elements) in backwards.drain(..).rev() {
+            let directions = self.kept(&elements).map(|from| &directions[from..][..elements.len()]);
+            self.move_on(Found { factors: &factors[row..], directions }, elements, scratch);
+        }
+        (scratch.directions, scratch.spans) = (directions, backwards);
+    }
+
+    fn move_on(&mut self, found: Found<'_>, elements: Range<usize>, scratch: &mut Scratch) {
+        let sweep = |block: Block<'_>| H::sweep(&self.rule, found, block);
+        self.piece.visit(elements, true, scratch, sweep);
     }
 }
+
+/// Directions that a thread keeps from the first of two sweeps to the second, which then need not
+/// compute them again: as many as may still lie in a cache.
+const KEPT: usize = 1 << 20;

@@ -67,8 +67,11 @@ impl StateDict {
                 state.tensors.insert(name.to_owned(), values);
             }
         }
-        for state in dict.state.values_mut().filter(|state| state.step == 0) {
+        for (index, state) in dict.state.iter_mut().filter(|(_, state)| state.step == 0) {
             // SGD does not count; it has state once it has taken a step.
+            if rule.kind != "sgd" {
+                return Err(problem(&format!("state.{index}.{STEP}"), StateProblem::Missing));
+            }
             state.step = 1;
         }
         Ok(dict)

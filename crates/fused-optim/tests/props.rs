@@ -330,7 +330,7 @@ proptest! {
     fn threads_and_alignment_never_change_a_bit(
         (weight, grad) in (dtype(), dtype()),
         lengths in prop::collection::vec(prop_oneof![0..70_usize, 40_000..90_000_usize], 1..6),
-        rows in prop::sample::select(vec![0, 1, 3, 64]),
+        rows in prop::sample::select(vec![0, 1, 3, 64, 300]),
         (threads, offset) in (2..6_usize, 0..9_usize),
         how in prop::sample::select(vec![
             HalfWeights::Master, HalfWeights::Nearest, HalfWeights::Stochastic { seed: 7 },

@@ -114,6 +114,7 @@ fn files_that_make_no_sense_are_refused() {
 
     let adam = json!({ "kind": "Adam",
         "param_groups": [{ "params": [0], "lr": 0.1, "decoupled_weight_decay": true }] });
+    let uncounted = json!({ "kind": "Adam", "param_groups": [{ "params": [0], "lr": 0.1 }] });
     let lbfgs = json!({ "kind": "LBFGS", "param_groups": [] });
     for (header, tensors, expected) in [
         (sgd.clone(), [("weight", &[1.0][..])], "state dict, weight: unknown"),
@@ -128,6 +129,7 @@ fn files_that_make_no_sense_are_refused() {
             "state dict, state.0.step: expected 1 elements, got 2",
         ),
         (lbfgs, [("state.0.step", &[1.0][..])], "state dict, kind: \"LBFGS\" is not supported"),
+        (uncounted, [("state.0.exp_avg", &[1.0][..])], "state dict, state.0.step: missing"),
         (
             adam,
             [("state.0.step", &[1.0][..])],

@@ -15,10 +15,19 @@ pub(super) fn before(values: &[f32], unit: usize) -> usize {
 }
 
 /// Has the pages fetched that lie [`DISTANCE`] behind the beginnings of weight and gradient.
+#[inline(always)]
 pub(super) fn announce(param: &[f32], grad: &[f32]) {
     for values in [param.as_ptr(), grad.as_ptr()] {
         let there = values.wrapping_add(DISTANCE);
         fetch(there.map_addr(|address| address / BYTES * BYTES));
+    }
+}
+
+/// Has as many pages fetched as `param` has, right before it: a sweep that goes backwards comes to them
+/// next.
+pub(super) fn announce_before(param: &[f32]) {
+    for page in 1..=param.len() / PAGE {
+        fetch(param.as_ptr().wrapping_sub(page * PAGE));
     }
 }
 

@@ -125,7 +125,7 @@ pub(crate) fn sweep<R: Rule<N>, const N: usize>(rule: &R, mut block: Block<'_>) 
 }
 
 fn sweep_part<R: Rule<N>, const N: usize>(rule: &R, block: Block<'_>) {
-    let Block { map, param, grad, slots } = block;
+    let Block { map, param, grad, slots, .. } = block;
     let mut slots = slots.into_iter();
     let state = std::array::from_fn(|_| slots.next().expect("a rule has at most as many"));
     dispatch(scalar::Sweep { rule: *rule, map, param, grad, state });
@@ -134,37 +134,40 @@ fn sweep_part<R: Rule<N>, const N: usize>(rule: &R, block: Block<'_>) {
 /// Values in a line of the cache.
 const LINE: usize = 16;
 
-/// A whole block is a page of each: there may be more.
-fn announce_block(param: &[f32], grad: &[f32]) {
-    if param.len() == BLOCK {
-        ahead::announce(param, grad);
-    }
+/// The first sweep of some blocks: state is brought up to date, directions are written. Adds to `sums`,
+/// for each block, those of `p·p` and `u·u` only.
+pub(crate) fn observe<R: TwoSweeps>(
+    rule: &R,
+    block: Block<'_>,
+    directions: &mut [f32],
+    sums: &mut Vec<Sums>,
+) {
+    dispatch(scalar::Observe::<_, false> { rule: *rule, block, directions, sums });
 }
 
-/// The first sweep of one block: its state is brought up to date. Returns the sums of `p·p` and `u·u`
-/// only.
-pub(crate) fn observe<R: TwoSweeps>(rule: &R, block: Block<'_>) -> Sums {
-    let Block { map, param, grad, slots: [m, v, _] } = block;
-    announce_block(param, grad);
-    let kernel = scalar::Observe::<_, false> { rule: *rule, map, param, grad, state: [m, v] };
-    let [pp, uu, ..] = dispatch(kernel).map(sum::fold_lanes);
-    Sums { pp, uu, ..Sums::default() }
+/// The same with the sums of `p·p`, `p·u`, `g·g` and `g·p` only.
+pub(crate) fn observe_cosine<R: TwoSweeps>(
+    rule: &R,
+    block: Block<'_>,
+    directions: &mut [f32],
+    sums: &mut Vec<Sums>,
+) {
+    dispatch(scalar::Observe::<_, true> { rule: *rule, block, directions, sums });
 }
 
-/// The first sweep of one block: its state is brought up to date. Returns the sums of `p·p`, `p·u`,
-/// `g·g` and `g·p` only.
-pub(crate) fn observe_cosine<R: TwoSweeps>(rule: &R, block: Block<'_>) -> Sums {
-    let Block { map, param, grad, slots: [m, v, _] } = block;
-    announce_block(param, grad);
-    let kernel = scalar::Observe::<_, true> { rule: *rule, map, param, grad, state: [m, v] };
-    let [pp, pu, gg, gp] = dispatch(kernel).map(sum::fold_lanes);
-    Sums { pp, pu, gg, gp, ..Sums::default() }
+/// The second sweep of some blocks. The blocks before them come next, and are announced.
+pub(crate) fn move_on<R: TwoSweeps>(rule: &R, found: Found<'_>, block: Block<'_>) {
+    ahead::announce_before(block.param);
+    dispatch(scalar::Move { rule: *rule, found, block });
 }
 
-/// The second sweep of one block.
-pub(crate) fn move_on<R: TwoSweeps>(rule: &R, factor: f32, block: Block<'_>) {
-    let Block { map, param, grad, slots: [m, v, _] } = block;
-    dispatch(scalar::Move { rule: *rule, factor, map, param, grad, state: [m, v] });
+/// What a first sweep leaves for the second.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Found<'a> {
+    /// Begin with those of the block's rows.
+    pub(crate) factors: &'a [f32],
+    /// The block's, if they were kept; else they are computed again.
+    pub(crate) directions: Option<&'a [f32]>,
 }
 
 /// What a first sweep sums: products of parameter `p`, direction `u` and gradient `g`.
@@ -309,38 +312,66 @@ mod tests {
         wide
     }
 
-    /// What a rule leaves behind in parameter, state and sums is alike on each instruction set.
-    fn alike<H: Hyper>(hyper: H, data: &[f32], offset: usize) {
+    /// What a rule leaves behind in parameter, state and sums, visiting blocks of `at_once` elements, and
+    /// with the first sweep's directions if it is to `keep` them.
+    fn visited<H: Hyper>(
+        hyper: &H,
+        data: &[f32],
+        (offset, cols): (usize, usize),
+        at_once: usize,
+        keep: bool,
+    ) -> (Vec<u32>, Vec<[u64; 5]>) {
         let n = data.len() / (SLOTS + 2);
         let rule = hyper.rule(3, 1);
-        let all = on_each_isa(|| {
-            // One element of padding per offset: the slices start unaligned.
-            let row = |row: usize| [&vec![0.0; offset], &data[row * n..(row + 1) * n]].concat();
-            let mut rows: [Vec<f32>; SLOTS + 2] = std::array::from_fn(row);
-            let mut sums = Vec::new();
-            for sweep in [false, true] {
+        let factors: Vec<f32> = (0..=n).map(|row| row as f32 / 8.0 - 0.5).collect();
+        let map = GradMap { scale: 0.25, limit: 2.0 };
+        // One element of padding per offset: the slices start unaligned.
+        let row = |row: usize| [&vec![0.0; offset], &data[row * n..(row + 1) * n]].concat();
+        let mut rows: [Vec<f32>; SLOTS + 2] = std::array::from_fn(row);
+        let (mut sums, mut directions) = (Vec::new(), vec![0.0; n]);
+        for sweep in [false, true] {
+            for start in (0..n).step_by(at_once) {
+                let range = offset + start..offset + n.min(start + at_once);
                 let [param, grad, slots @ ..] = &mut rows;
-                let slots = slots.each_mut().map(|slot| &mut slot[offset..]);
-                let map = GradMap { scale: 0.25, limit: 2.0 };
-                let (param, grad) = (&mut param[offset..], &grad[offset..]);
-                let block = Block { map, param, grad, slots };
-                if sweep {
-                    H::sweep(&rule, 0.5, block);
-                } else if H::TWO_SWEEPS {
-                    let s = H::observe(&rule, block);
-                    sums = [s.pp, s.uu, s.gg, s.gp, s.pu]
-                        .map(|x| if x.is_nan() { 0 } else { x.to_bits() })
-                        .to_vec();
+                let slots = slots.each_mut().map(|slot| &mut slot[range.clone()]);
+                let (param, grad) = (&mut param[range.clone()], &grad[range]);
+                let block = Block { map, cols, param, grad, slots };
+                let directions = &mut directions[start..][..block.param.len()];
+                match sweep {
+                    true => {
+                        let directions = Some(&*directions).filter(|_| keep);
+                        H::sweep(
+                            &rule,
+                            Found { factors: &factors[start / cols..], directions },
+                            block,
+                        );
+                    }
+                    false => H::observe(&rule, block, directions, &mut sums),
                 }
             }
-            (rows.iter().flatten().map(canonical).collect::<Vec<u32>>(), sums)
-        });
-        assert!(all.iter().all(|one| *one == all[0]), "{}", H::KIND);
+        }
+        let bits = |s: &Sums| {
+            [s.pp, s.uu, s.gg, s.gp, s.pu].map(|x| if x.is_nan() { 0 } else { x.to_bits() })
+        };
+        (rows.iter().flatten().map(canonical).collect(), sums.iter().map(bits).collect())
+    }
+
+    /// It is alike on each instruction set, whether rows come together or each by itself, whether
+    /// directions are kept or computed again.
+    fn alike<H: Hyper>(hyper: H, data: &[f32], place: (usize, usize)) {
+        for keep in [false, true] {
+            let all = on_each_isa(|| visited(&hyper, data, place, data.len() + 1, keep));
+            assert!(all.iter().all(|one| *one == all[0]), "{}", H::KIND);
+            assert_eq!(visited(&hyper, data, place, place.1, !keep), all[0], "{}", H::KIND);
+        }
     }
 
     proptest! {
         #[test]
-        fn every_instruction_set_equals_the_scalar_rule(data in any_floats(400), offset in 0..17_usize) {
+        fn every_instruction_set_equals_the_scalar_rule(
+            data in any_floats(400),
+            offset in (0..17_usize, prop_oneof![1..40_usize, Just(BLOCK + 1)]),
+        ) {
             let data = &data;
             for amsgrad in [false, true] {
                 alike(AdamHyper { amsgrad, weight_decay: 0.1, ..Default::default() }, data, offset);

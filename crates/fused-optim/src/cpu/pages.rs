@@ -53,6 +53,12 @@ pub(crate) enum Buffer {
     Part(Part),
 }
 
+impl Default for Buffer {
+    fn default() -> Self {
+        Self::Own(Vec::new())
+    }
+}
+
 impl From<Vec<f32>> for Buffer {
     fn from(values: Vec<f32>) -> Self {
         Self::Own(values)

@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use super::pages::Buffer;
 use super::plan::Layout;
 use super::quant::CodesMut;
 use super::{BLOCK, GradMap, Sums, dispatch, load, narrow, narrow_at_random, scalar, widen_into};
@@ -92,6 +93,8 @@ impl SlotMut<'_> {
 #[derive(Debug)]
 pub(crate) struct Block<'a> {
     pub(crate) map: GradMap,
+    /// Elements of the tensor's rows: this is some whole rows, or blocks of one.
+    pub(crate) cols: usize,
     pub(crate) param: &'a mut [f32],
     pub(crate) grad: &'a [f32],
     /// In the order of the rule's slots; those it has not are empty.
@@ -103,6 +106,7 @@ impl Block<'_> {
     pub(crate) fn split_off(&mut self, count: usize) -> Self {
         Block {
             map: self.map,
+            cols: self.cols,
             param: self.param.split_off_mut(..count).unwrap_or_default(),
             grad: self.grad.split_off(..count).unwrap_or_default(),
             slots: self
@@ -113,24 +117,37 @@ impl Block<'_> {
     }
 }
 
-/// Buffers of a thread, so that none is made per block.
+/// Buffers of a thread. To take those of whole tensors anew at each step would cost page faults.
 #[derive(Debug)]
 pub(crate) struct Scratch {
     param: [f32; BLOCK],
     grad: [f32; BLOCK],
     slots: [[f32; BLOCK]; SLOTS],
-    /// Of a tensor's blocks. To take as much anew for each tensor costs page faults.
+    /// Of a tensor's blocks.
     pub(crate) sums: Vec<Sums>,
+    /// Of a tensor, to be gone through backwards.
+    pub(crate) spans: Vec<(usize, Range<usize>)>,
+    /// Of a tensor's last elements.
+    pub(crate) directions: Buffer,
 }
 
-impl Scratch {
-    pub(crate) const fn new() -> Self {
+impl Default for Scratch {
+    fn default() -> Self {
         Self {
             param: [0.0; BLOCK],
             grad: [0.0; BLOCK],
             slots: [[0.0; BLOCK]; SLOTS],
             sums: Vec::new(),
+            spans: Vec::new(),
+            directions: Buffer::default(),
         }
+    }
+}
+
+/// What is in it means nothing between two steps.
+impl Clone for Scratch {
+    fn clone(&self) -> Self {
+        Self::default()
     }
 }
 
@@ -189,17 +206,22 @@ impl Piece<'_> {
         self.blocks == (0..self.layout.blocks())
     }
 
-    /// How many elements can be visited at once: a block's if anything is widened into a buffer.
+    /// How many elements can be visited at once: a block's if anything is widened into a buffer; 1, and
+    /// so one block whatever its length, if each has random bits of its own.
     pub(crate) fn stride(&self) -> usize {
         let f32_only =
             self.weight.dtype() == DType::F32 && self.grad.as_slice().dtype() == DType::F32;
         let codes = self.slots.iter().any(|slot| matches!(slot, SlotMut::Codes(_)));
-        if f32_only && !codes { BLOCKS_AT_ONCE * BLOCK } else { BLOCK }
+        match self.copies {
+            _ if f32_only && !codes => BLOCKS_AT_ONCE * BLOCK,
+            Copies::Stochastic(_) => 1,
+            _ => BLOCK,
+        }
     }
 
-    /// Lets `rule` work on some of the tensor's elements, whole blocks, no more than
-    /// [`stride`](Self::stride). If it is the `last` to do so in this step, the half weight is rounded, the moving average brought up to date and the
-    /// gradient cleared, as asked for.
+    /// Lets `rule` work on some of the tensor's elements, a span of [`stride`](Self::stride). If it is
+    /// the `last` to do so in this step, the half weight is rounded, the moving average brought up to
+    /// date and the gradient cleared, as asked for.
     pub(crate) fn visit<T>(
         &mut self,
         elements: Range<usize>,
@@ -235,7 +257,7 @@ impl Piece<'_> {
             .each_mut()
             .map(|slot| slot.load(range.clone(), buffers.next().expect("a buffer for each slot")));
         let grad = load(self.grad.as_slice(), range.clone(), wide_grad);
-        let result = rule(Block { map: self.map, param, grad, slots });
+        let result = rule(Block { map: self.map, cols: self.layout.cols(), param, grad, slots });
         for (slot, values) in self.slots.iter_mut().zip(&*wide_slots) {
             slot.store(range.clone(), values, from);
         }

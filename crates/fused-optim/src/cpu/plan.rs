@@ -63,24 +63,28 @@ impl Layout {
         start..start + if left < BLOCK { left } else { BLOCK }
     }
 
-    /// The elements of some neighbouring blocks with the row they are in, `length` at a time, the last
-    /// of a row fewer. `length` is of a whole number of blocks.
+    /// The elements of some neighbouring blocks with the row they begin in: some whole short rows or
+    /// some whole blocks of one row, of at most `length` elements together, but at least one block.
     pub(crate) fn spans(
         &self,
         blocks: Range<usize>,
         length: usize,
     ) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
         let (cols, end) = (self.cols, self.range(blocks.end).start);
+        let rows = if cols <= BLOCK { (length / cols.max(1)).max(1) } else { 1 };
+        let length = (length / BLOCK).max(1) * BLOCK;
         let mut start = self.range(blocks.start).start;
         let mut row = start.checked_div(cols).unwrap_or(0);
-        let mut row_end = (row + 1).saturating_mul(cols);
+        let mut rows_end = (row + rows).saturating_mul(cols);
         iter::from_fn(move || {
             let from = start;
-            start = from.saturating_add(length).min(row_end).min(end);
+            // Of several rows, all fit.
+            let last = if rows > 1 { rows_end } else { from.saturating_add(length).min(rows_end) };
+            start = last.min(end);
             let span = (row, from..start);
-            if start == row_end {
-                row += 1;
-                row_end = row_end.saturating_add(cols);
+            if start == rows_end {
+                row += rows;
+                rows_end = (row + rows).saturating_mul(cols);
             }
             (from < end).then_some(span)
         })
@@ -120,7 +124,8 @@ impl ChunkPlan {
     pub fn new(layouts: &[Layout], threads: usize) -> Self {
         // In u128 the products below cannot overflow.
         let total: u128 = layouts.iter().map(|layout| layout.count as u128).sum();
-        let count = (total / MIN_SHARE).clamp(1, threads.max(1) as u128);
+        let worth = total.saturating_sub(TENSOR * layouts.len() as u128);
+        let count = (worth / MIN_SHARE).clamp(1, threads.max(1) as u128);
         // At most `threads`, a `usize`.
         let mut shares = vec![Vec::new(); count as usize];
         let (mut current, mut before) = (0, 0_u128);
@@ -153,6 +158,8 @@ impl ChunkPlan {
 
 /// Fewer elements than this are not worth a thread: its start costs as much as their sweep.
 const MIN_SHARE: u128 = 1 << 16;
+/// Elements whose sweep takes as long as dealing out a tensor, which one thread does for all.
+const TENSOR: u128 = 512;
 
 #[cfg(test)]
 mod tests {
@@ -169,7 +176,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn blocks_are_the_tensor_in_order(layout in layouts(), ends: [Index; 2]) {
+        fn blocks_are_the_tensor_in_order(layout in layouts(), ends: [Index; 2], length in 1..20_000_usize) {
             for layout in layout {
                 let mut at = 0;
                 for block in 0..layout.blocks() {
@@ -187,8 +194,20 @@ mod tests {
                 let one_by_one = blocks.clone().map(|block| {
                     (block / layout.blocks_per_row().max(1), layout.range(block))
                 });
-                let spans: Vec<_> = layout.spans(blocks.clone(), BLOCK).collect();
+                let spans: Vec<_> = layout.spans(blocks.clone(), 1).collect();
                 prop_assert_eq!(spans, one_by_one.collect::<Vec<_>>());
+                let mut at = layout.range(blocks.start).start;
+                for (row, span) in layout.spans(blocks.clone(), length) {
+                    let (first, last) = (span.start / layout.cols(), (span.end - 1) / layout.cols());
+                    prop_assert_eq!((row, at), (first, span.start));
+                    let (from, to) = (layout.block_from(span.start), layout.block_from(span.end));
+                    prop_assert_eq!(layout.range(from).start..layout.range(to).start, span.clone());
+                    prop_assert!(span.len() <= length || to - from == 1);
+                    // Of one row, or whole rows of one block each.
+                    prop_assert!(first == last || layout.blocks_per_row() == 1);
+                    at = span.end;
+                }
+                prop_assert_eq!(at, layout.range(blocks.end).start);
             }
         }
 

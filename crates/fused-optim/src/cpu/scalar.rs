@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 
 use super::sum::{LANES, fold_lanes};
-use super::{GradMap, Kernel, Rule, TwoSweeps};
+use super::{BLOCK, Block, Found, GradMap, Kernel, Rule, Sums, TwoSweeps, ahead};
 
 /// A rule over the elements of one block.
 pub(super) struct Sweep<'a, R, const N: usize> {
@@ -36,132 +36,167 @@ impl<R: Rule<N>, const N: usize> Kernel for Sweep<'_, R, N> {
     }
 }
 
-/// The first of two sweeps: new state, and sums by lanes: of `p·p` and `u·u`, or, if `COSINE`, of
-/// `p·p`, `p·u`, `g·g` and `g·p`.
+/// The first of two sweeps: new state, directions, and of each block the sums of `p·p` and `u·u`, or, if
+/// `COSINE`, of `p·p`, `p·u`, `g·g` and `g·p`.
 pub(super) struct Observe<'a, R, const COSINE: bool> {
     pub(super) rule: R,
-    pub(super) map: GradMap,
-    pub(super) param: &'a [f32],
-    pub(super) grad: &'a [f32],
-    pub(super) state: [&'a mut [f32]; 2],
+    pub(super) block: Block<'a>,
+    pub(super) directions: &'a mut [f32],
+    /// One more for each block.
+    pub(super) sums: &'a mut Vec<Sums>,
 }
 
 impl<R: TwoSweeps, const COSINE: bool> Kernel for Observe<'_, R, COSINE> {
-    type Output = [[f64; LANES]; 4];
+    type Output = ();
 
     #[inline(always)]
-    fn run(self) -> Self::Output {
-        self.by_parts::<false>()
+    fn run(self) {
+        self.by_blocks::<false>();
     }
 
-    /// The product of two f32 has at most 48 bits and so is exact in f64; whether it is rounded before
-    /// the sum is changes no bit.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
-    fn run_wide(self) -> Self::Output {
-        if COSINE { self.by_rows() } else { self.by_parts::<true>() }
+    fn run_wide(self) {
+        self.by_blocks::<true>();
     }
 }
 
 impl<R: TwoSweeps, const COSINE: bool> Observe<'_, R, COSINE> {
-    /// By parts of a few rows of lanes: directions of one are computed while the sums of another
-    /// wait for their additions, and memory for both.
+    /// Block by block, with a word of the pages to come wherever a page's worth has been seen. Of fewer
+    /// elements, nothing would be gained.
     #[inline(always)]
-    fn by_parts<const FMA: bool>(self) -> [[f64; LANES]; 4] {
-        let count = self.param.len();
-        let (param, grad) = (&self.param[..count], &self.grad[..count]);
-        let [m, v] = self.state.map(|slot| &mut slot[..count]);
-        let mut sums = [[0.0; LANES]; 4];
-        let (mut mapped, mut directions) = ([0.0; PART], [0.0; PART]);
-        for start in (0..count).step_by(PART) {
-            let count = PART.min(count - start);
-            let (p, grad) = (&param[start..][..count], &grad[start..][..count]);
-            let (m, v) = (&mut m[start..][..count], &mut v[start..][..count]);
-            let (g, u) = (&mut mapped[..count], &mut directions[..count]);
-            for i in 0..count {
-                g[i] = self.map.apply(grad[i]);
-                let state = self.rule.state(g[i], [m[i], v[i]]);
-                [m[i], v[i]] = state;
-                u[i] = self.rule.direction(p[i], g[i], state);
+    fn by_blocks<const FMA: bool>(self) {
+        let Self { rule, block: Block { map, cols, param, grad, slots: [m, v, _] }, .. } = self;
+        let (count, length) = (param.len(), cols.min(BLOCK));
+        let mut announced = if count < ahead::PAGE { count } else { 0 };
+        for start in (0..count).step_by(length) {
+            let block = start..count.min(start + length);
+            let (param, grad) = (&param[block.clone()], &grad[block.clone()]);
+            if start >= announced {
+                ahead::announce(param, grad);
+                announced += ahead::PAGE;
             }
-            if COSINE {
-                add_cosine(&mut sums, p, u, g);
-            } else {
-                add_products::<FMA>(&mut sums[0], p, p);
-                add_products::<FMA>(&mut sums[1], u, u);
-            }
+            let state = [&mut m[block.clone()], &mut v[block.clone()]];
+            let one = Observed { rule, map, param, grad, state, u: &mut self.directions[block] };
+            let [a, b, c, d] = fold_all(&one.by_parts::<COSINE, FMA>());
+            self.sums.push(match COSINE {
+                true => Sums { pp: a, pu: b, gg: c, gp: d, ..Sums::default() },
+                false => Sums { pp: a, uu: b, ..Sums::default() },
+            });
         }
-        sums
     }
+}
 
-    /// Row by row of lanes, where there are registers for all sums at once.
-    #[cfg(target_arch = "x86_64")]
+/// One block in its first sweep.
+struct Observed<'a, R> {
+    rule: R,
+    map: GradMap,
+    param: &'a [f32],
+    grad: &'a [f32],
+    state: [&'a mut [f32]; 2],
+    /// Directions.
+    u: &'a mut [f32],
+}
+
+impl<R: TwoSweeps> Observed<'_, R> {
+    /// By parts of some rows of lanes: all of a part is asked of memory, and its directions are computed,
+    /// while the sums of the one before still wait for their additions.
     #[inline(always)]
-    fn by_rows(self) -> [[f64; LANES]; 4] {
-        let Self { rule, map, param, grad, state: [m, v] } = self;
-        let whole = param.len() / LANES * LANES;
-        let (p_rows, p_tail) = param.as_chunks::<LANES>();
-        let (m, m_tail) = m[..param.len()].split_at_mut(whole);
-        let (v, v_tail) = v[..param.len()].split_at_mut(whole);
-        let rows = grad.as_chunks::<LANES>().0.iter();
-        let rows = rows.zip(m.as_chunks_mut::<LANES>().0).zip(v.as_chunks_mut::<LANES>().0);
+    fn by_parts<const COSINE: bool, const FMA: bool>(self) -> [[f64; LANES]; 4] {
+        let Self { rule, map, param, grad, state: [m, v], u } = self;
         let mut sums = [[0.0; LANES]; 4];
-        let [pp, pu, gg, gp] = &mut sums;
-        for (p, ((grad, m), v)) in p_rows.iter().zip(rows) {
-            let (mut g, mut u) = ([0.0; LANES], [0.0; LANES]);
-            for lane in 0..LANES {
-                g[lane] = map.apply(grad[lane]);
-                let state = rule.state(g[lane], [m[lane], v[lane]]);
-                [m[lane], v[lane]] = state;
-                u[lane] = rule.direction(p[lane], g[lane], state);
+        for start in (0..param.len()).step_by(PART) {
+            let part = start..param.len().min(start + PART);
+            let (p, grad) = (&param[part.clone()], &grad[part.clone()]);
+            let (m, v, u) = (&mut m[part.clone()], &mut v[part.clone()], &mut u[part]);
+            for i in 0..p.len() {
+                let g = map.apply(grad[i]);
+                let state = rule.state(g, [m[i], v[i]]);
+                [m[i], v[i]] = state;
+                u[i] = rule.direction(p[i], g, state);
             }
-            for lane in 0..LANES {
-                let [p, u, g] = [p[lane], u[lane], g[lane]].map(f64::from);
-                pp[lane] = p.mul_add(p, pp[lane]);
-                pu[lane] = p.mul_add(u, pu[lane]);
-                gg[lane] = g.mul_add(g, gg[lane]);
-                gp[lane] = g.mul_add(p, gp[lane]);
+            let (p_rows, p_tail) = p.as_chunks::<LANES>();
+            let (u_rows, u_tail) = u.as_chunks::<LANES>();
+            let (g_rows, g_tail) = grad.as_chunks::<LANES>();
+            for ((p, u), g) in p_rows.iter().zip(u_rows).zip(g_rows) {
+                add_row::<COSINE, FMA>(&mut sums, p, u, g, map);
             }
-        }
-        let grad = &grad[whole..];
-        let tail =
-            Self { rule, map, param: p_tail, grad, state: [m_tail, v_tail] }.by_parts::<true>();
-        for (sum, more) in sums.as_flattened_mut().iter_mut().zip(tail.as_flattened()) {
-            *sum += more;
+            if !p_tail.is_empty() {
+                add_tail::<COSINE>(&mut sums, p_tail, u_tail, g_tail, map);
+            }
         }
         sums
     }
 }
 
 /// Elements whose directions are computed before they are summed; whole rows of lanes.
-const PART: usize = 8 * LANES;
+const PART: usize = 16 * LANES;
 
-/// Adds the products of two slices of one length to lanes, from the first.
 #[inline(always)]
-fn add_products<const FMA: bool>(lanes: &mut [f64; LANES], a: &[f32], b: &[f32]) {
-    let add = |sum: &mut f64, a: f32, b: f32| {
-        let (a, b) = (f64::from(a), f64::from(b));
-        *sum = if FMA { a.mul_add(b, *sum) } else { *sum + a * b };
-    };
-    let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
-    for (a, b) in a.iter().zip(b) {
+fn add_row<const COSINE: bool, const FMA: bool>(
+    [pp, second, gg, gp]: &mut [[f64; LANES]; 4],
+    p: &[f32; LANES],
+    u: &[f32; LANES],
+    g: &[f32; LANES],
+    map: GradMap,
+) {
+    add_products::<FMA>(pp, p, p);
+    if COSINE {
+        let mut mapped = [0.0; LANES];
         for lane in 0..LANES {
-            add(&mut lanes[lane], a[lane], b[lane]);
+            mapped[lane] = map.apply(g[lane]);
         }
-    }
-    for (lane, (a, b)) in lanes.iter_mut().zip(a_tail.iter().zip(b_tail)) {
-        add(lane, *a, *b);
+        add_products::<FMA>(second, p, u);
+        add_products::<FMA>(gg, &mapped, &mapped);
+        add_products::<FMA>(gp, &mapped, p);
+    } else {
+        add_products::<FMA>(second, u, u);
     }
 }
 
-/// The second of two sweeps.
+/// Less than a row. Apart, for the compiler then keeps the rows' sums in vectors.
+#[inline(never)]
+fn add_tail<const COSINE: bool>(
+    [pp, second, gg, gp]: &mut [[f64; LANES]; 4],
+    p: &[f32],
+    u: &[f32],
+    g: &[f32],
+    map: GradMap,
+) {
+    for lane in 0..p.len() {
+        let [p, u, g] = [p[lane], u[lane], map.apply(g[lane])].map(f64::from);
+        pp[lane] += p * p;
+        if COSINE {
+            second[lane] += p * u;
+            gg[lane] += g * g;
+            gp[lane] += g * p;
+        } else {
+            second[lane] += u * u;
+        }
+    }
+}
+
+/// The product of two f32, as f64, has at most 48 bits and so is exact: whether it is rounded before the
+/// sum is changes no bit.
+#[inline(always)]
+fn add_products<const FMA: bool>(sum: &mut [f64; LANES], a: &[f32; LANES], b: &[f32; LANES]) {
+    for lane in 0..LANES {
+        let (a, b) = (f64::from(a[lane]), f64::from(b[lane]));
+        sum[lane] = if FMA { a.mul_add(b, sum[lane]) } else { sum[lane] + a * b };
+    }
+}
+
+/// Apart, for the same reason as [`add_tail`].
+#[inline(never)]
+fn fold_all(sums: &[[f64; LANES]; 4]) -> [f64; 4] {
+    sums.map(fold_lanes)
+}
+
+/// The second of two sweeps, row by row, with directions as they were, or computed again.
 pub(super) struct Move<'a, R> {
     pub(super) rule: R,
-    pub(super) factor: f32,
-    pub(super) map: GradMap,
-    pub(super) param: &'a mut [f32],
-    pub(super) grad: &'a [f32],
-    pub(super) state: [&'a [f32]; 2],
+    pub(super) found: Found<'a>,
+    pub(super) block: Block<'a>,
 }
 
 impl<R: TwoSweeps> Kernel for Move<'_, R> {
@@ -169,13 +204,23 @@ impl<R: TwoSweeps> Kernel for Move<'_, R> {
 
     #[inline(always)]
     fn run(self) {
-        let count = self.param.len();
-        let (param, grad) = (&mut self.param[..count], &self.grad[..count]);
-        let [m, v] = self.state.map(|slot| &slot[..count]);
-        for i in 0..count {
-            let g = self.map.apply(grad[i]);
-            let direction = self.rule.direction(param[i], g, [m[i], v[i]]);
-            param[i] = self.rule.moved(self.factor, param[i], direction);
+        let Self { rule, found: Found { factors, directions }, block } = self;
+        let Block { map, cols, param, grad, slots: [m, v, _] } = block;
+        let count = param.len();
+        for (row, start) in (0..count).step_by(cols).enumerate() {
+            let (end, factor) = (count.min(start + cols), factors[row]);
+            let param = &mut param[start..end];
+            if let Some(directions) = directions {
+                for (p, u) in param.iter_mut().zip(&directions[start..end]) {
+                    *p = rule.moved(factor, *p, *u);
+                }
+                continue;
+            }
+            let (grad, m, v) = (&grad[start..end], &m[start..end], &v[start..end]);
+            for i in 0..end - start {
+                let u = rule.direction(param[i], map.apply(grad[i]), [m[i], v[i]]);
+                param[i] = rule.moved(factor, param[i], u);
+            }
         }
     }
 }
@@ -237,31 +282,6 @@ fn squares(input: &[f32], map: impl Fn(f32) -> f32) -> [f64; LANES] {
         lanes[lane] += x * x;
     }
     lanes
-}
-
-/// Adds `p·p`, `p·u`, `g·g` and `g·p` of slices of one length to lanes, from the first. The same bits
-/// as four times [`add_products`], with each value taken to f64 once.
-#[inline(always)]
-fn add_cosine(sums: &mut [[f64; LANES]; 4], p: &[f32], u: &[f32], g: &[f32]) {
-    let (p, p_tail) = p.as_chunks::<LANES>();
-    let ((u, u_tail), (g, g_tail)) = (u.as_chunks::<LANES>(), g.as_chunks::<LANES>());
-    let [pp, pu, gg, gp] = sums;
-    for ((p, u), g) in p.iter().zip(u).zip(g) {
-        for lane in 0..LANES {
-            let [p, u, g] = [p[lane], u[lane], g[lane]].map(f64::from);
-            pp[lane] += p * p;
-            pu[lane] += p * u;
-            gg[lane] += g * g;
-            gp[lane] += g * p;
-        }
-    }
-    for lane in 0..p_tail.len() {
-        let [p, u, g] = [p_tail[lane], u_tail[lane], g_tail[lane]].map(f64::from);
-        pp[lane] += p * p;
-        pu[lane] += p * u;
-        gg[lane] += g * g;
-        gp[lane] += g * p;
-    }
 }
 
 /// Gradients, mapped in place.

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::cpu::{self, Block, Rule};
+use crate::cpu::{self, Block, Found, Rule};
 use crate::rule::{Hyper, at_least_zero, lr_and_maximize, optimizer};
 use crate::{Error, Result};
 
@@ -77,7 +77,7 @@ impl Hyper for AdadeltaHyper {
         }
     }
 
-    fn sweep(rule: &AdadeltaRule, _: f32, block: Block<'_>) {
+    fn sweep(rule: &AdadeltaRule, _: Found<'_>, block: Block<'_>) {
         cpu::sweep(rule, block);
     }
 }

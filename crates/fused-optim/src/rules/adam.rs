@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::Result;
-use crate::cpu::{self, Block, Rule};
+use crate::cpu::{self, Block, Found, Rule};
 use crate::rule::{Hyper, Moments, bias_corrections, lr_and_maximize, optimizer, validate_adam};
 
 /// Hyper-parameters of [`Adam`]; the defaults are PyTorch's.
@@ -100,7 +100,7 @@ impl Hyper for AdamHyper {
         rule
     }
 
-    fn sweep(rule: &AdamRule, _: f32, block: Block<'_>) {
+    fn sweep(rule: &AdamRule, _: Found<'_>, block: Block<'_>) {
         rule.sweep(block);
     }
 }

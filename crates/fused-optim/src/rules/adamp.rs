@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Result;
 use crate::cpu::plan::Layout;
-use crate::cpu::{self, Block, Sums, TwoSweeps};
+use crate::cpu::{self, Block, Found, Sums, TwoSweeps};
 use crate::rule::{
     Hyper, Moments, at_least_zero, bias_corrections, lr_and_maximize, optimizer, validate_adam,
 };
@@ -83,7 +83,9 @@ optimizer! {
     ///
     /// Elements in f32; sums in f64, in an order that depends on the tensor's shape alone. Two
     /// sweeps, 24 and 16 bytes per f32 parameter (20 with nesterov); the second is from a cache if
-    /// the tensor fits one.
+    /// the tensor fits one. The
+    /// second goes backwards and has the last 2^20 directions of the first, 4 MiB a thread that the
+    /// optimizer holds, so that it need not compute them again.
     ///
     /// Follows: torch_npu 2.x, `optim/npu_fused_adamp.py`, and the authors' code. Differs: values are
     /// validated, steps counted per tensor; [`CosineEps::Max`] gives timm's cosine.
@@ -125,8 +127,8 @@ impl Hyper for AdamPHyper {
         }
     }
 
-    fn observe(rule: &AdamPRule, block: Block<'_>) -> Sums {
-        cpu::observe_cosine(rule, block)
+    fn observe(rule: &AdamPRule, block: Block<'_>, directions: &mut [f32], sums: &mut Vec<Sums>) {
+        cpu::observe_cosine(rule, block, directions, sums);
     }
 
     fn conclude(rule: &mut AdamPRule, rows: &mut [Sums], layout: Layout) -> Vec<f32> {
@@ -150,8 +152,8 @@ impl Hyper for AdamPHyper {
         projected.unwrap_or_else(|| vec![0.0; count])
     }
 
-    fn sweep(rule: &AdamPRule, factor: f32, block: Block<'_>) {
-        cpu::move_on(rule, factor, block);
+    fn sweep(rule: &AdamPRule, found: Found<'_>, block: Block<'_>) {
+        cpu::move_on(rule, found, block);
     }
 }
 

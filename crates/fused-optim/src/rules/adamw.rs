@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::adam::{self, AdamRule};
 use crate::Result;
-use crate::cpu::Block;
+use crate::cpu::{Block, Found};
 use crate::rule::{Hyper, lr_and_maximize, optimizer, validate_adam};
 
 /// Hyper-parameters of [`AdamW`]; the defaults are PyTorch's.
@@ -99,7 +99,7 @@ impl Hyper for AdamWHyper {
         rule
     }
 
-    fn sweep(rule: &AdamRule, _: f32, block: Block<'_>) {
+    fn sweep(rule: &AdamRule, _: Found<'_>, block: Block<'_>) {
         rule.sweep(block);
     }
 }

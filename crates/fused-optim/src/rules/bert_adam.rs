@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::cpu::{self, Block, Rule};
+use crate::cpu::{self, Block, Found, Rule};
 use crate::rule::{Hyper, Moments, OwnClip, cos_pi, lr_and_maximize, optimizer, validate_adam};
 use crate::{Error, Result};
 
@@ -154,7 +154,7 @@ impl Hyper for BertAdamHyper {
         }
     }
 
-    fn sweep(rule: &BertAdamRule, _: f32, block: Block<'_>) {
+    fn sweep(rule: &BertAdamRule, _: Found<'_>, block: Block<'_>) {
         cpu::sweep(rule, block);
     }
 }

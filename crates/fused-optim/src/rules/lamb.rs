@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Result;
 use crate::cpu::plan::Layout;
-use crate::cpu::{self, Block, Sums, TwoSweeps};
+use crate::cpu::{self, Block, Found, Sums, TwoSweeps};
 use crate::rule::{Hyper, Moments, OwnClip, lr_and_maximize, optimizer, validate_adam};
 
 /// Hyper-parameters of [`Lamb`]; the defaults are torch_npu's.
@@ -59,7 +59,9 @@ optimizer! {
     ///
     /// Elements in f32; the norms are summed in f64, in an order that depends on the tensor's length
     /// alone. Two sweeps, 24 and 16 bytes per f32 parameter; the second is from a cache if the
-    /// tensor fits one.
+    /// tensor fits one. The
+    /// second goes backwards and has the last 2^20 directions of the first, 4 MiB a thread that the
+    /// optimizer holds, so that it need not compute them again.
     ///
     /// Follows: torch_npu 2.x, `optim/npu_fused_lamb.py`, whose `use_global_grad_norm` fails with an
     /// `AttributeError`; here it does what it says. apex's FusedLAMB differs: bias correction, decay
@@ -100,8 +102,8 @@ impl Hyper for LambHyper {
         }
     }
 
-    fn observe(rule: &LambRule, block: Block<'_>) -> Sums {
-        cpu::observe(rule, block)
+    fn observe(rule: &LambRule, block: Block<'_>, directions: &mut [f32], sums: &mut Vec<Sums>) {
+        cpu::observe(rule, block, directions, sums);
     }
 
     fn conclude(rule: &mut LambRule, rows: &mut [Sums], _: Layout) -> Vec<f32> {
@@ -111,8 +113,8 @@ impl Hyper for LambHyper {
         vec![(rule.lr * if one { 1.0 } else { weight / direction }) as f32]
     }
 
-    fn sweep(rule: &LambRule, factor: f32, block: Block<'_>) {
-        cpu::move_on(rule, factor, block);
+    fn sweep(rule: &LambRule, found: Found<'_>, block: Block<'_>) {
+        cpu::move_on(rule, found, block);
     }
 }
 

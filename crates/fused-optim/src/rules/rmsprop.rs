@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::Result;
-use crate::cpu::{self, Block, Rule};
+use crate::cpu::{self, Block, Found, Rule};
 use crate::rule::{Hyper, at_least_zero, lr_and_maximize, optimizer};
 
 /// Hyper-parameters of [`RmsProp`]; the defaults are PyTorch's.
@@ -94,7 +94,7 @@ impl Hyper for RmsPropHyper {
         }
     }
 
-    fn sweep(rule: &RmsRule, _: f32, block: Block<'_>) {
+    fn sweep(rule: &RmsRule, _: Found<'_>, block: Block<'_>) {
         sweep(*rule, rule.centered, rule.momentum > 0.0, block);
     }
 }

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::rmsprop::{self, Rms, RmsState, variance};
 use crate::Result;
-use crate::cpu::Block;
+use crate::cpu::{Block, Found};
 use crate::rule::{Hyper, lr_and_maximize, optimizer};
 
 /// Hyper-parameters of [`RmsPropTf`]; the defaults are torch_npu's.
@@ -119,7 +119,7 @@ impl Hyper for RmsPropTfHyper {
         }
     }
 
-    fn sweep(rule: &RmsTfRule, _: f32, block: Block<'_>) {
+    fn sweep(rule: &RmsTfRule, _: Found<'_>, block: Block<'_>) {
         rmsprop::sweep(*rule, rule.centered, rule.momentum > 0.0, block);
     }
 }

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::cpu::{self, Block, Rule};
+use crate::cpu::{self, Block, Found, Rule};
 use crate::rule::{Hyper, at_least_zero, lr_and_maximize, optimizer};
 use crate::{Error, Result};
 
@@ -96,7 +96,7 @@ impl Hyper for SgdHyper {
         }
     }
 
-    fn sweep(rule: &SgdRule, _: f32, block: Block<'_>) {
+    fn sweep(rule: &SgdRule, _: Found<'_>, block: Block<'_>) {
         if rule.nesterov {
             cpu::sweep(&Nesterov(*rule), block);
         } else if rule.momentum > 0.0 {

@@ -53,8 +53,11 @@ impl Subject for Ours {
         if self.look {
             verdict = FoundInf::Check;
             let last = grads.iter_mut().flatten().filter_map(|grad| grad.last_mut()).last();
-            if let (true, Some(last)) = (found_inf, last) {
-                *last = f32::INFINITY;
+            match last {
+                Some(last) if found_inf => *last = f32::INFINITY,
+                // There is no element to be infinite, so nothing to be found.
+                None => verdict = FoundInf::Known(found_inf),
+                Some(_) => {}
             }
         }
         let tensors = self.weights.iter_mut().zip(&grads).zip(&self.shapes);

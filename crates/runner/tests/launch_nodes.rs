@@ -27,7 +27,7 @@ use runner::launch::{LaunchOptions, Nodes, launch, launch_to, record_failure};
 
 const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
 /// The bound within which whatever must happen happens, on a busy machine too.
-const SOON: Duration = Duration::from_secs(60);
+const SOON: Duration = Duration::from_secs(120);
 
 struct Ran {
     code: Result<i32>,
@@ -399,6 +399,7 @@ fn come_to_harm(how: &str) {
 /// Reads a launcher's output in the background.
 struct Reader {
     lines: Arc<Mutex<Vec<String>>>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 impl Reader {
@@ -406,15 +407,24 @@ impl Reader {
         let lines = Arc::new(Mutex::new(Vec::new()));
         let (out, err) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
         let pipes: [Box<dyn std::io::Read + Send>; 2] = [Box::new(out), Box::new(err)];
-        for pipe in pipes {
+        let read = |pipe| {
             let lines = Arc::clone(&lines);
             std::thread::spawn(move || {
                 for line in BufReader::new(pipe).lines().map_while(std::result::Result::ok) {
                     lines.lock().push(line);
                 }
-            });
+            })
+        };
+        let threads = pipes.into_iter().map(read).collect();
+        Self { lines, threads }
+    }
+
+    /// Waits until all is read, for a while: what has left the launcher may hold its pipes.
+    fn finish(&self) {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !self.threads.iter().all(JoinHandle::is_finished) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(5));
         }
-        Self { lines }
     }
 
     fn text(&self) -> String {
@@ -449,6 +459,7 @@ impl Launcher {
         let deadline = Instant::now() + SOON;
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
+                self.reader.finish();
                 return status.code().unwrap_or(-1);
             }
             assert!(Instant::now() < deadline, "still running:\n{}", self.reader.text());

@@ -186,7 +186,7 @@ fn start_ranks(args: Box<LaunchArgs>) -> Result<ExitCode> {
 
 fn train(args: TrainArgs) -> Result<()> {
     let (mut builder, _) = read(&args.config)?;
-    builder = builder.time_budget(args.time_budget);
+    builder = builder.untested().time_budget(args.time_budget);
     if args.resume {
         builder = builder.resume(true);
     }

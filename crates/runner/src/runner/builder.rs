@@ -307,6 +307,13 @@ impl RunnerBuilder {
         self
     }
 
+    /// The run trains and does not test: the test data are not made.
+    #[must_use]
+    pub(crate) fn untested(mut self) -> Self {
+        self.test = None;
+        self
+    }
+
     /// Where the optimizer computes; on the host if not said.
     #[must_use]
     pub fn device(mut self, device: DeviceConfig) -> Self {
@@ -712,5 +719,7 @@ mod tests {
             assert!(said.contains(says), "{said}");
             assert!(!dir.path().join("none").exists());
         }
+        let run = builder(&dir.path().join("train"), 1).test(none(), Box::new(Accuracy));
+        run.untested().build().unwrap().train().unwrap();
     }
 }

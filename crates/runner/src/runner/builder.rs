@@ -3,7 +3,6 @@
 use std::num::NonZero;
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use collective::{GroupOptions, Launcher, ProcessGroup, Topology, Transport};
@@ -13,10 +12,12 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 
 use super::agreement::Agreement;
 use super::output::Output;
-use super::{Judged, Length, Runner, TrainConfig, Validation, read_values, write_values};
+use super::{
+    DataLoaderConfig, Judged, Length, Runner, TrainConfig, Validation, read_values, write_values,
+};
 use crate::checkpoint::Position;
 use crate::config::unknown;
-use crate::data::{DataLoader, Dataset, DatasetFactory, DefaultSampler};
+use crate::data::DataLoader;
 use crate::device::{self, Device, DeviceConfig};
 use crate::engine::{CompileOptions, Engine};
 use crate::evaluate::Metric;
@@ -32,54 +33,6 @@ use crate::{Error, Result, loops};
 
 /// How long a collective may take before the missing ranks are named: MMEngine's 30 minutes.
 const TIMEOUT: Duration = Duration::from_secs(1800);
-
-/// A data set and how to cut it into batches.
-pub struct DataLoaderConfig {
-    /// Makes the data set.
-    pub dataset: DatasetFactory,
-    /// Samples per batch and rank.
-    pub batch_size: usize,
-    /// A new order every epoch.
-    pub shuffle: bool,
-    /// Leave out a last batch that is smaller than the others.
-    pub drop_last: bool,
-    /// MMEngine's `InfiniteSampler`, for a run by iterations: epochs have no end.
-    pub infinite: bool,
-    /// As many samples for every rank, some of them twice if they do not divide. Training needs it; a
-    /// validation counts each sample once either way.
-    pub round_up: bool,
-}
-
-impl DataLoaderConfig {
-    /// A data set in its own order, to the last sample.
-    #[must_use]
-    pub fn new(dataset: impl Dataset + 'static, batch_size: usize) -> Self {
-        let dataset: DatasetFactory = Box::new(move || Ok(Arc::new(dataset)));
-        Self {
-            dataset,
-            batch_size,
-            shuffle: false,
-            drop_last: false,
-            infinite: false,
-            round_up: true,
-        }
-    }
-
-    /// In a new order every epoch.
-    #[must_use]
-    pub fn shuffled(self) -> Self {
-        Self { shuffle: true, ..self }
-    }
-}
-
-impl std::fmt::Debug for DataLoaderConfig {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("DataLoaderConfig")
-            .field("batch_size", &self.batch_size)
-            .field("shuffle", &self.shuffle)
-            .finish_non_exhaustive()
-    }
-}
 
 /// Collects the parts of a [`Runner`].
 #[derive(Default)]
@@ -338,20 +291,12 @@ impl RunnerBuilder {
     /// rendezvous. The work directory is created last, so no failure here leaves anything behind.
     pub fn build(self) -> Result<Runner> {
         let started = Instant::now();
+        self.check()?;
+        let (judges, all) = (self.judges(), self.only.is_none());
         let work_dir = self.work_dir.ok_or_else(|| need("work_dir"))?;
         let model = self.model.ok_or_else(|| need("model"))?;
-        let judges = self.validation.is_some() || self.test.is_some();
-        if let Some(judged) = self.only.filter(|_| !judges) {
-            return Err(loops::nothing_to_judge(judged));
-        }
-        let all = self.only.is_none();
         let training = training(self.train, self.optim, self.train_loader, judges, all);
         let (train, optim, train_loader) = training?;
-        check_names(&self.hooks)?;
-        if let Some(path) = self.load_from.as_ref().filter(|path| !path.is_dir()) {
-            let text = format!("{}: there is no such checkpoint", path.display());
-            return Err(Error::Checkpoint(text));
-        }
         check_lengths(&train, train_loader.as_ref(), &self.schedulers)?;
         raise_open_files(self.open_files)?;
         // What only judges needs no device.
@@ -359,19 +304,18 @@ impl RunnerBuilder {
         let found = wanted.find(|| topology(self.launcher));
         let join = || join(self.launcher, self.timeout, self.transport, &found);
         let group = self.group.map_or_else(join, Ok)?;
-        let rank = group.rank();
         let (seed, timestamp) = seed_and_time(&group, self.seed)?;
         let make = || -> Result<(Runner, Device)> {
             let device = wanted.open(found?, &group)?;
             // Data are dealt by one seed; only what a model draws may differ.
-            let own = if self.diff_rank_seed { rank as u64 } else { 0 };
+            let own = if self.diff_rank_seed { group.rank() as u64 } else { 0 };
             let context = ModelContext { dtype: optim.dtype, seed: seed.wrapping_add(own) };
             let mut engine = make_engine(model, &context, self.compile)?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
             let model = wrapper(group.clone(), engine.params())?;
             let validation = make_judged(self.validation, &group, seed)?;
             let test = make_judged(self.test, &group, seed)?;
-            let train_loader = train_loader.map(|l| make_loader(l, &group, seed)).transpose()?;
+            let train_loader = train_loader.map(|l| l.make(&group, seed)).transpose()?;
             let mut optim = make_optim(optim, &mut *engine, &device)?;
             let batch = train_loader.as_ref().map_or(0, DataLoader::batch_size);
             scale_lr(optim.optimizer_mut(), batch * group.world_size(), self.auto_scale_lr)?;
@@ -397,7 +341,7 @@ impl RunnerBuilder {
                 config_text: self.looks.config.as_ref().map_or_else(String::new, |c| c.1.clone()),
                 position: Position::default(),
                 agreement: Agreement::default(),
-                output: Output::new(work_dir, rank == 0, self.looks, timestamp),
+                output: Output::new(work_dir, group.rank() == 0, self.looks, timestamp),
                 group: group.clone(),
             };
             Ok((runner, device))
@@ -405,7 +349,7 @@ impl RunnerBuilder {
         let runner = make().and_then(|(mut runner, device)| {
             // No rank creates anything before every rank has got this far.
             group.barrier()?;
-            if rank == 0 {
+            if group.rank() == 0 {
                 runner.open_output(&device)?;
             }
             Ok(runner)
@@ -414,6 +358,25 @@ impl RunnerBuilder {
             group.abort(&error.to_string());
         }
         runner
+    }
+
+    fn judges(&self) -> bool {
+        self.validation.is_some() || self.test.is_some()
+    }
+
+    /// Refuses what can be refused before anything is made.
+    fn check(&self) -> Result<()> {
+        if let Some(judged) = self.only.filter(|_| !self.judges()) {
+            return Err(loops::nothing_to_judge(judged));
+        }
+        check_names(&self.hooks)?;
+        match &self.load_from {
+            Some(path) if !path.is_dir() => {
+                let text = format!("{}: there is no such checkpoint", path.display());
+                Err(Error::Checkpoint(text))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -523,7 +486,7 @@ fn make_judged(
     seed: u64,
 ) -> Result<Option<Validation>> {
     let Some((loader, metric)) = part else { return Ok(None) };
-    let loader = make_loader(loader, group, seed)?;
+    let loader = loader.make(group, seed)?;
     Ok(Some(Validation { loader, metric, times: (0.0, 0.0) }))
 }
 
@@ -570,21 +533,6 @@ fn join(
     let options = options.with_transport(transport);
     let options = device::group_options(options, npu, topology.world_size)?;
     Ok(collective::init_process_group(&topology, options)?)
-}
-
-fn make_loader(config: DataLoaderConfig, group: &ProcessGroup, seed: u64) -> Result<DataLoader> {
-    let dataset = (config.dataset)()?;
-    let sampler = DefaultSampler {
-        len: dataset.len(),
-        shuffle: config.shuffle,
-        seed,
-        rank: group.rank(),
-        world_size: group.world_size(),
-        round_up: config.round_up,
-    };
-    let loader =
-        DataLoader::new(Arc::clone(&dataset), sampler, config.batch_size, config.drop_last)?;
-    Ok(if config.infinite { loader.infinite() } else { loader })
 }
 
 /// Each takes its first step, so that the optimizer has what training begins with.

@@ -6,6 +6,7 @@
 
 mod agreement;
 mod builder;
+mod loader_config;
 mod output;
 mod read;
 mod state;
@@ -20,7 +21,8 @@ use fused_optim::{Optimizer, SliceMut};
 use serde_json::Value;
 
 use agreement::Agreement;
-pub use builder::{DataLoaderConfig, RunnerBuilder};
+pub use builder::RunnerBuilder;
+pub use loader_config::DataLoaderConfig;
 use output::Output;
 pub use state::Save;
 pub use train_config::{Length, TrainConfig};

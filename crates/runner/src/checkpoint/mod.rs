@@ -86,6 +86,9 @@ pub struct Meta {
     /// How far each rank's random numbers were.
     #[serde(default)]
     pub random: Vec<Option<u64>>,
+    /// What each rank's engine has found by trying.
+    #[serde(default)]
+    pub findings: Vec<String>,
     files: Vec<FileMeta>,
 }
 
@@ -163,6 +166,8 @@ pub struct Contents<'a> {
     pub wrapper: Vec<Vec<u8>>,
     /// How far each rank's [`Engine::random_position`] is; empty for an engine that draws nothing.
     pub random: Vec<Option<u64>>,
+    /// Each rank's [`Engine::findings`]; none if none has any.
+    pub findings: Vec<String>,
 }
 
 const FORMAT: u32 = 2;
@@ -205,6 +210,7 @@ pub fn save(work_dir: &Path, name: &str, contents: Contents<'_>) -> Result<PathB
         schedulers: contents.schedulers,
         hooks: contents.hooks,
         random: contents.random,
+        findings: contents.findings,
         files: files.iter().map(|(name, bytes)| file_meta(name, bytes)).collect(),
     };
     let state = serde_json::to_string_pretty(&meta)
@@ -588,6 +594,7 @@ mod tests {
             gradients,
             wrapper: vec![Vec::new(), vec![1, 2, 3]],
             random: vec![None, Some(u64::MAX)],
+            findings: vec!["a".to_owned(), String::new()],
         }
     }
 
@@ -618,6 +625,7 @@ mod tests {
         assert_eq!(loaded.extra("more").unwrap().unwrap(), saved.extra[0].1);
         assert_eq!(loaded.extra("less").unwrap(), None);
         assert_eq!(loaded.meta.random, saved.random);
+        assert_eq!(loaded.meta.findings, saved.findings);
         assert_eq!([0, 1].map(|rank| loaded.wrapper(rank).unwrap()), [None, Some(vec![1, 2, 3])]);
         let mut other = zeroed(engine());
         assert_ne!(bits(&mut other), bits(&mut engine()));

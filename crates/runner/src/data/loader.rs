@@ -248,6 +248,8 @@ impl Dealt {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use proptest::prelude::*;
 
     use super::*;
@@ -321,6 +323,37 @@ mod tests {
             }
         }
         assert_eq!(compared, 2 * 3 * (1 + 2 + 3 + 4) + 4);
+    }
+
+    /// Samples, and how often they were asked for.
+    struct Asked(Counting, Arc<AtomicUsize>);
+
+    impl Dataset for Asked {
+        fn name(&self) -> &'static str {
+            "asked"
+        }
+
+        fn len(&self) -> usize {
+            self.0.len()
+        }
+
+        fn batch(&self, indices: &[usize]) -> Result<Batch> {
+            // Relaxed: one thread.
+            self.1.fetch_add(1, Ordering::Relaxed);
+            self.0.batch(indices)
+        }
+    }
+
+    #[test]
+    fn a_skip_costs_the_same_however_far_it_is() {
+        let asked = Arc::new(AtomicUsize::new(0));
+        let dataset = Arc::new(Asked(Counting(1000), Arc::clone(&asked)));
+        let loader = DataLoader { dataset, ..loader(1000, 2, 1, 3) };
+        let far = 1_000_000_000_000;
+        assert!(loader.endless(far).next().unwrap().is_ok());
+        assert!(loader.clone().infinite().endless(far).next().unwrap().is_ok());
+        assert!(loader.batches(far, loader.batches_per_epoch() - 1).next().unwrap().is_ok());
+        assert_eq!(asked.load(Ordering::Relaxed), 3);
     }
 
     /// The samples of `loader`'s rank and of all others, batch by batch.

@@ -167,6 +167,21 @@ pub trait Engine {
         ))
     }
 
+    /// What this engine has found by trying and computes by from then on, as text for a checkpoint; empty if
+    /// that is nothing.
+    fn findings(&self) -> String {
+        String::new()
+    }
+
+    /// Computes by these findings, as a run that made them would, where it would otherwise try.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] if they are not of this engine.
+    fn set_findings(&mut self, _findings: &str) -> Result<()> {
+        Err(Error::Checkpoint("the checkpoint's engine found ways by trying, this one does not".into()))
+    }
+
     /// What [`compile`](Self::compile) has come to by now; none if it was not asked for.
     fn compile_report(&self) -> Option<CompileReport> {
         None

@@ -59,6 +59,8 @@ impl Runner {
         }
         let wrapper = self.gather(self.model.state()?)?;
         let random = self.gather_random()?;
+        let findings = self.gather(self.engine.findings().into_bytes())?.into_iter();
+        let findings = findings.map(|text| String::from_utf8_lossy(&text).into_owned()).collect();
         if self.group.rank() == 0 {
             let mut contents = Contents {
                 position: save.position,
@@ -76,6 +78,7 @@ impl Runner {
                 gradients,
                 wrapper,
                 random,
+                findings,
             };
             if save.schedulers {
                 contents.schedulers =
@@ -85,6 +88,7 @@ impl Runner {
                 (contents.extra, contents.own) = (Vec::new(), Vec::new());
                 (contents.gradients, contents.hooks) = (Vec::new(), Map::new());
                 (contents.wrapper, contents.random) = (Vec::new(), Vec::new());
+                contents.findings = Vec::new();
             }
             checkpoint::save(self.output.work_dir(), save.name, contents)?;
         }
@@ -222,6 +226,9 @@ impl Runner {
         }
         if let Some(position) = loaded.meta.random.get(rank).copied().flatten() {
             self.engine.set_random_position(position)?;
+        }
+        if let Some(findings) = loaded.meta.findings.get(rank).filter(|text| !text.is_empty()) {
+            self.engine.set_findings(findings)?;
         }
         let world_size = self.group.world_size();
         loaded.load_gradients(rank, world_size, self.engine.params(), &mut *self.model)?;

@@ -201,7 +201,7 @@ impl CandleEngine {
                 "a search, in training, for whether a convolution of this engine goes by columns or \
                  by tiles, and for how many images at once, at the first use of each shape ({seen} so \
                  far, {better} of them faster another way); runs that find different ways may differ \
-                 in the last bits"
+                 in the last bits, and one that goes on from a checkpoint keeps to those it had found"
             ));
         }
         let mut not = |what: &str, why: &str| report.not_applied.push(format!("{what}: {why}"));
@@ -313,6 +313,17 @@ impl Engine for CandleEngine {
     fn set_random_position(&mut self, position: u64) -> Result<()> {
         self.random.set_position(position);
         Ok(())
+    }
+
+    fn findings(&self) -> String {
+        self.search.as_ref().map_or_else(String::new, Search::to_text)
+    }
+
+    /// Without `compile` it has no use for them.
+    fn set_findings(&mut self, findings: &str) -> Result<()> {
+        let Some(search) = &mut self.search else { return Ok(()) };
+        let bad = |why| Error::Checkpoint(format!("what `compile` has found: {why}"));
+        search.take_text(findings).map_err(bad)
     }
 
     fn eval(&mut self, batch: &Batch) -> Result<Vec<(String, Array)>> {

@@ -251,7 +251,7 @@ impl Geometry {
 
 /// A way of doing it, with what makes a group.
 #[derive(Clone, Copy, Debug)]
-enum Way {
+pub(super) enum Way {
     /// A matrix product with so many columns.
     Columns(usize),
     /// Tiles of 2 x 2, so many.
@@ -260,7 +260,7 @@ enum Way {
 
 /// All ways. Groups of a few hundred columns are large enough to hide the packing of the weights, and so
 /// small that the columns of a 3 x 3 kernel over 16 channels stay in the second-level cache.
-const WAYS: [Way; 11] = [
+pub(super) const WAYS: [Way; 11] = [
     Way::Columns(64),
     Way::Columns(128),
     Way::Columns(256),

@@ -7,7 +7,11 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+
+use super::conv::WAYS;
 
 /// What has been found so far.
 #[derive(Clone, Debug, Default)]
@@ -18,11 +22,11 @@ pub(in crate::engine::candle) struct Search {
 }
 
 /// The outcome for one key.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct Found {
     way: usize,
-    best: Duration,
-    default: Duration,
+    /// Whether it was faster than the default.
+    is_faster: bool,
 }
 
 thread_local! {
@@ -36,8 +40,29 @@ impl Search {
 
     /// How many shapes were looked at, and for how many another way than the default was taken.
     pub(in crate::engine::candle) fn counts(&self) -> (usize, usize) {
-        let better = self.found.values().filter(|found| found.best < found.default);
+        let better = self.found.values().filter(|found| found.is_faster);
         (self.found.len(), better.count())
+    }
+
+    /// What has been found, as JSON; empty if that is nothing.
+    pub(in crate::engine::candle) fn to_text(&self) -> String {
+        match self.found.is_empty() {
+            true => String::new(),
+            false => serde_json::to_string(&self.found).unwrap_or_default(),
+        }
+    }
+
+    /// Adds what another search has found.
+    pub(in crate::engine::candle) fn take_text(&mut self, text: &str) -> Result<(), String> {
+        let found: BTreeMap<String, Found> =
+            serde_json::from_str(text).map_err(|e| e.to_string())?;
+        match found.values().find(|found| found.way >= WAYS.len()) {
+            Some(found) => Err(format!("there is no way {}", found.way)),
+            None => {
+                self.found.extend(found);
+                Ok(())
+            }
+        }
     }
 }
 
@@ -83,11 +108,11 @@ pub(super) fn run<R>(
     // Once for nothing: the first call pays for cold memory.
     time(default);
     let by_default = time(default);
-    let mut found = Found { way: default, best: by_default, default: by_default };
+    let (mut found, mut best) = (Found { way: default, is_faster: false }, by_default);
     for way in ways().into_iter().filter(|way| *way != default) {
-        let best = time(way);
-        if best < found.best {
-            found = Found { way, best, ..found };
+        let took = time(way);
+        if took < best {
+            (found, best) = (Found { way, is_faster: true }, took);
         }
     }
     OPEN.with_borrow_mut(|open| open.as_mut().map(|search| search.found.insert(key, found)));
@@ -123,6 +148,22 @@ mod tests {
         assert_eq!(open(&mut search, || call("b", &[40])), 40);
         assert_eq!(search.as_ref().unwrap().counts().0, 2);
         assert_eq!(call("a", &[1]), 40, "the search is the engine's");
+    }
+
+    #[test]
+    fn what_was_found_is_not_tried_again() {
+        let found = r#"{"a":{"way":2,"is_faster":true}}"#;
+        let mut search = Search::new(1);
+        assert_eq!(search.to_text(), "");
+        search.take_text(found).unwrap();
+        assert_eq!((search.to_text(), search.counts()), (found.to_owned(), (1, 1)));
+        let none = || panic!("nothing is to be tried");
+        let way = open(&mut Some(search.clone()), || run(|| "a".to_owned(), 0, none, |way| way));
+        assert_eq!(way, 2);
+        for bad in ["", "{", r#"{"a":{"way":99,"is_faster":true}}"#] {
+            assert!(search.take_text(bad).is_err(), "{bad}");
+        }
+        assert_eq!(search.to_text(), found);
     }
 
     #[test]

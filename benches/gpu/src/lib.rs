@@ -2,7 +2,7 @@
 //! process, on the same tensors, on PyTorch's stream.
 //!
 //! Every function gives 0, or -1 and leaves the reason to `gpu_error`. Types are 0 f32, 1 f16, 2 bf16.
-//! Rules are by name, see [`rules`].
+//! Rules are by name, see `rules`.
 
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "an interface for C")]

@@ -3,6 +3,7 @@
 #![cfg(feature = "candle")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -121,20 +122,34 @@ fn wait_for_training(dir: &Path) {
     }
 }
 
-/// Kills a run of `ranks` (of a launcher's, if a number is given) `points` times, each after a time drawn
-/// from `seed`, and compares its end. Of several ranks it is the last one that is killed, and ends the others.
+/// Kills a run of `ranks` (of a launcher's, if a number is given) in `points` moments, each after a time drawn
+/// from `seed`, and compares every end that it comes to, after which it begins anew. Of several ranks it is the
+/// last one that is killed, and ends the others.
 fn kill_at_random(ranks: Option<usize>, points: usize, seed: u64) {
     let job = Job::new();
     let start = Instant::now();
     assert!(job.train(ranks, "whole", 120).end().success());
     let took = start.elapsed().as_secs_f64();
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    for _ in 0..points {
+    let (mut landed, mut ended) = (0, 0);
+    while landed < points {
+        assert!(ended < 20 * points, "{landed} of {points} kills came before the end");
         let run = job.train(ranks, "killed", 120);
-        let started = ranks.map_or_else(|| run.pid(), |n| rank_of(run.pid(), n - 1));
         std::thread::sleep(Duration::from_secs_f64(took * rng.random::<f64>()));
-        let _ = kill_process(started, Signal::KILL);
-        run.end();
+        let victim = ranks.map_or_else(|| Some(run.pid()), |n| find_rank(run.pid(), n - 1));
+        if let Some(victim) = victim {
+            let _ = kill_process(victim, Signal::KILL);
+        }
+        let status = run.end();
+        if status.success() {
+            job.assert_equal("whole", "killed", "iter_120");
+            std::fs::remove_dir_all(job.work_dir("killed")).unwrap();
+            ended += 1;
+        } else {
+            // By the signal, or the launcher's word of it.
+            assert!(status.signal() == Some(9) || status.code() == Some(128 + 9), "{status}");
+            landed += 1;
+        }
     }
     assert!(job.train(ranks, "killed", 120).end().success());
     job.assert_equal("whole", "killed", "iter_120");
@@ -153,20 +168,25 @@ fn killed_at_fifty_moments_it_is_the_same_run() {
     kill_at_random(Some(2), 50, seed);
 }
 
-/// The process of rank `rank` that `launcher` has started.
-fn rank_of(launcher: Pid, rank: usize) -> Pid {
+/// The process of rank `rank` that `launcher` has started, if it runs.
+fn find_rank(launcher: Pid, rank: usize) -> Option<Pid> {
     let (ours, wanted) = (format!("{}", launcher.as_raw_nonzero()), format!("RANK={rank}"));
+    std::fs::read_dir("/proc").unwrap().flatten().find_map(|entry| {
+        let stat = std::fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+        let parent = stat.rsplit(") ").next().and_then(|rest| rest.split(' ').nth(1));
+        let environ = std::fs::read(entry.path().join("environ")).unwrap_or_default();
+        let mut variables = environ.split(|byte| *byte == 0);
+        let is_it = parent == Some(&ours) && variables.any(|v| v == wanted.as_bytes());
+        is_it.then(|| Pid::from_raw(entry.file_name().to_str()?.parse().ok()?)).flatten()
+    })
+}
+
+/// As [`find_rank`], once it runs.
+fn rank_of(launcher: Pid, rank: usize) -> Pid {
     let start = Instant::now();
     loop {
-        for entry in std::fs::read_dir("/proc").unwrap().flatten() {
-            let stat = std::fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
-            let parent = stat.rsplit(") ").next().and_then(|rest| rest.split(' ').nth(1));
-            let environ = std::fs::read(entry.path().join("environ")).unwrap_or_default();
-            let mut variables = environ.split(|byte| *byte == 0);
-            if parent == Some(&ours) && variables.any(|v| v == wanted.as_bytes()) {
-                let pid = entry.file_name().to_string_lossy().parse().unwrap();
-                return Pid::from_raw(pid).unwrap();
-            }
+        if let Some(pid) = find_rank(launcher, rank) {
+            return pid;
         }
         assert!(start.elapsed() < DEADLINE, "rank {rank} was not started");
         std::thread::sleep(Duration::from_millis(5));

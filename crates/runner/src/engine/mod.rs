@@ -179,7 +179,9 @@ pub trait Engine {
     ///
     /// [`Error::Checkpoint`] if they are not of this engine.
     fn set_findings(&mut self, _findings: &str) -> Result<()> {
-        Err(Error::Checkpoint("the checkpoint's engine found ways by trying, this one does not".into()))
+        Err(Error::Checkpoint(
+            "the checkpoint's engine found ways by trying, this one does not".into(),
+        ))
     }
 
     /// What [`compile`](Self::compile) has come to by now; none if it was not asked for.

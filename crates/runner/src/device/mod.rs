@@ -14,7 +14,7 @@
 //! Which of the NPUs is a rank's own is [`Topology::device`]'s to say: the local rank, among those that
 //! `ASCEND_RT_VISIBLE_DEVICES` leaves, under every launcher.
 //!
-//! Nothing falls back to the host silently: without CANN or an NPU, with an optimizer that computes on
+//! A run that only validates or tests opens no device. Nothing falls back to the host silently: without CANN or an NPU, with an optimizer that computes on
 //! the host, or with something that the device does not do, the run is refused by name.
 //!
 //! # Mixed precision

@@ -51,14 +51,7 @@ impl Subject for Ours {
         let mut grads = grads.to_vec();
         let mut verdict = FoundInf::Known(found_inf);
         if self.look {
-            verdict = FoundInf::Check;
-            let last = grads.iter_mut().flatten().filter_map(|grad| grad.last_mut()).last();
-            match last {
-                Some(last) if found_inf => *last = f32::INFINITY,
-                // There is no element to be infinite, so nothing to be found.
-                None => verdict = FoundInf::Known(found_inf),
-                Some(_) => {}
-            }
+            verdict = to_be_found(&mut grads, found_inf);
         }
         let tensors = self.weights.iter_mut().zip(&grads).zip(&self.shapes);
         let mut params: Vec<_> = tensors
@@ -82,6 +75,16 @@ impl Subject for Ours {
             None => (0, None),
         }
     }
+}
+
+/// Puts an infinity where the step is to find one; without an element there is nothing to be found.
+fn to_be_found(grads: &mut [Option<Vec<f32>>], found_inf: bool) -> FoundInf {
+    match grads.iter_mut().flatten().filter_map(|grad| grad.last_mut()).last() {
+        Some(last) if found_inf => *last = f32::INFINITY,
+        Some(_) => {}
+        None => return FoundInf::Known(found_inf),
+    }
+    FoundInf::Check
 }
 
 /// An optimizer over groups as the vectors write them: hyper-parameters, and `idx`.

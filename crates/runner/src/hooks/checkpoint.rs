@@ -329,6 +329,10 @@ impl Hook for CheckpointHook {
     }
 
     fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
+        // A run that only judges has no best.
+        if runner.position().iter == 0 {
+            return Ok(());
+        }
         let mut better = false;
         for wanted in self.save_best.clone() {
             better |= self.keep_best(runner, &wanted, metrics)?;
@@ -457,6 +461,19 @@ mod tests {
         let (names, last) = saved(dir.path(), "interval = 5\nsave_optimizer = false");
         assert_eq!((names.join(" "), last.as_str()), ("epoch_5".into(), ""));
         assert!(!dir.path().join("epoch_5/optimizer.safetensors").exists());
+    }
+
+    #[test]
+    fn a_run_that_only_judges_saves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut hook = CheckpointHook::new(1);
+        hook.save_best = vec![SaveBest::new("auto")];
+        let run = builder(dir.path(), 3).hook(Box::new(hook));
+        let run = run.validation(blank(1), Box::new(Figures(AtomicUsize::new(0))));
+        run.build().unwrap().validate().unwrap();
+        let names = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name());
+        let names: Vec<_> = names.map(|name| name.into_string().unwrap()).collect();
+        assert!(names.iter().all(|name| name.starts_with("20")), "{names:?}");
     }
 
     #[test]

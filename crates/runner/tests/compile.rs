@@ -54,7 +54,7 @@ fn what_was_done_is_said_and_training_goes_on() {
     // Nothing is done, and so nothing is called done.
     for (backend, said) in [("eager", "models as written"), ("cudagraphs", "no launches to save")] {
         let compile = format!("compile = {{ backend = '{backend}', mode = 'max-autotune' }}");
-        let (accuracy, report) = train(&dir.path().join(backend), &compile).unwrap();
+        let (accuracy, report) = train(&dir.path().join(backend), &compile, 1).unwrap();
         assert!(report.starts_with("compile: applied: nothing. Not applied: "), "{report}");
         assert!(report.contains(said) && report.contains("has no modes"), "{report}");
         assert_eq!(accuracy, plain);

@@ -166,6 +166,8 @@ impl<'a> Turn<'a> {
             match (moved, until) {
                 (Err(stop), _) => return Err(self.stopped(stop, &pause)),
                 (Ok(true), Until::Done) => pause = Pause::new(until),
+                // Whoever has not come may need this core.
+                (Ok(true), Until::Entered) if !self.tcp.alert => std::thread::yield_now(),
                 (Ok(true), Until::Entered) => {}
                 (Ok(false), _) => self.pause(&mut pause)?,
             }

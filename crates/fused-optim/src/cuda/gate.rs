@@ -56,7 +56,7 @@ fn programs(arch: i32) -> Vec<Program> {
         types,
     };
     let mut programs = vec![Program::LOOK];
-    if env::var_os("KERNELS").is_some_and(|which| which == "all") {
+    if everything() {
         programs.extend(FORMS.iter().flat_map(|form| all_types().map(|types| all(form, types))));
         return programs;
     }
@@ -69,9 +69,18 @@ fn programs(arch: i32) -> Vec<Program> {
     programs
 }
 
-/// The architectures each version is asked for: 13 has no sm_70, 12.1 nothing after sm_90.
-const fn architectures(major: i32) -> &'static [i32] {
-    if major >= 13 { &[80, 90, 100, 120] } else { &[70, 80, 90] }
+/// The architectures each version is asked for: 13 has no sm_70, 12.1 nothing after sm_90; with
+/// `KERNELS=all` all that it has, else 12.1 is asked for sm_70 alone.
+fn architectures(major: i32) -> &'static [i32] {
+    match major {
+        13.. => &[80, 90, 100, 120],
+        _ if everything() => &[70, 80, 90],
+        _ => &[70],
+    }
+}
+
+fn everything() -> bool {
+    env::var_os("KERNELS").is_some_and(|which| which == "all")
 }
 
 #[test]

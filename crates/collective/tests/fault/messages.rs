@@ -217,3 +217,27 @@ fn abort_wakes_who_waits_for_a_message() {
         assert!(start.elapsed() < SOON);
     });
 }
+
+/// Rank 0 waits for two peers; the one that came first is in its next call while the other is still
+/// late. That is no reason to fail.
+#[test]
+fn who_has_sent_and_gone_on_does_not_fail_who_waits_for_another() {
+    common::threads(3, TIMEOUT, |group| {
+        for round in 0..10_000_i32 {
+            match group.rank() {
+                0 => {
+                    let (mut one, mut two) = ([0], [0]);
+                    let receive = vec![Message::recv(&mut one, 1), Message::recv(&mut two, 2)];
+                    group.batch_isend_irecv(receive).unwrap();
+                    assert_eq!((one, two), ([round], [round]));
+                }
+                rank => {
+                    let start = Instant::now();
+                    while rank == 2 && start.elapsed() < Duration::from_micros(20) {}
+                    group.send(&[round], 0).unwrap();
+                }
+            }
+            group.barrier().unwrap();
+        }
+    });
+}

@@ -75,7 +75,8 @@ pub(super) fn run(turn: &Turn<'_>, mesh: &mut Mesh, mut blocks: Vec<Block<'_>>) 
     let mut pause = Pause::default();
     loop {
         if advance(turn, mesh, &blocks, &mut lanes)? {
-            pause.reset();
+            // Whoever has moved a lane may well have left it since, in order.
+            pause = Pause::default();
         } else if !lanes.is_empty() {
             pause.step(turn, mesh, &blocks, &mut lanes)?;
         }
@@ -365,10 +366,6 @@ struct Pause {
 }
 
 impl Pause {
-    fn reset(&mut self) {
-        (self.looks, self.since, self.late) = (0, None, false);
-    }
-
     /// Waits a little, after a look at all lanes has found none that moves.
     fn step(
         &mut self,

@@ -113,7 +113,16 @@ impl Hosts {
     }
 
     fn all_ready(&self) {
-        (0..self.ranks.len()).for_each(|rank| drop(self.file(&format!("ready-{rank}"))));
+        let read = |name, rank| fs::read_to_string(self.dir.0.join(format!("{name}-{rank}"))).ok();
+        for rank in 0..self.ranks.len() {
+            wait_for(
+                || match read("report", rank) {
+                    Some(report) => panic!("rank {rank}: {report}"),
+                    None => read("ready", rank),
+                },
+                "all to be ready",
+            );
+        }
     }
 
     /// From here on the host is silent, with its link up.

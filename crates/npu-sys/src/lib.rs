@@ -29,6 +29,7 @@
 //! CANN libraries.**
 
 pub mod headers;
+mod installed;
 mod loader;
 mod plan;
 mod probe;

@@ -1,7 +1,7 @@
 //! Finding CANN's libraries and the functions in them.
 //!
-//! A library is looked for in `$ASCEND_HOME_PATH/lib64` and then where `dlopen` looks by itself:
-//! `LD_LIBRARY_PATH` and the system's cache. It is opened once per process and never closed, since
+//! A library is looked for in `$ASCEND_HOME_PATH/lib64`, in the folders of `LD_LIBRARY_PATH`, and then where
+//! `dlopen` looks by itself, which has the system's cache besides. It is opened once per process and never closed, since
 //! CANN does not survive being unloaded; hence function pointers out of it are good for ever.
 //!
 //! CANN has moved functions between libraries, so a family of functions has generations of names. The
@@ -11,11 +11,13 @@
 #![expect(unsafe_code, reason = "dlopen, dlsym")]
 
 use std::env;
-use std::ffi::{CStr, CString, c_void};
+use std::ffi::{CStr, CString, OsStr, c_void};
 use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
+
+use crate::installed::version_of;
 
 /// Why CANN cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -33,10 +35,12 @@ pub enum LoadError {
         tried: Vec<Attempt>,
     },
     /// The libraries are there, but lack a function this crate needs.
-    #[error("{} has no function {symbol}; CANN 8.1 has it", files(libraries))]
+    #[error("{} has no function {symbol}; CANN 8.1 has it", files(libraries, *found))]
     MissingSymbol {
         /// The libraries that were searched.
         libraries: Vec<PathBuf>,
+        /// The version of the CANN they are of, for example `8.0.RC3`, if its installer's file is there.
+        found: Option<&'static str>,
         /// The C name.
         symbol: &'static str,
     },
@@ -44,17 +48,7 @@ pub enum LoadError {
 
 impl LoadError {
     pub(crate) const fn missing(symbol: &'static str) -> Self {
-        Self::MissingSymbol { libraries: Vec::new(), symbol }
-    }
-
-    /// The same with the files that were searched.
-    pub(crate) fn in_files(self, searched: Vec<PathBuf>) -> Self {
-        match self {
-            Self::MissingSymbol { symbol, .. } => {
-                Self::MissingSymbol { libraries: searched, symbol }
-            }
-            other @ Self::NotFound { .. } => other,
-        }
+        Self::MissingSymbol { libraries: Vec::new(), found: None, symbol }
     }
 }
 
@@ -77,11 +71,15 @@ fn list(tried: &[Attempt]) -> String {
     tried.iter().map(Attempt::to_string).collect::<Vec<_>>().join("; ")
 }
 
-fn files(libraries: &[PathBuf]) -> String {
+fn files(libraries: &[PathBuf], found: Option<&str>) -> String {
     if libraries.is_empty() {
         return "what was given for CANN".into();
     }
-    libraries.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(" or ")
+    let paths: Vec<_> = libraries.iter().map(|path| path.display().to_string()).collect();
+    match found {
+        Some(version) => format!("CANN {version} ({})", paths.join(" or ")),
+        None => paths.join(" or "),
+    }
 }
 
 /// The libraries of one family of functions. They stay open until the process ends.
@@ -93,8 +91,9 @@ impl Libraries {
     /// The first of CANN's generations that is there.
     pub(crate) fn of_cann(generations: &[&[&str]]) -> Result<Self, LoadError> {
         let home = env::var_os("ASCEND_HOME_PATH").map(PathBuf::from);
+        let path = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
         let files = |names: &[&str]| {
-            names.iter().map(|name| candidates(home.as_deref(), name)).collect::<Vec<_>>()
+            names.iter().map(|name| candidates(home.as_deref(), &path, name)).collect::<Vec<_>>()
         };
         let generations: Vec<_> = generations.iter().map(|names| files(names)).collect();
         // SAFETY: these are CANN's own names, where the user's environment says CANN is.
@@ -144,16 +143,32 @@ impl Libraries {
         })
     }
 
-    /// The files that were opened.
-    pub(crate) fn paths(&self) -> Vec<PathBuf> {
-        self.opened.iter().map(|(path, _)| path.clone()).collect()
+    /// The version of the CANN that they are of, if its installer's file is there. It stays as the
+    /// libraries do.
+    pub(crate) fn version(&self) -> Option<&'static str> {
+        self.opened.iter().find_map(|(path, _)| version_of(path)).map(|version| &*version.leak())
+    }
+
+    /// An error of a table made of them, with their files and what they are of.
+    pub(crate) fn explain(&self, error: LoadError) -> LoadError {
+        match error {
+            LoadError::MissingSymbol { symbol, .. } => {
+                let libraries = self.opened.iter().map(|(path, _)| path.clone()).collect();
+                LoadError::MissingSymbol { libraries, found: self.version(), symbol }
+            }
+            other @ LoadError::NotFound { .. } => other,
+        }
     }
 }
 
-/// Where to look for a library: below CANN's home if it is known, then by bare name.
-fn candidates(home: Option<&Path>, name: &str) -> Vec<PathBuf> {
+/// Where to look for a library: below CANN's home if it is known, in those folders of `LD_LIBRARY_PATH`
+/// that have a file of this name, and by bare name. `dlopen` would look into the same folders, but not say
+/// where it found what it opened.
+fn candidates(home: Option<&Path>, path: &OsStr, name: &str) -> Vec<PathBuf> {
     let in_home = home.map(|home| home.join("lib64").join(name));
-    in_home.into_iter().chain([PathBuf::from(name)]).collect()
+    let in_path = env::split_paths(path).filter(|folder| !folder.as_os_str().is_empty());
+    let in_path = in_path.map(|folder| folder.join(name)).filter(|file| file.exists());
+    in_home.into_iter().chain(in_path).chain([PathBuf::from(name)]).collect()
 }
 
 /// The first of `paths` that can be opened.
@@ -199,8 +214,14 @@ mod tests {
 
     #[test]
     fn home_comes_before_the_systems_own_search() {
-        let paths = candidates(Some(Path::new("/opt/cann")), "liba.so");
-        assert_eq!(paths, ["/opt/cann/lib64/liba.so", "liba.so"].map(PathBuf::from));
-        assert_eq!(candidates(None, "liba.so"), [PathBuf::from("liba.so")]);
+        let folder = tempfile::tempdir().unwrap();
+        let there = folder.path().join("liba.so");
+        std::fs::write(&there, "").unwrap();
+        let path = env::join_paths([Path::new("/nowhere"), Path::new(""), folder.path()]).unwrap();
+        let home = Some(Path::new("/opt/cann"));
+        let in_home = PathBuf::from("/opt/cann/lib64/liba.so");
+        let bare = PathBuf::from("liba.so");
+        assert_eq!(candidates(home, &path, "liba.so"), [in_home, there, bare.clone()]);
+        assert_eq!(candidates(None, OsStr::new(""), "liba.so"), [bare]);
     }
 }

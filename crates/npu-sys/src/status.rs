@@ -81,10 +81,15 @@ pub enum Error {
         function: &'static str,
     },
     /// The CANN here lacks a function that not every version has.
-    #[error("the CANN here has no function {function}; CANN 8.1 has it")]
+    #[error(
+        "{} here has no function {function}; CANN 8.1 has it",
+        found.map_or("the CANN".to_owned(), |version| format!("CANN {version}"))
+    )]
     NoFunction {
         /// Its C name.
         function: &'static str,
+        /// The version of the CANN here, if its installer's file is there.
+        found: Option<&'static str>,
     },
     /// An argument that no function of CANN was asked about.
     #[error("{what}")]

@@ -92,10 +92,11 @@ fn a_missing_symbol_is_named() {
     for row in Acl::SYMBOLS.iter().filter(|row| row.required) {
         let symbol = row.name;
         let error = probe(&format!("no_{symbol}"), &with(symbol, None)).unwrap_err();
-        let Error::Load(LoadError::MissingSymbol { symbol: named, libraries }) = &error else {
+        let Error::Load(LoadError::MissingSymbol { symbol: named, libraries, found }) = &error
+        else {
             panic!("{error}")
         };
-        assert_eq!(*named, symbol);
+        assert_eq!((*named, *found), (symbol, None));
         assert_eq!(libraries.len(), 1);
         assert!(libraries[0].to_string_lossy().contains("no_acl"));
         let message = error.to_string();
@@ -130,11 +131,58 @@ fn each_function_comes_from_the_first_library_that_has_it() {
     let second = library(&folder, "second", &working());
     assert_eq!(probe_with(&open(&[first.clone(), second.clone()]).unwrap()).unwrap().count, 3);
     assert_eq!(probe_with(&open(&[second, first.clone()]).unwrap()).unwrap().count, 8);
-    let Err(LoadError::MissingSymbol { libraries, symbol }) = open(std::slice::from_ref(&first))
+    let Err(LoadError::MissingSymbol { libraries, symbol, .. }) =
+        open(std::slice::from_ref(&first))
     else {
         panic!("the first library alone has one function")
     };
     assert_eq!((libraries, symbol), (vec![first], "aclInit"));
+}
+
+/// As the installers of CANN 8.1 (toolkit), of nnrt and of nnae lay things out.
+#[test]
+fn the_version_that_was_found_is_named_beside_the_one_that_is_needed() {
+    let arch = format!("{}-linux", std::env::consts::ARCH);
+    let folder = TempDir::new().unwrap();
+    let old = library(&folder, "old", &with("aclrtGetSocName", None));
+    let home = folder.path().join("8.0.RC3");
+    let text = "package_name=Ascend-cann-toolkit\nversion=8.0.RC3\ninnerversion=V100R001C19\n";
+    for (at, file) in [
+        ("lib64", format!("{arch}/ascend_toolkit_install.info")),
+        ("runtime/lib64", format!("{arch}/ascend_nnrt_install.info")),
+        (&format!("{arch}/lib64"), format!("{arch}/ascend_toolkit_install.info")),
+        ("lib64", "ascend_nnae_install.info".into()),
+    ] {
+        let path = home.join(at).join("libascendcl.so");
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::create_dir_all(home.join(&arch)).unwrap();
+        fs::copy(&old, &path).unwrap();
+        let refused = || open(std::slice::from_ref(&path)).unwrap_err().to_string();
+        let shown = path.display();
+        let plain = format!("{shown} has no function aclrtGetSocName; CANN 8.1 has it");
+        assert_eq!(refused(), plain);
+        let expected =
+            format!("CANN 8.0.RC3 ({shown}) has no function aclrtGetSocName; CANN 8.1 has it");
+        fs::write(home.join(&file), text).unwrap();
+        assert_eq!(refused(), expected);
+        // `latest` and other links are followed.
+        let link = folder.path().join("libascendcl.so");
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        let through = open(std::slice::from_ref(&link)).unwrap_err().to_string();
+        assert!(through.starts_with("CANN 8.0.RC3 ("), "{through}");
+        // What cannot be read says nothing, and is no failure.
+        for broken in ["", "version=", "innerversion=7\n", "\u{0}\u{fffd}"] {
+            fs::write(home.join(&file), broken).unwrap();
+            assert_eq!(refused(), plain);
+        }
+        fs::write(home.join(&file), "x".repeat(5000) + "\nversion=1\n").unwrap();
+        assert_eq!(refused(), plain);
+        fs::remove_file(home.join(&file)).unwrap();
+        fs::create_dir(home.join(&file)).unwrap();
+        assert_eq!(refused(), plain);
+        fs::remove_file(link).unwrap();
+        fs::remove_dir_all(&home).unwrap();
+    }
 }
 
 #[test]
@@ -145,6 +193,11 @@ fn a_missing_optional_function_is_an_error_of_the_call() {
     let error = unsafe { acl.aclrtSetOpWaitTimeout(3) }.unwrap_err();
     let text = "the CANN here has no function aclrtSetOpWaitTimeout; CANN 8.1 has it";
     assert_eq!(error.to_string(), text);
+    fs::write(folder.path().join("ascend_nnae_install.info"), "version=8.0.0\n").unwrap();
+    let acl = open(&[folder.path().join("libworking.so")]).unwrap();
+    // SAFETY: as above.
+    let error = unsafe { acl.aclrtSetOpWaitTimeout(3) }.unwrap_err();
+    assert_eq!(error.to_string(), text.replace("the CANN", "CANN 8.0.0"));
     // SAFETY: an empty table.
     let ops = unsafe { Ops::from_symbols(&|_| None) }.unwrap();
     assert!(!ops.has("aclnnInplaceMuls"));

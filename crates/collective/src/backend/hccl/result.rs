@@ -141,9 +141,8 @@ impl Tables {
         match error {
             npu_sys::Error::Load(error) => missing(ACL, error),
             npu_sys::Error::Status { function, status } => self.status(function, status),
-            npu_sys::Error::NoFunction { function } => {
-                let what = format!("{function}, which the CANN here lacks; CANN 8.1 has it");
-                Error::Unsupported { backend: "hccl", what }
+            npu_sys::Error::NoFunction { function, .. } => {
+                Error::Unsupported { backend: "hccl", what: format!("{function}: {error}") }
             }
             npu_sys::Error::Null { function } => Error::Backend {
                 backend: "hccl",

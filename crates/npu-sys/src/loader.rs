@@ -35,12 +35,12 @@ pub enum LoadError {
         tried: Vec<Attempt>,
     },
     /// The libraries are there, but lack a function this crate needs.
-    #[error("{} has no function {symbol}; CANN 8.1 has it", files(libraries, *found))]
+    #[error("{} has no function {symbol}; CANN 8.1 has it", files(libraries, found.as_deref()))]
     MissingSymbol {
         /// The libraries that were searched.
         libraries: Vec<PathBuf>,
         /// The version of the CANN they are of, for example `8.0.RC3`, if its installer's file is there.
-        found: Option<&'static str>,
+        found: Option<String>,
         /// The C name.
         symbol: &'static str,
     },
@@ -143,21 +143,30 @@ impl Libraries {
         })
     }
 
-    /// The version of the CANN that they are of, if its installer's file is there. It stays as the
-    /// libraries do.
-    pub(crate) fn version(&self) -> Option<&'static str> {
-        self.opened.iter().find_map(|(path, _)| version_of(path)).map(|version| &*version.leak())
+    /// What a table made of them says of where it comes from. It stays, as the libraries do.
+    pub(crate) fn origin(&self) -> &'static str {
+        files(&self.paths(), self.version().as_deref()).leak()
     }
 
-    /// An error of a table made of them, with their files and what they are of.
+    /// An error of making a table of them, with their files and what they are of.
     pub(crate) fn explain(&self, error: LoadError) -> LoadError {
         match error {
             LoadError::MissingSymbol { symbol, .. } => {
-                let libraries = self.opened.iter().map(|(path, _)| path.clone()).collect();
-                LoadError::MissingSymbol { libraries, found: self.version(), symbol }
+                let (libraries, found) = (self.paths(), self.version());
+                LoadError::MissingSymbol { libraries, found, symbol }
             }
             other @ LoadError::NotFound { .. } => other,
         }
+    }
+
+    /// The version of the CANN that they are of, if its installer's file is there.
+    fn version(&self) -> Option<String> {
+        self.opened.iter().find_map(|(path, _)| version_of(path))
+    }
+
+    /// The files that were opened.
+    fn paths(&self) -> Vec<PathBuf> {
+        self.opened.iter().map(|(path, _)| path.clone()).collect()
     }
 }
 

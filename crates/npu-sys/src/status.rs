@@ -81,15 +81,12 @@ pub enum Error {
         function: &'static str,
     },
     /// The CANN here lacks a function that not every version has.
-    #[error(
-        "{} here has no function {function}; CANN 8.1 has it",
-        found.map_or("the CANN".to_owned(), |version| format!("CANN {version}"))
-    )]
+    #[error("{} has no function {function}; CANN 8.1 has it", origin.unwrap_or("the CANN here"))]
     NoFunction {
         /// Its C name.
         function: &'static str,
-        /// The version of the CANN here, if its installer's file is there.
-        found: Option<&'static str>,
+        /// The libraries that were searched, and the version of the CANN they are of, as far as known.
+        origin: Option<&'static str>,
     },
     /// An argument that no function of CANN was asked about.
     #[error("{what}")]

@@ -93,7 +93,7 @@ macro_rules! found {
                     // SAFETY: these are CANN's own names, where the user's environment says CANN
                     // is; its headers have the prototypes of this table.
                     unsafe { Self::from_symbols(&|name| libraries.symbol(name)) }
-                        .map(|table| Self { version: libraries.version(), ..table })
+                        .map(|table| Self { origin: Some(libraries.origin()), ..table })
                         .map_err(|error| libraries.explain(error))
                 };
                 FOUND.get_or_init(load).as_ref().map_err(Clone::clone)
@@ -115,7 +115,7 @@ macro_rules! found {
                 let libraries = unsafe { $crate::loader::Libraries::open(paths) }?;
                 // SAFETY: as above, so its symbols have the types of the table.
                 unsafe { Self::from_symbols(&|name| libraries.symbol(name)) }
-                    .map(|table| Self { version: libraries.version(), ..table })
+                    .map(|table| Self { origin: Some(libraries.origin()), ..table })
                     .map_err(|error| libraries.explain(error))
             }
         }
@@ -152,8 +152,8 @@ macro_rules! bind {
         pub struct $table {
             $($f: unsafe extern "C" fn($($t),*) -> $r,)*
             $($of: Option<unsafe extern "C" fn($($ot),*) -> $or>,)*
-            /// Of CANN, for errors.
-            version: Option<&'static str>,
+            /// Its libraries, for errors.
+            origin: Option<&'static str>,
         }
 
         $crate::table::found!($table, $libraries);
@@ -197,7 +197,7 @@ macro_rules! bind {
                     $($of: $crate::table::address_as!(
                         find, stringify!($of), unsafe extern "C" fn($($ot),*) -> $or
                     ),)*
-                    version: None,
+                    origin: None,
                 })
             }
 
@@ -235,7 +235,7 @@ macro_rules! bind {
                 ) -> $crate::Result<<$or as $crate::table::Returned>::Value> {
                     let function = self.$of.ok_or($crate::Error::NoFunction {
                         function: stringify!($of),
-                        found: self.version,
+                        origin: self.origin,
                     })?;
                     // SAFETY: the caller keeps the function's rules; the type is the declared one.
                     let returned = unsafe { function($($oa),*) };
@@ -264,8 +264,8 @@ macro_rules! bind_ops {
             $($run: Option<Phases<
                 unsafe extern "C" fn($($t,)* *mut u64, *mut *mut AclOpExecutor) -> AclnnStatus
             >>,)*
-            /// Of CANN, for errors.
-            version: Option<&'static str>,
+            /// Its libraries, for errors.
+            origin: Option<&'static str>,
         }
 
         $crate::table::found!($table, $libraries);
@@ -325,7 +325,7 @@ macro_rules! bind_ops {
                         let run = $crate::table::address_as!(find, stringify!($run), Run);
                         plan.zip(run).map(|(plan, run)| Phases { plan, run })
                     },)*
-                    version: None,
+                    origin: None,
                 })
             }
 
@@ -350,9 +350,9 @@ macro_rules! bind_ops {
                 /// What CANN's documentation asks of a caller of this function.
                 pub unsafe fn $run(&self, $($a: $t),*) -> $crate::Result<$crate::Plan> {
                     let function = stringify!($plan);
-                    let found = self.version;
+                    let origin = self.origin;
                     let phases =
-                        self.$run.ok_or($crate::Error::NoFunction { function, found })?;
+                        self.$run.ok_or($crate::Error::NoFunction { function, origin })?;
                     let mut workspace_bytes = 0;
                     let mut executor = std::ptr::null_mut();
                     // SAFETY: the caller keeps the function's rules; the two results are locals.

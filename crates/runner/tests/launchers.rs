@@ -8,8 +8,13 @@
 #![expect(clippy::unwrap_used, reason = "a test")]
 #![expect(clippy::print_stderr, reason = "a test says what it leaves out")]
 
+#[path = "common/slurm.rs"]
+mod slurm;
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+
+use slurm::Cluster;
 
 const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
 const RANKS: &str = "4";
@@ -117,18 +122,7 @@ fn under_mpi(job: &Job) {
 }
 
 fn under_slurm(job: &Job) {
-    let dir = PathBuf::from(format!("/run/slurm-test-{}", std::process::id()));
-    let testbed = root().join("tests/testbed");
-    let mut up = Command::new(testbed.join("slurm-up.sh"));
-    up.args(["--nodes", "2", "--cpus", "4", "--gpus", "2", "--etc-hosts", "--base-port", "17100"]);
-    let output = up.arg("--dir").arg(&dir).stdin(Stdio::null()).output().unwrap();
-    if output.status.code() == Some(2) {
-        eprintln!("ignored: {}", text(&output.stderr));
-        return;
-    }
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    let _down = Down(Command::new(testbed.join("slurm-down.sh")), dir.clone());
-    let conf = dir.join("slurm.conf").display().to_string();
+    let Some(cluster) = Cluster::start(&["--gpus", "2"]) else { return };
     let srun = [
         "srun",
         "--ntasks=4",
@@ -137,17 +131,8 @@ fn under_slurm(job: &Job) {
         "--kill-on-bad-exit=1",
         RUNNER,
     ];
-    job.train("slurm", &srun, &[("SLURM_CONF", &conf)], &["--launcher", "slurm"]);
+    job.train("slurm", &srun, &[("SLURM_CONF", &cluster.conf())], &["--launcher", "slurm"]);
     job.assert_same("slurm");
-}
-
-/// Takes the cluster down at the end of the test, however that comes.
-struct Down(Command, PathBuf);
-
-impl Drop for Down {
-    fn drop(&mut self) {
-        drop(self.0.arg("--dir").arg(&self.1).status());
-    }
 }
 
 fn under_torchrun(job: &Job) {

@@ -4,12 +4,22 @@
 #![cfg(all(feature = "npu", feature = "candle"))]
 #![expect(clippy::unwrap_used, reason = "a test")]
 
-use std::fs::Permissions;
+#[path = "common/slurm.rs"]
+mod slurm;
+
+use std::fs::{File, Permissions};
+use std::io::Write;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use runner::config::Config;
+use runner::data::{Array, Batch};
+use runner::engine::Losses;
+use runner::hooks::Hook;
+use runner::{Runner, RunnerBuilder};
 use safetensors::SafeTensors;
+use slurm::Cluster;
 
 const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
 
@@ -60,7 +70,7 @@ impl Bench {
         Self { dir }
     }
 
-    /// Trains, the words of the launcher first; it must break none of CANN's rules.
+    /// Trains, the words of the launcher first.
     fn train(
         &self,
         name: &str,
@@ -71,11 +81,20 @@ impl Bench {
     ) -> Ran {
         let path = self.dir.path().join(format!("{name}.toml"));
         std::fs::write(&path, config).unwrap();
-        let work_dir = self.dir.path().join(name);
+        let (work_dir, path) = (self.work_dir(name), path.display().to_string());
+        let words = ["train", &path, "--work-dir", &work_dir.display().to_string()];
+        self.run(name, &[launcher, &words, more].concat(), vars)
+    }
+
+    fn work_dir(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Runs a command that starts ranks; it must break none of CANN's rules.
+    fn run(&self, name: &str, words: &[&str], vars: &[(&str, &str)]) -> Ran {
         let report = self.dir.path().join(format!("{name}.report"));
         let mut command = Command::new("timeout");
-        command.args(["--kill-after=10", "300"]).args(launcher).arg("train").arg(&path);
-        command.arg("--work-dir").arg(&work_dir).args(more);
+        command.args(["--kill-after=10", "300"]).args(words);
         for variable in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "ASCEND_RT_VISIBLE_DEVICES"] {
             command.env_remove(variable);
         }
@@ -86,7 +105,7 @@ impl Bench {
         let said = String::from_utf8_lossy(&said).into_owned();
         let broken = std::fs::read_to_string(report).unwrap_or_default();
         assert!(broken.is_empty(), "{name}: {broken}{said}");
-        Ran { work_dir, good: output.status.success(), said }
+        Ran { work_dir: self.work_dir(name), good: output.status.success(), said }
     }
 
     fn alone(&self, name: &str, config: &str, vars: &[(&str, &str)]) -> Ran {
@@ -271,6 +290,44 @@ fn each_rank_has_its_own_of_the_visible_npus() {
     }
 }
 
+/// On one node the ranks have an NPU each, by their local ranks; on two, each has its node's first.
+#[test]
+fn ranks_of_slurm_have_their_own_npus_and_average_by_hccl() {
+    let Some(cluster) = Cluster::start(&[]) else { return };
+    let (bench, conf) = (Bench::new(), cluster.conf());
+    let config = on_npu(&with(SGD));
+    let ours = bench.two("ours", &config, &[]).well();
+    let srun = |name: &str, nodes: &str, vars: &[(&str, &str)]| {
+        let srun = [
+            "srun",
+            nodes,
+            "--ntasks=2",
+            "--kill-on-bad-exit=1",
+            "--export=ALL",
+            "--label",
+            RUNNER,
+        ];
+        let vars = [vars, &[("SLURM_CONF", &conf)]].concat();
+        bench.train(name, &srun, &config, &vars, &["--launcher", "slurm"])
+    };
+    let averaged = ["device npu:0", "gradients are averaged by HCCL"];
+    for (name, nodes, vars) in [
+        ("one", "--nodes=1", &[][..]),
+        ("two", "--nodes=2", &[]),
+        // One is enough where a node has one rank.
+        ("few", "--nodes=2", &[("NPU_SIM_DEVICES", "1")]),
+        ("seen", "--nodes=1", &[("ASCEND_RT_VISIBLE_DEVICES", "2,5")]),
+    ] {
+        let ran = srun(name, nodes, vars).well().says(&averaged);
+        close(&ran, &ours, "iter_12", 0.0);
+    }
+    let refused = "1: error: device = \"npu\": this rank's own is NPU 1, and there are 1";
+    srun("lacking", "--nodes=1", &[("NPU_SIM_DEVICES", "1")]).fails(&[refused]);
+    // CANN sees one device in this.
+    let vars = [("ASCEND_RT_VISIBLE_DEVICES", "5,2")];
+    srun("falling", "--nodes=1", &vars).fails(&["none is left for local rank 1: CANN stops"]);
+}
+
 #[test]
 fn without_cann_it_is_refused_by_name_and_nothing_is_made() {
     let bench = Bench::new();
@@ -332,6 +389,102 @@ fn the_first_generation_goes_to_mixed_precision_with_a_warning() {
     // The chip computes in no bf16, and says so.
     let bf16 = half.replace("half_parameters", "dtype = 'bfloat16'\nhalf_parameters");
     bench.alone("bf16", &on_npu(&bf16), &old).fails(&["bf16 on this chip"]);
+}
+
+/// What every rank has after each iteration, with a batch of one rank that overflows, if it is to.
+struct Watcher {
+    overflows: bool,
+    seen: File,
+}
+
+impl Hook for Watcher {
+    fn name(&self) -> &'static str {
+        "Watcher"
+    }
+
+    fn before_train_iter(&mut self, runner: &mut Runner, batch: &mut Batch) -> runner::Result<()> {
+        if self.overflows && (runner.group().rank(), runner.position().iter) == (1, OVERFLOW) {
+            // Of one feature, so gradients of its weights are of this size times the scale.
+            let shape = batch.get("inputs")?.shape().to_owned();
+            let count = shape.iter().product();
+            let numbers: Vec<f32> = (0..count).map(|i| f32::from(i % 64 == 0) * 1e4).collect();
+            *batch = std::mem::take(batch).with("inputs", Array::new(shape, numbers)?);
+        }
+        Ok(())
+    }
+
+    fn after_train_iter(
+        &mut self,
+        runner: &mut Runner,
+        _: &Batch,
+        _: &Losses,
+    ) -> runner::Result<()> {
+        let mut weights = String::new();
+        runner.engine_mut().with_params(&mut |params| {
+            weights = format!("{params:?}");
+            Ok(())
+        })?;
+        let optim = runner.optim_wrapper();
+        let (scale, state) = (optim.loss_scale(), optim.state_dict()?.optimizer.state);
+        writeln!(self.seen, "{scale}|{weights}|{state:?}").unwrap();
+        Ok(())
+    }
+}
+
+/// The iteration, the first being 0, in which one rank overflows.
+const OVERFLOW: usize = 2;
+
+/// Not a test: a rank of the next one.
+#[test]
+fn worker() {
+    let Ok(dir) = std::env::var("NPU_TEST_DIR") else { return };
+    let dir = Path::new(&dir);
+    let seen = File::create(dir.join(format!("seen{}", std::env::var("RANK").unwrap()))).unwrap();
+    let overflows = dir.join("overflows").exists();
+    let config = Config::from_file(dir.join("config.toml")).unwrap();
+    let builder = RunnerBuilder::from_config(config).unwrap().work_dir(dir);
+    let watcher = Box::new(Watcher { overflows, seen });
+    builder.hook(watcher).build().unwrap().train().unwrap();
+}
+
+/// On a chip that saturates the sum has no infinity: the ranks must tell one another.
+#[test]
+fn one_ranks_overflow_skips_the_step_of_all_ranks() {
+    let bench = Bench::new();
+    let amp = "half_parameters = true\nloss_scale = { init_scale = 1024 }\n";
+    let config = with(&format!("{amp}{SGD}")).replace("'OptimWrapper'", "'AmpOptimWrapper'");
+    let config = on_npu(&config).replace("max_iters = 12", "max_iters = 6");
+    let program = std::env::current_exe().unwrap().display().to_string();
+    let launch = [RUNNER, "launch", "--nproc-per-node", "2", "--", &program];
+    let words = [&launch[..], &["--exact", "worker", "--nocapture"]].concat();
+    // What both ranks have after each iteration: scale, weights, the optimizer's state.
+    let run = |name: &str, soc: &str, overflows: bool| {
+        let dir = bench.work_dir(name);
+        std::fs::create_dir(&dir).unwrap();
+        std::fs::write(dir.join("config.toml"), &config).unwrap();
+        if overflows {
+            File::create(dir.join("overflows")).unwrap();
+        }
+        let vars = [("NPU_SIM_SOC", soc), ("NPU_TEST_DIR", dir.to_str().unwrap())];
+        bench.run(name, &words, &vars).well().says(&["averaged by HCCL"]);
+        let seen = |rank| std::fs::read_to_string(dir.join(format!("seen{rank}"))).unwrap();
+        assert!(seen(0) == seen(1), "{name}: the ranks have come apart");
+        let lines = seen(0);
+        let parts = |line: &str| line.split('|').map(str::to_owned).collect::<Vec<_>>();
+        lines.lines().map(parts).collect::<Vec<_>>()
+    };
+    let scales =
+        |seen: &[Vec<String>]| seen.iter().map(|parts| parts[0].clone()).collect::<Vec<_>>();
+    let calm = run("calm", "Ascend910A", false);
+    assert_eq!(scales(&calm), ["1024"; 6]);
+    let skips = run("skips", "Ascend910A", true);
+    assert_eq!(scales(&skips), ["1024", "1024", "512", "512", "512", "512"]);
+    // Until then nothing differs, rank 0's batches not even then: the overflow is rank 1's alone.
+    assert!(skips[..OVERFLOW] == calm[..OVERFLOW]);
+    let moved: Vec<_> = skips.windows(2).map(|pair| pair[0][1..] != pair[1][1..]).collect();
+    assert_eq!(moved, [true, false, true, true, true]);
+    // A chip with infinities does the same.
+    assert!(run("second", "Ascend910B2", true) == skips);
 }
 
 #[test]

@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use half::{bf16, f16};
 use npu_sys::sys::{HcclDataType, HcclReduceOp};
 
+use crate::kernels::to_half;
 use crate::wire::{Frame, Part};
+use crate::world::world;
 
 /// What is asked of the hub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -208,7 +210,8 @@ fn fold(frames: &[Frame]) -> Vec<Frame> {
     }
 }
 
-/// Folds in the order of ranks: integers wrap, floats add up in f32 and are rounded once.
+/// Folds in the order of ranks: integers wrap, floats add up in f32 and are rounded once. Where a chip's f16
+/// saturates it does so here, too; no document says that this sets the overflow flag, so it does not.
 fn reduce(sent: &[&[u8]], dtype: HcclDataType, op: HcclReduceOp) -> Vec<u8> {
     match dtype {
         HcclDataType::INT8 => {
@@ -222,7 +225,9 @@ fn reduce(sent: &[&[u8]], dtype: HcclDataType, op: HcclReduceOp) -> Vec<u8> {
         }
         HcclDataType::INT64 => integers(sent, op, i64::from_le_bytes, i64::to_le_bytes),
         HcclDataType::FP16 => {
-            floats(sent, op, |b| f16::from_le_bytes(b).to_f32(), |n| f16::from_f32(n).to_le_bytes())
+            let saturates = world().config.soc.saturates();
+            let write = |n: f32| to_half(n.into(), saturates).0.to_le_bytes();
+            floats(sent, op, |b| f16::from_le_bytes(b).to_f32(), write)
         }
         HcclDataType::BFP16 => floats(
             sent,

@@ -75,18 +75,9 @@ fn load(dtype: AclDataType, bytes: &[u8]) -> Numbers {
 fn store(dtype: AclDataType, numbers: &[f64], saturates: bool) -> (Vec<u8>, bool) {
     let mut overflowed = false;
     let mut half = |number: f64| {
-        let rounded = f16::from_f64(number);
-        if !saturates || rounded.is_finite() {
-            return rounded;
-        }
-        overflowed = true;
-        if rounded.is_nan() {
-            f16::ZERO
-        } else if rounded.is_sign_negative() {
-            f16::MIN
-        } else {
-            f16::MAX
-        }
+        let (kept, changed) = to_half(number, saturates);
+        overflowed |= changed;
+        kept
     };
     let bytes = match dtype {
         AclDataType::FLOAT => numbers.iter().flat_map(|n| (*n as f32).to_le_bytes()).collect(),
@@ -102,6 +93,20 @@ fn store(dtype: AclDataType, numbers: &[f64], saturates: bool) -> (Vec<u8>, bool
         _ => numbers.iter().map(|n| *n as u8).collect(),
     };
     (bytes, overflowed)
+}
+
+/// The nearest half, on a chip that saturates without infinity and NaN, and whether it was such.
+pub(crate) fn to_half(number: f64, saturates: bool) -> (f16, bool) {
+    let rounded = f16::from_f64(number);
+    if !saturates || rounded.is_finite() {
+        (rounded, false)
+    } else if rounded.is_nan() {
+        (f16::ZERO, true)
+    } else if rounded.is_sign_negative() {
+        (f16::MIN, true)
+    } else {
+        (f16::MAX, true)
+    }
 }
 
 /// Whether an input of these dimensions goes with an output of those: from the last one on each is the

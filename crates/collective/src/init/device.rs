@@ -28,6 +28,15 @@ impl Accelerator {
         }
     }
 
+    /// Why a list shows fewer devices than it has tokens, if it does.
+    fn rule(self, ends_early: bool) -> &'static str {
+        match self {
+            _ if !ends_early => "",
+            Self::Cuda => ": CUDA stops at the first token that is no device",
+            Self::Npu => ": CANN stops at the first token that is no larger number",
+        }
+    }
+
     /// How many devices `list`, the variable's value, shows.
     #[must_use]
     pub fn shown(self, list: &str) -> usize {
@@ -63,11 +72,12 @@ impl Devices {
         let variable = kind.variable();
         match kind.shown(text) {
             0 => Err(contradiction(format!("{variable}={text:?} shows no device"))),
-            1 => Ok(0),
+            // Of a longer list that ends early it is the first rank's.
+            1 if !text.contains(',') => Ok(0),
             count if local_rank < count => Ok(local_rank),
             count => Err(contradiction(format!(
-                "{variable}={text:?} shows {count} devices, and none is left for local rank \
-                 {local_rank}"
+                "{variable}={text:?} shows {count}, and none is left for local rank {local_rank}{}",
+                kind.rule(text.split(',').count() > count)
             ))),
         }
     }
@@ -132,6 +142,19 @@ mod tests {
         let error = crowded.device(Accelerator::Cuda).unwrap_err().to_string();
         assert!(error.contains("\"4,5\" shows 2") && error.contains("local rank 3"), "{error}");
         assert!(!crowded.to_string().contains("cuda_device"), "on CPUs it is nobody's business");
+    }
+
+    #[test]
+    fn the_rest_of_a_list_that_ends_early_is_nobodys() {
+        let device = |text: &str, local: usize| {
+            let launched = format!("{STATIC}\nASCEND_RT_VISIBLE_DEVICES={text}");
+            let launched = launched.replace("LOCAL_RANK=1", &format!("LOCAL_RANK={local}"));
+            from(&launched).unwrap().device(Accelerator::Npu)
+        };
+        assert_eq!(device("5,2", 0).unwrap(), 0);
+        assert_eq!(device("5", 1).unwrap(), 0);
+        let error = device("5,2", 1).unwrap_err().to_string();
+        assert!(error.contains("none is left for local rank 1: CANN stops at"), "{error}");
     }
 
     #[test]

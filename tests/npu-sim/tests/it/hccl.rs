@@ -4,7 +4,7 @@ use std::mem::MaybeUninit;
 use std::thread;
 use std::time::Duration;
 
-use half::bf16;
+use half::{bf16, f16};
 
 use super::*;
 
@@ -240,6 +240,27 @@ fn types_and_operations_depend_on_the_chip() {
                 assert_eq!(code(called), 5, "{soc:?} {dtype:?} {op:?}");
             }
             synchronize(stream).unwrap();
+            free(memory);
+        });
+        assert_eq!(sim.finish(), [""; 0]);
+    }
+}
+
+/// An infinity of one rank is no infinity in the sum, and no flag tells of it.
+#[test]
+fn sums_of_halves_saturate_where_the_chip_does() {
+    for (soc, sum) in [(Soc::Ascend910A, f16::MAX), (Soc::Ascend910B, f16::INFINITY)] {
+        let sim = session_on(soc);
+        ranks(2, |rank, comm, stream| {
+            let own = if rank == 0 { f16::ONE } else { f16::INFINITY };
+            let memory = malloc(64);
+            upload(memory, &[own.to_bits()]);
+            let (hccl, op) = (npu_sim::hccl(), HcclReduceOp::SUM);
+            // SAFETY: one number of two bytes.
+            unsafe { hccl.HcclAllReduce(memory, memory, 1, HcclDataType::FP16, op, comm, stream) }
+                .unwrap();
+            synchronize(stream).unwrap();
+            assert_eq!(download::<u16>(memory, 1), [sum.to_bits()]);
             free(memory);
         });
         assert_eq!(sim.finish(), [""; 0]);

@@ -128,8 +128,8 @@ store.wait(["gone"], datetime.timedelta(seconds=30))
         let Some(theirs) = start(program, &[arguments]) else { return };
         let ours = TcpStore::connect("127.0.0.1", port, TIMEOUT).unwrap();
         assert_eq!(ours.get("from torch", TIMEOUT).unwrap(), b"hello");
-        ours.set("from rust", b"\x00\xff").unwrap();
         assert_eq!(ours.add("count", 7).unwrap(), 7);
+        ours.set("from rust", b"\x00\xff").unwrap();
         ours.wait(&["counted"], TIMEOUT).unwrap();
         assert_eq!(ours.add("count", 0).unwrap(), 8);
         assert!(ours.check(&["count"]).unwrap() && !ours.check(&["nothing"]).unwrap());

@@ -22,6 +22,9 @@ mod joining;
 mod processes;
 #[path = "hccl/reducer.rs"]
 mod reducer;
+#[expect(dead_code, reason = "the conformance suite uses the rest")]
+#[path = "conformance/twin.rs"]
+mod twin;
 #[path = "hccl/verbs.rs"]
 mod verbs;
 

@@ -22,6 +22,9 @@ mod processes;
 mod real;
 #[path = "nccl/reducer.rs"]
 mod reducer;
+#[expect(dead_code, reason = "the conformance suite uses the rest")]
+#[path = "conformance/twin.rs"]
+mod twin;
 #[path = "nccl/verbs.rs"]
 mod verbs;
 

@@ -41,8 +41,8 @@ pub(crate) fn worker() {
         "launched" => return launched(&role),
         "verbs" => {
             play(vec![join(&role)], |group, stream| {
-                crate::device::reductions(&group, stream, i32::from);
-                crate::device::moves(&group, stream, f32::from);
+                crate::device::reductions::<i32>(&group, stream);
+                crate::device::moves::<f32>(&group, stream);
             });
             return;
         }

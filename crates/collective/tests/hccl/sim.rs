@@ -134,10 +134,10 @@ pub(crate) fn has(op: ReduceOp, of: DType) -> bool {
     by && known.contains(&of)
 }
 
-/// Whether its results are those on the host, bit for bit: there an average of f32 is a product with
-/// the reciprocal, so it has a test of its own.
+/// Whether its results are those on the host, bit for bit: there an average is a product with the
+/// reciprocal, rounded once, so it has a test of its own.
 pub(crate) fn reduces(op: ReduceOp, of: DType) -> bool {
-    has(op, of) && (op, of) != (ReduceOp::Avg, DType::F32)
+    has(op, of) && op != ReduceOp::Avg
 }
 
 thread_local! {

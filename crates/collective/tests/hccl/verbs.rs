@@ -4,13 +4,14 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use collective::hccl::Config;
-use collective::{DType, Element, Error, GroupOptions, ProcessGroup, ReduceOp};
+use collective::{DType, Error, GroupOptions, ProcessGroup, ReduceOp};
 use half::{bf16, f16};
 use npu_sim::{Config as Simulated, Soc, start};
 
 use crate::common::DEADLINE;
-use crate::device::{moves, reductions, run};
+use crate::device::{input, moves, reductions, run};
 use crate::fake::{Memory, Stream, connect_all, has, libraries_but, play, play_all, read, well};
+use crate::twin::Number;
 
 fn options() -> GroupOptions {
     GroupOptions::default().with_timeout(DEADLINE)
@@ -25,32 +26,32 @@ fn every_size(rank: impl Fn(&ProcessGroup, &Stream) + Sync) {
     }
 }
 
-fn any<T: Element + PartialEq + Debug>(of: fn(u8) -> T) {
+fn verbs<T: Number + PartialEq + Debug>() {
     every_size(|group, stream| {
-        reductions(group, stream, of);
-        moves(group, stream, of);
+        reductions::<T>(group, stream);
+        moves::<T>(group, stream);
     });
 }
 
 #[test]
 fn floats() {
-    any::<f32>(f32::from);
-    any::<f64>(f64::from);
+    verbs::<f32>();
+    verbs::<f64>();
 }
 
 #[test]
 fn halves() {
-    any::<f16>(|x| f16::from_f32(x.into()));
-    any::<bf16>(|x| bf16::from_f32(x.into()));
+    verbs::<f16>();
+    verbs::<bf16>();
 }
 
 #[test]
 fn integers() {
-    any::<i8>(|x| x as i8 - 3);
-    any::<u8>(|x| x);
-    any::<i32>(|x| i32::from(x) - 3);
-    any::<i64>(|x| i64::from(x) - 3);
-    any::<u64>(u64::from);
+    verbs::<i8>();
+    verbs::<u8>();
+    verbs::<i32>();
+    verbs::<i64>();
+    verbs::<u64>();
 }
 
 /// Streams that begin at once find other races than those that wait.
@@ -58,21 +59,27 @@ fn integers() {
 fn eager_streams() {
     let session = start(Simulated { eager: true, ..Simulated::default() });
     play_all(3, &options(), &Config::default(), |group, stream| {
-        reductions(&group, stream, f32::from);
-        moves(&group, stream, i32::from);
+        reductions::<f32>(&group, stream);
+        moves::<i32>(&group, stream);
     });
     well(session);
 }
 
+/// Of a half it is rounded twice.
 #[test]
 fn an_average_is_a_sum_and_then_a_quotient() {
+    averages::<f32>(|x| x);
+    averages::<f16>(f16::from_f32);
+    averages::<bf16>(bf16::from_f32);
+}
+
+fn averages<T: Number + Into<f32> + PartialEq + Debug>(narrow: fn(f32) -> T) {
     every_size(|group, stream| {
         let (rank, world) = (group.rank(), group.world_size());
-        let by = world as f32;
-        let own: Vec<f32> = (0..24 * world).map(|i| (i * 7 + rank * 3) as f32 * 0.1).collect();
+        let own: Vec<T> = input(rank, 24 * world);
         let mut sums = own.clone();
         group.all_reduce(&mut sums, ReduceOp::Sum).unwrap();
-        let means: Vec<f32> = sums.iter().map(|sum| sum / by).collect();
+        let means: Vec<T> = sums.iter().map(|&sum| narrow(sum.into() / world as f32)).collect();
         let mut memory = Memory::new(own.clone());
         run(group, stream, |calls| calls.all_reduce(memory.buf(), ReduceOp::Avg));
         assert_eq!(memory.numbers(), means);
@@ -81,7 +88,7 @@ fn an_average_is_a_sum_and_then_a_quotient() {
             run(group, stream, |calls| calls.reduce(memory.buf(), ReduceOp::Avg, root));
             assert_eq!(memory.numbers(), if rank == root { means.clone() } else { own.clone() });
         }
-        let (mut from, mut to) = (Memory::new(own), Memory::new(vec![-1.0_f32; 24]));
+        let (mut from, mut to) = (Memory::new(own), Memory::new(vec![T::default(); 24]));
         run(group, stream, |calls| calls.reduce_scatter(to.buf(), from.buf(), ReduceOp::Avg));
         assert_eq!(to.numbers(), means[24 * rank..][..24]);
         let mut counts = vec![24; world];
@@ -90,7 +97,7 @@ fn an_average_is_a_sum_and_then_a_quotient() {
             counts = vec![24];
         }
         let start = counts[..rank].iter().sum();
-        let mut to = Memory::new(vec![-1.0_f32; counts[rank]]);
+        let mut to = Memory::new(vec![T::default(); counts[rank]]);
         run(group, stream, |calls| {
             calls.reduce_scatter_v(to.buf(), from.buf(), &counts, ReduceOp::Avg)
         });
@@ -98,7 +105,7 @@ fn an_average_is_a_sum_and_then_a_quotient() {
     });
 }
 
-/// A half is rounded twice, and may begin where no tensor of CANN's may.
+/// They may begin where no tensor of CANN's may.
 #[test]
 fn averages_of_halves_in_the_middle_of_memory() {
     every_size(|group, stream| {

@@ -4,12 +4,13 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use collective::nccl::Config;
-use collective::{Element, Error, GroupOptions, ProcessGroup, ReduceOp, Result};
+use collective::{Error, GroupOptions, ProcessGroup, ReduceOp, Result};
 use half::{bf16, f16};
 
 use crate::common::{DEADLINE, play};
 use crate::device::{input, moves, reductions, run};
 use crate::fake::{Fake, Memory, Stream, devices};
+use crate::twin::Number;
 
 /// A group of each size; every rank plays `rank`, with a stream.
 fn every_size(rank: impl Fn(&ProcessGroup, &Stream) + Sync) {
@@ -21,32 +22,32 @@ fn every_size(rank: impl Fn(&ProcessGroup, &Stream) + Sync) {
     }
 }
 
-fn any<T: Element + PartialEq + Debug>(of: fn(u8) -> T) {
+fn verbs<T: Number + PartialEq + Debug>() {
     every_size(|group, stream| {
-        reductions(group, stream, of);
-        moves(group, stream, of);
+        reductions::<T>(group, stream);
+        moves::<T>(group, stream);
     });
 }
 
 #[test]
 fn floats() {
-    any::<f32>(f32::from);
-    any::<f64>(f64::from);
+    verbs::<f32>();
+    verbs::<f64>();
 }
 
 #[test]
 fn halves() {
-    any::<f16>(|x| f16::from_f32(x.into()));
-    any::<bf16>(|x| bf16::from_f32(x.into()));
+    verbs::<f16>();
+    verbs::<bf16>();
 }
 
 #[test]
 fn integers() {
-    any::<i8>(|x| x as i8 - 3);
-    any::<u8>(|x| x);
-    any::<i32>(|x| i32::from(x) - 3);
-    any::<i64>(|x| i64::from(x) - 3);
-    any::<u64>(u64::from);
+    verbs::<i8>();
+    verbs::<u8>();
+    verbs::<i32>();
+    verbs::<i64>();
+    verbs::<u64>();
 }
 
 /// The fake rounds a half once, as it must for these comparisons to say anything.
@@ -101,7 +102,7 @@ fn many_tensors_are_one_launch_and_factors_are_made_once() {
         let device: u32 = device.strip_prefix("cuda:").unwrap().parse().unwrap();
         let half = ReduceOp::pre_mul_sum(0.5);
         let mut tensors: Vec<_> =
-            (0..40).map(|i| Memory::new(input(group.rank(), i, f32::from))).collect();
+            (0..40).map(|i| Memory::new(input::<f32>(group.rank(), i))).collect();
         let launches = Fake::get().calls("launch", device);
         run(group, stream, |mut calls| {
             for tensor in &mut tensors {
@@ -113,7 +114,7 @@ fn many_tensors_are_one_launch_and_factors_are_made_once() {
         assert_eq!(Fake::get().calls("ncclRedOpCreatePreMulSum", device), 1);
         assert_eq!(Fake::get().calls("ncclRedOpDestroy", device), 1);
         for (i, tensor) in tensors.iter().enumerate() {
-            let mut twin = input(group.rank(), i, f32::from);
+            let mut twin = input::<f32>(group.rank(), i);
             group.all_reduce(&mut twin, half).unwrap();
             assert_eq!(tensor.numbers(), twin);
         }

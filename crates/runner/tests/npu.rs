@@ -351,6 +351,37 @@ fn without_cann_it_is_refused_by_name_and_nothing_is_made() {
     bench.alone("key", &key, &[]).fails(&["did you mean `switch_to_amp`?"]);
 }
 
+/// The CANN that is here and the one that is needed, as its installer and this crate know them.
+#[test]
+fn an_old_cann_is_refused_with_its_version() {
+    let hccl = format!("{NPU}env_cfg.dist_cfg.backend = 'hccl'\n{}", with(SGD));
+    for (library, function) in [
+        ("libhccl.so", "HcclGetRootInfo"),
+        ("libopapi.so", "aclnnInplaceZeroGetWorkspaceSize"),
+        ("libnnopbase.so", "aclnnInit"),
+        ("libascendcl.so", "aclInit"),
+    ] {
+        let bench = Bench::new();
+        let cann = bench.dir.path().join("cann");
+        let arch = cann.join(format!("{}-linux", std::env::consts::ARCH));
+        std::fs::create_dir(&arch).unwrap();
+        let info = "package_name=Ascend-cann-toolkit\nversion=8.0.RC3\ninnerversion=V100R001C19\n";
+        std::fs::write(arch.join("ascend_toolkit_install.info"), info).unwrap();
+        let folder = cann.join("lib64").display().to_string();
+        let path = format!("{folder}/{library}");
+        std::fs::remove_file(&path).unwrap();
+        // A library with nothing in it.
+        let cc = Command::new("cc").args(["-shared", "-x", "c", "/dev/null", "-o", &path]).status();
+        assert!(cc.unwrap().success());
+        let refused = format!("CANN 8.0.RC3 ({path}) has no function {function}; CANN 8.1 has it");
+        let by_home = bench.two("home", &hccl, &[]);
+        assert!(!by_home.work_dir.exists());
+        by_home.fails(&[&refused]);
+        let by_path = [("ASCEND_HOME_PATH", "/nowhere"), ("LD_LIBRARY_PATH", &folder)];
+        bench.two("path", &hccl, &by_path).fails(&[&refused]);
+    }
+}
+
 /// MMEngine's rule for chips of the first generation, said aloud.
 #[test]
 fn the_first_generation_goes_to_mixed_precision_with_a_warning() {

@@ -4,13 +4,10 @@
 //! libtorch is reached through Python in a process of its own: `TORCH_PYTHON` names one that can import
 //! torch, otherwise it is `python3`; without it the test reports itself ignored.
 //!
-//! Why not through the `tch` crate, behind a feature: its newest release (0.26) binds libtorch 2.13, and
-//! the torch that `pip install` brings, which all other peers of the tests are, is 2.15. With the version
-//! check bypassed it does not compile against that: `torch-sys` passes `-std=c++17` where the headers ask
-//! for C++20, and compiled as C++20 its bindings name four functions (`cholesky`, `qr` and their `_out`) that
-//! libtorch no longer has. It would take a second torch, with the gigabytes of CUDA's libraries that the
-//! wheel for Linux depends on, and a feature with which `--all-features`, as lints and documentation are run,
-//! builds nowhere else. What is compared is libtorch in either case.
+//! `tests/tch` makes the comparison in one process, through the `tch` crate, with tch's own optimizers beside
+//! ours. That is not this test, nor a feature of this crate, since tch 0.26 compiles against libtorch 2.13 alone,
+//! while the torch that `pip install` brings, which the tests' other peers are, is 2.15: with such a feature,
+//! `--all-features`, as lints and documentation are run, would need a second torch. `.ci/nightly` installs it.
 
 #![cfg(feature = "candle")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]

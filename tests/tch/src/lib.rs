@@ -6,6 +6,37 @@
 //! for half precision there is autocast. libtorch's random numbers (dropout) are not part of a checkpoint.
 //!
 //! `tests/it/numerics.rs` trains networks here and in candle and compares every number.
+//!
+//! ```
+//! use runner::data::Batch;
+//! use tch::{Tensor, nn, nn::Module};
+//! use tch_engine::{TchEngine, TchModel, field};
+//!
+//! struct Net(nn::Linear);
+//!
+//! impl TchModel for Net {
+//!     fn loss(&self, batch: &Batch) -> runner::Result<Tensor> {
+//!         let logits = self.0.forward(&field(batch, "inputs")?);
+//!         Ok(logits.cross_entropy_for_logits(&field(batch, "labels")?))
+//!     }
+//!
+//!     fn predict(&self, batch: &Batch) -> runner::Result<Vec<(String, Tensor)>> {
+//!         Ok(vec![("logits".to_owned(), self.0.forward(&field(batch, "inputs")?))])
+//!     }
+//! }
+//!
+//! fn factory() -> runner::model::ModelFactory {
+//!     Box::new(|cx| {
+//!         let net = |vs: &nn::Path<'_>| Net(nn::linear(vs / "fc", 64, 10, Default::default()));
+//!         // SAFETY: `Net` keeps its layer to itself.
+//!         Ok(Box::new(unsafe { TchEngine::new(cx, net) }?))
+//!     })
+//! }
+//!
+//! // In `main`, before `runner::cli::main()`; configurations then say `model.type = "Net"`.
+//! runner::registry::MODELS.register("Net", |_| Ok(factory()))?;
+//! # Ok::<(), runner::Error>(())
+//! ```
 
 mod shim;
 
@@ -28,7 +59,7 @@ pub trait TchModel {
     ///
     /// # Errors
     ///
-    /// A field missing in the batch, a shape that does not fit.
+    /// A field missing in the batch. A shape that does not fit is a panic in tch's layers, and may be one here.
     fn loss(&self, batch: &Batch) -> Result<Tensor>;
 
     /// Named outputs in evaluation mode, the first dimension of each being the batch.

@@ -30,8 +30,8 @@ struct Report final : torch::autograd::PostAccumulateGradHook {
 } // namespace
 
 // Has `ready` called with `tag` for each gradient of the leaf `tensor`. 0 if it could not.
-extern "C" int tch_engine_report(void *tensor, Ready ready, size_t tag) noexcept try {
-  torch::autograd::impl::set_post_acc_grad_hooks(*static_cast<at::Tensor *>(tensor),
+extern "C" int tch_engine_report(const void *tensor, Ready ready, size_t tag) noexcept try {
+  torch::autograd::impl::set_post_acc_grad_hooks(*static_cast<const at::Tensor *>(tensor),
                                                  std::make_unique<Report>(ready, tag));
   return 1;
 } catch (...) {

@@ -21,7 +21,8 @@ use tch::{Device, Kind, TchError, Tensor};
 type Ready = extern "C" fn(tag: usize, gradient: *const f32, count: usize) -> Answer;
 
 unsafe extern "C" {
-    fn tch_engine_report(tensor: *mut c_void, ready: Ready, tag: usize) -> c_int;
+    fn tch_engine_report(tensor: *const c_void, ready: Ready, tag: usize) -> c_int;
+    // Safe with any numbers; it sets this thread's state and lets nothing out.
     safe fn tch_engine_autocast(on: c_int, f16: c_int);
 }
 
@@ -79,9 +80,9 @@ impl Variable {
             return Err(Error::Engine(format!("a variable has become {:?}", self.0)));
         }
         let (data, count) = (self.0.data_ptr().cast::<f32>(), self.0.numel());
-        // SAFETY: `is_plain` was just asked: `count` floats lie at `data` in host memory, one after the other,
-        // written by libtorch when it made the tensor. `self.0` keeps them allocated, and `new`'s caller
-        // promised that they are ours alone as long as `self` is borrowed.
+        // SAFETY: `is_plain` was just asked: `count` floats lie at `data` in host memory, one after the other.
+        // `self.0` keeps them allocated, and `new`'s caller promised that they are ours alone as long as `self`
+        // is borrowed.
         Ok(unsafe { std::slice::from_raw_parts_mut(data, count) })
     }
 }
@@ -96,9 +97,9 @@ pub(crate) fn report(variables: &[Variable]) -> Result<Range<usize>> {
     let first = NEXT.fetch_add(variables.len(), Ordering::Relaxed);
     let tags = first..first + variables.len();
     for (tag, Variable(tensor)) in tags.clone().zip(variables) {
-        let tensor = tensor.as_ptr().cast_mut().cast();
-        // SAFETY: tch's handle is an `at::Tensor *`, alive as `variables` is borrowed; `ready` is of `Ready`'s
-        // type in `shim.cpp` and does not unwind; the call catches what C++ throws.
+        let tensor = tensor.as_ptr().cast();
+        // SAFETY: tch's handle is an `at::Tensor *`, alive as `variables` is borrowed; `ready` is of the type
+        // that `shim.cpp` calls it as, and does not unwind; nothing is thrown out of the call.
         if unsafe { tch_engine_report(tensor, ready, tag) } == 0 {
             return Err(Error::Engine("libtorch takes no hook for a variable".to_owned()));
         }

@@ -145,6 +145,9 @@ fn what_does_not_fit_is_an_error_with_a_name() {
     let error = engine.eval(&Batch::new()).unwrap_err().to_string();
     assert!(error.contains("no field `inputs`"), "{error}");
     assert!(engine.set_autocast(Some(DType::F32)).is_err());
+    let mut empty = self::engine(|_| Chain(Vec::new())).unwrap();
+    let error = pass(&mut empty, 0, || Ok(())).0.unwrap_err().to_string();
+    assert!(error.contains("backward") && error.contains("grad"), "{error}");
 }
 
 const RUN: &str = r#"

@@ -237,7 +237,8 @@ fn lost_packets_fail_nothing() {
             return eprintln!("ignored: packets cannot be lost here: {why}");
         }
     }
-    hosts.start("count", 3, Duration::from_secs(30));
+    // A packet that is lost again and again is sent again after twice the time: 3, 6, 12 s and more.
+    hosts.start("count", 3, Duration::from_secs(120));
     hosts.all_done();
 }
 

@@ -3,6 +3,7 @@
 
 #![cfg(all(feature = "npu", feature = "candle"))]
 #![expect(clippy::unwrap_used, reason = "a test")]
+#![expect(clippy::print_stderr, reason = "a test says what it leaves out")]
 
 #[path = "common/slurm.rs"]
 mod slurm;
@@ -266,6 +267,9 @@ fn each_rank_has_its_own_of_the_visible_npus() {
         "[rank 0]",
         "aborted",
     ]);
+    // There are eight.
+    shown(&[("ASCEND_RT_VISIBLE_DEVICES", "8,9")])
+        .fails(&["there are 0", "ASCEND_RT_VISIBLE_DEVICES=\"8,9\" leaves no more"]);
     shown(&[("ASCEND_RT_VISIBLE_DEVICES", "")]).fails(&["ASCEND_RT_VISIBLE_DEVICES", "no device"]);
     // Ranks with chips of two generations do not train together.
     let script = bench.dir.path().join("mixed.sh");

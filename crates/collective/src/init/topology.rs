@@ -137,12 +137,12 @@ impl Topology {
     }
 
     /// The index of this rank's own device among those it sees: 0 if its variable
-    /// (`CUDA_VISIBLE_DEVICES`, `ASCEND_RT_VISIBLE_DEVICES`) shows one device, else the local rank.
+    /// (`CUDA_VISIBLE_DEVICES`, `ASCEND_RT_VISIBLE_DEVICES`) is one device, else the local rank.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the variable shows no device, or several but too few for this
-    /// local rank.
+    /// [`Error::InvalidArgument`] if the variable shows no device, or is a list that shows too few for
+    /// this local rank; a list ends where its library stops reading, as CANN does at a smaller number.
     pub fn device(&self, kind: Accelerator) -> Result<usize> {
         self.devices.index(kind, self.local_rank)
     }

@@ -1,7 +1,7 @@
 //! An Ascend NPU as a rank has it: found, opened, and what is said of it.
 
 use ::amp::npu::DeviceOverflow;
-use collective::{ProcessGroup, ReduceOp};
+use collective::{Accelerator, ProcessGroup, ReduceOp};
 use fused_optim::npu::{Operators, probe};
 
 use super::{Overflows, refused};
@@ -21,9 +21,13 @@ pub(super) fn find(index: u32) -> Result<u32> {
     if (index as usize) < found.count {
         return Ok(index);
     }
+    let variable = Accelerator::Npu.variable();
+    let why = match std::env::var(variable) {
+        Ok(list) => format!("{variable}={list:?} leaves no more"),
+        Err(_) => "the launcher starts more ranks than there are NPUs".to_owned(),
+    };
     Err(refused(format!(
-        "this rank's own is NPU {index}, and there are {} ({found}); ASCEND_RT_VISIBLE_DEVICES may hide some, \
-         or the launcher starts more ranks than there are NPUs",
+        "this rank's own is NPU {index}, and there are {} ({found}): {why}",
         found.count
     )))
 }

@@ -301,35 +301,32 @@ fn ranks_of_slurm_have_their_own_npus_and_average_by_hccl() {
     let (bench, conf) = (Bench::new(), cluster.conf());
     let config = on_npu(&with(SGD));
     let ours = bench.two("ours", &config, &[]).well();
-    let srun = |name: &str, nodes: &str, vars: &[(&str, &str)]| {
-        let srun = [
-            "srun",
-            nodes,
-            "--ntasks=2",
-            "--kill-on-bad-exit=1",
-            "--export=ALL",
-            "--label",
-            RUNNER,
-        ];
+    let srun = |name: &str, words: &[&str], vars: &[(&str, &str)]| {
+        let srun = ["srun", "--ntasks=2", "--kill-on-bad-exit=1", "--label"];
         let vars = [vars, &[("SLURM_CONF", &conf)]].concat();
-        bench.train(name, &srun, &config, &vars, &["--launcher", "slurm"])
+        bench.train(name, &[&srun, words].concat(), &config, &vars, &["--launcher", "slurm"])
     };
+    let (one, two) = (&["--nodes=1", RUNNER][..], &["--nodes=2", RUNNER][..]);
+    // Each sees its own only, as a prologue of tasks may have it.
+    let own = "ASCEND_RT_VISIBLE_DEVICES=$((2 + 3 * SLURM_LOCALID)) exec \"$0\" \"$@\"";
+    let own = &["--nodes=1", "sh", "-c", own, RUNNER][..];
     let averaged = ["device npu:0", "gradients are averaged by HCCL"];
-    for (name, nodes, vars) in [
-        ("one", "--nodes=1", &[][..]),
-        ("two", "--nodes=2", &[]),
+    for (name, words, vars) in [
+        ("one", one, &[][..]),
+        ("two", two, &[]),
         // One is enough where a node has one rank.
-        ("few", "--nodes=2", &[("NPU_SIM_DEVICES", "1")]),
-        ("seen", "--nodes=1", &[("ASCEND_RT_VISIBLE_DEVICES", "2,5")]),
+        ("few", two, &[("NPU_SIM_DEVICES", "1")]),
+        ("seen", one, &[("ASCEND_RT_VISIBLE_DEVICES", "2,5")]),
+        ("own", own, &[]),
     ] {
-        let ran = srun(name, nodes, vars).well().says(&averaged);
+        let ran = srun(name, words, vars).well().says(&averaged);
         close(&ran, &ours, "iter_12", 0.0);
     }
     let refused = "1: error: device = \"npu\": this rank's own is NPU 1, and there are 1";
-    srun("lacking", "--nodes=1", &[("NPU_SIM_DEVICES", "1")]).fails(&[refused]);
+    srun("lacking", one, &[("NPU_SIM_DEVICES", "1")]).fails(&[refused]);
     // CANN sees one device in this.
     let vars = [("ASCEND_RT_VISIBLE_DEVICES", "5,2")];
-    srun("falling", "--nodes=1", &vars).fails(&["none is left for local rank 1: CANN stops"]);
+    srun("falling", one, &vars).fails(&["none is left for local rank 1: CANN stops"]);
 }
 
 #[test]

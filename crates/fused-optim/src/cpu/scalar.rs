@@ -78,7 +78,7 @@ impl<R: TwoSweeps, const COSINE: bool> Observe<'_, R, COSINE> {
             }
             let state = [&mut m[block.clone()], &mut v[block.clone()]];
             let one = Observed { rule, map, param, grad, state, u: &mut self.directions[block] };
-            let [a, b, c, d] = fold_all(&one.by_parts::<COSINE, FMA>());
+            let [a, b, c, d] = fold_all(one.by_rows::<COSINE, FMA>());
             self.sums.push(match COSINE {
                 true => Sums { pp: a, pu: b, gg: c, gp: d, ..Sums::default() },
                 false => Sums { pp: a, uu: b, ..Sums::default() },
@@ -99,38 +99,58 @@ struct Observed<'a, R> {
 }
 
 impl<R: TwoSweeps> Observed<'_, R> {
-    /// By parts of some rows of lanes: all of a part is asked of memory, and its directions are computed,
-    /// while the sums of the one before still wait for their additions.
+    /// By rows of lanes: while the roots and quotients of one are computed, the sums of others are.
     #[inline(always)]
-    fn by_parts<const COSINE: bool, const FMA: bool>(self) -> [[f64; LANES]; 4] {
+    fn by_rows<const COSINE: bool, const FMA: bool>(self) -> [[f64; LANES]; 4] {
         let Self { rule, map, param, grad, state: [m, v], u } = self;
         let mut sums = [[0.0; LANES]; 4];
-        for start in (0..param.len()).step_by(PART) {
-            let part = start..param.len().min(start + PART);
-            let (p, grad) = (&param[part.clone()], &grad[part.clone()]);
-            let (m, v, u) = (&mut m[part.clone()], &mut v[part.clone()], &mut u[part]);
-            for i in 0..p.len() {
-                let g = map.apply(grad[i]);
-                let state = rule.state(g, [m[i], v[i]]);
-                [m[i], v[i]] = state;
-                u[i] = rule.direction(p[i], g, state);
-            }
-            let (p_rows, p_tail) = p.as_chunks::<LANES>();
-            let (u_rows, u_tail) = u.as_chunks::<LANES>();
-            let (g_rows, g_tail) = grad.as_chunks::<LANES>();
-            for ((p, u), g) in p_rows.iter().zip(u_rows).zip(g_rows) {
-                add_row::<COSINE, FMA>(&mut sums, p, u, g, map);
-            }
-            if !p_tail.is_empty() {
-                add_tail::<COSINE>(&mut sums, p_tail, u_tail, g_tail, map);
-            }
+        let (p_rows, p_tail) = param.as_chunks();
+        let (g_rows, g_tail) = grad.as_chunks();
+        let (m_rows, m_tail) = m.as_chunks_mut();
+        let (v_rows, v_tail) = v.as_chunks_mut();
+        let (u_rows, u_tail) = u.as_chunks_mut();
+        let states = m_rows.iter_mut().zip(v_rows);
+        for (((p, g), (m, v)), u) in p_rows.iter().zip(g_rows).zip(states).zip(u_rows) {
+            let g = mapped(map, g);
+            let directions = direct(&rule, p, &g, m, v);
+            add_row::<COSINE, FMA>(&mut sums, p, &directions, &g);
+            *u = directions;
         }
-        sums
+        if p_tail.is_empty() {
+            return sums;
+        }
+        for i in 0..p_tail.len() {
+            let g = map.apply(g_tail[i]);
+            let state = rule.state(g, [m_tail[i], v_tail[i]]);
+            [m_tail[i], v_tail[i]] = state;
+            u_tail[i] = rule.direction(p_tail[i], g, state);
+        }
+        add_tail::<COSINE>(sums, p_tail, u_tail, g_tail, map)
     }
 }
 
-/// Elements whose directions are computed before they are summed; whole rows of lanes.
-const PART: usize = 16 * LANES;
+#[inline(always)]
+fn mapped(map: GradMap, row: &[f32; LANES]) -> [f32; LANES] {
+    row.map(|g| map.apply(g))
+}
+
+/// New state of a row, and its directions.
+#[inline(always)]
+fn direct<R: TwoSweeps>(
+    rule: &R,
+    p: &[f32; LANES],
+    g: &[f32; LANES],
+    m: &mut [f32; LANES],
+    v: &mut [f32; LANES],
+) -> [f32; LANES] {
+    let mut u = [0.0; LANES];
+    for lane in 0..LANES {
+        let state = rule.state(g[lane], [m[lane], v[lane]]);
+        [m[lane], v[lane]] = state;
+        u[lane] = rule.direction(p[lane], g[lane], state);
+    }
+    u
+}
 
 #[inline(always)]
 fn add_row<const COSINE: bool, const FMA: bool>(
@@ -138,31 +158,26 @@ fn add_row<const COSINE: bool, const FMA: bool>(
     p: &[f32; LANES],
     u: &[f32; LANES],
     g: &[f32; LANES],
-    map: GradMap,
 ) {
     add_products::<FMA>(pp, p, p);
     if COSINE {
-        let mut mapped = [0.0; LANES];
-        for lane in 0..LANES {
-            mapped[lane] = map.apply(g[lane]);
-        }
         add_products::<FMA>(second, p, u);
-        add_products::<FMA>(gg, &mapped, &mapped);
-        add_products::<FMA>(gp, &mapped, p);
+        add_products::<FMA>(gg, g, g);
+        add_products::<FMA>(gp, g, p);
     } else {
         add_products::<FMA>(second, u, u);
     }
 }
 
-/// Less than a row. Apart, for the compiler then keeps the rows' sums in vectors.
+/// Less than a row. Apart, and by value, for the compiler then keeps the rows' sums in vectors.
 #[inline(never)]
 fn add_tail<const COSINE: bool>(
-    [pp, second, gg, gp]: &mut [[f64; LANES]; 4],
+    [mut pp, mut second, mut gg, mut gp]: [[f64; LANES]; 4],
     p: &[f32],
     u: &[f32],
     g: &[f32],
     map: GradMap,
-) {
+) -> [[f64; LANES]; 4] {
     for lane in 0..p.len() {
         let [p, u, g] = [p[lane], u[lane], map.apply(g[lane])].map(f64::from);
         pp[lane] += p * p;
@@ -174,6 +189,7 @@ fn add_tail<const COSINE: bool>(
             second[lane] += u * u;
         }
     }
+    [pp, second, gg, gp]
 }
 
 /// The product of two f32, as f64, has at most 48 bits and so is exact: whether it is rounded before the
@@ -188,7 +204,7 @@ fn add_products<const FMA: bool>(sum: &mut [f64; LANES], a: &[f32; LANES], b: &[
 
 /// Apart, for the same reason as [`add_tail`].
 #[inline(never)]
-fn fold_all(sums: &[[f64; LANES]; 4]) -> [f64; 4] {
+fn fold_all(sums: [[f64; LANES]; 4]) -> [f64; 4] {
     sums.map(fold_lanes)
 }
 

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 
 use crate::cpu::pages::Pages;
-use crate::cpu::plan::Layout;
+use crate::cpu::plan::{Layout, share_count};
 use crate::cpu::{Copies, GradMap, Piece, SLOTS, Scratch, SlotMut, step_key};
 use crate::rule::{Hyper, at_least_zero};
 use crate::state::{TensorState, problem};
@@ -140,6 +140,9 @@ impl<H: Hyper> Core<H> {
             _ => f32::INFINITY,
         };
         let mut pages = self.pages(params);
+        // To make a list of tensors and deal them out costs more than to sweep small ones.
+        let lengths = with_grad(&mut self.tensors, params).map(|(_, _, p)| p.weight.len());
+        let threads = share_count(lengths, self.threads);
         let (groups, half_weights, eight_bits) = (&self.groups, self.half_weights, self.eight_bits);
         // Most tensors of a group are at one step: its numbers are computed once.
         let mut last = None;
@@ -161,7 +164,7 @@ impl<H: Hyper> Core<H> {
             let map = scales.map(at, limit, hyper.maximize());
             (rule, piece::<H>(index, state, p, map, half_weights))
         });
-        sweep::run::<H>(work, self.threads, &mut self.scratch);
+        sweep::run::<H>(work, threads, &mut self.scratch);
         Ok(Applied::Applied)
     }
 

@@ -122,12 +122,10 @@ impl ChunkPlan {
     /// met before.
     #[must_use]
     pub fn new(layouts: &[Layout], threads: usize) -> Self {
+        let mut shares = vec![Vec::new(); share_count(layouts.iter().map(Layout::count), threads)];
         // In u128 the products below cannot overflow.
+        let count = shares.len() as u128;
         let total: u128 = layouts.iter().map(|layout| layout.count as u128).sum();
-        let worth = total.saturating_sub(TENSOR * layouts.len() as u128);
-        let count = (worth / MIN_SHARE).clamp(1, threads.max(1) as u128);
-        // At most `threads`, a `usize`.
-        let mut shares = vec![Vec::new(); count as usize];
         let (mut current, mut before) = (0, 0_u128);
         for (tensor, layout) in layouts.iter().enumerate() {
             let mut start = 0;
@@ -154,6 +152,20 @@ impl ChunkPlan {
     pub fn shares(&self) -> &[Vec<Chunk>] {
         &self.shares
     }
+}
+
+/// Shares into which tensors of these lengths are cut: `threads`, fewer if there is too little for each.
+pub(crate) fn share_count(lengths: impl Iterator<Item = usize>, threads: usize) -> usize {
+    if threads <= 1 {
+        return 1;
+    }
+    let (mut total, mut tensors) = (0_u128, 0_u128);
+    for length in lengths {
+        (total, tensors) = (total + length as u128, tensors + 1);
+    }
+    let worth = total.saturating_sub(TENSOR * tensors);
+    // At most `threads`, a `usize`.
+    (worth / MIN_SHARE).clamp(1, threads as u128) as usize
 }
 
 /// Fewer elements than this are not worth a thread: its start costs as much as their sweep.
@@ -233,6 +245,20 @@ mod tests {
                 prop_assert!(plan.shares().len() == 1 || count + BLOCK >= MIN_SHARE as usize);
             }
         }
+    }
+
+    #[test]
+    fn what_is_not_worth_dealing_out_is_one_share() {
+        let shares = |lengths: &[usize]| {
+            let layouts: Vec<Layout> = lengths.iter().map(|&count| Layout::new(count, 0)).collect();
+            let count = share_count(lengths.iter().copied(), 2);
+            assert_eq!(ChunkPlan::new(&layouts, 2).shares().len(), count);
+            count
+        };
+        assert_eq!(shares(&[64; 10_000]), 1);
+        assert_eq!(shares(&[640_000]), 2);
+        // One large tensor does not make up for what thousands cost to deal out.
+        assert_eq!(shares(&[&[200_000][..], &[64; 10_000]].concat()), 1);
     }
 
     #[test]

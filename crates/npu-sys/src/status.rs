@@ -81,7 +81,7 @@ pub enum Error {
         function: &'static str,
     },
     /// The CANN here lacks a function that not every version has.
-    #[error("{} has no function {function}; CANN 8.1 has it", origin.unwrap_or("the CANN here"))]
+    #[error("{} has no function {function}; {}", origin.unwrap_or("the CANN here"), who_has(function))]
     NoFunction {
         /// Its C name.
         function: &'static str,
@@ -94,6 +94,14 @@ pub enum Error {
         /// What is wrong with it.
         what: String,
     },
+}
+
+/// The operator that no header at hand declares is the only function of the tables that CANN 8.1 lacks.
+fn who_has(function: &str) -> &'static str {
+    match function.starts_with("aclnnForeachNonFiniteCheckAndUnscale") {
+        true => "CANN 8.1 does not declare it either",
+        false => "CANN 8.1 has it",
+    }
 }
 
 /// The result of this crate's fallible functions.

@@ -206,6 +206,10 @@ fn a_missing_optional_function_is_an_error_of_the_call() {
     let error = unsafe { ops.aclnnInplaceZero(std::ptr::null_mut()) }.unwrap_err();
     let text = "the CANN here has no function aclnnInplaceZeroGetWorkspaceSize; CANN 8.1 has it";
     assert_eq!(error.to_string(), text);
+    let (list, one) = (std::ptr::null(), std::ptr::null());
+    // SAFETY: as above.
+    let error = unsafe { ops.aclnnForeachNonFiniteCheckAndUnscale(list, one, one) }.unwrap_err();
+    assert!(error.to_string().ends_with("; CANN 8.1 does not declare it either"), "{error}");
 }
 
 #[test]

@@ -177,6 +177,7 @@ impl<M: TchModel> Engine for TchEngine<M> {
         };
         let value = loss.f_double_value(&[]).map_err(|e| failed("the loss", &e))?;
         let scaled = loss.f_mul_scalar(f64::from(loss_scale)).map_err(|e| failed("scaling", &e))?;
+        self.params.variables.iter_mut().for_each(Variable::zero_grad);
         shim::backward(&scaled, &self.tags, sink)?;
         Ok(Losses { scalars: vec![("loss".to_owned(), value)] })
     }

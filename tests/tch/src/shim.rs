@@ -70,6 +70,11 @@ impl Variable {
             && tensor.numel() > 0
     }
 
+    /// Forgets a gradient that somebody else's backward left.
+    pub(crate) fn zero_grad(&mut self) {
+        self.0.zero_grad();
+    }
+
     /// The elements, row-major.
     ///
     /// # Errors

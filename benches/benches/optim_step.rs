@@ -1,6 +1,7 @@
 //! How near is an optimizer's sweep to what memory gives?
 //!
-//! ResNet-50's 161 tensors, 25.6 M parameters, or a transformer's 148, 109 M; one thread unless said. Every line reports bytes per
+//! ResNet-50's 161 tensors, 25.6 M parameters, or a transformer's 148, 109 M; for a rule's arithmetic one
+//! of 32,768, which the second-level cache holds; one thread unless said. Every line reports bytes per
 //! second over the bytes its algorithm must read and write: 28 per parameter for AdamW (weight, two
 //! moments: read and written; gradient: read), also with f16 weights and gradients (the master
 //! instead of the weight, and two bytes each); 4 more where the gradients are looked at first. The
@@ -29,7 +30,8 @@ fn main() {
         .configure_from_args();
     let counts = resnet50();
     adamw(&mut criterion, &counts);
-    others(&mut criterion, &counts);
+    others(&mut criterion, "resnet50", &counts);
+    others(&mut criterion, "cache", &[32_768]);
     small(&mut criterion);
     large(&mut criterion);
     criterion.final_summary();
@@ -129,8 +131,8 @@ fn large(criterion: &mut Criterion) {
     }
 }
 
-/// The other rules, each with what it does to memory.
-fn others(criterion: &mut Criterion, counts: &[usize]) {
+/// The other rules, each with what it does to memory; of tensors that a cache holds, its arithmetic.
+fn others(criterion: &mut Criterion, tensors_of: &str, counts: &[usize]) {
     use Pattern::{LookThenTwoStates, OneState, TwoStates, TwoSweeps};
     let sgd = SgdHyper { momentum: 0.9, ..SgdHyper::default() };
     let rules: [(Pattern, Box<dyn Optimizer>); 8] = [
@@ -147,7 +149,7 @@ fn others(criterion: &mut Criterion, counts: &[usize]) {
     let mut weights = tensors(counts);
     for (pattern, mut optimizer) in rules {
         let bytes = pattern.bytes() * counts.iter().sum::<usize>();
-        let mut group = criterion.benchmark_group(format!("{}_resnet50", optimizer.kind()));
+        let mut group = criterion.benchmark_group(format!("{}_{tensors_of}", optimizer.kind()));
         group.throughput(Throughput::Bytes(bytes as u64));
         ceiling(&mut group, pattern, counts, 1);
         group.bench_function("f32", |b| {

@@ -88,7 +88,7 @@ impl Stock {
         if let Some(norm) = &self.norm {
             x = norm.forward_t(&x, true)?;
         }
-        let x = x.relu()?.max_pool2d(2)?;
+        let x = ops::max_pool2d(&x.relu()?, 2, ops::Window { stride: 2, padding: 0 })?;
         self.fc2.forward(&self.fc1.forward(&x.flatten_from(1)?)?.relu()?)
     }
 

@@ -13,13 +13,15 @@
 //! scale and their bookkeeping are the caller's.
 //!
 //! Stock candle has operators that silently cut the graph (`LayerNorm`, `softmax_last_dim`,
-//! `rms_norm`). They show: the parameters behind the cut get no gradient, and whoever counts
-//! gradients, as [`DistributedDataParallel`](crate::model::DistributedDataParallel) does, fails the
-//! first step and names them. [`ops`] has what to use in their place.
+//! `rms_norm`). They show: the parameters that reach the loss through the cut alone get no gradient, and
+//! whoever counts gradients, as [`DistributedDataParallel`](crate::model::DistributedDataParallel) does,
+//! fails the first step and names them. [`ops`] has what to use in their place.
 //!
-//! One trap does not show: the gradient of candle 0.11.1's own `max_pool2d` is too small by the window's
-//! area (a quarter for 2 x 2). It is there, so nobody misses it, and candle does not tell which operator
-//! made a tensor. [`ops::max_pool2d`] has the whole one.
+//! Others of candle 0.11.1 have a gradient that is wrong: its `max_pool2d` one too small by the window's
+//! area (a quarter for 2 x 2), its `avg_pool2d` one in the wrong place where windows do not cover the image,
+//! its `upsample_nearest` one that drops what other uses of its input have added, its `conv1d` one of mixed
+//! up samples. An engine looks for them in its first step, which fails and names the first parameter that is
+//! affected (`traps.rs` says how, and what it does not see). [`ops::max_pool2d`] has the whole gradient.
 //!
 //! Invariant: everything runs on the calling thread except what candle's own operators give to
 //! rayon; launchers set `RAYON_NUM_THREADS`.
@@ -30,6 +32,9 @@ mod memory;
 mod model;
 pub mod ops;
 mod params;
+mod traps;
+#[cfg(test)]
+mod traps_tests;
 
 use std::fmt;
 use std::sync::Arc;
@@ -108,6 +113,8 @@ pub struct CandleEngine {
     compiled: Option<CompileOptions>,
     search: Option<Search>,
     random: Random,
+    /// Whether a step has been looked through for wrong gradients.
+    checked: bool,
 }
 
 impl CandleEngine {
@@ -142,6 +149,7 @@ impl CandleEngine {
             compiled: None,
             search: None,
             random: Random::new(options.seed),
+            checked: false,
         })
     }
 
@@ -159,6 +167,10 @@ impl CandleEngine {
         let batch = TensorBatch::new(batch, self.dtype)?;
         let loss = self.forward(&batch)?;
         let losses = loss.read()?;
+        if !self.checked {
+            // Its backward passes are none of those that a search times and keeps.
+            search::pause(|| traps::check(loss.value(), &self.params, &self.slot))?;
+        }
         let scaled = loss
             .value()
             .affine(f64::from(loss_scale), 0.0)
@@ -280,6 +292,7 @@ impl Engine for CandleEngine {
         let step = || self.step(batch, loss_scale, sink);
         let losses = search::open(&mut search, || dropout::open(&mut random, step));
         (self.search, self.random) = (search, random);
+        self.checked |= losses.is_ok();
         losses
     }
 

@@ -83,6 +83,19 @@ pub(in crate::engine::candle) fn open<R>(
     call()
 }
 
+/// Runs `call` without the search that is open on this thread, if one is.
+pub(in crate::engine::candle) fn pause<R>(call: impl FnOnce() -> R) -> R {
+    /// Opens it again however the call ends.
+    struct Paused(Option<Search>);
+    impl Drop for Paused {
+        fn drop(&mut self) {
+            OPEN.set(self.0.take());
+        }
+    }
+    let _paused = Paused(OPEN.take());
+    call()
+}
+
 /// Does an operation in the way that is best for `key`, or, without a search, by `default`.
 pub(super) fn run<R>(
     key: impl FnOnce() -> String,
@@ -164,6 +177,17 @@ mod tests {
             assert!(search.take_text(bad).is_err(), "{bad}");
         }
         assert_eq!(search.to_text(), found);
+    }
+
+    #[test]
+    fn a_paused_search_learns_nothing_and_goes_on() {
+        let mut search = Some(Search::new(1));
+        let call = |key: &str| run(|| key.to_owned(), 0, || vec![1], |way| way);
+        open(&mut search, || {
+            assert_eq!(pause(|| call("a")), 0);
+            call("b");
+        });
+        assert_eq!(search.unwrap().found.keys().collect::<Vec<_>>(), ["b"]);
     }
 
     #[test]

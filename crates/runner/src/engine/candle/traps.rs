@@ -21,12 +21,13 @@
 //! So a model with none of them, with one of them used rightly, or with a gradient that is not the loss's on
 //! purpose (a detached branch, a straight-through estimator), is left alone: nothing is compared with
 //! differences of the loss. Neither parameters nor buffers nor random numbers are touched, and no layer runs
-//! again; a pool or an upsampling costs the first step up to three backward passes from there down, so an
-//! operator of one's own must stand more than one.
+//! again; each pool (or maximum of a line, which looks like one), upsampling and one-dimensional convolution
+//! costs the first step up to six backward passes from there down, so an operator of one's own must stand
+//! more than one.
 //!
-//! Not seen: a `conv1d` whose kernel is computed from parameters; an upsampling whose input is used again only together with what was computed from it; `scatter`
-//! and `scatter_add` into a tensor that has a gradient, each of which has the other's; a pool of nothing but
-//! equal values.
+//! Not seen: a `conv1d` whose kernel is computed from parameters; an upsampling of one value, or one whose
+//! input is used again only together with what was computed from it; `scatter` and `scatter_add` into a
+//! tensor that has a gradient, each of which has the other's; a pool of nothing but equal values.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -76,6 +77,9 @@ impl Stock {
         if to_h >= h && to_w >= w {
             let factors = (to_h / h, to_w / w);
             let whole = to_h.is_multiple_of(h) && to_w.is_multiple_of(w) && factors != (1, 1);
+            // candle itself refuses an image's factors that differ. Of one value it is as good as a broadcast,
+            // of which there may be many.
+            let whole = whole && (x.rank() == 3 || factors.0 == factors.1) && (h, w) != (1, 1);
             return if whole { vec![Self::Nearest(factors.0, factors.1)] } else { Vec::new() };
         }
         let mut suspects = Vec::new();

@@ -9,7 +9,7 @@ use std::fmt::Write;
 use crate::status::{ACL_NAMES, ACLNN_NAMES, HCCL_NAMES};
 use crate::sys::{
     ACL_FLAGS, ACL_NUMBERS, Acl, Constant, Field, HCCL_FIELDS, HCCL_LAYOUTS, HCCL_NUMBERS, Hccl,
-    HcclCommConfig, Layout, NNOP_NUMBERS, Nnop, OP_HEADERS, Ops, Symbol,
+    HcclCommConfig, Layout, NEWER_OP_HEADERS, NNOP_NUMBERS, Nnop, OP_HEADERS, Ops, Symbol,
 };
 
 /// Which headers the assertions are about.
@@ -19,6 +19,12 @@ pub enum Part {
     Runtime,
     /// `aclnn/` and `aclnnop/`: what only an installed CANN has.
     Operators,
+}
+
+/// The functions that CANN 8.1 does not declare: a CANN's headers may lack them and agree all the same.
+pub fn newer() -> impl Iterator<Item = &'static str> {
+    let rows = Ops::SYMBOLS.iter().filter(|row| row.since != "8.1");
+    rows.map(|row| row.name)
 }
 
 /// A translation unit.
@@ -71,6 +77,13 @@ impl Text {
                     "aclnn/opdev/op_errno.h",
                 ]);
                 text.includes(&operators.iter().map(String::as_str).collect::<Vec<_>>());
+                for name in NEWER_OP_HEADERS {
+                    let header = format!("\"aclnnop/aclnn_{name}.h\"");
+                    let _ = writeln!(
+                        text.source,
+                        "#if __has_include({header})\n#include {header}\n#endif"
+                    );
+                }
                 text.functions(Nnop::SYMBOLS, absent);
                 text.functions(Ops::SYMBOLS, absent);
                 text.layouts(NNOP_NUMBERS.0);
@@ -154,6 +167,7 @@ impl Text {
 fn mistaken(c: &str) -> String {
     match c {
         "float" => "double".into(),
+        "double" => "float".into(),
         "bool" => "int32_t".into(),
         "int32_t" => "int64_t".into(),
         "int64_t" => "int32_t".into(),
@@ -183,7 +197,9 @@ mod tests {
         let wrong = Text::wrong(Part::Runtime, &[]);
         assert_eq!(wrong.assertions, all.assertions);
         assert!(wrong.source.contains("decltype(&aclFinalize), aclError (*)(int32_t)>"));
+        assert_eq!(newer().count(), 8);
         let lists = Text::right(Part::Operators, &[]).source;
+        assert!(lists.contains("#if __has_include(\"aclnnop/aclnn_fused_sgd.h\")"), "{lists}");
         assert!(lists.contains("aclTensorList* (*)(aclTensor const* const*, uint64_t)"), "{lists}");
     }
 

@@ -23,9 +23,11 @@
 //! Every prototype of AscendCL and HCCL, the layout of their structs and every constant here compile
 //! against the headers of the torch_npu wheels 2.14.0 and 2.5.1, by `.ci/ascend-headers`, in which the
 //! same rows with a mistake in each must all fail; likewise all rows, those of operators included,
-//! against the headers of CANN 8.1.RC1, but for the one operator that those do not declare,
-//! `aclnnForeachNonFiniteCheckAndUnscale`. The order of calls is tested on a simulator that enforces the
-//! rules of CANN's documents. **None of this has been run on Ascend hardware or against real
+//! against the headers of CANN 8.1.RC1, but for four operators that came later. Of those,
+//! `aclnnFusedSgd` and `aclnnFusedAdamw` were compiled so against the public headers of ops-nn 9.1.0 and
+//! 9.2.0-beta.2, and `aclnnAmpUpdateScale` and `aclnnForeachNonFiniteCheckAndUnscale` against the prototypes
+//! that CANN's generator has put into headers in public. The order of calls is tested on a simulator that
+//! enforces the rules of CANN's documents. **None of this has been run on Ascend hardware or against real
 //! CANN libraries.**
 
 pub mod headers;

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::LoadError;
-use crate::sys::{AclError, AclnnStatus, Constant, HcclResult};
+use crate::sys::{AclError, AclnnStatus, Constant, HcclResult, Ops};
 
 /// A number that a function of CANN returned and that is not success.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -81,7 +81,7 @@ pub enum Error {
         function: &'static str,
     },
     /// The CANN here lacks a function that not every version has.
-    #[error("{} has no function {function}; {}", origin.unwrap_or("the CANN here"), who_has(function))]
+    #[error("{} has no function {function}; CANN {} has it", origin.unwrap_or("the CANN here"), since(function))]
     NoFunction {
         /// Its C name.
         function: &'static str,
@@ -96,12 +96,9 @@ pub enum Error {
     },
 }
 
-/// The operator that no header at hand declares is the only function of the tables that CANN 8.1 lacks.
-fn who_has(function: &str) -> &'static str {
-    match function.starts_with("aclnnForeachNonFiniteCheckAndUnscale") {
-        true => "CANN 8.1 does not declare it either",
-        false => "CANN 8.1 has it",
-    }
+/// A version of CANN that has a function. Only operators have rows that 8.1 lacks.
+fn since(function: &str) -> &'static str {
+    Ops::SYMBOLS.iter().find(|row| row.name == function).map_or("8.1", |row| row.since)
 }
 
 /// The result of this crate's fallible functions.

@@ -166,12 +166,14 @@ macro_rules! bind {
                 $(Symbol {
                     name: stringify!($f),
                     required: true,
+                    since: "8.1",
                     result: <$r as CType>::c,
                     parameters: &[$(<$t as CType>::c),*],
                 },)*
                 $(Symbol {
                     name: stringify!($of),
                     required: false,
+                    since: "8.1",
                     result: <$or as CType>::c,
                     parameters: &[$(<$ot as CType>::c),*],
                 },)*
@@ -247,12 +249,23 @@ macro_rules! bind {
 }
 pub(crate) use bind;
 
+/// What the end of an operator's row says of versions.
+macro_rules! since {
+    () => {
+        "8.1"
+    };
+    ($version:literal) => {
+        $version
+    };
+}
+pub(crate) use since;
+
 /// Makes of the operators' rows the struct of their functions, and a method that plans for each.
 macro_rules! bind_ops {
     (
         $(#[$meta:meta])*
         $table:ident = $libraries:ident {
-            $(fn $run:ident, $plan:ident($($a:ident: $t:ty),* $(,)?);)*
+            $(fn $run:ident, $plan:ident($($a:ident: $t:ty),* $(,)?) $(in $since:tt)?;)*
         }
     ) => {
         $(#[$meta])*
@@ -279,6 +292,7 @@ macro_rules! bind_ops {
                     Symbol {
                         name: stringify!($plan),
                         required: false,
+                        since: $crate::table::since!($($since)?),
                         result: AclnnStatus::c,
                         parameters: &[
                             $(<$t as CType>::c,)*
@@ -289,6 +303,7 @@ macro_rules! bind_ops {
                     Symbol {
                         name: stringify!($run),
                         required: false,
+                        since: $crate::table::since!($($since)?),
                         result: AclnnStatus::c,
                         parameters: &[
                             <*mut c_void as CType>::c,

@@ -209,7 +209,15 @@ fn a_missing_optional_function_is_an_error_of_the_call() {
     let (list, one) = (std::ptr::null(), std::ptr::null());
     // SAFETY: as above.
     let error = unsafe { ops.aclnnForeachNonFiniteCheckAndUnscale(list, one, one) }.unwrap_err();
-    assert!(error.to_string().ends_with("; CANN 8.1 does not declare it either"), "{error}");
+    assert!(error.to_string().ends_with("; CANN 8.5 has it"), "{error}");
+    // SAFETY: as above.
+    let error = unsafe {
+        let (decay, momentum, lr) = (0.0, 0.9, 0.1);
+        ops.aclnnFusedSgd(list, list, list, one, decay, momentum, lr, 0.0, false, false, true)
+    }
+    .unwrap_err();
+    let text = "the CANN here has no function aclnnFusedSgdGetWorkspaceSize; CANN 9.1 has it";
+    assert_eq!(error.to_string(), text);
 }
 
 #[test]

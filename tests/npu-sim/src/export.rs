@@ -94,7 +94,7 @@ macro_rules! export_ops {
     (
         $(#[$meta:meta])*
         $table:ident = $libraries:ident {
-            $(fn $run:ident, $plan:ident($($a:ident: $t:ty),* $(,)?);)*
+            $(fn $run:ident, $plan:ident($($a:ident: $t:ty),* $(,)?) $(in $since:tt)?;)*
         }
     ) => {
         $(
@@ -152,10 +152,11 @@ macro_rules! family {
             }
         }
 
-        pub(crate) fn $table() -> $rust {
+        pub(crate) fn $table(absent: &[&str]) -> $rust {
+            let find = |name| if absent.contains(&name) { None } else { $module::symbol(name) };
             // SAFETY: the functions are this file's, exported by the rows that the table is made of.
-            let table = unsafe { <$rust>::from_symbols(&|name| $module::symbol(name)) };
-            table.expect("every row is exported")
+            let table = unsafe { <$rust>::from_symbols(&find) };
+            table.expect("every required row is exported")
         }
     };
 }

@@ -18,7 +18,7 @@ pub(crate) struct Kernel {
     pub(crate) compute: Compute,
 }
 
-/// From the inputs' numbers to the outputs'.
+/// From the inputs' numbers to the outputs'; to nothing from numbers that the operator's documents forbid.
 pub(crate) type Compute = std::sync::Arc<dyn Fn(&[Numbers]) -> Vec<Numbers> + Send + Sync>;
 
 /// What a kernel reports that followed a bad address.
@@ -33,6 +33,10 @@ impl Kernel {
             inputs.push(load(tensor.dtype, &raw::read(at, tensor.bytes())));
         }
         let outputs = (self.compute)(&inputs);
+        if outputs.len() < self.outputs.len() {
+            world.violation("an operator is given numbers that its documents forbid");
+            return Err(VECTOR_CORE);
+        }
         for (tensor, numbers) in self.outputs.iter().zip(outputs) {
             let at = find(world, tensor, device)?;
             let saturates = world.config.soc.saturates() && tensor.dtype == AclDataType::FLOAT16;

@@ -44,21 +44,34 @@ pub use world::{Config, Session, start};
 
 /// The table of AscendCL, of the simulator in this process.
 pub fn acl() -> &'static Acl {
-    static TABLE: LazyLock<Acl> = LazyLock::new(export::acl_table);
+    static TABLE: LazyLock<Acl> = LazyLock::new(|| export::acl_table(&[]));
     &TABLE
 }
 
 /// The table of what operators share.
 pub fn nnop() -> &'static Nnop {
-    static TABLE: LazyLock<Nnop> = LazyLock::new(export::nnop_table);
+    static TABLE: LazyLock<Nnop> = LazyLock::new(|| export::nnop_table(&[]));
     &TABLE
 }
 
 /// The table of operators.
 pub fn ops() -> &'static Ops {
-    static TABLE: LazyLock<Ops> = LazyLock::new(export::ops_table);
+    static TABLE: LazyLock<Ops> = LazyLock::new(|| export::ops_table(&[]));
     &TABLE
 }
+
+/// The table of operators of a CANN that lacks some; CANN 8.1 lacks [`LATER`]. It stays for ever.
+pub fn ops_without(operators: &[&str]) -> &'static Ops {
+    Box::leak(Box::new(export::ops_table(operators)))
+}
+
+/// Operators that CANN 8.1 does not declare.
+pub const LATER: &[&str] = &[
+    "aclnnForeachNonFiniteCheckAndUnscale",
+    "aclnnAmpUpdateScale",
+    "aclnnFusedSgd",
+    "aclnnFusedAdamw",
+];
 
 /// Operators in a stream of their own on a device, of the simulator in this process.
 ///
@@ -66,12 +79,21 @@ pub fn ops() -> &'static Ops {
 ///
 /// Those of the calls that make them, if they are to fail.
 pub fn operators(device: usize) -> npu_sys::Result<Operators> {
+    operators_of(device, ops())
+}
+
+/// Operators of a table in a stream of their own on a device.
+///
+/// # Errors
+///
+/// As [`operators`].
+pub fn operators_of(device: usize, ops: &'static Ops) -> npu_sys::Result<Operators> {
     let context = Context::new(acl(), device)?;
-    Operators::new(Stream::new(&context)?, nnop(), ops())
+    Operators::new(Stream::new(&context)?, nnop(), ops)
 }
 
 /// The table of HCCL.
 pub fn hccl() -> &'static Hccl {
-    static TABLE: LazyLock<Hccl> = LazyLock::new(export::hccl_table);
+    static TABLE: LazyLock<Hccl> = LazyLock::new(|| export::hccl_table(&[]));
     &TABLE
 }

@@ -377,7 +377,7 @@ impl Operators {
     ///
     /// # Errors
     ///
-    /// As [`muls`](Self::muls); CANN 8.1 has no prototype of it.
+    /// As [`muls`](Self::muls); CANN 8.1 does not declare it.
     pub fn non_finite_check_and_unscale(
         &self,
         x: &[View],

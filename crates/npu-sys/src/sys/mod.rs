@@ -16,7 +16,7 @@ use std::ffi::{c_char, c_void};
 pub use acl::{ACL_LIBRARIES, Acl};
 pub use hccl::{HCCL_LIBRARIES, Hccl};
 pub use nnop::{NNOP_LIBRARIES, Nnop};
-pub use ops::{OP_HEADERS, OPS_LIBRARIES, Ops, Phases, Run};
+pub use ops::{NEWER_OP_HEADERS, OP_HEADERS, OPS_LIBRARIES, Ops, Phases, Run};
 pub use types::*;
 
 /// A type of the C interface, and how C++ spells it.
@@ -32,6 +32,8 @@ pub struct Symbol {
     pub name: &'static str,
     /// Whether the table cannot exist without it.
     pub required: bool,
+    /// A version of CANN that has it: 8.1, or the later one that its row names.
+    pub since: &'static str,
     /// The C++ spelling of what it returns.
     pub result: fn() -> String,
     /// The C++ spellings of what it takes.
@@ -59,6 +61,7 @@ spelled! {
     u64 => "uint64_t",
     usize => "size_t",
     f32 => "float",
+    f64 => "double",
 }
 
 impl<T: CType> CType for *const T {

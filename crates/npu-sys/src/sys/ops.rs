@@ -1,7 +1,8 @@
 //! `aclnnop/*.h`: the operators. Each is two functions, one that plans and one that runs the plan.
 //!
-//! Prototypes as in CANN 8.1.RC1. Which operators there are depends on version and chip, so all are
-//! optional: what is missing is an error of the call, not of loading.
+//! Prototypes as in CANN 8.1.RC1, and of the few rows that name a later version in its public headers. Which
+//! operators there are depends on version and chip, so all are optional: what is missing is an error of
+//! the call, not of loading.
 
 use std::ffi::c_void;
 
@@ -49,6 +50,10 @@ pub const OP_HEADERS: &[&str] = &[
     "zero",
 ];
 
+/// The headers of the rows that CANN 8.1 does not declare, each where a CANN has it.
+pub const NEWER_OP_HEADERS: &[&str] =
+    &["amp_update_scale", "foreach_non_finite_check_and_unscale", "fused_adamw", "fused_sgd"];
+
 /// The second function of every operator: workspace, its bytes, the plan, the stream.
 pub type Run =
     unsafe extern "C" fn(*mut c_void, u64, *mut AclOpExecutor, AclrtStream) -> AclnnStatus;
@@ -63,7 +68,8 @@ pub struct Phases<P> {
 }
 
 /// Hands the operators to the macro `$then`. Rows end before the two results that all plans have: the
-/// bytes of the workspace, and the executor.
+/// bytes of the workspace, and the executor. `in` is the first version of CANN that has a row which
+/// 8.1 lacks.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! ops_table {
@@ -266,15 +272,54 @@ macro_rules! ops_table {
                     a: *const AclTensorList,
                     out: *const AclTensorList,
                 );
-                // Its header is not in CANN 8.1; the prototype is torch_npu's use of it.
+                fn aclnnForeachZeroInplace, aclnnForeachZeroInplaceGetWorkspaceSize(
+                    a: *const AclTensorList,
+                );
                 fn aclnnForeachNonFiniteCheckAndUnscale, aclnnForeachNonFiniteCheckAndUnscaleGetWorkspaceSize(
                     a: *const AclTensorList,
                     found_inf: *const AclTensor,
                     inv_scale: *const AclTensor,
-                );
-                fn aclnnForeachZeroInplace, aclnnForeachZeroInplaceGetWorkspaceSize(
-                    a: *const AclTensorList,
-                );
+                ) in "8.5";
+                fn aclnnAmpUpdateScale, aclnnAmpUpdateScaleGetWorkspaceSize(
+                    scale: *const AclTensor,
+                    growth_tracker: *const AclTensor,
+                    found_inf: *const AclTensor,
+                    growth_factor: f64,
+                    backoff_factor: f64,
+                    growth_interval: i64,
+                    new_scale: *const AclTensor,
+                    new_growth_tracker: *const AclTensor,
+                ) in "9.1";
+                fn aclnnFusedSgd, aclnnFusedSgdGetWorkspaceSize(
+                    p: *const AclTensorList,
+                    g: *const AclTensorList,
+                    buffer: *const AclTensorList,
+                    grad_scale: *const AclTensor,
+                    weight_decay: f32,
+                    momentum: f32,
+                    lr: f32,
+                    dampening: f32,
+                    nesterov: bool,
+                    maximize: bool,
+                    is_first_step: bool,
+                ) in "9.1";
+                fn aclnnFusedAdamw, aclnnFusedAdamwGetWorkspaceSize(
+                    p: *const AclTensorList,
+                    g: *const AclTensorList,
+                    m: *const AclTensorList,
+                    v: *const AclTensorList,
+                    max_v: *const AclTensorList,
+                    steps: *const AclTensorList,
+                    grad_scale: *const AclTensor,
+                    found_inf: *const AclTensor,
+                    lr: f64,
+                    beta1: f64,
+                    beta2: f64,
+                    weight_decay: f64,
+                    eps: f64,
+                    amsgrad: bool,
+                    maximize: bool,
+                ) in "9.2";
             }
         }
     };

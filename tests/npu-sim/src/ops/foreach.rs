@@ -8,13 +8,25 @@ use super::{NO_KERNEL, Planned, computes, larger, scalar, tensor, tensors};
 use crate::kernels::{Kernel, Numbers};
 use crate::memory::pointer;
 use crate::nnop::{INVALID, NULL, Tensor};
-use crate::world::world;
+use crate::world::{World, world};
 
-const TILING: i32 = 561_002;
+pub(super) const TILING: i32 = 561_002;
 /// Most tensors of a list.
 const LIST: usize = 50;
 /// Most tensors of a list of norms.
 const NORMS: usize = 256;
+
+/// The tensors of a list.
+pub(super) fn list(world: &mut World, handle: *const AclTensorList) -> Result<Vec<Tensor>, i32> {
+    if handle.is_null() {
+        return Err(NULL);
+    }
+    let Some(ids) = world.objects.lists.get(&handle.addr()).cloned() else {
+        world.violation("a list of tensors is used that does not exist");
+        return Err(INVALID);
+    };
+    ids.into_iter().map(|id| tensor(world, pointer(id))).collect()
+}
 
 /// The tensors of lists, each list as long as the first and at most `most` long.
 fn lists<const N: usize>(
@@ -25,18 +37,8 @@ fn lists<const N: usize>(
     if !world.config.soc.has_foreach() {
         return Err(NO_KERNEL);
     }
-    let mut found = Vec::new();
-    for handle in handles {
-        if handle.is_null() {
-            return Err(NULL);
-        }
-        let Some(ids) = world.objects.lists.get(&handle.addr()).cloned() else {
-            world.violation("a list of tensors is used that does not exist");
-            return Err(INVALID);
-        };
-        let all = ids.into_iter().map(|id| tensor(&mut world, pointer(id)));
-        found.push(all.collect::<Result<Vec<_>, _>>()?);
-    }
+    let found = handles.into_iter().map(|handle| list(&mut world, handle));
+    let found = found.collect::<Result<Vec<_>, _>>()?;
     if found.iter().any(|list| list.len() != found[0].len()) {
         return Err(INVALID);
     }

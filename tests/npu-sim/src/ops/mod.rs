@@ -3,6 +3,7 @@
 #![expect(non_snake_case, reason = "the names are C's")]
 
 mod foreach;
+mod fused;
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -16,6 +17,7 @@ use crate::raw;
 use crate::world::{World, world};
 
 pub(crate) use foreach::*;
+pub(crate) use fused::*;
 
 type Planned = Result<Kernel, i32>;
 
@@ -26,7 +28,7 @@ const WORKSPACE: u64 = 4096;
 const SCRATCH: u8 = 0x5a;
 
 fn needs_workspace(operator: &str) -> bool {
-    let some = ["aclnnForeach", "aclnnReduceSum", "aclnnApplyAdamWV2", "aclnnCast"];
+    let some = ["aclnnForeach", "aclnnReduceSum", "aclnnApplyAdamWV2", "aclnnFused", "aclnnCast"];
     some.iter().any(|prefix| operator.starts_with(prefix))
 }
 
@@ -348,63 +350,4 @@ pub(crate) fn aclnnIsFinite(a: *const AclTensor, out: *mut AclTensor) -> Planned
     let finite = |x: &[f32]| f32::from(u8::from(x[0].is_finite()));
     let compute = element_wise(vec![dims.clone()], dims, finite);
     Ok(Kernel { inputs: vec![input], outputs: vec![output], compute })
-}
-
-/// AdamW by PyTorch's formula. The step counter is read as one less than the step, and not written.
-pub(crate) fn aclnnApplyAdamWV2(
-    p: *mut AclTensor,
-    m: *mut AclTensor,
-    v: *mut AclTensor,
-    max_v: *mut AclTensor,
-    g: *const AclTensor,
-    step: *const AclTensor,
-    lr: f32,
-    beta1: f32,
-    beta2: f32,
-    weight_decay: f32,
-    eps: f32,
-    amsgrad: bool,
-    maximize: bool,
-) -> Planned {
-    if !world().config.soc.has_foreach() {
-        return Err(NO_KERNEL);
-    }
-    let mut inputs = tensors([p.cast_const(), m, v, g])?;
-    computes(&inputs)?;
-    if inputs.iter().any(|tensor| tensor.dims != inputs[0].dims) {
-        return Err(INVALID);
-    }
-    let mut outputs = inputs[..3].to_vec();
-    inputs.extend(tensors([step])?);
-    if inputs[4].count() != 1 {
-        return Err(INVALID);
-    }
-    if amsgrad {
-        let largest = tensors([max_v.cast_const()])?;
-        if (largest[0].dtype, &largest[0].dims) != (inputs[0].dtype, &inputs[0].dims) {
-            return Err(INVALID);
-        }
-        outputs.extend(largest.clone());
-        inputs.extend(largest);
-    }
-    let compute = Arc::new(move |x: &[Numbers]| {
-        let step = x[4][0] as f32 + 1.0;
-        let (bias1, bias2) = (1.0 - beta1.powf(step), 1.0 - beta2.powf(step));
-        let mut out = vec![Numbers::new(); x.len() - 2];
-        for i in 0..x[0].len() {
-            let [p, m, v, g] = [0, 1, 2, 3].map(|at: usize| x[at][i] as f32);
-            let g = if maximize { -g } else { g };
-            let m = beta1 * m + (1.0 - beta1) * g;
-            let v = beta2 * v + (1.0 - beta2) * g * g;
-            let largest = x.get(5).map_or(v, |largest| larger(largest[i] as f32, v));
-            let p = p * (1.0 - lr * weight_decay);
-            let p = p - lr / bias1 * m / (largest.sqrt() / bias2.sqrt() + eps);
-            for (list, number) in out.iter_mut().zip([p, m, v, largest]) {
-                list.push(f64::from(number));
-            }
-        }
-        out
-    });
-    // p, m, v and, with `amsgrad`, the largest v.
-    Ok(Kernel { inputs, outputs, compute })
 }

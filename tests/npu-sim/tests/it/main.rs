@@ -6,6 +6,7 @@
 #![expect(clippy::multiple_unsafe_ops_per_block, reason = "one argument is for all of them")]
 
 mod faults;
+mod fused;
 mod hccl;
 mod library;
 mod operators;

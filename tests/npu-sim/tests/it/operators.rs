@@ -36,7 +36,7 @@ impl Numbers {
 }
 
 /// Runs a plan with all the workspace it wants, to its end.
-fn run(plan: Plan, stream: AclrtStream) -> Result<()> {
+pub(super) fn run(plan: Plan, stream: AclrtStream) -> Result<()> {
     let bytes = plan.workspace_bytes() as usize;
     let workspace = if bytes == 0 { ptr::null_mut() } else { malloc(bytes) };
     // SAFETY: as much workspace as wanted, alive until the stream is done.

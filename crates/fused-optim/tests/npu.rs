@@ -6,7 +6,7 @@
 use fused_optim::npu::{HostFed, NpuOptimizer, NpuParam, Operators};
 use fused_optim::*;
 use half::{bf16, f16};
-use npu_sim::{Config, Session, Soc, start};
+use npu_sim::{Config, LATER, Session, Soc, ops, ops_without, start};
 
 /// A tensor: shape, type of weight, type of gradient.
 type Shape = (&'static [usize], DType, DType);
@@ -76,9 +76,12 @@ struct Pair<H, C> {
 }
 
 macro_rules! pair {
-    ($cpu:ident, $groups:expr, $shapes:expr, $how:expr) => {{
+    ($cpu:ident, $groups:expr, $shapes:expr, $how:expr) => {
+        pair!($cpu, $groups, $shapes, $how, false)
+    };
+    ($cpu:ident, $groups:expr, $shapes:expr, $how:expr, $kernels:expr) => {{
         let shapes: Vec<Shape> = $shapes.to_vec();
-        let npu = NpuOptimizer::new(operators(), $groups, $how).unwrap().with_kernels(false);
+        let npu = NpuOptimizer::new(operators(), $groups, $how).unwrap().with_kernels($kernels);
         let cpu = $cpu::new($groups).unwrap().with_half_weights($how);
         let weight = |(at, (shape, dtype, _)): (usize, &Shape)| {
             let count = shape.iter().product::<usize>() as u64;
@@ -199,11 +202,14 @@ const PRESENT: [[bool; 7]; 4] = [
 
 macro_rules! agree {
     ($cpu:ident, $hyper:expr, $other:expr) => {
+        agree!($cpu, $hyper, $other, false, Soc::Ascend910B);
+    };
+    ($cpu:ident, $hyper:expr, $other:expr, $kernels:expr, $soc:expr) => {
         for how in [HalfWeights::Master, HalfWeights::Nearest] {
-            let sim = session(Soc::Ascend910B);
+            let sim = session($soc);
             let groups =
                 || [ParamGroup::new($hyper, [0, 1, 3, 4]), ParamGroup::new($other, [2, 5, 6])];
-            let mut pair = pair!($cpu, groups(), MIXED, how);
+            let mut pair = pair!($cpu, groups(), MIXED, how, $kernels);
             for (at, (ctl, bad)) in controls().iter().chain(&controls()).enumerate() {
                 let has = if bad.is_some() { &PRESENT[1] } else { &PRESENT[at % 4] };
                 let applied = step!(pair, at as u64, has, ctl, *bad);
@@ -245,6 +251,71 @@ fn rules_with_norms_agree_with_the_cpu() {
     agree!(Lamb, hyper, LambHyper { adam: true, use_global_grad_norm: true, ..hyper });
     let hyper = BertAdamHyper { warmup: 0.3, t_total: 20, ..Default::default() };
     agree!(BertAdam, hyper, BertAdamHyper { clip: ClipScope::Tensor, max_grad_norm: 0.1, ..hyper });
+}
+
+const KERNELS: [&str; 3] = ["aclnnFusedSgd", "aclnnFusedAdamw", "aclnnApplyAdamWV2"];
+
+#[test]
+fn rules_agree_with_the_cpu_by_kernels_of_canns_own() {
+    let hyper = SgdHyper { lr: 0.1, momentum: 0.9, dampening: 0.1, ..Default::default() };
+    let other = SgdHyper { nesterov: true, dampening: 0.0, weight_decay: 0.1, ..hyper };
+    agree!(Sgd, hyper, SgdHyper { maximize: true, ..other }, true, Soc::Ascend910C);
+    let bare = SgdHyper { momentum: 0.0, dampening: 0.5, weight_decay: 0.1, ..hyper };
+    agree!(Sgd, bare, hyper, true, Soc::Ascend910B);
+    let hyper = AdamWHyper { weight_decay: 0.1, ..Default::default() };
+    let exact = AdamWHyper { amsgrad: true, betas: (0.875, 0.96875), ..hyper };
+    agree!(AdamW, hyper, AdamWHyper { maximize: true, ..hyper }, true, Soc::Ascend910B);
+    agree!(AdamW, exact, hyper, true, Soc::Ascend910C);
+}
+
+/// Which kernel a step takes: by version of CANN, chip, numbers, step, and what was asked for.
+#[test]
+fn a_kernel_is_used_where_everything_allows_it() {
+    let (new, sgd, adamw) = (ops(), SgdHyper::default(), AdamWHyper::default());
+    let momentum = SgdHyper { momentum: 0.9, ..sgd };
+    let (b, c) = (Soc::Ascend910B, Soc::Ascend910C);
+    macro_rules! used {
+        ($soc:expr, $ops:expr, $hyper:expr) => {
+            used!($soc, $ops, $hyper, true)
+        };
+        ($soc:expr, $ops:expr, $hyper:expr, $wanted:expr) => {{
+            let sim = session($soc);
+            let on = npu_sim::operators_of(0, $ops).unwrap();
+            let groups = [ParamGroup::new($hyper, 0..1)];
+            let npu = NpuOptimizer::new(on, groups, HalfWeights::Master).unwrap();
+            let mut npu = npu.with_kernels($wanted);
+            npu.combine(&[NpuParam::new(5000, F32)]).unwrap();
+            for _ in 0..3 {
+                let _ = npu.step(&[true], &StepCtl::PLAIN).unwrap();
+            }
+            let used = KERNELS.map(|kernel| sim.calls(kernel));
+            drop(npu);
+            assert_eq!(sim.finish(), [""; 0]);
+            used
+        }};
+    }
+    for soc in [b, c] {
+        assert_eq!(used!(soc, new, momentum), [3, 0, 0]);
+        assert_eq!(used!(soc, new, adamw), [0, 2, 1]);
+    }
+    assert_eq!(used!(b, new, momentum, false), [0; 3]);
+    assert_eq!(used!(b, new, adamw, false), [0; 3]);
+    assert_eq!(used!(Soc::Ascend910A, new, momentum), [0; 3]);
+    assert_eq!(used!(Soc::Ascend910A, new, adamw), [0; 3]);
+    let older = ops_without(LATER);
+    assert_eq!(used!(b, older, momentum), [0; 3]);
+    assert_eq!(used!(b, older, adamw), [0, 0, 3]);
+    // Without the older kernel the first step is the operators'.
+    assert_eq!(used!(b, ops_without(&["aclnnApplyAdamWV2"]), adamw), [0, 2, 0]);
+    assert_eq!(used!(b, ops_without(&KERNELS), adamw), [0; 3]);
+    // Nothing gained, and what the kernels refuse or cannot be mended in.
+    assert_eq!(used!(b, new, sgd), [0; 3]);
+    assert_eq!(used!(b, new, SgdHyper { weight_decay: 0.1, ..sgd }), [3, 0, 0]);
+    assert_eq!(used!(b, new, SgdHyper { momentum: 1e-6, ..sgd }), [0; 3]);
+    assert_eq!(used!(b, new, SgdHyper { dampening: -0.5, ..momentum }), [0; 3]);
+    assert_eq!(used!(b, new, AdamWHyper { amsgrad: true, ..adamw }), [0; 3]);
+    let exact = AdamWHyper { amsgrad: true, betas: (0.875, 0.96875), ..adamw };
+    assert_eq!(used!(b, new, exact), [0, 2, 1]);
 }
 
 #[test]
@@ -419,10 +490,14 @@ fn cost<R>(sim: &Session, step: impl FnOnce() -> R) -> (usize, usize) {
 }
 
 macro_rules! costs {
-    ($soc:expr, $hyper:expr, $dtype:expr, $ctl:expr) => {{
+    ($soc:expr, $hyper:expr, $dtype:expr, $ctl:expr) => {
+        costs!($soc, $hyper, $dtype, $ctl, ops())
+    };
+    ($soc:expr, $hyper:expr, $dtype:expr, $ctl:expr, $ops:expr) => {{
         let sim = session($soc);
         let groups = [ParamGroup::new($hyper, 0..100)];
-        let mut npu = NpuOptimizer::new(operators(), groups, HalfWeights::Master).unwrap();
+        let on = npu_sim::operators_of(0, $ops).unwrap();
+        let mut npu = NpuOptimizer::new(on, groups, HalfWeights::Master).unwrap();
         npu.combine(&[NpuParam::new(0, $dtype).with_shape(&[2, 3]); 100]).unwrap();
         let first = cost(&sim, || npu.step(&[true; 100], &$ctl).unwrap());
         let then = cost(&sim, || npu.step(&[true; 100], &$ctl).unwrap());
@@ -439,7 +514,13 @@ fn a_step_is_so_many_launches() {
     let same = |cost| (cost, cost);
     let sgd = SgdHyper::default();
     assert_eq!(costs!(b, sgd, F32, plain), same((1, 0)));
-    assert_eq!(costs!(b, SgdHyper { momentum: 0.9, ..sgd }, F32, plain), ((2, 0), (3, 0)));
+    let (momentum, older) = (SgdHyper { momentum: 0.9, ..sgd }, ops_without(LATER));
+    assert_eq!(costs!(b, momentum, F32, plain), same((1, 0)));
+    assert_eq!(costs!(b, momentum, F32, plain, older), ((2, 0), (3, 0)));
+    assert_eq!(costs!(a, momentum, F32, plain), ((2, 0), (3, 0)));
+    let all = SgdHyper { weight_decay: 0.1, nesterov: true, ..momentum };
+    assert_eq!(costs!(b, all, F32, plain), same((1, 0)));
+    assert_eq!(costs!(b, all, F32, plain, older), ((4, 0), (5, 0)));
     let adam = AdamHyper::default();
     assert_eq!(costs!(b, adam, F32, plain), same((8, 0)));
     assert_eq!(costs!(b, AdamHyper { amsgrad: true, ..adam }, F32, plain), same((9, 0)));
@@ -447,6 +528,8 @@ fn a_step_is_so_many_launches() {
     let adamw = AdamWHyper::default();
     // What a β of f32 lacks is added: of 0.999, not of numbers that f32 has; not to maxima.
     assert_eq!(costs!(b, adamw, F32, plain), same((3, 0)));
+    assert_eq!(costs!(b, adamw, F32, plain, older), same((3, 0)));
+    assert_eq!(costs!(b, adamw, F32, plain, ops_without(&KERNELS)), same((9, 0)));
     assert_eq!(costs!(b, AdamWHyper { betas: (0.5, 0.75), ..adamw }, F32, plain), same((2, 0)));
     assert_eq!(costs!(b, AdamWHyper { amsgrad: true, ..adamw }, F32, plain), same((10, 0)));
     let exact = AdamWHyper { amsgrad: true, betas: (0.875, 0.96875), ..adamw };

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use npu_sys::safe::{AdamWTensors, Operators, View};
+use npu_sys::safe::{Operators, View};
 use npu_sys::sys::AclDataType;
 
 use super::NpuParam;
@@ -33,7 +33,7 @@ pub struct NpuOptimizer<H> {
     pending: BTreeMap<usize, TensorState>,
     pub(super) scratch: Scratch,
     pub(super) norm: Option<View>,
-    kernels: bool,
+    pub(super) kernels: bool,
 }
 
 /// Tensors of one kind.
@@ -62,7 +62,7 @@ pub(super) struct Scratch {
     /// Half weights without master, in f32.
     p: View,
     /// Steps taken before, for CANN's own kernels.
-    step: View,
+    pub(super) step: View,
     pub(super) zero: View,
 }
 
@@ -89,13 +89,8 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(Self { on, core, flats, pending, scratch, norm: None, kernels: true })
     }
 
-    /// Whether CANN's own kernels of a rule are used where it and the chip have one, as they are by
-    /// default: `aclnnApplyAdamWV2`.
-    ///
-    /// That one takes `β` in f32 and makes `1 − β` of it, which for 0.999 is off by 1.3e-5 of itself, and
-    /// so would the moments be. Where it is off by more than 2⁻²¹ an operator behind the kernel adds what
-    /// a moment lacks: one more launch for each `β` of that kind, of which 0.999 is one and 0.9 is not.
-    /// With amsgrad that is not possible, and such `β` take the operators of Adam.
+    /// Whether [kernels of CANN's own](super#kernels-of-canns-own) are used where it, the chip and the numbers
+    /// allow, as they are by default.
     #[must_use]
     pub const fn with_kernels(mut self, used: bool) -> Self {
         self.kernels = used;
@@ -331,25 +326,8 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     fn step_span(&self, span: &Span, look: &Look) -> Result<()> {
         let grad = self.gradient(span, look)?;
         self.widen(span)?;
-        let hyper = &self.core.groups()[self.flats[span.flat].kind.group].hyper;
-        let kernel = self.kernels
-            && self.on.soc().is_second_generation()
-            && self.on.has("aclnnApplyAdamWV2");
-        match hyper.native().filter(|_| kernel) {
-            Some((numbers, mend)) => {
-                let slots = &self.flats[span.flat].slots;
-                let slot = |at: usize| slots[at].part(span.start, span.count);
-                let (p, m, v) = (self.parameters(span)?, slot(0)?, slot(1)?);
-                let max_v = (slots.len() > 2).then(|| slot(2)).transpose()?;
-                let step = &self.scratch.step;
-                // CANN's kernel counts on by itself.
-                self.on.fill(step, (span.step - 1) as f32)?;
-                let max_v = max_v.as_ref();
-                let tensors = AdamWTensors { p: &p, m: &m, v: &v, max_v, g: &grad, step };
-                self.on.apply_adamw_v2(tensors, numbers)?;
-                self.launch(&mend, span, &grad)?;
-            }
-            None => self.sequence(span, &grad)?,
+        if !self.step_native(span, &grad)? {
+            self.sequence(span, &grad)?;
         }
         self.narrow(span)
     }
@@ -383,7 +361,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     }
 
     /// A span's parameters in f32: the weights, their masters, or the scratch they are widened into.
-    fn parameters(&self, span: &Span) -> npu_sys::Result<View> {
+    pub(super) fn parameters(&self, span: &Span) -> npu_sys::Result<View> {
         let flat = &self.flats[span.flat];
         match &flat.master {
             Some(master) => master.part(span.start, span.count),

@@ -10,13 +10,14 @@
 //! |---|---|
 //! | [`Adadelta`](crate::Adadelta) | 11 |
 //! | [`Adam`](crate::Adam), with amsgrad | 8, 9 |
-//! | [`AdamW`](crate::AdamW) by `aclnnApplyAdamWV2`, [as a rule](NpuOptimizer::with_kernels), else as Adam | 3, 8 |
+//! | [`AdamW`](crate::AdamW) by a kernel of CANN's own, else as Adam | 3, 8 |
 //! | [`AdamP`](crate::AdamP) | 9, with tensors of two dimensions 13 and 4 to 5 per tensor; one copy to the host |
 //! | [`BertAdam`](crate::BertAdam) without clipping | 8 |
 //! | [`Lamb`](crate::Lamb) | 8, and two per 250 and one per 50 tensors; one copy to the host |
 //! | [`RmsProp`](crate::RmsProp), with momentum | 5, 7 |
 //! | [`RmsPropTf`](crate::RmsPropTf), with momentum | 6, 8 |
-//! | [`Sgd`](crate::Sgd), with momentum at first, later | 1, 2, 3 |
+//! | [`Sgd`](crate::Sgd) | 1 |
+//! | with momentum by a kernel of CANN's own, else at first, later | 1, 2, 3 |
 //!
 //! Tensors whose gradient comes or goes, or whose step counts differ, split a buffer into spans, each with
 //! launches of its own. A half weight adds two casts, or three if it has no master; a look at the
@@ -29,12 +30,27 @@
 //! moves between devices. A tensor whose gradient appears later takes its first step then, one whose
 //! gradient disappears is left alone. Lamb and AdamP copy to the host once per step, not once per tensor.
 //!
-//! # Kernels that are left out
+//! # Kernels of CANN's own
 //!
-//! `aclnnFusedSgd` and `aclnnFusedAdamw` came after CANN 8.1, whose headers do not declare them. Of
-//! torch_npu's wheels 2.5.1 names neither and 2.14.0 the first, as a string in its library; no header of
-//! either declares one. So their prototypes cannot be checked here, and a call by a wrong one is no error
-//! but damage: SGD and Adam are always sequences of operators.
+//! They are used where CANN has the symbol, the chip is of the second generation and the rule's numbers are
+//! such as they take, unless [declined](NpuOptimizer::with_kernels). State being f32, so are all their tensors.
+//!
+//! | kernel | since CANN | used for | not for |
+//! |---|---|---|---|
+//! | `aclnnFusedSgd` | 9.1 | SGD with momentum or decay: one launch | momentum below 1e-5, dampening below 0 |
+//! | `aclnnFusedAdamw` | 9.2 | AdamW from a tensor's second step on | the first step: documents ask for a counter above 0 |
+//! | `aclnnApplyAdamWV2` | 8.1 | AdamW where the newer one is not | |
+//!
+//! Both of AdamW compute with `β` in f32 and make `1 − β` of it, which for 0.999 is off by 1.3e-5 of itself, and
+//! so would the moments be. Where it is off by more than 2⁻²¹ an operator behind the kernel adds what a moment
+//! lacks: one more launch for each `β` of that kind, of which 0.999 is one and 0.9 is not. With amsgrad
+//! that is not possible, and such `β` take the operators of Adam. Both count steps in a tensor that holds the
+//! steps before, though the newer one's documents have the formula with the tensor's own number: its
+//! kernel's source, which is public, adds one.
+//!
+//! What these operators ask for is known from the public documents, headers and sources of ops-nn 9.1.0 and
+//! 9.2.0-beta.2. One that took its gradients' scale on the device would save nothing: the host is
+//! asked for a verdict anyway, and `aclnnFusedSgd` overwrites gradients with the scaled ones.
 //!
 //! # What is promised
 //!
@@ -61,6 +77,7 @@ mod flat;
 mod fused;
 mod host;
 mod look;
+mod native;
 mod numbers;
 mod rules;
 mod sequence;

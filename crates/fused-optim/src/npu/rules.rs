@@ -3,7 +3,7 @@
 //! Factors are computed in f64 and rounded once. Where torch_npu starts momentum at its first step the
 //! sequence does; [`NpuHyper::sequence`] is told which step it is.
 
-use npu_sys::safe::AdamWNumbers;
+use npu_sys::safe::{AdamWNumbers, SgdNumbers};
 
 use super::sequence::Op::{
     self, Add, Addcdiv, Addcmul, Adds, Copy, Div, Divs, Max, Mul, Muls, Sqrt,
@@ -23,9 +23,8 @@ pub(crate) trait NpuHyper: Hyper {
     /// as the direction.
     fn sequence(&self, step: u64) -> Vec<Op>;
 
-    /// The step as CANN's own kernel of AdamW and the operators that mend its state, of the rule that
-    /// has one and can be mended.
-    fn native(&self) -> Option<(AdamWNumbers, Vec<Op>)> {
+    /// The step as a kernel of CANN's own, of a rule and numbers that one covers.
+    fn native(&self, _step: u64) -> Option<Native> {
         None
     }
 
@@ -49,6 +48,14 @@ pub(crate) trait NpuHyper: Hyper {
     fn last(&self, _step: u64) -> Vec<Op> {
         Vec::new()
     }
+}
+
+/// A step of which CANN has kernels.
+#[derive(Clone, Debug)]
+pub(crate) enum Native {
+    /// With what mends the moments behind the kernel.
+    AdamW(AdamWNumbers, Vec<Op>),
+    Sgd(SgdNumbers),
 }
 
 /// What is done to a tensor before the last operators.
@@ -138,6 +145,22 @@ impl NpuHyper for SgdHyper {
         ops.push(Add(P, P, u, -self.lr));
         ops
     }
+
+    fn native(&self, step: u64) -> Option<Native> {
+        // A step of one operator gains nothing. The kernel takes less momentum than this for none, and
+        // refuses dampening below zero.
+        let gains = self.momentum > 0.0 || self.weight_decay > 0.0;
+        let takes = (self.momentum == 0.0 || self.momentum >= 1e-5) && self.dampening >= 0.0;
+        let numbers = SgdNumbers {
+            weight_decay: self.weight_decay as f32,
+            momentum: self.momentum as f32,
+            lr: self.lr as f32,
+            dampening: self.dampening as f32,
+            nesterov: self.nesterov,
+            is_first_step: step == 1,
+        };
+        (gains && takes).then_some(Native::Sgd(numbers))
+    }
 }
 
 impl NpuHyper for AdamHyper {
@@ -159,7 +182,7 @@ impl NpuHyper for AdamWHyper {
         ops
     }
 
-    fn native(&self) -> Option<(AdamWNumbers, Vec<Op>)> {
+    fn native(&self, _: u64) -> Option<Native> {
         let mut mend = Vec::new();
         if let Some(rest) = rest_of(self.betas.0) {
             mend.push(Add(S(0), S(0), G, rest));
@@ -175,7 +198,7 @@ impl NpuHyper for AdamWHyper {
             weight_decay: self.weight_decay as f32,
             eps: self.eps as f32,
         };
-        can.then_some((numbers, mend))
+        can.then_some(Native::AdamW(numbers, mend))
     }
 }
 

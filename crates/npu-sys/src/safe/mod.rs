@@ -13,13 +13,15 @@ mod event;
 mod memory;
 mod objects;
 mod operators;
+mod steps;
 mod stream;
 mod view;
 
 pub use context::{Context, Entered};
 pub use event::Event;
 pub use memory::Buffer;
-pub use operators::{AdamWNumbers, AdamWTensors, Operators};
+pub use operators::Operators;
+pub use steps::{AdamWNumbers, AdamWTensors, SgdNumbers};
 pub use stream::{Kept, Stream};
 pub use view::View;
 

@@ -2,7 +2,6 @@
 
 #![expect(unsafe_code, reason = "calls C")]
 
-use std::ptr;
 use std::sync::Arc;
 
 use super::objects::{Dims, Lists, Number, Numbers, Tensor};
@@ -307,42 +306,6 @@ impl Operators {
         })
     }
 
-    /// AdamW of PyTorch by CANN's own kernel, one launch: moves `p` by the `step + 1`-th step, `step`
-    /// being one number on the device that the caller sets before every call.
-    ///
-    /// # Errors
-    ///
-    /// As [`muls`](Self::muls).
-    pub fn apply_adamw_v2(&self, tensors: AdamWTensors<'_>, numbers: AdamWNumbers) -> Result<()> {
-        let AdamWTensors { p, m, v, max_v, g, step } = tensors;
-        let AdamWNumbers { lr, betas, weight_decay, eps } = numbers;
-        let amsgrad = max_v.is_some();
-        let mut views = vec![p, m, v, g, step];
-        views.extend(max_v);
-        self.run(&views, &[], |ops, t, _| {
-            let max = t.get(5).copied().unwrap_or(ptr::null_mut());
-            let (b1, b2) = betas;
-            // SAFETY: as in `muls`; null stands for no maxima.
-            unsafe {
-                ops.aclnnApplyAdamWV2(
-                    t[0],
-                    t[1],
-                    t[2],
-                    max,
-                    t[3],
-                    t[4],
-                    lr,
-                    b1,
-                    b2,
-                    weight_decay,
-                    eps,
-                    amsgrad,
-                    false,
-                )
-            }
-        })
-    }
-
     /// `out[i] ← ‖x[i]‖₂`, for at most [`NORMS`](Self::NORMS) tensors; not on chips of the first
     /// generation.
     ///
@@ -403,7 +366,7 @@ impl Operators {
     pub const NORMS: usize = 250;
 
     /// Plans with tensors of `views` and `scalars`, and puts the plan into the stream.
-    fn run(
+    pub(super) fn run(
         &self,
         views: &[&View],
         scalars: &[f32],
@@ -428,7 +391,7 @@ impl Operators {
         unsafe { self.stream.launch(plan, Box::new(keep)) }
     }
 
-    fn run_lists<const N: usize>(
+    pub(super) fn run_lists<const N: usize>(
         &self,
         views: [&[View]; N],
         plan: impl FnOnce(&Ops, [*mut AclTensorList; N]) -> Result<Plan>,
@@ -445,36 +408,6 @@ impl Operators {
         // context.
         unsafe { self.stream.launch(plan, Box::new(lists.buffers.clone())) }
     }
-}
-
-/// What [`Operators::apply_adamw_v2`] works on; all as long as `p`, but for `step`.
-#[derive(Clone, Copy, Debug)]
-pub struct AdamWTensors<'a> {
-    /// Parameters.
-    pub p: &'a View,
-    /// First moments.
-    pub m: &'a View,
-    /// Second moments.
-    pub v: &'a View,
-    /// Their maxima, with amsgrad.
-    pub max_v: Option<&'a View>,
-    /// Gradients.
-    pub g: &'a View,
-    /// Steps taken before, one number of f32.
-    pub step: &'a View,
-}
-
-/// The numbers of [`Operators::apply_adamw_v2`].
-#[derive(Clone, Copy, Debug)]
-pub struct AdamWNumbers {
-    /// Learning rate.
-    pub lr: f32,
-    /// Decay rates of the moments.
-    pub betas: (f32, f32),
-    /// Weight decay, which is multiplied by `lr`.
-    pub weight_decay: f32,
-    /// Added to the denominator.
-    pub eps: f32,
 }
 
 impl Operators {

@@ -4,14 +4,12 @@
 
 use std::cell::Cell;
 use std::rc::Rc;
-use std::sync::LazyLock;
 
 use amp::npu::{DeviceOverflow, Operators, View, cast, has_non_finite, unscale};
 use amp::{Error, GradScaler, LossScaler, LossScalerOptions, OverflowSource, Policy, ScaleChange};
 use half::{bf16, f16};
-use npu_sim::{Config, Session, Soc, acl, nnop, ops, start, symbol};
-use npu_sys::safe::{Context, Stream};
-use npu_sys::sys::{AclDataType, Ops};
+use npu_sim::{Config, LATER, Session, Soc, operators, operators_of, ops, ops_without, start};
+use npu_sys::sys::AclDataType;
 
 const SOCS: [Soc; 3] = [Soc::Ascend910A, Soc::Ascend910B, Soc::Ascend910C];
 const F32: AclDataType = AclDataType::FLOAT;
@@ -20,28 +18,6 @@ const BF16: AclDataType = AclDataType::BF16;
 
 fn session(soc: Soc) -> Session {
     start(Config { soc, ..Config::default() })
-}
-
-fn operators_of(ops: &'static Ops) -> Operators {
-    let stream = Stream::new(&Context::new(acl(), 0).unwrap()).unwrap();
-    Operators::new(stream, nnop(), ops).unwrap()
-}
-
-fn operators() -> Operators {
-    operators_of(ops())
-}
-
-/// A CANN without the operator that 8.1 does not declare.
-#[expect(unsafe_code, reason = "a table of functions by name")]
-fn older() -> &'static Ops {
-    static TABLE: LazyLock<Ops> = LazyLock::new(|| {
-        let known = |name: &'static str| {
-            if name.contains("NonFiniteCheck") { None } else { symbol(name) }
-        };
-        // SAFETY: the simulator's functions, of the rows' own types.
-        unsafe { Ops::from_symbols(&known) }.unwrap()
-    });
-    &TABLE
 }
 
 fn bytes(values: &[f32], dtype: AclDataType) -> Vec<u8> {
@@ -69,9 +45,10 @@ fn unscaling_is_that_of_the_cpu() {
     let options =
         |init_scale, policy| LossScalerOptions { init_scale, policy, ..Default::default() };
     let guarded = LossScalerOptions::default().policy;
-    for (soc, ops) in SOCS.iter().flat_map(|soc| [(*soc, ops()), (*soc, older())]) {
+    let older = ops_without(LATER);
+    for (soc, ops) in SOCS.iter().flat_map(|soc| [(*soc, ops()), (*soc, older)]) {
         let sim = session(soc);
-        let on = operators_of(ops);
+        let on = operators_of(0, ops).unwrap();
         for (scale, policy) in [
             (65536.0, guarded),
             (3.0, guarded),
@@ -111,7 +88,7 @@ fn unscaling_is_that_of_the_cpu() {
 #[test]
 fn lists_are_cut_where_cann_wants_it() {
     let sim = session(Soc::Ascend910B);
-    let on = operators();
+    let on = operators(0).unwrap();
     let mut views: Vec<View> = (0..600).map(|_| upload(&on, &[4.0], F32)).collect();
     let scaler = LossScaler::fixed(2.0).unwrap();
     assert_eq!(unscale(&on, &views, &scaler).unwrap(), Some(false));
@@ -131,7 +108,7 @@ fn lists_are_cut_where_cann_wants_it() {
 fn one_bad_number_anywhere_is_found() {
     for soc in [Soc::Ascend910B, Soc::Ascend910C] {
         let sim = session(soc);
-        let on = operators();
+        let on = operators(0).unwrap();
         for dtype in [F32, F16, BF16] {
             for at in [0, 16, 40] {
                 let mut values = [65504.0; 41];
@@ -155,7 +132,7 @@ fn one_bad_number_anywhere_is_found() {
 fn casts_round_to_nearest_even() {
     for soc in SOCS {
         let sim = session(soc);
-        let on = operators();
+        let on = operators(0).unwrap();
         let values: Vec<f32> = (0..500).map(|i| (i as f32 - 250.0) * 1.000_37).collect();
         let from = upload(&on, &values, F32);
         for dtype in [F16, BF16] {
@@ -207,7 +184,7 @@ where
 fn an_overflow_of_one_rank_skips_the_step_of_all() {
     for soc in SOCS {
         let sim = session(soc);
-        let on = operators();
+        let on = operators(0).unwrap();
         let (other, told) = (Rc::new(Cell::new(None)), Rc::new(Cell::new(None)));
         let (theirs, mine) = (Rc::clone(&other), Rc::clone(&told));
         let source = DeviceOverflow::new(on.clone(), move |seen: Option<bool>| {
@@ -236,7 +213,7 @@ fn a_device_that_fails_tells_the_other_ranks() {
     let sim = session(Soc::Ascend910A);
     let told = Rc::new(Cell::new(None));
     let mine = Rc::clone(&told);
-    let mut source = DeviceOverflow::new(operators(), move |seen: Option<bool>| {
+    let mut source = DeviceOverflow::new(operators(0).unwrap(), move |seen: Option<bool>| {
         mine.set(seen);
         Ok::<_, Error>(seen)
     });

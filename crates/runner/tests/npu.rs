@@ -526,8 +526,7 @@ fn what_the_device_does_not_do_and_what_fails_there_ends_the_run() {
     bench.alone("clip", &on_npu(&clip), &[]).fails(&["another norm than the 2-norm"]);
     let power = format!("{}\n[model_wrapper_cfg]\ncomm_hook = 'powerSGD'\n", with(SGD));
     bench.two("power", &on_npu(&power), &[]).fails(&["PowerSgd", "through a device"]);
-    for function in
-        ["aclnnInplaceAdd:5:507035", "aclrtMemcpyAsync:9:507899", "aclrtMalloc:4:207001"]
+    for function in ["aclnnFusedSgd:5:507035", "aclrtMemcpyAsync:9:507899", "aclrtMalloc:4:207001"]
     {
         let name = function.split(':').next().unwrap();
         bench.alone(name, &on_npu(&with(SGD)), &[("NPU_SIM_FAULT", function)]).fails(&[name]);

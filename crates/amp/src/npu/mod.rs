@@ -1,11 +1,13 @@
 //! Non-finite checks, unscaling, casts and the overflow flag on an Ascend NPU (feature `npu`).
 //!
 //! The loss scale itself stays with the host, in a [`LossScaler`] or [`GradScaler`](crate::GradScaler): it
-//! is one number, and the host must know the verdict anyway to skip a step.
+//! is one number, and the host must know the verdict anyway to skip a step. CANN's `aclnnAmpUpdateScale`,
+//! which keeps a scale on the device, is therefore bound in npu-sys but not called here: it would be a
+//! second copy of the policy, one without [the floor](crate::Policy::Guarded), and spare no copy to the host.
 //!
 //! * [`unscale`] divides f32 gradients by the scale and looks at them: by
-//!   `aclnnForeachNonFiniteCheckAndUnscale` where CANN has it (8.1 does not declare it) and the chip is of
-//!   the second generation, else by plain operators; either way with one copy to the host.
+//!   `aclnnForeachNonFiniteCheckAndUnscale` where CANN has it (8.1 does not declare it, 8.5 does) and the
+//!   chip is of the second generation, else by plain operators; either way with one copy to the host.
 //! * [`has_non_finite`] only looks, at any of the three types.
 //! * [`DeviceOverflow`] is the [`OverflowSource`] for every chip. Those of the first generation (Ascend
 //!   910A and older) turn an f16 that overflows into 65504, so values never show it; the device's overflow

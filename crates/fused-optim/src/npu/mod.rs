@@ -33,24 +33,25 @@
 //! # Kernels of CANN's own
 //!
 //! They are used where CANN has the symbol, the chip is of the second generation and the rule's numbers are
-//! such as they take, unless [declined](NpuOptimizer::with_kernels). State being f32, so are all their tensors.
+//! such as they take, unless [declined](NpuOptimizer::with_kernels). State is f32, and so are all their
+//! tensors.
 //!
 //! | kernel | since CANN | used for | not for |
 //! |---|---|---|---|
 //! | `aclnnFusedSgd` | 9.1 | SGD with momentum or decay: one launch | momentum below 1e-5, dampening below 0 |
-//! | `aclnnFusedAdamw` | 9.2 | AdamW from a tensor's second step on | the first step: documents ask for a counter above 0 |
-//! | `aclnnApplyAdamWV2` | 8.1 | AdamW where the newer one is not | |
+//! | `aclnnFusedAdamw` | 9.2 | AdamW from a tensor's second step on | the first: its counter must be above 0 |
+//! | `aclnnApplyAdamWV2` | 8.1 | AdamW where the newer one is not used | |
 //!
-//! Both of AdamW compute with `β` in f32 and make `1 − β` of it, which for 0.999 is off by 1.3e-5 of itself, and
-//! so would the moments be. Where it is off by more than 2⁻²¹ an operator behind the kernel adds what a moment
-//! lacks: one more launch for each `β` of that kind, of which 0.999 is one and 0.9 is not. With amsgrad
-//! that is not possible, and such `β` take the operators of Adam. Both count steps in a tensor that holds the
-//! steps before, though the newer one's documents have the formula with the tensor's own number: its
-//! kernel's source, which is public, adds one.
+//! Both of AdamW compute with `β` in f32 and make `1 − β` of it, which for 0.999 is off by 1.3e-5 of itself,
+//! and so would the moments be. Where it is off by more than 2⁻²¹ an operator behind the kernel adds what a
+//! moment lacks: one more launch for each `β` of that kind, of which 0.999 is one and 0.9 is not. With
+//! amsgrad that is not possible, and such `β` take the operators of Adam. Both read a tensor with the number
+//! of steps before this one; the newer one's document has that number itself in its formula, but its
+//! source, which is public, adds one.
 //!
-//! What these operators ask for is known from the public documents, headers and sources of ops-nn 9.1.0 and
-//! 9.2.0-beta.2. One that took its gradients' scale on the device would save nothing: the host is
-//! asked for a verdict anyway, and `aclnnFusedSgd` overwrites gradients with the scaled ones.
+//! What the newer two ask for is known from the public headers, documents and sources of ops-nn 9.1.0 and
+//! 9.2.0-beta.2. The scale of gradients that they take is not used: `aclnnFusedSgd` would overwrite the
+//! gradients with the scaled ones.
 //!
 //! # What is promised
 //!

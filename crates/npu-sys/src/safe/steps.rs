@@ -14,7 +14,8 @@ const PIECES: usize = 40;
 /// Pieces begin at multiples of so many numbers: of 64 bytes whatever the type.
 const ALIGN: usize = 32;
 
-/// What [`Operators::apply_adamw_v2`] and [`Operators::fused_adamw`] work on; all as long as `p`, but for `step`.
+/// What [`Operators::apply_adamw_v2`] and [`Operators::fused_adamw`] work on; all as long as `p`, but for
+/// `step`.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWTensors<'a> {
     /// Parameters.

@@ -598,45 +598,51 @@ fn mistakes_are_typed() {
 }
 
 /// Each call of a step fails once: an error every time, and nothing is used that is gone.
+macro_rules! faults {
+    ($hyper:expr, $functions:expr) => {{
+        let sim = session(Soc::Ascend910B);
+        let groups = [ParamGroup::new($hyper, 0..2)];
+        let mut npu = NpuOptimizer::new(operators(), groups, HalfWeights::Master).unwrap();
+        npu.combine(&[NpuParam::new(6, F32), NpuParam::new(6, F16)]).unwrap();
+        npu.write_weight(0, Slice::F32(&[1.0; 6])).unwrap();
+        let check = StepCtl { found_inf: FoundInf::Check, ..StepCtl::PLAIN };
+        let _ = npu.step(&[true; 2], &check).unwrap();
+        for function in $functions.into_iter().chain([
+            "aclnnCast",
+            "aclnnReduceSumGetWorkspaceSize",
+            "aclrtMalloc",
+            "aclCreateTensor",
+            "aclCreateTensorList",
+            "aclCreateScalar",
+            "aclrtMemcpyAsync",
+            "aclrtSynchronizeStream",
+        ]) {
+            let before = sim.calls(function);
+            let _ = npu.step(&[true; 2], &check).unwrap();
+            let calls = sim.calls(function) - before;
+            assert!(calls > 0, "{function} is not called");
+            for nth in 1..=calls {
+                sim.fail(function, nth, 507_035);
+                let failed = npu.step(&[true; 2], &check);
+                assert!(matches!(failed, Err(Error::Npu(_))), "{function} {nth}");
+            }
+        }
+        drop(npu);
+        let left = sim.finish();
+        // Whoever could not run a plan cannot give it back either; and memory that a copy may still
+        // write is leaked, with its context.
+        let meant = ["executors", "pinned allocations", "contexts"];
+        let is_meant =
+            |what: &String| meant.iter().any(|m| what.ends_with(&format!("{m} are left")));
+        assert!(left.iter().all(is_meant), "{left:?}");
+    }};
+}
+
 #[test]
 fn every_call_of_a_step_may_fail() {
-    let sim = session(Soc::Ascend910B);
-    let groups = [ParamGroup::new(LambHyper::default(), 0..2)];
-    let mut lamb = NpuOptimizer::new(operators(), groups, HalfWeights::Master).unwrap();
-    lamb.combine(&[NpuParam::new(6, F32), NpuParam::new(6, F16)]).unwrap();
-    lamb.write_weight(0, Slice::F32(&[1.0; 6])).unwrap();
-    let check = StepCtl { found_inf: FoundInf::Check, ..StepCtl::PLAIN };
-    let _ = lamb.step(&[true; 2], &check).unwrap();
-    let functions = [
-        "aclnnInplaceMulsGetWorkspaceSize",
-        "aclnnInplaceMuls",
-        "aclnnForeachNorm",
-        "aclnnReduceSumGetWorkspaceSize",
-        "aclnnCast",
-        "aclrtMalloc",
-        "aclCreateTensor",
-        "aclCreateTensorList",
-        "aclCreateScalar",
-        "aclrtMemcpyAsync",
-        "aclrtSynchronizeStream",
-        "aclrtSetCurrentContext",
-    ];
-    for function in functions {
-        let before = sim.calls(function);
-        let _ = lamb.step(&[true; 2], &check).unwrap();
-        for nth in 1..=sim.calls(function) - before {
-            sim.fail(function, nth, 507_035);
-            assert!(
-                matches!(lamb.step(&[true; 2], &check), Err(Error::Npu(_))),
-                "{function} {nth}"
-            );
-        }
-    }
-    drop(lamb);
-    let left = sim.finish();
-    // Whoever could not run a plan cannot give it back either; and memory that a copy may still write
-    // is leaked, with its context.
-    let meant = ["executors", "pinned allocations", "contexts"];
-    let is_meant = |what: &String| meant.iter().any(|m| what.ends_with(&format!("{m} are left")));
-    assert!(left.iter().all(is_meant), "{left:?}");
+    let sequence = ["aclnnInplaceMulsGetWorkspaceSize", "aclnnInplaceMuls", "aclnnForeachNorm"];
+    faults!(LambHyper::default(), sequence);
+    faults!(AdamWHyper::default(), ["aclnnFusedAdamwGetWorkspaceSize", "aclnnFusedAdamw"]);
+    let momentum = SgdHyper { momentum: 0.9, ..Default::default() };
+    faults!(momentum, ["aclnnFusedSgdGetWorkspaceSize", "aclnnFusedSgd"]);
 }

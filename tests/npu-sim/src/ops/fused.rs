@@ -181,28 +181,33 @@ pub(crate) fn aclnnFusedAdamw(
     let rule = AdamW { lr, betas, weight_decay, eps, maximize };
     let slots = 3 + usize::from(amsgrad);
     let compute = Arc::new(move |x: &[Numbers]| {
-        let ends = &x[(slots + 2) * count..];
+        let (x, ends) = x.split_at((slots + 2) * count);
         if is_told && ends[ends.len() - 1][0] == 1.0 {
             return x[..slots * count].to_vec();
         }
         let scale = if is_scaled { 1.0 / ends[0][0] as f32 } else { 1.0 };
-        let mut out = vec![Numbers::new(); slots * count];
-        for at in 0..count {
-            let of = |list: usize| &x[list * count + at];
-            let steps = of(slots + 1)[0];
-            if steps <= 0.0 {
-                return Vec::new();
-            }
-            let g = of(slots).iter().map(|g| f64::from(*g as f32 * scale)).collect();
-            let most = amsgrad.then(|| of(3));
-            let new = rule.step(steps, [of(0), of(1), of(2), &g], most);
-            for (list, numbers) in new.into_iter().take(slots).enumerate() {
-                out[list * count + at] = numbers;
-            }
-        }
-        out
+        adamw_on_lists(rule, count, scale, &x.chunks(count).collect::<Vec<_>>())
     });
     Ok(Kernel { inputs, outputs, compute })
+}
+
+/// Lists of parameters, moments, perhaps maxima, gradients and steps; nothing of steps that are none.
+fn adamw_on_lists(rule: AdamW, count: usize, scale: f32, lists: &[&[Numbers]]) -> Vec<Numbers> {
+    let [slots @ .., gradients, steps] = lists else { return Vec::new() };
+    let mut out = vec![Numbers::new(); slots.len() * count];
+    for at in 0..count {
+        if steps[at][0] <= 0.0 {
+            return Vec::new();
+        }
+        let g = gradients[at].iter().map(|g| f64::from(*g as f32 * scale)).collect();
+        let most = slots.get(3).map(|most| &most[at]);
+        let old = [&slots[0][at], &slots[1][at], &slots[2][at], &g];
+        let new = rule.step(steps[at][0], old, most);
+        for (list, numbers) in new.into_iter().take(slots.len()).enumerate() {
+            out[list * count + at] = numbers;
+        }
+    }
+    out
 }
 
 /// SGD on lists, PyTorch's formula; the gradients, divided by the scale, are written back.

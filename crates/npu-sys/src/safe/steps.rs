@@ -9,7 +9,7 @@ use crate::Result;
 
 /// Kernels on lists give a core whole tensors of the list, so a vector is given to them in so many pieces:
 /// chips of the second generation have 40 to 50 such cores, and a piece more than cores would take as
-/// long as all of them again.
+/// long as all of them again. Reasoned, not measured.
 const PIECES: usize = 40;
 /// Pieces begin at multiples of so many numbers: of 64 bytes whatever the type.
 const ALIGN: usize = 32;

@@ -7,7 +7,7 @@ use collective::{Error, Message, ProcessGroup, ReduceOp, Result};
 
 use crate::carriers::{Carrier, carriers};
 use crate::common::{self, play};
-use crate::{SOON, TIMEOUT, at_once, in_time};
+use crate::{Calls, SOON, TIMEOUT, at_once, in_time};
 
 /// Rank 0 sends what rank 1 does not expect. Every rank learns what both have called, in the call
 /// in which it waits or in its next one; no byte has changed.
@@ -20,12 +20,12 @@ fn unexpected(
 ) {
     for (count, idle) in [9, carrier.large].into_iter().flat_map(|n| [(n, false), (n, true)]) {
         // Past which rank 1 has its error, and past which all have.
-        let (told, all) = (Barrier::new(world), Barrier::new(world));
+        let (told, all, calls) = (Barrier::new(world), Barrier::new(world), Calls::default());
         let wait = || idle.then(|| told.wait());
         play(carrier.groups(world, TIMEOUT), |group| {
             let (rank, mut buf) = (group.rank(), vec![7.0_f32; count]);
             group.barrier().unwrap();
-            let start = Instant::now();
+            calls.now();
             let result = match rank {
                 0 => send(&group, &buf),
                 1 => receive(&group, &mut buf),
@@ -33,14 +33,17 @@ fn unexpected(
             };
             wait();
             // What was sent may have been on its way before rank 1 looked at it.
-            let result = result.and_then(|()| match rank {
-                0 => group.barrier(),
-                1 => Ok(()),
-                _ => group.all_reduce_async(vec![1_u8; 9], ReduceOp::Sum)?.wait().map(drop),
+            let result = result.and_then(|()| {
+                calls.now();
+                match rank {
+                    0 => group.barrier(),
+                    1 => Ok(()),
+                    _ => group.all_reduce_async(vec![1_u8; 9], ReduceOp::Sum)?.wait().map(drop),
+                }
             });
-            let took = start.elapsed();
+            let known = Instant::now();
             all.wait();
-            at_once(carrier.name, took);
+            at_once(carrier.name, calls.until(known));
             let error = result.unwrap_err();
             let Error::Mismatch { field: got, by_rank, .. } = &error else { panic!("{error}") };
             assert_eq!(*got, field, "{error}");

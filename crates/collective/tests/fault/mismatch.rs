@@ -9,7 +9,7 @@ use half::f16;
 
 use crate::carriers::{Carrier, carriers};
 use crate::common::play;
-use crate::{TIMEOUT, at_once};
+use crate::{Calls, TIMEOUT, at_once};
 
 /// What a rank calls with a buffer, and with another that has as much for every rank.
 trait Call: Fn(&ProcessGroup, &mut [f32], &mut [f32]) -> Result<()> + Sync {}
@@ -27,17 +27,17 @@ fn mismatch_of(carrier: Carrier, world: usize, field: &str, call: &impl Call) {
     LazyLock::force(&WHOLE);
     for count in [12, carrier.large] {
         // Past which all have their errors: comparing the bytes takes a core from those who wait.
-        let told = Barrier::new(world);
+        let (told, calls) = (Barrier::new(world), Calls::default());
         play(carrier.groups(world, TIMEOUT), |group| {
             let fill: Vec<f32> = (0..count).map(|i| (i + group.rank()) as f32).collect();
             let (mut one, mut two) = (fill.clone(), fill.repeat(world));
             group.barrier().unwrap();
-            let start = Instant::now();
+            calls.now();
             let result = call(&group, &mut one, &mut two);
-            let took = start.elapsed();
+            let known = Instant::now();
             told.wait();
             let error = result.unwrap_err();
-            at_once(carrier.name, took);
+            at_once(carrier.name, calls.until(known));
             let Error::Mismatch { op, field: got, by_rank } = &error else { panic!("{error}") };
             assert_eq!(*got, field, "{error}");
             assert!(by_rank.iter().map(|(rank, _)| *rank).eq(0..world), "{error}");

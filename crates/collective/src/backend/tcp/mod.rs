@@ -362,9 +362,10 @@ impl Drop for Tcp {
 }
 
 /// What messages cost. Every chunk of a direct all-reduce is a moment at which ranks wait for one
-/// another, so they are few.
+/// another; one whose blocks fit a core's own cache and the sockets' buffers is worth it, a larger one is
+/// sent, received and folded at the memory's speed.
 fn costs(rings: bool) -> Costs {
-    let costs = Costs { min_chunk: 4 << 20, ..Costs::default() };
+    let costs = Costs { min_chunk: 768 << 10, ..Costs::default() };
     if rings { costs } else { Costs { within: costs.between, ..costs } }
 }
 

@@ -1,5 +1,6 @@
 //! A step's sweeps, dealt out to threads.
 
+use std::cmp::Reverse;
 use std::ops::Range;
 
 use crate::cpu::pages::Pages;
@@ -24,7 +25,10 @@ pub(crate) fn run<'a, H: Hyper>(
         let scratch = &mut scratch[0];
         return tensors.for_each(|(rule, piece)| Job::<H>::new(rule, piece).begin(scratch));
     }
-    let tensors: Vec<_> = tensors.collect();
+    let mut tensors: Vec<_> = tensors.collect();
+    if H::TWO_SWEEPS {
+        tensors = spread(tensors, threads, |(_, piece)| piece.layout.count());
+    }
     let layouts: Vec<Layout> = tensors.iter().map(|(_, piece)| piece.layout).collect();
     let shares = deal::<H>(tensors, &ChunkPlan::new(&layouts, threads));
     scratch.resize_with(shares.len(), Scratch::default);
@@ -49,6 +53,21 @@ pub(crate) fn run<'a, H: Hyper>(
             parts.rev().for_each(|job| job.sweep(scratch));
         });
     }
+}
+
+/// Tensors in such an order that shares of it are alike in more than length: the second sweep of a large
+/// tensor finds less in a cache, so every share gets its part of those. The largest first, each goes where
+/// there is least so far; since the fullest shares come first, where one is cut there are small ones.
+fn spread<T>(mut tensors: Vec<T>, shares: usize, count: impl Fn(&T) -> usize) -> Vec<T> {
+    let mut piles: Vec<_> = (0..shares).map(|_| (0_usize, Vec::new())).collect();
+    tensors.sort_by_key(|tensor| Reverse(count(tensor)));
+    for tensor in tensors {
+        let (load, pile) = piles.iter_mut().min_by_key(|(load, _)| *load).expect("some shares");
+        *load = load.saturating_add(count(&tensor));
+        pile.push(tensor);
+    }
+    piles.sort_by_key(|(load, _)| Reverse(*load));
+    piles.into_iter().flat_map(|(_, pile)| pile).collect()
 }
 
 /// The pieces of a plan; together they are all of the tensors.

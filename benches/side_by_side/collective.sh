@@ -34,7 +34,7 @@ work=target/side_by_side python=target/side_by_side/venv/bin/python
 mkdir -p "$work"
 
 install_peers() {
-  if ! command -v mpicc mpirun >/dev/null; then
+  if ! echo "#include <mpi.h>" | mpicc -E - >/dev/null 2>&1; then
     local sudo=""; [ "$(id -u)" = 0 ] || sudo=sudo
     $sudo apt-get update -qq
     $sudo apt-get install -y -qq --no-install-recommends openmpi-bin libopenmpi-dev gcc >/dev/null

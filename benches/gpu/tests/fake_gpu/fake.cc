@@ -6,6 +6,12 @@
 // the tables of functions, the cache of cubins, arguments, streams, the kernels' arithmetic. A kernel that
 // touches memory nobody allocated, or that not all threads leave, ends the process with a word.
 //
+// Candle's kernels, of which `tests/candle-cuda/fake/nvcc` makes modules, may be launched in any form; what
+// their arguments point to must be memory of the device, used in order as by copies.
+//
+// With LIKE_CUDARC, a macro, it grants what candle's cudarc counts on, as GPUs do: an allocation of no bytes,
+// copies to pageable memory that have been made when the call returns, waits for the whole device.
+//
 // With FAKE_GPU_TRUSTS in the environment kernels may touch any memory, for callers that do not say theirs.
 // KERNELS, a folder of `ptx.h` and `shim/shim.h`, and FOLDER, where compiled kernels are put, are macros.
 
@@ -13,6 +19,7 @@
 
 #include <dlfcn.h>
 
+#include <array>
 #include <fstream>
 #include <regex>
 #include <sstream>
@@ -25,12 +32,18 @@ static string read_all(const string &path) {
   return text.str();
 }
 
-// Kernels of one library, as the lines that `compile` appends give them.
+// Kernels of one library, as the lines that `compile` appends give them; or as those of candle's
+// `device.h` do, which say for each argument its size and whether it is a value, to read by or to write by.
 using Launcher = const char *(*)(const char *, const void *, unsigned, unsigned long long,
                                  const unsigned long long *, unsigned);
+enum { VALUE, READS, WRITES };
+struct Argument { unsigned size, kind; };
 struct Module {
+  string path;
   Launcher launch;
   unsigned (*size)(const char *);
+  int (*arguments)(const char *, const Argument **);
+  const char *(*run)(const char *, void **, const unsigned *, unsigned);
 };
 struct Function {
   Module *module;
@@ -59,6 +72,36 @@ static void release(Stream *s, uintptr_t at) {
   }, {{at, end, true, "free"}});
 }
 
+// What a kernel touches by a pointer: from there to the end of the memory it points into.
+static Access access_of(const string &kernel, uintptr_t at, unsigned kind) {
+  Lock order(ordering);
+  auto next = watched.upper_bound(at);
+  if (next == watched.begin() || std::prev(next)->second < at)
+    violation("kernel " + kernel + " is given an address that is no memory");
+  return {at, std::prev(next)->second, kind == WRITES, "kernel"};
+}
+
+// A kernel of `device.h`, with its arguments as they are now.
+static void launch(Function *function, const std::array<unsigned, 6> &sizes, unsigned shared, void *stream,
+                   void **arguments) {
+  const Argument *kinds = nullptr;
+  int count = function->module->arguments(function->name.c_str(), &kinds);
+  std::vector<string> values;
+  std::vector<Access> accesses;
+  for (int i = 0; i < count; i++) {
+    values.emplace_back(static_cast<char *>(arguments[i]), kinds[i].size);
+    uintptr_t at = 0;
+    if (kinds[i].kind != VALUE) memcpy(&at, arguments[i], sizeof at);
+    if (at) accesses.push_back(access_of(function->name, at, kinds[i].kind));
+  }
+  stream_of(stream)->push([=]() mutable {
+    std::vector<void *> pointers;
+    for (string &value : values) pointers.push_back(value.data());
+    const char *fault = function->module->run(function->name.c_str(), pointers.data(), sizes.data(), shared);
+    if (fault) violation("kernel " + function->name + ": " + fault);
+  }, accesses);
+}
+
 extern "C" {
 int cuDeviceGetAttribute(int *value, int attribute, int) {
   // Multiprocessors; compute capability 9.0; memory in order of streams.
@@ -74,7 +117,9 @@ int cuCtxSetCurrent(void *context) {
   if (context) current.push_back(static_cast<Context *>(context));
   return 0;
 }
+#ifndef LIKE_CUDARC
 int cuCtxSynchronize() { violation("a wait for the whole device"); return 0; }
+#endif
 int cuGetErrorString(int error, const char **text) {
   *text = "of the fake";
   return error ? 0 : 1;
@@ -82,6 +127,9 @@ int cuGetErrorString(int error, const char **text) {
 int cuMemAllocAsync(uintptr_t *memory, size_t bytes, void *stream) {
   Fault f = due("cuMemAllocAsync", here());
   if (f.kind == RETURN) return f.argument;
+#ifdef LIKE_CUDARC
+  bytes += bytes == 0;
+#endif
   if (here() < 0 || bytes == 0) return 1;
   stream_of(stream);
   void *made = nullptr;
@@ -95,6 +143,15 @@ int cuMemAllocAsync(uintptr_t *memory, size_t bytes, void *stream) {
 int cuMemFreeAsync(uintptr_t memory, void *stream) { release(stream_of(stream), memory); return 0; }
 int cuMemAlloc_v2(uintptr_t *memory, size_t bytes) { return cuMemAllocAsync(memory, bytes, nullptr); }
 int cuMemFree_v2(uintptr_t memory) { return cuMemFreeAsync(memory, nullptr); }
+int cuStreamSynchronize(void *stream) {
+  Stream *s = stream_of(stream);
+  fake_stream_sync(s);
+  Lock order(ordering);
+  Lock lock(s->m);
+  merge(witnessed, s->clock);
+  witnessed[s] = s->done;
+  return 0;
+}
 int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t bytes, void *stream) {
   // Pageable memory has been read when this returns.
   string held(static_cast<const char *>(from), bytes);
@@ -105,30 +162,34 @@ int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t bytes, void *str
 int cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t bytes, void *stream) {
   stream_of(stream)->push([=] { memcpy(to, (void *)from, bytes); },
                           {{from, from + bytes, false, "copy from the device"}});
-  return 0;
-}
-int cuStreamSynchronize(void *stream) {
-  Stream *s = stream_of(stream);
-  fake_stream_sync(s);
-  Lock order(ordering);
-  Lock lock(s->m);
-  merge(witnessed, s->clock);
-  witnessed[s] = s->done;
+#ifdef LIKE_CUDARC
+  cuStreamSynchronize(stream);
+#endif
   return 0;
 }
 
 int cuModuleLoadData(void **module, const void *image) {
   string text = static_cast<const char *>(image);
   if (text.rfind("fake cubin ", 0) != 0) return 200;
-  void *library = dlopen(text.c_str() + 11, RTLD_NOW | RTLD_LOCAL);
+  Module *made = new Module{text.substr(11), nullptr, nullptr, nullptr, nullptr};
+  *module = made;
+  if (made->path == "none") return 0;
+  void *library = dlopen(made->path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library) violation(dlerror());
-  *module = new Module{Launcher(dlsym(library, "fake_launch")),
-                       (unsigned (*)(const char *))dlsym(library, "fake_size")};
+  made->launch = Launcher(dlsym(library, "fake_launch"));
+  made->size = decltype(made->size)(dlsym(library, "fake_size"));
+  made->arguments = decltype(made->arguments)(dlsym(library, "fake_arguments"));
+  made->run = decltype(made->run)(dlsym(library, "fake_run"));
   return 0;
 }
 int cuModuleGetFunction(void **function, void *of, const char *name) {
   Module *module = static_cast<Module *>(of);
-  if (!module->size(name)) return 500;
+  const Argument *arguments;
+  bool found = module->size ? module->size(name) : module->run && module->arguments(name, &arguments) >= 0;
+  if (!found) {
+    fprintf(stderr, "fake GPU: no kernel %s in %s\n", name, module->path.c_str());
+    return 500;
+  }
   *function = new Function{module, name};
   return 0;
 }
@@ -138,6 +199,8 @@ int cuLaunchKernel(void *of, unsigned x, unsigned y, unsigned z, unsigned a, uns
   int device = here();
   Fault f = due(function->name, device);
   if (f.kind == RETURN) return f.argument;
+  if (function->module->run && x && y && z && a && b && c && a * b * c <= 1024 && !extra)
+    return launch(function, {x, y, z, a, b, c}, shared, stream, arguments), 0;
   if (x == 0 || y != 1 || z != 1 || a != 256 || b != 1 || c != 1 || shared || extra)
     violation("a launch of another form than our kernels have");
   { Lock lock(books); grids[{function->name, device}] = x; }

@@ -158,7 +158,9 @@ static void check_order(Stream *stream, uint64_t ticket, const std::vector<Acces
       if (touches && !before)
         race(string(a.what) + " uses memory that another stream's " + u.what + " may be using");
       // Whoever is ordered behind this one is behind that, too.
-      if (before && a.write && a.from <= u.from && u.to <= a.to) used.erase(used.begin() + i);
+      bool covers = before && a.write && a.from <= u.from && u.to <= a.to;
+      bool again = u.stream == stream && !u.write && a.from == u.from && u.to == a.to;
+      if (covers || again) used.erase(used.begin() + i);
       else i++;
     }
     used.push_back({a, stream, ticket});
@@ -213,11 +215,13 @@ static std::atomic<int> live_events, live_streams;
 
 static int here() { return current.empty() ? -1 : current.back()->device; }
 static Stream *stream_of(void *stream) {
-  if (stream) return static_cast<Stream *>(stream);
+  // CU_STREAM_LEGACY, and CU_STREAM_PER_THREAD, which is another one to each thread that calls.
   static std::mutex m;
   static std::map<int, Stream *> defaults;
+  static thread_local std::map<int, Stream *> own;
+  if (uintptr_t(stream) > 2) return static_cast<Stream *>(stream);
   Lock lock(m);
-  Stream *&s = defaults[here()];
+  Stream *&s = (uintptr_t(stream) == 2 ? own : defaults)[here()];
   if (!s) s = new Stream;
   return s;
 }

@@ -1,0 +1,37 @@
+// CUDA's libraries for candle over the memory of the host, in one: the driver, NVRTC and NCCL that
+// `benches/gpu` tests with, and here what candle and its cudarc ask of the driver besides; cuBLAS and
+// cuRAND beside it. Slow, obvious, strict: what it does not know ends the process with a word.
+
+#define LIKE_CUDARC
+#include "../../../benches/gpu/tests/fake_gpu/fake.cc"
+
+extern "C" {
+int cuDeviceGetName(char *name, int length, int) {
+  snprintf(name, length, "fake GPU");
+  return 0;
+}
+int cuDeviceTotalMem_v2(size_t *bytes, int) { *bytes = size_t(1) << 34; return 0; }
+int cuMemGetInfo_v2(size_t *free, size_t *total) { *free = *total = size_t(1) << 34; return 0; }
+int cuModuleUnload(void *) { return 0; }
+
+// cudarc waits for the device before it makes a context's first stream. Nothing else here knows of which
+// device a stream is, so this waits for the two that are always there.
+int cuCtxSynchronize() {
+  for (uintptr_t usual : {0, 2}) cuStreamSynchronize((void *)usual);
+  return 0;
+}
+int cuEventSynchronize(void *event) {
+  while (cuEventQuery(event) == 600) usleep(20);
+  return 0;
+}
+}
+
+// Memory that a library's call touches must be the device's.
+static Access within(const char *call, const void *at, size_t bytes, bool write) {
+  Access a = access_of(call, uintptr_t(at), write ? WRITES : READS);
+  if (a.from + bytes > a.to) violation(string(call) + " touches what lies behind its memory");
+  return {a.from, a.from + bytes, write, call};
+}
+
+#include "blas.cc"
+#include "rand.cc"

@@ -33,6 +33,10 @@ fn tolerance(dtype: DType) -> f64 {
 }
 
 fn assert_near(what: &str, cuda: &Tensor, cpu: &Tensor) -> Result<()> {
+    assert_within(tolerance(cuda.dtype()), what, cuda, cpu)
+}
+
+fn assert_within(tolerance: f64, what: &str, cuda: &Tensor, cpu: &Tensor) -> Result<()> {
     assert_eq!(cuda.dims(), cpu.dims(), "{what}");
     let flat = |tensor: &Tensor| {
         tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()
@@ -40,7 +44,7 @@ fn assert_near(what: &str, cuda: &Tensor, cpu: &Tensor) -> Result<()> {
     let (got, wanted) = (flat(cuda)?, flat(cpu)?);
     let largest = wanted.iter().fold(0.0_f64, |most, x| most.max(x.abs()));
     for (i, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
-        let near = (got - wanted).abs() <= tolerance(cuda.dtype()) * largest;
+        let near = (got - wanted).abs() <= tolerance * largest;
         assert!(
             near || got == wanted,
             "{what}, {:?}[{i}]: {got}, on the CPU {wanted}",
@@ -100,6 +104,11 @@ fn same(what: &str, f: impl Fn(&Device) -> Result<Tensor>) -> Result<()> {
     assert_near(what, &f(&cuda()?)?, &f(&Device::Cpu)?)
 }
 
+/// Of what is rounded once, to nearest, on both sides.
+fn equal(what: &str, f: impl Fn(&Device) -> Result<Tensor>) -> Result<()> {
+    assert_within(0.0, what, &f(&cuda()?)?, &f(&Device::Cpu)?)
+}
+
 #[test]
 fn matrix_products() -> Result<()> {
     compare("matmul", &[&[3, 5], &[5, 4]], |t| t[0].matmul(&t[1]))?;
@@ -157,6 +166,27 @@ fn elementwise_with_broadcasts() -> Result<()> {
     compare("affine", &[&[1500]], |t| t[0].affine(1.5, -0.25))?;
     compare("affine, transposed", &[&[3, 5]], |t| t[0].t()?.affine(1.5, -0.25))?;
     compare("clamp", &[&[50]], |t| t[0].clamp(-0.5, 0.7))
+}
+
+#[test]
+fn one_operation_has_the_bits_of_the_cpu() -> Result<()> {
+    type Binary = fn(&Tensor, &Tensor) -> Result<Tensor>;
+    let all: [(&str, Binary); 5] = [
+        ("add", |a, b| a + b),
+        ("sub", |a, b| a - b),
+        ("mul", |a, b| a * b),
+        ("div", |a, b| a / b),
+        ("add, transposed", |a, b| a.t()? + b.t()?),
+    ];
+    for (name, f) in all {
+        for dtype in FLOATS {
+            equal(name, |device| {
+                let side = |seed| numbers(&[37, 50], seed)?.to_dtype(dtype)?.to_device(device);
+                f(&side(1)?, &side(2)?)
+            })?;
+        }
+    }
+    Ok(())
 }
 
 #[test]
@@ -321,7 +351,7 @@ fn casts() -> Result<()> {
     let all = [DType::F32, DType::F64, DType::F16, DType::BF16, DType::U8, DType::U32];
     for from in all {
         for to in all {
-            same(&format!("{from:?} to {to:?}"), |device| {
+            equal(&format!("{from:?} to {to:?}"), |device| {
                 numbers(&[9, 8], 1)?
                     .affine(3.0, 0.1)?
                     .abs()?

@@ -134,8 +134,8 @@ int cuMemAllocAsync(uintptr_t *memory, size_t bytes, void *stream) {
   stream_of(stream);
   void *made = nullptr;
   if (posix_memalign(&made, 256, bytes)) return 2;
-  // So that what nobody wrote shows.
-  memset(made, 0xa5, bytes);
+  // No number in any float type, so that what nobody wrote shows.
+  memset(made, 0xff, bytes);
   watch(made, bytes);
   *memory = uintptr_t(made);
   return 0;

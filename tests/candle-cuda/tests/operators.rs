@@ -12,7 +12,7 @@ fn numbers(shape: &[usize], seed: usize) -> Result<Tensor> {
     let count = shape.iter().product::<usize>();
     let draw = |i: usize| {
         let x = ((i + 31 * seed) * 7919 % 10007) as f64 / 10007.0;
-        (0.25 + 1.75 * x) * if (i * 5 + seed) % 3 == 0 { -1.0 } else { 1.0 }
+        (0.25 + 1.75 * x) * if (i * 5 + seed).is_multiple_of(3) { -1.0 } else { 1.0 }
     };
     Tensor::from_iter((0..count).map(draw), &Device::Cpu)?.reshape(shape)
 }
@@ -272,9 +272,7 @@ fn what_transformers_are_made_of() -> Result<()> {
     compare("heads", &[&[2, 5, 12]], |t| {
         t[0].reshape((2, 5, 3, 4))?.transpose(1, 2)?.contiguous()?.transpose(2, 3)?.sqr()
     })?;
-    let input = |device: &Device, dtype| {
-        Ok::<_, candle_core::Error>(numbers(&[6, 40], 3)?.to_dtype(dtype)?.to_device(device)?)
-    };
+    let input = |device: &Device, dtype| numbers(&[6, 40], 3)?.to_dtype(dtype)?.to_device(device);
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         same("fused softmax", |device| candle_nn::ops::softmax_last_dim(&input(device, dtype)?))?;
         same("fused layer norm", |device| {

@@ -14,10 +14,14 @@ int cuDeviceTotalMem_v2(size_t *bytes, int) { *bytes = size_t(1) << 34; return 0
 int cuMemGetInfo_v2(size_t *free, size_t *total) { *free = *total = size_t(1) << 34; return 0; }
 int cuModuleUnload(void *) { return 0; }
 
-// cudarc waits for the device before it makes a context's first stream. Nothing else here knows of which
-// device a stream is, so this waits for the two that are always there.
 int cuCtxSynchronize() {
-  for (uintptr_t usual : {0, 2}) cuStreamSynchronize((void *)usual);
+  std::vector<Stream *> all;
+  {
+    Lock lock(streams_m);
+    all = streams;
+  }
+  for (Stream *stream : all)
+    if (stream->device == here()) cuStreamSynchronize(stream);
   return 0;
 }
 int cuEventSynchronize(void *event) {

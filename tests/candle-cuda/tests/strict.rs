@@ -3,7 +3,7 @@
 use std::env;
 use std::process::Command;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Error, Result, Tensor};
 
 /// What a process says that does only this, and whether it came to its end.
 fn alone(test: &str, body: impl FnOnce() -> Result<()>) -> Option<(bool, String)> {
@@ -34,7 +34,7 @@ fn a_function_that_is_not_there_is_named() {
         let device = Device::new_cuda(0)?;
         device.as_cuda_device()?.cuda_stream().context().set_cache_config(
             candle_core::cuda_backend::cudarc::driver::sys::CUfunc_cache::CU_FUNC_CACHE_PREFER_L1,
-        ).map_err(candle_core::Error::wrap)
+        ).map_err(Error::wrap)
     });
     let Some((ended, text)) = outcome else { return };
     assert!(!ended && text.contains("fake GPU: no function cuCtxSetCacheConfig"), "{text}");
@@ -61,6 +61,22 @@ fn with_a_stream_of_its_own_threads_may_share_a_tensor() -> Result<()> {
     drop(tensor);
     assert_eq!(twice.to_vec1::<f32>()?, [1_f32.exp().powi(2); 3]);
     Ok(())
+}
+
+#[test]
+fn threads_that_wait_for_the_device_may_share_a_tensor() -> Result<()> {
+    let device = Device::new_cuda(0)?;
+    let context = device.as_cuda_device()?.cuda_stream().context().clone();
+    let wait = || context.synchronize().map_err(Error::wrap);
+    let tensor = Tensor::ones(3, DType::F32, &device)?.exp()?;
+    let use_it = || {
+        wait()?;
+        tensor.sqr()?.to_vec1::<f32>()
+    };
+    let twice = std::thread::scope(|scope| scope.spawn(use_it).join().unwrap())?;
+    assert_eq!(twice, [1_f32.exp().powi(2); 3]);
+    // Before this thread's stream frees it.
+    wait()
 }
 
 #[test]

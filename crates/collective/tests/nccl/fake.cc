@@ -92,6 +92,9 @@ static std::atomic<int> retained[DEVICES];
 static thread_local std::vector<Context *> current;
 
 struct Stream;
+static std::mutex streams_m;
+static std::vector<Stream *> streams;  // all that there ever were; none is freed
+static int here();
 using Clock = std::map<Stream *, uint64_t>;
 // What this thread has seen done: whatever it puts into a stream from now on comes after that.
 static thread_local Clock witnessed;
@@ -107,9 +110,12 @@ struct Stream {
   std::deque<std::function<void()>> tasks;
   uint64_t submitted = 0, done = 0;
   bool stop = false, capturing = false;
-  int blocked = 0;
+  int blocked = 0, device = here();
   std::thread worker;
-  Stream() : worker([this] { run(); }) {}
+  Stream() : worker([this] { run(); }) {
+    Lock lock(streams_m);
+    streams.push_back(this);
+  }
   void run() {
     Lock lock(m);
     for (;;) {

@@ -181,6 +181,6 @@ impl<'a, H: Hyper> Job<'a, H> {
     }
 }
 
-/// Directions that a thread keeps from the first of two sweeps to the second, which then need not
-/// compute them again: as many as may still lie in a cache.
-const KEPT: usize = 1 << 20;
+/// Directions that a thread keeps from the first of two sweeps to the second, which then need not read both
+/// moments and compute them again: 16 MiB, of which the last are still in a cache.
+const KEPT: usize = 1 << 22;

@@ -20,8 +20,9 @@
 //! Others of candle 0.11.1 have a gradient that is wrong: its `max_pool2d` one too small by the window's
 //! area (a quarter for 2 x 2), its `avg_pool2d` one in the wrong place where windows do not cover the image,
 //! its `upsample_nearest` one that drops what other uses of its input have added, its `conv1d` one of mixed
-//! up samples. An engine looks for them in its first step, which fails and names the first parameter that is
-//! affected (`traps.rs` says how, and what it does not see). [`ops::max_pool2d`] has the whole gradient.
+//! up samples, and its `scatter` and `scatter_add` each the other's. An engine looks for them in its first
+//! step, which fails and names the first parameter that is affected (`traps/mod.rs` says how, and what it does
+//! not see). [`ops::max_pool2d`], [`ops::scatter`] and [`ops::scatter_add`] have the whole gradient.
 //!
 //! Invariant: everything runs on the calling thread except what candle's own operators give to
 //! rayon; launchers set `RAYON_NUM_THREADS`.
@@ -33,8 +34,6 @@ mod model;
 pub mod ops;
 mod params;
 mod traps;
-#[cfg(test)]
-mod traps_tests;
 
 use std::fmt;
 use std::sync::Arc;

@@ -29,6 +29,7 @@ mod norm;
 mod operator;
 mod pool;
 mod real;
+mod scatter;
 pub(super) mod search;
 mod simd;
 mod softmax;
@@ -47,6 +48,7 @@ pub use linear::linear;
 pub use loss::cross_entropy;
 pub use norm::{BatchNormOptions, Statistics, batch_norm, batch_norm_with};
 pub use pool::{global_avg_pool, max_pool2d};
+pub use scatter::{scatter, scatter_add};
 pub use softmax::softmax;
 
 use self::real::Real;

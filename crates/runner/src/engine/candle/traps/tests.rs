@@ -2,15 +2,15 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
+use candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use fused_optim::{Slice, SliceMut};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
-use super::layers::{BatchNorm2d, BatchNorm2dOptions, Conv2d, Conv2dOptions};
-use super::ops::{self, Window};
-use super::{CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, init};
+use super::super::layers::{BatchNorm2d, BatchNorm2dOptions, Conv2d, Conv2dOptions};
+use super::super::ops::{self, Window};
+use super::super::{CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, init};
 use crate::data::{Array, ArrayData, Batch};
 use crate::engine::{Engine, GradSink, SharedSink};
 
@@ -34,7 +34,7 @@ impl CandleModel for Chain {
     }
 }
 
-fn values(name: &str, shape: &[usize]) -> Vec<f32> {
+pub(super) fn values(name: &str, shape: &[usize]) -> Vec<f32> {
     init::values(Init::Randn { mean: 0.0, stdev: 1.0 }, &shape.into(), 0, name)
 }
 
@@ -119,9 +119,175 @@ fn an_upsampling_that_drops_gradients_is_named() {
         let twice = (line.upsample_nearest1d(32)? + Tensor::cat(&[&line, &line], 2)?)?;
         twice.reshape((2, 4, 4, 8))
     });
+    // Used again together with what came of the upsampling only.
+    fn down(x: &Tensor) -> Result<Tensor> {
+        x.upsample_nearest2d(8, 8)?.avg_pool2d(2)?.tanh()
+    }
+    says(|x| x + down(x)?);
+    says(|x| down(x)? * x);
+    says(|x| down(x)? - x);
+    says(|x| Tensor::cat(&[x, &down(x)?], 1)?.narrow(1, 2, 4));
+    // Of one value, and to the same size.
+    says(|x| {
+        let mean = x.mean_keepdim((2, 3))?;
+        mean.upsample_nearest2d(4, 4)? + mean.tanh()?.broadcast_as((2, 4, 4, 4))?
+    });
+    says(|x| x.upsample_nearest2d(4, 4)? + x.tanh()?);
     // The other way round candle comes to the upsampling first, and nothing is lost.
     let right = |x: &Tensor| x.tanh()?.upsample_nearest2d(8, 8)? + x.upsample_nearest2d(8, 8)?;
     between(&[2, 3, 4, 4], right).unwrap();
+}
+
+#[test]
+fn a_pool_of_equal_values_is_named() {
+    let step = |value: f64, pool: fn(&Tensor) -> Result<Tensor>| {
+        let mut engine = CandleEngine::new(CandleOptions::default(), |vb| {
+            let bias = vb.get_with_hints((1, 4, 1, 1), "bias", Init::Const(value))?;
+            let bias = layer(move |x| x.zeros_like()?.broadcast_add(&bias));
+            Ok(Chain(vec![bias, layer(pool), conv(vb.pp("last"), 4, 2)?]))
+        })
+        .unwrap();
+        let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
+        engine.forward_backward(&batch(&[2, 4, 8, 8]), 1.0, &sink).map(drop)
+    };
+    for value in [0.0, 0.5] {
+        let error = step(value, |x| x.max_pool2d(2)).unwrap_err().to_string();
+        assert!(error.contains("of `bias` is wrong: candle's own `max_pool2d`"), "{error}");
+        step(value, |x| max_pool(x, 2)).unwrap();
+        step(value, |x| x.avg_pool2d(2)).unwrap();
+        step(value, |x| x.reshape((2, 4, 4, 2, 4, 2))?.max(5)?.max(3)).unwrap();
+    }
+}
+
+/// Places along `dim` of `x` for `count` values in each line, no two alike if that many are there.
+fn places(x: &Tensor, dim: usize, count: usize) -> Result<Tensor> {
+    let (mut dims, len) = (x.dims().to_vec(), x.dim(dim)?);
+    dims[dim] = count;
+    let right: usize = dims[dim + 1..].iter().product();
+    let place = |i: usize| (i / right % count + i / (right * count) + i % right) % len;
+    let places = (0..dims.iter().product()).map(|i| place(i) as u32);
+    Tensor::from_iter(places, &Device::Cpu)?.reshape(dims)
+}
+
+pub(super) fn indices(values: &[u32], shape: &[usize]) -> Result<Tensor> {
+    Tensor::from_slice(values, shape, &Device::Cpu)
+}
+
+/// Random constants.
+fn noise(dims: &[usize]) -> Result<Tensor> {
+    Tensor::from_vec(values("noise", dims), dims, &Device::Cpu)
+}
+
+/// `count` values for each line of `x` along `dim`, computed from it.
+fn derived(x: &Tensor, dim: usize, count: usize) -> Result<Tensor> {
+    Tensor::cat(&[x, &x.tanh()?, &x.sin()?], dim)?.narrow(dim, 1, count)?.affine(0.7, 0.1)
+}
+
+type Put = fn(&Tensor, &Tensor, &Tensor, usize) -> Result<Tensor>;
+
+#[test]
+fn a_scatter_into_what_has_a_gradient_is_named() {
+    let says = |what: &str, put: Put, sizes: &[(usize, usize)]| {
+        for (dim, count, of_constant) in
+            sizes.iter().flat_map(|(d, c)| [(*d, *c, true), (*d, *c, false)])
+        {
+            let middle = move |x: &Tensor| {
+                let mut dims = x.dims().to_vec();
+                dims[dim] = count;
+                let z = if of_constant { noise(&dims)? } else { derived(x, dim, count)? };
+                put(x, &places(x, dim, count)?, &z, dim)?.tanh()
+            };
+            let said = between(&[2, 3, 8, 8], middle).unwrap_err();
+            let operator = format!("candle's own `{what}`");
+            let (behind, case) = ("`first.weight` and of one more", (dim, count, of_constant));
+            assert!(said.contains(behind) && said.contains(&operator), "{case:?}: {said}");
+        }
+    };
+    says("scatter", |x, i, z, dim| x.scatter(i, z, dim), &[(3, 3), (3, 1), (2, 7), (1, 2), (0, 1)]);
+    let all = [(3, 8), (2, 8), (1, 4), (0, 2)];
+    says("scatter_add", |x, i, z, dim| x.scatter_add(i, z, dim), &all);
+    // Several to one place, and none to some.
+    let crowded: Put = |x, i, z, dim| {
+        let i = ((i.to_dtype(DType::F64)? * 1.5)?.to_dtype(DType::U32)?, x.dim(dim)? as u32);
+        let i = i.0.flatten_all()?.to_vec1::<u32>()?.iter().map(|v| v % i.1).collect::<Vec<_>>();
+        x.scatter_add(&Tensor::from_vec(i, z.shape(), x.device())?, z, dim)
+    };
+    says("scatter_add", crowded, &all[..2]);
+    // A mask, as people write it: one number everywhere.
+    for value in [0.0, 1.0, -2.5] {
+        let middle = move |x: &Tensor| {
+            let i = places(x, 3, 3)?;
+            x.scatter(&i, &i.to_dtype(DType::F32)?.affine(0.0, value)?, 3)
+        };
+        let error = between(&[2, 3, 8, 8], middle).unwrap_err();
+        assert!(error.contains("`scatter`"), "{error}");
+        let relu = move |x: &Tensor| middle(&x.relu()?)?.relu();
+        let error = between(&[2, 3, 8, 8], relu).unwrap_err();
+        assert!(error.contains("`scatter`"), "{error}");
+    }
+}
+
+#[test]
+fn what_puts_one_tensor_into_another_rightly_is_left_alone() {
+    let fine = |middle: fn(&Tensor) -> Result<Tensor>| {
+        between(&[2, 3, 8, 8], middle).unwrap();
+        between(&[2, 3, 8, 8], move |x| middle(&x.relu()?)?.relu()).unwrap();
+    };
+    fine(|x| ops::scatter(x, &places(x, 3, 3)?, &noise(&[2, 4, 8, 3])?, 3));
+    fine(|x| ops::scatter(x, &places(x, 2, 5)?, &derived(x, 2, 5)?, 2));
+    fine(|x| ops::scatter_add(x, &places(x, 3, 3)?, &noise(&[2, 4, 8, 3])?, 3));
+    fine(|x| ops::scatter_add(x, &places(x, 2, 12)?, &derived(x, 2, 12)?, 2));
+    // Into a constant.
+    fine(|x| noise(&[2, 4, 8, 8])?.scatter(&places(x, 3, 3)?, &derived(x, 3, 3)?, 3));
+    fine(|x| noise(&[2, 4, 8, 8])?.scatter_add(&places(x, 3, 8)?, &derived(x, 3, 8)?, 3));
+    for of_constant in [true, false] {
+        let source = move |x: &Tensor, count| {
+            if of_constant { noise(&[2, 4, 8, count]) } else { derived(x, 3, count) }
+        };
+        let fine = |middle: fn(&Tensor, &Tensor) -> Result<Tensor>, count| {
+            between(&[2, 3, 8, 8], move |x| middle(x, &source(x, count)?)).unwrap();
+            between(&[2, 3, 8, 8], move |x| {
+                let x = x.relu()?;
+                middle(&x, &source(&x, count)?.relu()?)?.relu()
+            })
+            .unwrap();
+        };
+        fine(|x, z| x.index_add(&indices(&[1, 4, 6], &[3])?, z, 3), 3);
+        fine(|x, z| x.index_add(&indices(&[1, 1, 4, 6, 6], &[5])?, z, 3), 5);
+        fine(|x, z| x.slice_scatter(z, 3, 2), 3);
+        fine(|x, z| x.slice_assign(&[0..2, 0..4, 0..8, 1..4], z), 3);
+        fine(|x, z| x.slice_scatter(&(z + x.narrow(3, 2, 3)?)?, 3, 2), 3);
+        fine(|x, z| x.slice_scatter0(&z.narrow(0, 0, 1)?.contiguous()?, 1), 8);
+        fine(|x, z| x.gt(z)?.where_cond(x, z), 8);
+        fine(|x, z| x.maximum(z), 8);
+        fine(|x, z| x + z, 8);
+        fine(|x, z| x * z, 8);
+        fine(|x, z| Tensor::cat(&[&x.narrow(3, 0, 5)?, z], 3), 3);
+        fine(|x, z| x.gather(&places(x, 3, 8)?, 3)? + z, 8);
+        fine(|x, z| x.broadcast_add(z), 1);
+        fine(|x, z| x.broadcast_mul(&z.relu()?), 1);
+    }
+    fine(|x| x.index_select(&indices(&[7, 6, 5, 4, 3, 2, 1, 0], &[8])?, 3));
+    fine(|x| x.pad_with_zeros(3, 1, 0)?.narrow(3, 0, 8));
+    fine(|x| x.clamp(-0.3, 0.3));
+    fine(|x| candle_nn::ops::leaky_relu(x, 0.01));
+    fine(|x| x.roll(3, 2)? * x.flip(&[2])?);
+    // Attention's masks, and one that cuts.
+    fine(|x| {
+        let mask = noise(&[2, 4, 8, 8])?.gt(0.0)?;
+        let low = Tensor::new(f32::NEG_INFINITY, x.device())?.broadcast_as(x.shape())?;
+        candle_nn::ops::softmax(&mask.where_cond(x, &low)?, 3)
+    });
+    fine(|x| {
+        let mask = noise(&[2, 4, 8, 8])?.gt(0.0)?.to_dtype(DType::F32)?;
+        candle_nn::ops::softmax(&(x + (&mask * -1e9)?)?, 3)? + (x * mask)?
+    });
+    // Numbers that were added as they would have been written; nobody can tell.
+    fine(|x| {
+        let i = indices(&[1, 4, 6], &[3])?;
+        let z = (noise(&[2, 4, 8, 3])? - x.index_select(&i, 3)?.detach())?;
+        x.index_add(&i, &z, 3)
+    });
 }
 
 /// What the first step says of a convolution of sequences by a kernel of this shape, with another parameter
@@ -148,13 +314,20 @@ fn of_sequences(
     engine.forward_backward(&batch(shape), 1.0, &sink).map(drop)
 }
 
+/// A kernel of rows of length 1, as weight normalisation has it.
+fn normal(w: &Tensor) -> Result<Tensor> {
+    w.broadcast_div(&w.sqr()?.sum_keepdim((1, 2))?.sqrt()?)
+}
+
 #[test]
 fn a_conv1d_that_mixes_up_samples_is_named() {
     use fused_optim::DType::{F16, F32};
     let sizes: (&[usize], &[usize]) = (&[3, 4, 9], &[6, 4, 3]);
     for is_first in [true, false] {
         let says = |sizes, dtype, op| {
-            let error = of_sequences(sizes, dtype, is_first, op).unwrap_err().to_string();
+            let said = of_sequences(sizes, dtype, is_first, op);
+            let case = (sizes, dtype, is_first);
+            let error = said.map_or_else(|e| e.to_string(), |()| format!("nothing: {case:?}"));
             assert!(error.contains("of `conv.weight` is wrong: candle's own `conv1d`"), "{error}");
         };
         for dtype in [F32, F16] {
@@ -163,6 +336,20 @@ fn a_conv1d_that_mixes_up_samples_is_named() {
         }
         says(sizes, F32, |x, w| x.conv1d(w, 2, 1, 2, 1));
         says((&[3, 4, 9], &[6, 2, 3]), F32, |x, w| x.conv1d(w, 1, 1, 1, 2));
+        // By a kernel that is computed from parameters.
+        for dtype in [F32, F16] {
+            says(sizes, dtype, |x, w| x.conv1d(&normal(w)?, 1, 2, 1, 1));
+            says(sizes, dtype, |x, w| x.conv1d(&(w * 2.0)?.tanh()?, 2, 1, 2, 1));
+        }
+        says(sizes, F32, |x, w| {
+            let causal = Tensor::new(&[1f32, 1.0, 0.0], x.device())?;
+            x.conv1d(&w.broadcast_mul(&causal)?, 1, 1, 1, 1)
+        });
+        says((&[3, 4, 9], &[6, 2, 3]), F32, |x, w| x.conv1d(&normal(w)?, 0, 1, 1, 2));
+        says((&[2, 4, 9], &[4, 4, 3]), F32, |x, w| {
+            let w = normal(w)?;
+            x.conv1d(&w, 1, 1, 1, 1)?.tanh()?.conv1d(&w, 1, 1, 1, 1)
+        });
         let fine = |sizes, op| of_sequences(sizes, F32, is_first, op).unwrap();
         fine((&[1, 4, 9], &[6, 4, 3]), |x, w| x.conv1d(w, 1, 1, 1, 1));
         fine((&[3, 4, 9], &[4, 1, 3]), |x, w| x.conv1d(w, 1, 1, 1, 4));
@@ -170,6 +357,10 @@ fn a_conv1d_that_mixes_up_samples_is_named() {
         fine(sizes, |x, w| {
             let x = x.pad_with_zeros(2, 1, 1)?.unsqueeze(2)?;
             x.conv2d(&w.unsqueeze(2)?, 0, 1, 1, 1)?.squeeze(2)
+        });
+        fine(sizes, |x, w| {
+            let x = x.pad_with_zeros(2, 1, 1)?.unsqueeze(2)?;
+            x.conv2d(&w.tanh()?.unsqueeze(2)?, 0, 1, 1, 1)?.squeeze(2)
         });
         fine((&[3, 4, 9], &[3, 4, 4]), |x, w| w.matmul(x));
         fine((&[4, 4, 9], &[4, 4, 9]), |x, w| x * w);
@@ -270,7 +461,7 @@ fn looking_changes_nothing() {
 }
 
 /// How a network of one's own goes on: what is right, and last what is not.
-const STEPS: [fn(&Tensor) -> Result<Tensor>; 13] = [
+const STEPS: [fn(&Tensor) -> Result<Tensor>; 24] = [
     |x| x.relu(),
     |x| x.silu(),
     |x| x.gelu_erf(),
@@ -291,11 +482,23 @@ const STEPS: [fn(&Tensor) -> Result<Tensor>; 13] = [
             x.upsample_nearest2d(x.dim(2)? * 2, x.dim(3)? * 2)
         }
     },
+    |x| candle_nn::ops::leaky_relu(x, 0.1),
+    |x| x.index_add(&indices(&[2, 0], &[2])?, &derived(x, 1, 2)?, 1),
+    |x| x.slice_scatter(&derived(x, 3, 1)?, 3, 1),
+    |x| x.gt(&x.roll(1, 2)?)?.where_cond(x, &x.affine(0.5, 0.0)?),
+    |x| x.contiguous()?.gather(&places(x, 1, 4)?, 1),
+    |x| x.contiguous()?.index_select(&indices(&[3, 1, 1, 0], &[4])?, 1),
+    |x| Tensor::cat(&[x, &noise(x.dims())?], 1)?.narrow(1, 2, 4),
+    |x| ops::scatter(x, &places(x, 1, 3)?, &derived(x, 1, 3)?, 1),
+    |x| ops::scatter_add(x, &places(x, 1, 7)?, &derived(x, 1, 7)?, 1),
     |x| x.max_pool2d(2),
     |x| x.max_pool2d((2, 1)),
+    |x| x.scatter(&places(x, 1, 3)?, &derived(x, 1, 3)?, 1),
+    |x| x.scatter_add(&places(x, 1, 4)?, &derived(x, 1, 4)?, 1),
 ];
 
-const RIGHT: usize = 11;
+const RIGHT: usize = 20;
+const TRAPS: [&str; 4] = ["max_pool2d", "max_pool2d", "scatter", "scatter_add"];
 const STEM: Window = Window { stride: 2, padding: 1 };
 
 fn narrow(x: &Tensor) -> bool {
@@ -331,125 +534,12 @@ proptest! {
         let step = engine.forward_backward(&batch(&[images, 3, height, width]), 1.0, &sink);
         match trap {
             None => prop_assert!(step.is_ok(), "{step:?}"),
-            Some((at, _)) => {
+            Some((at, trap)) => {
                 let error = step.unwrap_err().to_string();
                 let behind = format!("`0.conv.weight` and of {} more parameters", 4 * at + 3);
-                prop_assert!(error.contains(&behind) && error.contains("max_pool2d"), "{error}");
+                let trap = format!("candle's own `{}`", TRAPS[trap - RIGHT]);
+                prop_assert!(error.contains(&behind) && error.contains(&trap), "{error}");
             }
         }
     }
-}
-
-/// How far candle's gradients of `op` are from central differences in `f64`, relative to the largest.
-fn off(shapes: &[&[usize]], op: fn(&[Tensor]) -> Result<Tensor>) -> Result<f64> {
-    let var = |(i, shape): (usize, &&[usize])| {
-        let values = Tensor::from_vec(values(&format!("x{i}"), shape), *shape, &Device::Cpu)?;
-        Var::from_tensor(&values.to_dtype(DType::F64)?)
-    };
-    let vars: Vec<Var> = shapes.iter().enumerate().map(var).collect::<Result<_>>()?;
-    let objective = |inputs: &[Tensor]| {
-        let y = op(inputs)?;
-        let weights = Tensor::from_vec(values("dy", y.dims()), y.dims(), &Device::Cpu)?;
-        (y * weights.to_dtype(DType::F64)?)?.sum_all()
-    };
-    let inputs: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
-    let gradients = objective(&inputs)?.backward()?;
-    let (mut apart, mut largest) = (0f64, 1e-3f64);
-    for (i, input) in inputs.iter().enumerate() {
-        let gradient = gradients.get(input).expect("a gradient").flatten_all()?.to_vec1::<f64>()?;
-        for (e, gradient) in gradient.iter().enumerate() {
-            let at = |step: f64| -> Result<f64> {
-                let mut moved = input.flatten_all()?.to_vec1::<f64>()?;
-                moved[e] += step;
-                let mut inputs = inputs.clone();
-                inputs[i] = Tensor::from_vec(moved, input.dims(), &Device::Cpu)?;
-                objective(&inputs)?.to_scalar()
-            };
-            let slope = (at(1e-6)? - at(-1e-6)?) / 2e-6;
-            apart = apart.max((slope - gradient).abs());
-            largest = largest.max(slope.abs());
-        }
-    }
-    Ok(apart / largest)
-}
-
-fn indices(values: &[u32], shape: &[usize]) -> Result<Tensor> {
-    Tensor::from_slice(values, shape, &Device::Cpu)
-}
-
-type Case = (&'static str, &'static [&'static [usize]], fn(&[Tensor]) -> Result<Tensor>);
-
-const SMALL: &[&[usize]] = &[&[1, 2, 4, 4]];
-
-/// Differentiated wrongly: the traps, and the two that the module's docs say are not seen.
-const WRONG_ONES: &[Case] = &[
-    ("conv1d", &[&[2, 2, 7], &[3, 2, 3]], |t| t[0].conv1d(&t[1], 1, 2, 1, 1)),
-    ("max_pool2d", SMALL, |t| t[0].max_pool2d(2)),
-    ("max_pool2d, a rest", SMALL, |t| t[0].max_pool2d(3)),
-    ("avg_pool2d, a rest", &[&[1, 2, 5, 5]], |t| t[0].avg_pool2d(2)),
-    ("upsample_nearest2d and more", SMALL, |t| {
-        t[0].upsample_nearest2d(8, 8)? + t[0].sum_all()?.broadcast_as((1, 2, 8, 8))?
-    }),
-    ("upsample_nearest1d and more", &[&[1, 2, 4]], |t| {
-        t[0].upsample_nearest1d(8)? + t[0].sum_all()?.broadcast_as((1, 2, 8))?
-    }),
-    ("scatter", &[&[2, 3], &[2, 2]], |t| t[0].scatter(&indices(&[0, 2, 1, 0], &[2, 2])?, &t[1], 1)),
-    ("scatter_add", &[&[2, 3], &[2, 3]], |t| {
-        t[0].scatter_add(&indices(&[0, 2, 2, 1, 1, 0], &[2, 3])?, &t[1], 1)
-    }),
-];
-
-const RIGHT_ONES: &[Case] = &[
-    ("conv1d, one sample", &[&[1, 2, 7], &[3, 2, 3]], |t| t[0].conv1d(&t[1], 0, 1, 1, 1)),
-    ("conv1d, depthwise", &[&[2, 3, 7], &[3, 1, 3]], |t| t[0].conv1d(&t[1], 1, 2, 1, 3)),
-    ("conv2d", &[&[2, 2, 5, 5], &[3, 2, 3, 3]], |t| t[0].conv2d(&t[1], 1, 2, 1, 1)),
-    ("conv2d, dilated", &[&[1, 2, 6, 6], &[2, 2, 2, 2]], |t| t[0].conv2d(&t[1], 1, 1, 2, 1)),
-    ("conv2d, groups", &[&[1, 4, 4, 4], &[4, 2, 3, 3]], |t| t[0].conv2d(&t[1], 1, 1, 1, 2)),
-    ("conv_transpose2d", &[&[1, 2, 3, 3], &[2, 3, 3, 3]], |t| {
-        t[0].conv_transpose2d(&t[1], 1, 1, 2, 1)
-    }),
-    ("avg_pool2d", SMALL, |t| t[0].avg_pool2d(2)),
-    ("upsample_nearest2d", SMALL, |t| t[0].upsample_nearest2d(8, 8)),
-    ("upsample_nearest1d", &[&[1, 2, 4]], |t| t[0].upsample_nearest1d(8)),
-    ("matmul", &[&[2, 3, 4], &[2, 4, 2]], |t| t[0].matmul(&t[1])),
-    ("broadcast", &[&[3, 1, 2], &[4, 1]], |t| {
-        t[0].broadcast_mul(&t[1])?.broadcast_div(&t[1])?.broadcast_sub(&t[1])
-    }),
-    ("gather", &[&[2, 3]], |t| t[0].gather(&indices(&[0, 0, 2, 1], &[2, 2])?, 1)),
-    ("index_select", &[&[4, 2]], |t| t[0].index_select(&indices(&[1, 1, 3], &[3])?, 0)),
-    ("index_add", &[&[4, 2], &[3, 2]], |t| t[0].index_add(&indices(&[1, 1, 3], &[3])?, &t[1], 0)),
-    ("slice_scatter", &[&[4, 2], &[2, 2]], |t| t[0].slice_scatter(&t[1], 0, 1)),
-    ("slice_assign", &[&[4, 3], &[2, 1]], |t| t[0].slice_assign(&[1..3, 0..1], &t[1])),
-    ("cat, narrow, permute", &[&[2, 3], &[2, 1]], |t| {
-        Tensor::cat(&[&t[0], &t[1]], 1)?.narrow(1, 1, 3)?.permute((1, 0))
-    }),
-    ("flip, roll", &[&[2, 5]], |t| t[0].flip(&[1])?.roll(2, 1)),
-    ("cumsum", &[&[2, 5]], |t| t[0].cumsum(1)),
-    ("where_cond", &[&[5], &[5]], |t| t[0].gt(&t[1])?.where_cond(&t[0], &t[1])),
-    ("maximum, minimum", &[&[5], &[5]], |t| t[0].maximum(&t[1])? * t[0].minimum(&t[1])?),
-    ("max, min", &[&[3, 5]], |t| t[0].max(1)? * t[0].min(1)?),
-    ("mean, var", &[&[3, 5]], |t| t[0].mean(1)? * t[0].var(1)?),
-    ("log_sum_exp", &[&[3, 5]], |t| t[0].log_sum_exp(1)),
-    ("exp, sin, cos, tanh, erf", &[&[7]], |t| t[0].exp()?.sin()?.cos()?.tanh()?.erf()),
-    ("sqrt, log, recip, powf", &[&[7]], |t| (t[0].sqr()? + 1.0)?.sqrt()?.log()?.recip()?.powf(1.5)),
-    ("pow", &[&[7], &[7]], |t| (t[0].sqr()? + 1.0)?.pow(&t[1])),
-    ("abs, relu, elu, silu", &[&[7]], |t| {
-        ((t[0].abs()? * t[0].relu()?)? + t[0].elu(0.7)?)? + t[0].silu()?
-    }),
-    ("gelu", &[&[7]], |t| t[0].gelu()? + t[0].gelu_erf()?),
-    ("sigmoid", &[&[7]], |t| candle_nn::ops::sigmoid(&t[0])),
-    ("softmax, log_softmax", &[&[2, 4]], |t| {
-        candle_nn::ops::softmax(&t[0], 1)? + candle_nn::ops::log_softmax(&t[0], 1)?
-    }),
-];
-
-/// If candle mends or breaks one, this is where it shows.
-#[test]
-fn these_of_candles_operators_are_wrong_and_no_others() {
-    // candle's constants of GELU have six digits.
-    let measure = |(what, shapes, op): &Case| (*what, off(shapes, *op).unwrap());
-    let odd: Vec<_> = (WRONG_ONES.iter().map(measure).filter(|(_, off)| *off < 0.1))
-        .chain(RIGHT_ONES.iter().map(measure).filter(|(_, off)| *off > 1e-5))
-        .collect();
-    assert!(odd.is_empty(), "not as it was in candle 0.11.1: {odd:?}");
 }

@@ -1,0 +1,177 @@
+//! `conv1d` of several samples to several channels, whose backward reads the gradient as if it were `[c, n, l]`
+//! for the kernel, and for the input, without padding, relies on a `conv_transpose1d` that is wrong after the
+//! first sample.
+//!
+//! If its input has a gradient, it is in the list: the convolution is made anew, and what makes the same values
+//! is differentiated beside the true operator, as a pool is. If not, the input is known by the gradient that
+//! candle leaves for it: that of one output value is the kernel, at the place that the output was computed
+//! from. As an output channel is computed from its own row of the kernel, it is wrong if its gradient reaches
+//! numbers that no gradient of this row reaches.
+
+use candle_core::{DType, Result, Tensor};
+
+use super::{Gradients, Graph, Trap, distance, dot, equal, norm, values};
+
+/// What is wrong about the gradient of a kernel from which `y`, the first of `behind`, was computed.
+pub(super) fn find<'a>(graph: &Graph<'a>, behind: &[&'a Tensor]) -> Result<Option<Trap<'a>>> {
+    let [y, kernel, rest @ ..] = behind else { return Ok(None) };
+    let (Ok((n, c_out, l_out)), Ok((rows, c_in, k))) = (y.dims3(), kernel.dims3()) else {
+        return Ok(None);
+    };
+    if n < 2 || c_out < 2 || c_out != rows || kernel.dtype() != y.dtype() || l_out * k == 0 {
+        return Ok(None);
+    }
+    // The input is walked before the kernel, so whatever comes after it in the list is behind it.
+    let is_input = |(i, x): &(usize, &&Tensor)| {
+        x.dims3().is_ok_and(|(x_n, x_c, _)| (x_n, x_c) == (n, c_in))
+            && x.dtype() == y.dtype()
+            && graph.count_behind(x) == rest.len() - i
+    };
+    let mut is_wrong = false;
+    for (_, x) in rest.iter().enumerate().filter(is_input) {
+        is_wrong |= is_wrong_of(graph, y, x, kernel)?;
+    }
+    // A constant input leaves no more behind `y` than the kernel does.
+    let is_of_constant = graph.count_behind(kernel) + 1 == behind.len();
+    if is_wrong || (is_of_constant && is_wrong_of_constant(graph, y, kernel)?) {
+        return Ok(Some(Trap { of: kernel, complaint: COMPLAINT.to_owned() }));
+    }
+    Ok(None)
+}
+
+const COMPLAINT: &str = "candle's own `conv1d` mixes up the samples of a batch in it: use candle's `conv2d` of \
+     `unsqueeze(2)`, with `pad_with_zeros` for padding";
+
+/// How a kernel is moved over a sequence.
+#[derive(Clone, Copy, Debug)]
+struct Geometry {
+    padding: usize,
+    stride: usize,
+    dilation: usize,
+}
+
+impl Geometry {
+    /// Those that make `l_out` of `l` values with a kernel of `k`.
+    fn all(l: usize, k: usize, l_out: usize) -> impl Iterator<Item = Self> {
+        let strides = 1..=if l_out == 1 { 1 } else { 32 };
+        let dilations = 1..=if k == 1 { 1 } else { l.max(1) };
+        let pairs = strides.flat_map(move |stride| dilations.clone().map(move |d| (stride, d)));
+        pairs.flat_map(move |(stride, dilation)| {
+            let reach = dilation * (k - 1) + 1;
+            let least = ((l_out - 1) * stride + reach).saturating_sub(l).div_ceil(2);
+            (least..)
+                .map(move |padding| Self { padding, stride, dilation })
+                .take_while(move |g| {
+                    (l + 2 * g.padding).saturating_sub(reach) / stride + 1 == l_out
+                })
+                .take_while(move |g| g.padding <= reach + stride)
+        })
+    }
+
+    /// Which input the output at `t` takes with the `j`th of the kernel, if it is none of the padding.
+    fn input(self, t: usize, j: usize, l: usize) -> Option<usize> {
+        (t * self.stride + j * self.dilation).checked_sub(self.padding).filter(|i| *i < l)
+    }
+}
+
+/// Whether `y` is candle's `conv1d` of `x`, and wrong.
+fn is_wrong_of(graph: &Graph<'_>, y: &Tensor, x: &Tensor, kernel: &Tensor) -> Result<bool> {
+    let ((_, c_in, l), (rows, _, k), l_out) = (x.dims3()?, kernel.dims3()?, y.dim(2)?);
+    let (bare_x, bare_kernel) = (x.detach(), kernel.detach());
+    let [first_x, first_y, row] =
+        [&bare_x, &y.detach(), &bare_kernel].map(|t| t.narrow(0, 0, 1).and_then(|t| values(&t)));
+    let (first_x, first_y, row) = (first_x?, first_y?, row?);
+    // Three of the outputs tell nearly always.
+    let is_likely = |g: &Geometry| {
+        [0, l_out / 2, l_out - 1].into_iter().all(|t| {
+            let (mut sum, mut size) = (0.0, 0.0);
+            for (j, c) in (0..k).flat_map(|j| (0..c_in).map(move |c| (j, c))) {
+                if let Some(i) = g.input(t, j, l) {
+                    let product = first_x[c * l + i] * row[c * k + j];
+                    (sum, size) = (sum + product, size + product.abs());
+                }
+            }
+            (sum - first_y[t]).abs() <= 0.02 * size
+        })
+    };
+    for g in Geometry::all(l, k, l_out).filter(is_likely) {
+        let again = bare_x.conv1d(&bare_kernel, g.padding, g.stride, g.dilation, 1)?;
+        if !equal(&again, &y.detach())? {
+            continue;
+        }
+        let suspect = x.conv1d(kernel, g.padding, g.stride, g.dilation, 1)?;
+        let padded = x.pad_with_zeros(2, g.padding, g.padding)?.unsqueeze(2)?;
+        let truth = padded.conv2d(&kernel.unsqueeze(2)?, 0, g.stride, g.dilation, 1)?.squeeze(2)?;
+        let r = (again.to_dtype(DType::F32)? * (1.0 / ((rows * l_out) as f64).sqrt()))?;
+        let [as_is, suspect, truth] =
+            [y, &suspect, &truth].map(|y| dot(y, &r).and_then(|loss| graph.gradients(&loss)));
+        let (as_is, suspect, truth) = (as_is?, suspect?, truth?);
+        let apart = distance(&suspect, &truth);
+        if apart > 1e-2 * norm(&truth) && distance(&as_is, &suspect) < 1e-3 * apart {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Whether `y` is candle's `conv1d` of a constant, and wrong.
+fn is_wrong_of_constant(graph: &Graph<'_>, y: &Tensor, kernel: &Tensor) -> Result<bool> {
+    let ((n, c_out, l_out), (_, c_in, k)) = (y.dims3()?, kernel.dims3()?);
+    // One value of the first channel in the first sample, whose gradient is believed, and one in the last.
+    let (first, last) = (l_out / 3, l_out - 1 - l_out / 3);
+    let mut one = vec![0f32; y.elem_count()];
+    one[first] = 1.0;
+    one[(n - 1) * c_out * l_out + last] = 1.0;
+    let r = Tensor::from_vec(one, y.shape(), y.device())?;
+    let (as_is, constants) = graph.backward(&dot(y, &r)?)?;
+    let row = values(&kernel.detach().narrow(0, 0, 1)?)?;
+    let mut is_conv1d = false;
+    for gradient in constants.get_ids().filter_map(|id| constants.get_id(*id)) {
+        let Ok((x_n, x_c, l)) = gradient.dims3() else { continue };
+        if (x_n, x_c) != (n, c_in) || is_conv1d {
+            continue;
+        }
+        let of_first = values(&gradient.narrow(0, 0, 1)?)?;
+        let of_first =
+            Trace { gradient: &of_first, l, size: of_first.iter().map(|v| v.abs()).sum() };
+        is_conv1d = Geometry::all(l, k, l_out).any(|g| of_first.is_row_at(&row, k, g, first));
+    }
+    if !is_conv1d {
+        return Ok(false);
+    }
+    let of_row = kernel.narrow(0, 0, 1)?;
+    let numbers = (0..of_row.elem_count()).map(|i| 1.0 + (i % 7) as f32 * 0.25);
+    let numbers = Tensor::from_iter(numbers, y.device())?.reshape(of_row.shape())?;
+    Ok(reaches_more(&as_is, &graph.gradients(&dot(&of_row, &numbers)?)?))
+}
+
+/// A sample's gradient, `[c_in, l]`.
+struct Trace<'a> {
+    gradient: &'a [f64],
+    l: usize,
+    /// The sum of its absolute values.
+    size: f64,
+}
+
+impl Trace<'_> {
+    /// Whether this is the row of a kernel where the output at `t` was computed from, and nothing else.
+    fn is_row_at(&self, row: &[f64], k: usize, g: Geometry, t: usize) -> bool {
+        let mut size = 0.0;
+        for (i, weight) in row.iter().enumerate() {
+            let Some(input) = g.input(t, i % k, self.l) else { continue };
+            if (self.gradient[i / k * self.l + input] - weight).abs() > 1e-3 * weight.abs() {
+                return false;
+            }
+            size += weight.abs();
+        }
+        size > 0.0 && (self.size - size).abs() <= 1e-3 * size
+    }
+}
+/// Whether `a` has numbers worth speaking of where `b` has none.
+fn reaches_more(a: &Gradients, b: &Gradients) -> bool {
+    let largest = a.values().flatten().fold(0.0, |largest: f64, v| largest.max(v.abs()));
+    a.iter().any(|(index, a)| {
+        let b = b.get(index);
+        a.iter().enumerate().any(|(i, a)| a.abs() > 1e-3 * largest && b.is_none_or(|b| b[i] == 0.0))
+    })
+}

@@ -1,0 +1,224 @@
+//! Operators of stock candle whose gradient is wrong without a word, found in a run's first step.
+//!
+//! candle does not say which operator made a tensor, but it lists the tensors of a loss
+//! ([`Tensor::sorted_nodes`]) in such an order that a tensor's operands can be told, and what made it of those
+//! can be found by what it does, to values and to gradients. A gradient is seen where it reaches a parameter,
+//! and where it reaches a constant: candle leaves that in the [`GradStore`] of a backward pass. [`check`] looks
+//! for tensors that are what a suspect makes of their operands, and believes nothing until gradients have
+//! spoken:
+//!
+//! * `pools.rs`: `max_pool2d`, `avg_pool2d` and `upsample_nearest`;
+//! * `conv1d.rs`: `conv1d` of several samples;
+//! * `scatter.rs`: `scatter` and `scatter_add` into a tensor that has a gradient.
+//!
+//! So a model with none of them, with one of them used rightly, or with a gradient that is not the loss's on
+//! purpose (a detached branch, a straight-through estimator), is left alone: nothing is compared with
+//! differences of the loss. Neither parameters nor buffers nor random numbers are touched, and no layer runs
+//! again; what looks like a suspect costs the first step a few backward passes from there down, so an operator
+//! of one's own must stand more than one.
+//!
+//! Not seen:
+//!
+//! * an upsampling whose input is used again only by an operator that takes also what was computed from the
+//!   upsampling, and is not a sum, a difference, a product or `cat`: such a use has no gradient to be seen by;
+//! * `conv1d` of a constant by a kernel each of whose rows is computed from all of its parameters; one by a
+//!   kernel that its input was computed from too (the first use of that kernel is seen); one by a constant
+//!   kernel, which goes wrong in its input's gradient only;
+//! * `scatter` and `scatter_add` of constants that could as well have been added, or written: candle shows
+//!   the same of `x.scatter(i, c)` and of `x.index_add(i, c - x)`, whose gradient is right;
+//! * a `scatter` that leaves nothing of what it writes into, and one of a tensor of the same shape that what
+//!   is written into was computed from too; a `scatter_add` no value of which has a place to itself; either,
+//!   in 16 bits, of values whose sum along the dimension is small;
+//! * what writes into a tensor in place (`slice_set`, `scatter_set`, `scatter_add_set`): no graph has it;
+//! * `max` and `min` of equal values, each of which is given the whole gradient: in a softmax, which takes a
+//!   maximum first, that is right in the end.
+
+mod conv1d;
+mod pools;
+mod scatter;
+#[cfg(test)]
+mod sweep;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Result, Tensor, TensorId};
+use fused_optim::Slice;
+use parking_lot::Mutex;
+
+use super::params::{Slot, Tensors};
+use crate::engine::{GradSink, SharedSink};
+use crate::{Error, Result as RunnerResult};
+
+/// Looks for the traps in the graph of `loss`, with `slot` for the gradients of `params`.
+///
+/// # Errors
+///
+/// [`Error::Engine`] that names the first parameter whose gradient is wrong, the operator, and what to use
+/// in its place.
+pub(super) fn check(loss: &Tensor, params: &Tensors, slot: &Slot) -> RunnerResult<()> {
+    let graph = Graph::new(loss, params, slot);
+    match graph.trap() {
+        Ok(None) => Ok(()),
+        Ok(Some(trap)) => Err(Error::Engine(graph.tell(&trap))),
+        Err(e) => Err(Error::Engine(format!("looking for wrong gradients: {e}"))),
+    }
+}
+
+/// A wrong gradient.
+struct Trap<'a> {
+    /// The tensor that has it.
+    of: &'a Tensor,
+    /// By which operator, and what to use in its place.
+    complaint: String,
+}
+
+/// What a loss was computed by.
+struct Graph<'a> {
+    /// The loss first, each tensor before those it was computed from.
+    nodes: Vec<&'a Tensor>,
+    index: HashMap<TensorId, usize>,
+    /// By node: itself and the nodes it was computed from, a bit each.
+    behind: Vec<Vec<u64>>,
+    params: &'a Tensors,
+    slot: &'a Slot,
+}
+
+impl<'a> Graph<'a> {
+    fn new(loss: &'a Tensor, params: &'a Tensors, slot: &'a Slot) -> Self {
+        let nodes = loss.sorted_nodes();
+        let index: HashMap<_, _> = nodes.iter().enumerate().map(|(i, t)| (t.id(), i)).collect();
+        let bits = |t: &&Tensor| {
+            let mut bits = vec![0; nodes.len().div_ceil(64)];
+            for node in t.sorted_nodes() {
+                let i = index[&node.id()];
+                bits[i / 64] |= 1 << (i % 64);
+            }
+            bits
+        };
+        let behind = nodes.iter().map(bits).collect();
+        Self { nodes, index, behind, params, slot }
+    }
+
+    /// What is wrong, if anything is.
+    fn trap(&self) -> Result<Option<Trap<'a>>> {
+        let mut lines = scatter::Lines::default();
+        for (at, y) in self.nodes.iter().enumerate() {
+            let behind = y.sorted_nodes();
+            if behind.len() < 2 || y.elem_count() == 0 {
+                continue;
+            }
+            let found = match pools::find(self, at, behind[1])? {
+                None => conv1d::find(self, &behind)?,
+                found => found,
+            };
+            let found = match found {
+                None => scatter::find(self, &behind, &mut lines)?,
+                found => found,
+            };
+            if found.is_some() {
+                return Ok(found);
+            }
+        }
+        scatter::find_of_constants(self)
+    }
+
+    fn tell(&self, Trap { of, complaint }: &Trap<'_>) -> String {
+        let tensors = self.params.tensors.iter().enumerate();
+        let behind: Vec<usize> =
+            tensors.filter(|(_, param)| self.is_behind(param, of)).map(|(i, _)| i).collect();
+        let first = behind.first().map_or("", |i| self.params.specs[*i].name.as_str());
+        let others = match behind.len() {
+            0 | 1 => String::new(),
+            2 => " and of one more parameter".to_owned(),
+            n => format!(" and of {} more parameters", n - 1),
+        };
+        format!("the gradient of `{first}`{others} is wrong: {complaint}")
+    }
+
+    /// Whether `y` is `x` or was computed from it.
+    fn is_behind(&self, x: &Tensor, y: &Tensor) -> bool {
+        let (Some(x), Some(y)) = (self.index.get(&x.id()), self.index.get(&y.id())) else {
+            return false;
+        };
+        self.behind[*y][x / 64] & (1 << (x % 64)) != 0
+    }
+
+    /// How many nodes are behind `y`, itself among them.
+    fn count_behind(&self, y: &Tensor) -> usize {
+        let bits = self.index.get(&y.id()).map_or(&[][..], |i| &self.behind[*i]);
+        bits.iter().map(|bits| bits.count_ones() as usize).sum()
+    }
+
+    /// The gradients of `loss`, by parameter.
+    fn gradients(&self, loss: &Tensor) -> Result<Gradients> {
+        Ok(self.backward(loss)?.0)
+    }
+
+    /// The gradients of `loss`, by parameter, and those of constants.
+    fn backward(&self, loss: &Tensor) -> Result<(Gradients, GradStore)> {
+        let kept = Arc::new(Mutex::new(Kept::default()));
+        let sink: SharedSink = kept.clone();
+        let rest = self.slot.with(&sink, || loss.backward()).map_err(candle_core::Error::wrap)?;
+        let kept = std::mem::take(&mut kept.lock().0);
+        Ok((kept, rest))
+    }
+}
+
+/// The sum of `y` times `r`, which is in `f32`: a loss whose gradient at `y` is `r`.
+fn dot(y: &Tensor, r: &Tensor) -> Result<Tensor> {
+    (y.to_dtype(DType::F32)? * r)?.sum_all()
+}
+
+fn equal(a: &Tensor, b: &Tensor) -> Result<bool> {
+    Ok(!a.eq(b)?.flatten_all()?.to_vec1::<u8>()?.contains(&0))
+}
+
+/// The values of `t`.
+fn values(t: &Tensor) -> Result<Vec<f64>> {
+    t.detach().flatten_all()?.to_dtype(DType::F64)?.to_vec1()
+}
+
+/// How many bits a number's mantissa has, its leading one left out.
+fn mantissa(dtype: DType) -> Option<i32> {
+    match dtype {
+        DType::F64 => Some(52),
+        DType::F32 => Some(23),
+        DType::F16 => Some(10),
+        DType::BF16 => Some(7),
+        _ => None,
+    }
+}
+
+type Gradients = BTreeMap<usize, Vec<f64>>;
+
+#[derive(Default)]
+struct Kept(Gradients);
+
+impl GradSink for Kept {
+    fn ready(&mut self, index: usize, grad: Slice<'_>) -> RunnerResult<()> {
+        let values = match grad {
+            Slice::F32(v) => v.iter().map(|v| f64::from(*v)).collect(),
+            Slice::F16(v) => v.iter().map(|v| v.to_f64()).collect(),
+            Slice::Bf16(v) => v.iter().map(|v| v.to_f64()).collect(),
+        };
+        self.0.insert(index, values);
+        Ok(())
+    }
+}
+
+fn norm(a: &Gradients) -> f64 {
+    a.values().flatten().map(|v| v * v).sum::<f64>().sqrt()
+}
+
+/// The norm of the difference; without end between gradients of different parameters.
+fn distance(a: &Gradients, b: &Gradients) -> f64 {
+    if !a.keys().eq(b.keys()) {
+        return f64::INFINITY;
+    }
+    let pairs = a.values().flatten().zip(b.values().flatten());
+    pairs.map(|(a, b)| (a - b) * (a - b)).sum::<f64>().sqrt()
+}

@@ -63,7 +63,7 @@
 //! |---|---|
 //! | [`config`], [`registry`] | TOML with places in every error; names to builders |
 //! | [`engine`] | what the runner asks of a tensor crate; the candle adapter |
-//! | [`device`] | what an Ascend NPU does in a run, and what not |
+//! | [`device`] | what a CUDA GPU or an Ascend NPU does in a run, and what not |
 //! | [`model`] | gradients kept, or averaged over ranks while backward runs |
 //! | [`optim_wrapper`] | accumulation, loss scale, the optimizer's step |
 //! | [`hooks`] | everything that happens around a batch |

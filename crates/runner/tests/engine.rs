@@ -186,7 +186,10 @@ fn resnet(dtype: DType) -> CandleEngine {
         stem_max_pool: true,
         ..Default::default()
     };
-    CandleEngine::new(CandleOptions { dtype, seed: 1 }, |vb| ResNet::new(&options, vb)).unwrap()
+    CandleEngine::new(CandleOptions { dtype, seed: 1, ..Default::default() }, |vb| {
+        ResNet::new(&options, vb)
+    })
+    .unwrap()
 }
 
 #[test]
@@ -263,8 +266,10 @@ fn half_parameters_are_half_and_norm_layers_stay_f32() {
 
 #[test]
 fn stock_layers_train_with_half_parameters_as_they_are() {
-    let stock =
-        |dtype| CandleEngine::new(CandleOptions { dtype, seed: 0 }, Stock::without_norm).unwrap();
+    let stock = |dtype| {
+        CandleEngine::new(CandleOptions { dtype, ..Default::default() }, Stock::without_norm)
+            .unwrap()
+    };
     let (half_keep, half_sink) = keep();
     let (wide_keep, wide_sink) = keep();
     let half = stock(DType::F16).forward_backward(&batch(), 1.0, &half_sink).unwrap();

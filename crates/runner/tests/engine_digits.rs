@@ -73,9 +73,10 @@ fn train(dtype: DType, autocast: Option<DType>, scale: f32) -> (Vec<f64>, f64) {
         normalization: Normalization { mean: vec![Digits::MEAN], std: vec![Digits::STD] },
         ..Default::default()
     };
-    let mut engine =
-        CandleEngine::new(CandleOptions { dtype, seed: 0 }, |vb| ResNet::new(&options, vb))
-            .unwrap();
+    let mut engine = CandleEngine::new(CandleOptions { dtype, ..Default::default() }, |vb| {
+        ResNet::new(&options, vb)
+    })
+    .unwrap();
     engine.set_autocast(autocast).unwrap();
     let mut masters = Vec::new();
     engine

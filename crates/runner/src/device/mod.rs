@@ -1,23 +1,26 @@
-//! Where a run's optimizer computes: on the host, or on an Ascend NPU (feature `npu`).
+//! Where a run computes: on the host; its model on a CUDA GPU (feature `candle-cuda`); or its optimizer on an
+//! Ascend NPU (feature `npu`).
 //!
-//! The engine, and so the model, computes where the engine does; candle's is the host. With
-//! `device = "npu"` this is what is the NPU's:
+//! | what | `device = "cuda"` | `device = "npu"` |
+//! |---|---|---|
+//! | forward, backward, autocast, validation | the GPU, by candle's operators | the host |
+//! | parameters and buffers | the GPU; copies for whoever asks | the host |
+//! | a step's weights | back from the GPU, and there again | each step takes gradients there and weights back |
+//! | the optimizer's state and its step, unscaling, clipping, the look for overflows | the host | the NPU, by operators of CANN |
+//! | averages of gradients over ranks | the host | the NPUs, by HCCL, if the group is over it (`backend = "auto"` with HCCL on all ranks); else the host |
+//! | data, labels and random numbers, metrics, checkpoints, everything else that ranks tell one another | the host | the host |
 //!
-//! | what | where |
-//! |---|---|
-//! | forward, backward, autocast, validation, data | the host |
-//! | the optimizer's state and its step, unscaling, clipping, the look for overflows | the NPU, by operators of CANN |
-//! | averages of gradients over ranks | the NPUs, by HCCL, if the group is over it (`backend = "auto"` with HCCL on all ranks); else the host |
-//! | weights | both: each step takes gradients there and weights back |
-//! | buffers, metrics, checkpoints, everything else that ranks tell one another | the host |
+//! Which of the devices is a rank's own is [`Topology::device`]'s to say: the local rank, among those that
+//! `CUDA_VISIBLE_DEVICES` or `ASCEND_RT_VISIBLE_DEVICES` leaves, under every launcher.
 //!
-//! Which of the NPUs is a rank's own is [`Topology::device`]'s to say: the local rank, among those that
-//! `ASCEND_RT_VISIBLE_DEVICES` leaves, under every launcher.
+//! A run that only validates or tests opens no NPU. Nothing falls back to the host silently: without the
+//! device or its libraries, with a model or an optimizer that computes on the host although it was to compute
+//! there, or with something that the device does not do, the run is refused by name.
 //!
-//! A run that only validates or tests opens no device. Nothing falls back to the host silently: without CANN or an NPU, with an optimizer that computes on
-//! the host, or with something that the device does not do, the run is refused by name.
+//! A runner with the feature `candle-cuda` is built with `nvcc`, and linked with the driver's and the toolkit's
+//! libraries (libcuda, cuBLAS, cuRAND): without them it does not start. It has not been run on a GPU yet.
 //!
-//! # Mixed precision
+//! # Mixed precision on an NPU
 //!
 //! Chips of the first generation (Ascend 910A and older) train in mixed precision only; MMEngine makes an
 //! `AmpOptimWrapper` of any wrapper there, without a word. So does this crate, with a warning in the log,
@@ -25,9 +28,11 @@
 //! in no value: [`AmpOptimWrapper`](crate::optim_wrapper::AmpOptimWrapper) looks at the gradients before
 //! they go there, and at the device's overflow flag, and all ranks agree before any steps.
 //!
-//! Prototypes match CANN's headers and the protocol is tested on a simulator that checks rules: none of
-//! this has been run on Ascend hardware.
+//! Prototypes match CANN's headers and the protocol is tested on a simulator that checks rules: nothing of
+//! NPUs has been run on Ascend hardware.
 
+#[cfg(feature = "candle-cuda")]
+mod cuda;
 #[cfg(feature = "npu")]
 mod npu;
 
@@ -35,10 +40,12 @@ use std::fmt;
 
 use ::amp::OverflowSource;
 use collective::{Accelerator, GroupOptions, ProcessGroup, Topology, Transport};
-use fused_optim::Optimizer;
+use fused_optim::{DType, Optimizer};
 use parking_lot::Mutex;
 
 use crate::config::Section;
+use crate::engine::{ComputeDevice, Engine};
+use crate::model::ModelContext;
 use crate::{Error, Result};
 
 /// What a run asks for with `device`.
@@ -48,7 +55,9 @@ pub enum DeviceConfig {
     /// The host.
     #[default]
     Cpu,
-    /// An Ascend NPU of this rank's own.
+    /// A CUDA GPU of this rank's own, for the model.
+    Cuda,
+    /// An Ascend NPU of this rank's own, for the optimizer.
     Npu {
         /// Whether a chip that trains in mixed precision only makes an `AmpOptimWrapper` of an
         /// `OptimWrapper`, as it does unless set.
@@ -63,10 +72,10 @@ impl DeviceConfig {
         Self::Npu { switch_to_amp: true }
     }
 
-    /// Reads `device = "npu"`, or a table.
+    /// Reads `device = "cuda"`, or a table.
     pub(crate) fn read(root: &mut Section) -> Result<Self> {
         let key = "device";
-        let names = [("cpu", Self::Cpu), ("npu", Self::npu())];
+        let names = [("cpu", Self::Cpu), ("cuda", Self::Cuda), ("npu", Self::npu())];
         let place = root.offset_of(key);
         let device = if root.is_table(key) {
             let mut table = root.section(key)?;
@@ -80,35 +89,44 @@ impl DeviceConfig {
             root.choice(key, "cpu", &names)?
         };
         match device {
-            Self::Npu { .. } if !cfg!(feature = "npu") => Err(place.error(NOT_BUILT)),
+            Self::Cuda if !cfg!(feature = "candle-cuda") => Err(place.error(NO_CUDA)),
+            Self::Npu { .. } if !cfg!(feature = "npu") => Err(place.error(NO_NPU)),
             device => Ok(device),
         }
     }
 
-    /// Which device is this rank's own, if it is to have one; it has been found.
+    /// What of it a run needs: one that does not train has no optimizer that an NPU could step.
+    pub(crate) fn needed(self, trains: bool) -> Self {
+        match self {
+            Self::Npu { .. } if !trains => Self::Cpu,
+            device => device,
+        }
+    }
+
+    /// Which device is this rank's own; it has been found.
     ///
     /// # Errors
     ///
-    /// [`Error::Config`]: without the feature `npu`; without CANN, with the library that was looked for,
-    /// where, and what to install; without an NPU for this rank.
-    pub(crate) fn find(self, topology: impl FnOnce() -> Result<Topology>) -> Result<Option<u32>> {
-        let Self::Npu { .. } = self else { return Ok(None) };
-        let index = topology()?.device(Accelerator::Npu)?;
-        let index =
-            u32::try_from(index).map_err(|_| refused(format!("there is no NPU {index}")))?;
-        #[cfg(feature = "npu")]
-        return npu::find(index).map(Some);
-        #[cfg(not(feature = "npu"))]
-        Err(refused(format!("NPU {index}: {NOT_BUILT}")))
+    /// [`Error::Config`]: without the device's feature; without CANN, with the library that was looked for,
+    /// where, and what to install; without a device for this rank.
+    pub(crate) fn find(self, topology: impl FnOnce() -> Result<Topology>) -> Result<Own> {
+        match self {
+            Self::Cpu => Ok(Own::Host),
+            Self::Cuda => find_cuda(topology()?.device(Accelerator::Cuda)?),
+            Self::Npu { .. } => find_npu(topology()?.device(Accelerator::Npu)?),
+        }
     }
 
     /// Opens what [`find`](Self::find) has found, for a member of the group.
-    pub(crate) fn open(self, index: Option<u32>, group: &ProcessGroup) -> Result<Device> {
-        match (self, index) {
+    pub(crate) fn open(self, own: Own, group: &ProcessGroup) -> Result<Device> {
+        match (self, own) {
             #[cfg(feature = "npu")]
-            (Self::Npu { switch_to_amp }, Some(index)) => {
+            (Self::Npu { switch_to_amp }, Own::Npu(index)) => {
                 let npu = npu::Npu::open(index, switch_to_amp, group)?;
-                Ok(Device { npu: Some(npu), warnings: Mutex::default() })
+                Ok(Device { npu: Some(npu), ..Device::cpu() })
+            }
+            (_, Own::Cuda(index)) => {
+                Ok(Device { model: ComputeDevice::Cuda(index), ..Device::cpu() })
             }
             _ => {
                 let _ = group;
@@ -118,26 +136,67 @@ impl DeviceConfig {
     }
 }
 
+/// Refuses a model that computes on the host although it was to compute on a device.
+pub(crate) fn check_model(wanted: ComputeDevice, engine: &dyn Engine) -> Result<()> {
+    let on = engine.device();
+    if wanted == ComputeDevice::Cpu || on == wanted {
+        return Ok(());
+    }
+    Err(Error::Config(format!(
+        "device = \"cuda\": the model computes on {on}, not on {wanted}: the zoo's and those that \
+         `CandleEngine::factory` makes do, another must be made for the device of its `ModelContext`"
+    )))
+}
+
+/// A rank's device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Own {
+    Host,
+    /// By its number among those that the process sees, as the next.
+    Cuda(usize),
+    Npu(u32),
+}
+
+fn find_cuda(index: usize) -> Result<Own> {
+    #[cfg(feature = "candle-cuda")]
+    cuda::find(index)?;
+    match cfg!(feature = "candle-cuda") {
+        true => Ok(Own::Cuda(index)),
+        false => Err(Error::Config(format!("device = \"cuda\": GPU {index}: {NO_CUDA}"))),
+    }
+}
+
+fn find_npu(index: usize) -> Result<Own> {
+    let index = u32::try_from(index).map_err(|_| refused(format!("there is no NPU {index}")))?;
+    #[cfg(feature = "npu")]
+    npu::find(index)?;
+    match cfg!(feature = "npu") {
+        true => Ok(Own::Npu(index)),
+        false => Err(refused(format!("NPU {index}: {NO_NPU}"))),
+    }
+}
+
 /// A group's options, for the memory of the NPU that was found, unless it would have it to itself. A rank
 /// that found none joins all the same, to tell the others.
 pub(crate) fn group_options(
     options: GroupOptions,
-    found: &Result<Option<u32>>,
+    found: &Result<Own>,
     world_size: usize,
 ) -> Result<GroupOptions> {
     Ok(match (found, options.transport) {
-        (Ok(None), Transport::Hccl) => {
+        (Ok(Own::Npu(_)), Transport::Auto) if world_size == 1 => options,
+        (Ok(Own::Npu(index)), _) => options.with_npu_device(*index),
+        (Ok(_), Transport::Hccl) => {
             let text = "backend = \"hccl\" moves the memory of NPUs: it needs device = \"npu\"";
             return Err(Error::Config(text.to_owned()));
         }
         (Err(error), Transport::Hccl) => return Err(Error::Config(error.to_string())),
-        (Ok(Some(_)), Transport::Auto) if world_size == 1 => options,
-        (Ok(Some(index)), _) => options.with_npu_device(*index),
         _ => options,
     })
 }
 
-const NOT_BUILT: &str = "device `npu` is not built in: it needs the feature `npu`";
+const NO_CUDA: &str = "device `cuda` is not built in: it needs the feature `candle-cuda`";
+const NO_NPU: &str = "device `npu` is not built in: it needs the feature `npu`";
 
 fn refused(why: impl fmt::Display) -> Error {
     Error::Config(format!("device = \"npu\": {why}"))
@@ -149,6 +208,7 @@ pub type Overflows = Box<dyn OverflowSource<Error = Error> + Send>;
 /// Where the optimizer of a run computes: what the makers of optimizers and their wrappers are given.
 #[derive(Debug, Default)]
 pub struct Device {
+    model: ComputeDevice,
     #[cfg(feature = "npu")]
     npu: Option<npu::Npu>,
     warnings: Mutex<Vec<String>>,
@@ -169,6 +229,11 @@ impl Device {
             return npu.name();
         }
         "cpu".to_owned()
+    }
+
+    /// What the run's model is built with.
+    pub(crate) fn context(&self, dtype: DType, seed: u64) -> ModelContext {
+        ModelContext { dtype, seed, device: self.model }
     }
 
     /// Where operators of an NPU go, if it is one.
@@ -213,7 +278,11 @@ impl Device {
             return (Some(line), warnings.into_iter().chain(more).collect());
         }
         let _ = group;
-        (None, warnings)
+        let line = match self.model {
+            ComputeDevice::Cpu => None,
+            model => Some(format!("device {model}: the model; the optimizer steps on the host")),
+        };
+        (line, warnings)
     }
 
     /// Refuses an optimizer that computes on the host although a device was asked for.

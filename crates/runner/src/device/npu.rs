@@ -16,10 +16,10 @@ pub(super) struct Npu {
 }
 
 /// Whether CANN is here, and an NPU of this number among those that the environment leaves.
-pub(super) fn find(index: u32) -> Result<u32> {
+pub(super) fn find(index: u32) -> Result<()> {
     let found = probe().map_err(refused)?;
     if (index as usize) < found.count {
-        return Ok(index);
+        return Ok(());
     }
     let variable = Accelerator::Npu.variable();
     let why = match std::env::var(variable) {

@@ -11,6 +11,7 @@
 //!
 //! `engine/candle/` is the default implementation (feature `candle`).
 
+use std::fmt;
 use std::sync::Arc;
 
 use fused_optim::{DType, Slice, SliceMut};
@@ -24,6 +25,26 @@ pub mod candle;
 mod compile;
 
 pub use compile::{CompileBackend, CompileMode, CompileOptions, CompileReport};
+
+/// Where a model computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ComputeDevice {
+    /// The host.
+    #[default]
+    Cpu,
+    /// A CUDA GPU, by its number among those that this process sees.
+    Cuda(usize),
+}
+
+impl fmt::Display for ComputeDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(index) => write!(f, "cuda:{index}"),
+        }
+    }
+}
 
 /// Name, shape and type of one parameter or buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -86,7 +107,13 @@ pub trait Engine {
     /// Tensors that belong to the model but get no gradient (batch-norm statistics).
     fn buffers(&self) -> &[TensorSpec];
 
+    /// Where forward and backward run, and parameters, buffers and batches are.
+    fn device(&self) -> ComputeDevice {
+        ComputeDevice::Cpu
+    }
+
     /// Lends every parameter, in order of [`params`](Self::params), as one mutable slice each.
+    /// Of one that computes elsewhere these are copies, which are taken over after the visit.
     ///
     /// # Errors
     ///

@@ -17,7 +17,7 @@ pub(crate) use builtin::BUILTIN;
 pub use ddp::DistributedDataParallel;
 
 use crate::Result;
-use crate::engine::{Engine, SharedSink, TensorSpec};
+use crate::engine::{ComputeDevice, Engine, SharedSink, TensorSpec};
 
 /// What a model is built with.
 #[derive(Clone, Copy, Debug)]
@@ -26,6 +26,8 @@ pub struct ModelContext {
     pub dtype: DType,
     /// Seed of the parameters' initial values.
     pub seed: u64,
+    /// Where it is to compute. A run refuses a model that computes elsewhere.
+    pub device: ComputeDevice,
 }
 
 /// Makes a model once precision and seed are known.

@@ -18,7 +18,7 @@ use super::{
 use crate::checkpoint::Position;
 use crate::config::unknown;
 use crate::data::DataLoader;
-use crate::device::{self, Device, DeviceConfig};
+use crate::device::{self, Device, DeviceConfig, Own};
 use crate::engine::{CompileOptions, Engine};
 use crate::evaluate::Metric;
 use crate::hooks::{
@@ -267,7 +267,7 @@ impl RunnerBuilder {
         self
     }
 
-    /// Where the optimizer computes; on the host if not said.
+    /// Where model or optimizer compute; on the host if not said.
     #[must_use]
     pub fn device(mut self, device: DeviceConfig) -> Self {
         self.device = device;
@@ -299,8 +299,7 @@ impl RunnerBuilder {
         let (train, optim, train_loader) = training?;
         check_lengths(&train, train_loader.as_ref(), &self.schedulers)?;
         raise_open_files(self.open_files)?;
-        // What only judges needs no device.
-        let wanted = if train_loader.is_some() { self.device } else { DeviceConfig::Cpu };
+        let wanted = self.device.needed(train_loader.is_some());
         let found = wanted.find(|| topology(self.launcher));
         let join = || join(self.launcher, self.timeout, self.transport, &found);
         let group = self.group.map_or_else(join, Ok)?;
@@ -309,7 +308,7 @@ impl RunnerBuilder {
             let device = wanted.open(found?, &group)?;
             // Data are dealt by one seed; only what a model draws may differ.
             let own = if self.diff_rank_seed { group.rank() as u64 } else { 0 };
-            let context = ModelContext { dtype: optim.dtype, seed: seed.wrapping_add(own) };
+            let context = device.context(optim.dtype, seed.wrapping_add(own));
             let mut engine = make_engine(model, &context, self.compile)?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
             let model = wrapper(group.clone(), engine.params())?;
@@ -416,6 +415,7 @@ fn make_engine(
     compile: Option<CompileOptions>,
 ) -> Result<Box<dyn Engine>> {
     let mut engine = model(context)?;
+    device::check_model(context.device, &*engine)?;
     compile.map(|options| engine.compile(&options)).transpose()?;
     Ok(engine)
 }
@@ -526,12 +526,12 @@ fn join(
     launcher: Option<Launcher>,
     timeout: Option<Duration>,
     transport: Transport,
-    npu: &Result<Option<u32>>,
+    found: &Result<Own>,
 ) -> Result<ProcessGroup> {
     let topology = topology(launcher)?;
     let options = GroupOptions::default().with_timeout(timeout.unwrap_or(TIMEOUT));
     let options = options.with_transport(transport);
-    let options = device::group_options(options, npu, topology.world_size)?;
+    let options = device::group_options(options, found, topology.world_size)?;
     Ok(collective::init_process_group(&topology, options)?)
 }
 

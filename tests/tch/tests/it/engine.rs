@@ -10,7 +10,7 @@ use fused_optim::{DType, Slice, SliceMut};
 use parking_lot::Mutex;
 use runner::config::Config;
 use runner::data::{Array, Batch};
-use runner::engine::{Engine, GradSink, SharedSink};
+use runner::engine::{ComputeDevice, Engine, GradSink, SharedSink};
 use runner::model::{ModelContext, ModelFactory};
 use runner::registry::MODELS;
 use runner::{Error, Result, RunnerBuilder};
@@ -24,7 +24,7 @@ use crate::nets::Net;
 #[expect(unsafe_code, reason = "the engine's constructor")]
 pub fn engine<M: TchModel>(build: impl FnOnce(&nn::Path<'_>) -> M) -> Result<TchEngine<M>> {
     tch::set_num_threads(1);
-    let cx = ModelContext { dtype: DType::F32, seed: 0 };
+    let cx = ModelContext { dtype: DType::F32, seed: 0, device: ComputeDevice::Cpu };
     // SAFETY: the models here keep their variables to themselves, and each variable is made anew.
     unsafe { TchEngine::new(&cx, build) }
 }

@@ -4,7 +4,7 @@
 //! have the builder's dtype, except in norm layers, which ask for `f32` so that half precision
 //! keeps its statistics.
 
-use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Module, ModuleT, Result, Tensor, bail};
+use candle_core::{DType, Module, ModuleT, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 
 use super::ops::{self, BatchNormOptions, Statistics, Window};
@@ -196,11 +196,17 @@ impl BatchNorm2d {
         let (y, batch) = ops::batch_norm(x, &self.weight, &self.bias, options)?;
         let (images, _, height, width) = x.dims4()?;
         let count = (images * height * width) as f32;
-        let unbiased: Vec<_> = batch.var.iter().map(|v| v * (count / (count - 1.0))).collect();
-        let momentum = self.options.momentum;
-        self.running_mean.inplace_op1(&Blend { values: &batch.mean, weight: momentum })?;
-        self.running_var.inplace_op1(&Blend { values: &unbiased, weight: momentum })?;
+        let unbiased = (batch.var * f64::from(count / (count - 1.0)))?;
+        self.track(&self.running_mean, &batch.mean)?;
+        self.track(&self.running_var, &unbiased)?;
         Ok(y)
+    }
+
+    /// `running += momentum * (batch - running)`, in place, where it lies.
+    fn track(&self, running: &Tensor, batch: &Tensor) -> Result<()> {
+        let old = running.detach();
+        let step = ((batch - &old)? * f64::from(self.options.momentum))?;
+        running.slice_set(&(old + step)?, 0, 0)
     }
 }
 
@@ -210,31 +216,8 @@ impl ModuleT for BatchNorm2d {
         if train {
             return self.train(x, options);
         }
-        let running =
-            Statistics { mean: self.running_mean.to_vec1()?, var: self.running_var.to_vec1()? };
-        ops::batch_norm_with(x, &self.weight, &self.bias, running, options)
-    }
-}
-
-/// `x += weight * (values - x)`, in place, on a whole `f32` tensor.
-struct Blend<'a> {
-    values: &'a [f32],
-    weight: f32,
-}
-
-impl InplaceOp1 for Blend<'_> {
-    fn name(&self) -> &'static str {
-        "blend"
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
-        let CpuStorage::F32(running) = storage else {
-            bail!("running statistics are f32");
-        };
-        for (x, value) in running.iter_mut().zip(self.values) {
-            *x += self.weight * (value - *x);
-        }
-        Ok(())
+        let running = Statistics { mean: self.running_mean.clone(), var: self.running_var.clone() };
+        ops::batch_norm_with(x, &self.weight, &self.bias, &running, options)
     }
 }
 

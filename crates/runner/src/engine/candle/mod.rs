@@ -1,4 +1,4 @@
-//! The default tensor engine: candle's automatic differentiation on the CPU.
+//! The default tensor engine: candle's automatic differentiation, on the CPU or on a CUDA GPU.
 //!
 //! [`CandleEngine`] makes an [`Engine`] of anything that implements [`CandleModel`]: a struct of
 //! layers, candle-nn's or those of [`layers`], with a loss and a prediction. The model is built
@@ -24,6 +24,10 @@
 //! step, which fails and names the first parameter that is affected (`traps/mod.rs` says how, and what it does
 //! not see). [`ops::max_pool2d`], [`ops::scatter`] and [`ops::scatter_add`] have the whole gradient.
 //!
+//! On a GPU ([`CandleOptions::device`], feature `candle-cuda`) parameters, buffers and batches are in its
+//! memory, and [`ops`] are compositions of candle's own operators there. Each gradient is copied to the host
+//! when backward has it, and whoever is lent parameters is lent copies.
+//!
 //! Invariant: everything runs on the calling thread except what candle's own operators give to
 //! rayon; launchers set `RAYON_NUM_THREADS`.
 
@@ -39,7 +43,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use amp::Autocast;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use fused_optim::SliceMut;
 
@@ -48,8 +52,8 @@ use self::ops::dropout::{self, Random};
 use self::ops::search::{self, Search};
 use self::params::{Slot, Store, Tensors};
 use super::{
-    CompileBackend, CompileMode, CompileOptions, CompileReport, Engine, Losses, SharedSink,
-    TensorSpec,
+    CompileBackend, CompileMode, CompileOptions, CompileReport, ComputeDevice, Engine, Losses,
+    SharedSink, TensorSpec,
 };
 use crate::data::{Array, ArrayData, Batch};
 use crate::model::ModelFactory;
@@ -65,11 +69,13 @@ pub struct CandleOptions {
     /// Decides the initial parameters. The same on every rank and at every run gives the same.
     /// Defaults to 0.
     pub seed: u64,
+    /// Where the model computes. Defaults to the host.
+    pub device: ComputeDevice,
 }
 
 impl Default for CandleOptions {
     fn default() -> Self {
-        Self { dtype: fused_optim::DType::F32, seed: 0 }
+        Self { dtype: fused_optim::DType::F32, seed: 0, device: ComputeDevice::Cpu }
     }
 }
 
@@ -107,6 +113,8 @@ pub struct CandleEngine {
     params: Tensors,
     buffers: Tensors,
     slot: Arc<Slot>,
+    device: Device,
+    at: ComputeDevice,
     dtype: DType,
     autocast: Option<Autocast>,
     compiled: Option<CompileOptions>,
@@ -127,14 +135,25 @@ impl CandleEngine {
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`] with what `build` returned: a name asked for in two shapes, say.
+    /// [`Error::Engine`] with what `build` returned: a name asked for in two shapes, say; a device that is
+    /// not there, or that candle was built without.
     pub fn new<M: CandleModel + 'static>(
         options: CandleOptions,
         build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
     ) -> Result<Self> {
         memory::keep();
         let dtype = candle_dtype(options.dtype);
-        let (store, builder) = Store::new(dtype, options.seed)?;
+        let at = options.device;
+        let device = match at {
+            ComputeDevice::Cpu => Device::Cpu,
+            ComputeDevice::Cuda(index) => {
+                // One stream, whichever thread calls: with `new_cuda` each has another, and nothing orders
+                // them.
+                Device::new_cuda_with_stream(index)
+                    .map_err(|e| Error::Engine(format!("{at}: {e}")))?
+            }
+        };
+        let (store, builder) = Store::new(dtype, options.seed, &device)?;
         let model = build(builder).map_err(|e| Error::Engine(format!("building: {e}")))?;
         let (params, buffers, slot) = store.close();
         let model = Box::new(model);
@@ -143,6 +162,8 @@ impl CandleEngine {
             params,
             buffers,
             slot,
+            device,
+            at,
             dtype,
             autocast: None,
             compiled: None,
@@ -152,18 +173,18 @@ impl CandleEngine {
         })
     }
 
-    /// As [`new`](Self::new), once the run knows precision and seed.
+    /// As [`new`](Self::new), once the run knows precision, seed and device.
     pub fn factory<M: CandleModel + 'static>(
         build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M> + Send + 'static,
     ) -> ModelFactory {
         Box::new(|cx| {
-            let options = CandleOptions { dtype: cx.dtype, seed: cx.seed };
+            let options = CandleOptions { dtype: cx.dtype, seed: cx.seed, device: cx.device };
             Ok(Box::new(Self::new(options, build)?))
         })
     }
 
     fn step(&self, batch: &Batch, loss_scale: f32, sink: &SharedSink) -> Result<Losses> {
-        let batch = TensorBatch::new(batch, self.dtype)?;
+        let batch = TensorBatch::new(batch, self.dtype, &self.device)?;
         let loss = self.forward(&batch)?;
         let losses = loss.read()?;
         if !self.checked {
@@ -181,7 +202,7 @@ impl CandleEngine {
 
 impl CandleEngine {
     /// Trains under `policy` from now on, or without one: lists with rules of one's own, where
-    /// [`Engine::set_autocast`] takes the CPU's as they are.
+    /// [`Engine::set_autocast`] takes the device's as they are.
     #[must_use]
     pub fn with_autocast(mut self, policy: Option<Autocast>) -> Self {
         self.autocast = policy;
@@ -221,6 +242,19 @@ impl CandleEngine {
             "candle has no compiler; the layers of this engine are fused with and without",
         );
         let CompileOptions { backend, mode, .. } = options;
+        if self.at != ComputeDevice::Cpu {
+            let tuned = [CompileMode::MaxAutotune, CompileMode::MaxAutotuneNoCudagraphs];
+            if tuned.contains(mode) {
+                not("a search", "of each of candle's operators there is one kernel on a GPU");
+            }
+            if options.graphs() {
+                not("whole steps as one launch", NO_GRAPH);
+            }
+            if *backend != CompileBackend::Engine {
+                not(&format!("backend `{}`", backend.name()), "models run as they are written");
+            }
+            return report;
+        }
         match backend {
             CompileBackend::Engine => {}
             CompileBackend::Inductor => {
@@ -249,6 +283,7 @@ impl fmt::Debug for CandleEngine {
         f.debug_struct("CandleEngine")
             .field("params", &self.params.specs.len())
             .field("buffers", &self.buffers.specs.len())
+            .field("device", &self.at)
             .field("dtype", &self.dtype)
             .finish_non_exhaustive()
     }
@@ -261,6 +296,10 @@ impl Engine for CandleEngine {
 
     fn buffers(&self) -> &[TensorSpec] {
         &self.buffers.specs
+    }
+
+    fn device(&self) -> ComputeDevice {
+        self.at
     }
 
     fn with_params(
@@ -296,10 +335,14 @@ impl Engine for CandleEngine {
     }
 
     fn set_autocast(&mut self, dtype: Option<fused_optim::DType>) -> Result<()> {
+        let lists = || match self.at {
+            ComputeDevice::Cpu => Autocast::cpu(),
+            ComputeDevice::Cuda(_) => Autocast::cuda(),
+        };
         self.autocast = match dtype {
             None => None,
-            Some(fused_optim::DType::F16) => Some(Autocast::cpu().with_f16()),
-            Some(fused_optim::DType::Bf16) => Some(Autocast::cpu().with_bf16()),
+            Some(fused_optim::DType::F16) => Some(lists().with_f16()),
+            Some(fused_optim::DType::Bf16) => Some(lists().with_bf16()),
             Some(fused_optim::DType::F32) => {
                 return Err(Error::Engine("autocast lowers to f16 or bf16, not f32".to_owned()));
             }
@@ -308,8 +351,16 @@ impl Engine for CandleEngine {
     }
 
     fn compile(&mut self, options: &CompileOptions) -> Result<CompileReport> {
+        let on_host = self.at == ComputeDevice::Cpu;
+        if options.fullgraph && !on_host {
+            let at = self.at;
+            return Err(Error::Engine(format!(
+                "compile: no step on {at} is one graph: {NO_GRAPH}"
+            )));
+        }
         self.compiled = Some(options.clone());
-        let searches = matches!(options.backend, CompileBackend::Engine | CompileBackend::Inductor);
+        let engines = [CompileBackend::Engine, CompileBackend::Inductor];
+        let searches = on_host && engines.contains(&options.backend);
         self.search = searches.then(|| Search::new(options.search_rounds));
         Ok(self.report(options))
     }
@@ -340,12 +391,17 @@ impl Engine for CandleEngine {
 
     fn eval(&mut self, batch: &Batch) -> Result<Vec<(String, Array)>> {
         let count = batch.len();
-        let batch = TensorBatch::new(batch, self.dtype)?;
+        let batch = TensorBatch::new(batch, self.dtype, &self.device)?;
         let outputs =
             self.model.predict(&batch).map_err(|e| Error::Engine(format!("forward: {e}")))?;
         outputs.into_arrays(count)
     }
 }
+
+/// Why a step on a GPU is not captured as one graph.
+const NO_GRAPH: &str = "candle allocates every tensor of a step anew, where a graph would go on with the \
+                        addresses of the first, and losses, labels and gradients are read by the host \
+                        meanwhile";
 
 /// candle's name of a parameter's type.
 const fn candle_dtype(dtype: fused_optim::DType) -> DType {

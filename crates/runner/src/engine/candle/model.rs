@@ -39,7 +39,7 @@ impl CandleModel for Box<dyn CandleModel> {
     }
 }
 
-/// A batch as tensors. Float fields have the engine's dtype; bytes and indices (`u8`, `i64`) come
+/// A batch as tensors on the engine's device. Float fields have the engine's dtype; bytes and indices (`u8`, `i64`) come
 /// as they are.
 #[derive(Debug)]
 pub struct TensorBatch {
@@ -48,13 +48,11 @@ pub struct TensorBatch {
 }
 
 impl TensorBatch {
-    pub(super) fn new(batch: &Batch, dtype: DType) -> RunnerResult<Self> {
+    pub(super) fn new(batch: &Batch, dtype: DType, device: &Device) -> RunnerResult<Self> {
         let tensor = |array: &Array| match array.data() {
-            ArrayData::F32(v) => {
-                Tensor::from_slice(v, array.shape(), &Device::Cpu)?.to_dtype(dtype)
-            }
-            ArrayData::U8(v) => Tensor::from_slice(v, array.shape(), &Device::Cpu),
-            ArrayData::I64(v) => Tensor::from_slice(v, array.shape(), &Device::Cpu),
+            ArrayData::F32(v) => Tensor::from_slice(v, array.shape(), device)?.to_dtype(dtype),
+            ArrayData::U8(v) => Tensor::from_slice(v, array.shape(), device),
+            ArrayData::I64(v) => Tensor::from_slice(v, array.shape(), device),
         };
         let fields = batch
             .iter()

@@ -13,9 +13,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use candle_core::backend::BackendStorage;
+use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
-    CpuStorage, CustomOp1, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor, Var, bail,
+    CpuStorage, CudaStorage, CustomOp1, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor,
+    Var, bail,
 };
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
@@ -59,14 +60,18 @@ pub(super) struct Store {
 
 impl Store {
     /// An empty store, and the builder through which a model fills it.
-    pub(super) fn new(dtype: DType, seed: u64) -> Result<(Self, VarBuilder<'static>)> {
+    pub(super) fn new(
+        dtype: DType,
+        seed: u64,
+        device: &Device,
+    ) -> Result<(Self, VarBuilder<'static>)> {
         let registry = Arc::default();
         let slot = Arc::default();
-        let root = Var::zeros(1, DType::F32, &Device::Cpu)
-            .map_err(|e| Error::Engine(format!("candle: {e}")))?;
+        let root =
+            Var::zeros(1, DType::F32, device).map_err(|e| Error::Engine(format!("candle: {e}")))?;
         let backend =
             Backend { registry: Arc::clone(&registry), slot: Arc::clone(&slot), root, seed };
-        let builder = VarBuilder::from_backend(Box::new(backend), dtype, Device::Cpu);
+        let builder = VarBuilder::from_backend(Box::new(backend), dtype, device.clone());
         Ok((Self { registry, slot }, builder))
     }
 
@@ -109,8 +114,9 @@ impl SimpleBackend for Backend {
         if registry.closed {
             bail!("`{name}` is new: a model asks for its parameters when it is built");
         }
-        if !device.is_cpu() {
-            bail!("`{name}` is asked for on {device:?}; the engine runs on the CPU");
+        if !device.same_device(self.root.device()) {
+            let own = self.root.device().location();
+            bail!("`{name}` is asked for on {:?}; the engine is on {own:?}", device.location());
         }
         let values = init::values(init, &shape, self.seed, name);
         let (values, slice_dtype) = round(values, dtype)?;
@@ -194,6 +200,20 @@ impl CustomOp1 for Fill {
             None => bail!("a tensor is filled once"),
         }
     }
+
+    fn cuda_fwd(
+        &self,
+        root: &CudaStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        match self.values.lock().take() {
+            Some(values) => {
+                let values = root.device().storage_from_cpu_storage(&values)?;
+                Ok((values, self.shape.clone()))
+            }
+            None => bail!("a tensor is filled once"),
+        }
+    }
 }
 
 /// The operator whose output is a parameter.
@@ -217,6 +237,14 @@ impl CustomOp1 for Source {
         self.fill.cpu_fwd(root, layout)
     }
 
+    fn cuda_fwd(
+        &self,
+        root: &CudaStorage,
+        layout: &Layout,
+    ) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.fill.cuda_fwd(root, layout)
+    }
+
     fn bwd(
         &self,
         _root: &Tensor,
@@ -227,7 +255,7 @@ impl CustomOp1 for Source {
             let (name, got) = (&self.name, (gradient.shape(), gradient.dtype()));
             bail!("the gradient of `{name}` is {got:?}, the parameter {:?}", param.shape());
         }
-        let gradient = gradient.contiguous()?;
+        let gradient = gradient.contiguous()?.to_device(&Device::Cpu)?;
         let (storage, layout) = gradient.storage_and_layout();
         let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
         else {
@@ -295,17 +323,42 @@ impl Slot {
     }
 }
 
-/// Lends the memory of `tensors` to `visit`, one slice each, and puts it back however that ends.
+/// Lends the memory of `tensors` to `visit`, one slice each, and puts it back however that ends. Of
+/// tensors on a device it lends copies, and takes over what has become of them.
 ///
 /// # Errors
 ///
-/// Those of `visit`; a tensor that broke this module's invariant.
+/// Those of `visit`; a tensor that broke this module's invariant; a copy that failed.
 pub(super) fn lend(
     tensors: &Tensors,
     visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
 ) -> Result<()> {
-    let mut lent = Lent { tensors: &tensors.tensors, taken: Vec::new() };
-    for (tensor, spec) in tensors.tensors.iter().zip(&tensors.specs) {
+    let Tensors { specs, tensors } = tensors;
+    if tensors.iter().all(|tensor| tensor.device().is_cpu()) {
+        return lend_memory(tensors, specs, visit);
+    }
+    let failed = |e| Error::Engine(format!("copying parameters or buffers: {e}"));
+    let copy = |tensor: &Tensor| tensor.detach().to_device(&Device::Cpu);
+    let copies: Vec<_> =
+        tensors.iter().map(copy).collect::<candle_core::Result<_>>().map_err(failed)?;
+    let visited = lend_memory(&copies, specs, visit);
+    for (tensor, copy) in tensors.iter().zip(&copies) {
+        // As lines: what a scalar has no dimension for.
+        let back = copy
+            .to_device(tensor.device())
+            .and_then(|back| tensor.detach().flatten_all()?.slice_set(&back.flatten_all()?, 0, 0));
+        back.map_err(failed)?;
+    }
+    visited
+}
+
+fn lend_memory(
+    tensors: &[Tensor],
+    specs: &[TensorSpec],
+    visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
+) -> Result<()> {
+    let mut lent = Lent { tensors, taken: Vec::new() };
+    for (tensor, spec) in tensors.iter().zip(specs) {
         let out = Swap(Mutex::new(empty(candle_dtype(spec.dtype))?));
         tensor
             .inplace_op1(&out)
@@ -313,7 +366,7 @@ pub(super) fn lend(
         lent.taken.push(out.0.into_inner());
     }
     let mut slices = Vec::with_capacity(lent.taken.len());
-    for (taken, spec) in lent.taken.iter_mut().zip(&tensors.specs) {
+    for (taken, spec) in lent.taken.iter_mut().zip(specs) {
         slices.push(match taken {
             CpuStorage::F32(v) => SliceMut::F32(v),
             CpuStorage::F16(v) => SliceMut::F16(v),

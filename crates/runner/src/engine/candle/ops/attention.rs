@@ -6,11 +6,11 @@
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::cast;
 use super::gemm::{Mat, gemm};
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
 use super::softmax::{softmax_row, softmax_row_backward};
+use super::{cast, composed};
 
 /// What [`self_attention`] takes beside its tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,10 +31,25 @@ pub struct AttentionOptions {
 ///
 /// A shape or dtype that does not fit.
 pub fn self_attention(qkv: &Tensor, options: AttentionOptions) -> Result<Tensor> {
-    apply1(Attention(options), cast("scaled_dot_product_attention", [qkv])?)
+    let [qkv] = cast("scaled_dot_product_attention", [qkv])?;
+    if composed::takes(&qkv) {
+        return composed::self_attention(&qkv, options);
+    }
+    apply1(Attention(options), [qkv])
 }
 
 struct Attention(AttentionOptions);
+
+/// Width of one head.
+pub(super) fn depth(shape: &Shape, options: AttentionOptions) -> Result<usize> {
+    let (_, positions, packed) = shape.dims3()?;
+    let width = packed / 3;
+    let fits = packed % 3 == 0 && options.heads > 0 && width.is_multiple_of(options.heads);
+    if !fits || width * positions == 0 {
+        bail!("attention: an input of shape {shape:?} is not 3 times {} heads", options.heads);
+    }
+    Ok(width / options.heads)
+}
 
 /// The extents of one call, and room for one head.
 struct Heads<T> {
@@ -51,13 +66,9 @@ struct Heads<T> {
 
 impl<T: Real> Heads<T> {
     fn new(shape: &Shape, options: AttentionOptions) -> Result<Self> {
+        let depth = depth(shape, options)?;
         let (_, positions, packed) = shape.dims3()?;
         let width = packed / 3;
-        let fits = packed % 3 == 0 && options.heads > 0 && width.is_multiple_of(options.heads);
-        if !fits || width * positions == 0 {
-            bail!("attention: an input of shape {shape:?} is not 3 times {} heads", options.heads);
-        }
-        let depth = width / options.heads;
         let room = || vec![T::ZERO; positions * depth];
         let shares = vec![T::ZERO; positions * positions];
         Ok(Self { options, positions, width, depth, q: room(), k: room(), v: room(), shares })

@@ -106,7 +106,8 @@ pub(super) fn promote([a, b]: [Tensor; 2]) -> Result<[Tensor; 2]> {
     Ok([a.to_dtype(wide)?, b.to_dtype(wide)?])
 }
 
-fn each<const N: usize>(
+/// Each of the inputs, cast.
+pub(super) fn each<const N: usize>(
     inputs: [&Tensor; N],
     mut cast: impl FnMut(&Tensor) -> Result<Tensor>,
 ) -> Result<[Tensor; N]> {

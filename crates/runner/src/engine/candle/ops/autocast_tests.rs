@@ -95,9 +95,10 @@ fn operators() -> Vec<(&'static str, Vec<&'static [usize]>, Op)> {
             Ok(batch_norm(&t[0], &t[1], &t[2], options)?.0)
         }),
         ("batch_norm", vec![image, &[3], &[3]], |t| {
-            let statistics = Statistics { mean: vec![0.5; 3], var: vec![2.0; 3] };
+            let given = |value: f32| Tensor::new(&[value; 3], &Device::Cpu);
+            let statistics = Statistics { mean: given(0.5)?, var: given(2.0)? };
             let options = BatchNormOptions { eps: 1e-5, relu: false };
-            batch_norm_with(&t[0], &t[1], &t[2], statistics, options)
+            batch_norm_with(&t[0], &t[1], &t[2], &statistics, options)
         }),
         ("embedding", vec![&[5, 3]], |t| {
             embedding(&Tensor::new(&[4i64, 0, 4], &Device::Cpu)?, &t[0])

@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use candle_core::{Result, Shape, Tensor, bail};
 
+use super::composed;
 use super::gemm::{Mat, gemm};
 use super::real::Real;
 use super::search;
@@ -106,6 +107,15 @@ impl Kernel for Geometry {
             Way::Winograd(tiles) => self.winograd(tiles).forward(x, weight, bias),
         };
         search::run(|| format!("forward {self:?}"), self.default_way(), || self.ways(), by)
+    }
+
+    fn composed(
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        window: Window,
+    ) -> Result<Tensor> {
+        composed::conv2d(x, weight, bias, window)
     }
 
     fn backward<T: Real>(&self, x: &[T], weight: &[T], dy: &[T], wants_x: bool) -> Gradients<T> {

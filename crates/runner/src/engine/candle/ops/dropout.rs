@@ -79,7 +79,7 @@ pub fn dropout(x: &Tensor, p: f32) -> Result<Tensor> {
         Some((0..x.elem_count()).map(|_| draw(rng)).collect::<Vec<f32>>())
     });
     match mask {
-        Some(mask) => x * operator::tensor(mask, x.shape(), x.dtype())?,
+        Some(mask) => x * operator::tensor(mask, x.shape(), x.dtype())?.to_device(x.device())?,
         None => Ok(x.clone()),
     }
 }

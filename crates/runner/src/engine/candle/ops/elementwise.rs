@@ -3,6 +3,7 @@
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
 
 use super::autocast::promote;
+use super::composed;
 use super::operator::{Input, Operator, apply1, apply2};
 use super::real::Real;
 use super::{cast, relu_of};
@@ -13,7 +14,8 @@ use super::{cast, relu_of};
 ///
 /// Another dtype.
 pub fn relu(x: &Tensor) -> Result<Tensor> {
-    apply1(Relu, cast("relu", [x])?)
+    let [x] = cast("relu", [x])?;
+    if composed::takes(&x) { composed::relu(&x) } else { apply1(Relu, [x]) }
 }
 
 /// `a + b`, broadcast as candle's `broadcast_add`, of two floating-point types as PyTorch adds them: the
@@ -34,7 +36,11 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 ///
 /// Shapes that differ, another dtype.
 pub fn add_relu(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    apply2(AddRelu, promote(cast("add", [a, b])?)?)
+    let [a, b] = promote(cast("add", [a, b])?)?;
+    if a.shape() != b.shape() {
+        bail!("add_relu: {:?} and {:?}, which must be of one shape", a.shape(), b.shape());
+    }
+    if composed::takes(&a) { composed::add_relu(&a, &b) } else { apply2(AddRelu, [a, b]) }
 }
 
 struct Relu;
@@ -64,9 +70,6 @@ impl Operator<2> for AddRelu {
     const ONE_GRADIENT: bool = true;
 
     fn forward<T: Real>(&self, [a, b]: [Input<'_>; 2]) -> Result<(Vec<T>, Shape)> {
-        if a.shape() != b.shape() {
-            bail!("add_relu: {:?} and {:?}, which must be of one shape", a.shape(), b.shape());
-        }
         let (shape, a, b) = (a.shape().clone(), a.values::<T>()?, b.values::<T>()?);
         Ok((a.iter().zip(&*b).map(|(a, b)| relu_of(*a + *b)).collect(), shape))
     }
@@ -113,6 +116,9 @@ pub fn normalize(images: &Tensor, by: &Normalization, dtype: DType) -> Result<Te
     let fits = |count: usize| count == 1 || count == channels;
     if !fits(by.mean.len()) || !fits(by.std.len()) {
         bail!("normalize: {channels} channels, {} means, {} stds", by.mean.len(), by.std.len());
+    }
+    if composed::takes(images) {
+        return composed::normalize(images, by, dtype);
     }
     images.contiguous()?.apply_op1_no_bwd(&Normalize { by, plane: height * width, channels, dtype })
 }

@@ -2,9 +2,9 @@
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::cast;
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
+use super::{cast, composed};
 
 /// Row `ids[i]` of `weight` for each `i`.
 ///
@@ -17,7 +17,13 @@ use super::real::Real;
 pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let shape = ids.dims().to_vec();
     let ids = ids.flatten_all()?.to_vec1()?;
-    apply1(Embedding { ids, shape }, cast("embedding", [weight])?)
+    let [weight] = cast("embedding", [weight])?;
+    let (rows, _) = weight.dims2()?;
+    ids.iter().try_for_each(|id| row(*id, rows).map(drop))?;
+    if composed::takes(&weight) {
+        return composed::embedding(&ids, &shape, &weight);
+    }
+    apply1(Embedding { ids, shape }, [weight])
 }
 
 struct Embedding {

@@ -2,9 +2,9 @@
 
 use candle_core::{Result, Shape, Tensor};
 
-use super::cast;
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
+use super::{cast, composed};
 
 /// `x * P(z <= x)` for a standard normal `z`: PyTorch's `gelu` without approximation.
 ///
@@ -14,7 +14,8 @@ use super::real::Real;
 ///
 /// Another dtype.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
-    apply1(Gelu, cast("gelu", [x])?)
+    let [x] = cast("gelu", [x])?;
+    if composed::takes(&x) { composed::gelu(&x) } else { apply1(Gelu, [x]) }
 }
 
 struct Gelu;

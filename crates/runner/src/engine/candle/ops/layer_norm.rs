@@ -4,7 +4,7 @@ use candle_core::{Result, Shape, Tensor, bail};
 
 use super::operator::{Input, Operator, apply3};
 use super::real::Real;
-use super::{cast, dot_centered, sum, sum_by};
+use super::{cast, composed, dot_centered, sum, sum_by};
 
 /// `gamma * (x - mean) / sqrt(var + eps) + beta`, with mean and biased variance over the last
 /// dimension.
@@ -18,7 +18,16 @@ use super::{cast, dot_centered, sum, sum_by};
 ///
 /// Shapes or dtypes that do not fit, an empty last dimension.
 pub fn layer_norm(x: &Tensor, gamma: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
-    apply3(LayerNorm { eps }, cast("layer_norm", [x, gamma, beta])?)
+    let [x, gamma, beta] = cast("layer_norm", [x, gamma, beta])?;
+    let width = x.dims().last().copied().unwrap_or(0);
+    if width == 0 || gamma.dims() != [width] || beta.dims() != [width] {
+        let (x, gamma, beta) = (x.shape(), gamma.dims(), beta.dims());
+        bail!("layer_norm: an input {x:?}, parameters {gamma:?} and {beta:?}");
+    }
+    if composed::takes(&x) {
+        return composed::layer_norm(&x, &gamma, &beta, eps);
+    }
+    apply3(LayerNorm { eps }, [x, gamma, beta])
 }
 
 struct LayerNorm {
@@ -40,11 +49,7 @@ impl Operator<3> for LayerNorm {
 
     fn forward<T: Real>(&self, [x, gamma, beta]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
         let shape = x.shape();
-        let width = shape.dims().last().copied().unwrap_or(0);
-        let (gamma_shape, beta_shape) = (gamma.shape().dims(), beta.shape().dims());
-        if width == 0 || gamma_shape != [width] || beta_shape != [width] {
-            bail!("layer_norm: an input {shape:?}, parameters {gamma_shape:?} and {beta_shape:?}");
-        }
+        let width = gamma.shape().elem_count();
         let (gamma, beta) = (gamma.values::<T>()?, beta.values::<T>()?);
         let mut y = x.values()?.into_owned();
         for row in y.chunks_exact_mut(width) {

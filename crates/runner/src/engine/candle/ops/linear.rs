@@ -2,6 +2,7 @@
 
 use candle_core::{Result, Shape, Tensor, bail};
 
+use super::composed;
 use super::gemm::{Mat, gemm};
 use super::real::Real;
 use super::weighted::{self, Gradients, Kernel};
@@ -61,6 +62,10 @@ impl Kernel for Extents {
         let weight = Mat::new(weight, self.outputs, self.inputs);
         gemm(&mut y, bias.is_some(), Mat::new(x, self.rows, self.inputs), weight.t());
         y
+    }
+
+    fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, (): ()) -> Result<Tensor> {
+        composed::linear(x, weight, bias)
     }
 
     fn backward<T: Real>(&self, x: &[T], weight: &[T], dy: &[T], wants_x: bool) -> Gradients<T> {

@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
-use super::cast;
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
+use super::{cast, composed};
 
 /// Mean over the batch of `-log softmax(logits)[label]`, a scalar `f32` (of `f64` logits, `f64`).
 ///
@@ -18,7 +18,20 @@ use super::real::Real;
 ///
 /// Shapes or dtypes that do not fit, a label that is no class, an empty batch.
 pub fn cross_entropy(logits: &Tensor, labels: &Tensor) -> Result<Tensor> {
-    apply1(CrossEntropy { labels: labels.to_vec1()? }, cast("cross_entropy_loss", [logits])?)
+    let [logits] = cast("cross_entropy_loss", [logits])?;
+    let labels = labels.to_vec1()?;
+    let (count, classes) = logits.dims2()?;
+    if labels.len() != count || count == 0 {
+        bail!("cross_entropy: {} labels for {count} rows of logits", labels.len());
+    }
+    let is_class = |label: &&i64| usize::try_from(**label).is_ok_and(|label| label < classes);
+    if let Some(label) = labels.iter().find(|label| !is_class(label)) {
+        bail!("cross_entropy: label {label} is none of {classes} classes");
+    }
+    if composed::takes(&logits) {
+        return composed::cross_entropy(&logits, &labels);
+    }
+    apply1(CrossEntropy { labels }, [logits])
 }
 
 struct CrossEntropy {
@@ -34,15 +47,9 @@ impl Operator<1> for CrossEntropy {
 
     fn forward<T: Real>(&self, [logits]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
         let (count, classes) = logits.shape().dims2()?;
-        let labels = &self.labels;
-        if labels.len() != count || count == 0 {
-            bail!("cross_entropy: {} labels for {count} rows of logits", labels.len());
-        }
         let mut total = 0.0;
-        for (row, label) in logits.values::<T>()?.chunks_exact(classes).zip(labels) {
-            let Some(logit) = usize::try_from(*label).ok().and_then(|label| row.get(label)) else {
-                bail!("cross_entropy: label {label} is none of {classes} classes");
-            };
+        for (row, label) in logits.values::<T>()?.chunks_exact(classes).zip(&self.labels) {
+            let logit = &row[class(*label)];
             let largest = largest(row);
             let sum: T = row.iter().map(|v| (*v - largest).exp()).sum();
             total += (sum.ln() + largest - *logit).to_f64();
@@ -64,10 +71,14 @@ impl Operator<1> for CrossEntropy {
             row.iter_mut().for_each(|v| *v = (*v - largest).exp());
             let factor = scale / row.iter().copied().sum::<T>();
             row.iter_mut().for_each(|v| *v *= factor);
-            row[usize::try_from(*label).expect("forward has checked the labels")] -= scale;
+            row[class(*label)] -= scale;
         }
         Ok([Some(gradient)])
     }
+}
+
+fn class(label: i64) -> usize {
+    usize::try_from(label).expect("labels are looked at first")
 }
 
 /// The largest of a row; a NaN is passed over, and shows in the sum instead.

@@ -1,4 +1,4 @@
-//! Operators with a backward, on the CPU, for `f32`, `f16`, `bf16` and `f64`.
+//! Operators with a backward, for `f32`, `f16`, `bf16` and `f64`.
 //!
 //! candle brings automatic differentiation; its own CPU operators for training are slow, some have
 //! no backward, and some no half. These replace the ones that image models and transformers need. Each is a
@@ -13,9 +13,13 @@
 //!
 //! All run on the calling thread: a rank has one core. All are deterministic for given shapes and
 //! processor. A gradient is computed in the dtype of the tensor it belongs to.
+//!
+//! Of tensors in a device's memory the same operators are compositions of candle's own, and run there;
+//! `composed.rs` says in what their results differ.
 
 mod attention;
 pub(super) mod autocast;
+mod composed;
 mod conv;
 pub(super) mod dropout;
 mod elementwise;
@@ -95,7 +99,12 @@ fn dot_centered<T: Real>(a: &[T], b: &[T], center: T) -> T {
 const LANES: usize = 16;
 
 #[cfg(test)]
+pub(super) use composed::tests::composed;
+
+#[cfg(test)]
 mod autocast_tests;
+#[cfg(test)]
+mod composed_tests;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]

@@ -6,17 +6,17 @@
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
-use super::cast;
 use super::operator::{Input, Operator, apply3};
 use super::real::Real;
+use super::{cast, composed};
 
 /// Mean and variance per channel.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Statistics {
-    /// Mean.
-    pub mean: Vec<f32>,
-    /// Variance. Of a batch: biased, divided by the number of values.
-    pub var: Vec<f32>,
+    /// Mean: `[c]`, `f32`.
+    pub mean: Tensor,
+    /// Variance: `[c]`, `f32`. Of a batch: biased, divided by the number of values.
+    pub var: Tensor,
 }
 
 /// What [`batch_norm`] takes beside its tensors.
@@ -48,9 +48,12 @@ pub fn batch_norm(
 ) -> Result<(Tensor, Statistics)> {
     let [x, gamma, beta] = cast("batch_norm", [x, gamma, beta])?;
     let x = x.contiguous()?;
-    let planes = Planes::new(x.shape())?;
+    let planes = checked(&x, &gamma, &beta)?;
     if planes.values() < 2 {
         bail!("batch_norm: one value per channel has no variance to train with");
+    }
+    if composed::takes(&x) {
+        return composed::batch_norm([&x, &gamma, &beta], None, options);
     }
     let moments = {
         let (storage, layout) = x.storage_and_layout();
@@ -60,8 +63,11 @@ pub fn batch_norm(
             _ => measure::<f32>(&planes, &values.values::<f32>()?),
         }
     };
-    let round = |of: fn(&Moments) -> f64| moments.iter().map(|m| of(m) as f32).collect();
-    let statistics = Statistics { mean: round(|m| m.mean), var: round(|m| m.var) };
+    let round = |of: fn(&Moments) -> f64| {
+        let values = moments.iter().map(|m| of(m) as f32).collect();
+        Tensor::from_vec(values, planes.channels, x.device())
+    };
+    let statistics = Statistics { mean: round(|m| m.mean)?, var: round(|m| m.var)? };
     let op = BatchNorm { options, moments, of_batch: true };
     Ok((apply3(op, [x, gamma, beta])?, statistics))
 }
@@ -75,17 +81,33 @@ pub fn batch_norm_with(
     x: &Tensor,
     gamma: &Tensor,
     beta: &Tensor,
-    statistics: Statistics,
+    statistics: &Statistics,
     options: BatchNormOptions,
 ) -> Result<Tensor> {
+    let [x, gamma, beta] = cast("batch_norm", [x, gamma, beta])?;
     let Statistics { mean, var } = statistics;
-    if mean.len() != var.len() {
-        bail!("batch_norm: {} means and {} variances", mean.len(), var.len());
+    let channels = checked(&x, &gamma, &beta)?.channels;
+    if mean.dims() != [channels] || var.dims() != [channels] {
+        let (mean, var) = (mean.dims(), var.dims());
+        bail!("batch_norm: {channels} channels, means {mean:?} and variances {var:?}");
     }
+    if composed::takes(&x) {
+        return Ok(composed::batch_norm([&x, &gamma, &beta], Some(statistics), options)?.0);
+    }
+    let (mean, var) = (mean.to_vec1::<f32>()?, var.to_vec1::<f32>()?);
     let moments = mean.iter().zip(&var);
     let moments = moments.map(|(mean, var)| Moments { mean: (*mean).into(), var: (*var).into() });
-    let op = BatchNorm { options, moments: moments.collect(), of_batch: false };
-    apply3(op, cast("batch_norm", [x, gamma, beta])?)
+    apply3(BatchNorm { options, moments: moments.collect(), of_batch: false }, [x, gamma, beta])
+}
+
+/// The extents of `x`, which the parameters fit.
+fn checked(x: &Tensor, gamma: &Tensor, beta: &Tensor) -> Result<Planes> {
+    let planes = Planes::new(x.shape())?;
+    if gamma.dims() != [planes.channels] || beta.dims() != [planes.channels] {
+        let parameters = [gamma.dims(), beta.dims()];
+        bail!("batch_norm: {} channels, parameters of {parameters:?}", planes.channels);
+    }
+    Ok(planes)
 }
 
 /// Mean and variance of a channel, as exact as they were measured.
@@ -116,10 +138,6 @@ impl Operator<3> for BatchNorm {
     fn forward<T: Real>(&self, [x, gamma, beta]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
         let planes = Planes::new(x.shape())?;
         let (values, gamma, beta) = (x.values::<T>()?, gamma.values::<T>()?, beta.values::<T>()?);
-        let channels = [gamma.len(), beta.len(), self.moments.len()];
-        if channels != [planes.channels; 3] {
-            bail!("batch_norm: {} channels, parameters of {channels:?}", planes.channels);
-        }
         let lines = self.moments.iter().zip(gamma.iter().zip(&*beta));
         let lines = lines.map(|(moments, (gamma, beta))| {
             let scale = *gamma / (T::of(moments.var) + T::of(self.options.eps.into())).sqrt();
@@ -197,19 +215,23 @@ impl BatchNorm {
 }
 
 /// Extents of a tensor of images as planes of one channel each.
-struct Planes {
+pub(super) struct Planes {
     channels: usize,
     pixels: usize,
     images: usize,
 }
 
 impl Planes {
-    fn new(shape: &Shape) -> Result<Self> {
+    pub(super) fn new(shape: &Shape) -> Result<Self> {
         let (images, channels, height, width) = shape.dims4()?;
         if channels * height * width == 0 {
             bail!("batch_norm: nothing to normalise in shape {shape:?}");
         }
         Ok(Self { channels, pixels: height * width, images })
+    }
+
+    pub(super) fn channels(&self) -> usize {
+        self.channels
     }
 
     /// Values per channel.

@@ -4,10 +4,10 @@ use std::sync::OnceLock;
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::cast;
 use super::conv::{Window, inside, positions};
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
+use super::{cast, composed};
 
 /// The largest value of each window, any kernel, stride and padding; so also the overlapping
 /// 3 x 3 / stride 2 of ResNet's stem, which stock candle cannot differentiate.
@@ -23,7 +23,11 @@ pub fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Tensor> {
     if window.padding > kernel / 2 {
         bail!("max_pool2d: {window:?} pads more than half a kernel of {kernel}");
     }
-    apply1(MaxPool { kernel, window, taken: OnceLock::new() }, cast("max_pool2d", [x])?)
+    let [x] = cast("max_pool2d", [x])?;
+    if composed::takes(&x) {
+        return composed::max_pool2d(&x, kernel, window);
+    }
+    apply1(MaxPool { kernel, window, taken: OnceLock::new() }, [x])
 }
 
 /// The mean of each channel of each image: `[n, c, h, w]` to `[n, c]`. NaN and infinities propagate.
@@ -32,7 +36,12 @@ pub fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Tensor> {
 ///
 /// A shape or dtype that does not fit.
 pub fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
-    apply1(GlobalAvgPool, cast("adaptive_avg_pool2d", [x])?)
+    let [x] = cast("adaptive_avg_pool2d", [x])?;
+    let (_, _, height, width) = x.dims4()?;
+    if height * width == 0 {
+        bail!("global_avg_pool: an image of {height} x {width} has no mean");
+    }
+    if composed::takes(&x) { composed::global_avg_pool(&x) } else { apply1(GlobalAvgPool, [x]) }
 }
 
 struct MaxPool {
@@ -126,9 +135,6 @@ impl Operator<1> for GlobalAvgPool {
     fn forward<T: Real>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
         let (images, channels, height, width) = x.shape().dims4()?;
         let pixels = height * width;
-        if pixels == 0 {
-            bail!("global_avg_pool: an image of {height} x {width} has no mean");
-        }
         let count = T::of(pixels as f64);
         let planes = x.values::<T>()?;
         let y = planes.chunks_exact(pixels).map(|plane| super::sum(plane) / count).collect();

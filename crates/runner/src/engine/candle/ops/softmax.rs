@@ -2,9 +2,9 @@
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::cast;
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
+use super::{cast, composed};
 
 /// `exp(x) / sum(exp(x))` over the last dimension.
 ///
@@ -16,7 +16,9 @@ use super::real::Real;
 ///
 /// Another dtype; a scalar, or an empty last dimension.
 pub fn softmax(x: &Tensor) -> Result<Tensor> {
-    apply1(Softmax, cast("softmax", [x])?)
+    let [x] = cast("softmax", [x])?;
+    width(x.shape())?;
+    if composed::takes(&x) { composed::softmax(&x) } else { apply1(Softmax, [x]) }
 }
 
 struct Softmax;

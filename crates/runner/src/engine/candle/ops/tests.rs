@@ -64,11 +64,25 @@ pub(super) fn assert_same(
 /// In `f64` all gradients are those of central differences, and in `f32` output and gradients are those of
 /// `f64` but for rounding. Steps of 2^-17 make an error of third order near 1e-10, and rounding one of that
 /// size too: 1e-7 of the largest value is far from both, and from any term that is missing.
+///
+/// So it is with the engine's kernels and with candle's operators in their place, and both are the same.
 pub(super) fn assert_differentiates(
     what: &str,
     inputs: &[Tensor],
     op: impl Fn(&[Tensor]) -> Result<Tensor>,
 ) {
+    differentiates(what, inputs, &op);
+    composed(|| differentiates(&format!("{what}, composed"), inputs, &op));
+    let inputs: Vec<_> = inputs.iter().map(|t| t.to_dtype(DType::F64).unwrap()).collect();
+    let kernels = run(&inputs, &op).unwrap();
+    let composed = composed(|| run(&inputs, &op).unwrap());
+    for (i, (composed, kernels)) in composed.iter().zip(&kernels).enumerate() {
+        let distance = distance(composed, kernels);
+        assert!(distance < 1e-9, "{what}, composed: tensor {i} is off by {distance}");
+    }
+}
+
+fn differentiates(what: &str, inputs: &[Tensor], op: impl Fn(&[Tensor]) -> Result<Tensor>) {
     let step = 1.0 / 131_072.0;
     let narrow = run(inputs, &op).unwrap();
     let inputs: Vec<_> = inputs.iter().map(|t| t.to_dtype(DType::F64).unwrap()).collect();
@@ -399,9 +413,10 @@ fn batch_norm_differentiates() {
         assert_differentiates("batch_norm", &inputs, |t| {
             Ok(batch_norm(&t[0], &t[1], &t[2], options)?.0)
         });
-        let given = Statistics { mean: vec![0.5, -0.5], var: vec![2.0, 0.5] };
+        let given = |values: [f32; 2]| Tensor::new(&values, &Device::Cpu).unwrap();
+        let given = Statistics { mean: given([0.5, -0.5]), var: given([2.0, 0.5]) };
         assert_differentiates("batch_norm_with", &inputs, |t| {
-            batch_norm_with(&t[0], &t[1], &t[2], given.clone(), options)
+            batch_norm_with(&t[0], &t[1], &t[2], &given, options)
         });
     }
 }
@@ -416,8 +431,9 @@ fn batch_norm_measures_far_from_zero() {
     let exact = flat(&x).iter().map(|v| f64::from(*v)).collect::<Vec<_>>();
     let mean = exact.iter().sum::<f64>() / 2048.0;
     let var = exact.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / 2048.0;
-    assert!((f64::from(statistics.mean[0]) - mean).abs() < 1e-4);
-    assert!((f64::from(statistics.var[0]) / var - 1.0).abs() < 1e-4);
+    let (got_mean, got_var) = (flat_f64(&statistics.mean)[0], flat_f64(&statistics.var)[0]);
+    assert!((got_mean - mean).abs() < 1e-4);
+    assert!((got_var / var - 1.0).abs() < 1e-4);
 }
 
 #[test]

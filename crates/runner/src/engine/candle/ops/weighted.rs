@@ -3,9 +3,9 @@
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::cast;
 use super::operator::{Input, Operator, apply2, apply3};
 use super::real::Real;
+use super::{cast, composed};
 
 /// The shapes of one call, checked against each other, and its arithmetic.
 pub(super) trait Kernel: Sized + 'static {
@@ -26,6 +26,14 @@ pub(super) trait Kernel: Sized + 'static {
     /// The result.
     fn forward<T: Real>(&self, x: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T>;
 
+    /// The result of tensors in a device's memory, which candle differentiates.
+    fn composed(
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        options: Self::Options,
+    ) -> Result<Tensor>;
+
     /// The gradients, given that of the result; that of the input only if it is wanted.
     fn backward<T: Real>(&self, x: &[T], weight: &[T], dy: &[T], wants_x: bool) -> Gradients<T>;
 }
@@ -44,10 +52,22 @@ pub(super) fn apply<K: Kernel>(
     bias: Option<&Tensor>,
     options: K::Options,
 ) -> Result<Tensor> {
+    let outputs = K::new(x.shape(), weight.shape(), options)?.outputs();
+    if let Some(bias) = bias.filter(|bias| bias.dims() != [outputs]) {
+        bail!("{}: a bias of shape {:?} for {outputs} outputs", K::NAME, bias.shape());
+    }
     let op = Weighted::<K>(options);
     match bias {
-        Some(bias) => apply3(op, cast(K::NAME, [x, weight, bias])?),
-        None => apply2(op, cast(K::NAME, [x, weight])?),
+        Some(bias) => match cast(K::NAME, [x, weight, bias])? {
+            [x, weight, bias] if composed::takes(&x) => {
+                K::composed(&x, &weight, Some(&bias), options)
+            }
+            inputs => apply3(op, inputs),
+        },
+        None => match cast(K::NAME, [x, weight])? {
+            [x, weight] if composed::takes(&x) => K::composed(&x, &weight, None, options),
+            inputs => apply2(op, inputs),
+        },
     }
 }
 
@@ -97,10 +117,6 @@ impl<K: Kernel> Operator<3> for Weighted<K> {
     const NAME: &'static str = K::NAME;
 
     fn forward<T: Real>(&self, [x, weight, bias]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
-        let outputs = K::new(x.shape(), weight.shape(), self.0)?.outputs();
-        if bias.shape().dims() != [outputs] {
-            bail!("{}: a bias of shape {:?} for {outputs} outputs", K::NAME, bias.shape());
-        }
         self.forward([x, weight], Some(&bias.values::<T>()?))
     }
 

@@ -299,7 +299,7 @@ fn of_sequences(
     op: fn(&Tensor, &Tensor) -> Result<Tensor>,
 ) -> crate::Result<()> {
     let uniform = Init::Uniform { lo: -0.5, up: 0.5 };
-    let mut engine = CandleEngine::new(CandleOptions { dtype, seed: 0 }, |vb| {
+    let mut engine = CandleEngine::new(CandleOptions { dtype, ..Default::default() }, |vb| {
         let before = vb.get_with_hints((1, shape[1], 1), "before", uniform)?;
         let weight = vb.get_with_hints(kernel, "conv.weight", uniform)?;
         let bias = vb.get_with_hints((1, 1, 1), "conv.bias", uniform)?;
@@ -404,7 +404,7 @@ fn block(vb: VarBuilder<'static>, from: usize, to: usize) -> Result<Layer> {
 #[test]
 fn half_precision_hides_nothing() {
     let step = |dtype, autocast, pool: fn(&Tensor) -> Result<Tensor>| {
-        let mut engine = CandleEngine::new(CandleOptions { dtype, seed: 0 }, |vb| {
+        let mut engine = CandleEngine::new(CandleOptions { dtype, ..Default::default() }, |vb| {
             let layers = [block(vb.pp("0"), 3, 6)?, layer(|x| x.relu()), layer(pool)];
             Ok(Chain(layers.into_iter().chain([block(vb.pp("1"), 6, 2)?]).collect()))
         })

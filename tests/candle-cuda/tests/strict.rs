@@ -1,8 +1,10 @@
 //! What the fake GPU has not, and what a GPU would silently do wrong, ends the process with a word.
 
-use std::env;
+use std::path::Path;
 use std::process::Command;
+use std::{env, fs};
 
+use candle_core::cuda_backend::cudarc::driver::{DevicePtr, LaunchConfig, PushKernelArg};
 use candle_core::{DType, Device, Error, Result, Tensor};
 
 /// What a process says that does only this, and whether it came to its end.
@@ -91,4 +93,67 @@ fn a_product_of_types_it_has_not_is_refused() {
         !ended && text.contains("cublasGemmStridedBatchedEx of types that the fake has not"),
         "{text}"
     );
+}
+
+/// Launches `kernel` of a source, compiled as candle's are, on one block, and gives what it left of 0 to 63.
+fn launch(source: &str, block_dim: (u32, u32, u32), shift: u64) -> Result<Vec<f32>> {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(std::process::id().to_string());
+    fs::create_dir_all(&folder)?;
+    fs::write(folder.join("kernel.cu"), format!("#include \"cuda_fp16.h\"\n{source}"))?;
+    let mut nvcc = Command::new(env::var_os("NVCC").unwrap());
+    nvcc.arg("--ptx").arg("--output-directory").arg(&folder).arg(folder.join("kernel.cu"));
+    assert!(nvcc.status()?.success());
+    let ptx = fs::read_to_string(folder.join("kernel.ptx"))?;
+
+    let device = Device::new_cuda_with_stream(0)?;
+    let device = device.as_cuda_device()?;
+    let memory = device.clone_htod(&(0..64).map(|x| x as f32).collect::<Vec<_>>())?;
+    let function = device.get_or_load_custom_func("kernel", "of a test", &ptx)?;
+    let address = memory.device_ptr(&device.cuda_stream()).0 + shift;
+    let mut builder = function.builder();
+    builder.arg(&address);
+    let config = LaunchConfig { grid_dim: (1, 1, 1), block_dim, shared_mem_bytes: 256 };
+    // SAFETY: the kernels below touch 64 numbers at most, or end the process before they do.
+    unsafe { builder.launch(config) }.map_err(Error::wrap)?;
+    let left = device.clone_dtoh(&memory);
+    fs::remove_dir_all(folder)?;
+    left
+}
+
+const REVERSE: &str = r#"extern "C" __global__ void kernel(float *x) {
+  extern __shared__ float all[];
+  int i = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+  all[i] = x[i];
+  __syncthreads();
+  x[i] = all[63 - i];
+}"#;
+const BARRIER: &str = r#"extern "C" __global__ void kernel(float *x) {
+  if (threadIdx.x == 0) __syncthreads();
+  else *x = __shfl_xor_sync(0xffffffff, *x, 1);
+}"#;
+
+#[test]
+fn threads_of_a_block_wait_for_one_another() -> Result<()> {
+    let reversed: Vec<f32> = (0..64).rev().map(|x| x as f32).collect();
+    assert_eq!(launch(REVERSE, (64, 1, 1), 0)?, reversed);
+    assert_eq!(launch(REVERSE, (4, 8, 2), 0)?, reversed);
+    Ok(())
+}
+
+#[test]
+fn a_barrier_that_a_thread_never_reaches_is_a_fault() {
+    let outcome = alone("a_barrier_that_a_thread_never_reaches_is_a_fault", || {
+        launch(BARRIER, (32, 1, 1), 0).map(drop)
+    });
+    let Some((ended, text)) = outcome else { return };
+    assert!(!ended && text.contains("kernel: a barrier that not all threads reach"), "{text}");
+}
+
+#[test]
+fn an_address_that_is_no_memory_is_a_fault() {
+    let outcome = alone("an_address_that_is_no_memory_is_a_fault", || {
+        launch(REVERSE, (64, 1, 1), 1 << 20).map(drop)
+    });
+    let Some((ended, text)) = outcome else { return };
+    assert!(!ended && text.contains("kernel is given an address that is no memory"), "{text}");
 }

@@ -1,9 +1,9 @@
 // CUDA C++ for a host compiler, as far as candle's kernels need it; put in front of each by `nvcc`.
 //
 // A grid's blocks run one after another. A block's threads are fibers, each of which runs until it ends
-// or waits (at a barrier, in a shuffle); threads that never wait share one. A barrier that not all threads
-// reach is a fault that the launch reports, as is an assertion of a kernel. Memory is the host's own, and
-// accesses to it are not looked at: what a kernel touches is known from its arguments' types alone.
+// or waits (at a barrier, in a shuffle); threads that never wait share one. Who has ended is waited for no
+// more; waiting for ever is a fault that the launch reports, and a false assertion ends the process. Memory is
+// the host's own: what a kernel touches is known from the types of its arguments alone.
 
 #pragma once
 

@@ -17,6 +17,17 @@ const OPTIM: &str = "optim_wrapper = { type = 'OptimWrapper', optimizer = { type
 
 /// A small residual network on the digits, for some steps.
 fn built(dir: &Path, more: &str, steps: usize, resume: bool) -> Result<Runner> {
+    let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
+    built_in(group, dir, more, steps, resume)
+}
+
+fn built_in(
+    group: ProcessGroup,
+    dir: &Path,
+    more: &str,
+    steps: usize,
+    resume: bool,
+) -> Result<Runner> {
     let text = format!(
         "{more}
         resume = {resume}
@@ -26,7 +37,6 @@ fn built(dir: &Path, more: &str, steps: usize, resume: bool) -> Result<Runner> {
         default_hooks = {{ checkpoint = {{ type = 'CheckpointHook', by_epoch = false, interval = 2 }} }}
         randomness = {{ seed = 3 }}"
     );
-    let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
     let builder = RunnerBuilder::from_config(Config::from_text("c.toml", text)?)?;
     builder.work_dir(dir).process_group(group).build()
 }
@@ -65,7 +75,32 @@ fn a_run_on_the_gpu_is_the_cpus_but_for_rounding() {
     let cpu = run(&dir.path().join("cpu"), OPTIM, 4, false);
     let gpu = format!("device = 'cuda'\n{OPTIM}");
     let gpu = run(&dir.path().join("gpu"), &gpu, 4, false);
-    let (cpu, gpu) = (numbers(&cpu), numbers(&gpu));
+    assert_close(&cpu, &gpu);
+}
+
+#[test]
+fn two_ranks_on_one_gpu_are_two_on_the_cpu() {
+    if missing() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let run = |name: &str, more: &str| {
+        let dir = dir.path().join(name);
+        std::thread::scope(|scope| {
+            for group in ProcessGroup::threads(2, Duration::from_secs(60)).unwrap() {
+                let dir = &dir;
+                scope.spawn(move || {
+                    built_in(group, dir, more, 4, false).unwrap().train().unwrap();
+                });
+            }
+        });
+        dir.join("iter_4")
+    };
+    assert_close(&run("cpu", OPTIM), &run("gpu", &format!("device = 'cuda'\n{OPTIM}")));
+}
+
+fn assert_close(cpu: &Path, gpu: &Path) {
+    let (cpu, gpu) = (numbers(cpu), numbers(gpu));
     assert!(!cpu.is_empty() && cpu.len() == gpu.len());
     for ((name, cpu), (of, gpu)) in cpu.iter().zip(&gpu) {
         assert_eq!((name, cpu.len()), (of, gpu.len()));

@@ -83,7 +83,7 @@ optimizer! {
     ///
     /// Elements in f32; sums in f64, in an order that depends on the tensor's shape alone. Two
     /// sweeps, 24 and 16 bytes per f32 parameter (20 with nesterov); the second is from a cache if
-    /// the tensor fits one, goes backwards, and has the last 2^20 directions of the first, 4 MiB a
+    /// the tensor fits one, goes backwards, and has the last 2^22 directions of the first, 16 MiB a
     /// thread that the optimizer holds, instead of computing them again.
     ///
     /// Follows: torch_npu 2.x, `optim/npu_fused_adamp.py`, and the authors' code. Differs: values are

@@ -267,11 +267,19 @@ impl Host {
 
     fn take_offer(&self, turn: &Turn<'_>, bytes: usize) -> Result<Mapping> {
         let number = self.segment.shared_fd().load(Ordering::Acquire);
-        let Some(file) = open_fd_of(self.root_pid, number)? else {
-            let died = Poison::Died { rank: 0, pid: self.root_pid };
-            self.segment.set_poison(died);
-            // Or what came before.
-            return Err(turn.failure(self.segment.poison().unwrap_or(died), Duration::ZERO));
+        let file = match open_fd_of(self.root_pid, number) {
+            Ok(Some(file)) => file,
+            gone => {
+                let died = Poison::Died { rank: 0, pid: self.root_pid };
+                if gone.is_ok() {
+                    self.segment.set_poison(died);
+                }
+                // What came before counts. A rank 0 that lives takes its offer back if the group has failed.
+                return Err(match (self.segment.poison(), gone) {
+                    (None, Err(error)) => error,
+                    (poison, _) => turn.failure(poison.unwrap_or(died), Duration::ZERO),
+                });
+            }
         };
         if !sys::is_sealed(&file, bytes) {
             let text = "the file of rank 0's shared buffer is not what was agreed";
@@ -496,5 +504,21 @@ mod tests {
         assert!(matches!(open_fd_of(pid, 1 << 20), Ok(None)));
         let error = open_fd_of(std::process::id(), 1 << 20).unwrap_err();
         assert!(matches!(error, Error::Io { .. }), "{error}");
+    }
+
+    /// Rank 0 has met the failure in the third meeting of `alloc`, before another was at the second's end.
+    #[test]
+    fn an_offer_that_was_taken_back_is_the_failure_for_which_it_was() {
+        let hosts = threads::group(3, &GroupOptions::default()).unwrap();
+        let host = &hosts[1];
+        host.segment.shared_fd().store(1 << 20, Ordering::Release);
+        let op = OpDesc { verb: Verb::Alloc, dtype: DType::F32, op: None, root: None, count: 1 };
+        let mut state = host.state.lock();
+        let turn = host.turn(&mut state, &op, Place::Own, STANDING);
+        let error = host.take_offer(&turn, 4096).unwrap_err();
+        assert!(matches!(error, Error::Io { .. }), "{error}");
+        host.segment.set_poison(Poison::Died { rank: 2, pid: 1 });
+        let error = host.take_offer(&turn, 4096).unwrap_err();
+        assert!(matches!(error, Error::PeerDied { rank: 2, .. }), "{error}");
     }
 }

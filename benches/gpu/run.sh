@@ -6,6 +6,7 @@
 #   benches/gpu/run.sh --dry        what goes without a GPU and without PyTorch
 #   benches/gpu/run.sh --rehearse   every line on a fake GPU, beside PyTorch on the CPU: needs g++
 #   benches/gpu/run.sh --build      only builds, what is carried: the library, and cubins (ARCHS, 90)
+# A whole training is train.sh's, which is built apart, and is run here if it was.
 set -euo pipefail
 cd "$(dirname "$0")"
 command="benches/gpu/run.sh $*"
@@ -70,11 +71,11 @@ if [ "${1:-}" = --rehearse ]; then
   exec "$python" rehearse.py --library "$library" --out "$fake" --step
 fi
 
-# Each part has a limit of its own, and its failure takes no other with it: 350 + 60 + 60 seconds, and
-# less than a minute for what is written down.
+# Each part has a limit of its own, and its failure takes no other with it: 300 + 60 + 60 + 2 * 30 seconds,
+# and less than a minute for what is written down.
 rm -f out/rows*.json out/ncu.csv
 failed=0
-timeout -k 5 350 "$python" bench.py --library "$library" "$@" || failed=1
+timeout -k 5 300 "$python" bench.py --library "$library" "$@" || failed=1
 
 # Row of a tool: what, and how it ended.
 row() { printf '[{"what": "%s", "ended": "%s"}]\n' "$1" "$2" > "out/rows-$1.json"; }
@@ -91,6 +92,11 @@ if command -v ncu >/dev/null; then
   bench --traffic out/ncu.csv || row traffic "ncu does not answer"
 else
   row traffic "no ncu here"
+fi
+if [ -e out/runner.gz ]; then
+  ./train.sh || failed=1
+else
+  row training "no out/runner.gz: benches/gpu/train.sh --build makes it"
 fi
 bench --record --command "$command"
 exit "$failed"

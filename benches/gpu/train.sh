@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# A whole training on a GPU: configs/resnet_fashion.toml by `runner` with `device = "cuda"`, eager and with
+# `compile`. A row of each goes to out/rows-training.json, what was said to out/training-*.txt.
+#   benches/gpu/train.sh --build   builds what is carried, where cargo is: out/runner.gz, and the data set.
+#                                  nvcc is taken from PATH or Python's packages (nvidia-cuda-{nvcc,crt,runtime,
+#                                  cccl} and nvidia-nvvm); no newer than the driver that is to read its PTX
+#   benches/gpu/train.sh           trains; run.sh does so after the rest
+set -euo pipefail
+cd "$(dirname "$0")"
+python=${TORCH_PYTHON:-python3}
+budget=${TRAINING_SECONDS:-15}
+
+# Folders of some names among Python's packages.
+in_packages() {
+  "$python" - "$@" <<'END'
+import glob, site, sys
+folders = site.getsitepackages() + [site.getusersitepackages()]
+print("\n".join(p for n in sys.argv[1:] for f in folders for p in glob.glob(f"{f}/nvidia/{n}")))
+END
+}
+
+# Libraries that are linked with and not run: every function that cudarc knows, under the names that are looked
+# for there.
+stubs() {
+  local sources name folder version
+  sources=$(cargo metadata --format-version 1 --manifest-path ../../tests/candle-cuda/Cargo.toml |
+    grep -oE '"manifest_path":"[^"]*/cudarc-[^"/]*/Cargo.toml"' | head -n 1 | cut -d '"' -f 4)
+  sources=$(dirname "$sources")/src
+  mkdir -p "$1"
+  while read -r name folder version; do
+    grep -ohE 'pub unsafe fn \w+' "$sources/$folder"/sys/*.rs | sort -u |
+      sed -E 's/pub unsafe fn (\w+)/void \1(void) {}/' |
+      gcc -w -shared -fPIC -x c -Wl,-soname,"lib$name.so.$version" -o "$1/lib$name.so" -
+  done <<END
+cuda driver 1
+cublas cublas $2
+cublasLt cublaslt $2
+curand curand 10
+nvrtc nvrtc $2
+END
+}
+
+build() {
+  local cuda home=$PWD/out/cuda major
+  cuda=$(dirname "$(dirname "$(command -v nvcc || in_packages cu13/bin/nvcc | head -n 1)")")
+  [ -x "$cuda/bin/nvcc" ] || { echo "no nvcc: no training is built" >&2; exit 1; }
+  major=$("$cuda/bin/nvcc" --version | grep -oE 'release [0-9]+' | cut -d ' ' -f 2)
+  # As much of a toolkit as candle's build looks for.
+  rm -rf "$home" && mkdir -p "$home"
+  ln -s "$cuda"/* "$home/"
+  rm -f "$home/lib64"
+  stubs "$home/lib64" "$major"
+  ln -s "$home"/lib/libcudart.so.* "$home/lib64/libcudart.so"
+  CUDA_HOME=$home CUDA_PATH=$home NVCC=$home/bin/nvcc PATH=$home/bin:$PATH LIBRARY_PATH=$home/lib64 \
+    CUDA_COMPUTE_CAP=${ARCHS:-90} cargo build --release -p runner --features candle-cuda --target-dir out/target
+  strip -o out/runner out/target/release/runner
+  gzip -f out/runner
+  mkdir -p out/fashion-mnist
+  cp "${FASHION_MNIST:-/usr/share/datasets/fashion-mnist}"/*.gz out/fashion-mnist/
+  du -sh out/runner.gz out/fashion-mnist
+}
+
+# Name, and what is set besides. Whoever fails has a row that says so.
+train() {
+  local name=$1 text=out/training-$1.txt data=$PWD/out/fashion-mnist ended=0
+  shift
+  timeout -k 5 $((budget + 15)) "${RUNNER:-out/runner}" train ../../configs/resnet_fashion.toml \
+    --work-dir "out/training-$name" --time-budget "${budget}s" --cfg-options device=cuda \
+    "train_dataloader.dataset.root=$data" "val_dataloader.dataset.root=$data" "$@" > "$text" 2>&1 || ended=$?
+  local last='s/.*accuracy: ([0-9.]+).*/\1/p' time='s/.*\(train\).* time: ([0-9.]+).*/\1/p'
+  printf '{"what": "training", "case": "%s", "ended": %d, "accuracy": %s, "seconds_a_step": %s}' "$name" "$ended" \
+    "$(sed -nE "$last" "$text" | tail -n 1 | grep . || echo null)" \
+    "$(sed -nE "$time" "$text" | sort -g | awk '{ t[NR] = $1 } END { print NR ? t[int((NR + 1) / 2)] : "null" }')"
+  return "$ended"
+}
+
+if [ "${1:-}" = --build ]; then
+  build
+  exit
+fi
+[ -n "${RUNNER:-}" ] || { gunzip -kf out/runner.gz && chmod +x out/runner; }
+# cuBLAS, cuRAND and the runtime are where PyTorch has them.
+folders=$(in_packages cu13/lib cublas/lib curand/lib cuda_runtime/lib | paste -sd :)
+export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:-}${folders:+:$folders}"
+failed=0
+eager=$(train eager) || failed=1
+compiled=$(train compiled compile=true) || failed=1
+printf '[%s,\n %s]\n' "$eager" "$compiled" | tee out/rows-training.json
+exit "$failed"

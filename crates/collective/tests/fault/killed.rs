@@ -1,7 +1,7 @@
 //! SIGKILL of a rank, anywhere: every survivor names it, soon, and nothing is left behind.
 //!
-//! `COLLECTIVE_FIGURES=1 cargo test -p collective --test fault killed -- --nocapture` on a quiet
-//! machine prints, and asserts, how soon.
+//! `COLLECTIVE_FIGURES=1 cargo test --release -p collective --test fault killed -- --nocapture --test-threads 1`
+//! on a quiet machine prints, and asserts, how soon.
 
 use std::fs;
 use std::time::Duration;

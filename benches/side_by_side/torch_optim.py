@@ -4,13 +4,18 @@ Reads lines, answers each with one: `ok ...`, or `no REASON` where this machine 
 
     versions                       what is installed
     tensors COUNT...               weights and gradients of so many elements each
-    make PEER RULE                 an optimizer over weights of its own; two steps; the sum of squares
-                                   of all weights after them
+    make PEER RULE                 a process with an optimizer over weights of its own; two steps; the
+                                   sum of squares of all weights after them
     time PEER RULE STEPS           one step, then so many: seconds of the fastest, and of the median
-    drop                           forget optimizers and tensors
+    drop                           end these processes
 
-PEER is fused or foreach (PyTorch), timm, deepspeed, or loop (written here, of torch's operations, as
-Hugging Face's BertAdam was, but clipped by the norm over all tensors). The values are those of
+Each peer has a process of its own, as it has where somebody trains with it: whether a step's temporary
+tensors come from pages that the process has, or from the kernel anew, is for what else lies in the heap
+to decide, and beside other peers it would be their tensors that decide.
+
+PEER is fused or foreach (PyTorch), resumed (foreach whose momenta, of zeros, were loaded before its
+first step, as those of a run that goes on are), timm, deepspeed, or loop (written here, of torch's
+operations, as Hugging Face's BertAdam was, but clipped by the norm over all tensors). The values are those of
 tensors.rs, hyper-parameters those of fused-optim's defaults; SGD's are a
 momentum of 0.9 and a decay of 1e-4, as ResNets are trained. RULE `amp` is AdamW with GradScaler,
 clip_grad_norm_ and a scale of 65536; the gradients, which it changes in place, are restored between
@@ -18,6 +23,7 @@ the steps, outside of the time. Usage: torch_optim.py THREADS, with OMP_NUM_THRE
 """
 
 import importlib.metadata
+import multiprocessing
 import sys
 import time
 
@@ -49,7 +55,7 @@ class BertAdam:
             v.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
             update = m / (v.sqrt() + 1e-6)
             update += 0.01 * p
-            p.add_(update, alpha=-self.lr)
+            p.add_(-(self.lr * update))
 
 
 def build(peer, rule, params):
@@ -103,13 +109,74 @@ def values(count):
     return (i * 7919 % 1000).float() / 1000.0 - 0.4995
 
 
-class Peers:
-    def __init__(self):
-        self.drop()
+def parameters(counts):
+    """Weights and gradients as training leaves them in memory: a model's, after its backward."""
+    params = resnet50() or []
+    if [p.numel() for p in params] != counts:
+        params = [torch.nn.Parameter(torch.empty(count)) for count in counts]
+        for p in params:
+            p.grad = torch.empty_like(p)
+    longest = values(max(counts))
+    for p, count in zip(params, counts):
+        # Shapes as the Rust program tells AdamP.
+        shape, grad = (count // 512 if count % 512 == 0 else 1, -1), p.grad
+        p.grad, p.data = None, p.data.view(shape).copy_(longest[:count].view(shape))
+        p.grad = grad.view(shape).copy_(p.data)
+    return params
 
-    def drop(self):
-        self.made, self.grads = {}, []
-        return "ok"
+
+def resnet50():
+    try:
+        import timm
+    except ImportError:
+        return None
+    model = timm.create_model("resnet50")
+    model(torch.zeros(2, 3, 64, 64)).square().sum().backward()
+    return list(model.parameters())
+
+
+def timed(optimizer):
+    if isinstance(optimizer, Amp):
+        optimizer.restore()
+    start = time.perf_counter()
+    optimizer.step()
+    return time.perf_counter() - start
+
+
+def make(peer, rule, counts):
+    params = parameters(counts)
+    optimizer = build(peer, rule, params)
+    if peer == "resumed":
+        zeros = {i: {"momentum_buffer": torch.zeros_like(p)} for i, p in enumerate(params)}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": zeros})
+    if rule == "amp":
+        optimizer = Amp(optimizer, params, [p.grad for p in params])
+    for _ in range(2):
+        timed(optimizer)
+    with torch.no_grad():
+        return optimizer, f"ok {sum(float(p.double().square().sum()) for p in params)!r}"
+
+
+def serve(line, threads, peer, rule, counts):
+    """A peer's process: says what its weights are, then times steps, as many as it is told to."""
+    torch.set_num_threads(threads)
+    try:
+        optimizer, answer = make(peer, rule, counts)
+    except Exception as error:
+        line.send(f"no {type(error).__name__}: {error}".replace("\n", " "))
+        return
+    line.send(answer)
+    while True:
+        steps = line.recv()
+        timed(optimizer)
+        times = sorted(timed(optimizer) for _ in range(steps))
+        line.send(f"ok {times[0]!r} {times[len(times) // 2]!r}")
+
+
+class Peers:
+    def __init__(self, threads):
+        self.threads, self.counts, self.made = threads, [], {}
+        self.fork = multiprocessing.get_context("fork")
 
     def versions(self):
         found = [f"torch {torch.__version__}"]
@@ -121,53 +188,42 @@ class Peers:
         return "ok " + ", ".join(found)
 
     def tensors(self, *counts):
-        counts = list(map(int, counts))
-        longest = values(max(counts))
-
-        # Shapes as the Rust program tells AdamP.
-        def tensor(count):
-            rows = count // 512 if count % 512 == 0 else 1
-            return longest[:count].clone().view(rows, -1)
-
-        self.grads = [tensor(count) for count in counts]
+        self.counts = list(map(int, counts))
         return "ok"
 
     def make(self, peer, rule):
-        params = [torch.nn.Parameter(grad.clone()) for grad in self.grads]
-        for p, grad in zip(params, self.grads):
-            p.grad = grad
-        try:
-            optimizer = build(peer, rule, params)
-        except Exception as error:
-            return f"no {type(error).__name__}: {error}".replace("\n", " ")
-        if rule == "amp":
-            optimizer = Amp(optimizer, params, self.grads)
-        self.made[peer, rule] = optimizer
-        for _ in range(2):
-            self.step(optimizer)
-        with torch.no_grad():
-            return f"ok {sum(float(p.double().square().sum()) for p in params)!r}"
+        line, theirs = self.fork.Pipe()
+        arguments = (theirs, self.threads, peer, rule, self.counts)
+        process = self.fork.Process(target=serve, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        self.made[peer, rule] = process, line
+        return self.answer(peer, rule)
 
     def time(self, peer, rule, steps):
-        optimizer = self.made[peer, rule]
-        self.step(optimizer)
-        times = sorted(self.step(optimizer) for _ in range(int(steps)))
-        return f"ok {times[0]!r} {times[len(times) // 2]!r}"
+        self.made[peer, rule][1].send(int(steps))
+        return self.answer(peer, rule)
 
-    @staticmethod
-    def step(optimizer):
-        if isinstance(optimizer, Amp):
-            optimizer.restore()
-        start = time.perf_counter()
-        optimizer.step()
-        return time.perf_counter() - start
+    def answer(self, peer, rule):
+        process, line = self.made[peer, rule]
+        try:
+            return line.recv()
+        except EOFError:
+            process.join()
+            return f"no answer: its process ended with {process.exitcode}"
+
+    def drop(self):
+        for process, _ in self.made.values():
+            process.kill()
+            process.join()
+        self.made = {}
+        return "ok"
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(int(sys.argv[1]))
     # Answers go where lines came from; what libraries print goes to standard error.
     answers, sys.stdout = sys.stdout, sys.stderr
-    peers = Peers()
+    peers = Peers(int(sys.argv[1]))
     for line in sys.stdin:
         verb, *arguments = line.split()
         print(getattr(peers, verb)(*arguments), file=answers, flush=True)

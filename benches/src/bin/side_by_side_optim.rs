@@ -5,7 +5,7 @@
 //! side_by_side_optim PYTHON SCRIPT PLACES ROUNDS THREADS WORK...
 //! ```
 //!
-//! The peers live in one Python process, which is spoken to in lines. All that a work compares is made
+//! A Python process, which is spoken to in lines, gives each peer one of its own. All that a work compares is made
 //! first, steps twice, and has to agree on the sum of squares of the weights; then, round after round,
 //! each in turn takes one step and some more that are timed, of which the fastest of all rounds counts.
 //! All of this again in other memory, for each of the places; where pages lie is luck, and it matters.
@@ -59,20 +59,14 @@ const WORKS: [Work; 13] = {
     use Tensors::{ResNet50, Small, Transformer};
     const FOREACH: &[&str] = &["foreach"];
     const TIMM: &[&str] = &["timm"];
+    const SGD: &[&str] = &["fused", "foreach", "resumed"];
     const ADAMW: &[&str] = &["fused", "deepspeed", "foreach", "flat"];
     [
         ("adamw", "AdamW, ResNet-50", "adamw", ResNet50, TwoStates, ADAMW),
         ("adamw-110m", "AdamW, transformer", "adamw", Transformer, TwoStates, ADAMW),
         ("adamw-small", "AdamW, 10,000 of 64", "adamw", Small, TwoStates, ADAMW),
-        ("sgd", "SGD momentum, ResNet-50", "sgd", ResNet50, OneState, &["fused", "foreach"]),
-        (
-            "sgd-110m",
-            "SGD momentum, transformer",
-            "sgd",
-            Transformer,
-            OneState,
-            &["fused", "foreach"],
-        ),
+        ("sgd", "SGD momentum, ResNet-50", "sgd", ResNet50, OneState, SGD),
+        ("sgd-110m", "SGD momentum, transformer", "sgd", Transformer, OneState, SGD),
         ("amp", "AMP step, ResNet-50", "amp", ResNet50, LookThenTwoStates, &["fused"]),
         ("adadelta", "Adadelta, ResNet-50", "adadelta", ResNet50, TwoStates, FOREACH),
         ("adam", "Adam, ResNet-50", "adam", ResNet50, TwoStates, &["fused", "foreach"]),

@@ -21,7 +21,6 @@ use parking_lot::{Condvar, Mutex};
 
 use super::frame::{Cause, Control as Message, Failure, Frame, HEADER};
 use super::sys::{self, Bell};
-use crate::span::Span;
 use crate::{Error, Rank, Result};
 
 /// Messages that may wait for a peer who does not read; no more are told it then.
@@ -355,7 +354,7 @@ impl Line {
     /// forgotten: the end of its connection says enough.
     fn flush(&self, outbox: &mut Vec<u8>) -> bool {
         while !outbox.is_empty() {
-            match sys::send(self.peer.stream.as_fd(), outbox, Span::empty()) {
+            match sys::send(self.peer.stream.as_fd(), outbox) {
                 Ok(len) => drop(outbox.drain(..len)),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return false,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}

@@ -16,6 +16,9 @@ use crate::span::Span;
 
 /// Bytes received ahead at most.
 const AHEAD: usize = 8 << 10;
+/// Bytes up to which head and body are sent as one piece: the kernel takes longer to read a list of two
+/// than it takes to copy them.
+const TOGETHER: usize = 2 << 10;
 
 /// Two streams of bytes, one to a peer and one from it.
 pub(super) trait Link: Debug + Send {
@@ -56,7 +59,11 @@ impl Socket {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
         }
-        let received = sys::receive(self.stream.as_fd(), into, &mut self.ahead[self.end..]);
+        let (socket, ahead) = (self.stream.as_fd(), &mut self.ahead[self.end..]);
+        let received = match into.len() {
+            0 => sys::receive(socket, ahead),
+            _ => sys::receive_both(socket, into, ahead),
+        };
         if matches!(received, Ok(0)) {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
@@ -69,7 +76,16 @@ impl Socket {
 
 impl Link for Socket {
     fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
-        or_nothing(sys::send(self.stream.as_fd(), head, body))
+        let (socket, len) = (self.stream.as_fd(), head.len() + body.len());
+        let mut whole = [0; TOGETHER];
+        or_nothing(match whole.get_mut(..len) {
+            Some(whole) => {
+                whole[..head.len()].copy_from_slice(head);
+                Span::from_mut(&mut whole[head.len()..]).copy_from(body);
+                sys::send(socket, whole)
+            }
+            None => sys::send_both(socket, head, body),
+        })
     }
 
     fn try_receive(&mut self, into: Span<'_>) -> io::Result<usize> {

@@ -112,7 +112,7 @@ impl Ring {
         if word.load(Ordering::SeqCst) != 0 && word.swap(0, Ordering::SeqCst) != 0 {
             // It can fail only if there is no room, and then there is something to read, or if the
             // connection has ended, which the next sleep finds out.
-            drop(sys::send(self.bell.as_fd(), &[1], Span::empty()));
+            drop(sys::send(self.bell.as_fd(), &[1]));
         }
     }
 
@@ -192,7 +192,7 @@ impl Link for Ring {
         }
         self.map.word(self.asleep).store(0, Ordering::SeqCst);
         // A byte that comes later, for this sleep, ends the next one too soon, and that is all.
-        let rung = sys::receive(self.bell.as_fd(), Span::empty(), &mut [0; 64]);
+        let rung = sys::receive(self.bell.as_fd(), &mut [0; 64]);
         self.ended = match rung {
             Ok(bytes) => bytes == 0,
             Err(error) => !is_nothing(&error),

@@ -11,20 +11,35 @@ use std::time::Duration;
 
 use crate::span::Span;
 
+/// Of whatever is sent.
+const FLAGS: libc::c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+
+/// Sends what there is room for now; how many bytes went.
+pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
+    // SAFETY: the socket is open; the bytes are only read.
+    check(unsafe { libc::send(socket.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), FLAGS) })
+}
+
+/// Receives what has come; how many bytes. 0: the peer has closed.
+pub(super) fn receive(socket: BorrowedFd<'_>, into: &mut [u8]) -> io::Result<usize> {
+    let (start, len) = (into.as_mut_ptr().cast(), into.len());
+    // SAFETY: the socket is open; no more than `len` bytes are written.
+    check(unsafe { libc::recv(socket.as_raw_fd(), start, len, libc::MSG_DONTWAIT) })
+}
+
 /// Sends `head`, then `body`, as far as there is room now; how many bytes went.
-pub(super) fn send(socket: BorrowedFd<'_>, head: &[u8], body: Span<'_>) -> io::Result<usize> {
+pub(super) fn send_both(socket: BorrowedFd<'_>, head: &[u8], body: Span<'_>) -> io::Result<usize> {
     let parts = [
         libc::iovec { iov_base: head.as_ptr().cast_mut().cast(), iov_len: head.len() },
         libc::iovec { iov_base: body.ptr().cast(), iov_len: body.len() },
     ];
     let message = message(&parts);
-    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
     // SAFETY: the socket is open; the parts are alive during the call and only read from.
-    check(unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, flags) })
+    check(unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, FLAGS) })
 }
 
 /// Receives into `body`, and what is more into `rest`; how many bytes came. 0: the peer has closed.
-pub(super) fn receive(
+pub(super) fn receive_both(
     socket: BorrowedFd<'_>,
     body: Span<'_>,
     rest: &mut [u8],
@@ -191,10 +206,10 @@ mod tests {
         let (one, two) = std::os::unix::net::UnixStream::pair().unwrap();
         let (mut from, mut to, mut rest) = ([3_u8, 4, 5], [0_u8; 4], [0_u8; 8]);
         let body = Span::from_mut(&mut from);
-        assert_eq!(send(one.as_fd(), &[1, 2], body).unwrap(), 5);
+        assert_eq!(send_both(one.as_fd(), &[1, 2], body).unwrap(), 5);
         let into = Span::from_mut(&mut to);
-        assert_eq!(receive(two.as_fd(), into, &mut rest).unwrap(), 5);
-        let again = receive(two.as_fd(), into, &mut rest).unwrap_err();
+        assert_eq!(receive_both(two.as_fd(), into, &mut rest).unwrap(), 5);
+        let again = receive_both(two.as_fd(), into, &mut rest).unwrap_err();
         assert_eq!(again.kind(), io::ErrorKind::WouldBlock);
         assert_eq!((to, rest[0]), ([1, 2, 3, 4], 5));
     }

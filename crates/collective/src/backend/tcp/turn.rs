@@ -193,6 +193,11 @@ impl<'a> Turn<'a> {
             }
             let link = self.links[rank].as_mut().expect("a link to every peer");
             match lane.send(&mut **link) {
+                // Where ranks share cores, the others' come while this one's go, or when it yields.
+                Ok(true) if until == Until::Entered && !self.tcp.alert => {
+                    moved = true;
+                    continue;
+                }
                 Ok(some) => moved |= some,
                 // Who has seen that the calls differ may have gone, and its fingerprint is here.
                 Err(_) if until == Until::Entered => {}

@@ -7,6 +7,13 @@
 //! candle leaves for it: that of one output value is the kernel, at the place that the output was computed
 //! from. As an output channel is computed from its own row of the kernel, it is wrong if its gradient reaches
 //! numbers that no gradient of this row reaches.
+//!
+//! A constant kernel is known by the gradient that candle leaves for it: that of a convolution of the same
+//! input, made anew, to the bit. What is wrong is the input's gradient, and only where the kernel reaches the
+//! whole input exactly, without padding or dilation: candle multiplies the kernel by a matrix whose rows it
+//! takes for adjacent, so that sample `s` is given what belongs to channels `s..s + c` of the first, and what
+//! belongs to the last ones of all is given to nobody. Whether nobody has it is asked; a kernel that is not
+//! contiguous in memory goes another way, and is right.
 
 use candle_core::{DType, Result, Tensor};
 
@@ -41,6 +48,64 @@ pub(super) fn find<'a>(graph: &Graph<'a>, behind: &[&'a Tensor]) -> Result<Optio
 
 const COMPLAINT: &str = "candle's own `conv1d` mixes up the samples of a batch in it: use candle's `conv2d` of \
      `unsqueeze(2)`, with `pad_with_zeros` for padding";
+
+/// What is wrong about the gradient of a tensor that was convolved by a constant kernel.
+pub(super) fn find_of_constants<'a>(graph: &Graph<'a>) -> Result<Option<Trap<'a>>> {
+    let fixed = |(y, x): (&'a Tensor, &'a Tensor)| {
+        let ((n, c_out, _), (x_n, c_in, _)) = (y.dims3().ok()?, x.dims3().ok()?);
+        let is_likely = n == x_n && n > 1 && c_out > 1 && c_in > 0 && x.dtype() == y.dtype();
+        is_likely.then_some((y, x))
+    };
+    let fixed: Vec<_> = graph.last_operands().filter_map(fixed).collect();
+    if fixed.is_empty() {
+        return Ok(None);
+    }
+    for kernel in graph.constants()? {
+        for (y, x) in &fixed {
+            if drops_last(graph, y, x, kernel)? {
+                return Ok(Some(Trap { of: x, complaint: COMPLAINT.to_owned() }));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Whether `y` is candle's `conv1d` of `x` by a constant kernel of these dimensions, and wrong.
+fn drops_last(graph: &Graph<'_>, y: &Tensor, x: &Tensor, kernel: &[usize]) -> Result<bool> {
+    let ((n, c_out, l_out), (_, c_in, l)) = (y.dims3()?, x.dims3()?);
+    let [.., k] = *kernel else { return Ok(false) };
+    let stride = if l_out == 1 { 1 } else { l.saturating_sub(k) / l_out.saturating_sub(1).max(1) };
+    if *kernel != [c_out, c_in, k] || l_out * stride == 0 || (l_out - 1) * stride + k != l {
+        return Ok(false);
+    }
+    let scale = 2f32.powi(-(y.elem_count().ilog2() as i32) / 2);
+    let weights = (0..y.elem_count()).map(|i| scale * (1.0 + (i * 5 % 7) as f32));
+    let weights: Vec<f32> = weights.collect();
+    let r = Tensor::from_slice(&weights, y.shape(), y.device())?;
+    let anew = Tensor::zeros(kernel, x.dtype(), x.device())?;
+    let (_, of_anew) = graph.backward(&dot(&x.conv1d(&anew, 0, stride, 1, 1)?, &r)?)?;
+    let (_, constants) = graph.backward(&dot(y, &r)?)?;
+    let Some(gradient) = of_anew.get(&anew) else { return Ok(false) };
+    let mut is_conv1d = false;
+    for other in constants.get_ids().filter_map(|id| constants.get_id(*id)) {
+        is_conv1d |= other.dims() == gradient.dims() && equal(other, gradient)?;
+    }
+    if !is_conv1d || values(gradient)?.iter().all(|v| *v == 0.0) {
+        return Ok(false);
+    }
+    // No sample is given what belongs to these.
+    let dropped = (n + c_out - 1) * l_out;
+    let of_last = weights.iter().enumerate().map(|(i, w)| if i < dropped { 0.0 } else { *w });
+    let of_last = Tensor::from_iter(of_last, y.device())?.reshape(y.shape())?;
+    let is_zero = values(y)?[dropped..].iter().all(|v| *v == 0.0);
+    if is_zero || norm(&graph.gradients(&dot(y, &of_last)?)?) > 0.0 {
+        return Ok(false);
+    }
+    let from = dropped / (c_out * l_out) * c_in * l;
+    let of_x = (0..x.elem_count()).map(|i| if i < from { 0.0 } else { 1.0 + (i * 5 % 7) as f32 });
+    let of_x = (Tensor::from_iter(of_x, x.device())?.reshape(x.shape())? * f64::from(scale))?;
+    Ok(norm(&graph.gradients(&dot(x, &of_x)?)?) > 0.0)
+}
 
 /// How a kernel is moved over a sequence.
 #[derive(Clone, Copy, Debug)]

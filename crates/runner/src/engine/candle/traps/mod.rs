@@ -9,6 +9,7 @@
 //!
 //! * `pools.rs`: `max_pool2d`, `avg_pool2d` and `upsample_nearest`;
 //! * `conv1d.rs`: `conv1d` of several samples;
+//! * `matmul.rs`: `matmul` of a transposed batch by a matrix that is broadcast;
 //! * `scatter.rs`: `scatter` and `scatter_add` into a tensor that has a gradient.
 //!
 //! So a model with none of them, with one of them used rightly, or with a gradient that is not the loss's on
@@ -22,8 +23,9 @@
 //! * an upsampling whose input is used again only by an operator that takes also what was computed from the
 //!   upsampling, and is not a sum, a difference, a product or `cat`: such a use has no gradient to be seen by;
 //! * `conv1d` of a constant by a kernel each of whose rows is computed from all of its parameters; one by a
-//!   kernel that its input was computed from too (the first use of that kernel is seen); one by a constant
-//!   kernel, which goes wrong in its input's gradient only;
+//!   kernel that its input was computed from too (the first use of that kernel is seen); any by a kernel that
+//!   is not contiguous in memory, which candle reads as if it were;
+//! * `matmul` of a transposed batch of constants, or by a constant that is broadcast;
 //! * `scatter` and `scatter_add` of constants that could as well have been added, or written: candle shows
 //!   the same of `x.scatter(i, c)` and of `x.index_add(i, c - x)`, whose gradient is right;
 //! * a `scatter` that leaves nothing of what it writes into, and one of a tensor of the same shape that what
@@ -34,14 +36,18 @@
 //!   maximum first, that is right in the end.
 
 mod conv1d;
+mod matmul;
 mod pools;
 mod scatter;
+#[cfg(test)]
+mod sequences;
 #[cfg(test)]
 mod sweep;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, HashMap};
+use std::cell::{Cell, OnceCell};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
@@ -83,6 +89,14 @@ struct Graph<'a> {
     index: HashMap<TensorId, usize>,
     /// By node: itself and the nodes it was computed from, a bit each.
     behind: Vec<Vec<u64>>,
+    /// By node: how many those are.
+    counts: Vec<usize>,
+    /// By node: the last of its operands that has a gradient, unless what is behind it is behind another, too.
+    last: Vec<Option<&'a Tensor>>,
+    /// What shapes the constants have.
+    constants: OnceCell<BTreeSet<Vec<usize>>>,
+    /// How many backward passes there have been.
+    passes: Cell<usize>,
     params: &'a Tensors,
     slot: &'a Slot,
 }
@@ -91,28 +105,32 @@ impl<'a> Graph<'a> {
     fn new(loss: &'a Tensor, params: &'a Tensors, slot: &'a Slot) -> Self {
         let nodes = loss.sorted_nodes();
         let index: HashMap<_, _> = nodes.iter().enumerate().map(|(i, t)| (t.id(), i)).collect();
-        let bits = |t: &&Tensor| {
+        let (mut behind, mut counts, mut last) = (Vec::new(), Vec::new(), Vec::new());
+        for t in &nodes {
+            let of_t = t.sorted_nodes();
             let mut bits = vec![0; nodes.len().div_ceil(64)];
-            for node in t.sorted_nodes() {
-                let i = index[&node.id()];
+            for i in of_t.iter().map(|node| index[&node.id()]) {
                 bits[i / 64] |= 1 << (i % 64);
             }
-            bits
-        };
-        let behind = nodes.iter().map(bits).collect();
-        Self { nodes, index, behind, params, slot }
+            behind.push(bits);
+            counts.push(of_t.len());
+            last.push(of_t.get(1).copied());
+        }
+        let (constants, passes) = (OnceCell::new(), Cell::new(0));
+        Self { nodes, index, behind, counts, last, constants, passes, params, slot }
     }
 
     /// What is wrong, if anything is.
     fn trap(&self) -> Result<Option<Trap<'a>>> {
         let mut lines = scatter::Lines::default();
         for (at, y) in self.nodes.iter().enumerate() {
-            let behind = y.sorted_nodes();
-            if behind.len() < 2 || y.elem_count() == 0 {
-                continue;
+            let Some(last) = self.last[at].filter(|_| y.elem_count() > 0) else { continue };
+            if let Some(trap) = pools::find(self, at, last)? {
+                return Ok(Some(trap));
             }
-            let found = match pools::find(self, at, behind[1])? {
-                None => conv1d::find(self, &behind)?,
+            let behind = y.sorted_nodes();
+            let found = match conv1d::find(self, &behind)? {
+                None => matmul::find(self, &behind)?,
                 found => found,
             };
             let found = match found {
@@ -123,7 +141,25 @@ impl<'a> Graph<'a> {
                 return Ok(found);
             }
         }
-        scatter::find_of_constants(self)
+        match conv1d::find_of_constants(self)? {
+            None => scatter::find_of_constants(self),
+            found => Ok(found),
+        }
+    }
+
+    /// Each node that has a last operand, with that.
+    fn last_operands(&self) -> impl Iterator<Item = (&'a Tensor, &'a Tensor)> {
+        self.nodes.iter().zip(&self.last).filter_map(|(y, last)| Some((*y, (*last)?)))
+    }
+
+    /// The shapes of the constants that the loss was computed from. candle leaves the gradient of each.
+    fn constants(&self) -> Result<&BTreeSet<Vec<usize>>> {
+        if let Some(constants) = self.constants.get() {
+            return Ok(constants);
+        }
+        let (_, store) = self.backward(self.nodes[0])?;
+        let shapes = store.get_ids().filter_map(|id| Some(store.get_id(*id)?.dims().to_vec()));
+        Ok(self.constants.get_or_init(|| shapes.collect()))
     }
 
     fn tell(&self, Trap { of, complaint }: &Trap<'_>) -> String {
@@ -149,8 +185,7 @@ impl<'a> Graph<'a> {
 
     /// How many nodes are behind `y`, itself among them.
     fn count_behind(&self, y: &Tensor) -> usize {
-        let bits = self.index.get(&y.id()).map_or(&[][..], |i| &self.behind[*i]);
-        bits.iter().map(|bits| bits.count_ones() as usize).sum()
+        self.index.get(&y.id()).map_or(0, |i| self.counts[*i])
     }
 
     /// The gradients of `loss`, by parameter.
@@ -160,6 +195,7 @@ impl<'a> Graph<'a> {
 
     /// The gradients of `loss`, by parameter, and those of constants.
     fn backward(&self, loss: &Tensor) -> Result<(Gradients, GradStore)> {
+        self.passes.set(self.passes.get() + 1);
         let kept = Arc::new(Mutex::new(Kept::default()));
         let sink: SharedSink = kept.clone();
         let rest = self.slot.with(&sink, || loss.backward()).map_err(candle_core::Error::wrap)?;

@@ -52,26 +52,29 @@ pub(super) fn find<'a>(
     let [y, last, ..] = behind else { return Ok(None) };
     let Some(mantissa) = mantissa(y.dtype()) else { return Ok(None) };
     let is_like_y = |t: &Tensor| t.shape() == y.shape() && t.dtype() == y.dtype();
-    for (i, other) in behind.iter().enumerate().skip(2) {
+    let pair = |(i, other): (usize, &&'a Tensor)| {
         // `x` is walked first, so all that comes after it in the list is behind it; unless `z` was there
         // already, which is not looked for among tensors of the same shape: there are too many.
-        let (x, z) = if is_like_y(other) && graph.count_behind(other) == behind.len() - i {
-            (*other, *last)
-        } else if is_like_y(last) && !is_like_y(other) {
-            (*last, *other)
+        if is_like_y(other) && graph.count_behind(other) == behind.len() - i {
+            Some((*other, *last))
         } else {
+            (is_like_y(last) && !is_like_y(other)).then_some((*last, *other))
+        }
+    };
+    let pairs: Vec<_> = behind.iter().enumerate().skip(2).filter_map(pair).collect();
+    for dim in 0..y.rank() {
+        let mut pairs = pairs.iter().filter(|(_, z)| fits(y, z, dim)).peekable();
+        if pairs.peek().is_none() {
             continue;
-        };
-        for dim in (0..y.rank()).filter(|dim| fits(y, z, *dim)) {
-            let (of_x, of_y, of_z) = (lines.of(x, dim)?, lines.of(y, dim)?, lines.of(z, dim)?);
-            let Some(did) = by_values(&of_x, &of_y, &of_z, mantissa) else { continue };
+        }
+        let (of_y, of_last) = (lines.of(y, dim)?, lines.of(last, dim)?);
+        for (x, z) in pairs {
+            let is_last = z.id() == last.id();
+            let of_other = lines.of(if is_last { x } else { z }, dim)?;
+            let (of_x, of_z) = if is_last { (&of_other, &of_last) } else { (&of_last, &of_other) };
+            let Some(did) = by_values(of_x, &of_y, of_z, mantissa) else { continue };
             // Zeros are in many tensors.
-            let is_zeros = z.id() != last.id()
-                && of_y
-                    .iter()
-                    .flatten()
-                    .zip(of_x.iter().flatten())
-                    .all(|(y, x)| y == x || *y == 0.0);
+            let is_zeros = !is_last && of_x.iter().zip(&*of_y).all(|(x, y)| y.is_zeroed(x));
             if !is_zeros && is_wrong(graph, did, [x, y, z], dim)? {
                 return Ok(Some(did.trap(x)));
             }
@@ -90,10 +93,10 @@ fn fits(y: &Tensor, z: &Tensor, dim: usize) -> bool {
 
 /// A few lines of tensors along a dimension, each read once.
 #[derive(Default)]
-pub(super) struct Lines(HashMap<(TensorId, usize), Rc<Vec<Vec<f64>>>>);
+pub(super) struct Lines(HashMap<(TensorId, usize), Rc<[Line]>>);
 
 impl Lines {
-    fn of(&mut self, t: &Tensor, dim: usize) -> Result<Rc<Vec<Vec<f64>>>> {
+    fn of(&mut self, t: &Tensor, dim: usize) -> Result<Rc<[Line]>> {
         if let Some(lines) = self.0.get(&(t.id(), dim)) {
             return Ok(Rc::clone(lines));
         }
@@ -101,30 +104,48 @@ impl Lines {
         for other in (0..t.rank()).filter(|other| *other != dim) {
             few = few.narrow(other, 0, few.dim(other)?.min(2))?;
         }
-        let few = few.transpose(dim, D::Minus1)?;
-        let lines = values(&few)?.chunks(t.dim(dim)?.max(1)).map(<[f64]>::to_vec).collect();
-        let lines = Rc::new(lines);
+        let few = values(&few.transpose(dim, D::Minus1)?)?;
+        let lines: Rc<[Line]> = few.chunks(t.dim(dim)?.max(1)).map(Line::new).collect();
         self.0.insert((t.id(), dim), Rc::clone(&lines));
         Ok(lines)
     }
 }
 
+struct Line {
+    values: Vec<f64>,
+    sum: f64,
+    /// The sum of absolute values.
+    size: f64,
+}
+
+impl Line {
+    fn new(values: &[f64]) -> Self {
+        let size = values.iter().map(|v| v.abs()).sum();
+        Self { values: values.to_vec(), sum: values.iter().sum(), size }
+    }
+
+    /// Whether this is `x`, or zero where it is not.
+    fn is_zeroed(&self, x: &Self) -> bool {
+        self.values.iter().zip(&x.values).all(|(y, x)| y == x || *y == 0.0)
+    }
+}
+
 /// What `z` did to `x` if `y` is what came of it, by their lines; nothing if it may be both.
-fn by_values(x: &[Vec<f64>], y: &[Vec<f64>], z: &[Vec<f64>], mantissa: i32) -> Option<Did> {
+fn by_values(x: &[Line], y: &[Line], z: &[Line], mantissa: i32) -> Option<Did> {
     let rounding = 8.0 * 2f64.powi(-mantissa);
     let (mut written, mut added) = (true, true);
     let (mut changed, mut kept, mut sure, mut astray) = (false, false, false, false);
-    for ((x, y), z) in x.iter().zip(y).zip(z) {
+    for ((of_x, of_y), of_z) in x.iter().zip(y).zip(z) {
+        let size = of_x.size + of_y.size + of_z.size;
+        added &= (of_y.sum - of_x.sum - of_z.sum).abs() <= rounding * size;
+        sure |= of_z.sum.abs() > 4.0 * rounding * size;
+        let (x, y, z) = (&of_x.values, &of_y.values, &of_z.values);
         written &= y.iter().zip(x).all(|(y, x)| y == x || z.contains(y));
-        let sum = |of: &[f64]| of.iter().sum::<f64>();
-        let size: f64 = [x, y, z].into_iter().flatten().map(|v| v.abs()).sum();
-        added &= (sum(y) - sum(x) - sum(z)).abs() <= rounding * size;
         if !written && !added {
             return None;
         }
         changed |= x != y;
         kept |= y.iter().zip(x).any(|(y, x)| y == x);
-        sure |= sum(z).abs() > 4.0 * rounding * size;
         // A value added to a place that is not its own: more than a sum of two tensors.
         let is_sum = |p: usize, z: &f64| (y[p] - x[p] - z).abs() <= rounding / 8.0 * y[p].abs();
         let is_astray =
@@ -171,14 +192,14 @@ fn is_wrong(graph: &Graph<'_>, did: Did, [x, y, z]: [&Tensor; 3], dim: usize) ->
 /// What is wrong about the gradient of a tensor that constants were put into.
 pub(super) fn find_of_constants<'a>(graph: &Graph<'a>) -> Result<Option<Trap<'a>>> {
     let mut puts = Vec::new();
-    for y in &graph.nodes {
-        let behind = y.sorted_nodes();
-        if let Some(x) = behind.get(1)
-            && x.shape() == y.shape()
-            && x.dtype() == y.dtype()
-        {
+    for (y, x) in graph.last_operands() {
+        if x.shape() == y.shape() && x.dtype() == y.dtype() {
             puts.extend(Put::new(x, y)?);
         }
+    }
+    if !puts.is_empty() {
+        let constants = graph.constants()?;
+        puts.retain(|put| constants.iter().any(|dims| is_like(dims, put.y.dims())));
     }
     for put in with_gradient(graph, puts)? {
         if let Some(did) = put.is_wrong(graph)? {
@@ -311,6 +332,11 @@ impl<'a> Put<'a> {
         let once = self.changes.iter().zip(counts).filter(|(_, count)| *count == 1);
         (!straight).then(|| once.map(|(change, _)| *change).collect())
     }
+}
+
+/// Whether these dimensions differ in one at most.
+fn is_like(a: &[usize], b: &[usize]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).filter(|(a, b)| a != b).count() <= 1
 }
 
 /// What was done in these places, each of which one number was put into.

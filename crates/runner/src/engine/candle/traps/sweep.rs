@@ -1,6 +1,6 @@
 //! Every operator of candle's that has a backward, beside central differences in `f64`.
 
-use candle_core::{D, DType, Device, Result, Tensor, Var};
+use candle_core::{D, DType, Device, Module, Result, Tensor, Var};
 
 use super::super::ops;
 use super::tests::{indices, values};
@@ -42,11 +42,32 @@ fn off(shapes: &[&[usize]], op: fn(&[Tensor]) -> Result<Tensor>) -> Result<f64> 
 
 type Case = (&'static str, &'static [&'static [usize]], fn(&[Tensor]) -> Result<Tensor>);
 
+/// A constant.
+fn fixed(shape: &[usize]) -> Result<Tensor> {
+    Tensor::from_vec(values("fixed", shape), shape, &Device::Cpu)?.to_dtype(DType::F64)
+}
+
 const SMALL: &[&[usize]] = &[&[1, 2, 4, 4]];
 
 /// Differentiated wrongly: the traps, and last what the module's docs say is not seen.
 const WRONG_ONES: &[Case] = &[
     ("conv1d", &[&[2, 2, 7], &[3, 2, 3]], |t| t[0].conv1d(&t[1], 1, 2, 1, 1)),
+    ("conv1d by a constant", &[&[2, 2, 7]], |t| t[0].conv1d(&fixed(&[3, 2, 3])?, 0, 2, 1, 1)),
+    ("conv1d by a constant, pointwise", &[&[2, 2, 3]], |t| {
+        t[0].conv1d(&fixed(&[2, 2, 1])?, 0, 1, 1, 1)
+    }),
+    ("conv1d by a constant, groups", &[&[2, 4, 5]], |t| {
+        t[0].conv1d(&fixed(&[4, 2, 5])?, 0, 1, 1, 2)
+    }),
+    ("conv1d, a kernel not contiguous", &[&[1, 2, 7], &[2, 3, 3]], |t| {
+        t[0].conv1d(&t[1].transpose(0, 1)?, 1, 1, 1, 1)
+    }),
+    ("matmul, transposed, by a broadcast", &[&[3, 4, 5], &[4, 2]], |t| {
+        t[0].transpose(1, 2)?.matmul(&t[1].broadcast_left(3)?)
+    }),
+    ("candle-nn's Linear of a transposed batch", &[&[3, 4, 5], &[2, 4]], |t| {
+        candle_nn::Linear::new(t[1].clone(), None).forward(&t[0].transpose(1, 2)?)
+    }),
     ("max_pool2d", SMALL, |t| t[0].max_pool2d(2)),
     ("max_pool2d, a rest", SMALL, |t| t[0].max_pool2d(3)),
     ("avg_pool2d, a rest", &[&[1, 2, 5, 5]], |t| t[0].avg_pool2d(2)),
@@ -84,6 +105,24 @@ const RIGHT_ONES: &[Case] = &[
     }),
     ("conv1d, to one channel", &[&[2, 3, 7], &[1, 3, 3]], |t| t[0].conv1d(&t[1], 0, 1, 1, 1)),
     ("conv1d, depthwise", &[&[2, 3, 7], &[3, 1, 3]], |t| t[0].conv1d(&t[1], 1, 2, 1, 3)),
+    ("conv1d by a constant, padded", &[&[2, 2, 7]], |t| {
+        t[0].conv1d(&fixed(&[3, 2, 3])?, 1, 2, 1, 1)
+    }),
+    ("conv1d by a constant, dilated", &[&[2, 2, 7]], |t| {
+        t[0].conv1d(&fixed(&[3, 2, 3])?, 0, 1, 2, 1)
+    }),
+    ("conv1d by a constant, a rest", &[&[2, 2, 8]], |t| {
+        t[0].conv1d(&fixed(&[3, 2, 3])?, 0, 2, 1, 1)
+    }),
+    ("conv1d by a constant, to one channel", &[&[2, 2, 7]], |t| {
+        t[0].conv1d(&fixed(&[1, 2, 3])?, 0, 1, 1, 1)
+    }),
+    ("conv1d by a constant, depthwise", &[&[2, 2, 7]], |t| {
+        t[0].conv1d(&fixed(&[2, 1, 3])?, 0, 1, 1, 2)
+    }),
+    ("conv1d by a constant, one sample", &[&[1, 2, 7]], |t| {
+        t[0].conv1d(&fixed(&[3, 2, 3])?, 0, 1, 1, 1)
+    }),
     ("conv2d", &[&[2, 2, 5, 5], &[3, 2, 3, 3]], |t| t[0].conv2d(&t[1], 1, 2, 1, 1)),
     ("conv2d, dilated", &[&[1, 2, 6, 6], &[2, 2, 2, 2]], |t| t[0].conv2d(&t[1], 1, 1, 2, 1)),
     ("conv2d, groups", &[&[1, 4, 4, 4], &[4, 2, 3, 3]], |t| t[0].conv2d(&t[1], 1, 1, 1, 2)),
@@ -198,6 +237,10 @@ const RIGHT_ONES: &[Case] = &[
         t[0].sum((0, 2))?.broadcast_mul(&t[0].mean_keepdim((0, 2))?)?.sum_keepdim(1)
     }),
     ("broadcast matmul", &[&[2, 1, 2, 3], &[3, 3, 2]], |t| t[0].broadcast_matmul(&t[1])),
+    ("broadcast matmul, transposed", &[&[3, 4, 5], &[4, 2]], |t| {
+        t[0].transpose(1, 2)?.broadcast_matmul(&t[1])
+    }),
+    ("matmul of a broadcast", &[&[3, 4], &[2, 4, 5]], |t| t[0].broadcast_left(2)?.matmul(&t[1])),
     ("matmul, transposed", &[&[2, 4, 3], &[2, 2, 4]], |t| t[0].transpose(1, 2)?.matmul(&t[1].t()?)),
     ("to_dtype", &[&[3]], |t| (&t[0] * 2.0)?.to_dtype(DType::F64)),
     ("powf of whole numbers, pow, abs, neg", &[&[5]], |t| {

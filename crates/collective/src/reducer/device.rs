@@ -256,7 +256,7 @@ impl<K: BucketKernels> DeviceReducer<K> {
             };
             self.remember(taken)?;
         }
-        self.ledger.report(index);
+        self.ledger.report(index, false);
         let bucket = self.ledger.place(index).bucket;
         let lane = &mut self.lanes[bucket];
         if !lane.streams.contains(&stream) {

@@ -32,6 +32,8 @@ pub(super) struct Ledger {
 struct ParamState {
     /// It has a gradient: its place in the bucket is not to be overwritten, but added to.
     has_grad: bool,
+    /// Its gradient is not in the bucket, but with whoever reported it.
+    elsewhere: bool,
     /// It got a gradient on this rank since the last averaging.
     used: bool,
     /// It got a gradient in this pass.
@@ -193,10 +195,24 @@ impl Ledger {
         self.states[index].has_grad
     }
 
-    /// Notes that parameter `index` has got its gradient, which is checked and in its bucket.
-    pub(super) fn report(&mut self, index: usize) {
+    /// Whether it has a gradient in its bucket.
+    pub(super) fn has_grad_here(&self, index: usize) -> bool {
+        self.states[index].has_grad && !self.states[index].elsewhere
+    }
+
+    /// Refuses a gradient for the bucket where there is one elsewhere.
+    pub(super) fn check_here(&self, index: usize) -> Result<()> {
+        if !self.states[index].elsewhere {
+            return Ok(());
+        }
+        let name = &self.params[index].name;
+        Err(Error::InvalidArgument(format!("a gradient of {name} here: it has one elsewhere")))
+    }
+
+    /// Notes that parameter `index` has got its gradient, which is checked and in its bucket, or elsewhere.
+    pub(super) fn report(&mut self, index: usize, elsewhere: bool) {
         let state = &mut self.states[index];
-        *state = ParamState { has_grad: true, used: true, reported: true, ..*state };
+        *state = ParamState { has_grad: true, elsewhere, used: true, reported: true, ..*state };
         if self.pass.sync {
             self.pass.arrived.push(index);
             self.pass.missing[self.plan.places()[index].bucket] -= 1;
@@ -284,7 +300,7 @@ impl Ledger {
     }
 
     pub(super) fn zero_grad(&mut self) {
-        self.states.iter_mut().for_each(|state| state.has_grad = false);
+        self.states.iter_mut().for_each(|s| (s.has_grad, s.elsewhere) = (false, false));
     }
 
     /// The final layout, in rank 0's order of arrival, after the first pass that was averaged, or a

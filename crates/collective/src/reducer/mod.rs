@@ -43,7 +43,7 @@ pub use self::kernels::{BucketKernels, NoKernels};
 use self::ledger::Ledger;
 pub use self::plan::{BucketPlan, BucketSpec, ParamInfo, Place};
 pub use self::power_sgd::PowerSgd;
-use crate::{Element, Error, ProcessGroup, ReduceOp, Result};
+use crate::{DType, Element, Error, ProcessGroup, ReduceOp, Result};
 
 /// How a [`Reducer`] fills its buckets.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -216,17 +216,41 @@ impl Reducer {
     pub fn ready<T: Gradient>(&mut self, index: usize, grad: &[T]) -> Result<()> {
         self.ledger.check_usable()?;
         self.ledger.check_gradient(index, T::DTYPE, grad.len())?;
+        self.ledger.check_here(index)?;
         let place = self.ledger.place(index);
         let bucket = slice_mut::<T>(&mut *self.buckets[place.bucket])
             .expect("a bucket whose parameter has not reported is here, and of its type");
         let own = &mut bucket[place.elements()];
-        if self.ledger.has_grad(index) {
+        if self.ledger.has_grad_here(index) {
             T::accumulate(own, grad);
         } else {
             own.copy_from_slice(grad);
         }
-        self.ledger.report(index);
+        self.ledger.report(index, false);
         self.launch_full()
+    }
+
+    /// As [`ready`](Self::ready), for a gradient of `count` elements of `dtype` that stays where it is, and is
+    /// added up by whoever has it: in a group of one rank, which has nothing to average. [`grad`](Self::grad)
+    /// has none of it.
+    ///
+    /// # Errors
+    ///
+    /// As [`ready`](Self::ready); [`Error::InvalidArgument`] in a group of several ranks, with a
+    /// [`comm_hook`](ReducerOptions::comm_hook), and if the parameter has a gradient in its bucket.
+    pub fn ready_elsewhere(&mut self, index: usize, dtype: DType, count: usize) -> Result<()> {
+        self.ledger.check_usable()?;
+        self.ledger.check_gradient(index, dtype, count)?;
+        let why = match (self.group.world_size(), &self.hook) {
+            (1, CommHook::AllReduce) if !self.ledger.has_grad_here(index) => {
+                self.ledger.report(index, true);
+                return self.launch_full();
+            }
+            (1, CommHook::AllReduce) => "has a gradient in its bucket",
+            _ => "is averaged in its bucket",
+        };
+        let name = &self.ledger.params()[index].name;
+        Err(Error::InvalidArgument(format!("a gradient of {name} elsewhere: it {why}")))
     }
 
     /// Ends a pass: waits until every bucket has been averaged. After the first pass with `sync`,
@@ -259,7 +283,7 @@ impl Reducer {
     #[must_use]
     pub fn grad<T: Element>(&self, index: usize) -> Option<&[T]> {
         let place = self.ledger.place(index);
-        if !self.ledger.has_grad(index) {
+        if !self.ledger.has_grad_here(index) {
             return None;
         }
         slice::<T>(&*self.buckets[place.bucket]).map(|bucket| &bucket[place.elements()])
@@ -384,7 +408,6 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
-    use crate::DType;
 
     #[test]
     fn a_full_bucket_is_averaged_while_backward_goes_on() {
@@ -417,6 +440,43 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn a_gradient_elsewhere_keeps_the_rules_and_none_other_takes_its_place() {
+        let group =
+            |world| ProcessGroup::threads(world, Duration::from_secs(20)).unwrap().remove(0);
+        let params = || ["a", "b"].map(|name| ParamInfo::new(name, 2, DType::F32)).to_vec();
+        let said = |result: Result<()>| result.err().map(|e| e.to_string()).unwrap_or_default();
+        let mut reducer = Reducer::new(group(1), params(), ReducerOptions::default()).unwrap();
+        for pass in 0..2 {
+            reducer.prepare(pass == 1).unwrap();
+            reducer.ready_elsewhere(0, DType::F32, 2).unwrap();
+            let twice = said(reducer.ready_elsewhere(0, DType::F32, 2));
+            assert!(twice.contains("a second gradient for a"), "{twice}");
+            let short = said(reducer.ready_elsewhere(1, DType::F32, 1));
+            assert!(short.contains("the gradient of b is f32 [1]"), "{short}");
+            reducer.ready(1, &[1.0_f32; 2]).unwrap();
+            reducer.finish().unwrap();
+            assert_eq!(
+                (reducer.grad::<f32>(0), reducer.grad(1)),
+                (None, Some(&[1.0 + pass as f32; 2][..]))
+            );
+        }
+        reducer.prepare(true).unwrap();
+        let both = said(reducer.ready_elsewhere(1, DType::F32, 2));
+        assert!(both.contains("elsewhere: it has a gradient in its bucket"), "{both}");
+        let both = said(reducer.ready(0, &[1.0_f32; 2]));
+        assert!(both.contains("a gradient of a here: it has one elsewhere"), "{both}");
+        reducer.ready_elsewhere(0, DType::F32, 2).unwrap();
+        let unused = reducer.finish().unwrap_err();
+        assert!(matches!(unused, Error::UnusedParameters { names, .. } if names == ["b"]));
+
+        let options = ReducerOptions { comm_hook: CommHook::Fp16Compress, ..Default::default() };
+        let mut hooked = Reducer::new(group(1), params(), options).unwrap();
+        hooked.prepare(true).unwrap();
+        let refused = said(hooked.ready_elsewhere(0, DType::F32, 2));
+        assert!(refused.contains("it is averaged in its bucket"), "{refused}");
     }
 
     fn is_done(reducer: &Reducer, bucket: usize) -> bool {

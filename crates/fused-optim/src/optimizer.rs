@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+#[cfg(feature = "cuda")]
+use crate::cuda::DeviceParams;
 use crate::{Clip, Error, ParamMut, Result, StateDict};
 
 /// A fused optimizer: one call updates every tensor, in one sweep over memory.
@@ -27,6 +29,32 @@ pub trait Optimizer: Send + fmt::Debug {
     /// a gradient or average of another length, a weight whose length or type is not that of earlier
     /// steps, an invalid `grad_scale` or clip; [`Error::NonFiniteNorm`] if the clip asks for it.
     fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied>;
+
+    /// As [`step`](Self::step), for tensors in the memory of the optimizer's [device](Self::device): puts the
+    /// step into the stream that they are lent in, and returns before it is done unless it is to look at the
+    /// gradients.
+    ///
+    /// # Errors
+    ///
+    /// As [`step`](Self::step), and the device's; [`Error::Unsupported`] of an optimizer on the host, and for
+    /// another stream than the optimizer's.
+    #[cfg(feature = "cuda")]
+    fn step_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<Applied> {
+        let _ = (params, ctl);
+        Err(Error::Unsupported { what: "a step of the host's optimizer on a device's memory" })
+    }
+
+    /// Whether a gradient of a grouped tensor, times `grad_scale`, is not finite: what
+    /// [`FoundInf::Check`] asks, without a step. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// As [`step_on_device`](Self::step_on_device).
+    #[cfg(feature = "cuda")]
+    fn found_inf_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<bool> {
+        let _ = (params, ctl);
+        Err(Error::Unsupported { what: "a look of the host's optimizer at a device's memory" })
+    }
 
     /// A copy of everything a later run needs to go on exactly here.
     ///

@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use super::asked::{asked, group_table};
 use super::device::{Device, Program, Tables};
 use super::held::Held;
 use super::looks::Looks;
@@ -20,8 +21,7 @@ use crate::cpu::pages::Pages;
 use crate::rule::OwnClip;
 use crate::state::{TensorState, problem};
 use crate::{
-    Clip, DType, Error, FoundInf, HalfWeights, ParamGroup, Result, StateDict, StateProblem,
-    StepCtl, norms,
+    DType, Error, HalfWeights, ParamGroup, Result, StateDict, StateProblem, StepCtl, norms,
 };
 
 /// What the kernels are given as long as the same tensors are bound.
@@ -29,6 +29,12 @@ use crate::{
 struct Bound<M> {
     /// Indices of the tensors with a gradient, in order.
     indices: Vec<usize>,
+    /// All tensors, without their addresses.
+    forms: Vec<DeviceParam>,
+    /// What the kernels know of those with a gradient, addresses among it.
+    tensors: M,
+    /// By tensor with a gradient: its first chunk of `observe`, its first row.
+    places: Vec<(u64, u64)>,
     /// One for each class, with its number of blocks.
     launches: Vec<Launch>,
     look: Job,
@@ -73,12 +79,12 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         Ok(Self { device, core, held: BTreeMap::new(), bound: None, loss_scale: None })
     }
 
-    pub(super) fn groups(&self) -> &[ParamGroup<H>] {
-        self.core.groups()
+    pub(super) const fn core(&self) -> &Core<H> {
+        &self.core
     }
 
-    pub(super) fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
-        self.core.set_lr(group, lr)
+    pub(super) const fn core_mut(&mut self) -> &mut Core<H> {
+        &mut self.core
     }
 
     /// # Safety
@@ -87,9 +93,13 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     #[expect(unsafe_code, reason = "reads weights at the caller's addresses")]
     pub(super) unsafe fn bind(&mut self, params: &[DeviceParam]) -> Result<()> {
         self.validate(params)?;
-        self.unbind()?;
         let members: Vec<(usize, usize)> =
             self.core.members().filter(|(index, _)| params[*index].grad.is_some()).collect();
+        let forms = params.iter().map(DeviceParam::form);
+        if self.bound.as_ref().is_some_and(|bound| forms.eq(bound.forms.iter().copied())) {
+            return self.move_to(&members, params);
+        }
+        self.unbind()?;
         for &(index, group) in &members {
             let weight = params[index].weight;
             let held = self.held.get(&index);
@@ -107,36 +117,29 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         Ok(())
     }
 
+    /// Sends where the tensors are now, which are else as they were bound.
+    fn move_to(&mut self, members: &[(usize, usize)], params: &[DeviceParam]) -> Result<()> {
+        let bound = self.bound.as_ref().ok_or(UNBOUND)?;
+        let tensors = self.tensors(members, params, &bound.places);
+        let bound = self.bound.as_mut().ok_or(UNBOUND)?;
+        bound.looks.forget();
+        self.device.write(&mut bound.tensors, 0, &tensors.bytes())
+    }
+
     fn validate(&self, params: &[DeviceParam]) -> Result<()> {
         for (index, _) in self.core.members() {
             let count = params.len();
             let param = params.get(index).ok_or(Error::MissingParam { index, count })?;
-            let Some(grad) = param.grad else { continue };
-            let expected = param.weight.len;
-            let same_length = |what, got| {
-                let mismatch = Error::LengthMismatch { index, what, expected, got };
-                if got == expected { Ok(()) } else { Err(mismatch) }
-            };
-            same_length("gradient", grad.len)?;
-            if param.rows != 0 && !expected.is_multiple_of(param.rows) {
-                return Err(Error::UnevenRows { index, count: expected, rows: param.rows });
+            if param.grad.is_none() {
+                continue;
             }
-            if let Some((_, decay)) = param.ema
-                && !(0.0..=1.0).contains(&decay)
-            {
-                return Err(Error::InvalidHyper { name: "ema decay", value: decay.into() });
-            }
-            for slice in [param.weight, grad] {
-                if !slice.ptr.is_multiple_of(slice.dtype.size() as u64) {
-                    return Err(Error::Unsupported { what: "an address between two elements" });
-                }
-            }
+            param.validate(index)?;
             if let Some(held) = self.held.get(&index) {
                 let weight = param.weight.dtype;
                 if held.master && !self.wants_master(weight) {
                     return Err(Error::UnwantedMaster { index, weight });
                 }
-                held.count.map_or(Ok(()), |count| same_length("state", count))?;
+                held.count.map_or(Ok(()), |count| param.same_length(index, "state", count))?;
             }
         }
         Ok(())
@@ -160,16 +163,23 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     }
 
     fn pull_steps(&mut self) -> Result<()> {
-        let Some(bound) = &self.bound else { return Ok(()) };
+        for (index, step) in self.steps()? {
+            self.held.get_mut(&index).expect("what is bound is held").step = step;
+        }
+        Ok(())
+    }
+
+    /// How many steps the tensors that are bound have taken, by index. Waits for the device.
+    fn steps(&self) -> Result<BTreeMap<usize, u64>> {
+        let Some(bound) = &self.bound else { return Ok(BTreeMap::new()) };
         let mut bytes = vec![0; bound.indices.len() * size_of::<Progress>()];
         self.device.read(&bound.progress, 0, &mut bytes)?;
         let (all, _) = bytes.as_chunks::<{ size_of::<Progress>() }>();
-        for (index, progress) in bound.indices.iter().zip(all) {
+        let step = |progress: &[u8; size_of::<Progress>()]| {
             let (step, _) = progress.split_first_chunk().expect("more bytes than a step has");
-            let held = self.held.get_mut(index).expect("what is bound is held");
-            held.step = u64::from_ne_bytes(*step);
-        }
-        Ok(())
+            u64::from_ne_bytes(*step)
+        };
+        Ok(bound.indices.iter().copied().zip(all.iter().map(step)).collect())
     }
 
     /// A tensor's state, with the slots and the master it is to have.
@@ -238,9 +248,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     ) -> Result<Bound<D::Memory>> {
         let (programs, shapes) = self.classes(members, params);
         let plan = Plan::new(&shapes, self.core.groups().len(), H::BY_ROWS);
-        let tensors: Vec<Tensor> = (members.iter().zip(&plan.places))
-            .map(|(member, place)| self.tensor(*member, params, *place))
-            .collect();
+        let tensors = self.tensors(members, params, &plan.places);
         let progress = |(index, _): &(usize, usize)| Progress {
             step: self.held[index].step,
             ..Progress::default()
@@ -252,8 +260,9 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let ctl = self.device.alloc(size_of::<Asked>() + size_of::<Answer>())?;
         let mut tables = Tables::new(&self.device);
         let progress = tables.memory(&progress.bytes())?;
+        let sent = tables.memory(&tensors.bytes())?;
         let look = Job {
-            tensor: tables.send(&tensors.bytes())?,
+            tensor: D::address(&sent),
             chunk: tables.send(&plan.look.bytes())?,
             group: D::address(&groups),
             progress: D::address(&progress),
@@ -279,6 +288,9 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             launches,
             look,
             looks: Looks::new(plan.look_chunks(tensors.len())),
+            forms: params.iter().map(DeviceParam::form).collect(),
+            tensors: sent,
+            places: plan.places,
             progress,
             groups,
             ctl,
@@ -322,6 +334,17 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         chunks.div_ceil(8).clamp(1, self.device.processors() * BLOCKS_PER_PROCESSOR)
     }
 
+    /// What the kernels know of the tensors with a gradient.
+    fn tensors(
+        &self,
+        members: &[(usize, usize)],
+        params: &[DeviceParam],
+        places: &[(u64, u64)],
+    ) -> Vec<Tensor> {
+        let both = members.iter().zip(places);
+        both.map(|(member, place)| self.tensor(*member, params, *place)).collect()
+    }
+
     fn tensor(
         &self,
         (index, group): (usize, usize),
@@ -361,8 +384,8 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     #[expect(unsafe_code, reason = "kernels work on the caller's addresses")]
     pub(super) unsafe fn step(&mut self, ctl: &StepCtl, found_inf: u64) -> Result<()> {
         ctl.validate()?;
-        let asked = self.asked(ctl)?;
-        let groups = self.group_table().bytes();
+        let asked = asked(ctl, self.core.groups(), self.loss_scale)?;
+        let groups = group_table(self.core.groups()).bytes();
         let own: Vec<OwnClip> =
             self.core.groups().iter().map(|group| group.hyper.own_clip()).collect();
         let needed = norms::needed(ctl, &own);
@@ -422,7 +445,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         on: Option<&D>,
     ) -> Result<()> {
         ctl.validate()?;
-        let asked = self.asked(ctl)?.bytes();
+        let asked = asked(ctl, self.core.groups(), self.loss_scale)?.bytes();
         let bound = self.bound.as_mut().ok_or(UNBOUND)?;
         let at = |&index: &usize| {
             let missing = Error::MissingParam { index, count: bound.indices.len() };
@@ -441,6 +464,24 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         Ok(())
     }
 
+    /// Whether a gradient that is bound is not finite. Waits for the device.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaOptimizer::look_part`](super::CudaOptimizer::look_part), for all that are bound.
+    #[expect(unsafe_code, reason = "kernels read at the caller's addresses")]
+    pub(super) unsafe fn found_inf(&mut self, ctl: &StepCtl) -> Result<bool> {
+        let all = self.bound.as_ref().ok_or(UNBOUND)?.indices.clone();
+        // SAFETY: the caller vouches for the gradients.
+        unsafe { self.look_part(&all, ctl, None) }?;
+        let bound = self.bound.as_mut().ok_or(UNBOUND)?;
+        // The step looks for itself, at these or at others.
+        bound.looks.forget();
+        let bad = read_answer(&self.device, bound)?.bad != 0;
+        self.device.write(&mut bound.ctl, Answer::BAD, &0_u32.bytes())?;
+        Ok(bad)
+    }
+
     /// # Safety
     ///
     /// The gradients of these chunks must lie where `bind` was told until the device has read them.
@@ -453,54 +494,6 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         unsafe {
             device.launch(&Program::LOOK, "look_part", self.blocks(chunks.len() as u32), &job)
         }
-    }
-
-    fn asked(&self, ctl: &StepCtl) -> Result<Asked> {
-        let max_norm = match ctl.clip {
-            Some(Clip::Norm(clip)) if clip.norm_type != 2.0 => {
-                return Err(Error::Unsupported { what: "clipping by other norms than the 2-norm" });
-            }
-            Some(Clip::Norm(clip)) if clip.error_if_nonfinite => {
-                return Err(Error::Unsupported { what: "`error_if_nonfinite`" });
-            }
-            Some(Clip::Norm(clip)) => clip.max_norm,
-            _ => -1.0,
-        };
-        let limit = match ctl.clip {
-            Some(Clip::Value(limit)) => limit,
-            _ => f32::INFINITY,
-        };
-        let own = |group: &ParamGroup<H>| group.hyper.own_clip() == OwnClip::Unit;
-        let scale = self.loss_scale.unwrap_or_default();
-        Ok(Asked {
-            max_norm,
-            growth: scale.growth_factor,
-            backoff: scale.backoff_factor,
-            interval: scale.growth_interval as f64,
-            min_scale: scale.min_scale.unwrap_or(-1.0),
-            limit,
-            grad_scale: ctl.grad_scale,
-            scaled: self.loss_scale.is_some().into(),
-            known: (ctl.found_inf == FoundInf::Known(true)).into(),
-            check: (ctl.found_inf == FoundInf::Check).into(),
-            unit: self.core.groups().iter().any(own).into(),
-            unused: 0,
-        })
-    }
-
-    fn group_table(&self) -> Vec<Group> {
-        let group = |group: &ParamGroup<H>| {
-            let mut h = [0.0; 12];
-            h.iter_mut().zip(group.hyper.numbers()).for_each(|(h, number)| *h = number);
-            let (own_clip, max) = match group.hyper.own_clip() {
-                OwnClip::None => (0, 0.0),
-                OwnClip::Group(max) => (1, max),
-                OwnClip::Tensor(max) => (2, max),
-                OwnClip::Unit => (3, 0.0),
-            };
-            Group { h, max, own_clip, maximize: group.hyper.maximize().into() }
-        };
-        self.core.groups().iter().map(group).collect()
     }
 
     pub(super) fn set_loss_scale(&mut self, loss_scale: Option<LossScale>) -> Result<()> {
@@ -532,23 +525,19 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         })
     }
 
-    pub(super) fn state_dict(&mut self) -> Result<StateDict> {
-        self.pull_steps()?;
-        let members: Vec<(usize, usize)> = self.core.members().collect();
-        for (index, group) in members.iter().copied() {
+    pub(super) fn state_dict(&self) -> Result<StateDict> {
+        let steps = self.steps()?;
+        let mut core = self.core.clone();
+        for (index, group) in self.core.members() {
             let Some(held) = self.held.get(&index) else { continue };
-            if held.step == 0 {
-                continue;
+            let step = steps.get(&index).copied().unwrap_or(held.step);
+            if step > 0 {
+                let hyper = &self.core.groups()[group].hyper;
+                let state = held.read(&self.device, hyper, held.count.unwrap_or(0))?;
+                core.swap_state(index, Some(TensorState { step, ..state }));
             }
-            let hyper = &self.core.groups()[group].hyper;
-            let state = held.read(&self.device, hyper, held.count.unwrap_or(0))?;
-            self.core.swap_state(index, Some(state));
         }
-        let dict = self.core.state_dict();
-        for (index, _) in members {
-            self.core.swap_state(index, None);
-        }
-        Ok(dict)
+        Ok(core.state_dict())
     }
 
     pub(super) fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {

@@ -38,10 +38,12 @@
 //! # Ok::<(), fused_optim::Error>(())
 //! ```
 
+mod asked;
 mod cache;
 mod device;
 mod driver;
 mod error;
+mod fed;
 mod fused;
 #[cfg(test)]
 mod gate;
@@ -62,6 +64,7 @@ use crate::{DType, HalfWeights, ParamGroup, Result, StateDict, StepCtl};
 use device::{Device, Program};
 pub use driver::Gpu;
 pub use error::{Attempt, CudaError};
+pub use fed::{DeviceFed, DeviceParams};
 use fused::Fused;
 pub use nvrtc::{Cubin, Nvrtc};
 use rules::DeviceHyper;
@@ -125,7 +128,8 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     /// Says where the tensors are; at any time again, for example when others have a gradient.
     ///
     /// Makes state for tensors that are new, the f32 masters of half weights among it, builds the
-    /// tables and compiles the kernels. Waits for the device.
+    /// tables and compiles the kernels. Waits for the device. Where tensors differ from those that were bound
+    /// before in nothing but addresses, it sends those, in order of the stream, and waits for nothing.
     ///
     /// # Errors
     ///
@@ -134,7 +138,8 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     /// # Safety
     ///
     /// What `params` say must be so until the next `bind`: as many elements of that type at each
-    /// address, on this device, and none of them in two places. What
+    /// address, on this device, and none of them in two places, except that gradients which are not to be
+    /// cleared may be one another's. What
     /// [`look_part`](Self::look_part) has put into another stream must be done, or come before what the
     /// optimizer's stream does next: it reads tables that go. The same holds for dropping this.
     #[expect(unsafe_code, reason = "an address is only a number")]
@@ -239,7 +244,7 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     /// # Errors
     ///
     /// [`Error::Cuda`](crate::Error::Cuda).
-    pub fn state_dict(&mut self) -> Result<StateDict> {
+    pub fn state_dict(&self) -> Result<StateDict> {
         self.0.state_dict()
     }
 
@@ -256,7 +261,7 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     /// The groups.
     #[must_use]
     pub fn groups(&self) -> &[ParamGroup<H>] {
-        self.0.groups()
+        self.0.core().groups()
     }
 
     /// Sets a group's learning rate.
@@ -265,7 +270,7 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     ///
     /// As [`Optimizer::set_lr`](crate::Optimizer::set_lr).
     pub fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
-        self.0.set_lr(group, lr)
+        self.0.core_mut().set_lr(group, lr)
     }
 }
 
@@ -360,6 +365,39 @@ impl DeviceParam {
     #[must_use]
     pub const fn new(weight: DeviceSlice, grad: Option<DeviceSlice>) -> Self {
         Self { weight, grad, rows: 0, clear: false, ema: None }
+    }
+
+    /// Checks what can be seen of it alone.
+    fn validate(&self, index: usize) -> Result<()> {
+        let Some(grad) = self.grad else { return Ok(()) };
+        self.same_length(index, "gradient", grad.len)?;
+        let (count, rows) = (self.weight.len, self.rows);
+        if rows != 0 && !count.is_multiple_of(rows) {
+            return Err(crate::Error::UnevenRows { index, count, rows });
+        }
+        if let Some((_, decay)) = self.ema
+            && !(0.0..=1.0).contains(&decay)
+        {
+            return Err(crate::Error::InvalidHyper { name: "ema decay", value: decay.into() });
+        }
+        let aligned = |slice: DeviceSlice| slice.ptr.is_multiple_of(slice.dtype.size() as u64);
+        match aligned(self.weight) && aligned(grad) {
+            true => Ok(()),
+            false => Err(crate::Error::Unsupported { what: "an address between two elements" }),
+        }
+    }
+
+    fn same_length(&self, index: usize, what: &'static str, got: usize) -> Result<()> {
+        let expected = self.weight.len;
+        let mismatch = crate::Error::LengthMismatch { index, what, expected, got };
+        if got == expected { Ok(()) } else { Err(mismatch) }
+    }
+
+    /// All but the addresses.
+    fn form(&self) -> Self {
+        let form = |slice: DeviceSlice| DeviceSlice { ptr: 0, ..slice };
+        let ema = self.ema.map(|(_, decay)| (0, decay));
+        Self { weight: form(self.weight), grad: self.grad.map(form), ema, ..*self }
     }
 }
 

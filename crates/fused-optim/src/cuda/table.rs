@@ -120,6 +120,8 @@ impl Answer {
     pub(super) const TRACKER: usize = size_of::<Asked>() + 8;
     /// Where the loss scale is in `Ctl`.
     pub(super) const LOSS_SCALE: usize = size_of::<Asked>() + 24;
+    /// Where it is noted that a gradient was not finite.
+    pub(super) const BAD: usize = size_of::<Asked>() + 36;
 
     /// Reads what [`Bytes::bytes`] writes.
     pub(super) fn from_bytes(bytes: &[u8; size_of::<Self>()]) -> Self {

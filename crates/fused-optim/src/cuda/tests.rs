@@ -251,7 +251,7 @@ fn compare<H: DeviceHyper>(
 ) -> std::result::Result<(), String> {
     let mut random = Random(seed);
     let mut ones: Vec<One> = sizes.iter().map(|size| One::new(&mut random, kind, *size)).collect();
-    let mut twins = ones.clone();
+    let (mut twins, mut moved) = (ones.clone(), Vec::new());
     let groups = || {
         let of = |group: usize| (0..sizes.len()).filter(move |i| i % 3 / 2 == group);
         hypers.clone().into_iter().enumerate().map(move |(at, h)| ParamGroup::new(h, of(at)))
@@ -260,17 +260,19 @@ fn compare<H: DeviceHyper>(
     cpu.half_weights = kind.how;
     let mut device = Fused::new(host, groups(), kind.how).unwrap();
     for (at, ctl) in controls().iter().enumerate() {
+        // Tensors lie elsewhere at each step; now and then others have gradients.
         if at % 3 == 0 {
-            // Other tensors have gradients; everything is bound anew.
             for (one, twin) in ones.iter_mut().zip(&mut twins) {
                 one.has_grad = random.below(8) != 0;
                 twin.has_grad = one.has_grad;
             }
-            let params: Vec<DeviceParam> =
-                twins.iter_mut().map(|twin| twin.on_device(&device.device)).collect();
-            // SAFETY: `twins` live as long as the device, and do not move.
-            unsafe { device.bind(&params) }.unwrap();
         }
+        moved.push(twins);
+        twins = moved[at].clone();
+        let params: Vec<DeviceParam> =
+            twins.iter_mut().map(|twin| twin.on_device(&device.device)).collect();
+        // SAFETY: `twins` and what they were live as long as the device, and do not move.
+        unsafe { device.bind(&params) }.unwrap();
         // One element anywhere overflows, and is gone a step later.
         if at == 5 || at == 6 {
             let mut random = Random(seed);
@@ -281,6 +283,11 @@ fn compare<H: DeviceHyper>(
         }
         let mut params: Vec<ParamMut<'_>> = ones.iter_mut().map(One::on_cpu).collect();
         let applied = cpu.step(&mut params, ctl).unwrap();
+        // SAFETY: as above.
+        let found = unsafe { device.found_inf(ctl) }.unwrap();
+        if ctl.found_inf == FoundInf::Check && found == (applied == Applied::Applied) {
+            return Err(format!("step {at}: an overflow found: {found}"));
+        }
         look_before(&mut device, &mut Random(seed ^ at as u64), &twins, ctl);
         // SAFETY: as above.
         unsafe { device.step(ctl, 0) }.unwrap();
@@ -342,10 +349,7 @@ fn difference(expected: &StateDict, got: &StateDict) -> String {
             let other = other.tensors.get(name).map(Vec::as_slice).unwrap_or_default();
             let differs = |(a, b): (&f32, &f32)| canonical(a) != canonical(b);
             if let Some(at) = values.iter().zip(other).position(differs) {
-                return format!(
-                    "state {index}, {name}, element {at}: {} {}",
-                    values[at], other[at]
-                );
+                return format!("{name} {index}, element {at}: {} {}", values[at], other[at]);
             }
         }
     }

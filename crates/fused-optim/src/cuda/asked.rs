@@ -1,0 +1,61 @@
+//! What a device is told of a step: the half of `Ctl` that the host writes, and the groups' numbers.
+
+use super::LossScale;
+use super::rules::DeviceHyper;
+use super::table::{Asked, Group};
+use crate::rule::OwnClip;
+use crate::{Clip, Error, FoundInf, ParamGroup, Result, StepCtl};
+
+/// The host's half of `Ctl`.
+pub(super) fn asked<H: DeviceHyper>(
+    ctl: &StepCtl,
+    groups: &[ParamGroup<H>],
+    loss_scale: Option<LossScale>,
+) -> Result<Asked> {
+    let max_norm = match ctl.clip {
+        Some(Clip::Norm(clip)) if clip.norm_type != 2.0 => {
+            return Err(Error::Unsupported { what: "clipping by other norms than the 2-norm" });
+        }
+        Some(Clip::Norm(clip)) if clip.error_if_nonfinite => {
+            return Err(Error::Unsupported { what: "`error_if_nonfinite`" });
+        }
+        Some(Clip::Norm(clip)) => clip.max_norm,
+        _ => -1.0,
+    };
+    let limit = match ctl.clip {
+        Some(Clip::Value(limit)) => limit,
+        _ => f32::INFINITY,
+    };
+    let own = |group: &ParamGroup<H>| group.hyper.own_clip() == OwnClip::Unit;
+    let scale = loss_scale.unwrap_or_default();
+    Ok(Asked {
+        max_norm,
+        growth: scale.growth_factor,
+        backoff: scale.backoff_factor,
+        interval: scale.growth_interval as f64,
+        min_scale: scale.min_scale.unwrap_or(-1.0),
+        limit,
+        grad_scale: ctl.grad_scale,
+        scaled: loss_scale.is_some().into(),
+        known: (ctl.found_inf == FoundInf::Known(true)).into(),
+        check: (ctl.found_inf == FoundInf::Check).into(),
+        unit: groups.iter().any(own).into(),
+        unused: 0,
+    })
+}
+
+/// Each group's hyper-parameters and own clip.
+pub(super) fn group_table<H: DeviceHyper>(groups: &[ParamGroup<H>]) -> Vec<Group> {
+    let group = |group: &ParamGroup<H>| {
+        let mut h = [0.0; 12];
+        h.iter_mut().zip(group.hyper.numbers()).for_each(|(h, number)| *h = number);
+        let (own_clip, max) = match group.hyper.own_clip() {
+            OwnClip::None => (0, 0.0),
+            OwnClip::Group(max) => (1, max),
+            OwnClip::Tensor(max) => (2, max),
+            OwnClip::Unit => (3, 0.0),
+        };
+        Group { h, max, own_clip, maximize: group.hyper.maximize().into() }
+    };
+    groups.iter().map(group).collect()
+}

@@ -1,0 +1,163 @@
+//! An optimizer on a GPU as an [`Optimizer`], for tensors that lie there.
+//!
+//! What of [`CudaOptimizer`] is unsafe, for an address is only a number, is here promised once, by whoever makes
+//! the [`DeviceParams`]: that names the stream in whose order the memory is used, and a step on another is
+//! refused.
+
+use super::device::{Device, Program};
+use super::driver::Gpu;
+use super::rules::DeviceHyper;
+use super::{CudaOptimizer, DeviceParam};
+use crate::{
+    Applied, Clip, Error, FoundInf, HalfWeights, Optimizer, ParamGroup, ParamMut, Result,
+    StateDict, StepCtl,
+};
+
+/// Tensors in a device's memory, lent for a step.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceParams<'a> {
+    on: &'a Gpu,
+    params: &'a [DeviceParam],
+}
+
+impl<'a> DeviceParams<'a> {
+    /// Lends `params` to whoever works on them in the stream of `on`.
+    ///
+    /// # Safety
+    ///
+    /// As many elements of that type must be at each address, on the device of `on`, until its stream has come
+    /// past all that is put into it while this is lent; whatever else writes or frees them, or reads the
+    /// weights, is ordered before or behind that. No weight is in two places or shares memory with a gradient;
+    /// gradients that are not to be cleared may be one another's.
+    #[must_use]
+    #[expect(unsafe_code, reason = "an address is only a number")]
+    pub const unsafe fn new(on: &'a Gpu, params: &'a [DeviceParam]) -> Self {
+        Self { on, params }
+    }
+}
+
+/// An [`Optimizer`] whose weights, gradients and state are on a GPU; `H` is the rule's hyper-parameters.
+///
+/// It steps by [`step_on_device`](Optimizer::step_on_device), with the bits that the CPU's rule has on the same
+/// gradients, and refuses tensors of the host. A step only launches, and waits for the device where it is to
+/// [look](FoundInf::Check) whether gradients are finite: for that one word. It waits also at the first step, and
+/// where other tensors have a gradient than before. [`grad_norm`](Optimizer::grad_norm) and
+/// [`try_state_dict`](Optimizer::try_state_dict) ask the device. What [`CudaOptimizer`] refuses it refuses.
+#[derive(Debug)]
+pub struct DeviceFed<H> {
+    cuda: CudaOptimizer<H>,
+    /// A step that was asked to clip by norm has been made.
+    has_norm: bool,
+}
+
+#[expect(private_bounds, reason = "sealed: the nine rules, and nobody else's")]
+impl<H: DeviceHyper> DeviceFed<H> {
+    /// An optimizer over these groups, whose work goes into the stream of `gpu`. Compiles the kernels that look at
+    /// gradients, so that a missing NVRTC shows now.
+    ///
+    /// # Errors
+    ///
+    /// As [`CudaOptimizer::new`], and [`Error::Cuda`].
+    pub fn new(
+        gpu: Gpu,
+        groups: impl IntoIterator<Item = ParamGroup<H>>,
+        half_weights: HalfWeights,
+    ) -> Result<Self> {
+        gpu.prepare(&Program::LOOK)?;
+        Ok(Self { cuda: CudaOptimizer::new(gpu, groups, half_weights)?, has_norm: false })
+    }
+
+    fn bind(&mut self, params: DeviceParams<'_>) -> Result<()> {
+        let (own, lent) = (self.cuda.0.device.stream(), params.on.stream());
+        if own != lent {
+            return Err(Error::Unsupported { what: "tensors that are used in another stream" });
+        }
+        // SAFETY: what `DeviceParams` promises, in order of this very stream. Only `step` and `found_inf` use
+        // what is bound, which bind what they are lent first.
+        #[expect(unsafe_code, reason = "an address is only a number")]
+        unsafe {
+            self.cuda.bind(params.params)
+        }
+    }
+}
+
+impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
+    fn kind(&self) -> &'static str {
+        H::KIND
+    }
+
+    fn step(&mut self, _: &mut [ParamMut<'_>], _: &StepCtl) -> Result<Applied> {
+        Err(Error::Unsupported { what: "a step of a device's optimizer on the host's memory" })
+    }
+
+    fn step_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<Applied> {
+        ctl.validate()?;
+        if ctl.found_inf == FoundInf::Known(true) {
+            return Ok(Applied::SkippedNonFinite);
+        }
+        self.bind(params)?;
+        // SAFETY: bound a moment ago.
+        #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
+        unsafe { self.cuda.step(ctl) }?;
+        if ctl.found_inf == FoundInf::Check && self.cuda.status()?.last_skipped {
+            return Ok(Applied::SkippedNonFinite);
+        }
+        self.has_norm |= matches!(ctl.clip, Some(Clip::Norm(_)));
+        Ok(Applied::Applied)
+    }
+
+    fn found_inf_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<bool> {
+        ctl.validate()?;
+        self.bind(params)?;
+        // SAFETY: bound a moment ago.
+        #[expect(unsafe_code, reason = "kernels read where `bind` was told")]
+        unsafe {
+            self.cuda.0.found_inf(ctl)
+        }
+    }
+
+    fn state_dict(&self) -> StateDict {
+        self.try_state_dict().expect("the device gives the state; else `try_state_dict` says why")
+    }
+
+    fn try_state_dict(&self) -> Result<StateDict> {
+        self.cuda.state_dict()
+    }
+
+    fn device(&self) -> String {
+        format!("cuda:{}", self.cuda.0.device.stream().context().ordinal())
+    }
+
+    fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
+        self.cuda.load_state_dict(dict)
+    }
+
+    fn group_count(&self) -> usize {
+        self.cuda.groups().len()
+    }
+
+    fn lr(&self, group: usize) -> Result<f64> {
+        self.cuda.0.core().lr(group)
+    }
+
+    fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
+        self.cuda.set_lr(group, lr)
+    }
+
+    fn momentum(&self, group: usize) -> Result<Option<f64>> {
+        self.cuda.0.core().momentum(group)
+    }
+
+    fn set_momentum(&mut self, group: usize, momentum: f64) -> Result<()> {
+        self.cuda.0.core_mut().set_momentum(group, momentum)
+    }
+
+    /// The device does not ask.
+    fn set_threads(&mut self, _: usize) {}
+
+    /// Waits for the device; none if it does not answer.
+    fn grad_norm(&self) -> Option<f64> {
+        let status = self.has_norm.then(|| self.cuda.status());
+        status.and_then(Result::ok).map(|status| status.grad_norm)
+    }
+}

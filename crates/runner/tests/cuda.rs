@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use collective::ProcessGroup;
 use runner::config::Config;
+use runner::optim_wrapper::OptimWrapperFactory;
 use runner::{Result, Runner, RunnerBuilder};
 use safetensors::SafeTensors;
 
@@ -28,13 +29,23 @@ fn built_in(
     steps: usize,
     resume: bool,
 ) -> Result<Runner> {
+    let checkpoints = match more.contains("default_hooks = ") {
+        true => "",
+        false => {
+            "default_hooks = { checkpoint = { type = 'CheckpointHook', by_epoch = false, interval = 2 } }"
+        }
+    };
+    let model = match more.contains("model = ") {
+        true => "",
+        false => "model = { type = 'ResNet', width = 4, blocks = [1], stem_max_pool = true }",
+    };
     let text = format!(
         "{more}
         resume = {resume}
-        model = {{ type = 'ResNet', width = 4, blocks = [1], stem_max_pool = true }}
+        {model}
         train_dataloader = {{ batch_size = 8, dataset = {{ type = 'Digits', split = 'train' }} }}
         train_cfg = {{ type = 'IterBasedTrainLoop', max_iters = {steps} }}
-        default_hooks = {{ checkpoint = {{ type = 'CheckpointHook', by_epoch = false, interval = 2 }} }}
+        {checkpoints}
         randomness = {{ seed = 3 }}"
     );
     let builder = RunnerBuilder::from_config(Config::from_text("c.toml", text)?)?;
@@ -78,6 +89,200 @@ fn a_run_on_the_gpu_is_the_cpus_but_for_rounding() {
     assert_close(&cpu, &gpu);
 }
 
+/// What a checkpoint has of model and optimizer, file by file.
+fn files(checkpoint: &Path) -> Vec<(String, Vec<u8>)> {
+    let names = ["model", "optimizer", "ema", "gradients_0"].map(|n| format!("{n}.safetensors"));
+    let read = |name: String| std::fs::read(checkpoint.join(&name)).ok().map(|bytes| (name, bytes));
+    names.into_iter().filter_map(read).collect()
+}
+
+const GPU: &str = "device = 'cuda'";
+const OFFLOADED: &str = "device = { type = 'cuda', offload_optimizer = true }";
+const MLP: &str = "model = { type = 'Mlp', in_features = 64, hidden = [9], num_classes = 10 }";
+
+/// Runs some steps with the optimizer on the GPU and on the host, each with its gradients: the same bits.
+fn same_bits(dir: &Path, rest: &str, steps: usize) -> Vec<(String, Vec<u8>)> {
+    let run = |name: &str, device: &str| {
+        files(&run(&dir.join(name), &format!("{device}\n{MLP}\n{rest}"), steps, false))
+    };
+    let (gpu, host) = (run("gpu", GPU), run("host", OFFLOADED));
+    assert!(gpu.len() >= 2);
+    for ((name, gpu), (_, host)) in gpu.iter().zip(&host) {
+        assert!(gpu == host, "{name} differs: {rest}");
+    }
+    assert_eq!(gpu.len(), host.len());
+    gpu
+}
+
+#[test]
+fn each_of_the_nine_steps_there_with_the_bits_of_the_host() {
+    if missing() {
+        return;
+    }
+    for (optimizer, clip) in [
+        ("'Adadelta'", "{ max_norm = 0.5 }"),
+        ("'Adam', amsgrad = true", "{ type = 'value', clip_value = 0.01 }"),
+        ("'AdamP'", "{ max_norm = 0.5 }"),
+        ("'AdamW', lr = 0.01", "{ max_norm = 1e9 }"),
+        ("'BertAdam', lr = 0.01", "{ max_norm = 0.5 }"),
+        ("'Lamb', lr = 0.01", "{ max_norm = 0.5 }"),
+        ("'RMSprop', momentum = 0.5", "{ max_norm = 0.5 }"),
+        ("'RMSpropTF'", "{ max_norm = 0.5 }"),
+        ("'SGD', lr = 0.1, momentum = 0.9", "{ max_norm = 0.5 }"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let rest = format!(
+            "optim_wrapper = {{ type = 'OptimWrapper', optimizer = {{ type = {optimizer} }}, clip_grad = {clip} }}"
+        );
+        same_bits(dir.path(), &rest, 2);
+    }
+}
+
+/// An `AmpOptimWrapper` with these options of precision: parameters with rates of their own, rates and momentum that move,
+/// an average of the model, and a norm in the log.
+fn everything(precision: &str) -> String {
+    format!(
+        "optim_wrapper = {{ type = 'AmpOptimWrapper', {precision}, \
+            optimizer = {{ type = 'AdamW', lr = 0.01 }}, clip_grad = {{ max_norm = 0.5 }}, \
+            paramwise_cfg = {{ bias_lr_mult = 2, bias_decay_mult = 0 }} }}
+        param_scheduler = [{{ type = 'LinearLR', start_factor = 0.5, end = 4, by_epoch = false }}, \
+            {{ type = 'LinearMomentum', start_factor = 0.5, end = 4, by_epoch = false }}]
+        custom_hooks = [{{ type = 'EMAHook', momentum = 0.1 }}]"
+    )
+}
+
+/// A scale at which the first steps overflow.
+const OVERFLOWS: &str = "loss_scale = { init_scale = 3e38, growth_interval = 2 }";
+
+#[test]
+fn mixed_precision_groups_schedules_and_averages_have_the_bits_of_the_host() {
+    if missing() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let twice = everything(&format!("accumulative_counts = 2, {OVERFLOWS}"));
+    // Of nine batches the last is a step of its own.
+    let files = same_bits(&dir.path().join("twice"), &twice, 9);
+    assert_eq!(files.len(), 3, "model, optimizer and average");
+    let half = everything(&format!("half_parameters = true, {OVERFLOWS}"));
+    same_bits(&dir.path().join("half"), &half, 4);
+    let parts = "optim_wrapper = { type = 'OptimWrapperDict', loss_scale = { init_scale = 1e38 }, \
+        layers = { optimizer = { type = 'SGD', lr = 0.1 }, clip_grad = { max_norm = 0.1 } } }";
+    same_bits(&dir.path().join("parts"), parts, 4);
+}
+
+#[test]
+fn a_run_moves_between_the_host_and_the_gpu_at_any_batch() {
+    if missing() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    // Three batches a step: the checkpoints after two and four have gradients that wait for the next.
+    let rest = everything("accumulative_counts = 3, loss_scale = { init_scale = 256 }");
+    let go_on = |name: &str, device: &str, from: Option<&Path>| {
+        let from = from.map(|path| format!("load_from = '{}'\n", path.display()));
+        let more = format!("{}{device}\n{MLP}\n{rest}", from.as_deref().unwrap_or_default());
+        let dir = dir.path().join(name);
+        run(&dir, &more, 8, from.is_some());
+        dir
+    };
+    let whole = files(&go_on("whole", OFFLOADED, None).join("iter_8"));
+    for devices in [[GPU, GPU, GPU], [GPU, OFFLOADED, GPU], [OFFLOADED, GPU, OFFLOADED]] {
+        let mut from = None;
+        for (at, device) in devices.into_iter().enumerate() {
+            let name = format!("{}-{at}", devices.map(|device| device.len().to_string()).concat());
+            let dir = go_on(&name, device, from.as_deref());
+            assert!(files(&dir.join("iter_8")) == whole, "{devices:?} {at}");
+            let next = dir.join(format!("iter_{}", 2 << at));
+            let waiting = files(&next).iter().any(|(name, _)| name == "gradients_0.safetensors");
+            assert_eq!(waiting, at < 2, "{}", next.display());
+            from = Some(next);
+        }
+    }
+}
+
+/// Bytes that this thread has had copied to GPUs, and from there, if it is the fake one that does.
+#[expect(unsafe_code, reason = "the fake GPU is a library of C")]
+fn copied() -> Option<[u64; 2]> {
+    // SAFETY: a name, looked for in what is loaded.
+    let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"fake_gpu_copied".as_ptr()) };
+    if address.is_null() {
+        return None;
+    }
+    // SAFETY: the function of this name takes nothing and returns the address of two words of this thread.
+    let copied = unsafe {
+        std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> *const [u64; 2]>(address)
+    };
+    // SAFETY: as above.
+    Some(unsafe { *copied() })
+}
+
+#[test]
+fn a_step_moves_neither_weights_nor_gradients_to_the_host_or_from_there() {
+    if missing() {
+        return;
+    }
+    let Some(_) = copied() else {
+        eprintln!("ignored: a real GPU does not count copies");
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let a_step = |device: &str| {
+        let more = format!(
+            "{device}
+            model = {{ type = 'Mlp', in_features = 64, hidden = [999], num_classes = 10 }}
+            default_hooks = {{ checkpoint = {{ type = 'CheckpointHook', by_epoch = false, interval = 99 }} }}
+            optim_wrapper = {{ type = 'AmpOptimWrapper', optimizer = {{ type = 'AdamW' }}, \
+            accumulative_counts = 2, clip_grad = {{ max_norm = 1 }} }}"
+        );
+        // The second run has two steps more, of two batches each.
+        let [few, many] = [4, 8].map(|batches| {
+            let before = copied().unwrap();
+            run(&dir.path().join(format!("{}-{batches}", device.len())), &more, batches, false);
+            let after = copied().unwrap();
+            [after[0] - before[0], after[1] - before[1]]
+        });
+        [(many[0] - few[0]) / 2, (many[1] - few[1]) / 2]
+    };
+    let weights = 4 * (64 * 999 + 999 + 999 * 10 + 10);
+    let [to, from] = a_step(GPU);
+    // Two batches of 8 images of 64 numbers, labels, losses, addresses, shapes; a verdict and a norm.
+    assert!(to < 16 << 10 && from < 512, "{to} bytes there, {from} back");
+    let [to, from] = a_step(OFFLOADED);
+    assert!(to > weights && from > 2 * weights, "{to} bytes there, {from} back of {weights}");
+}
+
+#[test]
+fn what_an_optimizer_on_the_gpu_does_not_do_is_refused_by_name() {
+    if missing() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    for (clip, named) in [
+        ("max_norm = 1, norm_type = 'inf'", "`clip_grad.norm_type`"),
+        ("max_norm = 1, error_if_nonfinite = true", "`clip_grad.error_if_nonfinite`"),
+    ] {
+        let optim = OPTIM.replace("optimizer =", &format!("clip_grad = {{ {clip} }}, optimizer ="));
+        let error = built(&dir.path().join("refused"), &format!("{GPU}\n{optim}"), 1, false);
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains(named) && error.contains("offload_optimizer = true"), "{error}");
+        built(&dir.path().join("offloaded"), &format!("{OFFLOADED}\n{optim}"), 1, false).unwrap();
+    }
+    let config = Config::from_text(
+        "c.toml",
+        format!(
+            "{GPU}\n{MLP}\n{OPTIM}
+        train_dataloader = {{ batch_size = 8, dataset = {{ type = 'Digits', split = 'train' }} }}
+        train_cfg = {{ type = 'IterBasedTrainLoop', max_iters = 1 }}"
+        ),
+    );
+    let own = |count| fused_optim::Sgd::with_one_group(fused_optim::SgdHyper::default(), count);
+    let builder = RunnerBuilder::from_config(config.unwrap()).unwrap();
+    let builder = builder.optim_wrapper(OptimWrapperFactory::fp32(own)).work_dir(dir.path());
+    let error = builder.build().unwrap_err().to_string();
+    assert!(error.contains("the optimizer `sgd` computes on cpu, not on cuda:0"), "{error}");
+}
+
 #[test]
 fn two_ranks_on_one_gpu_are_two_on_the_cpu() {
     if missing() {
@@ -96,7 +301,9 @@ fn two_ranks_on_one_gpu_are_two_on_the_cpu() {
         });
         dir.join("iter_4")
     };
-    assert_close(&run("cpu", OPTIM), &run("gpu", &format!("device = 'cuda'\n{OPTIM}")));
+    let gpu = run("gpu", &format!("{GPU}\n{OPTIM}"));
+    assert_close(&run("cpu", OPTIM), &gpu);
+    assert!(files(&gpu) == files(&run("offloaded", &format!("{OFFLOADED}\n{OPTIM}"))));
 }
 
 fn assert_close(cpu: &Path, gpu: &Path) {

@@ -152,7 +152,14 @@ int cuStreamSynchronize(void *stream) {
   witnessed[s] = s->done;
   return 0;
 }
+// Bytes that this thread has had copied to devices, and from there.
+uint64_t *fake_gpu_copied() {
+  static thread_local uint64_t copied[2];
+  return copied;
+}
+
 int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t bytes, void *stream) {
+  fake_gpu_copied()[0] += bytes;
   // Pageable memory has been read when this returns.
   string held(static_cast<const char *>(from), bytes);
   stream_of(stream)->push([=] { memcpy((void *)to, held.data(), bytes); },
@@ -160,6 +167,7 @@ int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t bytes, void *str
   return 0;
 }
 int cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t bytes, void *stream) {
+  fake_gpu_copied()[1] += bytes;
   stream_of(stream)->push([=] { memcpy(to, (void *)from, bytes); },
                           {{from, from + bytes, false, "copy from the device"}});
 #ifdef LIKE_CUDARC

@@ -1,14 +1,24 @@
-//! Where a run computes: on the host; its model on a CUDA GPU (feature `candle-cuda`); or its optimizer on an
-//! Ascend NPU (feature `npu`).
+//! Where a run computes: on the host; its model and its optimizer on a CUDA GPU (feature `candle-cuda`); or its
+//! optimizer on an Ascend NPU (feature `npu`).
 //!
 //! | what | `device = "cuda"` | `device = "npu"` |
 //! |---|---|---|
 //! | forward, backward, autocast, validation | the GPU, by candle's operators | the host |
-//! | parameters and buffers | the GPU; copies for whoever asks | the host |
-//! | a step's weights | back from the GPU, and there again | each step takes gradients there and weights back |
-//! | the optimizer's state and its step, unscaling, clipping, the look for overflows | the host | the NPU, by operators of CANN |
-//! | averages of gradients over ranks | the host | the NPUs, by HCCL, if the group is over it (`backend = "auto"` with HCCL on all ranks); else the host |
-//! | data, labels and random numbers, metrics, checkpoints, everything else that ranks tell one another | the host | the host |
+//! | parameters and buffers | the GPU; copies for whoever asks: checkpoints, [`EMAHook`](crate::hooks::EmaHook) at each update, buffers that are averaged | the host |
+//! | gradients | of one rank the GPU, also those of an accumulation under way; of several see averages | the host |
+//! | a step's weights | stay where they are | each step takes gradients there and weights back |
+//! | the optimizer's state and its step, unscaling, clipping, the look for overflows | the GPU, by kernels of `fused-optim`, with the bits of the host's | the NPU, by operators of CANN |
+//! | averages of gradients over ranks | the host: gradients come to it, and averages go back | the NPUs, by HCCL, if the group is over it (`backend = "auto"` with HCCL on all ranks); else the host |
+//! | data, labels and random numbers, metrics, checkpoints, the loss scale's policy, everything else that ranks tell one another | the host | the host |
+//!
+//! What a step of one rank on a GPU moves between it and the host: the batch, the loss for the log, and the gradients'
+//! addresses; under `AmpOptimWrapper` the verdict on the gradients, for the loss scale's policy, which the host waits for;
+//! where gradients are clipped by norm, that norm, for the log; hyper-parameters when they change. Checkpoints are
+//! the same wherever the optimizer is: a run goes on from one of the host on a GPU, and the other way round.
+//!
+//! `device = { type = "cuda", offload_optimizer = true }` has the optimizer and its state on the host, for a
+//! model whose state the GPU has no room for, or an optimizer of a program's own: gradients come to the host, and
+//! weights from there and back, at each step.
 //!
 //! Which of the devices is a rank's own is [`Topology::device`]'s to say: the local rank, among those that
 //! `CUDA_VISIBLE_DEVICES` or `ASCEND_RT_VISIBLE_DEVICES` leaves, under every launcher.
@@ -41,7 +51,9 @@ use std::fmt;
 
 use ::amp::OverflowSource;
 use collective::{Accelerator, GroupOptions, ProcessGroup, Topology, Transport};
-use fused_optim::{DType, Optimizer};
+#[cfg(feature = "candle-cuda")]
+use fused_optim::cuda::Gpu;
+use fused_optim::{Clip, DType, Optimizer};
 use parking_lot::Mutex;
 
 use crate::config::Section;
@@ -56,8 +68,11 @@ pub enum DeviceConfig {
     /// The host.
     #[default]
     Cpu,
-    /// A CUDA GPU of this rank's own, for the model.
-    Cuda,
+    /// A CUDA GPU of this rank's own, for the model and its optimizer.
+    Cuda {
+        /// Whether the optimizer and its state are on the host.
+        offload_optimizer: bool,
+    },
     /// An Ascend NPU of this rank's own, for the optimizer.
     Npu {
         /// Whether a chip that trains in mixed precision only makes an `AmpOptimWrapper` of an
@@ -67,6 +82,12 @@ pub enum DeviceConfig {
 }
 
 impl DeviceConfig {
+    /// A CUDA GPU, as `device = "cuda"` says.
+    #[must_use]
+    pub const fn cuda() -> Self {
+        Self::Cuda { offload_optimizer: false }
+    }
+
     /// An Ascend NPU, as `device = "npu"` says.
     #[must_use]
     pub const fn npu() -> Self {
@@ -76,13 +97,17 @@ impl DeviceConfig {
     /// Reads `device = "cuda"`, or a table.
     pub(crate) fn read(root: &mut Section) -> Result<Self> {
         let key = "device";
-        let names = [("cpu", Self::Cpu), ("cuda", Self::Cuda), ("npu", Self::npu())];
+        let names = [("cpu", Self::Cpu), ("cuda", Self::cuda()), ("npu", Self::npu())];
         let place = root.offset_of(key);
         let device = if root.is_table(key) {
             let mut table = root.section(key)?;
             let mut device = table.choice("type", "cpu", &names)?;
-            if let Self::Npu { switch_to_amp } = &mut device {
-                *switch_to_amp = table.or("switch_to_amp", true)?;
+            match &mut device {
+                Self::Cpu => {}
+                Self::Cuda { offload_optimizer } => {
+                    *offload_optimizer = table.or("offload_optimizer", false)?;
+                }
+                Self::Npu { switch_to_amp } => *switch_to_amp = table.or("switch_to_amp", true)?,
             }
             table.finish()?;
             device
@@ -90,16 +115,17 @@ impl DeviceConfig {
             root.choice(key, "cpu", &names)?
         };
         match device {
-            Self::Cuda if !cfg!(feature = "candle-cuda") => Err(place.error(NO_CUDA)),
+            Self::Cuda { .. } if !cfg!(feature = "candle-cuda") => Err(place.error(NO_CUDA)),
             Self::Npu { .. } if !cfg!(feature = "npu") => Err(place.error(NO_NPU)),
             device => Ok(device),
         }
     }
 
-    /// What of it a run needs: one that does not train has no optimizer that an NPU could step.
+    /// What of it a run needs: one that does not train has no optimizer that a device could step.
     pub(crate) fn needed(self, trains: bool) -> Self {
         match self {
             Self::Npu { .. } if !trains => Self::Cpu,
+            Self::Cuda { .. } if !trains => Self::Cuda { offload_optimizer: true },
             device => device,
         }
     }
@@ -113,7 +139,7 @@ impl DeviceConfig {
     pub(crate) fn find(self, topology: impl FnOnce() -> Result<Topology>) -> Result<Own> {
         match self {
             Self::Cpu => Ok(Own::Host),
-            Self::Cuda => find_cuda(topology()?.device(Accelerator::Cuda)?),
+            Self::Cuda { .. } => find_cuda(topology()?.device(Accelerator::Cuda)?),
             Self::Npu { .. } => find_npu(topology()?.device(Accelerator::Npu)?),
         }
     }
@@ -126,8 +152,9 @@ impl DeviceConfig {
                 let npu = npu::Npu::open(index, switch_to_amp, group)?;
                 Ok(Device { npu: Some(npu), ..Device::cpu() })
             }
-            (_, Own::Cuda(index)) => {
-                Ok(Device { model: ComputeDevice::Cuda(index), ..Device::cpu() })
+            (Self::Cuda { offload_optimizer }, Own::Cuda(index)) => {
+                let model = ComputeDevice::Cuda(index);
+                Ok(Device { model, offload: offload_optimizer, ..Device::cpu() })
             }
             _ => {
                 let _ = group;
@@ -196,6 +223,8 @@ pub(crate) fn group_options(
     })
 }
 
+/// What has the optimizer of a model on a GPU on the host.
+const OFFLOAD: &str = "device = { type = \"cuda\", offload_optimizer = true }";
 const NO_CUDA: &str = "device `cuda` is not built in: it needs the feature `candle-cuda`";
 const NO_NPU: &str = "device `npu` is not built in: it needs the feature `npu`";
 
@@ -210,6 +239,10 @@ pub type Overflows = Box<dyn OverflowSource<Error = Error> + Send>;
 #[derive(Debug, Default)]
 pub struct Device {
     model: ComputeDevice,
+    /// Of a model on a GPU: whether its optimizer is on the host.
+    offload: bool,
+    #[cfg(feature = "candle-cuda")]
+    gpu: Option<Gpu>,
     #[cfg(feature = "npu")]
     npu: Option<npu::Npu>,
     warnings: Mutex<Vec<String>>,
@@ -222,9 +255,12 @@ impl Device {
         Self::default()
     }
 
-    /// Its name: `cpu`, or for example `npu:0`.
+    /// Its name: `cpu`, or for example `cuda:0`.
     #[must_use]
     pub fn name(&self) -> String {
+        if !self.offload && self.model != ComputeDevice::Cpu {
+            return self.model.to_string();
+        }
         #[cfg(feature = "npu")]
         if let Some(npu) = &self.npu {
             return npu.name();
@@ -235,6 +271,44 @@ impl Device {
     /// What the run's model is built with.
     pub(crate) fn context(&self, dtype: DType, seed: u64) -> ModelContext {
         ModelContext { dtype, seed, device: self.model }
+    }
+
+    /// Learns from the model's engine in which stream an optimizer on its GPU is to work.
+    pub(crate) fn follow(self, engine: &dyn Engine) -> Result<Self> {
+        #[cfg(feature = "candle-cuda")]
+        if !self.offload && self.model != ComputeDevice::Cpu {
+            let none = || {
+                Error::Config(format!(
+                    "device = \"cuda\": the model's engine has no stream on {} for an optimizer: {OFFLOAD} has \
+                     it on the host",
+                    self.model
+                ))
+            };
+            return Ok(Self { gpu: Some(engine.gpu().ok_or_else(none)?), ..self });
+        }
+        let _ = engine;
+        Ok(self)
+    }
+
+    /// The GPU by the stream that an optimizer is to work in, if it is to work on one.
+    #[cfg(feature = "candle-cuda")]
+    #[must_use]
+    pub const fn gpu(&self) -> Option<&Gpu> {
+        self.gpu.as_ref()
+    }
+
+    /// Refuses bounds on gradients that an optimizer on this device does not know.
+    pub(crate) fn check_clip(&self, clip: Option<Clip>) -> Result<()> {
+        let on_gpu = !self.offload && self.model != ComputeDevice::Cpu;
+        let what = match clip {
+            Some(Clip::Norm(norm)) if on_gpu && norm.norm_type != 2.0 => "norm_type",
+            Some(Clip::Norm(norm)) if on_gpu && norm.error_if_nonfinite => "error_if_nonfinite",
+            _ => return Ok(()),
+        };
+        Err(Error::Config(format!(
+            "device = \"cuda\": `clip_grad.{what}`: an optimizer on a GPU clips by the 2-norm, and skips steps; \
+             {OFFLOAD} has the optimizer on the host, which does that"
+        )))
     }
 
     /// Where operators of an NPU go, if it is one.
@@ -281,7 +355,14 @@ impl Device {
         let _ = group;
         let line = match self.model {
             ComputeDevice::Cpu => None,
-            model => Some(format!("device {model}: the model; the optimizer steps on the host")),
+            model if self.offload => {
+                Some(format!("device {model}: the model; the optimizer, if any, is on the host"))
+            }
+            model if group.world_size() > 1 => Some(format!(
+                "device {model}: the model and its optimizer; gradients are averaged by the host's backend `{}`",
+                group.backend_name()
+            )),
+            model => Some(format!("device {model}: the model, its gradients and its optimizer")),
         };
         (line, warnings)
     }
@@ -289,12 +370,18 @@ impl Device {
     /// Refuses an optimizer that computes on the host although a device was asked for.
     pub(crate) fn check(&self, optimizer: &dyn Optimizer) -> Result<()> {
         let (name, on, kind) = (self.name(), optimizer.device(), optimizer.kind());
-        if name == "cpu" || on == name {
+        if on == name {
             return Ok(());
         }
-        Err(refused(format!(
-            "the optimizer `{kind}` computes on {on}, not on {name}: the nine that a configuration can \
-             name do, one of a program's own must be made for the device that its maker is given"
+        let (asked, other) = match self.model {
+            ComputeDevice::Cpu if name == "cpu" => return Ok(()),
+            ComputeDevice::Cpu => ("npu", String::new()),
+            ComputeDevice::Cuda(_) => ("cuda", format!("; {OFFLOAD} has it on the host")),
+        };
+        Err(Error::Config(format!(
+            "device = \"{asked}\": the optimizer `{kind}` computes on {on}, not on {name}: the nine that a \
+             configuration can name do, one of a program's own must be made for the device that its maker is \
+             given{other}"
         )))
     }
 }

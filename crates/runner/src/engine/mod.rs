@@ -4,17 +4,22 @@
 //! backward and reports each parameter's gradient to a [`GradSink`] the moment backward has
 //! finished it, so that communication can start while backward still runs. Between steps the
 //! engine lends all its parameters at once as plain slices, and the optimizer updates them in
-//! place.
+//! place. An engine on a device reports gradients where they are ([`DeviceTensor`]), and has an optimizer of
+//! that device step there ([`Engine::step_on_device`]).
 //!
 //! Invariant: parameter `i` is `params()[i]` everywhere: in gradients, in the slices lent, in the
 //! optimizer's state, in checkpoints, and on every rank.
 //!
 //! `engine/candle/` is the default implementation (feature `candle`).
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-use fused_optim::{DType, Slice, SliceMut};
+#[cfg(feature = "candle-cuda")]
+use fused_optim::cuda::Gpu;
+use fused_optim::{Applied, DType, Optimizer, Slice, SliceMut, StepCtl};
+use half::{bf16, f16};
 use parking_lot::Mutex;
 
 use crate::data::{Array, Batch};
@@ -86,6 +91,71 @@ pub trait GradSink: Send {
     /// Whatever the sink does with a gradient can fail (communication does); the engine stops
     /// backward and returns this error unchanged.
     fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()>;
+
+    /// As [`ready`](Self::ready), for a gradient in the memory of the engine's device, which the sink may
+    /// keep. Unless it does, a copy goes to [`ready`](Self::ready).
+    ///
+    /// # Errors
+    ///
+    /// As there, and those of the copy.
+    fn ready_on_device(&mut self, index: usize, grad: Box<dyn DeviceTensor>) -> Result<()> {
+        self.ready(index, grad.to_host()?.as_slice())
+    }
+}
+
+/// A tensor of an engine in the memory of its device, there as long as this is kept: a gradient.
+pub trait DeviceTensor: Any + Send + fmt::Debug {
+    /// Its elements' type.
+    fn dtype(&self) -> DType;
+
+    /// How many elements it has.
+    fn count(&self) -> usize;
+
+    /// Adds another one of the same engine, type and length, rounded once per element.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Engine`]: the device's, or for a tensor that is no such.
+    fn add(&mut self, term: &dyn DeviceTensor) -> Result<()>;
+
+    /// A copy in the host's memory. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Engine`]: the device's.
+    fn to_host(&self) -> Result<HostTensor>;
+}
+
+/// A tensor's elements in the host's memory.
+#[derive(Clone, Debug, PartialEq)]
+pub enum HostTensor {
+    /// Of `f32`.
+    F32(Vec<f32>),
+    /// Of `f16`.
+    F16(Vec<f16>),
+    /// Of `bf16`.
+    Bf16(Vec<bf16>),
+}
+
+impl HostTensor {
+    /// The elements.
+    #[must_use]
+    pub fn as_slice(&self) -> Slice<'_> {
+        match self {
+            Self::F32(v) => Slice::F32(v),
+            Self::F16(v) => Slice::F16(v),
+            Self::Bf16(v) => Slice::Bf16(v),
+        }
+    }
+}
+
+/// A gradient, where it is.
+#[derive(Clone, Copy, Debug)]
+pub enum Gradient<'a> {
+    /// In the host's memory.
+    Host(Slice<'a>),
+    /// In the memory of the engine's device.
+    Device(&'a dyn DeviceTensor),
 }
 
 /// A sink shared between the model wrapper that owns it and the engine that calls it.
@@ -132,6 +202,28 @@ pub trait Engine {
         &mut self,
         visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
     ) -> Result<()>;
+
+    /// Has an optimizer of this engine's [device](Self::device) step on the parameters where they are, with
+    /// gradients in their order. Those that are on the host are copied there.
+    ///
+    /// # Errors
+    ///
+    /// Those of the optimizer; [`Error::Engine`] of an engine without a device, and for a gradient that is not
+    /// its own.
+    fn step_on_device(
+        &mut self,
+        _optimizer: &mut dyn Optimizer,
+        _grads: &[Option<Gradient<'_>>],
+        _ctl: &StepCtl,
+    ) -> Result<Applied> {
+        Err(Error::Engine(format!("an engine on {} lets nobody step there", self.device())))
+    }
+
+    /// The GPU it computes on, by the stream in which it does, for an optimizer that is to step there.
+    #[cfg(feature = "candle-cuda")]
+    fn gpu(&self) -> Option<Gpu> {
+        None
+    }
 
     /// Runs forward and backward in training mode. Backward starts from the loss times
     /// `loss_scale`, so every gradient reported to `sink` carries that factor.

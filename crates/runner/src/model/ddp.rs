@@ -3,7 +3,8 @@
 //! Each gradient is copied into its bucket the moment backward has finished it; a full bucket
 //! leaves at once, and [`finish`](ModelWrapper::finish) waits for those still under way. The
 //! bucket is the gradient's only home (PyTorch's `gradient_as_bucket_view`). In a group over HCCL buckets
-//! travel through the memory of the ranks' NPUs.
+//! travel through the memory of the ranks' NPUs. Where a single rank's model computes on a GPU, its gradients
+//! stay there.
 //!
 //! The first step that a parameter gets no gradient in is an error that names it, on every rank,
 //! unless [`find_unused_parameters`](ReducerOptions::find_unused_parameters) or
@@ -11,13 +12,13 @@
 
 use std::sync::Arc;
 
-use collective::reducer::ParamInfo;
+use collective::reducer::{CommHook, ParamInfo};
 use collective::{ProcessGroup, Reducer, ReducerOptions};
 use fused_optim::{DType, Slice, SliceMut};
 use parking_lot::Mutex;
 
 use super::{ModelWrapper, WrapperFactory, state};
-use crate::engine::{Engine, GradSink, SharedSink, TensorSpec};
+use crate::engine::{DeviceTensor, Engine, GradSink, Gradient, SharedSink, TensorSpec};
 use crate::{Error, Result};
 
 /// Data parallelism: every rank holds the whole model and sees its own share of each batch. With one
@@ -38,6 +39,23 @@ struct Inner {
     /// For each parameter, its reducer and its index there.
     route: Vec<(usize, usize)>,
     dtypes: Vec<DType>,
+    /// Gradients that stayed on the engine's device.
+    kept: Vec<Option<Box<dyn DeviceTensor>>>,
+    /// Whether they may: with one rank, and no hook to be passed through.
+    keeps: bool,
+}
+
+impl Inner {
+    /// A gradient in its bucket.
+    fn in_bucket(&self, index: usize) -> Option<Slice<'_>> {
+        let (part, at) = self.route[index];
+        let reducer = &self.reducers[part];
+        match self.dtypes[index] {
+            DType::F32 => reducer.grad(at).map(Slice::F32),
+            DType::F16 => reducer.grad(at).map(Slice::F16),
+            DType::Bf16 => reducer.grad(at).map(Slice::Bf16),
+        }
+    }
 }
 
 impl DistributedDataParallel {
@@ -100,6 +118,8 @@ impl DistributedDataParallel {
     ) -> Result<Self> {
         let mut route = vec![(0, 0); params.len()];
         let mut reducers = Vec::with_capacity(parts.len());
+        let alone = parts.iter().all(|(group, _)| group.world_size() == 1);
+        let keeps = alone && options.comm_hook == CommHook::AllReduce;
         for (part, (group, indices)) in parts.into_iter().enumerate() {
             options.through_device = group.backend_name() == "hccl";
             for (at, &index) in indices.iter().enumerate() {
@@ -109,7 +129,8 @@ impl DistributedDataParallel {
             reducers.push(Reducer::new(group, infos, options.clone())?);
         }
         let dtypes = params.iter().map(|p| p.dtype).collect();
-        let inner = Arc::new(Mutex::new(Inner { reducers, route, dtypes }));
+        let kept = params.iter().map(|_| None).collect();
+        let inner = Arc::new(Mutex::new(Inner { reducers, route, dtypes, kept, keeps }));
         Ok(Self { inner, group: None, sync: true, buffers_due: true })
     }
 
@@ -127,12 +148,17 @@ impl DistributedDataParallel {
 }
 
 fn info(param: &TensorSpec) -> ParamInfo {
-    let dtype = match param.dtype {
+    let dtype = type_of(param.dtype);
+    ParamInfo::new(&param.name, param.count(), dtype).with_rows(param.rows())
+}
+
+/// As `collective` calls a type.
+const fn type_of(dtype: DType) -> collective::DType {
+    match dtype {
         DType::F32 => collective::DType::F32,
         DType::F16 => collective::DType::F16,
         DType::Bf16 => collective::DType::Bf16,
-    };
-    ParamInfo::new(&param.name, param.count(), dtype).with_rows(param.rows())
+    }
 }
 
 impl GradSink for Inner {
@@ -143,6 +169,20 @@ impl GradSink for Inner {
             Slice::F32(g) => reducer.ready(index, g)?,
             Slice::F16(g) => reducer.ready(index, g)?,
             Slice::Bf16(g) => reducer.ready(index, g)?,
+        }
+        Ok(())
+    }
+
+    /// Keeps it, but where gradients are averaged, or a checkpoint has put one into the bucket.
+    fn ready_on_device(&mut self, index: usize, grad: Box<dyn DeviceTensor>) -> Result<()> {
+        if !self.keeps || self.in_bucket(index).is_some() {
+            return self.ready(index, grad.to_host()?.as_slice());
+        }
+        let (part, at) = self.route[index];
+        self.reducers[part].ready_elsewhere(at, type_of(grad.dtype()), grad.count())?;
+        match &mut self.kept[index] {
+            Some(sum) => sum.add(&*grad)?,
+            none => *none = Some(grad),
         }
         Ok(())
     }
@@ -179,21 +219,32 @@ impl ModelWrapper for DistributedDataParallel {
 
     fn with_grads(&self, visit: &mut dyn FnMut(&[Option<Slice<'_>>]) -> Result<()>) -> Result<()> {
         let inner = self.inner.lock();
-        let slices: Vec<_> = inner
-            .dtypes
-            .iter()
-            .zip(&inner.route)
-            .map(|(dtype, &(part, index))| match dtype {
-                DType::F32 => inner.reducers[part].grad(index).map(Slice::F32),
-                DType::F16 => inner.reducers[part].grad(index).map(Slice::F16),
-                DType::Bf16 => inner.reducers[part].grad(index).map(Slice::Bf16),
-            })
-            .collect();
-        visit(&slices)
+        let copy = |kept: &Option<Box<dyn DeviceTensor>>| kept.as_ref().map(|g| g.to_host());
+        let copies: Vec<_> =
+            inner.kept.iter().map(|kept| copy(kept).transpose()).collect::<Result<_>>()?;
+        let slices = copies.iter().enumerate().map(|(index, copy)| match copy {
+            Some(copy) => Some(copy.as_slice()),
+            None => inner.in_bucket(index),
+        });
+        visit(&slices.collect::<Vec<_>>())
+    }
+
+    fn with_gradients(
+        &self,
+        visit: &mut dyn FnMut(&[Option<Gradient<'_>>]) -> Result<()>,
+    ) -> Result<()> {
+        let inner = self.inner.lock();
+        let grads = inner.kept.iter().enumerate().map(|(index, kept)| match kept {
+            Some(kept) => Some(Gradient::Device(&**kept)),
+            None => inner.in_bucket(index).map(Gradient::Host),
+        });
+        visit(&grads.collect::<Vec<_>>())
     }
 
     fn zero_grad(&mut self) {
-        self.inner.lock().reducers.iter_mut().for_each(Reducer::zero_grad);
+        let inner = &mut *self.inner.lock();
+        inner.reducers.iter_mut().for_each(Reducer::zero_grad);
+        inner.kept.fill_with(|| None);
     }
 
     fn state(&self) -> Result<Vec<u8>> {
@@ -202,5 +253,111 @@ impl ModelWrapper for DistributedDataParallel {
 
     fn load_state(&mut self, bytes: &[u8]) -> Result<()> {
         state::load(&mut self.inner.lock().reducers, bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::any::Any;
+
+    use super::*;
+    use crate::engine::HostTensor;
+    use crate::testing::{FakeEngine, Values, group};
+
+    /// A gradient on a device, and how often it was copied from there.
+    #[derive(Clone, Debug)]
+    struct Far(Vec<f32>, Arc<Mutex<usize>>);
+
+    impl DeviceTensor for Far {
+        fn dtype(&self) -> DType {
+            DType::F32
+        }
+
+        fn count(&self) -> usize {
+            self.0.len()
+        }
+
+        fn add(&mut self, term: &dyn DeviceTensor) -> Result<()> {
+            let any: &dyn Any = term;
+            let term: &Self = any.downcast_ref().unwrap();
+            self.0.iter_mut().zip(&term.0).for_each(|(sum, term)| *sum += term);
+            Ok(())
+        }
+
+        fn to_host(&self) -> Result<HostTensor> {
+            *self.1.lock() += 1;
+            Ok(HostTensor::F32(self.0.clone()))
+        }
+    }
+
+    fn wrapper(options: ReducerOptions) -> DistributedDataParallel {
+        let engine = FakeEngine::new(&[("w", Values::F32(vec![0.0; 2]))], &[]);
+        DistributedDataParallel::new(group(), engine.params(), options).unwrap()
+    }
+
+    /// A pass with one gradient.
+    fn pass(model: &mut DistributedDataParallel, sync: bool, grad: Box<Far>) {
+        model.prepare(sync).unwrap();
+        model.sink().lock().ready_on_device(0, grad).unwrap();
+        model.finish().unwrap();
+    }
+
+    /// What there is for the optimizer: its numbers, and whether they are on the device.
+    fn there(model: &DistributedDataParallel) -> Option<(Vec<f32>, bool)> {
+        let mut found = None;
+        model
+            .with_gradients(&mut |grads| {
+                found = grads[0].map(|grad| match grad {
+                    Gradient::Device(grad) => {
+                        let any: &dyn Any = grad;
+                        (any.downcast_ref::<Far>().unwrap().0.clone(), true)
+                    }
+                    Gradient::Host(Slice::F32(grad)) => (grad.to_vec(), false),
+                    Gradient::Host(_) => panic!("of another type"),
+                });
+                Ok(())
+            })
+            .unwrap();
+        found
+    }
+
+    #[test]
+    fn a_single_ranks_gradients_stay_on_the_device_until_somebody_asks() {
+        let mut model = wrapper(ReducerOptions::default());
+        let copies = Arc::default();
+        let far = |values: [f32; 2]| Box::new(Far(values.to_vec(), Arc::clone(&copies)));
+        pass(&mut model, false, far([1.0, 2.0]));
+        pass(&mut model, true, far([10.0, 20.0]));
+        assert_eq!(there(&model), Some((vec![11.0, 22.0], true)));
+        assert_eq!(*copies.lock(), 0);
+        let mut lent = None;
+        let mut lend = |grads: &[Option<Slice<'_>>]| {
+            if let Some(Slice::F32(grad)) = grads[0] {
+                lent = Some(grad.to_vec());
+            }
+            Ok(())
+        };
+        model.with_grads(&mut lend).unwrap();
+        assert_eq!((lent, *copies.lock()), (Some(vec![11.0, 22.0]), 1));
+        model.zero_grad();
+        assert_eq!(there(&model), None);
+        // What a checkpoint brings back is on the host, and what comes is added to it there.
+        model.prepare(false).unwrap();
+        model.sink().lock().ready(0, Slice::F32(&[1.0, 2.0])).unwrap();
+        model.finish().unwrap();
+        pass(&mut model, true, far([10.0, 20.0]));
+        assert_eq!(there(&model), Some((vec![11.0, 22.0], false)));
+        model.zero_grad();
+        pass(&mut model, true, far([3.0, 4.0]));
+        assert_eq!(there(&model), Some((vec![3.0, 4.0], true)));
+    }
+
+    #[test]
+    fn a_hook_has_gradients_pass_through_their_bucket() {
+        let mut options = ReducerOptions::default();
+        options.comm_hook = CommHook::Bf16Compress;
+        let mut model = wrapper(options);
+        pass(&mut model, true, Box::new(Far(vec![1.001, 2.0], Arc::default())));
+        assert_eq!(there(&model), Some((vec![1.0, 2.0], false)));
     }
 }

@@ -17,7 +17,7 @@ pub(crate) use builtin::BUILTIN;
 pub use ddp::DistributedDataParallel;
 
 use crate::Result;
-use crate::engine::{ComputeDevice, Engine, SharedSink, TensorSpec};
+use crate::engine::{ComputeDevice, Engine, Gradient, SharedSink, TensorSpec};
 
 /// What a model is built with.
 #[derive(Clone, Copy, Debug)]
@@ -67,12 +67,27 @@ pub trait ModelWrapper: Send {
     /// [`collective::Error::UnusedParameters`] if a parameter got none; a peer's failure.
     fn finish(&mut self) -> Result<()>;
 
-    /// Lends the gradients, in the parameters' order; `None` where there is none.
+    /// Lends the gradients, in the parameters' order; `None` where there is none. Of those on a device it lends
+    /// copies.
     ///
     /// # Errors
     ///
     /// Those of `visit`.
     fn with_grads(&self, visit: &mut dyn FnMut(&[Option<Slice<'_>>]) -> Result<()>) -> Result<()>;
+
+    /// Lends the gradients as [`with_grads`](Self::with_grads), each where it is.
+    ///
+    /// # Errors
+    ///
+    /// Those of `visit`.
+    fn with_gradients(
+        &self,
+        visit: &mut dyn FnMut(&[Option<Gradient<'_>>]) -> Result<()>,
+    ) -> Result<()> {
+        self.with_grads(&mut |grads| {
+            visit(&grads.iter().map(|grad| grad.map(Gradient::Host)).collect::<Vec<_>>())
+        })
+    }
 
     /// Forgets all gradients.
     fn zero_grad(&mut self);
@@ -172,6 +187,13 @@ impl<T: WrapperOver> ModelWrapper for T {
 
     fn with_grads(&self, visit: &mut dyn FnMut(&[Option<Slice<'_>>]) -> Result<()>) -> Result<()> {
         self.inner().with_grads(visit)
+    }
+
+    fn with_gradients(
+        &self,
+        visit: &mut dyn FnMut(&[Option<Gradient<'_>>]) -> Result<()>,
+    ) -> Result<()> {
+        self.inner().with_gradients(visit)
     }
 
     fn zero_grad(&mut self) {

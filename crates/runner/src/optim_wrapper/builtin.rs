@@ -1,8 +1,10 @@
 //! How `[optim_wrapper]` and `[optim_wrapper.optimizer]` are written.
 
 use ::amp::LossScalerOptions;
-#[cfg(feature = "npu")]
+#[cfg(any(feature = "candle-cuda", feature = "npu"))]
 use fused_optim::HalfWeights;
+#[cfg(feature = "candle-cuda")]
+use fused_optim::cuda::DeviceFed;
 #[cfg(feature = "npu")]
 use fused_optim::npu::HostFed;
 use fused_optim::{
@@ -127,6 +129,7 @@ fn make_dict(
         let mut groups = part.paramwise.groups(params);
         groups.iter_mut().for_each(|group| group.params.retain(|index| own.contains(index)));
         groups.retain(|group| !group.params.is_empty());
+        device.check_clip(part.clip)?;
         let optimizer = (part.optimizer)(params, &groups, device)?;
         Ok(Member { name, optimizer, clip: part.clip })
     };
@@ -153,6 +156,7 @@ impl Part {
     }
 
     fn make(self, params: &[TensorSpec], device: &Device) -> Result<Box<dyn Optimizer>> {
+        device.check_clip(self.clip)?;
         (self.optimizer)(params, &self.paramwise.groups(params), device)
     }
 }
@@ -328,6 +332,11 @@ macro_rules! optimizer {
                 if let Some(on) = device.npu() {
                     let how = HalfWeights::Master;
                     return Ok(Box::new(HostFed::<$hyper>::new(on.clone(), groups, how)?));
+                }
+                #[cfg(feature = "candle-cuda")]
+                if let Some(gpu) = device.gpu() {
+                    let how = HalfWeights::Master;
+                    return Ok(Box::new(DeviceFed::<$hyper>::new(gpu.clone(), groups, how)?));
                 }
                 let _ = device;
                 Ok(Box::new($optimizer::new(groups)?))

@@ -9,6 +9,8 @@
 //! step, with a backward for each part. Here one loss feeds all parts, and they step together:
 //! if a gradient of any part is not finite, none steps.
 
+#[cfg(feature = "candle-cuda")]
+use fused_optim::cuda::DeviceParams;
 use fused_optim::{
     Applied, Clip, Error as OptimError, FoundInf, Grad, Optimizer, ParamMut, ParamState, Slice,
     StateDict, StateProblem, StepCtl,
@@ -28,6 +30,13 @@ pub struct Member {
     pub optimizer: Box<dyn Optimizer>,
     /// A bound on this part's gradients; without one, that of the step.
     pub clip: Option<Clip>,
+}
+
+impl Member {
+    /// What it is told of a step whose gradients are all finite.
+    fn ctl(&self, ctl: &StepCtl) -> StepCtl {
+        StepCtl { found_inf: FoundInf::Known(false), clip: self.clip.or(ctl.clip), ..*ctl }
+    }
 }
 
 /// Several optimizers as one.
@@ -110,12 +119,44 @@ impl Optimizer for OptimizerDict {
         if overflow {
             return Ok(Applied::SkippedNonFinite);
         }
-        for member in &mut self.members {
-            let clip = member.clip.or(ctl.clip);
-            let ctl = StepCtl { found_inf: FoundInf::Known(false), clip, ..*ctl };
-            let _applied = member.optimizer.step(params, &ctl)?;
-        }
+        self.members.iter_mut().try_for_each(|member| {
+            member.optimizer.step(params, &member.ctl(ctl)).map(|_applied| ())
+        })?;
         Ok(Applied::Applied)
+    }
+
+    /// As [`step`](Self::step).
+    #[cfg(feature = "candle-cuda")]
+    fn step_on_device(
+        &mut self,
+        params: DeviceParams<'_>,
+        ctl: &StepCtl,
+    ) -> Result<Applied, OptimError> {
+        let overflow = match ctl.found_inf {
+            FoundInf::Known(known) => known,
+            FoundInf::Check => self.found_inf_on_device(params, ctl)?,
+        };
+        if overflow {
+            return Ok(Applied::SkippedNonFinite);
+        }
+        self.members.iter_mut().try_for_each(|member| {
+            member.optimizer.step_on_device(params, &member.ctl(ctl)).map(|_applied| ())
+        })?;
+        Ok(Applied::Applied)
+    }
+
+    #[cfg(feature = "candle-cuda")]
+    fn found_inf_on_device(
+        &mut self,
+        params: DeviceParams<'_>,
+        ctl: &StepCtl,
+    ) -> Result<bool, OptimError> {
+        for member in &mut self.members {
+            if member.optimizer.found_inf_on_device(params, ctl)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     fn state_dict(&self) -> StateDict {

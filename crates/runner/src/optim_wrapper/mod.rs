@@ -27,7 +27,7 @@ pub use paramwise::{Multipliers, Paramwise};
 use crate::Result;
 use crate::data::Batch;
 use crate::device::Device;
-use crate::engine::{Engine, Losses, SharedSink, TensorSpec};
+use crate::engine::{ComputeDevice, Engine, Losses, SharedSink, TensorSpec};
 use crate::model::ModelWrapper;
 
 /// Makes an optimizer once the parameters are known: over the groups given, which hold parameters
@@ -193,7 +193,7 @@ fn grad_norm(
     }
 }
 
-/// Brings parameters and gradients together for one optimizer step.
+/// Brings parameters and gradients together for one optimizer step: where they are, or on the host.
 fn optimizer_step(
     optimizer: &mut dyn Optimizer,
     engine: &mut dyn Engine,
@@ -201,6 +201,13 @@ fn optimizer_step(
     ctl: &StepCtl,
 ) -> Result<Applied> {
     let mut applied = Applied::SkippedNonFinite;
+    if engine.device() != ComputeDevice::Cpu && optimizer.device() != "cpu" {
+        model.with_gradients(&mut |grads| {
+            applied = engine.step_on_device(optimizer, grads, ctl)?;
+            Ok(())
+        })?;
+        return Ok(applied);
+    }
     let rows: Vec<usize> = engine.params().iter().map(TensorSpec::rows).collect();
     engine.with_params(&mut |weights| {
         model.with_grads(&mut |grads| {

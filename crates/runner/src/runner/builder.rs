@@ -310,6 +310,7 @@ impl RunnerBuilder {
             let own = if self.diff_rank_seed { group.rank() as u64 } else { 0 };
             let context = device.context(optim.dtype, seed.wrapping_add(own));
             let mut engine = make_engine(model, &context, self.compile)?;
+            let device = device.follow(&*engine)?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
             let model = wrapper(group.clone(), engine.params())?;
             let validation = make_judged(self.validation, &group, seed)?;

@@ -26,8 +26,9 @@
 //! what it does not see). [`ops::max_pool2d`], [`ops::scatter`] and [`ops::scatter_add`] have the whole gradient.
 //!
 //! On a GPU ([`CandleOptions::device`], feature `candle-cuda`) parameters, buffers and batches are in its
-//! memory, and [`ops`] are compositions of candle's own operators there. Each gradient is copied to the host
-//! when backward has it, and whoever is lent parameters is lent copies.
+//! memory, and [`ops`] are compositions of candle's own operators there. Gradients stay there, if who takes them
+//! keeps them, and so does the step of an optimizer of that GPU (`on_device.rs`); whoever is lent parameters is
+//! lent copies.
 //!
 //! Invariant: everything runs on the calling thread except what candle's own operators give to
 //! rayon; launchers set `RAYON_NUM_THREADS`.
@@ -36,6 +37,7 @@ mod init;
 pub mod layers;
 mod memory;
 mod model;
+mod on_device;
 pub mod ops;
 mod params;
 mod traps;
@@ -47,6 +49,10 @@ use amp::Autocast;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use fused_optim::SliceMut;
+#[cfg(feature = "candle-cuda")]
+use fused_optim::cuda::Gpu;
+#[cfg(feature = "candle-cuda")]
+use fused_optim::{Applied, Optimizer, StepCtl};
 
 pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
 use self::ops::dropout::{self, Random};
@@ -57,6 +63,8 @@ use super::{
     SharedSink, TensorSpec,
 };
 use crate::data::{Array, ArrayData, Batch};
+#[cfg(feature = "candle-cuda")]
+use crate::engine::Gradient;
 use crate::model::ModelFactory;
 use crate::{Error, Result};
 
@@ -116,6 +124,8 @@ pub struct CandleEngine {
     slot: Arc<Slot>,
     device: Device,
     at: ComputeDevice,
+    #[cfg(feature = "candle-cuda")]
+    gpu: Option<Gpu>,
     dtype: DType,
     autocast: Option<Autocast>,
     compiled: Option<CompileOptions>,
@@ -154,6 +164,8 @@ impl CandleEngine {
                     .map_err(|e| Error::Engine(format!("{at}: {e}")))?
             }
         };
+        #[cfg(feature = "candle-cuda")]
+        let gpu = on_device::open(&device)?;
         let (store, builder) = Store::new(dtype, options.seed, &device)?;
         let model = build(builder).map_err(|e| Error::Engine(format!("building: {e}")))?;
         let (params, buffers, slot) = store.close();
@@ -165,6 +177,8 @@ impl CandleEngine {
             slot,
             device,
             at,
+            #[cfg(feature = "candle-cuda")]
+            gpu,
             dtype,
             autocast: None,
             compiled: None,
@@ -317,6 +331,24 @@ impl Engine for CandleEngine {
         params::lend(&self.buffers, visit)
     }
 
+    #[cfg(feature = "candle-cuda")]
+    fn step_on_device(
+        &mut self,
+        optimizer: &mut dyn Optimizer,
+        grads: &[Option<Gradient<'_>>],
+        ctl: &StepCtl,
+    ) -> Result<Applied> {
+        let Some(gpu) = &self.gpu else {
+            return Err(Error::Engine("the model is on the host: nobody steps it there".into()));
+        };
+        on_device::step((&self.params, &self.device, gpu), optimizer, grads, ctl)
+    }
+
+    #[cfg(feature = "candle-cuda")]
+    fn gpu(&self) -> Option<Gpu> {
+        self.gpu.clone()
+    }
+
     fn forward_backward(
         &mut self,
         batch: &Batch,
@@ -401,8 +433,8 @@ impl Engine for CandleEngine {
 
 /// Why a step on a GPU is not captured as one graph.
 const NO_GRAPH: &str = "candle allocates every tensor of a step anew, where a graph would go on with the \
-                        addresses of the first, and losses, labels and gradients are read by the host \
-                        meanwhile";
+                        addresses of the first, and labels, shapes and strides are sent from the host's \
+                        memory of the moment and losses read meanwhile";
 
 /// candle's name of a parameter's type.
 const fn candle_dtype(dtype: fused_optim::DType) -> DType {

@@ -24,8 +24,9 @@ use fused_optim::{Slice, SliceMut};
 use half::{bf16, f16};
 use parking_lot::Mutex;
 
+use super::on_device::OnDevice;
 use super::{candle_dtype, init};
-use crate::engine::{SharedSink, TensorSpec};
+use crate::engine::{GradSink, SharedSink, TensorSpec};
 use crate::{Error, Result};
 
 /// Tensors of one kind, specification and memory side by side.
@@ -255,7 +256,20 @@ impl CustomOp1 for Source {
             let (name, got) = (&self.name, (gradient.shape(), gradient.dtype()));
             bail!("the gradient of `{name}` is {got:?}, the parameter {:?}", param.shape());
         }
-        let gradient = gradient.contiguous()?.to_device(&Device::Cpu)?;
+        let gradient = gradient.contiguous()?;
+        let taken = if gradient.device().is_cpu() {
+            self.report_host(&gradient)?
+        } else {
+            let gradient = Box::new(OnDevice(gradient.detach()));
+            self.slot.report(|sink| sink.ready_on_device(self.index, gradient))
+        };
+        if taken { Ok(None) } else { bail!("`{}` has a gradient nobody takes", self.name) }
+    }
+}
+
+impl Source {
+    /// Hands a gradient in the host's memory to the sink. False if nobody takes it.
+    fn report_host(&self, gradient: &Tensor) -> candle_core::Result<bool> {
         let (storage, layout) = gradient.storage_and_layout();
         let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
         else {
@@ -267,11 +281,7 @@ impl CustomOp1 for Source {
             CpuStorage::BF16(v) => Slice::Bf16(&v[start..end]),
             other => bail!("the gradient of `{}` is of {:?}", self.name, other.dtype()),
         };
-        if self.slot.report(self.index, slice) {
-            Ok(None)
-        } else {
-            bail!("`{}` has a gradient nobody takes", self.name)
-        }
+        Ok(self.slot.report(|sink| sink.ready(self.index, slice)))
     }
 }
 
@@ -310,10 +320,11 @@ impl Slot {
     }
 
     /// Hands a gradient to the sink. False if there is none, or it refused.
-    fn report(&self, index: usize, gradient: Slice<'_>) -> bool {
+    fn report(&self, hand: impl FnOnce(&mut dyn GradSink) -> Result<()>) -> bool {
         let mut pass = self.0.lock();
         let Some(pass) = pass.as_mut() else { return false };
-        match pass.sink.lock().ready(index, gradient) {
+        let handed = hand(&mut *pass.sink.lock());
+        match handed {
             Ok(()) => true,
             Err(refusal) => {
                 pass.refusal = Some(refusal);

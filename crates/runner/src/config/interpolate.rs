@@ -37,7 +37,7 @@ fn replace(text: &str, place: &Place, path: &Path, base: Option<&Node>) -> Resul
         if let Some(variable) = inside.strip_prefix('$') {
             let value = environment(variable, place)?;
             if is_all {
-                return Ok(Node { value: parse_value(&value, place), place: place.clone() });
+                return Ok(Node { value: parse_value(&value, place)?, place: place.clone() });
             }
             result += &value;
         } else if let Some(key) = inside.strip_prefix("_base_.") {

@@ -35,7 +35,7 @@ pub(super) fn apply(root: &mut Node, option: &str) -> Result<()> {
             }
         };
     }
-    *node = Node { value: parse_value(text, &place), place };
+    *node = Node { value: parse_value(text, &place)?, place };
     Ok(())
 }
 
@@ -52,25 +52,29 @@ fn entry<'a>(entries: &'a mut Vec<Entry>, key: &str, place: &Place) -> &'a mut N
 /// A value as MMEngine's `DictAction` reads it: an integer, a float, `true` or `false` in any case,
 /// `None`, a list of these in brackets, parentheses or with commas alone, or else text. Blanks and quotes
 /// around it do not count.
-pub(super) fn parse_value(text: &str, place: &Place) -> Value {
+pub(super) fn parse_value(text: &str, place: &Place) -> Result<Value> {
     let text: String = text.trim_matches(['\'', '"']).chars().filter(|c| *c != ' ').collect();
     let inside = |open, close| text.strip_prefix(open).and_then(|t| t.strip_suffix(close));
     let items = match inside('[', ']').or_else(|| inside('(', ')')) {
         Some(items) => items,
         None if text.contains(',') => &text,
-        None => return parse_scalar(&text),
+        None => return Ok(parse_scalar(&text)),
     };
     let mut rest = items;
     let mut nodes = Vec::new();
     while !rest.is_empty() {
         let (item, after) = match next_comma(rest) {
             Some(comma) => (&rest[..comma], &rest[comma + 1..]),
+            // A comma that brackets hide, and no brackets around it: the whole would come again without end.
+            None if rest.len() == text.len() => {
+                return Err(place.error(format!("`{text}` is no list: its brackets do not match")));
+            }
             None => (rest, ""),
         };
-        nodes.push(Node { value: parse_value(item, place), place: place.clone() });
+        nodes.push(Node { value: parse_value(item, place)?, place: place.clone() });
         rest = after;
     }
-    Value::Array(nodes)
+    Ok(Value::Array(nodes))
 }
 
 /// The first comma outside of brackets.
@@ -115,7 +119,7 @@ mod tests {
         let place = Source::cfg_option("x").at(0);
         for case in recorded()["parse"].as_array().unwrap() {
             let input = case["input"].as_str().unwrap();
-            let value = parse_value(input, &place);
+            let value = parse_value(input, &place).unwrap();
             match (case["type"].as_str().unwrap(), &value) {
                 ("NoneType", Value::Null) => continue,
                 ("float", Value::Float(f)) if case["value"].is_string() => {
@@ -165,6 +169,10 @@ mod tests {
             ("brand.new.key.more=1", "`brand.new.key` is an integer and has no `more`"),
             ("lr", "--cfg-options lr: expected `dotted.key=value`"),
             ("a..b=1", "an empty part"),
+            ("lr=[1,2", "--cfg-options lr=[1,2: `[1,2` is no list: its brackets do not match"),
+            ("lr=1,[2,3", "`[2,3` is no list"),
+            ("lr=]1,2[", "`]1,2[` is no list"),
+            ("lr={a=[1,2]}", "`{a=[1,2]}` is no list"),
         ] {
             let error = config.override_with([option]).unwrap_err().to_string();
             assert!(error.contains(says), "{error}");

@@ -325,7 +325,12 @@ fn read_priority(section: &mut Section) -> Result<Option<Priority>> {
         return Ok(None);
     }
     if section.is_string("priority") {
-        return section.choice("priority", "NORMAL", &Priority::NAMES).map(Some);
+        let place = section.offset_of("priority");
+        let name: String = section.required("priority")?;
+        let named = Priority::NAMES.iter().find(|(known, _)| known.eq_ignore_ascii_case(&name));
+        let names = Priority::NAMES.map(|(known, _)| known);
+        let refused = || place.error(unknown("value", &name, &names));
+        return named.map(|(_, priority)| Some(*priority)).ok_or_else(refused);
     }
     let number =
         section.or_checked("priority", 50, "between 0 and 100", |n: &i64| (0..=100).contains(n))?;
@@ -670,5 +675,14 @@ mod tests {
             (90, "CheckpointHook"),
         ];
         assert_eq!(priorities, expected);
+    }
+
+    #[test]
+    fn a_priority_is_a_number_or_a_name_in_any_case() {
+        for (text, priority) in [("'very_low'", 90), ("'High'", 30), ("7", 7)] {
+            let text = format!("type = 'SyncBuffersHook'\npriority = {text}");
+            let section = crate::config::Config::from_text("c.toml", text).unwrap().into_section();
+            assert_eq!(build(section, None, None).unwrap().priority().0, priority);
+        }
     }
 }

@@ -133,7 +133,9 @@ pub fn main() -> ExitCode {
         Command::Train(args) => as_rank(|| signals::catch().and_then(|()| train(args))),
         Command::Val(args) => as_rank(|| judge(args, Judged::Val)),
         Command::Test(args) => as_rank(|| judge(args, Judged::Test)),
-        Command::Check(args) => read(&args).map(|(_, name)| print(&format!("{name}: right\n"))),
+        Command::Check(args) => read(&args).and_then(|(builder, name)| {
+            builder.check_whole().map(|()| print(&format!("{name}: right\n")))
+        }),
         Command::Config(args) => load(&args.config).map(|c| print(&c.show(args.show_origin))),
         Command::Plot(args) => draw(args),
     };

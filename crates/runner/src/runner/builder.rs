@@ -378,6 +378,13 @@ impl RunnerBuilder {
             _ => Ok(()),
         }
     }
+
+    /// Refuses what a run would refuse before it makes anything, once it has all its parts.
+    pub(crate) fn check_whole(&self) -> Result<()> {
+        check_names(&self.hooks)?;
+        let loader = self.train_loader.as_ref();
+        self.train.as_ref().map_or(Ok(()), |train| check_lengths(train, loader, &self.schedulers))
+    }
 }
 
 /// What all ranks must have alike.
@@ -442,6 +449,18 @@ fn check_lengths(
     if loader.is_some_and(|loader| !loader.round_up) {
         let text = "`round_up` must be true where ranks train: on equally many batches";
         return Err(Error::Config(text.into()));
+    }
+    let whole = |scheduler: &SchedulerConfig| match train.length {
+        Length::Epochs(epochs) => scheduler.by_epoch.then_some(epochs as u64),
+        Length::Iters(iters) => (!scheduler.by_epoch).then_some(iters as u64),
+    };
+    for scheduler in schedulers.iter().filter(|scheduler| scheduler.end.is_none()) {
+        if let Some(end) = whole(scheduler).filter(|end| *end <= scheduler.begin && *end > 0) {
+            let begin = scheduler.begin;
+            return Err(Error::Config(format!(
+                "end should be larger than begin, but got begin={begin}, end={end}, where the run ends"
+            )));
+        }
     }
     match train.length {
         Length::Epochs(_) if infinite => Err(Error::Config(
@@ -601,9 +620,35 @@ mod tests {
         let names = |builder: &RunnerBuilder| {
             builder.hooks.iter().map(|hook| hook.name().to_owned()).collect::<Vec<_>>()
         };
+        // Its `type` may be left out, as MMEngine's may.
+        let config = config.replace("type = 'OptimWrapper', ", "");
         let read = RunnerBuilder::from_config(Config::from_text("c.toml", config).unwrap());
         let by_hand = RunnerBuilder::default().default_hooks();
         assert_eq!(names(&by_hand), names(&read.unwrap()));
+    }
+
+    #[test]
+    fn a_check_finds_what_only_the_whole_shows() {
+        let config = "model.type = 'Mlp'\ntrain_cfg.max_epochs = 2\n\
+                      train_dataloader.batch_size = 1\ntrain_dataloader.dataset.type = 'Digits'\n\
+                      optim_wrapper.optimizer = { type = 'SGD', lr = 0.1 }\n";
+        let check = |more: &str| {
+            let config = Config::from_text("c.toml", format!("{config}{more}")).unwrap();
+            RunnerBuilder::from_config(config).unwrap().check_whole().map_err(|e| e.to_string())
+        };
+        check("param_scheduler = { type = 'LinearLR', begin = 1 }").unwrap();
+        check("param_scheduler = { type = 'LinearLR', begin = 9, by_epoch = false }").unwrap();
+        for (more, says) in [
+            (
+                "param_scheduler = { type = 'LinearLR', begin = 2 }",
+                "begin=2, end=2, where the run ends",
+            ),
+            ("custom_hooks = [{ type = 'EMAHook' }, { type = 'EMAHook' }]", "two hooks called"),
+            ("train_dataloader.sampler.type = 'InfiniteSampler'", "InfiniteSampler has no epochs"),
+        ] {
+            let error = check(more).unwrap_err();
+            assert!(error.contains(says), "{more}: {error}");
+        }
     }
 
     #[test]

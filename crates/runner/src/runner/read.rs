@@ -101,7 +101,7 @@ fn read_training(root: &mut Section, builder: &mut RunnerBuilder) -> Result<Vec<
     }
     let section = root.section("optim_wrapper")?;
     let parts = section.tables();
-    builder.optim = Some(OPTIM_WRAPPERS.build(section)?);
+    builder.optim = Some(OPTIM_WRAPPERS.build_or(section, "OptimWrapper")?);
     builder.train_loader = Some(read_loader(root.section("train_dataloader")?, true)?);
     builder.train = Some(read_train(root.section("train_cfg")?)?);
     Ok(parts)

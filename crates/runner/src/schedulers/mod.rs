@@ -66,6 +66,8 @@ impl SchedulerConfig {
     }
 }
 
+const NOT_BY_EPOCHS: &str = "only a scheduler by epochs can be converted to iterations";
+
 /// How long a run is, for what a configuration leaves out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
@@ -120,8 +122,7 @@ impl Scheduler {
         let convert_to_iter_based = config.convert_to_iter_based;
         let factor = if convert_to_iter_based { span.epoch_length } else { 1 };
         if convert_to_iter_based && !by_epoch {
-            let text = "only a scheduler by epochs can be converted to iterations";
-            return Err(Error::Config(text.into()));
+            return Err(Error::Config(NOT_BY_EPOCHS.into()));
         }
         let whole = if by_epoch { span.epochs } else { span.iters };
         let (begin, end) =

@@ -1,7 +1,9 @@
 //! How schedulers are written: `param_scheduler = { type = "CosineAnnealingLR", T_max = 10 }`, or several as
 //! `[[param_scheduler]]`.
 
-use super::{Anneal, Floor, OneCycle, Param, Plateau, Rule, SchedulerConfig, Shape, Threshold};
+use super::{
+    Anneal, Floor, NOT_BY_EPOCHS, OneCycle, Param, Plateau, Rule, SchedulerConfig, Shape, Threshold,
+};
 use crate::Result;
 use crate::config::{Section, unknown};
 use crate::registry::{Builtin, PARAM_SCHEDULERS};
@@ -69,7 +71,11 @@ fn read(
         return Err(section.error_at(place, text));
     }
     config.by_epoch = section.or("by_epoch", config.by_epoch)?;
+    let place = section.offset_of("convert_to_iter_based");
     config.convert_to_iter_based = section.or("convert_to_iter_based", false)?;
+    if config.convert_to_iter_based && !config.by_epoch {
+        return Err(section.error_at(place, NOT_BY_EPOCHS));
+    }
     Ok(config)
 }
 

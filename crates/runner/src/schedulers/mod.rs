@@ -298,6 +298,28 @@ mod tests {
         }
     }
 
+    /// A restart goes on from what others have made of the value.
+    #[test]
+    fn a_restart_in_a_chain_is_mmengines() {
+        let restarts = serde_json::json!({
+            "periods": [3, 4], "restart_weights": [1, 0.5], "eta_min": 0.001
+        });
+        let steps = serde_json::json!({ "step_size": 2, "gamma": 0.7, "begin": 1 });
+        let chain = [("CosineRestartLR", restarts), ("StepLR", steps)];
+        let chain = chain.map(|(kind, args)| read(kind, &args).unwrap());
+        let values = [
+            0.1,
+            0.075_250_000_000_000_01,
+            0.025_750_000_000_000_016,
+            0.034_999_999_999_999_996,
+            0.030_020_815_280_171_306,
+            0.012_599_999_999_999_998,
+            0.004_397_561_338_236_05,
+            0.003_078_292_936_765_234_7,
+        ];
+        check(&chain, ENDLESS, 0.1, &values, &Value::Null);
+    }
+
     #[test]
     fn a_plateau_is_mmengines() {
         let case = &recorded()["reduce_on_plateau"];

@@ -181,7 +181,7 @@ impl Shape {
                 anneal(t, t_max.unwrap_or(steps), floor.of(base), value, base)
             }
             Self::CosineRestart { periods, restart_weights, floor } => {
-                restart(t, periods, restart_weights, floor.of(base), base).unwrap_or(value)
+                restart(t, periods, restart_weights, floor.of(base), [value, base]).unwrap_or(value)
             }
             Self::OneCycle(cycle) => cycle.at(t)?,
             _ => value,
@@ -208,13 +208,21 @@ fn anneal(t: u64, t_max: u64, floor: f64, value: f64, base: f64) -> f64 {
     (1.0 + angle(t).cos()) / (1.0 + angle(t - 1).cos()) * (value - floor) + floor
 }
 
-/// A step of cosine annealing with restarts; none after the last period.
-fn restart(t: u64, periods: &[u64], weights: &[f64], floor: f64, base: f64) -> Option<f64> {
+/// A step of cosine annealing with restarts, from the value before; none after the last period.
+fn restart(
+    t: u64,
+    periods: &[u64],
+    weights: &[f64],
+    floor: f64,
+    [value, base]: [f64; 2],
+) -> Option<f64> {
     let mut start = 0;
     for (&period, weight) in periods.iter().zip(weights) {
+        if t == start {
+            return Some(weight * base);
+        }
         if t < start + period {
-            let done = (t - start) as f64 / period as f64;
-            return Some(floor + 0.5 * (weight * base - floor) * ((PI * done).cos() + 1.0));
+            return Some(anneal(t - start, period, floor, value, base));
         }
         start += period;
     }

@@ -282,6 +282,9 @@ int nvrtcCompileProgram(void *of, int count, const char **options) {
   string kernels = program->source.substr(ptx.size());
   string text = read_all(KERNELS "/shim/shim.h") + kernels + launchers(kernels);
   string base = string(FOLDER) + "/kernels-" + std::to_string(std::hash<string>()(text + flags));
+  // Threads that compile one program have one file.
+  static std::mutex compiling;
+  std::lock_guard<std::mutex> alone(compiling);
   if (access((base + ".so").c_str(), F_OK) != 0) {
     string own = base + "." + std::to_string(getpid());
     std::ofstream(own + ".cc") << text;

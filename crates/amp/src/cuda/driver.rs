@@ -99,6 +99,16 @@ impl Gpu {
         &self.stream
     }
 
+    /// For example `NVIDIA H200, sm_90`.
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::Driver`] if the driver does not say.
+    pub fn name(&self) -> Result<String, CudaError> {
+        let name = self.stream.context().name().map_err(failed("ask for the device's name"))?;
+        Ok(format!("{name}, sm_{}", self.arch))
+    }
+
     /// Multiprocessors of the device.
     pub(super) const fn processors(&self) -> u32 {
         self.processors
@@ -316,6 +326,7 @@ const SYMBOLS: &[&str] = &[
     "cuGetErrorString",
     "cuDeviceGet",
     "cuDeviceGetAttribute",
+    "cuDeviceGetName",
     "cuDevicePrimaryCtxRetain",
     "cuDevicePrimaryCtxRelease_v2",
     "cuCtxGetCurrent",

@@ -3,10 +3,11 @@
 use std::fmt;
 
 use super::table::{Job, Types};
+use super::tune::LaunchShape;
 use crate::Result;
 
 /// A device, or what stands in for one in tests.
-pub(super) trait Device: fmt::Debug {
+pub(super) trait Device: Clone + fmt::Debug {
     /// Memory of the device, freed when dropped.
     type Memory: fmt::Debug;
 
@@ -25,6 +26,8 @@ pub(super) trait Device: fmt::Debug {
     /// So many bytes must be readable there until this returns.
     #[expect(unsafe_code, reason = "an address is only a number")]
     unsafe fn read_at(&self, address: u64, bytes: &mut [u8]) -> Result<()>;
+    /// What it is, for who keeps what was found out about it.
+    fn name(&self) -> Result<String>;
     /// How many blocks run side by side, at least, if each has a processor of its own.
     fn processors(&self) -> u32;
     /// Makes a program's kernels ready.
@@ -44,12 +47,17 @@ pub(super) struct Program {
     /// A type of `rules.h`, and whether it sweeps twice; none for `look`.
     pub(super) rule: Option<(String, bool)>,
     pub(super) types: Types,
+    /// How `step` is launched.
+    pub(super) shape: LaunchShape,
 }
 
 impl Program {
     /// The pass over gradients, for every rule and type.
-    pub(super) const LOOK: Self =
-        Self { rule: None, types: Types { grad: 0, weight: 0, master: false } };
+    pub(super) const LOOK: Self = Self {
+        rule: None,
+        types: Types { grad: 0, weight: 0, master: false },
+        shape: LaunchShape::DEFAULT,
+    };
 
     /// Macros, as a compiler takes them.
     pub(super) fn macros(&self) -> Vec<String> {
@@ -62,6 +70,8 @@ impl Program {
             format!("-DGRAD={}", name(grad)),
             format!("-DWEIGHT={}", name(weight)),
             format!("-DMASTER={master}"),
+            format!("-DSWEEP={}", self.shape.sweep),
+            format!("-DPACK={}", self.shape.pack),
         ]
     }
 

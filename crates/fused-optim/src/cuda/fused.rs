@@ -15,6 +15,7 @@ use super::rules::DeviceHyper;
 use super::table::{
     Answer, Asked, Bytes, Class, Group, Job, Plan, Progress, Shape, Tensor, Types, number,
 };
+use super::tune::LaunchShape;
 use super::{DeviceParam, DeviceSlice, LossScale, Status};
 use crate::core::Core;
 use crate::cpu::pages::Pages;
@@ -63,6 +64,8 @@ pub(super) struct Fused<H, D: Device> {
     held: BTreeMap<usize, Held<D::Memory>>,
     bound: Option<Bound<D::Memory>>,
     loss_scale: Option<LossScale>,
+    /// What was found out about launches, for tensors of a class.
+    pub(super) launch_shapes: BTreeMap<(String, Types), LaunchShape>,
 }
 
 impl<H: DeviceHyper, D: Device> Fused<H, D> {
@@ -76,7 +79,14 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         }
         let mut core = Core::new(groups)?;
         core.half_weights = half_weights;
-        Ok(Self { device, core, held: BTreeMap::new(), bound: None, loss_scale: None })
+        Ok(Self {
+            device,
+            core,
+            held: BTreeMap::new(),
+            bound: None,
+            loss_scale: None,
+            launch_shapes: BTreeMap::new(),
+        })
     }
 
     pub(super) const fn core(&self) -> &Core<H> {
@@ -126,7 +136,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         self.device.write(&mut bound.tensors, 0, &tensors.bytes())
     }
 
-    fn validate(&self, params: &[DeviceParam]) -> Result<()> {
+    pub(super) fn validate(&self, params: &[DeviceParam]) -> Result<()> {
         for (index, _) in self.core.members() {
             let count = params.len();
             let param = params.get(index).ok_or(Error::MissingParam { index, count })?;
@@ -145,12 +155,12 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         Ok(())
     }
 
-    fn wants_master(&self, weight: DType) -> bool {
+    pub(super) fn wants_master(&self, weight: DType) -> bool {
         weight != DType::F32 && self.core.half_weights == HalfWeights::Master
     }
 
     /// Forgets the tables; what the device knows better is taken back first.
-    fn unbind(&mut self) -> Result<()> {
+    pub(super) fn unbind(&mut self) -> Result<()> {
         self.pull_steps()?;
         if let Some(loss_scale) = &mut self.loss_scale
             && let Some(bound) = &self.bound
@@ -228,8 +238,10 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
                 weight: number(param.weight.dtype),
                 master: self.held[&index].master,
             };
-            let rule = (self.core.groups()[group].hyper.form(), H::TWO_SWEEPS);
-            let program = Program { rule: Some(rule), types };
+            let form = self.core.groups()[group].hyper.form();
+            let shape = self.launch_shapes.get(&(form.clone(), types)).copied();
+            let shape = shape.unwrap_or(LaunchShape::DEFAULT);
+            let program = Program { rule: Some((form, H::TWO_SWEEPS)), types, shape };
             let known = programs.iter().position(|one| *one == program);
             let class = known.unwrap_or(programs.len());
             if known.is_none() {
@@ -247,7 +259,8 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         params: &[DeviceParam],
     ) -> Result<Bound<D::Memory>> {
         let (programs, shapes) = self.classes(members, params);
-        let plan = Plan::new(&shapes, self.core.groups().len(), H::BY_ROWS);
+        let sweeps: Vec<usize> = programs.iter().map(|one| one.shape.sweep as usize).collect();
+        let plan = Plan::new(&shapes, self.core.groups().len(), H::BY_ROWS, &sweeps);
         let tensors = self.tensors(members, params, &plan.places);
         let progress = |(index, _): &(usize, usize)| Progress {
             step: self.held[index].step,
@@ -322,16 +335,17 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
                 tensors,
                 ..*look
             };
-            observe = Some((job, self.blocks(chunks), tensors));
+            observe = Some((job, self.blocks(chunks, BLOCKS), tensors));
         }
         let chunks = class.sweep.len() as u32;
         let job = Job { chunk: tables.send(&class.sweep.bytes())?, chunks, ..*look };
-        Ok(Launch { program, observe, step: (job, self.blocks(chunks)) })
+        let blocks = self.blocks(chunks, program.shape.blocks);
+        Ok(Launch { program, observe, step: (job, blocks) })
     }
 
-    /// Blocks for so many chunks: a warp for each, no more than the device runs at once.
-    fn blocks(&self, chunks: u32) -> u32 {
-        chunks.div_ceil(8).clamp(1, self.device.processors() * BLOCKS_PER_PROCESSOR)
+    /// Blocks for so many chunks: a warp for each, and at most so many for each multiprocessor.
+    fn blocks(&self, chunks: u32, most: u32) -> u32 {
+        chunks.div_ceil(8).clamp(1, self.device.processors() * most)
     }
 
     /// What the kernels know of the tensors with a gradient.
@@ -399,7 +413,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             unsafe { self.look_at(&self.device, part) }?;
         }
         let levels = if needed { bound.look.levels } else { 0 };
-        let blocks = self.blocks(last.len() as u32);
+        let blocks = self.blocks(last.len() as u32, BLOCKS);
         let look = Job { first: last.start, chunks: last.end, levels, found_inf, ..bound.look };
         // SAFETY: as above.
         unsafe { self.device.launch(&Program::LOOK, "look", blocks, &look) }?;
@@ -492,7 +506,12 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         // SAFETY: the tables were made for this kernel and live as long as `bound`; the caller
         // vouches for the gradients.
         unsafe {
-            device.launch(&Program::LOOK, "look_part", self.blocks(chunks.len() as u32), &job)
+            device.launch(
+                &Program::LOOK,
+                "look_part",
+                self.blocks(chunks.len() as u32, BLOCKS),
+                &job,
+            )
         }
     }
 
@@ -584,5 +603,5 @@ fn grad_of(params: &[DeviceParam], index: usize) -> (&DeviceParam, DeviceSlice) 
 
 const UNBOUND: Error = Error::Unsupported { what: "a step before `bind`" };
 
-/// Blocks of 256 threads that hide the latency of memory; more only wait for each other.
-const BLOCKS_PER_PROCESSOR: u32 = 4;
+/// Blocks of 256 threads for each multiprocessor that hide the latency of memory.
+const BLOCKS: u32 = LaunchShape::DEFAULT.blocks;

@@ -12,6 +12,7 @@ use super::device::Program;
 use super::driver::options;
 use super::nvrtc::Nvrtc;
 use super::table::Types;
+use super::tune::LaunchShape;
 
 /// Every form of every rule, and whether it sweeps twice.
 const FORMS: [(&str, bool); 18] = [
@@ -54,6 +55,7 @@ fn programs(arch: i32) -> Vec<Program> {
     let all = |(form, twice): &(&str, bool), types| Program {
         rule: Some(((*form).into(), *twice)),
         types,
+        shape: LaunchShape::DEFAULT,
     };
     let mut programs = vec![Program::LOOK];
     if everything() {
@@ -65,6 +67,8 @@ fn programs(arch: i32) -> Vec<Program> {
     programs.extend(FORMS.iter().flat_map(|form| [plain, half].map(|types| all(form, types))));
     if arch == 90 {
         programs.extend(all_types().map(|types| all(&FORMS[3], types)));
+        let shapes = LaunchShape::ALL.iter().filter(|shape| shape.blocks == 4);
+        programs.extend(shapes.map(|shape| Program { shape: *shape, ..all(&FORMS[3], plain) }));
     }
     programs
 }

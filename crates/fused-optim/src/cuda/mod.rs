@@ -57,6 +57,7 @@ mod shim;
 mod table;
 #[cfg(test)]
 mod tests;
+mod tune;
 
 use cudarc::driver::{CudaSlice, DevicePtr};
 
@@ -69,6 +70,8 @@ use fused::Fused;
 pub use nvrtc::{Cubin, Nvrtc};
 use rules::DeviceHyper;
 use table::{Bytes, Job};
+use tune::Search;
+pub use tune::{LaunchShape, Tuned};
 
 /// An optimizer whose weights, gradients and state are on a GPU; `H` is the rule's hyper-parameters,
 /// for example [`AdamWHyper`](crate::AdamWHyper).
@@ -116,7 +119,8 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
                     weight: table::number(weight),
                     master,
                 };
-                programs.push(Program { rule: Some((group.hyper.form(), H::TWO_SWEEPS)), types });
+                let rule = Some((group.hyper.form(), H::TWO_SWEEPS));
+                programs.push(Program { rule, types, shape: LaunchShape::DEFAULT });
             }
         }
         for program in programs {
@@ -212,6 +216,20 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
         unsafe { self.0.look_part(indices, ctl, on) }
     }
 
+    /// Searches for the launch that is fastest on tensors like these, of which only lengths and types matter;
+    /// a missing gradient counts as of the weight's type. Later steps are launched so, with the same bits.
+    ///
+    /// Takes some tenths of a second and device memory for 32 Mi elements, gradients and state among it, at most
+    /// (more, if one tensor is larger); not if the answer has been kept beside compiled kernels by an earlier
+    /// search, for as many tensors of as many elements, up to a power of two. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// As [`bind`](Self::bind); nothing has changed then.
+    pub fn tune(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>> {
+        self.0.tune(params, &Search::new())
+    }
+
     /// Keeps the loss scale on the device: from now on a step multiplies gradients by its inverse (in
     /// place of [`StepCtl::grad_scale`]) and moves it by whether the step was skipped. `None`: no more.
     ///
@@ -297,6 +315,10 @@ impl Device for Gpu {
     unsafe fn read_at(&self, address: u64, bytes: &mut [u8]) -> Result<()> {
         // SAFETY: the caller vouches for the address.
         Ok(unsafe { Self::read_at(self, address, bytes) }?)
+    }
+
+    fn name(&self) -> Result<String> {
+        Ok(Self::name(self)?)
     }
 
     fn processors(&self) -> u32 {

@@ -3,7 +3,9 @@
 //
 // Compiled after `ptx.h`, `device.h` and `rules.h`, once without `RULE` for `look`, and once for each
 // rule and types that are used, given by macros: `RULE` (a type of `rules.h`), `SWEEPS`, `GRAD` and
-// `WEIGHT` (`F32`, `F16`, `Bf16`), `MASTER` (whether a half weight has one).
+// `WEIGHT` (`F32`, `F16`, `Bf16`), `MASTER` (whether a half weight has one); and by how `step` goes through
+// memory: `SWEEP`, the elements a warp takes at a time, and `PACK`, those of each stream that a thread moves at
+// a time (4 or 8; 0: as the types ask).
 //
 // Everything a step needs lies on the device: what changes from step to step is `Ctl`, `Group` and
 // `Progress`. No launch depends on a value the host would have to wait for, so a step can be captured.
@@ -84,9 +86,6 @@ struct Job {
   u32 first, unused;
 };
 
-/// Elements a warp sweeps at a time.
-constexpr u32 SWEEP = 4 * BLOCK;
-
 struct Span {
   u64 start, row;
   u32 count;
@@ -120,7 +119,8 @@ template <class A, class B> struct Either<false, A, B> { typedef B type; };
 template <class G, class W, bool COPY, int SLOTS>
 struct Streams {
   typedef typename Either<COPY, F32, W>::type P;
-  enum { N = SLOTS ? SLOTS : 1, V = sizeof(typename G::Bits) + sizeof(typename W::Bits) < 8 ? 8 : 4 };
+  enum { N = SLOTS ? SLOTS : 1, OWN = sizeof(typename G::Bits) + sizeof(typename W::Bits) < 8 ? 8 : 4 };
+  enum { V = PACK ? PACK : OWN };
 
   u64 grad, param, half, slot[N], ema;
   bool clear;

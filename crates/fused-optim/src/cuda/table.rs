@@ -160,8 +160,6 @@ pub(super) const fn number(dtype: DType) -> u32 {
     }
 }
 
-/// Elements a warp sweeps at a time: `SWEEP` of `optim.cu`.
-const SWEEP: usize = 4 * BLOCK;
 /// Elements whose sum one warp takes: `SPAN` of `device.h`.
 const SPAN: usize = 16 * BLOCK;
 
@@ -202,11 +200,11 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// `by_rows`: whether the rule's sums are of rows.
-    pub(super) fn new(shapes: &[Shape], groups: usize, by_rows: bool) -> Self {
+    /// `by_rows`: whether the rule's sums are of rows. `sweeps`: of each class, the elements that a warp sweeps
+    /// at a time.
+    pub(super) fn new(shapes: &[Shape], groups: usize, by_rows: bool, sweeps: &[usize]) -> Self {
         let mut plan = Self::default();
-        let classes = shapes.iter().map(|shape| shape.class + 1).max().unwrap_or(0);
-        plan.classes.resize(classes, Class::default());
+        plan.classes.resize(sweeps.len(), Class::default());
         for (at, shape) in shapes.iter().enumerate() {
             let tensor = at as u32;
             let class = &mut plan.classes[shape.class];
@@ -215,7 +213,7 @@ impl Plan {
             if shape.count > 0 {
                 let layout = Layout::new(shape.count, if by_rows { shape.rows } else { 0 });
                 class.members.push(tensor);
-                class.sweep.extend(chunks(tensor, layout, SWEEP));
+                class.sweep.extend(chunks(tensor, layout, sweeps[shape.class]));
                 class.observe.extend(chunks(tensor, layout, SPAN));
                 class.rows += (layout.count() / layout.cols()) as u64;
             }
@@ -320,7 +318,7 @@ mod tests {
         ) {
             let shape = |&(group, count): &(usize, usize)| Shape { count, rows: 0, group, class: 0 };
             let shapes: Vec<Shape> = counts.iter().map(shape).collect();
-            let plan = Plan::new(&shapes, 3, false);
+            let plan = Plan::new(&shapes, 3, false, &[4096]);
             let mut values = vec![0.0; plan.values as usize];
             let base = shapes.len() + 4;
             let (mut sums, mut at) = (Vec::new(), 0);

@@ -8,7 +8,8 @@ use super::device::{Device, Program};
 use super::fused::Fused;
 use super::rules::DeviceHyper;
 use super::shim::Host;
-use super::table::Types;
+use super::table::{Types, number};
+use super::tune::{LaunchShape, Search};
 use super::{DeviceParam, DeviceSlice};
 use crate::core::Core;
 use crate::*;
@@ -112,6 +113,13 @@ struct Kind {
     grad: DType,
     weight: DType,
     how: HalfWeights,
+    launch: LaunchShape,
+}
+
+impl Kind {
+    const fn new(grad: DType, weight: DType, how: HalfWeights) -> Self {
+        Self { grad, weight, how, launch: LaunchShape::DEFAULT }
+    }
 }
 
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
@@ -119,7 +127,7 @@ const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 fn kinds() -> Vec<Kind> {
     let all = TYPES.iter().flat_map(|&grad| {
         TYPES.iter().flat_map(move |&weight| {
-            [HalfWeights::Master, HalfWeights::Nearest].map(|how| Kind { grad, weight, how })
+            [HalfWeights::Master, HalfWeights::Nearest].map(|how| Kind::new(grad, weight, how))
         })
     });
     all.filter(|kind| kind.weight != DType::F32 || kind.how == HalfWeights::Master).collect()
@@ -259,6 +267,10 @@ fn compare<H: DeviceHyper>(
     let mut cpu = Core::new(groups()).unwrap();
     cpu.half_weights = kind.how;
     let mut device = Fused::new(host, groups(), kind.how).unwrap();
+    let master = kind.weight != DType::F32 && kind.how == HalfWeights::Master;
+    let types = Types { grad: number(kind.grad), weight: number(kind.weight), master };
+    let launches = hypers.each_ref().map(|hyper| ((hyper.form(), types), kind.launch));
+    device.launch_shapes = launches.into();
     for (at, ctl) in controls().iter().enumerate() {
         // Tensors lie elsewhere at each step; now and then others have gradients.
         if at % 3 == 0 {
@@ -504,7 +516,7 @@ fn what_was_looked_at_is_not_looked_at_again() {
 #[test]
 fn blocks_of_1024_threads_have_the_same_bits() {
     fn same<H: DeviceHyper>(hyper: H) {
-        let kind = Kind { grad: DType::F16, weight: DType::Bf16, how: HalfWeights::Master };
+        let kind = Kind::new(DType::F16, DType::Bf16, HalfWeights::Master);
         // More chunks of a sweep than a block has warps; one that is not aligned.
         let sizes = [(140_000, 0), (3, 0), (1025, 5), (0, 0), (4097, 17)];
         let mut host = Host::new(1);
@@ -522,6 +534,80 @@ fn blocks_of_1024_threads_have_the_same_bits() {
     same(RmsPropHyper { momentum: 0.9, centered: true, ..Default::default() });
     same(RmsPropTfHyper { momentum: 0.9, ..Default::default() });
     same(SgdHyper { momentum: 0.9, nesterov: true, ..Default::default() });
+}
+
+/// However a step goes through memory, it changes no bit.
+#[test]
+fn every_launch_has_the_same_bits() {
+    fn same<H: DeviceHyper>(hyper: H) {
+        let sizes = [(40_000, 0), (3, 0), (1025, 5), (0, 0), (4097, 17)];
+        for launch in LaunchShape::ALL.into_iter().filter(|launch| launch.blocks == 8) {
+            for (at, weight) in [DType::F32, DType::Bf16].into_iter().enumerate() {
+                let kind = Kind { launch, ..Kind::new(TYPES[at], weight, HalfWeights::Master) };
+                let hypers = [hyper.clone(), hyper.clone()];
+                let compared = compare(hypers, Host::new(1), kind, &sizes, 1);
+                assert_eq!(compared, Ok(()), "{}, {kind:?}", H::KIND);
+            }
+        }
+    }
+    same(AdamWHyper::default());
+    same(LambHyper { weight_decay: 0.1, ..Default::default() });
+}
+
+/// A search changes nothing but launches, and is made once for tensors alike.
+#[test]
+fn what_a_search_finds_is_kept() {
+    let folder = std::env::temp_dir().join(format!("launches-test-{}", std::process::id()));
+    let among = [LaunchShape::ALL[0], LaunchShape::ALL[17]];
+    let mut sizes = vec![1000, 0, 3000];
+    let tensors = |sizes: &[usize]| {
+        let all = sizes.iter().map(|size| vec![0.25_f32; *size]);
+        all.collect::<Vec<_>>()
+    };
+    let (mut weights, mut grads) = (tensors(&sizes), tensors(&sizes));
+    let groups = || [ParamGroup::new(AdamWHyper::default(), 0..3)];
+    let mut device = Fused::new(Host::new(1), groups(), HalfWeights::Master).unwrap();
+    let mut twin = Core::new(groups()).unwrap();
+    let mut twins = weights.clone();
+    let search = Search { among: &among, folder: Some(folder.clone()) };
+    let mut found = Vec::new();
+    for step in 0..3 {
+        let slice = |values: &mut Vec<f32>| {
+            let ptr = device.device.lend(&mut values[..]);
+            DeviceSlice { ptr, len: values.len(), dtype: DType::F32 }
+        };
+        let lent: Vec<DeviceParam> = (weights.iter_mut().zip(&mut grads))
+            .map(|(weight, grad)| DeviceParam::new(slice(weight), Some(slice(grad))))
+            .collect();
+        if step > 0 {
+            found.push(device.tune(&lent, &search).unwrap());
+        }
+        let mut params: Vec<ParamMut<'_>> = (twins.iter_mut().zip(&grads))
+            .map(|(weight, grad)| ParamMut::new(SliceMut::F32(weight), Some(Slice::F32(grad))))
+            .collect();
+        assert_eq!(twin.step(&mut params, &StepCtl::PLAIN).unwrap(), Applied::Applied);
+        // SAFETY: all of it lives as long as the device, and does not move.
+        unsafe { device.bind(&lent) }.unwrap();
+        // SAFETY: as above.
+        unsafe { device.step(&StepCtl::PLAIN, 0) }.unwrap();
+        assert_eq!(weights, twins, "step {step}");
+    }
+    assert_eq!(found[0].len(), 1);
+    let (first, again) = (&found[0][0], &found[1][0]);
+    assert_eq!(first.types, (DType::F32, DType::F32));
+    assert_eq!(first.searched.iter().map(|(shape, _)| *shape).collect::<Vec<_>>(), among);
+    let fastest = first.searched.iter().min_by_key(|(_, time)| *time).unwrap().0;
+    assert_eq!((first.shape, again.shape, again.searched.len()), (fastest, fastest, 0));
+    // Tensors of another size are searched anew, those that do not fit are refused.
+    sizes[0] = 9000;
+    let slice = |len: &usize| DeviceSlice { ptr: 0, len: *len, dtype: DType::F32 };
+    let mut others: Vec<DeviceParam> =
+        sizes.iter().map(|len| DeviceParam::new(slice(len), None)).collect();
+    let mut fresh = Fused::new(Host::new(1), groups(), HalfWeights::Master).unwrap();
+    assert_eq!(fresh.tune(&others, &search).unwrap()[0].searched.len(), 2);
+    others.pop();
+    assert!(matches!(fresh.tune(&others, &search), Err(Error::MissingParam { index: 2, .. })));
+    std::fs::remove_dir_all(&folder).unwrap();
 }
 
 /// Changes to the source of the kernels that a test must notice: what, and into what.
@@ -568,7 +654,7 @@ const PLANTED: &[(&str, &str)] = &[
 /// Each change is seen by the comparison that passes without it.
 #[test]
 fn planted_mistakes_are_noticed() {
-    let kind = Kind { grad: DType::F16, weight: DType::Bf16, how: HalfWeights::Master };
+    let kind = Kind::new(DType::F16, DType::Bf16, HalfWeights::Master);
     let hyper = AdamPHyper { weight_decay: 0.1, ..Default::default() };
     let hypers = [hyper, AdamPHyper { maximize: true, ..hyper }];
     // The last spans more chunks than a warp has threads.
@@ -579,7 +665,8 @@ fn planted_mistakes_are_noticed() {
         host.planted = planted;
         // What does not compile is no mistake.
         let types = Types { grad: 1, weight: 2, master: true };
-        let program = Program { rule: Some(("AdamP".into(), true)), types };
+        let rule = Some(("AdamP".into(), true));
+        let program = Program { rule, types, shape: LaunchShape::DEFAULT };
         host.prepare(&Program::LOOK).unwrap();
         host.prepare(&program).unwrap();
         let sizes = if seed == 0 { &sizes[..] } else { &sizes[..7] };

@@ -28,7 +28,7 @@ type Launch = unsafe extern "C" fn(
 ) -> *const c_char;
 
 /// Stands in for a device.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Host {
     /// What differs from one launch to the next: order of blocks and threads.
     seed: Cell<u64>,
@@ -113,6 +113,10 @@ impl Device for Host {
         Ok(())
     }
 
+    fn name(&self) -> Result<String> {
+        Ok("the host".into())
+    }
+
     fn processors(&self) -> u32 {
         // So few that warps have several chunks each.
         1
@@ -169,9 +173,9 @@ fn library(program: &Program, planted: Option<(&'static str, &'static str)>) -> 
         }
     } else {
         // The types are all compiled together.
-        macros.truncate(2);
+        let any = ["-DGRAD=F32", "-DWEIGHT=F32", "-DMASTER=false"].map(String::from);
         if program.rule.is_some() {
-            macros.extend(["-DGRAD=F32", "-DWEIGHT=F32", "-DMASTER=false"].map(String::from));
+            macros.splice(2..5, any);
         }
     }
     let source = [include_str!("shim.h"), &common, include_str!("launch.h")].concat();

@@ -3,7 +3,7 @@
 use std::fmt;
 
 #[cfg(feature = "cuda")]
-use crate::cuda::DeviceParams;
+use crate::cuda::{DeviceParam, DeviceParams, Tuned};
 use crate::{Clip, Error, ParamMut, Result, StateDict};
 
 /// A fused optimizer: one call updates every tensor, in one sweep over memory.
@@ -54,6 +54,18 @@ pub trait Optimizer: Send + fmt::Debug {
     fn found_inf_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<bool> {
         let _ = (params, ctl);
         Err(Error::Unsupported { what: "a look of the host's optimizer at a device's memory" })
+    }
+
+    /// Has later steps on tensors like these launched in the way that is fastest, which is
+    /// [searched for](crate::cuda::CudaOptimizer::tune). No bit depends on it.
+    ///
+    /// # Errors
+    ///
+    /// As [`step_on_device`](Self::step_on_device); nothing has changed then.
+    #[cfg(feature = "cuda")]
+    fn tune_on_device(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>> {
+        let _ = params;
+        Err(Error::Unsupported { what: "a search for the launches of the host's optimizer" })
     }
 
     /// A copy of everything a later run needs to go on exactly here.

@@ -6,10 +6,6 @@
 #include "../../../benches/gpu/tests/fake_gpu/fake.cc"
 
 extern "C" {
-int cuDeviceGetName(char *name, int length, int) {
-  snprintf(name, length, "fake GPU");
-  return 0;
-}
 int cuDeviceTotalMem_v2(size_t *bytes, int) { *bytes = size_t(1) << 34; return 0; }
 int cuMemGetInfo_v2(size_t *free, size_t *total) { *free = *total = size_t(1) << 34; return 0; }
 int cuModuleUnload(void *) { return 0; }

@@ -108,6 +108,10 @@ int cuDeviceGetAttribute(int *value, int attribute, int) {
   *value = attribute == 16 ? 1 : attribute == 75 ? 9 : attribute == 115 ? 1 : 0;
   return 0;
 }
+int cuDeviceGetName(char *name, int length, int) {
+  snprintf(name, length, "fake GPU");
+  return 0;
+}
 int cuCtxGetCurrent(void **context) {
   *context = current.empty() ? nullptr : current.back();
   return 0;

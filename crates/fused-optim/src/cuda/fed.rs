@@ -7,7 +7,7 @@
 use super::device::{Device, Program};
 use super::driver::Gpu;
 use super::rules::DeviceHyper;
-use super::{CudaOptimizer, DeviceParam};
+use super::{CudaOptimizer, DeviceParam, Tuned};
 use crate::{
     Applied, Clip, Error, FoundInf, HalfWeights, Optimizer, ParamGroup, ParamMut, Result,
     StateDict, StepCtl,
@@ -114,6 +114,10 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
         unsafe {
             self.cuda.0.found_inf(ctl)
         }
+    }
+
+    fn tune_on_device(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>> {
+        self.cuda.tune(params)
     }
 
     fn state_dict(&self) -> StateDict {

@@ -77,6 +77,12 @@ impl CompileMode {
         }
     }
 
+    /// Whether it asks for a search among kernels.
+    #[must_use]
+    pub const fn searches(self) -> bool {
+        matches!(self, Self::MaxAutotune | Self::MaxAutotuneNoCudagraphs)
+    }
+
     const ALL: [Self; 4] =
         [Self::Default, Self::MaxAutotune, Self::MaxAutotuneNoCudagraphs, Self::ReduceOverhead];
 }

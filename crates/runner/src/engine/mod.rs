@@ -219,6 +219,11 @@ pub trait Engine {
         Err(Error::Engine(format!("an engine on {} lets nobody step there", self.device())))
     }
 
+    /// Has an optimizer that steps on this engine's GPU search for its fastest launches, if
+    /// [`compile`](Self::compile) asked for a search. Whether it did, or why not, is in the
+    /// [report](Self::compile_report): no result depends on it.
+    fn tune(&mut self, _optimizer: &mut dyn Optimizer) {}
+
     /// The GPU it computes on, by the stream in which it does, for an optimizer that is to step there.
     #[cfg(feature = "candle-cuda")]
     fn gpu(&self) -> Option<Gpu> {

@@ -10,7 +10,7 @@
 //! if a gradient of any part is not finite, none steps.
 
 #[cfg(feature = "candle-cuda")]
-use fused_optim::cuda::DeviceParams;
+use fused_optim::cuda::{DeviceParam, DeviceParams, Tuned};
 use fused_optim::{
     Applied, Clip, Error as OptimError, FoundInf, Grad, Optimizer, ParamMut, ParamState, Slice,
     StateDict, StateProblem, StepCtl,
@@ -157,6 +157,12 @@ impl Optimizer for OptimizerDict {
             }
         }
         Ok(false)
+    }
+
+    #[cfg(feature = "candle-cuda")]
+    fn tune_on_device(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>, OptimError> {
+        let each = self.members.iter_mut().map(|member| member.optimizer.tune_on_device(params));
+        Ok(each.collect::<Result<Vec<_>, _>>()?.concat())
     }
 
     fn state_dict(&self) -> StateDict {

@@ -433,9 +433,10 @@ fn make_optim(
     engine: &mut dyn Engine,
     device: &Device,
 ) -> Result<Box<dyn OptimWrapper>> {
-    let optim = (factory.build)(engine.params(), device)?;
+    let mut optim = (factory.build)(engine.params(), device)?;
     device.check(optim.optimizer())?;
     engine.set_autocast(optim.autocast())?;
+    engine.tune(optim.optimizer_mut());
     Ok(optim)
 }
 

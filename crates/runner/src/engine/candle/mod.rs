@@ -126,6 +126,9 @@ pub struct CandleEngine {
     at: ComputeDevice,
     #[cfg(feature = "candle-cuda")]
     gpu: Option<Gpu>,
+    /// What became of a search for an optimizer's launches, or why there was none.
+    #[cfg(feature = "candle-cuda")]
+    tuned: Option<std::result::Result<String, String>>,
     dtype: DType,
     autocast: Option<Autocast>,
     compiled: Option<CompileOptions>,
@@ -179,6 +182,8 @@ impl CandleEngine {
             at,
             #[cfg(feature = "candle-cuda")]
             gpu,
+            #[cfg(feature = "candle-cuda")]
+            tuned: None,
             dtype,
             autocast: None,
             compiled: None,
@@ -258,15 +263,23 @@ impl CandleEngine {
         );
         let CompileOptions { backend, mode, .. } = options;
         if self.at != ComputeDevice::Cpu {
-            let tuned = [CompileMode::MaxAutotune, CompileMode::MaxAutotuneNoCudagraphs];
-            if tuned.contains(mode) {
-                not("a search", "of each of candle's operators there is one kernel on a GPU");
+            if mode.searches() {
+                not(
+                    "a search for the model's kernels",
+                    "of each of candle's operators there is one on a GPU",
+                );
             }
             if options.graphs() {
                 not("whole steps as one launch", NO_GRAPH);
             }
             if *backend != CompileBackend::Engine {
                 not(&format!("backend `{}`", backend.name()), "models run as they are written");
+            }
+            #[cfg(feature = "candle-cuda")]
+            match &self.tuned {
+                Some(Ok(found)) => report.applied.push(found.clone()),
+                Some(Err(why)) => not("a search for the optimizer's launches", why),
+                None => {}
             }
             return report;
         }
@@ -342,6 +355,13 @@ impl Engine for CandleEngine {
             return Err(Error::Engine("the model is on the host: nobody steps it there".into()));
         };
         on_device::step((&self.params, &self.device, gpu), optimizer, grads, ctl)
+    }
+
+    #[cfg(feature = "candle-cuda")]
+    fn tune(&mut self, optimizer: &mut dyn Optimizer) {
+        if self.gpu.is_some() && self.compiled.as_ref().is_some_and(|asked| asked.mode.searches()) {
+            self.tuned = Some(on_device::tune(&self.params.specs, optimizer));
+        }
     }
 
     #[cfg(feature = "candle-cuda")]

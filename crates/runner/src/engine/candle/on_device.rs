@@ -17,7 +17,7 @@ use crate::engine::{DeviceTensor, HostTensor};
 use crate::{Error, Result};
 
 #[cfg(feature = "candle-cuda")]
-pub(super) use lending::{open, step};
+pub(super) use lending::{open, step, tune};
 
 /// A gradient: contiguous, of the type of a parameter.
 #[derive(Debug)]
@@ -66,7 +66,7 @@ mod lending {
     use std::ops::Range;
 
     use candle_core::{Device, Storage, bail};
-    use fused_optim::cuda::{DeviceParam, DeviceParams, DeviceSlice, Gpu};
+    use fused_optim::cuda::{DeviceParam, DeviceParams, DeviceSlice, Gpu, LaunchShape, Tuned};
     use fused_optim::{Applied, Optimizer, Slice, StepCtl};
 
     use super::super::params::Tensors;
@@ -112,6 +112,32 @@ mod lending {
         // them in order of the stream of `gpu` alone, and none of them is freed before `grads` goes.
         let lent = unsafe { DeviceParams::new(gpu, &all) };
         Ok(optimizer.step_on_device(lent, ctl)?)
+    }
+
+    /// Has `optimizer` search for its launches on parameters like these; says what it found, or why it did not.
+    pub(in super::super) fn tune(
+        params: &[TensorSpec],
+        optimizer: &mut dyn Optimizer,
+    ) -> std::result::Result<String, String> {
+        let like = |spec: &TensorSpec| {
+            let weight = DeviceSlice { ptr: 0, len: spec.count(), dtype: spec.dtype };
+            DeviceParam { rows: spec.rows(), ..DeviceParam::new(weight, None) }
+        };
+        let params: Vec<_> = params.iter().map(like).collect();
+        let tuned = optimizer.tune_on_device(&params).map_err(|e| e.to_string())?;
+        let each = tuned.iter().map(|Tuned { types: (weight, _), shape, searched }| {
+            let how = match searched.len() {
+                0 => "as an earlier search found".to_owned(),
+                tried => format!("the fastest of {tried}"),
+            };
+            let LaunchShape { blocks, sweep, pack } = shape;
+            format!(
+                "{weight} weights by up to {blocks} blocks a multiprocessor, {sweep} elements a warp \
+                 and {pack} a thread at a time ({how})"
+            )
+        });
+        let each = each.collect::<Vec<_>>().join(", ");
+        Ok(format!("a search for the optimizer's launches: {each}"))
     }
 
     fn send(values: Slice<'_>, device: &Device) -> candle_core::Result<Tensor> {

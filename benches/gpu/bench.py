@@ -41,6 +41,7 @@ def library(path):
     lib.gpu_error.restype = ctypes.c_char_p
     lib.gpu_open.argtypes = [pointer, pointer]
     lib.gpu_optimizer.argtypes = [pointer, ctypes.c_char_p, size, pointer, pointer, pointer, word, word]
+    lib.gpu_tune.argtypes = [pointer, pointer]
     lib.gpu_loss_scale.argtypes = [pointer, ctypes.c_float]
     lib.gpu_step.argtypes = [pointer, ctypes.c_float, word, ctypes.c_double]
     lib.gpu_reference.argtypes = [ctypes.c_char_p, size, size, pointer, pointer, pointer, word, word,
@@ -82,6 +83,11 @@ class Ours:
             self.session, rule, len(weights), words([w.data_ptr() for w in weights]),
             words([g.data_ptr() for g in grads]), words([w.numel() for w in weights]), weight_type,
             grad_type))
+
+    def tune(self):
+        found = (ctypes.c_uint32 * 3)()
+        self.check(self.lib.gpu_tune(self.session, found))
+        return "{} blocks, {} a warp, {} a thread".format(*found)
 
     def step(self, grad_scale=1.0, check=0, max_norm=-1.0):
         self.check(self.lib.gpu_step(self.session, grad_scale, check, max_norm))
@@ -477,6 +483,17 @@ class Bench:
             self.report("adamw, gradients are", case, self.times({"ours": self.ours.step}),
                         28 * STEP_COUNT)
 
+    def tuned(self, case, sizes):
+        """Launches as they are without a search, and as one finds them."""
+        torch = self.torch
+        weights = [torch.randn(n, device="cuda") for n in sizes]
+        grads = [torch.randn_like(w) for w in weights]
+        other = Ours(self.lib, torch.cuda.current_stream().cuda_stream)
+        for one in (self.ours, other):
+            one.optimizer(b"adamw", weights, grads, F32, F32)
+        times = self.times({"ours": self.ours.step, other.tune(): other.step})
+        self.report("adamw, tuned", case, times, 28 * sum(sizes))
+
     def graph(self, case, sizes):
         """A step in a CUDA graph: the bits of as many steps on the CPU, and its time."""
         torch, stream = self.torch, self.torch.cuda.Stream()
@@ -685,6 +702,8 @@ class Bench:
         self.part("launch overhead", 15, self.overhead)
         self.part("graph", 20, lambda: self.graph("ResNet-50", CASES["ResNet-50"]))
         self.part("zero gradients", 15, self.zeros)
+        for case in ("1e9 in 300", "10000 x 64"):
+            self.part(f"tuned, {case}", 20, lambda: self.tuned(case, CASES[case]))
         # Last: a library that hangs takes nothing with it.
         self.part("NCCL", 25, self.nccl)
         self.part("two ranks", 60, self.pair)

@@ -49,6 +49,8 @@ fn status(call: impl FnOnce() -> Result<()>) -> c_int {
 pub struct Session {
     optim: Gpu,
     optimizer: Option<Any>,
+    /// What is bound to it.
+    params: Vec<DeviceParam>,
     amp: amp::cuda::Gpu,
     scaler: Option<CudaScaler>,
 }
@@ -76,7 +78,8 @@ pub unsafe extern "C" fn gpu_open(stream: *mut c_void, session: *mut *mut Sessio
         let optim = unsafe { Gpu::with_stream(0, stream) }?;
         // SAFETY: as above.
         let amp = unsafe { amp::cuda::Gpu::with_stream(0, stream) }?;
-        let made = Box::new(Session { optim, optimizer: None, amp, scaler: None });
+        let made =
+            Box::new(Session { optim, optimizer: None, params: Vec::new(), amp, scaler: None });
         // SAFETY: the caller's place for a pointer.
         unsafe { session.write(Box::into_raw(made)) };
         Ok(())
@@ -124,10 +127,33 @@ pub unsafe extern "C" fn gpu_optimizer(
             .collect();
         // SAFETY: the caller vouches for the tensors.
         unsafe { optimizer.bind(&params) }?;
-        session.optimizer = Some(optimizer);
+        (session.optimizer, session.params) = (Some(optimizer), params);
         Ok(())
     };
     status(make)
+}
+
+/// Has the optimizer search for its fastest launch, and writes it: blocks for each multiprocessor, elements of a
+/// warp, elements of a thread.
+///
+/// # Safety
+///
+/// As [`gpu_step`]; `found` a place for three numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gpu_tune(session: *mut Session, found: *mut [u32; 3]) -> c_int {
+    // SAFETY: the caller's session, used by nobody else meanwhile.
+    let session = unsafe { &mut *session };
+    let tune = || {
+        let optimizer = session.optimizer.as_mut().ok_or("no optimizer")?;
+        let tuned = optimizer.tune(&session.params)?;
+        // SAFETY: the caller vouches for the tensors, as it did before.
+        unsafe { optimizer.bind(&session.params) }?;
+        let shape = tuned.first().ok_or("no tensors")?.shape;
+        // SAFETY: the caller's place for three numbers.
+        unsafe { found.write([shape.blocks, shape.sweep, shape.pack]) };
+        Ok(())
+    };
+    status(tune)
 }
 
 /// Keeps a loss scale on the device from now on.

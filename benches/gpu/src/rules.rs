@@ -1,6 +1,6 @@
 //! The nine rules by name, on the GPU and on the CPU: they have no public trait to be generic over.
 
-use fused_optim::cuda::{CudaOptimizer, DeviceParam, Gpu, LossScale, Status};
+use fused_optim::cuda::{CudaOptimizer, DeviceParam, Gpu, LossScale, Status, Tuned};
 use fused_optim::{
     AdadeltaHyper, AdamHyper, AdamPHyper, AdamWHyper, BertAdamHyper, DType, HalfWeights, LambHyper,
     Optimizer, ParamGroup, RmsPropHyper, RmsPropTfHyper, SgdHyper, StepCtl,
@@ -82,6 +82,17 @@ macro_rules! rules {
                 match self {
                     // SAFETY: the caller's promise.
                     $(Self::$rule(one) => unsafe { one.step(ctl) },)*
+                }
+            }
+
+            /// [`CudaOptimizer::tune`].
+            ///
+            /// # Errors
+            ///
+            /// As there.
+            pub fn tune(&mut self, params: &[DeviceParam]) -> fused_optim::Result<Vec<Tuned>> {
+                match self {
+                    $(Self::$rule(one) => one.tune(params),)*
                 }
             }
 

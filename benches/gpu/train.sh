@@ -84,6 +84,6 @@ folders=$(in_packages cu13/lib cublas/lib curand/lib cuda_runtime/lib | paste -s
 export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:-}${folders:+:$folders}"
 failed=0
 eager=$(train eager) || failed=1
-compiled=$(train compiled "compile={mode='max-autotune-no-cudagraphs'}") || failed=1
+compiled=$(train compiled compile.mode=max-autotune-no-cudagraphs) || failed=1
 printf '[%s,\n %s]\n' "$eager" "$compiled" | tee out/rows-training.json
 exit "$failed"

@@ -224,6 +224,11 @@ impl Ledger {
         self.pass.sync && self.pass.missing.get(bucket) == Some(&0)
     }
 
+    /// Whether gradients are averaged in this pass.
+    pub(super) fn is_synced(&self) -> bool {
+        self.pass.sync
+    }
+
     /// The bucket to be launched now, if it is full.
     pub(super) fn next_full(&self) -> Option<usize> {
         Some(self.pass.launched).filter(|&next| self.is_full(next))

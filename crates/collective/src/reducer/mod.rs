@@ -231,26 +231,24 @@ impl Reducer {
     }
 
     /// As [`ready`](Self::ready), for a gradient of `count` elements of `dtype` that stays where it is, and is
-    /// added up by whoever has it: in a group of one rank, which has nothing to average. [`grad`](Self::grad)
-    /// has none of it.
+    /// added up by whoever has it, with what its bucket has: that is forgotten. Where nothing is averaged:
+    /// in a group of one rank, or in a pass without `sync`. [`grad`](Self::grad) has none of it.
     ///
     /// # Errors
     ///
-    /// As [`ready`](Self::ready); [`Error::InvalidArgument`] in a group of several ranks, with a
-    /// [`comm_hook`](ReducerOptions::comm_hook), and if the parameter has a gradient in its bucket.
+    /// As [`ready`](Self::ready); [`Error::InvalidArgument`] in a pass with `sync` of several ranks, or with
+    /// a [`comm_hook`](ReducerOptions::comm_hook).
     pub fn ready_elsewhere(&mut self, index: usize, dtype: DType, count: usize) -> Result<()> {
         self.ledger.check_usable()?;
         self.ledger.check_gradient(index, dtype, count)?;
-        let why = match (self.group.world_size(), &self.hook) {
-            (1, CommHook::AllReduce) if !self.ledger.has_grad_here(index) => {
-                self.ledger.report(index, true);
-                return self.launch_full();
-            }
-            (1, CommHook::AllReduce) => "has a gradient in its bucket",
-            _ => "is averaged in its bucket",
-        };
-        let name = &self.ledger.params()[index].name;
-        Err(Error::InvalidArgument(format!("a gradient of {name} elsewhere: it {why}")))
+        let alone = self.group.world_size() == 1 && self.hook == CommHook::AllReduce;
+        if self.ledger.is_synced() && !alone {
+            let name = &self.ledger.params()[index].name;
+            let text = format!("a gradient of {name} elsewhere: it is averaged in its bucket");
+            return Err(Error::InvalidArgument(text));
+        }
+        self.ledger.report(index, true);
+        self.launch_full()
     }
 
     /// Ends a pass: waits until every bucket has been averaged. After the first pass with `sync`,
@@ -464,16 +462,18 @@ mod tests {
             );
         }
         reducer.prepare(true).unwrap();
-        let both = said(reducer.ready_elsewhere(1, DType::F32, 2));
-        assert!(both.contains("elsewhere: it has a gradient in its bucket"), "{both}");
         let both = said(reducer.ready(0, &[1.0_f32; 2]));
         assert!(both.contains("a gradient of a here: it has one elsewhere"), "{both}");
-        reducer.ready_elsewhere(0, DType::F32, 2).unwrap();
+        reducer.ready_elsewhere(1, DType::F32, 2).unwrap();
+        assert_eq!(reducer.grad::<f32>(1), None);
         let unused = reducer.finish().unwrap_err();
-        assert!(matches!(unused, Error::UnusedParameters { names, .. } if names == ["b"]));
+        assert!(matches!(unused, Error::UnusedParameters { names, .. } if names == ["a"]));
 
         let options = ReducerOptions { comm_hook: CommHook::Fp16Compress, ..Default::default() };
         let mut hooked = Reducer::new(group(1), params(), options).unwrap();
+        hooked.prepare(false).unwrap();
+        hooked.ready_elsewhere(0, DType::F32, 2).unwrap();
+        hooked.finish().unwrap();
         hooked.prepare(true).unwrap();
         let refused = said(hooked.ready_elsewhere(0, DType::F32, 2));
         assert!(refused.contains("it is averaged in its bucket"), "{refused}");

@@ -218,7 +218,7 @@ fn copied() -> Option<[u64; 2]> {
 }
 
 #[test]
-fn a_step_moves_neither_weights_nor_gradients_to_the_host_or_from_there() {
+fn a_step_moves_no_weights_and_only_averages_of_the_host_move_gradients() {
     if missing() {
         return;
     }
@@ -227,7 +227,8 @@ fn a_step_moves_neither_weights_nor_gradients_to_the_host_or_from_there() {
         return;
     };
     let dir = tempfile::tempdir().unwrap();
-    let a_step = |device: &str| {
+    // What a rank copies there and back for a step of two batches.
+    let a_step = |device: &str, groups: &dyn Fn() -> Vec<ProcessGroup>| {
         let more = format!(
             "{device}
             model = {{ type = 'Mlp', in_features = 64, hidden = [999], num_classes = 10 }}
@@ -235,20 +236,39 @@ fn a_step_moves_neither_weights_nor_gradients_to_the_host_or_from_there() {
             optim_wrapper = {{ type = 'AmpOptimWrapper', optimizer = {{ type = 'AdamW' }}, \
             accumulative_counts = 2, clip_grad = {{ max_norm = 1 }} }}"
         );
-        // The second run has two steps more, of two batches each.
-        let [few, many] = [4, 8].map(|batches| {
+        let of = |group: ProcessGroup, batches: usize| {
             let before = copied().unwrap();
-            run(&dir.path().join(format!("{}-{batches}", device.len())), &more, batches, false);
+            let dir = dir.path().join(format!("{}-{}-{batches}", device.len(), group.world_size()));
+            built_in(group, &dir, &more, batches, false).unwrap().train().unwrap();
             let after = copied().unwrap();
             [after[0] - before[0], after[1] - before[1]]
+        };
+        let [few, many] = [8, 12].map(|batches| {
+            std::thread::scope(|scope| {
+                let of = &of;
+                let ranks =
+                    groups().into_iter().map(|group| scope.spawn(move || of(group, batches)));
+                let ranks: Vec<_> = ranks.collect();
+                ranks.into_iter().map(|rank| rank.join().unwrap()).last().unwrap()
+            })
         });
         [(many[0] - few[0]) / 2, (many[1] - few[1]) / 2]
     };
+    let ranks = |count| move || ProcessGroup::threads(count, Duration::from_secs(60)).unwrap();
     let weights = 4 * (64 * 999 + 999 + 999 * 10 + 10);
-    let [to, from] = a_step(GPU);
     // Two batches of 8 images of 64 numbers, labels, losses, addresses, shapes; a verdict and a norm.
-    assert!(to < 16 << 10 && from < 512, "{to} bytes there, {from} back");
-    let [to, from] = a_step(OFFLOADED);
+    let little = |[to, from]: [u64; 2]| {
+        assert!(to < 16 << 10 && from < 512, "{to} bytes there, {from} back");
+    };
+    little(a_step(GPU, &ranks(1)));
+    #[cfg(feature = "nccl")]
+    little(a_step(GPU, &|| over_nccl().unwrap()));
+    let [to, from] = a_step(GPU, &ranks(2));
+    assert!(
+        to > weights && from > weights,
+        "{to} bytes of averages there, {from} back of {weights}"
+    );
+    let [to, from] = a_step(OFFLOADED, &ranks(1));
     assert!(to > weights && from > 2 * weights, "{to} bytes there, {from} back of {weights}");
 }
 
@@ -283,6 +303,103 @@ fn what_an_optimizer_on_the_gpu_does_not_do_is_refused_by_name() {
     assert!(error.contains("the optimizer `sgd` computes on cpu, not on cuda:0"), "{error}");
 }
 
+/// The ranks of a run as threads.
+fn train_in(groups: Vec<ProcessGroup>, dir: &Path, more: &str, steps: usize) {
+    std::thread::scope(|scope| {
+        for group in groups {
+            scope.spawn(move || {
+                built_in(group, dir, more, steps, false).unwrap().train().unwrap();
+            });
+        }
+    });
+}
+
+/// Two ranks on one GPU, over NCCL. One of a version or a GPU that does not have that says why.
+#[cfg(feature = "nccl")]
+fn over_nccl() -> Result<Vec<ProcessGroup>> {
+    use collective::{GroupOptions, MemoryStore, Store, Transport};
+    let store: std::sync::Arc<dyn Store> = std::sync::Arc::new(MemoryStore::new());
+    let join = |rank| {
+        let options = GroupOptions::default().with_timeout(Duration::from_secs(60));
+        let options = options.with_transport(Transport::Nccl).with_cuda_device(0);
+        ProcessGroup::from_store(store.clone(), rank, 2, options)
+    };
+    std::thread::scope(|scope| {
+        let ranks = [0, 1].map(|rank| scope.spawn(move || join(rank)));
+        ranks.into_iter().map(|rank| Ok(rank.join().unwrap()?)).collect()
+    })
+}
+
+#[cfg(feature = "nccl")]
+#[test]
+fn what_averages_over_nccl_do_not_know_is_refused_by_name() {
+    let Ok(_) = over_nccl() else {
+        eprintln!("ignored: no two ranks on one GPU over NCCL here");
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    for (option, named) in [
+        ("static_graph = true", "`static_graph`"),
+        ("comm_hook = 'powerSGD'", "`comm_hook = \"powerSGD\"`"),
+    ] {
+        let more =
+            |device: &str| format!("{device}\n{MLP}\n{OPTIM}\nmodel_wrapper_cfg = {{ {option} }}");
+        let errors: Vec<String> = std::thread::scope(|scope| {
+            let ranks: Vec<_> = over_nccl()
+                .unwrap()
+                .into_iter()
+                .map(|group| {
+                    let (dir, more) = (dir.path(), more(GPU));
+                    scope.spawn(move || {
+                        built_in(group, dir, &more, 1, false).unwrap_err().to_string()
+                    })
+                })
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        // A rank may hear of the other's refusal first.
+        assert!(errors.iter().any(|error| error.contains(named)), "{errors:?}");
+        train_in(over_nccl().unwrap(), &dir.path().join("offloaded"), &more(OFFLOADED), 1);
+    }
+}
+
+#[cfg(feature = "nccl")]
+#[test]
+fn averages_over_nccl_are_the_hosts() {
+    if missing() {
+        return;
+    }
+    if let Err(why) = over_nccl() {
+        eprintln!("ignored: two ranks on one GPU: {why}");
+        return;
+    }
+    let amp = everything(&format!("accumulative_counts = 3, {OVERFLOWS}"));
+    let half = everything(&format!("half_parameters = true, {OVERFLOWS}"));
+    let wrapped =
+        |wrapper: &str, rest: &str| format!("model_wrapper_cfg = {{ {wrapper} }}\n{rest}");
+    let small = "type = 'MMDistributedDataParallel', bucket_cap_mb = 0.001";
+    for (name, rest) in [
+        ("plain", OPTIM.to_owned()),
+        ("amp", amp.clone()),
+        ("half", half),
+        ("buckets", wrapped(small, &amp)),
+        ("unused", wrapped(&format!("{small}, find_unused_parameters = true"), &amp)),
+        ("fp16", wrapped("comm_hook = 'fp16_compress'", &amp)),
+        ("bf16", wrapped("comm_hook = 'bf16_compress'", OPTIM)),
+        ("parts", wrapped("type = 'MMSeparateDistributedDataParallel'", OPTIM)),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let more = format!("{GPU}\n{MLP}\n{rest}");
+        let run = |on: &str, groups| {
+            let dir = dir.path().join(on);
+            train_in(groups, &dir, &more, 8);
+            files(&dir.join("iter_8"))
+        };
+        let host = run("host", ProcessGroup::threads(2, Duration::from_secs(60)).unwrap());
+        assert!(run("nccl", over_nccl().unwrap()) == host, "{name}");
+    }
+}
+
 #[test]
 fn two_ranks_on_one_gpu_are_two_on_the_cpu() {
     if missing() {
@@ -291,14 +408,7 @@ fn two_ranks_on_one_gpu_are_two_on_the_cpu() {
     let dir = tempfile::tempdir().unwrap();
     let run = |name: &str, more: &str| {
         let dir = dir.path().join(name);
-        std::thread::scope(|scope| {
-            for group in ProcessGroup::threads(2, Duration::from_secs(60)).unwrap() {
-                let dir = &dir;
-                scope.spawn(move || {
-                    built_in(group, dir, more, 4, false).unwrap().train().unwrap();
-                });
-            }
-        });
+        train_in(ProcessGroup::threads(2, Duration::from_secs(60)).unwrap(), &dir, more, 4);
         dir.join("iter_4")
     };
     let gpu = run("gpu", &format!("{GPU}\n{OPTIM}"));

@@ -5,16 +5,17 @@
 //! |---|---|---|
 //! | forward, backward, autocast, validation | the GPU, by candle's operators | the host |
 //! | parameters and buffers | the GPU; copies for whoever asks: checkpoints, [`EMAHook`](crate::hooks::EmaHook) at each update, buffers that are averaged | the host |
-//! | gradients | of one rank the GPU, also those of an accumulation under way; of several see averages | the host |
+//! | gradients | the GPU, also those of an accumulation under way; where averages are the host's, it | the host |
 //! | a step's weights | stay where they are | each step takes gradients there and weights back |
 //! | the optimizer's state and its step, unscaling, clipping, the look for overflows | the GPU, by kernels of `fused-optim`, with the bits of the host's | the NPU, by operators of CANN |
-//! | averages of gradients over ranks | the host: gradients come to it, and averages go back | the NPUs, by HCCL, if the group is over it (`backend = "auto"` with HCCL on all ranks); else the host |
+//! | averages of gradients over ranks | the GPUs, by NCCL, during backward, if the group is over it (feature `nccl`; `backend = "auto"` with NCCL on all ranks); else the host: gradients come to it, and averages go back | the NPUs, by HCCL, if the group is over it (`backend = "auto"` with HCCL on all ranks); else the host |
 //! | data, labels and random numbers, metrics, checkpoints, the loss scale's policy, everything else that ranks tell one another | the host | the host |
 //!
-//! What a step of one rank on a GPU moves between it and the host: the batch, the loss for the log, and the gradients'
-//! addresses; under `AmpOptimWrapper` the verdict on the gradients, for the loss scale's policy, which the host waits for;
-//! where gradients are clipped by norm, that norm, for the log; hyper-parameters when they change. Checkpoints are
-//! the same wherever the optimizer is: a run goes on from one of the host on a GPU, and the other way round.
+//! What a step moves between a GPU and the host, where averages are not the host's: the batch, the loss for the log,
+//! and the gradients' addresses; under `AmpOptimWrapper` the verdict on the gradients, for the loss scale's policy,
+//! which the host waits for; where gradients are clipped by norm, that norm, for the log; hyper-parameters when they
+//! change. Checkpoints are the same wherever the optimizer is: a run goes on from one of the host on a GPU, and the
+//! other way round.
 //!
 //! `device = { type = "cuda", offload_optimizer = true }` has the optimizer and its state on the host, for a
 //! model whose state the GPU has no room for, or an optimizer of a program's own: gradients come to the host, and
@@ -23,7 +24,7 @@
 //! Which of the devices is a rank's own is [`Topology::device`]'s to say: the local rank, among those that
 //! `CUDA_VISIBLE_DEVICES` or `ASCEND_RT_VISIBLE_DEVICES` leaves, under every launcher.
 //!
-//! A run that only validates or tests opens no NPU. Nothing falls back to the host silently: without the
+//! A run that only validates or tests opens no NPU, and has no optimizer on a GPU. Nothing falls back to the host silently: without the
 //! device or its libraries, with a model or an optimizer that computes on the host although it was to compute
 //! there, or with something that the device does not do, the run is refused by name.
 //!
@@ -58,7 +59,7 @@ use parking_lot::Mutex;
 
 use crate::config::Section;
 use crate::engine::{ComputeDevice, Engine};
-use crate::model::ModelContext;
+use crate::model::{ModelContext, ModelWrapper};
 use crate::{Error, Result};
 
 /// What a run asks for with `device`.
@@ -204,16 +205,24 @@ fn find_npu(index: usize) -> Result<Own> {
     }
 }
 
-/// A group's options, for the memory of the NPU that was found, unless it would have it to itself. A rank
+/// A group's options, for the memory of the device that was found, unless it would have it to itself. A rank
 /// that found none joins all the same, to tell the others.
 pub(crate) fn group_options(
     options: GroupOptions,
-    found: &Result<Own>,
+    (wanted, found): (DeviceConfig, &Result<Own>),
     world_size: usize,
 ) -> Result<GroupOptions> {
+    let offloads = wanted == DeviceConfig::Cuda { offload_optimizer: true };
     Ok(match (found, options.transport) {
         (Ok(Own::Npu(_)), Transport::Auto) if world_size == 1 => options,
         (Ok(Own::Npu(index)), _) => options.with_npu_device(*index),
+        (Ok(Own::Cuda(_)), Transport::Auto) if world_size == 1 || offloads => options,
+        (Ok(Own::Cuda(index)), Transport::Auto | Transport::Nccl) => {
+            let index = u32::try_from(*index).map_err(|_| {
+                Error::Config(format!("device = \"cuda\": there is no GPU {index}"))
+            })?;
+            options.with_cuda_device(index)
+        }
         (Ok(_), Transport::Hccl) => {
             let text = "backend = \"hccl\" moves the memory of NPUs: it needs device = \"npu\"";
             return Err(Error::Config(text.to_owned()));
@@ -258,7 +267,7 @@ impl Device {
     /// Its name: `cpu`, or for example `cuda:0`.
     #[must_use]
     pub fn name(&self) -> String {
-        if !self.offload && self.model != ComputeDevice::Cpu {
+        if self.steps_on_gpu() {
             return self.model.to_string();
         }
         #[cfg(feature = "npu")]
@@ -273,10 +282,15 @@ impl Device {
         ModelContext { dtype, seed, device: self.model }
     }
 
+    /// Whether the model and its optimizer are on a GPU.
+    pub(crate) fn steps_on_gpu(&self) -> bool {
+        !self.offload && self.model != ComputeDevice::Cpu
+    }
+
     /// Learns from the model's engine in which stream an optimizer on its GPU is to work.
     pub(crate) fn follow(self, engine: &dyn Engine) -> Result<Self> {
         #[cfg(feature = "candle-cuda")]
-        if !self.offload && self.model != ComputeDevice::Cpu {
+        if self.steps_on_gpu() {
             let none = || {
                 Error::Config(format!(
                     "device = \"cuda\": the model's engine has no stream on {} for an optimizer: {OFFLOAD} has \
@@ -290,6 +304,18 @@ impl Device {
         Ok(self)
     }
 
+    /// Tells a wrapper of an engine on a GPU that an optimizer is to step on.
+    pub(crate) fn place(
+        &self,
+        mut model: Box<dyn ModelWrapper>,
+        engine: &dyn Engine,
+    ) -> Result<Box<dyn ModelWrapper>> {
+        if self.steps_on_gpu() {
+            model.place(engine)?;
+        }
+        Ok(model)
+    }
+
     /// The GPU by the stream that an optimizer is to work in, if it is to work on one.
     #[cfg(feature = "candle-cuda")]
     #[must_use]
@@ -299,7 +325,7 @@ impl Device {
 
     /// Refuses bounds on gradients that an optimizer on this device does not know.
     pub(crate) fn check_clip(&self, clip: Option<Clip>) -> Result<()> {
-        let on_gpu = !self.offload && self.model != ComputeDevice::Cpu;
+        let on_gpu = self.steps_on_gpu();
         let what = match clip {
             Some(Clip::Norm(norm)) if on_gpu && norm.norm_type != 2.0 => "norm_type",
             Some(Clip::Norm(norm)) if on_gpu && norm.error_if_nonfinite => "error_if_nonfinite",
@@ -358,9 +384,15 @@ impl Device {
             model if self.offload => {
                 Some(format!("device {model}: the model; the optimizer, if any, is on the host"))
             }
+            model if group.backend_name() == "nccl" => Some(format!(
+                "device {model}: the model, its gradients and its optimizer; gradients are averaged by NCCL ({})",
+                group.backend_reason()
+            )),
             model if group.world_size() > 1 => Some(format!(
-                "device {model}: the model and its optimizer; gradients are averaged by the host's backend `{}`",
-                group.backend_name()
+                "device {model}: the model and its optimizer; gradients are averaged by the host's backend `{}`, not \
+                 by NCCL: {}",
+                group.backend_name(),
+                group.backend_reason()
             )),
             model => Some(format!("device {model}: the model, its gradients and its optimizer")),
         };

@@ -16,6 +16,8 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
+use collective::reducer::ParamInfo;
+use collective::{ProcessGroup, ReducerOptions};
 #[cfg(feature = "candle-cuda")]
 use fused_optim::cuda::Gpu;
 use fused_optim::{Applied, DType, Optimizer, Slice, SliceMut, StepCtl};
@@ -111,6 +113,13 @@ pub trait DeviceTensor: Any + Send + fmt::Debug {
     /// How many elements it has.
     fn count(&self) -> usize;
 
+    /// Adds numbers of the host's, of the same type and length, rounded once per element.
+    ///
+    /// # Errors
+    ///
+    /// As [`add`](Self::add).
+    fn add_host(&mut self, term: Slice<'_>) -> Result<()>;
+
     /// Adds another one of the same engine, type and length, rounded once per element.
     ///
     /// # Errors
@@ -147,6 +156,38 @@ impl HostTensor {
             Self::Bf16(v) => Slice::Bf16(v),
         }
     }
+}
+
+/// Averages of gradients over the ranks of a group, in the memory of an engine's device, where its library makes
+/// them while backward computes. Every rank does the same.
+pub trait DeviceBuckets: Send + fmt::Debug {
+    /// Begins a pass, before its forward.
+    ///
+    /// # Errors
+    ///
+    /// That of an earlier pass, which has shown since.
+    fn prepare(&mut self) -> Result<()>;
+
+    /// Takes the gradient of parameter `index`, once in a pass.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`collective::reducer::DeviceReducer::ready`]; [`Error::Engine`] for one that is not the engine's.
+    fn ready(&mut self, index: usize, grad: &dyn DeviceTensor) -> Result<()>;
+
+    /// Ends the pass: whatever the engine or an optimizer in its stream does next comes behind the averages.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`collective::reducer::DeviceReducer::finish`].
+    fn finish(&mut self) -> Result<()>;
+
+    /// The average of a parameter's gradients, if a pass has been finished since
+    /// [`zero_grad`](Self::zero_grad) in which it had any.
+    fn grad(&self, index: usize) -> Option<&dyn DeviceTensor>;
+
+    /// Forgets the averages.
+    fn zero_grad(&mut self);
 }
 
 /// A gradient, where it is.
@@ -223,6 +264,21 @@ pub trait Engine {
     /// [`compile`](Self::compile) asked for a search. Whether it did, or why not, is in the
     /// [report](Self::compile_report): no result depends on it.
     fn tune(&mut self, _optimizer: &mut dyn Optimizer) {}
+
+    /// Averages of this model's gradients over the ranks of a group that is on this engine's device; every rank
+    /// calls it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Engine`] of an engine without a device; those of [`collective::reducer::DeviceReducer::new`].
+    fn device_buckets(
+        &self,
+        _group: ProcessGroup,
+        _params: Vec<ParamInfo>,
+        _options: ReducerOptions,
+    ) -> Result<Box<dyn DeviceBuckets>> {
+        Err(Error::Engine(format!("an engine on {} has nothing to average there", self.device())))
+    }
 
     /// The GPU it computes on, by the stream in which it does, for an optimizer that is to step there.
     #[cfg(feature = "candle-cuda")]

@@ -3,8 +3,8 @@
 //! Each gradient is copied into its bucket the moment backward has finished it; a full bucket
 //! leaves at once, and [`finish`](ModelWrapper::finish) waits for those still under way. The
 //! bucket is the gradient's only home (PyTorch's `gradient_as_bucket_view`). In a group over HCCL buckets
-//! travel through the memory of the ranks' NPUs. Where a single rank's model computes on a GPU, its gradients
-//! stay there.
+//! travel through the memory of the ranks' NPUs. Where model and optimizer are on a GPU, gradients stay there: a
+//! single rank's as they are, those of a group over NCCL in buckets of the GPU's memory ([`DeviceBuckets`]).
 //!
 //! The first step that a parameter gets no gradient in is an error that names it, on every rank,
 //! unless [`find_unused_parameters`](ReducerOptions::find_unused_parameters) or
@@ -18,7 +18,9 @@ use fused_optim::{DType, Slice, SliceMut};
 use parking_lot::Mutex;
 
 use super::{ModelWrapper, WrapperFactory, state};
-use crate::engine::{DeviceTensor, Engine, GradSink, Gradient, SharedSink, TensorSpec};
+use crate::engine::{
+    DeviceBuckets, DeviceTensor, Engine, GradSink, Gradient, HostTensor, SharedSink, TensorSpec,
+};
 use crate::{Error, Result};
 
 /// Data parallelism: every rank holds the whole model and sees its own share of each batch. With one
@@ -39,10 +41,14 @@ struct Inner {
     /// For each parameter, its reducer and its index there.
     route: Vec<(usize, usize)>,
     dtypes: Vec<DType>,
-    /// Gradients that stayed on the engine's device.
+    options: ReducerOptions,
+    /// Gradients that stayed on the engine's device and are not averaged, or not yet.
     kept: Vec<Option<Box<dyn DeviceTensor>>>,
-    /// Whether they may: with one rank, and no hook to be passed through.
-    keeps: bool,
+    /// Whether nothing is averaged: there is one rank, and no hook to be passed through.
+    alone: bool,
+    /// Where passes with `sync` average on the device, for each reducer what does so in its place.
+    buckets: Vec<Box<dyn DeviceBuckets>>,
+    sync: bool,
 }
 
 impl Inner {
@@ -55,6 +61,47 @@ impl Inner {
             DType::F16 => reducer.grad(at).map(Slice::F16),
             DType::Bf16 => reducer.grad(at).map(Slice::Bf16),
         }
+    }
+
+    /// Averages on the device in this pass.
+    fn averages_there(&self) -> bool {
+        self.sync && !self.buckets.is_empty()
+    }
+
+    /// Its average on the device, or its gradient, wherever that is.
+    fn gradient(&self, index: usize) -> Option<Gradient<'_>> {
+        let (part, at) = self.route[index];
+        if let Some(average) = self.buckets.get(part).and_then(|buckets| buckets.grad(at)) {
+            return Some(Gradient::Device(average));
+        }
+        match &self.kept[index] {
+            Some(kept) => Some(Gradient::Device(&**kept)),
+            None => self.in_bucket(index).map(Gradient::Host),
+        }
+    }
+
+    fn prepare(&mut self, sync: bool) -> Result<()> {
+        self.sync = sync;
+        if self.averages_there() {
+            return self.buckets.iter_mut().try_for_each(|buckets| buckets.prepare());
+        }
+        self.reducers.iter_mut().try_for_each(|reducer| Ok(reducer.prepare(sync)?))
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        if !self.averages_there() {
+            return self.reducers.iter_mut().try_for_each(|reducer| Ok(reducer.finish()?));
+        }
+        if self.options.find_unused_parameters {
+            // What passes before this one had, and this one has not.
+            for index in 0..self.route.len() {
+                if let Some(kept) = self.kept[index].take() {
+                    let (part, at) = self.route[index];
+                    self.buckets[part].ready(at, &*kept)?;
+                }
+            }
+        }
+        self.buckets.iter_mut().try_for_each(|buckets| buckets.finish())
     }
 }
 
@@ -119,7 +166,7 @@ impl DistributedDataParallel {
         let mut route = vec![(0, 0); params.len()];
         let mut reducers = Vec::with_capacity(parts.len());
         let alone = parts.iter().all(|(group, _)| group.world_size() == 1);
-        let keeps = alone && options.comm_hook == CommHook::AllReduce;
+        let alone = alone && options.comm_hook == CommHook::AllReduce;
         for (part, (group, indices)) in parts.into_iter().enumerate() {
             options.through_device = group.backend_name() == "hccl";
             for (at, &index) in indices.iter().enumerate() {
@@ -130,8 +177,10 @@ impl DistributedDataParallel {
         }
         let dtypes = params.iter().map(|p| p.dtype).collect();
         let kept = params.iter().map(|_| None).collect();
-        let inner = Arc::new(Mutex::new(Inner { reducers, route, dtypes, kept, keeps }));
-        Ok(Self { inner, group: None, sync: true, buffers_due: true })
+        let (buckets, sync) = (Vec::new(), true);
+        let inner = Inner { reducers, route, dtypes, options, kept, alone, buckets, sync };
+        let inner = Arc::new(Mutex::new(inner));
+        Ok(Self { inner, group: None, sync, buffers_due: true })
     }
 
     /// Joins with the default options.
@@ -173,17 +222,23 @@ impl GradSink for Inner {
         Ok(())
     }
 
-    /// Keeps it, but where gradients are averaged, or a checkpoint has put one into the bucket.
-    fn ready_on_device(&mut self, index: usize, grad: Box<dyn DeviceTensor>) -> Result<()> {
-        if !self.keeps || self.in_bucket(index).is_some() {
+    /// Keeps it, or has it averaged there, with what earlier passes or a checkpoint have left.
+    fn ready_on_device(&mut self, index: usize, mut grad: Box<dyn DeviceTensor>) -> Result<()> {
+        if !self.alone && self.buckets.is_empty() {
             return self.ready(index, grad.to_host()?.as_slice());
         }
-        let (part, at) = self.route[index];
-        self.reducers[part].ready_elsewhere(at, type_of(grad.dtype()), grad.count())?;
-        match &mut self.kept[index] {
-            Some(sum) => sum.add(&*grad)?,
-            none => *none = Some(grad),
+        if let Some(kept) = &self.kept[index] {
+            grad.add(&**kept)?;
+        } else if let Some(bucket) = self.in_bucket(index) {
+            grad.add_host(bucket)?;
         }
+        let (part, at) = self.route[index];
+        if self.averages_there() {
+            self.kept[index] = None;
+            return self.buckets[part].ready(at, &*grad);
+        }
+        self.reducers[part].ready_elsewhere(at, type_of(grad.dtype()), grad.count())?;
+        self.kept[index] = Some(grad);
         Ok(())
     }
 }
@@ -195,7 +250,7 @@ impl ModelWrapper for DistributedDataParallel {
 
     fn prepare(&mut self, sync: bool) -> Result<()> {
         self.sync = sync;
-        self.inner.lock().reducers.iter_mut().try_for_each(|r| Ok(r.prepare(sync)?))
+        self.inner.lock().prepare(sync)
     }
 
     fn before_forward(&mut self, engine: &mut dyn Engine) -> Result<()> {
@@ -214,17 +269,20 @@ impl ModelWrapper for DistributedDataParallel {
     }
 
     fn finish(&mut self) -> Result<()> {
-        self.inner.lock().reducers.iter_mut().try_for_each(|r| Ok(r.finish()?))
+        self.inner.lock().finish()
     }
 
     fn with_grads(&self, visit: &mut dyn FnMut(&[Option<Slice<'_>>]) -> Result<()>) -> Result<()> {
         let inner = self.inner.lock();
-        let copy = |kept: &Option<Box<dyn DeviceTensor>>| kept.as_ref().map(|g| g.to_host());
-        let copies: Vec<_> =
-            inner.kept.iter().map(|kept| copy(kept).transpose()).collect::<Result<_>>()?;
-        let slices = copies.iter().enumerate().map(|(index, copy)| match copy {
-            Some(copy) => Some(copy.as_slice()),
-            None => inner.in_bucket(index),
+        let grads: Vec<_> = (0..inner.route.len()).map(|index| inner.gradient(index)).collect();
+        let copy = |grad: &Option<Gradient<'_>>| match grad {
+            Some(Gradient::Device(grad)) => grad.to_host().map(Some),
+            _ => Ok(None),
+        };
+        let copies: Vec<_> = grads.iter().map(copy).collect::<Result<_>>()?;
+        let slices = grads.iter().zip(&copies).map(|(grad, copy)| match grad {
+            Some(Gradient::Host(slice)) => Some(*slice),
+            _ => copy.as_ref().map(HostTensor::as_slice),
         });
         visit(&slices.collect::<Vec<_>>())
     }
@@ -234,17 +292,40 @@ impl ModelWrapper for DistributedDataParallel {
         visit: &mut dyn FnMut(&[Option<Gradient<'_>>]) -> Result<()>,
     ) -> Result<()> {
         let inner = self.inner.lock();
-        let grads = inner.kept.iter().enumerate().map(|(index, kept)| match kept {
-            Some(kept) => Some(Gradient::Device(&**kept)),
-            None => inner.in_bucket(index).map(Gradient::Host),
-        });
-        visit(&grads.collect::<Vec<_>>())
+        visit(&(0..inner.route.len()).map(|index| inner.gradient(index)).collect::<Vec<_>>())
+    }
+
+    fn place(&mut self, engine: &dyn Engine) -> Result<()> {
+        let inner = &mut *self.inner.lock();
+        let is_there = |reducer: &Reducer| reducer.group().backend_name() == "nccl";
+        if inner.alone || !inner.reducers.iter().all(is_there) {
+            return Ok(());
+        }
+        let what = match &inner.options {
+            ReducerOptions { static_graph: true, .. } => "static_graph",
+            ReducerOptions { comm_hook: CommHook::PowerSgd(_), .. } => "comm_hook = \"powerSGD\"",
+            _ => "",
+        };
+        if !what.is_empty() {
+            return Err(Error::Config(format!(
+                "device = \"cuda\": gradients that are averaged by NCCL know no `{what}`: leave it out, or have \
+                 them averaged on the host with env_cfg.dist_cfg.backend = \"host\""
+            )));
+        }
+        for (part, reducer) in inner.reducers.iter().enumerate() {
+            let own = engine.params().iter().zip(&inner.route).filter(|(_, at)| at.0 == part);
+            let own = own.map(|(spec, _)| info(spec)).collect();
+            let group = reducer.group().clone();
+            inner.buckets.push(engine.device_buckets(group, own, inner.options.clone())?);
+        }
+        Ok(())
     }
 
     fn zero_grad(&mut self) {
         let inner = &mut *self.inner.lock();
         inner.reducers.iter_mut().for_each(Reducer::zero_grad);
         inner.kept.fill_with(|| None);
+        inner.buckets.iter_mut().for_each(|buckets| buckets.zero_grad());
     }
 
     fn state(&self) -> Result<Vec<u8>> {
@@ -261,7 +342,6 @@ mod tests {
     use std::any::Any;
 
     use super::*;
-    use crate::engine::HostTensor;
     use crate::testing::{FakeEngine, Values, group};
 
     /// A gradient on a device, and how often it was copied from there.
@@ -281,6 +361,12 @@ mod tests {
             let any: &dyn Any = term;
             let term: &Self = any.downcast_ref().unwrap();
             self.0.iter_mut().zip(&term.0).for_each(|(sum, term)| *sum += term);
+            Ok(())
+        }
+
+        fn add_host(&mut self, term: Slice<'_>) -> Result<()> {
+            let Slice::F32(term) = term else { panic!("of another type") };
+            self.0.iter_mut().zip(term).for_each(|(sum, term)| *sum += term);
             Ok(())
         }
 
@@ -341,12 +427,13 @@ mod tests {
         assert_eq!((lent, *copies.lock()), (Some(vec![11.0, 22.0]), 1));
         model.zero_grad();
         assert_eq!(there(&model), None);
-        // What a checkpoint brings back is on the host, and what comes is added to it there.
+        // What a checkpoint brings back is on the host until more comes.
         model.prepare(false).unwrap();
         model.sink().lock().ready(0, Slice::F32(&[1.0, 2.0])).unwrap();
         model.finish().unwrap();
+        assert_eq!(there(&model), Some((vec![1.0, 2.0], false)));
         pass(&mut model, true, far([10.0, 20.0]));
-        assert_eq!(there(&model), Some((vec![11.0, 22.0], false)));
+        assert_eq!(there(&model), Some((vec![11.0, 22.0], true)));
         model.zero_grad();
         pass(&mut model, true, far([3.0, 4.0]));
         assert_eq!(there(&model), Some((vec![3.0, 4.0], true)));

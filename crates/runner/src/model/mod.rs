@@ -67,6 +67,16 @@ pub trait ModelWrapper: Send {
     /// [`collective::Error::UnusedParameters`] if a parameter got none; a peer's failure.
     fn finish(&mut self) -> Result<()>;
 
+    /// Told once, before training, of an engine on a device that an optimizer is to step on: a wrapper whose group
+    /// is on that device, too, averages gradients there from now on. Every rank calls it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`](crate::Error::Config) naming what it cannot do there; those of the engine.
+    fn place(&mut self, _engine: &dyn Engine) -> Result<()> {
+        Ok(())
+    }
+
     /// Lends the gradients, in the parameters' order; `None` where there is none. Of those on a device it lends
     /// copies.
     ///
@@ -183,6 +193,10 @@ impl<T: WrapperOver> ModelWrapper for T {
 
     fn finish(&mut self) -> Result<()> {
         WrapperOver::finish(self)
+    }
+
+    fn place(&mut self, engine: &dyn Engine) -> Result<()> {
+        self.inner_mut().place(engine)
     }
 
     fn with_grads(&self, visit: &mut dyn FnMut(&[Option<Slice<'_>>]) -> Result<()>) -> Result<()> {

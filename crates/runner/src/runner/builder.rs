@@ -301,7 +301,7 @@ impl RunnerBuilder {
         raise_open_files(self.open_files)?;
         let wanted = self.device.needed(train_loader.is_some());
         let found = wanted.find(|| topology(self.launcher));
-        let join = || join(self.launcher, self.timeout, self.transport, &found);
+        let join = || join(self.launcher, self.timeout, self.transport, (wanted, &found));
         let group = self.group.map_or_else(join, Ok)?;
         let (seed, timestamp) = seed_and_time(&group, self.seed)?;
         let make = || -> Result<(Runner, Device)> {
@@ -312,7 +312,7 @@ impl RunnerBuilder {
             let mut engine = make_engine(model, &context, self.compile)?;
             let device = device.follow(&*engine)?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
-            let model = wrapper(group.clone(), engine.params())?;
+            let model = device.place(wrapper(group.clone(), engine.params())?, &*engine)?;
             let validation = make_judged(self.validation, &group, seed)?;
             let test = make_judged(self.test, &group, seed)?;
             let train_loader = train_loader.map(|l| l.make(&group, seed)).transpose()?;
@@ -547,7 +547,7 @@ fn join(
     launcher: Option<Launcher>,
     timeout: Option<Duration>,
     transport: Transport,
-    found: &Result<Own>,
+    found: (DeviceConfig, &Result<Own>),
 ) -> Result<ProcessGroup> {
     let topology = topology(launcher)?;
     let options = GroupOptions::default().with_timeout(timeout.unwrap_or(TIMEOUT));

@@ -33,6 +33,8 @@
 //! Invariant: everything runs on the calling thread except what candle's own operators give to
 //! rayon; launchers set `RAYON_NUM_THREADS`.
 
+#[cfg(feature = "candle-cuda")]
+mod buckets;
 mod init;
 pub mod layers;
 mod memory;
@@ -48,6 +50,8 @@ use std::sync::Arc;
 use amp::Autocast;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
+#[cfg(feature = "candle-cuda")]
+use collective::{ProcessGroup, ReducerOptions, reducer::ParamInfo};
 use fused_optim::SliceMut;
 #[cfg(feature = "candle-cuda")]
 use fused_optim::cuda::Gpu;
@@ -64,7 +68,7 @@ use super::{
 };
 use crate::data::{Array, ArrayData, Batch};
 #[cfg(feature = "candle-cuda")]
-use crate::engine::Gradient;
+use crate::engine::{DeviceBuckets, Gradient};
 use crate::model::ModelFactory;
 use crate::{Error, Result};
 
@@ -362,6 +366,21 @@ impl Engine for CandleEngine {
         if self.gpu.is_some() && self.compiled.as_ref().is_some_and(|asked| asked.mode.searches()) {
             self.tuned = Some(on_device::tune(&self.params.specs, optimizer));
         }
+    }
+
+    #[cfg(feature = "candle-cuda")]
+    fn device_buckets(
+        &self,
+        group: ProcessGroup,
+        params: Vec<ParamInfo>,
+        options: ReducerOptions,
+    ) -> Result<Box<dyn DeviceBuckets>> {
+        let Some(gpu) = &self.gpu else {
+            return Err(Error::Engine(
+                "the model is on the host: nothing is averaged there".into(),
+            ));
+        };
+        Ok(Box::new(buckets::Buckets::new(gpu.clone(), group, params, options)?))
     }
 
     #[cfg(feature = "candle-cuda")]

@@ -10,14 +10,15 @@
 
 use std::any::Any;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
+use fused_optim::Slice;
 use half::{bf16, f16};
 
 use crate::engine::{DeviceTensor, HostTensor};
 use crate::{Error, Result};
 
 #[cfg(feature = "candle-cuda")]
-pub(super) use lending::{open, step, tune};
+pub(super) use lending::{address_of, open, step, tune};
 
 /// A gradient: contiguous, of the type of a parameter.
 #[derive(Debug)]
@@ -41,6 +42,15 @@ impl DeviceTensor for OnDevice {
         Ok(())
     }
 
+    fn add_host(&mut self, term: Slice<'_>) -> Result<()> {
+        let sum = || {
+            let term = send(term, self.0.device())?.reshape(self.0.shape())?;
+            &self.0 + term
+        };
+        self.0 = sum().map_err(|e| failed("adding gradients", e))?;
+        Ok(())
+    }
+
     fn to_host(&self) -> Result<HostTensor> {
         let copy = || {
             let flat = self.0.flatten_all()?;
@@ -54,24 +64,35 @@ impl DeviceTensor for OnDevice {
     }
 }
 
+fn send(values: Slice<'_>, device: &Device) -> candle_core::Result<Tensor> {
+    match values {
+        Slice::F32(v) => Tensor::from_slice(v, v.len(), device),
+        Slice::F16(v) => Tensor::from_slice(v, v.len(), device),
+        Slice::Bf16(v) => Tensor::from_slice(v, v.len(), device),
+    }
+}
+
 fn own(tensor: &dyn DeviceTensor) -> Result<&OnDevice> {
     let any: &dyn Any = tensor;
-    any.downcast_ref()
-        .ok_or_else(|| Error::Engine("a gradient that is of another engine".to_owned()))
+    any.downcast_ref().ok_or_else(|| Error::Engine(FOREIGN.to_owned()))
 }
+
+const FOREIGN: &str = "a gradient that is of another engine";
 
 #[cfg(feature = "candle-cuda")]
 mod lending {
     use std::collections::BTreeMap;
     use std::ops::Range;
 
-    use candle_core::{Device, Storage, bail};
+    use candle_core::{Storage, bail};
     use fused_optim::cuda::{DeviceParam, DeviceParams, DeviceSlice, Gpu, LaunchShape, Tuned};
-    use fused_optim::{Applied, Optimizer, Slice, StepCtl};
+    use fused_optim::{Applied, Optimizer, StepCtl};
 
+    use super::super::buckets::Average;
     use super::super::params::Tensors;
-    use super::{DType, Error, Result, Tensor, bf16, f16, failed, own};
-    use crate::engine::{Gradient, TensorSpec};
+    use super::{Any, DType, Device, Error, OnDevice, Result, Tensor};
+    use super::{FOREIGN, bf16, f16, failed, own, send};
+    use crate::engine::{DeviceTensor, Gradient, TensorSpec};
 
     /// A device by the stream in which candle works on it; none if it is the host.
     pub(in super::super) fn open(device: &Device) -> Result<Option<Gpu>> {
@@ -89,27 +110,27 @@ mod lending {
         grads: &[Option<Gradient<'_>>],
         ctl: &StepCtl,
     ) -> Result<Applied> {
-        let tensor = |grad: &Option<Gradient<'_>>| match grad {
-            None => Ok(None),
-            Some(Gradient::Device(grad)) => own(*grad).map(|grad| Some(grad.0.clone())),
-            Some(Gradient::Host(grad)) => {
-                let sent = send(*grad, device).map_err(|e| failed("copying a gradient", e));
-                sent.map(Some)
+        // Copies of what is on the host, until the step has been put into the stream.
+        let mut sent = Vec::new();
+        let mut grad_at = |grad: &Gradient<'_>| match grad {
+            Gradient::Device(grad) => address_of(*grad, gpu),
+            Gradient::Host(grad) => {
+                let copy = send(*grad, device).map_err(|e| failed("copying a gradient", e))?;
+                let at = address(&copy);
+                sent.push(copy);
+                at
             }
         };
-        let grads = grads.iter().map(tensor).collect::<Result<Vec<_>>>()?;
-        let param = |((spec, weight), grad): ((&TensorSpec, &Tensor), &Option<Tensor>)| {
-            let weight = address(weight)?;
-            let grad = grad.as_ref().map(address).transpose()?;
-            Ok(DeviceParam { rows: spec.rows(), ..DeviceParam::new(weight, grad) })
-        };
-        let all = params.specs.iter().zip(&params.tensors).zip(&grads).map(param);
-        let all: Vec<_> =
-            all.collect::<candle_core::Result<_>>().map_err(|e| failed("lending parameters", e))?;
+        let mut all = Vec::with_capacity(grads.len());
+        for ((spec, weight), grad) in params.specs.iter().zip(&params.tensors).zip(grads) {
+            let (weight, grad) = (address(weight)?, grad.as_ref().map(&mut grad_at).transpose()?);
+            all.push(DeviceParam { rows: spec.rows(), ..DeviceParam::new(weight, grad) });
+        }
         check_apart(&params.specs, &all)?;
-        // SAFETY: the addresses of tensors that `params` and `grads` own, of these types and lengths; a weight
-        // has storage of its own, apart from all gradients, as was just checked. candle writes, reads and frees
-        // them in order of the stream of `gpu` alone, and none of them is freed before `grads` goes.
+        // SAFETY: the addresses of tensors that `params`, `grads` and `sent` own, of these types and lengths; a
+        // weight has storage of its own, apart from all gradients, as was just checked. candle writes, reads and
+        // frees them in order of the stream of `gpu` alone, behind which averages are, and none of them is freed
+        // before this returns.
         let lent = unsafe { DeviceParams::new(gpu, &all) };
         Ok(optimizer.step_on_device(lent, ctl)?)
     }
@@ -140,16 +161,29 @@ mod lending {
         Ok(format!("a search for the optimizer's launches: {each}"))
     }
 
-    fn send(values: Slice<'_>, device: &Device) -> candle_core::Result<Tensor> {
-        match values {
-            Slice::F32(v) => Tensor::from_slice(v, v.len(), device),
-            Slice::F16(v) => Tensor::from_slice(v, v.len(), device),
-            Slice::Bf16(v) => Tensor::from_slice(v, v.len(), device),
+    /// Where a gradient lies, or its average, that is used in the stream of `gpu`.
+    pub(in super::super) fn address_of(grad: &dyn DeviceTensor, gpu: &Gpu) -> Result<DeviceSlice> {
+        let any: &dyn Any = grad;
+        let (at, stream) = match any.downcast_ref::<Average>() {
+            Some(average) => (average.address(), Some(average.stream())),
+            None => {
+                let OnDevice(tensor) = own(grad)?;
+                let stream = tensor.device().as_cuda_device().map(|device| device.cuda_stream());
+                (address(tensor)?, stream.ok())
+            }
+        };
+        match stream.as_ref() == Some(gpu.stream()) {
+            true => Ok(at),
+            false => Err(Error::Engine(FOREIGN.to_owned())),
         }
     }
 
+    fn address(tensor: &Tensor) -> Result<DeviceSlice> {
+        look_up(tensor).map_err(|e| failed("lending a tensor", e))
+    }
+
     /// Where a tensor's elements lie.
-    fn address(tensor: &Tensor) -> candle_core::Result<DeviceSlice> {
+    fn look_up(tensor: &Tensor) -> candle_core::Result<DeviceSlice> {
         let (storage, layout) = tensor.storage_and_layout();
         let (Storage::Cuda(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
         else {

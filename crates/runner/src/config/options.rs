@@ -60,15 +60,18 @@ pub(super) fn parse_value(text: &str, place: &Place) -> Result<Value> {
         None if text.contains(',') => &text,
         None => return Ok(parse_scalar(&text)),
     };
+    let no_list = || place.error(format!("`{text}` is no list: its brackets do not match"));
+    let count = |bracket| items.matches(bracket).count();
+    if count('(') != count(')') || count('[') != count(']') {
+        return Err(no_list());
+    }
     let mut rest = items;
     let mut nodes = Vec::new();
     while !rest.is_empty() {
         let (item, after) = match next_comma(rest) {
             Some(comma) => (&rest[..comma], &rest[comma + 1..]),
             // A comma that brackets hide, and no brackets around it: the whole would come again without end.
-            None if rest.len() == text.len() => {
-                return Err(place.error(format!("`{text}` is no list: its brackets do not match")));
-            }
+            None if rest.len() == text.len() => return Err(no_list()),
             None => (rest, ""),
         };
         nodes.push(Node { value: parse_value(item, place)?, place: place.clone() });
@@ -170,7 +173,8 @@ mod tests {
             ("lr", "--cfg-options lr: expected `dotted.key=value`"),
             ("a..b=1", "an empty part"),
             ("lr=[1,2", "--cfg-options lr=[1,2: `[1,2` is no list: its brackets do not match"),
-            ("lr=1,[2,3", "`[2,3` is no list"),
+            ("lr=1,[2,3", "`1,[2,3` is no list"),
+            ("lr=[1]2]", "`[1]2]` is no list"),
             ("lr=]1,2[", "`]1,2[` is no list"),
             ("lr={a=[1,2]}", "`{a=[1,2]}` is no list"),
         ] {

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use collective::ProcessGroup;
-use fused_optim::{Optimizer, SliceMut};
+use fused_optim::{Error as OptimError, Optimizer, SliceMut};
 use serde_json::Value;
 
 use agreement::Agreement;
@@ -469,11 +469,20 @@ fn write_values(
     for (group, &value) in groups.zip(values) {
         match param {
             Param::Lr => optimizer.set_lr(group, value)?,
-            Param::Momentum => optimizer.set_momentum(group, value)?,
+            Param::Momentum => match optimizer.set_momentum(group, value) {
+                Err(OptimError::MomentumFromZero { .. }) if value == 0.0 => {
+                    optimizer.set_momentum(group, LEAST_MOMENTUM)?;
+                }
+                set => set?,
+            },
         }
     }
     Ok(())
 }
+
+/// Stands for a momentum of 0 where a schedule ends with it and an optimizer keeps its buffer: in `f32` a buffer
+/// times this adds nothing to a gradient. (An SGD with dampening dampens even then; PyTorch's does not.)
+const LEAST_MOMENTUM: f64 = f32::MIN_POSITIVE as f64;
 
 /// Stands in for a hook while that hook runs.
 struct Absent;
@@ -481,5 +490,36 @@ struct Absent;
 impl Hook for Absent {
     fn name(&self) -> &'static str {
         "absent"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fused_optim::{Applied, ParamMut, Sgd, SgdHyper, Slice, StepCtl};
+
+    use super::*;
+
+    #[test]
+    fn a_schedule_may_end_without_momentum() {
+        let sgd = |momentum| {
+            let hyper = SgdHyper { lr: 0.1, momentum, ..SgdHyper::default() };
+            Sgd::with_one_group(hyper, 1).unwrap()
+        };
+        let step = |sgd: &mut Sgd, weight: &mut [f32], grad: &[f32]| {
+            let mut params = [ParamMut::new(weight, Some(Slice::F32(grad)))];
+            assert_eq!(sgd.step(&mut params, &StepCtl::PLAIN).unwrap(), Applied::Applied);
+        };
+        let (mut with, mut without) = (sgd(0.9), sgd(0.0));
+        let mut weight = [1.0, -2.0, 0.5];
+        step(&mut with, &mut weight, &[3.0, 1e-3, -7.0]);
+        write_values(&mut with, Param::Momentum, 0..1, &[0.0]).unwrap();
+        let mut expected = weight;
+        for grad in [[0.5, -0.25, 1e-9], [0.0, 4.0, -0.5]] {
+            step(&mut with, &mut weight, &grad);
+            step(&mut without, &mut expected, &grad);
+            assert_eq!(weight, expected);
+        }
+        // Where there is no buffer, none comes.
+        write_values(&mut without, Param::Momentum, 0..1, &[0.5]).unwrap_err();
     }
 }

@@ -33,6 +33,8 @@ pub struct EarlyStoppingHook {
     pub stopping_threshold: Option<f64>,
     best: Option<f64>,
     waited: u64,
+    /// The last figure that was counted.
+    last: Option<f64>,
 }
 
 impl EarlyStoppingHook {
@@ -58,33 +60,54 @@ impl EarlyStoppingHook {
             stopping_threshold: None,
             best: None,
             waited: 0,
+            last: None,
         }
     }
 
     /// Counts a figure; why the run ends, if it does.
     fn count(&mut self, score: f64) -> Option<String> {
+        self.last = Some(score);
+        if self.ends_with(score).is_none() {
+            let margin = match self.rule {
+                Rule::Less => self.min_delta,
+                Rule::Greater => -self.min_delta,
+            };
+            if self.best.is_none_or(|best| is_better(self.rule, score + margin, best)) {
+                (self.best, self.waited) = (Some(score), 0);
+            } else {
+                self.waited += 1;
+            }
+        }
+        self.is_over()
+    }
+
+    /// Why the run ends after the last figure, if it does.
+    fn is_over(&self) -> Option<String> {
+        let (monitor, score) = (&self.monitor, self.last?);
+        self.ends_with(score).or_else(|| {
+            let (best, waited) = (self.best.unwrap_or(score), self.waited);
+            (waited >= self.patience).then(|| {
+                format!("`{monitor}` has not become better than {best} for {waited} validations")
+            })
+        })
+    }
+
+    /// Why this figure alone ends the run, if it does.
+    fn ends_with(&self, score: f64) -> Option<String> {
         let monitor = &self.monitor;
         if self.check_finite && !score.is_finite() {
             return Some(format!("`{monitor}` is {score}"));
         }
-        if let Some(threshold) = self.stopping_threshold
-            && is_better(self.rule, score, threshold)
-        {
-            return Some(format!("`{monitor}` is {score}, better than {threshold}"));
+        let threshold = self.stopping_threshold?;
+        is_better(self.rule, score, threshold)
+            .then(|| format!("`{monitor}` is {score}, better than {threshold}"))
+    }
+
+    fn stop(&self, runner: &mut Runner) {
+        if let Some(why) = self.is_over() {
+            runner.logger().info(&format!("early stopping: {why}"));
+            runner.stop_training();
         }
-        let margin = match self.rule {
-            Rule::Less => self.min_delta,
-            Rule::Greater => -self.min_delta,
-        };
-        if self.best.is_none_or(|best| is_better(self.rule, score + margin, best)) {
-            (self.best, self.waited) = (Some(score), 0);
-            return None;
-        }
-        self.waited += 1;
-        (self.waited >= self.patience).then(|| {
-            let best = self.best.unwrap_or(score);
-            format!("`{monitor}` has not become better than {best} for {} validations", self.waited)
-        })
     }
 }
 
@@ -115,6 +138,12 @@ impl Hook for EarlyStoppingHook {
         Priority(Priority::VERY_LOW.0 - 1)
     }
 
+    /// A run that is resumed from after its end does not go on.
+    fn before_train(&mut self, runner: &mut Runner) -> Result<()> {
+        self.stop(runner);
+        Ok(())
+    }
+
     fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
         let Some((_, score)) = metrics.iter().find(|(name, _)| *name == self.monitor) else {
             let names: Vec<_> = metrics.iter().map(|(name, _)| name.as_str()).collect();
@@ -126,10 +155,8 @@ impl Hook for EarlyStoppingHook {
             runner.logger().warning(&text);
             return Ok(());
         };
-        if let Some(why) = self.count(*score) {
-            runner.logger().info(&format!("early stopping: {why}"));
-            runner.stop_training();
-        }
+        self.count(*score);
+        self.stop(runner);
         Ok(())
     }
 
@@ -138,12 +165,15 @@ impl Hook for EarlyStoppingHook {
     }
 
     fn state_dict(&self) -> Option<Value> {
-        Some(json!({ "best": self.best, "waited": self.waited }))
+        // As text, since JSON has no number that is not finite.
+        let last = self.last.map(|last| last.to_string());
+        Some(json!({ "best": self.best, "waited": self.waited, "last": last }))
     }
 
     fn load_state_dict(&mut self, state: &Value) -> Result<()> {
         self.best = state["best"].as_f64();
         self.waited = state["waited"].as_u64().unwrap_or(0);
+        self.last = state["last"].as_str().and_then(|last| last.parse().ok());
         Ok(())
     }
 }
@@ -184,6 +214,15 @@ mod tests {
         let mut other = EarlyStoppingHook { patience: 3, ..EarlyStoppingHook::new("acc").unwrap() };
         other.load_state_dict(&hook.state_dict().unwrap()).unwrap();
         assert_eq!(hook, other);
+        assert_eq!(other.is_over(), None);
         assert_eq!(ends(&mut other, &[4.0]), Some(1));
+        // Its end, too, unless it is given more patience.
+        hook.load_state_dict(&other.state_dict().unwrap()).unwrap();
+        assert!(hook.is_over().is_some());
+        hook.patience = 4;
+        assert_eq!(hook.is_over(), None);
+        hook.count(f64::NAN);
+        other.load_state_dict(&hook.state_dict().unwrap()).unwrap();
+        assert_eq!(other.is_over().unwrap(), "`acc` is NaN");
     }
 }

@@ -41,7 +41,8 @@ pub struct SchedulerConfig {
     pub shape: Shape,
     /// The first step at which it does.
     pub begin: u64,
-    /// The first step at which it does no more; the end of the run unless set.
+    /// The first step at which it does no more; unless set the end of the run for shapes that depend on how long
+    /// they last, and never for others.
     pub end: Option<u64>,
     /// Whether it counts epochs; else iterations.
     pub by_epoch: bool,
@@ -133,6 +134,8 @@ impl Scheduler {
         }
         shape.validate()?;
         shape.stretch(factor);
+        // A run that goes on for longer has then taken the step at its first end, too.
+        let end = if config.end.is_none() && shape.is_endless() { u64::MAX } else { end };
         if let Shape::OneCycle(cycle) = &shape {
             base.fill(cycle.initial());
         }
@@ -336,6 +339,39 @@ mod tests {
         }
         let error = scheduler.step(&mut values, &[("accuracy".into(), 1.0)]).unwrap_err();
         assert!(error.to_string().contains("`loss` is not among: accuracy"), "{error}");
+    }
+
+    /// Shapes that do not depend on how long they last.
+    #[test]
+    fn a_run_that_is_made_longer_goes_on_as_if_it_always_had_been() {
+        for text in [
+            "type = 'ExponentialLR'\ngamma = 0.9",
+            "type = 'StepLR'\nstep_size = 2",
+            "type = 'MultiStepLR'\nmilestones = [1, 3, 5]",
+            "type = 'CosineAnnealingLR'\nT_max = 5",
+            "type = 'CosineRestartLR'\nperiods = [3, 3]\nrestart_weights = [1.0, 0.5]",
+        ] {
+            let config =
+                PARAM_SCHEDULERS.build(Config::from_text("c", text).unwrap().into_section());
+            let config = config.unwrap();
+            let made = |epochs, values: &mut [f64]| {
+                let span = Span { epochs, iters: epochs, epoch_length: 1 };
+                Scheduler::new(&config, span, &mut [1.0], values).unwrap()
+            };
+            let (mut long, mut short) = ([1.0], [1.0]);
+            let (mut whole, mut first) = (made(6, &mut long), made(3, &mut short));
+            for _ in 0..3 {
+                whole.step(&mut long, &[]).unwrap();
+                first.step(&mut short, &[]).unwrap();
+            }
+            let mut second = made(6, &mut [1.0]);
+            second.resume(first.progress().clone()).unwrap();
+            for epoch in 3..6 {
+                assert_eq!(short, long, "{text}, epoch {epoch}");
+                whole.step(&mut long, &[]).unwrap();
+                second.step(&mut short, &[]).unwrap();
+            }
+        }
     }
 
     #[test]

@@ -153,6 +153,21 @@ impl Shape {
         if valid { Ok(()) } else { Err(Error::Config(what.into())) }
     }
 
+    /// Whether [`next`](Self::next) does not ask for the number of steps.
+    pub(super) const fn is_endless(&self) -> bool {
+        match self {
+            Self::Exponential { .. }
+            | Self::Step { .. }
+            | Self::MultiStep { .. }
+            | Self::CosineRestart { .. }
+            | Self::Plateau(_) => true,
+            Self::CosineAnnealing { t_max, .. } => t_max.is_some(),
+            Self::Constant { .. } | Self::Linear { .. } | Self::OneCycle(_) | Self::Poly { .. } => {
+                false
+            }
+        }
+    }
+
     /// The value at step `t` of `steps`, from the one before and the one before any scheduler.
     pub(super) fn next(&self, t: u64, steps: u64, value: f64, base: f64) -> Result<f64> {
         let last = steps - 1;

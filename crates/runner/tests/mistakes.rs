@@ -248,6 +248,20 @@ fn every_recorded_mistake_is_an_error_with_its_place() {
 }
 
 #[test]
+fn a_figure_that_no_validation_has_cannot_be_waited_for() {
+    let scheduler = "[param_scheduler]\ntype = \"ReduceOnPlateauLR\"\n";
+    let said = |more: &str| {
+        let text = GOOD.replacen("[train_cfg]", &format!("{scheduler}{more}[train_cfg]"), 1);
+        said(Config::from_text("c.toml", text))
+    };
+    let text = said("monitor = \"acurracy\"\n");
+    assert!(text.starts_with("c.toml:14:11: unknown figure `acurracy`; did you mean"), "{text}");
+    // Unless it is told, it waits for the loss.
+    let text = said("");
+    assert!(text.starts_with("c.toml:13:8: unknown figure `loss`"), "{text}");
+}
+
+#[test]
 fn what_is_left_out_is_refused_by_name() {
     for (option, says) in [
         ("default_scope=mmdet", "`default_scope` is left out on purpose"),

@@ -66,9 +66,9 @@ impl RunnerBuilder {
         builder.test = read_judged(&mut root, "test_dataloader", "test_evaluator")?;
         read_judge_cfg(&mut root, "val_cfg", "ValLoop", builder.validation.is_some())?;
         read_judge_cfg(&mut root, "test_cfg", "TestLoop", builder.test.is_some())?;
-        builder.schedulers = schedulers::read_all(&mut root, &parts)?;
-        builder.auto_scale_lr = read_auto_scale_lr(&mut root)?;
         let figures = builder.validation.as_ref().and_then(|(_, metric)| metric.figures());
+        builder.schedulers = schedulers::read_all(&mut root, &parts, figures.as_deref())?;
+        builder.auto_scale_lr = read_auto_scale_lr(&mut root)?;
         builder.hooks = read_hooks(&mut root, figures.as_deref())?;
         read_randomness(&mut root, &mut builder)?;
         read_env(&mut root, &mut builder)?;

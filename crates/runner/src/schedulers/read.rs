@@ -32,11 +32,16 @@ pub(crate) const BUILTIN: Builtin<SchedulerConfig> = &[
 ];
 
 /// All that `param_scheduler` has: a table is one scheduler, an array several; a table without `type` has
-/// either for each part of an optimizer, whose names are `parts`.
-pub(crate) fn read_all(root: &mut Section, parts: &[String]) -> Result<Vec<SchedulerConfig>> {
+/// either for each part of an optimizer, whose names are `parts`. `metrics` are the names of the figures a
+/// validation will have, if they are known.
+pub(crate) fn read_all(
+    root: &mut Section,
+    parts: &[String],
+    metrics: Option<&[String]>,
+) -> Result<Vec<SchedulerConfig>> {
     let key = "param_scheduler";
     if !root.has_table_without(key, "type") {
-        return root.sections(key)?.into_iter().map(|s| PARAM_SCHEDULERS.build(s)).collect();
+        return root.sections(key)?.into_iter().map(|s| build(s, metrics)).collect();
     }
     let mut all = Vec::new();
     for (name, sections) in root.section(key)?.named_lists()? {
@@ -46,10 +51,22 @@ pub(crate) fn read_all(root: &mut Section, parts: &[String]) -> Result<Vec<Sched
                 return Err(section.error(unknown("part of the optimizer", &name, &known)));
             };
             let part = Some(part.clone());
-            all.push(SchedulerConfig { part, ..PARAM_SCHEDULERS.build(section)? });
+            all.push(SchedulerConfig { part, ..build(section, metrics)? });
         }
     }
     Ok(all)
+}
+
+fn build(section: Section, metrics: Option<&[String]>) -> Result<SchedulerConfig> {
+    let place = section.offset_of(if section.has("monitor") { "monitor" } else { "type" });
+    let config = PARAM_SCHEDULERS.build(section)?;
+    if let (Shape::Plateau(Plateau { monitor, .. }), Some(metrics)) = (&config.shape, metrics)
+        && !metrics.contains(monitor)
+    {
+        let known: Vec<_> = metrics.iter().map(String::as_str).collect();
+        return Err(place.error(unknown("figure", monitor, &known)));
+    }
+    Ok(config)
 }
 
 fn read(

@@ -6,14 +6,15 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use collective::{GroupOptions, Launcher, ProcessGroup, Topology, Transport};
-use fused_optim::{Optimizer, Sgd, SgdHyper};
+use fused_optim::{Sgd, SgdHyper};
 use jiff::Zoned;
 use rustix::process::{Resource, getrlimit, setrlimit};
 
 use super::agreement::Agreement;
 use super::output::Output;
 use super::{
-    DataLoaderConfig, Judged, Length, Runner, TrainConfig, Validation, read_values, write_values,
+    DataLoaderConfig, Judged, Length, Runner, TrainConfig, Validation, read_values, scale_lr,
+    write_values,
 };
 use crate::checkpoint::Position;
 use crate::config::unknown;
@@ -488,16 +489,6 @@ fn raise_open_files(wanted: Option<u64>) -> Result<()> {
         what: "cannot raise the limit of open files".into(),
         source: e.into(),
     })
-}
-
-/// Multiplies every group's learning rate, which is one for batches of `base` samples.
-fn scale_lr(optimizer: &mut dyn Optimizer, batch: usize, base: Option<usize>) -> Result<()> {
-    let Some(base) = base else { return Ok(()) };
-    let factor = batch as f64 / base as f64;
-    let groups = 0..optimizer.group_count();
-    let values = read_values(optimizer, Param::Lr, groups.clone())?;
-    let scaled: Vec<_> = values.iter().map(|lr| lr * factor).collect();
-    write_values(optimizer, Param::Lr, groups, &scaled)
 }
 
 /// The parts of a validation or test, if the run has one.

@@ -480,6 +480,16 @@ fn write_values(
     Ok(())
 }
 
+/// Multiplies every group's learning rate, which is one for batches of `base` samples.
+fn scale_lr(optimizer: &mut dyn Optimizer, batch: usize, base: Option<usize>) -> Result<()> {
+    let Some(base) = base else { return Ok(()) };
+    let factor = batch as f64 / base as f64;
+    let groups = 0..optimizer.group_count();
+    let values = read_values(optimizer, Param::Lr, groups.clone())?;
+    let scaled: Vec<_> = values.iter().map(|lr| lr * factor).collect();
+    write_values(optimizer, Param::Lr, groups, &scaled)
+}
+
 /// Stands for a momentum of 0 where a schedule ends with it and an optimizer keeps its buffer: in `f32` a buffer
 /// times this adds nothing to a gradient. (An SGD with dampening dampens even then; PyTorch's does not.)
 const LEAST_MOMENTUM: f64 = f32::MIN_POSITIVE as f64;

@@ -20,10 +20,8 @@ use super::{DeviceParam, DeviceSlice, LossScale, Status};
 use crate::core::Core;
 use crate::cpu::pages::Pages;
 use crate::rule::OwnClip;
-use crate::state::{TensorState, problem};
-use crate::{
-    DType, Error, HalfWeights, ParamGroup, Result, StateDict, StateProblem, StepCtl, norms,
-};
+use crate::state::TensorState;
+use crate::{DType, Error, HalfWeights, ParamGroup, Result, StateDict, StepCtl, norms};
 
 /// What the kernels are given as long as the same tensors are bound.
 #[derive(Debug)]
@@ -561,16 +559,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
 
     pub(super) fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
         for (index, saved) in &dict.state {
-            let Some(held) = self.held.get(index) else { continue };
-            for (name, values) in &saved.tensors {
-                let got = values.len();
-                if let Some(expected) = held.count
-                    && got != expected
-                {
-                    let key = format!("state.{index}.{name}");
-                    return Err(problem(key, StateProblem::Length { expected, got }));
-                }
-            }
+            self.held.get(index).map_or(Ok(()), |held| held.fits(*index, saved))?;
         }
         let mut core = self.core.clone();
         core.load_state_dict(dict)?;

@@ -4,8 +4,8 @@ use super::device::Device;
 use super::table::Bytes;
 use crate::cpu::pages::Pages;
 use crate::rule::Hyper;
-use crate::state::{Slot, TensorState};
-use crate::{Error, Result};
+use crate::state::{Slot, TensorState, problem};
+use crate::{Error, ParamState, Result, StateProblem};
 
 /// The state of one tensor, on the device.
 #[derive(Debug)]
@@ -38,6 +38,20 @@ impl<M> Held<M> {
             device.write(&mut memory, at * stride, &values?.bytes())?;
         }
         Ok(Self { step: state.step, count, memory, stride, master: state.master.is_some() })
+    }
+
+    /// Refuses a saved state of another length.
+    pub(super) fn fits(&self, index: usize, saved: &ParamState) -> Result<()> {
+        for (name, values) in &saved.tensors {
+            let got = values.len();
+            if let Some(expected) = self.count
+                && got != expected
+            {
+                let key = format!("state.{index}.{name}");
+                return Err(problem(key, StateProblem::Length { expected, got }));
+            }
+        }
+        Ok(())
     }
 
     /// Reads it back, for a tensor of `count` elements.

@@ -54,6 +54,8 @@ mod nvrtc;
 mod rules;
 #[cfg(test)]
 mod shim;
+#[cfg(test)]
+mod step_tests;
 mod table;
 #[cfg(test)]
 mod tests;

@@ -9,7 +9,7 @@ use super::fused::Fused;
 use super::rules::DeviceHyper;
 use super::shim::Host;
 use super::table::{Types, number};
-use super::tune::{LaunchShape, Search};
+use super::tune::LaunchShape;
 use super::{DeviceParam, DeviceSlice};
 use crate::core::Core;
 use crate::*;
@@ -285,14 +285,7 @@ fn compare<H: DeviceHyper>(
             twins.iter_mut().map(|twin| twin.on_device(&device.device)).collect();
         // SAFETY: `twins` and what they were live as long as the device, and do not move.
         unsafe { device.bind(&params) }.unwrap();
-        // One element anywhere overflows, and is gone a step later.
-        if at == 5 || at == 6 {
-            let mut random = Random(seed);
-            let (target, element) = (random.below(ones.len()), random.next());
-            let value = if at == 6 { 0.5 } else { [f32::INFINITY, f32::NAN][element as usize % 2] };
-            ones[target].set_grad(element, value);
-            twins[target].set_grad(element, value);
-        }
+        overflow(at, &mut Random(seed), [&mut ones, &mut twins]);
         let mut params: Vec<ParamMut<'_>> = ones.iter_mut().map(One::on_cpu).collect();
         let applied = cpu.step(&mut params, ctl).unwrap();
         // SAFETY: as above.
@@ -323,6 +316,15 @@ fn compare<H: DeviceHyper>(
     device.load_state_dict(&dict).unwrap();
     assert_eq!(device.state_dict().unwrap(), dict);
     Ok(())
+}
+
+/// At one step an element anywhere overflows; at the next that is gone.
+fn overflow(at: usize, random: &mut Random, both: [&mut [One]; 2]) {
+    if at == 5 || at == 6 {
+        let (target, element) = (random.below(both[0].len()), random.next());
+        let value = if at == 6 { 0.5 } else { [f32::INFINITY, f32::NAN][element as usize % 2] };
+        both.into_iter().for_each(|tensors| tensors[target].set_grad(element, value));
+    }
 }
 
 /// Looks at nothing, at some or at all of the gradients, in parts of any order.
@@ -472,46 +474,6 @@ fn sgd() {
     }
 }
 
-/// What becomes of a gradient after it was looked at, the step's decision does not see.
-#[test]
-fn what_was_looked_at_is_not_looked_at_again() {
-    let mut device =
-        Fused::new(Host::new(1), [ParamGroup::new(SgdHyper::default(), 0..3)], HalfWeights::Master)
-            .unwrap();
-    let ctl = StepCtl { clip: Some(Clip::norm(1.0)), ..StepCtl::default() };
-    let (mut weights, mut grads) = (vec![vec![0.0_f32; 20_000]; 3], vec![vec![3.0_f32; 20_000]; 3]);
-    let params: Vec<DeviceParam> = (weights.iter_mut().zip(&mut grads))
-        .map(|(weight, grad)| {
-            let slice = |values: &mut Vec<f32>| {
-                let ptr = device.device.lend(&mut values[..]);
-                DeviceSlice { ptr, len: values.len(), dtype: DType::F32 }
-            };
-            DeviceParam::new(slice(weight), Some(slice(grad)))
-        })
-        .collect();
-    // SAFETY: all of them live as long as the device, and do not move.
-    unsafe { device.bind(&params) }.unwrap();
-    let mut norm_after = |looked: &[&[usize]]| {
-        for part in looked {
-            // SAFETY: as above.
-            unsafe { device.look_part(part, &ctl, None) }.unwrap();
-        }
-        grads[1].fill(0.0);
-        // SAFETY: as above.
-        unsafe { device.step(&ctl, 0) }.unwrap();
-        grads[1].fill(3.0);
-        device.status().unwrap().grad_norm
-    };
-    let norm = |tensors: f64| (tensors * 20_000.0 * 9.0).sqrt();
-    assert_eq!(norm_after(&[&[2], &[0, 1]]), norm(3.0));
-    assert_eq!(norm_after(&[&[0, 2]]), norm(2.0));
-    assert_eq!(norm_after(&[&[1]]), norm(3.0));
-    assert_eq!(norm_after(&[]), norm(2.0));
-    // SAFETY: as above.
-    let missing = unsafe { device.look_part(&[3], &ctl, None) };
-    assert!(matches!(missing, Err(Error::MissingParam { index: 3, .. })));
-}
-
 /// Blocks of another size, in which other threads meet, change no bit.
 #[test]
 fn blocks_of_1024_threads_have_the_same_bits() {
@@ -552,62 +514,6 @@ fn every_launch_has_the_same_bits() {
     }
     same(AdamWHyper::default());
     same(LambHyper { weight_decay: 0.1, ..Default::default() });
-}
-
-/// A search changes nothing but launches, and is made once for tensors alike.
-#[test]
-fn what_a_search_finds_is_kept() {
-    let folder = std::env::temp_dir().join(format!("launches-test-{}", std::process::id()));
-    let among = [LaunchShape::ALL[0], LaunchShape::ALL[17]];
-    let mut sizes = vec![1000, 0, 3000];
-    let tensors = |sizes: &[usize]| {
-        let all = sizes.iter().map(|size| vec![0.25_f32; *size]);
-        all.collect::<Vec<_>>()
-    };
-    let (mut weights, mut grads) = (tensors(&sizes), tensors(&sizes));
-    let groups = || [ParamGroup::new(AdamWHyper::default(), 0..3)];
-    let mut device = Fused::new(Host::new(1), groups(), HalfWeights::Master).unwrap();
-    let mut twin = Core::new(groups()).unwrap();
-    let mut twins = weights.clone();
-    let search = Search { among: &among, folder: Some(folder.clone()) };
-    let mut found = Vec::new();
-    for step in 0..3 {
-        let slice = |values: &mut Vec<f32>| {
-            let ptr = device.device.lend(&mut values[..]);
-            DeviceSlice { ptr, len: values.len(), dtype: DType::F32 }
-        };
-        let lent: Vec<DeviceParam> = (weights.iter_mut().zip(&mut grads))
-            .map(|(weight, grad)| DeviceParam::new(slice(weight), Some(slice(grad))))
-            .collect();
-        if step > 0 {
-            found.push(device.tune(&lent, &search).unwrap());
-        }
-        let mut params: Vec<ParamMut<'_>> = (twins.iter_mut().zip(&grads))
-            .map(|(weight, grad)| ParamMut::new(SliceMut::F32(weight), Some(Slice::F32(grad))))
-            .collect();
-        assert_eq!(twin.step(&mut params, &StepCtl::PLAIN).unwrap(), Applied::Applied);
-        // SAFETY: all of it lives as long as the device, and does not move.
-        unsafe { device.bind(&lent) }.unwrap();
-        // SAFETY: as above.
-        unsafe { device.step(&StepCtl::PLAIN, 0) }.unwrap();
-        assert_eq!(weights, twins, "step {step}");
-    }
-    assert_eq!(found[0].len(), 1);
-    let (first, again) = (&found[0][0], &found[1][0]);
-    assert_eq!(first.types, (DType::F32, DType::F32));
-    assert_eq!(first.searched.iter().map(|(shape, _)| *shape).collect::<Vec<_>>(), among);
-    let fastest = first.searched.iter().min_by_key(|(_, time)| *time).unwrap().0;
-    assert_eq!((first.shape, again.shape, again.searched.len()), (fastest, fastest, 0));
-    // Tensors of another size are searched anew, those that do not fit are refused.
-    sizes[0] = 9000;
-    let slice = |len: &usize| DeviceSlice { ptr: 0, len: *len, dtype: DType::F32 };
-    let mut others: Vec<DeviceParam> =
-        sizes.iter().map(|len| DeviceParam::new(slice(len), None)).collect();
-    let mut fresh = Fused::new(Host::new(1), groups(), HalfWeights::Master).unwrap();
-    assert_eq!(fresh.tune(&others, &search).unwrap()[0].searched.len(), 2);
-    others.pop();
-    assert!(matches!(fresh.tune(&others, &search), Err(Error::MissingParam { index: 2, .. })));
-    std::fs::remove_dir_all(&folder).unwrap();
 }
 
 /// Changes to the source of the kernels that a test must notice: what, and into what.

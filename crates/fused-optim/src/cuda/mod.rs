@@ -221,9 +221,10 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     /// Searches for the launch that is fastest on tensors like these, of which only lengths and types matter;
     /// a missing gradient counts as of the weight's type. Later steps are launched so, with the same bits.
     ///
-    /// Takes some tenths of a second and device memory for 32 Mi elements, gradients and state among it, at most
-    /// (more, if one tensor is larger); not if the answer has been kept beside compiled kernels by an earlier
-    /// search, for as many tensors of as many elements, up to a power of two. Waits for the device.
+    /// Takes the time of some hundred steps and of compiling six programs, and device memory for 32 Mi elements,
+    /// gradients and state among it, at most (more, if one tensor is larger); none of it if the answer has been
+    /// kept beside compiled kernels by an earlier search, for as many tensors of as many elements, up to a power
+    /// of two. Waits for the device.
     ///
     /// # Errors
     ///

@@ -92,7 +92,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         search: &Search<'_>,
     ) -> Result<Vec<Tuned>> {
         self.validate(params)?;
-        let mut tuned = Vec::new();
+        let (mut tuned, mut found) = (Vec::new(), BTreeMap::new());
         for ((form, types), (group, params)) in self.kinds(params) {
             let device = self.device.name()?;
             let like = format!("{device}\n{form} {types:?}\n{}", size_class(&params));
@@ -108,12 +108,13 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             if let (None, Some(entry)) = (kept, entry) {
                 entry.write(shape.to_text().as_bytes());
             }
-            self.launch_shapes.insert((form, types), shape);
+            found.insert((form, types), shape);
             let DeviceParam { weight, grad, .. } = params[0];
             let types = (weight.dtype, grad.map_or(weight.dtype, |grad| grad.dtype));
             tuned.push(Tuned { types, shape, searched });
         }
         self.unbind()?;
+        self.launch_shapes.extend(found);
         Ok(tuned)
     }
 

@@ -82,6 +82,15 @@ impl TensorSpec {
     }
 }
 
+/// As `collective` calls a type.
+pub(crate) const fn type_of(dtype: DType) -> collective::DType {
+    match dtype {
+        DType::F32 => collective::DType::F32,
+        DType::F16 => collective::DType::F16,
+        DType::Bf16 => collective::DType::Bf16,
+    }
+}
+
 /// Receives gradients while backward runs.
 pub trait GradSink: Send {
     /// Takes the complete gradient of parameter `index`, contiguous, in the parameter's dtype and

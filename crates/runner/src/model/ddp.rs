@@ -20,6 +20,7 @@ use parking_lot::Mutex;
 use super::{ModelWrapper, WrapperFactory, state};
 use crate::engine::{
     DeviceBuckets, DeviceTensor, Engine, GradSink, Gradient, HostTensor, SharedSink, TensorSpec,
+    type_of,
 };
 use crate::{Error, Result};
 
@@ -199,15 +200,6 @@ impl DistributedDataParallel {
 fn info(param: &TensorSpec) -> ParamInfo {
     let dtype = type_of(param.dtype);
     ParamInfo::new(&param.name, param.count(), dtype).with_rows(param.rows())
-}
-
-/// As `collective` calls a type.
-const fn type_of(dtype: DType) -> collective::DType {
-    match dtype {
-        DType::F32 => collective::DType::F32,
-        DType::F16 => collective::DType::F16,
-        DType::Bf16 => collective::DType::Bf16,
-    }
 }
 
 impl GradSink for Inner {

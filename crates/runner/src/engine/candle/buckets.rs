@@ -17,7 +17,7 @@ use fused_optim::{DType, Slice};
 use half::{bf16, f16};
 
 use super::on_device::address_of;
-use crate::engine::{DeviceBuckets, DeviceTensor, HostTensor};
+use crate::engine::{DeviceBuckets, DeviceTensor, HostTensor, type_of};
 use crate::{Error, Result};
 
 /// A [`DeviceReducer`] over candle's tensors and stream.
@@ -93,15 +93,6 @@ impl DeviceBuckets for Buckets {
     fn zero_grad(&mut self) {
         self.averages.fill(None);
         self.reducer.zero_grad();
-    }
-}
-
-/// As `collective` calls a type.
-const fn type_of(dtype: DType) -> collective::DType {
-    match dtype {
-        DType::F32 => collective::DType::F32,
-        DType::F16 => collective::DType::F16,
-        DType::Bf16 => collective::DType::Bf16,
     }
 }
 

@@ -12,12 +12,17 @@
 //! input, made anew, to the bit. What is wrong is the input's gradient, and only where the kernel reaches the
 //! whole input exactly, without padding or dilation: candle multiplies the kernel by a matrix whose rows it
 //! takes for adjacent, so that sample `s` is given what belongs to channels `s..s + c` of the first, and what
-//! belongs to the last ones of all is given to nobody. Whether nobody has it is asked; a kernel that is not
-//! contiguous in memory goes another way, and is right.
+//! belongs to the last ones of all is given to nobody. Whether nobody has it is asked; a constant kernel that is
+//! not contiguous in memory goes another way, and has the right gradient.
+//!
+//! A kernel that is not contiguous is read as if it were, of any number of samples, so that the values are wrong
+//! already, and not what the gradient for the kernel says (`linear.rs`).
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor};
 
-use super::{Gradients, Graph, Trap, distance, dot, equal, norm, values};
+use super::linear::is_belied;
+use super::{Gradients, Graph, Trap, distance, dot, equal, leaves, norm, values};
 
 /// What is wrong about the gradient of a kernel from which `y`, the first of `behind`, was computed.
 pub(super) fn find<'a>(graph: &Graph<'a>, behind: &[&'a Tensor]) -> Result<Option<Trap<'a>>> {
@@ -25,7 +30,12 @@ pub(super) fn find<'a>(graph: &Graph<'a>, behind: &[&'a Tensor]) -> Result<Optio
     let (Ok((n, c_out, l_out)), Ok((rows, c_in, k))) = (y.dims3(), kernel.dims3()) else {
         return Ok(None);
     };
-    if n < 2 || c_out < 2 || c_out != rows || kernel.dtype() != y.dtype() || l_out * k == 0 {
+    if c_out != rows || kernel.dtype() != y.dtype() || l_out * k * c_in == 0 {
+        return Ok(None);
+    }
+    let read = as_read(kernel)?;
+    let is_misread = !kernel.is_contiguous() && read.as_ref() != Some(&values(kernel)?);
+    if !is_misread && (n < 2 || c_out < 2) {
         return Ok(None);
     }
     // The input is walked before the kernel, so whatever comes after it in the list is behind it.
@@ -36,15 +46,44 @@ pub(super) fn find<'a>(graph: &Graph<'a>, behind: &[&'a Tensor]) -> Result<Optio
     };
     let mut is_wrong = false;
     for (_, x) in rest.iter().enumerate().filter(is_input) {
-        is_wrong |= is_wrong_of(graph, y, x, kernel)?;
+        if let Some(geometry) = geometry(y, x, kernel, read.as_deref())? {
+            is_wrong |= is_misread || is_wrong_of(graph, y, x, kernel, geometry)?;
+        }
     }
     // A constant input leaves no more behind `y` than the kernel does.
-    let is_of_constant = graph.count_behind(kernel) + 1 == behind.len();
-    if is_wrong || (is_of_constant && is_wrong_of_constant(graph, y, kernel)?) {
-        return Ok(Some(Trap { of: kernel, complaint: COMPLAINT.to_owned() }));
+    if graph.count_behind(kernel) + 1 == behind.len() {
+        is_wrong |= is_wrong_of_constant(graph, y, kernel, is_misread)?;
     }
-    Ok(None)
+    let complaint = if is_misread { MISREAD } else { COMPLAINT };
+    Ok(is_wrong.then(|| Trap { of: kernel, complaint: complaint.to_owned() }))
 }
+
+/// The kernel as candle reads it: as if it were contiguous. None if that goes beyond its memory.
+fn as_read(kernel: &Tensor) -> Result<Option<Vec<f64>>> {
+    if kernel.is_contiguous() {
+        return values(kernel).map(Some);
+    }
+    let (storage, layout) = kernel.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else { return Ok(None) };
+    let start = layout.start_offset();
+    let end = start + layout.shape().elem_count();
+    let length = match storage {
+        CpuStorage::F16(v) => v.len(),
+        CpuStorage::BF16(v) => v.len(),
+        CpuStorage::F32(v) => v.len(),
+        CpuStorage::F64(v) => v.len(),
+        _ => 0,
+    };
+    if end > length {
+        return Ok(None);
+    }
+    let read = Layout::contiguous_with_offset(layout.shape().clone(), start);
+    let read = storage.to_dtype(&read, DType::F64)?;
+    Ok(Some(read.as_slice::<f64>()?.to_vec()))
+}
+
+const MISREAD: &str = "candle's own `conv1d` reads a kernel that is not contiguous in memory as if it were: \
+     make it `contiguous()` first";
 
 const COMPLAINT: &str = "candle's own `conv1d` mixes up the samples of a batch in it: use candle's `conv2d` of \
      `unsqueeze(2)`, with `pad_with_zeros` for padding";
@@ -84,13 +123,9 @@ fn drops_last(graph: &Graph<'_>, y: &Tensor, x: &Tensor, kernel: &[usize]) -> Re
     let r = Tensor::from_slice(&weights, y.shape(), y.device())?;
     let anew = Tensor::zeros(kernel, x.dtype(), x.device())?;
     let (_, of_anew) = graph.backward(&dot(&x.conv1d(&anew, 0, stride, 1, 1)?, &r)?)?;
-    let (_, constants) = graph.backward(&dot(y, &r)?)?;
+    let (_, constants) = graph.weighed(y, &r)?;
     let Some(gradient) = of_anew.get(&anew) else { return Ok(false) };
-    let mut is_conv1d = false;
-    for other in constants.get_ids().filter_map(|id| constants.get_id(*id)) {
-        is_conv1d |= other.dims() == gradient.dims() && equal(other, gradient)?;
-    }
-    if !is_conv1d || values(gradient)?.iter().all(|v| *v == 0.0) {
+    if !leaves(&constants, gradient)? || values(gradient)?.iter().all(|v| *v == 0.0) {
         return Ok(false);
     }
     // No sample is given what belongs to these.
@@ -139,13 +174,17 @@ impl Geometry {
     }
 }
 
-/// Whether `y` is candle's `conv1d` of `x`, and wrong.
-fn is_wrong_of(graph: &Graph<'_>, y: &Tensor, x: &Tensor, kernel: &Tensor) -> Result<bool> {
-    let ((_, c_in, l), (rows, _, k), l_out) = (x.dims3()?, kernel.dims3()?, y.dim(2)?);
-    let (bare_x, bare_kernel) = (x.detach(), kernel.detach());
-    let [first_x, first_y, row] =
-        [&bare_x, &y.detach(), &bare_kernel].map(|t| t.narrow(0, 0, 1).and_then(|t| values(&t)));
-    let (first_x, first_y, row) = (first_x?, first_y?, row?);
+/// How the kernel is moved over `x`, if `y` is candle's `conv1d` of them. `read` is the kernel as candle reads it.
+fn geometry(
+    y: &Tensor,
+    x: &Tensor,
+    kernel: &Tensor,
+    read: Option<&[f64]>,
+) -> Result<Option<Geometry>> {
+    let ((_, c_in, l), (_, _, k), l_out) = (x.dims3()?, kernel.dims3()?, y.dim(2)?);
+    let Some(row) = read.map(|read| &read[..c_in * k]) else { return Ok(None) };
+    let (x, kernel, y) = (x.detach(), kernel.detach(), y.detach());
+    let (first_x, first_y) = (values(&x.narrow(0, 0, 1)?)?, values(&y.narrow(0, 0, 1)?)?);
     // Three of the outputs tell nearly always.
     let is_likely = |g: &Geometry| {
         [0, l_out / 2, l_out - 1].into_iter().all(|t| {
@@ -160,35 +199,50 @@ fn is_wrong_of(graph: &Graph<'_>, y: &Tensor, x: &Tensor, kernel: &Tensor) -> Re
         })
     };
     for g in Geometry::all(l, k, l_out).filter(is_likely) {
-        let again = bare_x.conv1d(&bare_kernel, g.padding, g.stride, g.dilation, 1)?;
-        if !equal(&again, &y.detach())? {
-            continue;
-        }
-        let suspect = x.conv1d(kernel, g.padding, g.stride, g.dilation, 1)?;
-        let padded = x.pad_with_zeros(2, g.padding, g.padding)?.unsqueeze(2)?;
-        let truth = padded.conv2d(&kernel.unsqueeze(2)?, 0, g.stride, g.dilation, 1)?.squeeze(2)?;
-        let r = (again.to_dtype(DType::F32)? * (1.0 / ((rows * l_out) as f64).sqrt()))?;
-        let [as_is, suspect, truth] =
-            [y, &suspect, &truth].map(|y| dot(y, &r).and_then(|loss| graph.gradients(&loss)));
-        let (as_is, suspect, truth) = (as_is?, suspect?, truth?);
-        let apart = distance(&suspect, &truth);
-        if apart > 1e-2 * norm(&truth) && distance(&as_is, &suspect) < 1e-3 * apart {
-            return Ok(true);
+        if equal(&x.conv1d(&kernel, g.padding, g.stride, g.dilation, 1)?, &y)? {
+            return Ok(Some(g));
         }
     }
-    Ok(false)
+    Ok(None)
+}
+
+/// Whether the gradients of `y`, candle's `conv1d` of `x`, are wrong.
+fn is_wrong_of(
+    graph: &Graph<'_>,
+    y: &Tensor,
+    x: &Tensor,
+    kernel: &Tensor,
+    g: Geometry,
+) -> Result<bool> {
+    let suspect = x.conv1d(kernel, g.padding, g.stride, g.dilation, 1)?;
+    let padded = x.pad_with_zeros(2, g.padding, g.padding)?.unsqueeze(2)?;
+    let truth = padded.conv2d(&kernel.unsqueeze(2)?, 0, g.stride, g.dilation, 1)?.squeeze(2)?;
+    let scale = 1.0 / ((y.dim(1)? * y.dim(2)?) as f64).sqrt();
+    let r = (y.detach().to_dtype(DType::F32)? * scale)?;
+    let [as_is, suspect, truth] =
+        [y, &suspect, &truth].map(|y| dot(y, &r).and_then(|loss| graph.gradients(&loss)));
+    let (as_is, suspect, truth) = (as_is?, suspect?, truth?);
+    let apart = distance(&suspect, &truth);
+    Ok(apart > 1e-2 * norm(&truth) && distance(&as_is, &suspect) < 1e-3 * apart)
 }
 
 /// Whether `y` is candle's `conv1d` of a constant, and wrong.
-fn is_wrong_of_constant(graph: &Graph<'_>, y: &Tensor, kernel: &Tensor) -> Result<bool> {
+fn is_wrong_of_constant(
+    graph: &Graph<'_>,
+    y: &Tensor,
+    kernel: &Tensor,
+    is_misread: bool,
+) -> Result<bool> {
     let ((n, c_out, l_out), (_, c_in, k)) = (y.dims3()?, kernel.dims3()?);
     // One value of the first channel in the first sample, whose gradient is believed, and one in the last.
     let (first, last) = (l_out / 3, l_out - 1 - l_out / 3);
     let mut one = vec![0f32; y.elem_count()];
     one[first] = 1.0;
-    one[(n - 1) * c_out * l_out + last] = 1.0;
+    if n > 1 {
+        one[(n - 1) * c_out * l_out + last] = 1.0;
+    }
     let r = Tensor::from_vec(one, y.shape(), y.device())?;
-    let (as_is, constants) = graph.backward(&dot(y, &r)?)?;
+    let (as_is, constants) = graph.weighed(y, &r)?;
     let row = values(&kernel.detach().narrow(0, 0, 1)?)?;
     let mut is_conv1d = false;
     for gradient in constants.get_ids().filter_map(|id| constants.get_id(*id)) {
@@ -203,6 +257,9 @@ fn is_wrong_of_constant(graph: &Graph<'_>, y: &Tensor, kernel: &Tensor) -> Resul
     }
     if !is_conv1d {
         return Ok(false);
+    }
+    if is_misread {
+        return is_belied(graph, y, kernel);
     }
     let of_row = kernel.narrow(0, 0, 1)?;
     let numbers = (0..of_row.elem_count()).map(|i| 1.0 + (i % 7) as f32 * 0.25);

@@ -8,7 +8,7 @@
 //! spoken:
 //!
 //! * `pools.rs`: `max_pool2d`, `avg_pool2d` and `upsample_nearest`;
-//! * `conv1d.rs`: `conv1d` of several samples;
+//! * `conv1d.rs`: `conv1d` of several samples, or by a kernel that is not contiguous in memory;
 //! * `matmul.rs`: `matmul` of a transposed batch by a matrix that is broadcast;
 //! * `scatter.rs`: `scatter` and `scatter_add` into a tensor that has a gradient.
 //!
@@ -23,9 +23,13 @@
 //! * an upsampling whose input is used again only by an operator that takes also what was computed from the
 //!   upsampling, and is not a sum, a difference, a product or `cat`: such a use has no gradient to be seen by;
 //! * `conv1d` of a constant by a kernel each of whose rows is computed from all of its parameters; one by a
-//!   kernel that its input was computed from too (the first use of that kernel is seen); any by a kernel that
-//!   is not contiguous in memory, which candle reads as if it were;
-//! * `matmul` of a transposed batch of constants, or by a constant that is broadcast;
+//!   kernel that its input was computed from too (the first use of that kernel is seen); one by a constant
+//!   that is not contiguous in memory, one of a constant by such a kernel that does not scale with its
+//!   parameters, and one of what has a gradient by a kernel that is broadcast, beyond whose memory candle reads;
+//! * `matmul` of a transposed batch of constants by a matrix that is broadcast and does not scale with its
+//!   parameters (a sum with a constant, say); one by a constant that is broadcast of a batch of no more rows
+//!   in all than a row is long, or of more than 1024 columns; and what is computed of constants alone, as no
+//!   graph has it;
 //! * `scatter` and `scatter_add` of constants that could as well have been added, or written: candle shows
 //!   the same of `x.scatter(i, c)` and of `x.index_add(i, c - x)`, whose gradient is right;
 //! * a `scatter` that leaves nothing of what it writes into, and one of a tensor of the same shape that what
@@ -36,6 +40,7 @@
 //!   maximum first, that is right in the end.
 
 mod conv1d;
+mod linear;
 mod matmul;
 mod pools;
 mod scatter;
@@ -193,6 +198,13 @@ impl<'a> Graph<'a> {
         Ok(self.backward(loss)?.0)
     }
 
+    /// The gradients of [`dot`], by parameter, and those of constants but `r`.
+    fn weighed(&self, y: &Tensor, r: &Tensor) -> Result<(Gradients, GradStore)> {
+        let (gradients, mut constants) = self.backward(&dot(y, r)?)?;
+        constants.remove(r);
+        Ok((gradients, constants))
+    }
+
     /// The gradients of `loss`, by parameter, and those of constants.
     fn backward(&self, loss: &Tensor) -> Result<(Gradients, GradStore)> {
         self.passes.set(self.passes.get() + 1);
@@ -211,6 +223,17 @@ fn dot(y: &Tensor, r: &Tensor) -> Result<Tensor> {
 
 fn equal(a: &Tensor, b: &Tensor) -> Result<bool> {
     Ok(!a.eq(b)?.flatten_all()?.to_vec1::<u8>()?.contains(&0))
+}
+
+/// Whether a backward pass has left this gradient for a constant, to the bit.
+fn leaves(constants: &GradStore, gradient: &Tensor) -> Result<bool> {
+    for other in constants.get_ids().filter_map(|id| constants.get_id(*id)) {
+        let is_like = other.dims() == gradient.dims() && other.dtype() == gradient.dtype();
+        if is_like && equal(other, gradient)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// The values of `t`.

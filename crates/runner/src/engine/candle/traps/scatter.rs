@@ -280,8 +280,8 @@ impl<'a> Put<'a> {
     /// What was done, if the gradient of `x` is that of the other.
     fn is_wrong(&self, graph: &Graph<'_>) -> Result<Option<Did>> {
         let codes = self.codes()?;
-        let (as_is, constants) = graph.backward(&dot(self.y, &codes)?)?;
-        let (through, of_x) = graph.backward(&dot(self.x, &codes)?)?;
+        let (as_is, constants) = graph.weighed(self.y, &codes)?;
+        let (through, of_x) = graph.weighed(self.x, &codes)?;
         let suspect = if norm(&as_is) == 0.0 { Did::Add } else { Did::Write };
         let is_all = distance(&as_is, &through) < 0.02 * norm(&through);
         if norm(&through) == 0.0 || (suspect == Did::Write && !is_all) {

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use candle_core::{Module, Result, Tensor};
+use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::Init;
 use parking_lot::Mutex;
+use proptest::prelude::*;
 
 use super::super::{CandleEngine, CandleOptions};
 use super::tests::{Chain, Keep, batch, layer, noise};
@@ -85,6 +86,39 @@ fn a_conv1d_that_mixes_up_samples_is_named() {
         fine((&[3, 4, 9], &[3, 4, 4]), |x, w| w.matmul(x));
         fine((&[4, 4, 9], &[4, 4, 9]), |x, w| x * w);
         fine((&[4, 4, 9], &[4, 4, 9]), |x, w| x + w.exp()?);
+    }
+}
+
+#[test]
+fn a_conv1d_by_a_kernel_that_is_not_contiguous_is_named() {
+    use fused_optim::DType::{F16, F32};
+    for is_first in [true, false] {
+        let says = |sizes, dtype, op| {
+            let said = of_sequences(sizes, dtype, is_first, op);
+            let case = (sizes, dtype, is_first);
+            let error = said.map_or_else(|e| e.to_string(), |()| format!("nothing: {case:?}"));
+            assert!(
+                error.contains("`conv.weight` is wrong: candle's own `conv1d` reads"),
+                "{error}"
+            );
+        };
+        for dtype in [F32, F16] {
+            says((&[3, 4, 9], &[4, 6, 3]), dtype, |x, w| x.conv1d(&w.transpose(0, 1)?, 1, 2, 1, 1));
+            says((&[1, 4, 9], &[6, 3, 4]), dtype, |x, w| x.conv1d(&w.transpose(1, 2)?, 0, 1, 2, 1));
+        }
+        says((&[1, 4, 9], &[3, 4, 1]), F32, |x, w| x.conv1d(&w.permute((2, 1, 0))?, 0, 1, 1, 1));
+        says((&[2, 4, 9], &[6, 3, 2]), F32, |x, w| x.conv1d(&w.t()?, 1, 1, 1, 2));
+        let fine = |sizes, op| of_sequences(sizes, F32, is_first, op).unwrap();
+        fine((&[1, 4, 9], &[4, 6, 3]), |x, w| {
+            x.conv1d(&w.transpose(0, 1)?.contiguous()?, 1, 2, 1, 1)
+        });
+        // What lies another way and is the same.
+        fine((&[1, 4, 9], &[4, 1, 1]), |x, w| x.conv1d(&w.transpose(0, 1)?, 0, 1, 1, 1));
+        fine((&[1, 4, 9], &[3, 4, 6]), |x, w| {
+            x.conv1d(&(w.ones_like()? + w * 0.0)?.permute((2, 1, 0))?, 0, 1, 1, 1)
+        });
+        // Others that lie so.
+        fine((&[4, 4, 4], &[4, 4, 4]), |x, w| x.matmul(&w.t()?)? + w.t()?.matmul(x)?);
     }
 }
 
@@ -180,9 +214,6 @@ fn a_product_that_mixes_up_samples_is_named() {
         let step = engine.forward_backward(&batch(dims), 1.0, &sink);
         step.map(drop).map_err(|e| e.to_string())
     };
-    fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        candle_nn::Linear::new(weight.clone(), None).forward(x)
-    }
     let says = |dims: &[usize], op: fn(&Tensor, &Tensor) -> Result<Tensor>| {
         let error = step(dims, op).unwrap_err();
         assert!(error.contains("of `before` and of one more parameter is wrong"), "{error}");
@@ -201,4 +232,184 @@ fn a_product_that_mixes_up_samples_is_named() {
     fine(&[3, 5, 4], |x, w| w.broadcast_left(3)?.matmul(x));
     fine(&[3, 5, 4], |x, w| linear(&x.narrow(2, 1, 1)?.transpose(1, 2)?, w));
     fine(&[1, 5, 4], |x, w| linear(&x.transpose(1, 2)?, w));
+}
+
+/// What the first step says of an operator of constants, the batch, by a parameter, `fc.weight`.
+fn of_constants(
+    (dims, weight): (&[usize], &[usize]),
+    dtype: fused_optim::DType,
+    op: fn(&Tensor, &Tensor) -> Result<Tensor>,
+) -> std::result::Result<(), String> {
+    let mut engine = CandleEngine::new(CandleOptions { dtype, ..Default::default() }, |vb| {
+        let uniform = Init::Uniform { lo: -0.5, up: 0.5 };
+        let weight = vb.get_with_hints(weight, "fc.weight", uniform)?;
+        let bias = vb.get_with_hints(1, "fc.bias", uniform)?;
+        let last = layer(move |x| x.broadcast_add(&bias)?.tanh());
+        Ok(Chain(vec![layer(move |x| op(x, &weight)), last]))
+    })
+    .unwrap();
+    let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
+    engine.forward_backward(&batch(dims), 1.0, &sink).map(drop).map_err(|e| e.to_string())
+}
+
+fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    candle_nn::Linear::new(weight.clone(), None).forward(x)
+}
+
+#[test]
+fn a_product_of_constants_that_mixes_up_samples_is_named() {
+    use fused_optim::DType::{F16, F32};
+    for dtype in [F32, F16] {
+        let says = |dims: &[usize], weight: &[usize], op| {
+            let said = of_constants((dims, weight), dtype, op);
+            let error = said.expect_err(&format!("nothing of {dims:?} {weight:?} {dtype:?}"));
+            assert!(error.contains("`fc.weight` is wrong: candle's own `matmul`"), "{error}");
+        };
+        says(&[3, 5, 4], &[6, 5], |x, w| linear(&x.transpose(1, 2)?, w));
+        says(&[8, 49, 32], &[64, 49], |x, w| linear(&x.transpose(1, 2)?, w)?.relu());
+        says(&[2, 3, 5, 4], &[6, 5], |x, w| linear(&x.transpose(2, 3)?, w));
+        says(&[2, 5, 4], &[5, 1], |x, w| x.transpose(1, 2)?.matmul(&w.broadcast_left(2)?));
+        // By matrices that are computed of parameters.
+        says(&[3, 5, 4], &[6, 6], |x, w| {
+            let (w, gain) = (w.narrow(1, 0, 5)?, w.narrow(1, 5, 1)?);
+            let w = w.broadcast_div(&w.sqr()?.sum_keepdim(1)?.sqrt()?)?;
+            linear(&x.transpose(1, 2)?, &w.broadcast_mul(&gain)?)
+        });
+        says(&[3, 5, 4], &[6, 10], |x, w| {
+            linear(&x.transpose(1, 2)?, &(w.narrow(1, 0, 5)? - w.narrow(1, 5, 5)?.relu()?)?)
+        });
+        let fine = |dims: &[usize], weight: &[usize], op| {
+            of_constants((dims, weight), dtype, op).unwrap();
+        };
+        fine(&[3, 5, 4], &[6, 5], |x, w| linear(&x.transpose(1, 2)?.contiguous()?, w));
+        fine(&[3, 5, 4], &[6, 4], linear);
+        fine(&[8, 49, 32], &[64, 32], linear);
+        fine(&[3, 5, 4], &[6, 5], |x, w| x.transpose(1, 2)?.broadcast_matmul(&w.t()?));
+        fine(&[3, 5, 5], &[5, 5], |x, w| w.broadcast_left(3)?.matmul(x)? * 2.0);
+        fine(&[3, 5, 5], &[5, 5], |x, w| w.broadcast_left(3)? + x.t()?);
+        fine(&[3, 5, 4], &[6, 4], |x, w| linear(x, &w.tanh()?)? + 1.0);
+        fine(&[3, 5, 4], &[6, 4], |x, w| linear(x, &w.round()?.add(&(w - w.detach())?)?));
+        fine(&[1, 5, 4], &[6, 5], |x, w| linear(&x.transpose(1, 2)?, w));
+    }
+}
+
+#[test]
+fn a_product_by_a_constant_that_mixes_up_samples_is_named() {
+    use fused_optim::DType::{F16, F32};
+    for dtype in [F32, F16] {
+        let says = |dims: &[usize], op: fn(&Tensor) -> Result<Tensor>| {
+            let said = by_constant(dims, dtype, op);
+            let error = said.expect_err(&format!("nothing of {dims:?} {dtype:?}"));
+            assert!(error.contains("`before` is wrong: candle's own `matmul`"), "{error}");
+        };
+        says(&[3, 5, 4], |x| linear(&x.transpose(1, 2)?, &fixed(x, &[6, 5])?));
+        says(&[8, 49, 32], |x| linear(&x.transpose(1, 2)?, &fixed(x, &[64, 49])?)?.tanh());
+        says(&[4, 5, 4], |x| {
+            linear(&x.relu()?.transpose(1, 2)?, &fixed(x, &[2, 5])?)?.transpose(1, 2)?.exp()
+        });
+        says(&[3, 5, 4], |x| {
+            let x = linear(&x.transpose(1, 2)?, &fixed(x, &[5, 5])?)?;
+            linear(&x, &fixed(&x, &[1, 5])?)
+        });
+        let fine = |dims: &[usize], op: fn(&Tensor) -> Result<Tensor>| {
+            by_constant(dims, dtype, op).unwrap();
+        };
+        fine(&[3, 5, 4], |x| linear(&x.transpose(1, 2)?.contiguous()?, &fixed(x, &[6, 5])?));
+        fine(&[3, 5, 4], |x| linear(x, &fixed(x, &[6, 4])?));
+        fine(&[3, 5, 4], |x| x.transpose(1, 2)?.broadcast_matmul(&fixed(x, &[5, 6])?));
+        fine(&[3, 5, 4], |x| x.transpose(1, 2)?.matmul(&fixed(x, &[3, 5, 6])?));
+        fine(&[3, 5, 5], |x| x.transpose(1, 2)? * fixed(x, &[3, 5, 5])?);
+        fine(&[3, 5, 5], |x| fixed(x, &[5, 5])?.broadcast_left(3)?.matmul(&x.transpose(1, 2)?));
+        fine(&[3, 5, 4], |x| linear(&x.transpose(1, 2)?, &fixed(x, &[6, 5])?.zeros_like()?)? + 1.0);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    /// Of any shapes, with a gradient of both or of one: what candle multiplies wrongly is named, what it
+    /// multiplies rightly is not.
+    #[test]
+    fn a_random_product_is_judged_rightly(
+        seed in any::<u64>(), samples in 1usize..5, (m, k, n) in (1usize..7, 1usize..9, 1usize..6),
+        trained in 0..3, is_moved in any::<bool>(), in_half in any::<bool>(),
+    ) {
+        let dtype = if in_half { fused_optim::DType::F16 } else { fused_optim::DType::F32 };
+        let dims = if is_moved { [samples, k, m] } else { [samples, m, k] };
+        let apart = Arc::new(Mutex::new(f64::NAN));
+        let mut engine = CandleEngine::new(CandleOptions { dtype, seed, ..Default::default() }, |vb| {
+            let uniform = Init::Uniform { lo: -1.0, up: 1.0 };
+            let before = vb.get_with_hints((1, dims[1], 1), "before", uniform)?;
+            let weight = vb.get_with_hints((n, k), "weight", uniform)?;
+            let after = vb.get_with_hints(1, "after", uniform)?;
+            let apart = apart.clone();
+            let product = move |x: &Tensor| {
+                let x = if trained == 0 { x.clone() } else { x.broadcast_mul(&before)? };
+                let x = if is_moved { x.transpose(1, 2)? } else { x };
+                let weight = if trained == 1 { weight.detach() } else { weight.clone() };
+                let matrix = weight.broadcast_left(samples)?.t()?;
+                let (y, truth) = (x.matmul(&matrix)?, x.force_contiguous()?.matmul(&matrix)?);
+                let size = |t: Tensor| t.to_dtype(DType::F32)?.abs()?.sum_all()?.to_scalar::<f32>();
+                *apart.lock() = f64::from(size((&y - &truth)?)? / size(truth)?);
+                y.broadcast_mul(&after)
+            };
+            Ok(Chain(vec![layer(product)]))
+        }).unwrap();
+        let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
+        let step = engine.forward_backward(&batch(&dims), 1.0, &sink);
+        let apart = *apart.lock();
+        if apart == 0.0 {
+            prop_assert!(step.is_ok(), "{step:?}");
+        } else if apart > 0.1 && (trained != 1 || samples * m > k + 3) {
+            let error = step.map_or_else(|e| e.to_string(), |_| format!("nothing, {apart} apart"));
+            prop_assert!(error.contains("candle's own `matmul`"), "{error}");
+        }
+    }
+
+    /// One sample, for which the gradients are right, and a kernel that lies in any way: what is read wrongly is
+    /// named, and neither what is read rightly nor another use of such a tensor.
+    #[test]
+    fn a_random_kernel_is_judged_rightly(
+        seed in any::<u64>(), (c_in, c_out, k, more) in (1usize..4, 1usize..4, 1usize..4, 0usize..4),
+        order in Just([0usize, 1, 2]).prop_shuffle(), padded in any::<bool>(), is_trained in any::<bool>(),
+        use_of in 0..4,
+    ) {
+        let (padding, mut dims) = (if padded { k - 1 } else { 0 }, [0; 3]);
+        order.iter().zip([c_out, c_in, k]).for_each(|(at, extent)| dims[*at] = extent);
+        let apart = Arc::new(Mutex::new(f64::NAN));
+        let mut engine = CandleEngine::new(CandleOptions { seed, ..Default::default() }, |vb| {
+            let uniform = Init::Uniform { lo: -1.0, up: 1.0 };
+            let before = vb.get_with_hints((1, c_in, 1), "before", uniform)?;
+            let weight = vb.get_with_hints(&dims, "weight", uniform)?;
+            let after = vb.get_with_hints(1, "after", uniform)?;
+            let apart = apart.clone();
+            let of = move |x: &Tensor| {
+                let x = if is_trained { x.broadcast_mul(&before)? } else { x.clone() };
+                let w = weight.permute((order[0], order[1], order[2]))?;
+                let (y, truth) = match use_of {
+                    0 | 1 => {
+                        let truth = x.conv1d(&w.force_contiguous()?, padding, 1, 1, 1)?;
+                        (x.conv1d(&w, padding, 1, 1, 1)?, truth)
+                    }
+                    2 => (x.narrow(2, 0, k)?.broadcast_mul(&w)?, x.zeros_like()?),
+                    _ => (x.narrow(2, 0, k)?.broadcast_matmul(&w.t()?)?, x.zeros_like()?),
+                };
+                *apart.lock() = match use_of {
+                    0 | 1 => f64::from((&y - &truth)?.abs()?.sum_all()?.to_scalar::<f32>()?),
+                    _ => 0.0,
+                };
+                y.broadcast_mul(&after)
+            };
+            Ok(Chain(vec![layer(of)]))
+        }).unwrap();
+        let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
+        let step = engine.forward_backward(&batch(&[1, c_in, k + more]), 1.0, &sink);
+        let apart = *apart.lock();
+        if apart == 0.0 {
+            prop_assert!(step.is_ok(), "{step:?}");
+        } else if apart > 0.1 {
+            let error = step.map_or_else(|e| e.to_string(), |_| format!("nothing, {apart} apart"));
+            prop_assert!(error.contains("candle's own `conv1d` reads"), "{error}");
+        }
+    }
 }

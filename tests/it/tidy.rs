@@ -126,6 +126,7 @@ fn twins_stay_equal() {
     let twins = [
         "cpu/x86_64.rs",
         "cuda/cache.rs",
+        "cuda/candle.rs",
         "cuda/device.h",
         "cuda/driver.rs",
         "cuda/error.rs",

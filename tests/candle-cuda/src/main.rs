@@ -1,4 +1,4 @@
-//! candle's tensors on a GPU, stepped by `fused-optim`: the adapter, and a small training with it.
+//! candle's tensors on a GPU, stepped by `fused-optim` and cast by `amp`: a small training.
 //!
 //! candle and our crates share one cudarc, so a tensor's memory is a `CudaSlice` to both, and candle's
 //! stream is the optimizer's: nothing is copied and nobody waits. `.ci/candle-cuda` checks that all of it
@@ -7,26 +7,9 @@
 use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
-use candle_core::{DType, Device, Error, Result, Storage, Tensor, Var, bail};
-use fused_optim::cuda::{CudaOptimizer, DeviceParam, DeviceSlice, Gpu};
+use candle_core::{DType, Device, Error, Result, Tensor, Var, bail};
+use fused_optim::cuda::{CudaOptimizer, DeviceParam, Gpu};
 use fused_optim::{AdamWHyper, Clip, FoundInf, HalfWeights, ParamGroup, StepCtl};
-
-/// Where a tensor's elements lie; it must be contiguous, on a GPU, of f32, f16 or bf16.
-fn slice(tensor: &Tensor) -> Result<DeviceSlice> {
-    let (storage, layout) = tensor.storage_and_layout();
-    let Storage::Cuda(storage) = &*storage else { bail!("{tensor:?} is not on a GPU") };
-    let Some((start, end)) = layout.contiguous_offsets() else {
-        bail!("{tensor:?} is not contiguous")
-    };
-    let whole = match tensor.dtype() {
-        DType::F32 => DeviceSlice::from(storage.as_cuda_slice::<f32>()?),
-        DType::F16 => DeviceSlice::from(storage.as_cuda_slice::<half::f16>()?),
-        DType::BF16 => DeviceSlice::from(storage.as_cuda_slice::<half::bf16>()?),
-        other => bail!("no kernel is for {other:?}"),
-    };
-    let ptr = whole.ptr + (start * tensor.dtype().size_in_bytes()) as u64;
-    Ok(DeviceSlice { ptr, len: end - start, ..whole })
-}
 
 fn main() -> Result<()> {
     let device = Device::new_cuda(0)?;
@@ -48,7 +31,7 @@ fn main() -> Result<()> {
         let grads = loss.backward()?;
         let params = [&weight, &bias].map(|var| -> Result<DeviceParam> {
             let Some(grad) = grads.get(var) else { bail!("a parameter without a gradient") };
-            Ok(DeviceParam::new(slice(var)?, Some(slice(grad)?)))
+            Ok(DeviceParam::new(var.as_tensor().try_into()?, Some(grad.try_into()?)))
         });
         let params = params.into_iter().collect::<Result<Vec<_>>>()?;
         // SAFETY: tensors of these lengths and types on this device, which live until the next `bind`
@@ -67,13 +50,8 @@ fn main() -> Result<()> {
 /// The weight in f16, by `amp`'s cast, on the same stream.
 fn halve(stream: &Arc<CudaStream>, weight: &Tensor) -> Result<Tensor> {
     let half = weight.zeros_like()?.to_dtype(DType::F16)?;
-    let of = |tensor, dtype| {
-        let DeviceSlice { ptr, len, .. } = slice(tensor)?;
-        Ok::<_, Error>(amp::cuda::DeviceSlice { ptr, len, dtype })
-    };
-    let (from, to) = (of(weight, amp::DType::F32)?, of(&half, amp::DType::F16)?);
     let gpu = amp::cuda::Gpu::on(stream.clone()).map_err(Error::wrap)?;
     // SAFETY: two tensors of these types, apart, which outlive the cast in order of their stream.
-    unsafe { amp::cuda::cast(&gpu, from, to) }.map_err(Error::wrap)?;
+    unsafe { amp::cuda::cast(&gpu, weight.try_into()?, (&half).try_into()?) }.map_err(Error::wrap)?;
     Ok(half)
 }

@@ -27,6 +27,8 @@
 //! ```
 
 mod cache;
+#[cfg(feature = "candle-cuda")]
+mod candle;
 mod driver;
 mod error;
 #[cfg(test)]

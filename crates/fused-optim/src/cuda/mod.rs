@@ -37,9 +37,14 @@
 //! unsafe { adamw.step(&StepCtl::default()) }?;
 //! # Ok::<(), fused_optim::Error>(())
 //! ```
+//!
+//! A [`DeviceSlice`] comes of a slice of cudarc's, too, and, with the feature `candle-cuda`, of a tensor of
+//! candle's: `DeviceSlice::try_from(&tensor)?`, with a [`Gpu`] [on](Gpu::on) the stream of its device.
 
 mod asked;
 mod cache;
+#[cfg(feature = "candle-cuda")]
+mod candle;
 mod device;
 mod driver;
 mod error;

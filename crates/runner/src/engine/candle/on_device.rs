@@ -84,14 +84,12 @@ mod lending {
     use std::collections::BTreeMap;
     use std::ops::Range;
 
-    use candle_core::{Storage, bail};
     use fused_optim::cuda::{DeviceParam, DeviceParams, DeviceSlice, Gpu, LaunchShape, Tuned};
     use fused_optim::{Applied, Optimizer, StepCtl};
 
     use super::super::buckets::Average;
     use super::super::params::Tensors;
-    use super::{Any, DType, Device, Error, OnDevice, Result, Tensor};
-    use super::{FOREIGN, bf16, f16, failed, own, send};
+    use super::{Any, Device, Error, FOREIGN, OnDevice, Result, Tensor, failed, own, send};
     use crate::engine::{DeviceTensor, Gradient, TensorSpec};
 
     /// A device by the stream in which candle works on it; none if it is the host.
@@ -179,24 +177,7 @@ mod lending {
     }
 
     fn address(tensor: &Tensor) -> Result<DeviceSlice> {
-        look_up(tensor).map_err(|e| failed("lending a tensor", e))
-    }
-
-    /// Where a tensor's elements lie.
-    fn look_up(tensor: &Tensor) -> candle_core::Result<DeviceSlice> {
-        let (storage, layout) = tensor.storage_and_layout();
-        let (Storage::Cuda(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
-        else {
-            bail!("a tensor that is not contiguous, or not on a GPU: {tensor:?}")
-        };
-        let whole = match tensor.dtype() {
-            DType::F32 => DeviceSlice::from(storage.as_cuda_slice::<f32>()?),
-            DType::F16 => DeviceSlice::from(storage.as_cuda_slice::<f16>()?),
-            DType::BF16 => DeviceSlice::from(storage.as_cuda_slice::<bf16>()?),
-            other => bail!("no optimizer is for {other:?}"),
-        };
-        let ptr = whole.ptr + (start * tensor.dtype().size_in_bytes()) as u64;
-        Ok(DeviceSlice { ptr, len: end - start, ..whole })
+        tensor.try_into().map_err(|e| failed("lending a tensor", e))
     }
 
     /// Refuses a gradient that is the memory of a weight: a model's own operator may hand one back.

@@ -1,0 +1,27 @@
+//! candle's tensors by their addresses (feature `candle-cuda`).
+
+use candle_core::{DType as Type, Error, Result, Storage, Tensor, bail};
+
+use super::DeviceSlice;
+
+impl TryFrom<&Tensor> for DeviceSlice {
+    type Error = Error;
+
+    /// Where a tensor's elements lie, for as long as it lives. It is on a GPU, contiguous, of f32, f16 or bf16;
+    /// the stream that it is used in must be its device's (`CudaDevice::cuda_stream`).
+    fn try_from(tensor: &Tensor) -> Result<Self> {
+        let (storage, layout) = tensor.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else { bail!("{tensor:?} is not on a GPU") };
+        let Some((start, end)) = layout.contiguous_offsets() else {
+            bail!("{tensor:?} is not contiguous in memory: copy it with `contiguous()` first")
+        };
+        let whole = match tensor.dtype() {
+            Type::F32 => Self::from(storage.as_cuda_slice::<f32>()?),
+            Type::F16 => Self::from(storage.as_cuda_slice::<half::f16>()?),
+            Type::BF16 => Self::from(storage.as_cuda_slice::<half::bf16>()?),
+            other => bail!("{tensor:?}: kernels are for f32, f16 and bf16, not for {other:?}"),
+        };
+        let ptr = whole.ptr + (start * tensor.dtype().size_in_bytes()) as u64;
+        Ok(Self { ptr, len: end - start, ..whole })
+    }
+}

@@ -16,9 +16,10 @@ int cuCtxSynchronize() {
     Lock lock(streams_m);
     all = streams;
   }
+  int error = 0;
   for (Stream *stream : all)
-    if (stream->device == here()) cuStreamSynchronize(stream);
-  return 0;
+    if (stream->device == here() && !error) error = cuStreamSynchronize(stream);
+  return error;
 }
 int cuEventSynchronize(void *event) {
   while (cuEventQuery(event) == 600) usleep(20);

@@ -24,6 +24,8 @@
 #include <regex>
 #include <sstream>
 
+#include "graph.cc"
+
 static string read_all(const string &path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) violation("no file " + path);
@@ -52,7 +54,8 @@ struct Function {
 static std::map<std::pair<string, int>, unsigned> grids;
 
 // Frees in order of a stream: nobody may use the memory but what comes before.
-static void release(Stream *s, uintptr_t at) {
+static int release(Stream *s, uintptr_t at) {
+  if (s->graph || of_a_graph(at)) return release_in_graph(s, at);
   uintptr_t end = 0;
   {
     Lock order(ordering);
@@ -70,6 +73,7 @@ static void release(Stream *s, uintptr_t at) {
     memset((void *)at, 0x5a, end - at);
     free((void *)at);
   }, {{at, end, true, "free"}});
+  return 0;
 }
 
 // What a kernel touches by a pointer: from there to the end of the memory it points into.
@@ -135,20 +139,23 @@ int cuMemAllocAsync(uintptr_t *memory, size_t bytes, void *stream) {
   bytes += bytes == 0;
 #endif
   if (here() < 0 || bytes == 0) return 1;
-  stream_of(stream);
+  Stream *s = stream_of(stream);
+  if (int error = unfit_for_capture(s)) return error;
   void *made = nullptr;
   if (posix_memalign(&made, 256, bytes)) return 2;
   // No number in any float type, so that what nobody wrote shows.
   memset(made, 0xff, bytes);
   watch(made, bytes);
+  allocated(s, uintptr_t(made), bytes);
   *memory = uintptr_t(made);
   return 0;
 }
-int cuMemFreeAsync(uintptr_t memory, void *stream) { release(stream_of(stream), memory); return 0; }
+int cuMemFreeAsync(uintptr_t memory, void *stream) { return release(stream_of(stream), memory); }
 int cuMemAlloc_v2(uintptr_t *memory, size_t bytes) { return cuMemAllocAsync(memory, bytes, nullptr); }
 int cuMemFree_v2(uintptr_t memory) { return cuMemFreeAsync(memory, nullptr); }
 int cuStreamSynchronize(void *stream) {
   Stream *s = stream_of(stream);
+  if (s->graph) return not_in_capture(s);
   fake_stream_sync(s);
   Lock order(ordering);
   Lock lock(s->m);
@@ -163,6 +170,8 @@ uint64_t *fake_gpu_copied() {
 }
 
 int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t bytes, void *stream) {
+  // A GPU would read it at each launch, from where it was.
+  if (stream_of(stream)->graph) violation("a copy of pageable memory in a capture");
   fake_gpu_copied()[0] += bytes;
   // Pageable memory has been read when this returns.
   string held(static_cast<const char *>(from), bytes);
@@ -171,6 +180,7 @@ int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t bytes, void *str
   return 0;
 }
 int cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t bytes, void *stream) {
+  if (stream_of(stream)->graph) return not_in_capture(stream_of(stream));
   fake_gpu_copied()[1] += bytes;
   stream_of(stream)->push([=] { memcpy(to, (void *)from, bytes); },
                           {{from, from + bytes, false, "copy from the device"}});
@@ -181,6 +191,7 @@ int cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t bytes, void *stream) {
 }
 
 int cuModuleLoadData(void **module, const void *image) {
+  if (capturing) return not_in_capture(capturing);
   string text = static_cast<const char *>(image);
   if (text.rfind("fake cubin ", 0) != 0) return 200;
   Module *made = new Module{text.substr(11), nullptr, nullptr, nullptr, nullptr};
@@ -211,10 +222,13 @@ int cuLaunchKernel(void *of, unsigned x, unsigned y, unsigned z, unsigned a, uns
   int device = here();
   Fault f = due(function->name, device);
   if (f.kind == RETURN) return f.argument;
+  if (int error = unfit_for_capture(stream_of(stream))) return error;
+  fake_gpu_launched()[0] += !stream_of(stream)->graph;
   if (function->module->run && x && y && z && a && b && c && a * b * c <= 1024 && !extra)
     return launch(function, {x, y, z, a, b, c}, shared, stream, arguments), 0;
   if (x == 0 || y != 1 || z != 1 || a != 256 || b != 1 || c != 1 || shared || extra)
     violation("a launch of another form than our kernels have");
+  if (stream_of(stream)->graph) violation("a kernel captured that does not say what it touches");
   { Lock lock(books); grids[{function->name, device}] = x; }
   string job(static_cast<char *>(arguments[0]), function->module->size(function->name.c_str()));
   static std::atomic<unsigned long long> seed{1};

@@ -73,7 +73,11 @@ const VARIABLES: &str = "GPU_BENCH_VARIABLES";
 /// every name that it is looked for by.
 fn build() -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
-    let sources = ["benches/gpu/tests/fake_gpu/fake.cc", "crates/collective/tests/nccl/fake.cc"];
+    let sources = [
+        "benches/gpu/tests/fake_gpu/fake.cc",
+        "benches/gpu/tests/fake_gpu/graph.cc",
+        "crates/collective/tests/nccl/fake.cc",
+    ];
     let sources = sources.map(|source| root.join(source));
     let target = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let folder = target.join("gpu");

@@ -103,7 +103,17 @@ struct Access {
   bool write;
   const char *what;
 };
+// What a stream is given while it is captured, put aside in order.
+struct Node {
+  std::function<void()> task;
+  std::vector<Access> accesses;
+};
+struct Graph {
+  std::vector<Node> nodes;
+  bool invalid = false;
+};
 struct Stream {
+  Graph *graph = nullptr;  // while it is captured, by one thread
   Clock clock;  // what of other streams comes before what is put into this one; under `ordering`
   std::mutex m;
   std::condition_variable cv;
@@ -176,6 +186,7 @@ static void merge(Clock &into, const Clock &from) {
   for (auto &[stream, at] : from) into[stream] = std::max(into[stream], at);
 }
 void Stream::push(std::function<void()> task, const std::vector<Access> &accesses) {
+  if (graph) return graph->nodes.push_back({std::move(task), accesses});
   Lock order(ordering);
   merge(clock, witnessed);
   Lock lock(m);
@@ -274,6 +285,7 @@ int cuEventRecord(void *event, void *stream) {
   if (f.kind == RETURN) return f.argument;
   Stream *s = stream_of(stream);
   Event *e = static_cast<Event *>(event);
+  if (s->graph) violation("an event recorded in a capture, which the fake has not");
   Lock order(ordering);
   Lock lock(e->m);
   Lock inner(s->m);
@@ -297,6 +309,11 @@ int cuStreamWaitEvent(void *stream, void *event, unsigned) {
   uint64_t ticket = e->ticket;
   e->m.unlock();
   Stream *waiting = stream_of(stream);
+  if (waiting->graph) {
+    // CUDA_ERROR_STREAM_CAPTURE_ISOLATION: the event is of what is not captured.
+    waiting->graph->invalid = true;
+    return 905;
+  }
   {
     Lock order(ordering);
     merge(waiting->clock, e->clock);
@@ -309,7 +326,8 @@ int cuStreamWaitEvent(void *stream, void *event, unsigned) {
   return 0;
 }
 int cuStreamIsCapturing(void *stream, int *status) {
-  *status = stream_of(stream)->capturing ? 1 : 0;
+  Stream *s = stream_of(stream);
+  *status = s->graph ? 1 + s->graph->invalid : s->capturing;
   return 0;
 }
 int cuStreamCreate(void **stream, unsigned) {

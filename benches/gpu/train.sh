@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A whole training on a GPU: configs/resnet_fashion.toml by `runner` with `device = "cuda"`, eager and with
-# `compile`. A row of each goes to out/rows-training.json, what was said to out/training-*.txt.
+# A whole training on a GPU: configs/resnet_fashion.toml by `runner` with `device = "cuda"`, eager, with
+# `compile` and with steps as one launch. A row of each goes to out/rows-training.json, what was said to out/training-*.txt.
 #   benches/gpu/train.sh --build   builds what is carried, where cargo is: out/runner.gz, and the data set.
 #                                  nvcc is taken from PATH or Python's packages (nvidia-cuda-{nvcc,crt,runtime,
 #                                  cccl} and nvidia-nvvm); no newer than the driver that is to read its PTX
@@ -85,5 +85,7 @@ export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:-}${folders:+:$folders}"
 failed=0
 eager=$(train eager) || failed=1
 compiled=$(train compiled compile.mode=max-autotune-no-cudagraphs) || failed=1
-printf '[%s,\n %s]\n' "$eager" "$compiled" | tee out/rows-training.json
+# Where a step cannot be captured the run goes on without, and out/training-graph.txt says why.
+graph=$(train graph compile.mode=max-autotune) || failed=1
+printf '[%s,\n %s,\n %s]\n' "$eager" "$compiled" "$graph" | tee out/rows-training.json
 exit "$failed"

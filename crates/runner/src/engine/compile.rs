@@ -16,7 +16,7 @@ pub struct CompileOptions {
     pub backend: CompileBackend,
     /// How far to go.
     pub mode: CompileMode,
-    /// Whether anything that cannot be compiled is an error, in PyTorch. Defaults to false.
+    /// Whether a step that is to be one launch, and cannot be, is an error. Defaults to false.
     pub fullgraph: bool,
     /// How often a search runs each candidate; the best time counts. Defaults to 2.
     pub search_rounds: usize,
@@ -57,7 +57,9 @@ pub enum CompileMode {
     /// What pays at once.
     #[default]
     Default,
-    /// And whole steps as one launch, where a device has such a thing.
+    /// And whole steps as one launch, where a device has such a thing: on a CUDA GPU forward and backward, as
+    /// `engine/candle/graph.rs` says. Operators of a model's own that use another stream than the engine's order
+    /// the two by events then.
     ReduceOverhead,
     /// And a search among kernels.
     MaxAutotune,

@@ -373,6 +373,11 @@ pub trait Engine {
         ))
     }
 
+    /// What has come of [`compile`](Self::compile) since this was last asked, for the log.
+    fn compile_news(&mut self) -> Option<String> {
+        None
+    }
+
     /// What [`compile`](Self::compile) has come to by now; none if it was not asked for.
     fn compile_report(&self) -> Option<CompileReport> {
         None

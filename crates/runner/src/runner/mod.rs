@@ -436,6 +436,9 @@ impl Runner {
     /// Trains on one batch and notes what the model reported.
     pub(crate) fn train_step(&mut self, batch: &Batch) -> Result<Losses> {
         let update = self.optim.update_params(&mut *self.engine, &mut *self.model, batch)?;
+        if let Some(news) = self.engine.compile_news() {
+            self.output.logger().info(&news);
+        }
         // In MMEngine's order: the optimizer wrapper's word comes first.
         for (name, value) in self.optim.log_scalars() {
             self.output.scalars.push(name, value);

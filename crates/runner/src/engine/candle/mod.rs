@@ -28,13 +28,15 @@
 //! On a GPU ([`CandleOptions::device`], feature `candle-cuda`) parameters, buffers and batches are in its
 //! memory, and [`ops`] are compositions of candle's own operators there. Gradients stay there, if who takes them
 //! keeps them, and so does the step of an optimizer of that GPU (`on_device.rs`); whoever is lent parameters is
-//! lent copies.
+//! lent copies. `compile` can have forward and backward as one launch there (`graph.rs`).
 //!
 //! Invariant: everything runs on the calling thread except what candle's own operators give to
 //! rayon; launchers set `RAYON_NUM_THREADS`.
 
 #[cfg(feature = "candle-cuda")]
 mod buckets;
+#[cfg(feature = "candle-cuda")]
+mod graph;
 mod init;
 pub mod layers;
 mod memory;
@@ -60,6 +62,8 @@ use fused_optim::{Applied, Optimizer, StepCtl};
 
 pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
 use self::ops::dropout::{self, Random};
+#[cfg(feature = "candle-cuda")]
+use self::ops::fields::{self, Asked};
 use self::ops::search::{self, Search};
 use self::params::{Slot, Store, Tensors};
 use super::{
@@ -130,6 +134,9 @@ pub struct CandleEngine {
     at: ComputeDevice,
     #[cfg(feature = "candle-cuda")]
     gpu: Option<Gpu>,
+    /// Whole steps as one launch, if that was asked for.
+    #[cfg(feature = "candle-cuda")]
+    graphs: Option<graph::Graphs>,
     /// What became of a search for an optimizer's launches, or why there was none.
     #[cfg(feature = "candle-cuda")]
     tuned: Option<std::result::Result<String, String>>,
@@ -187,6 +194,8 @@ impl CandleEngine {
             #[cfg(feature = "candle-cuda")]
             gpu,
             #[cfg(feature = "candle-cuda")]
+            graphs: None,
+            #[cfg(feature = "candle-cuda")]
             tuned: None,
             dtype,
             autocast: None,
@@ -208,8 +217,7 @@ impl CandleEngine {
     }
 
     fn step(&self, batch: &Batch, loss_scale: f32, sink: &SharedSink) -> Result<Losses> {
-        let batch = TensorBatch::new(batch, self.dtype, &self.device)?;
-        let loss = self.forward(&batch)?;
+        let loss = self.loss(batch)?;
         let losses = loss.read()?;
         if !self.checked {
             // Its backward passes are none of those that a search times and keeps.
@@ -231,6 +239,30 @@ impl CandleEngine {
     pub fn with_autocast(mut self, policy: Option<Autocast>) -> Self {
         self.autocast = policy;
         self
+    }
+
+    #[cfg(not(feature = "candle-cuda"))]
+    fn loss(&self, batch: &Batch) -> Result<Loss> {
+        self.forward(&TensorBatch::new(batch, self.dtype, &self.device)?)
+    }
+
+    #[cfg(feature = "candle-cuda")]
+    fn loss(&self, batch: &Batch) -> Result<Loss> {
+        Ok(self.loss_of(&model::send(batch, &self.device)?, batch, false)?.0)
+    }
+
+    /// The loss of a batch that was sent, and what operators ask of another one in its place.
+    #[cfg(feature = "candle-cuda")]
+    fn loss_of(
+        &self,
+        sent: &[(String, Tensor)],
+        batch: &Batch,
+        is_capture: bool,
+    ) -> Result<(Loss, Vec<Asked>)> {
+        let known = sent.iter().map(|(_, tensor)| tensor).zip(model::numbers(batch));
+        let forward = || self.forward(&TensorBatch::of(sent, self.dtype)?);
+        let (loss, asked) = fields::open(&known.collect::<Vec<_>>(), is_capture, forward);
+        Ok((loss?, asked))
     }
 
     /// The loss, under autocast if that is on.
@@ -273,10 +305,7 @@ impl CandleEngine {
                     "of each of candle's operators there is one on a GPU",
                 );
             }
-            if options.graphs() {
-                not("whole steps as one launch", NO_GRAPH);
-            }
-            if *backend != CompileBackend::Engine {
+            if ![CompileBackend::Engine, CompileBackend::Cudagraphs].contains(backend) {
                 not(&format!("backend `{}`", backend.name()), "models run as they are written");
             }
             #[cfg(feature = "candle-cuda")]
@@ -284,6 +313,10 @@ impl CandleEngine {
                 Some(Ok(found)) => report.applied.push(found.clone()),
                 Some(Err(why)) => not("a search for the optimizer's launches", why),
                 None => {}
+            }
+            #[cfg(feature = "candle-cuda")]
+            if let Some(graphs) = &self.graphs {
+                graphs.report(&mut report);
             }
             return report;
         }
@@ -399,14 +432,30 @@ impl Engine for CandleEngine {
             return Err(Error::Engine(format!("a loss scale of {loss_scale}")));
         }
         let (mut search, mut random) = (self.search.take(), self.random.clone());
-        let step = || self.step(batch, loss_scale, sink);
+        #[cfg(feature = "candle-cuda")]
+        let mut graphs = self.graphs.take();
+        let step = || {
+            #[cfg(feature = "candle-cuda")]
+            if let Some(graphs) = &mut graphs {
+                return graph::step(self, graphs, (batch, loss_scale), sink);
+            }
+            self.step(batch, loss_scale, sink)
+        };
         let losses = search::open(&mut search, || dropout::open(&mut random, step));
+        #[cfg(feature = "candle-cuda")]
+        {
+            self.graphs = graphs;
+        }
         (self.search, self.random) = (search, random);
         self.checked |= losses.is_ok();
         losses
     }
 
     fn set_autocast(&mut self, dtype: Option<fused_optim::DType>) -> Result<()> {
+        #[cfg(feature = "candle-cuda")]
+        if let Some(graphs) = &mut self.graphs {
+            graphs.forget();
+        }
         let lists = || match self.at {
             ComputeDevice::Cpu => Autocast::cpu(),
             ComputeDevice::Cuda(_) => Autocast::cuda(),
@@ -424,13 +473,18 @@ impl Engine for CandleEngine {
 
     fn compile(&mut self, options: &CompileOptions) -> Result<CompileReport> {
         let on_host = self.at == ComputeDevice::Cpu;
-        if options.fullgraph && !on_host {
+        if options.fullgraph && !on_host && !options.graphs() {
             let at = self.at;
             return Err(Error::Engine(format!(
-                "compile: no step on {at} is one graph: {NO_GRAPH}"
+                "compile: no step on {at} is one graph, but with mode `reduce-overhead` or `max-autotune` or \
+                 backend `cudagraphs`: leave `fullgraph` out, or give one of these"
             )));
         }
         self.compiled = Some(options.clone());
+        #[cfg(feature = "candle-cuda")]
+        if let Device::Cuda(device) = &self.device {
+            self.graphs = options.graphs().then(|| graph::Graphs::new(device, options.fullgraph));
+        }
         let engines = [CompileBackend::Engine, CompileBackend::Inductor];
         let searches = on_host && engines.contains(&options.backend);
         self.search = searches.then(|| Search::new(options.search_rounds));
@@ -439,6 +493,11 @@ impl Engine for CandleEngine {
 
     fn compile_report(&self) -> Option<CompileReport> {
         self.compiled.as_ref().map(|options| self.report(options))
+    }
+
+    #[cfg(feature = "candle-cuda")]
+    fn compile_news(&mut self) -> Option<String> {
+        self.graphs.as_mut()?.take_news()
     }
 
     fn random_position(&self) -> Option<u64> {
@@ -469,11 +528,6 @@ impl Engine for CandleEngine {
         outputs.into_arrays(count)
     }
 }
-
-/// Why a step on a GPU is not captured as one graph.
-const NO_GRAPH: &str = "candle allocates every tensor of a step anew, where a graph would go on with the \
-                        addresses of the first, and labels, shapes and strides are sent from the host's \
-                        memory of the moment and losses read meanwhile";
 
 /// candle's name of a parameter's type.
 const fn candle_dtype(dtype: fused_optim::DType) -> DType {

@@ -16,6 +16,10 @@ use crate::{Error, Result as RunnerResult};
 pub trait CandleModel: Send {
     /// Forward in training mode: the loss that backward starts from.
     ///
+    /// Where `compile` has steps as one launch, this is called in the first steps alone, once more often than there
+    /// are steps, and what it has computed from anything but batch, parameters and buffers stays as it was; a
+    /// tensor that the model keeps between steps stays where it is.
+    ///
     /// # Errors
     ///
     /// A field the batch lacks, shapes that do not fit.
@@ -49,16 +53,18 @@ pub struct TensorBatch {
 
 impl TensorBatch {
     pub(super) fn new(batch: &Batch, dtype: DType, device: &Device) -> RunnerResult<Self> {
-        let tensor = |array: &Array| match array.data() {
-            ArrayData::F32(v) => Tensor::from_slice(v, array.shape(), device)?.to_dtype(dtype),
-            ArrayData::U8(v) => Tensor::from_slice(v, array.shape(), device),
-            ArrayData::I64(v) => Tensor::from_slice(v, array.shape(), device),
+        Self::of(&send(batch, device)?, dtype)
+    }
+
+    /// Of what was sent.
+    pub(super) fn of(sent: &[(String, Tensor)], dtype: DType) -> RunnerResult<Self> {
+        let cast = |tensor: &Tensor| match tensor.dtype().is_float() {
+            true => tensor.to_dtype(dtype),
+            false => Ok(tensor.clone()),
         };
-        let fields = batch
-            .iter()
-            .map(|(name, array)| Ok((name.to_owned(), tensor(array)?)))
-            .collect::<Result<_>>()
-            .map_err(|e| Error::Engine(format!("batch: {e}")))?;
+        let fields = sent.iter().map(|(name, tensor)| Ok((name.clone(), cast(tensor)?)));
+        let fields =
+            fields.collect::<Result<_>>().map_err(|e| Error::Engine(format!("batch: {e}")))?;
         Ok(Self { fields, dtype })
     }
 
@@ -79,6 +85,27 @@ impl TensorBatch {
     pub fn dtype(&self) -> DType {
         self.dtype
     }
+}
+
+/// The fields of a batch on a device, in the types that they have.
+pub(super) fn send(batch: &Batch, device: &Device) -> RunnerResult<Vec<(String, Tensor)>> {
+    let tensor = |array: &Array| match array.data() {
+        ArrayData::F32(v) => Tensor::from_slice(v, array.shape(), device),
+        ArrayData::U8(v) => Tensor::from_slice(v, array.shape(), device),
+        ArrayData::I64(v) => Tensor::from_slice(v, array.shape(), device),
+    };
+    let fields = batch.iter().map(|(name, array)| Ok((name.to_owned(), tensor(array)?)));
+    fields.collect::<Result<_>>().map_err(|e| Error::Engine(format!("batch: {e}")))
+}
+
+/// The numbers of those fields that are integers.
+#[cfg(feature = "candle-cuda")]
+pub(super) fn numbers(batch: &Batch) -> Vec<Option<&[i64]>> {
+    let numbers = batch.iter().map(|(_, array)| match array.data() {
+        ArrayData::I64(numbers) => Some(numbers.as_slice()),
+        _ => None,
+    });
+    numbers.collect()
 }
 
 /// What a forward pass in training mode found.
@@ -108,6 +135,28 @@ impl Loss {
 
     /// Checks the loss and reads all scalars.
     pub(super) fn read(&self) -> RunnerResult<Losses> {
+        let read = |(name, scalar): (&str, &Tensor)| match scalar_of(scalar)
+            .and_then(|scalar| scalar.to_scalar())
+        {
+            Ok(scalar) => Ok((name.to_owned(), scalar)),
+            Err(e) => Err(Error::Engine(format!("scalar `{name}`: {e}"))),
+        };
+        let scalars = self.checked()?.map(read).collect::<RunnerResult<_>>()?;
+        Ok(Losses { scalars })
+    }
+
+    /// Checks the loss; all scalars' names, and their numbers, `f64`, where the loss is.
+    #[cfg(feature = "candle-cuda")]
+    pub(super) fn pack(&self) -> RunnerResult<(Vec<String>, Tensor)> {
+        let (names, scalars): (Vec<_>, Vec<_>) = self.checked()?.unzip();
+        let scalars = scalars.into_iter().map(|scalar| scalar_of(scalar)?.detach().reshape(1));
+        let packed = scalars.collect::<Result<Vec<_>>>().and_then(|all| Tensor::cat(&all, 0));
+        let packed = packed.map_err(|e| Error::Engine(format!("scalars {names:?}: {e}")))?;
+        Ok((names.into_iter().map(str::to_owned).collect(), packed))
+    }
+
+    /// The loss, which is one, and what goes with it.
+    fn checked(&self) -> RunnerResult<impl Iterator<Item = (&str, &Tensor)>> {
         let Self { value, .. } = self;
         if value.elem_count() != 1 || value.dtype() != DType::F32 || !value.track_op() {
             return Err(Error::Engine(format!(
@@ -116,15 +165,8 @@ impl Loss {
                 value.dtype()
             )));
         }
-        let named = self.scalars.iter().map(|(name, scalar)| (name.clone(), scalar));
-        let scalars = std::iter::once(("loss".to_owned(), value))
-            .chain(named)
-            .map(|(name, scalar)| match scalar_of(scalar) {
-                Ok(scalar) => Ok((name, scalar)),
-                Err(e) => Err(Error::Engine(format!("scalar `{name}`: {e}"))),
-            })
-            .collect::<RunnerResult<_>>()?;
-        Ok(Losses { scalars })
+        let named = self.scalars.iter().map(|(name, scalar)| (name.as_str(), scalar));
+        Ok(std::iter::once(("loss", value)).chain(named))
     }
 }
 
@@ -167,6 +209,6 @@ impl Outputs {
     }
 }
 
-fn scalar_of(tensor: &Tensor) -> Result<f64> {
-    tensor.flatten_all()?.squeeze(0)?.to_dtype(DType::F64)?.to_scalar()
+fn scalar_of(tensor: &Tensor) -> Result<Tensor> {
+    tensor.flatten_all()?.squeeze(0)?.to_dtype(DType::F64)
 }

@@ -9,24 +9,50 @@
 )]
 
 use std::any::Any;
+use std::sync::Arc;
+#[cfg(feature = "candle-cuda")]
+use std::sync::Weak;
 
 use candle_core::{DType, Device, Tensor};
 use fused_optim::Slice;
 use half::{bf16, f16};
+use parking_lot::Mutex;
 
 use crate::engine::{DeviceTensor, HostTensor};
 use crate::{Error, Result};
 
 #[cfg(feature = "candle-cuda")]
-pub(super) use lending::{address_of, open, step, tune};
+pub(super) use lending::{address_of, open, place_of, step, tune};
 
-/// A gradient: contiguous, of the type of a parameter.
+/// A gradient: contiguous, of the type of a parameter. Where it lies may change as long as this is kept: a graph
+/// writes the next one where it was (`graph.rs`).
 #[derive(Debug)]
-pub(super) struct OnDevice(pub(super) Tensor);
+pub(super) struct OnDevice(Arc<Mutex<Tensor>>);
+
+impl OnDevice {
+    pub(super) fn new(tensor: Tensor) -> Self {
+        Self(Arc::new(Mutex::new(tensor)))
+    }
+
+    pub(super) fn tensor(&self) -> Tensor {
+        self.0.lock().clone()
+    }
+
+    /// For whoever is to write where it lies.
+    #[cfg(feature = "candle-cuda")]
+    pub(super) fn downgrade(&self) -> Weak<Mutex<Tensor>> {
+        Arc::downgrade(&self.0)
+    }
+
+    fn set(&self, sum: candle_core::Result<Tensor>) -> Result<()> {
+        *self.0.lock() = sum.map_err(|e| failed("adding gradients", e))?;
+        Ok(())
+    }
+}
 
 impl DeviceTensor for OnDevice {
     fn dtype(&self) -> fused_optim::DType {
-        match self.0.dtype() {
+        match self.tensor().dtype() {
             DType::F16 => fused_optim::DType::F16,
             DType::BF16 => fused_optim::DType::Bf16,
             _ => fused_optim::DType::F32,
@@ -34,26 +60,25 @@ impl DeviceTensor for OnDevice {
     }
 
     fn count(&self) -> usize {
-        self.0.elem_count()
+        self.tensor().elem_count()
     }
 
     fn add(&mut self, term: &dyn DeviceTensor) -> Result<()> {
-        self.0 = (&self.0 + &own(term)?.0).map_err(|e| failed("adding gradients", e))?;
-        Ok(())
+        self.set(self.tensor() + own(term)?.tensor())
     }
 
     fn add_host(&mut self, term: Slice<'_>) -> Result<()> {
         let sum = || {
-            let term = send(term, self.0.device())?.reshape(self.0.shape())?;
-            &self.0 + term
+            let own = self.tensor();
+            let term = send(term, own.device())?.reshape(own.shape())?;
+            own + term
         };
-        self.0 = sum().map_err(|e| failed("adding gradients", e))?;
-        Ok(())
+        self.set(sum())
     }
 
     fn to_host(&self) -> Result<HostTensor> {
         let copy = || {
-            let flat = self.0.flatten_all()?;
+            let flat = self.tensor().flatten_all()?;
             Ok(match flat.dtype() {
                 DType::F16 => HostTensor::F16(flat.to_vec1::<f16>()?),
                 DType::BF16 => HostTensor::Bf16(flat.to_vec1::<bf16>()?),
@@ -89,7 +114,7 @@ mod lending {
 
     use super::super::buckets::Average;
     use super::super::params::Tensors;
-    use super::{Any, Device, Error, FOREIGN, OnDevice, Result, Tensor, failed, own, send};
+    use super::{Any, Device, Error, FOREIGN, Result, Tensor, failed, own, send};
     use crate::engine::{DeviceTensor, Gradient, TensorSpec};
 
     /// A device by the stream in which candle works on it; none if it is the host.
@@ -165,15 +190,20 @@ mod lending {
         let (at, stream) = match any.downcast_ref::<Average>() {
             Some(average) => (average.address(), Some(average.stream())),
             None => {
-                let OnDevice(tensor) = own(grad)?;
+                let tensor = own(grad)?.tensor();
                 let stream = tensor.device().as_cuda_device().map(|device| device.cuda_stream());
-                (address(tensor)?, stream.ok())
+                (address(&tensor)?, stream.ok())
             }
         };
         match stream.as_ref() == Some(gpu.stream()) {
             true => Ok(at),
             false => Err(Error::Engine(FOREIGN.to_owned())),
         }
+    }
+
+    /// Where a weight or a buffer lies.
+    pub(in super::super) fn place_of(tensor: &Tensor) -> Result<u64> {
+        Ok(address(tensor)?.ptr)
     }
 
     fn address(tensor: &Tensor) -> Result<DeviceSlice> {

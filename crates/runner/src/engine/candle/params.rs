@@ -260,7 +260,7 @@ impl CustomOp1 for Source {
         let taken = if gradient.device().is_cpu() {
             self.report_host(&gradient)?
         } else {
-            let gradient = Box::new(OnDevice(gradient.detach()));
+            let gradient = Box::new(OnDevice::new(gradient.detach()));
             self.slot.report(|sink| sink.ready_on_device(self.index, gradient))
         };
         if taken { Ok(None) } else { bail!("`{}` has a gradient nobody takes", self.name) }

@@ -10,8 +10,7 @@
 //!   infinity may lose to it;
 //! * sums go in the device's order, those of a batch's statistics in `f32`.
 //!
-//! Labels and indices are looked at on the host before they go to the device, which would end the whole
-//! process's work for one out of range.
+//! Labels and indices are looked at on the host first (`limit.rs`).
 //!
 //! The tests run these on the CPU, against differences and against the kernels.
 
@@ -223,19 +222,18 @@ pub(super) fn self_attention(qkv: &Tensor, options: AttentionOptions) -> Result<
 }
 
 /// The rows are there: the caller has looked.
-pub(super) fn embedding(ids: &[i64], shape: &[usize], weight: &Tensor) -> Result<Tensor> {
+pub(super) fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let (_, width) = weight.dims2()?;
     let [wide] = widened([weight])?;
-    let ids = Tensor::from_slice(ids, ids.len(), weight.device())?;
-    let mut shape = shape.to_vec();
+    let mut shape = ids.dims().to_vec();
     shape.push(width);
-    wide.index_select(&ids, 0)?.reshape(shape)?.to_dtype(weight.dtype())
+    wide.index_select(&ids.flatten_all()?, 0)?.reshape(shape)?.to_dtype(weight.dtype())
 }
 
 /// The labels are classes: the caller has looked.
-pub(super) fn cross_entropy(logits: &Tensor, labels: &[i64]) -> Result<Tensor> {
+pub(super) fn cross_entropy(logits: &Tensor, labels: &Tensor) -> Result<Tensor> {
     let [wide] = widened([logits])?;
-    let labels = Tensor::from_slice(labels, (labels.len(), 1), logits.device())?;
+    let labels = labels.reshape(((), 1))?;
     let shifted = wide.broadcast_sub(&wide.detach().max_keepdim(1)?)?;
     (shifted.exp()?.sum_keepdim(1)?.log()? - shifted.gather(&labels, 1)?)?.mean_all()
 }

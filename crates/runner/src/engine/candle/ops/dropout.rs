@@ -38,6 +38,18 @@ impl Random {
     }
 }
 
+/// What is open on this thread.
+#[cfg(feature = "candle-cuda")]
+pub(in crate::engine::candle) fn now() -> Random {
+    Random(OPEN.with_borrow(Clone::clone))
+}
+
+/// Goes on from there.
+#[cfg(feature = "candle-cuda")]
+pub(in crate::engine::candle) fn go_back(random: Random) {
+    OPEN.set(random.0);
+}
+
 /// Runs `call`, a training step, with `random` open on this thread.
 pub(in crate::engine::candle) fn open<R>(random: &mut Random, call: impl FnOnce() -> R) -> R {
     /// Brings the numbers back however the call ends.

@@ -1,7 +1,8 @@
 //! Rows of a table by index.
 
-use candle_core::{Result, Shape, Tensor, bail};
+use candle_core::{Result, Shape, Tensor};
 
+use super::limit::Limit;
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
 use super::{cast, composed};
@@ -15,14 +16,14 @@ use super::{cast, composed};
 ///
 /// Shapes or dtypes that do not fit, an index that is no row.
 pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    let shape = ids.dims().to_vec();
-    let ids = ids.flatten_all()?.to_vec1()?;
     let [weight] = cast("embedding", [weight])?;
     let (rows, _) = weight.dims2()?;
-    ids.iter().try_for_each(|id| row(*id, rows).map(drop))?;
+    Limit::Rows(rows).check_all(ids)?;
     if composed::takes(&weight) {
-        return composed::embedding(&ids, &shape, &weight);
+        return composed::embedding(ids, &weight);
     }
+    let shape = ids.dims().to_vec();
+    let ids = ids.flatten_all()?.to_vec1()?;
     apply1(Embedding { ids, shape }, [weight])
 }
 
@@ -31,23 +32,20 @@ struct Embedding {
     shape: Vec<usize>,
 }
 
-/// `id` as an index, if it is one.
-fn row(id: i64, rows: usize) -> Result<usize> {
-    match usize::try_from(id) {
-        Ok(row) if row < rows => Ok(row),
-        _ => bail!("embedding: index {id} is none of {rows} rows"),
-    }
+/// `id` as an index.
+fn row(id: i64) -> usize {
+    usize::try_from(id).expect("indices are looked at first")
 }
 
 impl Operator<1> for Embedding {
     const NAME: &'static str = "embedding";
 
     fn forward<T: Real>(&self, [weight]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
-        let (rows, width) = weight.shape().dims2()?;
+        let (_, width) = weight.shape().dims2()?;
         let weight = weight.values::<T>()?;
         let mut y = Vec::with_capacity(self.ids.len() * width);
         for id in &self.ids {
-            y.extend_from_slice(&weight[row(*id, rows)? * width..][..width]);
+            y.extend_from_slice(&weight[row(*id) * width..][..width]);
         }
         let mut shape = self.shape.clone();
         shape.push(width);
@@ -63,7 +61,7 @@ impl Operator<1> for Embedding {
         let (rows, width) = weight.shape().dims2()?;
         let mut dw = vec![T::ZERO; rows * width];
         for (id, dy) in self.ids.iter().zip(dy.values::<T>()?.chunks_exact(width.max(1))) {
-            let own = &mut dw[row(*id, rows)? * width..][..width];
+            let own = &mut dw[row(*id) * width..][..width];
             own.iter_mut().zip(dy).for_each(|(sum, dy)| *sum += *dy);
         }
         Ok([Some(dw)])

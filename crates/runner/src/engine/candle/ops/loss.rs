@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
+use super::limit::Limit;
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
 use super::{cast, composed};
@@ -19,18 +20,15 @@ use super::{cast, composed};
 /// Shapes or dtypes that do not fit, a label that is no class, an empty batch.
 pub fn cross_entropy(logits: &Tensor, labels: &Tensor) -> Result<Tensor> {
     let [logits] = cast("cross_entropy_loss", [logits])?;
-    let labels = labels.to_vec1()?;
     let (count, classes) = logits.dims2()?;
-    if labels.len() != count || count == 0 {
-        bail!("cross_entropy: {} labels for {count} rows of logits", labels.len());
+    if labels.dims1()? != count || count == 0 {
+        bail!("cross_entropy: {} labels for {count} rows of logits", labels.elem_count());
     }
-    let is_class = |label: &&i64| usize::try_from(**label).is_ok_and(|label| label < classes);
-    if let Some(label) = labels.iter().find(|label| !is_class(label)) {
-        bail!("cross_entropy: label {label} is none of {classes} classes");
-    }
+    Limit::Classes(classes).check_all(labels)?;
     if composed::takes(&logits) {
-        return composed::cross_entropy(&logits, &labels);
+        return composed::cross_entropy(&logits, labels);
     }
+    let labels = labels.to_vec1()?;
     apply1(CrossEntropy { labels }, [logits])
 }
 

@@ -24,9 +24,12 @@ mod conv;
 pub(super) mod dropout;
 mod elementwise;
 mod embedding;
+#[cfg(feature = "candle-cuda")]
+pub(super) mod fields;
 mod gelu;
 mod gemm;
 mod layer_norm;
+mod limit;
 mod linear;
 mod loss;
 mod norm;

@@ -1,0 +1,558 @@
+//! Steps of `device = "cuda"` as one launch, beside the same run as it is written: the same bits. Where there is
+//! no GPU, it is said that they are left out.
+//!
+//! One at a time: a capture and a new device in one process do not go together.
+
+#![cfg(feature = "candle-cuda")]
+#![expect(clippy::unwrap_used, reason = "a test")]
+#![expect(clippy::print_stderr, reason = "a test says why it is ignored")]
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use candle_core::{Device, Module, ModuleT, Tensor};
+use candle_nn::VarBuilder;
+use collective::ProcessGroup;
+use fused_optim::{Slice, SliceMut};
+use parking_lot::{Mutex, MutexGuard};
+use runner::config::Config;
+use runner::data::{Array, ArrayData, Batch};
+use runner::engine::candle::{
+    CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, layers, ops,
+};
+use runner::engine::{
+    CompileBackend, CompileMode, CompileOptions, ComputeDevice, DeviceTensor, Engine, GradSink,
+    SharedSink,
+};
+use runner::{Result, RunnerBuilder};
+
+static ONE: Mutex<()> = Mutex::new(());
+
+/// The GPU, for one test at a time; says why there is none.
+fn gpu() -> Option<MutexGuard<'static, ()>> {
+    let one = ONE.lock();
+    let found = Device::new_cuda_with_stream(0);
+    found.inspect_err(|why| eprintln!("ignored: no GPU here: {why}")).is_ok().then_some(one)
+}
+
+/// Whole runs.
+mod runs {
+    use super::*;
+
+    const RESNET: &str =
+        "model = { type = 'ResNet', width = 4, blocks = [1], stem_max_pool = true }";
+    const MLP: &str = "model = { type = 'Mlp', in_features = 64, hidden = [9], num_classes = 10 }";
+    const TRANSFORMER: &str = "model = { type = 'Transformer', image_size = 8, width = 8, heads = 2, layers = 1, \
+        feed_forward = 16 }";
+    const SGD: &str = "optim_wrapper = { type = 'OptimWrapper', optimizer = { type = 'SGD', lr = 0.05, momentum = 0.9 } }";
+
+    fn amp(more: &str) -> String {
+        format!(
+            "optim_wrapper = {{ type = 'AmpOptimWrapper', {more}, optimizer = {{ type = 'AdamW', lr = 0.01 }}, \
+                clip_grad = {{ max_norm = 0.5 }} }}
+            param_scheduler = [{{ type = 'LinearLR', start_factor = 0.5, end = 4, by_epoch = false }}]
+            custom_hooks = [{{ type = 'EMAHook', momentum = 0.1 }}]"
+        )
+    }
+
+    /// What a run leaves, and what came of `compile`.
+    struct Left {
+        files: Vec<Vec<u8>>,
+        report: Option<String>,
+    }
+
+    /// Of one rank of a group.
+    fn train(
+        group: ProcessGroup,
+        dir: &Path,
+        more: &str,
+        steps: usize,
+        resume: bool,
+    ) -> Result<Left> {
+        let loader = match more.contains("train_dataloader") {
+            true => "",
+            false => {
+                "train_dataloader = { batch_size = 8, dataset = { type = 'Digits', split = 'train' } }"
+            }
+        };
+        let text = format!(
+            "{more}
+            device = 'cuda'
+            resume = {resume}
+            {loader}
+            train_cfg = {{ type = 'IterBasedTrainLoop', max_iters = {steps} }}
+            default_hooks = {{ checkpoint = {{ type = 'CheckpointHook', by_epoch = false, interval = 5 }} }}
+            randomness = {{ seed = 3 }}"
+        );
+        let builder = RunnerBuilder::from_config(Config::from_text("c.toml", text)?)?;
+        let mut runner = builder.work_dir(dir).process_group(group).build()?;
+        runner.train()?;
+        let report = runner.engine_mut().compile_report().map(|report| report.to_string());
+        let read = |name: &str| {
+            std::fs::read(dir.join(format!("iter_{steps}/{name}.safetensors"))).unwrap_or_default()
+        };
+        let files = ["model", "optimizer", "ema", "gradients_0"].map(read).to_vec();
+        assert!(!files[0].is_empty() && !files[1].is_empty());
+        Ok(Left { files, report })
+    }
+
+    fn alone() -> Vec<ProcessGroup> {
+        ProcessGroup::threads(1, Duration::from_secs(60)).unwrap()
+    }
+
+    /// Of rank 0.
+    fn all(groups: Vec<ProcessGroup>, dir: &Path, more: &str, steps: usize) -> Left {
+        std::thread::scope(|scope| {
+            let ranks = groups
+                .into_iter()
+                .map(|group| scope.spawn(move || train(group, dir, more, steps, false).unwrap()));
+            let ranks: Vec<_> = ranks.collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).next().unwrap()
+        })
+    }
+
+    const GRAPH: &str = "compile = { mode = 'reduce-overhead', fullgraph = true }";
+
+    /// With graphs and without.
+    fn same(
+        name: &str,
+        more: &str,
+        steps: usize,
+        groups: &dyn Fn() -> Vec<ProcessGroup>,
+    ) -> String {
+        let dir = tempfile::tempdir().unwrap();
+        let plain = all(groups(), &dir.path().join("plain"), more, steps);
+        let graph = format!("{more}\n{GRAPH}");
+        let graph = all(groups(), &dir.path().join("graph"), &graph, steps);
+        assert!(graph.files == plain.files, "{name}");
+        let report = graph.report.unwrap();
+        let applied =
+            "compile: applied: forward and backward of a step as one launch, for batches of ";
+        assert!(report.starts_with(applied), "{name}: {report}");
+        report
+    }
+
+    #[test]
+    fn have_the_bits_of_runs_as_they_are_written() {
+        let Some(_gpu) = gpu() else { return };
+        let overflows = "loss_scale = { init_scale = 3e38, growth_interval = 2 }";
+        for (name, more) in [
+            ("resnet", format!("{RESNET}\n{SGD}")),
+            ("mlp", format!("{MLP}\n{SGD}")),
+            ("transformer", format!("{TRANSFORMER}\n{SGD}")),
+            ("amp", format!("{RESNET}\n{}", amp(overflows))),
+            ("bf16", format!("{TRANSFORMER}\n{}", amp("dtype = 'bfloat16'"))),
+            ("half", format!("{MLP}\n{}", amp(&format!("half_parameters = true, {overflows}")))),
+            ("sums", format!("{MLP}\n{}", amp(&format!("accumulative_counts = 3, {overflows}")))),
+        ] {
+            same(name, &more, 10, &alone);
+        }
+    }
+
+    #[test]
+    fn each_set_of_shapes_has_a_graph_of_its_own() {
+        let Some(_gpu) = gpu() else { return };
+        // Two batches of 1438 digits in an epoch, and 238 more.
+        let odd = "train_dataloader = { batch_size = 600, dataset = { type = 'Digits', split = 'train' } }";
+        let report = same("odd", &format!("{MLP}\n{SGD}\n{odd}"), 15, &alone);
+        for shape in ["[600, 1, 8, 8]", "[238, 1, 8, 8]"] {
+            assert!(report.contains(&format!("`inputs` {shape}, `labels`")), "{report}");
+        }
+    }
+
+    #[test]
+    fn of_two_ranks_have_the_same_bits() {
+        let Some(_gpu) = gpu() else { return };
+        let more = format!("{RESNET}\n{}", amp("accumulative_counts = 2"));
+        let host = || ProcessGroup::threads(2, Duration::from_secs(60)).unwrap();
+        same("host", &more, 10, &host);
+        #[cfg(feature = "nccl")]
+        match over_nccl() {
+            Ok(_) => drop(same("nccl", &more, 10, &|| over_nccl().unwrap())),
+            Err(why) => eprintln!("ignored: two ranks on one GPU: {why}"),
+        }
+    }
+
+    #[cfg(feature = "nccl")]
+    fn over_nccl() -> Result<Vec<ProcessGroup>> {
+        use collective::{GroupOptions, MemoryStore, Store, Transport};
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+        let join = |rank| {
+            let options = GroupOptions::default().with_timeout(Duration::from_secs(60));
+            let options = options.with_transport(Transport::Nccl).with_cuda_device(0);
+            ProcessGroup::from_store(store.clone(), rank, 2, options)
+        };
+        std::thread::scope(|scope| {
+            let ranks = [0, 1].map(|rank| scope.spawn(move || join(rank)));
+            ranks.into_iter().map(|rank| Ok(rank.join().unwrap()?)).collect()
+        })
+    }
+
+    #[test]
+    fn that_go_on_from_a_checkpoint_have_the_bits_of_whole_ones() {
+        let Some(_gpu) = gpu() else { return };
+        let dir = tempfile::tempdir().unwrap();
+        // The checkpoint has two gradients that wait for a third.
+        let more = format!("{RESNET}\n{}\n{GRAPH}", amp("accumulative_counts = 3"));
+        let (whole, parts) = (dir.path().join("whole"), dir.path().join("parts"));
+        let half = whole.join("iter_5");
+        let whole = train(alone().remove(0), &whole, &more, 10, false).unwrap();
+        assert!(half.join("gradients_0.safetensors").exists());
+        let more = format!("load_from = '{}'\n{more}", half.display());
+        let parts = train(alone().remove(0), &parts, &more, 10, true).unwrap();
+        assert!(parts.files == whole.files);
+    }
+}
+
+/// Engines by hand.
+const EAGER: usize = 2;
+
+fn engine<M: CandleModel + 'static>(
+    build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
+) -> CandleEngine {
+    let options = CandleOptions { device: ComputeDevice::Cuda(0), seed: 5, ..Default::default() };
+    CandleEngine::new(options, build).unwrap()
+}
+
+fn compiled(mut engine: CandleEngine, fullgraph: bool) -> CandleEngine {
+    let options = CompileOptions {
+        backend: CompileBackend::Cudagraphs,
+        fullgraph,
+        ..CompileOptions::default()
+    };
+    engine.compile(&options).unwrap();
+    engine
+}
+
+/// Eight images of 8 x 8 and their labels, of 3, another batch for each `seed`.
+fn batch(seed: usize) -> Batch {
+    let pixels = (0..8 * 64).map(|i| ((i * 37 + seed * 101) % 256) as f32 / 256.0).collect();
+    let labels = (0..8).map(|i| ((i + seed) % 3) as i64).collect();
+    Batch::new()
+        .with("inputs", Array::new([8, 1, 8, 8], ArrayData::F32(pixels)).unwrap())
+        .with("labels", Array::new([8], ArrayData::I64(labels)).unwrap())
+}
+
+/// What a step came to: losses and gradients, in order, as bits.
+type Came = (Vec<(String, u64)>, Vec<(usize, Vec<u32>)>);
+
+#[derive(Default)]
+struct Keep(Vec<(usize, Vec<f32>)>);
+
+impl GradSink for Keep {
+    fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()> {
+        let Slice::F32(grad) = grad else { panic!("of another type") };
+        self.0.push((index, grad.to_vec()));
+        Ok(())
+    }
+}
+
+/// A step of plain SGD.
+fn step(engine: &mut CandleEngine, batch: &Batch, scale: f32) -> Result<Came> {
+    let keep = Arc::new(Mutex::new(Keep::default()));
+    let sink: SharedSink = keep.clone();
+    let losses = engine.forward_backward(batch, scale, &sink)?;
+    let grads = std::mem::take(&mut keep.lock().0);
+    engine.with_params(&mut |params| {
+        for (index, grad) in &grads {
+            let SliceMut::F32(param) = &mut params[*index] else { panic!("of another type") };
+            param.iter_mut().zip(grad).for_each(|(w, g)| *w -= 0.01 / scale * g);
+        }
+        Ok(())
+    })?;
+    let bits =
+        |(index, grad): (usize, Vec<f32>)| (index, grad.into_iter().map(f32::to_bits).collect());
+    let scalars = losses.scalars.into_iter().map(|(name, value)| (name, value.to_bits()));
+    Ok((scalars.collect(), grads.into_iter().map(bits).collect()))
+}
+
+fn buffers(engine: &mut CandleEngine) -> Vec<Vec<u32>> {
+    let mut bits = Vec::new();
+    let mut read = |slices: &mut [SliceMut<'_>]| {
+        for slice in slices {
+            let SliceMut::F32(values) = slice else { panic!("of another type") };
+            bits.push(values.iter().map(|v| v.to_bits()).collect());
+        }
+        Ok(())
+    };
+    engine.with_buffers(&mut read).unwrap();
+    bits
+}
+
+/// A model that is a function.
+struct Of<F>(layers::Linear, F);
+
+impl<F: Fn(&Tensor, &TensorBatch) -> candle_core::Result<Tensor> + Send> CandleModel for Of<F> {
+    fn loss(&self, batch: &TensorBatch) -> candle_core::Result<Loss> {
+        let x = self.0.forward(&batch.get("inputs")?.flatten_from(1)?)?;
+        let loss = (self.1)(&x, batch)?;
+        Ok(Loss::new(loss.clone()).with("twice", (loss * 2.0)?))
+    }
+
+    fn predict(&self, _: &TensorBatch) -> candle_core::Result<Outputs> {
+        Ok(Outputs::new())
+    }
+}
+
+fn of<F>(loss: F) -> impl FnOnce(VarBuilder<'static>) -> candle_core::Result<Of<F>>
+where
+    F: Fn(&Tensor, &TensorBatch) -> candle_core::Result<Tensor> + Send,
+{
+    move |vb| Ok(Of(layers::Linear::new(64, 3, vb.pp("fc"))?, loss))
+}
+
+fn plain(x: &Tensor, batch: &TensorBatch) -> candle_core::Result<Tensor> {
+    ops::cross_entropy(x, batch.get("labels")?)
+}
+
+/// A net of stock layers.
+struct Stock(candle_nn::Conv2d, candle_nn::BatchNorm, candle_nn::Linear);
+
+impl Stock {
+    fn new(vb: VarBuilder<'_>) -> candle_core::Result<Self> {
+        let padded = candle_nn::Conv2dConfig { padding: 1, ..Default::default() };
+        Ok(Self(
+            candle_nn::conv2d(1, 4, 3, padded, vb.pp("conv"))?,
+            candle_nn::batch_norm(4, 1e-5, vb.pp("norm"))?,
+            candle_nn::linear(4 * 64, 3, vb.pp("fc"))?,
+        ))
+    }
+}
+
+impl CandleModel for Stock {
+    fn loss(&self, batch: &TensorBatch) -> candle_core::Result<Loss> {
+        let x = self.1.forward_t(&self.0.forward(batch.get("inputs")?)?, true)?.relu()?;
+        let x = self.2.forward(&x.flatten_from(1)?)?;
+        Ok(Loss::new(candle_nn::loss::cross_entropy(&x, batch.get("labels")?)?))
+    }
+
+    fn predict(&self, _: &TensorBatch) -> candle_core::Result<Outputs> {
+        Ok(Outputs::new())
+    }
+}
+
+fn report(engine: &CandleEngine) -> String {
+    engine.compile_report().unwrap().to_string()
+}
+
+const APPLIED: &str = "compile: applied: forward and backward of a step as one launch";
+
+#[test]
+fn stock_layers_of_candle_have_the_same_bits_and_so_have_their_buffers() {
+    let Some(_gpu) = gpu() else { return };
+    let mut eager = engine(Stock::new);
+    let mut graph = compiled(engine(Stock::new), true);
+    for seed in 0..8 {
+        // A scale of its own for each step.
+        let (batch, scale) = (batch(seed), 2_f32.powi(seed as i32));
+        let (wanted, came) =
+            (step(&mut eager, &batch, scale).unwrap(), step(&mut graph, &batch, scale).unwrap());
+        assert_eq!(came, wanted, "{seed}");
+        assert_eq!(buffers(&mut graph), buffers(&mut eager), "{seed}");
+        let in_force = seed > EAGER;
+        assert_eq!(report(&graph).starts_with(APPLIED), in_force, "{seed}: {}", report(&graph));
+        assert_eq!(report(&graph).contains("not yet: of each set of shapes"), !in_force);
+        assert_eq!(graph.compile_news().is_some(), seed == EAGER + 1, "{seed}");
+    }
+}
+
+/// How often this thread has had GPUs do something, one by one and as graphs, if it is the fake one that is asked.
+#[expect(unsafe_code, reason = "the fake GPU is a library of C")]
+fn launched() -> Option<[u64; 2]> {
+    // SAFETY: a name, looked for in what is loaded.
+    let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"fake_gpu_launched".as_ptr()) };
+    if address.is_null() {
+        return None;
+    }
+    // SAFETY: the function of this name takes nothing and returns the address of two words of this thread.
+    let launched = unsafe {
+        std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> *const [u64; 2]>(address)
+    };
+    // SAFETY: as above.
+    Some(unsafe { *launched() })
+}
+
+#[test]
+fn a_step_is_one_launch() {
+    let Some(_gpu) = gpu() else { return };
+    if launched().is_none() {
+        eprintln!("ignored: a real GPU does not count launches");
+        return;
+    }
+    let mut graph = compiled(engine(Stock::new), true);
+    let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
+    for seed in 0..8 {
+        let before = launched().unwrap();
+        graph.forward_backward(&batch(seed), 1.0, &sink).unwrap();
+        let [single, graphs] = launched().unwrap();
+        let (single, graphs) = (single - before[0], graphs - before[1]);
+        match seed {
+            0..=EAGER => assert!(single > 50 && graphs == 0, "{seed}: {single}"),
+            3 => assert!(single > 50 && graphs == 1, "{seed}: {single}"),
+            _ => assert_eq!([single, graphs], [0, 1], "{seed}"),
+        }
+    }
+}
+
+/// Keeps gradients where they are.
+#[derive(Default)]
+struct Hold(Vec<Box<dyn DeviceTensor>>);
+
+impl GradSink for Hold {
+    fn ready(&mut self, _: usize, _: Slice<'_>) -> Result<()> {
+        panic!("a gradient is on the host");
+    }
+
+    fn ready_on_device(&mut self, _: usize, grad: Box<dyn DeviceTensor>) -> Result<()> {
+        self.0.push(grad);
+        Ok(())
+    }
+}
+
+#[test]
+fn gradients_that_are_kept_are_not_overwritten() {
+    let Some(_gpu) = gpu() else { return };
+    let hold = |mut engine: CandleEngine| {
+        let held = Arc::new(Mutex::new(Hold::default()));
+        let sink: SharedSink = held.clone();
+        for seed in 0..8 {
+            engine.forward_backward(&batch(seed), 1.0, &sink).unwrap();
+        }
+        let held = std::mem::take(&mut held.lock().0);
+        held.iter().map(|grad| grad.to_host().unwrap()).collect::<Vec<_>>()
+    };
+    assert_eq!(hold(compiled(engine(of(plain)), true)), hold(engine(of(plain))));
+}
+
+#[test]
+fn a_label_that_is_no_class_is_the_same_error_before_anything_is_launched() {
+    let Some(_gpu) = gpu() else { return };
+    // Of labels the second half, of indices the first: each as a view.
+    let views = |x: &Tensor, batch: &TensorBatch| {
+        let labels = batch.get("labels")?;
+        let chosen = ops::embedding(&labels.narrow(0, 0, 4)?, x)?;
+        ops::cross_entropy(&chosen, &labels.narrow(0, 4, 4)?)
+    };
+    let mut eager = engine(of(views));
+    let mut graph = compiled(engine(of(views)), true);
+    for seed in 0..6 {
+        let wanted = step(&mut eager, &batch(seed), 1.0).unwrap();
+        assert_eq!(step(&mut graph, &batch(seed), 1.0).unwrap(), wanted, "{seed}");
+    }
+    for (labels, wanted) in [
+        ([0, 1, 8, 1, 0, 1, 2, 0], "forward: embedding: index 8 is none of 8 rows"),
+        ([7, 1, 1, 1, 0, 1, 3, 0], "forward: cross_entropy: label 3 is none of 3 classes"),
+        ([7, 1, 1, 1, 0, -1, 1, 0], "forward: cross_entropy: label -1 is none of 3 classes"),
+    ] {
+        let bad =
+            batch(1).with("labels", Array::new([8], ArrayData::I64(labels.to_vec())).unwrap());
+        let before = launched();
+        let error = step(&mut graph, &bad, 1.0).unwrap_err().to_string();
+        assert!(error.contains(wanted), "{error}");
+        assert_eq!(launched(), before);
+        assert_eq!(step(&mut eager, &bad, 1.0).unwrap_err().to_string(), error);
+    }
+    let good = Array::new([8], ArrayData::I64(vec![7, 1, 1, 3, 0, 2, 1, 0])).unwrap();
+    let good = batch(1).with("labels", good);
+    assert_eq!(step(&mut graph, &good, 1.0).unwrap(), step(&mut eager, &good, 1.0).unwrap());
+}
+
+/// Of `refused`.
+static STEP: AtomicUsize = AtomicUsize::new(0);
+
+/// Runs both, and what is said of why there is no graph; `fullgraph` makes it an error.
+fn refused<F>(loss: impl Fn() -> F) -> String
+where
+    F: Fn(&Tensor, &TensorBatch) -> candle_core::Result<Tensor> + Send + 'static,
+{
+    let mut eager = engine(of(loss()));
+    let mut graph = compiled(engine(of(loss())), false);
+    let mut news = None;
+    for seed in 0..7 {
+        STEP.store(seed, Ordering::Relaxed);
+        let wanted = step(&mut eager, &batch(seed), 1.0).unwrap();
+        assert_eq!(step(&mut graph, &batch(seed), 1.0).unwrap(), wanted, "{seed}");
+        news = graph.compile_news().or(news);
+    }
+    assert_eq!(graph.random_position(), eager.random_position());
+    let report = report(&graph);
+    assert!(!report.contains("applied: forward"), "{report}");
+    let (_, why) = report.split_once("as one launch: ").unwrap();
+    assert!(news.unwrap().ends_with(why), "{report}");
+    let mut full = compiled(engine(of(loss())), true);
+    let failed = (0..4).find_map(|seed| {
+        STEP.store(seed, Ordering::Relaxed);
+        step(&mut full, &batch(seed), 1.0).err()
+    });
+    let failed = failed.unwrap().to_string();
+    assert!(
+        failed.contains("`fullgraph`, and a step is no graph: ") && failed.ends_with(why),
+        "{failed}"
+    );
+    why.to_owned()
+}
+
+#[test]
+fn what_a_capture_would_freeze_is_refused_with_the_reason_and_goes_on_as_it_is_written() {
+    let Some(_gpu) = gpu() else { return };
+    let why = refused(|| |x: &Tensor, batch: &TensorBatch| plain(&ops::dropout(x, 0.5)?, batch));
+    assert_eq!(why, "dropout draws its masks on the host, another one for each step");
+    // All ones: a mask that candle has kept.
+    let why = refused(|| |x: &Tensor, batch: &TensorBatch| plain(&ops::dropout(x, 1e-9)?, batch));
+    assert_eq!(why, "dropout draws its masks on the host, another one for each step");
+    let why = refused(|| {
+        |x: &Tensor, batch: &TensorBatch| {
+            let largest = x.detach().abs()?.max_all()?.to_scalar::<f32>()?;
+            plain(&(x / f64::from(largest))?, batch)
+        }
+    });
+    assert!(why.contains("to_cpu_storage during CUDA graph capture"), "{why}");
+    let why = refused(|| {
+        |x: &Tensor, batch: &TensorBatch| ops::cross_entropy(x, &(batch.get("labels")? * 1.0)?)
+    });
+    assert!(
+        why.contains("the labels of cross_entropy are looked at on the host: give it a field"),
+        "{why}"
+    );
+    // A number of the host's: each step another one, or another one only in the step that is compared.
+    for first in [0, EAGER] {
+        let why = refused(|| {
+            move |x: &Tensor, batch: &TensorBatch| {
+                let factor = STEP.load(Ordering::Relaxed).saturating_sub(first) as f32;
+                plain(&x.broadcast_mul(&Tensor::new(1.0 + factor, x.device())?)?, batch)
+            }
+        });
+        assert!(why.contains("the loss, or a number beside it, would be"), "{why}");
+    }
+    // And one that is another one in each call.
+    let calls = Arc::new(AtomicUsize::new(0));
+    let mut graph = compiled(
+        engine(of({
+            let calls = Arc::clone(&calls);
+            move |x: &Tensor, batch: &TensorBatch| {
+                let factor = calls.fetch_add(1, Ordering::Relaxed) as f32;
+                plain(&x.broadcast_mul(&Tensor::new(1.0 + factor, x.device())?)?, batch)
+            }
+        })),
+        false,
+    );
+    (0..4).for_each(|seed| drop(step(&mut graph, &batch(seed), 1.0).unwrap()));
+    assert!(report(&graph).contains("missing cached host data"), "{}", report(&graph));
+}
+
+#[test]
+fn fullgraph_is_for_modes_that_have_graphs() {
+    let Some(_gpu) = gpu() else { return };
+    let mut engine = engine(of(plain));
+    let options = CompileOptions { fullgraph: true, ..CompileOptions::default() };
+    let error = engine.compile(&options).unwrap_err().to_string();
+    assert!(
+        error.contains("no step on cuda:0 is one graph, but with mode `reduce-overhead`"),
+        "{error}"
+    );
+    let mode = CompileMode::MaxAutotune;
+    engine.compile(&CompileOptions { mode, ..options }).unwrap();
+    assert!(report(&engine).contains("as one launch: not yet"));
+}

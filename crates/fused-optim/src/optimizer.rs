@@ -3,7 +3,7 @@
 use std::fmt;
 
 #[cfg(feature = "cuda")]
-use crate::cuda::{DeviceParam, DeviceParams, Tuned};
+use crate::cuda::{DeviceParam, DeviceParams, LookAhead, Tuned};
 use crate::{Clip, Error, ParamMut, Result, StateDict};
 
 /// A fused optimizer: one call updates every tensor, in one sweep over memory.
@@ -54,6 +54,19 @@ pub trait Optimizer: Send + fmt::Debug {
     fn found_inf_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<bool> {
         let _ = (params, ctl);
         Err(Error::Unsupported { what: "a look of the host's optimizer at a device's memory" })
+    }
+
+    /// Something that looks at gradients in a device's memory as they become final, ahead of the step with this
+    /// `ctl`, which then looks at the others alone, with the same bits. None of an optimizer that does not do
+    /// so, or would not have to look, or has not stepped.
+    ///
+    /// # Errors
+    ///
+    /// An invalid `ctl`, and the device's.
+    #[cfg(feature = "cuda")]
+    fn look_ahead(&mut self, ctl: &StepCtl) -> Result<Option<LookAhead>> {
+        let _ = ctl;
+        Ok(None)
     }
 
     /// Has later steps on tensors like these launched in the way that is fastest, which is

@@ -4,6 +4,9 @@
 //! the [`DeviceParams`]: that names the stream in whose order the memory is used, and a step on another is
 //! refused.
 
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::ahead::{self, LookAhead};
 use super::device::{Device, Program};
 use super::driver::Gpu;
 use super::rules::DeviceHyper;
@@ -45,7 +48,8 @@ impl<'a> DeviceParams<'a> {
 /// [`try_state_dict`](Optimizer::try_state_dict) ask the device. What [`CudaOptimizer`] refuses it refuses.
 #[derive(Debug)]
 pub struct DeviceFed<H> {
-    cuda: CudaOptimizer<H>,
+    /// Shared with whoever looks at gradients before a step.
+    cuda: Arc<Mutex<CudaOptimizer<H>>>,
     /// A step that was asked to clip by norm has been made.
     has_norm: bool,
 }
@@ -64,20 +68,26 @@ impl<H: DeviceHyper> DeviceFed<H> {
         half_weights: HalfWeights,
     ) -> Result<Self> {
         gpu.prepare(&Program::LOOK)?;
-        Ok(Self { cuda: CudaOptimizer::new(gpu, groups, half_weights)?, has_norm: false })
+        let cuda = CudaOptimizer::new(gpu, groups, half_weights)?;
+        Ok(Self { cuda: Arc::new(Mutex::new(cuda)), has_norm: false })
     }
 
-    fn bind(&mut self, params: DeviceParams<'_>) -> Result<()> {
-        let (own, lent) = (self.cuda.0.device.stream(), params.on.stream());
+    fn cuda(&self) -> MutexGuard<'_, CudaOptimizer<H>> {
+        self.cuda.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The optimizer, with these tensors bound.
+    fn bound_to(&self, params: DeviceParams<'_>) -> Result<MutexGuard<'_, CudaOptimizer<H>>> {
+        let mut cuda = self.cuda();
+        let (own, lent) = (cuda.0.device.stream(), params.on.stream());
         if own != lent {
             return Err(Error::Unsupported { what: "tensors that are used in another stream" });
         }
         // SAFETY: what `DeviceParams` promises, in order of this very stream. Only `step` and `found_inf` use
-        // what is bound, which bind what they are lent first.
+        // what is bound, which bind what they are lent first, and looks, whose gradients are vouched for anew.
         #[expect(unsafe_code, reason = "an address is only a number")]
-        unsafe {
-            self.cuda.bind(params.params)
-        }
+        unsafe { cuda.bind(params.params) }?;
+        Ok(cuda)
     }
 }
 
@@ -93,31 +103,37 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
     fn step_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<Applied> {
         ctl.validate()?;
         if ctl.found_inf == FoundInf::Known(true) {
+            self.cuda().0.forget_looks()?;
             return Ok(Applied::SkippedNonFinite);
         }
-        self.bind(params)?;
+        let mut cuda = self.bound_to(params)?;
         // SAFETY: bound a moment ago.
         #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
-        unsafe { self.cuda.step(ctl) }?;
-        if ctl.found_inf == FoundInf::Check && self.cuda.status()?.last_skipped {
+        unsafe { cuda.step(ctl) }?;
+        if ctl.found_inf == FoundInf::Check && cuda.status()?.last_skipped {
             return Ok(Applied::SkippedNonFinite);
         }
+        drop(cuda);
         self.has_norm |= matches!(ctl.clip, Some(Clip::Norm(_)));
         Ok(Applied::Applied)
     }
 
     fn found_inf_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<bool> {
         ctl.validate()?;
-        self.bind(params)?;
+        let mut cuda = self.bound_to(params)?;
         // SAFETY: bound a moment ago.
         #[expect(unsafe_code, reason = "kernels read where `bind` was told")]
         unsafe {
-            self.cuda.0.found_inf(ctl)
+            cuda.0.found_inf(ctl)
         }
     }
 
+    fn look_ahead(&mut self, ctl: &StepCtl) -> Result<Option<LookAhead>> {
+        ahead::look_ahead(&self.cuda, ctl)
+    }
+
     fn tune_on_device(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>> {
-        self.cuda.tune(params)
+        self.cuda().tune(params)
     }
 
     fn state_dict(&self) -> StateDict {
@@ -125,35 +141,35 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
     }
 
     fn try_state_dict(&self) -> Result<StateDict> {
-        self.cuda.state_dict()
+        self.cuda().state_dict()
     }
 
     fn device(&self) -> String {
-        format!("cuda:{}", self.cuda.0.device.stream().context().ordinal())
+        format!("cuda:{}", self.cuda().0.device.stream().context().ordinal())
     }
 
     fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
-        self.cuda.load_state_dict(dict)
+        self.cuda().load_state_dict(dict)
     }
 
     fn group_count(&self) -> usize {
-        self.cuda.groups().len()
+        self.cuda().groups().len()
     }
 
     fn lr(&self, group: usize) -> Result<f64> {
-        self.cuda.0.core().lr(group)
+        self.cuda().0.core().lr(group)
     }
 
     fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
-        self.cuda.set_lr(group, lr)
+        self.cuda().set_lr(group, lr)
     }
 
     fn momentum(&self, group: usize) -> Result<Option<f64>> {
-        self.cuda.0.core().momentum(group)
+        self.cuda().0.core().momentum(group)
     }
 
     fn set_momentum(&mut self, group: usize, momentum: f64) -> Result<()> {
-        self.cuda.0.core_mut().set_momentum(group, momentum)
+        self.cuda().0.core_mut().set_momentum(group, momentum)
     }
 
     /// The device does not ask.
@@ -161,7 +177,7 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
 
     /// Waits for the device; none if it does not answer.
     fn grad_norm(&self) -> Option<f64> {
-        let status = self.has_norm.then(|| self.cuda.status());
+        let status = self.has_norm.then(|| self.cuda().status());
         status.and_then(Result::ok).map(|status| status.grad_norm)
     }
 }

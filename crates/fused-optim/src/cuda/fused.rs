@@ -5,7 +5,6 @@
 //! [`StepCtl`] differ from the last step's, sends a few bytes before.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 use super::asked::{asked, group_table};
 use super::device::{Device, Program, Tables};
@@ -25,22 +24,24 @@ use crate::{DType, Error, HalfWeights, ParamGroup, Result, StateDict, StepCtl, n
 
 /// What the kernels are given as long as the same tensors are bound.
 #[derive(Debug)]
-struct Bound<M> {
+pub(super) struct Bound<M> {
     /// Indices of the tensors with a gradient, in order.
-    indices: Vec<usize>,
+    pub(super) indices: Vec<usize>,
     /// All tensors, without their addresses.
     forms: Vec<DeviceParam>,
     /// What the kernels know of those with a gradient, addresses among it.
     tensors: M,
+    /// What was sent of it.
+    pub(super) at: Vec<Tensor>,
     /// By tensor with a gradient: its first chunk of `observe`, its first row.
     places: Vec<(u64, u64)>,
     /// One for each class, with its number of blocks.
     launches: Vec<Launch>,
-    look: Job,
-    looks: Looks,
+    pub(super) look: Job,
+    pub(super) looks: Looks,
     progress: M,
     groups: M,
-    ctl: M,
+    pub(super) ctl: M,
     /// What the device has of what the host says.
     sent: (Vec<u8>, Vec<u8>),
     /// The tables, kept as long as the jobs point to them.
@@ -60,8 +61,8 @@ pub(super) struct Fused<H, D: Device> {
     pub(super) device: D,
     core: Core<H>,
     held: BTreeMap<usize, Held<D::Memory>>,
-    bound: Option<Bound<D::Memory>>,
-    loss_scale: Option<LossScale>,
+    pub(super) bound: Option<Bound<D::Memory>>,
+    pub(super) loss_scale: Option<LossScale>,
     /// What was found out about launches, for tensors of a class.
     pub(super) launch_shapes: BTreeMap<(String, Types), LaunchShape>,
 }
@@ -125,13 +126,18 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         Ok(())
     }
 
-    /// Sends where the tensors are now, which are else as they were bound.
+    /// Sends where the tensors are now, which are else as they were bound, if that is elsewhere.
     fn move_to(&mut self, members: &[(usize, usize)], params: &[DeviceParam]) -> Result<()> {
         let bound = self.bound.as_ref().ok_or(UNBOUND)?;
         let tensors = self.tensors(members, params, &bound.places);
+        if tensors == bound.at {
+            return Ok(());
+        }
+        self.forget_looks()?;
         let bound = self.bound.as_mut().ok_or(UNBOUND)?;
-        bound.looks.forget();
-        self.device.write(&mut bound.tensors, 0, &tensors.bytes())
+        self.device.write(&mut bound.tensors, 0, &tensors.bytes())?;
+        bound.at = tensors;
+        Ok(())
     }
 
     pub(super) fn validate(&self, params: &[DeviceParam]) -> Result<()> {
@@ -301,6 +307,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             looks: Looks::new(plan.look_chunks(tensors.len())),
             forms: params.iter().map(DeviceParam::form).collect(),
             tensors: sent,
+            at: tensors,
             places: plan.places,
             progress,
             groups,
@@ -342,7 +349,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     }
 
     /// Blocks for so many chunks: a warp for each, and at most so many for each multiprocessor.
-    fn blocks(&self, chunks: u32, most: u32) -> u32 {
+    pub(super) fn blocks(&self, chunks: u32, most: u32) -> u32 {
         chunks.div_ceil(8).clamp(1, self.device.processors() * most)
     }
 
@@ -425,12 +432,20 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             // SAFETY: as above.
             unsafe { self.device.launch(program, "step", step.1, &step.0) }?;
         }
-        self.bound.iter_mut().for_each(|bound| bound.looks.forget());
+        // The kernel has forgotten what was not finite.
+        if let Some(bound) = &mut self.bound {
+            bound.looks.forget();
+        }
         Ok(())
     }
 
     /// Sends what differs from what the device has been sent, in order of the stream of `on`.
-    fn send(&mut self, asked: Vec<u8>, groups: Option<Vec<u8>>, on: Option<&D>) -> Result<()> {
+    pub(super) fn send(
+        &mut self,
+        asked: Vec<u8>,
+        groups: Option<Vec<u8>>,
+        on: Option<&D>,
+    ) -> Result<()> {
         let device = on.unwrap_or(&self.device);
         let bound = self.bound.as_mut().ok_or(UNBOUND)?;
         let tables = [
@@ -446,76 +461,9 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         Ok(())
     }
 
-    /// # Safety
-    ///
-    /// As [`CudaOptimizer::look_part`](super::CudaOptimizer::look_part).
-    #[expect(unsafe_code, reason = "kernels read at the caller's addresses")]
-    pub(super) unsafe fn look_part(
-        &mut self,
-        indices: &[usize],
-        ctl: &StepCtl,
-        on: Option<&D>,
-    ) -> Result<()> {
-        ctl.validate()?;
-        let asked = asked(ctl, self.core.groups(), self.loss_scale)?.bytes();
-        let bound = self.bound.as_mut().ok_or(UNBOUND)?;
-        let at = |&index: &usize| {
-            let missing = Error::MissingParam { index, count: bound.indices.len() };
-            bound.indices.binary_search(&index).map_err(|_| missing)
-        };
-        let members = indices.iter().map(at).collect::<Result<Vec<_>>>()?;
-        let parts = bound.looks.begin(&members, &asked);
-        self.send(asked, None, on)?;
-        let device = on.unwrap_or(&self.device);
-        device.prepare(&Program::LOOK)?;
-        for part in &parts {
-            // SAFETY: the caller vouches for these gradients.
-            unsafe { self.look_at(device, part) }?;
-        }
-        self.bound.iter_mut().for_each(|bound| bound.looks.end(&members));
-        Ok(())
-    }
-
-    /// Whether a gradient that is bound is not finite. Waits for the device.
-    ///
-    /// # Safety
-    ///
-    /// As [`CudaOptimizer::look_part`](super::CudaOptimizer::look_part), for all that are bound.
-    #[expect(unsafe_code, reason = "kernels read at the caller's addresses")]
-    pub(super) unsafe fn found_inf(&mut self, ctl: &StepCtl) -> Result<bool> {
-        let all = self.bound.as_ref().ok_or(UNBOUND)?.indices.clone();
-        // SAFETY: the caller vouches for the gradients.
-        unsafe { self.look_part(&all, ctl, None) }?;
-        let bound = self.bound.as_mut().ok_or(UNBOUND)?;
-        // The step looks for itself, at these or at others.
-        bound.looks.forget();
-        let bad = read_answer(&self.device, bound)?.bad != 0;
-        self.device.write(&mut bound.ctl, Answer::BAD, &0_u32.bytes())?;
-        Ok(bad)
-    }
-
-    /// # Safety
-    ///
-    /// The gradients of these chunks must lie where `bind` was told until the device has read them.
-    #[expect(unsafe_code, reason = "kernels read at the caller's addresses")]
-    unsafe fn look_at(&self, device: &D, chunks: &Range<u32>) -> Result<()> {
-        let bound = self.bound.as_ref().ok_or(UNBOUND)?;
-        let job = Job { first: chunks.start, chunks: chunks.end, ..bound.look };
-        // SAFETY: the tables were made for this kernel and live as long as `bound`; the caller
-        // vouches for the gradients.
-        unsafe {
-            device.launch(
-                &Program::LOOK,
-                "look_part",
-                self.blocks(chunks.len() as u32, BLOCKS),
-                &job,
-            )
-        }
-    }
-
     pub(super) fn set_loss_scale(&mut self, loss_scale: Option<LossScale>) -> Result<()> {
         self.loss_scale = loss_scale;
-        self.bound.iter_mut().for_each(|bound| bound.looks.forget());
+        self.forget_looks()?;
         loss_scale.map_or(Ok(()), |scale| self.send_loss_scale(scale))
     }
 
@@ -578,7 +526,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     }
 }
 
-fn read_answer<D: Device>(device: &D, bound: &Bound<D::Memory>) -> Result<Answer> {
+pub(super) fn read_answer<D: Device>(device: &D, bound: &Bound<D::Memory>) -> Result<Answer> {
     let mut bytes = [0; size_of::<Answer>()];
     device.read(&bound.ctl, size_of::<Asked>(), &mut bytes)?;
     Ok(Answer::from_bytes(&bytes))
@@ -590,7 +538,7 @@ fn grad_of(params: &[DeviceParam], index: usize) -> (&DeviceParam, DeviceSlice) 
     (param, param.grad.expect("only tensors with a gradient are bound"))
 }
 
-const UNBOUND: Error = Error::Unsupported { what: "a step before `bind`" };
+pub(super) const UNBOUND: Error = Error::Unsupported { what: "a step before `bind`" };
 
 /// Blocks of 256 threads for each multiprocessor that hide the latency of memory.
-const BLOCKS: u32 = LaunchShape::DEFAULT.blocks;
+pub(super) const BLOCKS: u32 = LaunchShape::DEFAULT.blocks;

@@ -10,18 +10,21 @@ pub(super) struct Looks {
     done: Vec<bool>,
     /// What the host asked for then, as it was sent.
     asked: Vec<u8>,
+    /// Whether there was any since [`forget`](Self::forget).
+    begun: bool,
 }
 
 impl Looks {
     pub(super) fn new(chunks: Vec<Range<u32>>) -> Self {
-        Self { done: vec![false; chunks.len()], chunks, asked: Vec::new() }
+        Self { done: vec![false; chunks.len()], chunks, asked: Vec::new(), begun: false }
     }
 
     /// The chunks of some tensors that are about to be looked at. Looks with other numbers no longer
     /// count.
     pub(super) fn begin(&mut self, tensors: &[usize], asked: &[u8]) -> Vec<Range<u32>> {
+        self.begun = true;
         if self.asked != asked {
-            self.forget();
+            self.done.fill(false);
             self.asked = asked.to_vec();
         }
         let mut chunks: Vec<_> = tensors.iter().map(|at| self.chunks[*at].clone()).collect();
@@ -41,9 +44,10 @@ impl Looks {
         join(all.filter(|(_, done)| none || !**done).map(|(chunks, _)| chunks.clone()))
     }
 
-    /// The next step's gradients are others.
-    pub(super) fn forget(&mut self) {
+    /// The next step's gradients are others. True if some of these were looked at.
+    pub(super) fn forget(&mut self) -> bool {
         self.done.fill(false);
+        std::mem::take(&mut self.begun)
     }
 }
 
@@ -84,7 +88,7 @@ mod tests {
         assert_eq!(pairs(looks.left(&[2])), [(3, 10)]);
         assert_eq!(pairs(looks.begin(&[1, 2], &[2])), [(3, 4)]);
         assert_eq!(pairs(looks.left(&[2])), [(3, 10)]);
-        looks.forget();
+        assert!(looks.forget() && !looks.forget());
         assert_eq!(pairs(looks.left(&[2])), [(0, 10)]);
     }
 }

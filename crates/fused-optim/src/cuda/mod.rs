@@ -41,6 +41,7 @@
 //! A [`DeviceSlice`] comes of a slice of cudarc's, too, and, with the feature `candle-cuda`, of a tensor of
 //! candle's: `DeviceSlice::try_from(&tensor)?`, with a [`Gpu`] [on](Gpu::on) the stream of its device.
 
+mod ahead;
 mod asked;
 mod cache;
 #[cfg(feature = "candle-cuda")]
@@ -69,6 +70,7 @@ mod tune;
 use cudarc::driver::{CudaSlice, DevicePtr};
 
 use crate::{DType, HalfWeights, ParamGroup, Result, StateDict, StepCtl};
+pub use ahead::LookAhead;
 use device::{Device, Program};
 pub use driver::Gpu;
 pub use error::{Attempt, CudaError};
@@ -140,7 +142,8 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     ///
     /// Makes state for tensors that are new, the f32 masters of half weights among it, builds the
     /// tables and compiles the kernels. Waits for the device. Where tensors differ from those that were bound
-    /// before in nothing but addresses, it sends those, in order of the stream, and waits for nothing.
+    /// before in nothing but addresses, it sends those, in order of the stream, and waits for nothing; where
+    /// even those are the same it does nothing.
     ///
     /// # Errors
     ///

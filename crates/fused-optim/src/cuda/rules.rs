@@ -7,7 +7,7 @@ use crate::rules::{
 };
 
 /// A rule that has kernels.
-pub(crate) trait DeviceHyper: Hyper {
+pub(crate) trait DeviceHyper: Hyper + 'static {
     /// Its type in `rules.h`.
     fn form(&self) -> String;
     /// Its numbers, in the order in which that type reads them.

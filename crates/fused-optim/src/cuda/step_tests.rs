@@ -49,6 +49,60 @@ fn what_was_looked_at_is_not_looked_at_again() {
     assert!(matches!(missing, Err(Error::MissingParam { index: 3, .. })));
 }
 
+/// Looks count for the gradients that they were at, in the step they were for, and for no other.
+#[test]
+fn looks_ahead_are_of_the_gradients_that_the_step_has() {
+    let groups = [ParamGroup::new(SgdHyper::default(), 0..2)];
+    let mut device = Fused::new(Host::new(1), groups, HalfWeights::Master).unwrap();
+    let ctl = StepCtl { clip: Some(Clip::norm(1.0)), found_inf: FoundInf::Check, ..StepCtl::PLAIN };
+    let (mut weights, mut here) = (vec![vec![0.0_f32; 9000]; 2], vec![vec![3.0_f32; 9000]; 2]);
+    let mut there = here.clone();
+    let lend = |device: &Fused<SgdHyper, Host>, values: &mut Vec<f32>| {
+        let ptr = device.device.lend(&mut values[..]);
+        DeviceSlice { ptr, len: values.len(), dtype: DType::F32 }
+    };
+    let slices = |device: &Fused<SgdHyper, Host>, all: &mut [Vec<f32>]| {
+        all.iter_mut().map(|one| lend(device, one)).collect::<Vec<_>>()
+    };
+    let lent = slices(&device, &mut weights);
+    let params = |grads: &[DeviceSlice]| {
+        let both = lent.iter().zip(grads);
+        both.map(|(weight, grad)| DeviceParam::new(*weight, Some(*grad))).collect::<Vec<_>>()
+    };
+    let grads = [slices(&device, &mut here), slices(&device, &mut there)];
+    let at = |which: usize| grads[which].iter().copied().enumerate().collect::<Vec<_>>();
+    assert!(!device.expect_looks(&ctl).unwrap(), "nothing is bound");
+    // SAFETY: here and below: all of it lives as long as the device, and does not move.
+    unsafe { device.bind(&params(&grads[0])) }.unwrap();
+    assert!(!device.expect_looks(&StepCtl::PLAIN).unwrap(), "no look is needed");
+    assert_eq!((device.bound_at(&at(0)), device.bound_at(&at(1))), (vec![0, 1], vec![]));
+    // What is in the first gradients while they are looked at; which are stepped with, skipped.
+    for (number, known, stepped, skipped, norm) in [
+        (f32::NAN, false, 0, true, 0.0),
+        (f32::NAN, false, 1, false, 162_000.0),
+        (f32::NAN, true, 0, false, 162_000.0),
+        (0.0, false, 0, false, 81_000.0),
+    ] {
+        // SAFETY: as above.
+        unsafe { device.bind(&params(&grads[0])) }.unwrap();
+        assert!(device.expect_looks(&ctl).unwrap());
+        let bound = device.bound_at(&at(0));
+        here[1].fill(number);
+        // SAFETY: as above.
+        unsafe { device.look_part(&bound, &ctl, None) }.unwrap();
+        here[1].fill(3.0);
+        if known {
+            device.forget_looks().unwrap();
+        }
+        // SAFETY: as above.
+        unsafe { device.bind(&params(&grads[stepped])) }.unwrap();
+        // SAFETY: as above.
+        unsafe { device.step(&ctl, 0) }.unwrap();
+        let status = device.status().unwrap();
+        assert_eq!((status.last_skipped, status.grad_norm), (skipped, f64::sqrt(norm)));
+    }
+}
+
 /// A search changes nothing but launches, and is made once for tensors alike.
 #[test]
 fn what_a_search_finds_is_kept() {

@@ -1,0 +1,181 @@
+//! Looks at gradients before the step that they are for, by whoever knows first that they are final.
+
+#![expect(unsafe_code, reason = "kernels read at the caller's addresses")]
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::asked::asked;
+use super::device::{Device, Program};
+use super::driver::Gpu;
+use super::fused::{BLOCKS, Fused, UNBOUND, read_answer};
+use super::rules::DeviceHyper;
+use super::table::{Answer, Bytes, Job};
+use super::{CudaOptimizer, DeviceSlice};
+use crate::rule::OwnClip;
+use crate::{Error, Result, StepCtl, norms};
+
+/// Looks at gradients ahead of the step that they are for, for example at those of a bucket behind its
+/// all-reduce, while it is in the device's cache: the step does not read them again. From
+/// [`Optimizer::look_ahead`](crate::Optimizer::look_ahead); good until that step.
+#[derive(Clone, Debug)]
+pub struct LookAhead {
+    optimizer: Arc<Mutex<dyn Looker>>,
+    ctl: StepCtl,
+}
+
+impl LookAhead {
+    /// Puts a look at some gradients, with the index of each one's tensor, into the stream of `on`. Those that
+    /// are not where the last step had them are left to the step, as are those that it had not.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Cuda`].
+    ///
+    /// # Safety
+    ///
+    /// The next thing that the optimizer does is a step on these gradients, as they are once the stream of `on`
+    /// has come this far. That stream is one of the optimizer's device, in which this comes behind all that the
+    /// optimizer's own has to do by now; and the optimizer's own waits for it before the step, and before the
+    /// optimizer and this are dropped.
+    pub unsafe fn look(&self, grads: &[(usize, DeviceSlice)], on: &Gpu) -> Result<()> {
+        let mut optimizer = self.optimizer.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the caller's promise.
+        unsafe { optimizer.look_where_bound(grads, &self.ctl, on) }
+    }
+}
+
+trait Looker: Send + std::fmt::Debug {
+    /// # Safety
+    ///
+    /// As [`LookAhead::look`].
+    unsafe fn look_where_bound(
+        &mut self,
+        grads: &[(usize, DeviceSlice)],
+        ctl: &StepCtl,
+        on: &Gpu,
+    ) -> Result<()>;
+}
+
+impl<H: DeviceHyper + std::fmt::Debug> Looker for CudaOptimizer<H> {
+    unsafe fn look_where_bound(
+        &mut self,
+        grads: &[(usize, DeviceSlice)],
+        ctl: &StepCtl,
+        on: &Gpu,
+    ) -> Result<()> {
+        let bound = self.0.bound_at(grads);
+        if bound.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: where `bind` was told, as was just compared; the streams are the caller's promise.
+        unsafe { self.0.look_part(&bound, ctl, Some(on)) }
+    }
+}
+
+/// Has `optimizer` ready for looks ahead of a step with this `ctl`, if that step would have to look.
+pub(super) fn look_ahead<H: DeviceHyper + std::fmt::Debug>(
+    optimizer: &Arc<Mutex<CudaOptimizer<H>>>,
+    ctl: &StepCtl,
+) -> Result<Option<LookAhead>> {
+    let ready = optimizer.lock().unwrap_or_else(PoisonError::into_inner).0.expect_looks(ctl)?;
+    Ok(ready.then(|| LookAhead { optimizer: optimizer.clone(), ctl: *ctl }))
+}
+
+impl<H: DeviceHyper, D: Device> Fused<H, D> {
+    /// Sends what a step with this `ctl` asks, so that no look has to, and forgets earlier looks. False if nothing
+    /// is bound, or the step needs no look.
+    pub(super) fn expect_looks(&mut self, ctl: &StepCtl) -> Result<bool> {
+        ctl.validate()?;
+        let own: Vec<OwnClip> =
+            self.core().groups().iter().map(|group| group.hyper.own_clip()).collect();
+        if self.bound.is_none() || !norms::needed(ctl, &own) {
+            return Ok(false);
+        }
+        self.forget_looks()?;
+        let asked = asked(ctl, self.core().groups(), self.loss_scale)?.bytes();
+        self.send(asked, None, None)?;
+        Ok(true)
+    }
+
+    /// Which tensors are bound with these very gradients.
+    pub(super) fn bound_at(&self, grads: &[(usize, DeviceSlice)]) -> Vec<usize> {
+        let Some(bound) = &self.bound else { return Vec::new() };
+        let is_bound = |(index, grad): &&(usize, DeviceSlice)| {
+            let at = bound.indices.binary_search(index);
+            at.is_ok_and(|at| bound.at[at].grad == grad.ptr)
+        };
+        grads.iter().filter(is_bound).map(|(index, _)| *index).collect()
+    }
+
+    /// Has the step look for itself, whatever has been found so far.
+    pub(super) fn forget_looks(&mut self) -> Result<()> {
+        let Some(bound) = &mut self.bound else { return Ok(()) };
+        match bound.looks.forget() {
+            true => self.device.write(&mut bound.ctl, Answer::BAD, &0_u32.bytes()),
+            false => Ok(()),
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaOptimizer::look_part`](super::CudaOptimizer::look_part).
+    pub(super) unsafe fn look_part(
+        &mut self,
+        indices: &[usize],
+        ctl: &StepCtl,
+        on: Option<&D>,
+    ) -> Result<()> {
+        ctl.validate()?;
+        let asked = asked(ctl, self.core().groups(), self.loss_scale)?.bytes();
+        let bound = self.bound.as_mut().ok_or(UNBOUND)?;
+        let at = |&index: &usize| {
+            let missing = Error::MissingParam { index, count: bound.indices.len() };
+            bound.indices.binary_search(&index).map_err(|_| missing)
+        };
+        let members = indices.iter().map(at).collect::<Result<Vec<_>>>()?;
+        let parts = bound.looks.begin(&members, &asked);
+        self.send(asked, None, on)?;
+        let device = on.unwrap_or(&self.device);
+        device.prepare(&Program::LOOK)?;
+        for part in &parts {
+            // SAFETY: the caller vouches for these gradients.
+            unsafe { self.look_at(device, part) }?;
+        }
+        self.bound.iter_mut().for_each(|bound| bound.looks.end(&members));
+        Ok(())
+    }
+
+    /// Whether a gradient that is bound is not finite. Waits for the device.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaOptimizer::look_part`](super::CudaOptimizer::look_part), for all that are bound.
+    pub(super) unsafe fn found_inf(&mut self, ctl: &StepCtl) -> Result<bool> {
+        let all = self.bound.as_ref().ok_or(UNBOUND)?.indices.clone();
+        // SAFETY: the caller vouches for the gradients.
+        unsafe { self.look_part(&all, ctl, None) }?;
+        let bad = read_answer(&self.device, self.bound.as_ref().ok_or(UNBOUND)?)?.bad != 0;
+        // The step looks for itself, at these or at others.
+        self.forget_looks()?;
+        Ok(bad)
+    }
+
+    /// # Safety
+    ///
+    /// The gradients of these chunks must lie where `bind` was told until the device has read them.
+    pub(super) unsafe fn look_at(&self, device: &D, chunks: &Range<u32>) -> Result<()> {
+        let bound = self.bound.as_ref().ok_or(UNBOUND)?;
+        let job = Job { first: chunks.start, chunks: chunks.end, ..bound.look };
+        // SAFETY: the tables were made for this kernel and live as long as `bound`; the caller
+        // vouches for the gradients.
+        unsafe {
+            device.launch(
+                &Program::LOOK,
+                "look_part",
+                self.blocks(chunks.len() as u32, BLOCKS),
+                &job,
+            )
+        }
+    }
+}

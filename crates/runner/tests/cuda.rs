@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a test")]
 #![expect(clippy::print_stderr, reason = "a test says why it is ignored")]
 
+use std::ffi::CStr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -201,20 +202,36 @@ fn a_run_moves_between_the_host_and_the_gpu_at_any_batch() {
     }
 }
 
+/// A function of the fake GPU, if it is that.
+#[expect(unsafe_code, reason = "the fake GPU is a library of C")]
+fn of_the_fake(name: &CStr) -> Option<*mut libc::c_void> {
+    // SAFETY: a name, looked for in what is loaded.
+    let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
+    (!address.is_null()).then_some(address)
+}
+
 /// Bytes that this thread has had copied to GPUs, and from there, if it is the fake one that does.
 #[expect(unsafe_code, reason = "the fake GPU is a library of C")]
 fn copied() -> Option<[u64; 2]> {
-    // SAFETY: a name, looked for in what is loaded.
-    let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"fake_gpu_copied".as_ptr()) };
-    if address.is_null() {
-        return None;
-    }
+    let address = of_the_fake(c"fake_gpu_copied")?;
     // SAFETY: the function of this name takes nothing and returns the address of two words of this thread.
     let copied = unsafe {
         std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> *const [u64; 2]>(address)
     };
     // SAFETY: as above.
     Some(unsafe { *copied() })
+}
+
+/// Blocks of a kernel of the optimizer's that this thread has launched on the fake GPU.
+#[cfg(feature = "nccl")]
+#[expect(unsafe_code, reason = "the fake GPU is a library of C")]
+fn launched(kernel: &CStr) -> Option<u64> {
+    let address = of_the_fake(c"fake_gpu_launched")?;
+    // SAFETY: the function of this name takes a string of C's and returns a word.
+    let launched = unsafe {
+        std::mem::transmute::<*mut libc::c_void, extern "C" fn(*const libc::c_char) -> u64>(address)
+    };
+    Some(launched(kernel.as_ptr()))
 }
 
 #[test]
@@ -397,6 +414,68 @@ fn averages_over_nccl_are_the_hosts() {
         };
         let host = run("host", ProcessGroup::threads(2, Duration::from_secs(60)).unwrap());
         assert!(run("nccl", over_nccl().unwrap()) == host, "{name}");
+    }
+}
+
+/// What a rank of two launches in `steps` steps over NCCL: blocks of the look behind a bucket, of that before a step.
+#[cfg(feature = "nccl")]
+fn looks_of(dir: &Path, more: &str, steps: usize) -> [u64; 2] {
+    let of = |group: ProcessGroup| {
+        let count = || [c"look_part", c"look"].map(|kernel| launched(kernel).unwrap());
+        let before = count();
+        built_in(group, dir, more, steps, false).unwrap().train().unwrap();
+        std::array::from_fn(|at| count()[at] - before[at])
+    };
+    std::thread::scope(|scope| {
+        let ranks = over_nccl().unwrap().into_iter().map(|group| scope.spawn(move || of(group)));
+        let ranks: Vec<[u64; 2]> =
+            ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect();
+        assert_eq!(ranks[0], ranks[1]);
+        ranks[0]
+    })
+}
+
+#[cfg(feature = "nccl")]
+#[test]
+fn averages_are_looked_at_behind_their_bucket_and_not_again() {
+    if missing() || over_nccl().is_err() {
+        eprintln!("ignored: no two ranks on one GPU over NCCL here");
+        return;
+    }
+    if launched(c"look").is_none() {
+        eprintln!("ignored: a real GPU does not count launches");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let amp = "type = 'AmpOptimWrapper', optimizer = { type = 'AdamW' }";
+    let clip = "clip_grad = { max_norm = 1 }, optimizer = { type = 'AdamW' }";
+    let value = &clip.replace("max_norm", "type = 'value', clip_value");
+    let parts = "type = 'OptimWrapperDict', layers = { optimizer = { type = 'SGD', lr = 0.1 }, \
+        clip_grad = { max_norm = 0.1 } }";
+    for (name, optim, wrapper, looks) in [
+        ("plain", "optimizer = { type = 'AdamW' }", "", false),
+        ("value", value, "", false),
+        ("amp", amp, "", true),
+        ("clip", clip, "", true),
+        ("separate", clip, "type = 'MMSeparateDistributedDataParallel'", true),
+        ("fp16", amp, "comm_hook = 'fp16_compress'", true),
+        ("accumulate", &format!("accumulative_counts = 2, {amp}"), "", true),
+        ("parts", parts, "", false),
+    ] {
+        let more = format!(
+            "{GPU}\nmodel_wrapper_cfg = {{ {wrapper} }}
+            model = {{ type = 'Mlp', in_features = 64, hidden = [2999], num_classes = 10 }}
+            optim_wrapper = {{ {optim} }}"
+        );
+        // The first step has buckets of its own, and looks for itself.
+        let of = |steps| looks_of(&dir.path().join(format!("{name}-{steps}")), &more, steps);
+        let (few, many) = (of(4), of(8));
+        let [behind, before] = [many[0] - few[0], many[1] - few[1]];
+        let steps = if name == "accumulate" { 2 } else { 4 };
+        assert_eq!(behind > 0, looks, "{name}: {behind} blocks behind buckets");
+        // One block of a look that has nothing to read decides about the step.
+        let reads = name == "parts";
+        assert_eq!(before > steps, reads, "{name}: {before} blocks in {steps} steps");
     }
 }
 

@@ -52,6 +52,7 @@ struct Function {
   string name;
 };
 static std::map<std::pair<string, int>, unsigned> grids;
+static thread_local std::map<string, uint64_t> launched;
 
 // Frees in order of a stream: nobody may use the memory but what comes before.
 static int release(Stream *s, uintptr_t at) {
@@ -230,6 +231,7 @@ int cuLaunchKernel(void *of, unsigned x, unsigned y, unsigned z, unsigned a, uns
     violation("a launch of another form than our kernels have");
   if (stream_of(stream)->graph) violation("a kernel captured that does not say what it touches");
   { Lock lock(books); grids[{function->name, device}] = x; }
+  launched[function->name] += x;
   string job(static_cast<char *>(arguments[0]), function->module->size(function->name.c_str()));
   static std::atomic<unsigned long long> seed{1};
   unsigned long long number = seed++;
@@ -248,6 +250,9 @@ int cuLaunchKernel(void *of, unsigned x, unsigned y, unsigned z, unsigned a, uns
   });
   return 0;
 }
+// Blocks of a kernel of ours that this thread has launched.
+uint64_t fake_gpu_launched(const char *kernel) { return launched[kernel]; }
+
 // Blocks of the kernel's last launch on a device.
 unsigned fake_grid(const char *kernel, int device) {
   Lock lock(books);

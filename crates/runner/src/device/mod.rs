@@ -14,7 +14,10 @@
 //! What a step moves between a GPU and the host, where averages are not the host's: the batch, the loss for the log,
 //! and the gradients' addresses; under `AmpOptimWrapper` the verdict on the gradients, for the loss scale's policy,
 //! which the host waits for; where gradients are clipped by norm, that norm, for the log; hyper-parameters when they
-//! change. Checkpoints are the same wherever the optimizer is: a run goes on from one of the host on a GPU, and the
+//! change. Over NCCL gradients lie where they lay before, so their addresses are sent once, and what a step of
+//! `AmpOptimWrapper` or one that clips by norm has to know of all of them before it begins is taken of each bucket
+//! behind its all-reduce, so that the step reads them once; with an optimizer for each part (`OptimWrapperDict`) the
+//! step reads them twice. Checkpoints are the same wherever the optimizer is: a run goes on from one of the host on a GPU, and the
 //! other way round.
 //!
 //! `device = { type = "cuda", offload_optimizer = true }` has the optimizer and its state on the host, for a

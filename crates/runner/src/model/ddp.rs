@@ -14,6 +14,8 @@ use std::sync::Arc;
 
 use collective::reducer::{CommHook, ParamInfo};
 use collective::{ProcessGroup, Reducer, ReducerOptions};
+#[cfg(feature = "candle-cuda")]
+use fused_optim::cuda::LookAhead;
 use fused_optim::{DType, Slice, SliceMut};
 use parking_lot::Mutex;
 
@@ -258,6 +260,14 @@ impl ModelWrapper for DistributedDataParallel {
             }
             Ok(())
         })
+    }
+
+    #[cfg(feature = "candle-cuda")]
+    fn look_ahead(&mut self, look: LookAhead) {
+        let inner = &mut *self.inner.lock();
+        if inner.averages_there() {
+            inner.buckets.iter_mut().for_each(|buckets| buckets.look_ahead(look.clone()));
+        }
     }
 
     fn finish(&mut self) -> Result<()> {

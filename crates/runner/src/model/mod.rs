@@ -11,6 +11,8 @@ mod ddp;
 mod state;
 
 use collective::ProcessGroup;
+#[cfg(feature = "candle-cuda")]
+use fused_optim::cuda::LookAhead;
 use fused_optim::{DType, Slice};
 
 pub(crate) use builtin::BUILTIN;
@@ -58,6 +60,14 @@ pub trait ModelWrapper: Send {
     /// Those of the communication behind the wrapper, and of the engine.
     fn before_forward(&mut self, _engine: &mut dyn Engine) -> Result<()> {
         Ok(())
+    }
+
+    /// Called after [`prepare`](Self::prepare) of a pass that ends in a step on a GPU, if that would have to look at
+    /// all gradients before it begins: a wrapper that averages them there may look as they come, as long as
+    /// nothing changes them after that.
+    #[cfg(feature = "candle-cuda")]
+    fn look_ahead(&mut self, look: LookAhead) {
+        let _ = look;
     }
 
     /// Called after each backward pass: waits until every gradient is final.
@@ -189,6 +199,11 @@ impl<T: WrapperOver> ModelWrapper for T {
 
     fn before_forward(&mut self, engine: &mut dyn Engine) -> Result<()> {
         WrapperOver::before_forward(self, engine)
+    }
+
+    #[cfg(feature = "candle-cuda")]
+    fn look_ahead(&mut self, look: LookAhead) {
+        self.inner_mut().look_ahead(look);
     }
 
     fn finish(&mut self) -> Result<()> {

@@ -12,6 +12,8 @@
 //! Where a device turns infinities into large numbers, a `Watch` sees them before it does.
 
 use ::amp::{LossScaler, LossScalerOptions};
+#[cfg(feature = "candle-cuda")]
+use fused_optim::cuda::LookAhead;
 use fused_optim::{Applied, Clip, DType, FoundInf, Optimizer, StepCtl};
 
 use super::watch::Watch;
@@ -114,6 +116,11 @@ impl AmpOptimWrapper {
         self
     }
 
+    /// What a step is told.
+    fn ctl(&self, found_inf: FoundInf) -> StepCtl {
+        StepCtl { grad_scale: self.scaler.inv_scale(), found_inf, clip: self.clip }
+    }
+
     /// Dynamic scaling for f16, none for anything with f32's range.
     #[must_use]
     pub fn default_loss_scale(dtype: DType) -> LossScale {
@@ -156,10 +163,16 @@ impl OptimWrapper for AmpOptimWrapper {
         scale.into_iter().chain(norm).collect()
     }
 
+    #[cfg(feature = "candle-cuda")]
+    fn look_ahead(&mut self) -> Result<Option<LookAhead>> {
+        let ctl = self.ctl(FoundInf::Check);
+        Ok(self.optimizer.look_ahead(&ctl)?)
+    }
+
     fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied> {
         let overflow = self.watch.as_mut().map_or(Ok(false), Watch::overflowed)?;
         let found_inf = if overflow { FoundInf::Known(true) } else { FoundInf::Check };
-        let ctl = StepCtl { grad_scale: self.scaler.inv_scale(), found_inf, clip: self.clip };
+        let ctl = self.ctl(found_inf);
         let applied = optimizer_step(&mut *self.optimizer, engine, model, &ctl)?;
         self.last = Some(applied);
         self.scaler.update(applied == Applied::SkippedNonFinite)?;

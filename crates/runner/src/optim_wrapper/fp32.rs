@@ -1,6 +1,8 @@
 //! The optimizer wrapper without mixed precision.
 
 use ::amp::ScalerState;
+#[cfg(feature = "candle-cuda")]
+use fused_optim::cuda::LookAhead;
 use fused_optim::{Applied, Clip, Optimizer, StepCtl};
 
 use super::{Accumulation, OptimWrapper, OptimWrapperState, grad_norm, optimizer_step};
@@ -41,6 +43,11 @@ impl Fp32OptimWrapper {
         self.parts = parts;
         self
     }
+
+    /// What a step is told.
+    fn ctl(&self) -> StepCtl {
+        StepCtl { clip: self.clip, ..StepCtl::PLAIN }
+    }
 }
 
 impl OptimWrapper for Fp32OptimWrapper {
@@ -65,8 +72,13 @@ impl OptimWrapper for Fp32OptimWrapper {
         grad_norm(&*self.optimizer, self.clip, self.last).into_iter().collect()
     }
 
+    #[cfg(feature = "candle-cuda")]
+    fn look_ahead(&mut self) -> Result<Option<LookAhead>> {
+        Ok(self.optimizer.look_ahead(&self.ctl())?)
+    }
+
     fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied> {
-        let ctl = StepCtl { clip: self.clip, ..StepCtl::PLAIN };
+        let ctl = self.ctl();
         let applied = optimizer_step(&mut *self.optimizer, engine, model, &ctl)?;
         self.last = Some(applied);
         Ok(applied)

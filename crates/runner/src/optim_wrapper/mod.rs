@@ -15,6 +15,8 @@ mod paramwise;
 mod watch;
 
 use ::amp::ScalerState;
+#[cfg(feature = "candle-cuda")]
+use fused_optim::cuda::LookAhead;
 use fused_optim::{Applied, Clip, DType, Optimizer, ParamGroup, ParamMut, StateDict, StepCtl};
 
 pub use accumulation::{Accumulation, Turn};
@@ -121,6 +123,17 @@ pub trait OptimWrapper: Send {
         Vec::new()
     }
 
+    /// Called before the forward of a pass that ends in a [`step`](Self::step): what of that step can be done with
+    /// each gradient as soon as it is averaged, if the optimizer is on a GPU and the step has to look at them first.
+    ///
+    /// # Errors
+    ///
+    /// Those of the optimizer.
+    #[cfg(feature = "candle-cuda")]
+    fn look_ahead(&mut self) -> Result<Option<LookAhead>> {
+        Ok(None)
+    }
+
     /// Lets the optimizer step on the gradients that are there.
     ///
     /// # Errors
@@ -165,6 +178,12 @@ pub trait OptimWrapper: Send {
     ) -> Result<Update> {
         let turn = self.accumulation().turn();
         model.prepare(turn.update)?;
+        #[cfg(feature = "candle-cuda")]
+        if turn.update
+            && let Some(look) = self.look_ahead()?
+        {
+            model.look_ahead(look);
+        }
         model.before_forward(engine)?;
         let scale = self.loss_scale() / turn.divisor as f32;
         let sink = self.before_forward(model.sink())?;

@@ -1,7 +1,9 @@
 //! Gradients averaged on a GPU, by NCCL, while backward computes.
 //!
 //! A gradient is copied into its bucket in order of candle's stream; buckets leave in a stream of the reducer's, and
-//! the step comes behind them by events. The host waits for neither.
+//! the step comes behind them by events. The host waits for neither. Where the step would have to look at gradients,
+//! for values that are not finite or for their norm, it is done behind each bucket's all-reduce, while the bucket is
+//! in the device's cache.
 
 #![expect(unsafe_code, reason = "hands addresses of tensors, and candle's stream, to the reducer")]
 
@@ -9,10 +11,10 @@ use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DeviceRepr, DriverError};
 use collective::reducer::{
-    BucketKernels, CommHook, Compress, DeviceReducer, DeviceReducerOptions, ParamInfo,
+    BucketKernels, BucketPlan, CommHook, Compress, DeviceReducer, DeviceReducerOptions, ParamInfo,
 };
 use collective::{DeviceBuf, DeviceStream, ProcessGroup, ReducerOptions};
-use fused_optim::cuda::{DeviceSlice, Gpu};
+use fused_optim::cuda::{DeviceSlice, Gpu, LookAhead};
 use fused_optim::{DType, Slice};
 use half::{bf16, f16};
 
@@ -23,7 +25,7 @@ use crate::{Error, Result};
 /// A [`DeviceReducer`] over candle's tensors and stream.
 #[derive(Debug)]
 pub(super) struct Buckets {
-    reducer: DeviceReducer<Casts>,
+    reducer: DeviceReducer<Kernels>,
     /// By parameter, its average, if it has one.
     averages: Vec<Option<Average>>,
     /// Candle's, which outlives the reducer.
@@ -31,11 +33,12 @@ pub(super) struct Buckets {
 }
 
 impl Buckets {
-    /// A reducer of the ranks' averages; every rank of the group makes one alike.
+    /// A reducer of the ranks' averages of `params`, whose `indices` in the model are given; every rank of the group
+    /// makes one alike.
     pub(super) fn new(
         gpu: Gpu,
         group: ProcessGroup,
-        params: Vec<ParamInfo>,
+        (params, indices): (Vec<ParamInfo>, Vec<usize>),
         mut options: ReducerOptions,
     ) -> Result<Self> {
         let mut device = DeviceReducerOptions::default();
@@ -49,8 +52,15 @@ impl Buckets {
         }
         device.buckets = options;
         let averages = vec![None; params.len()];
-        let casts = Casts { ordinal: gpu.stream().context().ordinal(), on: None };
-        let reducer = DeviceReducer::new(group, params, device, casts)?;
+        let kernels = Kernels {
+            ordinal: gpu.stream().context().ordinal(),
+            casts: None,
+            looks: None,
+            indices,
+            members: Vec::new(),
+            ahead: None,
+        };
+        let reducer = DeviceReducer::new(group, params, device, kernels)?;
         Ok(Self { reducer, averages, gpu })
     }
 
@@ -62,7 +72,13 @@ impl Buckets {
 
 impl DeviceBuckets for Buckets {
     fn prepare(&mut self) -> Result<()> {
-        Ok(self.reducer.prepare(true)?)
+        self.reducer.prepare(true)?;
+        self.reducer.kernels_mut().ahead = None;
+        Ok(())
+    }
+
+    fn look_ahead(&mut self, look: LookAhead) {
+        self.reducer.kernels_mut().ahead = Some(look);
     }
 
     fn ready(&mut self, index: usize, grad: &dyn DeviceTensor) -> Result<()> {
@@ -78,6 +94,7 @@ impl DeviceBuckets for Buckets {
         let stream = self.stream();
         // SAFETY: the stream outlives the reducer; optimizers use the averages in it alone.
         unsafe { self.reducer.finish(stream) }?;
+        self.reducer.kernels_mut().ahead = None;
         for (index, average) in self.averages.iter_mut().enumerate() {
             let at = self.reducer.grad(index);
             *average = at.map(|at| Average { at, gpu: self.gpu.clone() });
@@ -105,7 +122,7 @@ pub(super) struct Average {
 
 impl Average {
     pub(super) fn address(&self) -> DeviceSlice {
-        DeviceSlice { ptr: self.at.address(), len: self.at.count(), dtype: self.dtype() }
+        slice_of(self.at)
     }
 
     pub(super) fn stream(&self) -> Arc<CudaStream> {
@@ -127,11 +144,7 @@ impl Average {
 
 impl DeviceTensor for Average {
     fn dtype(&self) -> DType {
-        match self.at.dtype() {
-            collective::DType::F16 => DType::F16,
-            collective::DType::Bf16 => DType::Bf16,
-            _ => DType::F32,
-        }
+        slice_of(self.at).dtype
     }
 
     fn count(&self) -> usize {
@@ -157,26 +170,63 @@ impl DeviceTensor for Average {
 
 const NO_SUM: &str = "nothing is added to an average";
 
-/// `amp`'s casts, for buckets that travel in 16 bits.
-#[derive(Debug)]
-struct Casts {
-    ordinal: usize,
-    /// The device by the buckets' stream.
-    on: Option<amp::cuda::Gpu>,
+/// As `fused-optim` calls memory.
+fn slice_of(buf: DeviceBuf) -> DeviceSlice {
+    let dtype = match buf.dtype() {
+        collective::DType::F16 => DType::F16,
+        collective::DType::Bf16 => DType::Bf16,
+        _ => DType::F32,
+    };
+    DeviceSlice { ptr: buf.address(), len: buf.count(), dtype }
 }
 
-impl Casts {
-    fn gpu(&mut self, stream: DeviceStream) -> collective::Result<&amp::cuda::Gpu> {
-        if self.on.is_none() {
+/// `amp`'s casts, for buckets that travel in 16 bits, and the optimizer's looks at averages.
+#[derive(Debug)]
+struct Kernels {
+    ordinal: usize,
+    /// The device by the buckets' stream, for either.
+    casts: Option<amp::cuda::Gpu>,
+    looks: Option<Gpu>,
+    /// By parameter, its index in the model.
+    indices: Vec<usize>,
+    /// By bucket: its parameters' indices in the model, and where their averages will be.
+    members: Vec<Vec<(usize, DeviceSlice)>>,
+    /// In a pass that ends in a step that has to look.
+    ahead: Option<LookAhead>,
+}
+
+impl Kernels {
+    fn casts(&mut self, stream: DeviceStream) -> collective::Result<&amp::cuda::Gpu> {
+        if self.casts.is_none() {
             // SAFETY: the reducer's stream, which outlives its kernels.
             let gpu = unsafe { amp::cuda::Gpu::with_stream(self.ordinal, stream.as_raw()) };
-            self.on = Some(gpu.map_err(|e| kernel("open the device", &e))?);
+            self.casts = Some(gpu.map_err(|e| kernel("open the device", &e))?);
         }
-        Ok(self.on.as_ref().expect("opened a moment ago"))
+        Ok(self.casts.as_ref().expect("opened a moment ago"))
     }
 }
 
-impl BucketKernels for Casts {
+impl Drop for Kernels {
+    fn drop(&mut self) {
+        // Of a pass that was not finished: no stream waits for its looks, which read the optimizer's tables. They
+        // are never freed.
+        std::mem::forget(self.ahead.take());
+    }
+}
+
+impl BucketKernels for Kernels {
+    fn laid_out(&mut self, plan: &BucketPlan, buckets: &[DeviceBuf]) -> collective::Result<()> {
+        let member = |index: usize| {
+            let place = plan.places()[index];
+            let at = buckets[place.bucket].part(place.offset..place.offset + place.count)?;
+            Ok((self.indices[index], slice_of(at)))
+        };
+        let members = plan.buckets().iter().map(|bucket| bucket.params.iter().copied());
+        self.members =
+            members.map(|all| all.map(member).collect()).collect::<collective::Result<_>>()?;
+        Ok(())
+    }
+
     unsafe fn cast(
         &mut self,
         to: DeviceBuf,
@@ -192,10 +242,29 @@ impl BucketKernels for Casts {
                 _ => amp::DType::F32,
             },
         };
-        let gpu = self.gpu(stream)?;
+        let gpu = self.casts(stream)?;
         // SAFETY: the caller vouches for both, in order of the stream.
         unsafe { amp::cuda::cast(gpu, slice(from), slice(to)) }
             .map_err(|e| kernel("cast a bucket", &e))
+    }
+
+    unsafe fn averaged(
+        &mut self,
+        bucket: usize,
+        _: DeviceBuf,
+        stream: DeviceStream,
+    ) -> collective::Result<()> {
+        let Some(ahead) = &self.ahead else { return Ok(()) };
+        if self.looks.is_none() {
+            // SAFETY: the reducer's stream, which outlives its kernels.
+            let gpu = unsafe { Gpu::with_stream(self.ordinal, stream.as_raw()) };
+            self.looks = Some(gpu.map_err(|e| kernel("open the device", &e))?);
+        }
+        let on = self.looks.as_ref().expect("opened a moment ago");
+        // SAFETY: the averages of the pass whose end `finish` has candle's stream, the optimizer's, wait for, and
+        // that is followed by the step that the look is for; the bucket's stream comes behind candle's as it was when
+        // the bucket was full, which is behind the last step. A pass that is not finished never frees the tables.
+        unsafe { ahead.look(&self.members[bucket], on) }.map_err(|e| kernel("look at a bucket", &e))
     }
 }
 

@@ -46,6 +46,8 @@ pub mod ops;
 mod params;
 mod traps;
 
+#[cfg(feature = "candle-cuda")]
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -413,7 +415,14 @@ impl Engine for CandleEngine {
                 "the model is on the host: nothing is averaged there".into(),
             ));
         };
-        Ok(Box::new(buckets::Buckets::new(gpu.clone(), group, params, options)?))
+        let specs = self.params.specs.iter().enumerate();
+        let by_name: HashMap<&str, usize> = specs.map(|(i, spec)| (&*spec.name, i)).collect();
+        let index = |param: &ParamInfo| {
+            let missing = || Error::Engine(format!("the model has no parameter `{}`", param.name));
+            by_name.get(&*param.name).copied().ok_or_else(missing)
+        };
+        let indices = params.iter().map(index).collect::<Result<_>>()?;
+        Ok(Box::new(buckets::Buckets::new(gpu.clone(), group, (params, indices), options)?))
     }
 
     #[cfg(feature = "candle-cuda")]

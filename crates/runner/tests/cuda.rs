@@ -226,7 +226,7 @@ fn copied() -> Option<[u64; 2]> {
 #[cfg(feature = "nccl")]
 #[expect(unsafe_code, reason = "the fake GPU is a library of C")]
 fn launched(kernel: &CStr) -> Option<u64> {
-    let address = of_the_fake(c"fake_gpu_launched")?;
+    let address = of_the_fake(c"fake_gpu_blocks")?;
     // SAFETY: the function of this name takes a string of C's and returns a word.
     let launched = unsafe {
         std::mem::transmute::<*mut libc::c_void, extern "C" fn(*const libc::c_char) -> u64>(address)

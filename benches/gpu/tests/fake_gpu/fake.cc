@@ -251,7 +251,7 @@ int cuLaunchKernel(void *of, unsigned x, unsigned y, unsigned z, unsigned a, uns
   return 0;
 }
 // Blocks of a kernel of ours that this thread has launched.
-uint64_t fake_gpu_launched(const char *kernel) { return launched[kernel]; }
+uint64_t fake_gpu_blocks(const char *kernel) { return launched[kernel]; }
 
 // Blocks of the kernel's last launch on a device.
 unsigned fake_grid(const char *kernel, int device) {

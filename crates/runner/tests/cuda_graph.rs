@@ -452,7 +452,9 @@ fn a_label_that_is_no_class_is_the_same_error_before_anything_is_launched() {
         let error = step(&mut graph, &bad, 1.0).unwrap_err().to_string();
         assert!(error.contains(wanted), "{error}");
         assert_eq!(launched(), before);
-        assert_eq!(step(&mut eager, &bad, 1.0).unwrap_err().to_string(), error);
+        let eagerly = step(&mut eager, &bad, 1.0).unwrap_err().to_string();
+        // Where $RUST_BACKTRACE is set candle's errors go on with one.
+        assert_eq!(eagerly.lines().next(), error.lines().next());
     }
     let good = Array::new([8], ArrayData::I64(vec![7, 1, 1, 3, 0, 2, 1, 0])).unwrap();
     let good = batch(1).with("labels", good);

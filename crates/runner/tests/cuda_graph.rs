@@ -358,6 +358,28 @@ fn stock_layers_of_candle_have_the_same_bits_and_so_have_their_buffers() {
     }
 }
 
+#[test]
+fn tables_too_large_to_be_sent_in_a_capture_are_there_before() {
+    let Some(_gpu) = gpu() else { return };
+    let tables = |x: &Tensor, batch: &TensorBatch| {
+        // Windows of an image of 40 x 40; 80 positions of which each sees those before it.
+        let images = batch.get("inputs")?.reshape((8, 1, 8, 8))?.broadcast_mul(&x.mean_all()?)?;
+        let images = Tensor::cat(&[&images; 5], 2)?;
+        let images = Tensor::cat(&[&images; 5], 3)?;
+        let pooled = ops::max_pool2d(&images, 3, ops::Window { stride: 2, padding: 1 })?;
+        let options = ops::AttentionOptions { heads: 2, causal: true };
+        let packed = images.reshape((8, 80, 20))?.narrow(2, 0, 12)?.contiguous()?;
+        let seen = ops::self_attention(&packed, options)?;
+        plain(x, batch)? + (pooled.mean_all()? + seen.sqr()?.mean_all()?)?
+    };
+    let (mut eager, mut graph) = (engine(of(tables)), compiled(engine(of(tables)), true));
+    for seed in 0..6 {
+        let wanted = step(&mut eager, &batch(seed), 1.0).unwrap();
+        assert_eq!(step(&mut graph, &batch(seed), 1.0).unwrap(), wanted, "{seed}");
+    }
+    assert!(report(&graph).starts_with(APPLIED), "{}", report(&graph));
+}
+
 /// How often this thread has had GPUs do something, one by one and as graphs, if it is the fake one that is asked.
 #[expect(unsafe_code, reason = "the fake GPU is a library of C")]
 fn launched() -> Option<[u64; 2]> {
@@ -528,6 +550,16 @@ fn what_a_capture_would_freeze_is_refused_with_the_reason_and_goes_on_as_it_is_w
         });
         assert!(why.contains("the loss, or a number beside it, would be"), "{why}");
     }
+    // Numbers of the GPU's own, drawn from where the capture was.
+    let build =
+        of(|x: &Tensor, batch: &TensorBatch| plain(&candle_nn::ops::dropout(x, 0.5)?, batch));
+    let mut graph = compiled(engine(build), false);
+    (0..5).for_each(|seed| drop(step(&mut graph, &batch(seed), 1.0).unwrap()));
+    assert!(
+        report(&graph).contains("the loss, or a number beside it, would"),
+        "{}",
+        report(&graph)
+    );
     // And one that is another one in each call.
     let calls = Arc::new(AtomicUsize::new(0));
     let mut graph = compiled(

@@ -143,7 +143,7 @@ impl Graphs {
         if !in_force.is_empty() {
             report.applied.push(format!(
                 "{WHAT}, for batches of {}; the optimizer's launches follow it; other shapes, the first steps of \
-                 each and validation run as they are written",
+                 each, more than {MAX_GRAPHS} sets of them and validation run as they are written",
                 in_force.join(" and of ")
             ));
         } else if let Some(why) = &self.refused {

@@ -67,6 +67,7 @@ use self::ops::dropout::{self, Random};
 #[cfg(feature = "candle-cuda")]
 use self::ops::fields::{self, Asked};
 use self::ops::search::{self, Search};
+use self::ops::tables::{self, Tables};
 use self::params::{Slot, Store, Tensors};
 use super::{
     CompileBackend, CompileMode, CompileOptions, CompileReport, ComputeDevice, Engine, Losses,
@@ -147,6 +148,7 @@ pub struct CandleEngine {
     compiled: Option<CompileOptions>,
     search: Option<Search>,
     random: Random,
+    tables: Tables,
     /// Whether a step has been looked through for wrong gradients.
     checked: bool,
 }
@@ -204,6 +206,7 @@ impl CandleEngine {
             compiled: None,
             search: None,
             random: Random::new(options.seed),
+            tables: Tables::new(),
             checked: false,
         })
     }
@@ -441,6 +444,7 @@ impl Engine for CandleEngine {
             return Err(Error::Engine(format!("a loss scale of {loss_scale}")));
         }
         let (mut search, mut random) = (self.search.take(), self.random.clone());
+        let mut tables = std::mem::take(&mut self.tables);
         #[cfg(feature = "candle-cuda")]
         let mut graphs = self.graphs.take();
         let step = || {
@@ -450,12 +454,13 @@ impl Engine for CandleEngine {
             }
             self.step(batch, loss_scale, sink)
         };
+        let step = || tables::open(&mut tables, step);
         let losses = search::open(&mut search, || dropout::open(&mut random, step));
         #[cfg(feature = "candle-cuda")]
         {
             self.graphs = graphs;
         }
-        (self.search, self.random) = (search, random);
+        (self.search, self.random, self.tables) = (search, random, tables);
         self.checked |= losses.is_ok();
         losses
     }
@@ -532,8 +537,8 @@ impl Engine for CandleEngine {
     fn eval(&mut self, batch: &Batch) -> Result<Vec<(String, Array)>> {
         let count = batch.len();
         let batch = TensorBatch::new(batch, self.dtype, &self.device)?;
-        let outputs =
-            self.model.predict(&batch).map_err(|e| Error::Engine(format!("forward: {e}")))?;
+        let outputs = tables::open(&mut self.tables, || self.model.predict(&batch));
+        let outputs = outputs.map_err(|e| Error::Engine(format!("forward: {e}")))?;
         outputs.into_arrays(count)
     }
 }

@@ -21,6 +21,7 @@ use super::autocast::each;
 use super::conv::{Window, positions};
 use super::elementwise::Normalization;
 use super::norm::{BatchNormOptions, Planes, Statistics};
+use super::tables::table;
 
 /// Whether `x` lies where the kernels do not reach.
 pub(super) fn takes(x: &Tensor) -> bool {
@@ -155,11 +156,11 @@ pub(super) fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Te
         let padding = padding.broadcast_as((images, channels, 1))?.contiguous()?;
         planes = Tensor::cat(&[&planes, &padding], 2)?;
     }
-    let at = Tensor::from_vec(
-        pixels((height, width), outputs, kernel, window)?,
-        count * kernel * kernel,
-        x.device(),
-    )?;
+    let shapes = [height, width, kernel, window.stride, window.padding];
+    let at = table("max_pool2d", &shapes, x.device(), || {
+        let pixels = pixels((height, width), outputs, kernel, window)?;
+        Tensor::from_vec(pixels, count * kernel * kernel, x.device())
+    })?;
     let lines = planes.index_select(&at, 2)?.reshape((images, channels, count, kernel * kernel))?;
     // A search for the largest passes over NaN.
     let seen = lines.detach();
@@ -211,8 +212,10 @@ pub(super) fn self_attention(qkv: &Tensor, options: AttentionOptions) -> Result<
     let (q, k, v) = (part(0)?, part(1)?, part(2)?);
     let mut scores = (q * (depth as f64).sqrt().recip())?.matmul(&k.t()?)?;
     if options.causal {
-        let seen = (0..positions).flat_map(|i| (0..positions).map(move |j| u8::from(j <= i)));
-        let seen = Tensor::from_iter(seen, qkv.device())?.reshape((positions, positions))?;
+        let seen = table("causal", &[positions], qkv.device(), || {
+            let seen = (0..positions).flat_map(|i| (0..positions).map(move |j| u8::from(j <= i)));
+            Tensor::from_iter(seen, qkv.device())?.reshape((positions, positions))
+        })?;
         let never = Tensor::new(f32::NEG_INFINITY, qkv.device())?.to_dtype(scores.dtype())?;
         let shape = scores.shape();
         scores = seen.broadcast_as(shape)?.where_cond(&scores, &never.broadcast_as(shape)?)?;

@@ -40,6 +40,7 @@ mod scatter;
 pub(super) mod search;
 mod simd;
 mod softmax;
+pub(super) mod tables;
 mod weighted;
 mod winograd;
 

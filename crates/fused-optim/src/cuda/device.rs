@@ -52,7 +52,7 @@ pub(super) struct Program {
 }
 
 impl Program {
-    /// The pass over gradients, for every rule and type.
+    /// The pass over gradients, and averages of weights, for every rule and type.
     pub(super) const LOOK: Self = Self {
         rule: None,
         types: Types { grad: 0, weight: 0, master: false },
@@ -78,7 +78,7 @@ impl Program {
     /// The kernels' names.
     pub(super) const fn kernels(&self) -> &'static [&'static str] {
         match &self.rule {
-            None => &["look", "look_part"],
+            None => &["look", "look_part", "average"],
             Some((_, false)) => &["step"],
             Some((_, true)) => &["observe", "conclude", "step"],
         }

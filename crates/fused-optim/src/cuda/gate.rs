@@ -48,8 +48,14 @@ fn all_types() -> impl Iterator<Item = Types> {
 }
 
 /// Registers a thread of each kernel may have: so many blocks of 256 fit a processor's 65 536.
-const BUDGET: [(&str, u32); 5] =
-    [("look", 80), ("look_part", 80), ("step", 104), ("observe", 128), ("conclude", 128)];
+const BUDGET: [(&str, u32); 6] = [
+    ("look", 80),
+    ("look_part", 80),
+    ("average", 64),
+    ("step", 104),
+    ("observe", 128),
+    ("conclude", 128),
+];
 
 fn programs(arch: i32) -> Vec<Program> {
     let all = |(form, twice): &(&str, bool), types| Program {

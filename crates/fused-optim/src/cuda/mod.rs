@@ -43,6 +43,7 @@
 
 mod ahead;
 mod asked;
+mod averages;
 mod cache;
 #[cfg(feature = "candle-cuda")]
 mod candle;
@@ -71,6 +72,7 @@ use cudarc::driver::{CudaSlice, DevicePtr};
 
 use crate::{DType, HalfWeights, ParamGroup, Result, StateDict, StepCtl};
 pub use ahead::LookAhead;
+pub use averages::Averages;
 use device::{Device, Program};
 pub use driver::Gpu;
 pub use error::{Attempt, CudaError};

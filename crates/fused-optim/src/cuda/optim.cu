@@ -1,7 +1,7 @@
 // Multi-tensor optimizer kernels: `look` (gradients, before anything is changed), then `step`; for
-// rules of two sweeps `observe`, `conclude`, `step`.
+// rules of two sweeps `observe`, `conclude`, `step`. Apart from steps `average` (of weights, over time).
 //
-// Compiled after `ptx.h`, `device.h` and `rules.h`, once without `RULE` for `look`, and once for each
+// Compiled after `ptx.h`, `device.h` and `rules.h`, once without `RULE` for `look` and `average`, and once for each
 // rule and types that are used, given by macros: `RULE` (a type of `rules.h`), `SWEEPS`, `GRAD` and
 // `WEIGHT` (`F32`, `F16`, `Bf16`), `MASTER` (whether a half weight has one); and by how `step` goes through
 // memory: `SWEEP`, the elements a warp takes at a time, and `PACK`, those of each stream that a thread moves at
@@ -83,7 +83,9 @@ struct Job {
   const u32* level;
   u32 chunks, tensors, groups, levels;
   /// Of `chunks`, which ends them.
-  u32 first, unused;
+  u32 first;
+  /// `average`: how much of the weight goes into its average; below 0: all that it is, unrounded.
+  float share;
 };
 
 struct Span {
@@ -501,6 +503,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) look(const Job job) {
   }
   __syncthreads();
   if (!skip) advance(job, scale, clipped);
+}
+
+/// A weight's average when it moves to `x`, each operation rounded.
+DEVICE float averaged(float old, float x, float share) { return share < 0 ? x : old + share * (x - old); }
+
+template <class W>
+DEVICE void average_of(u64 weight, u64 ema, u32 count, float share) {
+  constexpr int V = 16 / sizeof(typename W::Bits);
+  const u32 packed = (weight | ema) % 16 == 0 ? count / V * V : 0;
+#pragma unroll 1
+  for (u32 i = lane() * V; i < packed; i += WARP * V) {
+    Pack<W, V> w;
+    Pack<F32, V> e;
+    w.load(w.at(weight, i));
+    e.load(e.at(ema, i));
+#pragma unroll
+    for (int j = 0; j < V; j++) e.x[j] = F32::narrow(averaged(F32::widen(e.x[j]), W::widen(w.x[j]), share));
+    e.store(e.at(ema, i));
+  }
+#pragma unroll 1
+  for (u32 i = packed + lane(); i < count; i += WARP)
+    store_one<F32>(ema, i, averaged(load_one<F32>(ema, i), load_one<W>(weight, i), share));
+}
+
+/// Moves averages towards their weights, of the type `grad_type`.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) average(const Job job) {
+  for (u32 c = warp_index(); c < job.chunks; c += warp_count()) {
+    const Chunk chunk = job.chunk[c];
+    const Tensor& t = job.tensor[chunk.tensor];
+    const Span span = span_of(t.count, chunk.index, SPAN);
+    const u64 ema = t.ema + span.start * 4;
+    if (t.grad_type == 0) average_of<F32>(t.weight + span.start * 4, ema, span.count, job.share);
+    else if (t.grad_type == 1) average_of<F16>(t.weight + span.start * 2, ema, span.count, job.share);
+    else average_of<Bf16>(t.weight + span.start * 2, ema, span.count, job.share);
+  }
 }
 
 #endif

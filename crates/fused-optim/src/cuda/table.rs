@@ -111,7 +111,7 @@ c_struct! {
     Job {
         tensor: u64, chunk: u64, group: u64, progress: u64, ctl: u64, found_inf: u64, sum: u64,
         factor: u64, order: u64, fold: u64, level: u64,
-        chunks: u32, tensors: u32, groups: u32, levels: u32, first: u32, unused: u32,
+        chunks: u32, tensors: u32, groups: u32, levels: u32, first: u32, share: f32,
     }
 }
 
@@ -161,7 +161,7 @@ pub(super) const fn number(dtype: DType) -> u32 {
 }
 
 /// Elements whose sum one warp takes: `SPAN` of `device.h`.
-const SPAN: usize = 16 * BLOCK;
+pub(super) const SPAN: usize = 16 * BLOCK;
 
 /// A tensor as the tables are made from it.
 #[derive(Clone, Copy, Debug)]

@@ -17,6 +17,7 @@ static const char* launch_of(const char* kernel, const Job* job, u32 blocks, u64
 #endif
 #else
   if (!strcmp(kernel, "look")) body = [](const void* job) { look(*(const Job*)job); };
+  if (!strcmp(kernel, "average")) body = [](const void* job) { average(*(const Job*)job); };
   if (!strcmp(kernel, "look_part")) body = [](const void* job) { look_part(*(const Job*)job); };
 #endif
   if (!body) return "no such kernel";

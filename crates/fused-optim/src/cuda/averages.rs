@@ -1,0 +1,293 @@
+//! Moving averages of tensors on a device, which move apart from any step.
+
+#![expect(unsafe_code, reason = "an address is only a number")]
+
+use super::device::{Device, Program};
+use super::driver::Gpu;
+use super::table::{Bytes, Chunk, Job, SPAN, Tensor, number};
+use super::tune::LaunchShape;
+use super::{DeviceParam, DeviceSlice};
+use crate::{Error, Result};
+
+/// Moving averages, f32, of tensors on a GPU, in its memory.
+///
+/// An update is one launch for all tensors, and moves 12 bytes for an element of f32: `average + share * (x -
+/// average)`, each operation rounded to f32, with the bits of the CPU. A NaN stays one. An average that moves
+/// at each step of an optimizer by the same share can be had in its sweep ([`DeviceParam::ema`]).
+#[derive(Debug)]
+pub struct Averages(Kept<Gpu>);
+
+impl Averages {
+    /// Averages of tensors of so many elements, all zero, whose work goes into the stream of `gpu`. Compiles the
+    /// kernels that all optimizers share.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Cuda`].
+    pub fn new(gpu: Gpu, counts: &[usize]) -> Result<Self> {
+        Ok(Self(Kept::new(gpu, counts)?))
+    }
+
+    /// Moves each average towards its tensor, in order of the stream: `share` of the tensor's value goes into it. With
+    /// none it becomes the tensor, unrounded. Returns before that is done.
+    ///
+    /// # Errors
+    ///
+    /// Before anything is changed: [`Error::MissingParam`] and [`Error::LengthMismatch`] for other tensors than the
+    /// averages are of; [`Error::InvalidHyper`] for a share outside of `0 ..= 1`; [`Error::Unsupported`] for an
+    /// address between two elements. And [`Error::Cuda`].
+    ///
+    /// # Safety
+    ///
+    /// Each tensor must be where it says, on the device, and not be written by anybody, until the stream has come
+    /// this far.
+    pub unsafe fn update(&mut self, tensors: &[DeviceSlice], share: Option<f32>) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.update(tensors, share) }
+    }
+
+    /// Copies of the averages. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Cuda`].
+    pub fn to_host(&self) -> Result<Vec<Vec<f32>>> {
+        self.0.to_host()
+    }
+
+    /// Takes over what the averages are to be, in order of the stream.
+    ///
+    /// # Errors
+    ///
+    /// As [`update`](Self::update).
+    pub fn load(&mut self, averages: &[Vec<f32>]) -> Result<()> {
+        self.0.load(averages)
+    }
+}
+
+#[derive(Debug)]
+struct Kept<D: Device> {
+    device: D,
+    counts: Vec<usize>,
+    /// Of each average, where it begins, in bytes.
+    offsets: Vec<usize>,
+    memory: D::Memory,
+    /// What the kernel knows of the tensors, and what was sent of it.
+    table: D::Memory,
+    sent: Vec<Tensor>,
+    chunk: D::Memory,
+    chunks: u32,
+}
+
+impl<D: Device> Kept<D> {
+    fn new(device: D, counts: &[usize]) -> Result<Self> {
+        device.prepare(&Program::LOOK)?;
+        let mut bytes = 0;
+        let mut offsets = Vec::with_capacity(counts.len());
+        let mut chunks = Vec::new();
+        for (tensor, count) in counts.iter().enumerate() {
+            offsets.push(bytes);
+            bytes += (count * 4).next_multiple_of(16);
+            let own = 0..count.div_ceil(SPAN) as u32;
+            chunks.extend(own.map(|index| Chunk { tensor: tensor as u32, index }));
+        }
+        let mut chunk = device.alloc(chunks.bytes().len())?;
+        device.write(&mut chunk, 0, &chunks.bytes())?;
+        Ok(Self {
+            memory: device.alloc(bytes)?,
+            table: device.alloc(counts.len() * size_of::<Tensor>())?,
+            sent: Vec::new(),
+            chunk,
+            chunks: chunks.len() as u32,
+            counts: counts.to_vec(),
+            offsets,
+            device,
+        })
+    }
+
+    /// Refuses tensors that are not as long as the averages.
+    fn check(&self, lengths: impl ExactSizeIterator<Item = usize>) -> Result<()> {
+        let count = lengths.len();
+        if count != self.counts.len() {
+            return Err(Error::MissingParam { index: self.counts.len().min(count), count });
+        }
+        for (index, (got, &expected)) in lengths.zip(&self.counts).enumerate() {
+            if got != expected {
+                return Err(Error::LengthMismatch { index, what: "average", expected, got });
+            }
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    ///
+    /// As [`Averages::update`].
+    unsafe fn update(&mut self, tensors: &[DeviceSlice], share: Option<f32>) -> Result<()> {
+        self.check(tensors.iter().map(|tensor| tensor.len))?;
+        if let Some(share) = share.filter(|share| !(0.0..=1.0).contains(share)) {
+            return Err(Error::InvalidHyper { name: "share", value: share.into() });
+        }
+        for (index, tensor) in tensors.iter().enumerate() {
+            DeviceParam::new(*tensor, Some(*tensor)).validate(index)?;
+        }
+        let ema = |offset: &usize| D::address(&self.memory) + *offset as u64;
+        let both = tensors.iter().zip(&self.offsets);
+        let table = both.map(|(tensor, offset)| Tensor {
+            weight: tensor.ptr,
+            ema: ema(offset),
+            count: tensor.len as u64,
+            cols: tensor.len as u64,
+            grad_type: number(tensor.dtype),
+            ..Tensor::default()
+        });
+        let table: Vec<Tensor> = table.collect();
+        if table != self.sent {
+            self.device.write(&mut self.table, 0, &table.bytes())?;
+            self.sent = table;
+        }
+        let job = Job {
+            tensor: D::address(&self.table),
+            chunk: D::address(&self.chunk),
+            chunks: self.chunks,
+            tensors: tensors.len() as u32,
+            share: share.unwrap_or(-1.0),
+            ..Job::default()
+        };
+        let most = self.device.processors() * LaunchShape::DEFAULT.blocks;
+        let blocks = self.chunks.div_ceil(8).clamp(1, most);
+        // SAFETY: the tables are this one's, which outlive the launch; the tensors are the caller's promise.
+        unsafe { self.device.launch(&Program::LOOK, "average", blocks, &job) }
+    }
+
+    fn to_host(&self) -> Result<Vec<Vec<f32>>> {
+        let read = |(count, offset): (&usize, &usize)| {
+            let mut bytes = vec![0; count * 4];
+            self.device.read(&self.memory, *offset, &mut bytes)?;
+            Ok(bytes.as_chunks().0.iter().map(|word| f32::from_ne_bytes(*word)).collect())
+        };
+        self.counts.iter().zip(&self.offsets).map(read).collect()
+    }
+
+    fn load(&mut self, averages: &[Vec<f32>]) -> Result<()> {
+        self.check(averages.iter().map(Vec::len))?;
+        for (values, offset) in averages.iter().zip(&self.offsets) {
+            self.device.write(&mut self.memory, *offset, &values.bytes())?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+    use proptest::prelude::*;
+
+    use super::super::shim::Host;
+    use super::*;
+    use crate::DType;
+
+    /// As a tensor of this type has it.
+    fn widened(dtype: DType, x: f32) -> f32 {
+        match dtype {
+            DType::F32 => x,
+            DType::F16 => f16::from_f32(x).to_f32(),
+            DType::Bf16 => bf16::from_f32(x).to_f32(),
+        }
+    }
+
+    fn bits(all: &[Vec<f32>]) -> Vec<Vec<u32>> {
+        let bits = |x: &f32| if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() };
+        all.iter().map(|one| one.iter().map(bits).collect()).collect()
+    }
+
+    /// What lies in a test's memory, from element `skipped` on.
+    fn lend(
+        host: &Host,
+        dtype: DType,
+        skipped: usize,
+        x: &[f32],
+    ) -> (DeviceSlice, Box<dyn std::any::Any>) {
+        let all = std::iter::repeat_n(&0.5, skipped).chain(x);
+        let slice = |ptr| DeviceSlice { ptr, len: x.len(), dtype };
+        match dtype {
+            DType::F32 => {
+                let mut all: Vec<f32> = all.copied().collect();
+                (slice(host.lend(&mut all[skipped..])), Box::new(all))
+            }
+            DType::F16 => {
+                let mut all: Vec<f16> = all.map(|x| f16::from_f32(*x)).collect();
+                (slice(host.lend(&mut all[skipped..])), Box::new(all))
+            }
+            DType::Bf16 => {
+                let mut all: Vec<bf16> = all.map(|x| bf16::from_f32(*x)).collect();
+                (slice(host.lend(&mut all[skipped..])), Box::new(all))
+            }
+        }
+    }
+
+    fn number() -> impl Strategy<Value = f32> {
+        prop_oneof![8 => -3.0_f32..3.0, 1 => any::<f32>(), 1 => Just(-0.0_f32)]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        /// Every element moves as one line of Rust has it, to the bit, and no other does.
+        #[test]
+        fn averages_are_the_cpus(
+            shapes in prop::collection::vec(
+                (prop_oneof![0_usize..40, 16_000_usize..17_000], 0_usize..3, 0_usize..3), 0..5),
+            numbers in prop::collection::vec(number(), 97),
+            shares in prop::collection::vec(prop::option::of(0.0_f32..=1.0), 1..4),
+            seed: u64,
+        ) {
+            let host = Host::new(seed);
+            let counts: Vec<usize> = shapes.iter().map(|(count, ..)| *count).collect();
+            let mut kept = Kept::new(host.clone(), &counts).unwrap();
+            let number = |at: usize| numbers[at % numbers.len()];
+            let mut twin: Vec<Vec<f32>> = (counts.iter().enumerate())
+                .map(|(at, count)| (0..*count).map(|i| number(i + at)).collect())
+                .collect();
+            kept.load(&twin).unwrap();
+            for (step, share) in shares.into_iter().enumerate() {
+                let mut lent = Vec::new();
+                for (&(count, dtype, skipped), twin) in shapes.iter().zip(&mut twin) {
+                    let dtype = [DType::F32, DType::F16, DType::Bf16][dtype];
+                    let x: Vec<f32> = (0..count).map(|i| number(7 * i + 3 * step)).collect();
+                    lent.push(lend(&host, dtype, skipped, &x));
+                    for (average, x) in twin.iter_mut().zip(x) {
+                        let x = widened(dtype, x);
+                        match share {
+                            Some(share) => *average += share * (x - *average),
+                            None => *average = x,
+                        }
+                    }
+                }
+                let slices: Vec<DeviceSlice> = lent.iter().map(|(slice, _)| *slice).collect();
+                // SAFETY: they are in `lent`.
+                unsafe { kept.update(&slices, share) }.unwrap();
+                prop_assert_eq!(bits(&kept.to_host().unwrap()), bits(&twin));
+            }
+        }
+    }
+
+    #[test]
+    fn other_tensors_and_shares_are_refused() {
+        let mut kept = Kept::new(Host::new(0), &[2, 3]).unwrap();
+        let slice = |len| DeviceSlice { ptr: 4, len, dtype: DType::F32 };
+        let mut refused = |tensors: &[DeviceSlice], share| {
+            // SAFETY: nothing is launched.
+            unsafe { kept.update(tensors, share) }.unwrap_err()
+        };
+        let both = [slice(2), slice(3)];
+        assert!(matches!(refused(&both[..1], None), Error::MissingParam { index: 1, count: 1 }));
+        let swapped = refused(&[both[1], both[0]], None);
+        assert!(matches!(swapped, Error::LengthMismatch { index: 0, expected: 2, got: 3, .. }));
+        for share in [-0.5, 1.5, f32::NAN] {
+            assert!(matches!(refused(&both, Some(share)), Error::InvalidHyper { .. }), "{share}");
+        }
+        let between = DeviceSlice { ptr: 2, ..both[1] };
+        assert!(matches!(refused(&[both[0], between], None), Error::Unsupported { .. }));
+        assert!(kept.load(&[vec![0.0; 2]]).is_err());
+    }
+}

@@ -205,6 +205,31 @@ pub trait DeviceBuckets: Send + fmt::Debug {
     fn zero_grad(&mut self);
 }
 
+/// Moving averages, in f32, of an engine's tensors, in the memory of its device.
+pub trait DeviceAverages: Send + fmt::Debug {
+    /// Moves each to `average + share * (newest - average)`, each operation rounded to f32, of its tensor as that is
+    /// by then; with no share, to the tensor. Waits for nothing.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Engine`]: the device's.
+    fn update(&mut self, share: Option<f32>) -> Result<()>;
+
+    /// Copies of them. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Engine`]: the device's.
+    fn to_host(&self) -> Result<Vec<Vec<f32>>>;
+
+    /// Sets them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Engine`]: the device's, or for others than these in number or length.
+    fn load(&mut self, averages: &[Vec<f32>]) -> Result<()>;
+}
+
 /// A gradient, where it is.
 #[derive(Clone, Copy, Debug)]
 pub enum Gradient<'a> {
@@ -293,6 +318,17 @@ pub trait Engine {
         _options: ReducerOptions,
     ) -> Result<Box<dyn DeviceBuckets>> {
         Err(Error::Engine(format!("an engine on {} has nothing to average there", self.device())))
+    }
+
+    /// Averages of all parameters, and of buffers behind them if asked for, that are kept on this engine's
+    /// [device](Self::device); none of an engine whose parameters are best averaged where it
+    /// [lends](Self::with_params) them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Engine`]: the device's.
+    fn averages(&self, _with_buffers: bool) -> Result<Option<Box<dyn DeviceAverages>>> {
+        Ok(None)
     }
 
     /// The GPU it computes on, by the stream in which it does, for an optimizer that is to step there.

@@ -1,5 +1,7 @@
 //! A model that is the average of the models so far: validated and saved in place of the one in training.
 
+use std::borrow::Cow;
+
 use collective::{ProcessGroup, ReduceOp};
 use fused_optim::SliceMut;
 use serde_json::{Value, json};
@@ -8,7 +10,7 @@ use super::Hook;
 use crate::checkpoint::{Checkpoint, Draft, Tensor, copy_from_bytes, model_tensors, round_into};
 use crate::config::Section;
 use crate::data::Batch;
-use crate::engine::{Engine, Losses};
+use crate::engine::{DeviceAverages, Engine, Losses};
 use crate::runner::Runner;
 use crate::{Error, Result};
 
@@ -48,6 +50,8 @@ impl Average {
 /// average is kept in f32 whatever the parameters are (a share of 0.0002 is lost in a half); averaged
 /// buffers are averaged over the ranks where they are used; and the average is saved exactly, beside the
 /// model in training (`ema.safetensors`), so a run resumes to the same bits.
+///
+/// Of a model on a GPU the averages are there, too, with the bits that the host's would have.
 #[derive(Debug)]
 pub struct EmaHook {
     /// Which average.
@@ -61,8 +65,7 @@ pub struct EmaHook {
     /// Likewise before this epoch; 0.
     pub begin_epoch: usize,
     updates: u64,
-    /// Of each parameter, and of each buffer if those are averaged.
-    averages: Vec<Vec<f32>>,
+    averages: Averages,
     /// The model in training while the average has its place.
     shelved: Vec<Tensor>,
 }
@@ -78,7 +81,7 @@ impl EmaHook {
             begin_iter: 0,
             begin_epoch: 0,
             updates: 0,
-            averages: Vec::new(),
+            averages: Averages::Host(Vec::new()),
             shelved: Vec::new(),
         }
     }
@@ -105,6 +108,14 @@ impl EmaHook {
 
     /// The average is the model.
     fn copy_model(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        if let Averages::Device(averages) = &mut self.averages {
+            return averages.update(None);
+        }
+        if let Some(mut averages) = engine.averages(self.update_buffers)? {
+            averages.update(None)?;
+            self.averages = Averages::Device(averages);
+            return Ok(());
+        }
         let mut averages = Vec::new();
         Self::visit(self.update_buffers, engine, |_, slice| {
             averages.push(match slice {
@@ -113,7 +124,7 @@ impl EmaHook {
                 SliceMut::Bf16(v) => v.iter().map(|x| x.to_f32()).collect(),
             });
         })?;
-        self.averages = averages;
+        self.averages = Averages::Host(averages);
         Ok(())
     }
 
@@ -127,7 +138,10 @@ impl EmaHook {
             return Ok(());
         }
         let share = self.average.share(update, self.interval) as f32;
-        let averages = &mut self.averages;
+        let averages = match &mut self.averages {
+            Averages::Host(averages) => averages,
+            Averages::Device(averages) => return averages.update(Some(share)),
+        };
         Self::visit(self.update_buffers, engine, |i, slice| match slice {
             SliceMut::F32(v) => lerp(&mut averages[i], v.iter().copied(), share),
             SliceMut::F16(v) => lerp(&mut averages[i], v.iter().map(|x| x.to_f32()), share),
@@ -137,7 +151,7 @@ impl EmaHook {
 
     /// The averages as all ranks are to see them: each has buffers of its own.
     fn shared(&self, params: usize, group: &ProcessGroup) -> Result<Vec<Vec<f32>>> {
-        let mut shared = self.averages.clone();
+        let mut shared = self.averages.values()?.into_owned();
         if group.world_size() > 1 {
             for buffer in &mut shared[params..] {
                 group.all_reduce(buffer, ReduceOp::Avg)?;
@@ -170,6 +184,31 @@ impl EmaHook {
         let buffers = if self.update_buffers { engine.buffers() } else { &[] };
         let all = engine.params().iter().chain(buffers);
         all.map(|spec| (spec.name.clone(), spec.shape.clone())).collect()
+    }
+}
+
+/// Of each parameter, and of each buffer if those are averaged.
+#[derive(Debug)]
+enum Averages {
+    Host(Vec<Vec<f32>>),
+    /// Of an engine that keeps them where its parameters are.
+    Device(Box<dyn DeviceAverages>),
+}
+
+impl Averages {
+    fn values(&self) -> Result<Cow<'_, [Vec<f32>]>> {
+        Ok(match self {
+            Self::Host(values) => Cow::Borrowed(values),
+            Self::Device(averages) => Cow::Owned(averages.to_host()?),
+        })
+    }
+
+    fn load(&mut self, values: Vec<Vec<f32>>) -> Result<()> {
+        match self {
+            Self::Host(averages) => *averages = values,
+            Self::Device(averages) => averages.load(&values)?,
+        }
+        Ok(())
     }
 }
 
@@ -219,6 +258,7 @@ impl Hook for EmaHook {
     }
 
     fn before_run(&mut self, runner: &mut Runner) -> Result<()> {
+        self.averages = Averages::Host(Vec::new());
         self.copy_model(runner.engine_mut())
     }
 
@@ -242,15 +282,17 @@ impl Hook for EmaHook {
             })
         };
         let engine = runner.engine_mut();
-        for ((name, _), average) in self.specs(engine).iter().zip(&mut self.averages) {
+        let mut averages = Vec::new();
+        for (name, shape) in self.specs(engine) {
             let values = find(&format!("average.{name}"))?.to_f32();
-            if values.len() != average.len() {
-                let (is, want) = (values.len(), average.len());
+            let (is, want) = (values.len(), shape.iter().product::<usize>());
+            if is != want {
                 let text = format!("the average of `{name}` has {is} elements, not {want}");
                 return Err(Error::Checkpoint(text));
             }
-            *average = values;
+            averages.push(values);
         }
+        self.averages.load(averages)?;
         let mut all = engine.params().to_vec();
         all.extend_from_slice(engine.buffers());
         let mut sources = Vec::with_capacity(all.len());
@@ -301,8 +343,8 @@ impl Hook for EmaHook {
         let average = |((name, shape), values): ((String, Vec<usize>), &Vec<f32>)| {
             Tensor::f32(format!("average.{name}"), shape, values)
         };
-        let averages: Vec<_> =
-            self.specs(engine).into_iter().zip(&self.averages).map(average).collect();
+        let values = self.averages.values()?;
+        let averages: Vec<_> = self.specs(engine).into_iter().zip(&*values).map(average).collect();
         draft.own.extend(averages.iter().skip(params).cloned());
         if draft.model.is_empty() {
             return Ok(());
@@ -396,14 +438,15 @@ mod tests {
             for value in &values {
                 hook.update(&mut engine(*value)).unwrap();
             }
-            prop_assert_eq!(hook.averages.len(), if update_buffers { 3 } else { 2 });
+            let averages = hook.averages.values().unwrap();
+            prop_assert_eq!(averages.len(), if update_buffers { 3 } else { 2 });
             let expected = twin(average, interval, &values);
             // f32 rounds each of up to forty updates.
-            prop_assert!((f64::from(hook.averages[0][0]) - expected).abs() < 1e-4);
-            prop_assert!((f64::from(hook.averages[0][1]) + expected).abs() < 1e-4);
+            prop_assert!((f64::from(averages[0][0]) - expected).abs() < 1e-4);
+            prop_assert!((f64::from(averages[0][1]) + expected).abs() < 1e-4);
             let halves: Vec<_> = values.iter().map(|v| f16::from_f32(*v).to_f32()).collect();
             let expected = twin(average, interval, &halves);
-            prop_assert!((f64::from(hook.averages[1][0]) - expected).abs() < 1e-4);
+            prop_assert!((f64::from(averages[1][0]) - expected).abs() < 1e-4);
         }
     }
 

@@ -75,7 +75,7 @@ use super::{
 };
 use crate::data::{Array, ArrayData, Batch};
 #[cfg(feature = "candle-cuda")]
-use crate::engine::{DeviceBuckets, Gradient};
+use crate::engine::{DeviceAverages, DeviceBuckets, Gradient};
 use crate::model::ModelFactory;
 use crate::{Error, Result};
 
@@ -426,6 +426,14 @@ impl Engine for CandleEngine {
         };
         let indices = params.iter().map(index).collect::<Result<_>>()?;
         Ok(Box::new(buckets::Buckets::new(gpu.clone(), group, (params, indices), options)?))
+    }
+
+    #[cfg(feature = "candle-cuda")]
+    fn averages(&self, with_buffers: bool) -> Result<Option<Box<dyn DeviceAverages>>> {
+        let Some(gpu) = &self.gpu else { return Ok(None) };
+        let buffers = if with_buffers { &self.buffers.tensors[..] } else { &[] };
+        let tensors = self.params.tensors.iter().chain(buffers).cloned().collect();
+        Ok(Some(Box::new(on_device::Averages::new(gpu, tensors)?)))
     }
 
     #[cfg(feature = "candle-cuda")]

@@ -1,4 +1,4 @@
-//! Gradients that stay on a GPU, and an optimizer's step there.
+//! Gradients that stay on a GPU, an optimizer's step there, and averages of what it steps on.
 //!
 //! Everything is done in the one stream of the engine's candle device, the optimizer's kernels among it, and
 //! candle frees memory in order of it: so no address is used before it is written, or after it is freed.
@@ -22,7 +22,7 @@ use crate::engine::{DeviceTensor, HostTensor};
 use crate::{Error, Result};
 
 #[cfg(feature = "candle-cuda")]
-pub(super) use lending::{address_of, open, place_of, step, tune};
+pub(super) use lending::{Averages, address_of, open, place_of, step, tune};
 
 /// A gradient: contiguous, of the type of a parameter. Where it lies may change as long as this is kept: a graph
 /// writes the next one where it was (`graph.rs`).
@@ -109,13 +109,15 @@ mod lending {
     use std::collections::BTreeMap;
     use std::ops::Range;
 
-    use fused_optim::cuda::{DeviceParam, DeviceParams, DeviceSlice, Gpu, LaunchShape, Tuned};
+    use fused_optim::cuda::{
+        self, DeviceParam, DeviceParams, DeviceSlice, Gpu, LaunchShape, Tuned,
+    };
     use fused_optim::{Applied, Optimizer, StepCtl};
 
     use super::super::buckets::Average;
     use super::super::params::Tensors;
     use super::{Any, Device, Error, FOREIGN, Result, Tensor, failed, own, send};
-    use crate::engine::{DeviceTensor, Gradient, TensorSpec};
+    use crate::engine::{DeviceAverages, DeviceTensor, Gradient, TensorSpec};
 
     /// A device by the stream in which candle works on it; none if it is the host.
     pub(in super::super) fn open(device: &Device) -> Result<Option<Gpu>> {
@@ -182,6 +184,42 @@ mod lending {
         });
         let each = each.collect::<Vec<_>>().join(", ");
         Ok(format!("a search for the optimizer's launches: {each}"))
+    }
+
+    /// Moving averages of tensors, kept where those are.
+    #[derive(Debug)]
+    pub(in super::super) struct Averages {
+        of: Vec<Tensor>,
+        kept: cuda::Averages,
+    }
+
+    impl Averages {
+        /// Of tensors on the device of `gpu`, which keep their memory.
+        pub(in super::super) fn new(gpu: &Gpu, of: Vec<Tensor>) -> Result<Self> {
+            let counts: Vec<usize> = of.iter().map(Tensor::elem_count).collect();
+            let kept = cuda::Averages::new(gpu.clone(), &counts).map_err(averaging)?;
+            Ok(Self { of, kept })
+        }
+    }
+
+    impl DeviceAverages for Averages {
+        fn update(&mut self, share: Option<f32>) -> Result<()> {
+            let of = self.of.iter().map(address).collect::<Result<Vec<_>>>()?;
+            // SAFETY: tensors that this keeps, which candle and optimizers write in order of the same stream.
+            unsafe { self.kept.update(&of, share) }.map_err(averaging)
+        }
+
+        fn to_host(&self) -> Result<Vec<Vec<f32>>> {
+            self.kept.to_host().map_err(averaging)
+        }
+
+        fn load(&mut self, averages: &[Vec<f32>]) -> Result<()> {
+            self.kept.load(averages).map_err(averaging)
+        }
+    }
+
+    fn averaging(error: fused_optim::Error) -> Error {
+        Error::Engine(format!("averaging parameters: {error}"))
     }
 
     /// Where a gradient lies, or its average, that is used in the stream of `gpu`.

@@ -63,6 +63,7 @@ static int release(Stream *s, uintptr_t at) {
     auto found = watched.find(at);
     if (found == watched.end()) violation("memory freed that was not allocated");
     end = found->second;
+    born.erase(at);
   }
   s->push([=] {
     Lock order(ordering);

@@ -31,7 +31,7 @@ struct OwnGraph : Graph {
 };
 using SharedGraph = std::shared_ptr<OwnGraph>;
 
-// Under `ordering`: by address, when memory was allocated; memory of graphs.
+// Under `ordering`: by address, when memory was allocated that has not been freed since; memory of graphs.
 static std::map<uintptr_t, uint64_t> born;
 static std::set<uintptr_t> graph_memory;
 // The stream that this thread captures.

@@ -87,6 +87,29 @@ static Access access_of(const string &kernel, uintptr_t at, unsigned kind) {
   return {at, std::prev(next)->second, kind == WRITES, "kernel"};
 }
 
+// Memory that our kernels may touch: begin, end, begin, end, ...
+static std::vector<unsigned long long> lent() {
+  static const bool trusts = getenv("FAKE_GPU_TRUSTS");
+  if (trusts) return {4096, ~0ull};
+  std::vector<unsigned long long> ranges;
+  Lock order(ordering);
+  for (auto &[from, to] : watched) ranges.push_back(from), ranges.push_back(to);
+  return ranges;
+}
+// What one may: every word of its argument that is an address.
+static std::vector<Access> touched_by(const string &job) {
+  std::vector<Access> accesses;
+  Lock order(ordering);
+  for (size_t i = 0; i + 8 <= job.size(); i += 8) {
+    uintptr_t at = 0;
+    memcpy(&at, job.data() + i, sizeof at);
+    auto next = watched.upper_bound(at);
+    if (next != watched.begin() && std::prev(next)->second > at)
+      accesses.push_back({at, std::prev(next)->second, true, "kernel"});
+  }
+  return accesses;
+}
+
 // A kernel of `device.h`, with its arguments as they are now.
 static void launch(Function *function, const std::array<unsigned, 6> &sizes, unsigned shared, void *stream,
                    void **arguments) {
@@ -230,25 +253,22 @@ int cuLaunchKernel(void *of, unsigned x, unsigned y, unsigned z, unsigned a, uns
     return launch(function, {x, y, z, a, b, c}, shared, stream, arguments), 0;
   if (x == 0 || y != 1 || z != 1 || a != 256 || b != 1 || c != 1 || shared || extra)
     violation("a launch of another form than our kernels have");
-  if (stream_of(stream)->graph) violation("a kernel captured that does not say what it touches");
   { Lock lock(books); grids[{function->name, device}] = x; }
   launched[function->name] += x;
   string job(static_cast<char *>(arguments[0]), function->module->size(function->name.c_str()));
   static std::atomic<unsigned long long> seed{1};
   unsigned long long number = seed++;
+  // A captured one is held to the memory that there is now: a graph's own is nobody else's afterwards.
+  bool captured = stream_of(stream)->graph;
+  std::vector<unsigned long long> then;
+  std::vector<Access> accesses;
+  if (captured) then = lent(), accesses = touched_by(job);
   stream_of(stream)->push([=] {
-    static const bool trusts = getenv("FAKE_GPU_TRUSTS");
-    std::vector<unsigned long long> ranges;
-    if (trusts) {
-      ranges = {4096, ~0ull};
-    } else {
-      Lock order(ordering);
-      for (auto &[from, to] : watched) ranges.push_back(from), ranges.push_back(to);
-    }
+    std::vector<unsigned long long> ranges = captured ? then : lent();
     const char *fault = function->module->launch(function->name.c_str(), job.data(), x, number,
                                                  ranges.data(), ranges.size());
     if (fault) violation("kernel " + function->name + ": " + fault);
-  });
+  }, accesses);
   return 0;
 }
 // Blocks of a kernel of ours that this thread has launched.

@@ -55,6 +55,7 @@ mod fused;
 #[cfg(test)]
 mod gate;
 mod held;
+mod kernels;
 mod library;
 mod looks;
 mod nvrtc;
@@ -78,6 +79,7 @@ pub use driver::Gpu;
 pub use error::{Attempt, CudaError};
 pub use fed::{DeviceFed, DeviceParams};
 use fused::Fused;
+pub use kernels::Kernels;
 pub use nvrtc::{Cubin, Nvrtc};
 use rules::DeviceHyper;
 use table::{Bytes, Job};

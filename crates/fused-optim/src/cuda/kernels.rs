@@ -1,0 +1,92 @@
+//! Kernels of somebody else, compiled, kept and launched as the optimizers' own are.
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+use cudarc::driver::sys::CUfunction;
+
+use super::driver::{self, Gpu};
+use super::error::CudaError;
+
+/// Kernels that are compiled together, ready to be launched in one stream.
+///
+/// Their source stands behind `ptx.h` and `device.h` of this crate: element types, packs of 16 bytes, warps. Each
+/// is a line `extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const Job job)` over one struct, in
+/// blocks of 256 threads. As the optimizers' are, they are compiled without contraction of `a * b + c`.
+#[derive(Debug)]
+pub struct Kernels {
+    gpu: Gpu,
+    functions: Vec<(&'static str, Function)>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Function(CUfunction);
+
+#[expect(unsafe_code, reason = "a handle is a pointer")]
+// SAFETY: a handle of the driver may be used from any thread; its module is never unloaded.
+unsafe impl Send for Function {}
+#[expect(unsafe_code, reason = "a handle is a pointer")]
+// SAFETY: as above; a launch does not change it.
+unsafe impl Sync for Function {}
+
+impl Kernels {
+    /// Compiles `source` under macros (`-DNAME=VALUE`) for the device of a stream, if it is not on disk already,
+    /// and looks up the kernels.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Gpu::on`] and [`Nvrtc`](super::Nvrtc); [`CudaError::Driver`] for a name that is none of them.
+    pub fn new(
+        stream: Arc<CudaStream>,
+        source: &str,
+        macros: &[String],
+        names: &[&'static str],
+    ) -> Result<Self, CudaError> {
+        // With modules of its own, since those of a `Gpu` are known by macros alone.
+        let (gpu, source) = (Gpu::on(stream)?, Self::source(source));
+        let look_up =
+            |name: &&'static str| Ok((*name, Function(gpu.function(&source, macros, name)?)));
+        let functions = names.iter().map(look_up).collect::<Result<_, CudaError>>()?;
+        Ok(Self { gpu, functions })
+    }
+
+    /// What the compiler sees of `source`.
+    #[must_use]
+    pub fn source(source: &str) -> String {
+        [include_str!("ptx.h"), include_str!("device.h"), source].concat()
+    }
+
+    /// With what options it is called for an architecture (90 is compute capability 9.0).
+    #[must_use]
+    pub fn options(macros: &[String], arch: i32) -> Vec<String> {
+        driver::options(macros, arch)
+    }
+
+    /// Starts `blocks` blocks of a kernel, in order of the stream; returns before it is done.
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::Driver`].
+    ///
+    /// # Panics
+    ///
+    /// If `kernel` is none of the names given, or `blocks` is 0.
+    ///
+    /// # Safety
+    ///
+    /// `argument` must be the kernel's struct, in words of 8 bytes, and all that it points to must be what the
+    /// kernel takes it for until the stream has come this far.
+    #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
+    pub unsafe fn launch(
+        &self,
+        kernel: &str,
+        blocks: u32,
+        argument: &[u64],
+    ) -> Result<(), CudaError> {
+        assert!(blocks > 0, "a launch of no blocks");
+        let found = self.functions.iter().find(|(name, _)| *name == kernel);
+        let (_, Function(function)) = found.unwrap_or_else(|| panic!("no kernel `{kernel}`"));
+        // SAFETY: the caller vouches for the argument.
+        unsafe { self.gpu.launch_kernel(*function, blocks, argument) }
+    }
+}

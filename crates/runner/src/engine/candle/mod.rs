@@ -26,7 +26,8 @@
 //! what it does not see). [`ops::max_pool2d`], [`ops::scatter`] and [`ops::scatter_add`] have the whole gradient.
 //!
 //! On a GPU ([`CandleOptions::device`], feature `candle-cuda`) parameters, buffers and batches are in its
-//! memory, and [`ops`] are compositions of candle's own operators there. Gradients stay there, if who takes them
+//! memory, and [`ops`] are compositions of candle's own operators there, or, under
+//! [`compile`](Engine::compile), kernels of our own. Gradients stay there, if who takes them
 //! keeps them, and so does the step of an optimizer of that GPU (`on_device.rs`); whoever is lent parameters is
 //! lent copies. `compile` can have forward and backward as one launch there (`graph.rs`).
 //!
@@ -63,6 +64,8 @@ use fused_optim::cuda::Gpu;
 use fused_optim::{Applied, Optimizer, StepCtl};
 
 pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
+#[cfg(feature = "candle-cuda")]
+use self::ops::cuda::{self, Kernels};
 use self::ops::dropout::{self, Random};
 #[cfg(feature = "candle-cuda")]
 use self::ops::fields::{self, Asked};
@@ -140,6 +143,9 @@ pub struct CandleEngine {
     /// Whole steps as one launch, if that was asked for.
     #[cfg(feature = "candle-cuda")]
     graphs: Option<graph::Graphs>,
+    /// What `compile` has put in place of compositions, or why it has not.
+    #[cfg(feature = "candle-cuda")]
+    kernels: Option<std::result::Result<Arc<Kernels>, String>>,
     /// What became of a search for an optimizer's launches, or why there was none.
     #[cfg(feature = "candle-cuda")]
     tuned: Option<std::result::Result<String, String>>,
@@ -199,6 +205,8 @@ impl CandleEngine {
             gpu,
             #[cfg(feature = "candle-cuda")]
             graphs: None,
+            #[cfg(feature = "candle-cuda")]
+            kernels: None,
             #[cfg(feature = "candle-cuda")]
             tuned: None,
             dtype,
@@ -270,6 +278,18 @@ impl CandleEngine {
         Ok((loss?, asked))
     }
 
+    /// Runs `call` with the kernels that `compile` has put in place of compositions.
+    #[cfg(feature = "candle-cuda")]
+    fn with_kernels<R>(&self, call: impl FnOnce() -> R) -> R {
+        cuda::open(self.kernels.as_ref().and_then(|built| built.as_ref().ok()), call)
+    }
+
+    #[cfg(not(feature = "candle-cuda"))]
+    #[expect(clippy::unused_self, reason = "there are kernels with a feature only")]
+    fn with_kernels<R>(&self, call: impl FnOnce() -> R) -> R {
+        call()
+    }
+
     /// The loss, under autocast if that is on.
     fn forward(&self, batch: &TensorBatch) -> Result<Loss> {
         let failed = |e| Error::Engine(format!("forward: {e}"));
@@ -297,7 +317,19 @@ impl CandleEngine {
                  in the last bits, and one that goes on from a checkpoint keeps to those it had found"
             ));
         }
+        #[cfg(feature = "candle-cuda")]
+        if let Some(Ok(_)) = &self.kernels {
+            report.applied.push(format!(
+                "kernels of this engine's own for tensors of f32, f16 and bf16, forward and backward, in place \
+                 of compositions of candle's operators: {}",
+                cuda::NAMES
+            ));
+        }
         let mut not = |what: &str, why: &str| report.not_applied.push(format!("{what}: {why}"));
+        #[cfg(feature = "candle-cuda")]
+        if let Some(Err(why)) = &self.kernels {
+            not("kernels of this engine's own", why);
+        }
         not(
             "fusion of operators",
             "candle has no compiler; the layers of this engine are fused with and without",
@@ -305,10 +337,7 @@ impl CandleEngine {
         let CompileOptions { backend, mode, .. } = options;
         if self.at != ComputeDevice::Cpu {
             if mode.searches() {
-                not(
-                    "a search for the model's kernels",
-                    "of each of candle's operators there is one on a GPU",
-                );
+                not("a search for the model's kernels", "of each operator there is one on a GPU");
             }
             if ![CompileBackend::Engine, CompileBackend::Cudagraphs].contains(backend) {
                 not(&format!("backend `{}`", backend.name()), "models run as they are written");
@@ -463,6 +492,7 @@ impl Engine for CandleEngine {
             self.step(batch, loss_scale, sink)
         };
         let step = || tables::open(&mut tables, step);
+        let step = || self.with_kernels(step);
         let losses = search::open(&mut search, || dropout::open(&mut random, step));
         #[cfg(feature = "candle-cuda")]
         {
@@ -503,12 +533,14 @@ impl Engine for CandleEngine {
             )));
         }
         self.compiled = Some(options.clone());
+        let engines = [CompileBackend::Engine, CompileBackend::Inductor];
+        let is_engines = engines.contains(&options.backend);
         #[cfg(feature = "candle-cuda")]
         if let Device::Cuda(device) = &self.device {
             self.graphs = options.graphs().then(|| graph::Graphs::new(device, options.fullgraph));
+            self.kernels = is_engines.then(|| Kernels::new(device).map(Arc::new));
         }
-        let engines = [CompileBackend::Engine, CompileBackend::Inductor];
-        let searches = on_host && engines.contains(&options.backend);
+        let searches = on_host && is_engines;
         self.search = searches.then(|| Search::new(options.search_rounds));
         Ok(self.report(options))
     }
@@ -545,7 +577,10 @@ impl Engine for CandleEngine {
     fn eval(&mut self, batch: &Batch) -> Result<Vec<(String, Array)>> {
         let count = batch.len();
         let batch = TensorBatch::new(batch, self.dtype, &self.device)?;
-        let outputs = tables::open(&mut self.tables, || self.model.predict(&batch));
+        let mut tables = std::mem::take(&mut self.tables);
+        let predict = || tables::open(&mut tables, || self.model.predict(&batch));
+        let outputs = self.with_kernels(predict);
+        self.tables = tables;
         let outputs = outputs.map_err(|e| Error::Engine(format!("forward: {e}")))?;
         outputs.into_arrays(count)
     }

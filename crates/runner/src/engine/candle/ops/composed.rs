@@ -2,7 +2,8 @@
 //!
 //! The kernels beside this file are loops for the CPU. Elsewhere the same functions are made of candle's
 //! operators, which differentiates them; of those, only ones whose gradients are right. They allocate and
-//! launch more than kernels of one's own would. What they promise is what the kernels do, except that
+//! launch more than the kernels of `cuda/`, which `compile` puts in their place for the types and operators that
+//! those have. What they promise is what the CPU's kernels do, except that
 //!
 //! * products and convolutions of half tensors round the product before a bias is added to it, and attention
 //!   its scores and its shares;
@@ -22,6 +23,8 @@ use super::conv::{Window, positions};
 use super::elementwise::Normalization;
 use super::norm::{BatchNormOptions, Planes, Statistics};
 use super::tables::table;
+#[cfg(feature = "candle-cuda")]
+use super::{conv::Geometry, cuda, weighted::Kernel};
 
 /// Whether `x` lies where the kernels do not reach.
 pub(super) fn takes(x: &Tensor) -> bool {
@@ -33,12 +36,20 @@ pub(super) fn takes(x: &Tensor) -> bool {
 }
 
 pub(super) fn relu(x: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "candle-cuda")]
+    if let Some(kernels) = cuda::of(x) {
+        return cuda::relu(&kernels, x);
+    }
     // candle's own has a gradient of 1 at 0, and none of NaN.
     let zeros = x.zeros_like()?;
     x.detach().le(&zeros)?.where_cond(&zeros, x)
 }
 
 pub(super) fn add_relu(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "candle-cuda")]
+    if let Some(kernels) = cuda::of(a) {
+        return cuda::add_relu(&kernels, a, b);
+    }
     relu(&(a + b)?)
 }
 
@@ -57,12 +68,20 @@ pub(super) fn normalize(images: &Tensor, by: &Normalization, dtype: DType) -> Re
 }
 
 pub(super) fn gelu(x: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "candle-cuda")]
+    if let Some(kernels) = cuda::of(x) {
+        return cuda::gelu(&kernels, x);
+    }
     let [wide] = widened([x])?;
     let probability = (&wide * std::f64::consts::FRAC_1_SQRT_2)?.erf()?.affine(0.5, 0.5)?;
     (wide * probability)?.to_dtype(x.dtype())
 }
 
 pub(super) fn softmax(x: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "candle-cuda")]
+    if let Some(kernels) = cuda::of(x) {
+        return cuda::softmax(&kernels, x);
+    }
     let [wide] = widened([x])?;
     let largest = wide.detach().max_keepdim(D::Minus1)?;
     let shares = wide.broadcast_sub(&largest)?.exp()?;
@@ -70,6 +89,10 @@ pub(super) fn softmax(x: &Tensor) -> Result<Tensor> {
 }
 
 pub(super) fn layer_norm(x: &Tensor, gamma: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
+    #[cfg(feature = "candle-cuda")]
+    if let Some(kernels) = cuda::of(x) {
+        return cuda::layer_norm(&kernels, x, gamma, beta, eps);
+    }
     let [wide, gamma, beta] = widened([x, gamma, beta])?;
     let centered = wide.broadcast_sub(&wide.mean_keepdim(D::Minus1)?)?;
     let var = centered.sqr()?.mean_keepdim(D::Minus1)?;
@@ -86,6 +109,10 @@ pub(super) fn batch_norm(
     given: Option<&Statistics>,
     options: BatchNormOptions,
 ) -> Result<(Tensor, Statistics)> {
+    #[cfg(feature = "candle-cuda")]
+    if let Some(kernels) = cuda::of(x) {
+        return cuda::batch_norm(&kernels, [x, gamma, beta], given, options);
+    }
     let channels = Planes::new(x.shape())?.channels();
     let [wide, gamma, beta] = widened([x, gamma, beta])?;
     let line = |t: &Tensor| t.reshape((1, channels, 1, 1));
@@ -107,6 +134,10 @@ pub(super) fn batch_norm(
 }
 
 pub(super) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    #[cfg(feature = "candle-cuda")]
+    if let Some(kernels) = cuda::of_many(x, x.elem_count() / weight.dim(1)? * weight.dim(0)?) {
+        return cuda::linear(&kernels, x, weight, bias);
+    }
     let (outputs, inputs) = weight.dims2()?;
     let mut shape = x.dims().to_vec();
     shape.pop();
@@ -122,6 +153,13 @@ pub(super) fn conv2d(
     bias: Option<&Tensor>,
     window: Window,
 ) -> Result<Tensor> {
+    #[cfg(feature = "candle-cuda")]
+    {
+        let geometry = Geometry::new(x.shape(), weight.shape(), window)?;
+        if let Some(kernels) = cuda::of_many(x, geometry.largest()) {
+            return cuda::conv2d(&kernels, x, weight, bias, geometry);
+        }
+    }
     let (_, _, height, width) = x.dims4()?;
     let (outputs, _, kernel_height, kernel_width) = weight.dims4()?;
     let Window { stride, padding } = window;
@@ -147,6 +185,10 @@ pub(super) fn conv2d(
 
 /// Every window as a line of its pixels, of which the largest is taken.
 pub(super) fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Tensor> {
+    #[cfg(feature = "candle-cuda")]
+    if let Some(kernels) = cuda::of(x) {
+        return cuda::max_pool2d(&kernels, x, kernel, window);
+    }
     let (images, channels, height, width) = x.dims4()?;
     let outputs = (positions(height, kernel, window)?, positions(width, kernel, window)?);
     let count = outputs.0 * outputs.1;
@@ -196,6 +238,10 @@ fn pixels(
 }
 
 pub(super) fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "candle-cuda")]
+    if let Some(kernels) = cuda::of(x) {
+        return cuda::global_avg_pool(&kernels, x);
+    }
     let [wide] = widened([x])?;
     wide.flatten_from(2)?.mean(2)?.to_dtype(x.dtype())
 }
@@ -203,6 +249,10 @@ pub(super) fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
 pub(super) fn self_attention(qkv: &Tensor, options: AttentionOptions) -> Result<Tensor> {
     let (samples, positions, packed) = qkv.dims3()?;
     let depth = attention::depth(qkv.shape(), options)?;
+    #[cfg(feature = "candle-cuda")]
+    if let Some(kernels) = cuda::of_many(qkv, qkv.elem_count() / depth * qkv.dim(1)?) {
+        return cuda::self_attention(&kernels, qkv, options);
+    }
     let part = |at: usize| {
         qkv.narrow(2, at * packed / 3, packed / 3)?
             .reshape((samples, positions, options.heads, depth))?
@@ -235,6 +285,10 @@ pub(super) fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
 
 /// The labels are classes: the caller has looked.
 pub(super) fn cross_entropy(logits: &Tensor, labels: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "candle-cuda")]
+    if let Some(kernels) = cuda::of(logits) {
+        return cuda::cross_entropy(&kernels, logits, labels);
+    }
     let [wide] = widened([logits])?;
     let labels = labels.reshape(((), 1))?;
     let shifted = wide.broadcast_sub(&wide.detach().max_keepdim(1)?)?;

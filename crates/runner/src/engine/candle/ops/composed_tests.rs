@@ -1,4 +1,5 @@
-//! Whole networks trained with the operators composed, as on a GPU, beside the same with the kernels.
+//! Whole networks trained with the operators composed, as on a GPU, or with a GPU's kernels, beside the same with
+//! the CPU's.
 
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use super::*;
 use crate::Result;
 use crate::data::{Array, ArrayData, Batch};
 use crate::engine::candle::{CandleEngine, CandleModel, CandleOptions};
-use crate::engine::{ComputeDevice, Engine, GradSink, SharedSink};
+use crate::engine::{CompileOptions, ComputeDevice, Engine, GradSink, SharedSink};
 use crate::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
 
 #[derive(Default)]
@@ -39,12 +40,16 @@ fn batch(step: usize) -> Batch {
 /// parameters, buffers, logits.
 fn train<M: CandleModel + 'static>(
     build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
-    device: ComputeDevice,
+    (device, compiled): (ComputeDevice, bool),
     autocast: Option<DType>,
 ) -> (Vec<f64>, Vec<Vec<f32>>) {
     let mut engine =
         CandleEngine::new(CandleOptions { device, ..Default::default() }, build).unwrap();
     engine.set_autocast(autocast).unwrap();
+    if compiled {
+        let report = engine.compile(&CompileOptions::default()).unwrap().to_string();
+        assert!(report.contains("applied: kernels of this engine's own"), "{report}");
+    }
     let (mut losses, mut numbers) = (Vec::new(), Vec::new());
     for step in 0..3 {
         let keep = Arc::new(Mutex::new(Keep::default()));
@@ -82,15 +87,15 @@ fn train<M: CandleModel + 'static>(
 /// Three steps magnify what rounding leaves of a gradient.
 const WITHIN: f32 = 1e-3;
 
-/// With the kernels on the host, and composed on a device.
+/// With the kernels on the host, and on a device composed, or compiled.
 fn assert_alike<M: CandleModel + 'static>(
     what: &str,
-    device: ComputeDevice,
+    on: (ComputeDevice, bool),
     (autocast, within): (Option<DType>, f32),
     build: impl Fn(VarBuilder<'static>) -> candle_core::Result<M>,
 ) {
-    let (losses, numbers) = train(&build, ComputeDevice::Cpu, autocast);
-    let (other_losses, other_numbers) = composed(|| train(&build, device, autocast));
+    let (losses, numbers) = train(&build, (ComputeDevice::Cpu, false), autocast);
+    let (other_losses, other_numbers) = composed(|| train(&build, on, autocast));
     for (a, b) in losses.iter().zip(&other_losses) {
         assert!(
             (a - b).abs() <= f64::from(within) * a.abs(),
@@ -105,7 +110,7 @@ fn assert_alike<M: CandleModel + 'static>(
     }
 }
 
-fn networks_train_alike(device: ComputeDevice) {
+fn networks_train_alike(on: (ComputeDevice, bool)) {
     let resnet = ResNetOptions {
         width: 4,
         blocks: vec![1, 1],
@@ -120,24 +125,28 @@ fn networks_train_alike(device: ComputeDevice) {
         ..TransformerOptions::default()
     };
     let full = (None, WITHIN);
-    assert_alike("resnet", device, full, |vb| ResNet::new(&resnet, vb));
-    assert_alike("mlp", device, full, |vb| Mlp::new(&mlp, vb));
-    assert_alike("transformer", device, full, |vb| Transformer::new(&transformer, vb));
+    assert_alike("resnet", on, full, |vb| ResNet::new(&resnet, vb));
+    assert_alike("mlp", on, full, |vb| Mlp::new(&mlp, vb));
+    assert_alike("transformer", on, full, |vb| Transformer::new(&transformer, vb));
     // Of eleven bits, with intermediate results rounded where the kernels do not.
     let half = (Some(DType::F16), 0.05);
-    assert_alike("mlp in half", device, half, |vb| Mlp::new(&mlp, vb));
+    assert_alike("mlp in half", on, half, |vb| Mlp::new(&mlp, vb));
 }
 
 #[test]
 fn networks_train_alike_on_the_host() {
-    networks_train_alike(ComputeDevice::Cpu);
+    networks_train_alike((ComputeDevice::Cpu, false));
 }
 
 #[cfg(feature = "candle-cuda")]
 #[test]
 fn networks_train_alike_on_a_gpu() {
     match Device::new_cuda_with_stream(0) {
-        Ok(_) => networks_train_alike(ComputeDevice::Cuda(0)),
+        Ok(_) => {
+            for compiled in [false, true] {
+                networks_train_alike((ComputeDevice::Cuda(0), compiled));
+            }
+        }
         Err(why) => eprintln!("ignored: no GPU here: {why}"),
     }
 }

@@ -56,17 +56,17 @@ pub fn conv2d(
 
 /// All extents of one convolution, checked against each other.
 #[derive(Clone, Copy, Debug)]
-struct Geometry {
-    images: usize,
-    channels: usize,
-    height: usize,
-    width: usize,
-    out_channels: usize,
-    kernel_height: usize,
-    kernel_width: usize,
-    out_height: usize,
-    out_width: usize,
-    window: Window,
+pub(super) struct Geometry {
+    pub(super) images: usize,
+    pub(super) channels: usize,
+    pub(super) height: usize,
+    pub(super) width: usize,
+    pub(super) out_channels: usize,
+    pub(super) kernel_height: usize,
+    pub(super) kernel_width: usize,
+    pub(super) out_height: usize,
+    pub(super) out_width: usize,
+    pub(super) window: Window,
 }
 
 impl Kernel for Geometry {
@@ -203,18 +203,24 @@ impl Geometry {
     }
 
     /// Elements of one input image.
-    fn image(&self) -> usize {
+    pub(super) fn image(&self) -> usize {
         self.channels * self.height * self.width
     }
 
     /// Output pixels of one image and channel.
-    fn pixels(&self) -> usize {
+    pub(super) fn pixels(&self) -> usize {
         self.out_height * self.out_width
     }
 
     /// Weights of one output channel: the inner dimension of the product.
-    fn depth(&self) -> usize {
+    pub(super) fn depth(&self) -> usize {
         self.channels * self.kernel_height * self.kernel_width
+    }
+
+    /// Elements of the largest tensor besides the input: the result, or one image's columns.
+    #[cfg(feature = "candle-cuda")]
+    pub(super) fn largest(&self) -> usize {
+        self.pixels() * self.depth().max(self.images * self.out_channels)
     }
 
     /// Images unrolled at once.

@@ -15,12 +15,15 @@
 //! processor. A gradient is computed in the dtype of the tensor it belongs to.
 //!
 //! Of tensors in a device's memory the same operators are compositions of candle's own, and run there;
-//! `composed.rs` says in what their results differ.
+//! `composed.rs` says in what their results differ. Where an engine on a GPU is told to `compile`, some are kernels
+//! of our own (`cuda/`).
 
 mod attention;
 pub(super) mod autocast;
 mod composed;
 mod conv;
+#[cfg(feature = "candle-cuda")]
+pub(super) mod cuda;
 pub(super) mod dropout;
 mod elementwise;
 mod embedding;

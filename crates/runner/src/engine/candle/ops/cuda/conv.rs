@@ -1,0 +1,207 @@
+//! Convolution as columns and a matrix product, some images at a time.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Result, Tensor};
+
+use super::super::conv::Geometry;
+use super::matmul::{Matrices, ONE};
+use super::node::{node2, node3};
+use super::norm::sums_of_channels;
+use super::{Kernels, Output, blocks_of_warps, one_type, pair, stretches};
+
+pub(in super::super) fn conv2d(
+    kernels: &Arc<Kernels>,
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    geometry: Geometry,
+) -> Result<Tensor> {
+    one_type("conv2d", x, [Some(weight), bias])?;
+    let (x, weight) = (&x.contiguous()?, &weight.contiguous()?);
+    let of = Conv { kernels: kernels.clone(), dtype: x.dtype(), g: geometry, columns: COLUMNS };
+    match bias {
+        None => {
+            let y = of.forward(x, weight, None)?;
+            node2("conv2d", [x, weight], y, move |[x, weight], _, dy| {
+                let (dx, dw) = of.backward(x, weight, dy)?;
+                Ok([dx, Some(dw)])
+            })
+        }
+        Some(bias) => {
+            let bias = &bias.contiguous()?;
+            let y = of.forward(x, weight, Some(bias))?;
+            node3("conv2d", [x, weight, bias], y, move |[x, weight, bias], _, dy| {
+                let (dx, dw) = of.backward(x, weight, dy)?;
+                let db = sums_of_channels(&of.kernels, dy)?.to_dtype(bias.dtype())?;
+                Ok([dx, Some(dw), Some(db)])
+            })
+        }
+    }
+}
+
+/// One convolution.
+pub(super) struct Conv {
+    pub(super) kernels: Arc<Kernels>,
+    pub(super) dtype: DType,
+    pub(super) g: Geometry,
+    /// Elements of columns that there may be at a time, but those of one image.
+    pub(super) columns: usize,
+}
+
+impl Conv {
+    pub(super) fn forward(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+    ) -> Result<Output> {
+        let (kernels, g, dtype) = (&self.kernels, self.g, x.dtype());
+        let shape = (g.images, g.out_channels, g.out_height, g.out_width);
+        let y = kernels.empty(shape, dtype)?;
+        let (pixels, depth, outputs) = (g.pixels(), g.depth(), g.out_channels);
+        let element = dtype.size_in_bytes();
+        let (at, w) = (kernels.address(x)?, Matrices::new(kernels.address(weight)?, dtype, 0));
+        let group = if self.is_product() { g.images } else { self.group() };
+        let columns = self.columns_for(group, dtype)?;
+        for first in (0..g.images).step_by(group) {
+            let count = group.min(g.images - first);
+            let mut from = at + (first * g.image() * element) as u64;
+            if let Some(columns) = &columns {
+                // SAFETY: so many images of `x`, and room for their columns.
+                unsafe {
+                    self.unroll("im2col", count, from, columns.at, [depth * pixels, pixels])
+                }?;
+                from = columns.at;
+            }
+            let to = y.at + (first * outputs * pixels * element) as u64;
+            let [from, to] = [(from, depth * pixels), (to, outputs * pixels)]
+                .map(|(at, step)| Matrices::new(at, dtype, step));
+            // SAFETY: columns of so many images, or as many whose pixels are columns; as many of the result.
+            unsafe { kernels.multiply(count, [outputs, depth, pixels], [w, from, to], ONE) }?;
+        }
+        if let Some(bias) = bias {
+            let (rows, at) = (g.images * outputs, kernels.address(bias)?);
+            let job = [y.at, at, pair(rows, pixels), pair(outputs, 0)];
+            let blocks = blocks_of_warps(stretches(rows, pixels));
+            // SAFETY: a `BiasJob` of the result's planes, and a bias for each channel.
+            unsafe { kernels.launch(dtype, "add_bias", blocks, &job) }?;
+        }
+        Ok(y)
+    }
+
+    /// The gradients of the images, if they are wanted, and of the weight.
+    pub(super) fn backward(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Tensor)> {
+        let (kernels, g, dtype, group) = (&self.kernels, self.g, x.dtype(), self.group());
+        let (pixels, depth, outputs) = (g.pixels(), g.depth(), g.out_channels);
+        // Groups add up in f32.
+        let wide = if group < g.images { DType::F32 } else { dtype };
+        let dw = kernels.empty(weight.shape(), wide)?;
+        let dx = x.track_op().then(|| kernels.empty(x.shape(), dtype)).transpose()?;
+        let (at, dy_at, w) = (kernels.address(x)?, kernels.address(dy)?, kernels.address(weight)?);
+        let columns = kernels.empty(group * depth * pixels, dtype)?;
+        let rows = kernels.empty(group * outputs * pixels, dtype)?;
+        let bytes = |elements: usize| (elements * dtype.size_in_bytes()) as u64;
+        let matrices = |at, step| Matrices::new(at, dtype, step);
+        for first in (0..g.images).step_by(group) {
+            let count = group.min(g.images - first);
+            let dy = dy_at + bytes(first * outputs * pixels);
+            let (from, line) = (at + bytes(first * g.image()), count * pixels);
+            // SAFETY: so many images of `x`, and room for their columns, all images' side by side.
+            unsafe { self.unroll("im2col", count, from, columns.at, [pixels, line]) }?;
+            // SAFETY: as many of `dy`, whose pixels are put side by side likewise.
+            unsafe { self.of_result().unroll("im2col", count, dy, rows.at, [pixels, line]) }?;
+            let factors = [matrices(rows.at, 0), matrices(columns.at, 0).t()];
+            let [a, b] = factors;
+            let c = Matrices::new(dw.at, wide, 0);
+            let adds = if first > 0 { 1.0 } else { 0.0 };
+            // SAFETY: what was just written, and all of the weight's gradient.
+            unsafe { kernels.multiply(1, [outputs, line, depth], [a, b, c], [1.0, adds]) }?;
+            let Some(dx) = &dx else { continue };
+            let to = dx.at + bytes(first * g.image());
+            let into = if self.is_product() { to } else { columns.at };
+            let a = matrices(w, 0).t();
+            let b = matrices(dy, outputs * pixels);
+            let c = matrices(into, depth * pixels);
+            // SAFETY: the weight, so many images of `dy`, and room for as many images' columns.
+            unsafe { kernels.multiply(count, [depth, outputs, pixels], [a, b, c], ONE) }?;
+            if !self.is_product() {
+                // SAFETY: these columns, and as many images of `dx`.
+                unsafe { self.unroll("col2im", count, to, columns.at, [depth * pixels, pixels]) }?;
+            }
+        }
+        Ok((dx.map(Output::tensor), dw.tensor().to_dtype(dtype)?))
+    }
+
+    /// Whether pixels are their own columns.
+    fn is_product(&self) -> bool {
+        let g = &self.g;
+        (g.kernel_height, g.kernel_width, g.window.stride, g.window.padding) == (1, 1, 1, 0)
+    }
+
+    /// Images at a time.
+    fn group(&self) -> usize {
+        (self.columns / (self.g.depth() * self.g.pixels())).clamp(1, self.g.images)
+    }
+
+    fn columns_for(&self, group: usize, dtype: DType) -> Result<Option<Output>> {
+        let count = group * self.g.depth() * self.g.pixels();
+        (!self.is_product()).then(|| self.kernels.empty(count, dtype)).transpose()
+    }
+
+    /// The transposition of the result's images.
+    fn of_result(&self) -> Self {
+        let g = self.g;
+        let g = Geometry {
+            channels: g.out_channels,
+            height: g.out_height,
+            width: g.out_width,
+            kernel_height: 1,
+            kernel_width: 1,
+            window: Default::default(),
+            ..g
+        };
+        Self { kernels: self.kernels.clone(), g, ..*self }
+    }
+
+    /// Launches `im2col` or `col2im`.
+    ///
+    /// # Safety
+    ///
+    /// `images` must be the address of so many, `columns` that of their columns in these strides.
+    unsafe fn unroll(
+        &self,
+        kernel: &str,
+        count: usize,
+        images: u64,
+        columns: u64,
+        [per_image, per_tap]: [usize; 2],
+    ) -> Result<()> {
+        let (g, dtype) = (&self.g, self.dtype);
+        let job = [
+            images,
+            columns,
+            per_image as u64,
+            per_tap as u64,
+            pair(count, g.channels),
+            pair(g.height, g.width),
+            pair(g.out_height, g.out_width),
+            pair(g.kernel_height, g.kernel_width),
+            pair(g.window.stride, g.window.padding),
+        ];
+        let parts = match kernel {
+            "im2col" => stretches(count * g.depth(), g.pixels()),
+            _ => stretches(count * g.channels, g.height * g.width),
+        };
+        // SAFETY: a `ColumnsJob`; the caller vouches for the addresses.
+        unsafe { self.kernels.launch(dtype, kernel, blocks_of_warps(parts), &job) }
+    }
+}
+
+/// Elements of columns at a time: 64 Mi.
+const COLUMNS: usize = 1 << 26;

@@ -1,0 +1,232 @@
+//! Operators over lines: the fully connected layer, layer normalisation, softmax, the loss of classification.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Result, Tensor};
+
+use super::matmul::{Matrices, ONE};
+use super::node::{node1, node2, node3};
+use super::{Kernels, Output, blocks_of_warps, one_type, pair, stretches};
+
+/// `x * weight^T + bias`, of shapes that fit.
+pub(in super::super) fn linear(
+    kernels: &Arc<Kernels>,
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+) -> Result<Tensor> {
+    one_type("linear", x, [Some(weight), bias])?;
+    let (x, weight) = (&x.contiguous()?, &weight.contiguous()?);
+    let (outputs, inputs) = weight.dims2()?;
+    let dtype = x.dtype();
+    let rows = x.elem_count() / inputs;
+    let mut shape = x.dims().to_vec();
+    shape.pop();
+    shape.push(outputs);
+    let y = kernels.empty(shape, dtype)?;
+    let matrix = move |at| Matrices::new(at, dtype, 0);
+    let factors = [matrix(kernels.address(x)?), matrix(kernels.address(weight)?).t(), matrix(y.at)];
+    // SAFETY: matrices of these extents.
+    unsafe { kernels.multiply(1, [rows, inputs, outputs], factors, ONE) }?;
+    let kept = kernels.clone();
+    let backward = move |x: &Tensor, weight: &Tensor, dy: &Tensor| {
+        let dw = kept.empty(weight.shape(), dtype)?;
+        let from = matrix(kept.address(dy)?);
+        let factors = [from.t(), matrix(kept.address(x)?), matrix(dw.at)];
+        // SAFETY: as above.
+        unsafe { kept.multiply(1, [outputs, rows, inputs], factors, ONE) }?;
+        let dx = || {
+            let dx = kept.empty(x.shape(), dtype)?;
+            let factors = [from, matrix(kept.address(weight)?), matrix(dx.at)];
+            // SAFETY: as above.
+            unsafe { kept.multiply(1, [rows, outputs, inputs], factors, ONE) }?;
+            Ok::<_, candle_core::Error>(dx.tensor())
+        };
+        Ok::<_, candle_core::Error>((x.track_op().then(dx).transpose()?, dw.tensor()))
+    };
+    let Some(bias) = bias else {
+        return node2("linear", [x, weight], y, move |[x, weight], _, dy| {
+            let (dx, dw) = backward(x, weight, dy)?;
+            Ok([dx, Some(dw)])
+        });
+    };
+    let bias = &bias.contiguous()?;
+    let job = [y.at, kernels.address(bias)?, pair(rows, outputs), 0];
+    let blocks = blocks_of_warps(stretches(rows, outputs));
+    // SAFETY: a `BiasJob` of the result's lines, and one line.
+    unsafe { kernels.launch(dtype, "add_bias", blocks, &job) }?;
+    let kernels = kernels.clone();
+    node3("linear", [x, weight, bias], y, move |[x, weight, bias], _, dy| {
+        let (dx, dw) = backward(x, weight, dy)?;
+        let [db, _] = kernels.column_sums(dy, outputs, None)?;
+        Ok([dx, Some(dw), Some(db.to_dtype(bias.dtype())?)])
+    })
+}
+
+pub(in super::super) fn layer_norm(
+    kernels: &Arc<Kernels>,
+    x: &Tensor,
+    gamma: &Tensor,
+    beta: &Tensor,
+    eps: f32,
+) -> Result<Tensor> {
+    let x = &x.contiguous()?;
+    // Of few numbers; a cast to their own type is none.
+    let [gamma, beta] = [gamma.to_dtype(DType::F32)?, beta.to_dtype(DType::F32)?];
+    let (gamma, beta) = (&gamma.contiguous()?, &beta.contiguous()?);
+    let (count, dtype) = (gamma.elem_count(), x.dtype());
+    let rows = x.elem_count() / count;
+    let words = move |[x, y, dy, dx, gamma, beta, lines]: [u64; 7]| {
+        let extents = [pair(rows, count), pair(eps.to_bits() as usize, 0)];
+        [x, y, dy, dx, gamma, beta, lines, extents[0], extents[1]]
+    };
+    let y = kernels.empty(x.shape(), dtype)?;
+    let job = words([
+        kernels.address(x)?,
+        y.at,
+        0,
+        0,
+        kernels.address(gamma)?,
+        kernels.address(beta)?,
+        0,
+    ]);
+    // SAFETY: a `LayerNormJob` of what goes forward.
+    unsafe { kernels.launch(dtype, "layer_norm", blocks_of_warps(rows), &job) }?;
+    let kernels = kernels.clone();
+    node3("layer_norm", [x, gamma, beta], y, move |[x, gamma, _], _, dy| {
+        let dx = kernels.empty(x.shape(), dtype)?;
+        let lines = kernels.empty((rows, 2), DType::F32)?;
+        let job = words([
+            kernels.address(x)?,
+            0,
+            kernels.address(dy)?,
+            dx.at,
+            kernels.address(gamma)?,
+            0,
+            lines.at,
+        ]);
+        // SAFETY: a `LayerNormJob` of what goes backward.
+        unsafe { kernels.launch(dtype, "layer_norm_backward", blocks_of_warps(rows), &job) }?;
+        let [dbeta, dgamma] = kernels.column_sums(dy, count, Some((x, &lines)))?;
+        Ok([Some(dx.tensor()), Some(dgamma), Some(dbeta)])
+    })
+}
+
+pub(in super::super) fn softmax(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
+    let x = &x.contiguous()?;
+    let of = Shares { count: x.dims().last().copied().unwrap_or(1), seen: 0 };
+    let y = kernels.empty(x.shape(), x.dtype())?;
+    // SAFETY: lines, and room for as many.
+    unsafe {
+        of.launch(kernels, "softmax", x.dtype(), x.elem_count(), [kernels.address(x)?, y.at, 0])
+    }?;
+    let kernels = kernels.clone();
+    node1("softmax", [x], y, move |[x], y, dy| {
+        let dx = kernels.empty(x.shape(), x.dtype())?;
+        let (job, count) = ([dx.at, kernels.address(y)?, kernels.address(dy)?], x.elem_count());
+        // SAFETY: as above.
+        unsafe { of.launch(&kernels, "softmax_backward", x.dtype(), count, job) }?;
+        Ok([Some(dx.tensor())])
+    })
+}
+
+/// Softmax over lines.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shares {
+    /// Values of a line.
+    pub(super) count: usize,
+    /// If line `i` sees its first `i % seen + 1` values only; else 0.
+    pub(super) seen: usize,
+}
+
+impl Shares {
+    /// # Safety
+    ///
+    /// The addresses must be those of contiguous tensors of so many elements of this type: `x`, or its gradient
+    /// backward; `y`; and backward `dy`.
+    pub(super) unsafe fn launch(
+        self,
+        kernels: &Kernels,
+        kernel: &str,
+        dtype: DType,
+        elements: usize,
+        [x, y, dy]: [u64; 3],
+    ) -> Result<()> {
+        let rows = elements / self.count;
+        let job = [x, y, dy, pair(rows, self.count), pair(self.seen, 0)];
+        // SAFETY: a `SoftmaxJob`; the caller vouches for the addresses.
+        unsafe { kernels.launch(dtype, kernel, blocks_of_warps(rows), &job) }
+    }
+}
+
+/// The labels are classes: the caller has looked.
+pub(in super::super) fn cross_entropy(
+    kernels: &Arc<Kernels>,
+    logits: &Tensor,
+    labels: &Tensor,
+) -> Result<Tensor> {
+    let x = &logits.contiguous()?;
+    let (rows, count) = x.dims2()?;
+    let labels = labels.contiguous()?;
+    let loss = kernels.empty((), DType::F32)?;
+    let part = kernels.empty(rows, DType::F64)?;
+    let arrived = kernels.address(&kernels.arrived)?;
+    let extents = pair(rows, count);
+    let job =
+        [kernels.address(x)?, kernels.address(&labels)?, loss.at, 0, 0, part.at, arrived, extents];
+    // SAFETY: a `LossJob` of what goes forward; `part` has a number for each line.
+    unsafe { kernels.launch(x.dtype(), "cross_entropy", blocks_of_warps(rows), &job) }?;
+    let kernels = kernels.clone();
+    node1("cross_entropy", [x], loss, move |[x], _, dy| {
+        let dx = kernels.empty(x.shape(), x.dtype())?;
+        let job = [
+            kernels.address(x)?,
+            kernels.address(&labels)?,
+            0,
+            kernels.address(dy)?,
+            dx.at,
+            0,
+            0,
+            extents,
+        ];
+        let blocks = blocks_of_warps(rows);
+        // SAFETY: a `LossJob` of what goes backward.
+        unsafe { kernels.launch(x.dtype(), "cross_entropy_backward", blocks, &job) }?;
+        Ok([Some(dx.tensor())])
+    })
+}
+
+impl Kernels {
+    /// Sums of the columns of `dy`, `f32`; and of `dy` times the normal form of `x`, by what
+    /// `layer_norm_backward` left of each line.
+    fn column_sums(
+        &self,
+        dy: &Tensor,
+        count: usize,
+        normal: Option<(&Tensor, &Output)>,
+    ) -> Result<[Tensor; 2]> {
+        let rows = dy.elem_count() / count;
+        let parts = (rows / 64).clamp(1, 64);
+        let (sum, dot) = (self.empty(count, DType::F32)?, self.empty(count, DType::F32)?);
+        let part = self.empty((parts, count, 2), DType::F64)?;
+        let (x, lines) = match normal {
+            Some((x, lines)) => (self.address(x)?, lines.at),
+            None => (0, 0),
+        };
+        let job = [
+            x,
+            self.address(dy)?,
+            lines,
+            sum.at,
+            dot.at,
+            part.at,
+            self.address(&self.arrived)?,
+            pair(rows, count),
+            pair(parts, 0),
+        ];
+        let blocks = count.div_ceil(32) * parts;
+        // SAFETY: a `ColumnSumsJob`.
+        unsafe { self.launch(dy.dtype(), "column_sums", blocks, &job) }?;
+        Ok([sum, dot].map(Output::tensor))
+    }
+}

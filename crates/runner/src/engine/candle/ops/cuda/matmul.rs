@@ -1,0 +1,106 @@
+//! Matrix products, by cuBLAS in candle's stream.
+
+use candle_core::cuda_backend::cudarc::cublas::{result, sys};
+use candle_core::{DType, Result, bail};
+
+use super::Kernels;
+
+/// Matrices by rows, one behind another.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Matrices {
+    /// Address of the first.
+    pub(super) at: u64,
+    pub(super) dtype: DType,
+    /// Elements from one to the next; 0: all are one.
+    pub(super) step: usize,
+    /// Elements from one row to the next, if those of others lie between.
+    pub(super) line: Option<usize>,
+    /// Whether the transposed matrix is meant.
+    pub(super) transposed: bool,
+}
+
+impl Matrices {
+    /// `step` elements apart.
+    pub(super) const fn new(at: u64, dtype: DType, step: usize) -> Self {
+        Self { at, dtype, step, line: None, transposed: false }
+    }
+
+    pub(super) const fn t(self) -> Self {
+        Self { transposed: true, ..self }
+    }
+
+    fn operation(self) -> sys::cublasOperation_t {
+        match self.transposed {
+            true => sys::cublasOperation_t::CUBLAS_OP_T,
+            false => sys::cublasOperation_t::CUBLAS_OP_N,
+        }
+    }
+}
+
+/// The product itself.
+pub(super) const ONE: [f32; 2] = [1.0, 0.0];
+
+impl Kernels {
+    /// `c = alpha * a * b + beta * c` for so many: `a` is `[m, k]`, `b` `[k, n]`, `c` `[m, n]`. Summed in `f32`,
+    /// rounded to the type of `c`.
+    ///
+    /// # Safety
+    ///
+    /// The addresses must be those of contiguous tensors with all these matrices, which are dropped after this
+    /// returns, and `c` apart from the others.
+    pub(super) unsafe fn multiply(
+        &self,
+        count: usize,
+        [m, k, n]: [usize; 3],
+        [a, b, c]: [Matrices; 3],
+        [alpha, beta]: [f32; 2],
+    ) -> Result<()> {
+        let narrow = |extent: usize| i32::try_from(extent).map_err(candle_core::Error::wrap);
+        // cuBLAS' matrices are by columns: there these are their transposed ones, and so is the product.
+        let leading = |of: Matrices, columns, rows| {
+            narrow(of.line.unwrap_or(if of.transposed { rows } else { columns }))
+        };
+        let [of_a, of_b, of_c] = [leading(a, k, m)?, leading(b, n, k)?, leading(c, n, m)?];
+        let [rows, depth, columns, count] = [narrow(m)?, narrow(k)?, narrow(n)?, narrow(count)?];
+        let blas = self.device.cublas_handle();
+        // SAFETY: the caller vouches for the addresses; factors are on the host, where cuBLAS looks for them by
+        // default, and read before it returns; the handle works in candle's stream.
+        let done = unsafe {
+            result::gemm_strided_batched_ex(
+                *blas.handle(),
+                b.operation(),
+                a.operation(),
+                columns,
+                rows,
+                depth,
+                (&raw const alpha).cast(),
+                b.at as *const _,
+                type_of(b.dtype)?,
+                of_b,
+                b.step as i64,
+                a.at as *const _,
+                type_of(a.dtype)?,
+                of_a,
+                a.step as i64,
+                (&raw const beta).cast(),
+                c.at as *mut _,
+                type_of(c.dtype)?,
+                of_c,
+                c.step as i64,
+                count,
+                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+            )
+        };
+        done.map_err(candle_core::Error::wrap)
+    }
+}
+
+fn type_of(dtype: DType) -> Result<sys::cudaDataType> {
+    Ok(match dtype {
+        DType::F32 => sys::cudaDataType::CUDA_R_32F,
+        DType::F16 => sys::cudaDataType::CUDA_R_16F,
+        DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
+        other => bail!("no product of {other:?}"),
+    })
+}

@@ -1,0 +1,248 @@
+//! The operators as kernels of our own, for tensors in a GPU's memory: what `compile` puts in place of
+//! compositions.
+//!
+//! `ops.cu`, `images.cu` and `lines.cu` have the kernels, and this folder what launches them: memory is candle's, which frees it in order of its
+//! stream; all launches are in that stream, with their arguments by value, so that nothing is copied from the host
+//! and nothing waited for. Products are cuBLAS', by candle's handle.
+//!
+//! A result is computed first; a [`Node`] then puts it into candle's graph with its backward.
+//!
+//! Invariant: an address is that of a tensor that is alive when the launch is put into the stream.
+
+#![expect(unsafe_code, reason = "launches kernels over tensors' addresses")]
+
+mod attention;
+mod conv;
+mod elementwise;
+#[cfg(test)]
+mod gate;
+mod lines;
+mod matmul;
+mod node;
+mod norm;
+mod pool;
+#[cfg(test)]
+mod tests;
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::cuda_backend::cudarc::driver::DevicePtr;
+use candle_core::cuda_backend::{CudaDType, CudaStorage};
+use candle_core::op::BackpropOp;
+use candle_core::{CudaDevice, DType, Device, Result, Shape, Storage, Tensor, bail};
+use fused_optim::cuda::CudaError;
+use half::{bf16, f16};
+
+pub(super) use attention::self_attention;
+pub(super) use conv::conv2d;
+pub(super) use elementwise::{add_relu, gelu, relu};
+pub(super) use lines::{cross_entropy, layer_norm, linear, softmax};
+pub(super) use norm::batch_norm;
+pub(super) use pool::{global_avg_pool, max_pool2d};
+
+/// The operators that have kernels, for a report.
+pub(in crate::engine::candle) const NAMES: &str = "conv2d, linear, batch_norm, relu, add_relu, \
+     max_pool2d, global_avg_pool, layer_norm, softmax, gelu, self_attention, cross_entropy";
+
+/// The kernels, compiled for a device and its stream.
+#[derive(Debug)]
+pub(in crate::engine::candle) struct Kernels {
+    device: CudaDevice,
+    /// For `f32`, `f16`, `bf16`.
+    programs: [fused_optim::cuda::Kernels; 3],
+    /// Where blocks count how many of them are done: zero between launches, which come one after another.
+    arrived: Tensor,
+}
+
+thread_local! {
+    static OPEN: RefCell<Option<Arc<Kernels>>> = const { RefCell::new(None) };
+}
+
+/// Runs `call` with kernels in the place of compositions on this thread, if there are any.
+pub(in crate::engine::candle) fn open<R>(
+    kernels: Option<&Arc<Kernels>>,
+    call: impl FnOnce() -> R,
+) -> R {
+    /// Ends it however the call ends.
+    struct Around(Option<Arc<Kernels>>);
+    impl Drop for Around {
+        fn drop(&mut self) {
+            OPEN.set(self.0.take());
+        }
+    }
+    let _around = Around(OPEN.replace(kernels.cloned()));
+    call()
+}
+
+/// The kernels for an operator of `x`, if they are on and have its type.
+pub(super) fn of(x: &Tensor) -> Option<Arc<Kernels>> {
+    of_many(x, 1)
+}
+
+/// The same, if there are tensors of up to so many elements besides.
+pub(super) fn of_many(x: &Tensor, elements: usize) -> Option<Arc<Kernels>> {
+    let Device::Cuda(device) = x.device() else { return None };
+    let open = OPEN.with_borrow(Clone::clone)?;
+    // Indices are 32 bits wide.
+    let fits = program(x.dtype()).is_some()
+        && (1..1 << 31).contains(&x.elem_count())
+        && elements < 1 << 31;
+    (fits && open.device.id() == device.id()).then_some(open)
+}
+
+/// Which program is for a type.
+const fn program(dtype: DType) -> Option<usize> {
+    match dtype {
+        DType::F32 => Some(0),
+        DType::F16 => Some(1),
+        DType::BF16 => Some(2),
+        _ => None,
+    }
+}
+
+/// The macros of the three programs.
+fn macros() -> [Vec<String>; 3] {
+    ["F32", "F16", "Bf16"].map(|name| vec![format!("-DTYPE={name}")])
+}
+
+const SOURCE: &str =
+    concat!(include_str!("ops.cu"), include_str!("images.cu"), include_str!("lines.cu"));
+
+/// The kernels of each program.
+const KERNELS: &[&str] = &[
+    "relu",
+    "add_relu",
+    "relu_backward",
+    "gelu",
+    "gelu_backward",
+    "im2col",
+    "col2im",
+    "add_bias",
+    "moments",
+    "normalize",
+    "norm_sums",
+    "norm_backward",
+    "max_pool",
+    "max_pool_backward",
+    "mean_pool",
+    "mean_pool_backward",
+    "softmax",
+    "softmax_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "column_sums",
+    "cross_entropy",
+    "cross_entropy_backward",
+];
+
+impl Kernels {
+    /// Compiles them, or finds them on disk.
+    pub(in crate::engine::candle) fn new(device: &CudaDevice) -> std::result::Result<Self, String> {
+        let build = |macros: Vec<String>| {
+            fused_optim::cuda::Kernels::new(device.cuda_stream(), SOURCE, &macros, KERNELS)
+        };
+        let [f32, f16, bf16] = macros().map(build);
+        let programs = || Ok::<_, CudaError>([f32?, f16?, bf16?]);
+        let programs = programs().map_err(|e| e.to_string())?;
+        let arrived = Tensor::zeros(1, DType::U32, &Device::Cuda(device.clone()));
+        let arrived = arrived.map_err(|e| e.to_string())?;
+        Ok(Self { device: device.clone(), programs, arrived })
+    }
+
+    /// Puts a kernel for elements of `dtype` into the stream.
+    ///
+    /// # Safety
+    ///
+    /// `job` must be the words of the kernel's struct; its addresses those of contiguous tensors, of the types and
+    /// extents that the kernel takes them for, that are dropped after this returns.
+    unsafe fn launch(&self, dtype: DType, kernel: &str, blocks: usize, job: &[u64]) -> Result<()> {
+        let Some(program) = program(dtype) else { bail!("{kernel}: no kernel for {dtype:?}") };
+        let blocks = u32::try_from(blocks.max(1)).map_err(candle_core::Error::wrap)?;
+        // SAFETY: the caller vouches for the job; candle frees its tensors in order of the stream.
+        unsafe { self.programs[program].launch(kernel, blocks, job) }
+            .map_err(candle_core::Error::wrap)
+    }
+
+    /// Memory for a tensor, all of which is yet to be written.
+    fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Output> {
+        let shape = shape.into();
+        // SAFETY: whoever asks for it has all of it written before it is read.
+        let storage = unsafe { self.device.alloc_uninit(&shape, dtype) }?;
+        let at = start(&storage)?;
+        Ok(Output { storage, shape, at })
+    }
+
+    /// Where the elements of a contiguous tensor begin, that is used in the stream of the kernels.
+    fn address(&self, tensor: &Tensor) -> Result<u64> {
+        let (storage, layout) = tensor.storage_and_layout();
+        let (Storage::Cuda(storage), Some((first, _))) = (&*storage, layout.contiguous_offsets())
+        else {
+            bail!("expected a contiguous tensor on a GPU, got {tensor:?}")
+        };
+        if storage.device().id() != self.device.id() {
+            bail!("a tensor of another device beside those of {:?}", self.device)
+        }
+        Ok(start(storage)? + (first * tensor.dtype().size_in_bytes()) as u64)
+    }
+}
+
+/// Refuses tensors of other types, which one kernel does not read.
+fn one_type<const N: usize>(name: &str, x: &Tensor, others: [Option<&Tensor>; N]) -> Result<()> {
+    match others.into_iter().flatten().find(|other| other.dtype() != x.dtype()) {
+        Some(other) => bail!("{name}: {:?} beside {:?}", x.dtype(), other.dtype()),
+        None => Ok(()),
+    }
+}
+
+/// What a kernel writes, and its address.
+#[derive(Debug)]
+struct Output {
+    storage: CudaStorage,
+    shape: Shape,
+    at: u64,
+}
+
+impl Output {
+    /// As a tensor that belongs to no graph.
+    fn tensor(self) -> Tensor {
+        Tensor::from_storage(Storage::Cuda(self.storage), self.shape, BackpropOp::none(), false)
+    }
+}
+
+fn start(storage: &CudaStorage) -> Result<u64> {
+    fn of<T: CudaDType>(storage: &CudaStorage) -> Result<u64> {
+        let slice = storage.as_cuda_slice::<T>()?;
+        Ok(slice.device_ptr(slice.stream()).0)
+    }
+    match storage.dtype() {
+        DType::F32 => of::<f32>(storage),
+        DType::F16 => of::<f16>(storage),
+        DType::BF16 => of::<bf16>(storage),
+        DType::F64 => of::<f64>(storage),
+        DType::U32 => of::<u32>(storage),
+        DType::I64 => of::<i64>(storage),
+        other => bail!("no kernel is for {other:?}"),
+    }
+}
+
+/// Two numbers of 32 bits, as they lie in a struct.
+fn pair(first: usize, second: usize) -> u64 {
+    debug_assert!(first.max(second) <= u32::MAX as usize, "tensors are smaller");
+    first as u64 | (second as u64) << 32
+}
+
+/// Blocks for work that warps take parts of, in turns if there are many.
+fn blocks_of_warps(parts: usize) -> usize {
+    parts.div_ceil(THREADS / 32).min(1 << 16)
+}
+
+/// Parts that rows are taken in.
+fn stretches(rows: usize, length: usize) -> usize {
+    rows * length.div_ceil(STRETCH)
+}
+
+/// As in `device.h` and `ops.cu`.
+const THREADS: usize = 256;
+const STRETCH: usize = 1024;

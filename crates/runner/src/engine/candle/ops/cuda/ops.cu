@@ -1,0 +1,125 @@
+// The operators' kernels, forward and backward.
+//
+// Compiled behind `ptx.h` and `device.h` for each element type, given by the macro `TYPE` (`F32`, `F16`, `Bf16`).
+// All compute in f32 and round once, to nearest even, where they write. Sums have a fixed order: no bit depends
+// on what a launch meets. A warp takes a row, or a stretch of one; rows are planes of images, or lines.
+//
+// Addresses are numbers; each struct is what the function of its kernel's name in Rust puts together.
+
+typedef TYPE T;
+
+constexpr int WIDE = 16 / sizeof(T::Bits);
+
+/// Neighbours as f32, `WIDE` of them in one access of 16 bytes, or one.
+DEVICE void load(float (&x)[WIDE], u64 base, u64 i, u32 many) {
+  if (many == 1) return (void)(x[0] = load_one<T>(base, i));
+  Pack<T, WIDE> p;
+  p.load(p.at(base, i));
+#pragma unroll
+  for (int j = 0; j < WIDE; j++) x[j] = T::widen(p.x[j]);
+}
+DEVICE void store(u64 base, u64 i, u32 many, const float (&x)[WIDE]) {
+  if (many == 1) return store_one<T>(base, i, x[0]);
+  Pack<T, WIDE> p;
+#pragma unroll
+  for (int j = 0; j < WIDE; j++) p.x[j] = T::narrow(x[j]);
+  p.store(p.at(base, i));
+}
+
+/// Takes `step` threads through a row, `many` elements of each at a time: `WIDE` where all `addresses`, or-ed
+/// together, allow it, else one.
+template <class Visit>
+DEVICE void sweep(u64 addresses, u64 count, u64 first, u64 step, Visit visit) {
+  const u64 packed = addresses % 16 == 0 ? count / WIDE * WIDE : 0;
+  for (u64 i = first * WIDE; i < packed; i += step * WIDE) visit(i, WIDE);
+  for (u64 i = packed + first; i < count; i += step) visit(i, 1);
+}
+
+/// A stretch of a row that a warp takes at a time.
+constexpr u32 STRETCH = 1024;
+struct Stretch { u32 row, from, count; };
+DEVICE u32 stretches(u32 length) { return (length + STRETCH - 1) / STRETCH; }
+DEVICE Stretch stretch_of(u32 index, u32 length) {
+  const u32 per_row = stretches(length), row = index / per_row, from = (index - row * per_row) * STRETCH;
+  return {row, from, length - from < STRETCH ? length - from : STRETCH};
+}
+
+DEVICE u64 at(u64 base, u64 i) { return base + i * sizeof(T::Bits); }
+
+DEVICE double sum_of_block(double x) {
+  __shared__ double of_warp[THREADS / WARP];
+  x = fold_threads(x, 1, WARP);
+  __syncthreads(); // The sum before has been read.
+  if (lane() == 0) of_warp[threadIdx.x / WARP] = x;
+  __syncthreads();
+  double sum = 0;
+  for (u32 i = 0; i < THREADS / WARP; i++) sum += of_warp[i];
+  return sum;
+}
+
+// Element by element.
+
+/// `y = f(a, b)`.
+struct MapJob { u64 a, b, y, count; };
+
+template <bool TWO, class F>
+DEVICE void map(const MapJob& job, F f) {
+  const u64 first = (u64)blockIdx.x * THREADS + threadIdx.x, step = (u64)gridDim.x * THREADS;
+  sweep(job.a | job.b | job.y, job.count, first, step, [&](u64 i, u32 many) {
+    float a[WIDE], b[WIDE] = {};
+    load(a, job.a, i, many);
+    if constexpr (TWO) load(b, job.b, i, many);
+#pragma unroll
+    for (u32 j = 0; j < many; j++) a[j] = f(a[j], b[j]);
+    store(job.y, i, many, a);
+  });
+}
+
+/// Keeps NaN.
+DEVICE float relu_of(float x) { return x <= 0 ? 0 : x; }
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) relu(const MapJob job) {
+  map<false>(job, [](float x, float) { return relu_of(x); });
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 2) add_relu(const MapJob job) {
+  map<true>(job, [](float a, float b) { return relu_of(a + b); });
+}
+/// Of a result and its gradient.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) relu_backward(const MapJob job) {
+  map<true>(job, [](float y, float dy) { return y <= 0 ? 0 : dy; });
+}
+
+/// Bounded, so that a product of infinity and zero cannot come up; beyond, nothing changes. Keeps NaN.
+DEVICE float bounded(float x) { return x < -13 ? -13 : x > 13 ? 13 : x; }
+/// The standard normal's probability up to `x`.
+DEVICE float probability(float x) { return 0.5f * erfcf(-0.70710678f * bounded(x)); }
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) gelu(const MapJob job) {
+  map<false>(job, [](float x, float) { return x * probability(x); });
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 2) gelu_backward(const MapJob job) {
+  map<true>(job, [](float x, float dy) {
+    const float density = 0.39894228f * expf(-0.5f * bounded(x) * bounded(x));
+    return dy * (probability(x) + x * density);
+  });
+}
+
+/// Adds a bias in place: one for each row, of `channels`, in turn; or, if that is 0, a row to each.
+struct BiasJob { u64 y, bias; u32 rows, count, channels, unused; };
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) add_bias(const BiasJob job) {
+  const u32 all = job.rows * stretches(job.count);
+  for (u32 task = warp_index(); task < all; task += warp_count()) {
+    const Stretch s = stretch_of(task, job.count);
+    const u64 y = at(job.y, (u64)s.row * job.count + s.from), row = at(job.bias, s.from);
+    const float own = job.channels ? load_one<T>(job.bias, s.row % job.channels) : 0;
+    sweep(job.channels ? y : y | row, s.count, lane(), WARP, [&](u64 i, u32 many) {
+      float x[WIDE], b[WIDE] = {};
+      load(x, y, i, many);
+      if (!job.channels) load(b, row, i, many);
+#pragma unroll
+      for (u32 j = 0; j < many; j++) x[j] += job.channels ? own : b[j];
+      store(y, i, many, x);
+    });
+  }
+}

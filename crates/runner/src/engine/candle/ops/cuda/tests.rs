@@ -1,0 +1,421 @@
+//! Each kernel, forward and backward, beside the operators of the CPU. Where there is no GPU, it is said that
+//! they are left out.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Result, Shape, Tensor, Var};
+use proptest::prelude::*;
+
+use super::super::conv::Geometry;
+use super::super::tests::{distance, flat, values};
+use super::super::weighted::Kernel;
+use super::super::{
+    AttentionOptions, BatchNormOptions, Statistics, Window, add_relu, batch_norm, batch_norm_with,
+    conv2d, cross_entropy, gelu, global_avg_pool, layer_norm, linear, max_pool2d, relu,
+    self_attention, softmax,
+};
+use super::conv::Conv;
+use super::{KERNELS, Kernels, of, open};
+
+/// The kernels, if there is a GPU.
+fn kernels() -> Option<Arc<Kernels>> {
+    match Device::new_cuda_with_stream(0) {
+        Ok(Device::Cuda(device)) => Some(Arc::new(Kernels::new(&device).unwrap())),
+        Ok(_) => None,
+        Err(why) => {
+            eprintln!("ignored: no GPU here: {why}");
+            None
+        }
+    }
+}
+
+/// How often a kernel has been launched; none, if it is no fake GPU that counts.
+fn launches(kernel: &str) -> Option<i32> {
+    type Prototype = unsafe extern "C" fn(*const libc::c_char, libc::c_int) -> libc::c_int;
+    // SAFETY: a name, looked for in what is loaded.
+    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"fake_calls".as_ptr()) };
+    if found.is_null() {
+        return None;
+    }
+    let name = std::ffi::CString::new(kernel).unwrap();
+    // SAFETY: that is the prototype of the function of this name.
+    let calls: Prototype = unsafe { std::mem::transmute(found) };
+    // SAFETY: a C string and a number.
+    Some(unsafe { calls(name.as_ptr(), 0) })
+}
+
+/// Result and gradients of inputs of these types on a device, brought back.
+fn run_on(
+    device: &Device,
+    inputs: &[Tensor],
+    op: &dyn Fn(&[Tensor]) -> Result<Tensor>,
+) -> Vec<Tensor> {
+    let vars: Vec<_> =
+        inputs.iter().map(|t| Var::from_tensor(&t.to_device(device).unwrap()).unwrap()).collect();
+    let tensors: Vec<_> = vars.iter().map(|v| v.as_tensor().clone()).collect();
+    let y = op(&tensors).unwrap();
+    let dy = values("dy", y.dims()).to_dtype(y.dtype()).unwrap().to_device(device).unwrap();
+    let grads = (&y * dy).unwrap().sum_all().unwrap().backward().unwrap();
+    let gradients = vars.iter().filter_map(|v| grads.get(v).cloned());
+    let all = std::iter::once(y.detach()).chain(gradients);
+    all.map(|t| t.to_device(&Device::Cpu).unwrap()).collect()
+}
+
+/// What a type leaves of a result: of products of half tensors, which are rounded before they are added up to
+/// the gradient of an image, a little more.
+const fn error_of(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => 4e-3,
+        DType::BF16 => 3e-2,
+        _ => 2e-5,
+    }
+}
+
+const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+/// By kernels and on the CPU, in each type.
+fn assert_alike(
+    kernels: &Arc<Kernels>,
+    what: &str,
+    inputs: &[Tensor],
+    op: impl Fn(&[Tensor]) -> Result<Tensor>,
+) {
+    for dtype in TYPES {
+        let inputs: Vec<_> = inputs.iter().map(|t| t.to_dtype(dtype).unwrap()).collect();
+        let cpu = run_on(&Device::Cpu, &inputs, &op);
+        let device = Device::Cuda(kernels.device.clone());
+        let gpu = open(Some(kernels), || run_on(&device, &inputs, &op));
+        assert_eq!(cpu.len(), gpu.len(), "{what}: gradients");
+        for (i, (gpu, cpu)) in gpu.iter().zip(&cpu).enumerate() {
+            assert_eq!((gpu.dtype(), gpu.dims()), (cpu.dtype(), cpu.dims()), "{what}: tensor {i}");
+            let apart = distance(gpu, cpu);
+            assert!(apart <= error_of(dtype), "{what} in {dtype:?}: tensor {i} is off by {apart}");
+        }
+    }
+}
+
+/// Has `call` launch each of these.
+fn assert_launches(names: &[&str], call: impl FnOnce()) {
+    let count = || names.iter().map(|name| launches(name)).collect::<Vec<_>>();
+    let before = count();
+    call();
+    for ((name, before), after) in names.iter().zip(before).zip(count()) {
+        assert!(before.is_none() || after > before, "{name} was not launched");
+    }
+}
+
+/// NaN where the CPU has NaN, and the same elsewhere.
+fn assert_extremes(
+    kernels: &Arc<Kernels>,
+    inputs: &[Tensor],
+    op: impl Fn(&[Tensor]) -> Result<Tensor>,
+) {
+    let device = Device::Cuda(kernels.device.clone());
+    let cpu = run_on(&Device::Cpu, inputs, &op);
+    let gpu = open(Some(kernels), || run_on(&device, inputs, &op));
+    for (i, (gpu, cpu)) in gpu.iter().zip(&cpu).enumerate() {
+        for (got, wanted) in flat(gpu).into_iter().zip(flat(cpu)) {
+            let same = got == wanted
+                || got.is_nan() && wanted.is_nan()
+                || (got - wanted).abs() <= 1e-5 * wanted.abs().max(1e-6);
+            assert!(same, "tensor {i}: {got}, not {wanted}");
+        }
+    }
+}
+
+fn tensor(values: &[f32], shape: impl Into<Shape>) -> Tensor {
+    Tensor::from_slice(values, shape, &Device::Cpu).unwrap()
+}
+
+const NAN: f32 = f32::NAN;
+const INF: f32 = f32::INFINITY;
+
+#[test]
+fn element_wise() {
+    let Some(kernels) = kernels() else { return };
+    assert_launches(&["relu", "add_relu", "relu_backward"], || {
+        for shape in [&[1][..], &[7], &[16, 8], &[3, 5, 67], &[4099]] {
+            let (a, b) = (values("a", shape), values("b", shape));
+            assert_alike(&kernels, "relu", std::slice::from_ref(&a), |t| relu(&t[0]));
+            assert_alike(&kernels, "add_relu", &[a, b], |t| add_relu(&t[0], &t[1]));
+        }
+    });
+    let all = tensor(&[NAN, INF, -INF, 0.0, -0.0, 1.0], 6);
+    assert_extremes(&kernels, std::slice::from_ref(&all), |t| relu(&t[0]));
+    let others = tensor(&[1.0, -INF, INF, NAN, 0.0, -1.0], 6);
+    assert_extremes(&kernels, &[all, others], |t| add_relu(&t[0], &t[1]));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..Default::default() })]
+
+    #[test]
+    fn convolutions(
+        (images, channels, outputs) in (1_usize..4, 1_usize..5, 1_usize..6),
+        (height, width) in (1_usize..12, 1_usize..40),
+        (kernel_height, kernel_width) in (1_usize..5, 1_usize..5),
+        (stride, padding) in (1_usize..4, 0_usize..3),
+        bias: bool,
+        group in 1_usize..4,
+    ) {
+        let Some(kernels) = kernels() else { return Ok(()) };
+        let window = Window { stride, padding };
+        let (kernel_height, kernel_width) = (
+            kernel_height.min(height + 2 * padding), kernel_width.min(width + 2 * padding),
+        );
+        let x = values("x", &[images, channels, height, width]);
+        let weight = values("weight", &[outputs, channels, kernel_height, kernel_width]);
+        let mut inputs = vec![x, weight];
+        if bias {
+            inputs.push(values("bias", &[outputs]));
+        }
+        assert_alike(&kernels, "conv2d", &inputs, |t| conv2d(&t[0], &t[1], t.get(2), window));
+        in_groups(&kernels, &inputs, window, group);
+    }
+
+    #[test]
+    fn batch_norms(
+        (images, channels) in (2_usize..5, 1_usize..6),
+        (height, width) in (1_usize..9, 1_usize..40),
+        relu: bool,
+        given: bool,
+    ) {
+        let Some(kernels) = kernels() else { return Ok(()) };
+        let options = BatchNormOptions { eps: 1e-3, relu };
+        let x = (values("x", &[images, channels, height, width]) * 2.0).unwrap();
+        let x = (x + 3.0).unwrap();
+        let (gamma, beta) = (values("gamma", &[channels]), values("beta", &[channels]));
+        let statistics = |t: &Tensor| {
+            let [mean, var] = [values("mean", &[channels]), values("var", &[channels])];
+            let var = var.sqr().unwrap().to_device(t.device()).unwrap();
+            Statistics { mean: mean.to_device(t.device()).unwrap(), var }
+        };
+        assert_alike(&kernels, "batch_norm", &[x, gamma, beta], |t| match given {
+            true => batch_norm_with(&t[0], &t[1], &t[2], &statistics(&t[0]), options),
+            false => Ok(batch_norm(&t[0], &t[1], &t[2], options)?.0),
+        });
+    }
+}
+
+/// With room for few images' columns, it is the same but for rounding.
+fn in_groups(kernels: &Arc<Kernels>, inputs: &[Tensor], window: Window, group: usize) {
+    let device = Device::Cuda(kernels.device.clone());
+    for dtype in TYPES {
+        let inputs: Vec<_> =
+            inputs.iter().map(|t| t.to_dtype(dtype).unwrap().to_device(&device).unwrap()).collect();
+        let x = Var::from_tensor(&inputs[0]).unwrap();
+        let (x, weight) = (x.as_tensor(), &inputs[1]);
+        let g = Geometry::new(x.shape(), weight.shape(), window).unwrap();
+        let by = |columns| {
+            let conv = Conv { kernels: kernels.clone(), dtype, g, columns };
+            let y = conv.forward(x, weight, inputs.get(2)).unwrap().tensor();
+            let (dx, dw) = conv.backward(x, weight, &y).unwrap();
+            [y, dx.unwrap(), dw].map(|t| t.to_device(&Device::Cpu).unwrap())
+        };
+        let (some, all) = (by(group * g.depth() * g.pixels()), by(1 << 20));
+        for (i, (some, all)) in some.iter().zip(&all).enumerate() {
+            let apart = distance(some, all);
+            assert!(apart <= error_of(dtype), "{group} at a time in {dtype:?}: {i}: {apart}");
+        }
+    }
+}
+
+#[test]
+fn planes_of_many_pixels() {
+    let Some(kernels) = kernels() else { return };
+    let window = Window { stride: 2, padding: 3 };
+    let inputs = [values("x", &[2, 2, 43, 61]), values("weight", &[3, 2, 7, 7])];
+    let all = ["im2col", "col2im", "moments", "normalize", "norm_sums", "norm_backward"];
+    assert_launches(&all, || {
+        assert_alike(&kernels, "conv2d", &inputs, |t| conv2d(&t[0], &t[1], None, window));
+        // Several parts of a channel.
+        let x = values("x", &[3, 2, 96, 128]);
+        let inputs = [x, values("gamma", &[2]), values("beta", &[2])];
+        let options = BatchNormOptions { eps: 1e-5, relu: true };
+        assert_alike(&kernels, "batch_norm", &inputs, |t| {
+            Ok(batch_norm(&t[0], &t[1], &t[2], options)?.0)
+        });
+    });
+}
+
+#[test]
+fn statistics_are_those_of_the_cpu() {
+    let Some(kernels) = kernels() else { return };
+    let device = Device::Cuda(kernels.device.clone());
+    // A mean far from 0 beside the deviation; half parameters of an f32 input, f32 ones of a half input.
+    let x = (values("x", &[4, 3, 50, 50]) + 1000.0).unwrap();
+    let options = BatchNormOptions { eps: 1e-5, relu: false };
+    for (of, parameters) in [(DType::F32, DType::F16), (DType::F16, DType::F32)] {
+        let x = x.to_dtype(of).unwrap();
+        let [gamma, beta] =
+            ["gamma", "beta"].map(|n| values(n, &[3]).to_dtype(parameters).unwrap());
+        let measure = |device: &Device| {
+            let [x, gamma, beta] = [&x, &gamma, &beta].map(|t| t.to_device(device).unwrap());
+            let (y, Statistics { mean, var }) = batch_norm(&x, &gamma, &beta, options).unwrap();
+            [y, mean, var].map(|t| t.to_device(&Device::Cpu).unwrap())
+        };
+        let gpu = open(Some(&kernels), || measure(&device));
+        for (i, (gpu, cpu)) in gpu.iter().zip(&measure(&Device::Cpu)).enumerate() {
+            assert_eq!(gpu.dtype(), cpu.dtype());
+            // Squares are summed in f32.
+            let within = if i == 0 { 2e-3 } else { 1e-5 };
+            assert!(distance(gpu, cpu) < within, "{i}: {}", distance(gpu, cpu));
+        }
+    }
+}
+
+#[test]
+fn extremes_of_images() {
+    let Some(kernels) = kernels() else { return };
+    let mut x = flat(&values("x", &[2, 2, 4, 4]));
+    x[20] = NAN;
+    let x = tensor(&x, (2, 2, 4, 4));
+    let weight = values("weight", &[3, 2, 3, 3]);
+    let window = Window { stride: 2, padding: 1 };
+    assert_extremes(&kernels, &[x.clone(), weight], |t| conv2d(&t[0], &t[1], None, window));
+    let options = BatchNormOptions { eps: 1e-5, relu: true };
+    let inputs = [x, values("gamma", &[2]), values("beta", &[2])];
+    assert_extremes(&kernels, &inputs, |t| Ok(batch_norm(&t[0], &t[1], &t[2], options)?.0));
+}
+
+#[test]
+fn what_has_no_kernel_stays_composed() {
+    let Some(kernels) = kernels() else { return };
+    let device = Device::Cuda(kernels.device.clone());
+    let x = values("x", &[5]).to_device(&device).unwrap();
+    assert!(of(&x).is_none(), "it is off");
+    open(Some(&kernels), || {
+        assert!(of(&x).is_some());
+        for none in [values("x", &[5]), x.to_dtype(DType::F64).unwrap(), x.narrow(0, 0, 0).unwrap()]
+        {
+            assert!(of(&none).is_none(), "{none:?}");
+        }
+        // On another stream than theirs.
+        let other = Device::new_cuda_with_stream(0).unwrap();
+        assert!(of(&x.to_device(&Device::Cpu).unwrap().to_device(&other).unwrap()).is_none());
+        open(None, || assert!(of(&x).is_none()));
+    });
+    assert!(of(&x).is_none());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..Default::default() })]
+
+    #[test]
+    fn pools(
+        (images, channels) in (1_usize..4, 1_usize..5),
+        (height, width) in (1_usize..12, 1_usize..50),
+        (kernel, stride, padding) in (1_usize..5, 1_usize..5, 0_usize..3),
+    ) {
+        let Some(kernels) = kernels() else { return Ok(()) };
+        let x = values("x", &[images, channels, height, width]);
+        let padding = padding.min(kernel / 2);
+        let kernel = kernel.min(height + 2 * padding).min(width + 2 * padding);
+        let window = Window { stride, padding: padding.min(kernel / 2) };
+        assert_alike(&kernels, "max_pool2d", std::slice::from_ref(&x), |t| {
+            max_pool2d(&t[0], kernel, window)
+        });
+        assert_alike(&kernels, "global_avg_pool", &[x], |t| global_avg_pool(&t[0]));
+    }
+
+    #[test]
+    fn lines(
+        (samples, positions) in (1_usize..4, 1_usize..50),
+        (inputs, outputs) in (1_usize..70, 1_usize..40),
+        bias: bool,
+    ) {
+        let Some(kernels) = kernels() else { return Ok(()) };
+        let x = values("x", &[samples, positions, inputs]);
+        let mut all = vec![x.clone(), values("weight", &[outputs, inputs])];
+        if bias {
+            all.push(values("bias", &[outputs]));
+        }
+        assert_alike(&kernels, "linear", &all, |t| linear(&t[0], &t[1], t.get(2)));
+        assert_alike(&kernels, "softmax", std::slice::from_ref(&x), |t| softmax(&t[0]));
+        assert_alike(&kernels, "gelu", std::slice::from_ref(&x), |t| gelu(&t[0]));
+        let all = [x, values("gamma", &[inputs]), values("beta", &[inputs])];
+        assert_alike(&kernels, "layer_norm", &all, |t| layer_norm(&t[0], &t[1], &t[2], 1e-2));
+    }
+
+    #[test]
+    fn losses((count, classes) in (1_usize..90, 1_usize..70)) {
+        let Some(kernels) = kernels() else { return Ok(()) };
+        let labels: Vec<i64> = (0..count).map(|i| (i * 7 % classes) as i64).collect();
+        let logits = values("logits", &[count, classes]);
+        assert_alike(&kernels, "cross_entropy", &[logits], |t| {
+            let labels = Tensor::from_slice(&labels, count, t[0].device())?;
+            cross_entropy(&t[0], &labels)
+        });
+    }
+
+    #[test]
+    fn attentions(
+        (samples, positions) in (1_usize..4, 1_usize..40),
+        (heads, depth) in (1_usize..4, 1_usize..9),
+        causal: bool,
+    ) {
+        let Some(kernels) = kernels() else { return Ok(()) };
+        let qkv = values("qkv", &[samples, positions, 3 * heads * depth]);
+        let options = AttentionOptions { heads, causal };
+        assert_alike(&kernels, "self_attention", &[qkv], |t| self_attention(&t[0], options));
+    }
+}
+
+#[test]
+fn every_operator_that_is_named_has_kernels() {
+    let Some(kernels) = kernels() else { return };
+    let all: Vec<_> = KERNELS.to_vec();
+    assert_launches(&all, || {
+        let image = values("x", &[2, 3, 5, 7]);
+        let window = Window { stride: 2, padding: 1 };
+        let inputs = [image.clone(), values("weight", &[3, 3, 3, 3]), values("bias", &[3])];
+        assert_alike(&kernels, "network", &inputs, |t| {
+            let options = BatchNormOptions { eps: 1e-5, relu: true };
+            let x = conv2d(&t[0], &t[1], Some(&t[2]), Window { stride: 1, padding: 1 })?;
+            let (x, _) = batch_norm(&x, &t[2], &t[2], options)?;
+            let x = relu(&add_relu(&x, &t[0])?)?;
+            global_avg_pool(&max_pool2d(&x, 3, window)?)
+        });
+        let inputs = [values("x", &[4, 5, 12]), values("weight", &[12, 12]), values("bias", &[12])];
+        assert_alike(&kernels, "transformer", &inputs, |t| {
+            let x = layer_norm(&linear(&t[0], &t[1], Some(&t[2]))?, &t[2], &t[2], 1e-5)?;
+            let x = self_attention(&x, AttentionOptions { heads: 2, causal: true })?;
+            let labels = Tensor::new(&[3_i64, 0, 1, 2], t[0].device())?;
+            cross_entropy(&softmax(&gelu(&x)?)?.mean(1)?, &labels)
+        });
+    });
+}
+
+#[test]
+fn extremes_of_lines_and_windows() {
+    let Some(kernels) = kernels() else { return };
+    let window = Window { stride: 1, padding: 1 };
+    for values in [[NAN, 1.0, 2.0], [1.0, NAN, 0.0], [1.0, INF, -INF], [NAN, INF, NAN]] {
+        let x = tensor(&values, (1, 1, 1, 3));
+        assert_extremes(&kernels, std::slice::from_ref(&x), |t| max_pool2d(&t[0], 3, window));
+        assert_extremes(&kernels, &[x], |t| global_avg_pool(&t[0]));
+    }
+    let lines = tensor(
+        &[1e30, -INF, 0.0, NAN, 0.0, 1.0, INF, 0.0, 0.0, -INF, -INF, -INF, 3.0, 3.0, -INF],
+        (5, 3),
+    );
+    assert_extremes(&kernels, std::slice::from_ref(&lines), |t| softmax(&t[0]));
+    assert_extremes(&kernels, &[tensor(&[NAN, INF, -INF, 0.0, -40.0, 40.0], 6)], |t| gelu(&t[0]));
+    for row in 0..5 {
+        let logits = lines.narrow(0, row, 1).unwrap();
+        assert_extremes(&kernels, &[logits], |t| {
+            cross_entropy(&t[0], &Tensor::new(&[0_i64], t[0].device())?)
+        });
+    }
+    let label = Tensor::new(&[3_i64], &Device::Cpu).unwrap();
+    let device = Device::Cuda(kernels.device.clone());
+    let on = |t: &Tensor| t.to_device(&device).unwrap();
+    open(Some(&kernels), || {
+        let error = cross_entropy(&on(&lines.narrow(0, 0, 1).unwrap()), &on(&label)).unwrap_err();
+        assert!(error.to_string().contains("label 3 is none of 3 classes"), "{error}");
+        // Types that differ are no kernel's.
+        let (x, weight) = (on(&lines), on(&lines).to_dtype(DType::F16).unwrap());
+        let error = linear(&x, &weight, None).unwrap_err().to_string();
+        assert!(error.contains("linear: F32 beside F16"), "{error}");
+    });
+}

@@ -421,3 +421,48 @@ impl Device {
         )))
     }
 }
+
+#[cfg(test)]
+#[cfg(all(feature = "candle-cuda", feature = "nccl"))]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use collective::{MemoryStore, Store};
+
+    use super::*;
+
+    /// What two ranks on one GPU have their averages made by, each with its `device` and its `backend`.
+    fn backends(wanted: [(DeviceConfig, Transport); 2]) -> Result<Vec<String>> {
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+        let join = |rank: usize| {
+            let (device, transport) = wanted[rank];
+            let options = GroupOptions::default().with_timeout(Duration::from_secs(60));
+            let options = options.with_transport(transport);
+            let options = group_options(options, (device, &Ok(Own::Cuda(0))), 2)?;
+            let group = ProcessGroup::from_store(Arc::clone(&store), rank, 2, options)?;
+            Ok(group.backend_name().to_owned())
+        };
+        std::thread::scope(|scope| {
+            let ranks = [0, 1].map(|rank| scope.spawn(move || join(rank)));
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn a_models_gpus_are_averaged_on_by_nccl_unless_something_else_is_asked_for() {
+        let cuda = DeviceConfig::cuda();
+        if let Err(why) = backends([(cuda, Transport::Nccl); 2]) {
+            eprintln!("ignored: no two ranks on one GPU over NCCL here: {why}");
+            return;
+        }
+        let auto = (cuda, Transport::Auto);
+        assert_eq!(backends([auto; 2]).unwrap(), ["nccl", "nccl"]);
+        let offloaded = DeviceConfig::Cuda { offload_optimizer: true };
+        for other in [(offloaded, Transport::Auto), (cuda, Transport::Host), (cuda, Transport::Tcp)]
+        {
+            let backends = backends([other; 2]).unwrap();
+            assert!(backends[0] != "nccl" && backends[0] == backends[1], "{other:?}: {backends:?}");
+        }
+    }
+}

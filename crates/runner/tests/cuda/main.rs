@@ -15,21 +15,19 @@ use runner::optim_wrapper::OptimWrapperFactory;
 use runner::{Result, Runner, RunnerBuilder};
 use safetensors::SafeTensors;
 
+mod ema;
+#[cfg(feature = "nccl")]
+mod nccl;
+
 const OPTIM: &str = "optim_wrapper = { type = 'OptimWrapper', optimizer = { type = 'SGD', lr = 0.05, momentum = 0.9 } }";
 
 /// A small residual network on the digits, for some steps.
 fn built(dir: &Path, more: &str, steps: usize, resume: bool) -> Result<Runner> {
     let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
-    built_in(group, dir, more, steps, resume)
+    builder(dir, more, steps, resume)?.process_group(group).build()
 }
 
-fn built_in(
-    group: ProcessGroup,
-    dir: &Path,
-    more: &str,
-    steps: usize,
-    resume: bool,
-) -> Result<Runner> {
+fn builder(dir: &Path, more: &str, steps: usize, resume: bool) -> Result<RunnerBuilder> {
     let checkpoints = match more.contains("default_hooks = ") {
         true => "",
         false => {
@@ -38,19 +36,18 @@ fn built_in(
     };
     let model = match more.contains("model = ") {
         true => "",
-        false => "model = { type = 'ResNet', width = 4, blocks = [1], stem_max_pool = true }",
+        false => RESNET,
     };
     let text = format!(
         "{more}
         resume = {resume}
         {model}
         train_dataloader = {{ batch_size = 8, dataset = {{ type = 'Digits', split = 'train' }} }}
-        train_cfg = {{ type = 'IterBasedTrainLoop', max_iters = {steps} }}
+        train_cfg = {{ type = 'IterBasedTrainLoop', max_iters = {steps}, val_interval = 3 }}
         {checkpoints}
         randomness = {{ seed = 3 }}"
     );
-    let builder = RunnerBuilder::from_config(Config::from_text("c.toml", text)?)?;
-    builder.work_dir(dir).process_group(group).build()
+    Ok(RunnerBuilder::from_config(Config::from_text("c.toml", text)?)?.work_dir(dir))
 }
 
 /// Its last checkpoint.
@@ -67,7 +64,12 @@ fn missing() -> bool {
 
 /// The numbers of a checkpoint's model, by name.
 fn numbers(checkpoint: &Path) -> Vec<(String, Vec<f32>)> {
-    let bytes = std::fs::read(checkpoint.join("model.safetensors")).unwrap();
+    numbers_of(&checkpoint.join("model.safetensors"))
+}
+
+/// Those of a file, whose tensors are of f32.
+fn numbers_of(file: &Path) -> Vec<(String, Vec<f32>)> {
+    let bytes = std::fs::read(file).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
     let read = |(name, view): (String, safetensors::tensor::TensorView<'_>)| {
         let words = view.data().as_chunks().0.iter();
@@ -111,19 +113,22 @@ fn a_compiled_run_on_the_gpu_is_the_cpus_but_for_rounding() {
 
 /// What a checkpoint has of model and optimizer, file by file.
 fn files(checkpoint: &Path) -> Vec<(String, Vec<u8>)> {
-    let names = ["model", "optimizer", "ema", "gradients_0"].map(|n| format!("{n}.safetensors"));
+    let names = ["model", "optimizer", "ema", "gradients_0", "gradients_1"]
+        .map(|n| format!("{n}.safetensors"));
     let read = |name: String| std::fs::read(checkpoint.join(&name)).ok().map(|bytes| (name, bytes));
     names.into_iter().filter_map(read).collect()
 }
 
 const GPU: &str = "device = 'cuda'";
 const OFFLOADED: &str = "device = { type = 'cuda', offload_optimizer = true }";
+const RESNET: &str = "model = { type = 'ResNet', width = 4, blocks = [1], stem_max_pool = true }";
 const MLP: &str = "model = { type = 'Mlp', in_features = 64, hidden = [9], num_classes = 10 }";
 
 /// Runs some steps with the optimizer on the GPU and on the host, each with its gradients: the same bits.
 fn same_bits(dir: &Path, rest: &str, steps: usize) -> Vec<(String, Vec<u8>)> {
     let run = |name: &str, device: &str| {
-        files(&run(&dir.join(name), &format!("{device}\n{MLP}\n{rest}"), steps, false))
+        let model = if rest.contains("model = ") { "" } else { MLP };
+        files(&run(&dir.join(name), &format!("{device}\n{model}\n{rest}"), steps, false))
     };
     let (gpu, host) = (run("gpu", GPU), run("host", OFFLOADED));
     assert!(gpu.len() >= 2);
@@ -189,7 +194,16 @@ fn mixed_precision_groups_schedules_and_averages_have_the_bits_of_the_host() {
     let parts = "optim_wrapper = { type = 'OptimWrapperDict', loss_scale = { init_scale = 1e38 }, \
         layers = { optimizer = { type = 'SGD', lr = 0.1 }, clip_grad = { max_norm = 0.1 } } }";
     same_bits(&dir.path().join("parts"), parts, 4);
+    same_bits(&dir.path().join("several"), &format!("{RESNET}\n{SEVERAL}"), 4);
 }
+
+/// An optimizer for each of several parts of [`RESNET`], at a scale at which the first steps overflow.
+const SEVERAL: &str = "optim_wrapper = { type = 'OptimWrapperDict', accumulative_counts = 2, \
+    loss_scale = { init_scale = 1e38, growth_interval = 2 }, \
+    conv1 = { optimizer = { type = 'SGD', lr = 0.1, momentum = 0.9 } }, \
+    bn1 = { optimizer = { type = 'Adam', lr = 0.01 }, clip_grad = { type = 'value', clip_value = 0.01 } }, \
+    layer1 = { optimizer = { type = 'Lamb', lr = 0.01 }, clip_grad = { max_norm = 0.1 } }, \
+    fc = { optimizer = { type = 'AdamW', lr = 0.01 } } }";
 
 #[test]
 fn a_run_moves_between_the_host_and_the_gpu_at_any_batch() {
@@ -241,18 +255,6 @@ fn copied() -> Option<[u64; 2]> {
     Some(unsafe { *copied() })
 }
 
-/// Blocks of a kernel of the optimizer's that this thread has launched on the fake GPU.
-#[cfg(feature = "nccl")]
-#[expect(unsafe_code, reason = "the fake GPU is a library of C")]
-fn launched(kernel: &CStr) -> Option<u64> {
-    let address = of_the_fake(c"fake_gpu_blocks")?;
-    // SAFETY: the function of this name takes a string of C's and returns a word.
-    let launched = unsafe {
-        std::mem::transmute::<*mut libc::c_void, extern "C" fn(*const libc::c_char) -> u64>(address)
-    };
-    Some(launched(kernel.as_ptr()))
-}
-
 #[test]
 fn a_step_moves_no_weights_and_only_averages_of_the_host_move_gradients() {
     if missing() {
@@ -270,12 +272,14 @@ fn a_step_moves_no_weights_and_only_averages_of_the_host_move_gradients() {
             model = {{ type = 'Mlp', in_features = 64, hidden = [999], num_classes = 10 }}
             default_hooks = {{ checkpoint = {{ type = 'CheckpointHook', by_epoch = false, interval = 99 }} }}
             optim_wrapper = {{ type = 'AmpOptimWrapper', optimizer = {{ type = 'AdamW' }}, \
-            accumulative_counts = 2, clip_grad = {{ max_norm = 1 }} }}"
+            accumulative_counts = 2, clip_grad = {{ max_norm = 1 }} }}
+            custom_hooks = [{{ type = 'EMAHook' }}]"
         );
         let of = |group: ProcessGroup, batches: usize| {
             let before = copied().unwrap();
             let dir = dir.path().join(format!("{}-{}-{batches}", device.len(), group.world_size()));
-            built_in(group, &dir, &more, batches, false).unwrap().train().unwrap();
+            let builder = builder(&dir, &more, batches, false).unwrap().process_group(group);
+            builder.build().unwrap().train().unwrap();
             let after = copied().unwrap();
             [after[0] - before[0], after[1] - before[1]]
         };
@@ -298,7 +302,7 @@ fn a_step_moves_no_weights_and_only_averages_of_the_host_move_gradients() {
     };
     little(a_step(GPU, &ranks(1)));
     #[cfg(feature = "nccl")]
-    little(a_step(GPU, &|| over_nccl().unwrap()));
+    little(a_step(GPU, &|| nccl::ranks().unwrap()));
     let [to, from] = a_step(GPU, &ranks(2));
     assert!(
         to > weights && from > weights,
@@ -339,163 +343,25 @@ fn what_an_optimizer_on_the_gpu_does_not_do_is_refused_by_name() {
     assert!(error.contains("the optimizer `sgd` computes on cpu, not on cuda:0"), "{error}");
 }
 
-/// The ranks of a run as threads.
+/// The ranks of a run as threads; one that has a checkpoint to load goes on from it.
 fn train_in(groups: Vec<ProcessGroup>, dir: &Path, more: &str, steps: usize) {
+    train(groups, &|_| builder(dir, more, steps, more.contains("load_from = ")).unwrap());
+}
+
+fn train(groups: Vec<ProcessGroup>, builder: &(dyn Fn(usize) -> RunnerBuilder + Sync)) {
     std::thread::scope(|scope| {
         for group in groups {
             scope.spawn(move || {
-                built_in(group, dir, more, steps, false).unwrap().train().unwrap();
+                let builder = builder(group.rank()).process_group(group);
+                builder.build().unwrap().train().unwrap();
             });
         }
     });
 }
 
-/// Two ranks on one GPU, over NCCL. One of a version or a GPU that does not have that says why.
-#[cfg(feature = "nccl")]
-fn over_nccl() -> Result<Vec<ProcessGroup>> {
-    use collective::{GroupOptions, MemoryStore, Store, Transport};
-    let store: std::sync::Arc<dyn Store> = std::sync::Arc::new(MemoryStore::new());
-    let join = |rank| {
-        let options = GroupOptions::default().with_timeout(Duration::from_secs(60));
-        let options = options.with_transport(Transport::Nccl).with_cuda_device(0);
-        ProcessGroup::from_store(store.clone(), rank, 2, options)
-    };
-    std::thread::scope(|scope| {
-        let ranks = [0, 1].map(|rank| scope.spawn(move || join(rank)));
-        ranks.into_iter().map(|rank| Ok(rank.join().unwrap()?)).collect()
-    })
-}
-
-#[cfg(feature = "nccl")]
-#[test]
-fn what_averages_over_nccl_do_not_know_is_refused_by_name() {
-    let Ok(_) = over_nccl() else {
-        eprintln!("ignored: no two ranks on one GPU over NCCL here");
-        return;
-    };
-    let dir = tempfile::tempdir().unwrap();
-    for (option, named) in [
-        ("static_graph = true", "`static_graph`"),
-        ("comm_hook = 'powerSGD'", "`comm_hook = \"powerSGD\"`"),
-    ] {
-        let more =
-            |device: &str| format!("{device}\n{MLP}\n{OPTIM}\nmodel_wrapper_cfg = {{ {option} }}");
-        let errors: Vec<String> = std::thread::scope(|scope| {
-            let ranks: Vec<_> = over_nccl()
-                .unwrap()
-                .into_iter()
-                .map(|group| {
-                    let (dir, more) = (dir.path(), more(GPU));
-                    scope.spawn(move || {
-                        built_in(group, dir, &more, 1, false).unwrap_err().to_string()
-                    })
-                })
-                .collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-        });
-        // A rank may hear of the other's refusal first.
-        assert!(errors.iter().any(|error| error.contains(named)), "{errors:?}");
-        train_in(over_nccl().unwrap(), &dir.path().join("offloaded"), &more(OFFLOADED), 1);
-    }
-}
-
-#[cfg(feature = "nccl")]
-#[test]
-fn averages_over_nccl_are_the_hosts() {
-    if missing() {
-        return;
-    }
-    if let Err(why) = over_nccl() {
-        eprintln!("ignored: two ranks on one GPU: {why}");
-        return;
-    }
-    let amp = everything(&format!("accumulative_counts = 3, {OVERFLOWS}"));
-    let half = everything(&format!("half_parameters = true, {OVERFLOWS}"));
-    let wrapped =
-        |wrapper: &str, rest: &str| format!("model_wrapper_cfg = {{ {wrapper} }}\n{rest}");
-    let small = "type = 'MMDistributedDataParallel', bucket_cap_mb = 0.001";
-    for (name, rest) in [
-        ("plain", OPTIM.to_owned()),
-        ("amp", amp.clone()),
-        ("half", half),
-        ("buckets", wrapped(small, &amp)),
-        ("unused", wrapped(&format!("{small}, find_unused_parameters = true"), &amp)),
-        ("fp16", wrapped("comm_hook = 'fp16_compress'", &amp)),
-        ("bf16", wrapped("comm_hook = 'bf16_compress'", OPTIM)),
-        ("parts", wrapped("type = 'MMSeparateDistributedDataParallel'", OPTIM)),
-    ] {
-        let dir = tempfile::tempdir().unwrap();
-        let more = format!("{GPU}\n{MLP}\n{rest}");
-        let run = |on: &str, groups| {
-            let dir = dir.path().join(on);
-            train_in(groups, &dir, &more, 8);
-            files(&dir.join("iter_8"))
-        };
-        let host = run("host", ProcessGroup::threads(2, Duration::from_secs(60)).unwrap());
-        assert!(run("nccl", over_nccl().unwrap()) == host, "{name}");
-    }
-}
-
-/// What a rank of two launches in `steps` steps over NCCL: blocks of the look behind a bucket, of that before a step.
-#[cfg(feature = "nccl")]
-fn looks_of(dir: &Path, more: &str, steps: usize) -> [u64; 2] {
-    let of = |group: ProcessGroup| {
-        let count = || [c"look_part", c"look"].map(|kernel| launched(kernel).unwrap());
-        let before = count();
-        built_in(group, dir, more, steps, false).unwrap().train().unwrap();
-        std::array::from_fn(|at| count()[at] - before[at])
-    };
-    std::thread::scope(|scope| {
-        let ranks = over_nccl().unwrap().into_iter().map(|group| scope.spawn(move || of(group)));
-        let ranks: Vec<[u64; 2]> =
-            ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect();
-        assert_eq!(ranks[0], ranks[1]);
-        ranks[0]
-    })
-}
-
-#[cfg(feature = "nccl")]
-#[test]
-fn averages_are_looked_at_behind_their_bucket_and_not_again() {
-    if missing() || over_nccl().is_err() {
-        eprintln!("ignored: no two ranks on one GPU over NCCL here");
-        return;
-    }
-    if launched(c"look").is_none() {
-        eprintln!("ignored: a real GPU does not count launches");
-        return;
-    }
-    let dir = tempfile::tempdir().unwrap();
-    let amp = "type = 'AmpOptimWrapper', optimizer = { type = 'AdamW' }";
-    let clip = "clip_grad = { max_norm = 1 }, optimizer = { type = 'AdamW' }";
-    let value = &clip.replace("max_norm", "type = 'value', clip_value");
-    let parts = "type = 'OptimWrapperDict', layers = { optimizer = { type = 'SGD', lr = 0.1 }, \
-        clip_grad = { max_norm = 0.1 } }";
-    for (name, optim, wrapper, looks) in [
-        ("plain", "optimizer = { type = 'AdamW' }", "", false),
-        ("value", value, "", false),
-        ("amp", amp, "", true),
-        ("clip", clip, "", true),
-        ("separate", clip, "type = 'MMSeparateDistributedDataParallel'", true),
-        ("fp16", amp, "comm_hook = 'fp16_compress'", true),
-        ("accumulate", &format!("accumulative_counts = 2, {amp}"), "", true),
-        ("parts", parts, "", false),
-    ] {
-        let more = format!(
-            "{GPU}\nmodel_wrapper_cfg = {{ {wrapper} }}
-            model = {{ type = 'Mlp', in_features = 64, hidden = [2999], num_classes = 10 }}
-            optim_wrapper = {{ {optim} }}"
-        );
-        // The first step has buckets of its own, and looks for itself.
-        let of = |steps| looks_of(&dir.path().join(format!("{name}-{steps}")), &more, steps);
-        let (few, many) = (of(4), of(8));
-        let [behind, before] = [many[0] - few[0], many[1] - few[1]];
-        let steps = if name == "accumulate" { 2 } else { 4 };
-        assert_eq!(behind > 0, looks, "{name}: {behind} blocks behind buckets");
-        // One block of a look that has nothing to read decides about the step.
-        let reads = name == "parts";
-        assert_eq!(before > steps, reads, "{name}: {before} blocks in {steps} steps");
-    }
+/// Two ranks over the host's memory.
+fn over_host() -> Vec<ProcessGroup> {
+    ProcessGroup::threads(2, Duration::from_secs(60)).unwrap()
 }
 
 #[test]
@@ -506,7 +372,7 @@ fn two_ranks_on_one_gpu_are_two_on_the_cpu() {
     let dir = tempfile::tempdir().unwrap();
     let run = |name: &str, more: &str| {
         let dir = dir.path().join(name);
-        train_in(ProcessGroup::threads(2, Duration::from_secs(60)).unwrap(), &dir, more, 4);
+        train_in(over_host(), &dir, more, 4);
         dir.join("iter_4")
     };
     let gpu = run("gpu", &format!("{GPU}\n{OPTIM}"));

@@ -31,7 +31,8 @@ struct OwnGraph : Graph {
 };
 using SharedGraph = std::shared_ptr<OwnGraph>;
 
-// Under `ordering`: by address, when memory was allocated that has not been freed since; memory of graphs.
+// Under `ordering`: by address, when memory was allocated that has not been freed since; memory of graphs,
+// those that are gone among them.
 static std::map<uintptr_t, uint64_t> born;
 static std::set<uintptr_t> graph_memory;
 // The stream that this thread captures.
@@ -40,7 +41,6 @@ static thread_local Stream *capturing;
 OwnGraph::~OwnGraph() {
   Lock order(ordering);
   for (Memory &m : memory) {
-    graph_memory.erase(m.from);
     watched.erase(m.from);
     free((void *)m.from);
   }
@@ -67,6 +67,7 @@ static void allocated(Stream *s, uintptr_t at, size_t bytes) {
   {
     Lock order(ordering);
     born[at] = ++count;
+    graph_memory.erase(at);
     if (!s->graph) return;
     graph_memory.insert(at);
   }

@@ -58,7 +58,7 @@ pub enum CompileMode {
     #[default]
     Default,
     /// And whole steps as one launch, where a device has such a thing: on a CUDA GPU forward and backward, as
-    /// `engine/candle/graph.rs` says. Operators of a model's own that use another stream than the engine's order
+    /// `engine/candle/graph/mod.rs` says. Operators of a model's own that use another stream than the engine's order
     /// the two by events then.
     ReduceOverhead,
     /// And a search among kernels.

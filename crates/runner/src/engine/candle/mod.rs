@@ -29,7 +29,7 @@
 //! memory, and [`ops`] are compositions of candle's own operators there, or, under
 //! [`compile`](Engine::compile), kernels of our own. Gradients stay there, if who takes them
 //! keeps them, and so does the step of an optimizer of that GPU (`on_device.rs`); whoever is lent parameters is
-//! lent copies. `compile` can have forward and backward as one launch there (`graph.rs`).
+//! lent copies. `compile` can have forward and backward as one launch there (`graph/mod.rs`).
 //!
 //! Invariant: everything runs on the calling thread except what candle's own operators give to
 //! rayon; launchers set `RAYON_NUM_THREADS`.

@@ -25,7 +25,7 @@ use crate::{Error, Result};
 pub(super) use lending::{Averages, address_of, open, place_of, step, tune};
 
 /// A gradient: contiguous, of the type of a parameter. Where it lies may change as long as this is kept: a graph
-/// writes the next one where it was (`graph.rs`).
+/// writes the next one where it was (`graph/mod.rs`).
 #[derive(Debug)]
 pub(super) struct OnDevice(Arc<Mutex<Tensor>>);
 

@@ -1,0 +1,114 @@
+//! A capture of a stream, and the graph that comes of it.
+
+#![expect(unsafe_code, reason = "lists a graph's nodes, and passes graphs on to other threads")]
+
+use std::fmt;
+use std::sync::Arc;
+
+use candle_core::cuda_backend::cudarc::driver::{CudaGraph, CudaStream, DriverError, sys};
+
+use super::Refusal;
+use crate::Result;
+
+/// A graph, and how many nodes it has.
+pub(super) struct Graph {
+    graph: CudaGraph,
+    pub(super) nodes: usize,
+    /// Tensors made in it that outlive it.
+    pub(super) kept: usize,
+}
+
+// SAFETY: the driver has graphs used by any thread, as long as no two do at once (CUDA Driver API, "Graph object
+// thread safety"): one is reached through `&mut CandleEngine` alone, and dropped once.
+unsafe impl Send for Graph {}
+
+impl fmt::Debug for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Graph").field("nodes", &self.nodes).finish_non_exhaustive()
+    }
+}
+
+impl Graph {
+    /// Captures what `call` puts into the stream. What it makes is dropped in it.
+    pub(super) fn of<R>(
+        stream: &Arc<CudaStream>,
+        call: impl FnOnce() -> Result<R>,
+    ) -> std::result::Result<(Self, R), Refusal> {
+        // Other threads go on as they do: only this one uses the stream.
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        stream.begin_capture(mode).map_err(told)?;
+        let mut capture = Capture(Some(stream));
+        let called = call();
+        let ended = capture.end();
+        let (graph, called) = match (ended, called) {
+            (Ok(Some(graph)), Ok(called)) => (graph, called),
+            (Ok(None), Ok(_)) => return Err("nothing was captured".to_owned()),
+            (Ok(_), Err(why)) => return Err(why.to_string()),
+            (Err(e), Ok(_)) => return Err(told(e)),
+            (Err(e), Err(why)) => return Err(format!("{}: {why}", told(e))),
+        };
+        let (nodes, kept) = count(&graph).map_err(told)?;
+        Ok((Self { graph, nodes, kept }, called))
+    }
+
+    /// Puts it into its stream.
+    pub(super) fn launch(&self) -> std::result::Result<(), DriverError> {
+        self.graph.launch()
+    }
+}
+
+fn told(error: DriverError) -> Refusal {
+    match error.0 {
+        sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED => {
+            "the capture failed: the step waits for the GPU, or frees a tensor that an earlier one has made"
+                .to_owned()
+        }
+        _ => error.to_string(),
+    }
+}
+
+/// A capture, ended however the call ends.
+struct Capture<'a>(Option<&'a Arc<CudaStream>>);
+
+impl Capture<'_> {
+    fn end(&mut self) -> std::result::Result<Option<CudaGraph>, DriverError> {
+        let Some(stream) = self.0.take() else { return Ok(None) };
+        // Errors of drops, which would be those of what comes next.
+        let dropped = stream.context().check_err();
+        let ended = stream.end_capture(sys::CUgraphInstantiate_flags(0));
+        let also = stream.context().check_err();
+        ended.and_then(|graph| dropped.and(also).map(|()| graph))
+    }
+}
+
+impl Drop for Capture<'_> {
+    fn drop(&mut self) {
+        let _ = self.end();
+    }
+}
+
+/// How many nodes a graph has, and how many more that allocate than that free.
+fn count(graph: &CudaGraph) -> std::result::Result<(usize, usize), DriverError> {
+    let mut count = 0;
+    // SAFETY: a graph that is whole; without a place for nodes it is only asked how many there are.
+    unsafe { sys::cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &raw mut count) }
+        .result()?;
+    let mut nodes = vec![std::ptr::null_mut(); count];
+    // SAFETY: as above, with a place for that many.
+    unsafe { sys::cuGraphGetNodes(graph.cu_graph(), nodes.as_mut_ptr(), &raw mut count) }
+        .result()?;
+    let (mut allocations, mut frees) = (0_usize, 0);
+    for node in nodes {
+        // A number: a newer driver may have types that are not among the variants.
+        let mut kind = 0_u32;
+        // SAFETY: one of the graph's nodes, and a place for its type, of 32 bits.
+        unsafe { sys::cuGraphNodeGetType(node, (&raw mut kind).cast()) }.result()?;
+        allocations += usize::from(kind == MEM_ALLOC);
+        frees += usize::from(kind == MEM_FREE);
+    }
+    Ok((count, allocations.saturating_sub(frees)))
+}
+
+// `CUgraphNodeType`, cuda.h of CUDA 11.4 and later.
+const MEM_ALLOC: u32 = 10;
+const MEM_FREE: u32 = 11;

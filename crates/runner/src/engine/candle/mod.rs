@@ -45,6 +45,7 @@ mod model;
 mod on_device;
 pub mod ops;
 mod params;
+mod report;
 mod traps;
 
 #[cfg(feature = "candle-cuda")]
@@ -73,8 +74,8 @@ use self::ops::search::{self, Search};
 use self::ops::tables::{self, Tables};
 use self::params::{Slot, Store, Tensors};
 use super::{
-    CompileBackend, CompileMode, CompileOptions, CompileReport, ComputeDevice, Engine, Losses,
-    SharedSink, TensorSpec,
+    CompileBackend, CompileOptions, CompileReport, ComputeDevice, Engine, Losses, SharedSink,
+    TensorSpec,
 };
 use crate::data::{Array, ArrayData, Batch};
 #[cfg(feature = "candle-cuda")]
@@ -304,76 +305,6 @@ impl CandleEngine {
             ));
         }
         Ok(loss)
-    }
-
-    fn report(&self, options: &CompileOptions) -> CompileReport {
-        let mut report = CompileReport::default();
-        if let Some(search) = &self.search {
-            let (seen, better) = search.counts();
-            report.applied.push(format!(
-                "a search, in training, for whether a convolution of this engine goes by columns or \
-                 by tiles, and for how many images at once, at the first use of each shape ({seen} so \
-                 far, {better} of them faster another way); runs that find different ways may differ \
-                 in the last bits, and one that goes on from a checkpoint keeps to those it had found"
-            ));
-        }
-        #[cfg(feature = "candle-cuda")]
-        if let Some(Ok(_)) = &self.kernels {
-            report.applied.push(format!(
-                "kernels of this engine's own for tensors of f32, f16 and bf16, forward and backward, in place \
-                 of compositions of candle's operators: {}",
-                cuda::NAMES
-            ));
-        }
-        let mut not = |what: &str, why: &str| report.not_applied.push(format!("{what}: {why}"));
-        #[cfg(feature = "candle-cuda")]
-        if let Some(Err(why)) = &self.kernels {
-            not("kernels of this engine's own", why);
-        }
-        not(
-            "fusion of operators",
-            "candle has no compiler; the layers of this engine are fused with and without",
-        );
-        let CompileOptions { backend, mode, .. } = options;
-        if self.at != ComputeDevice::Cpu {
-            if mode.searches() {
-                not("a search for the model's kernels", "of each operator there is one on a GPU");
-            }
-            if ![CompileBackend::Engine, CompileBackend::Cudagraphs].contains(backend) {
-                not(&format!("backend `{}`", backend.name()), "models run as they are written");
-            }
-            #[cfg(feature = "candle-cuda")]
-            match &self.tuned {
-                Some(Ok(found)) => report.applied.push(found.clone()),
-                Some(Err(why)) => not("a search for the optimizer's launches", why),
-                None => {}
-            }
-            #[cfg(feature = "candle-cuda")]
-            if let Some(graphs) = &self.graphs {
-                graphs.report(&mut report);
-            }
-            return report;
-        }
-        match backend {
-            CompileBackend::Engine => {}
-            CompileBackend::Inductor => {
-                not("backend `inductor`", "it is PyTorch's; this engine does what is said above");
-            }
-            CompileBackend::Eager => not("a search", "backend `eager` runs models as written"),
-            CompileBackend::Cudagraphs => {
-                not("a search", "backend `cudagraphs` asks for whole steps as one launch only");
-            }
-        }
-        if self.search.is_none() && *mode != CompileMode::Default {
-            not(&format!("mode `{}`", mode.name()), "that backend has no modes");
-        }
-        if options.graphs() {
-            not("whole steps as one launch", "the CPU has no launches to save");
-        }
-        if options.fullgraph {
-            not("`fullgraph`", "there is no graph that could be broken");
-        }
-        report
     }
 }
 

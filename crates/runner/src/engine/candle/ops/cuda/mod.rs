@@ -5,7 +5,7 @@
 //! stream; all launches are in that stream, with their arguments by value, so that nothing is copied from the host
 //! and nothing waited for. Products are cuBLAS', by candle's handle.
 //!
-//! A result is computed first; a [`Node`] then puts it into candle's graph with its backward.
+//! A result is computed first; a node (`node.rs`) then puts it into candle's graph with its backward.
 //!
 //! Invariant: an address is that of a tensor that is alive when the launch is put into the stream.
 

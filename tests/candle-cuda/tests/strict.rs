@@ -6,6 +6,8 @@ use std::{env, fs};
 
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, LaunchConfig, PushKernelArg};
 use candle_core::{DType, Device, Error, Result, Tensor};
+use fused_optim::cuda::{DeviceFed, DeviceParam, DeviceParams, DeviceSlice, Gpu};
+use fused_optim::{Applied, Clip, HalfWeights, Optimizer, ParamGroup, SgdHyper, StepCtl};
 
 /// What a process says that does only this, and whether it came to its end.
 fn alone(test: &str, body: impl FnOnce() -> Result<()>) -> Option<(bool, String)> {
@@ -54,6 +56,38 @@ fn a_tensor_used_by_two_threads_without_order_is_noticed() {
         !ended && text.contains("uses memory that another stream's kernel may be using"),
         "{text}"
     );
+}
+
+/// A look at gradients in a stream that does not wait for the tables it reads.
+#[test]
+fn a_look_ahead_without_order_is_noticed() {
+    let outcome = alone("a_look_ahead_without_order_is_noticed", || {
+        let device = Device::new_cuda_with_stream(0)?;
+        let stream = device.as_cuda_device()?.cuda_stream();
+        let slice = |tensor: &Tensor| DeviceSlice::try_from(tensor).map_err(Error::wrap);
+        let tensor = || Tensor::ones(9, DType::F32, &device);
+        let tensors = [tensor()?, tensor()?];
+        let (weight, grad) = (slice(&tensors[0])?, slice(&tensors[1])?);
+        let other =
+            Gpu::on(stream.context().new_stream().map_err(Error::wrap)?).map_err(Error::wrap)?;
+        let gpu = Gpu::on(stream).map_err(Error::wrap)?;
+        let groups = [ParamGroup::new(SgdHyper::default(), 0..1)];
+        let sgd = DeviceFed::new(gpu.clone(), groups, HalfWeights::Master);
+        let mut sgd = sgd.map_err(Error::wrap)?;
+        let ctl = StepCtl { clip: Some(Clip::norm(1.0)), ..StepCtl::PLAIN };
+        let params = [DeviceParam::new(weight, Some(grad))];
+        // SAFETY: tensors of candle's stream, which is the optimizer's.
+        let lent = unsafe { DeviceParams::new(&gpu, &params) };
+        let applied = sgd.step_on_device(lent, &ctl).map_err(Error::wrap)?;
+        assert_eq!(applied, Applied::Applied);
+        let ahead = sgd.look_ahead(&ctl).map_err(Error::wrap)?.expect("a step clips by norm");
+        // SAFETY: none: the other stream does not come behind the optimizer's.
+        unsafe { ahead.look(&[(0, grad)], &other) }.map_err(Error::wrap)
+    });
+    let Some((ended, text)) = outcome else { return };
+    let noticed =
+        "kernel of a job uses memory that another stream's copy to the device may be using";
+    assert!(!ended && text.contains(noticed), "{text}");
 }
 
 #[test]

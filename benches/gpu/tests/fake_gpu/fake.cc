@@ -131,6 +131,21 @@ static void launch(Function *function, const std::array<unsigned, 6> &sizes, uns
   }, accesses);
 }
 
+// What a kernel of ours reads, at least, by the addresses in its job: the tables. What those point to, and which of it
+// is written, is not known here.
+static std::vector<Access> read_by(const string &job) {
+  std::vector<Access> accesses;
+  Lock order(ordering);
+  for (size_t i = 0; i + 8 <= job.size(); i += 8) {
+    uintptr_t at;
+    memcpy(&at, job.data() + i, 8);
+    auto next = watched.upper_bound(at);
+    if (next != watched.begin() && at < std::prev(next)->second)
+      accesses.push_back({at, std::prev(next)->second, false, "kernel of a job"});
+  }
+  return accesses;
+}
+
 extern "C" {
 int cuDeviceGetAttribute(int *value, int attribute, int) {
   // Multiprocessors; compute capability 9.0; memory in order of streams.
@@ -261,8 +276,8 @@ int cuLaunchKernel(void *of, unsigned x, unsigned y, unsigned z, unsigned a, uns
   // A captured one is held to the memory that there is now: a graph's own is nobody else's afterwards.
   bool captured = stream_of(stream)->graph;
   std::vector<unsigned long long> then;
-  std::vector<Access> accesses;
-  if (captured) then = lent(), accesses = touched_by(job);
+  std::vector<Access> accesses = captured ? touched_by(job) : read_by(job);
+  if (captured) then = lent();
   stream_of(stream)->push([=] {
     std::vector<unsigned long long> ranges = captured ? then : lent();
     const char *fault = function->module->launch(function->name.c_str(), job.data(), x, number,

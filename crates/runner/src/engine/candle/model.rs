@@ -16,8 +16,8 @@ use crate::{Error, Result as RunnerResult};
 pub trait CandleModel: Send {
     /// Forward in training mode: the loss that backward starts from.
     ///
-    /// Where `compile` has steps as one launch, this is called in the first steps alone, once more often than there
-    /// are steps, and what it has computed from anything but batch, parameters and buffers stays as it was; a
+    /// Where `compile` has steps as one launch, this is called in the first steps alone, now and then more than once
+    /// for a step, and what it has computed from anything but batch, parameters and buffers stays as it was; a
     /// tensor that the model keeps between steps stays where it is.
     ///
     /// # Errors

@@ -317,7 +317,7 @@ fn capture(
     let inputs = Inputs::new(batch, scale, &engine.device)?;
     let drawn = dropout::now().position();
     // From here to the end of the capture candle keeps what it sends.
-    let _kept = device.enable_cuda_graph_htod_cache();
+    let kept = device.enable_cuda_graph_htod_cache();
     let (computed, _) = compute(engine, &inputs, batch, false)?;
     if dropout::now().position() != drawn {
         return Ok((computed, Err(DRAWS.to_owned())));
@@ -332,12 +332,16 @@ fn capture(
         outputs.take(&computed).map_err(|e| failed("keeping results", &e))?;
         Ok(asked)
     });
+    drop(kept);
     let has_drawn = dropout::now().position() != random.position();
     dropout::go_back(random);
     let (graph, asked) = match recorded {
         Ok(_) if has_drawn => return Ok((computed, Err(DRAWS.to_owned()))),
         Ok(recorded) => recorded,
-        Err(why) => return Ok((computed, Err(why))),
+        Err(why) => {
+            settle(engine, &inputs, batch)?;
+            return Ok((computed, Err(why)));
+        }
     };
     if graph.kept > 0 {
         return Err(Error::Engine(format!(
@@ -352,6 +356,25 @@ fn capture(
 }
 
 const DRAWS: &str = "dropout draws its masks on the host, another one for each step";
+
+/// After a capture that failed. A tensor of it that the model has kept has no memory, and to free it is an error of
+/// the driver's, once: here, and not in a step. Neither buffers nor random numbers are touched.
+fn settle(engine: &CandleEngine, inputs: &Inputs, batch: &Batch) -> Result<()> {
+    let device = engine.device.as_cuda_device().map_err(|e| failed("capture", &e))?;
+    let (before, random) = (copies(&engine.buffers)?, dropout::now());
+    for _ in 0..MOST_KEPT {
+        let computed = compute(engine, inputs, batch, false);
+        let freed = device.cuda_stream().context().check_err();
+        if computed.is_ok() && freed.is_ok() {
+            break;
+        }
+    }
+    dropout::go_back(random);
+    set_all(&engine.buffers, &before)
+}
+
+/// How many tensors a model may have kept, one after the other.
+const MOST_KEPT: usize = 16;
 
 /// Where weights and buffers are.
 fn places(engine: &CandleEngine) -> Result<Vec<u64>> {

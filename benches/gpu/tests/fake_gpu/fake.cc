@@ -96,8 +96,9 @@ static std::vector<unsigned long long> lent() {
   for (auto &[from, to] : watched) ranges.push_back(from), ranges.push_back(to);
   return ranges;
 }
-// What one may: every word of its argument that is an address.
-static std::vector<Access> touched_by(const string &job) {
+// What one may: every word of its argument that is an address. `written` if all of it counts as that; else as read,
+// as its tables are, and what the kernel writes is not known.
+static std::vector<Access> touched_by(const string &job, bool written) {
   std::vector<Access> accesses;
   Lock order(ordering);
   for (size_t i = 0; i + 8 <= job.size(); i += 8) {
@@ -105,7 +106,7 @@ static std::vector<Access> touched_by(const string &job) {
     memcpy(&at, job.data() + i, sizeof at);
     auto next = watched.upper_bound(at);
     if (next != watched.begin() && std::prev(next)->second > at)
-      accesses.push_back({at, std::prev(next)->second, true, "kernel"});
+      accesses.push_back({at, std::prev(next)->second, written, "kernel of a job"});
   }
   return accesses;
 }
@@ -129,21 +130,6 @@ static void launch(Function *function, const std::array<unsigned, 6> &sizes, uns
     const char *fault = function->module->run(function->name.c_str(), pointers.data(), sizes.data(), shared);
     if (fault) violation("kernel " + function->name + ": " + fault);
   }, accesses);
-}
-
-// What a kernel of ours reads, at least, by the addresses in its job: the tables. What those point to, and which of it
-// is written, is not known here.
-static std::vector<Access> read_by(const string &job) {
-  std::vector<Access> accesses;
-  Lock order(ordering);
-  for (size_t i = 0; i + 8 <= job.size(); i += 8) {
-    uintptr_t at;
-    memcpy(&at, job.data() + i, 8);
-    auto next = watched.upper_bound(at);
-    if (next != watched.begin() && at < std::prev(next)->second)
-      accesses.push_back({at, std::prev(next)->second, false, "kernel of a job"});
-  }
-  return accesses;
 }
 
 extern "C" {
@@ -276,7 +262,7 @@ int cuLaunchKernel(void *of, unsigned x, unsigned y, unsigned z, unsigned a, uns
   // A captured one is held to the memory that there is now: a graph's own is nobody else's afterwards.
   bool captured = stream_of(stream)->graph;
   std::vector<unsigned long long> then;
-  std::vector<Access> accesses = captured ? touched_by(job) : read_by(job);
+  std::vector<Access> accesses = touched_by(job, captured);
   if (captured) then = lent();
   stream_of(stream)->push([=] {
     std::vector<unsigned long long> ranges = captured ? then : lent();

@@ -6,7 +6,7 @@
 //! done before the sweep arrives. State lies in large pages ([`pages`](super::pages)) and needs no such
 //! word; more lines than one a page gain nothing.
 
-#![expect(unsafe_code, reason = "a hint that takes addresses")]
+#![cfg_attr(target_arch = "x86_64", expect(unsafe_code, reason = "a hint that takes addresses"))]
 
 /// Elements from the beginning of `values` to the next multiple of `unit` elements in memory.
 pub(super) fn before(values: &[f32], unit: usize) -> usize {

@@ -3,7 +3,7 @@
 //!
 //! | what | `device = "cuda"` | `device = "npu"` |
 //! |---|---|---|
-//! | forward, backward, autocast, validation | the GPU, by candle's operators | the host |
+//! | forward, backward, autocast, validation | the GPU, by candle's operators; under `compile` by kernels of the engine's own where it has them, and as one launch if that is asked for | the host |
 //! | parameters and buffers | the GPU; copies for whoever asks: checkpoints, buffers that are averaged over ranks | the host |
 //! | gradients | the GPU, also those of an accumulation under way; where averages are the host's, it | the host |
 //! | averages of the model ([`EMAHook`](crate::hooks::EmaHook)) | the GPU; copies for checkpoints and validations | the host |

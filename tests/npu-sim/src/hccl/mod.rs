@@ -555,7 +555,7 @@ pub(crate) fn HcclGetCommConfigCapability() -> Result<u32, i32> {
 pub(crate) fn HcclGetCommName(comm: HcclComm, name: *mut c_char) -> Outcome {
     let found = comm_of(comm)?;
     for (at, byte) in found.name.bytes().chain([0]).enumerate() {
-        raw::put(name.wrapping_add(at), byte as c_char).ok_or(NULL)?;
+        raw::put(name.wrapping_add(at), c_char::from_ne_bytes([byte])).ok_or(NULL)?;
     }
     Ok(())
 }

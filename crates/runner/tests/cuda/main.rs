@@ -18,6 +18,9 @@ use safetensors::SafeTensors;
 mod ema;
 #[cfg(feature = "nccl")]
 mod nccl;
+#[cfg(feature = "nccl")]
+#[path = "../common/nccl.rs"]
+mod over_nccl;
 
 const OPTIM: &str = "optim_wrapper = { type = 'OptimWrapper', optimizer = { type = 'SGD', lr = 0.05, momentum = 0.9 } }";
 
@@ -302,7 +305,7 @@ fn a_step_moves_no_weights_and_only_averages_of_the_host_move_gradients() {
     };
     little(a_step(GPU, &ranks(1)));
     #[cfg(feature = "nccl")]
-    little(a_step(GPU, &|| nccl::ranks().unwrap()));
+    little(a_step(GPU, &|| over_nccl::ranks().unwrap()));
     let [to, from] = a_step(GPU, &ranks(2));
     assert!(
         to > weights && from > weights,

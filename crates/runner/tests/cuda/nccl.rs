@@ -3,33 +3,17 @@
 use std::ffi::CStr;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
 use candle_core::{DType, Module};
 use collective::ProcessGroup;
-use runner::Result;
 use runner::engine::candle::layers::Linear;
 use runner::engine::candle::{CandleEngine, CandleModel, Loss, Outputs, TensorBatch, ops};
 
+use super::over_nccl::ranks;
 use super::{
     GPU, MLP, OFFLOADED, OPTIM, OVERFLOWS, RESNET, SEVERAL, builder, everything, files, missing,
     of_the_fake, over_host, train, train_in,
 };
-
-/// Two ranks on one GPU, over NCCL. One of a version or a GPU that does not have that says why.
-pub(crate) fn ranks() -> Result<Vec<ProcessGroup>> {
-    use collective::{GroupOptions, MemoryStore, Store, Transport};
-    let store: std::sync::Arc<dyn Store> = std::sync::Arc::new(MemoryStore::new());
-    let join = |rank| {
-        let options = GroupOptions::default().with_timeout(Duration::from_secs(60));
-        let options = options.with_transport(Transport::Nccl).with_cuda_device(0);
-        ProcessGroup::from_store(store.clone(), rank, 2, options)
-    };
-    std::thread::scope(|scope| {
-        let ranks = [0, 1].map(|rank| scope.spawn(move || join(rank)));
-        ranks.into_iter().map(|rank| Ok(rank.join().unwrap()?)).collect()
-    })
-}
 
 #[test]
 fn what_averages_over_nccl_do_not_know_is_refused_by_name() {

@@ -7,6 +7,9 @@
 #![expect(clippy::unwrap_used, reason = "a test")]
 #![expect(clippy::print_stderr, reason = "a test says why it is ignored")]
 
+#[cfg(feature = "nccl")]
+#[path = "../common/nccl.rs"]
+mod over_nccl;
 mod runs;
 
 use std::sync::Arc;

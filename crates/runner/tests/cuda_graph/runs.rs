@@ -1,8 +1,6 @@
 //! Whole runs.
 
 use std::path::Path;
-#[cfg(feature = "nccl")]
-use std::sync::Arc;
 use std::time::Duration;
 
 use collective::ProcessGroup;
@@ -10,6 +8,8 @@ use runner::config::Config;
 use runner::{Result, RunnerBuilder};
 
 use super::gpu;
+#[cfg(feature = "nccl")]
+use super::over_nccl;
 
 const RESNET: &str = "model = { type = 'ResNet', width = 4, blocks = [1], stem_max_pool = true }";
 const MLP: &str = "model = { type = 'Mlp', in_features = 64, hidden = [9], num_classes = 10 }";
@@ -142,25 +142,10 @@ fn of_two_ranks_have_the_same_bits() {
     let host = || ProcessGroup::threads(2, Duration::from_secs(60)).unwrap();
     same("host", &more, 10, &host);
     #[cfg(feature = "nccl")]
-    match over_nccl() {
-        Ok(_) => drop(same("nccl", &more, 10, &|| over_nccl().unwrap())),
+    match over_nccl::ranks() {
+        Ok(_) => drop(same("nccl", &more, 10, &|| over_nccl::ranks().unwrap())),
         Err(why) => eprintln!("ignored: two ranks on one GPU: {why}"),
     }
-}
-
-#[cfg(feature = "nccl")]
-fn over_nccl() -> Result<Vec<ProcessGroup>> {
-    use collective::{GroupOptions, MemoryStore, Store, Transport};
-    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
-    let join = |rank| {
-        let options = GroupOptions::default().with_timeout(Duration::from_secs(60));
-        let options = options.with_transport(Transport::Nccl).with_cuda_device(0);
-        ProcessGroup::from_store(store.clone(), rank, 2, options)
-    };
-    std::thread::scope(|scope| {
-        let ranks = [0, 1].map(|rank| scope.spawn(move || join(rank)));
-        ranks.into_iter().map(|rank| Ok(rank.join().unwrap()?)).collect()
-    })
 }
 
 #[test]

@@ -22,8 +22,9 @@
 //! its `upsample_nearest` one that drops what other uses of its input have added, its `conv1d` one of mixed
 //! up samples, and its `scatter` and `scatter_add` each the other's. Its `matmul` of a transposed batch by a
 //! matrix that is broadcast, as in candle-nn's `Linear`, and its `conv1d` by a kernel that is not contiguous have
-//! wrong values already. An engine looks for them in its first step, which fails and names the first parameter that is affected (`traps/mod.rs` says how, and
-//! what it does not see). [`ops::max_pool2d`], [`ops::scatter`] and [`ops::scatter_add`] have the whole gradient.
+//! wrong values already. An engine looks for them in its first step, which fails and names the first parameter
+//! that is affected (`traps/mod.rs` says how, and what it does not see). [`ops::max_pool2d`], [`ops::scatter`] and
+//! [`ops::scatter_add`] have the whole gradient.
 //!
 //! On a GPU ([`CandleOptions::device`], feature `candle-cuda`) parameters, buffers and batches are in its
 //! memory, and [`ops`] are compositions of candle's own operators there, or, under

@@ -1,11 +1,13 @@
 //! Captures of candle's stream, and what the fake GPU holds against them.
 
-use std::env;
-use std::process::Command;
+mod common;
+
 use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, CudaStream, DriverError, sys};
 use candle_core::{DType, Device, Error, Result, Tensor};
+
+use common::alone;
 
 /// A device whose tensors wait for no events.
 fn device() -> Result<(Device, Arc<CudaStream>)> {
@@ -23,18 +25,6 @@ fn capture<R>(stream: &Arc<CudaStream>, call: impl FnOnce() -> R) -> (R, Capture
     stream.begin_capture(mode).unwrap();
     let result = call();
     (result, stream.end_capture(sys::CUgraphInstantiate_flags(0)))
-}
-
-/// What a process says that does only this, and whether it came to its end.
-fn alone(test: &str, body: impl FnOnce() -> Result<()>) -> Option<(bool, String)> {
-    if env::var_os("ALONE").is_some() {
-        body().unwrap();
-        return None;
-    }
-    let mut command = Command::new(env::current_exe().unwrap());
-    let output = command.args([test, "--exact", "--nocapture"]).env("ALONE", "1").output().unwrap();
-    let text = [output.stdout, output.stderr].concat();
-    Some((output.status.success(), String::from_utf8_lossy(&text).into_owned()))
 }
 
 fn ends_with_a_word(test: &str, word: &str, body: impl FnOnce() -> Result<()>) {

@@ -1,5 +1,7 @@
 //! What the fake GPU has not, and what a GPU would silently do wrong, ends the process with a word.
 
+mod common;
+
 use std::path::Path;
 use std::process::Command;
 use std::{env, fs};
@@ -9,17 +11,7 @@ use candle_core::{DType, Device, Error, Result, Tensor};
 use fused_optim::cuda::{DeviceFed, DeviceParam, DeviceParams, DeviceSlice, Gpu};
 use fused_optim::{Applied, Clip, HalfWeights, Optimizer, ParamGroup, SgdHyper, StepCtl};
 
-/// What a process says that does only this, and whether it came to its end.
-fn alone(test: &str, body: impl FnOnce() -> Result<()>) -> Option<(bool, String)> {
-    if env::var_os("ALONE").is_some() {
-        body().unwrap();
-        return None;
-    }
-    let mut command = Command::new(env::current_exe().unwrap());
-    let output = command.args([test, "--exact", "--nocapture"]).env("ALONE", "1").output().unwrap();
-    let text = [output.stdout, output.stderr].concat();
-    Some((output.status.success(), String::from_utf8_lossy(&text).into_owned()))
-}
+use common::alone;
 
 #[test]
 fn a_kernel_that_is_not_there_is_named() {

@@ -19,7 +19,8 @@ pub enum Error {
         op: String,
         /// How long this rank waited.
         waited: Duration,
-        /// The ranks that did not come.
+        /// The ranks that did not come. Of messages between pairs of ranks, the peer, who may itself
+        /// be waiting for another.
         missing: Vec<Rank>,
     },
     /// A peer's process ended while it was needed.

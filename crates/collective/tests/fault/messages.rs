@@ -165,6 +165,23 @@ fn exactly_the_peers_that_owe_something_are_missing() {
     missing(errors, &[0, 1]);
 }
 
+/// Whoever waits for a message knows its sender, and not whom that one waits for in turn.
+#[test]
+fn of_a_chain_of_messages_the_sender_is_missing_and_told() {
+    let mut errors = late(|group| match group.rank() {
+        0 => None,
+        1 => {
+            std::thread::sleep(Duration::from_millis(100));
+            Some(group.recv(&mut [0_u8], 0))
+        }
+        _ => Some(group.recv(&mut [0_u8], 1)),
+    });
+    let told = errors[1].take().unwrap();
+    let Error::Aborted { by: 2, reason } = &told else { panic!("{told}") };
+    assert!(reason.ends_with("still missing rank 1"), "{reason}");
+    missing(errors, &[1]);
+}
+
 #[test]
 fn a_monitored_barrier_has_a_deadline_of_its_own() {
     let (timeout, base) = (Duration::from_millis(100), Instant::now());

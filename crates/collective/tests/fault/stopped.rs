@@ -41,7 +41,7 @@ fn a_rank_that_stops_in_the_midst_is_named_and_told() {
         let mut random = Random(seed);
         let world = 2 + random.below(3);
         let ranks: Vec<_> = (0..world).collect();
-        let mut workers = Workers::start(&format!("chaos-{seed}"), world, &ranks, timeout);
+        let mut workers = Workers::start(&format!("stop-{seed}"), world, &ranks, timeout);
         for rank in &ranks {
             workers.file(&format!("ready-{rank}"));
         }

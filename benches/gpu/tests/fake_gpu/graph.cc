@@ -35,6 +35,8 @@ using SharedGraph = std::shared_ptr<OwnGraph>;
 // those that are gone among them.
 static std::map<uintptr_t, uint64_t> born;
 static std::set<uintptr_t> graph_memory;
+// Memory of graphs that are gone, which they did not free: whoever still has its address frees no other's.
+static std::vector<uintptr_t> kept;
 // The stream that this thread captures.
 static thread_local Stream *capturing;
 
@@ -42,7 +44,8 @@ OwnGraph::~OwnGraph() {
   Lock order(ordering);
   for (Memory &m : memory) {
     watched.erase(m.from);
-    free((void *)m.from);
+    if (m.freed) free((void *)m.from);
+    else kept.push_back(m.from);
   }
 }
 

@@ -3,7 +3,7 @@
 use std::fmt;
 
 #[cfg(feature = "cuda")]
-use crate::cuda::{DeviceParam, DeviceParams, LookAhead, Tuned};
+use crate::cuda::{DeviceParam, DeviceParams, Launches, LookAhead, Tuned};
 use crate::{Clip, Error, ParamMut, Result, StateDict};
 
 /// A fused optimizer: one call updates every tensor, in one sweep over memory.
@@ -42,6 +42,49 @@ pub trait Optimizer: Send + fmt::Debug {
     fn step_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<Applied> {
         let _ = (params, ctl);
         Err(Error::Unsupported { what: "a step of the host's optimizer on a device's memory" })
+    }
+
+    /// Sends the device what a step with this `ctl` reads there, and launches nothing: for whoever has captured
+    /// such a step's launches ([`launch_on_device`](Self::launch_on_device)) in a CUDA graph and launches that
+    /// next, which is right as long as this says the same as before the capture; or is about to capture them. None
+    /// of an optimizer whose steps take more than launches.
+    ///
+    /// # Errors
+    ///
+    /// As [`step_on_device`](Self::step_on_device).
+    #[cfg(feature = "cuda")]
+    fn ready_on_device(
+        &mut self,
+        params: DeviceParams<'_>,
+        ctl: &StepCtl,
+    ) -> Result<Option<Launches>> {
+        let _ = (params, ctl);
+        Ok(None)
+    }
+
+    /// As [`step_on_device`](Self::step_on_device), and waits for nothing: what became of the step
+    /// [`outcome_on_device`](Self::outcome_on_device) says. Does nothing but launch after
+    /// [`ready_on_device`](Self::ready_on_device) of the same.
+    ///
+    /// # Errors
+    ///
+    /// As [`step_on_device`](Self::step_on_device).
+    #[cfg(feature = "cuda")]
+    fn launch_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<()> {
+        let _ = (params, ctl);
+        Err(Error::Unsupported { what: "a step of the host's optimizer on a device's memory" })
+    }
+
+    /// What became of the last step with this `ctl` that was launched, by whomever; waits for it if it was to look
+    /// at the gradients.
+    ///
+    /// # Errors
+    ///
+    /// As [`step_on_device`](Self::step_on_device).
+    #[cfg(feature = "cuda")]
+    fn outcome_on_device(&mut self, ctl: &StepCtl) -> Result<Applied> {
+        let _ = ctl;
+        Err(Error::Unsupported { what: "the outcome of a step that the host launched nowhere" })
     }
 
     /// Whether a gradient of a grouped tensor, times `grad_scale`, is not finite: what

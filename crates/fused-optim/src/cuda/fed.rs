@@ -10,7 +10,7 @@ use super::ahead::{self, LookAhead};
 use super::device::{Device, Program};
 use super::driver::Gpu;
 use super::rules::DeviceHyper;
-use super::{CudaOptimizer, DeviceParam, Tuned};
+use super::{CudaOptimizer, DeviceParam, Launches, Tuned};
 use crate::{
     Applied, Clip, Error, FoundInf, HalfWeights, Optimizer, ParamGroup, ParamMut, Result,
     StateDict, StepCtl,
@@ -106,14 +106,31 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
             self.cuda().0.forget_looks()?;
             return Ok(Applied::SkippedNonFinite);
         }
+        self.launch_on_device(params, ctl)?;
+        self.outcome_on_device(ctl)
+    }
+
+    fn ready_on_device(
+        &mut self,
+        params: DeviceParams<'_>,
+        ctl: &StepCtl,
+    ) -> Result<Option<Launches>> {
+        self.bound_to(params)?.0.ready(ctl).map(Some)
+    }
+
+    fn launch_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<()> {
         let mut cuda = self.bound_to(params)?;
         // SAFETY: bound a moment ago.
         #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
-        unsafe { cuda.step(ctl) }?;
-        if ctl.found_inf == FoundInf::Check && cuda.status()?.last_skipped {
+        unsafe {
+            cuda.step(ctl)
+        }
+    }
+
+    fn outcome_on_device(&mut self, ctl: &StepCtl) -> Result<Applied> {
+        if ctl.found_inf == FoundInf::Check && self.cuda().status()?.last_skipped {
             return Ok(Applied::SkippedNonFinite);
         }
-        drop(cuda);
         self.has_norm |= matches!(ctl.clip, Some(Clip::Norm(_)));
         Ok(Applied::Applied)
     }

@@ -5,6 +5,7 @@
 //! [`StepCtl`] differ from the last step's, sends a few bytes before.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::asked::{asked, group_table};
 use super::device::{Device, Program, Tables};
@@ -15,7 +16,7 @@ use super::table::{
     Answer, Asked, Bytes, Class, Group, Job, Plan, Progress, Shape, Tensor, Types, number,
 };
 use super::tune::LaunchShape;
-use super::{DeviceParam, DeviceSlice, LossScale, Status};
+use super::{DeviceParam, DeviceSlice, Launches, LossScale, Status};
 use crate::core::Core;
 use crate::cpu::pages::Pages;
 use crate::rule::OwnClip;
@@ -25,6 +26,8 @@ use crate::{DType, Error, HalfWeights, ParamGroup, Result, StateDict, StepCtl, n
 /// What the kernels are given as long as the same tensors are bound.
 #[derive(Debug)]
 pub(super) struct Bound<M> {
+    /// That of no other.
+    number: u64,
     /// Indices of the tensors with a gradient, in order.
     pub(super) indices: Vec<usize>,
     /// All tensors, without their addresses.
@@ -301,6 +304,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             launches.push(self.launch(program, class, &plan, &look, &mut tables)?);
         }
         Ok(Bound {
+            number: BOUND.fetch_add(1, Ordering::Relaxed),
             indices: members.iter().map(|(index, _)| *index).collect(),
             launches,
             look,
@@ -402,13 +406,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     /// As [`CudaOptimizer::step`](super::CudaOptimizer::step).
     #[expect(unsafe_code, reason = "kernels work on the caller's addresses")]
     pub(super) unsafe fn step(&mut self, ctl: &StepCtl, found_inf: u64) -> Result<()> {
-        ctl.validate()?;
-        let asked = asked(ctl, self.core.groups(), self.loss_scale)?;
-        let groups = group_table(self.core.groups()).bytes();
-        let own: Vec<OwnClip> =
-            self.core.groups().iter().map(|group| group.hyper.own_clip()).collect();
-        let needed = norms::needed(ctl, &own);
-        self.send(asked.bytes(), Some(groups), None)?;
+        let needed = self.ask(ctl)?;
         let bound = self.bound.as_ref().ok_or(UNBOUND)?;
         let mut parts = if needed { bound.looks.left(&bound.sent.0) } else { Vec::new() };
         let last = parts.pop().unwrap_or_default();
@@ -437,6 +435,24 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             bound.looks.forget();
         }
         Ok(())
+    }
+
+    /// Sends what a step with this `ctl` is told; whether it has to look at the gradients.
+    fn ask(&mut self, ctl: &StepCtl) -> Result<bool> {
+        ctl.validate()?;
+        let asked = asked(ctl, self.core.groups(), self.loss_scale)?;
+        let groups = group_table(self.core.groups()).bytes();
+        self.send(asked.bytes(), Some(groups), None)?;
+        let own: Vec<OwnClip> =
+            self.core.groups().iter().map(|group| group.hyper.own_clip()).collect();
+        Ok(norms::needed(ctl, &own))
+    }
+
+    /// Sends all that the launches of a step with this `ctl` read.
+    pub(super) fn ready(&mut self, ctl: &StepCtl) -> Result<Launches> {
+        self.forget_looks()?;
+        let needed = self.ask(ctl)?;
+        Ok(Launches { bound: self.bound.as_ref().ok_or(UNBOUND)?.number, looks: needed })
     }
 
     /// Sends what differs from what the device has been sent, in order of the stream of `on`.
@@ -537,6 +553,9 @@ fn grad_of(params: &[DeviceParam], index: usize) -> (&DeviceParam, DeviceSlice) 
     let param = &params[index];
     (param, param.grad.expect("only tensors with a gradient are bound"))
 }
+
+/// How many times tables have been made.
+static BOUND: AtomicU64 = AtomicU64::new(0);
 
 pub(super) const UNBOUND: Error = Error::Unsupported { what: "a step before `bind`" };
 

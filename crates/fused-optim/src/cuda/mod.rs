@@ -438,6 +438,14 @@ impl DeviceParam {
     }
 }
 
+/// Which launches a step is made of. Where two are equal, the launches are the same, to the last argument: what
+/// differs from step to step is read on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Launches {
+    bound: u64,
+    looks: bool,
+}
+
 /// A dynamic loss scale, kept on the device: `amp`'s rule.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LossScale {

@@ -2,8 +2,12 @@
 
 #![expect(unsafe_code, reason = "kernels work on memory of the test")]
 
+use std::collections::HashMap;
+
+use super::device::Device;
 use super::fused::Fused;
-use super::shim::Host;
+use super::rules::DeviceHyper;
+use super::shim::{Host, Launched};
 use super::tune::{LaunchShape, Search};
 use super::{DeviceParam, DeviceSlice};
 use crate::core::Core;
@@ -101,6 +105,91 @@ fn looks_ahead_are_of_the_gradients_that_the_step_has() {
         let status = device.status().unwrap();
         assert_eq!((status.last_skipped, status.grad_norm), (skipped, f64::sqrt(norm)));
     }
+}
+
+/// Where `ready` says the same, the launches of an earlier step, as a graph keeps them, are those of this one,
+/// whatever it is told.
+#[test]
+fn launches_that_are_said_to_be_the_same_are() {
+    kept_launches::<AdamWHyper>();
+    kept_launches::<LambHyper>();
+}
+
+fn kept_launches<H: DeviceHyper + Default>() {
+    const COUNT: usize = 3;
+    let mut random = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut below = |end: u64| {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        (random % end) as usize
+    };
+    let groups = || [ParamGroup::new(H::default(), 0..COUNT)];
+    let fused = || Fused::new(Host::new(1), groups(), HalfWeights::Master).unwrap();
+    // One steps, one has kept launches.
+    let mut both = [fused(), fused()];
+    let mut weights = [(); 2].map(|()| vec![vec![1.0_f32; 3000]; COUNT]);
+    let mut grads = [(); 2].map(|()| vec![vec![0.5_f32; 3000]; COUNT]);
+    let (mut kept, mut again) = (HashMap::<_, Vec<Launched>>::new(), 0);
+    let (mut ctl, mut missing, mut at) = (StepCtl::PLAIN, COUNT, 0);
+    for _ in 0..200 {
+        match below(7) {
+            0 => ctl.clip = (below(2) == 0).then(|| Clip::norm(0.5)),
+            1 => ctl.found_inf = [FoundInf::Check, FoundInf::Known(false)][below(2)],
+            2 => missing = below(COUNT as u64 + 1),
+            3 => at = below(2),
+            4 => ctl.grad_scale = 1.0 + below(4) as f32,
+            5 => grads[at][below(3)][7] = [f32::INFINITY, 0.5, 9.0][below(3)],
+            _ => {
+                let lr = 0.1 / (1 + below(9)) as f64;
+                both.iter_mut().for_each(|one| one.core_mut().set_lr(0, lr).unwrap());
+            }
+        }
+        if ctl.found_inf != FoundInf::Check {
+            grads.iter_mut().flatten().for_each(|grad| grad[7] = 0.5);
+        }
+        for (own, fused) in both.iter_mut().enumerate() {
+            let params: Vec<DeviceParam> = (0..COUNT)
+                .map(|i| {
+                    let slice = |values: &mut Vec<f32>| {
+                        let ptr = fused.device.lend(&mut values[..]);
+                        DeviceSlice { ptr, len: values.len(), dtype: DType::F32 }
+                    };
+                    let grad = (i != missing).then(|| slice(&mut grads[at][i]));
+                    DeviceParam::new(slice(&mut weights[own][i]), grad)
+                })
+                .collect();
+            // SAFETY: here and below: all of it lives as long as the device, and does not move.
+            unsafe { fused.bind(&params) }.unwrap();
+        }
+        let [steps, keeps] = &mut both;
+        // SAFETY: as above.
+        unsafe { steps.step(&ctl, 0) }.unwrap();
+        let launches = keeps.ready(&ctl).unwrap();
+        keeps.device.launched.lock().unwrap().clear();
+        match kept.get(&launches) {
+            Some(kept) => {
+                again += 1;
+                for (program, kernel, blocks, job) in kept {
+                    // SAFETY: as above; the tables are those that are bound, or `ready` would have said otherwise.
+                    unsafe { keeps.device.launch(program, kernel, *blocks, job) }.unwrap();
+                }
+            }
+            None => {
+                // SAFETY: as above.
+                unsafe { keeps.step(&ctl, 0) }.unwrap();
+                kept.insert(launches, keeps.device.launched.lock().unwrap().clone());
+            }
+        }
+        let told = |one: &Fused<_, _>| format!("{:?}", one.status().unwrap());
+        assert_eq!(told(steps), told(keeps));
+        let [stepped, launched] = weights
+            .each_ref()
+            .map(|all| all.iter().flatten().map(|weight| weight.to_bits()).collect::<Vec<_>>());
+        assert!(stepped == launched, "{ctl:?}, without {missing}");
+    }
+    assert!(weights[0].iter().flatten().all(|weight| weight.is_finite()));
+    assert!(again > 20 && kept.len() > 4, "{again} of {}", kept.len());
 }
 
 /// A search changes nothing but launches, and is made once for tensors alike.

@@ -57,8 +57,8 @@ pub enum CompileMode {
     /// What pays at once.
     #[default]
     Default,
-    /// And whole steps as one launch, where a device has such a thing: on a CUDA GPU forward and backward, as
-    /// `engine/candle/graph/mod.rs` says. Operators of a model's own that use another stream than the engine's order
+    /// And whole steps as one launch, where a device has such a thing: a CUDA GPU has, as `engine/candle/graph/mod.rs`
+    /// says. Operators of a model's own that use another stream than the engine's order
     /// the two by events then.
     ReduceOverhead,
     /// And a search among kernels.

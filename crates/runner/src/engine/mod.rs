@@ -350,6 +350,23 @@ pub trait Engine {
         sink: &SharedSink,
     ) -> Result<Losses>;
 
+    /// As [`forward_backward`](Self::forward_backward), with the step of an optimizer that steps on this engine's
+    /// [device](Self::device) behind it, where both can be one launch: what became of that step then, before
+    /// gradients are reported; else it has not stepped. The step is on the gradients of this batch.
+    ///
+    /// # Errors
+    ///
+    /// As [`forward_backward`](Self::forward_backward) and [`step_on_device`](Self::step_on_device).
+    fn forward_backward_step(
+        &mut self,
+        batch: &Batch,
+        loss_scale: f32,
+        sink: &SharedSink,
+        _step: (&mut dyn Optimizer, &StepCtl),
+    ) -> Result<(Losses, Option<Applied>)> {
+        Ok((self.forward_backward(batch, loss_scale, sink)?, None))
+    }
+
     /// Runs forward in evaluation mode and returns the model's named outputs, the first dimension
     /// of each being the batch.
     ///

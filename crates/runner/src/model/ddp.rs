@@ -323,6 +323,11 @@ impl ModelWrapper for DistributedDataParallel {
         Ok(())
     }
 
+    fn passes_on(&self) -> bool {
+        let inner = self.inner.lock();
+        inner.alone && (0..inner.route.len()).all(|index| inner.gradient(index).is_none())
+    }
+
     fn zero_grad(&mut self) {
         let inner = &mut *self.inner.lock();
         inner.reducers.iter_mut().for_each(Reducer::zero_grad);

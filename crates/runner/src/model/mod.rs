@@ -87,6 +87,12 @@ pub trait ModelWrapper: Send {
         Ok(())
     }
 
+    /// Whether the gradients of a pass that is prepared are the step's, each as the engine reports it, and nothing
+    /// else waits for them: the step may then be made before they are reported.
+    fn passes_on(&self) -> bool {
+        false
+    }
+
     /// Lends the gradients, in the parameters' order; `None` where there is none. Of those on a device it lends
     /// copies.
     ///

@@ -174,9 +174,23 @@ impl OptimWrapper for AmpOptimWrapper {
         let found_inf = if overflow { FoundInf::Known(true) } else { FoundInf::Check };
         let ctl = self.ctl(found_inf);
         let applied = optimizer_step(&mut *self.optimizer, engine, model, &ctl)?;
+        self.stepped(applied)?;
+        Ok(applied)
+    }
+
+    fn step_behind(&mut self) -> Option<(&mut dyn Optimizer, StepCtl)> {
+        // Whose verdict comes after backward.
+        if self.watch.is_some() {
+            return None;
+        }
+        let ctl = self.ctl(FoundInf::Check);
+        Some((&mut *self.optimizer, ctl))
+    }
+
+    fn stepped(&mut self, applied: Applied) -> Result<()> {
         self.last = Some(applied);
         self.scaler.update(applied == Applied::SkippedNonFinite)?;
-        Ok(applied)
+        Ok(())
     }
 
     fn before_forward(&mut self, sink: SharedSink) -> Result<SharedSink> {

@@ -80,8 +80,18 @@ impl OptimWrapper for Fp32OptimWrapper {
     fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied> {
         let ctl = self.ctl();
         let applied = optimizer_step(&mut *self.optimizer, engine, model, &ctl)?;
-        self.last = Some(applied);
+        self.stepped(applied)?;
         Ok(applied)
+    }
+
+    fn step_behind(&mut self) -> Option<(&mut dyn Optimizer, StepCtl)> {
+        let ctl = self.ctl();
+        Some((&mut *self.optimizer, ctl))
+    }
+
+    fn stepped(&mut self, applied: Applied) -> Result<()> {
+        self.last = Some(applied);
+        Ok(())
     }
 
     fn state_dict(&self) -> Result<OptimWrapperState> {

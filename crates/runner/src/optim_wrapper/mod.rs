@@ -141,6 +141,21 @@ pub trait OptimWrapper: Send {
     /// Those of the optimizer; a loss scale that has fallen to its floor.
     fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied>;
 
+    /// The optimizer and what the step that comes is told, if that is all there is to a [`step`](Self::step): an
+    /// engine may then make it together with backward.
+    fn step_behind(&mut self) -> Option<(&mut dyn Optimizer, StepCtl)> {
+        None
+    }
+
+    /// Called in place of [`step`](Self::step) where an engine has made it.
+    ///
+    /// # Errors
+    ///
+    /// As [`step`](Self::step), but for the optimizer's.
+    fn stepped(&mut self, _applied: Applied) -> Result<()> {
+        Ok(())
+    }
+
     /// Called before each forward pass, with where gradients are to go; where they go at first. A
     /// wrapper that looks at them before they are averaged puts itself before `sink`.
     ///
@@ -187,11 +202,20 @@ pub trait OptimWrapper: Send {
         model.before_forward(engine)?;
         let scale = self.loss_scale() / turn.divisor as f32;
         let sink = self.before_forward(model.sink())?;
-        let losses = engine.forward_backward(batch, scale, &sink)?;
+        let is_behind = turn.update && turn.divisor == 1 && model.passes_on();
+        let behind = if is_behind { self.step_behind() } else { None };
+        let (losses, mut applied) = match behind {
+            Some((optimizer, ctl)) => {
+                engine.forward_backward_step(batch, scale, &sink, (optimizer, &ctl))?
+            }
+            None => (engine.forward_backward(batch, scale, &sink)?, None),
+        };
         model.finish()?;
-        let mut applied = None;
         if turn.update {
-            applied = Some(self.step(engine, model)?);
+            match applied {
+                Some(applied) => self.stepped(applied)?,
+                None => applied = Some(self.step(engine, model)?),
+            }
             model.zero_grad();
         }
         Ok(Update { losses, applied })

@@ -11,6 +11,7 @@
 #[path = "../common/nccl.rs"]
 mod over_nccl;
 mod runs;
+mod whole;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

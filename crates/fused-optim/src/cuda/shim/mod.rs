@@ -27,6 +27,9 @@ type Launch = unsafe extern "C" fn(
     u32,
 ) -> *const c_char;
 
+/// Kernel, blocks and argument.
+pub(super) type Launched = (Program, String, u32, Job);
+
 /// Stands in for a device.
 #[derive(Clone, Debug)]
 pub(super) struct Host {
@@ -36,6 +39,7 @@ pub(super) struct Host {
     lent: Arc<Mutex<BTreeMap<u64, u64>>>,
     /// A change made to the source, `from` and `to`: tests notice it, or it changes no bit.
     pub(super) planted: Option<(&'static str, &'static str)>,
+    pub(super) launched: Arc<Mutex<Vec<Launched>>>,
 }
 
 /// The host's memory, between two stretches that no kernel may touch.
@@ -47,7 +51,12 @@ pub(super) struct Memory {
 
 impl Host {
     pub(super) fn new(seed: u64) -> Self {
-        Self { seed: Cell::new(seed), lent: Arc::default(), planted: None }
+        Self {
+            seed: Cell::new(seed),
+            lent: Arc::default(),
+            planted: None,
+            launched: Arc::default(),
+        }
     }
 
     /// Lends memory of the test to kernels.
@@ -129,6 +138,7 @@ impl Device for Host {
 
     unsafe fn launch(&self, program: &Program, kernel: &str, blocks: u32, job: &Job) -> Result<()> {
         let launch = library(program, self.planted);
+        self.launched.lock().unwrap().push((program.clone(), kernel.to_owned(), blocks, *job));
         let Types { grad, weight, master } = program.types;
         let types = grad + 3 * weight + 9 * u32::from(master);
         let (name, job) = (CString::new(kernel).unwrap(), job.bytes());

@@ -59,12 +59,12 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 #[cfg(feature = "candle-cuda")]
 use collective::{ProcessGroup, ReducerOptions, reducer::ParamInfo};
-use fused_optim::SliceMut;
 #[cfg(feature = "candle-cuda")]
-use fused_optim::cuda::Gpu;
-#[cfg(feature = "candle-cuda")]
-use fused_optim::{Applied, Optimizer, StepCtl};
+use fused_optim::cuda::{DeviceParams, Gpu};
+use fused_optim::{Applied, Optimizer, SliceMut, StepCtl};
 
+#[cfg(feature = "candle-cuda")]
+use self::graph::Behind;
 pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
 #[cfg(feature = "candle-cuda")]
 use self::ops::cuda::{self, Kernels};
@@ -307,6 +307,56 @@ impl CandleEngine {
         }
         Ok(loss)
     }
+
+    /// Forward and backward, and perhaps a step behind.
+    fn pass(
+        &mut self,
+        (batch, loss_scale): (&Batch, f32),
+        sink: &SharedSink,
+        behind: Option<(&mut dyn Optimizer, &StepCtl)>,
+    ) -> Result<(Losses, Option<Applied>)> {
+        // A factor of 0 cuts candle's graph; one that is not finite has no use.
+        if !(loss_scale > 0.0 && loss_scale.is_finite()) {
+            return Err(Error::Engine(format!("a loss scale of {loss_scale}")));
+        }
+        let (mut search, mut random) = (self.search.take(), self.random.clone());
+        let mut tables = std::mem::take(&mut self.tables);
+        #[cfg(feature = "candle-cuda")]
+        let mut graphs = self.graphs.take();
+        let step = || {
+            #[cfg(feature = "candle-cuda")]
+            if let Some(graphs) = &mut graphs {
+                let behind = behind.map(|(optimizer, ctl)| Behind { optimizer, ctl: *ctl });
+                return graph::step(self, graphs, (batch, loss_scale), sink, behind);
+            }
+            #[cfg(not(feature = "candle-cuda"))]
+            let _ = behind;
+            Ok((self.step(batch, loss_scale, sink)?, None))
+        };
+        let step = || tables::open(&mut tables, step);
+        let step = || self.with_kernels(step);
+        let losses = search::open(&mut search, || dropout::open(&mut random, step));
+        #[cfg(feature = "candle-cuda")]
+        {
+            self.graphs = graphs;
+        }
+        (self.search, self.random, self.tables) = (search, random, tables);
+        self.checked |= losses.is_ok();
+        losses
+    }
+
+    /// Lends the parameters and gradients of theirs to an optimizer on the same device.
+    #[cfg(feature = "candle-cuda")]
+    fn lend<R>(
+        &self,
+        grads: &[Option<Gradient<'_>>],
+        call: impl FnOnce(DeviceParams<'_>) -> fused_optim::Result<R>,
+    ) -> Result<R> {
+        let Some(gpu) = &self.gpu else {
+            return Err(Error::Engine("the model is on the host: nobody steps it there".into()));
+        };
+        on_device::lend((&self.params, &self.device, gpu), grads, call)
+    }
 }
 
 impl fmt::Debug for CandleEngine {
@@ -354,10 +404,7 @@ impl Engine for CandleEngine {
         grads: &[Option<Gradient<'_>>],
         ctl: &StepCtl,
     ) -> Result<Applied> {
-        let Some(gpu) = &self.gpu else {
-            return Err(Error::Engine("the model is on the host: nobody steps it there".into()));
-        };
-        on_device::step((&self.params, &self.device, gpu), optimizer, grads, ctl)
+        self.lend(grads, |lent| optimizer.step_on_device(lent, ctl))
     }
 
     #[cfg(feature = "candle-cuda")]
@@ -408,31 +455,17 @@ impl Engine for CandleEngine {
         loss_scale: f32,
         sink: &SharedSink,
     ) -> Result<Losses> {
-        // A factor of 0 cuts candle's graph; one that is not finite has no use.
-        if !(loss_scale > 0.0 && loss_scale.is_finite()) {
-            return Err(Error::Engine(format!("a loss scale of {loss_scale}")));
-        }
-        let (mut search, mut random) = (self.search.take(), self.random.clone());
-        let mut tables = std::mem::take(&mut self.tables);
-        #[cfg(feature = "candle-cuda")]
-        let mut graphs = self.graphs.take();
-        let step = || {
-            #[cfg(feature = "candle-cuda")]
-            if let Some(graphs) = &mut graphs {
-                return graph::step(self, graphs, (batch, loss_scale), sink);
-            }
-            self.step(batch, loss_scale, sink)
-        };
-        let step = || tables::open(&mut tables, step);
-        let step = || self.with_kernels(step);
-        let losses = search::open(&mut search, || dropout::open(&mut random, step));
-        #[cfg(feature = "candle-cuda")]
-        {
-            self.graphs = graphs;
-        }
-        (self.search, self.random, self.tables) = (search, random, tables);
-        self.checked |= losses.is_ok();
-        losses
+        self.pass((batch, loss_scale), sink, None).map(|(losses, _)| losses)
+    }
+
+    fn forward_backward_step(
+        &mut self,
+        batch: &Batch,
+        loss_scale: f32,
+        sink: &SharedSink,
+        step: (&mut dyn Optimizer, &StepCtl),
+    ) -> Result<(Losses, Option<Applied>)> {
+        self.pass((batch, loss_scale), sink, Some(step))
     }
 
     fn set_autocast(&mut self, dtype: Option<fused_optim::DType>) -> Result<()> {

@@ -22,7 +22,7 @@ use crate::engine::{DeviceTensor, HostTensor};
 use crate::{Error, Result};
 
 #[cfg(feature = "candle-cuda")]
-pub(super) use lending::{Averages, address_of, open, place_of, step, tune};
+pub(super) use lending::{Averages, address_of, lend, open, place_of, tune};
 
 /// A gradient: contiguous, of the type of a parameter. Where it lies may change as long as this is kept: a graph
 /// writes the next one where it was (`graph/mod.rs`).
@@ -109,10 +109,10 @@ mod lending {
     use std::collections::BTreeMap;
     use std::ops::Range;
 
+    use fused_optim::Optimizer;
     use fused_optim::cuda::{
         self, DeviceParam, DeviceParams, DeviceSlice, Gpu, LaunchShape, Tuned,
     };
-    use fused_optim::{Applied, Optimizer, StepCtl};
 
     use super::super::buckets::Average;
     use super::super::params::Tensors;
@@ -128,13 +128,12 @@ mod lending {
             .map_err(|e| Error::Engine(format!("opening the GPU for an optimizer: {e}")))
     }
 
-    /// Has `optimizer` step on `params`, which are on the device of `gpu`.
-    pub(in super::super) fn step(
+    /// Lends `params`, which are on the device of `gpu`, and their gradients to an optimizer's call.
+    pub(in super::super) fn lend<R>(
         (params, device, gpu): (&Tensors, &Device, &Gpu),
-        optimizer: &mut dyn Optimizer,
         grads: &[Option<Gradient<'_>>],
-        ctl: &StepCtl,
-    ) -> Result<Applied> {
+        call: impl FnOnce(DeviceParams<'_>) -> fused_optim::Result<R>,
+    ) -> Result<R> {
         // Copies of what is on the host, until the step has been put into the stream.
         let mut sent = Vec::new();
         let mut grad_at = |grad: &Gradient<'_>| match grad {
@@ -157,7 +156,7 @@ mod lending {
         // frees them in order of the stream of `gpu` alone, behind which averages are, and none of them is freed
         // before this returns.
         let lent = unsafe { DeviceParams::new(gpu, &all) };
-        Ok(optimizer.step_on_device(lent, ctl)?)
+        Ok(call(lent)?)
     }
 
     /// Has `optimizer` search for its launches on parameters like these; says what it found, or why it did not.

@@ -1,5 +1,4 @@
-//! Forward and backward of a training step as one launch: captured as a CUDA graph, then launched for each batch
-//! of the same shapes.
+//! A training step as one launch: captured as a CUDA graph, then launched for each batch of the same shapes.
 //!
 //! A graph goes on with the addresses and numbers of its capture. So a captured step reads its batch and the loss
 //! scale from tensors that stay where they are, into which each is copied before the launch, and writes losses
@@ -14,11 +13,16 @@
 //! launch), tensors that outlive the step (allocations are counted). What a model computes on the host from
 //! something that is neither in the batch nor in its weights shows in the comparison, if it changes by then.
 //!
+//! Where the gradients of one batch are the optimizer's as they are, its step is in the graph (`behind.rs`): not of
+//! several ranks, whose averages come between, nor of sums of batches, nor of several optimizers. The launch that is
+//! compared skips it, as after an overflow.
+//!
 //! Gradients are reported after the launch, in the order that backward had. Whoever keeps one until the next
 //! launch is left with a copy.
 
 #![expect(unsafe_code, reason = "has cudarc track no events")]
 
+mod behind;
 mod recording;
 mod tensors;
 
@@ -26,7 +30,10 @@ use std::mem::{Discriminant, discriminant};
 use std::thread::{self, ThreadId};
 
 use candle_core::{CudaDevice, Tensor};
+use fused_optim::Applied;
+use fused_optim::cuda::Launches;
 
+pub(super) use self::behind::Behind;
 use self::recording::Graph;
 use self::tensors::{Computed, Inputs, Outputs, compute, copies, losses, same_bits, set_all};
 use super::on_device::place_of;
@@ -44,11 +51,11 @@ const MAX_GRAPHS: usize = 8;
 /// How many sets of shapes are told apart.
 const MAX_SHAPES: usize = 64;
 
-/// What there is of graphs, by the shapes of the batch.
+/// What there is of graphs, by the shapes of the batch, and whether a step is to be behind.
 #[derive(Debug)]
 pub(super) struct Graphs {
     fullgraph: bool,
-    shapes: Vec<(Shapes, Stage)>,
+    shapes: Vec<((Shapes, bool), Stage)>,
     refused: Option<String>,
     /// What has changed since somebody asked.
     news: Option<String>,
@@ -89,7 +96,7 @@ impl Graphs {
     }
 
     /// The number of this set of shapes, unless it is to run as it is written.
-    fn find(&mut self, batch: &Batch) -> Option<usize> {
+    fn find(&mut self, batch: &Batch, is_whole: bool) -> Option<usize> {
         let is = |shapes: &Shapes| {
             let same =
                 |((name, array), (n, shape, kind)): ((&str, _), &(String, Vec<usize>, _))| {
@@ -101,14 +108,15 @@ impl Graphs {
         if self.refused.is_some() {
             return None;
         }
-        if let Some(at) = self.shapes.iter().position(|(shapes, _)| is(shapes)) {
+        let mut known = self.shapes.iter();
+        if let Some(at) = known.position(|((shapes, whole), _)| *whole == is_whole && is(shapes)) {
             return Some(at);
         }
         let shapes = batch.iter().map(|(name, array)| {
             (name.to_owned(), array.shape().to_vec(), discriminant(array.data()))
         });
         (self.shapes.len() < MAX_SHAPES).then(|| {
-            self.shapes.push((shapes.collect(), Stage::Eager(0)));
+            self.shapes.push(((shapes.collect(), is_whole), Stage::Eager(0)));
             self.shapes.len() - 1
         })
     }
@@ -136,14 +144,30 @@ impl Graphs {
 
     /// What has come of it.
     pub(super) fn report(&self, report: &mut CompileReport) {
-        let in_force: Vec<String> = self.shapes.iter().filter_map(told).collect();
-        if !in_force.is_empty() {
-            report.applied.push(format!(
-                "{WHAT}, for batches of {}; the optimizer's launches follow it; other shapes, the first steps of \
-                 each, more than {MAX_GRAPHS} sets of them and validation run as they are written",
-                in_force.join(" and of ")
-            ));
-        } else if let Some(why) = &self.refused {
+        let steps = || self.shapes.iter().filter_map(in_force);
+        for (what, is_whole, more) in [
+            (WHOLE, true, ""),
+            (
+                WHAT,
+                false,
+                "; what an optimizer does with averages of ranks, sums of batches, or beside other \
+                optimizers, follows it",
+            ),
+        ] {
+            let own = steps().filter(|(_, step)| step.launches.is_some() == is_whole);
+            let of: Vec<String> = own.map(|(shapes, step)| told(shapes, step)).collect();
+            if !of.is_empty() {
+                report.applied.push(format!(
+                    "{what}, for batches of {}{more}; other shapes, the first steps of each, more than \
+                     {MAX_GRAPHS} sets of them and validation run as they are written",
+                    of.join(" and of ")
+                ));
+            }
+        }
+        if steps().next().is_some() {
+            return;
+        }
+        if let Some(why) = &self.refused {
             report.not_applied.push(format!("{WHAT}: {why}"));
         } else {
             report.not_applied.push(format!(
@@ -155,63 +179,73 @@ impl Graphs {
 }
 
 const WHAT: &str = "forward and backward of a step as one launch";
+const WHOLE: &str = "forward, backward and the optimizer's step as one launch";
 
-/// The shapes of a step that is launched.
-fn told((shapes, stage): &(Shapes, Stage)) -> Option<String> {
-    let Stage::InForce(step) = stage else { return None };
-    let shapes = shapes.iter().map(|(name, shape, _)| format!("`{name}` {shape:?}"));
-    let shapes = shapes.collect::<Vec<_>>().join(", ");
-    Some(format!("{shapes} ({} nodes)", step.graph.nodes))
+/// A step that is launched, and the shapes that it is for.
+fn in_force(((shapes, _), stage): &((Shapes, bool), Stage)) -> Option<(&Shapes, &Step)> {
+    match stage {
+        Stage::InForce(step) => Some((shapes, step)),
+        _ => None,
+    }
 }
 
-/// A training step, captured, launched, or as it is written.
+fn told(shapes: &Shapes, step: &Step) -> String {
+    let shapes = shapes.iter().map(|(name, shape, _)| format!("`{name}` {shape:?}"));
+    let shapes = shapes.collect::<Vec<_>>().join(", ");
+    format!("{shapes} ({} nodes)", step.graph.nodes)
+}
+
+/// A training step, captured, launched, or as it is written; and what became of the optimizer's, if that was in it.
 pub(super) fn step(
     engine: &CandleEngine,
     graphs: &mut Graphs,
     (batch, scale): (&Batch, f32),
     sink: &SharedSink,
-) -> Result<Losses> {
-    let Some(at) = graphs.find(batch) else { return engine.step(batch, scale, sink) };
+    mut behind: Option<Behind<'_>>,
+) -> Result<(Losses, Option<Applied>)> {
+    let as_written = || Ok((engine.step(batch, scale, sink)?, None));
+    let Some(at) = graphs.find(batch, behind.is_some()) else { return as_written() };
     let is_full = graphs.is_full();
     let stage = std::mem::replace(&mut graphs.shapes[at].1, Stage::Eager(0));
     match stage {
-        Stage::InForce(mut step) if step.holds(engine)? => {
-            let losses = step.run(batch, scale, sink);
+        Stage::InForce(mut step) if step.holds(engine, &mut behind)? => {
+            let came = step.run((batch, scale), sink, &mut behind);
             graphs.shapes[at].1 = Stage::InForce(step);
-            losses
+            came
         }
-        Stage::Captured(step, of) if *batch != of && step.holds(engine)? => {
-            let (computed, verdict) = step.compare(engine, batch, scale)?;
+        Stage::Captured(step, of) if *batch != of && step.holds(engine, &mut behind)? => {
+            let (computed, verdict) = step.compare(engine, (batch, scale), &mut behind)?;
             match verdict {
                 Ok(()) => {
+                    let what = if step.launches.is_some() { WHOLE } else { WHAT };
+                    let of = told(&graphs.shapes[at].0.0, &step);
+                    graphs.news = Some(format!("compile: {what}: applied, for batches of {of}"));
                     graphs.shapes[at].1 = Stage::InForce(step);
-                    let shapes = told(&graphs.shapes[at]).unwrap_or_default();
-                    graphs.news =
-                        Some(format!("compile: {WHAT}: applied, for batches of {shapes}"));
                 }
                 Err(why) => graphs.refuse(why)?,
             }
-            computed.report(sink)
+            Ok((computed.report(sink)?, None))
         }
         Stage::Eager(seen) if seen >= EAGER && engine.checked && !is_full => {
-            let (computed, captured) = capture(engine, batch, scale)?;
+            let (computed, captured) = capture(engine, (batch, scale), &mut behind)?;
             match captured {
                 Ok(step) => graphs.shapes[at].1 = Stage::Captured(Box::new(step), batch.clone()),
                 Err(why) => graphs.refuse(why)?,
             }
-            computed.report(sink)
+            Ok((computed.report(sink)?, None))
         }
         // Of a batch like the one captured a comparison would say nothing.
         Stage::Captured(step, of) if *batch == of => {
             graphs.shapes[at].1 = Stage::Captured(step, of);
-            engine.step(batch, scale, sink)
+            as_written()
         }
         Stage::Eager(seen) => {
             graphs.shapes[at].1 = Stage::Eager(seen + 1);
-            engine.step(batch, scale, sink)
+            as_written()
         }
-        // A weight has moved, or the thread is another one: what candle keeps is a thread's.
-        Stage::InForce(_) | Stage::Captured(..) => engine.step(batch, scale, sink),
+        // A weight has moved, the optimizer launches something else, or the thread is another one: what candle
+        // keeps is a thread's.
+        Stage::InForce(_) | Stage::Captured(..) => as_written(),
     }
 }
 
@@ -226,12 +260,22 @@ struct Step {
     /// Where weights and buffers were.
     places: Vec<u64>,
     thread: ThreadId,
+    /// Those of an optimizer's step that is in it.
+    launches: Option<Launches>,
 }
 
 impl Step {
-    /// Whether all is where it was.
-    fn holds(&self, engine: &CandleEngine) -> Result<bool> {
-        Ok(self.thread == thread::current().id() && self.places == places(engine)?)
+    /// Whether all is where it was, and ready for the optimizer's step that is in it.
+    fn holds(&self, engine: &CandleEngine, behind: &mut Option<Behind<'_>>) -> Result<bool> {
+        if self.thread != thread::current().id() || self.places != places(engine)? {
+            return Ok(false);
+        }
+        match behind {
+            Some(behind) if self.launches.is_some() => {
+                Ok(behind.ready(engine, &self.outputs.grads)? == self.launches)
+            }
+            _ => Ok(self.launches.is_none()),
+        }
     }
 
     fn check(&self, batch: &Batch) -> Result<()> {
@@ -241,28 +285,38 @@ impl Step {
     }
 
     /// Launches it for a batch.
-    fn run(&mut self, batch: &Batch, scale: f32, sink: &SharedSink) -> Result<Losses> {
+    fn run(
+        &mut self,
+        (batch, scale): (&Batch, f32),
+        sink: &SharedSink,
+        behind: &mut Option<Behind<'_>>,
+    ) -> Result<(Losses, Option<Applied>)> {
         self.check(batch)?;
         self.outputs.part().map_err(|e| failed("keeping gradients", &e))?;
         self.inputs.fill(batch, scale)?;
         self.graph.launch().map_err(|e| failed("launching a step", &e))?;
         let losses = losses(&self.outputs.names, &self.outputs.scalars)?;
+        let behind = behind.as_mut().filter(|_| self.launches.is_some());
+        let applied = behind.map(Behind::outcome).transpose()?;
         self.outputs.report(sink)?;
-        Ok(losses)
+        Ok((losses, applied))
     }
 
     /// Runs a batch as it is written, which is what counts, then launches it, from the same buffers.
     fn compare(
         &self,
         engine: &CandleEngine,
-        batch: &Batch,
-        scale: f32,
+        (batch, scale): (&Batch, f32),
+        behind: &mut Option<Behind<'_>>,
     ) -> Result<(Computed, std::result::Result<(), Refusal>)> {
         self.inputs.fill(batch, scale)?;
         let before = copies(&engine.buffers)?;
         let (computed, _) = compute(engine, &self.inputs, batch, false)?;
         let after = copies(&engine.buffers)?;
         set_all(&engine.buffers, &before)?;
+        if let Some(behind) = behind.as_mut().filter(|_| self.launches.is_some()) {
+            behind.ready_to_skip(engine, &self.outputs.grads)?;
+        }
         let verdict = match self.graph.launch() {
             Ok(()) => self.difference(engine, &computed, &after)?,
             Err(e) => Some(format!("launching it: {e}")),
@@ -307,11 +361,11 @@ impl Step {
     }
 }
 
-/// Runs a batch on fixed tensors, which is what counts, then captures that.
+/// Runs a batch on fixed tensors, which is what counts, then captures that, and the step behind it.
 fn capture(
     engine: &CandleEngine,
-    batch: &Batch,
-    scale: f32,
+    (batch, scale): (&Batch, f32),
+    behind: &mut Option<Behind<'_>>,
 ) -> Result<(Computed, std::result::Result<Step, Refusal>)> {
     let device = engine.device.as_cuda_device().map_err(|e| failed("capture", &e))?;
     let inputs = Inputs::new(batch, scale, &engine.device)?;
@@ -326,10 +380,15 @@ fn capture(
         Ok(outputs) => outputs,
         Err(e) => return Ok((computed, Err(e.to_string()))),
     };
+    let ready = behind.as_mut().map(|behind| behind.ready(engine, &outputs.grads));
+    let launches = ready.transpose()?.flatten();
     let random = dropout::now();
     let recorded = Graph::of(&device.cuda_stream(), || {
         let (computed, asked) = compute(engine, &inputs, batch, true)?;
         outputs.take(&computed).map_err(|e| failed("keeping results", &e))?;
+        if let Some(behind) = behind.as_mut().filter(|_| launches.is_some()) {
+            behind.launch(engine, &outputs.grads)?;
+        }
         Ok(asked)
     });
     drop(kept);
@@ -351,7 +410,7 @@ fn capture(
         )));
     }
     let (places, thread) = (places(engine)?, thread::current().id());
-    let step = Step { graph, inputs, outputs, asked, places, thread };
+    let step = Step { graph, inputs, outputs, asked, places, thread, launches };
     Ok((computed, Ok(step)))
 }
 

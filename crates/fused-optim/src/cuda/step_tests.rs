@@ -115,57 +115,76 @@ fn launches_that_are_said_to_be_the_same_are() {
     kept_launches::<LambHyper>();
 }
 
+/// What steps are told, one thing changed after the other by chance.
+struct Told {
+    random: u64,
+    ctl: StepCtl,
+    lr: f64,
+    /// The tensor that has no gradient, and which gradients the others have.
+    missing: usize,
+    at: usize,
+    grads: [Vec<Vec<f32>>; 2],
+}
+
+impl Told {
+    fn below(&mut self, end: u64) -> usize {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        (self.random % end) as usize
+    }
+
+    fn change(&mut self) {
+        let number = self.below(9);
+        match self.below(7) {
+            0 => self.ctl.clip = (number < 4).then(|| Clip::norm(0.5)),
+            1 => self.ctl.found_inf = [FoundInf::Check, FoundInf::Known(false)][number % 2],
+            2 => self.missing = number,
+            3 => self.at = number % 2,
+            4 => self.ctl.grad_scale = 1.0 + number as f32,
+            5 => self.grads[self.at][number / 3][7] = [f32::INFINITY, 0.5, 9.0][number % 3],
+            _ => self.lr = 0.1 / (1.0 + number as f64),
+        }
+        if self.ctl.found_inf != FoundInf::Check {
+            self.grads.iter_mut().flatten().for_each(|grad| grad[7] = 0.5);
+        }
+    }
+
+    fn params(&mut self, device: &Host, weights: &mut [Vec<f32>]) -> Vec<DeviceParam> {
+        let slice = |values: &mut Vec<f32>| {
+            let ptr = device.lend(&mut values[..]);
+            DeviceSlice { ptr, len: values.len(), dtype: DType::F32 }
+        };
+        let all = weights.iter_mut().zip(&mut self.grads[self.at]).enumerate();
+        all.map(|(i, (weight, grad))| {
+            DeviceParam::new(slice(weight), (i != self.missing).then(|| slice(grad)))
+        })
+        .collect()
+    }
+}
+
 fn kept_launches<H: DeviceHyper + Default>() {
-    const COUNT: usize = 3;
-    let mut random = 0x9e37_79b9_7f4a_7c15_u64;
-    let mut below = |end: u64| {
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
-        (random % end) as usize
-    };
-    let groups = || [ParamGroup::new(H::default(), 0..COUNT)];
+    let numbers = |number| vec![vec![number; 3000]; 3];
+    let (grads, ctl) = ([numbers(0.5), numbers(0.5)], StepCtl::PLAIN);
+    let mut told = Told { random: 0x9e37_79b9, ctl, lr: 0.1, missing: 3, at: 0, grads };
+    let mut weights = [numbers(1.0), numbers(1.0)];
+    let groups = || [ParamGroup::new(H::default(), 0..3)];
     let fused = || Fused::new(Host::new(1), groups(), HalfWeights::Master).unwrap();
     // One steps, one has kept launches.
     let mut both = [fused(), fused()];
-    let mut weights = [(); 2].map(|()| vec![vec![1.0_f32; 3000]; COUNT]);
-    let mut grads = [(); 2].map(|()| vec![vec![0.5_f32; 3000]; COUNT]);
     let (mut kept, mut again) = (HashMap::<_, Vec<Launched>>::new(), 0);
-    let (mut ctl, mut missing, mut at) = (StepCtl::PLAIN, COUNT, 0);
     for _ in 0..200 {
-        match below(7) {
-            0 => ctl.clip = (below(2) == 0).then(|| Clip::norm(0.5)),
-            1 => ctl.found_inf = [FoundInf::Check, FoundInf::Known(false)][below(2)],
-            2 => missing = below(COUNT as u64 + 1),
-            3 => at = below(2),
-            4 => ctl.grad_scale = 1.0 + below(4) as f32,
-            5 => grads[at][below(3)][7] = [f32::INFINITY, 0.5, 9.0][below(3)],
-            _ => {
-                let lr = 0.1 / (1 + below(9)) as f64;
-                both.iter_mut().for_each(|one| one.core_mut().set_lr(0, lr).unwrap());
-            }
-        }
-        if ctl.found_inf != FoundInf::Check {
-            grads.iter_mut().flatten().for_each(|grad| grad[7] = 0.5);
-        }
-        for (own, fused) in both.iter_mut().enumerate() {
-            let params: Vec<DeviceParam> = (0..COUNT)
-                .map(|i| {
-                    let slice = |values: &mut Vec<f32>| {
-                        let ptr = fused.device.lend(&mut values[..]);
-                        DeviceSlice { ptr, len: values.len(), dtype: DType::F32 }
-                    };
-                    let grad = (i != missing).then(|| slice(&mut grads[at][i]));
-                    DeviceParam::new(slice(&mut weights[own][i]), grad)
-                })
-                .collect();
+        told.change();
+        for (fused, weights) in both.iter_mut().zip(&mut weights) {
+            fused.core_mut().set_lr(0, told.lr).unwrap();
+            let params = told.params(&fused.device, weights);
             // SAFETY: here and below: all of it lives as long as the device, and does not move.
             unsafe { fused.bind(&params) }.unwrap();
         }
         let [steps, keeps] = &mut both;
         // SAFETY: as above.
-        unsafe { steps.step(&ctl, 0) }.unwrap();
-        let launches = keeps.ready(&ctl).unwrap();
+        unsafe { steps.step(&told.ctl, 0) }.unwrap();
+        let launches = keeps.ready(&told.ctl).unwrap();
         keeps.device.launched.lock().unwrap().clear();
         match kept.get(&launches) {
             Some(kept) => {
@@ -177,16 +196,12 @@ fn kept_launches<H: DeviceHyper + Default>() {
             }
             None => {
                 // SAFETY: as above.
-                unsafe { keeps.step(&ctl, 0) }.unwrap();
+                unsafe { keeps.step(&told.ctl, 0) }.unwrap();
                 kept.insert(launches, keeps.device.launched.lock().unwrap().clone());
             }
         }
-        let told = |one: &Fused<_, _>| format!("{:?}", one.status().unwrap());
-        assert_eq!(told(steps), told(keeps));
-        let [stepped, launched] = weights
-            .each_ref()
-            .map(|all| all.iter().flatten().map(|weight| weight.to_bits()).collect::<Vec<_>>());
-        assert!(stepped == launched, "{ctl:?}, without {missing}");
+        assert_eq!(steps.status().unwrap(), keeps.status().unwrap());
+        assert_eq!(weights[0], weights[1]);
     }
     assert!(weights[0].iter().flatten().all(|weight| weight.is_finite()));
     assert!(again > 20 && kept.len() > 4, "{again} of {}", kept.len());

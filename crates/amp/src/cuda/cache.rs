@@ -1,10 +1,11 @@
 //! Compiled kernels on disk. The same file in `amp` and `fused-optim`.
 //!
-//! A file holds all that the code was made from, and then the code. So neither two sources of one hash
-//! nor half a file can be taken for something else. Files are written beside and renamed, so processes
-//! that compile at once do each other no harm. Nothing here fails: without a cache there is only more
-//! to compile.
+//! A file holds a hash of the code, all that the code was made from, and then the code. So neither two
+//! sources of one hash nor half a file nor a damaged one can be taken for something else. Files are
+//! written beside and renamed, so processes that compile at once do each other no harm. Nothing here
+//! fails: without a cache there is only more to compile.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::{env, fs, process};
@@ -12,12 +13,17 @@ use std::{env, fs, process};
 /// Where compiled kernels are kept: `$CUBIN_CACHE` (empty: nowhere), or the user's cache.
 #[must_use]
 pub(super) fn folder() -> Option<PathBuf> {
-    if let Some(path) = env::var_os("CUBIN_CACHE") {
+    folder_by(&|name| env::var_os(name))
+}
+
+/// The same; `var` reads the environment. Of the folders of users only absolute ones count.
+fn folder_by(var: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    if let Some(path) = var("CUBIN_CACHE") {
         return (!path.is_empty()).then(|| path.into());
     }
-    let own = env::var_os("XDG_CACHE_HOME").filter(|path| !path.is_empty()).map(PathBuf::from);
-    let home = || env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache"));
-    Some(own.or_else(home)?.join(env!("CARGO_PKG_NAME")).join("cubin"))
+    let absolute = |name| var(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let own = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
+    Some(own.join(env!("CARGO_PKG_NAME")).join("cubin"))
 }
 
 /// Code of this source and these options by whatever version of the compiler: what is left to try
@@ -26,16 +32,23 @@ pub(super) fn of_any_version(folder: &Path, source: &str, options: &[String]) ->
     let from = format!("{}\n{source}", options.join("\n")).into_bytes();
     let code = |path: PathBuf| {
         let bytes = fs::read(path).ok()?;
-        let (length, rest) = bytes.split_first_chunk()?;
+        let (known, rest) = bytes.split_first_chunk()?;
         let line = rest.iter().position(|byte| *byte == b'\n')?;
         let code = rest[line + 1..].strip_prefix(&from[..])?;
-        (code.len() as u64 == u64::from_le_bytes(*length)).then(|| code.to_vec())
+        (hash(code) == u64::from_le_bytes(*known)).then(|| code.to_vec())
     };
     let mut paths: Vec<PathBuf> =
         fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path()).collect();
     paths.retain(|path| path.extension().is_some_and(|extension| extension == "cubin"));
     paths.sort_unstable();
     paths.into_iter().find_map(code)
+}
+
+/// FNV-1a.
+fn hash(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
+    })
 }
 
 /// Code in a folder, by what it is made from.
@@ -54,19 +67,16 @@ impl Entry {
         version: (i32, i32),
     ) -> Self {
         let from = format!("{version:?}\n{}\n{source}", options.join("\n")).into_bytes();
-        // FNV-1a: only a name, the file says what it is of.
-        let hash = from.iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-            (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
-        });
-        Self { path: folder.join(format!("{hash:016x}.cubin")), from }
+        // Only a name, the file says what it is of.
+        Self { path: folder.join(format!("{:016x}.cubin", hash(&from))), from }
     }
 
     /// The code, if it is there and whole.
     pub(super) fn read(&self) -> Option<Vec<u8>> {
         let bytes = fs::read(&self.path).ok()?;
-        let (length, rest) = bytes.split_first_chunk()?;
+        let (known, rest) = bytes.split_first_chunk()?;
         let code = rest.strip_prefix(&self.from[..])?;
-        (code.len() as u64 == u64::from_le_bytes(*length)).then(|| code.to_vec())
+        (hash(code) == u64::from_le_bytes(*known)).then(|| code.to_vec())
     }
 
     pub(super) fn write(&self, code: &[u8]) {
@@ -74,7 +84,7 @@ impl Entry {
         // Relaxed: only the numbers must differ.
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let own = self.path.with_extension(format!("{}-{number}", process::id()));
-        let bytes = [&(code.len() as u64).to_le_bytes()[..], &self.from, code].concat();
+        let bytes = [&hash(code).to_le_bytes()[..], &self.from, code].concat();
         let folder = self.path.parent().expect("an entry is in a folder");
         let written = fs::create_dir_all(folder).and_then(|()| fs::write(&own, bytes));
         if written.and_then(|()| fs::rename(&own, &self.path)).is_err() {
@@ -102,12 +112,21 @@ mod tests {
         // Another source of the same name, half a file, no file at all.
         fs::rename(&one.path, &other.path).unwrap();
         assert_eq!(other.read(), None);
+        fs::remove_file(&other.path).unwrap();
         one.write(b"code");
         let bytes = fs::read(&one.path).unwrap();
         for cut in 0..bytes.len() {
             fs::write(&one.path, &bytes[..cut]).unwrap();
             assert_eq!(one.read(), None, "cut at {cut}");
         }
+        // A page that never reached the disk, or a bit that fell over.
+        for at in 0..bytes.len() {
+            let mut bytes = bytes.clone();
+            bytes[at] ^= 16;
+            fs::write(&one.path, &bytes).unwrap();
+            assert_eq!(one.read(), None, "damaged at {at}");
+        }
+        assert_eq!(of_any_version(&folder, "one", &["--arch".into()]), None, "its code is damaged");
         let options = Entry::new(folder.clone(), "one", &[], (13, 0));
         let version = Entry::new(folder.clone(), "one", &["--arch".into()], (12, 1));
         assert!(options.path != one.path && version.path != one.path);
@@ -123,5 +142,43 @@ mod tests {
         // Where nothing can be written, nothing is, and nobody is told.
         entry(&one.path.join("below a file"), "one").write(b"code");
         fs::remove_dir_all(&folder).unwrap();
+    }
+
+    /// Who reads while others write finds all of a file or none.
+    #[test]
+    fn who_writes_at_once_does_no_harm() {
+        let folder = env::temp_dir().join(format!("cubin-race-{}", process::id()));
+        let code: Vec<u8> = (0..100_000_u32).map(|i| i as u8).collect();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..50 {
+                        let own = entry(&folder, "one");
+                        own.write(&code);
+                        assert!(own.read().unwrap() == code);
+                    }
+                });
+            }
+        });
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 1, "what was written beside is gone");
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn the_folder_is_as_the_environment_says() {
+        let folder = |vars: &[(&str, &str)]| {
+            let var = |name: &str| {
+                vars.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into())
+            };
+            folder_by(&var).map(|path| path.to_str().unwrap().to_owned())
+        };
+        let below = |home: &str| Some(format!("{home}/{}/cubin", env!("CARGO_PKG_NAME")));
+        assert_eq!(folder(&[("CUBIN_CACHE", "kept"), ("HOME", "/home/a")]), Some("kept".into()));
+        assert_eq!(folder(&[("CUBIN_CACHE", ""), ("HOME", "/home/a")]), None);
+        assert_eq!(folder(&[("XDG_CACHE_HOME", "/cache"), ("HOME", "/home/a")]), below("/cache"));
+        assert_eq!(folder(&[("XDG_CACHE_HOME", ""), ("HOME", "/home/a")]), below("/home/a/.cache"));
+        // Neither is below the working directory.
+        assert_eq!(folder(&[("XDG_CACHE_HOME", "cache"), ("HOME", "")]), None);
+        assert_eq!(folder(&[]), None);
     }
 }

@@ -363,3 +363,50 @@ fn whoever_leaves_finishes_its_work_and_ends_in_order() {
         assert_eq!(Fake::get().retained(device), 0);
     }
 }
+
+/// However many say so, and at what moment.
+#[test]
+fn one_abort_whoever_asks_for_it() {
+    let errors = failing(devices(3), &Config::default(), |this| {
+        let work = match this.rank() {
+            0 => None,
+            _ => Some(this.all_reduce(10)?),
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                let group = this.group;
+                scope.spawn(move || group.abort("enough"));
+            }
+        });
+        work.map_or_else(|| until_failure(this), |work| work.wait())
+    });
+    for error in &errors {
+        let error = poisoned_by(error);
+        let Error::Aborted { reason, .. } = error else { panic!("{error}") };
+        assert_eq!(reason, "enough");
+    }
+}
+
+/// It fails, at once or later, or never ends.
+#[test]
+fn leaving_that_goes_wrong_ends_in_an_abort() {
+    for fault in [Fault::Return(3), Fault::Async(6), Fault::Progress(i32::MAX)] {
+        let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
+        Fake::get().fault("ncclCommFinalize", devices.start, 1, fault);
+        let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
+        let groups = groups.into_iter().map(Result::unwrap).collect();
+        let start = Instant::now();
+        play(groups, |group| {
+            let (stream, mut memory) = (Fake::get().stream(), Memory::new(vec![1_u8; 10]));
+            let calls = group.device().unwrap().all_reduce(memory.buf(), ReduceOp::Sum).unwrap();
+            calls.enqueue(stream.raw()).unwrap().wait().unwrap();
+            drop(group);
+        });
+        assert!(start.elapsed() < TIMEOUT + SLACK, "{fault:?}");
+        for (device, [destroyed, aborted]) in devices.zip([[0, 1], [1, 0]]) {
+            assert_eq!(Fake::get().calls("ncclCommDestroy", device), destroyed, "{fault:?}");
+            assert_eq!(Fake::get().calls("ncclCommAbort", device), aborted, "{fault:?}");
+            assert_eq!(Fake::get().retained(device), 0);
+        }
+    }
+}

@@ -360,7 +360,7 @@ int cuMemsetD8Async(uintptr_t to, unsigned char value, size_t bytes, void *strea
   return 0;
 }
 int cuGetErrorName(int error, const char **name) {
-  *name = error == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : nullptr;
+  *name = error == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : error == 200 ? "CUDA_ERROR_INVALID_IMAGE" : nullptr;
   return *name ? 0 : 1;
 }
 
@@ -842,8 +842,13 @@ static void end(Comm *c, State state) {
   gone(c);
   live_comms--;
 }
+// What frees or takes a device's memory is for the device that is current.
+static void on_its_device(Comm *c, const char *function) {
+  if (here() != c->device) violation(string(function) + " without the communicator's device");
+}
 int ncclCommAbort(void *comm) {
   Comm *c = static_cast<Comm *>(comm);
+  on_its_device(c, "ncclCommAbort");
   if (c->state != ALIVE) violation("an abort of a communicator that has been ended");
   if (due("ncclCommAbort", c->device).kind == HANG) for (;;) sleep(1);
   end(c, ABORTED);
@@ -851,6 +856,7 @@ int ncclCommAbort(void *comm) {
 }
 int ncclCommFinalize(void *comm) {
   Comm *c = static_cast<Comm *>(comm);
+  on_its_device(c, "ncclCommFinalize");
   Enter e(c, "ncclCommFinalize");
   if (e.fails()) return e.code();
   if (!e.free()) return 4;
@@ -860,6 +866,7 @@ int ncclCommFinalize(void *comm) {
 }
 int ncclCommDestroy(void *comm) {
   Comm *c = static_cast<Comm *>(comm);
+  on_its_device(c, "ncclCommDestroy");
   {
     Enter e(c, "ncclCommDestroy");
     if (!c->finalized || !e.free()) violation("destroyed before it was finalized");
@@ -872,6 +879,7 @@ int ncclCommDestroy(void *comm) {
 int ncclCommSplit(void *comm, int color, int key, void **out, Config *config) {
   Comm *c = static_cast<Comm *>(comm);
   Enter e(c, "ncclCommSplit");
+  on_its_device(c, "ncclCommSplit");
   *out = nullptr;
   if (e.fails()) return e.code();
   if (!e.free() || !good(config)) return 4;
@@ -911,6 +919,7 @@ int ncclCommSplit(void *comm, int color, int key, void **out, Config *config) {
 int ncclCommRegister(void *comm, void *memory, size_t, void **handle) {
   Comm *c = static_cast<Comm *>(comm);
   Enter e(c, "ncclCommRegister");
+  on_its_device(c, "ncclCommRegister");
   if (e.fails()) return e.code();
   c->registered.insert(memory);
   *handle = memory;
@@ -919,6 +928,7 @@ int ncclCommRegister(void *comm, void *memory, size_t, void **handle) {
 int ncclCommDeregister(void *comm, void *handle) {
   Comm *c = static_cast<Comm *>(comm);
   Enter e(c, "ncclCommDeregister");
+  on_its_device(c, "ncclCommDeregister");
   if (!c->registered.erase(handle)) violation("deregistered what was not registered");
   return 0;
 }

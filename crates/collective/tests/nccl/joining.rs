@@ -39,6 +39,19 @@ fn one_id_for_some_ranks_each_if_the_library_can() {
     }
 }
 
+/// By NCCL's own number of ranks for an id.
+#[test]
+fn more_than_128_ranks_have_two_ids() {
+    let (devices, options) = (devices(130), GroupOptions::default().with_timeout(DEADLINE));
+    let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
+    let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
+    assert!(play(groups, |group| sum(&group)).iter().all(|&x| x == (130 * 131 / 2) as f32));
+    for device in devices {
+        assert_eq!(Fake::get().calls("ncclCommInitRankScalable", device), 1);
+        assert_eq!(Fake::get().calls("ncclCommInitRankConfig", device), 0);
+    }
+}
+
 /// All ranks fail to join; what rank 1 says, and the others.
 fn failing(fault: Fault, device_of_others: u32) -> (Error, Vec<Error>) {
     let devices = devices(device_of_others + 1);
@@ -151,18 +164,60 @@ fn a_split_is_nccls_own_and_shares_no_fate() {
     }
 }
 
+/// Down to groups of one rank; groups end before the parts of them.
 #[test]
-fn a_split_that_fails_is_a_failure_of_the_group() {
-    let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
-    Fake::get().fault("ncclCommSplit", devices.start, 1, Fault::Hang);
-    let groups = Fake::get().groups(devices, &options, &Config::default());
+fn a_part_of_a_part_is_nccls_own() {
+    let (devices, options) = (devices(4), GroupOptions::default().with_timeout(DEADLINE));
+    let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
     let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
     play(groups, |group| {
-        let error = group.split(Some(0), 0).unwrap_err();
-        let text = error.to_string();
-        assert!(text.contains("ncclCommSplit") && text.contains("did not come in time"), "{text}");
-        assert!(matches!(group.device(), Err(Error::Poisoned(_))));
+        let half = group.split(Some(group.rank() as u32 / 2), 0).unwrap().unwrap();
+        let alone = half.split(Some(half.rank() as u32), 0).unwrap().unwrap();
+        assert_eq!((half.world_size(), alone.world_size(), alone.backend_name()), (2, 1, "nccl"));
+        assert_eq!((sum(&alone), sum(&half), sum(&group)), (1.0, 3.0, 10.0));
+        drop(group);
+        assert_eq!((sum(&alone), sum(&half)), (1.0, 3.0));
+        drop(half);
+        assert_eq!(sum(&alone), 1.0);
     });
+    for device in devices {
+        let calls = |function| Fake::get().calls(function, device);
+        assert_eq!((calls("ncclCommInitRankConfig"), calls("ncclCommSplit")), (1, 2));
+        assert_eq!((calls("ncclCommDestroy"), calls("ncclCommAbort")), (3, 0));
+        assert_eq!(Fake::get().retained(device), 0);
+    }
+}
+
+#[test]
+fn a_split_that_fails_is_a_failure_of_the_group() {
+    for fault in [Fault::Hang, Fault::Return(3), Fault::Async(6)] {
+        let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
+        Fake::get().fault("ncclCommSplit", devices.start, 1, fault);
+        let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
+        let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
+        play(groups, |group| {
+            let text = group.split(Some(0), 0).unwrap_err().to_string();
+            let expected = match fault {
+                Fault::Hang => ["ncclCommSplit", "did not come in time"],
+                Fault::Async(_) if group.rank() == 0 => {
+                    ["ncclCommGetAsyncError", "ncclRemoteError"]
+                }
+                // NCCL's part is there, and rank 0 does not come to the rest.
+                Fault::Async(_) => ["joining group default/split0", "missing rank 0"],
+                _ => ["ncclCommSplit", "ncclInternalError"],
+            };
+            assert!(expected.iter().all(|part| text.contains(part)), "{fault:?}: {text}");
+            // Whom nobody has told why hears it first.
+            assert!(group.device().is_err());
+            assert!(matches!(group.device(), Err(Error::Poisoned(_))));
+        });
+        for (rank, device) in devices.enumerate() {
+            // A part that has been begun is ended, too.
+            let begun = 1 + i32::from(rank == 1 || !matches!(fault, Fault::Return(_)));
+            assert_eq!(Fake::get().calls("ncclCommAbort", device), begun, "{fault:?}, rank {rank}");
+            assert_eq!(Fake::get().retained(device), 0);
+        }
+    }
 }
 
 /// Between machines the host's side is TCP.

@@ -442,6 +442,67 @@ fn compressed_buckets_are_rounded_before_and_after() {
     }
 }
 
+/// What half a float cannot hold is infinite on all ranks, and seen there.
+#[test]
+fn a_compressed_bucket_overflows_on_all_ranks() {
+    for (compress, fits) in [(Compress::F16, false), (Compress::Bf16, true)] {
+        ranks(2, DEADLINE, |group| {
+            let rank = group.rank();
+            let kernels = Kernels::default();
+            let seen = Arc::clone(&kernels.seen);
+            let mut options = tiny();
+            options.compress = Some(compress);
+            let mut side = Side::new(group, params(&[2, 0, 3]), options, kernels);
+            for number in 0..4 {
+                let large = number % 2 == 1 && rank == 1;
+                let buckets = side.reducer.plan().buckets().len();
+                side.pass(&[2, 0, 3], true, |i| if large && i == 2 { 65_536.0 } else { 2.0 });
+                side.stream.sync();
+                let seen = std::mem::take(&mut *seen.lock().unwrap());
+                assert_eq!(seen.len(), buckets);
+                assert_eq!(seen.iter().all(|one| one.2), fits || number % 2 == 0);
+                let large = if fits { 32_768.0 } else { f32::INFINITY };
+                let third = if number % 2 == 1 { large } else { 2.0 };
+                assert_eq!(side.grad::<f32>(2).unwrap(), [third; 3]);
+                assert_eq!(side.grad::<f32>(1), Some(Vec::new()));
+                assert_eq!(side.grad::<f32>(0).unwrap(), [2.0; 2]);
+                side.reducer.zero_grad();
+            }
+        });
+    }
+}
+
+#[test]
+fn a_bucket_without_elements_is_one_like_others() {
+    for compress in [None, Some(Compress::F16)] {
+        ranks(2, DEADLINE, |group| {
+            let kernels = Kernels::default();
+            let seen = Arc::clone(&kernels.seen);
+            let mut options = tiny();
+            options.compress = compress;
+            // Another type is another bucket.
+            let mut model = params(&[0, 0]);
+            model.push(ParamInfo::new("wide", 0, DType::F64));
+            let mut side = Side::new(group, model, options, kernels);
+            for _ in 0..3 {
+                side.reducer.prepare(true).unwrap();
+                side.ready(2, Vec::<f64>::new()).unwrap();
+                side.ready(1, Vec::<f32>::new()).unwrap();
+                side.ready(0, Vec::<f32>::new()).unwrap();
+                let buckets = side.reducer.plan().buckets().len();
+                side.finish().unwrap();
+                side.stream.sync();
+                let seen = std::mem::take(&mut *seen.lock().unwrap());
+                let expected: Vec<_> = (0..buckets).map(|bucket| (bucket, 0.0, true)).collect();
+                assert_eq!(seen, expected);
+                assert!(buckets > 1);
+                assert_eq!(side.grad::<f32>(1), Some(Vec::new()));
+            }
+            side.reducer.wait().unwrap();
+        });
+    }
+}
+
 #[test]
 fn the_epilogue_sees_each_bucket_once_averaged_in_order() {
     let counts = [5, 3, 8, 1];

@@ -219,12 +219,47 @@ fn registered_memory_and_nccls_own() {
         });
         assert_eq!(memory.numbers(), [group.world_size() as i64; 100]);
         drop(registration);
-        // A registration may outlive its group.
-        #[expect(unsafe_code, reason = "the contract of registrations")]
-        // SAFETY: the memory outlives the registration.
-        let late = unsafe { device.register(memory.buf()) }.unwrap();
-        std::mem::forget(late);
     });
+}
+
+/// Registrations and memory go in any order, also behind their group, whether it ended well or not.
+#[test]
+fn registrations_and_memory_may_outlive_their_group() {
+    for fails in [false, true] {
+        let options = GroupOptions::default().with_timeout(DEADLINE);
+        let groups = Fake::get().groups(devices(2), &options, &Config::default());
+        let groups = groups.into_iter().map(Result::unwrap).collect();
+        play(groups, |group| {
+            let (stream, world) = (Fake::get().stream(), group.world_size() as i32);
+            let mut all: Vec<_> = (0..4).map(|i| Memory::new(vec![i; 16])).collect();
+            let device = group.device().unwrap();
+            let own = device.alloc(collective::DType::I32, 64).unwrap();
+            let register = |memory: &mut Memory<i32>| {
+                // SAFETY: the memory outlives the registration.
+                #[expect(unsafe_code, reason = "the contract of registrations")]
+                unsafe { device.register(memory.buf()) }.unwrap()
+            };
+            let mut kept: Vec<_> = all.iter_mut().map(register).collect();
+            drop(kept.remove(2));
+            drop(kept.remove(0));
+            run(&group, &stream, |mut calls| {
+                for memory in &mut all {
+                    calls = calls.all_reduce(memory.buf(), ReduceOp::Sum)?;
+                }
+                Ok(calls)
+            });
+            drop(kept.remove(1));
+            for (i, memory) in all.iter().enumerate() {
+                assert_eq!(memory.numbers(), [world * i as i32; 16]);
+            }
+            group.barrier().unwrap();
+            if fails {
+                group.abort("enough");
+            }
+            drop(group);
+            drop((kept, own));
+        });
+    }
 }
 
 #[test]

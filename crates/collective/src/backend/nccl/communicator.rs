@@ -462,6 +462,7 @@ impl Drop for Registered {
     fn drop(&mut self) {
         // With the communicator the registration has ended too.
         let Ok(_guard) = self.communicator.call() else { return };
+        let _entered = self.communicator.device.enter();
         // SAFETY: not ended, nobody else in a call; registered there, and deregistered once. A
         // failure leaves nothing to be done.
         let _ = unsafe { (self.deregister)(self.communicator.raw, self.handle) };

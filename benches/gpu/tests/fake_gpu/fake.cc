@@ -217,6 +217,8 @@ int cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t bytes, void *stream) {
 }
 
 int cuModuleLoadData(void **module, const void *image) {
+  Fault f = due("cuModuleLoadData", here());
+  if (f.kind == RETURN) return f.argument;
   if (capturing) return not_in_capture(capturing);
   string text = static_cast<const char *>(image);
   if (text.rfind("fake cubin ", 0) != 0) return 200;

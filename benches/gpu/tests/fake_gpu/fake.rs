@@ -63,7 +63,7 @@ pub(crate) fn with_fake_and(
 }
 
 /// Says in a child where the fake is.
-const LIBRARY: &str = "GPU_BENCH_FAKE";
+pub(crate) const LIBRARY: &str = "GPU_BENCH_FAKE";
 /// What it says then.
 const RAN: &str = "on the fake GPU";
 /// And which of several processes of a test it is.
@@ -72,6 +72,22 @@ const VARIABLES: &str = "GPU_BENCH_VARIABLES";
 /// Compiles the fake, unless that has been done since it changed, into a folder of its own, under
 /// every name that it is looked for by.
 fn build() -> PathBuf {
+    compile("gpu", &[])
+}
+
+/// A driver that has these functions and no other; the fake's levers are there, NVRTC and NCCL are not.
+pub(crate) fn narrow(name: &str, symbols: &[&str]) -> PathBuf {
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let map = target.join(format!("{name}.map"));
+    let text = format!("{{ global: fake_*; {}; local: *; }};", symbols.join("; "));
+    if fs::read_to_string(&map).ok().as_ref() != Some(&text) {
+        let _ = fs::remove_dir_all(target.join(name));
+        fs::write(&map, text).unwrap();
+    }
+    compile(name, &[format!("-Wl,--version-script={}", map.display())])
+}
+
+fn compile(name: &str, flags: &[String]) -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
     let sources = [
         "benches/gpu/tests/fake_gpu/fake.cc",
@@ -80,7 +96,7 @@ fn build() -> PathBuf {
     ];
     let sources = sources.map(|source| root.join(source));
     let target = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let folder = target.join("gpu");
+    let folder = target.join(name);
     let path = folder.join("libcuda.so.1");
     let time = |path: &Path| fs::metadata(path).and_then(|data| data.modified()).ok();
     if sources.iter().all(|source| time(&path) > time(source)) {
@@ -89,7 +105,7 @@ fn build() -> PathBuf {
     fs::create_dir_all(&folder).unwrap();
     let new = folder.join(format!("new.{}", std::process::id()));
     let mut compiler = Command::new("g++");
-    compiler.args(["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread"]);
+    compiler.args(["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread"]).args(flags);
     let kernels = root.join("crates/fused-optim/src/cuda");
     compiler.arg(format!("-DKERNELS=\"{}\"", kernels.display()));
     compiler.arg(format!("-DFOLDER=\"{}\"", target.display()));

@@ -8,6 +8,7 @@
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
 #![expect(unsafe_code, reason = "an interface for C, and addresses")]
 
+mod drivers;
 mod fake;
 
 use std::ffi::{CStr, CString, c_int};

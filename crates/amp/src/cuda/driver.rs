@@ -207,7 +207,7 @@ impl Gpu {
                 let code = compiled(source, macros, self.arch)?;
                 // SAFETY: the image is an ELF file that NVRTC made; the driver copies it.
                 let module = unsafe { result::module::load_data(code.as_ptr().cast()) };
-                let module = Module(module.map_err(failed("load kernels"))?);
+                let module = Module(module.map_err(refused)?);
                 modules.insert(key, module);
                 module
             }
@@ -312,6 +312,16 @@ fn failed(during: &'static str) -> impl Fn(DriverError) -> CudaError {
         CudaError::Driver { during, name, code: error.0 as u32 }
     }
 }
+
+/// An error of the driver that was given code: one older than the compiler may refuse it.
+fn refused(error: DriverError) -> CudaError {
+    // CUDA_ERROR_INVALID_IMAGE, ..._NO_BINARY_FOR_GPU, ..._UNSUPPORTED_PTX_VERSION.
+    let newer = matches!(error.0 as u32, 200 | 209 | 222);
+    failed(if newer { NEWER } else { "load kernels" })(error)
+}
+
+const NEWER: &str = "load kernels (is NVRTC newer than the driver? Update the driver, or set \
+    NVRTC_LIBRARY to the path of an NVRTC as old as it)";
 
 /// Threads of a block.
 const THREADS: u32 = 256;

@@ -107,16 +107,21 @@ fn matching(folder: &Path, prefix: &str) -> Vec<PathBuf> {
 }
 
 /// Where a library may be: what `variable` says and nothing else, if it is set; or wherever the
-/// system's loader looks, CUDA's own folder, and the packages of Python.
-pub(super) fn candidates(variable: &str, names: &[&str], packages: &[&str]) -> Vec<PathBuf> {
-    if let Some(path) = env::var_os(variable).filter(|path| !path.is_empty()) {
+/// system's loader looks, CUDA's own folder, and the packages of Python. `var` reads the environment.
+pub(super) fn candidates(
+    var: &dyn Fn(&str) -> Option<OsString>,
+    variable: &str,
+    names: &[&str],
+    packages: &[&str],
+) -> Vec<PathBuf> {
+    if let Some(path) = var(variable).filter(|path| !path.is_empty()) {
         return vec![path.into()];
     }
     let mut paths: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
-    let variables = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(env::var_os);
+    let variables = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(var);
     let homes = variables.chain([OsString::from("/usr/local/cuda")]);
     let mut folders: Vec<PathBuf> = homes.map(|home| Path::new(&home).join("lib64")).collect();
-    for site in python_sites() {
+    for site in python_sites(var) {
         folders
             .extend(packages.iter().map(|package| site.join("nvidia").join(package).join("lib")));
     }
@@ -125,15 +130,24 @@ pub(super) fn candidates(variable: &str, names: &[&str], packages: &[&str]) -> V
     paths
 }
 
-/// Folders in which Python keeps packages: those of an active environment first.
-fn python_sites() -> Vec<PathBuf> {
-    let python_path = env::var_os("PYTHONPATH").unwrap_or_default();
-    let mut sites: Vec<PathBuf> = env::split_paths(&python_path).collect();
-    let environments = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(env::var_os);
-    let system = ["/usr/local", "/usr", "/opt/conda"].map(OsString::from);
-    for root in environments.chain(system) {
-        for python in matching(&Path::new(&root).join("lib"), "python3") {
-            sites.extend(["site-packages", "dist-packages"].map(|name| python.join(name)));
+/// Folders in which Python keeps packages: those of an active environment first, then those of the
+/// interpreters in `PATH`, the user's, the system's.
+fn python_sites(var: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
+    let paths = |name| env::split_paths(&var(name).unwrap_or_default()).collect::<Vec<_>>();
+    let mut sites = paths("PYTHONPATH");
+    let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(var).map(PathBuf::from);
+    let with_python = paths("PATH").into_iter().filter(|bin| bin.join("python3").exists());
+    let interpreters = with_python.filter_map(|bin| Some(bin.parent()?.to_owned()));
+    let user = var("HOME").map(|home| Path::new(&home).join(".local"));
+    let system = ["/usr/local", "/usr", "/opt/conda"].map(PathBuf::from);
+    for root in active.chain(interpreters).chain(user).chain(system) {
+        // The newest first.
+        for python in matching(&root.join("lib"), "python3").into_iter().rev() {
+            for site in ["site-packages", "dist-packages"].map(|name| python.join(name)) {
+                if !sites.contains(&site) {
+                    sites.push(site);
+                }
+            }
         }
     }
     sites
@@ -172,5 +186,56 @@ mod tests {
         let path = PathBuf::from("lib\0x.so");
         // SAFETY: there is no such path.
         assert!(unsafe { Library::open("libx", &[path], "", "") }.is_err());
+    }
+    /// An environment that is active, or whose interpreter is in `PATH`; `pip install --user`.
+    #[test]
+    fn packages_of_python_are_found_wherever_pip_has_put_them() {
+        let root = env::temp_dir().join(format!("sites-{}", std::process::id()));
+        let install = |file: &str| {
+            let path = root.join(file);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(&path, "").unwrap();
+            path
+        };
+        let venv = |python: &str, file: &str| {
+            install(&format!("venv/lib/{python}/site-packages/nvidia/{file}"))
+        };
+        let old = venv("python3.11", "cu13/lib/libx.so.13");
+        let new = venv("python3.12", "cu13/lib/libx.so.13");
+        let twelve = venv("python3.12", "cuda_x/lib/libx.so.12");
+        let user = install("home/.local/lib/python3.11/site-packages/nvidia/cuda_x/lib/libx.so.12");
+        let toolkit = install("cuda/lib64/libx.so.12");
+        install("venv/bin/python3");
+        let names = ["libx.so.13", "libx.so.12"];
+        let found = |vars: &[(&str, &str)]| {
+            let var = |name: &str| {
+                let (_, value) = vars.iter().find(|(known, _)| *known == name)?;
+                Some(if value.is_empty() { "".into() } else { root.join(value).into() })
+            };
+            candidates(&var, "X_LIBRARY", &names, &["cu13", "cuda_x"])
+        };
+        let plain = names.map(PathBuf::from).to_vec();
+        let after = |more: &[&PathBuf]| {
+            [&plain[..], &more.iter().copied().cloned().collect::<Vec<_>>()].concat()
+        };
+        assert_eq!(found(&[]), plain);
+        assert_eq!(
+            found(&[("X_LIBRARY", "own.so"), ("VIRTUAL_ENV", "venv")]),
+            [root.join("own.so")]
+        );
+        for active in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
+            let empty = ("X_LIBRARY", "");
+            assert_eq!(
+                found(&[empty, (active, "venv")]),
+                after(&[&new, &twelve, &old]),
+                "{active}"
+            );
+        }
+        assert_eq!(found(&[("PATH", "venv/bin")]), after(&[&new, &twelve, &old]));
+        assert_eq!(found(&[("HOME", "home")]), after(&[&user]));
+        let site = "venv/lib/python3.11/site-packages";
+        assert_eq!(found(&[("PYTHONPATH", site), ("HOME", "home")]), after(&[&old, &user]));
+        assert_eq!(found(&[("CUDA_HOME", "cuda"), ("HOME", "home")]), after(&[&toolkit, &user]));
+        fs::remove_dir_all(&root).unwrap();
     }
 }

@@ -70,7 +70,9 @@ impl Nvrtc {
         static NVRTC: OnceLock<Result<Nvrtc, CudaError>> = OnceLock::new();
         let load = || {
             let names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
-            let paths = candidates("NVRTC_LIBRARY", &names, &["cu13", "cuda_nvrtc", "cu12"]);
+            let var = |name: &str| std::env::var_os(name);
+            let packages = ["cu13", "cuda_nvrtc", "cu12"];
+            let paths = candidates(&var, "NVRTC_LIBRARY", &names, &packages);
             // SAFETY: these are NVRTC's own names, or what the user named for it.
             unsafe { Self::load(&paths) }
         };

@@ -70,18 +70,17 @@ impl Wanted {
 }
 
 /// The folders of Python's packages: of the active environments, of the interpreters in `PATH`, of
-/// the user.
+/// the user, of the system.
 fn site_packages(var: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
-    let mut prefixes: Vec<PathBuf> =
-        ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(|name| Some(var(name)?.into())).collect();
-    if let Some(path) = var("PATH") {
-        let with_python = std::env::split_paths(&path).filter(|bin| bin.join("python3").exists());
-        prefixes.extend(with_python.filter_map(|bin| Some(bin.parent()?.to_owned())));
-    }
-    prefixes.extend(var("HOME").map(|home| Path::new(&home).join(".local")));
-    let mut folders = Vec::new();
-    for lib in prefixes.iter().map(|prefix| prefix.join("lib")) {
-        let Ok(entries) = fs::read_dir(&lib) else { continue };
+    let paths = |name| std::env::split_paths(&var(name).unwrap_or_default()).collect::<Vec<_>>();
+    let mut folders = paths("PYTHONPATH");
+    let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(var).map(PathBuf::from);
+    let with_python = paths("PATH").into_iter().filter(|bin| bin.join("python3").exists());
+    let interpreters = with_python.filter_map(|bin| Some(bin.parent()?.to_owned()));
+    let user = var("HOME").map(|home| Path::new(&home).join(".local"));
+    let system = ["/usr/local", "/usr", "/opt/conda"].map(PathBuf::from);
+    for prefix in active.chain(interpreters).chain(user).chain(system) {
+        let Ok(entries) = fs::read_dir(prefix.join("lib")) else { continue };
         let mut versions: Vec<PathBuf> = entries.filter_map(|e| Some(e.ok()?.path())).collect();
         versions.retain(|path| {
             path.file_name().is_some_and(|name| name.as_bytes().starts_with(b"python3"))
@@ -220,7 +219,7 @@ mod tests {
         let named = Path::new("/opt/libnccl.so.2");
         assert_eq!(looked_for(&[("COLLECTIVE_NCCL_LIB", named)]), [named]);
         let plain = ["libnccl.so.2", "libnccl.so"].map(PathBuf::from);
-        assert_eq!(looked_for(&[("COLLECTIVE_NCCL_LIB", Path::new(""))]), plain);
+        assert_eq!(looked_for(&[("COLLECTIVE_NCCL_LIB", Path::new(""))])[..2], plain);
 
         let dir = std::env::temp_dir().join(format!("collective-nccl-{}", std::process::id()));
         let library = |python: &str| {
@@ -234,8 +233,13 @@ mod tests {
         fs::write(dir.join("bin/python3"), "").unwrap();
         let bin = dir.join("bin");
         for vars in [[("VIRTUAL_ENV", &*dir)], [("PATH", &*bin)]] {
-            assert_eq!(looked_for(&vars)[2..], [new.clone(), old.clone()]);
+            assert_eq!(looked_for(&vars)[2..4], [new.clone(), old.clone()]);
         }
+        let site = dir.join("lib/python3.10/site-packages");
+        assert_eq!(looked_for(&[("PYTHONPATH", &*site)])[2], old);
+        std::os::unix::fs::symlink(&dir, dir.join(".local")).unwrap();
+        let local = dir.join(".local/lib/python3.12/site-packages/nvidia/nccl/lib/libnccl.so.2");
+        assert_eq!(looked_for(&[("HOME", &*dir)])[2], local);
         // SAFETY: what is there is text, which has no initialisers.
         let error = unsafe { Library::open(&NCCL, std::slice::from_ref(&new)) }.unwrap_err();
         fs::remove_dir_all(&dir).unwrap();

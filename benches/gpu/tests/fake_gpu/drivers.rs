@@ -1,0 +1,107 @@
+//! Drivers that lack functions, and that refuse code: errors, never a panic of cudarc's.
+
+use std::path::Path;
+
+use amp::cuda::CudaScaler;
+use amp::{LossScaler, LossScalerOptions};
+use fused_optim::cuda::{Averages, CudaError};
+
+use super::fake::{LIBRARY, narrow};
+use super::*;
+
+/// What is looked for in a driver before cudarc is asked anything.
+fn looked_for() -> Vec<&'static str> {
+    let source = include_str!("../../../../crates/fused-optim/src/cuda/driver.rs");
+    let (_, list) = source.split_once("const SYMBOLS: &[&str] = &[").unwrap();
+    let (list, _) = list.split_once("];").unwrap();
+    list.split('"').filter(|word| word.starts_with("cu")).collect()
+}
+
+/// In a process whose driver has these functions and no other.
+fn with_narrow(test: &str, name: &str, symbols: &[&str], body: impl FnOnce(&'static Fake)) {
+    let path = narrow(name, symbols);
+    let folder = path.parent().and_then(Path::to_str).unwrap();
+    with_fake_and(test, &[("LD_LIBRARY_PATH", folder), (LIBRARY, path.to_str().unwrap())], body);
+}
+
+/// What cudarc calls for us, and does not find, is a panic there: so all of it must be looked for.
+#[test]
+fn nothing_of_the_driver_is_called_that_was_not_looked_for() {
+    let test = "drivers::nothing_of_the_driver_is_called_that_was_not_looked_for";
+    with_narrow(test, "exact", &looked_for(), |fake| {
+        let mut words = [1.0_f32; 3000];
+        let mut halves = [half::f16::ZERO; 3000];
+        let len = words.len();
+        let weight = DeviceSlice { ptr: fake.lend(&mut words), len, dtype: DType::F32 };
+        let (half, mut ema) = (fake.lend(&mut halves), [0.0_f32; 3000]);
+        // SAFETY: a stream that lives.
+        let foreign = || unsafe { Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
+        for gpu in [Gpu::new(0).unwrap(), foreign()] {
+            let groups = [ParamGroup::new(SgdHyper { momentum: 0.9, ..Default::default() }, 0..1)];
+            let mut sgd = CudaOptimizer::new(gpu.clone(), groups, HalfWeights::Master).unwrap();
+            sgd.set_loss_scale(Some(LossScale::default())).unwrap();
+            let mut param = DeviceParam::new(weight, Some(weight));
+            param.ema = Some((fake.lend(&mut ema), 0.5));
+            let ctl = StepCtl { clip: Some(Clip::norm(1.0)), ..StepCtl::default() };
+            // SAFETY: the memory outlives the optimizer; here and below.
+            unsafe { sgd.bind(&[param]) }.unwrap();
+            // SAFETY: as above.
+            unsafe { sgd.look_part(&[0], &ctl, Some(&gpu)) }.unwrap();
+            // SAFETY: as above.
+            unsafe { sgd.step(&ctl) }.unwrap();
+            sgd.load_state_dict(&sgd.state_dict().unwrap()).unwrap();
+            gpu.name().unwrap();
+            drop(Averages::new(gpu, &[3000]).unwrap());
+        }
+        // SAFETY: a stream that lives.
+        let gpu = unsafe { amp::cuda::Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
+        let of = |ptr, dtype| amp::cuda::DeviceSlice { ptr, len, dtype };
+        let wide = of(weight.ptr, amp::DType::F32);
+        // SAFETY: as above.
+        unsafe { amp::cuda::cast(&gpu, wide, of(half, amp::DType::F16)) }.unwrap();
+        let scaler = LossScaler::new(LossScalerOptions::default()).unwrap();
+        let mut scaler = CudaScaler::new(gpu, &scaler).unwrap();
+        // SAFETY: as above.
+        unsafe { scaler.bind(&[wide]) }.unwrap();
+        // SAFETY: as above.
+        unsafe { scaler.unscale() }.unwrap();
+        scaler.update().unwrap();
+        scaler.status().unwrap();
+    });
+}
+
+#[test]
+fn a_driver_that_lacks_a_function_is_an_error_that_names_it() {
+    let test = "drivers::a_driver_that_lacks_a_function_is_an_error_that_names_it";
+    let mut symbols = looked_for();
+    symbols.retain(|symbol| *symbol != "cuMemFreeAsync");
+    with_narrow(test, "old", &symbols, |_| {
+        let error = Gpu::new(0).unwrap_err();
+        assert!(
+            matches!(&error, CudaError::MissingSymbol { symbol: "cuMemFreeAsync", .. }),
+            "{error}"
+        );
+        let text = error.to_string();
+        assert!(text.contains("libcuda.so") && text.contains("driver 525 or later"), "{text}");
+        assert_eq!(amp::cuda::Gpu::new(0).unwrap_err().to_string(), text);
+    });
+}
+
+#[test]
+fn code_that_the_driver_refuses_may_be_of_a_newer_compiler() {
+    let test = "drivers::code_that_the_driver_refuses_may_be_of_a_newer_compiler";
+    with_fake(test, |fake| {
+        // SAFETY: a stream that lives.
+        let gpu = unsafe { amp::cuda::Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
+        let scaler = LossScaler::new(LossScalerOptions::default()).unwrap();
+        let text = |code| {
+            fake.fail("cuModuleLoadData", 0, 1, code);
+            CudaScaler::new(gpu.clone(), &scaler).unwrap_err().to_string()
+        };
+        let refused = text(200);
+        assert!(refused.starts_with("load kernels (is NVRTC newer than the driver?"), "{refused}");
+        assert!(refused.contains("NVRTC_LIBRARY") && refused.ends_with("(200)"), "{refused}");
+        assert_eq!(text(719), "load kernels: CUDA_ERROR_LAUNCH_FAILED (719)");
+        CudaScaler::new(gpu, &scaler).unwrap();
+    });
+}

@@ -49,6 +49,7 @@ def library(path):
     lib.gpu_cast.argtypes = [pointer, ctypes.c_uint64, word, ctypes.c_uint64, word, size]
     lib.gpu_scaler.argtypes = [pointer, size, pointer, pointer, word]
     lib.gpu_unscale.argtypes = [pointer]
+    lib.gpu_nccl_version.argtypes = []
     lib.gpu_group.argtypes = [pointer, word, word, word, word, pointer]
     lib.gpu_group_end.argtypes, lib.gpu_group_end.restype = [pointer], None
     lib.gpu_join.argtypes = [pointer, ctypes.c_char_p, size, pointer, pointer, word, ctypes.c_double,
@@ -185,7 +186,7 @@ def traffic(path):
 
 def version(command):
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
         return done.stdout.strip() or None
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -202,11 +203,17 @@ def record(rows_in, folder, command):
     commit = ["git", "-C", HERE, "rev-parse", "HEAD"]
     out = dict(date=now.isoformat(timespec="seconds"), command=command, machine=platform.platform(),
                gpu=version(smi), commit=version(commit), rows=rows)
-    os.makedirs(folder, exist_ok=True)
-    name = os.path.join(folder, now.strftime("gpu-%Y-%m-%d-%H%M.json"))
-    with open(name, "w") as file:
-        json.dump(out, file, indent=1)
-    return name
+    # Where that folder cannot be written to, with the rows.
+    for place in (folder, rows_in):
+        name = os.path.join(place, now.strftime("gpu-%Y-%m-%d-%H%M.json"))
+        try:
+            os.makedirs(place, exist_ok=True)
+            with open(name, "w") as file:
+                json.dump(out, file, indent=1)
+            return name
+        except OSError as error:
+            print(f"no record there: {error}", file=sys.stderr)
+    raise Failure("no record could be written")
 
 
 def resnet50():
@@ -529,6 +536,10 @@ class Bench:
                                             data=(address, False))
         return self.torch.as_tensor(At(), device="cuda")
 
+    def nccl_version(self):
+        """Of the library that our groups are over, which need not be PyTorch's; 0 if there is none."""
+        return self.lib.gpu_nccl_version()
+
     def group(self, rank=0, world=1, port=0):
         group, stream = ctypes.c_void_p(), self.torch.cuda.current_stream().cuda_stream
         self.ours.check(self.lib.gpu_group(stream, 0, rank, world, port, ctypes.byref(group)))
@@ -598,9 +609,9 @@ class Bench:
 
     def pair(self):
         """Two ranks on this GPU, in processes of their own, if NCCL can."""
-        version = self.torch.cuda.nccl.version()
-        if version < (2, 30):
-            text = f"NCCL {'.'.join(map(str, version))} cannot; 2.30 can"
+        version = self.nccl_version()
+        if version < 23000:
+            text = f"NCCL {version} cannot, 23000 can" if version else self.lib.gpu_error().decode()
             return self.row(what="two ranks on one GPU", ended=text)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -686,8 +697,7 @@ class Bench:
 
     def all(self):
         torch = self.torch
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        self.row(what="versions", torch=torch.__version__, cuda=torch.version.cuda, nccl=nccl,
+        self.row(what="versions", torch=torch.__version__, cuda=torch.version.cuda, nccl=self.nccl_version(),
                  gpu=torch.cuda.get_device_name(), python=sys.version.split()[0],
                  nvrtc=os.environ.get("NVRTC_LIBRARY"))
         self.part("correctness", 60, self.correctness)
@@ -707,6 +717,21 @@ class Bench:
         # Last: a library that hangs takes nothing with it.
         self.part("NCCL", 25, self.nccl)
         self.part("two ranks", 60, self.pair)
+
+
+def begin(make, args):
+    """What `make` makes of the library. The suite without PyTorch, a driver or a library that can be opened
+    is a row that says so."""
+    rows = os.path.join(args.out, "rows.json")
+    try:
+        lib = library(args.library)
+        lib.path = args.library
+        return make(lib, rows)
+    except Exception as error:
+        if not (args.small or args.step or args.rank is not None):
+            with open(rows, "w") as file:
+                json.dump([dict(what="failed", part="begin", error=f"{type(error).__name__}: {error}"[:500])], file)
+        raise
 
 
 def on_the_gpu(lib, out):
@@ -736,16 +761,15 @@ def main(make=on_the_gpu):
         with open(os.path.join(args.out, "rows-traffic.json"), "w") as file:
             json.dump(rows, file)
         return print(rows)
-    lib = library(args.library)
-    lib.path = args.library
-    for arch in args.cubins or ():
-        if lib.gpu_cubins(arch):
-            raise Failure(lib.gpu_error().decode())
     if args.cubins is not None:
+        lib = library(args.library)
+        for arch in args.cubins:
+            if lib.gpu_cubins(arch):
+                raise Failure(lib.gpu_error().decode())
         return
     if args.dry:
-        return dry(lib)
-    bench = make(lib, os.path.join(args.out, "rows.json"))
+        return dry(library(args.library))
+    bench = begin(make, args)
     if args.small:
         return bench.small()
     if args.step:

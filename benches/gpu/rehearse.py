@@ -76,6 +76,9 @@ class Rehearsal(bench.Bench):
     capturable = False
     program = os.path.abspath(__file__)
 
+    def nccl_version(self):
+        return max(23000, super().nccl_version())
+
     def times(self, calls, rounds=2):
         return super().times(calls, rounds)
 
@@ -92,7 +95,6 @@ def on_the_fake(lib, out):
     cuda.stream = lambda _: contextlib.nullcontext()
     cuda.empty_cache = lambda: None
     cuda.get_device_name = lambda: "a fake"
-    cuda.nccl.version = lambda: (2, 30, 0)
     bench.COPIED, bench.SWEPT, bench.STEP_COUNT = 1000, 4096, 3000
     bench.REDUCED = (1000, 3, 70_000)
     for name, sizes in bench.CASES.items():

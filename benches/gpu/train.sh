@@ -4,9 +4,11 @@
 #   benches/gpu/train.sh --build   builds what is carried, where cargo is: out/runner.gz, and the data set.
 #                                  nvcc is taken from PATH or Python's packages (nvidia-cuda-{nvcc,crt,runtime,
 #                                  cccl} and nvidia-nvvm); no newer than the driver that is to read its PTX
-#   benches/gpu/train.sh           trains; run.sh does so after the rest
+#   benches/gpu/train.sh           trains, until TRAINING_END (seconds of the epoch) at most; run.sh does so after
+#                                  the rest
 set -euo pipefail
 cd "$(dirname "$0")"
+out=${GPU_BENCH_OUT:-$PWD/out}
 python=${TORCH_PYTHON:-python3}
 budget=${TRAINING_SECONDS:-15}
 
@@ -62,10 +64,18 @@ build() {
 
 # Name, and what is set besides. Whoever fails has a row that says so.
 train() {
-  local name=$1 text=out/training-$1.txt data=$PWD/out/fashion-mnist ended=0
+  local name=$1 text=$out/training-$1.txt data=$PWD/out/fashion-mnist ended=0 now left
   shift
-  timeout -k 5 $((budget + 15)) "${RUNNER:-out/runner}" train ../../configs/resnet_fashion.toml \
-    --work-dir "out/training-$name" --time-budget "${budget}s" --cfg-options device=cuda \
+  now=$(date +%s)
+  left=$((${TRAINING_END:-now + 3600} - now))
+  if [ "$left" -lt 20 ]; then
+    printf '{"what": "training", "case": "%s", "ended": "out of time"}' "$name"
+    return
+  fi
+  # A start and a validation come on top.
+  [ "$left" -gt $((budget + 15)) ] || budget=$((left - 15))
+  timeout -k 5 $((budget + 15)) "${RUNNER:-$out/runner}" train ../../configs/resnet_fashion.toml \
+    --work-dir "$out/training-$name" --time-budget "${budget}s" --cfg-options device=cuda \
     "train_dataloader.dataset.root=$data" "val_dataloader.dataset.root=$data" "$@" > "$text" 2>&1 || ended=$?
   local last='s/.*accuracy: ([0-9.]+).*/\1/p' time='s/.*\(train\).* time: ([0-9.]+).*/\1/p'
   printf '{"what": "training", "case": "%s", "ended": %d, "accuracy": %s, "seconds_a_step": %s}' "$name" "$ended" \
@@ -78,14 +88,14 @@ if [ "${1:-}" = --build ]; then
   build
   exit
 fi
-[ -n "${RUNNER:-}" ] || { gunzip -kf out/runner.gz && chmod +x out/runner; }
+[ -n "${RUNNER:-}" ] || { gunzip -c out/runner.gz > "$out/runner" && chmod +x "$out/runner"; }
 # cuBLAS, cuRAND and the runtime are where PyTorch has them.
 folders=$(in_packages cu13/lib cublas/lib curand/lib cuda_runtime/lib | paste -sd :)
 export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:-}${folders:+:$folders}"
 failed=0
 eager=$(train eager) || failed=1
 compiled=$(train compiled compile.mode=max-autotune-no-cudagraphs) || failed=1
-# Where a step cannot be captured the run goes on without, and out/training-graph.txt says why.
+# Where a step cannot be captured the run goes on without, and training-graph.txt says why.
 graph=$(train graph compile.mode=max-autotune) || failed=1
-printf '[%s,\n %s,\n %s]\n' "$eager" "$compiled" "$graph" | tee out/rows-training.json
+printf '[%s,\n %s,\n %s]\n' "$eager" "$compiled" "$graph" | tee "$out/rows-training.json"
 exit "$failed"

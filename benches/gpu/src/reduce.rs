@@ -29,6 +29,17 @@ pub struct Group {
     _server: Option<TcpStoreServer>,
 }
 
+/// The version of NCCL that groups are over, for example 22707 for 2.27.7; 0 if there is none.
+#[unsafe(no_mangle)]
+pub extern "C" fn gpu_nccl_version() -> c_int {
+    let mut version = 0;
+    let ask = || {
+        version = collective::nccl::Libraries::global()?.version();
+        Ok(())
+    };
+    if status(ask) == 0 { version } else { 0 }
+}
+
 /// Writes a group of `world` ranks, of which this is the `rank`-th, on a device. Several ranks meet at
 /// `port` of this machine, where rank 0 listens.
 ///

@@ -442,6 +442,24 @@ fn what_a_capture_would_freeze_is_refused_with_the_reason_and_goes_on_as_it_is_w
 }
 
 #[test]
+fn a_tensor_that_outlives_a_step_is_an_error_that_says_what_to_leave_out() {
+    let Some(_gpu) = gpu() else { return };
+    let kept = Mutex::new(Vec::new());
+    let keep = move |x: &Tensor, batch: &TensorBatch| {
+        kept.lock().push((x * 2.0)?.detach());
+        plain(x, batch)
+    };
+    let mut graph = compiled(engine(of(keep)), false);
+    (0..EAGER).for_each(|seed| drop(step(&mut graph, &batch(seed), 1.0).unwrap()));
+    let error = step(&mut graph, &batch(EAGER), 1.0).unwrap_err().to_string();
+    assert!(
+        error.contains("1 tensors that a step has made outlive it")
+            && error.contains("leave mode `reduce-overhead`"),
+        "{error}"
+    );
+}
+
+#[test]
 fn fullgraph_is_for_modes_that_have_graphs() {
     let Some(_gpu) = gpu() else { return };
     let mut engine = engine(of(plain));

@@ -99,6 +99,14 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         &mut self.core
     }
 
+    pub(super) fn add_param_group(&mut self, group: ParamGroup<H>) -> Result<()> {
+        let mut core = self.core.clone();
+        core.add_param_group(group)?;
+        self.unbind()?;
+        self.core = core;
+        Ok(())
+    }
+
     /// # Safety
     ///
     /// As [`CudaOptimizer::bind`](super::CudaOptimizer::bind).

@@ -297,6 +297,16 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
         self.0.core().groups()
     }
 
+    /// Adds a group, at any time; tensors must be bound again afterwards. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// As [`AdamW::add_param_group`](crate::AdamW::add_param_group), and
+    /// [`Error::Cuda`](crate::Error::Cuda); nothing is added then.
+    pub fn add_param_group(&mut self, group: ParamGroup<H>) -> Result<()> {
+        self.0.add_param_group(group)
+    }
+
     /// Sets a group's learning rate.
     ///
     /// # Errors

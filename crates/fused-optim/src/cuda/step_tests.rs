@@ -4,12 +4,15 @@
 
 use std::collections::HashMap;
 
-use super::device::Device;
+use super::asked::group_table;
+use super::device::{Device, Program, Tables};
 use super::fused::Fused;
 use super::rules::DeviceHyper;
 use super::shim::{Host, Launched};
+use super::table::{Answer, Asked, Bytes, Chunk, Job, Plan, Progress, SPAN, Shape, Tensor, Types};
+use super::tests::{compare, kinds};
 use super::tune::{LaunchShape, Search};
-use super::{DeviceParam, DeviceSlice};
+use super::{DeviceParam, DeviceSlice, LossScale};
 use crate::core::Core;
 use crate::*;
 
@@ -261,4 +264,129 @@ fn what_a_search_finds_is_kept() {
     others.pop();
     assert!(matches!(fresh.tune(&others, &search), Err(Error::MissingParam { index: 2, .. })));
     std::fs::remove_dir_all(&folder).unwrap();
+}
+
+/// Weights and gradients of all types in one optimizer, in groups of other hyper-parameters and forms.
+#[test]
+fn tensors_of_all_types_in_one_step() {
+    let sizes: Vec<_> = (0..28).map(|i| ([0, 1, 33, 1025, 4097, 17_000][i % 6], 0)).collect();
+    for how in [HalfWeights::Master, HalfWeights::Nearest] {
+        let mut kinds = kinds();
+        kinds.retain(|kind| kind.how == how || kind.weight == DType::F32);
+        // The first says how half weights are treated.
+        kinds.rotate_right(1);
+        assert_eq!(kinds[0].how, how);
+        let adam = AdamHyper { amsgrad: true, ..Default::default() };
+        let hypers = [adam, AdamHyper { amsgrad: false, maximize: true, ..adam }];
+        assert_eq!(compare(hypers, Host::new(1), &kinds, &sizes, 1), Ok(()));
+        let lamb = LambHyper { use_global_grad_norm: true, ..Default::default() };
+        let hypers = [lamb, LambHyper { adam: true, ..lamb }];
+        assert_eq!(compare(hypers, Host::new(2), &kinds, &sizes, 2), Ok(()));
+    }
+}
+
+/// A group that comes later begins with its first step, and the others go on.
+#[test]
+fn a_group_may_be_added_between_steps() {
+    let group = |at: usize| {
+        let hyper = SgdHyper { lr: 0.5 + at as f64, momentum: 0.9, ..Default::default() };
+        ParamGroup::new(hyper, [at])
+    };
+    let mut device = Fused::new(Host::new(1), [group(0)], HalfWeights::Master).unwrap();
+    let mut cpu = Core::new([group(0)]).unwrap();
+    device.set_loss_scale(Some(LossScale { scale: 8.0, ..Default::default() })).unwrap();
+    let ctl = StepCtl { clip: Some(Clip::norm(1.0)), found_inf: FoundInf::Check, ..StepCtl::PLAIN };
+    let (mut weights, mut grads) = (vec![vec![1.0_f32; 5000]; 2], vec![vec![3.0_f32; 5000]; 2]);
+    let mut twins = weights.clone();
+    for step in 0..4 {
+        if step == 2 {
+            device.add_param_group(group(1)).unwrap();
+            cpu.add_param_group(group(1)).unwrap();
+            // SAFETY: all tensors live as long as the device, and do not move; here and below.
+            assert!(unsafe { device.step(&ctl, 0) }.is_err(), "not bound again");
+        }
+        let lend = |values: &mut Vec<f32>| {
+            let ptr = device.device.lend(&mut values[..]);
+            DeviceSlice { ptr, len: values.len(), dtype: DType::F32 }
+        };
+        let both = weights.iter_mut().zip(&mut grads);
+        let params: Vec<_> = both.map(|(w, g)| DeviceParam::new(lend(w), Some(lend(g)))).collect();
+        // SAFETY: as above.
+        unsafe { device.bind(&params) }.unwrap();
+        // Refused, it changes nothing: the tensors are still bound.
+        let refused = device.add_param_group(group(0));
+        assert!(matches!(refused, Err(Error::DuplicateParam { index: 0 })));
+        // SAFETY: as above.
+        unsafe { device.step(&ctl, 0) }.unwrap();
+        let both = twins.iter_mut().zip(&grads);
+        let mut params: Vec<_> =
+            both.map(|(w, g)| ParamMut::new(SliceMut::F32(w), Some(Slice::F32(g)))).collect();
+        let unscaled = StepCtl { grad_scale: 1.0 / 8.0, ..ctl };
+        assert_eq!(cpu.step(&mut params, &unscaled).unwrap(), Applied::Applied);
+        assert_eq!(weights, twins, "step {step}");
+        assert_eq!(device.state_dict().unwrap(), cpu.state_dict(), "step {step}");
+    }
+    assert_eq!(device.status().unwrap().growth_tracker, 4);
+}
+
+/// Tensors of more elements than 32 bits can tell, of which only the ends are there.
+#[test]
+fn the_far_end_of_a_tensor_is_found() {
+    let host = Host::new(1);
+    for count in [(1_usize << 31) + 5000, (1 << 33) + 16_385] {
+        let shape = Shape { count, rows: 0, group: 0, class: 0 };
+        let sweep = LaunchShape::DEFAULT.sweep as usize;
+        let plan = Plan::new(&[shape], 1, false, &[sweep]);
+        let mut end = vec![1.0_f32; 40_000];
+        let there = host.lend(&mut end);
+        let begin = there.wrapping_sub(4 * (count - end.len()) as u64);
+        let tensor = Tensor {
+            grad: begin,
+            weight: begin,
+            count: count as u64,
+            cols: count as u64,
+            ..Tensor::default()
+        };
+        let progress = Progress { scale: 1.0, limit: f32::INFINITY, ..Progress::default() };
+        let hyper = SgdHyper { lr: 0.5, ..Default::default() };
+        let groups = [ParamGroup::new(hyper, [0])];
+        let mut tables = Tables::new(&host);
+        let last = |chunks: &[Chunk], many: usize| chunks[chunks.len() - many..].bytes();
+        let ctl = [
+            Asked { limit: f32::INFINITY, grad_scale: 1.0, ..Asked::default() }.bytes(),
+            Answer::default().bytes(),
+        ];
+        let sums = tables.memory(&vec![0; 8 * plan.values as usize]).unwrap();
+        let chunks = plan.look.len() as u32;
+        let look = Job {
+            tensor: tables.send(&tensor.bytes()).unwrap(),
+            chunk: tables.send(&plan.look.bytes()).unwrap(),
+            group: tables.send(&group_table(&groups).bytes()).unwrap(),
+            progress: tables.send(&progress.bytes()).unwrap(),
+            ctl: tables.send(&ctl.concat()).unwrap(),
+            sum: Host::address(&sums),
+            first: chunks - 2,
+            chunks,
+            tensors: 1,
+            groups: 1,
+            ..Job::default()
+        };
+        // SAFETY: what the last chunks are of is there.
+        unsafe { host.launch(&Program::LOOK, "look_part", 1, &look) }.unwrap();
+        let mut bytes = [0; 16];
+        // Behind the sums of the tensor, of all and of the group.
+        host.read(&sums, 8 * (1 + chunks as usize), &mut bytes).unwrap();
+        let (sums, _) = bytes.as_chunks();
+        let sums = [0, 1].map(|at| f64::from_ne_bytes(sums[at]));
+        assert_eq!(sums, [SPAN as f64, (count % SPAN) as f64]);
+        let types = Types { grad: 0, weight: 0, master: false };
+        let rule = Some((hyper.form(), false));
+        let program = Program { rule, types, shape: LaunchShape::DEFAULT };
+        let chunk = tables.send(&last(&plan.classes[0].sweep, 3)).unwrap();
+        // SAFETY: as above.
+        unsafe { host.launch(&program, "step", 1, &Job { chunk, chunks: 3, ..look }) }.unwrap();
+        let moved = 2 * sweep + count % sweep;
+        let (still, moved) = end.split_at(end.len() - moved);
+        assert!(still.iter().all(|x| *x == 1.0) && moved.iter().all(|x| *x == 0.5));
+    }
 }

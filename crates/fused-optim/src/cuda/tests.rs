@@ -109,10 +109,10 @@ struct One {
 
 /// Types of a case, and how many sizes it tries.
 #[derive(Clone, Copy, Debug)]
-struct Kind {
+pub(super) struct Kind {
     grad: DType,
-    weight: DType,
-    how: HalfWeights,
+    pub(super) weight: DType,
+    pub(super) how: HalfWeights,
     launch: LaunchShape,
 }
 
@@ -124,7 +124,7 @@ impl Kind {
 
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 
-fn kinds() -> Vec<Kind> {
+pub(super) fn kinds() -> Vec<Kind> {
     let all = TYPES.iter().flat_map(|&grad| {
         TYPES.iter().flat_map(move |&weight| {
             [HalfWeights::Master, HalfWeights::Nearest].map(|how| Kind::new(grad, weight, how))
@@ -249,28 +249,31 @@ fn same_tensors(ones: &[One], twins: &[One]) -> std::result::Result<(), String> 
     Ok(())
 }
 
-/// Runs both, and says where they first differ.
-fn compare<H: DeviceHyper>(
+/// Runs both, on tensors of these kinds in turn, and says where they first differ.
+pub(super) fn compare<H: DeviceHyper>(
     hypers: [H; 2],
     host: Host,
-    kind: Kind,
+    kinds: &[Kind],
     sizes: &[(usize, usize)],
     seed: u64,
 ) -> std::result::Result<(), String> {
     let mut random = Random(seed);
-    let mut ones: Vec<One> = sizes.iter().map(|size| One::new(&mut random, kind, *size)).collect();
+    let all = sizes.iter().zip(kinds.iter().cycle());
+    let mut ones: Vec<One> = all.map(|(size, kind)| One::new(&mut random, *kind, *size)).collect();
     let (mut twins, mut moved) = (ones.clone(), Vec::new());
     let groups = || {
         let of = |group: usize| (0..sizes.len()).filter(move |i| i % 3 / 2 == group);
         hypers.clone().into_iter().enumerate().map(move |(at, h)| ParamGroup::new(h, of(at)))
     };
     let mut cpu = Core::new(groups()).unwrap();
-    cpu.half_weights = kind.how;
-    let mut device = Fused::new(host, groups(), kind.how).unwrap();
-    let master = kind.weight != DType::F32 && kind.how == HalfWeights::Master;
-    let types = Types { grad: number(kind.grad), weight: number(kind.weight), master };
-    let launches = hypers.each_ref().map(|hyper| ((hyper.form(), types), kind.launch));
-    device.launch_shapes = launches.into();
+    cpu.half_weights = kinds[0].how;
+    let mut device = Fused::new(host, groups(), kinds[0].how).unwrap();
+    for kind in kinds {
+        let master = kind.weight != DType::F32 && kind.how == HalfWeights::Master;
+        let types = Types { grad: number(kind.grad), weight: number(kind.weight), master };
+        let launches = hypers.each_ref().map(|hyper| ((hyper.form(), types), kind.launch));
+        device.launch_shapes.extend(launches);
+    }
     for (at, ctl) in controls().iter().enumerate() {
         // Tensors lie elsewhere at each step; now and then others have gradients.
         if at % 3 == 0 {
@@ -392,7 +395,7 @@ fn agree_on<H: DeviceHyper>(kinds: &[Kind], hyper: H, other: H) {
             let seed = 100 * seed + at as u64;
             let sizes = some_sizes(&mut Random(seed));
             let hypers = [hyper.clone(), other.clone()];
-            if let Err(text) = compare(hypers, Host::new(seed), *kind, &sizes, seed) {
+            if let Err(text) = compare(hypers, Host::new(seed), &[*kind], &sizes, seed) {
                 panic!("{}, {kind:?}, seed {seed}: {text}", H::KIND);
             }
         }
@@ -484,7 +487,7 @@ fn blocks_of_1024_threads_have_the_same_bits() {
         let mut host = Host::new(1);
         host.planted = Some(("THREADS = 256", "THREADS = 1024"));
         let hypers = [hyper.clone(), hyper];
-        assert_eq!(compare(hypers, host, kind, &sizes, 1), Ok(()), "{}", H::KIND);
+        assert_eq!(compare(hypers, host, &[kind], &sizes, 1), Ok(()), "{}", H::KIND);
     }
     assert!(Program::SOURCE.contains("THREADS = 256"));
     same(AdadeltaHyper { weight_decay: 0.1, ..Default::default() });
@@ -507,7 +510,7 @@ fn every_launch_has_the_same_bits() {
             for (at, weight) in [DType::F32, DType::Bf16].into_iter().enumerate() {
                 let kind = Kind { launch, ..Kind::new(TYPES[at], weight, HalfWeights::Master) };
                 let hypers = [hyper.clone(), hyper.clone()];
-                let compared = compare(hypers, Host::new(1), kind, &sizes, 1);
+                let compared = compare(hypers, Host::new(1), &[kind], &sizes, 1);
                 assert_eq!(compared, Ok(()), "{}, {kind:?}", H::KIND);
             }
         }
@@ -576,7 +579,7 @@ fn planted_mistakes_are_noticed() {
         host.prepare(&Program::LOOK).unwrap();
         host.prepare(&program).unwrap();
         let sizes = if seed == 0 { &sizes[..] } else { &sizes[..7] };
-        let compare = || compare(hypers, host, kind, sizes, seed);
+        let compare = || compare(hypers, host, &[kind], sizes, seed);
         // A fault, too, is notice.
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(compare))
             .unwrap_or_else(|_| Err("a fault".into()))

@@ -40,7 +40,7 @@ use super::on_device::place_of;
 use super::ops::dropout;
 use super::ops::fields::Asked;
 use super::{CandleEngine, model};
-use crate::data::{ArrayData, Batch};
+use crate::data::{Array, ArrayData, Batch};
 use crate::engine::{CompileReport, Losses, SharedSink};
 use crate::{Error, Result};
 
@@ -51,18 +51,42 @@ const MAX_GRAPHS: usize = 8;
 /// How many sets of shapes are told apart.
 const MAX_SHAPES: usize = 64;
 
-/// What there is of graphs, by the shapes of the batch, and whether a step is to be behind.
+/// What there is of graphs, by what they are for.
 #[derive(Debug)]
 pub(super) struct Graphs {
     fullgraph: bool,
-    shapes: Vec<((Shapes, bool), Stage)>,
+    shapes: Vec<(Shapes, Stage)>,
     refused: Option<String>,
     /// What has changed since somebody asked.
     news: Option<String>,
 }
 
-/// Names, extents and types of a batch's fields.
-type Shapes = Vec<(String, Vec<usize>, Discriminant<ArrayData>)>;
+/// What a graph is for.
+#[derive(Debug)]
+struct Shapes {
+    /// Names, extents and types of a batch's fields.
+    fields: Vec<(String, Vec<usize>, Discriminant<ArrayData>)>,
+    /// Whether an optimizer's step is to be behind.
+    is_whole: bool,
+}
+
+impl Shapes {
+    fn new(batch: &Batch, is_whole: bool) -> Self {
+        let field = |(name, array): (&str, &Array)| {
+            (name.to_owned(), array.shape().to_vec(), discriminant(array.data()))
+        };
+        Self { fields: batch.iter().map(field).collect(), is_whole }
+    }
+
+    fn fit(&self, batch: &Batch, is_whole: bool) -> bool {
+        let mut both = batch.iter().zip(&self.fields);
+        self.is_whole == is_whole
+            && batch.iter().count() == self.fields.len()
+            && both.all(|((name, array), (n, shape, kind))| {
+                name == n && array.shape() == shape && discriminant(array.data()) == *kind
+            })
+    }
+}
 
 /// How far a set of shapes has come.
 #[derive(Debug)]
@@ -97,26 +121,15 @@ impl Graphs {
 
     /// The number of this set of shapes, unless it is to run as it is written.
     fn find(&mut self, batch: &Batch, is_whole: bool) -> Option<usize> {
-        let is = |shapes: &Shapes| {
-            let same =
-                |((name, array), (n, shape, kind)): ((&str, _), &(String, Vec<usize>, _))| {
-                    let array: &crate::data::Array = array;
-                    name == n && array.shape() == shape && discriminant(array.data()) == *kind
-                };
-            batch.iter().count() == shapes.len() && batch.iter().zip(shapes).all(same)
-        };
         if self.refused.is_some() {
             return None;
         }
-        let mut known = self.shapes.iter();
-        if let Some(at) = known.position(|((shapes, whole), _)| *whole == is_whole && is(shapes)) {
-            return Some(at);
+        let known = self.shapes.iter().position(|(shapes, _)| shapes.fit(batch, is_whole));
+        if known.is_some() {
+            return known;
         }
-        let shapes = batch.iter().map(|(name, array)| {
-            (name.to_owned(), array.shape().to_vec(), discriminant(array.data()))
-        });
         (self.shapes.len() < MAX_SHAPES).then(|| {
-            self.shapes.push(((shapes.collect(), is_whole), Stage::Eager(0)));
+            self.shapes.push((Shapes::new(batch, is_whole), Stage::Eager(0)));
             self.shapes.len() - 1
         })
     }
@@ -182,7 +195,7 @@ const WHAT: &str = "forward and backward of a step as one launch";
 const WHOLE: &str = "forward, backward and the optimizer's step as one launch";
 
 /// A step that is launched, and the shapes that it is for.
-fn in_force(((shapes, _), stage): &((Shapes, bool), Stage)) -> Option<(&Shapes, &Step)> {
+fn in_force((shapes, stage): &(Shapes, Stage)) -> Option<(&Shapes, &Step)> {
     match stage {
         Stage::InForce(step) => Some((shapes, step)),
         _ => None,
@@ -190,7 +203,7 @@ fn in_force(((shapes, _), stage): &((Shapes, bool), Stage)) -> Option<(&Shapes, 
 }
 
 fn told(shapes: &Shapes, step: &Step) -> String {
-    let shapes = shapes.iter().map(|(name, shape, _)| format!("`{name}` {shape:?}"));
+    let shapes = shapes.fields.iter().map(|(name, shape, _)| format!("`{name}` {shape:?}"));
     let shapes = shapes.collect::<Vec<_>>().join(", ");
     format!("{shapes} ({} nodes)", step.graph.nodes)
 }
@@ -218,7 +231,7 @@ pub(super) fn step(
             match verdict {
                 Ok(()) => {
                     let what = if step.launches.is_some() { WHOLE } else { WHAT };
-                    let of = told(&graphs.shapes[at].0.0, &step);
+                    let of = told(&graphs.shapes[at].0, &step);
                     graphs.news = Some(format!("compile: {what}: applied, for batches of {of}"));
                     graphs.shapes[at].1 = Stage::InForce(step);
                 }

@@ -269,3 +269,31 @@ fn what_no_kernel_does_is_an_error() {
     }
     assert!(host.alloc(0).is_ok());
 }
+
+/// Tensors of more elements than 32 bits can tell, of which only the ends are there.
+#[test]
+fn the_far_end_of_a_tensor_is_found() {
+    const SPAN: u64 = 1 << 14;
+    for count in [(1_u64 << 31) + 5000, (1 << 33) + SPAN + 1] {
+        let options = LossScalerOptions { init_scale: 2.0, ..Default::default() };
+        let device = Scaler::new(Host::new(0), &LossScaler::new(options).unwrap()).unwrap();
+        let host = &device.device;
+        let mut end = vec![2.0_f32; 40_000];
+        let begin = host.lend(&mut end).wrapping_sub(4 * (count - end.len() as u64));
+        // A tensor, its last two chunks, room for sums.
+        let chunk = |back| (count.div_ceil(SPAN) - back) << 32;
+        let words = [begin, count, 0, chunk(2), chunk(1), 0, 0, 0];
+        let bytes = words.map(u64::to_ne_bytes).concat();
+        let mut memory = host.alloc(bytes.len()).unwrap();
+        host.write(&mut memory, 0, &bytes).unwrap();
+        let at = Host::address(&memory);
+        // The scale is 56 bytes behind the scaler's beginning; two chunks, written back.
+        let job = [at, at + 24, at + 40, device.scale_address() - 56, 1 << 32 | 2];
+        // SAFETY: an `UnscaleJob`, and what the chunks are of is there.
+        unsafe { host.launch(Program::SCALER, "unscale", 1, &job) }.unwrap();
+        let looked_at = SPAN + count % SPAN;
+        assert_eq!(device.status().unwrap().norm, (looked_at as f64).sqrt());
+        let (still, halved) = end.split_at(end.len() - looked_at as usize);
+        assert!(still.iter().all(|x| *x == 2.0) && halved.iter().all(|x| *x == 1.0));
+    }
+}

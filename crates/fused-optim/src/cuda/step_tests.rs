@@ -285,6 +285,40 @@ fn tensors_of_all_types_in_one_step() {
     }
 }
 
+/// Another's verdict, which is on the device, skips a step as the optimizer's own does.
+#[test]
+fn a_step_is_skipped_by_the_verdict_of_others() {
+    let host = Host::new(1);
+    let mut verdict = host.alloc(8).unwrap();
+    let (mut weight, mut grad) = (vec![1.0_f32; 100], vec![1.0_f32; 100]);
+    let slice = |values: &mut Vec<f32>| {
+        let ptr = host.lend(&mut values[..]);
+        DeviceSlice { ptr, len: values.len(), dtype: DType::F32 }
+    };
+    let param = DeviceParam::new(slice(&mut weight), Some(slice(&mut grad)));
+    let groups = [ParamGroup::new(SgdHyper { lr: 0.25, ..Default::default() }, 0..1)];
+    let mut device = Fused::new(host.clone(), groups, HalfWeights::Master).unwrap();
+    device.set_loss_scale(Some(LossScale { scale: 4.0, ..Default::default() })).unwrap();
+    // SAFETY: all of it lives as long as the device, and does not move; here and below.
+    unsafe { device.bind(&[param]) }.unwrap();
+    // Gradients are of one loss scale after the other.
+    for (found, weight_after, scale, skipped) in [
+        (0_u32, 0.9375, 4.0, 0),
+        (1, 0.9375, 2.0, 1),
+        (0, 0.8125, 2.0, 1),
+        (u32::MAX, 0.8125, 1.0, 2),
+    ] {
+        // Its second half: an address need not be a multiple of 8.
+        host.write(&mut verdict, 4, &found.to_ne_bytes()).unwrap();
+        // SAFETY: as above.
+        unsafe { device.step(&StepCtl::PLAIN, Host::address(&verdict) + 4) }.unwrap();
+        let status = device.status().unwrap();
+        assert_eq!((status.last_skipped, status.skipped), (found != 0, skipped));
+        assert_eq!(status.loss_scale, Some(scale));
+        assert_eq!(weight, [weight_after; 100]);
+    }
+}
+
 /// A group that comes later begins with its first step, and the others go on.
 #[test]
 fn a_group_may_be_added_between_steps() {

@@ -105,3 +105,41 @@ fn code_that_the_driver_refuses_may_be_of_a_newer_compiler() {
         CudaScaler::new(gpu, &scaler).unwrap();
     });
 }
+
+/// A step is launches alone: in a graph it is taken as often as that is replayed. What the host has to
+/// say anew cannot be captured, and changes nothing.
+#[test]
+fn a_step_is_captured_and_what_the_host_says_anew_is_an_error() {
+    let test = "drivers::a_step_is_captured_and_what_the_host_says_anew_is_an_error";
+    with_fake(test, |fake| {
+        let (mut weight, mut grad) = ([1.0_f32; 3000], [1.0_f32; 3000]);
+        let slice = |values: &mut [f32]| DeviceSlice {
+            ptr: fake.lend(values),
+            len: values.len(),
+            dtype: DType::F32,
+        };
+        let param = DeviceParam::new(slice(&mut weight), Some(slice(&mut grad)));
+        let stream = fake.stream();
+        // SAFETY: a stream that lives.
+        let gpu = unsafe { Gpu::with_stream(0, stream.as_raw()) }.unwrap();
+        let groups = [ParamGroup::new(SgdHyper { lr: 0.125, ..Default::default() }, 0..1)];
+        let mut sgd = CudaOptimizer::new(gpu, groups, HalfWeights::Master).unwrap();
+        sgd.set_loss_scale(Some(LossScale { scale: 2.0, ..Default::default() })).unwrap();
+        let ctl = StepCtl { found_inf: FoundInf::Check, ..StepCtl::default() };
+        // SAFETY: the memory outlives the optimizer; here and below.
+        unsafe { sgd.bind(&[param]) }.unwrap();
+        // SAFETY: as above.
+        unsafe { sgd.step(&ctl) }.unwrap();
+        fake.captured(stream, 3, || {
+            // SAFETY: as above.
+            unsafe { sgd.step(&ctl) }.unwrap();
+            sgd.set_lr(0, 0.25).unwrap();
+            // SAFETY: as above.
+            let error = unsafe { sgd.step(&ctl) }.unwrap_err().to_string();
+            assert!(error.contains("a copy from the host while the stream is captured"), "{error}");
+        });
+        fake.sync(stream);
+        assert_eq!(weight, [1.0 - 4.0 * 0.125 / 2.0; 3000]);
+        assert_eq!(sgd.status().unwrap().growth_tracker, 4);
+    });
+}

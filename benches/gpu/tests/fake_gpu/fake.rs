@@ -186,6 +186,43 @@ impl Fake {
         unsafe { DeviceStream::from_raw(raw) }
     }
 
+    /// From now on the stream is captured into a graph, which is replayed `times` times at the end; what
+    /// `body` makes of it.
+    pub(crate) fn captured<T>(
+        &self,
+        stream: DeviceStream,
+        times: usize,
+        body: impl FnOnce() -> T,
+    ) -> T {
+        type Call<A> = unsafe extern "C" fn(*mut c_void, A) -> c_int;
+        type Instantiate = unsafe extern "C" fn(*mut *mut c_void, *mut c_void, u64) -> c_int;
+        // SAFETY: those are their prototypes, here and below.
+        let begin: Call<c_int> =
+            unsafe { std::mem::transmute(self.symbol("cuStreamBeginCapture_v2")) };
+        // SAFETY: as above.
+        let end: Call<*mut *mut c_void> =
+            unsafe { std::mem::transmute(self.symbol("cuStreamEndCapture")) };
+        // SAFETY: as above.
+        let instantiate: Instantiate =
+            unsafe { std::mem::transmute(self.symbol("cuGraphInstantiateWithFlags")) };
+        // SAFETY: as above.
+        let launch: Call<*mut c_void> =
+            unsafe { std::mem::transmute(self.symbol("cuGraphLaunch")) };
+        let (mut graph, mut exec) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: a stream of the fake; 1 is a capture of this thread's.
+        assert_eq!(unsafe { begin(stream.as_raw(), 1) }, 0);
+        let made = body();
+        // SAFETY: as above; writes a handle.
+        assert_eq!(unsafe { end(stream.as_raw(), &raw mut graph) }, 0);
+        // SAFETY: the graph that was just made; writes a handle.
+        assert_eq!(unsafe { instantiate(&raw mut exec, graph, 0) }, 0);
+        for _ in 0..times {
+            // SAFETY: as above.
+            assert_eq!(unsafe { launch(exec, stream.as_raw()) }, 0);
+        }
+        made
+    }
+
     fn on(&self, function: &str, stream: DeviceStream) {
         // SAFETY: that is the prototype of those that are called so.
         let call: unsafe extern "C" fn(*mut c_void) =

@@ -288,6 +288,28 @@ fn a_library_that_is_too_old_says_which_function_it_lacks() {
     assert!(text.starts_with("libcuda.so.1: ") && text.contains("NVIDIA's driver"), "{text}");
 }
 
+/// NCCL itself would hang, or name nobody.
+#[test]
+fn ranks_with_other_versions_of_nccl_are_named() {
+    let (devices, store) = (devices(3), collective::MemoryStore::new());
+    let errors = std::thread::scope(|scope| {
+        let join = |rank: usize| {
+            let libraries = [Fake::get(), Fake::old()][rank / 2].libraries;
+            let connect = collective::nccl::connector(libraries, Config::default());
+            let store = std::sync::Arc::new(store.clone());
+            let options = GroupOptions::default().with_timeout(DEADLINE);
+            let options = options.with_cuda_device(devices.start + rank as u32);
+            let join = move || ProcessGroup::from_store_with(store, rank, 3, options, connect);
+            scope.spawn(move || join().unwrap_err())
+        };
+        [0, 1, 2].map(join).map(|rank| rank.join().unwrap())
+    });
+    for error in errors {
+        let text = "rank 0 has NCCL 2.27.7, rank 2 has 2.14.3; all ranks need the same";
+        assert!(error.to_string().contains(text), "{error}");
+    }
+}
+
 #[test]
 fn a_group_over_nccl_needs_a_device() {
     let store = std::sync::Arc::new(collective::MemoryStore::new());

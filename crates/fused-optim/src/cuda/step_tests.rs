@@ -285,6 +285,46 @@ fn tensors_of_all_types_in_one_step() {
     }
 }
 
+/// No tensor, none with a gradient, none with an element: steps like others, which the loss scale counts.
+#[test]
+fn a_step_of_nothing_is_a_step() {
+    fn step_of<H: DeviceHyper>(hyper: H, grads: [bool; 2]) {
+        let count = grads.len();
+        let mut device =
+            Fused::new(Host::new(1), [ParamGroup::new(hyper, 0..count)], HalfWeights::Master)
+                .unwrap();
+        device.set_loss_scale(Some(LossScale { scale: 4.0, ..Default::default() })).unwrap();
+        let empty = DeviceSlice { ptr: 0, len: 0, dtype: DType::F16 };
+        let params = grads.map(|has| DeviceParam::new(empty, has.then_some(empty)));
+        // SAFETY: no tensor has an element; here and below.
+        unsafe { device.bind(&params) }.unwrap();
+        let ctl =
+            StepCtl { clip: Some(Clip::norm(1.0)), found_inf: FoundInf::Check, ..StepCtl::PLAIN };
+        let looked: Vec<usize> = (0..count).filter(|index| grads[*index]).collect();
+        // SAFETY: as above.
+        unsafe { device.look_part(&looked, &ctl, None) }.unwrap();
+        // SAFETY: as above.
+        unsafe { device.step(&ctl, 0) }.unwrap();
+        let status = device.status().unwrap();
+        assert_eq!((status.last_skipped, status.grad_norm), (false, 0.0));
+        assert_eq!((status.growth_tracker, status.loss_scale), (1, Some(4.0)));
+        let steps: Vec<u64> = device.state_dict().unwrap().state.values().map(|s| s.step).collect();
+        assert_eq!(steps, vec![1; looked.len()]);
+    }
+    for grads in [[false, false], [true, false], [true, true]] {
+        step_of(SgdHyper::default(), grads);
+        step_of(LambHyper { use_global_grad_norm: true, ..Default::default() }, grads);
+        step_of(AdamPHyper::default(), grads);
+    }
+    let none: [ParamGroup<SgdHyper>; 0] = [];
+    let mut device = Fused::new(Host::new(1), none, HalfWeights::Master).unwrap();
+    // SAFETY: as above.
+    unsafe { device.bind(&[]) }.unwrap();
+    // SAFETY: as above.
+    unsafe { device.step(&StepCtl::default(), 0) }.unwrap();
+    assert!(!device.status().unwrap().last_skipped);
+}
+
 /// Another's verdict, which is on the device, skips a step as the optimizer's own does.
 #[test]
 fn a_step_is_skipped_by_the_verdict_of_others() {

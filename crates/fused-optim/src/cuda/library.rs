@@ -28,8 +28,9 @@ unsafe impl Send for Library {}
 unsafe impl Sync for Library {}
 
 impl Library {
-    /// Opens the first of `paths` that can be opened. `beside` are libraries in the same folder that
-    /// this one opens by name; they are opened before, as the system's loader does not look there.
+    /// Opens the first of `paths` that can be opened. `beside` are libraries in the same folder, links
+    /// followed, that this one opens by name; they are opened before, as the system's loader does not
+    /// look there.
     ///
     /// # Safety
     ///
@@ -42,7 +43,9 @@ impl Library {
     ) -> Result<Self, CudaError> {
         let mut tried = Vec::new();
         for path in paths {
-            for helper in path.parent().map(|folder| matching(folder, beside)).unwrap_or_default() {
+            let folder =
+                fs::canonicalize(path).ok().and_then(|path| Some(path.parent()?.to_owned()));
+            for helper in folder.map(|folder| matching(&folder, beside)).unwrap_or_default() {
                 // SAFETY: the caller vouches for what lies at these paths. If it cannot be opened,
                 // whoever needs it will say so.
                 let _ = unsafe { open(&helper) };
@@ -237,5 +240,42 @@ mod tests {
         assert_eq!(found(&[("PYTHONPATH", site), ("HOME", "home")]), after(&[&old, &user]));
         assert_eq!(found(&[("CUDA_HOME", "cuda"), ("HOME", "home")]), after(&[&toolkit, &user]));
         fs::remove_dir_all(&root).unwrap();
+    }
+    /// As NVRTC and its builtins, by way of a link.
+    #[test]
+    fn what_a_library_opens_by_name_is_found_beside_it() {
+        let folder = env::temp_dir().join(format!("beside-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let compile = |name: &str, source: &str| {
+            let (from, to) = (folder.join(format!("{name}.cc")), folder.join(name));
+            fs::write(&from, source).unwrap();
+            let compiler = env::var_os("CXX").unwrap_or_else(|| "c++".into());
+            let mut compiler = std::process::Command::new(compiler);
+            compiler.args(["-shared", "-fPIC", &format!("-Wl,-soname,{name}"), "-o"]);
+            assert!(compiler.arg(&to).arg(&from).status().unwrap().success());
+            to
+        };
+        let own = format!("beside{}", std::process::id());
+        let helper = format!("lib{own}-builtins.so.1");
+        compile(&helper, "");
+        let source = format!(
+            "#include <dlfcn.h>\nextern \"C\" int finds() {{ return dlopen(\"{helper}\", RTLD_NOW) != 0; }}"
+        );
+        let library = compile(&format!("lib{own}.so.1"), &source);
+        let link = folder.join("elsewhere/link.so");
+        fs::create_dir_all(link.parent().unwrap()).unwrap();
+        std::os::unix::fs::symlink(&library, &link).unwrap();
+        let finds = |beside: &str| {
+            // SAFETY: libraries made above.
+            let library = unsafe { Library::open("x", &[link.clone()], beside, "") }.unwrap();
+            let finds = library.symbol("finds").unwrap().as_ptr();
+            // SAFETY: that is its prototype.
+            let finds =
+                unsafe { std::mem::transmute::<*mut c_void, extern "C" fn() -> i32>(finds) };
+            finds() == 1
+        };
+        assert!(!finds(""), "the system's loader finds it");
+        assert!(finds(&format!("lib{own}-builtins")));
+        fs::remove_dir_all(&folder).unwrap();
     }
 }

@@ -241,6 +241,7 @@ mod tests {
         assert_eq!(found(&[("CUDA_HOME", "cuda"), ("HOME", "home")]), after(&[&toolkit, &user]));
         fs::remove_dir_all(&root).unwrap();
     }
+
     /// As NVRTC and its builtins, by way of a link.
     #[test]
     fn what_a_library_opens_by_name_is_found_beside_it() {
@@ -267,7 +268,8 @@ mod tests {
         std::os::unix::fs::symlink(&library, &link).unwrap();
         let finds = |beside: &str| {
             // SAFETY: libraries made above.
-            let library = unsafe { Library::open("x", &[link.clone()], beside, "") }.unwrap();
+            let library =
+                unsafe { Library::open("x", std::slice::from_ref(&link), beside, "") }.unwrap();
             let finds = library.symbol("finds").unwrap().as_ptr();
             // SAFETY: that is its prototype.
             let finds =

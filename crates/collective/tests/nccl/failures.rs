@@ -239,6 +239,25 @@ fn an_error_that_comes_later_is_everybodys_failure() {
     nccl_fails("launch", Fault::Async(6), "ncclCommGetAsyncError", 6);
 }
 
+/// While an operation is under way and nobody is in a call: the watch asks.
+#[test]
+fn an_error_that_comes_while_all_wait_is_seen() {
+    let devices = devices(2);
+    let first = devices.start;
+    let errors = failing(devices, &Config::default(), |this| {
+        if this.rank() == 1 {
+            return until_failure(this);
+        }
+        let work = this.all_reduce(10)?;
+        Fake::get().fault("ncclCommGetAsyncError", first, 1, Fault::Async(6));
+        work.wait()
+    });
+    let Error::Backend { during, code: 6, .. } = &errors[0] else { panic!("{}", errors[0]) };
+    assert_eq!(during, "ncclCommGetAsyncError");
+    let Error::Aborted { by: 0, reason } = poisoned_by(&errors[1]) else { panic!("{}", errors[1]) };
+    assert!(reason.contains("ncclRemoteError"), "{reason}");
+}
+
 #[test]
 fn the_drivers_failure_is_everybodys_failure() {
     let devices = devices(2);

@@ -151,6 +151,12 @@ fn a_split_is_nccls_own_and_shares_no_fate() {
             std::thread::sleep(Duration::from_millis(5));
         }
         assert_eq!(sum(&part), 6.0);
+        // NCCL has the part's ranks in its order.
+        let stream = Fake::get().stream();
+        let (mut one, mut all) = (Memory::new(vec![part.rank() as i32]), Memory::new(vec![-1; 3]));
+        let calls = part.device().unwrap().all_gather(all.buf(), one.buf()).unwrap();
+        calls.enqueue(stream.raw()).unwrap().wait().unwrap();
+        assert_eq!(all.numbers(), [0, 1, 2]);
         let mut own = [part.rank() as i32];
         part.broadcast(&mut own, 2).unwrap();
         assert_eq!(own, [2]);

@@ -5,24 +5,25 @@
 //! If its input has a gradient, it is in the list: the convolution is made anew, and what makes the same values
 //! is differentiated beside the true operator, as a pool is. If not, the input is known by the gradient that
 //! candle leaves for it: that of one output value is the kernel, at the place that the output was computed
-//! from. As an output channel is computed from its own row of the kernel, it is wrong if its gradient reaches
-//! numbers that no gradient of this row reaches.
+//! from; and that the convolution is wrong, by its gradient for the kernel (`linear.rs`).
 //!
 //! A constant kernel is known by the gradient that candle leaves for it: that of a convolution of the same
 //! input, made anew, to the bit. What is wrong is the input's gradient, and only where the kernel reaches the
 //! whole input exactly, without padding or dilation: candle multiplies the kernel by a matrix whose rows it
 //! takes for adjacent, so that sample `s` is given what belongs to channels `s..s + c` of the first, and what
-//! belongs to the last ones of all is given to nobody. Whether nobody has it is asked; a constant kernel that is
-//! not contiguous in memory goes another way, and has the right gradient.
+//! belongs to the last ones of all is given to nobody. Whether nobody has it is asked.
 //!
 //! A kernel that is not contiguous is read as if it were, of any number of samples, so that the values are wrong
-//! already, and not what the gradient for the kernel says (`linear.rs`).
+//! already, and not what the gradient says. That is right of such a constant kernel, too: it is known by what
+//! candle leaves for it, of one output what it was computed from, and the input's gradient belies the values.
+
+use std::collections::BTreeSet;
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor};
 
-use super::linear::is_belied;
-use super::{Gradients, Graph, Trap, distance, dot, equal, leaves, norm, values};
+use super::linear::{agrees, is_belied, noise};
+use super::{Graph, Trap, distance, dot, equal, is_apart, leaves, norm, values};
 
 /// What is wrong about the gradient of a kernel from which `y`, the first of `behind`, was computed.
 pub(super) fn find<'a>(graph: &Graph<'a>, behind: &[&'a Tensor]) -> Result<Option<Trap<'a>>> {
@@ -46,19 +47,19 @@ pub(super) fn find<'a>(graph: &Graph<'a>, behind: &[&'a Tensor]) -> Result<Optio
     };
     let mut is_wrong = false;
     for (_, x) in rest.iter().enumerate().filter(is_input) {
-        if let Some(geometry) = geometry(y, x, kernel, read.as_deref())? {
+        if let Some(geometry) = geometry(graph, y, x, kernel, read.as_deref())? {
             is_wrong |= is_misread || is_wrong_of(graph, y, x, kernel, geometry)?;
         }
     }
     // A constant input leaves no more behind `y` than the kernel does.
     if graph.count_behind(kernel) + 1 == behind.len() {
-        is_wrong |= is_wrong_of_constant(graph, y, kernel, is_misread)?;
+        is_wrong |= is_wrong_of_constant(graph, y, kernel)?;
     }
     let complaint = if is_misread { MISREAD } else { COMPLAINT };
     Ok(is_wrong.then(|| Trap { of: kernel, complaint: complaint.to_owned() }))
 }
 
-/// The kernel as candle reads it: as if it were contiguous. None if that goes beyond its memory.
+/// The kernel as candle reads it: as if it were contiguous; as far as its memory goes.
 fn as_read(kernel: &Tensor) -> Result<Option<Vec<f64>>> {
     if kernel.is_contiguous() {
         return values(kernel).map(Some);
@@ -66,7 +67,6 @@ fn as_read(kernel: &Tensor) -> Result<Option<Vec<f64>>> {
     let (storage, layout) = kernel.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else { return Ok(None) };
     let start = layout.start_offset();
-    let end = start + layout.shape().elem_count();
     let length = match storage {
         CpuStorage::F16(v) => v.len(),
         CpuStorage::BF16(v) => v.len(),
@@ -74,10 +74,8 @@ fn as_read(kernel: &Tensor) -> Result<Option<Vec<f64>>> {
         CpuStorage::F64(v) => v.len(),
         _ => 0,
     };
-    if end > length {
-        return Ok(None);
-    }
-    let read = Layout::contiguous_with_offset(layout.shape().clone(), start);
+    let count = layout.shape().elem_count().min(length.saturating_sub(start));
+    let read = Layout::contiguous_with_offset(count, start);
     let read = storage.to_dtype(&read, DType::F64)?;
     Ok(Some(read.as_slice::<f64>()?.to_vec()))
 }
@@ -91,8 +89,9 @@ const COMPLAINT: &str = "candle's own `conv1d` mixes up the samples of a batch i
 /// What is wrong about the gradient of a tensor that was convolved by a constant kernel.
 pub(super) fn find_of_constants<'a>(graph: &Graph<'a>) -> Result<Option<Trap<'a>>> {
     let fixed = |(y, x): (&'a Tensor, &'a Tensor)| {
-        let ((n, c_out, _), (x_n, c_in, _)) = (y.dims3().ok()?, x.dims3().ok()?);
-        let is_likely = n == x_n && n > 1 && c_out > 1 && c_in > 0 && x.dtype() == y.dtype();
+        let ((n, _, l_out), (x_n, c_in, _)) = (y.dims3().ok()?, x.dims3().ok()?);
+        let is_of_constant = graph.count_behind(x) + 1 == graph.count_behind(y);
+        let is_likely = n == x_n && l_out * c_in > 0 && x.dtype() == y.dtype() && is_of_constant;
         is_likely.then_some((y, x))
     };
     let fixed: Vec<_> = graph.last_operands().filter_map(fixed).collect();
@@ -101,18 +100,50 @@ pub(super) fn find_of_constants<'a>(graph: &Graph<'a>) -> Result<Option<Trap<'a>
     }
     for kernel in graph.constants()? {
         for (y, x) in &fixed {
-            if drops_last(graph, y, x, kernel)? {
-                return Ok(Some(Trap { of: x, complaint: COMPLAINT.to_owned() }));
-            }
+            let complaint = if drops_last(graph, y, x, kernel)? {
+                COMPLAINT
+            } else if is_misread(graph, y, x, kernel)? {
+                MISREAD
+            } else {
+                continue;
+            };
+            return Ok(Some(Trap { of: x, complaint: complaint.to_owned() }));
         }
     }
     Ok(None)
+}
+
+/// Whether `y` is candle's `conv1d` of `x` by a constant kernel of these dimensions, and has wrong values.
+fn is_misread(graph: &Graph<'_>, y: &Tensor, x: &Tensor, kernel: &[usize]) -> Result<bool> {
+    let ((n, c_out, l_out), (_, c_in, l)) = (y.dims3()?, x.dims3()?);
+    let [.., k] = *kernel else { return Ok(false) };
+    if *kernel != [c_out, c_in, k] || k == 0 || is_ambiguous(n, c_out, l_out) {
+        return Ok(false);
+    }
+    let (input, left) = (values(&x.narrow(0, 0, 1)?)?, left(graph, y)?);
+    let is_it = |g: &Geometry| {
+        let is_at = |of: &Left| of.dims == *kernel && of.is_taken_of(&input, l, *g);
+        left.iter().all(|one| one.iter().any(is_at))
+    };
+    let y = y.transpose(0, 1)?.flatten_from(1)?;
+    let mut is_wrong = false;
+    for g in Geometry::all(l, k, l_out).filter(is_it) {
+        let taken = g.taken(x, k, l_out)?;
+        if agrees(graph, &y, &taken, &values(&taken)?)? != Some(false) {
+            return Ok(false);
+        }
+        is_wrong = true;
+    }
+    Ok(is_wrong)
 }
 
 /// Whether `y` is candle's `conv1d` of `x` by a constant kernel of these dimensions, and wrong.
 fn drops_last(graph: &Graph<'_>, y: &Tensor, x: &Tensor, kernel: &[usize]) -> Result<bool> {
     let ((n, c_out, l_out), (_, c_in, l)) = (y.dims3()?, x.dims3()?);
     let [.., k] = *kernel else { return Ok(false) };
+    if n < 2 || c_out < 2 {
+        return Ok(false);
+    }
     let stride = if l_out == 1 { 1 } else { l.saturating_sub(k) / l_out.saturating_sub(1).max(1) };
     if *kernel != [c_out, c_in, k] || l_out * stride == 0 || (l_out - 1) * stride + k != l {
         return Ok(false);
@@ -168,6 +199,16 @@ impl Geometry {
         })
     }
 
+    /// What each output takes of `x`, `[c_in * k, n * l_out]`.
+    fn taken(self, x: &Tensor, k: usize, l_out: usize) -> Result<Tensor> {
+        let (n, c_in, _) = x.dims3()?;
+        let at = (0..k).flat_map(|j| (0..l_out).map(move |t| t * self.stride + j * self.dilation));
+        let at = Tensor::from_iter(at.map(|at| at as u32), x.device())?;
+        let taken =
+            x.pad_with_zeros(2, self.padding, self.padding)?.contiguous()?.index_select(&at, 2)?;
+        taken.reshape((n, c_in * k, l_out))?.transpose(0, 1)?.flatten_from(1)
+    }
+
     /// Which input the output at `t` takes with the `j`th of the kernel, if it is none of the padding.
     fn input(self, t: usize, j: usize, l: usize) -> Option<usize> {
         (t * self.stride + j * self.dilation).checked_sub(self.padding).filter(|i| *i < l)
@@ -176,14 +217,14 @@ impl Geometry {
 
 /// How the kernel is moved over `x`, if `y` is candle's `conv1d` of them. `read` is the kernel as candle reads it.
 fn geometry(
+    graph: &Graph<'_>,
     y: &Tensor,
     x: &Tensor,
     kernel: &Tensor,
     read: Option<&[f64]>,
 ) -> Result<Option<Geometry>> {
     let ((_, c_in, l), (_, _, k), l_out) = (x.dims3()?, kernel.dims3()?, y.dim(2)?);
-    let Some(row) = read.map(|read| &read[..c_in * k]) else { return Ok(None) };
-    let (x, kernel, y) = (x.detach(), kernel.detach(), y.detach());
+    let Some(row) = read.and_then(|read| read.get(..c_in * k)) else { return Ok(None) };
     let (first_x, first_y) = (values(&x.narrow(0, 0, 1)?)?, values(&y.narrow(0, 0, 1)?)?);
     // Three of the outputs tell nearly always.
     let is_likely = |g: &Geometry| {
@@ -198,12 +239,44 @@ fn geometry(
             (sum - first_y[t]).abs() <= 0.02 * size
         })
     };
+    let is_whole = read.is_some_and(|read| read.len() == kernel.elem_count());
     for g in Geometry::all(l, k, l_out).filter(is_likely) {
-        if equal(&x.conv1d(&kernel, g.padding, g.stride, g.dilation, 1)?, &y)? {
+        let is_it = if is_whole {
+            let anew = x.detach().conv1d(&kernel.detach(), g.padding, g.stride, g.dilation, 1)?;
+            equal(&anew, &y.detach())?
+        } else {
+            is_told(graph, y, x, kernel, g)?
+        };
+        if is_it {
             return Ok(Some(g));
         }
     }
     Ok(None)
+}
+
+/// Whether `y` has the gradient of such a convolution, and other values.
+fn is_told(
+    graph: &Graph<'_>,
+    y: &Tensor,
+    x: &Tensor,
+    kernel: &Tensor,
+    g: Geometry,
+) -> Result<bool> {
+    // Of others candle has no gradient: it counts below zero.
+    let (least, along) = (2 * g.padding, (y.dim(2)? - 1) * g.stride);
+    let reach = along + (kernel.dim(2)? - 1) * g.dilation + 1;
+    if along < least || reach > least + x.dim(2)? {
+        return Ok(false);
+    }
+    let conv1d = |kernel: &Tensor| x.conv1d(kernel, g.padding, g.stride, g.dilation, 1);
+    // Not contiguous either, so that its gradient goes the same way.
+    let other = kernel.permute((2, 1, 0))?.force_contiguous()?.permute((2, 1, 0))?;
+    let r = noise(y.shape(), 0)?;
+    let [as_is, told] = [y, &conv1d(&other)?].map(|y| graph.gradients(&dot(y, &r)?));
+    let (as_is, told) = (as_is?, told?);
+    let noticed = if y.dtype().size_in_bytes() < 4 { 1e-2 } else { 1e-4 };
+    Ok(distance(&as_is, &told) < noticed * norm(&told)
+        && is_apart(y, &conv1d(&kernel.force_contiguous()?)?)?)
 }
 
 /// Whether the gradients of `y`, candle's `conv1d` of `x`, are wrong.
@@ -227,73 +300,81 @@ fn is_wrong_of(
 }
 
 /// Whether `y` is candle's `conv1d` of a constant, and wrong.
-fn is_wrong_of_constant(
-    graph: &Graph<'_>,
-    y: &Tensor,
-    kernel: &Tensor,
-    is_misread: bool,
-) -> Result<bool> {
+fn is_wrong_of_constant(graph: &Graph<'_>, y: &Tensor, kernel: &Tensor) -> Result<bool> {
     let ((n, c_out, l_out), (_, c_in, k)) = (y.dims3()?, kernel.dims3()?);
-    // One value of the first channel in the first sample, whose gradient is believed, and one in the last.
-    let (first, last) = (l_out / 3, l_out - 1 - l_out / 3);
-    let mut one = vec![0f32; y.elem_count()];
-    one[first] = 1.0;
-    if n > 1 {
-        one[(n - 1) * c_out * l_out + last] = 1.0;
-    }
-    let r = Tensor::from_vec(one, y.shape(), y.device())?;
-    let (as_is, constants) = graph.weighed(y, &r)?;
-    let row = values(&kernel.detach().narrow(0, 0, 1)?)?;
-    let mut is_conv1d = false;
-    for gradient in constants.get_ids().filter_map(|id| constants.get_id(*id)) {
-        let Ok((x_n, x_c, l)) = gradient.dims3() else { continue };
-        if (x_n, x_c) != (n, c_in) || is_conv1d {
-            continue;
-        }
-        let of_first = values(&gradient.narrow(0, 0, 1)?)?;
-        let of_first =
-            Trace { gradient: &of_first, l, size: of_first.iter().map(|v| v.abs()).sum() };
-        is_conv1d = Geometry::all(l, k, l_out).any(|g| of_first.is_row_at(&row, k, g, first));
-    }
-    if !is_conv1d {
+    if is_ambiguous(n, c_out, l_out) {
         return Ok(false);
     }
-    if is_misread {
-        return is_belied(graph, y, kernel);
+    let (row, left) = (values(&kernel.narrow(0, 0, 1)?)?, left(graph, y)?);
+    let is_input = |of: &&Left| of.dims[..2] == [n, c_in];
+    let lengths: BTreeSet<_> = left[0].iter().filter(is_input).map(|of| of.dims[2]).collect();
+    let is_conv1d = |l: usize| {
+        let is_at = |g: Geometry, of: &Left| of.dims == [n, c_in, l] && of.is_row_at(&row, k, g);
+        Geometry::all(l, k, l_out).any(|g| left.iter().all(|one| one.iter().any(|of| is_at(g, of))))
+    };
+    if !lengths.into_iter().any(is_conv1d) {
+        return Ok(false);
     }
-    let of_row = kernel.narrow(0, 0, 1)?;
-    let numbers = (0..of_row.elem_count()).map(|i| 1.0 + (i % 7) as f32 * 0.25);
-    let numbers = Tensor::from_iter(numbers, y.device())?.reshape(of_row.shape())?;
-    Ok(reaches_more(&as_is, &graph.gradients(&dot(&of_row, &numbers)?)?))
+    // A row for each output's place, and a column for each channel.
+    let y = y.transpose(1, 2)?.reshape((n * l_out, c_out))?;
+    is_belied(graph, &y, &kernel.reshape((c_out, c_in * k))?.t()?)
 }
 
-/// A sample's gradient, `[c_in, l]`.
-struct Trace<'a> {
-    gradient: &'a [f64],
-    l: usize,
+/// Whether the kernel could as well be what is convolved, as candle mixes up what it leaves for a constant.
+fn is_ambiguous(n: usize, c_out: usize, l_out: usize) -> bool {
+    l_out == 1 && n > 1 && n == c_out
+}
+
+/// The gradient that candle leaves for a constant: that of the output at `t` of the first channel in the first
+/// sample, which is believed.
+struct Left {
+    t: usize,
+    dims: [usize; 3],
+    /// The first part of it, `dims[1..]`.
+    first: Vec<f64>,
     /// The sum of its absolute values.
     size: f64,
 }
 
-impl Trace<'_> {
-    /// Whether this is the row of a kernel where the output at `t` was computed from, and nothing else.
-    fn is_row_at(&self, row: &[f64], k: usize, g: Geometry, t: usize) -> bool {
-        let mut size = 0.0;
+/// Of two outputs, those for each constant of three dimensions.
+fn left(graph: &Graph<'_>, y: &Tensor) -> Result<[Vec<Left>; 2]> {
+    let l_out = y.dim(2)?;
+    let of = |t: usize| -> Result<Vec<Left>> {
+        let one = (0..y.elem_count()).map(|i| if i == t { 1f32 } else { 0.0 });
+        let r = Tensor::from_iter(one, y.device())?.reshape(y.shape())?;
+        let (_, constants) = graph.weighed(y, &r)?;
+        let mut left = Vec::new();
+        for gradient in constants.get_ids().filter_map(|id| constants.get_id(*id)) {
+            let Ok((parts, rows, columns)) = gradient.dims3() else { continue };
+            if gradient.elem_count() > 0 {
+                let first = values(&gradient.narrow(0, 0, 1)?)?;
+                let size = first.iter().map(|v| v.abs()).sum();
+                left.push(Left { t, dims: [parts, rows, columns], first, size });
+            }
+        }
+        Ok(left)
+    };
+    Ok([of((l_out - 1) / 3)?, of(l_out / 2)?])
+}
+
+impl Left {
+    /// Whether this is the row of a kernel where the output was computed from, and nothing else.
+    fn is_row_at(&self, row: &[f64], k: usize, g: Geometry) -> bool {
+        let (mut size, [.., l]) = (0.0, self.dims);
         for (i, weight) in row.iter().enumerate() {
-            let Some(input) = g.input(t, i % k, self.l) else { continue };
-            if (self.gradient[i / k * self.l + input] - weight).abs() > 1e-3 * weight.abs() {
+            let Some(input) = g.input(self.t, i % k, l) else { continue };
+            if (self.first[i / k * l + input] - weight).abs() > 1e-3 * weight.abs() {
                 return false;
             }
             size += weight.abs();
         }
         size > 0.0 && (self.size - size).abs() <= 1e-3 * size
     }
-}
-/// Whether `a` has numbers worth speaking of where `b` has none.
-fn reaches_more(a: &Gradients, b: &Gradients) -> bool {
-    let largest = a.values().flatten().fold(0.0, |largest: f64, v| largest.max(v.abs()));
-    a.iter().any(|(index, a)| {
-        let b = b.get(index);
-        a.iter().enumerate().any(|(i, a)| a.abs() > 1e-3 * largest && b.is_none_or(|b| b[i] == 0.0))
-    })
+
+    /// Whether this is what the output takes of the first sample of an input, `[dims[1], l]`, and something.
+    fn is_taken_of(&self, input: &[f64], l: usize, g: Geometry) -> bool {
+        let k = self.dims[2];
+        let taken = |i| g.input(self.t, i % k, l).map_or(0.0, |at| input[i / k * l + at]);
+        self.size > 0.0 && self.first.iter().enumerate().all(|(i, v)| *v == taken(i))
+    }
 }

@@ -5,16 +5,14 @@
 //! If both have a gradient, how they lie in memory shows which may have it, and the same product made anew that
 //! one has.
 //!
-//! A constant batch is known by the gradient that candle leaves for it, which is that of a product by the
-//! matrix; and that the product is wrong, by its gradient for the matrix (`linear.rs`).
-//!
-//! By a constant matrix, the columns of the product are sums of the batch's columns. Of more rows than a row is
-//! long, they are sums of the right ones or of those that candle reads, and hardly of both.
+//! A constant, be it the batch or the matrix, is known by the gradient that candle leaves for it, which is that of
+//! a product by the other; and that the product is wrong, by its gradient for the other (`linear.rs`). By a constant
+//! matrix, this gradient is to be that of what candle reads, too.
 
-use candle_core::{DType, Result, Shape, Tensor};
+use candle_core::{D, Result, Shape, Tensor};
 
-use super::linear::{is_belied, noise};
-use super::{Graph, Trap, equal, leaves, values};
+use super::linear::{agrees, is_belied, noise};
+use super::{Graph, Trap, equal, is_apart, leaves, values};
 
 /// What is wrong about `y`, the first of `behind`, if it is such a product.
 pub(super) fn find<'a>(graph: &Graph<'a>, behind: &[&'a Tensor]) -> Result<Option<Trap<'a>>> {
@@ -69,9 +67,7 @@ fn is_wrong_of(y: &Tensor, x: &Tensor, matrix: &Tensor) -> Result<bool> {
     if !equal(&anew, &y.detach())? {
         return Ok(false);
     }
-    let (anew, truth) = (values(&anew)?, values(&x.force_contiguous()?.matmul(&matrix)?)?);
-    let apart = anew.iter().zip(&truth).map(|(a, t)| (a - t).abs()).sum::<f64>();
-    Ok(apart > 1e-2 * truth.iter().map(|v| v.abs()).sum::<f64>())
+    is_apart(&anew, &x.force_contiguous()?.matmul(&matrix)?)
 }
 
 /// Whether `y` is the product of a constant and `operand`, in whichever order, and wrong.
@@ -89,7 +85,7 @@ fn is_wrong_with_constant(graph: &Graph<'_>, y: &Tensor, operand: &Tensor) -> Re
     Ok(m == rows
         && is_mixed_up(operand)
         && graph.constants()?.contains(&matrix)
-        && is_wrong_by_constant(y, operand)?)
+        && is_wrong_by_constant(graph, y, operand)?)
 }
 
 /// Whether `y` is the product of a constant by `matrix`, and wrong.
@@ -97,62 +93,28 @@ fn is_wrong_of_constant(graph: &Graph<'_>, y: &Tensor, matrix: &Tensor) -> Resul
     let r = noise(y.shape(), 0)?;
     let (_, constants) = graph.weighed(y, &r)?;
     let of_x = r.to_dtype(y.dtype())?.matmul(&matrix.detach().t()?)?;
-    Ok(leaves(&constants, &of_x)? && is_belied(graph, y, matrix)?)
-}
-
-/// Whether the columns of `y` are sums of those that candle reads of `x`, and not of its own.
-fn is_wrong_by_constant(y: &Tensor, x: &Tensor) -> Result<bool> {
-    let (n, k) = (y.dims()[y.rank() - 1], x.dims()[x.rank() - 1]);
-    let rows = y.elem_count() / n.max(1);
-    // Beyond, a wrong product would cost the first step seconds.
-    if rows <= k || k > 1024 {
+    if !leaves(&constants, &of_x)? {
         return Ok(false);
     }
-    let x = x.detach();
-    let one = Tensor::eye(k, x.dtype(), x.device())?;
-    let read = x.matmul(&one.broadcast_left(&x.dims()[..x.rank() - 2])?)?;
-    // A few sums of them stand for all columns.
-    let weights = noise(&(n, 4).into(), 0)?;
-    let sums = y.detach().to_dtype(DType::F32)?.reshape((rows, n))?.matmul(&weights)?;
-    let taken = rows.min(k + 16);
-    let lines = |t: &Tensor| -> Result<Vec<Vec<f64>>> {
-        let values = values(t)?;
-        let columns = values.len() / rows;
-        let at = |line: usize| line * rows / taken * columns;
-        let column = |c| (0..taken).map(|line| values[at(line) + c]).collect();
-        Ok((0..columns).map(column).collect())
-    };
-    let sums = lines(&sums)?;
-    let (of_read, of_own) = (beyond(lines(&read)?, &sums), beyond(lines(&x)?, &sums));
-    let noticed = if y.dtype().size_in_bytes() < 4 { 2e-2 } else { 1e-3 };
-    Ok(of_own > noticed && of_read < 0.1 * of_own)
+    let one = (2..matrix.rank()).try_fold(matrix.clone(), |matrix, _| matrix.get(0))?;
+    is_belied(graph, &rows(y)?, &one)
 }
 
-/// How much of `sums` no sums of `columns` are, as a share of their length.
-fn beyond(columns: Vec<Vec<f64>>, sums: &[Vec<f64>]) -> f64 {
-    let square = |v: &[f64]| v.iter().map(|v| v * v).sum::<f64>();
-    let mut base: Vec<Vec<f64>> = Vec::new();
-    // Twice, as the first time rounds.
-    let reduce = |v: &mut [f64], base: &[Vec<f64>]| {
-        for b in base.iter().chain(base) {
-            let share: f64 = v.iter().zip(b).map(|(v, b)| v * b).sum();
-            v.iter_mut().zip(b).for_each(|(v, b)| *v -= share * b);
-        }
-    };
-    for mut column in columns {
-        let before = square(&column).sqrt();
-        reduce(&mut column, &base);
-        let after = square(&column).sqrt();
-        if after > 1e-6 * before {
-            column.iter_mut().for_each(|c| *c /= after);
-            base.push(column);
-        }
+/// Whether `y` is the product of `x` by a constant that is broadcast, and wrong.
+fn is_wrong_by_constant(graph: &Graph<'_>, y: &Tensor, x: &Tensor) -> Result<bool> {
+    let r = noise(y.shape(), 0)?;
+    let (_, constants) = graph.weighed(y, &r)?;
+    let of_matrix = x.detach().t()?.matmul(&r.to_dtype(y.dtype())?)?;
+    if !leaves(&constants, &of_matrix)? {
+        return Ok(false);
     }
-    let whole: f64 = sums.iter().map(|sum| square(sum)).sum();
-    let rest = sums.iter().map(|sum| {
-        let mut rest = sum.clone();
-        reduce(&mut rest, &base);
-        square(&rest)
-    });
-    (rest.sum::<f64>() / whole).sqrt()
+    let one = Tensor::eye(x.dim(D::Minus1)?, x.dtype(), x.device())?;
+    let read = x.detach().matmul(&one.broadcast_left(&x.dims()[..x.rank() - 2])?)?;
+    let (y, x, read) = (rows(y)?.t()?, rows(x)?.t()?, rows(&read)?.t()?);
+    Ok(is_belied(graph, &y, &x)? && agrees(graph, &y, &x, &values(&read)?)? != Some(false))
+}
+
+/// The rows of all samples, one below the other.
+fn rows(t: &Tensor) -> Result<Tensor> {
+    t.flatten_to(D::Minus2)
 }

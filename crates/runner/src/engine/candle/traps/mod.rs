@@ -22,14 +22,15 @@
 //!
 //! * an upsampling whose input is used again only by an operator that takes also what was computed from the
 //!   upsampling, and is not a sum, a difference, a product or `cat`: such a use has no gradient to be seen by;
-//! * `conv1d` of a constant by a kernel each of whose rows is computed from all of its parameters; one by a
-//!   kernel that its input was computed from too (the first use of that kernel is seen); one by a constant
-//!   that is not contiguous in memory, one of a constant by such a kernel that does not scale with its
-//!   parameters, and one of what has a gradient by a kernel that is broadcast, beyond whose memory candle reads;
-//! * `matmul` of a transposed batch of constants by a matrix that is broadcast and does not scale with its
-//!   parameters (a sum with a constant, say); one by a constant that is broadcast of a batch of no more rows
-//!   in all than a row is long, or of more than 1024 columns; and what is computed of constants alone, as no
-//!   graph has it;
+//! * `conv1d` by a kernel that its input was computed from too (the first use of that kernel is seen); one of or
+//!   by a constant to a single place, of as many samples as channels, as kernel and input are then each other's
+//!   likeness;
+//! * `conv1d` and `matmul` of a constant, or by one, where gradients leave the constant open: its product by
+//!   what has a gradient is shown, and its gradient for the parameters behind that, and if these are no more than
+//!   the numbers of a row that the product leaves open, any values are those of some constant with this gradient
+//!   (by one normalized column, say). Nor where what is open would cost the first step seconds (a backward pass
+//!   each), nor, if it does not scale with its parameters, where a row is longer than 1024, nor what is wrong by
+//!   less than rounding might be; and what is computed of constants alone, as no graph has it;
 //! * `scatter` and `scatter_add` of constants that could as well have been added, or written: candle shows
 //!   the same of `x.scatter(i, c)` and of `x.index_add(i, c - x)`, whose gradient is right;
 //! * a `scatter` that leaves nothing of what it writes into, and one of a tensor of the same shape that what
@@ -223,6 +224,13 @@ fn dot(y: &Tensor, r: &Tensor) -> Result<Tensor> {
 
 fn equal(a: &Tensor, b: &Tensor) -> Result<bool> {
     Ok(!a.eq(b)?.flatten_all()?.to_vec1::<u8>()?.contains(&0))
+}
+
+/// Whether values are others than they ought to be, by more than rounding.
+fn is_apart(t: &Tensor, truth: &Tensor) -> Result<bool> {
+    let (values, truth) = (values(t)?, values(truth)?);
+    let apart = values.iter().zip(&truth).map(|(v, t)| (v - t).abs()).sum::<f64>();
+    Ok(apart > 1e-2 * truth.iter().map(|v| v.abs()).sum::<f64>())
 }
 
 /// Whether a backward pass has left this gradient for a constant, to the bit.

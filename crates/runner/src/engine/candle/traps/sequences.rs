@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Module, Result, Tensor};
+use candle_core::{D, DType, Module, Result, Tensor};
 use candle_nn::Init;
 use parking_lot::Mutex;
 use proptest::prelude::*;
@@ -67,6 +67,18 @@ fn a_conv1d_that_mixes_up_samples_is_named() {
             x.conv1d(&w.broadcast_mul(&causal)?, 1, 1, 1, 1)
         });
         says((&[3, 4, 9], &[6, 2, 3]), F32, |x, w| x.conv1d(&normal(w)?, 0, 1, 1, 2));
+        // By one whose numbers are each computed from all parameters.
+        for dtype in [F32, F16] {
+            says(sizes, dtype, |x, w| {
+                x.conv1d(
+                    &w.broadcast_div(&w.sqr()?.sum_all()?.sqrt()?.reshape((1, 1, 1))?)?,
+                    1,
+                    2,
+                    1,
+                    1,
+                )
+            });
+        }
         says((&[2, 4, 9], &[4, 4, 3]), F32, |x, w| {
             let w = normal(w)?;
             x.conv1d(&w, 1, 1, 1, 1)?.tanh()?.conv1d(&w, 1, 1, 1, 1)
@@ -112,7 +124,24 @@ fn a_conv1d_by_a_kernel_that_is_not_contiguous_is_named() {
         fine((&[1, 4, 9], &[4, 6, 3]), |x, w| {
             x.conv1d(&w.transpose(0, 1)?.contiguous()?, 1, 2, 1, 1)
         });
+        // One that does not scale with its parameters, one that is everywhere of both, and one beyond whose
+        // memory candle reads.
+        for dtype in [F32, F16] {
+            says((&[1, 4, 9], &[4, 6, 3]), dtype, |x, w| {
+                x.conv1d(&(w + 0.5)?.transpose(0, 1)?, 1, 2, 1, 1)
+            });
+            says((&[2, 4, 9], &[4, 16, 3]), dtype, |x, w| {
+                x.conv1d(&normal(w)?.transpose(0, 1)?, 1, 1, 1, 1)
+            });
+            says((&[2, 4, 9], &[6, 4, 3]), dtype, |x, w| {
+                x.conv1d(&w.narrow(0, 0, 1)?.broadcast_as((6, 4, 3))?, 1, 1, 2, 1)
+            });
+        }
         // What lies another way and is the same.
+        fine((&[2, 4, 9], &[1, 4, 3]), |x, w| {
+            let w = w.broadcast_as((6, 4, 3))?.contiguous()?;
+            x.unsqueeze(2)?.conv2d(&w.unsqueeze(2)?, 0, 1, 1, 1)?.squeeze(2)
+        });
         fine((&[1, 4, 9], &[4, 1, 1]), |x, w| x.conv1d(&w.transpose(0, 1)?, 0, 1, 1, 1));
         fine((&[1, 4, 9], &[3, 4, 6]), |x, w| {
             x.conv1d(&(w.ones_like()? + w * 0.0)?.permute((2, 1, 0))?, 0, 1, 1, 1)
@@ -155,7 +184,10 @@ fn a_conv1d_by_a_constant_that_mixes_up_samples_is_named() {
     let says = |shape: &[usize], dtype, op: fn(&Tensor) -> Result<Tensor>| {
         let said = by_constant(shape, dtype, op);
         let error = said.expect_err(&format!("nothing of {shape:?} {dtype:?}"));
-        assert!(error.contains("of `before` is wrong: candle's own `conv1d`"), "{error}");
+        assert!(
+            error.contains("of `before` is wrong: candle's own `conv1d` mixes"),
+            "{shape:?} {error}"
+        );
     };
     for dtype in [F32, F16] {
         says(&[3, 4, 9], dtype, |x| x.conv1d(&fixed(x, &[6, 4, 3])?, 0, 1, 1, 1));
@@ -174,6 +206,28 @@ fn a_conv1d_by_a_constant_that_mixes_up_samples_is_named() {
 }
 
 #[test]
+fn a_conv1d_by_a_constant_that_is_not_contiguous_is_named() {
+    use fused_optim::DType::{F16, F32};
+    for dtype in [F32, F16] {
+        let says = |shape: &[usize], op: fn(&Tensor) -> Result<Tensor>| {
+            let error = by_constant(shape, dtype, op).expect_err(&format!("{shape:?} {dtype:?}"));
+            assert!(error.contains("of `before` is wrong: candle's own `conv1d` reads"), "{error}");
+        };
+        says(&[1, 4, 9], |x| x.conv1d(&fixed(x, &[4, 6, 3])?.transpose(0, 1)?, 0, 1, 1, 1));
+        says(&[3, 4, 9], |x| x.conv1d(&fixed(x, &[6, 3, 4])?.transpose(1, 2)?, 1, 2, 1, 1));
+        says(&[3, 4, 9], |x| x.conv1d(&fixed(x, &[1, 4, 3])?.transpose(0, 2)?, 0, 1, 1, 1));
+        says(&[2, 4, 9], |x| {
+            x.tanh()?.conv1d(&fixed(x, &[3, 4, 6])?.permute((2, 1, 0))?, 2, 1, 2, 1)?.exp()
+        });
+        says(&[2, 4, 30], |x| (x + 1.0)?.conv1d(&fixed(x, &[6, 3, 2])?.t()?, 0, 3, 2, 2)?.tanh());
+        says(&[2, 4, 9], |x| {
+            let kernel = fixed(x, &[6, 4, 3])?.narrow(0, 0, 1)?.broadcast_as((6, 4, 3))?;
+            x.conv1d(&kernel, 1, 1, 1, 1)
+        });
+    }
+}
+
+#[test]
 fn a_conv1d_by_a_constant_that_is_right_is_left_alone() {
     use fused_optim::DType::{F16, F32};
     let fine = |shape: &[usize], op: fn(&Tensor) -> Result<Tensor>| {
@@ -186,6 +240,10 @@ fn a_conv1d_by_a_constant_that_is_right_is_left_alone() {
     fine(&[1, 4, 9], |x| x.conv1d(&fixed(x, &[6, 4, 3])?, 0, 1, 1, 1));
     fine(&[3, 4, 9], |x| x.conv1d(&fixed(x, &[1, 4, 3])?, 0, 1, 1, 1));
     fine(&[3, 4, 9], |x| x.conv1d(&fixed(x, &[4, 1, 3])?, 0, 1, 1, 4));
+    fine(&[3, 4, 9], |x| {
+        let kernel = fixed(x, &[6, 3, 4])?.transpose(1, 2)?.contiguous()?;
+        x.tanh()?.conv1d(&kernel, 2, 1, 1, 1)
+    });
     // Nothing is lost of nothing.
     fine(&[3, 4, 9], |x| x.conv1d(&fixed(x, &[6, 4, 3])?.zeros_like()?, 0, 1, 1, 1)? + 1.0);
     fine(&[3, 4, 9], |x| x.detach().conv1d(&fixed(x, &[4, 4, 1])?, 0, 1, 1, 1)? + x);
@@ -278,9 +336,30 @@ fn a_product_of_constants_that_mixes_up_samples_is_named() {
         says(&[3, 5, 4], &[6, 10], |x, w| {
             linear(&x.transpose(1, 2)?, &(w.narrow(1, 0, 5)? - w.narrow(1, 5, 5)?.relu()?)?)
         });
+        // By those that do not scale with them, of fewer columns than rows, too.
+        for weight in [[6, 5], [3, 5], [1, 5]] {
+            says(&[3, 5, 4], &weight, |x, w| linear(&x.transpose(1, 2)?, &(w + 0.3)?));
+            says(&[3, 5, 4], &weight, |x, w| linear(&x.transpose(1, 2)?, &(w * 3.0)?.tanh()?));
+        }
+        for weight in [[6, 5], [3, 5]] {
+            says(&[3, 5, 4], &weight, |x, w| {
+                let w = w.broadcast_div(&w.sqr()?.sum_keepdim(1)?.sqrt()?)?;
+                linear(&x.transpose(1, 2)?, &w)
+            });
+        }
+        says(&[4, 49, 8], &[12, 49], |x, w| {
+            linear(&x.transpose(1, 2)?, &(fixed(x, &[12, 49])? + w)?)
+        });
+        says(&[3, 8, 4], &[10, 2], |x, w| {
+            let (a, b) = (w.narrow(0, 0, 6)?, w.narrow(0, 2, 8)?.t()?);
+            linear(&x.transpose(1, 2)?, &(a.matmul(&b)? + fixed(x, &[6, 8])?)?)
+        });
         let fine = |dims: &[usize], weight: &[usize], op| {
             of_constants((dims, weight), dtype, op).unwrap();
         };
+        fine(&[3, 5, 49], &[6, 49], |x, w| linear(x, &(w + 0.3)?));
+        fine(&[3, 5, 49], &[6, 49], |x, w| linear(x, &(w * 9.0)?.tanh()?));
+        fine(&[3, 5, 49], &[60, 49], |x, w| linear(&(x + 9.0)?, &(w * 0.01)?.exp()?));
         fine(&[3, 5, 4], &[6, 5], |x, w| linear(&x.transpose(1, 2)?.contiguous()?, w));
         fine(&[3, 5, 4], &[6, 4], linear);
         fine(&[8, 49, 32], &[64, 32], linear);
@@ -307,6 +386,13 @@ fn a_product_by_a_constant_that_mixes_up_samples_is_named() {
         says(&[4, 5, 4], |x| {
             linear(&x.relu()?.transpose(1, 2)?, &fixed(x, &[2, 5])?)?.transpose(1, 2)?.exp()
         });
+        // Of no more rows than a row is long.
+        says(&[2, 40, 4], |x| linear(&x.transpose(1, 2)?, &fixed(x, &[6, 40])?));
+        says(&[2, 40, 4], |x| {
+            linear(&x.transpose(1, 2)?.tanh()?.t()?.contiguous()?.t()?, &fixed(x, &[6, 40])?)
+        });
+        says(&[2, 40, 4], |x| linear(&(x + 0.5)?.transpose(1, 2)?, &fixed(x, &[6, 40])?));
+        says(&[2, 1100, 4], |x| linear(&x.transpose(1, 2)?, &fixed(x, &[6, 1100])?));
         says(&[3, 5, 4], |x| {
             let x = linear(&x.transpose(1, 2)?, &fixed(x, &[5, 5])?)?;
             linear(&x, &fixed(&x, &[1, 5])?)
@@ -318,49 +404,80 @@ fn a_product_by_a_constant_that_mixes_up_samples_is_named() {
         fine(&[3, 5, 4], |x| linear(x, &fixed(x, &[6, 4])?));
         fine(&[3, 5, 4], |x| x.transpose(1, 2)?.broadcast_matmul(&fixed(x, &[5, 6])?));
         fine(&[3, 5, 4], |x| x.transpose(1, 2)?.matmul(&fixed(x, &[3, 5, 6])?));
+        fine(&[3, 40, 4], |x| x.transpose(1, 2)?.matmul(&fixed(x, &[3, 40, 6])?));
         fine(&[3, 5, 5], |x| x.transpose(1, 2)? * fixed(x, &[3, 5, 5])?);
         fine(&[3, 5, 5], |x| fixed(x, &[5, 5])?.broadcast_left(3)?.matmul(&x.transpose(1, 2)?));
         fine(&[3, 5, 4], |x| linear(&x.transpose(1, 2)?, &fixed(x, &[6, 5])?.zeros_like()?)? + 1.0);
     }
 }
 
+/// What is computed of parameters: some that scales with them, and some that does not.
+fn formed(t: &Tensor, form: usize) -> Result<Tensor> {
+    match form {
+        0 => Ok(t.clone()),
+        1 => t + 0.4,
+        2 => (t * 2.0)?.tanh(),
+        // Of one number, that is its sign.
+        _ if t.dim(D::Minus1)? < 3 => Ok(t.clone()),
+        _ => t.broadcast_div(&t.sqr()?.sum_keepdim(D::Minus1)?.sqrt()?),
+    }
+}
+
+/// How far apart these are, as a share.
+fn apart(y: &Tensor, truth: &Tensor) -> Result<f64> {
+    let size = |t: Tensor| t.to_dtype(DType::F32)?.abs()?.sum_all()?.to_scalar::<f32>();
+    Ok(f64::from(size((y - truth)?)? / size(truth.clone())?))
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
-    /// Of any shapes, with a gradient of both or of one: what candle multiplies wrongly is named, what it
-    /// multiplies rightly is not.
+    /// Of any shapes, with a gradient of both or of one, computed of parameters in several ways: what candle
+    /// multiplies wrongly is named, what it multiplies rightly is not.
     #[test]
     fn a_random_product_is_judged_rightly(
         seed in any::<u64>(), samples in 1usize..5, (m, k, n) in (1usize..7, 1usize..9, 1usize..6),
-        trained in 0..3, is_moved in any::<bool>(), in_half in any::<bool>(),
+        trained in 0..3, form in 0usize..4, is_moved in any::<bool>(), in_half in any::<bool>(),
     ) {
         let dtype = if in_half { fused_optim::DType::F16 } else { fused_optim::DType::F32 };
         let dims = if is_moved { [samples, k, m] } else { [samples, m, k] };
-        let apart = Arc::new(Mutex::new(f64::NAN));
+        let off = Arc::new(Mutex::new(f64::NAN));
         let mut engine = CandleEngine::new(CandleOptions { dtype, seed, ..Default::default() }, |vb| {
             let uniform = Init::Uniform { lo: -1.0, up: 1.0 };
-            let before = vb.get_with_hints((1, dims[1], 1), "before", uniform)?;
+            let before = vb.get_with_hints((1, dims[1], dims[2]), "before", uniform)?;
             let weight = vb.get_with_hints((n, k), "weight", uniform)?;
             let after = vb.get_with_hints(1, "after", uniform)?;
-            let apart = apart.clone();
+            let off = off.clone();
             let product = move |x: &Tensor| {
-                let x = if trained == 0 { x.clone() } else { x.broadcast_mul(&before)? };
+                let x = match trained {
+                    0 => x.clone(),
+                    _ => formed(&x.broadcast_mul(&before)?, form)?,
+                };
                 let x = if is_moved { x.transpose(1, 2)? } else { x };
-                let weight = if trained == 1 { weight.detach() } else { weight.clone() };
+                let weight = formed(&weight, form)?;
+                let weight = if trained == 1 { weight.detach() } else { weight };
                 let matrix = weight.broadcast_left(samples)?.t()?;
-                let (y, truth) = (x.matmul(&matrix)?, x.force_contiguous()?.matmul(&matrix)?);
-                let size = |t: Tensor| t.to_dtype(DType::F32)?.abs()?.sum_all()?.to_scalar::<f32>();
-                *apart.lock() = f64::from(size((&y - &truth)?)? / size(truth)?);
+                let y = x.matmul(&matrix)?;
+                *off.lock() = apart(&y, &x.force_contiguous()?.matmul(&matrix)?)?;
                 y.broadcast_mul(&after)
             };
             Ok(Chain(vec![layer(product)]))
         }).unwrap();
         let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
         let step = engine.forward_backward(&batch(&dims), 1.0, &sink);
-        let apart = *apart.lock();
+        let (apart, noticed) = (*off.lock(), if in_half { 0.4 } else { 0.1 });
+        // Nobody sees what a gradient at right angles to the only column of a matrix says of it; and of few
+        // columns little is seen in 16 bits.
+        let is_shown = match trained {
+            0 => form == 0 || !in_half && (form < 3 || n > 1),
+            1 => form == 0 || !in_half,
+            _ => true,
+        };
         if apart == 0.0 {
-            prop_assert!(step.is_ok(), "{step:?}");
-        } else if apart > 0.1 && (trained != 1 || samples * m > k + 3) {
+            // Few numbers in 16 bits may look as if something had been scattered into them.
+            let is_scatter = |e: &crate::Error| in_half && e.to_string().contains("`scatter");
+            prop_assert!(step.as_ref().err().is_none_or(is_scatter), "{step:?}");
+        } else if apart > noticed && is_shown {
             let error = step.map_or_else(|e| e.to_string(), |_| format!("nothing, {apart} apart"));
             prop_assert!(error.contains("candle's own `matmul`"), "{error}");
         }
@@ -370,22 +487,28 @@ proptest! {
     /// named, and neither what is read rightly nor another use of such a tensor.
     #[test]
     fn a_random_kernel_is_judged_rightly(
-        seed in any::<u64>(), (c_in, c_out, k, more) in (1usize..4, 1usize..4, 1usize..4, 0usize..4),
-        order in Just([0usize, 1, 2]).prop_shuffle(), padded in any::<bool>(), is_trained in any::<bool>(),
-        use_of in 0..4,
+        seed in any::<u64>(), (c_in, c_out, k, more) in (1usize..4, 1usize..4, 1usize..4, 0usize..12),
+        order in Just([0usize, 1, 2]).prop_shuffle(), padded in any::<bool>(), trained in 0..3,
+        form in 0usize..4, in_half in any::<bool>(), use_of in 0..4,
     ) {
+        let dtype = if in_half { fused_optim::DType::F16 } else { fused_optim::DType::F32 };
         let (padding, mut dims) = (if padded { k - 1 } else { 0 }, [0; 3]);
         order.iter().zip([c_out, c_in, k]).for_each(|(at, extent)| dims[*at] = extent);
-        let apart = Arc::new(Mutex::new(f64::NAN));
-        let mut engine = CandleEngine::new(CandleOptions { seed, ..Default::default() }, |vb| {
+        let off = Arc::new(Mutex::new(f64::NAN));
+        let mut engine = CandleEngine::new(CandleOptions { dtype, seed, ..Default::default() }, |vb| {
             let uniform = Init::Uniform { lo: -1.0, up: 1.0 };
-            let before = vb.get_with_hints((1, c_in, 1), "before", uniform)?;
+            let before = vb.get_with_hints((1, c_in, k + more), "before", uniform)?;
             let weight = vb.get_with_hints(&dims, "weight", uniform)?;
             let after = vb.get_with_hints(1, "after", uniform)?;
-            let apart = apart.clone();
+            let off = off.clone();
             let of = move |x: &Tensor| {
-                let x = if is_trained { x.broadcast_mul(&before)? } else { x.clone() };
-                let w = weight.permute((order[0], order[1], order[2]))?;
+                let x = match trained {
+                    0 => x.clone(),
+                    _ => formed(&x.broadcast_mul(&before)?, form)?,
+                };
+                let w = formed(&weight, form)?;
+                let w = if trained == 1 { w.detach() } else { w };
+                let w = w.permute((order[0], order[1], order[2]))?;
                 let (y, truth) = match use_of {
                     0 | 1 => {
                         let truth = x.conv1d(&w.force_contiguous()?, padding, 1, 1, 1)?;
@@ -394,20 +517,25 @@ proptest! {
                     2 => (x.narrow(2, 0, k)?.broadcast_mul(&w)?, x.zeros_like()?),
                     _ => (x.narrow(2, 0, k)?.broadcast_matmul(&w.t()?)?, x.zeros_like()?),
                 };
-                *apart.lock() = match use_of {
-                    0 | 1 => f64::from((&y - &truth)?.abs()?.sum_all()?.to_scalar::<f32>()?),
-                    _ => 0.0,
-                };
+                *off.lock() = if use_of < 2 { apart(&y, &truth)? } else { 0.0 };
                 y.broadcast_mul(&after)
             };
             Ok(Chain(vec![layer(of)]))
         }).unwrap();
         let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
         let step = engine.forward_backward(&batch(&[1, c_in, k + more]), 1.0, &sink);
-        let apart = *apart.lock();
+        let (apart, noticed) = (*off.lock(), if in_half { 0.4 } else { 0.1 });
+        // Nor of few places, of a kernel that has many numbers.
+        let is_shown = match trained {
+            0 => form == 0 || !in_half && form < 3,
+            1 => !in_half && form < 3 && more + 1 > c_in * k,
+            _ => true,
+        };
         if apart == 0.0 {
-            prop_assert!(step.is_ok(), "{step:?}");
-        } else if apart > 0.1 {
+            // Few numbers in 16 bits may look as if something had been scattered into them.
+            let is_scatter = |e: &crate::Error| in_half && e.to_string().contains("`scatter");
+            prop_assert!(step.as_ref().err().is_none_or(is_scatter), "{step:?}");
+        } else if apart > noticed && is_shown {
             let error = step.map_or_else(|e| e.to_string(), |_| format!("nothing, {apart} apart"));
             prop_assert!(error.contains("candle's own `conv1d` reads"), "{error}");
         }

@@ -42,7 +42,7 @@ pub(super) fn agrees(
     if !solved.others_follow {
         return Ok(Some(false));
     }
-    if solved.open() * nodes.max(2 * k * k) > 1 << 27 {
+    if solved.open() * nodes.max(k * k) > 1 << 27 {
         return Ok(None);
     }
     let gradient = |t: &Tensor, down: &[f64]| {

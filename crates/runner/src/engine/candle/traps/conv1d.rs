@@ -23,7 +23,9 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor};
 
 use super::linear::{agrees, is_belied, noise};
-use super::{Graph, Trap, distance, dot, equal, is_apart, leaves, norm, values};
+use super::{
+    Graph, Trap, distance, dot, equal, is_apart, is_multiplied, is_telling, leaves, norm, values,
+};
 
 /// What is wrong about the gradient of a kernel from which `y`, the first of `behind`, was computed.
 pub(super) fn find<'a>(graph: &Graph<'a>, behind: &[&'a Tensor]) -> Result<Option<Trap<'a>>> {
@@ -31,7 +33,8 @@ pub(super) fn find<'a>(graph: &Graph<'a>, behind: &[&'a Tensor]) -> Result<Optio
     let (Ok((n, c_out, l_out)), Ok((rows, c_in, k))) = (y.dims3(), kernel.dims3()) else {
         return Ok(None);
     };
-    if c_out != rows || kernel.dtype() != y.dtype() || l_out * k * c_in == 0 {
+    let is_like_y = c_out == rows && kernel.dtype() == y.dtype();
+    if !is_like_y || !is_multiplied(y) || l_out * k * c_in == 0 {
         return Ok(None);
     }
     let read = as_read(kernel)?;
@@ -92,7 +95,7 @@ pub(super) fn find_of_constants<'a>(graph: &Graph<'a>) -> Result<Option<Trap<'a>
         let ((n, _, l_out), (x_n, c_in, _)) = (y.dims3().ok()?, x.dims3().ok()?);
         let is_of_constant = graph.count_behind(x) + 1 == graph.count_behind(y);
         let is_likely = n == x_n && l_out * c_in > 0 && x.dtype() == y.dtype() && is_of_constant;
-        is_likely.then_some((y, x))
+        (is_likely && is_multiplied(y)).then_some((y, x))
     };
     let fixed: Vec<_> = graph.last_operands().filter_map(fixed).collect();
     if fixed.is_empty() {
@@ -122,8 +125,10 @@ fn is_misread(graph: &Graph<'_>, y: &Tensor, x: &Tensor, kernel: &[usize]) -> Re
     }
     let (input, left) = (values(&x.narrow(0, 0, 1)?)?, left(graph, y)?);
     let is_it = |g: &Geometry| {
-        let is_at = |of: &Left| of.dims == *kernel && of.is_taken_of(&input, l, *g);
-        left.iter().all(|one| one.iter().any(is_at))
+        let is_at = |of: &&Left| of.dims == *kernel && of.is_taken_of(&input, l, *g);
+        let found: Option<Vec<_>> = left.iter().map(|one| one.iter().find(is_at)).collect();
+        let numbers = |found: Vec<&Left>| found.iter().flat_map(|of| of.first.clone()).collect();
+        found.map(numbers).is_some_and(|numbers: Vec<_>| is_telling(&numbers, x.dtype()))
     };
     // About twice as many outputs as a row of the kernel has numbers say all: it is the same for all.
     let (samples, places) = (n.min((2 * c_in * k).div_ceil(l_out)), l_out.min(2 * c_in * k));
@@ -185,7 +190,8 @@ struct Geometry {
 }
 
 impl Geometry {
-    /// Those that make `l_out` of `l` values with a kernel of `k`.
+    /// Those that make `l_out` of `l` values with a kernel of `k`. Of more padding candle has no gradient: it counts
+    /// below zero.
     fn all(l: usize, k: usize, l_out: usize) -> impl Iterator<Item = Self> {
         let strides = 1..=if l_out == 1 { 1 } else { 32 };
         let dilations = 1..=if k == 1 { 1 } else { l.max(1) };
@@ -198,7 +204,7 @@ impl Geometry {
                 .take_while(move |g| {
                     (l + 2 * g.padding).saturating_sub(reach) / stride + 1 == l_out
                 })
-                .take_while(move |g| g.padding <= reach + stride)
+                .take_while(move |g| 2 * g.padding <= (l_out - 1) * stride)
         })
     }
 
@@ -246,7 +252,7 @@ fn geometry(
     for g in Geometry::all(l, k, l_out).filter(is_likely) {
         let is_it = if is_whole {
             let anew = x.detach().conv1d(&kernel.detach(), g.padding, g.stride, g.dilation, 1)?;
-            equal(&anew, &y.detach())?
+            equal(&anew, &y.detach())? && is_telling(&values(y)?, y.dtype())
         } else {
             is_told(graph, y, x, kernel, g)?
         };
@@ -265,12 +271,6 @@ fn is_told(
     kernel: &Tensor,
     g: Geometry,
 ) -> Result<bool> {
-    // Of others candle has no gradient: it counts below zero.
-    let (least, along) = (2 * g.padding, (y.dim(2)? - 1) * g.stride);
-    let reach = along + (kernel.dim(2)? - 1) * g.dilation + 1;
-    if along < least || reach > least + x.dim(2)? {
-        return Ok(false);
-    }
     let conv1d = |kernel: &Tensor| x.conv1d(kernel, g.padding, g.stride, g.dilation, 1);
     // Not contiguous either, so that its gradient goes the same way.
     let other = kernel.permute((2, 1, 0))?.force_contiguous()?.permute((2, 1, 0))?;

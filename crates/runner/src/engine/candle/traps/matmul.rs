@@ -12,11 +12,14 @@
 use candle_core::{D, Result, Shape, Tensor};
 
 use super::linear::{agrees, is_belied, noise};
-use super::{Graph, Trap, equal, is_apart, leaves, values};
+use super::{Graph, Trap, equal, is_apart, is_multiplied, is_telling, leaves, values};
 
 /// What is wrong about `y`, the first of `behind`, if it is such a product.
 pub(super) fn find<'a>(graph: &Graph<'a>, behind: &[&'a Tensor]) -> Result<Option<Trap<'a>>> {
     let [y, last, rest @ ..] = behind else { return Ok(None) };
+    if !is_multiplied(y) {
+        return Ok(None);
+    }
     // The left operand is walked first, so whatever comes after it in the list is behind it.
     let is_left = |(i, x): &(usize, &&Tensor)| {
         x.rank() == last.rank()
@@ -64,7 +67,7 @@ fn shape_of(x: &Tensor, matrix: &Tensor) -> Option<Shape> {
 fn is_wrong_of(y: &Tensor, x: &Tensor, matrix: &Tensor) -> Result<bool> {
     let (x, matrix) = (x.detach(), matrix.detach());
     let anew = x.matmul(&matrix)?;
-    if !equal(&anew, &y.detach())? {
+    if !equal(&anew, &y.detach())? || !is_telling(&values(y)?, y.dtype()) {
         return Ok(false);
     }
     is_apart(&anew, &x.force_contiguous()?.matmul(&matrix)?)

@@ -22,6 +22,7 @@
 //!
 //! * an upsampling whose input is used again only by an operator that takes also what was computed from the
 //!   upsampling, and is not a sum, a difference, a product or `cat`: such a use has no gradient to be seen by;
+//! * what has a gradient of nothing but rounding;
 //! * `conv1d` by a kernel that its input was computed from too (the first use of that kernel is seen); one of or
 //!   by a constant to a single place, of as many samples as channels, as kernel and input are then each other's
 //!   likeness;
@@ -31,11 +32,14 @@
 //!   (by one normalized column, say). Nor where what is open would cost the first step seconds (a backward pass
 //!   each), nor, if it does not scale with its parameters, where a row is longer than 1024, nor what is wrong by
 //!   less than rounding might be; and what is computed of constants alone, as no graph has it;
+//! * a `conv1d` of so few outputs that times the stride they are fewer than its padding, both sides together;
 //! * `scatter` and `scatter_add` of constants that could as well have been added, or written: candle shows
 //!   the same of `x.scatter(i, c)` and of `x.index_add(i, c - x)`, whose gradient is right;
-//! * a `scatter` that leaves nothing of what it writes into, and one of a tensor of the same shape that what
-//!   is written into was computed from too; a `scatter_add` no value of which has a place to itself; either,
-//!   in 16 bits, of values whose sum along the dimension is small;
+//! * a `scatter` that leaves nothing of what it writes into, or, of a constant, less than a sixteenth, and one of a
+//!   tensor of the same shape that what is written into was computed from too; a `scatter_add` no value of which
+//!   has a place to itself, or each the place that it has already; either of so few numbers, in 16 bits above all,
+//!   that it may be chance, and `scatter_add` in 16 bits of or to values whose sum along the dimension is small;
+//! * more `scatter`s than a few dozen that are right or only look like one, nearer to the loss than one that is not;
 //! * what writes into a tensor in place (`slice_set`, `scatter_set`, `scatter_add_set`): no graph has it;
 //! * `max` and `min` of equal values, each of which is given the whole gradient: in a softmax, which takes a
 //!   maximum first, that is right in the end.
@@ -44,6 +48,8 @@ mod conv1d;
 mod linear;
 mod matmul;
 mod pools;
+#[cfg(test)]
+mod puts;
 mod scatter;
 #[cfg(test)]
 mod sequences;
@@ -59,6 +65,7 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Result, Tensor, TensorId};
 use fused_optim::Slice;
+use half::f16;
 use parking_lot::Mutex;
 
 use super::params::{Slot, Tensors};
@@ -128,29 +135,44 @@ impl<'a> Graph<'a> {
 
     /// What is wrong, if anything is.
     fn trap(&self) -> Result<Option<Trap<'a>>> {
-        let mut lines = scatter::Lines::default();
+        let (mut lines, are_right) = (scatter::Lines::default(), pools::are_right(self)?);
         for (at, y) in self.nodes.iter().enumerate() {
             let Some(last) = self.last[at].filter(|_| y.elem_count() > 0) else { continue };
-            if let Some(trap) = pools::find(self, at, last)? {
+            let behind = y.sorted_nodes();
+            let mut found = pools::find(self, at, last, are_right)?;
+            if found.is_none() {
+                found = conv1d::find(self, &behind)?;
+            }
+            if found.is_none() {
+                found = matmul::find(self, &behind)?;
+            }
+            if found.is_none() {
+                found = scatter::find(self, &behind, &mut lines)?;
+            }
+            if let Some(trap) = self.if_any(found)? {
                 return Ok(Some(trap));
             }
-            let behind = y.sorted_nodes();
-            let found = match conv1d::find(self, &behind)? {
-                None => matmul::find(self, &behind)?,
-                found => found,
-            };
-            let found = match found {
-                None => scatter::find(self, &behind, &mut lines)?,
-                found => found,
-            };
-            if found.is_some() {
-                return Ok(found);
-            }
         }
-        match conv1d::find_of_constants(self)? {
-            None => scatter::find_of_constants(self),
-            found => Ok(found),
+        let found = match conv1d::find_of_constants(self)? {
+            None => scatter::find_of_constants(self)?,
+            found => found,
+        };
+        self.if_any(found)
+    }
+
+    /// A trap, unless its tensor's gradient is nothing but rounding, that of a sign for example: then those of
+    /// multiples are no multiples.
+    fn if_any(&self, found: Option<Trap<'a>>) -> Result<Option<Trap<'a>>> {
+        let Some(trap) = found else { return Ok(None) };
+        let r = linear::noise(trap.of.shape(), 7)?.to_device(trap.of.device())?;
+        let one = self.gradients(&dot(trap.of, &r)?)?;
+        let mut is_any = norm(&one) > 0.0;
+        for factor in [1.3, 1.7] {
+            let multiple = self.gradients(&dot(trap.of, &(&r * factor)?)?)?;
+            let scaled = one.iter().map(|(i, v)| (*i, v.iter().map(|v| v * factor).collect()));
+            is_any &= distance(&multiple, &scaled.collect()) <= 0.1 * norm(&multiple);
         }
+        Ok(is_any.then_some(trap))
     }
 
     /// Each node that has a last operand, with that.
@@ -186,7 +208,12 @@ impl<'a> Graph<'a> {
         let (Some(x), Some(y)) = (self.index.get(&x.id()), self.index.get(&y.id())) else {
             return false;
         };
-        self.behind[*y][x / 64] & (1 << (x % 64)) != 0
+        self.is_node_behind(*x, *y)
+    }
+
+    /// As [`Self::is_behind`], of the nodes in these places.
+    fn is_node_behind(&self, x: usize, y: usize) -> bool {
+        self.behind[y][x / 64] & (1 << (x % 64)) != 0
     }
 
     /// How many nodes are behind `y`, itself among them.
@@ -233,11 +260,30 @@ fn is_apart(t: &Tensor, truth: &Tensor) -> Result<bool> {
     Ok(apart > 1e-2 * truth.iter().map(|v| v.abs()).sum::<f64>())
 }
 
+/// Whether it is no accident that these are to the bit the numbers that they would be.
+fn is_telling(numbers: &[f64], dtype: DType) -> bool {
+    let nonzero = numbers.iter().take(1 << 10).filter(|v| **v != 0.0);
+    let distinct: BTreeSet<u64> = nonzero.map(|v| v.to_bits()).collect();
+    distinct.len() > 1 && distinct.len() as i32 * bits(numbers, dtype) >= 20
+}
+
+/// How many bits of the mantissa tell these numbers from others: they may have been in 16 bits before.
+fn bits(numbers: &[f64], dtype: DType) -> i32 {
+    let all = mantissa(dtype).unwrap_or(0);
+    let is_short = numbers.iter().take(1 << 10).all(|v| f16::from_f64(*v).to_f64() == *v);
+    if is_short { all.min(10) } else { all }
+}
+
+/// Whether candle multiplies and convolves such tensors.
+fn is_multiplied(t: &Tensor) -> bool {
+    !(t.device().is_cpu() && t.dtype() == DType::BF16)
+}
+
 /// Whether a backward pass has left this gradient for a constant, to the bit.
 fn leaves(constants: &GradStore, gradient: &Tensor) -> Result<bool> {
     for other in constants.get_ids().filter_map(|id| constants.get_id(*id)) {
         let is_like = other.dims() == gradient.dims() && other.dtype() == gradient.dtype();
-        if is_like && equal(other, gradient)? {
+        if is_like && equal(other, gradient)? && is_telling(&values(gradient)?, gradient.dtype()) {
             return Ok(true);
         }
     }

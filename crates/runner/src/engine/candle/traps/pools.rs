@@ -10,11 +10,38 @@
 
 use candle_core::{D, DType, Result, Tensor};
 
-use super::{Graph, Trap, distance, equal, norm};
+use super::{Gradients, Graph, Trap, distance, equal, norm};
+
+/// Whether all that looks like a pool has the true gradient, as what does mostly is (the maximum in a softmax): all
+/// of it together beside the true operators.
+pub(super) fn are_right(graph: &Graph<'_>) -> Result<bool> {
+    let mut off: Option<Tensor> = None;
+    for (y, x) in graph.last_operands() {
+        for stock in Stock::suspects(x, y) {
+            if !matches!(stock, Stock::Nearest(..)) && stock.makes(x, y)? {
+                let one = (weighed(y)? - weighed(&stock.truth(x)?)?)?;
+                off = Some(match off {
+                    Some(off) => (off + one)?,
+                    None => one,
+                });
+            }
+        }
+    }
+    // What is right takes away what it adds, to the bit.
+    off.map_or(Ok(true), |off| Ok(norm(&graph.gradients(&off)?) == 0.0))
+}
 
 /// What is wrong about the gradient of `x`, the operand of node `at`.
-pub(super) fn find<'a>(graph: &Graph<'a>, at: usize, x: &'a Tensor) -> Result<Option<Trap<'a>>> {
+pub(super) fn find<'a>(
+    graph: &Graph<'a>,
+    at: usize,
+    x: &'a Tensor,
+    are_right: bool,
+) -> Result<Option<Trap<'a>>> {
     for stock in Stock::suspects(x, graph.nodes[at]) {
+        if are_right && !matches!(stock, Stock::Nearest(..)) {
+            continue;
+        }
         if stock.makes(x, graph.nodes[at])? && is_wrong(graph, stock, x, at)? {
             return Ok(Some(Trap { of: x, complaint: stock.complaint() }));
         }
@@ -155,7 +182,17 @@ fn is_wrong(graph: &Graph<'_>, stock: Stock, x: &Tensor, at: usize) -> Result<bo
     let (as_is, suspect, truth) = (as_is?, suspect?, truth?);
     let apart = distance(&suspect, &truth);
     // The suspect's own gradient comes again to the bit; another window's may be a percent away.
-    Ok(apart > 1e-3 * norm(&truth) && distance(&as_is, &suspect) < 1e-5 * apart)
+    let is_like = |other: &Gradients| distance(&as_is, other) < 1e-5 * apart;
+    if apart <= 1e-3 * norm(&truth) || !is_like(&suspect) {
+        return Ok(false);
+    }
+    // Of equal values it may be a maximum's as well, such as a softmax takes.
+    let dim = match (stock, extents(y)) {
+        (Stock::MaxPool(1, _), (_, 1)) => 3,
+        (Stock::MaxPool(_, 1), (1, _)) => 2,
+        _ => return Ok(true),
+    };
+    Ok(!is_like(&graph.gradients(&weighed(&x.max_keepdim(dim)?)?)?))
 }
 
 /// Whether `y` leaves nothing of the gradient that another use of `x` has added before. candle
@@ -169,17 +206,15 @@ fn overwrites(graph: &Graph<'_>, x: &Tensor, y: &Tensor) -> Result<bool> {
 
 /// Whether candle comes to another use of `x` before it comes to node `at`.
 fn is_used_before(graph: &Graph<'_>, x: &Tensor, at: usize) -> Result<bool> {
-    let is_of_x = |node: &&Tensor| node.id() != x.id() && graph.is_behind(x, node);
-    let of_x: Vec<&Tensor> = graph.nodes.iter().copied().filter(is_of_x).collect();
-    for node in graph.nodes[..at].iter().copied().filter(is_of_x) {
+    let of_x = |(_, node): &(usize, &&Tensor)| node.id() != x.id() && graph.is_behind(x, node);
+    let of_x: Vec<usize> = graph.nodes.iter().enumerate().filter(of_x).map(|(i, _)| i).collect();
+    for i in of_x.iter().copied().take_while(|i| *i < at) {
         // What has no other of them behind it was computed from `x` itself.
-        let is_direct =
-            !of_x.iter().any(|other| other.id() != node.id() && graph.is_behind(other, node));
-        let from_both = || match node.sorted_nodes().get(1) {
-            Some(last) if graph.is_behind(graph.nodes[at], last) => joins(node, last, x),
-            _ => Ok(false),
-        };
-        if is_direct || from_both()? {
+        if !of_x.iter().any(|other| *other != i && graph.is_node_behind(*other, i)) {
+            return Ok(true);
+        }
+        let last = graph.last[i].filter(|last| graph.is_behind(graph.nodes[at], last));
+        if last.map_or(Ok(false), |last| joins(graph.nodes[i], last, x))? {
             return Ok(true);
         }
     }
@@ -193,22 +228,38 @@ fn joins(u: &Tensor, s: &Tensor, x: &Tensor) -> Result<bool> {
         return Ok(false);
     }
     if u.shape() == x.shape() && s.shape() == x.shape() {
-        let made = [&s + &x, &x - &s, &s - &x, &s * &x];
-        // One that is `s` itself says nothing.
-        return made.into_iter().try_fold(false, |is, made| {
-            let made = made?;
-            Ok(is || (equal(&made, &u)? && !equal(&made, &s)?))
-        });
+        for op in [Tensor::add, |s: &Tensor, x: &Tensor| x - s, Tensor::sub, Tensor::mul] {
+            // Where it is another, a few numbers nearly always show it. One that is `s` itself says nothing.
+            let made = op(&few(&s)?, &few(&x)?)?;
+            if equal(&made, &few(&u)?)? {
+                let made = op(&s, &x)?;
+                if equal(&made, &u)? && !equal(&made, &s)? {
+                    return Ok(true);
+                }
+            }
+        }
+        return Ok(false);
     }
     for dim in 0..x.rank() {
+        let fits = |(i, to): (usize, &usize)| {
+            let (s, x) = (s.dims()[i], x.dims()[i]);
+            if i == dim { *to == s + x } else { *to == s && s == x }
+        };
+        if u.rank() != x.rank() || !u.dims().iter().enumerate().all(fits) {
+            continue;
+        }
         for parts in [[&s, &x], [&x, &s]] {
-            let Ok(made) = Tensor::cat(&parts, dim) else { continue };
-            if made.shape() == u.shape() && equal(&made, &u)? {
+            if equal(&Tensor::cat(&parts, dim)?, &u)? {
                 return Ok(true);
             }
         }
     }
     Ok(false)
+}
+
+/// Two of each dimension.
+fn few(t: &Tensor) -> Result<Tensor> {
+    (0..t.rank()).try_fold(t.clone(), |t, dim| t.narrow(dim, 0, t.dim(dim)?.min(2)))
 }
 
 /// One number of `y`, with a gradient that is none of its constants, nor nothing where `y` is, and far from

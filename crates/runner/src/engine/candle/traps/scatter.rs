@@ -12,12 +12,17 @@
 //! `y` is no floating-point sum of `x` and anything, or the same number everywhere; that it was added, where
 //! all are such sums and it is no accident.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 
 use candle_core::{D, DType, Result, Tensor, TensorId};
 
-use super::{Graph, Trap, distance, dot, mantissa, norm, values};
+use super::linear::noise;
+use super::{Graph, Trap, bits, distance, dot, mantissa, norm, values};
+
+/// How many that look like one are looked at, each by a few backward passes, and as many of constants: few models
+/// have any, and a deep one's first step is not to take minutes.
+const MOST: usize = 24;
 
 /// What was done to a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,7 +55,6 @@ pub(super) fn find<'a>(
     lines: &mut Lines,
 ) -> Result<Option<Trap<'a>>> {
     let [y, last, ..] = behind else { return Ok(None) };
-    let Some(mantissa) = mantissa(y.dtype()) else { return Ok(None) };
     let is_like_y = |t: &Tensor| t.shape() == y.shape() && t.dtype() == y.dtype();
     let pair = |(i, other): (usize, &&'a Tensor)| {
         // `x` is walked first, so all that comes after it in the list is behind it; unless `z` was there
@@ -72,10 +76,14 @@ pub(super) fn find<'a>(
             let is_last = z.id() == last.id();
             let of_other = lines.of(if is_last { x } else { z }, dim)?;
             let (of_x, of_z) = if is_last { (&of_other, &of_last) } else { (&of_last, &of_other) };
-            let Some(did) = by_values(of_x, &of_y, of_z, mantissa) else { continue };
+            let Some(did) = by_values(of_x, &of_y, of_z, y.dtype()) else { continue };
             // Zeros are in many tensors.
             let is_zeros = !is_last && of_x.iter().zip(&*of_y).all(|(x, y)| y.is_zeroed(x));
-            if !is_zeros && is_wrong(graph, did, [x, y, z], dim)? {
+            if is_zeros || lines.looked_at == MOST {
+                continue;
+            }
+            lines.looked_at += 1;
+            if is_wrong(graph, did, [x, y, z], dim)? {
                 return Ok(Some(did.trap(x)));
             }
         }
@@ -91,22 +99,29 @@ fn fits(y: &Tensor, z: &Tensor, dim: usize) -> bool {
         && dims.into_iter().all(|(i, (y, z))| i == dim || y == z)
 }
 
-/// A few lines of tensors along a dimension, each read once.
+/// Some lines of tensors along a dimension, each read once.
 #[derive(Default)]
-pub(super) struct Lines(HashMap<(TensorId, usize), Rc<[Line]>>);
+pub(super) struct Lines {
+    read: HashMap<(TensorId, usize), Rc<[Line]>>,
+    /// How many that look like a `scatter` have been looked at.
+    looked_at: usize,
+}
 
 impl Lines {
     fn of(&mut self, t: &Tensor, dim: usize) -> Result<Rc<[Line]>> {
-        if let Some(lines) = self.0.get(&(t.id(), dim)) {
+        if let Some(lines) = self.read.get(&(t.id(), dim)) {
             return Ok(Rc::clone(lines));
         }
+        // In 16 bits more of them are so by chance.
+        let all: f64 = if t.dtype().size_in_bytes() < 4 { 64.0 } else { 16.0 };
+        let count = all.powf(1.0 / t.rank().saturating_sub(1).max(1) as f64).ceil() as usize;
         let mut few = t.detach();
         for other in (0..t.rank()).filter(|other| *other != dim) {
-            few = few.narrow(other, 0, few.dim(other)?.min(2))?;
+            few = few.narrow(other, 0, few.dim(other)?.min(count))?;
         }
         let few = values(&few.transpose(dim, D::Minus1)?)?;
         let lines: Rc<[Line]> = few.chunks(t.dim(dim)?.max(1)).map(Line::new).collect();
-        self.0.insert((t.id(), dim), Rc::clone(&lines));
+        self.read.insert((t.id(), dim), Rc::clone(&lines));
         Ok(lines)
     }
 }
@@ -130,64 +145,149 @@ impl Line {
     }
 }
 
-/// What `z` did to `x` if `y` is what came of it, by their lines; nothing if it may be both.
-fn by_values(x: &[Line], y: &[Line], z: &[Line], mantissa: i32) -> Option<Did> {
-    let rounding = 8.0 * 2f64.powi(-mantissa);
-    let (mut written, mut added) = (true, true);
-    let (mut changed, mut kept, mut sure, mut astray) = (false, false, false, false);
+/// What `z` did to `x` if `y` is what came of it, by their lines; nothing if it may be both, or be chance.
+fn by_values(x: &[Line], y: &[Line], z: &[Line], dtype: DType) -> Option<Did> {
+    let rounding = 2f64.powi(-mantissa(dtype)?);
+    let (mut written, mut added, mut straight) = (true, true, true);
+    // Numbers that are as they would be: each once, as zeros and ones are everywhere.
+    let [mut kept, mut put, mut sums] = [(); 3].map(|()| HashSet::new());
+    let (mut others, mut astray) = (0, 0);
     for ((of_x, of_y), of_z) in x.iter().zip(y).zip(z) {
-        let size = of_x.size + of_y.size + of_z.size;
-        added &= (of_y.sum - of_x.sum - of_z.sum).abs() <= rounding * size;
-        sure |= of_z.sum.abs() > 4.0 * rounding * size;
+        let most = 2.0 * rounding * (of_x.size + of_y.size + of_z.size);
+        added &= (of_y.sum - of_x.sum - of_z.sum).abs() <= most;
+        if of_x.sum.abs().min(of_z.sum.abs()) > 4.0 * most {
+            sums.insert(of_z.sum.to_bits());
+        }
         let (x, y, z) = (&of_x.values, &of_y.values, &of_z.values);
         written &= y.iter().zip(x).all(|(y, x)| y == x || z.contains(y));
         if !written && !added {
             return None;
         }
-        changed |= x != y;
-        kept |= y.iter().zip(x).any(|(y, x)| y == x);
+        let changed = (0..y.len()).filter(|p| y[*p] != x[*p]);
+        if changed.clone().count() > z.len() {
+            return None;
+        }
+        straight &= z.len() == y.len() && changed.clone().all(|p| y[p] == z[p]);
+        // A line that was not written to says nothing.
+        if changed.clone().next().is_some() {
+            kept.extend((0..y.len()).filter(|p| y[*p] == x[*p]).map(|p| y[p].to_bits()));
+        }
+        put.extend(changed.clone().map(|p| y[p].to_bits()));
         // A value added to a place that is not its own: more than a sum of two tensors.
-        let is_sum = |p: usize, z: &f64| (y[p] - x[p] - z).abs() <= rounding / 8.0 * y[p].abs();
-        let is_astray =
-            |p: usize| !z.get(p).is_some_and(|z| is_sum(p, z)) && z.iter().any(|z| is_sum(p, z));
-        astray |= (0..y.len()).any(|p| y[p] != x[p] && is_astray(p));
+        let is_sum = |p: usize, z: &f64| (y[p] - x[p] - z).abs() <= rounding * y[p].abs();
+        let is_own = |p: usize| z.get(p).is_some_and(|z| is_sum(p, z));
+        for p in changed.filter(|p| !is_own(*p)) {
+            others += 1;
+            astray += usize::from(z.iter().any(|z| is_sum(p, z)));
+        }
     }
-    match (written, added) {
-        (true, false) if changed && kept => Some(Did::Write),
-        (false, true) if sure && astray => Some(Did::Add),
-        _ => None,
-    }
+    // How many bits chance would have to have got right.
+    let count = |lines: &[Line]| lines.first().map_or(1, |line| line.values.len()).max(1) as f64;
+    let (len, many) = (count(y), count(z));
+    let all: Vec<f64> = y.iter().flat_map(|line| line.values.iter().copied()).collect();
+    let of_each = f64::from(bits(&all, dtype));
+    let by_place = (of_each - 1.0 - many.log2()).max(0.5);
+    let by_sum = (of_each - 3.0 - 0.5 * len.log2()).max(0.0);
+    let by_one_of_all = (of_each - 1.0 - (len * many * y.len() as f64).log2()).max(0.0);
+    let bits = match (written, added) {
+        // What chooses between two tensors, a leaky ReLU for example, is of the same shape.
+        (true, false) if !straight => {
+            f64::min(put.len() as f64 * by_place, kept.len() as f64 * of_each)
+        }
+        (false, true) if astray > 0 && 4 * astray >= others => {
+            sums.len() as f64 * by_sum + by_one_of_all
+        }
+        _ => return None,
+    };
+    (bits >= 20.0).then_some(if written { Did::Write } else { Did::Add })
 }
 
 /// Whether the gradient of `x` is that of the other.
-fn is_wrong(graph: &Graph<'_>, did: Did, [x, y, z]: [&Tensor; 3], dim: usize) -> Result<bool> {
+fn is_wrong(graph: &Graph<'_>, did: Did, tensors: [&Tensor; 3], dim: usize) -> Result<bool> {
+    let [x, y, _] = tensors;
+    let kept = y.detach().eq(&x.detach())?.to_dtype(DType::F32)?;
+    if let Some(is_wrong) = is_wrong_but(graph, did, tensors, dim, &kept)? {
+        return Ok(is_wrong);
+    }
+    let kept = kept_for_sure(did, tensors, dim)?;
+    Ok(is_wrong_but(graph, did, tensors, dim, &kept)? == Some(true))
+}
+
+/// 1 where `y` is `x` because nothing was put there, and not because that makes no difference: where all lines are
+/// written to alike, next to nothing added to one of them hides nothing.
+fn kept_for_sure(did: Did, [x, y, z]: [&Tensor; 3], dim: usize) -> Result<Tensor> {
+    let lines = |t: &Tensor| values(&t.transpose(dim, D::Minus1)?);
+    let (of_x, of_y, of_z) = (lines(x)?, lines(y)?, lines(z)?);
+    let (len, many) = (y.dim(dim)?, z.dim(dim)?);
+    let mut is_hit = vec![false; len];
+    for (at, (x, y)) in of_x.iter().zip(&of_y).enumerate() {
+        is_hit[at % len] |= x != y;
+    }
+    let rounding = 2f64.powi(-mantissa(y.dtype()).unwrap_or(0));
+    let is_unseen = |x: f64, z: f64| match did {
+        Did::Write => z == x,
+        Did::Add => z.abs() <= rounding * x.abs(),
+    };
+    let kept = of_x.iter().zip(&of_y).enumerate().map(|(at, (x, y))| {
+        let mut z = of_z[at / len * many..][..many].iter();
+        let is_kept = x == y && !(is_hit[at % len] && z.any(|z| is_unseen(*x, *z)));
+        f32::from(u8::from(is_kept))
+    });
+    let shape = y.transpose(dim, D::Minus1)?.shape().clone();
+    Tensor::from_iter(kept, y.device())?.reshape(shape)?.transpose(dim, D::Minus1)?.contiguous()
+}
+
+/// Whether the gradient of `x` is that of the other, if nothing was put where `kept` is 1; none if it is neither.
+fn is_wrong_but(
+    graph: &Graph<'_>,
+    did: Did,
+    [x, y, z]: [&Tensor; 3],
+    dim: usize,
+    kept: &Tensor,
+) -> Result<Option<bool>> {
     let mut one = y.dims().to_vec();
     one[dim] = 1;
-    // Powers of two, and small: exact in every type.
+    // Whole numbers times a power of two, and small: exact in every type.
     let scale = 2f32.powi(-(y.elem_count().ilog2() as i32) / 2);
-    let weights = (0..one.iter().product()).map(|i: usize| scale * (1.0 + (i * 5 % 7) as f32));
-    let weights = Tensor::from_iter(weights, y.device())?.reshape(one)?;
-    let r = weights.broadcast_as(y.shape())?.contiguous()?;
-    let to_z = dot(z, &weights.broadcast_as(z.shape())?.contiguous()?)?;
-    let as_is = graph.gradients(&dot(y, &r)?)?;
-    let added = graph.gradients(&(dot(x, &r)? + &to_z)?)?;
-    let kept = y.detach().eq(&x.detach())?.to_dtype(DType::F32)?;
-    // Where all lines are written to alike, a zero added to one of them hides nothing.
-    let others = (0..y.rank()).filter(|other| *other != dim);
-    let alike = others.into_iter().try_fold(kept.clone(), |kept, other| kept.min_keepdim(other))?;
-    for kept in [kept.clone(), alike.broadcast_as(y.shape())?] {
+    // What is wrong once may be by chance, but hardly three times.
+    for seed in 0..3 {
+        let weights = ((noise(&one.clone().into(), seed)? * 8.0)?.round()? * f64::from(scale))?;
+        let weights = weights.to_device(y.device())?;
+        let r = weights.broadcast_as(y.shape())?.contiguous()?;
+        let to_z = dot(z, &weights.broadcast_as(z.shape())?.contiguous()?)?;
+        let as_is = graph.gradients(&dot(y, &r)?)?;
+        let added = graph.gradients(&(dot(x, &r)? + &to_z)?)?;
         let written = graph.gradients(&(dot(x, &(&r * kept)?)? + &to_z)?)?;
         let (seen, truth) = match did {
             Did::Write => (&added, &written),
             Did::Add => (&written, &added),
         };
         let apart = distance(seen, truth);
-        if apart <= 1e-3 * norm(truth) {
-            continue;
-        }
         let [wrong, right] = [seen, truth].map(|other| distance(&as_is, other) < 0.02 * apart);
-        if wrong || right {
-            return Ok(wrong);
+        if !apart.is_finite() || apart <= 1e-3 * norm(truth) || !(wrong || right) {
+            return Ok(None);
+        }
+        if right {
+            return Ok(Some(false));
+        }
+    }
+    Ok(Some(true))
+}
+
+/// Whether `y` is the sum or the difference of `x` and another tensor that is behind it, as far as these places say.
+fn is_sum(y: &Tensor, changes: &[Change]) -> Result<bool> {
+    let few = &changes[..changes.len().min(64)];
+    let rounding = 2f64.powi(-mantissa(y.dtype()).unwrap_or(0));
+    for other in y.sorted_nodes().into_iter().skip(1).filter(|other| other.shape() == y.shape()) {
+        let other = other.detach().flatten_all()?;
+        let places = few.iter().map(|change| change.place as u32);
+        let of_other = values(&other.index_select(&Tensor::from_iter(places, y.device())?, 0)?)?;
+        let is_sum = few.iter().zip(of_other).all(|(Change { x, y, .. }, other)| {
+            let is_near = |sum: f64| (sum - y).abs() <= rounding * y.abs();
+            is_near(x + other) || is_near(x - other) || is_near(other - x)
+        });
+        if is_sum {
+            return Ok(true);
         }
     }
     Ok(false)
@@ -204,6 +304,7 @@ pub(super) fn find_of_constants<'a>(graph: &Graph<'a>) -> Result<Option<Trap<'a>
     if !puts.is_empty() {
         let constants = graph.constants()?;
         puts.retain(|put| constants.iter().any(|dims| is_like(dims, put.y.dims())));
+        puts.truncate(MOST);
     }
     for put in with_gradient(graph, puts)? {
         if let Some(did) = put.is_wrong(graph)? {
@@ -263,9 +364,20 @@ impl<'a> Put<'a> {
         let changes = changes.filter(|Change { x, y, .. }| x != y);
         let changes: Vec<_> = changes.take(1 << code_bits(mantissa)).collect();
         // Of a tensor that was overwritten whole, nothing is known.
-        let any_kept = of_x.iter().zip(&of_y).any(|(x, y)| x == y);
-        let did = by_numbers(&changes, mantissa).filter(|did| any_kept || *did == Did::Add);
-        Ok(did.map(|_| Self { x, y, mantissa, changes }))
+        let kept = of_x.iter().zip(&of_y).filter(|(x, y)| x == y && **x != 0.0).count();
+        let is_kept = kept * 16 >= of_x.len();
+        // Nor of what is no more, or no less, than a number.
+        let is_of_two = |of: fn(f64, f64) -> f64| {
+            let first = changes.first().map_or(0.0, |change| change.y);
+            of_x.iter().zip(&of_y).all(|(x, y)| *y == of(*x, first))
+        };
+        let is_clamped = is_of_two(f64::max) || is_of_two(f64::min);
+        let is_put = match by_numbers(&changes, mantissa) {
+            None => false,
+            Some(Did::Write) => is_kept && !is_clamped,
+            Some(Did::Add) => !is_sum(y, &changes)?,
+        };
+        Ok(is_put.then_some(Self { x, y, mantissa, changes }))
     }
 
     /// A number of its own for each place where something changed, exact in the tensor's type.
@@ -346,13 +458,18 @@ fn is_like(a: &[usize], b: &[usize]) -> bool {
 /// What was done in these places, each of which one number was put into.
 fn by_numbers(changes: &[Change], mantissa: i32) -> Option<Did> {
     let (mut sums, mut odd, mut others) = (0, 0, 0);
+    // Random numbers may all be multiples of one, and of others only by chance.
+    let all = changes.iter().map(|change| finest(change.y)).min().unwrap_or(0);
     for Change { x, y, .. } in changes {
         if *x == 0.0 || !x.is_finite() || y.is_nan() || y.abs() > x.abs() / 4.0 {
             continue;
         }
         // What takes most of `x` away is half as large at least, and both are multiples of this.
-        let unit = 2f64.powi(x.abs().log2().floor() as i32 - mantissa - 1);
-        match y / unit {
+        let unit = x.abs().log2().floor() as i32 - mantissa - 1;
+        if unit <= all + 1 {
+            continue;
+        }
+        match y / 2f64.powi(unit) {
             steps if steps.fract() != 0.0 => others += 1,
             steps => {
                 sums += 1;
@@ -368,12 +485,20 @@ fn by_numbers(changes: &[Change], mantissa: i32) -> Option<Did> {
     }
 }
 
+/// The exponent of the least power of two that is in a number.
+fn finest(v: f64) -> i32 {
+    let (exponent, mantissa) = ((v.to_bits() >> 52 & 0x7ff) as i32, v.to_bits() | 1 << 52);
+    if v == 0.0 { i32::MAX - 1 } else { exponent - 1023 - 52 + mantissa.trailing_zeros() as i32 }
+}
+
 /// Whether `y` is the same number in these places, and what would have to be added is not.
 fn is_filled(changes: &[Change], mantissa: i32) -> bool {
     let Some((first, rest)) = changes.split_first() else { return false };
     let difference = |change: &Change| change.y - change.x;
     let bound = difference(first).abs() * 4.0 * 2f64.powi(-mantissa);
-    rest.iter().all(|change| change.y == first.y)
+    // In two places it may be by chance in 16 bits.
+    rest.len() as i32 * mantissa >= 20
+        && rest.iter().all(|change| change.y == first.y)
         && rest.iter().any(|change| (difference(change) - difference(first)).abs() > bound)
 }
 

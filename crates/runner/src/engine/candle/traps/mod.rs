@@ -39,7 +39,7 @@
 //!   tensor of the same shape that what is written into was computed from too; a `scatter_add` no value of which
 //!   has a place to itself, or each the place that it has already; either of so few numbers, in 16 bits above all,
 //!   that it may be chance, and `scatter_add` in 16 bits of or to values whose sum along the dimension is small;
-//! * more `scatter`s than a few dozen that are right or only look like one, nearer to the loss than one that is not;
+//! * a `scatter` if eight others are nearer to the loss that are right, or only look like one;
 //! * what writes into a tensor in place (`slice_set`, `scatter_set`, `scatter_add_set`): no graph has it;
 //! * `max` and `min` of equal values, each of which is given the whole gradient: in a softmax, which takes a
 //!   maximum first, that is right in the end.

@@ -22,7 +22,7 @@ use super::{Graph, Trap, bits, distance, dot, mantissa, norm, values};
 
 /// How many that look like one are looked at, each by a few backward passes, and as many of constants: few models
 /// have any, and a deep one's first step is not to take minutes.
-const MOST: usize = 24;
+const MOST: usize = 8;
 
 /// What was done to a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

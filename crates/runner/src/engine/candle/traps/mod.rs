@@ -42,7 +42,8 @@
 //! * a `scatter` if eight others are nearer to the loss that are right, or only look like one;
 //! * what writes into a tensor in place (`slice_set`, `scatter_set`, `scatter_add_set`): no graph has it;
 //! * `max` and `min` of equal values, each of which is given the whole gradient: in a softmax, which takes a
-//!   maximum first, that is right in the end.
+//!   maximum first, that is right in the end; nor `max_pool2d` of whole rows or columns of equal values, which has
+//!   the same gradient.
 
 mod conv1d;
 mod linear;

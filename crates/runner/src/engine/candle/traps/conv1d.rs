@@ -17,8 +17,6 @@
 //! already, and not what the gradient says. That is right of such a constant kernel, too: it is known by what
 //! candle leaves for it, of one output what it was computed from, and the input's gradient belies the values.
 
-use std::collections::BTreeSet;
-
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor};
 
@@ -110,7 +108,9 @@ pub(super) fn find_of_constants<'a>(graph: &Graph<'a>) -> Result<Option<Trap<'a>
             } else {
                 continue;
             };
-            return Ok(Some(Trap { of: x, complaint: complaint.to_owned() }));
+            if graph.has_gradient(x)? {
+                return Ok(Some(Trap { of: x, complaint: complaint.to_owned() }));
+            }
         }
     }
     Ok(None)
@@ -305,17 +305,17 @@ fn is_wrong_of(
 /// Whether `y` is candle's `conv1d` of a constant, and wrong.
 fn is_wrong_of_constant(graph: &Graph<'_>, y: &Tensor, kernel: &Tensor) -> Result<bool> {
     let ((n, c_out, l_out), (_, c_in, k)) = (y.dims3()?, kernel.dims3()?);
-    if is_ambiguous(n, c_out, l_out) {
+    let inputs = graph.constants()?.iter().filter(|dims| dims.len() == 3 && dims[..2] == [n, c_in]);
+    let mut lengths = inputs.map(|dims| dims[2]).peekable();
+    if is_ambiguous(n, c_out, l_out) || lengths.peek().is_none() {
         return Ok(false);
     }
     let (row, left) = (values(&kernel.narrow(0, 0, 1)?)?, left(graph, y)?);
-    let is_input = |of: &&Left| of.dims[..2] == [n, c_in];
-    let lengths: BTreeSet<_> = left[0].iter().filter(is_input).map(|of| of.dims[2]).collect();
     let is_conv1d = |l: usize| {
         let is_at = |g: Geometry, of: &Left| of.dims == [n, c_in, l] && of.is_row_at(&row, k, g);
         Geometry::all(l, k, l_out).any(|g| left.iter().all(|one| one.iter().any(|of| is_at(g, of))))
     };
-    if !lengths.into_iter().any(is_conv1d) {
+    if !lengths.any(is_conv1d) {
         return Ok(false);
     }
     // A row for each output's place, and a column for each channel.

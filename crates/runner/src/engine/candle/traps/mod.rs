@@ -15,8 +15,8 @@
 //! So a model with none of them, with one of them used rightly, or with a gradient that is not the loss's on
 //! purpose (a detached branch, a straight-through estimator), is left alone: nothing is compared with
 //! differences of the loss. Neither parameters nor buffers nor random numbers are touched, and no layer runs
-//! again; what looks like a suspect costs the first step a few backward passes from there down, so an operator
-//! of one's own must stand more than one.
+//! again. All that look like one suspect share a backward pass, which shows most of them to be right; any other
+//! costs the first step a few from there down, so an operator of one's own must stand more than one.
 //!
 //! Not seen:
 //!
@@ -35,11 +35,12 @@
 //! * a `conv1d` of so few outputs that times the stride they are fewer than its padding, both sides together;
 //! * `scatter` and `scatter_add` of constants that could as well have been added, or written: candle shows
 //!   the same of `x.scatter(i, c)` and of `x.index_add(i, c - x)`, whose gradient is right;
-//! * a `scatter` that leaves nothing of what it writes into, or, of a constant, less than a sixteenth, and one of a
-//!   tensor of the same shape that what is written into was computed from too; a `scatter_add` no value of which
-//!   has a place to itself, or each the place that it has already; either of so few numbers, in 16 bits above all,
-//!   that it may be chance, and `scatter_add` in 16 bits of or to values whose sum along the dimension is small;
-//! * a `scatter` if eight others are nearer to the loss that are right, or only look like one;
+//! * a `scatter` that leaves nothing of what it writes into, or, of a constant, less than a sixteenth; one of a tensor
+//!   that has all the values in it that it leaves, and one of a tensor of the same shape that what is written into
+//!   was computed from too; one of constants that are a smooth function of what they overwrite, as an activation's
+//!   values are; a `scatter_add` no value of which has a place to itself, or each the place that it has already;
+//!   either of so few numbers, in 16 bits above all, that it may be chance, and `scatter_add` in 16 bits of or to
+//!   values whose sum along the dimension is small;
 //! * what writes into a tensor in place (`slice_set`, `scatter_set`, `scatter_add_set`): no graph has it;
 //! * `max` and `min` of equal values, each of which is given the whole gradient: in a softmax, which takes a
 //!   maximum first, that is right in the end; nor `max_pool2d` of whole rows or columns of equal values, which has
@@ -136,44 +137,69 @@ impl<'a> Graph<'a> {
 
     /// What is wrong, if anything is.
     fn trap(&self) -> Result<Option<Trap<'a>>> {
-        let (mut lines, are_right) = (scatter::Lines::default(), pools::are_right(self)?);
+        let (mut lines, mut puts) = (scatter::Lines::default(), Vec::new());
+        let pools = pools::suspects(self)?;
         for (at, y) in self.nodes.iter().enumerate() {
             let Some(last) = self.last[at].filter(|_| y.elem_count() > 0) else { continue };
             let behind = y.sorted_nodes();
-            let mut found = pools::find(self, at, last, are_right)?;
+            let mut found = pools::find(self, at, last, &pools)?;
             if found.is_none() {
                 found = conv1d::find(self, &behind)?;
             }
             if found.is_none() {
                 found = matmul::find(self, &behind)?;
             }
-            if found.is_none() {
-                found = scatter::find(self, &behind, &mut lines)?;
-            }
-            if let Some(trap) = self.if_any(found)? {
+            if let Some(trap) = found
+                && self.has_gradient(trap.of)?
+            {
                 return Ok(Some(trap));
             }
+            puts.extend(scatter::suspects(self, &behind, &mut lines)?);
         }
-        let found = match conv1d::find_of_constants(self)? {
-            None => scatter::find_of_constants(self)?,
-            found => found,
-        };
-        self.if_any(found)
+        let mut found = scatter::find(self, puts)?;
+        if found.is_none() {
+            found = conv1d::find_of_constants(self)?;
+        }
+        if found.is_none() {
+            found = scatter::find_of_constants(self)?;
+        }
+        Ok(found)
     }
 
-    /// A trap, unless its tensor's gradient is nothing but rounding, that of a sign for example: then those of
-    /// multiples are no multiples.
-    fn if_any(&self, found: Option<Trap<'a>>) -> Result<Option<Trap<'a>>> {
-        let Some(trap) = found else { return Ok(None) };
-        let r = linear::noise(trap.of.shape(), 7)?.to_device(trap.of.device())?;
-        let one = self.gradients(&dot(trap.of, &r)?)?;
+    /// Those of `suspects` that are not shown to be right, by a loss of each that has no gradient if it is: all of
+    /// them are asked together, and halves only where not all are.
+    fn not_right<T>(
+        &self,
+        mut suspects: Vec<T>,
+        loss: &impl Fn(&T) -> Result<Tensor>,
+    ) -> Result<Vec<T>> {
+        let mut losses = suspects.iter().map(loss);
+        let Some(first) = losses.next() else { return Ok(suspects) };
+        let all = losses.try_fold(first?, |sum, loss| sum + loss?)?;
+        // To the bit: what is right takes away what it adds.
+        if norm(&self.gradients(&all)?) == 0.0 {
+            return Ok(Vec::new());
+        }
+        if suspects.len() > 1 {
+            let half = suspects.split_off(suspects.len() / 2);
+            suspects = self.not_right(suspects, loss)?;
+            suspects.extend(self.not_right(half, loss)?);
+        }
+        Ok(suspects)
+    }
+
+    /// Whether `t` has a gradient, which is not nothing but rounding, that of a sign for example: then those of
+    /// multiples are no multiples, and nothing is wrong about it.
+    fn has_gradient(&self, t: &Tensor) -> Result<bool> {
+        let r = linear::noise(t.shape(), 7)?.to_device(t.device())?;
+        let one = self.gradients(&dot(t, &r)?)?;
         let mut is_any = norm(&one) > 0.0;
         for factor in [1.3, 1.7] {
-            let multiple = self.gradients(&dot(trap.of, &(&r * factor)?)?)?;
+            let multiple = self.gradients(&dot(t, &(&r * factor)?)?)?;
             let scaled = one.iter().map(|(i, v)| (*i, v.iter().map(|v| v * factor).collect()));
             is_any &= distance(&multiple, &scaled.collect()) <= 0.1 * norm(&multiple);
         }
-        Ok(is_any.then_some(trap))
+        Ok(is_any)
     }
 
     /// Each node that has a last operand, with that.

@@ -8,27 +8,31 @@
 //!   for the purpose, in which it comes last, shows whether it does: nothing of another use is left then. It is
 //!   wrong if candle comes to another use first in the model's own loss.
 
-use candle_core::{D, DType, Result, Tensor};
+use candle_core::{D, DType, Result, Tensor, TensorId};
 
 use super::{Gradients, Graph, Trap, distance, equal, norm};
 
-/// Whether all that looks like a pool has the true gradient, as what does mostly is (the maximum in a softmax): all
-/// of it together beside the true operators.
-pub(super) fn are_right(graph: &Graph<'_>) -> Result<bool> {
-    let mut off: Option<Tensor> = None;
+/// What looks like a pool, and does not have the gradient of the true operator: next to nothing, though much looks
+/// like one (the maximum in a softmax).
+pub(super) fn suspects(graph: &Graph<'_>) -> Result<Vec<(TensorId, Stock)>> {
+    let mut alike = Vec::new();
     for (y, x) in graph.last_operands() {
         for stock in Stock::suspects(x, y) {
             if !matches!(stock, Stock::Nearest(..)) && stock.makes(x, y)? {
-                let one = (weighed(y)? - weighed(&stock.truth(x)?)?)?;
-                off = Some(match off {
-                    Some(off) => (off + one)?,
-                    None => one,
-                });
+                alike.push((stock, x, y));
             }
         }
     }
-    // What is right takes away what it adds, to the bit.
-    off.map_or(Ok(true), |off| Ok(norm(&graph.gradients(&off)?) == 0.0))
+    let off = |(stock, x, y): &(Stock, &Tensor, &Tensor)| {
+        // Of equal values it may be a maximum's as well, such as a softmax takes.
+        let truth = match stock.line(y) {
+            Some(dim) => x.max_keepdim(dim),
+            None => stock.truth(x),
+        };
+        weighed(y)? - weighed(&truth?)?
+    };
+    let off = graph.not_right(alike, &off)?;
+    Ok(off.into_iter().map(|(stock, _, y)| (y.id(), stock)).collect())
 }
 
 /// What is wrong about the gradient of `x`, the operand of node `at`.
@@ -36,13 +40,17 @@ pub(super) fn find<'a>(
     graph: &Graph<'a>,
     at: usize,
     x: &'a Tensor,
-    are_right: bool,
+    suspects: &[(TensorId, Stock)],
 ) -> Result<Option<Trap<'a>>> {
-    for stock in Stock::suspects(x, graph.nodes[at]) {
-        if are_right && !matches!(stock, Stock::Nearest(..)) {
-            continue;
-        }
-        if stock.makes(x, graph.nodes[at])? && is_wrong(graph, stock, x, at)? {
+    let y = graph.nodes[at];
+    for stock in Stock::suspects(x, y) {
+        let is_wrong = match stock {
+            Stock::Nearest(..) => {
+                stock.makes(x, y)? && is_used_before(graph, x, at)? && overwrites(graph, x, y)?
+            }
+            _ => suspects.contains(&(y.id(), stock)) && is_wrong(graph, stock, x, y)?,
+        };
+        if is_wrong {
             return Ok(Some(Trap { of: x, complaint: stock.complaint() }));
         }
     }
@@ -50,8 +58,8 @@ pub(super) fn find<'a>(
 }
 
 /// A suspect.
-#[derive(Clone, Copy, Debug)]
-enum Stock {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stock {
     /// With the extents of its window.
     MaxPool(usize, usize),
     AvgPool(usize, usize),
@@ -114,6 +122,15 @@ impl Stock {
         }
     }
 
+    /// Of which dimension this is the maximum, if `y` is what it made.
+    fn line(self, y: &Tensor) -> Option<usize> {
+        match (self, extents(y)) {
+            (Self::MaxPool(1, _), (_, 1)) => Some(3),
+            (Self::MaxPool(_, 1), (1, _)) => Some(2),
+            _ => None,
+        }
+    }
+
     /// Whether this of `x` is `y`, bit for bit.
     fn makes(self, x: &Tensor, y: &Tensor) -> Result<bool> {
         let (x, y) = (images(x)?, images(y)?);
@@ -171,12 +188,8 @@ fn corner(t: &Tensor, (h, w): (usize, usize)) -> Result<Tensor> {
     t.narrow(0, 0, 1)?.narrow(1, 0, 1)?.narrow(2, 0, h)?.narrow(3, 0, w)
 }
 
-/// Whether the gradient of `x` is wrong that comes by way of node `at`, which `stock` makes of it.
-fn is_wrong(graph: &Graph<'_>, stock: Stock, x: &Tensor, at: usize) -> Result<bool> {
-    let y = graph.nodes[at];
-    if matches!(stock, Stock::Nearest(..)) {
-        return Ok(is_used_before(graph, x, at)? && overwrites(graph, x, y)?);
-    }
+/// Whether the gradient of `x` is wrong that comes by way of `y`, which this pool makes of it.
+fn is_wrong(graph: &Graph<'_>, stock: Stock, x: &Tensor, y: &Tensor) -> Result<bool> {
     let [as_is, suspect, truth] = [y, &stock.apply(x)?, &stock.truth(x)?]
         .map(|y| weighed(y).and_then(|loss| graph.gradients(&loss)));
     let (as_is, suspect, truth) = (as_is?, suspect?, truth?);
@@ -186,12 +199,7 @@ fn is_wrong(graph: &Graph<'_>, stock: Stock, x: &Tensor, at: usize) -> Result<bo
     if apart <= 1e-3 * norm(&truth) || !is_like(&suspect) {
         return Ok(false);
     }
-    // Of equal values it may be a maximum's as well, such as a softmax takes.
-    let dim = match (stock, extents(y)) {
-        (Stock::MaxPool(1, _), (_, 1)) => 3,
-        (Stock::MaxPool(_, 1), (1, _)) => 2,
-        _ => return Ok(true),
-    };
+    let Some(dim) = stock.line(y) else { return Ok(true) };
     Ok(!is_like(&graph.gradients(&weighed(&x.max_keepdim(dim)?)?)?))
 }
 

@@ -12,17 +12,14 @@
 //! `y` is no floating-point sum of `x` and anything, or the same number everywhere; that it was added, where
 //! all are such sums and it is no accident.
 
+use std::cell::OnceCell;
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 
 use candle_core::{D, DType, Result, Tensor, TensorId};
 
 use super::linear::noise;
-use super::{Graph, Trap, bits, distance, dot, mantissa, norm, values};
-
-/// How many that look like one are looked at, each by a few backward passes, and as many of constants: few models
-/// have any, and a deep one's first step is not to take minutes.
-const MOST: usize = 8;
+use super::{Graph, Trap, bits, distance, dot, equal, mantissa, norm, values};
 
 /// What was done to a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,22 +44,22 @@ impl Did {
     }
 }
 
-/// What is wrong about the gradient of a tensor that `y`, the first of `behind`, was made of by putting another
-/// into it.
-pub(super) fn find<'a>(
+/// What may have made `y`, the first of `behind`, of two others.
+pub(super) fn suspects<'a>(
     graph: &Graph<'a>,
     behind: &[&'a Tensor],
     lines: &mut Lines,
-) -> Result<Option<Trap<'a>>> {
-    let [y, last, ..] = behind else { return Ok(None) };
+) -> Result<Vec<Suspect<'a>>> {
+    let mut suspects = Vec::new();
+    let [y, last, ..] = *behind else { return Ok(suspects) };
     let is_like_y = |t: &Tensor| t.shape() == y.shape() && t.dtype() == y.dtype();
     let pair = |(i, other): (usize, &&'a Tensor)| {
         // `x` is walked first, so all that comes after it in the list is behind it; unless `z` was there
         // already, which is not looked for among tensors of the same shape: there are too many.
         if is_like_y(other) && graph.count_behind(other) == behind.len() - i {
-            Some((*other, *last))
+            Some((*other, last))
         } else {
-            (is_like_y(last) && !is_like_y(other)).then_some((*last, *other))
+            (is_like_y(last) && !is_like_y(other)).then_some((last, *other))
         }
     };
     let pairs: Vec<_> = behind.iter().enumerate().skip(2).filter_map(pair).collect();
@@ -78,14 +75,19 @@ pub(super) fn find<'a>(
             let (of_x, of_z) = if is_last { (&of_other, &of_last) } else { (&of_last, &of_other) };
             let Some(did) = by_values(of_x, &of_y, of_z, y.dtype()) else { continue };
             // Zeros are in many tensors.
-            let is_zeros = !is_last && of_x.iter().zip(&*of_y).all(|(x, y)| y.is_zeroed(x));
-            if is_zeros || lines.looked_at == MOST {
-                continue;
+            if is_last || !of_x.iter().zip(&*of_y).all(|(x, y)| y.is_zeroed(x)) {
+                suspects.push(Suspect { did, x, y, z, dim });
             }
-            lines.looked_at += 1;
-            if is_wrong(graph, did, [x, y, z], dim)? {
-                return Ok(Some(did.trap(x)));
-            }
+        }
+    }
+    Ok(suspects)
+}
+
+/// What is wrong about the gradient of a tensor that another was put into.
+pub(super) fn find<'a>(graph: &Graph<'a>, suspects: Vec<Suspect<'a>>) -> Result<Option<Trap<'a>>> {
+    for suspect in graph.not_right(suspects, &|suspect| suspect.off())? {
+        if suspect.is_wrong(graph)? && graph.has_gradient(suspect.x)? {
+            return Ok(Some(suspect.did.trap(suspect.x)));
         }
     }
     Ok(None)
@@ -103,8 +105,6 @@ fn fits(y: &Tensor, z: &Tensor, dim: usize) -> bool {
 #[derive(Default)]
 pub(super) struct Lines {
     read: HashMap<(TensorId, usize), Rc<[Line]>>,
-    /// How many that look like a `scatter` have been looked at.
-    looked_at: usize,
 }
 
 impl Lines {
@@ -128,6 +128,7 @@ impl Lines {
 
 struct Line {
     values: Vec<f64>,
+    sorted: OnceCell<Vec<f64>>,
     sum: f64,
     /// The sum of absolute values.
     size: f64,
@@ -136,7 +137,24 @@ struct Line {
 impl Line {
     fn new(values: &[f64]) -> Self {
         let size = values.iter().map(|v| v.abs()).sum();
-        Self { values: values.to_vec(), sum: values.iter().sum(), size }
+        let sorted = OnceCell::new();
+        Self { values: values.to_vec(), sorted, sum: values.iter().sum(), size }
+    }
+
+    fn sorted(&self) -> &[f64] {
+        self.sorted.get_or_init(|| {
+            let mut sorted: Vec<f64> =
+                self.values.iter().copied().filter(|v| !v.is_nan()).collect();
+            sorted.sort_unstable_by(f64::total_cmp);
+            sorted
+        })
+    }
+
+    /// Whether a value is as near to this.
+    fn has(&self, value: f64, within: f64) -> bool {
+        let sorted = self.sorted();
+        let from = sorted.partition_point(|v| *v < value - within);
+        sorted.get(from).is_some_and(|v| *v <= value + within)
     }
 
     /// Whether this is `x`, or zero where it is not.
@@ -148,7 +166,14 @@ impl Line {
 /// What `z` did to `x` if `y` is what came of it, by their lines; nothing if it may be both, or be chance.
 fn by_values(x: &[Line], y: &[Line], z: &[Line], dtype: DType) -> Option<Did> {
     let rounding = 2f64.powi(-mantissa(dtype)?);
-    let (mut written, mut added, mut straight) = (true, true, true);
+    // What may be of `z` as well says nothing of what was kept.
+    let is_kept = |x: &Line, y: &Line, z: &Line, p: usize| {
+        y.values[p] == x.values[p] && !z.has(y.values[p], 0.0)
+    };
+    let keeps =
+        |((x, y), z): ((&Line, &Line), &Line)| (0..y.values.len()).any(|p| is_kept(x, y, z, p));
+    let mut written = x.iter().zip(y).zip(z).any(keeps);
+    let (mut added, mut straight) = (true, true);
     // Numbers that are as they would be: each once, as zeros and ones are everywhere.
     let [mut kept, mut put, mut sums] = [(); 3].map(|()| HashSet::new());
     let (mut others, mut astray) = (0, 0);
@@ -159,7 +184,7 @@ fn by_values(x: &[Line], y: &[Line], z: &[Line], dtype: DType) -> Option<Did> {
             sums.insert(of_z.sum.to_bits());
         }
         let (x, y, z) = (&of_x.values, &of_y.values, &of_z.values);
-        written &= y.iter().zip(x).all(|(y, x)| y == x || z.contains(y));
+        written = written && y.iter().zip(x).all(|(y, x)| y == x || of_z.has(*y, 0.0));
         if !written && !added {
             return None;
         }
@@ -170,7 +195,8 @@ fn by_values(x: &[Line], y: &[Line], z: &[Line], dtype: DType) -> Option<Did> {
         straight &= z.len() == y.len() && changed.clone().all(|p| y[p] == z[p]);
         // A line that was not written to says nothing.
         if changed.clone().next().is_some() {
-            kept.extend((0..y.len()).filter(|p| y[*p] == x[*p]).map(|p| y[p].to_bits()));
+            let is_kept = |p: &usize| is_kept(of_x, of_y, of_z, *p);
+            kept.extend((0..y.len()).filter(is_kept).map(|p| y[p].to_bits()));
         }
         put.extend(changed.clone().map(|p| y[p].to_bits()));
         // A value added to a place that is not its own: more than a sum of two tensors.
@@ -178,7 +204,7 @@ fn by_values(x: &[Line], y: &[Line], z: &[Line], dtype: DType) -> Option<Did> {
         let is_own = |p: usize| z.get(p).is_some_and(|z| is_sum(p, z));
         for p in changed.filter(|p| !is_own(*p)) {
             others += 1;
-            astray += usize::from(z.iter().any(|z| is_sum(p, z)));
+            astray += usize::from(of_z.has(y[p] - x[p], rounding * y[p].abs()));
         }
     }
     // How many bits chance would have to have got right.
@@ -202,76 +228,125 @@ fn by_values(x: &[Line], y: &[Line], z: &[Line], dtype: DType) -> Option<Did> {
     (bits >= 20.0).then_some(if written { Did::Write } else { Did::Add })
 }
 
-/// Whether the gradient of `x` is that of the other.
-fn is_wrong(graph: &Graph<'_>, did: Did, tensors: [&Tensor; 3], dim: usize) -> Result<bool> {
-    let [x, y, _] = tensors;
-    let kept = y.detach().eq(&x.detach())?.to_dtype(DType::F32)?;
-    if let Some(is_wrong) = is_wrong_but(graph, did, tensors, dim, &kept)? {
-        return Ok(is_wrong);
-    }
-    let kept = kept_for_sure(did, tensors, dim)?;
-    Ok(is_wrong_but(graph, did, tensors, dim, &kept)? == Some(true))
-}
-
-/// 1 where `y` is `x` because nothing was put there, and not because that makes no difference: where all lines are
-/// written to alike, next to nothing added to one of them hides nothing.
-fn kept_for_sure(did: Did, [x, y, z]: [&Tensor; 3], dim: usize) -> Result<Tensor> {
-    let lines = |t: &Tensor| values(&t.transpose(dim, D::Minus1)?);
-    let (of_x, of_y, of_z) = (lines(x)?, lines(y)?, lines(z)?);
-    let (len, many) = (y.dim(dim)?, z.dim(dim)?);
-    let mut is_hit = vec![false; len];
-    for (at, (x, y)) in of_x.iter().zip(&of_y).enumerate() {
-        is_hit[at % len] |= x != y;
-    }
-    let rounding = 2f64.powi(-mantissa(y.dtype()).unwrap_or(0));
-    let is_unseen = |x: f64, z: f64| match did {
-        Did::Write => z == x,
-        Did::Add => z.abs() <= rounding * x.abs(),
-    };
-    let kept = of_x.iter().zip(&of_y).enumerate().map(|(at, (x, y))| {
-        let mut z = of_z[at / len * many..][..many].iter();
-        let is_kept = x == y && !(is_hit[at % len] && z.any(|z| is_unseen(*x, *z)));
-        f32::from(u8::from(is_kept))
-    });
-    let shape = y.transpose(dim, D::Minus1)?.shape().clone();
-    Tensor::from_iter(kept, y.device())?.reshape(shape)?.transpose(dim, D::Minus1)?.contiguous()
-}
-
-/// Whether the gradient of `x` is that of the other, if nothing was put where `kept` is 1; none if it is neither.
-fn is_wrong_but(
-    graph: &Graph<'_>,
+/// What `z` seems to have done to `x` along a dimension, which made `y` of it.
+pub(super) struct Suspect<'a> {
     did: Did,
-    [x, y, z]: [&Tensor; 3],
+    x: &'a Tensor,
+    y: &'a Tensor,
+    z: &'a Tensor,
     dim: usize,
-    kept: &Tensor,
-) -> Result<Option<bool>> {
-    let mut one = y.dims().to_vec();
-    one[dim] = 1;
-    // Whole numbers times a power of two, and small: exact in every type.
-    let scale = 2f32.powi(-(y.elem_count().ilog2() as i32) / 2);
-    // What is wrong once may be by chance, but hardly three times.
-    for seed in 0..3 {
-        let weights = ((noise(&one.clone().into(), seed)? * 8.0)?.round()? * f64::from(scale))?;
-        let weights = weights.to_device(y.device())?;
-        let r = weights.broadcast_as(y.shape())?.contiguous()?;
-        let to_z = dot(z, &weights.broadcast_as(z.shape())?.contiguous()?)?;
-        let as_is = graph.gradients(&dot(y, &r)?)?;
-        let added = graph.gradients(&(dot(x, &r)? + &to_z)?)?;
-        let written = graph.gradients(&(dot(x, &(&r * kept)?)? + &to_z)?)?;
-        let (seen, truth) = match did {
-            Did::Write => (&added, &written),
-            Did::Add => (&written, &added),
-        };
-        let apart = distance(seen, truth);
-        let [wrong, right] = [seen, truth].map(|other| distance(&as_is, other) < 0.02 * apart);
-        if !apart.is_finite() || apart <= 1e-3 * norm(truth) || !(wrong || right) {
-            return Ok(None);
+}
+
+impl Suspect<'_> {
+    /// A loss without a gradient, if that of `y` is as it ought to be.
+    fn off(&self) -> Result<Tensor> {
+        let weights = self.weights(0)?;
+        if self.did == Did::Add {
+            return self.as_is(&weights)? - self.added(&weights)?;
         }
-        if right {
-            return Ok(Some(false));
+        // In which lines it is open what was kept, as is common in 16 bits: of those nothing is asked, but of all
+        // if all are such.
+        let kept = self.kept()?;
+        let is_sure = kept.eq(&self.kept_for_sure()?)?.min_keepdim(self.dim)?;
+        let is_any = values(&is_sure)?.contains(&1.0);
+        let weights = if is_any { (weights * is_sure.to_dtype(DType::F32)?)? } else { weights };
+        self.as_is(&weights)? - self.written(&weights, &kept)?
+    }
+
+    /// Whether the gradient of `x` is that of the other.
+    fn is_wrong(&self, graph: &Graph<'_>) -> Result<bool> {
+        let (kept, for_sure) = (self.kept()?, self.kept_for_sure()?);
+        match self.is_wrong_but(graph, &kept)? {
+            None if equal(&kept, &for_sure)? => Ok(false),
+            None => Ok(self.is_wrong_but(graph, &for_sure)? == Some(true)),
+            Some(is_wrong) => Ok(is_wrong),
         }
     }
-    Ok(Some(true))
+
+    /// 1 where `y` is `x`.
+    fn kept(&self) -> Result<Tensor> {
+        self.y.detach().eq(&self.x.detach())?.to_dtype(DType::F32)
+    }
+
+    /// 1 where `y` is `x` because nothing was put there, and not because that makes no difference: where all lines
+    /// are written to alike, next to nothing added to one of them hides nothing.
+    fn kept_for_sure(&self) -> Result<Tensor> {
+        let lines = |t: &Tensor| values(&t.transpose(self.dim, D::Minus1)?);
+        let (of_x, of_y, of_z) = (lines(self.x)?, lines(self.y)?, lines(self.z)?);
+        let (len, many) = (self.y.dim(self.dim)?, self.z.dim(self.dim)?);
+        let of_z: Vec<Line> = of_z.chunks(many.max(1)).map(Line::new).collect();
+        let mut is_hit = vec![false; len];
+        for (at, (x, y)) in of_x.iter().zip(&of_y).enumerate() {
+            is_hit[at % len] |= x != y;
+        }
+        let rounding = 2f64.powi(-mantissa(self.y.dtype()).unwrap_or(0));
+        let is_unseen = |x: f64, z: &Line| match self.did {
+            Did::Write => z.has(x, 0.0),
+            Did::Add => z.has(0.0, rounding * x.abs()),
+        };
+        let kept = of_x.iter().zip(&of_y).enumerate().map(|(at, (x, y))| {
+            let hides = || of_z.get(at / len).is_some_and(|z| is_unseen(*x, z));
+            f32::from(u8::from(x == y && !(is_hit[at % len] && hides())))
+        });
+        let shape = self.y.transpose(self.dim, D::Minus1)?.shape().clone();
+        let kept = Tensor::from_iter(kept, self.y.device())?.reshape(shape)?;
+        kept.transpose(self.dim, D::Minus1)?.contiguous()
+    }
+
+    /// Whether the gradient of `x` is that of the other, if nothing was put where `kept` is 1; none if it is neither.
+    fn is_wrong_but(&self, graph: &Graph<'_>, kept: &Tensor) -> Result<Option<bool>> {
+        // What is wrong once may be by chance, but hardly three times.
+        for seed in 0..3 {
+            let weights = self.weights(seed)?;
+            let [as_is, added, written] =
+                [self.as_is(&weights), self.added(&weights), self.written(&weights, kept)]
+                    .map(|loss| graph.gradients(&loss?));
+            let (as_is, added, written) = (as_is?, added?, written?);
+            let (seen, truth) = match self.did {
+                Did::Write => (&added, &written),
+                Did::Add => (&written, &added),
+            };
+            let apart = distance(seen, truth);
+            let [wrong, right] = [seen, truth].map(|other| distance(&as_is, other) < 0.02 * apart);
+            if !apart.is_finite() || apart <= 1e-3 * norm(truth) || !(wrong || right) {
+                return Ok(None);
+            }
+            if right {
+                return Ok(Some(false));
+            }
+        }
+        Ok(Some(true))
+    }
+
+    /// A number for each line of `y`.
+    fn weights(&self, seed: u64) -> Result<Tensor> {
+        let mut one = self.y.dims().to_vec();
+        one[self.dim] = 1;
+        // Whole numbers times a power of two, and small: exact in every type.
+        let scale = 2f32.powi(-(self.y.elem_count().ilog2() as i32) / 2);
+        let weights = ((noise(&one.into(), seed)? * 8.0)?.round()? * f64::from(scale))?;
+        weights.to_device(self.y.device())
+    }
+
+    fn as_is(&self, weights: &Tensor) -> Result<Tensor> {
+        dot(self.y, &along(self.y, weights)?)
+    }
+
+    /// A loss with the gradient that `y` has if `z` was added.
+    fn added(&self, weights: &Tensor) -> Result<Tensor> {
+        dot(self.x, &along(self.x, weights)?)? + dot(self.z, &along(self.z, weights)?)?
+    }
+
+    /// A loss with the gradient that `y` has if `z` was written, but where `kept` is 1.
+    fn written(&self, weights: &Tensor, kept: &Tensor) -> Result<Tensor> {
+        let of_x = (along(self.x, weights)? * kept)?;
+        dot(self.x, &of_x)? + dot(self.z, &along(self.z, weights)?)?
+    }
+}
+
+/// The number of each line for all its values.
+fn along(t: &Tensor, weights: &Tensor) -> Result<Tensor> {
+    weights.broadcast_as(t.shape())?.contiguous()
 }
 
 /// Whether `y` is the sum or the difference of `x` and another tensor that is behind it, as far as these places say.
@@ -297,46 +372,24 @@ fn is_sum(y: &Tensor, changes: &[Change]) -> Result<bool> {
 pub(super) fn find_of_constants<'a>(graph: &Graph<'a>) -> Result<Option<Trap<'a>>> {
     let mut puts = Vec::new();
     for (y, x) in graph.last_operands() {
-        if x.shape() == y.shape() && x.dtype() == y.dtype() {
+        let is_alone = graph.count_behind(y) == graph.count_behind(x) + 1;
+        if is_alone && x.shape() == y.shape() && x.dtype() == y.dtype() {
             puts.extend(Put::new(x, y)?);
         }
     }
-    if !puts.is_empty() {
-        let constants = graph.constants()?;
-        puts.retain(|put| constants.iter().any(|dims| is_like(dims, put.y.dims())));
-        puts.truncate(MOST);
+    if puts.is_empty() {
+        return Ok(None);
     }
-    for put in with_gradient(graph, puts)? {
-        if let Some(did) = put.is_wrong(graph)? {
+    let constants = graph.constants()?;
+    puts.retain(|put| constants.iter().any(|dims| is_like(dims, put.y.dims())));
+    for put in graph.not_right(puts, &|put| put.off())? {
+        if let Some(did) = put.is_wrong(graph)?
+            && graph.has_gradient(put.x)?
+        {
             return Ok(Some(did.trap(put.x)));
         }
     }
     Ok(None)
-}
-
-/// Those that have a gradient where they changed something. Most of what looks like one (ReLU) has none, and is
-/// known as such all at once.
-fn with_gradient<'a>(graph: &Graph<'_>, mut puts: Vec<Put<'a>>) -> Result<Vec<Put<'a>>> {
-    let codes: Vec<Tensor> = puts.iter().map(Put::codes).collect::<Result<_>>()?;
-    let mut losses = puts.iter().zip(&codes).map(|(put, codes)| dot(put.y, codes));
-    let Some(first) = losses.next() else { return Ok(puts) };
-    let loss = losses.try_fold(first?, |sum, loss| sum + loss?)?;
-    let (gradients, constants) = graph.backward(&loss)?;
-    let mut silent = norm(&gradients) == 0.0;
-    for id in constants.get_ids().filter(|id| codes.iter().all(|codes| codes.id() != **id)) {
-        if let Some(gradient) = constants.get_id(*id) {
-            silent &= values(gradient)?.iter().all(|v| *v == 0.0);
-        }
-    }
-    if silent {
-        return Ok(Vec::new());
-    }
-    if puts.len() > 1 {
-        let half = puts.split_off(puts.len() / 2);
-        puts = with_gradient(graph, puts)?;
-        puts.extend(with_gradient(graph, half)?);
-    }
-    Ok(puts)
 }
 
 /// A constant put into `x`, which made `y` of it, as far as values tell.
@@ -346,6 +399,7 @@ struct Put<'a> {
     mantissa: i32,
     /// The first places where they differ.
     changes: Vec<Change>,
+    told: Told,
 }
 
 #[derive(Clone, Copy)]
@@ -372,12 +426,24 @@ impl<'a> Put<'a> {
             of_x.iter().zip(&of_y).all(|(x, y)| *y == of(*x, first))
         };
         let is_clamped = is_of_two(f64::max) || is_of_two(f64::min);
-        let is_put = match by_numbers(&changes, mantissa) {
+        let told = Told::new(&changes, mantissa);
+        let is_put = match told.did() {
             None => false,
-            Some(Did::Write) => is_kept && !is_clamped,
+            Some(Did::Write) => is_kept && !is_clamped && !is_smooth(&changes),
             Some(Did::Add) => !is_sum(y, &changes)?,
         };
-        Ok(is_put.then_some(Self { x, y, mantissa, changes }))
+        Ok(is_put.then_some(Self { x, y, mantissa, changes, told }))
+    }
+
+    /// A loss without a gradient, if that of `x` is as it ought to be.
+    fn off(&self) -> Result<Tensor> {
+        let codes = self.codes()?;
+        let [of_x, of_y] = [self.x, self.y].map(|t| dot(t, &codes));
+        match self.told {
+            Told { written: true, added: true } => of_x,
+            Told { written: true, .. } => of_y,
+            _ => of_y? - of_x?,
+        }
     }
 
     /// A number of its own for each place where something changed, exact in the tensor's type.
@@ -419,7 +485,7 @@ impl<'a> Put<'a> {
         }
         let [(dims, numbers)] = given.as_slice() else { return Ok(None) };
         let single = (0..dims.len()).find_map(|dim| self.single(dims, numbers, dim));
-        let did = single.and_then(|single| by_numbers(&single, self.mantissa));
+        let did = single.and_then(|single| Told::new(&single, self.mantissa).did());
         Ok(did.filter(|did| *did == suspect))
     }
 
@@ -455,34 +521,60 @@ fn is_like(a: &[usize], b: &[usize]) -> bool {
     a.len() == b.len() && a.iter().zip(b).filter(|(a, b)| a != b).count() <= 1
 }
 
-/// What was done in these places, each of which one number was put into.
-fn by_numbers(changes: &[Change], mantissa: i32) -> Option<Did> {
-    let (mut sums, mut odd, mut others) = (0, 0, 0);
-    // Random numbers may all be multiples of one, and of others only by chance.
-    let all = changes.iter().map(|change| finest(change.y)).min().unwrap_or(0);
-    for Change { x, y, .. } in changes {
-        if *x == 0.0 || !x.is_finite() || y.is_nan() || y.abs() > x.abs() / 4.0 {
-            continue;
-        }
-        // What takes most of `x` away is half as large at least, and both are multiples of this.
-        let unit = x.abs().log2().floor() as i32 - mantissa - 1;
-        if unit <= all + 1 {
-            continue;
-        }
-        match y / 2f64.powi(unit) {
-            steps if steps.fract() != 0.0 => others += 1,
-            steps => {
-                sums += 1;
-                odd += usize::from(steps % 8.0 != 0.0);
+/// What may have been done in places, as far as their numbers tell.
+#[derive(Clone, Copy)]
+struct Told {
+    written: bool,
+    added: bool,
+}
+
+impl Told {
+    fn new(changes: &[Change], mantissa: i32) -> Self {
+        let (mut sums, mut odd, mut others) = (0, 0, 0);
+        // Random numbers may all be multiples of one, and of others only by chance.
+        let all = changes.iter().map(|change| finest(change.y)).min().unwrap_or(0);
+        for Change { x, y, .. } in changes {
+            if *x == 0.0 || !x.is_finite() || y.is_nan() || y.abs() > x.abs() / 4.0 {
+                continue;
+            }
+            // What takes most of `x` away is half as large at least, and both are multiples of this.
+            let unit = x.abs().log2().floor() as i32 - mantissa - 1;
+            if unit <= all + 1 {
+                continue;
+            }
+            match y / 2f64.powi(unit) {
+                steps if steps.fract() != 0.0 => others += 1,
+                steps => {
+                    sums += 1;
+                    odd += usize::from(steps % 8.0 != 0.0);
+                }
             }
         }
-    }
-    if others > 0 || is_filled(changes, mantissa) {
-        Some(Did::Write)
-    } else {
         // Random numbers are all such sums once in 2^16; numbers like 0 and 0.5 hardly ever are odd ones.
-        (sums >= 16 && odd * 2 >= sums).then_some(Did::Add)
+        let added = sums >= 16 && odd * 2 >= sums;
+        Self { written: others > 0 || is_filled(changes, mantissa), added }
     }
+
+    /// What was done, if one number was put into each.
+    fn did(self) -> Option<Did> {
+        match self {
+            Self { written: true, .. } => Some(Did::Write),
+            Self { added: true, .. } => Some(Did::Add),
+            _ => None,
+        }
+    }
+}
+
+/// Whether `y` is a smooth function of `x` in these places, as an activation's values are.
+fn is_smooth(changes: &[Change]) -> bool {
+    let few = changes.iter().step_by(changes.len().div_ceil(256).max(1));
+    let mut few: Vec<&Change> = few.collect();
+    few.sort_unstable_by(|a, b| a.x.total_cmp(&b.x));
+    let way: f64 = few.windows(2).map(|two| (two[1].y - two[0].y).abs()).sum();
+    let of = |of: fn(f64, f64) -> f64| few.iter().map(|change| change.y).fold(f64::NAN, of);
+    let range = of(f64::max) - of(f64::min);
+    // Random numbers go a third of their range at each step.
+    few.len() >= 32 && range > 0.0 && way <= 3.0 * range
 }
 
 /// The exponent of the least power of two that is in a number.

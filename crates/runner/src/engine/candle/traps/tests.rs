@@ -17,6 +17,8 @@ use crate::engine::{Engine, GradSink, SharedSink};
 
 pub(super) type Layer = Box<dyn Fn(&Tensor) -> Result<Tensor> + Send>;
 
+type Step = fn(&Tensor) -> Result<Tensor>;
+
 pub(super) fn layer(f: impl Fn(&Tensor) -> Result<Tensor> + Send + 'static) -> Layer {
     Box::new(f)
 }
@@ -101,7 +103,7 @@ fn a_pool_of_candles_is_named_with_the_first_parameter_behind_it() {
 
 #[test]
 fn an_upsampling_that_drops_gradients_is_named() {
-    let says = |middle: fn(&Tensor) -> Result<Tensor>| {
+    let says = |middle: Step| {
         let error = between(&[2, 3, 4, 4], middle).unwrap_err();
         assert!(
             error.contains("`first.weight`") && error.contains("`upsample_nearest`"),
@@ -141,7 +143,7 @@ fn an_upsampling_that_drops_gradients_is_named() {
 
 #[test]
 fn a_pool_of_equal_values_is_named() {
-    let step = |value: f64, pool: fn(&Tensor) -> Result<Tensor>| {
+    let step = |value: f64, pool: Step| {
         let mut engine = CandleEngine::new(CandleOptions::default(), |vb| {
             let bias = vb.get_with_hints((1, 4, 1, 1), "bias", Init::Const(value))?;
             let bias = layer(move |x| x.zeros_like()?.broadcast_add(&bias));
@@ -186,7 +188,7 @@ pub(super) fn derived(x: &Tensor, dim: usize, count: usize) -> Result<Tensor> {
 
 #[test]
 fn what_is_right_or_wrong_on_purpose_is_left_alone() {
-    let fine = |shape: &[usize], middle: fn(&Tensor) -> Result<Tensor>| {
+    let fine = |shape: &[usize], middle: Step| {
         between(shape, middle).unwrap();
     };
     fine(&[2, 3, 8, 8], |x| max_pool(x, 2));
@@ -227,7 +229,7 @@ fn block(vb: VarBuilder<'static>, from: usize, to: usize) -> Result<Layer> {
 
 #[test]
 fn half_precision_hides_nothing() {
-    let step = |dtype, autocast, pool: fn(&Tensor) -> Result<Tensor>| {
+    let step = |dtype, autocast, pool: Step| {
         let mut engine = CandleEngine::new(CandleOptions { dtype, ..Default::default() }, |vb| {
             let layers = [block(vb.pp("0"), 3, 6)?, layer(|x| x.relu()), layer(pool)];
             Ok(Chain(layers.into_iter().chain([block(vb.pp("1"), 6, 2)?]).collect()))
@@ -288,8 +290,9 @@ fn looking_changes_nothing() {
 /// other operand had been; a softmax takes a maximum, as a pool does.
 #[test]
 fn looking_costs_as_many_backward_passes_however_deep_a_network_is() {
-    let passes = |depth: usize, step: fn(&Tensor) -> Result<Tensor>| {
-        let engine = CandleEngine::new(CandleOptions::default(), |vb| {
+    use fused_optim::DType::{F16, F32};
+    let passes = |dtype, depth: usize, step: Step| {
+        let engine = CandleEngine::new(CandleOptions { dtype, ..Default::default() }, |vb| {
             let uniform = Init::Uniform { lo: -9.0, up: 9.0 };
             let weight = vb.get_with_hints((6, 30), "weight", uniform)?;
             let mut layers = vec![layer(move |x| x.matmul(&weight)?.reshape((2, 2, 5, 6)))];
@@ -297,27 +300,82 @@ fn looking_costs_as_many_backward_passes_however_deep_a_network_is() {
             Ok(Chain(layers))
         })
         .unwrap();
-        let batch = TensorBatch::new(&batch(&[4, 6]), DType::F32, &Device::Cpu).unwrap();
+        let dtype = if dtype == F16 { DType::F16 } else { DType::F32 };
+        let batch = TensorBatch::new(&batch(&[4, 6]), dtype, &Device::Cpu).unwrap();
         let loss = engine.forward(&batch).unwrap();
         let graph = Graph::new(loss.value(), &engine.params, &engine.slot);
         assert!(graph.trap().unwrap().is_none());
         graph.passes.get()
     };
-    let steps: [fn(&Tensor) -> Result<Tensor>; 3] = [
+    let steps: [Step; 10] = [
         |x| x.gelu_erf()? - 0.1,
+        |x| x.elu(1.0)? - 0.2,
         |x| candle_nn::ops::leaky_relu(&(x.affine(0.9, -0.1)?), 0.1),
         |x| {
             x + candle_nn::ops::softmax(&x.affine(0.01, 0.0)?, 3)?.matmul(&x.t()?)?.matmul(x)?
                 * 1e-4
         },
+        |x| {
+            let put =
+                |x: Tensor, at| x.index_add(&indices(&[at, at + 2], &[2])?, &derived(&x, 3, 2)?, 3);
+            put(put(x.affine(0.6, 0.1)?, 0)?, 3)
+        },
+        |x| x.affine(0.9, 0.1)?.slice_scatter(&derived(x, 3, 2)?, 3, 1),
+        |x| ops::scatter(&x.affine(0.9, 0.1)?, &places(x, 3, 3)?, &derived(x, 3, 3)?, 3),
+        |x| ops::scatter_add(&x.affine(0.7, 0.1)?, &places(x, 3, 3)?, &derived(x, 3, 3)?, 3),
+        |x| ops::scatter(&x.affine(0.9, 0.1)?, &places(x, 3, 3)?, &fixed(x, 3)?, 3),
+        |x| ops::scatter_add(&x.affine(0.7, 0.1)?, &places(x, 3, 3)?, &fixed(x, 3)?, 3),
     ];
-    for step in steps {
-        assert_eq!(passes(2, step), passes(12, step));
+    for (i, step) in steps.into_iter().enumerate() {
+        for dtype in [F32, F16] {
+            assert_eq!(passes(dtype, 2, step), passes(dtype, 12, step), "step {i}, {dtype:?}");
+        }
+    }
+}
+
+/// `count` constants for each line of `x`.
+fn fixed(x: &Tensor, count: usize) -> Result<Tensor> {
+    noise(&[x.dims()[..3].to_vec(), vec![count]].concat())?.to_dtype(x.dtype())
+}
+
+#[test]
+fn a_scatter_behind_many_that_are_right_is_named() {
+    let behind = |first: Step| {
+        let middle = move |x: &Tensor| {
+            let mut x = first(&x.tanh()?)?;
+            for at in 0..3 {
+                x = x.index_add(&indices(&[at, at + 2], &[2])?, &derived(&x, 3, 2)?, 3)?.tanh()?;
+                x = x.slice_scatter(&derived(&x, 2, 2)?, 2, at as usize)?.sin()?;
+                for dim in [2, 3] {
+                    let i = places(&x, dim, 3)?;
+                    let z = derived(&x, dim, 3)?;
+                    x = ops::scatter_add(&ops::scatter(&x, &i, &z, dim)?, &i, &z, dim)?.tanh()?;
+                }
+                let (i, z) = (places(&x, 3, 3)?, fixed(&x, 3)?);
+                x = ops::scatter_add(&ops::scatter(&x, &i, &z, 3)?, &i, &z, 3)?.sin()?;
+            }
+            Ok(x)
+        };
+        between(&[2, 3, 8, 8], middle)
+    };
+    behind(|x| x * 0.9).unwrap();
+    let wrong: [(&str, Step); 4] = [
+        ("scatter", |x| x.scatter(&places(x, 3, 3)?, &derived(x, 3, 3)?, 3)),
+        ("scatter", |x| x.scatter(&places(x, 3, 3)?, &fixed(x, 3)?, 3)),
+        ("scatter_add", |x| x.scatter_add(&places(x, 3, 8)?, &derived(x, 3, 8)?, 3)),
+        ("scatter_add", |x| x.scatter_add(&places(x, 3, 8)?, &fixed(x, 8)?, 3)),
+    ];
+    for (operator, wrong) in wrong {
+        let said = behind(wrong).unwrap_err();
+        let operator = format!(
+            "of `first.weight` and of one more parameter is wrong: candle's own `{operator}`"
+        );
+        assert!(said.contains(&operator), "{said}");
     }
 }
 
 /// How a network of one's own goes on: what is right, and last what is not.
-const STEPS: [fn(&Tensor) -> Result<Tensor>; 28] = [
+const STEPS: [Step; 28] = [
     |x| x.relu(),
     |x| x.silu(),
     |x| x.gelu_erf(),

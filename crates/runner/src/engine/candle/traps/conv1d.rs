@@ -25,9 +25,13 @@ use super::{
     Graph, Trap, distance, dot, equal, is_apart, is_multiplied, is_telling, leaves, norm, values,
 };
 
-/// What is wrong about the gradient of a kernel from which `y`, the first of `behind`, was computed.
-pub(super) fn find<'a>(graph: &Graph<'a>, behind: &[&'a Tensor]) -> Result<Option<Trap<'a>>> {
-    let [y, kernel, rest @ ..] = behind else { return Ok(None) };
+/// What is wrong about the gradient of `kernel`, the last operand of node `at`.
+pub(super) fn find<'a>(
+    graph: &Graph<'a>,
+    at: usize,
+    kernel: &'a Tensor,
+) -> Result<Option<Trap<'a>>> {
+    let y = graph.nodes[at];
     let (Ok((n, c_out, l_out)), Ok((rows, c_in, k))) = (y.dims3(), kernel.dims3()) else {
         return Ok(None);
     };
@@ -40,20 +44,15 @@ pub(super) fn find<'a>(graph: &Graph<'a>, behind: &[&'a Tensor]) -> Result<Optio
     if !is_misread && (n < 2 || c_out < 2) {
         return Ok(None);
     }
-    // The input is walked before the kernel, so whatever comes after it in the list is behind it.
-    let is_input = |(i, x): &(usize, &&Tensor)| {
-        x.dims3().is_ok_and(|(x_n, x_c, _)| (x_n, x_c) == (n, c_in))
-            && x.dtype() == y.dtype()
-            && graph.count_behind(x) == rest.len() - i
-    };
+    let is_input = |x: &&Tensor| x.dims()[..2] == [n, c_in] && x.dtype() == y.dtype();
     let mut is_wrong = false;
-    for (_, x) in rest.iter().enumerate().filter(is_input) {
+    for x in graph.firsts(at).filter(is_input) {
         if let Some(geometry) = geometry(graph, y, x, kernel, read.as_deref())? {
             is_wrong |= is_misread || is_wrong_of(graph, y, x, kernel, geometry)?;
         }
     }
     // A constant input leaves no more behind `y` than the kernel does.
-    if graph.count_behind(kernel) + 1 == behind.len() {
+    if graph.count_behind(kernel) + 1 == graph.count_behind(y) {
         is_wrong |= is_wrong_of_constant(graph, y, kernel)?;
     }
     let complaint = if is_misread { MISREAD } else { COMPLAINT };

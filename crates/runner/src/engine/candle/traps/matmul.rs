@@ -14,26 +14,24 @@ use candle_core::{D, Result, Shape, Tensor};
 use super::linear::{agrees, is_belied, noise};
 use super::{Graph, Trap, equal, is_apart, is_multiplied, is_telling, leaves, values};
 
-/// What is wrong about `y`, the first of `behind`, if it is such a product.
-pub(super) fn find<'a>(graph: &Graph<'a>, behind: &[&'a Tensor]) -> Result<Option<Trap<'a>>> {
-    let [y, last, rest @ ..] = behind else { return Ok(None) };
+/// What is wrong about node `at`, if it is such a product of `last`.
+pub(super) fn find<'a>(graph: &Graph<'a>, at: usize, last: &Tensor) -> Result<Option<Trap<'a>>> {
+    let y = graph.nodes[at];
     if !is_multiplied(y) {
         return Ok(None);
     }
-    // The left operand is walked first, so whatever comes after it in the list is behind it.
-    let is_left = |(i, x): &(usize, &&Tensor)| {
+    let is_left = |x: &&Tensor| {
         x.rank() == last.rank()
             && is_broadcast(last)
             && x.dtype() == last.dtype()
             && is_mixed_up(x)
             && shape_of(x, last).is_some_and(|shape| shape == *y.shape())
-            && graph.count_behind(x) == rest.len() - i
     };
     let mut is_wrong = false;
-    for (_, x) in rest.iter().enumerate().filter(is_left) {
+    for x in graph.firsts(at).filter(is_left) {
         is_wrong |= is_wrong_of(y, x, last)?;
     }
-    let has_constant = graph.count_behind(last) + 1 == behind.len();
+    let has_constant = graph.count_behind(last) + 1 == graph.count_behind(y);
     if is_wrong || (has_constant && is_wrong_with_constant(graph, y, last)?) {
         return Ok(Some(Trap { of: y, complaint: COMPLAINT.to_owned() }));
     }

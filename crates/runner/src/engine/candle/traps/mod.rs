@@ -102,12 +102,16 @@ struct Graph<'a> {
     /// The loss first, each tensor before those it was computed from.
     nodes: Vec<&'a Tensor>,
     index: HashMap<TensorId, usize>,
+    /// The nodes by their dimensions.
+    of_dims: BTreeMap<Vec<usize>, Vec<usize>>,
     /// By node: itself and the nodes it was computed from, a bit each.
     behind: Vec<Vec<u64>>,
     /// By node: how many those are.
     counts: Vec<usize>,
     /// By node: the last of its operands that has a gradient, unless what is behind it is behind another, too.
     last: Vec<Option<&'a Tensor>>,
+    /// By node: which, of as many dimensions, may be the first of several operands.
+    firsts: Vec<Vec<usize>>,
     /// What shapes the constants have.
     constants: OnceCell<BTreeSet<Vec<usize>>>,
     /// How many backward passes there have been.
@@ -119,20 +123,35 @@ struct Graph<'a> {
 impl<'a> Graph<'a> {
     fn new(loss: &'a Tensor, params: &'a Tensors, slot: &'a Slot) -> Self {
         let nodes = loss.sorted_nodes();
-        let index: HashMap<_, _> = nodes.iter().enumerate().map(|(i, t)| (t.id(), i)).collect();
-        let (mut behind, mut counts, mut last) = (Vec::new(), Vec::new(), Vec::new());
-        for t in &nodes {
-            let of_t = t.sorted_nodes();
-            let mut bits = vec![0; nodes.len().div_ceil(64)];
-            for i in of_t.iter().map(|node| index[&node.id()]) {
-                bits[i / 64] |= 1 << (i % 64);
+        let count = nodes.len();
+        let mut graph = Self {
+            index: nodes.iter().enumerate().map(|(i, t)| (t.id(), i)).collect(),
+            of_dims: BTreeMap::new(),
+            behind: vec![vec![0; count.div_ceil(64)]; count],
+            counts: vec![0; count],
+            last: vec![None; count],
+            firsts: vec![Vec::new(); count],
+            constants: OnceCell::new(),
+            passes: Cell::new(0),
+            nodes,
+            params,
+            slot,
+        };
+        for (at, y) in graph.nodes.iter().enumerate().rev() {
+            let behind = y.sorted_nodes();
+            graph.of_dims.entry(y.dims().to_vec()).or_default().push(at);
+            graph.counts[at] = behind.len();
+            graph.last[at] = behind.get(1).copied();
+            for (i, other) in behind.iter().enumerate() {
+                let node = graph.index[&other.id()];
+                graph.behind[at][node / 64] |= 1 << (node % 64);
+                // It is walked first, so all that comes after it in the list is behind it.
+                if i > 1 && graph.counts[node] == behind.len() - i && other.rank() == y.rank() {
+                    graph.firsts[at].push(node);
+                }
             }
-            behind.push(bits);
-            counts.push(of_t.len());
-            last.push(of_t.get(1).copied());
         }
-        let (constants, passes) = (OnceCell::new(), Cell::new(0));
-        Self { nodes, index, behind, counts, last, constants, passes, params, slot }
+        graph
     }
 
     /// What is wrong, if anything is.
@@ -141,20 +160,19 @@ impl<'a> Graph<'a> {
         let pools = pools::suspects(self)?;
         for (at, y) in self.nodes.iter().enumerate() {
             let Some(last) = self.last[at].filter(|_| y.elem_count() > 0) else { continue };
-            let behind = y.sorted_nodes();
             let mut found = pools::find(self, at, last, &pools)?;
             if found.is_none() {
-                found = conv1d::find(self, &behind)?;
+                found = conv1d::find(self, at, last)?;
             }
             if found.is_none() {
-                found = matmul::find(self, &behind)?;
+                found = matmul::find(self, at, last)?;
             }
             if let Some(trap) = found
                 && self.has_gradient(trap.of)?
             {
                 return Ok(Some(trap));
             }
-            puts.extend(scatter::suspects(self, &behind, &mut lines)?);
+            puts.extend(scatter::suspects(self, at, last, &mut lines)?);
         }
         let mut found = scatter::find(self, puts)?;
         if found.is_none() {
@@ -200,6 +218,11 @@ impl<'a> Graph<'a> {
             is_any &= distance(&multiple, &scaled.collect()) <= 0.1 * norm(&multiple);
         }
         Ok(is_any)
+    }
+
+    /// Which may be the first of the operands of node `at`.
+    fn firsts(&self, at: usize) -> impl Iterator<Item = &'a Tensor> {
+        self.firsts[at].iter().map(|node| self.nodes[*node])
     }
 
     /// Each node that has a last operand, with that.

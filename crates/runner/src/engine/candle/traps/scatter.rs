@@ -44,39 +44,38 @@ impl Did {
     }
 }
 
-/// What may have made `y`, the first of `behind`, of two others.
+/// What may have made node `at` of two others, if its last operand is `last`.
 pub(super) fn suspects<'a>(
     graph: &Graph<'a>,
-    behind: &[&'a Tensor],
+    at: usize,
+    last: &'a Tensor,
     lines: &mut Lines,
 ) -> Result<Vec<Suspect<'a>>> {
-    let mut suspects = Vec::new();
-    let [y, last, ..] = *behind else { return Ok(suspects) };
+    let (mut suspects, y) = (Vec::new(), graph.nodes[at]);
     let is_like_y = |t: &Tensor| t.shape() == y.shape() && t.dtype() == y.dtype();
-    let pair = |(i, other): (usize, &&'a Tensor)| {
-        // `x` is walked first, so all that comes after it in the list is behind it; unless `z` was there
-        // already, which is not looked for among tensors of the same shape: there are too many.
-        if is_like_y(other) && graph.count_behind(other) == behind.len() - i {
-            Some((*other, last))
-        } else {
-            (is_like_y(last) && !is_like_y(other)).then_some((last, *other))
+    let mut suspect = |x: &'a Tensor, z: &'a Tensor, dim| -> Result<()> {
+        let (of_x, of_y, of_z) = (lines.of(x, dim)?, lines.of(y, dim)?, lines.of(z, dim)?);
+        // Zeros are in many tensors.
+        let is_zeroed = || of_x.iter().zip(&*of_y).all(|(x, y)| y.is_zeroed(x));
+        if x.id() != last.id() || !is_zeroed() {
+            let did = by_values(&of_x, &of_y, &of_z, y.dtype());
+            suspects.extend(did.map(|did| Suspect { did, x, y, z, dim }));
         }
+        Ok(())
     };
-    let pairs: Vec<_> = behind.iter().enumerate().skip(2).filter_map(pair).collect();
-    for dim in 0..y.rank() {
-        let mut pairs = pairs.iter().filter(|(_, z)| fits(y, z, dim)).peekable();
-        if pairs.peek().is_none() {
-            continue;
+    for dim in (0..y.rank()).filter(|dim| fits(y, last, *dim)) {
+        for x in graph.firsts(at).filter(|x| is_like_y(x)) {
+            suspect(x, last, dim)?;
         }
-        let (of_y, of_last) = (lines.of(y, dim)?, lines.of(last, dim)?);
-        for (x, z) in pairs {
-            let is_last = z.id() == last.id();
-            let of_other = lines.of(if is_last { x } else { z }, dim)?;
-            let (of_x, of_z) = if is_last { (&of_other, &of_last) } else { (&of_last, &of_other) };
-            let Some(did) = by_values(of_x, &of_y, of_z, y.dtype()) else { continue };
-            // Zeros are in many tensors.
-            if is_last || !of_x.iter().zip(&*of_y).all(|(x, y)| y.is_zeroed(x)) {
-                suspects.push(Suspect { did, x, y, z, dim });
+    }
+    // What was put there may have been behind `last` already; it is not looked for among tensors of the same shape:
+    // there are too many.
+    for (_, nodes) in graph.of_dims.iter().filter(|(dims, _)| is_like_y(last) && *dims != y.dims())
+    {
+        let behind = nodes.iter().filter(|node| graph.is_node_behind(**node, at));
+        for z in behind.map(|node| graph.nodes[*node]) {
+            for dim in (0..y.rank()).filter(|dim| fits(y, z, *dim)) {
+                suspect(last, z, dim)?;
             }
         }
     }
@@ -95,10 +94,9 @@ pub(super) fn find<'a>(graph: &Graph<'a>, suspects: Vec<Suspect<'a>>) -> Result<
 
 /// Whether `z` can be put into `y` along `dim`.
 fn fits(y: &Tensor, z: &Tensor, dim: usize) -> bool {
-    let dims = y.dims().iter().zip(z.dims()).enumerate();
     y.rank() == z.rank()
         && y.dtype() == z.dtype()
-        && dims.into_iter().all(|(i, (y, z))| i == dim || y == z)
+        && y.dims().iter().zip(z.dims()).enumerate().all(|(i, (y, z))| i == dim || y == z)
 }
 
 /// Some lines of tensors along a dimension, each read once.
@@ -150,6 +148,11 @@ impl Line {
         })
     }
 
+    /// The logarithm of how many values there are.
+    fn log2(&self) -> f64 {
+        (self.values.len().max(1) as f64).log2()
+    }
+
     /// Whether a value is as near to this.
     fn has(&self, value: f64, within: f64) -> bool {
         let sorted = self.sorted();
@@ -166,66 +169,110 @@ impl Line {
 /// What `z` did to `x` if `y` is what came of it, by their lines; nothing if it may be both, or be chance.
 fn by_values(x: &[Line], y: &[Line], z: &[Line], dtype: DType) -> Option<Did> {
     let rounding = 2f64.powi(-mantissa(dtype)?);
-    // What may be of `z` as well says nothing of what was kept.
-    let is_kept = |x: &Line, y: &Line, z: &Line, p: usize| {
-        y.values[p] == x.values[p] && !z.has(y.values[p], 0.0)
-    };
-    let keeps =
-        |((x, y), z): ((&Line, &Line), &Line)| (0..y.values.len()).any(|p| is_kept(x, y, z, p));
-    let mut written = x.iter().zip(y).zip(z).any(keeps);
-    let (mut added, mut straight) = (true, true);
-    // Numbers that are as they would be: each once, as zeros and ones are everywhere.
-    let [mut kept, mut put, mut sums] = [(); 3].map(|()| HashSet::new());
-    let (mut others, mut astray) = (0, 0);
-    for ((of_x, of_y), of_z) in x.iter().zip(y).zip(z) {
-        let most = 2.0 * rounding * (of_x.size + of_y.size + of_z.size);
-        added &= (of_y.sum - of_x.sum - of_z.sum).abs() <= most;
-        if of_x.sum.abs().min(of_z.sum.abs()) > 4.0 * most {
-            sums.insert(of_z.sum.to_bits());
-        }
-        let (x, y, z) = (&of_x.values, &of_y.values, &of_z.values);
-        written = written && y.iter().zip(x).all(|(y, x)| y == x || of_z.has(*y, 0.0));
-        if !written && !added {
-            return None;
-        }
-        let changed = (0..y.len()).filter(|p| y[*p] != x[*p]);
-        if changed.clone().count() > z.len() {
-            return None;
-        }
-        straight &= z.len() == y.len() && changed.clone().all(|p| y[p] == z[p]);
-        // A line that was not written to says nothing.
-        if changed.clone().next().is_some() {
-            let is_kept = |p: &usize| is_kept(of_x, of_y, of_z, *p);
-            kept.extend((0..y.len()).filter(is_kept).map(|p| y[p].to_bits()));
-        }
-        put.extend(changed.clone().map(|p| y[p].to_bits()));
-        // A value added to a place that is not its own: more than a sum of two tensors.
-        let is_sum = |p: usize, z: &f64| (y[p] - x[p] - z).abs() <= rounding * y[p].abs();
-        let is_own = |p: usize| z.get(p).is_some_and(|z| is_sum(p, z));
-        for p in changed.filter(|p| !is_own(*p)) {
-            others += 1;
-            astray += usize::from(of_z.has(y[p] - x[p], rounding * y[p].abs()));
-        }
-    }
-    // How many bits chance would have to have got right.
-    let count = |lines: &[Line]| lines.first().map_or(1, |line| line.values.len()).max(1) as f64;
-    let (len, many) = (count(y), count(z));
-    let all: Vec<f64> = y.iter().flat_map(|line| line.values.iter().copied()).collect();
-    let of_each = f64::from(bits(&all, dtype));
-    let by_place = (of_each - 1.0 - many.log2()).max(0.5);
-    let by_sum = (of_each - 3.0 - 0.5 * len.log2()).max(0.0);
-    let by_one_of_all = (of_each - 1.0 - (len * many * y.len() as f64).log2()).max(0.0);
-    let bits = match (written, added) {
-        // What chooses between two tensors, a leaky ReLU for example, is of the same shape.
-        (true, false) if !straight => {
-            f64::min(put.len() as f64 * by_place, kept.len() as f64 * of_each)
-        }
-        (false, true) if astray > 0 && 4 * astray >= others => {
-            sums.len() as f64 * by_sum + by_one_of_all
-        }
+    let all: Vec<_> =
+        x.iter().zip(y).zip(z).map(|((x, y), z)| Lined { x, y, z, rounding }).collect();
+    // Most are not, and a few places show it.
+    let written = all.iter().all(|of| of.is_written(4))
+        && all.iter().any(|of| of.kept().next().is_some())
+        && all.iter().all(|of| of.is_written(usize::MAX));
+    let did = match (written, all.iter().all(Lined::is_added)) {
+        (true, false) => Did::Write,
+        (false, true) => Did::Add,
         _ => return None,
     };
-    (bits >= 20.0).then_some(if written { Did::Write } else { Did::Add })
+    // How many bits chance would have to have got right.
+    let of_y: Vec<f64> = y.iter().flat_map(|line| line.values.iter().copied()).collect();
+    let of_each = f64::from(bits(&of_y, dtype));
+    let bits =
+        if did == Did::Write { bits_written(&all, of_each) } else { bits_added(&all, of_each) };
+    (bits >= 20.0).then_some(did)
+}
+
+/// Of three tensors the same line.
+struct Lined<'a> {
+    x: &'a Line,
+    y: &'a Line,
+    z: &'a Line,
+    /// Half of what rounding makes of 1.
+    rounding: f64,
+}
+
+impl Lined<'_> {
+    /// Whether each of the first places has what `x` has there, or something of `z`.
+    fn is_written(&self, places: usize) -> bool {
+        let (x, y) = (&self.x.values, &self.y.values);
+        let is_of_either = |p: usize| y[p] == x[p] || self.z.has(y[p], 0.0);
+        (0..y.len().min(places)).all(is_of_either)
+            && self.changed().take(places).count() <= self.z.values.len()
+    }
+
+    /// Whether the sum is that of `x` and `z`.
+    fn is_added(&self) -> bool {
+        (self.y.sum - self.x.sum - self.z.sum).abs() <= self.noticed()
+            && self.changed().count() <= self.z.values.len()
+    }
+
+    /// Sums are as near to each other by rounding.
+    fn noticed(&self) -> f64 {
+        2.0 * self.rounding * (self.x.size + self.y.size + self.z.size)
+    }
+
+    /// The places where `y` is not `x`.
+    fn changed(&self) -> impl Iterator<Item = usize> {
+        let (x, y) = (&self.x.values, &self.y.values);
+        (0..y.len()).filter(|p| y[*p] != x[*p])
+    }
+
+    /// What `y` has of `x`, but what it may have of `z`, which says nothing.
+    fn kept(&self) -> impl Iterator<Item = f64> {
+        let pairs = self.y.values.iter().zip(&self.x.values);
+        pairs.filter(|(y, x)| y == x && !self.z.has(**y, 0.0)).map(|(y, _)| *y)
+    }
+}
+
+/// How many bits chance would have to have got right for it to look as if something had been written.
+fn bits_written(all: &[Lined<'_>], of_each: f64) -> f64 {
+    // Each number once, as zeros and ones are everywhere. A line that was not written to says nothing.
+    let changed = all.iter().filter(|of| of.changed().next().is_some());
+    let kept: HashSet<_> =
+        changed.flat_map(|of| of.kept().take(1 << 10)).map(f64::to_bits).collect();
+    let put =
+        all.iter().flat_map(|of| of.changed().take(1 << 10).map(|p| of.y.values[p].to_bits()));
+    let put: HashSet<_> = put.collect();
+    // What chooses between two tensors, a leaky ReLU for example, is of the same shape.
+    let is_own = |of: &Lined<'_>| {
+        let (y, z) = (&of.y.values, &of.z.values);
+        y.len() == z.len() && of.changed().all(|p| y[p] == z[p])
+    };
+    if all.iter().all(is_own) {
+        return 0.0;
+    }
+    let by_place = (of_each - 1.0 - all.first().map_or(0.0, |of| of.z.log2())).max(0.5);
+    f64::min(put.len() as f64 * by_place, kept.len() as f64 * of_each)
+}
+
+/// How many bits chance would have to have got right for it to look as if something had been added.
+fn bits_added(all: &[Lined<'_>], of_each: f64) -> f64 {
+    let shown = all.iter().filter(|of| of.x.sum.abs().min(of.z.sum.abs()) > 4.0 * of.noticed());
+    let sums: HashSet<_> = shown.map(|of| of.z.sum.to_bits()).collect();
+    // A value added to a place that is not its own: more than a sum of two tensors.
+    let (mut others, mut astray) = (0, 0);
+    for of in all {
+        let (x, y, z) = (&of.x.values, &of.y.values, &of.z.values);
+        let is_sum = |p: usize, z: &f64| (y[p] - x[p] - z).abs() <= of.rounding * y[p].abs();
+        for p in of.changed().filter(|p| !z.get(*p).is_some_and(|z| is_sum(*p, z))) {
+            others += 1;
+            astray += usize::from(of.z.has(y[p] - x[p], of.rounding * y[p].abs()));
+        }
+    }
+    if astray == 0 || 4 * astray < others {
+        return 0.0;
+    }
+    let of_first = |log2: fn(&Lined<'_>) -> f64| all.first().map_or(0.0, log2);
+    let (len, many) = (of_first(|of| of.y.log2()), of_first(|of| of.z.log2()));
+    let by_sum = (of_each - 3.0 - 0.5 * len).max(0.0);
+    let by_one_of_all = (of_each - 1.0 - len - many - (all.len() as f64).log2()).max(0.0);
+    sums.len() as f64 * by_sum + by_one_of_all
 }
 
 /// What `z` seems to have done to `x` along a dimension, which made `y` of it.
@@ -237,70 +284,100 @@ pub(super) struct Suspect<'a> {
     dim: usize,
 }
 
+/// Of which of its values a suspect is asked for the gradient, 1 or 0 for each.
+struct Asked {
+    y: Tensor,
+    z: Tensor,
+    /// Where `y` has what `x` had.
+    kept: Tensor,
+}
+
 impl Suspect<'_> {
     /// A loss without a gradient, if that of `y` is as it ought to be.
     fn off(&self) -> Result<Tensor> {
-        let weights = self.weights(0)?;
-        if self.did == Did::Add {
-            return self.as_is(&weights)? - self.added(&weights)?;
-        }
-        // In which lines it is open what was kept, as is common in 16 bits: of those nothing is asked, but of all
-        // if all are such.
-        let kept = self.kept()?;
-        let is_sure = kept.eq(&self.kept_for_sure()?)?.min_keepdim(self.dim)?;
-        let is_any = values(&is_sure)?.contains(&1.0);
-        let weights = if is_any { (weights * is_sure.to_dtype(DType::F32)?)? } else { weights };
-        self.as_is(&weights)? - self.written(&weights, &kept)?
+        let (asked, weights) = (self.asked()?, self.weights(0)?);
+        let as_is = self.as_is(&weights, &asked)?;
+        as_is
+            - match self.did {
+                Did::Write => self.written(&weights, &asked)?,
+                Did::Add => self.added(&weights, &asked)?,
+            }
     }
 
     /// Whether the gradient of `x` is that of the other.
     fn is_wrong(&self, graph: &Graph<'_>) -> Result<bool> {
-        let (kept, for_sure) = (self.kept()?, self.kept_for_sure()?);
-        match self.is_wrong_but(graph, &kept)? {
-            None if equal(&kept, &for_sure)? => Ok(false),
-            None => Ok(self.is_wrong_but(graph, &for_sure)? == Some(true)),
-            Some(is_wrong) => Ok(is_wrong),
+        let mut asked = self.asked()?;
+        let is_wrong = self.is_wrong_of(graph, &asked)?;
+        if is_wrong.is_none() && self.did == Did::Add {
+            let for_sure = self.kept_for_sure()?;
+            if !equal(&asked.kept, &for_sure)? {
+                asked.kept = for_sure;
+                return Ok(self.is_wrong_of(graph, &asked)? == Some(true));
+            }
         }
+        Ok(is_wrong == Some(true))
     }
 
-    /// 1 where `y` is `x`.
-    fn kept(&self) -> Result<Tensor> {
-        self.y.detach().eq(&self.x.detach())?.to_dtype(DType::F32)
+    /// All, but numbers that may have been kept as well as written, as is common in 16 bits, if others were written.
+    fn asked(&self) -> Result<Asked> {
+        let kept = self.y.detach().eq(&self.x.detach())?.to_dtype(DType::F32)?;
+        let (mut of_y, mut of_z, mut is_any) = (Vec::new(), Vec::new(), false);
+        for (x, (y, z)) in
+            self.lines(self.x)?.iter().zip(self.lines(self.y)?.iter().zip(&self.lines(self.z)?))
+        {
+            let pairs = || y.values.iter().zip(&x.values);
+            let either = pairs().filter(|(y, x)| y == x && z.has(**y, 0.0)).map(|(y, _)| *y);
+            let either = Line::new(&either.collect::<Vec<_>>());
+            let is_told = |v: &f64| self.did == Did::Add || !either.has(*v, 0.0);
+            is_any |= pairs().any(|(y, x)| y != x && is_told(y));
+            of_y.extend(y.values.iter().map(is_told));
+            of_z.extend(z.values.iter().map(is_told));
+        }
+        let mask = |t: &Tensor, of: Vec<bool>| {
+            self.like(t, of.into_iter().map(|is_told| f32::from(u8::from(is_told || !is_any))))
+        };
+        Ok(Asked { y: mask(self.y, of_y)?, z: mask(self.z, of_z)?, kept })
     }
 
-    /// 1 where `y` is `x` because nothing was put there, and not because that makes no difference: where all lines
-    /// are written to alike, next to nothing added to one of them hides nothing.
+    /// 1 where `y` is `x` because nothing was added there, and not because next to nothing was: that hides nothing
+    /// where all lines are added to alike.
     fn kept_for_sure(&self) -> Result<Tensor> {
-        let lines = |t: &Tensor| values(&t.transpose(self.dim, D::Minus1)?);
-        let (of_x, of_y, of_z) = (lines(self.x)?, lines(self.y)?, lines(self.z)?);
-        let (len, many) = (self.y.dim(self.dim)?, self.z.dim(self.dim)?);
-        let of_z: Vec<Line> = of_z.chunks(many.max(1)).map(Line::new).collect();
-        let mut is_hit = vec![false; len];
-        for (at, (x, y)) in of_x.iter().zip(&of_y).enumerate() {
-            is_hit[at % len] |= x != y;
+        let (of_x, of_y, of_z) = (self.lines(self.x)?, self.lines(self.y)?, self.lines(self.z)?);
+        let mut is_hit = vec![false; self.y.dim(self.dim)?];
+        for (x, y) in of_x.iter().zip(&of_y) {
+            let pairs = x.values.iter().zip(&y.values);
+            is_hit.iter_mut().zip(pairs).for_each(|(is_hit, (x, y))| *is_hit |= x != y);
         }
         let rounding = 2f64.powi(-mantissa(self.y.dtype()).unwrap_or(0));
-        let is_unseen = |x: f64, z: &Line| match self.did {
-            Did::Write => z.has(x, 0.0),
-            Did::Add => z.has(0.0, rounding * x.abs()),
-        };
-        let kept = of_x.iter().zip(&of_y).enumerate().map(|(at, (x, y))| {
-            let hides = || of_z.get(at / len).is_some_and(|z| is_unseen(*x, z));
-            f32::from(u8::from(x == y && !(is_hit[at % len] && hides())))
-        });
-        let shape = self.y.transpose(self.dim, D::Minus1)?.shape().clone();
-        let kept = Tensor::from_iter(kept, self.y.device())?.reshape(shape)?;
-        kept.transpose(self.dim, D::Minus1)?.contiguous()
+        let mut kept = Vec::new();
+        for ((x, y), z) in of_x.iter().zip(&of_y).zip(&of_z) {
+            for ((x, y), is_hit) in x.values.iter().zip(&y.values).zip(&is_hit) {
+                let is_hidden = *is_hit && z.has(0.0, rounding * x.abs());
+                kept.push(f32::from(u8::from(x == y && !is_hidden)));
+            }
+        }
+        self.like(self.y, kept)
     }
 
-    /// Whether the gradient of `x` is that of the other, if nothing was put where `kept` is 1; none if it is neither.
-    fn is_wrong_but(&self, graph: &Graph<'_>, kept: &Tensor) -> Result<Option<bool>> {
+    fn lines(&self, t: &Tensor) -> Result<Vec<Line>> {
+        let of_t = values(&t.transpose(self.dim, D::Minus1)?)?;
+        Ok(of_t.chunks(t.dim(self.dim)?.max(1)).map(Line::new).collect())
+    }
+
+    /// A tensor like `t`, line by line.
+    fn like(&self, t: &Tensor, of_lines: impl IntoIterator<Item = f32>) -> Result<Tensor> {
+        let shape = t.transpose(self.dim, D::Minus1)?.shape().clone();
+        let t = Tensor::from_iter(of_lines, t.device())?.reshape(shape)?;
+        t.transpose(self.dim, D::Minus1)?.contiguous()
+    }
+
+    /// Whether the gradient of `x` is that of the other; none if it is neither.
+    fn is_wrong_of(&self, graph: &Graph<'_>, asked: &Asked) -> Result<Option<bool>> {
         // What is wrong once may be by chance, but hardly three times.
         for seed in 0..3 {
             let weights = self.weights(seed)?;
-            let [as_is, added, written] =
-                [self.as_is(&weights), self.added(&weights), self.written(&weights, kept)]
-                    .map(|loss| graph.gradients(&loss?));
+            let [as_is, added, written] = [Self::as_is, Self::added, Self::written]
+                .map(|loss| graph.gradients(&loss(self, &weights, asked)?));
             let (as_is, added, written) = (as_is?, added?, written?);
             let (seen, truth) = match self.did {
                 Did::Write => (&added, &written),
@@ -328,25 +405,21 @@ impl Suspect<'_> {
         weights.to_device(self.y.device())
     }
 
-    fn as_is(&self, weights: &Tensor) -> Result<Tensor> {
-        dot(self.y, &along(self.y, weights)?)
+    fn as_is(&self, weights: &Tensor, asked: &Asked) -> Result<Tensor> {
+        dot(self.y, &asked.y.broadcast_mul(weights)?)
     }
 
     /// A loss with the gradient that `y` has if `z` was added.
-    fn added(&self, weights: &Tensor) -> Result<Tensor> {
-        dot(self.x, &along(self.x, weights)?)? + dot(self.z, &along(self.z, weights)?)?
+    fn added(&self, weights: &Tensor, asked: &Asked) -> Result<Tensor> {
+        let of_z = asked.z.broadcast_mul(weights)?;
+        dot(self.x, &asked.y.broadcast_mul(weights)?)? + dot(self.z, &of_z)?
     }
 
-    /// A loss with the gradient that `y` has if `z` was written, but where `kept` is 1.
-    fn written(&self, weights: &Tensor, kept: &Tensor) -> Result<Tensor> {
-        let of_x = (along(self.x, weights)? * kept)?;
-        dot(self.x, &of_x)? + dot(self.z, &along(self.z, weights)?)?
+    /// A loss with the gradient that `y` has if `z` was written.
+    fn written(&self, weights: &Tensor, asked: &Asked) -> Result<Tensor> {
+        let (of_x, of_z) = ((&asked.y * &asked.kept)?, asked.z.broadcast_mul(weights)?);
+        dot(self.x, &of_x.broadcast_mul(weights)?)? + dot(self.z, &of_z)?
     }
-}
-
-/// The number of each line for all its values.
-fn along(t: &Tensor, weights: &Tensor) -> Result<Tensor> {
-    weights.broadcast_as(t.shape())?.contiguous()
 }
 
 /// Whether `y` is the sum or the difference of `x` and another tensor that is behind it, as far as these places say.

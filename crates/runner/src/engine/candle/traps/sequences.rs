@@ -465,14 +465,15 @@ proptest! {
         let step = engine.forward_backward(&batch(&dims), 1.0, &sink);
         let (apart, noticed) = (*off.lock(), if in_half { 0.4 } else { 0.1 });
         // Nobody sees what a gradient at right angles to the only column of a matrix says of it; and of few
-        // columns little is seen in 16 bits.
+        // columns, or rows hardly more than they have numbers, little is seen in 16 bits.
         let is_sign = form == 3 && dims[2].min(k) < 3;
         let is_shown = !is_sign && match trained {
             0 => form == 0 || !in_half && (form < 3 || n > 1),
-            1 => form == 0 || !in_half,
+            1 => !in_half || form == 0 && samples * m >= 2 * k,
             _ => true,
         };
-        if apart == 0.0 {
+        // One sample is not mixed up with others, however rounding makes it differ.
+        if apart == 0.0 || samples == 1 {
             prop_assert!(step.is_ok(), "{step:?}");
         } else if apart > noticed && is_shown {
             let error = step.map_or_else(|e| e.to_string(), |_| format!("nothing, {apart} apart"));

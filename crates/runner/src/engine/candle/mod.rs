@@ -23,8 +23,9 @@
 //! up samples, and its `scatter` and `scatter_add` each the other's. Its `matmul` of a transposed batch by a
 //! matrix that is broadcast, as in candle-nn's `Linear`, and its `conv1d` by a kernel that is not contiguous have
 //! wrong values already. An engine looks for them in its first step, which fails and names the first parameter
-//! that is affected (`traps/mod.rs` says how, and what it does not see). [`ops::max_pool2d`], [`ops::scatter`] and
-//! [`ops::scatter_add`] have the whole gradient.
+//! that is affected (`traps/mod.rs` says how, and what it does not see), unless
+//! [`CandleOptions::check_operators`] is false. [`ops::max_pool2d`], [`ops::scatter`] and [`ops::scatter_add`] have
+//! the whole gradient.
 //!
 //! On a GPU ([`CandleOptions::device`], feature `candle-cuda`) parameters, buffers and batches are in its
 //! memory, and [`ops`] are compositions of candle's own operators there, or, under
@@ -96,11 +97,20 @@ pub struct CandleOptions {
     pub seed: u64,
     /// Where the model computes. Defaults to the host.
     pub device: ComputeDevice,
+    /// Whether the first step looks for operators of candle's whose gradient is wrong. Defaults to true. It takes
+    /// time with the square of how many tensors a loss is computed by: not much, but for an LSTM of a thousand steps,
+    /// say, where it is a minute.
+    pub check_operators: bool,
 }
 
 impl Default for CandleOptions {
     fn default() -> Self {
-        Self { dtype: fused_optim::DType::F32, seed: 0, device: ComputeDevice::Cpu }
+        Self {
+            dtype: fused_optim::DType::F32,
+            seed: 0,
+            device: ComputeDevice::Cpu,
+            check_operators: true,
+        }
     }
 }
 
@@ -217,7 +227,7 @@ impl CandleEngine {
             search: None,
             random: Random::new(options.seed),
             tables: Tables::new(),
-            checked: false,
+            checked: !options.check_operators,
         })
     }
 
@@ -226,7 +236,8 @@ impl CandleEngine {
         build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M> + Send + 'static,
     ) -> ModelFactory {
         Box::new(|cx| {
-            let options = CandleOptions { dtype: cx.dtype, seed: cx.seed, device: cx.device };
+            let (dtype, seed, device) = (cx.dtype, cx.seed, cx.device);
+            let options = CandleOptions { dtype, seed, device, ..CandleOptions::default() };
             Ok(Box::new(Self::new(options, build)?))
         })
     }

@@ -10,13 +10,15 @@
 //! * `pools.rs`: `max_pool2d`, `avg_pool2d` and `upsample_nearest`;
 //! * `conv1d.rs`: `conv1d` of several samples, or by a kernel that is not contiguous in memory;
 //! * `matmul.rs`: `matmul` of a transposed batch by a matrix that is broadcast;
-//! * `scatter.rs`: `scatter` and `scatter_add` into a tensor that has a gradient.
+//! * `scatter.rs` and, of constants, `constants.rs`: `scatter` and `scatter_add` into a tensor that has a gradient.
 //!
 //! So a model with none of them, with one of them used rightly, or with a gradient that is not the loss's on
 //! purpose (a detached branch, a straight-through estimator), is left alone: nothing is compared with
 //! differences of the loss. Neither parameters nor buffers nor random numbers are touched, and no layer runs
 //! again. All that look like one suspect share a backward pass, which shows most of them to be right; any other
-//! costs the first step a few from there down, so an operator of one's own must stand more than one.
+//! costs the first step a few from there down, so an operator of one's own must stand more than one. And each tensor
+//! of the loss is walked from, as candle shows nobody its operands: time with the square of how many there are
+//! (`benches/README.md`, "The first step of a candle run").
 //!
 //! Not seen:
 //!
@@ -46,6 +48,7 @@
 //!   maximum first, that is right in the end; nor `max_pool2d` of whole rows or columns of equal values, which has
 //!   the same gradient.
 
+mod constants;
 mod conv1d;
 mod linear;
 mod matmul;
@@ -179,7 +182,7 @@ impl<'a> Graph<'a> {
             found = conv1d::find_of_constants(self)?;
         }
         if found.is_none() {
-            found = scatter::find_of_constants(self)?;
+            found = constants::find(self)?;
         }
         Ok(found)
     }

@@ -194,6 +194,15 @@ fn what_is_added_to_signs_is_left_alone() {
     }
 }
 
+/// Next to nothing added to a number of 16 bits leaves it as it was, as a place that nothing was added to is.
+#[test]
+fn a_scatter_add_of_next_to_nothing_is_named() {
+    for seed in 0..500 {
+        let said = step(seed, ([3, 5, 5], 0, 3), 15, false, 0, fused_optim::DType::F16);
+        assert!(said.is_err_and(|error| error.contains("candle's own `scatter_add`")), "{seed}");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(192))]
 

@@ -98,8 +98,8 @@ pub struct CandleOptions {
     /// Where the model computes. Defaults to the host.
     pub device: ComputeDevice,
     /// Whether the first step looks for operators of candle's whose gradient is wrong. Defaults to true. It takes
-    /// time with the square of how many tensors a loss is computed by: not much, but for an LSTM of a thousand steps,
-    /// say, where it is a minute.
+    /// time with the square of how many tensors a loss is computed by: not much, but of an LSTM that is long and deep
+    /// (`benches/README.md`).
     pub check_operators: bool,
 }
 

@@ -88,8 +88,8 @@ pub(super) fn find<'a>(graph: &Graph<'a>, suspects: Vec<Suspect<'a>>) -> Result<
 
 /// Whether something of these dimensions can be put into `y` along `dim`.
 fn fits(y: &Tensor, dims: &[usize], dim: usize) -> bool {
-    let pairs = y.dims().iter().zip(dims).enumerate();
-    y.rank() == dims.len() && pairs.into_iter().all(|(i, (y, z))| i == dim || y == z)
+    let mut pairs = y.dims().iter().zip(dims).enumerate();
+    y.rank() == dims.len() && pairs.all(|(i, (y, z))| i == dim || y == z)
 }
 
 /// Some lines of tensors along a dimension, each read once.

@@ -247,6 +247,20 @@ fn half_precision_hides_nothing() {
     }
 }
 
+#[test]
+fn who_does_not_ask_is_not_told() {
+    for check_operators in [true, false] {
+        let options = CandleOptions { check_operators, ..Default::default() };
+        let mut engine = CandleEngine::new(options, |vb| {
+            Ok(Chain(vec![conv(vb.pp("first"), 3, 4)?, layer(|x| x.max_pool2d(2))]))
+        })
+        .unwrap();
+        let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
+        let step = engine.forward_backward(&batch(&[2, 3, 8, 8]), 1.0, &sink);
+        assert_eq!(step.is_err(), check_operators);
+    }
+}
+
 /// A step looked through leaves everything as one that is not: random numbers, statistics, gradients.
 #[test]
 fn looking_changes_nothing() {

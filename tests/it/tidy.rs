@@ -140,3 +140,14 @@ fn twins_stay_equal() {
         assert!(read(&one) == read(&other), "{one} and {other} differ: change both");
     }
 }
+
+#[test]
+fn tests_that_lack_a_tool_are_ignored_by_the_harness() {
+    let printed = ["\"ignored", ": "].concat();
+    for file in files().iter().filter(|f| f.ends_with(".rs")) {
+        assert!(
+            !read(file).contains(&printed),
+            "{file}: use `#[ignore = \"needs ...\"]`, and fail without it"
+        );
+    }
+}

@@ -140,7 +140,7 @@ fn a_sample_of_all_floats() {
 
 #[test]
 #[ignore = "all 2^32 floats: minutes; cargo test --release -p amp --test exhaustive -- --ignored"]
-fn all_floats() {
+fn nightly_all_floats() {
     for high in 0..=u16::MAX {
         let inputs: Vec<f32> = (0..=u16::MAX)
             .map(|low| f32::from_bits(u32::from(high) << 16 | u32::from(low)))

@@ -3,7 +3,6 @@
 //! the loopback here; over network namespaces, where cables are cut, in [`hosts`].
 
 #![expect(clippy::unwrap_used, reason = "tests")]
-#![expect(clippy::print_stderr, reason = "a test says why it is ignored")]
 
 #[expect(dead_code, reason = "the other tests use the rest")]
 mod common;

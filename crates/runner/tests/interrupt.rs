@@ -162,7 +162,7 @@ fn killed_at_any_moment_it_is_the_same_run() {
 
 #[test]
 #[ignore = "takes a minute: at fifty moments, of one rank and of two, on a new seed each time if SEED says so"]
-fn killed_at_fifty_moments_it_is_the_same_run() {
+fn nightly_killed_at_fifty_moments_it_is_the_same_run() {
     let seed = std::env::var("SEED").map_or(2, |seed| seed.parse().unwrap());
     kill_at_random(None, 50, seed);
     kill_at_random(Some(2), 50, seed);

@@ -1,12 +1,11 @@
 //! The same training under every launcher: `runner launch`, `mpirun`, `srun` on a cluster of two
 //! nodes, `torchrun` and `torch.distributed.launch` give the same parameters, bit for bit.
 //!
-//! A launcher that is not installed is said to be ignored. Slurm needs root (`tests/testbed`);
-//! `TORCH_PYTHON` names a Python that can import torch, otherwise it is `python3`.
+//! Slurm needs root (`tests/testbed`); `TORCH_PYTHON` names a Python that can import torch, otherwise it is
+//! `python3`.
 
 #![cfg(feature = "candle")]
 #![expect(clippy::unwrap_used, reason = "a test")]
-#![expect(clippy::print_stderr, reason = "a test says what it leaves out")]
 
 #[path = "common/slurm.rs"]
 mod slurm;
@@ -74,10 +73,6 @@ impl Job {
         ["model.safetensors", "optimizer.safetensors"]
             .map(|file| std::fs::read(end.join(file)).unwrap())
     }
-
-    fn assert_same(&self, name: &str) {
-        assert!(self.result(name) == self.result("ours"), "{name} trained something else");
-    }
 }
 
 fn root() -> PathBuf {
@@ -88,41 +83,31 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Whether a program is there, by a harmless call of it; says why a part of the test is left out.
-fn is_there(command: &[&str]) -> bool {
-    let mut program = Command::new(command[0]);
-    let asked = program.args(&command[1..]).stdout(Stdio::null()).stderr(Stdio::null()).status();
-    let there = asked.is_ok_and(|status| status.success());
-    if !there {
-        eprintln!("ignored: `{}` does not work here", command.join(" "));
-    }
-    there
+/// Our launcher's training beside that of another, whose words come before those of the runner.
+fn train_the_same(name: &str, launcher: &[&str], envs: &[(&str, &str)], more: &[&str]) {
+    let job = Job::new();
+    job.train("ours", &[RUNNER, "launch", "--nproc_per_node", RANKS, "--"], &[], &[]);
+    job.train(name, launcher, envs, more);
+    assert!(job.result(name) == job.result("ours"), "{name} trained something else");
 }
 
 #[test]
-fn every_launcher_trains_the_same() {
-    let job = Job::new();
-    job.train("ours", &[RUNNER, "launch", "--nproc_per_node", RANKS, "--"], &[], &[]);
-    under_mpi(&job);
-    under_slurm(&job);
-    under_torchrun(&job);
+#[ignore = "needs Debian's openmpi-bin"]
+fn open_mpi_trains_the_same() {
+    let mpirun = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", RANKS, RUNNER];
+    train_the_same("openmpi", &mpirun, &[], &[]);
 }
 
-fn under_mpi(job: &Job) {
-    for (name, launcher) in [
-        ("openmpi", &["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"][..]),
-        ("mpich", &["mpiexec.mpich"]),
-    ] {
-        if is_there(&[launcher[0], "--version"]) {
-            let ranks = [launcher, &["-n", RANKS, RUNNER]].concat();
-            job.train(name, &ranks, &[], &[]);
-            job.assert_same(name);
-        }
-    }
+#[test]
+#[ignore = "needs Debian's mpich"]
+fn mpich_trains_the_same() {
+    train_the_same("mpich", &["mpiexec.mpich", "-n", RANKS, RUNNER], &[], &[]);
 }
 
-fn under_slurm(job: &Job) {
-    let Some(cluster) = Cluster::start(&["--gpus", "2"]) else { return };
+#[test]
+#[ignore = "needs root, Slurm and munge"]
+fn slurm_trains_the_same() {
+    let cluster = Cluster::start(&["--gpus", "2"]);
     let srun = [
         "srun",
         "--ntasks=4",
@@ -131,21 +116,24 @@ fn under_slurm(job: &Job) {
         "--kill-on-bad-exit=1",
         RUNNER,
     ];
-    job.train("slurm", &srun, &[("SLURM_CONF", &cluster.conf())], &["--launcher", "slurm"]);
-    job.assert_same("slurm");
+    train_the_same("slurm", &srun, &[("SLURM_CONF", &cluster.conf())], &["--launcher", "slurm"]);
 }
 
-fn under_torchrun(job: &Job) {
+#[test]
+#[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
+fn torchrun_trains_the_same() {
+    under_torch("torchrun", &["torch.distributed.run", "--standalone"]);
+}
+
+#[test]
+#[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
+fn torch_distributed_launch_trains_the_same() {
+    let module = ["torch.distributed.launch", "--use-env", "--master-port", "29533"];
+    under_torch("launch", &module);
+}
+
+fn under_torch(name: &str, module: &[&str]) {
     let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
-    if !is_there(&[&python, "-c", "import torch"]) {
-        return;
-    }
-    for (name, module) in [
-        ("torchrun", &["torch.distributed.run", "--standalone"][..]),
-        ("launch", &["torch.distributed.launch", "--use-env", "--master-port", "29533"]),
-    ] {
-        let start: Vec<_> = [&[&python[..], "-m"], module, &["--nproc-per-node", RANKS]].concat();
-        job.train(name, &[&start[..], &["--no-python", RUNNER]].concat(), &[], &[]);
-        job.assert_same(name);
-    }
+    let start = [&[&python[..], "-m"], module, &["--nproc-per-node", RANKS]].concat();
+    train_the_same(name, &[&start[..], &["--no-python", RUNNER]].concat(), &[], &[]);
 }

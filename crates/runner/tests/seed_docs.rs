@@ -2,12 +2,10 @@
 //! torch_npu's on its fused optimizers: each has its twin here, which trains.
 //!
 //! What the pages write in Python is TOML here, and `python -m torch.distributed.launch ... PROGRAM` is
-//! `runner launch ... -- PROGRAM`. A launcher that is not installed is said to be ignored; `TORCH_PYTHON`
-//! names a Python that can import torch.
+//! `runner launch ... -- PROGRAM`. `TORCH_PYTHON` names a Python that can import torch.
 
 #![cfg(feature = "candle")]
 #![expect(clippy::unwrap_used, reason = "a test")]
-#![expect(clippy::print_stderr, reason = "a test says what it leaves out")]
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -132,17 +130,6 @@ fn free_port() -> String {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
 }
 
-/// Whether a program is there; says why a part of a test is left out.
-fn is_there(command: &[&str]) -> bool {
-    let mut program = Command::new(command[0]);
-    let asked = program.args(&command[1..]).stdout(Stdio::null()).stderr(Stdio::null()).status();
-    let there = asked.is_ok_and(|status| status.success());
-    if !there {
-        eprintln!("ignored: `{}` does not work here", command.join(" "));
-    }
-    there
-}
-
 /// `python -m torch.distributed.launch --nproc_per_node=8 examples/distributed_training.py --launcher pytorch`
 /// and, with `CUDA_VISIBLE_DEVICES=0,3` before it, `--nproc_per_node=2`.
 #[test]
@@ -214,13 +201,15 @@ fn tasks_of_slurm() {
     job.assert_same("slurm");
 }
 
-/// The path of an example's program, if it is built; says so if not.
-fn example(name: &str) -> Option<String> {
+/// The path of an example's program.
+fn example(name: &str) -> String {
     let program = Path::new(RUNNER).with_file_name("examples").join(name);
-    if !program.is_file() {
-        eprintln!("ignored: {} is not built (cargo build -p runner --examples)", program.display());
-    }
-    program.is_file().then(|| program.display().to_string())
+    assert!(
+        program.is_file(),
+        "{} is not there: cargo build -p runner --examples",
+        program.display()
+    );
+    program.display().to_string()
 }
 
 /// The figure of a run's last validation.
@@ -233,7 +222,7 @@ fn accuracy(dir: &Path) -> f64 {
 /// `examples/train.rs`: a program of one's own, with nothing of it in any registry.
 #[test]
 fn a_program_of_ones_own() {
-    let Some(program) = example("train") else { return };
+    let program = example("train");
     let dir = tempfile::tempdir().unwrap();
     let work_dir = dir.path().display().to_string();
     let launch = [RUNNER, "launch", "--nproc-per-node=2", "--", &program, &work_dir];
@@ -241,36 +230,52 @@ fn a_program_of_ones_own() {
     assert!(accuracy(dir.path()) > 90.0);
 }
 
-/// `examples/distributed_training.rs` under whatever launcher is here.
+/// Trains `examples/distributed_training.rs` for an epoch; its model.
+fn train_the_example(dir: &Path, name: &str, launcher: &[&str], more: &[&str]) -> Vec<u8> {
+    let dir = dir.join(name);
+    let (program, work_dir) = (example("distributed_training"), dir.display().to_string());
+    let ranks = [launcher, &[&program, "--epochs=1", "--work-dir", &work_dir], more].concat();
+    Running::start(&ranks, &[]).succeeds(name);
+    assert!(accuracy(&dir) > 60.0, "{name}");
+    std::fs::read(dir.join("epoch_1/model.safetensors")).unwrap()
+}
+
+const OURS: [&str; 4] = [RUNNER, "launch", "--nproc-per-node=2", "--"];
+
 #[test]
-fn the_example_under_every_launcher() {
-    let Some(program) = example("distributed_training") else { return };
+fn the_example_trains_on_one_rank_and_on_two() {
     let dir = tempfile::tempdir().unwrap();
-    let run = |name: &str, launcher: &[&str], more: &[&str]| {
-        let work_dir = dir.path().join(name).display().to_string();
-        let ranks = [launcher, &[&program, "--epochs=1", "--work-dir", &work_dir], more].concat();
-        Running::start(&ranks, &[]).succeeds(name);
-        let model = std::fs::read(dir.path().join(name).join("epoch_1/model.safetensors")).unwrap();
-        assert!(accuracy(&dir.path().join(name)) > 60.0, "{name}");
-        model
-    };
-    let ours = run("ours", &[RUNNER, "launch", "--nproc-per-node=2", "--"], &[]);
-    assert!(run("alone", &[], &[]) != ours, "two ranks are not one");
-    let mpi = &["--launcher", "mpi"];
-    for launcher in [
-        &["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2"][..],
-        &["mpiexec.mpich", "-n", "2"],
-    ] {
-        if is_there(&[launcher[0], "--version"]) {
-            assert!(run(launcher[0], launcher, mpi) == ours, "{}", launcher[0]);
-        }
-    }
+    let train = |name, launcher| train_the_example(dir.path(), name, launcher, &[]);
+    assert!(train("ours", &OURS[..]) != train("alone", &[]), "two ranks are not one");
+}
+
+/// The example under another launcher has the bits of that under ours.
+fn the_example_under(launcher: &[&str], kind: &str) {
+    let dir = tempfile::tempdir().unwrap();
+    let ours = train_the_example(dir.path(), "ours", &OURS, &[]);
+    let theirs = train_the_example(dir.path(), "theirs", launcher, &["--launcher", kind]);
+    assert!(theirs == ours, "{launcher:?}");
+}
+
+#[test]
+#[ignore = "needs Debian's openmpi-bin"]
+fn the_example_under_open_mpi() {
+    let mpirun = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2"];
+    the_example_under(&mpirun, "mpi");
+}
+
+#[test]
+#[ignore = "needs Debian's mpich"]
+fn the_example_under_mpich() {
+    the_example_under(&["mpiexec.mpich", "-n", "2"], "mpi");
+}
+
+#[test]
+#[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
+fn the_example_under_torchrun() {
     let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
-    if is_there(&[&python, "-c", "import torch"]) {
-        let torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"];
-        let torchrun = [&[&python[..]], &torchrun[..], &["--no-python"]].concat();
-        assert!(run("torchrun", &torchrun, &["--launcher", "pytorch"]) == ours, "torchrun");
-    }
+    let torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"];
+    the_example_under(&[&[&python[..]], &torchrun[..], &["--no-python"]].concat(), "pytorch");
 }
 
 /// What rank 0 logged into `dir`.

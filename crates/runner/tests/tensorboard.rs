@@ -38,13 +38,9 @@ print(json.dumps({tag: values(tag) for tag in tags["scalars"] + tags["tensors"]}
 "#;
 
 #[test]
+#[ignore = "needs TensorBoard: TENSORBOARD_PYTHON, or python3, imports tensorboard"]
 fn tensorboard_loads_what_was_written() {
     let python = std::env::var("TENSORBOARD_PYTHON").unwrap_or_else(|_| "python3".into());
-    let has = Command::new(&python).args(["-c", "import tensorboard"]).output();
-    if !has.is_ok_and(|output| output.status.success()) {
-        println!("ignored: {python} has no tensorboard; TENSORBOARD_PYTHON names one that has");
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
     let builder = RunnerBuilder::from_config(Config::from_text("c.toml", CONFIG).unwrap()).unwrap();

@@ -360,8 +360,8 @@ const SYMBOLS: &[&str] = &[
 mod tests {
     use super::*;
 
-    /// Where there is a driver, these have nothing to show; the tests of the GPU then do.
     #[test]
+    #[ignore = "needs a machine without NVIDIA's driver"]
     fn without_a_driver_there_is_an_error_and_no_panic() {
         match Gpu::new(0) {
             Err(CudaError::NotFound { library, tried, install }) => {
@@ -369,8 +369,7 @@ mod tests {
                 assert_eq!(tried.len(), 2);
                 assert!(install.contains("driver"));
             }
-            Err(CudaError::Driver { .. }) | Ok(_) => println!("ignored: this machine has a driver"),
-            Err(other) => panic!("{other}"),
+            other => panic!("{other:?}"),
         }
     }
 

@@ -225,11 +225,8 @@ mod tests {
     /// (An emulator makes up its own `smaps`.)
     #[test]
     #[cfg(all(target_os = "linux", target_arch = "x86_64", not(miri)))]
+    #[ignore = "needs a kernel with transparent huge pages"]
     fn the_kernel_has_heard() {
-        if !std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
-            println!("ignored: this kernel has no transparent large pages");
-            return;
-        }
         let buffer = Pages::new(LARGE).take(LARGE);
         let address = buffer.as_ptr().addr();
         assert_eq!(address % LARGE_BYTES, 0);

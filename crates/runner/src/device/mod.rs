@@ -450,12 +450,9 @@ mod tests {
     }
 
     #[test]
+    #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/candle-cuda"]
     fn a_models_gpus_are_averaged_on_by_nccl_unless_something_else_is_asked_for() {
         let cuda = DeviceConfig::cuda();
-        if let Err(why) = backends([(cuda, Transport::Nccl); 2]) {
-            eprintln!("ignored: no two ranks on one GPU over NCCL here: {why}");
-            return;
-        }
         let auto = (cuda, Transport::Auto);
         assert_eq!(backends([auto; 2]).unwrap(), ["nccl", "nccl"]);
         let offloaded = DeviceConfig::Cuda { offload_optimizer: true };

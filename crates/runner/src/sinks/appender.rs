@@ -78,10 +78,6 @@ mod tests {
     #[test]
     fn a_full_disk_is_named_and_holds_nothing_up() {
         let full = Path::new("/dev/full");
-        if !full.exists() {
-            println!("ignored: there is no /dev/full");
-            return;
-        }
         let mut appender = Appender::open(full).unwrap();
         appender.push(&[b"a line\n"]).unwrap();
         let said = appender.flush().unwrap_err().to_string();

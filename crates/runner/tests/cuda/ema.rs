@@ -10,9 +10,7 @@ use runner::engine::Losses;
 use runner::hooks::Hook;
 use runner::{Result, Runner};
 
-use super::{
-    Duration, GPU, MLP, OPTIM, ProcessGroup, RESNET, builder, everything, missing, numbers_of,
-};
+use super::{Duration, GPU, MLP, OPTIM, ProcessGroup, RESNET, builder, everything, numbers_of};
 
 /// Keeps the averages as the definition has them, and compares with what is validated.
 struct Twin {
@@ -86,9 +84,6 @@ fn bits(all: &[Vec<f32>]) -> Vec<Vec<u32>> {
 
 #[test]
 fn averages_of_a_model_there_have_the_bits_of_the_hosts() {
-    if missing() {
-        return;
-    }
     let hook = |ema: &str| format!("custom_hooks = [{{ type = 'EMAHook', {ema} }}]");
     let half = everything("half_parameters = true, loss_scale = { init_scale = 256 }");
     let half = half.replace(

@@ -33,17 +33,18 @@ pub enum Error {
         /// Its process id.
         pid: u32,
     },
-    /// Ranks called different operations; no byte of user data was changed. On device memory it is
-    /// found when time is over, unless calls are compared first, and what was to be written is
-    /// unspecified then.
+    /// Ranks called different operations, or joined with different options; no byte of user data was
+    /// changed. On device memory it is found when time is over, unless calls are compared first, and
+    /// what was to be written is unspecified then.
     #[error("{op}: ranks disagree on {field}: {}", by_rank_text(by_rank))]
     Mismatch {
         /// What this rank called.
         op: String,
         /// The first field that differs: verb, dtype, op, root, count, or buffer: not the same
-        /// part of the same [`SharedBuf`](crate::SharedBuf), or not on every rank.
+        /// part of the same [`SharedBuf`](crate::SharedBuf), or not on every rank. Of ranks that
+        /// join, for example `GroupOptions::determinism`.
         field: &'static str,
-        /// What each rank called.
+        /// What each rank called; of ranks that join, what rank 0 has and the first that differs.
         by_rank: Vec<(Rank, String)>,
     },
     /// A rank gave the group up.

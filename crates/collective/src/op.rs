@@ -238,6 +238,12 @@ pub struct Fingerprint {
 impl Fingerprint {
     pub(crate) const WORDS: usize = 5;
 
+    /// This call in a group with these [terms](crate::backend::terms), by their digest.
+    pub(crate) fn with_terms(mut self, digest: u8) -> Self {
+        self.what |= u64::from(digest) << 24;
+        self
+    }
+
     /// Everything but `seq`.
     pub(crate) fn words(&self) -> [u64; Self::WORDS] {
         [self.what, self.count, self.shared, self.offset, self.factor]
@@ -253,6 +259,7 @@ impl Fingerprint {
         let differs = self.what ^ other.what;
         let fields = [
             ("seq", self.seq ^ other.seq),
+            ("GroupOptions or version", differs >> 24 & 0xff),
             ("verb", differs & 0xff),
             ("dtype", differs >> 8 & 0xff),
             ("op", differs >> 16 & 0xff | self.factor ^ other.factor),
@@ -330,6 +337,9 @@ mod tests {
         assert_eq!(differs(OpDesc { root: Some(0), ..CALL }, own), Some("root"));
         assert_eq!(differs(OpDesc { count: 1, ..CALL }, own), Some("count"));
         assert_eq!(differs(CALL, Place::Shared { id: 1, offset: 0 }), Some("buffer"));
+        let [one, other] = [7, 8].map(|terms| CALL.fingerprint(3, own).with_terms(terms));
+        assert_eq!(one.difference(&other), Some("GroupOptions or version"));
+        assert_eq!((one.difference(&one), one.op_desc()), (None, Some(CALL)));
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! How a group is made.
+//! How a group is made. An option by which a rank chooses an algorithm or the form of a message is
+//! listed in `backend/terms.rs` too: ranks compare it when they join.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -17,9 +18,9 @@ pub struct GroupOptions {
     /// The group's name in the store and in error texts; groups that share a store need different
     /// ones. `default` unless set.
     pub name: String,
-    /// Whether reductions fold in rank order. They do unless set.
+    /// Whether reductions fold in rank order. They do unless set. The same on all ranks.
     pub determinism: Determinism,
-    /// What carries the data. [`Transport::Auto`] unless set.
+    /// What carries the data. [`Transport::Auto`] unless set. The same on all ranks.
     pub transport: Transport,
     /// Ranks with different ids count as being on different machines, even if they are not. None
     /// unless set.
@@ -104,20 +105,6 @@ pub enum Transport {
     /// * HCCL's own waits end with `HCCL_CONNECT_TIMEOUT` and `HCCL_EXEC_TIMEOUT`; an error that comes
     ///   of them names the variable, and the ranks that were missing.
     Hccl,
-}
-
-impl Transport {
-    /// Its name in error texts.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Host => "host",
-            Self::Tcp => "tcp",
-            Self::Gloo => "gloo",
-            Self::Nccl => "nccl",
-            Self::Hccl => "hccl",
-        }
-    }
 }
 
 /// In which order a reduction folds the ranks' numbers.

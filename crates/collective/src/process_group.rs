@@ -102,9 +102,9 @@ impl ProcessGroup {
     /// TCP or libgloo, with NCCL beside for the memory of devices; see
     /// [`Transport`](crate::Transport).
     ///
-    /// Every rank must call it, with the same `world_size`, name and transport, each with its own
-    /// `rank`. Blocks until all have. Nothing is left behind on a machine, however the processes
-    /// end.
+    /// Every rank must call it, with the same `world_size`, name, transport and determinism, each
+    /// with its own `rank`. Blocks until all have. Nothing is left behind on a machine, however the
+    /// processes end.
     ///
     /// # Errors
     ///
@@ -112,7 +112,8 @@ impl ProcessGroup {
     /// address and port if one cannot be connected to; [`Error::Unsupported`] if shared memory was
     /// asked for and the ranks are on several machines (or in several pid namespaces);
     /// [`Error::PeerDied`]; the store's errors; [`Error::InvalidArgument`] for a rank or size out of
-    /// range, or if the ranks do not agree on size and transport.
+    /// range. [`Error::Mismatch`] on every rank, with the value of rank 0 and that of the first rank
+    /// that differs, if world size, transport, determinism or the version of this crate differ.
     pub fn from_store(
         store: Arc<dyn Store>,
         rank: Rank,

@@ -7,6 +7,8 @@
 mod carriers;
 #[expect(dead_code, reason = "other tests use the rest")]
 mod common;
+#[path = "fault/joining.rs"]
+mod joining;
 #[path = "fault/killed.rs"]
 mod killed;
 #[path = "fault/messages.rs"]

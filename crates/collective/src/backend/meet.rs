@@ -1,13 +1,13 @@
 //! How ranks that join a group tell one another what they need to, and which backend they take.
 //!
-//! Each rank says in the store where it is and what it was asked for; all hear what all say, and so
-//! all choose alike, or fail alike. They hear it from rank 0, which gathers it: the requests to the store
-//! grow with the ranks and not with their square.
+//! Each rank says in the store where it is and on which [terms](super::terms) it joins; all hear what
+//! all say, and so all choose alike, or fail alike. They hear it from rank 0, which gathers it: the
+//! requests to the store grow with the ranks and not with their square.
 
 use std::fs;
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -18,9 +18,13 @@ use super::gloo;
 use super::hccl;
 #[cfg(feature = "nccl")]
 use super::nccl;
+use super::terms::{Terms, Told};
 use super::{Backend, host, tcp};
 use crate::store::{Store, deadline, exchange, missing};
 use crate::{Error, GroupOptions, Rank, Result, Transport};
+
+/// How long rank 0, which may host the store, waits for all to hear that they disagree.
+const HEARD: Duration = Duration::from_secs(3);
 
 /// A rank that joins a group, and all that is known of the others.
 #[derive(Debug)]
@@ -31,6 +35,7 @@ pub(crate) struct Joining<'a> {
     /// How often the ranks have made a group of this name: it may be used again when one is gone.
     pub(crate) generation: u64,
     pub(crate) deadline: Instant,
+    pub(crate) terms: Terms,
     /// By rank.
     pub(crate) places: Vec<Place>,
 }
@@ -46,8 +51,7 @@ pub(crate) struct Place {
     net_namespace: String,
     /// Its address towards the store.
     pub(crate) ip: Option<IpAddr>,
-    world_size: usize,
-    transport: String,
+    terms: Told,
     /// Whether it is built with libgloo.
     gloo: bool,
     /// Its CUDA device.
@@ -82,7 +86,8 @@ pub(crate) fn join(
     options: &GroupOptions,
 ) -> Result<Arc<dyn Backend>> {
     let here = Here { nccl: nccl_here(options), hccl: hccl_here(options) };
-    let joining = gather(&**store, rank, world_size, options, here)?;
+    let terms = terms(world_size, options);
+    let joining = gather(&**store, rank, world_size, options, here, terms)?;
     let (transport, reason) = choose(options.transport, &joining.places);
     Ok(match transport {
         Transport::Tcp => Arc::new(tcp::join(&joining, reason, false)?),
@@ -106,6 +111,18 @@ pub(crate) fn join(
         #[cfg(not(feature = "hccl"))]
         Transport::Hccl => return Err(not_built("hccl")),
     })
+}
+
+/// The terms of a group without a configuration of its own.
+fn terms(world_size: usize, options: &GroupOptions) -> Terms {
+    let terms = Terms::new(world_size, options);
+    match options.transport {
+        #[cfg(feature = "nccl")]
+        Transport::Nccl => nccl::Config::default().add_to(terms),
+        #[cfg(feature = "hccl")]
+        Transport::Hccl => hccl::Config::default().add_to(terms),
+        _ => terms,
+    }
 }
 
 #[cfg(not(all(feature = "gloo", feature = "nccl", feature = "hccl")))]
@@ -153,14 +170,14 @@ pub(crate) fn gather<'a>(
     world_size: usize,
     options: &'a GroupOptions,
     here: Here,
+    terms: Terms,
 ) -> Result<Joining<'a>> {
     if world_size == 0 || rank >= world_size {
         let text = format!("there is no rank {rank} among {world_size} ranks");
         return Err(Error::InvalidArgument(text));
     }
     let deadline = deadline(options.timeout);
-    let mut own = Place::of_this_process(store, world_size, options)?;
-    own.here = here;
+    let own = Place { here, terms: terms.told(), ..Place::of_this_process(store, options)? };
     let generation = store.add(&format!("{}/joining/{rank}", options.name), 1)?;
     let mut joining = Joining {
         store,
@@ -168,10 +185,10 @@ pub(crate) fn gather<'a>(
         options,
         generation: generation.cast_unsigned(),
         deadline,
+        terms,
         places: vec![own.clone(); world_size],
     };
-    joining.places = tell_all(&joining, "place", &own)?;
-    check(&joining.places, rank)?;
+    joining.places = tell_places(&joining, &own)?;
     Ok(joining)
 }
 
@@ -224,27 +241,8 @@ fn choose_for_host(asked: Transport, places: &[Place]) -> (Transport, String) {
     }
 }
 
-fn check(places: &[Place], rank: Rank) -> Result<()> {
-    let own = &places[rank];
-    for (rank, place) in places.iter().enumerate() {
-        let (theirs, ours) = if place.world_size != own.world_size {
-            (format!("a group of {}", place.world_size), own.world_size.to_string())
-        } else if place.transport != own.transport {
-            (format!("over transport {}", place.transport), own.transport.clone())
-        } else {
-            continue;
-        };
-        return Err(Error::InvalidArgument(format!("rank {rank} joins {theirs}, not {ours}")));
-    }
-    Ok(())
-}
-
 impl Place {
-    fn of_this_process(
-        store: &dyn Store,
-        world_size: usize,
-        options: &GroupOptions,
-    ) -> Result<Self> {
+    fn of_this_process(store: &dyn Store, options: &GroupOptions) -> Result<Self> {
         let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id")
             .map_err(|error| Error::io("reading the machine's boot id", &error))?;
         let namespace = |kind: &str| {
@@ -260,8 +258,7 @@ impl Place {
             host_id: options.host_id.clone(),
             net_namespace: namespace("net")?,
             ip: store.local_ip(),
-            world_size,
-            transport: options.transport.name().to_owned(),
+            terms: Told::new(),
             gloo: cfg!(feature = "gloo"),
             cuda: options.cuda_device,
             npu: options.npu_device,
@@ -338,6 +335,60 @@ impl Joining<'_> {
     }
 }
 
+/// Tells all ranks where this one is, and hears where they are; by rank. Rank 0 reads one after
+/// another and goes no further than to the first whose terms differ from its own: ranks that differ in
+/// their number do not wait for one that nobody starts.
+fn tell_places(joining: &Joining<'_>, own: &Place) -> Result<Vec<Place>> {
+    #[derive(Deserialize)]
+    struct Member {
+        #[serde(default)]
+        terms: Told,
+    }
+    let Joining { store, rank, options, generation, deadline, .. } = *joining;
+    let key = format!("{}/{generation}/place", options.name);
+    let left = || deadline.saturating_duration_since(Instant::now());
+    let of_rank = |rank: Rank| format!("{key}/{rank}");
+    let absent = |error| joining.absent(of_rank, error);
+    let terms = |(rank, json): (Rank, &Vec<u8>)| {
+        let member: Member = serde_json::from_slice(json).map_err(|_| garbled(rank))?;
+        Ok(member.terms)
+    };
+    let json = serde_json::to_vec(own).expect("plain numbers and strings");
+    store.set(&of_rank(rank), &json)?;
+    let mut said = Vec::new();
+    if rank == 0 {
+        for rank in 0..joining.world() {
+            said.push(store.get(&of_rank(rank), left()).map_err(absent)?);
+            if terms((rank, &said[rank])).ok().as_ref() != Some(&own.terms) {
+                break;
+            }
+        }
+        store.set(&format!("{key}/all"), &exchange::join(&said))?;
+    } else {
+        let all = store.get(&format!("{key}/all"), left()).map_err(absent)?;
+        said = exchange::split(&all).ok_or_else(|| garbled(0))?;
+    }
+    let told: Vec<Told> = said.iter().enumerate().map(terms).collect::<Result<_>>()?;
+    let op = format!("joining {}", joining.group());
+    if let Err(error) = joining.terms.compare(rank, &told, &op) {
+        let heard = |rank| format!("{key}/heard/{rank}");
+        // Whether it is heard or not, the ranks disagree.
+        drop(match rank {
+            0 => {
+                let others: Vec<_> = (1..joining.world()).map(heard).collect();
+                let others: Vec<_> = others.iter().map(String::as_str).collect();
+                store.wait(&others, HEARD.min(left()))
+            }
+            rank => store.set(&heard(rank), b""),
+        });
+        return Err(error);
+    }
+    if said.len() != joining.world() {
+        return Err(garbled(0));
+    }
+    from_json(&said)
+}
+
 /// Tells all ranks something under a name, and hears what they tell; by rank.
 pub(crate) fn tell_all<T: Serialize + DeserializeOwned>(
     joining: &Joining<'_>,
@@ -391,7 +442,7 @@ pub(crate) mod tests {
     pub(crate) fn places(count: usize) -> Vec<Place> {
         let store = crate::MemoryStore::new();
         let options = GroupOptions::default();
-        let place = || Place::of_this_process(&store, count, &options).unwrap();
+        let place = || Place::of_this_process(&store, &options).unwrap();
         std::iter::repeat_with(place).take(count).collect()
     }
 
@@ -452,18 +503,6 @@ pub(crate) mod tests {
         assert!(why.contains("not NCCL because rank 0 gives no CUDA device"), "{why}");
         assert!(why.contains("not HCCL because rank 2 cannot use HCCL: no libhccl"), "{why}");
         assert_eq!(choose(Transport::Hccl, &places).0, Transport::Hccl);
-    }
-
-    #[test]
-    fn ranks_that_were_asked_for_different_groups_are_named() {
-        let mut places = places(2);
-        assert!(check(&places, 0).is_ok());
-        places[1].transport = "tcp".into();
-        let error = check(&places, 0).unwrap_err().to_string();
-        assert!(error.contains("rank 1 joins over transport tcp, not auto"), "{error}");
-        places[1].world_size = 3;
-        let error = check(&places, 0).unwrap_err().to_string();
-        assert!(error.contains("rank 1 joins a group of 3, not 2"), "{error}");
     }
 
     /// A store that takes the whole timeout to answer nothing.
@@ -561,8 +600,8 @@ pub(crate) mod tests {
                     let store = Counting { store: store.clone(), asked: Arc::clone(&asked) };
                     scope.spawn(move || {
                         let options = GroupOptions::default();
-                        let here = Here::default();
-                        let joining = gather(&store, rank, world, &options, here).unwrap();
+                        let (here, terms) = (Here::default(), Terms::new(world, &options));
+                        let joining = gather(&store, rank, world, &options, here, terms).unwrap();
                         assert_eq!(joining.places.len(), world);
                         let told = tell_all(&joining, "number", &rank).unwrap();
                         assert_eq!(told, (0..world).collect::<Vec<_>>());
@@ -578,9 +617,15 @@ pub(crate) mod tests {
     #[test]
     fn a_store_that_does_not_answer_is_asked_once() {
         let (store, options) = (Stalled::default(), GroupOptions::default());
-        let (places, deadline) = (places(200), Instant::now());
-        let joining =
-            Joining { store: &store, rank: 0, options: &options, generation: 1, deadline, places };
+        let joining = Joining {
+            store: &store,
+            rank: 0,
+            options: &options,
+            generation: 1,
+            deadline: Instant::now(),
+            terms: Terms::new(200, &options),
+            places: places(200),
+        };
         let error = joining.absent(|_| "key".into(), store.fail::<()>().unwrap_err());
         assert!(matches!(error, Error::Store { .. }), "{error}");
         assert_eq!(store.asked.load(std::sync::atomic::Ordering::Relaxed), 1);

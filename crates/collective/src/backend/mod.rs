@@ -20,6 +20,7 @@ pub(crate) mod meet;
 #[cfg(feature = "nccl")]
 pub(crate) mod nccl;
 pub(crate) mod tcp;
+pub(crate) mod terms;
 
 use std::any::Any;
 use std::fmt::Debug;

@@ -58,29 +58,35 @@ pub fn exchange(
         let keys: Vec<_> = (0..world_size).map(|rank| format!("{key}/{rank}")).collect();
         let keys: Vec<_> = keys.iter().map(String::as_str).collect();
         let values = store.multi_get(&keys, timeout)?;
-        let mut joined = Vec::new();
-        values.iter().for_each(|value| put_blob(&mut joined, value));
-        store.set(&all, &joined)?;
+        store.set(&all, &join(&values))?;
         return Ok(values);
     }
     let joined = store.get(&all, end.saturating_duration_since(Instant::now()))?;
-    split(&joined, world_size).ok_or_else(|| {
+    let values = split(&joined).filter(|values| values.len() == world_size);
+    values.ok_or_else(|| {
         let text = format!("exchange {key:?}: rank 0 published something else");
         Error::InvalidArgument(text)
     })
 }
 
-/// The `count` blobs that `joined` is made of; `None` if it is not.
-fn split(mut joined: &[u8], count: usize) -> Option<Vec<Vec<u8>>> {
+/// What rank 0 publishes of these values.
+pub(crate) fn join(values: &[Vec<u8>]) -> Vec<u8> {
+    let mut joined = Vec::new();
+    values.iter().for_each(|value| put_blob(&mut joined, value));
+    joined
+}
+
+/// The values that rank 0 has [joined](join); `None` if it has not.
+pub(crate) fn split(mut joined: &[u8]) -> Option<Vec<Vec<u8>>> {
     let mut values = Vec::new();
-    for _ in 0..count {
+    while !joined.is_empty() {
         let (len, rest) = joined.split_first_chunk::<8>()?;
         let len = usize::try_from(u64::from_le_bytes(*len)).ok()?;
         let (value, rest) = rest.split_at_checked(len)?;
         values.push(value.to_vec());
         joined = rest;
     }
-    joined.is_empty().then_some(values)
+    Some(values)
 }
 
 #[cfg(test)]
@@ -89,13 +95,15 @@ mod tests {
 
     #[test]
     fn only_as_many_whole_values_are_taken() {
-        let mut joined = Vec::new();
-        [&b"ab"[..], b"", b"c"].iter().for_each(|value| put_blob(&mut joined, value));
-        assert_eq!(split(&joined, 3).unwrap(), [&b"ab"[..], b"", b"c"]);
-        assert_eq!(split(&joined, 2), None);
-        assert_eq!(split(&joined, 4), None);
-        assert_eq!(split(&joined[..joined.len() - 1], 3), None);
-        assert_eq!(split(&u64::MAX.to_le_bytes(), 1), None);
-        assert_eq!(split(&[], 0).unwrap(), Vec::<Vec<u8>>::new());
+        let joined = join(&[b"ab".to_vec(), vec![], b"c".to_vec()]);
+        assert_eq!(split(&joined).unwrap(), [&b"ab"[..], b"", b"c"]);
+        assert_eq!(split(&joined[..joined.len() - 1]), None);
+        assert_eq!(split(&u64::MAX.to_le_bytes()), None);
+        assert_eq!(split(&[]).unwrap(), Vec::<Vec<u8>>::new());
+        let store = crate::MemoryStore::new();
+        store.set("k/all", &joined).unwrap();
+        let told = |world| exchange(&store, "k", 1, world, b"", Duration::ZERO);
+        assert_eq!(told(3).unwrap().len(), 3);
+        assert!([told(2), told(4)].iter().all(Result::is_err));
     }
 }

@@ -11,7 +11,7 @@
 //! Invariant: every wait has a deadline, and an error names the store's address and the keys that
 //! were missing when it passed.
 
-mod exchange;
+pub(crate) mod exchange;
 mod memory;
 mod prefix;
 pub mod tcp;

@@ -29,6 +29,18 @@ fn sum(group: &ProcessGroup, stream: &Stream) -> f32 {
 }
 
 #[test]
+fn ranks_with_different_configurations_do_not_join() {
+    let _session = start(Simulated::default());
+    let config = |deterministic| Config::default().with_deterministic(deterministic);
+    let ranks = [false, true].map(|value| (connector(libraries(), config(value)), options()));
+    for joined in join_all(ranks.into()) {
+        let error = joined.err().unwrap().to_string();
+        let told = "hccl::Config::with_deterministic: rank 0: Some(false); rank 1: Some(true)";
+        assert!(error.ends_with(told), "{error}");
+    }
+}
+
+#[test]
 fn an_init_that_fails_on_one_rank_fails_on_all() {
     for function in ["HcclCommInitRootInfoConfig", "HcclGetRootInfo", "aclrtGetDeviceCount"] {
         let connect_timeout = Duration::from_millis(500);

@@ -52,6 +52,25 @@ fn more_than_128_ranks_have_two_ids() {
     }
 }
 
+#[test]
+fn ranks_with_different_configurations_do_not_join() {
+    let (devices, store) = (devices(2), std::sync::Arc::new(collective::MemoryStore::new()));
+    std::thread::scope(|scope| {
+        for (rank, device) in devices.enumerate() {
+            let store = std::sync::Arc::clone(&store);
+            scope.spawn(move || {
+                let options = GroupOptions::default().with_timeout(DEADLINE);
+                let options = options.with_cuda_device(device);
+                let config = Config::default().with_checks(rank == 1);
+                let connect = collective::nccl::connector(Fake::get().libraries, config);
+                let joined = ProcessGroup::from_store_with(store, rank, 2, options, connect);
+                let told = "nccl::Config::with_checks: rank 0: false; rank 1: true";
+                assert!(joined.unwrap_err().to_string().ends_with(told));
+            });
+        }
+    });
+}
+
 /// All ranks fail to join; what rank 1 says, and the others.
 fn failing(fault: Fault, device_of_others: u32) -> (Error, Vec<Error>) {
     let devices = devices(device_of_others + 1);

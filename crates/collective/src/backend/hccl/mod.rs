@@ -35,6 +35,7 @@ use std::sync::Arc;
 pub(crate) use self::join::join;
 pub use self::result::Libraries;
 use super::meet;
+use super::terms::Terms;
 use crate::membership::Connect;
 use crate::{Error, Result, Transport};
 
@@ -94,6 +95,14 @@ impl Config {
         self.checks = checks;
         self
     }
+
+    /// What it adds to what all ranks have alike: everything but what a failed rank may do.
+    pub(super) fn add_to(&self, terms: Terms) -> Terms {
+        terms
+            .with("hccl::Config::with_buffer_mib", self.buffer_mib)
+            .with("hccl::Config::with_deterministic", self.deterministic)
+            .with("hccl::Config::with_checks", self.checks)
+    }
 }
 
 /// Makes groups over HCCL with these libraries and this configuration, for
@@ -103,7 +112,8 @@ pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
     Arc::new(move |store, rank, world, options| {
         let options = options.clone().with_transport(Transport::Hccl);
         let here = meet::Here { hccl: Ok(()), ..meet::Here::default() };
-        let joining = meet::gather(&**store, rank, world, &options, here)?;
+        let terms = config.add_to(Terms::new(world, &options));
+        let joining = meet::gather(&**store, rank, world, &options, here, terms)?;
         let reason = "it was asked for".into();
         Ok(Arc::new(join(store, &joining, reason, Ok(libraries.clone()), &config)?))
     })

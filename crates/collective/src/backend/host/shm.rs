@@ -223,6 +223,7 @@ mod tests {
 
     use super::*;
     use crate::backend::meet::tests::places;
+    use crate::backend::terms::Terms;
     use crate::{GroupOptions, MemoryStore};
 
     #[test]
@@ -235,9 +236,15 @@ mod tests {
     #[test]
     fn a_dead_pid_is_a_dead_peer() {
         let (store, options) = (MemoryStore::new(), GroupOptions::default());
-        let (places, deadline) = (places(2), Instant::now());
-        let joining =
-            Joining { store: &store, rank: 0, options: &options, generation: 1, deadline, places };
+        let joining = Joining {
+            store: &store,
+            rank: 0,
+            options: &options,
+            generation: 1,
+            deadline: Instant::now(),
+            terms: Terms::new(2, &options),
+            places: places(2),
+        };
         let start_time = start_time(std::process::id()).unwrap();
         let members =
             |late| [0, late].map(|late| Member { start_time: start_time + late, segment_fd: None });

@@ -33,6 +33,7 @@ use std::time::Duration;
 pub(crate) use self::join::join;
 pub use self::result::Libraries;
 use super::meet;
+use super::terms::Terms;
 use crate::membership::Connect;
 use crate::{Error, Result, Transport};
 
@@ -104,6 +105,16 @@ impl Config {
         self
     }
 
+    /// What it adds to what all ranks have alike: everything.
+    pub(super) fn add_to(&self, terms: Terms) -> Terms {
+        terms
+            .with("nccl::Config::with_ctas", (self.min_ctas, self.max_ctas))
+            .with("nccl::Config::with_cga_cluster_size", self.cga_cluster_size)
+            .with("nccl::Config::with_net_name", &self.net_name)
+            .with("nccl::Config::with_ranks_per_id", self.ranks_per_id)
+            .with("nccl::Config::with_checks", self.checks)
+    }
+
     /// As C has it, good while the name lives.
     fn to_sys(&self) -> (sys::Config, Option<CString>) {
         let name = self.net_name.clone();
@@ -127,7 +138,8 @@ pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
         let options = options.clone().with_transport(Transport::Nccl);
         let nccl = Ok(libraries.version());
         let here = meet::Here { nccl, ..meet::Here::default() };
-        let joining = meet::gather(&**store, rank, world, &options, here)?;
+        let terms = config.add_to(Terms::new(world, &options));
+        let joining = meet::gather(&**store, rank, world, &options, here, terms)?;
         let reason = "it was asked for".into();
         Ok(Arc::new(join(store, &joining, reason, Ok(libraries), &config)?))
     })

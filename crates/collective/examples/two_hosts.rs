@@ -3,13 +3,13 @@
 //! On the first machine, whose address as the other one knows it is 10.0.0.1:
 //!
 //! ```sh
-//! RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 cargo run --example two_hosts
+//! RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 cargo run --example two_hosts
 //! ```
 //!
 //! On the second one:
 //!
 //! ```sh
-//! RANK=1 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 cargo run --example two_hosts
+//! RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 cargo run --example two_hosts
 //! ```
 //!
 //! In two terminals of one machine, with `MASTER_ADDR=127.0.0.1`, the same goes over shared memory;

@@ -241,19 +241,28 @@ fn choose_for_host(asked: Transport, places: &[Place]) -> (Transport, String) {
     }
 }
 
+/// Which machine this is, or which container that shares no processes with another.
+pub(crate) fn machine() -> Result<String> {
+    Ok(format!("{} {}", boot_id()?, namespace("pid")?))
+}
+
+fn boot_id() -> Result<String> {
+    let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        .map_err(|error| Error::io("reading the machine's boot id", &error))?;
+    Ok(boot_id.trim().to_owned())
+}
+
+fn namespace(kind: &str) -> Result<String> {
+    let link = fs::read_link(format!("/proc/self/ns/{kind}"))
+        .map_err(|error| Error::io(format!("reading the {kind} namespace"), &error))?;
+    Ok(link.to_string_lossy().into_owned())
+}
+
 impl Place {
     fn of_this_process(store: &dyn Store, options: &GroupOptions) -> Result<Self> {
-        let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id")
-            .map_err(|error| Error::io("reading the machine's boot id", &error))?;
-        let namespace = |kind: &str| {
-            let link = fs::read_link(format!("/proc/self/ns/{kind}"));
-            let link =
-                link.map_err(|error| Error::io(format!("reading the {kind} namespace"), &error));
-            Ok(link?.to_string_lossy().into_owned())
-        };
         Ok(Self {
             pid: std::process::id(),
-            boot_id: boot_id.trim().to_owned(),
+            boot_id: boot_id()?,
             pid_namespace: namespace("pid")?,
             host_id: options.host_id.clone(),
             net_namespace: namespace("net")?,

@@ -93,11 +93,11 @@ pub fn master_only<R>(group: Option<&ProcessGroup>, f: impl FnOnce() -> R) -> Op
 /// # Errors
 ///
 /// Those of [`split`](ProcessGroup::split); [`Error::InvalidArgument`] if the topology is that of
-/// another rank than the group's, or its local rank is not what comes of this.
+/// another rank than the group's, or its local rank is unknown or not what comes of this.
 #[doc(alias = "init_local_group")]
 #[doc(alias = "get_local_group")]
 pub fn local_group(group: &ProcessGroup, topology: &Topology) -> Result<ProcessGroup> {
-    let Topology { rank, world_size, local_rank, .. } = *topology;
+    let Topology { rank, world_size, .. } = *topology;
     if (rank, world_size) != (group.rank(), group.world_size()) {
         let (own, world) = (group.rank(), group.world_size());
         return Err(Error::InvalidArgument(format!(
@@ -105,11 +105,16 @@ pub fn local_group(group: &ProcessGroup, topology: &Topology) -> Result<ProcessG
              of {world}"
         )));
     }
+    let (Some(local_rank), Some(local_size)) = (topology.local_rank, topology.local_world_size)
+    else {
+        let text = "local_group: LOCAL_RANK or LOCAL_WORLD_SIZE is not set; set both, or call \
+                    Topology::locate first";
+        return Err(Error::InvalidArgument(text.into()));
+    };
     let host = u32::try_from(topology.node_rank.unwrap_or(rank - local_rank))
         .map_err(|_| Error::InvalidArgument(format!("local_group: rank {rank} is too great")))?;
     let Some(local) = group.split(Some(host), 0)? else { unreachable!("it gave a colour") };
-    let (told, found) =
-        ((local_rank, topology.local_world_size), (local.rank(), local.world_size()));
+    let (told, found) = ((local_rank, local_size), (local.rank(), local.world_size()));
     if told != found {
         return Err(Error::InvalidArgument(format!(
             "local_group: the launcher says local rank {} of {}, the ranks' own numbers make it {} \

@@ -67,24 +67,37 @@ impl Devices {
         }
     }
 
-    pub(super) fn index(&self, kind: Accelerator, local_rank: usize) -> Result<usize> {
-        let Some(text) = self.list(kind) else { return Ok(local_rank) };
+    pub(super) fn index(&self, kind: Accelerator, local_rank: Option<usize>) -> Result<usize> {
+        let local_rank = local_rank.ok_or_else(|| {
+            contradiction(
+                "cannot tell which device is this rank's own: LOCAL_RANK is not set, and the ranks \
+                 may be on several hosts; set it, or call Topology::locate"
+                    .to_owned(),
+            )
+        });
+        let Some(text) = self.list(kind) else { return local_rank };
         let variable = kind.variable();
         match kind.shown(text) {
             0 => Err(contradiction(format!("{variable}={text:?} shows no device"))),
             // Of a longer list that ends early it is the first rank's.
             1 if !text.contains(',') => Ok(0),
-            count if local_rank < count => Ok(local_rank),
-            count => Err(contradiction(format!(
-                "{variable}={text:?} shows {count}, and none is left for local rank {local_rank}{}",
-                kind.rule(text.split(',').count() > count)
-            ))),
+            count => match local_rank? {
+                local_rank if local_rank < count => Ok(local_rank),
+                local_rank => Err(contradiction(format!(
+                    "{variable}={text:?} shows {count}, and none is left for local rank \
+                     {local_rank}{}",
+                    kind.rule(text.split(',').count() > count)
+                ))),
+            },
         }
     }
 
-    /// Notes the device of each kind whose variable is set and shows one for this rank.
-    pub(super) fn note(&self, local_rank: usize, facts: &mut Vec<Fact>) {
+    /// Notes the device of each kind whose variable is set and shows one for this rank, once.
+    pub(super) fn note(&self, local_rank: Option<usize>, facts: &mut Vec<Fact>) {
         for (kind, name) in [(Accelerator::Cuda, "cuda_device"), (Accelerator::Npu, "npu_device")] {
+            if facts.iter().any(|fact| fact.name == name) {
+                continue;
+            }
             if let (Some(_), Ok(index)) = (self.list(kind), self.index(kind, local_rank)) {
                 let origin = Origin::Variable(kind.variable());
                 facts.push(Fact { name, value: index.to_string(), origin });

@@ -9,7 +9,7 @@
 //! is met.
 //!
 //! Invariant: a `Topology` is consistent: `rank < world_size`, `local_rank < local_world_size <=
-//! world_size`; whatever is not was refused by name.
+//! world_size` where they are known; whatever is not was refused by name.
 
 mod device;
 mod mpi;
@@ -28,12 +28,15 @@ use parking_lot::Mutex;
 
 pub use self::device::Accelerator;
 pub use self::topology::{Fact, Launcher, Origin, Topology};
+use crate::backend::meet::machine;
+use crate::store::{Store, exchange};
 use crate::{
     Error, GroupOptions, MemoryStore, PrefixStore, ProcessGroup, Rank, Result, TcpStore,
     TcpStoreServer,
 };
 
 /// Brings the ranks of `topology` together and returns this rank's place in their group.
+/// [`Topology::from_env`] lists the variables that a script sets to start ranks.
 ///
 /// Every rank must call it, with the same `options`; it blocks until all have. A rank that
 /// forms several groups gives each its own [name](GroupOptions::name). A single process needs no store and waits
@@ -62,13 +65,7 @@ pub fn init_process_group(topology: &Topology, options: GroupOptions) -> Result<
     if world_size == 1 {
         return ProcessGroup::from_store(Arc::new(MemoryStore::new()), rank, 1, options);
     }
-    if rank == 0 && !topology.agent_store {
-        host(topology)?;
-    }
-    let timeout = options.timeout;
-    let store = TcpStore::connect(&topology.master_addr, topology.master_port, timeout)?;
-    let prefix = format!("{}/{}/{}", topology.run_id, topology.restart_count, options.name);
-    let store = PrefixStore::new(prefix, Arc::new(store));
+    let store = store(topology, &options.name, options.timeout)?;
     // When this returns, every rank has read all it needs: rank 0 may end, and the store with it.
     // Only splits and rebuilds ask the store again.
     ProcessGroup::from_store(Arc::new(store), rank, world_size, options).map_err(
@@ -80,6 +77,55 @@ pub fn init_process_group(topology: &Topology, options: GroupOptions) -> Result<
             other => other,
         },
     )
+}
+
+impl Topology {
+    /// Finds [`local_rank`](Self::local_rank) and [`local_world_size`](Self::local_world_size) if the
+    /// launcher gives not both: the ranks tell one another through the store on which host they are, and
+    /// are counted by rank. Ranks in different PID namespaces count as on different hosts. What the
+    /// launcher gives stays.
+    ///
+    /// Every rank must call it, before [`init_process_group`] or after. Blocks until all have, at most for
+    /// `timeout`. A rank for which nothing is missing returns at once.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`TcpStore::connect`](crate::TcpStore::connect) and [`exchange`];
+    /// [`Error::InvalidArgument`] if what comes of it contradicts the launcher.
+    pub fn locate(&mut self, timeout: Duration) -> Result<()> {
+        if self.local_rank.is_some() && self.local_world_size.is_some() {
+            return Ok(());
+        }
+        let store = store(self, "locate", timeout)?;
+        // A process may ask more than once.
+        let time = store.add(&format!("times/{}", self.rank), 1)?;
+        let (key, own) = (time.to_string(), machine()?);
+        let all = exchange(&store, &key, self.rank, self.world_size, own.as_bytes(), timeout)?;
+        let here = |ranks: &[Vec<u8>]| ranks.iter().filter(|at| **at == own.as_bytes()).count();
+        let mut note = |name, value: usize| {
+            let origin = Origin::Derived("counted through the store");
+            self.facts.push(Fact { name, value: value.to_string(), origin });
+            value
+        };
+        let local_rank =
+            self.local_rank.unwrap_or_else(|| note("local_rank", here(&all[..self.rank])));
+        let local_size =
+            self.local_world_size.unwrap_or_else(|| note("local_world_size", here(&all)));
+        reader::less(("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_size))?;
+        (self.local_rank, self.local_world_size) = (Some(local_rank), Some(local_size));
+        self.devices.note(self.local_rank, &mut self.facts);
+        Ok(())
+    }
+}
+
+/// The part of the job's store for `name`; rank 0 serves the store, unless the launcher does.
+fn store(topology: &Topology, name: &str, timeout: Duration) -> Result<PrefixStore> {
+    if topology.rank == 0 && !topology.agent_store {
+        host(topology)?;
+    }
+    let store = TcpStore::connect(&topology.master_addr, topology.master_port, timeout)?;
+    let prefix = format!("{}/{}/{name}", topology.run_id, topology.restart_count);
+    Ok(PrefixStore::new(prefix, Arc::new(store)))
 }
 
 fn missing_ranks(missing: &[Rank], world_size: usize, waited: Duration) -> String {
@@ -206,7 +252,7 @@ mod tests {
         let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
         both(server.port(), true, &options());
         let store = TcpStore::connect("127.0.0.1", server.port(), Duration::from_secs(5)).unwrap();
-        assert!(crate::Store::num_keys(&store).unwrap() > 0);
+        assert!(Store::num_keys(&store).unwrap() > 0);
     }
 
     #[test]

@@ -84,8 +84,8 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
         launcher: Launcher::Mpi,
         rank,
         world_size,
-        local_rank,
-        local_world_size,
+        local_rank: Some(local_rank),
+        local_world_size: Some(local_world_size),
         node_rank: None,
         master_addr,
         master_port,
@@ -124,7 +124,7 @@ mod tests {
         {
             let topology = from(text).unwrap();
             assert_eq!((topology.rank, topology.world_size), (3, 4));
-            assert_eq!((topology.local_rank, topology.local_world_size), (3, 4));
+            assert_eq!((topology.local_rank, topology.local_world_size), (Some(3), Some(4)));
             assert_eq!(topology.master(), master);
             assert_eq!(topology.run_id, run_id);
             assert!(!topology.agent_store && topology.node_rank.is_none());
@@ -173,6 +173,6 @@ mod tests {
         // PMI without MPI_LOCALRANKID does not say which device is whose.
         let error = from("PMI_RANK=1\nPMI_SIZE=2").unwrap_err().to_string();
         assert!(error.contains("MPI_LOCALRANKID is not set"), "{error}");
-        assert_eq!(from("PMI_RANK=0\nPMI_SIZE=1").unwrap().local_world_size, 1);
+        assert_eq!(from("PMI_RANK=0\nPMI_SIZE=1").unwrap().local_world_size, Some(1));
     }
 }

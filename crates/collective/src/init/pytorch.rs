@@ -1,8 +1,9 @@
 //! The variables of `torchrun`.
 //!
 //! `RANK` and `WORLD_SIZE` come together or not at all. With more than one rank there must be
-//! `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` too: a guess would put two ranks on one device or
-//! on two stores.
+//! `MASTER_ADDR` and `MASTER_PORT` too: a guess would have ranks meet at two stores. `LOCAL_RANK` is
+//! not guessed either, as it would put two ranks on one device: without it the local rank is known
+//! only where `MASTER_ADDR` is this host itself.
 
 use super::device::Devices;
 use super::reader::{Reader, agreeable, at_most, less};
@@ -19,20 +20,27 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
     let world_size = reader.number("world_size", &["WORLD_SIZE"], None)?;
     let rank = reader.number("rank", &["RANK"], None)?;
     let one = world_size == 1;
-    let local_rank = reader.number("local_rank", &["LOCAL_RANK"], one.then_some((0, single)))?;
+    let on_loopback = |(_, addr): (_, String)| is_loopback(addr.trim());
+    let all_here = one || reader.first(&["MASTER_ADDR"]).is_some_and(on_loopback);
+    let uncounted = all_here && reader.first(&["LOCAL_WORLD_SIZE"]).is_none();
+    let local_rank = reader.optional(
+        "local_rank",
+        &["LOCAL_RANK"],
+        match (one, uncounted) {
+            (true, _) => Some((0, single)),
+            (_, true) => Some((rank, "the rank: all ranks are on this host")),
+            _ => None,
+        },
+    )?;
     let here = ("127.0.0.1".to_owned(), single);
     let master_addr = reader.text("master_addr", &["MASTER_ADDR"], one.then_some(here))?;
-    let all_here = one || is_loopback(&master_addr);
-    let local_world_size = reader.number(
+    let local_world_size = reader.optional(
         "local_world_size",
         &["LOCAL_WORLD_SIZE"],
         all_here.then_some((world_size, "the world size: all ranks are on this host")),
     )?;
     let master_port = reader.number("master_port", &["MASTER_PORT"], one.then_some((0, single)))?;
-    let node_rank = match reader.first(&["GROUP_RANK"]) {
-        Some(_) => Some(reader.number("node_rank", &["GROUP_RANK"], None)?),
-        None => None,
-    };
+    let node_rank = reader.optional("node_rank", &["GROUP_RANK"], None)?;
     let first = Some((0, "first attempt"));
     let restart_count = reader.number("restart_count", &["TORCHELASTIC_RESTART_COUNT"], first)?;
     let unnamed = ("none".to_owned(), "torchrun's default");
@@ -40,8 +48,12 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
     let agent_store = agent_store(&mut reader);
 
     less(("RANK", rank), ("WORLD_SIZE", world_size))?;
-    less(("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_world_size))?;
-    at_most(("LOCAL_WORLD_SIZE", local_world_size), ("WORLD_SIZE", world_size))?;
+    let most = local_world_size.unwrap_or(world_size);
+    at_most(("LOCAL_WORLD_SIZE", most), ("WORLD_SIZE", world_size))?;
+    if let Some(local_rank) = local_rank {
+        let counted = if local_world_size.is_some() { "LOCAL_WORLD_SIZE" } else { "WORLD_SIZE" };
+        less(("LOCAL_RANK", local_rank), (counted, most))?;
+    }
     agreeable(master_port, world_size)?;
     Ok(Topology {
         launcher: Launcher::Pytorch,
@@ -77,13 +89,13 @@ fn is_loopback(host: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::super::tests::{STANDALONE, STATIC, from};
-    use crate::Error;
+    use crate::{Accelerator, Error};
 
     #[test]
     fn a_recorded_static_job() {
         let topology = from(STATIC).unwrap();
         assert_eq!((topology.rank, topology.world_size), (1, 2));
-        assert_eq!((topology.local_rank, topology.local_world_size), (1, 2));
+        assert_eq!((topology.local_rank, topology.local_world_size), (Some(1), Some(2)));
         assert_eq!(topology.master(), "127.0.0.1:29500");
         assert!(topology.agent_store);
         assert_eq!((&topology.run_id[..], topology.restart_count), ("none", 0));
@@ -113,7 +125,6 @@ mod tests {
             ("WORLD_SIZE", "WORLD_SIZE is not set"),
             ("WORLD_SIZE=0", "RANK=1 is not below WORLD_SIZE=0"),
             ("WORLD_SIZE=two", "WORLD_SIZE=\"two\""),
-            ("LOCAL_RANK", "LOCAL_RANK is not set"),
             ("LOCAL_RANK=2", "LOCAL_RANK=2 is not below LOCAL_WORLD_SIZE=2"),
             ("LOCAL_WORLD_SIZE=3", "LOCAL_WORLD_SIZE=3 is more than WORLD_SIZE=2"),
             ("MASTER_ADDR", "MASTER_ADDR is not set"),
@@ -121,7 +132,7 @@ mod tests {
             ("MASTER_PORT", "MASTER_PORT is not set"),
             ("MASTER_PORT=0", "MASTER_PORT=0"),
             ("MASTER_PORT=65536", "MASTER_PORT=\"65536\" is not a number in range"),
-            ("MASTER_ADDR=node1\nLOCAL_WORLD_SIZE", "LOCAL_WORLD_SIZE is not set"),
+            ("MASTER_ADDR=node1\nLOCAL_WORLD_SIZE\nLOCAL_RANK=2", "LOCAL_RANK=2 is not below"),
             ("TORCHELASTIC_RESTART_COUNT=x", "TORCHELASTIC_RESTART_COUNT=\"x\""),
         ] {
             let error = from(&format!("{STATIC}\n{change}")).unwrap_err();
@@ -146,8 +157,30 @@ mod tests {
     #[test]
     fn ranks_of_one_host_need_not_be_counted() {
         let topology = from(&format!("{STATIC}\nLOCAL_WORLD_SIZE")).unwrap();
-        assert_eq!(topology.local_world_size, 2);
+        assert_eq!(topology.local_world_size, Some(2));
         let alone = from("RANK=0\nWORLD_SIZE=1").unwrap();
-        assert_eq!((alone.local_rank, alone.local_world_size), (0, 1));
+        assert_eq!((alone.local_rank, alone.local_world_size), (Some(0), Some(1)));
+    }
+
+    #[test]
+    fn four_variables_are_enough_and_no_local_rank_is_guessed() {
+        let at = |addr| from(&format!("RANK=1\nWORLD_SIZE=2\nMASTER_ADDR={addr}\nMASTER_PORT=1"));
+        for addr in ["127.0.0.1", "localhost", "::1"] {
+            let topology = at(addr).unwrap();
+            assert_eq!((topology.local_rank, topology.local_world_size), (Some(1), Some(2)));
+            assert_eq!(topology.device(Accelerator::Cuda).unwrap(), 1);
+            assert!(topology.to_string().contains("all ranks are on this host"), "{topology}");
+        }
+        let topology = at("10.0.0.1").unwrap();
+        assert_eq!((topology.local_rank, topology.local_world_size), (None, None));
+        let error = topology.device(Accelerator::Cuda).unwrap_err().to_string();
+        assert!(error.contains("LOCAL_RANK") && error.contains("Topology::locate"), "{error}");
+        // A device that each rank sees alone is its own, whichever it is.
+        let variables = "RANK=1\nWORLD_SIZE=2\nMASTER_ADDR=node\nMASTER_PORT=1";
+        let shown = from(&format!("{variables}\nCUDA_VISIBLE_DEVICES=3")).unwrap();
+        assert_eq!(shown.device(Accelerator::Cuda).unwrap(), 0);
+        // A loopback address that is the end of a tunnel.
+        let tunnel = from(&format!("{variables}\nMASTER_ADDR=::1\nLOCAL_WORLD_SIZE=1")).unwrap();
+        assert_eq!((tunnel.local_rank, tunnel.local_world_size), (None, Some(1)));
     }
 }

@@ -42,6 +42,19 @@ impl<'a> Reader<'a> {
         Ok(value)
     }
 
+    /// The number in the first of `variables` that is set, or else `otherwise`.
+    pub(super) fn optional<T: FromStr + Display>(
+        &mut self,
+        name: &'static str,
+        variables: &[&'static str],
+        otherwise: Otherwise<T>,
+    ) -> Result<Option<T>> {
+        match otherwise.is_some() || self.first(variables).is_some() {
+            true => self.number(name, variables, otherwise).map(Some),
+            false => Ok(None),
+        }
+    }
+
     /// The text in the first of `variables` that is set, which may not be blank.
     pub(super) fn text(
         &mut self,

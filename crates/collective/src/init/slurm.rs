@@ -82,8 +82,8 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
         launcher: Launcher::Slurm,
         rank,
         world_size,
-        local_rank,
-        local_world_size,
+        local_rank: Some(local_rank),
+        local_world_size: Some(local_world_size),
         node_rank: Some(nodes.own),
         master_addr,
         master_port,
@@ -105,7 +105,7 @@ fn refuse_without_step(reader: &Reader<'_>) -> Result<()> {
             backend: "slurm",
             what: format!(
                 "heterogeneous jobs ({name}={text}): have the ranks set RANK, WORLD_SIZE, \
-                 LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+                 MASTER_ADDR and MASTER_PORT"
             ),
         }),
         _ => Ok(()),
@@ -212,7 +212,7 @@ mod tests {
     fn a_recorded_step() {
         let topology = from(SLURM).unwrap();
         assert_eq!((topology.rank, topology.world_size), (3, 4));
-        assert_eq!((topology.local_rank, topology.local_world_size), (1, 2));
+        assert_eq!((topology.local_rank, topology.local_world_size), (Some(1), Some(2)));
         assert_eq!(topology.node_rank, Some(1));
         assert!(!topology.agent_store);
         assert_eq!(
@@ -239,7 +239,7 @@ mod tests {
         let part = "SLURM_STEP_NODELIST=n2\nSLURM_STEP_NUM_TASKS=2\nSLURM_STEP_TASKS_PER_NODE=2\n\
                     SLURM_NODEID=0\nSLURM_PROCID=0\nSLURM_LOCALID=0\nSLURM_GTIDS=0,1";
         let topology = from(&format!("{SLURM}\n{part}")).unwrap();
-        assert_eq!((topology.world_size, topology.local_world_size), (2, 2));
+        assert_eq!((topology.world_size, topology.local_world_size), (2, Some(2)));
         assert_eq!(topology.master_addr, "127.0.0.1");
         let two = part.replace("LIST=n2", "LIST=n[2-3]").replace("NODE=2", "NODE=1(x2)");
         let topology = from(&format!("{SLURM}\n{two}\nSLURM_GTIDS=0")).unwrap();
@@ -250,10 +250,10 @@ mod tests {
     fn tasks_dealt_out_in_turns_or_unevenly() {
         let turns = "SLURM_PROCID=2\nSLURM_LOCALID=1\nSLURM_NODEID=0\nSLURM_GTIDS=0,2";
         let topology = from(&format!("{SLURM}\n{turns}")).unwrap();
-        assert_eq!((topology.rank, topology.local_rank), (2, 1));
+        assert_eq!((topology.rank, topology.local_rank), (2, Some(1)));
         let uneven = "SLURM_STEP_TASKS_PER_NODE=3,1\nSLURM_LOCALID=0\nSLURM_GTIDS=3";
         let topology = from(&format!("{SLURM}\n{uneven}")).unwrap();
-        assert_eq!((topology.local_rank, topology.local_world_size), (0, 1));
+        assert_eq!((topology.local_rank, topology.local_world_size), (Some(0), Some(1)));
     }
 
     #[test]

@@ -30,10 +30,11 @@ pub struct Topology {
     /// Number of processes.
     pub world_size: usize,
     /// This process among those of its host; which device is its own, see
-    /// [`device`](Self::device).
-    pub local_rank: usize,
-    /// Number of processes of this host.
-    pub local_world_size: usize,
+    /// [`device`](Self::device). `None` if the launcher does not say; [`locate`](Self::locate) asks
+    /// the store then.
+    pub local_rank: Option<usize>,
+    /// Number of processes of this host, likewise.
+    pub local_world_size: Option<usize>,
     /// This host among those of the job, where the launcher says so.
     pub node_rank: Option<usize>,
     /// The host of the store, a name or an address.
@@ -94,6 +95,20 @@ impl Topology {
     /// `|name| std::env::var(name).ok()` reads the real ones. Without any launcher's variables, this
     /// is a single process.
     ///
+    /// A script that starts ranks itself sets what PyTorch's `env://` needs, on each:
+    ///
+    /// | variable | value |
+    /// |---|---|
+    /// | `RANK` | this process among all, from 0 |
+    /// | `WORLD_SIZE` | the number of processes |
+    /// | `MASTER_ADDR` | the host where rank 0 runs, as the others reach it |
+    /// | `MASTER_PORT` | a port of it that is free; not needed for one process, nor is the address |
+    ///
+    /// It may set `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, which are of use for
+    /// [`device`](Self::device) and [`dist::local_group`](crate::dist::local_group). Without them they
+    /// are `RANK` and `WORLD_SIZE` if `MASTER_ADDR` is a loopback address, so that all ranks are on one
+    /// host, and else unknown, until [`locate`](Self::locate) asks the store.
+    ///
     /// # Errors
     ///
     /// [`Error::InvalidArgument`] naming the variable that is missing, cannot be read, or
@@ -141,7 +156,8 @@ impl Topology {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the variable shows no device, or is a list that shows too few for
+    /// [`Error::InvalidArgument`] if the local rank is not known and needed; if the variable shows no
+    /// device, or is a list that shows too few for
     /// this local rank; a list ends where its library stops reading, as CANN does at a smaller number.
     pub fn device(&self, kind: Accelerator) -> Result<usize> {
         self.devices.index(kind, self.local_rank)
@@ -191,8 +207,8 @@ fn single(mut reader: Reader<'_>) -> Topology {
         launcher: Launcher::None,
         rank: 0,
         world_size: 1,
-        local_rank: 0,
-        local_world_size: 1,
+        local_rank: Some(0),
+        local_world_size: Some(1),
         node_rank: None,
         master_addr: "127.0.0.1".to_owned(),
         master_port: 0,
@@ -257,7 +273,7 @@ mod tests {
             let topology = from(stray).unwrap();
             assert_eq!(topology.launcher, Launcher::None);
             assert_eq!((topology.rank, topology.world_size), (0, 1));
-            assert_eq!((topology.local_rank, topology.local_world_size), (0, 1));
+            assert_eq!((topology.local_rank, topology.local_world_size), (Some(0), Some(1)));
             assert!(!topology.agent_store);
             let single = topology.facts.iter().find(|fact| fact.name == "rank").unwrap();
             assert_eq!(single.origin, Origin::Default("single process"));

@@ -301,7 +301,11 @@ impl RunnerBuilder {
         check_lengths(&train, train_loader.as_ref(), &self.schedulers)?;
         raise_open_files(self.open_files)?;
         let wanted = self.device.needed(train_loader.is_some());
-        let found = wanted.find(|| topology(self.launcher));
+        let found = wanted.find(|| {
+            let mut topology = topology(self.launcher)?;
+            topology.locate(self.timeout.unwrap_or(TIMEOUT))?;
+            Ok(topology)
+        });
         let join = || join(self.launcher, self.timeout, self.transport, (wanted, &found));
         let group = self.group.map_or_else(join, Ok)?;
         let (seed, timestamp) = seed_and_time(&group, self.seed)?;

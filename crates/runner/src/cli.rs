@@ -89,12 +89,13 @@ struct ShowArgs {
 
 #[derive(Debug, Args)]
 struct PlotArgs {
-    /// A run's `scalars.json`.
-    scalars: PathBuf,
-    /// Where the SVG goes; otherwise beside `scalars.json`, as `scalars.svg`.
+    /// Runs to draw: a `scalars.json`, or a work directory with all that was resumed in it.
+    #[arg(required = true, value_name = "RUN")]
+    runs: Vec<PathBuf>,
+    /// Where the SVG goes; otherwise `scalars.svg` in the first work directory, or beside the first file.
     #[arg(long, short)]
     out: Option<PathBuf>,
-    /// Scalars to draw; otherwise all but times and counters.
+    /// Scalars to draw, by name; otherwise all but times and counters.
     #[arg(long, num_args = 1..)]
     keys: Vec<String>,
 }
@@ -226,15 +227,16 @@ fn placed(
 }
 
 fn draw(args: PlotArgs) -> Result<ExitCode> {
-    let io = |what: &str, path: &Path, source| Error::Io {
-        what: format!("cannot {what} {}", path.display()),
-        source,
+    let svg = plot(&args.runs, &args.keys)?;
+    let beside = |run: &PathBuf| match run.is_dir() {
+        true => run.join("scalars.svg"),
+        false => run.with_extension("svg"),
     };
-    let text = std::fs::read_to_string(&args.scalars).map_err(|e| io("read", &args.scalars, e))?;
-    let svg = plot(&text, &args.keys)
-        .map_err(|e| Error::Data(format!("{}: {e}", args.scalars.display())))?;
-    let out = args.out.unwrap_or_else(|| args.scalars.with_extension("svg"));
-    std::fs::write(&out, svg).map_err(|e| io("write", &out, e))?;
+    let out = args.out.or_else(|| args.runs.first().map(beside)).unwrap_or_default();
+    std::fs::write(&out, svg).map_err(|source| {
+        let what = format!("cannot write {}", out.display());
+        Error::Io { what, source }
+    })?;
     Ok(print(&format!("{}\n", out.display())))
 }
 

@@ -1,6 +1,7 @@
 //! Where a run's words and numbers go: terminal, log file, `scalars.json`, event files, plots.
 
 mod appender;
+mod curves;
 mod events;
 mod format;
 mod json;

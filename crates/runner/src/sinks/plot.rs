@@ -1,204 +1,189 @@
-//! An SVG of what `scalars.json` holds: one small chart for each scalar, over its steps.
+//! An SVG of what `scalars.json` holds: one chart for each scalar, over iterations, drawn by `plotters`.
+//!
+//! All charts have the same x axis, and a curve for each run. [`curves`](super::curves) reads them.
 
-use std::collections::BTreeMap;
-use std::fmt::Write;
+use std::error::Error as StdError;
+use std::ops::Range;
+use std::path::PathBuf;
 
-use serde_json::Value;
+use plotters::coord::Shift;
+use plotters::prelude::*;
 
+use super::curves::{Curve, Run};
 use crate::{Error, Result};
 
-/// Width and height of a chart's plotting area, and the room around it, in pixels.
-const SIZE: (f64, f64) = (360.0, 180.0);
-const MARGIN: (f64, f64, f64, f64) = (64.0, 28.0, 16.0, 32.0);
+/// Width and height of a chart with its axes, in pixels.
+const CHART: (u32, u32) = (560, 300);
 /// Charts side by side.
 const COLUMNS: usize = 2;
-/// Points of a line at most: more than pixels would not show.
+/// Height of the legend's row for one run.
+const ROW: u32 = 20;
+/// Points of a curve at most: more than pixels would not show.
 const MAX_POINTS: usize = 1000;
+/// The curves' colors, those of Matplotlib.
+const COLORS: [RGBColor; 6] = [
+    RGBColor(31, 119, 180),
+    RGBColor(255, 127, 14),
+    RGBColor(44, 160, 44),
+    RGBColor(214, 39, 40),
+    RGBColor(148, 103, 189),
+    RGBColor(140, 86, 75),
+];
+/// Scalars that are drawn only on request.
+const COUNTERS: [&str; 5] = ["step", "iter", "epoch", "time", "data_time"];
 
-/// Draws the scalars of a `scalars.json` whose names are among `keys`; all but counters and times if
-/// there are none. Python's `NaN` and `Infinity` are read, and leave a gap as `null` does; a last line that
-/// is still being written is left out. Figures that all stand under one step, as MMEngine has a
-/// validation's in a run by iterations, are drawn over the iterations before them.
+/// What a drawing of `plotters` returns.
+type Drawn<T = ()> = Result<T, Box<dyn StdError>>;
+
+/// Draws the scalars of runs whose names are among `keys`; all but counters and times if there are
+/// none. A path is a `scalars.json`, or a run's work directory: then what was resumed is one curve.
+/// Python's `NaN` and `Infinity` are read, and leave a gap as `null` does; a last line that is still
+/// being written is left out. Validations stand at iterations, as everything else.
 ///
 /// # Errors
 ///
-/// [`Error::Data`] naming the line that is not a JSON object, or if there is nothing to draw.
-pub fn plot(text: &str, keys: &[String]) -> Result<String> {
-    let mut series: BTreeMap<String, Series> = BTreeMap::new();
-    let mut iter = 0.0;
-    for (number, whole) in text.split_inclusive('\n').enumerate() {
-        let fail = |e: &str| Error::Data(format!("line {}: {e}", number + 1));
-        let line: Value = match parse(whole) {
-            Ok(line) => line,
-            Err(_) if whole.trim().is_empty() || !whole.ends_with('\n') => continue,
-            Err(e) => return Err(fail(&e.to_string())),
-        };
-        let object = line.as_object().ok_or_else(|| fail("not a JSON object"))?;
-        let step = object.get("step").and_then(Value::as_f64);
-        let step = step.ok_or_else(|| fail("there is no number under `step`"))?;
-        iter = object.get("iter").and_then(Value::as_f64).unwrap_or(iter);
-        // A validation's times are not a step's.
-        let wanted = |name: &str| match keys {
-            [] => !["step", "iter", "epoch", "time", "data_time"].contains(&name),
-            keys => keys.iter().any(|key| key == name),
-        };
-        for (name, value) in object.iter().filter(|(name, _)| wanted(name)) {
-            let value = if value.is_null() { Some(f64::NAN) } else { value.as_f64() };
-            if let Some(value) = value {
-                series.entry(name.clone()).or_default().push(step, iter, value);
-            }
-        }
-    }
-    if series.is_empty() {
-        return Err(Error::Data("there is nothing to draw".into()));
-    }
-    let (cell_width, cell_height) = (MARGIN.0 + SIZE.0 + MARGIN.2, MARGIN.1 + SIZE.1 + MARGIN.3);
-    let (columns, rows) = (series.len().min(COLUMNS), series.len().div_ceil(COLUMNS));
-    let (width, height) = (cell_width * columns as f64, cell_height * rows as f64);
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
-         font-family=\"sans-serif\" font-size=\"11\">\n\
-         <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
-    );
-    for (index, (name, series)) in series.iter().enumerate() {
-        let x = MARGIN.0 + cell_width * (index % COLUMNS) as f64;
-        let y = MARGIN.1 + cell_height * (index / COLUMNS) as f64;
-        svg += &format!(
-            "<g transform=\"translate({x} {y})\">\n{}</g>\n",
-            chart(name, series.points())
-        );
-    }
-    Ok(svg + "</svg>\n")
+/// [`Error::Io`] for what cannot be read; [`Error::Data`] naming the line that is not a JSON object, the
+/// key that is not there, or if there is nothing to draw.
+pub fn plot(paths: &[PathBuf], keys: &[String]) -> Result<String> {
+    let runs = paths.iter().map(|path| Run::read(path)).collect::<Result<Vec<_>>>()?;
+    draw_runs(&runs, keys)
 }
 
-/// Values of one scalar.
-#[derive(Default)]
-struct Series {
-    /// Over the steps that they stand under, and over the iterations before them.
-    over: [Vec<(f64, f64)>; 2],
+fn draw_runs(runs: &[Run], keys: &[String]) -> Result<String> {
+    let mut names: Vec<_> = runs.iter().flat_map(|run| run.curves.keys()).collect();
+    names.sort_unstable();
+    names.dedup();
+    if let Some(key) = keys.iter().find(|key| !names.contains(key)) {
+        let names: Vec<_> = names.iter().map(|name| name.as_str()).collect();
+        let text = format!("unknown key `{key}`; there are {}", names.join(", "));
+        return Err(Error::Data(text));
+    }
+    names.retain(|name| match keys {
+        [] => !COUNTERS.contains(&name.as_str()),
+        keys => keys.contains(name),
+    });
+    if names.is_empty() {
+        return Err(Error::Data("there is nothing to draw".to_owned()));
+    }
+    let mut svg = String::new();
+    draw(runs, &names, &mut svg).map_err(|e| Error::Data(format!("cannot draw: {e}")))?;
+    Ok(svg)
 }
 
-impl Series {
-    fn push(&mut self, step: f64, iter: f64, value: f64) {
-        self.over[0].push((step, value));
-        self.over[1].push((iter, value));
+fn draw(runs: &[Run], names: &[&String], svg: &mut String) -> Drawn {
+    let (columns, rows) = (names.len().min(COLUMNS), names.len().div_ceil(COLUMNS));
+    let legend = if runs.len() > 1 { ROW * (runs.len() as u32 + 1) } else { 0 };
+    let size = (CHART.0 * columns as u32, CHART.1 * rows as u32 + legend);
+    let root = SVGBackend::with_string(svg, size).into_drawing_area();
+    root.fill(&WHITE)?;
+    let (top, charts) = root.split_vertically(legend);
+    if legend > 0 {
+        draw_legend(runs, &top)?;
     }
-
-    fn points(&self) -> &[(f64, f64)] {
-        let [steps, iters] = &self.over;
-        if steps.iter().all(|point| point.0 == steps[0].0) { iters } else { steps }
+    let iters = runs.iter().flat_map(|run| names.iter().filter_map(|name| run.curves.get(*name)));
+    let iters = iters.flatten().map(|point| point.0);
+    let (first, last) = (iters.clone().min().unwrap_or(0), iters.max().unwrap_or(0));
+    let x = if first < last { first..last } else { first - 1..last + 1 };
+    let unit = if runs.iter().any(|run| run.has_iters) { "iteration" } else { "step" };
+    for (area, name) in charts.split_evenly((rows, columns)).iter().zip(names) {
+        let curves: Vec<_> = runs.iter().map(|run| run.curves.get(*name)).collect();
+        draw_chart(area, (name, unit), x.clone(), &curves)?;
     }
+    root.present()?;
+    drop((top, charts, root));
+    Ok(())
 }
 
-/// A line of JSON, or of what Python takes for JSON.
-fn parse(line: &str) -> serde_json::Result<Value> {
-    serde_json::from_str(line).or_else(|e| {
-        let mut text = String::new();
-        // What is between quotes stays as it is. MMEngine's names have none inside.
-        for (index, part) in line.split('"').enumerate() {
-            let quote = if index > 0 { "\"" } else { "" };
-            let part = match index % 2 {
-                0 => ["-Infinity", "Infinity", "NaN"]
-                    .iter()
-                    .fold(part.to_owned(), |part, word| part.replace(word, "null")),
-                _ => part.to_owned(),
-            };
-            text += quote;
-            text += &part;
-        }
-        serde_json::from_str(&text).map_err(|_| e)
-    })
+/// One row for each run: its color and its name.
+fn draw_legend(runs: &[Run], area: &DrawingArea<SVGBackend<'_>, Shift>) -> Drawn {
+    for (row, (run, color)) in runs.iter().zip(COLORS.iter().cycle()).enumerate() {
+        let y = (ROW * (row as u32 + 1)) as i32;
+        area.draw(&PathElement::new([(16, y), (40, y)], color.stroke_width(2)))?;
+        area.draw(&Text::new(printable(&run.name), (48, y - 7), ("sans-serif", 14)))?;
+    }
+    Ok(())
 }
 
-fn chart(name: &str, points: &[(f64, f64)]) -> String {
-    let (x, y) = (Axis::of(points.iter().map(|p| p.0)), Axis::of(points.iter().map(|p| p.1)));
-    let mut svg = format!(
-        "<rect width=\"{}\" height=\"{}\" fill=\"none\" stroke=\"#999\"/>\n\
-         <text x=\"0\" y=\"-8\" font-weight=\"bold\">{}</text>\n",
-        SIZE.0,
-        SIZE.1,
-        escape(name)
-    );
-    for share in [0.0, 0.5, 1.0] {
-        let (right, up) = (SIZE.0 * share, SIZE.1 * (1.0 - share));
-        let (at, value) = (number(x.at(share)), number(y.at(share)));
-        svg += &format!(
-            "<line x2=\"{0}\" y1=\"{up}\" y2=\"{up}\" stroke=\"#eee\"/>\n\
-             <text x=\"-6\" y=\"{1}\" text-anchor=\"end\">{value}</text>\n\
-             <text x=\"{right}\" y=\"{2}\" text-anchor=\"middle\">{at}</text>\n",
-            SIZE.0,
-            up + 4.0,
-            SIZE.1 + 16.0
-        );
-    }
-    let every = points.len().div_ceil(MAX_POINTS);
-    let last = points.len() - 1;
-    let kept = points.iter().enumerate().filter(|(i, _)| i % every == 0 || *i == last);
-    let (mut line, mut pen_down) = (String::new(), false);
-    for (_, (step, value)) in kept {
+fn draw_chart(
+    area: &DrawingArea<SVGBackend<'_>, Shift>,
+    (name, unit): (&str, &str),
+    x: Range<i64>,
+    curves: &[Option<&Curve>],
+) -> Drawn {
+    let values = curves.iter().copied().flatten().flatten().map(|point| f64::from(point.1));
+    let y = value_range(values);
+    // `plotters` finds ticks of numbers around 1; labels undo it.
+    let scale = 10_f64.powf((y.end - y.start).log10().floor());
+    let mut chart = ChartBuilder::on(area)
+        .margin(12)
+        .margin_right(24)
+        .x_label_area_size(40)
+        .y_label_area_size(72)
+        .build_cartesian_2d(x, y.start / scale..y.end / scale)?;
+    chart
+        .configure_mesh()
+        .x_desc(unit)
+        .y_desc(printable(name))
+        .x_labels(7)
+        .y_labels(6)
+        .y_label_formatter(&|value| label(value * scale))
+        .light_line_style(TRANSPARENT)
+        .bold_line_style(RGBColor(230, 230, 230))
+        .axis_style(RGBColor(150, 150, 150))
+        .label_style(("sans-serif", 13))
+        .axis_desc_style(("sans-serif", 14))
+        .draw()?;
+    for (curve, color) in curves.iter().zip(COLORS.iter().cycle()) {
+        let Some(curve) = curve else { continue };
+        let every = curve.len().div_ceil(MAX_POINTS);
+        let kept = curve.iter().enumerate();
+        let kept = kept.filter(|(at, _)| at % every == 0 || at + 1 == curve.len());
+        let points: Vec<_> = kept.map(|(_, p)| (p.0, f64::from(p.1) / scale)).collect();
         // A line is broken where there is no number, and a point that is alone is drawn as a dot.
-        let moved = !pen_down;
-        pen_down = value.is_finite();
-        if pen_down {
-            let (right, up) = (SIZE.0 * x.share(*step), SIZE.1 * (1.0 - y.share(*value)));
-            let commands = if moved { &['M', 'L'][..] } else { &['L'] };
-            for command in commands {
-                let _ = write!(line, "{command}{right:.1} {up:.1}");
+        let lines = points.split(|point| !point.1.is_finite());
+        for line in lines.filter(|line| !line.is_empty()) {
+            if let [one] = line {
+                chart.draw_series([Circle::new(*one, 2, color.filled())])?;
+            } else {
+                let line = LineSeries::new(line.iter().copied(), color.stroke_width(2));
+                chart.draw_series(line)?;
             }
         }
     }
-    svg + &format!(
-        "<path d=\"{line}\" fill=\"none\" stroke=\"#1f77b4\" stroke-width=\"1.5\" \
-         stroke-linecap=\"round\"/>\n"
-    )
+    Ok(())
 }
 
-/// A range of numbers.
-struct Axis {
-    low: f64,
-    high: f64,
+/// From below the least finite value to above the greatest. Values that differ by rounding only are one
+/// value, in the middle of a range of its own size.
+fn value_range(values: impl Iterator<Item = f64>) -> Range<f64> {
+    let finite = values.filter(|value| value.is_finite());
+    let range = finite.fold(None, |range: Option<(f64, f64)>, value| {
+        let (low, high) = range.unwrap_or((value, value));
+        Some((low.min(value), high.max(value)))
+    });
+    let (low, high) = range.unwrap_or((0.0, 0.0));
+    let size = low.abs().max(high.abs());
+    if high - low > 1e-6 * size {
+        let margin = (high - low) * 0.05;
+        return low - margin..high + margin;
+    }
+    let margin = if size > 0.0 { size / 2.0 } else { 1.0 };
+    low - margin..high + margin
 }
 
-impl Axis {
-    /// From the least finite value to the greatest; around a value that is alone.
-    fn of(values: impl Iterator<Item = f64>) -> Self {
-        let finite = values.filter(|v| v.is_finite());
-        let (low, high) = finite
-            .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), v| (low.min(v), high.max(v)));
-        match low < high {
-            true => Self { low, high },
-            false if low.is_finite() => Self { low: low - 0.5, high: low + 0.5 },
-            false => Self { low: 0.0, high: 1.0 },
-        }
-    }
-
-    /// Where `value` is between the ends, which may be as far apart as numbers can.
-    fn share(&self, value: f64) -> f64 {
-        let half = self.high / 2.0 - self.low / 2.0;
-        // One value alone may be so great that there is nothing around it.
-        let share = (value / 2.0 - self.low / 2.0) / half;
-        if half > 0.0 { share.clamp(0.0, 1.0) } else { 0.5 }
-    }
-
-    fn at(&self, share: f64) -> f64 {
-        self.low * (1.0 - share) + self.high * share
+/// A tick's number, without the digits that rounding left.
+fn label(value: f64) -> String {
+    let value: f64 = format!("{value:.6e}").parse().unwrap_or(value);
+    match value.abs() {
+        0.0 => "0".to_owned(),
+        size if (1e-3..1e5).contains(&size) => value.to_string(),
+        _ => format!("{value:e}"),
     }
 }
 
-/// Four digits that count.
-fn number(value: f64) -> String {
-    let size = value.abs();
-    if size != 0.0 && !(1e-3..1e5).contains(&size) {
-        return format!("{value:.2e}");
-    }
-    let text = format!("{value:.4}");
-    text.trim_end_matches('0').trim_end_matches('.').to_owned()
-}
-
-fn escape(text: &str) -> String {
-    let is_drawn = |c: &char| !c.is_control();
-    let text: String = text.chars().filter(is_drawn).collect();
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+/// What XML can hold.
+fn printable(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control()).collect()
 }
 
 #[cfg(test)]
@@ -207,73 +192,64 @@ mod tests {
 
     use super::*;
 
+    fn run(text: &str) -> Run {
+        let mut run = Run::default();
+        run.append(text).unwrap();
+        run
+    }
+
     #[test]
     fn mmengines_scalars_are_drawn() {
         let recorded = include_str!("../../tests/vectors/log_epoch.txt");
         let text: String =
             recorded.lines().filter(|l| l.starts_with('{')).map(|l| l.to_owned() + "\n").collect();
-        let svg = plot(&text, &[]).unwrap();
-        for name in ["lr", "loss", "grad_norm", "digits/accuracy"] {
-            assert!(svg.contains(&format!(">{name}</text>")), "{name}");
+        let svg = draw_runs(&[run(&text)], &[]).unwrap();
+        for name in ["lr", "loss", "grad_norm", "digits/accuracy", "iteration"] {
+            assert!(svg.contains(&format!(">\n{name}\n</text>")), "{name}: {svg}");
         }
-        assert!(!svg.contains(">time</text>"));
-        assert_eq!(plot(&text, &["loss".into()]).unwrap().matches("<path").count(), 1);
-        // Steps 10 to 68: the line begins at the left and ends at the right.
-        let lr = plot(&text, &["lr".into()]).unwrap();
-        assert!(lr.contains("d=\"M0.0 ") && lr.contains("L360.0 "), "{lr}");
+        assert!(!svg.contains("\ntime\n"));
+        let said = draw_runs(&[run("{\"step\": 1, \"epoch\": 1}")], &[]).unwrap_err().to_string();
+        assert_eq!(said, "there is nothing to draw");
     }
 
     #[test]
-    fn what_is_no_scalars_file_is_named() {
-        for (text, says) in [
-            ("{\"step\": 1, \"a\": 1}\n[\n", "line 2: "),
-            ("3", "line 1: not a JSON object"),
-            ("{\"a\": 1}", "line 1: there is no number under `step`"),
-            ("{\"step\": 1, \"epoch\": 1}", "nothing to draw"),
-            ("", "nothing to draw"),
-        ] {
-            let said = plot(text, &[]).unwrap_err().to_string();
-            assert!(said.starts_with(says) || said.contains(says), "{said}");
+    fn a_line_is_broken_where_there_is_no_number() {
+        let text = "{\"step\": 1, \"a\": 1}\n{\"step\": 2, \"a\": NaN}\n{\"step\": 3, \"a\": 3}\n";
+        let svg = draw_runs(&[run(text)], &[]).unwrap();
+        assert_eq!(svg.matches("<circle").count(), 2, "{svg}");
+        // Not even one.
+        let svg = draw_runs(&[run("{\"step\": 1, \"a\": null}\n")], &[]).unwrap();
+        assert!(svg.ends_with("</svg>\n") && !svg.contains("NaN"), "{svg}");
+    }
+
+    #[test]
+    fn labels_are_short() {
+        for (value, want) in
+            [(0.0, "0"), (0.30000000000000004, "0.3"), (-2e-5, "-2e-5"), (1500.0, "1500")]
+        {
+            assert_eq!(label(value), want);
         }
-    }
-
-    #[test]
-    fn pythons_numbers_and_a_line_half_written_are_let_pass() {
-        let text = "{\"step\": 1, \"a NaN\": 1}\n{\"step\": 2, \"a NaN\": NaN}\n\n\
-                    {\"step\": 3, \"a NaN\": -Infinity, \"b\": null}\n{\"step\": 4, \"a NaN\": 3}\n{\"ste";
-        let svg = plot(text, &[]).unwrap();
-        assert!(svg.contains(">a NaN</text>") && svg.contains(">b</text>"), "{svg}");
-        // Two points and nothing between.
-        assert!(svg.contains("d=\"M0.0 180.0L0.0 180.0M360.0 0.0L360.0 0.0\""), "{svg}");
-    }
-
-    #[test]
-    fn figures_under_one_step_are_drawn_over_iterations() {
-        let recorded = include_str!("../../tests/vectors/log_iter.txt");
-        let text: String =
-            recorded.lines().filter(|l| l.starts_with('{')).map(|l| l.to_owned() + "\n").collect();
-        let svg = plot(&text, &["digits/accuracy".into()]).unwrap();
-        // After 20, 40 and 60 iterations.
-        assert!(svg.contains("d=\"M0.0 ") && svg.contains("L180.0 "), "{svg}");
-        assert!(svg.contains(">20</text>") && svg.contains(">60</text>"), "{svg}");
     }
 
     proptest! {
         #[test]
         fn any_numbers_and_names_are_drawn_inside(
             name in ".{1,5}",
-            values in prop::collection::vec(prop::num::f64::NORMAL | prop::num::f64::ZERO, 1..40),
+            values in prop::collection::vec(prop::num::f64::ANY, 1..40),
+            far in prop::num::f32::ANY,
         ) {
-            prop_assume!(!["step", "iter", "epoch", "time", "data_time"].contains(&name.as_str()));
-            let lines = values.iter().enumerate().map(|(i, v)| {
+            prop_assume!(!COUNTERS.contains(&name.as_str()));
+            let values = values.into_iter().chain([f64::from(far)]);
+            let lines = values.enumerate().map(|(i, v)| {
                 serde_json::json!({ "step": i, (name.as_str()): v }).to_string() + "\n"
             });
-            let svg = plot(&lines.collect::<String>(), &[]).unwrap();
-            let path = svg.split("<path d=\"").nth(1).unwrap().split('"').next().unwrap();
-            let numbers = path.split(['M', 'L', ' ']).filter(|n| !n.is_empty());
-            for number in numbers {
-                let number: f64 = number.parse().unwrap();
-                prop_assert!((0.0..=360.0).contains(&number), "{path}");
+            let svg = draw_runs(&[run(&lines.collect::<String>())], &[]).unwrap();
+            for points in svg.split("points=\"").skip(1) {
+                let points = points.split('"').next().unwrap();
+                for number in points.split([',', ' ']).filter(|n| !n.is_empty()) {
+                    let number: u32 = number.parse().unwrap();
+                    prop_assert!(number <= CHART.0, "{points}");
+                }
             }
         }
     }

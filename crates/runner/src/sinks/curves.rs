@@ -1,0 +1,192 @@
+//! A run's scalars as curves over its iterations, read from its `scalars.json` files.
+//!
+//! A run that was resumed has several files. What a later one trained again replaces what came of it
+//! before, so a run is one curve. Everything stands at an iteration, validations too: under the step
+//! of their line, or at the last iteration that was logged before, whichever is greater. So it does
+//! not matter whether a step counts epochs or iterations.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use crate::{Error, Result};
+
+/// Points of one scalar: iteration and value.
+pub(super) type Curve = Vec<(i64, f32)>;
+
+/// The curves of one run.
+#[derive(Debug, Default)]
+pub(super) struct Run {
+    /// The path that it was read from.
+    pub(super) name: String,
+    pub(super) curves: BTreeMap<String, Curve>,
+    /// Whether a line named its iteration; otherwise nobody knows what steps count.
+    pub(super) has_iters: bool,
+}
+
+impl Run {
+    /// Reads a `scalars.json`, or all of a work directory.
+    pub(super) fn read(path: &Path) -> Result<Self> {
+        let mut run = Self { name: path.display().to_string(), ..Self::default() };
+        for file in files(path)? {
+            let name = file.display();
+            let text = std::fs::read_to_string(&file)
+                .map_err(|source| Error::Io { what: format!("cannot read {name}"), source })?;
+            run.append(&text).map_err(|e| Error::Data(format!("{name}: {e}")))?;
+        }
+        Ok(run)
+    }
+
+    /// Adds the lines of a file, which goes on where the run was.
+    pub(super) fn append(&mut self, text: &str) -> Result<()> {
+        let records = records(text)?;
+        let start = records.iter().find_map(|record| record.iter);
+        if let Some(start) = start {
+            self.curves.values_mut().for_each(|curve| curve.retain(|point| point.0 < start));
+        }
+        let resumed = self.has_iters;
+        self.has_iters |= start.is_some();
+        let mut iter = self.curves.values().filter_map(|curve| curve.last()).map(|p| p.0).max();
+        for Record { step, iter: own, scalars } in records {
+            if start.is_none() && resumed && step == 0 {
+                // `runner val` in the directory of a training: no part of it.
+                continue;
+            }
+            iter = own.or(iter);
+            let at = iter.map_or(step, |iter| iter.max(step));
+            for (name, value) in scalars {
+                let value = if value.is_null() { Some(f64::NAN) } else { value.as_f64() };
+                if let Some(value) = value {
+                    self.curves.entry(name).or_default().push((at, value as f32));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The files of a run, in the order in which they were begun.
+fn files(path: &Path) -> Result<Vec<PathBuf>> {
+    if !path.is_dir() {
+        return Ok(vec![path.to_owned()]);
+    }
+    let direct = ["scalars.json", "vis_data/scalars.json"].map(|name| path.join(name));
+    if let Some(file) = direct.into_iter().find(|file| file.is_file()) {
+        return Ok(vec![file]);
+    }
+    let io = |source| Error::Io { what: format!("cannot read {}", path.display()), source };
+    let entries = std::fs::read_dir(path).and_then(Iterator::collect::<std::io::Result<Vec<_>>>);
+    let entries = entries.map_err(io)?;
+    let files = entries.iter().map(|entry| entry.path().join("vis_data/scalars.json"));
+    let mut files: Vec<_> = files.filter(|file| file.is_file()).collect();
+    // The directories are named after the time.
+    files.sort();
+    if files.is_empty() {
+        let text = "no scalars.json here, in vis_data/ or in */vis_data/; name a work directory";
+        return Err(Error::Data(format!("{}: {text}", path.display())));
+    }
+    Ok(files)
+}
+
+/// One line of a file.
+struct Record {
+    step: i64,
+    /// Lines of training have one.
+    iter: Option<i64>,
+    scalars: Map<String, Value>,
+}
+
+/// All lines but a last one that is still being written.
+fn records(text: &str) -> Result<Vec<Record>> {
+    let mut records = Vec::new();
+    for (number, line) in text.split_inclusive('\n').enumerate() {
+        let fail = |e: &str| Error::Data(format!("line {}: {e}", number + 1));
+        let scalars = match parse(line) {
+            Ok(Value::Object(scalars)) => scalars,
+            Ok(_) => return Err(fail("not a JSON object")),
+            Err(_) if line.trim().is_empty() || !line.ends_with('\n') => continue,
+            Err(e) => return Err(fail(&e.to_string())),
+        };
+        let integer = |name: &str| scalars.get(name).and_then(Value::as_i64);
+        let step = integer("step").ok_or_else(|| fail("there is no integer under `step`"))?;
+        records.push(Record { step, iter: integer("iter"), scalars });
+    }
+    Ok(records)
+}
+
+/// A line of JSON, or of what Python takes for JSON.
+fn parse(line: &str) -> serde_json::Result<Value> {
+    serde_json::from_str(line).or_else(|e| {
+        let mut text = String::new();
+        // What is between quotes stays as it is. MMEngine's names have none inside.
+        for (index, part) in line.split('"').enumerate() {
+            let quote = if index > 0 { "\"" } else { "" };
+            let part = match index % 2 {
+                0 => ["-Infinity", "Infinity", "NaN"]
+                    .iter()
+                    .fold(part.to_owned(), |part, word| part.replace(word, "null")),
+                _ => part.to_owned(),
+            };
+            text += quote;
+            text += &part;
+        }
+        serde_json::from_str(&text).map_err(|_| e)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(text: &str) -> Result<Run> {
+        let mut run = Run::default();
+        run.append(text).map(|()| run)
+    }
+
+    /// The lines of a recording of MMEngine's that are its `scalars.json`.
+    fn scalars(recorded: &str) -> String {
+        recorded.lines().filter(|l| l.starts_with('{')).map(|l| l.to_owned() + "\n").collect()
+    }
+
+    #[test]
+    fn mmengines_scalars_are_read() {
+        let by_epoch = run(&scalars(include_str!("../../tests/vectors/log_epoch.txt"))).unwrap();
+        let by_iter = run(&scalars(include_str!("../../tests/vectors/log_iter.txt"))).unwrap();
+        let at = |run: &Run, name: &str| run.curves[name].iter().map(|p| p.0).collect::<Vec<_>>();
+        assert!(by_epoch.has_iters && by_iter.has_iters);
+        assert_eq!(at(&by_epoch, "loss")[..3], [10, 20, 34]);
+        // Epochs of 24 iterations: the last ones that were logged.
+        assert_eq!(at(&by_epoch, "digits/accuracy"), [20, 44, 68]);
+        assert_eq!(at(&by_iter, "digits/accuracy"), [20, 40, 60]);
+    }
+
+    #[test]
+    fn steps_are_kept_where_no_line_names_an_iteration() {
+        let run = run("{\"a\": 1, \"step\": 1}\n{\"a\": 2, \"step\": 5}\n").unwrap();
+        assert!(!run.has_iters);
+        assert_eq!(run.curves["a"], [(1, 1.0), (5, 2.0)]);
+    }
+
+    #[test]
+    fn what_is_no_scalars_file_is_named() {
+        for (text, says) in [
+            ("{\"step\": 1, \"a\": 1}\n[\n", "line 2: "),
+            ("3", "line 1: not a JSON object"),
+            ("{\"a\": 1}", "line 1: there is no integer under `step`"),
+        ] {
+            let said = run(text).unwrap_err().to_string();
+            assert!(said.starts_with(says), "{said}");
+        }
+    }
+
+    #[test]
+    fn pythons_numbers_and_a_line_half_written_are_let_pass() {
+        let text = "{\"step\": 1, \"a NaN\": 1}\n{\"step\": 2, \"a NaN\": NaN}\n\n\
+                    {\"step\": 3, \"a NaN\": -Infinity, \"b\": null}\n{\"step\": 4, \"a NaN\": 3}\n{\"ste";
+        let run = run(text).unwrap();
+        let values = run.curves["a NaN"].iter().map(|p| p.1).collect::<Vec<_>>();
+        assert_eq!((values[0], values[3], values.len()), (1.0, 3.0, 4));
+        assert!(values[1].is_nan() && values[2].is_nan() && run.curves["b"][0].1.is_nan());
+    }
+}

@@ -23,8 +23,8 @@ pub struct LoggerHook {
     pub ignore_last: bool,
     /// Batches between lines with the run's name, 1000; one comes after each epoch, too.
     pub interval_exp_name: usize,
-    /// Whether a validation's figures are recorded under the epoch, true, as MMEngine has it: 0
-    /// throughout a run by iterations. Else under the iteration.
+    /// Whether a validation's metrics are recorded under the epoch, true; else under the iteration. A run
+    /// by iterations always has them under the iteration, where MMEngine has 0 unless this is false.
     pub log_metric_by_epoch: bool,
 }
 
@@ -130,9 +130,12 @@ impl Hook for LoggerHook {
 mod tests {
     use std::path::{Path, PathBuf};
 
+    use serde_json::Value;
+
     use super::*;
-    use crate::Error;
-    use crate::testing::builder;
+    use crate::evaluate::Metric;
+    use crate::testing::{blank, builder};
+    use crate::{Error, TrainConfig};
 
     /// Once trained on batch `.0`, does what it does, after everyone else.
     struct After<F>(usize, F);
@@ -178,6 +181,43 @@ mod tests {
         let mut run = run.build().unwrap();
         run.train().unwrap();
         assert_eq!(written(dir.path()), (3, 3));
+    }
+
+    /// One figure.
+    struct Constant;
+
+    impl Metric for Constant {
+        fn process(&self, _: &Batch, _: &[(String, Array)]) -> Result<Vec<Value>> {
+            Ok(vec![Value::Null])
+        }
+        fn compute(&self, _: &[Value]) -> Result<Vec<(String, f64)>> {
+            Ok(vec![("constant".into(), 1.0)])
+        }
+    }
+
+    #[test]
+    fn validation_is_recorded_at_its_iteration_in_a_run_by_iterations() {
+        let by_iters = TrainConfig { val_interval: 20, ..TrainConfig::by_iters(60) };
+        let by_epochs = TrainConfig::new(2);
+        for (train, by_epoch, want) in [
+            (by_iters.clone(), true, vec![20, 40, 60]),
+            (by_epochs.clone(), true, vec![1, 2]),
+            (by_epochs, false, vec![24, 48]),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let hook = LoggerHook { log_metric_by_epoch: by_epoch, ..LoggerHook::new(10) };
+            let run = builder(dir.path(), 24).train_cfg(train);
+            let run = run.validation(blank(5), Box::new(Constant)).hook(Box::new(hook));
+            run.build().unwrap().train().unwrap();
+            let stamps = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().path());
+            let files = stamps.map(|stamp| stamp.join("vis_data/scalars.json"));
+            let text = std::fs::read_to_string(files.into_iter().find(|f| f.is_file()).unwrap());
+            let text = text.unwrap();
+            let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+            let lines = lines.filter(|line| line["constant"].is_number());
+            let steps: Vec<_> = lines.map(|line| line["step"].as_u64().unwrap()).collect();
+            assert_eq!(steps, want);
+        }
     }
 
     #[test]

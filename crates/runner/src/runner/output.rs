@@ -209,12 +209,14 @@ impl Runner {
         written
     }
 
-    /// Appends a validation's figures to `scalars.json`, under the epoch or the iteration.
+    /// Appends a validation's metrics to `scalars.json`, under the epoch if there are epochs and
+    /// `by_epoch`, else under the iteration.
     pub(crate) fn write_val_scalars(
         &mut self,
         metrics: &[(String, f64)],
         by_epoch: bool,
     ) -> Result<()> {
+        let by_epoch = by_epoch && self.is_by_epoch();
         let step = if by_epoch { self.val_epoch() } else { self.position().iter };
         let times = self.judged_times(Judged::Val);
         self.output.write(judged_scalars(metrics, times), &[("step", step)])?;

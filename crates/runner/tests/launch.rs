@@ -284,6 +284,7 @@ fn helper_launcher() {
     } else {
         let mut options = LaunchOptions::new(2, ["-c", &script]);
         options.program = Some("/bin/sh".into());
+        options.max_restarts = u32::from(script.contains("TORCHELASTIC_RESTART_COUNT"));
         options
     };
     std::process::exit(launch(options).unwrap());
@@ -352,16 +353,76 @@ fn nothing_of_any_program_outlives_a_killed_launcher() {
     let lines = lines_with(launcher.stdout.take().unwrap(), "] pid ", 4);
     let pids: Vec<_> = lines.iter().map(|line| line.rsplit(' ').next().unwrap()).collect();
     assert!(pids.len() == 4 && pids.iter().all(|pid| !is_gone(pid)));
-    let prefix = format!("runner-launch-{}-", launcher.id());
-    let has_files = || {
-        let mut files = std::fs::read_dir(std::env::temp_dir()).unwrap();
-        files.any(|file| file.unwrap().file_name().to_string_lossy().starts_with(&prefix))
-    };
-    assert!(has_files());
-    kill("-KILL", launcher.id());
+    let id = launcher.id();
+    assert!(has_files(id));
+    kill("-KILL", id);
     launcher.wait().unwrap();
     soon("ranks and their children are gone", || pids.iter().all(|pid| is_gone(pid)));
-    soon("the launcher's files are gone", || !has_files());
+    soon("the launcher's files are gone", || !has_files(id));
+}
+
+/// Whether a launcher's temporary directory is there.
+fn has_files(launcher: u32) -> bool {
+    let prefix = format!("runner-launch-{launcher}-");
+    let mut files = std::fs::read_dir(std::env::temp_dir()).unwrap();
+    files.any(|file| file.unwrap().file_name().to_string_lossy().starts_with(&prefix))
+}
+
+/// Kills the guard of a launcher.
+fn kill_guard(launcher: u32) {
+    let processes = std::fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path());
+    let guards = processes.filter_map(|process| {
+        let stat = std::fs::read_to_string(process.join("stat")).ok()?;
+        let parent = stat.rsplit(") ").next()?.split(' ').nth(1)?.parse::<u32>().ok()?;
+        let command = std::fs::read_to_string(process.join("cmdline")).ok()?;
+        let is_guard = parent == launcher && command.contains("runner-launch-guard");
+        is_guard.then(|| process.file_name()?.to_str()?.parse::<u32>().ok())?
+    });
+    let guards: Vec<_> = guards.collect();
+    let [guard] = guards[..] else { panic!("{guards:?}") };
+    kill("-KILL", guard);
+    soon("the guard is gone", || is_gone(&guard.to_string()));
+}
+
+#[test]
+fn a_run_that_finished_succeeds_without_its_guard_and_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let go = dir.path().join("go");
+    let script = format!("echo ready; while [ ! -e {} ]; do sleep 0.05; done", go.display());
+    let mut launcher = helper("helper_launcher", &script).spawn().unwrap();
+    let mut stdout = BufReader::new(launcher.stdout.take().unwrap());
+    lines_with(&mut stdout, "ready", 2);
+    let id = launcher.id();
+    kill_guard(id);
+    std::fs::write(go, "").unwrap();
+    let output = launcher.wait_with_output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!((output.status.code(), said.as_str()), (Some(0), ""));
+    assert!(!has_files(id));
+}
+
+#[test]
+fn a_restart_has_a_guard_even_if_the_first_one_was_killed() {
+    let dir = tempfile::tempdir().unwrap();
+    let go = dir.path().join("go");
+    let script = format!(
+        "echo pid $$; [ $TORCHELASTIC_RESTART_COUNT = 1 ] && exec sleep 60
+        while [ ! -e {} ]; do sleep 0.05; done; exit 1",
+        go.display()
+    );
+    let mut launcher = helper("helper_launcher", &script).spawn().unwrap();
+    let mut stdout = BufReader::new(launcher.stdout.take().unwrap());
+    assert_eq!(lines_with(&mut stdout, "] pid ", 2).len(), 2);
+    let id = launcher.id();
+    kill_guard(id);
+    std::fs::write(go, "").unwrap();
+    let lines = lines_with(&mut stdout, "] pid ", 2);
+    let pids: Vec<_> = lines.iter().map(|line| line.rsplit(' ').next().unwrap()).collect();
+    assert!(pids.len() == 2 && pids.iter().all(|pid| !is_gone(pid)), "{pids:?}");
+    kill("-KILL", id);
+    launcher.wait().unwrap();
+    soon("the ranks are gone", || pids.iter().all(|pid| is_gone(pid)));
+    soon("the launcher's files are gone", || !has_files(id));
 }
 
 #[test]

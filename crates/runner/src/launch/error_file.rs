@@ -4,7 +4,7 @@
 //! torchrun's summary shows what a rank of ours says. The first failure of a process is written,
 //! later ones are not. Of several ranks the earliest is the root cause.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -80,9 +80,6 @@ fn write(path: &Path, message: &str, place: &str) -> io::Result<()> {
     let (timestamp, nanos) = ((now / SECOND).to_string(), now % SECOND);
     let extra = Extra { py_callstack: place.to_owned(), timestamp, nanos };
     let file = ErrorFile { message: Message { message: message.to_owned(), extra } };
-    if let Some(folder) = path.parent() {
-        fs::create_dir_all(folder)?;
-    }
     let text = serde_json::to_vec(&file)?;
     File::create_new(path)?.write_all(&text)
 }
@@ -112,12 +109,14 @@ const SECOND: u64 = 1_000_000_000;
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]
     fn the_first_failure_is_kept_in_torchruns_form() {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("attempt_0/1/error.json");
+        let path = dir.path().join("error.json");
         write(&path, "the \"cause\"", "src/x.rs:1:2").unwrap();
         assert!(write(&path, "what came of it", "").is_err());
         let failure = read(&path).unwrap();

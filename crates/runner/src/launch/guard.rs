@@ -5,9 +5,10 @@
 //! ranks' process groups from a pipe; when the pipe ends, the launcher has, and it kills the groups,
 //! whatever program they are and whatever they have started. Only what left its group escapes.
 
+use std::fmt::Display;
 use std::io::{self, Write};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal, test_kill_process};
@@ -43,53 +44,71 @@ pub fn tie_to_parent() -> Result<()> {
     Ok(())
 }
 
-/// Kills the groups it was told, and removes the folder of error files if it is
-/// temporary, when this process ends in any
-/// way; gone on drop.
+/// Kills the groups it was told when this process ends in any way, and removes the temporary folder; gone on
+/// drop. A guard that was itself killed is replaced when the next group comes, and missed by nobody else.
 pub(super) struct Guard {
+    folder: Option<PathBuf>,
     shell: Child,
     /// `None` only while it is dropped.
     pipe: Option<ChildStdin>,
+    groups: Vec<Pid>,
 }
 
 impl Guard {
-    pub(super) fn start(folder: Option<&Path>) -> Result<Self> {
-        let failed = |source| Error::Io { what: "start the ranks' guard".to_owned(), source };
-        let mut shell = Command::new("/bin/sh")
-            .args(["-c", SCRIPT, "runner-launch-guard"])
-            .args(folder)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            // What a terminal or a job's end sends to our group must not take it first.
-            .process_group(0)
-            .spawn()
-            .map_err(failed)?;
-        let pipe = shell.stdin.take();
-        Ok(Self { shell, pipe })
+    /// With the folder that goes with this process, if there is one.
+    pub(super) fn start(folder: Option<PathBuf>) -> Result<Self> {
+        let (shell, pipe) = spawn(folder.as_deref())?;
+        Ok(Self { folder, shell, pipe, groups: Vec::new() })
     }
 
     /// Adds the group of a rank, before the rank is in it.
     pub(super) fn watch(&mut self, group: Pid) -> Result<()> {
-        self.tell(&group.as_raw_nonzero().to_string())
+        self.groups.push(group);
+        if self.tell(group.as_raw_nonzero()).is_ok() {
+            return Ok(());
+        }
+        (self.shell, self.pipe) = spawn(self.folder.as_deref())?;
+        let told = self.groups.iter().try_for_each(|group| self.tell(group.as_raw_nonzero()));
+        told.map_err(|source| Error::Io { what: "speak to the ranks' guard".to_owned(), source })
     }
 
     /// Forgets all groups: they are gone, and their numbers may become others'.
-    pub(super) fn forget(&mut self) -> Result<()> {
-        self.tell("none")
+    pub(super) fn forget(&mut self) {
+        self.groups.clear();
+        // A guard that was killed kills nobody.
+        drop(self.tell("none"));
     }
 
-    fn tell(&mut self, line: &str) -> Result<()> {
-        let failed = |source| Error::Io { what: "speak to the ranks' guard".to_owned(), source };
-        self.pipe.as_mut().map_or(Ok(()), |pipe| writeln!(pipe, "{line}")).map_err(failed)
+    fn tell(&self, line: impl Display) -> io::Result<()> {
+        self.pipe.as_ref().map_or(Ok(()), |mut pipe| writeln!(pipe, "{line}"))
     }
 }
 
+/// Starts the guard's process.
+fn spawn(folder: Option<&Path>) -> Result<(Child, Option<ChildStdin>)> {
+    let mut shell = Command::new("/bin/sh")
+        .args(["-c", SCRIPT, "runner-launch-guard"])
+        .args(folder)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        // What a terminal or a job's end sends to our group must not take it first.
+        .process_group(0)
+        .spawn()
+        .map_err(|source| Error::Io { what: "start the ranks' guard".to_owned(), source })?;
+    let pipe = shell.stdin.take();
+    Ok((shell, pipe))
+}
+
 impl Drop for Guard {
-    /// Ends the guard by closing its pipe. Groups that were not forgotten are killed, and the folder goes.
+    /// Ends the guard by closing its pipe: groups that were not forgotten are killed. The folder goes even
+    /// if the guard was killed.
     fn drop(&mut self) {
         self.pipe = None;
         drop(self.shell.wait());
+        if let Some(folder) = &self.folder {
+            drop(std::fs::remove_dir_all(folder));
+        }
     }
 }
 

@@ -91,7 +91,8 @@ impl Job {
     ) -> Result<Self> {
         let folder = Folder::new(&options)?;
         // Nobody else removes it.
-        let guard = Guard::start(folder.temporary.then_some(folder.path())).inspect_err(|_| {
+        let temporary = folder.temporary.then(|| folder.path().to_owned());
+        let guard = Guard::start(temporary).inspect_err(|_| {
             drop(std::fs::remove_dir(folder.path()));
         })?;
         let job = Self {
@@ -122,7 +123,7 @@ impl Job {
     pub(super) fn run(&mut self, team: &Team) -> Result<()> {
         self.spawn()?;
         self.supervise(team);
-        self.kill_and_reap()?;
+        self.kill_and_reap();
         self.wait_for_output();
         Ok(())
     }
@@ -137,7 +138,7 @@ impl Job {
         for local in 0..self.options.nproc_per_node {
             if let Err(error) = self.spawn_one(local, &program) {
                 self.signal_groups(Signal::KILL);
-                self.kill_and_reap()?;
+                self.kill_and_reap();
                 return Err(error);
             }
         }
@@ -352,17 +353,16 @@ impl Job {
     }
 
     /// Kills what is left of every group, and only then gives the process ids back.
-    fn kill_and_reap(&mut self) -> Result<()> {
+    fn kill_and_reap(&mut self) {
         self.signal_groups(Signal::KILL);
         let hopeless = matches!(self.stage, Stage::Killed(due) if due <= Instant::now());
         if !hopeless {
-            self.guard.forget()?;
+            self.guard.forget();
         }
         for rank in self.ranks.iter_mut().filter(|rank| !hopeless || rank.exited.is_some()) {
             rank.status = rank.child.wait().ok();
             drop(rank.holder.wait());
         }
-        Ok(())
     }
 
     /// The pipes end with the last process that holds them, and all of a group's have been

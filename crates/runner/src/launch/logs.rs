@@ -6,7 +6,6 @@
 
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File};
-use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -144,22 +143,20 @@ impl Folder {
     pub(super) fn dests(&self, attempt: u32, rank: usize) -> Result<[Dest; 2]> {
         let shown = self.logs.shown.as_ref().is_none_or(|shown| shown.contains(&rank));
         let folder = self.of_rank(attempt, rank);
+        let io =
+            |path: &Path, source| Error::Io { what: format!("make {}", path.display()), source };
+        // Here and not by the rank, which may be there longer than a temporary folder.
+        std::fs::create_dir_all(&folder).map_err(|source| io(&folder, source))?;
         let dest = |stream: u8, name: &str| -> Result<Dest> {
             let tee = self.logs.tee.has(rank, stream);
             let redirected = self.logs.redirects.has(rank, stream);
             let path = folder.join(name);
-            let file = (tee || redirected).then(|| create(&path)).transpose();
-            let file = file
-                .map_err(|source| Error::Io { what: format!("make {}", path.display()), source })?;
+            let file = (tee || redirected).then(|| File::create(&path)).transpose();
+            let file = file.map_err(|source| io(&path, source))?;
             Ok(Dest { file, console: shown && (tee || !redirected) })
         };
         Ok([dest(1, "stdout.log")?, dest(2, "stderr.log")?])
     }
-}
-
-fn create(path: &Path) -> io::Result<File> {
-    std::fs::create_dir_all(path.parent().unwrap_or_else(|| Path::new(".")))?;
-    File::create(path)
 }
 
 /// A run's name as a part of a path.

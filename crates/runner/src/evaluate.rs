@@ -18,7 +18,7 @@ pub trait Metric: Send {
         None
     }
 
-    /// One record per sample of the batch, in order.
+    /// One record per sample of the batch, in order; any other number ends the run.
     ///
     /// # Errors
     ///
@@ -85,6 +85,18 @@ fn argmax(row: &[f32]) -> Option<usize> {
         return None;
     }
     (0..row.len()).reduce(|best, i| if row[i] > row[best] { i } else { best })
+}
+
+/// Refuses the records of a batch unless there is one for each of its `samples`: which are padding, and which
+/// rank's comes next, is known by sample only. `part` is `val` or `test`.
+pub(crate) fn check_records(part: &str, records: usize, samples: usize) -> Result<()> {
+    if records == samples {
+        return Ok(());
+    }
+    Err(Error::Data(format!(
+        "{part}_evaluator: the metric made {records} records of a batch of {samples} samples: \
+         `Metric::process` must return one record for each sample, from which `compute` makes the sums and means"
+    )))
 }
 
 /// Brings the ranks' records into data-set order: rank `r` holds samples `r, r + world_size, ...`.

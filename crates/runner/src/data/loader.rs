@@ -79,6 +79,12 @@ impl DataLoader {
         if self.drop_last { samples / self.batch_size } else { samples.div_ceil(self.batch_size) }
     }
 
+    /// Number of samples in batch `k` of a whole epoch.
+    pub(crate) fn samples_in(&self, k: usize) -> usize {
+        let samples = self.sampler.samples_per_rank();
+        samples.saturating_sub(k * self.batch_size).min(self.batch_size)
+    }
+
     /// How many samples of a pass have been dealt to another number of ranks.
     fn dealt(&self, pass: usize) -> usize {
         self.place.saturating_sub(pass * self.sampler.len).min(self.sampler.len)

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use crate::evaluate::collect_results;
+use crate::evaluate::{check_records, collect_results};
 use crate::runner::{Interrupt, Judged, Runner};
 use crate::{Error, Result};
 
@@ -74,6 +74,7 @@ fn judge(runner: &mut Runner, judged: Judged) -> Result<std::result::Result<Metr
             Judged::Test => h.before_test_iter(r, index, &mut batch),
         })?;
         let (outputs, more) = runner.judge_batch(judged, &batch)?;
+        check_records(if val { "val" } else { "test" }, more.len(), loader.samples_in(index))?;
         records.extend(more);
         if let Some((part, ..)) = runner.judged_mut(judged) {
             let done = (index + 1) as f64;
@@ -99,4 +100,49 @@ fn judge(runner: &mut Runner, judged: Judged) -> Result<std::result::Result<Metr
         runner.call_hooks(|hook, runner| hook.after_test(runner))?;
     }
     Ok(Ok(metrics))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+    use crate::data::{Array, Batch};
+    use crate::evaluate::Metric;
+    use crate::testing::{blank, builder};
+
+    /// As many records of a batch as this, whatever its size.
+    struct Records(usize);
+
+    impl Metric for Records {
+        fn process(&self, _: &Batch, _: &[(String, Array)]) -> Result<Vec<Value>> {
+            Ok(vec![1.into(); self.0])
+        }
+        fn compute(&self, records: &[Value]) -> Result<Vec<(String, f64)>> {
+            Ok(vec![("count".into(), records.len() as f64)])
+        }
+    }
+
+    #[test]
+    fn a_metric_that_makes_one_record_for_each_batch_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let evaluated = |records, judged| {
+            // Batches of two samples, two and one.
+            let data = || crate::DataLoaderConfig { batch_size: 2, ..blank(5) };
+            let run = builder(dir.path(), 1).validation(data(), Box::new(Records(records)));
+            let mut run = run.test(data(), Box::new(Records(records))).build().unwrap();
+            let metrics = if judged == Judged::Val { run.validate() } else { run.test() };
+            metrics.map_err(|error| error.to_string())
+        };
+        for (judged, part) in [(Judged::Val, "val"), (Judged::Test, "test")] {
+            let error = evaluated(1, judged).unwrap_err();
+            let says =
+                format!("{part}_evaluator: the metric made 1 records of a batch of 2 samples");
+            assert!(error.starts_with(&says), "{error}");
+            assert!(error.contains("must return one record for each sample"), "{error}");
+        }
+        // The last batch is smaller.
+        let error = evaluated(2, Judged::Val).unwrap_err();
+        assert!(error.contains("made 2 records of a batch of 1 samples"), "{error}");
+    }
 }

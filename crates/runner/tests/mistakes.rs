@@ -3,6 +3,9 @@
 
 #![cfg(feature = "candle")]
 
+use std::path::Path;
+use std::process::{Command, Output};
+
 use runner::config::Config;
 use runner::{Error, Result, RunnerBuilder};
 
@@ -222,6 +225,31 @@ fn said(config: Result<Config>) -> String {
         Err(Error::Config(text)) => text,
         other => panic!("not refused: {other:?}"),
     }
+}
+
+/// What the program does in a folder that has the configuration as `c.toml`.
+fn run(dir: &Path, config: &str, args: &[&str], envs: &[(&str, &str)]) -> Output {
+    std::fs::write(dir.join("c.toml"), config).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_runner"));
+    command.args(args).current_dir(dir).envs(envs.iter().copied()).output().unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn a_variable_of_the_environment_keeps_its_blanks_and_commas() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = "work_dir = '{{ $RUN_DIR }}'\nexperiment_name = '{{ $JOB }}'\nlr = '{{ $LR }}'\n";
+    let envs = [("RUN_DIR", "runs/my set"), ("JOB", "a, b"), ("LR", "1e-2")];
+    let shown = run(dir.path(), text, &["config", "c.toml"], &envs).stdout;
+    let wanted = "work_dir = \"runs/my set\"\nexperiment_name = \"a, b\"\nlr = 0.01\n";
+    assert_eq!(String::from_utf8(shown).unwrap(), wanted);
+    // A number is a string where one is wanted.
+    let text = format!("experiment_name = '{{{{ $JOB }}}}'\n{GOOD}");
+    let read = run(dir.path(), &text, &["check", "c.toml"], &[("JOB", "4711")]);
+    assert!(read.status.success(), "{}", stderr(&read));
 }
 
 #[test]

@@ -1,13 +1,16 @@
 //! `{{ ... }}` in strings: the file's own name, variables of the environment, values of a base.
 //!
 //! `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}`, `{{ fileExtname }}`;
-//! `{{ $NAME }}` and `{{ $NAME:default }}`; `{{ _base_.dotted.key }}`. A string that is nothing but one of
-//! the latter two becomes what the text would be as an option on the command line (a number, perhaps), or
-//! whatever the base has there.
+//! `{{ $NAME }}` and `{{ $NAME:default }}`; `{{ _base_.dotted.key }}`.
+//!
+//! Text is put in as it is: blanks, commas and quotes are the string's own. A string that is nothing but
+//! `{{ $NAME }}` is also the number, boolean or array in brackets that its text is, where the key wants
+//! one; `None` is as if the key were not there. One that is nothing but `{{ _base_.key }}` is whatever the
+//! base has there.
 
 use std::path::Path;
 
-use super::options::parse_value;
+use super::options::parse_variable;
 use super::tree::{Node, Place, Value};
 use crate::Result;
 
@@ -37,14 +40,14 @@ fn replace(text: &str, place: &Place, path: &Path, base: Option<&Node>) -> Resul
         if let Some(variable) = inside.strip_prefix('$') {
             let value = environment(variable, place)?;
             if is_all {
-                return Ok(Node { value: parse_value(&value, place)?, place: place.clone() });
+                return Ok(Node { value: parse_variable(value, place), place: place.clone() });
             }
             result += &value;
         } else if let Some(key) = inside.strip_prefix("_base_.") {
             let found = find(base, key, place)?;
             match &found.value {
                 _ if is_all => return Ok(found.clone()),
-                Value::String(text) => result += text,
+                Value::String(text) | Value::Variable(text, _) => result += text,
                 Value::Integer(i) => result += &i.to_string(),
                 Value::Float(f) => result += &f.to_string(),
                 Value::Boolean(b) => result += &b.to_string(),
@@ -112,11 +115,29 @@ mod tests {
     use super::super::Config;
 
     #[test]
-    fn variables_are_replaced_and_become_what_they_look_like() {
+    fn a_variable_is_of_the_type_that_its_key_wants() {
+        let text = "job = '{{ $RUNNER_TEST_UNSET:007 }}'\nlr = '{{ $RUNNER_TEST_UNSET:1e-3 }}'\n\
+                    on = '{{ $RUNNER_TEST_UNSET:False }}'\nlist = '{{ $RUNNER_TEST_UNSET:[1, 2] }}'\n\
+                    none = '{{ $RUNNER_TEST_UNSET:None }}'\nword = '{{ $RUNNER_TEST_UNSET:a b }}'\n\
+                    all = ['{{ $RUNNER_TEST_UNSET:3 }}', 4]";
+        let mut root = Config::from_text("c.toml", text).unwrap().into_section();
+        assert!(root.is_number("job") && !root.is_string("job") && !root.has("none"));
+        assert_eq!(root.required::<String>("job").unwrap(), "007");
+        assert_eq!(root.required::<f64>("lr").unwrap(), 1e-3);
+        assert!(root.is_off("on"));
+        assert_eq!(root.required::<Vec<usize>>("list").unwrap(), [1, 2]);
+        assert_eq!(root.required::<Vec<usize>>("all").unwrap(), [3, 4]);
+        let error = root.required::<f64>("word").unwrap_err().to_string();
+        assert_eq!(error, "c.toml:6:8: `word` must be a number, got a string");
+    }
+
+    #[test]
+    fn variables_are_replaced() {
         let text = "dir = '{{ fileDirname }}/out/{{fileBasenameNoExtension}}{{ fileExtname }}'\n\
                     lr = '{{ $RUNNER_TEST_UNSET:0.5 }}'\n\
                     home = 'at {{ $RUNNER_TEST_UNSET:x }} {'\n\
                     list = '{{ $RUNNER_TEST_UNSET:[1, a] }}'\n\
+                    dirs = '{{ $RUNNER_TEST_UNSET:runs/my set, b }}'\n\
                     path = ['{{ $PATH }}!']";
         let shown = Config::from_text("conf/run.toml", text).unwrap().show(false);
         let path = std::env::var("PATH").unwrap();
@@ -126,6 +147,8 @@ mod tests {
             "home = \"at x {\"".to_owned(),
             "list = [1, \"a\"]".to_owned(),
             format!("path = [{}]", serde_json::to_string(&format!("{path}!")).unwrap()),
+            // Blanks and commas are a string's own.
+            "dirs = \"runs/my set, b\"".to_owned(),
         ] {
             assert!(shown.lines().any(|l| l == line), "{line}: {shown}");
         }

@@ -173,7 +173,7 @@ mod tests {
     fn plain(node: &Node) -> serde_json::Value {
         match &node.value {
             Value::Null | Value::Datetime => serde_json::Value::Null,
-            Value::String(s) => s.as_str().into(),
+            Value::String(s) | Value::Variable(s, _) => s.as_str().into(),
             Value::Integer(i) => (*i).into(),
             Value::Float(f) => (*f).into(),
             Value::Boolean(b) => (*b).into(),

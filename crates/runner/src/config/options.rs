@@ -80,6 +80,17 @@ pub(super) fn parse_value(text: &str, place: &Place) -> Result<Value> {
     Ok(Value::Array(nodes))
 }
 
+/// The whole text of a variable of the environment: a string as it is, and perhaps something else as well.
+pub(super) fn parse_variable(text: String, place: &Place) -> Value {
+    let is_list = text.starts_with('[') && text.ends_with(']');
+    let other = if is_list { parse_value(&text, place).ok() } else { Some(parse_scalar(&text)) };
+    match other {
+        Some(Value::Null) => Value::Null,
+        None | Some(Value::String(_)) => Value::String(text),
+        Some(other) => Value::Variable(text, Box::new(other)),
+    }
+}
+
 /// The first comma outside of brackets.
 fn next_comma(text: &str) -> Option<usize> {
     let mut depth = 0;

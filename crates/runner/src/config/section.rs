@@ -208,7 +208,8 @@ impl Section {
 
     /// Whether the file has `false`, or JSON's `null`, for `key`: the part is not wanted. Takes it then.
     pub fn is_off(&mut self, key: &'static str) -> bool {
-        let is_off = |e: &&Entry| matches!(e.node.value, Value::Null | Value::Boolean(false));
+        let is_off =
+            |e: &&Entry| matches!(e.node.value.plain(), Value::Null | Value::Boolean(false));
         let off = self.entries.iter().find(|e| e.key == key).filter(is_off).is_some();
         if off {
             self.take(key);
@@ -287,7 +288,7 @@ impl Section {
     }
 
     fn peek(&self, key: &str) -> Option<&Value> {
-        let value = self.entries.iter().find(|e| e.key == key).map(|e| &e.node.value);
+        let value = self.entries.iter().find(|e| e.key == key).map(|e| e.node.value.plain());
         value.filter(|value| !matches!(value, Value::Null))
     }
 
@@ -302,9 +303,9 @@ impl Section {
     }
 
     fn convert<T: FromConfig>(&self, key: &str, node: &Node) -> Result<T> {
-        T::from_node(ConfigValue(&node.value)).ok_or_else(|| {
+        from_value(&node.value).ok_or_else(|| {
             let want = T::EXPECTED;
-            let got = match &node.value {
+            let got = match node.value.plain() {
                 // Of the right kind, perhaps, and out of range.
                 Value::Integer(i) => i.to_string(),
                 other => other.kind().to_owned(),
@@ -385,6 +386,11 @@ pub trait FromConfig: Sized {
     fn from_node(value: ConfigValue<'_>) -> Option<Self>;
 }
 
+/// The value as one of this type; a variable of the environment, as whichever of its two fits.
+fn from_value<T: FromConfig>(value: &Value) -> Option<T> {
+    T::from_node(ConfigValue(value.plain())).or_else(|| T::from_node(ConfigValue(value)))
+}
+
 macro_rules! from_integer {
     ($($t:ty),*) => {$(
         impl FromConfig for $t {
@@ -443,7 +449,7 @@ impl FromConfig for String {
     const EXPECTED: &'static str = "a string";
     fn from_node(value: ConfigValue<'_>) -> Option<Self> {
         match value.0 {
-            Value::String(s) => Some(s.clone()),
+            Value::String(s) | Value::Variable(s, _) => Some(s.clone()),
             _ => None,
         }
     }
@@ -463,9 +469,7 @@ impl<T: FromConfig> FromConfig for Vec<T> {
     const EXPECTED: &'static str = "an array of values of one type";
     fn from_node(value: ConfigValue<'_>) -> Option<Self> {
         match value.0 {
-            Value::Array(nodes) => {
-                nodes.iter().map(|n| T::from_node(ConfigValue(&n.value))).collect()
-            }
+            Value::Array(nodes) => nodes.iter().map(|n| from_value(&n.value)).collect(),
             _ => None,
         }
     }

@@ -51,6 +51,7 @@ fn inline(value: &Value) -> String {
             format!("{{ {} }}", items.join(", "))
         }
         Value::Datetime => quote("a date"),
+        Value::Variable(_, other) => inline(other),
     }
 }
 

@@ -102,6 +102,8 @@ pub(super) enum Value {
     Array(Vec<Node>),
     Table(Vec<Entry>),
     Datetime,
+    /// The whole text of a variable of the environment, and the number, boolean or array that it is as well.
+    Variable(String, Box<Self>),
 }
 
 /// One `key = value` of a table.
@@ -113,6 +115,14 @@ pub(super) struct Entry {
 }
 
 impl Value {
+    /// The value itself, or what a variable is besides a string.
+    pub(super) fn plain(&self) -> &Self {
+        match self {
+            Self::Variable(_, other) => other,
+            value => value,
+        }
+    }
+
     /// The kind of value, as a user would call it.
     pub(super) fn kind(&self) -> &'static str {
         match self {
@@ -124,6 +134,7 @@ impl Value {
             Self::Array(_) => "an array",
             Self::Table(_) => "a table",
             Self::Datetime => "a date",
+            Self::Variable(_, other) => other.kind(),
         }
     }
 }

@@ -1,11 +1,17 @@
 //! `--cfg-options dotted.key=value`: MMEngine's way to override a configuration from the command line.
+//!
+//! Numbers, words and lists are written as MMEngine has them (`lr=0.1`, `hidden=3,4`, `betas=(0.9,0.99)`). A
+//! table, or an array of tables, is written as in TOML: `optimizer={ type = "SGD", lr = 0.1 }`. The value is
+//! put in the place of the one that was there.
 
+use super::toml;
 use super::tree::{Entry, Node, Place, Source, Value};
 use crate::{Error, Result};
 
 /// Applies one override. Tables that the key needs and that are not there are made.
 pub(super) fn apply(root: &mut Node, option: &str) -> Result<()> {
-    let place = Source::cfg_option(option).at(0);
+    let source = Source::cfg_option(option);
+    let place = source.at(0);
     let Some((key, text)) = option.split_once('=') else {
         return Err(Error::Config(format!("{place}: expected `dotted.key=value`")));
     };
@@ -35,7 +41,11 @@ pub(super) fn apply(root: &mut Node, option: &str) -> Result<()> {
             }
         };
     }
-    *node = Node { value: parse_value(text, &place)?, place };
+    let text = text.trim();
+    let has_tables = text.starts_with('{') || text.starts_with('[') && text.contains('{');
+    let value =
+        if has_tables { toml::parse_value(&source, text)? } else { parse_value(text, &place)? };
+    *node = Node { value, place };
     Ok(())
 }
 
@@ -187,11 +197,35 @@ mod tests {
             ("lr=1,[2,3", "`1,[2,3` is no list"),
             ("lr=[1]2]", "`[1]2]` is no list"),
             ("lr=]1,2[", "`]1,2[` is no list"),
-            ("lr={a=[1,2]}", "`{a=[1,2]}` is no list"),
+            // A shell that was given no quotes took these.
+            ("lr={type=SGD}", "--cfg-options lr={type=SGD}: not a value of TOML: "),
+            ("lr=[{a=1}", "--cfg-options lr=[{a=1}: not a value of TOML: "),
         ] {
             let error = config.override_with([option]).unwrap_err().to_string();
             assert!(error.contains(says), "{error}");
         }
+        config
+            .override_with([
+                "optim_wrapper={ type = \"O\", optimizer = { type = \"a b\", betas = [0.9, 0.99] } }",
+                "hooks=[{type=\"A\"}, {type=\"B\", n=2}]",
+                "brand={new.key=1}",
+                "brand.new.more=2",
+            ])
+            .unwrap();
+        let shown = config.show(false);
+        for line in [
+            "optim_wrapper.type = \"O\"",
+            "optim_wrapper.optimizer.type = \"a b\"",
+            "optim_wrapper.optimizer.betas = [0.9, 0.99]",
+            "hooks = [{ type = \"A\" }, { type = \"B\", n = 2 }]",
+            "brand.new.key = 1",
+            "brand.new.more = 2",
+        ] {
+            assert!(shown.lines().any(|l| l == line), "{line}: {shown}");
+        }
+        // The table that was there is gone.
+        assert!(!shown.contains("optimizer.lr"), "{shown}");
+        config.override_with(["hooks.1.type=C"]).unwrap();
         let mut hooks = config.into_section().sections("hooks").unwrap();
         let error = hooks.remove(1).required::<usize>("type").unwrap_err().to_string();
         assert!(error.starts_with("--cfg-options hooks.1.type=C: `type` must be"), "{error}");

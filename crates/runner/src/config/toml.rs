@@ -16,6 +16,18 @@ pub(super) fn parse(source: &Arc<Source>, text: &str) -> Result<Node> {
     Ok(Node { value, place: source.at(0) })
 }
 
+/// Parses one value, as it would stand behind `key = `.
+pub(super) fn parse_value(source: &Arc<Source>, text: &str) -> Result<Value> {
+    let value = DeValue::parse(text).map_err(|e| {
+        source.at(0).error(format!(
+            "not a value of TOML: {}; give the option to the shell in single quotes: \
+             'key={{ type = \"SGD\", lr = 0.1 }}'",
+            e.message()
+        ))
+    })?;
+    Ok(convert(source, value.get_ref(), &value.span())?.value)
+}
+
 fn convert_table(source: &Arc<Source>, table: &DeTable<'_>) -> Result<Vec<Entry>> {
     let mut entries = Vec::with_capacity(table.len());
     for (key, value) in table {

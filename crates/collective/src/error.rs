@@ -9,7 +9,9 @@ use crate::Rank;
 /// A caller's own mistake ([`InvalidArgument`](Self::InvalidArgument)) is seen before anything is
 /// sent and leaves the group usable. Every other error poisons the group: later operations return
 /// [`Poisoned`](Self::Poisoned) on every rank.
-#[derive(Clone, Debug, thiserror::Error)]
+///
+/// `Debug` is the message, too: it is what a `main` that returns one prints.
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Not all ranks came in time.
@@ -160,6 +162,12 @@ pub enum Error {
         /// Its kind, to match on.
         kind: std::io::ErrorKind,
     },
+}
+
+impl std::fmt::Debug for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 impl Error {

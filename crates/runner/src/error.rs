@@ -1,7 +1,11 @@
 //! What can go wrong in a run, and what to do about it.
 
+use std::fmt;
+
 /// A failure of the runner or of a crate under it.
-#[derive(Debug, thiserror::Error)]
+///
+/// `Debug` is the message, too: it is what a `main` that returns one prints.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The configuration is wrong; the text names file, line, column and the nearest valid name.
@@ -10,8 +14,8 @@ pub enum Error {
     /// Data that cannot be read or does not have the expected form.
     #[error("{0}")]
     Data(String),
-    /// The tensor engine failed.
-    #[error("{0}")]
+    /// The tensor engine failed. A backtrace that its library has put behind the text is not shown.
+    #[error("{}", without_backtrace(.0))]
     Engine(String),
     /// A checkpoint that is missing, damaged, or of another model.
     #[error("{0}")]
@@ -41,5 +45,32 @@ pub enum Error {
     },
 }
 
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// The text before std's backtrace, which candle's errors go on with where `RUST_BACKTRACE` is set.
+fn without_backtrace(text: &str) -> &str {
+    text.split_once("\n   0: ").map_or(text, |(message, _)| message)
+}
+
 /// Result of a runner operation.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn debug_is_the_message_and_no_backtrace_is_shown() {
+        let text = "forward: no such row\n   0: candle_core::error::Error::bt\n   1: main";
+        let error = Error::Engine(text.to_owned());
+        assert_eq!(format!("{error:?}"), "forward: no such row");
+        let died = collective::Error::PeerDied { op: "barrier #1".to_owned(), rank: 1, pid: 7 };
+        let text = died.to_string();
+        assert_eq!(format!("{died:?}"), text);
+        assert_eq!(format!("{:?}", Error::from(died)), text);
+    }
+}

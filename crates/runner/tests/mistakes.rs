@@ -253,6 +253,28 @@ fn a_variable_of_the_environment_keeps_its_blanks_and_commas() {
 }
 
 #[test]
+fn a_mistake_prints_its_message_and_no_backtrace() {
+    let dir = tempfile::tempdir().unwrap();
+    let backtrace = [("RUST_BACKTRACE", "1")];
+    for (good, bad, says) in [
+        ("num_classes = 10", "num_classes = 1", "error: forward: cross_entropy: label "),
+        (
+            "in_features = 64",
+            "in_features = 65",
+            "error: forward: linear: an input of shape [64, 64] does not fit a weight of shape ",
+        ),
+    ] {
+        assert!(GOOD.contains(good), "{good}");
+        let config = GOOD.replacen(good, bad, 1);
+        let output = run(dir.path(), &config, &["train", "c.toml"], &backtrace);
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.starts_with(says), "{said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
+    }
+}
+
+#[test]
 fn every_recorded_mistake_is_an_error_with_its_place() {
     let recorded = include_str!("vectors/errors.txt");
     let recorded = recorded.lines().filter_map(|l| l.strip_prefix("### ")?.split(" ::").next());

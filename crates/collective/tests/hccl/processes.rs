@@ -62,7 +62,7 @@ pub(crate) fn worker() {
                 break error;
             }
         };
-        role.report(&format!("{error:?}"));
+        role.report(&error.to_string());
     });
 }
 
@@ -79,7 +79,7 @@ fn auto(role: &Role) {
     };
     let group = match collective::ProcessGroup::from_store(store, role.rank, role.world, options) {
         Ok(group) => group,
-        Err(error) => return role.report(&format!("{error:?}")),
+        Err(error) => return role.report(&error.to_string()),
     };
     let device = group.device().map(|device| device.device_name());
     role.report(&format!("{} {device:?} {}", group.backend_name(), group.backend_reason()));
@@ -116,8 +116,7 @@ fn a_killed_rank_is_named_on_every_survivor() {
         let start = Instant::now();
         for rank in [0, 2] {
             let report = workers.file(&format!("report-{rank}"));
-            assert!(report.starts_with("PeerDied"), "{report}");
-            assert!(report.contains(&format!("rank: 1, pid: {pid} }}")), "{report}");
+            assert!(report.ends_with(&format!("rank 1 (pid {pid}) died")), "{report}");
             assert!(report.contains("group default"), "{report}");
             assert!(workers.wait(rank).success());
         }
@@ -135,7 +134,8 @@ fn a_stopped_rank_is_missing() {
     assert_eq!(sent, 0);
     for rank in [0, 2] {
         let report = workers.file(&format!("report-{rank}"));
-        assert!(report.starts_with("Timeout") && report.contains("missing: [1]"), "{report}");
+        assert!(report.contains("timed out after"), "{report}");
+        assert!(report.ends_with("still missing rank 1"), "{report}");
     }
 }
 
@@ -211,7 +211,7 @@ fn auto_takes_hccl_for_npus_if_all_ranks_have_both_and_says_why() {
     }
     // What was asked for is not replaced.
     for report in started("auto", "hccl", &without, &none) {
-        assert!(report.starts_with("Library") && report.contains("CANN toolkit"), "{report}");
+        assert!(report.contains("libhccl.so") && report.contains("CANN toolkit"), "{report}");
     }
 }
 

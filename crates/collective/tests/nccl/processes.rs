@@ -50,7 +50,7 @@ pub(crate) fn worker() {
         }
     };
     let aborts = Fake::get().calls("ncclCommAbort", role.rank as u32);
-    role.report(&format!("{aborts} {error:?}"));
+    role.report(&format!("{aborts} {error}"));
 }
 
 fn auto(role: &Role) {
@@ -64,7 +64,7 @@ fn auto(role: &Role) {
     };
     let group = match ProcessGroup::from_store(store, role.rank, role.world, options) {
         Ok(group) => group,
-        Err(error) => return role.report(&format!("{error:?}")),
+        Err(error) => return role.report(&error.to_string()),
     };
     let device = group.device().map(|device| device.device_name());
     role.report(&format!("{} {device:?} {}", group.backend_name(), group.backend_reason()));
@@ -84,8 +84,8 @@ fn a_killed_rank_is_named_on_every_survivor() {
         let start = Instant::now();
         for rank in [0, 2] {
             let report = workers.file(&format!("report-{rank}"));
-            assert!(report.starts_with("1 PeerDied"), "{report}");
-            assert!(report.contains(&format!("rank: 1, pid: {pid} }}")), "{report}");
+            assert!(report.starts_with("1 "), "{report}");
+            assert!(report.ends_with(&format!("rank 1 (pid {pid}) died")), "{report}");
             assert!(report.contains("group default"), "{report}");
             assert!(workers.wait(rank).success());
         }
@@ -104,7 +104,8 @@ fn a_stopped_rank_is_missing() {
     assert_eq!(sent, 0);
     for rank in [0, 2] {
         let report = workers.file(&format!("report-{rank}"));
-        assert!(report.starts_with("1 Timeout") && report.contains("missing: [1]"), "{report}");
+        assert!(report.starts_with("1 ") && report.contains("timed out after"), "{report}");
+        assert!(report.ends_with("still missing rank 1"), "{report}");
     }
 }
 
@@ -162,6 +163,6 @@ fn auto_takes_nccl_for_devices_if_all_ranks_have_both_and_says_why() {
     }
     // What was asked for is not replaced.
     for report in chosen("nccl", "/nonexistent/libnccl.so.2") {
-        assert!(report.starts_with("Library") && report.contains("pip install"), "{report}");
+        assert!(report.contains("/nonexistent") && report.contains("pip install"), "{report}");
     }
 }

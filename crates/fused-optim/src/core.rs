@@ -3,6 +3,7 @@
 //! Invariant: everything a call could object to is looked at before the first write, so an error
 //! leaves no half-done step behind.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use serde_json::Value;
@@ -10,12 +11,13 @@ use serde_json::Value;
 use crate::cpu::pages::Pages;
 use crate::cpu::plan::{Layout, share_count};
 use crate::cpu::{Copies, GradMap, Piece, SLOTS, Scratch, SlotMut, step_key};
+use crate::names::{self, PARAMS};
 use crate::rule::{Hyper, at_least_zero};
 use crate::state::{TensorState, problem};
 use crate::state_dict::MASTER;
 use crate::{
-    Applied, Clip, DType, Ema, Error, FoundInf, Grad, HalfWeights, ParamGroup, ParamMut, Result,
-    StateDict, StateProblem, StepCtl, norms, sweep,
+    Applied, Clip, DType, Ema, Error, FoundInf, Grad, HalfWeights, ParamGroup, ParamMut, ParamSpec,
+    Result, StateDict, StateProblem, StepCtl, norms, sweep,
 };
 
 /// An optimizer of any rule.
@@ -24,6 +26,10 @@ pub(crate) struct Core<H> {
     groups: Vec<ParamGroup<H>>,
     /// Every grouped tensor by its index.
     tensors: BTreeMap<usize, Tensor>,
+    /// How many tensors a step must be given, if it is to be given no others than the groups'.
+    count: Option<usize>,
+    /// Names and shapes of all tensors of a step; empty if unknown.
+    names: Vec<ParamSpec>,
     pub(crate) threads: usize,
     pub(crate) half_weights: HalfWeights,
     /// Keep state in eight bits; not for rules by rows.
@@ -45,6 +51,8 @@ impl<H: Hyper> Core<H> {
         let mut core = Self {
             groups: Vec::new(),
             tensors: BTreeMap::new(),
+            count: None,
+            names: Vec::new(),
             threads: 1,
             half_weights: HalfWeights::default(),
             eight_bits: false,
@@ -55,6 +63,12 @@ impl<H: Hyper> Core<H> {
             core.add_param_group(group)?;
         }
         Ok(core)
+    }
+
+    /// One group of all tensors that steps are given.
+    pub(crate) fn with_one_group(hyper: H, count: usize) -> Result<Self> {
+        let core = Self::new([ParamGroup::new(hyper, 0..count)])?;
+        Ok(Self { count: Some(count), ..core })
     }
 
     pub(crate) fn add_param_group(&mut self, group: ParamGroup<H>) -> Result<()> {
@@ -68,7 +82,45 @@ impl<H: Hyper> Core<H> {
         }
         self.tensors.append(&mut added);
         self.groups.push(group);
+        self.count = self.count.map(|count| count.max(self.least_count()));
         Ok(())
+    }
+
+    /// As many tensors as a step must at least be given.
+    fn least_count(&self) -> usize {
+        self.tensors.last_key_value().map_or(0, |(index, _)| index + 1)
+    }
+
+    pub(crate) fn set_param_names(&mut self, params: &[ParamSpec]) -> Result<()> {
+        let (least, got) = (self.least_count(), params.len());
+        if got < least || self.count.is_some_and(|count| count != got) {
+            return Err(Error::ParamCount { expected: self.count.unwrap_or(least), got });
+        }
+        names::check_unique(params)?;
+        self.names = params.to_vec();
+        Ok(())
+    }
+
+    /// Refuses another number of tensors than the optimizer was told of.
+    pub(crate) fn check_count(&self, got: usize) -> Result<()> {
+        let named = Some(self.names.len()).filter(|count| *count > 0);
+        match named.or(self.count).filter(|expected| *expected != got) {
+            Some(expected) => Err(Error::ParamCount { expected, got }),
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses a tensor of another length than its shape says.
+    pub(crate) fn check_shape(&self, index: usize, expected: usize) -> Result<()> {
+        match self.named_count(index).filter(|got| *got != expected) {
+            Some(got) => Err(Error::LengthMismatch { index, what: "shape", expected, got }),
+            None => Ok(()),
+        }
+    }
+
+    /// A tensor's number of elements by its shape, where that is known.
+    fn named_count(&self, index: usize) -> Option<usize> {
+        self.names.get(index)?.count()
     }
 
     pub(crate) fn groups(&self) -> &[ParamGroup<H>] {
@@ -211,8 +263,9 @@ impl<H: Hyper> Core<H> {
         for (&index, tensor) in &self.tensors {
             let count = params.len();
             let param = params.get(index).ok_or(Error::MissingParam { index, count })?;
-            let Some(grad) = &param.grad else { continue };
             let expected = param.weight.len();
+            self.check_shape(index, expected)?;
+            let Some(grad) = &param.grad else { continue };
             let same_length = |what, got| {
                 let mismatch = Error::LengthMismatch { index, what, expected, got };
                 if got == expected { Ok(()) } else { Err(mismatch) }
@@ -236,7 +289,7 @@ impl<H: Hyper> Core<H> {
                 state.lengths().try_for_each(|length| same_length("state", length))?;
             }
         }
-        Ok(())
+        self.check_count(params.len())
     }
 
     pub(crate) fn state_dict(&self) -> StateDict {
@@ -245,17 +298,26 @@ impl<H: Hyper> Core<H> {
             let slots = self.groups[tensor.group].hyper.slots();
             tensor.state.as_ref().map(|state| (index, state.save(slots)))
         });
+        let named = self.tensors.keys().filter_map(|&index| Some((index, self.names.get(index)?)));
         StateDict {
             kind: H::KIND.into(),
             param_groups: Value::Array(groups).to_string(),
             state: state.collect(),
+            params: named.map(|(index, param)| (index, param.clone())).collect(),
         }
     }
 
-    pub(crate) fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
+    /// A state dict of this rule, with the tensors at this optimizer's places.
+    pub(crate) fn matched<'a>(&self, dict: &'a StateDict) -> Result<Cow<'a, StateDict>> {
         if dict.kind != H::KIND {
             return Err(Error::WrongKind { expected: H::KIND, got: dict.kind.clone() });
         }
+        let groups: Vec<_> = self.groups.iter().map(|group| &*group.params).collect();
+        names::matched(dict, &self.names, &groups)
+    }
+
+    pub(crate) fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
+        let dict = &*self.matched(dict)?;
         let groups = self.groups_from_json(dict)?;
         if let Some(index) = dict.state.keys().find(|index| !self.tensors.contains_key(index)) {
             return Err(problem(format!("state.{index}"), StateProblem::Unknown));
@@ -268,6 +330,7 @@ impl<H: Hyper> Core<H> {
         let mut pages = Pages::new(room.fold(0, usize::saturating_add));
         let load = |(&index, tensor): (&usize, &Tensor)| {
             let known = tensor.state.as_ref().and_then(|state| state.lengths().next());
+            let known = known.or_else(|| self.named_count(index));
             let state = dict.state.get(&index).map(|saved| {
                 let slots = groups[tensor.group].hyper.slots();
                 TensorState::load(index, saved, slots, known, self.eight_bits, &mut pages)
@@ -281,9 +344,7 @@ impl<H: Hyper> Core<H> {
 
     /// The saved groups, if they are over the tensors of this optimizer's.
     fn groups_from_json(&self, dict: &StateDict) -> Result<Vec<ParamGroup<H>>> {
-        let saved: Vec<Value> = serde_json::from_str(&dict.param_groups).map_err(|source| {
-            Error::Format { action: "read param_groups", source: source.into() }
-        })?;
+        let saved = names::parse_groups(&dict.param_groups)?;
         if saved.len() != self.groups.len() {
             let text = format!("expected {} groups, got {}", self.groups.len(), saved.len());
             return Err(problem("param_groups".into(), StateProblem::Invalid(text)));
@@ -368,5 +429,3 @@ fn group_from_json<H: Hyper>(
         Err(error) => Err(invalid(error.to_string())),
     }
 }
-
-const PARAMS: &str = "params";

@@ -51,12 +51,28 @@ pub enum Error {
         /// How many came.
         count: usize,
     },
+    /// A step or the names were not of as many parameters as the optimizer was told of.
+    #[error(
+        "expected {expected} parameters, got {got}; every step, and the names, are of all in one order"
+    )]
+    ParamCount {
+        /// How many it was told of.
+        expected: usize,
+        /// How many came.
+        got: usize,
+    },
+    /// Two parameters have one name.
+    #[error("two parameters are named {name:?}; names must be unique")]
+    DuplicateName {
+        /// The name.
+        name: String,
+    },
     /// A gradient, or the state of an earlier step, is not as long as the weight.
     #[error("parameter {index}: the weight has {expected} elements, its {what} {got}")]
     LengthMismatch {
         /// The tensor.
         index: usize,
-        /// `gradient`, `state` or `moving average`.
+        /// `gradient`, `state`, `shape` or `moving average`.
         what: &'static str,
         /// The weight's element count.
         expected: usize,

@@ -113,6 +113,10 @@
 //! Loading checks everything before it changes anything, and going on after a load gives the same
 //! bits as never having stopped. [`StateDict::from_torch`] reads what an optimizer of PyTorch saved.
 //!
+//! To an optimizer a tensor is its place in the list that each step is given. Where that order can
+//! differ from process to process, as that of candle's `VarMap` does, tell the optimizer their names
+//! ([`Optimizer::set_param_names`]): they are saved, and [loaded by](Optimizer::load_state_dict).
+//!
 //! # What is promised about bits
 //!
 //! An element's result depends on that element alone, and, where a rule or a clip needs a norm, on
@@ -132,6 +136,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod error;
+mod names;
 mod norms;
 #[cfg(feature = "npu")]
 pub mod npu;
@@ -147,6 +152,7 @@ mod torch;
 pub use clip::{Clip, ClipNorm, clip_grad_norm, clip_grad_value};
 pub use cpu::plan::{BLOCK, Chunk, ChunkPlan, Layout};
 pub use error::{Error, Result, StateProblem};
+pub use names::ParamSpec;
 pub use optimizer::{Applied, FoundInf, HalfWeights, Optimizer, StepCtl};
 pub use param::{DType, Ema, Grad, ParamGroup, ParamMut, Slice, SliceMut};
 pub use rules::*;

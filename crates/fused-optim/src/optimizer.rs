@@ -4,7 +4,7 @@ use std::fmt;
 
 #[cfg(feature = "cuda")]
 use crate::cuda::{DeviceParam, DeviceParams, Launches, LookAhead, Tuned};
-use crate::{Clip, Error, ParamMut, Result, StateDict};
+use crate::{Clip, Error, ParamMut, ParamSpec, Result, StateDict};
 
 /// A fused optimizer: one call updates every tensor, in one sweep over memory.
 ///
@@ -146,15 +146,30 @@ pub trait Optimizer: Send + fmt::Debug {
         "cpu".to_owned()
     }
 
-    /// Takes over a saved state, hyper-parameters and learning rates included.
-    ///
-    /// The groups must be those of the saved optimizer: as many, over the same tensors. Going on
-    /// after a load gives the same bits as never having stopped.
+    /// Names all tensors, those without a group too, in the order in which steps are given them. Names
+    /// are saved, and a saved state that has names is loaded by them. From now on steps must be given
+    /// as many tensors, of these shapes. After a group is added for further tensors, all are to be named
+    /// anew.
     ///
     /// # Errors
     ///
-    /// [`Error::WrongKind`] and [`Error::State`], which names the entry; this optimizer is then
-    /// unchanged.
+    /// [`Error::ParamCount`] if there are fewer than the groups need, or not as many as the optimizer was
+    /// made for; [`Error::DuplicateName`]. Nothing has changed then.
+    fn set_param_names(&mut self, params: &[ParamSpec]) -> Result<()>;
+
+    /// Takes over a saved state, hyper-parameters and learning rates included.
+    ///
+    /// The groups must be those of the saved optimizer: as many, over the same tensors. If this
+    /// optimizer and the state both know [names](Self::set_param_names), tensors are matched by name,
+    /// whatever their order: both must have the same names, of equal shapes, in each group. If
+    /// either knows none (a file of an older version, say) tensors are matched by their index, and
+    /// nothing but lengths can be checked. Going on after a load gives the same bits as never having
+    /// stopped.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongKind`] and [`Error::State`], which names the entry or the tensor; this optimizer is
+    /// then unchanged.
     fn load_state_dict(&mut self, dict: &StateDict) -> Result<()>;
 
     /// Number of parameter groups.

@@ -1,7 +1,9 @@
 //! What an optimizer is handed: weights and gradients as plain slices of one of three types.
 //!
-//! A tensor here is a slice; of its shape a rule needs at most the number of rows. Its place in the list passed to [`Optimizer::step`](crate::Optimizer::step) is its identity: the
-//! same tensor must come at the same index at every step, with or without a gradient.
+//! A tensor here is a slice; of its shape a rule needs at most the number of rows. Its place in the list
+//! passed to [`Optimizer::step`](crate::Optimizer::step) is its identity: the same tensor must come at the
+//! same index at every step, with or without a gradient. In saved state it can have a
+//! [name](crate::ParamSpec).
 
 use std::fmt;
 use std::ops::Range;

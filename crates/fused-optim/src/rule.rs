@@ -186,13 +186,14 @@ macro_rules! optimizer {
                 Ok(Self { core: $crate::core::Core::new(groups)? })
             }
 
-            /// One group over tensors `0..count`.
+            /// One group over tensors `0..count`, which are all that there are: a step that is given
+            /// more or fewer is an error.
             ///
             /// # Errors
             ///
             /// As [`new`](Self::new).
             pub fn with_one_group(hyper: $hyper, count: usize) -> $crate::Result<Self> {
-                Self::new([$crate::ParamGroup::new(hyper, 0..count)])
+                Ok(Self { core: $crate::core::Core::with_one_group(hyper, count)? })
             }
 
             /// With so many threads: [`Optimizer::set_threads`](crate::Optimizer::set_threads).
@@ -243,6 +244,10 @@ macro_rules! optimizer {
 
             fn state_dict(&self) -> $crate::StateDict {
                 self.core.state_dict()
+            }
+
+            fn set_param_names(&mut self, params: &[$crate::ParamSpec]) -> $crate::Result<()> {
+                self.core.set_param_names(params)
             }
 
             fn load_state_dict(&mut self, dict: &$crate::StateDict) -> $crate::Result<()> {

@@ -2,7 +2,7 @@
 //!
 //! The bytes are one safetensors file: `state.<index>.step` (I64, a scalar) and
 //! `state.<index>.<name>` (F32, one dimension), with everything else as JSON under the metadata key
-//! `fused_optim`. Equal state gives equal bytes.
+//! `fused_optim`, names and shapes of the tensors among it. Equal state gives equal bytes.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -11,7 +11,7 @@ use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors, View};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result, StateProblem};
+use crate::{Error, ParamSpec, Result, StateProblem};
 
 /// Everything an optimizer remembers, under PyTorch's names.
 ///
@@ -25,6 +25,9 @@ pub struct StateDict {
     pub param_groups: String,
     /// State by tensor index; a tensor that never had a gradient has none.
     pub state: BTreeMap<usize, ParamState>,
+    /// Names and shapes by tensor index, of all tensors in groups; empty if the optimizer
+    /// [knew none](crate::Optimizer::set_param_names). Emptied, the state is loaded by index.
+    pub params: BTreeMap<usize, ParamSpec>,
 }
 
 /// The state of one tensor.
@@ -48,6 +51,7 @@ impl StateDict {
             format: FORMAT,
             kind: self.kind.clone(),
             param_groups: self.param_groups.clone(),
+            params: self.params.clone(),
         };
         let header = serde_json::to_string(&header).map_err(format("write the header"))?;
         let mut entries = Vec::new();
@@ -76,12 +80,12 @@ impl StateDict {
         let header = header
             .ok_or_else(|| problem(METADATA, StateProblem::Missing))
             .and_then(|text| serde_json::from_str(text).map_err(format("read the header")));
-        let Header { format: version, kind, param_groups } = header?;
+        let Header { format: version, kind, param_groups, params } = header?;
         if version != FORMAT {
             let text = format!("format {version}, this version reads {FORMAT}");
             return Err(problem(METADATA, StateProblem::Invalid(text)));
         }
-        let mut dict = Self { kind, param_groups, state: BTreeMap::new() };
+        let mut dict = Self { kind, param_groups, state: BTreeMap::new(), params };
         let tensors = SafeTensors::deserialize(bytes).map_err(format("read safetensors"))?;
         let mut steps = 0;
         for (key, view) in tensors.iter() {
@@ -109,6 +113,9 @@ struct Header {
     format: u32,
     kind: String,
     param_groups: String,
+    /// Only where there are some: files without are as they were before there were names.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    params: BTreeMap<usize, ParamSpec>,
 }
 
 /// One tensor of the file; its bytes are made only when they are written.
@@ -213,6 +220,10 @@ mod tests {
             state: BTreeMap::from([
                 (0, ParamState { step: 1, tensors: BTreeMap::new() }),
                 (12, ParamState { step: 1 << 60, tensors }),
+            ]),
+            params: BTreeMap::from([
+                (0, ParamSpec::from("fc.bias")),
+                (12, ParamSpec::new("fc.weight", &[3, 1])),
             ]),
         }
     }

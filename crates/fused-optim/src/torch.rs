@@ -9,8 +9,9 @@ use safetensors::SafeTensors;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
+use crate::names::PARAMS;
 use crate::state_dict::{STEP, format, parse_key, problem, read_floats};
-use crate::{Result, StateDict, StateProblem};
+use crate::{ParamSpec, Result, StateDict, StateProblem};
 
 impl StateDict {
     /// Reads the state of a `torch.optim` optimizer: Adadelta, Adam, AdamW, RMSprop or SGD.
@@ -28,6 +29,9 @@ impl StateDict {
     ///     header = {"kind": type(optimizer).__name__, "param_groups": saved["param_groups"]}
     ///     safetensors.torch.save_file(tensors, path, {"torch_optim": json.dumps(header)})
     /// ```
+    ///
+    /// An optimizer that was made of `named_parameters()` (PyTorch 2.6) saves their names; they come along,
+    /// with the shapes of the state.
     ///
     /// What says how PyTorch computes (`foreach`, `fused`, ...) or what a scheduler noted
     /// (`initial_lr`) is left out. PyTorch has no masters: load the weights too, and 16-bit ones
@@ -48,12 +52,17 @@ impl StateDict {
         let rule = known.ok_or_else(|| {
             problem("kind", StateProblem::Invalid(format!("{:?} is not supported", header.kind)))
         })?;
+        let mut params = BTreeMap::new();
+        for group in &header.param_groups {
+            params.extend(names(group)?);
+        }
         let groups = header.param_groups.into_iter().map(|group| rule.group(group));
         let groups = groups.collect::<Result<_>>()?;
         let mut dict = Self {
             kind: rule.kind.into(),
             param_groups: Value::Array(groups).to_string(),
             state: BTreeMap::new(),
+            params,
         };
         let tensors = SafeTensors::deserialize(bytes).map_err(format("read safetensors"))?;
         for (key, view) in tensors.iter() {
@@ -65,6 +74,9 @@ impl StateDict {
                 state.step = count(key, &values)?;
             } else {
                 state.tensors.insert(name.to_owned(), values);
+                if let Some(param) = dict.params.get_mut(&index) {
+                    param.shape = Some(view.shape().to_vec());
+                }
             }
         }
         for (index, state) in dict.state.iter_mut().filter(|(_, state)| state.step == 0) {
@@ -122,8 +134,26 @@ impl Rule {
         }
         // Older versions have no such key.
         group.entry("maximize").or_insert(Value::Bool(false));
-        group.retain(|key, _| key == "params" || self.hyper.contains(&key.as_str()));
+        group.retain(|key, _| key == PARAMS || self.hyper.contains(&key.as_str()));
         Ok(Value::Object(group))
+    }
+}
+
+/// The names of a group's parameters, by index, if the optimizer was given any.
+fn names(group: &Map<String, Value>) -> Result<BTreeMap<usize, ParamSpec>> {
+    let Some(names) = group.get(NAMES) else { return Ok(BTreeMap::new()) };
+    let pair = |(index, name): (usize, &str)| (index, ParamSpec::from(name));
+    let names: Option<Vec<&str>> =
+        names.as_array().and_then(|all| all.iter().map(Value::as_str).collect());
+    let indices: Option<Vec<usize>> = group
+        .get(PARAMS)
+        .and_then(Value::as_array)
+        .and_then(|all| all.iter().map(|index| usize::try_from(index.as_u64()?).ok()).collect());
+    match (indices, names) {
+        (Some(indices), Some(names)) if indices.len() == names.len() => {
+            Ok(indices.into_iter().zip(names).map(pair).collect())
+        }
+        _ => Err(problem(NAMES, StateProblem::Invalid("not one name for each of `params`".into()))),
     }
 }
 
@@ -137,3 +167,4 @@ fn count(key: &str, values: &[f32]) -> Result<u64> {
 }
 
 const METADATA: &str = "torch_optim";
+const NAMES: &str = "param_names";

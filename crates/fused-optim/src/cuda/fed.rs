@@ -12,8 +12,8 @@ use super::driver::Gpu;
 use super::rules::DeviceHyper;
 use super::{CudaOptimizer, DeviceParam, Launches, Tuned};
 use crate::{
-    Applied, Clip, Error, FoundInf, HalfWeights, Optimizer, ParamGroup, ParamMut, Result,
-    StateDict, StepCtl,
+    Applied, Clip, Error, FoundInf, HalfWeights, Optimizer, ParamGroup, ParamMut, ParamSpec,
+    Result, StateDict, StepCtl,
 };
 
 /// Tensors in a device's memory, lent for a step.
@@ -163,6 +163,10 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
 
     fn device(&self) -> String {
         format!("cuda:{}", self.cuda().0.device.stream().context().ordinal())
+    }
+
+    fn set_param_names(&mut self, params: &[ParamSpec]) -> Result<()> {
+        self.cuda().set_param_names(params)
     }
 
     fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {

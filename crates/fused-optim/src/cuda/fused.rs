@@ -155,6 +155,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         for (index, _) in self.core.members() {
             let count = params.len();
             let param = params.get(index).ok_or(Error::MissingParam { index, count })?;
+            self.core.check_shape(index, param.weight.len)?;
             if param.grad.is_none() {
                 continue;
             }
@@ -167,7 +168,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
                 held.count.map_or(Ok(()), |count| param.same_length(index, "state", count))?;
             }
         }
-        Ok(())
+        self.core.check_count(params.len())
     }
 
     pub(super) fn wants_master(&self, weight: DType) -> bool {
@@ -530,6 +531,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     }
 
     pub(super) fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
+        let dict = &*self.core.matched(dict)?;
         for (index, saved) in &dict.state {
             self.held.get(index).map_or(Ok(()), |held| held.fits(*index, saved))?;
         }

@@ -71,7 +71,7 @@ mod tune;
 
 use cudarc::driver::{CudaSlice, DevicePtr};
 
-use crate::{DType, HalfWeights, ParamGroup, Result, StateDict, StepCtl};
+use crate::{DType, HalfWeights, ParamGroup, ParamSpec, Result, StateDict, StepCtl};
 pub use ahead::LookAhead;
 pub use averages::Averages;
 use device::{Device, Program};
@@ -279,6 +279,16 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     /// [`Error::Cuda`](crate::Error::Cuda).
     pub fn state_dict(&self) -> Result<StateDict> {
         self.0.state_dict()
+    }
+
+    /// As [`Optimizer::set_param_names`](crate::Optimizer::set_param_names), in the order in which tensors
+    /// are bound.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn set_param_names(&mut self, params: &[ParamSpec]) -> Result<()> {
+        self.0.core_mut().set_param_names(params)
     }
 
     /// As [`Optimizer::load_state_dict`](crate::Optimizer::load_state_dict); tensors must be bound

@@ -15,8 +15,8 @@ use crate::core::Core;
 use crate::cpu::pages::Pages;
 use crate::state::{Slot, TensorState, problem};
 use crate::{
-    Applied, Clip, DType, Error, FoundInf, HalfWeights, ParamGroup, Result, Slice, StateDict,
-    StateProblem, StepCtl,
+    Applied, Clip, DType, Error, FoundInf, HalfWeights, ParamGroup, ParamSpec, Result, Slice,
+    StateDict, StateProblem, StepCtl,
 };
 
 /// An optimizer whose weights, gradients and state are on an Ascend NPU; `H` is the rule's
@@ -129,6 +129,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             let count = params.len();
             let param = params.get(index).ok_or(Error::MissingParam { index, count })?;
             let (count, rows) = (param.count, param.rows);
+            self.core.check_shape(index, count)?;
             if rows != 0 && !count.is_multiple_of(rows) {
                 return Err(Error::UnevenRows { index, count, rows });
             }
@@ -153,7 +154,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
                 return Err(Error::UnwantedMaster { index, weight: param.weight });
             }
         }
-        Ok(())
+        self.core.check_count(params.len())
     }
 
     fn wants_master(&self, weight: DType) -> bool {
@@ -484,6 +485,16 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(core.state_dict())
     }
 
+    /// As [`Optimizer::set_param_names`](crate::Optimizer::set_param_names), in the order in which tensors
+    /// are combined.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn set_param_names(&mut self, params: &[ParamSpec]) -> Result<()> {
+        self.core.set_param_names(params)
+    }
+
     /// As [`Optimizer::load_state_dict`](crate::Optimizer::load_state_dict), before or after
     /// [`combine`](Self::combine). Weights are not part of it, but for masters.
     ///
@@ -491,6 +502,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     ///
     /// As there; this optimizer is then unchanged. [`Error::Npu`].
     pub fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
+        let dict = &*self.core.matched(dict)?;
         for (index, saved) in &dict.state {
             let Some((flat, entry)) = self.entry(*index) else { continue };
             for (name, values) in &saved.tensors {

@@ -12,7 +12,7 @@
 #[cfg(feature = "candle-cuda")]
 use fused_optim::cuda::{DeviceParam, DeviceParams, Tuned};
 use fused_optim::{
-    Applied, Clip, Error as OptimError, FoundInf, Grad, Optimizer, ParamMut, ParamState, Slice,
+    Applied, Clip, Error as OptimError, FoundInf, Grad, Optimizer, ParamMut, ParamSpec, Slice,
     StateDict, StateProblem, StepCtl,
 };
 use serde::{Deserialize, Serialize};
@@ -173,10 +173,12 @@ impl Optimizer for OptimizerDict {
         let mut whole = StateDict { kind: KIND.to_owned(), ..StateDict::default() };
         let mut saved = Vec::new();
         for member in &self.members {
-            let StateDict { kind, param_groups, state } = member.optimizer.try_state_dict()?;
+            let part = member.optimizer.try_state_dict()?;
+            let StateDict { kind, param_groups, state, params } = part;
             let groups = serde_json::from_str(&param_groups).unwrap_or(Value::Null);
             saved.push(Saved { name: member.name.clone(), kind, groups });
             whole.state.extend(state);
+            whole.params.extend(params);
         }
         whole.param_groups = serde_json::to_string(&saved).unwrap_or_default();
         Ok(whole)
@@ -187,6 +189,12 @@ impl Optimizer for OptimizerDict {
         let mut devices: Vec<_> = self.members.iter().map(|m| m.optimizer.device()).collect();
         devices.dedup();
         devices.join(" and ")
+    }
+
+    /// As [`Optimizer::set_param_names`], of the whole model's parameters for each part. An error of a later
+    /// part leaves those before it named.
+    fn set_param_names(&mut self, params: &[ParamSpec]) -> Result<(), OptimError> {
+        self.members.iter_mut().try_for_each(|member| member.optimizer.set_param_names(params))
     }
 
     fn load_state_dict(&mut self, dict: &StateDict) -> Result<(), OptimError> {
@@ -205,6 +213,11 @@ impl Optimizer for OptimizerDict {
         let before = self.members.iter().map(|m| m.optimizer.try_state_dict());
         let before: Vec<_> = before.collect::<Result<_, _>>()?;
         let parts: Vec<_> = saved.iter().map(|saved| saved.part(dict)).collect::<Result<_, _>>()?;
+        let known = |index: &usize| parts.iter().any(|part| part.state.contains_key(index));
+        if let Some(index) = dict.state.keys().find(|index| !known(index)) {
+            let (key, problem) = (format!("state.{index}"), StateProblem::Unknown);
+            return Err(OptimError::State { key, problem });
+        }
         for (at, part) in parts.iter().enumerate() {
             if let Err(error) = self.members[at].optimizer.load_state_dict(part) {
                 // What has been loaded goes back; it fitted a moment ago.
@@ -274,8 +287,8 @@ impl Saved {
         for index in own {
             let index = index.as_u64().and_then(|index| usize::try_from(index).ok());
             let index = index.ok_or_else(|| invalid("a parameter is not an index".to_owned()))?;
-            let state: Option<&ParamState> = whole.state.get(&index);
-            part.state.extend(state.map(|state| (index, state.clone())));
+            part.state.extend(whole.state.get(&index).map(|state| (index, state.clone())));
+            part.params.extend(whole.params.get(&index).map(|param| (index, param.clone())));
         }
         Ok(part)
     }

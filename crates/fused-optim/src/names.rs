@@ -1,0 +1,172 @@
+//! Parameters by name: what they are called, and saved state brought into this optimizer's order.
+//!
+//! To an optimizer a parameter is a position in the list that each step is given. Where that order
+//! differs between processes (a map of candle's has another order in each), positions say nothing
+//! about saved state. So an optimizer that knows [names](ParamSpec) saves them, and loads by them.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::state_dict::problem;
+use crate::{Error, Result, StateDict, StateProblem};
+
+/// A parameter's name, and its shape where that is known.
+///
+/// ```
+/// use fused_optim::{AdamW, AdamWHyper, Optimizer, ParamSpec};
+///
+/// let mut adamw = AdamW::with_one_group(AdamWHyper::default(), 2)?;
+/// adamw.set_param_names(&[ParamSpec::new("fc.weight", &[10, 64]), ParamSpec::from("fc.bias")])?;
+/// # Ok::<(), fused_optim::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ParamSpec {
+    /// Unique within the model, for example `layer1.0.conv1.weight`.
+    pub name: String,
+    /// Its dimensions; `None` if unknown, which fits every shape.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shape: Option<Vec<usize>>,
+}
+
+impl ParamSpec {
+    /// A name and a shape.
+    pub fn new(name: impl Into<String>, shape: &[usize]) -> Self {
+        Self { name: name.into(), shape: Some(shape.to_vec()) }
+    }
+
+    /// Number of elements, where the shape is known.
+    pub(crate) fn count(&self) -> Option<usize> {
+        let shape = self.shape.as_ref()?;
+        Some(shape.iter().fold(1, |count: usize, dim| count.saturating_mul(*dim)))
+    }
+}
+
+impl From<&str> for ParamSpec {
+    /// A name alone.
+    fn from(name: &str) -> Self {
+        Self { name: name.to_owned(), shape: None }
+    }
+}
+
+/// Refuses a name that is there twice.
+pub(crate) fn check_unique(params: &[ParamSpec]) -> Result<()> {
+    let mut known = BTreeSet::new();
+    match params.iter().find(|param| !known.insert(&param.name)) {
+        Some(param) => Err(Error::DuplicateName { name: param.name.clone() }),
+        None => Ok(()),
+    }
+}
+
+/// The state dict as an optimizer with these names would have saved it, if both know names; `groups`
+/// are the indices of each of its groups. Of one without names nothing is changed: it fits by position.
+pub(crate) fn matched<'a>(
+    dict: &'a StateDict,
+    names: &[ParamSpec],
+    groups: &[&[usize]],
+) -> Result<Cow<'a, StateDict>> {
+    if names.is_empty() || dict.params.is_empty() {
+        return Ok(Cow::Borrowed(dict));
+    }
+    let indices = own_indices(&dict.params, names, groups)?;
+    let is_same = indices.iter().all(|(saved, own)| saved == own);
+    let (param_groups, in_order) = matched_groups(&dict.param_groups, &indices, names, groups)?;
+    if let Some(index) = dict.state.keys().find(|index| !indices.contains_key(index)) {
+        return Err(problem(&format!("state.{index}"), StateProblem::Unknown));
+    }
+    if is_same && in_order {
+        return Ok(Cow::Borrowed(dict));
+    }
+    let state = dict.state.iter().map(|(index, state)| (indices[index], state.clone()));
+    let params = dict.params.iter().map(|(index, param)| (indices[index], param.clone()));
+    Ok(Cow::Owned(StateDict {
+        kind: dict.kind.clone(),
+        param_groups,
+        state: state.collect(),
+        params: params.collect(),
+    }))
+}
+
+/// By saved index, this optimizer's index of the same name and shape.
+fn own_indices(
+    saved: &BTreeMap<usize, ParamSpec>,
+    names: &[ParamSpec],
+    groups: &[&[usize]],
+) -> Result<BTreeMap<usize, usize>> {
+    let mut by_name = BTreeMap::new();
+    for (index, param) in saved {
+        if let Some((other, _)) = by_name.insert(&*param.name, (*index, &param.shape)) {
+            let text = format!("the name of parameters {other} and {index}");
+            return Err(problem(&param.name, StateProblem::Invalid(text)));
+        }
+    }
+    let mut indices = BTreeMap::new();
+    for own in groups.iter().copied().flatten() {
+        let ParamSpec { name, shape } = names.get(*own).ok_or_else(|| unnamed(*own))?;
+        let saved = by_name.remove(&**name).ok_or_else(|| problem(name, StateProblem::Missing))?;
+        if let (Some(expected), (_, Some(got))) = (shape, saved)
+            && expected != got
+        {
+            let text = format!("expected shape {expected:?}, got {got:?}");
+            return Err(problem(name, StateProblem::Invalid(text)));
+        }
+        indices.insert(saved.0, *own);
+    }
+    match by_name.keys().next() {
+        Some(name) => Err(problem(name, StateProblem::Unknown)),
+        None => Ok(indices),
+    }
+}
+
+/// The saved groups with this optimizer's indices, in its order, and whether they had them already. A group
+/// must have the same parameters as the group at its own place: schedulers know groups by place.
+fn matched_groups(
+    saved: &str,
+    indices: &BTreeMap<usize, usize>,
+    names: &[ParamSpec],
+    groups: &[&[usize]],
+) -> Result<(String, bool)> {
+    let mut all = parse_groups(saved)?;
+    let mut in_order = true;
+    for (at, (group, own)) in all.iter_mut().zip(groups).enumerate() {
+        let key = format!("param_groups[{at}]");
+        let invalid = |text: String| problem(&key, StateProblem::Invalid(text));
+        let params = group.get(PARAMS).and_then(Value::as_array);
+        let params = params.ok_or_else(|| invalid("no array `params`".to_owned()))?;
+        let translate = |index: &Value| indices.get(&usize::try_from(index.as_u64()?).ok()?);
+        let mut rest: BTreeSet<usize> = own.iter().copied().collect();
+        for index in params {
+            let own = translate(index).ok_or_else(|| invalid(format!("{index} has no name")))?;
+            if !rest.remove(own) {
+                let name = &names[*own].name;
+                return Err(invalid(format!(
+                    "has `{name}`, which is not in this optimizer's group"
+                )));
+            }
+        }
+        if let Some(own) = rest.first() {
+            let name = &names[*own].name;
+            return Err(invalid(format!("lacks `{name}`, which is in this optimizer's group")));
+        }
+        let own = Value::from(own.to_vec());
+        in_order &= group.get(PARAMS) == Some(&own);
+        group[PARAMS] = own;
+    }
+    Ok((Value::Array(all).to_string(), in_order))
+}
+
+/// The groups of a state dict as JSON.
+pub(crate) fn parse_groups(text: &str) -> Result<Vec<Value>> {
+    serde_json::from_str(text)
+        .map_err(|source| Error::Format { action: "read param_groups", source: source.into() })
+}
+
+fn unnamed(index: usize) -> Error {
+    problem(&format!("parameter {index}"), StateProblem::Invalid("has no name here".into()))
+}
+
+/// The key of a group's indices.
+pub(crate) const PARAMS: &str = "params";

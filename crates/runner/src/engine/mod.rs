@@ -398,6 +398,9 @@ pub trait Engine {
         Err(Error::Engine("this engine does not compile: leave `compile` out".to_owned()))
     }
 
+    /// Draws its random numbers from this seed, from the first word on. Parameters stay as they are.
+    fn set_random_seed(&mut self, _seed: u64) {}
+
     /// How many words this engine has drawn from its random numbers, which seed and position determine;
     /// none if it draws none.
     fn random_position(&self) -> Option<u64> {

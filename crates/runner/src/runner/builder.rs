@@ -12,6 +12,7 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 
 use super::agreement::Agreement;
 use super::output::Output;
+use super::state::engine_seed;
 use super::{
     DataLoaderConfig, Judged, Length, Runner, TrainConfig, Validation, read_values, scale_lr,
     write_values,
@@ -311,9 +312,8 @@ impl RunnerBuilder {
         let (seed, timestamp) = seed_and_time(&group, self.seed)?;
         let make = || -> Result<(Runner, Device)> {
             let device = wanted.open(found?, &group)?;
-            // Data are dealt by one seed; only what a model draws may differ.
-            let own = if self.diff_rank_seed { group.rank() as u64 } else { 0 };
-            let context = device.context(optim.dtype, seed.wrapping_add(own));
+            let own_seed = engine_seed(seed, self.diff_rank_seed, &group);
+            let context = device.context(optim.dtype, own_seed);
             let mut engine = make_engine(model, &context, self.compile)?;
             let device = device.follow(&*engine)?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
@@ -343,6 +343,7 @@ impl RunnerBuilder {
                 stopped: false,
                 interrupted: false,
                 seed,
+                diff_rank_seed: self.diff_rank_seed,
                 config_text: self.looks.config.as_ref().map_or_else(String::new, |c| c.1.clone()),
                 position: Position::default(),
                 agreement: Agreement::default(),

@@ -57,6 +57,7 @@ pub struct Runner {
     stopped: bool,
     interrupted: bool,
     seed: u64,
+    diff_rank_seed: bool,
     config_text: String,
     position: Position,
     agreement: Agreement,

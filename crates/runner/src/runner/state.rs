@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use collective::ProcessGroup;
 use fused_optim::SliceMut;
 use serde_json::{Map, Value};
 
@@ -224,6 +225,8 @@ impl Runner {
         {
             self.model.load_state(&state)?;
         }
+        // Resets the position of the random numbers.
+        self.take_seed(loaded.meta.seed);
         if let Some(position) = loaded.meta.random.get(rank).copied().flatten() {
             self.engine.set_random_position(position)?;
         }
@@ -232,7 +235,6 @@ impl Runner {
         }
         let world_size = self.group.world_size();
         loaded.load_gradients(rank, world_size, self.engine.params(), &mut *self.model)?;
-        self.take_seed(loaded.meta.seed);
         self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, &loaded))?;
         self.load_buffers(loaded.own(rank)?)?;
         for hook in &mut self.hooks {
@@ -361,7 +363,7 @@ impl Runner {
         })
     }
 
-    /// Goes on with a checkpoint's seed: the order of the data hangs on it.
+    /// Goes on with a checkpoint's seed: the order of the data and the engine's random numbers depend on it.
     fn take_seed(&mut self, seed: u64) {
         if seed == self.seed {
             return;
@@ -369,11 +371,17 @@ impl Runner {
         let text = format!("going on with seed {seed} of the checkpoint instead of {}", self.seed);
         self.logger().info(&text);
         self.seed = seed;
+        self.engine.set_random_seed(engine_seed(seed, self.diff_rank_seed, &self.group));
         let judged = [&mut self.validation, &mut self.test].into_iter().flatten();
         for loader in judged.map(|part| &mut part.loader).chain(&mut self.train_loader) {
             loader.set_seed(seed);
         }
     }
+}
+
+/// Seed of this rank's engine. Data are dealt by the run's seed; only what a model draws may differ.
+pub(super) fn engine_seed(seed: u64, diff_rank_seed: bool, group: &ProcessGroup) -> u64 {
+    seed.wrapping_add(if diff_rank_seed { group.rank() as u64 } else { 0 })
 }
 
 /// Before the names of a rank's own buffers.

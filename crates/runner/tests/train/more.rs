@@ -1,6 +1,8 @@
 //! What else a run goes on from (PowerSGD's memory, random numbers), rates for parts of a model, runs that
 //! only judge, and what `env_cfg` and `log_level` say.
 
+use std::sync::Once;
+
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use runner::engine::candle::{
     CandleEngine, CandleModel, Loss, Outputs, TensorBatch, candle_core, candle_nn, ops,
@@ -63,25 +65,53 @@ impl CandleModel for Dropping {
     }
 }
 
+/// A run of that model, with a seed.
+const DROPPING: &str = r#"
+model = { type = "Dropping" }
+train_dataloader = { batch_size = 64, dataset = { type = "Digits" } }
+train_cfg = { max_epochs = 2 }
+randomness.seed = 3
+optim_wrapper = { type = "OptimWrapper", optimizer = { type = "SGD", lr = 0.05 } }
+"#;
+
+fn register_dropping() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let build = |vb: VarBuilder<'static>| {
+            Ok(Dropping(linear(64, 8, vb.pp("a"))?, linear(8, 10, vb.pp("b"))?))
+        };
+        MODELS.register("Dropping", move |_| Ok(CandleEngine::factory(build))).unwrap();
+    });
+}
+
 #[test]
 fn random_numbers_are_resumed() {
-    let build = |vb: VarBuilder<'static>| {
-        Ok(Dropping(linear(64, 8, vb.pp("a"))?, linear(8, 10, vb.pp("b"))?))
-    };
-    MODELS.register("Dropping", move |_| Ok(CandleEngine::factory(build))).unwrap();
-    let config = r#"
-        model = { type = "Dropping" }
-        train_dataloader = { batch_size = 64, dataset = { type = "Digits" } }
-        train_cfg = { max_epochs = 2 }
-        randomness.seed = 3
-        optim_wrapper = { type = "OptimWrapper", optimizer = { type = "SGD", lr = 0.05 } }
-    "#;
-    let dir = resumes_exactly(config);
+    register_dropping();
+    let dir = resumes_exactly(DROPPING);
     // Eight values of 64 samples, fifteen times. The last batch of an epoch is one of 15.
     let state = std::fs::read(dir.path().join("whole/iter_15/state.json")).unwrap();
     let state: serde_json::Value = serde_json::from_slice(&state).unwrap();
     let drawn = 8 * (14 * 64 + 15);
     assert_eq!(state["random"], serde_json::json!([drawn, drawn]));
+}
+
+#[test]
+fn dropout_of_a_run_without_a_seed_is_resumed() {
+    register_dropping();
+    for randomness in ["", "randomness.diff_rank_seed = true"] {
+        let dir = tempfile::tempdir().unwrap();
+        let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
+        let unseeded = DROPPING.replace("randomness.seed = 3", randomness);
+        killed(&unseeded, &broken, 2, 17);
+        resume(&unseeded, &broken, 2);
+        let state = std::fs::read(broken.join("epoch_1/state.json")).unwrap();
+        let state: serde_json::Value = serde_json::from_slice(&state).unwrap();
+        let seed = state["seed"].as_u64().unwrap();
+        for outcome in run(&unseeded, &whole, 2, |builder, _| builder.seed(seed)) {
+            outcome.unwrap();
+        }
+        assert_equal(&whole, &broken, "epoch_2");
+    }
 }
 
 const PARTS: &str = r#"

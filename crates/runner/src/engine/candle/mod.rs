@@ -530,6 +530,10 @@ impl Engine for CandleEngine {
         self.graphs.as_mut()?.take_news()
     }
 
+    fn set_random_seed(&mut self, seed: u64) {
+        self.random = Random::new(seed);
+    }
+
     fn random_position(&self) -> Option<u64> {
         Some(self.random.position()).filter(|position| *position > 0)
     }

@@ -43,6 +43,7 @@ pub(crate) fn validate(runner: &mut Runner, metrics: &mut Metrics) -> Result<Opt
     }
     Ok(match judge(runner, Judged::Val)? {
         Ok(fresh) => {
+            runner.ask_before_next();
             *metrics = fresh;
             None
         }

@@ -401,12 +401,12 @@ impl Runner {
     }
 
     /// Whether the run is to end now, because of the time or a signal. All ranks get one answer: that
-    /// of the most hurried. One rank looks before every batch, and so do several with a time budget; else
-    /// they ask one another every [`Agreement::INTERVAL`] or so.
+    /// of the most hurried. One rank looks before every batch; several ask one another every
+    /// [`Agreement::INTERVAL`] or so.
     pub(crate) fn interrupt(&mut self) -> Result<Option<Interrupt>> {
         let several = self.group.world_size() > 1;
-        let by_time = self.deadline.is_some();
-        if several && !(by_time || signals::are_caught() && self.agreement.is_due()) {
+        let can_end = self.deadline.is_some() || signals::are_caught();
+        if several && !(can_end && self.agreement.is_due()) {
             return Ok(None);
         }
         let spent = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
@@ -418,6 +418,12 @@ impl Runner {
             (1.., 0) => Some(Interrupt::Budget),
             (0, 0) => None,
         })
+    }
+
+    /// Has the ranks ask one another before the next batch, whatever the last ones took: those of
+    /// another data set take another time, and a time budget that is spent does not end a validation.
+    pub(crate) fn ask_before_next(&mut self) {
+        self.agreement = Agreement::default();
     }
 
     pub(crate) fn train_config(&self) -> &TrainConfig {

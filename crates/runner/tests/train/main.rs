@@ -8,7 +8,8 @@ mod more;
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use collective::ProcessGroup;
 use runner::config::Config;
@@ -103,14 +104,17 @@ fn killed(config: &str, dir: &Path, ranks: usize, iter: usize) {
     assert!(outcome.iter().all(Result::is_err));
 }
 
-/// Ends the run before batch `iter` by letting its time budget pass there.
+/// Ends the run before batch `iter` by letting its time budget pass there. Batches take so long that
+/// the ranks ask one another before each.
 fn out_of_time(config: &str, dir: &Path, ranks: usize, iter: usize) -> Outcome {
     run(config, dir, ranks, |builder, _| {
-        let wait = |runner: &mut Runner| {
-            std::thread::sleep(runner.budget_left().unwrap());
+        let wait = move |runner: &mut Runner| {
+            let is_last = runner.position().iter == iter - 1;
+            let left = runner.budget_left().unwrap();
+            std::thread::sleep(if is_last { left } else { Duration::from_millis(25) });
             Ok(())
         };
-        builder.time_budget(Some(Duration::from_secs(3))).hook(before_iter(iter - 1, wait))
+        builder.time_budget(Some(Duration::from_secs(3))).hook(Box::new(BeforeIter(Box::new(wait))))
     })
 }
 
@@ -336,6 +340,36 @@ fn a_checkpoint_left_aside_is_found() {
     std::fs::rename(dir.path().join("epoch_1"), dir.path().join("epoch_1.old")).unwrap();
     resume(MLP, dir.path(), 2);
     assert!(log(dir.path()).contains("epoch_1.old: epoch 1, iteration 12"));
+}
+
+/// Collective calls of rank 0, and the time they took, in a run over 20 epochs of 12 batches.
+fn calls_within(budget: Option<Duration>) -> (u64, Duration) {
+    let (dir, calls) = (tempfile::tempdir().unwrap(), Arc::new(AtomicU64::new(0)));
+    let config = MLP.replace("max_epochs = 2", "max_epochs = 20");
+    let start = Instant::now();
+    let outcome = run(&config, dir.path(), 2, |builder, rank| {
+        let calls = Arc::clone(&calls);
+        let count = move |runner: &mut Runner| {
+            let last = runner.group().flight_record().calls.last().unwrap().seq;
+            if rank == 0 {
+                calls.store(last, Ordering::Relaxed);
+            }
+            Ok(())
+        };
+        builder.time_budget(budget).hook(before_iter(239, count))
+    });
+    assert!(outcome.iter().all(Result::is_ok));
+    (calls.load(Ordering::Relaxed), start.elapsed())
+}
+
+#[test]
+fn a_time_budget_needs_no_collective_before_every_batch() {
+    let (without, _) = calls_within(None);
+    let (with, took) = calls_within(Some(Duration::from_secs(3600)));
+    let asked = with - without;
+    // Every 20 ms or so; batches of a loaded machine take as long.
+    let most = 20 + took.as_millis() / 10;
+    assert!(asked > 0 && u128::from(asked) < most, "asked {asked} times in {took:?}");
 }
 
 #[test]

@@ -403,6 +403,44 @@ fn a_group_may_be_added_between_steps() {
     assert_eq!(device.status().unwrap().growth_tracker, 4);
 }
 
+/// What an optimizer on the CPU saved in another order goes to the tensors of its names.
+#[test]
+fn state_is_loaded_by_name() {
+    let groups = || [ParamGroup::new(AdamWHyper::default(), 0..2)];
+    let names = |names: [&str; 2]| names.map(|name| ParamSpec::new(name, &[3]));
+    let mut cpu = AdamW::new(groups()).unwrap();
+    cpu.set_param_names(&names(["a", "b"])).unwrap();
+    let (mut a, mut b) = ([1.0_f32; 3], [2.0_f32; 3]);
+    let param = |weight, grad| ParamMut::new(SliceMut::F32(weight), Some(Slice::F32(grad)));
+    let params = &mut [param(&mut a, &[0.5; 3]), param(&mut b, &[-3.0; 3])];
+    let _ = cpu.step(params, &StepCtl::PLAIN).unwrap();
+
+    let mut device = Fused::new(Host::new(1), groups(), HalfWeights::Master).unwrap();
+    device.core_mut().set_param_names(&names(["b", "a"])).unwrap();
+    let slice = |values: &mut [f32; 3]| {
+        let ptr = device.device.lend(&mut values[..]);
+        DeviceSlice { ptr, len: 3, dtype: DType::F32 }
+    };
+    let (mut grads, mut weights) = ([[1.0_f32; 3]; 3], [b, a, b]);
+    let both = weights.iter_mut().zip(&mut grads);
+    let params: Vec<_> = both.map(|(w, g)| DeviceParam::new(slice(w), Some(slice(g)))).collect();
+    // SAFETY: all of them live as long as the device, and do not move; here and below.
+    let three = unsafe { device.bind(&params) }.unwrap_err();
+    assert!(matches!(three, Error::ParamCount { expected: 2, got: 3 }));
+    // SAFETY: as above.
+    unsafe { device.bind(&params[..2]) }.unwrap();
+    let (saved, before) = (cpu.state_dict(), device.state_dict().unwrap());
+    let mut wrong = saved.clone();
+    wrong.params.get_mut(&0).unwrap().name = "c".into();
+    let error = device.load_state_dict(&wrong).unwrap_err().to_string();
+    assert_eq!(error, "state dict, a: missing");
+    assert_eq!(device.state_dict().unwrap(), before);
+    device.load_state_dict(&saved).unwrap();
+    let loaded = device.state_dict().unwrap();
+    assert_eq!((&loaded.state[&0], &loaded.state[&1]), (&saved.state[&1], &saved.state[&0]));
+    assert_eq!((&*loaded.params[&0].name, &*loaded.params[&1].name), ("b", "a"));
+}
+
 /// Tensors of more elements than 32 bits can tell, of which only the ends are there.
 #[test]
 fn the_far_end_of_a_tensor_is_found() {

@@ -414,6 +414,42 @@ fn what_is_fed_is_checked_and_cleared() {
     assert!(matches!(sgd.step(&mut [param], &plain), Err(Error::Npu(_))));
 }
 
+/// What an optimizer on the CPU saved in another order goes to the tensors of its names.
+#[test]
+fn state_is_loaded_by_name() {
+    let sim = session(Soc::Ascend910B);
+    let groups = || [ParamGroup::new(AdamWHyper::default(), 0..2)];
+    let names = |names: [&str; 2]| names.map(|name| ParamSpec::new(name, &[3]));
+    let mut cpu = AdamW::new(groups()).unwrap();
+    cpu.set_param_names(&names(["a", "b"])).unwrap();
+    let (mut a, mut b) = ([1.0_f32; 3], [2.0_f32; 3]);
+    let (one, other) = ([0.5_f32; 3], [-3.0_f32; 3]);
+    let params = &mut [
+        ParamMut::new(&mut a[..], Some(Slice::F32(&one))),
+        ParamMut::new(&mut b[..], Some(Slice::F32(&other))),
+    ];
+    let _ = cpu.step(params, &StepCtl::PLAIN).unwrap();
+
+    let mut fed = HostFed::new(operators(), groups(), HalfWeights::Master).unwrap();
+    fed.set_param_names(&names(["b", "a"])).unwrap();
+    let mut third = [1.0_f32; 3];
+    let params =
+        &mut [&mut b, &mut a, &mut third].map(|weight| ParamMut::new(&mut weight[..], None));
+    let three = fed.step(params, &StepCtl::PLAIN).unwrap_err();
+    assert!(matches!(three, Error::ParamCount { expected: 2, got: 3 }));
+    let (saved, before) = (cpu.state_dict(), fed.state_dict());
+    let mut wrong = saved.clone();
+    wrong.params.get_mut(&0).unwrap().name = "c".into();
+    assert_eq!(fed.load_state_dict(&wrong).unwrap_err().to_string(), "state dict, a: missing");
+    assert_eq!(fed.state_dict(), before);
+    fed.load_state_dict(&saved).unwrap();
+    let loaded = fed.state_dict();
+    assert_eq!((&loaded.state[&0], &loaded.state[&1]), (&saved.state[&1], &saved.state[&0]));
+    assert_eq!((&*loaded.params[&0].name, &*loaded.params[&1].name), ("b", "a"));
+    drop(fed);
+    assert_eq!(sim.finish(), [""; 0]);
+}
+
 #[test]
 fn mistakes_are_typed() {
     let sim = session(Soc::Ascend910A);

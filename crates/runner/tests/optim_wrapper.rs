@@ -3,21 +3,26 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::path::Path;
 use std::time::Duration;
 
 use collective::{ProcessGroup, ReducerOptions};
 use fused_optim::{
-    Adam, AdamHyper, Applied, Clip, DType, FoundInf, Optimizer, ParamGroup, ParamMut, Sgd,
-    SgdHyper, Slice, SliceMut, StepCtl,
+    Adam, AdamHyper, Applied, Clip, DType, FoundInf, Optimizer, ParamGroup, ParamMut, ParamSpec,
+    Sgd, SgdHyper, Slice, SliceMut, StateDict, StepCtl,
 };
 use runner::Result;
+use runner::checkpoint;
 use runner::config::Config;
-use runner::data::{Array, Batch};
+use runner::data::{Array, ArrayData, Batch, Dataset};
 use runner::device::Device;
 use runner::engine::{Engine, Losses, SharedSink, TensorSpec};
 use runner::model::DistributedDataParallel;
-use runner::optim_wrapper::{Fp32OptimWrapper, Member, OptimWrapper, OptimizerDict};
+use runner::optim_wrapper::{
+    Fp32OptimWrapper, Member, OptimWrapper, OptimWrapperFactory, OptimizerDict,
+};
 use runner::registry::OPTIM_WRAPPERS;
+use runner::{DataLoaderConfig, RunnerBuilder, TrainConfig};
 use serde_json::Value;
 
 /// One weight `w` of three numbers; the loss of its `i`-th batch is `0.01 * (w . x - 1)^2` with
@@ -206,4 +211,150 @@ fn a_dict_refuses_what_is_not_its_own_and_stays_as_it_was() {
     assert!(target.load_state_dict(&sgd).is_err());
     assert_eq!(target.state_dict(), before);
     assert!(Fp32OptimWrapper::new(Box::new(target), 1).loss_scale() == 1.0);
+}
+
+/// In one process the model has its parameters in this order, in the next in the other.
+#[test]
+fn a_dict_of_named_parameters_resumes_whatever_their_order() {
+    let dict = |names: [&str; 2]| {
+        let at = |prefix| [names.iter().position(|name| name.starts_with(prefix)).unwrap()];
+        let adam = Adam::new([ParamGroup::new(AdamHyper::default(), at("a."))]).unwrap();
+        let hyper = SgdHyper { lr: 0.5, momentum: 0.9, ..SgdHyper::default() };
+        let sgd = Sgd::new([ParamGroup::new(hyper, at("b."))]).unwrap();
+        let member =
+            |name: &str, optimizer| Member { name: name.to_owned(), optimizer, clip: None };
+        let mut dict =
+            OptimizerDict::new(vec![member("a", Box::new(adam)), member("b", Box::new(sgd))]);
+        dict.set_param_names(&names.map(|name| ParamSpec::new(name, &[2]))).unwrap();
+        dict
+    };
+    let ctl = StepCtl::PLAIN;
+    let (mut one, mut weights) = (dict(["b.w", "a.w"]), [[1.0, -2.0], [0.5, 4.0]]);
+    assert_eq!(step(&mut one, &mut weights, &gradients(0), &ctl), Applied::Applied);
+    let bytes = one.state_dict().to_safetensors().unwrap();
+    let saved = StateDict::from_safetensors(&bytes).unwrap();
+    let (mut other, mut turned) = (dict(["a.w", "b.w"]), [weights[1], weights[0]]);
+    other.load_state_dict(&saved).unwrap();
+    let [b, a] = gradients(1);
+    assert_eq!(step(&mut one, &mut weights, &[b, a], &ctl), Applied::Applied);
+    assert_eq!(step(&mut other, &mut turned, &[a, b], &ctl), Applied::Applied);
+    assert_eq!(weights, [turned[1], turned[0]]);
+
+    let before = other.state_dict();
+    let mut wrong = saved.clone();
+    wrong.params.get_mut(&0).unwrap().name = "b.v".to_owned();
+    let error = other.load_state_dict(&wrong).unwrap_err().to_string();
+    assert_eq!(error, "state dict, b.w: missing");
+    wrong = saved;
+    wrong.state.insert(2, wrong.state[&0].clone());
+    let error = other.load_state_dict(&wrong).unwrap_err().to_string();
+    assert_eq!(error, "state dict, state.2: unknown");
+    assert_eq!(other.state_dict(), before);
+}
+
+/// Parameters of equal size, in an order that is the process' own, with gradients that depend on the name.
+struct Unordered {
+    specs: Vec<TensorSpec>,
+    values: Vec<[f32; 2]>,
+}
+
+impl Unordered {
+    fn new(names: &[&str]) -> Self {
+        let spec = |name: &&str| TensorSpec {
+            name: (*name).to_owned(),
+            shape: vec![2],
+            dtype: DType::F32,
+        };
+        Self { specs: names.iter().map(spec).collect(), values: vec![[1.0, -1.0]; names.len()] }
+    }
+}
+
+impl Engine for Unordered {
+    fn params(&self) -> &[TensorSpec] {
+        &self.specs
+    }
+
+    fn buffers(&self) -> &[TensorSpec] {
+        &[]
+    }
+
+    fn with_params(
+        &mut self,
+        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
+    ) -> Result<()> {
+        visit(&mut self.values.iter_mut().map(|v| SliceMut::F32(v)).collect::<Vec<_>>())
+    }
+
+    fn with_buffers(
+        &mut self,
+        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
+    ) -> Result<()> {
+        visit(&mut [])
+    }
+
+    fn forward_backward(&mut self, _: &Batch, scale: f32, sink: &SharedSink) -> Result<Losses> {
+        for (index, (spec, values)) in self.specs.iter().zip(&self.values).enumerate() {
+            let own = f32::from(spec.name.as_bytes()[0]) / 100.0;
+            let gradient = values.map(|value| (0.25 * value + own) * scale);
+            sink.lock().ready(index, Slice::F32(&gradient))?;
+        }
+        Ok(Losses { scalars: vec![("loss".to_owned(), 1.0)] })
+    }
+
+    fn eval(&mut self, _: &Batch) -> Result<Vec<(String, Array)>> {
+        Ok(Vec::new())
+    }
+}
+
+struct Four;
+
+impl Dataset for Four {
+    fn name(&self) -> &'static str {
+        "four"
+    }
+
+    fn len(&self) -> usize {
+        4
+    }
+
+    fn batch(&self, indices: &[usize]) -> Result<Batch> {
+        let count = indices.len();
+        Ok(Batch::new().with("inputs", Array::new([count], ArrayData::U8(vec![0; count]))?))
+    }
+}
+
+/// Trains a model whose parameters come in this order up to an epoch.
+fn train(dir: &Path, names: &'static [&'static str], epochs: usize) -> Result<()> {
+    let sgd = |count| {
+        let hyper = SgdHyper { lr: 0.125, momentum: 0.9, ..SgdHyper::default() };
+        Sgd::with_one_group(hyper, count)
+    };
+    let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
+    let builder = RunnerBuilder::default()
+        .model(Box::new(|_| Ok(Box::new(Unordered::new(names)))))
+        .optim_wrapper(OptimWrapperFactory::fp32(sgd))
+        .train_dataloader(DataLoaderConfig::new(Four, 1))
+        .train_cfg(TrainConfig::new(epochs))
+        .work_dir(dir)
+        .process_group(group)
+        .seed(1)
+        .default_hooks()
+        .resume(true);
+    builder.build()?.train()?;
+    Ok(())
+}
+
+#[test]
+fn a_run_resumes_whatever_the_order_of_its_parameters() {
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let [undisturbed, resumed] = folders.each_ref().map(tempfile::TempDir::path);
+    train(undisturbed, &["u", "v", "w"], 3).unwrap();
+    train(resumed, &["u", "v", "w"], 2).unwrap();
+    train(resumed, &["w", "u", "v"], 3).unwrap();
+    let weights = |dir: &Path| {
+        let mut engine = Unordered::new(&["u", "v", "w"]);
+        checkpoint::load(&dir.join("epoch_3")).unwrap().load_model(&mut engine).unwrap();
+        engine.values
+    };
+    assert_eq!(weights(undisturbed), weights(resumed));
 }

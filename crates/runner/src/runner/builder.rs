@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use collective::{GroupOptions, Launcher, ProcessGroup, Topology, Transport};
-use fused_optim::{Sgd, SgdHyper};
+use fused_optim::{ParamSpec, Sgd, SgdHyper};
 use jiff::Zoned;
 use rustix::process::{Resource, getrlimit, setrlimit};
 
@@ -443,6 +443,8 @@ fn make_optim(
 ) -> Result<Box<dyn OptimWrapper>> {
     let mut optim = (factory.build)(engine.params(), device)?;
     device.check(optim.optimizer())?;
+    let names = engine.params().iter().map(|param| ParamSpec::new(&*param.name, &param.shape));
+    optim.optimizer_mut().set_param_names(&names.collect::<Vec<_>>())?;
     engine.set_autocast(optim.autocast())?;
     engine.tune(optim.optimizer_mut());
     Ok(optim)

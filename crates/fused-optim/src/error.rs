@@ -176,12 +176,6 @@ pub enum StateProblem {
         /// The entry's count.
         got: usize,
     },
-    /// It holds an infinity or a NaN.
-    #[error("not finite at element {at}")]
-    NonFinite {
-        /// The first such element.
-        at: usize,
-    },
     /// Its value makes no sense here; the text says why.
     #[error("{0}")]
     Invalid(String),

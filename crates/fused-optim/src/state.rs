@@ -81,7 +81,8 @@ impl TensorState {
         ParamState { step: self.step, tensors }
     }
 
-    /// Checks one tensor's saved state and takes it over; `count` is its length where known.
+    /// Checks one tensor's saved state and takes it over; `count` is its length where known. Values that
+    /// are not finite are taken as they are: whatever was saved can be loaded.
     pub(crate) fn load(
         index: usize,
         saved: &ParamState,
@@ -102,9 +103,6 @@ impl TensorState {
             let (expected, got) = (*count.get_or_insert(values.len()), values.len());
             if got != expected {
                 return Err(problem(key(name), StateProblem::Length { expected, got }));
-            }
-            if let Some(at) = values.iter().position(|x| !x.is_finite()) {
-                return Err(problem(key(name), StateProblem::NonFinite { at }));
             }
         }
         let slot = |(at, name): (usize, &&str)| {

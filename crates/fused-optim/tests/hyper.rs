@@ -199,7 +199,7 @@ fn a_wrong_state_dict_is_refused_by_name() {
     let before = adamw.state_dict();
 
     type Spoil = fn(&mut StateDict);
-    let cases: [(Spoil, &str); 10] = [
+    let cases: [(Spoil, &str); 9] = [
         (|d| d.kind = "sgd".into(), r#"the state dict is of "sgd", this optimizer is "adamw""#),
         (|d| drop(tensors(d).remove("exp_avg_sq")), "state dict, state.0.exp_avg_sq: missing"),
         (
@@ -209,10 +209,6 @@ fn a_wrong_state_dict_is_refused_by_name() {
         (
             |d| tensors(d).get_mut("exp_avg").unwrap().push(0.0),
             "state dict, state.0.exp_avg: expected 3 elements, got 4",
-        ),
-        (
-            |d| tensors(d).get_mut("exp_avg_sq").unwrap()[2] = f32::NAN,
-            "state dict, state.0.exp_avg_sq: not finite at element 2",
         ),
         (
             |d| d.state.get_mut(&0).unwrap().step = 0,

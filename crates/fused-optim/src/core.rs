@@ -4,9 +4,9 @@
 //! leaves no half-done step behind.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::cpu::pages::Pages;
 use crate::cpu::plan::{Layout, share_count};
@@ -403,9 +403,16 @@ fn piece<'a, H: Hyper>(
 
 /// PyTorch's layout: hyper-parameters and `params` side by side.
 fn group_to_json<H: Hyper>(group: &ParamGroup<H>) -> Value {
-    let mut json = serde_json::to_value(&group.hyper).expect("a struct of plain numbers");
-    json[PARAMS] = group.params.clone().into();
-    json
+    let mut json = json_of(&group.hyper);
+    json.insert(PARAMS.to_owned(), group.params.clone().into());
+    json.into()
+}
+
+fn json_of<H: Hyper>(hyper: &H) -> Map<String, Value> {
+    match serde_json::to_value(hyper) {
+        Ok(Value::Object(json)) => json,
+        _ => unreachable!("a struct of plain numbers"),
+    }
 }
 
 fn group_from_json<H: Hyper>(
@@ -420,10 +427,16 @@ fn group_from_json<H: Hyper>(
         return Err(problem(key, StateProblem::Invalid(text)));
     }
     let invalid = |text: String| problem(key, StateProblem::Invalid(text));
+    let keys: BTreeSet<String> =
+        saved.as_object().into_iter().flat_map(|group| group.keys().cloned()).collect();
     let hyper: H = match serde_json::from_value(saved) {
         Ok(hyper) => hyper,
         Err(error) => return Err(invalid(error.to_string())),
     };
+    // What is missing would be read as the default; a saved group has all.
+    if let Some(key) = json_of(&own.hyper).keys().find(|key| !keys.contains(*key)) {
+        return Err(invalid(format!("missing field `{key}`")));
+    }
     match hyper.validate() {
         Ok(()) => Ok(ParamGroup { hyper, params: own.params.clone() }),
         Err(error) => Err(invalid(error.to_string())),

@@ -138,6 +138,32 @@ fn switches_are_saved_and_loaded() {
     }
 }
 
+/// A configuration says what differs from the defaults.
+#[test]
+fn hyper_parameters_are_read_from_parts_of_them() {
+    macro_rules! check {
+        ($($hyper:ident),*) => {$(
+            let read = serde_json::from_str::<$hyper>;
+            assert_eq!(read("{}").unwrap(), $hyper::default());
+            let some = read(r#"{"lr": 0.5, "weight_decay": 0.25}"#).unwrap();
+            assert_eq!(some, $hyper { lr: 0.5, weight_decay: 0.25, ..Default::default() });
+            let error = read(r#"{"lr": 0.5, "wieght_decay": 0.25}"#).unwrap_err().to_string();
+            assert!(error.contains("unknown field `wieght_decay`"), "{error}");
+        )*};
+    }
+    check!(
+        AdadeltaHyper,
+        AdamHyper,
+        AdamPHyper,
+        AdamWHyper,
+        BertAdamHyper,
+        LambHyper,
+        RmsPropHyper,
+        RmsPropTfHyper,
+        SgdHyper
+    );
+}
+
 #[test]
 fn uneven_rows_and_short_averages_are_refused() {
     let mut adamp = with!(AdamP, AdamPHyper {}).unwrap();

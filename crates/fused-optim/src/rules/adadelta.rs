@@ -8,7 +8,7 @@ use crate::{Error, Result};
 
 /// Hyper-parameters of [`Adadelta`]; the defaults are PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(default, deny_unknown_fields)]
 pub struct AdadeltaHyper {
     /// Learning rate `lr`, 1: a factor on steps that find their own length.
     pub lr: f64,

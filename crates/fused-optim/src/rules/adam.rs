@@ -8,7 +8,7 @@ use crate::rule::{Hyper, Moments, bias_corrections, lr_and_maximize, optimizer, 
 
 /// Hyper-parameters of [`Adam`]; the defaults are PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(default, deny_unknown_fields)]
 pub struct AdamHyper {
     /// Learning rate `lr`, 1e-3.
     pub lr: f64,

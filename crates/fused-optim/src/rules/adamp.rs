@@ -11,7 +11,7 @@ use crate::rule::{
 
 /// Hyper-parameters of [`AdamP`]; the defaults are torch_npu's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(default, deny_unknown_fields)]
 pub struct AdamPHyper {
     /// Learning rate `lr`, 1e-3.
     pub lr: f64,

@@ -9,7 +9,7 @@ use crate::rule::{Hyper, lr_and_maximize, optimizer, validate_adam};
 
 /// Hyper-parameters of [`AdamW`]; the defaults are PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(default, deny_unknown_fields)]
 pub struct AdamWHyper {
     /// Learning rate `lr`, 1e-3.
     pub lr: f64,

@@ -8,7 +8,7 @@ use crate::{Error, Result};
 
 /// Hyper-parameters of [`BertAdam`]; the defaults are torch_npu's, which has none for `lr`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(default, deny_unknown_fields)]
 pub struct BertAdamHyper {
     /// Learning rate `lr` at the schedule's height, 1e-3.
     pub lr: f64,

@@ -9,7 +9,7 @@ use crate::rule::{Hyper, Moments, OwnClip, lr_and_maximize, optimizer, validate_
 
 /// Hyper-parameters of [`Lamb`]; the defaults are torch_npu's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(default, deny_unknown_fields)]
 pub struct LambHyper {
     /// Learning rate `lr`, 1e-3.
     pub lr: f64,

@@ -8,7 +8,7 @@ use crate::rule::{Hyper, at_least_zero, lr_and_maximize, optimizer};
 
 /// Hyper-parameters of [`RmsProp`]; the defaults are PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(default, deny_unknown_fields)]
 pub struct RmsPropHyper {
     /// Learning rate `lr`, 1e-2.
     pub lr: f64,

@@ -9,7 +9,7 @@ use crate::rule::{Hyper, lr_and_maximize, optimizer};
 
 /// Hyper-parameters of [`RmsPropTf`]; the defaults are torch_npu's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(default, deny_unknown_fields)]
 pub struct RmsPropTfHyper {
     /// Learning rate `lr`, 1e-2.
     pub lr: f64,

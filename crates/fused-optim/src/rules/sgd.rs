@@ -8,7 +8,7 @@ use crate::{Error, Result};
 
 /// Hyper-parameters of [`Sgd`]; the defaults are PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(default, deny_unknown_fields)]
 pub struct SgdHyper {
     /// Learning rate `lr`, 1e-3.
     pub lr: f64,

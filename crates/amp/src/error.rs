@@ -79,11 +79,13 @@ pub enum Error {
     #[cfg(feature = "npu")]
     #[error(transparent)]
     Npu(#[from] npu_sys::Error),
-    /// Only a dynamic scaler has a state to save and load, and it needs one.
-    #[error("cannot load {} into a scaler that is {}", if *.dynamic { "an absent state" } else { "a state" }, if *.dynamic { "dynamic" } else { "fixed or disabled" })]
+    /// A state is loaded by a scaler of its own kind: dynamic or fixed. A disabled one has none.
+    #[error("cannot load {state} into a scaler that is {scaler}")]
     StateMismatch {
-        /// Whether the scaler loaded into is dynamic.
-        dynamic: bool,
+        /// Whose state it is: `a dynamic scaler's state`, `a fixed scaler's state` or `an absent state`.
+        state: &'static str,
+        /// What the scaler loaded into is: `dynamic`, `fixed` or `disabled`.
+        scaler: &'static str,
     },
 }
 

@@ -10,8 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result, has_non_finite, unscale};
 
-/// How a dynamic scale moves; the defaults are PyTorch's.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// How a dynamic scale moves; the defaults are PyTorch's. Keys that a saved form lacks have them, too.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct LossScalerOptions {
     /// The scale to begin with, 65536.
     pub init_scale: f32,
@@ -47,8 +48,9 @@ impl Default for LossScalerOptions {
 /// | a loaded growth count is at or past the interval | grows at the next good step | never grows until an overflow |
 /// | factors, scales and intervals that cannot work | [`Error::Invalid`] | growth above 1, backoff below 1; else any |
 ///
-/// Anywhere else the two are one, bit for bit.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// Anywhere else the two are one, bit for bit. Saved as `"torch"` or `{"guarded": {"min_scale": ...}}`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Policy {
     /// With a floor and checks; the default.
     Guarded {
@@ -100,7 +102,8 @@ pub enum ScaleChange {
     BackedOff,
 }
 
-/// What a dynamic scaler saves, under PyTorch's names.
+/// What a scaler saves, under PyTorch's names. A fixed one has growth and backoff factors of 1, with which
+/// PyTorch's scale stays where it is, too.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScalerState {
@@ -299,10 +302,15 @@ impl LossScaler {
         Ok(())
     }
 
-    /// What to save; `None` unless the scale is dynamic.
+    /// What to save; `None` if scaling is disabled.
     #[must_use]
     pub fn state_dict(&self) -> Option<ScalerState> {
-        self.options().map(|options| ScalerState {
+        let options = match self.mode {
+            Mode::Dynamic(options) => options,
+            Mode::Fixed => FIXED,
+            Mode::Disabled => return None,
+        };
+        Some(ScalerState {
             scale: self.scale,
             growth_factor: options.growth_factor,
             backoff_factor: options.backoff_factor,
@@ -311,18 +319,27 @@ impl LossScaler {
         })
     }
 
-    /// Takes over a saved state, factors and interval included; the policy stays.
+    /// Takes over a saved state, factors and interval included; the policy stays. Of a fixed scaler it is
+    /// the scale; without a state, as versions saved it that had none, that stays.
     ///
     /// # Errors
     ///
-    /// [`Error::StateMismatch`] if there is a state and this scaler has none, or the other way
-    /// round; [`Error::Invalid`] as in [`new`](Self::new).
+    /// [`Error::StateMismatch`] if the state is not of such a scaler; [`Error::Invalid`] as in
+    /// [`new`](Self::new) and [`fixed`](Self::fixed).
     pub fn load_state_dict(&mut self, state: Option<&ScalerState>) -> Result<()> {
+        let mismatch = |state, scaler| Err(Error::StateMismatch { state, scaler });
+        let whose = match state {
+            Some(state) if state.is_fixed() => "a fixed scaler's state",
+            Some(_) => "a dynamic scaler's state",
+            None => "an absent state",
+        };
         let (options, state) = match (self.mode, state) {
-            (Mode::Dynamic(options), Some(state)) => (options, state),
-            (Mode::Dynamic(_), None) => return Err(Error::StateMismatch { dynamic: true }),
-            (_, Some(_)) => return Err(Error::StateMismatch { dynamic: false }),
-            (_, None) => return Ok(()),
+            (Mode::Dynamic(options), Some(state)) if !state.is_fixed() => (options, state),
+            (Mode::Fixed, Some(state)) if state.is_fixed() => return self.set_scale(state.scale),
+            (Mode::Fixed | Mode::Disabled, None) => return Ok(()),
+            (Mode::Dynamic(_), _) => return mismatch(whose, "dynamic"),
+            (Mode::Fixed, _) => return mismatch(whose, "fixed"),
+            (Mode::Disabled, _) => return mismatch(whose, "disabled"),
         };
         let options = LossScalerOptions {
             init_scale: options.init_scale,
@@ -339,6 +356,13 @@ impl LossScaler {
             growth_tracker: state.growth_tracker,
         };
         Ok(())
+    }
+}
+
+impl ScalerState {
+    /// Whether it is of a fixed scaler: no dynamic one has such factors.
+    fn is_fixed(&self) -> bool {
+        (self.growth_factor, self.backoff_factor) == (FIXED.growth_factor, FIXED.backoff_factor)
     }
 }
 
@@ -380,6 +404,15 @@ fn guarded(scale: f32, min_scale: f32) -> bool {
 fn product(scale: f32, factor: f64) -> f32 {
     (f64::from(scale) * factor) as f32
 }
+
+/// What a fixed scaler's state says beside the scale: factors that leave it where it is.
+const FIXED: LossScalerOptions = LossScalerOptions {
+    init_scale: 1.0,
+    growth_factor: 1.0,
+    backoff_factor: 1.0,
+    growth_interval: 2000,
+    policy: Policy::Torch,
+};
 
 #[cfg(test)]
 mod tests {
@@ -439,10 +472,7 @@ mod tests {
     fn fixed_and_disabled_stay() {
         let mut fixed = LossScaler::fixed(128.0).unwrap();
         assert_eq!(fixed.update(true), Ok(ScaleChange::Kept));
-        assert_eq!(
-            (fixed.scale(), fixed.inv_scale(), fixed.state_dict()),
-            (128.0, 1.0 / 128.0, None)
-        );
+        assert_eq!((fixed.scale(), fixed.inv_scale()), (128.0, 1.0 / 128.0));
         fixed.set_scale(64.0).unwrap();
         assert_eq!(fixed.scale(), 64.0);
         for scale in [0.0, -1.0, 1e-40, f32::NAN, f32::INFINITY] {
@@ -462,7 +492,9 @@ mod tests {
         let error = scaler.load_state_dict(None).unwrap_err().to_string();
         assert_eq!(error, "cannot load an absent state into a scaler that is dynamic");
         let error = LossScaler::disabled().load_state_dict(Some(&state)).unwrap_err().to_string();
-        assert_eq!(error, "cannot load a state into a scaler that is fixed or disabled");
+        let expected = "cannot load a dynamic scaler's state into a scaler that is disabled";
+        assert_eq!(error, expected);
+        assert_eq!(LossScaler::disabled().state_dict(), None);
         let broken = ScalerState { scale: f32::NAN, ..state };
         assert!(scaler.load_state_dict(Some(&broken)).is_err());
         assert_eq!(scaler.state_dict(), Some(state));

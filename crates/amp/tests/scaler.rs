@@ -141,3 +141,61 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn options_are_read_from_parts_of_them() {
+    let read = |text: &str| serde_json::from_str::<LossScalerOptions>(text);
+    assert_eq!(read("{}").unwrap(), LossScalerOptions::default());
+    let some = read(r#"{"init_scale": 1024.0, "policy": "torch"}"#).unwrap();
+    let torch = LossScalerOptions {
+        init_scale: 1024.0,
+        policy: Policy::Torch,
+        ..LossScalerOptions::default()
+    };
+    assert_eq!(some, torch);
+    let floor = read(r#"{"policy": {"guarded": {"min_scale": 0.5}}}"#).unwrap();
+    assert_eq!(floor.policy, Policy::Guarded { min_scale: 0.5 });
+    for options in [LossScalerOptions::default(), torch, floor] {
+        assert_eq!(read(&serde_json::to_string(&options).unwrap()).unwrap(), options);
+    }
+    for unknown in [r#"{"scale": 1.0}"#, r#"{"policy": {"guarded": {"min_scale": 1.0, "max": 2}}}"#]
+    {
+        assert!(read(unknown).unwrap_err().to_string().contains("unknown field"), "{unknown}");
+    }
+}
+
+#[test]
+fn a_fixed_scale_is_saved_and_restored() {
+    let saved = LossScaler::fixed(512.0).unwrap().state_dict().expect("the state of a fixed scale");
+    let json = serde_json::to_string(&saved).unwrap();
+    // PyTorch's keys; factors of 1 say that it does not move.
+    let text = r#"{"scale":512.0,"growth_factor":1.0,"backoff_factor":1.0,"growth_interval":2000,"_growth_tracker":0}"#;
+    assert_eq!(json, text);
+    let mut other = LossScaler::fixed(1024.0).unwrap();
+    other.load_state_dict(Some(&serde_json::from_str(&json).unwrap())).unwrap();
+    assert_eq!(other.scale(), 512.0);
+    assert!(other.options().is_none(), "still fixed");
+    // A state of before there was one.
+    other.load_state_dict(None).unwrap();
+    assert_eq!(other.scale(), 512.0);
+
+    let mut dynamic = LossScaler::new(LossScalerOptions::default()).unwrap();
+    let of_dynamic = dynamic.state_dict().unwrap();
+    let text = |result: amp::Result<()>| result.unwrap_err().to_string();
+    assert_eq!(
+        text(dynamic.load_state_dict(Some(&saved))),
+        "cannot load a fixed scaler's state into a scaler that is dynamic"
+    );
+    assert_eq!(
+        text(other.load_state_dict(Some(&of_dynamic))),
+        "cannot load a dynamic scaler's state into a scaler that is fixed"
+    );
+    assert_eq!(
+        text(LossScaler::disabled().load_state_dict(Some(&saved))),
+        "cannot load a fixed scaler's state into a scaler that is disabled"
+    );
+    for scale in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        assert!(other.load_state_dict(Some(&ScalerState { scale, ..saved })).is_err());
+    }
+    assert_eq!(other.scale(), 512.0);
+}

@@ -18,7 +18,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand};
 use collective::Launcher;
 
-use crate::config::{Config, parse_duration};
+use crate::config::{Config, Mistakes, parse_duration};
 use crate::launch::flags::LaunchArgs;
 use crate::launch::store::{StoreArgs, serve};
 use crate::launch::{launch, record_failure, record_panics, tie_to_parent};
@@ -46,7 +46,7 @@ enum Command {
     Val(JudgeArgs),
     /// Test a model on the configuration's test set.
     Test(JudgeArgs),
-    /// Say whether a configuration is right, without doing anything.
+    /// Tell all that is wrong with a configuration, a sample of its data tried on its model; create nothing.
     Check(ConfigArgs),
     /// Print a configuration with all it inherits and all overrides.
     Config(ShowArgs),
@@ -58,7 +58,7 @@ enum Command {
 struct ConfigArgs {
     /// The configuration, a TOML or JSON file.
     config: PathBuf,
-    /// Overrides: `optim_wrapper.optimizer.lr=0.2 custom_hooks.0.interval=5`.
+    /// Overrides: `optim_wrapper.optimizer.lr=0.2 'custom_hooks=[{ type = "EMAHook" }]'`.
     #[arg(long, alias = "cfg_options", num_args = 1.., value_name = "KEY=VALUE")]
     cfg_options: Vec<String>,
 }
@@ -67,7 +67,7 @@ struct ConfigArgs {
 struct JudgeArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// The checkpoint whose model is judged; otherwise the configuration's `load_from`.
+    /// The checkpoint, a directory such as epoch_3, whose model is judged; otherwise the configuration's `load_from`.
     #[arg(long)]
     checkpoint: Option<PathBuf>,
     /// Where logs go.
@@ -111,7 +111,7 @@ struct TrainArgs {
     /// Go on from the newest checkpoint of the work directory.
     #[arg(long)]
     resume: bool,
-    /// Take the model of this checkpoint; with `--resume`, go on from it.
+    /// Take the model of this checkpoint, a directory such as epoch_3; with `--resume`, go on from it.
     #[arg(long, alias = "load_from")]
     load_from: Option<PathBuf>,
     /// Stop training after this long (`60s`, `15m`, `2h`); the last validation comes on top.
@@ -134,19 +134,25 @@ pub fn main() -> ExitCode {
         Command::Train(args) => as_rank(|| signals::catch().and_then(|()| train(args))),
         Command::Val(args) => as_rank(|| judge(args, Judged::Val)),
         Command::Test(args) => as_rank(|| judge(args, Judged::Test)),
-        Command::Check(args) => read(&args).and_then(|(builder, name)| {
-            builder.check_whole().map(|()| print(&format!("{name}: right\n")))
-        }),
+        Command::Check(args) => check(&args),
         Command::Config(args) => load(&args.config).map(|c| print(&c.show(args.show_origin))),
         Command::Plot(args) => draw(args),
     };
     outcome.unwrap_or_else(|error| {
-        let _ = writeln!(std::io::stderr(), "error: {error}");
+        tell("error", &error.to_string());
         match error {
             Error::Interrupted { .. } => ExitCode::from(signals::EXIT_CODE),
             _ => ExitCode::FAILURE,
         }
     })
+}
+
+/// Writes to standard error: each mistake of a configuration has a line of its own.
+fn tell(kind: &str, text: &str) {
+    let mut stderr = std::io::stderr().lock();
+    for line in text.lines() {
+        let _ = writeln!(stderr, "{kind}: {line}");
+    }
 }
 
 /// Does what a rank does; a launcher is told why, if it fails.
@@ -173,9 +179,16 @@ fn load(args: &ConfigArgs) -> Result<Config> {
     Ok(config)
 }
 
-fn read(args: &ConfigArgs) -> Result<(RunnerBuilder, String)> {
-    let builder = RunnerBuilder::from_config(load(args)?)?;
-    Ok((builder.work_dir_or(default_work_dir(&args.config)), args.config.display().to_string()))
+/// The run that a configuration describes, and the configuration's mistakes.
+fn read(args: &ConfigArgs) -> Result<(RunnerBuilder, Mistakes)> {
+    let (builder, mistakes) = RunnerBuilder::read(load(args)?);
+    Ok((builder.work_dir_or(default_work_dir(&args.config)), mistakes))
+}
+
+fn check(args: &ConfigArgs) -> Result<ExitCode> {
+    let (warnings, checked) = RunnerBuilder::check(load(args)?);
+    warnings.iter().for_each(|text| tell("warning", text));
+    checked.map(|()| print(&format!("{}: right\n", args.config.display())))
 }
 
 fn start_ranks(args: Box<LaunchArgs>) -> Result<ExitCode> {
@@ -188,7 +201,7 @@ fn start_ranks(args: Box<LaunchArgs>) -> Result<ExitCode> {
 }
 
 fn train(args: TrainArgs) -> Result<()> {
-    let (mut builder, _) = read(&args.config)?;
+    let (mut builder, mistakes) = read(&args.config)?;
     builder = builder.untested().time_budget(args.time_budget);
     if args.resume {
         builder = builder.resume(true);
@@ -196,12 +209,15 @@ fn train(args: TrainArgs) -> Result<()> {
     if let Some(path) = args.load_from {
         builder = builder.load_from(path);
     }
+    builder.refuse(&mistakes);
+    mistakes.check()?;
     placed(builder, args.work_dir, args.launcher).build()?.train()?;
     Ok(())
 }
 
 fn judge(args: JudgeArgs, judged: Judged) -> Result<()> {
-    let (mut builder, _) = read(&args.config)?;
+    let (mut builder, mistakes) = read(&args.config)?;
+    mistakes.check()?;
     builder = builder.resume(false).only(judged);
     if let Some(path) = args.checkpoint {
         builder = builder.load_from(path);

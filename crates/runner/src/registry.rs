@@ -28,7 +28,7 @@ use std::sync::{Arc, LazyLock};
 
 use parking_lot::RwLock;
 
-use crate::config::{Place, Section, unknown};
+use crate::config::{Mistakes, Place, Section, unknown};
 use crate::data::{self, DatasetFactory};
 use crate::evaluate::{self, Metric};
 use crate::hooks::{self, Hook};
@@ -129,9 +129,12 @@ impl<T> Registry<T> {
             let names: Vec<_> = names.iter().map(String::as_str).collect();
             return Err(section.error_at(offset, unknown(self.kind, name, &names)));
         };
-        let built = builder(&mut section)?;
-        section.finish()?;
-        Ok(built)
+        let built = builder(&mut section);
+        // A builder that lacks a part whose mistake is listed has asked for all its keys.
+        if built.as_ref().err().is_none_or(Mistakes::is_listed) {
+            section.finish()?;
+        }
+        built
     }
 
     /// The registered names, sorted.

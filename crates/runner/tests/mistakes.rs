@@ -274,6 +274,150 @@ fn a_mistake_prints_its_message_and_no_backtrace() {
     }
 }
 
+/// A mistake in almost every table, and data that the model has too few classes for.
+const MANY: &str = r#"sync_bn = "torch"
+
+[model]
+type = "Mlp"
+in_features = 64
+num_classes = 9
+
+[train_dataloader]
+batch_size = -1
+num_workers = 2
+dataset = { type = "Digits" }
+
+[val_dataloader]
+batch_size = 64
+dataset = { type = "Digits", split = "test" }
+
+[val_evaluator]
+type = "Accuracy"
+
+[optim_wrapper]
+type = "AmpOptimWrapper"
+optimizer = { type = "SGD", lr = -0.1, momentun = 0.9 }
+clip_grad = { max_norm = -2 }
+loss_scale = { init_scale = -8 }
+
+[[param_scheduler]]
+type = "MultiStepLR"
+milestones = [8, 5]
+
+[[param_scheduler]]
+type = "LinearLR"
+start_factor = 0.1
+end_factor = -1
+
+[train_cfg]
+max_epoch = 2
+val_interval = 0
+
+[default_hooks]
+logger = { interval = 0 }
+
+[[custom_hooks]]
+type = "EarlyStoppingHook"
+monitor = "acurracy"
+patience = 0
+"#;
+
+/// What is told of them, in this order.
+const TOLD: [&str; 17] = [
+    "c.toml:1:1: `sync_bn` is left out on purpose",
+    "c.toml:24:29: invalid scale: -8 is not finite and at least min_scale",
+    "c.toml:23:26: invalid max_norm: -2",
+    "c.toml:22:34: invalid learning rate: -0.1",
+    "c.toml:22:40: unknown key `momentun`; did you mean `momentum`?",
+    "c.toml:10:15: `num_workers` is left out on purpose",
+    "c.toml:9:14: `batch_size` must be a non-negative integer, got -1",
+    "c.toml:35:1: missing key `max_epochs` in [train_cfg] (is `max_epoch` on line 36 meant for it?)",
+    "c.toml:37:16: `val_interval` must be at least 1, got 0",
+    "c.toml:28:14: `milestones` must be in ascending order",
+    "c.toml:33:14: `end_factor` must be 0 to 1",
+    "c.toml:40:23: `interval` must be at least 1, got 0",
+    "c.toml:44:11: whether `acurracy` should be less or greater",
+    "c.toml:45:12: `patience` must be at least 1, got 0",
+    "c.toml:44:11: unknown figure `acurracy`; did you mean `accuracy`?",
+    "c.toml:8:1: train_dataloader: tried on the model: forward: cross_entropy: label 9 is none of 9",
+    "c.toml:13:1: val_dataloader: tried on the model: forward: cross_entropy: label 9 is none of 9",
+];
+
+#[test]
+fn all_mistakes_are_told_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    for command in ["check", "train"] {
+        let output = run(dir.path(), MANY, &[command, "c.toml"], &[]);
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        // What a run refuses, it refuses before it has data.
+        let told = if command == "check" { &TOLD[..] } else { &TOLD[..TOLD.len() - 2] };
+        for (line, wanted) in said.lines().zip(told) {
+            assert!(line.starts_with(&format!("error: {wanted}")), "{line}\n{wanted}\n\n{said}");
+        }
+        assert_eq!(said.lines().count(), told.len(), "{said}");
+    }
+    assert!(!dir.path().join("work_dirs").exists());
+}
+
+#[test]
+fn a_check_tries_samples_of_each_data_set_on_the_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let said = |config: &str| {
+        let output = run(dir.path(), config, &["check", "c.toml"], &[("RUST_BACKTRACE", "1")]);
+        (output.status.success(), stderr(&output))
+    };
+    assert_eq!(said(GOOD), (true, String::new()));
+    let channels = "type = \"ResNet\"\nin_channels = 3";
+    for (good, bad, told) in [
+        (
+            "num_classes = 10",
+            "num_classes = 8",
+            ["c.toml:16:1: train_dataloader: ", "c.toml:20:1: val_dataloader: "].map(|at| {
+                format!("{at}tried on the model: forward: cross_entropy: label 9 is none of 8")
+            }),
+        ),
+        (
+            "type = \"Mlp\"\nin_features = 64",
+            channels,
+            ["c.toml:16:1: train_dataloader: ", "c.toml:20:1: val_dataloader: "]
+                .map(|at| format!("{at}tried on the model: forward: conv2d: ")),
+        ),
+    ] {
+        assert!(GOOD.contains(good), "{good}");
+        let (right, said) = said(&GOOD.replacen(good, bad, 1));
+        assert!(!right && said.lines().count() == 2, "{said}");
+        for (line, told) in said.lines().zip(told) {
+            assert!(line.starts_with(&format!("error: {told}")), "{line}: {told}");
+        }
+    }
+    assert!(!dir.path().join("work_dirs").exists());
+}
+
+#[test]
+fn a_run_by_iterations_that_saves_only_at_its_end_is_warned() {
+    let dir = tempfile::tempdir().unwrap();
+    let by_iters = "by_epoch = false\nmax_iters = 3";
+    let config = GOOD.replacen("by_epoch = true\nmax_epochs = 2", by_iters, 1);
+    let warned = |checkpoint: &str, command: &str| {
+        let config = config.replacen("interval = 1,", checkpoint, 1);
+        let output = run(dir.path(), &config, &[command, "c.toml"], &[]);
+        assert!(output.status.success(), "{}", stderr(&output));
+        let said = [output.stdout, output.stderr].concat();
+        String::from_utf8(said)
+            .unwrap()
+            .matches("no checkpoint before the end of this run of 3")
+            .count()
+    };
+    for command in ["check", "train"] {
+        assert_eq!(warned("interval = 1,", command), 1, "{command}");
+        assert_eq!(warned("", command), 1, "{command}");
+    }
+    assert_eq!(warned("by_epoch = false, interval = 4,", "check"), 1);
+    assert_eq!(warned("by_epoch = false, interval = 3,", "check"), 0);
+    assert_eq!(warned("interval = -1,", "check"), 0);
+}
+
 #[test]
 fn every_recorded_mistake_is_an_error_with_its_place() {
     let recorded = include_str!("vectors/errors.txt");
@@ -386,10 +530,10 @@ fn what_is_half_there_is_refused() {
         ("model.hidden=3,0", "`hidden` must each be at least 1"),
         ("model.num_classes=0", "`num_classes` must be at least 1"),
         ("default_hooks.checkpoint.max_keep_ckpts=0", "`max_keep_ckpts` must be at least 1"),
-        // A table's own mistake, and which override had a part in it.
+        // What an optimizer refuses, at its own place.
         (
             "optim_wrapper.optimizer.lr=-1",
-            "c.toml:10:13: invalid learning rate: -1 (with --cfg-options optim_wrapper.optimizer.lr=-1)",
+            "--cfg-options optim_wrapper.optimizer.lr=-1: invalid learning rate: -1",
         ),
     ] {
         let mut config = Config::from_text("c.toml", GOOD).unwrap();

@@ -13,6 +13,7 @@
 mod inherit;
 mod interpolate;
 mod json;
+mod mistakes;
 mod options;
 mod section;
 mod show;
@@ -21,6 +22,7 @@ mod tree;
 
 use std::path::Path;
 
+pub(crate) use mistakes::Mistakes;
 pub use section::{ConfigValue, FromConfig, Section};
 pub(crate) use section::{parse_duration, unknown};
 pub use tree::Place;

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::mistakes::Mistakes;
 use super::tree::{Entry, Node, Place, Value};
 use crate::{Error, Result};
 
@@ -15,13 +16,50 @@ pub struct Section {
     entries: Vec<Entry>,
     /// Every key asked for so far: the valid names.
     asked: Vec<&'static str>,
-    /// Where values were taken from that stand elsewhere: overrides, other files.
-    elsewhere: Vec<Place>,
+    /// Every value taken so far, and where it stands.
+    taken: Vec<(&'static str, Place)>,
+    /// Where mistakes go, if reading goes on after one.
+    mistakes: Option<Mistakes>,
 }
 
 impl Section {
     pub(super) fn new(path: String, place: Place, entries: Vec<Entry>) -> Self {
-        Self { path, place, entries, asked: Vec::new(), elsewhere: Vec::new() }
+        Self { path, place, entries, asked: Vec::new(), taken: Vec::new(), mistakes: None }
+    }
+
+    /// Goes on after mistakes from now on, here and in the tables inside, and puts them on this list: a value
+    /// that is wrong is as if it were not there.
+    pub(crate) fn collect_mistakes(&mut self) -> Mistakes {
+        self.mistakes.get_or_insert_default().clone()
+    }
+
+    /// A mistake after which reading may go on.
+    pub(crate) fn note(&self, error: Error) -> Result<()> {
+        let Some(mistakes) = &self.mistakes else { return Err(error) };
+        mistakes.add(error);
+        Ok(())
+    }
+
+    /// What `read` makes of this table; none after a mistake that it could not go on after.
+    pub(crate) fn attempt<T>(
+        &mut self,
+        read: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> Result<Option<T>> {
+        match read(self) {
+            Ok(value) => Ok(Some(value)),
+            Err(error) => self.note(error).map(|()| None),
+        }
+    }
+
+    /// As [`attempt`](Self::attempt); none after any mistake.
+    pub(crate) fn attempt_whole<T>(
+        &mut self,
+        read: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> Result<Option<T>> {
+        let count = |section: &Self| section.mistakes.as_ref().map_or(0, Mistakes::len);
+        let before = count(self);
+        let value = self.attempt(read)?;
+        Ok(value.filter(|_| count(self) == before))
     }
 
     /// The value of `key`, if the file has it.
@@ -31,7 +69,10 @@ impl Section {
     /// [`Error::Config`] if the value is of another type.
     pub fn optional<T: FromConfig>(&mut self, key: &'static str) -> Result<Option<T>> {
         let Some(entry) = self.take(key) else { return Ok(None) };
-        self.convert(key, &entry.node).map(Some)
+        match self.convert(key, &entry.node) {
+            Ok(value) => Ok(Some(value)),
+            Err(error) => self.note(error).map(|()| None),
+        }
     }
 
     /// The value of `key`, or `default` if the file does not have it.
@@ -49,8 +90,8 @@ impl Section {
     ///
     /// [`Error::Config`] if it is missing or of another type.
     pub fn required<T: FromConfig>(&mut self, key: &'static str) -> Result<T> {
-        match self.optional(key)? {
-            Some(value) => Ok(value),
+        match self.take(key) {
+            Some(entry) => self.convert(key, &entry.node),
             None => Err(self.missing(key)),
         }
     }
@@ -68,12 +109,13 @@ impl Section {
         valid: impl FnOnce(&T) -> bool,
     ) -> Result<T> {
         let offset = self.offset_of(key);
-        let value = self.or(key, default)?;
-        if valid(&value) {
-            Ok(value)
-        } else {
-            Err(offset.error(format!("`{key}` must be {range}, got {value}")))
+        let given = self.optional(key)?;
+        let value = given.as_ref().unwrap_or(&default);
+        if valid(value) {
+            return Ok(given.unwrap_or(default));
         }
+        self.note(offset.error(format!("`{key}` must be {range}, got {value}")))?;
+        Ok(default)
     }
 
     /// The value of `key`, one of `choices`, mapped to what the choice stands for.
@@ -89,10 +131,19 @@ impl Section {
     ) -> Result<T> {
         let offset = self.offset_of(key);
         let value: String = self.or(key, default.to_owned())?;
-        choices.iter().find(|(name, _)| *name == value).map(|(_, c)| c.clone()).ok_or_else(|| {
-            let names: Vec<_> = choices.iter().map(|(name, _)| *name).collect();
-            offset.error(unknown("value", &value, &names))
-        })
+        let chosen = |value: &str| {
+            choices.iter().find(|(name, _)| *name == value).map(|(_, choice)| choice.clone())
+        };
+        if let Some(choice) = chosen(&value) {
+            return Ok(choice);
+        }
+        let names: Vec<_> = choices.iter().map(|(name, _)| *name).collect();
+        let error = offset.error(unknown("value", &value, &names));
+        match chosen(default) {
+            // What else belongs in a table depends on its type.
+            Some(default) if key != "type" => self.note(error).map(|()| default),
+            _ => Err(error),
+        }
     }
 
     /// The sub-table `key`, if the file has it.
@@ -101,8 +152,11 @@ impl Section {
     ///
     /// [`Error::Config`] if it is not a table.
     pub fn optional_section(&mut self, key: &'static str) -> Result<Option<Self>> {
-        let Some(entry) = self.take(key) else { return Ok(None) };
-        self.subsection(key, entry.node).map(Some)
+        if !self.has(key) {
+            self.take(key);
+            return Ok(None);
+        }
+        self.attempt(|section| section.section(key))
     }
 
     /// The sub-table `key`.
@@ -111,8 +165,8 @@ impl Section {
     ///
     /// [`Error::Config`] if it is missing or not a table.
     pub fn section(&mut self, key: &'static str) -> Result<Self> {
-        match self.optional_section(key)? {
-            Some(section) => Ok(section),
+        match self.take(key) {
+            Some(entry) => self.subsection(key, entry.node),
             None => Err(self.missing(key)),
         }
     }
@@ -129,7 +183,8 @@ impl Section {
             Node { value: Value::Array(nodes), .. } => nodes,
             node => vec![node],
         };
-        nodes.into_iter().map(|node| self.subsection(key, node)).collect()
+        let sections = nodes.into_iter().map(|node| self.attempt(|s| s.subsection(key, node)));
+        Ok(sections.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
     /// Every key that nobody has taken, with its sub-table: for tables whose keys are the user's
@@ -193,11 +248,13 @@ impl Section {
     ///
     /// [`Error::Config`] at the first key that nobody took, naming the nearest valid one.
     pub fn finish(self) -> Result<()> {
-        let Some(entry) = self.entries.first() else { return Ok(()) };
         let place =
             if self.path.is_empty() { String::new() } else { format!(" in [{}]", self.path) };
-        let text = unknown("key", &entry.key, &self.asked);
-        Err(entry.key_place.error(format!("{text}{place}")))
+        for entry in &self.entries {
+            let text = unknown("key", &entry.key, &self.asked);
+            self.note(entry.key_place.error(format!("{text}{place}")))?;
+        }
+        Ok(())
     }
 
     /// Whether the file has `key`.
@@ -240,7 +297,7 @@ impl Section {
         // Nobody is told that this is a valid name.
         self.asked.truncate(asked);
         let Some(entry) = entry else { return Ok(()) };
-        Err(entry.key_place.error(format!("`{key}` is left out on purpose: {why}")))
+        self.note(entry.key_place.error(format!("`{key}` is left out on purpose: {why}")))
     }
 
     /// Whether the file has a number for `key`.
@@ -263,17 +320,28 @@ impl Section {
 
     /// An empty sub-table, for a component that the file does not mention.
     pub(crate) fn empty(&self, key: &str) -> Self {
-        Self::new(key.to_owned(), self.place.clone(), Vec::new())
+        let section = Self::new(key.to_owned(), self.place.clone(), Vec::new());
+        Self { mistakes: self.mistakes.clone(), ..section }
     }
 
     /// An error at this table, with the places of what it took from elsewhere.
     #[must_use]
     pub fn error(&self, message: impl std::fmt::Display) -> Error {
-        if self.elsewhere.is_empty() {
+        let elsewhere = self.taken.iter().filter(|(_, place)| !place.is_beside(&self.place));
+        let places: Vec<_> = elsewhere.map(|(_, place)| place.to_string()).collect();
+        if places.is_empty() {
             return self.place.error(message);
         }
-        let places: Vec<_> = self.elsewhere.iter().map(Place::to_string).collect();
         self.place.error(format!("{message} (with {})", places.join(", ")))
+    }
+
+    /// An error at the value of the first of these keys that was taken, or else at this table.
+    pub(crate) fn error_about(&self, keys: &[&str], message: impl std::fmt::Display) -> Error {
+        let place = |key: &&str| self.taken.iter().find(|(taken, _)| taken == key);
+        match keys.iter().find_map(place) {
+            Some((_, place)) => place.error(message),
+            None => self.error(message),
+        }
     }
 
     /// An error at a place that [`offset_of`](Self::offset_of) said before the key was taken.
@@ -296,9 +364,7 @@ impl Section {
         self.asked.push(key);
         let index = self.entries.iter().position(|e| e.key == key)?;
         let entry = self.entries.remove(index);
-        if !entry.node.place.is_beside(&self.place) {
-            self.elsewhere.push(entry.node.place.clone());
-        }
+        self.taken.push((key, entry.node.place.clone()));
         (!matches!(entry.node.value, Value::Null)).then_some(entry)
     }
 
@@ -318,7 +384,10 @@ impl Section {
         let path =
             if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) };
         match node.value {
-            Value::Table(entries) => Ok(Self::new(path, node.place, entries)),
+            Value::Table(entries) => {
+                let section = Self::new(path, node.place, entries);
+                Ok(Self { mistakes: self.mistakes.clone(), ..section })
+            }
             other => {
                 let text = format!("`{path}` must be a table, got {}", other.kind());
                 Err(node.place.error(text))
@@ -326,16 +395,19 @@ impl Section {
         }
     }
 
-    fn missing(&self, key: &str) -> Error {
+    fn missing(&mut self, key: &str) -> Error {
         let place =
             if self.path.is_empty() { "at the top".into() } else { format!("in [{}]", self.path) };
-        let nearest = self.entries.iter().map(|e| (distance(&e.key, key), e)).min_by_key(|n| n.0);
-        let hint = match nearest {
-            Some((distance, entry)) if near(distance, key) => {
+        let distances = self.entries.iter().map(|e| distance(&e.key, key)).enumerate();
+        let nearest = distances.min_by_key(|(_, distance)| *distance);
+        let hint = match nearest.filter(|(_, distance)| near(*distance, key)) {
+            Some((index, _)) => {
+                // It has been told of, then.
+                let entry = self.entries.remove(index);
                 let there = entry.key_place.line_from(&self.place);
                 format!(" (is `{}` {there} meant for it?)", entry.key)
             }
-            _ => String::new(),
+            None => String::new(),
         };
         self.place.error(format!("missing key `{key}` {place}{hint}"))
     }

@@ -79,6 +79,11 @@ impl DataLoader {
         if self.drop_last { samples / self.batch_size } else { samples.div_ceil(self.batch_size) }
     }
 
+    /// A batch of these samples.
+    pub(crate) fn samples(&self, indices: &[usize]) -> Result<Batch> {
+        self.dataset.batch(indices)
+    }
+
     /// Number of samples in batch `k` of a whole epoch.
     pub(crate) fn samples_in(&self, k: usize) -> usize {
         let samples = self.sampler.samples_per_rank();

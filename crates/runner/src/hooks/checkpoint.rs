@@ -11,7 +11,7 @@ use crate::checkpoint::Position;
 use crate::config::Section;
 use crate::data::Batch;
 use crate::engine::Losses;
-use crate::runner::{Runner, Save};
+use crate::runner::{Length, Runner, Save};
 use crate::schedulers::Rule;
 use crate::{Error, Result};
 
@@ -272,7 +272,8 @@ fn read_best(section: &mut Section) -> Result<Vec<SaveBest>> {
     for (index, figure) in figures.into_iter().enumerate() {
         let rule = rules.get(index).or_else(|| rules.first()).copied();
         if rule.is_none() && figure != "auto" {
-            rule_by(&figure, &greater_keys, &less_keys).map_err(|e| place.error(e))?;
+            let known = rule_by(&figure, &greater_keys, &less_keys);
+            known.map(drop).or_else(|e| section.note(place.error(e)))?;
         }
         let (greater_keys, less_keys) = (greater_keys.clone(), less_keys.clone());
         best.push(SaveBest { figure, rule, greater_keys, less_keys });
@@ -292,6 +293,20 @@ impl Hook for CheckpointHook {
     fn figures(&self) -> Vec<String> {
         let named = self.save_best.iter().filter(|best| best.figure != "auto");
         named.map(|best| best.figure.clone()).collect()
+    }
+
+    fn warning(&self, length: Length) -> Option<String> {
+        let Length::Iters(iters) = length else { return None };
+        let late = self.by_epoch || self.interval > iters;
+        (self.interval > 0 && late).then(|| {
+            let unit = if self.by_epoch { "epochs" } else { "iterations" };
+            format!(
+                "CheckpointHook: no checkpoint before the end of this run of {iters} iterations (by_epoch = {}, \
+                 interval = {} {unit}): set default_hooks.checkpoint = {{ by_epoch = false, interval = N }}, or \
+                 interval = -1 if only the last one is wanted",
+                self.by_epoch, self.interval
+            )
+        })
     }
 
     fn before_train(&mut self, runner: &mut Runner) -> Result<()> {

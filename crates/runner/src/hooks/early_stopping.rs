@@ -118,7 +118,8 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
         true => {
             section.choice("rule", "less", &[("less", Rule::Less), ("greater", Rule::Greater)])?
         }
-        false => rule_of(&monitor).map_err(|error| section.error_at(offset, error))?,
+        false => rule_of(&monitor)
+            .or_else(|error| section.note(section.error_at(offset, error)).map(|()| Rule::Less))?,
     };
     let mut hook = EarlyStoppingHook::with_rule(&monitor, rule);
     hook.min_delta = section.or("min_delta", hook.min_delta)?;
@@ -161,7 +162,7 @@ impl Hook for EarlyStoppingHook {
     }
 
     fn figures(&self) -> Vec<String> {
-        if self.strict { vec![self.monitor.clone()] } else { Vec::new() }
+        vec![self.monitor.clone()]
     }
 
     fn state_dict(&self) -> Option<Value> {

@@ -32,7 +32,7 @@ use crate::config::{Section, unknown};
 use crate::data::{Array, Batch};
 use crate::engine::Losses;
 use crate::registry::{Builtin, HOOKS};
-use crate::runner::Runner;
+use crate::runner::{Length, Runner};
 
 /// When a hook's turn comes: small numbers first. The constants are MMEngine's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -101,6 +101,11 @@ pub trait Hook: Send {
     /// Figures of a validation that it needs by name.
     fn figures(&self) -> Vec<String> {
         Vec::new()
+    }
+
+    /// What to tell whoever starts a run of this length with this hook, before it begins.
+    fn warning(&self, length: Length) -> Option<String> {
+        None
     }
 
     /// Once, before anything else.
@@ -258,6 +263,9 @@ impl Hook for At {
     }
     fn figures(&self) -> Vec<String> {
         self.1.figures()
+    }
+    fn warning(&self, length: Length) -> Option<String> {
+        self.1.warning(length)
     }
     fn state_dict(&self) -> Option<Value> {
         self.1.state_dict()

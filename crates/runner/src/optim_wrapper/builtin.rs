@@ -19,11 +19,11 @@ use super::{
     AmpOptimWrapper, BuildOptimWrapper, Fp32OptimWrapper, LossScale, Member, Multipliers,
     OptimWrapper, OptimWrapperFactory, OptimizerDict, OptimizerFactory, Paramwise,
 };
-use crate::Result;
-use crate::config::{FromConfig, Section};
+use crate::config::{FromConfig, Mistakes, Section};
 use crate::device::Device;
 use crate::engine::TensorSpec;
 use crate::registry::{Builtin, OPTIMIZERS};
+use crate::{Error, Result};
 
 /// The wrappers a configuration can name.
 pub(crate) const BUILTIN: Builtin<OptimWrapperFactory> =
@@ -149,10 +149,13 @@ impl Part {
         let only = "DefaultOptimWrapperConstructor";
         section.choice("constructor", only, &[(only, ())])?;
         let paramwise = section.optional_section("paramwise_cfg")?;
-        let paramwise = paramwise.map_or(Ok(Paramwise::default()), read_paramwise)?;
-        let clip = section.optional_section("clip_grad")?.map(read_clip).transpose()?;
-        let optimizer = OPTIMIZERS.build(section.section("optimizer")?)?;
-        Ok(Self { optimizer, paramwise, clip })
+        let paramwise = section.attempt(|_| paramwise.map(read_paramwise).transpose())?;
+        let clip = section.optional_section("clip_grad")?;
+        let clip = section.attempt(|_| clip.map(read_clip).transpose())?;
+        let optimizer = section.attempt(|s| OPTIMIZERS.build(s.section("optimizer")?))?;
+        let optimizer = optimizer.ok_or_else(Mistakes::listed)?;
+        let paramwise = paramwise.flatten().unwrap_or_default();
+        Ok(Self { optimizer, paramwise, clip: clip.flatten() })
     }
 
     fn make(self, params: &[TensorSpec], device: &Device) -> Result<Box<dyn Optimizer>> {
@@ -217,9 +220,22 @@ fn read_clip(mut section: Section) -> Result<Clip> {
         Clip::Value(value) => clip_grad_value(&mut [], value),
         _ => Ok(()),
     };
-    checked.map_err(|e| section.error(e))?;
+    checked.or_else(|e| section.note(refused(&section, &e)))?;
     section.finish()?;
     Ok(clip)
+}
+
+/// What an optimizer does not take, at the key that says it.
+fn refused(section: &Section, error: &fused_optim::Error) -> Error {
+    let fused_optim::Error::InvalidHyper { name, .. } = error else { return section.error(error) };
+    match *name {
+        "learning rate" => section.error_about(&["lr"], error),
+        "epsilon value" => section.error_about(&["eps", "e"], error),
+        "beta parameter at index 0" => section.error_about(&["betas", "b1"], error),
+        "beta parameter at index 1" => section.error_about(&["betas", "b2"], error),
+        // `momentum value`.
+        name => section.error_about(&[name.split(' ').next().unwrap_or(name)], error),
+    }
 }
 
 fn accumulative_counts(section: &mut Section) -> Result<usize> {
@@ -274,9 +290,7 @@ impl Precision {
             (half, true) => (half, None),
             (half, false) => (DType::F32, Some(half)),
         };
-        let offset = section.offset_of("loss_scale");
         let loss_scale = loss_scale(section, asked)?;
-        loss_scale.scaler().map_err(|e| section.error_at(offset, e))?;
         Ok(Self { dtype, autocast, loss_scale })
     }
 }
@@ -286,9 +300,11 @@ fn loss_scale(section: &mut Section, dtype: DType) -> Result<LossScale> {
     let key = "loss_scale";
     if section.is_number(key) {
         let positive = |s: &f32| *s > 0.0 && s.is_finite();
-        return section
-            .or_checked(key, 1.0, "positive and finite", positive)
-            .map(LossScale::Static);
+        let scale = section.or_checked(key, 1.0, "positive and finite", positive)?;
+        let scale = LossScale::Static(scale);
+        let made = scale.scaler().map(drop);
+        made.or_else(|e| section.note(section.error_about(&[key], e)))?;
+        return Ok(scale);
     }
     if section.is_string(key) {
         let choices = [("dynamic", LossScale::Dynamic(LossScalerOptions::default()))];
@@ -306,8 +322,17 @@ fn loss_scale(section: &mut Section, dtype: DType) -> Result<LossScale> {
         ..default
     };
     let enabled = table.or("enabled", true)?;
+    let scale = if enabled { LossScale::Dynamic(options) } else { LossScale::Off };
+    if let Err(error) = scale.scaler() {
+        let key = match &error {
+            ::amp::Error::Invalid { name: "scale", .. } => "init_scale",
+            ::amp::Error::Invalid { name, .. } => name,
+            _ => "",
+        };
+        section.note(table.error_about(&[key], error))?;
+    }
     table.finish()?;
-    Ok(if enabled { LossScale::Dynamic(options) } else { LossScale::Off })
+    Ok(scale)
 }
 
 /// How an optimizer's table is read: each hyper-parameter under its own name, by one of the functions
@@ -320,7 +345,8 @@ macro_rules! optimizer {
                 $($field: $read(section, stringify!($field), default.$field)?),*
             };
             // A mistake is seen now, not when the parameters are known.
-            $optimizer::with_one_group(hyper, 0).map_err(|e| section.error(e))?;
+            let made = $optimizer::with_one_group(hyper, 0).map(drop);
+            made.or_else(|e| section.note(refused(section, &e)))?;
             Ok(Box::new(move |_, groups, device| {
                 let groups = groups.iter().map(|group| {
                     let mut hyper = hyper;
@@ -516,7 +542,11 @@ mod tests {
         for (text, wanted) in [
             ("type = 'SGD'", "c.toml:1:1: missing key `lr`"),
             ("type = 'Adam'\nbetas = [0.9]", "c.toml:2:9: `betas` must be two numbers"),
-            ("type = 'Adam'\nlr = -1.0", "c.toml:1:1: "),
+            ("type = 'Adam'\nlr = -1.0", "c.toml:2:6: invalid learning rate: -1"),
+            ("type = 'BertAdam'\nlr = 1\nb2 = 1", "c.toml:3:6: invalid beta parameter at index 1"),
+            ("type = 'Adam'\nbetas = [0.9, -1]", "c.toml:2:9: invalid beta parameter at index 1"),
+            ("type = 'SGD'\nlr = 1\nmomentum = -1", "c.toml:3:12: invalid momentum value: -1"),
+            ("type = 'Adadelta'\nrho = -1", "c.toml:2:7: invalid rho value: -1"),
             ("type = 'Adam'\nalpha = 1.0", "c.toml:2:1: unknown key `alpha`"),
             (
                 "type = 'BertAdam'\nlr = 1\nschedule = 'warmup_linea'",
@@ -613,7 +643,7 @@ mod tests {
             ),
             ("loss_scale = { init_scal = 1 }", "did you mean `init_scale`?"),
             ("clip_grad = {}", "missing key `max_norm` in [clip_grad]"),
-            ("clip_grad = { max_norm = -1 }", "c.toml:3:13: invalid max_norm: -1"),
+            ("clip_grad = { max_norm = -1 }", "c.toml:3:26: invalid max_norm: -1"),
             ("clip_grad = { max_norm = 1, norm_type = 'if' }", "did you mean `inf`?"),
             ("clip_grad = { type = 'vale' }", "did you mean `value`?"),
             ("clip_grad = { type = 'value', clip_value = -1 }", "invalid clip_value"),

@@ -18,7 +18,7 @@ use super::{
     write_values,
 };
 use crate::checkpoint::Position;
-use crate::config::unknown;
+use crate::config::{Mistakes, Place, unknown};
 use crate::data::DataLoader;
 use crate::device::{self, Device, DeviceConfig, Own};
 use crate::engine::{CompileOptions, Engine};
@@ -31,7 +31,7 @@ use crate::model::{DistributedDataParallel, ModelContext, ModelFactory, WrapperF
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
 use crate::schedulers::{Param, Scheduler, SchedulerConfig, Span};
 use crate::sinks::Level;
-use crate::{Error, Result, loops};
+use crate::{Error, Result};
 
 /// How long a collective may take before the missing ranks are named: MMEngine's 30 minutes.
 const TIMEOUT: Duration = Duration::from_secs(1800);
@@ -62,7 +62,9 @@ pub struct RunnerBuilder {
     pub(super) load_from: Option<PathBuf>,
     pub(super) looks: Looks,
     pub(super) compile: Option<CompileOptions>,
-    only: Option<Judged>,
+    pub(super) only: Option<Judged>,
+    /// Where the configuration has its parts, by key.
+    pub(super) places: Vec<(&'static str, Place)>,
     pub(super) device: DeviceConfig,
     group: Option<ProcessGroup>,
 }
@@ -295,14 +297,17 @@ impl RunnerBuilder {
     /// rendezvous. The work directory is created last, so no failure here leaves anything behind.
     pub fn build(self) -> Result<Runner> {
         let started = Instant::now();
-        self.check()?;
+        let refusals = Mistakes::default();
+        self.refuse(&refusals);
+        refusals.check()?;
         let (judges, all) = (self.judges(), self.only.is_none());
         let work_dir = self.work_dir.ok_or_else(|| need("work_dir"))?;
         let model = self.model.ok_or_else(|| need("model"))?;
         let training = training(self.train, self.optim, self.train_loader, judges, all);
         let (train, optim, train_loader) = training?;
-        check_lengths(&train, train_loader.as_ref(), &self.schedulers)?;
         raise_open_files(self.open_files)?;
+        let length = train_loader.is_some().then_some(train.length);
+        let warnings: Vec<_> = self.hooks.iter().filter_map(|hook| hook.warning(length?)).collect();
         let wanted = self.device.needed(train_loader.is_some());
         let found = wanted.find(|| {
             let mut topology = topology(self.launcher)?;
@@ -359,6 +364,7 @@ impl RunnerBuilder {
             group.barrier()?;
             if group.rank() == 0 {
                 runner.open_output(&device)?;
+                warnings.iter().for_each(|text| runner.logger().warning(text));
             }
             Ok(runner)
         });
@@ -368,30 +374,8 @@ impl RunnerBuilder {
         runner
     }
 
-    fn judges(&self) -> bool {
+    pub(super) fn judges(&self) -> bool {
         self.validation.is_some() || self.test.is_some()
-    }
-
-    /// Refuses what can be refused before anything is made.
-    fn check(&self) -> Result<()> {
-        if let Some(judged) = self.only.filter(|_| !self.judges()) {
-            return Err(loops::nothing_to_judge(judged));
-        }
-        check_names(&self.hooks)?;
-        match &self.load_from {
-            Some(path) if !path.is_dir() => {
-                let text = format!("{}: there is no such checkpoint", path.display());
-                Err(Error::Checkpoint(text))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Refuses what a run would refuse before it makes anything, once it has all its parts.
-    pub(crate) fn check_whole(&self) -> Result<()> {
-        check_names(&self.hooks)?;
-        let loader = self.train_loader.as_ref();
-        self.train.as_ref().map_or(Ok(()), |train| check_lengths(train, loader, &self.schedulers))
     }
 }
 
@@ -450,44 +434,6 @@ fn make_optim(
     Ok(optim)
 }
 
-/// Refuses what a run by epochs, or by iterations, has no use for.
-fn check_lengths(
-    train: &TrainConfig,
-    loader: Option<&DataLoaderConfig>,
-    schedulers: &[SchedulerConfig],
-) -> Result<()> {
-    let infinite = loader.is_some_and(|loader| loader.infinite);
-    if loader.is_some_and(|loader| !loader.round_up) {
-        let text = "`round_up` must be true where ranks train: on equally many batches";
-        return Err(Error::Config(text.into()));
-    }
-    let whole = |scheduler: &SchedulerConfig| match train.length {
-        Length::Epochs(epochs) => scheduler.by_epoch.then_some(epochs as u64),
-        Length::Iters(iters) => (!scheduler.by_epoch).then_some(iters as u64),
-    };
-    for scheduler in schedulers.iter().filter(|scheduler| scheduler.end.is_none()) {
-        if let Some(end) = whole(scheduler).filter(|end| *end <= scheduler.begin && *end > 0) {
-            let begin = scheduler.begin;
-            return Err(Error::Config(format!(
-                "end should be larger than begin, but got begin={begin}, end={end}, where the run ends"
-            )));
-        }
-    }
-    match train.length {
-        Length::Epochs(_) if infinite => Err(Error::Config(
-            "InfiniteSampler has no epochs: it needs train_cfg.type = \"IterBasedTrainLoop\"".into(),
-        )),
-        Length::Iters(_) if schedulers.iter().any(SchedulerConfig::counts_epochs) => {
-            Err(Error::Config(
-                "a run by iterations has no epochs for a scheduler to count: set by_epoch = false or \
-                 convert_to_iter_based = true"
-                    .into(),
-            ))
-        }
-        _ => Ok(()),
-    }
-}
-
 /// Lets this process open so many files, if it may.
 fn raise_open_files(wanted: Option<u64>) -> Result<()> {
     let Some(wanted) = wanted else { return Ok(()) };
@@ -521,18 +467,6 @@ fn in_order(mut hooks: Vec<Box<dyn Hook>>, has_schedulers: bool) -> Vec<Box<dyn 
     hooks
 }
 
-/// Refuses two hooks that would save their state in one place.
-fn check_names(hooks: &[Box<dyn Hook>]) -> Result<()> {
-    for (i, hook) in hooks.iter().enumerate().filter(|(_, h)| h.state_dict().is_some()) {
-        let name = hook.name();
-        if hooks[..i].iter().any(|h| h.name() == name) {
-            let why = format!("two hooks called `{name}` would save their state in one place");
-            return Err(Error::Config(why));
-        }
-    }
-    Ok(())
-}
-
 /// Who this process is, as the launcher has it.
 fn topology(launcher: Option<Launcher>) -> Result<Topology> {
     let lookup = |name: &str| std::env::var(name).ok();
@@ -557,7 +491,7 @@ fn join(
 }
 
 /// Each takes its first step, so that the optimizer has what training begins with.
-fn make_schedulers(
+pub(super) fn make_schedulers(
     configs: &[SchedulerConfig],
     train: &TrainConfig,
     epoch_length: usize,
@@ -626,30 +560,6 @@ mod tests {
         let read = RunnerBuilder::from_config(Config::from_text("c.toml", config).unwrap());
         let by_hand = RunnerBuilder::default().default_hooks();
         assert_eq!(names(&by_hand), names(&read.unwrap()));
-    }
-
-    #[test]
-    fn a_check_finds_what_only_the_whole_shows() {
-        let config = "model.type = 'Mlp'\ntrain_cfg.max_epochs = 2\n\
-                      train_dataloader.batch_size = 1\ntrain_dataloader.dataset.type = 'Digits'\n\
-                      optim_wrapper.optimizer = { type = 'SGD', lr = 0.1 }\n";
-        let check = |more: &str| {
-            let config = Config::from_text("c.toml", format!("{config}{more}")).unwrap();
-            RunnerBuilder::from_config(config).unwrap().check_whole().map_err(|e| e.to_string())
-        };
-        check("param_scheduler = { type = 'LinearLR', begin = 1 }").unwrap();
-        check("param_scheduler = { type = 'LinearLR', begin = 9, by_epoch = false }").unwrap();
-        for (more, says) in [
-            (
-                "param_scheduler = { type = 'LinearLR', begin = 2 }",
-                "begin=2, end=2, where the run ends",
-            ),
-            ("custom_hooks = [{ type = 'EMAHook' }, { type = 'EMAHook' }]", "two hooks called"),
-            ("train_dataloader.sampler.type = 'InfiniteSampler'", "InfiniteSampler has no epochs"),
-        ] {
-            let error = check(more).unwrap_err();
-            assert!(error.contains(says), "{more}: {error}");
-        }
     }
 
     #[test]

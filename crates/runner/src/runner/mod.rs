@@ -6,6 +6,7 @@
 
 mod agreement;
 mod builder;
+mod check;
 mod loader_config;
 mod output;
 mod read;

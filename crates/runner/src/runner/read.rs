@@ -9,7 +9,7 @@ use collective::{Launcher, Transport};
 
 use super::{DataLoaderConfig, Length, RunnerBuilder, TrainConfig};
 use crate::Result;
-use crate::config::{Config, Section, unknown};
+use crate::config::{Config, Mistakes, Section, unknown};
 use crate::device::DeviceConfig;
 use crate::engine::CompileOptions;
 use crate::evaluate::Metric;
@@ -43,49 +43,72 @@ impl RunnerBuilder {
     ///
     /// # Errors
     ///
-    /// [`Error::Config`](crate::Error::Config) at the first mistake, with file, line and column.
+    /// [`Error::Config`](crate::Error::Config) with all mistakes, one a line, each with file, line and column.
     #[doc(alias = "from_cfg")]
     pub fn from_config(config: Config) -> Result<Self> {
+        let (builder, mistakes) = Self::read(config);
+        mistakes.check().map(|()| builder)
+    }
+
+    /// Reads to the end in spite of mistakes. What has one, and what is not there, is left out.
+    pub(crate) fn read(config: Config) -> (Self, Mistakes) {
         let mut builder = Self::default();
         builder.looks.config = Some((config.file_name(), config.text()));
         let mut root = config.into_section();
+        let mistakes = root.collect_mistakes();
+        mistakes.add_of(builder.read_all(root));
+        (builder, mistakes)
+    }
+
+    fn read_all(&mut self, mut root: Section) -> Result<()> {
         for (key, why) in LEFT_OUT {
             root.refuse(key, why)?;
         }
-        builder.work_dir = root.optional::<String>("work_dir")?.map(PathBuf::from);
-        builder.model = Some(MODELS.build(root.section("model")?)?);
-        let parts = read_training(&mut root, &mut builder)?;
+        self.places = PARTS.map(|key| (key, root.offset_of(key))).into();
+        self.work_dir = root.optional::<String>("work_dir")?.map(PathBuf::from);
+        self.model = root.attempt_whole(|root| MODELS.build(root.section("model")?))?;
+        let parts = read_training(&mut root, self)?;
         if let Some(section) = root.optional_section("model_wrapper_cfg")? {
-            builder.wrapper = Some(MODEL_WRAPPERS.build_or(section, "DistributedDataParallel")?);
+            let ddp = "DistributedDataParallel";
+            self.wrapper = root.attempt_whole(|_| MODEL_WRAPPERS.build_or(section, ddp))?;
         }
         // MMEngine's short form, which a wrapper's own table goes before.
-        if root.or("find_unused_parameters", false)? && builder.wrapper.is_none() {
-            builder.wrapper = Some(DistributedDataParallel::finding_unused());
+        if root.or("find_unused_parameters", false)? && self.wrapper.is_none() {
+            self.wrapper = Some(DistributedDataParallel::finding_unused());
         }
-        builder.validation = read_judged(&mut root, "val_dataloader", "val_evaluator")?;
-        builder.test = read_judged(&mut root, "test_dataloader", "test_evaluator")?;
-        read_judge_cfg(&mut root, "val_cfg", "ValLoop", builder.validation.is_some())?;
-        read_judge_cfg(&mut root, "test_cfg", "TestLoop", builder.test.is_some())?;
-        let figures = builder.validation.as_ref().and_then(|(_, metric)| metric.figures());
-        builder.schedulers = schedulers::read_all(&mut root, &parts, figures.as_deref())?;
-        builder.auto_scale_lr = read_auto_scale_lr(&mut root)?;
-        builder.hooks = read_hooks(&mut root, figures.as_deref())?;
-        read_randomness(&mut root, &mut builder)?;
-        read_env(&mut root, &mut builder)?;
-        builder.launcher = read_launcher(&mut root)?;
-        builder.device = DeviceConfig::read(&mut root)?;
+        for (part, name) in [("val", "ValLoop"), ("test", "TestLoop")] {
+            let [loader, evaluator, cfg] = match part {
+                "val" => ["val_dataloader", "val_evaluator", "val_cfg"],
+                _ => ["test_dataloader", "test_evaluator", "test_cfg"],
+            };
+            let is_there = root.has(loader) || root.has(evaluator);
+            let judged = root.attempt(|root| read_judged(root, loader, evaluator))?.flatten();
+            root.attempt(|root| read_judge_cfg(root, cfg, name, is_there))?;
+            *(if part == "val" { &mut self.validation } else { &mut self.test }) = judged;
+        }
+        let figures = self.validation.as_ref().and_then(|(_, metric)| metric.figures());
+        self.schedulers = schedulers::read_all(&mut root, &parts, figures.as_deref())?;
+        self.auto_scale_lr = root.attempt(read_auto_scale_lr)?.flatten();
+        self.hooks = read_hooks(&mut root, figures.as_deref())?;
+        root.attempt(|root| read_randomness(root, self))?;
+        root.attempt(|root| read_env(root, self))?;
+        self.launcher = root.attempt(read_launcher)?.flatten();
+        self.device = root.attempt(DeviceConfig::read)?.unwrap_or_default();
         // `auto` is what MMEngine's scripts call it.
-        builder.resume = match root.is_string("resume") {
+        self.resume = match root.is_string("resume") {
             true => root.choice("resume", "auto", &[("auto", true)])?,
             false => root.or("resume", false)?,
         };
-        builder.load_from = root.optional::<String>("load_from")?.map(PathBuf::from);
-        read_looks(&mut root, &mut builder)?;
-        builder.compile = CompileOptions::read(&mut root)?;
-        root.finish()?;
-        Ok(builder)
+        self.load_from = root.optional::<String>("load_from")?.map(PathBuf::from);
+        root.attempt(|root| read_looks(root, self))?;
+        self.compile = root.attempt(CompileOptions::read)?.flatten();
+        root.finish()
     }
 }
+
+/// Keys whose places a check of the whole has a use for.
+const PARTS: [&str; 5] =
+    ["model", "optim_wrapper", "train_dataloader", "val_dataloader", "test_dataloader"];
 
 /// What trains: all of it, or, in a run that only judges a model, nothing. The names of the optimizer's
 /// parts.
@@ -99,11 +122,15 @@ fn read_training(root: &mut Section, builder: &mut RunnerBuilder) -> Result<Vec<
         }
         return Ok(Vec::new());
     }
-    let section = root.section("optim_wrapper")?;
-    let parts = section.tables();
-    builder.optim = Some(OPTIM_WRAPPERS.build_or(section, "OptimWrapper")?);
-    builder.train_loader = Some(read_loader(root.section("train_dataloader")?, true)?);
-    builder.train = Some(read_train(root.section("train_cfg")?)?);
+    let mut parts = Vec::new();
+    builder.optim = root.attempt_whole(|root| {
+        let section = root.section("optim_wrapper")?;
+        parts = section.tables();
+        OPTIM_WRAPPERS.build_or(section, "OptimWrapper")
+    })?;
+    builder.train_loader =
+        root.attempt(|root| read_loader(root.section("train_dataloader")?, true))?;
+    builder.train = root.attempt(|root| read_train(root.section("train_cfg")?))?;
     Ok(parts)
 }
 
@@ -116,39 +143,41 @@ fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
     if section.or("num_workers", 0_usize)? > 0 {
         let text = "`num_workers` is left out on purpose: a data set makes whole batches, on the \
                     thread that trains";
-        return Err(place.error(text));
+        section.note(place.error(text))?;
     }
     let place = section.offset_of("batch_size");
-    let batch_size = section.required("batch_size")?;
+    let batch_size = section.attempt(|section| section.required("batch_size"))?.unwrap_or(1);
     if batch_size == 0 {
-        return Err(place.error("`batch_size` must be at least 1, got 0"));
+        section.note(place.error("`batch_size` must be at least 1, got 0"))?;
     }
     let drop_last = section.or("drop_last", false)?;
-    let dataset = DATASETS.build(section.section("dataset")?)?;
-    let mut config = DataLoaderConfig {
-        dataset,
-        batch_size,
-        shuffle: train,
-        drop_last,
-        infinite: false,
-        round_up: true,
-    };
+    let dataset = section.attempt_whole(|section| DATASETS.build(section.section("dataset")?))?;
+    let (mut infinite, mut shuffle, mut round_up) = (false, train, true);
     if let Some(mut sampler) = section.optional_section("sampler")? {
         let types = [("DefaultSampler", false), ("InfiniteSampler", true)];
-        config.infinite = sampler.choice("type", "DefaultSampler", &types)?;
-        config.shuffle = sampler.or("shuffle", train)?;
+        let kind = sampler.attempt(|s| s.choice("type", "DefaultSampler", &types))?;
+        infinite = kind.unwrap_or(false);
+        shuffle = sampler.or("shuffle", train)?;
         sampler.refuse("seed", "the run has one seed (`randomness`)")?;
         let rounds = sampler.offset_of("round_up");
-        config.round_up = sampler.or("round_up", true)?;
-        if train && !config.round_up {
-            return Err(
-                rounds.error("`round_up` must be true: ranks train on equally many batches")
-            );
+        round_up = sampler.or("round_up", true)?;
+        if train && !round_up {
+            let text = "`round_up` must be true: ranks train on equally many batches";
+            sampler.note(rounds.error(text))?;
+            round_up = true;
         }
         sampler.finish()?;
     }
     section.finish()?;
-    Ok(config)
+    let dataset = dataset.ok_or_else(Mistakes::listed)?;
+    Ok(DataLoaderConfig {
+        dataset,
+        batch_size: batch_size.max(1),
+        shuffle,
+        drop_last,
+        infinite,
+        round_up,
+    })
 }
 
 /// A data set to judge the model on, and how: both or neither.
@@ -160,14 +189,18 @@ fn read_judged(
     if !root.has(loader) && !root.has(evaluator) {
         return Ok(None);
     }
-    let section = root.section(loader)?;
-    let metric = METRICS.build(root.section(evaluator)?)?;
-    let place = section.offset_of("sampler");
-    let config = read_loader(section, false)?;
-    if config.infinite {
-        return Err(place.error("InfiniteSampler never ends: only training can take it"));
+    let mut place = None;
+    let config = root.attempt(|root| {
+        let section = root.section(loader)?;
+        place = Some(section.offset_of("sampler"));
+        read_loader(section, false)
+    })?;
+    let metric = root.attempt_whole(|root| METRICS.build(root.section(evaluator)?))?;
+    if let (Some(place), true) = (place, config.as_ref().is_some_and(|config| config.infinite)) {
+        root.note(place.error("InfiniteSampler never ends: only training can take it"))?;
+        return Ok(None);
     }
-    Ok(Some((config, metric)))
+    Ok(config.zip(metric))
 }
 
 /// `[val_cfg]` and `[test_cfg]`, which say nothing new, but nothing without the rest either.
@@ -192,17 +225,19 @@ fn read_train(mut section: Section) -> Result<TrainConfig> {
     let types = [("EpochBasedTrainLoop", true), ("IterBasedTrainLoop", false)];
     let place = section.offset_of("type");
     let by_epoch = match (section.optional("by_epoch")?, section.has("type")) {
-        (Some(_), true) => {
-            return Err(place.error("only one of `type` and `by_epoch` can be set"));
+        (Some(by_epoch), true) => {
+            section.note(place.error("only one of `type` and `by_epoch` can be set"))?;
+            section.optional::<String>("type")?;
+            by_epoch
         }
         (Some(by_epoch), false) => by_epoch,
         (None, _) => section.choice("type", "EpochBasedTrainLoop", &types)?,
     };
     let at_least_1 = |n: &usize| *n >= 1;
-    let mut config = match by_epoch {
-        true => TrainConfig::new(section.required("max_epochs")?),
-        false => TrainConfig::by_iters(section.required("max_iters")?),
-    };
+    let length = if by_epoch { "max_epochs" } else { "max_iters" };
+    let length = section.attempt(|section| section.required(length))?;
+    let new = if by_epoch { TrainConfig::new } else { TrainConfig::by_iters };
+    let mut config = new(length.unwrap_or(0));
     config.val_begin = section.or("val_begin", config.val_begin)?;
     config.val_interval =
         section.or_checked("val_interval", config.val_interval, "at least 1", at_least_1)?;
@@ -216,7 +251,8 @@ fn read_train(mut section: Section) -> Result<TrainConfig> {
             _ => {
                 let text = "`dynamic_intervals` must be pairs [begin, interval], begins rising from \
                             1, intervals at least 1";
-                return Err(place.error(text));
+                section.note(place.error(text))?;
+                break;
             }
         }
     }
@@ -226,7 +262,7 @@ fn read_train(mut section: Section) -> Result<TrainConfig> {
         Length::Iters(_) => section.refuse(epochs, "an IterBasedTrainLoop counts `max_iters`")?,
     }
     section.finish()?;
-    Ok(config)
+    length.map(|_| config).ok_or_else(Mistakes::listed)
 }
 
 fn read_auto_scale_lr(root: &mut Section) -> Result<Option<usize>> {
@@ -255,26 +291,26 @@ fn read_hooks(root: &mut Section, figures: Option<&[String]>) -> Result<Vec<Box<
             given = section.optional_section(key)?;
         }
         let given = given.unwrap_or_else(|| root.empty(key));
-        all.push(hooks::build(given, Some(hook_type), figures)?);
+        all.extend(root.attempt_whole(|_| hooks::build(given, Some(hook_type), figures))?);
     }
     if let Some(mut section) = section {
         for (key, hook_type, why) in BY_RUNNER {
             let place = section.offset_of(key);
             if section.is_off(key) {
-                return Err(place.error(format!("`{key}` cannot be switched off: {why}")));
+                root.note(place.error(format!("`{key}` cannot be switched off: {why}")))?;
             }
             if let Some(given) = section.optional_section(key)? {
-                all.push(hooks::build(given, Some(hook_type), figures)?);
+                all.extend(root.attempt_whole(|_| hooks::build(given, Some(hook_type), figures))?);
             }
         }
         section.refuse("visualization", "there is no visualizer of samples")?;
         for more in section.tables_with("type")? {
-            all.push(hooks::build(more, None, figures)?);
+            all.extend(root.attempt_whole(|_| hooks::build(more, None, figures))?);
         }
         section.finish()?;
     }
     for section in root.sections("custom_hooks")? {
-        all.push(hooks::build(section, None, figures)?);
+        all.extend(root.attempt_whole(|_| hooks::build(section, None, figures))?);
     }
     Ok(all)
 }
@@ -369,7 +405,8 @@ fn read_looks(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
         section.finish()?;
     }
     for backend in backends {
-        builder.looks.tensorboard |= read_backend(backend)?;
+        let is_tensorboard = root.attempt(|_| read_backend(backend))?;
+        builder.looks.tensorboard |= is_tensorboard == Some(true);
     }
     Ok(())
 }

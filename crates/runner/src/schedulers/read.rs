@@ -41,17 +41,21 @@ pub(crate) fn read_all(
 ) -> Result<Vec<SchedulerConfig>> {
     let key = "param_scheduler";
     if !root.has_table_without(key, "type") {
-        return root.sections(key)?.into_iter().map(|s| build(s, metrics)).collect();
+        let sections = root.sections(key)?.into_iter();
+        let all = sections.map(|s| root.attempt_whole(|_| build(s, metrics)));
+        return Ok(all.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect());
     }
     let mut all = Vec::new();
     for (name, sections) in root.section(key)?.named_lists()? {
         for section in sections {
             let Some(part) = parts.iter().find(|part| **part == name) else {
                 let known: Vec<_> = parts.iter().map(String::as_str).collect();
-                return Err(section.error(unknown("part of the optimizer", &name, &known)));
+                root.note(section.error(unknown("part of the optimizer", &name, &known)))?;
+                continue;
             };
             let part = Some(part.clone());
-            all.push(SchedulerConfig { part, ..build(section, metrics)? });
+            let config = root.attempt_whole(|_| build(section, metrics))?;
+            all.extend(config.map(|config| SchedulerConfig { part, ..config }));
         }
     }
     Ok(all)
@@ -75,7 +79,11 @@ fn read(
     shape: fn(&mut Section) -> Result<Shape>,
 ) -> Result<SchedulerConfig> {
     let shape = shape(section)?;
-    shape.validate().map_err(|error| section.error(error))?;
+    if let Err(error) = shape.validate() {
+        let text = error.to_string();
+        let key = text.split('`').nth(1).unwrap_or_default();
+        section.note(section.error_about(&[key], &text))?;
+    }
     let mut config = SchedulerConfig::new(param, shape);
     config.begin = section.or("begin", config.begin)?;
     let place = section.offset_of("end");
@@ -85,7 +93,7 @@ fn read(
     {
         let begin = config.begin;
         let text = format!("end should be larger than begin, but got begin={begin}, end={end}");
-        return Err(section.error_at(place, text));
+        section.note(section.error_at(place, text))?;
     }
     config.by_epoch = section.or("by_epoch", config.by_epoch)?;
     let place = section.offset_of("convert_to_iter_based");

@@ -128,26 +128,38 @@ impl Shape {
         let (part, some) = (0.0..=1.0, |count: u64| count > 0);
         let (valid, what) = match self {
             Self::Constant { factor } => (part.contains(factor), "`factor` must be 0 to 1"),
-            Self::Linear { start_factor, end_factor } => (
-                part.contains(end_factor) && part.contains(start_factor) && *start_factor != 0.0,
-                "`start_factor` must be above 0 and up to 1, and `end_factor` 0 to 1",
-            ),
+            Self::Linear { start_factor, .. }
+                if !part.contains(start_factor) || *start_factor == 0.0 =>
+            {
+                (false, "`start_factor` must be above 0 and up to 1")
+            }
+            Self::Linear { end_factor, .. } => {
+                (part.contains(end_factor), "`end_factor` must be 0 to 1")
+            }
+            Self::MultiStep { milestones, .. } => {
+                (milestones.is_sorted(), "`milestones` must be in ascending order")
+            }
             Self::CosineAnnealing { t_max: Some(t_max), .. } => {
                 (some(*t_max), "`T_max` must be at least 1")
             }
+            Self::CosineRestart { periods, .. } if !periods.iter().copied().all(some) => {
+                (false, "`periods` must each be at least 1")
+            }
             Self::CosineRestart { periods, restart_weights, .. } => (
-                periods.len() == restart_weights.len() && periods.iter().copied().all(some),
-                "`periods` must be at least 1, and `restart_weights` as many",
+                periods.len() == restart_weights.len(),
+                "`restart_weights` must be as many as `periods`",
             ),
             Self::Step { step_size, .. } => (some(*step_size), "`step_size` must be at least 1"),
-            Self::OneCycle(cycle) => (
-                some(cycle.total_steps) && part.contains(&cycle.pct_start),
-                "`total_steps` must be at least 1, and `pct_start` 0 to 1",
-            ),
-            Self::Plateau(plateau) => (
-                plateau.factor < 1.0 && plateau.threshold >= 0.0,
-                "`factor` must be below 1, and `threshold` not below 0",
-            ),
+            Self::OneCycle(cycle) if !some(cycle.total_steps) => {
+                (false, "`total_steps` must be at least 1")
+            }
+            Self::OneCycle(cycle) => {
+                (part.contains(&cycle.pct_start), "`pct_start` must be 0 to 1")
+            }
+            Self::Plateau(plateau) if plateau.factor.is_nan() || plateau.factor >= 1.0 => {
+                (false, "`factor` must be below 1")
+            }
+            Self::Plateau(plateau) => (plateau.threshold >= 0.0, "`threshold` must not be below 0"),
             _ => (true, ""),
         };
         if valid { Ok(()) } else { Err(Error::Config(what.into())) }

@@ -1,0 +1,54 @@
+//! The mistakes of a configuration, which are told all at once.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::{Error, Result};
+
+/// The mistakes found so far. Clones share one list.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Mistakes(Arc<Mutex<Vec<Error>>>);
+
+impl Mistakes {
+    /// Adds one, unless it is [`listed`](Self::listed).
+    pub(crate) fn add(&self, error: Error) {
+        if !Self::is_listed(&error) {
+            self.0.lock().push(error);
+        }
+    }
+
+    /// Adds the error of `result`, if it is one.
+    pub(crate) fn add_of(&self, result: Result<()>) {
+        result.unwrap_or_else(|error| self.add(error));
+    }
+
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        self.0.lock().len()
+    }
+
+    /// The error of a reader that cannot do without a value whose mistake is on the list already.
+    pub(crate) const fn listed() -> Error {
+        Error::Config(String::new())
+    }
+
+    /// Whether it is such an error.
+    pub(crate) fn is_listed(error: &Error) -> bool {
+        matches!(error, Error::Config(text) if text.is_empty())
+    }
+
+    /// All of them as one error, one a line.
+    ///
+    /// # Errors
+    ///
+    /// That one, if there are any.
+    pub(crate) fn check(&self) -> Result<()> {
+        let mut all = std::mem::take(&mut *self.0.lock());
+        if all.len() > 1 {
+            let lines: Vec<_> = all.iter().map(Error::to_string).collect();
+            return Err(Error::Config(lines.join("\n")));
+        }
+        all.pop().map_or(Ok(()), Err)
+    }
+}

@@ -1,0 +1,255 @@
+//! What a run is refused for before it makes anything, and `runner check`: all of that at once, and a sample
+//! of each data set tried on the model.
+//!
+//! A check is of one rank on the host and creates nothing on disk. Of each data set it takes the samples with
+//! the least and the greatest integers (labels, indices) that it finds among some hundred, so that a label
+//! which the model has no class for is likely among them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use collective::ProcessGroup;
+use fused_optim::{DType, Slice};
+use parking_lot::Mutex;
+
+use super::builder::make_schedulers;
+use super::{DataLoaderConfig, Length, RunnerBuilder, TrainConfig};
+use crate::config::{Config, Mistakes};
+use crate::data::{ArrayData, Batch, DataLoader};
+use crate::device::Device;
+use crate::engine::{ComputeDevice, Engine, GradSink, SharedSink};
+use crate::evaluate::{Metric, check_records};
+use crate::hooks::Hook;
+use crate::model::ModelContext;
+use crate::schedulers::SchedulerConfig;
+use crate::{Error, Result, loops};
+
+/// How many samples of a data set are looked at.
+const LOOKED_AT: usize = 256;
+
+impl RunnerBuilder {
+    /// Tells all mistakes of a configuration, what a run of it would be refused for, and which data do not fit
+    /// the model, as one error; and what such a run would be warned of. Nothing is created.
+    pub(crate) fn check(config: Config) -> (Vec<String>, Result<()>) {
+        let (builder, mistakes) = Self::read(config);
+        let is_read = mistakes.len() == 0;
+        let length = builder.train.as_ref().map(|train| train.length);
+        let warnings = builder.hooks.iter().filter_map(|hook| hook.warning(length?)).collect();
+        builder.refuse(&mistakes);
+        mistakes.add_of(builder.try_parts(&mistakes, is_read));
+        (warnings, mistakes.check())
+    }
+
+    /// Adds whatever can be refused before anything is made.
+    pub(crate) fn refuse(&self, mistakes: &Mistakes) {
+        if let Some(judged) = self.only.filter(|_| !self.judges()) {
+            mistakes.add(loops::nothing_to_judge(judged));
+        }
+        check_names(&self.hooks, mistakes);
+        if let Some(path) = self.load_from.as_ref().filter(|path| !path.is_dir()) {
+            let text = format!("{}: there is no such checkpoint", path.display());
+            mistakes.add(Error::Checkpoint(text));
+        }
+        if let Some(train) = &self.train {
+            check_lengths(train, self.train_loader.as_ref(), &self.schedulers, mistakes);
+        }
+    }
+
+    /// Makes model and data sets and tries the one on the others; and, if the configuration `is_read` without a
+    /// mistake, makes the rest.
+    fn try_parts(mut self, mistakes: &Mistakes, is_read: bool) -> Result<()> {
+        let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
+        let cx = ModelContext { dtype: DType::F32, seed: 0, device: ComputeDevice::Cpu };
+        let places = std::mem::take(&mut self.places);
+        let add = |key: &str, why: &str, error: Error| {
+            let place = places.iter().find(|(known, _)| *known == key).map(|(_, place)| place);
+            let place = place.map_or_else(String::new, |place| format!("{place}: "));
+            mistakes.add(Error::Config(format!("{place}{key}: {why}{error}")));
+        };
+        let model = self.model.take().map(|model| model(&cx)).transpose();
+        let mut engine = model.unwrap_or_else(|error| {
+            add("model", "", error);
+            None
+        });
+        let (val, test) = (self.validation.take(), self.test.take());
+        let parts = [
+            ("train_dataloader", self.train_loader.take().map(|loader| (loader, None))),
+            ("val_dataloader", val.map(|(loader, metric)| (loader, Some(metric)))),
+            ("test_dataloader", test.map(|(loader, metric)| (loader, Some(metric)))),
+        ];
+        let mut trained_on = None;
+        let mut epoch_length = 0;
+        for (key, part) in parts {
+            let Some((loader, metric)) = part else { continue };
+            let (loader, batch) = match make(loader, &group) {
+                Ok(made) => made,
+                Err(error) => {
+                    add(key, "", error);
+                    continue;
+                }
+            };
+            if metric.is_none() {
+                epoch_length = loader.batches_per_epoch();
+            }
+            let Some(engine) = &mut engine else { continue };
+            let tried = try_batch(&mut **engine, &batch, key, metric.as_deref(), &mut trained_on);
+            tried.unwrap_or_else(|error| add(key, "tried on the model: ", error));
+        }
+        let (Some(engine), Some(train), Some(optim), true) =
+            (engine, self.train, self.optim, is_read)
+        else {
+            return Ok(());
+        };
+        let made = (optim.build)(engine.params(), &Device::cpu()).and_then(|mut optim| {
+            make_schedulers(&self.schedulers, &train, epoch_length, &mut *optim)
+        });
+        made.map_or_else(|error| add("optim_wrapper", "", error), drop);
+        Ok(())
+    }
+}
+
+/// A data set's loader, and a batch of telling samples.
+fn make(config: DataLoaderConfig, group: &ProcessGroup) -> Result<(DataLoader, Batch)> {
+    let loader = config.make(group, 0)?;
+    let len = loader.dataset_len();
+    let count = len.min(LOOKED_AT);
+    let looked_at: Vec<_> = (0..count).map(|k| k * len / count).collect();
+    let batch = loader.samples(&looked_at)?;
+    // Norms may need two.
+    let mut telling = vec![looked_at[0], looked_at[count - 1]];
+    for (_, array) in batch.iter() {
+        let (ArrayData::I64(numbers), Some(extent)) = (array.data(), array.shape().first()) else {
+            continue;
+        };
+        if *extent != count || numbers.is_empty() {
+            continue;
+        }
+        let of_sample = numbers.len() / count;
+        let numbers = || numbers.iter().enumerate();
+        let extremes = [numbers().min_by_key(|(_, n)| **n), numbers().max_by_key(|(_, n)| **n)];
+        telling.extend(extremes.iter().flatten().map(|(at, _)| looked_at[at / of_sample]));
+    }
+    telling.sort_unstable();
+    telling.dedup();
+    let batch = loader.samples(&telling)?;
+    Ok((loader, batch))
+}
+
+/// Trains on a batch without a step, or evaluates it. The loss of data to evaluate is looked at, too, if they
+/// have the fields of those that were trained on.
+fn try_batch(
+    engine: &mut dyn Engine,
+    batch: &Batch,
+    key: &str,
+    metric: Option<&dyn Metric>,
+    trained_on: &mut Option<Vec<String>>,
+) -> Result<()> {
+    let fields: Vec<_> = batch.iter().map(|(name, _)| name.to_owned()).collect();
+    if let Some(metric) = metric {
+        let outputs = engine.eval(batch)?;
+        let part = key.split('_').next().unwrap_or(key);
+        check_records(part, metric.process(batch, &outputs)?.len(), batch.len())?;
+        if trained_on.as_ref() != Some(&fields) {
+            return Ok(());
+        }
+    }
+    *trained_on = Some(fields);
+    let sink: SharedSink = Arc::new(Mutex::new(NoSink));
+    engine.forward_backward(batch, 1.0, &sink).map(drop)
+}
+
+/// Has no use for gradients.
+struct NoSink;
+
+impl GradSink for NoSink {
+    fn ready(&mut self, _: usize, _: Slice<'_>) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Refuses what a run by epochs, or by iterations, has no use for.
+fn check_lengths(
+    train: &TrainConfig,
+    loader: Option<&DataLoaderConfig>,
+    schedulers: &[SchedulerConfig],
+    mistakes: &Mistakes,
+) {
+    let add = |text: &str| mistakes.add(Error::Config(text.to_owned()));
+    let infinite = loader.is_some_and(|loader| loader.infinite);
+    if loader.is_some_and(|loader| !loader.round_up) {
+        add("`round_up` must be true where ranks train: on equally many batches");
+    }
+    let whole = |scheduler: &SchedulerConfig| match train.length {
+        Length::Epochs(epochs) => scheduler.by_epoch.then_some(epochs as u64),
+        Length::Iters(iters) => (!scheduler.by_epoch).then_some(iters as u64),
+    };
+    for scheduler in schedulers.iter().filter(|scheduler| scheduler.end.is_none()) {
+        if let Some(end) = whole(scheduler).filter(|end| *end <= scheduler.begin && *end > 0) {
+            let begin = scheduler.begin;
+            add(&format!(
+                "end should be larger than begin, but got begin={begin}, end={end}, where the run ends"
+            ));
+        }
+    }
+    match train.length {
+        Length::Epochs(_) if infinite => {
+            add("InfiniteSampler has no epochs: it needs train_cfg.type = \"IterBasedTrainLoop\"")
+        }
+        Length::Iters(_) if schedulers.iter().any(SchedulerConfig::counts_epochs) => add(
+            "a run by iterations has no epochs for a scheduler to count: set by_epoch = false or \
+             convert_to_iter_based = true",
+        ),
+        _ => {}
+    }
+}
+
+/// Refuses two hooks that would save their state in one place.
+fn check_names(hooks: &[Box<dyn Hook>], mistakes: &Mistakes) {
+    for (i, hook) in hooks.iter().enumerate().filter(|(_, h)| h.state_dict().is_some()) {
+        let name = hook.name();
+        if hooks[..i].iter().any(|h| h.name() == name) {
+            let why = format!("two hooks called `{name}` would save their state in one place");
+            mistakes.add(Error::Config(why));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = "model = { type = 'Mlp', in_features = 64 }\ntrain_cfg.max_epochs = 2\n\
+                        train_dataloader.batch_size = 1\ntrain_dataloader.dataset.type = 'Digits'\n\
+                        optim_wrapper.optimizer = { type = 'SGD', lr = 0.1 }\n";
+
+    fn check(config: &str) -> (Vec<String>, Result<()>) {
+        RunnerBuilder::check(Config::from_text("c.toml", config).unwrap())
+    }
+
+    #[test]
+    fn a_check_finds_what_only_the_whole_shows() {
+        let check = |more: &str| check(&format!("{GOOD}{more}")).1.map_err(|e| e.to_string());
+        check("param_scheduler = { type = 'LinearLR', begin = 1 }").unwrap();
+        check("param_scheduler = { type = 'LinearLR', begin = 9, by_epoch = false }").unwrap();
+        for (more, says) in [
+            (
+                "param_scheduler = { type = 'LinearLR', begin = 2 }",
+                "begin=2, end=2, where the run ends",
+            ),
+            ("custom_hooks = [{ type = 'EMAHook' }, { type = 'EMAHook' }]", "two hooks called"),
+            ("train_dataloader.sampler.type = 'InfiniteSampler'", "InfiniteSampler has no epochs"),
+        ] {
+            let error = check(more).unwrap_err();
+            assert!(error.contains(says), "{more}: {error}");
+        }
+        // What only the optimizer knows.
+        let adadelta = GOOD.replace("'SGD', lr = 0.1", "'Adadelta'");
+        let momentum = "param_scheduler = { type = 'StepMomentum', step_size = 1 }";
+        let error = RunnerBuilder::check(
+            Config::from_text("c.toml", format!("{adadelta}{momentum}")).unwrap(),
+        );
+        let error = error.1.unwrap_err().to_string();
+        assert!(error.starts_with("c.toml:5:1: optim_wrapper: "), "{error}");
+        assert!(error.contains("has no momentum for a scheduler to change"), "{error}");
+    }
+}

@@ -419,6 +419,15 @@ fn a_run_by_iterations_that_saves_only_at_its_end_is_warned() {
 }
 
 #[test]
+fn what_is_no_checkpoint_is_told_which_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = run(dir.path(), GOOD, &["train", "c.toml", "--load-from", "x.pth"], &[]);
+    let said = stderr(&output);
+    assert!(said.starts_with("error: x.pth: not a checkpoint of this runner"), "{said}");
+    assert!(said.contains("a directory such as work_dirs/NAME/epoch_3"), "{said}");
+}
+
+#[test]
 fn every_recorded_mistake_is_an_error_with_its_place() {
     let recorded = include_str!("vectors/errors.txt");
     let recorded = recorded.lines().filter_map(|l| l.strip_prefix("### ")?.split(" ::").next());

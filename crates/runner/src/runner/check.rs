@@ -47,7 +47,15 @@ impl RunnerBuilder {
         }
         check_names(&self.hooks, mistakes);
         if let Some(path) = self.load_from.as_ref().filter(|path| !path.is_dir()) {
-            let text = format!("{}: there is no such checkpoint", path.display());
+            let path_text = path.display();
+            let text = match path.is_file() || path.extension().is_some() {
+                false => format!("{path_text}: there is no such checkpoint"),
+                true => format!(
+                    "{path_text}: not a checkpoint of this runner, which is a directory such as \
+                     work_dirs/NAME/epoch_3 with model.safetensors and state.json in it; no other format \
+                     (PyTorch's .pth, a .safetensors file) is read"
+                ),
+            };
             mistakes.add(Error::Checkpoint(text));
         }
         if let Some(train) = &self.train {
@@ -238,6 +246,7 @@ mod tests {
             ),
             ("custom_hooks = [{ type = 'EMAHook' }, { type = 'EMAHook' }]", "two hooks called"),
             ("train_dataloader.sampler.type = 'InfiniteSampler'", "InfiniteSampler has no epochs"),
+            ("load_from = 'x.pth'", "x.pth: not a checkpoint of this runner, which is a directory"),
         ] {
             let error = check(more).unwrap_err();
             assert!(error.contains(says), "{more}: {error}");

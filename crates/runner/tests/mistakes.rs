@@ -428,6 +428,17 @@ fn what_is_no_checkpoint_is_told_which_is() {
 }
 
 #[test]
+fn auto_scale_lr_logs_the_rate() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = format!("auto_scale_lr = {{ enable = true, base_batch_size = 32 }}\n{GOOD}");
+    let output = run(dir.path(), &config, &["train", "c.toml"], &[]);
+    let said = String::from_utf8(output.stdout).unwrap();
+    let told = "auto_scale_lr: learning rate 0.2 instead of 0.1: a batch of all ranks has 64 samples, and \
+                base_batch_size is 32";
+    assert!(said.contains(told), "{said}{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
 fn every_recorded_mistake_is_an_error_with_its_place() {
     let recorded = include_str!("vectors/errors.txt");
     let recorded = recorded.lines().filter_map(|l| l.strip_prefix("### ")?.split(" ::").next());

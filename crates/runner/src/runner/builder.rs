@@ -317,7 +317,7 @@ impl RunnerBuilder {
         let join = || join(self.launcher, self.timeout, self.transport, (wanted, &found));
         let group = self.group.map_or_else(join, Ok)?;
         let (seed, timestamp) = seed_and_time(&group, self.seed)?;
-        let make = || -> Result<(Runner, Device)> {
+        let make = || -> Result<(Runner, Device, Option<String>)> {
             let device = wanted.open(found?, &group)?;
             let own_seed = engine_seed(seed, self.diff_rank_seed, &group);
             let context = device.context(optim.dtype, own_seed);
@@ -330,7 +330,8 @@ impl RunnerBuilder {
             let train_loader = train_loader.map(|l| l.make(&group, seed)).transpose()?;
             let mut optim = make_optim(optim, &mut *engine, &device)?;
             let batch = train_loader.as_ref().map_or(0, DataLoader::batch_size);
-            scale_lr(optim.optimizer_mut(), batch * group.world_size(), self.auto_scale_lr)?;
+            let batch = batch * group.world_size();
+            let scaled = scale_lr(optim.optimizer_mut(), batch, self.auto_scale_lr)?;
             let length = train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch);
             let schedulers = make_schedulers(&self.schedulers, &train, length, &mut *optim)?;
             let runner = Runner {
@@ -357,13 +358,14 @@ impl RunnerBuilder {
                 output: Output::new(work_dir, group.rank() == 0, self.looks, timestamp),
                 group: group.clone(),
             };
-            Ok((runner, device))
+            Ok((runner, device, scaled))
         };
-        let runner = make().and_then(|(mut runner, device)| {
+        let runner = make().and_then(|(mut runner, device, scaled)| {
             // No rank creates anything before every rank has got this far.
             group.barrier()?;
             if group.rank() == 0 {
                 runner.open_output(&device)?;
+                scaled.iter().for_each(|text| runner.logger().info(text));
                 warnings.iter().for_each(|text| runner.logger().warning(text));
             }
             Ok(runner)

@@ -491,14 +491,25 @@ fn write_values(
     Ok(())
 }
 
-/// Multiplies every group's learning rate, which is one for batches of `base` samples.
-fn scale_lr(optimizer: &mut dyn Optimizer, batch: usize, base: Option<usize>) -> Result<()> {
-    let Some(base) = base else { return Ok(()) };
+/// Multiplies every group's learning rate, which is one for batches of `base` samples. Tells so.
+fn scale_lr(
+    optimizer: &mut dyn Optimizer,
+    batch: usize,
+    base: Option<usize>,
+) -> Result<Option<String>> {
+    let Some(base) = base else { return Ok(None) };
     let factor = batch as f64 / base as f64;
     let groups = 0..optimizer.group_count();
     let values = read_values(optimizer, Param::Lr, groups.clone())?;
     let scaled: Vec<_> = values.iter().map(|lr| lr * factor).collect();
-    write_values(optimizer, Param::Lr, groups, &scaled)
+    write_values(optimizer, Param::Lr, groups, &scaled)?;
+    let rate = |rates: &[f64]| rates.first().copied().unwrap_or(f64::NAN);
+    Ok(Some(format!(
+        "auto_scale_lr: learning rate {} instead of {}: a batch of all ranks has {batch} samples, and \
+         base_batch_size is {base}",
+        rate(&scaled),
+        rate(&values)
+    )))
 }
 
 /// Stands for a momentum of 0 where a schedule ends with it and an optimizer keeps its buffer: in `f32` a buffer

@@ -10,16 +10,18 @@
 //! }
 //! ```
 
+use std::ffi::{OsStr, OsString};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
+use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
 use collective::Launcher;
 
 use crate::config::{Config, Mistakes, parse_duration};
-use crate::launch::flags::LaunchArgs;
+use crate::launch::flags::{LaunchArgs, is_config};
 use crate::launch::store::{StoreArgs, serve};
 use crate::launch::{launch, record_failure, record_panics, tie_to_parent};
 use crate::runner::{Judged, RunnerBuilder};
@@ -127,7 +129,12 @@ struct TrainArgs {
 /// code of the rank that failed first.
 #[must_use]
 pub fn main() -> ExitCode {
-    let outcome = match Cli::parse().command {
+    let words: Vec<_> = std::env::args_os().collect();
+    let command = match parse(&words, "") {
+        Ok(cli) => cli.command,
+        Err(code) => return code,
+    };
+    let outcome = match command {
         Command::Launch(args) => start_ranks(args),
         Command::Store(args) => serve(&args).map(|()| ExitCode::SUCCESS),
         // What only judges has nothing to save: signals end it as they end any program.
@@ -144,6 +151,25 @@ pub fn main() -> ExitCode {
             Error::Interrupted { .. } => ExitCode::from(signals::EXIT_CODE),
             _ => ExitCode::FAILURE,
         }
+    })
+}
+
+/// The command that the words are, after the name of the program; or what a wrong one ends with, which has been
+/// told. A configuration without a command gets one suggested, after `before` it.
+fn parse(words: &[OsString], before: &str) -> Result<Cli, ExitCode> {
+    Cli::try_parse_from(words).map_err(|error| {
+        let name = Path::new(words.first().map_or(OsStr::new("runner"), |word| word));
+        let name = name.file_name().unwrap_or_default().display().to_string();
+        match words.get(1).filter(|word| is_config(word)) {
+            Some(config) if error.kind() == ErrorKind::InvalidSubcommand => {
+                let config = config.display();
+                tell("error", &format!(
+                    "`{config}` is a configuration, not a command: did you mean `{name} {before}train {config}`?"
+                ));
+            }
+            _ => drop(error.print()),
+        }
+        ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2))
     })
 }
 
@@ -193,6 +219,14 @@ fn check(args: &ConfigArgs) -> Result<ExitCode> {
 
 fn start_ranks(args: Box<LaunchArgs>) -> Result<ExitCode> {
     let mut options = args.options().map_err(Error::Config)?;
+    if options.program.is_none() {
+        // A command line that no rank understands is told once.
+        let program = std::env::args_os().take(1);
+        let words: Vec<_> = program.chain(options.args.iter().cloned()).collect();
+        if let Err(code) = parse(&words, "launch ... ") {
+            return Ok(code);
+        }
+    }
     if std::io::stdout().is_terminal() {
         // The ranks write into pipes; a progress bar goes through them to our terminal.
         options.envs.push((TERMINAL_VARIABLE.into(), "1".into()));

@@ -419,6 +419,27 @@ fn a_run_by_iterations_that_saves_only_at_its_end_is_warned() {
 }
 
 #[test]
+fn a_configuration_without_a_command_gets_train_suggested_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let launch = "runner launch ... train c.toml";
+    for (args, command) in [
+        (&["c.toml"][..], "runner train c.toml"),
+        (&["launch", "--nproc-per-node", "2", "c.toml", "--resume"], launch),
+        (&["launch", "--nproc-per-node", "2", "--", "c.toml"], launch),
+        (&["launch", "./c.toml"], "runner launch ... train ./c.toml"),
+    ] {
+        let output = run(dir.path(), GOOD, args, &[]);
+        let config = command.rsplit(' ').next().unwrap();
+        let told = format!(
+            "error: `{config}` is a configuration, not a command: did you mean `{command}`?\n"
+        );
+        assert_eq!((output.status.code(), stderr(&output)), (Some(2), told), "{args:?}");
+    }
+    let output = run(dir.path(), GOOD, &["launch", "--nproc-per-node=2", "trian", "c.toml"], &[]);
+    assert_eq!(stderr(&output).matches("unrecognized subcommand 'trian'").count(), 1);
+}
+
+#[test]
 fn what_is_no_checkpoint_is_told_which_is() {
     let dir = tempfile::tempdir().unwrap();
     let output = run(dir.path(), GOOD, &["train", "c.toml", "--load-from", "x.pth"], &[]);

@@ -1,8 +1,8 @@
 //! The command line of `runner launch`: torchrun's flags, in both spellings, with its `PET_*` variables
 //! as defaults. What contradicts itself is refused, by the names of the flags.
 
-use std::ffi::OsString;
-use std::path::PathBuf;
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
@@ -125,7 +125,7 @@ impl LaunchArgs {
     /// Which flags contradict each other.
     pub(crate) fn options(self) -> Result<LaunchOptions, String> {
         // None of this program's own words has one.
-        let is_path = |word: &OsString| word.as_encoded_bytes().contains(&b'/');
+        let is_path = |word: &OsString| word.as_encoded_bytes().contains(&b'/') && !is_config(word);
         let is_program = |word: &&OsString| self.no_python || is_path(word);
         let program = self.args.first().filter(is_program).map(PathBuf::from);
         let args = self.args[usize::from(program.is_some())..].to_vec();
@@ -191,6 +191,12 @@ impl LaunchArgs {
         }
         Ok(Nodes::Fixed { count: max, rank, master_addr, master_port })
     }
+}
+
+/// Whether a word is the name of a configuration, which is no program.
+pub(crate) fn is_config(word: &OsStr) -> bool {
+    let extension = Path::new(word).extension();
+    extension.is_some_and(|e| e.eq_ignore_ascii_case("toml") || e.eq_ignore_ascii_case("json"))
 }
 
 /// `N` or `MIN:MAX`.

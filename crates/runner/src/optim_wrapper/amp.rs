@@ -28,7 +28,8 @@ use crate::model::ModelWrapper;
 pub enum LossScale {
     /// Grows while all is well, is halved when a gradient overflows.
     Dynamic(LossScalerOptions),
-    /// Always this; a step with an overflow is skipped all the same.
+    /// Always this, or, of a run that is resumed, the checkpoint's; a step with an overflow is skipped all
+    /// the same.
     Static(f32),
     /// No scaling: for bf16, whose range is that of f32.
     Off,
@@ -291,6 +292,21 @@ mod tests {
         assert_eq!(applied, [None, yes, None, no, None, yes]);
         assert_eq!(*weights(&engine), all(0.75 - 0.5 * 0.25));
         assert_eq!(optim.loss_scale(), 512.0);
+    }
+
+    #[test]
+    fn a_fixed_scale_is_resumed() {
+        let (_, _, optim) = parts(1, LossScale::Static(8.0));
+        let (_, _, mut other) = parts(1, LossScale::Static(4.0));
+        let mut saved = optim.state_dict().unwrap();
+        other.load_state_dict(&saved).unwrap();
+        assert_eq!(other.loss_scale(), 8.0);
+        // A checkpoint of an older version has none.
+        saved.loss_scaler = None;
+        other.load_state_dict(&saved).unwrap();
+        assert_eq!(other.loss_scale(), 8.0);
+        let (_, _, mut other) = parts(1, dynamic());
+        assert!(other.load_state_dict(&optim.state_dict().unwrap()).is_err());
     }
 
     #[test]

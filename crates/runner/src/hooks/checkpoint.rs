@@ -1,7 +1,5 @@
 //! Saves the run every few epochs or iterations, and the best model so far.
 
-use std::path::PathBuf;
-
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -45,6 +43,10 @@ pub struct CheckpointHook {
     /// Parts (`model`, `optimizer`, `state`) that the last checkpoint is published with; empty: not at all.
     pub published_keys: Vec<String>,
     state: State,
+    /// How many of those written so far, the oldest, the last one has replaced.
+    replaced: usize,
+    /// Whether the last one is to be published.
+    publishes: bool,
 }
 
 /// A figure whose best value is kept.
@@ -101,6 +103,8 @@ impl CheckpointHook {
             save_best: Vec::new(),
             published_keys: Vec::new(),
             state: State::default(),
+            replaced: 0,
+            publishes: false,
         }
     }
 
@@ -132,21 +136,20 @@ impl CheckpointHook {
         if aloud {
             runner.logger().info(&format!("Saving checkpoint at {place}"));
         }
-        self.state.written.retain(|n| *n != name);
-        self.state.written.push(name.clone());
-        runner.save_checkpoint(Save {
-            name: &name,
-            position,
+        // The list in a checkpoint still names those that it replaces, so what a kill leaves goes next time.
+        let mut written = self.state.written[self.replaced..].to_vec();
+        written.retain(|n| *n != name);
+        written.push(name.clone());
+        let keep = if self.max_keep_ckpts == 0 { usize::MAX } else { self.max_keep_ckpts };
+        let replaced = written.len().saturating_sub(keep);
+        let save = Save {
             optimizer: self.save_optimizer,
             schedulers: self.save_param_scheduler,
-            own: Some((self.name(), self.state_dict())),
-        })?;
-        // The list just saved still names these, so what a kill leaves of them goes next time.
-        let keep = if self.max_keep_ckpts == 0 { usize::MAX } else { self.max_keep_ckpts };
-        let surplus = self.state.written.len().saturating_sub(keep);
-        let pruned: Vec<PathBuf> =
-            self.state.written.drain(..surplus).map(|n| runner.work_dir().join(n)).collect();
-        runner.remove_checkpoints(&pruned)
+            replaces: written[..replaced].to_vec(),
+            ..Save::resumable(&name, position)
+        };
+        (self.state.written, self.replaced) = (written, replaced);
+        runner.save_checkpoint(save)
     }
 
     /// Saves the model if `figure` is better than ever. Whether it is.
@@ -184,28 +187,26 @@ impl CheckpointHook {
         }
         let position = runner.position().clone();
         let name = format!("best_{}_{}", figure.replace('/', "_"), self.name_of(&position).0);
-        runner.save_checkpoint(Save::weights(&name, position.clone()))?;
-        let fresh = Best { figure: figure.clone(), score: *score, name: name.clone() };
-        let old = match before {
-            Some(i) => Some(std::mem::replace(&mut self.state.best[i], fresh).name),
-            None => {
-                self.state.best.push(fresh);
-                None
-            }
-        };
+        let mut save = Save::weights(&name, position.clone());
+        let old = before.map(|i| self.state.best[i].name.clone());
         if let Some(old) = old.filter(|old| *old != name) {
-            let path = runner.work_dir().join(old);
-            runner.remove_checkpoints(std::slice::from_ref(&path))?;
-            let text = format!("The previous best checkpoint {} is removed", path.display());
-            runner.logger().info(&text);
+            let path = runner.work_dir().join(&old);
+            save.log.push(format!("The previous best checkpoint {} is removed", path.display()));
+            save.replaces.push(old);
         }
         let (count, unit) = match self.by_epoch {
             true => (position.epoch, "epoch"),
             false => (position.iter, "iter"),
         };
-        runner.logger().info(&format!(
+        save.log.push(format!(
             "The best checkpoint with {score:.4} {figure} at {count} {unit} is saved to {name}."
         ));
+        runner.save_checkpoint(save)?;
+        let fresh = Best { figure: figure.clone(), score: *score, name };
+        match before {
+            Some(i) => self.state.best[i] = fresh,
+            None => self.state.best.push(fresh),
+        }
         Ok(true)
     }
 }
@@ -368,10 +369,15 @@ impl Hook for CheckpointHook {
         if self.save_last && position.iter > 0 && !self.state.written.contains(&name) {
             self.save(runner, position, true)?;
         }
+        self.publishes = !self.published_keys.is_empty();
+        Ok(())
+    }
+
+    /// The last checkpoint is on disk now.
+    fn after_run(&mut self, runner: &mut Runner) -> Result<()> {
         match self.state.written.last() {
-            Some(last) if !self.published_keys.is_empty() => {
-                let last = last.clone();
-                runner.publish_checkpoint(&last, &self.published_keys)
+            Some(last) if std::mem::take(&mut self.publishes) => {
+                runner.publish_checkpoint(last, &self.published_keys)
             }
             _ => Ok(()),
         }
@@ -384,6 +390,7 @@ impl Hook for CheckpointHook {
     fn load_state_dict(&mut self, state: &Value) -> Result<()> {
         self.state = serde_json::from_value(state.clone())
             .map_err(|e| Error::Checkpoint(format!("CheckpointHook: {e}")))?;
+        self.replaced = 0;
         Ok(())
     }
 }

@@ -12,9 +12,7 @@ use crate::{Error, Result};
 /// Ends the run after `patience` validations that did not make a figure better, as soon as it is as
 /// good as wanted, or when it is not a number.
 ///
-/// What it has counted is saved, so a resumed run ends where it would have ended. MMEngine forgets
-/// it; and there the hook comes after everyone, here just before [`CheckpointHook`](super::CheckpointHook),
-/// so that a checkpoint of a validation has it counted.
+/// What it has counted is saved, so a resumed run ends where it would have ended. MMEngine forgets it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EarlyStoppingHook {
     /// Name of the figure.
@@ -136,7 +134,7 @@ impl Hook for EarlyStoppingHook {
     }
 
     fn priority(&self) -> Priority {
-        Priority(Priority::VERY_LOW.0 - 1)
+        Priority::LOWEST
     }
 
     /// A run that is resumed from after its end does not go on.

@@ -11,7 +11,7 @@ use crate::checkpoint::{Checkpoint, Draft, Tensor, copy_from_bytes, model_tensor
 use crate::config::Section;
 use crate::data::Batch;
 use crate::engine::{DeviceAverages, Engine, Losses};
-use crate::runner::Runner;
+use crate::runner::{BUFFERS, Runner};
 use crate::{Error, Result};
 
 /// How much of the newest model goes into the average at update `n`, counted from 0.
@@ -343,6 +343,13 @@ impl Hook for EmaHook {
         let average = |((name, shape), values): ((String, Vec<usize>), &Vec<f32>)| {
             Tensor::f32(format!("average.{name}"), shape, values)
         };
+        // In a validation the average has the model's place, and what it took that from is here.
+        for trained in &self.shelved {
+            let (name, own) = (&trained.spec.name, format!("{BUFFERS}{}", trained.spec.name));
+            let model = draft.model.iter_mut().filter(|tensor| tensor.spec.name == *name);
+            let both = model.chain(draft.own.iter_mut().filter(|tensor| tensor.spec.name == own));
+            both.for_each(|tensor| tensor.bytes.clone_from(&trained.bytes));
+        }
         let values = self.averages.values()?;
         let averages: Vec<_> = self.specs(engine).into_iter().zip(&*values).map(average).collect();
         draft.own.extend(averages.iter().skip(params).cloned());
@@ -477,11 +484,13 @@ mod tests {
         }
         fn before_val_iter(&mut self, runner: &mut Runner, _: usize, _: &mut Batch) -> Result<()> {
             self.0.lock().push(("val", first(runner)));
-            Ok(())
+            let position = runner.position().clone();
+            runner.save_checkpoint(Save::resumable("within", position))
         }
         fn after_val(&mut self, runner: &mut Runner) -> Result<()> {
             self.0.lock().push(("after", first(runner)));
-            runner.save_checkpoint(Save::weights("weights", runner.position().clone()))
+            let position = runner.position().clone();
+            runner.save_checkpoint(Save::weights("weights", position))
         }
     }
 
@@ -522,5 +531,12 @@ mod tests {
         let mut model = FakeEngine::new(&[("w", Values::F32(vec![0.0; 2]))], &[]);
         saved.load_model(&mut model).unwrap();
         assert_eq!(model.params, [Values::F32(vec![validated, validated + 1.0])]);
+        // What is saved while the average has the model's place is the same.
+        let within = crate::checkpoint::load(&dir.path().join("within")).unwrap();
+        within.load_model(&mut model).unwrap();
+        assert_eq!(model.params, [Values::F32(vec![validated, validated + 1.0])]);
+        let saved = within.extra(FILE).unwrap().unwrap();
+        let trained = saved.iter().find(|tensor| tensor.spec.name == "source.w").unwrap();
+        assert_eq!(trained.to_f32(), [after, after + 1.0]);
     }
 }

@@ -1,9 +1,8 @@
 //! Hooks: what else happens at each stage of a run.
 //!
 //! Hooks run in order of [`Priority`], equal ones in order of registration. A hook reaches the
-//! whole run through the [`Runner`] it is handed, and may keep state of its own in checkpoints. Such a
-//! hook should come before [`CheckpointHook`] (`VERY_LOW`): what it counts after that one's turn is not
-//! in the checkpoint. The stages and their order are MMEngine's, and `on_interrupt` besides. Of its six
+//! whole run through the [`Runner`] it is handed, and may keep state of its own in checkpoints. What a
+//! hook saves is written after all hooks of that stage, so their order does not matter for it. The stages and their order are MMEngine's, and `on_interrupt` besides. Of its six
 //! default hooks two, `RuntimeInfoHook` and `DistSamplerSeedHook`, may be named but do nothing: the runner
 //! does their work.
 
@@ -220,7 +219,8 @@ pub trait Hook: Send {
     fn after_test(&mut self, runner: &mut Runner) -> Result<()> {
         Ok(())
     }
-    /// A checkpoint is about to be written; the hook may change what is in it. On every rank.
+    /// A checkpoint is about to be written; the hook may change what is in it. On every rank. A checkpoint
+    /// that is asked for here is written after the next stage.
     fn before_save_checkpoint(&mut self, runner: &mut Runner, draft: &mut Draft) -> Result<()> {
         Ok(())
     }

@@ -14,8 +14,8 @@ use super::agreement::Agreement;
 use super::output::Output;
 use super::state::engine_seed;
 use super::{
-    DataLoaderConfig, Judged, Length, Runner, TrainConfig, Validation, read_values, scale_lr,
-    write_values,
+    DataLoaderConfig, Judged, Length, Runner, Status, TrainConfig, Validation, read_values,
+    scale_lr, write_values,
 };
 use crate::checkpoint::Position;
 use crate::config::{Mistakes, Place, unknown};
@@ -348,8 +348,7 @@ impl RunnerBuilder {
                 resume: self.resume,
                 elastic: self.elastic || is_elastic(),
                 load_from: self.load_from,
-                stopped: false,
-                interrupted: false,
+                status: Status::default(),
                 seed,
                 diff_rank_seed: self.diff_rank_seed,
                 config_text: self.looks.config.as_ref().map_or_else(String::new, |c| c.1.clone()),

@@ -10,6 +10,7 @@ mod check;
 mod loader_config;
 mod output;
 mod read;
+mod saving;
 mod state;
 mod train_config;
 
@@ -25,7 +26,9 @@ use agreement::Agreement;
 pub use builder::RunnerBuilder;
 pub use loader_config::DataLoaderConfig;
 use output::Output;
-pub use state::Save;
+pub use saving::Save;
+use saving::Status;
+pub(crate) use state::BUFFERS;
 pub use train_config::{Length, TrainConfig};
 
 use crate::checkpoint::Position;
@@ -55,8 +58,7 @@ pub struct Runner {
     resume: bool,
     elastic: bool,
     load_from: Option<PathBuf>,
-    stopped: bool,
-    interrupted: bool,
+    status: Status,
     seed: u64,
     diff_rank_seed: bool,
     config_text: String,
@@ -333,39 +335,19 @@ impl Runner {
 
     /// Ends the training where it next can, after the epoch that is under way. Every rank calls it.
     pub fn stop_training(&mut self) {
-        self.stopped = true;
+        self.status.stopped = true;
     }
 
     /// Whether somebody has asked for its end.
     #[must_use]
     pub fn is_stopped(&self) -> bool {
-        self.stopped
+        self.status.stopped
     }
 
     /// Whether the run ends before its time: see [`Hook::on_interrupt`].
     #[must_use]
     pub fn is_interrupted(&self) -> bool {
-        self.interrupted
-    }
-
-    /// Lets the hooks save what there is.
-    pub(crate) fn end_early(&mut self) -> Result<()> {
-        self.interrupted = true;
-        self.call_hooks(|hook, runner| hook.on_interrupt(runner))
-    }
-
-    /// Calls `stage` on every hook in turn. While a hook runs, the others are not reachable.
-    pub(crate) fn call_hooks(
-        &mut self,
-        mut stage: impl FnMut(&mut dyn Hook, &mut Self) -> Result<()>,
-    ) -> Result<()> {
-        for index in 0..self.hooks.len() {
-            let mut hook = std::mem::replace(&mut self.hooks[index], Box::new(Absent));
-            let result = stage(&mut *hook, self);
-            self.hooks[index] = hook;
-            result?;
-        }
-        Ok(())
+        self.status.interrupted
     }
 
     /// Lets the schedulers step that are `due`, in order, each on what those before it left.
@@ -515,15 +497,6 @@ fn scale_lr(
 /// Stands for a momentum of 0 where a schedule ends with it and an optimizer keeps its buffer: in `f32` a buffer
 /// times this adds nothing to a gradient. (An SGD with dampening dampens even then; PyTorch's does not.)
 const LEAST_MOMENTUM: f64 = f32::MIN_POSITIVE as f64;
-
-/// Stands in for a hook while that hook runs.
-struct Absent;
-
-impl Hook for Absent {
-    fn name(&self) -> &'static str {
-        "absent"
-    }
-}
 
 #[cfg(test)]
 mod tests {

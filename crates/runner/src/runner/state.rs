@@ -4,54 +4,24 @@ use std::path::{Path, PathBuf};
 
 use collective::ProcessGroup;
 use fused_optim::SliceMut;
-use serde_json::{Map, Value};
+use serde_json::Map;
 
-use super::Runner;
+use super::{Runner, Save};
 use crate::checkpoint::{
     self, Checkpoint, Contents, Converted, Draft, Found, Position, Tensor, model_tensors,
 };
 use crate::schedulers::Progress;
 use crate::{Error, Result};
 
-/// A checkpoint to be written.
-#[derive(Debug)]
-pub struct Save<'a> {
-    /// Its name in the work directory.
-    pub name: &'a str,
-    /// Where the run is.
-    pub position: Position,
-    /// Whether the optimizer is saved; without it nothing can go on from it, and `last_checkpoint`
-    /// does not name it.
-    pub optimizer: bool,
-    /// Whether the schedulers are saved.
-    pub schedulers: bool,
-    /// Name and state of the hook that asks, which cannot be asked itself.
-    pub own: Option<(&'a str, Option<Value>)>,
-}
-
-impl<'a> Save<'a> {
-    /// The model alone.
-    #[must_use]
-    pub const fn weights(name: &'a str, position: Position) -> Self {
-        Self { name, position, optimizer: false, schedulers: false, own: None }
-    }
-}
-
 impl Runner {
-    /// Writes a checkpoint on rank 0; the other ranks wait until it is on disk. Every rank calls
-    /// it.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`checkpoint::save`], on every rank.
-    pub fn save_checkpoint(&mut self, save: Save<'_>) -> Result<()> {
+    /// Writes a checkpoint on rank 0; the other ranks wait until it is on disk.
+    pub(super) fn write_checkpoint(&mut self, save: &Save) -> Result<()> {
         let mut draft = self.draft()?;
         self.call_hooks(|hook, runner| hook.before_save_checkpoint(runner, &mut draft))?;
         let mut hooks = Map::new();
         for hook in &self.hooks {
             hooks.extend(hook.state_dict().map(|state| (hook.name().to_owned(), state)));
         }
-        hooks.extend(save.own.and_then(|(name, state)| Some((name.to_owned(), state?))));
         let gradients = checkpoint::gradient_bytes(self.engine.params(), &*self.model)?;
         let gradients = self.gather(gradients)?;
         let mut own = self.gather(checkpoint::own_bytes(&draft.own)?)?;
@@ -64,7 +34,7 @@ impl Runner {
         let findings = findings.map(|text| String::from_utf8_lossy(&text).into_owned()).collect();
         if self.group.rank() == 0 {
             let mut contents = Contents {
-                position: save.position,
+                position: save.position.clone(),
                 world_size: self.group.world_size(),
                 batches_per_epoch: self.batches_per_epoch(),
                 seed: self.seed,
@@ -91,7 +61,7 @@ impl Runner {
                 (contents.wrapper, contents.random) = (Vec::new(), Vec::new());
                 contents.findings = Vec::new();
             }
-            checkpoint::save(self.output.work_dir(), save.name, contents)?;
+            checkpoint::save(self.output.work_dir(), &save.name, contents)?;
         }
         Ok(self.group.barrier()?)
     }
@@ -385,4 +355,4 @@ pub(super) fn engine_seed(seed: u64, diff_rank_seed: bool, group: &ProcessGroup)
 }
 
 /// Before the names of a rank's own buffers.
-const BUFFERS: &str = "buffers.";
+pub(crate) const BUFFERS: &str = "buffers.";

@@ -5,6 +5,7 @@
 
 mod midway;
 mod more;
+mod saving;
 
 use std::path::Path;
 use std::sync::Arc;

@@ -6,7 +6,7 @@ use runner::engine::Losses;
 use super::*;
 
 /// Batch statistics, an average of them and of the parameters, checkpoints every five iterations.
-const MIDWAY: &str = r#"
+pub(super) const MIDWAY: &str = r#"
 default_hooks.checkpoint = { by_epoch = false, interval = 5, max_keep_ckpts = 2, save_best = "accuracy" }
 model = { type = "ResNet", in_channels = 1, num_classes = 10, width = 8, blocks = [1] }
 train_dataloader = { batch_size = 64, dataset = { type = "Digits" } }
@@ -38,7 +38,7 @@ fn by_iters(config: &str) -> String {
 }
 
 /// All that goes on from a checkpoint, but for the words of its configuration.
-fn assert_same_state(a: &Path, b: &Path, checkpoint: &str) {
+pub(super) fn assert_same_state(a: &Path, b: &Path, checkpoint: &str) {
     assert_equal(a, b, checkpoint);
     let read = |dir: &Path| {
         let load = |file: &str| std::fs::read(dir.join(checkpoint).join(file)).unwrap_or_default();

@@ -1,0 +1,128 @@
+//! When a checkpoint is written: at once, or after a stage if one of its hooks asks.
+//!
+//! A hook's call of [`Runner::save_checkpoint`] is a request, which is carried out when all hooks of the stage
+//! have had their turn. So what is saved does not depend on their order: every scheduler has stepped, every hook
+//! has counted, and an average that stood in for the weights has left.
+
+use super::Runner;
+use crate::Result;
+use crate::checkpoint::Position;
+use crate::hooks::Hook;
+
+/// A checkpoint to be written.
+#[derive(Clone, Debug)]
+pub struct Save {
+    /// Its name in the work directory.
+    pub name: String,
+    /// Where the run is.
+    pub position: Position,
+    /// Whether the optimizer is saved; without it a run cannot be resumed from it, and `last_checkpoint` does not
+    /// name it.
+    pub optimizer: bool,
+    /// Whether the schedulers are saved.
+    pub schedulers: bool,
+    /// Names of checkpoints that are removed once it is on disk.
+    pub replaces: Vec<String>,
+    /// What is logged then.
+    pub log: Vec<String>,
+}
+
+impl Save {
+    /// The model alone.
+    #[must_use]
+    pub fn weights(name: &str, position: Position) -> Self {
+        Self {
+            name: name.to_owned(),
+            position,
+            optimizer: false,
+            schedulers: false,
+            replaces: Vec::new(),
+            log: Vec::new(),
+        }
+    }
+
+    /// All that a run is resumed from.
+    #[must_use]
+    pub fn resumable(name: &str, position: Position) -> Self {
+        let all = Self::weights(name, position);
+        Self { optimizer: true, schedulers: true, ..all }
+    }
+}
+
+/// How a run stands between batches.
+#[derive(Debug, Default)]
+pub(super) struct Status {
+    /// Somebody has asked for its end.
+    pub(super) stopped: bool,
+    /// It ends before its time.
+    pub(super) interrupted: bool,
+    /// A stage's hooks have their turns.
+    in_hooks: bool,
+    /// Checkpoints that they have asked for.
+    requested: Vec<Save>,
+}
+
+impl Runner {
+    /// Writes a checkpoint on rank 0; the other ranks wait until it is on disk. Every rank calls it. If a hook
+    /// does, the checkpoint is written after all hooks of that stage.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`checkpoint::save`](crate::checkpoint::save), on every rank.
+    pub fn save_checkpoint(&mut self, save: Save) -> Result<()> {
+        self.status.requested.push(save);
+        if self.status.in_hooks { Ok(()) } else { self.write_requested() }
+    }
+
+    /// Calls `stage` on every hook in turn, and then writes the checkpoints that they have asked for. While a hook
+    /// runs, the others are not reachable.
+    pub(crate) fn call_hooks(
+        &mut self,
+        mut stage: impl FnMut(&mut dyn Hook, &mut Self) -> Result<()>,
+    ) -> Result<()> {
+        let nested = std::mem::replace(&mut self.status.in_hooks, true);
+        let called = (0..self.hooks.len()).try_for_each(|index| {
+            let mut hook = std::mem::replace(&mut self.hooks[index], Box::new(Absent));
+            let result = stage(&mut *hook, self);
+            self.hooks[index] = hook;
+            result
+        });
+        self.status.in_hooks = nested;
+        if called.is_err() {
+            self.status.requested.clear();
+        }
+        called?;
+        if nested { Ok(()) } else { self.write_requested() }
+    }
+
+    fn write_requested(&mut self) -> Result<()> {
+        let requested = std::mem::take(&mut self.status.requested);
+        self.status.in_hooks = true;
+        let written = requested.into_iter().try_for_each(|save| self.carry_out(save));
+        self.status.in_hooks = false;
+        written
+    }
+
+    fn carry_out(&mut self, save: Save) -> Result<()> {
+        self.write_checkpoint(&save)?;
+        let replaced: Vec<_> = save.replaces.iter().map(|n| self.work_dir().join(n)).collect();
+        self.remove_checkpoints(&replaced)?;
+        save.log.iter().for_each(|line| self.logger().info(line));
+        Ok(())
+    }
+
+    /// Lets the hooks save what there is.
+    pub(crate) fn end_early(&mut self) -> Result<()> {
+        self.status.interrupted = true;
+        self.call_hooks(|hook, runner| hook.on_interrupt(runner))
+    }
+}
+
+/// Stands in for a hook while that hook runs.
+struct Absent;
+
+impl Hook for Absent {
+    fn name(&self) -> &'static str {
+        "absent"
+    }
+}

@@ -125,8 +125,9 @@ struct TrainArgs {
 }
 
 /// Runs the command line of this process and returns its exit code: 0, 1 for a failed run, 2 for a
-/// wrong command line, [`signals::EXIT_CODE`] for a run that a signal ended after a checkpoint, or the
-/// code of the rank that failed first.
+/// wrong command line, [`signals::EXIT_CODE`] for a run that a signal ended after a checkpoint to resume
+/// from, 128 and the signal's number for one that it ended without, or the code of the rank that failed
+/// first.
 #[must_use]
 pub fn main() -> ExitCode {
     let words: Vec<_> = std::env::args_os().collect();
@@ -148,7 +149,10 @@ pub fn main() -> ExitCode {
     outcome.unwrap_or_else(|error| {
         tell("error", &error.to_string());
         match error {
-            Error::Interrupted { .. } => ExitCode::from(signals::EXIT_CODE),
+            Error::Interrupted { saved: true, .. } => ExitCode::from(signals::EXIT_CODE),
+            Error::Interrupted { signal, .. } => {
+                ExitCode::from(u8::try_from(128 + signal).unwrap_or(1))
+            }
             _ => ExitCode::FAILURE,
         }
     })
@@ -186,7 +190,7 @@ fn as_rank(work: impl FnOnce() -> Result<()>) -> Result<ExitCode> {
     record_panics();
     let done = tie_to_parent().and_then(|()| work());
     let done = done.inspect_err(|error| {
-        if !matches!(error, Error::Interrupted { .. }) {
+        if !matches!(error, Error::Interrupted { saved: true, .. }) {
             record_failure(&error.to_string());
         }
     });

@@ -20,11 +20,13 @@ pub enum Error {
     /// A checkpoint that is missing, damaged, or of another model.
     #[error("{0}")]
     Checkpoint(String),
-    /// A signal to one of the ranks ended the run, after a checkpoint.
-    #[error("ended by signal {signal}, after a checkpoint: resume to go on")]
+    /// A signal to one of the ranks ended the run.
+    #[error("ended by signal {signal}{}", is_saved(*.saved))]
     Interrupted {
         /// The signal's number.
         signal: i32,
+        /// Whether the run can be resumed from where it was.
+        saved: bool,
     },
     /// A collective failed: a peer died, timed out, or called something else.
     #[error(transparent)]
@@ -54,6 +56,14 @@ impl fmt::Debug for Error {
 /// The text before std's backtrace, which candle's errors go on with where `RUST_BACKTRACE` is set.
 fn without_backtrace(text: &str) -> &str {
     text.split_once("\n   0: ").map_or(text, |(message, _)| message)
+}
+
+/// What there is to resume from after an interruption.
+const fn is_saved(saved: bool) -> &'static str {
+    match saved {
+        true => ", after a checkpoint: resume to go on",
+        false => " and no checkpoint to resume from was written: an earlier one may be there",
+    }
 }
 
 /// Result of a runner operation.

@@ -1,7 +1,8 @@
 //! Signals that ask a run to save and end: SIGINT, SIGTERM, SIGUSR1.
 //!
 //! The first one is noted; the ranks agree on it between two batches, save, and end with
-//! [`EXIT_CODE`]. A second one ends this process at once, with 128 and the signal's number. Under a
+//! [`EXIT_CODE`], or with 128 and the signal's number if nothing was saved that a run can be resumed
+//! from. A second one ends this process at once, with 128 and the signal's number. Under a
 //! launcher it must come a second after the first, for a scheduler signals every process of a job, and the
 //! launcher among them forwards what it gets.
 
@@ -17,7 +18,8 @@ use signal_hook::iterator::Signals;
 
 use crate::{Error, Result};
 
-/// Exit code of a run that a signal ended, after its checkpoint: sysexits' `EX_TEMPFAIL`, try again.
+/// Exit code of a run that a signal ended after a checkpoint that it can be resumed from: sysexits'
+/// `EX_TEMPFAIL`, try again. Without such a checkpoint it is 128 and the signal's number.
 pub const EXIT_CODE: u8 = 75;
 
 struct Noted {

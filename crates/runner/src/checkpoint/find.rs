@@ -16,6 +16,10 @@ pub struct Found {
     pub path: Option<PathBuf>,
     /// Why newer ones were passed over; each text names its file.
     pub skipped: Vec<String>,
+    /// If there is none to go on from: those that a run wrote to go on from, without its optimizer.
+    pub weights: Vec<PathBuf>,
+    /// And models for others, such as the best.
+    pub exports: Vec<PathBuf>,
 }
 
 /// Looks for something to go on from: first what `work_dir/last_checkpoint` names, then everything
@@ -46,11 +50,11 @@ pub fn newest(work_dir: &Path) -> Result<Found> {
     for path in named.iter().cloned().chain(others) {
         match load(&path) {
             Ok(checkpoint) if checkpoint.optim.is_some() => {
-                found.path = Some(path);
-                return Ok(found);
+                let (weights, exports) = (Vec::new(), Vec::new());
+                return Ok(Found { path: Some(path), weights, exports, ..found });
             }
-            // Weights only: nothing to go on from, and nothing wrong.
-            Ok(_) => {}
+            Ok(checkpoint) if checkpoint.meta.export => found.exports.push(path),
+            Ok(_) => found.weights.push(path),
             Err(error) => found.skipped.push(error.to_string()),
         }
     }

@@ -89,6 +89,9 @@ pub struct Meta {
     /// What each rank's engine has found by trying.
     #[serde(default)]
     pub findings: Vec<String>,
+    /// Whether it is a model for others, beside the checkpoints that its run is resumed from.
+    #[serde(default)]
+    pub export: bool,
     files: Vec<FileMeta>,
 }
 
@@ -168,6 +171,8 @@ pub struct Contents<'a> {
     pub random: Vec<Option<u64>>,
     /// Each rank's [`Engine::findings`]; none if none has any.
     pub findings: Vec<String>,
+    /// Whether it is a model for others, beside the checkpoints that the run is resumed from.
+    pub export: bool,
 }
 
 const FORMAT: u32 = 2;
@@ -211,6 +216,7 @@ pub fn save(work_dir: &Path, name: &str, contents: Contents<'_>) -> Result<PathB
         hooks: contents.hooks,
         random: contents.random,
         findings: contents.findings,
+        export: contents.export,
         files: files.iter().map(|(name, bytes)| file_meta(name, bytes)).collect(),
     };
     let state = serde_json::to_string_pretty(&meta)
@@ -595,6 +601,7 @@ mod tests {
             wrapper: vec![Vec::new(), vec![1, 2, 3]],
             random: vec![None, Some(u64::MAX)],
             findings: vec!["a".to_owned(), String::new()],
+            export: false,
         }
     }
 
@@ -825,8 +832,13 @@ mod tests {
         assert!(said.contains("/a/state.json: No such file"), "{said}");
         for pointer in ["", "\n"] {
             fs::write(dir.path().join(LAST), pointer).unwrap();
-            assert_eq!(newest(dir.path()).unwrap(), Found::default());
+            let weights = vec![dir.path().join("best")];
+            assert_eq!(newest(dir.path()).unwrap(), Found { weights, ..Found::default() });
         }
+        let export = Contents { optim: None, is_last: false, export: true, ..contents(Vec::new()) };
+        save(dir.path(), "best", &mut engine(), export).unwrap();
+        let exports = vec![dir.path().join("best")];
+        assert_eq!(newest(dir.path()).unwrap(), Found { exports, ..Found::default() });
     }
 
     #[test]

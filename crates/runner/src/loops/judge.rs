@@ -24,7 +24,7 @@ pub(crate) fn judge_once(runner: &mut Runner, judged: Judged) -> Result<Metrics>
             runner.call_hooks(|hook, runner| hook.after_run(runner))?;
             Ok(metrics)
         }
-        Err(signal) => Err(Error::Interrupted { signal: signal.into() }),
+        Err(signal) => Err(Error::Interrupted { signal: signal.into(), saved: false }),
     }
 }
 

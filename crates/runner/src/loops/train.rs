@@ -1,8 +1,8 @@
 //! `EpochBasedTrainLoop` and `IterBasedTrainLoop`: MMEngine's order of stages.
 //!
 //! Between batches the ranks agree whether to go on: a signal to one of them, or a spent time budget,
-//! ends all at the same place, with a checkpoint of just that place. A signal ends a validation, too,
-//! which is made up for after a resume; the time budget does not.
+//! ends all at the same place, with a checkpoint of just that place if a hook writes one. A signal ends
+//! a validation, too, which is made up for after a resume; the time budget does not.
 
 use super::judge::{Metrics, validate};
 use crate::data::Batch;
@@ -18,6 +18,9 @@ pub(crate) fn train(runner: &mut Runner) -> Result<Metrics> {
         runner.broadcast_model()?;
     }
     let done = runner.position().iter;
+    if done > 0 {
+        runner.note_resumable(done);
+    }
     runner.optim_wrapper_mut().accumulation().initialize_count_status(done, max_iters);
     runner.call_hooks(|hook, runner| hook.before_train(runner))?;
     let (epoch, by_epoch) = (runner.position().epoch, runner.is_by_epoch());
@@ -46,11 +49,10 @@ pub(crate) fn train(runner: &mut Runner) -> Result<Metrics> {
         interrupt = validate(runner, &mut metrics)?;
     }
     if let Some(Interrupt::Signal(signal)) = interrupt {
-        let text = format!("signal {signal} to a rank: saving, then ending");
-        runner.logger().warning(&text);
-        runner.end_early()?;
+        runner.logger().warning(&format!("signal {signal} to a rank: the run ends here"));
+        let saved = runner.end_early()?;
         runner.call_hooks(|hook, runner| hook.after_run(runner))?;
-        return Err(Error::Interrupted { signal: signal.into() });
+        return Err(Error::Interrupted { signal: signal.into(), saved });
     }
     runner.call_hooks(|hook, runner| hook.after_train(runner))?;
     runner.call_hooks(|hook, runner| hook.after_run(runner))?;

@@ -117,9 +117,9 @@ impl Runner {
     ///
     /// # Errors
     ///
-    /// [`Error::Interrupted`], on every rank, after a signal to any of them: a checkpoint is written
-    /// then. Else the first failure of any part: the group is aborted, with the failure's text, so that
-    /// the other ranks end too and say why.
+    /// [`Error::Interrupted`], on every rank, after a signal to any of them, with a checkpoint if a hook
+    /// writes one. Else the first failure of any part: the group is aborted, with the failure's text, so
+    /// that the other ranks end too and say why.
     pub fn train(&mut self) -> Result<Vec<(String, f64)>> {
         let trained = loops::train(self);
         self.or_abort(trained)

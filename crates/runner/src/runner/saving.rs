@@ -21,6 +21,8 @@ pub struct Save {
     pub optimizer: bool,
     /// Whether the schedulers are saved.
     pub schedulers: bool,
+    /// Whether it is a model for others, beside the checkpoints that the run is resumed from.
+    pub export: bool,
     /// Names of checkpoints that are removed once it is on disk.
     pub replaces: Vec<String>,
     /// What is logged then.
@@ -36,6 +38,7 @@ impl Save {
             position,
             optimizer: false,
             schedulers: false,
+            export: true,
             replaces: Vec::new(),
             log: Vec::new(),
         }
@@ -45,7 +48,7 @@ impl Save {
     #[must_use]
     pub fn resumable(name: &str, position: Position) -> Self {
         let all = Self::weights(name, position);
-        Self { optimizer: true, schedulers: true, ..all }
+        Self { optimizer: true, schedulers: true, export: false, ..all }
     }
 }
 
@@ -60,6 +63,8 @@ pub(super) struct Status {
     in_hooks: bool,
     /// Checkpoints that they have asked for.
     requested: Vec<Save>,
+    /// The iteration of the newest checkpoint that it can be resumed from.
+    resumable: Option<usize>,
 }
 
 impl Runner {
@@ -105,16 +110,31 @@ impl Runner {
 
     fn carry_out(&mut self, save: Save) -> Result<()> {
         self.write_checkpoint(&save)?;
+        if save.optimizer {
+            self.note_resumable(save.position.iter);
+        }
         let replaced: Vec<_> = save.replaces.iter().map(|n| self.work_dir().join(n)).collect();
         self.remove_checkpoints(&replaced)?;
         save.log.iter().for_each(|line| self.logger().info(line));
         Ok(())
     }
 
-    /// Lets the hooks save what there is.
-    pub(crate) fn end_early(&mut self) -> Result<()> {
+    /// There is a checkpoint that the run can be resumed from at this iteration.
+    pub(crate) fn note_resumable(&mut self, iter: usize) {
+        self.status.resumable = Some(iter);
+    }
+
+    /// Lets the hooks save what there is. Whether the run can be resumed from where it is; if not, the log says so.
+    pub(crate) fn end_early(&mut self) -> Result<bool> {
         self.status.interrupted = true;
-        self.call_hooks(|hook, runner| hook.on_interrupt(runner))
+        self.call_hooks(|hook, runner| hook.on_interrupt(runner))?;
+        let iter = self.position.iter;
+        let is_saved = self.status.resumable == Some(iter);
+        if !is_saved {
+            let text = format!("no checkpoint to resume from was written at iteration {iter}");
+            self.logger().warning(&text);
+        }
+        Ok(is_saved)
     }
 }
 

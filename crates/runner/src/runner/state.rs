@@ -50,6 +50,7 @@ impl Runner {
                 wrapper,
                 random,
                 findings,
+                export: save.export,
             };
             if save.schedulers {
                 contents.schedulers =
@@ -144,7 +145,7 @@ impl Runner {
     /// Takes the model of a checkpoint, and nothing else: that of `load_from`, or, in a run that would
     /// resume, of the newest. Whether there is one.
     pub(crate) fn load_weights(&mut self) -> Result<bool> {
-        let path = if self.resume { self.find_checkpoint()? } else { self.load_from.clone() };
+        let path = if self.resume { self.find_checkpoint()?.path } else { self.load_from.clone() };
         let Some(path) = path else { return Ok(false) };
         let loaded = checkpoint::load(&path)?;
         let converted = loaded.load_weights(&mut *self.engine)?;
@@ -171,19 +172,15 @@ impl Runner {
         if !self.resume {
             return self.load_weights();
         }
-        let Some(path) = self.find_checkpoint()? else {
-            let text = format!("no checkpoint in {}, starting fresh", self.work_dir().display());
-            self.logger().warning(&text);
+        let found = self.find_checkpoint()?;
+        let Some(path) = found.path else {
+            self.start_fresh(&found)?;
             return Ok(false);
         };
         let loaded = checkpoint::load(&path)?;
         self.check_order(&path, &loaded)?;
         let Some(optim) = &loaded.optim else {
-            let text = format!(
-                "{} has no optimizer to go on with: load it with `load_from` and without `resume`",
-                path.display()
-            );
-            return Err(Error::Checkpoint(text));
+            return Err(Error::Checkpoint(without_optimizer(&path)));
         };
         self.resume_schedulers(&loaded.meta.schedulers)?;
         loaded.load_model(&mut *self.engine)?;
@@ -226,10 +223,23 @@ impl Runner {
         self.resume
     }
 
+    /// Begins a run that found nothing to go on from, unless what it found says that one was meant to.
+    fn start_fresh(&mut self, found: &Found) -> Result<()> {
+        if let Some(path) = found.weights.first() {
+            return Err(Error::Checkpoint(without_optimizer(path)));
+        }
+        for path in &found.exports {
+            self.logger().warning(&without_optimizer(path));
+        }
+        let text = format!("no checkpoint in {}, starting fresh", self.work_dir().display());
+        self.logger().warning(&text);
+        Ok(())
+    }
+
     /// What to go on from, if there is something; rank 0 says which.
-    fn find_checkpoint(&mut self) -> Result<Option<PathBuf>> {
+    fn find_checkpoint(&mut self) -> Result<Found> {
         if let Some(path) = &self.load_from {
-            return Ok(Some(path.clone()));
+            return Ok(Found { path: Some(path.clone()), ..Found::default() });
         }
         let found = match self.group.rank() {
             0 => Some(checkpoint::newest(self.output.work_dir())?),
@@ -239,7 +249,7 @@ impl Runner {
         for skipped in &found.skipped {
             self.logger().warning(&format!("passing over a checkpoint: {skipped}"));
         }
-        Ok(found.path)
+        Ok(found)
     }
 
     /// Refuses a checkpoint after which the data would come in another order.
@@ -352,6 +362,11 @@ impl Runner {
 /// Seed of this rank's engine. Data are dealt by the run's seed; only what a model draws may differ.
 pub(super) fn engine_seed(seed: u64, diff_rank_seed: bool, group: &ProcessGroup) -> u64 {
     seed.wrapping_add(if diff_rank_seed { group.rank() as u64 } else { 0 })
+}
+
+fn without_optimizer(path: &Path) -> String {
+    let path = path.display();
+    format!("{path} has no optimizer to go on with: load it with `load_from` and without `resume`")
 }
 
 /// Before the names of a rank's own buffers.

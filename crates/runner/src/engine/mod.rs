@@ -250,6 +250,14 @@ pub struct Losses {
     pub scalars: Vec<(String, f64)>,
 }
 
+impl Losses {
+    /// The loss that backward started from, if it is infinite or NaN.
+    #[must_use]
+    pub fn non_finite(&self) -> Option<f64> {
+        self.scalars.first().map(|(_, loss)| *loss).filter(|loss| !loss.is_finite())
+    }
+}
+
 /// A model with its parameters on some device, able to train and to evaluate.
 pub trait Engine {
     /// Trainable parameters in registration (forward) order.

@@ -148,11 +148,13 @@ impl CheckpointHook {
             replaces: written[..replaced].to_vec(),
             ..Save::resumable(&name, position)
         };
-        (self.state.written, self.replaced) = (written, replaced);
-        runner.save_checkpoint(save)
+        if runner.save_checkpoint(save)? {
+            (self.state.written, self.replaced) = (written, replaced);
+        }
+        Ok(())
     }
 
-    /// Saves the model if `figure` is better than ever. Whether it is.
+    /// Saves the model if `figure` is better than ever. Whether it does.
     fn keep_best(
         &mut self,
         runner: &mut Runner,
@@ -201,7 +203,9 @@ impl CheckpointHook {
         save.log.push(format!(
             "The best checkpoint with {score:.4} {figure} at {count} {unit} is saved to {name}."
         ));
-        runner.save_checkpoint(save)?;
+        if !runner.save_checkpoint(save)? {
+            return Ok(false);
+        }
         let fresh = Best { figure: figure.clone(), score: *score, name };
         match before {
             Some(i) => self.state.best[i] = fresh,

@@ -485,12 +485,12 @@ mod tests {
         fn before_val_iter(&mut self, runner: &mut Runner, _: usize, _: &mut Batch) -> Result<()> {
             self.0.lock().push(("val", first(runner)));
             let position = runner.position().clone();
-            runner.save_checkpoint(Save::resumable("within", position))
+            runner.save_checkpoint(Save::resumable("within", position)).map(|_| ())
         }
         fn after_val(&mut self, runner: &mut Runner) -> Result<()> {
             self.0.lock().push(("after", first(runner)));
             let position = runner.position().clone();
-            runner.save_checkpoint(Save::weights("weights", position))
+            runner.save_checkpoint(Save::weights("weights", position)).map(|_| ())
         }
     }
 

@@ -6,6 +6,7 @@
 //! default hooks two, `RuntimeInfoHook` and `DistSamplerSeedHook`, may be named but do nothing: the runner
 //! does their work.
 
+mod check_invalid_loss;
 mod checkpoint;
 mod early_stopping;
 mod ema;
@@ -17,6 +18,7 @@ mod sync_buffers;
 
 use serde_json::Value;
 
+pub use check_invalid_loss::CheckInvalidLossHook;
 pub use checkpoint::{CheckpointHook, SaveBest};
 pub use early_stopping::EarlyStoppingHook;
 pub use ema::{Average, EmaHook};
@@ -348,6 +350,7 @@ fn read_priority(section: &mut Section) -> Result<Option<Priority>> {
 
 /// The hooks a configuration can name.
 pub(crate) const BUILTIN: Builtin<Box<dyn Hook>> = &[
+    ("CheckInvalidLossHook", check_invalid_loss::read),
     ("CheckpointHook", checkpoint::read),
     ("DistSamplerSeedHook", |_| Ok(Box::new(ByRunner("DistSamplerSeedHook", Priority::NORMAL)))),
     ("EMAHook", ema::read),

@@ -154,6 +154,10 @@ impl OptimWrapper for AmpOptimWrapper {
         self.scaler.scale()
     }
 
+    fn skips_non_finite(&self) -> bool {
+        true
+    }
+
     fn autocast(&self) -> Option<DType> {
         self.autocast
     }

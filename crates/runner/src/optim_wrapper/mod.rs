@@ -111,6 +111,11 @@ pub trait OptimWrapper: Send {
         1.0
     }
 
+    /// Whether a step is skipped whose gradients are not all finite; else they become the weights'.
+    fn skips_non_finite(&self) -> bool {
+        false
+    }
+
     /// The lower precision that the engine is to run suitable operators in, if any: asked once, before
     /// training.
     #[doc(alias = "optim_context")]

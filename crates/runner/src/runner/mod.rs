@@ -7,6 +7,7 @@
 mod agreement;
 mod builder;
 mod check;
+mod finite;
 mod loader_config;
 mod output;
 mod read;
@@ -436,6 +437,7 @@ impl Runner {
         for (name, value) in &update.losses.scalars {
             self.output.scalars.push(name, *value);
         }
+        self.watch_loss(&update);
         Ok(update.losses)
     }
 }

@@ -65,18 +65,29 @@ pub(super) struct Status {
     requested: Vec<Save>,
     /// The iteration of the newest checkpoint that it can be resumed from.
     resumable: Option<usize>,
+    /// The last loss was not finite.
+    pub(super) loss_is_bad: bool,
 }
 
 impl Runner {
     /// Writes a checkpoint on rank 0; the other ranks wait until it is on disk. Every rank calls it. If a hook
-    /// does, the checkpoint is written after all hooks of that stage.
+    /// does, the checkpoint is written after all hooks of that stage. Returns false, with a warning in the log, if
+    /// weights (or gradients that wait for their step) are not finite: nothing is written then or removed.
     ///
     /// # Errors
     ///
     /// Those of [`checkpoint::save`](crate::checkpoint::save), on every rank.
-    pub fn save_checkpoint(&mut self, save: Save) -> Result<()> {
+    pub fn save_checkpoint(&mut self, save: Save) -> Result<bool> {
+        if let Some(what) = self.find_non_finite()? {
+            let text = format!("{} is not written: {what} not finite", save.name);
+            self.logger().warning(&text);
+            return Ok(false);
+        }
         self.status.requested.push(save);
-        if self.status.in_hooks { Ok(()) } else { self.write_requested() }
+        if !self.status.in_hooks {
+            self.write_requested()?;
+        }
+        Ok(true)
     }
 
     /// Calls `stage` on every hook in turn, and then writes the checkpoints that they have asked for. While a hook

@@ -111,6 +111,13 @@ impl Logger {
         self.flush();
     }
 
+    /// As [`warning`](Self::warning), and to the terminal on a rank whose log writes nothing else.
+    pub(crate) fn warning_of_rank(&mut self, text: &str) {
+        let speaks = std::mem::replace(&mut self.speaks, true);
+        self.warning(text);
+        self.speaks = speaks;
+    }
+
     /// Logs a line that a progress bar makes superfluous on a terminal, and that may wait.
     pub(crate) fn progress(&mut self, text: &str) {
         self.line(Level::Info, text, !self.terminal);

@@ -1,5 +1,5 @@
-//! What is saved, and when: the order of hooks does not matter, and
-//! what cannot be resumed is not called a checkpoint to resume from.
+//! What is saved, and when: the order of hooks does not matter, weights that are not finite are not saved,
+//! and what cannot be resumed is not called a checkpoint to resume from.
 
 use super::midway::{MIDWAY, assert_same_state};
 use super::*;
@@ -98,4 +98,102 @@ fn a_time_budget_that_leaves_no_checkpoint_says_so() {
         let told = log.contains("no checkpoint to resume from was written");
         assert_eq!(told, !is_saved, "{name}: {log}");
     }
+}
+
+/// In full precision, every epoch saved, the best too, and one checkpoint kept.
+fn fp32() -> String {
+    let start = MLP.find("type = \"AmpOptimWrapper\"").unwrap();
+    let config = MLP.split_at(start).0.replace("max_epochs = 2", "max_epochs = 4");
+    format!(
+        "default_hooks.checkpoint = {{ max_keep_ckpts = 1, save_best = 'accuracy' }}\n\
+         {VALIDATION}{config}optimizer = {{ type = 'SGD', lr = 0.05, momentum = 0.9 }}\n"
+    )
+}
+
+/// Makes a weight of `rank` infinite before batch `iter`.
+fn poison(iter: usize) -> Box<dyn Hook> {
+    before_iter(iter, |runner| {
+        let mut first = true;
+        runner.engine_mut().with_params(&mut |params| {
+            if let (true, fused_optim::SliceMut::F32(v)) = (first, &mut params[0]) {
+                v.fill(f32::INFINITY);
+                first = false;
+            }
+            Ok(())
+        })
+    })
+}
+
+#[test]
+fn weights_that_are_not_finite_replace_no_checkpoint_that_is() {
+    let dir = tempfile::tempdir().unwrap();
+    // 12 batches an epoch: the second epoch's is the last good one.
+    let outcome = run(&fp32(), dir.path(), 2, |builder, _| builder.hook(poison(29)));
+    assert!(outcome.iter().all(Result::is_ok), "{outcome:?}");
+    let (kept, log) = (checkpoints(dir.path()), log(dir.path()));
+    assert_eq!(kept.len(), 2, "{kept:?}");
+    assert!(kept[0].starts_with("best_accuracy_epoch_") && kept[1] == "epoch_2", "{kept:?}");
+    assert_eq!(std::fs::read_to_string(dir.path().join("last_checkpoint")).unwrap(), "epoch_2");
+    assert_eq!(log.matches("the loss is NaN at iteration 30 on rank 0").count(), 1, "{log}");
+    assert_eq!(log.matches("the loss is ").count(), 1, "{log}");
+    assert!(log.contains("epoch_4 is not written: `"), "{log}");
+    let model = std::fs::read(dir.path().join("epoch_2/model.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&model).unwrap();
+    let numbers = |bytes: &[u8]| -> Vec<f32> {
+        bytes.chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    };
+    assert!(tensors.iter().all(|(_, view)| numbers(view.data()).iter().all(|x| x.is_finite())));
+}
+
+#[test]
+fn gradients_in_hand_that_are_not_finite_replace_no_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = fp32()
+        .replace("optimizer =", "accumulative_counts = 8\noptimizer =")
+        .replace("max_keep_ckpts = 1", "by_epoch = false, interval = 3, max_keep_ckpts = 1");
+    // The weight is whole again before the step; what it has left in the gradients is not.
+    let outcome = run(&config, dir.path(), 1, |builder, _| {
+        let (mut saved, mut calls) = (Vec::new(), 0);
+        builder.hook(Box::new(BeforeIter(Box::new(move |runner| {
+            calls += 1;
+            runner.engine_mut().with_params(&mut |params| {
+                let fused_optim::SliceMut::F32(v) = &mut params[0] else { panic!("not f32") };
+                match calls {
+                    5 => {
+                        saved = v.to_vec();
+                        v.fill(f32::INFINITY);
+                    }
+                    6 => v.copy_from_slice(&saved),
+                    8 => return Err(Error::Data("killed".into())),
+                    _ => {}
+                }
+                Ok(())
+            })
+        }))))
+    });
+    assert!(outcome.iter().all(Result::is_err));
+    assert_eq!(checkpoints(dir.path()), ["iter_3"], "{}", log(dir.path()));
+}
+
+#[test]
+fn an_overflow_that_the_loss_scale_skips_is_saved_and_no_warning() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = MLP.replace("init_scale = 256.0", "init_scale = 1e30");
+    let outcome = run(&config, dir.path(), 2, |builder, _| builder);
+    assert!(outcome.iter().all(Result::is_ok), "{outcome:?}");
+    assert_eq!(checkpoints(dir.path()), ["epoch_1", "epoch_2"]);
+    assert!(!log(dir.path()).contains("WARNING"), "{}", log(dir.path()));
+}
+
+#[test]
+fn check_invalid_loss_hook_ends_the_run_at_its_interval() {
+    let dir = tempfile::tempdir().unwrap();
+    let check = "[[custom_hooks]]\ntype = 'CheckInvalidLossHook'\ninterval = 8\n";
+    let config = format!("{}{check}", fp32());
+    let outcome = run(&config, dir.path(), 2, |builder, _| builder.hook(poison(29)));
+    for outcome in outcome {
+        let said = outcome.unwrap_err().to_string();
+        assert!(said.contains("the loss is NaN at iteration 32 on rank "), "{said}");
+    }
+    assert!(checkpoints(dir.path()).contains(&"epoch_2".to_owned()));
 }

@@ -1,0 +1,47 @@
+//! Ends a run whose loss is infinite or NaN.
+
+use super::Hook;
+use crate::config::Section;
+use crate::data::Batch;
+use crate::engine::Losses;
+use crate::runner::Runner;
+use crate::{Error, Result};
+
+/// Looks at the loss after every `interval` batches, and ends the run if it is infinite or NaN. Without this hook
+/// such a loss is a warning.
+///
+/// Follows: MMDetection 3.3, `engine/hooks/checkloss_hook.py`, for MMEngine.
+#[derive(Clone, Copy, Debug)]
+pub struct CheckInvalidLossHook {
+    /// Batches from one look to the next, 50.
+    pub interval: usize,
+}
+
+impl Default for CheckInvalidLossHook {
+    fn default() -> Self {
+        Self { interval: 50 }
+    }
+}
+
+pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
+    let default = CheckInvalidLossHook::default().interval;
+    let interval = section.or_checked("interval", default, "at least 1", |n: &usize| *n >= 1)?;
+    Ok(Box::new(CheckInvalidLossHook { interval }))
+}
+
+impl Hook for CheckInvalidLossHook {
+    fn name(&self) -> &'static str {
+        "CheckInvalidLossHook"
+    }
+
+    fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, losses: &Losses) -> Result<()> {
+        let (iter, rank) = (runner.position().iter + 1, runner.group().rank());
+        match losses.non_finite() {
+            Some(loss) if iter.is_multiple_of(self.interval) => {
+                let text = format!("the loss is {loss} at iteration {iter} on rank {rank}");
+                Err(Error::Engine(format!("{text}; lower the learning rate, or clip gradients")))
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! Numbers that are not finite: a loss is a warning, weights are not saved.
+
+use ::amp::has_non_finite;
+use collective::ReduceOp;
+use fused_optim::{Applied, Slice};
+
+use super::Runner;
+use crate::Result;
+use crate::optim_wrapper::Update;
+
+impl Runner {
+    /// Warns of a loss that is not finite, on whichever rank it is; of several in a row once.
+    pub(super) fn watch_loss(&mut self, update: &Update) {
+        let bad = update.losses.non_finite();
+        let was_bad = std::mem::replace(&mut self.status.loss_is_bad, bad.is_some());
+        let Some(loss) = bad.filter(|_| !was_bad) else { return };
+        let (iter, rank) = (self.position.iter + 1, self.group.rank());
+        let then = match update.applied {
+            Some(Applied::SkippedNonFinite) => "the optimizer has skipped this step",
+            _ => "weights that are not finite are not saved; CheckInvalidLossHook ends such a run",
+        };
+        let text = format!("the loss is {loss} at iteration {iter} on rank {rank}: {then}");
+        self.logger().warning_of_rank(&text);
+    }
+
+    /// What would make a checkpoint useless, with its verb: a weight that is not finite, or gradients that wait for
+    /// a step which would not be skipped. The same on all ranks, but for the
+    /// weight's name, which rank 0 has.
+    pub(super) fn find_non_finite(&mut self) -> Result<Option<String>> {
+        let mut name = None;
+        // What is saved is rank 0's.
+        if self.group.rank() == 0 {
+            let specs = self.engine.params().to_vec();
+            self.engine.with_params(&mut |params| {
+                let bad = params.iter().position(|param| !is_finite(param.as_slice()));
+                name = bad.map(|index| specs[index].name.clone());
+                Ok(())
+            })?;
+        }
+        let mut in_hand = false;
+        if !self.optim.skips_non_finite() {
+            self.model.with_grads(&mut |grads| {
+                in_hand = grads.iter().flatten().any(|grad| !is_finite(*grad));
+                Ok(())
+            })?;
+        }
+        let mut found = [u8::from(name.is_some()), u8::from(in_hand)];
+        self.group.all_reduce(&mut found, ReduceOp::Max)?;
+        Ok(match found {
+            [0, 0] => None,
+            [0, _] => Some("the gradients that wait for a step are".to_owned()),
+            _ => Some(format!("`{}` is", name.unwrap_or_default())),
+        })
+    }
+}
+
+fn is_finite(slice: Slice<'_>) -> bool {
+    !match slice {
+        Slice::F32(values) => has_non_finite(values),
+        Slice::F16(values) => has_non_finite(values),
+        Slice::Bf16(values) => has_non_finite(values),
+    }
+}

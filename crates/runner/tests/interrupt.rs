@@ -6,6 +6,7 @@
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rand::{RngExt, SeedableRng};
@@ -14,7 +15,7 @@ use runner::config::Config;
 use runner::data::Batch;
 use runner::hooks::Hook;
 use runner::{Error, Result, Runner, RunnerBuilder};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, setrlimit};
 
 const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
 const DEADLINE: Duration = Duration::from_secs(240);
@@ -323,6 +324,103 @@ fn a_signal_before_the_first_batch_does_not_claim_a_checkpoint() {
     let output = child.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     assert!(!job.work_dir("asked").join("last_checkpoint").exists());
+}
+
+/// From batch 15 on its process cannot write a byte to any file. Nor can it obtain shared memory, of which it
+/// has enough by then: it has saved before.
+struct FillDisk;
+
+impl Hook for FillDisk {
+    fn name(&self) -> &'static str {
+        "FillDisk"
+    }
+
+    fn before_train_iter(&mut self, runner: &mut Runner, _: &mut Batch) -> Result<()> {
+        if runner.position().iter != 15 {
+            return Ok(());
+        }
+        // The signal that comes with the error would end the process if nothing caught it.
+        let caught = Arc::default();
+        signal_hook::flag::register(signal_hook::consts::SIGXFSZ, caught).unwrap();
+        setrlimit(Resource::Fsize, Rlimit { current: Some(0), maximum: Some(0) }).unwrap();
+        Ok(())
+    }
+}
+
+#[test]
+#[ignore = "a process that the next test starts, whose files nobody else needs"]
+fn on_a_full_disk() {
+    let (Ok(config), Ok(dir)) = (std::env::var("FULL_CONFIG"), std::env::var("FULL_DIR")) else {
+        return;
+    };
+    let builder = RunnerBuilder::from_config(Config::from_file(config).unwrap()).unwrap();
+    let builder = builder.work_dir(dir).resume(true).hook(Box::new(FillDisk));
+    let trained = builder.build().unwrap().train();
+    assert!(trained.is_ok(), "{}", trained.unwrap_err());
+}
+
+/// Names in a work directory, without those of logs.
+fn entries(dir: &Path) -> Vec<String> {
+    let names = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name());
+    let names = names.map(|name| name.into_string().unwrap());
+    let mut names: Vec<_> =
+        names.filter(|n| !n.starts_with("20") && !n.ends_with(".toml")).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_full_disk_leaves_the_checkpoint_before_and_says_what_to_do() {
+    let job = Job::new();
+    assert!(job.train(None, "full", 7).end().success());
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--ignored", "--exact", "--nocapture", "on_a_full_disk"]);
+    child.env("FULL_CONFIG", &job.config).env("FULL_DIR", job.work_dir("full"));
+    let output = child.output().unwrap();
+    let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+    assert!(!output.status.success(), "{said}");
+    // It gets to the next checkpoint, without what it would log on the way.
+    assert!(said.contains("Saving checkpoint at 21"), "{said}");
+    let path = job.work_dir("full").join(".iter_21.tmp");
+    assert!(said.contains(&format!("cannot write {}/", path.display())), "{said}");
+    assert!(said.contains("free some space") && said.contains("resume"), "{said}");
+    assert_eq!(entries(&job.work_dir("full")), ["iter_14", "iter_7", "last_checkpoint"]);
+    assert!(job.train(None, "full", 30).end().success());
+    assert!(job.train(None, "whole", 30).end().success());
+    job.assert_equal("whole", "full", "iter_30");
+}
+
+#[test]
+fn a_run_resumes_where_there_is_no_room_for_its_log() {
+    let job = Job::new();
+    let dir = job.work_dir("full");
+    assert!(job.train(None, "full", 7).end().success());
+    let copy = dir.join("c.toml");
+    std::fs::remove_file(&copy).unwrap();
+    std::os::unix::fs::symlink("/dev/full", &copy).unwrap();
+    let mut command = Command::new(RUNNER);
+    command.args(["train", job.config.to_str().unwrap(), "--resume", "--work-dir"]).arg(&dir);
+    let output = command.args(["--cfg-options", "train_cfg.max_iters=14"]).output().unwrap();
+    let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+    assert!(output.status.success(), "{said}");
+    let told = format!("cannot create {}: No space left on device", copy.display());
+    assert!(said.contains(&told) && said.contains("without a log"), "{said}");
+    assert!(said.contains("iteration 7") && dir.join("iter_14").is_dir(), "{said}");
+}
+
+#[test]
+fn what_a_killed_run_has_left_of_a_checkpoint_goes_when_a_run_starts() {
+    let job = Job::new();
+    assert!(job.train(None, "killed", 7).end().success());
+    let dir = job.work_dir("killed");
+    std::fs::create_dir(dir.join(".iter_99.tmp")).unwrap();
+    std::fs::copy(dir.join("iter_7/state.json"), dir.join(".iter_99.tmp/state.json")).unwrap();
+    std::fs::write(dir.join(".last_checkpoint.tmp"), "iter_99").unwrap();
+    // What is nobody's checkpoint stays.
+    std::fs::create_dir(dir.join(".notes.tmp")).unwrap();
+    std::fs::write(dir.join(".notes.tmp/notes"), "").unwrap();
+    assert!(job.train(None, "killed", 7).end().success());
+    assert_eq!(entries(&dir), [".notes.tmp", "iter_7", "last_checkpoint"]);
 }
 
 /// What a process has started: its ranks and what watches them.

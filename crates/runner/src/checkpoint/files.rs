@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use super::FileMeta;
+use super::{FileMeta, LAST, STATE};
 use crate::{Error, Result};
 
 /// The line that `seal` puts behind the opening brace.
@@ -38,11 +38,90 @@ pub(super) fn file_meta(name: &str, bytes: &[u8]) -> FileMeta {
     FileMeta { name: name.to_owned(), bytes: bytes.len(), crc32: crc32(bytes) }
 }
 
+/// What could not be done to `path`; for want of space, what to do.
 pub(super) fn io<'a>(what: &'a str, path: &'a Path) -> impl FnOnce(std::io::Error) -> Error + 'a {
-    move |source| Error::Io { what: format!("cannot {what} {}", path.display()), source }
+    move |source| {
+        let mut what = format!("cannot {what} {}", path.display());
+        if is_full(&source) {
+            what += " (earlier checkpoints are whole: free some space, then resume)";
+        }
+        Error::Io { what, source }
+    }
 }
 
-pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
+/// Whether an error is for want of space, on the disk or of what a user may take of it.
+pub(crate) fn is_full(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+    matches!(error.kind(), FileTooLarge | QuotaExceeded | StorageFull)
+}
+
+/// Writes `dir/name`, a directory of `files`, whole or not at all. Returns its path.
+pub(super) fn write_dir(dir: &Path, name: &str, files: &[(String, Vec<u8>)]) -> Result<PathBuf> {
+    let (fresh, path) = (temporary(dir, name), dir.join(name));
+    let write = || {
+        // What a killed run has left.
+        if fresh.exists() {
+            fs::remove_dir_all(&fresh).map_err(io("remove", &fresh))?;
+        }
+        fs::create_dir_all(&fresh).map_err(io("create", &fresh))?;
+        for (name, bytes) in files {
+            write_synced(&fresh.join(name), bytes)?;
+        }
+        sync_dir(&fresh)?;
+        replace_dir(&fresh, &path)
+    };
+    write().inspect_err(|_| {
+        let _ = fs::remove_dir_all(&fresh);
+    })?;
+    Ok(path)
+}
+
+/// Writes the file `dir/name`, whole or not at all.
+pub(super) fn write_file(dir: &Path, name: &str, bytes: &[u8]) -> Result<()> {
+    let (fresh, path) = (temporary(dir, name), dir.join(name));
+    let write = || {
+        write_synced(&fresh, bytes)?;
+        fs::rename(&fresh, &path).map_err(io("rename to", &path))?;
+        sync_dir(dir)
+    };
+    write().inspect_err(|_| {
+        let _ = fs::remove_file(&fresh);
+    })
+}
+
+/// What `name` is called while it is written.
+fn temporary(dir: &Path, name: &str) -> PathBuf {
+    dir.join(format!(".{name}{TEMPORARY}"))
+}
+
+const TEMPORARY: &str = ".tmp";
+
+/// Removes what killed runs have left of checkpoints that they were writing, and nothing else of such a name. No run
+/// may write to `work_dir` meanwhile.
+pub(crate) fn remove_leftovers(work_dir: &Path) -> Result<()> {
+    let Ok(entries) = fs::read_dir(work_dir) else { return Ok(()) };
+    for path in entries.flatten().map(|entry| entry.path()) {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if !(name.starts_with('.') && name.ends_with(TEMPORARY)) {
+            continue;
+        }
+        if path.is_dir() && is_checkpoints(&path) {
+            fs::remove_dir_all(&path).map_err(io("remove", &path))?;
+        } else if path == temporary(work_dir, LAST) {
+            fs::remove_file(&path).map_err(io("remove", &path))?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether a directory has no files but a checkpoint's.
+fn is_checkpoints(dir: &Path) -> bool {
+    let of = |path: &Path| path.extension().is_some_and(|e| e == "safetensors");
+    let mut entries = fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
+    entries.all(|path| of(&path) || path.ends_with(STATE))
+}
+
+fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
     let write = || {
         let mut file = File::create(path)?;
         file.write_all(bytes)?;
@@ -52,7 +131,7 @@ pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
 }
 
 /// Flushes a directory's entries, so that a rename in it survives a power cut.
-pub(super) fn sync_dir(path: &Path) -> Result<()> {
+fn sync_dir(path: &Path) -> Result<()> {
     File::open(path).and_then(|d| d.sync_all()).map_err(io("flush", path))
 }
 
@@ -65,7 +144,7 @@ pub(super) fn aside(path: &Path) -> PathBuf {
 
 /// Puts `fresh` in the place of `path`. A checkpoint already there steps aside first and goes
 /// last, so that at every moment, and after a power cut, one of the two is whole.
-pub(super) fn replace_dir(fresh: &Path, path: &Path) -> Result<()> {
+fn replace_dir(fresh: &Path, path: &Path) -> Result<()> {
     let old = aside(path);
     if path.exists() {
         if old.exists() {

@@ -7,7 +7,8 @@
 //! its next step; where ranks differ, `rank_R.safetensors`: the buffers that rank `R` has of its own; and
 //! with PowerSGD, `wrapper_R.safetensors`: what rank `R` has left out so far.
 //! Hooks add files of theirs. It is written under another name, flushed to disk, and renamed; only then does
-//! `last_checkpoint` name it. So a kill at any moment leaves the previous checkpoint in place.
+//! `last_checkpoint` name it. So a kill at any moment, or a full disk, leaves the previous checkpoint in place; what
+//! a kill has left of the new one goes when the next run starts.
 //!
 //! `find` looks for the newest one that is whole; `files` writes; `tensors` are what is written.
 
@@ -24,7 +25,8 @@ use safetensors::tensor::{SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use self::files::{check_seal, crc32, file_meta, io, replace_dir, seal, sync_dir, write_synced};
+use self::files::{check_seal, crc32, file_meta, io, seal, write_dir, write_file};
+pub(crate) use self::files::{is_full, remove_leftovers};
 pub use self::find::{Found, newest};
 pub use self::tensors::{Tensor, model_tensors};
 use self::tensors::{bf16s, check, check_convertible, copy_converted, deserialize};
@@ -221,26 +223,12 @@ pub fn save(work_dir: &Path, name: &str, contents: Contents<'_>) -> Result<PathB
     };
     let state = serde_json::to_string_pretty(&meta)
         .map_err(|e| Error::Checkpoint(format!("{STATE}: {e}")))?;
-    let fresh = work_dir.join(format!(".{name}.tmp"));
-    if fresh.exists() {
-        fs::remove_dir_all(&fresh).map_err(io("remove", &fresh))?;
-    }
-    fs::create_dir_all(&fresh).map_err(io("create", &fresh))?;
-    for (name, bytes) in &files {
-        write_synced(&fresh.join(name), bytes)?;
-    }
-    write_synced(&fresh.join(STATE), seal(&state).as_bytes())?;
-    sync_dir(&fresh)?;
-    let path = work_dir.join(name);
-    replace_dir(&fresh, &path)?;
+    files.push((STATE.to_owned(), seal(&state).into_bytes()));
+    let path = write_dir(work_dir, name, &files)?;
     if !is_last {
         return Ok(path);
     }
-    let pointer = work_dir.join(format!(".{LAST}.tmp"));
-    write_synced(&pointer, name.as_bytes())?;
-    let last = work_dir.join(LAST);
-    fs::rename(&pointer, &last).map_err(io("rename to", &last))?;
-    sync_dir(work_dir)?;
+    write_file(work_dir, LAST, name.as_bytes())?;
     Ok(path)
 }
 
@@ -488,17 +476,14 @@ pub fn publish(work_dir: &Path, name: &str, keys: &[String]) -> Result<PathBuf> 
     let meta = load_meta(&from)?;
     let model = read_whole(&from, &meta, MODEL)?;
     let published = format!("{name}-{:08x}", crc32(&model));
-    let fresh = work_dir.join(format!(".{published}.tmp"));
-    fs::create_dir_all(&fresh).map_err(io("create", &fresh))?;
+    let mut files = Vec::new();
     for (key, file) in [("model", MODEL), ("optimizer", OPTIMIZER), ("state", STATE)] {
         if keys.iter().any(|k| k == key) && from.join(file).is_file() {
             let bytes = fs::read(from.join(file)).map_err(io("read", &from))?;
-            write_synced(&fresh.join(file), &bytes)?;
+            files.push((file.to_owned(), bytes));
         }
     }
-    let path = work_dir.join(published);
-    replace_dir(&fresh, &path)?;
-    Ok(path)
+    write_dir(work_dir, &published, &files)
 }
 
 fn own_file(rank: usize) -> String {
@@ -808,6 +793,35 @@ mod tests {
         let said = reason(save(dir.path(), "a", &mut engine(), contents(Vec::new())));
         assert!(said.contains(".a.tmp"), "{said}");
         load(&path).unwrap();
+    }
+
+    #[test]
+    fn what_cannot_be_written_whole_leaves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let entries = || {
+            let names = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name());
+            let mut names: Vec<_> = names.map(|name| name.into_string().unwrap()).collect();
+            names.sort();
+            names
+        };
+        let path = save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
+        // The model is written by then, and this is no file's name.
+        let extra = vec![("no/directory".to_owned(), Vec::new())];
+        let broken = Contents { extra, ..contents(Vec::new()) };
+        let said = reason(save(dir.path(), "b", &mut engine(), broken));
+        assert!(said.contains("/.b.tmp/no/directory.safetensors: No such file"), "{said}");
+        assert_eq!(entries(), ["a", LAST]);
+        // What a killed run has left is not published along, and goes when a run starts.
+        let sum = crc32(&fs::read(path.join(MODEL)).unwrap());
+        let stale = dir.path().join(format!(".a-{sum:08x}.tmp"));
+        fs::create_dir(&stale).unwrap();
+        fs::write(stale.join(OPTIMIZER), "stale").unwrap();
+        let published = publish(dir.path(), "a", &["model".to_owned()]).unwrap();
+        assert_eq!(fs::read_dir(&published).unwrap().count(), 1);
+        fs::create_dir(&stale).unwrap();
+        fs::write(stale.join(OPTIMIZER), "stale").unwrap();
+        remove_leftovers(dir.path()).unwrap();
+        assert_eq!(entries(), ["a", &format!("a-{sum:08x}"), LAST]);
     }
 
     fn find_last(dir: &Path) -> Option<PathBuf> {

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::builder::Looks;
 use super::{Judged, Runner};
+use crate::checkpoint::{is_full, remove_leftovers};
 use crate::device::Device;
 use crate::sinks::{EventFile, JsonLine, Logger, Scalars, ScalarsFile, WAIT, format_bar};
 use crate::{Error, Result};
@@ -54,8 +55,26 @@ impl Output {
     }
 
     /// Creates the work directory and, in one named after the time, log and scalars, in MMEngine's
-    /// places. This is the first thing a run creates on disk.
+    /// places. This is the first thing a run creates on disk; without room for it there is no log.
     pub(super) fn open(&mut self) -> Result<()> {
+        let created = self.create();
+        self.or_without("a log", created)
+    }
+
+    /// A full disk must not end the run for the sake of its log: it goes on without, and says so.
+    fn or_without(&mut self, log: &str, written: Result<()>) -> Result<()> {
+        match written {
+            Err(Error::Io { what, source }) if is_full(&source) => {
+                (self.file, self.events) = (None, None);
+                let text = format!("{what}: {source}; the run goes on without {log}");
+                self.logger.warning(&text);
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    fn create(&mut self) -> Result<()> {
         let dir = self.work_dir.join(&self.timestamp);
         let vis = dir.join("vis_data");
         let io = |what: &Path, source| Error::Io {
@@ -93,6 +112,15 @@ impl Output {
         scalars: impl Iterator<Item = (&'a str, f64)> + Clone,
         counts: &[(&'a str, usize)],
     ) -> Result<()> {
+        let written = self.append(scalars, counts);
+        self.or_without("scalars", written)
+    }
+
+    fn append<'a>(
+        &mut self,
+        scalars: impl Iterator<Item = (&'a str, f64)> + Clone,
+        counts: &[(&'a str, usize)],
+    ) -> Result<()> {
         if let Some(events) = &mut self.events {
             let (step, counts) = counts.split_last().map_or((0, counts), |(last, c)| (last.1, c));
             let counts = counts.iter().map(|(name, count)| (*name, *count as f64));
@@ -111,8 +139,9 @@ impl Output {
         self.waits = false;
         self.written = Some(Instant::now());
         self.logger.flush();
-        self.events.as_mut().map_or(Ok(()), EventFile::flush)?;
-        self.file.as_mut().map_or(Ok(()), ScalarsFile::flush)
+        let events = self.events.as_mut().map_or(Ok(()), EventFile::flush);
+        let flushed = events.and_then(|()| self.file.as_mut().map_or(Ok(()), ScalarsFile::flush));
+        self.or_without("scalars", flushed)
     }
 }
 
@@ -126,6 +155,10 @@ impl Drop for Output {
 impl Runner {
     /// Begins the log: with whom, on which seed, what compiling came to, and which hooks there are.
     pub(super) fn open_output(&mut self, device: &Device) -> Result<()> {
+        if self.train_loader.is_some() {
+            // Before anything is written, for they may be what fills the disk.
+            remove_leftovers(self.output.work_dir())?;
+        }
         self.output.open()?;
         let (group, version) = (&self.group, env!("CARGO_PKG_VERSION"));
         let ranks = match group.world_size() {

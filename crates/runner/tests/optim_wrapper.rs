@@ -180,7 +180,7 @@ fn a_dict_steps_as_its_parts_would_and_resumes_to_the_same_bits() {
     assert_eq!(whole, apart);
 
     let bytes = dict.state_dict().to_safetensors().unwrap();
-    let saved = fused_optim::StateDict::from_safetensors(&bytes).unwrap();
+    let saved = StateDict::from_safetensors(&bytes).unwrap();
     let mut resumed = self::dict();
     resumed.set_lr(0, 0.125).unwrap();
     resumed.load_state_dict(&saved).unwrap();

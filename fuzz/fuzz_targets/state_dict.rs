@@ -5,7 +5,7 @@
 
 #![no_main]
 
-use fused_optim::{AdamW, AdamWHyper, Optimizer, StateDict};
+use fused_optim::{AdamW, AdamWHyper, Optimizer, ParamSpec, StateDict};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
@@ -14,10 +14,16 @@ fuzz_target!(|bytes: &[u8]| {
     let again = StateDict::from_safetensors(&again).expect("and read again");
     // NaNs are not equal to themselves; their text is.
     assert_eq!(format!("{dict:?}"), format!("{again:?}"));
-    let mut optimizer =
-        AdamW::with_one_group(AdamWHyper::default(), 2).expect("the defaults are valid");
-    let before = optimizer.state_dict();
-    if optimizer.load_state_dict(&dict).is_err() {
-        assert_eq!(optimizer.state_dict(), before);
+    for is_named in [false, true] {
+        let mut optimizer =
+            AdamW::with_one_group(AdamWHyper::default(), 2).expect("the defaults are valid");
+        if is_named {
+            let names = [ParamSpec::from("b"), ParamSpec::new("a", &[2, 3])];
+            optimizer.set_param_names(&names).expect("two names for two tensors");
+        }
+        let before = optimizer.state_dict();
+        if optimizer.load_state_dict(&dict).is_err() {
+            assert_eq!(optimizer.state_dict(), before);
+        }
     }
 });

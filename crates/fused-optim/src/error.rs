@@ -51,9 +51,9 @@ pub enum Error {
         /// How many came.
         count: usize,
     },
-    /// A step or the names were not of as many parameters as the optimizer was told of.
+    /// A step, or the names, had another number of parameters than the optimizer was told of.
     #[error(
-        "expected {expected} parameters, got {got}; every step, and the names, are of all in one order"
+        "expected {expected} parameters, got {got}: pass all, in one order, to each step and as names"
     )]
     ParamCount {
         /// How many it was told of.

@@ -26,8 +26,9 @@ pub trait Optimizer: Send + fmt::Debug {
     /// # Errors
     ///
     /// Everything is checked before anything is written: a group's tensor that is not in `params`,
-    /// a gradient or average of another length, a weight whose length or type is not that of earlier
-    /// steps, an invalid `grad_scale` or clip; [`Error::NonFiniteNorm`] if the clip asks for it.
+    /// [another number](Error::ParamCount) of tensors than the optimizer was told of, a gradient or
+    /// average of another length, a weight whose length or type is not that of earlier steps, an
+    /// invalid `grad_scale` or clip; [`Error::NonFiniteNorm`] if the clip asks for it.
     fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied>;
 
     /// As [`step`](Self::step), for tensors in the memory of the optimizer's [device](Self::device): puts the
@@ -270,8 +271,8 @@ pub enum HalfWeights {
     /// parameter and loses updates below half a unit.
     Nearest,
     /// No master: rounded up or down at random, so that the mean is right and small updates are not
-    /// lost. The random bits are a function of seed, tensor, step and element: threads do not
-    /// change them, and a loaded optimizer with the same seed goes on with the same.
+    /// lost. The random bits are a function of seed, tensor (its place), step and element: threads do
+    /// not change them, and a loaded optimizer with the same seed and order goes on with the same.
     Stochastic {
         /// The seed.
         seed: u64,

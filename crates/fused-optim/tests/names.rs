@@ -166,7 +166,7 @@ fn a_step_with_another_number_of_tensors_is_refused() {
     let values = |count: usize| vec![vec![1.0_f32; 3]; count];
     let text = |expected, got| {
         format!(
-            "expected {expected} parameters, got {got}; every step, and the names, are of all in one order"
+            "expected {expected} parameters, got {got}: pass all, in one order, to each step and as names"
         )
     };
     let mut one = AdamW::with_one_group(AdamWHyper::default(), 2).unwrap();

@@ -12,7 +12,7 @@ use collective::ProcessGroup;
 use fused_optim::{DType, Slice};
 use parking_lot::Mutex;
 
-use super::builder::make_schedulers;
+use super::scheduling::make_schedulers;
 use super::{DataLoaderConfig, Length, RunnerBuilder, TrainConfig};
 use crate::config::{Config, Mistakes};
 use crate::data::{ArrayData, Batch, DataLoader};

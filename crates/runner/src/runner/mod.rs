@@ -12,6 +12,7 @@ mod loader_config;
 mod output;
 mod read;
 mod saving;
+mod scheduling;
 mod state;
 mod train_config;
 

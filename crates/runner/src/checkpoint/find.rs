@@ -82,7 +82,7 @@ fn candidates(work_dir: &Path) -> Result<Vec<PathBuf>> {
         if hidden || !path.join(STATE).is_file() {
             continue;
         }
-        let iter = load_meta(&path).map_or(usize::MAX, |meta| meta.position.iter);
+        let iter = load_meta(&path).map_or(usize::MAX, |meta| meta.position.configured_iter());
         all.push((iter, path));
     }
     all.sort_by(|a, b| b.cmp(a));

@@ -14,6 +14,7 @@
 
 mod files;
 mod find;
+mod position;
 mod tensors;
 
 use std::fs;
@@ -28,6 +29,7 @@ use serde_json::{Map, Value};
 use self::files::{check_seal, crc32, file_meta, io, seal, write_dir, write_file};
 pub(crate) use self::files::{is_full, remove_leftovers};
 pub use self::find::{Found, newest};
+pub use self::position::{Begun, IterScale, Position};
 pub use self::tensors::{Tensor, model_tensors};
 use self::tensors::{bf16s, check, check_convertible, copy_converted, deserialize};
 pub(crate) use self::tensors::{copies, copy_from_bytes, round_into, to_bytes};
@@ -36,32 +38,6 @@ use crate::engine::{Engine, TensorSpec};
 use crate::model::ModelWrapper;
 use crate::optim_wrapper::OptimWrapperState;
 use crate::{Error, Result, schedulers};
-
-/// Where a run is.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Position {
-    /// Epochs completed.
-    pub epoch: usize,
-    /// Batches trained on, over all epochs.
-    pub iter: usize,
-    /// Batches trained on in the current epoch.
-    pub batch: usize,
-    /// How many were trained on before the last validation.
-    #[serde(default)]
-    pub validated: Option<usize>,
-    /// Where as many ranks as there are now began.
-    #[serde(default)]
-    pub begun: Begun,
-}
-
-/// Where a number of ranks took over from another one.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Begun {
-    /// Batches trained on by then.
-    pub iter: usize,
-    /// Samples dealt by then, over all passes.
-    pub place: usize,
-}
 
 /// What a checkpoint says besides tensors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -374,8 +350,8 @@ impl Checkpoint {
         read_whole(&self.path, &self.meta, &file).map(Some)
     }
 
-    /// Gives the model back what this rank had added up towards its next step. Another number of ranks
-    /// than wrote it has the same mean of it: each rank gets the mean of all.
+    /// Gives the model back what this rank had added up towards its next step. Where another number of ranks
+    /// wrote it, each gets `share` times the sum of all.
     ///
     /// # Errors
     ///
@@ -383,15 +359,12 @@ impl Checkpoint {
     pub fn load_gradients(
         &self,
         rank: usize,
-        world_size: usize,
+        share: Option<f32>,
         params: &[TensorSpec],
         model: &mut dyn ModelWrapper,
     ) -> Result<()> {
         model.zero_grad();
-        if self.meta.world_size == world_size {
-            return self.add_gradients(rank, 1.0, params, model);
-        }
-        let share = 1.0 / self.meta.world_size as f32;
+        let Some(share) = share else { return self.add_gradients(rank, 1.0, params, model) };
         (0..self.meta.world_size)
             .try_for_each(|rank| self.add_gradients(rank, share, params, model))
     }
@@ -566,7 +539,7 @@ mod tests {
                 iter: 17,
                 batch: 5,
                 validated: Some(12),
-                begun: Begun { iter: 3, place: 99 },
+                begun: Begun { iter: 3, place: 99, ..Begun::default() },
             },
             world_size: 2,
             batches_per_epoch: 12,
@@ -641,7 +614,7 @@ mod tests {
         let bytes = gradient_bytes(engine.params(), &ddp).unwrap();
         let path = save(dir.path(), "a", &mut engine, contents(vec![bytes.clone()])).unwrap();
         let mut other = model(&engine);
-        load(&path).unwrap().load_gradients(0, 2, engine.params(), &mut other).unwrap();
+        load(&path).unwrap().load_gradients(0, None, engine.params(), &mut other).unwrap();
         assert_eq!(gradient_bytes(engine.params(), &other).unwrap(), bytes);
         other
             .with_grads(&mut |g| {
@@ -650,10 +623,10 @@ mod tests {
             })
             .unwrap();
         // A rank without a file had none.
-        load(&path).unwrap().load_gradients(1, 2, engine.params(), &mut other).unwrap();
+        load(&path).unwrap().load_gradients(1, None, engine.params(), &mut other).unwrap();
         assert!(gradient_bytes(engine.params(), &other).unwrap().is_empty());
         // Two ranks wrote it, one of them nothing: three have half of it each.
-        load(&path).unwrap().load_gradients(2, 3, engine.params(), &mut other).unwrap();
+        load(&path).unwrap().load_gradients(2, Some(0.5), engine.params(), &mut other).unwrap();
         other
             .with_grads(&mut |g| {
                 assert!(matches!(g[0], Some(Slice::F32([0.375, 0.375, 0.375]))), "{g:?}");
@@ -675,7 +648,7 @@ mod tests {
         let gradients = vec![gradient_bytes(engine.params(), &ddp).unwrap()];
         let path = save(dir.path(), "a", &mut engine, contents(gradients)).unwrap();
         let specs = engine.params().to_vec();
-        let mut read = || load(&path).and_then(|c| c.load_gradients(0, 2, &specs, &mut ddp));
+        let mut read = || load(&path).and_then(|c| c.load_gradients(0, None, &specs, &mut ddp));
         read().unwrap();
         for name in [MODEL, OPTIMIZER, STATE, "gradients_0.safetensors"] {
             let file = path.join(name);

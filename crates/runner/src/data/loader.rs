@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::{Batch, Dataset, DefaultSampler};
+use crate::checkpoint::IterScale;
 use crate::{Error, Result};
 
 /// Cuts a sampler's indices into batches and asks the data set for each.
@@ -141,6 +142,27 @@ impl DataLoader {
         }
         let (pass, batch) = theirs.locate(batches);
         pass * self.sampler.len + theirs.after(theirs.dealt(pass), batch)
+    }
+
+    /// Iterations after which so much of all passes is dealt.
+    pub(crate) fn iters_at(&self, place: usize) -> usize {
+        let (len, world_size) = (self.sampler.len, self.sampler.world_size);
+        if self.infinite {
+            return place / (self.batch_size * world_size);
+        }
+        let left = self.count(len - place % len);
+        (place / len + 1) * self.batches_per_epoch() - left
+    }
+
+    /// Iterations of a configuration for `first` ranks in those of `now`: as many as an epoch has.
+    pub(crate) fn iter_scale(&self, first: usize, now: usize) -> IterScale {
+        if first == now {
+            return IterScale::default();
+        }
+        if self.infinite {
+            return IterScale { now: first, configured: now };
+        }
+        IterScale { now: self.batches_among(now), configured: self.batches_among(first) }
     }
 
     /// The loader of one of `world_size` ranks that began at `place`.

@@ -125,7 +125,7 @@ impl CheckpointHook {
             let epoch = position.epoch;
             return (template("epoch_{}", epoch), format!("{epoch} epochs"));
         }
-        let iter = position.iter;
+        let iter = position.configured_iter();
         // A name by epochs has no number for a place inside one.
         let name = if self.by_epoch { format!("iter_{iter}") } else { template("iter_{}", iter) };
         (name, format!("{iter} iterations"))
@@ -323,10 +323,13 @@ impl Hook for CheckpointHook {
     fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
         let position = runner.position().clone();
         let (iter, batch) = (position.iter + 1, position.batch + 1);
-        if self.by_epoch || !self.is_due(iter, runner.max_iters()) {
+        let position = Position { iter, batch, ..position };
+        let is_due = self.save_last && iter == runner.max_iters()
+            || position.completed().any(|iter| self.is_due(iter, usize::MAX));
+        if self.by_epoch || !is_due {
             return Ok(());
         }
-        self.save(runner, Position { iter, batch, ..position }, true)
+        self.save(runner, position, true)
     }
 
     fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {

@@ -7,7 +7,9 @@ use fused_optim::SliceMut;
 use serde_json::{Value, json};
 
 use super::Hook;
-use crate::checkpoint::{Checkpoint, Draft, Tensor, copy_from_bytes, model_tensors, round_into};
+use crate::checkpoint::{
+    Checkpoint, Draft, Position, Tensor, copy_from_bytes, model_tensors, round_into,
+};
 use crate::config::Section;
 use crate::data::Batch;
 use crate::engine::{DeviceAverages, Engine, Losses};
@@ -308,10 +310,15 @@ impl Hook for EmaHook {
     }
 
     fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
-        let position = runner.position();
-        let begun = position.iter + 1 >= self.begin_iter && position.epoch + 1 >= self.begin_epoch;
+        let Position { epoch, iter, .. } = *runner.position();
+        let position = Position { iter: iter + 1, ..runner.position().clone() };
+        let iter = position.configured_iter();
         let engine = runner.engine_mut();
-        if begun { self.update(engine) } else { self.copy_model(engine) }
+        if iter < self.begin_iter || epoch + 1 < self.begin_epoch {
+            return self.copy_model(engine);
+        }
+        // Another number of ranks updates as often as the first one did.
+        position.completed().try_for_each(|_| self.update(engine))
     }
 
     fn before_val_epoch(&mut self, runner: &mut Runner) -> Result<()> {

@@ -6,7 +6,8 @@ use crate::data::Batch;
 use crate::engine::Losses;
 use crate::runner::Runner;
 
-/// Lets those that count iterations step after each, those that count epochs after each, and those
+/// Lets those that count iterations step after each (after a change of the number of ranks: after each of the
+/// configuration's), those that count epochs after each, and those
 /// that look at a validation's figures after each validation.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ParamSchedulerHook;
@@ -21,7 +22,7 @@ impl Hook for ParamSchedulerHook {
     }
 
     fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
-        runner.step_schedulers(&[], |s| !s.needs_metrics() && !s.by_epoch())
+        runner.step_iter_schedulers()
     }
 
     fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {

@@ -12,16 +12,16 @@ use crate::{Error, Result};
 /// Runs every stage from `before_run` to `after_run`. Returns the last validation's figures.
 pub(crate) fn train(runner: &mut Runner) -> Result<Metrics> {
     runner.train_loader()?;
-    let max_iters = runner.max_iters();
     runner.call_hooks(|hook, runner| hook.before_run(runner))?;
     if !runner.load_or_resume()? {
         runner.broadcast_model()?;
     }
-    let done = runner.position().iter;
+    let (done, max_iters) = (runner.position().iter, runner.max_iters());
     if done > 0 {
-        runner.note_resumable(done);
+        runner.note_resumable(runner.position().configured_iter());
     }
-    runner.optim_wrapper_mut().accumulation().initialize_count_status(done, max_iters);
+    let [seen, max] = [done, max_iters].map(|iter| runner.position().begun.accumulated(iter));
+    runner.optim_wrapper_mut().accumulation().initialize_count_status(seen, max);
     runner.call_hooks(|hook, runner| hook.before_train(runner))?;
     let (epoch, by_epoch) = (runner.position().epoch, runner.is_by_epoch());
     if if by_epoch { epoch >= runner.max_epochs() } else { done >= max_iters } {
@@ -128,6 +128,6 @@ fn is_due(runner: &Runner) -> bool {
     let position = runner.position();
     match runner.is_by_epoch() {
         true => position.batch == 0 && runner.train_config().is_val_due(position.epoch),
-        false => runner.train_config().is_val_due(position.iter),
+        false => position.completed().any(|iter| runner.train_config().is_val_due(iter)),
     }
 }

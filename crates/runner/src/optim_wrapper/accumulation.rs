@@ -27,6 +27,22 @@ impl Accumulation {
         Self { counts: counts.max(1), seen: 0, max: None }
     }
 
+    /// Batches of a step.
+    pub(crate) const fn counts(&self) -> usize {
+        self.counts
+    }
+
+    /// Has a step every `counts` batches from now on; 0 counts as 1.
+    pub(crate) fn set_counts(&mut self, counts: usize) {
+        self.counts = counts.max(1);
+    }
+
+    /// Batches that wait for a step, and what the loss of each is divided by.
+    pub(crate) fn pending(mut self) -> (usize, usize) {
+        let pending = if Some(self.seen) == self.max { 0 } else { self.seen % self.counts };
+        (pending, self.turn().divisor)
+    }
+
     /// Tells how many batches have been seen and how many the run will see.
     pub fn initialize_count_status(&mut self, seen: usize, max: usize) {
         (self.seen, self.max) = (seen, Some(max));

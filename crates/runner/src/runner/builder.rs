@@ -220,8 +220,10 @@ impl RunnerBuilder {
         self
     }
 
-    /// Lets the run go on from a checkpoint of another number of ranks, which goes on through the same order
-    /// of data in batches of another size. Without it that is an error, except in a launcher's elastic job.
+    /// Lets the run resume from a checkpoint of another number of ranks. Without it that is an error, except in a
+    /// launcher's elastic job. The present ranks share the samples that are left; iterations of the configuration
+    /// stay those of the number of ranks that the run began with, and a step of the optimizer keeps its number of
+    /// samples where `accumulative_counts` can be converted.
     #[must_use]
     pub fn elastic(mut self, elastic: bool) -> Self {
         self.elastic = elastic;
@@ -335,6 +337,8 @@ impl RunnerBuilder {
                 optim,
                 hooks: in_order(self.hooks, !schedulers.is_empty()),
                 schedulers,
+                scheduler_configs: self.schedulers,
+                auto_scales_lr: self.auto_scale_lr.is_some(),
                 model,
                 engine,
                 train_loader,
@@ -366,10 +370,7 @@ impl RunnerBuilder {
             }
             Ok(runner)
         });
-        if let Err(error) = &runner {
-            group.abort(&error.to_string());
-        }
-        runner
+        runner.inspect_err(|error| group.abort(&error.to_string()))
     }
 
     pub(super) fn judges(&self) -> bool {

@@ -7,6 +7,7 @@
 mod agreement;
 mod builder;
 mod check;
+mod elastic;
 mod finite;
 mod loader_config;
 mod output;
@@ -40,7 +41,7 @@ use crate::evaluate::Metric;
 use crate::hooks::Hook;
 use crate::model::ModelWrapper;
 use crate::optim_wrapper::OptimWrapper;
-use crate::schedulers::{Param, Scheduler};
+use crate::schedulers::{Param, Scheduler, SchedulerConfig};
 use crate::sinks::{Logger, Scalars};
 use crate::{Error, Result, loops, signals};
 
@@ -51,6 +52,8 @@ pub struct Runner {
     model: Box<dyn ModelWrapper>,
     optim: Box<dyn OptimWrapper>,
     schedulers: Vec<Scheduler>,
+    scheduler_configs: Vec<SchedulerConfig>,
+    auto_scales_lr: bool,
     hooks: Vec<Box<dyn Hook>>,
     train_loader: Option<DataLoader>,
     validation: Option<Validation>,
@@ -199,7 +202,7 @@ impl Runner {
     pub fn max_iters(&self) -> usize {
         match self.train.length {
             Length::Epochs(epochs) => epochs.saturating_mul(self.batches_per_epoch()),
-            Length::Iters(iters) => iters,
+            Length::Iters(iters) => self.position.begun.scale.to_present(iters),
         }
     }
 

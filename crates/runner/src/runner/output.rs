@@ -230,7 +230,8 @@ impl Runner {
 
     /// Appends the smoothed scalars to `scalars.json`.
     pub(crate) fn write_train_scalars(&mut self) -> Result<()> {
-        let iter = self.position().iter + 1;
+        // The configuration's, so that the axis goes on where the number of ranks changes.
+        let iter = self.position().begun.scale.to_configured(self.position().iter + 1);
         let counts = [("epoch", self.position().epoch + 1), ("iter", iter), ("step", iter)];
         let counts = if self.logs_by_epoch() { &counts[..] } else { &counts[1..] };
         let rates = self.rates();
@@ -250,7 +251,7 @@ impl Runner {
         by_epoch: bool,
     ) -> Result<()> {
         let by_epoch = by_epoch && self.is_by_epoch();
-        let step = if by_epoch { self.val_epoch() } else { self.position().iter };
+        let step = if by_epoch { self.val_epoch() } else { self.position().configured_iter() };
         let times = self.judged_times(Judged::Val);
         self.output.write(judged_scalars(metrics, times), &[("step", step)])?;
         self.flush()

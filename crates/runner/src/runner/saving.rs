@@ -122,7 +122,7 @@ impl Runner {
     fn carry_out(&mut self, save: Save) -> Result<()> {
         self.write_checkpoint(&save)?;
         if save.optimizer {
-            self.note_resumable(save.position.iter);
+            self.note_resumable(save.position.configured_iter());
         }
         let replaced: Vec<_> = save.replaces.iter().map(|n| self.work_dir().join(n)).collect();
         self.remove_checkpoints(&replaced)?;
@@ -130,7 +130,7 @@ impl Runner {
         Ok(())
     }
 
-    /// There is a checkpoint that the run can be resumed from at this iteration.
+    /// There is a checkpoint that the run can be resumed from at this iteration of the configuration.
     pub(crate) fn note_resumable(&mut self, iter: usize) {
         self.status.resumable = Some(iter);
     }
@@ -139,7 +139,7 @@ impl Runner {
     pub(crate) fn end_early(&mut self) -> Result<bool> {
         self.status.interrupted = true;
         self.call_hooks(|hook, runner| hook.on_interrupt(runner))?;
-        let iter = self.position.iter;
+        let iter = self.position.configured_iter();
         let is_saved = self.status.resumable == Some(iter);
         if !is_saved {
             let text = format!("no checkpoint to resume from was written at iteration {iter}");

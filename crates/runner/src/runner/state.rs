@@ -182,9 +182,12 @@ impl Runner {
         let Some(optim) = &loaded.optim else {
             return Err(Error::Checkpoint(without_optimizer(&path)));
         };
+        self.position = loaded.meta.position.clone();
+        let takeover = self.take_place(loaded.meta.world_size)?;
         self.resume_schedulers(&loaded.meta.schedulers)?;
         loaded.load_model(&mut *self.engine)?;
         self.optim.load_state_dict(optim)?;
+        self.scale_rates(&takeover)?;
         let rank = self.group.rank();
         // Each rank's own; of other ranks it is nobody's, and none may take it alone.
         if loaded.meta.world_size == self.group.world_size()
@@ -200,8 +203,8 @@ impl Runner {
         if let Some(findings) = loaded.meta.findings.get(rank).filter(|text| !text.is_empty()) {
             self.engine.set_findings(findings)?;
         }
-        let world_size = self.group.world_size();
-        loaded.load_gradients(rank, world_size, self.engine.params(), &mut *self.model)?;
+        let share = takeover.gradient_share;
+        loaded.load_gradients(rank, share, self.engine.params(), &mut *self.model)?;
         self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, &loaded))?;
         self.load_buffers(loaded.own(rank)?)?;
         for hook in &mut self.hooks {
@@ -209,8 +212,6 @@ impl Runner {
                 hook.load_state_dict(state)?;
             }
         }
-        self.position = loaded.meta.position;
-        self.take_place(loaded.meta.world_size)?;
         let (epoch, iter) = (self.position.epoch, self.position.iter);
         let text = format!("resumed from {}: epoch {epoch}, iteration {iter}", path.display());
         self.logger().info(&text);
@@ -272,46 +273,6 @@ impl Runner {
             )));
         }
         Ok(())
-    }
-
-    /// Goes on in the order of the data where the `was` ranks that wrote the checkpoint had come to. If
-    /// they were as many, that is the place they began at and their batch; others deal what is left anew,
-    /// so that each sample is seen as often as without the change. Figures that count iterations count on.
-    fn take_place(&mut self, was: usize) -> Result<()> {
-        let (is, by_epoch) = (self.group.world_size(), self.is_by_epoch());
-        let Position { epoch, iter, batch, mut begun, .. } = self.position;
-        let loader = self.train_loader()?;
-        begun.place = match by_epoch {
-            // Nothing of this epoch has been dealt, whatever the data set was before.
-            true if batch == 0 => begun.place.min(epoch * loader.dataset_len()),
-            _ if was == is => begun.place,
-            true => loader.place_in(was, begun.place, epoch, batch),
-            false => loader.place_after(was, begun.place, iter.saturating_sub(begun.iter)),
-        };
-        if was != is {
-            begun.iter = iter;
-        }
-        self.position.begun = begun;
-        let first = self.begin_at(begun.place, epoch);
-        if was == is {
-            return Ok(());
-        }
-        if by_epoch {
-            self.position.batch = first;
-        }
-        let text = format!(
-            "{was} ranks wrote this checkpoint, and {is} go on with what is left of its data: batches \
-             change in size"
-        );
-        self.logger().warning(&text);
-        Ok(())
-    }
-
-    /// Has the data dealt from a place on; the number of the first batch of `epoch` from there.
-    fn begin_at(&mut self, place: usize, epoch: usize) -> usize {
-        let Some(loader) = &mut self.train_loader else { return 0 };
-        loader.begin_at(place);
-        loader.first_batch(epoch)
     }
 
     fn resume_schedulers(&mut self, saved: &[Progress]) -> Result<()> {

@@ -207,6 +207,16 @@ impl Scheduler {
         Ok(())
     }
 
+    /// Steps since it was made.
+    pub(crate) const fn steps(&self) -> u64 {
+        self.progress.global_step.saturating_sub(1)
+    }
+
+    /// Multiplies the values that it began with.
+    pub(crate) fn scale_base(&mut self, factor: f64) {
+        self.progress.base.iter_mut().for_each(|base| *base *= factor);
+    }
+
     /// What to save.
     #[must_use]
     pub const fn progress(&self) -> &Progress {

@@ -3,6 +3,7 @@
 #![cfg(feature = "candle")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod elastic;
 mod midway;
 mod more;
 mod saving;

@@ -1,0 +1,121 @@
+//! Where a run is, whatever number of ranks it has had.
+//!
+//! Iterations are of the number of ranks there is. A configuration's iterations (the length of a run, its intervals,
+//! its schedulers) are of the number of ranks that the run began with: [`IterScale`] says what they are in those of
+//! another number.
+
+use std::ops::RangeInclusive;
+
+use serde::{Deserialize, Serialize};
+
+/// Where a run is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Position {
+    /// Epochs completed.
+    pub epoch: usize,
+    /// Batches trained on, over all epochs.
+    pub iter: usize,
+    /// Batches trained on in the current epoch.
+    pub batch: usize,
+    /// How many were trained on before the last validation.
+    #[serde(default)]
+    pub validated: Option<usize>,
+    /// Where as many ranks as there are now began.
+    #[serde(default)]
+    pub begun: Begun,
+}
+
+impl Position {
+    /// Iterations of the configuration completed: [`iter`](Self::iter), unless the number of ranks has changed.
+    #[must_use]
+    pub fn configured_iter(&self) -> usize {
+        self.begun.scale.to_configured(self.iter)
+    }
+
+    /// The iterations of the configuration that the last iteration has completed: itself, unless the number of
+    /// ranks has changed.
+    #[must_use]
+    pub fn completed(&self) -> RangeInclusive<usize> {
+        let before = self.begun.scale.to_configured(self.iter.saturating_sub(1));
+        before + 1..=self.configured_iter()
+    }
+}
+
+/// Where a number of ranks took over from another one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Begun {
+    /// Batches trained on by then.
+    pub iter: usize,
+    /// Samples dealt by then, over all passes.
+    pub place: usize,
+    /// Those of the batches that waited for a step of the optimizer.
+    #[serde(default)]
+    pub pending: usize,
+    /// Number of ranks that the run began with; none if it has always been the same.
+    #[serde(default)]
+    pub first_world_size: Option<usize>,
+    /// Iterations of those ranks in iterations of as many as there are now.
+    #[serde(default)]
+    pub scale: IterScale,
+}
+
+impl Begun {
+    /// How many batches [`Accumulation`](crate::optim_wrapper::Accumulation) has seen when `iter` have been trained
+    /// on.
+    pub(crate) fn accumulated(&self, iter: usize) -> usize {
+        iter.saturating_sub(self.iter) + self.pending
+    }
+}
+
+/// As much of the data as `configured` iterations of the first number of ranks get, `now` get of the present one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IterScale {
+    /// Iterations of the number of ranks that there is.
+    pub now: usize,
+    /// Iterations of the configuration.
+    pub configured: usize,
+}
+
+impl Default for IterScale {
+    fn default() -> Self {
+        Self { now: 1, configured: 1 }
+    }
+}
+
+impl IterScale {
+    /// Iterations after which at least so many of the configuration are completed.
+    pub(crate) fn to_present(self, iters: usize) -> usize {
+        let iters = (iters as u128 * self.now as u128).div_ceil(self.configured.max(1) as u128);
+        usize::try_from(iters).unwrap_or(usize::MAX)
+    }
+
+    /// Iterations of the configuration that so many complete.
+    pub(crate) fn to_configured(self, iters: usize) -> usize {
+        let iters = iters as u128 * self.configured as u128 / self.now.max(1) as u128;
+        usize::try_from(iters).unwrap_or(usize::MAX)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_iteration_of_the_configuration_is_completed_once() {
+        for (now, configured) in [(1, 1), (1, 2), (2, 1), (23, 12), (3, 5), (40, 7)] {
+            let scale = IterScale { now, configured };
+            let begun = Begun { scale, ..Begun::default() };
+            for max in 1..60 {
+                let last = scale.to_present(max);
+                let completed = (1..=last).flat_map(|iter| {
+                    Position { iter, begun, ..Position::default() }.completed().collect::<Vec<_>>()
+                });
+                let completed: Vec<_> = completed.collect();
+                assert!(completed.len() >= max, "{scale:?} {max}");
+                assert!(completed.iter().copied().eq(1..=completed.len()), "{scale:?} {max}");
+                assert!(scale.to_configured(last - 1) < max, "{scale:?} {max}");
+            }
+        }
+        assert_eq!(IterScale { now: 2, configured: 1 }.to_present(usize::MAX), usize::MAX);
+    }
+}

@@ -17,7 +17,9 @@ mod watch;
 use ::amp::ScalerState;
 #[cfg(feature = "candle-cuda")]
 use fused_optim::cuda::LookAhead;
-use fused_optim::{Applied, Clip, DType, Optimizer, ParamGroup, ParamMut, StateDict, StepCtl};
+use fused_optim::{
+    Applied, Clip, DType, Optimizer, ParamGroup, ParamMut, ParamSpec, StateDict, StepCtl,
+};
 
 pub use accumulation::{Accumulation, Turn};
 pub use amp::{AmpOptimWrapper, LossScale};
@@ -63,6 +65,18 @@ impl OptimWrapperFactory {
             Ok(Box::new(Fp32OptimWrapper::new(Box::new(make(params.len())?), 1)))
         });
         Self { dtype: DType::F32, build }
+    }
+
+    /// Makes it for these parameters, and tells its optimizer their names, by which state is saved and loaded.
+    pub(crate) fn make(
+        self,
+        params: &[TensorSpec],
+        device: &Device,
+    ) -> Result<Box<dyn OptimWrapper>> {
+        let mut optim = (self.build)(params, device)?;
+        let names = params.iter().map(|param| ParamSpec::new(&*param.name, &param.shape));
+        optim.optimizer_mut().set_param_names(&names.collect::<Vec<_>>())?;
+        Ok(optim)
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use collective::{GroupOptions, Launcher, ProcessGroup, Topology, Transport};
-use fused_optim::{ParamSpec, Sgd, SgdHyper};
+use fused_optim::{Sgd, SgdHyper};
 use jiff::Zoned;
 use rustix::process::{Resource, getrlimit, setrlimit};
 
@@ -424,10 +424,8 @@ fn make_optim(
     engine: &mut dyn Engine,
     device: &Device,
 ) -> Result<Box<dyn OptimWrapper>> {
-    let mut optim = (factory.build)(engine.params(), device)?;
+    let mut optim = factory.make(engine.params(), device)?;
     device.check(optim.optimizer())?;
-    let names = engine.params().iter().map(|param| ParamSpec::new(&*param.name, &param.shape));
-    optim.optimizer_mut().set_param_names(&names.collect::<Vec<_>>())?;
     engine.set_autocast(optim.autocast())?;
     engine.tune(optim.optimizer_mut());
     Ok(optim)

@@ -10,6 +10,7 @@
 //! }
 //! ```
 
+use std::borrow::Cow;
 use std::ffi::{OsStr, OsString};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -23,7 +24,7 @@ use collective::Launcher;
 use crate::config::{Config, Mistakes, parse_duration};
 use crate::launch::flags::{LaunchArgs, is_config};
 use crate::launch::store::{StoreArgs, serve};
-use crate::launch::{launch, record_failure, record_panics, tie_to_parent};
+use crate::launch::{label, launch, record_failure, record_panics, tie_to_parent};
 use crate::runner::{Judged, RunnerBuilder};
 use crate::sinks::{TERMINAL_VARIABLE, plot};
 use crate::{Error, Result, signals};
@@ -135,6 +136,7 @@ pub fn main() -> ExitCode {
         Ok(cli) => cli.command,
         Err(code) => return code,
     };
+    let is_rank = matches!(command, Command::Train(_) | Command::Val(_) | Command::Test(_));
     let outcome = match command {
         Command::Launch(args) => start_ranks(args),
         Command::Store(args) => serve(&args).map(|()| ExitCode::SUCCESS),
@@ -147,7 +149,9 @@ pub fn main() -> ExitCode {
         Command::Plot(args) => draw(args),
     };
     outcome.unwrap_or_else(|error| {
-        tell("error", &error.to_string());
+        let text = lines("error", &error.to_string());
+        let text = if is_rank { label(&text) } else { Cow::Borrowed(&*text) };
+        let _ = std::io::stderr().write_all(text.as_bytes());
         match error {
             Error::Interrupted { saved: true, .. } => ExitCode::from(signals::EXIT_CODE),
             Error::Interrupted { signal, .. } => {
@@ -179,10 +183,12 @@ fn parse(words: &[OsString], before: &str) -> Result<Cli, ExitCode> {
 
 /// Writes to standard error: each mistake of a configuration has a line of its own.
 fn tell(kind: &str, text: &str) {
-    let mut stderr = std::io::stderr().lock();
-    for line in text.lines() {
-        let _ = writeln!(stderr, "{kind}: {line}");
-    }
+    let _ = std::io::stderr().write_all(lines(kind, text).as_bytes());
+}
+
+/// `text` with its kind before each line.
+fn lines(kind: &str, text: &str) -> String {
+    text.lines().map(|line| format!("{kind}: {line}\n")).collect()
 }
 
 /// Does what a rank does; a launcher is told why, if it fails.

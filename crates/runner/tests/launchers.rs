@@ -1,5 +1,6 @@
 //! The same training under every launcher: `runner launch`, `mpirun`, `srun` on a cluster of two
-//! nodes, `torchrun` and `torch.distributed.launch` give the same parameters, bit for bit.
+//! nodes, `torchrun` and `torch.distributed.launch` give the same parameters, bit for bit, and each line
+//! names its rank.
 //!
 //! Slurm needs root (`tests/testbed`); `TORCH_PYTHON` names a Python that can import torch, otherwise it is
 //! `python3`.
@@ -42,25 +43,45 @@ impl Job {
         Self { dir, config }
     }
 
-    /// Trains under a launcher, whose words come before those of the runner.
-    fn train(&self, name: &str, launcher: &[&str], envs: &[(&str, &str)], more: &[&str]) {
+    /// Runs `runner train` under a launcher, whose words come before those of the runner; whether it
+    /// succeeded, standard output and standard error.
+    fn run(&self, name: &str, launcher: &Launcher<'_>, more: &[&str]) -> (bool, String, String) {
         // What hangs is ended.
         let mut command = Command::new("timeout");
         command
             .args(["--kill-after=10", "300"])
-            .args(launcher)
+            .args(launcher.words)
             .args(["train"])
             .arg(&self.config)
-            .arg("--work-dir");
-        command.arg(self.work_dir(name)).args(more).envs(envs.iter().copied());
+            .arg("--work-dir")
+            .arg(self.work_dir(name))
+            .args(launcher.more)
+            .args(more)
+            .envs(launcher.envs.iter().copied());
         for variable in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"] {
             command.env_remove(variable);
         }
         // As `runner launch` and torchrun have it, for those that have no opinion.
         command.env("RAYON_NUM_THREADS", "1").env("OMP_NUM_THREADS", "1");
         let output = command.stdin(Stdio::null()).output().unwrap();
-        let (out, err) = (text(&output.stdout), text(&output.stderr));
-        assert!(output.status.success(), "{name}: {}\n{out}{err}", output.status);
+        (output.status.success(), text(&output.stdout), text(&output.stderr))
+    }
+
+    /// Trains under a launcher. Every line is labelled, and there is no progress bar.
+    fn train(&self, name: &str, launcher: &Launcher<'_>) {
+        let (success, out, err) = self.run(name, launcher, &[]);
+        assert!(success, "{name}:\n{out}{err}");
+        let labelled = |line: &str| line.starts_with("[rank 0] ") && !line.contains('\x1b');
+        assert!(out.contains("Epoch(val)") && out.lines().all(labelled), "{name}:\n{out:?}");
+    }
+
+    /// Makes a mistake under a launcher: the error names a rank.
+    fn fail(&self, name: &str, launcher: &Launcher<'_>) {
+        let mistake = ["--cfg-options", "train_cfg.max_epochs=no"];
+        let (success, out, err) = self.run(name, launcher, &mistake);
+        let lines: Vec<_> = err.lines().filter(|line| line.contains("error: --cfg")).collect();
+        let labelled = |line: &&str| line.starts_with("[rank ") && line.contains("] error: --cfg");
+        assert!(!success && !lines.is_empty() && lines.iter().all(labelled), "{name}:\n{out}{err}");
     }
 
     fn work_dir(&self, name: &str) -> PathBuf {
@@ -75,6 +96,14 @@ impl Job {
     }
 }
 
+/// A launcher and what `runner train` is told under it.
+#[derive(Default)]
+struct Launcher<'a> {
+    words: &'a [&'a str],
+    envs: &'a [(&'a str, &'a str)],
+    more: &'a [&'a str],
+}
+
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
@@ -83,11 +112,13 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Our launcher's training beside that of another, whose words come before those of the runner.
-fn train_the_same(name: &str, launcher: &[&str], envs: &[(&str, &str)], more: &[&str]) {
+/// Our launcher's training beside that of another.
+fn train_the_same(name: &str, launcher: &Launcher<'_>) {
     let job = Job::new();
-    job.train("ours", &[RUNNER, "launch", "--nproc_per_node", RANKS, "--"], &[], &[]);
-    job.train(name, launcher, envs, more);
+    let ours = [RUNNER, "launch", "--nproc_per_node", RANKS, "--"];
+    job.train("ours", &Launcher { words: &ours, ..Launcher::default() });
+    job.train(name, launcher);
+    job.fail(name, launcher);
     assert!(job.result(name) == job.result("ours"), "{name} trained something else");
 }
 
@@ -95,13 +126,14 @@ fn train_the_same(name: &str, launcher: &[&str], envs: &[(&str, &str)], more: &[
 #[ignore = "needs Debian's openmpi-bin"]
 fn open_mpi_trains_the_same() {
     let mpirun = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", RANKS, RUNNER];
-    train_the_same("openmpi", &mpirun, &[], &[]);
+    train_the_same("openmpi", &Launcher { words: &mpirun, ..Launcher::default() });
 }
 
 #[test]
 #[ignore = "needs Debian's mpich"]
 fn mpich_trains_the_same() {
-    train_the_same("mpich", &["mpiexec.mpich", "-n", RANKS, RUNNER], &[], &[]);
+    let mpiexec = ["mpiexec.mpich", "-n", RANKS, RUNNER];
+    train_the_same("mpich", &Launcher { words: &mpiexec, ..Launcher::default() });
 }
 
 #[test]
@@ -116,7 +148,9 @@ fn slurm_trains_the_same() {
         "--kill-on-bad-exit=1",
         RUNNER,
     ];
-    train_the_same("slurm", &srun, &[("SLURM_CONF", &cluster.conf())], &["--launcher", "slurm"]);
+    let (conf, more) = (cluster.conf(), ["--launcher", "slurm"]);
+    let envs = [("SLURM_CONF", &*conf)];
+    train_the_same("slurm", &Launcher { words: &srun, envs: &envs, more: &more });
 }
 
 #[test]
@@ -135,5 +169,6 @@ fn torch_distributed_launch_trains_the_same() {
 fn under_torch(name: &str, module: &[&str]) {
     let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
     let start = [&[&python[..], "-m"], module, &["--nproc-per-node", RANKS]].concat();
-    train_the_same(name, &[&start[..], &["--no-python", RUNNER]].concat(), &[], &[]);
+    let words = [&start[..], &["--no-python", RUNNER]].concat();
+    train_the_same(name, &Launcher { words: &words, ..Launcher::default() });
 }

@@ -1,7 +1,11 @@
 //! What a rank finds in its environment: torchrun's variables, with torchrun's meaning.
 
+use std::borrow::Cow;
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
+use std::sync::OnceLock;
+
+use collective::Topology;
 
 use super::error_file::ERROR_FILE;
 use super::guard::LAUNCHER_PID;
@@ -14,6 +18,22 @@ const ELASTIC: &str = "RUNNER_ELASTIC";
 /// Whether this process is a rank of an elastic job.
 pub(crate) fn is_elastic() -> bool {
     std::env::var_os(ELASTIC).is_some()
+}
+
+/// `text` with `[rank 1] ` before each line, in a process that is one of several ranks. Not under our own
+/// launcher, which does it itself.
+pub(crate) fn label(text: &str) -> Cow<'_, str> {
+    static RANK: OnceLock<Option<usize>> = OnceLock::new();
+    let rank = RANK.get_or_init(|| labelled_rank(|name| std::env::var(name).ok()));
+    rank.map_or(Cow::Borrowed(text), |rank| {
+        text.split_inclusive('\n').map(|line| format!("[rank {rank}] {line}")).collect()
+    })
+}
+
+fn labelled_rank(lookup: impl Fn(&str) -> Option<String>) -> Option<usize> {
+    let by_launcher = lookup(LAUNCHER_PID).is_some();
+    let topology = Topology::from_env(lookup).ok()?;
+    (topology.world_size > 1 && !by_launcher).then_some(topology.rank)
 }
 
 /// What differs from attempt to attempt.
@@ -63,4 +83,28 @@ pub(super) fn of_rank(
     let os = |(name, value): (&str, String)| (OsStr::new(name).to_owned(), value.into());
     let error_file = (OsString::from(ERROR_FILE), attempt.error_file.into());
     envs.into_iter().map(os).chain([error_file]).chain(options.envs.iter().cloned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_labelled_once_there_are_several_ranks() {
+        let rank = |text: &str| {
+            let find = |name: &str| {
+                let mut envs = text.split(' ').filter_map(|env| env.split_once('='));
+                envs.find(|env| env.0 == name).map(|env| env.1.to_owned())
+            };
+            labelled_rank(find)
+        };
+        let mpi = "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 \
+                   OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500";
+        let torchrun = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 \
+                        MASTER_ADDR=127.0.0.1 MASTER_PORT=29500";
+        assert_eq!((rank(mpi), rank(torchrun)), (Some(3), Some(1)));
+        let alone = mpi.replace("RANK=3", "RANK=0").replace("WORLD_SIZE=4", "WORLD_SIZE=1");
+        assert_eq!((rank(&alone), rank("")), (None, None));
+        assert_eq!(rank(&format!("{torchrun} {LAUNCHER_PID}=7")), None);
+    }
 }

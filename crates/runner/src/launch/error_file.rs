@@ -11,6 +11,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
+use super::label;
+
 /// Names the file, in each rank's environment.
 pub(super) const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
 /// Bytes of such a file that are read.
@@ -49,16 +51,19 @@ pub(super) struct Failure {
     pub(super) at: u64,
 }
 
-/// From now on, a panic of this process is written to its error file, besides what is printed.
+/// From now on, a panic of this process is written to its error file, besides what is printed, and the line
+/// that tells of it names the rank.
 pub fn record_panics() {
-    if std::env::var_os(ERROR_FILE).is_none() {
-        return;
-    }
     let before = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         let place = panic.location().map(ToString::to_string).unwrap_or_default();
         let text = panic.payload_as_str().unwrap_or("a panic without text");
-        record(&format!("panicked at {place}: {text}"), &place);
+        let text = format!("panicked at {place}: {text}");
+        record(&text, &place);
+        let labelled = label(&text);
+        if labelled != text {
+            let _ = writeln!(io::stderr(), "{labelled}");
+        }
         before(panic);
     }));
 }

@@ -5,10 +5,12 @@ use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use collective::{Launcher, Topology};
 use jiff::Zoned;
 
 use super::appender::{Appender, MOST};
 use crate::Result;
+use crate::launch::label;
 
 /// Set by the launcher for its ranks when its own output is a terminal: they write into pipes.
 pub(crate) const TERMINAL_VARIABLE: &str = "RUNNER_TERMINAL";
@@ -71,13 +73,11 @@ impl Logger {
     /// A logger that writes to the terminal only; `speaks` is false on all ranks but the first.
     #[must_use]
     pub fn new(speaks: bool) -> Self {
-        let terminal =
-            std::io::stdout().is_terminal() || std::env::var_os(TERMINAL_VARIABLE).is_some();
         Self {
             file: None,
             waiting: Vec::new(),
             speaks,
-            terminal,
+            terminal: is_watched(),
             bar_shown: false,
             least: Level::Info,
             stamp: Stamp::default(),
@@ -144,7 +144,7 @@ impl Logger {
     /// Draws the bar over the one before.
     pub(crate) fn bar(&mut self, text: &str) {
         self.bar_shown = true;
-        write_out(format!("{text}{CLEAR_REST}\r").as_bytes());
+        write_out(label(&format!("{text}{CLEAR_REST}\r")).as_bytes());
     }
 
     fn line(&mut self, level: Level, text: &str, on_terminal: bool) {
@@ -156,15 +156,24 @@ impl Logger {
         self.stamp.renew();
         if on_terminal {
             let clear = if std::mem::take(&mut self.bar_shown) { CLEAR_REST } else { "" };
-            for piece in [&self.stamp.terminal, level, text, clear, "\n"] {
-                self.waiting.extend_from_slice(piece.as_bytes());
-            }
+            let line = format!("{}{level}{text}{clear}\n", self.stamp.terminal);
+            self.waiting.extend_from_slice(label(&line).as_bytes());
         }
         if let Some(file) = &mut self.file {
             let pieces = [&self.stamp.file, level, text, "\n"].map(str::as_bytes);
             let _ = file.push(&pieces);
         }
     }
+}
+
+/// Whether standard output is a terminal of the user's. mpirun gives its ranks one of its own, whatever
+/// becomes of their output.
+fn is_watched() -> bool {
+    let by_mpi = || {
+        let topology = Topology::from_env(|name| std::env::var(name).ok());
+        topology.is_ok_and(|topology| topology.launcher == Launcher::Mpi)
+    };
+    std::env::var_os(TERMINAL_VARIABLE).is_some() || std::io::stdout().is_terminal() && !by_mpi()
 }
 
 /// Writes to standard output and does not mind if nobody reads.

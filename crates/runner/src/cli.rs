@@ -24,7 +24,7 @@ use collective::Launcher;
 use crate::config::{Config, Mistakes, parse_duration};
 use crate::launch::flags::{LaunchArgs, is_config};
 use crate::launch::store::{StoreArgs, serve};
-use crate::launch::{label, launch, record_failure, record_panics, tie_to_parent};
+use crate::launch::{label, launch, record_error, record_panics, tie_to_parent};
 use crate::runner::{Judged, RunnerBuilder};
 use crate::sinks::{TERMINAL_VARIABLE, plot};
 use crate::{Error, Result, signals};
@@ -197,7 +197,7 @@ fn as_rank(work: impl FnOnce() -> Result<()>) -> Result<ExitCode> {
     let done = tie_to_parent().and_then(|()| work());
     let done = done.inspect_err(|error| {
         if !matches!(error, Error::Interrupted { saved: true, .. }) {
-            record_failure(&error.to_string());
+            record_error(error);
         }
     });
     done.map(|()| ExitCode::SUCCESS)

@@ -172,3 +172,39 @@ fn under_torch(name: &str, module: &[&str]) {
     let words = [&start[..], &["--no-python", RUNNER]].concat();
     train_the_same(name, &Launcher { words: &words, ..Launcher::default() });
 }
+
+#[test]
+#[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
+fn torchrun_names_the_killed_rank_as_the_cause() {
+    let python = std::env::var("TORCH_PYTHON").unwrap_or_else(|_| "python3".into());
+    let job = Job::new();
+    // Rank 1 is killed in the midst of training; rank 0 tells of it before torchrun has looked. torchrun
+    // replaces `$$` by `$`.
+    let script = format!(
+        "[ $RANK = 1 ] && ( until grep -qs 'Epoch(train)' {}/*/*.log; do sleep 0.1; done
+        kill -KILL $$$$ ) & exec {RUNNER} \"$@\"",
+        job.work_dir("killed").display()
+    );
+    let words = [
+        &*python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--monitor-interval=3",
+        "--no-python",
+        "sh",
+        "-c",
+        &script,
+        "sh",
+    ];
+    let more = ["--cfg-options", "train_cfg.max_epochs=10000"];
+    let launcher = Launcher { words: &words, ..Launcher::default() };
+    let (success, out, err) = job.run("killed", &launcher, &more);
+    assert!(!success && err.contains("(pid"), "{out}{err}");
+    let (others, cause) = err.split_once("Root Cause").unwrap();
+    // What rank 0 said is in torchrun's own summary.
+    assert!(others.split("Failures:").nth(1).unwrap().contains("died"), "{err}");
+    let rank = cause.lines().find(|line| line.contains(" rank ")).unwrap();
+    assert!(rank.contains(": 1 ("), "{err}");
+}

@@ -12,6 +12,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 
 use super::label;
+use crate::Error;
 
 /// Names the file, in each rank's environment.
 pub(super) const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
@@ -32,7 +33,7 @@ struct Message {
 
 #[derive(Serialize, Deserialize)]
 struct Extra {
-    /// Where it happened; torchrun's name for it.
+    /// The message once more: torchrun's summary shows this one.
     #[serde(default)]
     py_callstack: String,
     /// Whole seconds since 1970, as text.
@@ -59,7 +60,7 @@ pub fn record_panics() {
         let place = panic.location().map(ToString::to_string).unwrap_or_default();
         let text = panic.payload_as_str().unwrap_or("a panic without text");
         let text = format!("panicked at {place}: {text}");
-        record(&text, &place);
+        record(&text, 0);
         let labelled = label(&text);
         if labelled != text {
             let _ = writeln!(io::stderr(), "{labelled}");
@@ -70,20 +71,39 @@ pub fn record_panics() {
 
 /// Writes `message` to this process's error file, if it has one and it was not written before.
 pub fn record_failure(message: &str) {
-    record(message, "");
+    record(message, 0);
 }
 
-fn record(message: &str, place: &str) {
-    if let Some(path) = std::env::var_os(ERROR_FILE) {
-        // Nowhere to write it: it has been, or will be, printed.
-        let _ = write(Path::new(&path), message, place);
+/// [`record_failure`] of an error. What only follows from another rank's failure is dated later than that
+/// may be, because torchrun takes the failure with the earliest second for the root cause, and the second in
+/// which it looks for that of a rank that was killed.
+pub fn record_error(error: &Error) {
+    let follows = matches!(error, Error::Collective(error) if is_consequence(error));
+    record(&error.to_string(), if follows { FOLLOWS_AFTER } else { 0 });
+}
+
+/// Whether a collective failed since other ranks did, or did not come.
+fn is_consequence(error: &collective::Error) -> bool {
+    use collective::Error as E;
+    match error {
+        E::Poisoned(first) => is_consequence(first),
+        E::PeerDied { .. } | E::Aborted { .. } | E::Timeout { .. } => true,
+        // The store is lost with the rank that hosts it.
+        E::KeyTimeout { .. } | E::Store { .. } | E::Rendezvous { .. } => true,
+        _ => false,
     }
 }
 
-fn write(path: &Path, message: &str, place: &str) -> io::Result<()> {
-    let now = now();
-    let (timestamp, nanos) = ((now / SECOND).to_string(), now % SECOND);
-    let extra = Extra { py_callstack: place.to_owned(), timestamp, nanos };
+fn record(message: &str, later: u64) {
+    if let Some(path) = std::env::var_os(ERROR_FILE) {
+        // Nowhere to write it: it has been, or will be, printed.
+        let _ = write(Path::new(&path), message, now().saturating_add(later));
+    }
+}
+
+fn write(path: &Path, message: &str, at: u64) -> io::Result<()> {
+    let (timestamp, nanos) = ((at / SECOND).to_string(), at % SECOND);
+    let extra = Extra { py_callstack: message.to_owned(), timestamp, nanos };
     let file = ErrorFile { message: Message { message: message.to_owned(), extra } };
     let text = serde_json::to_vec(&file)?;
     File::create_new(path)?.write_all(&text)
@@ -111,6 +131,8 @@ fn last_nanos() -> u64 {
 
 /// In nanoseconds.
 const SECOND: u64 = 1_000_000_000;
+/// How much later than now a consequence is dated: than torchrun's `--monitor-interval`, whose default was 5 s.
+const FOLLOWS_AFTER: u64 = 10 * SECOND;
 
 #[cfg(test)]
 mod tests {
@@ -122,17 +144,27 @@ mod tests {
     fn the_first_failure_is_kept_in_torchruns_form() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("error.json");
-        write(&path, "the \"cause\"", "src/x.rs:1:2").unwrap();
-        assert!(write(&path, "what came of it", "").is_err());
+        write(&path, "the \"cause\"", now()).unwrap();
+        assert!(write(&path, "what came of it", now()).is_err());
         let failure = read(&path).unwrap();
         assert_eq!(failure.message, "the \"cause\"");
         assert!(now() - failure.at < 60 * SECOND);
         let text = fs::read_to_string(&path).unwrap();
         let value: serde_json::Value = serde_json::from_str(&text).unwrap();
-        assert_eq!(value["message"]["extraInfo"]["py_callstack"], "src/x.rs:1:2");
+        assert_eq!(value["message"]["extraInfo"]["py_callstack"], "the \"cause\"");
         let seconds: u64 =
             value["message"]["extraInfo"]["timestamp"].as_str().unwrap().parse().unwrap();
         assert_eq!(failure.at / SECOND, seconds, "torchrun reads whole seconds");
+    }
+
+    #[test]
+    fn a_lost_peer_is_a_consequence_and_a_mistake_of_ones_own_is_not() {
+        let died = collective::Error::PeerDied { op: "all_reduce #1".into(), rank: 1, pid: 7 };
+        let own = collective::Error::InvalidArgument("root 2 of 2 ranks".into());
+        for (error, follows) in [(died, true), (own, false)] {
+            assert_eq!(is_consequence(&error), follows, "{error}");
+            assert_eq!(is_consequence(&collective::Error::Poisoned(Box::new(error))), follows);
+        }
     }
 
     #[test]

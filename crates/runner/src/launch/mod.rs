@@ -44,7 +44,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 pub(crate) use self::env::{is_elastic, label};
-pub use self::error_file::{record_failure, record_panics};
+pub use self::error_file::{record_error, record_failure, record_panics};
 pub use self::guard::tie_to_parent;
 use self::job::Job;
 pub use self::logs::{Logs, Streams};

@@ -238,8 +238,8 @@ pub struct Fingerprint {
 impl Fingerprint {
     pub(crate) const WORDS: usize = 5;
 
-    /// This call in a group with these [terms](crate::backend::terms), by their digest.
-    pub(crate) fn with_terms(mut self, digest: u8) -> Self {
+    /// This call in a group of this [configuration](crate::backend::shared_config), by its digest.
+    pub(crate) fn with_config(mut self, digest: u8) -> Self {
         self.what |= u64::from(digest) << 24;
         self
     }
@@ -337,7 +337,7 @@ mod tests {
         assert_eq!(differs(OpDesc { root: Some(0), ..CALL }, own), Some("root"));
         assert_eq!(differs(OpDesc { count: 1, ..CALL }, own), Some("count"));
         assert_eq!(differs(CALL, Place::Shared { id: 1, offset: 0 }), Some("buffer"));
-        let [one, other] = [7, 8].map(|terms| CALL.fingerprint(3, own).with_terms(terms));
+        let [one, other] = [7, 8].map(|digest| CALL.fingerprint(3, own).with_config(digest));
         assert_eq!(one.difference(&other), Some("GroupOptions or version"));
         assert_eq!((one.difference(&one), one.op_desc()), (None, Some(CALL)));
     }

@@ -1,5 +1,5 @@
 //! How a group is made. An option by which a rank chooses an algorithm or the form of a message is
-//! listed in `backend/terms.rs` too: ranks compare it when they join.
+//! listed in `backend/shared_config.rs` too: ranks compare it when they join.
 
 use std::path::PathBuf;
 use std::time::Duration;

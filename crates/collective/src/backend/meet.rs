@@ -1,6 +1,6 @@
 //! How ranks that join a group tell one another what they need to, and which backend they take.
 //!
-//! Each rank says in the store where it is and on which [terms](super::terms) it joins; all hear what
+//! Each rank says in the store where it is and its [configuration](super::shared_config); all hear what
 //! all say, and so all choose alike, or fail alike. They hear it from rank 0, which gathers it: the
 //! requests to the store grow with the ranks and not with their square.
 
@@ -18,9 +18,9 @@ use super::gloo;
 use super::hccl;
 #[cfg(feature = "nccl")]
 use super::nccl;
-use super::terms::{Terms, Told};
+use super::shared_config::{Record, SharedConfig};
 use super::{Backend, host, tcp};
-use crate::store::{Store, deadline, exchange, missing};
+use crate::store::{Store, deadline, exchange, join_values, missing, split_values};
 use crate::{Error, GroupOptions, Rank, Result, Transport};
 
 /// How long rank 0, which may host the store, waits for all to hear that they disagree.
@@ -35,7 +35,7 @@ pub(crate) struct Joining<'a> {
     /// How often the ranks have made a group of this name: it may be used again when one is gone.
     pub(crate) generation: u64,
     pub(crate) deadline: Instant,
-    pub(crate) terms: Terms,
+    pub(crate) shared: SharedConfig,
     /// By rank.
     pub(crate) places: Vec<Place>,
 }
@@ -51,7 +51,7 @@ pub(crate) struct Place {
     net_namespace: String,
     /// Its address towards the store.
     pub(crate) ip: Option<IpAddr>,
-    terms: Told,
+    shared: Record,
     /// Whether it is built with libgloo.
     gloo: bool,
     /// Its CUDA device.
@@ -86,8 +86,8 @@ pub(crate) fn join(
     options: &GroupOptions,
 ) -> Result<Arc<dyn Backend>> {
     let here = Here { nccl: nccl_here(options), hccl: hccl_here(options) };
-    let terms = terms(world_size, options);
-    let joining = gather(&**store, rank, world_size, options, here, terms)?;
+    let shared = shared_config(world_size, options);
+    let joining = gather(&**store, rank, world_size, options, here, shared)?;
     let (transport, reason) = choose(options.transport, &joining.places);
     Ok(match transport {
         Transport::Tcp => Arc::new(tcp::join(&joining, reason, false)?),
@@ -113,15 +113,15 @@ pub(crate) fn join(
     })
 }
 
-/// The terms of a group without a configuration of its own.
-fn terms(world_size: usize, options: &GroupOptions) -> Terms {
-    let terms = Terms::new(world_size, options);
+/// Of a group over a transport without a connector.
+fn shared_config(world_size: usize, options: &GroupOptions) -> SharedConfig {
+    let shared = SharedConfig::new(world_size, options);
     match options.transport {
         #[cfg(feature = "nccl")]
-        Transport::Nccl => nccl::Config::default().add_to(terms),
+        Transport::Nccl => nccl::Config::default().add_to(shared),
         #[cfg(feature = "hccl")]
-        Transport::Hccl => hccl::Config::default().add_to(terms),
-        _ => terms,
+        Transport::Hccl => hccl::Config::default().add_to(shared),
+        _ => shared,
     }
 }
 
@@ -170,14 +170,14 @@ pub(crate) fn gather<'a>(
     world_size: usize,
     options: &'a GroupOptions,
     here: Here,
-    terms: Terms,
+    shared: SharedConfig,
 ) -> Result<Joining<'a>> {
     if world_size == 0 || rank >= world_size {
         let text = format!("there is no rank {rank} among {world_size} ranks");
         return Err(Error::InvalidArgument(text));
     }
     let deadline = deadline(options.timeout);
-    let own = Place { here, terms: terms.told(), ..Place::of_this_process(store, options)? };
+    let own = Place { here, shared: shared.record(), ..Place::of_this_process(store, options)? };
     let generation = store.add(&format!("{}/joining/{rank}", options.name), 1)?;
     let mut joining = Joining {
         store,
@@ -185,7 +185,7 @@ pub(crate) fn gather<'a>(
         options,
         generation: generation.cast_unsigned(),
         deadline,
-        terms,
+        shared,
         places: vec![own.clone(); world_size],
     };
     joining.places = tell_places(&joining, &own)?;
@@ -267,7 +267,7 @@ impl Place {
             host_id: options.host_id.clone(),
             net_namespace: namespace("net")?,
             ip: store.local_ip(),
-            terms: Told::new(),
+            shared: Record::new(),
             gloo: cfg!(feature = "gloo"),
             cuda: options.cuda_device,
             npu: options.npu_device,
@@ -344,23 +344,23 @@ impl Joining<'_> {
     }
 }
 
-/// Tells all ranks where this one is, and hears where they are; by rank. Rank 0 reads one after
-/// another and goes no further than to the first whose terms differ from its own: ranks that differ in
-/// their number do not wait for one that nobody starts.
+/// Tells all ranks where this one is, and hears where they are; by rank. Rank 0 reads one record after
+/// another, up to the first whose configuration differs from its own: ranks that differ in the world size
+/// do not wait for one that nobody starts.
 fn tell_places(joining: &Joining<'_>, own: &Place) -> Result<Vec<Place>> {
     #[derive(Deserialize)]
     struct Member {
         #[serde(default)]
-        terms: Told,
+        shared: Record,
     }
     let Joining { store, rank, options, generation, deadline, .. } = *joining;
     let key = format!("{}/{generation}/place", options.name);
     let left = || deadline.saturating_duration_since(Instant::now());
     let of_rank = |rank: Rank| format!("{key}/{rank}");
     let absent = |error| joining.absent(of_rank, error);
-    let terms = |(rank, json): (Rank, &Vec<u8>)| {
+    let record = |(rank, json): (Rank, &Vec<u8>)| {
         let member: Member = serde_json::from_slice(json).map_err(|_| garbled(rank))?;
-        Ok(member.terms)
+        Ok(member.shared)
     };
     let json = serde_json::to_vec(own).expect("plain numbers and strings");
     store.set(&of_rank(rank), &json)?;
@@ -368,18 +368,18 @@ fn tell_places(joining: &Joining<'_>, own: &Place) -> Result<Vec<Place>> {
     if rank == 0 {
         for rank in 0..joining.world() {
             said.push(store.get(&of_rank(rank), left()).map_err(absent)?);
-            if terms((rank, &said[rank])).ok().as_ref() != Some(&own.terms) {
+            if record((rank, &said[rank])).ok().as_ref() != Some(&own.shared) {
                 break;
             }
         }
-        store.set(&format!("{key}/all"), &exchange::join(&said))?;
+        store.set(&format!("{key}/all"), &join_values(&said))?;
     } else {
         let all = store.get(&format!("{key}/all"), left()).map_err(absent)?;
-        said = exchange::split(&all).ok_or_else(|| garbled(0))?;
+        said = split_values(&all).ok_or_else(|| garbled(0))?;
     }
-    let told: Vec<Told> = said.iter().enumerate().map(terms).collect::<Result<_>>()?;
+    let records: Vec<Record> = said.iter().enumerate().map(record).collect::<Result<_>>()?;
     let op = format!("joining {}", joining.group());
-    if let Err(error) = joining.terms.compare(rank, &told, &op) {
+    if let Err(error) = joining.shared.compare(rank, &records, &op) {
         let heard = |rank| format!("{key}/heard/{rank}");
         // Whether it is heard or not, the ranks disagree.
         drop(match rank {
@@ -609,8 +609,8 @@ pub(crate) mod tests {
                     let store = Counting { store: store.clone(), asked: Arc::clone(&asked) };
                     scope.spawn(move || {
                         let options = GroupOptions::default();
-                        let (here, terms) = (Here::default(), Terms::new(world, &options));
-                        let joining = gather(&store, rank, world, &options, here, terms).unwrap();
+                        let (here, shared) = (Here::default(), SharedConfig::new(world, &options));
+                        let joining = gather(&store, rank, world, &options, here, shared).unwrap();
                         assert_eq!(joining.places.len(), world);
                         let told = tell_all(&joining, "number", &rank).unwrap();
                         assert_eq!(told, (0..world).collect::<Vec<_>>());
@@ -632,7 +632,7 @@ pub(crate) mod tests {
             options: &options,
             generation: 1,
             deadline: Instant::now(),
-            terms: Terms::new(200, &options),
+            shared: SharedConfig::new(200, &options),
             places: places(200),
         };
         let error = joining.absent(|_| "key".into(), store.fail::<()>().unwrap_err());

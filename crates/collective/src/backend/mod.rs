@@ -19,8 +19,8 @@ pub(crate) mod host;
 pub(crate) mod meet;
 #[cfg(feature = "nccl")]
 pub(crate) mod nccl;
+pub(crate) mod shared_config;
 pub(crate) mod tcp;
-pub(crate) mod terms;
 
 use std::any::Any;
 use std::fmt::Debug;

@@ -90,7 +90,8 @@ impl Topology {
     ///
     /// # Errors
     ///
-    /// Those of [`TcpStore::connect`](crate::TcpStore::connect) and [`exchange`];
+    /// Those of [`TcpStore::connect`](crate::TcpStore::connect) and
+    /// [`store::exchange`](fn@crate::store::exchange);
     /// [`Error::InvalidArgument`] if what comes of it contradicts the launcher.
     pub fn locate(&mut self, timeout: Duration) -> Result<()> {
         if self.local_rank.is_some() && self.local_world_size.is_some() {

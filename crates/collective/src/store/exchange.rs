@@ -58,11 +58,11 @@ pub fn exchange(
         let keys: Vec<_> = (0..world_size).map(|rank| format!("{key}/{rank}")).collect();
         let keys: Vec<_> = keys.iter().map(String::as_str).collect();
         let values = store.multi_get(&keys, timeout)?;
-        store.set(&all, &join(&values))?;
+        store.set(&all, &join_values(&values))?;
         return Ok(values);
     }
     let joined = store.get(&all, end.saturating_duration_since(Instant::now()))?;
-    let values = split(&joined).filter(|values| values.len() == world_size);
+    let values = split_values(&joined).filter(|values| values.len() == world_size);
     values.ok_or_else(|| {
         let text = format!("exchange {key:?}: rank 0 published something else");
         Error::InvalidArgument(text)
@@ -70,14 +70,14 @@ pub fn exchange(
 }
 
 /// What rank 0 publishes of these values.
-pub(crate) fn join(values: &[Vec<u8>]) -> Vec<u8> {
+pub(crate) fn join_values(values: &[Vec<u8>]) -> Vec<u8> {
     let mut joined = Vec::new();
     values.iter().for_each(|value| put_blob(&mut joined, value));
     joined
 }
 
-/// The values that rank 0 has [joined](join); `None` if it has not.
-pub(crate) fn split(mut joined: &[u8]) -> Option<Vec<Vec<u8>>> {
+/// The values that rank 0 has [joined](join_values); `None` if it has not.
+pub(crate) fn split_values(mut joined: &[u8]) -> Option<Vec<Vec<u8>>> {
     let mut values = Vec::new();
     while !joined.is_empty() {
         let (len, rest) = joined.split_first_chunk::<8>()?;
@@ -95,11 +95,11 @@ mod tests {
 
     #[test]
     fn only_as_many_whole_values_are_taken() {
-        let joined = join(&[b"ab".to_vec(), vec![], b"c".to_vec()]);
-        assert_eq!(split(&joined).unwrap(), [&b"ab"[..], b"", b"c"]);
-        assert_eq!(split(&joined[..joined.len() - 1]), None);
-        assert_eq!(split(&u64::MAX.to_le_bytes()), None);
-        assert_eq!(split(&[]).unwrap(), Vec::<Vec<u8>>::new());
+        let joined = join_values(&[b"ab".to_vec(), vec![], b"c".to_vec()]);
+        assert_eq!(split_values(&joined).unwrap(), [&b"ab"[..], b"", b"c"]);
+        assert_eq!(split_values(&joined[..joined.len() - 1]), None);
+        assert_eq!(split_values(&u64::MAX.to_le_bytes()), None);
+        assert_eq!(split_values(&[]).unwrap(), Vec::<Vec<u8>>::new());
         let store = crate::MemoryStore::new();
         store.set("k/all", &joined).unwrap();
         let told = |world| exchange(&store, "k", 1, world, b"", Duration::ZERO);

@@ -11,7 +11,7 @@
 //! Invariant: every wait has a deadline, and an error names the store's address and the keys that
 //! were missing when it passed.
 
-pub(crate) mod exchange;
+mod exchange;
 mod memory;
 mod prefix;
 pub mod tcp;
@@ -23,6 +23,7 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 pub use self::exchange::exchange;
+pub(crate) use self::exchange::{join_values, split_values};
 pub use self::memory::MemoryStore;
 pub use self::prefix::PrefixStore;
 pub use self::tcp::client::TcpStore;

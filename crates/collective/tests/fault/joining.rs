@@ -1,4 +1,4 @@
-//! Ranks that join a group with different terms, over every transport: no rank gets a group, and
+//! Ranks that join a group with different options, over every transport: no rank gets a group, and
 //! every error names the values that differ.
 
 use std::sync::Arc;

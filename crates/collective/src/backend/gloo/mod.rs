@@ -60,8 +60,8 @@ pub(crate) struct Gloo {
     name: String,
     timeout: Duration,
     determinism: Determinism,
-    /// Digest of the group's terms.
-    terms: u8,
+    /// Of what is the same on all ranks.
+    config_digest: u8,
     /// Why the group is over gloo.
     reason: String,
     /// In a fork all of gloo stays where it is: its thread is in the parent only.
@@ -104,7 +104,7 @@ impl Gloo {
             name: options.name.clone(),
             timeout: options.timeout,
             determinism: options.determinism,
-            terms: joining.terms.digest(),
+            config_digest: joining.shared.digest(),
             reason,
             control: ManuallyDrop::new(control),
             state: ManuallyDrop::new(Mutex::new(state)),

@@ -64,7 +64,7 @@ impl<'a> Turn<'a> {
         if let Some(cause) = self.gloo.control.look() {
             return Err(self.failure(cause, Duration::ZERO));
         }
-        let own = self.op.fingerprint(seq, Place::Own).with_terms(self.gloo.terms);
+        let own = self.op.fingerprint(seq, Place::Own).with_config(self.gloo.config_digest);
         let mut prints = vec![own; self.world()];
         if self.world() > 1 {
             self.swap_prints(state, &own, &mut prints)?;

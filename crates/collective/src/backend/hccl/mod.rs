@@ -35,7 +35,7 @@ use std::sync::Arc;
 pub(crate) use self::join::join;
 pub use self::result::Libraries;
 use super::meet;
-use super::terms::Terms;
+use super::shared_config::SharedConfig;
 use crate::membership::Connect;
 use crate::{Error, Result, Transport};
 
@@ -97,8 +97,8 @@ impl Config {
     }
 
     /// What it adds to what all ranks have alike: everything but what a failed rank may do.
-    pub(super) fn add_to(&self, terms: Terms) -> Terms {
-        terms
+    pub(super) fn add_to(&self, shared: SharedConfig) -> SharedConfig {
+        shared
             .with("hccl::Config::with_buffer_mib", self.buffer_mib)
             .with("hccl::Config::with_deterministic", self.deterministic)
             .with("hccl::Config::with_checks", self.checks)
@@ -112,8 +112,8 @@ pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
     Arc::new(move |store, rank, world, options| {
         let options = options.clone().with_transport(Transport::Hccl);
         let here = meet::Here { hccl: Ok(()), ..meet::Here::default() };
-        let terms = config.add_to(Terms::new(world, &options));
-        let joining = meet::gather(&**store, rank, world, &options, here, terms)?;
+        let shared = config.add_to(SharedConfig::new(world, &options));
+        let joining = meet::gather(&**store, rank, world, &options, here, shared)?;
         let reason = "it was asked for".into();
         Ok(Arc::new(join(store, &joining, reason, Ok(libraries.clone()), &config)?))
     })

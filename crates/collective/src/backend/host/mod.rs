@@ -43,7 +43,7 @@ use self::segment::{FLAT_BYTES, MAX_RANKS, Poison, Segment};
 pub(super) use self::sys::ForkGuard;
 use self::sys::Mapping;
 use self::turn::Turn;
-use super::terms::Terms;
+use super::shared_config::SharedConfig;
 use super::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemory, Wait};
 use crate::span::Span;
 use crate::{DType, Error, GroupOptions, OpDesc, Place, Rank, Result, Verb, simd};
@@ -60,8 +60,8 @@ pub(crate) struct Host {
     /// Why it is this backend.
     reason: String,
     name: String,
-    /// Digest of the group's terms.
-    terms: u8,
+    /// Of what is the same on all ranks.
+    config_digest: u8,
     timeout: Duration,
     /// Every rank can have a core to itself, so that spinning takes nothing from a peer.
     alert: bool,
@@ -123,7 +123,7 @@ impl Host {
             rank,
             reason: "the ranks are threads of one process".into(),
             name: options.name.clone(),
-            terms: Terms::new(segment.world, options).digest(),
+            config_digest: SharedConfig::new(segment.world, options).digest(),
             timeout: options.timeout,
             alert: segment.world <= cores,
             segment,

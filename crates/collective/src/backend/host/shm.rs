@@ -223,7 +223,7 @@ mod tests {
 
     use super::*;
     use crate::backend::meet::tests::places;
-    use crate::backend::terms::Terms;
+    use crate::backend::shared_config::SharedConfig;
     use crate::{GroupOptions, MemoryStore};
 
     #[test]
@@ -242,7 +242,7 @@ mod tests {
             options: &options,
             generation: 1,
             deadline: Instant::now(),
-            terms: Terms::new(2, &options),
+            shared: SharedConfig::new(2, &options),
             places: places(2),
         };
         let start_time = start_time(std::process::id()).unwrap();

@@ -120,7 +120,7 @@ impl<'a> Turn<'a> {
         if let Some(poison) = segment.poison() {
             return Err(self.failure(poison, Duration::ZERO));
         }
-        let own = self.op.fingerprint(seq, self.place).with_terms(self.host.terms);
+        let own = self.op.fingerprint(seq, self.place).with_config(self.host.config_digest);
         if CHECKED {
             segment.set_fingerprint(self.rank(), &own);
         }

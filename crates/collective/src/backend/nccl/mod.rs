@@ -33,7 +33,7 @@ use std::time::Duration;
 pub(crate) use self::join::join;
 pub use self::result::Libraries;
 use super::meet;
-use super::terms::Terms;
+use super::shared_config::SharedConfig;
 use crate::membership::Connect;
 use crate::{Error, Result, Transport};
 
@@ -106,8 +106,8 @@ impl Config {
     }
 
     /// What it adds to what all ranks have alike: everything.
-    pub(super) fn add_to(&self, terms: Terms) -> Terms {
-        terms
+    pub(super) fn add_to(&self, shared: SharedConfig) -> SharedConfig {
+        shared
             .with("nccl::Config::with_ctas", (self.min_ctas, self.max_ctas))
             .with("nccl::Config::with_cga_cluster_size", self.cga_cluster_size)
             .with("nccl::Config::with_net_name", &self.net_name)
@@ -138,8 +138,8 @@ pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
         let options = options.clone().with_transport(Transport::Nccl);
         let nccl = Ok(libraries.version());
         let here = meet::Here { nccl, ..meet::Here::default() };
-        let terms = config.add_to(Terms::new(world, &options));
-        let joining = meet::gather(&**store, rank, world, &options, here, terms)?;
+        let shared = config.add_to(SharedConfig::new(world, &options));
+        let joining = meet::gather(&**store, rank, world, &options, here, shared)?;
         let reason = "it was asked for".into();
         Ok(Arc::new(join(store, &joining, reason, Ok(libraries), &config)?))
     })

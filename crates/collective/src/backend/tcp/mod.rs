@@ -67,8 +67,8 @@ pub(crate) struct Tcp {
     name: String,
     timeout: Duration,
     determinism: Determinism,
-    /// Digest of the group's terms.
-    terms: u8,
+    /// Of what is the same on all ranks.
+    config_digest: u8,
     costs: Costs,
     /// Every rank of this machine can have a core to itself.
     alert: bool,
@@ -110,7 +110,7 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String, rings: bool) -> Result
         name: joining.options.name.clone(),
         timeout: joining.options.timeout,
         determinism: joining.options.determinism,
-        terms: joining.terms.digest(),
+        config_digest: joining.shared.digest(),
         costs: costs(rings),
         state: Mutex::new(State { seq: 0, links, scratch: Vec::new() }),
         failed: OnceLock::new(),

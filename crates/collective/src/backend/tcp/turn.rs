@@ -100,7 +100,7 @@ impl<'a> Turn<'a> {
 
     /// Queues the header that says that this rank has entered, and those of the peers.
     pub(super) fn enter(&mut self) {
-        let own = self.op.fingerprint(self.seq, Place::Own).with_terms(self.tcp.terms);
+        let own = self.op.fingerprint(self.seq, Place::Own).with_config(self.tcp.config_digest);
         for rank in self.tcp.peers() {
             self.lanes[rank].enter(&own);
         }
@@ -110,7 +110,7 @@ impl<'a> Turn<'a> {
     /// [`enter`](Self::enter) and sends may have been queued.
     pub(super) fn meet(&mut self) -> Result<()> {
         self.settle(Until::Entered)?;
-        let own = self.op.fingerprint(self.seq, Place::Own).with_terms(self.tcp.terms);
+        let own = self.op.fingerprint(self.seq, Place::Own).with_config(self.tcp.config_digest);
         // Of all lanes, only this rank's own has none.
         let prints = || self.lanes.iter().map(|lane| lane.entered.unwrap_or(own));
         let Some(field) = prints().find_map(|print| own.difference(&print)) else { return Ok(()) };

@@ -1,10 +1,10 @@
-//! What all ranks of a group must have alike, compared when they join.
+//! The configuration that all ranks of a group must share, compared when they join.
 //!
 //! Each rank decides by itself which algorithm an operation takes, how it is cut into chunks, and
-//! what its messages look like. Every input to that which a rank is given is a *term*: its name and
-//! its value are told to all ranks, and if one differs, no rank joins. The fingerprint of every
-//! operation then has a digest of them. What concerns one rank alone is no term: its timeout, its
-//! address, its device.
+//! what its messages look like. Every input to that decision is a field here: ranks tell one another
+//! names and values, and if one differs, no rank joins. The fingerprint of every operation then
+//! has a digest of them. What concerns one rank alone is no field: its timeout, its address, its
+//! device.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -15,14 +15,14 @@ use crate::{Error, GroupOptions, Rank, Result};
 /// how they choose an algorithm.
 const PROTOCOL: u32 = 1;
 
-/// What this rank has, in the order in which it is compared.
+/// This rank's fields, in the order in which they are compared.
 #[derive(Clone, Debug)]
-pub(crate) struct Terms(Vec<(&'static str, String)>);
+pub(crate) struct SharedConfig(Vec<(&'static str, String)>);
 
-/// What a rank of any version tells: values by name.
-pub(crate) type Told = BTreeMap<String, String>;
+/// The same as a rank of any version writes it to the store: values by name.
+pub(crate) type Record = BTreeMap<String, String>;
 
-impl Terms {
+impl SharedConfig {
     /// Of a group over any backend.
     pub(crate) fn new(world_size: usize, options: &GroupOptions) -> Self {
         let version = env!("CARGO_PKG_VERSION").to_owned();
@@ -39,24 +39,24 @@ impl Terms {
         self
     }
 
-    pub(crate) fn told(&self) -> Told {
+    pub(crate) fn record(&self) -> Record {
         self.0.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect()
     }
 
-    /// Compares what the first ranks have told with what rank 0 has, and so, on every rank, does
-    /// this rank's own; `op` is for the error.
+    /// Compares the records of the first ranks, and this rank's fields, with rank 0's record; `op` is
+    /// for the error.
     ///
     /// # Errors
     ///
-    /// [`Error::Mismatch`] with the first term that differs, rank 0's value and the other rank's.
-    pub(crate) fn compare(&self, own: Rank, told: &[Told], op: &str) -> Result<()> {
-        let Some(first) = told.first() else { return Ok(()) };
+    /// [`Error::Mismatch`] with the first field that differs, rank 0's value and the other rank's.
+    pub(crate) fn compare(&self, own: Rank, records: &[Record], op: &str) -> Result<()> {
+        let Some(first) = records.first() else { return Ok(()) };
         let value =
-            |told: &Told, name| told.get(name).map_or("not told", String::as_str).to_owned();
-        let mine = self.told();
-        for (rank, told) in (1..).zip(&told[1..]).chain([(own, &mine)]) {
+            |record: &Record, name| record.get(name).map_or("unknown", String::as_str).to_owned();
+        let mine = self.record();
+        for (rank, record) in (1..).zip(&records[1..]).chain([(own, &mine)]) {
             for &(field, _) in &self.0 {
-                let [expected, found] = [value(first, field), value(told, field)];
+                let [expected, found] = [value(first, field), value(record, field)];
                 if expected != found {
                     let (op, by_rank) = (op.to_owned(), vec![(0, expected), (rank, found)]);
                     return Err(Error::Mismatch { op, field, by_rank });
@@ -80,50 +80,52 @@ mod tests {
     use super::*;
     use crate::Determinism;
 
-    fn told(changes: &[(&str, Option<&str>)]) -> Told {
-        let mut told = Terms::new(2, &GroupOptions::default()).told();
+    fn record(changes: &[(&str, Option<&str>)]) -> Record {
+        let mut record = SharedConfig::new(2, &GroupOptions::default()).record();
         for &(name, value) in changes {
             match value {
-                Some(value) => told.insert(name.into(), value.into()),
-                None => told.remove(name),
+                Some(value) => record.insert(name.into(), value.into()),
+                None => record.remove(name),
             };
         }
-        told
+        record
     }
 
-    fn refusal(own: Rank, all: &[Told]) -> String {
-        let terms = Terms::new(2, &GroupOptions::default());
-        terms.compare(own, all, "joining").unwrap_err().to_string()
+    fn refusal(own: Rank, all: &[Record]) -> String {
+        let config = SharedConfig::new(2, &GroupOptions::default());
+        config.compare(own, all, "joining").unwrap_err().to_string()
     }
 
     #[test]
     fn the_first_difference_is_named_with_both_values() {
-        let terms = Terms::new(2, &GroupOptions::default());
-        assert!(terms.compare(0, &[told(&[]), told(&[])], "joining").is_ok());
+        let config = SharedConfig::new(2, &GroupOptions::default());
+        assert!(config.compare(0, &[record(&[]), record(&[])], "joining").is_ok());
         // A later version may tell more.
-        assert!(terms.compare(0, &[told(&[]), told(&[("new", Some("1"))])], "joining").is_ok());
+        assert!(
+            config.compare(0, &[record(&[]), record(&[("new", Some("1"))])], "joining").is_ok()
+        );
         let version = env!("CARGO_PKG_VERSION");
-        let other = told(&[("version of collective", Some("9.9.9")), ("protocol", Some("7"))]);
+        let other = record(&[("version of collective", Some("9.9.9")), ("protocol", Some("7"))]);
         assert_eq!(
-            refusal(0, &[told(&[]), told(&[]), other]),
+            refusal(0, &[record(&[]), record(&[]), other]),
             format!(
                 "joining: ranks disagree on version of collective: rank 0: {version}; rank 2: 9.9.9"
             )
         );
         assert_eq!(
-            refusal(0, &[told(&[]), told(&[("protocol", None)])]),
-            "joining: ranks disagree on protocol: rank 0: 1; rank 1: not told"
+            refusal(0, &[record(&[]), record(&[("protocol", None)])]),
+            "joining: ranks disagree on protocol: rank 0: 1; rank 1: unknown"
         );
         // This rank is beyond those that rank 0 waits for.
         assert_eq!(
-            refusal(1, &[told(&[("world_size", Some("1"))])]),
+            refusal(1, &[record(&[("world_size", Some("1"))])]),
             "joining: ranks disagree on world_size: rank 0: 1; rank 1: 2"
         );
     }
 
     #[test]
-    fn the_digest_depends_on_every_term() {
-        let of = |world, options: &GroupOptions| Terms::new(world, options).digest();
+    fn the_digest_depends_on_every_field() {
+        let of = |world, options: &GroupOptions| SharedConfig::new(world, options).digest();
         let options = GroupOptions::default();
         let fast = options.clone().with_determinism(Determinism::Fast);
         assert_eq!(of(2, &options), of(2, &options.clone().with_name("other")));

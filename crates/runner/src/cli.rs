@@ -166,7 +166,7 @@ pub fn main() -> ExitCode {
 /// told. A configuration without a command gets one suggested, after `before` it.
 fn parse(words: &[OsString], before: &str) -> Result<Cli, ExitCode> {
     Cli::try_parse_from(words).map_err(|error| {
-        let name = Path::new(words.first().map_or(OsStr::new("runner"), |word| word));
+        let name = Path::new(words.first().map_or_else(|| OsStr::new("runner"), OsString::as_os_str));
         let name = name.file_name().unwrap_or_default().display().to_string();
         match words.get(1).filter(|word| is_config(word)) {
             Some(config) if error.kind() == ErrorKind::InvalidSubcommand => {

@@ -4,7 +4,6 @@
 //! see `hosts`. `TORCH_PYTHON` names a Python that can import torch; otherwise it is `python3`.
 
 #![expect(clippy::unwrap_used, reason = "a test")]
-#![expect(clippy::print_stderr, reason = "a launcher tells its error")]
 
 #[path = "launch_nodes/elastic.rs"]
 mod elastic;

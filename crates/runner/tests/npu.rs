@@ -323,7 +323,7 @@ fn ranks_of_slurm_have_their_own_npus_and_average_by_hccl() {
         let ran = srun(name, words, vars).well().says(&averaged);
         close(&ran, &ours, "iter_12", 0.0);
     }
-    let refused = "1: error: device = \"npu\": this rank's own is NPU 1, and there are 1";
+    let refused = "1: [rank 1] error: device = \"npu\": this rank's own is NPU 1, and there are 1";
     srun("lacking", one, &[("NPU_SIM_DEVICES", "1")]).fails(&[refused]);
     // CANN sees one device in this.
     let vars = [("ASCEND_RT_VISIBLE_DEVICES", "5,2")];

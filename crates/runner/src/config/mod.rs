@@ -9,6 +9,10 @@
 //! Before that, a file may inherit from others (`inherit`), mention variables (`interpolate`), and be
 //! overridden from the command line (`options`): MMEngine's rules, without its Python. Every value keeps
 //! the place it came from through all of that.
+//!
+//! `{{ $NAME }}` and `{{ $NAME:default }}` in a string put the variable's text in as it is, blanks and commas
+//! included. A string that is nothing else is also the number, boolean or array that the text is, where a key
+//! wants one.
 
 mod inherit;
 mod interpolate;
@@ -65,7 +69,8 @@ impl Config {
     }
 
     /// Overrides values: each option is `dotted.key=value`, where a number in the key is a place in an
-    /// array, and the value is read as MMEngine's `--cfg-options` reads it.
+    /// array. A table, or an array of tables, is written as in TOML; any other value is read as MMEngine's
+    /// `--cfg-options` reads it. It replaces what was there.
     ///
     /// # Errors
     ///

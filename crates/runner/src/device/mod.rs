@@ -53,6 +53,7 @@ mod cuda;
 mod npu;
 
 use std::fmt;
+use std::time::Duration;
 
 use ::amp::OverflowSource;
 use collective::{Accelerator, GroupOptions, ProcessGroup, Topology, Transport};
@@ -135,17 +136,27 @@ impl DeviceConfig {
         }
     }
 
-    /// Which device is this rank's own; it has been found.
+    /// Which device is this rank's own; it has been found. If the launcher gives no local rank, the
+    /// ranks tell one another on which host they are, for at most `timeout`.
     ///
     /// # Errors
     ///
-    /// [`Error::Config`]: without the device's feature; without CANN, with the library that was looked for,
-    /// where, and what to install; without a device for this rank.
-    pub(crate) fn find(self, topology: impl FnOnce() -> Result<Topology>) -> Result<Own> {
+    /// Those of [`Topology::locate`]. [`Error::Config`]: without the device's feature; without CANN, with the
+    /// library that was looked for, where, and what to install; without a device for this rank.
+    pub(crate) fn find(
+        self,
+        topology: impl FnOnce() -> Result<Topology>,
+        timeout: Duration,
+    ) -> Result<Own> {
+        let index = |kind| {
+            let mut topology = topology()?;
+            topology.locate(timeout)?;
+            Ok::<_, Error>(topology.device(kind)?)
+        };
         match self {
             Self::Cpu => Ok(Own::Host),
-            Self::Cuda { .. } => find_cuda(topology()?.device(Accelerator::Cuda)?),
-            Self::Npu { .. } => find_npu(topology()?.device(Accelerator::Npu)?),
+            Self::Cuda { .. } => find_cuda(index(Accelerator::Cuda)?),
+            Self::Npu { .. } => find_npu(index(Accelerator::Npu)?),
         }
     }
 

@@ -1,9 +1,10 @@
 //! Hooks: what else happens at each stage of a run.
 //!
 //! Hooks run in order of [`Priority`], equal ones in order of registration. A hook reaches the
-//! whole run through the [`Runner`] it is handed, and may keep state of its own in checkpoints. What a
-//! hook saves is written after all hooks of that stage, so their order does not matter for it. The stages and their order are MMEngine's, and `on_interrupt` besides. Of its six
-//! default hooks two, `RuntimeInfoHook` and `DistSamplerSeedHook`, may be named but do nothing: the runner
+//! whole run through the [`Runner`] it is handed, and may keep state of its own in checkpoints. A
+//! checkpoint that a hook asks for is written after all hooks of that stage, so it does not depend on
+//! their order. The stages and their order are MMEngine's, and `on_interrupt` besides. Of its six
+//! default hooks, `RuntimeInfoHook` and `DistSamplerSeedHook` may be named but do nothing: the runner
 //! does their work.
 
 mod check_invalid_loss;

@@ -13,9 +13,9 @@ use super::agreement::Agreement;
 use super::output::Output;
 use super::scheduling::make_schedulers;
 use super::state::engine_seed;
-use super::{DataLoaderConfig, Judged, Length, Runner, Status, TrainConfig, Validation, scale_lr};
+use super::{DataLoaderConfig, Judged, Runner, Status, TrainConfig, Validation, scale_lr};
 use crate::checkpoint::Position;
-use crate::config::{Mistakes, Place};
+use crate::config::Place;
 use crate::data::DataLoader;
 use crate::device::{self, Device, DeviceConfig, Own};
 use crate::engine::{CompileOptions, Engine};
@@ -197,9 +197,7 @@ impl RunnerBuilder {
         self
     }
 
-    /// Stop training after this long, measured from `build`; the last validation comes on top. Several
-    /// ranks ask one another every 20 ms or so whether it is spent, at most 64 batches apart, and end
-    /// before the same batch.
+    /// Stop training after this long, measured from `build`; the last validation comes on top.
     #[must_use]
     pub fn time_budget(mut self, budget: Option<Duration>) -> Self {
         self.time_budget = budget;
@@ -296,23 +294,15 @@ impl RunnerBuilder {
     /// rendezvous. The work directory is created last, so no failure here leaves anything behind.
     pub fn build(self) -> Result<Runner> {
         let started = Instant::now();
-        let refusals = Mistakes::default();
-        self.refuse(&refusals);
-        refusals.check()?;
+        self.refused()?;
         let (judges, all) = (self.judges(), self.only.is_none());
         let work_dir = self.work_dir.ok_or_else(|| need("work_dir"))?;
         let model = self.model.ok_or_else(|| need("model"))?;
         let training = training(self.train, self.optim, self.train_loader, judges, all);
         let (train, optim, train_loader) = training?;
         raise_open_files(self.open_files)?;
-        let length = train_loader.is_some().then_some(train.length);
-        let warnings: Vec<_> = self.hooks.iter().filter_map(|hook| hook.warning(length?)).collect();
         let wanted = self.device.needed(train_loader.is_some());
-        let found = wanted.find(|| {
-            let mut topology = topology(self.launcher)?;
-            topology.locate(self.timeout.unwrap_or(TIMEOUT))?;
-            Ok(topology)
-        });
+        let found = wanted.find(|| topology(self.launcher), self.timeout.unwrap_or(TIMEOUT));
         let join = || join(self.launcher, self.timeout, self.transport, (wanted, &found));
         let group = self.group.map_or_else(join, Ok)?;
         let (seed, timestamp) = seed_and_time(&group, self.seed)?;
@@ -328,8 +318,7 @@ impl RunnerBuilder {
             let test = make_judged(self.test, &group, seed)?;
             let train_loader = train_loader.map(|l| l.make(&group, seed)).transpose()?;
             let mut optim = make_optim(optim, &mut *engine, &device)?;
-            let batch = train_loader.as_ref().map_or(0, DataLoader::batch_size);
-            let batch = batch * group.world_size();
+            let batch = train_loader.as_ref().map_or(0, |l| l.batch_size() * group.world_size());
             let scaled = scale_lr(optim.optimizer_mut(), batch, self.auto_scale_lr)?;
             let length = train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch);
             let schedulers = make_schedulers(&self.schedulers, &train, length, &mut *optim)?;
@@ -364,9 +353,7 @@ impl RunnerBuilder {
             // No rank creates anything before every rank has got this far.
             group.barrier()?;
             if group.rank() == 0 {
-                runner.open_output(&device)?;
-                scaled.iter().for_each(|text| runner.logger().info(text));
-                warnings.iter().for_each(|text| runner.logger().warning(text));
+                runner.open_output(&device, scaled)?;
             }
             Ok(runner)
         });

@@ -40,7 +40,14 @@ impl RunnerBuilder {
         (warnings, mistakes.check())
     }
 
-    /// Adds whatever can be refused before anything is made.
+    /// Refuses what can be refused before anything is made.
+    pub(super) fn refused(&self) -> Result<()> {
+        let mistakes = Mistakes::default();
+        self.refuse(&mistakes);
+        mistakes.check()
+    }
+
+    /// Adds all of that to the `mistakes`.
     pub(crate) fn refuse(&self, mistakes: &Mistakes) {
         if let Some(judged) = self.only.filter(|_| !self.judges()) {
             mistakes.add(loops::nothing_to_judge(judged));
@@ -201,7 +208,7 @@ fn check_lengths(
     }
     match train.length {
         Length::Epochs(_) if infinite => {
-            add("InfiniteSampler has no epochs: it needs train_cfg.type = \"IterBasedTrainLoop\"")
+            add("InfiniteSampler has no epochs: it needs train_cfg.type = \"IterBasedTrainLoop\"");
         }
         Length::Iters(_) if schedulers.iter().any(SchedulerConfig::counts_epochs) => add(
             "a run by iterations has no epochs for a scheduler to count: set by_epoch = false or \

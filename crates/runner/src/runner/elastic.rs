@@ -137,7 +137,7 @@ impl Runner {
         for scheduler in self.schedulers.iter_mut().filter(|s| s.param() == Param::Lr) {
             scheduler.scale_base(is as f64 / was as f64);
         }
-        scale_lr(self.optim.optimizer_mut(), is, Some(was))
+        scale_lr(self.optim.optimizer_mut(), is, Some(was)).map(drop)
     }
 
     /// Lets the schedulers that count iterations step: once, or, once the number of ranks has changed, for each

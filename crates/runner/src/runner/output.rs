@@ -153,8 +153,9 @@ impl Drop for Output {
 }
 
 impl Runner {
-    /// Begins the log: with whom, on which seed, what compiling came to, and which hooks there are.
-    pub(super) fn open_output(&mut self, device: &Device) -> Result<()> {
+    /// Begins the log: with whom, on which seed, what `auto_scale_lr` (`scaled`) and compiling came to, and
+    /// which hooks there are.
+    pub(super) fn open_output(&mut self, device: &Device, scaled: Option<String>) -> Result<()> {
         if self.train_loader.is_some() {
             // Before anything is written, for they may be what fills the disk.
             remove_leftovers(self.output.work_dir())?;
@@ -166,8 +167,13 @@ impl Runner {
             n => format!("{n} ranks over {} ({})", group.backend_name(), group.backend_reason()),
         };
         let mut lines = vec![format!("runner {version}: {ranks}, seed {}", self.seed)];
-        let (words, warnings) = device.words(&self.group);
+        let (words, mut warnings) = device.words(&self.group);
         lines.extend(words);
+        lines.extend(scaled);
+        if self.train_loader.is_some() {
+            let length = self.train.length;
+            warnings.extend(self.hooks.iter().filter_map(|hook| hook.warning(length)));
+        }
         lines.extend(self.engine.compile_report().map(|report| report.to_string()));
         // MMEngine's words.
         let mut hooks = "Hooks will be executed in the following order:".to_owned();

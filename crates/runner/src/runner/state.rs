@@ -8,7 +8,7 @@ use serde_json::Map;
 
 use super::{Runner, Save};
 use crate::checkpoint::{
-    self, Checkpoint, Contents, Converted, Draft, Found, Position, Tensor, model_tensors,
+    self, Checkpoint, Contents, Converted, Draft, Found, Tensor, model_tensors,
 };
 use crate::schedulers::Progress;
 use crate::{Error, Result};

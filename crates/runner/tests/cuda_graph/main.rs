@@ -15,7 +15,7 @@ mod whole;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use candle_core::{Device, Module, ModuleT, Tensor};
+use candle_core::{Module, ModuleT, Tensor};
 use candle_nn::VarBuilder;
 use fused_optim::{Slice, SliceMut};
 use parking_lot::{Mutex, MutexGuard};

@@ -319,8 +319,8 @@ impl LossScaler {
         })
     }
 
-    /// Takes over a saved state, factors and interval included; the policy stays. Of a fixed scaler it is
-    /// the scale; without a state, as versions saved it that had none, that stays.
+    /// Takes over a saved state, factors and interval included; the policy stays. A fixed scaler
+    /// takes the saved scale; without a saved state (older versions saved none) it keeps its own.
     ///
     /// # Errors
     ///

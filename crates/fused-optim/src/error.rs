@@ -48,7 +48,7 @@ pub enum Error {
     MissingParam {
         /// The tensor.
         index: usize,
-        /// How many came.
+        /// Number of parameters that were given.
         count: usize,
     },
     /// A step, or the names, had another number of parameters than the optimizer was told of.
@@ -56,9 +56,9 @@ pub enum Error {
         "expected {expected} parameters, got {got}: pass all, in one order, to each step and as names"
     )]
     ParamCount {
-        /// How many it was told of.
+        /// Number of parameters that the optimizer was made for.
         expected: usize,
-        /// How many came.
+        /// Number of parameters that were given.
         got: usize,
     },
     /// Two parameters have one name.

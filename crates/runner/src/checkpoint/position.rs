@@ -41,20 +41,20 @@ impl Position {
     }
 }
 
-/// Where a number of ranks took over from another one.
+/// Where the run last changed its number of ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Begun {
     /// Batches trained on by then.
     pub iter: usize,
     /// Samples dealt by then, over all passes.
     pub place: usize,
-    /// Those of the batches that waited for a step of the optimizer.
+    /// Number of accumulated batches that waited for an optimizer step then.
     #[serde(default)]
     pub pending: usize,
     /// Number of ranks that the run began with; none if it has always been the same.
     #[serde(default)]
     pub first_world_size: Option<usize>,
-    /// Iterations of those ranks in iterations of as many as there are now.
+    /// Ratio of present iterations to iterations of the configuration.
     #[serde(default)]
     pub scale: IterScale,
 }
@@ -67,7 +67,8 @@ impl Begun {
     }
 }
 
-/// As much of the data as `configured` iterations of the first number of ranks get, `now` get of the present one.
+/// Ratio of iterations: `now` iterations of the present ranks cover as much data as `configured` iterations of
+/// the ranks that the run began with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IterScale {
     /// Iterations of the number of ranks that there is.

@@ -60,7 +60,7 @@ pub(crate) struct Gloo {
     name: String,
     timeout: Duration,
     determinism: Determinism,
-    /// Of what is the same on all ranks.
+    /// Digest of the configuration that all ranks share.
     config_digest: u8,
     /// Why the group is over gloo.
     reason: String,

@@ -60,7 +60,7 @@ pub(crate) struct Host {
     /// Why it is this backend.
     reason: String,
     name: String,
-    /// Of what is the same on all ranks.
+    /// Digest of the configuration that all ranks share.
     config_digest: u8,
     timeout: Duration,
     /// Every rank can have a core to itself, so that spinning takes nothing from a peer.

@@ -67,7 +67,7 @@ pub(crate) struct Tcp {
     name: String,
     timeout: Duration,
     determinism: Determinism,
-    /// Of what is the same on all ranks.
+    /// Digest of the configuration that all ranks share.
     config_digest: u8,
     costs: Costs,
     /// Every rank of this machine can have a core to itself.

@@ -8,10 +8,10 @@ use collective::{DType, ProcessGroup, Reducer, ReducerOptions};
 use fused_optim::Slice;
 use parking_lot::Mutex;
 use runner::Result;
-use runner::data::{Dataset, Digits, Split};
+use runner::data::Dataset;
 use runner::engine::candle::{CandleEngine, CandleOptions};
 use runner::engine::{Engine, GradSink, SharedSink};
-use runner::zoo::{ResNet, ResNetOptions};
+use runner::zoo::{Digits, ResNet, ResNetOptions, Split};
 
 /// Hands gradients to a reducer, and notes how many buckets had left after each.
 struct Watch {

@@ -24,12 +24,14 @@ use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
 use runner::engine::{CompileOptions, Engine, GradSink, Losses, SharedSink, TensorSpec};
 use runner::hooks::{Hook, Priority};
 use runner::model::{DistributedDataParallel, ModelWrapper};
+use runner::optim_wrapper::OPTIM_WRAPPERS;
 use runner::optim_wrapper::{
     Accumulation, BuildOptimWrapper, Fp32OptimWrapper, OptimWrapper, OptimWrapperFactory,
     OptimWrapperState, Update,
 };
-use runner::registry::{DATASETS, MODELS, OPTIM_WRAPPERS};
-use runner::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
+use runner::zoo::{
+    DATASETS, MODELS, Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions,
+};
 use runner::{Runner, RunnerBuilder};
 
 fn main() {

@@ -28,11 +28,10 @@ use std::path::PathBuf;
 use clap::Parser;
 use collective::Launcher;
 use fused_optim::{Sgd, SgdHyper};
-use runner::data::{Digits, Split};
 use runner::engine::candle::CandleEngine;
 use runner::evaluate::Accuracy;
 use runner::optim_wrapper::OptimWrapperFactory;
-use runner::zoo::{Mlp, MlpOptions};
+use runner::zoo::{Digits, Mlp, MlpOptions, Split};
 use runner::{DataLoaderConfig, Result, Runner, TrainConfig};
 
 /// Trains the digits in data parallel.

@@ -8,7 +8,7 @@ use collective::ProcessGroup;
 use serde_json::Value;
 
 use crate::data::{Array, ArrayData, Batch};
-use crate::registry::Builtin;
+use crate::registry::Registry;
 use crate::{Error, Result};
 
 /// A figure of merit.
@@ -112,8 +112,9 @@ pub fn collect_results(group: &ProcessGroup, mine: &Vec<Value>, len: usize) -> R
     Ok(interleaved.take(len).cloned().collect())
 }
 
-/// The metrics a configuration can name.
-pub(crate) const BUILTIN: Builtin<Box<dyn Metric>> = &[("Accuracy", |_| Ok(Box::new(Accuracy)))];
+/// The metrics a configuration can name: `[val_evaluator]`.
+pub static METRICS: Registry<Box<dyn Metric>> =
+    Registry::with("metric", &[("Accuracy", |_| Ok(Box::new(Accuracy)))]);
 
 #[cfg(test)]
 mod tests {

@@ -32,11 +32,10 @@
 //!
 //! ```
 //! use fused_optim::{Sgd, SgdHyper};
-//! use runner::data::{Digits, Split};
-//! use runner::engine::candle::CandleEngine;
+//! //! use runner::engine::candle::CandleEngine;
 //! use runner::evaluate::Accuracy;
 //! use runner::optim_wrapper::OptimWrapperFactory;
-//! use runner::zoo::{Mlp, MlpOptions};
+//! use runner::zoo::{Digits, Mlp, MlpOptions, Split};
 //! use runner::{DataLoaderConfig, Runner, TrainConfig};
 //!
 //! # fn main() -> runner::Result<()> {
@@ -79,9 +78,9 @@ pub mod device;
 pub mod engine;
 mod error;
 pub mod evaluate;
+mod from_config;
 pub mod hooks;
 pub mod launch;
-mod loops;
 pub mod model;
 pub mod optim_wrapper;
 pub mod registry;
@@ -91,7 +90,6 @@ pub mod signals;
 pub mod sinks;
 #[cfg(test)]
 mod testing;
-#[cfg(feature = "candle")]
 pub mod zoo;
 
 pub use error::{Error, Result};

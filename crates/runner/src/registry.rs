@@ -5,12 +5,16 @@
 //! the context (the model's parameters, the process group). So a whole configuration is checked
 //! before the first side effect.
 //!
-//! The registries of this crate are statics; a program of your own adds to them before it starts
-//! the runner:
+//! Each part of this crate has its registry as a static beside its own components:
+//! [`zoo::MODELS`](crate::zoo::MODELS), [`model::MODEL_WRAPPERS`](crate::model::MODEL_WRAPPERS),
+//! [`optim_wrapper::OPTIM_WRAPPERS`](crate::optim_wrapper::OPTIM_WRAPPERS) and
+//! [`OPTIMIZERS`](crate::optim_wrapper::OPTIMIZERS),
+//! [`schedulers::PARAM_SCHEDULERS`](crate::schedulers::PARAM_SCHEDULERS), [`hooks::HOOKS`](crate::hooks::HOOKS),
+//! [`data::DATASETS`](crate::data::DATASETS), [`evaluate::METRICS`](crate::evaluate::METRICS). A program of your own
+//! adds to them before it starts the runner:
 //!
 //! ```
-//! use runner::hooks::Hook;
-//! use runner::registry::HOOKS;
+//! use runner::hooks::{HOOKS, Hook};
 //!
 //! struct Shout;
 //! impl Hook for Shout {
@@ -24,17 +28,11 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 
 use parking_lot::RwLock;
 
 use crate::config::{Mistakes, Place, Section, unknown};
-use crate::data::{self, DatasetFactory};
-use crate::evaluate::{self, Metric};
-use crate::hooks::{self, Hook};
-use crate::model::{self, ModelFactory, WrapperFactory};
-use crate::optim_wrapper::{self, OptimWrapperFactory, OptimizerFactory};
-use crate::schedulers::{self, SchedulerConfig};
 use crate::{Error, Result};
 
 /// The components this crate itself offers.
@@ -56,23 +54,25 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("ZeroRedundancyOptimizer", "every rank holds the optimizer's whole state"),
 ];
 
-fn left_out(section: &Section, place: Place, name: &str, why: &str) -> Error {
-    section.error_at(place, format!("`{name}` is left out on purpose: {why}"))
-}
-
 type Builder<T> = Arc<dyn Fn(&mut Section) -> Result<T> + Send + Sync>;
 
 /// A table of builders for one kind of component.
-pub struct Registry<T> {
+pub struct Registry<T: 'static> {
     kind: &'static str,
-    builders: RwLock<BTreeMap<String, Builder<T>>>,
+    builtin: Builtin<T>,
+    registered: RwLock<BTreeMap<String, Builder<T>>>,
 }
 
 impl<T> Registry<T> {
     /// An empty registry for components called `kind` in messages.
     #[must_use]
-    pub fn new(kind: &'static str) -> Self {
-        Self { kind, builders: RwLock::default() }
+    pub const fn new(kind: &'static str) -> Self {
+        Self::with(kind, &[])
+    }
+
+    /// A registry with this crate's own components.
+    pub(crate) const fn with(kind: &'static str, builtin: Builtin<T>) -> Self {
+        Self { kind, builtin, registered: RwLock::new(BTreeMap::new()) }
     }
 
     /// Adds a builder under `name`.
@@ -85,11 +85,11 @@ impl<T> Registry<T> {
         name: &str,
         builder: impl Fn(&mut Section) -> Result<T> + Send + Sync + 'static,
     ) -> Result<()> {
-        let mut builders = self.builders.write();
-        if builders.contains_key(name) {
+        let mut registered = self.registered.write();
+        if registered.contains_key(name) || self.builtin.iter().any(|(known, _)| *known == name) {
             return Err(Error::Config(format!("{} `{name}` is already registered", self.kind)));
         }
-        builders.insert(name.to_owned(), Arc::new(builder));
+        registered.insert(name.to_owned(), Arc::new(builder));
         Ok(())
     }
 
@@ -100,9 +100,9 @@ impl<T> Registry<T> {
     /// [`Error::Config`] for an unknown type (naming the nearest), an unknown key, or whatever the
     /// builder refuses.
     pub fn build(&self, mut section: Section) -> Result<T> {
-        let offset = section.offset_of("type");
+        let place = section.offset_of("type");
         let name: String = section.required("type")?;
-        self.build_as(&name, offset, section)
+        self.build_as(&name, place, section)
     }
 
     /// As [`build`](Self::build), with a type for sections that do not say one.
@@ -111,25 +111,20 @@ impl<T> Registry<T> {
     ///
     /// As [`build`](Self::build).
     pub fn build_or(&self, mut section: Section, default_type: &str) -> Result<T> {
-        let offset = section.offset_of("type");
+        let place = section.offset_of("type");
         let name: String = section.or("type", default_type.to_owned())?;
-        self.build_as(&name, offset, section)
+        self.build_as(&name, place, section)
     }
 
-    fn build_as(&self, name: &str, offset: Place, mut section: Section) -> Result<T> {
+    fn build_as(&self, name: &str, place: Place, mut section: Section) -> Result<T> {
         section.refuse("_scope_", NO_SCOPES)?;
-        let Some(builder) = self.builders.read().get(name).cloned() else {
-            if let Some((_, why)) = LEFT_OUT.iter().find(|(known, _)| *known == name) {
-                return Err(left_out(&section, offset, name, why));
-            }
-            if name.contains('.') {
-                return Err(left_out(&section, offset, name, NO_SCOPES));
-            }
-            let names = self.names();
-            let names: Vec<_> = names.iter().map(String::as_str).collect();
-            return Err(section.error_at(offset, unknown(self.kind, name, &names)));
+        let builtin = self.builtin.iter().find(|(known, _)| *known == name);
+        let registered = || self.registered.read().get(name).cloned();
+        let built = match (builtin, registered()) {
+            (Some((_, builder)), _) => builder(&mut section),
+            (None, Some(builder)) => builder(&mut section),
+            (None, None) => return Err(place.error(self.unknown(name))),
         };
-        let built = builder(&mut section);
         // A builder that lacks a part whose mistake is listed has asked for all its keys.
         if built.as_ref().err().is_none_or(Mistakes::is_listed) {
             section.finish()?;
@@ -137,22 +132,23 @@ impl<T> Registry<T> {
         built
     }
 
-    /// The registered names, sorted.
-    #[must_use]
-    pub fn names(&self) -> Vec<String> {
-        self.builders.read().keys().cloned().collect()
+    /// Why there is no builder called `name`.
+    fn unknown(&self, name: &str) -> String {
+        let left_out = LEFT_OUT.iter().find(|(known, _)| *known == name).map(|(_, why)| *why);
+        if let Some(why) = left_out.or_else(|| name.contains('.').then_some(NO_SCOPES)) {
+            return format!("`{name}` is left out on purpose: {why}");
+        }
+        let names = self.names();
+        unknown(self.kind, name, &names.iter().map(String::as_str).collect::<Vec<_>>())
     }
 
-    /// A registry born with this crate's own components.
-    fn with(kind: &'static str, builtin: Builtin<T>) -> Self
-    where
-        T: 'static,
-    {
-        let registry = Self::new(kind);
-        for (name, builder) in builtin {
-            registry.register(name, *builder).expect("built-in names are distinct");
-        }
-        registry
+    /// The names of all components, sorted.
+    #[must_use]
+    pub fn names(&self) -> Vec<String> {
+        let builtin = self.builtin.iter().map(|(name, _)| (*name).to_owned());
+        let mut names: Vec<_> = builtin.chain(self.registered.read().keys().cloned()).collect();
+        names.sort_unstable();
+        names
     }
 }
 
@@ -161,37 +157,6 @@ impl<T> fmt::Debug for Registry<T> {
         f.debug_struct("Registry").field("kind", &self.kind).field("names", &self.names()).finish()
     }
 }
-
-/// The zoo's models need the candle engine; without it a program brings its own.
-#[cfg(feature = "candle")]
-const ZOO: Builtin<ModelFactory> = crate::zoo::BUILTIN;
-#[cfg(not(feature = "candle"))]
-const ZOO: Builtin<ModelFactory> = &[];
-
-/// Models: `[model]`.
-pub static MODELS: LazyLock<Registry<ModelFactory>> =
-    LazyLock::new(|| Registry::with("model", ZOO));
-/// What stands between a model and its gradients: `[model_wrapper_cfg]`.
-pub static MODEL_WRAPPERS: LazyLock<Registry<WrapperFactory>> =
-    LazyLock::new(|| Registry::with("model wrapper", model::BUILTIN));
-/// Optimizers: `[optim_wrapper.optimizer]`.
-pub static OPTIMIZERS: LazyLock<Registry<OptimizerFactory>> =
-    LazyLock::new(|| Registry::with("optimizer", optim_wrapper::BUILTIN_OPTIMIZERS));
-/// Optimizer wrappers: `[optim_wrapper]`.
-pub static OPTIM_WRAPPERS: LazyLock<Registry<OptimWrapperFactory>> =
-    LazyLock::new(|| Registry::with("optimizer wrapper", optim_wrapper::BUILTIN));
-/// Schedulers: `param_scheduler`.
-pub static PARAM_SCHEDULERS: LazyLock<Registry<SchedulerConfig>> =
-    LazyLock::new(|| Registry::with("scheduler", schedulers::BUILTIN));
-/// Hooks: `[default_hooks]`, `[[custom_hooks]]`.
-pub static HOOKS: LazyLock<Registry<Box<dyn Hook>>> =
-    LazyLock::new(|| Registry::with("hook", hooks::BUILTIN));
-/// Data sets: `[train_dataloader.dataset]`.
-pub static DATASETS: LazyLock<Registry<DatasetFactory>> =
-    LazyLock::new(|| Registry::with("data set", data::BUILTIN));
-/// Metrics: `[val_evaluator]`.
-pub static METRICS: LazyLock<Registry<Box<dyn Metric>>> =
-    LazyLock::new(|| Registry::with("metric", evaluate::BUILTIN));
 
 #[cfg(test)]
 mod tests {

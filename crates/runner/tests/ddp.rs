@@ -13,8 +13,9 @@ use runner::config::Config;
 use runner::data::{Array, Batch};
 use runner::device::Device;
 use runner::engine::{Engine, Losses, SharedSink, TensorSpec};
+use runner::model::MODEL_WRAPPERS;
 use runner::model::{DistributedDataParallel, ModelWrapper};
-use runner::registry::{MODEL_WRAPPERS, OPTIM_WRAPPERS};
+use runner::optim_wrapper::OPTIM_WRAPPERS;
 use runner::{Error, Result};
 
 /// Four parameters of two elements in two parts, and a buffer; every gradient is the rank plus 1.

@@ -10,11 +10,11 @@ use half::f16;
 use parking_lot::Mutex;
 use runner::Result;
 use runner::data::ArrayData;
-use runner::data::datasets::{Dataset, Digits, Split};
+use runner::data::Dataset;
 use runner::engine::candle::ops::Normalization;
 use runner::engine::candle::{CandleEngine, CandleOptions};
 use runner::engine::{Engine, GradSink, SharedSink};
-use runner::zoo::{ResNet, ResNetOptions};
+use runner::zoo::{Digits, ResNet, ResNetOptions, Split};
 
 /// Stochastic gradient descent with momentum on `f32` masters, fed by backward.
 struct Sgd {

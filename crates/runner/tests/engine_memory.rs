@@ -9,10 +9,10 @@ use std::sync::Arc;
 use fused_optim::Slice;
 use parking_lot::Mutex;
 use runner::Result;
-use runner::data::datasets::{Dataset, Digits, Split};
+use runner::data::Dataset;
 use runner::engine::candle::{CandleEngine, CandleOptions};
 use runner::engine::{Engine, GradSink, SharedSink};
-use runner::zoo::{ResNet, ResNetOptions};
+use runner::zoo::{Digits, ResNet, ResNetOptions, Split};
 
 struct Ignore;
 

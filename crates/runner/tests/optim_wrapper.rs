@@ -18,10 +18,10 @@ use runner::data::{Array, ArrayData, Batch, Dataset};
 use runner::device::Device;
 use runner::engine::{Engine, Losses, SharedSink, TensorSpec};
 use runner::model::DistributedDataParallel;
+use runner::optim_wrapper::OPTIM_WRAPPERS;
 use runner::optim_wrapper::{
     Fp32OptimWrapper, Member, OptimWrapper, OptimWrapperFactory, OptimizerDict,
 };
-use runner::registry::OPTIM_WRAPPERS;
 use runner::{DataLoaderConfig, RunnerBuilder, TrainConfig};
 use serde_json::Value;
 

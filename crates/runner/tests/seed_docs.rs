@@ -20,8 +20,9 @@ use runner::engine::Engine;
 use runner::engine::candle::{
     CandleEngine, CandleModel, Loss, Outputs, TensorBatch, candle_core, candle_nn, ops,
 };
+use runner::model::MODEL_WRAPPERS;
 use runner::model::{DistributedDataParallel, ModelWrapper, WrapperOver};
-use runner::registry::{MODEL_WRAPPERS, MODELS};
+use runner::zoo::MODELS;
 use runner::{Result, RunnerBuilder};
 
 const RUNNER: &str = env!("CARGO_BIN_EXE_runner");

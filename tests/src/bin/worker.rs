@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use fused_optim::SliceMut;
 use runner::data::{Array, ArrayData, Batch};
 use runner::engine::Losses;
+use runner::hooks::HOOKS;
 use runner::hooks::Hook;
-use runner::registry::HOOKS;
 use runner::{Result, Runner};
 
 /// Kills this process, the hard way, before rank `rank` trains on iteration `iter`.

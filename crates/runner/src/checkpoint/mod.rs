@@ -29,7 +29,7 @@ use serde_json::{Map, Value};
 use self::files::{check_seal, crc32, file_meta, io, seal, write_dir, write_file};
 pub(crate) use self::files::{is_full, remove_leftovers};
 pub use self::find::{Found, newest};
-pub use self::position::{Begun, IterScale, Position};
+pub use self::position::{Begun, Position};
 pub use self::tensors::{Tensor, model_tensors};
 use self::tensors::{bf16s, check, check_convertible, copy_converted, deserialize};
 pub(crate) use self::tensors::{copies, copy_from_bytes, round_into, to_bytes};

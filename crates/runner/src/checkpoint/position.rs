@@ -8,6 +8,8 @@ use std::ops::RangeInclusive;
 
 use serde::{Deserialize, Serialize};
 
+use crate::data::IterScale;
+
 /// Where a run is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Position {
@@ -64,36 +66,6 @@ impl Begun {
     /// on.
     pub(crate) fn accumulated(&self, iter: usize) -> usize {
         iter.saturating_sub(self.iter) + self.pending
-    }
-}
-
-/// Ratio of iterations: `now` iterations of the present ranks cover as much data as `configured` iterations of
-/// the ranks that the run began with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct IterScale {
-    /// Iterations of the number of ranks that there is.
-    pub now: usize,
-    /// Iterations of the configuration.
-    pub configured: usize,
-}
-
-impl Default for IterScale {
-    fn default() -> Self {
-        Self { now: 1, configured: 1 }
-    }
-}
-
-impl IterScale {
-    /// Iterations after which at least so many of the configuration are completed.
-    pub(crate) fn to_present(self, iters: usize) -> usize {
-        let iters = (iters as u128 * self.now as u128).div_ceil(self.configured.max(1) as u128);
-        usize::try_from(iters).unwrap_or(usize::MAX)
-    }
-
-    /// Iterations of the configuration that so many complete.
-    pub(crate) fn to_configured(self, iters: usize) -> usize {
-        let iters = iters as u128 * self.configured as u128 / self.now.max(1) as u128;
-        usize::try_from(iters).unwrap_or(usize::MAX)
     }
 }
 

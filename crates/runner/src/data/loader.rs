@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use super::{Batch, Dataset, DefaultSampler};
-use crate::checkpoint::IterScale;
 use crate::{Error, Result};
 
 /// Cuts a sampler's indices into batches and asks the data set for each.
@@ -276,6 +277,36 @@ impl Dealt {
     fn pass(&mut self, pass: usize) -> &[usize] {
         let made = self.pass.take().filter(|(made, _)| *made == pass);
         &self.pass.insert(made.unwrap_or_else(|| (pass, self.loader.indices(pass)))).1
+    }
+}
+
+/// Ratio of iterations: `now` iterations of the present ranks cover as much data as `configured` iterations of
+/// the ranks that the run began with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IterScale {
+    /// Iterations of the number of ranks that there is.
+    pub now: usize,
+    /// Iterations of the configuration.
+    pub configured: usize,
+}
+
+impl Default for IterScale {
+    fn default() -> Self {
+        Self { now: 1, configured: 1 }
+    }
+}
+
+impl IterScale {
+    /// Iterations after which at least so many of the configuration are completed.
+    pub(crate) fn to_present(self, iters: usize) -> usize {
+        let iters = (iters as u128 * self.now as u128).div_ceil(self.configured.max(1) as u128);
+        usize::try_from(iters).unwrap_or(usize::MAX)
+    }
+
+    /// Iterations of the configuration that so many complete.
+    pub(crate) fn to_configured(self, iters: usize) -> usize {
+        let iters = iters as u128 * self.configured as u128 / self.now.max(1) as u128;
+        usize::try_from(iters).unwrap_or(usize::MAX)
     }
 }
 

@@ -407,11 +407,11 @@ mod tests {
     use std::path::Path;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
+    use super::super::HOOKS;
     use super::*;
     use crate::config::Config;
     use crate::data::Array;
     use crate::evaluate::Metric;
-    use crate::registry::HOOKS;
     use crate::runner::TrainConfig;
     use crate::testing::{blank, builder};
 

@@ -6,7 +6,7 @@ use crate::config::Section;
 use crate::data::{Array, Batch};
 use crate::engine::Losses;
 use crate::runner::{Judged, Runner};
-use crate::sinks::{format_judged_line, format_judging_line, format_train_line};
+use crate::runner::{format_judged_line, format_judging_line, format_train_line};
 
 /// Every `interval` batches, logs the smoothed scalars; after each validation or test, its figures.
 ///

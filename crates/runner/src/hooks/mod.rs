@@ -1,7 +1,7 @@
-//! Hooks: what else happens at each stage of a run.
+//! The built-in hooks: what else happens at each stage of a run.
 //!
 //! Hooks run in order of [`Priority`], equal ones in order of registration. A hook reaches the
-//! whole run through the [`Runner`] it is handed, and may keep state of its own in checkpoints. A
+//! whole run through the [`Runner`](crate::Runner) it is handed, and may keep state of its own in checkpoints. A
 //! checkpoint that a hook asks for is written after all hooks of that stage, so it does not depend on
 //! their order. The stages and their order are MMEngine's, and `on_interrupt` besides. Of its six
 //! default hooks, `RuntimeInfoHook` and `DistSamplerSeedHook` may be named but do nothing: the runner
@@ -14,10 +14,7 @@ mod ema;
 mod iter_timer;
 mod logger;
 mod monitor;
-mod param_scheduler;
 mod sync_buffers;
-
-use serde_json::Value;
 
 pub use check_invalid_loss::CheckInvalidLossHook;
 pub use checkpoint::{CheckpointHook, SaveBest};
@@ -25,295 +22,41 @@ pub use early_stopping::EarlyStoppingHook;
 pub use ema::{Average, EmaHook};
 pub use iter_timer::IterTimerHook;
 pub use logger::LoggerHook;
-pub use param_scheduler::ParamSchedulerHook;
 pub use sync_buffers::SyncBuffersHook;
 
 use crate::Result;
-use crate::checkpoint::{Checkpoint, Draft};
 use crate::config::{Section, unknown};
-use crate::data::{Array, Batch};
-use crate::engine::Losses;
-use crate::registry::{Builtin, HOOKS};
-use crate::runner::{Length, Runner};
+use crate::registry::{Builtin, Registry};
+use crate::runner::RunnerBuilder;
+pub use crate::runner::{Hook, ParamSchedulerHook, Priority};
 
-/// When a hook's turn comes: small numbers first. The constants are MMEngine's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Priority(pub u8);
+/// The hooks a configuration can name: `[default_hooks]`, `[[custom_hooks]]`.
+pub static HOOKS: Registry<Box<dyn Hook>> = Registry::with("hook", BUILTIN);
 
-impl Priority {
-    /// Before everyone.
-    pub const HIGHEST: Self = Self(0);
-    /// Early.
-    pub const VERY_HIGH: Self = Self(10);
-    /// Early.
-    pub const HIGH: Self = Self(30);
-    /// A little early.
-    pub const ABOVE_NORMAL: Self = Self(40);
-    /// Where nothing is said.
-    pub const NORMAL: Self = Self(50);
-    /// A little late.
-    pub const BELOW_NORMAL: Self = Self(60);
-    /// Late.
-    pub const LOW: Self = Self(70);
-    /// After almost everyone: what writes to disk.
-    pub const VERY_LOW: Self = Self(90);
-    /// After everyone.
-    pub const LOWEST: Self = Self(100);
-
-    /// MMEngine's names.
-    const NAMES: [(&'static str, Self); 9] = [
-        ("HIGHEST", Self::HIGHEST),
-        ("VERY_HIGH", Self::VERY_HIGH),
-        ("HIGH", Self::HIGH),
-        ("ABOVE_NORMAL", Self::ABOVE_NORMAL),
-        ("NORMAL", Self::NORMAL),
-        ("BELOW_NORMAL", Self::BELOW_NORMAL),
-        ("LOW", Self::LOW),
-        ("VERY_LOW", Self::VERY_LOW),
-        ("LOWEST", Self::LOWEST),
-    ];
-}
-
-impl std::fmt::Display for Priority {
-    /// Its name, or else its number.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match Self::NAMES.iter().find(|(_, named)| named == self) {
-            Some((name, _)) => f.write_str(name),
-            None => self.0.fmt(f),
-        }
+impl RunnerBuilder {
+    /// Adds the hooks that a configuration has unless it says otherwise: times, buffers alike on all
+    /// ranks, log lines every ten batches, schedulers' steps, a checkpoint every epoch.
+    #[must_use]
+    pub fn default_hooks(self) -> Self {
+        self.hook(Box::new(IterTimerHook::default()))
+            .hook(Box::new(SyncBuffersHook::default()))
+            .hook(Box::new(LoggerHook::new(10)))
+            .hook(Box::new(ParamSchedulerHook))
+            .hook(Box::new(CheckpointHook::new(1)))
     }
 }
 
-/// Something done at stages of a run. Every method does nothing unless implemented.
-///
-/// # Errors
-///
-/// An error from any method ends the run on this rank, and with it the others.
-#[expect(unused_variables, reason = "the defaults do nothing; the names are documentation")]
-#[expect(clippy::missing_errors_doc, reason = "said once, on the trait")]
-pub trait Hook: Send {
-    /// Name in logs and in checkpoints; unique within a run.
-    fn name(&self) -> &'static str;
-
-    /// Place among the hooks.
-    fn priority(&self) -> Priority {
-        Priority::NORMAL
-    }
-
-    /// Figures of a validation that it needs by name.
-    fn figures(&self) -> Vec<String> {
-        Vec::new()
-    }
-
-    /// What to tell whoever starts a run of this length with this hook, before it begins.
-    fn warning(&self, length: Length) -> Option<String> {
-        None
-    }
-
-    /// Once, before anything else.
-    fn before_run(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// After the model has been loaded from a checkpoint.
-    fn after_load_checkpoint(
-        &mut self,
-        runner: &mut Runner,
-        checkpoint: &Checkpoint,
-    ) -> Result<()> {
-        Ok(())
-    }
-    /// Once, after parameters are loaded.
-    fn before_train(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Before the first batch of an epoch (or of what is left of it after a resume).
-    fn before_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Batch in hand, not yet trained on. The hook may change it.
-    fn before_train_iter(&mut self, runner: &mut Runner, batch: &mut Batch) -> Result<()> {
-        Ok(())
-    }
-    /// Trained on the batch; `runner.position().iter` does not count it yet.
-    fn after_train_iter(
-        &mut self,
-        runner: &mut Runner,
-        batch: &Batch,
-        losses: &Losses,
-    ) -> Result<()> {
-        Ok(())
-    }
-    /// After the last batch of an epoch; `runner.position().epoch` does not count it yet.
-    fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// The run ends before its time, between two batches: a signal, or the time budget is spent. After a
-    /// signal they may be a validation's, whose `after_` stages do not come then.
-    fn on_interrupt(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Before a validation.
-    fn before_val(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Before the first batch of a validation.
-    fn before_val_epoch(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Batch `index` of a validation in hand. The hook may change it.
-    fn before_val_iter(
-        &mut self,
-        runner: &mut Runner,
-        index: usize,
-        batch: &mut Batch,
-    ) -> Result<()> {
-        Ok(())
-    }
-    /// The model's outputs on batch `index` of a validation.
-    fn after_val_iter(
-        &mut self,
-        runner: &mut Runner,
-        index: usize,
-        batch: &Batch,
-        outputs: &[(String, Array)],
-    ) -> Result<()> {
-        Ok(())
-    }
-    /// A validation's figures, equal on all ranks.
-    fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
-        Ok(())
-    }
-    /// After a validation.
-    fn after_val(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Before a test.
-    fn before_test(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Before the first batch of a test.
-    fn before_test_epoch(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Batch `index` of a test in hand. The hook may change it.
-    fn before_test_iter(
-        &mut self,
-        runner: &mut Runner,
-        index: usize,
-        batch: &mut Batch,
-    ) -> Result<()> {
-        Ok(())
-    }
-    /// The model's outputs on batch `index` of a test.
-    fn after_test_iter(
-        &mut self,
-        runner: &mut Runner,
-        index: usize,
-        batch: &Batch,
-        outputs: &[(String, Array)],
-    ) -> Result<()> {
-        Ok(())
-    }
-    /// A test's figures, equal on all ranks.
-    fn after_test_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
-        Ok(())
-    }
-    /// After a test.
-    fn after_test(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// A checkpoint is about to be written; the hook may change what is in it. On every rank. A checkpoint
-    /// that is asked for here is written after the next stage.
-    fn before_save_checkpoint(&mut self, runner: &mut Runner, draft: &mut Draft) -> Result<()> {
-        Ok(())
-    }
-    /// Once, after the last epoch, or when the time budget is spent.
-    fn after_train(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Once, after everything else.
-    fn after_run(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-
-    /// What to save in checkpoints.
-    fn state_dict(&self) -> Option<Value> {
-        None
-    }
-    /// Goes on from what was saved.
-    fn load_state_dict(&mut self, state: &Value) -> Result<()> {
-        Ok(())
-    }
-}
-
-/// A hook with another place than it asks for.
-struct At(Priority, Box<dyn Hook>);
-
-macro_rules! forward {
-    ($($stage:ident($($arg:ident: $kind:ty),*);)*) => {$(
-        fn $stage(&mut self, runner: &mut Runner $(, $arg: $kind)*) -> Result<()> {
-            self.1.$stage(runner $(, $arg)*)
-        }
-    )*};
-}
-
-impl Hook for At {
-    fn name(&self) -> &'static str {
-        self.1.name()
-    }
-    fn priority(&self) -> Priority {
-        self.0
-    }
-    fn figures(&self) -> Vec<String> {
-        self.1.figures()
-    }
-    fn warning(&self, length: Length) -> Option<String> {
-        self.1.warning(length)
-    }
-    fn state_dict(&self) -> Option<Value> {
-        self.1.state_dict()
-    }
-    fn load_state_dict(&mut self, state: &Value) -> Result<()> {
-        self.1.load_state_dict(state)
-    }
-    forward! {
-        before_run();
-        after_load_checkpoint(checkpoint: &Checkpoint);
-        before_train();
-        before_train_epoch();
-        before_train_iter(batch: &mut Batch);
-        after_train_iter(batch: &Batch, losses: &Losses);
-        after_train_epoch();
-        on_interrupt();
-        before_val();
-        before_val_epoch();
-        before_val_iter(index: usize, batch: &mut Batch);
-        after_val_iter(index: usize, batch: &Batch, outputs: &[(String, Array)]);
-        after_val_epoch(metrics: &[(String, f64)]);
-        after_val();
-        before_test();
-        before_test_epoch();
-        before_test_iter(index: usize, batch: &mut Batch);
-        after_test_iter(index: usize, batch: &Batch, outputs: &[(String, Array)]);
-        after_test_epoch(metrics: &[(String, f64)]);
-        after_test();
-        before_save_checkpoint(draft: &mut Draft);
-        after_train();
-        after_run();
-    }
-}
-
-/// Builds a hook of any type, at the `priority` that its section says, by name or number, if it does.
-/// `metrics` are the names of the figures a validation will have, if they are known.
+/// Builds a hook, at the `priority` that its section says, by name or number, if it does, else at its own.
+/// `metrics` are the names of the metrics that a validation will have, if they are known.
 pub(crate) fn build(
     mut section: Section,
     default_type: Option<&str>,
     metrics: Option<&[String]>,
-) -> Result<Box<dyn Hook>> {
+) -> Result<(Priority, Box<dyn Hook>)> {
     let place = ["save_best", "monitor"].into_iter().find(|key| section.has(key));
     let place = section.offset_of(place.unwrap_or("type"));
-    let priority = read_priority(&mut section)?;
-    let mut hook = match default_type {
+    let priority = Priority::read(&mut section)?;
+    let hook = match default_type {
         Some(default_type) => HOOKS.build_or(section, default_type)?,
         None => HOOKS.build(section)?,
     };
@@ -325,41 +68,19 @@ pub(crate) fn build(
             }
         }
     }
-    if let Some(priority) = priority {
-        hook = Box::new(At(priority, hook));
-    }
-    Ok(hook)
+    Ok((priority.unwrap_or_else(|| hook.priority()), hook))
 }
 
-fn read_priority(section: &mut Section) -> Result<Option<Priority>> {
-    if !section.has("priority") {
-        return Ok(None);
-    }
-    if section.is_string("priority") {
-        let place = section.offset_of("priority");
-        let name: String = section.required("priority")?;
-        let named = Priority::NAMES.iter().find(|(known, _)| known.eq_ignore_ascii_case(&name));
-        let names = Priority::NAMES.map(|(known, _)| known);
-        let refused = || place.error(unknown("value", &name, &names));
-        return named.map(|(_, priority)| Some(*priority)).ok_or_else(refused);
-    }
-    let number =
-        section.or_checked("priority", 50, "between 0 and 100", |n: &i64| (0..=100).contains(n))?;
-    let number = u8::try_from(number).map_err(|e| section.error(e))?;
-    Ok(Some(Priority(number)))
-}
-
-/// The hooks a configuration can name.
-pub(crate) const BUILTIN: Builtin<Box<dyn Hook>> = &[
+const BUILTIN: Builtin<Box<dyn Hook>> = &[
     ("CheckInvalidLossHook", check_invalid_loss::read),
     ("CheckpointHook", checkpoint::read),
-    ("DistSamplerSeedHook", |_| Ok(Box::new(ByRunner("DistSamplerSeedHook", Priority::NORMAL)))),
+    ("DistSamplerSeedHook", |_| Ok(Box::new(NoopHook("DistSamplerSeedHook", Priority::NORMAL)))),
     ("EMAHook", ema::read),
     ("EarlyStoppingHook", early_stopping::read),
     ("IterTimerHook", |_| Ok(Box::new(IterTimerHook::default()))),
     ("LoggerHook", logger::read),
     ("ParamSchedulerHook", |_| Ok(Box::new(ParamSchedulerHook))),
-    ("RuntimeInfoHook", |_| Ok(Box::new(ByRunner("RuntimeInfoHook", Priority::VERY_HIGH)))),
+    ("RuntimeInfoHook", |_| Ok(Box::new(NoopHook("RuntimeInfoHook", Priority::VERY_HIGH)))),
     ("SyncBuffersHook", |_| Ok(Box::new(SyncBuffersHook::default()))),
 ];
 
@@ -374,7 +95,7 @@ pub(crate) const DEFAULTS: &[(&str, &str)] = &[
 
 /// Default hooks of MMEngine's whose work the runner does itself: key and type, which a configuration may
 /// name, and why it cannot do without.
-pub(crate) const BY_RUNNER: &[(&str, &str, &str)] = &[
+pub(crate) const NOOP: &[(&str, &str, &str)] = &[
     ("runtime_info", "RuntimeInfoHook", "hooks ask the runner itself"),
     (
         "sampler_seed",
@@ -383,10 +104,10 @@ pub(crate) const BY_RUNNER: &[(&str, &str, &str)] = &[
     ),
 ];
 
-/// A hook that leaves everything to the runner.
-struct ByRunner(&'static str, Priority);
+/// A default hook of MMEngine's that does nothing here: the runner does its work.
+struct NoopHook(&'static str, Priority);
 
-impl Hook for ByRunner {
+impl Hook for NoopHook {
     fn name(&self) -> &'static str {
         self.0
     }
@@ -402,10 +123,14 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use parking_lot::Mutex;
+    use serde_json::Value;
 
     use super::*;
+    use crate::checkpoint::{Checkpoint, Draft};
+    use crate::data::{Array, Batch};
+    use crate::engine::Losses;
     use crate::evaluate::Metric;
-    use crate::runner::TrainConfig;
+    use crate::runner::{Runner, TrainConfig};
     use crate::testing::{blank, builder};
 
     /// Writes each stage it sees to a list.
@@ -700,7 +425,7 @@ mod tests {
         for (text, priority) in [("'very_low'", 90), ("'High'", 30), ("7", 7)] {
             let text = format!("type = 'SyncBuffersHook'\npriority = {text}");
             let section = crate::config::Config::from_text("c.toml", text).unwrap().into_section();
-            assert_eq!(build(section, None, None).unwrap().priority().0, priority);
+            assert_eq!(build(section, None, None).unwrap().0.0, priority);
         }
     }
 }

@@ -6,14 +6,17 @@ use collective::reducer::{CommHook, PowerSgd};
 use super::{DistributedDataParallel, WrapperFactory};
 use crate::Result;
 use crate::config::Section;
-use crate::registry::Builtin;
+use crate::registry::Registry;
 
-/// The wrappers a configuration can name; MMEngine's own spellings are among them.
-pub(crate) const BUILTIN: Builtin<WrapperFactory> = &[
-    ("DistributedDataParallel", ddp),
-    ("MMDistributedDataParallel", ddp),
-    ("MMSeparateDistributedDataParallel", separate),
-];
+/// The wrappers a configuration can name, `[model_wrapper_cfg]`; MMEngine's own spellings are among them.
+pub static MODEL_WRAPPERS: Registry<WrapperFactory> = Registry::with(
+    "model wrapper",
+    &[
+        ("DistributedDataParallel", ddp),
+        ("MMDistributedDataParallel", ddp),
+        ("MMSeparateDistributedDataParallel", separate),
+    ],
+);
 
 const MIB: usize = 1 << 20;
 
@@ -90,8 +93,8 @@ fn comm_hook(section: &mut Section) -> Result<CommHook> {
 
 #[cfg(test)]
 mod tests {
+    use super::MODEL_WRAPPERS;
     use crate::config::Config;
-    use crate::registry::MODEL_WRAPPERS;
 
     fn error(text: &str) -> String {
         let section = Config::from_text("c.toml", text).unwrap().into_section();

@@ -4,7 +4,7 @@
 //! A [`ModelWrapper`] owns gradient memory. [`DistributedDataParallel`] averages gradients over a
 //! process group while backward still runs; a group of one rank is the same with nothing to
 //! average. A wrapper of your own implements the trait, or [`WrapperOver`] to change some of another's
-//! ways, and registers itself in [`MODEL_WRAPPERS`](crate::registry::MODEL_WRAPPERS).
+//! ways, and registers itself in [`MODEL_WRAPPERS`].
 
 mod builtin;
 mod ddp;
@@ -15,7 +15,7 @@ use collective::ProcessGroup;
 use fused_optim::cuda::LookAhead;
 use fused_optim::{DType, Slice};
 
-pub(crate) use builtin::BUILTIN;
+pub use builtin::MODEL_WRAPPERS;
 pub use ddp::DistributedDataParallel;
 
 use crate::Result;

@@ -22,16 +22,21 @@ use super::{
 use crate::config::{FromConfig, Mistakes, Section};
 use crate::device::Device;
 use crate::engine::TensorSpec;
-use crate::registry::{Builtin, OPTIMIZERS};
+use crate::registry::{Builtin, Registry};
 use crate::{Error, Result};
 
-/// The wrappers a configuration can name.
-pub(crate) const BUILTIN: Builtin<OptimWrapperFactory> =
-    &[("OptimWrapper", fp32), ("AmpOptimWrapper", amp), ("OptimWrapperDict", dict)];
+/// The wrappers a configuration can name: `[optim_wrapper]`.
+pub static OPTIM_WRAPPERS: Registry<OptimWrapperFactory> = Registry::with(
+    "optimizer wrapper",
+    &[("OptimWrapper", fp32), ("AmpOptimWrapper", amp), ("OptimWrapperDict", dict)],
+);
 
-/// The optimizers a configuration can name: Ascend's fused nine, with torch_npu's defaults, under the
+/// The optimizers a configuration can name: `[optim_wrapper.optimizer]`.
+pub static OPTIMIZERS: Registry<OptimizerFactory> = Registry::with("optimizer", FUSED);
+
+/// Ascend's fused nine, with torch_npu's defaults, under the
 /// names that their originals have and under Ascend's. They are the same, and fused, on any device.
-pub(crate) const BUILTIN_OPTIMIZERS: Builtin<OptimizerFactory> = &[
+const FUSED: Builtin<OptimizerFactory> = &[
     ("Adadelta", adadelta),
     ("NpuFusedAdadelta", adadelta),
     ("Adam", adam),
@@ -503,7 +508,6 @@ fn of_places(section: &mut Section, key: &'static str, _: CosineEps) -> Result<C
 mod tests {
     use super::*;
     use crate::config::Config;
-    use crate::registry::OPTIM_WRAPPERS;
 
     fn build(text: &str) -> Result<OptimizerFactory> {
         OPTIMIZERS.build(Config::from_text("c.toml", text)?.into_section())
@@ -522,7 +526,7 @@ mod tests {
             ("RMSpropTF", "rmsprop_tf"),
             ("SGD", "sgd"),
         ];
-        assert_eq!(BUILTIN_OPTIMIZERS.len(), 2 * kinds.len());
+        assert_eq!(FUSED.len(), 2 * kinds.len());
         let groups = Paramwise::default().groups(&[]);
         for (name, kind) in kinds {
             for name in [name.to_owned(), format!("NpuFused{name}")] {

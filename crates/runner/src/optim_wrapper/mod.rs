@@ -23,7 +23,7 @@ use fused_optim::{
 
 pub use accumulation::{Accumulation, Turn};
 pub use amp::{AmpOptimWrapper, LossScale};
-pub(crate) use builtin::{BUILTIN, BUILTIN_OPTIMIZERS};
+pub use builtin::{OPTIM_WRAPPERS, OPTIMIZERS};
 pub use dict::{Member, OptimizerDict, assign};
 pub use fp32::Fp32OptimWrapper;
 pub use paramwise::{Multipliers, Paramwise};

@@ -11,18 +11,15 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 
 use super::agreement::Agreement;
 use super::output::Output;
-use super::scheduling::make_schedulers;
+use super::scheduling::{ParamSchedulerHook, make_schedulers, scale_lr};
 use super::state::engine_seed;
-use super::{DataLoaderConfig, Judged, Runner, Status, TrainConfig, Validation, scale_lr};
+use super::{DataLoaderConfig, Hook, Judged, Priority, Runner, Status, TrainConfig, Validation};
 use crate::checkpoint::Position;
 use crate::config::Place;
 use crate::data::DataLoader;
 use crate::device::{self, Device, DeviceConfig, Own};
 use crate::engine::{CompileOptions, Engine};
 use crate::evaluate::Metric;
-use crate::hooks::{
-    CheckpointHook, Hook, IterTimerHook, LoggerHook, ParamSchedulerHook, SyncBuffersHook,
-};
 use crate::launch::is_elastic;
 use crate::model::{DistributedDataParallel, ModelContext, ModelFactory, WrapperFactory};
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
@@ -36,51 +33,51 @@ const TIMEOUT: Duration = Duration::from_secs(1800);
 /// Collects the parts of a [`Runner`].
 #[derive(Default)]
 pub struct RunnerBuilder {
-    pub(super) model: Option<ModelFactory>,
-    pub(super) wrapper: Option<WrapperFactory>,
-    pub(super) optim: Option<OptimWrapperFactory>,
-    pub(super) train_loader: Option<DataLoaderConfig>,
-    pub(super) validation: Option<(DataLoaderConfig, Box<dyn Metric>)>,
-    pub(super) test: Option<(DataLoaderConfig, Box<dyn Metric>)>,
-    pub(super) train: Option<TrainConfig>,
-    pub(super) schedulers: Vec<SchedulerConfig>,
-    pub(super) auto_scale_lr: Option<usize>,
-    pub(super) hooks: Vec<Box<dyn Hook>>,
-    pub(super) work_dir: Option<PathBuf>,
-    pub(super) seed: Option<u64>,
-    pub(super) diff_rank_seed: bool,
-    pub(super) timeout: Option<Duration>,
-    pub(super) transport: Transport,
-    pub(super) open_files: Option<u64>,
-    pub(super) time_budget: Option<Duration>,
-    pub(super) launcher: Option<Launcher>,
-    pub(super) resume: bool,
-    pub(super) elastic: bool,
-    pub(super) load_from: Option<PathBuf>,
-    pub(super) looks: Looks,
-    pub(super) compile: Option<CompileOptions>,
-    pub(super) only: Option<Judged>,
+    pub(crate) model: Option<ModelFactory>,
+    pub(crate) wrapper: Option<WrapperFactory>,
+    pub(crate) optim: Option<OptimWrapperFactory>,
+    pub(crate) train_loader: Option<DataLoaderConfig>,
+    pub(crate) validation: Option<(DataLoaderConfig, Box<dyn Metric>)>,
+    pub(crate) test: Option<(DataLoaderConfig, Box<dyn Metric>)>,
+    pub(crate) train: Option<TrainConfig>,
+    pub(crate) schedulers: Vec<SchedulerConfig>,
+    pub(crate) auto_scale_lr: Option<usize>,
+    pub(crate) hooks: Vec<(Priority, Box<dyn Hook>)>,
+    pub(crate) work_dir: Option<PathBuf>,
+    pub(crate) seed: Option<u64>,
+    pub(crate) diff_rank_seed: bool,
+    pub(crate) timeout: Option<Duration>,
+    pub(crate) transport: Transport,
+    pub(crate) open_files: Option<u64>,
+    pub(crate) time_budget: Option<Duration>,
+    pub(crate) launcher: Option<Launcher>,
+    pub(crate) resume: bool,
+    pub(crate) elastic: bool,
+    pub(crate) load_from: Option<PathBuf>,
+    pub(crate) looks: Looks,
+    pub(crate) compile: Option<CompileOptions>,
+    pub(crate) only: Option<Judged>,
     /// Where the configuration has its parts, by key.
-    pub(super) places: Vec<(&'static str, Place)>,
-    pub(super) device: DeviceConfig,
+    pub(crate) places: Vec<(&'static str, Place)>,
+    pub(crate) device: DeviceConfig,
     group: Option<ProcessGroup>,
 }
 
 /// How a run presents itself.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Looks {
+pub(crate) struct Looks {
     /// The configuration's text, and what a copy of it is to be called.
-    pub(super) config: Option<(String, String)>,
+    pub(crate) config: Option<(String, String)>,
     /// `NAME` of the lines `Exp name: NAME_TIME`.
-    pub(super) experiment_name: Option<String>,
+    pub(crate) experiment_name: Option<String>,
     /// Number of values that scalars are smoothed over.
-    pub(super) window_size: Option<NonZero<usize>>,
+    pub(crate) window_size: Option<NonZero<usize>>,
     /// Whether log lines count epochs, if not as the run does.
-    pub(super) by_epoch: Option<bool>,
+    pub(crate) by_epoch: Option<bool>,
     /// Event files for TensorBoard.
-    pub(super) tensorboard: bool,
+    pub(crate) tensorboard: bool,
     /// What is too unimportant to be logged.
-    pub(super) log_level: Level,
+    pub(crate) log_level: Level,
 }
 
 impl std::fmt::Debug for RunnerBuilder {
@@ -154,25 +151,10 @@ impl RunnerBuilder {
         self
     }
 
-    /// Adds a hook.
+    /// Adds a hook, at its own priority.
     #[must_use]
     pub fn hook(mut self, hook: Box<dyn Hook>) -> Self {
-        self.hooks.push(hook);
-        self
-    }
-
-    /// Adds the hooks that a configuration has unless it says otherwise: times, buffers alike on all
-    /// ranks, log lines every ten batches, schedulers' steps, a checkpoint every epoch.
-    #[must_use]
-    pub fn default_hooks(mut self) -> Self {
-        let hooks: [Box<dyn Hook>; 5] = [
-            Box::new(IterTimerHook::default()),
-            Box::new(SyncBuffersHook::default()),
-            Box::new(LoggerHook::new(10)),
-            Box::new(ParamSchedulerHook),
-            Box::new(CheckpointHook::new(1)),
-        ];
-        self.hooks.extend(hooks);
+        self.hooks.push((hook.priority(), hook));
         self
     }
 
@@ -360,7 +342,7 @@ impl RunnerBuilder {
         runner.inspect_err(|error| group.abort(&error.to_string()))
     }
 
-    pub(super) fn judges(&self) -> bool {
+    pub(crate) fn judges(&self) -> bool {
         self.validation.is_some() || self.test.is_some()
     }
 }
@@ -442,12 +424,15 @@ fn make_judged(
 }
 
 /// Hooks by priority; schedulers have one that lets them step.
-fn in_order(mut hooks: Vec<Box<dyn Hook>>, has_schedulers: bool) -> Vec<Box<dyn Hook>> {
-    let steps = hooks.iter().any(|hook| hook.name() == ParamSchedulerHook.name());
+fn in_order(
+    mut hooks: Vec<(Priority, Box<dyn Hook>)>,
+    has_schedulers: bool,
+) -> Vec<(Priority, Box<dyn Hook>)> {
+    let steps = hooks.iter().any(|(_, hook)| hook.name() == ParamSchedulerHook.name());
     if has_schedulers && !steps {
-        hooks.push(Box::new(ParamSchedulerHook));
+        hooks.push((ParamSchedulerHook.priority(), Box::new(ParamSchedulerHook)));
     }
-    hooks.sort_by_key(|hook| hook.priority());
+    hooks.sort_by_key(|(priority, _)| *priority);
     hooks
 }
 
@@ -484,6 +469,7 @@ mod tests {
     use super::*;
     use crate::config::Config;
     use crate::evaluate::Accuracy;
+    use crate::hooks::CheckpointHook;
     use crate::testing::{blank, builder};
 
     #[test]
@@ -492,7 +478,7 @@ mod tests {
                       train_dataloader = { batch_size = 1, dataset.type = 'Digits' }\n\
                       optim_wrapper = { type = 'OptimWrapper', optimizer = { type = 'Adam' } }";
         let names = |builder: &RunnerBuilder| {
-            builder.hooks.iter().map(|hook| hook.name().to_owned()).collect::<Vec<_>>()
+            builder.hooks.iter().map(|(_, hook)| hook.name().to_owned()).collect::<Vec<_>>()
         };
         // Its `type` may be left out, as MMEngine's may.
         let config = config.replace("type = 'OptimWrapper', ", "");

@@ -12,34 +12,22 @@ use collective::ProcessGroup;
 use fused_optim::{DType, Slice};
 use parking_lot::Mutex;
 
+use super::evaluation::nothing_to_judge;
 use super::scheduling::make_schedulers;
-use super::{DataLoaderConfig, Length, RunnerBuilder, TrainConfig};
-use crate::config::{Config, Mistakes};
+use super::{DataLoaderConfig, Hook, Length, Priority, RunnerBuilder, TrainConfig};
+use crate::config::Mistakes;
 use crate::data::{ArrayData, Batch, DataLoader};
 use crate::device::Device;
 use crate::engine::{ComputeDevice, Engine, GradSink, SharedSink};
 use crate::evaluate::{Metric, check_records};
-use crate::hooks::Hook;
 use crate::model::ModelContext;
 use crate::schedulers::SchedulerConfig;
-use crate::{Error, Result, loops};
+use crate::{Error, Result};
 
 /// How many samples of a data set are looked at.
 const LOOKED_AT: usize = 256;
 
 impl RunnerBuilder {
-    /// Tells all mistakes of a configuration, what a run of it would be refused for, and which data do not fit
-    /// the model, as one error; and what such a run would be warned of. Nothing is created.
-    pub(crate) fn check(config: Config) -> (Vec<String>, Result<()>) {
-        let (builder, mistakes) = Self::read(config);
-        let is_read = mistakes.len() == 0;
-        let length = builder.train.as_ref().map(|train| train.length);
-        let warnings = builder.hooks.iter().filter_map(|hook| hook.warning(length?)).collect();
-        builder.refuse(&mistakes);
-        mistakes.add_of(builder.try_parts(&mistakes, is_read));
-        (warnings, mistakes.check())
-    }
-
     /// Refuses what can be refused before anything is made.
     pub(super) fn refused(&self) -> Result<()> {
         let mistakes = Mistakes::default();
@@ -50,7 +38,7 @@ impl RunnerBuilder {
     /// Adds all of that to the `mistakes`.
     pub(crate) fn refuse(&self, mistakes: &Mistakes) {
         if let Some(judged) = self.only.filter(|_| !self.judges()) {
-            mistakes.add(loops::nothing_to_judge(judged));
+            mistakes.add(nothing_to_judge(judged));
         }
         check_names(&self.hooks, mistakes);
         if let Some(path) = self.load_from.as_ref().filter(|path| !path.is_dir()) {
@@ -72,7 +60,7 @@ impl RunnerBuilder {
 
     /// Makes model and data sets and tries the one on the others; and, if the configuration `is_read` without a
     /// mistake, makes the rest.
-    fn try_parts(mut self, mistakes: &Mistakes, is_read: bool) -> Result<()> {
+    pub(crate) fn try_parts(mut self, mistakes: &Mistakes, is_read: bool) -> Result<()> {
         let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
         let cx = ModelContext { dtype: DType::F32, seed: 0, device: ComputeDevice::Cpu };
         let places = std::mem::take(&mut self.places);
@@ -219,10 +207,10 @@ fn check_lengths(
 }
 
 /// Refuses two hooks that would save their state in one place.
-fn check_names(hooks: &[Box<dyn Hook>], mistakes: &Mistakes) {
-    for (i, hook) in hooks.iter().enumerate().filter(|(_, h)| h.state_dict().is_some()) {
+fn check_names(hooks: &[(Priority, Box<dyn Hook>)], mistakes: &Mistakes) {
+    for (i, (_, hook)) in hooks.iter().enumerate().filter(|(_, h)| h.1.state_dict().is_some()) {
         let name = hook.name();
-        if hooks[..i].iter().any(|h| h.name() == name) {
+        if hooks[..i].iter().any(|(_, h)| h.name() == name) {
             let why = format!("two hooks called `{name}` would save their state in one place");
             mistakes.add(Error::Config(why));
         }
@@ -232,6 +220,7 @@ fn check_names(hooks: &[Box<dyn Hook>], mistakes: &Mistakes) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Config;
 
     const GOOD: &str = "model = { type = 'Mlp', in_features = 64 }\ntrain_cfg.max_epochs = 2\n\
                         train_dataloader.batch_size = 1\ntrain_dataloader.dataset.type = 'Digits'\n\

@@ -3,7 +3,7 @@
 //! Iterations in a configuration are those of the number of ranks that the run began with: the length of a run by
 //! iterations, the intervals of checkpoints and validations, and schedulers. An iteration of more ranks completes
 //! several of them, an iteration of fewer ranks a part of one, in the ratio of an epoch's batches
-//! ([`IterScale`](crate::checkpoint::IterScale)). A schedule is stepped once for each of them, so it has the same value
+//! ([`IterScale`](crate::data::IterScale)). A schedule is stepped once for each of them, so it has the same value
 //! at the same place in the data, and returns to the same numbers when the first number of ranks returns. Checkpoints
 //! (`iter_N`), `scalars.json` and `EMAHook` count them, too; log lines and [`Position::iter`] count the iterations of
 //! the present number of ranks.
@@ -13,12 +13,12 @@
 //! in size and the log warns; `auto_scale_lr` then scales the learning rate to the new size. Gradients that wait for a
 //! step are averaged over the ranks that wrote them and keep their share of that step.
 
-use super::scheduling::make_schedulers;
-use super::{Length, Runner, scale_lr};
+use super::scheduling::{make_schedulers, scale_lr};
+use super::{Length, Runner};
 use crate::Result;
 use crate::checkpoint::Position;
 use crate::optim_wrapper::Accumulation;
-use crate::schedulers::{Param, Scheduler};
+use crate::schedulers::Param;
 
 /// What is left to convert once the rest of a checkpoint is loaded.
 #[derive(Debug, Default)]
@@ -138,21 +138,6 @@ impl Runner {
             scheduler.scale_base(is as f64 / was as f64);
         }
         scale_lr(self.optim.optimizer_mut(), is, Some(was)).map(drop)
-    }
-
-    /// Lets the schedulers that count iterations step: once, or, once the number of ranks has changed, for each
-    /// iteration of the configuration that this one completes.
-    pub(crate) fn step_iter_schedulers(&mut self) -> Result<()> {
-        let counts_iters = |s: &Scheduler| !s.needs_metrics() && !s.by_epoch();
-        let Position { iter, begun, .. } = self.position;
-        let mut steps = 1;
-        if begun.first_world_size.is_some()
-            && let Some(scheduler) = self.schedulers.iter().find(|s| counts_iters(s))
-        {
-            let wanted = begun.scale.to_configured(iter + 1) as u64;
-            steps = wanted.saturating_sub(scheduler.steps());
-        }
-        (0..steps).try_for_each(|_| self.step_schedulers(&[], counts_iters))
     }
 }
 

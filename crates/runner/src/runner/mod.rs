@@ -8,29 +8,34 @@ mod agreement;
 mod builder;
 mod check;
 mod elastic;
+mod evaluation;
 mod finite;
+mod hook;
 mod loader_config;
+mod log_lines;
 mod output;
-mod read;
 mod saving;
 mod scheduling;
 mod state;
 mod train_config;
+mod train_loop;
 
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use collective::ProcessGroup;
-use fused_optim::{Error as OptimError, Optimizer, SliceMut};
+use fused_optim::SliceMut;
 use serde_json::Value;
 
 use agreement::Agreement;
 pub use builder::RunnerBuilder;
+pub use hook::{Hook, Priority};
 pub use loader_config::DataLoaderConfig;
+pub(crate) use log_lines::{format_judged_line, format_judging_line, format_train_line};
 use output::Output;
 pub use saving::Save;
 use saving::Status;
+pub use scheduling::ParamSchedulerHook;
 pub(crate) use state::BUFFERS;
 pub use train_config::{Length, TrainConfig};
 
@@ -38,12 +43,11 @@ use crate::checkpoint::Position;
 use crate::data::{Array, Batch, DataLoader};
 use crate::engine::{Engine, Losses};
 use crate::evaluate::Metric;
-use crate::hooks::Hook;
 use crate::model::ModelWrapper;
 use crate::optim_wrapper::OptimWrapper;
-use crate::schedulers::{Param, Scheduler, SchedulerConfig};
+use crate::schedulers::{Scheduler, SchedulerConfig};
 use crate::sinks::{Logger, Scalars};
-use crate::{Error, Result, loops, signals};
+use crate::{Error, Result, signals};
 
 /// A training run on this rank.
 pub struct Runner {
@@ -54,7 +58,7 @@ pub struct Runner {
     schedulers: Vec<Scheduler>,
     scheduler_configs: Vec<SchedulerConfig>,
     auto_scales_lr: bool,
-    hooks: Vec<Box<dyn Hook>>,
+    hooks: Vec<(Priority, Box<dyn Hook>)>,
     train_loader: Option<DataLoader>,
     validation: Option<Validation>,
     test: Option<Validation>,
@@ -126,7 +130,7 @@ impl Runner {
     /// writes one. Else the first failure of any part: the group is aborted, with the failure's text, so
     /// that the other ranks end too and say why.
     pub fn train(&mut self) -> Result<Vec<(String, f64)>> {
-        let trained = loops::train(self);
+        let trained = train_loop::train(self);
         self.or_abort(trained)
     }
 
@@ -137,7 +141,7 @@ impl Runner {
     ///
     /// [`Error::Config`] without a validation set; else as [`train`](Self::train).
     pub fn validate(&mut self) -> Result<Vec<(String, f64)>> {
-        let figures = loops::judge_once(self, Judged::Val);
+        let figures = evaluation::judge_once(self, Judged::Val);
         self.or_abort(figures)
     }
 
@@ -147,7 +151,7 @@ impl Runner {
     ///
     /// [`Error::Config`] without a test set; else as [`train`](Self::train).
     pub fn test(&mut self) -> Result<Vec<(String, f64)>> {
-        let figures = loops::judge_once(self, Judged::Test);
+        let figures = evaluation::judge_once(self, Judged::Test);
         self.or_abort(figures)
     }
 
@@ -355,22 +359,6 @@ impl Runner {
         self.status.interrupted
     }
 
-    /// Lets the schedulers step that are `due`, in order, each on what those before it left.
-    pub(crate) fn step_schedulers(
-        &mut self,
-        metrics: &[(String, f64)],
-        due: impl Fn(&Scheduler) -> bool,
-    ) -> Result<()> {
-        let optimizer = self.optim.optimizer_mut();
-        for scheduler in self.schedulers.iter_mut().filter(|s| due(s)) {
-            let (param, groups) = (scheduler.param(), scheduler.groups());
-            let mut values = read_values(optimizer, param, groups.clone())?;
-            scheduler.step(&mut values, metrics)?;
-            write_values(optimizer, param, groups, &values)?;
-        }
-        Ok(())
-    }
-
     /// Makes rank 0's parameters and buffers everyone's.
     pub(crate) fn broadcast_model(&mut self) -> Result<()> {
         let group = self.group.clone();
@@ -443,94 +431,5 @@ impl Runner {
         }
         self.watch_loss(&update);
         Ok(update.losses)
-    }
-}
-
-/// What these parameter groups of an optimizer have.
-fn read_values(optimizer: &dyn Optimizer, param: Param, groups: Range<usize>) -> Result<Vec<f64>> {
-    let none = || {
-        let text = format!("{} has no momentum for a scheduler to change", optimizer.kind());
-        Error::Config(text)
-    };
-    let read = |group| match param {
-        Param::Lr => Ok(optimizer.lr(group)?),
-        Param::Momentum => optimizer.momentum(group)?.ok_or_else(none),
-    };
-    groups.map(read).collect()
-}
-
-fn write_values(
-    optimizer: &mut dyn Optimizer,
-    param: Param,
-    groups: Range<usize>,
-    values: &[f64],
-) -> Result<()> {
-    for (group, &value) in groups.zip(values) {
-        match param {
-            Param::Lr => optimizer.set_lr(group, value)?,
-            Param::Momentum => match optimizer.set_momentum(group, value) {
-                Err(OptimError::MomentumFromZero { .. }) if value == 0.0 => {
-                    optimizer.set_momentum(group, LEAST_MOMENTUM)?;
-                }
-                set => set?,
-            },
-        }
-    }
-    Ok(())
-}
-
-/// Multiplies every group's learning rate, which is one for batches of `base` samples. Tells so.
-fn scale_lr(
-    optimizer: &mut dyn Optimizer,
-    batch: usize,
-    base: Option<usize>,
-) -> Result<Option<String>> {
-    let Some(base) = base else { return Ok(None) };
-    let factor = batch as f64 / base as f64;
-    let groups = 0..optimizer.group_count();
-    let values = read_values(optimizer, Param::Lr, groups.clone())?;
-    let scaled: Vec<_> = values.iter().map(|lr| lr * factor).collect();
-    write_values(optimizer, Param::Lr, groups, &scaled)?;
-    let rate = |rates: &[f64]| rates.first().copied().unwrap_or(f64::NAN);
-    Ok(Some(format!(
-        "auto_scale_lr: learning rate {} instead of {}: a batch of all ranks has {batch} samples, and \
-         base_batch_size is {base}",
-        rate(&scaled),
-        rate(&values)
-    )))
-}
-
-/// Stands for a momentum of 0 where a schedule ends with it and an optimizer keeps its buffer: in `f32` a buffer
-/// times this adds nothing to a gradient. (An SGD with dampening dampens even then; PyTorch's does not.)
-const LEAST_MOMENTUM: f64 = f32::MIN_POSITIVE as f64;
-
-#[cfg(test)]
-mod tests {
-    use fused_optim::{Applied, ParamMut, Sgd, SgdHyper, Slice, StepCtl};
-
-    use super::*;
-
-    #[test]
-    fn a_schedule_may_end_without_momentum() {
-        let sgd = |momentum| {
-            let hyper = SgdHyper { lr: 0.1, momentum, ..SgdHyper::default() };
-            Sgd::with_one_group(hyper, 1).unwrap()
-        };
-        let step = |sgd: &mut Sgd, weight: &mut [f32], grad: &[f32]| {
-            let mut params = [ParamMut::new(weight, Some(Slice::F32(grad)))];
-            assert_eq!(sgd.step(&mut params, &StepCtl::PLAIN).unwrap(), Applied::Applied);
-        };
-        let (mut with, mut without) = (sgd(0.9), sgd(0.0));
-        let mut weight = [1.0, -2.0, 0.5];
-        step(&mut with, &mut weight, &[3.0, 1e-3, -7.0]);
-        write_values(&mut with, Param::Momentum, 0..1, &[0.0]).unwrap();
-        let mut expected = weight;
-        for grad in [[0.5, -0.25, 1e-9], [0.0, 4.0, -0.5]] {
-            step(&mut with, &mut weight, &grad);
-            step(&mut without, &mut expected, &grad);
-            assert_eq!(weight, expected);
-        }
-        // Where there is no buffer, none comes.
-        write_values(&mut without, Param::Momentum, 0..1, &[0.5]).unwrap_err();
     }
 }

@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::builder::Looks;
+use super::log_lines::format_bar;
 use super::{Judged, Runner};
 use crate::checkpoint::{is_full, remove_leftovers};
 use crate::device::Device;
-use crate::sinks::{EventFile, JsonLine, Logger, Scalars, ScalarsFile, WAIT, format_bar};
+use crate::sinks::{EventFile, JsonLine, Logger, Scalars, ScalarsFile, WAIT};
 use crate::{Error, Result};
 
 /// Redraw the bar at most this often.
@@ -172,13 +173,13 @@ impl Runner {
         lines.extend(scaled);
         if self.train_loader.is_some() {
             let length = self.train.length;
-            warnings.extend(self.hooks.iter().filter_map(|hook| hook.warning(length)));
+            warnings.extend(self.hooks.iter().filter_map(|(_, hook)| hook.warning(length)));
         }
         lines.extend(self.engine.compile_report().map(|report| report.to_string()));
         // MMEngine's words.
         let mut hooks = "Hooks will be executed in the following order:".to_owned();
-        for hook in &self.hooks {
-            hooks += &format!("\n({:<12}) {}", hook.priority().to_string(), hook.name());
+        for (priority, hook) in &self.hooks {
+            hooks += &format!("\n({:<12}) {}", priority.to_string(), hook.name());
         }
         lines.push(hooks);
         lines.iter().for_each(|line| self.output.logger.info(line));

@@ -4,10 +4,9 @@
 //! have had their turn. So what is saved does not depend on their order: every scheduler has stepped, every hook
 //! has counted, and an average that stood in for the weights has left.
 
-use super::Runner;
+use super::{Hook, Runner};
 use crate::Result;
 use crate::checkpoint::Position;
-use crate::hooks::Hook;
 
 /// A checkpoint to be written.
 #[derive(Clone, Debug)]
@@ -98,9 +97,9 @@ impl Runner {
     ) -> Result<()> {
         let nested = std::mem::replace(&mut self.status.in_hooks, true);
         let called = (0..self.hooks.len()).try_for_each(|index| {
-            let mut hook = std::mem::replace(&mut self.hooks[index], Box::new(Absent));
+            let mut hook = std::mem::replace(&mut self.hooks[index].1, Box::new(Absent));
             let result = stage(&mut *hook, self);
-            self.hooks[index] = hook;
+            self.hooks[index].1 = hook;
             result
         });
         self.status.in_hooks = nested;

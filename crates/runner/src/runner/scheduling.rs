@@ -1,9 +1,14 @@
-//! The schedulers of a run: made for the groups of its optimizer.
+//! The schedulers of a run: made for the groups of its optimizer, and stepped by [`ParamSchedulerHook`].
 
 use std::ops::Range;
 
-use super::{Length, TrainConfig, read_values, write_values};
+use fused_optim::{Error as OptimError, Optimizer};
+
+use super::{Hook, Length, Priority, Runner, TrainConfig};
+use crate::checkpoint::Position;
 use crate::config::unknown;
+use crate::data::Batch;
+use crate::engine::Losses;
 use crate::optim_wrapper::OptimWrapper;
 use crate::schedulers::{Param, Scheduler, SchedulerConfig, Span};
 use crate::{Error, Result};
@@ -52,4 +57,158 @@ fn groups_of(part: Option<&str>, parts: &[(String, usize)], count: usize) -> Res
     };
     let first = parts[..at].iter().map(|(_, count)| count).sum();
     Ok(first..first + parts[at].1)
+}
+
+/// Lets those that count iterations step after each (after a change of the number of ranks: after each of the
+/// configuration's), those that count epochs after each, and those that need a validation's metrics after each
+/// validation.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ParamSchedulerHook;
+
+impl Hook for ParamSchedulerHook {
+    fn name(&self) -> &'static str {
+        "ParamSchedulerHook"
+    }
+
+    fn priority(&self) -> Priority {
+        Priority::LOW
+    }
+
+    fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
+        runner.step_iter_schedulers()
+    }
+
+    fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
+        runner.step_schedulers(&[], |s| !s.needs_metrics() && s.by_epoch())
+    }
+
+    fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
+        runner.step_schedulers(metrics, |s| s.needs_metrics())
+    }
+}
+
+impl Runner {
+    /// Lets the schedulers step that are `due`, in order, each on what those before it left.
+    fn step_schedulers(
+        &mut self,
+        metrics: &[(String, f64)],
+        due: impl Fn(&Scheduler) -> bool,
+    ) -> Result<()> {
+        let optimizer = self.optim.optimizer_mut();
+        for scheduler in self.schedulers.iter_mut().filter(|s| due(s)) {
+            let (param, groups) = (scheduler.param(), scheduler.groups());
+            let mut values = read_values(optimizer, param, groups.clone())?;
+            scheduler.step(&mut values, metrics)?;
+            write_values(optimizer, param, groups, &values)?;
+        }
+        Ok(())
+    }
+
+    /// Lets the schedulers that count iterations step: once, or, once the number of ranks has changed, for each
+    /// iteration of the configuration that this one completes.
+    fn step_iter_schedulers(&mut self) -> Result<()> {
+        let counts_iters = |s: &Scheduler| !s.needs_metrics() && !s.by_epoch();
+        let Position { iter, begun, .. } = self.position;
+        let mut steps = 1;
+        if begun.first_world_size.is_some()
+            && let Some(scheduler) = self.schedulers.iter().find(|s| counts_iters(s))
+        {
+            let wanted = begun.scale.to_configured(iter + 1) as u64;
+            steps = wanted.saturating_sub(scheduler.steps());
+        }
+        (0..steps).try_for_each(|_| self.step_schedulers(&[], counts_iters))
+    }
+}
+
+/// What these parameter groups of an optimizer have.
+pub(super) fn read_values(
+    optimizer: &dyn Optimizer,
+    param: Param,
+    groups: Range<usize>,
+) -> Result<Vec<f64>> {
+    let none = || {
+        let text = format!("{} has no momentum for a scheduler to change", optimizer.kind());
+        Error::Config(text)
+    };
+    let read = |group| match param {
+        Param::Lr => Ok(optimizer.lr(group)?),
+        Param::Momentum => optimizer.momentum(group)?.ok_or_else(none),
+    };
+    groups.map(read).collect()
+}
+
+pub(super) fn write_values(
+    optimizer: &mut dyn Optimizer,
+    param: Param,
+    groups: Range<usize>,
+    values: &[f64],
+) -> Result<()> {
+    for (group, &value) in groups.zip(values) {
+        match param {
+            Param::Lr => optimizer.set_lr(group, value)?,
+            Param::Momentum => match optimizer.set_momentum(group, value) {
+                Err(OptimError::MomentumFromZero { .. }) if value == 0.0 => {
+                    optimizer.set_momentum(group, LEAST_MOMENTUM)?;
+                }
+                set => set?,
+            },
+        }
+    }
+    Ok(())
+}
+
+/// Multiplies every group's learning rate, which is one for batches of `base` samples. Tells so.
+pub(super) fn scale_lr(
+    optimizer: &mut dyn Optimizer,
+    batch: usize,
+    base: Option<usize>,
+) -> Result<Option<String>> {
+    let Some(base) = base else { return Ok(None) };
+    let factor = batch as f64 / base as f64;
+    let groups = 0..optimizer.group_count();
+    let values = read_values(optimizer, Param::Lr, groups.clone())?;
+    let scaled: Vec<_> = values.iter().map(|lr| lr * factor).collect();
+    write_values(optimizer, Param::Lr, groups, &scaled)?;
+    let rate = |rates: &[f64]| rates.first().copied().unwrap_or(f64::NAN);
+    Ok(Some(format!(
+        "auto_scale_lr: learning rate {} instead of {}: a batch of all ranks has {batch} samples, and \
+         base_batch_size is {base}",
+        rate(&scaled),
+        rate(&values)
+    )))
+}
+
+/// Stands for a momentum of 0 where a schedule ends with it and an optimizer keeps its buffer: in `f32` a buffer
+/// times this adds nothing to a gradient. (An SGD with dampening dampens even then; PyTorch's does not.)
+const LEAST_MOMENTUM: f64 = f32::MIN_POSITIVE as f64;
+
+#[cfg(test)]
+mod tests {
+    use fused_optim::{Applied, ParamMut, Sgd, SgdHyper, Slice, StepCtl};
+
+    use super::*;
+
+    #[test]
+    fn a_schedule_may_end_without_momentum() {
+        let sgd = |momentum| {
+            let hyper = SgdHyper { lr: 0.1, momentum, ..SgdHyper::default() };
+            Sgd::with_one_group(hyper, 1).unwrap()
+        };
+        let step = |sgd: &mut Sgd, weight: &mut [f32], grad: &[f32]| {
+            let mut params = [ParamMut::new(weight, Some(Slice::F32(grad)))];
+            assert_eq!(sgd.step(&mut params, &StepCtl::PLAIN).unwrap(), Applied::Applied);
+        };
+        let (mut with, mut without) = (sgd(0.9), sgd(0.0));
+        let mut weight = [1.0, -2.0, 0.5];
+        step(&mut with, &mut weight, &[3.0, 1e-3, -7.0]);
+        write_values(&mut with, Param::Momentum, 0..1, &[0.0]).unwrap();
+        let mut expected = weight;
+        for grad in [[0.5, -0.25, 1e-9], [0.0, 4.0, -0.5]] {
+            step(&mut with, &mut weight, &grad);
+            step(&mut without, &mut expected, &grad);
+            assert_eq!(weight, expected);
+        }
+        // Where there is no buffer, none comes.
+        write_values(&mut without, Param::Momentum, 0..1, &[0.5]).unwrap_err();
+    }
 }

@@ -19,7 +19,7 @@ impl Runner {
         let mut draft = self.draft()?;
         self.call_hooks(|hook, runner| hook.before_save_checkpoint(runner, &mut draft))?;
         let mut hooks = Map::new();
-        for hook in &self.hooks {
+        for (_, hook) in &self.hooks {
             hooks.extend(hook.state_dict().map(|state| (hook.name().to_owned(), state)));
         }
         let gradients = checkpoint::gradient_bytes(self.engine.params(), &*self.model)?;
@@ -207,7 +207,7 @@ impl Runner {
         loaded.load_gradients(rank, share, self.engine.params(), &mut *self.model)?;
         self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, &loaded))?;
         self.load_buffers(loaded.own(rank)?)?;
-        for hook in &mut self.hooks {
+        for (_, hook) in &mut self.hooks {
             if let Some(state) = loaded.meta.hooks.get(hook.name()) {
                 hook.load_state_dict(state)?;
             }

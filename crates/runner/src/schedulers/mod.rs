@@ -18,7 +18,8 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 pub use plateau::{Plateau, Rule, Threshold};
-pub(crate) use read::{BUILTIN, read_all};
+pub use read::PARAM_SCHEDULERS;
+pub(crate) use read::read_all;
 pub use shape::{Anneal, Floor, OneCycle, Shape};
 
 use crate::{Error, Result};
@@ -245,7 +246,6 @@ mod tests {
 
     use super::*;
     use crate::config::Config;
-    use crate::registry::PARAM_SCHEDULERS;
 
     const ENDLESS: Span = Span { epochs: 1_000_000_000, iters: 1_000_000_000, epoch_length: 1 };
 

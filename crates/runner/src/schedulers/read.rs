@@ -6,10 +6,12 @@ use super::{
 };
 use crate::Result;
 use crate::config::{Section, unknown};
-use crate::registry::{Builtin, PARAM_SCHEDULERS};
+use crate::registry::{Builtin, Registry};
 
-/// The schedulers a configuration can name.
-pub(crate) const BUILTIN: Builtin<SchedulerConfig> = &[
+/// The schedulers a configuration can name: `param_scheduler`.
+pub static PARAM_SCHEDULERS: Registry<SchedulerConfig> = Registry::with("scheduler", BUILTIN);
+
+const BUILTIN: Builtin<SchedulerConfig> = &[
     ("ConstantLR", |s| read(s, Param::Lr, constant)),
     ("CosineAnnealingLR", |s| read(s, Param::Lr, cosine_annealing)),
     ("CosineRestartLR", |s| read(s, Param::Lr, cosine_restart)),

@@ -3,7 +3,6 @@
 mod appender;
 mod curves;
 mod events;
-mod format;
 mod json;
 mod log;
 mod plot;
@@ -11,7 +10,6 @@ mod scalars;
 
 pub(crate) use appender::WAIT;
 pub(crate) use events::EventFile;
-pub(crate) use format::{format_bar, format_judged_line, format_judging_line, format_train_line};
 pub(crate) use json::{JsonLine, ScalarsFile};
 pub use log::Logger;
 pub(crate) use log::{Level, TERMINAL_VARIABLE};

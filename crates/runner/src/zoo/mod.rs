@@ -1,35 +1,51 @@
-//! Ready models, the ones example configurations name.
+//! Ready models and data sets: those that example configurations name.
 //!
-//! Each is a struct of layers with typed options. All read a field `inputs`: images, either bytes
-//! `[n, c, h, w]`, which are scaled to 0..1 and normalised by the options, or floats, which are
-//! taken as they are. For the loss they also read `labels`, `i64` classes `[n]`. They predict
-//! `logits`, `[n, num_classes]`.
+//! [`MODELS`] and [`DATASETS`] are the registries of what a configuration can name, a program's own parts included.
+//! Everything else here is an example: the library itself uses none of it. The models compute on the candle engine
+//! (feature `candle`).
 
-mod builtin;
-mod mlp;
-mod resnet;
-mod transformer;
+mod digits;
+mod fashion_mnist;
+mod idx;
+mod images;
+#[cfg(feature = "candle")]
+mod models;
 
-pub(crate) use builtin::BUILTIN;
-pub use mlp::{Mlp, MlpOptions};
-pub use resnet::{ResNet, ResNetOptions};
-pub use transformer::{Transformer, TransformerOptions};
+use std::path::PathBuf;
+use std::sync::Arc;
 
-use candle_core::{DType, Result, Tensor};
+pub use digits::Digits;
+pub use fashion_mnist::FashionMnist;
+pub use images::Split;
+#[cfg(feature = "candle")]
+pub use models::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
 
-use crate::engine::candle::ops::{self, Normalization};
-use crate::engine::candle::{Loss, TensorBatch};
+use crate::Result;
+use crate::config::Section;
+use crate::data::DatasetFactory;
+use crate::model::ModelFactory;
+use crate::registry::{Builtin, Registry};
 
-/// The field `inputs` in the engine's dtype.
-fn inputs(batch: &TensorBatch, normalization: &Normalization) -> Result<Tensor> {
-    let inputs = batch.get("inputs")?;
-    match inputs.dtype() {
-        DType::U8 => ops::normalize(inputs, normalization, batch.dtype()),
-        _ => Ok(inputs.clone()),
-    }
+/// The models a configuration can name: `[model]`.
+pub static MODELS: Registry<ModelFactory> = Registry::with("model", READY_MODELS);
+
+#[cfg(feature = "candle")]
+const READY_MODELS: Builtin<ModelFactory> = models::READY;
+#[cfg(not(feature = "candle"))]
+const READY_MODELS: Builtin<ModelFactory> = &[];
+
+/// The data sets a configuration can name: `[train_dataloader.dataset]`.
+pub static DATASETS: Registry<DatasetFactory> =
+    Registry::with("data set", &[("Digits", digits), ("FashionMnist", fashion_mnist)]);
+
+fn digits(section: &mut Section) -> Result<DatasetFactory> {
+    let split = Split::read(section)?;
+    let split_seed = section.or("split_seed", 0)?;
+    Ok(Box::new(move || Ok(Arc::new(Digits::new(split, split_seed)?))))
 }
 
-/// Mean cross-entropy of `logits` with the field `labels`.
-fn classification_loss(logits: &Tensor, batch: &TensorBatch) -> Result<Loss> {
-    Ok(Loss::new(ops::cross_entropy(logits, batch.get("labels")?)?))
+fn fashion_mnist(section: &mut Section) -> Result<DatasetFactory> {
+    let split = Split::read(section)?;
+    let root = section.optional::<String>("root")?.map(PathBuf::from);
+    Ok(Box::new(move || Ok(Arc::new(FashionMnist::new(split, root.as_deref())?))))
 }

@@ -7,7 +7,7 @@ use candle_nn::{Linear, Module, VarBuilder, linear};
 use runner::engine::candle::{
     CandleEngine, CandleModel, Loss, Outputs, TensorBatch, candle_core, candle_nn, ops,
 };
-use runner::registry::MODELS;
+use runner::zoo::MODELS;
 
 use super::*;
 

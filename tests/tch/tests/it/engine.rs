@@ -12,7 +12,7 @@ use runner::config::Config;
 use runner::data::{Array, Batch};
 use runner::engine::{ComputeDevice, Engine, GradSink, SharedSink};
 use runner::model::{ModelContext, ModelFactory};
-use runner::registry::MODELS;
+use runner::zoo::MODELS;
 use runner::{Error, Result, RunnerBuilder};
 use tch::nn::{self, Module};
 use tch::{Kind, Tensor};

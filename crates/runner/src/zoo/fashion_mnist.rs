@@ -7,11 +7,11 @@ use std::path::Path;
 use flate2::read::GzDecoder;
 
 use super::idx::{self, Idx};
-use super::{Dataset, Images, Split};
-use crate::data::Batch;
+use super::images::{Images, Split};
+use crate::data::{Batch, Dataset};
 use crate::{Error, Result};
 
-/// Fashion-MNIST, one part: 60 000 samples to learn from or 10 000 to judge by, of ten classes.
+/// Fashion-MNIST, one part: 60 000 samples to learn from or 10 000 to evaluate on, of ten classes.
 ///
 /// A batch has `inputs`, bytes `[n, 1, 28, 28]`, and `labels`, `[n]`. Over the training part the
 /// mean is [`MEAN`](Self::MEAN) and the deviation [`STD`](Self::STD), of 1.

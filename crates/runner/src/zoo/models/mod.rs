@@ -1,15 +1,28 @@
-//! How `[model]` is written for the models of the zoo, on the candle engine.
+//! Ready models on the candle engine, and how `[model]` is written for them.
+//!
+//! Each is a struct of layers with typed options. All read a field `inputs`: images, either bytes
+//! `[n, c, h, w]`, which are scaled to 0..1 and normalised by the options, or floats, which are
+//! taken as they are. For the loss they also read `labels`, `i64` classes `[n]`. They predict
+//! `logits`, `[n, num_classes]`.
 
-use super::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
+mod mlp;
+mod resnet;
+mod transformer;
+
+use candle_core::{DType, Tensor};
+pub use mlp::{Mlp, MlpOptions};
+pub use resnet::{ResNet, ResNetOptions};
+pub use transformer::{Transformer, TransformerOptions};
+
 use crate::Result;
 use crate::config::Section;
-use crate::engine::candle::CandleEngine;
-use crate::engine::candle::ops::Normalization;
+use crate::engine::candle::ops::{self, Normalization};
+use crate::engine::candle::{CandleEngine, Loss, TensorBatch};
 use crate::model::ModelFactory;
 use crate::registry::Builtin;
 
-/// The models a configuration can name.
-pub(crate) const BUILTIN: Builtin<ModelFactory> =
+/// The models that every configuration can name.
+pub(super) const READY: Builtin<ModelFactory> =
     &[("ResNet", resnet), ("Mlp", mlp), ("Transformer", transformer)];
 
 fn resnet(section: &mut Section) -> Result<ModelFactory> {
@@ -62,18 +75,32 @@ fn counts(section: &mut Section, key: &'static str, default: Vec<usize>) -> Resu
     let place = section.offset_of(key);
     let counts = section.or(key, default)?;
     if counts.contains(&0) {
-        return Err(section.error_at(place, format!("`{key}` must each be at least 1")));
+        return Err(place.error(format!("`{key}` must each be at least 1")));
     }
     Ok(counts)
 }
 
 fn normalization(section: &mut Section) -> Result<Normalization> {
     let default = Normalization::default();
-    let offset = section.offset_of("std");
+    let place = section.offset_of("std");
     let mean = section.or("mean", default.mean)?;
     let std = section.or("std", default.std)?;
     if std.iter().any(|std| !(*std > 0.0 && std.is_finite())) {
-        return Err(section.error_at(offset, "`std` must be positive and finite"));
+        return Err(place.error("`std` must be positive and finite"));
     }
     Ok(Normalization { mean, std })
+}
+
+/// The field `inputs` in the engine's dtype.
+fn inputs(batch: &TensorBatch, normalization: &Normalization) -> candle_core::Result<Tensor> {
+    let inputs = batch.get("inputs")?;
+    match inputs.dtype() {
+        DType::U8 => ops::normalize(inputs, normalization, batch.dtype()),
+        _ => Ok(inputs.clone()),
+    }
+}
+
+/// Mean cross-entropy of `logits` with the field `labels`.
+fn classification_loss(logits: &Tensor, batch: &TensorBatch) -> candle_core::Result<Loss> {
+    Ok(Loss::new(ops::cross_entropy(logits, batch.get("labels")?)?))
 }

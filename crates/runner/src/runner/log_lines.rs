@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::time::Duration;
 
-use crate::runner::{Judged, Runner};
+use super::{Judged, Runner};
 
 /// `Epoch(train) [1][10/24]  lr: 4.5217e-02  eta: 0:00:00  time: 0.0074  ...  loss: 2.3102`.
 pub(crate) fn format_train_line(runner: &Runner, done: usize) -> String {

@@ -4,13 +4,13 @@
 //! ends all at the same place, with a checkpoint of just that place if a hook writes one. A signal ends
 //! a validation, too, which is made up for after a resume; the time budget does not.
 
-use super::judge::{Metrics, validate};
+use super::evaluation::{Metrics, validate};
+use super::{Interrupt, Runner};
 use crate::data::Batch;
-use crate::runner::{Interrupt, Runner};
 use crate::{Error, Result};
 
 /// Runs every stage from `before_run` to `after_run`. Returns the last validation's figures.
-pub(crate) fn train(runner: &mut Runner) -> Result<Metrics> {
+pub(super) fn train(runner: &mut Runner) -> Result<Metrics> {
     runner.train_loader()?;
     runner.call_hooks(|hook, runner| hook.before_run(runner))?;
     if !runner.load_or_resume()? {

@@ -7,17 +7,18 @@ use std::time::Duration;
 
 use collective::{Launcher, Transport};
 
-use super::{DataLoaderConfig, Length, RunnerBuilder, TrainConfig};
 use crate::Result;
 use crate::config::{Config, Mistakes, Section, unknown};
 use crate::device::DeviceConfig;
 use crate::engine::CompileOptions;
-use crate::evaluate::Metric;
-use crate::hooks::{self, BY_RUNNER, DEFAULTS, Hook};
-use crate::model::DistributedDataParallel;
-use crate::registry::{DATASETS, METRICS, MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS};
+use crate::evaluate::{METRICS, Metric};
+use crate::hooks::{self, DEFAULTS, Hook, NOOP, Priority};
+use crate::model::{DistributedDataParallel, MODEL_WRAPPERS};
+use crate::optim_wrapper::OPTIM_WRAPPERS;
+use crate::runner::{DataLoaderConfig, Length, RunnerBuilder, TrainConfig};
 use crate::schedulers;
 use crate::sinks::Level;
+use crate::zoo::{DATASETS, MODELS};
 
 /// `env_cfg.resource_limit`, MMEngine's.
 const OPEN_FILES: u64 = 4096;
@@ -58,6 +59,18 @@ impl RunnerBuilder {
         let mistakes = root.collect_mistakes();
         mistakes.add_of(builder.read_all(root));
         (builder, mistakes)
+    }
+
+    /// Tells all mistakes of a configuration, what a run of it would be refused for, and which data do not fit
+    /// the model, as one error; and what such a run would be warned of. Nothing is created.
+    pub(crate) fn check(config: Config) -> (Vec<String>, Result<()>) {
+        let (builder, mistakes) = Self::read(config);
+        let is_read = mistakes.len() == 0;
+        let length = builder.train.as_ref().map(|train| train.length);
+        let warnings = builder.hooks.iter().filter_map(|(_, hook)| hook.warning(length?)).collect();
+        builder.refuse(&mistakes);
+        mistakes.add_of(builder.try_parts(&mistakes, is_read));
+        (warnings, mistakes.check())
     }
 
     fn read_all(&mut self, mut root: Section) -> Result<()> {
@@ -279,7 +292,10 @@ fn read_auto_scale_lr(root: &mut Section) -> Result<Option<usize>> {
 
 /// The default hooks, as `[default_hooks]` changes them by key; what else has a type there; and
 /// `[[custom_hooks]]`.
-fn read_hooks(root: &mut Section, figures: Option<&[String]>) -> Result<Vec<Box<dyn Hook>>> {
+fn read_hooks(
+    root: &mut Section,
+    figures: Option<&[String]>,
+) -> Result<Vec<(Priority, Box<dyn Hook>)>> {
     let mut all = Vec::new();
     let mut section = root.optional_section("default_hooks")?;
     for (key, hook_type) in DEFAULTS {
@@ -294,7 +310,7 @@ fn read_hooks(root: &mut Section, figures: Option<&[String]>) -> Result<Vec<Box<
         all.extend(root.attempt_whole(|_| hooks::build(given, Some(hook_type), figures))?);
     }
     if let Some(mut section) = section {
-        for (key, hook_type, why) in BY_RUNNER {
+        for (key, hook_type, why) in NOOP {
             let place = section.offset_of(key);
             if section.is_off(key) {
                 root.note(place.error(format!("`{key}` cannot be switched off: {why}")))?;

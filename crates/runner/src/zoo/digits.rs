@@ -10,8 +10,8 @@ use flate2::read::GzDecoder;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::{Dataset, Images, Split};
-use crate::data::Batch;
+use super::images::{Images, Split};
+use crate::data::{Batch, Dataset};
 use crate::{Error, Result};
 
 /// The digits, or a part of them.

@@ -2,15 +2,15 @@
 
 use std::time::Instant;
 
+use super::{Interrupt, Judged, Runner};
 use crate::evaluate::{check_records, collect_results};
-use crate::runner::{Interrupt, Judged, Runner};
 use crate::{Error, Result};
 
 /// Figures by name.
 pub(super) type Metrics = Vec<(String, f64)>;
 
 /// A whole run that only judges the model.
-pub(crate) fn judge_once(runner: &mut Runner, judged: Judged) -> Result<Metrics> {
+pub(super) fn judge_once(runner: &mut Runner, judged: Judged) -> Result<Metrics> {
     if runner.judged_loader(judged).is_none() {
         return Err(nothing_to_judge(judged));
     }
@@ -29,14 +29,14 @@ pub(crate) fn judge_once(runner: &mut Runner, judged: Judged) -> Result<Metrics>
 }
 
 /// What a run is told that has no data to judge a model by.
-pub(crate) fn nothing_to_judge(judged: Judged) -> Error {
+pub(super) fn nothing_to_judge(judged: Judged) -> Error {
     let name = if judged == Judged::Val { "val" } else { "test" };
     Error::Config(format!("the run has no {name}_dataloader and {name}_evaluator"))
 }
 
 /// Evaluates the model on the validation set, if the run has one and has not just done so, into
 /// `metrics`. Only a signal interrupts it.
-pub(crate) fn validate(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt>> {
+pub(super) fn validate(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt>> {
     let position = runner.position();
     if position.validated == Some(position.iter) || runner.judged_loader(Judged::Val).is_none() {
         return Ok(None);

@@ -1,0 +1,239 @@
+//! `Hook`: the points of a run at which other code has its turn, and in which order.
+
+use serde_json::Value;
+
+use super::{Length, Runner};
+use crate::Result;
+use crate::checkpoint::{Checkpoint, Draft};
+use crate::config::{Section, unknown};
+use crate::data::{Array, Batch};
+use crate::engine::Losses;
+
+/// When a hook's turn comes: small numbers first. The constants are MMEngine's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Priority(pub u8);
+
+impl Priority {
+    /// Before everyone.
+    pub const HIGHEST: Self = Self(0);
+    /// Early.
+    pub const VERY_HIGH: Self = Self(10);
+    /// Early.
+    pub const HIGH: Self = Self(30);
+    /// A little early.
+    pub const ABOVE_NORMAL: Self = Self(40);
+    /// Where nothing is said.
+    pub const NORMAL: Self = Self(50);
+    /// A little late.
+    pub const BELOW_NORMAL: Self = Self(60);
+    /// Late.
+    pub const LOW: Self = Self(70);
+    /// After almost everyone: what writes to disk.
+    pub const VERY_LOW: Self = Self(90);
+    /// After everyone.
+    pub const LOWEST: Self = Self(100);
+
+    /// MMEngine's names.
+    const NAMES: [(&'static str, Self); 9] = [
+        ("HIGHEST", Self::HIGHEST),
+        ("VERY_HIGH", Self::VERY_HIGH),
+        ("HIGH", Self::HIGH),
+        ("ABOVE_NORMAL", Self::ABOVE_NORMAL),
+        ("NORMAL", Self::NORMAL),
+        ("BELOW_NORMAL", Self::BELOW_NORMAL),
+        ("LOW", Self::LOW),
+        ("VERY_LOW", Self::VERY_LOW),
+        ("LOWEST", Self::LOWEST),
+    ];
+
+    /// The key `priority` of a hook's section, a name in any case or a number; none if it is absent.
+    pub(crate) fn read(section: &mut Section) -> Result<Option<Self>> {
+        if !section.has("priority") {
+            return Ok(None);
+        }
+        if section.is_string("priority") {
+            let place = section.offset_of("priority");
+            let name: String = section.required("priority")?;
+            let named = Self::NAMES.iter().find(|(known, _)| known.eq_ignore_ascii_case(&name));
+            let names = Self::NAMES.map(|(known, _)| known);
+            let refused = || place.error(unknown("value", &name, &names));
+            return named.map(|(_, priority)| Some(*priority)).ok_or_else(refused);
+        }
+        let number = section
+            .or_checked("priority", 50, "between 0 and 100", |n: &i64| (0..=100).contains(n))?;
+        let number = u8::try_from(number).map_err(|e| section.error(e))?;
+        Ok(Some(Self(number)))
+    }
+}
+
+impl std::fmt::Display for Priority {
+    /// Its name, or else its number.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match Self::NAMES.iter().find(|(_, named)| named == self) {
+            Some((name, _)) => f.write_str(name),
+            None => self.0.fmt(f),
+        }
+    }
+}
+
+/// Something done at stages of a run. Every method does nothing unless implemented.
+///
+/// # Errors
+///
+/// An error from any method ends the run on this rank, and with it the others.
+#[expect(unused_variables, reason = "the defaults do nothing; the names are documentation")]
+#[expect(clippy::missing_errors_doc, reason = "said once, on the trait")]
+pub trait Hook: Send {
+    /// Name in logs and in checkpoints; unique within a run.
+    fn name(&self) -> &'static str;
+
+    /// Place among the hooks.
+    fn priority(&self) -> Priority {
+        Priority::NORMAL
+    }
+
+    /// Figures of a validation that it needs by name.
+    fn figures(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// What to tell whoever starts a run of this length with this hook, before it begins.
+    fn warning(&self, length: Length) -> Option<String> {
+        None
+    }
+
+    /// Once, before anything else.
+    fn before_run(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// After the model has been loaded from a checkpoint.
+    fn after_load_checkpoint(
+        &mut self,
+        runner: &mut Runner,
+        checkpoint: &Checkpoint,
+    ) -> Result<()> {
+        Ok(())
+    }
+    /// Once, after parameters are loaded.
+    fn before_train(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Before the first batch of an epoch (or of what is left of it after a resume).
+    fn before_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Batch in hand, not yet trained on. The hook may change it.
+    fn before_train_iter(&mut self, runner: &mut Runner, batch: &mut Batch) -> Result<()> {
+        Ok(())
+    }
+    /// Trained on the batch; `runner.position().iter` does not count it yet.
+    fn after_train_iter(
+        &mut self,
+        runner: &mut Runner,
+        batch: &Batch,
+        losses: &Losses,
+    ) -> Result<()> {
+        Ok(())
+    }
+    /// After the last batch of an epoch; `runner.position().epoch` does not count it yet.
+    fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// The run ends before its time, between two batches: a signal, or the time budget is spent. After a
+    /// signal they may be a validation's, whose `after_` stages do not come then.
+    fn on_interrupt(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Before a validation.
+    fn before_val(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Before the first batch of a validation.
+    fn before_val_epoch(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Batch `index` of a validation in hand. The hook may change it.
+    fn before_val_iter(
+        &mut self,
+        runner: &mut Runner,
+        index: usize,
+        batch: &mut Batch,
+    ) -> Result<()> {
+        Ok(())
+    }
+    /// The model's outputs on batch `index` of a validation.
+    fn after_val_iter(
+        &mut self,
+        runner: &mut Runner,
+        index: usize,
+        batch: &Batch,
+        outputs: &[(String, Array)],
+    ) -> Result<()> {
+        Ok(())
+    }
+    /// A validation's figures, equal on all ranks.
+    fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
+        Ok(())
+    }
+    /// After a validation.
+    fn after_val(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Before a test.
+    fn before_test(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Before the first batch of a test.
+    fn before_test_epoch(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Batch `index` of a test in hand. The hook may change it.
+    fn before_test_iter(
+        &mut self,
+        runner: &mut Runner,
+        index: usize,
+        batch: &mut Batch,
+    ) -> Result<()> {
+        Ok(())
+    }
+    /// The model's outputs on batch `index` of a test.
+    fn after_test_iter(
+        &mut self,
+        runner: &mut Runner,
+        index: usize,
+        batch: &Batch,
+        outputs: &[(String, Array)],
+    ) -> Result<()> {
+        Ok(())
+    }
+    /// A test's figures, equal on all ranks.
+    fn after_test_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
+        Ok(())
+    }
+    /// After a test.
+    fn after_test(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// A checkpoint is about to be written; the hook may change what is in it. On every rank. A checkpoint
+    /// that is asked for here is written after the next stage.
+    fn before_save_checkpoint(&mut self, runner: &mut Runner, draft: &mut Draft) -> Result<()> {
+        Ok(())
+    }
+    /// Once, after the last epoch, or when the time budget is spent.
+    fn after_train(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+    /// Once, after everything else.
+    fn after_run(&mut self, runner: &mut Runner) -> Result<()> {
+        Ok(())
+    }
+
+    /// What to save in checkpoints.
+    fn state_dict(&self) -> Option<Value> {
+        None
+    }
+    /// Goes on from what was saved.
+    fn load_state_dict(&mut self, state: &Value) -> Result<()> {
+        Ok(())
+    }
+}

@@ -25,7 +25,7 @@ use crate::config::{Config, Mistakes, parse_duration};
 use crate::launch::flags::{LaunchArgs, is_config};
 use crate::launch::store::{StoreArgs, serve};
 use crate::launch::{label, launch, record_error, record_panics, tie_to_parent};
-use crate::runner::{Judged, RunnerBuilder};
+use crate::runner::{EvalSplit, RunnerBuilder};
 use crate::sinks::{TERMINAL_VARIABLE, plot};
 use crate::{Error, Result, signals};
 
@@ -46,9 +46,9 @@ enum Command {
     /// Train what a configuration describes, as the rank that the environment says.
     Train(TrainArgs),
     /// Validate a model on the configuration's validation set.
-    Val(JudgeArgs),
+    Val(EvalArgs),
     /// Test a model on the configuration's test set.
-    Test(JudgeArgs),
+    Test(EvalArgs),
     /// Tell all that is wrong with a configuration, a sample of its data tried on its model; create nothing.
     Check(ConfigArgs),
     /// Print a configuration with all it inherits and all overrides.
@@ -66,19 +66,27 @@ struct ConfigArgs {
     cfg_options: Vec<String>,
 }
 
+/// What every run is told.
 #[derive(Debug, Args)]
-struct JudgeArgs {
+struct RunArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// The checkpoint, a directory such as epoch_3, whose model is judged; otherwise the configuration's `load_from`.
-    #[arg(long)]
-    checkpoint: Option<PathBuf>,
-    /// Where logs go.
+    /// Where checkpoints and logs go; otherwise the configuration's `work_dir`, otherwise
+    /// `work_dirs/` and the configuration's name.
     #[arg(long, alias = "work_dir")]
     work_dir: Option<PathBuf>,
     /// Who started the ranks: none, pytorch, slurm or mpi; otherwise the environment tells.
     #[arg(long)]
     launcher: Option<Launcher>,
+}
+
+#[derive(Debug, Args)]
+struct EvalArgs {
+    #[command(flatten)]
+    run: RunArgs,
+    /// The checkpoint, a directory such as epoch_3, whose model is evaluated; otherwise the configuration's `load_from`.
+    #[arg(long)]
+    checkpoint: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -106,11 +114,7 @@ struct PlotArgs {
 #[derive(Debug, Args)]
 struct TrainArgs {
     #[command(flatten)]
-    config: ConfigArgs,
-    /// Where checkpoints and logs go; otherwise the configuration's `work_dir`, otherwise
-    /// `work_dirs/` and the configuration's name.
-    #[arg(long, alias = "work_dir")]
-    work_dir: Option<PathBuf>,
+    run: RunArgs,
     /// Go on from the newest checkpoint of the work directory.
     #[arg(long)]
     resume: bool,
@@ -120,9 +124,6 @@ struct TrainArgs {
     /// Stop training after this long (`60s`, `15m`, `2h`); the last validation comes on top.
     #[arg(long, alias = "time_budget", value_parser = duration)]
     time_budget: Option<Duration>,
-    /// Who started the ranks: none, pytorch, slurm or mpi; otherwise the environment tells.
-    #[arg(long)]
-    launcher: Option<Launcher>,
 }
 
 /// Runs the command line of this process and returns its exit code: 0, 1 for a failed run, 2 for a
@@ -140,10 +141,10 @@ pub fn main() -> ExitCode {
     let outcome = match command {
         Command::Launch(args) => start_ranks(args),
         Command::Store(args) => serve(&args).map(|()| ExitCode::SUCCESS),
-        // What only judges has nothing to save: signals end it as they end any program.
+        // What only evaluates has nothing to save: signals end it as they end any program.
         Command::Train(args) => as_rank(|| signals::catch().and_then(|()| train(args))),
-        Command::Val(args) => as_rank(|| judge(args, Judged::Val)),
-        Command::Test(args) => as_rank(|| judge(args, Judged::Test)),
+        Command::Val(args) => as_rank(|| evaluate(args, EvalSplit::Val)),
+        Command::Test(args) => as_rank(|| evaluate(args, EvalSplit::Test)),
         Command::Check(args) => check(&args),
         Command::Config(args) => load(&args.config).map(|c| print(&c.show(args.show_origin))),
         Command::Plot(args) => draw(args),
@@ -216,9 +217,15 @@ fn load(args: &ConfigArgs) -> Result<Config> {
 }
 
 /// The run that a configuration describes, and the configuration's mistakes.
-fn read(args: &ConfigArgs) -> Result<(RunnerBuilder, Mistakes)> {
-    let (builder, mistakes) = RunnerBuilder::read(load(args)?);
-    Ok((builder.work_dir_or(default_work_dir(&args.config)), mistakes))
+fn read(args: RunArgs) -> Result<(RunnerBuilder, Mistakes)> {
+    let (mut builder, mistakes) = RunnerBuilder::read(load(&args.config)?);
+    if let Some(dir) = args.work_dir {
+        builder = builder.work_dir(dir);
+    }
+    if args.launcher.is_some() {
+        builder = builder.launcher(args.launcher);
+    }
+    Ok((builder.work_dir_or(default_work_dir(&args.config.config)), mistakes))
 }
 
 fn check(args: &ConfigArgs) -> Result<ExitCode> {
@@ -245,7 +252,7 @@ fn start_ranks(args: Box<LaunchArgs>) -> Result<ExitCode> {
 }
 
 fn train(args: TrainArgs) -> Result<()> {
-    let (mut builder, mistakes) = read(&args.config)?;
+    let (mut builder, mistakes) = read(args.run)?;
     builder = builder.untested().time_budget(args.time_budget);
     if args.resume {
         builder = builder.resume(true);
@@ -255,35 +262,23 @@ fn train(args: TrainArgs) -> Result<()> {
     }
     builder.refuse(&mistakes);
     mistakes.check()?;
-    placed(builder, args.work_dir, args.launcher).build()?.train()?;
+    builder.build()?.train()?;
     Ok(())
 }
 
-fn judge(args: JudgeArgs, judged: Judged) -> Result<()> {
-    let (mut builder, mistakes) = read(&args.config)?;
+fn evaluate(args: EvalArgs, split: EvalSplit) -> Result<()> {
+    let (mut builder, mistakes) = read(args.run)?;
     mistakes.check()?;
-    builder = builder.resume(false).only(judged);
+    builder = builder.resume(false).only(split);
     if let Some(path) = args.checkpoint {
         builder = builder.load_from(path);
     }
-    let mut runner = placed(builder, args.work_dir, args.launcher).build()?;
-    match judged {
-        Judged::Val => runner.validate()?,
-        Judged::Test => runner.test()?,
+    let mut runner = builder.build()?;
+    match split {
+        EvalSplit::Val => runner.validate()?,
+        EvalSplit::Test => runner.test()?,
     };
     Ok(())
-}
-
-fn placed(
-    builder: RunnerBuilder,
-    work_dir: Option<PathBuf>,
-    launcher: Option<Launcher>,
-) -> RunnerBuilder {
-    let builder = if launcher.is_some() { builder.launcher(launcher) } else { builder };
-    match work_dir {
-        Some(dir) => builder.work_dir(dir),
-        None => builder,
-    }
 }
 
 fn draw(args: PlotArgs) -> Result<ExitCode> {
@@ -332,7 +327,7 @@ mod tests {
     fn the_launcher_is_one_of_those_there_are() {
         let train = ["runner", "train", "c.toml", "--launcher", "slurm"];
         let Command::Train(args) = Cli::parse_from(train).command else { panic!("not train") };
-        assert_eq!(args.launcher, Some(Launcher::Slurm));
+        assert_eq!(args.run.launcher, Some(Launcher::Slurm));
         assert!(Cli::try_parse_from(["runner", "train", "c.toml", "--launcher", "k8s"]).is_err());
         assert!(
             Cli::try_parse_from(["runner", "launch", "--nproc-per-node=many", "--", "x"]).is_err()

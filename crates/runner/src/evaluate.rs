@@ -1,8 +1,8 @@
-//! Metrics: what a model's outputs are worth, over all ranks and each sample once.
+//! Metrics: a model's outputs evaluated over all ranks, each sample once.
 //!
 //! A [`Metric`] turns each batch into one small record per sample. The records travel: they are
 //! gathered from all ranks, put back into data-set order, cut to the data set's length (a sampler
-//! pads so that ranks are equally long), and every rank computes the same figures from them.
+//! pads so that ranks are equally long), and every rank computes the same numbers from them.
 
 use collective::ProcessGroup;
 use serde_json::Value;
@@ -11,10 +11,10 @@ use crate::data::{Array, ArrayData, Batch};
 use crate::registry::Registry;
 use crate::{Error, Result};
 
-/// A figure of merit.
+/// Turns a model's outputs on a data set into named numbers.
 pub trait Metric: Send {
-    /// Names of the figures, if they are known beforehand: a hook that needs another is refused then.
-    fn figures(&self) -> Option<Vec<String>> {
+    /// Names of the numbers, if they are known beforehand: a hook that needs another is refused then.
+    fn names(&self) -> Option<Vec<String>> {
         None
     }
 
@@ -25,7 +25,7 @@ pub trait Metric: Send {
     /// [`Error::Data`] if the outputs or the batch lack what the metric needs.
     fn process(&self, batch: &Batch, outputs: &[(String, Array)]) -> Result<Vec<Value>>;
 
-    /// The figures, from the records of the whole data set.
+    /// The named numbers, from the records of the whole data set.
     ///
     /// # Errors
     ///
@@ -41,7 +41,7 @@ pub trait Metric: Send {
 pub struct Accuracy;
 
 impl Metric for Accuracy {
-    fn figures(&self) -> Option<Vec<String>> {
+    fn names(&self) -> Option<Vec<String>> {
         Some(vec!["accuracy".into()])
     }
 
@@ -134,8 +134,8 @@ mod tests {
         let logits = vec![2.0, 1.0, 2.0, 1.0, f32::NAN, 9.0];
         let records = Accuracy.process(&batch, &outputs(logits)).unwrap();
         assert_eq!(records, [1, 0, 0]);
-        let figures = Accuracy.compute(&records).unwrap();
-        assert!((figures[0].1 - 100.0 / 3.0).abs() < 1e-12);
+        let metrics = Accuracy.compute(&records).unwrap();
+        assert!((metrics[0].1 - 100.0 / 3.0).abs() < 1e-12);
     }
 
     #[test]

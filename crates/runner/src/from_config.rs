@@ -15,7 +15,7 @@ use crate::evaluate::{METRICS, Metric};
 use crate::hooks::{self, DEFAULTS, Hook, NOOP, Priority};
 use crate::model::{DistributedDataParallel, MODEL_WRAPPERS};
 use crate::optim_wrapper::OPTIM_WRAPPERS;
-use crate::runner::{DataLoaderConfig, Length, RunnerBuilder, TrainConfig};
+use crate::runner::{DataLoaderConfig, EvalSplit, Length, RunnerBuilder, TrainConfig};
 use crate::schedulers;
 use crate::sinks::Level;
 use crate::zoo::{DATASETS, MODELS};
@@ -54,7 +54,7 @@ impl RunnerBuilder {
     /// Reads to the end in spite of mistakes. What has one, and what is not there, is left out.
     pub(crate) fn read(config: Config) -> (Self, Mistakes) {
         let mut builder = Self::default();
-        builder.looks.config = Some((config.file_name(), config.text()));
+        builder.log_config.config = Some((config.file_name(), config.text()));
         let mut root = config.into_section();
         let mistakes = root.collect_mistakes();
         mistakes.add_of(builder.read_all(root));
@@ -89,20 +89,20 @@ impl RunnerBuilder {
         if root.or("find_unused_parameters", false)? && self.wrapper.is_none() {
             self.wrapper = Some(DistributedDataParallel::finding_unused());
         }
-        for (part, name) in [("val", "ValLoop"), ("test", "TestLoop")] {
-            let [loader, evaluator, cfg] = match part {
-                "val" => ["val_dataloader", "val_evaluator", "val_cfg"],
-                _ => ["test_dataloader", "test_evaluator", "test_cfg"],
-            };
+        let splits = [
+            ["val_dataloader", "val_evaluator", "val_cfg", "ValLoop"],
+            ["test_dataloader", "test_evaluator", "test_cfg", "TestLoop"],
+        ];
+        for (part, [loader, evaluator, cfg, name]) in self.evaluations.iter_mut().zip(splits) {
             let is_there = root.has(loader) || root.has(evaluator);
-            let judged = root.attempt(|root| read_judged(root, loader, evaluator))?.flatten();
-            root.attempt(|root| read_judge_cfg(root, cfg, name, is_there))?;
-            *(if part == "val" { &mut self.validation } else { &mut self.test }) = judged;
+            *part = root.attempt(|root| read_evaluation(root, loader, evaluator))?.flatten();
+            root.attempt(|root| read_eval_cfg(root, cfg, name, is_there))?;
         }
-        let figures = self.validation.as_ref().and_then(|(_, metric)| metric.figures());
-        self.schedulers = schedulers::read_all(&mut root, &parts, figures.as_deref())?;
+        let metrics = self.evaluations[EvalSplit::Val as usize].as_ref();
+        let metrics = metrics.and_then(|(_, metric)| metric.names());
+        self.schedulers = schedulers::read_all(&mut root, &parts, metrics.as_deref())?;
         self.auto_scale_lr = root.attempt(read_auto_scale_lr)?.flatten();
-        self.hooks = read_hooks(&mut root, figures.as_deref())?;
+        self.hooks = read_hooks(&mut root, metrics.as_deref())?;
         root.attempt(|root| read_randomness(root, self))?;
         root.attempt(|root| read_env(root, self))?;
         self.launcher = root.attempt(read_launcher)?.flatten();
@@ -113,7 +113,7 @@ impl RunnerBuilder {
             false => root.or("resume", false)?,
         };
         self.load_from = root.optional::<String>("load_from")?.map(PathBuf::from);
-        root.attempt(|root| read_looks(root, self))?;
+        root.attempt(|root| read_log_config(root, self))?;
         self.compile = root.attempt(CompileOptions::read)?.flatten();
         root.finish()
     }
@@ -123,12 +123,12 @@ impl RunnerBuilder {
 const PARTS: [&str; 5] =
     ["model", "optim_wrapper", "train_dataloader", "val_dataloader", "test_dataloader"];
 
-/// What trains: all of it, or, in a run that only judges a model, nothing. The names of the optimizer's
+/// What trains: all of it, or, in a run that only evaluates a model, nothing. The names of the optimizer's
 /// parts.
 fn read_training(root: &mut Section, builder: &mut RunnerBuilder) -> Result<Vec<String>> {
     let keys = ["train_dataloader", "train_cfg", "optim_wrapper"];
-    let judges = ["val_dataloader", "test_dataloader"].iter().any(|key| root.has(key));
-    if judges && !keys.iter().any(|key| root.has(key)) {
+    let evaluates = ["val_dataloader", "test_dataloader"].iter().any(|key| root.has(key));
+    if evaluates && !keys.iter().any(|key| root.has(key)) {
         // Asked for all the same, so that they are among the valid names.
         for key in keys {
             root.optional_section(key)?;
@@ -193,8 +193,8 @@ fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
     })
 }
 
-/// A data set to judge the model on, and how: both or neither.
-fn read_judged(
+/// A data set to evaluate the model on, and how: both or neither.
+fn read_evaluation(
     root: &mut Section,
     loader: &'static str,
     evaluator: &'static str,
@@ -217,14 +217,14 @@ fn read_judged(
 }
 
 /// `[val_cfg]` and `[test_cfg]`, which say nothing new, but nothing without the rest either.
-fn read_judge_cfg(
+fn read_eval_cfg(
     root: &mut Section,
     key: &'static str,
     name: &'static str,
-    judges: bool,
+    is_there: bool,
 ) -> Result<()> {
     let Some(mut section) = root.optional_section(key)? else { return Ok(()) };
-    if !judges {
+    if !is_there {
         let part = key.trim_end_matches("_cfg");
         let text = format!("`{key}` without `{part}_dataloader` and `{part}_evaluator`");
         return Err(section.error(text));
@@ -294,7 +294,7 @@ fn read_auto_scale_lr(root: &mut Section) -> Result<Option<usize>> {
 /// `[[custom_hooks]]`.
 fn read_hooks(
     root: &mut Section,
-    figures: Option<&[String]>,
+    metrics: Option<&[String]>,
 ) -> Result<Vec<(Priority, Box<dyn Hook>)>> {
     let mut all = Vec::new();
     let mut section = root.optional_section("default_hooks")?;
@@ -307,7 +307,7 @@ fn read_hooks(
             given = section.optional_section(key)?;
         }
         let given = given.unwrap_or_else(|| root.empty(key));
-        all.extend(root.attempt_whole(|_| hooks::build(given, Some(hook_type), figures))?);
+        all.extend(root.attempt_whole(|_| hooks::build(given, Some(hook_type), metrics))?);
     }
     if let Some(mut section) = section {
         for (key, hook_type, why) in NOOP {
@@ -316,17 +316,17 @@ fn read_hooks(
                 root.note(place.error(format!("`{key}` cannot be switched off: {why}")))?;
             }
             if let Some(given) = section.optional_section(key)? {
-                all.extend(root.attempt_whole(|_| hooks::build(given, Some(hook_type), figures))?);
+                all.extend(root.attempt_whole(|_| hooks::build(given, Some(hook_type), metrics))?);
             }
         }
         section.refuse("visualization", "there is no visualizer of samples")?;
         for more in section.tables_with("type")? {
-            all.extend(root.attempt_whole(|_| hooks::build(more, None, figures))?);
+            all.extend(root.attempt_whole(|_| hooks::build(more, None, metrics))?);
         }
         section.finish()?;
     }
     for section in root.sections("custom_hooks")? {
-        all.extend(root.attempt_whole(|_| hooks::build(section, None, figures))?);
+        all.extend(root.attempt_whole(|_| hooks::build(section, None, metrics))?);
     }
     Ok(all)
 }
@@ -396,20 +396,21 @@ fn read_launcher(root: &mut Section) -> Result<Option<Launcher>> {
 }
 
 /// What a run is called and what it writes besides checkpoints.
-fn read_looks(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
-    builder.looks.experiment_name = root.optional("experiment_name")?;
+fn read_log_config(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
+    let log = &mut builder.log_config;
+    log.experiment_name = root.optional("experiment_name")?;
     let levels = [
         ("DEBUG", Level::Info),
         ("INFO", Level::Info),
         ("WARNING", Level::Warning),
         ("ERROR", Level::Error),
     ];
-    builder.looks.log_level = root.choice("log_level", "INFO", &levels)?;
+    log.log_level = root.choice("log_level", "INFO", &levels)?;
     if let Some(mut section) = root.optional_section("log_processor")? {
         section.choice("type", "LogProcessor", &[("LogProcessor", ())])?;
         let window = section.or_checked("window_size", 10, "at least 1", |n: &usize| *n >= 1)?;
-        builder.looks.window_size = NonZero::new(window);
-        builder.looks.by_epoch = section.optional("by_epoch")?;
+        log.window_size = NonZero::new(window);
+        log.by_epoch = section.optional("by_epoch")?;
         section.refuse("custom_cfg", "losses, times and norms are means over the window")?;
         section.finish()?;
     }
@@ -422,7 +423,7 @@ fn read_looks(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
     }
     for backend in backends {
         let is_tensorboard = root.attempt(|_| read_backend(backend))?;
-        builder.looks.tensorboard |= is_tensorboard == Some(true);
+        log.tensorboard |= is_tensorboard == Some(true);
     }
     Ok(())
 }

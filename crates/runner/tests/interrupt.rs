@@ -258,7 +258,7 @@ fn a_signal_in_a_validation_ends_it_and_it_is_made_up_for() {
     child.args(["--ignored", "--exact", "asked_in_a_validation"]).stdout(Stdio::null());
     child.env("ASKED_CONFIG", &job.config).env("ASKED_DIR", job.work_dir("asked"));
     assert!(child.status().unwrap().success());
-    // There was no other reason to save here, and no figures came of it.
+    // There was no other reason to save here, and no metrics came of it.
     assert!(job.work_dir("asked").join("iter_20").is_dir());
     assert!(!log(&job.work_dir("asked")).contains("accuracy"));
     assert!(job.train(None, "asked", 120).end().success());

@@ -194,11 +194,11 @@ const MISTAKES: &[Mistake] = &[
         (
             "interval = 1",
             "interval = 1, save_best = \"acurracy\"",
-            "c.toml:28:42: unknown figure `acurracy`; did you mean `accuracy`?",
+            "c.toml:28:42: unknown metric `acurracy`; did you mean `accuracy`?",
         ),
         (
             "default_hooks.checkpoint.save_best=acurracy",
-            "unknown figure `acurracy`; did you mean `accuracy`?",
+            "unknown metric `acurracy`; did you mean `accuracy`?",
         ),
     ),
     (
@@ -339,7 +339,7 @@ const TOLD: [&str; 17] = [
     "c.toml:40:23: `interval` must be at least 1, got 0",
     "c.toml:44:11: whether `acurracy` should be less or greater",
     "c.toml:45:12: `patience` must be at least 1, got 0",
-    "c.toml:44:11: unknown figure `acurracy`; did you mean `accuracy`?",
+    "c.toml:44:11: unknown metric `acurracy`; did you mean `accuracy`?",
     "c.toml:8:1: train_dataloader: tried on the model: forward: cross_entropy: label 9 is none of 9",
     "c.toml:13:1: val_dataloader: tried on the model: forward: cross_entropy: label 9 is none of 9",
 ];
@@ -473,17 +473,17 @@ fn every_recorded_mistake_is_an_error_with_its_place() {
 }
 
 #[test]
-fn a_figure_that_no_validation_has_cannot_be_waited_for() {
+fn a_metric_that_no_validation_has_cannot_be_waited_for() {
     let scheduler = "[param_scheduler]\ntype = \"ReduceOnPlateauLR\"\n";
     let said = |more: &str| {
         let text = GOOD.replacen("[train_cfg]", &format!("{scheduler}{more}[train_cfg]"), 1);
         said(Config::from_text("c.toml", text))
     };
     let text = said("monitor = \"acurracy\"\n");
-    assert!(text.starts_with("c.toml:14:11: unknown figure `acurracy`; did you mean"), "{text}");
+    assert!(text.starts_with("c.toml:14:11: unknown metric `acurracy`; did you mean"), "{text}");
     // Unless it is told, it waits for the loss.
     let text = said("");
-    assert!(text.starts_with("c.toml:13:8: unknown figure `loss`"), "{text}");
+    assert!(text.starts_with("c.toml:13:8: unknown metric `loss`"), "{text}");
 }
 
 #[test]

@@ -213,7 +213,7 @@ fn example(name: &str) -> String {
     program.display().to_string()
 }
 
-/// The figure of a run's last validation.
+/// The metric of a run's last validation.
 fn accuracy(dir: &Path) -> f64 {
     let log = log(dir);
     let last = log.rsplit("accuracy: ").next().unwrap().split(' ').next().unwrap();

@@ -20,8 +20,7 @@ mod tensors;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use fused_optim::{DType, Slice, SliceMut, StateDict};
-use half::{bf16, f16};
+use fused_optim::{DType, SliceMut, StateDict};
 use safetensors::tensor::{SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -31,50 +30,49 @@ pub(crate) use self::files::{is_full, remove_leftovers};
 pub use self::find::{Found, newest};
 pub use self::position::{Begun, Position};
 pub use self::tensors::{Tensor, model_tensors};
-use self::tensors::{bf16s, check, check_convertible, copy_converted, deserialize};
+use self::tensors::{check, check_convertible, copy_converted, deserialize, scaled, serialize};
 pub(crate) use self::tensors::{copies, copy_from_bytes, round_into, to_bytes};
-use self::tensors::{f16s, floats, serialize};
 use crate::engine::{Engine, TensorSpec};
 use crate::model::ModelWrapper;
 use crate::optim_wrapper::OptimWrapperState;
 use crate::{Error, Result, schedulers};
 
 /// What a checkpoint says besides tensors.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Meta {
-    /// Version of this layout.
-    pub format: u32,
+    /// Version of this layout; [`save`] sets it.
+    pub(crate) format: u32,
     /// Where the run was.
     pub position: Position,
     /// Number of ranks: the order of the data depends on it.
     pub world_size: usize,
-    /// Number of batches in an epoch: what a place inside one is counted in.
+    /// Number of batches in an epoch: what a position inside one is counted in.
     pub batches_per_epoch: usize,
     /// Seed of the run.
     pub seed: u64,
     /// The configuration's text, empty for a run that had none.
     pub config: String,
     /// The loss scaler's state.
-    loss_scaler: Option<::amp::ScalerState>,
+    pub(crate) loss_scaler: Option<::amp::ScalerState>,
     /// Where each scheduler was.
     #[serde(default)]
     pub schedulers: Vec<schedulers::Progress>,
     /// What each hook saved, by its name.
     pub hooks: Map<String, Value>,
-    /// How far each rank's random numbers were.
+    /// Each rank's [`Engine::random_position`].
     #[serde(default)]
     pub random: Vec<Option<u64>>,
-    /// What each rank's engine has found by trying.
-    #[serde(default)]
-    pub findings: Vec<String>,
+    /// Each rank's autotune cache ([`Engine::findings`]).
+    #[serde(default, rename = "findings")]
+    pub autotune_cache: Vec<String>,
     /// Whether it is a model for others, beside the checkpoints that its run is resumed from.
     #[serde(default)]
     pub export: bool,
-    files: Vec<FileMeta>,
+    pub(crate) files: Vec<FileMeta>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct FileMeta {
+pub(crate) struct FileMeta {
     name: String,
     bytes: usize,
     crc32: u32,
@@ -115,48 +113,33 @@ pub struct Draft {
 }
 
 /// What to save.
-#[derive(Debug)]
-pub struct Contents<'a> {
-    /// Where the run is.
-    pub position: Position,
-    /// Number of ranks.
-    pub world_size: usize,
-    /// Number of batches in an epoch.
-    pub batches_per_epoch: usize,
-    /// Seed of the run.
-    pub seed: u64,
-    /// The configuration's text.
-    pub config: &'a str,
+#[derive(Debug, Default)]
+pub struct Contents {
+    /// What it says besides tensors.
+    pub meta: Meta,
     /// The model.
     pub model: Vec<Tensor>,
-    /// The optimizer wrapper's state; without it nothing can go on from this checkpoint.
+    /// The optimizer wrapper's state; without it a run cannot be resumed from this checkpoint.
     pub optim: Option<OptimWrapperState>,
     /// Further files of tensors, by name without extension.
     pub extra: Vec<(String, Vec<Tensor>)>,
     /// Each rank's [`own_bytes`]; none if they are all those of the first rank.
     pub own: Vec<Vec<u8>>,
-    /// Whether `last_checkpoint` is to name it.
-    pub is_last: bool,
-    /// Where each scheduler is.
-    pub schedulers: Vec<schedulers::Progress>,
-    /// What each hook saves.
-    pub hooks: Map<String, Value>,
     /// Each rank's [`gradient_bytes`]; none outside of an accumulation.
     pub gradients: Vec<Vec<u8>>,
     /// Each rank's [`ModelWrapper::state`]; none if none has any.
     pub wrapper: Vec<Vec<u8>>,
-    /// How far each rank's [`Engine::random_position`] is; empty for an engine that draws nothing.
-    pub random: Vec<Option<u64>>,
-    /// Each rank's [`Engine::findings`]; none if none has any.
-    pub findings: Vec<String>,
-    /// Whether it is a model for others, beside the checkpoints that the run is resumed from.
-    pub export: bool,
+    /// Whether `last_checkpoint` is to name it.
+    pub is_last: bool,
 }
 
 const FORMAT: u32 = 2;
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "state.json";
+const GRADIENTS: &str = "gradients";
+const OWN: &str = "rank";
+const WRAPPER: &str = "wrapper";
 /// Names the newest checkpoint, in the work directory.
 pub const LAST: &str = "last_checkpoint";
 
@@ -165,9 +148,7 @@ pub const LAST: &str = "last_checkpoint";
 /// # Errors
 ///
 /// [`Error::Io`] with the path; an earlier checkpoint of that name is then still there.
-pub fn save(work_dir: &Path, name: &str, contents: Contents<'_>) -> Result<PathBuf> {
-    let (loss_scaler, is_last) =
-        (contents.optim.as_ref().and_then(|o| o.loss_scaler), contents.is_last);
+pub fn save(work_dir: &Path, name: &str, contents: Contents) -> Result<PathBuf> {
     let mut files = vec![(MODEL.to_owned(), serialize(MODEL, &contents.model)?)];
     if let Some(optim) = &contents.optim {
         files.push((OPTIMIZER.to_owned(), optim.optimizer.to_safetensors()?));
@@ -175,36 +156,25 @@ pub fn save(work_dir: &Path, name: &str, contents: Contents<'_>) -> Result<PathB
     for (name, tensors) in &contents.extra {
         files.push((format!("{name}.safetensors"), serialize(name, tensors)?));
     }
-    let gradients = contents.gradients.into_iter().enumerate();
-    let own = contents.own.into_iter().enumerate();
-    let by_rank = gradients.map(|(rank, bytes)| (gradients_file(rank), bytes));
-    let by_rank = by_rank.chain(own.map(|(rank, bytes)| (own_file(rank), bytes)));
-    let wrapper = contents.wrapper.into_iter().enumerate();
-    let by_rank = by_rank.chain(wrapper.map(|(rank, bytes)| (wrapper_file(rank), bytes)));
-    files.extend(by_rank.filter(|(_, bytes)| !bytes.is_empty()));
+    let by_rank =
+        [(GRADIENTS, contents.gradients), (OWN, contents.own), (WRAPPER, contents.wrapper)];
+    for (what, ranks) in by_rank {
+        let ranks = ranks.into_iter().enumerate().filter(|(_, bytes)| !bytes.is_empty());
+        files.extend(ranks.map(|(rank, bytes)| (rank_file(what, rank), bytes)));
+    }
     let meta = Meta {
         format: FORMAT,
-        position: contents.position,
-        world_size: contents.world_size,
-        batches_per_epoch: contents.batches_per_epoch,
-        seed: contents.seed,
-        config: contents.config.to_owned(),
-        loss_scaler,
-        schedulers: contents.schedulers,
-        hooks: contents.hooks,
-        random: contents.random,
-        findings: contents.findings,
-        export: contents.export,
+        loss_scaler: contents.optim.as_ref().and_then(|o| o.loss_scaler),
         files: files.iter().map(|(name, bytes)| file_meta(name, bytes)).collect(),
+        ..contents.meta
     };
     let state = serde_json::to_string_pretty(&meta)
         .map_err(|e| Error::Checkpoint(format!("{STATE}: {e}")))?;
     files.push((STATE.to_owned(), seal(&state).into_bytes()));
     let path = write_dir(work_dir, name, &files)?;
-    if !is_last {
-        return Ok(path);
+    if contents.is_last {
+        write_file(work_dir, LAST, name.as_bytes())?;
     }
-    write_file(work_dir, LAST, name.as_bytes())?;
     Ok(path)
 }
 
@@ -308,18 +278,24 @@ impl Checkpoint {
         engine.with_buffers(&mut |slices| copy(&buffers, slices))
     }
 
+    /// A file of this checkpoint, if it has it.
+    fn file(&self, name: &str) -> Result<Option<Vec<u8>>> {
+        let is_there = self.meta.files.iter().any(|file| file.name == name);
+        is_there.then(|| read_whole(&self.path, &self.meta, name)).transpose()
+    }
+
     /// The tensors of a file that a hook added, if it did.
     ///
     /// # Errors
     ///
     /// [`Error::Checkpoint`] naming the file that is missing or damaged.
     pub fn extra(&self, name: &str) -> Result<Option<Vec<Tensor>>> {
-        let file = format!("{name}.safetensors");
-        if !self.meta.files.iter().any(|f| f.name == file) {
-            return Ok(None);
-        }
-        let bytes = read_whole(&self.path, &self.meta, &file)?;
-        deserialize(&bytes).map(Some).map_err(|e| damaged(&self.path, &file, e))
+        self.tensors(&format!("{name}.safetensors"))
+    }
+
+    fn tensors(&self, file: &str) -> Result<Option<Vec<Tensor>>> {
+        let Some(bytes) = self.file(file)? else { return Ok(None) };
+        deserialize(&bytes).map(Some).map_err(|e| damaged(&self.path, file, e))
     }
 
     /// What `rank` had of its own where it differed from the first rank's.
@@ -328,7 +304,7 @@ impl Checkpoint {
     ///
     /// [`Error::Checkpoint`] naming the file that is missing or damaged.
     pub fn own(&self, rank: usize) -> Result<Option<Vec<Tensor>>> {
-        self.extra(own_file(rank).trim_end_matches(".safetensors"))
+        self.tensors(&rank_file(OWN, rank))
     }
 
     /// Where it was read from.
@@ -337,17 +313,13 @@ impl Checkpoint {
         &self.path
     }
 
-    /// What this rank's model wrapper had in mind besides gradients, if it had anything.
+    /// The state that `rank`'s model wrapper had besides gradients, if it had any.
     ///
     /// # Errors
     ///
     /// [`Error::Checkpoint`] naming the file that is missing or damaged.
     pub fn wrapper(&self, rank: usize) -> Result<Option<Vec<u8>>> {
-        let file = wrapper_file(rank);
-        if !self.meta.files.iter().any(|f| f.name == file) {
-            return Ok(None);
-        }
-        read_whole(&self.path, &self.meta, &file).map(Some)
+        self.file(&rank_file(WRAPPER, rank))
     }
 
     /// Gives the model back what this rank had added up towards its next step. Where another number of ranks
@@ -376,37 +348,17 @@ impl Checkpoint {
         params: &[TensorSpec],
         model: &mut dyn ModelWrapper,
     ) -> Result<()> {
-        let file = gradients_file(rank);
-        if !self.meta.files.iter().any(|f| f.name == file) {
-            return Ok(());
-        }
-        let bytes = read_whole(&self.path, &self.meta, &file)?;
-        let tensors =
-            SafeTensors::deserialize(&bytes).map_err(|e| damaged(&self.path, &file, e))?;
+        let file = rank_file(GRADIENTS, rank);
+        let Some(bytes) = self.file(&file)? else { return Ok(()) };
+        let fail = |why: String| damaged(&self.path, &file, why);
+        let tensors = SafeTensors::deserialize(&bytes).map_err(|e| fail(e.to_string()))?;
         model.prepare(false)?;
         let sink = model.sink();
         for (index, spec) in params.iter().enumerate() {
             // A parameter may have no gradient.
             let Ok(view) = tensors.tensor(&spec.name) else { continue };
-            check(&view, spec).map_err(|why| damaged(&self.path, &file, why))?;
-            let scaled = |x: f32| x * share;
-            let mut sink = sink.lock();
-            match spec.dtype {
-                DType::F32 => {
-                    let values: Vec<_> = floats(view.data()).into_iter().map(scaled).collect();
-                    sink.ready(index, Slice::F32(&values))?;
-                }
-                DType::F16 => {
-                    let half = |x: f16| f16::from_f32(scaled(x.to_f32()));
-                    let values: Vec<_> = f16s(view.data()).into_iter().map(half).collect();
-                    sink.ready(index, Slice::F16(&values))?;
-                }
-                DType::Bf16 => {
-                    let half = |x: bf16| bf16::from_f32(scaled(x.to_f32()));
-                    let values: Vec<_> = bf16s(view.data()).into_iter().map(half).collect();
-                    sink.ready(index, Slice::Bf16(&values))?;
-                }
-            }
+            check(&view, spec).map_err(fail)?;
+            sink.lock().ready(index, scaled(spec.dtype, view.data(), share).as_slice())?;
         }
         model.finish()
     }
@@ -459,16 +411,9 @@ pub fn publish(work_dir: &Path, name: &str, keys: &[String]) -> Result<PathBuf> 
     write_dir(work_dir, &published, &files)
 }
 
-fn own_file(rank: usize) -> String {
-    format!("rank_{rank}.safetensors")
-}
-
-fn wrapper_file(rank: usize) -> String {
-    format!("wrapper_{rank}.safetensors")
-}
-
-fn gradients_file(rank: usize) -> String {
-    format!("gradients_{rank}.safetensors")
+/// The file of what a rank has of its own: its gradients, buffers, or model wrapper's state.
+fn rank_file(what: &str, rank: usize) -> String {
+    format!("{what}_{rank}.safetensors")
 }
 
 fn damaged(path: &Path, file: &str, why: impl std::fmt::Display) -> Error {
@@ -487,7 +432,8 @@ fn read_whole(path: &Path, meta: &Meta, name: &str) -> Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use collective::ReducerOptions;
-    use fused_optim::{Optimizer, Sgd, SgdHyper};
+    use fused_optim::{Optimizer, Sgd, SgdHyper, Slice};
+    use half::{bf16, f16};
 
     use super::*;
     use crate::data::Batch;
@@ -530,21 +476,29 @@ mod tests {
         all
     }
 
-    fn contents(gradients: Vec<Vec<u8>>) -> Contents<'static> {
+    fn contents(gradients: Vec<Vec<u8>>) -> Contents {
         let sgd = Sgd::with_one_group(SgdHyper { lr: 0.1, ..SgdHyper::default() }, 3).unwrap();
         let scaler = ::amp::LossScaler::new(::amp::LossScalerOptions::default()).unwrap();
-        Contents {
-            position: Position {
-                epoch: 1,
-                iter: 17,
-                batch: 5,
-                validated: Some(12),
-                begun: Begun { iter: 3, place: 99, ..Begun::default() },
-            },
+        let position = Position {
+            epoch: 1,
+            iter: 17,
+            batch: 5,
+            validated: Some(12),
+            begun: Begun { iter: 3, place: 99, ..Begun::default() },
+        };
+        let meta = Meta {
+            position,
             world_size: 2,
             batches_per_epoch: 12,
             seed: u64::MAX,
-            config: "x = 1",
+            config: "x = 1".to_owned(),
+            hooks: [("H".to_owned(), Value::from(7))].into_iter().collect(),
+            random: vec![None, Some(u64::MAX)],
+            autotune_cache: vec!["a".to_owned(), String::new()],
+            ..Meta::default()
+        };
+        Contents {
+            meta,
             model: Vec::new(),
             optim: Some(OptimWrapperState {
                 optimizer: sgd.state_dict(),
@@ -553,13 +507,8 @@ mod tests {
             extra: vec![("more".into(), vec![Tensor::f32("x".into(), vec![2], &[1.0, -2.5])])],
             own: Vec::new(),
             is_last: true,
-            schedulers: Vec::new(),
-            hooks: [("H".to_owned(), Value::from(7))].into_iter().collect(),
             gradients,
             wrapper: vec![Vec::new(), vec![1, 2, 3]],
-            random: vec![None, Some(u64::MAX)],
-            findings: vec!["a".to_owned(), String::new()],
-            export: false,
         }
     }
 
@@ -567,7 +516,7 @@ mod tests {
         dir: &Path,
         name: &str,
         engine: &mut FakeEngine,
-        contents: Contents<'_>,
+        contents: Contents,
     ) -> Result<PathBuf> {
         super::save(dir, name, Contents { model: model_tensors(engine)?, ..contents })
     }
@@ -583,14 +532,14 @@ mod tests {
         assert_eq!(find_last(dir.path()), Some(path.clone()));
         let loaded = load(&path).unwrap();
         let saved = contents(Vec::new());
-        assert_eq!(loaded.meta.position, saved.position);
+        assert_eq!(loaded.meta.position, saved.meta.position);
         assert_eq!((loaded.meta.world_size, loaded.meta.seed), (2, u64::MAX));
         assert_eq!((loaded.meta.config.as_str(), &loaded.meta.hooks["H"]), ("x = 1", &7.into()));
         assert_eq!(loaded.optim.as_ref().unwrap().loss_scaler, saved.optim.unwrap().loss_scaler);
         assert_eq!(loaded.extra("more").unwrap().unwrap(), saved.extra[0].1);
         assert_eq!(loaded.extra("less").unwrap(), None);
-        assert_eq!(loaded.meta.random, saved.random);
-        assert_eq!(loaded.meta.findings, saved.findings);
+        assert_eq!(loaded.meta.random, saved.meta.random);
+        assert_eq!(loaded.meta.autotune_cache, saved.meta.autotune_cache);
         assert_eq!([0, 1].map(|rank| loaded.wrapper(rank).unwrap()), [None, Some(vec![1, 2, 3])]);
         let mut other = zeroed(engine());
         assert_ne!(bits(&mut other), bits(&mut engine()));
@@ -822,7 +771,8 @@ mod tests {
             let weights = vec![dir.path().join("best")];
             assert_eq!(newest(dir.path()).unwrap(), Found { weights, ..Found::default() });
         }
-        let export = Contents { optim: None, is_last: false, export: true, ..contents(Vec::new()) };
+        let mut export = Contents { optim: None, is_last: false, ..contents(Vec::new()) };
+        export.meta.export = true;
         save(dir.path(), "best", &mut engine(), export).unwrap();
         let exports = vec![dir.path().join("best")];
         assert_eq!(newest(dir.path()).unwrap(), Found { exports, ..Found::default() });
@@ -831,9 +781,10 @@ mod tests {
     #[test]
     fn what_is_not_whole_is_named_and_passed_over() {
         let dir = tempfile::tempdir().unwrap();
-        let at = |iter| Contents {
-            position: Position { iter, ..Position::default() },
-            ..contents(Vec::new())
+        let at = |iter| {
+            let mut contents = contents(Vec::new());
+            contents.meta.position = Position { iter, ..Position::default() };
+            contents
         };
         for (name, iter) in [("c", 5), ("a", 7), ("b", 9)] {
             save(dir.path(), name, &mut engine(), at(iter)).unwrap();

@@ -2,10 +2,11 @@
 
 use fused_optim::{DType, Slice, SliceMut};
 use half::slice::HalfFloatSliceExt;
+use half::vec::HalfFloatVecExt;
 use half::{bf16, f16};
 use safetensors::tensor::{self, SafeTensors, TensorView};
 
-use crate::engine::{Engine, TensorSpec};
+use crate::engine::{Engine, HostTensor, TensorSpec};
 use crate::{Error, Result};
 
 /// A tensor out of the model's hands.
@@ -23,6 +24,15 @@ impl Tensor {
     pub fn f32(name: String, shape: Vec<usize>, values: &[f32]) -> Self {
         let spec = TensorSpec { name, shape, dtype: DType::F32 };
         Self { spec, bytes: to_bytes(Slice::F32(values)) }
+    }
+
+    /// Takes other values, rounded to nearest even where its type is narrower.
+    pub(crate) fn round_from(&mut self, values: &[f32]) {
+        self.bytes = match self.spec.dtype {
+            DType::F32 => to_bytes(Slice::F32(values)),
+            DType::F16 => to_bytes(Slice::F16(&Vec::from_f32_slice(values))),
+            DType::Bf16 => to_bytes(Slice::Bf16(&Vec::from_f32_slice(values))),
+        };
     }
 
     /// Its elements as f32, exactly.
@@ -139,6 +149,16 @@ pub(super) fn dtype(dtype: DType) -> tensor::Dtype {
     }
 }
 
+/// `share` times little-endian elements, each product rounded to their type.
+pub(super) fn scaled(dtype: DType, bytes: &[u8], share: f32) -> HostTensor {
+    let values = widened(dtype, bytes).into_iter().map(|x| x * share);
+    match dtype {
+        DType::F32 => HostTensor::F32(values.collect()),
+        DType::F16 => HostTensor::F16(values.map(f16::from_f32).collect()),
+        DType::Bf16 => HostTensor::Bf16(values.map(bf16::from_f32).collect()),
+    }
+}
+
 /// Little-endian elements.
 pub(crate) fn to_bytes(slice: Slice<'_>) -> Vec<u8> {
     match slice {
@@ -148,15 +168,15 @@ pub(crate) fn to_bytes(slice: Slice<'_>) -> Vec<u8> {
     }
 }
 
-pub(super) fn floats(bytes: &[u8]) -> Vec<f32> {
+fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
 }
 
-pub(super) fn f16s(bytes: &[u8]) -> Vec<f16> {
+fn f16s(bytes: &[u8]) -> Vec<f16> {
     bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b)).collect()
 }
 
-pub(super) fn bf16s(bytes: &[u8]) -> Vec<bf16> {
+fn bf16s(bytes: &[u8]) -> Vec<bf16> {
     bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b)).collect()
 }
 

@@ -179,11 +179,8 @@ impl Section {
     /// [`Error::Config`] if it is anything else.
     pub fn sections(&mut self, key: &'static str) -> Result<Vec<Self>> {
         let Some(entry) = self.take(key) else { return Ok(Vec::new()) };
-        let nodes = match entry.node {
-            Node { value: Value::Array(nodes), .. } => nodes,
-            node => vec![node],
-        };
-        let sections = nodes.into_iter().map(|node| self.attempt(|s| s.subsection(key, node)));
+        let nodes = one_or_more(entry.node).into_iter();
+        let sections = nodes.map(|node| self.attempt(|s| s.subsection(key, node)));
         Ok(sections.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
@@ -206,11 +203,8 @@ impl Section {
     pub(crate) fn named_lists(&mut self) -> Result<Vec<(String, Vec<Self>)>> {
         let entries = std::mem::take(&mut self.entries);
         let list = |entry: Entry| {
-            let nodes = match entry.node {
-                Node { value: Value::Array(nodes), .. } => nodes,
-                node => vec![node],
-            };
-            let sections = nodes.into_iter().map(|node| self.subsection(&entry.key, node));
+            let nodes = one_or_more(entry.node).into_iter();
+            let sections = nodes.map(|node| self.subsection(&entry.key, node));
             Ok((entry.key.clone(), sections.collect::<Result<_>>()?))
         };
         entries.into_iter().map(list).collect()
@@ -344,11 +338,6 @@ impl Section {
         }
     }
 
-    /// An error at a place that [`offset_of`](Self::offset_of) said before the key was taken.
-    pub(crate) fn error_at(&self, place: Place, message: impl std::fmt::Display) -> Error {
-        place.error(message)
-    }
-
     /// Where the value of `key` stands; the table's own place without one.
     pub(crate) fn offset_of(&self, key: &str) -> Place {
         let entry = self.entries.iter().find(|e| e.key == key);
@@ -413,6 +402,14 @@ impl Section {
     }
 }
 
+/// The elements of an array; a value alone is one.
+fn one_or_more(node: Node) -> Vec<Node> {
+    match node {
+        Node { value: Value::Array(nodes), .. } => nodes,
+        node => vec![node],
+    }
+}
+
 /// Number of typing mistakes between two names.
 fn distance(a: &str, b: &str) -> usize {
     strsim::damerau_levenshtein(&a.to_lowercase(), &b.to_lowercase())
@@ -463,68 +460,31 @@ fn from_value<T: FromConfig>(value: &Value) -> Option<T> {
     T::from_node(ConfigValue(value.plain())).or_else(|| T::from_node(ConfigValue(value)))
 }
 
-macro_rules! from_integer {
-    ($($t:ty),*) => {$(
-        impl FromConfig for $t {
-            const EXPECTED: &'static str = "a non-negative integer";
+/// Types that are one kind of value: the type, what is expected in words, the kinds it is made of.
+macro_rules! from_config {
+    ($($type:ty, $expected:literal: $($kind:pat => $value:expr),+;)*) => {$(
+        impl FromConfig for $type {
+            const EXPECTED: &'static str = $expected;
             fn from_node(value: ConfigValue<'_>) -> Option<Self> {
                 match value.0 {
-                    Value::Integer(i) => Self::try_from(*i).ok(),
+                    $($kind => $value,)+
                     _ => None,
                 }
             }
         }
     )*};
 }
-from_integer!(u32, u64, usize);
 
-impl FromConfig for i64 {
-    const EXPECTED: &'static str = "an integer";
-    fn from_node(value: ConfigValue<'_>) -> Option<Self> {
-        match value.0 {
-            Value::Integer(i) => Some(*i),
-            _ => None,
-        }
-    }
-}
-
-impl FromConfig for f64 {
-    const EXPECTED: &'static str = "a number";
-    fn from_node(value: ConfigValue<'_>) -> Option<Self> {
-        match value.0 {
-            Value::Float(f) => Some(*f),
-            // An integer is a number to whoever writes `lr = 1`.
-            Value::Integer(i) => Some(*i as Self),
-            _ => None,
-        }
-    }
-}
-
-impl FromConfig for f32 {
-    const EXPECTED: &'static str = f64::EXPECTED;
-    fn from_node(value: ConfigValue<'_>) -> Option<Self> {
-        f64::from_node(value).map(|f| f as Self)
-    }
-}
-
-impl FromConfig for bool {
-    const EXPECTED: &'static str = "true or false";
-    fn from_node(value: ConfigValue<'_>) -> Option<Self> {
-        match value.0 {
-            Value::Boolean(b) => Some(*b),
-            _ => None,
-        }
-    }
-}
-
-impl FromConfig for String {
-    const EXPECTED: &'static str = "a string";
-    fn from_node(value: ConfigValue<'_>) -> Option<Self> {
-        match value.0 {
-            Value::String(s) | Value::Variable(s, _) => Some(s.clone()),
-            _ => None,
-        }
-    }
+from_config! {
+    u32, "a non-negative integer": Value::Integer(i) => Self::try_from(*i).ok();
+    u64, "a non-negative integer": Value::Integer(i) => Self::try_from(*i).ok();
+    usize, "a non-negative integer": Value::Integer(i) => Self::try_from(*i).ok();
+    i64, "an integer": Value::Integer(i) => Some(*i);
+    // An integer is a number to whoever writes `lr = 1`.
+    f64, "a number": Value::Float(f) => Some(*f), Value::Integer(i) => Some(*i as Self);
+    f32, "a number": Value::Float(f) => Some(*f as Self), Value::Integer(i) => Some(*i as f64 as Self);
+    bool, "true or false": Value::Boolean(b) => Some(*b);
+    String, "a string": Value::String(s) | Value::Variable(s, _) => Some(s.clone());
 }
 
 impl FromConfig for Duration {

@@ -143,7 +143,7 @@ impl CompileOptions {
         if table.optional::<bool>("dynamic")? == Some(true) && read.graphs() {
             let what = "shapes are fixed in steps that are one launch: `dynamic = true` goes with \
                         neither backend `cudagraphs` nor mode `reduce-overhead` nor `max-autotune`";
-            return Err(table.error_at(place, what));
+            return Err(place.error(what));
         }
         let disable = table.or("disable", false)?;
         if let Some(mut options) = table.optional_section("options")? {

@@ -15,7 +15,7 @@ use crate::{Error, Result};
 
 /// Writes `epoch_N` (or `iter_N`) every `interval` epochs (or iterations) and after the last, keeping at
 /// most `max_keep_ckpts`; `iter_N` if the run ends inside an epoch; and `best_F_epoch_N`, weights only,
-/// whenever a validation's figure `F` is better than before.
+/// whenever a validation's metric `F` is better than before.
 ///
 /// Follows: MMEngine 0.10.7, `hooks/checkpoint_hook.py`. Where we differ: what it has counted is in the
 /// checkpoint, under its own name; the older checkpoints are removed after the new one is on disk; the
@@ -49,11 +49,11 @@ pub struct CheckpointHook {
     publishes: bool,
 }
 
-/// A figure whose best value is kept.
+/// A metric whose best value is kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SaveBest {
-    /// Name of the figure; `auto` is the first there is.
-    pub figure: String,
+    /// Name of the metric; `auto` is the first there is.
+    pub metric: String,
     /// Which is better; by the name unless set.
     pub rule: Option<Rule>,
     /// Names that suggest `greater`, instead of MMEngine's.
@@ -63,11 +63,11 @@ pub struct SaveBest {
 }
 
 impl SaveBest {
-    /// The best value of `figure`, by the rule that its name suggests.
+    /// The best value of `metric`, by the rule that its name suggests.
     #[must_use]
-    pub fn new(figure: &str) -> Self {
+    pub fn new(metric: &str) -> Self {
         let (greater_keys, less_keys) = (Vec::new(), Vec::new());
-        Self { figure: figure.to_owned(), rule: None, greater_keys, less_keys }
+        Self { metric: metric.to_owned(), rule: None, greater_keys, less_keys }
     }
 }
 
@@ -76,13 +76,14 @@ impl SaveBest {
 struct State {
     /// Names written so far, oldest first: those this run may prune.
     written: Vec<String>,
-    /// The best so far of each figure.
+    /// The best so far of each metric.
     best: Vec<Best>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Best {
-    figure: String,
+    #[serde(rename = "figure")]
+    metric: String,
     score: f64,
     name: String,
 }
@@ -154,31 +155,31 @@ impl CheckpointHook {
         Ok(())
     }
 
-    /// Saves the model if `figure` is better than ever. Whether it does.
+    /// Saves the model if `metric` is better than ever. Whether it does.
     fn keep_best(
         &mut self,
         runner: &mut Runner,
         wanted: &SaveBest,
         metrics: &[(String, f64)],
     ) -> Result<bool> {
-        let found = match wanted.figure.as_str() {
-            // `auto` stays with the figure that it once chose.
+        let found = match wanted.metric.as_str() {
+            // `auto` stays with the metric that it once chose.
             "auto" => match self.state.best.first() {
-                Some(best) => metrics.iter().find(|(name, _)| *name == best.figure),
+                Some(best) => metrics.iter().find(|(name, _)| *name == best.metric),
                 None => metrics.first(),
             },
-            figure => metrics.iter().find(|(name, _)| name == figure),
+            metric => metrics.iter().find(|(name, _)| name == metric),
         };
-        let Some((figure, score)) = found else {
+        let Some((metric, score)) = found else {
             let names: Vec<_> = metrics.iter().map(|(name, _)| name.as_str()).collect();
-            let (figure, names) = (&wanted.figure, names.join(", "));
-            return Err(Error::Config(format!("save_best: `{figure}` is not among: {names}")));
+            let (metric, names) = (&wanted.metric, names.join(", "));
+            return Err(Error::Config(format!("save_best: `{metric}` is not among: {names}")));
         };
         let rule = match wanted.rule {
             Some(rule) => rule,
-            None => rule_by(figure, &wanted.greater_keys, &wanted.less_keys)?,
+            None => rule_by(metric, &wanted.greater_keys, &wanted.less_keys)?,
         };
-        let before = self.state.best.iter().position(|best| best.figure == *figure);
+        let before = self.state.best.iter().position(|best| best.metric == *metric);
         let worst = match rule {
             Rule::Greater => f64::NEG_INFINITY,
             Rule::Less => f64::INFINITY,
@@ -188,7 +189,7 @@ impl CheckpointHook {
             return Ok(false);
         }
         let position = runner.position().clone();
-        let name = format!("best_{}_{}", figure.replace('/', "_"), self.name_of(&position).0);
+        let name = format!("best_{}_{}", metric.replace('/', "_"), self.name_of(&position).0);
         let mut save = Save::weights(&name, position.clone());
         let old = before.map(|i| self.state.best[i].name.clone());
         if let Some(old) = old.filter(|old| *old != name) {
@@ -201,12 +202,12 @@ impl CheckpointHook {
             false => (position.iter, "iter"),
         };
         save.log.push(format!(
-            "The best checkpoint with {score:.4} {figure} at {count} {unit} is saved to {name}."
+            "The best checkpoint with {score:.4} {metric} at {count} {unit} is saved to {name}."
         ));
         if !runner.save_checkpoint(save)? {
             return Ok(false);
         }
-        let fresh = Best { figure: figure.clone(), score: *score, name };
+        let fresh = Best { metric: metric.clone(), score: *score, name };
         match before {
             Some(i) => self.state.best[i] = fresh,
             None => self.state.best.push(fresh),
@@ -252,7 +253,7 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
 
 fn read_best(section: &mut Section) -> Result<Vec<SaveBest>> {
     let (place, rules_at) = (section.offset_of("save_best"), section.offset_of("rule"));
-    let figures: Vec<String> = section.one_or_more("save_best")?;
+    let metrics: Vec<String> = section.one_or_more("save_best")?;
     let mut rules = Vec::new();
     for rule in section.one_or_more::<String>("rule")? {
         rules.push(match rule.as_str() {
@@ -266,22 +267,22 @@ fn read_best(section: &mut Section) -> Result<Vec<SaveBest>> {
     }
     let (greater_keys, less_keys): (Vec<String>, Vec<String>) =
         (section.one_or_more("greater_keys")?, section.one_or_more("less_keys")?);
-    if figures.len() > 1 && figures.iter().any(|f| f == "auto") {
+    if metrics.len() > 1 && metrics.iter().any(|f| f == "auto") {
         return Err(place.error("`save_best` can be `auto` only alone"));
     }
-    if rules.len() > 1 && rules.len() != figures.len() {
-        let text = format!("{} rules for {} figures of `save_best`", rules.len(), figures.len());
+    if rules.len() > 1 && rules.len() != metrics.len() {
+        let text = format!("{} rules for {} metrics of `save_best`", rules.len(), metrics.len());
         return Err(rules_at.error(text));
     }
     let mut best = Vec::new();
-    for (index, figure) in figures.into_iter().enumerate() {
+    for (index, metric) in metrics.into_iter().enumerate() {
         let rule = rules.get(index).or_else(|| rules.first()).copied();
-        if rule.is_none() && figure != "auto" {
-            let known = rule_by(&figure, &greater_keys, &less_keys);
+        if rule.is_none() && metric != "auto" {
+            let known = rule_by(&metric, &greater_keys, &less_keys);
             known.map(drop).or_else(|e| section.note(place.error(e)))?;
         }
         let (greater_keys, less_keys) = (greater_keys.clone(), less_keys.clone());
-        best.push(SaveBest { figure, rule, greater_keys, less_keys });
+        best.push(SaveBest { metric, rule, greater_keys, less_keys });
     }
     Ok(best)
 }
@@ -295,9 +296,9 @@ impl Hook for CheckpointHook {
         Priority::VERY_LOW
     }
 
-    fn figures(&self) -> Vec<String> {
-        let named = self.save_best.iter().filter(|best| best.figure != "auto");
-        named.map(|best| best.figure.clone()).collect()
+    fn metrics(&self) -> Vec<String> {
+        let named = self.save_best.iter().filter(|best| best.metric != "auto");
+        named.map(|best| best.metric.clone()).collect()
     }
 
     fn warning(&self, length: Length) -> Option<String> {
@@ -352,7 +353,7 @@ impl Hook for CheckpointHook {
     }
 
     fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
-        // A run that only judges has no best.
+        // A run that only evaluates has no best.
         if runner.position().iter == 0 {
             return Ok(());
         }
@@ -415,19 +416,19 @@ mod tests {
     use crate::runner::TrainConfig;
     use crate::testing::{blank, builder};
 
-    /// The figures of one validation after another.
-    struct Figures(AtomicUsize);
+    /// The metrics of one validation after another.
+    struct Metrics(AtomicUsize);
 
-    impl Metric for Figures {
+    impl Metric for Metrics {
         fn process(&self, _: &Batch, _: &[(String, Array)]) -> Result<Vec<Value>> {
             Ok(vec![Value::Null])
         }
         fn compute(&self, _: &[Value]) -> Result<Vec<(String, f64)>> {
             let at = self.0.fetch_add(1, Ordering::Relaxed);
-            let figure = |values: [i32; 5]| f64::from(values[at]);
+            let metric = |values: [i32; 5]| f64::from(values[at]);
             Ok(vec![
-                ("acc".into(), figure([1, 5, 5, 2, 4])),
-                ("a/mistakes".into(), figure([9, 5, 3, 3, 7])),
+                ("acc".into(), metric([1, 5, 5, 2, 4])),
+                ("a/mistakes".into(), metric([9, 5, 3, 3, 7])),
             ])
         }
     }
@@ -437,7 +438,7 @@ mod tests {
         let section = Config::from_text("c.toml", hook).unwrap().into_section();
         let run = builder(dir, 3)
             .train_cfg(TrainConfig::new(5))
-            .validation(blank(1), Box::new(Figures(AtomicUsize::new(0))))
+            .validation(blank(1), Box::new(Metrics(AtomicUsize::new(0))))
             .hook(HOOKS.build_or(section, "CheckpointHook").unwrap());
         run.build().unwrap().train().unwrap();
         let entries = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap());
@@ -493,12 +494,12 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_only_judges_saves_nothing() {
+    fn a_run_that_only_evaluates_saves_nothing() {
         let dir = tempfile::tempdir().unwrap();
         let mut hook = CheckpointHook::new(1);
         hook.save_best = vec![SaveBest::new("auto")];
         let run = builder(dir.path(), 3).hook(Box::new(hook));
-        let run = run.validation(blank(1), Box::new(Figures(AtomicUsize::new(0))));
+        let run = run.validation(blank(1), Box::new(Metrics(AtomicUsize::new(0))));
         run.build().unwrap().validate().unwrap();
         let names = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name());
         let names: Vec<_> = names.map(|name| name.into_string().unwrap()).collect();

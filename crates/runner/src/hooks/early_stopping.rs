@@ -9,34 +9,34 @@ use crate::runner::Runner;
 use crate::schedulers::Rule;
 use crate::{Error, Result};
 
-/// Ends the run after `patience` validations that did not make a figure better, as soon as it is as
+/// Ends the run after `patience` validations that did not make a metric better, as soon as it is as
 /// good as wanted, or when it is not a number.
 ///
 /// What it has counted is saved, so a resumed run ends where it would have ended. MMEngine forgets it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EarlyStoppingHook {
-    /// Name of the figure.
+    /// Name of the metric.
     pub monitor: String,
-    /// Which figures are better.
+    /// Which metrics are better.
     pub rule: Rule,
-    /// By how much a figure must be better to count, 0.1.
+    /// By how much a metric must be better to count, 0.1.
     pub min_delta: f64,
     /// Validations without improvement that end the run, 5.
     pub patience: u64,
-    /// Whether a validation without the figure is an error; else it is let pass with a warning.
+    /// Whether a validation without the metric is an error; else it is let pass with a warning.
     pub strict: bool,
-    /// Whether a figure that is not finite ends the run, true.
+    /// Whether a metric that is not finite ends the run, true.
     pub check_finite: bool,
-    /// A figure better than this is good enough.
+    /// A metric better than this is good enough.
     pub stopping_threshold: Option<f64>,
     best: Option<f64>,
     waited: u64,
-    /// The last figure that was counted.
+    /// The last metric that was counted.
     last: Option<f64>,
 }
 
 impl EarlyStoppingHook {
-    /// With MMEngine's defaults; the rule is the one that the figure's name suggests.
+    /// With MMEngine's defaults; the rule is the one that the metric's name suggests.
     ///
     /// # Errors
     ///
@@ -62,7 +62,7 @@ impl EarlyStoppingHook {
         }
     }
 
-    /// Counts a figure; why the run ends, if it does.
+    /// Counts a metric; why the run ends, if it does.
     fn count(&mut self, score: f64) -> Option<String> {
         self.last = Some(score);
         if self.ends_with(score).is_none() {
@@ -79,7 +79,7 @@ impl EarlyStoppingHook {
         self.is_over()
     }
 
-    /// Why the run ends after the last figure, if it does.
+    /// Why the run ends after the last metric, if it does.
     fn is_over(&self) -> Option<String> {
         let (monitor, score) = (&self.monitor, self.last?);
         self.ends_with(score).or_else(|| {
@@ -90,7 +90,7 @@ impl EarlyStoppingHook {
         })
     }
 
-    /// Why this figure alone ends the run, if it does.
+    /// Why this metric alone ends the run, if it does.
     fn ends_with(&self, score: f64) -> Option<String> {
         let monitor = &self.monitor;
         if self.check_finite && !score.is_finite() {
@@ -117,7 +117,7 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
             section.choice("rule", "less", &[("less", Rule::Less), ("greater", Rule::Greater)])?
         }
         false => rule_of(&monitor)
-            .or_else(|error| section.note(section.error_at(offset, error)).map(|()| Rule::Less))?,
+            .or_else(|error| section.note(offset.error(error)).map(|()| Rule::Less))?,
     };
     let mut hook = EarlyStoppingHook::with_rule(&monitor, rule);
     hook.min_delta = section.or("min_delta", hook.min_delta)?;
@@ -159,7 +159,7 @@ impl Hook for EarlyStoppingHook {
         Ok(())
     }
 
-    fn figures(&self) -> Vec<String> {
+    fn metrics(&self) -> Vec<String> {
         vec![self.monitor.clone()]
     }
 
@@ -181,7 +181,7 @@ impl Hook for EarlyStoppingHook {
 mod tests {
     use super::*;
 
-    /// After how many figures the run ends.
+    /// After how many metrics the run ends.
     fn ends(hook: &mut EarlyStoppingHook, scores: &[f64]) -> Option<usize> {
         scores.iter().position(|&score| hook.count(score).is_some()).map(|at| at + 1)
     }

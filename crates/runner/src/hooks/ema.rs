@@ -369,16 +369,8 @@ impl Hook for EmaHook {
             tensor
         }));
         draft.extra.push((FILE.to_owned(), saved));
-        // What is rounded as the engine would, is what a validation has seen.
-        let before = model_tensors(engine)?;
-        Self::visit(self.update_buffers, engine, |i, slice| {
-            round_into(slice, &shared[i]);
-        })?;
-        let mut model = model_tensors(engine)?;
-        Self::visit(self.update_buffers, engine, |i, slice| {
-            copy_from_bytes(slice, &before[i].bytes);
-        })?;
-        std::mem::swap(&mut draft.model, &mut model);
+        // Rounded as the engine would, so that it is what a validation has seen.
+        draft.model.iter_mut().zip(&shared).for_each(|(tensor, values)| tensor.round_from(values));
         Ok(())
     }
 

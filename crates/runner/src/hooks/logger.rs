@@ -5,10 +5,9 @@ use crate::Result;
 use crate::config::Section;
 use crate::data::{Array, Batch};
 use crate::engine::Losses;
-use crate::runner::{Judged, Runner};
-use crate::runner::{format_judged_line, format_judging_line, format_train_line};
+use crate::runner::{EvalSplit, Runner, format_eval_line, format_eval_progress, format_train_line};
 
-/// Every `interval` batches, logs the smoothed scalars; after each validation or test, its figures.
+/// Every `interval` batches, logs the smoothed scalars; after each validation or test, its metrics.
 ///
 /// Lines that come less than a tenth of a second apart are written together, to the terminal, the log and
 /// `scalars.json` alike. So what SIGKILL, or a second signal, can take of them is that of the last tenth
@@ -36,10 +35,10 @@ impl LoggerHook {
         Self { interval, ignore_last: true, interval_exp_name: 1000, log_metric_by_epoch: true }
     }
 
-    fn log_judging(&self, runner: &mut Runner, judged: Judged, index: usize) {
+    fn log_progress(&self, runner: &mut Runner, split: EvalSplit, index: usize) {
         let done = index + 1;
-        if done.is_multiple_of(self.interval) && done < runner.judged_batches(judged) {
-            let line = format_judging_line(runner, judged, done);
+        if done.is_multiple_of(self.interval) && done < runner.eval_batches(split) {
+            let line = format_eval_progress(runner, split, done);
             runner.logger().info(&line);
         }
     }
@@ -98,12 +97,12 @@ impl Hook for LoggerHook {
         _: &Batch,
         _: &[(String, Array)],
     ) -> Result<()> {
-        self.log_judging(runner, Judged::Val, index);
+        self.log_progress(runner, EvalSplit::Val, index);
         Ok(())
     }
 
     fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
-        let line = format_judged_line(runner, Judged::Val, metrics);
+        let line = format_eval_line(runner, EvalSplit::Val, metrics);
         runner.logger().info(&line);
         runner.write_val_scalars(metrics, self.log_metric_by_epoch)
     }
@@ -115,12 +114,12 @@ impl Hook for LoggerHook {
         _: &Batch,
         _: &[(String, Array)],
     ) -> Result<()> {
-        self.log_judging(runner, Judged::Test, index);
+        self.log_progress(runner, EvalSplit::Test, index);
         Ok(())
     }
 
     fn after_test_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
-        let line = format_judged_line(runner, Judged::Test, metrics);
+        let line = format_eval_line(runner, EvalSplit::Test, metrics);
         runner.logger().info(&line);
         runner.write_test_scalars(metrics)
     }
@@ -183,7 +182,7 @@ mod tests {
         assert_eq!(written(dir.path()), (3, 3));
     }
 
-    /// One figure.
+    /// One metric.
     struct Constant;
 
     impl Metric for Constant {

@@ -62,9 +62,9 @@ pub(crate) fn build(
     };
     if let Some(metrics) = metrics {
         let known: Vec<_> = metrics.iter().map(String::as_str).collect();
-        for figure in hook.figures() {
-            if !metrics.contains(&figure) {
-                return Err(place.error(unknown("figure", &figure, &known)));
+        for metric in hook.metrics() {
+            if !metrics.contains(&metric) {
+                return Err(place.error(unknown("metric", &metric, &known)));
             }
         }
     }
@@ -262,16 +262,16 @@ mod tests {
         }
     }
 
-    /// Figures that were recorded, one after another.
-    struct Figures(Vec<f64>, AtomicUsize);
+    /// Metrics that were recorded, one after another.
+    struct Metrics(Vec<f64>, AtomicUsize);
 
-    impl Metric for Figures {
+    impl Metric for Metrics {
         fn process(&self, _: &Batch, _: &[(String, Array)]) -> Result<Vec<Value>> {
             Ok(vec![Value::Null])
         }
         fn compute(&self, _: &[Value]) -> Result<Vec<(String, f64)>> {
-            let figure = self.0[self.1.fetch_add(1, Ordering::Relaxed)];
-            Ok(vec![("digits/accuracy".into(), figure), ("digits/n".into(), 297.0)])
+            let metric = self.0[self.1.fetch_add(1, Ordering::Relaxed)];
+            Ok(vec![("digits/accuracy".into(), metric), ("digits/n".into(), 297.0)])
         }
     }
 
@@ -280,7 +280,7 @@ mod tests {
         recorded: &str,
         train: TrainConfig,
         mut checkpoint: CheckpointHook,
-        figures: &[f64],
+        metrics: &[f64],
     ) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         let seen = Arc::default();
@@ -291,10 +291,10 @@ mod tests {
         let stages = Arc::new(recorded.lines().map(words).collect());
         checkpoint.max_keep_ckpts = 2;
         checkpoint.save_best = vec![SaveBest::new("auto")];
-        let figures = Figures(figures.to_vec(), AtomicUsize::new(0));
+        let metrics = Metrics(metrics.to_vec(), AtomicUsize::new(0));
         let mut builder = builder(dir.path(), 24)
             .train_cfg(train)
-            .validation(blank(5), Box::new(figures))
+            .validation(blank(5), Box::new(metrics))
             .hook(Box::new(LoggerHook::new(10)));
         for (name, priority) in [
             ("RuntimeInfoHook", Priority::VERY_HIGH),
@@ -323,7 +323,7 @@ mod tests {
         names
     }
 
-    /// What a log says of checkpoints and validations, without times and figures that depend on them.
+    /// What a log says of checkpoints and validations, without times and metrics that depend on them.
     fn told(log: &str, dir: &std::path::Path) -> Vec<String> {
         let lines = log.lines().filter_map(|line| line.split_once(" - INFO - ")).map(|l| l.1);
         let lines = lines.filter(|l| {
@@ -331,7 +331,7 @@ mod tests {
         });
         let known = |line: &str| {
             let line = line.replace(&format!("{}/", dir.display()), "").replace(".pth", "");
-            // A count is an integer there, and a figure like any other here.
+            // A count is an integer there, and a metric like any other here.
             let line = line.replace("297.0000", "297");
             let line = line.split("  lr: ").next().unwrap_or_default().to_owned();
             let line = line.split("  data_time: ").next().unwrap_or_default().to_owned();
@@ -378,8 +378,8 @@ mod tests {
     #[test]
     fn a_run_by_epochs_is_mmengines_stage_by_stage() {
         let recorded = include_str!("../../tests/vectors/hooks_epoch.txt");
-        let figures = [9.427_609_427_609_427, 9.427_609_427_609_427, 11.447_811_447_811_448];
-        let dir = check_trace(recorded, TrainConfig::new(3), CheckpointHook::new(1), &figures);
+        let metrics = [9.427_609_427_609_427, 9.427_609_427_609_427, 11.447_811_447_811_448];
+        let dir = check_trace(recorded, TrainConfig::new(3), CheckpointHook::new(1), &metrics);
         let all = names(dir.path());
         let all: Vec<_> = all.iter().filter(|n| !n.starts_with("20")).collect();
         assert_eq!(all, ["best_digits_accuracy_epoch_3", "epoch_2", "epoch_3", "last_checkpoint"]);
@@ -390,11 +390,11 @@ mod tests {
     #[test]
     fn a_run_by_iterations_is_mmengines_stage_by_stage() {
         let recorded = include_str!("../../tests/vectors/hooks_iter.txt");
-        let figures = [40.067_340_067_340_07, 50.168_350_168_350_166, 73.063_973_063_973_07];
+        let metrics = [40.067_340_067_340_07, 50.168_350_168_350_166, 73.063_973_063_973_07];
         let train = TrainConfig { val_interval: 20, ..TrainConfig::by_iters(60) };
         let mut checkpoint = CheckpointHook::new(20);
         checkpoint.by_epoch = false;
-        let dir = check_trace(recorded, train, checkpoint, &figures);
+        let dir = check_trace(recorded, train, checkpoint, &metrics);
         let all = names(dir.path());
         let all: Vec<_> = all.iter().filter(|n| !n.starts_with("20")).collect();
         assert_eq!(all, ["best_digits_accuracy_iter_60", "iter_40", "iter_60", "last_checkpoint"]);

@@ -1,43 +1,34 @@
-//! Which of two figures of a validation is the better one.
+//! Which of two metrics of a validation is the better one.
 
 use crate::schedulers::Rule;
 use crate::{Error, Result};
 
-/// Names of figures that are better the greater they are, and the smaller: MMEngine's lists.
+/// Names of metrics that are better the greater they are, and the smaller: MMEngine's lists.
 const GREATER: [&str; 10] =
     ["acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc"];
 const LESS: [&str; 1] = ["loss"];
 
-/// The rule that a figure's name suggests by MMEngine's lists.
+/// The rule that a metric's name suggests by MMEngine's lists.
 pub(super) fn rule_of(name: &str) -> Result<Rule> {
-    rule_by(name, &GREATER, &LESS)
+    rule_by(name, &[], &[])
 }
 
-/// The rule that a figure's name suggests: the whole name first, then a part of it. `greater` and
+/// The rule that a metric's name suggests: the whole name first, then a part of it. `greater` and
 /// `less` replace MMEngine's lists unless they are empty.
-pub(super) fn rule_by<S: AsRef<str>>(name: &str, greater: &[S], less: &[S]) -> Result<Rule> {
-    let or = |given: &[S], default: &[&'static str]| -> Vec<String> {
-        match given {
-            [] => default.iter().map(|s| (*s).to_owned()).collect(),
-            given => given.iter().map(|s| s.as_ref().to_owned()).collect(),
-        }
+pub(super) fn rule_by(name: &str, greater: &[String], less: &[String]) -> Result<Rule> {
+    let or = |given: &[String], default: &[&str]| match given {
+        [] => default.iter().map(|known| known.to_lowercase()).collect::<Vec<_>>(),
+        given => given.iter().map(|known| known.to_lowercase()).collect(),
     };
-    let (greater, less) = (or(greater, &GREATER), or(less, &LESS));
-    let is = |known: &String| known.eq_ignore_ascii_case(name);
-    let contains = |known: &String| name.to_lowercase().contains(&known.to_lowercase());
-    if greater.iter().any(is) {
-        return Ok(Rule::Greater);
-    }
-    if less.iter().any(is) {
-        return Ok(Rule::Less);
-    }
-    match (greater.iter().any(contains), less.iter().any(contains)) {
-        (true, _) => Ok(Rule::Greater),
-        (false, true) => Ok(Rule::Less),
-        _ => Err(Error::Config(format!(
+    let known = [(or(greater, &GREATER), Rule::Greater), (or(less, &LESS), Rule::Less)];
+    let lower = name.to_lowercase();
+    let whole = known.iter().find(|(names, _)| names.contains(&lower));
+    let part = || known.iter().find(|(names, _)| names.iter().any(|part| lower.contains(part)));
+    whole.or_else(part).map(|(_, rule)| *rule).ok_or_else(|| {
+        Error::Config(format!(
             "whether `{name}` should be less or greater is not known from its name: set `rule`"
-        ))),
-    }
+        ))
+    })
 }
 
 /// Whether `a` is better than `b`.

@@ -13,7 +13,7 @@ use super::agreement::Agreement;
 use super::output::Output;
 use super::scheduling::{ParamSchedulerHook, make_schedulers, scale_lr};
 use super::state::engine_seed;
-use super::{DataLoaderConfig, Hook, Judged, Priority, Runner, Status, TrainConfig, Validation};
+use super::{DataLoaderConfig, EvalSplit, Evaluation, Hook, Priority, Runner, Status, TrainConfig};
 use crate::checkpoint::Position;
 use crate::config::Place;
 use crate::data::DataLoader;
@@ -37,8 +37,8 @@ pub struct RunnerBuilder {
     pub(crate) wrapper: Option<WrapperFactory>,
     pub(crate) optim: Option<OptimWrapperFactory>,
     pub(crate) train_loader: Option<DataLoaderConfig>,
-    pub(crate) validation: Option<(DataLoaderConfig, Box<dyn Metric>)>,
-    pub(crate) test: Option<(DataLoaderConfig, Box<dyn Metric>)>,
+    /// By [`EvalSplit`].
+    pub(crate) evaluations: [Option<(DataLoaderConfig, Box<dyn Metric>)>; 2],
     pub(crate) train: Option<TrainConfig>,
     pub(crate) schedulers: Vec<SchedulerConfig>,
     pub(crate) auto_scale_lr: Option<usize>,
@@ -54,9 +54,9 @@ pub struct RunnerBuilder {
     pub(crate) resume: bool,
     pub(crate) elastic: bool,
     pub(crate) load_from: Option<PathBuf>,
-    pub(crate) looks: Looks,
+    pub(crate) log_config: LogConfig,
     pub(crate) compile: Option<CompileOptions>,
-    pub(crate) only: Option<Judged>,
+    pub(crate) only: Option<EvalSplit>,
     /// Where the configuration has its parts, by key.
     pub(crate) places: Vec<(&'static str, Place)>,
     pub(crate) device: DeviceConfig,
@@ -65,7 +65,7 @@ pub struct RunnerBuilder {
 
 /// How a run presents itself.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Looks {
+pub(crate) struct LogConfig {
     /// The configuration's text, and what a copy of it is to be called.
     pub(crate) config: Option<(String, String)>,
     /// `NAME` of the lines `Exp name: NAME_TIME`.
@@ -118,14 +118,14 @@ impl RunnerBuilder {
     /// What to validate on, and how.
     #[must_use]
     pub fn validation(mut self, loader: DataLoaderConfig, metric: Box<dyn Metric>) -> Self {
-        self.validation = Some((loader, metric));
+        self.evaluations[EvalSplit::Val as usize] = Some((loader, metric));
         self
     }
 
     /// What to test on, and how.
     #[must_use]
     pub fn test(mut self, loader: DataLoaderConfig, metric: Box<dyn Metric>) -> Self {
-        self.test = Some((loader, metric));
+        self.evaluations[EvalSplit::Test as usize] = Some((loader, metric));
         self
     }
 
@@ -221,7 +221,7 @@ impl RunnerBuilder {
     /// Writes event files for TensorBoard, beside `scalars.json`.
     #[must_use]
     pub fn tensorboard(mut self, wanted: bool) -> Self {
-        self.looks.tensorboard = wanted;
+        self.log_config.tensorboard = wanted;
         self
     }
 
@@ -232,23 +232,20 @@ impl RunnerBuilder {
         self
     }
 
-    /// The run only judges the model: neither training data nor those of the other judgement are made.
+    /// The run only evaluates the model: neither training data nor those of the other split are made.
     #[must_use]
-    pub(crate) fn only(mut self, judged: Judged) -> Self {
-        self.only = Some(judged);
+    pub(crate) fn only(mut self, split: EvalSplit) -> Self {
+        self.only = Some(split);
         (self.train_loader, self.auto_scale_lr) = (None, None);
         self.schedulers.clear();
-        match judged {
-            Judged::Val => self.test = None,
-            Judged::Test => self.validation = None,
-        }
+        self.evaluations[1 - split as usize] = None;
         self
     }
 
     /// The run trains and does not test: the test data are not made.
     #[must_use]
     pub(crate) fn untested(mut self) -> Self {
-        self.test = None;
+        self.evaluations[EvalSplit::Test as usize] = None;
         self
     }
 
@@ -277,10 +274,10 @@ impl RunnerBuilder {
     pub fn build(self) -> Result<Runner> {
         let started = Instant::now();
         self.refused()?;
-        let (judges, all) = (self.judges(), self.only.is_none());
+        let (evaluates, all) = (self.evaluates(), self.only.is_none());
         let work_dir = self.work_dir.ok_or_else(|| need("work_dir"))?;
         let model = self.model.ok_or_else(|| need("model"))?;
-        let training = training(self.train, self.optim, self.train_loader, judges, all);
+        let training = training(self.train, self.optim, self.train_loader, evaluates, all);
         let (train, optim, train_loader) = training?;
         raise_open_files(self.open_files)?;
         let wanted = self.device.needed(train_loader.is_some());
@@ -296,8 +293,8 @@ impl RunnerBuilder {
             let device = device.follow(&*engine)?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
             let model = device.place(wrapper(group.clone(), engine.params())?, &*engine)?;
-            let validation = make_judged(self.validation, &group, seed)?;
-            let test = make_judged(self.test, &group, seed)?;
+            let [val, test] = self.evaluations.map(|part| make_evaluation(part, &group, seed));
+            let evaluations = [val?, test?];
             let train_loader = train_loader.map(|l| l.make(&group, seed)).transpose()?;
             let mut optim = make_optim(optim, &mut *engine, &device)?;
             let batch = train_loader.as_ref().map_or(0, |l| l.batch_size() * group.world_size());
@@ -313,8 +310,7 @@ impl RunnerBuilder {
                 model,
                 engine,
                 train_loader,
-                validation,
-                test,
+                evaluations,
                 train,
                 deadline: self.time_budget.map(|budget| started + budget),
                 resume: self.resume,
@@ -323,10 +319,14 @@ impl RunnerBuilder {
                 status: Status::default(),
                 seed,
                 diff_rank_seed: self.diff_rank_seed,
-                config_text: self.looks.config.as_ref().map_or_else(String::new, |c| c.1.clone()),
+                config_text: self
+                    .log_config
+                    .config
+                    .as_ref()
+                    .map_or_else(String::new, |c| c.1.clone()),
                 position: Position::default(),
                 agreement: Agreement::default(),
-                output: Output::new(work_dir, group.rank() == 0, self.looks, timestamp),
+                output: Output::new(work_dir, group.rank() == 0, self.log_config, timestamp),
                 group: group.clone(),
             };
             Ok((runner, device, scaled))
@@ -342,8 +342,8 @@ impl RunnerBuilder {
         runner.inspect_err(|error| group.abort(&error.to_string()))
     }
 
-    pub(crate) fn judges(&self) -> bool {
-        self.validation.is_some() || self.test.is_some()
+    pub(super) fn evaluates(&self) -> bool {
+        self.evaluations.iter().any(Option::is_some)
     }
 }
 
@@ -358,16 +358,16 @@ fn need(what: &str) -> Error {
     Error::Config(format!("the run has no {what}"))
 }
 
-/// What trains: all of it; or, in a run that judges, nothing, with an optimizer that never steps. Of one
-/// that only judges now (not `all`), the model is of the precision that it is trained in.
+/// What trains: all of it; or, in a run that evaluates, nothing, with an optimizer that never steps. Of one
+/// that only evaluates now (not `all`), the model is of the precision that it is trained in.
 fn training(
     train: Option<TrainConfig>,
     optim: Option<OptimWrapperFactory>,
     loader: Option<DataLoaderConfig>,
-    judges: bool,
+    evaluates: bool,
     all: bool,
 ) -> Result<(TrainConfig, OptimWrapperFactory, Option<DataLoaderConfig>)> {
-    if !all || judges && train.is_none() && optim.is_none() && loader.is_none() {
+    if !all || evaluates && train.is_none() && optim.is_none() && loader.is_none() {
         let idle = |count| Sgd::with_one_group(SgdHyper::default(), count);
         let optim = optim.unwrap_or_else(|| OptimWrapperFactory::fp32(idle));
         return Ok((train.unwrap_or(TrainConfig::new(0)), optim, None));
@@ -413,14 +413,14 @@ fn raise_open_files(wanted: Option<u64>) -> Result<()> {
 }
 
 /// The parts of a validation or test, if the run has one.
-fn make_judged(
+fn make_evaluation(
     part: Option<(DataLoaderConfig, Box<dyn Metric>)>,
     group: &ProcessGroup,
     seed: u64,
-) -> Result<Option<Validation>> {
+) -> Result<Option<Evaluation>> {
     let Some((loader, metric)) = part else { return Ok(None) };
     let loader = loader.make(group, seed)?;
-    Ok(Some(Validation { loader, metric, times: (0.0, 0.0) }))
+    Ok(Some(Evaluation { loader, metric, times: (0.0, 0.0) }))
 }
 
 /// Hooks by priority; schedulers have one that lets them step.
@@ -523,27 +523,28 @@ mod tests {
     }
 
     #[test]
-    fn what_only_judges_makes_no_other_data() {
+    fn a_run_that_only_evaluates_makes_no_other_data() {
         let dir = tempfile::tempdir().unwrap();
         let none = || DataLoaderConfig {
             dataset: Box::new(|| Err(Error::Data("not here".into()))),
             ..blank(3)
         };
-        let build = |work_dir: &str, judged| {
+        let build = |work_dir: &str, split| {
             let run = builder(&dir.path().join(work_dir), 1).train_dataloader(none());
             let run = run.train_cfg(TrainConfig::by_iters(9));
             run.validation(blank(3), Box::new(Accuracy))
                 .test(none(), Box::new(Accuracy))
-                .only(judged)
+                .only(split)
         };
-        let mut run = build("val", Judged::Val).build().unwrap();
+        let mut run = build("val", EvalSplit::Val).build().unwrap();
         // The fake engine has no logits: the data were reached.
         let said = run.validate().unwrap_err().to_string();
         assert!(said.contains("`logits`"), "{said}");
-        for (judged, says) in [(Judged::Test, "not here"), (Judged::Val, "no val_dataloader")] {
-            let mut run = build("none", judged);
-            if judged == Judged::Val {
-                run.validation = None;
+        for (split, says) in [(EvalSplit::Test, "not here"), (EvalSplit::Val, "no val_dataloader")]
+        {
+            let mut run = build("none", split);
+            if split == EvalSplit::Val {
+                run.evaluations[EvalSplit::Val as usize] = None;
             }
             let said = run.build().unwrap_err().to_string();
             assert!(said.contains(says), "{said}");

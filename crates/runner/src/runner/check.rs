@@ -12,7 +12,6 @@ use collective::ProcessGroup;
 use fused_optim::{DType, Slice};
 use parking_lot::Mutex;
 
-use super::evaluation::nothing_to_judge;
 use super::scheduling::make_schedulers;
 use super::{DataLoaderConfig, Hook, Length, Priority, RunnerBuilder, TrainConfig};
 use crate::config::Mistakes;
@@ -37,8 +36,8 @@ impl RunnerBuilder {
 
     /// Adds all of that to the `mistakes`.
     pub(crate) fn refuse(&self, mistakes: &Mistakes) {
-        if let Some(judged) = self.only.filter(|_| !self.judges()) {
-            mistakes.add(nothing_to_judge(judged));
+        if let Some(split) = self.only.filter(|_| !self.evaluates()) {
+            mistakes.add(split.missing());
         }
         check_names(&self.hooks, mistakes);
         if let Some(path) = self.load_from.as_ref().filter(|path| !path.is_dir()) {
@@ -74,7 +73,7 @@ impl RunnerBuilder {
             add("model", "", error);
             None
         });
-        let (val, test) = (self.validation.take(), self.test.take());
+        let [val, test] = std::mem::take(&mut self.evaluations);
         let parts = [
             ("train_dataloader", self.train_loader.take().map(|loader| (loader, None))),
             ("val_dataloader", val.map(|(loader, metric)| (loader, Some(metric)))),

@@ -1,25 +1,80 @@
-//! Validation and test: the model's outputs on every sample of a data set, judged once.
+//! Validation and test: the model's outputs on every sample of a data set, evaluated once.
 
 use std::time::Instant;
 
-use super::{Interrupt, Judged, Runner};
-use crate::evaluate::{check_records, collect_results};
+use super::{Interrupt, Runner};
+use crate::data::DataLoader;
+use crate::engine::Engine;
+use crate::evaluate::{Metric, check_records, collect_results};
 use crate::{Error, Result};
 
-/// Figures by name.
+/// Metrics by name.
 pub(super) type Metrics = Vec<(String, f64)>;
 
-/// A whole run that only judges the model.
-pub(super) fn judge_once(runner: &mut Runner, judged: Judged) -> Result<Metrics> {
-    if runner.judged_loader(judged).is_none() {
-        return Err(nothing_to_judge(judged));
+/// Which data the model is evaluated on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EvalSplit {
+    /// The validation set, between epochs.
+    Val,
+    /// The test set, on request.
+    Test,
+}
+
+impl EvalSplit {
+    /// As keys of a configuration and log lines call it.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Val => "val",
+            Self::Test => "test",
+        }
     }
+
+    /// Error for a missing `val_dataloader` or `test_dataloader`.
+    pub(super) fn missing(self) -> Error {
+        let name = self.name();
+        Error::Config(format!("the run has no {name}_dataloader and {name}_evaluator"))
+    }
+}
+
+/// What an evaluation needs, and how the last one went.
+pub(super) struct Evaluation {
+    pub(super) loader: DataLoader,
+    pub(super) metric: Box<dyn Metric>,
+    /// Mean seconds per batch of the last one: for data, and in all.
+    pub(super) times: (f64, f64),
+}
+
+impl Runner {
+    /// Number of batches in a validation or test.
+    pub(crate) fn eval_batches(&self, split: EvalSplit) -> usize {
+        let part = self.evaluations[split as usize].as_ref();
+        part.map_or(0, |part| part.loader.batches_per_epoch())
+    }
+
+    /// Mean seconds per batch of the last validation or test: for data, and in all.
+    pub(super) fn eval_times(&self, split: EvalSplit) -> (f64, f64) {
+        self.evaluations[split as usize].as_ref().map_or((0.0, 0.0), |part| part.times)
+    }
+
+    /// Lends the parts of a validation or test together.
+    pub(super) fn eval_parts(
+        &mut self,
+        split: EvalSplit,
+    ) -> Result<(&mut Evaluation, &mut dyn Engine)> {
+        let part = self.evaluations[split as usize].as_mut().ok_or_else(|| split.missing())?;
+        Ok((part, &mut *self.engine))
+    }
+}
+
+/// A whole run that only evaluates the model.
+pub(super) fn evaluate_only(runner: &mut Runner, split: EvalSplit) -> Result<Metrics> {
+    runner.eval_parts(split)?;
     runner.call_hooks(|hook, runner| hook.before_run(runner))?;
     if !runner.load_weights()? {
         runner.logger().warning("no checkpoint is loaded: the model is as it was made");
         runner.broadcast_model()?;
     }
-    match judge(runner, judged)? {
+    match evaluate(runner, split)? {
         Ok(metrics) => {
             runner.call_hooks(|hook, runner| hook.after_run(runner))?;
             Ok(metrics)
@@ -28,20 +83,15 @@ pub(super) fn judge_once(runner: &mut Runner, judged: Judged) -> Result<Metrics>
     }
 }
 
-/// What a run is told that has no data to judge a model by.
-pub(super) fn nothing_to_judge(judged: Judged) -> Error {
-    let name = if judged == Judged::Val { "val" } else { "test" };
-    Error::Config(format!("the run has no {name}_dataloader and {name}_evaluator"))
-}
-
 /// Evaluates the model on the validation set, if the run has one and has not just done so, into
 /// `metrics`. Only a signal interrupts it.
 pub(super) fn validate(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt>> {
     let position = runner.position();
-    if position.validated == Some(position.iter) || runner.judged_loader(Judged::Val).is_none() {
+    let is_missing = runner.evaluations[EvalSplit::Val as usize].is_none();
+    if is_missing || position.validated == Some(position.iter) {
         return Ok(None);
     }
-    Ok(match judge(runner, Judged::Val)? {
+    Ok(match evaluate(runner, EvalSplit::Val)? {
         Ok(fresh) => {
             runner.ask_before_next();
             *metrics = fresh;
@@ -51,16 +101,22 @@ pub(super) fn validate(runner: &mut Runner, metrics: &mut Metrics) -> Result<Opt
     })
 }
 
-/// Evaluates the model. Every rank takes its share and gets the same figures; or all end before the same
-/// batch, because of a signal.
-fn judge(runner: &mut Runner, judged: Judged) -> Result<std::result::Result<Metrics, u8>> {
-    let val = judged == Judged::Val;
-    runner.call_hooks(|h, r| if val { h.before_val(r) } else { h.before_test(r) })?;
-    runner.call_hooks(|h, r| if val { h.before_val_epoch(r) } else { h.before_test_epoch(r) })?;
+/// Evaluates the model. Every rank takes its share and gets the same metrics; or all end before the same
+/// batch, because of a signal, whose number it returns.
+fn evaluate(runner: &mut Runner, split: EvalSplit) -> Result<std::result::Result<Metrics, u8>> {
+    use EvalSplit::{Test, Val};
+    runner.call_hooks(|h, r| match split {
+        Val => h.before_val(r),
+        Test => h.before_test(r),
+    })?;
+    runner.call_hooks(|h, r| match split {
+        Val => h.before_val_epoch(r),
+        Test => h.before_test_epoch(r),
+    })?;
     let mut records = Vec::new();
     let (start, mut data_time) = (Instant::now(), 0.0);
     let mut last = start;
-    let loader = runner.judged_loader(judged).ok_or_else(|| nothing_to_judge(judged))?;
+    let loader = runner.eval_parts(split)?.0.loader.clone();
     for (index, batch) in loader.batches(0, 0).enumerate() {
         // Ranks may have a batch more than others, and ask where all have one.
         if index < loader.common_batches()
@@ -70,36 +126,36 @@ fn judge(runner: &mut Runner, judged: Judged) -> Result<std::result::Result<Metr
         }
         let mut batch = batch?;
         data_time += last.elapsed().as_secs_f64();
-        runner.call_hooks(|h, r| match judged {
-            Judged::Val => h.before_val_iter(r, index, &mut batch),
-            Judged::Test => h.before_test_iter(r, index, &mut batch),
+        runner.call_hooks(|h, r| match split {
+            Val => h.before_val_iter(r, index, &mut batch),
+            Test => h.before_test_iter(r, index, &mut batch),
         })?;
-        let (outputs, more) = runner.judge_batch(judged, &batch)?;
-        check_records(if val { "val" } else { "test" }, more.len(), loader.samples_in(index))?;
+        let (part, engine) = runner.eval_parts(split)?;
+        let outputs = engine.eval(&batch)?;
+        let more = part.metric.process(&batch, &outputs)?;
+        check_records(split.name(), more.len(), loader.samples_in(index))?;
         records.extend(more);
-        if let Some((part, ..)) = runner.judged_mut(judged) {
-            let done = (index + 1) as f64;
-            part.times = (data_time / done, start.elapsed().as_secs_f64() / done);
-        }
-        runner.call_hooks(|h, r| match judged {
-            Judged::Val => h.after_val_iter(r, index, &batch, &outputs),
-            Judged::Test => h.after_test_iter(r, index, &batch, &outputs),
+        let done = (index + 1) as f64;
+        part.times = (data_time / done, start.elapsed().as_secs_f64() / done);
+        runner.call_hooks(|h, r| match split {
+            Val => h.after_val_iter(r, index, &batch, &outputs),
+            Test => h.after_test_iter(r, index, &batch, &outputs),
         })?;
         last = Instant::now();
     }
-    let mut metrics = Vec::new();
-    if let Some((part, _, group)) = runner.judged_mut(judged) {
-        let records = collect_results(group, &records, part.loader.dataset_len())?;
-        metrics = part.metric.compute(&records)?;
+    let records = collect_results(&runner.group, &records, loader.dataset_len())?;
+    let metrics = runner.eval_parts(split)?.0.metric.compute(&records)?;
+    if split == Val {
+        runner.position.validated = Some(runner.position.iter);
     }
-    if val {
-        runner.position_mut().validated = Some(runner.position().iter);
-        runner.call_hooks(|hook, runner| hook.after_val_epoch(runner, &metrics))?;
-        runner.call_hooks(|hook, runner| hook.after_val(runner))?;
-    } else {
-        runner.call_hooks(|hook, runner| hook.after_test_epoch(runner, &metrics))?;
-        runner.call_hooks(|hook, runner| hook.after_test(runner))?;
-    }
+    runner.call_hooks(|h, r| match split {
+        Val => h.after_val_epoch(r, &metrics),
+        Test => h.after_test_epoch(r, &metrics),
+    })?;
+    runner.call_hooks(|h, r| match split {
+        Val => h.after_val(r),
+        Test => h.after_test(r),
+    })?;
     Ok(Ok(metrics))
 }
 
@@ -127,23 +183,23 @@ mod tests {
     #[test]
     fn a_metric_that_makes_one_record_for_each_batch_is_refused() {
         let dir = tempfile::tempdir().unwrap();
-        let evaluated = |records, judged| {
+        let evaluated = |records, split| {
             // Batches of two samples, two and one.
             let data = || crate::DataLoaderConfig { batch_size: 2, ..blank(5) };
             let run = builder(dir.path(), 1).validation(data(), Box::new(Records(records)));
             let mut run = run.test(data(), Box::new(Records(records))).build().unwrap();
-            let metrics = if judged == Judged::Val { run.validate() } else { run.test() };
+            let metrics = if split == EvalSplit::Val { run.validate() } else { run.test() };
             metrics.map_err(|error| error.to_string())
         };
-        for (judged, part) in [(Judged::Val, "val"), (Judged::Test, "test")] {
-            let error = evaluated(1, judged).unwrap_err();
+        for (split, part) in [(EvalSplit::Val, "val"), (EvalSplit::Test, "test")] {
+            let error = evaluated(1, split).unwrap_err();
             let says =
                 format!("{part}_evaluator: the metric made 1 records of a batch of 2 samples");
             assert!(error.starts_with(&says), "{error}");
             assert!(error.contains("must return one record for each sample"), "{error}");
         }
         // The last batch is smaller.
-        let error = evaluated(2, Judged::Val).unwrap_err();
+        let error = evaluated(2, EvalSplit::Val).unwrap_err();
         assert!(error.contains("made 2 records of a batch of 1 samples"), "{error}");
     }
 }

@@ -76,6 +76,16 @@ impl std::fmt::Display for Priority {
     }
 }
 
+/// The methods of [`Hook`] for stages of a run: name and further arguments. Each does nothing by default.
+macro_rules! stages {
+    ($($(#[$doc:meta])* $stage:ident($($arg:ident: $kind:ty),*);)*) => {$(
+        $(#[$doc])*
+        fn $stage(&mut self, runner: &mut Runner $(, $arg: $kind)*) -> Result<()> {
+            Ok(())
+        }
+    )*};
+}
+
 /// Something done at stages of a run. Every method does nothing unless implemented.
 ///
 /// # Errors
@@ -92,8 +102,8 @@ pub trait Hook: Send {
         Priority::NORMAL
     }
 
-    /// Figures of a validation that it needs by name.
-    fn figures(&self) -> Vec<String> {
+    /// Names of the validation's metrics that it needs.
+    fn metrics(&self) -> Vec<String> {
         Vec::new()
     }
 
@@ -102,130 +112,55 @@ pub trait Hook: Send {
         None
     }
 
-    /// Once, before anything else.
-    fn before_run(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// After the model has been loaded from a checkpoint.
-    fn after_load_checkpoint(
-        &mut self,
-        runner: &mut Runner,
-        checkpoint: &Checkpoint,
-    ) -> Result<()> {
-        Ok(())
-    }
-    /// Once, after parameters are loaded.
-    fn before_train(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Before the first batch of an epoch (or of what is left of it after a resume).
-    fn before_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Batch in hand, not yet trained on. The hook may change it.
-    fn before_train_iter(&mut self, runner: &mut Runner, batch: &mut Batch) -> Result<()> {
-        Ok(())
-    }
-    /// Trained on the batch; `runner.position().iter` does not count it yet.
-    fn after_train_iter(
-        &mut self,
-        runner: &mut Runner,
-        batch: &Batch,
-        losses: &Losses,
-    ) -> Result<()> {
-        Ok(())
-    }
-    /// After the last batch of an epoch; `runner.position().epoch` does not count it yet.
-    fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// The run ends before its time, between two batches: a signal, or the time budget is spent. After a
-    /// signal they may be a validation's, whose `after_` stages do not come then.
-    fn on_interrupt(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Before a validation.
-    fn before_val(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Before the first batch of a validation.
-    fn before_val_epoch(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Batch `index` of a validation in hand. The hook may change it.
-    fn before_val_iter(
-        &mut self,
-        runner: &mut Runner,
-        index: usize,
-        batch: &mut Batch,
-    ) -> Result<()> {
-        Ok(())
-    }
-    /// The model's outputs on batch `index` of a validation.
-    fn after_val_iter(
-        &mut self,
-        runner: &mut Runner,
-        index: usize,
-        batch: &Batch,
-        outputs: &[(String, Array)],
-    ) -> Result<()> {
-        Ok(())
-    }
-    /// A validation's figures, equal on all ranks.
-    fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
-        Ok(())
-    }
-    /// After a validation.
-    fn after_val(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Before a test.
-    fn before_test(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Before the first batch of a test.
-    fn before_test_epoch(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Batch `index` of a test in hand. The hook may change it.
-    fn before_test_iter(
-        &mut self,
-        runner: &mut Runner,
-        index: usize,
-        batch: &mut Batch,
-    ) -> Result<()> {
-        Ok(())
-    }
-    /// The model's outputs on batch `index` of a test.
-    fn after_test_iter(
-        &mut self,
-        runner: &mut Runner,
-        index: usize,
-        batch: &Batch,
-        outputs: &[(String, Array)],
-    ) -> Result<()> {
-        Ok(())
-    }
-    /// A test's figures, equal on all ranks.
-    fn after_test_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
-        Ok(())
-    }
-    /// After a test.
-    fn after_test(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// A checkpoint is about to be written; the hook may change what is in it. On every rank. A checkpoint
-    /// that is asked for here is written after the next stage.
-    fn before_save_checkpoint(&mut self, runner: &mut Runner, draft: &mut Draft) -> Result<()> {
-        Ok(())
-    }
-    /// Once, after the last epoch, or when the time budget is spent.
-    fn after_train(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
-    }
-    /// Once, after everything else.
-    fn after_run(&mut self, runner: &mut Runner) -> Result<()> {
-        Ok(())
+    stages! {
+        /// Once, before anything else.
+        before_run();
+        /// After the model has been loaded from a checkpoint.
+        after_load_checkpoint(checkpoint: &Checkpoint);
+        /// Once, after parameters are loaded.
+        before_train();
+        /// Before the first batch of an epoch (or of what is left of it after a resume).
+        before_train_epoch();
+        /// Batch in hand, not yet trained on. The hook may change it.
+        before_train_iter(batch: &mut Batch);
+        /// Trained on the batch; `runner.position().iter` does not count it yet.
+        after_train_iter(batch: &Batch, losses: &Losses);
+        /// After the last batch of an epoch; `runner.position().epoch` does not count it yet.
+        after_train_epoch();
+        /// The run ends before its time, between two batches: a signal, or the time budget is spent. After a
+        /// signal they may be a validation's, whose `after_` stages do not come then.
+        on_interrupt();
+        /// Before a validation.
+        before_val();
+        /// Before the first batch of a validation.
+        before_val_epoch();
+        /// Batch `index` of a validation in hand. The hook may change it.
+        before_val_iter(index: usize, batch: &mut Batch);
+        /// The model's outputs on batch `index` of a validation.
+        after_val_iter(index: usize, batch: &Batch, outputs: &[(String, Array)]);
+        /// A validation's metrics, equal on all ranks.
+        after_val_epoch(metrics: &[(String, f64)]);
+        /// After a validation.
+        after_val();
+        /// Before a test.
+        before_test();
+        /// Before the first batch of a test.
+        before_test_epoch();
+        /// Batch `index` of a test in hand. The hook may change it.
+        before_test_iter(index: usize, batch: &mut Batch);
+        /// The model's outputs on batch `index` of a test.
+        after_test_iter(index: usize, batch: &Batch, outputs: &[(String, Array)]);
+        /// A test's metrics, equal on all ranks.
+        after_test_epoch(metrics: &[(String, f64)]);
+        /// After a test.
+        after_test();
+        /// A checkpoint is about to be written; the hook may change what is in it. On every rank. A checkpoint
+        /// that is asked for here is written after the next stage.
+        before_save_checkpoint(draft: &mut Draft);
+        /// Once, after the last epoch, or when the time budget is spent.
+        after_train();
+        /// Once, after everything else.
+        after_run();
     }
 
     /// What to save in checkpoints.

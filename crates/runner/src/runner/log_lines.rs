@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::time::Duration;
 
-use super::{Judged, Runner};
+use super::{EvalSplit, Runner};
 
 /// `Epoch(train) [1][10/24]  lr: 4.5217e-02  eta: 0:00:00  time: 0.0074  ...  loss: 2.3102`.
 pub(crate) fn format_train_line(runner: &Runner, done: usize) -> String {
@@ -39,37 +39,37 @@ fn add(line: &mut String, text: std::fmt::Arguments<'_>) {
 }
 
 /// `Epoch(val) [1][5/5]    accuracy: 97.4930  data_time: 0.0004  time: 0.0021`.
-pub(crate) fn format_judged_line(
+pub(crate) fn format_eval_line(
     runner: &Runner,
-    judged: Judged,
+    split: EvalSplit,
     metrics: &[(String, f64)],
 ) -> String {
-    let mut line = judged_head(runner, judged, runner.judged_batches(judged));
+    let mut line = eval_head(runner, split, runner.eval_batches(split));
     for (name, value) in metrics {
         line += &format!("  {name}: {value:.4}");
     }
-    let (data_time, time) = runner.judged_times(judged);
+    let (data_time, time) = runner.eval_times(split);
     line + &format!("  data_time: {data_time:.4}  time: {time:.4}")
 }
 
 /// `Epoch(val) [1][10/50]    eta: 0:00:01  time: 0.0026  data_time: 0.0002`: still at it.
-pub(crate) fn format_judging_line(runner: &Runner, judged: Judged, done: usize) -> String {
-    let (data_time, time) = runner.judged_times(judged);
-    let left = runner.judged_batches(judged).saturating_sub(done);
+pub(crate) fn format_eval_progress(runner: &Runner, split: EvalSplit, done: usize) -> String {
+    let (data_time, time) = runner.eval_times(split);
+    let left = runner.eval_batches(split).saturating_sub(done);
     let eta = Duration::try_from_secs_f64(time * left as f64).unwrap_or_default();
-    let head = judged_head(runner, judged, done);
+    let head = eval_head(runner, split, done);
     format!("{head}  eta: {}  time: {time:.4}  data_time: {data_time:.4}", clock(eta))
 }
 
-fn judged_head(runner: &Runner, judged: Judged, done: usize) -> String {
-    let len = runner.judged_batches(judged);
+fn eval_head(runner: &Runner, split: EvalSplit, done: usize) -> String {
+    let len = runner.eval_batches(split);
     let width = len.to_string().len();
     let count = format!("[{done:>width$}/{len}]  ");
-    match (judged, runner.logs_by_epoch()) {
-        (Judged::Val, true) => format!("Epoch(val) [{}]{count}", runner.val_epoch()),
-        (Judged::Val, false) => format!("Iter(val) {count}"),
-        (Judged::Test, true) => format!("Epoch(test) {count}"),
-        (Judged::Test, false) => format!("Iter(test) {count}"),
+    let (name, by_epoch) = (split.name(), runner.logs_by_epoch());
+    match split {
+        EvalSplit::Val if by_epoch => format!("Epoch({name}) [{}]{count}", runner.val_epoch()),
+        EvalSplit::Test if by_epoch => format!("Epoch({name}) {count}"),
+        _ => format!("Iter({name}) {count}"),
     }
 }
 
@@ -152,17 +152,17 @@ mod tests {
         );
         assert!(format_train_line(&runner, 5).starts_with("Epoch(train) [1][ 5/24]  lr: "));
         runner.position_mut().epoch = 1;
-        let (validation, ..) = runner.judged_mut(Judged::Val).unwrap();
+        let (validation, _) = runner.eval_parts(EvalSplit::Val).unwrap();
         validation.times = (0.000_406_932_830_810_546_86, 0.002_072_620_391_845_703);
         let metrics = [("digits/accuracy".to_owned(), 9.427_609_427_609_427)];
         assert_eq!(
-            format_judged_line(&runner, Judged::Val, &metrics),
+            format_eval_line(&runner, EvalSplit::Val, &metrics),
             "Epoch(val) [1][5/5]    digits/accuracy: 9.4276  data_time: 0.0004  time: 0.0021"
         );
         // A time budget ended inside the second epoch.
         runner.position_mut().batch = 3;
         assert!(
-            format_judged_line(&runner, Judged::Val, &metrics)
+            format_eval_line(&runner, EvalSplit::Val, &metrics)
                 .starts_with("Epoch(val) [2][5/5]    digits/")
         );
     }

@@ -25,13 +25,14 @@ use std::time::{Duration, Instant};
 
 use collective::ProcessGroup;
 use fused_optim::SliceMut;
-use serde_json::Value;
 
 use agreement::Agreement;
 pub use builder::RunnerBuilder;
+pub(crate) use evaluation::EvalSplit;
+use evaluation::Evaluation;
 pub use hook::{Hook, Priority};
 pub use loader_config::DataLoaderConfig;
-pub(crate) use log_lines::{format_judged_line, format_judging_line, format_train_line};
+pub(crate) use log_lines::{format_eval_line, format_eval_progress, format_train_line};
 use output::Output;
 pub use saving::Save;
 use saving::Status;
@@ -40,9 +41,8 @@ pub(crate) use state::BUFFERS;
 pub use train_config::{Length, TrainConfig};
 
 use crate::checkpoint::Position;
-use crate::data::{Array, Batch, DataLoader};
+use crate::data::{Batch, DataLoader};
 use crate::engine::{Engine, Losses};
-use crate::evaluate::Metric;
 use crate::model::ModelWrapper;
 use crate::optim_wrapper::OptimWrapper;
 use crate::schedulers::{Scheduler, SchedulerConfig};
@@ -60,8 +60,8 @@ pub struct Runner {
     auto_scales_lr: bool,
     hooks: Vec<(Priority, Box<dyn Hook>)>,
     train_loader: Option<DataLoader>,
-    validation: Option<Validation>,
-    test: Option<Validation>,
+    /// By [`EvalSplit`].
+    evaluations: [Option<Evaluation>; 2],
     train: TrainConfig,
     deadline: Option<Instant>,
     resume: bool,
@@ -76,18 +76,6 @@ pub struct Runner {
     output: Output,
 }
 
-/// What a model gives for a batch, by name.
-type Outputs = Vec<(String, Array)>;
-
-/// Which figures are wanted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Judged {
-    /// Those of the validation set, between epochs.
-    Val,
-    /// Those of the test set, on request.
-    Test,
-}
-
 /// Why a run ends before its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Interrupt {
@@ -95,13 +83,6 @@ pub(crate) enum Interrupt {
     Budget,
     /// A signal of this number.
     Signal(u8),
-}
-
-/// What a validation needs, and how the last one went.
-pub(crate) struct Validation {
-    pub(crate) loader: DataLoader,
-    pub(crate) metric: Box<dyn Metric>,
-    pub(crate) times: (f64, f64),
 }
 
 impl std::fmt::Debug for Runner {
@@ -122,7 +103,7 @@ impl Runner {
     }
 
     /// Trains to the last epoch or iteration, or until the time budget is spent, and validates on the
-    /// way. Every rank calls it. Returns the figures of the last validation.
+    /// way. Every rank calls it. Returns the metrics of the last validation.
     ///
     /// # Errors
     ///
@@ -141,8 +122,8 @@ impl Runner {
     ///
     /// [`Error::Config`] without a validation set; else as [`train`](Self::train).
     pub fn validate(&mut self) -> Result<Vec<(String, f64)>> {
-        let figures = evaluation::judge_once(self, Judged::Val);
-        self.or_abort(figures)
+        let metrics = evaluation::evaluate_only(self, EvalSplit::Val);
+        self.or_abort(metrics)
     }
 
     /// As [`validate`](Self::validate), on the test set.
@@ -151,8 +132,8 @@ impl Runner {
     ///
     /// [`Error::Config`] without a test set; else as [`train`](Self::train).
     pub fn test(&mut self) -> Result<Vec<(String, f64)>> {
-        let figures = evaluation::judge_once(self, Judged::Test);
-        self.or_abort(figures)
+        let metrics = evaluation::evaluate_only(self, EvalSplit::Test);
+        self.or_abort(metrics)
     }
 
     fn or_abort<T>(&self, result: Result<T>) -> Result<T> {
@@ -220,59 +201,6 @@ impl Runner {
     #[must_use]
     pub fn batches_per_epoch(&self) -> usize {
         self.train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch)
-    }
-
-    /// Number of batches in a validation.
-    #[must_use]
-    pub fn val_batches(&self) -> usize {
-        self.judged_batches(Judged::Val)
-    }
-
-    pub(crate) fn judged_batches(&self, judged: Judged) -> usize {
-        self.judged(judged).map_or(0, |v| v.loader.batches_per_epoch())
-    }
-
-    /// Mean seconds per batch of the last validation or test: for data, and in all.
-    pub(crate) fn judged_times(&self, judged: Judged) -> (f64, f64) {
-        self.judged(judged).map_or((0.0, 0.0), |v| v.times)
-    }
-
-    fn judged(&self, judged: Judged) -> Option<&Validation> {
-        match judged {
-            Judged::Val => self.validation.as_ref(),
-            Judged::Test => self.test.as_ref(),
-        }
-    }
-
-    /// The loader of a validation or test.
-    pub(crate) fn judged_loader(&self, judged: Judged) -> Option<DataLoader> {
-        self.judged(judged).map(|v| v.loader.clone())
-    }
-
-    /// Lends the parts of a validation or test together.
-    pub(crate) fn judged_mut(
-        &mut self,
-        judged: Judged,
-    ) -> Option<(&mut Validation, &mut dyn Engine, &ProcessGroup)> {
-        let part = match judged {
-            Judged::Val => self.validation.as_mut()?,
-            Judged::Test => self.test.as_mut()?,
-        };
-        Some((part, &mut *self.engine, &self.group))
-    }
-
-    /// The model's outputs on a batch, and what they are worth, sample by sample.
-    pub(crate) fn judge_batch(
-        &mut self,
-        judged: Judged,
-        batch: &Batch,
-    ) -> Result<(Outputs, Vec<Value>)> {
-        let Some((part, engine, _)) = self.judged_mut(judged) else {
-            return Ok((Vec::new(), Vec::new()));
-        };
-        let outputs = engine.eval(batch)?;
-        let records = part.metric.process(batch, &outputs)?;
-        Ok((outputs, records))
     }
 
     /// The epoch a validation is logged under: the last one, or the one a time budget ended in; 0 in a
@@ -408,7 +336,7 @@ impl Runner {
 
     pub(crate) fn train_loader(&self) -> Result<&DataLoader> {
         let none =
-            "the run has no train_dataloader, train_cfg and optim_wrapper: it can only judge";
+            "the run has no train_dataloader, train_cfg and optim_wrapper: it can only evaluate";
         self.train_loader.as_ref().ok_or_else(|| Error::Config(none.into()))
     }
 

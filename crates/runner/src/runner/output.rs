@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::builder::Looks;
+use super::builder::LogConfig;
 use super::log_lines::format_bar;
-use super::{Judged, Runner};
+use super::{EvalSplit, Runner};
 use crate::checkpoint::{is_full, remove_leftovers};
 use crate::device::Device;
-use crate::sinks::{EventFile, JsonLine, Logger, Scalars, ScalarsFile, WAIT};
+use crate::sinks::{Appender, EventFile, JsonLine, Logger, Scalars, WAIT};
 use crate::{Error, Result};
 
 /// Redraw the bar at most this often.
@@ -19,9 +19,10 @@ const BAR_INTERVAL: Duration = Duration::from_millis(100);
 pub(super) struct Output {
     work_dir: PathBuf,
     timestamp: String,
-    looks: Looks,
+    log_config: LogConfig,
     logger: Logger,
-    file: Option<ScalarsFile>,
+    /// Files of scalars, all with the same lines; none on other ranks than the first.
+    files: Vec<Appender>,
     events: Option<EventFile>,
     pub(super) scalars: Scalars,
     pub(super) eta: Duration,
@@ -33,19 +34,24 @@ pub(super) struct Output {
 
 impl Output {
     /// An output that writes to the terminal only, and only on the first rank.
-    pub(super) fn new(work_dir: PathBuf, speaks: bool, looks: Looks, timestamp: String) -> Self {
+    pub(super) fn new(
+        work_dir: PathBuf,
+        speaks: bool,
+        log_config: LogConfig,
+        timestamp: String,
+    ) -> Self {
         let mut scalars = Scalars::default();
-        if let Some(window) = looks.window_size {
+        if let Some(window) = log_config.window_size {
             scalars.set_window(window);
         }
         let mut logger = Logger::new(speaks);
-        logger.set_least(looks.log_level);
+        logger.set_least(log_config.log_level);
         Self {
             work_dir,
             timestamp,
-            looks,
+            log_config,
             logger,
-            file: None,
+            files: Vec::new(),
             events: None,
             scalars,
             eta: Duration::ZERO,
@@ -66,7 +72,7 @@ impl Output {
     fn or_without(&mut self, log: &str, written: Result<()>) -> Result<()> {
         match written {
             Err(Error::Io { what, source }) if is_full(&source) => {
-                (self.file, self.events) = (None, None);
+                (self.files, self.events) = (Vec::new(), None);
                 let text = format!("{what}: {source}; the run goes on without {log}");
                 self.logger.warning(&text);
                 Ok(())
@@ -83,7 +89,7 @@ impl Output {
             source,
         };
         std::fs::create_dir_all(&vis).map_err(|e| io(&vis, e))?;
-        if let Some((name, text)) = &self.looks.config {
+        if let Some((name, text)) = &self.log_config.config {
             let extension = Path::new(name).extension().unwrap_or_default().to_string_lossy();
             let copy = vis.join(format!("config.{extension}"));
             for copy in [self.work_dir.join(name), copy] {
@@ -92,8 +98,8 @@ impl Output {
         }
         self.logger.open_file(&dir.join(format!("{}.log", self.timestamp)))?;
         let names = ["scalars", &self.timestamp].map(|name| vis.join(format!("{name}.json")));
-        self.file = Some(ScalarsFile::create(&names)?);
-        if self.looks.tensorboard {
+        self.files = names.iter().map(|path| Appender::open(path)).collect::<Result<_>>()?;
+        if self.log_config.tensorboard {
             self.events = Some(EventFile::create(&vis)?);
         }
         Ok(())
@@ -127,12 +133,15 @@ impl Output {
             let counts = counts.iter().map(|(name, count)| (*name, *count as f64));
             events.write(&scalars.clone().chain(counts).collect::<Vec<_>>(), step)?;
         }
-        let Some(file) = &mut self.file else { return Ok(()) };
+        if self.files.is_empty() {
+            return Ok(());
+        }
         self.waits = true;
         let mut line = JsonLine::new();
         scalars.for_each(|(name, value)| line.put(name, value));
         counts.iter().for_each(|(name, count)| line.put(name, count));
-        file.write(line)
+        let line = line.end();
+        self.files.iter_mut().try_for_each(|file| file.push(&[&line]))
     }
 
     /// Writes what waits.
@@ -141,7 +150,7 @@ impl Output {
         self.written = Some(Instant::now());
         self.logger.flush();
         let events = self.events.as_mut().map_or(Ok(()), EventFile::flush);
-        let flushed = events.and_then(|()| self.file.as_mut().map_or(Ok(()), ScalarsFile::flush));
+        let flushed = events.and_then(|()| self.files.iter_mut().try_for_each(Appender::flush));
         self.or_without("scalars", flushed)
     }
 }
@@ -220,11 +229,15 @@ impl Runner {
 
     /// The run's name, as log lines have it.
     pub(crate) fn experiment_name(&self) -> String {
-        let Output { looks, timestamp, .. } = &self.output;
+        let Output { log_config, timestamp, .. } = &self.output;
         let stem = |(name, _): &(String, String)| {
             Path::new(name).file_stem().map(|stem| stem.to_string_lossy().into_owned())
         };
-        match looks.experiment_name.clone().or_else(|| looks.config.as_ref().and_then(stem)) {
+        match log_config
+            .experiment_name
+            .clone()
+            .or_else(|| log_config.config.as_ref().and_then(stem))
+        {
             Some(name) => format!("{name}_{timestamp}"),
             None => timestamp.clone(),
         }
@@ -232,7 +245,7 @@ impl Runner {
 
     /// Whether log lines count epochs.
     pub(crate) fn logs_by_epoch(&self) -> bool {
-        self.output.looks.by_epoch.unwrap_or_else(|| self.is_by_epoch())
+        self.output.log_config.by_epoch.unwrap_or_else(|| self.is_by_epoch())
     }
 
     /// Appends the smoothed scalars to `scalars.json`.
@@ -259,18 +272,18 @@ impl Runner {
     ) -> Result<()> {
         let by_epoch = by_epoch && self.is_by_epoch();
         let step = if by_epoch { self.val_epoch() } else { self.position().configured_iter() };
-        let times = self.judged_times(Judged::Val);
-        self.output.write(judged_scalars(metrics, times), &[("step", step)])?;
+        let times = self.eval_times(EvalSplit::Val);
+        self.output.write(eval_scalars(metrics, times), &[("step", step)])?;
         self.flush()
     }
 
-    /// Writes a test's figures to a file of their own.
+    /// Writes a test's metrics to a file of their own.
     pub(crate) fn write_test_scalars(&self, metrics: &[(String, f64)]) -> Result<()> {
-        if self.output.file.is_none() {
+        if self.output.files.is_empty() {
             return Ok(());
         }
         let mut line = JsonLine::new();
-        let scalars = judged_scalars(metrics, self.judged_times(Judged::Test));
+        let scalars = eval_scalars(metrics, self.eval_times(EvalSplit::Test));
         scalars.for_each(|(name, value)| line.put(name, value));
         let Output { work_dir, timestamp, .. } = &self.output;
         let path = work_dir.join(timestamp).join(format!("{timestamp}.json"));
@@ -281,7 +294,7 @@ impl Runner {
     }
 }
 
-fn judged_scalars(
+fn eval_scalars(
     metrics: &[(String, f64)],
     (data_time, time): (f64, f64),
 ) -> impl Iterator<Item = (&str, f64)> + Clone {

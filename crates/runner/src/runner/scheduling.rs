@@ -25,7 +25,7 @@ pub(super) fn make_schedulers(
     let optimizer = optim.optimizer_mut();
     let (epochs, iters) = match train.length {
         Length::Epochs(epochs) => (epochs, epochs.saturating_mul(epoch_length)),
-        // A run that only judges has no epochs.
+        // A run that only evaluates has no epochs.
         Length::Iters(iters) => (iters.div_ceil(epoch_length.max(1)), iters),
     };
     let (epochs, iters, epoch_length) = (epochs as u64, iters as u64, epoch_length as u64);

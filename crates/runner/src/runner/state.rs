@@ -3,12 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use collective::ProcessGroup;
+use collective::object::{all_gather_object, broadcast_object};
 use fused_optim::SliceMut;
 use serde_json::Map;
 
 use super::{Runner, Save};
 use crate::checkpoint::{
-    self, Checkpoint, Contents, Converted, Draft, Found, Tensor, model_tensors,
+    self, Checkpoint, Contents, Converted, Draft, Found, Meta, Tensor, model_tensors,
 };
 use crate::schedulers::Progress;
 use crate::{Error, Result};
@@ -22,46 +23,39 @@ impl Runner {
         for (_, hook) in &self.hooks {
             hooks.extend(hook.state_dict().map(|state| (hook.name().to_owned(), state)));
         }
-        let gradients = checkpoint::gradient_bytes(self.engine.params(), &*self.model)?;
-        let gradients = self.gather(gradients)?;
-        let mut own = self.gather(checkpoint::own_bytes(&draft.own)?)?;
-        if own.iter().all(|bytes| Some(bytes) == own.first()) {
-            own.clear();
-        }
-        let wrapper = self.gather(self.model.state()?)?;
-        let random = self.gather_random()?;
-        let findings = self.gather(self.engine.findings().into_bytes())?.into_iter();
-        let findings = findings.map(|text| String::from_utf8_lossy(&text).into_owned()).collect();
-        if self.group.rank() == 0 {
-            let mut contents = Contents {
+        let mut contents = Contents {
+            meta: Meta {
                 position: save.position.clone(),
                 world_size: self.group.world_size(),
                 batches_per_epoch: self.batches_per_epoch(),
                 seed: self.seed,
-                config: &self.config_text,
-                model: draft.model,
-                optim: save.optimizer.then(|| self.optim.state_dict()).transpose()?,
-                extra: draft.extra,
-                own,
-                is_last: save.optimizer,
-                schedulers: Vec::new(),
-                hooks,
-                gradients,
-                wrapper,
-                random,
-                findings,
+                config: self.config_text.clone(),
                 export: save.export,
-            };
-            if save.schedulers {
-                contents.schedulers =
-                    self.schedulers.iter().map(|s| s.progress().clone()).collect();
+                ..Meta::default()
+            },
+            model: draft.model,
+            is_last: save.optimizer,
+            ..Contents::default()
+        };
+        if save.schedulers {
+            let progress = self.schedulers.iter().map(|s| s.progress().clone());
+            contents.meta.schedulers = progress.collect();
+        }
+        if save.optimizer {
+            contents.gradients =
+                self.gather(checkpoint::gradient_bytes(self.engine.params(), &*self.model)?)?;
+            contents.wrapper = self.gather(self.model.state()?)?;
+            contents.own = self.gather(checkpoint::own_bytes(&draft.own)?)?;
+            if contents.own.iter().all(|bytes| Some(bytes) == contents.own.first()) {
+                contents.own.clear();
             }
-            if !save.optimizer {
-                (contents.extra, contents.own) = (Vec::new(), Vec::new());
-                (contents.gradients, contents.hooks) = (Vec::new(), Map::new());
-                (contents.wrapper, contents.random) = (Vec::new(), Vec::new());
-                contents.findings = Vec::new();
-            }
+            contents.meta.random = all_gather_object(&self.group, &self.engine.random_position())?;
+            contents.meta.autotune_cache = all_gather_object(&self.group, &self.engine.findings())?;
+            contents.meta.hooks = hooks;
+            contents.extra = draft.extra;
+        }
+        if self.group.rank() == 0 {
+            contents.optim = save.optimizer.then(|| self.optim.state_dict()).transpose()?;
             checkpoint::save(self.output.work_dir(), &save.name, contents)?;
         }
         Ok(self.group.barrier()?)
@@ -82,17 +76,6 @@ impl Runner {
             draft.own.iter_mut().for_each(|tensor| tensor.spec.name.insert_str(0, BUFFERS));
         }
         Ok(draft)
-    }
-
-    /// How far every rank's random numbers are; nothing if none draws any.
-    fn gather_random(&self) -> Result<Vec<Option<u64>>> {
-        let own = self.engine.random_position();
-        let own = [u64::from(own.is_some()), own.unwrap_or(0)];
-        let mut all = vec![0; 2 * self.group.world_size()];
-        self.group.all_gather(&mut all, &own)?;
-        let ranks: Vec<_> =
-            all.chunks_exact(2).map(|rank| (rank[0] == 1).then_some(rank[1])).collect();
-        Ok(if ranks.iter().all(Option::is_none) { Vec::new() } else { ranks })
     }
 
     /// Every rank's bytes; nothing if none has any.
@@ -160,7 +143,7 @@ impl Runner {
         }
         self.logger().info(&text);
         if self.resume {
-            // For the epoch that figures are logged under.
+            // For the epoch that metrics are logged under.
             self.position = loaded.meta.position;
         }
         Ok(true)
@@ -200,8 +183,8 @@ impl Runner {
         if let Some(position) = loaded.meta.random.get(rank).copied().flatten() {
             self.engine.set_random_position(position)?;
         }
-        if let Some(findings) = loaded.meta.findings.get(rank).filter(|text| !text.is_empty()) {
-            self.engine.set_findings(findings)?;
+        if let Some(cache) = loaded.meta.autotune_cache.get(rank).filter(|text| !text.is_empty()) {
+            self.engine.set_findings(cache)?;
         }
         let share = takeover.gradient_share;
         loaded.load_gradients(rank, share, self.engine.params(), &mut *self.model)?;
@@ -246,7 +229,7 @@ impl Runner {
             0 => Some(checkpoint::newest(self.output.work_dir())?),
             _ => None,
         };
-        let found: Found = collective::object::broadcast_object(&self.group, found, 0)?;
+        let found: Found = broadcast_object(&self.group, found, 0)?;
         for skipped in &found.skipped {
             self.logger().warning(&format!("passing over a checkpoint: {skipped}"));
         }
@@ -313,8 +296,8 @@ impl Runner {
         self.logger().info(&text);
         self.seed = seed;
         self.engine.set_random_seed(engine_seed(seed, self.diff_rank_seed, &self.group));
-        let judged = [&mut self.validation, &mut self.test].into_iter().flatten();
-        for loader in judged.map(|part| &mut part.loader).chain(&mut self.train_loader) {
+        let evaluations = self.evaluations.iter_mut().flatten();
+        for loader in evaluations.map(|part| &mut part.loader).chain(&mut self.train_loader) {
             loader.set_seed(seed);
         }
     }

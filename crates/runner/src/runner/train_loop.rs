@@ -9,7 +9,7 @@ use super::{Interrupt, Runner};
 use crate::data::Batch;
 use crate::{Error, Result};
 
-/// Runs every stage from `before_run` to `after_run`. Returns the last validation's figures.
+/// Runs every stage from `before_run` to `after_run`. Returns the last validation's metrics.
 pub(super) fn train(runner: &mut Runner) -> Result<Metrics> {
     runner.train_loader()?;
     runner.call_hooks(|hook, runner| hook.before_run(runner))?;
@@ -33,7 +33,7 @@ pub(super) fn train(runner: &mut Runner) -> Result<Metrics> {
     }
     let mut metrics = Vec::new();
     let mut interrupt = None;
-    // A checkpoint is written before its validation, whose figures a scheduler may need.
+    // A checkpoint is written before its validation, whose metrics a scheduler may need.
     if runner.position().iter > 0 && is_due(runner) {
         interrupt = validate(runner, &mut metrics)?;
     }

@@ -176,7 +176,7 @@ impl Scheduler {
         self.by_epoch
     }
 
-    /// Whether its steps need the figures of a validation.
+    /// Whether its steps need the metrics of a validation.
     #[must_use]
     pub const fn needs_metrics(&self) -> bool {
         matches!(self.shape, Shape::Plateau(_))
@@ -186,7 +186,7 @@ impl Scheduler {
     ///
     /// # Errors
     ///
-    /// [`Error::Config`] if a plateau's figure is not among `metrics`, naming those there are, or a
+    /// [`Error::Config`] if a plateau's metric is not among `metrics`, naming those there are, or a
     /// [`OneCycle`] is over.
     pub fn step(&mut self, values: &mut [f64], metrics: &[(String, f64)]) -> Result<()> {
         let Progress { global_step, own_steps, base, plateau } = &mut self.progress;

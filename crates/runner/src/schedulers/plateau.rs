@@ -1,22 +1,22 @@
-//! Down when a figure gets no better.
+//! Down when a metric gets no better.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// The value times `factor` when a figure of the validation has not become better for more than
+/// The value times `factor` when a metric of the validation has not become better for more than
 /// `patience` steps.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plateau {
-    /// Name of the figure.
+    /// Name of the metric.
     pub monitor: String,
-    /// Which figures are better.
+    /// Which metrics are better.
     pub rule: Rule,
     /// What the value is multiplied by, below 1.
     pub factor: f64,
     /// Steps without improvement that are let pass.
     pub patience: u64,
-    /// By how much a figure must be better to count.
+    /// By how much a metric must be better to count.
     pub threshold: f64,
     /// What that means.
     pub threshold_rule: Threshold,
@@ -28,7 +28,7 @@ pub struct Plateau {
     pub eps: f64,
 }
 
-/// Which of two figures is better.
+/// Which of two metrics is better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
     /// The smaller.
@@ -37,7 +37,7 @@ pub enum Rule {
     Greater,
 }
 
-/// By how much a figure must be better than the best.
+/// By how much a metric must be better than the best.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Threshold {
     /// By a part of the best.
@@ -46,7 +46,7 @@ pub enum Threshold {
     Abs,
 }
 
-/// How far it has come; `best` is none before the first figure.
+/// How far it has come; `best` is none before the first metric.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Progress {
     best: Option<f64>,
@@ -61,8 +61,8 @@ impl Progress {
         values: &mut [f64],
         metrics: &[(String, f64)],
     ) -> Result<()> {
-        let figure = metrics.iter().find(|(name, _)| *name == plateau.monitor);
-        let Some(&(_, figure)) = figure else {
+        let metric = metrics.iter().find(|(name, _)| *name == plateau.monitor);
+        let Some(&(_, metric)) = metric else {
             let names: Vec<_> = metrics.iter().map(|(name, _)| name.as_str()).collect();
             let text = format!(
                 "the scheduler's `monitor` `{}` is not among: {}",
@@ -71,8 +71,8 @@ impl Progress {
             );
             return Err(Error::Config(text));
         };
-        if self.best.is_none_or(|best| plateau.is_better(figure, best)) {
-            (self.best, self.bad_steps) = (Some(figure), 0);
+        if self.best.is_none_or(|best| plateau.is_better(metric, best)) {
+            (self.best, self.bad_steps) = (Some(metric), 0);
         } else {
             self.bad_steps += 1;
         }
@@ -94,14 +94,14 @@ impl Progress {
 }
 
 impl Plateau {
-    fn is_better(&self, figure: f64, best: f64) -> bool {
+    fn is_better(&self, metric: f64, best: f64) -> bool {
         let margin = match self.threshold_rule {
             Threshold::Rel => self.threshold * best,
             Threshold::Abs => self.threshold,
         };
         match self.rule {
-            Rule::Less => figure < best - margin,
-            Rule::Greater => figure > best + margin,
+            Rule::Less => metric < best - margin,
+            Rule::Greater => metric > best + margin,
         }
     }
 }

@@ -34,7 +34,7 @@ const BUILTIN: Builtin<SchedulerConfig> = &[
 ];
 
 /// All that `param_scheduler` has: a table is one scheduler, an array several; a table without `type` has
-/// either for each part of an optimizer, whose names are `parts`. `metrics` are the names of the figures a
+/// either for each part of an optimizer, whose names are `parts`. `metrics` are the names of the metrics a
 /// validation will have, if they are known.
 pub(crate) fn read_all(
     root: &mut Section,
@@ -70,7 +70,7 @@ fn build(section: Section, metrics: Option<&[String]>) -> Result<SchedulerConfig
         && !metrics.contains(monitor)
     {
         let known: Vec<_> = metrics.iter().map(String::as_str).collect();
-        return Err(place.error(unknown("figure", monitor, &known)));
+        return Err(place.error(unknown("metric", monitor, &known)));
     }
     Ok(config)
 }
@@ -95,13 +95,13 @@ fn read(
     {
         let begin = config.begin;
         let text = format!("end should be larger than begin, but got begin={begin}, end={end}");
-        section.note(section.error_at(place, text))?;
+        section.note(place.error(text))?;
     }
     config.by_epoch = section.or("by_epoch", config.by_epoch)?;
     let place = section.offset_of("convert_to_iter_based");
     config.convert_to_iter_based = section.or("convert_to_iter_based", false)?;
     if config.convert_to_iter_based && !config.by_epoch {
-        return Err(section.error_at(place, NOT_BY_EPOCHS));
+        return Err(place.error(NOT_BY_EPOCHS));
     }
     Ok(config)
 }
@@ -177,7 +177,7 @@ fn floor(section: &mut Section) -> Result<Floor> {
     let offset = section.offset_of("eta_min_ratio");
     match (section.optional("eta_min")?, section.optional("eta_min_ratio")?) {
         (Some(_), Some(_)) => {
-            Err(section.error_at(offset, "`eta_min_ratio` cannot be set along with `eta_min`"))
+            Err(offset.error("`eta_min_ratio` cannot be set along with `eta_min`"))
         }
         (_, Some(ratio)) => Ok(Floor::Ratio(ratio)),
         (value, None) => Ok(Floor::Value(value.unwrap_or(0.0))),

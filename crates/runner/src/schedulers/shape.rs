@@ -68,7 +68,7 @@ pub enum Shape {
         /// What the value is multiplied by.
         gamma: f64,
     },
-    /// Down when a figure of the validation gets no better.
+    /// Down when a metric of the validation gets no better.
     Plateau(Plateau),
 }
 

@@ -1,11 +1,6 @@
 //! `vis_data/scalars.json`: one JSON object per line, as MMEngine writes it.
 
-use std::path::PathBuf;
-
 use serde::Serialize;
-
-use super::appender::Appender;
-use crate::Result;
 
 /// A JSON object on one line, in the order in which it is filled and spaced as Python does it.
 #[derive(Debug)]
@@ -30,31 +25,6 @@ impl JsonLine {
         let after: &[u8] = if self.0.is_empty() { b"{}\n" } else { b"}\n" };
         self.0.extend_from_slice(after);
         self.0
-    }
-}
-
-/// Open files of scalars, all with the same lines.
-#[derive(Debug)]
-pub(crate) struct ScalarsFile {
-    files: Vec<Appender>,
-}
-
-impl ScalarsFile {
-    /// Opens files to append, and creates what is not there.
-    pub(crate) fn create(paths: &[PathBuf]) -> Result<Self> {
-        let files = paths.iter().map(|path| Appender::open(path)).collect::<Result<_>>()?;
-        Ok(Self { files })
-    }
-
-    /// Appends one line, which may wait to be written.
-    pub(crate) fn write(&mut self, line: JsonLine) -> Result<()> {
-        let line = line.end();
-        self.files.iter_mut().try_for_each(|file| file.push(&[&line]))
-    }
-
-    /// Writes what waits.
-    pub(crate) fn flush(&mut self) -> Result<()> {
-        self.files.iter_mut().try_for_each(Appender::flush)
     }
 }
 

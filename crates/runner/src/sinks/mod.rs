@@ -8,9 +8,9 @@ mod log;
 mod plot;
 mod scalars;
 
-pub(crate) use appender::WAIT;
+pub(crate) use appender::{Appender, WAIT};
 pub(crate) use events::EventFile;
-pub(crate) use json::{JsonLine, ScalarsFile};
+pub(crate) use json::JsonLine;
 pub use log::Logger;
 pub(crate) use log::{Level, TERMINAL_VARIABLE};
 pub use plot::plot;

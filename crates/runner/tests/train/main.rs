@@ -39,7 +39,7 @@ val_dataloader = { batch_size = 64, dataset = { type = "Digits", split = "test" 
 val_evaluator = { type = "Accuracy" }
 "#;
 
-/// The figures of a run, or its error, on each rank.
+/// The metrics of a run, or its error, on each rank.
 type Outcome = Vec<Result<Vec<(String, f64)>>>;
 
 /// Runs `config` on `ranks` threads, each changing its builder first.
@@ -252,7 +252,7 @@ patience = 0
 "#;
 
 #[test]
-fn schedulers_step_by_iterations_epochs_and_figures_and_are_resumed() {
+fn schedulers_step_by_iterations_epochs_and_metrics_and_are_resumed() {
     let dir = tempfile::tempdir().unwrap();
     let (whole, broken) = (dir.path().join("whole"), dir.path().join("broken"));
     let config = format!("{VALIDATION}{MLP}{SCHEDULERS}").replace("epochs = 2", "epochs = 3");
@@ -508,11 +508,11 @@ fn fewer_samples_than_a_batch_or_than_ranks() {
                 .train_dataloader(few(len, 99, 4, false))
                 .validation(validation, Box::new(Accuracy))
         });
-        let figures: Vec<_> = outcome.into_iter().map(Result::unwrap).collect();
-        assert!(figures.iter().all(|f| f == &figures[0]), "{figures:?}");
+        let metrics: Vec<_> = outcome.into_iter().map(Result::unwrap).collect();
+        assert!(metrics.iter().all(|f| f == &metrics[0]), "{metrics:?}");
         // Each sample counts once, however often padding repeats it.
-        let right = figures[0][0].1 / 100.0 * len as f64;
-        assert!((right - right.round()).abs() < 1e-9, "{figures:?} of {len}");
+        let right = metrics[0][0].1 / 100.0 * len as f64;
+        assert!((right - right.round()).abs() < 1e-9, "{metrics:?} of {len}");
     }
     let outcome = run(MLP, dir.path(), 2, |b, _| b.train_dataloader(few(5, 99, 4, true)));
     let said = outcome.into_iter().map(|o| o.unwrap_err().to_string());
@@ -555,9 +555,9 @@ fn bfloat16_learns_and_is_saved_as_such() {
         .replace("hidden = [8]", "hidden = [32]")
         .replace("max_epochs = 2", "max_epochs = 6");
     let outcome = run(&config, dir.path(), 2, |builder, _| builder);
-    for figures in outcome {
-        let figures = figures.unwrap();
-        assert!(figures[0].1 > 60.0, "{figures:?}");
+    for metrics in outcome {
+        let metrics = metrics.unwrap();
+        assert!(metrics[0].1 > 60.0, "{metrics:?}");
     }
     let model = std::fs::read(dir.path().join("epoch_6/model.safetensors")).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&model).unwrap();

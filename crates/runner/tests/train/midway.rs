@@ -192,7 +192,7 @@ fn weights_are_taken_without_the_rest_and_tested() {
     let dir = tempfile::tempdir().unwrap();
     let config = format!("{VALIDATION}{MIDWAY}");
     let config = format!("{}{config}", VALIDATION.replace("val_", "test_"));
-    let figures = run(&config, &dir.path().join("a"), 2, |builder, _| builder);
+    let metrics = run(&config, &dir.path().join("a"), 2, |builder, _| builder);
     let best = checkpoints(&dir.path().join("a")).remove(0);
     assert!(best.starts_with("best_accuracy_iter_"), "{best}");
     let best = dir.path().join("a").join(best);
@@ -203,10 +203,10 @@ fn weights_are_taken_without_the_rest_and_tested() {
         let builder = builder.unwrap().process_group(group).work_dir(dir.path().join("b"));
         judge(&mut builder.load_from(&best).build().unwrap()).unwrap()
     };
-    let best_figure = again(Runner::validate);
-    assert_eq!(again(Runner::test), best_figure);
+    let best_metric = again(Runner::validate);
+    assert_eq!(again(Runner::test), best_metric);
     // Other batches may round otherwise, at a sample or two.
-    assert!(best_figure[0].1 >= figures[0].as_ref().unwrap()[0].1 - 1.0);
+    assert!(best_metric[0].1 >= metrics[0].as_ref().unwrap()[0].1 - 1.0);
     // Nothing can go on from it.
     let outcome =
         run(&config, &dir.path().join("c"), 2, |builder, _| builder.load_from(&best).resume(true));

@@ -1,5 +1,5 @@
 //! What else a run goes on from (PowerSGD's memory, random numbers), rates for parts of a model, runs that
-//! only judge, and what `env_cfg` and `log_level` say.
+//! only evaluate, and what `env_cfg` and `log_level` say.
 
 use std::sync::Once;
 
@@ -176,21 +176,21 @@ fn read(config: &str) -> String {
 #[test]
 fn a_run_without_training_judges() {
     let dir = tempfile::tempdir().unwrap();
-    let (trained, judged) = (dir.path().join("trained"), dir.path().join("judged"));
+    let (trained, evaluated) = (dir.path().join("trained"), dir.path().join("evaluated"));
     let full = MLP.replace("AmpOptimWrapper", "OptimWrapper").replace("dtype = \"float16\"\n", "");
     let full = full.replace("loss_scale = { init_scale = 256.0, growth_interval = 5 }\n", "");
-    let figures = run(&format!("{VALIDATION}{full}"), &trained, 1, |builder, _| builder);
+    let metrics = run(&format!("{VALIDATION}{full}"), &trained, 1, |builder, _| builder);
     let model = full.lines().find(|line| line.starts_with("model")).unwrap();
     let config = format!("{model}\n{VALIDATION}");
     let build = || {
         let config = Config::from_text("c.toml", &config).unwrap();
         let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
-        let builder = RunnerBuilder::from_config(config).unwrap().work_dir(&judged);
+        let builder = RunnerBuilder::from_config(config).unwrap().work_dir(&evaluated);
         builder.process_group(group).load_from(trained.join("epoch_2")).build().unwrap()
     };
-    assert_eq!(build().validate().unwrap(), *figures[0].as_ref().unwrap());
-    assert_eq!(checkpoints(&judged), [""; 0]);
-    assert!(!log(&judged).contains("converted"));
+    assert_eq!(build().validate().unwrap(), *metrics[0].as_ref().unwrap());
+    assert_eq!(checkpoints(&evaluated), [""; 0]);
+    assert!(!log(&evaluated).contains("converted"));
     let said = build().train().unwrap_err().to_string();
     assert!(said.contains("no train_dataloader, train_cfg and optim_wrapper"), "{said}");
     // All or none.

@@ -12,7 +12,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("amp", &["npu-sys"]),
     ("collective", &["npu-sys"]),
     ("fused-optim", &["npu-sys"]),
-    ("runner", &["amp", "collective", "fused-optim"]),
+    ("launch", &["collective"]),
+    ("runner", &["amp", "collective", "fused-optim", "launch"]),
 ];
 
 #[test]
@@ -69,7 +70,6 @@ fn dependencies(manifest: &Table) -> BTreeSet<String> {
 const FOLDERS: &[&str] = &[
     "error",
     "signals",
-    "launch",
     "config",
     "registry",
     "data",

@@ -24,7 +24,7 @@ fn main() -> ExitCode {
 }
 
 fn first() -> Result<(), Box<dyn std::error::Error>> {
-    runner::launch::tie_to_parent()?;
+    launch::tie_to_parent()?;
     let topology = Topology::from_env(|name| std::env::var(name).ok())?;
     let group = init_process_group(&topology, GroupOptions::default())?;
     let mut x = [1.0_f32];

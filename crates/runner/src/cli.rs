@@ -20,11 +20,11 @@ use std::time::Duration;
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
 use collective::Launcher;
+use launch::{
+    LaunchArgs, StoreArgs, label, record_error, record_failure, record_panics, tie_to_parent,
+};
 
 use crate::config::{Config, Mistakes, parse_duration};
-use crate::launch::flags::{LaunchArgs, is_config};
-use crate::launch::store::{StoreArgs, serve};
-use crate::launch::{label, launch, record_error, record_panics, tie_to_parent};
 use crate::runner::{EvalSplit, RunnerBuilder};
 use crate::sinks::{TERMINAL_VARIABLE, plot};
 use crate::{Error, Result, signals};
@@ -40,6 +40,10 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Start several ranks of this program on this machine, or this machine's part of a job of several.
+    #[command(
+        mut_arg("no_python", |arg| arg.help(NO_PYTHON)),
+        mut_arg("args", |arg| arg.help(ARGS))
+    )]
     Launch(Box<LaunchArgs>),
     /// Host the store where an elastic job meets, on a machine that is none of its nodes.
     Store(StoreArgs),
@@ -56,6 +60,14 @@ enum Command {
     /// Draw the scalars of a run as an SVG.
     Plot(PlotArgs),
 }
+
+/// Help of `launch --no-python`.
+const NO_PYTHON: &str =
+    "The first word is a program even without a `/` in it, and looked for in PATH";
+/// Help of the words after `launch`.
+const ARGS: &str = "What each rank is started with: words for this program, for example `train config.toml`, or \
+                    the path of another, with a `/` in it, and its words. All that follows is for it; `--` may \
+                    stand before";
 
 #[derive(Debug, Args)]
 struct ConfigArgs {
@@ -140,7 +152,9 @@ pub fn main() -> ExitCode {
     let is_rank = matches!(command, Command::Train(_) | Command::Val(_) | Command::Test(_));
     let outcome = match command {
         Command::Launch(args) => start_ranks(args),
-        Command::Store(args) => serve(&args).map(|()| ExitCode::SUCCESS),
+        Command::Store(args) => {
+            launch::serve(&args).map(|()| ExitCode::SUCCESS).map_err(Error::from)
+        }
         // What only evaluates has nothing to save: signals end it as they end any program.
         Command::Train(args) => as_rank(|| signals::catch().and_then(|()| train(args))),
         Command::Val(args) => as_rank(|| evaluate(args, EvalSplit::Val)),
@@ -195,11 +209,11 @@ fn lines(kind: &str, text: &str) -> String {
 /// Does what a rank does; a launcher is told why, if it fails.
 fn as_rank(work: impl FnOnce() -> Result<()>) -> Result<ExitCode> {
     record_panics();
-    let done = tie_to_parent().and_then(|()| work());
-    let done = done.inspect_err(|error| {
-        if !matches!(error, Error::Interrupted { saved: true, .. }) {
-            record_error(error);
-        }
+    let done = tie_to_parent().map_err(Error::from).and_then(|()| work());
+    let done = done.inspect_err(|error| match error {
+        Error::Interrupted { saved: true, .. } => {}
+        Error::Collective(error) => record_error(error),
+        error => record_failure(&error.to_string()),
     });
     done.map(|()| ExitCode::SUCCESS)
 }
@@ -234,8 +248,19 @@ fn check(args: &ConfigArgs) -> Result<ExitCode> {
     checked.map(|()| print(&format!("{}: right\n", args.config.display())))
 }
 
+/// Whether a word after `launch` is the path of a program: neither a command nor a configuration.
+fn is_program(word: &OsStr) -> bool {
+    word.as_encoded_bytes().contains(&b'/') && !is_config(word)
+}
+
+/// Whether a word is the name of a configuration.
+fn is_config(word: &OsStr) -> bool {
+    let extension = Path::new(word).extension();
+    extension.is_some_and(|e| e.eq_ignore_ascii_case("toml") || e.eq_ignore_ascii_case("json"))
+}
+
 fn start_ranks(args: Box<LaunchArgs>) -> Result<ExitCode> {
-    let mut options = args.options().map_err(Error::Config)?;
+    let mut options = args.options(is_program)?;
     if options.program.is_none() {
         // A command line that no rank understands is told once.
         let program = std::env::args_os().take(1);
@@ -248,7 +273,7 @@ fn start_ranks(args: Box<LaunchArgs>) -> Result<ExitCode> {
         // The ranks write into pipes; a progress bar goes through them to our terminal.
         options.envs.push((TERMINAL_VARIABLE.into(), "1".into()));
     }
-    Ok(ExitCode::from(u8::try_from(launch(options)?).unwrap_or(1)))
+    Ok(ExitCode::from(u8::try_from(launch::launch(options)?).unwrap_or(1)))
 }
 
 fn train(args: TrainArgs) -> Result<()> {
@@ -318,7 +343,7 @@ mod tests {
         let cli =
             ["runner", "launch", "--nproc_per_node", "2", "--", "train", "c.toml", "--resume"];
         let Command::Launch(args) = Cli::parse_from(cli).command else { panic!("not launch") };
-        let options = args.options().unwrap();
+        let options = args.options(is_program).unwrap();
         assert_eq!(options.nproc_per_node, 2);
         assert_eq!(options.args, ["train", "c.toml", "--resume"]);
     }

@@ -31,6 +31,9 @@ pub enum Error {
     /// A collective failed: a peer died, timed out, or called something else.
     #[error(transparent)]
     Collective(#[from] collective::Error),
+    /// The launcher gave up, or a rank's launcher has ended.
+    #[error(transparent)]
+    Launch(#[from] launch::Error),
     /// An optimizer refused its parameters or its state.
     #[error(transparent)]
     Optim(#[from] fused_optim::Error),

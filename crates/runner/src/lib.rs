@@ -1,8 +1,8 @@
 //! The training loop of this workspace: configuration, registries, hooks, mixed precision, data
-//! parallelism, a launcher, checkpoints that resume exactly.
+//! parallelism, checkpoints that resume exactly.
 //!
-//! It composes the other crates: [`collective`] moves gradients between ranks, [`amp`] scales the
-//! loss, [`fused_optim`] updates parameters, and a tensor engine (by default
+//! It composes the other crates: [`launch`](mod@launch) starts the ranks, [`collective`] moves gradients between
+//! them, [`amp`] scales the loss, [`fused_optim`] updates parameters, and a tensor engine (by default
 //! [candle](https://github.com/huggingface/candle)) computes.
 //!
 //! # From a configuration
@@ -68,7 +68,6 @@
 //! | [`hooks`] | everything that happens around a batch |
 //! | [`schedulers`] | learning rate and momentum over a run |
 //! | [`checkpoint`] | atomic, checksummed, exact to resume from |
-//! | [`launch`](mod@launch) | ranks as processes of this machine |
 
 pub mod checkpoint;
 pub mod cli;
@@ -80,7 +79,6 @@ mod error;
 pub mod evaluate;
 mod from_config;
 pub mod hooks;
-pub mod launch;
 pub mod model;
 pub mod optim_wrapper;
 pub mod registry;

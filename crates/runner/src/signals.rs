@@ -20,7 +20,7 @@ use crate::{Error, Result};
 
 /// Exit code of a run that a signal ended after a checkpoint that it can be resumed from: sysexits'
 /// `EX_TEMPFAIL`, try again. Without such a checkpoint it is 128 and the signal's number.
-pub const EXIT_CODE: u8 = 75;
+pub const EXIT_CODE: u8 = launch::EXIT_SAVED;
 
 struct Noted {
     which: Arc<AtomicUsize>,

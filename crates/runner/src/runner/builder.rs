@@ -20,7 +20,6 @@ use crate::data::DataLoader;
 use crate::device::{self, Device, DeviceConfig, Own};
 use crate::engine::{CompileOptions, Engine};
 use crate::evaluate::Metric;
-use crate::launch::is_elastic;
 use crate::model::{DistributedDataParallel, ModelContext, ModelFactory, WrapperFactory};
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
 use crate::schedulers::SchedulerConfig;
@@ -314,7 +313,7 @@ impl RunnerBuilder {
                 train,
                 deadline: self.time_budget.map(|budget| started + budget),
                 resume: self.resume,
-                elastic: self.elastic || is_elastic(),
+                elastic: self.elastic || launch::is_elastic(),
                 load_from: self.load_from,
                 status: Status::default(),
                 seed,

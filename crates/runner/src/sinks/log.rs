@@ -7,10 +7,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use collective::{Launcher, Topology};
 use jiff::Zoned;
+use launch::label;
 
 use super::appender::{Appender, MOST};
 use crate::Result;
-use crate::launch::label;
 
 /// Set by the launcher for its ranks when its own output is a terminal: they write into pipes.
 pub(crate) const TERMINAL_VARIABLE: &str = "RUNNER_TERMINAL";

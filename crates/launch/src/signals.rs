@@ -7,8 +7,8 @@ use std::thread::JoinHandle;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::{Handle, Signals};
 
-use super::Sink;
 use super::nodes::End;
+use super::{Sink, lock};
 use crate::{Error, Result};
 
 /// What the watching threads tell the supervising one.
@@ -47,7 +47,7 @@ impl Ear {
     pub(super) fn say(&self, text: &str) {
         if !text.is_empty() {
             // Nobody reads standard error: then nobody wants to know.
-            let _ = self.stderr.lock().write_all(text.as_bytes());
+            let _ = lock(&self.stderr).write_all(text.as_bytes());
         }
     }
 

@@ -11,7 +11,7 @@ use collective::store::tcp::state::Presence;
 use crate::{Error, Result};
 
 /// `host` without the brackets that an IPv6 address may have.
-pub(in crate::launch) fn plain(host: &str) -> &str {
+pub(crate) fn plain(host: &str) -> &str {
     host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host)
 }
 
@@ -24,11 +24,11 @@ pub(super) fn join(host: &str, port: u16) -> String {
 ///
 /// # Errors
 ///
-/// [`Error::Config`] with `flag`, name, port and the reason.
-pub(in crate::launch) fn resolve(flag: &str, host: &str, port: u16) -> Result<Vec<IpAddr>> {
+/// [`Error::Options`] with `flag`, name, port and the reason.
+pub(crate) fn resolve(flag: &str, host: &str, port: u16) -> Result<Vec<IpAddr>> {
     let refused = |why: &str| {
         let at = join(host, port);
-        Error::Config(format!(
+        Error::Options(format!(
             "{flag} {host} (for {at}): {why}; give a name that all nodes know, or an address"
         ))
     };

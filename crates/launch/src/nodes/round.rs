@@ -22,8 +22,8 @@ use collective::{Store, TcpStore, TcpStoreServer};
 use serde::{Deserialize, Serialize};
 
 use super::{End, Patience, SLICE, from_json, to_json};
-use crate::launch::signals::{Ear, Event};
-use crate::launch::summary::{Outcome, Verdict};
+use crate::signals::{Ear, Event};
+use crate::summary::{Outcome, Verdict};
 use crate::{Error, Result};
 
 /// A node of an attempt, as it is named to people.
@@ -228,7 +228,7 @@ impl Round {
             // The first node waits as long for the others.
             deadline.start_if(ended, rules.end_time + self.patience.lost_after());
             if pulse.is_lost(self, 0) || deadline.is_over() {
-                return Err(Error::Config("it no longer answers".to_owned()));
+                return Err(Error::Rendezvous("it no longer answers".to_owned()));
             }
         }
     }
@@ -315,7 +315,7 @@ impl Pulse {
 
 /// A thread that beats, and listens to the other nodes, until this is dropped.
 #[derive(Debug)]
-pub(in crate::launch) struct Watch {
+pub(crate) struct Watch {
     _alive: Arc<()>,
 }
 

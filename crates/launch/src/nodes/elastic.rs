@@ -1,6 +1,6 @@
 //! Nodes that come and go: the loop around `state`.
 //!
-//! The control store is hosted outside of the job ([`runner store`](crate::launch::store)), or by one of
+//! The control store is hosted outside of the job ([`runner store`](crate::store)), or by one of
 //! the nodes: that whose address the endpoint is, or of several on one host the first to come. Then its
 //! loss ends the job. Each attempt has its keys under a prefix of its own, and a fresh store for its
 //! ranks, which its first node hosts.
@@ -13,14 +13,13 @@ use collective::{Store, TcpStore, TcpStoreServer};
 use super::round::{Member, Round, Rules};
 use super::state::{self, Action, Node, Phase, State, View};
 use super::{End, Patience, Place, Remark, address, connect, from_json, to_json, wait};
-use crate::launch::LaunchOptions;
-use crate::launch::job::Job;
-use crate::launch::signals::Ear;
-use crate::launch::summary::{SAVED, Verdict};
-use crate::{Error, Result};
+use crate::job::Job;
+use crate::signals::Ear;
+use crate::summary::{SAVED, Verdict};
+use crate::{Error, LaunchOptions, Result, random_number};
 
 /// The nodes of an elastic job, seen from one of them.
-pub(in crate::launch) struct Elastic {
+pub(crate) struct Elastic {
     run_id: String,
     limits: (usize, usize),
     host: String,
@@ -48,7 +47,7 @@ impl Elastic {
     ) -> Result<Self> {
         if limits.0 == 0 || limits.0 > limits.1 {
             let text = format!("--nnodes {}:{}: it is MIN:MAX, from 1 on", limits.0, limits.1);
-            return Err(Error::Config(text));
+            return Err(Error::Options(text));
         }
         let host = address::plain(&host).to_owned();
         let found = address::resolve("--rdzv-endpoint", &host, port)?;
@@ -57,7 +56,7 @@ impl Elastic {
         let me = Node {
             host: address::host_name(),
             pid: std::process::id(),
-            id: rand::random(),
+            id: random_number(),
             addr: String::new(),
             ranks: options.nproc_per_node,
             role: options.role.clone(),
@@ -112,7 +111,7 @@ impl Elastic {
                 if store.check(&[&format!("torch.rendezvous.{}", self.run_id)])? {
                     let text = "agents of torchrun meet there, with which an elastic job cannot be \
                                 shared; start all its nodes with the same launcher";
-                    return Err(Error::Config(self.about(text)));
+                    return Err(Error::Rendezvous(self.about(text)));
                 }
                 self.me.addr = self.own_addr(&store);
                 Arc::clone(self.store.insert(Arc::new(store)))
@@ -178,14 +177,14 @@ impl Elastic {
                 Action::Run(node) => return Ok(Some(node)),
                 Action::Closed { .. } if !came => {
                     let text = "it has ended already; give a new one another --rdzv-id";
-                    return Err(Error::Config(self.about(text)));
+                    return Err(Error::Rendezvous(self.about(text)));
                 }
                 Action::Closed { code: 0 | SAVED } => return Ok(None),
                 Action::Closed { .. } => {
-                    return Err(Error::Config(self.about("the job has ended with a failure")));
+                    return Err(Error::Rendezvous(self.about("the job has ended with a failure")));
                 }
                 Action::TooFew if ear.signal.is_some() => return Ok(None),
-                Action::TooFew => return Err(Error::Config(self.too_few(start.elapsed()))),
+                Action::TooFew => return Err(Error::Rendezvous(self.too_few(start.elapsed()))),
                 Action::Wait => {
                     remark.say_once(ear, || self.so_far(start.elapsed()));
                     std::thread::sleep(PAUSE.min(self.patience.heartbeat));
@@ -203,7 +202,9 @@ impl Elastic {
         let Error::Collective(error) = error else { return error };
         let mut nodes = self.state.nodes.iter().chain(&self.state.waiting);
         let advice = super::advice(nodes.any(|node| node.hosts));
-        Error::Config(self.about(&format!("the control store is out of reach: {error}{advice}")))
+        Error::Rendezvous(
+            self.about(&format!("the control store is out of reach: {error}{advice}")),
+        )
     }
 
     fn about(&self, what: &str) -> String {
@@ -279,7 +280,7 @@ impl Elastic {
             return if ear.signal.is_some() {
                 Ok(None)
             } else {
-                Err(Error::Config(self.about(&text)))
+                Err(Error::Rendezvous(self.about(&text)))
             };
         }
         let text = round.store.get(&key, self.patience.heartbeat)?;
@@ -353,7 +354,7 @@ impl Elastic {
 
 /// For a store that is elsewhere.
 fn nobody() -> Error {
-    Error::Config("another node hosts the control store".to_owned())
+    Error::Rendezvous("another node hosts the control store".to_owned())
 }
 
 /// Since when there have been enough nodes.

@@ -6,8 +6,6 @@ use std::process::ExitStatus;
 
 use serde::{Deserialize, Serialize};
 
-use crate::signals;
-
 /// A rank that failed, as its node tells the others.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Failure {
@@ -180,7 +178,7 @@ pub(super) fn describe(status: Option<ExitStatus>) -> String {
 }
 
 /// Exit code of a rank that has saved after a signal, and of the launcher if nothing else has happened.
-pub(super) const SAVED: i32 = signals::EXIT_CODE as i32;
+pub(super) const SAVED: i32 = crate::EXIT_SAVED as i32;
 /// Failures that are told one by one.
 const MOST_TOLD: usize = 32;
 /// Bytes of what one rank said that are passed on.

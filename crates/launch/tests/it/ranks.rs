@@ -1,18 +1,14 @@
 //! The launcher with `/bin/sh` as the ranks' program: output, exit codes, environment, signals,
 //! and that nothing outlives it.
 
-#![expect(clippy::unwrap_used, reason = "a test")]
-
 use std::io::{BufRead, BufReader, Write};
-use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
-use runner::launch::{
-    LaunchOptions, launch, launch_to, record_failure, record_panics, tie_to_parent,
-};
+use launch::{LaunchOptions, launch, launch_to, record_failure, record_panics, tie_to_parent};
+
+use crate::common::is_gone;
 
 struct Ran {
     code: i32,
@@ -33,18 +29,10 @@ fn run(nproc: usize, script: &str, change: impl FnOnce(&mut LaunchOptions)) -> R
     let start = Instant::now();
     let code = launch_to(options, stdout.clone(), stderr.clone()).unwrap();
     let took = start.elapsed();
-    let text = |bytes: &Mutex<Vec<u8>>| String::from_utf8(bytes.lock().clone()).unwrap();
+    let text = |bytes: &Mutex<Vec<u8>>| String::from_utf8(bytes.lock().unwrap().clone()).unwrap();
     let mut stdout: Vec<_> = text(&stdout).lines().map(str::to_owned).collect();
     stdout.sort();
     Ran { code, stdout, stderr: text(&stderr), took }
-}
-
-fn is_gone(pid: &str) -> bool {
-    // A process that has ended may be a zombie for a while where its parent is not reaping.
-    match std::fs::read_to_string(Path::new("/proc").join(pid).join("stat")) {
-        Err(_) => true,
-        Ok(stat) => stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('Z')),
-    }
 }
 
 fn soon(what: &str, holds: impl Fn() -> bool) {
@@ -279,7 +267,7 @@ fn kill(signal: &str, pid: u32) {
 fn helper_launcher() {
     let Ok(script) = std::env::var("LAUNCH_TEST_SCRIPT") else { return };
     let options = if script == "tied" {
-        let args = ["--exact", "helper_tied", "--ignored", "--nocapture"];
+        let args = ["--exact", "ranks::helper_tied", "--ignored", "--nocapture"];
         LaunchOptions::new(2, args)
     } else {
         let mut options = LaunchOptions::new(2, ["-c", &script]);
@@ -312,7 +300,7 @@ fn lines_with(reader: impl std::io::Read, text: &str, count: usize) -> Vec<Strin
 #[test]
 fn sigterm_is_forwarded() {
     let script = "trap 'exit 7' TERM; echo ready; while :; do sleep 0.05; done";
-    let mut launcher = helper("helper_launcher", script).spawn().unwrap();
+    let mut launcher = helper("ranks::helper_launcher", script).spawn().unwrap();
     assert_eq!(lines_with(launcher.stdout.take().unwrap(), "ready", 2).len(), 2);
     kill("-TERM", launcher.id());
     let output = launcher.wait_with_output().unwrap();
@@ -323,7 +311,7 @@ fn sigterm_is_forwarded() {
 fn an_interrupted_launcher_lets_its_ranks_save() {
     for signal in ["TERM", "INT", "USR1"] {
         let script = format!("trap 'exit 75' {signal}; echo ready; while :; do sleep 0.05; done");
-        let mut launcher = helper("helper_launcher", &script).spawn().unwrap();
+        let mut launcher = helper("ranks::helper_launcher", &script).spawn().unwrap();
         assert_eq!(lines_with(launcher.stdout.take().unwrap(), "ready", 2).len(), 2);
         kill(&format!("-{signal}"), launcher.id());
         let output = launcher.wait_with_output().unwrap();
@@ -335,7 +323,7 @@ fn an_interrupted_launcher_lets_its_ranks_save() {
 
 #[test]
 fn tied_ranks_end_with_a_killed_launcher() {
-    let mut launcher = helper("helper_launcher", "tied").spawn().unwrap();
+    let mut launcher = helper("ranks::helper_launcher", "tied").spawn().unwrap();
     let lines = lines_with(launcher.stdout.take().unwrap(), "] pid ", 2);
     let pids: Vec<_> = lines.iter().map(|line| line.rsplit(' ').next().unwrap()).collect();
     assert_eq!(pids.len(), 2);
@@ -349,7 +337,7 @@ fn tied_ranks_end_with_a_killed_launcher() {
 fn nothing_of_any_program_outlives_a_killed_launcher() {
     // A program that knows nothing of us, and what it has started.
     let script = "sleep 60 & echo pid $!; echo pid $$; wait";
-    let mut launcher = helper("helper_launcher", script).spawn().unwrap();
+    let mut launcher = helper("ranks::helper_launcher", script).spawn().unwrap();
     let lines = lines_with(launcher.stdout.take().unwrap(), "] pid ", 4);
     let pids: Vec<_> = lines.iter().map(|line| line.rsplit(' ').next().unwrap()).collect();
     assert!(pids.len() == 4 && pids.iter().all(|pid| !is_gone(pid)));
@@ -389,7 +377,7 @@ fn a_run_that_finished_succeeds_without_its_guard_and_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let go = dir.path().join("go");
     let script = format!("echo ready; while [ ! -e {} ]; do sleep 0.05; done", go.display());
-    let mut launcher = helper("helper_launcher", &script).spawn().unwrap();
+    let mut launcher = helper("ranks::helper_launcher", &script).spawn().unwrap();
     let mut stdout = BufReader::new(launcher.stdout.take().unwrap());
     lines_with(&mut stdout, "ready", 2);
     let id = launcher.id();
@@ -410,7 +398,7 @@ fn a_restart_has_a_guard_even_if_the_first_one_was_killed() {
         while [ ! -e {} ]; do sleep 0.05; done; exit 1",
         go.display()
     );
-    let mut launcher = helper("helper_launcher", &script).spawn().unwrap();
+    let mut launcher = helper("ranks::helper_launcher", &script).spawn().unwrap();
     let mut stdout = BufReader::new(launcher.stdout.take().unwrap());
     assert_eq!(lines_with(&mut stdout, "] pid ", 2).len(), 2);
     let id = launcher.id();
@@ -433,7 +421,7 @@ fn a_rank_that_kills_its_launcher_at_once_leaves_nothing_either() {
         dir.path().display()
     );
     for _ in 0..8 {
-        let mut launcher = helper("helper_launcher", &script).spawn().unwrap();
+        let mut launcher = helper("ranks::helper_launcher", &script).spawn().unwrap();
         launcher.wait().unwrap();
     }
     // A rank may be gone before it has said anything.
@@ -487,7 +475,7 @@ fn only_the_ranks_asked_for_are_shown() {
 #[test]
 fn a_panic_and_a_failure_of_a_rank_are_told_by_the_launcher() {
     let rank = std::env::current_exe().unwrap().display().to_string();
-    let script = format!("exec {rank} --exact helper_fails --ignored --nocapture");
+    let script = format!("exec {rank} --exact ranks::helper_fails --ignored --nocapture");
     let ran = run(2, &script, |options| options.report_time = Duration::from_secs(20));
     assert_eq!(ran.code, 9, "{}", ran.stderr);
     assert!(

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
 use std::thread::JoinHandle;
 
-use super::Sink;
+use super::{Sink, lock};
 
 /// Starts a thread that copies `pipe` to `sink` until its end, and as it is to `file`.
 pub(super) fn copy(
@@ -41,7 +41,7 @@ pub(super) fn copy(
 /// Whoever read our output has gone: the rank goes on, so its output is still drained.
 fn write(sink: &Sink, text: &[u8]) {
     if !text.is_empty() {
-        let mut sink = sink.lock();
+        let mut sink = lock(sink);
         let _ = sink.write_all(text).and_then(|()| sink.flush());
     }
 }

@@ -2,17 +2,17 @@
 //! as defaults. What contradicts itself is refused, by the names of the flags.
 
 use std::ffi::{OsStr, OsString};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
 use clap::builder::FalseyValueParser;
 
-use super::{LaunchOptions, Logs, Nodes, Patience, Streams, nproc_per_node};
+use super::{Error, LaunchOptions, Logs, Nodes, Patience, Result, Streams, nproc_per_node};
 
 /// What `runner launch` is told.
 #[derive(Debug, Args)]
-pub(crate) struct LaunchArgs {
+pub struct LaunchArgs {
     /// Number of nodes, or the fewest and the most of an elastic job, MIN:MAX.
     #[arg(long, env = "PET_NNODES", default_value = "1", value_parser = nnodes)]
     nnodes: (usize, usize),
@@ -108,30 +108,28 @@ pub(crate) struct LaunchArgs {
         value_delimiter = ','
     )]
     local_ranks_filter: Option<Vec<usize>>,
-    /// The first word is a program even without a `/` in it, and looked for in PATH.
+    /// The first word is a program, looked for in PATH: what `launch` always takes it for.
     #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", value_parser = FalseyValueParser::new())]
     no_python: bool,
-    /// What each rank is started with: words for this program, for example `train config.toml`, or the path
-    /// of another, with a `/` in it, and its words. All that follows is for it; `--` may stand before.
+    /// The program of each rank, and its arguments; `--` may stand before.
     #[arg(trailing_var_arg = true, required = true)]
     args: Vec<OsString>,
 }
 
 impl LaunchArgs {
-    /// What to launch.
+    /// What to launch. If neither `--no-python` nor `is_program` says that the first word is a program, the
+    /// words are arguments of this one.
     ///
     /// # Errors
     ///
-    /// Which flags contradict each other.
-    pub(crate) fn options(self) -> Result<LaunchOptions, String> {
-        // None of this program's own words has one.
-        let is_path = |word: &OsString| word.as_encoded_bytes().contains(&b'/') && !is_config(word);
-        let is_program = |word: &&OsString| self.no_python || is_path(word);
+    /// [`Error::Options`] with the flags that contradict each other.
+    pub fn options(self, is_program: impl Fn(&OsStr) -> bool) -> Result<LaunchOptions> {
+        let is_program = |word: &&OsString| self.no_python || is_program(word);
         let program = self.args.first().filter(is_program).map(PathBuf::from);
         let args = self.args[usize::from(program.is_some())..].to_vec();
         let mut options = LaunchOptions::new(self.nproc_per_node, args);
         options.program = program;
-        options.nodes = self.nodes()?;
+        options.nodes = self.nodes().map_err(Error::Options)?;
         options.max_restarts = self.max_restarts;
         options.run_id = self.rdzv_id;
         options.role = self.role;
@@ -191,12 +189,6 @@ impl LaunchArgs {
         }
         Ok(Nodes::Fixed { count: max, rank, master_addr, master_port })
     }
-}
-
-/// Whether a word is the name of a configuration, which is no program.
-pub(crate) fn is_config(word: &OsStr) -> bool {
-    let extension = Path::new(word).extension();
-    extension.is_some_and(|e| e.eq_ignore_ascii_case("toml") || e.eq_ignore_ascii_case("json"))
 }
 
 /// `N` or `MIN:MAX`.
@@ -269,9 +261,14 @@ mod tests {
         args: LaunchArgs,
     }
 
+    fn is_path(word: &OsStr) -> bool {
+        word.as_encoded_bytes().contains(&b'/')
+    }
+
     fn options(flags: &str) -> Result<LaunchOptions, String> {
         let words = ["launch"].into_iter().chain(flags.split_whitespace()).chain(["x"]);
-        Cli::try_parse_from(words).map_err(|error| error.to_string())?.args.options()
+        let cli = Cli::try_parse_from(words).map_err(|error| error.to_string())?;
+        cli.args.options(is_path).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -312,11 +309,11 @@ mod tests {
     fn a_path_is_a_program_of_its_own() {
         let started = |words: &[&str]| {
             let words = ["launch", "--nproc-per-node=2", "--"].into_iter().chain(words.to_vec());
-            let options = Cli::try_parse_from(words).unwrap().args.options().unwrap();
+            let options = Cli::try_parse_from(words).unwrap().args.options(is_path).unwrap();
             (options.program, options.args)
         };
         assert_eq!(started(&["./mine", "a/b"]), (Some("./mine".into()), vec!["a/b".into()]));
-        let own = ["train", "a/b.toml"];
+        let own = ["train", "a/b"];
         assert_eq!(started(&own), (None, own.map(OsString::from).to_vec()));
     }
 
@@ -324,7 +321,7 @@ mod tests {
     fn what_follows_the_first_word_is_for_the_ranks() {
         let started = |words: &str| {
             let words = ["launch"].into_iter().chain(words.split(' '));
-            let options = Cli::try_parse_from(words).unwrap().args.options().unwrap();
+            let options = Cli::try_parse_from(words).unwrap().args.options(is_path).unwrap();
             (options.nproc_per_node, options.program, options.args)
         };
         let words = |words: &str| words.split(' ').map(OsString::from).collect::<Vec<_>>();

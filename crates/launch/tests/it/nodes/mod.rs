@@ -3,30 +3,23 @@
 //! On this host they are threads of the test, or processes where one has to die; on hosts of their own
 //! see `hosts`. `TORCH_PYTHON` names a Python that can import torch; otherwise it is `python3`.
 
-#![expect(clippy::unwrap_used, reason = "a test")]
-
-#[path = "launch_nodes/elastic.rs"]
 mod elastic;
-#[path = "launch_nodes/hosts.rs"]
 mod hosts;
-#[path = "launch_nodes/mixed.rs"]
 mod mixed;
 
-use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
-use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
+use std::process::Command;
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use collective::{GroupOptions, ReduceOp, Store, TcpStore, Topology, init_process_group};
-use parking_lot::Mutex;
-use runner::Result;
-use runner::launch::{LaunchOptions, Nodes, launch, launch_to, record_failure};
+use launch::{LaunchOptions, Nodes, Result, launch, launch_to, record_failure};
 
-const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
-/// The bound within which whatever must happen happens, on a busy machine too.
-const SOON: Duration = Duration::from_secs(120);
+use crate::common::is_gone;
+use crate::common::process::{Launcher, SOON, StoreProcess};
+
+const LAUNCH: &str = env!("CARGO_BIN_EXE_launch");
 
 struct Ran {
     code: Result<i32>,
@@ -90,7 +83,7 @@ fn run(options: LaunchOptions) -> Ran {
     let stdout = Arc::new(Mutex::new(Vec::new()));
     let stderr = Arc::new(Mutex::new(Vec::new()));
     let code = launch_to(options, stdout.clone(), stderr.clone());
-    let text = |bytes: &Mutex<Vec<u8>>| String::from_utf8(bytes.lock().clone()).unwrap();
+    let text = |bytes: &Mutex<Vec<u8>>| String::from_utf8(bytes.lock().unwrap().clone()).unwrap();
     let mut stdout: Vec<_> = text(&stdout).lines().map(str::to_owned).collect();
     stdout.sort();
     Ran { code, stdout, stderr: text(&stderr) }
@@ -144,9 +137,8 @@ fn a_signal_to_a_node_that_has_done_its_part_ends_the_others() {
     for done in [0, 1] {
         let port = free_port();
         let script = format!("echo up; [ $GROUP_RANK = {done} ] || exec sleep 300");
-        let mut nodes = [0, 1].map(|rank| {
-            Launcher::start(this(), &format!("2 {rank} 127.0.0.1 {port}"), 1, &script, 0)
-        });
+        let mut nodes =
+            [0, 1].map(|rank| start(this(), &format!("2 {rank} 127.0.0.1 {port}"), 1, &script, 0));
         nodes.iter().for_each(|node| node.reader.await_lines("up", 1));
         let pid = nodes[done].child.id().to_string();
         assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
@@ -189,9 +181,8 @@ fn nodes_whose_ranks_have_saved_are_not_started_again() {
 fn an_interrupted_node_lets_all_nodes_save() {
     for told in [0, 1] {
         let port = free_port();
-        let mut nodes = [0, 1].map(|rank| {
-            Launcher::start(this(), &format!("2 {rank} 127.0.0.1 {port}"), 2, SAVES, 1)
-        });
+        let mut nodes =
+            [0, 1].map(|rank| start(this(), &format!("2 {rank} 127.0.0.1 {port}"), 2, SAVES, 1));
         nodes.iter().for_each(|node| node.reader.await_lines("up", 2));
         terminate(&nodes[told]);
         assert_eq!((nodes[0].wait(), nodes[1].wait()), (75, 75), "{}", nodes[1].reader.text());
@@ -304,17 +295,15 @@ fn ipv6_with_brackets_and_without() {
 }
 
 /// This test binary as a launcher, a process of its own. `nodes` as [`parse_nodes`] takes them.
-fn launcher(mut command: Command, nodes: &str, nproc: usize, script: &str, restarts: u32) -> Child {
-    command
-        .args(["--exact", "helper_node", "--ignored", "--nocapture"])
-        .env("NODE_TEST_NODES", nodes)
-        .env("NODE_TEST_NPROC", nproc.to_string())
-        .env("NODE_TEST_SCRIPT", script)
-        .env("NODE_TEST_RESTARTS", restarts.to_string())
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    command.spawn().unwrap()
+fn start(mut command: Command, nodes: &str, nproc: usize, script: &str, restarts: u32) -> Launcher {
+    Launcher::start(
+        command
+            .args(["--exact", "nodes::helper_node", "--ignored", "--nocapture"])
+            .env("NODE_TEST_NODES", nodes)
+            .env("NODE_TEST_NPROC", nproc.to_string())
+            .env("NODE_TEST_SCRIPT", script)
+            .env("NODE_TEST_RESTARTS", restarts.to_string()),
+    )
 }
 
 fn this() -> Command {
@@ -334,7 +323,7 @@ fn helper_node() {
         // A rank in Rust, instead of a script.
         options.envs.push(("NODE_TEST_ROLE".into(), role.into()));
         options.args =
-            ["--exact", "helper_rank", "--ignored", "--nocapture"].map(Into::into).into();
+            ["--exact", "nodes::helper_rank", "--ignored", "--nocapture"].map(Into::into).into();
         options.program = None;
     }
     match launch(options) {
@@ -391,111 +380,4 @@ fn come_to_harm(how: &str) {
     }
     let pid = std::process::id().to_string();
     Command::new("kill").args(["-KILL", &pid]).status().unwrap();
-}
-
-/// Reads a launcher's output in the background.
-struct Reader {
-    lines: Arc<Mutex<Vec<String>>>,
-    threads: Vec<JoinHandle<()>>,
-}
-
-impl Reader {
-    fn new(child: &mut Child) -> Self {
-        let lines = Arc::new(Mutex::new(Vec::new()));
-        let (out, err) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
-        let pipes: [Box<dyn std::io::Read + Send>; 2] = [Box::new(out), Box::new(err)];
-        let read = |pipe| {
-            let lines = Arc::clone(&lines);
-            std::thread::spawn(move || {
-                for line in BufReader::new(pipe).lines().map_while(std::result::Result::ok) {
-                    lines.lock().push(line);
-                }
-            })
-        };
-        let threads = pipes.into_iter().map(read).collect();
-        Self { lines, threads }
-    }
-
-    /// Waits until all is read, for a while: what has left the launcher may hold its pipes.
-    fn finish(&self) {
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while !self.threads.iter().all(JoinHandle::is_finished) && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-
-    fn text(&self) -> String {
-        self.lines.lock().join("\n")
-    }
-
-    /// Waits until `count` lines contain `text`.
-    fn await_lines(&self, text: &str, count: usize) {
-        let deadline = Instant::now() + SOON;
-        while self.lines.lock().iter().filter(|line| line.contains(text)).count() < count {
-            assert!(Instant::now() < deadline, "not within {SOON:?}: {text}\n{}", self.text());
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-}
-
-/// Ended, and gone with all it has started, at the end of a test.
-struct Launcher {
-    child: Child,
-    reader: Reader,
-}
-
-impl Launcher {
-    fn start(command: Command, nodes: &str, nproc: usize, script: &str, restarts: u32) -> Self {
-        let mut child = launcher(command, nodes, nproc, script, restarts);
-        let reader = Reader::new(&mut child);
-        Self { child, reader }
-    }
-
-    /// The exit code.
-    fn wait(&mut self) -> i32 {
-        let deadline = Instant::now() + SOON;
-        loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                self.reader.finish();
-                return status.code().unwrap_or(-1);
-            }
-            assert!(Instant::now() < deadline, "still running:\n{}", self.reader.text());
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-}
-
-impl Drop for Launcher {
-    fn drop(&mut self) {
-        drop(self.child.kill());
-        drop(self.child.wait());
-    }
-}
-
-/// `runner store`, until dropped.
-struct OwnStore {
-    child: Child,
-    port: u16,
-}
-
-impl OwnStore {
-    fn start(mut command: Command, listen: &str) -> Self {
-        let mut child = command
-            .args(["store", "--listen", listen])
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let port = line.trim().rsplit(':').next().and_then(|port| port.parse().ok());
-        Self { child, port: port.unwrap_or_else(|| panic!("{line}")) }
-    }
-}
-
-impl Drop for OwnStore {
-    fn drop(&mut self) {
-        drop(self.child.kill());
-        drop(self.child.wait());
-    }
 }

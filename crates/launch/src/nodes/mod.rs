@@ -256,7 +256,7 @@ fn connect(
                 let waited = start.elapsed();
                 if waited >= patience.join {
                     let why = format!("{who}: nobody to meet after {waited:.1?}: {error}");
-                    return Err(Error::Config(why));
+                    return Err(Error::Rendezvous(why));
                 }
                 let most = patience.join;
                 remark.say_once(ear, || format!("{who}: waiting for up to {most:?}: {error}"));
@@ -302,7 +302,7 @@ impl Remark {
 fn advice(within: bool) -> &'static str {
     if within {
         "; without it the job cannot go on, so let --rdzv-endpoint name a host outside of the job, and \
-         start `runner store` there: then no node's loss ends it"
+         start `launch store` or `runner store` there: then no node's loss ends it"
     } else {
         "; without it the job cannot go on"
     }
@@ -314,7 +314,7 @@ fn to_json<T: Serialize>(value: &T) -> Vec<u8> {
 
 fn from_json<'a, T: Deserialize<'a>>(what: &str, text: &'a [u8]) -> Result<T> {
     serde_json::from_slice(text).map_err(|error| {
-        Error::Config(format!("{what}: another launcher says something else ({error})"))
+        Error::Rendezvous(format!("{what}: another launcher says something else ({error})"))
     })
 }
 

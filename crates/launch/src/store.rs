@@ -14,7 +14,7 @@ use crate::{Error, Result};
 
 /// What `runner store` is told.
 #[derive(Debug, Args)]
-pub(crate) struct StoreArgs {
+pub struct StoreArgs {
     /// PORT on all addresses of this host, or HOST:PORT or [ADDRESS]:PORT on one; port 0 takes a free one.
     #[arg(long, default_value = "29400", value_parser = listen)]
     listen: (Option<String>, u16),
@@ -25,7 +25,7 @@ pub(crate) struct StoreArgs {
 /// # Errors
 ///
 /// If the name has no address, the address is not this host's, or the port is taken.
-pub(crate) fn serve(args: &StoreArgs) -> Result<()> {
+pub fn serve(args: &StoreArgs) -> Result<()> {
     let io = |what: &str, source| Error::Io { what: what.to_owned(), source };
     let mut signals =
         Signals::new([SIGINT, SIGTERM]).map_err(|source| io("handle signals", source))?;

@@ -18,19 +18,14 @@ fn agent(python: &str, node: usize, port: u16, restarts: u32) -> Command {
     command
 }
 
-fn start(command: &mut Command) -> Launcher {
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().unwrap();
-    let reader = Reader::new(&mut child);
-    Launcher { child, reader }
-}
-
 /// With ranks that our launcher's sum numbers with.
 fn torchrun(python: &str, node: usize, port: u16, role: &str, restarts: u32) -> Launcher {
-    let rank = ["--exact", "helper_rank", "--ignored", "--nocapture"];
+    let rank = ["--exact", "nodes::helper_rank", "--ignored", "--nocapture"];
     let mut command = agent(python, node, port, restarts);
     // What the launcher's own helper gets in its environment, the ranks get from here.
-    start(command.arg(std::env::current_exe().unwrap()).args(rank).env("NODE_TEST_ROLE", role))
+    Launcher::start(
+        command.arg(std::env::current_exe().unwrap()).args(rank).env("NODE_TEST_ROLE", role),
+    )
 }
 
 #[test]
@@ -40,7 +35,7 @@ fn torchruns_agent_is_one_of_the_nodes() {
     for ours in [0, 1] {
         let port = free_port();
         let nodes = format!("2 {ours} 127.0.0.1 {port}");
-        let mut launcher = Launcher::start(this(), &nodes, 2, "role 20 20 60", 0);
+        let mut launcher = start(this(), &nodes, 2, "role 20 20 60", 0);
         let mut agent = torchrun(&python, 1 - ours, port, "20 20 60", 0);
         let codes = (launcher.wait(), agent.wait());
         let text = format!("{}\n{}", launcher.reader.text(), agent.reader.text());
@@ -62,7 +57,7 @@ fn a_failure_beside_torchruns_agent_ends_both_and_is_named() {
         let port = free_port();
         let nodes = format!("2 {ours} 127.0.0.1 {port}");
         let role = format!("1000000 0 30 {victim} {}", how.replace("is ", ""));
-        let mut launcher = Launcher::start(this(), &nodes, 2, &format!("role {role}"), 0);
+        let mut launcher = start(this(), &nodes, 2, &format!("role {role}"), 0);
         let mut agent = torchrun(&python, 1 - ours, port, &role, 0);
         let codes = (launcher.wait(), agent.wait());
         let (said, theirs) = (launcher.reader.text(), agent.reader.text());
@@ -81,7 +76,7 @@ fn a_restart_beside_torchruns_agent_is_a_restart_there() {
     let port = free_port();
     let role = "1000000 20 30 1 exits";
     let nodes = format!("2 0 127.0.0.1 {port}");
-    let mut launcher = Launcher::start(this(), &nodes, 2, &format!("role {role}"), 1);
+    let mut launcher = start(this(), &nodes, 2, &format!("role {role}"), 1);
     let mut agent = torchrun(&python, 1, port, role, 1);
     let codes = (launcher.wait(), agent.wait());
     let text = format!("{}\n{}", launcher.reader.text(), agent.reader.text());
@@ -102,8 +97,9 @@ fn an_agent_of_torchrun_that_is_killed_ends_our_node() {
         let dir = tempfile::tempdir().unwrap();
         let script = format!("echo up; while [ -e {} ]; do sleep 0.1; done", dir.path().display());
         let nodes = format!("2 {ours} 127.0.0.1 {port}");
-        let mut launcher = Launcher::start(this(), &nodes, 1, &script, 1);
-        let theirs = start(agent(&python, 1 - ours, port, 1).args(["/bin/sh", "-c", &script]));
+        let mut launcher = start(this(), &nodes, 1, &script, 1);
+        let theirs =
+            Launcher::start(agent(&python, 1 - ours, port, 1).args(["/bin/sh", "-c", &script]));
         launcher.reader.await_lines("up", 1);
         theirs.reader.await_lines("up", 2);
         drop(theirs);

@@ -1,4 +1,4 @@
-//! `runner launch`: N ranks on this host, or on each of several, as torchrun starts them.
+//! Starts the ranks of a distributed job, as torchrun does, for any program in any language.
 //!
 //! The launcher hosts the store (a new one, at another port, for every attempt: nothing that an earlier
 //! attempt has stored can be met), starts the ranks with torchrun's environment, each in a process
@@ -9,7 +9,7 @@
 //! by the ranks' own error files (`error_file`), or to be seen; torchrun's is always 1. If the launcher itself is killed, a guard
 //! (`guard`) kills the ranks and what they have started, and tidies up.
 //!
-//! A rank that exits with [`signals::EXIT_CODE`](crate::signals::EXIT_CODE) was interrupted by a signal
+//! A rank that exits with [`EXIT_SAVED`] was interrupted by a signal
 //! and has saved. That is no failure, so there is no restart; and the others, which do the same, have as
 //! long for it as between SIGTERM and SIGKILL, and hear no signal meanwhile: a second one would make
 //! them drop what they are saving.
@@ -22,8 +22,9 @@
 //! `summary` what is said of failures.
 
 mod env;
+mod error;
 mod error_file;
-pub(crate) mod flags;
+mod flags;
 mod guard;
 mod job;
 mod logs;
@@ -31,20 +32,21 @@ mod nodes;
 mod nproc;
 mod output;
 mod signals;
-pub(crate) mod store;
+mod store;
 mod summary;
 
 use std::ffi::OsString;
+use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Write};
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use parking_lot::Mutex;
-
-pub(crate) use self::env::{is_elastic, label};
+pub use self::env::{is_elastic, label};
+pub use self::error::{Error, Result};
 pub use self::error_file::{record_error, record_failure, record_panics};
+pub use self::flags::LaunchArgs;
 pub use self::guard::tie_to_parent;
 use self::job::Job;
 pub use self::logs::{Logs, Streams};
@@ -52,7 +54,11 @@ use self::nodes::Team;
 pub use self::nodes::{Nodes, Patience};
 pub use self::nproc::nproc_per_node;
 use self::signals::SignalThread;
-use crate::{Error, Result};
+pub use self::store::{StoreArgs, serve};
+
+/// Exit code of a rank that a signal interrupted after it saved a checkpoint to resume from: sysexits'
+/// `EX_TEMPFAIL`, try again.
+pub const EXIT_SAVED: u8 = 75;
 
 /// What to launch, and how patiently.
 #[derive(Clone, Debug)]
@@ -108,9 +114,19 @@ impl LaunchOptions {
 /// Where the ranks' output goes, line by line.
 pub type Sink = Arc<Mutex<dyn Write + Send>>;
 
+/// A panic of another thread while it wrote leaves a line cut short, nothing worse.
+fn lock(sink: &Sink) -> MutexGuard<'_, dyn Write + Send + 'static> {
+    sink.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A random number, for names that no other launcher has.
+fn random_number() -> u64 {
+    RandomState::new().hash_one(std::process::id())
+}
+
 /// Launches, waits, and returns the exit code: 0 if every rank of every node exited with 0; else that
 /// of the first rank that a signal ended, 128 and the signal's number, or of the first that failed;
-/// [`signals::EXIT_CODE`](crate::signals::EXIT_CODE) if none failed, but ranks ended with it, since a
+/// [`EXIT_SAVED`] if none failed, but ranks ended with it, since a
 /// signal interrupted them and they have saved.
 ///
 /// Call it from the main thread, as the last thing a program does: the ranks may be tied to the
@@ -119,8 +135,8 @@ pub type Sink = Arc<Mutex<dyn Write + Send>>;
 ///
 /// # Errors
 ///
-/// [`Error::Config`] without ranks, or if the nodes contradict one another; [`Error::Collective`] if
-/// the store cannot be hosted or reached, or a node does not come in time, which names it;
+/// [`Error::Options`] without ranks, or if the nodes contradict one another; [`Error::Rendezvous`] if a
+/// node does not come in time, which names it; [`Error::Collective`] if the store cannot be hosted or reached;
 /// [`Error::Io`] if a rank cannot be started. None is left running then.
 pub fn launch(options: LaunchOptions) -> Result<i32> {
     launch_to(options, Arc::new(Mutex::new(io::stdout())), Arc::new(Mutex::new(io::stderr())))
@@ -133,7 +149,7 @@ pub fn launch(options: LaunchOptions) -> Result<i32> {
 /// As [`launch`].
 pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i32> {
     if options.nproc_per_node == 0 {
-        return Err(Error::Config("nproc_per_node is 0: there is nothing to launch".to_owned()));
+        return Err(Error::Options("nproc_per_node is 0: there is nothing to launch".to_owned()));
     }
     let (sender, events) = channel();
     let signals = SignalThread::start(sender.clone())?;

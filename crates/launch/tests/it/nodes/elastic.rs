@@ -56,15 +56,15 @@ fn a_lost_node_restarts_the_rest_and_a_new_one_joins() {
         flag.display()
     );
     // The first hosts the control store.
-    let mut first = Launcher::start(this(), &nodes, 1, &script, 3);
+    let mut first = start(this(), &nodes, 1, &script, 3);
     first.reader.await_lines("of 1 restart 0", 1);
-    let second = Launcher::start(this(), &nodes, 1, &script, 3);
+    let second = start(this(), &nodes, 1, &script, 3);
     second.reader.await_lines("of 2 restart 0", 1);
     first.reader.await_lines("of 2 restart 0", 1);
     drop(second);
     first.reader.await_lines("of 1 restart 1", 1);
     assert!(first.reader.text().contains("no longer answers"), "{}", first.reader.text());
-    let mut third = Launcher::start(this(), &nodes, 1, &script, 3);
+    let mut third = start(this(), &nodes, 1, &script, 3);
     third.reader.await_lines("of 2 restart 1", 1);
     first.reader.await_lines("of 2 restart 1", 1);
     std::fs::write(&flag, "").unwrap();
@@ -74,9 +74,8 @@ fn a_lost_node_restarts_the_rest_and_a_new_one_joins() {
 #[test]
 fn an_elastic_job_saves_when_nodes_come_and_leave_and_goes_on() {
     let port = free_port();
-    let start = |limits: &str| {
-        Launcher::start(this(), &format!("elastic {limits} 127.0.0.1 {port}"), 1, SAVES, 0)
-    };
+    let start =
+        |limits: &str| start(this(), &format!("elastic {limits} 127.0.0.1 {port}"), 1, SAVES, 0);
     // The first hosts the control store.
     let mut first = start("1 2");
     first.reader.await_lines("up 0 of 1 restart 0", 1);
@@ -115,9 +114,9 @@ fn until(holds: impl Fn() -> bool) {
 fn who_waits_for_an_elastic_job_ends_with_its_code() {
     let port = free_port();
     let nodes = format!("elastic 1 1 127.0.0.1 {port}");
-    let mut first = Launcher::start(this(), &nodes, 1, SAVES, 0);
+    let mut first = start(this(), &nodes, 1, SAVES, 0);
     first.reader.await_lines("up", 1);
-    let mut second = Launcher::start(this(), &nodes, 1, SAVES, 0);
+    let mut second = start(this(), &nodes, 1, SAVES, 0);
     // It has said that it waits.
     let store = TcpStore::connect("127.0.0.1", port, SOON).unwrap();
     until(|| !state(&store).contains("\"waiting\":[]"));
@@ -176,22 +175,14 @@ fn an_elastic_failure_is_everybodys_restart_and_then_everybodys_code() {
 /// Ranks that say who they are, and run.
 const SAY_PID: &str = "echo up pid $$; exec sleep 300";
 
-fn is_gone(pid: &str) -> bool {
-    // A process that has ended may be a zombie for a while where its parent is not reaping.
-    match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
-        Err(_) => true,
-        Ok(stat) => stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('Z')),
-    }
-}
-
 #[test]
 fn the_loss_of_the_control_store_ends_an_elastic_job_and_says_what_to_do() {
     let port = free_port();
     let nodes = format!("elastic 1 2 127.0.0.1 {port}");
     // The first hosts the control store.
-    let first = Launcher::start(this(), &nodes, 2, SAY_PID, 3);
+    let first = start(this(), &nodes, 2, SAY_PID, 3);
     first.reader.await_lines("up pid", 2);
-    let mut second = Launcher::start(this(), &nodes, 2, SAY_PID, 3);
+    let mut second = start(this(), &nodes, 2, SAY_PID, 3);
     second.reader.await_lines("up pid", 2);
     // Two of its first attempt, which a second node ended, and two more.
     first.reader.await_lines("up pid", 4);
@@ -215,7 +206,7 @@ fn the_loss_of_the_control_store_ends_an_elastic_job_and_says_what_to_do() {
 
 #[test]
 fn with_a_store_outside_of_the_job_every_node_can_be_lost() {
-    let store = OwnStore::start(Command::new(RUNNER), "127.0.0.1:0");
+    let store = StoreProcess::start(Command::new(LAUNCH), "127.0.0.1:0");
     let nodes = format!("elastic 1 2 127.0.0.1 {}", store.port);
     let dir = tempfile::tempdir().unwrap();
     let flag = dir.path().join("enough");
@@ -224,7 +215,7 @@ fn with_a_store_outside_of_the_job_every_node_can_be_lost() {
          while [ ! -e {} ]; do sleep 0.05; done",
         flag.display()
     );
-    let start = || Launcher::start(this(), &nodes, 1, &script, 3);
+    let start = || start(this(), &nodes, 1, &script, 3);
     let (first, second) = (start(), start());
     for node in [&first, &second] {
         node.reader.await_lines("of 2 restart 0", 1);

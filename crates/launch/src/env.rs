@@ -16,13 +16,13 @@ use super::{LaunchOptions, Nodes};
 const ELASTIC: &str = "RUNNER_ELASTIC";
 
 /// Whether this process is a rank of an elastic job.
-pub(crate) fn is_elastic() -> bool {
+pub fn is_elastic() -> bool {
     std::env::var_os(ELASTIC).is_some()
 }
 
 /// `text` with `[rank 1] ` before each line, in a process that is one of several ranks. Not under our own
 /// launcher, which does it itself.
-pub(crate) fn label(text: &str) -> Cow<'_, str> {
+pub fn label(text: &str) -> Cow<'_, str> {
     static RANK: OnceLock<Option<usize>> = OnceLock::new();
     let rank = RANK.get_or_init(|| labelled_rank(|name| std::env::var(name).ok()));
     rank.map_or(Cow::Borrowed(text), |rank| {

@@ -19,14 +19,13 @@ use serde::{Deserialize, Serialize};
 
 use super::round::{Member, Round, Rules};
 use super::{End, LONG_WAIT, Patience, Place, address, connect, from_json, to_json, wait};
-use crate::launch::LaunchOptions;
-use crate::launch::job::Job;
-use crate::launch::signals::Ear;
-use crate::launch::summary::Verdict;
-use crate::{Error, Result};
+use crate::job::Job;
+use crate::signals::Ear;
+use crate::summary::Verdict;
+use crate::{Error, LaunchOptions, Result};
 
 /// The nodes of a fixed job, seen from one of them.
-pub(in crate::launch) struct Fixed {
+pub(crate) struct Fixed {
     run_id: String,
     role: String,
     ranks: usize,
@@ -74,7 +73,7 @@ impl Fixed {
     ) -> Result<Self> {
         if node >= count {
             let text = format!("--node-rank {node} is not below --nnodes {count}");
-            return Err(Error::Config(text));
+            return Err(Error::Options(text));
         }
         let addr = address::plain(&addr).to_owned();
         let found = address::resolve("--master-addr", &addr, port)?;
@@ -177,7 +176,7 @@ impl Fixed {
         if shared.add(&format!("runner/taken/{node}"), 1)? > 1 {
             let at = self.meeting();
             let text = format!("two launchers at {at} have --node-rank {node}; give each its own");
-            return Err(Error::Config(text));
+            return Err(Error::Options(text));
         }
         let addr = shared.local_ip().map_or_else(|| "?".to_owned(), |ip| ip.to_string());
         let agent =
@@ -206,7 +205,7 @@ impl Fixed {
         if ear.signal.is_some() {
             return Ok(false);
         }
-        Err(Error::Config(self.missing(shared, start)?))
+        Err(Error::Rendezvous(self.missing(shared, start)?))
     }
 
     /// Which nodes have not said that they are there.
@@ -301,7 +300,7 @@ impl Fixed {
         ] {
             if theirs != ours {
                 let (host, me) = (&agent.host, self.node);
-                return Err(Error::Config(format!(
+                return Err(Error::Options(format!(
                     "{flag} is {ours} on node {me}, but {theirs} on node {node} ({host})"
                 )));
             }
@@ -375,7 +374,7 @@ impl Fixed {
         }
         let (at, waited, missing) = (self.meeting(), start.elapsed(), missing.join(", "));
         let text = format!("after {waited:.1?} at {at} not back for another attempt: {missing}");
-        Err(Error::Config(text))
+        Err(Error::Rendezvous(text))
     }
 
     pub(super) fn settle(&mut self, job: &mut Job) -> Verdict {
@@ -452,7 +451,7 @@ fn host(
     }
     let at = address::join(addr, port);
     let list = found.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(", ");
-    Err(Error::Config(format!(
+    Err(Error::Options(format!(
         "--master-addr {addr} ({list}) is not an address of this host, but --node-rank is 0: node 0 must \
          run on the host that it names; otherwise the ranks of nodes {} wait at {at} in vain",
         address::list(1..count)

@@ -12,7 +12,6 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 
 use super::label;
-use crate::Error;
 
 /// Names the file, in each rank's environment.
 pub(super) const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
@@ -74,12 +73,11 @@ pub fn record_failure(message: &str) {
     record(message, 0);
 }
 
-/// [`record_failure`] of an error. What only follows from another rank's failure is dated later than that
+/// [`record_failure`] of a failed collective. What only follows from another rank's failure is dated later than that
 /// may be, because torchrun takes the failure with the earliest second for the root cause, and the second in
 /// which it looks for that of a rank that was killed.
-pub fn record_error(error: &Error) {
-    let follows = matches!(error, Error::Collective(error) if is_consequence(error));
-    record(&error.to_string(), if follows { FOLLOWS_AFTER } else { 0 });
+pub fn record_error(error: &collective::Error) {
+    record(&error.to_string(), if is_consequence(error) { FOLLOWS_AFTER } else { 0 });
 }
 
 /// Whether a collective failed since other ranks did, or did not come.

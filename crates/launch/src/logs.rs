@@ -10,8 +10,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use super::LaunchOptions;
-use crate::{Error, Result};
+use crate::{Error, LaunchOptions, Result, random_number};
 
 /// Where the ranks' output goes.
 #[derive(Clone, Debug, Default)]
@@ -102,10 +101,10 @@ impl Folder {
         if let Some(rank) = named.into_iter().flatten().chain(shown).find(|&rank| rank >= ranks) {
             let flags = "--redirects, --tee or --local-ranks-filter";
             let text = format!("{flags} names local rank {rank}, but there are {ranks}");
-            return Err(Error::Config(text));
+            return Err(Error::Options(text));
         }
         let temporary = logs.dir.is_none() && logs.redirects.is_none() && logs.tee.is_none();
-        let random = rand::random::<u32>();
+        let random = random_number() as u32;
         let path = match &logs.dir {
             Some(dir) => dir.join(format!("{}_{random:08x}", file_name(&options.run_id))),
             None => {

@@ -1,0 +1,31 @@
+//! The program `launch` itself: its words, exit codes and errors.
+
+use std::process::{Command, Output, Stdio};
+
+fn launch(words: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
+    command.args(words).stdin(Stdio::null()).output().unwrap()
+}
+
+#[test]
+fn the_first_word_is_a_program_of_the_path() {
+    let output = launch(&["--nproc-per-node=2", "sh", "-c", "echo $RANK of $WORLD_SIZE"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    let mut lines: Vec<_> = text.lines().collect();
+    lines.sort_unstable();
+    assert_eq!(lines, ["[rank 0] 0 of 2", "[rank 1] 1 of 2"]);
+    assert_eq!((output.status.code(), output.stderr.len()), (Some(0), 0));
+}
+
+#[test]
+fn exit_codes_are_the_ranks_and_those_of_a_wrong_command_line() {
+    assert_eq!(launch(&["sh", "-c", "exit 5"]).status.code(), Some(5));
+    let missing = launch(&["no-such-program"]);
+    let text = String::from_utf8(missing.stderr).unwrap();
+    assert!(text.starts_with("error: start rank 0 (no-such-program): "), "{text}");
+    assert_eq!(missing.status.code(), Some(1));
+    assert_eq!(launch(&["--no-such-flag", "true"]).status.code(), Some(2));
+    let contradiction = launch(&["--nnodes", "2", "true"]);
+    assert_eq!(contradiction.status.code(), Some(1));
+    assert!(contradiction.stderr.starts_with(b"error: --nnodes 2 needs --node-rank"));
+}

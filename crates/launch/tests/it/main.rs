@@ -1,0 +1,8 @@
+//! Launchers as threads and as processes of these tests, with a shell as the ranks' program.
+
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+mod command;
+mod common;
+mod nodes;
+mod ranks;

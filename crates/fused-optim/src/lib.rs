@@ -153,7 +153,10 @@ pub use clip::{Clip, ClipNorm, clip_grad_norm, clip_grad_value};
 pub use cpu::plan::{BLOCK, Chunk, ChunkPlan, Layout};
 pub use error::{Error, Result, StateProblem};
 pub use names::ParamSpec;
-pub use optimizer::{Applied, FoundInf, HalfWeights, Optimizer, StepCtl};
+pub use optimizer::{
+    Applied, DeviceOptimizer, DeviceParam, DeviceParams, FoundInf, GradStats, HalfWeights,
+    Launches, Optimizer, StepCtl, Tuned,
+};
 pub use param::{DType, Ema, Grad, ParamGroup, ParamMut, Slice, SliceMut};
 pub use rules::*;
 pub use state_dict::{ParamState, StateDict};

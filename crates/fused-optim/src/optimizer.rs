@@ -1,9 +1,11 @@
-//! The trait every optimizer of this crate is used through, and what one step is told.
+//! The traits that every optimizer of this crate is used through, and the options of one step.
 
 use std::fmt;
 
+#[cfg(not(feature = "cuda"))]
+pub use self::without_cuda::{DeviceParam, DeviceParams, GradStats, Launches, Tuned};
 #[cfg(feature = "cuda")]
-use crate::cuda::{DeviceParam, DeviceParams, Launches, LookAhead, Tuned};
+pub use crate::cuda::{DeviceParam, DeviceParams, GradStats, Launches, Tuned};
 use crate::{Clip, Error, ParamMut, ParamSpec, Result, StateDict};
 
 /// A fused optimizer: one call updates every tensor, in one sweep over memory.
@@ -21,7 +23,7 @@ pub trait Optimizer: Send + fmt::Debug {
     /// [`SkippedNonFinite`](Applied::SkippedNonFinite) is returned.
     ///
     /// Gradients are multiplied by `grad_scale`, then clipped, then used; they are not written back.
-    /// A look for non-finite values and a norm are one pass over the gradients, before the sweep.
+    /// The check for non-finite values and the norm are one pass over the gradients, before the sweep.
     ///
     /// # Errors
     ///
@@ -31,98 +33,9 @@ pub trait Optimizer: Send + fmt::Debug {
     /// invalid `grad_scale` or clip; [`Error::NonFiniteNorm`] if the clip asks for it.
     fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied>;
 
-    /// As [`step`](Self::step), for tensors in the memory of the optimizer's [device](Self::device): puts the
-    /// step into the stream that they are lent in, and returns before it is done unless it is to look at the
-    /// gradients.
-    ///
-    /// # Errors
-    ///
-    /// As [`step`](Self::step), and the device's; [`Error::Unsupported`] of an optimizer on the host, and for
-    /// another stream than the optimizer's.
-    #[cfg(feature = "cuda")]
-    fn step_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<Applied> {
-        let _ = (params, ctl);
-        Err(Error::Unsupported { what: "a step of the host's optimizer on a device's memory" })
-    }
-
-    /// Sends the device what a step with this `ctl` reads there, and launches nothing: for whoever has captured
-    /// such a step's launches ([`launch_on_device`](Self::launch_on_device)) in a CUDA graph and launches that
-    /// next, which is right as long as this says the same as before the capture; or is about to capture them. None
-    /// of an optimizer whose steps take more than launches.
-    ///
-    /// # Errors
-    ///
-    /// As [`step_on_device`](Self::step_on_device).
-    #[cfg(feature = "cuda")]
-    fn ready_on_device(
-        &mut self,
-        params: DeviceParams<'_>,
-        ctl: &StepCtl,
-    ) -> Result<Option<Launches>> {
-        let _ = (params, ctl);
-        Ok(None)
-    }
-
-    /// As [`step_on_device`](Self::step_on_device), and waits for nothing: what became of the step
-    /// [`outcome_on_device`](Self::outcome_on_device) says. Does nothing but launch after
-    /// [`ready_on_device`](Self::ready_on_device) of the same.
-    ///
-    /// # Errors
-    ///
-    /// As [`step_on_device`](Self::step_on_device).
-    #[cfg(feature = "cuda")]
-    fn launch_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<()> {
-        let _ = (params, ctl);
-        Err(Error::Unsupported { what: "a step of the host's optimizer on a device's memory" })
-    }
-
-    /// What became of the last step with this `ctl` that was launched, by whomever; waits for it if it was to look
-    /// at the gradients.
-    ///
-    /// # Errors
-    ///
-    /// As [`step_on_device`](Self::step_on_device).
-    #[cfg(feature = "cuda")]
-    fn outcome_on_device(&mut self, ctl: &StepCtl) -> Result<Applied> {
-        let _ = ctl;
-        Err(Error::Unsupported { what: "the outcome of a step that the host launched nowhere" })
-    }
-
-    /// Whether a gradient of a grouped tensor, times `grad_scale`, is not finite: what
-    /// [`FoundInf::Check`] asks, without a step. Waits for the device.
-    ///
-    /// # Errors
-    ///
-    /// As [`step_on_device`](Self::step_on_device).
-    #[cfg(feature = "cuda")]
-    fn found_inf_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<bool> {
-        let _ = (params, ctl);
-        Err(Error::Unsupported { what: "a look of the host's optimizer at a device's memory" })
-    }
-
-    /// Something that looks at gradients in a device's memory as they become final, ahead of the step with this
-    /// `ctl`, which then looks at the others alone, with the same bits. None of an optimizer that does not do
-    /// so, or would not have to look, or has not stepped.
-    ///
-    /// # Errors
-    ///
-    /// An invalid `ctl`, and the device's.
-    #[cfg(feature = "cuda")]
-    fn look_ahead(&mut self, ctl: &StepCtl) -> Result<Option<LookAhead>> {
-        let _ = ctl;
-        Ok(None)
-    }
-
-    /// Has later steps on tensors like these launched in the way that is fastest, which is
-    /// [searched for](crate::cuda::CudaOptimizer::tune). No bit depends on it.
-    ///
-    /// # Errors
-    ///
-    /// As [`step_on_device`](Self::step_on_device); nothing has changed then.
-    #[cfg(feature = "cuda")]
-    fn tune_on_device(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>> {
-        let _ = params;
-        Err(Error::Unsupported { what: "a search for the launches of the host's optimizer" })
+    /// This optimizer as one that steps on a device's memory; `None` if it steps on the host's.
+    fn as_device(&mut self) -> Option<&mut dyn DeviceOptimizer> {
+        None
     }
 
     /// A copy of everything a later run needs to go on exactly here.
@@ -215,7 +128,106 @@ pub trait Optimizer: Send + fmt::Debug {
     fn grad_norm(&self) -> Option<f64>;
 }
 
-/// What one step is told besides weights and gradients.
+/// An optimizer whose weights and gradients are in the memory of its [device](Optimizer::device), as its state is.
+pub trait DeviceOptimizer: Optimizer {
+    /// As [`Optimizer::step`]: puts the step into the stream that `params` are lent in, and returns before it is
+    /// done unless it has to check the gradients.
+    ///
+    /// # Errors
+    ///
+    /// As [`Optimizer::step`], and the device's; [`Error::Unsupported`] for another stream than the optimizer's.
+    fn step_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<Applied>;
+
+    /// Whether a gradient of a grouped tensor, times `grad_scale`, is not finite: the check of
+    /// [`FoundInf::Check`] without a step. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// As [`step_on_device`](Self::step_on_device).
+    fn found_inf(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<bool>;
+
+    /// Has later steps on tensors like these launched in the way that is fastest, found by a search. No bit
+    /// depends on it.
+    ///
+    /// # Errors
+    ///
+    /// As [`step_on_device`](Self::step_on_device); nothing has changed then.
+    fn tune(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>>;
+
+    /// Sends the device what a step with this `ctl` reads there, launches nothing, and returns the launches of the
+    /// step. A CUDA graph that holds these launches ([`launch_step`](Self::launch_step) under capture) may be
+    /// launched next; a graph that holds others must be captured anew. `None` if a step is more than launches.
+    ///
+    /// # Errors
+    ///
+    /// As [`step_on_device`](Self::step_on_device).
+    fn prepare_step(
+        &mut self,
+        params: DeviceParams<'_>,
+        ctl: &StepCtl,
+    ) -> Result<Option<Launches>> {
+        let _ = (params, ctl);
+        Ok(None)
+    }
+
+    /// Launches a step and waits for nothing. After [`prepare_step`](Self::prepare_step) with the same arguments
+    /// it only launches.
+    ///
+    /// # Errors
+    ///
+    /// As [`step_on_device`](Self::step_on_device).
+    fn launch_step(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<()> {
+        let _ = (params, ctl);
+        Err(Error::Unsupported { what: "a step of several optimizers as launches" })
+    }
+
+    /// What the last launched step with this `ctl` did; waits for it if it had to check the gradients.
+    ///
+    /// # Errors
+    ///
+    /// As [`step_on_device`](Self::step_on_device).
+    fn step_outcome(&mut self, ctl: &StepCtl) -> Result<Applied> {
+        let _ = ctl;
+        Err(Error::Unsupported { what: "a step of several optimizers as launches" })
+    }
+
+    /// Takes statistics of gradients (their norm, whether they are finite) as they become final, before the step
+    /// with this `ctl`, which then reads only the other gradients for them, with the same bits. `None` if the step
+    /// needs no statistics, or before the first step.
+    ///
+    /// # Errors
+    ///
+    /// An invalid `ctl`, and the device's.
+    fn grad_stats(&mut self, ctl: &StepCtl) -> Result<Option<GradStats>> {
+        let _ = ctl;
+        Ok(None)
+    }
+}
+
+/// Types of a step on a device, of which there are no values without the feature `cuda`.
+#[cfg(not(feature = "cuda"))]
+#[expect(missing_docs, reason = "see `cuda`")]
+mod without_cuda {
+    use std::convert::Infallible;
+    use std::marker::PhantomData;
+
+    #[derive(Clone, Copy, Debug)]
+    pub struct DeviceParams<'a>(Infallible, PhantomData<&'a ()>);
+
+    #[derive(Clone, Copy, Debug)]
+    pub enum DeviceParam {}
+
+    #[derive(Clone, Debug)]
+    pub enum GradStats {}
+
+    #[derive(Clone, Debug, PartialEq, Eq)]
+    pub enum Launches {}
+
+    #[derive(Clone, Debug, PartialEq, Eq)]
+    pub enum Tuned {}
+}
+
+/// Options of one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepCtl {
     /// Gradients are multiplied by this in the same sweep: `1 / S` undoes a loss scale `S`. Finite

@@ -9,7 +9,7 @@ use std::{env, fs};
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, LaunchConfig, PushKernelArg};
 use candle_core::{DType, Device, Error, Result, Tensor};
 use fused_optim::cuda::{DeviceFed, DeviceParam, DeviceParams, DeviceSlice, Gpu};
-use fused_optim::{Applied, Clip, HalfWeights, Optimizer, ParamGroup, SgdHyper, StepCtl};
+use fused_optim::{Applied, Clip, DeviceOptimizer, HalfWeights, ParamGroup, SgdHyper, StepCtl};
 
 use common::alone;
 
@@ -50,10 +50,10 @@ fn a_tensor_used_by_two_threads_without_order_is_noticed() {
     );
 }
 
-/// A look at gradients in a stream that does not wait for the tables it reads.
+/// Statistics of gradients taken in a stream that does not wait for the tables it reads.
 #[test]
-fn a_look_ahead_without_order_is_noticed() {
-    let outcome = alone("a_look_ahead_without_order_is_noticed", || {
+fn grad_stats_without_order_are_noticed() {
+    let outcome = alone("grad_stats_without_order_are_noticed", || {
         let device = Device::new_cuda_with_stream(0)?;
         let stream = device.as_cuda_device()?.cuda_stream();
         let slice = |tensor: &Tensor| DeviceSlice::try_from(tensor).map_err(Error::wrap);
@@ -72,9 +72,9 @@ fn a_look_ahead_without_order_is_noticed() {
         let lent = unsafe { DeviceParams::new(&gpu, &params) };
         let applied = sgd.step_on_device(lent, &ctl).map_err(Error::wrap)?;
         assert_eq!(applied, Applied::Applied);
-        let ahead = sgd.look_ahead(&ctl).map_err(Error::wrap)?.expect("a step clips by norm");
+        let stats = sgd.grad_stats(&ctl).map_err(Error::wrap)?.expect("a step clips by norm");
         // SAFETY: none: the other stream does not come behind the optimizer's.
-        unsafe { ahead.look(&[(0, grad)], &other) }.map_err(Error::wrap)
+        unsafe { stats.take(&[(0, grad)], &other) }.map_err(Error::wrap)
     });
     let Some((ended, text)) = outcome else { return };
     let noticed =

@@ -1,4 +1,4 @@
-//! Looks at gradients before the step that they are for, by whoever knows first that they are final.
+//! Statistics of gradients, taken before the step as soon as the gradients are final.
 
 #![expect(unsafe_code, reason = "kernels read at the caller's addresses")]
 
@@ -15,18 +15,18 @@ use super::{CudaOptimizer, DeviceSlice};
 use crate::rule::OwnClip;
 use crate::{Error, Result, StepCtl, norms};
 
-/// Looks at gradients ahead of the step that they are for, for example at those of a bucket behind its
-/// all-reduce, while it is in the device's cache: the step does not read them again. From
-/// [`Optimizer::look_ahead`](crate::Optimizer::look_ahead); good until that step.
+/// Takes statistics of gradients (their norm, whether they are finite) before the step, for example of a bucket
+/// behind its all-reduce, while the bucket is in the device's cache: the step does not read them again. From
+/// [`DeviceOptimizer::grad_stats`](crate::DeviceOptimizer::grad_stats); good until that step.
 #[derive(Clone, Debug)]
-pub struct LookAhead {
-    optimizer: Arc<Mutex<dyn Looker>>,
+pub struct GradStats {
+    optimizer: Arc<Mutex<dyn TakesStats>>,
     ctl: StepCtl,
 }
 
-impl LookAhead {
-    /// Puts a look at some gradients, with the index of each one's tensor, into the stream of `on`. Those that
-    /// are not where the last step had them are left to the step, as are those that it had not.
+impl GradStats {
+    /// Reads some gradients, given with the index of each one's tensor, in the stream of `on`. Gradients that the
+    /// last step had not, or had elsewhere, are left to the step.
     ///
     /// # Errors
     ///
@@ -38,18 +38,18 @@ impl LookAhead {
     /// has come this far. That stream is one of the optimizer's device, in which this comes behind all that the
     /// optimizer's own has to do by now; and the optimizer's own waits for it before the step, and before the
     /// optimizer and this are dropped.
-    pub unsafe fn look(&self, grads: &[(usize, DeviceSlice)], on: &Gpu) -> Result<()> {
+    pub unsafe fn take(&self, grads: &[(usize, DeviceSlice)], on: &Gpu) -> Result<()> {
         let mut optimizer = self.optimizer.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the caller's promise.
-        unsafe { optimizer.look_where_bound(grads, &self.ctl, on) }
+        unsafe { optimizer.take_where_bound(grads, &self.ctl, on) }
     }
 }
 
-trait Looker: Send + std::fmt::Debug {
+trait TakesStats: Send + std::fmt::Debug {
     /// # Safety
     ///
-    /// As [`LookAhead::look`].
-    unsafe fn look_where_bound(
+    /// As [`GradStats::take`].
+    unsafe fn take_where_bound(
         &mut self,
         grads: &[(usize, DeviceSlice)],
         ctl: &StepCtl,
@@ -57,8 +57,8 @@ trait Looker: Send + std::fmt::Debug {
     ) -> Result<()>;
 }
 
-impl<H: DeviceHyper + std::fmt::Debug> Looker for CudaOptimizer<H> {
-    unsafe fn look_where_bound(
+impl<H: DeviceHyper + std::fmt::Debug> TakesStats for CudaOptimizer<H> {
+    unsafe fn take_where_bound(
         &mut self,
         grads: &[(usize, DeviceSlice)],
         ctl: &StepCtl,
@@ -73,13 +73,13 @@ impl<H: DeviceHyper + std::fmt::Debug> Looker for CudaOptimizer<H> {
     }
 }
 
-/// Has `optimizer` ready for looks ahead of a step with this `ctl`, if that step would have to look.
-pub(super) fn look_ahead<H: DeviceHyper + std::fmt::Debug>(
+/// Prepares `optimizer` for statistics taken before a step with this `ctl`; `None` if the step needs none.
+pub(super) fn grad_stats<H: DeviceHyper + std::fmt::Debug>(
     optimizer: &Arc<Mutex<CudaOptimizer<H>>>,
     ctl: &StepCtl,
-) -> Result<Option<LookAhead>> {
+) -> Result<Option<GradStats>> {
     let ready = optimizer.lock().unwrap_or_else(PoisonError::into_inner).0.expect_looks(ctl)?;
-    Ok(ready.then(|| LookAhead { optimizer: optimizer.clone(), ctl: *ctl }))
+    Ok(ready.then(|| GradStats { optimizer: optimizer.clone(), ctl: *ctl }))
 }
 
 impl<H: DeviceHyper, D: Device> Fused<H, D> {

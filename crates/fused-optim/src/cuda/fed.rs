@@ -1,4 +1,4 @@
-//! An optimizer on a GPU as an [`Optimizer`], for tensors that lie there.
+//! An optimizer on a GPU as a [`DeviceOptimizer`], for tensors in the GPU's memory.
 //!
 //! What of [`CudaOptimizer`] is unsafe, for an address is only a number, is here promised once, by whoever makes
 //! the [`DeviceParams`]: that names the stream in whose order the memory is used, and a step on another is
@@ -6,14 +6,14 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::ahead::{self, LookAhead};
+use super::ahead::{self, GradStats};
 use super::device::{Device, Program};
 use super::driver::Gpu;
 use super::rules::DeviceHyper;
 use super::{CudaOptimizer, DeviceParam, Launches, Tuned};
 use crate::{
-    Applied, Clip, Error, FoundInf, HalfWeights, Optimizer, ParamGroup, ParamMut, ParamSpec,
-    Result, StateDict, StepCtl,
+    Applied, Clip, DeviceOptimizer, Error, FoundInf, HalfWeights, Optimizer, ParamGroup, ParamMut,
+    ParamSpec, Result, StateDict, StepCtl,
 };
 
 /// Tensors in a device's memory, lent for a step.
@@ -41,14 +41,14 @@ impl<'a> DeviceParams<'a> {
 
 /// An [`Optimizer`] whose weights, gradients and state are on a GPU; `H` is the rule's hyper-parameters.
 ///
-/// It steps by [`step_on_device`](Optimizer::step_on_device), with the bits that the CPU's rule has on the same
+/// It steps by [`step_on_device`](DeviceOptimizer::step_on_device), with the bits that the CPU's rule has on the same
 /// gradients, and refuses tensors of the host. A step only launches, and waits for the device where it is to
 /// [look](FoundInf::Check) whether gradients are finite: for that one word. It waits also at the first step, and
 /// where other tensors have a gradient than before. [`grad_norm`](Optimizer::grad_norm) and
 /// [`try_state_dict`](Optimizer::try_state_dict) ask the device. What [`CudaOptimizer`] refuses it refuses.
 #[derive(Debug)]
 pub struct DeviceFed<H> {
-    /// Shared with whoever looks at gradients before a step.
+    /// Shared with the statistics that are taken before a step.
     cuda: Arc<Mutex<CudaOptimizer<H>>>,
     /// A step that was asked to clip by norm has been made.
     has_norm: bool,
@@ -84,7 +84,7 @@ impl<H: DeviceHyper> DeviceFed<H> {
             return Err(Error::Unsupported { what: "tensors that are used in another stream" });
         }
         // SAFETY: what `DeviceParams` promises, in order of this very stream. Only `step` and `found_inf` use
-        // what is bound, which bind what they are lent first, and looks, whose gradients are vouched for anew.
+        // what is bound, which bind what they are lent first, and statistics, whose gradients are vouched for anew.
         #[expect(unsafe_code, reason = "an address is only a number")]
         unsafe { cuda.bind(params.params) }?;
         Ok(cuda)
@@ -100,57 +100,8 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
         Err(Error::Unsupported { what: "a step of a device's optimizer on the host's memory" })
     }
 
-    fn step_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<Applied> {
-        ctl.validate()?;
-        if ctl.found_inf == FoundInf::Known(true) {
-            self.cuda().0.forget_looks()?;
-            return Ok(Applied::SkippedNonFinite);
-        }
-        self.launch_on_device(params, ctl)?;
-        self.outcome_on_device(ctl)
-    }
-
-    fn ready_on_device(
-        &mut self,
-        params: DeviceParams<'_>,
-        ctl: &StepCtl,
-    ) -> Result<Option<Launches>> {
-        self.bound_to(params)?.0.ready(ctl).map(Some)
-    }
-
-    fn launch_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<()> {
-        let mut cuda = self.bound_to(params)?;
-        // SAFETY: bound a moment ago.
-        #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
-        unsafe {
-            cuda.step(ctl)
-        }
-    }
-
-    fn outcome_on_device(&mut self, ctl: &StepCtl) -> Result<Applied> {
-        if ctl.found_inf == FoundInf::Check && self.cuda().status()?.last_skipped {
-            return Ok(Applied::SkippedNonFinite);
-        }
-        self.has_norm |= matches!(ctl.clip, Some(Clip::Norm(_)));
-        Ok(Applied::Applied)
-    }
-
-    fn found_inf_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<bool> {
-        ctl.validate()?;
-        let mut cuda = self.bound_to(params)?;
-        // SAFETY: bound a moment ago.
-        #[expect(unsafe_code, reason = "kernels read where `bind` was told")]
-        unsafe {
-            cuda.0.found_inf(ctl)
-        }
-    }
-
-    fn look_ahead(&mut self, ctl: &StepCtl) -> Result<Option<LookAhead>> {
-        ahead::look_ahead(&self.cuda, ctl)
-    }
-
-    fn tune_on_device(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>> {
-        self.cuda().tune(params)
+    fn as_device(&mut self) -> Option<&mut dyn DeviceOptimizer> {
+        Some(self)
     }
 
     fn state_dict(&self) -> StateDict {
@@ -200,5 +151,60 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
     fn grad_norm(&self) -> Option<f64> {
         let status = self.has_norm.then(|| self.cuda().status());
         status.and_then(Result::ok).map(|status| status.grad_norm)
+    }
+}
+
+impl<H: DeviceHyper + std::fmt::Debug> DeviceOptimizer for DeviceFed<H> {
+    fn step_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<Applied> {
+        ctl.validate()?;
+        if ctl.found_inf == FoundInf::Known(true) {
+            self.cuda().0.forget_looks()?;
+            return Ok(Applied::SkippedNonFinite);
+        }
+        self.launch_step(params, ctl)?;
+        self.step_outcome(ctl)
+    }
+
+    fn prepare_step(
+        &mut self,
+        params: DeviceParams<'_>,
+        ctl: &StepCtl,
+    ) -> Result<Option<Launches>> {
+        self.bound_to(params)?.0.ready(ctl).map(Some)
+    }
+
+    fn launch_step(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<()> {
+        let mut cuda = self.bound_to(params)?;
+        // SAFETY: bound a moment ago.
+        #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
+        unsafe {
+            cuda.step(ctl)
+        }
+    }
+
+    fn step_outcome(&mut self, ctl: &StepCtl) -> Result<Applied> {
+        if ctl.found_inf == FoundInf::Check && self.cuda().status()?.last_skipped {
+            return Ok(Applied::SkippedNonFinite);
+        }
+        self.has_norm |= matches!(ctl.clip, Some(Clip::Norm(_)));
+        Ok(Applied::Applied)
+    }
+
+    fn found_inf(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<bool> {
+        ctl.validate()?;
+        let mut cuda = self.bound_to(params)?;
+        // SAFETY: bound a moment ago.
+        #[expect(unsafe_code, reason = "kernels read where `bind` was told")]
+        unsafe {
+            cuda.0.found_inf(ctl)
+        }
+    }
+
+    fn grad_stats(&mut self, ctl: &StepCtl) -> Result<Option<GradStats>> {
+        ahead::grad_stats(&self.cuda, ctl)
+    }
+
+    fn tune(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>> {
+        self.cuda().tune(params)
     }
 }

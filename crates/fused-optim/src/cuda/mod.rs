@@ -72,7 +72,7 @@ mod tune;
 use cudarc::driver::{CudaSlice, DevicePtr};
 
 use crate::{DType, HalfWeights, ParamGroup, ParamSpec, Result, StateDict, StepCtl};
-pub use ahead::LookAhead;
+pub use ahead::GradStats;
 pub use averages::Averages;
 use device::{Device, Program};
 pub use driver::Gpu;

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use collective::reducer::ParamInfo;
 use collective::{ProcessGroup, ReducerOptions};
 #[cfg(feature = "candle-cuda")]
-use fused_optim::cuda::{Gpu, LookAhead};
+use fused_optim::cuda::{Gpu, GradStats};
 use fused_optim::{Applied, DType, Optimizer, Slice, SliceMut, StepCtl};
 use half::{bf16, f16};
 use parking_lot::Mutex;
@@ -179,7 +179,7 @@ pub trait DeviceBuckets: Send + fmt::Debug {
 
     /// Has averages of this pass looked at as they come, for the step that follows.
     #[cfg(feature = "candle-cuda")]
-    fn look_ahead(&mut self, look: LookAhead) {
+    fn look_ahead(&mut self, look: GradStats) {
         let _ = look;
     }
 

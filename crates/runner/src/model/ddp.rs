@@ -15,7 +15,7 @@ use std::sync::Arc;
 use collective::reducer::{CommHook, ParamInfo};
 use collective::{ProcessGroup, Reducer, ReducerOptions};
 #[cfg(feature = "candle-cuda")]
-use fused_optim::cuda::LookAhead;
+use fused_optim::cuda::GradStats;
 use fused_optim::{DType, Slice, SliceMut};
 use parking_lot::Mutex;
 
@@ -263,7 +263,7 @@ impl ModelWrapper for DistributedDataParallel {
     }
 
     #[cfg(feature = "candle-cuda")]
-    fn look_ahead(&mut self, look: LookAhead) {
+    fn look_ahead(&mut self, look: GradStats) {
         let inner = &mut *self.inner.lock();
         if inner.averages_there() {
             inner.buckets.iter_mut().for_each(|buckets| buckets.look_ahead(look.clone()));

@@ -12,7 +12,7 @@ mod state;
 
 use collective::ProcessGroup;
 #[cfg(feature = "candle-cuda")]
-use fused_optim::cuda::LookAhead;
+use fused_optim::cuda::GradStats;
 use fused_optim::{DType, Slice};
 
 pub use builtin::MODEL_WRAPPERS;
@@ -66,7 +66,7 @@ pub trait ModelWrapper: Send {
     /// all gradients before it begins: a wrapper that averages them there may look as they come, as long as
     /// nothing changes them after that.
     #[cfg(feature = "candle-cuda")]
-    fn look_ahead(&mut self, look: LookAhead) {
+    fn look_ahead(&mut self, look: GradStats) {
         let _ = look;
     }
 
@@ -208,7 +208,7 @@ impl<T: WrapperOver> ModelWrapper for T {
     }
 
     #[cfg(feature = "candle-cuda")]
-    fn look_ahead(&mut self, look: LookAhead) {
+    fn look_ahead(&mut self, look: GradStats) {
         self.inner_mut().look_ahead(look);
     }
 

@@ -13,7 +13,7 @@
 
 use ::amp::{LossScaler, LossScalerOptions};
 #[cfg(feature = "candle-cuda")]
-use fused_optim::cuda::LookAhead;
+use fused_optim::cuda::GradStats;
 use fused_optim::{Applied, Clip, DType, FoundInf, Optimizer, StepCtl};
 
 use super::watch::Watch;
@@ -169,9 +169,9 @@ impl OptimWrapper for AmpOptimWrapper {
     }
 
     #[cfg(feature = "candle-cuda")]
-    fn look_ahead(&mut self) -> Result<Option<LookAhead>> {
+    fn look_ahead(&mut self) -> Result<Option<GradStats>> {
         let ctl = self.ctl(FoundInf::Check);
-        Ok(self.optimizer.look_ahead(&ctl)?)
+        self.optimizer.as_device().map_or(Ok(None), |device| Ok(device.grad_stats(&ctl)?))
     }
 
     fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied> {

@@ -9,11 +9,9 @@
 //! step, with a backward for each part. Here one loss feeds all parts, and they step together:
 //! if a gradient of any part is not finite, none steps.
 
-#[cfg(feature = "candle-cuda")]
-use fused_optim::cuda::{DeviceParam, DeviceParams, Tuned};
 use fused_optim::{
-    Applied, Clip, Error as OptimError, FoundInf, Grad, Optimizer, ParamMut, ParamSpec, Slice,
-    StateDict, StateProblem, StepCtl,
+    Applied, Clip, DeviceOptimizer, DeviceParam, DeviceParams, Error as OptimError, FoundInf, Grad,
+    Optimizer, ParamMut, ParamSpec, Slice, StateDict, StateProblem, StepCtl, Tuned,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -36,6 +34,11 @@ impl Member {
     /// What it is told of a step whose gradients are all finite.
     fn ctl(&self, ctl: &StepCtl) -> StepCtl {
         StepCtl { found_inf: FoundInf::Known(false), clip: self.clip.or(ctl.clip), ..*ctl }
+    }
+
+    fn on_device(&mut self) -> Result<&mut dyn DeviceOptimizer, OptimError> {
+        let what = "a step of the host's optimizer on a device's memory";
+        self.optimizer.as_device().ok_or(OptimError::Unsupported { what })
     }
 }
 
@@ -125,44 +128,10 @@ impl Optimizer for OptimizerDict {
         Ok(Applied::Applied)
     }
 
-    /// As [`step`](Self::step).
-    #[cfg(feature = "candle-cuda")]
-    fn step_on_device(
-        &mut self,
-        params: DeviceParams<'_>,
-        ctl: &StepCtl,
-    ) -> Result<Applied, OptimError> {
-        let overflow = match ctl.found_inf {
-            FoundInf::Known(known) => known,
-            FoundInf::Check => self.found_inf_on_device(params, ctl)?,
-        };
-        if overflow {
-            return Ok(Applied::SkippedNonFinite);
-        }
-        self.members.iter_mut().try_for_each(|member| {
-            member.optimizer.step_on_device(params, &member.ctl(ctl)).map(|_applied| ())
-        })?;
-        Ok(Applied::Applied)
-    }
-
-    #[cfg(feature = "candle-cuda")]
-    fn found_inf_on_device(
-        &mut self,
-        params: DeviceParams<'_>,
-        ctl: &StepCtl,
-    ) -> Result<bool, OptimError> {
-        for member in &mut self.members {
-            if member.optimizer.found_inf_on_device(params, ctl)? {
-                return Ok(true);
-            }
-        }
-        Ok(false)
-    }
-
-    #[cfg(feature = "candle-cuda")]
-    fn tune_on_device(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>, OptimError> {
-        let each = self.members.iter_mut().map(|member| member.optimizer.tune_on_device(params));
-        Ok(each.collect::<Result<Vec<_>, _>>()?.concat())
+    /// `None` unless all members step on a device's memory.
+    fn as_device(&mut self) -> Option<&mut dyn DeviceOptimizer> {
+        let is_device = self.members.iter_mut().all(|m| m.optimizer.as_device().is_some());
+        is_device.then_some(self)
     }
 
     fn state_dict(&self) -> StateDict {
@@ -262,6 +231,42 @@ impl Optimizer for OptimizerDict {
     fn grad_norm(&self) -> Option<f64> {
         let norms = self.members.iter().map(|member| member.optimizer.grad_norm());
         norms.map(|norm| norm.map(|n| n * n)).sum::<Option<f64>>().map(f64::sqrt)
+    }
+}
+
+impl DeviceOptimizer for OptimizerDict {
+    /// As [`step`](Optimizer::step).
+    fn step_on_device(
+        &mut self,
+        params: DeviceParams<'_>,
+        ctl: &StepCtl,
+    ) -> Result<Applied, OptimError> {
+        let overflow = match ctl.found_inf {
+            FoundInf::Known(known) => known,
+            FoundInf::Check => self.found_inf(params, ctl)?,
+        };
+        if overflow {
+            return Ok(Applied::SkippedNonFinite);
+        }
+        for member in &mut self.members {
+            let ctl = member.ctl(ctl);
+            let _applied = member.on_device()?.step_on_device(params, &ctl)?;
+        }
+        Ok(Applied::Applied)
+    }
+
+    fn found_inf(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<bool, OptimError> {
+        for member in &mut self.members {
+            if member.on_device()?.found_inf(params, ctl)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn tune(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>, OptimError> {
+        let each = self.members.iter_mut().map(|member| member.on_device()?.tune(params));
+        Ok(each.collect::<Result<Vec<_>, _>>()?.concat())
     }
 }
 

@@ -2,7 +2,7 @@
 
 use ::amp::ScalerState;
 #[cfg(feature = "candle-cuda")]
-use fused_optim::cuda::LookAhead;
+use fused_optim::cuda::GradStats;
 use fused_optim::{Applied, Clip, Optimizer, StepCtl};
 
 use super::{Accumulation, OptimWrapper, OptimWrapperState, grad_norm, optimizer_step};
@@ -73,8 +73,9 @@ impl OptimWrapper for Fp32OptimWrapper {
     }
 
     #[cfg(feature = "candle-cuda")]
-    fn look_ahead(&mut self) -> Result<Option<LookAhead>> {
-        Ok(self.optimizer.look_ahead(&self.ctl())?)
+    fn look_ahead(&mut self) -> Result<Option<GradStats>> {
+        let ctl = self.ctl();
+        self.optimizer.as_device().map_or(Ok(None), |device| Ok(device.grad_stats(&ctl)?))
     }
 
     fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied> {

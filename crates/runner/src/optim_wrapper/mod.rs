@@ -16,7 +16,7 @@ mod watch;
 
 use ::amp::ScalerState;
 #[cfg(feature = "candle-cuda")]
-use fused_optim::cuda::LookAhead;
+use fused_optim::cuda::GradStats;
 use fused_optim::{
     Applied, Clip, DType, Optimizer, ParamGroup, ParamMut, ParamSpec, StateDict, StepCtl,
 };
@@ -149,7 +149,7 @@ pub trait OptimWrapper: Send {
     ///
     /// Those of the optimizer.
     #[cfg(feature = "candle-cuda")]
-    fn look_ahead(&mut self) -> Result<Option<LookAhead>> {
+    fn look_ahead(&mut self) -> Result<Option<GradStats>> {
         Ok(None)
     }
 

@@ -14,7 +14,7 @@ use collective::reducer::{
     BucketKernels, BucketPlan, CommHook, Compress, DeviceReducer, DeviceReducerOptions, ParamInfo,
 };
 use collective::{DeviceBuf, DeviceStream, ProcessGroup, ReducerOptions};
-use fused_optim::cuda::{DeviceSlice, Gpu, LookAhead};
+use fused_optim::cuda::{DeviceSlice, Gpu, GradStats};
 use fused_optim::{DType, Slice};
 use half::{bf16, f16};
 
@@ -77,7 +77,7 @@ impl DeviceBuckets for Buckets {
         Ok(())
     }
 
-    fn look_ahead(&mut self, look: LookAhead) {
+    fn look_ahead(&mut self, look: GradStats) {
         self.reducer.kernels_mut().ahead = Some(look);
     }
 
@@ -192,7 +192,7 @@ struct Kernels {
     /// By bucket: its parameters' indices in the model, and where their averages will be.
     members: Vec<Vec<(usize, DeviceSlice)>>,
     /// In a pass that ends in a step that has to look.
-    ahead: Option<LookAhead>,
+    ahead: Option<GradStats>,
 }
 
 impl Kernels {
@@ -264,7 +264,7 @@ impl BucketKernels for Kernels {
         // SAFETY: the averages of the pass whose end `finish` has candle's stream, the optimizer's, wait for, and
         // that is followed by the step that the look is for; the bucket's stream comes behind candle's as it was when
         // the bucket was full, which is behind the last step. A pass that is not finished never frees the tables.
-        unsafe { ahead.look(&self.members[bucket], on) }.map_err(|e| kernel("look at a bucket", &e))
+        unsafe { ahead.take(&self.members[bucket], on) }.map_err(|e| kernel("look at a bucket", &e))
     }
 }
 

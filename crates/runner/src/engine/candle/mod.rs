@@ -415,7 +415,7 @@ impl Engine for CandleEngine {
         grads: &[Option<Gradient<'_>>],
         ctl: &StepCtl,
     ) -> Result<Applied> {
-        self.lend(grads, |lent| optimizer.step_on_device(lent, ctl))
+        self.lend(grads, |lent| on_device::of(optimizer)?.step_on_device(lent, ctl))
     }
 
     #[cfg(feature = "candle-cuda")]

@@ -22,7 +22,7 @@ use crate::engine::{DeviceTensor, HostTensor};
 use crate::{Error, Result};
 
 #[cfg(feature = "candle-cuda")]
-pub(super) use lending::{Averages, address_of, lend, open, place_of, tune};
+pub(super) use lending::{Averages, address_of, lend, of, open, place_of, tune};
 
 /// A gradient: contiguous, of the type of a parameter. Where it lies may change as long as this is kept: a graph
 /// writes the next one where it was (`graph/mod.rs`).
@@ -109,10 +109,10 @@ mod lending {
     use std::collections::BTreeMap;
     use std::ops::Range;
 
-    use fused_optim::Optimizer;
     use fused_optim::cuda::{
         self, DeviceParam, DeviceParams, DeviceSlice, Gpu, LaunchShape, Tuned,
     };
+    use fused_optim::{DeviceOptimizer, Optimizer};
 
     use super::super::buckets::Average;
     use super::super::params::Tensors;
@@ -159,6 +159,14 @@ mod lending {
         Ok(call(lent)?)
     }
 
+    /// An optimizer that steps on a device's memory.
+    pub(in super::super) fn of(
+        optimizer: &mut dyn Optimizer,
+    ) -> fused_optim::Result<&mut dyn DeviceOptimizer> {
+        let what = "a step of the host's optimizer on a device's memory";
+        optimizer.as_device().ok_or(fused_optim::Error::Unsupported { what })
+    }
+
     /// Has `optimizer` search for its launches on parameters like these; says what it found, or why it did not.
     pub(in super::super) fn tune(
         params: &[TensorSpec],
@@ -169,7 +177,8 @@ mod lending {
             DeviceParam { rows: spec.rows(), ..DeviceParam::new(weight, None) }
         };
         let params: Vec<_> = params.iter().map(like).collect();
-        let tuned = optimizer.tune_on_device(&params).map_err(|e| e.to_string())?;
+        let device = optimizer.as_device().ok_or("the optimizer is on the host")?;
+        let tuned = device.tune(&params).map_err(|e| e.to_string())?;
         let each = tuned.iter().map(|Tuned { types: (weight, _), shape, searched }| {
             let how = match searched.len() {
                 0 => "as an earlier search found".to_owned(),

@@ -10,7 +10,7 @@ use fused_optim::{Applied, FoundInf, Optimizer, StepCtl};
 use super::CandleEngine;
 use crate::Result;
 use crate::engine::Gradient;
-use crate::engine::candle::on_device::OnDevice;
+use crate::engine::candle::on_device::{OnDevice, of};
 
 /// An optimizer, and what its step is told.
 pub(in super::super) struct Behind<'a> {
@@ -29,10 +29,8 @@ impl Behind<'_> {
         grads: &Grads,
     ) -> Result<Option<Launches>> {
         let Self { optimizer, ctl } = self;
-        if optimizer.device() == "cpu" {
-            return Ok(None);
-        }
-        lend(engine, grads, |lent| optimizer.ready_on_device(lent, ctl))
+        let Some(optimizer) = optimizer.as_device() else { return Ok(None) };
+        lend(engine, grads, |lent| optimizer.prepare_step(lent, ctl))
     }
 
     /// As [`ready`](Self::ready), for a step that is skipped: it changes nothing.
@@ -45,12 +43,12 @@ impl Behind<'_> {
     /// Launches what was made ready.
     pub(super) fn launch(&mut self, engine: &CandleEngine, grads: &Grads) -> Result<()> {
         let Self { optimizer, ctl } = self;
-        lend(engine, grads, |lent| optimizer.launch_on_device(lent, ctl))
+        lend(engine, grads, |lent| of(&mut **optimizer)?.launch_step(lent, ctl))
     }
 
     /// What became of it.
     pub(super) fn outcome(&mut self) -> Result<Applied> {
-        Ok(self.optimizer.outcome_on_device(&self.ctl)?)
+        Ok(of(&mut *self.optimizer)?.step_outcome(&self.ctl)?)
     }
 }
 

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use collective::{GroupOptions, ProcessGroup, ReducerOptions, Topology};
-use fused_optim::{Applied, Optimizer, Sgd, SgdHyper, Slice, SliceMut};
+use fused_optim::{Slice, SliceMut};
 use parking_lot::Mutex;
 use runner::config::Config;
 use runner::data::{Array, ArrayData, Batch, Dataset};
@@ -23,12 +23,8 @@ use runner::engine::candle::candle_nn::{self, VarBuilder, VarMap};
 use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
 use runner::engine::{CompileOptions, Engine, GradSink, Losses, SharedSink, TensorSpec};
 use runner::hooks::{Hook, Priority};
+use runner::model::MODEL_WRAPPERS;
 use runner::model::{DistributedDataParallel, ModelWrapper};
-use runner::optim_wrapper::OPTIM_WRAPPERS;
-use runner::optim_wrapper::{
-    Accumulation, BuildOptimWrapper, Fp32OptimWrapper, OptimWrapper, OptimWrapperFactory,
-    OptimWrapperState, Update,
-};
 use runner::zoo::{
     DATASETS, MODELS, Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions,
 };
@@ -235,8 +231,7 @@ impl Engine for Empty {
         visit(&mut [])
     }
 
-    fn forward_backward(&mut self, _: &Batch, _: f32, sink: &SharedSink) -> runner::Result<Losses> {
-        sink.lock().ready(0, Slice::F32(&[0.0]))?;
+    fn forward_backward(&mut self, _: &Batch, _: f32, _: &SharedSink) -> runner::Result<Losses> {
         Ok(Losses { scalars: vec![("loss".to_owned(), 1.0)] })
     }
 
@@ -261,43 +256,38 @@ impl Dataset for Nothing {
     }
 }
 
-/// A training step that does nothing: not even its optimizer's turn comes.
-struct NoStep(Fp32OptimWrapper);
+/// Keeps no gradients.
+struct NoGradients(SharedSink);
 
-impl OptimWrapper for NoStep {
-    fn optimizer(&self) -> &dyn Optimizer {
-        self.0.optimizer()
+struct NoSink;
+
+impl GradSink for NoSink {
+    fn ready(&mut self, _: usize, _: Slice<'_>) -> runner::Result<()> {
+        Ok(())
+    }
+}
+
+impl ModelWrapper for NoGradients {
+    fn sink(&self) -> SharedSink {
+        Arc::clone(&self.0)
     }
 
-    fn optimizer_mut(&mut self) -> &mut dyn Optimizer {
-        self.0.optimizer_mut()
+    fn prepare(&mut self, _: bool) -> runner::Result<()> {
+        Ok(())
     }
 
-    fn accumulation(&mut self) -> &mut Accumulation {
-        self.0.accumulation()
+    fn finish(&mut self) -> runner::Result<()> {
+        Ok(())
     }
 
-    fn step(&mut self, _: &mut dyn Engine, _: &dyn ModelWrapper) -> runner::Result<Applied> {
-        Ok(Applied::Applied)
+    fn with_grads(
+        &self,
+        visit: &mut dyn FnMut(&[Option<Slice<'_>>]) -> runner::Result<()>,
+    ) -> runner::Result<()> {
+        visit(&[None])
     }
 
-    fn state_dict(&self) -> runner::Result<OptimWrapperState> {
-        self.0.state_dict()
-    }
-
-    fn load_state_dict(&mut self, state: &OptimWrapperState) -> runner::Result<()> {
-        self.0.load_state_dict(state)
-    }
-
-    fn update_params(
-        &mut self,
-        _: &mut dyn Engine,
-        _: &mut dyn ModelWrapper,
-        _: &Batch,
-    ) -> runner::Result<Update> {
-        let losses = Losses { scalars: vec![("loss".to_owned(), 1.0)] };
-        Ok(Update { losses, applied: None })
-    }
+    fn zero_grad(&mut self) {}
 }
 
 /// Measures from the first batch to the last: what comes before and after, the checkpoint above all, is
@@ -334,22 +324,19 @@ fn empty_loop(iterations: usize, interval: usize) {
         }))
     });
     register.unwrap();
-    let no_step = OPTIM_WRAPPERS.register("NoStep", |_| {
-        let build: BuildOptimWrapper = Box::new(|params, _| {
-            let sgd =
-                Sgd::with_one_group(SgdHyper { lr: 0.1, ..SgdHyper::default() }, params.len());
-            Ok(Box::new(NoStep(Fp32OptimWrapper::new(Box::new(sgd?), 1))))
-        });
-        Ok(OptimWrapperFactory { dtype: fused_optim::DType::F32, build })
+    let no_gradients = MODEL_WRAPPERS.register("NoGradients", |_| {
+        Ok(Box::new(|_, _| Ok(Box::new(NoGradients(Arc::new(Mutex::new(NoSink)))))))
     });
-    no_step.unwrap();
+    no_gradients.unwrap();
     DATASETS
         .register("Nothing", move |_| Ok(Box::new(move || Ok(Arc::new(Nothing(iterations))))))
         .unwrap();
     let dir = std::env::temp_dir().join(format!("side_by_side_runner-{}", std::process::id()));
     let text = format!(
         "model = {{ type = 'Empty' }}
-        optim_wrapper = {{ type = 'NoStep' }}
+        # A step only after the last batch.
+        optim_wrapper = {{ accumulative_counts = {iterations}, optimizer = {{ type = 'SGD', lr = 0.1 }} }}
+        model_wrapper_cfg = {{ type = 'NoGradients' }}
         train_dataloader = {{ batch_size = 1, dataset = {{ type = 'Nothing' }} }}
         train_cfg = {{ max_epochs = 1 }}
         [default_hooks]

@@ -18,9 +18,8 @@ use runner::data::{Array, ArrayData, Batch, Dataset};
 use runner::device::Device;
 use runner::engine::{Engine, Losses, SharedSink, TensorSpec};
 use runner::model::DistributedDataParallel;
-use runner::optim_wrapper::OPTIM_WRAPPERS;
 use runner::optim_wrapper::{
-    Fp32OptimWrapper, Member, OptimWrapper, OptimWrapperFactory, OptimizerDict,
+    Member, OPTIM_WRAPPERS, OptimWrapper, OptimWrapperFactory, OptimizerDict,
 };
 use runner::{DataLoaderConfig, RunnerBuilder, TrainConfig};
 use serde_json::Value;
@@ -210,7 +209,7 @@ fn a_dict_refuses_what_is_not_its_own_and_stays_as_it_was() {
     let sgd = parts().1.state_dict();
     assert!(target.load_state_dict(&sgd).is_err());
     assert_eq!(target.state_dict(), before);
-    assert!(Fp32OptimWrapper::new(Box::new(target), 1).loss_scale() == 1.0);
+    assert!(OptimWrapper::new(Box::new(target), 1).loss_scale() == 1.0);
 }
 
 /// In one process the model has its parameters in this order, in the next in the other.

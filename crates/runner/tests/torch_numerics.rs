@@ -24,7 +24,7 @@ use runner::data::{Array, ArrayData, Batch};
 use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
 use runner::engine::{Engine, TensorSpec};
 use runner::model::DistributedDataParallel;
-use runner::optim_wrapper::{Fp32OptimWrapper, OptimWrapper};
+use runner::optim_wrapper::OptimWrapper;
 use runner::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
 use serde_json::{Map, Value, json};
 
@@ -184,7 +184,7 @@ fn ours(name: &'static str, dtype: DType) -> (Vec<f64>, [Map<String, Value>; 2])
     let mut model = DistributedDataParallel::new(group, engine.params(), options).unwrap();
     let hyper = SgdHyper { lr: LR, momentum: 0.9, ..SgdHyper::default() };
     let sgd = Sgd::with_one_group(hyper, engine.params().len()).unwrap();
-    let mut optim = Fp32OptimWrapper::new(Box::new(sgd), 1);
+    let mut optim = OptimWrapper::new(Box::new(sgd), 1);
     let losses = (0..STEPS).map(|step| {
         let (inputs, labels) = batch(step);
         let batch = Batch::new()

@@ -41,7 +41,7 @@
 //! Chips of the first generation (Ascend 910A and older) train in mixed precision only; MMEngine makes an
 //! `AmpOptimWrapper` of any wrapper there, without a word. So does this crate, with a warning in the log,
 //! and `device = { type = "npu", switch_to_amp = false }` declines. Their f16 saturates, so an overflow shows
-//! in no value: [`AmpOptimWrapper`](crate::optim_wrapper::AmpOptimWrapper) looks at the gradients before
+//! in no value: `AmpOptimWrapper` checks the gradients before
 //! they go there, and at the device's overflow flag, and all ranks agree before any steps.
 //!
 //! Prototypes match CANN's headers and the protocol is tested on a simulator that checks rules: nothing of

@@ -16,8 +16,8 @@ use fused_optim::{
 
 use super::dict::assign;
 use super::{
-    AmpOptimWrapper, BuildOptimWrapper, Fp32OptimWrapper, LossScale, Member, Multipliers,
-    OptimWrapper, OptimWrapperFactory, OptimizerDict, OptimizerFactory, Paramwise,
+    BuildOptimWrapper, LossScale, Member, Multipliers, OptimWrapper, OptimWrapperFactory,
+    OptimizerDict, OptimizerFactory, Paramwise,
 };
 use crate::config::{FromConfig, Mistakes, Section};
 use crate::device::Device;
@@ -28,7 +28,7 @@ use crate::{Error, Result};
 /// The wrappers a configuration can name: `[optim_wrapper]`.
 pub static OPTIM_WRAPPERS: Registry<OptimWrapperFactory> = Registry::with(
     "optimizer wrapper",
-    &[("OptimWrapper", fp32), ("AmpOptimWrapper", amp), ("OptimWrapperDict", dict)],
+    &[("OptimWrapper", plain), ("AmpOptimWrapper", amp), ("OptimWrapperDict", dict)],
 );
 
 /// The optimizers a configuration can name: `[optim_wrapper.optimizer]`.
@@ -57,34 +57,22 @@ const FUSED: Builtin<OptimizerFactory> = &[
     ("NpuFusedSGD", sgd),
 ];
 
-fn fp32(section: &mut Section) -> Result<OptimWrapperFactory> {
+fn plain(section: &mut Section) -> Result<OptimWrapperFactory> {
     let counts = accumulative_counts(section)?;
-    let part = Part::read(section)?;
-    Ok(OptimWrapperFactory {
-        dtype: DType::F32,
-        build: Box::new(move |params, device| {
-            let clip = part.clip;
-            let optimizer = part.make(params, device)?;
-            if device.switches_to_amp("OptimWrapper") {
-                return Precision::half()
-                    .wrap(optimizer, counts, device, |w| w.with_clip_grad(clip));
-            }
-            Ok(Box::new(Fp32OptimWrapper::new(optimizer, counts).with_clip_grad(clip)))
-        }),
-    })
+    Ok(factory("OptimWrapper", None, one(counts, Part::read(section)?)))
 }
 
 fn amp(section: &mut Section) -> Result<OptimWrapperFactory> {
     let counts = accumulative_counts(section)?;
     let precision = Precision::read(section)?;
-    let part = Part::read(section)?;
-    Ok(OptimWrapperFactory {
-        dtype: precision.dtype,
-        build: Box::new(move |params, device| {
-            let clip = part.clip;
-            let optimizer = part.make(params, device)?;
-            precision.wrap(optimizer, counts, device, |w| w.with_clip_grad(clip))
-        }),
+    Ok(factory("AmpOptimWrapper", Some(precision), one(counts, Part::read(section)?)))
+}
+
+/// Around one optimizer for the whole model.
+fn one(counts: usize, part: Part) -> BuildOptimWrapper {
+    Box::new(move |params, device| {
+        let clip = part.clip;
+        Ok(OptimWrapper::new(part.make(params, device)?, counts).with_clip_grad(clip))
     })
 }
 
@@ -93,10 +81,7 @@ fn amp(section: &mut Section) -> Result<OptimWrapperFactory> {
 fn dict(section: &mut Section) -> Result<OptimWrapperFactory> {
     let counts = accumulative_counts(section)?;
     let mixed = ["dtype", "half_parameters", "loss_scale"].iter().any(|key| section.has(key));
-    let precision = match mixed {
-        true => Precision::read(section)?,
-        false => Precision::FULL,
-    };
+    let precision = mixed.then(|| Precision::read(section)).transpose()?;
     let mut parts = Vec::new();
     for (name, mut table) in section.named_sections()? {
         table.choice("type", "OptimWrapper", &[("OptimWrapper", ())])?;
@@ -110,17 +95,30 @@ fn dict(section: &mut Section) -> Result<OptimWrapperFactory> {
     let build: BuildOptimWrapper = Box::new(move |params, device| {
         let dict = make_dict(parts, params, device)?;
         let names = dict.members().iter().map(|m| (m.name.clone(), m.optimizer.group_count()));
-        let (names, optimizer) = (names.collect(), Box::new(dict));
-        let precision = match mixed {
-            false if device.switches_to_amp("OptimWrapperDict") => Precision::half(),
-            false => {
-                return Ok(Box::new(Fp32OptimWrapper::new(optimizer, counts).with_parts(names)));
-            }
-            true => precision,
-        };
-        precision.wrap(optimizer, counts, device, |w| w.with_parts(names))
+        let names = names.collect();
+        Ok(OptimWrapper::new(Box::new(dict), counts).with_parts(names))
     });
-    Ok(OptimWrapperFactory { dtype: precision.dtype, build })
+    Ok(factory("OptimWrapperDict", precision, build))
+}
+
+/// Gives a wrapper its precision: the one given, or that of a device which trains in mixed precision only.
+fn factory(
+    name: &'static str,
+    precision: Option<Precision>,
+    build: BuildOptimWrapper,
+) -> OptimWrapperFactory {
+    let dtype = precision.map_or(DType::F32, |precision| precision.dtype);
+    let build: BuildOptimWrapper = Box::new(move |params, device| {
+        let wrapper = build(params, device)?;
+        match precision.or_else(|| device.switches_to_amp(name).then(Precision::default)) {
+            None => Ok(wrapper),
+            Some(precision) => Ok(wrapper
+                .with_mixed_precision(precision.loss_scale)?
+                .with_autocast(precision.autocast)
+                .with_overflows(device.overflows())),
+        }
+    });
+    OptimWrapperFactory { dtype, build }
 }
 
 fn make_dict(
@@ -247,7 +245,7 @@ fn accumulative_counts(section: &mut Section) -> Result<usize> {
     section.or_checked("accumulative_counts", 1, "at least 1", |n: &usize| *n >= 1)
 }
 
-/// What `dtype`, `half_parameters` and `loss_scale` come to.
+/// The precision that `dtype`, `half_parameters` and `loss_scale` ask for.
 #[derive(Clone, Copy)]
 struct Precision {
     /// Of the parameters.
@@ -257,29 +255,15 @@ struct Precision {
     loss_scale: LossScale,
 }
 
-impl Precision {
-    /// Of `OptimWrapper`.
-    const FULL: Self = Self { dtype: DType::F32, autocast: None, loss_scale: LossScale::Off };
-
-    /// Of an `AmpOptimWrapper` that is told nothing.
-    fn half() -> Self {
-        let loss_scale = AmpOptimWrapper::default_loss_scale(DType::F16);
+impl Default for Precision {
+    /// That of an `AmpOptimWrapper` without options.
+    fn default() -> Self {
+        let loss_scale = LossScale::for_dtype(DType::F16);
         Self { dtype: DType::F32, autocast: Some(DType::F16), loss_scale }
     }
+}
 
-    /// An optimizer in an `AmpOptimWrapper` of this precision.
-    fn wrap(
-        self,
-        optimizer: Box<dyn Optimizer>,
-        counts: usize,
-        device: &Device,
-        with: impl FnOnce(AmpOptimWrapper) -> AmpOptimWrapper,
-    ) -> Result<Box<dyn OptimWrapper>> {
-        let wrapper = AmpOptimWrapper::new(optimizer, counts, self.loss_scale)?;
-        let wrapper = wrapper.with_autocast(self.autocast).with_overflows(device.overflows());
-        Ok(Box::new(with(wrapper)))
-    }
-
+impl Precision {
     /// `dtype = "None"`, which is what a configuration in Python has, is the default.
     fn read(section: &mut Section) -> Result<Self> {
         section.refuse("use_fsdp", "there is no FSDP here: every rank holds the whole model")?;
@@ -316,7 +300,7 @@ fn loss_scale(section: &mut Section, dtype: DType) -> Result<LossScale> {
         return section.choice(key, "dynamic", &choices);
     }
     let Some(mut table) = section.optional_section(key)? else {
-        return Ok(AmpOptimWrapper::default_loss_scale(dtype));
+        return Ok(LossScale::for_dtype(dtype));
     };
     let default = LossScalerOptions::default();
     let options = LossScalerOptions {

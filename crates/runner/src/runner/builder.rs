@@ -299,7 +299,7 @@ impl RunnerBuilder {
             let batch = train_loader.as_ref().map_or(0, |l| l.batch_size() * group.world_size());
             let scaled = scale_lr(optim.optimizer_mut(), batch, self.auto_scale_lr)?;
             let length = train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch);
-            let schedulers = make_schedulers(&self.schedulers, &train, length, &mut *optim)?;
+            let schedulers = make_schedulers(&self.schedulers, &train, length, &mut optim)?;
             let runner = Runner {
                 optim,
                 hooks: in_order(self.hooks, !schedulers.is_empty()),
@@ -391,7 +391,7 @@ fn make_optim(
     factory: OptimWrapperFactory,
     engine: &mut dyn Engine,
     device: &Device,
-) -> Result<Box<dyn OptimWrapper>> {
+) -> Result<OptimWrapper> {
     let mut optim = factory.make(engine.params(), device)?;
     device.check(optim.optimizer())?;
     engine.set_autocast(optim.autocast())?;

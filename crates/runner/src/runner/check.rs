@@ -103,7 +103,7 @@ impl RunnerBuilder {
             return Ok(());
         };
         let made = (optim.build)(engine.params(), &Device::cpu()).and_then(|mut optim| {
-            make_schedulers(&self.schedulers, &train, epoch_length, &mut *optim)
+            make_schedulers(&self.schedulers, &train, epoch_length, &mut optim)
         });
         made.map_or_else(|error| add("optim_wrapper", "", error), drop);
         Ok(())

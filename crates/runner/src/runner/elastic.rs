@@ -41,7 +41,7 @@ impl Runner {
         if first != is {
             let length = self.train_loader()?.batches_among(first);
             self.schedulers =
-                make_schedulers(&self.scheduler_configs, &self.train, length, &mut *self.optim)?;
+                make_schedulers(&self.scheduler_configs, &self.train, length, &mut self.optim)?;
             self.optim.accumulation().set_counts(now);
         }
         let iter = self.position.iter;

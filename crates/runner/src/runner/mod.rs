@@ -54,7 +54,7 @@ pub struct Runner {
     group: ProcessGroup,
     engine: Box<dyn Engine>,
     model: Box<dyn ModelWrapper>,
-    optim: Box<dyn OptimWrapper>,
+    optim: OptimWrapper,
     schedulers: Vec<Scheduler>,
     scheduler_configs: Vec<SchedulerConfig>,
     auto_scales_lr: bool,
@@ -157,14 +157,14 @@ impl Runner {
     }
 
     /// The optimizer wrapper.
-    pub fn optim_wrapper_mut(&mut self) -> &mut dyn OptimWrapper {
-        &mut *self.optim
+    pub fn optim_wrapper_mut(&mut self) -> &mut OptimWrapper {
+        &mut self.optim
     }
 
     /// The optimizer wrapper.
     #[must_use]
-    pub fn optim_wrapper(&self) -> &dyn OptimWrapper {
-        &*self.optim
+    pub fn optim_wrapper(&self) -> &OptimWrapper {
+        &self.optim
     }
 
     /// Where the run is.
@@ -245,12 +245,12 @@ impl Runner {
             return vec![("lr".to_owned(), self.lr())];
         }
         let mut first = 0;
-        let rate = |(part, count): (String, usize)| {
+        let rate = |(part, count): &(String, usize)| {
             let rate = self.optim.optimizer().lr(first).unwrap_or(f64::NAN);
             first += count;
             (format!("{part}.lr"), rate)
         };
-        parts.into_iter().map(rate).collect()
+        parts.iter().map(rate).collect()
     }
 
     /// Time left until the end of the run, as far as the timer knows.

@@ -19,9 +19,9 @@ pub(super) fn make_schedulers(
     configs: &[SchedulerConfig],
     train: &TrainConfig,
     epoch_length: usize,
-    optim: &mut dyn OptimWrapper,
+    optim: &mut OptimWrapper,
 ) -> Result<Vec<Scheduler>> {
-    let parts = optim.parts();
+    let parts = optim.parts().to_vec();
     let optimizer = optim.optimizer_mut();
     let (epochs, iters) = match train.length {
         Length::Epochs(epochs) => (epochs, epochs.saturating_mul(epoch_length)),

@@ -8,14 +8,14 @@ use fused_optim::{AdamWHyper, Applied, Clip, HalfWeights, ParamGroup};
 use runner::engine::Engine;
 use runner::engine::candle::CandleEngine;
 use runner::model::DistributedDataParallel;
-use runner::optim_wrapper::{AmpOptimWrapper, LossScale, OptimWrapper};
+use runner::optim_wrapper::{LossScale, OptimWrapper};
 
 use super::{EAGER, Stock, batch, buffers, compiled, engine, gpu, launched};
 
 /// A model and its optimizer, on one rank.
 struct Training {
     engine: CandleEngine,
-    optim: AmpOptimWrapper,
+    optim: OptimWrapper,
     model: DistributedDataParallel,
 }
 
@@ -32,8 +32,8 @@ impl Training {
             growth_interval: 2,
             ..::amp::LossScalerOptions::default()
         };
-        let optim = AmpOptimWrapper::new(Box::new(adamw), 1, LossScale::Dynamic(scale)).unwrap();
-        let optim = optim.with_clip_grad(Some(Clip::norm(0.5)));
+        let optim = OptimWrapper::new(Box::new(adamw), 1).with_clip_grad(Some(Clip::norm(0.5)));
+        let optim = optim.with_mixed_precision(LossScale::Dynamic(scale)).unwrap();
         Self { engine, optim, model: model.unwrap() }
     }
 

@@ -16,7 +16,7 @@ use runner::engine::candle::candle_nn::VarBuilder;
 use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
 use runner::engine::{Engine, GradSink, SharedSink, TensorSpec};
 use runner::model::{DistributedDataParallel, ModelWrapper};
-use runner::optim_wrapper::{Fp32OptimWrapper, OptimWrapper};
+use runner::optim_wrapper::OptimWrapper;
 use runner::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions};
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Tensor};
@@ -200,7 +200,7 @@ fn train(engine: &mut dyn Engine, group: ProcessGroup, rule: Rule, factor: f32) 
     let (rank, ranks) = (group.rank(), group.world_size());
     let options = ReducerOptions::default();
     let mut model = DistributedDataParallel::new(group, engine.params(), options).unwrap();
-    let mut optim = Fp32OptimWrapper::new(rule.ours(engine.params().len()), 1);
+    let mut optim = OptimWrapper::new(rule.ours(engine.params().len()), 1);
     let sink: SharedSink = Arc::new(Mutex::new(Spoil { sink: model.sink(), factor }));
     let step = |step| {
         model.prepare(true).unwrap();

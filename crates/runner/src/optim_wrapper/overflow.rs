@@ -1,7 +1,7 @@
-//! Overflows that the averaged gradients do not show: those of a device whose f16 saturates.
+//! The check for overflows that averaged gradients do not show: those of a device whose f16 saturates.
 //!
-//! Such a device turns what is infinite into its largest number, also in the averages of 16-bit
-//! gradients. So every gradient is looked at on its way out of the engine, and the device's own flag is
+//! Such a device turns infinities into its largest number, also in the averages of 16-bit
+//! gradients. So every gradient is checked on its way out of the engine, and the device's own flag is
 //! read before the step; the source makes one verdict of both, the same on all ranks.
 
 use std::fmt;
@@ -15,14 +15,14 @@ use crate::Result;
 use crate::device::Overflows;
 use crate::engine::{GradSink, SharedSink};
 
-/// Looks at the gradients of one step.
-pub(super) struct Watch {
+/// Checks the gradients of one step.
+pub(super) struct OverflowCheck {
     source: Overflows,
     /// The passes since the last step; none before the first.
-    passes: Vec<Arc<Mutex<Looking>>>,
+    passes: Vec<Arc<Mutex<CheckedSink>>>,
 }
 
-impl Watch {
+impl OverflowCheck {
     pub(super) const fn new(source: Overflows) -> Self {
         Self { source, passes: Vec::new() }
     }
@@ -32,32 +32,32 @@ impl Watch {
         if self.passes.is_empty() {
             self.source.clear()?;
         }
-        let looking = Arc::new(Mutex::new(Looking { inner, seen: None }));
-        self.passes.push(Arc::clone(&looking));
-        Ok(looking)
+        let checked = Arc::new(Mutex::new(CheckedSink { inner, seen: None }));
+        self.passes.push(Arc::clone(&checked));
+        Ok(checked)
     }
 
     /// Whether any rank has seen an overflow since the last step. Every rank calls it.
-    pub(super) fn overflowed(&mut self) -> Result<bool> {
+    pub(super) fn found(&mut self) -> Result<bool> {
         let passes = std::mem::take(&mut self.passes);
         let seen = passes.iter().filter_map(|pass| pass.lock().seen).max();
         Ok(self.source.overflowed(seen)? == Some(true))
     }
 }
 
-impl fmt::Debug for Watch {
+impl fmt::Debug for OverflowCheck {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Watch").field("passes", &self.passes.len()).finish_non_exhaustive()
+        f.debug_struct("OverflowCheck").field("passes", &self.passes.len()).finish_non_exhaustive()
     }
 }
 
-/// Looks, and passes on.
-struct Looking {
+/// Checks each gradient and hands it on.
+struct CheckedSink {
     inner: SharedSink,
     seen: Option<bool>,
 }
 
-impl GradSink for Looking {
+impl GradSink for CheckedSink {
     fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()> {
         let found = match grad {
             Slice::F32(grad) => has_non_finite(grad),
@@ -78,7 +78,7 @@ mod tests {
     use crate::data::Batch;
     use crate::engine::Engine;
     use crate::model::DistributedDataParallel;
-    use crate::optim_wrapper::{AmpOptimWrapper, LossScale, OptimWrapper};
+    use crate::optim_wrapper::{LossScale, OptimWrapper};
     use crate::testing::{FakeEngine, Values, group};
     use crate::{Error, Result};
 
@@ -110,7 +110,8 @@ mod tests {
         let mut model = DistributedDataParallel::new(group(), engine.params(), options).unwrap();
         let sgd = Sgd::with_one_group(SgdHyper { lr: 0.5, ..SgdHyper::default() }, 1).unwrap();
         let device = Device::default();
-        let mut optim = AmpOptimWrapper::new(Box::new(sgd), 2, LossScale::Static(1.0))
+        let mut optim = OptimWrapper::new(Box::new(sgd), 2)
+            .with_mixed_precision(LossScale::Static(1.0))
             .unwrap()
             .with_overflows(Some(Box::new(device.clone())));
         let mut applied = Vec::new();

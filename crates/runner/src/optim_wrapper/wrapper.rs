@@ -1,0 +1,475 @@
+//! `OptimWrapper`: an optimizer with gradient accumulation, clipping and, if asked for, mixed precision.
+//!
+//! Mixed precision comes in one of two ways.
+//! Under autocast the parameters, their gradients and the optimizer are of `f32`, and the engine runs
+//! each operator in the type that suits it, as in PyTorch and MMEngine. With half parameters the model computes
+//! in them throughout, and the optimizer keeps their `f32` masters: it halves the model's memory and
+//! the bytes of gradients that are sent, and needs nothing of the model's operators.
+//!
+//! Gradients arrive times the loss scale `S`, and already averaged over the ranks: an inf on one
+//! rank is by then an inf on all. In mixed precision the optimizer checks every gradient first and skips the whole
+//! step if one is not finite; every rank sees the same gradients, so all ranks skip, and halve
+//! their scale, in lockstep. Otherwise it multiplies by `1 / S` in the same sweep that updates.
+//! Where a device turns infinities into large numbers, an `OverflowCheck` sees them before it does.
+
+use ::amp::{LossScaler, LossScalerOptions};
+use fused_optim::{Applied, Clip, DType, FoundInf, Optimizer, ParamMut, StepCtl};
+
+use super::overflow::OverflowCheck;
+use super::{Accumulation, OptimWrapperState, Update};
+use crate::data::Batch;
+use crate::device::Overflows;
+use crate::engine::{ComputeDevice, Engine, TensorSpec};
+use crate::model::ModelWrapper;
+use crate::{Error, Result};
+
+/// How the loss is scaled.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum LossScale {
+    /// Grows while all is well, is halved when a gradient overflows.
+    Dynamic(LossScalerOptions),
+    /// Always this, or, of a run that is resumed, the checkpoint's; a step with an overflow is skipped all
+    /// the same.
+    Static(f32),
+    /// No scaling: for bf16, whose range is that of f32.
+    Off,
+}
+
+impl LossScale {
+    /// Dynamic scaling for f16, none for types with f32's range.
+    #[must_use]
+    pub fn for_dtype(dtype: DType) -> Self {
+        match dtype {
+            DType::F16 => Self::Dynamic(LossScalerOptions::default()),
+            DType::Bf16 | DType::F32 => Self::Off,
+        }
+    }
+
+    /// The scaler of this rule, if the rule makes sense.
+    pub(super) fn scaler(self) -> ::amp::Result<LossScaler> {
+        match self {
+            Self::Dynamic(options) => LossScaler::new(options),
+            Self::Static(scale) => LossScaler::fixed(scale),
+            Self::Off => Ok(LossScaler::disabled()),
+        }
+    }
+}
+
+/// Drives an optimizer: accumulation, loss scale, clipping. `OptimWrapper` in configurations; with
+/// [mixed precision](Self::with_mixed_precision) it is their `AmpOptimWrapper`.
+#[derive(Debug)]
+#[doc(alias = "AmpOptimWrapper")]
+pub struct OptimWrapper {
+    optimizer: Box<dyn Optimizer>,
+    accumulation: Accumulation,
+    scaler: LossScaler,
+    /// Whether a step is skipped whose gradients are not all finite.
+    is_mixed: bool,
+    clip: Option<Clip>,
+    parts: Vec<(String, usize)>,
+    autocast: Option<DType>,
+    overflow: Option<OverflowCheck>,
+    /// What the last batch's step did, if it ended in one.
+    last: Option<Applied>,
+}
+
+impl OptimWrapper {
+    /// Wraps `optimizer`; a step every `accumulative_counts` batches, on the gradients as they are.
+    #[must_use]
+    pub fn new(optimizer: Box<dyn Optimizer>, accumulative_counts: usize) -> Self {
+        Self {
+            optimizer,
+            accumulation: Accumulation::new(accumulative_counts),
+            scaler: LossScaler::disabled(),
+            is_mixed: false,
+            clip: None,
+            parts: Vec::new(),
+            autocast: None,
+            overflow: None,
+            last: None,
+        }
+    }
+
+    /// Scales the loss, and skips steps whose gradients are not all finite.
+    ///
+    /// # Errors
+    ///
+    /// [`amp::Error`](::amp::Error) if the scaler's options make no sense.
+    pub fn with_mixed_precision(mut self, loss_scale: LossScale) -> Result<Self> {
+        (self.scaler, self.is_mixed) = (loss_scale.scaler()?, true);
+        Ok(self)
+    }
+
+    /// Bounds the gradients of each step, once the loss scale has been taken out of them.
+    #[must_use]
+    #[doc(alias = "clip_grad")]
+    pub fn with_clip_grad(mut self, clip: Option<Clip>) -> Self {
+        self.clip = clip;
+        self
+    }
+
+    /// Names the parts of an optimizer of several, in the order of its groups, with the number of each one's.
+    #[must_use]
+    pub fn with_parts(mut self, parts: Vec<(String, usize)>) -> Self {
+        self.parts = parts;
+        self
+    }
+
+    /// Has the engine run under autocast, `dtype` being the lower precision; with none, in the
+    /// parameters' own, which is the default.
+    #[must_use]
+    #[doc(alias = "optim_context")]
+    pub fn with_autocast(mut self, dtype: Option<DType>) -> Self {
+        self.autocast = dtype;
+        self
+    }
+
+    /// Has a further source say whether a step overflowed, for devices on which values do not show it
+    /// ([`Device::overflows`](crate::device::Device::overflows)). Each rank's gradients are checked
+    /// before they are averaged, and the source is asked at each step.
+    #[must_use]
+    pub fn with_overflows(mut self, source: Option<Overflows>) -> Self {
+        self.overflow = source.map(OverflowCheck::new);
+        self
+    }
+
+    /// The optimizer inside.
+    #[must_use]
+    pub fn optimizer(&self) -> &dyn Optimizer {
+        &*self.optimizer
+    }
+
+    /// The optimizer inside.
+    pub fn optimizer_mut(&mut self) -> &mut dyn Optimizer {
+        &mut *self.optimizer
+    }
+
+    /// The parts of an optimizer of several, and how many groups each has, in the groups' order.
+    #[must_use]
+    pub fn parts(&self) -> &[(String, usize)] {
+        &self.parts
+    }
+
+    /// How many batches make a step.
+    pub fn accumulation(&mut self) -> &mut Accumulation {
+        &mut self.accumulation
+    }
+
+    /// What the loss is multiplied by before backward.
+    #[must_use]
+    pub fn loss_scale(&self) -> f32 {
+        self.scaler.scale()
+    }
+
+    /// Whether a step is skipped whose gradients are not all finite; else they become the weights'.
+    #[must_use]
+    pub fn skips_non_finite(&self) -> bool {
+        self.is_mixed
+    }
+
+    /// The lower precision that the engine is to run suitable operators in, if any.
+    #[must_use]
+    pub fn autocast(&self) -> Option<DType> {
+        self.autocast
+    }
+
+    /// Scalars for the log: the loss scale, if there is one, and the norm of the gradients, if the last batch ended in
+    /// a step that took it.
+    #[must_use]
+    pub fn log_scalars(&self) -> Vec<(&'static str, f64)> {
+        let scale = self.scaler.is_enabled().then(|| ("loss_scale", self.scaler.scale().into()));
+        let norm = match (self.clip, self.last) {
+            (Some(Clip::Norm(_)), Some(Applied::Applied)) => self.optimizer.grad_norm(),
+            _ => None,
+        };
+        scale.into_iter().chain(norm.map(|norm| ("grad_norm", norm))).collect()
+    }
+
+    /// What to save.
+    ///
+    /// # Errors
+    ///
+    /// Those of a device that the optimizer's state is on.
+    pub fn state_dict(&self) -> Result<OptimWrapperState> {
+        Ok(OptimWrapperState {
+            optimizer: self.optimizer.try_state_dict()?,
+            loss_scaler: self.scaler.state_dict(),
+        })
+    }
+
+    /// Goes on from a saved state.
+    ///
+    /// # Errors
+    ///
+    /// If it is of another optimizer or other parameters, or has a loss scaler that this wrapper lacks; nothing has
+    /// changed then.
+    pub fn load_state_dict(&mut self, state: &OptimWrapperState) -> Result<()> {
+        if !self.is_mixed && state.loss_scaler.is_some() {
+            return Err(Error::Checkpoint(
+                "the checkpoint holds a loss scaler: it was made with AmpOptimWrapper, this run uses OptimWrapper"
+                    .into(),
+            ));
+        }
+        let mut restored = self.scaler.clone();
+        restored.load_state_dict(state.loss_scaler.as_ref())?;
+        self.optimizer.load_state_dict(&state.optimizer)?;
+        self.scaler = restored;
+        Ok(())
+    }
+
+    /// Trains on one batch: forward, backward, and the optimizer's step if it is due.
+    ///
+    /// # Errors
+    ///
+    /// Those of the engine, of communication, and of the optimizer; a loss scale that has fallen to its floor.
+    pub fn update_params(
+        &mut self,
+        engine: &mut dyn Engine,
+        model: &mut dyn ModelWrapper,
+        batch: &Batch,
+    ) -> Result<Update> {
+        self.last = None;
+        let turn = self.accumulation.turn();
+        model.prepare(turn.update)?;
+        #[cfg(feature = "candle-cuda")]
+        if turn.update
+            && let Some(stats) = self.grad_stats()?
+        {
+            model.look_ahead(stats);
+        }
+        model.before_forward(engine)?;
+        let scale = self.loss_scale() / turn.divisor as f32;
+        let mut sink = model.sink();
+        if let Some(overflow) = &mut self.overflow {
+            sink = overflow.before_forward(sink)?;
+        }
+        let is_behind = turn.update && turn.divisor == 1 && model.passes_on();
+        let (losses, mut applied) = if is_behind && self.overflow.is_none() {
+            let ctl = self.step_ctl();
+            engine.forward_backward_step(batch, scale, &sink, (&mut *self.optimizer, &ctl))?
+        } else {
+            (engine.forward_backward(batch, scale, &sink)?, None)
+        };
+        model.finish()?;
+        if turn.update {
+            match applied {
+                Some(applied) => self.stepped(applied)?,
+                None => applied = Some(self.step(engine, model)?),
+            }
+            model.zero_grad();
+        }
+        Ok(Update { losses, applied })
+    }
+
+    /// Lets the optimizer step on the gradients that are there.
+    ///
+    /// # Errors
+    ///
+    /// As [`update_params`](Self::update_params).
+    pub fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied> {
+        let mut ctl = self.step_ctl();
+        if let Some(overflow) = &mut self.overflow
+            && overflow.found()?
+        {
+            ctl.found_inf = FoundInf::Known(true);
+        }
+        let applied = step(&mut *self.optimizer, engine, model, &ctl)?;
+        self.stepped(applied)?;
+        Ok(applied)
+    }
+
+    /// Options of the next step.
+    fn step_ctl(&self) -> StepCtl {
+        let found_inf = if self.is_mixed { FoundInf::Check } else { FoundInf::Known(false) };
+        StepCtl { grad_scale: self.scaler.inv_scale(), found_inf, clip: self.clip }
+    }
+
+    #[cfg(feature = "candle-cuda")]
+    fn grad_stats(&mut self) -> Result<Option<fused_optim::GradStats>> {
+        let ctl = self.step_ctl();
+        self.optimizer.as_device().map_or(Ok(None), |device| Ok(device.grad_stats(&ctl)?))
+    }
+
+    /// Notes what a step did.
+    fn stepped(&mut self, applied: Applied) -> Result<()> {
+        self.last = Some(applied);
+        self.scaler.update(applied == Applied::SkippedNonFinite)?;
+        Ok(())
+    }
+}
+
+/// Brings parameters and gradients together for one optimizer step: on the device, or on the host.
+fn step(
+    optimizer: &mut dyn Optimizer,
+    engine: &mut dyn Engine,
+    model: &dyn ModelWrapper,
+    ctl: &StepCtl,
+) -> Result<Applied> {
+    let mut applied = Applied::SkippedNonFinite;
+    if engine.device() != ComputeDevice::Cpu && optimizer.device() != "cpu" {
+        model.with_gradients(&mut |grads| {
+            applied = engine.step_on_device(optimizer, grads, ctl)?;
+            Ok(())
+        })?;
+        return Ok(applied);
+    }
+    let rows: Vec<usize> = engine.params().iter().map(TensorSpec::rows).collect();
+    engine.with_params(&mut |weights| {
+        model.with_grads(&mut |grads| {
+            let mut params: Vec<_> = weights
+                .iter_mut()
+                .zip(grads)
+                .zip(&rows)
+                .map(|((weight, grad), &rows)| ParamMut {
+                    rows,
+                    ..ParamMut::new(weight.reborrow(), *grad)
+                })
+                .collect();
+            applied = optimizer.step(&mut params, ctl)?;
+            Ok(())
+        })
+    })?;
+    Ok(applied)
+}
+
+#[cfg(test)]
+mod tests {
+    use collective::ReducerOptions;
+    use fused_optim::{AdamP, AdamPHyper, Sgd, SgdHyper};
+    use half::f16;
+
+    use super::*;
+    use crate::data::Batch;
+    use crate::model::DistributedDataParallel;
+    use crate::testing::{FakeEngine, Values, group};
+
+    fn parts(
+        counts: usize,
+        loss_scale: LossScale,
+    ) -> (FakeEngine, DistributedDataParallel, OptimWrapper) {
+        let engine = FakeEngine::new(&[("w", Values::F16(vec![f16::ONE; 2]))], &[]);
+        let options = ReducerOptions::default();
+        let model = DistributedDataParallel::new(group(), engine.params(), options).unwrap();
+        let sgd = Sgd::with_one_group(SgdHyper { lr: 0.5, ..SgdHyper::default() }, 1).unwrap();
+        let optim = OptimWrapper::new(Box::new(sgd), counts);
+        let optim = optim.with_mixed_precision(loss_scale).unwrap();
+        (engine, model, optim)
+    }
+
+    fn dynamic() -> LossScale {
+        LossScale::Dynamic(LossScalerOptions {
+            init_scale: 1024.0,
+            growth_interval: 2,
+            ..LossScalerOptions::default()
+        })
+    }
+
+    fn weights(engine: &FakeEngine) -> &Values {
+        &engine.params[0]
+    }
+
+    fn all(value: f32) -> Values {
+        Values::F16(vec![f16::from_f32(value); 2])
+    }
+
+    #[test]
+    fn a_step_is_unscaled_and_an_overflow_skipped() {
+        let (mut engine, mut model, mut optim) = parts(1, dynamic());
+        let mut step = |engine: &mut FakeEngine, gradient: f32| {
+            engine.gradient = gradient;
+            let update = optim.update_params(engine, &mut model, &Batch::new()).unwrap();
+            (update.applied.unwrap(), optim.loss_scale())
+        };
+        assert_eq!(step(&mut engine, 0.25), (Applied::Applied, 1024.0));
+        assert_eq!(*weights(&engine), all(1.0 - 0.5 * 0.25));
+        // 100 * 1024 is more than an f16 can hold.
+        assert_eq!(step(&mut engine, 100.0), (Applied::SkippedNonFinite, 512.0));
+        assert_eq!(*weights(&engine), all(0.875));
+        // The next ones begin with clean gradients, and two good ones double the scale.
+        assert_eq!(step(&mut engine, 0.25), (Applied::Applied, 512.0));
+        assert_eq!(*weights(&engine), all(0.75));
+        assert_eq!(step(&mut engine, 0.25), (Applied::Applied, 1024.0));
+    }
+
+    #[test]
+    fn an_overflow_in_any_batch_skips_the_accumulated_step() {
+        let (mut engine, mut model, mut optim) = parts(2, dynamic());
+        let mut applied = Vec::new();
+        for gradient in [0.25, 0.75, 1000.0, 0.25, 0.25, 0.25] {
+            engine.gradient = gradient;
+            applied
+                .push(optim.update_params(&mut engine, &mut model, &Batch::new()).unwrap().applied);
+            if applied.len() == 2 {
+                // The mean of the two, not their sum.
+                assert_eq!(*weights(&engine), all(1.0 - 0.5 * 0.5));
+            }
+        }
+        let (yes, no) = (Some(Applied::Applied), Some(Applied::SkippedNonFinite));
+        assert_eq!(applied, [None, yes, None, no, None, yes]);
+        assert_eq!(*weights(&engine), all(0.75 - 0.5 * 0.25));
+        assert_eq!(optim.loss_scale(), 512.0);
+    }
+
+    #[test]
+    fn a_fixed_scale_is_resumed() {
+        let (_, _, optim) = parts(1, LossScale::Static(8.0));
+        let (_, _, mut other) = parts(1, LossScale::Static(4.0));
+        let mut saved = optim.state_dict().unwrap();
+        other.load_state_dict(&saved).unwrap();
+        assert_eq!(other.loss_scale(), 8.0);
+        // A checkpoint of an older version has none.
+        saved.loss_scaler = None;
+        other.load_state_dict(&saved).unwrap();
+        assert_eq!(other.loss_scale(), 8.0);
+        let (_, _, mut other) = parts(1, dynamic());
+        assert!(other.load_state_dict(&optim.state_dict().unwrap()).is_err());
+    }
+
+    #[test]
+    fn a_fixed_scale_stays_and_none_is_one() {
+        for (loss_scale, scale) in [(LossScale::Static(8.0), 8.0), (LossScale::Off, 1.0)] {
+            let (mut engine, mut model, mut optim) = parts(1, loss_scale);
+            for (gradient, applied) in
+                [(f32::INFINITY, Applied::SkippedNonFinite), (0.5, Applied::Applied)]
+            {
+                engine.gradient = gradient;
+                let update = optim.update_params(&mut engine, &mut model, &Batch::new()).unwrap();
+                assert_eq!(update.applied, Some(applied), "{loss_scale:?}");
+                assert_eq!(optim.loss_scale(), scale);
+            }
+            assert_eq!(*weights(&engine), all(0.75));
+            assert_eq!(optim.log_scalars().len(), usize::from(scale > 1.0));
+        }
+    }
+
+    #[test]
+    fn the_optimizer_is_told_the_shapes() {
+        // AdamP refuses rows that the weight has not.
+        for (shape, fits) in [([2, 3], true), ([4, 1], false)] {
+            let mut engine = FakeEngine::new(&[("w", Values::F32(vec![1.0; 6]))], &[]);
+            let options = ReducerOptions::default();
+            let mut model =
+                DistributedDataParallel::new(group(), engine.params(), options).unwrap();
+            model.prepare(true).unwrap();
+            engine.forward_backward(&Batch::new(), 1.0, &model.sink()).unwrap();
+            model.finish().unwrap();
+            engine.specs[0][0].shape = shape.into();
+            let adamp = AdamP::with_one_group(AdamPHyper::default(), 1).unwrap();
+            let mut optim = OptimWrapper::new(Box::new(adamp), 1);
+            assert_eq!(optim.step(&mut engine, &model).is_ok(), fits);
+        }
+    }
+
+    #[test]
+    fn a_loss_scaler_is_refused_where_there_is_none() {
+        let (_, _, mixed) = parts(1, dynamic());
+        let sgd = Sgd::with_one_group(SgdHyper { lr: 0.5, ..SgdHyper::default() }, 1).unwrap();
+        let mut plain = OptimWrapper::new(Box::new(sgd), 1);
+        let error = plain.load_state_dict(&mixed.state_dict().unwrap()).unwrap_err().to_string();
+        assert!(
+            error.contains("was made with AmpOptimWrapper, this run uses OptimWrapper"),
+            "{error}"
+        );
+        assert!(plain.state_dict().unwrap().loss_scaler.is_none());
+    }
+}

@@ -1,5 +1,6 @@
-//! A whole configuration read: MMEngine's keys, by its names and with its defaults. What it has and this
-//! crate leaves out on purpose is refused by name.
+//! Reads a whole configuration into a `RunnerBuilder`: MMEngine's keys, with its names and defaults.
+//!
+//! Keys of MMEngine's that this crate leaves out on purpose are refused by name.
 
 use std::num::NonZero;
 use std::path::PathBuf;
@@ -51,7 +52,7 @@ impl RunnerBuilder {
         mistakes.check().map(|()| builder)
     }
 
-    /// Reads to the end in spite of mistakes. What has one, and what is not there, is left out.
+    /// Reads to the end in spite of mistakes. Parts that have one, and missing parts, stay unset.
     pub(crate) fn read(config: Config) -> (Self, Mistakes) {
         let mut builder = Self::default();
         builder.log_config.config = Some((config.file_name(), config.text()));
@@ -61,8 +62,8 @@ impl RunnerBuilder {
         (builder, mistakes)
     }
 
-    /// Tells all mistakes of a configuration, what a run of it would be refused for, and which data do not fit
-    /// the model, as one error; and what such a run would be warned of. Nothing is created.
+    /// Returns the warnings that a run of this configuration would log, and as one error all its mistakes, what a run
+    /// would be refused for, and which data do not fit the model. Creates nothing.
     pub(crate) fn check(config: Config) -> (Vec<String>, Result<()>) {
         let (builder, mistakes) = Self::read(config);
         let is_read = mistakes.len() == 0;

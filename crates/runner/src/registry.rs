@@ -1,4 +1,4 @@
-//! Names to builders: how `type = "SGD"` in a configuration becomes an optimizer.
+//! `Registry`: maps the names that `type` can have in a configuration to builders.
 //!
 //! A builder only reads its [`Section`]; it creates nothing and sees nothing of the run. What it
 //! returns is either the finished thing (a hook) or a factory that makes it once the run knows
@@ -32,7 +32,7 @@ use std::sync::Arc;
 
 use parking_lot::RwLock;
 
-use crate::config::{Mistakes, Place, Section, unknown};
+use crate::config::{Mistakes, Section, Span, unknown};
 use crate::{Error, Result};
 
 /// The components this crate itself offers.
@@ -116,7 +116,7 @@ impl<T> Registry<T> {
         self.build_as(&name, place, section)
     }
 
-    fn build_as(&self, name: &str, place: Place, mut section: Section) -> Result<T> {
+    fn build_as(&self, name: &str, place: Span, mut section: Section) -> Result<T> {
         section.refuse("_scope_", NO_SCOPES)?;
         let builtin = self.builtin.iter().find(|(known, _)| *known == name);
         let registered = || self.registered.read().get(name).cloned();

@@ -16,6 +16,7 @@ use runner::data::Batch;
 use runner::hooks::Hook;
 use runner::{Error, Result, Runner, RunnerBuilder};
 use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, setrlimit};
+use signal_hook::low_level::signal_name;
 
 const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
 const DEADLINE: Duration = Duration::from_secs(240);
@@ -204,7 +205,8 @@ fn a_signal_to_one_rank_saves_and_ends_all_and_the_run_goes_on() {
         kill_process(rank_of(run.pid(), 1), signal).unwrap();
         assert_eq!(run.end().code(), Some(runner::signals::EXIT_CODE.into()), "{signal:?}");
         let told = log(&job.work_dir("asked"));
-        assert!(told.contains(&format!("signal {} to a rank", signal.as_raw())), "{told}");
+        let name = signal_name(signal.as_raw()).unwrap();
+        assert!(told.contains(&format!("received {name} on a rank")), "{told}");
         let last = std::fs::read_to_string(job.work_dir("asked").join("last_checkpoint")).unwrap();
         let iter: usize = last.strip_prefix("iter_").unwrap().parse().unwrap();
         let (iters, end) = (iter + 9, format!("iter_{}", iter + 9));

@@ -20,7 +20,7 @@ mod tensors;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use fused_optim::{DType, SliceMut, StateDict};
+use fused_optim::{DType, StateDict};
 use safetensors::tensor::{SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -31,7 +31,9 @@ pub use self::find::{Found, newest};
 pub use self::position::{Begun, Position};
 pub use self::tensors::{Tensor, model_tensors};
 use self::tensors::{check, check_convertible, copy_converted, deserialize, scaled, serialize};
-pub(crate) use self::tensors::{copies, copy_from_bytes, round_into, to_bytes};
+pub(crate) use self::tensors::{
+    copy_from_bytes, round_into, to_bytes, to_f32, visit_buffers, visit_model,
+};
 use crate::engine::{Engine, TensorSpec};
 use crate::model::ModelWrapper;
 use crate::optim_wrapper::OptimWrapperState;
@@ -267,15 +269,10 @@ impl Checkpoint {
             let extra = tensors.names().into_iter().find(|n| !known(n)).unwrap_or_default();
             return Err(fail(format!("has `{extra}`, which the model does not")));
         }
-        let copy = |specs: &[TensorSpec], slices: &mut [SliceMut<'_>]| {
-            for (spec, slice) in specs.iter().zip(slices) {
-                let view = tensors.tensor(&spec.name).map_err(|e| fail(e.to_string()))?;
-                copy_converted(slice, &view).map_err(fail)?;
-            }
-            Ok(())
-        };
-        engine.with_params(&mut |slices| copy(&params, slices))?;
-        engine.with_buffers(&mut |slices| copy(&buffers, slices))
+        visit_model(engine, &mut |_, spec, slice| {
+            let view = tensors.tensor(&spec.name).map_err(|e| fail(e.to_string()))?;
+            copy_converted(slice, &view).map_err(fail)
+        })
     }
 
     /// A file of this checkpoint, if it has it.
@@ -432,7 +429,7 @@ fn read_whole(path: &Path, meta: &Meta, name: &str) -> Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use collective::ReducerOptions;
-    use fused_optim::{Optimizer, Sgd, SgdHyper, Slice};
+    use fused_optim::{Optimizer, Sgd, SgdHyper, Slice, SliceMut};
     use half::{bf16, f16};
 
     use super::*;

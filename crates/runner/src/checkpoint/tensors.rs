@@ -1,5 +1,7 @@
 //! Tensors as a checkpoint holds them: name, shape, type, little-endian elements.
 
+use std::borrow::Cow;
+
 use fused_optim::{DType, Slice, SliceMut};
 use half::slice::HalfFloatSliceExt;
 use half::vec::HalfFloatVecExt;
@@ -19,6 +21,11 @@ pub struct Tensor {
 }
 
 impl Tensor {
+    /// A copy of what an engine lends.
+    pub(crate) fn copy(spec: &TensorSpec, slice: &SliceMut<'_>) -> Self {
+        Self { spec: spec.clone(), bytes: to_bytes(slice.as_slice()) }
+    }
+
     /// A tensor of f32 under `name`.
     #[must_use]
     pub fn f32(name: String, shape: Vec<usize>, values: &[f32]) -> Self {
@@ -50,6 +57,39 @@ fn widened(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     }
 }
 
+/// Visits a model's parameters and, after them, its buffers: position among all, spec, elements.
+///
+/// # Errors
+///
+/// Those of `visit` and of the engine.
+pub(crate) fn visit_model(
+    engine: &mut dyn Engine,
+    visit: &mut dyn FnMut(usize, &TensorSpec, &mut SliceMut<'_>) -> Result<()>,
+) -> Result<()> {
+    let (params, first_buffer) = (engine.params().to_vec(), engine.params().len());
+    engine.with_params(&mut |slices| {
+        let mut all = slices.iter_mut().zip(&params).enumerate();
+        all.try_for_each(|(index, (slice, spec))| visit(index, spec, slice))
+    })?;
+    visit_buffers(engine, &mut |index, spec, slice| visit(first_buffer + index, spec, slice))
+}
+
+/// As [`visit_model`], the buffers alone.
+///
+/// # Errors
+///
+/// Those of `visit` and of the engine.
+pub(crate) fn visit_buffers(
+    engine: &mut dyn Engine,
+    visit: &mut dyn FnMut(usize, &TensorSpec, &mut SliceMut<'_>) -> Result<()>,
+) -> Result<()> {
+    let buffers = engine.buffers().to_vec();
+    engine.with_buffers(&mut |slices| {
+        let mut all = slices.iter_mut().zip(&buffers).enumerate();
+        all.try_for_each(|(index, (slice, spec))| visit(index, spec, slice))
+    })
+}
+
 /// Copies of a model's parameters and, after them, its buffers.
 ///
 /// # Errors
@@ -57,25 +97,11 @@ fn widened(dtype: DType, bytes: &[u8]) -> Vec<f32> {
 /// Those of the engine.
 pub fn model_tensors(engine: &mut dyn Engine) -> Result<Vec<Tensor>> {
     let mut tensors = Vec::new();
-    let (params, buffers) = (engine.params().to_vec(), engine.buffers().to_vec());
-    engine.with_params(&mut |slices| {
-        tensors.extend(copies(&params, slices));
-        Ok(())
-    })?;
-    engine.with_buffers(&mut |slices| {
-        tensors.extend(copies(&buffers, slices));
+    visit_model(engine, &mut |_, spec, slice| {
+        tensors.push(Tensor::copy(spec, slice));
         Ok(())
     })?;
     Ok(tensors)
-}
-
-/// Copies of what an engine lends.
-pub(crate) fn copies(specs: &[TensorSpec], slices: &mut [SliceMut<'_>]) -> Vec<Tensor> {
-    let tensor = |(spec, slice): (&TensorSpec, &mut SliceMut<'_>)| Tensor {
-        spec: spec.clone(),
-        bytes: to_bytes(slice.as_slice()),
-    };
-    specs.iter().zip(slices).map(tensor).collect()
 }
 
 /// As safetensors.
@@ -156,6 +182,15 @@ pub(super) fn scaled(dtype: DType, bytes: &[u8], share: f32) -> HostTensor {
         DType::F32 => HostTensor::F32(values.collect()),
         DType::F16 => HostTensor::F16(values.map(f16::from_f32).collect()),
         DType::Bf16 => HostTensor::Bf16(values.map(bf16::from_f32).collect()),
+    }
+}
+
+/// The elements as f32, exactly.
+pub(crate) fn to_f32(slice: Slice<'_>) -> Cow<'_, [f32]> {
+    match slice {
+        Slice::F32(values) => Cow::Borrowed(values),
+        Slice::F16(values) => Cow::Owned(values.to_f32_vec()),
+        Slice::Bf16(values) => Cow::Owned(values.to_f32_vec()),
     }
 }
 

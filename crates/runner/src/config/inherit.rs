@@ -1,7 +1,7 @@
-//! `_base_`: a file says what is different from others.
+//! `_base_`: a file inherits from other files and overrides some of their keys.
 //!
 //! Tables are merged key by key, anything else is replaced. A table with `_delete_ = true` replaces the
-//! base's whole. Two bases of one file must not say the same key twice.
+//! base's whole. Two bases of one file must not have a key in common.
 
 use std::path::{Path, PathBuf};
 
@@ -9,10 +9,10 @@ use super::interpolate::interpolate;
 use super::tree::{Entry, Node, Value};
 use crate::{Error, Result};
 
-/// Files inside one another.
+/// Maximum depth of inheritance.
 const MAX_DEPTH: usize = 32;
 
-/// Reads a file with all it inherits from; and its text, if it stands alone.
+/// Reads a file and those it inherits from; its text too, if it inherits from none.
 pub(super) fn read(path: &Path) -> Result<(Node, Option<String>)> {
     read_inner(path, &mut Vec::new())
 }
@@ -31,7 +31,7 @@ fn read_inner(path: &Path, open: &mut Vec<PathBuf>) -> Result<(Node, Option<Stri
     if bases.is_empty() {
         let before = super::show::show(&root, false);
         interpolate(&mut root, path, None)?;
-        // The text alone is not the whole story if it mentions variables.
+        // With variables replaced, the text is no longer the whole configuration.
         let is_plain = before == super::show::show(&root, false);
         return Ok((root, is_plain.then_some(text)));
     }
@@ -158,7 +158,7 @@ fn is_numbered(entries: &[Entry]) -> bool {
 fn merge_numbered(
     mut nodes: Vec<Node>,
     entries: Vec<Entry>,
-    place: super::tree::Place,
+    place: super::tree::Span,
 ) -> Result<Node> {
     for entry in entries {
         let index: usize = entry.key.parse().unwrap_or(usize::MAX);

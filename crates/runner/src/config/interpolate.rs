@@ -11,7 +11,7 @@
 use std::path::Path;
 
 use super::options::parse_variable;
-use super::tree::{Node, Place, Value};
+use super::tree::{Node, Span, Value};
 use crate::Result;
 
 /// Replaces them in all strings of `node`, which is of the file `path`.
@@ -29,7 +29,7 @@ pub(super) fn interpolate(node: &mut Node, path: &Path, base: Option<&Node>) -> 
     }
 }
 
-fn replace(text: &str, place: &Place, path: &Path, base: Option<&Node>) -> Result<Node> {
+fn replace(text: &str, place: &Span, path: &Path, base: Option<&Node>) -> Result<Node> {
     let mut result = String::new();
     let mut rest = text;
     while let Some((before, after)) = rest.split_once("{{") {
@@ -66,7 +66,7 @@ fn replace(text: &str, place: &Place, path: &Path, base: Option<&Node>) -> Resul
     Ok(Node { value: Value::String(result), place: place.clone() })
 }
 
-fn environment(variable: &str, place: &Place) -> Result<String> {
+fn environment(variable: &str, place: &Span) -> Result<String> {
     let (name, default) = match variable.split_once(':') {
         Some((name, default)) => (name.trim(), Some(default.trim())),
         None => (variable.trim(), None),
@@ -80,7 +80,7 @@ fn environment(variable: &str, place: &Place) -> Result<String> {
     }
 }
 
-fn find<'a>(base: Option<&'a Node>, key: &str, place: &Place) -> Result<&'a Node> {
+fn find<'a>(base: Option<&'a Node>, key: &str, place: &Span) -> Result<&'a Node> {
     let Some(mut node) = base else {
         return Err(place.error("`_base_` is mentioned, but this file inherits from none"));
     };
@@ -95,7 +95,7 @@ fn find<'a>(base: Option<&'a Node>, key: &str, place: &Place) -> Result<&'a Node
     Ok(node)
 }
 
-fn file_part(name: &str, path: &Path, place: &Place) -> Result<String> {
+fn file_part(name: &str, path: &Path, place: &Span) -> Result<String> {
     let text =
         |part: Option<&std::ffi::OsStr>| part.unwrap_or_default().to_string_lossy().into_owned();
     Ok(match name {

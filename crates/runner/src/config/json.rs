@@ -1,12 +1,13 @@
-//! JSON text to a tree. serde_json does not say where a value stands, so this is a parser of our own;
-//! what is inside a string is left to serde_json.
+//! Parses JSON text to a tree.
+//!
+//! serde_json does not report where a value is, so this is a parser of our own; strings and numbers are serde_json's.
 
 use std::sync::Arc;
 
-use super::tree::{Entry, Node, Place, Source, Value};
+use super::tree::{Entry, Node, Source, Span, Value};
 use crate::{Error, Result};
 
-/// Tables and arrays inside one another.
+/// Maximum depth of nested objects and arrays.
 const MAX_DEPTH: usize = 128;
 
 /// Parses a whole file, whose root must be an object.
@@ -31,7 +32,7 @@ struct Parser<'a> {
 }
 
 impl Parser<'_> {
-    fn place(&self) -> Place {
+    fn place(&self) -> Span {
         self.source.at(self.at)
     }
 
@@ -65,14 +66,14 @@ impl Parser<'_> {
             Some(b'[') => self.nested(Self::array)?,
             Some(b'"') => Value::String(self.string()?),
             Some(b'-' | b'0'..=b'9') => self.number()?,
-            _ => self.word()?,
+            _ => self.literal()?,
         };
         Ok(Node { value, place })
     }
 
     fn nested(&mut self, inner: fn(&mut Self) -> Result<Value>) -> Result<Value> {
         if self.depth == MAX_DEPTH {
-            return Err(self.error(format!("more than {MAX_DEPTH} objects inside one another")));
+            return Err(self.error(format!("more than {MAX_DEPTH} nested objects")));
         }
         (self.at, self.depth) = (self.at + 1, self.depth + 1);
         let value = inner(self)?;
@@ -90,7 +91,7 @@ impl Parser<'_> {
             let key_place = self.place();
             let key = self.string()?;
             if entries.iter().any(|e| e.key == key) {
-                return Err(key_place.error(format!("`{key}` is here a second time")));
+                return Err(key_place.error(format!("duplicate key `{key}`")));
             }
             if !self.take(b':') {
                 return Err(self.error("expected `:`"));
@@ -148,15 +149,15 @@ impl Parser<'_> {
         Ok(value)
     }
 
-    fn word(&mut self) -> Result<Value> {
-        let words = [
+    fn literal(&mut self) -> Result<Value> {
+        let literals = [
             ("true", Value::Boolean(true)),
             ("false", Value::Boolean(false)),
             ("null", Value::Null),
         ];
-        for (word, value) in words {
-            if self.text[self.at..].starts_with(word) {
-                self.at += word.len();
+        for (literal, value) in literals {
+            if self.text[self.at..].starts_with(literal) {
+                self.at += literal.len();
                 return Ok(value);
             }
         }
@@ -235,7 +236,7 @@ mod tests {
     fn mistakes_have_a_place() {
         for (text, says) in [
             ("[1]", "c.json:1:1: the root must be an object, got an array"),
-            ("{\"a\": 1,\n \"a\": 2}", "c.json:2:2: `a` is here a second time"),
+            ("{\"a\": 1,\n \"a\": 2}", "c.json:2:2: duplicate key `a`"),
             ("{\"a\": 99999999999999999999}", "c.json:1:7: `99999999999999999999` does not fit"),
             ("{\"a\": tru}", "c.json:1:7: expected a value"),
             ("{\"a\": 1} x", "c.json:1:10: expected the end"),
@@ -246,6 +247,6 @@ mod tests {
             assert!(said.starts_with(says), "{said}");
         }
         let deep = format!("{{\"a\": {}", "[".repeat(1000));
-        assert!(read(&deep).unwrap_err().to_string().contains("inside one another"));
+        assert!(read(&deep).unwrap_err().to_string().contains("nested objects"));
     }
 }

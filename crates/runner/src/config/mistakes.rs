@@ -1,4 +1,4 @@
-//! The mistakes of a configuration, which are told all at once.
+//! Collects the mistakes of a configuration, so that all are reported at once.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 use crate::{Error, Result};
 
-/// The mistakes found so far. Clones share one list.
+/// List of the mistakes found so far. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Mistakes(Arc<Mutex<Vec<Error>>>);
 
@@ -28,7 +28,7 @@ impl Mistakes {
         self.0.lock().len()
     }
 
-    /// The error of a reader that cannot do without a value whose mistake is on the list already.
+    /// Error for a missing value whose mistake is already on the list.
     pub(crate) const fn listed() -> Error {
         Error::Config(String::new())
     }
@@ -38,7 +38,7 @@ impl Mistakes {
         matches!(error, Error::Config(text) if text.is_empty())
     }
 
-    /// All of them as one error, one a line.
+    /// Returns all mistakes as one error, one per line.
     ///
     /// # Errors
     ///

@@ -8,7 +8,7 @@
 //!
 //! Before that, a file may inherit from others (`inherit`), mention variables (`interpolate`), and be
 //! overridden from the command line (`options`): MMEngine's rules, without its Python. Every value keeps
-//! the place it came from through all of that.
+//! its span through all of that.
 //!
 //! `{{ $NAME }}` and `{{ $NAME:default }}` in a string put the variable's text in as it is, blanks and commas
 //! included. A string that is nothing else is also the number, boolean or array that the text is, where a key
@@ -29,7 +29,7 @@ use std::path::Path;
 pub(crate) use mistakes::Mistakes;
 pub use section::{ConfigValue, FromConfig, Section};
 pub(crate) use section::{parse_duration, unknown};
-pub use tree::Place;
+pub use tree::Span;
 use tree::{Node, Source, Value};
 
 use crate::Result;
@@ -55,7 +55,7 @@ impl Config {
         Ok(Self { root, text, name: path.display().to_string() })
     }
 
-    /// Parses TOML (or, if `name` ends so, JSON) text; `name` stands for the file in messages. Text cannot
+    /// Parses TOML (or, if `name` ends so, JSON) text; `name` is the file's name in messages. Text cannot
     /// inherit.
     ///
     /// # Errors
@@ -93,7 +93,7 @@ impl Config {
         self.text.clone().unwrap_or_else(|| self.show(false))
     }
 
-    /// All values as TOML, one a line; with `origin`, each with the place that it came from.
+    /// All values as TOML, one a line; with `origin`, each with its span.
     #[must_use]
     pub fn show(&self, origin: bool) -> String {
         show::show(&self.root, origin)

@@ -5,7 +5,7 @@
 //! put in the place of the one that was there.
 
 use super::toml;
-use super::tree::{Entry, Node, Place, Source, Value};
+use super::tree::{Entry, Node, Source, Span, Value};
 use crate::{Error, Result};
 
 /// Applies one override. Tables that the key needs and that are not there are made.
@@ -50,7 +50,7 @@ pub(super) fn apply(root: &mut Node, option: &str) -> Result<()> {
 }
 
 /// The value of `key`, made if it is not there.
-fn entry<'a>(entries: &'a mut Vec<Entry>, key: &str, place: &Place) -> &'a mut Node {
+fn entry<'a>(entries: &'a mut Vec<Entry>, key: &str, place: &Span) -> &'a mut Node {
     let index = entries.iter().position(|e| e.key == key).unwrap_or_else(|| {
         let node = Node { value: Value::Null, place: place.clone() };
         entries.push(Entry { key: key.to_owned(), key_place: place.clone(), node });
@@ -62,7 +62,7 @@ fn entry<'a>(entries: &'a mut Vec<Entry>, key: &str, place: &Place) -> &'a mut N
 /// A value as MMEngine's `DictAction` reads it: an integer, a float, `true` or `false` in any case,
 /// `None`, a list of these in brackets, parentheses or with commas alone, or else text. Blanks and quotes
 /// around it do not count.
-pub(super) fn parse_value(text: &str, place: &Place) -> Result<Value> {
+pub(super) fn parse_value(text: &str, place: &Span) -> Result<Value> {
     let text: String = text.trim_matches(['\'', '"']).chars().filter(|c| *c != ' ').collect();
     let inside = |open, close| text.strip_prefix(open).and_then(|t| t.strip_suffix(close));
     let items = match inside('[', ']').or_else(|| inside('(', ')')) {
@@ -70,7 +70,7 @@ pub(super) fn parse_value(text: &str, place: &Place) -> Result<Value> {
         None if text.contains(',') => &text,
         None => return Ok(parse_scalar(&text)),
     };
-    let no_list = || place.error(format!("`{text}` is no list: its brackets do not match"));
+    let no_list = || place.error(format!("`{text}` is not a list: its brackets do not match"));
     let count = |bracket| items.matches(bracket).count();
     if count('(') != count(')') || count('[') != count(']') {
         return Err(no_list());
@@ -91,7 +91,7 @@ pub(super) fn parse_value(text: &str, place: &Place) -> Result<Value> {
 }
 
 /// The whole text of a variable of the environment: a string as it is, and perhaps something else as well.
-pub(super) fn parse_variable(text: String, place: &Place) -> Value {
+pub(super) fn parse_variable(text: String, place: &Span) -> Value {
     let is_list = text.starts_with('[') && text.ends_with(']');
     let other = if is_list { parse_value(&text, place).ok() } else { Some(parse_scalar(&text)) };
     match other {
@@ -193,10 +193,10 @@ mod tests {
             ("brand.new.key.more=1", "`brand.new.key` is an integer and has no `more`"),
             ("lr", "--cfg-options lr: expected `dotted.key=value`"),
             ("a..b=1", "an empty part"),
-            ("lr=[1,2", "--cfg-options lr=[1,2: `[1,2` is no list: its brackets do not match"),
-            ("lr=1,[2,3", "`1,[2,3` is no list"),
-            ("lr=[1]2]", "`[1]2]` is no list"),
-            ("lr=]1,2[", "`]1,2[` is no list"),
+            ("lr=[1,2", "--cfg-options lr=[1,2: `[1,2` is not a list: its brackets do not match"),
+            ("lr=1,[2,3", "`1,[2,3` is not a list"),
+            ("lr=[1]2]", "`[1]2]` is not a list"),
+            ("lr=]1,2[", "`]1,2[` is not a list"),
             // A shell that was given no quotes took these.
             ("lr={type=SGD}", "--cfg-options lr={type=SGD}: not a value of TOML: "),
             ("lr=[{a=1}", "--cfg-options lr=[{a=1}: not a value of TOML: "),

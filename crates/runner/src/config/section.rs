@@ -1,9 +1,9 @@
-//! One table of a configuration, taken apart key by key.
+//! `Section`: reads one table of a configuration key by key.
 
 use std::time::Duration;
 
 use super::mistakes::Mistakes;
-use super::tree::{Entry, Node, Place, Value};
+use super::tree::{Entry, Node, Span, Value};
 use crate::{Error, Result};
 
 /// A table being read. Each key is taken at most once; [`finish`](Self::finish) refuses the rest.
@@ -12,35 +12,35 @@ pub struct Section {
     /// Dotted path from the root, empty for the root.
     path: String,
     /// Where the table begins, for errors about what it lacks.
-    place: Place,
+    place: Span,
     entries: Vec<Entry>,
     /// Every key asked for so far: the valid names.
     asked: Vec<&'static str>,
-    /// Every value taken so far, and where it stands.
-    taken: Vec<(&'static str, Place)>,
+    /// Every value taken so far, and its span.
+    taken: Vec<(&'static str, Span)>,
     /// Where mistakes go, if reading goes on after one.
     mistakes: Option<Mistakes>,
 }
 
 impl Section {
-    pub(super) fn new(path: String, place: Place, entries: Vec<Entry>) -> Self {
+    pub(super) fn new(path: String, place: Span, entries: Vec<Entry>) -> Self {
         Self { path, place, entries, asked: Vec::new(), taken: Vec::new(), mistakes: None }
     }
 
-    /// Goes on after mistakes from now on, here and in the tables inside, and puts them on this list: a value
-    /// that is wrong is as if it were not there.
+    /// Collects mistakes from now on instead of returning the first one, here and in inner tables. A wrong value is
+    /// treated as absent.
     pub(crate) fn collect_mistakes(&mut self) -> Mistakes {
         self.mistakes.get_or_insert_default().clone()
     }
 
-    /// A mistake after which reading may go on.
+    /// Records a mistake after which reading continues; returns it as an error if mistakes are not collected.
     pub(crate) fn note(&self, error: Error) -> Result<()> {
         let Some(mistakes) = &self.mistakes else { return Err(error) };
         mistakes.add(error);
         Ok(())
     }
 
-    /// What `read` makes of this table; none after a mistake that it could not go on after.
+    /// Result of `read`; `None` after a mistake that stopped it.
     pub(crate) fn attempt<T>(
         &mut self,
         read: impl FnOnce(&mut Self) -> Result<T>,
@@ -96,7 +96,7 @@ impl Section {
         }
     }
 
-    /// The value of `key`, which must satisfy `valid`; `range` says in words what that is.
+    /// The value of `key`, which must satisfy `valid`; `range` describes the valid values.
     ///
     /// # Errors
     ///
@@ -118,7 +118,7 @@ impl Section {
         Ok(default)
     }
 
-    /// The value of `key`, one of `choices`, mapped to what the choice stands for.
+    /// The value of `key`, one of `choices`, mapped to the choice's value.
     ///
     /// # Errors
     ///
@@ -184,8 +184,7 @@ impl Section {
         Ok(sections.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
-    /// Every key that nobody has taken, with its sub-table: for tables whose keys are the user's
-    /// own names. Call it after all others.
+    /// Every key not taken yet, with its sub-table: for tables whose keys are the user's own names. Call it last.
     ///
     /// # Errors
     ///
@@ -210,7 +209,7 @@ impl Section {
         entries.into_iter().map(list).collect()
     }
 
-    /// Takes the tables that nobody has taken and that have `inner`. Call it after all others.
+    /// Takes the remaining tables that have the key `inner`. Call it last.
     pub(crate) fn tables_with(&mut self, inner: &str) -> Result<Vec<Self>> {
         let has = |entry: &Entry| match &entry.node.value {
             Value::Table(entries) => entries.iter().any(|e| e.key == inner),
@@ -236,11 +235,11 @@ impl Section {
         }
     }
 
-    /// Refuses whatever was not asked for.
+    /// Refuses every key that was not asked for.
     ///
     /// # Errors
     ///
-    /// [`Error::Config`] at the first key that nobody took, naming the nearest valid one.
+    /// [`Error::Config`] at the first unknown key, naming the nearest valid one.
     pub fn finish(self) -> Result<()> {
         let place =
             if self.path.is_empty() { String::new() } else { format!(" in [{}]", self.path) };
@@ -284,11 +283,11 @@ impl Section {
     ///
     /// # Errors
     ///
-    /// [`Error::Config`] if the file has it; `why` says what there is instead.
+    /// [`Error::Config`] if the file has it; `why` is the reason or the alternative.
     pub fn refuse(&mut self, key: &'static str, why: &str) -> Result<()> {
         let asked = self.asked.len();
         let entry = if self.is_off(key) { None } else { self.take(key) };
-        // Nobody is told that this is a valid name.
+        // Not listed among the valid keys.
         self.asked.truncate(asked);
         let Some(entry) = entry else { return Ok(()) };
         self.note(entry.key_place.error(format!("`{key}` is left out on purpose: {why}")))
@@ -338,8 +337,8 @@ impl Section {
         }
     }
 
-    /// Where the value of `key` stands; the table's own place without one.
-    pub(crate) fn offset_of(&self, key: &str) -> Place {
+    /// Span of the value of `key`; the table's own if it is absent.
+    pub(crate) fn offset_of(&self, key: &str) -> Span {
         let entry = self.entries.iter().find(|e| e.key == key);
         entry.map_or(&self.place, |e| &e.node.place).clone()
     }
@@ -391,7 +390,7 @@ impl Section {
         let nearest = distances.min_by_key(|(_, distance)| *distance);
         let hint = match nearest.filter(|(_, distance)| near(*distance, key)) {
             Some((index, _)) => {
-                // It has been told of, then.
+                // Reported here, so not reported again as unknown.
                 let entry = self.entries.remove(index);
                 let there = entry.key_place.line_from(&self.place);
                 format!(" (is `{}` {there} meant for it?)", entry.key)
@@ -421,7 +420,7 @@ fn is_cut_short(name: &str, whole: &str) -> bool {
     3 * name.len() >= whole.len() && name.chars().all(|c| letters.any(|l| l == c))
 }
 
-/// Whether so many mistakes are likely in a name.
+/// Whether a name with this many typing mistakes is likely meant.
 fn near(distance: usize, name: &str) -> bool {
     distance <= 1 + name.len() / 3
 }
@@ -448,7 +447,7 @@ pub struct ConfigValue<'a>(&'a Value);
 
 /// A type that a configuration value can be.
 pub trait FromConfig: Sized {
-    /// What is expected, in words: `an integer`.
+    /// Description of the expected value: `an integer`.
     const EXPECTED: &'static str;
 
     /// The value, if it is of this type.
@@ -460,7 +459,7 @@ fn from_value<T: FromConfig>(value: &Value) -> Option<T> {
     T::from_node(ConfigValue(value.plain())).or_else(|| T::from_node(ConfigValue(value)))
 }
 
-/// Types that are one kind of value: the type, what is expected in words, the kinds it is made of.
+/// Implements [`FromConfig`]: the type, its description, the kinds of value it is read from.
 macro_rules! from_config {
     ($($type:ty, $expected:literal: $($kind:pat => $value:expr),+;)*) => {$(
         impl FromConfig for $type {
@@ -480,7 +479,7 @@ from_config! {
     u64, "a non-negative integer": Value::Integer(i) => Self::try_from(*i).ok();
     usize, "a non-negative integer": Value::Integer(i) => Self::try_from(*i).ok();
     i64, "an integer": Value::Integer(i) => Some(*i);
-    // An integer is a number to whoever writes `lr = 1`.
+    // `lr = 1` is a valid number.
     f64, "a number": Value::Float(f) => Some(*f), Value::Integer(i) => Some(*i as Self);
     f32, "a number": Value::Float(f) => Some(*f as Self), Value::Integer(i) => Some(*i as f64 as Self);
     bool, "true or false": Value::Boolean(b) => Some(*b);

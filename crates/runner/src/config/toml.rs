@@ -1,4 +1,4 @@
-//! TOML text to a tree.
+//! Parses TOML text to a tree.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ pub(super) fn parse(source: &Arc<Source>, text: &str) -> Result<Node> {
     Ok(Node { value, place: source.at(0) })
 }
 
-/// Parses one value, as it would stand behind `key = `.
+/// Parses one value, as behind `key = `.
 pub(super) fn parse_value(source: &Arc<Source>, text: &str) -> Result<Value> {
     let value = DeValue::parse(text).map_err(|e| {
         source.at(0).error(format!(

@@ -1,11 +1,10 @@
-//! A configuration as a tree whose every value remembers where it stood: in a file, or in an override of
-//! the command line.
+//! A configuration as a tree in which every value keeps its span: in a file, or in an override of the command line.
 
 use std::sync::Arc;
 
 use crate::Error;
 
-/// What a configuration, or a part of it, came from.
+/// Where a configuration, or a part of it, came from: a file or an override.
 #[derive(Debug)]
 pub(super) struct Source {
     name: String,
@@ -26,26 +25,26 @@ impl Source {
         Arc::new(Self { name, line_starts: Vec::new(), text: String::new() })
     }
 
-    pub(super) fn at(self: &Arc<Self>, offset: usize) -> Place {
-        Place { source: Arc::clone(self), offset }
+    pub(super) fn at(self: &Arc<Self>, offset: usize) -> Span {
+        Span { source: Arc::clone(self), offset }
     }
 }
 
-/// Where something stands.
+/// Source and offset of a key or value.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct Span {
     source: Arc<Source>,
     offset: usize,
 }
 
-impl Place {
+impl Span {
     /// An error there.
     #[must_use]
     pub fn error(&self, message: impl std::fmt::Display) -> Error {
         Error::Config(format!("{self}: {message}"))
     }
 
-    /// In words, seen from `here`: a line, and the file if it is another.
+    /// Description relative to `here`: the line, and the file if it is another.
     pub(super) fn line_from(&self, here: &Self) -> String {
         match (Arc::ptr_eq(&self.source, &here.source), self.source.line_starts.is_empty()) {
             (true, false) => format!("on line {}", self.line()),
@@ -58,7 +57,7 @@ impl Place {
         Arc::ptr_eq(&self.source, &other.source)
     }
 
-    /// Whatever stands earlier comes first.
+    /// Byte offset in the source.
     pub(super) fn offset(&self) -> usize {
         self.offset
     }
@@ -70,7 +69,7 @@ impl Place {
 }
 
 /// `file:line:col`, both counted from 1, columns in characters; or the override.
-impl std::fmt::Display for Place {
+impl std::fmt::Display for Span {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Source { name, line_starts, text } = &*self.source;
         if line_starts.is_empty() {
@@ -83,11 +82,11 @@ impl std::fmt::Display for Place {
     }
 }
 
-/// A value and where it stands.
+/// A value and its span.
 #[derive(Clone, Debug)]
 pub(super) struct Node {
     pub(super) value: Value,
-    pub(super) place: Place,
+    pub(super) place: Span,
 }
 
 /// What a configuration can say.
@@ -110,7 +109,7 @@ pub(super) enum Value {
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
     pub(super) key: String,
-    pub(super) key_place: Place,
+    pub(super) key_place: Span,
     pub(super) node: Node,
 }
 
@@ -123,7 +122,7 @@ impl Value {
         }
     }
 
-    /// The kind of value, as a user would call it.
+    /// Kind of value, for messages.
     pub(super) fn kind(&self) -> &'static str {
         match self {
             Self::Null => "nothing",

@@ -3,12 +3,12 @@
 use std::borrow::Cow;
 
 use collective::{ProcessGroup, ReduceOp};
-use fused_optim::SliceMut;
 use serde_json::{Value, json};
 
 use super::Hook;
 use crate::checkpoint::{
-    Checkpoint, Draft, Position, Tensor, copy_from_bytes, model_tensors, round_into,
+    Checkpoint, Draft, Position, Tensor, copy_from_bytes, model_tensors, round_into, to_f32,
+    visit_model,
 };
 use crate::config::Section;
 use crate::data::Batch;
@@ -88,26 +88,6 @@ impl EmaHook {
         }
     }
 
-    /// Visits parameters, and buffers if those are averaged, with their place among the averages.
-    fn visit(
-        update_buffers: bool,
-        engine: &mut dyn Engine,
-        mut each: impl FnMut(usize, &mut SliceMut<'_>),
-    ) -> Result<()> {
-        let count = engine.params().len();
-        engine.with_params(&mut |params| {
-            params.iter_mut().enumerate().for_each(|(i, slice)| each(i, slice));
-            Ok(())
-        })?;
-        if !update_buffers {
-            return Ok(());
-        }
-        engine.with_buffers(&mut |buffers| {
-            buffers.iter_mut().enumerate().for_each(|(i, slice)| each(count + i, slice));
-            Ok(())
-        })
-    }
-
     /// The average is the model.
     fn copy_model(&mut self, engine: &mut dyn Engine) -> Result<()> {
         if let Averages::Device(averages) = &mut self.averages {
@@ -119,13 +99,11 @@ impl EmaHook {
             return Ok(());
         }
         let mut averages = Vec::new();
-        Self::visit(self.update_buffers, engine, |_, slice| {
-            averages.push(match slice {
-                SliceMut::F32(v) => v.to_vec(),
-                SliceMut::F16(v) => v.iter().map(|x| x.to_f32()).collect(),
-                SliceMut::Bf16(v) => v.iter().map(|x| x.to_f32()).collect(),
-            });
+        visit_model(engine, &mut |_, _, slice| {
+            averages.push(to_f32(slice.as_slice()).into_owned());
+            Ok(())
         })?;
+        averages.truncate(self.count(engine));
         self.averages = Averages::Host(averages);
         Ok(())
     }
@@ -144,10 +122,11 @@ impl EmaHook {
             Averages::Host(averages) => averages,
             Averages::Device(averages) => return averages.update(Some(share)),
         };
-        Self::visit(self.update_buffers, engine, |i, slice| match slice {
-            SliceMut::F32(v) => lerp(&mut averages[i], v.iter().copied(), share),
-            SliceMut::F16(v) => lerp(&mut averages[i], v.iter().map(|x| x.to_f32()), share),
-            SliceMut::Bf16(v) => lerp(&mut averages[i], v.iter().map(|x| x.to_f32()), share),
+        visit_model(engine, &mut |i, _, slice| {
+            if let Some(average) = averages.get_mut(i) {
+                lerp(average, &to_f32(slice.as_slice()), share);
+            }
+            Ok(())
         })
     }
 
@@ -168,23 +147,30 @@ impl EmaHook {
         let engine = runner.engine_mut();
         let shared = self.shared(engine.params().len(), &group)?;
         self.shelved = model_tensors(engine)?;
-        Self::visit(self.update_buffers, engine, |i, slice| {
-            round_into(slice, &shared[i]);
+        visit_model(engine, &mut |i, _, slice| {
+            shared.get(i).into_iter().for_each(|average| round_into(slice, average));
+            Ok(())
         })
     }
 
     /// Puts the model in training back.
     fn unshelve(&mut self, runner: &mut Runner) -> Result<()> {
         let shelved = std::mem::take(&mut self.shelved);
-        Self::visit(self.update_buffers, runner.engine_mut(), |i, slice| {
+        visit_model(runner.engine_mut(), &mut |i, _, slice| {
             copy_from_bytes(slice, &shelved[i].bytes);
+            Ok(())
         })
     }
 
-    /// Names, in order of the averages.
+    /// Number of averages: of the parameters, and of the buffers if those are averaged.
+    fn count(&self, engine: &dyn Engine) -> usize {
+        let buffers = if self.update_buffers { engine.buffers().len() } else { 0 };
+        engine.params().len() + buffers
+    }
+
+    /// Names and shapes, in order of the averages.
     fn specs(&self, engine: &dyn Engine) -> Vec<(String, Vec<usize>)> {
-        let buffers = if self.update_buffers { engine.buffers() } else { &[] };
-        let all = engine.params().iter().chain(buffers);
+        let all = engine.params().iter().chain(engine.buffers()).take(self.count(engine));
         all.map(|spec| (spec.name.clone(), spec.shape.clone())).collect()
     }
 }
@@ -215,7 +201,7 @@ impl Averages {
 }
 
 /// `average + share * (newest - average)`, each operation rounded to f32.
-fn lerp(average: &mut [f32], newest: impl Iterator<Item = f32>, share: f32) {
+fn lerp(average: &mut [f32], newest: &[f32], share: f32) {
     for (a, x) in average.iter_mut().zip(newest) {
         *a += share * (x - *a);
     }
@@ -295,10 +281,8 @@ impl Hook for EmaHook {
             averages.push(values);
         }
         self.averages.load(averages)?;
-        let mut all = engine.params().to_vec();
-        all.extend_from_slice(engine.buffers());
-        let mut sources = Vec::with_capacity(all.len());
-        for spec in &all {
+        let mut sources = Vec::new();
+        for spec in engine.params().iter().chain(engine.buffers()) {
             let source = find(&format!("source.{}", spec.name))?;
             if (&source.spec.shape, source.spec.dtype) != (&spec.shape, spec.dtype) {
                 let text = format!("{FILE}: `{}` is of another shape or type", spec.name);
@@ -306,7 +290,10 @@ impl Hook for EmaHook {
             }
             sources.push(source);
         }
-        Self::visit(true, engine, |i, slice| copy_from_bytes(slice, &sources[i].bytes))
+        visit_model(engine, &mut |i, _, slice| {
+            copy_from_bytes(slice, &sources[i].bytes);
+            Ok(())
+        })
     }
 
     fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
@@ -394,6 +381,8 @@ mod tests {
     use half::f16;
     use parking_lot::Mutex;
     use proptest::prelude::*;
+
+    use fused_optim::SliceMut;
 
     use super::*;
     use crate::runner::{Save, TrainConfig};

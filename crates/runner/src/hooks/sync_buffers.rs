@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use super::Hook;
 use crate::Result;
+use crate::checkpoint::visit_buffers;
 use crate::data::Batch;
 use crate::engine::Losses;
 use crate::runner::Runner;
@@ -28,13 +29,11 @@ impl SyncBuffersHook {
         if !std::mem::take(&mut self.stale) || group.world_size() == 1 {
             return Ok(());
         }
-        runner.engine_mut().with_buffers(&mut |buffers| {
-            for buffer in buffers {
-                match buffer {
-                    SliceMut::F32(b) => group.all_reduce(b, ReduceOp::Avg)?,
-                    SliceMut::F16(b) => group.all_reduce(b, ReduceOp::Avg)?,
-                    SliceMut::Bf16(b) => group.all_reduce(b, ReduceOp::Avg)?,
-                }
+        visit_buffers(runner.engine_mut(), &mut |_, _, buffer| {
+            match buffer {
+                SliceMut::F32(b) => group.all_reduce(b, ReduceOp::Avg)?,
+                SliceMut::F16(b) => group.all_reduce(b, ReduceOp::Avg)?,
+                SliceMut::Bf16(b) => group.all_reduce(b, ReduceOp::Avg)?,
             }
             Ok(())
         })

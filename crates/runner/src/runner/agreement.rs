@@ -1,8 +1,8 @@
-//! When ranks ask one another whether to go on.
+//! `Agreement`: before which batches the ranks exchange signals and spent time budgets.
 //!
-//! To ask is a collective call, and each waits there for the slowest. So it is not done before every
-//! batch but as often as the clock suggests, and since clocks differ, each time the ranks also agree on
-//! how many batches go by until the next: as few as the most careful of them wants.
+//! The exchange is a collective call, in which all wait for the slowest rank. So it happens about every 20 ms instead
+//! of before every batch, and since clocks differ, each exchange also agrees on the number of batches until the
+//! next: the minimum of what the ranks want.
 
 use std::time::{Duration, Instant};
 
@@ -10,37 +10,36 @@ use collective::{ProcessGroup, ReduceOp};
 
 use crate::Result;
 
-/// Counts batches until the ranks of a run ask one another again. Equal on all ranks.
+/// Counts batches until the next exchange. Equal on all ranks.
 #[derive(Debug, Default)]
 pub(super) struct Agreement {
-    /// Batches that still go by.
+    /// Batches left until the next exchange.
     left: u8,
-    /// Batches that went by between the last two times.
+    /// Batches between the last two exchanges.
     every: u8,
-    /// This rank's time of the last one.
+    /// When this rank had the last exchange.
     last: Option<Instant>,
 }
 
 impl Agreement {
-    /// How long the ranks go on without asking, if batches take as long as they did.
+    /// Target time between exchanges.
     pub(super) const INTERVAL: Duration = Duration::from_millis(20);
 
-    /// As many batches as go by at most, should they suddenly take longer.
+    /// Maximum number of batches between exchanges, should they suddenly take longer.
     const MOST: u8 = 64;
 
-    /// Whether the ranks ask before this batch. Every rank calls it before each.
+    /// Whether an exchange is due before this batch. Every rank calls it before each.
     pub(super) fn is_due(&mut self) -> bool {
         let due = self.left == 0;
         self.left = self.left.saturating_sub(1);
         due
     }
 
-    /// The greatest of what the ranks say, place by place. Every rank calls it when it
-    /// [is due](Self::is_due).
-    pub(super) fn reach(&mut self, group: &ProcessGroup, says: [u8; 2]) -> Result<[u8; 2]> {
+    /// Element-wise MAX of the ranks' values. Every rank calls it when it [is due](Self::is_due).
+    pub(super) fn exchange(&mut self, group: &ProcessGroup, own: [u8; 2]) -> Result<[u8; 2]> {
         let took = self.last.map(|last| last.elapsed());
-        // The greatest of what is left to the most is the least.
-        let mut all = [says[0], says[1], Self::MOST - wanted(took, self.every)];
+        // MAX over (MOST - wanted) yields the smallest wanted value.
+        let mut all = [own[0], own[1], Self::MOST - wanted(took, self.every)];
         group.all_reduce(&mut all, ReduceOp::Max)?;
         self.every = Self::MOST - all[2];
         self.left = self.every - 1;
@@ -49,7 +48,7 @@ impl Agreement {
     }
 }
 
-/// How many batches fit the interval, if `every` of them took that long: 1 to `MOST`.
+/// Number of batches that fit the interval, if `every` of them took this long: 1 to `MOST`.
 fn wanted(took: Option<Duration>, every: u8) -> u8 {
     let Some(took) = took else { return 1 };
     let fit = Agreement::INTERVAL.as_secs_f64() / took.as_secs_f64() * f64::from(every);
@@ -62,25 +61,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn as_many_batches_go_by_as_fit_the_interval() {
+    fn exchanges_are_an_interval_apart() {
         let after = |ms, every| wanted(Some(Duration::from_millis(ms)), every);
         assert_eq!(wanted(None, 0), 1);
         assert_eq!([after(0, 1), after(1, 1), after(1, 64)], [64, 20, 64]);
         assert_eq!([after(20, 1), after(40, 20), after(5000, 64)], [1, 10, 1]);
     }
 
-    /// Ranks whose clocks differ ask at the same batches, and one that is asked to end is heard.
+    /// Ranks whose clocks differ exchange before the same batches, and one rank's signal reaches all.
     #[test]
-    fn all_ranks_ask_before_the_same_batches() {
+    fn all_ranks_exchange_before_the_same_batches() {
         let groups = ProcessGroup::threads(3, Duration::from_secs(60)).unwrap();
         let rank = |group: ProcessGroup| {
             let mut agreement = Agreement::default();
             let mut asked = Vec::new();
             for batch in 0..1000_u32 {
                 if agreement.is_due() {
-                    // What one rank is told between two times waits for the next.
+                    // A signal between two exchanges waits for the next.
                     let told = u8::from(group.rank() == 1 && batch >= 700);
-                    let all = agreement.reach(&group, [0, told * 15]).unwrap();
+                    let all = agreement.exchange(&group, [0, told * 15]).unwrap();
                     asked.push(batch);
                     if all != [0, 0] {
                         assert_eq!(all, [0, 15]);

@@ -1,4 +1,4 @@
-//! The parts of a run, collected before anything is made.
+//! `RunnerBuilder`: collects the parts of a run and makes the `Runner`.
 
 use std::num::NonZero;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use super::scheduling::{ParamSchedulerHook, make_schedulers, scale_lr};
 use super::state::engine_seed;
 use super::{DataLoaderConfig, EvalSplit, Evaluation, Hook, Priority, Runner, Status, TrainConfig};
 use crate::checkpoint::Position;
-use crate::config::Place;
+use crate::config::Span;
 use crate::data::DataLoader;
 use crate::device::{self, Device, DeviceConfig, Own};
 use crate::engine::{CompileOptions, Engine};
@@ -57,12 +57,12 @@ pub struct RunnerBuilder {
     pub(crate) compile: Option<CompileOptions>,
     pub(crate) only: Option<EvalSplit>,
     /// Where the configuration has its parts, by key.
-    pub(crate) places: Vec<(&'static str, Place)>,
+    pub(crate) places: Vec<(&'static str, Span)>,
     pub(crate) device: DeviceConfig,
     group: Option<ProcessGroup>,
 }
 
-/// How a run presents itself.
+/// What a run logs, and how.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct LogConfig {
     /// The configuration's text, and what a copy of it is to be called.
@@ -75,7 +75,7 @@ pub(crate) struct LogConfig {
     pub(crate) by_epoch: Option<bool>,
     /// Event files for TensorBoard.
     pub(crate) tensorboard: bool,
-    /// What is too unimportant to be logged.
+    /// Least severe level that is logged.
     pub(crate) log_level: Level,
 }
 
@@ -85,33 +85,59 @@ impl std::fmt::Debug for RunnerBuilder {
     }
 }
 
+/// Setters of [`RunnerBuilder`]: name and argument, the field that is set, its value.
+macro_rules! setters {
+    ($($(#[$doc:meta])* $name:ident($arg:ident: $kind:ty) => $($field:ident).+ = $value:expr;)*) => {$(
+        $(#[$doc])*
+        #[must_use]
+        pub fn $name(mut self, $arg: $kind) -> Self {
+            self.$($field).+ = $value;
+            self
+        }
+    )*};
+}
+
 impl RunnerBuilder {
-    /// The model.
-    #[must_use]
-    pub fn model(mut self, model: ModelFactory) -> Self {
-        self.model = Some(model);
-        self
-    }
-
-    /// What wraps the model; [`DistributedDataParallel`] if not said.
-    #[must_use]
-    pub fn model_wrapper(mut self, wrapper: WrapperFactory) -> Self {
-        self.wrapper = Some(wrapper);
-        self
-    }
-
-    /// The optimizer wrapper.
-    #[must_use]
-    pub fn optim_wrapper(mut self, optim: OptimWrapperFactory) -> Self {
-        self.optim = Some(optim);
-        self
-    }
-
-    /// What to train on.
-    #[must_use]
-    pub fn train_dataloader(mut self, loader: DataLoaderConfig) -> Self {
-        self.train_loader = Some(loader);
-        self
+    setters! {
+        /// The model.
+        model(model: ModelFactory) => model = Some(model);
+        /// What wraps the model; [`DistributedDataParallel`] if not said.
+        model_wrapper(wrapper: WrapperFactory) => wrapper = Some(wrapper);
+        /// The optimizer wrapper.
+        optim_wrapper(optim: OptimWrapperFactory) => optim = Some(optim);
+        /// What to train on.
+        train_dataloader(loader: DataLoaderConfig) => train_loader = Some(loader);
+        /// Scales the learning rate, which is for batches of `base_batch_size` samples over all ranks, to the real size.
+        auto_scale_lr(base_batch_size: usize) => auto_scale_lr = Some(base_batch_size);
+        /// How long to train.
+        train_cfg(train: TrainConfig) => train = Some(train);
+        /// Where checkpoints and logs go.
+        work_dir(dir: impl Into<PathBuf>) => work_dir = Some(dir.into());
+        /// Seed of all random numbers. Without one, rank 0 draws it.
+        seed(seed: u64) => seed = Some(seed);
+        /// Stop training after this long, measured from `build`; the last validation comes on top.
+        time_budget(budget: Option<Duration>) => time_budget = budget;
+        /// Launcher that started the ranks; by default found in the environment.
+        launcher(launcher: Option<Launcher>) => launcher = launcher;
+        /// Go on from the newest checkpoint of the work directory.
+        resume(resume: bool) => resume = resume;
+        /// Lets the run resume from a checkpoint of another number of ranks. Without it that is an error, except in a
+        /// launcher's elastic job. The present ranks share the samples that are left; iterations of the configuration
+        /// stay those of the number of ranks that the run began with, and a step of the optimizer keeps its number of
+        /// samples where `accumulative_counts` can be converted.
+        elastic(elastic: bool) => elastic = elastic;
+        /// Takes the model of a checkpoint; with [`resume`](Self::resume), goes on from it rather than from the
+        /// newest.
+        load_from(checkpoint: impl Into<PathBuf>) => load_from = Some(checkpoint.into());
+        /// Writes event files for TensorBoard, beside `scalars.json`.
+        tensorboard(wanted: bool) => log_config.tensorboard = wanted;
+        /// Has the engine compile the model, and logs the result.
+        compile(options: CompileOptions) => compile = Some(options);
+        /// Where model or optimizer compute; on the host if not said.
+        device(device: DeviceConfig) => device = device;
+        /// Uses a process group that is there already, instead of joining the one that the environment
+        /// describes.
+        process_group(group: ProcessGroup) => group = Some(group);
     }
 
     /// What to validate on, and how.
@@ -125,21 +151,6 @@ impl RunnerBuilder {
     #[must_use]
     pub fn test(mut self, loader: DataLoaderConfig, metric: Box<dyn Metric>) -> Self {
         self.evaluations[EvalSplit::Test as usize] = Some((loader, metric));
-        self
-    }
-
-    /// The learning rate is one for batches of so many samples over all ranks: it is scaled to what
-    /// there really are.
-    #[must_use]
-    pub fn auto_scale_lr(mut self, base_batch_size: usize) -> Self {
-        self.auto_scale_lr = Some(base_batch_size);
-        self
-    }
-
-    /// How long to train.
-    #[must_use]
-    pub fn train_cfg(mut self, train: TrainConfig) -> Self {
-        self.train = Some(train);
         self
     }
 
@@ -157,77 +168,10 @@ impl RunnerBuilder {
         self
     }
 
-    /// Where checkpoints and logs go.
-    #[must_use]
-    pub fn work_dir(mut self, dir: impl Into<PathBuf>) -> Self {
-        self.work_dir = Some(dir.into());
-        self
-    }
-
-    /// Keeps the directory there is, if there is one.
+    /// Sets the work directory unless it is set.
     #[must_use]
     pub fn work_dir_or(mut self, dir: impl Into<PathBuf>) -> Self {
         self.work_dir.get_or_insert_with(|| dir.into());
-        self
-    }
-
-    /// Makes equal runs equal. Without one, rank 0 draws it.
-    #[must_use]
-    pub fn seed(mut self, seed: u64) -> Self {
-        self.seed = Some(seed);
-        self
-    }
-
-    /// Stop training after this long, measured from `build`; the last validation comes on top.
-    #[must_use]
-    pub fn time_budget(mut self, budget: Option<Duration>) -> Self {
-        self.time_budget = budget;
-        self
-    }
-
-    /// Who started the ranks; without it, the environment tells.
-    #[must_use]
-    pub fn launcher(mut self, launcher: Option<Launcher>) -> Self {
-        self.launcher = launcher;
-        self
-    }
-
-    /// Go on from the newest checkpoint of the work directory.
-    #[must_use]
-    pub fn resume(mut self, resume: bool) -> Self {
-        self.resume = resume;
-        self
-    }
-
-    /// Lets the run resume from a checkpoint of another number of ranks. Without it that is an error, except in a
-    /// launcher's elastic job. The present ranks share the samples that are left; iterations of the configuration
-    /// stay those of the number of ranks that the run began with, and a step of the optimizer keeps its number of
-    /// samples where `accumulative_counts` can be converted.
-    #[must_use]
-    pub fn elastic(mut self, elastic: bool) -> Self {
-        self.elastic = elastic;
-        self
-    }
-
-    /// Takes the model of a checkpoint; with [`resume`](Self::resume), goes on from it rather than from the
-    /// newest.
-    #[must_use]
-    pub fn load_from(mut self, checkpoint: impl Into<PathBuf>) -> Self {
-        self.load_from = Some(checkpoint.into());
-        self
-    }
-
-    /// Writes event files for TensorBoard, beside `scalars.json`.
-    #[must_use]
-    pub fn tensorboard(mut self, wanted: bool) -> Self {
-        self.log_config.tensorboard = wanted;
-        self
-    }
-
-    /// Has the engine compile the model; the log says what that came to.
-    #[must_use]
-    pub fn compile(mut self, options: CompileOptions) -> Self {
-        self.compile = Some(options);
         self
     }
 
@@ -245,21 +189,6 @@ impl RunnerBuilder {
     #[must_use]
     pub(crate) fn untested(mut self) -> Self {
         self.evaluations[EvalSplit::Test as usize] = None;
-        self
-    }
-
-    /// Where model or optimizer compute; on the host if not said.
-    #[must_use]
-    pub fn device(mut self, device: DeviceConfig) -> Self {
-        self.device = device;
-        self
-    }
-
-    /// Uses a process group that is there already, instead of joining the one that the environment
-    /// describes.
-    #[must_use]
-    pub fn process_group(mut self, group: ProcessGroup) -> Self {
-        self.group = Some(group);
         self
     }
 
@@ -346,7 +275,7 @@ impl RunnerBuilder {
     }
 }
 
-/// What all ranks must have alike.
+/// Seed and start time of the run, equal on all ranks.
 fn seed_and_time(group: &ProcessGroup, seed: Option<u64>) -> Result<(u64, String)> {
     let now = || Zoned::now().strftime("%Y%m%d_%H%M%S").to_string();
     let shared = || (seed.unwrap_or_else(draw_seed), now());
@@ -357,8 +286,8 @@ fn need(what: &str) -> Error {
     Error::Config(format!("the run has no {what}"))
 }
 
-/// What trains: all of it; or, in a run that evaluates, nothing, with an optimizer that never steps. Of one
-/// that only evaluates now (not `all`), the model is of the precision that it is trained in.
+/// The parts that train: all of them; or, in a run that only evaluates, no loader and an optimizer that never steps.
+/// If the run only evaluates now (not `all`), the model keeps the precision that it is trained in.
 fn training(
     train: Option<TrainConfig>,
     optim: Option<OptimWrapperFactory>,
@@ -399,7 +328,7 @@ fn make_optim(
     Ok(optim)
 }
 
-/// Lets this process open so many files, if it may.
+/// Raises this process's limit of open files, as far as the system allows.
 fn raise_open_files(wanted: Option<u64>) -> Result<()> {
     let Some(wanted) = wanted else { return Ok(()) };
     let mut limit = getrlimit(Resource::Nofile);
@@ -422,7 +351,7 @@ fn make_evaluation(
     Ok(Some(Evaluation { loader, metric, times: (0.0, 0.0) }))
 }
 
-/// Hooks by priority; schedulers have one that lets them step.
+/// Hooks by priority; with schedulers, a [`ParamSchedulerHook`] is added if there is none.
 fn in_order(
     mut hooks: Vec<(Priority, Box<dyn Hook>)>,
     has_schedulers: bool,
@@ -435,7 +364,7 @@ fn in_order(
     hooks
 }
 
-/// Who this process is, as the launcher has it.
+/// Rank and world size of this process, from the launcher's environment.
 fn topology(launcher: Option<Launcher>) -> Result<Topology> {
     let lookup = |name: &str| std::env::var(name).ok();
     Ok(match launcher {

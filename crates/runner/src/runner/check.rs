@@ -1,9 +1,8 @@
-//! What a run is refused for before it makes anything, and `runner check`: all of that at once, and a sample
-//! of each data set tried on the model.
+//! Checks a run before it starts, and `runner check`, which also tries samples of each data set on the model.
 //!
-//! A check is of one rank on the host and creates nothing on disk. Of each data set it takes the samples with
-//! the least and the greatest integers (labels, indices) that it finds among some hundred, so that a label
-//! which the model has no class for is likely among them.
+//! A check runs on one rank on the host and creates nothing on disk. Of each data set it takes the samples with
+//! the smallest and the largest integers (labels, indices) among some hundred, so that a label for which the model
+//! has no class is likely among them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,7 +22,7 @@ use crate::model::ModelContext;
 use crate::schedulers::SchedulerConfig;
 use crate::{Error, Result};
 
-/// How many samples of a data set are looked at.
+/// Number of samples of a data set that are searched.
 const LOOKED_AT: usize = 256;
 
 impl RunnerBuilder {
@@ -34,7 +33,7 @@ impl RunnerBuilder {
         mistakes.check()
     }
 
-    /// Adds all of that to the `mistakes`.
+    /// Adds everything that this run is refused for to `mistakes`.
     pub(crate) fn refuse(&self, mistakes: &Mistakes) {
         if let Some(split) = self.only.filter(|_| !self.evaluates()) {
             mistakes.add(split.missing());
@@ -110,7 +109,7 @@ impl RunnerBuilder {
     }
 }
 
-/// A data set's loader, and a batch of telling samples.
+/// A data set's loader, and a batch of extreme samples.
 fn make(config: DataLoaderConfig, group: &ProcessGroup) -> Result<(DataLoader, Batch)> {
     let loader = config.make(group, 0)?;
     let len = loader.dataset_len();
@@ -160,7 +159,7 @@ fn try_batch(
     engine.forward_backward(batch, 1.0, &sink).map(drop)
 }
 
-/// Has no use for gradients.
+/// Drops gradients.
 struct NoSink;
 
 impl GradSink for NoSink {

@@ -20,19 +20,19 @@ use crate::checkpoint::Position;
 use crate::optim_wrapper::Accumulation;
 use crate::schedulers::Param;
 
-/// What is left to convert once the rest of a checkpoint is loaded.
+/// What remains to be converted after the rest of a checkpoint is loaded.
 #[derive(Debug, Default)]
 pub(super) struct Takeover {
-    /// Multiplies the sum of the ranks' gradients; none if each rank takes its own.
+    /// Factor for the sum of the ranks' gradients; `None` if each rank takes its own.
     pub(super) gradient_share: Option<f32>,
-    /// Samples of a step, before and now, if the learning rate is to follow.
+    /// Samples of a step before and now, if the learning rate is scaled.
     step_size: Option<[usize; 2]>,
 }
 
 impl Runner {
-    /// Goes on in the order of the data where the `was` ranks that wrote the checkpoint had come to, which
-    /// [`position`](Self::position) says. If they were as many, that is the place they began at and their batch;
-    /// others deal what is left anew, so that each sample is seen as often as without the change.
+    /// Continues the data order where the `was` ranks that wrote the checkpoint stopped, at
+    /// [`position`](Self::position). The same number of ranks takes its start and batch over; another number splits
+    /// the rest anew, so that each sample is seen as often as without the change.
     pub(super) fn take_place(&mut self, was: usize) -> Result<Takeover> {
         let is = self.group.world_size();
         let first = self.position.begun.first_world_size.unwrap_or(was);
@@ -50,7 +50,7 @@ impl Runner {
         if was == is {
             return Ok(Takeover::default());
         }
-        // To the nearest batch, and so that the batches that follow are the ones to complete the step.
+        // Rounded to the nearest batch, and below `now`, so that the following batches complete the step.
         self.position.begun.pending = ((2 * pending * was + is) / (2 * is)).min(now - 1);
         let (_, divisor_now) = self.accumulated(now, self.max_iters());
         let (batch, to) = (self.train_loader()?.batch_size(), self.position.iter);
@@ -73,14 +73,14 @@ impl Runner {
         Ok(Takeover { gradient_share, step_size: self.auto_scales_lr.then_some(step_size) })
     }
 
-    /// Position and order of the data for as many ranks as there are, after `was`, in a run that began with `first`.
+    /// Converts position and data order from `was` ranks to the present number, in a run that began with `first`.
     fn convert_position(&mut self, first: usize, was: usize) -> Result<()> {
         let (is, by_epoch) = (self.group.world_size(), self.is_by_epoch());
         let has_more = self.position.iter < self.iters_among(first, was)?;
         let Position { epoch, iter, batch, validated, mut begun } = self.position.clone();
         let loader = self.train_loader()?;
         begun.place = match by_epoch {
-            // Nothing of this epoch has been dealt, whatever the data set was before.
+            // No sample of this epoch has been handed out, whatever the data set was before.
             true if batch == 0 => begun.place.min(epoch * loader.dataset_len()),
             _ if was == is => begun.place,
             true => loader.place_in(was, begun.place, epoch, batch),
@@ -95,7 +95,7 @@ impl Runner {
         let loader = self.train_loader()?;
         let dealt = if by_epoch { epoch * loader.dataset_len() } else { 0 };
         let (iter, max) = (loader.iters_at(begun.place.max(dealt)), self.max_iters());
-        // Rounding neither ends a run nor goes on with one that has ended.
+        // Rounding must neither end a run nor continue one that has ended.
         let iter = if has_more { iter.min(max.saturating_sub(1)) } else { iter.max(max) };
         let position = &mut self.position;
         position.validated = validated.filter(|at| *at == position.iter).map(|_| iter);
@@ -105,14 +105,14 @@ impl Runner {
         Ok(())
     }
 
-    /// Has the data dealt from a place on; the number of the first batch of `epoch` from there.
+    /// Starts the data order at `place`. Returns the index of the first batch of `epoch` from there.
     fn begin_at(&mut self, place: usize, epoch: usize) -> usize {
         let Some(loader) = &mut self.train_loader else { return 0 };
         loader.begin_at(place);
         loader.first_batch(epoch)
     }
 
-    /// Iterations that the whole run is of for so many ranks, its configuration being for `first`.
+    /// Length of the run in iterations of `ranks` ranks, if its configuration is for `first`.
     fn iters_among(&self, first: usize, ranks: usize) -> Result<usize> {
         let loader = self.train_loader()?;
         Ok(match self.train.length {
@@ -121,8 +121,8 @@ impl Runner {
         })
     }
 
-    /// Batches that wait for a step at the position, and what the loss of each is divided by, in a run of `max_iters`
-    /// iterations and steps of `counts` batches.
+    /// Accumulated batches at the position, and the divisor of each batch's loss, in a run of `max_iters` iterations and
+    /// steps of `counts` batches.
     fn accumulated(&self, counts: usize, max_iters: usize) -> (usize, usize) {
         let mut accumulation = Accumulation::new(counts);
         let [seen, max] =
@@ -131,7 +131,7 @@ impl Runner {
         accumulation.pending()
     }
 
-    /// Scales learning rates, and those that schedulers began with, to the size of a step.
+    /// Scales learning rates, and the schedulers' initial ones, to the size of a step.
     pub(super) fn scale_rates(&mut self, takeover: &Takeover) -> Result<()> {
         let Some([was, is]) = takeover.step_size else { return Ok(()) };
         for scheduler in self.schedulers.iter_mut().filter(|s| s.param() == Param::Lr) {
@@ -141,7 +141,7 @@ impl Runner {
     }
 }
 
-/// Batches of a step for so many ranks, if it is `counts` for `first`: to the nearest step in size.
+/// `accumulative_counts` for `ranks` ranks, if it is `counts` for `first`: the nearest step in size.
 fn convert_counts(counts: usize, first: usize, ranks: usize) -> usize {
     ((2 * counts * first + ranks) / (2 * ranks)).max(1)
 }

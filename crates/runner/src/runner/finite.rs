@@ -1,4 +1,4 @@
-//! Numbers that are not finite: a loss is a warning, weights are not saved.
+//! Checks for non-finite numbers: such a loss is a warning, such weights are not saved.
 
 use ::amp::has_non_finite;
 use collective::ReduceOp;
@@ -9,8 +9,8 @@ use crate::Result;
 use crate::optim_wrapper::Update;
 
 impl Runner {
-    /// Warns of a loss that is not finite, on whichever rank it is; of several in a row once.
-    pub(super) fn watch_loss(&mut self, update: &Update) {
+    /// Warns of a loss that is not finite, on its own rank, once for several in a row.
+    pub(super) fn check_loss(&mut self, update: &Update) {
         let bad = update.losses.non_finite();
         let was_bad = std::mem::replace(&mut self.status.loss_is_bad, bad.is_some());
         let Some(loss) = bad.filter(|_| !was_bad) else { return };
@@ -23,12 +23,11 @@ impl Runner {
         self.logger().warning_of_rank(&text);
     }
 
-    /// What would make a checkpoint useless, with its verb: a weight that is not finite, or gradients that wait for
-    /// a step which would not be skipped. The same on all ranks, but for the
-    /// weight's name, which rank 0 has.
+    /// What makes a checkpoint useless, with its verb: a weight that is not finite, or accumulated gradients if a step
+    /// on them would not be skipped. Equal on all ranks, but for the weight's name, which only rank 0 has.
     pub(super) fn find_non_finite(&mut self) -> Result<Option<String>> {
         let mut name = None;
-        // What is saved is rank 0's.
+        // Rank 0's model is saved.
         if self.group.rank() == 0 {
             let specs = self.engine.params().to_vec();
             self.engine.with_params(&mut |params| {
@@ -37,14 +36,14 @@ impl Runner {
                 Ok(())
             })?;
         }
-        let mut in_hand = false;
+        let mut bad_gradients = false;
         if !self.optim.skips_non_finite() {
             self.model.with_grads(&mut |grads| {
-                in_hand = grads.iter().flatten().any(|grad| !is_finite(*grad));
+                bad_gradients = grads.iter().flatten().any(|grad| !is_finite(*grad));
                 Ok(())
             })?;
         }
-        let mut found = [u8::from(name.is_some()), u8::from(in_hand)];
+        let mut found = [u8::from(name.is_some()), u8::from(bad_gradients)];
         self.group.all_reduce(&mut found, ReduceOp::Max)?;
         Ok(match found {
             [0, 0] => None,

@@ -1,4 +1,4 @@
-//! `Hook`: the points of a run at which other code has its turn, and in which order.
+//! `Hook`: the stages of a run at which hooks are called, and `Priority`, the order among hooks.
 
 use serde_json::Value;
 
@@ -9,7 +9,7 @@ use crate::config::{Section, unknown};
 use crate::data::{Array, Batch};
 use crate::engine::Losses;
 
-/// When a hook's turn comes: small numbers first. The constants are MMEngine's.
+/// Order among hooks: small numbers first. The constants are MMEngine's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Priority(pub u8);
 
@@ -97,7 +97,7 @@ pub trait Hook: Send {
     /// Name in logs and in checkpoints; unique within a run.
     fn name(&self) -> &'static str;
 
-    /// Place among the hooks.
+    /// Order among the hooks.
     fn priority(&self) -> Priority {
         Priority::NORMAL
     }
@@ -107,7 +107,7 @@ pub trait Hook: Send {
         Vec::new()
     }
 
-    /// What to tell whoever starts a run of this length with this hook, before it begins.
+    /// Warning that is logged when a run of this length starts with this hook.
     fn warning(&self, length: Length) -> Option<String> {
         None
     }
@@ -121,9 +121,9 @@ pub trait Hook: Send {
         before_train();
         /// Before the first batch of an epoch (or of what is left of it after a resume).
         before_train_epoch();
-        /// Batch in hand, not yet trained on. The hook may change it.
+        /// Before training on the batch, which the hook may change.
         before_train_iter(batch: &mut Batch);
-        /// Trained on the batch; `runner.position().iter` does not count it yet.
+        /// After training on the batch; `runner.position().iter` does not count it yet.
         after_train_iter(batch: &Batch, losses: &Losses);
         /// After the last batch of an epoch; `runner.position().epoch` does not count it yet.
         after_train_epoch();
@@ -134,7 +134,7 @@ pub trait Hook: Send {
         before_val();
         /// Before the first batch of a validation.
         before_val_epoch();
-        /// Batch `index` of a validation in hand. The hook may change it.
+        /// Before batch `index` of a validation, which the hook may change.
         before_val_iter(index: usize, batch: &mut Batch);
         /// The model's outputs on batch `index` of a validation.
         after_val_iter(index: usize, batch: &Batch, outputs: &[(String, Array)]);
@@ -146,7 +146,7 @@ pub trait Hook: Send {
         before_test();
         /// Before the first batch of a test.
         before_test_epoch();
-        /// Batch `index` of a test in hand. The hook may change it.
+        /// Before batch `index` of a test, which the hook may change.
         before_test_iter(index: usize, batch: &mut Batch);
         /// The model's outputs on batch `index` of a test.
         after_test_iter(index: usize, batch: &Batch, outputs: &[(String, Array)]);
@@ -167,7 +167,7 @@ pub trait Hook: Send {
     fn state_dict(&self) -> Option<Value> {
         None
     }
-    /// Goes on from what was saved.
+    /// Restores what was saved.
     fn load_state_dict(&mut self, state: &Value) -> Result<()> {
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! A data set and how to cut it into batches.
+//! `DataLoaderConfig`: a data set and how to cut it into batches.
 
 use std::sync::Arc;
 

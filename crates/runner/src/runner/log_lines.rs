@@ -1,4 +1,4 @@
-//! MMEngine's log lines, so that whatever parses its logs parses ours.
+//! Formats MMEngine's log lines, so that parsers of its logs read ours, and the progress bar.
 
 use std::fmt::Write;
 use std::time::Duration;

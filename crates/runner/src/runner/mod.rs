@@ -1,4 +1,4 @@
-//! `Runner`: holds every part of a run and lets them work together.
+//! `Runner`: holds every part of a run, and lends them to hooks.
 //!
 //! A [`RunnerBuilder`] collects the parts, from a configuration or by hand, and
 //! [`build`](RunnerBuilder::build) joins the process group and makes them. [`Runner::train`] then
@@ -40,7 +40,7 @@ pub use scheduling::ParamSchedulerHook;
 pub(crate) use state::BUFFERS;
 pub use train_config::{Length, TrainConfig};
 
-use crate::checkpoint::Position;
+use crate::checkpoint::{Position, visit_model};
 use crate::data::{Batch, DataLoader};
 use crate::engine::{Engine, Losses};
 use crate::model::ModelWrapper;
@@ -253,13 +253,13 @@ impl Runner {
         parts.iter().map(rate).collect()
     }
 
-    /// Time left until the end of the run, as far as the timer knows.
+    /// Estimated time until the end of the run.
     #[must_use]
     pub fn eta(&self) -> Duration {
         self.output.eta
     }
 
-    /// Tells how much time is left.
+    /// Sets the estimated time until the end of the run.
     pub fn set_eta(&mut self, eta: Duration) {
         self.output.eta = eta;
     }
@@ -270,12 +270,12 @@ impl Runner {
         self.deadline.map(|d| d.saturating_duration_since(Instant::now()))
     }
 
-    /// Ends the training where it next can, after the epoch that is under way. Every rank calls it.
+    /// Ends the training after the current epoch. Every rank calls it.
     pub fn stop_training(&mut self) {
         self.status.stopped = true;
     }
 
-    /// Whether somebody has asked for its end.
+    /// Whether [`stop_training`](Self::stop_training) was called.
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         self.status.stopped
@@ -289,24 +289,19 @@ impl Runner {
 
     /// Makes rank 0's parameters and buffers everyone's.
     pub(crate) fn broadcast_model(&mut self) -> Result<()> {
-        let group = self.group.clone();
-        let mut send = |slices: &mut [SliceMut<'_>]| {
-            for slice in slices {
-                match slice {
-                    SliceMut::F32(s) => group.broadcast(s, 0)?,
-                    SliceMut::F16(s) => group.broadcast(s, 0)?,
-                    SliceMut::Bf16(s) => group.broadcast(s, 0)?,
-                }
+        let group = &self.group;
+        visit_model(&mut *self.engine, &mut |_, _, slice| {
+            match slice {
+                SliceMut::F32(s) => group.broadcast(s, 0)?,
+                SliceMut::F16(s) => group.broadcast(s, 0)?,
+                SliceMut::Bf16(s) => group.broadcast(s, 0)?,
             }
             Ok(())
-        };
-        self.engine.with_params(&mut send)?;
-        self.engine.with_buffers(&mut send)
+        })
     }
 
-    /// Whether the run is to end now, because of the time or a signal. All ranks get one answer: that
-    /// of the most hurried. One rank looks before every batch; several ask one another every
-    /// [`Agreement::INTERVAL`] or so.
+    /// Whether the run ends now, because of the time budget or a signal, on any rank. All ranks get the same answer. A
+    /// single rank checks before every batch; several exchange about every [`Agreement::INTERVAL`].
     pub(crate) fn interrupt(&mut self) -> Result<Option<Interrupt>> {
         let several = self.group.world_size() > 1;
         let can_end = self.deadline.is_some() || signals::are_caught();
@@ -316,7 +311,7 @@ impl Runner {
         let spent = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
         let asked = [u8::from(spent), signals::pending()];
         let [spent, signal] =
-            if several { self.agreement.reach(&self.group, asked)? } else { asked };
+            if several { self.agreement.exchange(&self.group, asked)? } else { asked };
         Ok(match (spent, signal) {
             (_, 1..) => Some(Interrupt::Signal(signal)),
             (1.., 0) => Some(Interrupt::Budget),
@@ -324,8 +319,8 @@ impl Runner {
         })
     }
 
-    /// Has the ranks ask one another before the next batch, whatever the last ones took: those of
-    /// another data set take another time, and a time budget that is spent does not end a validation.
+    /// Has the ranks exchange before the next batch, because batches of another data set take another time, and a spent
+    /// time budget does not end a validation.
     pub(crate) fn ask_before_next(&mut self) {
         self.agreement = Agreement::default();
     }
@@ -344,20 +339,20 @@ impl Runner {
         &mut self.position
     }
 
-    /// Trains on one batch and notes what the model reported.
+    /// Trains on one batch and records what the model reported.
     pub(crate) fn train_step(&mut self, batch: &Batch) -> Result<Losses> {
         let update = self.optim.update_params(&mut *self.engine, &mut *self.model, batch)?;
         if let Some(news) = self.engine.compile_news() {
             self.output.logger().info(&news);
         }
-        // In MMEngine's order: the optimizer wrapper's word comes first.
+        // In MMEngine's order: the optimizer wrapper's scalars come first.
         for (name, value) in self.optim.log_scalars() {
             self.output.scalars.push(name, value);
         }
         for (name, value) in &update.losses.scalars {
             self.output.scalars.push(name, *value);
         }
-        self.watch_loss(&update);
+        self.check_loss(&update);
         Ok(update.losses)
     }
 }

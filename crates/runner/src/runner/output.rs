@@ -1,4 +1,4 @@
-//! What a run leaves behind besides checkpoints: log, scalars, the configuration as it was.
+//! `Output`: a run's log, scalars and copy of its configuration.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -36,7 +36,7 @@ impl Output {
     /// An output that writes to the terminal only, and only on the first rank.
     pub(super) fn new(
         work_dir: PathBuf,
-        speaks: bool,
+        enabled: bool,
         log_config: LogConfig,
         timestamp: String,
     ) -> Self {
@@ -44,7 +44,7 @@ impl Output {
         if let Some(window) = log_config.window_size {
             scalars.set_window(window);
         }
-        let mut logger = Logger::new(speaks);
+        let mut logger = Logger::new(enabled);
         logger.set_least(log_config.log_level);
         Self {
             work_dir,
@@ -68,7 +68,7 @@ impl Output {
         self.or_without("a log", created)
     }
 
-    /// A full disk must not end the run for the sake of its log: it goes on without, and says so.
+    /// On a full disk the run continues without the log, with a warning.
     fn or_without(&mut self, log: &str, written: Result<()>) -> Result<()> {
         match written {
             Err(Error::Io { what, source }) if is_full(&source) => {
@@ -156,18 +156,17 @@ impl Output {
 }
 
 impl Drop for Output {
-    /// Whatever ended the run, what it had to say is written.
+    /// Writes what waits, whatever ended the run.
     fn drop(&mut self) {
         let _ = self.flush();
     }
 }
 
 impl Runner {
-    /// Begins the log: with whom, on which seed, what `auto_scale_lr` (`scaled`) and compiling came to, and
-    /// which hooks there are.
+    /// Begins the log: ranks, seed, the results of `auto_scale_lr` (`scaled`) and `compile`, the hooks.
     pub(super) fn open_output(&mut self, device: &Device, scaled: Option<String>) -> Result<()> {
         if self.train_loader.is_some() {
-            // Before anything is written, for they may be what fills the disk.
+            // Before anything is written, because they may fill the disk.
             remove_leftovers(self.output.work_dir())?;
         }
         self.output.open()?;
@@ -177,15 +176,15 @@ impl Runner {
             n => format!("{n} ranks over {} ({})", group.backend_name(), group.backend_reason()),
         };
         let mut lines = vec![format!("runner {version}: {ranks}, seed {}", self.seed)];
-        let (words, mut warnings) = device.words(&self.group);
-        lines.extend(words);
+        let (line, mut warnings) = device.words(&self.group);
+        lines.extend(line);
         lines.extend(scaled);
         if self.train_loader.is_some() {
             let length = self.train.length;
             warnings.extend(self.hooks.iter().filter_map(|(_, hook)| hook.warning(length)));
         }
         lines.extend(self.engine.compile_report().map(|report| report.to_string()));
-        // MMEngine's words.
+        // MMEngine's text.
         let mut hooks = "Hooks will be executed in the following order:".to_owned();
         for (priority, hook) in &self.hooks {
             hooks += &format!("\n({:<12}) {}", priority.to_string(), hook.name());
@@ -196,7 +195,7 @@ impl Runner {
         Ok(())
     }
 
-    /// Draws the progress bar if somebody watches.
+    /// Draws the progress bar if the output is a terminal.
     pub(crate) fn draw_progress(&mut self, done: usize) {
         if !self.output.logger.wants_bar() {
             return;
@@ -209,7 +208,7 @@ impl Runner {
         }
     }
 
-    /// Logs a line that the progress bar makes superfluous on a terminal, and that may wait.
+    /// Logs a line that a terminal's progress bar replaces, and that may wait.
     pub(crate) fn log_progress(&mut self, line: &str) {
         self.output.waits = true;
         self.output.logger.progress(line);
@@ -256,7 +255,7 @@ impl Runner {
         let counts = if self.logs_by_epoch() { &counts[..] } else { &counts[1..] };
         let rates = self.rates();
         let rates = rates.iter().map(|(name, rate)| (name.as_str(), *rate));
-        // Lent out, for what writes them has them.
+        // Taken out while they are written.
         let scalars = std::mem::take(&mut self.output.scalars);
         let written = self.output.write(rates.chain(scalars.smoothed()), counts);
         self.output.scalars = scalars;

@@ -1,8 +1,8 @@
-//! When a checkpoint is written: at once, or after a stage if one of its hooks asks.
+//! `Save`: a request for a checkpoint, which is written at once, or after the stage if a hook makes it.
 //!
-//! A hook's call of [`Runner::save_checkpoint`] is a request, which is carried out when all hooks of the stage
-//! have had their turn. So what is saved does not depend on their order: every scheduler has stepped, every hook
-//! has counted, and an average that stood in for the weights has left.
+//! A hook's call of [`Runner::save_checkpoint`] is carried out after all hooks of the stage were called. So what is
+//! saved does not depend on their order: every scheduler has stepped, every hook has counted, and the weights that
+//! `EMAHook` replaced for a validation are back.
 
 use super::{Hook, Runner};
 use crate::Result;
@@ -51,16 +51,16 @@ impl Save {
     }
 }
 
-/// How a run stands between batches.
+/// State of a run between batches.
 #[derive(Debug, Default)]
 pub(super) struct Status {
-    /// Somebody has asked for its end.
+    /// `stop_training` was called.
     pub(super) stopped: bool,
     /// It ends before its time.
     pub(super) interrupted: bool,
-    /// A stage's hooks have their turns.
+    /// The hooks of a stage are being called.
     in_hooks: bool,
-    /// Checkpoints that they have asked for.
+    /// Checkpoints that they requested.
     requested: Vec<Save>,
     /// The iteration of the newest checkpoint that it can be resumed from.
     resumable: Option<usize>,
@@ -89,7 +89,7 @@ impl Runner {
         Ok(true)
     }
 
-    /// Calls `stage` on every hook in turn, and then writes the checkpoints that they have asked for. While a hook
+    /// Calls `stage` on every hook in order, and then writes the checkpoints that they requested. While a hook
     /// runs, the others are not reachable.
     pub(crate) fn call_hooks(
         &mut self,
@@ -129,12 +129,12 @@ impl Runner {
         Ok(())
     }
 
-    /// There is a checkpoint that the run can be resumed from at this iteration of the configuration.
+    /// Records that a checkpoint of this iteration (of the configuration) can be resumed from.
     pub(crate) fn note_resumable(&mut self, iter: usize) {
         self.status.resumable = Some(iter);
     }
 
-    /// Lets the hooks save what there is. Whether the run can be resumed from where it is; if not, the log says so.
+    /// Lets the hooks save a checkpoint. Returns whether the run can be resumed from here; if not, logs a warning.
     pub(crate) fn end_early(&mut self) -> Result<bool> {
         self.status.interrupted = true;
         self.call_hooks(|hook, runner| hook.on_interrupt(runner))?;

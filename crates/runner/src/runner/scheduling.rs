@@ -10,10 +10,10 @@ use crate::config::unknown;
 use crate::data::Batch;
 use crate::engine::Losses;
 use crate::optim_wrapper::OptimWrapper;
-use crate::schedulers::{Param, Scheduler, SchedulerConfig, Span};
+use crate::schedulers::{Param, RunLength, Scheduler, SchedulerConfig};
 use crate::{Error, Result};
 
-/// Each takes its first step, so that the optimizer has what training begins with. `epoch_length` is in the
+/// Makes the schedulers. Each takes its first step, which sets the optimizer's initial values. `epoch_length` is in the
 /// configuration's iterations, as `train` is.
 pub(super) fn make_schedulers(
     configs: &[SchedulerConfig],
@@ -29,7 +29,7 @@ pub(super) fn make_schedulers(
         Length::Iters(iters) => (iters.div_ceil(epoch_length.max(1)), iters),
     };
     let (epochs, iters, epoch_length) = (epochs as u64, iters as u64, epoch_length as u64);
-    let span = Span { epochs, iters, epoch_length };
+    let length = RunLength { epochs, iters, epoch_length };
     let mut base: [Option<Vec<Option<f64>>>; 2] = [None, None];
     let make = |config: &SchedulerConfig| {
         let groups = groups_of(config.part.as_deref(), &parts, optimizer.group_count())?;
@@ -39,7 +39,7 @@ pub(super) fn make_schedulers(
         let base = &mut base.get_or_insert_with(unset)[groups.clone()];
         // Those of the first scheduler that changes a group.
         let mut own: Vec<f64> = base.iter().zip(&values).map(|(b, v)| b.unwrap_or(*v)).collect();
-        let scheduler = Scheduler::new(config, span, &mut own, &mut values)?;
+        let scheduler = Scheduler::new(config, length, &mut own, &mut values)?;
         base.iter_mut().zip(own).for_each(|(base, own)| *base = Some(own));
         let first = groups.start;
         write_values(optimizer, config.param, groups, &values)?;
@@ -59,9 +59,8 @@ fn groups_of(part: Option<&str>, parts: &[(String, usize)], count: usize) -> Res
     Ok(first..first + parts[at].1)
 }
 
-/// Lets those that count iterations step after each (after a change of the number of ranks: after each of the
-/// configuration's), those that count epochs after each, and those that need a validation's metrics after each
-/// validation.
+/// Steps the schedulers: those that count iterations after each iteration (of the configuration, if the number of ranks
+/// has changed), those that count epochs after each epoch, and those that need metrics after each validation.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ParamSchedulerHook;
 
@@ -88,7 +87,7 @@ impl Hook for ParamSchedulerHook {
 }
 
 impl Runner {
-    /// Lets the schedulers step that are `due`, in order, each on what those before it left.
+    /// Steps the schedulers that are `due`, in order, each on the values that those before it left.
     fn step_schedulers(
         &mut self,
         metrics: &[(String, f64)],
@@ -104,8 +103,8 @@ impl Runner {
         Ok(())
     }
 
-    /// Lets the schedulers that count iterations step: once, or, once the number of ranks has changed, for each
-    /// iteration of the configuration that this one completes.
+    /// Steps the schedulers that count iterations: once, or, after a change of the number of ranks, for each iteration of
+    /// the configuration that this one completes.
     fn step_iter_schedulers(&mut self) -> Result<()> {
         let counts_iters = |s: &Scheduler| !s.needs_metrics() && !s.by_epoch();
         let Position { iter, begun, .. } = self.position;
@@ -120,7 +119,7 @@ impl Runner {
     }
 }
 
-/// What these parameter groups of an optimizer have.
+/// Values of these parameter groups of an optimizer.
 pub(super) fn read_values(
     optimizer: &dyn Optimizer,
     param: Param,
@@ -157,7 +156,7 @@ pub(super) fn write_values(
     Ok(())
 }
 
-/// Multiplies every group's learning rate, which is one for batches of `base` samples. Tells so.
+/// Scales every group's learning rate from batches of `base` samples to `batch`. Returns the line for the log.
 pub(super) fn scale_lr(
     optimizer: &mut dyn Optimizer,
     batch: usize,

@@ -1,16 +1,17 @@
-//! A run's state to disk and back.
+//! Saves a run's state to a checkpoint and resumes from one.
 
 use std::path::{Path, PathBuf};
 
 use collective::ProcessGroup;
 use collective::object::{all_gather_object, broadcast_object};
-use fused_optim::SliceMut;
 use serde_json::Map;
 
 use super::{Runner, Save};
 use crate::checkpoint::{
-    self, Checkpoint, Contents, Converted, Draft, Found, Meta, Tensor, model_tensors,
+    self, Checkpoint, Contents, Converted, Draft, Found, Meta, Tensor, copy_from_bytes,
+    model_tensors, visit_buffers,
 };
+use crate::engine::TensorSpec;
 use crate::schedulers::Progress;
 use crate::{Error, Result};
 
@@ -61,24 +62,23 @@ impl Runner {
         Ok(self.group.barrier()?)
     }
 
-    /// The model, as the hooks get it; on ranks of several, their own buffers.
+    /// The model, for the hooks to change; with several ranks, this rank's own buffers.
     fn draft(&mut self) -> Result<Draft> {
         let mut draft = Draft::default();
         if self.group.rank() == 0 {
             draft.model = model_tensors(&mut *self.engine)?;
         }
         if self.group.world_size() > 1 {
-            let specs = self.engine.buffers().to_vec();
-            self.engine.with_buffers(&mut |slices| {
-                draft.own = checkpoint::copies(&specs, slices);
+            visit_buffers(&mut *self.engine, &mut |_, spec, slice| {
+                let spec = TensorSpec { name: format!("{BUFFERS}{}", spec.name), ..spec.clone() };
+                draft.own.push(Tensor::copy(&spec, slice));
                 Ok(())
             })?;
-            draft.own.iter_mut().for_each(|tensor| tensor.spec.name.insert_str(0, BUFFERS));
         }
         Ok(draft)
     }
 
-    /// Every rank's bytes; nothing if none has any.
+    /// Every rank's bytes; empty if no rank has any.
     fn gather(&self, mut own: Vec<u8>) -> Result<Vec<Vec<u8>>> {
         let mut lens = vec![0; self.group.world_size()];
         self.group.all_gather(&mut lens, &[own.len() as u64])?;
@@ -125,14 +125,14 @@ impl Runner {
         Ok(self.group.barrier()?)
     }
 
-    /// Takes the model of a checkpoint, and nothing else: that of `load_from`, or, in a run that would
-    /// resume, of the newest. Whether there is one.
+    /// Loads the model of a checkpoint, and nothing else: of `load_from`, or, if the run resumes, of the newest. Returns
+    /// whether there is one.
     pub(crate) fn load_weights(&mut self) -> Result<bool> {
         let path = if self.resume { self.find_checkpoint()?.path } else { self.load_from.clone() };
         let Some(path) = path else { return Ok(false) };
         let loaded = checkpoint::load(&path)?;
         let converted = loaded.load_weights(&mut *self.engine)?;
-        // Hooks take the model too, and nothing else.
+        // Hooks load the model too, and nothing else.
         let resume = std::mem::replace(&mut self.resume, false);
         let told = self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, &loaded));
         self.resume = resume;
@@ -149,8 +149,8 @@ impl Runner {
         Ok(true)
     }
 
-    /// Goes on from a checkpoint if the run is to resume and there is one, or takes the weights of
-    /// one. Whether all ranks have the same state now.
+    /// Resumes from a checkpoint if the run resumes and there is one, or loads the weights of one. Returns whether all
+    /// ranks have the same state now.
     pub(crate) fn load_or_resume(&mut self) -> Result<bool> {
         if !self.resume {
             return self.load_weights();
@@ -172,7 +172,7 @@ impl Runner {
         self.optim.load_state_dict(optim)?;
         self.scale_rates(&takeover)?;
         let rank = self.group.rank();
-        // Each rank's own; of other ranks it is nobody's, and none may take it alone.
+        // Each rank's own: with another number of ranks no rank takes it.
         if loaded.meta.world_size == self.group.world_size()
             && let Some(state) = loaded.wrapper(rank)?
         {
@@ -201,13 +201,13 @@ impl Runner {
         Ok(true)
     }
 
-    /// Whether the run goes on from a checkpoint, rather than taking a model from it.
+    /// Whether the run resumes from a checkpoint, rather than loading only its model.
     #[must_use]
     pub fn is_resuming(&self) -> bool {
         self.resume
     }
 
-    /// Begins a run that found nothing to go on from, unless what it found says that one was meant to.
+    /// Starts a new run if no checkpoint was found; refuses if one was written without its optimizer.
     fn start_fresh(&mut self, found: &Found) -> Result<()> {
         if let Some(path) = found.weights.first() {
             return Err(Error::Checkpoint(without_optimizer(path)));
@@ -220,7 +220,7 @@ impl Runner {
         Ok(())
     }
 
-    /// What to go on from, if there is something; rank 0 says which.
+    /// The checkpoint to resume from, if there is one, as rank 0 finds it.
     fn find_checkpoint(&mut self) -> Result<Found> {
         if let Some(path) = &self.load_from {
             return Ok(Found { path: Some(path.clone()), ..Found::default() });
@@ -236,7 +236,7 @@ impl Runner {
         Ok(found)
     }
 
-    /// Refuses a checkpoint after which the data would come in another order.
+    /// Refuses a checkpoint after which the data order would differ.
     fn check_order(&self, path: &Path, loaded: &Checkpoint) -> Result<()> {
         let (was, is) = (loaded.meta.world_size, self.group.world_size());
         if was != is && !self.elastic {
@@ -268,26 +268,20 @@ impl Runner {
         both.try_for_each(|(scheduler, saved)| scheduler.resume(saved.clone()))
     }
 
-    /// Gives this rank back the buffers that it had of its own.
+    /// Restores this rank's own buffers.
     fn load_buffers(&mut self, own: Option<Vec<Tensor>>) -> Result<()> {
         let Some(own) = own else { return Ok(()) };
-        let specs = self.engine.buffers().to_vec();
-        self.engine.with_buffers(&mut |slices: &mut [SliceMut<'_>]| {
-            for (spec, slice) in specs.iter().zip(slices) {
-                let name = format!("{BUFFERS}{}", spec.name);
-                let saved = own.iter().find(|t| t.spec.name == name);
-                let saved =
-                    saved.filter(|t| (&t.spec.shape, t.spec.dtype) == (&spec.shape, spec.dtype));
-                let saved = saved.ok_or_else(|| {
-                    Error::Checkpoint(format!("this rank's own file has no such `{}`", spec.name))
-                })?;
-                checkpoint::copy_from_bytes(slice, &saved.bytes);
-            }
+        visit_buffers(&mut *self.engine, &mut |_, spec, slice| {
+            let wanted = TensorSpec { name: format!("{BUFFERS}{}", spec.name), ..spec.clone() };
+            let saved = own.iter().find(|tensor| tensor.spec == wanted).ok_or_else(|| {
+                Error::Checkpoint(format!("this rank's own file has no such `{}`", spec.name))
+            })?;
+            copy_from_bytes(slice, &saved.bytes);
             Ok(())
         })
     }
 
-    /// Goes on with a checkpoint's seed: the order of the data and the engine's random numbers depend on it.
+    /// Takes a checkpoint's seed, on which data order and the engine's random numbers depend.
     fn take_seed(&mut self, seed: u64) {
         if seed == self.seed {
             return;
@@ -303,7 +297,7 @@ impl Runner {
     }
 }
 
-/// Seed of this rank's engine. Data are dealt by the run's seed; only what a model draws may differ.
+/// Seed of this rank's engine. Data order is by the run's seed; only the model's random numbers may differ.
 pub(super) fn engine_seed(seed: u64, diff_rank_seed: bool, group: &ProcessGroup) -> u64 {
     seed.wrapping_add(if diff_rank_seed { group.rank() as u64 } else { 0 })
 }
@@ -313,5 +307,5 @@ fn without_optimizer(path: &Path) -> String {
     format!("{path} has no optimizer to go on with: load it with `load_from` and without `resume`")
 }
 
-/// Before the names of a rank's own buffers.
+/// Prefix of the names of a rank's own buffers.
 pub(crate) const BUFFERS: &str = "buffers.";

@@ -1,4 +1,4 @@
-//! How long a run is, and when it is validated.
+//! `TrainConfig`: the length of a run, and when it is validated.
 
 /// Length of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +40,7 @@ impl TrainConfig {
     /// Whether a validation follows when `count` epochs or iterations are done.
     pub(crate) fn is_val_due(&self, count: usize) -> bool {
         let (Length::Epochs(max) | Length::Iters(max)) = self.length;
-        // MMEngine looks one ahead.
+        // As in MMEngine, an interval begins one earlier.
         let begun = self.dynamic_intervals.iter().rev().find(|(begin, _)| *begin <= count + 1);
         let interval = begun.map_or(self.val_interval, |(_, interval)| *interval);
         count >= self.val_begin && (count.is_multiple_of(interval) || count == max)

@@ -1,8 +1,10 @@
 //! `EpochBasedTrainLoop` and `IterBasedTrainLoop`: MMEngine's order of stages.
 //!
-//! Between batches the ranks agree whether to go on: a signal to one of them, or a spent time budget,
-//! ends all at the same place, with a checkpoint of just that place if a hook writes one. A signal ends
-//! a validation, too, which is made up for after a resume; the time budget does not.
+//! Between batches the ranks agree whether to continue: a signal to one of them, or a spent time budget, ends all
+//! before the same batch, with a checkpoint of that position if a hook writes one. A signal also ends a validation,
+//! which is repeated after a resume; the time budget does not.
+
+use signal_hook::low_level::signal_name;
 
 use super::evaluation::{Metrics, validate};
 use super::{Interrupt, Runner};
@@ -49,7 +51,9 @@ pub(super) fn train(runner: &mut Runner) -> Result<Metrics> {
         interrupt = validate(runner, &mut metrics)?;
     }
     if let Some(Interrupt::Signal(signal)) = interrupt {
-        runner.logger().warning(&format!("signal {signal} to a rank: the run ends here"));
+        let name = signal_name(signal.into()).unwrap_or("a signal");
+        let text = format!("received {name} on a rank: saving a checkpoint, then exiting");
+        runner.logger().warning(&text);
         let saved = runner.end_early()?;
         runner.call_hooks(|hook, runner| hook.after_run(runner))?;
         return Err(Error::Interrupted { signal: signal.into(), saved });
@@ -91,8 +95,7 @@ fn epoch(runner: &mut Runner) -> Result<Option<Interrupt>> {
     Ok(None)
 }
 
-/// Iterations until the last one, or an interruption: one epoch as far as hooks can see, over as many
-/// passes as it takes.
+/// Iterations until the last one, or an interruption: one epoch to hooks, over as many passes as it takes.
 fn iterations(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt>> {
     runner.call_hooks(|hook, runner| hook.before_train_epoch(runner))?;
     let position = runner.position();

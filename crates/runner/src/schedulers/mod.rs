@@ -72,7 +72,7 @@ const NOT_BY_EPOCHS: &str = "only a scheduler by epochs can be converted to iter
 
 /// How long a run is, for what a configuration leaves out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Span {
+pub struct RunLength {
     /// Epochs of the run.
     pub epochs: u64,
     /// Iterations of the run.
@@ -116,7 +116,7 @@ impl Scheduler {
     /// [`Error::Config`] if `end` is not after `begin`, or the shape has numbers it cannot have.
     pub fn new(
         config: &SchedulerConfig,
-        span: Span,
+        span: RunLength,
         base: &mut [f64],
         values: &mut [f64],
     ) -> Result<Self> {
@@ -247,7 +247,8 @@ mod tests {
     use super::*;
     use crate::config::Config;
 
-    const ENDLESS: Span = Span { epochs: 1_000_000_000, iters: 1_000_000_000, epoch_length: 1 };
+    const ENDLESS: RunLength =
+        RunLength { epochs: 1_000_000_000, iters: 1_000_000_000, epoch_length: 1 };
 
     fn recorded() -> Value {
         serde_json::from_str(include_str!("../../tests/vectors/schedulers.json")).unwrap()
@@ -271,7 +272,13 @@ mod tests {
     }
 
     /// Plays a chain of schedulers on one value and compares it, step by step.
-    fn check(chain: &[SchedulerConfig], span: Span, initial: f64, expected: &[f64], what: &Value) {
+    fn check(
+        chain: &[SchedulerConfig],
+        span: RunLength,
+        initial: f64,
+        expected: &[f64],
+        what: &Value,
+    ) {
         let (mut base, mut values) = ([initial], [initial]);
         let make = |config| Scheduler::new(config, span, &mut base, &mut values).unwrap();
         let mut chain: Vec<_> = chain.iter().map(make).collect();
@@ -297,7 +304,7 @@ mod tests {
             let config = read(kind, &case["args"]).unwrap();
             let initial = case[if kind.ends_with("LR") { "lr" } else { "momentum" }].as_f64();
             let epoch_length = case["args"]["epoch_len"].as_u64().unwrap_or(1);
-            let span = Span { epoch_length, ..ENDLESS };
+            let span = RunLength { epoch_length, ..ENDLESS };
             check(&[config], span, initial.unwrap(), &floats(&case["values"]), case);
         }
     }
@@ -365,7 +372,7 @@ mod tests {
                 PARAM_SCHEDULERS.build(Config::from_text("c", text).unwrap().into_section());
             let config = config.unwrap();
             let made = |epochs, values: &mut [f64]| {
-                let span = Span { epochs, iters: epochs, epoch_length: 1 };
+                let span = RunLength { epochs, iters: epochs, epoch_length: 1 };
                 Scheduler::new(&config, span, &mut [1.0], values).unwrap()
             };
             let (mut long, mut short) = ([1.0], [1.0]);

@@ -53,7 +53,7 @@ enum Command {
     Val(EvalArgs),
     /// Test a model on the configuration's test set.
     Test(EvalArgs),
-    /// Tell all that is wrong with a configuration, a sample of its data tried on its model; create nothing.
+    /// Report all mistakes of a configuration, and try a sample of its data on its model; create nothing.
     Check(ConfigArgs),
     /// Print a configuration with all it inherits and all overrides.
     Config(ShowArgs),
@@ -78,7 +78,7 @@ struct ConfigArgs {
     cfg_options: Vec<String>,
 }
 
-/// What every run is told.
+/// Arguments of every run.
 #[derive(Debug, Args)]
 struct RunArgs {
     #[command(flatten)]
@@ -144,8 +144,8 @@ struct TrainArgs {
 /// first.
 #[must_use]
 pub fn main() -> ExitCode {
-    let words: Vec<_> = std::env::args_os().collect();
-    let command = match parse(&words, "") {
+    let args: Vec<_> = std::env::args_os().collect();
+    let command = match parse(&args, "") {
         Ok(cli) => cli.command,
         Err(code) => return code,
     };
@@ -177,13 +177,13 @@ pub fn main() -> ExitCode {
     })
 }
 
-/// The command that the words are, after the name of the program; or what a wrong one ends with, which has been
-/// told. A configuration without a command gets one suggested, after `before` it.
-fn parse(words: &[OsString], before: &str) -> Result<Cli, ExitCode> {
-    Cli::try_parse_from(words).map_err(|error| {
-        let name = Path::new(words.first().map_or_else(|| OsStr::new("runner"), OsString::as_os_str));
+/// Parses a command line; an error is printed, and its exit code returned. For a configuration without a command,
+/// `train` is suggested, with `before` before it.
+fn parse(args: &[OsString], before: &str) -> Result<Cli, ExitCode> {
+    Cli::try_parse_from(args).map_err(|error| {
+        let name = Path::new(args.first().map_or_else(|| OsStr::new("runner"), OsString::as_os_str));
         let name = name.file_name().unwrap_or_default().display().to_string();
-        match words.get(1).filter(|word| is_config(word)) {
+        match args.get(1).filter(|arg| is_config(arg)) {
             Some(config) if error.kind() == ErrorKind::InvalidSubcommand => {
                 let config = config.display();
                 tell("error", &format!(
@@ -196,7 +196,7 @@ fn parse(words: &[OsString], before: &str) -> Result<Cli, ExitCode> {
     })
 }
 
-/// Writes to standard error: each mistake of a configuration has a line of its own.
+/// Writes to standard error, each mistake of a configuration on its own line.
 fn tell(kind: &str, text: &str) {
     let _ = std::io::stderr().write_all(lines(kind, text).as_bytes());
 }
@@ -206,7 +206,7 @@ fn lines(kind: &str, text: &str) -> String {
     text.lines().map(|line| format!("{kind}: {line}\n")).collect()
 }
 
-/// Does what a rank does; a launcher is told why, if it fails.
+/// Runs the rank; on failure writes the launcher's error file.
 fn as_rank(work: impl FnOnce() -> Result<()>) -> Result<ExitCode> {
     record_panics();
     let done = tie_to_parent().map_err(Error::from).and_then(|()| work());
@@ -218,7 +218,7 @@ fn as_rank(work: impl FnOnce() -> Result<()>) -> Result<ExitCode> {
     done.map(|()| ExitCode::SUCCESS)
 }
 
-/// Writes to standard output and does not mind if nobody reads.
+/// Writes to standard output; ignores a closed one.
 fn print(text: &str) -> ExitCode {
     let _ = std::io::stdout().lock().write_all(text.as_bytes());
     ExitCode::SUCCESS
@@ -262,7 +262,7 @@ fn is_config(word: &OsStr) -> bool {
 fn start_ranks(args: Box<LaunchArgs>) -> Result<ExitCode> {
     let mut options = args.options(is_program)?;
     if options.program.is_none() {
-        // A command line that no rank understands is told once.
+        // An error in the ranks' command line is reported once.
         let program = std::env::args_os().take(1);
         let words: Vec<_> = program.chain(options.args.iter().cloned()).collect();
         if let Err(code) = parse(&words, "launch ... ") {

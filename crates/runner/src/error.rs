@@ -1,4 +1,4 @@
-//! What can go wrong in a run, and what to do about it.
+//! `Error`: a failure of a run.
 
 use std::fmt;
 
@@ -61,7 +61,7 @@ fn without_backtrace(text: &str) -> &str {
     text.split_once("\n   0: ").map_or(text, |(message, _)| message)
 }
 
-/// What there is to resume from after an interruption.
+/// Whether an interrupted run can be resumed.
 const fn is_saved(saved: bool) -> &'static str {
     match saved {
         true => ", after a checkpoint: resume to go on",

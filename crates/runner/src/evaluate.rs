@@ -87,8 +87,8 @@ fn argmax(row: &[f32]) -> Option<usize> {
     (0..row.len()).reduce(|best, i| if row[i] > row[best] { i } else { best })
 }
 
-/// Refuses the records of a batch unless there is one for each of its `samples`: which are padding, and which
-/// rank's comes next, is known by sample only. `part` is `val` or `test`.
+/// Refuses the records of a batch unless there is one for each of its `samples`: padding and rank order are known by
+/// sample only. `part` is `val` or `test`.
 pub(crate) fn check_records(part: &str, records: usize, samples: usize) -> Result<()> {
     if records == samples {
         return Ok(());

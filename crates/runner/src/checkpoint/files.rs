@@ -1,4 +1,4 @@
-//! Files and directories that are there whole or not at all.
+//! Writes files and directories atomically.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -7,16 +7,16 @@ use std::path::{Path, PathBuf};
 use super::{FileMeta, LAST, STATE};
 use crate::{Error, Result};
 
-/// The line that `seal` puts behind the opening brace.
+/// Beginning of a sealed object.
 const SEAL: &str = "{\n  \"crc32\": \"";
 
-/// Puts a checksum of everything else into a pretty-printed JSON object, as its first key.
+/// Adds a checksum of the rest to a pretty-printed JSON object, as its first key.
 pub(super) fn seal(json: &str) -> String {
     let rest = json.strip_prefix('{').unwrap_or(json);
     format!("{SEAL}{:08x}\",{rest}", crc32(rest.as_bytes()))
 }
 
-/// Whether the checksum of a sealed object is that of its text; the text says why not.
+/// Checks a sealed object's checksum; the error text is the reason.
 pub(super) fn check_seal(text: &[u8]) -> Result<(), String> {
     let rest = text.strip_prefix(SEAL.as_bytes()).ok_or("has no checksum at its head")?;
     let (sum, rest) = rest.split_at_checked(10).ok_or("ends in its checksum")?;
@@ -33,12 +33,12 @@ pub(super) fn crc32(bytes: &[u8]) -> u32 {
     crc.sum()
 }
 
-/// Length and checksum of a file to be.
+/// Name, length and checksum of a file.
 pub(super) fn file_meta(name: &str, bytes: &[u8]) -> FileMeta {
     FileMeta { name: name.to_owned(), bytes: bytes.len(), crc32: crc32(bytes) }
 }
 
-/// What could not be done to `path`; for want of space, what to do.
+/// Error of an operation on `path`; on a full disk, also what to do.
 pub(super) fn io<'a>(what: &'a str, path: &'a Path) -> impl FnOnce(std::io::Error) -> Error + 'a {
     move |source| {
         let mut what = format!("cannot {what} {}", path.display());
@@ -49,17 +49,17 @@ pub(super) fn io<'a>(what: &'a str, path: &'a Path) -> impl FnOnce(std::io::Erro
     }
 }
 
-/// Whether an error is for want of space, on the disk or of what a user may take of it.
+/// Whether the disk, or the user's quota, is full.
 pub(crate) fn is_full(error: &std::io::Error) -> bool {
     use std::io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
     matches!(error.kind(), FileTooLarge | QuotaExceeded | StorageFull)
 }
 
-/// Writes `dir/name`, a directory of `files`, whole or not at all. Returns its path.
+/// Writes `dir/name`, a directory of `files`, atomically. Returns its path.
 pub(super) fn write_dir(dir: &Path, name: &str, files: &[(String, Vec<u8>)]) -> Result<PathBuf> {
     let (fresh, path) = (temporary(dir, name), dir.join(name));
     let write = || {
-        // What a killed run has left.
+        // Left by a killed run.
         if fresh.exists() {
             fs::remove_dir_all(&fresh).map_err(io("remove", &fresh))?;
         }
@@ -76,7 +76,7 @@ pub(super) fn write_dir(dir: &Path, name: &str, files: &[(String, Vec<u8>)]) -> 
     Ok(path)
 }
 
-/// Writes the file `dir/name`, whole or not at all.
+/// Writes the file `dir/name` atomically.
 pub(super) fn write_file(dir: &Path, name: &str, bytes: &[u8]) -> Result<()> {
     let (fresh, path) = (temporary(dir, name), dir.join(name));
     let write = || {
@@ -89,15 +89,15 @@ pub(super) fn write_file(dir: &Path, name: &str, bytes: &[u8]) -> Result<()> {
     })
 }
 
-/// What `name` is called while it is written.
+/// Temporary name while `name` is written.
 fn temporary(dir: &Path, name: &str) -> PathBuf {
     dir.join(format!(".{name}{TEMPORARY}"))
 }
 
 const TEMPORARY: &str = ".tmp";
 
-/// Removes what killed runs have left of checkpoints that they were writing, and nothing else of such a name. No run
-/// may write to `work_dir` meanwhile.
+/// Removes incomplete checkpoints of killed runs, and nothing else with such a name. No run may write to `work_dir`
+/// meanwhile.
 pub(crate) fn remove_leftovers(work_dir: &Path) -> Result<()> {
     let Ok(entries) = fs::read_dir(work_dir) else { return Ok(()) };
     for path in entries.flatten().map(|entry| entry.path()) {
@@ -135,15 +135,15 @@ fn sync_dir(path: &Path) -> Result<()> {
     File::open(path).and_then(|d| d.sync_all()).map_err(io("flush", path))
 }
 
-/// Where a checkpoint waits while another takes its place.
+/// Name of a checkpoint while another one replaces it.
 pub(super) fn aside(path: &Path) -> PathBuf {
     let mut old = path.as_os_str().to_owned();
     old.push(".old");
     PathBuf::from(old)
 }
 
-/// Puts `fresh` in the place of `path`. A checkpoint already there steps aside first and goes
-/// last, so that at every moment, and after a power cut, one of the two is whole.
+/// Renames `fresh` to `path`. A checkpoint already there is renamed first and removed last, so that at every moment, and
+/// after a power cut, one of the two is whole.
 fn replace_dir(fresh: &Path, path: &Path) -> Result<()> {
     let old = aside(path);
     if path.exists() {

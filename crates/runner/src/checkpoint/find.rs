@@ -1,4 +1,4 @@
-//! The newest checkpoint that is whole.
+//! Finds the newest checkpoint that is whole.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,21 +9,21 @@ use super::files::{aside, io};
 use super::{LAST, STATE, load, load_meta};
 use crate::{Error, Result};
 
-/// What there is to go on from.
+/// Result of the search for a checkpoint to resume from.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Found {
     /// The newest whole one.
     pub path: Option<PathBuf>,
     /// Why newer ones were passed over; each text names its file.
     pub skipped: Vec<String>,
-    /// If there is none to go on from: those that a run wrote to go on from, without its optimizer.
+    /// If there is none: checkpoints of a run that were written without its optimizer.
     pub weights: Vec<PathBuf>,
-    /// And models for others, such as the best.
+    /// If there is none: exported models, such as the best.
     pub exports: Vec<PathBuf>,
 }
 
-/// Looks for something to go on from: first what `work_dir/last_checkpoint` names, then everything
-/// else in `work_dir`, newest first, and takes the first that is whole.
+/// Finds a checkpoint to resume from: first the one that `work_dir/last_checkpoint` names, then all others in
+/// `work_dir`, newest first. Returns the first that is whole.
 ///
 /// # Errors
 ///
@@ -40,7 +40,7 @@ pub fn newest(work_dir: &Path) -> Result<Found> {
             None
         }
     };
-    // A run killed while it replaced a checkpoint of the same name leaves the earlier one aside.
+    // A run killed while it replaced a checkpoint of the same name leaves the earlier one renamed.
     let named = named.map(|path| match path.join(STATE).is_file() {
         false if aside(&path).join(STATE).is_file() => aside(&path),
         _ => path,

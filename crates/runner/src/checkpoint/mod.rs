@@ -1,16 +1,16 @@
-//! Checkpoints: a directory that is there whole or not at all.
+//! Checkpoints: directories that are written atomically and verified by checksums.
 //!
 //! `epoch_3/` holds `model.safetensors` (parameters and buffers under their names),
 //! `optimizer.safetensors` (groups, moments, f32 masters) and `state.json` (where the run was, the loss
 //! scaler, schedulers, the hooks' state, length and CRC-32 of the other files, and its own). Inside a
-//! gradient accumulation there is `gradients_R.safetensors` as well: what rank `R` has added up towards
-//! its next step; where ranks differ, `rank_R.safetensors`: the buffers that rank `R` has of its own; and
-//! with PowerSGD, `wrapper_R.safetensors`: what rank `R` has left out so far.
+//! gradient accumulation there is `gradients_R.safetensors` as well: the gradients that rank `R` has
+//! accumulated; where ranks differ, `rank_R.safetensors`: rank `R`'s own buffers; and
+//! with PowerSGD, `wrapper_R.safetensors`: rank `R`'s error memory.
 //! Hooks add files of theirs. It is written under another name, flushed to disk, and renamed; only then does
-//! `last_checkpoint` name it. So a kill at any moment, or a full disk, leaves the previous checkpoint in place; what
-//! a kill has left of the new one goes when the next run starts.
+//! `last_checkpoint` name it. So a kill at any moment, or a full disk, leaves the previous checkpoint in place; the
+//! next run removes the incomplete one.
 //!
-//! `find` looks for the newest one that is whole; `files` writes; `tensors` are what is written.
+//! `find` finds the newest one that is whole; `files` writes files; `tensors` converts tensors.
 
 mod files;
 mod find;
@@ -39,7 +39,7 @@ use crate::model::ModelWrapper;
 use crate::optim_wrapper::OptimWrapperState;
 use crate::{Error, Result, schedulers};
 
-/// What a checkpoint says besides tensors.
+/// A checkpoint's `state.json`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Meta {
     /// Version of this layout; [`save`] sets it.
@@ -83,7 +83,7 @@ pub(crate) struct FileMeta {
 /// A checkpoint read back and found whole.
 #[derive(Debug)]
 pub struct Checkpoint {
-    /// What it says besides tensors.
+    /// Its `state.json`.
     pub meta: Meta,
     /// The optimizer wrapper's state, if it was saved.
     pub optim: Option<OptimWrapperState>,
@@ -102,22 +102,22 @@ pub struct Converted {
     pub tensors: usize,
 }
 
-/// What hooks may change of a checkpoint about to be written.
+/// The part of a new checkpoint that hooks may change.
 #[derive(Debug, Default)]
 pub struct Draft {
-    /// What will be loaded as the model. Empty on all ranks but the first.
+    /// The model. Empty on all ranks but the first.
     pub model: Vec<Tensor>,
     /// Further files of tensors, by name without extension. Those of other ranks than the first are
     /// not looked at.
     pub extra: Vec<(String, Vec<Tensor>)>,
-    /// What this rank has of its own, if another rank's may differ. The first rank's is in the model.
+    /// This rank's own tensors, where ranks may differ. The first rank's are in the model.
     pub own: Vec<Tensor>,
 }
 
 /// What to save.
 #[derive(Debug, Default)]
 pub struct Contents {
-    /// What it says besides tensors.
+    /// Its `state.json`.
     pub meta: Meta,
     /// The model.
     pub model: Vec<Tensor>,
@@ -180,7 +180,7 @@ pub fn save(work_dir: &Path, name: &str, contents: Contents) -> Result<PathBuf> 
     Ok(path)
 }
 
-/// What a checkpoint says besides tensors.
+/// Reads a checkpoint's `state.json`.
 fn load_meta(path: &Path) -> Result<Meta> {
     let state = fs::read(path.join(STATE)).map_err(|e| damaged(path, STATE, e))?;
     // Another format may have been sealed in another way.
@@ -229,7 +229,7 @@ impl Checkpoint {
         self.copy_model(engine, &mut check)
     }
 
-    /// As [`load_model`](Self::load_model), for whoever takes the model and does not go on with the run: a
+    /// As [`load_model`](Self::load_model), for a model without the rest of its run: a
     /// tensor of another floating-point type is converted, exactly to a wider one, else to the nearest
     /// value.
     ///
@@ -295,7 +295,7 @@ impl Checkpoint {
         deserialize(&bytes).map(Some).map_err(|e| damaged(&self.path, file, e))
     }
 
-    /// What `rank` had of its own where it differed from the first rank's.
+    /// The tensors of `rank`'s own, where they differed from the first rank's.
     ///
     /// # Errors
     ///
@@ -319,8 +319,8 @@ impl Checkpoint {
         self.file(&rank_file(WRAPPER, rank))
     }
 
-    /// Gives the model back what this rank had added up towards its next step. Where another number of ranks
-    /// wrote it, each gets `share` times the sum of all.
+    /// Restores the gradients that this rank had accumulated. If another number of ranks wrote the checkpoint, each gets
+    /// `share` times the sum of all.
     ///
     /// # Errors
     ///
@@ -361,7 +361,7 @@ impl Checkpoint {
     }
 }
 
-/// The gradients that wait for the next step, as safetensors; empty if there are none.
+/// The accumulated gradients as safetensors; empty if there are none.
 ///
 /// # Errors
 ///
@@ -378,7 +378,7 @@ pub fn gradient_bytes(params: &[TensorSpec], model: &dyn ModelWrapper) -> Result
     if tensors.is_empty() { Ok(Vec::new()) } else { serialize("gradients", &tensors) }
 }
 
-/// What a rank has of its own, as safetensors; empty if that is nothing.
+/// A rank's own tensors as safetensors; empty if there are none.
 ///
 /// # Errors
 ///
@@ -408,7 +408,7 @@ pub fn publish(work_dir: &Path, name: &str, keys: &[String]) -> Result<PathBuf> 
     write_dir(work_dir, &published, &files)
 }
 
-/// The file of what a rank has of its own: its gradients, buffers, or model wrapper's state.
+/// Name of a rank's own file: its gradients, buffers, or model wrapper's state.
 fn rank_file(what: &str, rank: usize) -> String {
     format!("{what}_{rank}.safetensors")
 }
@@ -417,7 +417,7 @@ fn damaged(path: &Path, file: &str, why: impl std::fmt::Display) -> Error {
     Error::Checkpoint(format!("{}: {why}", path.join(file).display()))
 }
 
-/// A file of the checkpoint at `path`, as long and with the checksum that `meta` says.
+/// Reads a file of the checkpoint at `path`, and compares length and checksum with `meta`.
 fn read_whole(path: &Path, meta: &Meta, name: &str) -> Result<Vec<u8>> {
     let bytes = fs::read(path.join(name)).map_err(|e| damaged(path, name, e))?;
     if !meta.files.contains(&file_meta(name, &bytes)) {

@@ -1,8 +1,8 @@
-//! Where a run is, whatever number of ranks it has had.
+//! `Position`: the progress of a run, across changes of its number of ranks.
 //!
-//! Iterations are of the number of ranks there is. A configuration's iterations (the length of a run, its intervals,
-//! its schedulers) are of the number of ranks that the run began with: [`IterScale`] says what they are in those of
-//! another number.
+//! Iterations are of the present number of ranks. A configuration's iterations (the length of a run, its intervals,
+//! its schedulers) are of the number of ranks that the run began with: [`IterScale`] converts
+//! them.
 
 use std::ops::RangeInclusive;
 
@@ -22,7 +22,7 @@ pub struct Position {
     /// How many were trained on before the last validation.
     #[serde(default)]
     pub validated: Option<usize>,
-    /// Where as many ranks as there are now began.
+    /// Where the present number of ranks began.
     #[serde(default)]
     pub begun: Begun,
 }
@@ -43,12 +43,12 @@ impl Position {
     }
 }
 
-/// Where the run last changed its number of ranks.
+/// Progress of the run when its number of ranks last changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Begun {
     /// Batches trained on by then.
     pub iter: usize,
-    /// Samples dealt by then, over all passes.
+    /// Samples taken by then, over all passes.
     pub place: usize,
     /// Number of accumulated batches that waited for an optimizer step then.
     #[serde(default)]

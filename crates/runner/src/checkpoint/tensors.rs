@@ -1,4 +1,4 @@
-//! Tensors as a checkpoint holds them: name, shape, type, little-endian elements.
+//! `Tensor`: a tensor in a checkpoint: name, shape, type, little-endian elements.
 
 use std::borrow::Cow;
 
@@ -11,7 +11,7 @@ use safetensors::tensor::{self, SafeTensors, TensorView};
 use crate::engine::{Engine, HostTensor, TensorSpec};
 use crate::{Error, Result};
 
-/// A tensor out of the model's hands.
+/// A copy of a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tensor {
     /// Name, shape and type.
@@ -21,7 +21,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A copy of what an engine lends.
+    /// A copy of a tensor that an engine lends.
     pub(crate) fn copy(spec: &TensorSpec, slice: &SliceMut<'_>) -> Self {
         Self { spec: spec.clone(), bytes: to_bytes(slice.as_slice()) }
     }
@@ -115,7 +115,7 @@ pub(super) fn serialize(what: &str, tensors: &[Tensor]) -> Result<Vec<u8>> {
         .map_err(|e| Error::Checkpoint(format!("{what}: {e}")))
 }
 
-/// From safetensors; the text says what is wrong.
+/// From safetensors; the error text is the reason.
 pub(super) fn deserialize(bytes: &[u8]) -> Result<Vec<Tensor>, String> {
     let tensors = SafeTensors::deserialize(bytes).map_err(|e| e.to_string())?;
     let read = |(name, view): (String, TensorView<'_>)| {

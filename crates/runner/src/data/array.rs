@@ -1,4 +1,4 @@
-//! Named, shaped arrays in host memory: the currency between data sets, engines and metrics.
+//! `Array` and `Batch`: named, shaped arrays in host memory, passed between data sets, engines and metrics.
 
 use crate::{Error, Result};
 

@@ -1,4 +1,7 @@
-//! Batches of a data set, in a sampler's order.
+//! `DataLoader`: batches of a data set, in a sampler's order; and `IterScale`, iterations of different rank counts.
+//!
+//! After a change of the number of ranks, the samples that the earlier ranks took are skipped: `place` counts them in
+//! the order of all passes over the data set, one after another.
 
 use std::sync::Arc;
 
@@ -15,8 +18,7 @@ pub struct DataLoader {
     batch_size: usize,
     drop_last: bool,
     infinite: bool,
-    /// What comes before has been dealt to another number of ranks: a place in the order of all passes, one
-    /// after another.
+    /// Number of samples, over all passes, that another number of ranks took before.
     place: usize,
 }
 
@@ -47,7 +49,7 @@ impl DataLoader {
             return Err(Error::Data("batch_size must be at least 1".into()));
         }
         let loader = Self { dataset, sampler, batch_size, drop_last, infinite: false, place: 0 };
-        // Where nothing is rounded up, a rank may go without.
+        // Without rounding up, a rank may have no batch.
         if loader.batches_of(DefaultSampler { round_up: true, ..sampler }, sampler.len) == 0 {
             return Err(Error::Data(format!(
                 "data set `{}` gives no batch of {batch_size} to each of {} ranks: it has {} samples",
@@ -71,7 +73,7 @@ impl DataLoader {
         self.batches_of(DefaultSampler { rank: last, ..self.sampler }, self.sampler.len)
     }
 
-    /// Number of batches that so many samples of all ranks make on this one.
+    /// Number of this rank's batches out of `samples` samples of all ranks.
     fn count(&self, samples: usize) -> usize {
         self.batches_of(self.sampler, samples)
     }
@@ -92,36 +94,35 @@ impl DataLoader {
         samples.saturating_sub(k * self.batch_size).min(self.batch_size)
     }
 
-    /// How many samples of a pass have been dealt to another number of ranks.
+    /// Number of samples of a pass that another number of ranks took before.
     fn dealt(&self, pass: usize) -> usize {
         self.place.saturating_sub(pass * self.sampler.len).min(self.sampler.len)
     }
 
-    /// This rank's samples of a pass, without those.
+    /// This rank's samples of what is left of a pass.
     fn indices(&self, pass: usize) -> Vec<usize> {
         self.sampler.rest(pass, self.dealt(pass))
     }
 
-    /// Number of batches in an epoch of so many ranks.
+    /// Number of batches in an epoch of `world_size` ranks.
     pub(crate) fn batches_among(&self, world_size: usize) -> usize {
         self.among(world_size, 0).batches_per_epoch()
     }
 
-    /// The number of the first batch of `epoch`: 0, unless others have had some; then one after which the
-    /// last is the last of any epoch.
+    /// Index of the first remaining batch of `epoch`, chosen so that the epoch ends at its usual index.
     pub(crate) fn first_batch(&self, epoch: usize) -> usize {
         let dealt = self.dealt(epoch);
-        // Inside an epoch no number is 0, which says that it has not begun.
+        // Index 0 means that the epoch has not begun.
         (self.batches_per_epoch() - self.count(self.sampler.len - dealt))
             .max(usize::from(dealt > 0))
     }
 
-    /// Deals from this place on, in the order of all passes, one after another.
+    /// Skips the first `place` samples of all passes.
     pub(crate) fn begin_at(&mut self, place: usize) {
         self.place = place;
     }
 
-    /// Where `world_size` ranks are that began at `place` and have come to batch `batch` of `epoch`.
+    /// Number of samples taken once `world_size` ranks that began at `place` have reached batch `batch` of `epoch`.
     pub(crate) fn place_in(
         &self,
         world_size: usize,
@@ -134,7 +135,7 @@ impl DataLoader {
         epoch * self.sampler.len + theirs.after(theirs.dealt(epoch), batches)
     }
 
-    /// Where `world_size` ranks are that began at `place` and have taken so many
+    /// Number of samples taken once `world_size` ranks that began at `place` have had `batches`
     /// [`endless`](Self::endless) batches.
     pub(crate) fn place_after(&self, world_size: usize, place: usize, batches: usize) -> usize {
         let theirs = self.among(world_size, place);
@@ -145,7 +146,7 @@ impl DataLoader {
         pass * self.sampler.len + theirs.after(theirs.dealt(pass), batch)
     }
 
-    /// Iterations after which so much of all passes is dealt.
+    /// Number of iterations of the present ranks that take `place` samples.
     pub(crate) fn iters_at(&self, place: usize) -> usize {
         let (len, world_size) = (self.sampler.len, self.sampler.world_size);
         if self.infinite {
@@ -155,7 +156,7 @@ impl DataLoader {
         (place / len + 1) * self.batches_per_epoch() - left
     }
 
-    /// Iterations of a configuration for `first` ranks in those of `now`: as many as an epoch has.
+    /// Ratio of iterations of `now` ranks to those of `first`: that of their epochs' lengths.
     pub(crate) fn iter_scale(&self, first: usize, now: usize) -> IterScale {
         if first == now {
             return IterScale::default();
@@ -166,22 +167,22 @@ impl DataLoader {
         IterScale { now: self.batches_among(now), configured: self.batches_among(first) }
     }
 
-    /// The loader of one of `world_size` ranks that began at `place`.
+    /// Loader of rank 0 of `world_size` ranks that began at `place`.
     fn among(&self, world_size: usize, place: usize) -> Self {
         let sampler = DefaultSampler { rank: 0, world_size, ..self.sampler };
         Self { sampler, place, ..self.clone() }
     }
 
-    /// How many samples of a pass are dealt when `batches` follow the first `dealt`.
+    /// Number of samples taken of a pass after `batches` batches, the first `dealt` samples being taken before.
     fn after(&self, dealt: usize, batches: usize) -> usize {
         if batches >= self.count(self.sampler.len - dealt) {
-            // Those that make no batch are left out.
+            // Samples that make no batch are dropped.
             return self.sampler.len;
         }
         dealt + batches * self.batch_size * self.sampler.world_size
     }
 
-    /// The pass of batch `k` of all passes, and its place there.
+    /// The pass of batch `k` of all passes, and its index there.
     fn locate(&self, k: usize) -> (usize, usize) {
         let (pass, first) = (self.place / self.sampler.len, self.place % self.sampler.len);
         let first = self.count(self.sampler.len - first);
@@ -216,7 +217,7 @@ impl DataLoader {
         self.batch_size
     }
 
-    /// Deals the samples as with another seed from now on.
+    /// Changes the seed of the sampler.
     pub(crate) fn set_seed(&mut self, seed: u64) {
         self.sampler.seed = seed;
     }
@@ -242,7 +243,7 @@ impl DataLoader {
         let loader = self.clone();
         let mut dealt = Dealt { loader: self.clone(), pass: None };
         if self.infinite {
-            // The whole order, of which this rank takes each `world_size`th.
+            // The whole order, of which this rank takes every `world_size`th sample.
             dealt.loader = self.among(1, 0);
         }
         (start..).map(move |k| {
@@ -267,7 +268,7 @@ impl DataLoader {
     }
 }
 
-/// The order of one pass over the data set, made when it is first asked for.
+/// Order of one pass over the data set, cached.
 struct Dealt {
     loader: DataLoader,
     pass: Option<(usize, Vec<usize>)>,
@@ -284,7 +285,7 @@ impl Dealt {
 /// the ranks that the run began with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IterScale {
-    /// Iterations of the number of ranks that there is.
+    /// Iterations of the present number of ranks.
     pub now: usize,
     /// Iterations of the configuration.
     pub configured: usize,
@@ -297,13 +298,13 @@ impl Default for IterScale {
 }
 
 impl IterScale {
-    /// Iterations after which at least so many of the configuration are completed.
+    /// Smallest number of iterations that completes `iters` of the configuration.
     pub(crate) fn to_present(self, iters: usize) -> usize {
         let iters = (iters as u128 * self.now as u128).div_ceil(self.configured.max(1) as u128);
         usize::try_from(iters).unwrap_or(usize::MAX)
     }
 
-    /// Iterations of the configuration that so many complete.
+    /// Number of iterations of the configuration that `iters` complete.
     pub(crate) fn to_configured(self, iters: usize) -> usize {
         let iters = iters as u128 * self.configured as u128 / self.now.max(1) as u128;
         usize::try_from(iters).unwrap_or(usize::MAX)

@@ -1,4 +1,4 @@
-//! What a model is fed: named host arrays, data sets that make them, samplers that choose.
+//! Batches for the model: named host arrays, data sets that make them, samplers that choose samples.
 
 mod array;
 mod dataset;

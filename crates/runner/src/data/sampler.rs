@@ -1,10 +1,9 @@
-//! Which samples a rank sees, in which order: a pure function of seed, epoch and rank.
+//! `DefaultSampler`: which samples a rank sees, in which order: a pure function of seed, epoch and rank.
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-/// MMEngine's `DefaultSampler`: one permutation of the data set per epoch, dealt out to the ranks
-/// like cards (`rank, rank + world_size, ...`), so that the union of the ranks' batch `k` is the
+/// MMEngine's `DefaultSampler`: one permutation of the data set per epoch, dealt to the ranks in turn (`rank, rank + world_size, ...`), so that the union of the ranks' batch `k` is the
 /// single-process batch `k` of the same total size.
 ///
 /// The permutation is made of `seed + epoch`; two runs with one seed see the same order, and an
@@ -15,7 +14,7 @@ pub struct DefaultSampler {
     pub len: usize,
     /// Permute anew every epoch; otherwise the data set's own order.
     pub shuffle: bool,
-    /// Makes equal runs equal.
+    /// Seed of the permutations.
     pub seed: u64,
     /// This rank.
     pub rank: usize,
@@ -32,7 +31,7 @@ impl DefaultSampler {
         self.share_of(self.len)
     }
 
-    /// Of so many samples, how many this rank sees.
+    /// Number of this rank's samples out of `samples`.
     pub(super) fn share_of(&self, samples: usize) -> usize {
         let first = if self.round_up { 0 } else { self.rank };
         samples.saturating_sub(first).div_ceil(self.world_size)
@@ -45,8 +44,7 @@ impl DefaultSampler {
         self.rest(epoch, 0)
     }
 
-    /// As [`indices`](Self::indices), of what is left when the first `dealt` samples of the permutation
-    /// have been dealt, to however many ranks.
+    /// As [`indices`](Self::indices), without the first `dealt` samples of the permutation.
     #[must_use]
     pub fn rest(&self, epoch: usize, dealt: usize) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.len).collect();

@@ -7,13 +7,13 @@ use crate::engine::Losses;
 use crate::runner::Runner;
 use crate::{Error, Result};
 
-/// Looks at the loss after every `interval` batches, and ends the run if it is infinite or NaN. Without this hook
-/// such a loss is a warning.
+/// Checks the loss after every `interval` batches, and ends the run if it is infinite or NaN. Without this hook such a
+/// loss is a warning.
 ///
 /// Follows: MMDetection 3.3, `engine/hooks/checkloss_hook.py`, for MMEngine.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckInvalidLossHook {
-    /// Batches from one look to the next, 50.
+    /// Batches between checks, 50.
     pub interval: usize,
 }
 

@@ -43,9 +43,9 @@ pub struct CheckpointHook {
     /// Parts (`model`, `optimizer`, `state`) that the last checkpoint is published with; empty: not at all.
     pub published_keys: Vec<String>,
     state: State,
-    /// How many of those written so far, the oldest, the last one has replaced.
+    /// Number of the oldest checkpoints in `written` that the last one has replaced.
     replaced: usize,
-    /// Whether the last one is to be published.
+    /// The last one will be published.
     publishes: bool,
 }
 
@@ -71,7 +71,7 @@ impl SaveBest {
     }
 }
 
-/// What it goes on from.
+/// State that a resumed run restores.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct State {
     /// Names written so far, oldest first: those this run may prune.
@@ -116,7 +116,7 @@ impl CheckpointHook {
         every || self.save_last && count == max
     }
 
-    /// The name of a checkpoint there, and where that is in words.
+    /// Name of a checkpoint at this position, and the position as text.
     fn name_of(&self, position: &Position) -> (String, String) {
         let template = |default: &str, count: usize| {
             let template = self.filename_tmpl.as_deref().unwrap_or(default);
@@ -127,17 +127,17 @@ impl CheckpointHook {
             return (template("epoch_{}", epoch), format!("{epoch} epochs"));
         }
         let iter = position.configured_iter();
-        // A name by epochs has no number for a place inside one.
+        // Inside an epoch a name by epochs has no number.
         let name = if self.by_epoch { format!("iter_{iter}") } else { template("iter_{}", iter) };
         (name, format!("{iter} iterations"))
     }
 
-    fn save(&mut self, runner: &mut Runner, position: Position, aloud: bool) -> Result<()> {
+    fn save(&mut self, runner: &mut Runner, position: Position, log: bool) -> Result<()> {
         let (name, place) = self.name_of(&position);
-        if aloud {
+        if log {
             runner.logger().info(&format!("Saving checkpoint at {place}"));
         }
-        // The list in a checkpoint still names those that it replaces, so what a kill leaves goes next time.
+        // The list in a checkpoint still has those that it replaces, so that leftovers of a kill are removed next time.
         let mut written = self.state.written[self.replaced..].to_vec();
         written.retain(|n| *n != name);
         written.push(name.clone());
@@ -155,7 +155,7 @@ impl CheckpointHook {
         Ok(())
     }
 
-    /// Saves the model if `metric` is better than ever. Whether it does.
+    /// Saves the model if the wanted metric is better than before. Returns whether it did.
     fn keep_best(
         &mut self,
         runner: &mut Runner,
@@ -163,7 +163,7 @@ impl CheckpointHook {
         metrics: &[(String, f64)],
     ) -> Result<bool> {
         let found = match wanted.metric.as_str() {
-            // `auto` stays with the metric that it once chose.
+            // `auto` keeps the metric that it chose first.
             "auto" => match self.state.best.first() {
                 Some(best) => metrics.iter().find(|(name, _)| *name == best.metric),
                 None => metrics.first(),
@@ -361,9 +361,8 @@ impl Hook for CheckpointHook {
         for wanted in self.save_best.clone() {
             better |= self.keep_best(runner, &wanted, metrics)?;
         }
-        // What is best now is on record in what a run would go on from, if there is such. A validation that
-        // only an interruption brought has changed what would be saved: the interruption's own checkpoint
-        // is the one to go on from.
+        // Record the new best in a checkpoint to resume from, if one was written. Not after an interruption: its
+        // validation has changed the hooks' state, and the interruption's own checkpoint is the one to resume from.
         if better && !runner.is_interrupted() && !self.state.written.is_empty() {
             self.save(runner, runner.position().clone(), false)?;
         }
@@ -381,7 +380,7 @@ impl Hook for CheckpointHook {
         Ok(())
     }
 
-    /// The last checkpoint is on disk now.
+    /// Publishes the last checkpoint, which is on disk by now.
     fn after_run(&mut self, runner: &mut Runner) -> Result<()> {
         match self.state.written.last() {
             Some(last) if std::mem::take(&mut self.publishes) => {

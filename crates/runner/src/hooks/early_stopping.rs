@@ -1,4 +1,4 @@
-//! Ends a run that gets no better.
+//! Ends a run whose metric no longer improves.
 
 use serde_json::{Value, json};
 
@@ -62,7 +62,7 @@ impl EarlyStoppingHook {
         }
     }
 
-    /// Counts a metric; why the run ends, if it does.
+    /// Counts a validation's metric. Returns why the run ends, if it does.
     fn count(&mut self, score: f64) -> Option<String> {
         self.last = Some(score);
         if self.ends_with(score).is_none() {
@@ -90,7 +90,7 @@ impl EarlyStoppingHook {
         })
     }
 
-    /// Why this metric alone ends the run, if it does.
+    /// Why this value alone ends the run, if it does.
     fn ends_with(&self, score: f64) -> Option<String> {
         let monitor = &self.monitor;
         if self.check_finite && !score.is_finite() {
@@ -137,7 +137,7 @@ impl Hook for EarlyStoppingHook {
         Priority::LOWEST
     }
 
-    /// A run that is resumed from after its end does not go on.
+    /// A run that this hook has ended does not continue when it is resumed.
     fn before_train(&mut self, runner: &mut Runner) -> Result<()> {
         self.stop(runner);
         Ok(())

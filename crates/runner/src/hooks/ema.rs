@@ -1,4 +1,4 @@
-//! A model that is the average of the models so far: validated and saved in place of the one in training.
+//! Keeps an average of the model's weights, which is validated and saved in place of the model in training.
 
 use std::borrow::Cow;
 
@@ -16,7 +16,7 @@ use crate::engine::{DeviceAverages, Engine, Losses};
 use crate::runner::{BUFFERS, Runner};
 use crate::{Error, Result};
 
-/// How much of the newest model goes into the average at update `n`, counted from 0.
+/// Share of the newest model in the average at update `n`, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Average {
     /// The same each time.
@@ -53,7 +53,7 @@ impl Average {
 /// buffers are averaged over the ranks where they are used; and the average is saved exactly, beside the
 /// model in training (`ema.safetensors`), so a run resumes to the same bits.
 ///
-/// Of a model on a GPU the averages are there, too, with the bits that the host's would have.
+/// The averages of a model on a GPU are there, with the same bits as on the host.
 #[derive(Debug)]
 pub struct EmaHook {
     /// Which average.
@@ -68,7 +68,7 @@ pub struct EmaHook {
     pub begin_epoch: usize,
     updates: u64,
     averages: Averages,
-    /// The model in training while the average has its place.
+    /// The model in training, while the average replaces it.
     shelved: Vec<Tensor>,
 }
 
@@ -88,7 +88,7 @@ impl EmaHook {
         }
     }
 
-    /// The average is the model.
+    /// Sets the average to the model.
     fn copy_model(&mut self, engine: &mut dyn Engine) -> Result<()> {
         if let Averages::Device(averages) = &mut self.averages {
             return averages.update(None);
@@ -130,7 +130,7 @@ impl EmaHook {
         })
     }
 
-    /// The averages as all ranks are to see them: each has buffers of its own.
+    /// The averages, those of buffers averaged over the ranks.
     fn shared(&self, params: usize, group: &ProcessGroup) -> Result<Vec<Vec<f32>>> {
         let mut shared = self.averages.values()?.into_owned();
         if group.world_size() > 1 {
@@ -141,7 +141,7 @@ impl EmaHook {
         Ok(shared)
     }
 
-    /// Puts the average in the model's place.
+    /// Replaces the model by the average.
     fn shelve(&mut self, runner: &mut Runner) -> Result<()> {
         let group = runner.group().clone();
         let engine = runner.engine_mut();
@@ -153,7 +153,7 @@ impl EmaHook {
         })
     }
 
-    /// Puts the model in training back.
+    /// Restores the model in training.
     fn unshelve(&mut self, runner: &mut Runner) -> Result<()> {
         let shelved = std::mem::take(&mut self.shelved);
         visit_model(runner.engine_mut(), &mut |i, _, slice| {
@@ -175,11 +175,11 @@ impl EmaHook {
     }
 }
 
-/// Of each parameter, and of each buffer if those are averaged.
+/// Averages of each parameter, and of each buffer if those are averaged.
 #[derive(Debug)]
 enum Averages {
     Host(Vec<Vec<f32>>),
-    /// Of an engine that keeps them where its parameters are.
+    /// In the memory of the engine's device.
     Device(Box<dyn DeviceAverages>),
 }
 
@@ -256,7 +256,7 @@ impl Hook for EmaHook {
         checkpoint: &Checkpoint,
     ) -> Result<()> {
         self.copy_model(runner.engine_mut())?;
-        // Whoever only takes the model takes the average.
+        // Only the model is loaded: it is the average.
         if !runner.is_resuming() {
             return Ok(());
         }
@@ -304,7 +304,7 @@ impl Hook for EmaHook {
         if iter < self.begin_iter || epoch + 1 < self.begin_epoch {
             return self.copy_model(engine);
         }
-        // Another number of ranks updates as often as the first one did.
+        // Another number of ranks updates as often as the first did.
         position.completed().try_for_each(|_| self.update(engine))
     }
 
@@ -317,7 +317,7 @@ impl Hook for EmaHook {
     }
 
     fn on_interrupt(&mut self, runner: &mut Runner) -> Result<()> {
-        // A validation that was interrupted has left the average in the model's place.
+        // An interrupted validation has left the average in place of the model.
         if self.shelved.is_empty() { Ok(()) } else { self.unshelve(runner) }
     }
 
@@ -337,7 +337,7 @@ impl Hook for EmaHook {
         let average = |((name, shape), values): ((String, Vec<usize>), &Vec<f32>)| {
             Tensor::f32(format!("average.{name}"), shape, values)
         };
-        // In a validation the average has the model's place, and what it took that from is here.
+        // In a validation the average replaces the model, which is in `shelved`.
         for trained in &self.shelved {
             let (name, own) = (&trained.spec.name, format!("{BUFFERS}{}", trained.spec.name));
             let model = draft.model.iter_mut().filter(|tensor| tensor.spec.name == *name);
@@ -371,7 +371,7 @@ impl Hook for EmaHook {
     }
 }
 
-/// What it adds to a checkpoint: each average in f32, and the model in training.
+/// Name of the file that it adds to a checkpoint: each average in f32, and the model in training.
 const FILE: &str = "ema";
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! How long data and steps take, and how long is left.
+//! Times data loading and iterations, and estimates the time left.
 
 use std::time::{Duration, Instant};
 

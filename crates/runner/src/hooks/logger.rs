@@ -9,9 +9,9 @@ use crate::runner::{EvalSplit, Runner, format_eval_line, format_eval_progress, f
 
 /// Every `interval` batches, logs the smoothed scalars; after each validation or test, its metrics.
 ///
-/// Lines that come less than a tenth of a second apart are written together, to the terminal, the log and
-/// `scalars.json` alike. So what SIGKILL, or a second signal, can take of them is that of the last tenth
-/// of a second, or of the batch under way if that takes longer; any other end writes them all.
+/// Lines less than a tenth of a second apart are written together, to the terminal, the log and `scalars.json`. So
+/// SIGKILL, or a second signal, can lose the lines of the last tenth of a second, or of the current batch if that takes
+/// longer; any other end writes them all.
 ///
 /// Follows: MMEngine 0.10.7, `hooks/logger_hook.py`.
 #[derive(Clone, Copy, Debug)]
@@ -72,7 +72,7 @@ impl Hook for LoggerHook {
             let line = format!("Exp name: {}", runner.experiment_name());
             runner.log_progress(&line);
         }
-        // A tail shorter than the interval says little; an epoch shorter than it must say something.
+        // A tail shorter than the interval is left out; an epoch shorter than it has a line.
         let tail = ends && (!self.ignore_last || len <= self.interval);
         if done.is_multiple_of(self.interval) || tail {
             let line = format_train_line(runner, done);

@@ -1,4 +1,4 @@
-//! The built-in hooks: what else happens at each stage of a run.
+//! The built-in hooks, and which of them a run has by default.
 //!
 //! Hooks run in order of [`Priority`], equal ones in order of registration. A hook reaches the
 //! whole run through the [`Runner`](crate::Runner) it is handed, and may keep state of its own in checkpoints. A

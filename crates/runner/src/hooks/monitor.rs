@@ -1,4 +1,4 @@
-//! Which of two metrics of a validation is the better one.
+//! Compares two values of a metric, by the rule that its name suggests.
 
 use crate::schedulers::Rule;
 use crate::{Error, Result};

@@ -1,4 +1,4 @@
-//! One set of batch-norm statistics for all ranks where it matters.
+//! Averages batch-norm statistics over the ranks.
 
 use collective::ReduceOp;
 use fused_optim::SliceMut;
@@ -19,7 +19,7 @@ use crate::runner::Runner;
 /// of equal numbers need not be that number to the last bit.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SyncBuffersHook {
-    /// This rank has trained since the buffers were last equal.
+    /// This rank has trained since the buffers were last averaged.
     stale: bool,
 }
 

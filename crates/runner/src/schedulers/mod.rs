@@ -24,7 +24,7 @@ pub use shape::{Anneal, Floor, OneCycle, Shape};
 
 use crate::{Error, Result};
 
-/// What of a parameter group a scheduler changes.
+/// The value of a parameter group that a scheduler changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Param {
     /// The learning rate.
@@ -47,9 +47,9 @@ pub struct SchedulerConfig {
     pub end: Option<u64>,
     /// Whether it counts epochs; else iterations.
     pub by_epoch: bool,
-    /// All it says is in epochs, but it shall count iterations.
+    /// All its numbers are in epochs, but it counts iterations.
     pub convert_to_iter_based: bool,
-    /// Whose groups it changes, of an optimizer with parts; everybody's unless set.
+    /// Part of the optimizer whose groups it changes; all groups unless set.
     pub part: Option<String>,
 }
 
@@ -93,7 +93,7 @@ pub struct Scheduler {
     progress: Progress,
 }
 
-/// Where a scheduler is: what a checkpoint holds of it.
+/// State of a scheduler, as a checkpoint holds it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
     /// Steps so far.
@@ -224,7 +224,7 @@ impl Scheduler {
         &self.progress
     }
 
-    /// Goes on where a saved one was.
+    /// Restores a saved state.
     ///
     /// # Errors
     ///

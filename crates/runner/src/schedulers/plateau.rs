@@ -1,4 +1,4 @@
-//! Down when a metric gets no better.
+//! `Plateau`: reduces the value when a metric no longer improves.
 
 use serde::{Deserialize, Serialize};
 
@@ -46,7 +46,7 @@ pub enum Threshold {
     Abs,
 }
 
-/// How far it has come; `best` is none before the first metric.
+/// State of a plateau; `best` is `None` before the first metric.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Progress {
     best: Option<f64>,

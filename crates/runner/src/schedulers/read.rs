@@ -1,4 +1,4 @@
-//! How schedulers are written: `param_scheduler = { type = "CosineAnnealingLR", T_max = 10 }`, or several as
+//! Reads schedulers from a configuration: `param_scheduler = { type = "CosineAnnealingLR", T_max = 10 }`, or several as
 //! `[[param_scheduler]]`.
 
 use super::{

@@ -1,4 +1,4 @@
-//! How a value becomes the next one.
+//! `Shape`: computes the next value of a schedule from the one before.
 //!
 //! Formulas are MMEngine's (`mmengine/optim/scheduler/param_scheduler.py`), which go from value to value
 //! instead of computing each from the first, so that schedulers can be combined. `t` counts a
@@ -45,7 +45,7 @@ pub enum Shape {
         /// 0 to 1.
         end_factor: f64,
     },
-    /// Times `gamma` at each milestone, twice if it stands there twice.
+    /// Times `gamma` at each milestone, twice if it is listed twice.
     MultiStep {
         /// Steps.
         milestones: Vec<u64>,
@@ -68,7 +68,7 @@ pub enum Shape {
         /// What the value is multiplied by.
         gamma: f64,
     },
-    /// Down when a metric of the validation gets no better.
+    /// Down when a metric of the validation no longer improves.
     Plateau(Plateau),
 }
 
@@ -123,7 +123,7 @@ impl Shape {
         }
     }
 
-    /// Refuses numbers that it cannot have.
+    /// Refuses invalid numbers.
     pub(super) fn validate(&self) -> Result<()> {
         let (part, some) = (0.0..=1.0, |count: u64| count > 0);
         let (valid, what) = match self {

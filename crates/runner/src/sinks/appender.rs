@@ -1,8 +1,8 @@
-//! A file that grows line by line, several of them in one write.
+//! `Appender`: appends lines to a file, several in one write.
 //!
-//! A write costs about a microsecond of the kernel's time, which is more than an iteration of an empty
-//! loop does. So lines that come in quick succession wait for each other, up to [`WAIT`]; whoever reads
-//! along sees whole lines, a moment later. What waits is lost if the process is killed.
+//! A write costs about a microsecond of the kernel's time, more than an iteration of an empty loop. So lines in quick
+//! succession are written together, after at most [`WAIT`]; readers see whole lines, a moment later. Lines that wait are
+//! lost if the process is killed.
 
 use std::fs::File;
 use std::io::Write;
@@ -11,13 +11,13 @@ use std::time::Duration;
 
 use crate::{Error, Result};
 
-/// How long a line may wait for others, if iterations are shorter than that.
+/// How long a line may wait for others, if iterations are shorter.
 pub(crate) const WAIT: Duration = Duration::from_millis(100);
 
-/// As many bytes wait at most.
+/// Maximum number of bytes that wait.
 pub(super) const MOST: usize = 1 << 16;
 
-/// A file, and what is still to be appended to it.
+/// A file, and the bytes that wait to be appended.
 #[derive(Debug)]
 pub(crate) struct Appender {
     path: PathBuf,

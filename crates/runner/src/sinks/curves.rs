@@ -1,9 +1,8 @@
 //! A run's scalars as curves over its iterations, read from its `scalars.json` files.
 //!
-//! A run that was resumed has several files. What a later one trained again replaces what came of it
-//! before, so a run is one curve. Everything stands at an iteration, validations too: under the step
-//! of their line, or at the last iteration that was logged before, whichever is greater. So it does
-//! not matter whether a step counts epochs or iterations.
+//! A run that was resumed has several files. What a later one trained again replaces the earlier values, so a run is
+//! one curve. Every value is at an iteration, also a validation's: at the step of its line, or at the last iteration
+//! logged before, whichever is greater. So it does not matter whether a step counts epochs or iterations.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -21,7 +20,7 @@ pub(super) struct Run {
     /// The path that it was read from.
     pub(super) name: String,
     pub(super) curves: BTreeMap<String, Curve>,
-    /// Whether a line named its iteration; otherwise nobody knows what steps count.
+    /// Whether a line has its iteration; otherwise it is unknown what steps count.
     pub(super) has_iters: bool,
 }
 
@@ -97,7 +96,7 @@ struct Record {
     scalars: Map<String, Value>,
 }
 
-/// All lines but a last one that is still being written.
+/// All lines but an incomplete last one.
 fn records(text: &str) -> Result<Vec<Record>> {
     let mut records = Vec::new();
     for (number, line) in text.split_inclusive('\n').enumerate() {

@@ -19,19 +19,19 @@ pub(crate) const TERMINAL_VARIABLE: &str = "RUNNER_TERMINAL";
 /// text, so that the launcher's prefix before it stays.
 const CLEAR_REST: &str = "\x1b[K";
 
-/// How important a line is.
+/// Severity of a line.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Level {
-    /// What happens.
+    /// Information.
     #[default]
     Info,
-    /// What asks for attention.
+    /// A warning.
     Warning,
-    /// Nothing that is logged.
+    /// An error, of which none is logged.
     Error,
 }
 
-/// Writes log lines, and a progress bar where somebody watches.
+/// Writes log lines, and a progress bar on a terminal.
 ///
 /// Lines of progress may wait for each other, see [`LoggerHook`](crate::hooks::LoggerHook); every other
 /// line is written at once, after those that wait.
@@ -40,7 +40,7 @@ pub struct Logger {
     file: Option<Appender>,
     /// What waits to be written to the terminal.
     waiting: Vec<u8>,
-    speaks: bool,
+    enabled: bool,
     terminal: bool,
     bar_shown: bool,
     least: Level,
@@ -70,13 +70,13 @@ impl Stamp {
 }
 
 impl Logger {
-    /// A logger that writes to the terminal only; `speaks` is false on all ranks but the first.
+    /// A logger that writes to the terminal only; `enabled` is false on all ranks but the first.
     #[must_use]
-    pub fn new(speaks: bool) -> Self {
+    pub fn new(enabled: bool) -> Self {
         Self {
             file: None,
             waiting: Vec::new(),
-            speaks,
+            enabled,
             terminal: is_watched(),
             bar_shown: false,
             least: Level::Info,
@@ -84,7 +84,7 @@ impl Logger {
         }
     }
 
-    /// Leaves out what is less important.
+    /// Sets the least severe level that is logged.
     pub(crate) fn set_least(&mut self, least: Level) {
         self.least = least;
     }
@@ -105,20 +105,20 @@ impl Logger {
         self.flush();
     }
 
-    /// Logs a line that asks for attention.
+    /// Logs a warning.
     pub fn warning(&mut self, text: &str) {
         self.line(Level::Warning, text, true);
         self.flush();
     }
 
-    /// As [`warning`](Self::warning), and to the terminal on a rank whose log writes nothing else.
+    /// As [`warning`](Self::warning), on a rank whose log is disabled, too.
     pub(crate) fn warning_of_rank(&mut self, text: &str) {
-        let speaks = std::mem::replace(&mut self.speaks, true);
+        let enabled = std::mem::replace(&mut self.enabled, true);
         self.warning(text);
-        self.speaks = speaks;
+        self.enabled = enabled;
     }
 
-    /// Logs a line that a progress bar makes superfluous on a terminal, and that may wait.
+    /// Logs a line that a terminal's progress bar replaces, and that may wait.
     pub(crate) fn progress(&mut self, text: &str) {
         self.line(Level::Info, text, !self.terminal);
         if self.waiting.len() >= MOST {
@@ -138,7 +138,7 @@ impl Logger {
 
     /// Whether a progress bar is wanted.
     pub(crate) fn wants_bar(&self) -> bool {
-        self.speaks && self.terminal
+        self.enabled && self.terminal
     }
 
     /// Draws the bar over the one before.
@@ -148,7 +148,7 @@ impl Logger {
     }
 
     fn line(&mut self, level: Level, text: &str, on_terminal: bool) {
-        if !self.speaks || level < self.least {
+        if !self.enabled || level < self.least {
             return;
         }
         let level =
@@ -166,8 +166,7 @@ impl Logger {
     }
 }
 
-/// Whether standard output is a terminal of the user's. mpirun gives its ranks one of its own, whatever
-/// becomes of their output.
+/// Whether standard output is the user's terminal. mpirun gives its ranks one of its own.
 fn is_watched() -> bool {
     let by_mpi = || {
         let topology = Topology::from_env(|name| std::env::var(name).ok());
@@ -176,7 +175,7 @@ fn is_watched() -> bool {
     std::env::var_os(TERMINAL_VARIABLE).is_some() || std::io::stdout().is_terminal() && !by_mpi()
 }
 
-/// Writes to standard output and does not mind if nobody reads.
+/// Writes to standard output; ignores a closed one.
 fn write_out(text: &[u8]) {
     let mut out = std::io::stdout().lock();
     let _ = out.write_all(text).and_then(|()| out.flush());

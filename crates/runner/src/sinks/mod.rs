@@ -1,4 +1,4 @@
-//! Where a run's words and numbers go: terminal, log file, `scalars.json`, event files, plots.
+//! Outputs of a run: terminal, log file, `scalars.json`, event files, plots.
 
 mod appender;
 mod curves;

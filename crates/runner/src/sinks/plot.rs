@@ -38,7 +38,7 @@ type Drawn<T = ()> = Result<T, Box<dyn StdError>>;
 /// Draws the scalars of runs whose names are among `keys`; all but counters and times if there are
 /// none. A path is a `scalars.json`, or a run's work directory: then what was resumed is one curve.
 /// Python's `NaN` and `Infinity` are read, and leave a gap as `null` does; a last line that is still
-/// being written is left out. Validations stand at iterations, as everything else.
+/// being written is left out. Validations are at iterations, as all values.
 ///
 /// # Errors
 ///

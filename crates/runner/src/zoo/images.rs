@@ -1,4 +1,4 @@
-//! Labelled images in memory, and which part of a data set they are.
+//! Labelled images in memory, and `Split`, the parts of a data set.
 
 use crate::config::Section;
 use crate::data::{Array, ArrayData, Batch};

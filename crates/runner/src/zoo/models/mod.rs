@@ -1,4 +1,4 @@
-//! Ready models on the candle engine, and how `[model]` is written for them.
+//! Ready models on the candle engine, and their options in `[model]`.
 //!
 //! Each is a struct of layers with typed options. All read a field `inputs`: images, either bytes
 //! `[n, c, h, w]`, which are scaled to 0..1 and normalised by the options, or floats, which are

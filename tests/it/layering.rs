@@ -10,10 +10,11 @@ use toml::{Table, Value};
 const ALLOWED: &[(&str, &[&str])] = &[
     ("npu-sys", &[]),
     ("amp", &["npu-sys"]),
+    ("candle-ops", &["amp", "fused-optim"]),
     ("collective", &["npu-sys"]),
     ("fused-optim", &["npu-sys"]),
     ("launch", &["collective"]),
-    ("runner", &["amp", "collective", "fused-optim", "launch"]),
+    ("runner", &["amp", "candle-ops", "collective", "fused-optim", "launch"]),
 ];
 
 #[test]

@@ -6,11 +6,17 @@
 
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use collective::ProcessGroup;
+use parking_lot::Mutex;
 use runner::config::Config;
+use runner::data::{Array, ArrayData, Batch};
+use runner::engine::candle::{CandleEngine, CandleOptions};
+use runner::engine::{CompileOptions, ComputeDevice, Engine, GradSink, SharedSink};
 use runner::optim_wrapper::OptimWrapperFactory;
+use runner::zoo::{ResNet, ResNetOptions};
 use runner::{Result, Runner, RunnerBuilder};
 use safetensors::SafeTensors;
 
@@ -234,6 +240,57 @@ fn copied() -> Option<[u64; 2]> {
     };
     // SAFETY: as above.
     Some(unsafe { *copied() })
+}
+
+/// How often this thread has had GPUs do something, if it is the fake one that is asked.
+#[expect(unsafe_code, reason = "the fake GPU is a library of C")]
+fn launched() -> Option<u64> {
+    let address = of_the_fake(c"fake_gpu_launched")?;
+    // SAFETY: the function of this name takes nothing and returns the address of two words of this thread.
+    let launched = unsafe {
+        std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> *const [u64; 2]>(address)
+    };
+    // SAFETY: as above.
+    Some(unsafe { *launched() }[0])
+}
+
+struct Forget;
+
+impl GradSink for Forget {
+    fn ready(&mut self, _: usize, _: fused_optim::Slice<'_>) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+#[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/candle-cuda"]
+fn a_compiled_step_copies_its_batch_to_the_gpu_and_nothing_else() {
+    let net = ResNetOptions {
+        width: 4,
+        blocks: vec![1, 1],
+        stem_max_pool: true,
+        ..ResNetOptions::default()
+    };
+    let pixels = (0..8 * 64).map(|i| ((i * 37) % 256) as f32 / 256.0).collect();
+    let batch = Batch::new()
+        .with("inputs", Array::new([8, 1, 8, 8], ArrayData::F32(pixels)).unwrap())
+        .with("labels", Array::new([8], ArrayData::I64(vec![3; 8])).unwrap());
+    // Launches of the second step, and bytes that it copies to the GPU.
+    let step = |compiled: bool| {
+        let options = CandleOptions { device: ComputeDevice::Cuda(0), ..Default::default() };
+        let mut engine = CandleEngine::new(options, |vb| ResNet::new(&net, vb)).unwrap();
+        if compiled {
+            engine.compile(&CompileOptions::default()).unwrap();
+        }
+        let sink: SharedSink = Arc::new(Mutex::new(Forget));
+        engine.forward_backward(&batch, 1.0, &sink).unwrap();
+        let before = [launched().unwrap(), copied().unwrap()[0]];
+        engine.forward_backward(&batch, 1.0, &sink).unwrap();
+        [launched().unwrap() - before[0], copied().unwrap()[0] - before[1]]
+    };
+    let ([composed, _], [kernels, sent]) = (step(false), step(true));
+    assert!(kernels < composed / 2, "{kernels} launches, {composed} of compositions");
+    assert_eq!(sent, 8 * 64 * 4 + 8 * 8, "images and labels");
 }
 
 #[test]

@@ -41,11 +41,9 @@ mod buckets;
 #[cfg(feature = "candle-cuda")]
 mod graph;
 mod init;
-pub mod layers;
 mod memory;
 mod model;
 mod on_device;
-pub mod ops;
 mod params;
 mod report;
 mod traps;
@@ -85,6 +83,7 @@ use crate::engine::{DeviceAverages, DeviceBuckets, Gradient};
 use crate::model::ModelFactory;
 use crate::{Error, Result};
 
+pub use candle_ops::{self as ops, layers};
 pub use {candle_core, candle_nn};
 
 /// How a [`CandleEngine`] is made.

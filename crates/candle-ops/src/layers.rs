@@ -1,4 +1,4 @@
-//! Layers over [`ops`], with PyTorch's parameter names and PyTorch's initial values.
+//! Layers over [the operators](crate), with PyTorch's parameter names and PyTorch's initial values.
 //!
 //! They are built from a [`VarBuilder`] like candle-nn's and mix with them. `weight` and `bias`
 //! have the builder's dtype, except in norm layers, which ask for `f32` so that half precision
@@ -7,7 +7,7 @@
 use candle_core::{DType, Module, ModuleT, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 
-use super::ops::{self, BatchNormOptions, Statistics, Window};
+use super::{self as ops, BatchNormOptions, Statistics, Window};
 
 /// What [`Conv2d`] takes beside its channels. Follows: `torch.nn.Conv2d`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +26,7 @@ impl Default for Conv2dOptions {
     }
 }
 
-/// Two-dimensional convolution: [`ops::conv2d`] with a `weight` and perhaps a `bias`.
+/// Two-dimensional convolution: [`conv2d`](crate::conv2d) with a `weight` and perhaps a `bias`.
 #[derive(Clone, Debug)]
 pub struct Conv2d {
     weight: Tensor,
@@ -63,7 +63,7 @@ impl Module for Conv2d {
     }
 }
 
-/// A fully connected layer: [`ops::linear`] with a `weight` and a `bias`.
+/// A fully connected layer: [`linear`](crate::linear) with a `weight` and a `bias`.
 #[derive(Clone, Debug)]
 pub struct Linear {
     weight: Tensor,
@@ -91,7 +91,7 @@ impl Module for Linear {
     }
 }
 
-/// Layer normalisation over the last dimension: [`ops::layer_norm`] with a `weight` and a `bias`, both
+/// Layer normalisation over the last dimension: [`layer_norm`](crate::layer_norm) with a `weight` and a `bias`, both
 /// `f32`.
 #[derive(Clone, Debug)]
 pub struct LayerNorm {
@@ -119,7 +119,7 @@ impl Module for LayerNorm {
     }
 }
 
-/// A table of vectors: [`ops::embedding`] with a `weight`.
+/// A table of vectors: [`embedding`](crate::embedding) with a `weight`.
 #[derive(Clone, Debug)]
 pub struct Embedding {
     weight: Tensor,

@@ -1,4 +1,4 @@
-//! Operators with a backward, for `f32`, `f16`, `bf16` and `f64`.
+//! Operators and layers for candle with a backward, for `f32`, `f16`, `bf16` and `f64`.
 //!
 //! candle brings automatic differentiation; its own CPU operators for training are slow, some have
 //! no backward, and some no half. These replace the ones that image models and transformers need. Each is a
@@ -19,19 +19,24 @@
 //! of our own (`cuda/`).
 
 mod attention;
-pub(super) mod autocast;
+#[doc(hidden)]
+pub mod autocast;
 mod composed;
 mod conv;
-#[cfg(feature = "candle-cuda")]
-pub(super) mod cuda;
-pub(super) mod dropout;
+#[cfg(feature = "cuda")]
+#[doc(hidden)]
+pub mod cuda;
+#[doc(hidden)]
+pub mod dropout;
 mod elementwise;
 mod embedding;
-#[cfg(feature = "candle-cuda")]
-pub(super) mod fields;
+#[cfg(feature = "cuda")]
+#[doc(hidden)]
+pub mod fields;
 mod gelu;
 mod gemm;
 mod layer_norm;
+pub mod layers;
 mod limit;
 mod linear;
 mod loss;
@@ -40,10 +45,12 @@ mod operator;
 mod pool;
 mod real;
 mod scatter;
-pub(super) mod search;
+#[doc(hidden)]
+pub mod search;
 mod simd;
 mod softmax;
-pub(super) mod tables;
+#[doc(hidden)]
+pub mod tables;
 mod weighted;
 mod winograd;
 
@@ -106,7 +113,7 @@ fn dot_centered<T: Real>(a: &[T], b: &[T], center: T) -> T {
 const LANES: usize = 16;
 
 #[cfg(test)]
-pub(super) use composed::tests::composed;
+use composed::tests::composed;
 
 #[cfg(test)]
 mod autocast_tests;

@@ -13,13 +13,13 @@ thread_local! {
 }
 
 /// By operator and what else a table depends on.
-pub(in crate::engine::candle) type Tables = HashMap<(&'static str, Vec<usize>), Tensor>;
+pub type Tables = HashMap<(&'static str, Vec<usize>), Tensor>;
 
 /// How many are kept.
 const MOST: usize = 256;
 
 /// Runs `call`, a step, with `tables` open on this thread.
-pub(in crate::engine::candle) fn open<R>(tables: &mut Tables, call: impl FnOnce() -> R) -> R {
+pub fn open<R>(tables: &mut Tables, call: impl FnOnce() -> R) -> R {
     /// Brings the tables back however the call ends.
     struct Open<'a>(&'a mut Tables);
     impl Drop for Open<'_> {

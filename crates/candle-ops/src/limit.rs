@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-#[cfg(feature = "candle-cuda")]
+#[cfg(feature = "cuda")]
 use super::fields;
 
 /// What numbers must be below, and whose limit that is.
@@ -39,7 +39,7 @@ impl Limit {
         if numbers.dtype() != DType::I64 {
             bail!("labels and indices are i64, not {:?}", numbers.dtype());
         }
-        #[cfg(feature = "candle-cuda")]
+        #[cfg(feature = "cuda")]
         if fields::look(numbers, self)? {
             return Ok(());
         }
@@ -48,7 +48,7 @@ impl Limit {
     }
 
     /// Why a step cannot be captured whose numbers are computed.
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     pub(super) fn unknown(self) -> &'static str {
         match self {
             Self::Classes(_) => {

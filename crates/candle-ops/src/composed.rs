@@ -23,7 +23,7 @@ use super::conv::{Window, positions};
 use super::elementwise::Normalization;
 use super::norm::{BatchNormOptions, Planes, Statistics};
 use super::tables::table;
-#[cfg(feature = "candle-cuda")]
+#[cfg(feature = "cuda")]
 use super::{conv::Geometry, cuda, weighted::Kernel};
 
 /// Whether `x` lies where the kernels do not reach.
@@ -36,7 +36,7 @@ pub(super) fn takes(x: &Tensor) -> bool {
 }
 
 pub(super) fn relu(x: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of(x) {
         return cuda::relu(&kernels, x);
     }
@@ -46,7 +46,7 @@ pub(super) fn relu(x: &Tensor) -> Result<Tensor> {
 }
 
 pub(super) fn add_relu(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of(a) {
         return cuda::add_relu(&kernels, a, b);
     }
@@ -68,7 +68,7 @@ pub(super) fn normalize(images: &Tensor, by: &Normalization, dtype: DType) -> Re
 }
 
 pub(super) fn gelu(x: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of(x) {
         return cuda::gelu(&kernels, x);
     }
@@ -78,7 +78,7 @@ pub(super) fn gelu(x: &Tensor) -> Result<Tensor> {
 }
 
 pub(super) fn softmax(x: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of(x) {
         return cuda::softmax(&kernels, x);
     }
@@ -89,7 +89,7 @@ pub(super) fn softmax(x: &Tensor) -> Result<Tensor> {
 }
 
 pub(super) fn layer_norm(x: &Tensor, gamma: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of(x) {
         return cuda::layer_norm(&kernels, x, gamma, beta, eps);
     }
@@ -109,7 +109,7 @@ pub(super) fn batch_norm(
     given: Option<&Statistics>,
     options: BatchNormOptions,
 ) -> Result<(Tensor, Statistics)> {
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of(x) {
         return cuda::batch_norm(&kernels, [x, gamma, beta], given, options);
     }
@@ -134,7 +134,7 @@ pub(super) fn batch_norm(
 }
 
 pub(super) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of_many(x, x.elem_count() / weight.dim(1)? * weight.dim(0)?) {
         return cuda::linear(&kernels, x, weight, bias);
     }
@@ -153,7 +153,7 @@ pub(super) fn conv2d(
     bias: Option<&Tensor>,
     window: Window,
 ) -> Result<Tensor> {
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     {
         let geometry = Geometry::new(x.shape(), weight.shape(), window)?;
         if let Some(kernels) = cuda::of_many(x, geometry.largest()) {
@@ -185,7 +185,7 @@ pub(super) fn conv2d(
 
 /// Every window as a line of its pixels, of which the largest is taken.
 pub(super) fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Tensor> {
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of(x) {
         return cuda::max_pool2d(&kernels, x, kernel, window);
     }
@@ -238,7 +238,7 @@ fn pixels(
 }
 
 pub(super) fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of(x) {
         return cuda::global_avg_pool(&kernels, x);
     }
@@ -249,7 +249,7 @@ pub(super) fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
 pub(super) fn self_attention(qkv: &Tensor, options: AttentionOptions) -> Result<Tensor> {
     let (samples, positions, packed) = qkv.dims3()?;
     let depth = attention::depth(qkv.shape(), options)?;
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of_many(qkv, qkv.elem_count() / depth * qkv.dim(1)?) {
         return cuda::self_attention(&kernels, qkv, options);
     }
@@ -285,7 +285,7 @@ pub(super) fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
 
 /// The labels are classes: the caller has looked.
 pub(super) fn cross_entropy(logits: &Tensor, labels: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of(logits) {
         return cuda::cross_entropy(&kernels, logits, labels);
     }
@@ -305,7 +305,7 @@ fn widened<const N: usize>(inputs: [&Tensor; N]) -> Result<[Tensor; N]> {
 }
 
 #[cfg(test)]
-pub(in crate::engine::candle) mod tests {
+pub(super) mod tests {
     use std::cell::Cell;
 
     thread_local! {
@@ -313,7 +313,7 @@ pub(in crate::engine::candle) mod tests {
     }
 
     /// Runs `call` with the operators composed, also of tensors of the host.
-    pub(in crate::engine::candle) fn composed<R>(call: impl FnOnce() -> R) -> R {
+    pub(crate) fn composed<R>(call: impl FnOnce() -> R) -> R {
         FORCED.set(true);
         let result = call();
         FORCED.set(false);

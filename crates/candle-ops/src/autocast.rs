@@ -31,7 +31,7 @@ struct Region {
 /// ```
 /// use amp::Autocast;
 /// use candle_core::{DType, Device, Tensor};
-/// use runner::engine::candle::ops;
+/// use candle_ops as ops;
 ///
 /// let x = Tensor::ones((2, 3), DType::F32, &Device::Cpu)?;
 /// let y = ops::autocast(&Autocast::cpu(), || ops::linear(&x, &x, None))?;
@@ -43,10 +43,7 @@ pub fn autocast<R>(policy: &Autocast, call: impl FnOnce() -> R) -> R {
 }
 
 /// As [`autocast`], and how many operators ran in the lower precision.
-pub(in crate::engine::candle) fn counted<R>(
-    policy: &Autocast,
-    call: impl FnOnce() -> R,
-) -> (R, usize) {
+pub fn counted<R>(policy: &Autocast, call: impl FnOnce() -> R) -> (R, usize) {
     /// Brings the region around back, with the sum of both, however the call ends.
     struct Around(Option<Region>);
     impl Drop for Around {

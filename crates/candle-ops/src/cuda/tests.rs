@@ -16,13 +16,9 @@ use super::super::{
 };
 use super::conv::Conv;
 use super::{KERNELS, Kernels, of, open};
-use crate::data::{Array, ArrayData, Batch};
-use crate::engine::candle::{CandleEngine, CandleOptions};
-use crate::engine::{CompileOptions, ComputeDevice, Engine, GradSink, SharedSink};
-use crate::zoo::{ResNet, ResNetOptions};
 
 /// The kernels on the GPU, or on the fake one.
-fn kernels() -> Arc<Kernels> {
+pub(crate) fn kernels() -> Arc<Kernels> {
     let Device::Cuda(device) = Device::new_cuda_with_stream(0).unwrap() else { unreachable!() };
     Arc::new(Kernels::new(&device).unwrap())
 }
@@ -416,59 +412,4 @@ fn extremes_of_lines_and_windows() {
         let error = linear(&x, &weight, None).unwrap_err().to_string();
         assert!(error.contains("linear: F32 beside F16"), "{error}");
     });
-}
-
-/// What the fake GPU counts for this thread, the first of two numbers.
-fn counted(function: &std::ffi::CStr) -> Option<u64> {
-    // SAFETY: a name, looked for in what is loaded.
-    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, function.as_ptr()) };
-    if found.is_null() {
-        return None;
-    }
-    type Prototype = extern "C" fn() -> *const u64;
-    // SAFETY: that is the prototype of the functions of these names.
-    let function: Prototype = unsafe { std::mem::transmute(found) };
-    // SAFETY: an address of words of this thread.
-    Some(unsafe { *function() })
-}
-
-struct Forget;
-
-impl GradSink for Forget {
-    fn ready(&mut self, _: usize, _: fused_optim::Slice<'_>) -> crate::Result<()> {
-        Ok(())
-    }
-}
-
-#[test]
-#[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/candle-cuda"]
-fn a_step_sends_its_batch_and_nothing_else() {
-    let count = || Some([counted(c"fake_gpu_launched")?, counted(c"fake_gpu_copied")?]);
-    let net = ResNetOptions {
-        width: 4,
-        blocks: vec![1, 1],
-        stem_max_pool: true,
-        ..ResNetOptions::default()
-    };
-    let pixels = values("pixels", &[8, 1, 8, 8]).flatten_all().unwrap().to_vec1().unwrap();
-    let batch = Batch::new()
-        .with("inputs", Array::new([8, 1, 8, 8], ArrayData::F32(pixels)).unwrap())
-        .with("labels", Array::new([8], ArrayData::I64(vec![3; 8])).unwrap());
-    // Of a step behind the first: launches, and bytes to the GPU.
-    let step = |compiled: bool| {
-        let options = CandleOptions { device: ComputeDevice::Cuda(0), ..Default::default() };
-        let mut engine = CandleEngine::new(options, |vb| ResNet::new(&net, vb)).unwrap();
-        if compiled {
-            engine.compile(&CompileOptions::default()).unwrap();
-        }
-        let sink: SharedSink = Arc::new(parking_lot::Mutex::new(Forget));
-        engine.forward_backward(&batch, 1.0, &sink).unwrap();
-        let before = count().unwrap();
-        engine.forward_backward(&batch, 1.0, &sink).unwrap();
-        let after = count().unwrap();
-        [after[0] - before[0], after[1] - before[1]]
-    };
-    let ([composed, _], [own, sent]) = (step(false), step(true));
-    assert!(own < composed / 2, "{own} launches, {composed} of compositions");
-    assert_eq!(sent, 8 * 64 * 4 + 8 * 8, "images and labels");
 }

@@ -37,7 +37,7 @@ struct Known {
 
 /// What an operator asked of a field, or of a view of it.
 #[derive(Debug)]
-pub(in crate::engine::candle) struct Asked {
+pub struct Asked {
     field: usize,
     layout: Layout,
     limit: Limit,
@@ -49,7 +49,7 @@ impl Asked {
     /// # Errors
     ///
     /// The operator's, for a number that is out of range.
-    pub(in crate::engine::candle) fn check(&self, batch: &[Option<&[i64]>]) -> Result<()> {
+    pub fn check(&self, batch: &[Option<&[i64]>]) -> Result<()> {
         let numbers = batch.get(self.field).copied().flatten().unwrap_or_default();
         check(&self.layout, numbers, self.limit)
     }
@@ -57,7 +57,7 @@ impl Asked {
 
 /// Runs `call`, a training step on the fields of a batch, by number: tensors, and the numbers of those of
 /// integers. Returns also what its operators asked of them.
-pub(in crate::engine::candle) fn open<R>(
+pub fn open<R>(
     fields: &[(&Tensor, Option<&[i64]>)],
     is_capture: bool,
     call: impl FnOnce() -> R,

@@ -218,7 +218,7 @@ impl Geometry {
     }
 
     /// Elements of the largest tensor besides the input: the result, or one image's columns.
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     pub(super) fn largest(&self) -> usize {
         self.pixels() * self.depth().max(self.images * self.out_channels)
     }

@@ -2,18 +2,26 @@
 //! central differences in `f64`, and in half precision against itself in `f32`.
 
 use candle_core::{D, DType, Device, Result, Shape, Tensor, Var};
-use candle_nn::Init;
 use proptest::prelude::*;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
 
-use super::super::init;
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
 use super::*;
 
 /// Standard normal values, fixed by `name`.
 pub(super) fn values(name: &str, shape: &[usize]) -> Tensor {
-    let init = Init::Randn { mean: 0.0, stdev: 1.0 };
-    let values = init::values(init, &shape.into(), 0, name);
+    let seed = name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    });
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    // In `[0, 1)`, all 53 bits of it.
+    let mut unit = || (rng.next_u64() >> 11) as f64 * (1.0 / (1u64 << 53) as f64);
+    // Box and Muller's method; 1 - u lies in (0, 1], where the logarithm is finite.
+    let mut normal =
+        || ((-2.0 * (1.0 - unit()).ln()).sqrt() * (std::f64::consts::TAU * unit()).cos()) as f32;
+    let values: Vec<f32> = (0..shape.iter().product()).map(|_| normal()).collect();
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 

@@ -15,9 +15,9 @@ use super::conv::WAYS;
 
 /// What has been found so far.
 #[derive(Clone, Debug, Default)]
-pub(in crate::engine::candle) struct Search {
+pub struct Search {
     /// How often each way is tried.
-    pub(in crate::engine::candle) rounds: usize,
+    pub rounds: usize,
     found: BTreeMap<String, Found>,
 }
 
@@ -34,18 +34,18 @@ thread_local! {
 }
 
 impl Search {
-    pub(in crate::engine::candle) fn new(rounds: usize) -> Self {
+    pub fn new(rounds: usize) -> Self {
         Self { rounds, found: BTreeMap::new() }
     }
 
     /// How many shapes were looked at, and for how many another way than the default was taken.
-    pub(in crate::engine::candle) fn counts(&self) -> (usize, usize) {
+    pub fn counts(&self) -> (usize, usize) {
         let better = self.found.values().filter(|found| found.is_faster);
         (self.found.len(), better.count())
     }
 
     /// What has been found, as JSON; empty if that is nothing.
-    pub(in crate::engine::candle) fn to_text(&self) -> String {
+    pub fn to_text(&self) -> String {
         match self.found.is_empty() {
             true => String::new(),
             false => serde_json::to_string(&self.found).unwrap_or_default(),
@@ -53,7 +53,7 @@ impl Search {
     }
 
     /// Adds what another search has found.
-    pub(in crate::engine::candle) fn take_text(&mut self, text: &str) -> Result<(), String> {
+    pub fn take_text(&mut self, text: &str) -> Result<(), String> {
         let found: BTreeMap<String, Found> =
             serde_json::from_str(text).map_err(|e| e.to_string())?;
         match found.values().find(|found| found.way >= WAYS.len()) {
@@ -67,10 +67,7 @@ impl Search {
 }
 
 /// Runs `call` with `search` open on this thread.
-pub(in crate::engine::candle) fn open<R>(
-    search: &mut Option<Search>,
-    call: impl FnOnce() -> R,
-) -> R {
+pub fn open<R>(search: &mut Option<Search>, call: impl FnOnce() -> R) -> R {
     /// Brings the search back however the call ends.
     struct Open<'a>(&'a mut Option<Search>);
     impl Drop for Open<'_> {
@@ -84,7 +81,7 @@ pub(in crate::engine::candle) fn open<R>(
 }
 
 /// Runs `call` without the search that is open on this thread, if one is.
-pub(in crate::engine::candle) fn pause<R>(call: impl FnOnce() -> R) -> R {
+pub fn pause<R>(call: impl FnOnce() -> R) -> R {
     /// Opens it again however the call ends.
     struct Paused(Option<Search>);
     impl Drop for Paused {

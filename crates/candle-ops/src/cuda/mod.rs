@@ -22,7 +22,7 @@ mod node;
 mod norm;
 mod pool;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -43,13 +43,13 @@ pub(super) use norm::batch_norm;
 pub(super) use pool::{global_avg_pool, max_pool2d};
 
 /// The operators that have kernels, for a report.
-pub(in crate::engine::candle) const NAMES: &str = "conv2d, linear, batch_norm, relu, add_relu, \
+pub const NAMES: &str = "conv2d, linear, batch_norm, relu, add_relu, \
      max_pool2d, global_avg_pool, layer_norm, softmax, gelu, self_attention, cross_entropy";
 
 /// The kernels, compiled for a device and its stream.
 #[derive(Debug)]
-pub(in crate::engine::candle) struct Kernels {
-    device: CudaDevice,
+pub struct Kernels {
+    pub(super) device: CudaDevice,
     /// For `f32`, `f16`, `bf16`.
     programs: [fused_optim::cuda::Kernels; 3],
     /// Where blocks count how many of them are done: zero between launches, which come one after another.
@@ -61,10 +61,7 @@ thread_local! {
 }
 
 /// Runs `call` with kernels in the place of compositions on this thread, if there are any.
-pub(in crate::engine::candle) fn open<R>(
-    kernels: Option<&Arc<Kernels>>,
-    call: impl FnOnce() -> R,
-) -> R {
+pub fn open<R>(kernels: Option<&Arc<Kernels>>, call: impl FnOnce() -> R) -> R {
     /// Ends it however the call ends.
     struct Around(Option<Arc<Kernels>>);
     impl Drop for Around {
@@ -139,7 +136,7 @@ const KERNELS: &[&str] = &[
 
 impl Kernels {
     /// Compiles them, or finds them on disk.
-    pub(in crate::engine::candle) fn new(device: &CudaDevice) -> std::result::Result<Self, String> {
+    pub fn new(device: &CudaDevice) -> std::result::Result<Self, String> {
         let build = |macros: Vec<String>| {
             fused_optim::cuda::Kernels::new(device.cuda_stream(), SOURCE, &macros, KERNELS)
         };

@@ -18,20 +18,20 @@ thread_local! {
 
 /// An engine's random numbers.
 #[derive(Clone, Debug)]
-pub(in crate::engine::candle) struct Random(Option<ChaCha8Rng>);
+pub struct Random(Option<ChaCha8Rng>);
 
 impl Random {
-    pub(in crate::engine::candle) fn new(seed: u64) -> Self {
+    pub fn new(seed: u64) -> Self {
         Self(Some(ChaCha8Rng::seed_from_u64(seed)))
     }
 
     /// How many words have been drawn.
-    pub(in crate::engine::candle) fn position(&self) -> u64 {
+    pub fn position(&self) -> u64 {
         let position = self.0.as_ref().map_or(0, ChaCha8Rng::get_word_pos);
         u64::try_from(position).unwrap_or(u64::MAX)
     }
 
-    pub(in crate::engine::candle) fn set_position(&mut self, position: u64) {
+    pub fn set_position(&mut self, position: u64) {
         if let Some(rng) = &mut self.0 {
             rng.set_word_pos(position.into());
         }
@@ -39,19 +39,19 @@ impl Random {
 }
 
 /// What is open on this thread.
-#[cfg(feature = "candle-cuda")]
-pub(in crate::engine::candle) fn now() -> Random {
+#[cfg(feature = "cuda")]
+pub fn now() -> Random {
     Random(OPEN.with_borrow(Clone::clone))
 }
 
 /// Goes on from there.
-#[cfg(feature = "candle-cuda")]
-pub(in crate::engine::candle) fn go_back(random: Random) {
+#[cfg(feature = "cuda")]
+pub fn go_back(random: Random) {
     OPEN.set(random.0);
 }
 
 /// Runs `call`, a training step, with `random` open on this thread.
-pub(in crate::engine::candle) fn open<R>(random: &mut Random, call: impl FnOnce() -> R) -> R {
+pub fn open<R>(random: &mut Random, call: impl FnOnce() -> R) -> R {
     /// Brings the numbers back however the call ends.
     struct Open<'a>(&'a mut Random);
     impl Drop for Open<'_> {

@@ -92,7 +92,7 @@ fn compile(name: &str, flags: &[String]) -> PathBuf {
     let sources = [
         "benches/gpu/tests/fake_gpu/fake.cc",
         "benches/gpu/tests/fake_gpu/graph.cc",
-        "crates/collective/tests/nccl/fake.cc",
+        "crates/collective/tests/it/nccl/fake.cc",
     ];
     let sources = sources.map(|source| root.join(source));
     let target = Path::new(env!("CARGO_TARGET_TMPDIR"));

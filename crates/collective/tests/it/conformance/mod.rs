@@ -1,0 +1,149 @@
+//! One suite for every transport and world sizes 1 to 5: every verb, operator and type, against a
+//! slow and obvious twin that computes the result from all ranks' inputs, bit for bit. Since every
+//! rank compares with the twin, the ranks have the same bits.
+
+mod habits;
+mod messages;
+mod moves;
+mod reductions;
+pub(crate) mod twin;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::common::{self, Role, Workers};
+use collective::sim::Network;
+use collective::{GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result};
+use half::{bf16, f16};
+use twin::Number;
+
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How much of the suite.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scope {
+    /// Elements.
+    counts: &'static [usize],
+    /// Sets of blocks of different lengths.
+    uneven: usize,
+    /// Batches of random messages.
+    batches: u64,
+    /// Whether the backend has shared buffers worth a test of their own.
+    shared: bool,
+}
+
+/// Everything: around vector widths, the largest payload of a slot, and the chunk size.
+const FULL: Scope = Scope {
+    counts: &[0, 1, 7, 33, 1000, 2049, 8191, 70_001],
+    uneven: 6,
+    batches: 24,
+    shared: true,
+};
+
+/// Every verb, operator and type, at fewer sizes, for backends whose steps are slow.
+const THIN: Scope = Scope { counts: &[0, 1, 33, 4099], uneven: 2, batches: 6, shared: false };
+
+/// The suite over groups of 1 to 5 ranks, played by threads.
+fn over(groups: impl Fn(usize) -> Vec<ProcessGroup>, scope: Scope) {
+    for world in 1..=5 {
+        for result in common::play(groups(world), |group| suite(group, scope)) {
+            result.unwrap();
+        }
+    }
+}
+
+fn suite(group: ProcessGroup, scope: Scope) -> Result<()> {
+    all_of::<f16>(&group, scope)?;
+    all_of::<bf16>(&group, scope)?;
+    all_of::<f32>(&group, scope)?;
+    all_of::<f64>(&group, scope)?;
+    all_of::<i8>(&group, scope)?;
+    all_of::<u8>(&group, scope)?;
+    all_of::<i32>(&group, scope)?;
+    all_of::<i64>(&group, scope)?;
+    all_of::<u64>(&group, scope)?;
+    messages::all(&group, scope)?;
+    habits::all(&group)?;
+    habits::buffers(group).map(drop)
+}
+
+fn all_of<T: Number>(group: &ProcessGroup, scope: Scope) -> Result<()> {
+    let seed = T::DTYPE as u64 * 100;
+    reductions::all::<T>(group, scope, seed)?;
+    moves::all::<T>(group, scope, seed + 50)
+}
+
+#[test]
+fn ranks_as_threads() {
+    over(|world| ProcessGroup::threads(world, TIMEOUT).unwrap(), FULL);
+}
+
+#[cfg(feature = "gloo")]
+#[test]
+fn ranks_over_gloo() {
+    over(|world| common::over("gloo", world, TIMEOUT), THIN);
+}
+
+#[test]
+fn ranks_of_a_simulated_network() {
+    let options = GroupOptions::default().with_timeout(TIMEOUT);
+    let group = |world| ProcessGroup::simulated(world, Network::default(), &options).unwrap().0;
+    over(group, THIN);
+}
+
+#[test]
+fn ranks_as_threads_over_tcp() {
+    let scope = Scope { counts: &[0, 1, 33, 70_001], ..THIN };
+    over(|world| common::over("tcp", world, TIMEOUT), scope);
+}
+
+#[test]
+fn ranks_as_threads_on_two_machines() {
+    let scope = Scope { counts: &[0, 1, 33, 70_001], ..THIN };
+    over(|world| common::over("machines", world, TIMEOUT), scope);
+}
+
+#[test]
+fn ranks_as_processes_over_tcp() {
+    for (transport, world) in [("tcp", 2), ("tcp", 3), ("machines", 4)] {
+        let ranks: Vec<_> = (0..world).collect();
+        Workers::start_over(transport, "conformance::thin", world, &ranks, TIMEOUT).finish();
+    }
+}
+
+/// The way processes join, but within one; and the same name twice.
+#[test]
+fn a_name_may_be_used_again_when_its_group_is_gone() {
+    let store = Arc::new(MemoryStore::new());
+    for round in 0..3 {
+        std::thread::scope(|scope| {
+            for rank in 0..3 {
+                let options = GroupOptions::default().with_timeout(TIMEOUT).with_name("again");
+                let store = Arc::clone(&store);
+                scope.spawn(move || {
+                    let group = ProcessGroup::from_store(store, rank, 3, options).unwrap();
+                    let mut x = [(rank + round) as u64];
+                    group.all_reduce(&mut x, ReduceOp::Max).unwrap();
+                    assert_eq!(x, [2 + round as u64]);
+                });
+            }
+        });
+    }
+}
+
+/// Processes differ from threads in how they join, so not every number of them needs every size.
+#[test]
+fn ranks_as_processes() {
+    for (world, scope) in [(1, "thin"), (2, "suite"), (3, "thin"), (4, "thin"), (5, "suite")] {
+        let ranks: Vec<_> = (0..world).collect();
+        Workers::start(&format!("conformance::{scope}"), world, &ranks, TIMEOUT).finish();
+    }
+}
+
+/// What a process rank runs.
+pub(crate) fn worker() {
+    if let Some(role) = Role::from_env() {
+        let scope = if role.scenario == "thin" { THIN } else { FULL };
+        suite(role.join().unwrap(), scope).unwrap();
+    }
+}

@@ -1,0 +1,114 @@
+//! Verbs that reduce.
+
+use collective::{Error, ProcessGroup, ReduceOp, Result, SharedBuf};
+
+use super::Scope;
+use super::twin::{Number, Off, input, reduced, same};
+
+/// All operators that the type has, and the refusal of those it has not.
+pub(crate) fn all<T: Number>(group: &ProcessGroup, scope: Scope, mut seed: u64) -> Result<()> {
+    // A factor that is no number of any type: the product rounds.
+    for op in ReduceOp::ALL.into_iter().chain([ReduceOp::pre_mul_sum(-1.0 / 3.0)]) {
+        seed += 2;
+        if !op.supports(T::DTYPE) {
+            let error = group.all_reduce(&mut [T::default()], op).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
+            let error = group.reduce(&mut [T::default()], op, 0).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
+            continue;
+        }
+        for &count in scope.counts {
+            reductions::<T>(group, op, count, seed)?;
+        }
+        if scope.shared && matches!(op, ReduceOp::Sum | ReduceOp::Avg | ReduceOp::BitXor) {
+            shared::<T>(group, op, seed)?;
+        }
+    }
+    coalesced::<T>(group, seed + 2)
+}
+
+fn reductions<T: Number>(
+    group: &ProcessGroup,
+    op: ReduceOp,
+    count: usize,
+    seed: u64,
+) -> Result<()> {
+    let (rank, world) = (group.rank(), group.world_size());
+    let what = format!("{op} of {count}");
+    let expected = reduced::<T>(op, world, count, seed);
+    let mine = input::<T>(rank, count, seed);
+
+    let mut buf = Off::new(&mine);
+    group.all_reduce(&mut buf, op)?;
+    same(&buf, &expected, &what);
+
+    let buf = group.all_reduce_async(mine.clone(), op)?.wait()?;
+    same(&buf, &expected, &what);
+
+    // All roots for one length, another one for each of the others.
+    let roots = if count == 33 { 0..world } else { count % world..count % world + 1 };
+    for root in roots {
+        let mut buf = Off::new(&mine);
+        group.reduce(&mut buf, op, root)?;
+        let expected = if rank == root { &expected } else { &mine };
+        same(&buf, expected, &format!("reduce to {root}, {what}"));
+    }
+
+    let block = count / world;
+    let mut output = Off::zeros(block);
+    group.reduce_scatter(&mut output, &Off::new(&mine[..block * world]), op)?;
+    same(&output, &expected[rank * block..][..block], &what);
+
+    // Two blocks of different lengths, the others empty.
+    let (one, two) = (seed as usize % world, (seed as usize + 1) % world);
+    let mut counts = vec![0; world];
+    counts[one] += count / 3;
+    counts[two] += count - count / 3;
+    let mut output = Off::zeros(counts[rank]);
+    group.reduce_scatter_v(&mut output, &Off::new(&mine), &counts, op)?;
+    let start: usize = counts[..rank].iter().sum();
+    same(&output, &expected[start..][..counts[rank]], &format!("reduce_scatter_v, {what}"));
+    Ok(())
+}
+
+/// The same numbers at several offsets of a shared buffer have the bits they have in a plain one.
+fn shared<T: Number>(group: &ProcessGroup, op: ReduceOp, seed: u64) -> Result<()> {
+    let (rank, world) = (group.rank(), group.world_size());
+    let mut buf: SharedBuf<T> = group.alloc(100_000)?;
+    assert!(buf.iter().all(|x| x.bits() == 0));
+    for (start, count) in [(0, 100_000), (1, 99_999), (13, 33_333), (77, 100), (5, 0)] {
+        let part = &mut buf[start..][..count];
+        part.copy_from_slice(&input(rank, count, seed));
+        group.all_reduce(part, op)?;
+        same(part, &reduced(op, world, count, seed), "in place");
+    }
+    buf.copy_from_slice(&input(rank, 100_000, seed + 1));
+    let buf = group.all_reduce_async(buf, op)?.wait()?;
+    same(&buf, &reduced(op, world, 100_000, seed + 1), "in place, asynchronously");
+    Ok(())
+}
+
+/// Many buffers as one are what each would have been alone.
+fn coalesced<T: Number>(group: &ProcessGroup, seed: u64) -> Result<()> {
+    let (rank, world) = (group.rank(), group.world_size());
+    let lens = [3, 0, 1, 1000, 17, 2500];
+    let seeds = seed..;
+    let mut bufs: Vec<Vec<T>> =
+        lens.iter().zip(seeds.clone()).map(|(&len, seed)| input(rank, len, seed)).collect();
+    let mut slices: Vec<&mut [T]> = bufs.iter_mut().map(Vec::as_mut_slice).collect();
+    group.all_reduce_coalesced(&mut slices, ReduceOp::Sum)?;
+    for ((buf, len), seed) in bufs.iter().zip(lens).zip(seeds.clone()) {
+        same(buf, &reduced(ReduceOp::Sum, world, len, seed), "all_reduce_coalesced");
+    }
+
+    let root = world - 1;
+    for ((buf, len), seed) in bufs.iter_mut().zip(lens).zip(seeds.clone()) {
+        *buf = input(rank, len, seed);
+    }
+    let mut slices: Vec<&mut [T]> = bufs.iter_mut().map(Vec::as_mut_slice).collect();
+    group.broadcast_coalesced(&mut slices, root)?;
+    for ((buf, len), seed) in bufs.iter().zip(lens).zip(seeds) {
+        same(buf, &input(root, len, seed), "broadcast_coalesced");
+    }
+    group.all_reduce_coalesced::<T>(&mut [], ReduceOp::Sum)
+}

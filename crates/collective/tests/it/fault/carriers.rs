@@ -1,0 +1,405 @@
+//! What goes wrong whatever carries the data: the same errors over every transport.
+
+#![expect(clippy::print_stdout, reason = "a test that fails says over what")]
+
+use std::fs;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use collective::{Error, MemoryStore, ProcessGroup, ReduceOp, Result, SharedBuf};
+
+use super::{SOON, TIMEOUT, in_time};
+use crate::common::{self, Role, Workers, play};
+
+/// What carries the data between ranks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Carrier {
+    /// As [`common::options`] knows it.
+    pub(crate) name: &'static str,
+    /// Elements that take more than one step, and multiples of 2 and 3.
+    pub(crate) large: usize,
+    /// A timeout that a test waits for.
+    hasty: Duration,
+    /// How much of its timeout a rank waits at least. Where ranks give up together it may be the
+    /// timeout of one that called earlier.
+    own: f32,
+    /// How often groups come and go.
+    rounds: usize,
+}
+
+const HOST: Carrier = Carrier {
+    name: "host",
+    large: 100_002,
+    hasty: Duration::from_millis(300),
+    own: 0.0,
+    rounds: 2000,
+};
+const TCP: Carrier = Carrier { name: "tcp", large: 1_000_002, own: 0.9, rounds: 100, ..HOST };
+const MACHINES: Carrier = Carrier { name: "machines", ..TCP };
+const GLOO: Carrier =
+    Carrier { name: "gloo", hasty: Duration::from_millis(500), own: 0.8, rounds: 50, ..HOST };
+const GLOO_FAST: Carrier = Carrier { name: "gloo-fast", ..GLOO };
+
+/// Every carrier of this build.
+pub(crate) fn carriers() -> impl Iterator<Item = Carrier> {
+    let here = |carrier: &Carrier| cfg!(feature = "gloo") || !carrier.name.starts_with("gloo");
+    let all = [HOST, TCP, MACHINES, GLOO, GLOO_FAST].into_iter();
+    all.filter(here).inspect(|carrier| println!("over {}", carrier.name))
+}
+
+/// Those that have no tests of killed and stopped ranks of their own, as [`HOST`] has.
+fn connected() -> impl Iterator<Item = Carrier> {
+    carriers().filter(|carrier| carrier.name != HOST.name)
+}
+
+impl Carrier {
+    /// Ranks of this process.
+    pub(crate) fn groups(&self, world: usize, timeout: Duration) -> Vec<ProcessGroup> {
+        match self.name {
+            "host" => ProcessGroup::threads(world, timeout).unwrap(),
+            name => common::over(name, world, timeout),
+        }
+    }
+
+    /// Ranks as processes.
+    fn start(&self, scenario: &str, world: usize, timeout: Duration) -> Workers {
+        let ranks: Vec<_> = (0..world).collect();
+        Workers::start_over(self.name, &format!("fault::{scenario}"), world, &ranks, timeout)
+    }
+}
+
+#[test]
+fn a_rank_that_never_joins_is_named() {
+    let timeout = Duration::from_millis(500);
+    for carrier in carriers() {
+        let workers = Workers::start_over(carrier.name, "fault::work", 3, &[0, 2], timeout);
+        for rank in [0, 2] {
+            let report = workers.file(&format!("report-{rank}"));
+            assert!(report.contains("joining group default: timed out"), "{report}");
+            assert!(report.ends_with("missing rank 1"), "{report}");
+        }
+        let (store, start) = (Arc::new(MemoryStore::new()), Instant::now());
+        let options = common::options(carrier.name, 1, carrier.hasty);
+        let error = ProcessGroup::from_store(store, 1, 3, options).unwrap_err();
+        let Error::Timeout { missing, op, .. } = &error else { panic!("{error}") };
+        assert_eq!((missing.as_slice(), op.as_str()), (&[0, 2][..], "joining group default"));
+        assert!(start.elapsed() < SOON);
+    }
+}
+
+#[test]
+fn ranks_that_never_come_are_named_in_time() {
+    for carrier in carriers() {
+        let (timeout, base) = (carrier.hasty, Instant::now());
+        let errors = play(carrier.groups(4, timeout), |group| {
+            let start = Instant::now();
+            // Ranks 1 and 3 keep the group but do something else.
+            if group.rank() % 2 == 1 {
+                std::thread::sleep(2 * timeout);
+                let late = group.barrier().unwrap_err();
+                assert!(matches!(late, Error::Aborted { .. }), "{late}");
+                return None;
+            }
+            let error = group.all_reduce(&mut [1.0_f32; 5000], ReduceOp::Sum).unwrap_err();
+            assert!(start.elapsed() >= timeout.mul_f32(carrier.own), "{:?}", start.elapsed());
+            in_time(base, start, timeout);
+            let next = group.barrier().unwrap_err();
+            assert!(matches!(next, Error::Poisoned(_)), "{next}");
+            Some(error)
+        });
+        // Over sockets, joining ends with an operation.
+        let first = if carrier.name == "host" { "all_reduce #0" } else { "all_reduce #1" };
+        for error in errors.into_iter().flatten() {
+            let Error::Timeout { missing, op, .. } = &error else { panic!("{error}") };
+            assert_eq!(missing, &[1, 3]);
+            assert!(op.contains(first), "{op}");
+        }
+    }
+}
+
+#[test]
+fn abort_wakes_everyone() {
+    for carrier in carriers() {
+        let errors = play(carrier.groups(5, TIMEOUT), |group| {
+            let start = Instant::now();
+            if group.rank() == 2 {
+                std::thread::sleep(Duration::from_millis(50));
+                group.abort("the data loader is out of data");
+            }
+            let error = match group.rank() {
+                // The communication thread, asleep.
+                1 => group.all_reduce_async(vec![1_u8; 9], ReduceOp::Sum).unwrap().wait().map(drop),
+                3 => group.recv(&mut [0_u8; 9], 2),
+                _ => group.barrier(),
+            };
+            assert!(start.elapsed() < SOON);
+            error.unwrap_err()
+        });
+        for error in errors {
+            let Error::Aborted { by: 2, reason } = &error else { panic!("{error}") };
+            assert_eq!(reason, "the data loader is out of data");
+        }
+    }
+}
+
+#[test]
+fn an_abort_reaches_the_others_though_the_process_ends_at_once() {
+    for carrier in carriers() {
+        for (scenario, told) in [("abort", &[0, 1, 2][..]), ("abort-and-end", &[0, 2])] {
+            let workers = carrier.start(scenario, 3, TIMEOUT);
+            for rank in told {
+                let report = workers.file(&format!("report-{rank}"));
+                assert_eq!(report, "the group was aborted by rank 1: enough");
+            }
+            workers.finish();
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_early_is_named() {
+    for carrier in carriers() {
+        for receives in [false, true] {
+            let errors = play(carrier.groups(3, TIMEOUT), |group| {
+                let start = Instant::now();
+                let error = match group.rank() {
+                    1 => return None,
+                    2 if receives => group.recv(&mut [0_u8; 3], 1).unwrap_err(),
+                    _ => group.all_reduce(&mut [0_i64; 3000], ReduceOp::Sum).unwrap_err(),
+                };
+                assert!(start.elapsed() < SOON);
+                Some(error)
+            });
+            for error in errors.into_iter().flatten() {
+                let Error::Aborted { by: 1, reason } = &error else { panic!("{error}") };
+                let what = if receives { "" } else { "all_reduce" };
+                let expected = format!("it left the group before {what}");
+                assert!(reason.starts_with(&expected), "{reason}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_process_that_leaves_in_order_does_no_harm() {
+    for carrier in carriers() {
+        let workers = carrier.start("leave", 3, TIMEOUT);
+        for rank in [0, 2] {
+            let report = workers.file(&format!("report-{rank}"));
+            assert!(report.contains("aborted by rank 1: it left the group"), "{report}");
+        }
+        workers.finish();
+        let workers = carrier.start("all-leave", 3, TIMEOUT);
+        for rank in 0..3 {
+            assert_eq!(workers.file(&format!("report-{rank}")), "done");
+        }
+        workers.finish();
+    }
+}
+
+#[test]
+fn a_mismatch_between_processes_is_told_by_both() {
+    for carrier in carriers() {
+        for (scenario, told) in [
+            ("mismatch", "rank 1: all_reduce of 1001 f32, sum"),
+            ("message", " of 1000 f32 to rank 1"),
+        ] {
+            let workers = carrier.start(scenario, 2, TIMEOUT);
+            for rank in 0..2 {
+                let report = workers.file(&format!("report-{rank}"));
+                assert!(report.contains("disagree on count"), "{report}");
+                assert!(report.contains(told), "{report}");
+            }
+            workers.finish();
+        }
+    }
+}
+
+#[test]
+fn a_killed_rank_is_named_by_every_survivor() {
+    for carrier in connected() {
+        for round in 0..8_u64 {
+            let world = 2 + round as usize % 3;
+            let mut workers = carrier.start("work", world, TIMEOUT);
+            let ranks: Vec<_> = (0..world).collect();
+            workers.all_ready(&ranks);
+            let victim = (round as usize * 7 + 1) % world;
+            // To hit another point each time.
+            std::thread::sleep(Duration::from_micros(round * round * 1370 % 9000));
+            let pid = workers.children[victim].id();
+            workers.children[victim].kill().unwrap();
+            let start = Instant::now();
+            for rank in ranks.into_iter().filter(|&rank| rank != victim) {
+                let report = workers.file(&format!("report-{rank}"));
+                assert!(report.contains(&format!("rank {victim} (pid {pid}) died")), "{report}");
+                assert!(workers.wait(rank).success());
+            }
+            assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
+        }
+    }
+}
+
+#[test]
+fn a_stopped_rank_is_named_by_all_who_wait_for_one_another() {
+    let timeout = Duration::from_secs(2);
+    for carrier in connected() {
+        for victim in 0..3 {
+            let workers = carrier.start("work", 3, timeout);
+            workers.all_ready(&[0, 1, 2]);
+            let pid = workers.children[victim].id().cast_signed();
+            // SAFETY: stops our own child, which is killed when the test is over.
+            assert_eq!(unsafe { libc::kill(pid, libc::SIGSTOP) }, 0);
+            let start = Instant::now();
+            for rank in (0..3).filter(|&rank| rank != victim) {
+                let report = workers.file(&format!("report-{rank}"));
+                assert!(report.contains("timed out"), "{report}");
+                assert!(report.ends_with(&format!("still missing rank {victim}")), "{report}");
+            }
+            assert!(start.elapsed() < timeout + SOON, "{:?}", start.elapsed());
+        }
+    }
+}
+
+#[test]
+fn a_fork_may_not_use_the_group_and_does_it_no_harm() {
+    for carrier in carriers() {
+        for busy in [false, true] {
+            play(carrier.groups(2, TIMEOUT), |group| {
+                if busy {
+                    // The communication thread runs, so that the child lacks it.
+                    let work = group.all_reduce_async(vec![0_u8; 9], ReduceOp::Sum).unwrap();
+                    drop(work.wait().unwrap());
+                }
+                // SAFETY: the child allocates little, which libc allows after a fork, and exits.
+                let child = unsafe { libc::fork() };
+                if child == 0 {
+                    let refused = is_refused(&group);
+                    group.abort("the child's opinion");
+                    drop(group);
+                    // SAFETY: ends the child without running the parent's destructors.
+                    unsafe { libc::_exit(i32::from(!refused)) };
+                }
+                let mut status = 0;
+                // SAFETY: waits for our own child.
+                unsafe { libc::waitpid(child, &raw mut status, 0) };
+                assert_eq!(status, 0);
+                group.barrier().unwrap();
+            });
+        }
+    }
+}
+
+fn is_refused(group: &ProcessGroup) -> bool {
+    let peer = 1 - group.rank();
+    let calls = [
+        group.barrier(),
+        group.send(&[1_u8], peer),
+        group.recv(&mut [1_u8], peer),
+        group.reduce(&mut [1_u8], ReduceOp::Sum, 0),
+    ];
+    calls.iter().all(|call| matches!(call, Err(Error::InvalidArgument(_))))
+}
+
+#[test]
+fn groups_and_buffers_that_came_and_went_leave_nothing() {
+    for carrier in carriers() {
+        let workers = carrier.start("churn", 1, TIMEOUT);
+        assert_eq!(workers.file("report-0"), "nothing left");
+        workers.finish();
+    }
+}
+
+/// Descriptors, mappings and threads of this process.
+fn holdings() -> [usize; 3] {
+    let entries = |path| fs::read_dir(path).unwrap().count();
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    let shared = maps.lines().filter(|line| line.contains("memfd:collective")).count();
+    [entries("/proc/self/fd"), shared, entries("/proc/self/task")]
+}
+
+/// Makes and drops one of everything, in ways that differ by `round`.
+fn come_and_go(carrier: Carrier, round: usize) {
+    // Groups of threads, and those that join as processes do.
+    let groups = match round.is_multiple_of(2) {
+        true => carrier.groups(2, TIMEOUT),
+        false => common::over(carrier.name, 2, TIMEOUT),
+    };
+    play(groups, |group| {
+        let shared: SharedBuf<f32> = group.alloc(10_000).unwrap();
+        let work = group.all_reduce_async(shared, ReduceOp::Sum).unwrap();
+        match round / 2 % 4 {
+            0 => {
+                drop(work.wait().unwrap());
+                group.barrier().unwrap();
+            }
+            1 => drop(work),
+            // Whoever still works gets an error.
+            2 => group.abort("enough"),
+            _ => {
+                let shared = work.wait().unwrap();
+                drop(group.alloc::<u8>(1).unwrap());
+                let failed = match group.rank() {
+                    0 => group.barrier(),
+                    _ => group.broadcast(&mut [0_u8], 0),
+                };
+                assert!(matches!(failed, Err(Error::Mismatch { .. })), "{failed:?}");
+                drop(shared);
+            }
+        }
+    });
+}
+
+/// In a process of its own, where no other test opens anything.
+fn churn(name: &str) -> String {
+    let carrier = carriers().find(|carrier| carrier.name == name).unwrap();
+    (0..8).for_each(|round| come_and_go(carrier, round));
+    let before = holdings();
+    (0..carrier.rounds).for_each(|round| come_and_go(carrier, round));
+    // The system takes a moment to forget a thread that was joined, of the first rounds too.
+    let no_more = || holdings().iter().zip(&before).all(|(after, before)| after <= before);
+    let start = Instant::now();
+    while !no_more() && start.elapsed() < SOON {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    if no_more() { "nothing left".into() } else { format!("{before:?} became {:?}", holdings()) }
+}
+
+/// What a process rank of these tests does; false if it is none of them.
+pub(crate) fn worker(role: &Role) -> bool {
+    if role.scenario == "churn" {
+        role.report(&churn(&role.transport));
+        return true;
+    }
+    if !["work", "mismatch", "message", "abort", "abort-and-end", "leave", "all-leave"]
+        .contains(&role.scenario.as_str())
+    {
+        return false;
+    }
+    let result = role.join().and_then(|group| scenario(role, &group));
+    role.report(&result.map_or_else(|error| error.to_string(), |()| "done".into()));
+    true
+}
+
+fn scenario(role: &Role, group: &ProcessGroup) -> Result<()> {
+    let sum = |count| group.all_reduce(&mut vec![1.0_f32; count], ReduceOp::Sum);
+    match (role.scenario.as_str(), role.rank) {
+        ("work", _) => common::work_until_failure(group, 1 << 20, || role.ready()),
+        ("mismatch", rank) => sum(1000 + rank),
+        ("message", 0) => group.send(&[1_f32; 1000], 1).and_then(|()| group.barrier()),
+        ("message", _) => group.recv(&mut [1_f32; 1001], 0),
+        ("abort" | "abort-and-end", 1) => {
+            group.barrier().unwrap();
+            group.abort("enough");
+            if role.scenario == "abort-and-end" {
+                std::process::exit(0);
+            }
+            group.barrier()
+        }
+        // The abort may overtake the end of the first barrier.
+        ("abort" | "abort-and-end", _) => group.barrier().and_then(|()| group.barrier()),
+        ("leave", 1) => group.barrier(),
+        // The other has ended, or will soon: either way it is named, not timed out.
+        ("leave", _) => group.barrier().and_then(|()| sum(100_000)),
+        (_, _) => sum(100_000),
+    }
+}

@@ -1,0 +1,98 @@
+//! Ranks that join a group with different options, over every transport: no rank gets a group, and
+//! every error names the values that differ.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use collective::{
+    Determinism, Error, GroupOptions, MemoryStore, ProcessGroup, Rank, ReduceOp, Result, Transport,
+};
+
+use super::carriers::carriers;
+use super::{SOON, TIMEOUT};
+use crate::common::options;
+
+/// Joins one store on all ranks at once, each with a world size and options of its own, and calls
+/// `then` with every group; what came of it, by rank.
+fn join_all<T: Send>(
+    ranks: Vec<(usize, GroupOptions)>,
+    then: impl Fn(ProcessGroup) -> T + Sync,
+) -> Vec<Result<T>> {
+    let (store, then) = (MemoryStore::new(), &then);
+    std::thread::scope(|scope| {
+        let join = |(rank, (world, options))| {
+            let store = Arc::new(store.clone());
+            scope.spawn(move || ProcessGroup::from_store(store, rank, world, options).map(then))
+        };
+        let ranks: Vec<_> = ranks.into_iter().enumerate().map(join).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// All ranks are told that `field` differs, at once, with the value of rank 0 and that of another.
+fn refused(ranks: Vec<(usize, GroupOptions)>, field: &str, values: [(Rank, &str); 2]) {
+    let start = Instant::now();
+    for (rank, joined) in join_all(ranks, summed).into_iter().enumerate() {
+        let error = joined.expect_err("joined, and summed");
+        let Error::Mismatch { field: got, by_rank, .. } = &error else { panic!("{error}") };
+        assert_eq!(*got, field, "rank {rank}: {error}");
+        assert_eq!(*by_rank, values.map(|(rank, value)| (rank, value.to_owned())), "{error}");
+    }
+    assert!(start.elapsed() < SOON);
+}
+
+/// How a sum over a group that should not be went.
+fn summed(group: ProcessGroup) -> String {
+    let value = |i: usize| (i % 1000) as f32;
+    let mut x: Vec<f32> = (0..1 << 17).map(value).collect();
+    let result = group.all_reduce(&mut x, ReduceOp::Sum);
+    let world = group.world_size() as f32;
+    let wrong = x.iter().enumerate().filter(|&(i, &x)| x != value(i) * world).count();
+    format!("{result:?}: {wrong} of {} elements wrong", x.len())
+}
+
+#[test]
+fn ranks_with_different_determinism_do_not_join() {
+    let values = [(0, "RankOrder"), (1, "Fast")];
+    for carrier in carriers().filter(|carrier| carrier.name != "gloo-fast") {
+        for world in [2, 3] {
+            let options = |rank| match rank {
+                1 => options(carrier.name, 1, TIMEOUT).with_determinism(Determinism::Fast),
+                rank => options(carrier.name, rank, TIMEOUT),
+            };
+            let ranks = (0..world).map(|rank| (world, options(rank))).collect();
+            refused(ranks, "GroupOptions::determinism", values);
+        }
+    }
+}
+
+#[test]
+fn ranks_with_different_transports_do_not_join() {
+    let options = |transport| options(transport, 0, TIMEOUT);
+    let ranks = vec![(3, options("auto")), (3, options("auto")), (3, options("tcp"))];
+    refused(ranks, "GroupOptions::transport", [(0, "Auto"), (2, "Tcp")]);
+}
+
+/// Even where a rank is waited for that nobody starts.
+#[test]
+fn ranks_with_different_world_sizes_do_not_join() {
+    for (worlds, other) in [(vec![2, 3], 1), (vec![3, 2], 1), (vec![4, 4, 3], 2)] {
+        let ranks = worlds.iter().map(|&world| (world, options("auto", 0, TIMEOUT))).collect();
+        let [first, second] = [worlds[0], worlds[other]].map(|world| world.to_string());
+        refused(ranks, "world_size", [(0, &first), (other, &second)]);
+    }
+}
+
+#[test]
+fn ranks_may_differ_in_what_concerns_them_alone() {
+    let own = |rank: usize| {
+        let timeout = TIMEOUT + Duration::from_secs(rank as u64);
+        let dir = std::env::temp_dir().join(format!("collective-none-{rank}"));
+        let options = GroupOptions::default().with_timeout(timeout).with_flight_dir(dir);
+        options.with_host_id(format!("host {rank}")).with_transport(Transport::Tcp)
+    };
+    for group in join_all((0..2).map(|rank| (2, own(rank))).collect(), |group| group.backend_name())
+    {
+        assert_eq!(group.unwrap(), "tcp");
+    }
+}

@@ -1,0 +1,263 @@
+//! What goes wrong with messages between pairs.
+
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use collective::{Error, Message, ProcessGroup, ReduceOp, Result};
+
+use super::carriers::{Carrier, carriers};
+use super::{Calls, SOON, TIMEOUT, at_once, in_time};
+use crate::common::{self, play};
+
+/// Rank 0 sends what rank 1 does not expect. Every rank learns what both have called, in the call
+/// in which it waits or in its next one; no byte has changed.
+fn unexpected(
+    carrier: Carrier,
+    world: usize,
+    field: &str,
+    send: impl Fn(&ProcessGroup, &[f32]) -> Result<()> + Sync,
+    receive: impl Fn(&ProcessGroup, &mut [f32]) -> Result<()> + Sync,
+) {
+    for (count, idle) in [9, carrier.large].into_iter().flat_map(|n| [(n, false), (n, true)]) {
+        // Past which rank 1 has its error, and past which all have.
+        let (told, all, calls) = (Barrier::new(world), Barrier::new(world), Calls::default());
+        let wait = || idle.then(|| told.wait());
+        play(carrier.groups(world, TIMEOUT), |group| {
+            let (rank, mut buf) = (group.rank(), vec![7.0_f32; count]);
+            group.barrier().unwrap();
+            calls.now();
+            let result = match rank {
+                0 => send(&group, &buf),
+                1 => receive(&group, &mut buf),
+                _ => Ok(()),
+            };
+            wait();
+            // What was sent may have been on its way before rank 1 looked at it.
+            let result = result.and_then(|()| {
+                calls.now();
+                match rank {
+                    0 => group.barrier(),
+                    1 => Ok(()),
+                    _ => group.all_reduce_async(vec![1_u8; 9], ReduceOp::Sum)?.wait().map(drop),
+                }
+            });
+            let known = Instant::now();
+            all.wait();
+            at_once(carrier.name, calls.until(known));
+            let error = result.unwrap_err();
+            let Error::Mismatch { field: got, by_rank, .. } = &error else { panic!("{error}") };
+            assert_eq!(*got, field, "{error}");
+            let [(0, sent), (1, expected)] = &by_rank[..] else { panic!("{error}") };
+            assert!(sent.contains("message") && sent.ends_with("to rank 1"), "{error}");
+            assert!(field == "verb" || expected.ends_with("from rank 0"), "{error}");
+            assert_eq!(buf, vec![7.0; count]);
+            let next = group.send(&[0_u8], (rank + 1) % world).unwrap_err();
+            assert!(matches!(next, Error::Poisoned(_)), "{next}");
+        });
+    }
+}
+
+#[test]
+fn a_message_of_another_kind_is_a_mismatch_on_every_rank_and_changes_nothing() {
+    for carrier in carriers() {
+        let short = |group: &ProcessGroup, buf: &[f32]| group.send(&buf[1..], 1);
+        let long = |group: &ProcessGroup, buf: &[f32]| group.send(&buf.repeat(2), 1);
+        let other = |group: &ProcessGroup, buf: &[f32]| group.send(&vec![1_i32; buf.len()], 1);
+        // Which are no bytes: it is over, however messages go.
+        let none = |group: &ProcessGroup, _: &[f32]| group.send::<f32>(&[], 1);
+        let receive = |group: &ProcessGroup, buf: &mut [f32]| group.recv(buf, 0);
+        for world in [2, 3] {
+            unexpected(carrier, world, "count", short, receive);
+            unexpected(carrier, world, "count", long, receive);
+            unexpected(carrier, world, "count", none, receive);
+            unexpected(carrier, world, "dtype", other, receive);
+        }
+        unexpected(
+            carrier,
+            3,
+            "dtype",
+            |group, _| {
+                group.batch_isend_irecv(vec![Message::send(&[1_u8], 1), Message::send(&[1_u64], 1)])
+            },
+            |group, buf| {
+                let (byte, rest) = (&mut [0_u8], &mut buf[..1]);
+                group.batch_isend_irecv(vec![Message::recv(byte, 0), Message::recv(rest, 0)])
+            },
+        );
+    }
+}
+
+#[test]
+fn a_message_that_nobody_received_is_a_mismatch_to_a_collective() {
+    for carrier in carriers() {
+        unexpected(
+            carrier,
+            2,
+            "verb",
+            |group, _| {
+                group.send(&[1.0_f32; 4], 1)?;
+                group.gather(&mut [], &[1.0_f32; 4], 1)
+            },
+            |group, buf| group.gather(&mut buf[..8], &[7.0; 4], 1),
+        );
+    }
+}
+
+/// What each rank of three gets from `call`, within the timeout and a little.
+fn late(call: impl Fn(&ProcessGroup) -> Option<Result<()>> + Sync) -> Vec<Option<Error>> {
+    let (timeout, base) = (Duration::from_millis(200), Instant::now());
+    let ranks = common::threads(3, timeout, |group| {
+        let start = Instant::now();
+        // Who does not come keeps the group, until all have returned.
+        let Some(result) = call(&group) else { return (group, None) };
+        let error = result.unwrap_err();
+        in_time(base, start, timeout);
+        let next = group.barrier().unwrap_err();
+        assert!(matches!(next, Error::Poisoned(_)), "{next}");
+        (group, Some(error))
+    });
+    ranks.into_iter().map(|(_, error)| error).collect()
+}
+
+fn missing(errors: Vec<Option<Error>>, expected: &[usize]) {
+    assert!(errors.iter().any(Option::is_some));
+    for error in errors.into_iter().flatten() {
+        let Error::Timeout { missing, .. } = &error else { panic!("{error}") };
+        assert_eq!(missing, expected);
+    }
+}
+
+#[test]
+fn exactly_the_peers_that_owe_something_are_missing() {
+    let big = || vec![1.0_f32; 100_000];
+    // A message that nobody sends, one that nobody receives; rank 2 is not asked.
+    let errors = late(|group| (group.rank() == 0).then(|| group.recv(&mut [0_u8], 1)));
+    missing(errors, &[1]);
+    let errors = late(|group| (group.rank() == 0).then(|| group.send(&big(), 1)));
+    missing(errors, &[1]);
+    // One of two peers comes.
+    let errors = late(|group| match group.rank() {
+        0 => Some(group.batch_isend_irecv(vec![
+            Message::recv(&mut [0_u8; 3], 1),
+            Message::recv(&mut [0_u8; 3], 2),
+            Message::send(&big(), 2),
+        ])),
+        1 => group.send(&[0_u8; 3], 0).err().map(Err),
+        _ => None,
+    });
+    missing(errors, &[2]);
+    let errors = late(|group| {
+        (group.rank() == 1).then(|| {
+            group.batch_isend_irecv(vec![
+                Message::recv(&mut [0_u8; 3], 2),
+                Message::recv(&mut [0_u8; 3], 0),
+            ])
+        })
+    });
+    missing(errors, &[0, 2]);
+    // Verbs that all ranks enter.
+    let errors =
+        late(|group| (group.rank() != 1).then(|| group.gather(&mut vec![0.0; 300_000], &big(), 0)));
+    missing(errors, &[1]);
+    let errors = late(|group| {
+        (group.rank() == 2).then(|| group.all_to_all(&mut vec![0.0; 300_000], &big().repeat(3)))
+    });
+    missing(errors, &[0, 1]);
+}
+
+/// Whoever waits for a message knows its sender, and not whom that one waits for in turn.
+#[test]
+fn of_a_chain_of_messages_the_sender_is_missing_and_told() {
+    let mut errors = late(|group| match group.rank() {
+        0 => None,
+        1 => {
+            std::thread::sleep(Duration::from_millis(100));
+            Some(group.recv(&mut [0_u8], 0))
+        }
+        _ => Some(group.recv(&mut [0_u8], 1)),
+    });
+    let told = errors[1].take().unwrap();
+    let Error::Aborted { by: 2, reason } = &told else { panic!("{told}") };
+    assert!(reason.ends_with("still missing rank 1"), "{reason}");
+    missing(errors, &[1]);
+}
+
+#[test]
+fn a_monitored_barrier_has_a_deadline_of_its_own() {
+    let (timeout, base) = (Duration::from_millis(100), Instant::now());
+    common::threads(3, TIMEOUT, |group| {
+        group.monitored_barrier(SOON).unwrap();
+        if group.rank() == 1 {
+            // Kept until all have returned.
+            return group;
+        }
+        let start = Instant::now();
+        let error = group.monitored_barrier(timeout).unwrap_err();
+        in_time(base, start, timeout);
+        let Error::Timeout { missing, .. } = &error else { panic!("{error}") };
+        assert_eq!(missing, &[1]);
+        group
+    });
+}
+
+#[test]
+fn whoever_leaves_after_its_part_is_not_missed_and_before_it_is_named() {
+    for count in [3, 10_000] {
+        common::threads(2, TIMEOUT, |group| {
+            if group.rank() == 1 {
+                return group.send(&vec![5_u8; count], 0).unwrap();
+            }
+            std::thread::sleep(Duration::from_millis(50));
+            let mut buf = vec![0_u8; count];
+            group.recv(&mut buf, 1).unwrap();
+            assert_eq!(buf, vec![5; count]);
+            let start = Instant::now();
+            let error = group.recv(&mut buf, 1).unwrap_err();
+            assert!(matches!(error, Error::Aborted { by: 1, .. }), "{error}");
+            assert!(start.elapsed() < SOON);
+            assert_eq!(buf, vec![5; count]);
+        });
+    }
+}
+
+#[test]
+fn abort_wakes_who_waits_for_a_message() {
+    common::threads(3, TIMEOUT, |group| {
+        let start = Instant::now();
+        let error = match group.rank() {
+            0 => group.recv(&mut [0.0_f64; 1000], 2),
+            1 => group.send(&vec![0.0_f64; 100_000], 2),
+            _ => {
+                std::thread::sleep(Duration::from_millis(50));
+                group.abort("enough");
+                group.all_reduce(&mut [0_u8], ReduceOp::Sum)
+            }
+        };
+        assert!(matches!(error, Err(Error::Aborted { by: 2, .. })), "{error:?}");
+        assert!(start.elapsed() < SOON);
+    });
+}
+
+/// Rank 0 waits for two peers; the one that came first is in its next call while the other is still
+/// late. That is no reason to fail.
+#[test]
+fn who_has_sent_and_gone_on_does_not_fail_who_waits_for_another() {
+    common::threads(3, TIMEOUT, |group| {
+        for round in 0..10_000_i32 {
+            match group.rank() {
+                0 => {
+                    let (mut one, mut two) = ([0], [0]);
+                    let receive = vec![Message::recv(&mut one, 1), Message::recv(&mut two, 2)];
+                    group.batch_isend_irecv(receive).unwrap();
+                    assert_eq!((one, two), ([round], [round]));
+                }
+                rank => {
+                    let start = Instant::now();
+                    while rank == 2 && start.elapsed() < Duration::from_micros(20) {}
+                    group.send(&[round], 0).unwrap();
+                }
+            }
+            group.barrier().unwrap();
+        }
+    });
+}

@@ -1,0 +1,357 @@
+//! What goes wrong on NPUs: the right error on every rank, in time, and the communicator ended once.
+
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use collective::hccl::Config;
+use collective::{DeviceWork, Error, GroupOptions, ProcessGroup, ReduceOp, Result};
+use npu_sim::{Config as Simulated, Session, start};
+
+use super::fake::{Memory, Stream, play_all, well};
+use crate::common::DEADLINE;
+
+const TIMEOUT: Duration = Duration::from_millis(1500);
+
+struct Rank<'a> {
+    group: &'a ProcessGroup,
+    stream: &'a Stream,
+    memory: &'a mut Memory<f32>,
+}
+
+impl Rank<'_> {
+    fn all_reduce(&mut self, count: usize) -> Result<DeviceWork> {
+        let buf = self.memory.buf().part(0..count).unwrap();
+        self.group.device()?.all_reduce(buf, ReduceOp::Sum)?.enqueue(self.stream.raw())
+    }
+
+    fn rank(&self) -> usize {
+        self.group.rank()
+    }
+}
+
+/// Plays a group after a good first operation; returns what each rank made of it. Afterwards every
+/// rank's communicator was destroyed once, nothing is left, and the group is poisoned.
+fn failing(
+    session: Session,
+    world: usize,
+    timeout: Duration,
+    config: &Config,
+    rank: impl Fn(&mut Rank<'_>) -> Result<()> + Sync,
+) -> Vec<Error> {
+    let options = GroupOptions::default().with_timeout(timeout);
+    let all_here = Barrier::new(world);
+    let errors = play_all(world, &options, config, |group, stream| {
+        let mut memory = Memory::new(vec![1.0; 100]);
+        let mut this = Rank { group: &group, stream, memory: &mut memory };
+        this.all_reduce(100).unwrap().wait().unwrap();
+        // A rank that fails would take this from one that has not seen its end.
+        all_here.wait();
+        let error = rank(&mut this).unwrap_err();
+        let later = this.all_reduce(1).unwrap_err();
+        assert!(matches!(&later, Error::Poisoned(_)), "{later}");
+        group.barrier().unwrap_err();
+        let record = group.flight_record().to_string();
+        assert!(!record.contains("under way"), "{error}\n{record}");
+        // What an abort leaves in the stream's memory.
+        stream.sync();
+        error
+    });
+    assert_eq!(session.calls("HcclCommDestroy"), world);
+    well(session);
+    errors
+}
+
+/// Waits until the group has failed for this rank, which has nothing under way.
+fn until_failure(this: &Rank<'_>) -> Result<()> {
+    let start = Instant::now();
+    while start.elapsed() < DEADLINE {
+        let _ = this.group.device()?;
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
+fn poisoned_by(error: &Error) -> &Error {
+    match error {
+        Error::Poisoned(cause) => cause,
+        error => error,
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named_on_all_that_did() {
+    let session = start(Simulated::default());
+    let errors = failing(session, 4, TIMEOUT, &Config::default(), |this| {
+        if this.rank() == 1 {
+            return until_failure(this);
+        }
+        // Not all come at once: who waits is not missing.
+        std::thread::sleep(Duration::from_millis(300 * this.rank() as u64));
+        this.all_reduce(10)?.wait()
+    });
+    for (rank, error) in errors.iter().enumerate() {
+        match poisoned_by(error) {
+            Error::Aborted { reason, .. } if rank == 1 => {
+                assert!(reason.contains("still missing rank 1"), "{reason}");
+            }
+            Error::Timeout { op, missing, .. } if rank != 1 => {
+                assert_eq!((missing, &op[..]), (&vec![1], "all_reduce #1 of group default"));
+            }
+            error => panic!("rank {rank}: {error}"),
+        }
+    }
+}
+
+/// HCCL's own patience is over before the group's: who was missing is told, and which variable to set.
+#[test]
+fn hccls_own_timeout_names_the_rank_and_the_variable() {
+    let execute_timeout = Duration::from_millis(700);
+    let session = start(Simulated { execute_timeout, ..Simulated::default() });
+    let errors = failing(session, 3, DEADLINE, &Config::default(), |this| {
+        if this.rank() == 2 {
+            return until_failure(this);
+        }
+        this.all_reduce(10)?.wait()
+    });
+    for (rank, error) in errors.iter().enumerate() {
+        match poisoned_by(error) {
+            Error::Aborted { reason, .. } if rank == 2 => {
+                assert!(reason.contains("still missing rank 2"), "{reason}");
+                assert!(reason.contains("HCCL_EXEC_TIMEOUT"), "{reason}");
+            }
+            Error::Timeout { op, missing, .. } if rank != 2 => {
+                assert!(op.starts_with("all_reduce #1 of group default"), "{op}");
+                assert_eq!(*missing, [2]);
+            }
+            error => panic!("rank {rank}: {error}"),
+        }
+    }
+    let text = format!("{} {}", errors[0], errors[1]);
+    assert!(text.contains("HCCL_EXEC_TIMEOUT"), "{text}");
+}
+
+#[test]
+fn a_message_that_nobody_sends_names_its_sender() {
+    let session = start(Simulated::default());
+    let errors = failing(session, 3, TIMEOUT, &Config::default(), |this| {
+        if this.rank() != 2 {
+            return until_failure(this);
+        }
+        let (buf, stream) = (this.memory.buf(), this.stream.raw());
+        this.group.device()?.recv(buf, 0)?.enqueue(stream)?.wait()
+    });
+    let Error::Timeout { op, missing, .. } = &errors[2] else { panic!("{errors:?}") };
+    assert_eq!((missing, &op[..]), (&vec![0], "batch_isend_irecv #0 of group default"));
+    let told = poisoned_by(&errors[1]);
+    assert!(matches!(told, Error::Timeout { missing, .. } if *missing == [0]), "{told}");
+    assert!(matches!(poisoned_by(&errors[0]), Error::Aborted { by: 2, .. }), "{errors:?}");
+}
+
+/// HCCL says of such calls no more than that a parameter is wrong.
+#[test]
+fn calls_that_differ_are_told() {
+    let session = start(Simulated::default());
+    let errors = failing(session, 3, DEADLINE, &Config::default(), |this| {
+        let count = if this.rank() == 2 { 11 } else { 10 };
+        this.all_reduce(count)?.wait()
+    });
+    for error in &errors {
+        let Error::Mismatch { field: "count", by_rank, .. } = error else { panic!("{error}") };
+        let calls: Vec<_> = by_rank.iter().map(|(_, call)| &call[..]).collect();
+        let [ten, eleven] = ["all_reduce of 10 f32, sum", "all_reduce of 11 f32, sum"];
+        assert_eq!(calls, [ten, ten, eleven]);
+    }
+}
+
+#[test]
+fn calls_that_differ_change_nothing_if_they_are_compared_first() {
+    let session = start(Simulated::default());
+    let config = Config::default().with_checks(true);
+    let errors = failing(session, 3, DEADLINE, &config, |this| {
+        let before = this.memory.numbers();
+        let (buf, stream) = (this.memory.buf(), this.stream.raw());
+        let device = this.group.device()?;
+        let calls = match this.rank() {
+            1 => device.broadcast(buf, 0)?,
+            _ => device.all_reduce(buf, ReduceOp::Sum)?.broadcast(buf.part(0..0)?, 0)?,
+        };
+        let error = calls.enqueue(stream).map(drop);
+        assert_eq!(this.memory.numbers(), before);
+        error
+    });
+    for error in &errors {
+        let Error::Mismatch { field: "verb", by_rank, .. } = error else { panic!("{error}") };
+        assert_eq!(by_rank[1].1, "broadcast of 100 f32, root 0");
+    }
+}
+
+/// Every error that HCCL has, from a call and from behind: told as it is where it happened, and
+/// elsewhere as that rank's.
+#[test]
+fn every_error_of_hccls_is_everybodys_failure() {
+    let kinds = [
+        "PARA",
+        "PTR",
+        "MEMORY",
+        "INTERNAL",
+        "NOT_SUPPORT",
+        "NOT_FOUND",
+        "UNAVAIL",
+        "SYSCALL",
+        "TIMEOUT",
+        "OPEN_FILE_FAILURE",
+        "TCP_CONNECT",
+        "ROCE_CONNECT",
+        "TCP_TRANSFER",
+        "ROCE_TRANSFER",
+        "RUNTIME",
+        "DRV",
+        "PROFILING",
+        "CCE",
+        "NETWORK",
+        "AGAIN",
+        "REMOTE",
+    ];
+    for (code, kind) in (1..).zip(kinds) {
+        // From behind for every third, as each costs some looks at the peers.
+        let functions = ["HcclAllReduce", "HcclGetCommAsyncError"];
+        for function in &functions[..if code % 3 == 0 { 2 } else { 1 }] {
+            let session = start(Simulated::default());
+            let faulty = Barrier::new(2);
+            let planned = &session;
+            let options = GroupOptions::default().with_timeout(DEADLINE);
+            let errors = play_all(2, &options, &Config::default(), |group, stream| {
+                let mut memory = Memory::new(vec![1.0; 10]);
+                let mut this = Rank { group: &group, stream, memory: &mut memory };
+                this.all_reduce(10).unwrap().wait().unwrap();
+                if faulty.wait().is_leader() {
+                    planned.fail(function, 1, code);
+                }
+                faulty.wait();
+                let error = this.all_reduce(10).and_then(|work| work.wait()).err();
+                let error = error.or_else(|| until_failure(&this).err()).unwrap();
+                stream.sync();
+                poisoned_by(&error).clone()
+            });
+            assert_eq!(session.calls("HcclCommDestroy"), 2, "{kind} of {function}: {errors:?}");
+            well(session);
+            let is_own = |error: &Error| matches!(error, Error::Backend { .. });
+            let own = errors.iter().position(is_own).unwrap_or_else(|| panic!("{errors:?}"));
+            let name = format!("HCCL_E_{kind}");
+            let Error::Backend { backend, during, name: got, code: number, text } = &errors[own]
+            else {
+                unreachable!()
+            };
+            assert_eq!(
+                (*backend, &during[..], &got[..], *number),
+                ("hccl", *function, &name[..], code)
+            );
+            assert_eq!(text.contains("HCCL_EXEC_TIMEOUT"), kind == "TIMEOUT", "{text}");
+            match &errors[1 - own] {
+                Error::Aborted { by, reason } => {
+                    assert!(*by == own && reason.contains(&name), "{reason}");
+                }
+                error => panic!("{error}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn an_abort_is_told_to_all_and_ends_what_is_under_way() {
+    let session = start(Simulated::default());
+    let errors = failing(session, 3, DEADLINE, &Config::default(), |this| {
+        if this.rank() == 2 {
+            std::thread::sleep(Duration::from_millis(50));
+            this.group.abort("enough");
+            return until_failure(this);
+        }
+        this.all_reduce(10)?.wait()
+    });
+    for error in &errors {
+        let error = poisoned_by(error);
+        let Error::Aborted { by: 2, reason } = error else { panic!("{error}") };
+        assert_eq!(reason, "enough");
+    }
+}
+
+#[test]
+fn a_failure_of_the_hosts_side_is_one_of_the_devices() {
+    let session = start(Simulated::default());
+    let errors = failing(session, 2, DEADLINE, &Config::default(), |this| {
+        if this.rank() == 1 {
+            return this.group.barrier().and_then(|()| until_failure(this));
+        }
+        let work = this.all_reduce(10)?;
+        this.group.all_reduce(&mut [1.0_f32], ReduceOp::Sum).unwrap_err();
+        work.wait()
+    });
+    assert!(
+        errors.iter().all(|e| matches!(e, Error::Mismatch { .. } | Error::Aborted { .. })),
+        "{errors:?}"
+    );
+}
+
+/// Without the right to stop the device, an error waits for HCCL to give up by itself.
+#[test]
+fn without_an_abort_of_the_device_hccl_gives_up_by_itself() {
+    let execute_timeout = Duration::from_secs(2);
+    let session = start(Simulated { execute_timeout, ..Simulated::default() });
+    let config = Config::default().with_device_abort(false);
+    let begun = Instant::now();
+    let timeout = Duration::from_millis(700);
+    let errors = failing(session, 2, timeout, &config, |this| {
+        if this.rank() == 1 {
+            return until_failure(this);
+        }
+        this.all_reduce(10)?.wait()
+    });
+    assert!(begun.elapsed() >= execute_timeout);
+    assert!(matches!(&errors[0], Error::Timeout { missing, .. } if *missing == [1]), "{errors:?}");
+}
+
+/// And should it not, that is told: the memory is not free.
+#[test]
+fn memory_that_the_device_does_not_let_go_of_is_told() {
+    let session = start(Simulated::default());
+    let config = Config::default().with_device_abort(false);
+    let options = GroupOptions::default().with_timeout(Duration::from_millis(700));
+    play_all(2, &options, &config, |group, stream| {
+        let mut memory = Memory::new(vec![1.0; 10]);
+        let mut this = Rank { group: &group, stream, memory: &mut memory };
+        if this.rank() == 1 {
+            until_failure(&this).unwrap_err();
+            return;
+        }
+        let error = this.all_reduce(10).unwrap().wait().unwrap_err();
+        let Error::Backend { during, text, .. } = &error else { panic!("{error}") };
+        assert_eq!(during, "HcclCommDestroy");
+        for part in ["may still use the memory", "HCCL_EXEC_TIMEOUT", "missing rank 1"] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        // So that the stream can end.
+        #[expect(unsafe_code, reason = "what the group was not allowed to do")]
+        // SAFETY: the device exists.
+        unsafe { npu_sim::acl().aclrtDeviceTaskAbort(0, 0) }.unwrap();
+        stream.sync();
+    });
+    assert_eq!(session.calls("HcclCommDestroy"), 1);
+    let left = session.finish();
+    assert_eq!(left.last().unwrap(), "1 communicators are left", "{left:?}");
+}
+
+#[test]
+fn whoever_leaves_finishes_its_work_and_ends_in_order() {
+    let (session, options) =
+        (start(Simulated::default()), GroupOptions::default().with_timeout(DEADLINE));
+    play_all(3, &options, &Config::default(), |group, stream| {
+        let mut memory = Memory::new(vec![1_i32; 10]);
+        let calls = group.device().unwrap().all_reduce(memory.buf(), ReduceOp::Sum).unwrap();
+        let work = calls.enqueue(stream.raw()).unwrap();
+        drop(group);
+        assert!(matches!(work.settled(), Some(Ok(()))));
+        assert_eq!(memory.numbers(), [3; 10]);
+    });
+    assert_eq!((session.calls("HcclCommDestroy"), session.calls("aclrtDeviceTaskAbort")), (3, 0));
+    well(session);
+}

@@ -1,0 +1,254 @@
+//! How groups come about, or not: libraries, the root's info, subgroups, survivors.
+
+#![expect(unsafe_code, reason = "functions of C in place of the simulator's")]
+
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::time::Duration;
+
+use collective::hccl::{Config, Libraries, connector};
+use collective::{Error, GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result};
+use npu_sim::{Config as Simulated, start};
+
+use super::fake::{
+    Memory, Stream, groups, join, join_all, libraries, libraries_but, play, play_all, well,
+};
+use crate::common::DEADLINE;
+
+const TIMEOUT: Duration = Duration::from_millis(1500);
+
+fn options() -> GroupOptions {
+    GroupOptions::default().with_timeout(DEADLINE)
+}
+
+fn sum(group: &ProcessGroup, stream: &Stream) -> f32 {
+    let mut memory = Memory::new(vec![group.rank() as f32 + 1.0]);
+    let calls = group.device().unwrap().all_reduce(memory.buf(), ReduceOp::Sum).unwrap();
+    calls.enqueue(stream.raw()).unwrap().wait().unwrap();
+    memory.numbers()[0]
+}
+
+#[test]
+fn ranks_with_different_configurations_do_not_join() {
+    let _session = start(Simulated::default());
+    let config = |deterministic| Config::default().with_deterministic(deterministic);
+    let ranks = [false, true].map(|value| (connector(libraries(), config(value)), options()));
+    for joined in join_all(ranks.into()) {
+        let error = joined.err().unwrap().to_string();
+        let told = "hccl::Config::with_deterministic: rank 0: Some(false); rank 1: Some(true)";
+        assert!(error.ends_with(told), "{error}");
+    }
+}
+
+#[test]
+fn an_init_that_fails_on_one_rank_fails_on_all() {
+    for function in ["HcclCommInitRootInfoConfig", "HcclGetRootInfo", "aclrtGetDeviceCount"] {
+        let connect_timeout = Duration::from_millis(500);
+        let session = start(Simulated { connect_timeout, ..Simulated::default() });
+        session.fail(function, 1, 4);
+        let ranks = groups(2, &options(), &Config::default());
+        let errors: Vec<_> = ranks.into_iter().map(Result::unwrap_err).collect();
+        let own = errors.iter().position(|error| matches!(error, Error::Backend { .. }));
+        let own = own.unwrap_or_else(|| panic!("{errors:?}"));
+        assert!(errors[own].to_string().contains(function), "{errors:?}");
+        match &errors[1 - own] {
+            Error::Aborted { by, reason } => {
+                assert!(*by == own && reason.contains(function), "{reason}");
+            }
+            error => panic!("{error}"),
+        }
+        // The thread of the other's init goes on until HCCL gives up.
+        std::thread::sleep(2 * connect_timeout);
+        well(session);
+    }
+}
+
+#[test]
+fn a_rank_that_never_joins_is_missing() {
+    let session = start(Simulated::default());
+    let (store, connect) =
+        (Arc::new(MemoryStore::new()), connector(libraries(), Config::default()));
+    let errors = std::thread::scope(|scope| {
+        [0, 2]
+            .map(|rank| {
+                let (store, connect) = (Arc::clone(&store), Arc::clone(&connect));
+                let options = GroupOptions::default().with_timeout(TIMEOUT);
+                scope.spawn(move || join(store, (rank, 3), options, connect).unwrap_err())
+            })
+            .map(|rank| rank.join().unwrap())
+    });
+    for error in &errors {
+        assert!(matches!(error, Error::Timeout { missing, .. } if *missing == [1]), "{error}");
+    }
+    well(session);
+}
+
+/// Takes as long as [`LATE`] to tell how many devices there are.
+unsafe extern "C" fn late_count(count: *mut u32) -> i32 {
+    std::thread::sleep(LATE);
+    // SAFETY: as the function that this is in place of.
+    unsafe { *count = 8 };
+    0
+}
+
+const LATE: Duration = Duration::from_secs(3);
+
+/// An init that comes so late that HCCL has given up.
+unsafe extern "C" fn late_init(
+    _: u32,
+    _: *const c_void,
+    _: u32,
+    _: *const c_void,
+    _: *mut *mut c_void,
+) -> i32 {
+    std::thread::sleep(LATE);
+    9
+}
+
+/// Two ranks, the second with one function that is late; with so much patience of HCCL's.
+fn late_ones(function: &'static str, late: *mut c_void) -> Vec<Error> {
+    let connect_timeout = Duration::from_millis(500);
+    let session = start(Simulated { connect_timeout, ..Simulated::default() });
+    let late = libraries_but(&|name| (name == function).then_some(late)).unwrap();
+    let connect = |libraries| connector(libraries, Config::default());
+    let ranks = vec![(connect(libraries()), options()), (connect(late), options())];
+    let errors = join_all(ranks).into_iter().map(Result::unwrap_err).collect();
+    std::thread::sleep(LATE);
+    well(session);
+    errors
+}
+
+#[test]
+fn a_rank_that_comes_too_late_for_hccl_is_named_with_the_variable() {
+    let errors = late_ones("aclrtGetDeviceCount", late_count as *mut c_void);
+    let Error::Timeout { op, missing, .. } = &errors[0] else { panic!("{errors:?}") };
+    assert_eq!(*missing, [1]);
+    assert!(op.contains("HCCL_CONNECT_TIMEOUT"), "{op}");
+    assert!(errors[1].to_string().contains("missing rank 1"), "{errors:?}");
+}
+
+#[test]
+fn an_init_that_fails_among_all_ranks_names_the_variable() {
+    let errors = late_ones("HcclCommInitRootInfoConfig", late_init as *mut c_void);
+    let Error::Backend { name, code: 9, text, .. } = &errors[0] else { panic!("{errors:?}") };
+    assert_eq!(name, "HCCL_E_TIMEOUT");
+    assert!(
+        text.contains("all ranks have begun") && text.contains("HCCL_CONNECT_TIMEOUT"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_rank_without_its_device_tells_the_others() {
+    let session =
+        start(Simulated { devices: 2, visible: Some("1".into()), ..Simulated::default() });
+    let store = Arc::new(MemoryStore::new());
+    let connect = connector(libraries(), Config::default());
+    let join = |rank: usize| {
+        let (store, connect) = (store.clone(), connect.clone());
+        let options = options().with_npu_device(rank as u32);
+        move || ProcessGroup::from_store_with(store, rank, 2, options, connect).unwrap_err()
+    };
+    let errors = std::thread::scope(|scope| {
+        [0, 1].map(|rank| scope.spawn(join(rank))).map(|rank| rank.join().unwrap())
+    });
+    let text = errors[1].to_string();
+    assert!(
+        text.contains("no NPU 1 among 1") && text.contains("ASCEND_RT_VISIBLE_DEVICES"),
+        "{text}"
+    );
+    let Error::Aborted { by: 1, reason } = &errors[0] else { panic!("{}", errors[0]) };
+    assert!(reason.contains("no NPU 1"), "{reason}");
+    well(session);
+}
+
+#[test]
+fn a_part_of_a_group_shares_no_fate_with_it() {
+    let session = start(Simulated::default());
+    play_all(4, &options(), &Config::default(), |group, stream| {
+        // Rank 3 joins none; the others in reverse.
+        let color = (group.rank() < 3).then_some(7);
+        let part = group.split(color, -(group.rank() as i64)).unwrap();
+        let Some(part) = part else {
+            assert_eq!(group.rank(), 3);
+            group.abort("enough");
+            return;
+        };
+        assert_eq!((part.backend_name(), part.rank()), ("hccl", 2 - group.rank()));
+        while group.device().is_ok() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert_eq!(sum(&part, stream), 6.0);
+        let mut own = [part.rank() as i32];
+        part.broadcast(&mut own, 2).unwrap();
+        assert_eq!(own, [2]);
+    });
+    assert_eq!(session.calls("HcclCommDestroy"), 7);
+    well(session);
+}
+
+/// Between machines the host's side is TCP.
+#[test]
+fn ranks_of_several_machines_are_one_group() {
+    let session = start(Simulated::default());
+    let connect = connector(libraries(), Config::default());
+    let rank = |host: &str| (connect.clone(), options().with_host_id(host));
+    let ranks = join_all(vec![rank("a"), rank("b")]).into_iter().map(Result::unwrap).collect();
+    play(ranks, |group, stream| {
+        assert_eq!(sum(&group, stream), 3.0);
+        let mut both = [0; 2];
+        group.all_gather(&mut both, &[group.rank() as u64]).unwrap();
+        assert_eq!(both, [0, 1]);
+    });
+    well(session);
+}
+
+#[test]
+fn survivors_rebuild_over_hccl() {
+    let session = start(Simulated::default());
+    play_all(3, &options(), &Config::default(), |group, stream| {
+        if group.rank() == 1 {
+            group.abort("gone");
+            return;
+        }
+        let context = stream.context();
+        let _entered = context.enter().unwrap();
+        let group = group.rebuild(Duration::from_millis(500)).unwrap();
+        assert_eq!((group.backend_name(), group.world_size()), ("hccl", 2));
+        assert_eq!(sum(&group, stream), 3.0);
+    });
+    well(session);
+}
+
+#[test]
+fn a_library_that_lacks_a_function_says_which() {
+    let error = libraries_but(&|name| (name == "HcclAllReduce").then_some(std::ptr::null_mut()));
+    let error = error.unwrap_err();
+    let Error::Library { library: "libhccl.so", .. } = &error else { panic!("{error}") };
+    let text = error.to_string();
+    assert!(text.contains("HcclAllReduce") && text.contains("CANN toolkit"), "{text}");
+    // SAFETY: there is nothing at the path.
+    let error = unsafe { Libraries::open(&["/nonexistent/libascendcl.so".into()]) }.unwrap_err();
+    let Error::Library { library: "libascendcl.so", tried, .. } = &error else { panic!("{error}") };
+    assert_eq!(tried, &["/nonexistent/libascendcl.so"]);
+}
+
+#[test]
+fn a_group_over_hccl_needs_a_device() {
+    let store = Arc::new(MemoryStore::new());
+    let connect = connector(libraries(), Config::default());
+    let options = GroupOptions::default();
+    let error = ProcessGroup::from_store_with(store, 0, 1, options, connect).unwrap_err();
+    assert!(error.to_string().contains("with_npu_device"), "{error}");
+}
+
+#[test]
+fn what_is_told_to_hccl() {
+    let session = start(Simulated::default());
+    let config = Config::default().with_deterministic(true).with_buffer_mib(100).unwrap();
+    play_all(2, &options(), &config, |group, stream| assert_eq!(sum(&group, stream), 3.0));
+    well(session);
+    for mib in [0, u32::MAX] {
+        assert!(Config::default().with_buffer_mib(mib).is_err());
+    }
+}

@@ -1,0 +1,47 @@
+//! Integration tests of `collective`, one module for each subject.
+
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+mod asynchronous;
+mod common;
+mod conformance;
+mod dist;
+mod fault;
+#[cfg(feature = "gloo")]
+mod gloo;
+#[cfg(feature = "hccl")]
+mod hccl;
+mod init;
+mod launchers;
+#[cfg(feature = "nccl")]
+mod nccl;
+mod rebuild;
+mod reducer;
+mod reducer_plan;
+mod sim;
+mod split;
+mod store;
+mod store_transcripts;
+mod tcp;
+mod torch;
+
+/// Not a test: what a process rank runs, see `common`.
+#[test]
+fn worker() {
+    let Ok(role) = std::env::var("COLLECTIVE_TEST_ROLE") else { return };
+    match role.split_once("::").map(|(module, _)| module) {
+        Some("conformance") => conformance::worker(),
+        Some("fault") => fault::worker(),
+        #[cfg(feature = "gloo")]
+        Some("gloo") => gloo::worker(),
+        #[cfg(feature = "hccl")]
+        Some("hccl") => hccl::worker(),
+        Some("init") => init::worker(),
+        #[cfg(feature = "nccl")]
+        Some("nccl") => nccl::worker(),
+        Some("rebuild") => rebuild::worker(),
+        Some("split") => split::worker(),
+        Some("tcp") => tcp::worker(),
+        _ => panic!("no module for {role}"),
+    }
+}

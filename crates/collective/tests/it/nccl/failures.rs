@@ -1,0 +1,431 @@
+//! What goes wrong on devices: the right error on every rank, in time, and one abort each.
+
+use std::ops::Range;
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use collective::nccl::Config;
+use collective::{DeviceWork, Error, GroupOptions, ProcessGroup, ReduceOp, Result};
+
+use super::fake::{Fake, Fault, Memory, Stream, devices};
+use crate::common::{DEADLINE, play};
+
+const TIMEOUT: Duration = Duration::from_millis(1500);
+/// What a loaded machine may add.
+const SLACK: Duration = Duration::from_secs(10);
+
+struct Rank<'a> {
+    group: &'a ProcessGroup,
+    stream: &'a Stream,
+    memory: &'a mut Memory<f32>,
+}
+
+impl Rank<'_> {
+    fn all_reduce(&mut self, count: usize) -> Result<DeviceWork> {
+        let buf = self.memory.buf().part(0..count).unwrap();
+        self.group.device()?.all_reduce(buf, ReduceOp::Sum)?.enqueue(self.stream.raw())
+    }
+
+    fn rank(&self) -> usize {
+        self.group.rank()
+    }
+}
+
+/// Plays a group after a good first operation; returns what each rank made of it. Afterwards every
+/// rank's communicator was aborted once and not destroyed, and the group is poisoned.
+fn failing(
+    devices: Range<u32>,
+    config: &Config,
+    rank: impl Fn(&mut Rank<'_>) -> Result<()> + Sync,
+) -> Vec<Error> {
+    let options = GroupOptions::default().with_timeout(TIMEOUT);
+    let all_here = Barrier::new(devices.len());
+    let groups = Fake::get().groups(devices.clone(), &options, config);
+    let groups = groups.into_iter().map(Result::unwrap).collect();
+    let errors = play(groups, |group| {
+        let (stream, mut memory) = (Fake::get().stream(), Memory::new(vec![1.0; 100]));
+        let mut this = Rank { group: &group, stream: &stream, memory: &mut memory };
+        this.all_reduce(100).unwrap().wait().unwrap();
+        // A rank that fails would take this from one that has not seen its end.
+        all_here.wait();
+        let error = rank(&mut this).unwrap_err();
+        let later = this.all_reduce(1).unwrap_err();
+        assert!(matches!(&later, Error::Poisoned(_)), "{later}");
+        group.barrier().unwrap_err();
+        let record = group.flight_record().to_string();
+        assert!(!record.contains("under way"), "{error}\n{record}");
+        error
+    });
+    for device in devices {
+        assert_eq!(Fake::get().calls("ncclCommAbort", device), 1, "aborts of device {device}");
+        assert_eq!(Fake::get().calls("ncclCommDestroy", device), 0);
+        assert_eq!(Fake::get().retained(device), 0);
+    }
+    errors
+}
+
+/// Waits until the group has failed for this rank, which has nothing under way.
+fn until_failure(this: &Rank<'_>) -> Result<()> {
+    let start = Instant::now();
+    while start.elapsed() < DEADLINE {
+        let _ = this.group.device()?;
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
+fn poisoned_by(error: &Error) -> &Error {
+    match error {
+        Error::Poisoned(cause) => cause,
+        error => error,
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named_on_all_that_did() {
+    let errors = failing(devices(4), &Config::default(), |this| {
+        if this.rank() == 1 {
+            return until_failure(this);
+        }
+        // Not all come at once: who waits is not missing.
+        std::thread::sleep(Duration::from_millis(300 * this.rank() as u64));
+        let start = Instant::now();
+        let result = this.all_reduce(10)?.wait();
+        assert!(start.elapsed() < TIMEOUT + SLACK, "{:?}", start.elapsed());
+        result
+    });
+    for (rank, error) in errors.iter().enumerate() {
+        match poisoned_by(error) {
+            Error::Aborted { reason, .. } if rank == 1 => {
+                assert!(reason.contains("still missing rank 1"), "{reason}");
+            }
+            Error::Timeout { op, missing, .. } if rank != 1 => {
+                assert_eq!((missing, &op[..]), (&vec![1], "all_reduce #1 of group default"));
+            }
+            error => panic!("rank {rank}: {error}"),
+        }
+    }
+}
+
+#[test]
+fn a_rank_whose_stream_does_not_come_is_named() {
+    let errors = failing(devices(2), &Config::default(), |this| {
+        if this.rank() == 0 {
+            return this.all_reduce(10)?.wait();
+        }
+        this.stream.block();
+        let work = this.all_reduce(10)?;
+        until_failure(this).unwrap_err();
+        // An abort waits for what the stream still has of it.
+        assert!(work.settled().is_none());
+        this.stream.unblock();
+        work.wait()
+    });
+    assert!(matches!(&errors[0], Error::Timeout { missing, .. } if *missing == [1]), "{errors:?}");
+    // Whose own clock may be the first to run out.
+    match &errors[1] {
+        Error::Aborted { by: 0, reason } => assert!(reason.contains("missing rank 1"), "{reason}"),
+        Error::Timeout { missing, .. } => assert_eq!(*missing, [1]),
+        error => panic!("{error}"),
+    }
+}
+
+/// As with the stream of one that waits, the device lets go of nothing; that is told, and in time.
+#[test]
+fn an_abort_that_hangs_is_told() {
+    let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
+    let groups = Fake::get().groups(devices, &options, &Config::default());
+    let groups = groups.into_iter().map(Result::unwrap).collect();
+    play(groups, |group| {
+        let (stream, mut memory) = (Fake::get().stream(), Memory::new(vec![1_u8; 10]));
+        if group.rank() == 1 {
+            stream.block();
+        }
+        let calls = group.device().unwrap().all_reduce(memory.buf(), ReduceOp::Sum).unwrap();
+        let error = calls.enqueue(stream.raw()).unwrap().wait().unwrap_err();
+        if group.rank() == 0 {
+            assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [1]), "{error}");
+            return;
+        }
+        let Error::Backend { during, text, .. } = &error else { panic!("{error}") };
+        assert_eq!(during, "ncclCommAbort");
+        assert!(text.contains("may still use the memory"), "{text}");
+        assert!(text.contains("missing rank 1"), "{text}");
+    });
+}
+
+#[test]
+fn a_message_that_nobody_sends_names_its_sender() {
+    let errors = failing(devices(3), &Config::default(), |this| {
+        if this.rank() != 2 {
+            return until_failure(this);
+        }
+        let (buf, stream) = (this.memory.buf(), this.stream.raw());
+        this.group.device()?.recv(buf, 0)?.enqueue(stream)?.wait()
+    });
+    let Error::Timeout { op, missing, .. } = &errors[2] else { panic!("{errors:?}") };
+    assert_eq!((missing, &op[..]), (&vec![0], "batch_isend_irecv #0 of group default"));
+    let told = poisoned_by(&errors[1]);
+    assert!(matches!(told, Error::Timeout { missing, .. } if *missing == [0]), "{told}");
+    assert!(matches!(poisoned_by(&errors[0]), Error::Aborted { by: 2, .. }), "{errors:?}");
+}
+
+#[test]
+fn calls_that_differ_are_told_when_time_is_over() {
+    let errors = failing(devices(3), &Config::default(), |this| {
+        let count = if this.rank() == 2 { 11 } else { 10 };
+        this.all_reduce(count)?.wait()
+    });
+    for error in &errors {
+        let Error::Mismatch { field: "count", by_rank, .. } = error else { panic!("{error}") };
+        let calls: Vec<_> = by_rank.iter().map(|(_, call)| &call[..]).collect();
+        let [ten, eleven] = ["all_reduce of 10 f32, sum", "all_reduce of 11 f32, sum"];
+        assert_eq!(calls, [ten, ten, eleven]);
+    }
+}
+
+#[test]
+fn calls_that_differ_change_nothing_if_they_are_compared_first() {
+    let start = Instant::now();
+    let config = Config::default().with_checks(true);
+    let errors = failing(devices(3), &config, |this| {
+        let before = this.memory.numbers();
+        let (buf, stream) = (this.memory.buf(), this.stream.raw());
+        let device = this.group.device()?;
+        let calls = match this.rank() {
+            1 => device.broadcast(buf, 0)?,
+            _ => device.all_reduce(buf, ReduceOp::Sum)?.broadcast(buf.part(0..0)?, 0)?,
+        };
+        let error = calls.enqueue(stream).map(drop);
+        assert_eq!(this.memory.numbers(), before);
+        error
+    });
+    assert!(start.elapsed() < SLACK);
+    for error in &errors {
+        let Error::Mismatch { field: "verb", by_rank, op } = error else { panic!("{error}") };
+        assert_eq!(by_rank[1].1, "broadcast of 100 f32, root 0");
+        assert_eq!(by_rank[2].1, "all_reduce of 100 f32, sum and broadcast of 0 f32, root 0");
+        assert!(op.ends_with("#1 of group default"), "{op}");
+    }
+}
+
+/// An error of NCCL's on rank 1: told there as it is, and elsewhere as rank 1's.
+fn nccl_fails(function: &str, fault: Fault, during: &str, code: i32) {
+    let devices = devices(3);
+    Fake::get().fault(function, devices.start + 1, 2, fault);
+    let errors = failing(devices, &Config::default(), |this| this.all_reduce(10)?.wait());
+    let Error::Backend { backend, during: of, code: got, name, text } = &errors[1] else {
+        panic!("{:?}", errors[1])
+    };
+    assert_eq!((*backend, &of[..], *got), ("nccl", during, code));
+    assert!(name.starts_with("nccl"), "{name}");
+    // The words are the process's, so other tests' may stand there.
+    assert!(text.contains(": an injected fault in "), "{text}");
+    for rank in [0, 2] {
+        let Error::Aborted { by: 1, reason } = &errors[rank] else { panic!("{:?}", errors[rank]) };
+        assert!(reason.contains(during) && reason.contains(name), "{reason}");
+    }
+}
+
+#[test]
+fn a_call_that_fails_is_everybodys_failure() {
+    nccl_fails("ncclAllReduce", Fault::Return(2), "ncclAllReduce", 2);
+    nccl_fails("launch", Fault::Return(1), "ncclGroupEnd", 1);
+}
+
+#[test]
+fn an_error_that_comes_later_is_everybodys_failure() {
+    nccl_fails("ncclAllReduce", Fault::Async(3), "ncclCommGetAsyncError", 3);
+    nccl_fails("launch", Fault::Async(6), "ncclCommGetAsyncError", 6);
+}
+
+/// While an operation is under way and nobody is in a call: the watch asks.
+#[test]
+fn an_error_that_comes_while_all_wait_is_seen() {
+    let devices = devices(2);
+    let first = devices.start;
+    let errors = failing(devices, &Config::default(), |this| {
+        if this.rank() == 1 {
+            return until_failure(this);
+        }
+        let work = this.all_reduce(10)?;
+        Fake::get().fault("ncclCommGetAsyncError", first, 1, Fault::Async(6));
+        work.wait()
+    });
+    let Error::Backend { during, code: 6, .. } = &errors[0] else { panic!("{}", errors[0]) };
+    assert_eq!(during, "ncclCommGetAsyncError");
+    let Error::Aborted { by: 0, reason } = poisoned_by(&errors[1]) else { panic!("{}", errors[1]) };
+    assert!(reason.contains("ncclRemoteError"), "{reason}");
+}
+
+#[test]
+fn the_drivers_failure_is_everybodys_failure() {
+    let devices = devices(2);
+    Fake::get().fault("cuEventRecord", devices.start, 3, Fault::Return(719));
+    let errors = failing(devices, &Config::default(), |this| this.all_reduce(10)?.wait());
+    assert_eq!(
+        errors[0].to_string(),
+        "cuEventRecord: CUDA_ERROR_LAUNCH_FAILED (719): CUDA's driver refused"
+    );
+    assert!(matches!(&errors[1], Error::Aborted { by: 0, .. }), "{errors:?}");
+}
+
+#[test]
+fn an_operation_that_hangs_among_all_ranks_is_over_in_time() {
+    let devices = devices(2);
+    Fake::get().fault("launch", devices.start, 2, Fault::Hang);
+    let start = Instant::now();
+    let errors = failing(devices, &Config::default(), |this| this.all_reduce(10)?.wait());
+    assert!(start.elapsed() < TIMEOUT + SLACK);
+    let told = |error: &Error| match error {
+        Error::Backend { text, .. } | Error::Aborted { reason: text, .. } => {
+            text.contains("the streams of all ranks have reached it")
+        }
+        _ => false,
+    };
+    assert!(errors.iter().all(told), "{errors:?}");
+}
+
+#[test]
+fn a_call_that_does_not_return_is_ended_by_an_abort_beside_it() {
+    let devices = devices(2);
+    Fake::get().fault("ncclAllReduce", devices.start, 2, Fault::Block);
+    let start = Instant::now();
+    let errors = failing(devices, &Config::default(), |this| this.all_reduce(10)?.wait());
+    assert!(start.elapsed() < TIMEOUT + SLACK);
+    let timed_out = |error: &Error| {
+        matches!(error, Error::Backend { name, .. } if name == "timed out")
+            || matches!(error, Error::Aborted { reason, .. } if reason.contains("timed out"))
+    };
+    assert!(errors.iter().all(timed_out), "{errors:?}");
+}
+
+#[test]
+fn an_abort_is_told_to_all_and_ends_what_is_under_way() {
+    let start = Instant::now();
+    let errors = failing(devices(3), &Config::default(), |this| {
+        if this.rank() == 2 {
+            std::thread::sleep(Duration::from_millis(50));
+            this.group.abort("enough");
+            return until_failure(this);
+        }
+        this.all_reduce(10)?.wait()
+    });
+    assert!(start.elapsed() < SLACK);
+    for error in &errors {
+        let error = poisoned_by(error);
+        let Error::Aborted { by: 2, reason } = error else { panic!("{error}") };
+        assert_eq!(reason, "enough");
+    }
+}
+
+#[test]
+fn a_failure_of_the_hosts_side_is_one_of_the_devices() {
+    let errors = failing(devices(2), &Config::default(), |this| {
+        if this.rank() == 1 {
+            return this.group.barrier().and_then(|()| until_failure(this));
+        }
+        let work = this.all_reduce(10)?;
+        this.group.all_reduce(&mut [1.0_f32], ReduceOp::Sum).unwrap_err();
+        work.wait()
+    });
+    assert!(
+        errors.iter().all(|e| matches!(e, Error::Mismatch { .. } | Error::Aborted { .. })),
+        "{errors:?}"
+    );
+}
+
+#[test]
+fn computing_before_an_operation_costs_no_time_and_slow_launches_are_waited_for() {
+    let devices = devices(2);
+    for device in devices.clone() {
+        Fake::get().fault("launch", device, 1, Fault::Progress(40));
+    }
+    let options = GroupOptions::default().with_timeout(TIMEOUT);
+    let groups = Fake::get().groups(devices, &options, &Config::default());
+    let groups = groups.into_iter().map(Result::unwrap).collect();
+    play(groups, |group| {
+        let (stream, mut memory) = (Fake::get().stream(), Memory::new(vec![1.0_f32; 10]));
+        stream.compute(2200);
+        let calls = group.device().unwrap().all_reduce(memory.buf(), ReduceOp::Sum).unwrap();
+        let work = calls.with_timeout(SLACK).enqueue(stream.raw()).unwrap();
+        while !work.wait_timeout(Duration::from_millis(50)).unwrap() {}
+        assert_eq!(memory.numbers(), [2.0; 10]);
+        // A wait for an operation whose stream is late has its own time.
+        stream.compute(100);
+        let calls = group.device().unwrap().all_reduce(memory.buf(), ReduceOp::Sum).unwrap();
+        calls.enqueue(stream.raw()).unwrap().wait().unwrap();
+        assert_eq!(memory.numbers(), [4.0; 10]);
+    });
+}
+
+#[test]
+fn whoever_leaves_finishes_its_work_and_ends_in_order() {
+    let (devices, options) = (devices(3), GroupOptions::default().with_timeout(DEADLINE));
+    for device in devices.clone() {
+        Fake::get().fault("ncclCommFinalize", device, 1, Fault::Progress(20));
+    }
+    let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
+    let groups = groups.into_iter().map(Result::unwrap).collect();
+    play(groups, |group| {
+        let (stream, mut memory) = (Fake::get().stream(), Memory::new(vec![1_u8; 10]));
+        stream.compute(50);
+        let calls = group.device().unwrap().all_reduce(memory.buf(), ReduceOp::Sum).unwrap();
+        let work = calls.enqueue(stream.raw()).unwrap();
+        drop(group);
+        assert!(matches!(work.settled(), Some(Ok(()))));
+        assert_eq!(memory.numbers(), [3; 10]);
+    });
+    for device in devices {
+        assert_eq!(Fake::get().calls("ncclCommDestroy", device), 1);
+        assert_eq!(Fake::get().calls("ncclCommAbort", device), 0);
+        assert_eq!(Fake::get().retained(device), 0);
+    }
+}
+
+/// However many say so, and at what moment.
+#[test]
+fn one_abort_whoever_asks_for_it() {
+    let errors = failing(devices(3), &Config::default(), |this| {
+        let work = match this.rank() {
+            0 => None,
+            _ => Some(this.all_reduce(10)?),
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                let group = this.group;
+                scope.spawn(move || group.abort("enough"));
+            }
+        });
+        work.map_or_else(|| until_failure(this), |work| work.wait())
+    });
+    for error in &errors {
+        let error = poisoned_by(error);
+        let Error::Aborted { reason, .. } = error else { panic!("{error}") };
+        assert_eq!(reason, "enough");
+    }
+}
+
+/// It fails, at once or later, or never ends.
+#[test]
+fn leaving_that_goes_wrong_ends_in_an_abort() {
+    for fault in [Fault::Return(3), Fault::Async(6), Fault::Progress(i32::MAX)] {
+        let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
+        Fake::get().fault("ncclCommFinalize", devices.start, 1, fault);
+        let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
+        let groups = groups.into_iter().map(Result::unwrap).collect();
+        let start = Instant::now();
+        play(groups, |group| {
+            let (stream, mut memory) = (Fake::get().stream(), Memory::new(vec![1_u8; 10]));
+            let calls = group.device().unwrap().all_reduce(memory.buf(), ReduceOp::Sum).unwrap();
+            calls.enqueue(stream.raw()).unwrap().wait().unwrap();
+            drop(group);
+        });
+        assert!(start.elapsed() < TIMEOUT + SLACK, "{fault:?}");
+        for (device, [destroyed, aborted]) in devices.zip([[0, 1], [1, 0]]) {
+            assert_eq!(Fake::get().calls("ncclCommDestroy", device), destroyed, "{fault:?}");
+            assert_eq!(Fake::get().calls("ncclCommAbort", device), aborted, "{fault:?}");
+            assert_eq!(Fake::get().retained(device), 0);
+        }
+    }
+}

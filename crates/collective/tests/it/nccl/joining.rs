@@ -1,0 +1,347 @@
+//! How groups come about, or not: libraries, ids, splits, survivors.
+
+#![expect(unsafe_code, reason = "opens libraries the test made")]
+
+use std::time::{Duration, Instant};
+
+use collective::nccl::{Config, Libraries};
+use collective::{Error, GroupOptions, ProcessGroup, ReduceOp, Result};
+
+use super::fake::{Fake, Fault, Memory, build, devices};
+use crate::common::{DEADLINE, play};
+
+const TIMEOUT: Duration = Duration::from_millis(1500);
+
+fn sum(group: &ProcessGroup) -> f32 {
+    let (stream, mut memory) = (Fake::get().stream(), Memory::new(vec![group.rank() as f32 + 1.0]));
+    let calls = group.device().unwrap().all_reduce(memory.buf(), ReduceOp::Sum).unwrap();
+    calls.enqueue(stream.raw()).unwrap().wait().unwrap();
+    memory.numbers()[0]
+}
+
+#[test]
+fn one_id_for_some_ranks_each_if_the_library_can() {
+    let options = GroupOptions::default().with_timeout(DEADLINE);
+    for (world, ranks_per_id, scalable) in [(4, 2, 1), (3, 2, 1), (4, 1, 1), (4, 4, 0), (2, 128, 0)]
+    {
+        let (devices, config) = (devices(world), Config::default().with_ranks_per_id(ranks_per_id));
+        let groups = Fake::get().groups(devices.clone(), &options, &config);
+        let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
+        assert!(
+            play(groups, |group| sum(&group))
+                .iter()
+                .all(|&x| x == (world * (world + 1) / 2) as f32)
+        );
+        for device in devices {
+            assert_eq!(Fake::get().calls("ncclCommInitRankScalable", device), scalable);
+            assert_eq!(Fake::get().calls("ncclCommInitRankConfig", device), 1 - scalable);
+        }
+    }
+}
+
+/// By NCCL's own number of ranks for an id.
+#[test]
+fn more_than_128_ranks_have_two_ids() {
+    let (devices, options) = (devices(130), GroupOptions::default().with_timeout(DEADLINE));
+    let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
+    let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
+    assert!(play(groups, |group| sum(&group)).iter().all(|&x| x == (130 * 131 / 2) as f32));
+    for device in devices {
+        assert_eq!(Fake::get().calls("ncclCommInitRankScalable", device), 1);
+        assert_eq!(Fake::get().calls("ncclCommInitRankConfig", device), 0);
+    }
+}
+
+#[test]
+fn ranks_with_different_configurations_do_not_join() {
+    let (devices, store) = (devices(2), std::sync::Arc::new(collective::MemoryStore::new()));
+    std::thread::scope(|scope| {
+        for (rank, device) in devices.enumerate() {
+            let store = std::sync::Arc::clone(&store);
+            scope.spawn(move || {
+                let options = GroupOptions::default().with_timeout(DEADLINE);
+                let options = options.with_cuda_device(device);
+                let config = Config::default().with_checks(rank == 1);
+                let connect = collective::nccl::connector(Fake::get().libraries, config);
+                let joined = ProcessGroup::from_store_with(store, rank, 2, options, connect);
+                let told = "nccl::Config::with_checks: rank 0: false; rank 1: true";
+                assert!(joined.unwrap_err().to_string().ends_with(told));
+            });
+        }
+    });
+}
+
+/// All ranks fail to join; what rank 1 says, and the others.
+fn failing(fault: Fault, device_of_others: u32) -> (Error, Vec<Error>) {
+    let devices = devices(device_of_others + 1);
+    let options = GroupOptions::default().with_timeout(TIMEOUT);
+    Fake::get().fault("ncclCommInitRankConfig", devices.start + 1, 1, fault);
+    let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
+    let mut errors: Vec<_> = groups.into_iter().map(Result::unwrap_err).collect();
+    for device in devices {
+        let aborts = Fake::get().calls("ncclCommAbort", device);
+        assert!(aborts <= 1 && Fake::get().retained(device) == 0);
+    }
+    (errors.remove(1), errors)
+}
+
+#[test]
+fn an_init_that_fails_on_one_rank_fails_on_all() {
+    for fault in [Fault::Return(2), Fault::Async(2)] {
+        let start = Instant::now();
+        let (own, others) = failing(fault, 2);
+        assert!(matches!(own, Error::Backend { code: 2, .. }), "{own}");
+        for error in others {
+            let Error::Aborted { by: 1, reason } = &error else { panic!("{error}") };
+            assert!(reason.contains("ncclSystemError"), "{reason}");
+        }
+        assert!(start.elapsed() < TIMEOUT + Duration::from_secs(10));
+    }
+}
+
+#[test]
+fn a_rank_that_never_joins_is_missing() {
+    let devices = devices(3);
+    let connect = collective::nccl::connector(Fake::get().libraries, Config::default());
+    let store = collective::MemoryStore::new();
+    let errors = std::thread::scope(|scope| {
+        let join = |rank| {
+            let (store, connect) = (std::sync::Arc::new(store.clone()), connect.clone());
+            let options = GroupOptions::default().with_timeout(TIMEOUT);
+            let options = options.with_cuda_device(devices.start + rank as u32);
+            let join = move || ProcessGroup::from_store_with(store, rank, 3, options, connect);
+            scope.spawn(move || join().unwrap_err())
+        };
+        [0, 2].map(join).map(|rank| rank.join().unwrap())
+    });
+    for error in &errors {
+        assert!(matches!(error, Error::Timeout { missing, .. } if *missing == [1]), "{error}");
+    }
+}
+
+#[test]
+fn an_init_that_is_never_over_ends_with_its_deadline() {
+    let (own, others) = failing(Fault::Hang, 2);
+    let over = |error: &Error| match error {
+        Error::Backend { text, .. } | Error::Aborted { reason: text, .. } => {
+            text.contains("all ranks have begun")
+        }
+        _ => false,
+    };
+    assert!(over(&own) && others.iter().all(over), "{own} {others:?}");
+}
+
+#[test]
+fn a_slow_init_is_waited_for() {
+    let (devices, options) = (devices(2), GroupOptions::default().with_timeout(DEADLINE));
+    Fake::get().fault("ncclCommInitRankConfig", devices.start, 1, Fault::Progress(30));
+    let groups = Fake::get().groups(devices, &options, &Config::default());
+    let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
+    assert_eq!(play(groups, |group| sum(&group)), [3.0, 3.0]);
+}
+
+#[test]
+fn a_rank_without_its_device_tells_the_others() {
+    let devices = 4095..4097;
+    let options = GroupOptions::default().with_timeout(DEADLINE);
+    let groups = Fake::get().groups(devices, &options, &Config::default());
+    let errors: Vec<_> = groups.into_iter().map(Result::unwrap_err).collect();
+    assert_eq!(errors[1].to_string(), "there is no CUDA device 4096 among 4096");
+    let Error::Aborted { by: 1, reason } = &errors[0] else { panic!("{}", errors[0]) };
+    assert!(reason.contains("no CUDA device 4096"), "{reason}");
+}
+
+#[test]
+fn a_split_is_nccls_own_and_shares_no_fate() {
+    let (devices, options) = (devices(4), GroupOptions::default().with_timeout(DEADLINE));
+    let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
+    let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
+    play(groups, |group| {
+        // Rank 3 joins none; the others in reverse.
+        let color = (group.rank() < 3).then_some(7);
+        let part = group.split(color, -(group.rank() as i64)).unwrap();
+        let Some(part) = part else {
+            assert_eq!(group.rank(), 3);
+            group.abort("enough");
+            return;
+        };
+        assert_eq!((part.backend_name(), part.rank()), ("nccl", 2 - group.rank()));
+        while group.device().is_ok() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert_eq!(sum(&part), 6.0);
+        // NCCL has the part's ranks in its order.
+        let stream = Fake::get().stream();
+        let (mut one, mut all) = (Memory::new(vec![part.rank() as i32]), Memory::new(vec![-1; 3]));
+        let calls = part.device().unwrap().all_gather(all.buf(), one.buf()).unwrap();
+        calls.enqueue(stream.raw()).unwrap().wait().unwrap();
+        assert_eq!(all.numbers(), [0, 1, 2]);
+        let mut own = [part.rank() as i32];
+        part.broadcast(&mut own, 2).unwrap();
+        assert_eq!(own, [2]);
+    });
+    for device in devices.clone() {
+        assert_eq!(Fake::get().calls("ncclCommSplit", device), 1);
+        assert_eq!(Fake::get().calls("ncclCommInitRankConfig", device), 1);
+        assert_eq!(Fake::get().calls("ncclCommAbort", device), 1);
+        let destroyed = i32::from(device != devices.end - 1);
+        assert_eq!(Fake::get().calls("ncclCommDestroy", device), destroyed);
+    }
+}
+
+/// Down to groups of one rank; groups end before the parts of them.
+#[test]
+fn a_part_of_a_part_is_nccls_own() {
+    let (devices, options) = (devices(4), GroupOptions::default().with_timeout(DEADLINE));
+    let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
+    let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
+    play(groups, |group| {
+        let half = group.split(Some(group.rank() as u32 / 2), 0).unwrap().unwrap();
+        let alone = half.split(Some(half.rank() as u32), 0).unwrap().unwrap();
+        assert_eq!((half.world_size(), alone.world_size(), alone.backend_name()), (2, 1, "nccl"));
+        assert_eq!((sum(&alone), sum(&half), sum(&group)), (1.0, 3.0, 10.0));
+        drop(group);
+        assert_eq!((sum(&alone), sum(&half)), (1.0, 3.0));
+        drop(half);
+        assert_eq!(sum(&alone), 1.0);
+    });
+    for device in devices {
+        let calls = |function| Fake::get().calls(function, device);
+        assert_eq!((calls("ncclCommInitRankConfig"), calls("ncclCommSplit")), (1, 2));
+        assert_eq!((calls("ncclCommDestroy"), calls("ncclCommAbort")), (3, 0));
+        assert_eq!(Fake::get().retained(device), 0);
+    }
+}
+
+#[test]
+fn a_split_that_fails_is_a_failure_of_the_group() {
+    for fault in [Fault::Hang, Fault::Return(3), Fault::Async(6)] {
+        let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
+        Fake::get().fault("ncclCommSplit", devices.start, 1, fault);
+        let groups = Fake::get().groups(devices.clone(), &options, &Config::default());
+        let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
+        play(groups, |group| {
+            let text = group.split(Some(0), 0).unwrap_err().to_string();
+            let expected = match fault {
+                Fault::Hang => ["ncclCommSplit", "did not come in time"],
+                Fault::Async(_) if group.rank() == 0 => {
+                    ["ncclCommGetAsyncError", "ncclRemoteError"]
+                }
+                // NCCL's part is there, and rank 0 does not come to the rest.
+                Fault::Async(_) => ["joining group default/split0", "missing rank 0"],
+                _ => ["ncclCommSplit", "ncclInternalError"],
+            };
+            assert!(expected.iter().all(|part| text.contains(part)), "{fault:?}: {text}");
+            // Whom nobody has told why hears it first.
+            assert!(group.device().is_err());
+            assert!(matches!(group.device(), Err(Error::Poisoned(_))));
+        });
+        for (rank, device) in devices.enumerate() {
+            // A part that has been begun is ended, too.
+            let begun = 1 + i32::from(rank == 1 || !matches!(fault, Fault::Return(_)));
+            assert_eq!(Fake::get().calls("ncclCommAbort", device), begun, "{fault:?}, rank {rank}");
+            assert_eq!(Fake::get().retained(device), 0);
+        }
+    }
+}
+
+/// Between machines the host's side is TCP.
+#[test]
+fn ranks_of_several_machines_are_one_group() {
+    let (devices, connect) =
+        (devices(2), collective::nccl::connector(Fake::get().libraries, Config::default()));
+    let store = collective::MemoryStore::new();
+    let groups = std::thread::scope(|scope| {
+        let join = |rank| {
+            let (store, connect) = (std::sync::Arc::new(store.clone()), connect.clone());
+            let options = GroupOptions::default().with_timeout(TIMEOUT);
+            let options = options.with_host_id(["a", "b"][rank]);
+            let options = options.with_cuda_device(devices.start + rank as u32);
+            let join = move || ProcessGroup::from_store_with(store, rank, 2, options, connect);
+            scope.spawn(move || join().unwrap())
+        };
+        [0, 1].map(join).map(|rank| rank.join().unwrap())
+    });
+    play(groups.into(), |group| {
+        assert_eq!(sum(&group), 3.0);
+        let mut both = [0; 2];
+        group.all_gather(&mut both, &[group.rank() as u64]).unwrap();
+        assert_eq!(both, [0, 1]);
+        if group.rank() == 0 {
+            group.abort("enough");
+        }
+        while group.device().is_ok() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let Err(Error::Poisoned(why)) = group.device() else { panic!() };
+        assert!(matches!(*why, Error::Aborted { by: 0, .. }), "{why}");
+    });
+}
+
+#[test]
+fn survivors_rebuild_over_nccl() {
+    let (devices, options) = (devices(3), GroupOptions::default().with_timeout(DEADLINE));
+    let groups = Fake::get().groups(devices, &options, &Config::default());
+    let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
+    play(groups, |group| {
+        if group.rank() == 1 {
+            group.abort("gone");
+            return;
+        }
+        let group = group.rebuild(Duration::from_millis(500)).unwrap();
+        assert_eq!((group.backend_name(), group.world_size(), sum(&group)), ("nccl", 2, 3.0));
+    });
+}
+
+#[test]
+fn a_library_that_is_too_old_says_which_function_it_lacks() {
+    let path = build("ancient", &["ncclCommFinalize"]);
+    let fake = std::slice::from_ref(&Fake::get().path);
+    // SAFETY: both were made by this test.
+    let error = unsafe { Libraries::open(std::slice::from_ref(&path), fake) }.unwrap_err();
+    let Error::Library { library: "libnccl.so.2", tried, .. } = &error else { panic!("{error}") };
+    assert_eq!(tried, &[path.display().to_string()]);
+    let text = error.to_string();
+    assert!(
+        text.contains("no function ncclCommFinalize") && text.contains("2.14 or later"),
+        "{text}"
+    );
+    // SAFETY: there is nothing at the path.
+    let error =
+        unsafe { Libraries::open(fake, &["/nonexistent/libcuda.so.1".into()]) }.unwrap_err();
+    let text = error.to_string();
+    assert!(text.starts_with("libcuda.so.1: ") && text.contains("NVIDIA's driver"), "{text}");
+}
+
+/// NCCL itself would hang, or name nobody.
+#[test]
+fn ranks_with_other_versions_of_nccl_are_named() {
+    let (devices, store) = (devices(3), collective::MemoryStore::new());
+    let errors = std::thread::scope(|scope| {
+        let join = |rank: usize| {
+            let libraries = [Fake::get(), Fake::old()][rank / 2].libraries;
+            let connect = collective::nccl::connector(libraries, Config::default());
+            let store = std::sync::Arc::new(store.clone());
+            let options = GroupOptions::default().with_timeout(DEADLINE);
+            let options = options.with_cuda_device(devices.start + rank as u32);
+            let join = move || ProcessGroup::from_store_with(store, rank, 3, options, connect);
+            scope.spawn(move || join().unwrap_err())
+        };
+        [0, 1, 2].map(join).map(|rank| rank.join().unwrap())
+    });
+    for error in errors {
+        let text = "rank 0 has NCCL 2.27.7, rank 2 has 2.14.3; all ranks need the same";
+        assert!(error.to_string().contains(text), "{error}");
+    }
+}
+
+#[test]
+fn a_group_over_nccl_needs_a_device() {
+    let store = std::sync::Arc::new(collective::MemoryStore::new());
+    let connect = collective::nccl::connector(Fake::get().libraries, Config::default());
+    let options = GroupOptions::default();
+    let error = ProcessGroup::from_store_with(store, 0, 1, options, connect).unwrap_err();
+    assert!(error.to_string().contains("with_cuda_device"), "{error}");
+    let host = ProcessGroup::threads(1, TIMEOUT).unwrap().remove(0);
+    assert!(matches!(host.device(), Err(Error::Unsupported { backend: "host", .. })));
+}

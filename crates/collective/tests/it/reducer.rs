@@ -1,0 +1,598 @@
+//! The reducer over ranks that are threads: equal to the plain average, whatever the order of
+//! arrival, and errors that name the parameter and the rank.
+
+use std::time::Duration;
+
+use collective::reducer::{
+    BucketPlan, CommHook, Gradient, ParamInfo, PowerSgd, Reducer, ReducerOptions,
+};
+use collective::{DType, Error, ProcessGroup, ReduceOp};
+use half::{bf16, f16};
+use proptest::prelude::*;
+
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+fn ranks<T: Send>(world: usize, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
+    let groups = ProcessGroup::threads(world, TIMEOUT).unwrap();
+    std::thread::scope(|scope| {
+        let rank = &rank;
+        let ranks: Vec<_> =
+            groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+fn params(counts: &[usize]) -> Vec<ParamInfo> {
+    let info = |(index, &count)| ParamInfo::new(format!("p{index}"), count, DType::F32);
+    counts.iter().enumerate().map(info).collect()
+}
+
+/// Every parameter a bucket of its own, once the buckets are rebuilt.
+fn tiny() -> ReducerOptions {
+    let mut options = ReducerOptions::default();
+    (options.first_bucket_bytes, options.bucket_bytes) = (1, 1);
+    options
+}
+
+fn find_unused() -> ReducerOptions {
+    let mut options = tiny();
+    options.find_unused_parameters = true;
+    options
+}
+
+/// One pass in which parameter `i` has the gradient `value(i)` everywhere.
+fn pass(reducer: &mut Reducer, counts: &[usize], sync: bool, value: impl Fn(usize) -> f32) {
+    reducer.prepare(sync).unwrap();
+    for (index, &count) in counts.iter().enumerate().rev() {
+        reducer.ready(index, &vec![value(index); count]).unwrap();
+    }
+    reducer.finish().unwrap();
+}
+
+fn grads(reducer: &Reducer, all: usize) -> Vec<Option<f32>> {
+    (0..all).map(|index| reducer.grad::<f32>(index).map(|grad| grad[0])).collect()
+}
+
+/// The obvious twin: each gradient kept apart, added up, and averaged by a call of its own.
+struct Twin {
+    group: ProcessGroup,
+    grads: Vec<Option<Grad>>,
+}
+
+#[derive(Clone, Debug)]
+enum Grad {
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
+    F32(Vec<f32>),
+    F64(Vec<f64>),
+}
+
+macro_rules! each {
+    ($grad:expr, $name:ident => $do:expr) => {
+        match $grad {
+            Grad::F16($name) => $do,
+            Grad::Bf16($name) => $do,
+            Grad::F32($name) => $do,
+            Grad::F64($name) => $do,
+        }
+    };
+}
+
+impl Grad {
+    fn new(dtype: DType, count: usize, seed: usize) -> Self {
+        let values = (0..count).map(|at| ((seed * 31 + at * 7) % 1009) as f64 / 97.0 - 5.0);
+        match dtype {
+            DType::F16 => Self::F16(values.map(f16::from_f64).collect()),
+            DType::Bf16 => Self::Bf16(values.map(bf16::from_f64).collect()),
+            DType::F32 => Self::F32(values.map(|value| value as f32).collect()),
+            _ => Self::F64(values.collect()),
+        }
+    }
+
+    fn add(&mut self, other: &Self) {
+        fn add<T: Gradient>(sum: &mut [T], term: &[T]) {
+            T::accumulate(sum, term);
+        }
+        match (self, other) {
+            (Self::F16(sum), Self::F16(term)) => add(sum, term),
+            (Self::Bf16(sum), Self::Bf16(term)) => add(sum, term),
+            (Self::F32(sum), Self::F32(term)) => add(sum, term),
+            (Self::F64(sum), Self::F64(term)) => add(sum, term),
+            _ => unreachable!("a parameter keeps its type"),
+        }
+    }
+
+    /// The bits, so that equal means equal.
+    fn bits(&self) -> Vec<u8> {
+        let text = |debug: String| debug.into_bytes();
+        each!(self, values => text(format!("{values:?}")))
+    }
+}
+
+impl Twin {
+    fn ready(&mut self, index: usize, grad: &Grad) {
+        match &mut self.grads[index] {
+            Some(sum) => sum.add(grad),
+            none => *none = Some(grad.clone()),
+        }
+    }
+
+    fn finish(&mut self) {
+        for grad in self.grads.iter_mut().flatten() {
+            each!(grad, values => self.group.all_reduce(values, ReduceOp::Avg).unwrap());
+        }
+    }
+}
+
+fn model() -> impl Strategy<Value = Vec<ParamInfo>> {
+    let dtype = prop::sample::select(vec![DType::F16, DType::Bf16, DType::F32, DType::F64]);
+    prop::collection::vec((0..600_usize, dtype), 0..8).prop_map(|specs| {
+        let info = |(index, (count, dtype))| ParamInfo::new(format!("p{index}"), count, dtype);
+        specs.into_iter().enumerate().map(info).collect()
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+    #[test]
+    fn equals_the_twin_bit_for_bit(
+        model in model(),
+        world in 1..4_usize,
+        caps in (0..3000_usize, 0..3000_usize),
+        // For each pass: whether gradients are averaged, and whether they are zeroed after it.
+        passes in prop::collection::vec(any::<(bool, bool)>(), 1..5),
+        seed: u16,
+    ) {
+        let twins = ProcessGroup::threads(world, TIMEOUT).unwrap();
+        let (model, passes) = (&model, &passes);
+        ranks(world, |group| {
+            let rank = group.rank();
+            let mut options = ReducerOptions::default();
+            (options.first_bucket_bytes, options.bucket_bytes) = caps;
+            let mut reducer = Reducer::new(group, model.clone(), options).unwrap();
+            let mut twin = Twin { group: twins[rank].clone(), grads: vec![None; model.len()] };
+            for (number, &(sync, zero)) in passes.iter().enumerate() {
+                reducer.prepare(sync).unwrap();
+                // Another order on each rank and in each pass.
+                let mut order: Vec<_> = (0..model.len()).collect();
+                order.sort_by_key(|index| (index * 7919 + usize::from(seed) + rank * 31 + number * 17) % 101);
+                for index in order {
+                    let param = &model[index];
+                    let grad = Grad::new(param.dtype, param.count, index + rank * 5 + number * 3);
+                    each!(&grad, values => reducer.ready(index, values).unwrap());
+                    twin.ready(index, &grad);
+                }
+                reducer.finish().unwrap();
+                if sync {
+                    twin.finish();
+                }
+                for (index, want) in twin.grads.iter().enumerate() {
+                    let got = match want.as_ref().unwrap() {
+                        Grad::F16(_) => reducer.grad(index).map(|grad| Grad::F16(grad.to_vec())),
+                        Grad::Bf16(_) => reducer.grad(index).map(|grad| Grad::Bf16(grad.to_vec())),
+                        Grad::F32(_) => reducer.grad(index).map(|grad| Grad::F32(grad.to_vec())),
+                        Grad::F64(_) => reducer.grad(index).map(|grad| Grad::F64(grad.to_vec())),
+                    };
+                    assert_eq!(got.unwrap().bits(), want.as_ref().unwrap().bits());
+                }
+                if zero {
+                    reducer.zero_grad();
+                    twin.grads.fill(None);
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn gradients_are_there_until_zeroed_and_only_in_their_type() {
+    ranks(2, |group| {
+        let rank = group.rank() as f32;
+        let mut reducer = Reducer::new(group, params(&[3, 2]), tiny()).unwrap();
+        assert_eq!(grads(&reducer, 2), [None, None]);
+        pass(&mut reducer, &[3, 2], true, |index| rank + index as f32);
+        assert_eq!(grads(&reducer, 2), [Some(0.5), Some(1.5)]);
+        assert_eq!(reducer.grad::<f64>(0), None);
+        // Added to the average, and averaged again.
+        pass(&mut reducer, &[3, 2], true, |_| 2.0 * rank);
+        assert_eq!(grads(&reducer, 2), [Some(1.5), Some(2.5)]);
+        reducer.zero_grad();
+        assert_eq!(grads(&reducer, 2), [None, None]);
+        pass(&mut reducer, &[3, 2], true, |_| rank);
+        assert_eq!(grads(&reducer, 2), [Some(0.5), Some(0.5)]);
+    });
+}
+
+#[test]
+fn without_sync_gradients_stay_on_their_rank() {
+    ranks(2, |group| {
+        let rank = group.rank() as f32;
+        let mut reducer = Reducer::new(group, params(&[3, 2]), tiny()).unwrap();
+        pass(&mut reducer, &[3, 2], false, |_| rank);
+        assert_eq!(grads(&reducer, 2), [Some(rank), Some(rank)]);
+        assert_eq!(reducer.launched(), 0);
+        pass(&mut reducer, &[3, 2], false, |_| rank);
+        pass(&mut reducer, &[3, 2], true, |_| 4.0);
+        assert_eq!(grads(&reducer, 2), [Some(5.0), Some(5.0)]);
+    });
+}
+
+#[test]
+fn the_order_of_rank_0_lays_out_the_buckets() {
+    let counts = [1, 1, 1, 1];
+    let plans = ranks(3, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group, params(&counts), tiny()).unwrap();
+        assert_eq!(reducer.plan().buckets().len(), 1, "one bucket in the first pass");
+        for _ in 0..2 {
+            reducer.prepare(true).unwrap();
+            let order = [[2, 0, 3, 1], [0, 1, 2, 3], [3, 2, 1, 0]][rank];
+            for index in order {
+                reducer.ready(index, &[index as f32]).unwrap();
+            }
+            reducer.finish().unwrap();
+            assert_eq!(grads(&reducer, 4), [0.0, 1.0, 2.0, 3.0].map(Some));
+            reducer.zero_grad();
+        }
+        reducer.plan().clone()
+    });
+    let want = BucketPlan::arrived(&params(&counts), &[2, 0, 3, 1], &[1, 1]).unwrap();
+    assert!(plans.iter().all(|plan| *plan == want));
+}
+
+#[test]
+fn a_full_bucket_waits_for_those_before_it() {
+    ranks(2, |group| {
+        let mut reducer = Reducer::new(group, params(&[1, 1, 1]), tiny()).unwrap();
+        pass(&mut reducer, &[1, 1, 1], true, |_| 1.0);
+        reducer.prepare(true).unwrap();
+        // Buckets are [2], [1], [0].
+        reducer.ready(1, &[1.0_f32]).unwrap();
+        assert_eq!(reducer.launched(), 0);
+        reducer.ready(2, &[1.0_f32]).unwrap();
+        assert_eq!(reducer.launched(), 2, "before the last gradient has come");
+        assert_eq!(reducer.grad::<f32>(1), None, "in flight");
+        reducer.ready(0, &[1.0_f32]).unwrap();
+        assert_eq!(reducer.launched(), 3);
+        reducer.finish().unwrap();
+    });
+}
+
+#[test]
+fn an_unused_parameter_is_an_error_in_the_same_step_on_every_rank() {
+    let errors = ranks(3, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group, params(&[1, 1, 1]), tiny()).unwrap();
+        pass(&mut reducer, &[1, 1, 1], true, |_| 1.0);
+        reducer.prepare(true).unwrap();
+        for index in [2, 1, 0] {
+            if rank != 1 || index != 1 {
+                // It may have learned of the abort already.
+                let _ = reducer.ready(index, &[1.0_f32]);
+            }
+        }
+        let error = reducer.finish().unwrap_err();
+        assert!(matches!(reducer.prepare(true), Err(Error::Poisoned(_))));
+        error
+    });
+    match &errors[1] {
+        Error::UnusedParameters { rank: 1, names } => assert_eq!(names, &["p1"]),
+        other => panic!("{other}"),
+    }
+    for rank in [0, 2] {
+        let text = errors[rank].to_string();
+        assert!(text.contains("by rank 1") && text.contains("p1"), "rank {rank}: {text}");
+    }
+}
+
+#[test]
+fn unused_parameters_count_as_zero_or_have_no_gradient() {
+    ranks(2, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group, params(&[1; 4]), find_unused()).unwrap();
+        let layout = reducer.plan().clone();
+        for _ in 0..3 {
+            reducer.prepare(true).unwrap();
+            // 0: used by both, 1: by rank 0, 2: by rank 1, 3: by none.
+            reducer.ready(0, &[2.0_f32]).unwrap();
+            reducer.ready(1 + rank, &[4.0_f32]).unwrap();
+            reducer.finish().unwrap();
+            assert_eq!(grads(&reducer, 4), [Some(2.0), Some(2.0), Some(2.0), None]);
+            reducer.zero_grad();
+        }
+        assert_eq!(*reducer.plan(), layout, "never rebuilt");
+        // What was added up without sync counts as used.
+        reducer.prepare(false).unwrap();
+        reducer.ready(3, &[rank as f32]).unwrap();
+        reducer.finish().unwrap();
+        reducer.prepare(true).unwrap();
+        reducer.finish().unwrap();
+        assert_eq!(grads(&reducer, 4), [None, None, None, Some(0.5)]);
+    });
+}
+
+#[test]
+fn parameter_lists_that_differ_are_named() {
+    let errors = ranks(3, |group| {
+        let mut own = params(&[1, 2, 3]);
+        match group.rank() {
+            1 => own[1].name = "weird".to_owned(),
+            2 => drop(own.pop()),
+            _ => {}
+        }
+        Reducer::new(group, own, tiny()).unwrap_err().to_string()
+    });
+    for error in errors {
+        let named = error.contains("parameter 1 is weird f32 [2]") && error.contains("is p1");
+        assert!(named && !error.contains("no parameter 2"), "the first difference: {error}");
+    }
+    let errors = ranks(2, |group| {
+        let options = if group.rank() == 0 { tiny() } else { find_unused() };
+        Reducer::new(group, params(&[1]), options).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("find_unused_parameters: true")));
+}
+
+#[test]
+fn misuse_is_named_and_changes_nothing() {
+    ranks(2, |group| {
+        let mut reducer = Reducer::new(group, params(&[2, 2]), tiny()).unwrap();
+        let refused = |result: collective::Result<()>, text: &str| {
+            let error = result.unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
+            assert!(error.to_string().contains(text), "{error}");
+        };
+        refused(reducer.ready(0, &[1.0_f32; 2]), "call prepare first");
+        refused(reducer.finish(), "finish without prepare");
+        reducer.prepare(true).unwrap();
+        refused(reducer.ready(9, &[1.0_f32; 2]), "parameter 9");
+        refused(reducer.ready(0, &[1.0_f32; 3]), "p0 is f32 [3], the parameter is f32 [2]");
+        refused(reducer.ready(0, &[1.0_f64; 2]), "p0 is f64 [2]");
+        reducer.ready(0, &[1.0_f32; 2]).unwrap();
+        refused(reducer.ready(0, &[1.0_f32; 2]), "second gradient for p0");
+        reducer.ready(1, &[1.0_f32; 2]).unwrap();
+        refused(reducer.prepare(true), "not finished");
+        reducer.finish().unwrap();
+        assert_eq!(grads(&reducer, 2), [Some(1.0), Some(1.0)]);
+    });
+    let group = ProcessGroup::threads(1, TIMEOUT).unwrap().remove(0);
+    let integers = vec![ParamInfo::new("n", 1, DType::I64)];
+    assert!(matches!(Reducer::new(group, integers, tiny()), Err(Error::Unsupported { .. })));
+}
+
+fn static_graph() -> ReducerOptions {
+    let mut options = tiny();
+    options.static_graph = true;
+    options
+}
+
+/// A static graph's buckets are laid out after the second pass; what the first left out counts as
+/// zero from then on, and the others leave without waiting for it.
+#[test]
+fn a_static_graph_learns_what_it_leaves_out() {
+    ranks(2, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group, params(&[3, 4, 5, 2]), static_graph()).unwrap();
+        // Nobody uses 1; only rank 1 uses 3.
+        let used = if rank == 0 { vec![2, 0] } else { vec![3, 2, 0] };
+        for pass in 0..4_u8 {
+            let laid_out = pass >= 2;
+            assert_eq!(reducer.plan().buckets().len(), if laid_out { 4 } else { 1 });
+            reducer.prepare(true).unwrap();
+            for &index in &used {
+                let count = reducer.plan().places()[index].count;
+                reducer.ready(index, &vec![f32::from(pass) + 2.0; count]).unwrap();
+            }
+            if laid_out && rank == 0 {
+                // In rank 0's order of arrival: both that it has are on their way.
+                let first: Vec<_> = reducer.plan().buckets().iter().map(|b| b.params[0]).collect();
+                assert_eq!(first, [2, 0, 1, 3]);
+                assert!(reducer.launched() >= 2);
+            }
+            reducer.finish().unwrap();
+            let value = f32::from(pass) + 2.0;
+            let wanted = [Some(value), None, Some(value), Some(value / 2.0)];
+            assert_eq!(grads(&reducer, 4), wanted, "pass {pass} on rank {rank}");
+            reducer.zero_grad();
+        }
+    });
+}
+
+#[test]
+fn a_static_graph_that_changes_is_an_error() {
+    ranks(1, |group| {
+        let mut reducer = Reducer::new(group, params(&[3, 4]), static_graph()).unwrap();
+        reducer.prepare(true).unwrap();
+        reducer.ready(0, &[1.0_f32; 3]).unwrap();
+        reducer.finish().unwrap();
+        reducer.prepare(true).unwrap();
+        let error = reducer.ready(1, &[1.0_f32; 4]).unwrap_err().to_string();
+        assert!(error.contains("a gradient for p1, which had none in a static graph"), "{error}");
+        let error = reducer.finish().unwrap_err();
+        assert!(matches!(error, Error::UnusedParameters { ref names, .. } if *names == ["p0"]));
+    });
+}
+
+/// Rounded to 16 bits, averaged, rounded again; gradients are there as `f32` all the while.
+#[test]
+fn compressing_hooks_round_on_the_way() {
+    ranks(2, |group| {
+        let rank = group.rank();
+        for (hook, wanted) in [
+            (CommHook::Fp16Compress, [1.0 + 0.5 / 1024.0, f32::INFINITY]),
+            (CommHook::Bf16Compress, [1.0, 99840.0]),
+        ] {
+            let mut options = tiny();
+            options.comm_hook = hook.clone();
+            let mut infos = params(&[2]);
+            infos.push(ParamInfo::new("half", 2, DType::F16));
+            let mut reducer = Reducer::new(group.clone(), infos, options).unwrap();
+            for _ in 0..3 {
+                reducer.prepare(true).unwrap();
+                // 1 + 2^-10 is an f16, and not a bf16; 1e5 is a bf16 when rounded, and no f16.
+                let own = if rank == 0 { 1.0 } else { 1.0 + 1.0 / 1024.0 };
+                reducer.ready(1, &[f16::from_f32(own); 2]).unwrap();
+                reducer.ready(0, &[own, 1e5]).unwrap();
+                reducer.finish().unwrap();
+                // The mean of two neighbours is a tie, which goes to the even one.
+                let mean = f16::from_f32(wanted[0].min(1.0 + 0.5 / 1024.0));
+                let wanted = [f16::from_f32(wanted[0]).to_f32(), wanted[1]];
+                assert_eq!(reducer.grad::<f32>(0).unwrap(), wanted, "{hook:?}");
+                assert_eq!(reducer.grad::<f16>(1).unwrap()[0], mean.min(f16::ONE), "{hook:?}");
+                reducer.zero_grad();
+            }
+        }
+    });
+}
+
+fn power_sgd(change: impl FnOnce(&mut PowerSgd)) -> ReducerOptions {
+    let mut power = PowerSgd::default();
+    power.start_iter = 2;
+    change(&mut power);
+    let mut options = ReducerOptions::default();
+    options.comm_hook = CommHook::PowerSgd(power);
+    options
+}
+
+/// A matrix of 8 x 6 and a vector; the gradients of `rank` are not those of any other.
+fn matrix_pass(reducer: &mut Reducer, rank: usize, pass: usize) -> [Vec<f32>; 2] {
+    let value = |at: usize| ((at * 37 + rank * 11 + pass * 5) % 17) as f32 - 8.0;
+    let own = [(0..48).map(value).collect::<Vec<_>>(), (0..5).map(value).collect()];
+    reducer.prepare(true).unwrap();
+    reducer.ready(1, &own[1]).unwrap();
+    reducer.ready(0, &own[0]).unwrap();
+    reducer.finish().unwrap();
+    let grads = [0, 1].map(|index| reducer.grad::<f32>(index).unwrap().to_vec());
+    reducer.zero_grad();
+    grads
+}
+
+fn matrix() -> Vec<ParamInfo> {
+    vec![
+        ParamInfo::new("matrix", 48, DType::F32).with_rows(8),
+        ParamInfo::new("vector", 5, DType::F32),
+    ]
+}
+
+/// The obvious twin's averages for the same passes.
+fn plain_averages(group: &ProcessGroup, passes: usize) -> Vec<[Vec<f32>; 2]> {
+    let mut reducer = Reducer::new(group.clone(), matrix(), ReducerOptions::default()).unwrap();
+    (0..passes).map(|pass| matrix_pass(&mut reducer, group.rank(), pass)).collect()
+}
+
+fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+#[test]
+fn power_sgd_of_full_rank_is_the_average() {
+    ranks(3, |group| {
+        let plain = plain_averages(&group, 6);
+        // Each pass with a fresh basis: a warm start is exact only where the last pass's spans it.
+        let options = power_sgd(|power| {
+            (power.rank, power.min_compression_rate, power.warm_start) = (6, 0, false);
+        });
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group, matrix(), options).unwrap();
+        for (pass, plain) in plain.iter().enumerate() {
+            let got = matrix_pass(&mut reducer, rank, pass);
+            // Before it begins, the same bits; the vector always.
+            assert_eq!(pass < 2, got[0] == plain[0], "pass {pass}");
+            assert_eq!(got[1], plain[1]);
+            // Values up to 8, through three products in f32.
+            assert!(largest_difference(&got[0], &plain[0]) < 1e-4, "pass {pass}");
+        }
+    });
+}
+
+/// Rank 1 of a matrix of rank 6 leaves most out, each pass; error feedback makes up for it, so that
+/// the sum over many passes is that of the averages but for what is still owed.
+#[test]
+fn power_sgd_owes_what_it_leaves_out() {
+    ranks(2, |group| {
+        let passes = 120;
+        let plain = plain_averages(&group, passes);
+        let rank = group.rank();
+        let mut off = [false, true].map(|error_feedback| {
+            let options = power_sgd(|power| {
+                power.min_compression_rate = 1;
+                power.error_feedback = error_feedback;
+            });
+            let mut reducer = Reducer::new(group.clone(), matrix(), options).unwrap();
+            let mut owed = [0.0; 48];
+            for (pass, plain) in plain.iter().enumerate() {
+                let got = matrix_pass(&mut reducer, rank, pass);
+                owed.iter_mut()
+                    .zip(got[0].iter().zip(&plain[0]))
+                    .for_each(|(o, (g, p))| *o += p - g);
+            }
+            owed.iter().fold(0.0_f32, |most, owed| most.max(owed.abs()))
+        });
+        off.iter_mut().for_each(|off| *off /= passes as f32);
+        assert!(off[1] < 0.5 * off[0], "owed a pass without and with error feedback: {off:?}");
+    });
+}
+
+#[test]
+fn power_sgd_has_one_answer_on_all_ranks_and_sends_less() {
+    let all = ranks(2, |group| {
+        let rank = group.rank();
+        let options = power_sgd(|power| power.min_compression_rate = 1);
+        let mut reducer = Reducer::new(group, matrix(), options).unwrap();
+        (0..8).map(|pass| matrix_pass(&mut reducer, rank, pass)).collect::<Vec<_>>()
+    });
+    assert_eq!(all[0], all[1]);
+    let halves = || vec![ParamInfo::new("half", 48, DType::F16).with_rows(8)];
+    ranks(1, |group| {
+        let error = Reducer::new(group, halves(), power_sgd(|_| {})).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    });
+}
+
+/// A reducer made anew from the state of another gives the same bits as that one, at any pass.
+#[test]
+fn power_sgd_goes_on_from_its_state() {
+    for stop in [1, 2, 3, 7] {
+        ranks(2, |group| {
+            let (rank, options) = (group.rank(), power_sgd(|_| {}));
+            let mut whole = Reducer::new(group.clone(), matrix(), options.clone()).unwrap();
+            let mut plain =
+                Reducer::new(group.clone(), matrix(), ReducerOptions::default()).unwrap();
+            assert_eq!(plain.state(), None);
+            (0..stop).for_each(|pass| drop(matrix_pass(&mut whole, rank, pass)));
+            let state = whole.state().unwrap();
+            let mut resumed = Reducer::new(group, matrix(), options).unwrap();
+            resumed.load_state(&state).unwrap();
+            assert_eq!(resumed.state().unwrap(), state);
+            for pass in stop..stop + 4 {
+                let of = [&mut whole, &mut resumed].map(|r| matrix_pass(r, rank, pass));
+                assert_eq!(of[0], of[1], "pass {pass} after {stop}");
+            }
+            // What does not fit is refused.
+            let mut other = state.clone();
+            other.idle.pop();
+            assert!(matches!(resumed.load_state(&other), Err(Error::InvalidArgument(_))));
+            assert!(
+                stop <= 2 || matches!(plain.load_state(&state), Err(Error::InvalidArgument(_)))
+            );
+        });
+    }
+}
+
+/// One rank's average is what it has, also where passes were added up.
+#[test]
+fn one_rank_has_its_own_average() {
+    ranks(1, |group| {
+        let mut reducer = Reducer::new(group.clone(), params(&[3, 2]), tiny()).unwrap();
+        for (sync, sum) in [(true, 1.5), (false, 3.0), (true, 4.5)] {
+            pass(&mut reducer, &[3, 2], sync, |index| index as f32 + 0.5);
+            assert_eq!(reducer.grad::<f32>(1), Some(&[sum; 2][..]));
+        }
+        reducer.zero_grad();
+        pass(&mut reducer, &[3, 2], true, |index| index as f32 + 0.5);
+        assert_eq!(reducer.grad::<f32>(0), Some(&[0.5; 3][..]));
+        group.abort("enough");
+        reducer.prepare(true).unwrap();
+        assert!(matches!(reducer.ready(1, &[0.5_f32; 2]), Err(Error::Aborted { by: 0, .. })));
+    });
+}

@@ -1,0 +1,315 @@
+//! Subgroups: who is in them, in what order, and that they share nothing with their parent.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::common::{self, Role, Workers};
+use collective::{
+    Backend, Connect, Error, GroupOptions, MemoryStore, ProcessGroup, Rank, ReduceOp, Result, Store,
+};
+
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A small generator, the same on every rank.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963);
+        (self.0 >> 33) % end
+    }
+}
+
+/// What every rank gives in one split.
+fn draw(dice: &mut Dice, world: usize) -> Vec<(Option<u32>, i64)> {
+    let colors = [None, Some(0), Some(7), Some(u32::MAX)];
+    let keys = [i64::MIN, -1, 0, 5, i64::MAX];
+    let mut one = |_| (colors[dice.below(4) as usize], keys[dice.below(5) as usize]);
+    (0..world).map(&mut one).collect()
+}
+
+/// The members of a rank's subgroup: as the definition says, one after another by selection.
+fn twin(given: &[(Option<u32>, i64)], rank: Rank) -> Option<Vec<Rank>> {
+    let color = given[rank].0?;
+    let mut left: Vec<Rank> = (0..given.len()).filter(|&r| given[r].0 == Some(color)).collect();
+    let mut members = Vec::new();
+    while !left.is_empty() {
+        let first = (0..left.len()).min_by_key(|&at| (given[left[at]].1, left[at])).unwrap();
+        members.push(left.remove(first));
+    }
+    Some(members)
+}
+
+/// Checks a subgroup by what it does: everyone's rank in the parent, in order, and their sum.
+fn check(group: &ProcessGroup, parent: &ProcessGroup, members: &[Rank]) -> Result<()> {
+    assert_eq!(group.parent_ranks(), members);
+    assert_eq!(group.world_size(), members.len());
+    assert_eq!(members[group.rank()], parent.rank());
+    let global: Vec<Rank> = members.iter().map(|&rank| parent.global_ranks()[rank]).collect();
+    assert_eq!(group.global_ranks(), global);
+    assert_eq!((group.epoch(), group.backend_name()), (0, parent.backend_name()));
+    let mut seen = vec![0; members.len()];
+    group.all_gather(&mut seen, &[parent.rank() as u64])?;
+    assert!(seen.iter().zip(members).all(|(&seen, &rank)| seen == rank as u64), "{seen:?}");
+    let mut sum = vec![parent.rank() as f32; 5000];
+    group.all_reduce(&mut sum, ReduceOp::Sum)?;
+    assert_eq!(sum, vec![members.iter().sum::<usize>() as f32; 5000]);
+    Ok(())
+}
+
+/// Splits, splits the parts, and splits the whole again, some parts still alive.
+fn suite(group: &ProcessGroup, seed: u64) -> Result<()> {
+    let mut dice = Dice(seed);
+    let mut kept = Vec::new();
+    for _ in 0..4 {
+        let given = draw(&mut dice, group.world_size());
+        let (color, key) = given[group.rank()];
+        let part = group.split(color, key)?;
+        let members = twin(&given, group.rank());
+        assert_eq!(part.is_some(), members.is_some());
+        let (Some(part), Some(members)) = (part, members) else { continue };
+        check(&part, group, &members)?;
+        // Of the same seed on all of its ranks.
+        let given = draw(&mut Dice(members.len() as u64), part.world_size());
+        let (color, key) = given[part.rank()];
+        if let Some(nested) = part.split(color, key)? {
+            check(&nested, &part, &twin(&given, part.rank()).unwrap())?;
+        }
+        kept.push((part, members));
+    }
+    kept.iter().try_for_each(|(part, members)| check(part, group, members))?;
+    group.barrier()
+}
+
+#[test]
+fn the_ranks_of_a_color_form_a_group_in_the_order_of_their_keys() {
+    for world in 1..=4 {
+        for seed in 0..6 {
+            common::threads(world, TIMEOUT, |group| suite(&group, seed).unwrap());
+        }
+    }
+}
+
+#[test]
+fn subgroups_of_processes() {
+    for world in [1, 4] {
+        let ranks: Vec<_> = (0..world).collect();
+        Workers::start("split::suite", world, &ranks, TIMEOUT).finish();
+    }
+}
+
+#[test]
+fn a_subgroup_has_the_order_of_its_list() {
+    common::threads(4, TIMEOUT, |group| {
+        let part = group.subgroup(&[3, 0, 2]).unwrap();
+        assert_eq!(part.is_some(), group.rank() != 1);
+        if let Some(part) = part {
+            check(&part, &group, &[3, 0, 2]).unwrap();
+        }
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn lists_that_make_no_group_are_refused_on_every_rank_and_the_group_stays() {
+    common::threads(3, TIMEOUT, |group| {
+        let differing: &[Rank] = if group.rank() == 2 { &[0, 1, 2] } else { &[0, 1] };
+        for (list, text) in [
+            (differing, "rank 0 gives the members [0, 1], rank 2 gives [0, 1, 2]"),
+            (&[], "a group has members"),
+            (&[0, 3], "no rank 3 among 3"),
+            (&[1, 0, 1], "rank 1 is listed twice"),
+        ] {
+            let error = group.subgroup(list).unwrap_err();
+            assert!(matches!(&error, Error::InvalidArgument(why) if why.contains(text)), "{error}");
+        }
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_subgroup_works_while_its_parent_does() {
+    common::threads(4, TIMEOUT, |group| {
+        let half = group.split(Some(group.rank() as u32 % 2), 0).unwrap().unwrap();
+        let works: Vec<_> = (0..20)
+            .map(|_| group.all_reduce_async(vec![1.0_f32; 20_000], ReduceOp::Sum).unwrap())
+            .collect();
+        // The halves make different numbers of calls.
+        for _ in 0..5 + group.rank() % 2 * 20 {
+            let mut x = vec![1.0_f32; 3000];
+            half.all_reduce(&mut x, ReduceOp::Sum).unwrap();
+            assert_eq!(x, vec![2.0; 3000]);
+        }
+        for work in works {
+            assert_eq!(work.wait().unwrap(), vec![4.0; 20_000]);
+        }
+    });
+}
+
+#[test]
+fn a_failure_stays_in_the_group_it_happened_in() {
+    common::threads(4, TIMEOUT, |group| {
+        let [first, second] =
+            [0, 1].map(|_| group.split(Some(group.rank() as u32 / 2), 0).unwrap().unwrap());
+        if group.rank() < 2 {
+            let count = 10 + first.rank();
+            let error = first.all_reduce(&mut vec![0_u8; count], ReduceOp::Sum).unwrap_err();
+            assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+            assert!(matches!(first.barrier(), Err(Error::Poisoned(_))));
+        } else {
+            first.barrier().unwrap();
+        }
+        second.barrier().unwrap();
+        group.barrier().unwrap();
+        // And the other way: the parts outlive their parent.
+        let error = group.broadcast(&mut [0_u8], group.rank()).unwrap_err();
+        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+        assert!(matches!(group.split(None, 0), Err(Error::Poisoned(_))));
+        second.barrier().unwrap();
+        drop(group);
+        second.all_reduce(&mut [1.0_f32], ReduceOp::Sum).unwrap();
+    });
+}
+
+/// Connects as usual, unless it is a subgroup's rank 1.
+fn fails_in_subgroups() -> Arc<Connect> {
+    Arc::new(|store: &Arc<dyn Store>, rank, world, options: &GroupOptions| {
+        if options.name.contains("split") && rank == 1 {
+            let text = "no device left on this rank".into();
+            return Err(Error::InvalidArgument(text));
+        }
+        let group = ProcessGroup::from_store(Arc::clone(store), rank, world, options.clone())?;
+        let backend: Arc<dyn Backend> = Arc::new(Wrapped(group));
+        Ok(backend)
+    })
+}
+
+/// A backend over a group, for a store of its own.
+#[derive(Debug)]
+struct Wrapped(ProcessGroup);
+
+#[expect(unsafe_code, reason = "passes on what it got")]
+mod wrapped {
+    use collective::{
+        Backend, DType, Error, OpDesc, Rank, RawBufs, RawShared, Result, Transfer, Verb, Wait,
+    };
+
+    use super::Wrapped;
+
+    impl Backend for Wrapped {
+        fn name(&self) -> &'static str {
+            "wrapped"
+        }
+        fn rank(&self) -> Rank {
+            self.0.rank()
+        }
+        fn world_size(&self) -> usize {
+            self.0.world_size()
+        }
+        fn forked(&self) -> bool {
+            false
+        }
+        fn ready(&self) -> Result<()> {
+            Ok(())
+        }
+        unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, _: Wait) -> Result<()> {
+            let bytes = |count: usize| count * op.dtype.size();
+            let world = self.world_size();
+            // SAFETY: the caller's promise.
+            let input =
+                unsafe { std::slice::from_raw_parts(bufs.input, bytes(op.input_count(world))) };
+            match op.verb {
+                Verb::Barrier => self.0.barrier(),
+                Verb::AllGather => {
+                    let len = bytes(op.output_count(world));
+                    // SAFETY: the caller's promise.
+                    let output = unsafe { std::slice::from_raw_parts_mut(bufs.output, len) };
+                    self.0.all_gather(output, input)
+                }
+                verb => Err(Error::Unsupported { backend: "wrapped", what: verb.to_string() }),
+            }
+        }
+        unsafe fn exchange(&self, op: &OpDesc, _: &[Transfer], _: Wait) -> Result<()> {
+            Err(Error::Unsupported { backend: "wrapped", what: op.verb.to_string() })
+        }
+        fn alloc(&self, _: DType, _: usize) -> Result<RawShared> {
+            Err(Error::Unsupported { backend: "wrapped", what: "alloc".into() })
+        }
+        fn abort(&self, reason: &str) {
+            self.0.abort(reason);
+        }
+    }
+}
+
+#[test]
+fn a_subgroup_that_does_not_come_about_leaves_its_parent_alone() {
+    let store = MemoryStore::new();
+    std::thread::scope(|scope| {
+        for rank in 0..4 {
+            let store: Arc<dyn Store> = Arc::new(store.clone());
+            scope.spawn(move || {
+                let (options, connect) = (GroupOptions::default(), fails_in_subgroups());
+                let group = ProcessGroup::from_store_with(store, rank, 4, options, connect);
+                let group = group.unwrap();
+                assert_eq!(group.backend_name(), "wrapped");
+                let error = group.split(Some(rank as u32 / 2), 0).unwrap_err();
+                assert!(error.to_string().contains("no device left"), "{error}");
+                if rank % 2 == 0 {
+                    // Told by the other, at once.
+                    assert!(matches!(error, Error::Aborted { by: 1, .. }), "{error}");
+                }
+                group.barrier().unwrap();
+                // Nobody is rank 1 here.
+                let own = group.split(Some(rank as u32), 0).unwrap().unwrap();
+                assert_eq!((own.world_size(), own.backend_name()), (1, "wrapped"));
+                group.barrier().unwrap();
+            });
+        }
+    });
+}
+
+#[test]
+fn a_group_of_unknown_origin_says_what_to_use() {
+    let store = Arc::new(MemoryStore::new());
+    let group = ProcessGroup::from_store(store, 0, 1, GroupOptions::default()).unwrap();
+    let group = ProcessGroup::from_backend(Arc::new(Wrapped(group)));
+    for error in [
+        group.split(None, 0).map(drop).unwrap_err(),
+        group.subgroup(&[0]).map(drop).unwrap_err(),
+        group.rebuild(Duration::ZERO).map(drop).unwrap_err(),
+    ] {
+        assert!(matches!(error, Error::Unsupported { backend: "wrapped", .. }), "{error}");
+        assert!(error.to_string().contains("ProcessGroup::from_store_with"), "{error}");
+    }
+    group.barrier().unwrap();
+}
+
+#[test]
+fn a_name_used_again_does_not_meet_the_subgroups_of_before() {
+    let store = MemoryStore::new();
+    // The sizes of the subgroups change, so a key left over would be a wrong member.
+    for sizes in [[3, 1], [2, 2], [1, 3], [2, 2]] {
+        std::thread::scope(|scope| {
+            for rank in 0..4 {
+                let store = Arc::new(store.clone());
+                scope.spawn(move || {
+                    let options = GroupOptions::default().with_timeout(TIMEOUT);
+                    let group = ProcessGroup::from_store(store, rank, 4, options).unwrap();
+                    let color = u32::from(rank >= sizes[0]);
+                    let part = group.split(Some(color), 0).unwrap().unwrap();
+                    let start = color as usize * sizes[0];
+                    let members: Vec<_> = (start..start + sizes[color as usize]).collect();
+                    check(&part, &group, &members).unwrap();
+                });
+            }
+        });
+    }
+}
+
+/// What a process rank runs.
+pub(crate) fn worker() {
+    if let Some(role) = Role::from_env() {
+        let group = role.join().unwrap();
+        (0..3).for_each(|seed| suite(&group, seed).unwrap());
+    }
+}

@@ -1,0 +1,328 @@
+//! What is special about ranks that are connected over TCP: who is let in, whom a timeout blames,
+//! messages that do not fit; the failures of every transport are in `fault/carriers.rs`. Over
+//! the loopback here; over network namespaces, where cables are cut, in [`hosts`].
+
+mod hosts;
+
+use std::fs;
+use std::io::Write as _;
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::common::{self, DEADLINE, Role, Workers, over, play, wait_for};
+use collective::store::tcp::codec::put_blob;
+use collective::{
+    Error, GroupOptions, MemoryStore, Message, ProcessGroup, ReduceOp, Store, Transport,
+};
+use half::f16;
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+/// "At once", on a loaded machine.
+const SOON: Duration = Duration::from_secs(5);
+
+fn options(timeout: Duration) -> GroupOptions {
+    GroupOptions::default().with_timeout(timeout).with_transport(Transport::Tcp)
+}
+
+/// Calls `rank` on every rank of a group over TCP, and of one on two machines whose ranks share
+/// memory; what they returned.
+fn over_both<T: Send>(
+    world: usize,
+    timeout: Duration,
+    rank: impl Fn(ProcessGroup) -> T + Sync,
+) -> Vec<T> {
+    ["tcp", "machines"]
+        .into_iter()
+        .flat_map(|transport| play(over(transport, world, timeout), &rank))
+        .collect()
+}
+
+#[test]
+fn every_size_has_the_bits_of_shared_memory() {
+    let counts = [1, 16, 17, 5_000, 70_000, 300_001, 3_000_000];
+    let reduced = |group: ProcessGroup| {
+        let of = |&count: &usize| {
+            let noise = |i: usize| f16::from_f32((i * 7919 % 1009) as f32 * 0.01 - 5.0);
+            let mut x: Vec<f16> = (0..count).map(|i| noise(i + group.rank() * 31)).collect();
+            group.all_reduce(&mut x, ReduceOp::Sum).unwrap();
+            x.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+        };
+        counts.iter().map(of).collect::<Vec<_>>()
+    };
+    for world in [2, 3] {
+        let host = play(ProcessGroup::threads(world, TIMEOUT).unwrap(), reduced);
+        for transport in ["tcp", "machines"] {
+            assert!(host == play(over(transport, world, TIMEOUT), reduced), "{world} ranks");
+        }
+    }
+}
+
+#[test]
+fn the_group_says_what_carries_it() {
+    for group in over("tcp", 2, TIMEOUT) {
+        assert_eq!((group.backend_name(), group.backend_reason()), ("tcp", "it was asked for"));
+    }
+    let store = Arc::new(MemoryStore::new());
+    let group = ProcessGroup::from_store(store, 0, 1, GroupOptions::default()).unwrap();
+    assert_eq!(group.backend_name(), "host");
+    assert_eq!(group.backend_reason(), "all ranks are on one machine");
+}
+
+#[test]
+fn subgroups_and_the_survivors_are_over_tcp_too() {
+    play(over("tcp", 3, TIMEOUT), |group| {
+        let pair = group.split((group.rank() < 2).then_some(0), 0).unwrap();
+        if let Some(pair) = pair {
+            assert_eq!((pair.backend_name(), pair.world_size()), ("tcp", 2));
+            pair.barrier().unwrap();
+        }
+        if group.rank() == 1 {
+            return;
+        }
+        group.barrier().unwrap_err();
+        let left = group.rebuild(Duration::from_millis(500)).unwrap();
+        assert_eq!((left.backend_name(), left.world_size()), ("tcp", 2));
+        let mut x = [left.rank() as u64 + 1];
+        left.all_reduce(&mut x, ReduceOp::Sum).unwrap();
+        assert_eq!(x, [3]);
+    });
+}
+
+/// Of two machines one is left.
+#[test]
+fn survivors_of_one_machine_share_its_memory() {
+    play(over("machines", 3, TIMEOUT), |group| {
+        assert_eq!(group.backend_name(), "tcp");
+        if group.rank() == 1 {
+            return;
+        }
+        group.barrier().unwrap_err();
+        let left = group.rebuild(Duration::from_millis(500)).unwrap();
+        assert_eq!((left.backend_name(), left.world_size()), ("host", 2));
+        left.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_rank_that_computes_finds_out_at_its_next_call() {
+    let mut workers = Workers::start_over("tcp", "tcp::compute", 3, &[0, 1, 2], TIMEOUT);
+    workers.file("ready-0");
+    let pid = workers.children[1].id();
+    workers.children[1].kill().unwrap();
+    // Rank 2 waits in an operation; rank 0 computes until then.
+    let report = workers.file("report-2");
+    assert!(report.contains(&format!("rank 1 (pid {pid}) died")), "{report}");
+    fs::write(workers.dir.0.join("go"), "").unwrap();
+    let start = Instant::now();
+    let report = workers.file("report-0");
+    assert!(report.contains(&format!("rank 1 (pid {pid}) died")), "{report}");
+    assert!(start.elapsed() < SOON);
+}
+
+#[test]
+fn whoever_waits_for_a_third_is_not_blamed() {
+    let timeout = Duration::from_millis(600);
+    let errors = over_both(4, timeout, |group| {
+        // Each waits for the next, the first since longer than the others; the last computes.
+        std::thread::sleep(Duration::from_millis(20) * group.rank() as u32);
+        match group.rank() {
+            3 => {
+                std::thread::sleep(2 * timeout);
+                None
+            }
+            rank => Some(group.recv(&mut [0_u8; 10], rank + 1).unwrap_err()),
+        }
+    });
+    for error in errors.into_iter().flatten() {
+        let Error::Timeout { missing, .. } = &error else { panic!("{error}") };
+        assert_eq!(missing, &[3]);
+    }
+}
+
+#[test]
+fn a_message_that_does_not_fit_is_told_to_both() {
+    let errors = over_both(3, TIMEOUT, |group| {
+        let start = Instant::now();
+        let mut into = [7_u8; 100_000];
+        let result = match group.rank() {
+            0 => group.send(&[f16::ONE; 3], 1),
+            1 => group.recv(&mut into, 0),
+            _ => Ok(()),
+        };
+        assert!(into.iter().all(|&x| x == 7));
+        // The sender may have been done before; then its next call says so.
+        let error = result.and_then(|()| group.barrier()).unwrap_err();
+        assert!(start.elapsed() < SOON);
+        error
+    });
+    for error in errors {
+        let Error::Mismatch { field, by_rank, .. } = &error else { panic!("{error}") };
+        assert_eq!(*field, "dtype");
+        assert_eq!(by_rank[0], (0, "a message of 3 f16 to rank 1".into()));
+        assert_eq!(by_rank[1], (1, "a message of 100000 u8 from rank 0".into()));
+    }
+}
+
+#[test]
+fn a_message_in_the_place_of_a_collective_is_a_mismatch_for_all() {
+    let errors = over_both(3, TIMEOUT, |group| {
+        let sent = match group.rank() {
+            0 => group.send(&[1_u8; 2_000_000], 1),
+            _ => Ok(()),
+        };
+        // Of the first barrier, only rank 1 misses a part.
+        sent.and_then(|()| group.barrier()).and_then(|()| group.barrier())
+    });
+    for error in errors {
+        let error = error.unwrap_err();
+        let Error::Mismatch { field: "verb", by_rank, .. } = &error else { panic!("{error}") };
+        assert_eq!(by_rank[0], (0, "a message of 2000000 u8 to rank 1".into()));
+        assert_eq!(by_rank[1], (1, "barrier".into()));
+    }
+}
+
+#[test]
+fn messages_to_each_other_larger_than_any_buffer_do_not_lock_up() {
+    over_both(3, TIMEOUT, |group| {
+        let (rank, count) = (group.rank(), 8_000_000);
+        let out = vec![rank as u8; count];
+        let (mut left, mut right) = (vec![9_u8; count], vec![9_u8; count]);
+        let [before, after] = [(rank + 2) % 3, (rank + 1) % 3];
+        let messages = vec![
+            Message::send(&out, after),
+            Message::send(&out, before),
+            Message::recv(&mut left, before),
+            Message::recv(&mut right, after),
+        ];
+        group.batch_isend_irecv(messages).unwrap();
+        assert!(left.iter().all(|&x| usize::from(x) == before));
+        assert!(right.iter().all(|&x| usize::from(x) == after));
+    });
+}
+
+#[test]
+fn a_rank_may_leave_while_others_still_receive() {
+    for _ in 0..20 {
+        over_both(3, TIMEOUT, |group| {
+            let mut x = vec![group.rank() as f32; 1_000_000];
+            group.broadcast(&mut x, 0).unwrap();
+            assert!(x.iter().all(|&x| x == 0.0));
+        });
+    }
+}
+
+#[test]
+fn strangers_are_not_let_in() {
+    let (store, world) = (MemoryStore::new(), 2);
+    std::thread::scope(|scope| {
+        let join = |rank| {
+            let store = Arc::new(store.clone());
+            scope.spawn(move || {
+                let group = ProcessGroup::from_store(store, rank, world, options(TIMEOUT)).unwrap();
+                let mut x = [rank as u64 + 1];
+                group.all_reduce(&mut x, ReduceOp::Sum).unwrap();
+                assert_eq!(x, [3]);
+            })
+        };
+        join(0);
+        // Rank 1 says where it is, but then keeps rank 0 waiting.
+        for what in ["place", "tcp"] {
+            let said = store.get(&format!("default/1/{what}/0"), SOON).unwrap();
+            store.set(&format!("default/1/{what}/1"), &said).unwrap();
+        }
+        let member: serde_json::Value =
+            serde_json::from_slice(&store.get("default/1/tcp/0", SOON).unwrap()).unwrap();
+        let addr: SocketAddr = member["addr"].as_str().unwrap().parse().unwrap();
+        // One says nothing, one speaks something else, one knows the form but not the group.
+        let _silent = TcpStream::connect(addr).unwrap();
+        TcpStream::connect(addr).unwrap().write_all(&[b'x'; 300]).unwrap();
+        let words = [0_u64, 0, 1, 2, 1, 0, 0].map(u64::to_le_bytes).concat();
+        let hello = [&b"\x01collec1"[..], &words].concat();
+        let mut forged = TcpStream::connect(addr).unwrap();
+        forged.write_all(&hello).unwrap();
+        let mut answer = Vec::new();
+        drop(std::io::Read::read_to_end(&mut forged, &mut answer));
+        assert!(answer.is_empty());
+        join(1);
+    });
+}
+
+/// Tells rank 1 what a rank 0 that listens at `addr` tells, which is for both.
+fn be_rank_0(store: &MemoryStore, addr: SocketAddr) {
+    let place = store.get("default/1/place/1", SOON).unwrap();
+    let member = format!("{{\"addr\":\"{addr}\",\"nonce\":[1,2]}}");
+    for (what, said) in [("place", &place[..]), ("tcp", member.as_bytes())] {
+        let mut all = Vec::new();
+        put_blob(&mut all, said);
+        put_blob(&mut all, said);
+        store.set(&format!("default/1/{what}/all"), &all).unwrap();
+    }
+}
+
+#[test]
+fn a_listener_that_is_no_rank_is_named_with_its_address() {
+    let store = MemoryStore::new();
+    let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let addr = other.local_addr().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (mut stream, _) = other.accept().unwrap();
+            stream.write_all(&[b'x'; 64]).unwrap();
+            std::thread::sleep(Duration::from_millis(200));
+        });
+        let own = Arc::new(store.clone());
+        let rank = scope.spawn(move || ProcessGroup::from_store(own, 1, 2, options(TIMEOUT)));
+        be_rank_0(&store, addr);
+        let error = rank.join().unwrap().unwrap_err();
+        let Error::Rendezvous { addr: named, reason } = &error else { panic!("{error}") };
+        assert_eq!(*named, addr.to_string());
+        assert!(reason.contains("not rank 0 of group default"), "{reason}");
+    });
+}
+
+#[test]
+fn a_rank_that_ended_before_it_was_connected_to_is_named_at_once() {
+    let store = MemoryStore::new();
+    let addr = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let own = Arc::new(store.clone());
+    let rank = std::thread::spawn(move || ProcessGroup::from_store(own, 1, 2, options(TIMEOUT)));
+    let start = Instant::now();
+    be_rank_0(&store, addr);
+    let error = rank.join().unwrap().unwrap_err().to_string();
+    assert!(error.contains(&addr.to_string()) && error.contains("rank 0"), "{error}");
+    assert!(start.elapsed() < SOON);
+}
+
+/// What a process rank runs.
+pub(crate) fn worker() {
+    let Some(role) = Role::from_env() else { return };
+    if role.scenario == "store" {
+        return hosts::serve(&role);
+    }
+    let group = match role.join() {
+        Ok(group) => group,
+        Err(error) => return role.report(&error.to_string()),
+    };
+    let result = match role.scenario.as_str() {
+        "work" => common::work_until_failure(&group, 400_000, || role.ready()),
+        "count" => hosts::work_a_while(&group),
+        "compute" => match role.rank {
+            0 => {
+                group.barrier().unwrap();
+                role.ready();
+                wait_for(|| fs::read(role.dir.join("go")).ok(), "the word");
+                group.barrier()
+            }
+            // Had it entered again, the others would need nothing more of it.
+            1 => {
+                group.barrier().unwrap();
+                std::thread::sleep(DEADLINE);
+                panic!("it should be dead");
+            }
+            _ => group.barrier().and_then(|()| group.barrier()),
+        },
+        other => panic!("no scenario {other}"),
+    };
+    role.report(&result.map_or_else(|error| error.to_string(), |()| "done".into()));
+}

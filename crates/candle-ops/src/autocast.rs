@@ -1,74 +1,70 @@
-//! Regions in which each operator runs in the precision that suits it, by `amp`'s lists.
+//! Autocast: each operator runs in the precision that suits it, by `amp`'s lists.
 //!
-//! Inside a region ([`autocast`]) an operator of [`ops`](super) looks itself up under PyTorch's name
-//! ([`cast`]) and casts its inputs: convolutions and products to the lower precision, losses to
-//! `f32`, and what no list names runs in what it is given. The casts are candle's, which are
-//! differentiable, so an `f32` parameter has an `f32` gradient whatever its operators ran in. Backward
-//! runs each operator in the precision that its forward had, region or not.
+//! Under a policy, that of the entered [`Context`](crate::Context) or of a region in it ([`autocast`]), an operator
+//! looks itself up by PyTorch's name ([`cast`]) and casts its inputs: convolutions and products to the lower
+//! precision, losses to `f32`; what no list names runs in its inputs' type. The casts are candle's, which are
+//! differentiable, so an `f32` parameter has an `f32` gradient whatever its operators ran in. Backward runs each
+//! operator in the precision that its forward had, under a policy or not.
 //!
-//! candle has no dispatcher: its own operators, and so candle-nn's layers, know of no region.
-//!
-//! Invariant: a region belongs to its thread and ends with its call, however that ends.
-
-use std::cell::RefCell;
+//! candle has no dispatcher: its own operators, and so candle-nn's layers, know of no autocast.
 
 use amp::{Autocast, Cast};
 use candle_core::{DType, Result, Tensor, bail};
 
-thread_local! {
-    static REGION: RefCell<Option<Region>> = const { RefCell::new(None) };
-}
+use crate::context;
 
-struct Region {
+/// A policy in force.
+#[derive(Clone, Debug)]
+pub(crate) struct Region {
     policy: Autocast,
-    /// Operators run in the lower precision so far.
+    /// Number of operators that ran in the lower precision.
     lowered: usize,
 }
 
-/// Runs `call` with `policy` in force on this thread, instead of the one around it; a policy that is
-/// [switched off](Autocast::with_enabled) makes a region in which nothing is cast.
+impl Region {
+    pub(crate) const fn new(policy: Autocast) -> Self {
+        Self { policy, lowered: 0 }
+    }
+}
+
+/// Runs `call` with `policy` in force on this thread, in place of the one around it. A policy that is
+/// [switched off](Autocast::with_enabled) casts nothing.
 ///
 /// ```
 /// use amp::Autocast;
 /// use candle_core::{DType, Device, Tensor};
-/// use candle_ops as ops;
+/// use candle_ops::{autocast, linear};
 ///
 /// let x = Tensor::ones((2, 3), DType::F32, &Device::Cpu)?;
-/// let y = ops::autocast(&Autocast::cpu(), || ops::linear(&x, &x, None))?;
-/// assert_eq!((y.dtype(), ops::linear(&x, &x, None)?.dtype()), (DType::BF16, DType::F32));
+/// let y = autocast(&Autocast::cpu(), || linear(&x, &x, None))?;
+/// assert_eq!((y.dtype(), linear(&x, &x, None)?.dtype()), (DType::BF16, DType::F32));
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn autocast<R>(policy: &Autocast, call: impl FnOnce() -> R) -> R {
-    counted(policy, call).0
+    let region = Some(Region::new(policy.clone()));
+    let (result, inner) = context::replacing(|context| &mut context.autocast, region, call);
+    let lowered = inner.map_or(0, |region| region.lowered);
+    context::with(|context| {
+        context.autocast.iter_mut().for_each(|region| region.lowered += lowered);
+    });
+    result
 }
 
-/// As [`autocast`], and how many operators ran in the lower precision.
-pub fn counted<R>(policy: &Autocast, call: impl FnOnce() -> R) -> (R, usize) {
-    /// Brings the region around back, with the sum of both, however the call ends.
-    struct Around(Option<Region>);
-    impl Drop for Around {
-        fn drop(&mut self) {
-            let inner = REGION.replace(self.0.take()).map_or(0, |region| region.lowered);
-            REGION.with_borrow_mut(|region| region.iter_mut().for_each(|r| r.lowered += inner));
-        }
-    }
-    let region = Region { policy: policy.clone(), lowered: 0 };
-    let around = Around(REGION.replace(Some(region)));
-    let result = call();
-    let lowered = REGION.with_borrow(|region| region.as_ref().map_or(0, |region| region.lowered));
-    drop(around);
-    (result, lowered)
+/// Number of operators that have run in the lower precision under the policy in force, those of inner regions
+/// included.
+pub fn lowered_operators() -> usize {
+    context::with(|context| context.autocast.as_ref().map_or(0, |region| region.lowered))
 }
 
-/// The floating-point inputs of operator `op`, PyTorch's name, in the types that the region around
-/// wants; without a region, as they are. For operators of one's own, too.
+/// Casts the floating-point inputs of an operator as the policy in force says for `op`, PyTorch's name of it; returns
+/// them as they are without a policy. Operators of your own can call it, too.
 ///
-/// Where the list says that an operator computes and returns `f32`, its inputs are cast to `f32`.
-/// Tensors of other types (indices, bytes) are left alone.
+/// Where the list says that an operator computes and returns `f32`, its inputs are cast to `f32`. Tensors of other
+/// types (indices, bytes) are left alone.
 ///
 /// # Errors
 ///
-/// An operator that the list [bans](amp::CastRule::Banned).
+/// An operator that the policy [bans](amp::CastRule::Banned).
 pub fn cast<const N: usize>(op: &str, inputs: [&Tensor; N]) -> Result<[Tensor; N]> {
     let mut types = [amp::DType::F32; N];
     let mut floats = 0;
@@ -76,14 +72,14 @@ pub fn cast<const N: usize>(op: &str, inputs: [&Tensor; N]) -> Result<[Tensor; N
         types[floats] = dtype;
         floats += 1;
     }
-    let asked = REGION.with_borrow_mut(|region| {
-        let Some(region) = region else { return Ok(Cast::Keep) };
+    let cast = context::with(|context| {
+        let Some(region) = &mut context.autocast else { return Ok(Cast::Keep) };
         let cast = region.policy.cast(op, &types[..floats])?;
         let lower = Cast::Inputs(region.policy.dtype());
         region.lowered += usize::from(cast == lower);
         Ok::<_, amp::Error>(cast)
     });
-    let to = match asked {
+    let to = match cast {
         Ok(Cast::Keep) => return Ok(inputs.map(Clone::clone)),
         Ok(Cast::Inputs(dtype) | Cast::Output(dtype)) => Cast::Inputs(dtype),
         Err(e) => bail!("{e}"),
@@ -94,7 +90,7 @@ pub fn cast<const N: usize>(op: &str, inputs: [&Tensor; N]) -> Result<[Tensor; N
     })
 }
 
-/// Both in the narrowest type that holds the values of both: `f16` beside `bf16` is `f32`.
+/// Casts both to the narrowest type that holds the values of both: `f16` beside `bf16` is `f32`.
 pub(super) fn promote([a, b]: [Tensor; 2]) -> Result<[Tensor; 2]> {
     if a.dtype() == b.dtype() {
         return Ok([a, b]);
@@ -103,7 +99,7 @@ pub(super) fn promote([a, b]: [Tensor; 2]) -> Result<[Tensor; 2]> {
     Ok([a.to_dtype(wide)?, b.to_dtype(wide)?])
 }
 
-/// Each of the inputs, cast.
+/// Applies `cast` to each input.
 pub(super) fn each<const N: usize>(
     inputs: [&Tensor; N],
     mut cast: impl FnMut(&Tensor) -> Result<Tensor>,

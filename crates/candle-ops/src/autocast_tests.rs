@@ -1,4 +1,4 @@
-//! Every name of PyTorch's lists, and every operator of this engine, inside and outside of regions.
+//! Every name of PyTorch's lists, and every operator of this crate, with and without autocast.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -74,7 +74,7 @@ fn every_listed_name_casts_as_its_rule_says() {
 
 type Op = fn(&[Tensor]) -> Result<Tensor>;
 
-/// This engine's operators: PyTorch's name, the floating-point inputs' shapes, and a call.
+/// This crate's operators: PyTorch's name, the floating-point inputs' shapes, and a call.
 fn operators() -> Vec<(&'static str, Vec<&'static [usize]>, Op)> {
     let image: &[usize] = &[2, 3, 4, 4];
     vec![
@@ -160,7 +160,7 @@ fn a_region_ends_with_its_call_and_belongs_to_its_thread() {
     let x = Tensor::ones((2, 3), DType::F32, &Device::Cpu).unwrap();
     let product = || linear(&x, &x, None).unwrap().dtype();
     let (cpu, off) = (Autocast::cpu(), Autocast::cpu().with_enabled(false));
-    let ((), lowered) = autocast::counted(&cpu, || {
+    let lowered = autocast(&cpu, || {
         assert_eq!(product(), DType::BF16);
         assert_eq!(autocast(&off, product), DType::F32);
         assert_eq!(autocast(&Autocast::cuda(), product), DType::F16);
@@ -168,7 +168,9 @@ fn a_region_ends_with_its_call_and_belongs_to_its_thread() {
         std::thread::scope(|scope| {
             assert_eq!(scope.spawn(product).join().unwrap(), DType::F32);
         });
+        lowered_operators()
     });
+    assert_eq!(lowered_operators(), 0);
     assert_eq!(lowered, 3, "with those of the inner regions");
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         autocast(&cpu, || panic!("an operator's"));

@@ -19,10 +19,10 @@ use candle_core::{D, DType, Result, Tensor, bail};
 
 use super::attention::{self, AttentionOptions};
 use super::autocast::each;
+use super::constants::constant;
 use super::conv::{Window, positions};
 use super::elementwise::Normalization;
 use super::norm::{BatchNormOptions, Planes, Statistics};
-use super::tables::table;
 #[cfg(feature = "cuda")]
 use super::{conv::Geometry, cuda, weighted::Kernel};
 
@@ -199,7 +199,7 @@ pub(super) fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Te
         planes = Tensor::cat(&[&planes, &padding], 2)?;
     }
     let shapes = [height, width, kernel, window.stride, window.padding];
-    let at = table("max_pool2d", &shapes, x.device(), || {
+    let at = constant("max_pool2d", &shapes, x.device(), || {
         let pixels = pixels((height, width), outputs, kernel, window)?;
         Tensor::from_vec(pixels, count * kernel * kernel, x.device())
     })?;
@@ -262,7 +262,7 @@ pub(super) fn self_attention(qkv: &Tensor, options: AttentionOptions) -> Result<
     let (q, k, v) = (part(0)?, part(1)?, part(2)?);
     let mut scores = (q * (depth as f64).sqrt().recip())?.matmul(&k.t()?)?;
     if options.causal {
-        let seen = table("causal", &[positions], qkv.device(), || {
+        let seen = constant("causal", &[positions], qkv.device(), || {
             let seen = (0..positions).flat_map(|i| (0..positions).map(move |j| u8::from(j <= i)));
             Tensor::from_iter(seen, qkv.device())?.reshape((positions, positions))
         })?;

@@ -163,7 +163,7 @@ fn networks_train_alike_on_a_gpu() {
     let kernels = cuda::tests::kernels();
     let device = Device::Cuda(kernels.device.clone());
     networks_train_alike(&device, &|call| call());
-    networks_train_alike(&device, &|call| cuda::open(Some(&kernels), call));
+    networks_train_alike(&device, &|call| cuda::tests::with_kernels(&kernels, call));
 }
 
 #[test]

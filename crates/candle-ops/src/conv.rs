@@ -10,10 +10,11 @@ use std::ops::Range;
 
 use candle_core::{Result, Shape, Tensor, bail};
 
+use super::autotune;
 use super::composed;
 use super::gemm::{Mat, gemm};
 use super::real::Real;
-use super::search;
+use super::sums::sum;
 use super::weighted::{self, Gradients, Kernel};
 use super::winograd::Winograd;
 
@@ -102,11 +103,12 @@ impl Kernel for Geometry {
     }
 
     fn forward<T: Real>(&self, x: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T> {
-        let by = |way: usize| match WAYS[way] {
-            Way::Columns(columns) => self.forward_by(columns, x, weight, bias),
-            Way::Winograd(tiles) => self.winograd(tiles).forward(x, weight, bias),
+        let by = |algorithm: usize| match ALGORITHMS[algorithm] {
+            Algorithm::Columns(columns) => self.forward_by(columns, x, weight, bias),
+            Algorithm::Winograd(tiles) => self.winograd(tiles).forward(x, weight, bias),
         };
-        search::run(|| format!("forward {self:?}"), self.default_way(), || self.ways(), by)
+        let key = || format!("forward {self:?}");
+        autotune::run(key, self.default_algorithm(), || self.algorithms(), by)
     }
 
     fn composed(
@@ -119,12 +121,12 @@ impl Kernel for Geometry {
     }
 
     fn backward<T: Real>(&self, x: &[T], weight: &[T], dy: &[T], wants_x: bool) -> Gradients<T> {
-        let by = |way: usize| match WAYS[way] {
-            Way::Columns(columns) => self.backward_by(columns, x, weight, dy, wants_x),
-            Way::Winograd(tiles) => self.winograd(tiles).backward(x, weight, dy, wants_x),
+        let by = |algorithm: usize| match ALGORITHMS[algorithm] {
+            Algorithm::Columns(columns) => self.backward_by(columns, x, weight, dy, wants_x),
+            Algorithm::Winograd(tiles) => self.winograd(tiles).backward(x, weight, dy, wants_x),
         };
         let key = || format!("backward {wants_x} {self:?}");
-        search::run(key, self.default_way(), || self.ways(), by)
+        autotune::run(key, self.default_algorithm(), || self.algorithms(), by)
     }
 }
 
@@ -187,7 +189,7 @@ impl Geometry {
             let rows = &mut rows[..self.out_channels * width];
             to_rows(dy, rows, count, self.out_channels, pixels);
             for (db, row) in db.iter_mut().zip(rows.chunks_exact(width)) {
-                *db += super::sum(row);
+                *db += sum(row);
             }
             let dy = Mat::new(rows, self.out_channels, width);
             gemm(&mut dw, true, dy, Mat::new(columns, depth, width).t());
@@ -247,47 +249,47 @@ impl Geometry {
         (self.kernel_height, self.kernel_width, self.window.stride) == (3, 3, 1)
     }
 
-    /// What is done without a search.
-    fn default_way(&self) -> usize {
+    /// The algorithm without autotuning.
+    fn default_algorithm(&self) -> usize {
         let wide = self.channels.min(self.out_channels) >= WINOGRAD_CHANNELS;
         if self.can_tile() && wide { BY_TILES } else { BY_COLUMNS }
     }
 
-    /// The ways that differ for these extents, by their place among all.
-    fn ways(&self) -> Vec<usize> {
-        let mut ways: Vec<usize> = (0..WAYS.len()).collect();
-        ways.retain(|way| self.can_tile() || matches!(WAYS[*way], Way::Columns(_)));
-        ways.dedup_by_key(|way| match WAYS[*way] {
-            Way::Columns(columns) => (false, self.group(columns)),
-            Way::Winograd(tiles) => (true, self.winograd(tiles).group),
+    /// The algorithms that differ for these extents, as indices of [`ALGORITHMS`].
+    fn algorithms(&self) -> Vec<usize> {
+        let mut indices: Vec<usize> = (0..ALGORITHMS.len()).collect();
+        indices.retain(|i| self.can_tile() || matches!(ALGORITHMS[*i], Algorithm::Columns(_)));
+        indices.dedup_by_key(|i| match ALGORITHMS[*i] {
+            Algorithm::Columns(columns) => (false, self.group(columns)),
+            Algorithm::Winograd(tiles) => (true, self.winograd(tiles).group),
         });
-        ways
+        indices
     }
 }
 
-/// A way of doing it, with what makes a group.
+/// An algorithm, with the size of a group of images.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Way {
-    /// A matrix product with so many columns.
+pub(super) enum Algorithm {
+    /// im2col and a matrix product, of about this many columns.
     Columns(usize),
-    /// Tiles of 2 x 2, so many.
+    /// Winograd's F(2 x 2, 3 x 3), of about this many tiles.
     Winograd(usize),
 }
 
-/// All ways. Groups of a few hundred columns are large enough to hide the packing of the weights, and so
+/// All algorithms, in the order that autotune caches number them by. Groups of a few hundred columns are large enough to hide the packing of the weights, and so
 /// small that the columns of a 3 x 3 kernel over 16 channels stay in the second-level cache.
-pub(super) const WAYS: [Way; 11] = [
-    Way::Columns(64),
-    Way::Columns(128),
-    Way::Columns(256),
-    Way::Columns(512),
-    Way::Columns(1024),
-    Way::Columns(2048),
-    Way::Columns(4096),
-    Way::Winograd(64),
-    Way::Winograd(256),
-    Way::Winograd(512),
-    Way::Winograd(1024),
+pub(super) const ALGORITHMS: [Algorithm; 11] = [
+    Algorithm::Columns(64),
+    Algorithm::Columns(128),
+    Algorithm::Columns(256),
+    Algorithm::Columns(512),
+    Algorithm::Columns(1024),
+    Algorithm::Columns(2048),
+    Algorithm::Columns(4096),
+    Algorithm::Winograd(64),
+    Algorithm::Winograd(256),
+    Algorithm::Winograd(512),
+    Algorithm::Winograd(1024),
 ];
 const BY_COLUMNS: usize = 3;
 const BY_TILES: usize = 8;
@@ -402,9 +404,9 @@ fn from_rows<T: Real>(
     }
 }
 
-/// Forward and all gradients in every way, each beside those of single images unrolled.
+/// Forward and all gradients by every algorithm, each beside those of single images unrolled.
 #[cfg(test)]
-pub(super) fn in_every_way(
+pub(super) fn by_every_algorithm(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&[f32]>,
@@ -417,12 +419,12 @@ pub(super) fn in_every_way(
     let first = g.backward_by(1, &x, &weight, &dy, true);
     let y = g.forward_by(1, &x, &weight, bias);
     let mut pairs = Vec::new();
-    for way in g.ways() {
-        let (got, after) = match WAYS[way] {
-            Way::Columns(by) => {
+    for algorithm in g.algorithms() {
+        let (got, after) = match ALGORITHMS[algorithm] {
+            Algorithm::Columns(by) => {
                 (g.forward_by(by, &x, &weight, bias), g.backward_by(by, &x, &weight, &dy, true))
             }
-            Way::Winograd(by) => {
+            Algorithm::Winograd(by) => {
                 let by = g.winograd(by);
                 let only_weight = by.backward(&x, &weight, &dy, false);
                 assert!(only_weight.x.is_none());

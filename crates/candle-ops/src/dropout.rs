@@ -1,77 +1,47 @@
-//! Dropout, and the random numbers of a training step.
+//! Dropout, and the random numbers of training.
 //!
-//! An engine opens its numbers on this thread for the length of a training step ([`open`]); without
-//! them, as in an evaluation, nothing is dropped. They come from ChaCha8, so seed and word position
-//! are all there is to know of them, and a run that goes on from a checkpoint draws what it would have.
-
-use std::cell::RefCell;
+//! They are those of the entered [`Context`](crate::Context), and come from ChaCha8: seed and word position are all of
+//! their state, so a run that resumes from a checkpoint draws what it would have drawn.
 
 use candle_core::{Result, Tensor, bail};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-use super::operator;
+use crate::context::{self, Mode};
+use crate::operator;
 
-thread_local! {
-    static OPEN: RefCell<Option<ChaCha8Rng>> = const { RefCell::new(None) };
-}
-
-/// An engine's random numbers.
+/// A stream of random words.
 #[derive(Clone, Debug)]
-pub struct Random(Option<ChaCha8Rng>);
+pub(crate) struct Random(ChaCha8Rng);
 
 impl Random {
-    pub fn new(seed: u64) -> Self {
-        Self(Some(ChaCha8Rng::seed_from_u64(seed)))
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(ChaCha8Rng::seed_from_u64(seed))
     }
 
-    /// How many words have been drawn.
-    pub fn position(&self) -> u64 {
-        let position = self.0.as_ref().map_or(0, ChaCha8Rng::get_word_pos);
-        u64::try_from(position).unwrap_or(u64::MAX)
+    /// Number of words drawn.
+    pub(crate) fn position(&self) -> u64 {
+        u64::try_from(self.0.get_word_pos()).unwrap_or(u64::MAX)
     }
 
-    pub fn set_position(&mut self, position: u64) {
-        if let Some(rng) = &mut self.0 {
-            rng.set_word_pos(position.into());
-        }
+    pub(crate) fn set_position(&mut self, position: u64) {
+        self.0.set_word_pos(position.into());
     }
 }
 
-/// What is open on this thread.
-#[cfg(feature = "cuda")]
-pub fn now() -> Random {
-    Random(OPEN.with_borrow(Clone::clone))
-}
-
-/// Goes on from there.
-#[cfg(feature = "cuda")]
-pub fn go_back(random: Random) {
-    OPEN.set(random.0);
-}
-
-/// Runs `call`, a training step, with `random` open on this thread.
-pub fn open<R>(random: &mut Random, call: impl FnOnce() -> R) -> R {
-    /// Brings the numbers back however the call ends.
-    struct Open<'a>(&'a mut Random);
-    impl Drop for Open<'_> {
-        fn drop(&mut self) {
-            self.0.0 = OPEN.take();
-        }
+impl Default for Random {
+    fn default() -> Self {
+        Self::new(0)
     }
-    OPEN.set(random.0.take());
-    let _open = Open(random);
-    call()
 }
 
-/// In a training step, zero with probability `p`, else `x / (1 - p)`; in an evaluation, `x`. Element by
-/// element, one word drawn for each; the mask is also the gradient's.
+/// In training ([`Context::enter`](crate::Context::enter)), each element is zero with probability `p`, else
+/// `x / (1 - p)`; in evaluation and outside of a context, `x`. Draws one random word per element; the mask is also the
+/// gradient's.
 ///
-/// Any shape; the factor is rounded to the dtype. NaN and infinity that are dropped
-/// become NaN, since zero times them is.
+/// Any shape; the factor is rounded to the dtype. A NaN or infinity that is dropped becomes NaN, as zero times it is.
 ///
-/// candle-nn's own `Dropout` draws from numbers that nobody can put back: a run with it does not resume
-/// exactly.
+/// candle-nn's own `Dropout` draws from a generator that cannot be seeded: a run with it does not resume exactly.
 ///
 /// # Errors
 ///
@@ -80,15 +50,16 @@ pub fn dropout(x: &Tensor, p: f32) -> Result<Tensor> {
     if !(0.0..1.0).contains(&p) {
         bail!("dropout: p is {p}, not at least 0 and less than 1")
     }
-    let mask = OPEN.with_borrow_mut(|open| {
+    let mask = context::with(|context| {
+        if context.mode != Mode::Training || p == 0.0 {
+            return None;
+        }
+        let rng = &mut context.random.0;
         let keep = (1.0 - p).recip();
-        // Below this of 2^32 it is dropped.
-        let limit = (f64::from(p) * 4_294_967_296.0) as u64;
-        let draw = |rng: &mut ChaCha8Rng| {
-            if u64::from(rng.next_u32()) < limit { 0.0 } else { keep }
-        };
-        let rng = open.as_mut().filter(|_| p > 0.0)?;
-        Some((0..x.elem_count()).map(|_| draw(rng)).collect::<Vec<f32>>())
+        // Words below it are this share of all 2^32.
+        let end = (f64::from(p) * 4_294_967_296.0) as u64;
+        let mut draw = || if u64::from(rng.next_u32()) < end { 0.0 } else { keep };
+        Some((0..x.elem_count()).map(|_| draw()).collect::<Vec<f32>>())
     });
     match mask {
         Some(mask) => x * operator::tensor(mask, x.shape(), x.dtype())?.to_device(x.device())?,
@@ -101,6 +72,7 @@ mod tests {
     use candle_core::{DType, Device, Var};
 
     use super::*;
+    use crate::Context;
 
     fn ones(dtype: DType) -> Var {
         Var::from_tensor(&Tensor::ones((100, 100), dtype, &Device::Cpu).unwrap()).unwrap()
@@ -111,10 +83,10 @@ mod tests {
     }
 
     #[test]
-    fn a_step_drops_and_scales_and_an_evaluation_does_nothing() {
+    fn training_drops_and_scales_and_evaluation_does_nothing() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            let (x, mut random) = (ones(dtype), Random::new(7));
-            let y = open(&mut random, || dropout(&x, 0.25)).unwrap();
+            let (x, mut context) = (ones(dtype), Context::new(7));
+            let y = context.enter(|| dropout(&x, 0.25)).unwrap();
             let kept = values(&y);
             let zeros = kept.iter().filter(|v| **v == 0.0).count();
             // Binomial: 2500, with a deviation of 43.
@@ -126,7 +98,8 @@ mod tests {
             let gradients = y.sum_all().unwrap().backward().unwrap();
             assert_eq!(values(gradients.get(&x).unwrap()), kept);
             assert_eq!(values(&dropout(&x, 0.25).unwrap()), vec![1.0; 10_000]);
-            assert_eq!(random.position(), 10_000);
+            assert_eq!(values(&context.evaluate(|| dropout(&x, 0.25)).unwrap()), vec![1.0; 10_000]);
+            assert_eq!(context.random_position(), 10_000);
         }
         for p in [-0.1, 1.0, f32::NAN] {
             assert!(dropout(&ones(DType::F32), p).is_err(), "{p}");
@@ -134,15 +107,16 @@ mod tests {
     }
 
     #[test]
-    fn seed_and_position_are_all_there_is() {
+    fn seed_and_position_are_all_of_the_random_state() {
         let x = ones(DType::F32);
-        let mut whole = Random::new(3);
-        let draw = |random: &mut Random| values(&open(random, || dropout(&x, 0.5)).unwrap());
+        let mut whole = Context::new(3);
+        let draw = |context: &mut Context| values(&context.enter(|| dropout(&x, 0.5)).unwrap());
         let first = draw(&mut whole);
-        let (position, second) = (whole.position(), draw(&mut whole));
+        let (position, second) = (whole.random_position(), draw(&mut whole));
         assert_ne!(first, second);
-        let mut resumed = Random::new(3);
-        resumed.set_position(position);
+        let mut resumed = Context::new(9);
+        resumed.set_seed(3);
+        resumed.set_random_position(position);
         assert_eq!(draw(&mut resumed), second);
     }
 }

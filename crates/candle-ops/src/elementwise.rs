@@ -3,10 +3,10 @@
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
 
 use super::autocast::promote;
+use super::cast;
 use super::composed;
 use super::operator::{Input, Operator, apply1, apply2};
 use super::real::Real;
-use super::{cast, relu_of};
 
 /// `max(x, 0)`, NaN kept. Any shape; exact.
 ///
@@ -41,6 +41,12 @@ pub fn add_relu(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         bail!("add_relu: {:?} and {:?}, which must be of one shape", a.shape(), b.shape());
     }
     if composed::takes(&a) { composed::add_relu(&a, &b) } else { apply2(AddRelu, [a, b]) }
+}
+
+/// ReLU of one value; NaN stays NaN.
+#[inline]
+pub(super) fn relu_of<T: Real>(v: T) -> T {
+    if v <= T::ZERO { T::ZERO } else { v }
 }
 
 struct Relu;

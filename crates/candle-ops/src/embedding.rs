@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Shape, Tensor};
 
-use super::limit::Limit;
+use super::index_range::IndexRange;
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
 use super::{cast, composed};
@@ -18,7 +18,7 @@ use super::{cast, composed};
 pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let [weight] = cast("embedding", [weight])?;
     let (rows, _) = weight.dims2()?;
-    Limit::Rows(rows).check_all(ids)?;
+    IndexRange::Rows(rows).check_all(ids)?;
     if composed::takes(&weight) {
         return composed::embedding(ids, &weight);
     }

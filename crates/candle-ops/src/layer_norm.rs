@@ -4,7 +4,8 @@ use candle_core::{Result, Shape, Tensor, bail};
 
 use super::operator::{Input, Operator, apply3};
 use super::real::Real;
-use super::{cast, composed, dot_centered, sum, sum_by};
+use super::sums::{dot_centered, sum, sum_by};
+use super::{cast, composed};
 
 /// `gamma * (x - mean) / sqrt(var + eps) + beta`, with mean and biased variance over the last
 /// dimension.

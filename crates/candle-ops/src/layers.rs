@@ -7,7 +7,7 @@
 use candle_core::{DType, Module, ModuleT, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 
-use super::{self as ops, BatchNormOptions, Statistics, Window};
+use crate::{self as ops, BatchNormOptions, Statistics, Window};
 
 /// What [`Conv2d`] takes beside its channels. Follows: `torch.nn.Conv2d`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

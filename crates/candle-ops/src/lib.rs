@@ -19,25 +19,24 @@
 //! of our own (`cuda/`).
 
 mod attention;
-#[doc(hidden)]
-pub mod autocast;
+mod autocast;
+mod autotune;
 mod composed;
+mod constants;
+pub mod context;
 mod conv;
 #[cfg(feature = "cuda")]
-#[doc(hidden)]
 pub mod cuda;
-#[doc(hidden)]
-pub mod dropout;
+mod dropout;
 mod elementwise;
 mod embedding;
-#[cfg(feature = "cuda")]
-#[doc(hidden)]
-pub mod fields;
 mod gelu;
 mod gemm;
+mod index_range;
+#[cfg(feature = "cuda")]
+pub mod known_inputs;
 mod layer_norm;
 pub mod layers;
-mod limit;
 mod linear;
 mod loss;
 mod norm;
@@ -45,17 +44,16 @@ mod operator;
 mod pool;
 mod real;
 mod scatter;
-#[doc(hidden)]
-pub mod search;
 mod simd;
 mod softmax;
-#[doc(hidden)]
-pub mod tables;
+mod sums;
 mod weighted;
 mod winograd;
 
 pub use attention::{AttentionOptions, self_attention};
-pub use autocast::{autocast, cast};
+pub use autocast::{autocast, cast, lowered_operators};
+pub use autotune::AutotuneSummary;
+pub use context::Context;
 pub use conv::{Window, conv2d};
 pub use dropout::dropout;
 pub use elementwise::{Normalization, add, add_relu, normalize, relu};
@@ -68,49 +66,6 @@ pub use norm::{BatchNormOptions, Statistics, batch_norm, batch_norm_with};
 pub use pool::{global_avg_pool, max_pool2d};
 pub use scatter::{scatter, scatter_add};
 pub use softmax::softmax;
-
-use self::real::Real;
-
-/// ReLU of one value; NaN stays NaN.
-#[inline]
-fn relu_of<T: Real>(v: T) -> T {
-    if v <= T::ZERO { T::ZERO } else { v }
-}
-
-/// Sum of a slice, in [`LANES`] partial sums, which the compiler keeps in vector registers.
-fn sum<T: Real>(values: &[T]) -> T {
-    sum_by(values, |v| v)
-}
-
-/// Sum of `f` over a slice, as [`sum`].
-#[inline]
-fn sum_by<T: Real>(values: &[T], f: impl Fn(T) -> T) -> T {
-    let (chunks, rest) = values.as_chunks::<LANES>();
-    let mut lanes = [T::ZERO; LANES];
-    for chunk in chunks {
-        for (lane, v) in lanes.iter_mut().zip(chunk) {
-            *lane += f(*v);
-        }
-    }
-    lanes.into_iter().sum::<T>() + rest.iter().map(|v| f(*v)).sum::<T>()
-}
-
-/// Sum of `a * (b - center)`, as [`sum`].
-fn dot_centered<T: Real>(a: &[T], b: &[T], center: T) -> T {
-    let (a_chunks, a_rest) = a.as_chunks::<LANES>();
-    let (b_chunks, b_rest) = b.as_chunks::<LANES>();
-    let mut lanes = [T::ZERO; LANES];
-    for (a, b) in a_chunks.iter().zip(b_chunks) {
-        for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
-            *lane += *a * (*b - center);
-        }
-    }
-    let rest: T = a_rest.iter().zip(b_rest).map(|(a, b)| *a * (*b - center)).sum();
-    lanes.into_iter().sum::<T>() + rest
-}
-
-/// Partial sums of a reduction.
-const LANES: usize = 16;
 
 #[cfg(test)]
 use composed::tests::composed;

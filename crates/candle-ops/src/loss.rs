@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
-use super::limit::Limit;
+use super::index_range::IndexRange;
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
 use super::{cast, composed};
@@ -24,7 +24,7 @@ pub fn cross_entropy(logits: &Tensor, labels: &Tensor) -> Result<Tensor> {
     if labels.dims1()? != count || count == 0 {
         bail!("cross_entropy: {} labels for {count} rows of logits", labels.elem_count());
     }
-    Limit::Classes(classes).check_all(labels)?;
+    IndexRange::Classes(classes).check_all(labels)?;
     if composed::takes(&logits) {
         return composed::cross_entropy(&logits, labels);
     }

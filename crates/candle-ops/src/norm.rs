@@ -6,8 +6,10 @@
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
+use super::elementwise::relu_of;
 use super::operator::{Input, Operator, apply3};
 use super::real::Real;
+use super::sums::{dot_centered, sum, sum_by};
 use super::{cast, composed};
 
 /// Mean and variance per channel.
@@ -148,7 +150,7 @@ impl Operator<3> for BatchNorm {
         for (i, plane) in values.chunks_exact(planes.pixels).enumerate() {
             let (scale, shift) = lines[i % planes.channels];
             if self.options.relu {
-                y.extend(plane.iter().map(|v| super::relu_of(*v * scale + shift)));
+                y.extend(plane.iter().map(|v| relu_of(*v * scale + shift)));
             } else {
                 y.extend(plane.iter().map(|v| *v * scale + shift));
             }
@@ -189,18 +191,18 @@ impl BatchNorm {
         let mut factors = Vec::with_capacity(planes.channels);
         for (c, (gamma, moments)) in gamma.iter().zip(&self.moments).enumerate() {
             let (mean, inverse) = moments.scale::<T>(self.options.eps);
-            let (mut sum, mut dot) = (0.0, 0.0);
+            let (mut total, mut dot) = (0.0, 0.0);
             for (x, dy) in planes.of(x, c).zip(planes.of(dy, c)) {
-                sum += super::sum(dy).to_f64();
-                dot += super::dot_centered(dy, x, mean).to_f64();
+                total += sum(dy).to_f64();
+                dot += dot_centered(dy, x, mean).to_f64();
             }
-            dbeta.push(T::of(sum));
+            dbeta.push(T::of(total));
             dgamma.push(T::of(dot * inverse.to_f64()));
             let a = *gamma * inverse;
             let (mut b, mut shift) = (T::ZERO, T::ZERO);
             if self.of_batch {
                 b = T::ZERO - a * inverse * inverse * T::of(dot / count);
-                shift = T::ZERO - a * T::of(sum / count);
+                shift = T::ZERO - a * T::of(total / count);
             }
             factors.push((a, b, shift, mean));
         }
@@ -249,12 +251,10 @@ fn measure<T: Real>(planes: &Planes, x: &[T]) -> Vec<Moments> {
     let count = planes.values() as f64;
     let channel = |c| {
         // Two passes: the difference of the mean square and the squared mean would cancel.
-        let sum: f64 = planes.of(x, c).map(|plane| super::sum(plane).to_f64()).sum();
+        let sum: f64 = planes.of(x, c).map(|plane| sum(plane).to_f64()).sum();
         let mean = T::of(sum / count);
-        let squares: f64 = planes
-            .of(x, c)
-            .map(|plane| super::sum_by(plane, |v| (v - mean) * (v - mean)).to_f64())
-            .sum();
+        let squares: f64 =
+            planes.of(x, c).map(|plane| sum_by(plane, |v| (v - mean) * (v - mean)).to_f64()).sum();
         // What `T` holds, so that it is the same whoever goes on with it.
         Moments { mean: mean.to_f64(), var: T::of(squares / count).to_f64() }
     };

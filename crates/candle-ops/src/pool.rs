@@ -7,6 +7,7 @@ use candle_core::{Result, Shape, Tensor, bail};
 use super::conv::{Window, inside, positions};
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
+use super::sums::sum;
 use super::{cast, composed};
 
 /// The largest value of each window, any kernel, stride and padding; so also the overlapping
@@ -137,7 +138,7 @@ impl Operator<1> for GlobalAvgPool {
         let pixels = height * width;
         let count = T::of(pixels as f64);
         let planes = x.values::<T>()?;
-        let y = planes.chunks_exact(pixels).map(|plane| super::sum(plane) / count).collect();
+        let y = planes.chunks_exact(pixels).map(|plane| sum(plane) / count).collect();
         Ok((y, (images, channels).into()))
     }
 

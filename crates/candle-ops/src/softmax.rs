@@ -4,6 +4,7 @@ use candle_core::{Result, Shape, Tensor, bail};
 
 use super::operator::{Input, Operator, apply1};
 use super::real::Real;
+use super::sums::{dot_centered, sum};
 use super::{cast, composed};
 
 /// `exp(x) / sum(exp(x))` over the last dimension.
@@ -59,12 +60,12 @@ fn width(shape: &Shape) -> Result<usize> {
 pub(super) fn softmax_row<T: Real>(row: &mut [T]) {
     let largest = row.iter().copied().fold(T::NEG_INFINITY, T::max);
     row.iter_mut().for_each(|v| *v = (*v - largest).quick_exp());
-    let inverse = super::sum(row).recip();
+    let inverse = sum(row).recip();
     row.iter_mut().for_each(|v| *v *= inverse);
 }
 
 /// Turns the gradient of a softmax `y` into that of its input, in place.
 pub(super) fn softmax_row_backward<T: Real>(y: &[T], dy: &mut [T]) {
-    let along = super::dot_centered(y, dy, T::ZERO);
+    let along = dot_centered(y, dy, T::ZERO);
     dy.iter_mut().zip(y).for_each(|(dy, y)| *dy = *y * (*dy - along));
 }

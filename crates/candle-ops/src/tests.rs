@@ -287,7 +287,7 @@ proptest! {
 
     /// By tiles and by columns, in groups of every size: both directions, every extent and padding.
     #[test]
-    fn conv2d_is_the_same_in_every_way(
+    fn conv2d_is_the_same_by_every_algorithm(
         n in 1usize..6, c in 1usize..5, o in 1usize..5, height in 1usize..12, width in 1usize..40,
         padding in 0usize..4, with_bias in any::<bool>(),
     ) {
@@ -296,7 +296,7 @@ proptest! {
         let (x, w) = (values("x", &[n, c, height, width]), values("w", &[o, c, 3, 3]));
         let b = flat(&values("b", &[o]));
         let b = with_bias.then_some(&b[..]);
-        for (ours, loops) in conv::in_every_way(&x, &w, b, window) {
+        for (ours, loops) in conv::by_every_algorithm(&x, &w, b, window) {
             let scale = loops.iter().fold(1e-3f32, |m, v| m.max(v.abs()));
             let off = ours.iter().zip(&loops).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
             // A sum may be far smaller than its terms.

@@ -16,6 +16,7 @@ use super::conv::{Window, inside};
 use super::gemm::{Mat, gemm};
 use super::real::Real;
 use super::simd::{self, Kernel};
+use super::sums::sum;
 use super::weighted::Gradients;
 
 /// The extents of one convolution by 3 x 3 kernels with a stride of 1.
@@ -177,7 +178,7 @@ impl Winograd {
         for (channel, db) in db.iter_mut().enumerate() {
             for image in 0..images {
                 let dy = &dy[(image * self.out_channels + channel) * plane..][..plane];
-                *db += super::sum(dy);
+                *db += sum(dy);
                 quads.read(dy);
                 let to = (channel * images + image) * rows * cols;
                 simd::run(ToM { quads: &quads, m, to });

@@ -24,7 +24,6 @@ mod pool;
 #[cfg(test)]
 pub(super) mod tests;
 
-use std::cell::RefCell;
 use std::sync::Arc;
 
 use candle_core::backend::{BackendDevice, BackendStorage};
@@ -34,6 +33,8 @@ use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, DType, Device, Result, Shape, Storage, Tensor, bail};
 use fused_optim::cuda::CudaError;
 use half::{bf16, f16};
+
+use crate::context;
 
 pub(super) use attention::self_attention;
 pub(super) use conv::conv2d;
@@ -56,23 +57,6 @@ pub struct Kernels {
     arrived: Tensor,
 }
 
-thread_local! {
-    static OPEN: RefCell<Option<Arc<Kernels>>> = const { RefCell::new(None) };
-}
-
-/// Runs `call` with kernels in the place of compositions on this thread, if there are any.
-pub fn open<R>(kernels: Option<&Arc<Kernels>>, call: impl FnOnce() -> R) -> R {
-    /// Ends it however the call ends.
-    struct Around(Option<Arc<Kernels>>);
-    impl Drop for Around {
-        fn drop(&mut self) {
-            OPEN.set(self.0.take());
-        }
-    }
-    let _around = Around(OPEN.replace(kernels.cloned()));
-    call()
-}
-
 /// The kernels for an operator of `x`, if they are on and have its type.
 pub(super) fn of(x: &Tensor) -> Option<Arc<Kernels>> {
     of_many(x, 1)
@@ -81,12 +65,12 @@ pub(super) fn of(x: &Tensor) -> Option<Arc<Kernels>> {
 /// The same, if there are tensors of up to so many elements besides.
 pub(super) fn of_many(x: &Tensor, elements: usize) -> Option<Arc<Kernels>> {
     let Device::Cuda(device) = x.device() else { return None };
-    let open = OPEN.with_borrow(Clone::clone)?;
+    let kernels = context::with(|context| context.kernels.clone())?;
     // Indices are 32 bits wide.
     let fits = program(x.dtype()).is_some()
         && (1..1 << 31).contains(&x.elem_count())
         && elements < 1 << 31;
-    (fits && open.device.id() == device.id()).then_some(open)
+    (fits && kernels.device.id() == device.id()).then_some(kernels)
 }
 
 /// Which program is for a type.
@@ -135,7 +119,11 @@ const KERNELS: &[&str] = &[
 ];
 
 impl Kernels {
-    /// Compiles them, or finds them on disk.
+    /// Compiles them for a device, or loads them from the cubin cache.
+    ///
+    /// # Errors
+    ///
+    /// NVRTC or the driver cannot be loaded or fails, with the reason.
     pub fn new(device: &CudaDevice) -> std::result::Result<Self, String> {
         let build = |macros: Vec<String>| {
             fused_optim::cuda::Kernels::new(device.cuda_stream(), SOURCE, &macros, KERNELS)

@@ -10,17 +10,22 @@ use super::super::conv::Geometry;
 use super::super::tests::{distance, flat, values};
 use super::super::weighted::Kernel;
 use super::super::{
-    AttentionOptions, BatchNormOptions, Statistics, Window, add_relu, batch_norm, batch_norm_with,
-    conv2d, cross_entropy, gelu, global_avg_pool, layer_norm, linear, max_pool2d, relu,
-    self_attention, softmax,
+    AttentionOptions, BatchNormOptions, Context, Statistics, Window, add_relu, batch_norm,
+    batch_norm_with, conv2d, cross_entropy, gelu, global_avg_pool, layer_norm, linear, max_pool2d,
+    relu, self_attention, softmax,
 };
 use super::conv::Conv;
-use super::{KERNELS, Kernels, of, open};
+use super::{KERNELS, Kernels, of};
 
 /// The kernels on the GPU, or on the fake one.
 pub(crate) fn kernels() -> Arc<Kernels> {
     let Device::Cuda(device) = Device::new_cuda_with_stream(0).unwrap() else { unreachable!() };
     Arc::new(Kernels::new(&device).unwrap())
+}
+
+/// Runs `call` with these kernels in place of compositions.
+pub(crate) fn with_kernels<R>(kernels: &Arc<Kernels>, call: impl FnOnce() -> R) -> R {
+    Context::new(0).with_kernels(kernels.clone()).enter(call)
 }
 
 /// How often a kernel has been launched; none, if it is no fake GPU that counts.
@@ -78,7 +83,7 @@ fn assert_alike(
         let inputs: Vec<_> = inputs.iter().map(|t| t.to_dtype(dtype).unwrap()).collect();
         let cpu = run_on(&Device::Cpu, &inputs, &op);
         let device = Device::Cuda(kernels.device.clone());
-        let gpu = open(Some(kernels), || run_on(&device, &inputs, &op));
+        let gpu = with_kernels(kernels, || run_on(&device, &inputs, &op));
         assert_eq!(cpu.len(), gpu.len(), "{what}: gradients");
         for (i, (gpu, cpu)) in gpu.iter().zip(&cpu).enumerate() {
             assert_eq!((gpu.dtype(), gpu.dims()), (cpu.dtype(), cpu.dims()), "{what}: tensor {i}");
@@ -106,7 +111,7 @@ fn assert_extremes(
 ) {
     let device = Device::Cuda(kernels.device.clone());
     let cpu = run_on(&Device::Cpu, inputs, &op);
-    let gpu = open(Some(kernels), || run_on(&device, inputs, &op));
+    let gpu = with_kernels(kernels, || run_on(&device, inputs, &op));
     for (i, (gpu, cpu)) in gpu.iter().zip(&cpu).enumerate() {
         for (got, wanted) in flat(gpu).into_iter().zip(flat(cpu)) {
             let same = got == wanted
@@ -248,7 +253,7 @@ fn statistics_are_those_of_the_cpu() {
             let (y, Statistics { mean, var }) = batch_norm(&x, &gamma, &beta, options).unwrap();
             [y, mean, var].map(|t| t.to_device(&Device::Cpu).unwrap())
         };
-        let gpu = open(Some(&kernels), || measure(&device));
+        let gpu = with_kernels(&kernels, || measure(&device));
         for (i, (gpu, cpu)) in gpu.iter().zip(&measure(&Device::Cpu)).enumerate() {
             assert_eq!(gpu.dtype(), cpu.dtype());
             // Squares are summed in f32.
@@ -278,7 +283,7 @@ fn what_has_no_kernel_stays_composed() {
     let device = Device::Cuda(kernels.device.clone());
     let x = values("x", &[5]).to_device(&device).unwrap();
     assert!(of(&x).is_none(), "it is off");
-    open(Some(&kernels), || {
+    with_kernels(&kernels, || {
         assert!(of(&x).is_some());
         for none in [values("x", &[5]), x.to_dtype(DType::F64).unwrap(), x.narrow(0, 0, 0).unwrap()]
         {
@@ -287,7 +292,7 @@ fn what_has_no_kernel_stays_composed() {
         // On another stream than theirs.
         let other = Device::new_cuda_with_stream(0).unwrap();
         assert!(of(&x.to_device(&Device::Cpu).unwrap().to_device(&other).unwrap()).is_none());
-        open(None, || assert!(of(&x).is_none()));
+        Context::new(0).enter(|| assert!(of(&x).is_none()));
     });
     assert!(of(&x).is_none());
 }
@@ -404,7 +409,7 @@ fn extremes_of_lines_and_windows() {
     let label = Tensor::new(&[3_i64], &Device::Cpu).unwrap();
     let device = Device::Cuda(kernels.device.clone());
     let on = |t: &Tensor| t.to_device(&device).unwrap();
-    open(Some(&kernels), || {
+    with_kernels(&kernels, || {
         let error = cross_entropy(&on(&lines.narrow(0, 0, 1).unwrap()), &on(&label)).unwrap_err();
         assert!(error.to_string().contains("label 3 is none of 3 classes"), "{error}");
         // Types that differ are no kernel's.

@@ -66,12 +66,10 @@ use fused_optim::{Applied, Optimizer, SliceMut, StepCtl};
 use self::graph::Behind;
 pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
 #[cfg(feature = "candle-cuda")]
-use self::ops::cuda::{self, Kernels};
-use self::ops::dropout::{self, Random};
+use self::ops::cuda::Kernels;
 #[cfg(feature = "candle-cuda")]
-use self::ops::fields::{self, Asked};
-use self::ops::search::{self, Search};
-use self::ops::tables::{self, Tables};
+use self::ops::known_inputs::{IndexCheck, KnownInputs};
+use self::ops::{Context, context};
 use self::params::{Slot, Store, Tensors};
 use super::{
     CompileBackend, CompileOptions, CompileReport, ComputeDevice, Engine, Losses, SharedSink,
@@ -163,9 +161,8 @@ pub struct CandleEngine {
     dtype: DType,
     autocast: Option<Autocast>,
     compiled: Option<CompileOptions>,
-    search: Option<Search>,
-    random: Random,
-    tables: Tables,
+    /// Random numbers, autotuning, kernels: what operators share.
+    context: Context,
     /// Whether a step has been looked through for wrong gradients.
     checked: bool,
 }
@@ -223,9 +220,7 @@ impl CandleEngine {
             dtype,
             autocast: None,
             compiled: None,
-            search: None,
-            random: Random::new(options.seed),
-            tables: Tables::new(),
+            context: Context::new(options.seed),
             checked: !options.check_operators,
         })
     }
@@ -245,8 +240,8 @@ impl CandleEngine {
         let loss = self.loss(batch)?;
         let losses = loss.read()?;
         if !self.checked {
-            // Its backward passes are none of those that a search times and keeps.
-            search::pause(|| traps::check(loss.value(), &self.params, &self.slot))?;
+            // Its backward passes are none of those that autotuning times and keeps.
+            context::without_autotune(|| traps::check(loss.value(), &self.params, &self.slot))?;
         }
         let scaled = loss
             .value()
@@ -276,37 +271,27 @@ impl CandleEngine {
         Ok(self.loss_of(&model::send(batch, &self.device)?, batch, false)?.0)
     }
 
-    /// The loss of a batch that was sent, and what operators ask of another one in its place.
+    /// The loss of a batch that was sent, and the checks of its labels and indices.
     #[cfg(feature = "candle-cuda")]
     fn loss_of(
         &self,
         sent: &[(String, Tensor)],
         batch: &Batch,
         is_capture: bool,
-    ) -> Result<(Loss, Vec<Asked>)> {
-        let known = sent.iter().map(|(_, tensor)| tensor).zip(model::numbers(batch));
-        let forward = || self.forward(&TensorBatch::of(sent, self.dtype)?);
-        let (loss, asked) = fields::open(&known.collect::<Vec<_>>(), is_capture, forward);
-        Ok((loss?, asked))
-    }
-
-    /// Runs `call` with the kernels that `compile` has put in place of compositions.
-    #[cfg(feature = "candle-cuda")]
-    fn with_kernels<R>(&self, call: impl FnOnce() -> R) -> R {
-        cuda::open(self.kernels.as_ref().and_then(|built| built.as_ref().ok()), call)
-    }
-
-    #[cfg(not(feature = "candle-cuda"))]
-    #[expect(clippy::unused_self, reason = "there are kernels with a feature only")]
-    fn with_kernels<R>(&self, call: impl FnOnce() -> R) -> R {
-        call()
+    ) -> Result<(Loss, Vec<IndexCheck>)> {
+        let inputs = sent.iter().map(|(_, tensor)| tensor).zip(model::numbers(batch));
+        let known = KnownInputs::new(inputs);
+        let known = if is_capture { known.for_capture() } else { known };
+        let (loss, checks) = known.enter(|| self.forward(&TensorBatch::of(sent, self.dtype)?));
+        Ok((loss?, checks))
     }
 
     /// The loss, under autocast if that is on.
     fn forward(&self, batch: &TensorBatch) -> Result<Loss> {
         let failed = |e| Error::Engine(format!("forward: {e}"));
         let Some(policy) = &self.autocast else { return self.model.loss(batch).map_err(failed) };
-        let (loss, lowered) = ops::autocast::counted(policy, || self.model.loss(batch));
+        let forward = || (self.model.loss(batch), ops::lowered_operators());
+        let (loss, lowered) = ops::autocast(policy, forward);
         let loss = loss.map_err(failed)?;
         if lowered == 0 && policy.is_enabled() {
             return Err(Error::Engine(
@@ -329,8 +314,7 @@ impl CandleEngine {
         if !(loss_scale > 0.0 && loss_scale.is_finite()) {
             return Err(Error::Engine(format!("a loss scale of {loss_scale}")));
         }
-        let (mut search, mut random) = (self.search.take(), self.random.clone());
-        let mut tables = std::mem::take(&mut self.tables);
+        let mut context = std::mem::take(&mut self.context);
         #[cfg(feature = "candle-cuda")]
         let mut graphs = self.graphs.take();
         let step = || {
@@ -343,14 +327,12 @@ impl CandleEngine {
             let _ = behind;
             Ok((self.step(batch, loss_scale, sink)?, None))
         };
-        let step = || tables::open(&mut tables, step);
-        let step = || self.with_kernels(step);
-        let losses = search::open(&mut search, || dropout::open(&mut random, step));
+        let losses = context.enter(step);
         #[cfg(feature = "candle-cuda")]
         {
             self.graphs = graphs;
         }
-        (self.search, self.random, self.tables) = (search, random, tables);
+        self.context = context;
         self.checked |= losses.is_ok();
         losses
     }
@@ -514,9 +496,11 @@ impl Engine for CandleEngine {
         if let Device::Cuda(device) = &self.device {
             self.graphs = options.graphs().then(|| graph::Graphs::new(device, options.fullgraph));
             self.kernels = is_engines.then(|| Kernels::new(device).map(Arc::new));
+            let built = self.kernels.as_ref().and_then(|built| built.as_ref().ok());
+            self.context.set_kernels(built.cloned());
         }
         let searches = on_host && is_engines;
-        self.search = searches.then(|| Search::new(options.search_rounds));
+        self.context.set_autotune(searches.then_some(options.search_rounds));
         Ok(self.report(options))
     }
 
@@ -530,36 +514,33 @@ impl Engine for CandleEngine {
     }
 
     fn set_random_seed(&mut self, seed: u64) {
-        self.random = Random::new(seed);
+        self.context.set_seed(seed);
     }
 
     fn random_position(&self) -> Option<u64> {
-        Some(self.random.position()).filter(|position| *position > 0)
+        Some(self.context.random_position()).filter(|position| *position > 0)
     }
 
     fn set_random_position(&mut self, position: u64) -> Result<()> {
-        self.random.set_position(position);
+        self.context.set_random_position(position);
         Ok(())
     }
 
     fn findings(&self) -> String {
-        self.search.as_ref().map_or_else(String::new, Search::to_text)
+        self.context.autotune_cache()
     }
 
     /// Without `compile` it has no use for them.
     fn set_findings(&mut self, findings: &str) -> Result<()> {
-        let Some(search) = &mut self.search else { return Ok(()) };
         let bad = |why| Error::Checkpoint(format!("what `compile` has found: {why}"));
-        search.take_text(findings).map_err(bad)
+        self.context.load_autotune_cache(findings).map_err(bad)
     }
 
     fn eval(&mut self, batch: &Batch) -> Result<Vec<(String, Array)>> {
         let count = batch.len();
         let batch = TensorBatch::new(batch, self.dtype, &self.device)?;
-        let mut tables = std::mem::take(&mut self.tables);
-        let predict = || tables::open(&mut tables, || self.model.predict(&batch));
-        let outputs = self.with_kernels(predict);
-        self.tables = tables;
+        let Self { model, context, .. } = self;
+        let outputs = context.evaluate(|| model.predict(&batch));
         let outputs = outputs.map_err(|e| Error::Engine(format!("forward: {e}")))?;
         outputs.into_arrays(count)
     }

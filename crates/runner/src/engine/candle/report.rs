@@ -19,8 +19,8 @@ impl CandleEngine {
     }
 
     fn report_of_host(&self, options: &CompileOptions, report: &mut CompileReport) {
-        if let Some(search) = &self.search {
-            let (seen, better) = search.counts();
+        if let Some(summary) = self.context.autotune_summary() {
+            let (seen, better) = (summary.timed, summary.improved);
             report.applied.push(format!(
                 "a search, in training, for whether a convolution of this engine goes by columns or \
                  by tiles, and for how many images at once, at the first use of each shape ({seen} so \
@@ -37,7 +37,7 @@ impl CandleEngine {
                 not(report, "a search", why);
             }
         }
-        if self.search.is_none() && options.mode != CompileMode::Default {
+        if self.context.autotune_summary().is_none() && options.mode != CompileMode::Default {
             let mode = format!("mode `{}`", options.mode.name());
             not(report, &mode, "that backend has no modes");
         }
@@ -55,7 +55,7 @@ impl CandleEngine {
             Some(Ok(_)) => report.applied.push(format!(
                 "kernels of this engine's own for tensors of f32, f16 and bf16, forward and backward, in place \
                  of compositions of candle's operators: {}",
-                super::cuda::NAMES
+                super::ops::cuda::NAMES
             )),
             Some(Err(why)) => not(report, "kernels of this engine's own", why),
             None => {}

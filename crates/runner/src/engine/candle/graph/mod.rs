@@ -8,9 +8,8 @@
 //! runs nothing; one, of another batch, that runs both ways, to be compared bit for bit, running statistics too;
 //! from then on launches. Whatever fails on the way is the reason why steps go on as they are written.
 //!
-//! What a capture would freeze without a word is looked for: random masks (`dropout.rs` counts what is drawn),
-//! numbers copied to the host (candle refuses), labels and indices (`fields.rs` has them looked at before each
-//! launch), tensors that outlive the step (allocations are counted). What a model computes on the host from
+//! What a capture would freeze without a word is looked for: random masks (random numbers drawn meanwhile are counted),
+//! numbers copied to the host (candle refuses), labels and indices (checked on the host before each launch, see `candle_ops::known_inputs`), tensors that outlive the step (allocations are counted). What a model computes on the host from
 //! something that is neither in the batch nor in its weights shows in the comparison, if it changes by then.
 //!
 //! Where the gradients of one batch are the optimizer's as they are, its step is in the graph (`behind.rs`): not of
@@ -37,8 +36,8 @@ pub(super) use self::behind::Behind;
 use self::recording::Graph;
 use self::tensors::{Computed, Inputs, Outputs, compute, copies, losses, same_bits, set_all};
 use super::on_device::place_of;
-use super::ops::dropout;
-use super::ops::fields::Asked;
+use super::ops::context::{random_position, set_random_position};
+use super::ops::known_inputs::IndexCheck;
 use super::{CandleEngine, model};
 use crate::data::{Array, ArrayData, Batch};
 use crate::engine::{CompileReport, Losses, SharedSink};
@@ -268,8 +267,8 @@ struct Step {
     graph: Graph,
     inputs: Inputs,
     outputs: Outputs,
-    /// What operators ask of a batch before a launch.
-    asked: Vec<Asked>,
+    /// Range checks of labels and indices, repeated for each batch before its launch.
+    checks: Vec<IndexCheck>,
     /// Where weights and buffers were.
     places: Vec<u64>,
     thread: ThreadId,
@@ -293,8 +292,8 @@ impl Step {
 
     fn check(&self, batch: &Batch) -> Result<()> {
         let numbers = model::numbers(batch);
-        let looked = self.asked.iter().try_for_each(|asked| asked.check(&numbers));
-        looked.map_err(|e| failed("forward", &e))
+        let checked = self.checks.iter().try_for_each(|check| check.check(&numbers));
+        checked.map_err(|e| failed("forward", &e))
     }
 
     /// Launches it for a batch.
@@ -382,11 +381,11 @@ fn capture(
 ) -> Result<(Computed, std::result::Result<Step, Refusal>)> {
     let device = engine.device.as_cuda_device().map_err(|e| failed("capture", &e))?;
     let inputs = Inputs::new(batch, scale, &engine.device)?;
-    let drawn = dropout::now().position();
+    let drawn = random_position();
     // From here to the end of the capture candle keeps what it sends.
     let kept = device.enable_cuda_graph_htod_cache();
     let (computed, _) = compute(engine, &inputs, batch, false)?;
-    if dropout::now().position() != drawn {
+    if random_position() != drawn {
         return Ok((computed, Err(DRAWS.to_owned())));
     }
     let outputs = match Outputs::like(&computed) {
@@ -395,19 +394,18 @@ fn capture(
     };
     let ready = behind.as_mut().map(|behind| behind.ready(engine, &outputs.grads));
     let launches = ready.transpose()?.flatten();
-    let random = dropout::now();
     let recorded = Graph::of(&device.cuda_stream(), || {
-        let (computed, asked) = compute(engine, &inputs, batch, true)?;
+        let (computed, checks) = compute(engine, &inputs, batch, true)?;
         outputs.take(&computed).map_err(|e| failed("keeping results", &e))?;
         if let Some(behind) = behind.as_mut().filter(|_| launches.is_some()) {
             behind.launch(engine, &outputs.grads)?;
         }
-        Ok(asked)
+        Ok(checks)
     });
     drop(kept);
-    let has_drawn = dropout::now().position() != random.position();
-    dropout::go_back(random);
-    let (graph, asked) = match recorded {
+    let has_drawn = random_position() != drawn;
+    set_random_position(drawn);
+    let (graph, checks) = match recorded {
         Ok(_) if has_drawn => return Ok((computed, Err(DRAWS.to_owned()))),
         Ok(recorded) => recorded,
         Err(why) => {
@@ -423,7 +421,7 @@ fn capture(
         )));
     }
     let (places, thread) = (places(engine)?, thread::current().id());
-    let step = Step { graph, inputs, outputs, asked, places, thread, launches };
+    let step = Step { graph, inputs, outputs, checks, places, thread, launches };
     Ok((computed, Ok(step)))
 }
 
@@ -433,7 +431,7 @@ const DRAWS: &str = "dropout draws its masks on the host, another one for each s
 /// the driver's, once: here, and not in a step. Neither buffers nor random numbers are touched.
 fn settle(engine: &CandleEngine, inputs: &Inputs, batch: &Batch) -> Result<()> {
     let device = engine.device.as_cuda_device().map_err(|e| failed("capture", &e))?;
-    let (before, random) = (copies(&engine.buffers)?, dropout::now());
+    let (before, drawn) = (copies(&engine.buffers)?, random_position());
     for _ in 0..MOST_KEPT {
         let computed = compute(engine, inputs, batch, false);
         let freed = device.cuda_stream().context().check_err();
@@ -441,7 +439,7 @@ fn settle(engine: &CandleEngine, inputs: &Inputs, batch: &Batch) -> Result<()> {
             break;
         }
     }
-    dropout::go_back(random);
+    set_random_position(drawn);
     set_all(&engine.buffers, &before)
 }
 

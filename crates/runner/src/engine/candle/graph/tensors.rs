@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use super::failed;
 use crate::data::{ArrayData, Batch};
 use crate::engine::candle::on_device::OnDevice;
-use crate::engine::candle::ops::fields::Asked;
+use crate::engine::candle::ops::known_inputs::IndexCheck;
 use crate::engine::candle::params::Tensors;
 use crate::engine::candle::{CandleEngine, model};
 use crate::engine::{DeviceTensor, GradSink, HostTensor, Losses, SharedSink};
@@ -70,15 +70,15 @@ pub(super) fn compute(
     inputs: &Inputs,
     batch: &Batch,
     is_capture: bool,
-) -> Result<(Computed, Vec<Asked>)> {
-    let (loss, asked) = engine.loss_of(&inputs.fields, batch, is_capture)?;
+) -> Result<(Computed, Vec<IndexCheck>)> {
+    let (loss, checks) = engine.loss_of(&inputs.fields, batch, is_capture)?;
     let (names, scalars) = loss.pack()?;
     let scaled = loss.value().broadcast_mul(&inputs.scale).map_err(|e| failed("loss scale", &e))?;
     let gathered = Arc::new(Mutex::new(Gathered::default()));
     let sink: SharedSink = gathered.clone();
     engine.slot.with(&sink, || scaled.backward())?;
     let grads = std::mem::take(&mut gathered.lock().0);
-    Ok((Computed { names, scalars, grads }, asked))
+    Ok((Computed { names, scalars, grads }, checks))
 }
 
 /// Where a captured step reads.

@@ -1,0 +1,181 @@
+//! Autotuning: which algorithm of an operation is fastest for a shape, found by timing each.
+//!
+//! An operation with several algorithms calls [`run`] with a key (its shapes) and their numbers. In training, if the
+//! entered [`Context`] autotunes, the first call with a key times all of them and caches the fastest; else the
+//! default is taken.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+
+use crate::context::{self, Mode};
+use crate::conv::ALGORITHMS;
+
+/// The algorithms found so far.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Autotune {
+    /// How often each algorithm is timed.
+    rounds: usize,
+    cache: BTreeMap<String, Choice>,
+}
+
+/// The fastest algorithm for a key.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct Choice {
+    #[serde(rename = "way")]
+    algorithm: usize,
+    /// Whether it was faster than the default.
+    is_faster: bool,
+}
+
+/// What autotuning has found so far.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AutotuneSummary {
+    /// Number of operations and shapes that were timed.
+    pub timed: usize,
+    /// For how many of them another algorithm than the default was faster.
+    pub improved: usize,
+}
+
+impl Autotune {
+    pub(crate) const fn new(rounds: usize) -> Self {
+        Self { rounds, cache: BTreeMap::new() }
+    }
+
+    pub(crate) fn summary(&self) -> AutotuneSummary {
+        let improved = self.cache.values().filter(|choice| choice.is_faster).count();
+        AutotuneSummary { timed: self.cache.len(), improved }
+    }
+
+    /// The cache, empty text if it is empty.
+    pub(crate) fn to_json(&self) -> String {
+        match self.cache.is_empty() {
+            true => String::new(),
+            false => serde_json::to_string(&self.cache).unwrap_or_default(),
+        }
+    }
+
+    /// Adds a cache.
+    pub(crate) fn load_json(&mut self, text: &str) -> Result<(), String> {
+        let cache: BTreeMap<String, Choice> =
+            serde_json::from_str(text).map_err(|e| e.to_string())?;
+        match cache.values().find(|choice| choice.algorithm >= ALGORITHMS.len()) {
+            Some(choice) => Err(format!("there is no algorithm {}", choice.algorithm)),
+            None => {
+                self.cache.extend(cache);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Runs an operation by the fastest algorithm for `key`, or, without autotuning, by `default`.
+pub(crate) fn run<R>(
+    key: impl FnOnce() -> String,
+    default: usize,
+    algorithms: impl FnOnce() -> Vec<usize>,
+    mut operation: impl FnMut(usize) -> R,
+) -> R {
+    let rounds = context::with(|context| match context.mode {
+        Mode::Training => context.autotune.as_ref().map(|autotune| autotune.rounds),
+        Mode::Outside | Mode::Evaluation => None,
+    });
+    let Some(rounds) = rounds else { return operation(default) };
+    let key = key();
+    let cached = context::with(|context| {
+        context.autotune.as_ref()?.cache.get(&key).map(|choice| choice.algorithm)
+    });
+    if let Some(algorithm) = cached {
+        return operation(algorithm);
+    }
+    let mut time = |algorithm: usize| {
+        let times = (0..rounds.max(1)).map(|_| {
+            let start = Instant::now();
+            let _result = operation(algorithm);
+            start.elapsed()
+        });
+        times.min().unwrap_or_default()
+    };
+    // Twice: the first calls warm the caches.
+    time(default);
+    let by_default = time(default);
+    let (mut choice, mut best) = (Choice { algorithm: default, is_faster: false }, by_default);
+    for algorithm in algorithms().into_iter().filter(|algorithm| *algorithm != default) {
+        let took = time(algorithm);
+        if took < best {
+            (choice, best) = (Choice { algorithm, is_faster: true }, took);
+        }
+    }
+    context::with(|context| {
+        context.autotune.as_mut().map(|autotune| autotune.cache.insert(key, choice))
+    });
+    operation(choice.algorithm)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Context;
+
+    #[test]
+    fn algorithms_are_timed_once_per_key() {
+        let calls = std::cell::Cell::new(0);
+        let call = |key: &str, algorithms: &[usize]| {
+            let operation = |algorithm| {
+                calls.set(calls.get() + 1);
+                algorithm
+            };
+            run(|| key.to_owned(), 40, || algorithms.to_vec(), operation)
+        };
+        assert_eq!((call("a", &[1]), calls.take()), (40, 1), "outside of a context");
+        let mut context = Context::new(0).with_autotune(3);
+        assert_eq!((context.evaluate(|| call("a", &[1])), calls.take()), (40, 1));
+        let found = context.enter(|| {
+            let found = call("a", &[40, 1, 80]);
+            assert!([40, 1, 80].contains(&found));
+            // The default twice, the two others once, and the call itself.
+            assert_eq!(calls.take(), 3 + 3 + 3 + 3 + 1);
+            assert_eq!((call("a", &[7]), calls.take()), (found, 1));
+            found
+        });
+        let improved = usize::from(found != 40);
+        assert_eq!(context.autotune_summary(), Some(AutotuneSummary { timed: 1, improved }));
+        assert_eq!(context.enter(|| call("b", &[40])), 40);
+        assert_eq!(context.autotune_summary().unwrap().timed, 2);
+    }
+
+    #[test]
+    fn a_loaded_cache_is_not_timed_again() {
+        let cache = r#"{"a":{"way":2,"is_faster":true}}"#;
+        let mut context = Context::new(0);
+        context.load_autotune_cache(cache).unwrap();
+        assert_eq!((context.autotune_cache(), context.autotune_summary()), (String::new(), None));
+        context.set_autotune(Some(1));
+        assert_eq!(context.autotune_cache(), "");
+        context.load_autotune_cache(cache).unwrap();
+        let found = AutotuneSummary { timed: 1, improved: 1 };
+        assert_eq!(
+            (context.autotune_cache(), context.autotune_summary().unwrap()),
+            (cache.to_owned(), found)
+        );
+        let none = || panic!("nothing is timed");
+        assert_eq!(context.enter(|| run(|| "a".to_owned(), 0, none, |algorithm| algorithm)), 2);
+        for bad in ["", "{", r#"{"a":{"way":99,"is_faster":true}}"#] {
+            assert!(context.load_autotune_cache(bad).is_err(), "{bad}");
+        }
+        assert_eq!(context.autotune_cache(), cache);
+    }
+
+    #[test]
+    fn without_autotune_times_nothing_and_autotuning_continues_after() {
+        let mut context = Context::new(0).with_autotune(1);
+        let call = |key: &str| run(|| key.to_owned(), 0, || vec![1], |algorithm| algorithm);
+        context.enter(|| {
+            assert_eq!(context::without_autotune(|| call("a")), 0);
+            call("b");
+        });
+        let keys: Vec<_> = context.autotune.unwrap().cache.into_keys().collect();
+        assert_eq!(keys, ["b"]);
+    }
+}

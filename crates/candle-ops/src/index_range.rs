@@ -1,0 +1,46 @@
+//! Range checks of labels and indices, on the host: an index out of range on a GPU ends all of the process's work
+//! there.
+
+use candle_core::{DType, Result, Tensor, bail};
+
+/// The range that an operator's labels or indices must be in.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum IndexRange {
+    /// Labels of `cross_entropy`, with this many classes.
+    Classes(usize),
+    /// Indices of `embedding`, with this many rows.
+    Rows(usize),
+}
+
+impl IndexRange {
+    /// # Errors
+    ///
+    /// An index that is out of range.
+    pub(crate) fn check(self, index: i64) -> Result<()> {
+        let (Self::Classes(end) | Self::Rows(end)) = self;
+        if usize::try_from(index).is_ok_and(|index| index < end) {
+            return Ok(());
+        }
+        match self {
+            Self::Classes(_) => bail!("cross_entropy: label {index} is none of {end} classes"),
+            Self::Rows(_) => bail!("embedding: index {index} is none of {end} rows"),
+        }
+    }
+
+    /// Checks all of a tensor, which is copied to the host unless it is a [known input](crate::known_inputs).
+    ///
+    /// # Errors
+    ///
+    /// As [`check`](Self::check); another type than `i64`.
+    pub(crate) fn check_all(self, indices: &Tensor) -> Result<()> {
+        if indices.dtype() != DType::I64 {
+            bail!("labels and indices must be i64, not {:?}", indices.dtype());
+        }
+        #[cfg(feature = "cuda")]
+        if crate::known_inputs::check(indices, self)? {
+            return Ok(());
+        }
+        let indices = indices.flatten_all()?.to_vec1::<i64>()?;
+        indices.into_iter().try_for_each(|index| self.check(index))
+    }
+}

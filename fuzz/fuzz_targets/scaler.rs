@@ -9,7 +9,7 @@
 use amp::{LossScaler, LossScalerOptions, Policy};
 use libfuzzer_sys::fuzz_target;
 
-#[path = "../../crates/amp/tests/twin/mod.rs"]
+#[path = "../../crates/amp/tests/it/twin/mod.rs"]
 mod twin;
 
 use twin::{Op, compare};

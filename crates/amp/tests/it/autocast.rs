@@ -1,7 +1,5 @@
 //! Autocast's lists against PyTorch's registrations, every name; what each rule does.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 

@@ -1,7 +1,5 @@
 //! Hyper-parameters: defaults, refusals in PyTorch's words, and their way through a saved state.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
-
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, BertAdam,
     BertAdamHyper, ClipScope, CosineEps, Error, Lamb, LambHyper, Optimizer, ParamMut, RmsProp,

@@ -3,8 +3,6 @@
 //! The environment variable `TORCH_PYTHON` names a Python interpreter that can import torch; without
 //! it, it is `python3`.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
-
 use std::process::Command;
 use std::{env, fs};
 

@@ -1,9 +1,5 @@
 //! The scale against recorded runs of PyTorch's; saving and loading.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
-
-mod common;
-
 use std::collections::BTreeMap;
 
 use amp::{
@@ -11,6 +7,8 @@ use amp::{
 };
 use proptest::prelude::*;
 use serde::Deserialize;
+
+use crate::common;
 
 #[derive(Deserialize)]
 struct Recorded {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-use crate::oracle::{Loaded, Subject};
+use super::oracle::{Loaded, Subject};
 
 /// What can be wrong with an optimizer, and a list of all of it.
 macro_rules! mistakes {

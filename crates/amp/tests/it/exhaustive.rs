@@ -1,10 +1,6 @@
 //! Casts: every half both ways, f32 on and beside the rounding boundaries, against arithmetic that
 //! is obviously right, and against PyTorch's bits; the unscale pass against PyTorch's bits.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
-
-mod common;
-
 use std::fmt::Debug;
 
 use amp::{CastTo, cast, unscale};
@@ -12,6 +8,8 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 use safetensors::SafeTensors;
 use serde::Deserialize;
+
+use crate::common;
 
 /// What differs between the two half types.
 trait Half: CastTo<f32> + Copy + Debug + 'static
@@ -139,7 +137,7 @@ fn a_sample_of_all_floats() {
 }
 
 #[test]
-#[ignore = "all 2^32 floats: minutes; cargo test --release -p amp --test exhaustive -- --ignored"]
+#[ignore = "all 2^32 floats: minutes; cargo test --release -p amp --test it -- --ignored nightly"]
 fn nightly_all_floats() {
     for high in 0..=u16::MAX {
         let inputs: Vec<f32> = (0..=u16::MAX)

@@ -1,7 +1,5 @@
 //! Clipping against values recorded from real PyTorch, and inside a step against by itself.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
-
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -2,7 +2,6 @@
 //! the test compiles itself. They show how this crate behaves, not how CANN does.
 
 #![expect(unsafe_code, reason = "opens libraries the test made")]
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
 
 use std::fs;
 use std::path::{Path, PathBuf};

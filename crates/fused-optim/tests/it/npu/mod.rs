@@ -1,7 +1,5 @@
 //! Optimizers on the simulator of CANN beside those of the CPU: types, clips, late gradients, saving,
 //! launches, misuse, and calls that fail.
-#![cfg(feature = "npu")]
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
 
 use fused_optim::npu::{HostFed, NpuOptimizer, NpuParam, Operators};
 use fused_optim::*;

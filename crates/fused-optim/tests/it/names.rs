@@ -1,7 +1,5 @@
 //! Saved state finds its parameters by name, and is refused where it does not fit.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
-
 use std::collections::HashMap;
 
 use fused_optim::{

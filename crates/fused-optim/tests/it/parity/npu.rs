@@ -9,8 +9,8 @@ use npu_sim::{Config, LATER, Session, Soc, operators_of, ops, ops_without, start
 use npu_sys::sys::Ops;
 use serde_json::Value;
 
-use crate::oracle::{check, load};
-use crate::{Golden, Ours, groups, vectors};
+use super::oracle::{check, load};
+use super::{Golden, Ours, groups, vectors};
 
 fn session(soc: Soc) -> Session {
     start(Config { soc, ..Config::default() })

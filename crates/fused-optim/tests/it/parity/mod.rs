@@ -1,12 +1,10 @@
-//! Trajectories against vectors made from f64 references; see `../vectors/README.md`.
+//! Trajectories against vectors made from f64 references; see `tests/vectors/README.md`.
 //!
 //! The check is generic over who takes the steps: the crate's optimizers, a plain loop (the slow,
 //! obvious twin), and that loop with one mistake in it. The first two must pass, every mistake must
 //! be caught, else the vectors or the tolerance prove nothing.
 //!
 //! `ORACLE_DIR` names a further folder of the same format, every case of which is run.
-
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
 
 #[cfg(feature = "npu")]
 mod npu;

@@ -1,8 +1,6 @@
 //! What holds for every rule, every mix of types and any input: how tensors are cut never changes
 //! a bit, a skipped or refused step never changes a byte, and saving changes nothing that follows.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
-
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, Applied,
     BertAdam, BertAdamHyper, Clip, ClipScope, DType, Error, FoundInf, HalfWeights, Lamb, LambHyper,

@@ -1,10 +1,5 @@
 //! The order of calls: PyTorch's recorded sequences, its documentation's twin, ranks and devices.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]
-
-mod common;
-mod twin;
-
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
@@ -15,7 +10,9 @@ use amp::{
 use proptest::prelude::*;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use twin::{Op, Real, Sgd, compare};
+
+use crate::common;
+use crate::twin::{Op, Real, Sgd, compare};
 
 #[derive(Deserialize)]
 struct Sequence {

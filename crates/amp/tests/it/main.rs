@@ -1,0 +1,12 @@
+//! Integration tests of `amp`, one module for each subject.
+
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+mod autocast;
+mod common;
+mod exhaustive;
+mod grad_scaler;
+#[cfg(feature = "npu")]
+mod npu;
+mod scaler;
+mod twin;

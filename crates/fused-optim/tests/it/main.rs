@@ -1,0 +1,13 @@
+//! Integration tests of `fused-optim`, one module for each subject.
+
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+mod clip;
+mod hyper;
+mod large;
+mod names;
+#[cfg(feature = "npu")]
+mod npu;
+mod parity;
+mod props;
+mod torch;

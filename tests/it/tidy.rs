@@ -51,7 +51,9 @@ fn architecture_names_every_folder_and_no_other() {
         let is_named = match path.strip_prefix("crates").map(|path| path.iter().nth(1)) {
             Ok(Some(part)) if part == "src" && is_source => named.contains(folder),
             Ok(_) => true,
-            Err(_) => folder.is_empty() || named.contains(folder) || folders.any(|f| named.contains(f)),
+            Err(_) => {
+                folder.is_empty() || named.contains(folder) || folders.any(|f| named.contains(f))
+            }
         };
         assert!(is_named, "ARCHITECTURE.md does not name the folder of {file}");
     }

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use runner::Result;
 use runner::data::Dataset;
 use runner::engine::candle::{CandleEngine, CandleOptions};
-use runner::engine::{Engine, GradSink, SharedSink};
+use runner::engine::{Engine, EngineState, GradSink, SharedSink, StepContext};
 use runner::zoo::{Digits, ResNet, ResNetOptions, Split};
 
 /// Hands gradients to a reducer, and notes how many buckets had left after each.
@@ -44,7 +44,8 @@ fn second_pass(group: ProcessGroup) -> (Vec<usize>, usize) {
     for _ in 0..2 {
         watch.lock().launched.clear();
         watch.lock().reducer.prepare(true).unwrap();
-        engine.forward_backward(&batch, 1.0, &sink).unwrap();
+        let mut state = EngineState::default();
+        engine.train_step(&batch, &mut StepContext::new(sink.clone(), &mut state)).unwrap();
         watch.lock().reducer.finish().unwrap();
     }
     let watch = watch.lock();

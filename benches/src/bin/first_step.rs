@@ -20,7 +20,7 @@ use runner::engine::candle::candle_nn::{self, Init, RNN, VarBuilder, ops, rnn};
 use runner::engine::candle::{
     CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, ops as right,
 };
-use runner::engine::{Engine, GradSink, SharedSink};
+use runner::engine::{Engine, EngineState, GradSink, SharedSink, StepContext};
 
 fn main() {
     let (mut depths, mut names) = (Vec::new(), Vec::new());
@@ -73,7 +73,9 @@ fn first_and_next(network: Network, shape: &[usize], depth: usize, dtype: DType)
         let mut engine = CandleEngine::new(options, build).unwrap();
         let mut step = || {
             let start = Instant::now();
-            black_box(engine.forward_backward(&batch, 1.0, &sink).unwrap());
+            let mut state = EngineState::default();
+            let mut cx = StepContext::new(sink.clone(), &mut state);
+            black_box(engine.train_step(&batch, &mut cx).unwrap());
             start.elapsed().as_secs_f64()
         };
         let first = step();

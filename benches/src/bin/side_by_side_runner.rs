@@ -21,7 +21,10 @@ use runner::data::{Array, ArrayData, Batch, Dataset};
 use runner::engine::candle::candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
 use runner::engine::candle::candle_nn::{self, VarBuilder, VarMap};
 use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
-use runner::engine::{CompileOptions, Engine, GradSink, Losses, SharedSink, TensorSpec};
+use runner::engine::{
+    CompileOptions, Engine, EngineState, GradSink, Gradient, Losses, SharedSink, StepContext,
+    TensorSpec,
+};
 use runner::hooks::{Hook, Priority};
 use runner::model::MODEL_WRAPPERS;
 use runner::model::{DistributedDataParallel, ModelWrapper};
@@ -122,8 +125,10 @@ fn ours(name: &str, compile: bool, rounds: usize) -> Vec<f64> {
         engine.compile(&CompileOptions::default()).unwrap();
     }
     let sink: SharedSink = Arc::new(Mutex::new(Drain));
+    let mut state = EngineState::default();
     timed(rounds, || {
-        black_box(engine.forward_backward(&batch, 1.0, &sink).unwrap());
+        let mut cx = StepContext::new(sink.clone(), &mut state);
+        black_box(engine.train_step(&batch, &mut cx).unwrap());
     })
 }
 
@@ -231,7 +236,7 @@ impl Engine for Empty {
         visit(&mut [])
     }
 
-    fn forward_backward(&mut self, _: &Batch, _: f32, _: &SharedSink) -> runner::Result<Losses> {
+    fn train_step(&mut self, _: &Batch, _: &mut StepContext<'_>) -> runner::Result<Losses> {
         Ok(Losses { scalars: vec![("loss".to_owned(), 1.0)] })
     }
 
@@ -272,7 +277,11 @@ impl ModelWrapper for NoGradients {
         Arc::clone(&self.0)
     }
 
-    fn prepare(&mut self, _: bool) -> runner::Result<()> {
+    fn prepare(
+        &mut self,
+        _: Option<&mut dyn Engine>,
+        _: &mut StepContext<'_>,
+    ) -> runner::Result<()> {
         Ok(())
     }
 
@@ -282,7 +291,7 @@ impl ModelWrapper for NoGradients {
 
     fn with_grads(
         &self,
-        visit: &mut dyn FnMut(&[Option<Slice<'_>>]) -> runner::Result<()>,
+        visit: &mut dyn FnMut(&[Option<Gradient<'_>>]) -> runner::Result<()>,
     ) -> runner::Result<()> {
         visit(&[None])
     }
@@ -360,9 +369,11 @@ fn ranks(steps: usize) {
     let mut model =
         DistributedDataParallel::new(group.clone(), engine.params(), ReducerOptions::default())
             .unwrap();
+    let mut state = EngineState::default();
     let times = timed(steps, || {
-        model.prepare(true).unwrap();
-        engine.forward_backward(&batch, 1.0, &model.sink()).unwrap();
+        let mut cx = StepContext::new(model.sink(), &mut state);
+        model.prepare(Some(&mut engine), &mut cx).unwrap();
+        engine.train_step(&batch, &mut cx).unwrap();
         model.finish().unwrap();
         model.zero_grad();
     });

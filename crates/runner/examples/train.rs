@@ -11,9 +11,9 @@ use fused_optim::{Sgd, SgdHyper};
 use runner::data::{Array, Batch, Dataset};
 use runner::engine::candle::{CandleEngine, CandleModel, Loss, Outputs, TensorBatch};
 use runner::engine::candle::{candle_core, candle_nn, ops};
-use runner::engine::{Engine, Losses};
+use runner::engine::{Engine, Losses, StepContext};
 use runner::evaluate::Accuracy;
-use runner::model::{DistributedDataParallel as Ddp, WrapperOver};
+use runner::model::{DistributedDataParallel as Ddp, ModelWrapper, WrapperOver};
 use runner::optim_wrapper::OptimWrapperFactory;
 use runner::{DataLoaderConfig, Error, Result, Runner, hooks::Hook};
 
@@ -58,9 +58,11 @@ impl WrapperOver for Checked {
     fn inner_mut(&mut self) -> &mut Ddp {
         &mut self.0
     }
-    fn before_forward(&mut self, engine: &mut dyn Engine) -> Result<()> {
-        let none = engine.params().is_empty();
-        if none { Err(Error::Data("nothing to train".into())) } else { Ok(()) }
+    fn prepare(&mut self, engine: Option<&mut dyn Engine>, cx: &mut StepContext<'_>) -> Result<()> {
+        if engine.as_ref().is_some_and(|engine| engine.params().is_empty()) {
+            return Err(Error::Data("nothing to train".into()));
+        }
+        self.0.prepare(engine, cx)
     }
 }
 

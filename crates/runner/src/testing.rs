@@ -9,7 +9,7 @@ use half::{bf16, f16};
 
 use crate::Result;
 use crate::data::{Array, ArrayData, Batch, Dataset};
-use crate::engine::{Engine, Losses, SharedSink, TensorSpec};
+use crate::engine::{Engine, EngineState, Losses, SharedSink, StepContext, TensorSpec};
 use crate::optim_wrapper::OptimWrapperFactory;
 use crate::runner::{DataLoaderConfig, RunnerBuilder, TrainConfig};
 
@@ -78,10 +78,10 @@ impl Engine for FakeEngine {
         visit(&mut self.buffers.iter_mut().map(Values::slice).collect::<Vec<_>>())
     }
 
-    fn forward_backward(&mut self, _: &Batch, scale: f32, sink: &SharedSink) -> Result<Losses> {
-        let gradient = self.gradient * scale;
+    fn train_step(&mut self, _: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
+        let gradient = self.gradient * cx.loss_scale;
         for (index, spec) in self.specs[0].iter().enumerate() {
-            let (mut sink, count) = (sink.lock(), spec.count());
+            let (mut sink, count) = (cx.sink.lock(), spec.count());
             match spec.dtype {
                 DType::F32 => sink.ready(index, Slice::F32(&vec![gradient; count]))?,
                 DType::F16 => {
@@ -98,6 +98,19 @@ impl Engine for FakeEngine {
     fn eval(&mut self, _: &Batch) -> Result<Vec<(String, Array)>> {
         Ok(Vec::new())
     }
+}
+
+/// A training step at a loss scale.
+#[cfg(feature = "candle")]
+pub(crate) fn train_step(
+    engine: &mut dyn Engine,
+    batch: &Batch,
+    loss_scale: f32,
+    sink: &SharedSink,
+) -> Result<Losses> {
+    let mut state = EngineState::default();
+    let cx = StepContext::new(sink.clone(), &mut state);
+    engine.train_step(batch, &mut StepContext { loss_scale, ..cx })
 }
 
 /// `.0` samples of nothing.

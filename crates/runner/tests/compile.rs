@@ -74,12 +74,12 @@ fn a_run_goes_on_by_what_it_had_found() {
     }
     train(&broken, "resume = true\ncompile = true", 2).unwrap();
     let read = |dir: &Path, file: &str| std::fs::read(dir.join("epoch_2").join(file)).unwrap();
-    let findings = |dir: &Path| -> Vec<String> {
+    let cache = |dir: &Path| -> Vec<String> {
         let state: serde_json::Value = serde_json::from_slice(&read(dir, "state.json")).unwrap();
         serde_json::from_value(state["findings"].clone()).unwrap()
     };
-    assert!(!findings(&whole)[0].is_empty());
-    assert_eq!(findings(&whole), findings(&broken));
+    assert!(!cache(&whole)[0].is_empty());
+    assert_eq!(cache(&whole), cache(&broken));
     for file in ["model.safetensors", "optimizer.safetensors"] {
         assert!(read(&whole, file) == read(&broken, file), "{file} differs");
     }

@@ -12,7 +12,7 @@ use fused_optim::{DType, Slice, SliceMut};
 use runner::config::Config;
 use runner::data::{Array, Batch};
 use runner::device::Device;
-use runner::engine::{Engine, Losses, SharedSink, TensorSpec};
+use runner::engine::{Engine, EngineState, Gradient, Losses, SharedSink, StepContext, TensorSpec};
 use runner::model::MODEL_WRAPPERS;
 use runner::model::{DistributedDataParallel, ModelWrapper};
 use runner::optim_wrapper::OPTIM_WRAPPERS;
@@ -72,12 +72,12 @@ impl Engine for Parts {
         visit(&mut [SliceMut::F32(&mut self.buffer)])
     }
 
-    fn forward_backward(&mut self, _: &Batch, scale: f32, sink: &SharedSink) -> Result<Losses> {
+    fn train_step(&mut self, _: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
         self.seen.push(self.buffer[0]);
         let next = self.buffer[0] + self.rank + 1.0;
         self.buffer.fill(next);
         for &index in &self.order {
-            sink.lock().ready(index, Slice::F32(&[(self.rank + 1.0) * scale; 2]))?;
+            cx.sink.lock().ready(index, Slice::F32(&[(self.rank + 1.0) * cx.loss_scale; 2]))?;
         }
         Ok(Losses::default())
     }
@@ -109,8 +109,9 @@ fn train(
         );
         let mut optim =
             (OPTIM_WRAPPERS.build(section(optim))?.build)(engine.params(), &Device::cpu())?;
+        let mut state = EngineState::default();
         for _ in 0..steps {
-            optim.update_params(&mut engine, &mut *model, &Batch::new())?;
+            optim.update_params(&mut engine, &mut *model, &Batch::new(), &mut state)?;
         }
         Ok(engine)
     };
@@ -208,21 +209,20 @@ impl ModelWrapper for Counting {
         self.inner.sink()
     }
 
-    fn prepare(&mut self, sync: bool) -> Result<()> {
-        self.inner.prepare(sync)
-    }
-
-    fn before_forward(&mut self, engine: &mut dyn Engine) -> Result<()> {
+    fn prepare(&mut self, engine: Option<&mut dyn Engine>, cx: &mut StepContext<'_>) -> Result<()> {
         // Relaxed: read after the ranks have been joined.
         self.forwards.fetch_add(1, Ordering::Relaxed);
-        self.inner.before_forward(engine)
+        self.inner.prepare(engine, cx)
     }
 
     fn finish(&mut self) -> Result<()> {
         self.inner.finish()
     }
 
-    fn with_grads(&self, visit: &mut dyn FnMut(&[Option<Slice<'_>>]) -> Result<()>) -> Result<()> {
+    fn with_grads(
+        &self,
+        visit: &mut dyn FnMut(&[Option<Gradient<'_>>]) -> Result<()>,
+    ) -> Result<()> {
         self.inner.with_grads(visit)
     }
 

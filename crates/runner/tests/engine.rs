@@ -4,6 +4,9 @@
 #![cfg(feature = "candle")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[path = "common/step.rs"]
+mod step;
+
 use std::sync::Arc;
 
 use candle_core::{Device, Module, ModuleT, Tensor, Var};
@@ -17,6 +20,8 @@ use runner::engine::candle::{
 use runner::engine::{Engine, GradSink, SharedSink};
 use runner::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions};
 use runner::{Error, Result};
+
+use step::train_step;
 
 /// Keeps every gradient, in order of arrival.
 #[derive(Default)]
@@ -147,7 +152,7 @@ fn gradients_of_stock_layers_are_bit_identical_and_last_layer_first() {
         let loss = plain.loss(&images, &labels).unwrap();
         let grads = loss.backward().unwrap();
         let (keep, sink) = keep();
-        let losses = engine.forward_backward(&data, 1.0, &sink).unwrap();
+        let losses = train_step(&mut engine, None, &data, 1.0, &sink).unwrap();
         let loss = f64::from(loss.to_scalar::<f32>().unwrap());
         assert_eq!(losses.scalars, [("loss".into(), loss), ("twice".into(), 2.0 * loss)]);
 
@@ -222,7 +227,7 @@ fn resnet_has_torchvisions_names_and_every_gradient_last_layer_first() {
         ]
     );
     let (keep, sink) = keep();
-    engine.forward_backward(&batch(), 1.0, &sink).unwrap();
+    train_step(&mut engine, None, &batch(), 1.0, &sink).unwrap();
     let keep = keep.lock();
     let mut order: Vec<_> = keep.seen.iter().map(|(i, ..)| *i).collect();
     let stage = |i: usize| names[i].split('.').next().unwrap().to_owned();
@@ -251,8 +256,8 @@ fn half_parameters_are_half_and_norm_layers_stay_f32() {
         let mut wide = resnet(DType::F32);
         let (half_keep, half_sink) = keep();
         let (wide_keep, wide_sink) = keep();
-        let half_loss = engine.forward_backward(&batch(), 1024.0, &half_sink).unwrap();
-        let wide_loss = wide.forward_backward(&batch(), 1024.0, &wide_sink).unwrap();
+        let half_loss = train_step(&mut engine, None, &batch(), 1024.0, &half_sink).unwrap();
+        let wide_loss = train_step(&mut wide, None, &batch(), 1024.0, &wide_sink).unwrap();
         let (half, wide) = (half_loss.scalars[0].1, wide_loss.scalars[0].1);
         assert!((half - wide).abs() < 0.02, "{half} {wide}");
         let (half, wide) = (half_keep.lock(), wide_keep.lock());
@@ -272,8 +277,8 @@ fn stock_layers_train_with_half_parameters_as_they_are() {
     };
     let (half_keep, half_sink) = keep();
     let (wide_keep, wide_sink) = keep();
-    let half = stock(DType::F16).forward_backward(&batch(), 1.0, &half_sink).unwrap();
-    let wide = stock(DType::F32).forward_backward(&batch(), 1.0, &wide_sink).unwrap();
+    let half = train_step(&mut stock(DType::F16), None, &batch(), 1.0, &half_sink).unwrap();
+    let wide = train_step(&mut stock(DType::F32), None, &batch(), 1.0, &wide_sink).unwrap();
     let (half, wide) = (half.scalars[0].1, wide.scalars[0].1);
     assert!((half - wide).abs() < 0.01 * wide, "{half} {wide}");
     for ((i, got, half), (j, _, wide)) in half_keep.lock().seen.iter().zip(&wide_keep.lock().seen) {
@@ -282,16 +287,37 @@ fn stock_layers_train_with_half_parameters_as_they_are() {
     }
 }
 
+/// Gives `to` the parameters and buffers of `from`.
+fn copy_model(from: &mut CandleEngine, to: &mut CandleEngine) {
+    let mut tensors = Vec::new();
+    let mut read = |slices: &mut [SliceMut<'_>]| {
+        tensors.extend(slices.iter().map(|s| widen(&s.as_slice())));
+        Ok(())
+    };
+    from.with_params(&mut read).unwrap();
+    from.with_buffers(&mut read).unwrap();
+    let mut tensors = tensors.iter();
+    let mut write = |slices: &mut [SliceMut<'_>]| {
+        for (slice, values) in slices.iter_mut().zip(&mut tensors) {
+            let SliceMut::F32(slice) = slice else { panic!("of another type") };
+            slice.copy_from_slice(values);
+        }
+        Ok(())
+    };
+    to.with_params(&mut write).unwrap();
+    to.with_buffers(&mut write).unwrap();
+}
+
 #[test]
 fn autocast_keeps_parameters_and_gradients_in_f32_and_leaves_evaluation_alone() {
     let mut wide = resnet(DType::F32);
     let (wide_keep, wide_sink) = keep();
-    let wide_loss = wide.forward_backward(&batch(), 1024.0, &wide_sink).unwrap().scalars[0].1;
+    let wide_loss = train_step(&mut wide, None, &batch(), 1024.0, &wide_sink).unwrap().scalars[0].1;
     for (dtype, least) in [(DType::F16, 0.99), (DType::Bf16, 0.9)] {
         let mut engine = resnet(DType::F32);
-        engine.set_autocast(Some(dtype)).unwrap();
         let (half_keep, sink) = keep();
-        let loss = engine.forward_backward(&batch(), 1024.0, &sink).unwrap().scalars[0].1;
+        let loss =
+            train_step(&mut engine, Some(dtype), &batch(), 1024.0, &sink).unwrap().scalars[0].1;
         assert!(loss != wide_loss && (loss - wide_loss).abs() < 0.02, "{loss} {wide_loss}");
         let (half, wide_keep) = (half_keep.lock(), wide_keep.lock());
         for ((i, got, half), (j, _, wide)) in half.seen.iter().zip(&wide_keep.seen) {
@@ -299,20 +325,22 @@ fn autocast_keeps_parameters_and_gradients_in_f32_and_leaves_evaluation_alone() 
             assert!(cosine(half, wide) > least, "{i}");
         }
         // Evaluation is in the parameters' own type; the running statistics alone came out of half.
-        let before = engine.eval(&batch()).unwrap();
-        engine.set_autocast(None).unwrap();
-        assert_eq!(engine.eval(&batch()).unwrap(), before);
+        let outputs = engine.eval(&batch()).unwrap();
+        let mut plain = resnet(DType::F32);
+        copy_model(&mut engine, &mut plain);
+        assert_eq!(plain.eval(&batch()).unwrap(), outputs);
     }
-    assert!(wide.set_autocast(Some(DType::F32)).is_err());
+    assert!(!wide.supports_autocast(DType::F32));
+    assert!(train_step(&mut wide, Some(DType::F32), &batch(), 1.0, &wide_sink).is_err());
 }
 
 #[test]
 fn autocast_that_reaches_no_operator_is_an_error() {
     let mut engine = CandleEngine::new(CandleOptions::default(), Stock::new).unwrap();
     let (_, sink) = keep();
-    engine.forward_backward(&batch(), 1.0, &sink).unwrap();
-    engine.set_autocast(Some(DType::Bf16)).unwrap();
-    let error = engine.forward_backward(&batch(), 1.0, &sink).unwrap_err().to_string();
+    train_step(&mut engine, None, &batch(), 1.0, &sink).unwrap();
+    let error = train_step(&mut engine, Some(DType::Bf16), &batch(), 1.0, &sink);
+    let error = error.unwrap_err().to_string();
     assert!(error.contains("half_parameters = true"), "{error}");
 }
 
@@ -321,15 +349,15 @@ fn gradients_carry_the_loss_scale_and_the_loss_does_not() {
     let mut engine = resnet(DType::F32);
     let (one, one_sink) = keep();
     let (scaled, scaled_sink) = keep();
-    let a = engine.forward_backward(&batch(), 1.0, &one_sink).unwrap();
-    let b = engine.forward_backward(&batch(), 256.0, &scaled_sink).unwrap();
+    let a = train_step(&mut engine, None, &batch(), 1.0, &one_sink).unwrap();
+    let b = train_step(&mut engine, None, &batch(), 256.0, &scaled_sink).unwrap();
     assert_eq!(a, b);
     // A power of two: exact.
     for ((_, _, one), (_, _, scaled)) in one.lock().seen.iter().zip(&scaled.lock().seen) {
         assert!(one.iter().zip(scaled).all(|(a, b)| a * 256.0 == *b));
     }
     for scale in [0.0, -1.0, f32::NAN, f32::INFINITY] {
-        assert!(engine.forward_backward(&batch(), scale, &one_sink).is_err());
+        assert!(train_step(&mut engine, None, &batch(), scale, &one_sink).is_err());
     }
 }
 
@@ -375,7 +403,7 @@ fn training_moves_the_running_statistics_and_evaluation_does_not() {
     let start = read(&mut engine);
     engine.eval(&batch()).unwrap();
     assert_eq!(read(&mut engine), start);
-    engine.forward_backward(&batch(), 1.0, &keep().1).unwrap();
+    train_step(&mut engine, None, &batch(), 1.0, &keep().1).unwrap();
     assert_ne!(read(&mut engine), start);
 }
 
@@ -403,11 +431,11 @@ fn the_sinks_error_comes_back_unchanged_and_the_engine_goes_on() {
     let mut engine = resnet(DType::F32);
     let (keep, sink) = keep();
     keep.lock().refuse = Some(9);
-    let error = engine.forward_backward(&batch(), 1.0, &sink).unwrap_err();
+    let error = train_step(&mut engine, None, &batch(), 1.0, &sink).unwrap_err();
     assert!(matches!(&error, Error::Data(text) if text == "refused"), "{error:?}");
     assert!(keep.lock().seen.iter().all(|(i, ..)| *i != 0), "backward went on");
     keep.lock().refuse = None;
-    engine.forward_backward(&batch(), 1.0, &sink).unwrap();
+    train_step(&mut engine, None, &batch(), 1.0, &sink).unwrap();
 }
 
 #[test]
@@ -458,7 +486,7 @@ fn a_parameter_may_be_any_operand() {
     .unwrap();
     let x = Array::new([2], ArrayData::F32(vec![3.0, -8.0])).unwrap();
     let (keep, sink) = keep();
-    engine.forward_backward(&Batch::new().with("x", x), 1.0, &sink).unwrap();
+    train_step(&mut engine, None, &Batch::new().with("x", x), 1.0, &sink).unwrap();
     // d(w - x + x / w + w w) / dw = 1 - x / (w w) + 2 w.
     assert_eq!(keep.lock().seen, [(0, DType::F32, vec![4.25, 7.0])]);
 }
@@ -471,7 +499,7 @@ fn a_loss_that_is_not_a_number_is_reported_and_not_hidden() {
     .unwrap();
     let x = Array::new([1], ArrayData::F32(vec![f32::NAN])).unwrap();
     let (keep, sink) = keep();
-    let losses = engine.forward_backward(&Batch::new().with("x", x), 1.0, &sink).unwrap();
+    let losses = train_step(&mut engine, None, &Batch::new().with("x", x), 1.0, &sink).unwrap();
     assert!(losses.scalars[0].1.is_nan());
     assert!(keep.lock().seen[0].2[0].is_nan());
 }
@@ -519,7 +547,8 @@ fn a_wrong_model_is_an_error_that_says_why() {
         ("late", "`late` is new"),
         ("absent", "no field `absent`; it has [\"x\"]"),
     ] {
-        let error = wrong(how).forward_backward(&batch, 1.0, &keep().1).unwrap_err().to_string();
+        let error =
+            train_step(&mut wrong(how), None, &batch, 1.0, &keep().1).unwrap_err().to_string();
         assert!(error.contains(says), "{how}: {error}");
     }
     let error = wrong("").eval(&batch).unwrap_err().to_string();
@@ -530,7 +559,7 @@ fn a_wrong_model_is_an_error_that_says_why() {
 fn a_parameter_cut_off_from_the_loss_is_not_reported() {
     let batch = Batch::new().with("x", Array::new([4, 2], ArrayData::F32(vec![1.0; 8])).unwrap());
     let (keep, sink) = keep();
-    wrong("cut").forward_backward(&batch, 1.0, &sink).unwrap();
+    train_step(&mut wrong("cut"), None, &batch, 1.0, &sink).unwrap();
     assert_eq!(keep.lock().seen, [(0, DType::F32, vec![4.0, 4.0])]);
 }
 
@@ -559,7 +588,7 @@ fn a_shared_parameter_is_one_parameter_with_one_gradient() {
     assert_eq!(engine.params().len(), 1);
     let batch = Batch::new().with("x", Array::new([1, 1], ArrayData::F32(vec![3.0])).unwrap());
     let (keep, sink) = keep();
-    engine.forward_backward(&batch, 1.0, &sink).unwrap();
+    train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
     // d(x w w) / dw = 2 x w.
     assert_eq!(keep.lock().seen, [(0, DType::F32, vec![6.0])]);
 }

@@ -3,6 +3,9 @@
 #![cfg(feature = "candle")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[path = "common/step.rs"]
+mod step;
+
 use std::sync::Arc;
 
 use fused_optim::{DType, Slice, SliceMut};
@@ -15,6 +18,8 @@ use runner::engine::candle::ops::Normalization;
 use runner::engine::candle::{CandleEngine, CandleOptions};
 use runner::engine::{Engine, GradSink, SharedSink};
 use runner::zoo::{Digits, ResNet, ResNetOptions, Split};
+
+use step::train_step;
 
 /// Stochastic gradient descent with momentum on `f32` masters, fed by backward.
 struct Sgd {
@@ -77,7 +82,6 @@ fn train(dtype: DType, autocast: Option<DType>, scale: f32) -> (Vec<f64>, f64) {
         ResNet::new(&options, vb)
     })
     .unwrap();
-    engine.set_autocast(autocast).unwrap();
     let mut masters = Vec::new();
     engine
         .with_params(&mut |slices| {
@@ -97,7 +101,7 @@ fn train(dtype: DType, autocast: Option<DType>, scale: f32) -> (Vec<f64>, f64) {
         // 1 438 = 2 * 719, so this stride visits every sample once an epoch, in no order.
         let order = (step * BATCH..(step + 1) * BATCH).map(|i| (i * 337) % data.len());
         let batch = data.batch(&order.collect::<Vec<_>>()).unwrap();
-        let step_losses = engine.forward_backward(&batch, scale, &sink).unwrap();
+        let step_losses = train_step(&mut engine, autocast, &batch, scale, &sink).unwrap();
         losses.push(step_losses.scalars[0].1);
         let progress = step as f32 / steps as f32;
         let lr = 0.05 * (1.0 + (std::f32::consts::PI * progress).cos());

@@ -4,6 +4,9 @@
 #![cfg(all(feature = "candle", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[path = "common/step.rs"]
+mod step;
+
 use std::sync::Arc;
 
 use fused_optim::Slice;
@@ -13,6 +16,8 @@ use runner::data::Dataset;
 use runner::engine::candle::{CandleEngine, CandleOptions};
 use runner::engine::{Engine, GradSink, SharedSink};
 use runner::zoo::{Digits, ResNet, ResNetOptions, Split};
+
+use step::train_step;
 
 struct Ignore;
 
@@ -44,7 +49,7 @@ fn a_thousand_steps_keep_nothing() {
     let sink: SharedSink = Arc::new(Mutex::new(Ignore));
     let mut steps = |count: usize| {
         for _ in 0..count {
-            engine.forward_backward(&batch, 1.0, &sink).unwrap();
+            train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
             engine.with_params(&mut |_| Ok(())).unwrap();
             engine.eval(&batch).unwrap();
         }

@@ -16,7 +16,7 @@ use runner::checkpoint;
 use runner::config::Config;
 use runner::data::{Array, ArrayData, Batch, Dataset};
 use runner::device::Device;
-use runner::engine::{Engine, Losses, SharedSink, TensorSpec};
+use runner::engine::{Engine, EngineState, Losses, StepContext, TensorSpec};
 use runner::model::DistributedDataParallel;
 use runner::optim_wrapper::{
     Member, OPTIM_WRAPPERS, OptimWrapper, OptimWrapperFactory, OptimizerDict,
@@ -62,13 +62,13 @@ impl Engine for Quadratic {
         visit(&mut [])
     }
 
-    fn forward_backward(&mut self, _: &Batch, scale: f32, sink: &SharedSink) -> Result<Losses> {
+    fn train_step(&mut self, _: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
         let i = self.batch;
         self.batch += 1;
         let x = [i as f64 + 1.0, ((7 * i) % 5) as f64 - 2.0, 0.1 * i as f64];
         let off = self.w.iter().zip(x).map(|(w, x)| f64::from(*w) * x).sum::<f64>() - 1.0;
-        let gradient = x.map(|x| (0.02 * off * x * f64::from(scale)) as f32);
-        sink.lock().ready(0, Slice::F32(&gradient))?;
+        let gradient = x.map(|x| (0.02 * off * x * f64::from(cx.loss_scale)) as f32);
+        cx.sink.lock().ready(0, Slice::F32(&gradient))?;
         Ok(Losses { scalars: vec![("loss".to_owned(), 0.01 * off * off)] })
     }
 
@@ -109,8 +109,10 @@ fn steps_equal_mmengines() {
         let mut optim = build(engine.params(), &Device::cpu()).unwrap();
         let max = case["max_counts"].as_u64().unwrap() as usize;
         optim.accumulation().initialize_count_status(0, max);
+        let mut state = EngineState::default();
         for (at, iter) in case["iters"].as_array().unwrap().iter().enumerate() {
-            let update = optim.update_params(&mut engine, &mut model, &Batch::new()).unwrap();
+            let batch = Batch::new();
+            let update = optim.update_params(&mut engine, &mut model, &batch, &mut state).unwrap();
             assert_eq!(update.applied.is_some(), iter["should_sync"], "{case} {at}");
             // Recorded in f64, computed in f32: ten steps of rounding.
             for (got, wanted) in engine.w.iter().zip(numbers(&iter["w"])) {
@@ -291,11 +293,11 @@ impl Engine for Unordered {
         visit(&mut [])
     }
 
-    fn forward_backward(&mut self, _: &Batch, scale: f32, sink: &SharedSink) -> Result<Losses> {
+    fn train_step(&mut self, _: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
         for (index, (spec, values)) in self.specs.iter().zip(&self.values).enumerate() {
             let own = f32::from(spec.name.as_bytes()[0]) / 100.0;
-            let gradient = values.map(|value| (0.25 * value + own) * scale);
-            sink.lock().ready(index, Slice::F32(&gradient))?;
+            let gradient = values.map(|value| (0.25 * value + own) * cx.loss_scale);
+            cx.sink.lock().ready(index, Slice::F32(&gradient))?;
         }
         Ok(Losses { scalars: vec![("loss".to_owned(), 1.0)] })
     }

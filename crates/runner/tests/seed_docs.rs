@@ -16,10 +16,10 @@ use std::time::Duration;
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use collective::{ProcessGroup, ReducerOptions};
 use runner::config::Config;
-use runner::engine::Engine;
 use runner::engine::candle::{
     CandleEngine, CandleModel, Loss, Outputs, TensorBatch, candle_core, candle_nn, ops,
 };
+use runner::engine::{Engine, StepContext};
 use runner::model::MODEL_WRAPPERS;
 use runner::model::{DistributedDataParallel, ModelWrapper, WrapperOver};
 use runner::zoo::MODELS;
@@ -460,10 +460,10 @@ impl WrapperOver for MyDdp {
         &mut self.0
     }
 
-    fn before_forward(&mut self, engine: &mut dyn Engine) -> Result<()> {
+    fn prepare(&mut self, engine: Option<&mut dyn Engine>, cx: &mut StepContext<'_>) -> Result<()> {
         // Relaxed: read after the ranks have been joined.
         FORWARDS.fetch_add(1, Ordering::Relaxed);
-        ModelWrapper::before_forward(&mut self.0, engine)
+        self.0.prepare(engine, cx)
     }
 }
 

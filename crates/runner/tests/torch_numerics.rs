@@ -22,7 +22,7 @@ use collective::{ProcessGroup, ReducerOptions};
 use fused_optim::{DType, Sgd, SgdHyper, SliceMut};
 use runner::data::{Array, ArrayData, Batch};
 use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
-use runner::engine::{Engine, TensorSpec};
+use runner::engine::{Engine, EngineState, TensorSpec};
 use runner::model::DistributedDataParallel;
 use runner::optim_wrapper::OptimWrapper;
 use runner::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
@@ -177,20 +177,21 @@ fn tensors(engine: &mut CandleEngine) -> Map<String, Value> {
 /// The losses, and every tensor before and after.
 fn ours(name: &'static str, dtype: DType) -> (Vec<f64>, [Map<String, Value>; 2]) {
     let mut engine = engine(name);
-    engine.set_autocast((dtype != DType::F32).then_some(dtype)).unwrap();
     let before = tensors(&mut engine);
     let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
     let options = ReducerOptions::default();
     let mut model = DistributedDataParallel::new(group, engine.params(), options).unwrap();
     let hyper = SgdHyper { lr: LR, momentum: 0.9, ..SgdHyper::default() };
     let sgd = Sgd::with_one_group(hyper, engine.params().len()).unwrap();
-    let mut optim = OptimWrapper::new(Box::new(sgd), 1);
+    let autocast = (dtype != DType::F32).then_some(dtype);
+    let mut optim = OptimWrapper::new(Box::new(sgd), 1).with_autocast(autocast);
+    let mut state = EngineState::default();
     let losses = (0..STEPS).map(|step| {
         let (inputs, labels) = batch(step);
         let batch = Batch::new()
             .with("inputs", Array::new([BATCH, 1, 8, 8], ArrayData::F32(inputs)).unwrap())
             .with("labels", Array::new([BATCH], ArrayData::I64(labels)).unwrap());
-        let update = optim.update_params(&mut engine, &mut model, &batch).unwrap();
+        let update = optim.update_params(&mut engine, &mut model, &batch, &mut state).unwrap();
         update.losses.scalars[0].1
     });
     let losses = losses.collect();

@@ -13,10 +13,10 @@ use collective::{ProcessGroup, ReducerOptions};
 use runner::RunnerBuilder;
 use runner::config::Config;
 use runner::data::{Array, ArrayData, Batch};
-use runner::engine::Engine;
 use runner::engine::candle::{
     CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, layers, ops,
 };
+use runner::engine::{Engine, EngineState, StepContext};
 use runner::model::{DistributedDataParallel, ModelWrapper};
 
 fn train(dir: &Path, wrapper: &str) -> f64 {
@@ -113,8 +113,10 @@ fn step(mut engine: CandleEngine) -> runner::Result<()> {
     let batch = Batch::new()
         .with("inputs", Array::new([3, 4], inputs)?)
         .with("labels", Array::new([3], ArrayData::I64(vec![0, 1, 0]))?);
-    model.prepare(true)?;
-    engine.forward_backward(&batch, 1.0, &model.sink())?;
+    let mut state = EngineState::default();
+    let mut cx = StepContext::new(model.sink(), &mut state);
+    model.prepare(Some(&mut engine), &mut cx)?;
+    engine.train_step(&batch, &mut cx)?;
     model.finish()
 }
 

@@ -45,7 +45,7 @@ use std::sync::{Mutex, PoisonError};
 
 use fused_optim::{DType, SliceMut};
 use runner::data::{Array, ArrayData, Batch};
-use runner::engine::{Engine, Losses, SharedSink, TensorSpec};
+use runner::engine::{Engine, Losses, StepContext, TensorSpec};
 use runner::model::ModelContext;
 use runner::{Error, Result};
 use tch::nn::{Path, VarStore};
@@ -76,7 +76,6 @@ pub struct TchEngine<M> {
     params: Variables,
     buffers: Variables,
     tags: Range<usize>,
-    autocast: Option<DType>,
 }
 
 struct Variables {
@@ -127,7 +126,7 @@ impl<M: TchModel> TchEngine<M> {
             list.variables.push(variable);
         }
         let tags = shim::report(&params.variables)?;
-        Ok(Self { model, params, buffers, tags, autocast: None })
+        Ok(Self { model, params, buffers, tags })
     }
 }
 
@@ -165,20 +164,18 @@ impl<M: TchModel> Engine for TchEngine<M> {
         self.buffers.lend(visit)
     }
 
-    fn forward_backward(
-        &mut self,
-        batch: &Batch,
-        loss_scale: f32,
-        sink: &SharedSink,
-    ) -> Result<Losses> {
+    fn train_step(&mut self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
+        if cx.autocast == Some(DType::F32) {
+            return Err(Error::Engine("autocast lowers to f16 or bf16, not f32".to_owned()));
+        }
         let loss = {
-            let _on = self.autocast.map(Autocast::on);
+            let _on = cx.autocast.map(Autocast::on);
             self.model.loss(batch)?
         };
         let value = loss.f_double_value(&[]).map_err(|e| failed("the loss", &e))?;
-        let scaled = loss.f_mul_scalar(f64::from(loss_scale)).map_err(|e| failed("scaling", &e))?;
+        let scaled = loss.f_mul_scalar(f64::from(cx.loss_scale)).map_err(|e| failed("scaling", &e))?;
         self.params.variables.iter_mut().for_each(Variable::zero_grad);
-        shim::backward(&scaled, &self.tags, sink)?;
+        shim::backward(&scaled, &self.tags, &cx.sink)?;
         Ok(Losses { scalars: vec![("loss".to_owned(), value)] })
     }
 
@@ -187,12 +184,8 @@ impl<M: TchModel> Engine for TchEngine<M> {
         outputs.into_iter().map(|(name, tensor)| Ok((name, array(&tensor)?))).collect()
     }
 
-    fn set_autocast(&mut self, dtype: Option<DType>) -> Result<()> {
-        if dtype == Some(DType::F32) {
-            return Err(Error::Engine("autocast lowers to f16 or bf16, not f32".to_owned()));
-        }
-        self.autocast = dtype;
-        Ok(())
+    fn supports_autocast(&self, dtype: DType) -> bool {
+        dtype != DType::F32
     }
 }
 

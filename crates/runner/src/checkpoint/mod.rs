@@ -34,8 +34,8 @@ use self::tensors::{check, check_convertible, copy_converted, deserialize, scale
 pub(crate) use self::tensors::{
     copy_from_bytes, round_into, to_bytes, to_f32, visit_buffers, visit_model,
 };
-use crate::engine::{Engine, TensorSpec};
-use crate::model::ModelWrapper;
+use crate::engine::{Engine, EngineState, StepContext, TensorSpec};
+use crate::model::{ModelWrapper, with_host_grads};
 use crate::optim_wrapper::OptimWrapperState;
 use crate::{Error, Result, schedulers};
 
@@ -61,10 +61,10 @@ pub struct Meta {
     pub schedulers: Vec<schedulers::Progress>,
     /// What each hook saved, by its name.
     pub hooks: Map<String, Value>,
-    /// Each rank's [`Engine::random_position`].
+    /// Each rank's [`EngineState::random_position`].
     #[serde(default)]
     pub random: Vec<Option<u64>>,
-    /// Each rank's autotune cache ([`Engine::findings`]).
+    /// Each rank's autotune cache ([`EngineState::autotune_cache`]).
     #[serde(default, rename = "findings")]
     pub autotune_cache: Vec<String>,
     /// Whether it is a model for others, beside the checkpoints that its run is resumed from.
@@ -349,7 +349,9 @@ impl Checkpoint {
         let Some(bytes) = self.file(&file)? else { return Ok(()) };
         let fail = |why: String| damaged(&self.path, &file, why);
         let tensors = SafeTensors::deserialize(&bytes).map_err(|e| fail(e.to_string()))?;
-        model.prepare(false)?;
+        let mut state = EngineState::default();
+        let mut cx = StepContext { sync: false, ..StepContext::new(model.sink(), &mut state) };
+        model.prepare(None, &mut cx)?;
         let sink = model.sink();
         for (index, spec) in params.iter().enumerate() {
             // A parameter may have no gradient.
@@ -368,7 +370,7 @@ impl Checkpoint {
 /// Those of the model.
 pub fn gradient_bytes(params: &[TensorSpec], model: &dyn ModelWrapper) -> Result<Vec<u8>> {
     let mut tensors = Vec::new();
-    model.with_grads(&mut |grads| {
+    with_host_grads(model, &mut |grads| {
         let pairs = params.iter().zip(grads);
         tensors.extend(pairs.filter_map(|(spec, grad)| {
             Some(Tensor { spec: spec.clone(), bytes: to_bytes((*grad)?) })
@@ -434,6 +436,7 @@ mod tests {
 
     use super::*;
     use crate::data::Batch;
+    use crate::engine::Gradient;
     use crate::model::DistributedDataParallel;
     use crate::testing::{FakeEngine, Values, group};
 
@@ -544,6 +547,16 @@ mod tests {
         assert_eq!(bits(&mut other), bits(&mut engine()));
     }
 
+    /// A pass that only adds up.
+    fn pass(engine: &mut FakeEngine, ddp: &mut DistributedDataParallel, scale: f32) {
+        let mut state = EngineState::default();
+        let cx = StepContext::new(ddp.sink(), &mut state);
+        let mut cx = StepContext { sync: false, loss_scale: scale, ..cx };
+        ddp.prepare(Some(engine), &mut cx).unwrap();
+        engine.train_step(&Batch::new(), &mut cx).unwrap();
+        ddp.finish().unwrap();
+    }
+
     #[test]
     fn gradients_in_hand_come_back() {
         let dir = tempfile::tempdir().unwrap();
@@ -554,9 +567,7 @@ mod tests {
         };
         let mut ddp = model(&engine);
         assert!(gradient_bytes(engine.params(), &ddp).unwrap().is_empty());
-        ddp.prepare(false).unwrap();
-        engine.forward_backward(&Batch::new(), 0.75, &ddp.sink()).unwrap();
-        ddp.finish().unwrap();
+        pass(&mut engine, &mut ddp, 0.75);
         let bytes = gradient_bytes(engine.params(), &ddp).unwrap();
         let path = save(dir.path(), "a", &mut engine, contents(vec![bytes.clone()])).unwrap();
         let mut other = model(&engine);
@@ -564,7 +575,10 @@ mod tests {
         assert_eq!(gradient_bytes(engine.params(), &other).unwrap(), bytes);
         other
             .with_grads(&mut |g| {
-                assert!(matches!(g[0], Some(Slice::F32([0.75, 0.75, 0.75]))), "{g:?}");
+                assert!(
+                    matches!(g[0], Some(Gradient::Host(Slice::F32([0.75, 0.75, 0.75])))),
+                    "{g:?}"
+                );
                 Ok(())
             })
             .unwrap();
@@ -575,7 +589,10 @@ mod tests {
         load(&path).unwrap().load_gradients(2, Some(0.5), engine.params(), &mut other).unwrap();
         other
             .with_grads(&mut |g| {
-                assert!(matches!(g[0], Some(Slice::F32([0.375, 0.375, 0.375]))), "{g:?}");
+                assert!(
+                    matches!(g[0], Some(Gradient::Host(Slice::F32([0.375, 0.375, 0.375])))),
+                    "{g:?}"
+                );
                 Ok(())
             })
             .unwrap();
@@ -588,9 +605,7 @@ mod tests {
         let mut ddp =
             DistributedDataParallel::new(group(), engine.params(), ReducerOptions::default())
                 .unwrap();
-        ddp.prepare(false).unwrap();
-        engine.forward_backward(&Batch::new(), 1.0, &ddp.sink()).unwrap();
-        ddp.finish().unwrap();
+        pass(&mut engine, &mut ddp, 1.0);
         let gradients = vec![gradient_bytes(engine.params(), &ddp).unwrap()];
         let path = save(dir.path(), "a", &mut engine, contents(gradients)).unwrap();
         let specs = engine.params().to_vec();

@@ -181,8 +181,8 @@ impl DeviceConfig {
 }
 
 /// Refuses a model that computes on the host although it was to compute on a device.
-pub(crate) fn check_model(wanted: ComputeDevice, engine: &dyn Engine) -> Result<()> {
-    let on = engine.device();
+pub(crate) fn check_model(wanted: ComputeDevice, engine: &mut dyn Engine) -> Result<()> {
+    let on = engine.device().map_or(ComputeDevice::Cpu, |device| device.compute_device());
     if wanted == ComputeDevice::Cpu || on == wanted {
         return Ok(());
     }
@@ -303,7 +303,7 @@ impl Device {
     }
 
     /// Learns from the model's engine in which stream an optimizer on its GPU is to work.
-    pub(crate) fn follow(self, engine: &dyn Engine) -> Result<Self> {
+    pub(crate) fn follow(self, engine: &mut dyn Engine) -> Result<Self> {
         #[cfg(feature = "candle-cuda")]
         if self.steps_on_gpu() {
             let none = || {
@@ -313,7 +313,8 @@ impl Device {
                     self.model
                 ))
             };
-            return Ok(Self { gpu: Some(engine.gpu().ok_or_else(none)?), ..self });
+            let gpu = engine.device().and_then(|device| device.gpu());
+            return Ok(Self { gpu: Some(gpu.ok_or_else(none)?), ..self });
         }
         let _ = engine;
         Ok(self)
@@ -323,7 +324,7 @@ impl Device {
     pub(crate) fn place(
         &self,
         mut model: Box<dyn ModelWrapper>,
-        engine: &dyn Engine,
+        engine: &mut dyn Engine,
     ) -> Result<Box<dyn ModelWrapper>> {
         if self.steps_on_gpu() {
             model.place(engine)?;

@@ -1,4 +1,4 @@
-//! `compile`: what is asked of an engine beyond running a model as it is written, and what came of it.
+//! `compile`: its options, and the report of what was done.
 //!
 //! The words are `torch.compile`'s, as MMEngine's `compile` takes them. What an engine does for them
 //! is its own affair, and a [`CompileReport`] says it: what was applied, what was not and why.
@@ -102,6 +102,12 @@ impl Default for CompileOptions {
 }
 
 impl CompileOptions {
+    /// Whether the engine itself compiles.
+    #[must_use]
+    pub fn is_engines(&self) -> bool {
+        matches!(self.backend, CompileBackend::Engine | CompileBackend::Inductor)
+    }
+
     /// Whether whole steps are to be one launch.
     #[must_use]
     pub fn graphs(&self) -> bool {
@@ -168,6 +174,13 @@ pub struct CompileReport {
     pub applied: Vec<String>,
     /// What was asked for and is not, with the reason.
     pub not_applied: Vec<String>,
+}
+
+impl CompileReport {
+    /// Notes something that was asked for and not done.
+    pub(crate) fn decline(&mut self, what: &str, why: &str) {
+        self.not_applied.push(format!("{what}: {why}"));
+    }
 }
 
 impl fmt::Display for CompileReport {

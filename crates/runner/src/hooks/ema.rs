@@ -93,7 +93,8 @@ impl EmaHook {
         if let Averages::Device(averages) = &mut self.averages {
             return averages.update(None);
         }
-        if let Some(mut averages) = engine.averages(self.update_buffers)? {
+        if let Some(device) = engine.device() {
+            let mut averages = device.averages(self.update_buffers)?;
             averages.update(None)?;
             self.averages = Averages::Device(averages);
             return Ok(());

@@ -14,15 +14,13 @@ use std::sync::Arc;
 
 use collective::reducer::{CommHook, ParamInfo};
 use collective::{ProcessGroup, Reducer, ReducerOptions};
-#[cfg(feature = "candle-cuda")]
-use fused_optim::cuda::GradStats;
 use fused_optim::{DType, Slice, SliceMut};
 use parking_lot::Mutex;
 
 use super::{ModelWrapper, WrapperFactory, state};
 use crate::engine::{
-    DeviceBuckets, DeviceTensor, Engine, GradSink, Gradient, HostTensor, SharedSink, TensorSpec,
-    type_of,
+    DeviceBuckets, DeviceTensor, Engine, GradSink, Gradient, OptimizerStep, SharedSink,
+    StepContext, TensorSpec, type_of,
 };
 use crate::{Error, Result};
 
@@ -33,7 +31,6 @@ pub struct DistributedDataParallel {
     inner: Arc<Mutex<Inner>>,
     /// For buffers, if they are rank 0's.
     group: Option<ProcessGroup>,
-    sync: bool,
     /// The forward before was one with `sync`, or there was none.
     buffers_due: bool,
 }
@@ -83,12 +80,18 @@ impl Inner {
         }
     }
 
-    fn prepare(&mut self, sync: bool) -> Result<()> {
-        self.sync = sync;
+    fn prepare(&mut self, cx: &mut StepContext<'_>) -> Result<()> {
+        self.sync = cx.sync;
         if self.averages_there() {
-            return self.buckets.iter_mut().try_for_each(|buckets| buckets.prepare());
+            let stats = cx.step.as_mut().map_or(Ok(None), OptimizerStep::grad_stats)?;
+            return self.buckets.iter_mut().try_for_each(|buckets| buckets.prepare(stats.clone()));
         }
-        self.reducers.iter_mut().try_for_each(|reducer| Ok(reducer.prepare(sync)?))
+        self.reducers.iter_mut().try_for_each(|reducer| reducer.prepare(cx.sync))?;
+        if let Some(step) = &mut cx.step {
+            let is_empty = |index| self.gradient(index).is_none();
+            step.may_join_backward = self.alone && (0..self.route.len()).all(is_empty);
+        }
+        Ok(())
     }
 
     fn finish(&mut self) -> Result<()> {
@@ -183,7 +186,7 @@ impl DistributedDataParallel {
         let (buckets, sync) = (Vec::new(), true);
         let inner = Inner { reducers, route, dtypes, options, kept, alone, buckets, sync };
         let inner = Arc::new(Mutex::new(inner));
-        Ok(Self { inner, group: None, sync, buffers_due: true })
+        Ok(Self { inner, group: None, buffers_due: true })
     }
 
     /// Joins with the default options.
@@ -242,13 +245,10 @@ impl ModelWrapper for DistributedDataParallel {
         self.inner.clone()
     }
 
-    fn prepare(&mut self, sync: bool) -> Result<()> {
-        self.sync = sync;
-        self.inner.lock().prepare(sync)
-    }
-
-    fn before_forward(&mut self, engine: &mut dyn Engine) -> Result<()> {
-        let due = std::mem::replace(&mut self.buffers_due, self.sync);
+    fn prepare(&mut self, engine: Option<&mut dyn Engine>, cx: &mut StepContext<'_>) -> Result<()> {
+        self.inner.lock().prepare(cx)?;
+        let Some(engine) = engine else { return Ok(()) };
+        let due = std::mem::replace(&mut self.buffers_due, cx.sync);
         let Some(group) = self.group.as_ref().filter(|_| due) else { return Ok(()) };
         engine.with_buffers(&mut |buffers| {
             for buffer in buffers {
@@ -262,34 +262,11 @@ impl ModelWrapper for DistributedDataParallel {
         })
     }
 
-    #[cfg(feature = "candle-cuda")]
-    fn look_ahead(&mut self, look: GradStats) {
-        let inner = &mut *self.inner.lock();
-        if inner.averages_there() {
-            inner.buckets.iter_mut().for_each(|buckets| buckets.look_ahead(look.clone()));
-        }
-    }
-
     fn finish(&mut self) -> Result<()> {
         self.inner.lock().finish()
     }
 
-    fn with_grads(&self, visit: &mut dyn FnMut(&[Option<Slice<'_>>]) -> Result<()>) -> Result<()> {
-        let inner = self.inner.lock();
-        let grads: Vec<_> = (0..inner.route.len()).map(|index| inner.gradient(index)).collect();
-        let copy = |grad: &Option<Gradient<'_>>| match grad {
-            Some(Gradient::Device(grad)) => grad.to_host().map(Some),
-            _ => Ok(None),
-        };
-        let copies: Vec<_> = grads.iter().map(copy).collect::<Result<_>>()?;
-        let slices = grads.iter().zip(&copies).map(|(grad, copy)| match grad {
-            Some(Gradient::Host(slice)) => Some(*slice),
-            _ => copy.as_ref().map(HostTensor::as_slice),
-        });
-        visit(&slices.collect::<Vec<_>>())
-    }
-
-    fn with_gradients(
+    fn with_grads(
         &self,
         visit: &mut dyn FnMut(&[Option<Gradient<'_>>]) -> Result<()>,
     ) -> Result<()> {
@@ -297,7 +274,7 @@ impl ModelWrapper for DistributedDataParallel {
         visit(&(0..inner.route.len()).map(|index| inner.gradient(index)).collect::<Vec<_>>())
     }
 
-    fn place(&mut self, engine: &dyn Engine) -> Result<()> {
+    fn place(&mut self, engine: &mut dyn Engine) -> Result<()> {
         let inner = &mut *self.inner.lock();
         let is_there = |reducer: &Reducer| reducer.group().backend_name() == "nccl";
         if inner.alone || !inner.reducers.iter().all(is_there) {
@@ -314,18 +291,15 @@ impl ModelWrapper for DistributedDataParallel {
                  them averaged on the host with env_cfg.dist_cfg.backend = \"host\""
             )));
         }
+        let params: Vec<ParamInfo> = engine.params().iter().map(info).collect();
+        let Some(device) = engine.device() else { return Ok(()) };
         for (part, reducer) in inner.reducers.iter().enumerate() {
-            let own = engine.params().iter().zip(&inner.route).filter(|(_, at)| at.0 == part);
-            let own = own.map(|(spec, _)| info(spec)).collect();
+            let own = params.iter().zip(&inner.route).filter(|(_, at)| at.0 == part);
+            let own = own.map(|(info, _)| info.clone()).collect();
             let group = reducer.group().clone();
-            inner.buckets.push(engine.device_buckets(group, own, inner.options.clone())?);
+            inner.buckets.push(device.buckets(group, own, inner.options.clone())?);
         }
         Ok(())
-    }
-
-    fn passes_on(&self) -> bool {
-        let inner = self.inner.lock();
-        inner.alone && (0..inner.route.len()).all(|index| inner.gradient(index).is_none())
     }
 
     fn zero_grad(&mut self) {
@@ -349,6 +323,8 @@ mod tests {
     use std::any::Any;
 
     use super::*;
+    use crate::engine::{EngineState, HostTensor};
+    use crate::model::with_host_grads;
     use crate::testing::{FakeEngine, Values, group};
 
     /// A gradient on a device, and how often it was copied from there.
@@ -388,9 +364,15 @@ mod tests {
         DistributedDataParallel::new(group(), engine.params(), options).unwrap()
     }
 
+    fn begin(model: &mut DistributedDataParallel, sync: bool) {
+        let mut state = EngineState::default();
+        let mut cx = StepContext { sync, ..StepContext::new(model.sink(), &mut state) };
+        model.prepare(None, &mut cx).unwrap();
+    }
+
     /// A pass with one gradient.
     fn pass(model: &mut DistributedDataParallel, sync: bool, grad: Box<Far>) {
-        model.prepare(sync).unwrap();
+        begin(model, sync);
         model.sink().lock().ready_on_device(0, grad).unwrap();
         model.finish().unwrap();
     }
@@ -399,7 +381,7 @@ mod tests {
     fn there(model: &DistributedDataParallel) -> Option<(Vec<f32>, bool)> {
         let mut found = None;
         model
-            .with_gradients(&mut |grads| {
+            .with_grads(&mut |grads| {
                 found = grads[0].map(|grad| match grad {
                     Gradient::Device(grad) => {
                         let any: &dyn Any = grad;
@@ -430,12 +412,12 @@ mod tests {
             }
             Ok(())
         };
-        model.with_grads(&mut lend).unwrap();
+        with_host_grads(&model, &mut lend).unwrap();
         assert_eq!((lent, *copies.lock()), (Some(vec![11.0, 22.0]), 1));
         model.zero_grad();
         assert_eq!(there(&model), None);
         // What a checkpoint brings back is on the host until more comes.
-        model.prepare(false).unwrap();
+        begin(&mut model, false);
         model.sink().lock().ready(0, Slice::F32(&[1.0, 2.0])).unwrap();
         model.finish().unwrap();
         assert_eq!(there(&model), Some((vec![1.0, 2.0], false)));

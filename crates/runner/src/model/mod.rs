@@ -1,5 +1,4 @@
-//! What stands between a model and its gradients: where they are kept, and whether other ranks
-//! have a say in them.
+//! Model wrappers: they keep a model's gradients, and average them over ranks.
 //!
 //! A [`ModelWrapper`] owns gradient memory. [`DistributedDataParallel`] averages gradients over a
 //! process group while backward still runs; a group of one rank is the same with nothing to
@@ -11,15 +10,15 @@ mod ddp;
 mod state;
 
 use collective::ProcessGroup;
-#[cfg(feature = "candle-cuda")]
-use fused_optim::cuda::GradStats;
 use fused_optim::{DType, Slice};
 
 pub use builtin::MODEL_WRAPPERS;
 pub use ddp::DistributedDataParallel;
 
 use crate::Result;
-use crate::engine::{ComputeDevice, Engine, Gradient, SharedSink, TensorSpec};
+use crate::engine::{
+    ComputeDevice, Engine, Gradient, HostTensor, SharedSink, StepContext, TensorSpec,
+};
 
 /// What a model is built with.
 #[derive(Clone, Copy, Debug)]
@@ -44,31 +43,15 @@ pub trait ModelWrapper: Send {
     /// Where the engine reports gradients.
     fn sink(&self) -> SharedSink;
 
-    /// Called before each forward pass. With `sync` false (`no_sync`) the coming gradients are
-    /// only added up on this rank.
-    ///
-    /// # Errors
-    ///
-    /// Those of the communication behind the wrapper.
-    fn prepare(&mut self, sync: bool) -> Result<()>;
-
-    /// Called after [`prepare`](Self::prepare), with the model: a wrapper that keeps the ranks'
-    /// buffers or parameters alike does it here.
+    /// Called before each forward pass, with the model and the step's context. Without
+    /// [`sync`](StepContext::sync) (`no_sync`) the coming gradients are only added up on this rank. A wrapper that
+    /// keeps the ranks' buffers or parameters alike does it here. `engine` is `None` where no forward pass follows:
+    /// when the gradients of a checkpoint are loaded.
     ///
     /// # Errors
     ///
     /// Those of the communication behind the wrapper, and of the engine.
-    fn before_forward(&mut self, _engine: &mut dyn Engine) -> Result<()> {
-        Ok(())
-    }
-
-    /// Called after [`prepare`](Self::prepare) of a pass that ends in a step on a GPU, if that would have to look at
-    /// all gradients before it begins: a wrapper that averages them there may look as they come, as long as
-    /// nothing changes them after that.
-    #[cfg(feature = "candle-cuda")]
-    fn look_ahead(&mut self, look: GradStats) {
-        let _ = look;
-    }
+    fn prepare(&mut self, engine: Option<&mut dyn Engine>, cx: &mut StepContext<'_>) -> Result<()>;
 
     /// Called after each backward pass: waits until every gradient is final.
     ///
@@ -77,43 +60,26 @@ pub trait ModelWrapper: Send {
     /// [`collective::Error::UnusedParameters`] if a parameter got none; a peer's failure.
     fn finish(&mut self) -> Result<()>;
 
-    /// Told once, before training, of an engine on a device that an optimizer is to step on: a wrapper whose group
-    /// is on that device, too, averages gradients there from now on. Every rank calls it.
+    /// Called once, before training, with an engine on a device that an optimizer is to step on: a wrapper whose
+    /// group is on that device, too, averages gradients there from now on. Every rank calls it.
     ///
     /// # Errors
     ///
     /// [`Error::Config`](crate::Error::Config) naming what it cannot do there; those of the engine.
-    fn place(&mut self, _engine: &dyn Engine) -> Result<()> {
+    fn place(&mut self, _engine: &mut dyn Engine) -> Result<()> {
         Ok(())
     }
 
-    /// Whether the gradients of a pass that is prepared are the step's, each as the engine reports it, and nothing
-    /// else waits for them: the step may then be made before they are reported.
-    fn passes_on(&self) -> bool {
-        false
-    }
-
-    /// Lends the gradients, in the parameters' order; `None` where there is none. Of those on a device it lends
-    /// copies.
+    /// Lends the gradients, in the parameters' order, each where it is; `None` where there is none.
+    /// [`with_host_grads`] lends copies of those on a device.
     ///
     /// # Errors
     ///
     /// Those of `visit`.
-    fn with_grads(&self, visit: &mut dyn FnMut(&[Option<Slice<'_>>]) -> Result<()>) -> Result<()>;
-
-    /// Lends the gradients as [`with_grads`](Self::with_grads), each where it is.
-    ///
-    /// # Errors
-    ///
-    /// Those of `visit`.
-    fn with_gradients(
+    fn with_grads(
         &self,
         visit: &mut dyn FnMut(&[Option<Gradient<'_>>]) -> Result<()>,
-    ) -> Result<()> {
-        self.with_grads(&mut |grads| {
-            visit(&grads.iter().map(|grad| grad.map(Gradient::Host)).collect::<Vec<_>>())
-        })
-    }
+    ) -> Result<()>;
 
     /// Forgets all gradients.
     fn zero_grad(&mut self);
@@ -137,7 +103,31 @@ pub trait ModelWrapper: Send {
     }
 }
 
-/// A wrapper over another one: what it does not change is the other's.
+/// Lends a wrapper's gradients in the host's memory: copies of those on a device.
+///
+/// # Errors
+///
+/// Those of `visit`, and of the copies.
+pub fn with_host_grads(
+    model: &dyn ModelWrapper,
+    visit: &mut dyn FnMut(&[Option<Slice<'_>>]) -> Result<()>,
+) -> Result<()> {
+    model.with_grads(&mut |grads| {
+        let copy = |grad: &Option<Gradient<'_>>| match grad {
+            Some(Gradient::Device(grad)) => grad.to_host().map(Some),
+            _ => Ok(None),
+        };
+        let copies: Vec<_> = grads.iter().map(copy).collect::<Result<_>>()?;
+        let slices = grads.iter().zip(&copies).map(|(grad, copy)| match grad {
+            Some(Gradient::Host(slice)) => Some(*slice),
+            _ => copy.as_ref().map(HostTensor::as_slice),
+        });
+        visit(&slices.collect::<Vec<_>>())
+    })
+}
+
+/// A wrapper over another one: what it does not change is the other's, except that an optimizer's step never joins
+/// backward.
 ///
 /// Its methods are those of [`ModelWrapper`], which it is, with the same errors.
 ///
@@ -145,6 +135,7 @@ pub trait ModelWrapper: Send {
 ///
 /// ```
 /// use runner::Result;
+/// use runner::engine::{Engine, StepContext};
 /// use runner::model::{DistributedDataParallel, ModelWrapper, WrapperOver};
 ///
 /// /// Counts the batches that only add up.
@@ -161,9 +152,13 @@ pub trait ModelWrapper: Send {
 ///         &mut self.0
 ///     }
 ///
-///     fn prepare(&mut self, sync: bool) -> Result<()> {
-///         self.1 += usize::from(!sync);
-///         self.0.prepare(sync)
+///     fn prepare(
+///         &mut self,
+///         engine: Option<&mut dyn Engine>,
+///         cx: &mut StepContext<'_>,
+///     ) -> Result<()> {
+///         self.1 += usize::from(!cx.sync);
+///         self.0.prepare(engine, cx)
 ///     }
 /// }
 /// ```
@@ -179,13 +174,8 @@ pub trait WrapperOver: Send {
     fn inner_mut(&mut self) -> &mut Self::Inner;
 
     /// [`ModelWrapper::prepare`].
-    fn prepare(&mut self, sync: bool) -> Result<()> {
-        self.inner_mut().prepare(sync)
-    }
-
-    /// [`ModelWrapper::before_forward`].
-    fn before_forward(&mut self, engine: &mut dyn Engine) -> Result<()> {
-        self.inner_mut().before_forward(engine)
+    fn prepare(&mut self, engine: Option<&mut dyn Engine>, cx: &mut StepContext<'_>) -> Result<()> {
+        self.inner_mut().prepare(engine, cx)
     }
 
     /// [`ModelWrapper::finish`].
@@ -199,36 +189,26 @@ impl<T: WrapperOver> ModelWrapper for T {
         self.inner().sink()
     }
 
-    fn prepare(&mut self, sync: bool) -> Result<()> {
-        WrapperOver::prepare(self, sync)
-    }
-
-    fn before_forward(&mut self, engine: &mut dyn Engine) -> Result<()> {
-        WrapperOver::before_forward(self, engine)
-    }
-
-    #[cfg(feature = "candle-cuda")]
-    fn look_ahead(&mut self, look: GradStats) {
-        self.inner_mut().look_ahead(look);
+    fn prepare(&mut self, engine: Option<&mut dyn Engine>, cx: &mut StepContext<'_>) -> Result<()> {
+        WrapperOver::prepare(self, engine, cx)?;
+        // `finish` may change the gradients.
+        cx.step.iter_mut().for_each(|step| step.may_join_backward = false);
+        Ok(())
     }
 
     fn finish(&mut self) -> Result<()> {
         WrapperOver::finish(self)
     }
 
-    fn place(&mut self, engine: &dyn Engine) -> Result<()> {
+    fn place(&mut self, engine: &mut dyn Engine) -> Result<()> {
         self.inner_mut().place(engine)
     }
 
-    fn with_grads(&self, visit: &mut dyn FnMut(&[Option<Slice<'_>>]) -> Result<()>) -> Result<()> {
-        self.inner().with_grads(visit)
-    }
-
-    fn with_gradients(
+    fn with_grads(
         &self,
         visit: &mut dyn FnMut(&[Option<Gradient<'_>>]) -> Result<()>,
     ) -> Result<()> {
-        self.inner().with_gradients(visit)
+        self.inner().with_grads(visit)
     }
 
     fn zero_grad(&mut self) {

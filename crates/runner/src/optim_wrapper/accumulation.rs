@@ -11,13 +11,13 @@ pub struct Accumulation {
     max: Option<usize>,
 }
 
-/// What to do with one batch.
+/// What one batch does to the step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Turn {
+pub struct BatchRole {
     /// Divide the loss by this.
     pub divisor: usize,
     /// The optimizer steps after this batch; gradients are exchanged in its backward.
-    pub update: bool,
+    pub steps: bool,
 }
 
 impl Accumulation {
@@ -40,7 +40,7 @@ impl Accumulation {
     /// Batches that wait for a step, and what the loss of each is divided by.
     pub(crate) fn pending(mut self) -> (usize, usize) {
         let pending = if Some(self.seen) == self.max { 0 } else { self.seen % self.counts };
-        (pending, self.turn().divisor)
+        (pending, self.next_batch().divisor)
     }
 
     /// Tells how many batches have been seen and how many the run will see.
@@ -48,15 +48,15 @@ impl Accumulation {
         (self.seen, self.max) = (seen, Some(max));
     }
 
-    /// The next batch's turn.
-    pub fn turn(&mut self) -> Turn {
+    /// The role of the next batch.
+    pub fn next_batch(&mut self) -> BatchRole {
         let remainder = self.max.map_or(0, |max| max % self.counts);
         let in_remainder = self.max.is_some_and(|max| self.seen >= max - remainder);
         let divisor = if in_remainder && remainder > 0 { remainder } else { self.counts };
         self.seen += 1;
-        Turn {
+        BatchRole {
             divisor,
-            update: self.seen.is_multiple_of(self.counts) || Some(self.seen) == self.max,
+            steps: self.seen.is_multiple_of(self.counts) || Some(self.seen) == self.max,
         }
     }
 }
@@ -79,10 +79,10 @@ mod tests {
                 accumulation.initialize_count_status(number("init_counts") as usize, max);
             }
             for row in case["rows"].as_array().unwrap() {
-                let turn = accumulation.turn();
-                assert_eq!(turn.divisor as u64, row[0].as_u64().unwrap(), "{case}");
-                assert_eq!(u64::from(turn.update), row[1].as_u64().unwrap(), "{case}");
-                assert_eq!(u64::from(turn.update), row[2].as_u64().unwrap(), "{case}");
+                let role = accumulation.next_batch();
+                assert_eq!(role.divisor as u64, row[0].as_u64().unwrap(), "{case}");
+                assert_eq!(u64::from(role.steps), row[1].as_u64().unwrap(), "{case}");
+                assert_eq!(u64::from(role.steps), row[2].as_u64().unwrap(), "{case}");
                 rows += 1;
             }
         }

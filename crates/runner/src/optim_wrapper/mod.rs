@@ -15,7 +15,7 @@ mod wrapper;
 use ::amp::ScalerState;
 use fused_optim::{Applied, DType, Optimizer, ParamGroup, ParamSpec, StateDict};
 
-pub use accumulation::{Accumulation, Turn};
+pub use accumulation::{Accumulation, BatchRole};
 pub use builtin::{OPTIM_WRAPPERS, OPTIMIZERS};
 pub use dict::{Member, OptimizerDict, assign};
 pub use paramwise::{Multipliers, Paramwise};
@@ -87,4 +87,6 @@ pub struct Update {
     pub losses: Losses,
     /// What became of the optimizer's step; none if the batch only added up.
     pub applied: Option<Applied>,
+    /// A line of the engine for the log.
+    pub note: Option<String>,
 }

@@ -76,7 +76,7 @@ mod tests {
     use half::f16;
 
     use crate::data::Batch;
-    use crate::engine::Engine;
+    use crate::engine::{Engine, EngineState};
     use crate::model::DistributedDataParallel;
     use crate::optim_wrapper::{LossScale, OptimWrapper};
     use crate::testing::{FakeEngine, Values, group};
@@ -126,7 +126,9 @@ mod tests {
             (0.25, false),
         ] {
             engine.gradient = gradient;
-            let update = optim.update_params(&mut engine, &mut model, &Batch::new()).unwrap();
+            let update = optim
+                .update_params(&mut engine, &mut model, &Batch::new(), &mut EngineState::default())
+                .unwrap();
             applied.extend(update.applied);
             device.0.lock().0 |= flag;
         }

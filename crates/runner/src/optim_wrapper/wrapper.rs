@@ -19,8 +19,8 @@ use super::overflow::OverflowCheck;
 use super::{Accumulation, OptimWrapperState, Update};
 use crate::data::Batch;
 use crate::device::Overflows;
-use crate::engine::{ComputeDevice, Engine, TensorSpec};
-use crate::model::ModelWrapper;
+use crate::engine::{Engine, EngineState, OptimizerStep, StepContext, TensorSpec};
+use crate::model::{ModelWrapper, with_host_grads};
 use crate::{Error, Result};
 
 /// How the loss is scaled.
@@ -217,7 +217,7 @@ impl OptimWrapper {
         Ok(())
     }
 
-    /// Trains on one batch: forward, backward, and the optimizer's step if it is due.
+    /// Trains on one batch: forward, backward, and the optimizer's step if it is due. `state` is the engine's.
     ///
     /// # Errors
     ///
@@ -227,38 +227,36 @@ impl OptimWrapper {
         engine: &mut dyn Engine,
         model: &mut dyn ModelWrapper,
         batch: &Batch,
+        state: &mut EngineState,
     ) -> Result<Update> {
         self.last = None;
-        let turn = self.accumulation.turn();
-        model.prepare(turn.update)?;
-        #[cfg(feature = "candle-cuda")]
-        if turn.update
-            && let Some(stats) = self.grad_stats()?
-        {
-            model.look_ahead(stats);
-        }
-        model.before_forward(engine)?;
-        let scale = self.loss_scale() / turn.divisor as f32;
-        let mut sink = model.sink();
-        if let Some(overflow) = &mut self.overflow {
-            sink = overflow.before_forward(sink)?;
-        }
-        let is_behind = turn.update && turn.divisor == 1 && model.passes_on();
-        let (losses, mut applied) = if is_behind && self.overflow.is_none() {
-            let ctl = self.step_ctl();
-            engine.forward_backward_step(batch, scale, &sink, (&mut *self.optimizer, &ctl))?
-        } else {
-            (engine.forward_backward(batch, scale, &sink)?, None)
+        let role = self.accumulation.next_batch();
+        let ctl = self.step_ctl();
+        let mut cx = StepContext {
+            loss_scale: self.loss_scale() / role.divisor as f32,
+            autocast: self.autocast,
+            sync: role.steps,
+            ..StepContext::new(model.sink(), state)
         };
+        // What an overflow check finds is known after backward.
+        if role.steps && self.overflow.is_none() {
+            cx.step = Some(OptimizerStep::new(&mut *self.optimizer, ctl));
+        }
+        model.prepare(Some(&mut *engine), &mut cx)?;
+        if let Some(overflow) = &mut self.overflow {
+            cx.sink = overflow.before_forward(cx.sink)?;
+        }
+        let losses = engine.train_step(batch, &mut cx)?;
+        let (note, mut applied) = (cx.note, cx.step.and_then(|step| step.applied));
         model.finish()?;
-        if turn.update {
+        if role.steps {
             match applied {
                 Some(applied) => self.stepped(applied)?,
                 None => applied = Some(self.step(engine, model)?),
             }
             model.zero_grad();
         }
-        Ok(Update { losses, applied })
+        Ok(Update { losses, applied, note })
     }
 
     /// Lets the optimizer step on the gradients that are there.
@@ -273,7 +271,7 @@ impl OptimWrapper {
         {
             ctl.found_inf = FoundInf::Known(true);
         }
-        let applied = step(&mut *self.optimizer, engine, model, &ctl)?;
+        let applied = run(OptimizerStep::new(&mut *self.optimizer, ctl), engine, model)?;
         self.stepped(applied)?;
         Ok(applied)
     }
@@ -284,12 +282,6 @@ impl OptimWrapper {
         StepCtl { grad_scale: self.scaler.inv_scale(), found_inf, clip: self.clip }
     }
 
-    #[cfg(feature = "candle-cuda")]
-    fn grad_stats(&mut self) -> Result<Option<fused_optim::GradStats>> {
-        let ctl = self.step_ctl();
-        self.optimizer.as_device().map_or(Ok(None), |device| Ok(device.grad_stats(&ctl)?))
-    }
-
     /// Notes what a step did.
     fn stepped(&mut self, applied: Applied) -> Result<()> {
         self.last = Some(applied);
@@ -298,24 +290,25 @@ impl OptimWrapper {
     }
 }
 
-/// Brings parameters and gradients together for one optimizer step: on the device, or on the host.
-fn step(
-    optimizer: &mut dyn Optimizer,
+/// Brings parameters and gradients together for a step: on the device, or on the host.
+fn run(
+    mut step: OptimizerStep<'_>,
     engine: &mut dyn Engine,
     model: &dyn ModelWrapper,
-    ctl: &StepCtl,
 ) -> Result<Applied> {
     let mut applied = Applied::SkippedNonFinite;
-    if engine.device() != ComputeDevice::Cpu && optimizer.device() != "cpu" {
-        model.with_gradients(&mut |grads| {
-            applied = engine.step_on_device(optimizer, grads, ctl)?;
+    if step.optimizer.as_device().is_some()
+        && let Some(device) = engine.device()
+    {
+        model.with_grads(&mut |grads| {
+            applied = device.optimizer_step(&mut step, grads)?;
             Ok(())
         })?;
         return Ok(applied);
     }
     let rows: Vec<usize> = engine.params().iter().map(TensorSpec::rows).collect();
     engine.with_params(&mut |weights| {
-        model.with_grads(&mut |grads| {
+        with_host_grads(model, &mut |grads| {
             let mut params: Vec<_> = weights
                 .iter_mut()
                 .zip(grads)
@@ -325,7 +318,7 @@ fn step(
                     ..ParamMut::new(weight.reborrow(), *grad)
                 })
                 .collect();
-            applied = optimizer.step(&mut params, ctl)?;
+            applied = step.optimizer.step(&mut params, &step.ctl)?;
             Ok(())
         })
     })?;
@@ -377,7 +370,9 @@ mod tests {
         let (mut engine, mut model, mut optim) = parts(1, dynamic());
         let mut step = |engine: &mut FakeEngine, gradient: f32| {
             engine.gradient = gradient;
-            let update = optim.update_params(engine, &mut model, &Batch::new()).unwrap();
+            let update = optim
+                .update_params(engine, &mut model, &Batch::new(), &mut EngineState::default())
+                .unwrap();
             (update.applied.unwrap(), optim.loss_scale())
         };
         assert_eq!(step(&mut engine, 0.25), (Applied::Applied, 1024.0));
@@ -397,8 +392,17 @@ mod tests {
         let mut applied = Vec::new();
         for gradient in [0.25, 0.75, 1000.0, 0.25, 0.25, 0.25] {
             engine.gradient = gradient;
-            applied
-                .push(optim.update_params(&mut engine, &mut model, &Batch::new()).unwrap().applied);
+            applied.push(
+                optim
+                    .update_params(
+                        &mut engine,
+                        &mut model,
+                        &Batch::new(),
+                        &mut EngineState::default(),
+                    )
+                    .unwrap()
+                    .applied,
+            );
             if applied.len() == 2 {
                 // The mean of the two, not their sum.
                 assert_eq!(*weights(&engine), all(1.0 - 0.5 * 0.5));
@@ -433,7 +437,14 @@ mod tests {
                 [(f32::INFINITY, Applied::SkippedNonFinite), (0.5, Applied::Applied)]
             {
                 engine.gradient = gradient;
-                let update = optim.update_params(&mut engine, &mut model, &Batch::new()).unwrap();
+                let update = optim
+                    .update_params(
+                        &mut engine,
+                        &mut model,
+                        &Batch::new(),
+                        &mut EngineState::default(),
+                    )
+                    .unwrap();
                 assert_eq!(update.applied, Some(applied), "{loss_scale:?}");
                 assert_eq!(optim.loss_scale(), scale);
             }
@@ -450,8 +461,10 @@ mod tests {
             let options = ReducerOptions::default();
             let mut model =
                 DistributedDataParallel::new(group(), engine.params(), options).unwrap();
-            model.prepare(true).unwrap();
-            engine.forward_backward(&Batch::new(), 1.0, &model.sink()).unwrap();
+            let mut state = EngineState::default();
+            let mut cx = StepContext::new(model.sink(), &mut state);
+            model.prepare(Some(&mut engine), &mut cx).unwrap();
+            engine.train_step(&Batch::new(), &mut cx).unwrap();
             model.finish().unwrap();
             engine.specs[0][0].shape = shape.into();
             let adamp = AdamP::with_one_group(AdamPHyper::default(), 1).unwrap();

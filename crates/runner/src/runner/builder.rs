@@ -18,7 +18,7 @@ use crate::checkpoint::Position;
 use crate::config::Span;
 use crate::data::DataLoader;
 use crate::device::{self, Device, DeviceConfig, Own};
-use crate::engine::{CompileOptions, Engine};
+use crate::engine::{CompileOptions, Engine, EngineState};
 use crate::evaluate::Metric;
 use crate::model::{DistributedDataParallel, ModelContext, ModelFactory, WrapperFactory};
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
@@ -218,9 +218,9 @@ impl RunnerBuilder {
             let own_seed = engine_seed(seed, self.diff_rank_seed, &group);
             let context = device.context(optim.dtype, own_seed);
             let mut engine = make_engine(model, &context, self.compile)?;
-            let device = device.follow(&*engine)?;
+            let device = device.follow(&mut *engine)?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
-            let model = device.place(wrapper(group.clone(), engine.params())?, &*engine)?;
+            let model = device.place(wrapper(group.clone(), engine.params())?, &mut *engine)?;
             let [val, test] = self.evaluations.map(|part| make_evaluation(part, &group, seed));
             let evaluations = [val?, test?];
             let train_loader = train_loader.map(|l| l.make(&group, seed)).transpose()?;
@@ -237,6 +237,7 @@ impl RunnerBuilder {
                 auto_scales_lr: self.auto_scale_lr.is_some(),
                 model,
                 engine,
+                engine_state: EngineState { seed: own_seed, ..EngineState::default() },
                 train_loader,
                 evaluations,
                 train,
@@ -311,7 +312,7 @@ fn make_engine(
     compile: Option<CompileOptions>,
 ) -> Result<Box<dyn Engine>> {
     let mut engine = model(context)?;
-    device::check_model(context.device, &*engine)?;
+    device::check_model(context.device, &mut *engine)?;
     compile.map(|options| engine.compile(&options)).transpose()?;
     Ok(engine)
 }
@@ -323,8 +324,12 @@ fn make_optim(
 ) -> Result<OptimWrapper> {
     let mut optim = factory.make(engine.params(), device)?;
     device.check(optim.optimizer())?;
-    engine.set_autocast(optim.autocast())?;
-    engine.tune(optim.optimizer_mut());
+    if let Some(dtype) = optim.autocast().filter(|dtype| !engine.supports_autocast(*dtype)) {
+        return Err(Error::Engine(format!("this engine has no autocast to {dtype:?}")));
+    }
+    if let Some(device) = engine.device() {
+        device.tune(optim.optimizer_mut());
+    }
     Ok(optim)
 }
 

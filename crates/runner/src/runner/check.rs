@@ -16,7 +16,7 @@ use super::{DataLoaderConfig, Hook, Length, Priority, RunnerBuilder, TrainConfig
 use crate::config::Mistakes;
 use crate::data::{ArrayData, Batch, DataLoader};
 use crate::device::Device;
-use crate::engine::{ComputeDevice, Engine, GradSink, SharedSink};
+use crate::engine::{ComputeDevice, Engine, EngineState, GradSink, SharedSink, StepContext};
 use crate::evaluate::{Metric, check_records};
 use crate::model::ModelContext;
 use crate::schedulers::SchedulerConfig;
@@ -156,7 +156,8 @@ fn try_batch(
     }
     *trained_on = Some(fields);
     let sink: SharedSink = Arc::new(Mutex::new(NoSink));
-    engine.forward_backward(batch, 1.0, &sink).map(drop)
+    let mut state = EngineState::default();
+    engine.train_step(batch, &mut StepContext::new(sink, &mut state)).map(drop)
 }
 
 /// Drops gradients.

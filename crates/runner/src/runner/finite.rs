@@ -6,6 +6,7 @@ use fused_optim::{Applied, Slice};
 
 use super::Runner;
 use crate::Result;
+use crate::model::with_host_grads;
 use crate::optim_wrapper::Update;
 
 impl Runner {
@@ -38,7 +39,7 @@ impl Runner {
         }
         let mut bad_gradients = false;
         if !self.optim.skips_non_finite() {
-            self.model.with_grads(&mut |grads| {
+            with_host_grads(&*self.model, &mut |grads| {
                 bad_gradients = grads.iter().flatten().any(|grad| !is_finite(*grad));
                 Ok(())
             })?;

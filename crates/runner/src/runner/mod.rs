@@ -42,7 +42,7 @@ pub use train_config::{Length, TrainConfig};
 
 use crate::checkpoint::{Position, visit_model};
 use crate::data::{Batch, DataLoader};
-use crate::engine::{Engine, Losses};
+use crate::engine::{Engine, EngineState, Losses};
 use crate::model::ModelWrapper;
 use crate::optim_wrapper::OptimWrapper;
 use crate::schedulers::{Scheduler, SchedulerConfig};
@@ -53,6 +53,7 @@ use crate::{Error, Result, signals};
 pub struct Runner {
     group: ProcessGroup,
     engine: Box<dyn Engine>,
+    engine_state: EngineState,
     model: Box<dyn ModelWrapper>,
     optim: OptimWrapper,
     schedulers: Vec<Scheduler>,
@@ -341,9 +342,10 @@ impl Runner {
 
     /// Trains on one batch and records what the model reported.
     pub(crate) fn train_step(&mut self, batch: &Batch) -> Result<Losses> {
-        let update = self.optim.update_params(&mut *self.engine, &mut *self.model, batch)?;
-        if let Some(news) = self.engine.compile_news() {
-            self.output.logger().info(&news);
+        let (engine, model) = (&mut *self.engine, &mut *self.model);
+        let update = self.optim.update_params(engine, model, batch, &mut self.engine_state)?;
+        if let Some(note) = &update.note {
+            self.output.logger().info(note);
         }
         // In MMEngine's order: the optimizer wrapper's scalars come first.
         for (name, value) in self.optim.log_scalars() {

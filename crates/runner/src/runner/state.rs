@@ -50,8 +50,10 @@ impl Runner {
             if contents.own.iter().all(|bytes| Some(bytes) == contents.own.first()) {
                 contents.own.clear();
             }
-            contents.meta.random = all_gather_object(&self.group, &self.engine.random_position())?;
-            contents.meta.autotune_cache = all_gather_object(&self.group, &self.engine.findings())?;
+            let drawn = Some(self.engine_state.random_position).filter(|position| *position > 0);
+            contents.meta.random = all_gather_object(&self.group, &drawn)?;
+            contents.meta.autotune_cache =
+                all_gather_object(&self.group, &self.engine_state.autotune_cache)?;
             contents.meta.hooks = hooks;
             contents.extra = draft.extra;
         }
@@ -181,10 +183,10 @@ impl Runner {
         // Resets the position of the random numbers.
         self.take_seed(loaded.meta.seed);
         if let Some(position) = loaded.meta.random.get(rank).copied().flatten() {
-            self.engine.set_random_position(position)?;
+            self.engine_state.random_position = position;
         }
-        if let Some(cache) = loaded.meta.autotune_cache.get(rank).filter(|text| !text.is_empty()) {
-            self.engine.set_findings(cache)?;
+        if let Some(cache) = loaded.meta.autotune_cache.get(rank) {
+            self.engine_state.autotune_cache.clone_from(cache);
         }
         let share = takeover.gradient_share;
         loaded.load_gradients(rank, share, self.engine.params(), &mut *self.model)?;
@@ -289,7 +291,8 @@ impl Runner {
         let text = format!("going on with seed {seed} of the checkpoint instead of {}", self.seed);
         self.logger().info(&text);
         self.seed = seed;
-        self.engine.set_random_seed(engine_seed(seed, self.diff_rank_seed, &self.group));
+        let seed_of_engine = engine_seed(seed, self.diff_rank_seed, &self.group);
+        (self.engine_state.seed, self.engine_state.random_position) = (seed_of_engine, 0);
         let evaluations = self.evaluations.iter_mut().flatten();
         for loader in evaluations.map(|part| &mut part.loader).chain(&mut self.train_loader) {
             loader.set_seed(seed);

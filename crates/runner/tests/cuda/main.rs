@@ -26,6 +26,10 @@ mod nccl;
 #[cfg(feature = "nccl")]
 #[path = "../common/nccl.rs"]
 mod over_nccl;
+#[path = "../common/step.rs"]
+mod step;
+
+use step::train_step;
 
 const OPTIM: &str = "optim_wrapper = { type = 'OptimWrapper', optimizer = { type = 'SGD', lr = 0.05, momentum = 0.9 } }";
 
@@ -283,9 +287,9 @@ fn a_compiled_step_copies_its_batch_to_the_gpu_and_nothing_else() {
             engine.compile(&CompileOptions::default()).unwrap();
         }
         let sink: SharedSink = Arc::new(Mutex::new(Forget));
-        engine.forward_backward(&batch, 1.0, &sink).unwrap();
+        train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
         let before = [launched().unwrap(), copied().unwrap()[0]];
-        engine.forward_backward(&batch, 1.0, &sink).unwrap();
+        train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
         [launched().unwrap() - before[0], copied().unwrap()[0] - before[1]]
     };
     let ([composed, _], [kernels, sent]) = (step(false), step(true));

@@ -5,8 +5,8 @@ use std::time::Duration;
 use collective::{ProcessGroup, ReducerOptions};
 use fused_optim::cuda::DeviceFed;
 use fused_optim::{AdamWHyper, Applied, Clip, HalfWeights, ParamGroup};
-use runner::engine::Engine;
 use runner::engine::candle::CandleEngine;
+use runner::engine::{Engine, EngineState};
 use runner::model::DistributedDataParallel;
 use runner::optim_wrapper::{LossScale, OptimWrapper};
 
@@ -17,6 +17,7 @@ struct Training {
     engine: CandleEngine,
     optim: OptimWrapper,
     model: DistributedDataParallel,
+    state: EngineState,
 }
 
 impl Training {
@@ -26,7 +27,8 @@ impl Training {
         let count = engine.params().len();
         let model = DistributedDataParallel::new(group, engine.params(), ReducerOptions::default());
         let groups = [ParamGroup::new(AdamWHyper::default(), 0..count)];
-        let adamw = DeviceFed::new(engine.gpu().unwrap(), groups, HalfWeights::Master).unwrap();
+        let adamw =
+            DeviceFed::new(engine.gpu().unwrap().clone(), groups, HalfWeights::Master).unwrap();
         let scale = ::amp::LossScalerOptions {
             init_scale: 1e38,
             growth_interval: 2,
@@ -34,14 +36,14 @@ impl Training {
         };
         let optim = OptimWrapper::new(Box::new(adamw), 1).with_clip_grad(Some(Clip::norm(0.5)));
         let optim = optim.with_mixed_precision(LossScale::Dynamic(scale)).unwrap();
-        Self { engine, optim, model: model.unwrap() }
+        Self { engine, optim, model: model.unwrap(), state: EngineState::default() }
     }
 
     /// What became of a step, and how often the GPU was to do something for it.
     fn step(&mut self, seed: usize) -> (String, Option<Applied>, Option<[u64; 2]>) {
         let before = launched();
-        let Self { engine, optim, model } = self;
-        let update = optim.update_params(engine, model, &batch(seed)).unwrap();
+        let Self { engine, optim, model, state } = self;
+        let update = optim.update_params(engine, model, &batch(seed), state).unwrap();
         let count = launched().zip(before).map(|(now, then)| [now[0] - then[0], now[1] - then[1]]);
         let told = format!("{:?} {:?}", update.losses, optim.log_scalars());
         (told, update.applied, count)

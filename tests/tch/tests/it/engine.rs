@@ -10,7 +10,7 @@ use fused_optim::{DType, Slice, SliceMut};
 use parking_lot::Mutex;
 use runner::config::Config;
 use runner::data::{Array, Batch};
-use runner::engine::{ComputeDevice, Engine, GradSink, SharedSink};
+use runner::engine::{ComputeDevice, Engine, EngineState, GradSink, SharedSink, StepContext};
 use runner::model::{ModelContext, ModelFactory};
 use runner::zoo::MODELS;
 use runner::{Error, Result, RunnerBuilder};
@@ -78,7 +78,8 @@ impl GradSink for Note {
 fn pass(engine: &mut dyn Engine, at: usize, act: fn() -> Result<()>) -> (Result<f64>, Gradients) {
     let note = Arc::new(Mutex::new(Note { come: Vec::new(), at, act }));
     let sink: SharedSink = note.clone();
-    let losses = engine.forward_backward(&inputs(), 1.0, &sink);
+    let mut state = EngineState::default();
+    let losses = engine.train_step(&inputs(), &mut StepContext::new(sink, &mut state));
     let come = note.lock().come.clone();
     (losses.map(|losses| losses.scalars[0].1), come)
 }
@@ -163,7 +164,7 @@ fn what_does_not_fit_is_an_error_with_a_name() {
     let mut engine = chain();
     let error = engine.eval(&Batch::new()).unwrap_err().to_string();
     assert!(error.contains("no field `inputs`"), "{error}");
-    assert!(engine.set_autocast(Some(DType::F32)).is_err());
+    assert!(!engine.supports_autocast(DType::F32));
     let mut empty = self::engine(|_| Chain(Vec::new())).unwrap();
     let error = pass(&mut empty, 0, || Ok(())).0.unwrap_err().to_string();
     assert!(error.contains("backward") && error.contains("grad"), "{error}");

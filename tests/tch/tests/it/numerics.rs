@@ -14,7 +14,7 @@ use runner::data::{Array, Batch};
 use runner::engine::candle::candle_core::Result as CandleResult;
 use runner::engine::candle::candle_nn::VarBuilder;
 use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
-use runner::engine::{Engine, GradSink, SharedSink, TensorSpec};
+use runner::engine::{Engine, EngineState, GradSink, SharedSink, StepContext, TensorSpec};
 use runner::model::{DistributedDataParallel, ModelWrapper};
 use runner::optim_wrapper::OptimWrapper;
 use runner::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions};
@@ -195,16 +195,27 @@ impl GradSink for Spoil {
     }
 }
 
-/// Trains as one of `group`, with an optimizer of ours; `factor` is [`Spoil`]'s.
-fn train(engine: &mut dyn Engine, group: ProcessGroup, rule: Rule, factor: f32) -> Outcome {
+/// Trains as one of `group`, with an optimizer of ours, under autocast to `dtype` unless that is `f32`; `factor` is
+/// [`Spoil`]'s.
+fn train(
+    engine: &mut dyn Engine,
+    group: ProcessGroup,
+    rule: Rule,
+    dtype: DType,
+    factor: f32,
+) -> Outcome {
     let (rank, ranks) = (group.rank(), group.world_size());
     let options = ReducerOptions::default();
     let mut model = DistributedDataParallel::new(group, engine.params(), options).unwrap();
     let mut optim = OptimWrapper::new(rule.ours(engine.params().len()), 1);
     let sink: SharedSink = Arc::new(Mutex::new(Spoil { sink: model.sink(), factor }));
+    let autocast = (dtype != DType::F32).then_some(dtype);
+    let mut engine_state = EngineState::default();
     let step = |step| {
-        model.prepare(true).unwrap();
-        let losses = engine.forward_backward(&batch(step * ranks + rank), 1.0, &sink).unwrap();
+        let cx = StepContext::new(sink.clone(), &mut engine_state);
+        let mut cx = StepContext { autocast, ..cx };
+        model.prepare(Some(&mut *engine), &mut cx).unwrap();
+        let losses = engine.train_step(&batch(step * ranks + rank), &mut cx).unwrap();
         model.finish().unwrap();
         assert_eq!(optim.step(engine, &model).unwrap(), Applied::Applied);
         model.zero_grad();
@@ -220,8 +231,7 @@ fn alone() -> ProcessGroup {
 
 fn train_alone(engine: &mut dyn Engine, net: Net, rule: Rule, dtype: DType) -> Outcome {
     set_state(engine, &start(net));
-    engine.set_autocast((dtype != DType::F32).then_some(dtype)).unwrap();
-    train(engine, alone(), rule, 1.0)
+    train(engine, alone(), rule, dtype, 1.0)
 }
 
 /// A model of tch alone, without a word of ours.
@@ -308,7 +318,9 @@ fn what_the_sink_is_given_are_the_bits_of_tchs_own_gradients() {
         for step in 0..2 {
             let keep = Arc::new(Mutex::new(Keep::default()));
             let sink: SharedSink = keep.clone();
-            engine.forward_backward(&batch(step), 2.0, &sink).unwrap();
+            let mut state = EngineState::default();
+            let cx = StepContext::new(sink, &mut state);
+            engine.train_step(&batch(step), &mut StepContext { loss_scale: 2.0, ..cx }).unwrap();
             (model.loss(&batch(step)).unwrap() * 2.0).backward();
             let mut variables = store.variables();
             for (index, grad) in &keep.lock().0 {
@@ -331,7 +343,7 @@ fn a_wrong_number_is_noticed() {
             println!("{net:?}, {what}");
             let mut engine = in_torch(net);
             set_state(&mut engine, &start(net));
-            let wrong = train(&mut engine, alone(), rule, factor);
+            let wrong = train(&mut engine, alone(), rule, DType::F32, factor);
             right.is_near(&wrong, WIDE.0, WIDE.1).expect_err(what);
         };
         match rule {
@@ -363,7 +375,7 @@ fn two_ranks_come_to_the_same() {
                 let mut engine: Box<dyn Engine> =
                     if torch { Box::new(in_torch(net)) } else { Box::new(in_candle(net)) };
                 set_state(&mut *engine, &start(net));
-                train(&mut *engine, group, rule, 1.0)
+                train(&mut *engine, group, rule, DType::F32, 1.0)
             };
             let ranks = groups.into_iter().zip(torch).map(|job| thread::spawn(move || rank(job)));
             let ranks: Vec<_> = ranks.collect();

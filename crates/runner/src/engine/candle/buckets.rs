@@ -1,9 +1,9 @@
 //! Gradients averaged on a GPU, by NCCL, while backward computes.
 //!
 //! A gradient is copied into its bucket in order of candle's stream; buckets leave in a stream of the reducer's, and
-//! the step comes behind them by events. The host waits for neither. Where the step would have to look at gradients,
-//! for values that are not finite or for their norm, it is done behind each bucket's all-reduce, while the bucket is
-//! in the device's cache.
+//! the step comes behind them by events. The host waits for neither. Where the step needs statistics of
+//! the gradients, their norm or whether they are finite, these are taken behind each bucket's all-reduce, while the
+//! bucket is in the device's cache.
 
 #![expect(unsafe_code, reason = "hands addresses of tensors, and candle's stream, to the reducer")]
 
@@ -14,11 +14,11 @@ use collective::reducer::{
     BucketKernels, BucketPlan, CommHook, Compress, DeviceReducer, DeviceReducerOptions, ParamInfo,
 };
 use collective::{DeviceBuf, DeviceStream, ProcessGroup, ReducerOptions};
-use fused_optim::cuda::{DeviceSlice, Gpu, GradStats};
-use fused_optim::{DType, Slice};
+use fused_optim::cuda::{DeviceSlice, Gpu};
+use fused_optim::{DType, GradStats, Slice};
 use half::{bf16, f16};
 
-use super::on_device::address_of;
+use super::cuda::address_of;
 use crate::engine::{DeviceBuckets, DeviceTensor, HostTensor, type_of};
 use crate::{Error, Result};
 
@@ -55,10 +55,10 @@ impl Buckets {
         let kernels = Kernels {
             ordinal: gpu.stream().context().ordinal(),
             casts: None,
-            looks: None,
+            stats_gpu: None,
             indices,
             members: Vec::new(),
-            ahead: None,
+            stats: None,
         };
         let reducer = DeviceReducer::new(group, params, device, kernels)?;
         Ok(Self { reducer, averages, gpu })
@@ -71,14 +71,10 @@ impl Buckets {
 }
 
 impl DeviceBuckets for Buckets {
-    fn prepare(&mut self) -> Result<()> {
+    fn prepare(&mut self, stats: Option<GradStats>) -> Result<()> {
         self.reducer.prepare(true)?;
-        self.reducer.kernels_mut().ahead = None;
+        self.reducer.kernels_mut().stats = stats;
         Ok(())
-    }
-
-    fn look_ahead(&mut self, look: GradStats) {
-        self.reducer.kernels_mut().ahead = Some(look);
     }
 
     fn ready(&mut self, index: usize, grad: &dyn DeviceTensor) -> Result<()> {
@@ -94,7 +90,7 @@ impl DeviceBuckets for Buckets {
         let stream = self.stream();
         // SAFETY: the stream outlives the reducer; optimizers use the averages in it alone.
         unsafe { self.reducer.finish(stream) }?;
-        self.reducer.kernels_mut().ahead = None;
+        self.reducer.kernels_mut().stats = None;
         for (index, average) in self.averages.iter_mut().enumerate() {
             let at = self.reducer.grad(index);
             *average = at.map(|at| Average { at, gpu: self.gpu.clone() });
@@ -180,19 +176,19 @@ fn slice_of(buf: DeviceBuf) -> DeviceSlice {
     DeviceSlice { ptr: buf.address(), len: buf.count(), dtype }
 }
 
-/// `amp`'s casts, for buckets that travel in 16 bits, and the optimizer's looks at averages.
+/// `amp`'s casts, for buckets that travel in 16 bits, and the optimizer's statistics of averages.
 #[derive(Debug)]
 struct Kernels {
     ordinal: usize,
     /// The device by the buckets' stream, for either.
     casts: Option<amp::cuda::Gpu>,
-    looks: Option<Gpu>,
+    stats_gpu: Option<Gpu>,
     /// By parameter, its index in the model.
     indices: Vec<usize>,
     /// By bucket: its parameters' indices in the model, and where their averages will be.
     members: Vec<Vec<(usize, DeviceSlice)>>,
-    /// In a pass that ends in a step that has to look.
-    ahead: Option<GradStats>,
+    /// In a pass that ends in a step that needs them.
+    stats: Option<GradStats>,
 }
 
 impl Kernels {
@@ -208,9 +204,9 @@ impl Kernels {
 
 impl Drop for Kernels {
     fn drop(&mut self) {
-        // Of a pass that was not finished: no stream waits for its looks, which read the optimizer's tables. They
-        // are never freed.
-        std::mem::forget(self.ahead.take());
+        // Of a pass that was not finished: no stream waits for its statistics, which read the optimizer's tables.
+        // They are never freed.
+        std::mem::forget(self.stats.take());
     }
 }
 
@@ -254,17 +250,18 @@ impl BucketKernels for Kernels {
         _: DeviceBuf,
         stream: DeviceStream,
     ) -> collective::Result<()> {
-        let Some(ahead) = &self.ahead else { return Ok(()) };
-        if self.looks.is_none() {
+        let Some(stats) = &self.stats else { return Ok(()) };
+        if self.stats_gpu.is_none() {
             // SAFETY: the reducer's stream, which outlives its kernels.
             let gpu = unsafe { Gpu::with_stream(self.ordinal, stream.as_raw()) };
-            self.looks = Some(gpu.map_err(|e| kernel("open the device", &e))?);
+            self.stats_gpu = Some(gpu.map_err(|e| kernel("open the device", &e))?);
         }
-        let on = self.looks.as_ref().expect("opened a moment ago");
+        let on = self.stats_gpu.as_ref().expect("opened a moment ago");
         // SAFETY: the averages of the pass whose end `finish` has candle's stream, the optimizer's, wait for, and
-        // that is followed by the step that the look is for; the bucket's stream comes behind candle's as it was when
+        // that is followed by the step that the statistics are for; the bucket's stream comes behind candle's as it was when
         // the bucket was full, which is behind the last step. A pass that is not finished never frees the tables.
-        unsafe { ahead.take(&self.members[bucket], on) }.map_err(|e| kernel("look at a bucket", &e))
+        unsafe { stats.take(&self.members[bucket], on) }
+            .map_err(|e| kernel("take a bucket's statistics", &e))
     }
 }
 

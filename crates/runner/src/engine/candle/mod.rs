@@ -5,7 +5,7 @@
 //! from a [`VarBuilder`] and needs no change to have its gradients reported one by one while
 //! backward runs (`params.rs` says how).
 //!
-//! Half precision comes in two ways. Under [autocast](Engine::set_autocast) parameters stay in `f32` and
+//! Half precision comes in two ways. Under [autocast](StepContext::autocast) parameters stay in `f32` and
 //! each of [`ops`] runs in what PyTorch's lists say. With half parameters ([`CandleOptions::dtype`]),
 //! which models of candle-nn's layers can have as they are (but for its `BatchNorm`, and in `bf16` its
 //! products, which candle has none of on the CPU), parameters are served in `f16` or `bf16`, except those a
@@ -30,7 +30,7 @@
 //! On a GPU ([`CandleOptions::device`], feature `candle-cuda`) parameters, buffers and batches are in its
 //! memory, and [`ops`] are compositions of candle's own operators there, or, under
 //! [`compile`](Engine::compile), kernels of our own. Gradients stay there, if who takes them
-//! keeps them, and so does the step of an optimizer of that GPU (`on_device.rs`); whoever is lent parameters is
+//! keeps them, and so does the step of an optimizer of that GPU (`cuda.rs`); whoever is lent parameters is
 //! lent copies. `compile` can have forward and backward as one launch there (`graph/mod.rs`).
 //!
 //! Invariant: everything runs on the calling thread except what candle's own operators give to
@@ -38,6 +38,11 @@
 
 #[cfg(feature = "candle-cuda")]
 mod buckets;
+#[cfg(feature = "candle-cuda")]
+mod cuda;
+#[cfg(not(feature = "candle-cuda"))]
+#[path = "no_cuda.rs"]
+mod cuda;
 #[cfg(feature = "candle-cuda")]
 mod graph;
 mod init;
@@ -48,36 +53,23 @@ mod params;
 mod report;
 mod traps;
 
-#[cfg(feature = "candle-cuda")]
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
 use amp::Autocast;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
-#[cfg(feature = "candle-cuda")]
-use collective::{ProcessGroup, ReducerOptions, reducer::ParamInfo};
-#[cfg(feature = "candle-cuda")]
-use fused_optim::cuda::{DeviceParams, Gpu};
-use fused_optim::{Applied, Optimizer, SliceMut, StepCtl};
+use fused_optim::SliceMut;
 
-#[cfg(feature = "candle-cuda")]
-use self::graph::Behind;
+use self::cuda::{Cuda, Graphs, with_known_inputs};
 pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
-#[cfg(feature = "candle-cuda")]
-use self::ops::cuda::Kernels;
-#[cfg(feature = "candle-cuda")]
-use self::ops::known_inputs::{IndexCheck, KnownInputs};
 use self::ops::{Context, context};
 use self::params::{Slot, Store, Tensors};
 use super::{
-    CompileBackend, CompileOptions, CompileReport, ComputeDevice, Engine, Losses, SharedSink,
+    CompileOptions, CompileReport, ComputeDevice, DeviceEngine, Engine, Losses, StepContext,
     TensorSpec,
 };
 use crate::data::{Array, ArrayData, Batch};
-#[cfg(feature = "candle-cuda")]
-use crate::engine::{DeviceAverages, DeviceBuckets, Gradient};
 use crate::model::ModelFactory;
 use crate::{Error, Result};
 
@@ -147,19 +139,12 @@ pub struct CandleEngine {
     slot: Arc<Slot>,
     device: Device,
     at: ComputeDevice,
-    #[cfg(feature = "candle-cuda")]
-    gpu: Option<Gpu>,
-    /// Whole steps as one launch, if that was asked for.
-    #[cfg(feature = "candle-cuda")]
-    graphs: Option<graph::Graphs>,
-    /// What `compile` has put in place of compositions, or why it has not.
-    #[cfg(feature = "candle-cuda")]
-    kernels: Option<std::result::Result<Arc<Kernels>, String>>,
-    /// What became of a search for an optimizer's launches, or why there was none.
-    #[cfg(feature = "candle-cuda")]
-    tuned: Option<std::result::Result<String, String>>,
+    cuda: Option<Cuda>,
+    /// Whole steps as one launch, if `compile` asked for that.
+    graphs: Option<Graphs>,
     dtype: DType,
-    autocast: Option<Autocast>,
+    /// Of the step under way, with the type that it was asked for by.
+    autocast: Option<(fused_optim::DType, Autocast)>,
     compiled: Option<CompileOptions>,
     /// Random numbers, autotuning, kernels: what operators share.
     context: Context,
@@ -196,8 +181,7 @@ impl CandleEngine {
                     .map_err(|e| Error::Engine(format!("{at}: {e}")))?
             }
         };
-        #[cfg(feature = "candle-cuda")]
-        let gpu = on_device::open(&device)?;
+        let cuda = Cuda::open(&device)?;
         let (store, builder) = Store::new(dtype, options.seed, &device)?;
         let model = build(builder).map_err(|e| Error::Engine(format!("building: {e}")))?;
         let (params, buffers, slot) = store.close();
@@ -209,14 +193,8 @@ impl CandleEngine {
             slot,
             device,
             at,
-            #[cfg(feature = "candle-cuda")]
-            gpu,
-            #[cfg(feature = "candle-cuda")]
+            cuda,
             graphs: None,
-            #[cfg(feature = "candle-cuda")]
-            kernels: None,
-            #[cfg(feature = "candle-cuda")]
-            tuned: None,
             dtype,
             autocast: None,
             compiled: None,
@@ -236,7 +214,7 @@ impl CandleEngine {
         })
     }
 
-    fn step(&self, batch: &Batch, loss_scale: f32, sink: &SharedSink) -> Result<Losses> {
+    fn step(&self, batch: &Batch, cx: &StepContext<'_>) -> Result<Losses> {
         let loss = self.loss(batch)?;
         let losses = loss.read()?;
         if !self.checked {
@@ -245,51 +223,45 @@ impl CandleEngine {
         }
         let scaled = loss
             .value()
-            .affine(f64::from(loss_scale), 0.0)
+            .affine(f64::from(cx.loss_scale), 0.0)
             .map_err(|e| Error::Engine(format!("loss scale: {e}")))?;
-        self.slot.with(sink, || scaled.backward())?;
+        self.slot.with(&cx.sink, || scaled.backward())?;
         Ok(losses)
     }
 }
 
 impl CandleEngine {
-    /// Trains under `policy` from now on, or without one: lists with rules of one's own, where
-    /// [`Engine::set_autocast`] takes the device's as they are.
-    #[must_use]
-    pub fn with_autocast(mut self, policy: Option<Autocast>) -> Self {
-        self.autocast = policy;
-        self
+    /// Has later forward passes run under autocast to `dtype`, by the device's lists.
+    fn set_autocast(&mut self, dtype: Option<fused_optim::DType>) -> Result<()> {
+        if self.autocast.as_ref().map(|(dtype, _)| *dtype) == dtype {
+            return Ok(());
+        }
+        let lists = match self.at {
+            ComputeDevice::Cpu => Autocast::cpu(),
+            ComputeDevice::Cuda(_) => Autocast::cuda(),
+        };
+        self.autocast = match dtype {
+            None => None,
+            Some(dtype @ fused_optim::DType::F16) => Some((dtype, lists.with_f16())),
+            Some(dtype @ fused_optim::DType::Bf16) => Some((dtype, lists.with_bf16())),
+            Some(fused_optim::DType::F32) => {
+                return Err(Error::Engine("autocast lowers to f16 or bf16, not f32".to_owned()));
+            }
+        };
+        Ok(())
     }
 
-    #[cfg(not(feature = "candle-cuda"))]
     fn loss(&self, batch: &Batch) -> Result<Loss> {
-        self.forward(&TensorBatch::new(batch, self.dtype, &self.device)?)
-    }
-
-    #[cfg(feature = "candle-cuda")]
-    fn loss(&self, batch: &Batch) -> Result<Loss> {
-        Ok(self.loss_of(&model::send(batch, &self.device)?, batch, false)?.0)
-    }
-
-    /// The loss of a batch that was sent, and the checks of its labels and indices.
-    #[cfg(feature = "candle-cuda")]
-    fn loss_of(
-        &self,
-        sent: &[(String, Tensor)],
-        batch: &Batch,
-        is_capture: bool,
-    ) -> Result<(Loss, Vec<IndexCheck>)> {
-        let inputs = sent.iter().map(|(_, tensor)| tensor).zip(model::numbers(batch));
-        let known = KnownInputs::new(inputs);
-        let known = if is_capture { known.for_capture() } else { known };
-        let (loss, checks) = known.enter(|| self.forward(&TensorBatch::of(sent, self.dtype)?));
-        Ok((loss?, checks))
+        let sent = model::send(batch, &self.device)?;
+        with_known_inputs(&sent, batch, || self.forward(&TensorBatch::of(&sent, self.dtype)?))
     }
 
     /// The loss, under autocast if that is on.
     fn forward(&self, batch: &TensorBatch) -> Result<Loss> {
         let failed = |e| Error::Engine(format!("forward: {e}"));
-        let Some(policy) = &self.autocast else { return self.model.loss(batch).map_err(failed) };
+        let Some((_, policy)) = &self.autocast else {
+            return self.model.loss(batch).map_err(failed);
+        };
         let forward = || (self.model.loss(batch), ops::lowered_operators());
         let (loss, lowered) = ops::autocast(policy, forward);
         let loss = loss.map_err(failed)?;
@@ -303,51 +275,34 @@ impl CandleEngine {
         Ok(loss)
     }
 
-    /// Forward and backward, and perhaps a step behind.
-    fn pass(
-        &mut self,
-        (batch, loss_scale): (&Batch, f32),
-        sink: &SharedSink,
-        behind: Option<(&mut dyn Optimizer, &StepCtl)>,
-    ) -> Result<(Losses, Option<Applied>)> {
-        // A factor of 0 cuts candle's graph; one that is not finite has no use.
-        if !(loss_scale > 0.0 && loss_scale.is_finite()) {
-            return Err(Error::Engine(format!("a loss scale of {loss_scale}")));
+    /// Starts the search with what an earlier one has found, if it has found nothing itself. Returns the number of
+    /// shapes it knows. Without `compile` there is no search.
+    fn take_cache(&mut self, cache: &str) -> Result<usize> {
+        if self.shapes_timed() == 0 && !cache.is_empty() {
+            let bad = |why| Error::Checkpoint(format!("the autotune cache of `compile`: {why}"));
+            self.context.load_autotune_cache(cache).map_err(bad)?;
         }
-        let mut context = std::mem::take(&mut self.context);
-        #[cfg(feature = "candle-cuda")]
-        let mut graphs = self.graphs.take();
-        let step = || {
-            #[cfg(feature = "candle-cuda")]
-            if let Some(graphs) = &mut graphs {
-                let behind = behind.map(|(optimizer, ctl)| Behind { optimizer, ctl: *ctl });
-                return graph::step(self, graphs, (batch, loss_scale), sink, behind);
-            }
-            #[cfg(not(feature = "candle-cuda"))]
-            let _ = behind;
-            Ok((self.step(batch, loss_scale, sink)?, None))
-        };
-        let losses = context.enter(step);
-        #[cfg(feature = "candle-cuda")]
-        {
-            self.graphs = graphs;
-        }
-        self.context = context;
-        self.checked |= losses.is_ok();
-        losses
+        Ok(self.shapes_timed())
     }
 
-    /// Lends the parameters and gradients of theirs to an optimizer on the same device.
-    #[cfg(feature = "candle-cuda")]
-    fn lend<R>(
-        &self,
-        grads: &[Option<Gradient<'_>>],
-        call: impl FnOnce(DeviceParams<'_>) -> fused_optim::Result<R>,
-    ) -> Result<R> {
-        let Some(gpu) = &self.gpu else {
-            return Err(Error::Engine("the model is on the host: nobody steps it there".into()));
-        };
-        on_device::lend((&self.params, &self.device, gpu), grads, call)
+    /// Number of shapes whose fastest algorithm is known.
+    fn shapes_timed(&self) -> usize {
+        self.context.autotune_summary().map_or(0, |summary| summary.timed)
+    }
+
+    /// A step within the operators' context, with the random numbers of the step's.
+    fn step_in_context(&mut self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
+        let mut context = std::mem::take(&mut self.context);
+        context.set_seed(cx.state.seed);
+        context.set_random_position(cx.state.random_position);
+        let mut graphs = self.graphs.take();
+        let losses = context.enter(|| match &mut graphs {
+            Some(graphs) => graphs.step(self, batch, cx),
+            None => self.step(batch, cx),
+        });
+        (self.context, self.graphs) = (context, graphs);
+        cx.state.random_position = self.context.random_position();
+        losses
     }
 }
 
@@ -371,10 +326,6 @@ impl Engine for CandleEngine {
         &self.buffers.specs
     }
 
-    fn device(&self) -> ComputeDevice {
-        self.at
-    }
-
     fn with_params(
         &mut self,
         visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
@@ -389,98 +340,26 @@ impl Engine for CandleEngine {
         params::lend(&self.buffers, visit)
     }
 
-    #[cfg(feature = "candle-cuda")]
-    fn step_on_device(
-        &mut self,
-        optimizer: &mut dyn Optimizer,
-        grads: &[Option<Gradient<'_>>],
-        ctl: &StepCtl,
-    ) -> Result<Applied> {
-        self.lend(grads, |lent| on_device::of(optimizer)?.step_on_device(lent, ctl))
-    }
-
-    #[cfg(feature = "candle-cuda")]
-    fn tune(&mut self, optimizer: &mut dyn Optimizer) {
-        if self.gpu.is_some() && self.compiled.as_ref().is_some_and(|asked| asked.mode.searches()) {
-            self.tuned = Some(on_device::tune(&self.params.specs, optimizer));
+    fn train_step(&mut self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
+        // A factor of 0 cuts candle's graph; one that is not finite has no use.
+        if !(cx.loss_scale > 0.0 && cx.loss_scale.is_finite()) {
+            return Err(Error::Engine(format!("a loss scale of {}", cx.loss_scale)));
         }
-    }
-
-    #[cfg(feature = "candle-cuda")]
-    fn device_buckets(
-        &self,
-        group: ProcessGroup,
-        params: Vec<ParamInfo>,
-        options: ReducerOptions,
-    ) -> Result<Box<dyn DeviceBuckets>> {
-        let Some(gpu) = &self.gpu else {
-            return Err(Error::Engine(
-                "the model is on the host: nothing is averaged there".into(),
-            ));
-        };
-        let specs = self.params.specs.iter().enumerate();
-        let by_name: HashMap<&str, usize> = specs.map(|(i, spec)| (&*spec.name, i)).collect();
-        let index = |param: &ParamInfo| {
-            let missing = || Error::Engine(format!("the model has no parameter `{}`", param.name));
-            by_name.get(&*param.name).copied().ok_or_else(missing)
-        };
-        let indices = params.iter().map(index).collect::<Result<_>>()?;
-        Ok(Box::new(buckets::Buckets::new(gpu.clone(), group, (params, indices), options)?))
-    }
-
-    #[cfg(feature = "candle-cuda")]
-    fn averages(&self, with_buffers: bool) -> Result<Option<Box<dyn DeviceAverages>>> {
-        let Some(gpu) = &self.gpu else { return Ok(None) };
-        let buffers = if with_buffers { &self.buffers.tensors[..] } else { &[] };
-        let tensors = self.params.tensors.iter().chain(buffers).cloned().collect();
-        Ok(Some(Box::new(on_device::Averages::new(gpu, tensors)?)))
-    }
-
-    #[cfg(feature = "candle-cuda")]
-    fn gpu(&self) -> Option<Gpu> {
-        self.gpu.clone()
-    }
-
-    fn forward_backward(
-        &mut self,
-        batch: &Batch,
-        loss_scale: f32,
-        sink: &SharedSink,
-    ) -> Result<Losses> {
-        self.pass((batch, loss_scale), sink, None).map(|(losses, _)| losses)
-    }
-
-    fn forward_backward_step(
-        &mut self,
-        batch: &Batch,
-        loss_scale: f32,
-        sink: &SharedSink,
-        step: (&mut dyn Optimizer, &StepCtl),
-    ) -> Result<(Losses, Option<Applied>)> {
-        self.pass((batch, loss_scale), sink, Some(step))
-    }
-
-    fn set_autocast(&mut self, dtype: Option<fused_optim::DType>) -> Result<()> {
-        #[cfg(feature = "candle-cuda")]
-        if let Some(graphs) = &mut self.graphs {
-            graphs.forget();
+        self.set_autocast(cx.autocast)?;
+        let known = self.take_cache(&cx.state.autotune_cache)?;
+        let losses = self.step_in_context(batch, cx);
+        if self.shapes_timed() > known {
+            cx.state.autotune_cache = self.context.autotune_cache();
         }
-        let lists = || match self.at {
-            ComputeDevice::Cpu => Autocast::cpu(),
-            ComputeDevice::Cuda(_) => Autocast::cuda(),
-        };
-        self.autocast = match dtype {
-            None => None,
-            Some(fused_optim::DType::F16) => Some(lists().with_f16()),
-            Some(fused_optim::DType::Bf16) => Some(lists().with_bf16()),
-            Some(fused_optim::DType::F32) => {
-                return Err(Error::Engine("autocast lowers to f16 or bf16, not f32".to_owned()));
-            }
-        };
-        Ok(())
+        self.checked |= losses.is_ok();
+        losses
     }
 
-    fn compile(&mut self, options: &CompileOptions) -> Result<CompileReport> {
+    fn supports_autocast(&self, dtype: fused_optim::DType) -> bool {
+        dtype != fused_optim::DType::F32
+    }
+
+    fn compile(&mut self, options: &CompileOptions) -> Result<()> {
         let on_host = self.at == ComputeDevice::Cpu;
         if options.fullgraph && !on_host && !options.graphs() {
             let at = self.at;
@@ -490,50 +369,17 @@ impl Engine for CandleEngine {
             )));
         }
         self.compiled = Some(options.clone());
-        let engines = [CompileBackend::Engine, CompileBackend::Inductor];
-        let is_engines = engines.contains(&options.backend);
-        #[cfg(feature = "candle-cuda")]
-        if let Device::Cuda(device) = &self.device {
-            self.graphs = options.graphs().then(|| graph::Graphs::new(device, options.fullgraph));
-            self.kernels = is_engines.then(|| Kernels::new(device).map(Arc::new));
-            let built = self.kernels.as_ref().and_then(|built| built.as_ref().ok());
-            self.context.set_kernels(built.cloned());
+        self.graphs = self.cuda.as_mut().and_then(|cuda| cuda.compile(&self.device, options));
+        if let Some(cuda) = &self.cuda {
+            cuda.set_kernels(&mut self.context);
         }
-        let searches = on_host && is_engines;
+        let searches = on_host && options.is_engines();
         self.context.set_autotune(searches.then_some(options.search_rounds));
-        Ok(self.report(options))
+        Ok(())
     }
 
     fn compile_report(&self) -> Option<CompileReport> {
         self.compiled.as_ref().map(|options| self.report(options))
-    }
-
-    #[cfg(feature = "candle-cuda")]
-    fn compile_news(&mut self) -> Option<String> {
-        self.graphs.as_mut()?.take_news()
-    }
-
-    fn set_random_seed(&mut self, seed: u64) {
-        self.context.set_seed(seed);
-    }
-
-    fn random_position(&self) -> Option<u64> {
-        Some(self.context.random_position()).filter(|position| *position > 0)
-    }
-
-    fn set_random_position(&mut self, position: u64) -> Result<()> {
-        self.context.set_random_position(position);
-        Ok(())
-    }
-
-    fn findings(&self) -> String {
-        self.context.autotune_cache()
-    }
-
-    /// Without `compile` it has no use for them.
-    fn set_findings(&mut self, findings: &str) -> Result<()> {
-        let bad = |why| Error::Checkpoint(format!("what `compile` has found: {why}"));
-        self.context.load_autotune_cache(findings).map_err(bad)
     }
 
     fn eval(&mut self, batch: &Batch) -> Result<Vec<(String, Array)>> {
@@ -543,6 +389,10 @@ impl Engine for CandleEngine {
         let outputs = context.evaluate(|| model.predict(&batch));
         let outputs = outputs.map_err(|e| Error::Engine(format!("forward: {e}")))?;
         outputs.into_arrays(count)
+    }
+
+    fn device(&mut self) -> Option<&mut dyn DeviceEngine> {
+        cuda::device_engine(self)
     }
 }
 

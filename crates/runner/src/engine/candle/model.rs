@@ -98,16 +98,6 @@ pub(super) fn send(batch: &Batch, device: &Device) -> RunnerResult<Vec<(String, 
     fields.collect::<Result<_>>().map_err(|e| Error::Engine(format!("batch: {e}")))
 }
 
-/// The numbers of those fields that are integers.
-#[cfg(feature = "candle-cuda")]
-pub(super) fn numbers(batch: &Batch) -> Vec<Option<&[i64]>> {
-    let numbers = batch.iter().map(|(_, array)| match array.data() {
-        ArrayData::I64(numbers) => Some(numbers.as_slice()),
-        _ => None,
-    });
-    numbers.collect()
-}
-
 /// What a forward pass in training mode found.
 #[derive(Debug)]
 pub struct Loss {
@@ -145,18 +135,8 @@ impl Loss {
         Ok(Losses { scalars })
     }
 
-    /// Checks the loss; all scalars' names, and their numbers, `f64`, where the loss is.
-    #[cfg(feature = "candle-cuda")]
-    pub(super) fn pack(&self) -> RunnerResult<(Vec<String>, Tensor)> {
-        let (names, scalars): (Vec<_>, Vec<_>) = self.checked()?.unzip();
-        let scalars = scalars.into_iter().map(|scalar| scalar_of(scalar)?.detach().reshape(1));
-        let packed = scalars.collect::<Result<Vec<_>>>().and_then(|all| Tensor::cat(&all, 0));
-        let packed = packed.map_err(|e| Error::Engine(format!("scalars {names:?}: {e}")))?;
-        Ok((names.into_iter().map(str::to_owned).collect(), packed))
-    }
-
-    /// The loss, which is one, and what goes with it.
-    fn checked(&self) -> RunnerResult<impl Iterator<Item = (&str, &Tensor)>> {
+    /// The checked loss, and the other scalars, by name.
+    pub(super) fn checked(&self) -> RunnerResult<impl Iterator<Item = (&str, &Tensor)>> {
         let Self { value, .. } = self;
         if value.elem_count() != 1 || value.dtype() != DType::F32 || !value.track_op() {
             return Err(Error::Engine(format!(
@@ -209,6 +189,7 @@ impl Outputs {
     }
 }
 
-fn scalar_of(tensor: &Tensor) -> Result<Tensor> {
+/// An `f64` scalar of a tensor of one element.
+pub(super) fn scalar_of(tensor: &Tensor) -> Result<Tensor> {
     tensor.flatten_all()?.squeeze(0)?.to_dtype(DType::F64)
 }

@@ -12,7 +12,7 @@
 //! numbers copied to the host (candle refuses), labels and indices (checked on the host before each launch, see `candle_ops::known_inputs`), tensors that outlive the step (allocations are counted). What a model computes on the host from
 //! something that is neither in the batch nor in its weights shows in the comparison, if it changes by then.
 //!
-//! Where the gradients of one batch are the optimizer's as they are, its step is in the graph (`behind.rs`): not of
+//! Where the gradients of one batch are the optimizer's as they are, its step is in the graph (`optimizer.rs`): not of
 //! several ranks, whose averages come between, nor of sums of batches, nor of several optimizers. The launch that is
 //! compared skips it, as after an overflow.
 //!
@@ -21,7 +21,7 @@
 
 #![expect(unsafe_code, reason = "has cudarc track no events")]
 
-mod behind;
+mod optimizer;
 mod recording;
 mod tensors;
 
@@ -29,18 +29,16 @@ use std::mem::{Discriminant, discriminant};
 use std::thread::{self, ThreadId};
 
 use candle_core::{CudaDevice, Tensor};
-use fused_optim::Applied;
-use fused_optim::cuda::Launches;
+use fused_optim::{FoundInf, Launches, StepCtl};
 
-pub(super) use self::behind::Behind;
 use self::recording::Graph;
 use self::tensors::{Computed, Inputs, Outputs, compute, copies, losses, same_bits, set_all};
-use super::on_device::place_of;
+use super::CandleEngine;
+use super::cuda::{numbers, on_device, place_of};
 use super::ops::context::{random_position, set_random_position};
 use super::ops::known_inputs::IndexCheck;
-use super::{CandleEngine, model};
 use crate::data::{Array, ArrayData, Batch};
-use crate::engine::{CompileReport, Losses, SharedSink};
+use crate::engine::{CompileReport, Losses, OptimizerStep, StepContext};
 use crate::{Error, Result};
 
 /// How often a set of shapes comes before a step of it is captured.
@@ -56,8 +54,8 @@ pub(super) struct Graphs {
     fullgraph: bool,
     shapes: Vec<(Shapes, Stage)>,
     refused: Option<String>,
-    /// What has changed since somebody asked.
-    news: Option<String>,
+    /// A line for the log, until the end of the step.
+    note: Option<String>,
 }
 
 /// What a graph is for.
@@ -65,26 +63,34 @@ pub(super) struct Graphs {
 struct Shapes {
     /// Names, extents and types of a batch's fields.
     fields: Vec<(String, Vec<usize>, Discriminant<ArrayData>)>,
-    /// Whether an optimizer's step is to be behind.
+    /// Whether an optimizer's step is in the graph.
     is_whole: bool,
+    autocast: Option<fused_optim::DType>,
 }
 
 impl Shapes {
-    fn new(batch: &Batch, is_whole: bool) -> Self {
+    fn new(batch: &Batch, cx: &StepContext<'_>) -> Self {
         let field = |(name, array): (&str, &Array)| {
             (name.to_owned(), array.shape().to_vec(), discriminant(array.data()))
         };
-        Self { fields: batch.iter().map(field).collect(), is_whole }
+        let fields = batch.iter().map(field).collect();
+        Self { fields, is_whole: is_whole(cx), autocast: cx.autocast }
     }
 
-    fn fit(&self, batch: &Batch, is_whole: bool) -> bool {
+    fn fit(&self, batch: &Batch, cx: &StepContext<'_>) -> bool {
         let mut both = batch.iter().zip(&self.fields);
-        self.is_whole == is_whole
+        self.is_whole == is_whole(cx)
+            && self.autocast == cx.autocast
             && batch.iter().count() == self.fields.len()
             && both.all(|((name, array), (n, shape, kind))| {
                 name == n && array.shape() == shape && discriminant(array.data()) == *kind
             })
     }
+}
+
+/// Whether the optimizer's step may be in the graph.
+fn is_whole(cx: &StepContext<'_>) -> bool {
+    cx.step.as_ref().is_some_and(|step| step.may_join_backward)
 }
 
 /// How far a set of shapes has come.
@@ -106,29 +112,20 @@ impl Graphs {
         // everything is allocated, used and freed; the optimizer works in it, and averages are ordered behind it
         // and before it by events of the reducer's own. Whoever makes another one in a model orders it so, too.
         unsafe { device.disable_event_tracking() };
-        Self { fullgraph, shapes: Vec::new(), refused: None, news: None }
-    }
-
-    /// Forgets what was captured: the next steps are other ones.
-    pub(super) fn forget(&mut self) {
-        self.shapes.clear();
-    }
-
-    pub(super) fn take_news(&mut self) -> Option<String> {
-        self.news.take()
+        Self { fullgraph, shapes: Vec::new(), refused: None, note: None }
     }
 
     /// The number of this set of shapes, unless it is to run as it is written.
-    fn find(&mut self, batch: &Batch, is_whole: bool) -> Option<usize> {
+    fn find(&mut self, batch: &Batch, cx: &StepContext<'_>) -> Option<usize> {
         if self.refused.is_some() {
             return None;
         }
-        let known = self.shapes.iter().position(|(shapes, _)| shapes.fit(batch, is_whole));
+        let known = self.shapes.iter().position(|(shapes, _)| shapes.fit(batch, cx));
         if known.is_some() {
             return known;
         }
         (self.shapes.len() < MAX_SHAPES).then(|| {
-            self.shapes.push((Shapes::new(batch, is_whole), Stage::Eager(0)));
+            self.shapes.push((Shapes::new(batch, cx), Stage::Eager(0)));
             self.shapes.len() - 1
         })
     }
@@ -149,12 +146,66 @@ impl Graphs {
             )));
         }
         self.shapes.clear();
-        self.news = Some(format!("compile: {WHAT}: not applied: {why}"));
+        self.note = Some(format!("compile: {WHAT}: not applied: {why}"));
         self.refused = Some(why);
         Ok(())
     }
 
-    /// What has come of it.
+    /// A training step, captured, launched, or as it is written; notes what the optimizer's did, if that was in it.
+    pub(super) fn step(
+        &mut self,
+        engine: &CandleEngine,
+        batch: &Batch,
+        cx: &mut StepContext<'_>,
+    ) -> Result<Losses> {
+        let Some(at) = self.find(batch, cx) else { return engine.step(batch, cx) };
+        let is_full = self.is_full();
+        let stage = std::mem::replace(&mut self.shapes[at].1, Stage::Eager(0));
+        let losses = match stage {
+            Stage::InForce(mut step) if step.holds(engine, cx)? => {
+                let losses = step.run(batch, cx);
+                self.shapes[at].1 = Stage::InForce(step);
+                losses
+            }
+            Stage::Captured(step, of) if *batch != of && step.holds(engine, cx)? => {
+                let (computed, verdict) = step.compare(engine, batch, cx)?;
+                match verdict {
+                    Ok(()) => {
+                        let what = if step.launches.is_some() { WHOLE } else { WHAT };
+                        let of = told(&self.shapes[at].0, &step);
+                        self.note = Some(format!("compile: {what}: applied, for batches of {of}"));
+                        self.shapes[at].1 = Stage::InForce(step);
+                    }
+                    Err(why) => self.refuse(why)?,
+                }
+                computed.report(&cx.sink)
+            }
+            Stage::Eager(seen) if seen >= EAGER && engine.checked && !is_full => {
+                let (computed, captured) = capture(engine, batch, cx)?;
+                match captured {
+                    Ok(step) => self.shapes[at].1 = Stage::Captured(Box::new(step), batch.clone()),
+                    Err(why) => self.refuse(why)?,
+                }
+                computed.report(&cx.sink)
+            }
+            // A comparison of the captured batch with itself would prove nothing.
+            Stage::Captured(step, of) if *batch == of => {
+                self.shapes[at].1 = Stage::Captured(step, of);
+                engine.step(batch, cx)
+            }
+            Stage::Eager(seen) => {
+                self.shapes[at].1 = Stage::Eager(seen + 1);
+                engine.step(batch, cx)
+            }
+            // A weight has moved, the optimizer launches something else, or the thread is another one: what candle
+            // keeps is a thread's.
+            Stage::InForce(_) | Stage::Captured(..) => engine.step(batch, cx),
+        };
+        cx.note = self.note.take();
+        losses
+    }
+
+    /// Adds what was applied, or why nothing was.
     pub(super) fn report(&self, report: &mut CompileReport) {
         let steps = || self.shapes.iter().filter_map(in_force);
         for (what, is_whole, more) in [
@@ -207,60 +258,6 @@ fn told(shapes: &Shapes, step: &Step) -> String {
     format!("{shapes} ({} nodes)", step.graph.nodes)
 }
 
-/// A training step, captured, launched, or as it is written; and what became of the optimizer's, if that was in it.
-pub(super) fn step(
-    engine: &CandleEngine,
-    graphs: &mut Graphs,
-    (batch, scale): (&Batch, f32),
-    sink: &SharedSink,
-    mut behind: Option<Behind<'_>>,
-) -> Result<(Losses, Option<Applied>)> {
-    let as_written = || Ok((engine.step(batch, scale, sink)?, None));
-    let Some(at) = graphs.find(batch, behind.is_some()) else { return as_written() };
-    let is_full = graphs.is_full();
-    let stage = std::mem::replace(&mut graphs.shapes[at].1, Stage::Eager(0));
-    match stage {
-        Stage::InForce(mut step) if step.holds(engine, &mut behind)? => {
-            let came = step.run((batch, scale), sink, &mut behind);
-            graphs.shapes[at].1 = Stage::InForce(step);
-            came
-        }
-        Stage::Captured(step, of) if *batch != of && step.holds(engine, &mut behind)? => {
-            let (computed, verdict) = step.compare(engine, (batch, scale), &mut behind)?;
-            match verdict {
-                Ok(()) => {
-                    let what = if step.launches.is_some() { WHOLE } else { WHAT };
-                    let of = told(&graphs.shapes[at].0, &step);
-                    graphs.news = Some(format!("compile: {what}: applied, for batches of {of}"));
-                    graphs.shapes[at].1 = Stage::InForce(step);
-                }
-                Err(why) => graphs.refuse(why)?,
-            }
-            Ok((computed.report(sink)?, None))
-        }
-        Stage::Eager(seen) if seen >= EAGER && engine.checked && !is_full => {
-            let (computed, captured) = capture(engine, (batch, scale), &mut behind)?;
-            match captured {
-                Ok(step) => graphs.shapes[at].1 = Stage::Captured(Box::new(step), batch.clone()),
-                Err(why) => graphs.refuse(why)?,
-            }
-            Ok((computed.report(sink)?, None))
-        }
-        // Of a batch like the one captured a comparison would say nothing.
-        Stage::Captured(step, of) if *batch == of => {
-            graphs.shapes[at].1 = Stage::Captured(step, of);
-            as_written()
-        }
-        Stage::Eager(seen) => {
-            graphs.shapes[at].1 = Stage::Eager(seen + 1);
-            as_written()
-        }
-        // A weight has moved, the optimizer launches something else, or the thread is another one: what candle
-        // keeps is a thread's.
-        Stage::InForce(_) | Stage::Captured(..) => as_written(),
-    }
-}
-
 /// A captured step.
 #[derive(Debug)]
 struct Step {
@@ -278,56 +275,64 @@ struct Step {
 
 impl Step {
     /// Whether all is where it was, and ready for the optimizer's step that is in it.
-    fn holds(&self, engine: &CandleEngine, behind: &mut Option<Behind<'_>>) -> Result<bool> {
+    fn holds(&self, engine: &CandleEngine, cx: &mut StepContext<'_>) -> Result<bool> {
         if self.thread != thread::current().id() || self.places != places(engine)? {
             return Ok(false);
         }
-        match behind {
-            Some(behind) if self.launches.is_some() => {
-                Ok(behind.ready(engine, &self.outputs.grads)? == self.launches)
+        match self.optimizer_step(cx) {
+            Some(step) => {
+                Ok(optimizer::prepare(step, engine, &self.outputs.grads)? == self.launches)
             }
-            _ => Ok(self.launches.is_none()),
+            None => Ok(self.launches.is_none()),
         }
     }
 
+    /// The optimizer's step that is in the graph.
+    fn optimizer_step<'c, 'a>(
+        &self,
+        cx: &'c mut StepContext<'a>,
+    ) -> Option<&'c mut OptimizerStep<'a>> {
+        cx.step.as_mut().filter(|step| step.may_join_backward && self.launches.is_some())
+    }
+
     fn check(&self, batch: &Batch) -> Result<()> {
-        let numbers = model::numbers(batch);
+        let numbers = numbers(batch);
         let checked = self.checks.iter().try_for_each(|check| check.check(&numbers));
         checked.map_err(|e| failed("forward", &e))
     }
 
     /// Launches it for a batch.
-    fn run(
-        &mut self,
-        (batch, scale): (&Batch, f32),
-        sink: &SharedSink,
-        behind: &mut Option<Behind<'_>>,
-    ) -> Result<(Losses, Option<Applied>)> {
+    fn run(&mut self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
         self.check(batch)?;
         self.outputs.part().map_err(|e| failed("keeping gradients", &e))?;
-        self.inputs.fill(batch, scale)?;
+        self.inputs.fill(batch, cx.loss_scale)?;
         self.graph.launch().map_err(|e| failed("launching a step", &e))?;
         let losses = losses(&self.outputs.names, &self.outputs.scalars)?;
-        let behind = behind.as_mut().filter(|_| self.launches.is_some());
-        let applied = behind.map(Behind::outcome).transpose()?;
-        self.outputs.report(sink)?;
-        Ok((losses, applied))
+        if let Some(step) = self.optimizer_step(cx) {
+            let device = on_device(&mut *step.optimizer)?;
+            step.applied = Some(device.step_outcome(&step.ctl)?);
+        }
+        self.outputs.report(&cx.sink)?;
+        Ok(losses)
     }
 
     /// Runs a batch as it is written, which is what counts, then launches it, from the same buffers.
     fn compare(
         &self,
         engine: &CandleEngine,
-        (batch, scale): (&Batch, f32),
-        behind: &mut Option<Behind<'_>>,
+        batch: &Batch,
+        cx: &mut StepContext<'_>,
     ) -> Result<(Computed, std::result::Result<(), Refusal>)> {
-        self.inputs.fill(batch, scale)?;
+        self.inputs.fill(batch, cx.loss_scale)?;
         let before = copies(&engine.buffers)?;
         let (computed, _) = compute(engine, &self.inputs, batch, false)?;
         let after = copies(&engine.buffers)?;
         set_all(&engine.buffers, &before)?;
-        if let Some(behind) = behind.as_mut().filter(|_| self.launches.is_some()) {
-            behind.ready_to_skip(engine, &self.outputs.grads)?;
+        if let Some(OptimizerStep { optimizer, ctl, .. }) = self.optimizer_step(cx) {
+            // A skipped step changes nothing.
+            let ctl = StepCtl { found_inf: FoundInf::Known(true), ..*ctl };
+            let mut skipped = OptimizerStep::new(&mut **optimizer, ctl);
+            optimizer::prepare(&mut skipped, engine, &self.outputs.grads)?;
         }
         let verdict = match self.graph.launch() {
             Ok(()) => self.difference(engine, &computed, &after)?,
@@ -376,11 +381,11 @@ impl Step {
 /// Runs a batch on fixed tensors, which is what counts, then captures that, and the step behind it.
 fn capture(
     engine: &CandleEngine,
-    (batch, scale): (&Batch, f32),
-    behind: &mut Option<Behind<'_>>,
+    batch: &Batch,
+    cx: &mut StepContext<'_>,
 ) -> Result<(Computed, std::result::Result<Step, Refusal>)> {
     let device = engine.device.as_cuda_device().map_err(|e| failed("capture", &e))?;
-    let inputs = Inputs::new(batch, scale, &engine.device)?;
+    let inputs = Inputs::new(batch, cx.loss_scale, &engine.device)?;
     let drawn = random_position();
     // From here to the end of the capture candle keeps what it sends.
     let kept = device.enable_cuda_graph_htod_cache();
@@ -392,13 +397,14 @@ fn capture(
         Ok(outputs) => outputs,
         Err(e) => return Ok((computed, Err(e.to_string()))),
     };
-    let ready = behind.as_mut().map(|behind| behind.ready(engine, &outputs.grads));
+    let mut step = cx.step.as_mut().filter(|step| step.may_join_backward);
+    let ready = step.as_mut().map(|step| optimizer::prepare(step, engine, &outputs.grads));
     let launches = ready.transpose()?.flatten();
     let recorded = Graph::of(&device.cuda_stream(), || {
         let (computed, checks) = compute(engine, &inputs, batch, true)?;
         outputs.take(&computed).map_err(|e| failed("keeping results", &e))?;
-        if let Some(behind) = behind.as_mut().filter(|_| launches.is_some()) {
-            behind.launch(engine, &outputs.grads)?;
+        if let Some(step) = step.as_mut().filter(|_| launches.is_some()) {
+            optimizer::launch(step, engine, &outputs.grads)?;
         }
         Ok(checks)
     });

@@ -1,4 +1,4 @@
-//! What a captured step reads and writes: tensors that stay where they are.
+//! The tensors that a captured step reads and writes, which stay where they are.
 
 use std::any::Any;
 use std::sync::{Arc, Weak};
@@ -10,10 +10,12 @@ use parking_lot::Mutex;
 
 use super::failed;
 use crate::data::{ArrayData, Batch};
-use crate::engine::candle::on_device::OnDevice;
+use crate::engine::candle::cuda::checks_of;
+use crate::engine::candle::model::{self, scalar_of};
+use crate::engine::candle::on_device::{FOREIGN, OnDevice};
 use crate::engine::candle::ops::known_inputs::IndexCheck;
 use crate::engine::candle::params::Tensors;
-use crate::engine::candle::{CandleEngine, model};
+use crate::engine::candle::{CandleEngine, Loss, TensorBatch};
 use crate::engine::{DeviceTensor, GradSink, HostTensor, Losses, SharedSink};
 use crate::{Error, Result};
 
@@ -58,7 +60,7 @@ impl GradSink for Gathered {
         let grad: Box<dyn Any> = grad;
         match grad.downcast::<OnDevice>() {
             Ok(grad) => self.0.push((index, grad.tensor())),
-            Err(_) => return Err(Error::Engine("a gradient that is of another engine".to_owned())),
+            Err(_) => return Err(Error::Engine(FOREIGN.to_owned())),
         }
         Ok(())
     }
@@ -71,14 +73,26 @@ pub(super) fn compute(
     batch: &Batch,
     is_capture: bool,
 ) -> Result<(Computed, Vec<IndexCheck>)> {
-    let (loss, checks) = engine.loss_of(&inputs.fields, batch, is_capture)?;
-    let (names, scalars) = loss.pack()?;
+    let forward = || engine.forward(&TensorBatch::of(&inputs.fields, engine.dtype)?);
+    let (loss, checks) = checks_of(&inputs.fields, batch, is_capture, forward);
+    let loss = loss?;
+    let (names, scalars) = pack(&loss)?;
     let scaled = loss.value().broadcast_mul(&inputs.scale).map_err(|e| failed("loss scale", &e))?;
     let gathered = Arc::new(Mutex::new(Gathered::default()));
     let sink: SharedSink = gathered.clone();
     engine.slot.with(&sink, || scaled.backward())?;
     let grads = std::mem::take(&mut gathered.lock().0);
     Ok((Computed { names, scalars, grads }, checks))
+}
+
+/// Checks the loss; all scalars' names, and their numbers, `f64`, where the loss is.
+fn pack(loss: &Loss) -> Result<(Vec<String>, Tensor)> {
+    let (names, scalars): (Vec<_>, Vec<_>) = loss.checked()?.unzip();
+    let scalars = scalars.into_iter().map(|scalar| scalar_of(scalar)?.detach().reshape(1));
+    let packed = scalars.collect::<candle_core::Result<Vec<_>>>();
+    let packed = packed.and_then(|all| Tensor::cat(&all, 0));
+    let packed = packed.map_err(|e| Error::Engine(format!("scalars {names:?}: {e}")))?;
+    Ok((names.into_iter().map(str::to_owned).collect(), packed))
 }
 
 /// Where a captured step reads.
@@ -177,7 +191,7 @@ impl Outputs {
     pub(super) fn report(&mut self, sink: &SharedSink) -> Result<()> {
         for (at, (index, grad)) in self.grads.iter().enumerate() {
             let grad = OnDevice::new(grad.clone());
-            self.lent.push((at, grad.downgrade()));
+            self.lent.push((at, Arc::downgrade(&grad.0)));
             sink.lock().ready_on_device(*index, Box::new(grad))?;
         }
         Ok(())

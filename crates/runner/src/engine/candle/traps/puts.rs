@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use super::super::{CandleEngine, CandleOptions, ops};
 use super::sequences::formed;
 use super::tests::{Chain, Keep, batch, between, derived, indices, layer, noise, places};
-use crate::engine::{Engine, SharedSink};
+use crate::engine::SharedSink;
 
 type Put = fn(&Tensor, &Tensor, &Tensor, usize) -> Result<Tensor>;
 
@@ -183,7 +183,9 @@ fn step(
     })
     .unwrap();
     let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
-    engine.forward_backward(&batch(&dims), 1.0, &sink).map(drop).map_err(|e| e.to_string())
+    crate::testing::train_step(&mut engine, &batch(&dims), 1.0, &sink)
+        .map(drop)
+        .map_err(|e| e.to_string())
 }
 
 /// The gradient of what is +1 or -1 is nothing but rounding, and by chance like that of a scatter.

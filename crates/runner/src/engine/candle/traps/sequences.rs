@@ -9,7 +9,7 @@ use proptest::prelude::*;
 
 use super::super::{CandleEngine, CandleOptions};
 use super::tests::{Chain, Keep, batch, layer, noise};
-use crate::engine::{Engine, SharedSink};
+use crate::engine::SharedSink;
 
 /// What the first step says of a convolution of sequences by a kernel of this shape, with another parameter
 /// behind it or not.
@@ -32,7 +32,7 @@ fn of_sequences(
     })
     .unwrap();
     let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
-    engine.forward_backward(&batch(shape), 1.0, &sink).map(drop)
+    crate::testing::train_step(&mut engine, &batch(shape), 1.0, &sink).map(drop)
 }
 
 /// A kernel of rows of length 1, as weight normalisation has it.
@@ -170,7 +170,9 @@ fn by_constant(
     })
     .unwrap();
     let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
-    engine.forward_backward(&batch(shape), 1.0, &sink).map(drop).map_err(|e| e.to_string())
+    crate::testing::train_step(&mut engine, &batch(shape), 1.0, &sink)
+        .map(drop)
+        .map_err(|e| e.to_string())
 }
 
 /// A constant kernel.
@@ -269,7 +271,7 @@ fn a_product_that_mixes_up_samples_is_named() {
         })
         .unwrap();
         let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
-        let step = engine.forward_backward(&batch(dims), 1.0, &sink);
+        let step = crate::testing::train_step(&mut engine, &batch(dims), 1.0, &sink);
         step.map(drop).map_err(|e| e.to_string())
     };
     let says = |dims: &[usize], op: fn(&Tensor, &Tensor) -> Result<Tensor>| {
@@ -307,7 +309,9 @@ fn of_constants(
     })
     .unwrap();
     let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
-    engine.forward_backward(&batch(dims), 1.0, &sink).map(drop).map_err(|e| e.to_string())
+    crate::testing::train_step(&mut engine, &batch(dims), 1.0, &sink)
+        .map(drop)
+        .map_err(|e| e.to_string())
 }
 
 fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
@@ -462,7 +466,7 @@ proptest! {
             Ok(Chain(vec![layer(product)]))
         }).unwrap();
         let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
-        let step = engine.forward_backward(&batch(&dims), 1.0, &sink);
+        let step = crate::testing::train_step(&mut engine, &batch(&dims), 1.0, &sink);
         let (apart, noticed) = (*off.lock(), if in_half { 0.4 } else { 0.1 });
         // Nobody sees what a gradient at right angles to the only column of a matrix says of it; and of few
         // columns, or rows hardly more than they have numbers, little is seen in 16 bits.
@@ -521,7 +525,7 @@ proptest! {
             Ok(Chain(vec![layer(of)]))
         }).unwrap();
         let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
-        let step = engine.forward_backward(&batch(&[1, c_in, k + more]), 1.0, &sink);
+        let step = crate::testing::train_step(&mut engine, &batch(&[1, c_in, k + more]), 1.0, &sink);
         let (apart, noticed) = (*off.lock(), if in_half { 0.4 } else { 0.1 });
         // Nor of few places, of a kernel that has many numbers, nor of a single number.
         let is_sign = form == 3 && dims[2].min(k + more) < 3;

@@ -13,7 +13,7 @@ use super::super::ops::{self, Window};
 use super::super::{CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, init};
 use super::Graph;
 use crate::data::{Array, ArrayData, Batch};
-use crate::engine::{Engine, GradSink, SharedSink};
+use crate::engine::{Engine, EngineState, GradSink, SharedSink, StepContext};
 
 pub(super) type Layer = Box<dyn Fn(&Tensor) -> Result<Tensor> + Send>;
 
@@ -79,7 +79,7 @@ pub(super) fn between(
     })
     .unwrap();
     let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
-    let step = engine.forward_backward(&batch(shape), 1.0, &sink);
+    let step = crate::testing::train_step(&mut engine, &batch(shape), 1.0, &sink);
     step.map(drop).map_err(|e| e.to_string())
 }
 
@@ -151,7 +151,7 @@ fn a_pool_of_equal_values_is_named() {
         })
         .unwrap();
         let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
-        engine.forward_backward(&batch(&[2, 4, 8, 8]), 1.0, &sink).map(drop)
+        crate::testing::train_step(&mut engine, &batch(&[2, 4, 8, 8]), 1.0, &sink).map(drop)
     };
     for value in [0.0, 0.5] {
         let error = step(value, |x| x.max_pool2d(2)).unwrap_err().to_string();
@@ -237,7 +237,7 @@ fn half_precision_hides_nothing() {
         .unwrap();
         engine.set_autocast(autocast).unwrap();
         let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
-        engine.forward_backward(&batch(&[4, 3, 8, 8]), 1024.0, &sink)
+        crate::testing::train_step(&mut engine, &batch(&[4, 3, 8, 8]), 1024.0, &sink)
     };
     use fused_optim::DType::{Bf16, F16, F32};
     for (dtype, autocast) in [(F16, None), (Bf16, None), (F32, Some(F16)), (F32, Some(Bf16))] {
@@ -256,7 +256,7 @@ fn who_does_not_ask_is_not_told() {
         })
         .unwrap();
         let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
-        let step = engine.forward_backward(&batch(&[2, 3, 8, 8]), 1.0, &sink);
+        let step = crate::testing::train_step(&mut engine, &batch(&[2, 3, 8, 8]), 1.0, &sink);
         assert_eq!(step.is_err(), check_operators);
     }
 }
@@ -279,7 +279,9 @@ fn looking_changes_nothing() {
     let run = |engine: &mut CandleEngine| {
         let keep = Arc::new(Mutex::new(Keep::default()));
         let sink: SharedSink = keep.clone();
-        let losses = engine.forward_backward(&batch(&[4, 3, 8, 8]), 1.0, &sink);
+        let mut own = EngineState::default();
+        let mut cx = StepContext::new(sink, &mut own);
+        let losses = engine.train_step(&batch(&[4, 3, 8, 8]), &mut cx);
         let mut state = Vec::new();
         let mut read = |slices: &mut [SliceMut<'_>]| {
             for slice in slices {
@@ -291,7 +293,7 @@ fn looking_changes_nothing() {
         engine.with_params(&mut read).unwrap();
         engine.with_buffers(&mut read).unwrap();
         let gradients = std::mem::take(&mut keep.lock().0);
-        (losses.unwrap(), gradients, state, engine.random_position())
+        (losses.unwrap(), gradients, state, own)
     };
     for _ in 0..3 {
         assert_eq!(run(&mut looking), run(&mut blind));
@@ -475,7 +477,7 @@ proptest! {
             },
         ).unwrap();
         let sink: SharedSink = Arc::new(Mutex::new(Keep::default()));
-        let step = engine.forward_backward(&batch(&[images, 3, height, width]), 1.0, &sink);
+        let step = crate::testing::train_step(&mut engine, &batch(&[images, 3, height, width]), 1.0, &sink);
         match trap {
             None => prop_assert!(step.is_ok(), "{step:?}"),
             Some((at, trap)) => {

@@ -1,0 +1,344 @@
+//! The CUDA part of the engine: its GPU, kernels and graphs, an optimizer's step there, and averages of parameters.
+//!
+//! Everything is done in the one stream of the engine's candle device, the optimizer's kernels among it, and
+//! candle frees memory in order of it: so no address is used before it is written, or after it is freed.
+
+#![expect(unsafe_code, reason = "lends tensors' addresses to an optimizer")]
+
+use std::any::Any;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+use collective::reducer::ParamInfo;
+use collective::{ProcessGroup, ReducerOptions};
+use fused_optim::cuda::{self, DeviceSlice, Gpu, LaunchShape};
+use fused_optim::{Applied, DeviceOptimizer, DeviceParam, DeviceParams, Optimizer, Tuned};
+
+use super::CandleEngine;
+use super::buckets::{Average, Buckets};
+pub(super) use super::graph::Graphs;
+use super::on_device::{FOREIGN, failed, own, send};
+use super::ops::Context;
+use super::ops::cuda::{Kernels, NAMES};
+use super::ops::known_inputs::{IndexCheck, KnownInputs};
+use super::params::Tensors;
+use super::report::{EAGER, NOT_INDUCTOR};
+use crate::data::{ArrayData, Batch};
+use crate::engine::{
+    CompileBackend, CompileOptions, CompileReport, ComputeDevice, DeviceAverages, DeviceBuckets,
+    DeviceEngine, DeviceTensor, Gradient, OptimizerStep, TensorSpec,
+};
+use crate::{Error, Result};
+
+/// An engine's GPU.
+pub(super) struct Cuda {
+    /// By the stream in which candle works on it.
+    gpu: Gpu,
+    /// The kernels that `compile` has put in place of compositions, or why it has not.
+    kernels: Option<std::result::Result<Arc<Kernels>, String>>,
+    /// The outcome of a search for an optimizer's launches, or why there was none.
+    tuned: Option<std::result::Result<String, String>>,
+}
+
+impl Cuda {
+    /// The GPU of a device; `None` if that is the host.
+    pub(super) fn open(device: &Device) -> Result<Option<Self>> {
+        let Device::Cuda(device) = device else { return Ok(None) };
+        let failed = |e| Error::Engine(format!("opening the GPU for an optimizer: {e}"));
+        let gpu = Gpu::on(device.cuda_stream()).map_err(failed)?;
+        Ok(Some(Self { gpu, kernels: None, tuned: None }))
+    }
+
+    /// Builds the kernels that `options` ask for; steps as one launch if they ask for those.
+    pub(super) fn compile(&mut self, device: &Device, options: &CompileOptions) -> Option<Graphs> {
+        let Device::Cuda(device) = device else { return None };
+        self.kernels = options.is_engines().then(|| Kernels::new(device).map(Arc::new));
+        options.graphs().then(|| Graphs::new(device, options.fullgraph))
+    }
+
+    /// Has operators run by the kernels that were built.
+    pub(super) fn set_kernels(&self, context: &mut Context) {
+        context.set_kernels(self.kernels.as_ref().and_then(|built| built.as_ref().ok()).cloned());
+    }
+
+    pub(super) fn report(&self, options: &CompileOptions, report: &mut CompileReport) {
+        match &self.kernels {
+            Some(Ok(_)) => report.applied.push(format!(
+                "kernels of this engine's own for tensors of f32, f16 and bf16, forward and backward, in place \
+                 of compositions of candle's operators: {NAMES}"
+            )),
+            Some(Err(why)) => report.decline("kernels of this engine's own", why),
+            None => {}
+        }
+        if options.mode.searches() {
+            let why = "of each operator there is one on a GPU";
+            report.decline("a search for the model's kernels", why);
+        }
+        match options.backend {
+            CompileBackend::Engine | CompileBackend::Cudagraphs => {}
+            CompileBackend::Inductor => report.decline("backend `inductor`", NOT_INDUCTOR),
+            CompileBackend::Eager => report.decline("kernels of this engine's own", EAGER),
+        }
+        match &self.tuned {
+            Some(Ok(found)) => report.applied.push(found.clone()),
+            Some(Err(why)) => report.decline("a search for the optimizer's launches", why),
+            None => {}
+        }
+    }
+}
+
+/// Runs `call`, a forward pass, with the host's copies of a batch's integer fields.
+pub(super) fn with_known_inputs<R>(
+    sent: &[(String, Tensor)],
+    batch: &Batch,
+    call: impl FnOnce() -> R,
+) -> R {
+    checks_of(sent, batch, false, call).0
+}
+
+/// As [`with_known_inputs`]; also the checks of labels and indices that another batch has to pass.
+pub(super) fn checks_of<R>(
+    sent: &[(String, Tensor)],
+    batch: &Batch,
+    is_capture: bool,
+    call: impl FnOnce() -> R,
+) -> (R, Vec<IndexCheck>) {
+    let inputs = sent.iter().map(|(_, tensor)| tensor).zip(numbers(batch));
+    let known = KnownInputs::new(inputs);
+    let known = if is_capture { known.for_capture() } else { known };
+    known.enter(call)
+}
+
+/// The numbers of those fields that are integers.
+pub(super) fn numbers(batch: &Batch) -> Vec<Option<&[i64]>> {
+    let numbers = batch.iter().map(|(_, array)| match array.data() {
+        ArrayData::I64(numbers) => Some(numbers.as_slice()),
+        _ => None,
+    });
+    numbers.collect()
+}
+
+/// The engine as one on a device, if it is.
+pub(super) fn device_engine(engine: &mut CandleEngine) -> Option<&mut dyn DeviceEngine> {
+    if engine.cuda.is_some() { Some(engine) } else { None }
+}
+
+impl CandleEngine {
+    /// The GPU it computes on, by the stream in which it does; `None` on the host.
+    #[must_use]
+    pub fn gpu(&self) -> Option<&Gpu> {
+        self.cuda.as_ref().map(|cuda| &cuda.gpu)
+    }
+
+    fn on_gpu(&self) -> Result<&Gpu> {
+        self.gpu().ok_or_else(|| Error::Engine("the model is on the host".to_owned()))
+    }
+
+    /// Lends the parameters, and gradients of theirs, to an optimizer on the same device.
+    pub(super) fn lend<R>(
+        &self,
+        grads: &[Option<Gradient<'_>>],
+        call: impl FnOnce(DeviceParams<'_>) -> fused_optim::Result<R>,
+    ) -> Result<R> {
+        lend((&self.params, &self.device, self.on_gpu()?), grads, call)
+    }
+}
+
+impl DeviceEngine for CandleEngine {
+    fn compute_device(&self) -> ComputeDevice {
+        self.at
+    }
+
+    fn gpu(&self) -> Option<Gpu> {
+        self.gpu().cloned()
+    }
+
+    fn optimizer_step(
+        &mut self,
+        step: &mut OptimizerStep<'_>,
+        grads: &[Option<Gradient<'_>>],
+    ) -> Result<Applied> {
+        let OptimizerStep { optimizer, ctl, .. } = step;
+        self.lend(grads, |lent| on_device(&mut **optimizer)?.step_on_device(lent, ctl))
+    }
+
+    fn tune(&mut self, optimizer: &mut dyn Optimizer) {
+        let searches = self.compiled.as_ref().is_some_and(|options| options.mode.searches());
+        if let Some(cuda) = self.cuda.as_mut().filter(|_| searches) {
+            cuda.tuned = Some(tune(&self.params.specs, optimizer));
+        }
+    }
+
+    fn buckets(
+        &self,
+        group: ProcessGroup,
+        params: Vec<ParamInfo>,
+        options: ReducerOptions,
+    ) -> Result<Box<dyn DeviceBuckets>> {
+        let specs = self.params.specs.iter().enumerate();
+        let by_name: HashMap<&str, usize> = specs.map(|(i, spec)| (&*spec.name, i)).collect();
+        let index = |param: &ParamInfo| {
+            let missing = || Error::Engine(format!("the model has no parameter `{}`", param.name));
+            by_name.get(&*param.name).copied().ok_or_else(missing)
+        };
+        let indices = params.iter().map(index).collect::<Result<_>>()?;
+        let gpu = self.on_gpu()?.clone();
+        Ok(Box::new(Buckets::new(gpu, group, (params, indices), options)?))
+    }
+
+    fn averages(&self, with_buffers: bool) -> Result<Box<dyn DeviceAverages>> {
+        let buffers = if with_buffers { &self.buffers.tensors[..] } else { &[] };
+        let tensors = self.params.tensors.iter().chain(buffers).cloned().collect();
+        Ok(Box::new(Averages::new(self.on_gpu()?, tensors)?))
+    }
+}
+
+/// Lends `params`, which are on the device of `gpu`, and their gradients to an optimizer's call.
+fn lend<R>(
+    (params, device, gpu): (&Tensors, &Device, &Gpu),
+    grads: &[Option<Gradient<'_>>],
+    call: impl FnOnce(DeviceParams<'_>) -> fused_optim::Result<R>,
+) -> Result<R> {
+    // Copies of what is on the host, until the step has been put into the stream.
+    let mut sent = Vec::new();
+    let mut grad_at = |grad: &Gradient<'_>| match grad {
+        Gradient::Device(grad) => address_of(*grad, gpu),
+        Gradient::Host(grad) => {
+            let copy = send(*grad, device).map_err(|e| failed("copying a gradient", e))?;
+            let at = address(&copy);
+            sent.push(copy);
+            at
+        }
+    };
+    let mut all = Vec::with_capacity(grads.len());
+    for ((spec, weight), grad) in params.specs.iter().zip(&params.tensors).zip(grads) {
+        let (weight, grad) = (address(weight)?, grad.as_ref().map(&mut grad_at).transpose()?);
+        all.push(DeviceParam { rows: spec.rows(), ..DeviceParam::new(weight, grad) });
+    }
+    check_apart(&params.specs, &all)?;
+    // SAFETY: the addresses of tensors that `params`, `grads` and `sent` own, of these types and lengths; a
+    // weight has storage of its own, apart from all gradients, as was just checked. candle writes, reads and
+    // frees them in order of the stream of `gpu` alone, behind which averages are, and none of them is freed
+    // before this returns.
+    let lent = unsafe { DeviceParams::new(gpu, &all) };
+    Ok(call(lent)?)
+}
+
+/// An optimizer that steps on a device's memory.
+pub(super) fn on_device(
+    optimizer: &mut dyn Optimizer,
+) -> fused_optim::Result<&mut dyn DeviceOptimizer> {
+    let what = "a step of the host's optimizer on a device's memory";
+    optimizer.as_device().ok_or(fused_optim::Error::Unsupported { what })
+}
+
+/// Has `optimizer` search for its launches on parameters like these; says what it found, or why it did not.
+fn tune(
+    params: &[TensorSpec],
+    optimizer: &mut dyn Optimizer,
+) -> std::result::Result<String, String> {
+    let like = |spec: &TensorSpec| {
+        let weight = DeviceSlice { ptr: 0, len: spec.count(), dtype: spec.dtype };
+        DeviceParam { rows: spec.rows(), ..DeviceParam::new(weight, None) }
+    };
+    let params: Vec<_> = params.iter().map(like).collect();
+    let device = optimizer.as_device().ok_or("the optimizer is on the host")?;
+    let tuned = device.tune(&params).map_err(|e| e.to_string())?;
+    let each = tuned.iter().map(|Tuned { types: (weight, _), shape, searched }| {
+        let how = match searched.len() {
+            0 => "as an earlier search found".to_owned(),
+            tried => format!("the fastest of {tried}"),
+        };
+        let LaunchShape { blocks, sweep, pack } = shape;
+        format!(
+            "{weight} weights by up to {blocks} blocks a multiprocessor, {sweep} elements a warp \
+             and {pack} a thread at a time ({how})"
+        )
+    });
+    let each = each.collect::<Vec<_>>().join(", ");
+    Ok(format!("a search for the optimizer's launches: {each}"))
+}
+
+/// Moving averages of tensors, kept where those are.
+#[derive(Debug)]
+struct Averages {
+    of: Vec<Tensor>,
+    kept: cuda::Averages,
+}
+
+impl Averages {
+    /// Of tensors on the device of `gpu`, which keep their memory.
+    fn new(gpu: &Gpu, of: Vec<Tensor>) -> Result<Self> {
+        let counts: Vec<usize> = of.iter().map(Tensor::elem_count).collect();
+        let kept = cuda::Averages::new(gpu.clone(), &counts).map_err(averaging)?;
+        Ok(Self { of, kept })
+    }
+}
+
+impl DeviceAverages for Averages {
+    fn update(&mut self, share: Option<f32>) -> Result<()> {
+        let of = self.of.iter().map(address).collect::<Result<Vec<_>>>()?;
+        // SAFETY: tensors that this keeps, which candle and optimizers write in order of the same stream.
+        unsafe { self.kept.update(&of, share) }.map_err(averaging)
+    }
+
+    fn to_host(&self) -> Result<Vec<Vec<f32>>> {
+        self.kept.to_host().map_err(averaging)
+    }
+
+    fn load(&mut self, averages: &[Vec<f32>]) -> Result<()> {
+        self.kept.load(averages).map_err(averaging)
+    }
+}
+
+fn averaging(error: fused_optim::Error) -> Error {
+    Error::Engine(format!("averaging parameters: {error}"))
+}
+
+/// Where a gradient lies, or its average, that is used in the stream of `gpu`.
+pub(super) fn address_of(grad: &dyn DeviceTensor, gpu: &Gpu) -> Result<DeviceSlice> {
+    let any: &dyn Any = grad;
+    let (at, stream) = match any.downcast_ref::<Average>() {
+        Some(average) => (average.address(), Some(average.stream())),
+        None => {
+            let tensor = own(grad)?.tensor();
+            let stream = tensor.device().as_cuda_device().map(|device| device.cuda_stream());
+            (address(&tensor)?, stream.ok())
+        }
+    };
+    match stream.as_ref() == Some(gpu.stream()) {
+        true => Ok(at),
+        false => Err(Error::Engine(FOREIGN.to_owned())),
+    }
+}
+
+/// Where a weight or a buffer lies.
+pub(super) fn place_of(tensor: &Tensor) -> Result<u64> {
+    Ok(address(tensor)?.ptr)
+}
+
+fn address(tensor: &Tensor) -> Result<DeviceSlice> {
+    tensor.try_into().map_err(|e| failed("lending a tensor", e))
+}
+
+/// Refuses a gradient that is the memory of a weight: a model's own operator may hand one back.
+fn check_apart(specs: &[TensorSpec], params: &[DeviceParam]) -> Result<()> {
+    let bytes = |slice: DeviceSlice| -> Range<u64> {
+        slice.ptr..slice.ptr + (slice.len * slice.dtype.size()) as u64
+    };
+    let weights = params.iter().map(|param| bytes(param.weight));
+    let weights: BTreeMap<u64, u64> =
+        weights.filter(|at| !at.is_empty()).map(|at| (at.start, at.end)).collect();
+    for (spec, param) in specs.iter().zip(params) {
+        let Some(grad) = param.grad.map(bytes) else { continue };
+        // Weights are apart from one another: the last that begins before its end reaches furthest.
+        let last = weights.range(..grad.end).next_back();
+        if last.is_some_and(|(_, end)| *end > grad.start) {
+            let text = format!("the gradient of `{}` is a parameter's own memory", spec.name);
+            return Err(Error::Engine(text));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,49 @@
+//! An optimizer's step in a graph, after the backward pass whose gradients it takes.
+//!
+//! Its launches read on the device all that differs from step to step: learning rates, the loss scale, where the
+//! gradients are. So they are captured once, and their data are sent before each launch of the graph.
+
+use candle_core::Tensor;
+use fused_optim::{DeviceParams, Launches};
+
+use super::CandleEngine;
+use crate::Result;
+use crate::engine::candle::cuda::on_device;
+use crate::engine::candle::on_device::OnDevice;
+use crate::engine::{Gradient, OptimizerStep};
+
+/// Gradients by parameter.
+type Grads = [(usize, Tensor)];
+
+/// Sends what a step on `grads` reads; returns its launches, if it is nothing else.
+pub(super) fn prepare(
+    step: &mut OptimizerStep<'_>,
+    engine: &CandleEngine,
+    grads: &Grads,
+) -> Result<Option<Launches>> {
+    let Some(optimizer) = step.optimizer.as_device() else { return Ok(None) };
+    lend(engine, grads, |lent| optimizer.prepare_step(lent, &step.ctl))
+}
+
+/// Launches the prepared step.
+pub(super) fn launch(
+    step: &mut OptimizerStep<'_>,
+    engine: &CandleEngine,
+    grads: &Grads,
+) -> Result<()> {
+    let OptimizerStep { optimizer, ctl, .. } = step;
+    lend(engine, grads, |lent| on_device(&mut **optimizer)?.launch_step(lent, ctl))
+}
+
+fn lend<R>(
+    engine: &CandleEngine,
+    grads: &Grads,
+    call: impl FnOnce(DeviceParams<'_>) -> fused_optim::Result<R>,
+) -> Result<R> {
+    let mut all: Vec<Option<OnDevice>> = engine.params.specs.iter().map(|_| None).collect();
+    for (index, grad) in grads {
+        all[*index] = Some(OnDevice::new(grad.clone()));
+    }
+    let all: Vec<_> = all.iter().map(|grad| grad.as_ref().map(|g| Gradient::Device(g))).collect();
+    engine.lend(&all, call)
+}

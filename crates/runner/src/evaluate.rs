@@ -112,6 +112,15 @@ pub fn collect_results(group: &ProcessGroup, mine: &Vec<Value>, len: usize) -> R
     Ok(interleaved.take(len).cloned().collect())
 }
 
+/// The metric called `name`; the error text lists those there are.
+pub(crate) fn find_metric(metrics: &[(String, f64)], name: &str) -> Result<f64, String> {
+    let found = metrics.iter().find(|(known, _)| known == name);
+    found.map(|(_, value)| *value).ok_or_else(|| {
+        let names: Vec<_> = metrics.iter().map(|(name, _)| name.as_str()).collect();
+        format!("`{name}` is not among: {}", names.join(", "))
+    })
+}
+
 /// The metrics a configuration can name: `[val_evaluator]`.
 pub static METRICS: Registry<Box<dyn Metric>> =
     Registry::with("metric", &[("Accuracy", |_| Ok(Box::new(Accuracy)))]);

@@ -78,7 +78,7 @@ impl RunnerBuilder {
         for (key, why) in LEFT_OUT {
             root.refuse(key, why)?;
         }
-        self.places = PARTS.map(|key| (key, root.offset_of(key))).into();
+        self.spans = PARTS.map(|key| (key, root.offset_of(key))).into();
         self.work_dir = root.optional::<String>("work_dir")?.map(PathBuf::from);
         self.model = root.attempt_whole(|root| MODELS.build(root.section("model")?))?;
         let parts = read_training(&mut root, self)?;
@@ -120,7 +120,7 @@ impl RunnerBuilder {
     }
 }
 
-/// Keys whose places a check of the whole has a use for.
+/// Keys whose spans `runner check` names.
 const PARTS: [&str; 5] =
     ["model", "optim_wrapper", "train_dataloader", "val_dataloader", "test_dataloader"];
 
@@ -151,12 +151,11 @@ fn read_training(root: &mut Section, builder: &mut RunnerBuilder) -> Result<Vec<
 fn read_loader(mut section: Section, train: bool) -> Result<DataLoaderConfig> {
     for key in ["persistent_workers", "pin_memory", "collate_fn", "worker_init_fn", "batch_sampler"]
     {
-        section.refuse(key, "a data set makes whole batches, on the thread that trains")?;
+        section.refuse(key, "batches load on the training thread")?;
     }
     let place = section.offset_of("num_workers");
     if section.or("num_workers", 0_usize)? > 0 {
-        let text = "`num_workers` is left out on purpose: a data set makes whole batches, on the \
-                    thread that trains";
+        let text = "`num_workers` is not supported: batches load on the training thread";
         section.note(place.error(text))?;
     }
     let place = section.offset_of("batch_size");

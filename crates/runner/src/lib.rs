@@ -60,7 +60,7 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | [`config`], [`registry`] | TOML with places in every error; names to builders |
+//! | [`config`], [`registry`] | TOML with file, line and column in every error; names to builders |
 //! | [`engine`] | what the runner asks of a tensor crate; the candle adapter |
 //! | [`device`] | what a CUDA GPU or an Ascend NPU does in a run, and what not |
 //! | [`model`] | gradients kept, or averaged over ranks while backward runs |
@@ -68,6 +68,7 @@
 //! | [`hooks`] | everything that happens around a batch |
 //! | [`schedulers`] | learning rate and momentum over a run |
 //! | [`checkpoint`] | atomic, checksummed, exact to resume from |
+//! | [`zoo`] | models and data sets that a configuration can name, examples among them |
 
 pub mod checkpoint;
 pub mod cli;

@@ -138,8 +138,7 @@ impl<T> Registry<T> {
         if let Some(why) = left_out.or_else(|| name.contains('.').then_some(NO_SCOPES)) {
             return format!("`{name}` is left out on purpose: {why}");
         }
-        let names = self.names();
-        unknown(self.kind, name, &names.iter().map(String::as_str).collect::<Vec<_>>())
+        unknown(self.kind, name, &self.names())
     }
 
     /// The names of all components, sorted.

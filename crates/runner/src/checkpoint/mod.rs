@@ -102,37 +102,34 @@ pub struct Converted {
     pub tensors: usize,
 }
 
-/// The part of a new checkpoint that hooks may change.
-#[derive(Debug, Default)]
-pub struct Draft {
-    /// The model. Empty on all ranks but the first.
-    pub model: Vec<Tensor>,
-    /// Further files of tensors, by name without extension. Those of other ranks than the first are
-    /// not looked at.
-    pub extra: Vec<(String, Vec<Tensor>)>,
-    /// This rank's own tensors, where ranks may differ. The first rank's are in the model.
-    pub own: Vec<Tensor>,
-}
-
-/// What to save.
+/// A checkpoint about to be written. Hooks may change its model, and add tensors.
 #[derive(Debug, Default)]
 pub struct Contents {
     /// Its `state.json`.
     pub meta: Meta,
-    /// The model.
+    /// The model. Empty on all ranks but the first.
     pub model: Vec<Tensor>,
     /// The optimizer wrapper's state; without it a run cannot be resumed from this checkpoint.
     pub optim: Option<OptimWrapperState>,
-    /// Further files of tensors, by name without extension.
+    /// Further files of tensors, by name without extension. Only the first rank's are written.
     pub extra: Vec<(String, Vec<Tensor>)>,
-    /// Each rank's [`own_bytes`]; none if they are all those of the first rank.
-    pub own: Vec<Vec<u8>>,
-    /// Each rank's [`gradient_bytes`]; none outside of an accumulation.
-    pub gradients: Vec<Vec<u8>>,
-    /// Each rank's [`ModelWrapper::state`]; none if none has any.
-    pub wrapper: Vec<Vec<u8>>,
+    /// This rank's own tensors, where ranks may differ. The first rank's are in the model.
+    pub own: Vec<Tensor>,
+    /// Every rank's own files.
+    pub ranks: RankFiles,
     /// Whether `last_checkpoint` is to name it.
     pub is_last: bool,
+}
+
+/// Every rank's own files, by rank; empty where a rank has nothing to save.
+#[derive(Debug, Default)]
+pub struct RankFiles {
+    /// [`gradient_bytes`]; none outside of an accumulation.
+    pub gradients: Vec<Vec<u8>>,
+    /// [`own_bytes`]; none if they are all those of the first rank.
+    pub own: Vec<Vec<u8>>,
+    /// [`ModelWrapper::state`]; none if none has any.
+    pub wrapper: Vec<Vec<u8>>,
 }
 
 const FORMAT: u32 = 2;
@@ -158,9 +155,8 @@ pub fn save(work_dir: &Path, name: &str, contents: Contents) -> Result<PathBuf> 
     for (name, tensors) in &contents.extra {
         files.push((format!("{name}.safetensors"), serialize(name, tensors)?));
     }
-    let by_rank =
-        [(GRADIENTS, contents.gradients), (OWN, contents.own), (WRAPPER, contents.wrapper)];
-    for (what, ranks) in by_rank {
+    let RankFiles { gradients, own, wrapper } = contents.ranks;
+    for (what, ranks) in [(GRADIENTS, gradients), (OWN, own), (WRAPPER, wrapper)] {
         let ranks = ranks.into_iter().enumerate().filter(|(_, bytes)| !bytes.is_empty());
         files.extend(ranks.map(|(rank, bytes)| (rank_file(what, rank), bytes)));
     }
@@ -506,9 +502,12 @@ mod tests {
             }),
             extra: vec![("more".into(), vec![Tensor::f32("x".into(), vec![2], &[1.0, -2.5])])],
             own: Vec::new(),
+            ranks: RankFiles {
+                gradients,
+                own: Vec::new(),
+                wrapper: vec![Vec::new(), vec![1, 2, 3]],
+            },
             is_last: true,
-            gradients,
-            wrapper: vec![Vec::new(), vec![1, 2, 3]],
         }
     }
 

@@ -15,7 +15,7 @@ pub struct Section {
     place: Span,
     entries: Vec<Entry>,
     /// Every key asked for so far: the valid names.
-    asked: Vec<&'static str>,
+    known: Vec<&'static str>,
     /// Every value taken so far, and its span.
     taken: Vec<(&'static str, Span)>,
     /// Where mistakes go, if reading goes on after one.
@@ -24,7 +24,7 @@ pub struct Section {
 
 impl Section {
     pub(super) fn new(path: String, place: Span, entries: Vec<Entry>) -> Self {
-        Self { path, place, entries, asked: Vec::new(), taken: Vec::new(), mistakes: None }
+        Self { path, place, entries, known: Vec::new(), taken: Vec::new(), mistakes: None }
     }
 
     /// Collects mistakes from now on instead of returning the first one, here and in inner tables. A wrong value is
@@ -244,7 +244,7 @@ impl Section {
         let place =
             if self.path.is_empty() { String::new() } else { format!(" in [{}]", self.path) };
         for entry in &self.entries {
-            let text = unknown("key", &entry.key, &self.asked);
+            let text = unknown("key", &entry.key, &self.known);
             self.note(entry.key_place.error(format!("{text}{place}")))?;
         }
         Ok(())
@@ -285,10 +285,10 @@ impl Section {
     ///
     /// [`Error::Config`] if the file has it; `why` is the reason or the alternative.
     pub fn refuse(&mut self, key: &'static str, why: &str) -> Result<()> {
-        let asked = self.asked.len();
+        let known = self.known.len();
         let entry = if self.is_off(key) { None } else { self.take(key) };
         // Not listed among the valid keys.
-        self.asked.truncate(asked);
+        self.known.truncate(known);
         let Some(entry) = entry else { return Ok(()) };
         self.note(entry.key_place.error(format!("`{key}` is left out on purpose: {why}")))
     }
@@ -349,7 +349,7 @@ impl Section {
     }
 
     fn take(&mut self, key: &'static str) -> Option<Entry> {
-        self.asked.push(key);
+        self.known.push(key);
         let index = self.entries.iter().position(|e| e.key == key)?;
         let entry = self.entries.remove(index);
         self.taken.push((key, entry.node.place.clone()));
@@ -426,7 +426,8 @@ fn near(distance: usize, name: &str) -> bool {
 }
 
 /// "unknown KIND `x`; did you mean `y`? (one of ...)".
-pub(crate) fn unknown(kind: &str, name: &str, valid: &[&str]) -> String {
+pub(crate) fn unknown<S: AsRef<str>>(kind: &str, name: &str, valid: &[S]) -> String {
+    let valid: Vec<_> = valid.iter().map(AsRef::as_ref).collect();
     let nearest = valid.iter().map(|v| (distance(v, name), v)).min();
     let nearest = nearest.filter(|(distance, _)| near(*distance, name)).map(|(_, nearest)| nearest);
     // A name that is cut short is far from the whole one, letter by letter.
@@ -435,7 +436,7 @@ pub(crate) fn unknown(kind: &str, name: &str, valid: &[&str]) -> String {
         Some(nearest) => format!("; did you mean `{nearest}`?"),
         None => String::new(),
     };
-    let mut names: Vec<_> = valid.to_vec();
+    let mut names = valid.clone();
     names.sort_unstable();
     names.dedup();
     format!("unknown {kind} `{name}`{hint} (valid: {})", names.join(", "))

@@ -3,12 +3,13 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::monitor::{is_better, rule_by};
+use super::monitor::rule_by;
 use super::{Hook, Priority};
 use crate::checkpoint::Position;
 use crate::config::Section;
 use crate::data::Batch;
 use crate::engine::Losses;
+use crate::evaluate::find_metric;
 use crate::runner::{Length, Runner, Save};
 use crate::schedulers::Rule;
 use crate::{Error, Result};
@@ -162,30 +163,21 @@ impl CheckpointHook {
         wanted: &SaveBest,
         metrics: &[(String, f64)],
     ) -> Result<bool> {
-        let found = match wanted.metric.as_str() {
+        let metric = match (wanted.metric.as_str(), self.state.best.first()) {
             // `auto` keeps the metric that it chose first.
-            "auto" => match self.state.best.first() {
-                Some(best) => metrics.iter().find(|(name, _)| *name == best.metric),
-                None => metrics.first(),
-            },
-            metric => metrics.iter().find(|(name, _)| name == metric),
+            ("auto", Some(best)) => best.metric.clone(),
+            ("auto", None) => metrics.first().map_or("auto", |(name, _)| name).to_owned(),
+            (name, _) => name.to_owned(),
         };
-        let Some((metric, score)) = found else {
-            let names: Vec<_> = metrics.iter().map(|(name, _)| name.as_str()).collect();
-            let (metric, names) = (&wanted.metric, names.join(", "));
-            return Err(Error::Config(format!("save_best: `{metric}` is not among: {names}")));
-        };
+        let score = find_metric(metrics, &metric)
+            .map_err(|why| Error::Config(format!("save_best: {why}")))?;
         let rule = match wanted.rule {
             Some(rule) => rule,
-            None => rule_by(metric, &wanted.greater_keys, &wanted.less_keys)?,
+            None => rule_by(&metric, &wanted.greater_keys, &wanted.less_keys)?,
         };
-        let before = self.state.best.iter().position(|best| best.metric == *metric);
-        let worst = match rule {
-            Rule::Greater => f64::NEG_INFINITY,
-            Rule::Less => f64::INFINITY,
-        };
-        let best = before.map_or(worst, |i| self.state.best[i].score);
-        if !score.is_finite() || !is_better(rule, *score, best) {
+        let before = self.state.best.iter().position(|best| best.metric == metric);
+        let improves = before.is_none_or(|i| rule.is_better(score, self.state.best[i].score));
+        if !score.is_finite() || !improves {
             return Ok(false);
         }
         let position = runner.position().clone();
@@ -207,7 +199,7 @@ impl CheckpointHook {
         if !runner.save_checkpoint(save)? {
             return Ok(false);
         }
-        let fresh = Best { metric: metric.clone(), score: *score, name };
+        let fresh = Best { metric, score, name };
         match before {
             Some(i) => self.state.best[i] = fresh,
             None => self.state.best.push(fresh),
@@ -215,6 +207,9 @@ impl CheckpointHook {
         Ok(true)
     }
 }
+
+/// What `published_keys` can name.
+const PARTS: [&str; 3] = ["model", "optimizer", "state"];
 
 pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
     section.refuse("out_dir", "checkpoints go to the run's `work_dir`")?;
@@ -242,11 +237,8 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
     hook.save_best = read_best(section)?;
     let place = section.offset_of("published_keys");
     hook.published_keys = section.one_or_more("published_keys")?;
-    if let Some(key) =
-        hook.published_keys.iter().find(|k| !["model", "optimizer", "state"].contains(&k.as_str()))
-    {
-        let known = ["model", "optimizer", "state"];
-        return Err(place.error(crate::config::unknown("part", key, &known)));
+    if let Some(key) = hook.published_keys.iter().find(|k| !PARTS.contains(&k.as_str())) {
+        return Err(place.error(crate::config::unknown("part", key, &PARTS)));
     }
     Ok(Box::new(hook))
 }

@@ -2,9 +2,10 @@
 
 use serde_json::{Value, json};
 
-use super::monitor::{is_better, rule_of};
+use super::monitor::rule_of;
 use super::{Hook, Priority};
 use crate::config::Section;
+use crate::evaluate::find_metric;
 use crate::runner::Runner;
 use crate::schedulers::Rule;
 use crate::{Error, Result};
@@ -66,11 +67,8 @@ impl EarlyStoppingHook {
     fn count(&mut self, score: f64) -> Option<String> {
         self.last = Some(score);
         if self.ends_with(score).is_none() {
-            let margin = match self.rule {
-                Rule::Less => self.min_delta,
-                Rule::Greater => -self.min_delta,
-            };
-            if self.best.is_none_or(|best| is_better(self.rule, score + margin, best)) {
+            let score_with_margin = self.rule.worsen(score, self.min_delta);
+            if self.best.is_none_or(|best| self.rule.is_better(score_with_margin, best)) {
                 (self.best, self.waited) = (Some(score), 0);
             } else {
                 self.waited += 1;
@@ -97,7 +95,8 @@ impl EarlyStoppingHook {
             return Some(format!("`{monitor}` is {score}"));
         }
         let threshold = self.stopping_threshold?;
-        is_better(self.rule, score, threshold)
+        self.rule
+            .is_better(score, threshold)
             .then(|| format!("`{monitor}` is {score}, better than {threshold}"))
     }
 
@@ -144,19 +143,18 @@ impl Hook for EarlyStoppingHook {
     }
 
     fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
-        let Some((_, score)) = metrics.iter().find(|(name, _)| *name == self.monitor) else {
-            let names: Vec<_> = metrics.iter().map(|(name, _)| name.as_str()).collect();
-            let (monitor, names) = (&self.monitor, names.join(", "));
-            let text = format!("EarlyStoppingHook: `{monitor}` is not among: {names}");
-            if self.strict {
-                return Err(Error::Config(text));
+        match find_metric(metrics, &self.monitor) {
+            Ok(score) => {
+                self.count(score);
+                self.stop(runner);
+                Ok(())
             }
-            runner.logger().warning(&text);
-            return Ok(());
-        };
-        self.count(*score);
-        self.stop(runner);
-        Ok(())
+            Err(why) if self.strict => Err(Error::Config(format!("EarlyStoppingHook: {why}"))),
+            Err(why) => {
+                runner.logger().warning(&format!("EarlyStoppingHook: {why}"));
+                Ok(())
+            }
+        }
     }
 
     fn metrics(&self) -> Vec<String> {

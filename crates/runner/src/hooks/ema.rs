@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::Hook;
 use crate::checkpoint::{
-    Checkpoint, Draft, Position, Tensor, copy_from_bytes, model_tensors, round_into, to_f32,
+    Checkpoint, Contents, Position, Tensor, copy_from_bytes, model_tensors, round_into, to_f32,
     visit_model,
 };
 use crate::config::Section;
@@ -330,7 +330,11 @@ impl Hook for EmaHook {
         self.unshelve(runner)
     }
 
-    fn before_save_checkpoint(&mut self, runner: &mut Runner, draft: &mut Draft) -> Result<()> {
+    fn before_save_checkpoint(
+        &mut self,
+        runner: &mut Runner,
+        contents: &mut Contents,
+    ) -> Result<()> {
         let group = runner.group().clone();
         let engine = runner.engine_mut();
         let params = engine.params().len();
@@ -341,24 +345,29 @@ impl Hook for EmaHook {
         // In a validation the average replaces the model, which is in `shelved`.
         for trained in &self.shelved {
             let (name, own) = (&trained.spec.name, format!("{BUFFERS}{}", trained.spec.name));
-            let model = draft.model.iter_mut().filter(|tensor| tensor.spec.name == *name);
-            let both = model.chain(draft.own.iter_mut().filter(|tensor| tensor.spec.name == own));
+            let model = contents.model.iter_mut().filter(|tensor| tensor.spec.name == *name);
+            let both =
+                model.chain(contents.own.iter_mut().filter(|tensor| tensor.spec.name == own));
             both.for_each(|tensor| tensor.bytes.clone_from(&trained.bytes));
         }
         let values = self.averages.values()?;
         let averages: Vec<_> = self.specs(engine).into_iter().zip(&*values).map(average).collect();
-        draft.own.extend(averages.iter().skip(params).cloned());
-        if draft.model.is_empty() {
+        contents.own.extend(averages.iter().skip(params).cloned());
+        if contents.model.is_empty() {
             return Ok(());
         }
         let mut saved = averages;
-        saved.extend(draft.model.iter().cloned().map(|mut tensor| {
+        saved.extend(contents.model.iter().cloned().map(|mut tensor| {
             tensor.spec.name.insert_str(0, "source.");
             tensor
         }));
-        draft.extra.push((FILE.to_owned(), saved));
+        contents.extra.push((FILE.to_owned(), saved));
         // Rounded as the engine would, so that it is what a validation has seen.
-        draft.model.iter_mut().zip(&shared).for_each(|(tensor, values)| tensor.round_from(values));
+        contents
+            .model
+            .iter_mut()
+            .zip(&shared)
+            .for_each(|(tensor, values)| tensor.round_from(values));
         Ok(())
     }
 

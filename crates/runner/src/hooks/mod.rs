@@ -61,10 +61,9 @@ pub(crate) fn build(
         None => HOOKS.build(section)?,
     };
     if let Some(metrics) = metrics {
-        let known: Vec<_> = metrics.iter().map(String::as_str).collect();
         for metric in hook.metrics() {
             if !metrics.contains(&metric) {
-                return Err(place.error(unknown("metric", &metric, &known)));
+                return Err(place.error(unknown("metric", &metric, metrics)));
             }
         }
     }
@@ -126,7 +125,7 @@ mod tests {
     use serde_json::Value;
 
     use super::*;
-    use crate::checkpoint::{Checkpoint, Draft};
+    use crate::checkpoint::{Checkpoint, Contents};
     use crate::data::{Array, Batch};
     use crate::engine::Losses;
     use crate::evaluate::Metric;
@@ -256,7 +255,7 @@ mod tests {
             after_val_iter(usize, &Batch, &[(String, Array)]);
             after_val_epoch(&[(String, f64)]);
             after_val();
-            before_save_checkpoint(&mut Draft);
+            before_save_checkpoint(&mut Contents);
             after_train();
             after_run();
         }

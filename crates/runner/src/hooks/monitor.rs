@@ -31,14 +31,6 @@ pub(super) fn rule_by(name: &str, greater: &[String], less: &[String]) -> Result
     })
 }
 
-/// Whether `a` is better than `b`.
-pub(super) fn is_better(rule: Rule, a: f64, b: f64) -> bool {
-    match rule {
-        Rule::Less => a < b,
-        Rule::Greater => a > b,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -56,8 +56,8 @@ pub struct RunnerBuilder {
     pub(crate) log_config: LogConfig,
     pub(crate) compile: Option<CompileOptions>,
     pub(crate) only: Option<EvalSplit>,
-    /// Where the configuration has its parts, by key.
-    pub(crate) places: Vec<(&'static str, Span)>,
+    /// Spans of the configuration's parts, by key.
+    pub(crate) spans: Vec<(&'static str, Span)>,
     pub(crate) device: DeviceConfig,
     group: Option<ProcessGroup>,
 }

@@ -23,7 +23,7 @@ use crate::schedulers::SchedulerConfig;
 use crate::{Error, Result};
 
 /// Number of samples of a data set that are searched.
-const LOOKED_AT: usize = 256;
+const SEARCHED: usize = 256;
 
 impl RunnerBuilder {
     /// Refuses what can be refused before anything is made.
@@ -61,9 +61,9 @@ impl RunnerBuilder {
     pub(crate) fn try_parts(mut self, mistakes: &Mistakes, is_read: bool) -> Result<()> {
         let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
         let cx = ModelContext { dtype: DType::F32, seed: 0, device: ComputeDevice::Cpu };
-        let places = std::mem::take(&mut self.places);
+        let spans = std::mem::take(&mut self.spans);
         let add = |key: &str, why: &str, error: Error| {
-            let place = places.iter().find(|(known, _)| *known == key).map(|(_, place)| place);
+            let place = spans.iter().find(|(known, _)| *known == key).map(|(_, place)| place);
             let place = place.map_or_else(String::new, |place| format!("{place}: "));
             mistakes.add(Error::Config(format!("{place}{key}: {why}{error}")));
         };
@@ -113,11 +113,11 @@ impl RunnerBuilder {
 fn make(config: DataLoaderConfig, group: &ProcessGroup) -> Result<(DataLoader, Batch)> {
     let loader = config.make(group, 0)?;
     let len = loader.dataset_len();
-    let count = len.min(LOOKED_AT);
-    let looked_at: Vec<_> = (0..count).map(|k| k * len / count).collect();
-    let batch = loader.samples(&looked_at)?;
+    let count = len.min(SEARCHED);
+    let searched: Vec<_> = (0..count).map(|k| k * len / count).collect();
+    let batch = loader.samples(&searched)?;
     // Norms may need two.
-    let mut telling = vec![looked_at[0], looked_at[count - 1]];
+    let mut chosen = vec![searched[0], searched[count - 1]];
     for (_, array) in batch.iter() {
         let (ArrayData::I64(numbers), Some(extent)) = (array.data(), array.shape().first()) else {
             continue;
@@ -128,15 +128,15 @@ fn make(config: DataLoaderConfig, group: &ProcessGroup) -> Result<(DataLoader, B
         let of_sample = numbers.len() / count;
         let numbers = || numbers.iter().enumerate();
         let extremes = [numbers().min_by_key(|(_, n)| **n), numbers().max_by_key(|(_, n)| **n)];
-        telling.extend(extremes.iter().flatten().map(|(at, _)| looked_at[at / of_sample]));
+        chosen.extend(extremes.iter().flatten().map(|(at, _)| searched[at / of_sample]));
     }
-    telling.sort_unstable();
-    telling.dedup();
-    let batch = loader.samples(&telling)?;
+    chosen.sort_unstable();
+    chosen.dedup();
+    let batch = loader.samples(&chosen)?;
     Ok((loader, batch))
 }
 
-/// Trains on a batch without a step, or evaluates it. The loss of data to evaluate is looked at, too, if they
+/// Trains on a batch without a step, or evaluates it. The loss of evaluation data is checked, too, if they
 /// have the fields of those that were trained on.
 fn try_batch(
     engine: &mut dyn Engine,

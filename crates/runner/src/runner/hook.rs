@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::{Length, Runner};
 use crate::Result;
-use crate::checkpoint::{Checkpoint, Draft};
+use crate::checkpoint::{Checkpoint, Contents};
 use crate::config::{Section, unknown};
 use crate::data::{Array, Batch};
 use crate::engine::Losses;
@@ -156,7 +156,7 @@ pub trait Hook: Send {
         after_test();
         /// A checkpoint is about to be written; the hook may change what is in it. On every rank. A checkpoint
         /// that is asked for here is written after the next stage.
-        before_save_checkpoint(draft: &mut Draft);
+        before_save_checkpoint(contents: &mut Contents);
         /// Once, after the last epoch, or when the time budget is spent.
         after_train();
         /// Once, after everything else.

@@ -4,12 +4,11 @@ use std::path::{Path, PathBuf};
 
 use collective::ProcessGroup;
 use collective::object::{all_gather_object, broadcast_object};
-use serde_json::Map;
 
 use super::{Runner, Save};
 use crate::checkpoint::{
-    self, Checkpoint, Contents, Converted, Draft, Found, Meta, Tensor, copy_from_bytes,
-    model_tensors, visit_buffers,
+    self, Checkpoint, Contents, Converted, Found, Meta, Tensor, copy_from_bytes, model_tensors,
+    visit_buffers,
 };
 use crate::engine::TensorSpec;
 use crate::schedulers::Progress;
@@ -18,12 +17,6 @@ use crate::{Error, Result};
 impl Runner {
     /// Writes a checkpoint on rank 0; the other ranks wait until it is on disk.
     pub(super) fn write_checkpoint(&mut self, save: &Save) -> Result<()> {
-        let mut draft = self.draft()?;
-        self.call_hooks(|hook, runner| hook.before_save_checkpoint(runner, &mut draft))?;
-        let mut hooks = Map::new();
-        for (_, hook) in &self.hooks {
-            hooks.extend(hook.state_dict().map(|state| (hook.name().to_owned(), state)));
-        }
         let mut contents = Contents {
             meta: Meta {
                 position: save.position.clone(),
@@ -34,50 +27,55 @@ impl Runner {
                 export: save.export,
                 ..Meta::default()
             },
-            model: draft.model,
             is_last: save.optimizer,
             ..Contents::default()
         };
+        if self.group.rank() == 0 {
+            contents.model = model_tensors(&mut *self.engine)?;
+        }
+        if self.group.world_size() > 1 {
+            visit_buffers(&mut *self.engine, &mut |_, spec, slice| {
+                let spec = TensorSpec { name: format!("{BUFFERS}{}", spec.name), ..spec.clone() };
+                contents.own.push(Tensor::copy(&spec, slice));
+                Ok(())
+            })?;
+        }
+        self.call_hooks(|hook, runner| hook.before_save_checkpoint(runner, &mut contents))?;
         if save.schedulers {
             let progress = self.schedulers.iter().map(|s| s.progress().clone());
             contents.meta.schedulers = progress.collect();
         }
         if save.optimizer {
-            contents.gradients =
-                self.gather(checkpoint::gradient_bytes(self.engine.params(), &*self.model)?)?;
-            contents.wrapper = self.gather(self.model.state()?)?;
-            contents.own = self.gather(checkpoint::own_bytes(&draft.own)?)?;
-            if contents.own.iter().all(|bytes| Some(bytes) == contents.own.first()) {
-                contents.own.clear();
-            }
-            let drawn = Some(self.engine_state.random_position).filter(|position| *position > 0);
-            contents.meta.random = all_gather_object(&self.group, &drawn)?;
-            contents.meta.autotune_cache =
-                all_gather_object(&self.group, &self.engine_state.autotune_cache)?;
-            contents.meta.hooks = hooks;
-            contents.extra = draft.extra;
+            self.add_resumable(&mut contents)?;
+        } else {
+            contents.extra.clear();
         }
         if self.group.rank() == 0 {
-            contents.optim = save.optimizer.then(|| self.optim.state_dict()).transpose()?;
             checkpoint::save(self.output.work_dir(), &save.name, contents)?;
         }
         Ok(self.group.barrier()?)
     }
 
-    /// The model, for the hooks to change; with several ranks, this rank's own buffers.
-    fn draft(&mut self) -> Result<Draft> {
-        let mut draft = Draft::default();
+    /// Adds all that a run is resumed from, besides model, position and schedulers.
+    fn add_resumable(&self, contents: &mut Contents) -> Result<()> {
+        let Contents { meta, ranks, own, .. } = contents;
+        ranks.gradients =
+            self.gather(checkpoint::gradient_bytes(self.engine.params(), &*self.model)?)?;
+        ranks.wrapper = self.gather(self.model.state()?)?;
+        ranks.own = self.gather(checkpoint::own_bytes(own)?)?;
+        if ranks.own.iter().all(|bytes| Some(bytes) == ranks.own.first()) {
+            ranks.own.clear();
+        }
+        let drawn = Some(self.engine_state.random_position).filter(|position| *position > 0);
+        meta.random = all_gather_object(&self.group, &drawn)?;
+        meta.autotune_cache = all_gather_object(&self.group, &self.engine_state.autotune_cache)?;
+        for (_, hook) in &self.hooks {
+            meta.hooks.extend(hook.state_dict().map(|state| (hook.name().to_owned(), state)));
+        }
         if self.group.rank() == 0 {
-            draft.model = model_tensors(&mut *self.engine)?;
+            contents.optim = Some(self.optim.state_dict()?);
         }
-        if self.group.world_size() > 1 {
-            visit_buffers(&mut *self.engine, &mut |_, spec, slice| {
-                let spec = TensorSpec { name: format!("{BUFFERS}{}", spec.name), ..spec.clone() };
-                draft.own.push(Tensor::copy(&spec, slice));
-                Ok(())
-            })?;
-        }
-        Ok(draft)
+        Ok(())
     }
 
     /// Every rank's bytes; empty if no rank has any.

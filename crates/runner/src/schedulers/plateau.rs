@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::evaluate::find_metric;
 use crate::{Error, Result};
 
 /// The value times `factor` when a metric of the validation has not become better for more than
@@ -37,6 +38,24 @@ pub enum Rule {
     Greater,
 }
 
+impl Rule {
+    /// Whether `a` is better than `b`.
+    pub(crate) fn is_better(self, a: f64, b: f64) -> bool {
+        match self {
+            Self::Less => a < b,
+            Self::Greater => a > b,
+        }
+    }
+
+    /// `value` made worse by `margin`.
+    pub(crate) fn worsen(self, value: f64, margin: f64) -> f64 {
+        match self {
+            Self::Less => value + margin,
+            Self::Greater => value - margin,
+        }
+    }
+}
+
 /// By how much a metric must be better than the best.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Threshold {
@@ -61,16 +80,8 @@ impl Progress {
         values: &mut [f64],
         metrics: &[(String, f64)],
     ) -> Result<()> {
-        let metric = metrics.iter().find(|(name, _)| *name == plateau.monitor);
-        let Some(&(_, metric)) = metric else {
-            let names: Vec<_> = metrics.iter().map(|(name, _)| name.as_str()).collect();
-            let text = format!(
-                "the scheduler's `monitor` `{}` is not among: {}",
-                plateau.monitor,
-                names.join(", ")
-            );
-            return Err(Error::Config(text));
-        };
+        let metric = find_metric(metrics, &plateau.monitor)
+            .map_err(|why| Error::Config(format!("the scheduler's `monitor` {why}")))?;
         if self.best.is_none_or(|best| plateau.is_better(metric, best)) {
             (self.best, self.bad_steps) = (Some(metric), 0);
         } else {
@@ -99,9 +110,6 @@ impl Plateau {
             Threshold::Rel => self.threshold * best,
             Threshold::Abs => self.threshold,
         };
-        match self.rule {
-            Rule::Less => metric < best - margin,
-            Rule::Greater => metric > best + margin,
-        }
+        self.rule.is_better(metric, self.rule.worsen(best, -margin))
     }
 }

@@ -51,8 +51,7 @@ pub(crate) fn read_all(
     for (name, sections) in root.section(key)?.named_lists()? {
         for section in sections {
             let Some(part) = parts.iter().find(|part| **part == name) else {
-                let known: Vec<_> = parts.iter().map(String::as_str).collect();
-                root.note(section.error(unknown("part of the optimizer", &name, &known)))?;
+                root.note(section.error(unknown("part of the optimizer", &name, parts)))?;
                 continue;
             };
             let part = Some(part.clone());
@@ -69,8 +68,7 @@ fn build(section: Section, metrics: Option<&[String]>) -> Result<SchedulerConfig
     if let (Shape::Plateau(Plateau { monitor, .. }), Some(metrics)) = (&config.shape, metrics)
         && !metrics.contains(monitor)
     {
-        let known: Vec<_> = metrics.iter().map(String::as_str).collect();
-        return Err(place.error(unknown("metric", monitor, &known)));
+        return Err(place.error(unknown("metric", monitor, metrics)));
     }
     Ok(config)
 }

@@ -77,7 +77,7 @@ impl Logger {
             file: None,
             waiting: Vec::new(),
             enabled,
-            terminal: is_watched(),
+            terminal: is_users_terminal(),
             bar_shown: false,
             least: Level::Info,
             stamp: Stamp::default(),
@@ -167,7 +167,7 @@ impl Logger {
 }
 
 /// Whether standard output is the user's terminal. mpirun gives its ranks one of its own.
-fn is_watched() -> bool {
+fn is_users_terminal() -> bool {
     let by_mpi = || {
         let topology = Topology::from_env(|name| std::env::var(name).ok());
         topology.is_ok_and(|topology| topology.launcher == Launcher::Mpi)

@@ -1,8 +1,8 @@
 //! Scaled dot-product attention over several heads, forward and backward in one operator each.
 //!
-//! The heads lie side by side in the last dimension, as a fully connected layer leaves them, so no
-//! tensor is transposed: a head's few rows are copied together, multiplied, and copied back.
-//! Backward computes the shares again rather than keep them, which are `t / d` times the input.
+//! The heads lie side by side in the last dimension, as a fully connected layer leaves them, so no tensor is
+//! transposed: the rows of one head are gathered, multiplied and copied back. Backward computes the attention weights
+//! again rather than keep them, which are `t / d` times the input.
 
 use candle_core::{Result, Shape, Tensor, bail};
 
@@ -12,7 +12,7 @@ use super::real::Real;
 use super::softmax::{softmax_row, softmax_row_backward};
 use super::{cast, composed};
 
-/// What [`self_attention`] takes beside its tensor.
+/// Options of [`self_attention`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttentionOptions {
     /// Number of heads; divides the width.
@@ -32,64 +32,82 @@ pub struct AttentionOptions {
 /// A shape or dtype that does not fit.
 pub fn self_attention(qkv: &Tensor, options: AttentionOptions) -> Result<Tensor> {
     let [qkv] = cast("scaled_dot_product_attention", [qkv])?;
-    if composed::takes(&qkv) {
-        return composed::self_attention(&qkv, options);
+    let extents = Extents::new(qkv.shape(), options)?;
+    if composed::is_for(&qkv) {
+        return composed::self_attention(&qkv, extents);
     }
-    apply1(Attention(options), [qkv])
+    apply1(Attention(extents), [qkv])
 }
 
-struct Attention(AttentionOptions);
-
-/// Width of one head.
-pub(super) fn depth(shape: &Shape, options: AttentionOptions) -> Result<usize> {
-    let (_, positions, packed) = shape.dims3()?;
-    let width = packed / 3;
-    let fits = packed % 3 == 0 && options.heads > 0 && width.is_multiple_of(options.heads);
-    if !fits || width * positions == 0 {
-        bail!("attention: an input of shape {shape:?} is not 3 times {} heads", options.heads);
-    }
-    Ok(width / options.heads)
-}
-
-/// The extents of one call, and room for one head.
-struct Heads<T> {
-    options: AttentionOptions,
-    positions: usize,
-    width: usize,
+/// Extents of one call, checked against each other.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Extents {
+    pub(super) samples: usize,
+    pub(super) positions: usize,
+    pub(super) heads: usize,
     /// Width of one head.
-    depth: usize,
+    pub(super) depth: usize,
+    pub(super) causal: bool,
+}
+
+impl Extents {
+    fn new(qkv: &Shape, AttentionOptions { heads, causal }: AttentionOptions) -> Result<Self> {
+        let (samples, positions, packed) = qkv.dims3()?;
+        let width = packed / 3;
+        let fits = packed % 3 == 0 && heads > 0 && width.is_multiple_of(heads);
+        if !fits || width * positions == 0 {
+            bail!("attention: an input of shape {qkv:?} is not 3 times {heads} heads");
+        }
+        Ok(Self { samples, positions, heads, depth: width / heads, causal })
+    }
+
+    /// Width of the result.
+    pub(super) fn width(&self) -> usize {
+        self.heads * self.depth
+    }
+
+    /// Shape of the result.
+    pub(super) fn output_shape(&self) -> Shape {
+        (self.samples, self.positions, self.width()).into()
+    }
+}
+
+struct Attention(Extents);
+
+/// Buffers for one head.
+struct Head<T> {
+    extents: Extents,
     q: Vec<T>,
     k: Vec<T>,
     v: Vec<T>,
-    shares: Vec<T>,
+    /// Attention weights, `[position, position]`.
+    weights: Vec<T>,
 }
 
-impl<T: Real> Heads<T> {
-    fn new(shape: &Shape, options: AttentionOptions) -> Result<Self> {
-        let depth = depth(shape, options)?;
-        let (_, positions, packed) = shape.dims3()?;
-        let width = packed / 3;
-        let room = || vec![T::ZERO; positions * depth];
-        let shares = vec![T::ZERO; positions * positions];
-        Ok(Self { options, positions, width, depth, q: room(), k: room(), v: room(), shares })
+impl<T: Real> Head<T> {
+    fn new(extents: Extents) -> Self {
+        let buffer = || vec![T::ZERO; extents.positions * extents.depth];
+        let weights = vec![T::ZERO; extents.positions * extents.positions];
+        Self { extents, q: buffer(), k: buffer(), v: buffer(), weights }
     }
 
-    /// Copies one head's queries (scaled), keys and values together and computes the shares.
+    /// Gathers one head's queries (scaled), keys and values, and computes the attention weights.
     fn load(&mut self, sample: &[T], head: usize) {
-        let scale = scale(self.depth);
+        let Extents { positions, depth, causal, .. } = self.extents;
+        let width = self.extents.width();
+        let scale = scale(depth);
         let parts = [(&mut self.q, scale), (&mut self.k, T::ONE), (&mut self.v, T::ONE)];
         for (part, (to, scale)) in parts.into_iter().enumerate() {
-            let at = part * self.width + head * self.depth;
-            let rows = sample.chunks_exact(3 * self.width);
-            for (to, row) in to.chunks_exact_mut(self.depth).zip(rows) {
+            let at = part * width + head * depth;
+            let rows = sample.chunks_exact(3 * width);
+            for (to, row) in to.chunks_exact_mut(depth).zip(rows) {
                 to.iter_mut().zip(&row[at..]).for_each(|(to, from)| *to = *from * scale);
             }
         }
-        let (positions, depth) = (self.positions, self.depth);
         let keys = Mat::new(&self.k, positions, depth).t();
-        gemm(&mut self.shares, false, Mat::new(&self.q, positions, depth), keys);
-        for (at, row) in self.shares.chunks_exact_mut(positions).enumerate() {
-            let seen = if self.options.causal { at + 1 } else { positions };
+        gemm(&mut self.weights, false, Mat::new(&self.q, positions, depth), keys);
+        for (at, row) in self.weights.chunks_exact_mut(positions).enumerate() {
+            let seen = if causal { at + 1 } else { positions };
             let (seen, unseen) = row.split_at_mut(seen);
             softmax_row(seen);
             unseen.fill(T::ZERO);
@@ -97,7 +115,7 @@ impl<T: Real> Heads<T> {
     }
 }
 
-/// What scores are multiplied by.
+/// The factor of the scores.
 fn scale<T: Real>(depth: usize) -> T {
     T::of(depth as f64).sqrt().recip()
 }
@@ -106,22 +124,21 @@ impl Operator<1> for Attention {
     const NAME: &'static str = "self_attention";
 
     fn forward<T: Real>(&self, [qkv]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
-        let mut heads = Heads::new(qkv.shape(), self.0)?;
-        let (samples, ..) = qkv.shape().dims3()?;
+        let Extents { positions, depth, .. } = self.0;
+        let (width, mut loaded) = (self.0.width(), Head::new(self.0));
         let qkv = qkv.values::<T>()?;
-        let (positions, width, depth) = (heads.positions, heads.width, heads.depth);
         let mut y = vec![T::ZERO; qkv.len() / 3];
         let mut own = vec![T::ZERO; positions * depth];
         let inputs = qkv.chunks_exact(positions * 3 * width);
         for (sample, y) in inputs.zip(y.chunks_exact_mut(positions * width)) {
             for head in 0..self.0.heads {
-                heads.load(sample, head);
-                let shares = Mat::new(&heads.shares, positions, positions);
-                gemm(&mut own, false, shares, Mat::new(&heads.v, positions, depth));
+                loaded.load(sample, head);
+                let weights = Mat::new(&loaded.weights, positions, positions);
+                gemm(&mut own, false, weights, Mat::new(&loaded.v, positions, depth));
                 scatter(&own, y, depth, width, head * depth, T::ONE);
             }
         }
-        Ok((y, (samples, positions, width).into()))
+        Ok((y, self.0.output_shape()))
     }
 
     fn backward<T: Real>(
@@ -130,19 +147,19 @@ impl Operator<1> for Attention {
         _y: Input<'_>,
         dy: Input<'_>,
     ) -> Result<[Option<Vec<T>>; 1]> {
-        let mut heads = Heads::new(qkv.shape(), self.0)?;
+        let Extents { positions, depth, .. } = self.0;
+        let (width, mut loaded) = (self.0.width(), Head::new(self.0));
         let (values, dy) = (qkv.values::<T>()?, dy.values::<T>()?);
-        let (positions, width, depth) = (heads.positions, heads.width, heads.depth);
         let mut dx = vec![T::ZERO; values.len()];
         let mut own = vec![T::ZERO; positions * depth];
         let mut part = own.clone();
-        let mut dshares = vec![T::ZERO; positions * positions];
+        let mut dweights = vec![T::ZERO; positions * positions];
         let scale = scale(depth);
         let samples = values.chunks_exact(positions * 3 * width);
         let gradients = dx.chunks_exact_mut(positions * 3 * width);
         for ((sample, dy), dx) in samples.zip(dy.chunks_exact(positions * width)).zip(gradients) {
             for head in 0..self.0.heads {
-                heads.load(sample, head);
+                loaded.load(sample, head);
                 for (own, row) in own.chunks_exact_mut(depth).zip(dy.chunks_exact(width)) {
                     own.copy_from_slice(&row[head * depth..][..depth]);
                 }
@@ -151,17 +168,17 @@ impl Operator<1> for Attention {
                 let mut give = |values: &[T], part: usize, scale: T| {
                     scatter(values, dx, depth, 3 * width, part * width + head * depth, scale);
                 };
-                gemm(&mut part, false, square(&heads.shares).t(), thin(&own));
+                gemm(&mut part, false, square(&loaded.weights).t(), thin(&own));
                 give(&part, 2, T::ONE);
-                gemm(&mut dshares, false, thin(&own), thin(&heads.v).t());
-                let shares = heads.shares.chunks_exact(positions);
-                for (dshares, shares) in dshares.chunks_exact_mut(positions).zip(shares) {
-                    softmax_row_backward(shares, dshares);
+                gemm(&mut dweights, false, thin(&own), thin(&loaded.v).t());
+                let weights = loaded.weights.chunks_exact(positions);
+                for (dweights, weights) in dweights.chunks_exact_mut(positions).zip(weights) {
+                    softmax_row_backward(weights, dweights);
                 }
-                // The queries held here are scaled already, and so is what the keys get.
-                gemm(&mut part, false, square(&dshares).t(), thin(&heads.q));
+                // The queries here are scaled already, and so is the keys' gradient.
+                gemm(&mut part, false, square(&dweights).t(), thin(&loaded.q));
                 give(&part, 1, T::ONE);
-                gemm(&mut part, false, square(&dshares), thin(&heads.k));
+                gemm(&mut part, false, square(&dweights), thin(&loaded.k));
                 give(&part, 0, scale);
             }
         }

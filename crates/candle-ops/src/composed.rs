@@ -1,38 +1,36 @@
-//! The operators of this engine as compositions of candle's own, for tensors in a device's memory.
+//! The operators as compositions of candle's own, for tensors on a GPU.
 //!
-//! The kernels beside this file are loops for the CPU. Elsewhere the same functions are made of candle's
-//! operators, which differentiates them; of those, only ones whose gradients are right. They allocate and
-//! launch more than the kernels of `cuda/`, which `compile` puts in their place for the types and operators that
-//! those have. What they promise is what the CPU's kernels do, except that
+//! The loops beside this file are for the CPU. On a GPU the same functions are compositions of candle's operators, which
+//! differentiates them; only operators whose gradients are right are used. They allocate and launch more than the
+//! kernels of `cuda/`, which replace them where the entered [`Context`](crate::Context) has kernels and they support
+//! the type. Results are those of the CPU, except that
 //!
-//! * products and convolutions of half tensors round the product before a bias is added to it, and attention
-//!   its scores and its shares;
-//! * of several largest values of a window it is unsaid which one gets the gradient, and a NaN beside an
-//!   infinity may lose to it;
-//! * sums go in the device's order, those of a batch's statistics in `f32`.
+//! * products and convolutions of half tensors round the product before the bias is added, and attention its scores and
+//!   weights;
+//! * which of several largest values of a window gets the gradient is unspecified, and a NaN beside an infinity may lose
+//!   to it;
+//! * sums are in the device's order, those of a batch's statistics in `f32`.
 //!
-//! Labels and indices are looked at on the host first (`limit.rs`).
+//! Labels and indices are checked on the host first (`index_range.rs`).
 //!
-//! The tests run these on the CPU, against differences and against the kernels.
+//! The tests run the compositions on the CPU, against differences and against the loops.
 
 use candle_core::{D, DType, Result, Tensor, bail};
 
-use super::attention::{self, AttentionOptions};
 use super::autocast::each;
 use super::constants::constant;
-use super::conv::{Window, positions};
+use super::conv::{Geometry, Window};
+#[cfg(feature = "cuda")]
+use super::cuda;
 use super::elementwise::Normalization;
 use super::norm::{BatchNormOptions, Planes, Statistics};
-#[cfg(feature = "cuda")]
-use super::{conv::Geometry, cuda, weighted::Kernel};
+use super::pool::Windows;
+use super::weighted::Kernel;
+use super::{attention, linear::Extents};
 
-/// Whether `x` lies where the kernels do not reach.
-pub(super) fn takes(x: &Tensor) -> bool {
-    #[cfg(test)]
-    if tests::FORCED.get() {
-        return true;
-    }
-    !x.device().is_cpu()
+/// Whether compositions are for this tensor, and not the CPU's loops.
+pub(super) fn is_for(x: &Tensor) -> bool {
+    !x.device().is_cpu() || forced()
 }
 
 pub(super) fn relu(x: &Tensor) -> Result<Tensor> {
@@ -103,19 +101,19 @@ pub(super) fn layer_norm(x: &Tensor, gamma: &Tensor, beta: &Tensor, eps: f32) ->
         .to_dtype(x.dtype())
 }
 
-/// With the statistics given, or those of the batch; and which they were.
+/// With the given statistics or those of the batch, which are returned.
 pub(super) fn batch_norm(
     [x, gamma, beta]: [&Tensor; 3],
     given: Option<&Statistics>,
     options: BatchNormOptions,
+    planes: Planes,
 ) -> Result<(Tensor, Statistics)> {
     #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of(x) {
-        return cuda::batch_norm(&kernels, [x, gamma, beta], given, options);
+        return cuda::batch_norm(&kernels, [x, gamma, beta], given, options, planes);
     }
-    let channels = Planes::new(x.shape())?.channels();
     let [wide, gamma, beta] = widened([x, gamma, beta])?;
-    let line = |t: &Tensor| t.reshape((1, channels, 1, 1));
+    let line = |t: &Tensor| t.reshape((1, planes.channels, 1, 1));
     let over = (0, 2, 3);
     let mean = match given {
         Some(given) => line(&given.mean.detach())?.to_dtype(wide.dtype())?,
@@ -133,16 +131,18 @@ pub(super) fn batch_norm(
     Ok((y.to_dtype(x.dtype())?, Statistics { mean: flat(&mean)?, var: flat(&var)? }))
 }
 
-pub(super) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+pub(super) fn linear(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    extents: Extents,
+) -> Result<Tensor> {
+    let shape = extents.output_shape(x.shape());
     #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of_many(x, x.elem_count() / weight.dim(1)? * weight.dim(0)?) {
-        return cuda::linear(&kernels, x, weight, bias);
+    if let Some(kernels) = cuda::of_many(x, shape.elem_count()) {
+        return cuda::linear(&kernels, x, weight, bias, extents);
     }
-    let (outputs, inputs) = weight.dims2()?;
-    let mut shape = x.dims().to_vec();
-    shape.pop();
-    shape.push(outputs);
-    let y = x.reshape(((), inputs))?.matmul(&weight.t()?)?;
+    let y = x.reshape((extents.rows, extents.inputs))?.matmul(&weight.t()?)?;
     let y = if let Some(bias) = bias { y.broadcast_add(bias)? } else { y };
     y.reshape(shape)
 }
@@ -151,26 +151,21 @@ pub(super) fn conv2d(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
-    window: Window,
+    extents: Geometry,
 ) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    {
-        let geometry = Geometry::new(x.shape(), weight.shape(), window)?;
-        if let Some(kernels) = cuda::of_many(x, geometry.largest()) {
-            return cuda::conv2d(&kernels, x, weight, bias, geometry);
-        }
+    if let Some(kernels) = cuda::of_many(x, extents.largest()) {
+        return cuda::conv2d(&kernels, x, weight, bias, extents);
     }
-    let (_, _, height, width) = x.dims4()?;
-    let (outputs, _, kernel_height, kernel_width) = weight.dims4()?;
-    let Window { stride, padding } = window;
-    let covered = |extent, kernel| -> Result<usize> {
-        Ok((positions(extent, kernel, window)? - 1) * stride + kernel)
-    };
-    let (rows, columns) = (covered(height, kernel_height)?, covered(width, kernel_width)?);
+    let Geometry { height, width, out_height, out_width, .. } = extents;
+    let Window { stride, padding } = extents.window;
+    // Rows and columns of the padded image that windows cover.
+    let rows = (out_height - 1) * stride + extents.kernel_height;
+    let columns = (out_width - 1) * stride + extents.kernel_width;
     let y = if height + 2 * padding - rows == width + 2 * padding - columns {
         x.conv2d(weight, padding, stride, 1, 1)?
     } else {
-        // Its backward takes what windows leave over of a column for what they leave of a line.
+        // candle's backward takes the number of columns left over for that of rows.
         x.pad_with_zeros(2, padding, padding)?
             .pad_with_zeros(3, padding, padding)?
             .narrow(2, 0, rows)?
@@ -178,20 +173,19 @@ pub(super) fn conv2d(
             .conv2d(weight, 0, stride, 1, 1)?
     };
     match bias {
-        Some(bias) => y.broadcast_add(&bias.reshape((1, outputs, 1, 1))?),
+        Some(bias) => y.broadcast_add(&bias.reshape((1, extents.out_channels, 1, 1))?),
         None => Ok(y),
     }
 }
 
-/// Every window as a line of its pixels, of which the largest is taken.
-pub(super) fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Tensor> {
+/// Gathers the pixels of every window as a row, and takes the largest of each row.
+pub(super) fn max_pool2d(x: &Tensor, extents: Windows) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of(x) {
-        return cuda::max_pool2d(&kernels, x, kernel, window);
+        return cuda::max_pool2d(&kernels, x, extents);
     }
-    let (images, channels, height, width) = x.dims4()?;
-    let outputs = (positions(height, kernel, window)?, positions(width, kernel, window)?);
-    let count = outputs.0 * outputs.1;
+    let Windows { images, channels, height, width, kernel, window, .. } = extents;
+    let count = extents.out_height * extents.out_width;
     let mut planes = x.reshape((images, channels, height * width))?;
     if window.padding > 0 {
         let padding = Tensor::new(f32::NEG_INFINITY, x.device())?.to_dtype(x.dtype())?;
@@ -200,41 +194,34 @@ pub(super) fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Te
     }
     let shapes = [height, width, kernel, window.stride, window.padding];
     let at = constant("max_pool2d", &shapes, x.device(), || {
-        let pixels = pixels((height, width), outputs, kernel, window)?;
-        Tensor::from_vec(pixels, count * kernel * kernel, x.device())
+        Tensor::from_vec(pixels(extents), count * kernel * kernel, x.device())
     })?;
-    let lines = planes.index_select(&at, 2)?.reshape((images, channels, count, kernel * kernel))?;
-    // A search for the largest passes over NaN.
-    let seen = lines.detach();
+    let rows = planes.index_select(&at, 2)?.reshape((images, channels, count, kernel * kernel))?;
+    // argmax skips NaN, so infinity stands for it.
+    let seen = rows.detach();
     let infinity = Tensor::new(f32::INFINITY, x.device())?.to_dtype(x.dtype())?;
     let infinity = infinity.broadcast_as(seen.shape())?;
     let taken = seen.ne(&seen)?.where_cond(&infinity, &seen)?.argmax_keepdim(3)?;
-    lines.gather(&taken, 3)?.reshape((images, channels, outputs.0, outputs.1))
+    rows.gather(&taken, 3)?.reshape(extents.output_shape())
 }
 
-/// Where in its plane each pixel of each window lies; one that is padding, behind the plane.
-fn pixels(
-    (height, width): (usize, usize),
-    outputs: (usize, usize),
-    kernel: usize,
-    window: Window,
-) -> Result<Vec<u32>> {
-    let Ok(behind) = u32::try_from(height * width) else {
-        bail!("max_pool2d: an image of {height} x {width} is too large");
-    };
+/// Index in its plane of each pixel of each window; that of padding is one past the plane.
+fn pixels(extents: Windows) -> Vec<u32> {
+    let Windows { height, width, out_height, out_width, kernel, window, .. } = extents;
     // Along one axis.
     let inside = |output: usize, tap: usize, extent: usize| {
         let at = (output * window.stride + tap).checked_sub(window.padding);
         at.filter(|at| *at < extent)
     };
-    let mut pixels = Vec::with_capacity(outputs.0 * outputs.1 * kernel * kernel);
-    for (y, x) in (0..outputs.0).flat_map(|y| (0..outputs.1).map(move |x| (y, x))) {
+    let mut pixels = Vec::with_capacity(out_height * out_width * kernel * kernel);
+    for (y, x) in (0..out_height).flat_map(|y| (0..out_width).map(move |x| (y, x))) {
         for (tap_y, tap_x) in (0..kernel).flat_map(|y| (0..kernel).map(move |x| (y, x))) {
             let at = inside(y, tap_y, height).zip(inside(x, tap_x, width));
-            pixels.push(at.map_or(behind, |(row, column)| (row * width + column) as u32));
+            // Planes are smaller than `u32::MAX`.
+            pixels.push(at.map_or(height * width, |(row, column)| row * width + column) as u32);
         }
     }
-    Ok(pixels)
+    pixels
 }
 
 pub(super) fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
@@ -246,22 +233,21 @@ pub(super) fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
     wide.flatten_from(2)?.mean(2)?.to_dtype(x.dtype())
 }
 
-pub(super) fn self_attention(qkv: &Tensor, options: AttentionOptions) -> Result<Tensor> {
-    let (samples, positions, packed) = qkv.dims3()?;
-    let depth = attention::depth(qkv.shape(), options)?;
+pub(super) fn self_attention(qkv: &Tensor, extents: attention::Extents) -> Result<Tensor> {
+    let attention::Extents { samples, positions, heads, depth, causal } = extents;
     #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of_many(qkv, qkv.elem_count() / depth * qkv.dim(1)?) {
-        return cuda::self_attention(&kernels, qkv, options);
+    if let Some(kernels) = cuda::of_many(qkv, qkv.elem_count() / depth * positions) {
+        return cuda::self_attention(&kernels, qkv, extents);
     }
-    let part = |at: usize| {
-        qkv.narrow(2, at * packed / 3, packed / 3)?
-            .reshape((samples, positions, options.heads, depth))?
+    let part = |part: usize| {
+        qkv.narrow(2, part * extents.width(), extents.width())?
+            .reshape((samples, positions, heads, depth))?
             .transpose(1, 2)?
             .contiguous()
     };
     let (q, k, v) = (part(0)?, part(1)?, part(2)?);
     let mut scores = (q * (depth as f64).sqrt().recip())?.matmul(&k.t()?)?;
-    if options.causal {
+    if causal {
         let seen = constant("causal", &[positions], qkv.device(), || {
             let seen = (0..positions).flat_map(|i| (0..positions).map(move |j| u8::from(j <= i)));
             Tensor::from_iter(seen, qkv.device())?.reshape((positions, positions))
@@ -271,10 +257,10 @@ pub(super) fn self_attention(qkv: &Tensor, options: AttentionOptions) -> Result<
         scores = seen.broadcast_as(shape)?.where_cond(&scores, &never.broadcast_as(shape)?)?;
     }
     let y = softmax(&scores)?.matmul(&v)?;
-    y.transpose(1, 2)?.reshape((samples, positions, packed / 3))
+    y.transpose(1, 2)?.reshape(extents.output_shape())
 }
 
-/// The rows are there: the caller has looked.
+/// The caller has checked the indices.
 pub(super) fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let (_, width) = weight.dims2()?;
     let [wide] = widened([weight])?;
@@ -283,7 +269,7 @@ pub(super) fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     wide.index_select(&ids.flatten_all()?, 0)?.reshape(shape)?.to_dtype(weight.dtype())
 }
 
-/// The labels are classes: the caller has looked.
+/// The caller has checked the labels.
 pub(super) fn cross_entropy(logits: &Tensor, labels: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of(logits) {
@@ -295,7 +281,7 @@ pub(super) fn cross_entropy(logits: &Tensor, labels: &Tensor) -> Result<Tensor> 
     (shifted.exp()?.sum_keepdim(1)?.log()? - shifted.gather(&labels, 1)?)?.mean_all()
 }
 
-/// All in what is computed in: `f64` if the first is, else `f32`.
+/// Casts all to the type that is computed in: `f64` if the first is, else `f32`.
 fn widened<const N: usize>(inputs: [&Tensor; N]) -> Result<[Tensor; N]> {
     let wide = if inputs[0].dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     each(inputs, |input| match input.dtype().is_float() {
@@ -304,15 +290,28 @@ fn widened<const N: usize>(inputs: [&Tensor; N]) -> Result<[Tensor; N]> {
     })
 }
 
+#[cfg(not(test))]
+const fn forced() -> bool {
+    false
+}
+
+#[cfg(test)]
+use tests::forced;
+
 #[cfg(test)]
 pub(super) mod tests {
     use std::cell::Cell;
 
     thread_local! {
-        pub(super) static FORCED: Cell<bool> = const { Cell::new(false) };
+        static FORCED: Cell<bool> = const { Cell::new(false) };
     }
 
-    /// Runs `call` with the operators composed, also of tensors of the host.
+    /// Whether compositions are for tensors on the CPU, too.
+    pub(super) fn forced() -> bool {
+        FORCED.get()
+    }
+
+    /// Runs `call` with compositions for tensors on the CPU, too.
     pub(crate) fn composed<R>(call: impl FnOnce() -> R) -> R {
         FORCED.set(true);
         let result = call();

@@ -198,9 +198,9 @@ fn extremes_come_out_as_of_the_kernels() {
             assert!(got == wanted || got.is_nan() && wanted.is_nan(), "{i}: {got}, not {wanted}");
         }
     }
-    assert!(!composed::takes(&tensor(&[0.0])));
+    assert!(!composed::is_for(&tensor(&[0.0])));
     composed(|| {
-        assert!(composed::takes(&tensor(&[0.0])));
+        assert!(composed::is_for(&tensor(&[0.0])));
         assert!(loss(&[0.0, 0.0], 2).unwrap_err().to_string().contains("label 2"));
         let ids = Tensor::new(&[5_i64], &Device::Cpu).unwrap();
         let error = embedding(&ids, &matrix(&[0.0; 4])).unwrap_err().to_string();

@@ -1,10 +1,9 @@
 //! Two-dimensional convolution as im2col and a matrix product, with its backward.
 //!
-//! A group of images is unrolled into columns, one row per weight and one column per output pixel,
-//! so that one product covers the group: late layers have few pixels, and a product per image
-//! would spend its time packing the same weights. Backward unrolls again rather than keep the
-//! columns, which are nine times the input for a 3 x 3 kernel. Where such kernels move by single pixels
-//! over enough channels, `winograd.rs` takes their place.
+//! A group of images is unrolled into columns, one row per weight and one column per output pixel, so that one product
+//! covers the group: late layers have few pixels, and a product per image would spend its time packing the same
+//! weights. Backward unrolls again rather than keep the columns, which are nine times the input for a 3 x 3 kernel.
+//! For 3 x 3 kernels of stride 1 with enough channels, Winograd's algorithm (`winograd.rs`) is faster.
 
 use std::ops::Range;
 
@@ -78,7 +77,9 @@ impl Kernel for Geometry {
         let (images, channels, height, width) = x.dims4()?;
         let (out_channels, weight_channels, kernel_height, kernel_width) = weight.dims4()?;
         if channels != weight_channels {
-            bail!("conv2d: an input of shape {x:?} has not the channels of a weight {weight:?}");
+            bail!(
+                "conv2d: an input of shape {x:?} does not have the channels of a weight {weight:?}"
+            );
         }
         Ok(Self {
             images,
@@ -111,13 +112,8 @@ impl Kernel for Geometry {
         autotune::run(key, self.default_algorithm(), || self.algorithms(), by)
     }
 
-    fn composed(
-        x: &Tensor,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-        window: Window,
-    ) -> Result<Tensor> {
-        composed::conv2d(x, weight, bias, window)
+    fn on_device(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        composed::conv2d(x, weight, bias, *self)
     }
 
     fn backward<T: Real>(&self, x: &[T], weight: &[T], dy: &[T], wants_x: bool) -> Gradients<T> {
@@ -131,7 +127,7 @@ impl Kernel for Geometry {
 }
 
 impl Geometry {
-    /// The result, with so many columns in a group.
+    /// The result, by groups of about `columns` columns.
     fn forward_by<T: Real>(
         &self,
         columns: usize,
@@ -161,7 +157,7 @@ impl Geometry {
         y
     }
 
-    /// The gradients, with so many columns in a group.
+    /// The gradients, by groups of about `columns` columns.
     fn backward_by<T: Real>(
         &self,
         columns: usize,
@@ -225,12 +221,12 @@ impl Geometry {
         self.pixels() * self.depth().max(self.images * self.out_channels)
     }
 
-    /// Images unrolled at once.
+    /// Number of images unrolled at once.
     fn group(&self, columns: usize) -> usize {
         (columns / self.pixels()).clamp(1, self.images.max(1))
     }
 
-    /// The same convolution by tiles, so many of them at once.
+    /// The same convolution by Winograd's algorithm, by groups of about `tiles` tiles.
     fn winograd(&self, tiles: usize) -> Winograd {
         let of_image = self.out_height.div_ceil(2) * self.out_width.div_ceil(2);
         Winograd {
@@ -306,8 +302,8 @@ pub(super) fn positions(extent: usize, kernel: usize, window: Window) -> Result<
     Ok((padded - kernel) / window.stride + 1)
 }
 
-/// Where, along one axis, tap `tap` of a window falls inside the image: the range of output
-/// positions, and the input position of the first.
+/// The range of output positions for which tap `tap` of a window is inside the image, along one axis, and the input
+/// position of the first.
 pub(super) fn inside(
     tap: usize,
     extent: usize,
@@ -389,7 +385,7 @@ fn to_rows<T: Real>(images: &[T], rows: &mut [T], count: usize, channels: usize,
     }
 }
 
-/// `[channel][image][pixel]` to `[image][channel][pixel]`, behind what is there.
+/// `[channel][image][pixel]` to `[image][channel][pixel]`, appended.
 fn from_rows<T: Real>(
     rows: &[T],
     images: &mut Vec<T>,

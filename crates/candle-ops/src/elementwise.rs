@@ -1,4 +1,4 @@
-//! Element-wise operators: ReLU, the sum that ends a residual block, image normalisation.
+//! Element-wise operators: ReLU, addition, image normalisation.
 
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
 
@@ -15,7 +15,7 @@ use super::real::Real;
 /// Another dtype.
 pub fn relu(x: &Tensor) -> Result<Tensor> {
     let [x] = cast("relu", [x])?;
-    if composed::takes(&x) { composed::relu(&x) } else { apply1(Relu, [x]) }
+    if composed::is_for(&x) { composed::relu(&x) } else { apply1(Relu, [x]) }
 }
 
 /// `a + b`, broadcast as candle's `broadcast_add`, of two floating-point types as PyTorch adds them: the
@@ -38,9 +38,9 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 pub fn add_relu(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let [a, b] = promote(cast("add", [a, b])?)?;
     if a.shape() != b.shape() {
-        bail!("add_relu: {:?} and {:?}, which must be of one shape", a.shape(), b.shape());
+        bail!("add_relu: shapes {:?} and {:?} differ", a.shape(), b.shape());
     }
-    if composed::takes(&a) { composed::add_relu(&a, &b) } else { apply2(AddRelu, [a, b]) }
+    if composed::is_for(&a) { composed::add_relu(&a, &b) } else { apply2(AddRelu, [a, b]) }
 }
 
 /// ReLU of one value; NaN stays NaN.
@@ -96,12 +96,12 @@ fn relu_backward<T: Real>(y: Input<'_>, dy: Input<'_>) -> Result<Vec<T>> {
     Ok(y.iter().zip(&*dy).map(|(y, dy)| if *y <= T::ZERO { T::ZERO } else { *dy }).collect())
 }
 
-/// How image bytes become numbers: `(byte / 255 - mean) / std` per channel.
+/// Conversion of image bytes to numbers: `(byte / 255 - mean) / std` per channel.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Normalization {
-    /// Mean of each channel; one value stands for all channels.
+    /// Mean of each channel; one value is for all channels.
     pub mean: Vec<f32>,
-    /// Standard deviation of each channel; one value stands for all channels.
+    /// Standard deviation of each channel; one value is for all channels.
     pub std: Vec<f32>,
 }
 
@@ -112,7 +112,8 @@ impl Default for Normalization {
     }
 }
 
-/// Turns images of bytes, `[n, c, h, w]`, into numbers of `dtype`, computed in `f32` and rounded once. No gradient flows through it.
+/// Converts images of bytes, `[n, c, h, w]`, to numbers of `dtype`, computed in `f32` and rounded once. It has no
+/// backward.
 ///
 /// # Errors
 ///
@@ -123,7 +124,7 @@ pub fn normalize(images: &Tensor, by: &Normalization, dtype: DType) -> Result<Te
     if !fits(by.mean.len()) || !fits(by.std.len()) {
         bail!("normalize: {channels} channels, {} means, {} stds", by.mean.len(), by.std.len());
     }
-    if composed::takes(images) {
+    if composed::is_for(images) {
         return composed::normalize(images, by, dtype);
     }
     images.contiguous()?.apply_op1_no_bwd(&Normalize { by, plane: height * width, channels, dtype })

@@ -9,8 +9,8 @@ use super::{cast, composed};
 
 /// Row `ids[i]` of `weight` for each `i`.
 ///
-/// Shapes: `ids` is `[...]`, `i64`; `weight` is `[rows, width]`; the result is `[..., width]`, exact.
-/// Backward adds up, in the order of `ids`, what comes back for each row, and is 0 for rows not asked for.
+/// Shapes: `ids` is `[...]`, `i64`; `weight` is `[rows, width]`; the result is `[..., width]`, exact. Backward adds up
+/// the gradients of each row in the order of `ids`; the gradient of an unused row is 0.
 ///
 /// # Errors
 ///
@@ -19,7 +19,7 @@ pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let [weight] = cast("embedding", [weight])?;
     let (rows, _) = weight.dims2()?;
     IndexRange::Rows(rows).check_all(ids)?;
-    if composed::takes(&weight) {
+    if composed::is_for(&weight) {
         return composed::embedding(ids, &weight);
     }
     let shape = ids.dims().to_vec();
@@ -34,7 +34,7 @@ struct Embedding {
 
 /// `id` as an index.
 fn row(id: i64) -> usize {
-    usize::try_from(id).expect("indices are looked at first")
+    usize::try_from(id).expect("indices were checked")
 }
 
 impl Operator<1> for Embedding {

@@ -15,7 +15,7 @@ use super::{cast, composed};
 /// Another dtype.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     let [x] = cast("gelu", [x])?;
-    if composed::takes(&x) { composed::gelu(&x) } else { apply1(Gelu, [x]) }
+    if composed::is_for(&x) { composed::gelu(&x) } else { apply1(Gelu, [x]) }
 }
 
 struct Gelu;

@@ -1,4 +1,4 @@
-//! Matrix product over checked slices: the one place of the engine that hands pointers to another crate.
+//! Matrix product over checked slices: the only module that passes pointers to the `gemm` crate.
 //!
 //! A [`Mat`] is a borrowed row-major matrix or its transpose, and its constructor checks that the
 //! slice holds exactly `rows * cols` elements. From then on every element a product can touch is

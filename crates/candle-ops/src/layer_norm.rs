@@ -25,7 +25,7 @@ pub fn layer_norm(x: &Tensor, gamma: &Tensor, beta: &Tensor, eps: f32) -> Result
         let (x, gamma, beta) = (x.shape(), gamma.dims(), beta.dims());
         bail!("layer_norm: an input {x:?}, parameters {gamma:?} and {beta:?}");
     }
-    if composed::takes(&x) {
+    if composed::is_for(&x) {
         return composed::layer_norm(&x, &gamma, &beta, eps);
     }
     apply3(LayerNorm { eps }, [x, gamma, beta])

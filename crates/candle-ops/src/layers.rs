@@ -1,15 +1,14 @@
-//! Layers over [the operators](crate), with PyTorch's parameter names and PyTorch's initial values.
+//! Layers over [the operators](crate), with PyTorch's parameter names and initial values.
 //!
-//! They are built from a [`VarBuilder`] like candle-nn's and mix with them. `weight` and `bias`
-//! have the builder's dtype, except in norm layers, which ask for `f32` so that half precision
-//! keeps its statistics.
+//! They are built from a [`VarBuilder`] like candle-nn's and mix with them. `weight` and `bias` have the builder's dtype,
+//! except in norm layers, which request `f32` so that half precision keeps its statistics.
 
 use candle_core::{DType, Module, ModuleT, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 
 use crate::{self as ops, BatchNormOptions, Statistics, Window};
 
-/// What [`Conv2d`] takes beside its channels. Follows: `torch.nn.Conv2d`.
+/// Options of [`Conv2d`]. Follows: `torch.nn.Conv2d`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Conv2dOptions {
     /// Distance between neighbouring windows. Defaults to 1.
@@ -26,7 +25,7 @@ impl Default for Conv2dOptions {
     }
 }
 
-/// Two-dimensional convolution: [`conv2d`](crate::conv2d) with a `weight` and perhaps a `bias`.
+/// Two-dimensional convolution: [`conv2d`](crate::conv2d) with a `weight` and an optional `bias`.
 #[derive(Clone, Debug)]
 pub struct Conv2d {
     weight: Tensor,
@@ -91,8 +90,8 @@ impl Module for Linear {
     }
 }
 
-/// Layer normalisation over the last dimension: [`layer_norm`](crate::layer_norm) with a `weight` and a `bias`, both
-/// `f32`.
+/// Layer normalisation over the last dimension: [`layer_norm`](crate::layer_norm) with a `weight` and a `bias`,
+/// both `f32`.
 #[derive(Clone, Debug)]
 pub struct LayerNorm {
     weight: Tensor,
@@ -143,7 +142,7 @@ impl Module for Embedding {
     }
 }
 
-/// What [`BatchNorm2d`] takes beside its channels. Follows: `torch.nn.BatchNorm2d`.
+/// Options of [`BatchNorm2d`]. Follows: `torch.nn.BatchNorm2d`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BatchNorm2dOptions {
     /// Added to the variance. Defaults to 1e-5.
@@ -163,7 +162,7 @@ impl Default for BatchNorm2dOptions {
 /// Batch normalisation: `weight`, `bias`, and buffers `running_mean`, `running_var`, all `f32`.
 ///
 /// In training it normalises with the statistics of the batch and moves the running ones towards
-/// them, `running += momentum * (batch - running)`, the variance unbiased; in evaluation it uses
+/// those, `running += momentum * (batch - running)`, the variance unbiased; in evaluation it uses
 /// the running ones. There is no `num_batches_tracked`: the momentum is constant.
 #[derive(Clone, Debug)]
 pub struct BatchNorm2d {
@@ -202,7 +201,7 @@ impl BatchNorm2d {
         Ok(y)
     }
 
-    /// `running += momentum * (batch - running)`, in place, where it lies.
+    /// `running += momentum * (batch - running)`, in place.
     fn track(&self, running: &Tensor, batch: &Tensor) -> Result<()> {
         let old = running.detach();
         let step = ((batch - &old)? * f64::from(self.options.momentum))?;

@@ -1,22 +1,56 @@
-//! Operators and layers for candle with a backward, for `f32`, `f16`, `bf16` and `f64`.
+//! Operators and layers for [candle](candle_core) whose gradients are right and which train on the CPU at PyTorch's
+//! speed.
 //!
-//! candle brings automatic differentiation; its own CPU operators for training are slow, some have
-//! no backward, and some no half. These replace the ones that image models and transformers need. Each is a
-//! kernel over slices (`real.rs`), of which `operator.rs` makes one of candle's: `f32` and half tensors are
-//! computed and accumulated in `f32`, half ones widened exactly on the way in and rounded once, to nearest
-//! even, on the way out; `f64` ones in `f64`, by the same formulas, which is how their gradients are checked.
+//! candle brings automatic differentiation. Its own operators for training are slow on the CPU, some have no backward,
+//! some a wrong one, and some no half precision. These replace the ones that image models and transformers need, for
+//! `f32`, `f16`, `bf16` and `f64`, on the CPU and, with the feature `cuda`, on a GPU. They work on candle's tensors, so
+//! they mix with its operators, its layers and any optimizer.
 //!
-//! Inside a region of [`autocast`] each first has its inputs cast as PyTorch's lists say, under
-//! PyTorch's name for it: `conv2d`, `linear`, `scaled_dot_product_attention`, `cross_entropy_loss`,
-//! `layer_norm`, `softmax`; and, in no list but open to rules of one's own, `batch_norm`, `embedding`,
-//! `gelu`, `relu`, `add`, `max_pool2d`, `adaptive_avg_pool2d`.
+//! ```
+//! use candle_core::{DType, Device, Module, Tensor};
+//! use candle_nn::{AdamW, Optimizer, VarBuilder, VarMap};
+//! use candle_ops::layers::{Conv2d, Conv2dOptions, Linear};
+//! use candle_ops::{Context, cross_entropy, dropout, global_avg_pool, relu};
 //!
-//! All run on the calling thread: a rank has one core. All are deterministic for given shapes and
-//! processor. A gradient is computed in the dtype of the tensor it belongs to.
+//! let vars = VarMap::new();
+//! let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+//! let conv = Conv2d::new(1, 8, 3, Conv2dOptions::default(), vb.pp("conv"))?;
+//! let fc = Linear::new(8, 10, vb.pp("fc"))?;
+//! let forward = |images: &Tensor| {
+//!     fc.forward(&dropout(&global_avg_pool(&relu(&conv.forward(images)?)?)?, 0.1)?)
+//! };
 //!
-//! Of tensors in a device's memory the same operators are compositions of candle's own, and run there;
-//! `composed.rs` says in what their results differ. Where an engine on a GPU is told to `compile`, some are kernels
-//! of our own (`cuda/`).
+//! let mut adamw = AdamW::new_lr(vars.all_vars(), 1e-3)?;
+//! let mut context = Context::new(0); // dropout's seed
+//! let images = Tensor::randn(0f32, 1.0, (4, 1, 12, 12), &Device::Cpu)?;
+//! let labels = Tensor::new(&[3_i64, 1, 4, 1], &Device::Cpu)?;
+//! context.enter(|| adamw.backward_step(&cross_entropy(&forward(&images)?, &labels)?))?;
+//! assert_eq!(context.evaluate(|| forward(&images))?.dims(), [4, 10]);
+//! # Ok::<(), candle_core::Error>(())
+//! ```
+//!
+//! # What is where
+//!
+//! * This page: the operators, as functions of tensors. Each says its shapes, where it rounds, and what NaN does.
+//! * [`layers`]: the same with parameters, by PyTorch's names and initial values.
+//! * [`Context`]: dropout's random numbers, autocast, autotuning and CUDA kernels, as one value entered for a pass.
+//! * [`autocast()`]: each operator in the precision that suits it.
+//! * `stock_candle`: candle's own operators with a wrong gradient or value, and what to use instead.
+//! * `cuda` and `known_inputs` (feature `cuda`): fused kernels, and inputs whose values the host knows.
+//!
+//! # How they compute
+//!
+//! On the CPU an operator is a loop over slices: `f32` and half tensors are computed and accumulated in `f32`, half
+//! ones widened exactly on the way in and rounded once, to nearest even, on the way out; `f64` ones in `f64`, by the
+//! same formulas, which is how their gradients are checked. A gradient is computed in the dtype of its tensor. All run
+//! on the calling thread, and give the same bits for given shapes on a processor.
+//!
+//! On a GPU the same functions are compositions of candle's own operators, or, in a [`Context`] with kernels, CUDA
+//! kernels.
+//!
+//! Under autocast an operator first casts its inputs as PyTorch's lists say for PyTorch's name of it: `conv2d`,
+//! `linear`, `scaled_dot_product_attention`, `cross_entropy_loss`, `layer_norm`, `softmax`; and, in no list but open to
+//! your own rules, `batch_norm`, `embedding`, `gelu`, `relu`, `add`, `max_pool2d`, `adaptive_avg_pool2d`.
 
 mod attention;
 mod autocast;
@@ -27,6 +61,7 @@ pub mod context;
 mod conv;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod custom_op;
 mod dropout;
 mod elementwise;
 mod embedding;

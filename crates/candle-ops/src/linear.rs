@@ -23,10 +23,10 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 
 /// Extents of the product, checked against each other.
 #[derive(Clone, Copy, Debug)]
-struct Extents {
-    rows: usize,
-    inputs: usize,
-    outputs: usize,
+pub(super) struct Extents {
+    pub(super) rows: usize,
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
 }
 
 impl Kernel for Extents {
@@ -64,8 +64,8 @@ impl Kernel for Extents {
         y
     }
 
-    fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, (): ()) -> Result<Tensor> {
-        composed::linear(x, weight, bias)
+    fn on_device(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        composed::linear(x, weight, bias, *self)
     }
 
     fn backward<T: Real>(&self, x: &[T], weight: &[T], dy: &[T], wants_x: bool) -> Gradients<T> {

@@ -1,4 +1,4 @@
-//! The loss of classification.
+//! Cross entropy, the loss of classification.
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
@@ -25,7 +25,7 @@ pub fn cross_entropy(logits: &Tensor, labels: &Tensor) -> Result<Tensor> {
         bail!("cross_entropy: {} labels for {count} rows of logits", labels.elem_count());
     }
     IndexRange::Classes(classes).check_all(labels)?;
-    if composed::takes(&logits) {
+    if composed::is_for(&logits) {
         return composed::cross_entropy(&logits, labels);
     }
     let labels = labels.to_vec1()?;
@@ -76,10 +76,10 @@ impl Operator<1> for CrossEntropy {
 }
 
 fn class(label: i64) -> usize {
-    usize::try_from(label).expect("labels are looked at first")
+    usize::try_from(label).expect("labels were checked")
 }
 
-/// The largest of a row; a NaN is passed over, and shows in the sum instead.
+/// The largest of a row. Skips NaN, which the sum shows instead.
 fn largest<T: Real>(row: &[T]) -> T {
     row.iter().copied().fold(T::NEG_INFINITY, T::max)
 }

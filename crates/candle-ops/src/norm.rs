@@ -21,7 +21,7 @@ pub struct Statistics {
     pub var: Tensor,
 }
 
-/// What [`batch_norm`] takes beside its tensors.
+/// Options of [`batch_norm`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BatchNormOptions {
     /// Added to the variance.
@@ -54,8 +54,8 @@ pub fn batch_norm(
     if planes.values() < 2 {
         bail!("batch_norm: one value per channel has no variance to train with");
     }
-    if composed::takes(&x) {
-        return composed::batch_norm([&x, &gamma, &beta], None, options);
+    if composed::is_for(&x) {
+        return composed::batch_norm([&x, &gamma, &beta], None, options, planes);
     }
     let moments = {
         let (storage, layout) = x.storage_and_layout();
@@ -70,7 +70,7 @@ pub fn batch_norm(
         Tensor::from_vec(values, planes.channels, x.device())
     };
     let statistics = Statistics { mean: round(|m| m.mean)?, var: round(|m| m.var)? };
-    let op = BatchNorm { options, moments, of_batch: true };
+    let op = BatchNorm { options, planes, moments, of_batch: true };
     Ok((apply3(op, [x, gamma, beta])?, statistics))
 }
 
@@ -88,21 +88,23 @@ pub fn batch_norm_with(
 ) -> Result<Tensor> {
     let [x, gamma, beta] = cast("batch_norm", [x, gamma, beta])?;
     let Statistics { mean, var } = statistics;
-    let channels = checked(&x, &gamma, &beta)?.channels;
+    let planes = checked(&x, &gamma, &beta)?;
+    let channels = planes.channels;
     if mean.dims() != [channels] || var.dims() != [channels] {
         let (mean, var) = (mean.dims(), var.dims());
         bail!("batch_norm: {channels} channels, means {mean:?} and variances {var:?}");
     }
-    if composed::takes(&x) {
-        return Ok(composed::batch_norm([&x, &gamma, &beta], Some(statistics), options)?.0);
+    if composed::is_for(&x) {
+        return Ok(composed::batch_norm([&x, &gamma, &beta], Some(statistics), options, planes)?.0);
     }
     let (mean, var) = (mean.to_vec1::<f32>()?, var.to_vec1::<f32>()?);
     let moments = mean.iter().zip(&var);
     let moments = moments.map(|(mean, var)| Moments { mean: (*mean).into(), var: (*var).into() });
-    apply3(BatchNorm { options, moments: moments.collect(), of_batch: false }, [x, gamma, beta])
+    let moments = moments.collect();
+    apply3(BatchNorm { options, planes, moments, of_batch: false }, [x, gamma, beta])
 }
 
-/// The extents of `x`, which the parameters fit.
+/// The extents of `x`, checked against the parameters'.
 fn checked(x: &Tensor, gamma: &Tensor, beta: &Tensor) -> Result<Planes> {
     let planes = Planes::new(x.shape())?;
     if gamma.dims() != [planes.channels] || beta.dims() != [planes.channels] {
@@ -112,7 +114,7 @@ fn checked(x: &Tensor, gamma: &Tensor, beta: &Tensor) -> Result<Planes> {
     Ok(planes)
 }
 
-/// Mean and variance of a channel, as exact as they were measured.
+/// Mean and variance of a channel, in the precision they were measured in.
 #[derive(Clone, Copy)]
 struct Moments {
     mean: f64,
@@ -129,8 +131,9 @@ impl Moments {
 
 struct BatchNorm {
     options: BatchNormOptions,
+    planes: Planes,
     moments: Vec<Moments>,
-    /// Whether they are those of `x`, so that backward goes through them.
+    /// Whether they are those of `x`, so that backward differentiates through them.
     of_batch: bool,
 }
 
@@ -138,7 +141,7 @@ impl Operator<3> for BatchNorm {
     const NAME: &'static str = "batch_norm";
 
     fn forward<T: Real>(&self, [x, gamma, beta]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
-        let planes = Planes::new(x.shape())?;
+        let planes = &self.planes;
         let (values, gamma, beta) = (x.values::<T>()?, gamma.values::<T>()?, beta.values::<T>()?);
         let lines = self.moments.iter().zip(gamma.iter().zip(&*beta));
         let lines = lines.map(|(moments, (gamma, beta))| {
@@ -166,24 +169,18 @@ impl Operator<3> for BatchNorm {
     ) -> Result<[Option<Vec<T>>; 3]> {
         let mut dy = dy.values::<T>()?;
         if self.options.relu {
-            // What ReLU stopped does not flow back. It keeps NaN, and so does this comparison.
+            // No gradient where ReLU returned 0. It keeps NaN, and so does this comparison.
             for (dy, y) in dy.to_mut().iter_mut().zip(&*y.values::<T>()?) {
                 *dy = if *y <= T::ZERO { T::ZERO } else { *dy };
             }
         }
-        let planes = Planes::new(x.shape())?;
-        Ok(self.gradients(&planes, &x.values::<T>()?, &gamma.values::<T>()?, &dy))
+        Ok(self.gradients(&x.values::<T>()?, &gamma.values::<T>()?, &dy))
     }
 }
 
 impl BatchNorm {
-    fn gradients<T: Real>(
-        &self,
-        planes: &Planes,
-        x: &[T],
-        gamma: &[T],
-        dy: &[T],
-    ) -> [Option<Vec<T>>; 3] {
+    fn gradients<T: Real>(&self, x: &[T], gamma: &[T], dy: &[T]) -> [Option<Vec<T>>; 3] {
+        let planes = &self.planes;
         let count = planes.values() as f64;
         let (mut dgamma, mut dbeta) = (Vec::new(), Vec::new());
         // dx = scale * (dy - mean(dy) - (x - mean) * mean(dy * (x - mean)) / (var + eps)),
@@ -217,10 +214,11 @@ impl BatchNorm {
 }
 
 /// Extents of a tensor of images as planes of one channel each.
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Planes {
-    channels: usize,
-    pixels: usize,
-    images: usize,
+    pub(super) images: usize,
+    pub(super) channels: usize,
+    pub(super) pixels: usize,
 }
 
 impl Planes {
@@ -230,10 +228,6 @@ impl Planes {
             bail!("batch_norm: nothing to normalise in shape {shape:?}");
         }
         Ok(Self { channels, pixels: height * width, images })
-    }
-
-    pub(super) fn channels(&self) -> usize {
-        self.channels
     }
 
     /// Values per channel.
@@ -255,7 +249,7 @@ fn measure<T: Real>(planes: &Planes, x: &[T]) -> Vec<Moments> {
         let mean = T::of(sum / count);
         let squares: f64 =
             planes.of(x, c).map(|plane| sum_by(plane, |v| (v - mean) * (v - mean)).to_f64()).sum();
-        // What `T` holds, so that it is the same whoever goes on with it.
+        // Rounded to `T`, so that forward and backward use the same numbers.
         Moments { mean: mean.to_f64(), var: T::of(squares / count).to_f64() }
     };
     (0..planes.channels).map(channel).collect()

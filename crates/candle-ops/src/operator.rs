@@ -1,18 +1,16 @@
-//! Between candle's operators and kernels over slices.
+//! Operators over slices, and how they become candle's.
 //!
-//! An [`Operator`] says how its result and its gradients come of slices, for any [`Real`]. [`Op`] makes a
-//! candle operator of it: it chooses the numbers by the first input's type (`f64` for `f64`, else `f32`),
-//! widens half tensors, exactly, on the way in, and rounds once, to nearest even, on the way out. An `f32`
-//! or `f64` tensor is borrowed and moved, never copied.
+//! An [`Operator`] computes its result and its gradients from slices, for any [`Real`]. [`Op`] makes a candle operator of
+//! it: it chooses the type to compute in by the first input's (`f64` for `f64`, else `f32`), widens half tensors,
+//! exactly, on the way in, and rounds once, to nearest even, on the way out. An `f32` or `f64` tensor is borrowed and
+//! moved, never copied.
 
 use std::borrow::Cow;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{
-    CpuStorage, CustomOp1, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Storage,
-    Tensor, bail,
-};
+use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 
+use super::custom_op::{self, Differentiable};
 use super::real::Real;
 
 /// An operator of `N` floating-point tensors.
@@ -20,7 +18,7 @@ pub(super) trait Operator<const N: usize>: Send + Sync + 'static {
     /// Name in candle's messages.
     const NAME: &'static str;
 
-    /// Whether all inputs have one and the same gradient, which backward then gives for the first.
+    /// Whether all inputs have the same gradient, which backward then returns for the first.
     const ONE_GRADIENT: bool = false;
 
     /// The result.
@@ -34,7 +32,7 @@ pub(super) trait Operator<const N: usize>: Send + Sync + 'static {
         dy: Input<'_>,
     ) -> Result<[Option<Vec<T>>; N]>;
 
-    /// The result's type, the first input being of `dtype`.
+    /// The result's type for a first input of `dtype`.
     fn output(&self, dtype: DType) -> DType {
         dtype
     }
@@ -55,7 +53,7 @@ impl<'a> Input<'a> {
         self.layout.shape()
     }
 
-    /// Its elements, widened where they are narrower.
+    /// Its elements, widened where their type is narrower.
     pub(super) fn values<T: Real>(&self) -> Result<Cow<'a, [T]>> {
         match self.layout.contiguous_offsets() {
             Some((start, end)) => T::read(self.storage, start..end),
@@ -67,7 +65,7 @@ impl<'a> Input<'a> {
     pub(super) fn new(storage: &'a Storage, layout: &'a Layout) -> Result<Self> {
         match storage {
             Storage::Cpu(storage) => Ok(Self { storage, layout, is_tracked: true }),
-            _ => bail!("the engine's operators run on the CPU"),
+            _ => bail!("expected a tensor on the CPU"),
         }
     }
 }
@@ -77,20 +75,20 @@ struct Op<O>(O);
 
 /// Applies an operator to one tensor.
 pub(super) fn apply1(op: impl Operator<1>, [x]: [Tensor; 1]) -> Result<Tensor> {
-    x.contiguous()?.apply_op1(Op(op))
+    custom_op::apply1(Op(op), [&x.contiguous()?])
 }
 
 /// Applies an operator to two tensors.
 pub(super) fn apply2(op: impl Operator<2>, [a, b]: [Tensor; 2]) -> Result<Tensor> {
-    a.contiguous()?.apply_op2(&b.contiguous()?, Op(op))
+    custom_op::apply2(Op(op), [&a.contiguous()?, &b.contiguous()?])
 }
 
 /// Applies an operator to three tensors.
 pub(super) fn apply3(op: impl Operator<3>, [a, b, c]: [Tensor; 3]) -> Result<Tensor> {
-    a.contiguous()?.apply_op3(&b.contiguous()?, &c.contiguous()?, Op(op))
+    custom_op::apply3(Op(op), [&a.contiguous()?, &b.contiguous()?, &c.contiguous()?])
 }
 
-/// A tensor of `values` in `dtype`, which belongs to no graph.
+/// A tensor of `values` in `dtype`, outside of any graph.
 pub(super) fn tensor<T: Real>(
     values: Vec<T>,
     shape: impl Into<Shape>,
@@ -106,31 +104,33 @@ pub(super) fn tensor<T: Real>(
     }
 }
 
-type Argument<'a> = (&'a CpuStorage, &'a Layout);
-
-fn forward<O: Operator<N>, const N: usize>(
-    op: &O,
-    arguments: [Argument<'_>; N],
-) -> Result<(CpuStorage, Shape)> {
-    let inputs = arguments.map(|(storage, layout)| Input { storage, layout, is_tracked: true });
-    let output = op.output(inputs[0].storage.dtype());
-    if inputs[0].storage.dtype() == DType::F64 {
-        let (y, shape) = op.forward::<f64>(inputs)?;
-        return Ok((f64::store(y, output)?, shape));
+impl<O: Operator<N>, const N: usize> Differentiable<N> for Op<O> {
+    fn name(&self) -> &'static str {
+        O::NAME
     }
-    let (y, shape) = op.forward::<f32>(inputs)?;
-    Ok((f32::store(y, output)?, shape))
-}
 
-fn backward<O: Operator<N>, const N: usize>(
-    op: &O,
-    inputs: [&Tensor; N],
-    y: &Tensor,
-    dy: &Tensor,
-) -> Result<[Option<Tensor>; N]> {
-    match inputs[0].dtype() {
-        DType::F64 => backward_in::<f64, O, N>(op, inputs, y, dy),
-        _ => backward_in::<f32, O, N>(op, inputs, y, dy),
+    fn forward(&self, inputs: [(&CpuStorage, &Layout); N]) -> Result<(CpuStorage, Shape)> {
+        let inputs = inputs.map(|(storage, layout)| Input { storage, layout, is_tracked: true });
+        let dtype = inputs[0].storage.dtype();
+        let output = self.0.output(dtype);
+        if dtype == DType::F64 {
+            let (y, shape) = self.0.forward::<f64>(inputs)?;
+            return Ok((f64::store(y, output)?, shape));
+        }
+        let (y, shape) = self.0.forward::<f32>(inputs)?;
+        Ok((f32::store(y, output)?, shape))
+    }
+
+    fn backward(
+        &self,
+        inputs: [&Tensor; N],
+        y: &Tensor,
+        dy: &Tensor,
+    ) -> Result<[Option<Tensor>; N]> {
+        match inputs[0].dtype() {
+            DType::F64 => backward_in::<f64, O, N>(&self.0, inputs, y, dy),
+            _ => backward_in::<f32, O, N>(&self.0, inputs, y, dy),
+        }
     }
 }
 
@@ -159,74 +159,4 @@ fn backward_in<T: Real, O: Operator<N>, const N: usize>(
         others.iter_mut().for_each(|other| other.clone_from(&first[0]));
     }
     Ok(tensors)
-}
-
-impl<O: Operator<1>> CustomOp1 for Op<O> {
-    fn name(&self) -> &'static str {
-        O::NAME
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        forward(&self.0, [(x, layout)])
-    }
-
-    fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let [dx] = backward(&self.0, [x], y, dy)?;
-        Ok(dx)
-    }
-}
-
-impl<O: Operator<2>> CustomOp2 for Op<O> {
-    fn name(&self) -> &'static str {
-        O::NAME
-    }
-
-    fn cpu_fwd(
-        &self,
-        a: &CpuStorage,
-        a_layout: &Layout,
-        b: &CpuStorage,
-        b_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        forward(&self.0, [(a, a_layout), (b, b_layout)])
-    }
-
-    fn bwd(
-        &self,
-        a: &Tensor,
-        b: &Tensor,
-        y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        Ok(backward(&self.0, [a, b], y, dy)?.into())
-    }
-}
-
-impl<O: Operator<3>> CustomOp3 for Op<O> {
-    fn name(&self) -> &'static str {
-        O::NAME
-    }
-
-    fn cpu_fwd(
-        &self,
-        a: &CpuStorage,
-        a_layout: &Layout,
-        b: &CpuStorage,
-        b_layout: &Layout,
-        c: &CpuStorage,
-        c_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        forward(&self.0, [(a, a_layout), (b, b_layout), (c, c_layout)])
-    }
-
-    fn bwd(
-        &self,
-        a: &Tensor,
-        b: &Tensor,
-        c: &Tensor,
-        y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        Ok(backward(&self.0, [a, b, c], y, dy)?.into())
-    }
 }

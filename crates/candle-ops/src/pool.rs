@@ -1,4 +1,4 @@
-//! Pooling: largest of a window, mean of an image.
+//! Pooling: the largest value of each window, the mean of each image.
 
 use std::sync::OnceLock;
 
@@ -21,14 +21,45 @@ use super::{cast, composed};
 ///
 /// A shape or dtype that does not fit, a padding of more than half the kernel.
 pub fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Tensor> {
-    if window.padding > kernel / 2 {
-        bail!("max_pool2d: {window:?} pads more than half a kernel of {kernel}");
-    }
     let [x] = cast("max_pool2d", [x])?;
-    if composed::takes(&x) {
-        return composed::max_pool2d(&x, kernel, window);
+    let extents = Windows::new(x.shape(), kernel, window)?;
+    if composed::is_for(&x) {
+        return composed::max_pool2d(&x, extents);
     }
-    apply1(MaxPool { kernel, window, taken: OnceLock::new() }, [x])
+    apply1(MaxPool { extents, taken: OnceLock::new() }, [x])
+}
+
+/// Extents of images and of the windows over them, checked against each other.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Windows {
+    pub(super) images: usize,
+    pub(super) channels: usize,
+    pub(super) height: usize,
+    pub(super) width: usize,
+    pub(super) out_height: usize,
+    pub(super) out_width: usize,
+    pub(super) kernel: usize,
+    pub(super) window: Window,
+}
+
+impl Windows {
+    fn new(x: &Shape, kernel: usize, window: Window) -> Result<Self> {
+        if window.padding > kernel / 2 {
+            bail!("max_pool2d: {window:?} pads more than half a kernel of {kernel}");
+        }
+        let (images, channels, height, width) = x.dims4()?;
+        if height * width >= NONE as usize {
+            bail!("max_pool2d: an image of {height} x {width} is too large");
+        }
+        let (out_height, out_width) =
+            (positions(height, kernel, window)?, positions(width, kernel, window)?);
+        Ok(Self { images, channels, height, width, out_height, out_width, kernel, window })
+    }
+
+    /// Shape of the result.
+    pub(super) fn output_shape(&self) -> Shape {
+        (self.images, self.channels, self.out_height, self.out_width).into()
+    }
 }
 
 /// The mean of each channel of each image: `[n, c, h, w]` to `[n, c]`. NaN and infinities propagate.
@@ -42,12 +73,11 @@ pub fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
     if height * width == 0 {
         bail!("global_avg_pool: an image of {height} x {width} has no mean");
     }
-    if composed::takes(&x) { composed::global_avg_pool(&x) } else { apply1(GlobalAvgPool, [x]) }
+    if composed::is_for(&x) { composed::global_avg_pool(&x) } else { apply1(GlobalAvgPool, [x]) }
 }
 
 struct MaxPool {
-    kernel: usize,
-    window: Window,
+    extents: Windows,
     /// For each output, the index within its plane of the input it took. Set by forward.
     taken: OnceLock<Vec<u32>>,
 }
@@ -56,33 +86,27 @@ impl Operator<1> for MaxPool {
     const NAME: &'static str = "max_pool2d";
 
     fn forward<T: Real>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
-        let (images, channels, height, width) = x.shape().dims4()?;
-        let out_height = positions(height, self.kernel, self.window)?;
-        let out_width = positions(width, self.kernel, self.window)?;
-        if height * width >= NONE as usize {
-            bail!("max_pool2d: an image of {height} x {width} is too large");
-        }
+        let Windows { images, channels, height, width, .. } = self.extents;
         let x = x.values::<T>()?;
-        let plane = out_height * out_width;
+        let plane = self.extents.out_height * self.extents.out_width;
         let mut y = vec![T::NEG_INFINITY; images * channels * plane];
         let mut taken = vec![NONE; y.len()];
         let planes = x.chunks_exact(height * width);
         let outputs = y.chunks_exact_mut(plane).zip(taken.chunks_exact_mut(plane));
         for (x, (y, taken)) in planes.zip(outputs) {
-            self.plane(x, (height, width), y, taken, (out_height, out_width));
+            self.plane(x, y, taken);
         }
         let _ = self.taken.set(taken);
-        Ok((y, (images, channels, out_height, out_width).into()))
+        Ok((y, self.extents.output_shape()))
     }
 
     fn backward<T: Real>(
         &self,
         [x]: [Input<'_>; 1],
-        y: Input<'_>,
+        _y: Input<'_>,
         dy: Input<'_>,
     ) -> Result<[Option<Vec<T>>; 1]> {
-        let (_, _, height, width) = x.shape().dims4()?;
-        let (_, _, out_height, out_width) = y.shape().dims4()?;
+        let Windows { height, width, out_height, out_width, .. } = self.extents;
         let dy = dy.values::<T>()?;
         let taken = self.taken.get().expect("forward came first");
         let mut dx = vec![T::ZERO; x.shape().elem_count()];
@@ -97,19 +121,13 @@ impl Operator<1> for MaxPool {
 
 impl MaxPool {
     /// Pools one plane, tap by tap, so that the inner loop runs along a line.
-    fn plane<T: Real>(
-        &self,
-        x: &[T],
-        (height, width): (usize, usize),
-        y: &mut [T],
-        taken: &mut [u32],
-        (out_height, out_width): (usize, usize),
-    ) {
-        let stride = self.window.stride;
-        for tap_y in 0..self.kernel {
-            let (ys, y0) = inside(tap_y, height, out_height, self.window);
-            for tap_x in 0..self.kernel {
-                let (xs, x0) = inside(tap_x, width, out_width, self.window);
+    fn plane<T: Real>(&self, x: &[T], y: &mut [T], taken: &mut [u32]) {
+        let Windows { height, width, out_height, out_width, kernel, window, .. } = self.extents;
+        let stride = window.stride;
+        for tap_y in 0..kernel {
+            let (ys, y0) = inside(tap_y, height, out_height, window);
+            for tap_x in 0..kernel {
+                let (xs, x0) = inside(tap_x, width, out_width, window);
                 for (line, out_y) in ys.clone().enumerate() {
                     let from = (y0 + line * stride) * width + x0;
                     let to = out_y * out_width;

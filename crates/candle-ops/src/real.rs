@@ -1,7 +1,7 @@
-//! The numbers that kernels compute in: `f32` for tensors of `f32` and of half types, `f64` for its own.
+//! The types that operators compute in: `f32` for tensors of `f32` and of half types, `f64` for its own.
 //!
-//! A kernel is written once, for any [`Real`]. Training runs in `f32`; in `f64` the same formulas can be
-//! held against differences, whose own error is then far below that of a wrong term.
+//! An operator is written once, for any [`Real`]. Training runs in `f32`; in `f64` the same formulas are checked against
+//! differences, whose error is then far below that of a wrong term.
 
 use std::borrow::Cow;
 use std::fmt::Debug;
@@ -13,7 +13,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::cpu::erf::erfc_f64;
 use candle_core::{CpuStorage, DType, Result, bail};
 
-/// `f32` or `f64`: arithmetic, and the ways from and to a tensor's memory.
+/// `f32` or `f64`: arithmetic, and conversion from and to a tensor's memory.
 pub(super) trait Real:
     Copy
     + Debug
@@ -35,7 +35,7 @@ pub(super) trait Real:
     const ONE: Self;
     const NEG_INFINITY: Self;
 
-    /// The nearest.
+    /// The nearest value.
     fn of(value: f64) -> Self;
 
     fn to_f64(self) -> f64;
@@ -49,19 +49,19 @@ pub(super) trait Real:
     /// The system's `e^self`.
     fn exp(self) -> Self;
 
-    /// `e^self` as vector code, where there is such.
+    /// `e^self`, as vector code where there is any.
     fn quick_exp(self) -> Self;
 
-    /// The larger; the other one of a NaN.
+    /// The larger; of a NaN and a number, the number.
     fn max(self, other: Self) -> Self;
 
-    /// The standard normal's probability up to `self`, and its density there.
+    /// The standard normal distribution's probability up to `self`, and its density there.
     fn normal(self) -> (Self, Self);
 
     /// Elements of a tensor, widened where they are narrower.
     fn read(storage: &CpuStorage, range: Range<usize>) -> Result<Cow<'_, [Self]>>;
 
-    /// Elements of a tensor to be, rounded once to nearest even where it is narrower.
+    /// Elements for a tensor, rounded once to nearest even where its type is narrower.
     fn store(values: Vec<Self>, dtype: DType) -> Result<CpuStorage>;
 
     /// `1 / self`.
@@ -104,16 +104,15 @@ impl Real for f32 {
         self.exp()
     }
 
-    /// Within 2 ulp for results that are normal numbers, 0 below; NaN stays NaN, what is too large is
-    /// infinite. Of plain arithmetic, so that loops of it become vector code, which calls of the system's
-    /// function do not.
+    /// Within 2 ulp for results that are normal numbers, 0 below; NaN stays NaN, overflow is infinite. Plain
+    /// arithmetic, so that loops of it become vector code, unlike calls of the system's function.
     ///
     /// `e^x = 2^n e^r` with `|r| <= ln 2 / 2`, and Taylor's series of seven terms for `e^r`.
     #[inline]
     fn quick_exp(self) -> Self {
-        // Adding and taking away 1.5 * 2^23 rounds to a whole number.
+        // Adding and subtracting 1.5 * 2^23 rounds to a whole number.
         const ROUND: f32 = 12_582_912.0;
-        // ln 2 as a sum of a number of few digits, whose products are exact, and the rest.
+        // ln 2 as the sum of a number of few bits, whose products are exact, and the rest.
         const LN2_HIGH: f32 = 0.693_359_4;
         const LN2_LOW: f32 = -2.121_944_4e-4;
         let clamped = self.clamp(-87.3, 89.0);
@@ -139,7 +138,7 @@ impl Real for f32 {
     /// `exp(-u^2)`, within 1.5e-7; the density needs the same exponential.
     #[inline]
     fn normal(self) -> (Self, Self) {
-        // Bounded, so that a product of infinity and zero cannot come up; beyond, nothing changes.
+        // Clamped, since infinity times zero is NaN; the result does not change beyond.
         let bounded = self.clamp(-13.0, 13.0);
         let u = bounded.abs() * std::f32::consts::FRAC_1_SQRT_2;
         let gauss = (-u * u).quick_exp();
@@ -213,7 +212,7 @@ impl Real for f64 {
 
     fn normal(self) -> (Self, Self) {
         let probability = 0.5 * erfc_f64(-self * std::f64::consts::FRAC_1_SQRT_2);
-        // Bounded as above: a product of infinity and zero is none.
+        // Clamped as above.
         let bounded = self.clamp(-40.0, 40.0);
         let density = (-0.5 * bounded * bounded).exp() / std::f64::consts::TAU.sqrt();
         (probability, density)

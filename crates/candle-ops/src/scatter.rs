@@ -1,39 +1,39 @@
-//! Writing and adding to places by index, made of those of candle's operators that are differentiated rightly.
+//! `scatter` and `scatter_add`, composed of candle's operators whose gradients are right.
 
 use candle_core::shape::Dim;
 use candle_core::{DType, Result, Tensor, bail};
 
-/// A copy of `init` in which `source` is written to the places along `dim` that `indices` gives.
+/// A copy of `init` with `source` written to the positions along `dim` that `indices` holds.
 ///
-/// Shapes: `indices`, integers, and `source` are alike, and like `init` but for `dim`. Of values for one place
-/// the last is written. Backward: what was written has the gradient of its place, and `init` has none there;
-/// candle's own `scatter` leaves `init` one, and gives one to every value that was meant for a place.
+/// Shapes: those of `indices` (integers) and `source` are equal, and equal to that of `init` except for `dim`. Of several
+/// values for one position the last is written. Backward: a value that was written has the gradient of its position,
+/// where `init` has none; candle's own `scatter` gives `init` one, and one to every value meant for a position.
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit, an index that is no place.
+/// Shapes or dtypes that do not fit, an index out of range.
 pub fn scatter(init: &Tensor, indices: &Tensor, source: &Tensor, dim: impl Dim) -> Result<Tensor> {
     let dim = dim.to_index(init.shape(), "scatter")?;
-    let places = places(init, indices, source, dim)?;
+    let positions = positions(init, indices, source, dim)?;
     let count = init.elem_count() as i64;
     let mut from: Vec<i64> = (0..count).collect();
-    for (place, i) in places.into_iter().zip(count..) {
-        from[place as usize] = i;
+    for (position, i) in positions.into_iter().zip(count..) {
+        from[position as usize] = i;
     }
     let from = Tensor::from_vec(from, init.elem_count(), init.device())?;
     let both = Tensor::cat(&[init.flatten_all()?, source.flatten_all()?], 0)?;
     both.index_select(&from, 0)?.reshape(init.shape())
 }
 
-/// `init` with `source` added to the places along `dim` that `indices` gives.
+/// `init` with `source` added to the positions along `dim` that `indices` holds.
 ///
-/// Shapes as [`scatter`]'s; what is added to one place is added in order. Backward: `init` has the gradient of
-/// the result, and each value of `source` that of its place. candle's own `scatter_add` leaves `init` none in
-/// the places added to, and has no backward where `source` is of another shape than `init`.
+/// Shapes as [`scatter`]'s; values for one position are added in order. Backward: `init` has the gradient of the result,
+/// and each value of `source` that of its position. candle's own `scatter_add` gives `init` none at those positions, and
+/// has no backward where `source` has another shape than `init`.
 ///
 /// # Errors
 ///
-/// Shapes or dtypes that do not fit, an index that is no place.
+/// Shapes or dtypes that do not fit, an index out of range.
 pub fn scatter_add(
     init: &Tensor,
     indices: &Tensor,
@@ -41,13 +41,13 @@ pub fn scatter_add(
     dim: impl Dim,
 ) -> Result<Tensor> {
     let dim = dim.to_index(init.shape(), "scatter_add")?;
-    let places = places(init, indices, source, dim)?;
-    let places = Tensor::from_vec(places, source.elem_count(), init.device())?;
-    init.flatten_all()?.index_add(&places, &source.flatten_all()?, 0)?.reshape(init.shape())
+    let positions = positions(init, indices, source, dim)?;
+    let positions = Tensor::from_vec(positions, source.elem_count(), init.device())?;
+    init.flatten_all()?.index_add(&positions, &source.flatten_all()?, 0)?.reshape(init.shape())
 }
 
-/// The place in `init`, counted through, of each value of `source`.
-fn places(init: &Tensor, indices: &Tensor, source: &Tensor, dim: usize) -> Result<Vec<i64>> {
+/// The flat position in `init` of each value of `source`.
+fn positions(init: &Tensor, indices: &Tensor, source: &Tensor, dim: usize) -> Result<Vec<i64>> {
     let (own, dims) = (init.dims(), source.dims());
     let fits = own.len() == dims.len() && (0..own.len()).all(|i| i == dim || own[i] == dims[i]);
     if !fits || indices.dims() != dims {
@@ -56,12 +56,12 @@ fn places(init: &Tensor, indices: &Tensor, source: &Tensor, dim: usize) -> Resul
     }
     let right: usize = own[dim + 1..].iter().product();
     let indices = indices.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
-    let place = |(i, index): (usize, &i64)| {
+    let position = |(i, index): (usize, &i64)| {
         if !(0..own[dim] as i64).contains(index) {
-            bail!("index {index} is none of {} places", own[dim]);
+            bail!("index {index} is out of range for {} positions", own[dim]);
         }
         let (left, right_i) = (i / (right * dims[dim]), i % right);
         Ok(((left * own[dim] + *index as usize) * right + right_i) as i64)
     };
-    indices.iter().enumerate().map(place).collect()
+    indices.iter().enumerate().map(position).collect()
 }

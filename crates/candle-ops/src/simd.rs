@@ -1,8 +1,6 @@
-//! Kernels compiled twice: for any processor of the architecture, and with wide vectors where the one at
-//! hand has them.
+//! Loops compiled for any processor of the architecture, and for wider vectors where the processor has them.
 //!
-//! No kernel uses fused multiplication and addition, and none has its sums reordered by the compiler, so
-//! both versions give the same bits.
+//! No loop uses fused multiply-add, and the compiler does not reorder sums, so all versions give the same bits.
 
 #![expect(unsafe_code, reason = "a function compiled for a feature is called once it is detected")]
 

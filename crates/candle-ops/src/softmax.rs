@@ -19,7 +19,7 @@ use super::{cast, composed};
 pub fn softmax(x: &Tensor) -> Result<Tensor> {
     let [x] = cast("softmax", [x])?;
     width(x.shape())?;
-    if composed::takes(&x) { composed::softmax(&x) } else { apply1(Softmax, [x]) }
+    if composed::is_for(&x) { composed::softmax(&x) } else { apply1(Softmax, [x]) }
 }
 
 struct Softmax;
@@ -64,7 +64,7 @@ pub(super) fn softmax_row<T: Real>(row: &mut [T]) {
     row.iter_mut().for_each(|v| *v *= inverse);
 }
 
-/// Turns the gradient of a softmax `y` into that of its input, in place.
+/// Replaces the gradient of a softmax `y` by that of its input.
 pub(super) fn softmax_row_backward<T: Real>(y: &[T], dy: &mut [T]) {
     let along = dot_centered(y, dy, T::ZERO);
     dy.iter_mut().zip(y).for_each(|(dy, y)| *dy = *y * (*dy - along));

@@ -1,5 +1,5 @@
-//! Each operator against candle's own where that has a backward, against plain loops, against
-//! central differences in `f64`, and in half precision against itself in `f32`.
+//! Each operator against candle's own where that has a backward, against plain loops, against central differences in
+//! `f64`, and in half precision against itself in `f32`.
 
 use candle_core::{D, DType, Device, Result, Shape, Tensor, Var};
 use proptest::prelude::*;
@@ -73,7 +73,7 @@ pub(super) fn assert_same(
 /// `f64` but for rounding. Steps of 2^-17 make an error of third order near 1e-10, and rounding one of that
 /// size too: 1e-7 of the largest value is far from both, and from any term that is missing.
 ///
-/// So it is with the engine's kernels and with candle's operators in their place, and both are the same.
+/// This holds for the loops and for the compositions, and both agree.
 pub(super) fn assert_differentiates(
     what: &str,
     inputs: &[Tensor],

@@ -1,5 +1,5 @@
-//! What convolution and the fully connected layer share: an input, a weight, perhaps a bias, and
-//! kernels over slices for both directions.
+//! What convolution and the fully connected layer share: an input, a weight, an optional bias, and kernels over slices
+//! for both directions.
 
 use candle_core::{Result, Shape, Tensor, bail};
 
@@ -7,11 +7,11 @@ use super::operator::{Input, Operator, apply2, apply3};
 use super::real::Real;
 use super::{cast, composed};
 
-/// The shapes of one call, checked against each other, and its arithmetic.
-pub(super) trait Kernel: Sized + 'static {
-    /// What is chosen besides the shapes.
-    type Options: Copy + Send + Sync + 'static;
-    /// Name in messages, and PyTorch's in the lists of autocast.
+/// The extents of one call, checked against each other, and its arithmetic.
+pub(super) trait Kernel: Sized + Send + Sync + 'static {
+    /// Options besides the shapes.
+    type Options;
+    /// Name in messages and in PyTorch's autocast lists.
     const NAME: &'static str;
 
     /// Checks the shapes of input and weight.
@@ -26,15 +26,10 @@ pub(super) trait Kernel: Sized + 'static {
     /// The result.
     fn forward<T: Real>(&self, x: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T>;
 
-    /// The result of tensors in a device's memory, which candle differentiates.
-    fn composed(
-        x: &Tensor,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-        options: Self::Options,
-    ) -> Result<Tensor>;
+    /// The result on a device.
+    fn on_device(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
 
-    /// The gradients, given that of the result; that of the input only if it is wanted.
+    /// The gradients, given that of the result; that of the input only if `wants_x`.
     fn backward<T: Real>(&self, x: &[T], weight: &[T], dy: &[T], wants_x: bool) -> Gradients<T>;
 }
 
@@ -52,26 +47,24 @@ pub(super) fn apply<K: Kernel>(
     bias: Option<&Tensor>,
     options: K::Options,
 ) -> Result<Tensor> {
-    let outputs = K::new(x.shape(), weight.shape(), options)?.outputs();
+    let kernel = K::new(x.shape(), weight.shape(), options)?;
+    let outputs = kernel.outputs();
     if let Some(bias) = bias.filter(|bias| bias.dims() != [outputs]) {
         bail!("{}: a bias of shape {:?} for {outputs} outputs", K::NAME, bias.shape());
     }
-    let op = Weighted::<K>(options);
     match bias {
         Some(bias) => match cast(K::NAME, [x, weight, bias])? {
-            [x, weight, bias] if composed::takes(&x) => {
-                K::composed(&x, &weight, Some(&bias), options)
-            }
-            inputs => apply3(op, inputs),
+            [x, weight, bias] if composed::is_for(&x) => kernel.on_device(&x, &weight, Some(&bias)),
+            inputs => apply3(Weighted(kernel), inputs),
         },
         None => match cast(K::NAME, [x, weight])? {
-            [x, weight] if composed::takes(&x) => K::composed(&x, &weight, None, options),
-            inputs => apply2(op, inputs),
+            [x, weight] if composed::is_for(&x) => kernel.on_device(&x, &weight, None),
+            inputs => apply2(Weighted(kernel), inputs),
         },
     }
 }
 
-struct Weighted<K: Kernel>(K::Options);
+struct Weighted<K>(K);
 
 impl<K: Kernel> Weighted<K> {
     fn forward<T: Real>(
@@ -79,9 +72,8 @@ impl<K: Kernel> Weighted<K> {
         [x, weight]: [Input<'_>; 2],
         bias: Option<&[T]>,
     ) -> Result<(Vec<T>, Shape)> {
-        let kernel = K::new(x.shape(), weight.shape(), self.0)?;
-        let y = kernel.forward(&x.values::<T>()?, &weight.values::<T>()?, bias);
-        Ok((y, kernel.output_shape(x.shape())))
+        let y = self.0.forward(&x.values::<T>()?, &weight.values::<T>()?, bias);
+        Ok((y, self.0.output_shape(x.shape())))
     }
 
     fn gradients<T: Real>(
@@ -89,9 +81,8 @@ impl<K: Kernel> Weighted<K> {
         [x, weight]: [Input<'_>; 2],
         dy: Input<'_>,
     ) -> Result<Gradients<T>> {
-        let kernel = K::new(x.shape(), weight.shape(), self.0)?;
         let (input, weight, dy) = (x.values::<T>()?, weight.values::<T>()?, dy.values::<T>()?);
-        Ok(kernel.backward(&input, &weight, &dy, x.is_tracked))
+        Ok(self.0.backward(&input, &weight, &dy, x.is_tracked))
     }
 }
 

@@ -1,4 +1,4 @@
-//! Convolution by 3 x 3 kernels in steps of 1, with fewer multiplications: Winograd's F(2 x 2, 3 x 3).
+//! Convolution with 3 x 3 kernels of stride 1 by Winograd's F(2 x 2, 3 x 3), which needs fewer multiplications.
 //!
 //! The output is cut into tiles of 2 x 2, each of which depends on 4 x 4 input pixels. With the matrices
 //! `A`, `B` and `G` of Lavin and Gray (2015, section 4.1), a tile is `A' [(G w G') * (B' x B)] A`, the
@@ -9,8 +9,8 @@
 //! Tiles of a plane lie side by side in memory, for each of the 4 columns they read, so that every
 //! transformation runs over contiguous values ([`Phases`]).
 //!
-//! Beside the sum over the definition, rounding errors grow by the transformations' few additions. A NaN
-//! or infinity reaches all of a tile: also outputs up to one pixel away from the windows that cover it.
+//! Rounding errors are those of the direct sum and of the transformations' few additions. A NaN or infinity reaches all
+//! of a tile: also outputs up to one pixel away from the windows that cover it.
 
 use super::conv::{Window, inside};
 use super::gemm::{Mat, gemm};

@@ -1,4 +1,4 @@
-//! Convolution as columns and a matrix product, some images at a time.
+//! Convolution as im2col and a matrix product, a group of images at a time.
 
 use std::sync::Arc;
 
@@ -6,9 +6,10 @@ use candle_core::{DType, Result, Tensor};
 
 use super::super::conv::Geometry;
 use super::matmul::{Matrices, ONE};
-use super::node::{node2, node3};
+use super::node::node;
 use super::norm::sums_of_channels;
 use super::{Kernels, Output, blocks_of_warps, one_type, pair, stretches};
+use crate::custom_op::{apply2, apply3};
 
 pub(in super::super) fn conv2d(
     kernels: &Arc<Kernels>,
@@ -23,19 +24,21 @@ pub(in super::super) fn conv2d(
     match bias {
         None => {
             let y = of.forward(x, weight, None)?;
-            node2("conv2d", [x, weight], y, move |[x, weight], _, dy| {
+            let backward = move |[x, weight]: [&Tensor; 2], _: &Tensor, dy: &Tensor| {
                 let (dx, dw) = of.backward(x, weight, dy)?;
                 Ok([dx, Some(dw)])
-            })
+            };
+            apply2(node("conv2d", y, backward), [x, weight])
         }
         Some(bias) => {
             let bias = &bias.contiguous()?;
             let y = of.forward(x, weight, Some(bias))?;
-            node3("conv2d", [x, weight, bias], y, move |[x, weight, bias], _, dy| {
+            let backward = move |[x, weight, bias]: [&Tensor; 3], _: &Tensor, dy: &Tensor| {
                 let (dx, dw) = of.backward(x, weight, dy)?;
                 let db = sums_of_channels(&of.kernels, dy)?.to_dtype(bias.dtype())?;
                 Ok([dx, Some(dw), Some(db)])
-            })
+            };
+            apply3(node("conv2d", y, backward), [x, weight, bias])
         }
     }
 }
@@ -45,7 +48,7 @@ pub(super) struct Conv {
     pub(super) kernels: Arc<Kernels>,
     pub(super) dtype: DType,
     pub(super) g: Geometry,
-    /// Elements of columns that there may be at a time, but those of one image.
+    /// The most elements of columns at a time, unless one image has more.
     pub(super) columns: usize,
 }
 
@@ -68,7 +71,7 @@ impl Conv {
             let count = group.min(g.images - first);
             let mut from = at + (first * g.image() * element) as u64;
             if let Some(columns) = &columns {
-                // SAFETY: so many images of `x`, and room for their columns.
+                // SAFETY: `count` images of `x`, and memory for their columns.
                 unsafe {
                     self.unroll("im2col", count, from, columns.at, [depth * pixels, pixels])
                 }?;
@@ -77,7 +80,7 @@ impl Conv {
             let to = y.at + (first * outputs * pixels * element) as u64;
             let [from, to] = [(from, depth * pixels), (to, outputs * pixels)]
                 .map(|(at, step)| Matrices::new(at, dtype, step));
-            // SAFETY: columns of so many images, or as many whose pixels are columns; as many of the result.
+            // SAFETY: columns of `count` images, or images whose pixels are their columns; as many of the result.
             unsafe { kernels.multiply(count, [outputs, depth, pixels], [w, from, to], ONE) }?;
         }
         if let Some(bias) = bias {
@@ -90,7 +93,7 @@ impl Conv {
         Ok(y)
     }
 
-    /// The gradients of the images, if they are wanted, and of the weight.
+    /// The gradients of the images, if they are tracked, and of the weight.
     pub(super) fn backward(
         &self,
         x: &Tensor,
@@ -112,9 +115,9 @@ impl Conv {
             let count = group.min(g.images - first);
             let dy = dy_at + bytes(first * outputs * pixels);
             let (from, line) = (at + bytes(first * g.image()), count * pixels);
-            // SAFETY: so many images of `x`, and room for their columns, all images' side by side.
+            // SAFETY: `count` images of `x`, and memory for their columns, side by side.
             unsafe { self.unroll("im2col", count, from, columns.at, [pixels, line]) }?;
-            // SAFETY: as many of `dy`, whose pixels are put side by side likewise.
+            // SAFETY: as many images of `dy`, whose pixels are put side by side, too.
             unsafe { self.of_result().unroll("im2col", count, dy, rows.at, [pixels, line]) }?;
             let factors = [matrices(rows.at, 0), matrices(columns.at, 0).t()];
             let [a, b] = factors;
@@ -128,7 +131,7 @@ impl Conv {
             let a = matrices(w, 0).t();
             let b = matrices(dy, outputs * pixels);
             let c = matrices(into, depth * pixels);
-            // SAFETY: the weight, so many images of `dy`, and room for as many images' columns.
+            // SAFETY: the weight, `count` images of `dy`, and memory for as many images' columns.
             unsafe { kernels.multiply(count, [depth, outputs, pixels], [a, b, c], ONE) }?;
             if !self.is_product() {
                 // SAFETY: these columns, and as many images of `dx`.
@@ -144,7 +147,7 @@ impl Conv {
         (g.kernel_height, g.kernel_width, g.window.stride, g.window.padding) == (1, 1, 1, 0)
     }
 
-    /// Images at a time.
+    /// Number of images at a time.
     fn group(&self) -> usize {
         (self.columns / (self.g.depth() * self.g.pixels())).clamp(1, self.g.images)
     }
@@ -173,7 +176,7 @@ impl Conv {
     ///
     /// # Safety
     ///
-    /// `images` must be the address of so many, `columns` that of their columns in these strides.
+    /// `images` must be the address of `count` images, `columns` that of their columns in these strides.
     unsafe fn unroll(
         &self,
         kernel: &str,
@@ -203,5 +206,5 @@ impl Conv {
     }
 }
 
-/// Elements of columns at a time: 64 Mi.
+/// The most elements of columns at a time: 64 Mi.
 const COLUMNS: usize = 1 << 26;

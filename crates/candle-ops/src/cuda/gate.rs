@@ -1,6 +1,6 @@
-//! What NVRTC makes of the kernels: no spills, no generic accesses, few registers, and 16 bytes at a time.
+//! NVRTC's machine code of the kernels: no spills, no generic accesses, few registers, accesses of 16 bytes.
 //!
-//! Needs NVRTC; `.ci/kernels` gets it, and `nvdisasm`, from PyPI.
+//! Needs NVRTC and `nvdisasm`, which `.ci/kernels` installs from PyPI.
 
 use std::path::Path;
 use std::process::Command;
@@ -48,7 +48,7 @@ fn compile(nvrtc: &Nvrtc, macros: &[String], arch: i32) -> Vec<u8> {
     cubin.code
 }
 
-/// Looks at each kernel's instructions.
+/// Checks each kernel's instructions.
 fn machine_code(tool: &Path, code: &[u8]) {
     let file = env::temp_dir().join(format!("gate-{}.cubin", process::id()));
     fs::write(&file, code).unwrap();
@@ -65,11 +65,11 @@ fn machine_code(tool: &Path, code: &[u8]) {
         assert_eq!(found, None, "{kernel} has generic or local accesses");
         let wide = |kind: &str| words().any(|word| word.starts_with(kind) && word.contains(".128"));
         let (loads, stores) = match *kernel {
-            // Gathers, and warps along lines, however they begin.
+            // Gathers, and rows of any alignment.
             "col2im" | "max_pool" | "max_pool_backward" | "column_sums" => (false, false),
             "layer_norm" | "layer_norm_backward" | "softmax" | "softmax_backward" => (false, false),
             "cross_entropy" | "cross_entropy_backward" => (false, false),
-            // Few numbers are written, or read.
+            // Few numbers are written or read.
             "moments" | "norm_sums" | "mean_pool" => (true, false),
             "mean_pool_backward" => (false, true),
             _ => (true, true),

@@ -1,6 +1,6 @@
-// Images, behind `ops.cu`: convolution, batch normalisation, pools.
+// Kernels over images, compiled after `ops.cu`: convolution, batch normalisation, pooling.
 
-// Convolution: columns, whose product with the weights it is.
+// Convolution: the columns whose product with the weights it is.
 
 /// Images `[image][channel][height][width]` and their columns: tap `d`, of `channels` times the kernel's, of output
 /// pixel `p` of an image is at `image * per_image + d * per_tap + p`.
@@ -9,7 +9,7 @@ struct ColumnsJob {
   u32 images, channels, height, width, out_height, out_width, kernel_height, kernel_width, stride, padding;
 };
 
-/// Unrolls images; what is padding is 0. With kernels of one pixel without padding, a transposition.
+/// Unrolls images; padding is 0. With kernels of one pixel without padding, a transposition.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) im2col(const ColumnsJob job) {
   const u32 taps = job.kernel_height * job.kernel_width, pixels = job.out_height * job.out_width;
   const u32 depth = job.channels * taps, all = job.images * depth * stretches(pixels);
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) im2col(const ColumnsJob
       });
       continue;
     }
-    // Where the tap of output (0, 0) lies; before the image is above all of it.
+    // Position of the tap of output (0, 0); one before the image is larger than all in it.
     const u32 row = tap / job.kernel_width, y0 = row - job.padding;
     const u32 x0 = tap - row * job.kernel_width - job.padding;
     u32 oy = (s.from + lane()) / job.out_width, ox = s.from + lane() - oy * job.out_width;
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) im2col(const ColumnsJob
   }
 }
 
-/// Adds columns up to where `im2col` takes them from.
+/// Adds columns to the pixels that `im2col` took them from.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) col2im(const ColumnsJob job) {
   const u32 taps = job.kernel_height * job.kernel_width, pixels = job.height * job.width;
   const u32 all = job.images * job.channels * stretches(pixels);
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) col2im(const ColumnsJob
     u32 y = (s.from + lane()) / job.width, x = s.from + lane() - y * job.width;
     const u32 down = WARP / job.width, right = WARP - down * job.width;
     for (u32 i = lane(); i < s.count; i += WARP) {
-      // Taps one stride apart come of neighbouring outputs, the later tap of the earlier one.
+      // Taps one stride apart belong to neighbouring outputs, the later tap to the earlier one.
       float sum = 0;
       const u32 py = y + job.padding, px = x + job.padding;
       u32 oy = py / job.stride;
@@ -76,18 +76,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) col2im(const ColumnsJob
 /// Batch normalisation of images `[image][channel][pixel]`; parameters, statistics and their gradients are f32.
 struct NormJob {
   u64 x, y, dy, dx, gamma, beta, mean, var;
-  /// Gradients of the parameters; 0: none are wanted. `along`: of each channel, what the statistics give back.
+  /// Gradients of the parameters, or 0. `along`: for each channel, the gradient through the statistics.
   u64 dgamma, dbeta, along;
-  /// Of each channel's parts: two numbers.
+  /// Two numbers for each part of a channel.
   double* part;
-  /// Counts the blocks that are done; 0 before and after.
+  /// Number of finished blocks; 0 before and after a launch.
   u32* arrived;
   u32 images, channels, pixels, parts;
   float eps;
   u32 relu;
 };
 
-/// Goes through this block's part of a channel: `visit(i, many)` with elements of all images.
+/// Calls `visit(i, many)` for the elements of this block's part of a channel, over all images.
 template <class Visit>
 DEVICE void visit_part(const NormJob& job, u64 addresses, Visit visit) {
   const u32 channel = blockIdx.x / job.parts, part = blockIdx.x - channel * job.parts;
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) normalize(const NormJob
   }
 }
 
-/// The gradient behind the ReLU.
+/// The gradient before the ReLU.
 DEVICE void load_gradient(float (&dy)[WIDE], const NormJob& job, u64 i, u32 many) {
   load(dy, job.dy, i, many);
   if (!job.relu) return;
@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_sums(const NormJob
   }
 }
 
-/// The gradient of the input; without `along`, of statistics that are constants.
+/// The gradient of the input; without `along`, with constant statistics.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_backward(const NormJob job) {
   const u32 all = job.images * job.channels * stretches(job.pixels);
   for (u32 task = warp_index(); task < all; task += warp_count()) {
@@ -238,7 +238,7 @@ struct PoolJob {
   u32 planes, height, width, out_height, out_width, kernel, stride, padding;
 };
 
-/// The largest of each window, and where in its plane it was: the first of several, or the last NaN.
+/// The largest of each window, and its index in the plane: the first of several, or the last NaN.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) max_pool(const PoolJob job) {
   const u32 pixels = job.out_height * job.out_width, all = job.planes * stretches(pixels);
   for (u32 task = warp_index(); task < all; task += warp_count()) {
@@ -262,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) max_pool(const PoolJob 
   }
 }
 
-/// `x` is the gradient of the input, `y` that of the result: each pixel asks the windows that it is in.
+/// `x` is the gradient of the input, `y` that of the result: each pixel gathers from the windows that it is in.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) max_pool_backward(const PoolJob job) {
   const u32 pixels = job.height * job.width, all = job.planes * stretches(pixels);
   for (u32 task = warp_index(); task < all; task += warp_count()) {
@@ -287,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) max_pool_backward(const
 
 struct MeanJob { u64 x, y; u32 planes, pixels; };
 
-/// A warp to a plane.
+/// One warp per plane.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) mean_pool(const MeanJob job) {
   for (u32 plane = warp_index(); plane < job.planes; plane += warp_count()) {
     const u64 from = at(job.x, (u64)plane * job.pixels);

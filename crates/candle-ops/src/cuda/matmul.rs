@@ -5,17 +5,17 @@ use candle_core::{DType, Result, bail};
 
 use super::Kernels;
 
-/// Matrices by rows, one behind another.
+/// Row-major matrices, one after another.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Matrices {
     /// Address of the first.
     pub(super) at: u64,
     pub(super) dtype: DType,
-    /// Elements from one to the next; 0: all are one.
+    /// Elements from one matrix to the next; 0 if all are the same.
     pub(super) step: usize,
-    /// Elements from one row to the next, if those of others lie between.
+    /// Elements from one row to the next, if there are others' between.
     pub(super) line: Option<usize>,
-    /// Whether the transposed matrix is meant.
+    /// Whether each stands for its transpose.
     pub(super) transposed: bool,
 }
 
@@ -41,7 +41,7 @@ impl Matrices {
 pub(super) const ONE: [f32; 2] = [1.0, 0.0];
 
 impl Kernels {
-    /// `c = alpha * a * b + beta * c` for so many: `a` is `[m, k]`, `b` `[k, n]`, `c` `[m, n]`. Summed in `f32`,
+    /// `c = alpha * a * b + beta * c` for `count` matrices: `a` is `[m, k]`, `b` `[k, n]`, `c` `[m, n]`. Summed in `f32`,
     /// rounded to the type of `c`.
     ///
     /// # Safety
@@ -56,7 +56,7 @@ impl Kernels {
         [alpha, beta]: [f32; 2],
     ) -> Result<()> {
         let narrow = |extent: usize| i32::try_from(extent).map_err(candle_core::Error::wrap);
-        // cuBLAS' matrices are by columns: there these are their transposed ones, and so is the product.
+        // cuBLAS' matrices are column-major: to it these are the transposes, and so is the product.
         let leading = |of: Matrices, columns, rows| {
             narrow(of.line.unwrap_or(if of.transposed { rows } else { columns }))
         };
@@ -101,6 +101,6 @@ fn type_of(dtype: DType) -> Result<sys::cudaDataType> {
         DType::F32 => sys::cudaDataType::CUDA_R_32F,
         DType::F16 => sys::cudaDataType::CUDA_R_16F,
         DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
-        other => bail!("no product of {other:?}"),
+        other => bail!("cuBLAS: no product of {other:?}"),
     })
 }

@@ -1,11 +1,10 @@
-//! The operators as kernels of our own, for tensors in a GPU's memory: what `compile` puts in place of
-//! compositions.
+//! The operators as CUDA kernels, for tensors on a GPU: faster than compositions of candle's operators.
 //!
-//! `ops.cu`, `images.cu` and `lines.cu` have the kernels, and this folder what launches them: memory is candle's, which frees it in order of its
-//! stream; all launches are in that stream, with their arguments by value, so that nothing is copied from the host
-//! and nothing waited for. Products are cuBLAS', by candle's handle.
+//! `ops.cu`, `images.cu` and `rows.cu` have the kernels; the modules of this folder launch them. Memory is candle's,
+//! which frees it in stream order; all launches are in that stream, with their arguments by value, so nothing is copied
+//! from the host and nothing waited for. Matrix products are cuBLAS', through candle's handle.
 //!
-//! A result is computed first; a node (`node.rs`) then puts it into candle's graph with its backward.
+//! A result is computed first, then put into candle's graph with its backward (`node.rs`).
 //!
 //! Invariant: an address is that of a tensor that is alive when the launch is put into the stream.
 
@@ -14,15 +13,11 @@
 mod attention;
 mod conv;
 mod elementwise;
-#[cfg(test)]
-mod gate;
-mod lines;
 mod matmul;
 mod node;
 mod norm;
 mod pool;
-#[cfg(test)]
-pub(super) mod tests;
+mod rows;
 
 use std::sync::Arc;
 
@@ -39,30 +34,30 @@ use crate::context;
 pub(super) use attention::self_attention;
 pub(super) use conv::conv2d;
 pub(super) use elementwise::{add_relu, gelu, relu};
-pub(super) use lines::{cross_entropy, layer_norm, linear, softmax};
 pub(super) use norm::batch_norm;
 pub(super) use pool::{global_avg_pool, max_pool2d};
+pub(super) use rows::{cross_entropy, layer_norm, linear, softmax};
 
 /// The operators that have kernels, for a report.
 pub const NAMES: &str = "conv2d, linear, batch_norm, relu, add_relu, \
      max_pool2d, global_avg_pool, layer_norm, softmax, gelu, self_attention, cross_entropy";
 
-/// The kernels, compiled for a device and its stream.
+/// The kernels, compiled for a device and its stream. A [`Context`](crate::Context) uses them.
 #[derive(Debug)]
 pub struct Kernels {
     pub(super) device: CudaDevice,
     /// For `f32`, `f16`, `bf16`.
     programs: [fused_optim::cuda::Kernels; 3],
-    /// Where blocks count how many of them are done: zero between launches, which come one after another.
+    /// Counter of finished blocks: zero between launches, which run one after another.
     arrived: Tensor,
 }
 
-/// The kernels for an operator of `x`, if they are on and have its type.
+/// The entered context's kernels, if it has any for `x`.
 pub(super) fn of(x: &Tensor) -> Option<Arc<Kernels>> {
     of_many(x, 1)
 }
 
-/// The same, if there are tensors of up to so many elements besides.
+/// As [`of`], for an operator that has tensors of up to this many elements besides.
 pub(super) fn of_many(x: &Tensor, elements: usize) -> Option<Arc<Kernels>> {
     let Device::Cuda(device) = x.device() else { return None };
     let kernels = context::with(|context| context.kernels.clone())?;
@@ -73,7 +68,7 @@ pub(super) fn of_many(x: &Tensor, elements: usize) -> Option<Arc<Kernels>> {
     (fits && kernels.device.id() == device.id()).then_some(kernels)
 }
 
-/// Which program is for a type.
+/// Index of the program for a type.
 const fn program(dtype: DType) -> Option<usize> {
     match dtype {
         DType::F32 => Some(0),
@@ -89,9 +84,9 @@ fn macros() -> [Vec<String>; 3] {
 }
 
 const SOURCE: &str =
-    concat!(include_str!("ops.cu"), include_str!("images.cu"), include_str!("lines.cu"));
+    concat!(include_str!("ops.cu"), include_str!("images.cu"), include_str!("rows.cu"));
 
-/// The kernels of each program.
+/// Names of each program's kernels.
 const KERNELS: &[&str] = &[
     "relu",
     "add_relu",
@@ -141,7 +136,7 @@ impl Kernels {
     /// # Safety
     ///
     /// `job` must be the words of the kernel's struct; its addresses those of contiguous tensors, of the types and
-    /// extents that the kernel takes them for, that are dropped after this returns.
+    /// extents that the kernel expects, that are alive until this returns.
     unsafe fn launch(&self, dtype: DType, kernel: &str, blocks: usize, job: &[u64]) -> Result<()> {
         let Some(program) = program(dtype) else { bail!("{kernel}: no kernel for {dtype:?}") };
         let blocks = u32::try_from(blocks.max(1)).map_err(candle_core::Error::wrap)?;
@@ -150,16 +145,16 @@ impl Kernels {
             .map_err(candle_core::Error::wrap)
     }
 
-    /// Memory for a tensor, all of which is yet to be written.
+    /// Uninitialized memory for a tensor.
     fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Output> {
         let shape = shape.into();
-        // SAFETY: whoever asks for it has all of it written before it is read.
+        // SAFETY: each caller's kernel writes all of it before it is read.
         let storage = unsafe { self.device.alloc_uninit(&shape, dtype) }?;
         let at = start(&storage)?;
         Ok(Output { storage, shape, at })
     }
 
-    /// Where the elements of a contiguous tensor begin, that is used in the stream of the kernels.
+    /// Address of the first element of a contiguous tensor on the kernels' device.
     fn address(&self, tensor: &Tensor) -> Result<u64> {
         let (storage, layout) = tensor.storage_and_layout();
         let (Storage::Cuda(storage), Some((first, _))) = (&*storage, layout.contiguous_offsets())
@@ -167,13 +162,13 @@ impl Kernels {
             bail!("expected a contiguous tensor on a GPU, got {tensor:?}")
         };
         if storage.device().id() != self.device.id() {
-            bail!("a tensor of another device beside those of {:?}", self.device)
+            bail!("expected a tensor on {:?}, got one on another device or stream", self.device)
         }
         Ok(start(storage)? + (first * tensor.dtype().size_in_bytes()) as u64)
     }
 }
 
-/// Refuses tensors of other types, which one kernel does not read.
+/// Checks that all tensors are of `x`'s type.
 fn one_type<const N: usize>(name: &str, x: &Tensor, others: [Option<&Tensor>; N]) -> Result<()> {
     match others.into_iter().flatten().find(|other| other.dtype() != x.dtype()) {
         Some(other) => bail!("{name}: {:?} beside {:?}", x.dtype(), other.dtype()),
@@ -181,7 +176,7 @@ fn one_type<const N: usize>(name: &str, x: &Tensor, others: [Option<&Tensor>; N]
     }
 }
 
-/// What a kernel writes, and its address.
+/// Memory that a kernel writes, and its address.
 #[derive(Debug)]
 struct Output {
     storage: CudaStorage,
@@ -190,7 +185,7 @@ struct Output {
 }
 
 impl Output {
-    /// As a tensor that belongs to no graph.
+    /// As a tensor outside of any graph.
     fn tensor(self) -> Tensor {
         Tensor::from_storage(Storage::Cuda(self.storage), self.shape, BackpropOp::none(), false)
     }
@@ -208,22 +203,22 @@ fn start(storage: &CudaStorage) -> Result<u64> {
         DType::F64 => of::<f64>(storage),
         DType::U32 => of::<u32>(storage),
         DType::I64 => of::<i64>(storage),
-        other => bail!("no kernel is for {other:?}"),
+        other => bail!("no kernel for {other:?}"),
     }
 }
 
-/// Two numbers of 32 bits, as they lie in a struct.
+/// Two 32-bit numbers, as they lie in a struct.
 fn pair(first: usize, second: usize) -> u64 {
     debug_assert!(first.max(second) <= u32::MAX as usize, "tensors are smaller");
     first as u64 | (second as u64) << 32
 }
 
-/// Blocks for work that warps take parts of, in turns if there are many.
+/// Number of blocks for this many parts, one per warp at a time.
 fn blocks_of_warps(parts: usize) -> usize {
     parts.div_ceil(THREADS / 32).min(1 << 16)
 }
 
-/// Parts that rows are taken in.
+/// Number of parts of rows of this length.
 fn stretches(rows: usize, length: usize) -> usize {
     rows * length.div_ceil(STRETCH)
 }
@@ -231,3 +226,8 @@ fn stretches(rows: usize, length: usize) -> usize {
 /// As in `device.h` and `ops.cu`.
 const THREADS: usize = 256;
 const STRETCH: usize = 1024;
+
+#[cfg(test)]
+mod gate;
+#[cfg(test)]
+pub(super) mod tests;

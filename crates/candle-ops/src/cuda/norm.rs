@@ -4,22 +4,24 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::super::norm::{BatchNormOptions, Statistics};
-use super::node::node3;
+use super::super::norm::{BatchNormOptions, Planes, Statistics};
+use super::node::node;
 use super::{Kernels, blocks_of_warps, pair, stretches};
+use crate::custom_op::apply3;
 
-/// With the statistics given, or those of the batch; and which they were.
+/// With the given statistics or those of the batch, which are returned.
 pub(in super::super) fn batch_norm(
     kernels: &Arc<Kernels>,
     [x, gamma, beta]: [&Tensor; 3],
     given: Option<&Statistics>,
     options: BatchNormOptions,
+    planes: Planes,
 ) -> Result<(Tensor, Statistics)> {
     let x = &x.contiguous()?;
-    // Of few numbers; a cast to their own type is none.
+    // A cast to their own type does nothing.
     let [gamma, beta] = [gamma.to_dtype(DType::F32)?, beta.to_dtype(DType::F32)?];
     let (gamma, beta) = (&gamma.contiguous()?, &beta.contiguous()?);
-    let norm = Norm::new(kernels, x, options)?;
+    let norm = Norm::new(kernels, x.dtype(), options, planes);
     let statistics = match given {
         Some(given) => Statistics {
             mean: given.mean.detach().to_dtype(DType::F32)?.contiguous()?,
@@ -37,27 +39,28 @@ pub(in super::super) fn batch_norm(
         var: kernels.address(&statistics.var)?,
         ..Job::default()
     };
-    // SAFETY: all that `normalize` goes through, contiguous and of these extents.
+    // SAFETY: all tensors that `normalize` uses, contiguous and of these extents.
     unsafe { norm.launch("normalize", norm.blocks(), &job) }?;
     let (kept, of_batch) = (statistics.clone(), given.is_none());
-    let y = node3("batch_norm", [x, gamma, beta], y, move |inputs, y, dy| {
+    let backward = move |inputs: [&Tensor; 3], y: &Tensor, dy: &Tensor| {
         norm.backward(inputs, y, dy, &kept, of_batch)
-    })?;
-    Ok((y, statistics))
+    };
+    Ok((apply3(node("batch_norm", y, backward), [x, gamma, beta])?, statistics))
 }
 
 /// The sum of each channel of images, `f32`.
 pub(super) fn sums_of_channels(kernels: &Arc<Kernels>, dy: &Tensor) -> Result<Tensor> {
-    let norm = Norm::new(kernels, dy, BatchNormOptions { eps: 0.0, relu: false })?;
-    let sums = kernels.empty(norm.channels, DType::F32)?;
-    let part = kernels.empty((norm.channels, norm.parts, 2), DType::F64)?;
+    let options = BatchNormOptions { eps: 0.0, relu: false };
+    let norm = Norm::new(kernels, dy.dtype(), options, Planes::new(dy.shape())?);
+    let sums = kernels.empty(norm.planes.channels, DType::F32)?;
+    let part = kernels.empty((norm.planes.channels, norm.parts, 2), DType::F64)?;
     let job = Job { dy: kernels.address(dy)?, dbeta: sums.at, part: part.at, ..Job::default() };
-    // SAFETY: all that `norm_sums` goes through without an input.
-    unsafe { norm.launch("norm_sums", norm.channels * norm.parts, &job) }?;
+    // SAFETY: all tensors that `norm_sums` uses without an input.
+    unsafe { norm.launch("norm_sums", norm.planes.channels * norm.parts, &job) }?;
     Ok(sums.tensor())
 }
 
-/// The addresses of a `NormJob`; 0: not there.
+/// The addresses of a `NormJob`; 0 is none.
 #[derive(Clone, Copy, Default)]
 struct Job {
     x: u64,
@@ -77,35 +80,30 @@ struct Job {
 struct Norm {
     kernels: Arc<Kernels>,
     dtype: DType,
-    images: usize,
-    channels: usize,
-    pixels: usize,
-    /// Blocks that share a channel.
+    planes: Planes,
+    /// Number of blocks that share a channel.
     parts: usize,
     options: BatchNormOptions,
 }
 
 impl Norm {
-    fn new(kernels: &Arc<Kernels>, x: &Tensor, options: BatchNormOptions) -> Result<Self> {
-        let (images, channels, height, width) = x.dims4()?;
-        let pixels = height * width;
+    fn new(
+        kernels: &Arc<Kernels>,
+        dtype: DType,
+        options: BatchNormOptions,
+        planes: Planes,
+    ) -> Self {
+        let Planes { images, pixels, .. } = planes;
         let most = stretches(images, pixels).clamp(1, 64);
-        Ok(Self {
-            kernels: kernels.clone(),
-            dtype: x.dtype(),
-            images,
-            channels,
-            pixels,
-            parts: (images * pixels / PART).clamp(1, most),
-            options,
-        })
+        let parts = (images * pixels / PART).clamp(1, most);
+        Self { kernels: kernels.clone(), dtype, planes, parts, options }
     }
 
     /// Statistics of the batch.
     fn measure(&self, x: &Tensor) -> Result<Statistics> {
-        let [mean, var] = [(); 2].map(|()| self.kernels.empty(self.channels, DType::F32));
+        let [mean, var] = [(); 2].map(|()| self.kernels.empty(self.planes.channels, DType::F32));
         let (mean, var) = (mean?, var?);
-        let part = self.kernels.empty((self.channels, self.parts, 3), DType::F64)?;
+        let part = self.kernels.empty((self.planes.channels, self.parts, 3), DType::F64)?;
         let job = Job {
             x: self.kernels.address(x)?,
             mean: mean.at,
@@ -113,8 +111,8 @@ impl Norm {
             part: part.at,
             ..Job::default()
         };
-        // SAFETY: all that `moments` goes through.
-        unsafe { self.launch("moments", self.channels * self.parts, &job) }?;
+        // SAFETY: all tensors that `moments` uses.
+        unsafe { self.launch("moments", self.planes.channels * self.parts, &job) }?;
         Ok(Statistics { mean: mean.tensor(), var: var.tensor() })
     }
 
@@ -127,10 +125,10 @@ impl Norm {
         of_batch: bool,
     ) -> Result<[Option<Tensor>; 3]> {
         let kernels = &self.kernels;
-        let [dgamma, dbeta] = [(); 2].map(|()| kernels.empty(self.channels, DType::F32));
+        let [dgamma, dbeta] = [(); 2].map(|()| kernels.empty(self.planes.channels, DType::F32));
         let (dgamma, dbeta) = (dgamma?, dbeta?);
-        let along = kernels.empty((self.channels, 2), DType::F32)?;
-        let part = kernels.empty((self.channels, self.parts, 2), DType::F64)?;
+        let along = kernels.empty((self.planes.channels, 2), DType::F32)?;
+        let part = kernels.empty((self.planes.channels, self.parts, 2), DType::F64)?;
         let dx = kernels.empty(x.shape(), self.dtype)?;
         let job = Job {
             x: kernels.address(x)?,
@@ -146,17 +144,17 @@ impl Norm {
             part: part.at,
             ..Job::default()
         };
-        // SAFETY: all that `norm_sums` goes through.
-        unsafe { self.launch("norm_sums", self.channels * self.parts, &job) }?;
+        // SAFETY: all tensors that `norm_sums` uses.
+        unsafe { self.launch("norm_sums", self.planes.channels * self.parts, &job) }?;
         let job = Job { along: if of_batch { along.at } else { 0 }, ..job };
-        // SAFETY: all that `norm_backward` goes through.
+        // SAFETY: all tensors that `norm_backward` uses.
         unsafe { self.launch("norm_backward", self.blocks(), &job) }?;
         Ok([Some(dx.tensor()), Some(dgamma.tensor()), Some(dbeta.tensor())])
     }
 
-    /// Blocks that go through all planes.
+    /// Number of blocks for a kernel over all planes.
     fn blocks(&self) -> usize {
-        blocks_of_warps(stretches(self.images * self.channels, self.pixels))
+        blocks_of_warps(stretches(self.planes.images * self.planes.channels, self.planes.pixels))
     }
 
     /// # Safety
@@ -177,8 +175,8 @@ impl Norm {
             job.along,
             job.part,
             self.kernels.address(&self.kernels.arrived)?,
-            pair(self.images, self.channels),
-            pair(self.pixels, self.parts),
+            pair(self.planes.images, self.planes.channels),
+            pair(self.planes.pixels, self.parts),
             pair(self.options.eps.to_bits() as usize, self.options.relu.into()),
         ];
         // SAFETY: a `NormJob`; the caller vouches for the addresses.
@@ -186,5 +184,5 @@ impl Norm {
     }
 }
 
-/// Values of a channel that a block is worth.
+/// Values of a channel per block.
 const PART: usize = 1 << 14;

@@ -1,16 +1,16 @@
 // The operators' kernels, forward and backward.
 //
-// Compiled behind `ptx.h` and `device.h` for each element type, given by the macro `TYPE` (`F32`, `F16`, `Bf16`).
-// All compute in f32 and round once, to nearest even, where they write. Sums have a fixed order: no bit depends
-// on what a launch meets. A warp takes a row, or a stretch of one; rows are planes of images, or lines.
+// Compiled after `ptx.h` and `device.h` for each element type, given by the macro `TYPE` (`F32`, `F16`, `Bf16`).
+// All compute in f32 and round once, to nearest even, when they write. Sums have a fixed order: results do not depend
+// on the launch. A warp takes a row, or a stretch of one; a plane of an image is a row.
 //
-// Addresses are numbers; each struct is what the function of its kernel's name in Rust puts together.
+// Addresses are numbers; the Rust function of a kernel's name fills its struct.
 
 typedef TYPE T;
 
 constexpr int WIDE = 16 / sizeof(T::Bits);
 
-/// Neighbours as f32, `WIDE` of them in one access of 16 bytes, or one.
+/// Adjacent elements as f32, `WIDE` of them in one access of 16 bytes, or one.
 DEVICE void load(float (&x)[WIDE], u64 base, u64 i, u32 many) {
   if (many == 1) return (void)(x[0] = load_one<T>(base, i));
   Pack<T, WIDE> p;
@@ -35,7 +35,7 @@ DEVICE void sweep(u64 addresses, u64 count, u64 first, u64 step, Visit visit) {
   for (u64 i = packed + first; i < count; i += step) visit(i, 1);
 }
 
-/// A stretch of a row that a warp takes at a time.
+/// Elements of a row that a warp takes at a time.
 constexpr u32 STRETCH = 1024;
 struct Stretch { u32 row, from, count; };
 DEVICE u32 stretches(u32 length) { return (length + STRETCH - 1) / STRETCH; }
@@ -49,7 +49,7 @@ DEVICE u64 at(u64 base, u64 i) { return base + i * sizeof(T::Bits); }
 DEVICE double sum_of_block(double x) {
   __shared__ double of_warp[THREADS / WARP];
   x = fold_threads(x, 1, WARP);
-  __syncthreads(); // The sum before has been read.
+  __syncthreads(); // The previous sum was read.
   if (lane() == 0) of_warp[threadIdx.x / WARP] = x;
   __syncthreads();
   double sum = 0;
@@ -89,9 +89,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) relu_backward(const Map
   map<true>(job, [](float y, float dy) { return y <= 0 ? 0 : dy; });
 }
 
-/// Bounded, so that a product of infinity and zero cannot come up; beyond, nothing changes. Keeps NaN.
+/// Clamped, since infinity times zero is NaN; the result does not change beyond. Keeps NaN.
 DEVICE float bounded(float x) { return x < -13 ? -13 : x > 13 ? 13 : x; }
-/// The standard normal's probability up to `x`.
+/// The standard normal distribution's probability up to `x`.
 DEVICE float probability(float x) { return 0.5f * erfcf(-0.70710678f * bounded(x)); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) gelu(const MapJob job) {
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gelu_backward(const Map
   });
 }
 
-/// Adds a bias in place: one for each row, of `channels`, in turn; or, if that is 0, a row to each.
+/// Adds a bias in place: row `i` gets bias `i % channels`; if `channels` is 0, each row gets a row of biases.
 struct BiasJob { u64 y, bias; u32 rows, count, channels, unused; };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) add_bias(const BiasJob job) {

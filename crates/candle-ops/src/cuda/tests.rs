@@ -1,5 +1,5 @@
-//! Each kernel, forward and backward, beside the operators of the CPU. Where there is no GPU, it is said that
-//! they are left out.
+//! Each kernel, forward and backward, against the operators of the CPU. Needs a GPU, or the fake one of
+//! `.ci/candle-cuda`.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ pub(crate) fn with_kernels<R>(kernels: &Arc<Kernels>, call: impl FnOnce() -> R) 
     Context::new(0).with_kernels(kernels.clone()).enter(call)
 }
 
-/// How often a kernel has been launched; none, if it is no fake GPU that counts.
+/// How often a kernel was launched; `None` on a GPU that is not the fake one.
 fn launches(kernel: &str) -> Option<i32> {
     type Prototype = unsafe extern "C" fn(*const libc::c_char, libc::c_int) -> libc::c_int;
     // SAFETY: a name, looked for in what is loaded.
@@ -60,8 +60,8 @@ fn run_on(
     all.map(|t| t.to_device(&Device::Cpu).unwrap()).collect()
 }
 
-/// What a type leaves of a result: of products of half tensors, which are rounded before they are added up to
-/// the gradient of an image, a little more.
+/// The relative error for a type: that of half types includes products that are rounded before they are added up to
+/// the gradient of an image.
 const fn error_of(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 4e-3,
@@ -72,7 +72,7 @@ const fn error_of(dtype: DType) -> f64 {
 
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// By kernels and on the CPU, in each type.
+/// Asserts that the kernels' results are the CPU's, in each type.
 fn assert_alike(
     kernels: &Arc<Kernels>,
     what: &str,
@@ -93,7 +93,7 @@ fn assert_alike(
     }
 }
 
-/// Has `call` launch each of these.
+/// Asserts that `call` launches each of these.
 fn assert_launches(names: &[&str], call: impl FnOnce()) {
     let count = || names.iter().map(|name| launches(name)).collect::<Vec<_>>();
     let before = count();
@@ -103,7 +103,7 @@ fn assert_launches(names: &[&str], call: impl FnOnce()) {
     }
 }
 
-/// NaN where the CPU has NaN, and the same elsewhere.
+/// Asserts NaN where the CPU has NaN, and equality elsewhere.
 fn assert_extremes(
     kernels: &Arc<Kernels>,
     inputs: &[Tensor],
@@ -130,7 +130,7 @@ const NAN: f32 = f32::NAN;
 const INF: f32 = f32::INFINITY;
 
 #[test]
-fn element_wise() {
+fn elementwise_kernels_are_the_cpus() {
     let kernels = kernels();
     assert_launches(&["relu", "add_relu", "relu_backward"], || {
         for shape in [&[1][..], &[7], &[16, 8], &[3, 5, 67], &[4099]] {
@@ -149,7 +149,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..Default::default() })]
 
     #[test]
-    fn convolutions(
+    fn conv2d_is_the_cpus(
         (images, channels, outputs) in (1_usize..4, 1_usize..5, 1_usize..6),
         (height, width) in (1_usize..12, 1_usize..40),
         (kernel_height, kernel_width) in (1_usize..5, 1_usize..5),
@@ -173,7 +173,7 @@ proptest! {
     }
 
     #[test]
-    fn batch_norms(
+    fn batch_norm_is_the_cpus(
         (images, channels) in (2_usize..5, 1_usize..6),
         (height, width) in (1_usize..9, 1_usize..40),
         relu: bool,
@@ -196,7 +196,7 @@ proptest! {
     }
 }
 
-/// With room for few images' columns, it is the same but for rounding.
+/// Convolution by groups of a few images is that of all at once but for rounding.
 fn in_groups(kernels: &Arc<Kernels>, inputs: &[Tensor], window: Window, group: usize) {
     let device = Device::Cuda(kernels.device.clone());
     for dtype in TYPES {
@@ -220,7 +220,7 @@ fn in_groups(kernels: &Arc<Kernels>, inputs: &[Tensor], window: Window, group: u
 }
 
 #[test]
-fn planes_of_many_pixels() {
+fn large_images_are_the_cpus() {
     let kernels = kernels();
     let window = Window { stride: 2, padding: 3 };
     let inputs = [values("x", &[2, 2, 43, 61]), values("weight", &[3, 2, 7, 7])];
@@ -238,10 +238,10 @@ fn planes_of_many_pixels() {
 }
 
 #[test]
-fn statistics_are_those_of_the_cpu() {
+fn batch_statistics_are_the_cpus() {
     let kernels = kernels();
     let device = Device::Cuda(kernels.device.clone());
-    // A mean far from 0 beside the deviation; half parameters of an f32 input, f32 ones of a half input.
+    // A mean far from 0 compared to the deviation; half parameters of an f32 input, f32 ones of a half input.
     let x = (values("x", &[4, 3, 50, 50]) + 1000.0).unwrap();
     let options = BatchNormOptions { eps: 1e-5, relu: false };
     for (of, parameters) in [(DType::F32, DType::F16), (DType::F16, DType::F32)] {
@@ -264,7 +264,7 @@ fn statistics_are_those_of_the_cpu() {
 }
 
 #[test]
-fn extremes_of_images() {
+fn nan_in_an_image_is_the_cpus() {
     let kernels = kernels();
     let mut x = flat(&values("x", &[2, 2, 4, 4]));
     x[20] = NAN;
@@ -278,11 +278,11 @@ fn extremes_of_images() {
 }
 
 #[test]
-fn what_has_no_kernel_stays_composed() {
+fn other_types_devices_and_contexts_have_no_kernels() {
     let kernels = kernels();
     let device = Device::Cuda(kernels.device.clone());
     let x = values("x", &[5]).to_device(&device).unwrap();
-    assert!(of(&x).is_none(), "it is off");
+    assert!(of(&x).is_none(), "outside of a context");
     with_kernels(&kernels, || {
         assert!(of(&x).is_some());
         for none in [values("x", &[5]), x.to_dtype(DType::F64).unwrap(), x.narrow(0, 0, 0).unwrap()]
@@ -301,7 +301,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..Default::default() })]
 
     #[test]
-    fn pools(
+    fn pooling_is_the_cpus(
         (images, channels) in (1_usize..4, 1_usize..5),
         (height, width) in (1_usize..12, 1_usize..50),
         (kernel, stride, padding) in (1_usize..5, 1_usize..5, 0_usize..3),
@@ -318,7 +318,7 @@ proptest! {
     }
 
     #[test]
-    fn lines(
+    fn row_operators_are_the_cpus(
         (samples, positions) in (1_usize..4, 1_usize..50),
         (inputs, outputs) in (1_usize..70, 1_usize..40),
         bias: bool,
@@ -337,7 +337,7 @@ proptest! {
     }
 
     #[test]
-    fn losses((count, classes) in (1_usize..90, 1_usize..70)) {
+    fn cross_entropy_is_the_cpus((count, classes) in (1_usize..90, 1_usize..70)) {
         let kernels = kernels();
         let labels: Vec<i64> = (0..count).map(|i| (i * 7 % classes) as i64).collect();
         let logits = values("logits", &[count, classes]);
@@ -348,7 +348,7 @@ proptest! {
     }
 
     #[test]
-    fn attentions(
+    fn self_attention_is_the_cpus(
         (samples, positions) in (1_usize..4, 1_usize..40),
         (heads, depth) in (1_usize..4, 1_usize..9),
         causal: bool,
@@ -361,7 +361,7 @@ proptest! {
 }
 
 #[test]
-fn every_operator_that_is_named_has_kernels() {
+fn every_kernel_is_launched() {
     let kernels = kernels();
     let all: Vec<_> = KERNELS.to_vec();
     assert_launches(&all, || {
@@ -386,7 +386,7 @@ fn every_operator_that_is_named_has_kernels() {
 }
 
 #[test]
-fn extremes_of_lines_and_windows() {
+fn nan_and_infinity_in_rows_and_windows_are_the_cpus() {
     let kernels = kernels();
     let window = Window { stride: 1, padding: 1 };
     for values in [[NAN, 1.0, 2.0], [1.0, NAN, 0.0], [1.0, INF, -INF], [NAN, INF, NAN]] {
@@ -412,7 +412,7 @@ fn extremes_of_lines_and_windows() {
     with_kernels(&kernels, || {
         let error = cross_entropy(&on(&lines.narrow(0, 0, 1).unwrap()), &on(&label)).unwrap_err();
         assert!(error.to_string().contains("label 3 is none of 3 classes"), "{error}");
-        // Types that differ are no kernel's.
+        // No kernel takes two types.
         let (x, weight) = (on(&lines), on(&lines).to_dtype(DType::F16).unwrap());
         let error = linear(&x, &weight, None).unwrap_err().to_string();
         assert!(error.contains("linear: F32 beside F16"), "{error}");

@@ -1,13 +1,13 @@
-// Lines, behind `ops.cu`: softmax, layer normalisation, the loss; and sums of columns.
+// Kernels over rows, compiled after `ops.cu`: softmax, layer normalisation, cross entropy, sums of columns.
 
 DEVICE float sum_of_warp(float x) { return (float)fold_threads(x, 1, WARP); }
-/// NaN are passed over.
+/// Skips NaN.
 DEVICE float largest_of_warp(float x) {
   for (u32 step = 1; step < WARP; step *= 2) x = fmaxf(x, (float)__shfl_xor_sync(ALL, (double)x, step));
   return x;
 }
 
-/// A line's sum of `f(i)`, and its largest `f(i)`.
+/// A row's sum of `f(i)`, and its largest `f(i)`.
 template <class F>
 DEVICE float sum_of_line(u32 count, F f) {
   float sum = 0;
@@ -21,8 +21,8 @@ DEVICE float largest_of_line(u32 count, F f) {
   return largest_of_warp(largest);
 }
 
-/// Softmax; of the first `i % seen + 1` values of line `i` alone, unless `seen` is 0. Backward, `x` is the gradient of
-/// the input. A result may be in the place of what it is made from.
+/// Softmax; of the first `i % seen + 1` values of row `i` only, unless `seen` is 0. Backward, `x` is the gradient of
+/// the input. A result may overwrite its input.
 struct SoftmaxJob { u64 x, y, dy; u32 rows, count, seen, unused; };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) softmax(const SoftmaxJob job) {
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) softmax_backward(const 
   }
 }
 
-/// Layer normalisation; parameters are f32. Backward leaves each line's mean and inverse deviation in `lines`.
+/// Layer normalisation; parameters are f32. Backward writes each row's mean and inverse deviation to `lines`.
 struct LayerNormJob { u64 x, y, dy, dx, gamma, beta, lines; u32 rows, count; float eps; u32 unused; };
 
 struct Line { float mean, inverse; };
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) layer_norm_backward(con
   }
 }
 
-/// Sums of columns over all lines of `dy`, f32; and, if there is an `x`, of `dy` times its normal form.
+/// Sums of the columns of `dy`, f32; and, if there is an `x`, of `dy` times the normalised `x`.
 struct ColumnSumsJob {
   u64 x, dy, lines, sum, dot;
   double* part;
@@ -97,7 +97,7 @@ struct ColumnSumsJob {
   u32 rows, count, parts, unused;
 };
 
-/// A block takes `WARP` columns of a part of the lines.
+/// A block takes `WARP` columns of a part of the rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) column_sums(const ColumnSumsJob job) {
   __shared__ double sums[THREADS], dots[THREADS];
   const u32 tile = blockIdx.x / job.parts, part = blockIdx.x - tile * job.parts;
@@ -141,7 +141,7 @@ struct LossJob {
   u32* arrived;
   u32 rows, count;
 };
-/// Labels are 64 bits wide and have been looked at.
+/// Labels are 64 bits wide and were checked on the host.
 DEVICE u32 label_of(const LossJob& job, u32 row) { return load4(job.labels + 8 * (u64)row); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) cross_entropy(const LossJob job) {

@@ -1,29 +1,28 @@
-//! Operators over lines: the fully connected layer, layer normalisation, softmax, the loss of classification.
+//! Operators over rows: the fully connected layer, layer normalisation, softmax, cross entropy.
 
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
+use super::super::linear::Extents;
+use super::super::weighted::Kernel;
 use super::matmul::{Matrices, ONE};
-use super::node::{node1, node2, node3};
+use super::node::node;
 use super::{Kernels, Output, blocks_of_warps, one_type, pair, stretches};
+use crate::custom_op::{apply1, apply2, apply3};
 
-/// `x * weight^T + bias`, of shapes that fit.
+/// `x * weight^T + bias`.
 pub(in super::super) fn linear(
     kernels: &Arc<Kernels>,
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
+    extents: Extents,
 ) -> Result<Tensor> {
     one_type("linear", x, [Some(weight), bias])?;
     let (x, weight) = (&x.contiguous()?, &weight.contiguous()?);
-    let (outputs, inputs) = weight.dims2()?;
-    let dtype = x.dtype();
-    let rows = x.elem_count() / inputs;
-    let mut shape = x.dims().to_vec();
-    shape.pop();
-    shape.push(outputs);
-    let y = kernels.empty(shape, dtype)?;
+    let (Extents { rows, inputs, outputs }, dtype) = (extents, x.dtype());
+    let y = kernels.empty(extents.output_shape(x.shape()), dtype)?;
     let matrix = move |at| Matrices::new(at, dtype, 0);
     let factors = [matrix(kernels.address(x)?), matrix(kernels.address(weight)?).t(), matrix(y.at)];
     // SAFETY: matrices of these extents.
@@ -45,22 +44,24 @@ pub(in super::super) fn linear(
         Ok::<_, candle_core::Error>((x.track_op().then(dx).transpose()?, dw.tensor()))
     };
     let Some(bias) = bias else {
-        return node2("linear", [x, weight], y, move |[x, weight], _, dy| {
+        let backward = move |[x, weight]: [&Tensor; 2], _: &Tensor, dy: &Tensor| {
             let (dx, dw) = backward(x, weight, dy)?;
             Ok([dx, Some(dw)])
-        });
+        };
+        return apply2(node("linear", y, backward), [x, weight]);
     };
     let bias = &bias.contiguous()?;
     let job = [y.at, kernels.address(bias)?, pair(rows, outputs), 0];
     let blocks = blocks_of_warps(stretches(rows, outputs));
-    // SAFETY: a `BiasJob` of the result's lines, and one line.
+    // SAFETY: a `BiasJob` of the result's rows, and one row.
     unsafe { kernels.launch(dtype, "add_bias", blocks, &job) }?;
     let kernels = kernels.clone();
-    node3("linear", [x, weight, bias], y, move |[x, weight, bias], _, dy| {
+    let backward = move |[x, weight, bias]: [&Tensor; 3], _: &Tensor, dy: &Tensor| {
         let (dx, dw) = backward(x, weight, dy)?;
         let [db, _] = kernels.column_sums(dy, outputs, None)?;
         Ok([dx, Some(dw), Some(db.to_dtype(bias.dtype())?)])
-    })
+    };
+    apply3(node("linear", y, backward), [x, weight, bias])
 }
 
 pub(in super::super) fn layer_norm(
@@ -71,14 +72,14 @@ pub(in super::super) fn layer_norm(
     eps: f32,
 ) -> Result<Tensor> {
     let x = &x.contiguous()?;
-    // Of few numbers; a cast to their own type is none.
+    // A cast to their own type does nothing.
     let [gamma, beta] = [gamma.to_dtype(DType::F32)?, beta.to_dtype(DType::F32)?];
     let (gamma, beta) = (&gamma.contiguous()?, &beta.contiguous()?);
     let (count, dtype) = (gamma.elem_count(), x.dtype());
     let rows = x.elem_count() / count;
-    let words = move |[x, y, dy, dx, gamma, beta, lines]: [u64; 7]| {
+    let words = move |[x, y, dy, dx, gamma, beta, row_stats]: [u64; 7]| {
         let extents = [pair(rows, count), pair(eps.to_bits() as usize, 0)];
-        [x, y, dy, dx, gamma, beta, lines, extents[0], extents[1]]
+        [x, y, dy, dx, gamma, beta, row_stats, extents[0], extents[1]]
     };
     let y = kernels.empty(x.shape(), dtype)?;
     let job = words([
@@ -90,12 +91,12 @@ pub(in super::super) fn layer_norm(
         kernels.address(beta)?,
         0,
     ]);
-    // SAFETY: a `LayerNormJob` of what goes forward.
+    // SAFETY: a `LayerNormJob` of the forward pass.
     unsafe { kernels.launch(dtype, "layer_norm", blocks_of_warps(rows), &job) }?;
     let kernels = kernels.clone();
-    node3("layer_norm", [x, gamma, beta], y, move |[x, gamma, _], _, dy| {
+    let backward = move |[x, gamma, _]: [&Tensor; 3], _: &Tensor, dy: &Tensor| {
         let dx = kernels.empty(x.shape(), dtype)?;
-        let lines = kernels.empty((rows, 2), DType::F32)?;
+        let row_stats = kernels.empty((rows, 2), DType::F32)?;
         let job = words([
             kernels.address(x)?,
             0,
@@ -103,46 +104,48 @@ pub(in super::super) fn layer_norm(
             dx.at,
             kernels.address(gamma)?,
             0,
-            lines.at,
+            row_stats.at,
         ]);
-        // SAFETY: a `LayerNormJob` of what goes backward.
+        // SAFETY: a `LayerNormJob` of the backward pass.
         unsafe { kernels.launch(dtype, "layer_norm_backward", blocks_of_warps(rows), &job) }?;
-        let [dbeta, dgamma] = kernels.column_sums(dy, count, Some((x, &lines)))?;
+        let [dbeta, dgamma] = kernels.column_sums(dy, count, Some((x, &row_stats)))?;
         Ok([Some(dx.tensor()), Some(dgamma), Some(dbeta)])
-    })
+    };
+    apply3(node("layer_norm", y, backward), [x, gamma, beta])
 }
 
 pub(in super::super) fn softmax(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
     let x = &x.contiguous()?;
-    let of = Shares { count: x.dims().last().copied().unwrap_or(1), seen: 0 };
+    let of = Softmax { width: x.dims().last().copied().unwrap_or(1), causal: false };
     let y = kernels.empty(x.shape(), x.dtype())?;
-    // SAFETY: lines, and room for as many.
+    // SAFETY: rows, and memory for as many.
     unsafe {
         of.launch(kernels, "softmax", x.dtype(), x.elem_count(), [kernels.address(x)?, y.at, 0])
     }?;
     let kernels = kernels.clone();
-    node1("softmax", [x], y, move |[x], y, dy| {
+    let backward = move |[x]: [&Tensor; 1], y: &Tensor, dy: &Tensor| {
         let dx = kernels.empty(x.shape(), x.dtype())?;
         let (job, count) = ([dx.at, kernels.address(y)?, kernels.address(dy)?], x.elem_count());
         // SAFETY: as above.
         unsafe { of.launch(&kernels, "softmax_backward", x.dtype(), count, job) }?;
         Ok([Some(dx.tensor())])
-    })
+    };
+    apply1(node("softmax", y, backward), [x])
 }
 
-/// Softmax over lines.
+/// Softmax over rows.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Shares {
-    /// Values of a line.
-    pub(super) count: usize,
-    /// If line `i` sees its first `i % seen + 1` values only; else 0.
-    pub(super) seen: usize,
+pub(super) struct Softmax {
+    /// Values of a row.
+    pub(super) width: usize,
+    /// Whether row `i` sees its first `i % width + 1` values only.
+    pub(super) causal: bool,
 }
 
-impl Shares {
+impl Softmax {
     /// # Safety
     ///
-    /// The addresses must be those of contiguous tensors of so many elements of this type: `x`, or its gradient
+    /// The addresses must be those of contiguous tensors of `elements` elements of this type: `x`, or its gradient
     /// backward; `y`; and backward `dy`.
     pub(super) unsafe fn launch(
         self,
@@ -152,14 +155,14 @@ impl Shares {
         elements: usize,
         [x, y, dy]: [u64; 3],
     ) -> Result<()> {
-        let rows = elements / self.count;
-        let job = [x, y, dy, pair(rows, self.count), pair(self.seen, 0)];
+        let (rows, seen) = (elements / self.width, if self.causal { self.width } else { 0 });
+        let job = [x, y, dy, pair(rows, self.width), pair(seen, 0)];
         // SAFETY: a `SoftmaxJob`; the caller vouches for the addresses.
         unsafe { kernels.launch(dtype, kernel, blocks_of_warps(rows), &job) }
     }
 }
 
-/// The labels are classes: the caller has looked.
+/// The caller has checked the labels.
 pub(in super::super) fn cross_entropy(
     kernels: &Arc<Kernels>,
     logits: &Tensor,
@@ -174,10 +177,10 @@ pub(in super::super) fn cross_entropy(
     let extents = pair(rows, count);
     let job =
         [kernels.address(x)?, kernels.address(&labels)?, loss.at, 0, 0, part.at, arrived, extents];
-    // SAFETY: a `LossJob` of what goes forward; `part` has a number for each line.
+    // SAFETY: a `LossJob` of the forward pass; `part` has a number for each row.
     unsafe { kernels.launch(x.dtype(), "cross_entropy", blocks_of_warps(rows), &job) }?;
     let kernels = kernels.clone();
-    node1("cross_entropy", [x], loss, move |[x], _, dy| {
+    let backward = move |[x]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
         let dx = kernels.empty(x.shape(), x.dtype())?;
         let job = [
             kernels.address(x)?,
@@ -190,15 +193,16 @@ pub(in super::super) fn cross_entropy(
             extents,
         ];
         let blocks = blocks_of_warps(rows);
-        // SAFETY: a `LossJob` of what goes backward.
+        // SAFETY: a `LossJob` of the backward pass.
         unsafe { kernels.launch(x.dtype(), "cross_entropy_backward", blocks, &job) }?;
         Ok([Some(dx.tensor())])
-    })
+    };
+    apply1(node("cross_entropy", loss, backward), [x])
 }
 
 impl Kernels {
-    /// Sums of the columns of `dy`, `f32`; and of `dy` times the normal form of `x`, by what
-    /// `layer_norm_backward` left of each line.
+    /// Sums of the columns of `dy`, `f32`; and of `dy` times the normalised `x`, by the statistics that
+    /// `layer_norm_backward` wrote for each row.
     fn column_sums(
         &self,
         dy: &Tensor,
@@ -209,14 +213,14 @@ impl Kernels {
         let parts = (rows / 64).clamp(1, 64);
         let (sum, dot) = (self.empty(count, DType::F32)?, self.empty(count, DType::F32)?);
         let part = self.empty((parts, count, 2), DType::F64)?;
-        let (x, lines) = match normal {
-            Some((x, lines)) => (self.address(x)?, lines.at),
+        let (x, row_stats) = match normal {
+            Some((x, row_stats)) => (self.address(x)?, row_stats.at),
             None => (0, 0),
         };
         let job = [
             x,
             self.address(dy)?,
-            lines,
+            row_stats,
             sum.at,
             dot.at,
             part.at,

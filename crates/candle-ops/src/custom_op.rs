@@ -1,0 +1,143 @@
+//! candle's traits for operators of one, two and three inputs, implemented once for [`Differentiable`].
+
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail,
+};
+
+/// An operator with a backward.
+pub(crate) trait Differentiable<const N: usize>: Send + Sync + 'static {
+    /// Name in candle's messages.
+    fn name(&self) -> &'static str;
+
+    /// The result on the CPU.
+    fn forward(&self, _inputs: [(&CpuStorage, &Layout); N]) -> Result<(CpuStorage, Shape)> {
+        bail!("{}: the inputs are not on a GPU", self.name())
+    }
+
+    /// The result on a GPU.
+    fn cuda_forward(&self) -> Result<(CudaStorage, Shape)> {
+        bail!("{}: the inputs are not on the CPU", self.name())
+    }
+
+    /// The gradients of the inputs, given the result `y` and its gradient `dy`.
+    fn backward(
+        &self,
+        inputs: [&Tensor; N],
+        y: &Tensor,
+        dy: &Tensor,
+    ) -> Result<[Option<Tensor>; N]>;
+}
+
+/// An operator as one of candle's.
+struct CustomOp<D>(D);
+
+/// Applies an operator to one tensor.
+pub(crate) fn apply1(op: impl Differentiable<1>, [x]: [&Tensor; 1]) -> Result<Tensor> {
+    x.apply_op1(CustomOp(op))
+}
+
+/// Applies an operator to two tensors.
+pub(crate) fn apply2(op: impl Differentiable<2>, [a, b]: [&Tensor; 2]) -> Result<Tensor> {
+    a.apply_op2(b, CustomOp(op))
+}
+
+/// Applies an operator to three tensors.
+pub(crate) fn apply3(op: impl Differentiable<3>, [a, b, c]: [&Tensor; 3]) -> Result<Tensor> {
+    a.apply_op3(b, c, CustomOp(op))
+}
+
+impl<D: Differentiable<1>> CustomOp1 for CustomOp<D> {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, x_layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.0.forward([(x, x_layout)])
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.0.cuda_forward()
+    }
+
+    fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        let [dx] = self.0.backward([x], y, dy)?;
+        Ok(dx)
+    }
+}
+
+impl<D: Differentiable<2>> CustomOp2 for CustomOp<D> {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn cpu_fwd(
+        &self,
+        a: &CpuStorage,
+        a_layout: &Layout,
+        b: &CpuStorage,
+        b_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.0.forward([(a, a_layout), (b, b_layout)])
+    }
+
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.0.cuda_forward()
+    }
+
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        y: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        Ok(self.0.backward([a, b], y, dy)?.into())
+    }
+}
+
+impl<D: Differentiable<3>> CustomOp3 for CustomOp<D> {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn cpu_fwd(
+        &self,
+        a: &CpuStorage,
+        a_layout: &Layout,
+        b: &CpuStorage,
+        b_layout: &Layout,
+        c: &CpuStorage,
+        c_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.0.forward([(a, a_layout), (b, b_layout), (c, c_layout)])
+    }
+
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.0.cuda_forward()
+    }
+
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        c: &Tensor,
+        y: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        Ok(self.0.backward([a, b, c], y, dy)?.into())
+    }
+}

@@ -1,0 +1,12 @@
+//! The crate's public interface, as a candle program uses it.
+
+#[path = "../../examples/train_cnn.rs"]
+#[expect(dead_code, reason = "the example's main")]
+mod train_cnn;
+
+/// Chance has a loss of 2.3 and an accuracy of 0.1. The initial values are candle's, which cannot be seeded.
+#[test]
+fn the_example_learns() {
+    let (loss, accuracy) = train_cnn::train(60).unwrap();
+    assert!(loss < 1.2 && accuracy > 0.6, "loss {loss}, accuracy {accuracy}");
+}

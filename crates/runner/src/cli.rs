@@ -54,7 +54,7 @@ enum Command {
     /// Test a model on the configuration's test set.
     Test(EvalArgs),
     /// Report all mistakes of a configuration, and try a sample of its data on its model; create nothing.
-    Check(ConfigArgs),
+    Check(CheckArgs),
     /// Print a configuration with all it inherits and all overrides.
     Config(ShowArgs),
     /// Draw the scalars of a run as an SVG.
@@ -76,6 +76,19 @@ struct ConfigArgs {
     /// Overrides: `optim_wrapper.optimizer.lr=0.2 'custom_hooks=[{ type = "EMAHook" }]'`.
     #[arg(long, alias = "cfg_options", num_args = 1.., value_name = "KEY=VALUE")]
     cfg_options: Vec<String>,
+}
+
+/// Arguments of `check`.
+#[derive(Debug, Args)]
+struct CheckArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Also compare the gradient of each parameter with differences of the loss.
+    #[arg(long)]
+    gradients: bool,
+    /// Parameters whose gradients are not compared.
+    #[arg(long, num_args = 1.., value_name = "NAME", requires = "gradients")]
+    ignore: Vec<String>,
 }
 
 /// Arguments of every run.
@@ -242,10 +255,16 @@ fn read(args: RunArgs) -> Result<(RunnerBuilder, Mistakes)> {
     Ok((builder.work_dir_or(default_work_dir(&args.config.config)), mistakes))
 }
 
-fn check(args: &ConfigArgs) -> Result<ExitCode> {
-    let (warnings, checked) = RunnerBuilder::check(load(args)?);
+fn check(args: &CheckArgs) -> Result<ExitCode> {
+    let (warnings, checked) = RunnerBuilder::check(load(&args.config)?);
     warnings.iter().for_each(|text| tell("warning", text));
-    checked.map(|()| print(&format!("{}: right\n", args.config.display())))
+    checked?;
+    if args.gradients
+        && let Some(why) = RunnerBuilder::check_gradients(|| load(&args.config), &args.ignore)?
+    {
+        tell("warning", &format!("gradients are compared in f32, to 3%, since f64 fails: {why}"));
+    }
+    Ok(print(&format!("{}: right\n", args.config.config.display())))
 }
 
 /// Whether a word after `launch` is the path of a program: neither a command nor a configuration.

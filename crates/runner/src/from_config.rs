@@ -8,10 +8,9 @@ use std::time::Duration;
 
 use collective::{Launcher, Transport};
 
-use crate::Result;
 use crate::config::{Config, Mistakes, Section, unknown};
 use crate::device::DeviceConfig;
-use crate::engine::CompileOptions;
+use crate::engine::{CompileOptions, WrongGradient};
 use crate::evaluate::{METRICS, Metric};
 use crate::hooks::{self, DEFAULTS, Hook, NOOP, Priority};
 use crate::model::{DistributedDataParallel, MODEL_WRAPPERS};
@@ -20,6 +19,7 @@ use crate::runner::{DataLoaderConfig, EvalSplit, Length, RunnerBuilder, TrainCon
 use crate::schedulers;
 use crate::sinks::Level;
 use crate::zoo::{DATASETS, MODELS};
+use crate::{Error, Result};
 
 /// `env_cfg.resource_limit`, MMEngine's.
 const OPEN_FILES: u64 = 4096;
@@ -72,6 +72,21 @@ impl RunnerBuilder {
         builder.refuse(&mistakes);
         mistakes.add_of(builder.try_parts(&mistakes, is_read));
         (warnings, mistakes.check())
+    }
+
+    /// Checks the gradients of a configuration's model, except of the parameters to `ignore`: in `f64`, or, where the
+    /// model does not compute in it, in `f32`, and returns why.
+    pub(crate) fn check_gradients(
+        load: impl Fn() -> Result<Config>,
+        ignore: &[String],
+    ) -> Result<Option<Error>> {
+        let wrong = |is_f64| Self::read(load()?).0.wrong_gradients(is_f64, ignore);
+        let (wrong, why_f32) = match wrong(true) {
+            Ok(wrong) => (wrong, None),
+            Err(why) => (wrong(false)?, Some(why)),
+        };
+        let lines: Vec<_> = wrong.iter().map(WrongGradient::to_string).collect();
+        if lines.is_empty() { Ok(why_f32) } else { Err(Error::Engine(lines.join("\n"))) }
     }
 
     fn read_all(&mut self, mut root: Section) -> Result<()> {

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 
 use crate::Result;
 use crate::data::{Array, ArrayData, Batch, Dataset};
-use crate::engine::{Engine, EngineState, Losses, SharedSink, StepContext, TensorSpec};
+use crate::engine::{Engine, Losses, StepContext, TensorSpec};
 use crate::optim_wrapper::OptimWrapperFactory;
 use crate::runner::{DataLoaderConfig, RunnerBuilder, TrainConfig};
 
@@ -98,19 +98,6 @@ impl Engine for FakeEngine {
     fn eval(&mut self, _: &Batch) -> Result<Vec<(String, Array)>> {
         Ok(Vec::new())
     }
-}
-
-/// A training step at a loss scale.
-#[cfg(feature = "candle")]
-pub(crate) fn train_step(
-    engine: &mut dyn Engine,
-    batch: &Batch,
-    loss_scale: f32,
-    sink: &SharedSink,
-) -> Result<Losses> {
-    let mut state = EngineState::default();
-    let cx = StepContext::new(sink.clone(), &mut state);
-    engine.train_step(batch, &mut StepContext { loss_scale, ..cx })
 }
 
 /// `.0` samples of nothing.

@@ -15,7 +15,7 @@
 // With FAKE_GPU_TRUSTS in the environment kernels may touch any memory, for callers that do not say theirs.
 // KERNELS, a folder of `ptx.h` and `shim/shim.h`, and FOLDER, where compiled kernels are put, are macros.
 
-#include "../../../../crates/collective/tests/nccl/fake.cc"
+#include "../../../../crates/collective/tests/it/nccl/fake.cc"
 
 #include <dlfcn.h>
 

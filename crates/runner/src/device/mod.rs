@@ -294,7 +294,7 @@ impl Device {
 
     /// What the run's model is built with.
     pub(crate) fn context(&self, dtype: DType, seed: u64) -> ModelContext {
-        ModelContext { dtype, seed, device: self.model }
+        ModelContext { dtype, seed, device: self.model, is_f64: false }
     }
 
     /// Whether the model and its optimizer are on a GPU.

@@ -132,6 +132,35 @@ impl Losses {
     }
 }
 
+/// A parameter whose gradient is not the loss's.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WrongGradient {
+    /// The parameter's name.
+    pub name: String,
+    /// The loss's slope along a random direction in the parameter, by its gradient; `None` if it has none.
+    pub gradient: Option<f64>,
+    /// The same by differences of the loss.
+    pub difference: f64,
+}
+
+impl fmt::Display for WrongGradient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, difference, .. } = self;
+        match self.gradient {
+            Some(gradient) => write!(
+                f,
+                "the gradient of `{name}` is wrong: along a random direction the loss's slope is \
+                 {difference:.4e}, by the gradient {gradient:.4e}"
+            ),
+            None => write!(
+                f,
+                "`{name}` has no gradient, and the loss depends on it: along a random direction its slope is \
+                 {difference:.4e}"
+            ),
+        }
+    }
+}
+
 /// A model with its parameters on some device, able to train and to evaluate.
 pub trait Engine {
     /// Trainable parameters in registration (forward) order.
@@ -181,6 +210,20 @@ pub trait Engine {
     /// Whether [`StepContext::autocast`] may be this type.
     fn supports_autocast(&self, _dtype: DType) -> bool {
         false
+    }
+
+    /// Compares, for each parameter but those to `ignore`, the loss's differences along a random direction with the
+    /// gradient's product with it. Returns the parameters whose gradients are wrong; restores all that it changes.
+    ///
+    /// # Errors
+    ///
+    /// The model's own; [`Error::Engine`] of an engine that does not check gradients.
+    fn check_gradients(
+        &mut self,
+        _batch: &Batch,
+        _ignore: &[String],
+    ) -> Result<Vec<WrongGradient>> {
+        Err(Error::Engine("this engine does not check gradients".to_owned()))
     }
 
     /// Makes later steps faster as `options` ask. [`compile_report`](Self::compile_report) lists what was done.

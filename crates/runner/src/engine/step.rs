@@ -24,13 +24,24 @@ pub struct StepContext<'a> {
     pub step: Option<OptimizerStep<'a>>,
     /// A line for the log, which the engine may set.
     pub note: Option<String>,
+    /// A warning for the log, likewise.
+    pub warning: Option<String>,
 }
 
 impl<'a> StepContext<'a> {
     /// A synchronized step in the parameters' own types, without an optimizer's.
     #[must_use]
     pub fn new(sink: SharedSink, state: &'a mut EngineState) -> Self {
-        Self { loss_scale: 1.0, autocast: None, sync: true, sink, state, step: None, note: None }
+        Self {
+            loss_scale: 1.0,
+            autocast: None,
+            sync: true,
+            sink,
+            state,
+            step: None,
+            note: None,
+            warning: None,
+        }
     }
 }
 

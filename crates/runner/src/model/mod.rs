@@ -29,6 +29,9 @@ pub struct ModelContext {
     pub seed: u64,
     /// Where it is to compute. A run refuses a model that computes elsewhere.
     pub device: ComputeDevice,
+    /// Whether parameters are `f64` where they would be `f32`, to have their gradients checked: nothing trains such
+    /// a model. An engine that has no `f64` passes over it.
+    pub is_f64: bool,
 }
 
 /// Makes a model once precision and seed are known.

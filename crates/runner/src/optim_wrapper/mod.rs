@@ -89,4 +89,6 @@ pub struct Update {
     pub applied: Option<Applied>,
     /// A line of the engine for the log.
     pub note: Option<String>,
+    /// A warning of the engine's for the log.
+    pub warning: Option<String>,
 }

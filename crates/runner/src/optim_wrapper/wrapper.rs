@@ -247,7 +247,8 @@ impl OptimWrapper {
             cx.sink = overflow.before_forward(cx.sink)?;
         }
         let losses = engine.train_step(batch, &mut cx)?;
-        let (note, mut applied) = (cx.note, cx.step.and_then(|step| step.applied));
+        let (note, warning) = (cx.note, cx.warning);
+        let mut applied = cx.step.and_then(|step| step.applied);
         model.finish()?;
         if role.steps {
             match applied {
@@ -256,7 +257,7 @@ impl OptimWrapper {
             }
             model.zero_grad();
         }
-        Ok(Update { losses, applied, note })
+        Ok(Update { losses, applied, note, warning })
     }
 
     /// Lets the optimizer step on the gradients that are there.

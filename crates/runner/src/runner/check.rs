@@ -16,7 +16,9 @@ use super::{DataLoaderConfig, Hook, Length, Priority, RunnerBuilder, TrainConfig
 use crate::config::Mistakes;
 use crate::data::{ArrayData, Batch, DataLoader};
 use crate::device::Device;
-use crate::engine::{ComputeDevice, Engine, EngineState, GradSink, SharedSink, StepContext};
+use crate::engine::{
+    ComputeDevice, Engine, EngineState, GradSink, SharedSink, StepContext, WrongGradient,
+};
 use crate::evaluate::{Metric, check_records};
 use crate::model::ModelContext;
 use crate::schedulers::SchedulerConfig;
@@ -26,6 +28,21 @@ use crate::{Error, Result};
 const SEARCHED: usize = 256;
 
 impl RunnerBuilder {
+    /// Compares the gradients of the model with differences of its loss on samples of the training data, in `f64` or
+    /// `f32`. Returns the parameters whose gradients are wrong.
+    pub(crate) fn wrong_gradients(
+        self,
+        is_f64: bool,
+        ignore: &[String],
+    ) -> Result<Vec<WrongGradient>> {
+        let (Some(model), Some(loader)) = (self.model, self.train_loader) else {
+            return Err(Error::Config("gradients are checked on a train_dataloader".to_owned()));
+        };
+        let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
+        let cx = ModelContext { dtype: DType::F32, seed: 0, device: ComputeDevice::Cpu, is_f64 };
+        model(&cx)?.check_gradients(&make(loader, &group)?.1, ignore)
+    }
+
     /// Refuses what can be refused before anything is made.
     pub(super) fn refused(&self) -> Result<()> {
         let mistakes = Mistakes::default();
@@ -60,7 +77,8 @@ impl RunnerBuilder {
     /// mistake, makes the rest.
     pub(crate) fn try_parts(mut self, mistakes: &Mistakes, is_read: bool) -> Result<()> {
         let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
-        let cx = ModelContext { dtype: DType::F32, seed: 0, device: ComputeDevice::Cpu };
+        let cx =
+            ModelContext { dtype: DType::F32, seed: 0, device: ComputeDevice::Cpu, is_f64: false };
         let spans = std::mem::take(&mut self.spans);
         let add = |key: &str, why: &str, error: Error| {
             let place = spans.iter().find(|(known, _)| *known == key).map(|(_, place)| place);

@@ -344,6 +344,9 @@ impl Runner {
     pub(crate) fn train_step(&mut self, batch: &Batch) -> Result<Losses> {
         let (engine, model) = (&mut *self.engine, &mut *self.model);
         let update = self.optim.update_params(engine, model, batch, &mut self.engine_state)?;
+        if let Some(warning) = &update.warning {
+            self.output.logger().warning(warning);
+        }
         if let Some(note) = &update.note {
             self.output.logger().info(note);
         }

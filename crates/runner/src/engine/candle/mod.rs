@@ -12,20 +12,16 @@
 //! layer asks for in `f32` by name (norm layers do), and float inputs are cast. Master weights, loss
 //! scale and their bookkeeping are the caller's.
 //!
-//! Stock candle has operators that silently cut the graph (`LayerNorm`, `softmax_last_dim`,
-//! `rms_norm`). They show: the parameters that reach the loss through the cut alone get no gradient, and
-//! whoever counts gradients, as [`DistributedDataParallel`](crate::model::DistributedDataParallel) does,
-//! fails the first step and names them. [`ops`] has what to use in their place.
+//! Stock candle has operators that silently cut the graph (`LayerNorm`, `softmax_last_dim`, `rms_norm`), and others
+//! whose gradient, or value, is wrong (`max_pool2d`, `scatter`, `conv1d` of several samples). The page
+//! `stock_candle.md` of the crate `candle-ops` lists them, with what to use instead; [`ops`] has most of it.
 //!
-//! Others of candle 0.11.1 have a gradient that is wrong: its `max_pool2d` one too small by the window's
-//! area (a quarter for 2 x 2), its `avg_pool2d` one in the wrong place where windows do not cover the image,
-//! its `upsample_nearest` one that drops what other uses of its input have added, its `conv1d` one of mixed
-//! up samples, and its `scatter` and `scatter_add` each the other's. Its `matmul` of a transposed batch by a
-//! matrix that is broadcast, as in candle-nn's `Linear`, and its `conv1d` by a kernel that is not contiguous have
-//! wrong values already. An engine looks for them in its first step, which fails and names the first parameter
-//! that is affected (`traps/mod.rs` says how, and what it does not see), unless
-//! [`CandleOptions::check_operators`] is false. [`ops::max_pool2d`], [`ops::scatter`] and [`ops::scatter_add`] have
-//! the whole gradient.
+//! A parameter that gets no gradient is an error by name in a run's first step, as
+//! [`DistributedDataParallel`](crate::model::DistributedDataParallel) counts gradients. A gradient that is wrong is
+//! looked for by differences of the loss, whatever the operator: [`Engine::check_gradients`] (`runner check CONFIG
+//! --gradients`) names the parameters, and a run's first step warns if all gradients together do not say how the
+//! loss changes, unless [`CandleOptions::check_gradients`] is false. No run is changed or ended by that. It is a net
+//! with holes (`gradcheck.rs` has them).
 //!
 //! On a GPU ([`CandleOptions::device`], feature `candle-cuda`) parameters, buffers and batches are in its
 //! memory, and [`ops`] are compositions of candle's own operators there, or, under
@@ -43,6 +39,7 @@ mod cuda;
 #[cfg(not(feature = "candle-cuda"))]
 #[path = "no_cuda.rs"]
 mod cuda;
+mod gradcheck;
 #[cfg(feature = "candle-cuda")]
 mod graph;
 mod init;
@@ -51,8 +48,8 @@ mod model;
 mod on_device;
 mod params;
 mod report;
-mod traps;
 
+use std::cell::Cell;
 use std::fmt;
 use std::sync::Arc;
 
@@ -62,15 +59,16 @@ use candle_nn::VarBuilder;
 use fused_optim::SliceMut;
 
 use self::cuda::{Cuda, Graphs, with_known_inputs};
+use self::gradcheck::{FirstStep, Verdict};
 pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
-use self::ops::{Context, context};
+use self::ops::Context;
 use self::params::{Slot, Store, Tensors};
 use super::{
     CompileOptions, CompileReport, ComputeDevice, DeviceEngine, Engine, Losses, StepContext,
-    TensorSpec,
+    TensorSpec, WrongGradient,
 };
 use crate::data::{Array, ArrayData, Batch};
-use crate::model::ModelFactory;
+use crate::model::{ModelContext, ModelFactory};
 use crate::{Error, Result};
 
 pub use candle_ops::{self as ops, layers};
@@ -86,10 +84,12 @@ pub struct CandleOptions {
     pub seed: u64,
     /// Where the model computes. Defaults to the host.
     pub device: ComputeDevice,
-    /// Whether the first step looks for operators of candle's whose gradient is wrong. Defaults to true. It takes
-    /// time with the square of how many tensors a loss is computed by: not much, but of an LSTM that is long and deep
-    /// (`benches/README.md`).
-    pub check_operators: bool,
+    /// Whether a run's first step compares its gradients with differences of the loss, which takes two more forward
+    /// passes, and warns where they differ. Defaults to true.
+    pub check_gradients: bool,
+    /// Whether parameters and float inputs are `f64` in place of `f32`, for [`Engine::check_gradients`]. Defaults to
+    /// false. Such parameters are not lent: no optimizer trains them.
+    pub is_f64: bool,
 }
 
 impl Default for CandleOptions {
@@ -98,7 +98,8 @@ impl Default for CandleOptions {
             dtype: fused_optim::DType::F32,
             seed: 0,
             device: ComputeDevice::Cpu,
-            check_operators: true,
+            check_gradients: true,
+            is_f64: false,
         }
     }
 }
@@ -148,8 +149,8 @@ pub struct CandleEngine {
     compiled: Option<CompileOptions>,
     /// Random numbers, autotuning, kernels: what operators share.
     context: Context,
-    /// Whether a step has been looked through for wrong gradients.
-    checked: bool,
+    /// Whether a step's gradients have been compared with differences of the loss.
+    checked: Cell<bool>,
 }
 
 impl CandleEngine {
@@ -170,7 +171,7 @@ impl CandleEngine {
         build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
     ) -> Result<Self> {
         memory::keep();
-        let dtype = candle_dtype(options.dtype);
+        let dtype = if options.is_f64 { DType::F64 } else { candle_dtype(options.dtype) };
         let at = options.device;
         let device = match at {
             ComputeDevice::Cpu => Device::Cpu,
@@ -199,7 +200,7 @@ impl CandleEngine {
             autocast: None,
             compiled: None,
             context: Context::new(options.seed),
-            checked: !options.check_operators,
+            checked: Cell::new(!options.check_gradients),
         })
     }
 
@@ -208,24 +209,33 @@ impl CandleEngine {
         build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M> + Send + 'static,
     ) -> ModelFactory {
         Box::new(|cx| {
-            let (dtype, seed, device) = (cx.dtype, cx.seed, cx.device);
-            let options = CandleOptions { dtype, seed, device, ..CandleOptions::default() };
+            let ModelContext { dtype, seed, device, is_f64 } = *cx;
+            let options = CandleOptions { dtype, seed, device, is_f64, ..CandleOptions::default() };
             Ok(Box::new(Self::new(options, build)?))
         })
     }
 
-    fn step(&self, batch: &Batch, cx: &StepContext<'_>) -> Result<Losses> {
+    fn step(&self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
+        let first = (!self.checked.get()).then(|| FirstStep::begin(self).ok()).flatten();
         let loss = self.loss(batch)?;
         let losses = loss.read()?;
-        if !self.checked {
-            // Its backward passes are none of those that autotuning times and keeps.
-            context::without_autotune(|| traps::check(loss.value(), &self.params, &self.slot))?;
-        }
         let scaled = loss
             .value()
             .affine(f64::from(cx.loss_scale), 0.0)
             .map_err(|e| Error::Engine(format!("loss scale: {e}")))?;
-        self.slot.with(&cx.sink, || scaled.backward())?;
+        drop(loss);
+        let Some(first) = first else {
+            self.slot.with(&cx.sink, || scaled.backward())?;
+            return Ok(losses);
+        };
+        let gradients = self.slot.keep(Some(&cx.sink), || scaled.backward())?;
+        drop(scaled);
+        let of = (batch, losses.scalars[0].1);
+        let verdict = first.end(self, of, (&gradients, cx.loss_scale.into()))?;
+        self.checked.set(!matches!(verdict, Verdict::NotYet));
+        if let Verdict::Wrong(warning) = verdict {
+            cx.warning = Some(warning);
+        }
         Ok(losses)
     }
 }
@@ -351,8 +361,14 @@ impl Engine for CandleEngine {
         if self.shapes_timed() > known {
             cx.state.autotune_cache = self.context.autotune_cache();
         }
-        self.checked |= losses.is_ok();
         losses
+    }
+
+    fn check_gradients(&mut self, batch: &Batch, ignore: &[String]) -> Result<Vec<WrongGradient>> {
+        let mut context = std::mem::take(&mut self.context);
+        let wrong = context.enter(|| gradcheck::check(self, batch, ignore));
+        self.context = context;
+        wrong
     }
 
     fn supports_autocast(&self, dtype: fused_optim::DType) -> bool {

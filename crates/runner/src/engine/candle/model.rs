@@ -16,6 +16,9 @@ use crate::{Error, Result as RunnerResult};
 pub trait CandleModel: Send {
     /// Forward in training mode: the loss that backward starts from.
     ///
+    /// In a run's first step this is called three times, and the last two times with other parameters
+    /// ([`CandleOptions::check_gradients`](super::CandleOptions::check_gradients)).
+    ///
     /// Where `compile` has steps as one launch, this is called in the first steps alone, now and then more than once
     /// for a step, and what it has computed from anything but batch, parameters and buffers stays as it was; a
     /// tensor that the model keeps between steps stays where it is.
@@ -121,6 +124,16 @@ impl Loss {
 
     pub(super) fn value(&self) -> &Tensor {
         &self.value
+    }
+
+    /// Whether it has the digits of `f64`.
+    pub(super) fn is_f64(&self) -> bool {
+        self.value.dtype() == DType::F64
+    }
+
+    /// The loss as a number.
+    pub(super) fn number(&self) -> Result<f64> {
+        scalar_of(&self.value)?.to_scalar()
     }
 
     /// Checks the loss and reads all scalars.

@@ -41,6 +41,24 @@ impl Tensors {
         self.specs.push(spec);
         self.tensors.push(tensor);
     }
+
+    /// Copies of all.
+    pub(super) fn copies(&self) -> candle_core::Result<Vec<Tensor>> {
+        self.tensors.iter().map(|tensor| tensor.detach().copy()).collect()
+    }
+
+    /// Sets all, in place, where they are.
+    pub(super) fn set_all(&self, values: &[Tensor]) -> candle_core::Result<()> {
+        self.tensors.iter().zip(values).try_for_each(|(to, from)| set(to, from))
+    }
+}
+
+/// Copies the elements in place, as lines: what a scalar has no dimension for.
+pub(super) fn set(to: &Tensor, from: &Tensor) -> candle_core::Result<()> {
+    if to.elem_count() == 0 {
+        return Ok(());
+    }
+    to.detach().flatten_all()?.slice_set(&from.contiguous()?.flatten_all()?, 0, 0)
 }
 
 /// What a model has asked for so far.
@@ -68,10 +86,16 @@ impl Store {
     ) -> Result<(Self, VarBuilder<'static>)> {
         let registry = Arc::default();
         let slot = Arc::default();
+        let is_f64 = dtype == DType::F64;
         let root =
             Var::zeros(1, DType::F32, device).map_err(|e| Error::Engine(format!("candle: {e}")))?;
-        let backend =
-            Backend { registry: Arc::clone(&registry), slot: Arc::clone(&slot), root, seed };
+        let backend = Backend {
+            registry: Arc::clone(&registry),
+            slot: Arc::clone(&slot),
+            root,
+            seed,
+            is_f64,
+        };
         let builder = VarBuilder::from_backend(Box::new(backend), dtype, device.clone());
         Ok((Self { registry, slot }, builder))
     }
@@ -93,6 +117,7 @@ struct Backend {
     slot: Arc<Slot>,
     root: Var,
     seed: u64,
+    is_f64: bool,
 }
 
 impl SimpleBackend for Backend {
@@ -105,6 +130,8 @@ impl SimpleBackend for Backend {
         device: &Device,
     ) -> candle_core::Result<Tensor> {
         let mut registry = self.registry.lock();
+        // Of a model in f64, what a layer asks for in f32 for the sake of half precision is f64, too.
+        let dtype = if self.is_f64 && !is_buffer(name) { DType::F64 } else { dtype };
         if let Some(tensor) = registry.served.get(name) {
             if *tensor.shape() != shape || tensor.dtype() != dtype {
                 let (have, had) = (tensor.shape(), tensor.dtype());
@@ -180,7 +207,12 @@ fn round(values: Vec<f32>, dtype: DType) -> candle_core::Result<(CpuStorage, fus
             let values = values.into_iter().map(bf16::from_f32).collect();
             (CpuStorage::BF16(values), fused_optim::DType::Bf16)
         }
-        other => bail!("parameters are f32, f16 or bf16, not {other:?}"),
+        // Such a model is never lent: nothing asks for its type.
+        DType::F64 => {
+            let values = values.into_iter().map(f64::from).collect();
+            (CpuStorage::F64(values), fused_optim::DType::F32)
+        }
+        other => bail!("parameters are f32, f16, bf16 or f64, not {other:?}"),
     })
 }
 
@@ -257,7 +289,9 @@ impl CustomOp1 for Source {
             bail!("the gradient of `{name}` is {got:?}, the parameter {:?}", param.shape());
         }
         let gradient = gradient.contiguous()?;
-        let taken = if gradient.device().is_cpu() {
+        let taken = if !self.slot.take(self.index, &gradient) {
+            true
+        } else if gradient.device().is_cpu() {
             self.report_host(&gradient)?
         } else {
             let gradient = Box::new(OnDevice::new(gradient.detach()));
@@ -290,7 +324,9 @@ impl Source {
 pub(super) struct Slot(Mutex<Option<Pass>>);
 
 struct Pass {
-    sink: SharedSink,
+    sink: Option<SharedSink>,
+    /// The gradients themselves, by parameter, if they are wanted.
+    kept: Option<Vec<(usize, Tensor)>>,
     /// The sink's refusal, which stopped the pass.
     refusal: Option<Error>,
 }
@@ -303,31 +339,63 @@ impl Slot {
         sink: &SharedSink,
         backward: impl FnOnce() -> candle_core::Result<R>,
     ) -> Result<R> {
+        let sink = Some(Arc::clone(sink));
+        self.run(Pass { sink, kept: None, refusal: None }, backward).map(|(result, _)| result)
+    }
+
+    /// As [`with`](Self::with), and returns the gradients, of any type, by parameter; without a sink nobody
+    /// else receives them.
+    pub(super) fn keep<R>(
+        &self,
+        sink: Option<&SharedSink>,
+        backward: impl FnOnce() -> candle_core::Result<R>,
+    ) -> Result<Vec<(usize, Tensor)>> {
+        let kept = Some(Vec::new());
+        self.run(Pass { sink: sink.cloned(), kept, refusal: None }, backward).map(|(_, kept)| kept)
+    }
+
+    fn run<R>(
+        &self,
+        pass: Pass,
+        backward: impl FnOnce() -> candle_core::Result<R>,
+    ) -> Result<(R, Vec<(usize, Tensor)>)> {
         struct Open<'a>(&'a Slot);
         impl Drop for Open<'_> {
             fn drop(&mut self) {
                 *self.0.0.lock() = None;
             }
         }
-        *self.0.lock() = Some(Pass { sink: Arc::clone(sink), refusal: None });
+        *self.0.lock() = Some(pass);
         let open = Open(self);
         let result = backward();
-        let refusal = open.0.0.lock().as_mut().and_then(|pass| pass.refusal.take());
-        match refusal {
-            Some(refusal) => Err(refusal),
-            None => result.map_err(|e| Error::Engine(format!("backward: {e}"))),
+        match open.0.0.lock().take() {
+            Some(Pass { refusal: Some(refusal), .. }) => Err(refusal),
+            pass => match result {
+                Ok(result) => Ok((result, pass.and_then(|pass| pass.kept).unwrap_or_default())),
+                Err(e) => Err(Error::Engine(format!("backward: {e}"))),
+            },
         }
+    }
+
+    /// Keeps a gradient, if they are wanted. Whether a sink waits for it.
+    fn take(&self, index: usize, gradient: &Tensor) -> bool {
+        let mut pass = self.0.lock();
+        let Some(pass) = pass.as_mut() else { return true };
+        if let Some(kept) = &mut pass.kept {
+            kept.push((index, gradient.detach()));
+        }
+        pass.sink.is_some()
     }
 
     /// Hands a gradient to the sink. False if there is none, or it refused.
     fn report(&self, hand: impl FnOnce(&mut dyn GradSink) -> Result<()>) -> bool {
         let mut pass = self.0.lock();
-        let Some(pass) = pass.as_mut() else { return false };
-        let handed = hand(&mut *pass.sink.lock());
+        let Some(Pass { sink: Some(sink), refusal, .. }) = pass.as_mut() else { return false };
+        let handed = hand(&mut *sink.lock());
         match handed {
             Ok(()) => true,
-            Err(refusal) => {
-                pass.refusal = Some(refusal);
+            Err(refused) => {
+                *refusal = Some(refused);
                 false
             }
         }
@@ -354,10 +422,7 @@ pub(super) fn lend(
         tensors.iter().map(copy).collect::<candle_core::Result<_>>().map_err(failed)?;
     let visited = lend_memory(&copies, specs, visit);
     for (tensor, copy) in tensors.iter().zip(&copies) {
-        // As lines: what a scalar has no dimension for.
-        let back = copy
-            .to_device(tensor.device())
-            .and_then(|back| tensor.detach().flatten_all()?.slice_set(&back.flatten_all()?, 0, 0));
+        let back = copy.to_device(tensor.device()).and_then(|back| set(tensor, &back));
         back.map_err(failed)?;
     }
     visited

@@ -14,7 +14,7 @@ use crate::engine::candle::cuda::checks_of;
 use crate::engine::candle::model::{self, scalar_of};
 use crate::engine::candle::on_device::{FOREIGN, OnDevice};
 use crate::engine::candle::ops::known_inputs::IndexCheck;
-use crate::engine::candle::params::Tensors;
+use crate::engine::candle::params::{Tensors, set};
 use crate::engine::candle::{CandleEngine, Loss, TensorBatch};
 use crate::engine::{DeviceTensor, GradSink, HostTensor, Losses, SharedSink};
 use crate::{Error, Result};
@@ -199,22 +199,11 @@ impl Outputs {
 }
 
 pub(super) fn copies(tensors: &Tensors) -> Result<Vec<Tensor>> {
-    let copy = |tensor: &Tensor| tensor.detach().copy();
-    let copies = tensors.tensors.iter().map(copy).collect::<candle_core::Result<_>>();
-    copies.map_err(|e| failed("copying buffers", &e))
+    tensors.copies().map_err(|e| failed("copying buffers", &e))
 }
 
 pub(super) fn set_all(tensors: &Tensors, values: &[Tensor]) -> Result<()> {
-    let set = tensors.tensors.iter().zip(values).try_for_each(|(to, from)| set(to, from));
-    set.map_err(|e| failed("copying buffers", &e))
-}
-
-/// Copies the elements, as lines: what a scalar has no dimension for.
-fn set(to: &Tensor, from: &Tensor) -> candle_core::Result<()> {
-    if to.elem_count() == 0 {
-        return Ok(());
-    }
-    to.detach().flatten_all()?.slice_set(&from.contiguous()?.flatten_all()?, 0, 0)
+    tensors.set_all(values).map_err(|e| failed("copying buffers", &e))
 }
 
 pub(super) fn same_bits(a: &Tensor, b: &Tensor) -> Result<bool> {

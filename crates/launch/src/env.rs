@@ -36,22 +36,14 @@ fn labelled_rank(lookup: impl Fn(&str) -> Option<String>) -> Option<usize> {
     (topology.world_size > 1 && !by_launcher).then_some(topology.rank)
 }
 
-/// What differs from attempt to attempt.
-pub(super) struct Attempt<'a> {
-    pub(super) number: u32,
-    pub(super) place: &'a Place,
-    /// Where the rank writes why it failed.
-    pub(super) error_file: &'a Path,
-}
-
-/// The variables of one rank, by its local rank, besides those it inherits.
+/// The variables of one rank, by its local rank, besides those it inherits. It writes why it failed to
+/// `error_file`.
 pub(super) fn of_rank(
     local: usize,
-    attempt: &Attempt<'_>,
+    place: &Place,
     options: &LaunchOptions,
+    error_file: &Path,
 ) -> Vec<(OsString, OsString)> {
-    let place = attempt.place;
-    let launcher = std::process::id();
     let mut envs: Vec<(&str, String)> = vec![
         ("RANK", (place.first_rank + local).to_string()),
         ("LOCAL_RANK", local.to_string()),
@@ -65,11 +57,11 @@ pub(super) fn of_rank(
         ("MASTER_ADDR", place.master_addr.clone()),
         ("MASTER_PORT", place.master_port.to_string()),
         ("TORCHELASTIC_RUN_ID", options.run_id.clone()),
-        ("TORCHELASTIC_RESTART_COUNT", attempt.number.to_string()),
+        ("TORCHELASTIC_RESTART_COUNT", place.restart_count.to_string()),
         ("TORCHELASTIC_MAX_RESTARTS", options.max_restarts.to_string()),
         // Exactly `True`: it is what Python compares with.
         ("TORCHELASTIC_USE_AGENT_STORE", "True".to_owned()),
-        (LAUNCHER_PID, launcher.to_string()),
+        (LAUNCHER_PID, std::process::id().to_string()),
     ];
     if matches!(options.nodes, Nodes::Elastic { .. }) {
         envs.push((ELASTIC, "1".to_owned()));
@@ -81,7 +73,7 @@ pub(super) fn of_rank(
         }
     }
     let os = |(name, value): (&str, String)| (OsStr::new(name).to_owned(), value.into());
-    let error_file = (OsString::from(ERROR_FILE), attempt.error_file.into());
+    let error_file = (OsString::from(ERROR_FILE), error_file.into());
     envs.into_iter().map(os).chain([error_file]).chain(options.envs.iter().cloned()).collect()
 }
 

@@ -23,5 +23,13 @@ pub enum Error {
     },
 }
 
+impl Error {
+    /// Makes an [`Error::Io`] of a system's answer to `what`.
+    pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
+        let what = what.into();
+        |source| Self::Io { what, source }
+    }
+}
+
 /// Result of a launcher's operation.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -9,7 +9,7 @@ use std::io::{self, Read, Write};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
 use super::label;
 
@@ -17,31 +17,6 @@ use super::label;
 pub(super) const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
 /// Bytes of such a file that are read.
 const MAX_FILE: u64 = 1 << 20;
-
-#[derive(Serialize, Deserialize)]
-struct ErrorFile {
-    message: Message,
-}
-
-#[derive(Serialize, Deserialize)]
-struct Message {
-    message: String,
-    #[serde(rename = "extraInfo")]
-    extra: Extra,
-}
-
-#[derive(Serialize, Deserialize)]
-struct Extra {
-    /// The message once more: torchrun's summary shows this one.
-    #[serde(default)]
-    py_callstack: String,
-    /// Whole seconds since 1970, as text.
-    timestamp: String,
-    /// The nanoseconds beyond them, which torchrun's form has no place for: what follows from a failure
-    /// often does so within the second.
-    #[serde(default = "last_nanos")]
-    nanos: u64,
-}
 
 /// What a rank says of its failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,31 +75,34 @@ fn record(message: &str, later: u64) {
 }
 
 fn write(path: &Path, message: &str, at: u64) -> io::Result<()> {
-    let (timestamp, nanos) = ((at / SECOND).to_string(), at % SECOND);
-    let extra = Extra { py_callstack: message.to_owned(), timestamp, nanos };
-    let file = ErrorFile { message: Message { message: message.to_owned(), extra } };
-    let text = serde_json::to_vec(&file)?;
-    File::create_new(path)?.write_all(&text)
+    let extra = json!({
+        // What torchrun's summary shows.
+        "py_callstack": message,
+        "timestamp": (at / SECOND).to_string(),
+        // torchrun's form has whole seconds; what follows from a failure often does so within the second.
+        "nanos": at % SECOND,
+    });
+    let file = json!({ "message": { "message": message, "extraInfo": extra } });
+    File::create_new(path)?.write_all(file.to_string().as_bytes())
 }
 
 /// Reads what a rank has written; `None` if it wrote nothing, or nothing that can be read.
 pub(super) fn read(path: &Path) -> Option<Failure> {
     let mut text = Vec::new();
     File::open(path).ok()?.take(MAX_FILE).read_to_end(&mut text).ok()?;
-    let ErrorFile { message: Message { message, extra } } = serde_json::from_slice(&text).ok()?;
-    let seconds: u64 = extra.timestamp.trim().parse().ok()?;
-    Some(Failure { message, at: seconds.checked_mul(SECOND)?.checked_add(extra.nanos)? })
+    let file: Value = serde_json::from_slice(&text).ok()?;
+    let text = |path| Some(file.pointer(path)?.as_str()?.to_owned());
+    let seconds: u64 = text("/message/extraInfo/timestamp")?.trim().parse().ok()?;
+    // A file without nanoseconds is no cause of one in the same second that has them.
+    let nanos = file.pointer("/message/extraInfo/nanos").map_or(Some(SECOND - 1), Value::as_u64)?;
+    let at = seconds.checked_mul(SECOND)?.checked_add(nanos)?;
+    Some(Failure { message: text("/message/message")?, at })
 }
 
 /// Nanoseconds since 1970.
 pub(super) fn now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
-}
-
-/// A file without nanoseconds is no cause of one in the same second that has them.
-fn last_nanos() -> u64 {
-    SECOND - 1
 }
 
 /// In nanoseconds.
@@ -148,7 +126,7 @@ mod tests {
         assert_eq!(failure.message, "the \"cause\"");
         assert!(now() - failure.at < 60 * SECOND);
         let text = fs::read_to_string(&path).unwrap();
-        let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let value: Value = serde_json::from_str(&text).unwrap();
         assert_eq!(value["message"]["extraInfo"]["py_callstack"], "the \"cause\"");
         let seconds: u64 =
             value["message"]["extraInfo"]["timestamp"].as_str().unwrap().parse().unwrap();

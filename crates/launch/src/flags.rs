@@ -5,35 +5,30 @@ use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::Args;
-use clap::builder::FalseyValueParser;
+use clap::builder::{FalseyValueParser, Str};
+use clap::{Arg, Args};
 
 use super::{Error, LaunchOptions, Logs, Nodes, Patience, Result, Streams, nproc_per_node};
 
-/// What `runner launch` is told.
+/// Arguments of `launch` and `runner launch`. Each flag has two spellings, `--node-rank` and `--node_rank`.
 #[derive(Debug, Args)]
+#[command(mut_args(with_underscores))]
 pub struct LaunchArgs {
     /// Number of nodes, or the fewest and the most of an elastic job, MIN:MAX.
     #[arg(long, env = "PET_NNODES", default_value = "1", value_parser = nnodes)]
     nnodes: (usize, usize),
     /// Number of processes on this node; `gpu`: as many as CUDA devices, or NPUs, are visible; `cpu`: as
     /// many as processors; `auto`: `gpu` where there are devices, else `cpu`.
-    #[arg(
-        long,
-        alias = "nproc_per_node",
-        env = "PET_NPROC_PER_NODE",
-        default_value = "1",
-        value_parser = nproc_per_node
-    )]
+    #[arg(long, env = "PET_NPROC_PER_NODE", default_value = "1", value_parser = nproc_per_node)]
     nproc_per_node: usize,
     /// Which of the nodes this one is, from 0 on.
-    #[arg(long, alias = "node_rank", env = "PET_NODE_RANK")]
+    #[arg(long, env = "PET_NODE_RANK")]
     node_rank: Option<usize>,
     /// Name or address of node 0.
-    #[arg(long, alias = "master_addr", env = "PET_MASTER_ADDR")]
+    #[arg(long, env = "PET_MASTER_ADDR")]
     master_addr: Option<String>,
     /// The port that node 0 listens on [default: 29500 on several nodes, else a free one].
-    #[arg(long, alias = "master_port", env = "PET_MASTER_PORT")]
+    #[arg(long, env = "PET_MASTER_PORT")]
     master_port: Option<u16>,
     /// One node, with a store of its own at a free port.
     #[arg(
@@ -46,52 +41,34 @@ pub struct LaunchArgs {
     /// HOST:PORT where the nodes of an elastic job meet; one of them is on that host.
     #[arg(
         long,
-        alias = "rdzv_endpoint",
         env = "PET_RDZV_ENDPOINT",
         conflicts_with_all = ["node_rank", "master_addr", "master_port"]
     )]
     rdzv_endpoint: Option<String>,
     /// `static` (ranks of nodes are given) or `c10d` (nodes come and go, at --rdzv-endpoint).
-    #[arg(
-        long,
-        alias = "rdzv_backend",
-        env = "PET_RDZV_BACKEND",
-        value_parser = ["static", "c10d"]
-    )]
+    #[arg(long, env = "PET_RDZV_BACKEND", value_parser = ["static", "c10d"])]
     rdzv_backend: Option<String>,
     /// The run's name, `TORCHELASTIC_RUN_ID` of the ranks; the same on all nodes.
-    #[arg(long, alias = "rdzv_id", env = "PET_RDZV_ID", default_value = "none")]
+    #[arg(long, env = "PET_RDZV_ID", default_value = "none")]
     rdzv_id: String,
     /// Waiting for nodes, in seconds: join_timeout=600 (or timeout), last_call_timeout=30,
     /// keep_alive_interval=5, keep_alive_max_attempt=3.
-    #[arg(long, alias = "rdzv_conf", env = "PET_RDZV_CONF", default_value = "", value_parser = patience)]
+    #[arg(long, env = "PET_RDZV_CONF", default_value = "", value_parser = patience)]
     rdzv_conf: Patience,
     /// How often all ranks start again after a failure.
-    #[arg(long, alias = "max_restarts", env = "PET_MAX_RESTARTS", default_value_t = 0)]
+    #[arg(long, env = "PET_MAX_RESTARTS", default_value_t = 0)]
     max_restarts: u32,
     /// Accepted as torchrun's, in seconds; the end of a rank is seen at once, without intervals.
-    #[arg(
-        long,
-        alias = "monitor_interval",
-        env = "PET_MONITOR_INTERVAL",
-        default_value = "0.1",
-        value_parser = seconds
-    )]
+    #[arg(long, env = "PET_MONITOR_INTERVAL", default_value = "0.1", value_parser = seconds)]
     monitor_interval: Duration,
     /// Seconds between SIGTERM and SIGKILL.
-    #[arg(
-        long,
-        alias = "shutdown_timeout",
-        env = "PET_SHUTDOWN_TIMEOUT",
-        default_value = "30",
-        value_parser = seconds
-    )]
+    #[arg(long, env = "PET_SHUTDOWN_TIMEOUT", default_value = "30", value_parser = seconds)]
     shutdown_timeout: Duration,
     /// The ranks' `ROLE_NAME`.
     #[arg(long, env = "PET_ROLE", default_value = "default")]
     role: String,
     /// Where logs go: `DIR/RUN_ID_xxx/attempt_N/LOCAL_RANK/{stdout,stderr}.log` and `error.json`.
-    #[arg(long, alias = "log_dir", env = "PET_LOG_DIR")]
+    #[arg(long, env = "PET_LOG_DIR")]
     log_dir: Option<PathBuf>,
     /// Streams that go into log files instead of the console: 1 stdout, 2 stderr, 3 both, 0 none; or
     /// by local rank, 0:3,1:1.
@@ -101,15 +78,10 @@ pub struct LaunchArgs {
     #[arg(short, long, env = "PET_TEE", default_value = "0")]
     tee: Streams,
     /// Local ranks whose output is shown on the console, 0,2; otherwise all.
-    #[arg(
-        long,
-        alias = "local_ranks_filter",
-        env = "PET_LOCAL_RANKS_FILTER",
-        value_delimiter = ','
-    )]
+    #[arg(long, env = "PET_LOCAL_RANKS_FILTER", value_delimiter = ',')]
     local_ranks_filter: Option<Vec<usize>>,
     /// The first word is a program, looked for in PATH: what `launch` always takes it for.
-    #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", value_parser = FalseyValueParser::new())]
+    #[arg(long, env = "PET_NO_PYTHON", value_parser = FalseyValueParser::new())]
     no_python: bool,
     /// The program of each rank, and its arguments; `--` may stand before.
     #[arg(trailing_var_arg = true, required = true)]
@@ -189,6 +161,12 @@ impl LaunchArgs {
         }
         Ok(Nodes::Fixed { count: max, rank, master_addr, master_port })
     }
+}
+
+/// Adds the flag's spelling with underscores, which is the name of its field.
+fn with_underscores(arg: Arg) -> Arg {
+    let name = Str::from(arg.get_id().clone());
+    if arg.get_long().is_some_and(|long| long.contains('-')) { arg.alias(name) } else { arg }
 }
 
 /// `N` or `MIN:MAX`.

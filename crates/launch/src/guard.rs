@@ -32,16 +32,12 @@ pub fn tie_to_parent() -> Result<()> {
     let Some(launcher) = launcher.and_then(|pid| Pid::from_raw(pid.parse().ok()?)) else {
         return Ok(());
     };
-    let failed = |source: io::Error| {
-        let what = format!("tie this rank to its launcher (pid {launcher:?})");
-        Error::Io { what, source }
-    };
-    set_parent_process_death_signal(Some(Signal::KILL)).map_err(|errno| failed(errno.into()))?;
-    // The launcher may have ended before the call above, which then is tied to somebody else.
-    if getppid() != Some(launcher) {
-        test_kill_process(launcher).map_err(|errno| failed(errno.into()))?;
-    }
-    Ok(())
+    let tied = set_parent_process_death_signal(Some(Signal::KILL)).and_then(|()| {
+        // The launcher may have ended before that call, which then is tied to another process.
+        if getppid() == Some(launcher) { Ok(()) } else { test_kill_process(launcher) }
+    });
+    let what = || format!("tie this rank to its launcher (pid {launcher:?})");
+    tied.map_err(|errno| Error::io(what())(errno.into()))
 }
 
 /// Kills the groups it was told when this process ends in any way, and removes the temporary folder; gone on
@@ -69,7 +65,7 @@ impl Guard {
         }
         (self.shell, self.pipe) = spawn(self.folder.as_deref())?;
         let told = self.groups.iter().try_for_each(|group| self.tell(group.as_raw_nonzero()));
-        told.map_err(|source| Error::Io { what: "speak to the ranks' guard".to_owned(), source })
+        told.map_err(Error::io("speak to the ranks' guard"))
     }
 
     /// Forgets all groups: they are gone, and their numbers may become others'.
@@ -95,7 +91,7 @@ fn spawn(folder: Option<&Path>) -> Result<(Child, Option<ChildStdin>)> {
         // What a terminal or a job's end sends to our group must not take it first.
         .process_group(0)
         .spawn()
-        .map_err(|source| Error::Io { what: "start the ranks' guard".to_owned(), source })?;
+        .map_err(Error::io("start the ranks' guard"))?;
     let pipe = shell.stdin.take();
     Ok((shell, pipe))
 }

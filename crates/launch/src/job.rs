@@ -20,10 +20,12 @@ use std::sync::mpsc::{Receiver, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
+use rustix::process::{
+    Pid, Signal, WaitId, WaitIdOptions, WaitIdStatus, kill_process_group, waitid,
+};
 use signal_hook::consts::{SIGABRT, SIGINT};
 
-use super::env::{self, Attempt};
+use super::env;
 use super::guard::Guard;
 use super::logs::{Dest, Folder};
 use super::nodes::{End, Place, Team};
@@ -43,16 +45,6 @@ pub(super) struct Job {
     guard: Guard,
     folder: Folder,
     sinks: (Sink, Sink),
-}
-
-/// How a rank ended, as far as the cause of a failure is concerned.
-enum Finish {
-    Success,
-    /// After a checkpoint, since a signal asked it to.
-    Saved,
-    Failure,
-    /// By a signal.
-    Struck,
 }
 
 struct Rank {
@@ -91,9 +83,9 @@ impl Job {
     ) -> Result<Self> {
         let folder = Folder::new(&options)?;
         // Nobody else removes it.
-        let temporary = folder.temporary.then(|| folder.path().to_owned());
+        let temporary = folder.temporary.then(|| folder.path.clone());
         let guard = Guard::start(temporary).inspect_err(|_| {
-            drop(std::fs::remove_dir(folder.path()));
+            drop(std::fs::remove_dir(&folder.path));
         })?;
         let job = Self {
             options,
@@ -106,7 +98,9 @@ impl Job {
             folder,
             sinks,
         };
-        job.ear.say(&job.folder.text().unwrap_or_default());
+        if !job.folder.temporary {
+            job.ear.say(&format!("launch: logs are in {}\n", job.folder.path.display()));
+        }
         Ok(job)
     }
 
@@ -129,11 +123,9 @@ impl Job {
     }
 
     fn spawn(&mut self) -> Result<()> {
-        let failed = |what: String| move |source| Error::Io { what, source };
         let program = match &self.options.program {
             Some(program) => program.clone(),
-            None => std::env::current_exe()
-                .map_err(failed("find this program's own path".to_owned()))?,
+            None => std::env::current_exe().map_err(Error::io("find this program's own path"))?,
         };
         for local in 0..self.options.nproc_per_node {
             if let Err(error) = self.spawn_one(local, &program) {
@@ -147,29 +139,15 @@ impl Job {
 
     fn spawn_one(&mut self, local: usize, program: &std::path::Path) -> Result<()> {
         let rank = self.place.first_rank + local;
-        let attempt = self.place.restart_count;
         let error_file = self.folder.error_file(self.place.round, local);
         let dests = self.folder.dests(self.place.round, local)?;
-        let envs = env::of_rank(
-            local,
-            &Attempt { number: attempt, place: &self.place, error_file: &error_file },
-            &self.options,
-        );
-        let failed = |source| Error::Io {
-            what: format!("start rank {rank} ({})", program.display()),
-            source,
-        };
-        let mut holder = holder().map_err(failed)?;
+        let envs = env::of_rank(local, &self.place, &self.options, &error_file);
+        let failed = || Error::io(format!("start rank {rank} ({})", program.display()));
+        let mut holder = holder().map_err(failed())?;
         let group = pid_of(&holder);
         self.guard.watch(group)?;
-        let child = self.start(group, program, envs, &dests).map_err(failed);
-        let mut child = match child {
-            Ok(child) => child,
-            Err(error) => {
-                drop(holder.wait());
-                return Err(error);
-            }
-        };
+        let child = self.start(group, program, envs, &dests).map_err(failed());
+        let mut child = child.inspect_err(|_| drop(holder.wait()))?;
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
         let pid = pid_of(&child);
         self.ranks.push(Rank {
@@ -182,16 +160,15 @@ impl Job {
             error_file,
             status: None,
         });
-        let thread = |source| Error::Io { what: "start a thread".to_owned(), source };
-        let exited = Event::Exited { attempt: self.place.round, rank: local };
-        watch_exit(exited, rank, pid, self.sender.clone()).map_err(thread)?;
+        watch_exit(self.place.round, local, pid, self.sender.clone())
+            .map_err(Error::io("start a thread"))?;
         let [out, err] = dests;
         let copies = [
             stdout.map(|pipe| output::copy(rank, pipe, out.file, &self.sinks.0)),
             stderr.map(|pipe| output::copy(rank, pipe, err.file, &self.sinks.1)),
         ];
         for copy in copies.into_iter().flatten() {
-            self.ranks[local].output.push(copy.map_err(thread)?);
+            self.ranks[local].output.push(copy.map_err(Error::io("start a thread"))?);
         }
         Ok(())
     }
@@ -223,8 +200,8 @@ impl Job {
             match self.next_event() {
                 Some(Event::Exited { attempt, .. } | Event::Elsewhere { attempt, .. })
                     if attempt != self.ear.attempt => {}
-                Some(Event::Exited { rank, .. }) => {
-                    self.exited(rank, exits, team);
+                Some(Event::Exited { rank, code, signal, .. }) => {
+                    self.exited(rank, (code, signal), exits, team);
                     exits += 1;
                 }
                 Some(Event::Elsewhere { end, .. }) => self.ended_elsewhere(end),
@@ -243,20 +220,27 @@ impl Job {
         }
     }
 
-    fn exited(&mut self, local: usize, order: usize, team: &Team) {
-        let end = self.look(local);
+    /// Notes how a rank ended, by its exit code or the signal that ended it.
+    fn exited(
+        &mut self,
+        local: usize,
+        (code, signal): (Option<i32>, Option<i32>),
+        order: usize,
+        team: &Team,
+    ) {
         let asked = !matches!(self.stage, Stage::Running | Stage::Reporting(_));
         // What this node has told the others comes back to it as well.
         let told = self.ear.elsewhere.as_ref().is_some_and(|end| !self.is_own(end));
         let rank = &mut self.ranks[local];
         rank.exited = Some((order, error_file::now()));
-        rank.struck = !asked && matches!(end, Finish::Struck);
+        // A rank that aborts does so itself, perhaps because another failed.
+        rank.struck = !asked && signal.is_some_and(|signal| signal != SIGABRT);
         rank.told = told;
         let rank = self.place.first_rank + local;
-        let (end, time) = match end {
-            Finish::Success => return,
-            Finish::Saved => (End::Saved { rank }, self.options.grace),
-            Finish::Failure | Finish::Struck => (End::Failed { rank }, self.options.report_time),
+        let (end, time) = match code {
+            Some(0) => return,
+            Some(summary::SAVED) => (End::Saved { rank }, self.options.grace),
+            _ => (End::Failed { rank }, self.options.report_time),
         };
         if matches!(self.stage, Stage::Running) {
             team.tell(&end);
@@ -306,20 +290,6 @@ impl Job {
             Stage::Reporting(due) | Stage::Stopping(due) | Stage::Killed(due) => due,
         };
         self.ear.events.recv_timeout(due.saturating_duration_since(Instant::now())).ok()
-    }
-
-    /// How a rank, which has exited, did so. Looks without reaping.
-    fn look(&self, local: usize) -> Finish {
-        let pid = pid_of(&self.ranks[local].child);
-        let look = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
-        let Ok(Some(status)) = waitid(WaitId::Pid(pid), look) else { return Finish::Failure };
-        match (status.exit_status(), status.terminating_signal()) {
-            (Some(0), _) => Finish::Success,
-            (Some(summary::SAVED), _) => Finish::Saved,
-            // Who aborts does so itself, perhaps because another failed.
-            (_, Some(signal)) if signal != SIGABRT => Finish::Struck,
-            _ => Finish::Failure,
-        }
     }
 
     fn forward(&mut self, number: i32) {
@@ -442,18 +412,25 @@ fn stdio(dest: &Dest) -> io::Result<Stdio> {
     }
 }
 
-/// Waits for the exit of a rank without reaping it.
+/// Waits for the exit of a rank, by its local rank, without reaping it.
 fn watch_exit(
-    exited: Event,
+    attempt: u32,
     rank: usize,
     pid: Pid,
     events: Sender<Event>,
 ) -> io::Result<JoinHandle<()>> {
     std::thread::Builder::new().name(format!("launch-wait-{rank}")).spawn(move || {
-        let look = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
-        while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(pid), look) {}
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+        let status = loop {
+            match waitid(WaitId::Pid(pid), options) {
+                Err(rustix::io::Errno::INTR) => {}
+                status => break status.ok().flatten(),
+            }
+        };
+        let code = status.as_ref().and_then(WaitIdStatus::exit_status);
+        let signal = status.as_ref().and_then(WaitIdStatus::terminating_signal);
         // The job has ended if nobody listens.
-        let _ = events.send(exited);
+        let _ = events.send(Event::Exited { attempt, rank, code, signal });
     })
 }
 

@@ -38,6 +38,7 @@ mod summary;
 use std::ffi::OsString;
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Write};
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -156,10 +157,10 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
     let mut team = Team::new(&options)?;
     let mut job = Job::new(options, events, sender, (stdout, stderr))?;
     let code = loop {
-        let Some(place) = team.next(&mut job.ear)? else {
+        let place = match team.next(&mut job.ear)? {
+            ControlFlow::Continue(place) => place,
             // Told to stop, or the job ended, before this node had a part in it.
-            let code = || team.code_without_a_part();
-            break job.ear.signal.map_or_else(code, |signal| 128 + signal);
+            ControlFlow::Break(code) => break job.ear.signal.map_or(code, |signal| 128 + signal),
         };
         job.begin(place);
         let watch = team.watch(&job)?;
@@ -170,7 +171,13 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
         if !verdict.again {
             break verdict.code;
         }
-        job.ear.say(&team.restart_text(&verdict));
+        job.ear.say(&match verdict.counted {
+            true => {
+                let (restarts, max) = (team.restarts(), job.options.max_restarts);
+                format!("launch: all ranks start again (restart {restarts} of {max})\n")
+            }
+            false => "launch: all ranks start again with the nodes that there are\n".to_owned(),
+        });
     };
     drop(signals);
     Ok(code)

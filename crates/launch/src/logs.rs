@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File};
+use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -27,28 +28,25 @@ pub struct Logs {
     pub shown: Option<Vec<usize>>,
 }
 
-/// Streams of ranks, in torchrun's words: `0` none, `1` standard output, `2` standard error, `3` both;
+/// Streams of ranks, in torchrun's notation: `0` none, `1` standard output, `2` standard error, `3` both;
 /// for all ranks, or by local rank (`0:3,1:1`), where the others have none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Streams {
-    /// Of ranks that are not named.
-    all: u8,
-    of: BTreeMap<usize, u8>,
-}
+pub struct Streams(BTreeMap<Option<usize>, u8>);
 
 impl Streams {
     /// Whether `stream` (1 or 2) of the local rank is among them.
     fn has(&self, rank: usize, stream: u8) -> bool {
-        self.of.get(&rank).unwrap_or(&self.all) & stream != 0
+        let streams = self.0.get(&Some(rank)).or_else(|| self.0.get(&None));
+        streams.is_some_and(|streams| streams & stream != 0)
     }
 
     fn is_none(&self) -> bool {
-        self.all == 0 && self.of.values().all(|&streams| streams == 0)
+        self.0.values().all(|&streams| streams == 0)
     }
 
     /// The largest local rank that is named.
     fn last(&self) -> Option<usize> {
-        self.of.last_key_value().map(|(&rank, _)| rank)
+        self.0.last_key_value().and_then(|(&rank, _)| rank)
     }
 }
 
@@ -56,24 +54,23 @@ impl FromStr for Streams {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let wrong =
+        let invalid =
             || format!("`{text}` is neither 0, 1, 2 or 3 nor a list such as 0:3,1:1 by local rank");
-        let streams = |text: &str| match text {
-            "0" | "1" | "2" | "3" => text.parse::<u8>().map_err(|_| wrong()),
-            _ => Err(wrong()),
-        };
-        if let Ok(all) = streams(text) {
-            return Ok(Self { all, of: BTreeMap::new() });
-        }
-        let mut of = BTreeMap::new();
+        let mut streams = BTreeMap::new();
         for part in text.split(',') {
-            let (rank, which) = part.split_once(':').ok_or_else(wrong)?;
-            let rank = rank.parse().map_err(|_| wrong())?;
-            if of.insert(rank, streams(which)?).is_some() {
+            let (rank, which) = match part.split_once(':') {
+                Some((rank, which)) => (Some(rank.parse().map_err(|_| invalid())?), which),
+                None if part == text => (None, text),
+                None => return Err(invalid()),
+            };
+            let which = ["0", "1", "2", "3"].iter().position(|known| *known == which);
+            let which = which.ok_or_else(invalid)? as u8;
+            if streams.insert(rank, which).is_some() {
+                let rank = rank.unwrap_or_default();
                 return Err(format!("`{text}` names local rank {rank} twice"));
             }
         }
-        Ok(Self { all: 0, of })
+        Ok(Self(streams))
     }
 }
 
@@ -85,7 +82,7 @@ pub(super) struct Dest {
 
 /// The folder of this run.
 pub(super) struct Folder {
-    path: PathBuf,
+    pub(super) path: PathBuf,
     /// Removed at the end: there is nothing in it for anybody else.
     pub(super) temporary: bool,
     logs: Logs,
@@ -116,18 +113,8 @@ impl Folder {
         let made = std::fs::create_dir_all(parent).and_then(|()| {
             DirBuilder::new().mode(if temporary { 0o700 } else { 0o755 }).create(&path)
         });
-        made.map_err(|source| Error::Io { what: format!("make {}", path.display()), source })?;
+        made.map_err(making(&path))?;
         Ok(Self { path, temporary, logs })
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// What is said of it, if somebody may look for it.
-    pub(super) fn text(&self) -> Option<String> {
-        let said = !self.temporary;
-        said.then(|| format!("launch: logs are in {}\n", self.path.display()))
     }
 
     fn of_rank(&self, attempt: u32, rank: usize) -> PathBuf {
@@ -142,20 +129,23 @@ impl Folder {
     pub(super) fn dests(&self, attempt: u32, rank: usize) -> Result<[Dest; 2]> {
         let shown = self.logs.shown.as_ref().is_none_or(|shown| shown.contains(&rank));
         let folder = self.of_rank(attempt, rank);
-        let io =
-            |path: &Path, source| Error::Io { what: format!("make {}", path.display()), source };
         // Here and not by the rank, which may be there longer than a temporary folder.
-        std::fs::create_dir_all(&folder).map_err(|source| io(&folder, source))?;
+        std::fs::create_dir_all(&folder).map_err(making(&folder))?;
         let dest = |stream: u8, name: &str| -> Result<Dest> {
             let tee = self.logs.tee.has(rank, stream);
             let redirected = self.logs.redirects.has(rank, stream);
             let path = folder.join(name);
             let file = (tee || redirected).then(|| File::create(&path)).transpose();
-            let file = file.map_err(|source| io(&path, source))?;
+            let file = file.map_err(making(&path))?;
             Ok(Dest { file, console: shown && (tee || !redirected) })
         };
         Ok([dest(1, "stdout.log")?, dest(2, "stderr.log")?])
     }
+}
+
+/// The error of a file or directory that cannot be made.
+fn making(path: &Path) -> impl FnOnce(io::Error) -> Error {
+    Error::io(format!("make {}", path.display()))
 }
 
 /// A run's name as a part of a path.

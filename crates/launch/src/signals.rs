@@ -1,6 +1,5 @@
 //! Signals of this process and news of other nodes, told to the supervising thread.
 
-use std::io;
 use std::sync::mpsc::{Receiver, Sender};
 use std::thread::JoinHandle;
 
@@ -13,10 +12,12 @@ use crate::{Error, Result};
 
 /// What the watching threads tell the supervising one.
 pub(super) enum Event {
-    /// A rank of this node, by its local rank, has ended.
+    /// A rank of this node, by its local rank, has ended with an exit code or by a signal.
     Exited {
         attempt: u32,
         rank: usize,
+        code: Option<i32>,
+        signal: Option<i32>,
     },
     /// Another node ends the attempt.
     Elsewhere {
@@ -74,10 +75,9 @@ pub(super) struct SignalThread {
 
 impl SignalThread {
     pub(super) fn start(events: Sender<Event>) -> Result<Self> {
-        let io_error = |source: io::Error| Error::Io { what: "handle signals".to_owned(), source };
         // SIGUSR1: what Slurm is usually told to send before the time is over.
         let all = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1];
-        let mut signals = Signals::new(all).map_err(io_error)?;
+        let mut signals = Signals::new(all).map_err(Error::io("handle signals"))?;
         let handle = signals.handle();
         let thread = std::thread::Builder::new()
             .name("launch-signals".to_owned())
@@ -87,7 +87,7 @@ impl SignalThread {
                     let _ = events.send(Event::Signal(signal));
                 }
             })
-            .map_err(io_error)?;
+            .map_err(Error::io("handle signals"))?;
         Ok(Self { handle, thread: Some(thread) })
     }
 }

@@ -26,9 +26,8 @@ pub struct StoreArgs {
 ///
 /// If the name has no address, the address is not this host's, or the port is taken.
 pub fn serve(args: &StoreArgs) -> Result<()> {
-    let io = |what: &str, source| Error::Io { what: what.to_owned(), source };
-    let mut signals =
-        Signals::new([SIGINT, SIGTERM]).map_err(|source| io("handle signals", source))?;
+    let signals = Signals::new([SIGINT, SIGTERM]);
+    let mut signals = signals.map_err(Error::io("handle signals"))?;
     let server = bind(&args.listen)?;
     let mut out = std::io::stdout().lock();
     // Who started it may not want to know where it is.

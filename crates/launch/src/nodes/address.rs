@@ -1,6 +1,5 @@
 //! Names and addresses: of the node that hosts the control store, and of this host.
 
-use std::fmt::Write;
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::Duration;
@@ -74,12 +73,7 @@ pub(super) fn host_name() -> String {
 
 /// Numbers as a list, `1, 2, 4`.
 pub(super) fn list(numbers: impl IntoIterator<Item = usize>) -> String {
-    let mut text = String::new();
-    for number in numbers {
-        let comma = if text.is_empty() { "" } else { ", " };
-        let _ = write!(text, "{comma}{number}");
-    }
-    text
+    numbers.into_iter().map(|number| number.to_string()).collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]

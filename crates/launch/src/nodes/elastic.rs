@@ -5,14 +5,16 @@
 //! loss ends the job. Each attempt has its keys under a prefix of its own, and a fresh store for its
 //! ranks, which its first node hosts.
 
+use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use collective::{Store, TcpStore, TcpStoreServer};
 
+use super::heartbeat::Heartbeats;
 use super::round::{Member, Round, Rules};
 use super::state::{self, Action, Node, Phase, State, View};
-use super::{End, Patience, Place, Remark, address, connect, from_json, to_json, wait};
+use super::{End, Place, Remark, address, assign, connect, from_json, to_json, wait};
 use crate::job::Job;
 use crate::signals::Ear;
 use crate::summary::{SAVED, Verdict};
@@ -20,12 +22,10 @@ use crate::{Error, LaunchOptions, Result, random_number};
 
 /// The nodes of an elastic job, seen from one of them.
 pub(crate) struct Elastic {
-    run_id: String,
+    options: LaunchOptions,
     limits: (usize, usize),
     host: String,
     port: u16,
-    patience: Patience,
-    pub(super) most: u32,
     me: Node,
     /// The control store, if it is here.
     control: Option<TcpStoreServer>,
@@ -51,8 +51,12 @@ impl Elastic {
         }
         let host = address::plain(&host).to_owned();
         let found = address::resolve("--rdzv-endpoint", &host, port)?;
-        let control =
-            if address::is_here(&found) { address::host(&found, port, &[]) } else { Err(nobody()) };
+        // Another launcher on this host was faster, or the port is another program's, which does not answer as
+        // a store then.
+        let control = match address::is_here(&found) {
+            true => address::host(&found, port, &[]).ok(),
+            false => None,
+        };
         let me = Node {
             host: address::host_name(),
             pid: std::process::id(),
@@ -60,19 +64,15 @@ impl Elastic {
             addr: String::new(),
             ranks: options.nproc_per_node,
             role: options.role.clone(),
-            hosts: control.is_ok(),
+            hosts: control.is_some(),
         };
         Ok(Self {
-            run_id: options.run_id.clone(),
+            options: options.clone(),
             limits,
             host,
             port: control.as_ref().map_or(port, TcpStoreServer::port),
-            patience: options.patience,
-            most: options.max_restarts,
             me,
-            // Another launcher on this host was faster, or the port is another program's, which
-            // does not answer as a store then.
-            control: control.ok(),
+            control,
             fresh: None,
             store: None,
             state: State::default(),
@@ -85,30 +85,22 @@ impl Elastic {
         self.state.restarts
     }
 
-    /// The exit code of a node that has waited for an attempt until the job ended.
-    pub(super) fn code_of_end(&self) -> i32 {
-        if let Phase::Closed { code } = self.state.phase { code } else { 0 }
-    }
-
     fn prefix(&self) -> String {
-        format!("runner/elastic/{}", self.run_id)
+        format!("runner/elastic/{}", self.options.run_id)
     }
 
-    fn state_key(&self) -> String {
-        format!("{}/state", self.prefix())
-    }
-
-    pub(super) fn next(&mut self, ear: &mut Ear) -> Result<Option<Place>> {
+    pub(super) fn next(&mut self, ear: &mut Ear) -> Result<ControlFlow<i32, Place>> {
         let store = match &self.store {
             Some(store) => Arc::clone(store),
             None => {
                 let who = "--rdzv-endpoint";
-                let Some(store) = connect((&self.host, self.port), &self.patience, ear, who)?
+                let Some(store) =
+                    connect((&self.host, self.port), &self.options.patience, ear, who)?
                 else {
-                    return Ok(None);
+                    return Ok(Break(0));
                 };
                 // Where torchrun's agents keep their state, which is for Python alone.
-                if store.check(&[&format!("torch.rendezvous.{}", self.run_id)])? {
+                if store.check(&[&format!("torch.rendezvous.{}", self.options.run_id)])? {
                     let text = "agents of torchrun meet there, with which an elastic job cannot be \
                                 shared; start all its nodes with the same launcher";
                     return Err(Error::Rendezvous(self.about(text)));
@@ -118,7 +110,10 @@ impl Elastic {
             }
         };
         let gathered = self.gather(&store, ear).map_err(|error| self.explain(error));
-        let Some(node) = gathered? else { return Ok(None) };
+        let node = match gathered? {
+            Continue(node) => node,
+            Break(code) => return Ok(Break(code)),
+        };
         let mut first = 0;
         let member = |node: &Node| {
             let first_rank = first;
@@ -133,11 +128,11 @@ impl Elastic {
             node,
             members,
             control: None,
-            patience: self.patience,
+            patience: self.options.patience,
         };
         let place = self.place(&round, ear).map_err(|error| self.explain(error))?;
         self.round = Some(Arc::new(round));
-        Ok(place)
+        Ok(place.map_or(Break(0), Continue))
     }
 
     /// As the other nodes reach this one.
@@ -149,12 +144,11 @@ impl Elastic {
         }
     }
 
-    /// Takes part in an attempt: which node of it this is; `None` after a signal, or if the job has
-    /// ended.
-    fn gather(&mut self, store: &Arc<TcpStore>, ear: &mut Ear) -> Result<Option<usize>> {
+    /// Takes part in an attempt: which node of it this is, or the exit code after a signal or the job's end.
+    fn gather(&mut self, store: &Arc<TcpStore>, ear: &mut Ear) -> Result<ControlFlow<i32, usize>> {
         let (mut start, mut remark) = (Instant::now(), Remark::new());
         let mut call = Call { since: None, round: 0 };
-        let mut beats = Beats::default();
+        let mut heartbeats = Heartbeats::default();
         let mut came = self.round.is_some();
         loop {
             self.read(store)?;
@@ -162,32 +156,31 @@ impl Elastic {
                 // Who waits behind an attempt is patient, for days if need be; the next is another wait.
                 start = Instant::now();
             }
-            let lost =
-                beats.look(store, &self.prefix(), &self.state, self.me.id, &self.patience)?;
+            let lost = self.lost(store, &mut heartbeats)?;
             let enough = self.state.nodes.len() >= self.limits.0;
             let view = View {
                 me: &self.me,
                 min: self.limits.0,
                 max: self.limits.1,
-                last_call_over: call.is_over(&self.state, enough, self.patience.last_call),
-                join_over: start.elapsed() > self.patience.join || ear.listen(),
+                last_call_over: call.is_over(&self.state, enough, self.options.patience.last_call),
+                join_over: start.elapsed() > self.options.patience.join || ear.listen(),
                 lost: &lost,
             };
             match state::step(&self.state, &view) {
-                Action::Run(node) => return Ok(Some(node)),
+                Action::Run(node) => return Ok(Continue(node)),
                 Action::Closed { .. } if !came => {
                     let text = "it has ended already; give a new one another --rdzv-id";
                     return Err(Error::Rendezvous(self.about(text)));
                 }
-                Action::Closed { code: 0 | SAVED } => return Ok(None),
+                Action::Closed { code: code @ (0 | SAVED) } => return Ok(Break(code)),
                 Action::Closed { .. } => {
                     return Err(Error::Rendezvous(self.about("the job has ended with a failure")));
                 }
-                Action::TooFew if ear.signal.is_some() => return Ok(None),
+                Action::TooFew if ear.signal.is_some() => return Ok(Break(0)),
                 Action::TooFew => return Err(Error::Rendezvous(self.too_few(start.elapsed()))),
                 Action::Wait => {
                     remark.say_once(ear, || self.so_far(start.elapsed()));
-                    std::thread::sleep(PAUSE.min(self.patience.heartbeat));
+                    std::thread::sleep(PAUSE.min(self.options.patience.heartbeat));
                 }
                 Action::Write(next) => {
                     self.write(store, next)?;
@@ -195,6 +188,28 @@ impl Elastic {
                 }
             }
         }
+    }
+
+    /// The ids of nodes that no longer beat. While nodes gather, each has a counter of its own; those of a running
+    /// attempt beat there.
+    fn lost(&self, store: &TcpStore, heartbeats: &mut Heartbeats) -> Result<Vec<u64>> {
+        let prefix = self.prefix();
+        let alive = |id: u64| format!("{prefix}/alive/{id}");
+        let State { round, phase, nodes, waiting, .. } = &self.state;
+        let of_attempt = nodes.iter().enumerate().map(|(at, node)| match phase {
+            Phase::Running => (node.id, format!("{prefix}/{round}/beat/{at}")),
+            _ => (node.id, alive(node.id)),
+        });
+        let all = of_attempt.chain(waiting.iter().map(|node| (node.id, alive(node.id))));
+        let others: Vec<_> = all.filter(|(id, _)| *id != self.me.id).collect();
+        if heartbeats.is_due(&self.options.patience) {
+            store.add(&alive(self.me.id), 1)?;
+            heartbeats.watch(others.iter().map(|(_, key)| key.clone()).collect());
+            heartbeats.poll(store, &self.options.patience);
+        }
+        let lost =
+            others.into_iter().filter(|(_, key)| heartbeats.is_lost(key, &self.options.patience));
+        Ok(lost.map(|(id, _)| id).collect())
     }
 
     /// Says more of the loss of the control store.
@@ -209,7 +224,7 @@ impl Elastic {
 
     fn about(&self, what: &str) -> String {
         let at = address::join(&self.host, self.port);
-        format!("run {} at --rdzv-endpoint {at}: {what}", self.run_id)
+        format!("run {} at --rdzv-endpoint {at}: {what}", self.options.run_id)
     }
 
     /// What this node waits for.
@@ -223,9 +238,13 @@ impl Elastic {
             _ if nodes.len() >= self.limits.0 => self.about(&format!(
                 "there are enough nodes, {}; for more of them, the last call is {:?}",
                 nodes.len(),
-                self.patience.last_call
+                self.options.patience.last_call
             )),
-            _ => format!("waiting for up to {:?}: {}", self.patience.join, self.too_few(waited)),
+            _ => format!(
+                "waiting for up to {:?}: {}",
+                self.options.patience.join,
+                self.too_few(waited)
+            ),
         }
     }
 
@@ -241,7 +260,7 @@ impl Elastic {
 
     fn read(&mut self, store: &TcpStore) -> Result<()> {
         // For a key that is not there the expected value is given back, and nothing is stored.
-        let text = store.compare_set(&self.state_key(), UNLIKELY, UNLIKELY)?;
+        let text = store.compare_set(&format!("{}/state", self.prefix()), UNLIKELY, UNLIKELY)?;
         if text == UNLIKELY {
             (self.state, self.text) = (State::default(), Vec::new());
         } else {
@@ -254,7 +273,7 @@ impl Elastic {
     /// that waits.
     fn write(&self, store: &TcpStore, next: State) -> Result<()> {
         let new = to_json(&next);
-        let won = store.compare_set(&self.state_key(), &self.text, &new)? == new;
+        let won = store.compare_set(&format!("{}/state", self.prefix()), &self.text, &new)? == new;
         let room = next.nodes.len() < self.limits.1;
         let joins = next.waiting.len() > self.state.waiting.len();
         if won && room && joins && next.phase == Phase::Running {
@@ -273,33 +292,27 @@ impl Elastic {
             let fresh = self.fresh.insert(address::host(&any, 0, &[])?);
             round.store.set(&key, &to_json(&(&self.me.addr, fresh.port())))?;
         }
-        let deadline = Instant::now() + self.patience.join;
+        let deadline = Instant::now() + self.options.patience.join;
         if !wait(&*round.store, &[&key], deadline, ear)? {
             let first = &self.state.nodes[0];
             let text = format!("the first node, {} ({}), does not start", first.host, first.addr);
-            return if ear.signal.is_some() {
-                Ok(None)
-            } else {
-                Err(Error::Rendezvous(self.about(&text)))
-            };
+            let error = Error::Rendezvous(self.about(&text));
+            return if ear.signal.is_some() { Ok(None) } else { Err(error) };
         }
-        let text = round.store.get(&key, self.patience.heartbeat)?;
+        let text = round.store.get(&key, self.options.patience.heartbeat)?;
         let (master_addr, master_port) = from_json("the ranks' store", &text)?;
-        let nodes = &self.state.nodes;
-        let size = |nodes: &[Node], role: Option<&str>| -> usize {
-            let same = nodes.iter().filter(|node| role.is_none_or(|role| role == node.role));
-            same.map(|node| node.ranks).sum()
-        };
-        let (before, role) = (&nodes[..round.node], Some(&self.me.role[..]));
+        let nodes: Vec<_> =
+            self.state.nodes.iter().map(|node| (&node.role[..], node.ranks)).collect();
+        let [first_rank, world_size, first_role_rank, role_world_size] = assign(&nodes, round.node);
         Ok(Some(Place {
             round: self.state.round,
             restart_count: self.state.restarts,
             node: round.node,
             nodes: nodes.len(),
-            first_rank: size(before, None),
-            world_size: size(nodes, None),
-            first_role_rank: size(before, role),
-            role_world_size: size(nodes, role),
+            first_rank,
+            world_size,
+            first_role_rank,
+            role_world_size,
             master_addr,
             master_port,
         }))
@@ -307,7 +320,7 @@ impl Elastic {
 
     pub(super) fn settle(&mut self, job: &mut Job) -> Result<Verdict> {
         let rules = Rules {
-            restarts_left: self.state.restarts < self.most,
+            restarts_left: self.state.restarts < self.options.max_restarts,
             elastic: true,
             end_time: job.end_time(),
         };
@@ -352,11 +365,6 @@ impl Elastic {
     }
 }
 
-/// For a store that is elsewhere.
-fn nobody() -> Error {
-    Error::Rendezvous("another node hosts the control store".to_owned())
-}
-
 /// Since when there have been enough nodes.
 struct Call {
     since: Option<Instant>,
@@ -374,52 +382,6 @@ impl Call {
         self.since.get_or_insert_with(Instant::now).elapsed() >= last_call
     }
 }
-
-/// Signs of life while nodes gather: each moves a counter, and looks at everybody's.
-#[derive(Default)]
-struct Beats {
-    moved: Option<Instant>,
-    seen: Vec<Beat>,
-}
-
-impl Beats {
-    /// The ids of nodes that no longer beat. Those of an attempt that runs beat there.
-    fn look(
-        &mut self,
-        store: &TcpStore,
-        prefix: &str,
-        state: &State,
-        me: u64,
-        patience: &Patience,
-    ) -> Result<Vec<u64>> {
-        let alive = |node: &Node| (node.id, format!("{prefix}/alive/{}", node.id));
-        if self.moved.is_none_or(|moved| moved.elapsed() >= patience.heartbeat) {
-            self.moved = Some(Instant::now());
-            store.add(&format!("{prefix}/alive/{me}"), 1)?;
-            let running = state.phase == Phase::Running;
-            let of_attempt = state.nodes.iter().enumerate().map(|(at, node)| match running {
-                true => (node.id, format!("{prefix}/{}/beat/{at}", state.round)),
-                false => alive(node),
-            });
-            let keys: Vec<_> = of_attempt.chain(state.waiting.iter().map(alive)).collect();
-            // Who is in another list now beats elsewhere, and starts anew.
-            self.seen.retain(|(key, ..)| keys.iter().any(|(_, known)| known == key));
-            for (id, key) in keys.into_iter().filter(|(id, _)| *id != me) {
-                let now = store.get(&key, Duration::from_millis(1)).unwrap_or_default();
-                match self.seen.iter_mut().find(|(known, ..)| *known == key) {
-                    Some((_, _, seen, _)) if *seen == now => {}
-                    Some(entry) => *entry = (key, id, now, Instant::now()),
-                    None => self.seen.push((key, id, now, Instant::now())),
-                }
-            }
-        }
-        let lost = |entry: &&Beat| entry.3.elapsed() > patience.lost_after();
-        Ok(self.seen.iter().filter(lost).map(|(_, id, ..)| *id).collect())
-    }
-}
-
-/// A counter's key, its node's id, its value, and since when it has been that.
-type Beat = (String, u64, Vec<u8>, Instant);
 
 /// Between two looks at the state.
 const PAUSE: Duration = Duration::from_millis(200);

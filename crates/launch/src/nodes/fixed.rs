@@ -10,6 +10,7 @@
 //! store is: its connection ends.
 
 use std::net::IpAddr;
+use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,7 +19,7 @@ use collective::{PrefixStore, Store, TcpStore, TcpStoreServer};
 use serde::{Deserialize, Serialize};
 
 use super::round::{Member, Round, Rules};
-use super::{End, LONG_WAIT, Patience, Place, address, connect, from_json, to_json, wait};
+use super::{End, LONG_WAIT, Place, Remark, address, assign, connect, from_json, to_json, wait};
 use crate::job::Job;
 use crate::signals::Ear;
 use crate::summary::Verdict;
@@ -26,15 +27,11 @@ use crate::{Error, LaunchOptions, Result};
 
 /// The nodes of a fixed job, seen from one of them.
 pub(crate) struct Fixed {
-    run_id: String,
-    role: String,
-    ranks: usize,
+    options: LaunchOptions,
     node: usize,
     count: usize,
     addr: String,
     port: u16,
-    patience: Patience,
-    pub(super) most: u32,
     pub(super) attempt: u32,
     /// On node 0: the control store.
     control: Option<Arc<TcpStoreServer>>,
@@ -85,15 +82,11 @@ impl Fixed {
         // What the system has chosen, if it was asked to.
         let port = control.as_ref().map_or(port, |control| control.port());
         Ok(Self {
-            run_id: options.run_id.clone(),
-            role: options.role.clone(),
-            ranks: options.nproc_per_node,
+            options: options.clone(),
             node,
             count,
             addr,
             port,
-            patience: options.patience,
-            most: options.max_restarts,
             attempt: 0,
             control,
             fresh: None,
@@ -112,13 +105,13 @@ impl Fixed {
 
     /// The keys that torchrun's agents use, too.
     fn shared(&self, store: &Arc<TcpStore>) -> PrefixStore {
-        PrefixStore::new(self.run_id.clone(), store.clone())
+        PrefixStore::new(self.options.run_id.clone(), store.clone())
     }
 
-    pub(super) fn next(&mut self, ear: &mut Ear) -> Result<Option<Place>> {
+    pub(super) fn next(&mut self, ear: &mut Ear) -> Result<ControlFlow<i32, Place>> {
         let met = if self.store.is_none() { self.meet(ear)? } else { self.meet_again(ear)? };
         if !met {
-            return Ok(None);
+            return Ok(Break(0));
         }
         let store = self.store.as_ref().expect("the nodes have met at it");
         self.place.round = self.attempt;
@@ -129,13 +122,13 @@ impl Fixed {
             node: self.node,
             members: self.members.clone(),
             control: self.control.clone(),
-            patience: self.patience,
+            patience: self.options.patience,
         }));
-        Ok(Some(self.place.clone()))
+        Ok(Continue(self.place.clone()))
     }
 
     fn prefix(&self) -> String {
-        format!("{}/runner/{}", self.run_id, self.attempt)
+        format!("{}/runner/{}", self.options.run_id, self.attempt)
     }
 
     /// The first meeting, by torchrun's keys; false if a signal ended it.
@@ -146,7 +139,8 @@ impl Fixed {
             self.count,
             self.meeting()
         );
-        let Some(store) = connect((&self.addr, self.port), &self.patience, ear, &who)? else {
+        let Some(store) = connect((&self.addr, self.port), &self.options.patience, ear, &who)?
+        else {
             return Ok(false);
         };
         store.join()?;
@@ -154,9 +148,7 @@ impl Fixed {
         let shared = self.shared(&store);
         self.introduce(&shared)?;
         if self.node == 0 {
-            let infos: Vec<_> =
-                (0..self.count).map(|node| format!("torchelastic/role_info/{node}")).collect();
-            if !self.await_all(&shared, &infos, ear)? {
+            if !self.await_all(&shared, &self.info_keys(), ear)? {
                 return Ok(false);
             }
             self.deal(&shared)?;
@@ -179,33 +171,38 @@ impl Fixed {
             return Err(Error::Options(text));
         }
         let addr = shared.local_ip().map_or_else(|| "?".to_owned(), |ip| ip.to_string());
-        let agent =
-            Agent { host: address::host_name(), addr, nodes: self.count, max_restarts: self.most };
+        let agent = Agent {
+            host: address::host_name(),
+            addr,
+            nodes: self.count,
+            max_restarts: self.options.max_restarts,
+        };
         shared.set(&format!("runner/agent/{node}"), &to_json(&agent))?;
-        let info = RoleInfo { role: self.role.clone(), rank: node, local_world_size: self.ranks };
+        let info = RoleInfo {
+            role: self.options.role.clone(),
+            rank: node,
+            local_world_size: self.options.nproc_per_node,
+        };
         shared.set(&format!("torchelastic/role_info/{node}"), &to_json(&info))?;
         Ok(())
     }
 
     /// Waits for `keys`; false if a signal came first.
     fn await_all(&self, shared: &PrefixStore, keys: &[String], ear: &mut Ear) -> Result<bool> {
-        let start = Instant::now();
+        let (start, mut remark) = (Instant::now(), Remark::new());
         let names: Vec<_> = keys.iter().map(String::as_str).collect();
-        let end = start + self.patience.join;
-        if wait(shared, &names, end.min(start + LONG_WAIT), ear)? {
-            return Ok(true);
-        }
-        if ear.signal.is_none() && Instant::now() < end {
-            let (missing, most) = (self.missing(shared, start)?, self.patience.join);
-            ear.say(&format!("launch: waiting for up to {most:?}: {missing}\n"));
-            if wait(shared, &names, end, ear)? {
-                return Ok(true);
+        let join = self.options.patience.join;
+        while !wait(shared, &names, (start + join).min(Instant::now() + LONG_WAIT), ear)? {
+            if ear.signal.is_some() {
+                return Ok(false);
             }
+            let missing = self.missing(shared, start)?;
+            if start.elapsed() >= join {
+                return Err(Error::Rendezvous(missing));
+            }
+            remark.say_once(ear, || format!("waiting for up to {join:?}: {missing}"));
         }
-        if ear.signal.is_some() {
-            return Ok(false);
-        }
-        Err(Error::Rendezvous(self.missing(shared, start)?))
+        Ok(true)
     }
 
     /// Which nodes have not said that they are there.
@@ -217,7 +214,7 @@ impl Fixed {
             }
         }
         let (at, waited) = (self.meeting(), start.elapsed());
-        let each = self.ranks;
+        let each = self.options.nproc_per_node;
         let ranks = missing.iter().flat_map(|node| node * each..(node + 1) * each);
         Ok(format!(
             "after {waited:.1?} at {at} of {} nodes still missing: {} (ranks {} if each node has {each}); is the \
@@ -231,32 +228,29 @@ impl Fixed {
     /// On node 0: gives each node its ranks, as torchrun does.
     fn deal(&self, shared: &PrefixStore) -> Result<()> {
         let infos = self.infos(shared)?;
-        let world: usize = infos.iter().map(|info| info.local_world_size).sum();
-        let size = |role: &str, upto: usize| -> usize {
-            let same = infos[..upto].iter().filter(|info| info.role == role);
-            same.map(|info| info.local_world_size).sum()
-        };
-        let mut first = 0;
-        for (node, info) in infos.iter().enumerate() {
-            let role = (size(&info.role, node), size(&info.role, infos.len()));
-            let assigned = to_json(&[first, world, role.0, role.1]);
+        let nodes: Vec<_> =
+            infos.iter().map(|info| (&info.role[..], info.local_world_size)).collect();
+        for node in 0..nodes.len() {
+            let assigned = to_json(&assign(&nodes, node));
             shared.set(&format!("torchelastic/assigned_ranks/{node}"), &assigned)?;
-            first += info.local_world_size;
         }
         Ok(())
     }
 
+    fn info_keys(&self) -> Vec<String> {
+        (0..self.count).map(|node| format!("torchelastic/role_info/{node}")).collect()
+    }
+
     fn infos(&self, shared: &PrefixStore) -> Result<Vec<RoleInfo>> {
-        let keys: Vec<_> =
-            (0..self.count).map(|node| format!("torchelastic/role_info/{node}")).collect();
+        let keys = self.info_keys();
         let keys: Vec<_> = keys.iter().map(String::as_str).collect();
-        let texts = shared.multi_get(&keys, self.patience.heartbeat)?;
+        let texts = shared.multi_get(&keys, self.options.patience.heartbeat)?;
         texts.iter().map(|text| from_json("a node's ranks", text)).collect()
     }
 
     /// Reads this node's place, and who the others are.
     fn settle_in(&mut self, shared: &PrefixStore, assigned: &str) -> Result<()> {
-        let text = shared.get(assigned, self.patience.heartbeat)?;
+        let text = shared.get(assigned, self.options.patience.heartbeat)?;
         let [first_rank, world_size, first_role_rank, role_world_size] =
             from_json("assigned ranks", &text)?;
         let mut first = 0;
@@ -265,7 +259,7 @@ impl Fixed {
             // It was left before the ranks were told, if at all.
             let ours = shared.check(&[&key])?;
             let (host, addr) = if ours {
-                let text = shared.get(&key, self.patience.heartbeat)?;
+                let text = shared.get(&key, self.options.patience.heartbeat)?;
                 let agent: Agent = from_json("a launcher's introduction", &text)?;
                 self.same(node, &agent)?;
                 (agent.host, agent.addr)
@@ -296,7 +290,7 @@ impl Fixed {
     fn same(&self, node: usize, agent: &Agent) -> Result<()> {
         for (flag, theirs, ours) in [
             ("--nnodes", agent.nodes, self.count),
-            ("--max-restarts", agent.max_restarts as usize, self.most as usize),
+            ("--max-restarts", agent.max_restarts as usize, self.options.max_restarts as usize),
         ] {
             if theirs != ours {
                 let (host, me) = (&agent.host, self.node);
@@ -316,7 +310,7 @@ impl Fixed {
         let store = Arc::clone(self.store.as_ref().expect("the nodes have met at it"));
         let attempt = PrefixStore::new(self.prefix(), store);
         let start = Instant::now();
-        let deadline = start + self.patience.join;
+        let deadline = start + self.options.patience.join;
         let go = "port";
         self.retry(deadline, ear, || attempt.set(&format!("ready/{}", self.node), b"1"))?;
         if self.node == 0 {
@@ -338,7 +332,7 @@ impl Fixed {
                 Err(_) => std::thread::sleep(super::SLICE),
             }
         }
-        let port = attempt.get(go, self.patience.heartbeat)?;
+        let port = attempt.get(go, self.options.patience.heartbeat)?;
         self.place.master_port = from_json("the port of the ranks' store", &port)?;
         Ok(true)
     }
@@ -378,7 +372,7 @@ impl Fixed {
     }
 
     pub(super) fn settle(&mut self, job: &mut Job) -> Verdict {
-        let restarts_left = self.attempt < self.most;
+        let restarts_left = self.attempt < self.options.max_restarts;
         let rules = Rules { restarts_left, elastic: false, end_time: job.end_time() };
         let round = Arc::clone(self.round.as_ref().expect("an attempt is under way"));
         let own = job.outcome();

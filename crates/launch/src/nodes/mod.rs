@@ -10,13 +10,15 @@
 pub(super) mod address;
 mod elastic;
 mod fixed;
+mod heartbeat;
 mod round;
 mod state;
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use collective::{Store, TcpStore, TcpStoreServer};
+use collective::{Store, TcpStore};
 use serde::{Deserialize, Serialize};
 
 use self::elastic::Elastic;
@@ -129,7 +131,6 @@ pub(super) enum End {
 
 /// All nodes, seen from this one.
 pub(super) enum Team {
-    Alone { server: Option<TcpStoreServer>, ranks: usize, round: u32, most: u32 },
     Fixed(Box<Fixed>),
     Elastic(Box<Elastic>),
 }
@@ -137,46 +138,33 @@ pub(super) enum Team {
 impl Team {
     /// Hosts the control store, if it is for this node to do so.
     pub(super) fn new(options: &LaunchOptions) -> Result<Self> {
-        let (ranks, most) = (options.nproc_per_node, options.max_restarts);
-        Ok(match options.nodes.clone() {
-            Nodes::One => Self::Alone { server: None, ranks, round: 0, most },
+        let fixed = |place, addr, port| -> Result<Self> {
+            Ok(Self::Fixed(Box::new(Fixed::new(options, place, addr, port)?)))
+        };
+        match options.nodes.clone() {
+            Nodes::One => fixed((0, 1), "127.0.0.1".to_owned(), 0),
             Nodes::Fixed { count, rank, master_addr, master_port } => {
-                Self::Fixed(Box::new(Fixed::new(options, (rank, count), master_addr, master_port)?))
+                fixed((rank, count), master_addr, master_port)
             }
             Nodes::Elastic { min, max, host, port } => {
-                Self::Elastic(Box::new(Elastic::new(options, (min, max), host, port)?))
+                Ok(Self::Elastic(Box::new(Elastic::new(options, (min, max), host, port)?)))
             }
-        })
+        }
     }
 
-    /// The place of this node in the next attempt, once all nodes are there; `None` if there is none
-    /// for it.
-    pub(super) fn next(&mut self, ear: &mut Ear) -> Result<Option<Place>> {
+    /// The place of this node in the next attempt, once all nodes are there; or the exit code, if a signal or the
+    /// end of the job came first.
+    pub(super) fn next(&mut self, ear: &mut Ear) -> Result<ControlFlow<i32, Place>> {
         match self {
-            Self::Alone { server, ranks, round, .. } => {
-                // The new one is there before the old one goes, so its port is another.
-                let fresh = TcpStoreServer::bind(([127, 0, 0, 1], 0).into())?;
-                let fresh = server.insert(fresh);
-                Ok(Some(Place {
-                    round: *round,
-                    restart_count: *round,
-                    nodes: 1,
-                    world_size: *ranks,
-                    role_world_size: *ranks,
-                    master_addr: "127.0.0.1".to_owned(),
-                    master_port: fresh.port(),
-                    ..Place::default()
-                }))
-            }
             Self::Fixed(fixed) => fixed.next(ear),
             Self::Elastic(elastic) => elastic.next(ear),
         }
     }
 
+    /// The attempt, if other nodes take part in it or may join.
     fn round(&self) -> Option<&Arc<Round>> {
         match self {
-            Self::Alone { .. } => None,
-            Self::Fixed(fixed) => fixed.round.as_ref(),
+            Self::Fixed(fixed) => fixed.round.as_ref().filter(|round| round.members.len() > 1),
             Self::Elastic(elastic) => elastic.round.as_ref(),
         }
     }
@@ -205,38 +193,29 @@ impl Team {
     /// What all nodes make of the attempt that has ended here.
     pub(super) fn settle(&mut self, job: &mut Job) -> Result<Verdict> {
         match self {
-            Self::Alone { round, most, .. } => {
-                let mut verdict = Verdict::of(vec![job.outcome()], Vec::new());
-                verdict.again = verdict.may_restart() && *round < *most;
-                *round += u32::from(verdict.again);
-                Ok(verdict)
-            }
             Self::Fixed(fixed) => Ok(fixed.settle(job)),
             Self::Elastic(elastic) => elastic.settle(job),
         }
     }
 
-    /// The exit code if there was no part in the job for this node.
-    pub(super) fn code_without_a_part(&self) -> i32 {
+    /// Number of restarts after failures.
+    pub(super) fn restarts(&self) -> u32 {
         match self {
-            Self::Elastic(elastic) => elastic.code_of_end(),
-            Self::Alone { .. } | Self::Fixed(_) => 0,
+            Self::Fixed(fixed) => fixed.attempt,
+            Self::Elastic(elastic) => elastic.restarts(),
         }
     }
+}
 
-    /// What is said before the next attempt.
-    pub(super) fn restart_text(&self, verdict: &Verdict) -> String {
-        let (number, most) = match self {
-            Self::Alone { round, most, .. } => (*round, *most),
-            Self::Fixed(fixed) => (fixed.attempt, fixed.most),
-            Self::Elastic(elastic) => (elastic.restarts(), elastic.most),
-        };
-        if verdict.counted {
-            format!("launch: all ranks start again (restart {number} of {most})\n")
-        } else {
-            "launch: all ranks start again with the nodes that there are\n".to_owned()
-        }
-    }
+/// The ranks of a node with role and number of ranks of each: its first rank, the world's size, and the same of
+/// its role. As torchrun's agents write it.
+fn assign(nodes: &[(&str, usize)], node: usize) -> [usize; 4] {
+    let size = |nodes: &[(&str, usize)], role: Option<&str>| -> usize {
+        let same = nodes.iter().filter(|node| role.is_none_or(|role| role == node.0));
+        same.map(|node| node.1).sum()
+    };
+    let (before, role) = (&nodes[..node], Some(nodes[node].0));
+    [size(before, None), size(nodes, None), size(before, role), size(nodes, role)]
 }
 
 /// Connects to the control store, unless a signal comes first (`None`).

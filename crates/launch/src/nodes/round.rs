@@ -19,8 +19,10 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use collective::{Store, TcpStore, TcpStoreServer};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::heartbeat::Heartbeats;
 use super::{End, Patience, SLICE, from_json, to_json};
 use crate::signals::{Ear, Event};
 use crate::summary::{Outcome, Verdict};
@@ -115,9 +117,37 @@ impl Round {
         drop(std::thread::Builder::new().name("launch-tell".to_owned()).spawn(tell));
     }
 
+    /// Reads a value of this attempt; `None` if it is not there within `time`.
+    fn read<T: DeserializeOwned>(&self, name: &str, time: Duration) -> Result<Option<T>> {
+        match self.store.get(&self.key(name), time) {
+            Ok(text) => from_json(name, &text).map(Some),
+            Err(collective::Error::KeyTimeout { .. }) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// The longest single wait for another node, between which its heartbeat is checked.
+    fn slice(&self) -> Duration {
+        SLICE.min(self.patience.heartbeat)
+    }
+
     fn beat(&self) -> Result<()> {
-        self.store.add(&self.key(format_args!("beat/{}", self.node)), 1)?;
+        self.store.add(&self.beat_key(self.node), 1)?;
         Ok(())
+    }
+
+    fn beat_key(&self, node: usize) -> String {
+        self.key(format_args!("beat/{node}"))
+    }
+
+    fn heartbeats(&self, nodes: impl IntoIterator<Item = usize>) -> Heartbeats {
+        Heartbeats::new(nodes.into_iter().map(|node| self.beat_key(node)))
+    }
+
+    /// Whether `node` has not beaten for too long. Asks the store once for each heartbeat.
+    fn is_lost(&self, heartbeats: &mut Heartbeats, node: usize) -> bool {
+        heartbeats.poll(&self.store, &self.patience);
+        heartbeats.is_lost(&self.beat_key(node), &self.patience)
     }
 
     /// Agrees with the other nodes on how the attempt went, after it has ended here.
@@ -156,23 +186,20 @@ impl Round {
         let nodes = self.members.len();
         let mut outcomes = vec![None; nodes];
         outcomes[0] = Some(own.clone());
-        let mut pulse = Pulse::new(1..nodes);
+        let mut heartbeats = self.heartbeats(1..nodes);
         let mut remarks = Vec::new();
-        let mut deadline = Deadline::default();
+        let mut deadline = None;
         while let Some(node) = outcomes.iter().position(Option::is_none) {
-            let key = self.key(format_args!("outcome/{node}"));
-            match self.store.get(&key, SLICE.min(self.patience.heartbeat)) {
-                Ok(text) => outcomes[node] = Some(from_json("an outcome", &text)?),
-                Err(collective::Error::KeyTimeout { .. }) => {}
-                Err(error) => return Err(error.into()),
-            }
+            outcomes[node] = self.read(&format!("outcome/{node}"), self.slice())?;
             let ended = outcomes.iter().flatten().any(Outcome::ends_others);
-            deadline.start_if(ended || self.is_ending(ear), rules.end_time);
+            if ended || self.is_ending(ear) {
+                deadline.get_or_insert_with(|| Instant::now() + rules.end_time);
+            }
             for (node, outcome) in outcomes.iter_mut().enumerate() {
                 let name = self.name(node);
                 let known =
                     matches!(&ear.elsewhere, Some(End::Lost { node: lost }) if *lost == name);
-                let lost = known || deadline.is_over() || pulse.is_lost(self, node);
+                let lost = known || is_over(deadline) || self.is_lost(&mut heartbeats, node);
                 if outcome.is_none() && lost {
                     remarks.push(format!("{name} no longer answers"));
                     *outcome =
@@ -181,13 +208,7 @@ impl Round {
             }
         }
         let mut verdict = Verdict::of(outcomes.into_iter().flatten().collect(), remarks);
-        let end = match self.store.check(&[&self.key("end")])? {
-            true => {
-                let text = self.store.get(&self.key("end"), self.patience.heartbeat)?;
-                Some(from_json("an end", &text)?)
-            }
-            false => None,
-        };
+        let end: Option<End> = self.read("end", Duration::from_millis(1))?;
         rules.apply(&mut verdict, end.as_ref());
         self.store.set(&self.key("verdict"), &to_json(&verdict))?;
         Ok(verdict)
@@ -213,21 +234,19 @@ impl Round {
             }
             std::thread::sleep(SLICE);
         }
-        let mut pulse = Pulse::new([0]);
-        let mut deadline = Deadline::default();
+        let mut heartbeats = self.heartbeats([0]);
+        let mut deadline = None;
         loop {
-            match self.store.get(&self.key("verdict"), SLICE.min(self.patience.heartbeat)) {
-                Ok(text) => {
-                    self.store.add(&self.key("read"), 1)?;
-                    return from_json("a verdict", &text);
-                }
-                Err(collective::Error::KeyTimeout { .. }) => {}
-                Err(error) => return Err(error.into()),
+            if let Some(verdict) = self.read("verdict", self.slice())? {
+                self.store.add(&self.key("read"), 1)?;
+                return Ok(verdict);
             }
-            let ended = own.ends_others() || self.is_ending(ear);
-            // The first node waits as long for the others.
-            deadline.start_if(ended, rules.end_time + self.patience.lost_after());
-            if pulse.is_lost(self, 0) || deadline.is_over() {
+            if own.ends_others() || self.is_ending(ear) {
+                // The first node waits as long for the others.
+                let time = rules.end_time + self.patience.lost_after();
+                deadline.get_or_insert_with(|| Instant::now() + time);
+            }
+            if self.is_lost(&mut heartbeats, 0) || is_over(deadline) {
                 return Err(Error::Rendezvous("it no longer answers".to_owned()));
             }
         }
@@ -263,54 +282,8 @@ impl Rules {
     }
 }
 
-/// A moment that is set once.
-#[derive(Default)]
-struct Deadline(Option<Instant>);
-
-impl Deadline {
-    fn start_if(&mut self, condition: bool, time: Duration) {
-        if condition {
-            self.0.get_or_insert_with(|| Instant::now() + time);
-        }
-    }
-
-    fn is_over(&self) -> bool {
-        self.0.is_some_and(|due| due <= Instant::now())
-    }
-}
-
-/// When the counters of some nodes last moved, by our own clock.
-struct Pulse {
-    nodes: Vec<(usize, Vec<u8>, Instant)>,
-    looked: Instant,
-}
-
-impl Pulse {
-    fn new(nodes: impl IntoIterator<Item = usize>) -> Self {
-        let now = Instant::now();
-        Self { nodes: nodes.into_iter().map(|node| (node, Vec::new(), now)).collect(), looked: now }
-    }
-
-    /// Whether `node` has shown no life for too long. Asks the store once for each heartbeat.
-    fn is_lost(&mut self, round: &Round, node: usize) -> bool {
-        if self.looked.elapsed() >= round.patience.heartbeat {
-            self.look(round);
-            self.looked = Instant::now();
-        }
-        let lost_after = round.patience.lost_after();
-        self.nodes.iter().any(|(known, _, since)| *known == node && since.elapsed() > lost_after)
-    }
-
-    fn look(&mut self, round: &Round) {
-        for (node, seen, since) in &mut self.nodes {
-            let key = round.key(format_args!("beat/{node}"));
-            let now = round.store.get(&key, Duration::from_millis(1));
-            if now.as_ref().is_ok_and(|now| now != seen) {
-                *seen = now.unwrap_or_default();
-                *since = Instant::now();
-            }
-        }
-    }
+fn is_over(deadline: Option<Instant>) -> bool {
+    deadline.is_some_and(|due| due <= Instant::now())
 }
 
 /// A thread that beats, and listens to the other nodes, until this is dropped.
@@ -336,7 +309,7 @@ impl Watch {
                     }
                 }
             })
-            .map_err(|source| Error::Io { what: "start a thread".to_owned(), source })?;
+            .map_err(Error::io("start a thread"))?;
         Ok(Self { _alive: alive })
     }
 }
@@ -346,27 +319,20 @@ fn listen(round: &Round, until: &Weak<()>) -> Option<End> {
     let nodes = round.members.len();
     let mut others = (1..nodes).map(|step| (round.node + step) % nodes);
     let next = others.find(|&node| round.members[node].ours);
-    let mut pulse = Pulse::new(next);
+    let mut heartbeats = round.heartbeats(next);
     let mut answered = Instant::now();
-    let end = round.key("end");
     while until.strong_count() > 0 {
-        let heard = round.beat().map_err(|error| error.to_string()).and_then(|()| {
-            match round.store.get(&end, round.patience.heartbeat) {
-                Ok(text) => from_json("an end", &text).map(Some).map_err(|error| error.to_string()),
-                Err(collective::Error::KeyTimeout { .. }) => Ok(None),
-                Err(error) => Err(error.to_string()),
-            }
-        });
-        match heard {
+        match round.beat().and_then(|()| round.read("end", round.patience.heartbeat)) {
             Ok(Some(end)) => return Some(end),
             Ok(None) => answered = Instant::now(),
             Err(why) if answered.elapsed() > round.patience.lost_after() => {
                 let node = format!("the control store at {} ({why})", round.store.addr());
                 return Some(End::Lost { node });
             }
-            Err(_) => std::thread::sleep(SLICE.min(round.patience.heartbeat)),
+            Err(_) => std::thread::sleep(round.slice()),
         }
-        let lost = next.filter(|&next| pulse.is_lost(round, next)).map(|next| round.name(next));
+        let lost =
+            next.filter(|&next| round.is_lost(&mut heartbeats, next)).map(|next| round.name(next));
         if let Some(node) = lost.or_else(|| round.gone_agent()) {
             let end = End::Lost { node };
             drop(round.tell(&end));

@@ -1,0 +1,66 @@
+//! Heartbeats: each node advances a counter in the control store, and one whose counter stands still is lost.
+
+use std::time::{Duration, Instant};
+
+use collective::{Store, TcpStore};
+
+use super::Patience;
+
+/// Counters of other nodes, and since when each has its value, by this process's clock.
+#[derive(Default)]
+pub(super) struct Heartbeats {
+    polled: Option<Instant>,
+    counters: Vec<Counter>,
+}
+
+struct Counter {
+    key: String,
+    value: Vec<u8>,
+    since: Instant,
+}
+
+impl Heartbeats {
+    /// Watches the counters at `keys`; the first poll is a heartbeat from now.
+    pub(super) fn new(keys: impl Iterator<Item = String>) -> Self {
+        let mut heartbeats = Self { polled: Some(Instant::now()), counters: Vec::new() };
+        heartbeats.watch(keys.collect());
+        heartbeats
+    }
+
+    /// Watches the counters at `keys` from now on, and forgets the others.
+    pub(super) fn watch(&mut self, keys: Vec<String>) {
+        self.counters.retain(|counter| keys.contains(&counter.key));
+        for key in keys {
+            if !self.counters.iter().any(|counter| counter.key == key) {
+                let counter = Counter { key, value: Vec::new(), since: Instant::now() };
+                self.counters.push(counter);
+            }
+        }
+    }
+
+    /// Whether a heartbeat has passed since the last poll.
+    pub(super) fn is_due(&self, patience: &Patience) -> bool {
+        self.polled.is_none_or(|polled| polled.elapsed() >= patience.heartbeat)
+    }
+
+    /// Reads the counters, once for each heartbeat.
+    pub(super) fn poll(&mut self, store: &TcpStore, patience: &Patience) {
+        if !self.is_due(patience) {
+            return;
+        }
+        for Counter { key, value, since } in &mut self.counters {
+            if let Ok(now) = store.get(key, Duration::from_millis(1))
+                && now != *value
+            {
+                (*value, *since) = (now, Instant::now());
+            }
+        }
+        self.polled = Some(Instant::now());
+    }
+
+    /// Whether the counter at `key` has stood still for too long.
+    pub(super) fn is_lost(&self, key: &str, patience: &Patience) -> bool {
+        let counter = self.counters.iter().find(|counter| counter.key == key);
+        counter.is_some_and(|counter| counter.since.elapsed() > patience.lost_after())
+    }
+}

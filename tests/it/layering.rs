@@ -8,11 +8,12 @@ use toml::{Table, Value};
 
 /// Each crate, and the workspace crates it may depend on.
 const ALLOWED: &[(&str, &[&str])] = &[
+    ("cuda-rt", &[]),
     ("npu-sys", &[]),
-    ("amp", &["npu-sys"]),
-    ("candle-ops", &["amp", "fused-optim"]),
+    ("amp", &["cuda-rt", "npu-sys"]),
+    ("candle-ops", &["amp", "cuda-rt"]),
     ("collective", &["npu-sys"]),
-    ("fused-optim", &["npu-sys"]),
+    ("fused-optim", &["cuda-rt", "npu-sys"]),
     ("launch", &["collective"]),
     ("runner", &["amp", "candle-ops", "collective", "fused-optim", "launch"]),
 ];

@@ -193,11 +193,11 @@ impl Joined {
 }
 
 /// As `collective` calls a type.
-pub(super) const fn type_of(dtype: fused_optim::DType) -> DType {
+pub(super) const fn type_of(dtype: fused_optim::cuda::DType) -> DType {
     match dtype {
-        fused_optim::DType::F32 => DType::F32,
-        fused_optim::DType::F16 => DType::F16,
-        fused_optim::DType::Bf16 => DType::Bf16,
+        fused_optim::cuda::DType::F32 => DType::F32,
+        fused_optim::cuda::DType::F16 => DType::F16,
+        fused_optim::cuda::DType::Bf16 => DType::Bf16,
     }
 }
 

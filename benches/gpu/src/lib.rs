@@ -18,8 +18,8 @@ use std::slice;
 
 use amp::cuda::CudaScaler;
 use amp::{LossScaler, LossScalerOptions};
-use fused_optim::cuda::{DeviceParam, DeviceSlice, Gpu, LossScale};
-use fused_optim::{Clip, DType, FoundInf, ParamMut, Slice, SliceMut, StepCtl};
+use fused_optim::cuda::{DType, DeviceParam, DeviceSlice, Gpu, LossScale};
+use fused_optim::{Clip, FoundInf, ParamMut, Slice, SliceMut, StepCtl};
 use half::{bf16, f16};
 
 use rules::Any;
@@ -51,7 +51,6 @@ pub struct Session {
     optimizer: Option<Any>,
     /// What is bound to it.
     params: Vec<DeviceParam>,
-    amp: amp::cuda::Gpu,
     scaler: Option<CudaScaler>,
 }
 
@@ -76,10 +75,7 @@ pub unsafe extern "C" fn gpu_open(stream: *mut c_void, session: *mut *mut Sessio
     let open = || {
         // SAFETY: the caller vouches for the stream.
         let optim = unsafe { Gpu::with_stream(0, stream) }?;
-        // SAFETY: as above.
-        let amp = unsafe { amp::cuda::Gpu::with_stream(0, stream) }?;
-        let made =
-            Box::new(Session { optim, optimizer: None, params: Vec::new(), amp, scaler: None });
+        let made = Box::new(Session { optim, optimizer: None, params: Vec::new(), scaler: None });
         // SAFETY: the caller's place for a pointer.
         unsafe { session.write(Box::into_raw(made)) };
         Ok(())
@@ -287,13 +283,12 @@ pub unsafe extern "C" fn gpu_cast(
 ) -> c_int {
     // SAFETY: the caller's session, used by nobody else meanwhile.
     let session = unsafe { &*session };
-    let slice = |ptr, number| {
-        Ok::<_, Box<dyn Error>>(amp::cuda::DeviceSlice { ptr, len, dtype: amp_type(number)? })
-    };
+    let slice =
+        |ptr, number| Ok::<_, Box<dyn Error>>(DeviceSlice { ptr, len, dtype: dtype(number)? });
     let cast = || {
         let (from, to) = (slice(from, from_type)?, slice(to, to_type)?);
         // SAFETY: the caller vouches for both.
-        Ok(unsafe { amp::cuda::cast(&session.amp, from, to) }?)
+        Ok(unsafe { amp::cuda::cast(&session.optim, from, to) }?)
     };
     status(cast)
 }
@@ -319,14 +314,10 @@ pub unsafe extern "C" fn gpu_scaler(
     let lens = unsafe { slice::from_raw_parts(lens, count) };
     let make = || {
         let scaler = LossScaler::new(LossScalerOptions::default())?;
-        let mut scaler = CudaScaler::new(session.amp.clone(), &scaler)?;
-        let dtype = amp_type(grad_type)?;
+        let mut scaler = CudaScaler::new(session.optim.clone(), &scaler)?;
+        let dtype = dtype(grad_type)?;
         let slices: Vec<_> = grads.iter().zip(lens).collect();
-        let slice = |(ptr, len): (&u64, &u64)| amp::cuda::DeviceSlice {
-            ptr: *ptr,
-            len: *len as usize,
-            dtype,
-        };
+        let slice = |(ptr, len): (&u64, &u64)| DeviceSlice { ptr: *ptr, len: *len as usize, dtype };
         let slices: Vec<_> = slices.into_iter().map(slice).collect();
         // SAFETY: the caller vouches for the gradients.
         unsafe { scaler.bind(&slices) }?;
@@ -360,12 +351,4 @@ fn dtype(number: c_int) -> Result<DType> {
         2 => Ok(DType::Bf16),
         _ => Err("no such type".into()),
     }
-}
-
-fn amp_type(number: c_int) -> Result<amp::DType> {
-    Ok(match dtype(number)? {
-        DType::F32 => amp::DType::F32,
-        DType::F16 => amp::DType::F16,
-        DType::Bf16 => amp::DType::Bf16,
-    })
 }

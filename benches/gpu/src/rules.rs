@@ -1,8 +1,8 @@
 //! The nine rules by name, on the GPU and on the CPU: they have no public trait to be generic over.
 
-use fused_optim::cuda::{CudaOptimizer, DeviceParam, Gpu, LossScale, Status, Tuned};
+use fused_optim::cuda::{CudaOptimizer, DType, DeviceParam, Gpu, LossScale, Status, Tuned};
 use fused_optim::{
-    AdadeltaHyper, AdamHyper, AdamPHyper, AdamWHyper, BertAdamHyper, DType, HalfWeights, LambHyper,
+    AdadeltaHyper, AdamHyper, AdamPHyper, AdamWHyper, BertAdamHyper, HalfWeights, LambHyper,
     Optimizer, ParamGroup, RmsPropHyper, RmsPropTfHyper, SgdHyper, StepCtl,
 };
 

@@ -50,7 +50,7 @@ fn main() -> Result<()> {
 /// The weight in f16, by `amp`'s cast, on the same stream.
 fn halve(stream: &Arc<CudaStream>, weight: &Tensor) -> Result<Tensor> {
     let half = weight.zeros_like()?.to_dtype(DType::F16)?;
-    let gpu = amp::cuda::Gpu::on(stream.clone()).map_err(Error::wrap)?;
+    let gpu = Gpu::on(stream.clone()).map_err(Error::wrap)?;
     // SAFETY: two tensors of these types, apart, which outlive the cast in order of their stream.
     unsafe { amp::cuda::cast(&gpu, weight.try_into()?, (&half).try_into()?) }
         .map_err(Error::wrap)?;

@@ -11,7 +11,7 @@ use super::*;
 
 /// What is looked for in a driver before cudarc is asked anything.
 fn looked_for() -> Vec<&'static str> {
-    let source = include_str!("../../../../crates/fused-optim/src/cuda/driver.rs");
+    let source = include_str!("../../../../crates/cuda-rt/src/driver.rs");
     let (_, list) = source.split_once("const SYMBOLS: &[&str] = &[").unwrap();
     let (list, _) = list.split_once("];").unwrap();
     list.split('"').filter(|word| word.starts_with("cu")).collect()
@@ -54,11 +54,11 @@ fn nothing_of_the_driver_is_called_that_was_not_looked_for() {
             drop(Averages::new(gpu, &[3000]).unwrap());
         }
         // SAFETY: a stream that lives.
-        let gpu = unsafe { amp::cuda::Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
-        let of = |ptr, dtype| amp::cuda::DeviceSlice { ptr, len, dtype };
-        let wide = of(weight.ptr, amp::DType::F32);
+        let gpu = unsafe { Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
+        let of = |ptr, dtype| DeviceSlice { ptr, len, dtype };
+        let wide = of(weight.ptr, DType::F32);
         // SAFETY: as above.
-        unsafe { amp::cuda::cast(&gpu, wide, of(half, amp::DType::F16)) }.unwrap();
+        unsafe { amp::cuda::cast(&gpu, wide, of(half, DType::F16)) }.unwrap();
         let scaler = LossScaler::new(LossScalerOptions::default()).unwrap();
         let mut scaler = CudaScaler::new(gpu, &scaler).unwrap();
         // SAFETY: as above.
@@ -83,7 +83,7 @@ fn a_driver_that_lacks_a_function_is_an_error_that_names_it() {
         );
         let text = error.to_string();
         assert!(text.contains("libcuda.so") && text.contains("driver 525 or later"), "{text}");
-        assert_eq!(amp::cuda::Gpu::new(0).unwrap_err().to_string(), text);
+        assert_eq!(Gpu::new(0).unwrap_err().to_string(), text);
     });
 }
 
@@ -92,7 +92,7 @@ fn code_that_the_driver_refuses_may_be_of_a_newer_compiler() {
     let test = "drivers::code_that_the_driver_refuses_may_be_of_a_newer_compiler";
     with_fake(test, |fake| {
         // SAFETY: a stream that lives.
-        let gpu = unsafe { amp::cuda::Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
+        let gpu = unsafe { Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
         let scaler = LossScaler::new(LossScalerOptions::default()).unwrap();
         let text = |code| {
             fake.fail("cuModuleLoadData", 0, 1, code);

@@ -18,10 +18,9 @@ use std::time::Duration;
 
 use collective::reducer::DeviceReducerOptions;
 use collective::{DeviceBuf, GroupOptions, MemoryStore, ProcessGroup, Transport};
-use fused_optim::cuda::{CudaOptimizer, DeviceParam, DeviceSlice, Gpu, LossScale};
+use fused_optim::cuda::{CudaOptimizer, DType, DeviceParam, DeviceSlice, Gpu, LossScale};
 use fused_optim::{
-    Applied, Clip, DType, FoundInf, HalfWeights, ParamGroup, ParamMut, SgdHyper, Slice, SliceMut,
-    StepCtl,
+    Applied, Clip, FoundInf, HalfWeights, ParamGroup, ParamMut, SgdHyper, Slice, SliceMut, StepCtl,
 };
 use gpu_bench::joined::Joined;
 use gpu_bench::reduce::{

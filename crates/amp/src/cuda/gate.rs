@@ -8,9 +8,9 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::{env, fs, process, thread};
 
+use cuda_rt::{Nvrtc, options};
+
 use super::Program;
-use super::driver::options;
-use super::nvrtc::Nvrtc;
 
 /// Registers a thread of each kernel may have: so many blocks of 256 fit a processor's 65 536.
 const BUDGET: [(&str, u32); 3] = [("cast", 64), ("unscale", 96), ("update", 40)];

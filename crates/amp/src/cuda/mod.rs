@@ -8,12 +8,12 @@
 //! Building needs nothing of CUDA. At run time the driver (`libcuda.so.1`) and NVRTC are opened; if one
 //! is missing or too old the error says where it was looked for and what to install. `$NVRTC_LIBRARY`
 //! is the path of an NVRTC elsewhere. Compiled kernels are kept in `$CUBIN_CACHE` (empty: nowhere), or
-//! under `amp/cubin` in the user's cache; where that folder has them ([`compile_for`]), NVRTC is not
+//! under `cuda-rt/cubin` in the user's cache; where that folder has them ([`compile_for`]), NVRTC is not
 //! needed.
 //!
 //! ```no_run
-//! use amp::cuda::{CudaScaler, DeviceSlice, Gpu};
-//! use amp::{DType, LossScaler, LossScalerOptions};
+//! use amp::cuda::{CudaScaler, DType, DeviceSlice, Gpu};
+//! use amp::{LossScaler, LossScalerOptions};
 //!
 //! # let grad = 0;
 //! let scaler = LossScaler::new(LossScalerOptions::default())?;
@@ -26,15 +26,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod cache;
-#[cfg(feature = "candle-cuda")]
-mod candle;
-mod driver;
-mod error;
 #[cfg(test)]
 mod gate;
-mod library;
-mod nvrtc;
 mod scaler;
 #[cfg(test)]
 mod shim;
@@ -43,45 +36,18 @@ mod tests;
 
 use std::fmt;
 
-use cudarc::driver::{CudaSlice, DevicePtr};
+pub use cuda_rt::{Attempt, Cubin, CudaError, DType, DeviceSlice, Gpu, Nvrtc};
+use cuda_rt::{Kernels, Memory};
 
-use crate::{DType, LossScaler};
-pub use driver::Gpu;
-pub use error::{Attempt, CudaError};
-pub use nvrtc::{Cubin, Nvrtc};
+use crate::LossScaler;
 use scaler::Scaler;
 pub use scaler::Status;
-
-/// Elements in a device's memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeviceSlice {
-    /// The address of the first, a `CUdeviceptr`.
-    pub ptr: u64,
-    /// How many there are.
-    pub len: usize,
-    /// Their type; not `F64`.
-    pub dtype: DType,
-}
-
-macro_rules! of_slices {
-    ($($element:ty => $dtype:ident),*) => {$(
-        impl From<&CudaSlice<$element>> for DeviceSlice {
-            /// All of a slice of cudarc; its stream must be the one it is used on.
-            fn from(slice: &CudaSlice<$element>) -> Self {
-                let (ptr, _) = slice.device_ptr(slice.stream());
-                Self { ptr, len: slice.len(), dtype: DType::$dtype }
-            }
-        }
-    )*};
-}
-of_slices!(f32 => F32, half::f16 => F16, half::bf16 => Bf16);
 
 /// Casts element by element, as [`amp::cast`](crate::cast()) does, in order of the stream.
 ///
 /// # Errors
 ///
-/// [`CudaError::Unsupported`] for lengths that differ, types other than f32, f16 and bf16, or an
-/// address between two elements; and the driver's.
+/// [`CudaError::Unsupported`] for lengths that differ, or an address between two elements; and the driver's.
 ///
 /// # Safety
 ///
@@ -125,7 +91,7 @@ unsafe fn cast_on<D: Device>(
 pub fn compile_for(arch: i32) -> Result<(), CudaError> {
     let pairs = (0..3).flat_map(|from| (0..3).map(move |to| Some([from, to])));
     for cast in pairs.chain([None]) {
-        driver::compiled(&Program::source(), &Program { cast }.macros(), arch)?;
+        cuda_rt::compiled(&Program::source(), &Program { cast }.macros(), arch)?;
     }
     Ok(())
 }
@@ -280,11 +246,11 @@ impl Program {
 
     /// What NVRTC compiles.
     fn source() -> String {
-        [include_str!("ptx.h"), Self::SOURCE].concat()
+        Kernels::source(Self::SOURCE)
     }
 
-    /// What is the same for every compiler; the tests have `shim.h` before it in place of `ptx.h`.
-    const SOURCE: &'static str = concat!(include_str!("device.h"), include_str!("amp.cu"));
+    /// The kernels.
+    const SOURCE: &'static str = include_str!("amp.cu");
 }
 
 /// A device, or what stands in for one in tests. As in `fused-optim`.
@@ -311,14 +277,14 @@ trait Device: fmt::Debug {
 }
 
 impl Device for Gpu {
-    type Memory = driver::Memory;
+    type Memory = Memory;
 
     fn alloc(&self, bytes: usize) -> Result<Self::Memory, CudaError> {
         Self::alloc(self, bytes)
     }
 
     fn address(memory: &Self::Memory) -> u64 {
-        memory.address
+        memory.address()
     }
 
     fn write(&self, memory: &mut Self::Memory, at: usize, bytes: &[u8]) -> Result<(), CudaError> {
@@ -356,16 +322,10 @@ impl Device for Gpu {
 
 /// The number a type has in kernels, if the slice can be given to one.
 fn number(slice: DeviceSlice) -> Result<u32, CudaError> {
-    let (number, size) = match slice.dtype {
-        DType::F32 => (0, 4),
-        DType::F16 => (1, 2),
-        DType::Bf16 => (2, 2),
-        DType::F64 => return Err(CudaError::Unsupported { what: "f64" }),
-    };
-    if !slice.ptr.is_multiple_of(size) {
+    if !slice.ptr.is_multiple_of(slice.dtype.size() as u64) {
         return Err(CudaError::Unsupported { what: "an address between two elements" });
     }
-    Ok(number)
+    Ok(slice.dtype.number())
 }
 
 /// Blocks of 256 threads that hide the latency of memory; more only wait for each other.

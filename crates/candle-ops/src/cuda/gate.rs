@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::{env, fs, process};
 
-use fused_optim::cuda::{Kernels, Nvrtc};
+use cuda_rt::{Kernels, Nvrtc};
 
 use super::{KERNELS, SOURCE, macros};
 

@@ -26,7 +26,7 @@ use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::cuda_backend::{CudaDType, CudaStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, DType, Device, Result, Shape, Storage, Tensor, bail};
-use fused_optim::cuda::CudaError;
+use cuda_rt::CudaError;
 use half::{bf16, f16};
 
 use crate::context;
@@ -47,7 +47,7 @@ pub const NAMES: &str = "conv2d, linear, batch_norm, relu, add_relu, \
 pub struct Kernels {
     pub(super) device: CudaDevice,
     /// For `f32`, `f16`, `bf16`.
-    programs: [fused_optim::cuda::Kernels; 3],
+    programs: [cuda_rt::Kernels; 3],
     /// Counter of finished blocks: zero between launches, which run one after another.
     arrived: Tensor,
 }
@@ -121,7 +121,7 @@ impl Kernels {
     /// NVRTC or the driver cannot be loaded or fails, with the reason.
     pub fn new(device: &CudaDevice) -> std::result::Result<Self, String> {
         let build = |macros: Vec<String>| {
-            fused_optim::cuda::Kernels::new(device.cuda_stream(), SOURCE, &macros, KERNELS)
+            cuda_rt::Kernels::new(device.cuda_stream(), SOURCE, &macros, KERNELS)
         };
         let [f32, f16, bf16] = macros().map(build);
         let programs = || Ok::<_, CudaError>([f32?, f16?, bf16?]);

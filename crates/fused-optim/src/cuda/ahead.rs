@@ -7,11 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::asked::asked;
 use super::device::{Device, Program};
-use super::driver::Gpu;
 use super::fused::{BLOCKS, Fused, UNBOUND, read_answer};
 use super::rules::DeviceHyper;
 use super::table::{Answer, Bytes, Job};
-use super::{CudaOptimizer, DeviceSlice};
+use super::{CudaOptimizer, DeviceSlice, Gpu};
 use crate::rule::OwnClip;
 use crate::{Error, Result, StepCtl, norms};
 

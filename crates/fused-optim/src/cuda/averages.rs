@@ -3,10 +3,9 @@
 #![expect(unsafe_code, reason = "an address is only a number")]
 
 use super::device::{Device, Program};
-use super::driver::Gpu;
-use super::table::{Bytes, Chunk, Job, SPAN, Tensor, number};
+use super::table::{Bytes, Chunk, Job, SPAN, Tensor};
 use super::tune::LaunchShape;
-use super::{DeviceParam, DeviceSlice};
+use super::{DeviceParam, DeviceSlice, Gpu};
 use crate::{Error, Result};
 
 /// Moving averages, f32, of tensors on a GPU, in its memory.
@@ -137,7 +136,7 @@ impl<D: Device> Kept<D> {
             ema: ema(offset),
             count: tensor.len as u64,
             cols: tensor.len as u64,
-            grad_type: number(tensor.dtype),
+            grad_type: tensor.dtype.number(),
             ..Tensor::default()
         });
         let table: Vec<Tensor> = table.collect();
@@ -184,7 +183,7 @@ mod tests {
 
     use super::super::shim::Host;
     use super::*;
-    use crate::DType;
+    use crate::cuda::DType;
 
     /// As a tensor of this type has it.
     fn widened(dtype: DType, x: f32) -> f32 {

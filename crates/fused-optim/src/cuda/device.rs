@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use cuda_rt::Kernels;
+
 use super::table::{Job, Types};
 use super::tune::LaunchShape;
 use crate::Result;
@@ -86,12 +88,12 @@ impl Program {
 
     /// What NVRTC compiles.
     pub(super) fn source(&self) -> String {
-        [include_str!("ptx.h"), Self::SOURCE].concat()
+        Kernels::source(Self::SOURCE)
     }
 
-    /// What is the same for every compiler; the tests have `shim.h` before it in place of `ptx.h`.
+    /// The kernels.
     pub(super) const SOURCE: &'static str =
-        concat!(include_str!("device.h"), include_str!("rules.h"), include_str!("optim.cu"));
+        concat!(include_str!("rules.h"), include_str!("optim.cu"));
 }
 
 /// What is sent to a device for good.

@@ -8,9 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::ahead::{self, GradStats};
 use super::device::{Device, Program};
-use super::driver::Gpu;
 use super::rules::DeviceHyper;
-use super::{CudaOptimizer, DeviceParam, Launches, Tuned};
+use super::{CudaOptimizer, DeviceParam, Gpu, Launches, Tuned};
 use crate::{
     Applied, Clip, DeviceOptimizer, Error, FoundInf, HalfWeights, Optimizer, ParamGroup, ParamMut,
     ParamSpec, Result, StateDict, StepCtl,

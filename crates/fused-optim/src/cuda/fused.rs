@@ -12,16 +12,14 @@ use super::device::{Device, Program, Tables};
 use super::held::Held;
 use super::looks::Looks;
 use super::rules::DeviceHyper;
-use super::table::{
-    Answer, Asked, Bytes, Class, Group, Job, Plan, Progress, Shape, Tensor, Types, number,
-};
+use super::table::{Answer, Asked, Bytes, Class, Group, Job, Plan, Progress, Shape, Tensor, Types};
 use super::tune::LaunchShape;
-use super::{DeviceParam, DeviceSlice, Launches, LossScale, Status};
+use super::{DType, DeviceParam, DeviceSlice, Launches, LossScale, Status};
 use crate::core::Core;
 use crate::cpu::pages::Pages;
 use crate::rule::OwnClip;
 use crate::state::TensorState;
-use crate::{DType, Error, HalfWeights, ParamGroup, Result, StateDict, StepCtl, norms};
+use crate::{Error, HalfWeights, ParamGroup, Result, StateDict, StepCtl, norms};
 
 /// What the kernels are given as long as the same tensors are bound.
 #[derive(Debug)]
@@ -163,7 +161,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             if let Some(held) = self.held.get(&index) {
                 let weight = param.weight.dtype;
                 if held.master && !self.wants_master(weight) {
-                    return Err(Error::UnwantedMaster { index, weight });
+                    return Err(Error::UnwantedMaster { index, weight: weight.into() });
                 }
                 held.count.map_or(Ok(()), |count| param.same_length(index, "state", count))?;
             }
@@ -250,8 +248,8 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         for &(index, group) in members {
             let (param, grad) = grad_of(params, index);
             let types = Types {
-                grad: number(grad.dtype),
-                weight: number(param.weight.dtype),
+                grad: grad.dtype.number(),
+                weight: param.weight.dtype.number(),
                 master: self.held[&index].master,
             };
             let form = self.core.groups()[group].hyper.form();
@@ -402,7 +400,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             first,
             row,
             group: group as u32,
-            grad_type: number(grad.dtype),
+            grad_type: grad.dtype.number(),
             clear: param.clear.into(),
             project: (param.rows > 0).into(),
             ema_decay,

@@ -8,9 +8,9 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::{env, fs, process, thread};
 
+use cuda_rt::{Nvrtc, options};
+
 use super::device::Program;
-use super::driver::options;
-use super::nvrtc::Nvrtc;
 use super::table::Types;
 use super::tune::LaunchShape;
 

@@ -18,12 +18,12 @@
 //! Building needs nothing of CUDA. At run time the driver (`libcuda.so.1`) and NVRTC are opened; if one
 //! is missing or too old the error says where it was looked for and what to install. `$NVRTC_LIBRARY`
 //! is the path of an NVRTC elsewhere. Compiled kernels are kept in `$CUBIN_CACHE` (empty: nowhere), or
-//! under `fused-optim/cubin` in the user's cache; where that folder has them
+//! under `cuda-rt/cubin` in the user's cache; where that folder has them
 //! ([`compile_for`](CudaOptimizer::compile_for)), NVRTC is not needed.
 //!
 //! ```no_run
-//! use fused_optim::cuda::{CudaOptimizer, DeviceParam, DeviceSlice, Gpu};
-//! use fused_optim::{AdamWHyper, DType, HalfWeights, ParamGroup, StepCtl};
+//! use fused_optim::cuda::{CudaOptimizer, DType, DeviceParam, DeviceSlice, Gpu};
+//! use fused_optim::{AdamWHyper, HalfWeights, ParamGroup, StepCtl};
 //!
 //! # let (weight, grad) = (0, 0);
 //! let gpu = Gpu::new(0)?;
@@ -44,21 +44,13 @@
 mod ahead;
 mod asked;
 mod averages;
-mod cache;
-#[cfg(feature = "candle-cuda")]
-mod candle;
 mod device;
-mod driver;
-mod error;
 mod fed;
 mod fused;
 #[cfg(test)]
 mod gate;
 mod held;
-mod kernels;
-mod library;
 mod looks;
-mod nvrtc;
 mod rules;
 #[cfg(test)]
 mod shim;
@@ -69,18 +61,15 @@ mod table;
 mod tests;
 mod tune;
 
-use cudarc::driver::{CudaSlice, DevicePtr};
+use cuda_rt::Memory;
+pub use cuda_rt::{Attempt, Cubin, CudaError, DType, DeviceSlice, Gpu, Nvrtc};
 
-use crate::{DType, HalfWeights, ParamGroup, ParamSpec, Result, StateDict, StepCtl};
+use crate::{HalfWeights, ParamGroup, ParamSpec, Result, StateDict, StepCtl};
 pub use ahead::GradStats;
 pub use averages::Averages;
 use device::{Device, Program};
-pub use driver::Gpu;
-pub use error::{Attempt, CudaError};
 pub use fed::{DeviceFed, DeviceParams};
 use fused::Fused;
-pub use kernels::Kernels;
-pub use nvrtc::{Cubin, Nvrtc};
 use rules::DeviceHyper;
 use table::{Bytes, Job};
 use tune::Search;
@@ -127,17 +116,13 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
         for group in groups {
             for &(weight, grad) in types {
                 let master = weight != DType::F32 && half_weights == HalfWeights::Master;
-                let types = table::Types {
-                    grad: table::number(grad),
-                    weight: table::number(weight),
-                    master,
-                };
+                let types = table::Types { grad: grad.number(), weight: weight.number(), master };
                 let rule = Some((group.hyper.form(), H::TWO_SWEEPS));
                 programs.push(Program { rule, types, shape: LaunchShape::DEFAULT });
             }
         }
         for program in programs {
-            driver::compiled(&program.source(), &program.macros(), arch)?;
+            cuda_rt::compiled(&program.source(), &program.macros(), arch)?;
         }
         Ok(())
     }
@@ -328,14 +313,14 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
 }
 
 impl Device for Gpu {
-    type Memory = driver::Memory;
+    type Memory = Memory;
 
     fn alloc(&self, bytes: usize) -> Result<Self::Memory> {
         Ok(Self::alloc(self, bytes)?)
     }
 
     fn address(memory: &Self::Memory) -> u64 {
-        memory.address
+        memory.address()
     }
 
     fn write(&self, memory: &mut Self::Memory, offset: usize, bytes: &[u8]) -> Result<()> {
@@ -378,29 +363,21 @@ impl Device for Gpu {
     }
 }
 
-/// Elements in a device's memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeviceSlice {
-    /// The address of the first, a `CUdeviceptr`.
-    pub ptr: u64,
-    /// How many there are.
-    pub len: usize,
-    /// Their type.
-    pub dtype: DType,
-}
-
-macro_rules! of_slices {
-    ($($element:ty => $dtype:ident),*) => {$(
-        impl From<&CudaSlice<$element>> for DeviceSlice {
-            /// All of a slice of cudarc; its stream must be the optimizer's.
-            fn from(slice: &CudaSlice<$element>) -> Self {
-                let (ptr, _) = slice.device_ptr(slice.stream());
-                Self { ptr, len: slice.len(), dtype: DType::$dtype }
+macro_rules! same_types {
+    ($from:ty, $to:ty) => {
+        impl From<$from> for $to {
+            fn from(dtype: $from) -> Self {
+                match dtype {
+                    <$from>::F32 => Self::F32,
+                    <$from>::F16 => Self::F16,
+                    <$from>::Bf16 => Self::Bf16,
+                }
             }
         }
-    )*};
+    };
 }
-of_slices!(f32 => F32, half::f16 => F16, half::bf16 => Bf16);
+same_types!(crate::DType, DType);
+same_types!(DType, crate::DType);
 
 /// A tensor and its gradient in a device's memory.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -12,7 +12,7 @@ use super::shim::{Host, Launched};
 use super::table::{Answer, Asked, Bytes, Chunk, Job, Plan, Progress, SPAN, Shape, Tensor, Types};
 use super::tests::{compare, kinds};
 use super::tune::{LaunchShape, Search};
-use super::{DeviceParam, DeviceSlice, LossScale};
+use super::{DType, DeviceParam, DeviceSlice, LossScale};
 use crate::core::Core;
 use crate::*;
 

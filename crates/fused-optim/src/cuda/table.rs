@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use crate::Layout;
 use crate::cpu::BLOCK;
-use crate::{DType, Layout};
 
 /// Declares a struct as C lays it out: the fields in order, each at a multiple of its size, so that
 /// there is no padding; `launch.h` of the tests has the compiler compare the sizes.
@@ -149,15 +149,6 @@ pub(super) struct Types {
     pub(super) grad: u32,
     pub(super) weight: u32,
     pub(super) master: bool,
-}
-
-/// The number a type has in kernels.
-pub(super) const fn number(dtype: DType) -> u32 {
-    match dtype {
-        DType::F32 => 0,
-        DType::F16 => 1,
-        DType::Bf16 => 2,
-    }
 }
 
 /// Elements whose sum one warp takes: `SPAN` of `device.h`.

@@ -7,10 +7,10 @@ use half::{bf16, f16};
 use super::device::{Device, Program};
 use super::fused::Fused;
 use super::rules::DeviceHyper;
-use super::shim::Host;
-use super::table::{Types, number};
+use super::shim::{self, Host};
+use super::table::Types;
 use super::tune::LaunchShape;
-use super::{DeviceParam, DeviceSlice};
+use super::{DType, DeviceParam, DeviceSlice};
 use crate::core::Core;
 use crate::*;
 
@@ -68,7 +68,7 @@ impl Values {
     }
 
     fn lend(&mut self, host: &Host) -> DeviceSlice {
-        let (len, dtype) = (self.view().len(), self.view().dtype());
+        let (len, dtype) = (self.view().len(), self.view().dtype().into());
         let ptr = match self.view() {
             SliceMut::F32(v) => host.lend(v),
             SliceMut::F16(v) => host.lend(v),
@@ -270,7 +270,7 @@ pub(super) fn compare<H: DeviceHyper>(
     let mut device = Fused::new(host, groups(), kinds[0].how).unwrap();
     for kind in kinds {
         let master = kind.weight != DType::F32 && kind.how == HalfWeights::Master;
-        let types = Types { grad: number(kind.grad), weight: number(kind.weight), master };
+        let types = Types { grad: kind.grad.number(), weight: kind.weight.number(), master };
         let launches = hypers.each_ref().map(|hyper| ((hyper.form(), types), kind.launch));
         device.launch_shapes.extend(launches);
     }
@@ -489,7 +489,7 @@ fn blocks_of_1024_threads_have_the_same_bits() {
         let hypers = [hyper.clone(), hyper];
         assert_eq!(compare(hypers, host, &[kind], &sizes, 1), Ok(()), "{}", H::KIND);
     }
-    assert!(Program::SOURCE.contains("THREADS = 256"));
+    assert!(shim::source().contains("THREADS = 256"));
     same(AdadeltaHyper { weight_decay: 0.1, ..Default::default() });
     same(AdamHyper { amsgrad: true, ..Default::default() });
     same(AdamPHyper { weight_decay: 0.1, ..Default::default() });
@@ -588,7 +588,7 @@ fn planted_mistakes_are_noticed() {
         assert_eq!(run(None, seed), Ok(()));
     }
     let unnoticed = |planted: &&(&'static str, &'static str)| {
-        assert!(Program::SOURCE.contains(planted.0), "the source has no `{}`", planted.0);
+        assert!(shim::source().contains(planted.0), "the source has no `{}`", planted.0);
         (0..4).rev().all(|seed| run(Some(**planted), seed).is_ok())
     };
     let unnoticed: Vec<_> = PLANTED.iter().filter(unnoticed).collect();

@@ -8,13 +8,14 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use super::cache::{self, Entry};
+use cuda_rt::Entry;
+
 use super::device::{Device, Program};
 use super::fused::Fused;
 use super::rules::DeviceHyper;
-use super::table::{Types, number};
-use super::{DeviceParam, DeviceSlice};
-use crate::{DType, ParamGroup, Result, StepCtl};
+use super::table::Types;
+use super::{DType, DeviceParam, DeviceSlice};
+use crate::{ParamGroup, Result, StepCtl};
 
 /// How a step's kernels go through memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -77,7 +78,10 @@ pub(super) struct Search<'a> {
 
 impl Search<'_> {
     pub(super) fn new() -> Self {
-        Self { among: &LaunchShape::ALL, folder: cache::folder().map(|all| all.join("launches")) }
+        Self {
+            among: &LaunchShape::ALL,
+            folder: cuda_rt::cache_folder().map(|all| all.join("launches")),
+        }
     }
 }
 
@@ -128,8 +132,8 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
                 continue;
             }
             let types = Types {
-                grad: number(param.grad.map_or(dtype, |grad| grad.dtype)),
-                weight: number(dtype),
+                grad: param.grad.map_or(dtype, |grad| grad.dtype).number(),
+                weight: dtype.number(),
                 master: self.wants_master(dtype),
             };
             let form = self.core().groups()[group].hyper.form();

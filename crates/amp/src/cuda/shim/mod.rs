@@ -13,6 +13,9 @@ use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::{env, fs};
 
+use cuda_rt::DEVICE_H;
+use cuda_rt::testing::SHIM_H;
+
 use super::{CudaError, Device, Program};
 
 type Result<T> = std::result::Result<T, CudaError>;
@@ -149,11 +152,11 @@ impl Device for Host {
 fn library(program: Program, planted: Option<(&'static str, &'static str)>) -> Launch {
     static LIBRARIES: Mutex<BTreeMap<String, usize>> = Mutex::new(BTreeMap::new());
     let macros = program.macros();
-    let mut common = Program::SOURCE.to_owned();
+    let mut common = source();
     if let Some((from, to)) = planted {
         common = common.replace(from, to);
     }
-    let source = [include_str!("shim.h"), &common, include_str!("launch.h")].concat();
+    let source = [SHIM_H, &common, include_str!("launch.h")].concat();
     let key = format!("{macros:?}{source}");
     let mut libraries = LIBRARIES.lock().unwrap_or_else(|error| error.into_inner());
     let address = *libraries.entry(key).or_insert_with_key(|key| {
@@ -165,6 +168,11 @@ fn library(program: Program, planted: Option<(&'static str, &'static str)>) -> L
     unsafe {
         std::mem::transmute::<*const c_void, Launch>(std::ptr::with_exposed_provenance(address))
     }
+}
+
+/// The part of the kernels' source that is the same for every compiler.
+pub(super) fn source() -> String {
+    [DEVICE_H, Program::SOURCE].concat()
 }
 
 /// Compiles, unless an earlier run has; beside the test's executable.

@@ -14,7 +14,7 @@ use collective::reducer::{
     BucketKernels, BucketPlan, CommHook, Compress, DeviceReducer, DeviceReducerOptions, ParamInfo,
 };
 use collective::{DeviceBuf, DeviceStream, ProcessGroup, ReducerOptions};
-use fused_optim::cuda::{DeviceSlice, Gpu};
+use fused_optim::cuda::{self, DeviceSlice, Gpu};
 use fused_optim::{DType, GradStats, Slice};
 use half::{bf16, f16};
 
@@ -80,7 +80,7 @@ impl DeviceBuckets for Buckets {
     fn ready(&mut self, index: usize, grad: &dyn DeviceTensor) -> Result<()> {
         let DeviceSlice { ptr, len, dtype } = address_of(grad, &self.gpu)?;
         // SAFETY: a tensor of this engine, contiguous, which candle frees in order of its stream.
-        let grad = unsafe { DeviceBuf::from_raw(ptr, len, type_of(dtype)) }?;
+        let grad = unsafe { DeviceBuf::from_raw(ptr, len, type_of(dtype.into())) }?;
         let stream = self.stream();
         // SAFETY: as above, and candle writes it in that stream; the buckets are the reducer's own.
         Ok(unsafe { self.reducer.ready(index, grad, stream) }?)
@@ -140,7 +140,7 @@ impl Average {
 
 impl DeviceTensor for Average {
     fn dtype(&self) -> DType {
-        slice_of(self.at).dtype
+        slice_of(self.at).dtype.into()
     }
 
     fn count(&self) -> usize {
@@ -169,9 +169,9 @@ const NO_SUM: &str = "nothing is added to an average";
 /// As `fused-optim` calls memory.
 fn slice_of(buf: DeviceBuf) -> DeviceSlice {
     let dtype = match buf.dtype() {
-        collective::DType::F16 => DType::F16,
-        collective::DType::Bf16 => DType::Bf16,
-        _ => DType::F32,
+        collective::DType::F16 => cuda::DType::F16,
+        collective::DType::Bf16 => cuda::DType::Bf16,
+        _ => cuda::DType::F32,
     };
     DeviceSlice { ptr: buf.address(), len: buf.count(), dtype }
 }
@@ -181,7 +181,7 @@ fn slice_of(buf: DeviceBuf) -> DeviceSlice {
 struct Kernels {
     ordinal: usize,
     /// The device by the buckets' stream, for either.
-    casts: Option<amp::cuda::Gpu>,
+    casts: Option<Gpu>,
     stats_gpu: Option<Gpu>,
     /// By parameter, its index in the model.
     indices: Vec<usize>,
@@ -192,10 +192,10 @@ struct Kernels {
 }
 
 impl Kernels {
-    fn casts(&mut self, stream: DeviceStream) -> collective::Result<&amp::cuda::Gpu> {
+    fn casts(&mut self, stream: DeviceStream) -> collective::Result<&Gpu> {
         if self.casts.is_none() {
             // SAFETY: the reducer's stream, which outlives its kernels.
-            let gpu = unsafe { amp::cuda::Gpu::with_stream(self.ordinal, stream.as_raw()) };
+            let gpu = unsafe { Gpu::with_stream(self.ordinal, stream.as_raw()) };
             self.casts = Some(gpu.map_err(|e| kernel("open the device", &e))?);
         }
         Ok(self.casts.as_ref().expect("opened a moment ago"))
@@ -229,18 +229,9 @@ impl BucketKernels for Kernels {
         from: DeviceBuf,
         stream: DeviceStream,
     ) -> collective::Result<()> {
-        let slice = |buf: DeviceBuf| amp::cuda::DeviceSlice {
-            ptr: buf.address(),
-            len: buf.count(),
-            dtype: match buf.dtype() {
-                collective::DType::F16 => amp::DType::F16,
-                collective::DType::Bf16 => amp::DType::Bf16,
-                _ => amp::DType::F32,
-            },
-        };
         let gpu = self.casts(stream)?;
         // SAFETY: the caller vouches for both, in order of the stream.
-        unsafe { amp::cuda::cast(gpu, slice(from), slice(to)) }
+        unsafe { amp::cuda::cast(gpu, slice_of(from), slice_of(to)) }
             .map_err(|e| kernel("cast a bucket", &e))
     }
 

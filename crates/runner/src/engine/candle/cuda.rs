@@ -240,7 +240,7 @@ fn tune(
     optimizer: &mut dyn Optimizer,
 ) -> std::result::Result<String, String> {
     let like = |spec: &TensorSpec| {
-        let weight = DeviceSlice { ptr: 0, len: spec.count(), dtype: spec.dtype };
+        let weight = DeviceSlice { ptr: 0, len: spec.count(), dtype: spec.dtype.into() };
         DeviceParam { rows: spec.rows(), ..DeviceParam::new(weight, None) }
     };
     let params: Vec<_> = params.iter().map(like).collect();

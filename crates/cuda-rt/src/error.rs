@@ -1,4 +1,4 @@
-//! Why CUDA cannot be used. The same file in `amp` and `fused-optim`.
+//! Why CUDA cannot be used.
 
 use std::fmt;
 use std::path::PathBuf;

@@ -1,8 +1,8 @@
-//! candle's tensors by their addresses (feature `candle-cuda`).
+//! candle's tensors by their addresses (feature `candle`).
 
 use candle_core::{DType as Type, Error, Result, Storage, Tensor, bail};
 
-use super::DeviceSlice;
+use crate::DeviceSlice;
 
 impl TryFrom<&Tensor> for DeviceSlice {
     type Error = Error;

@@ -1,5 +1,4 @@
 //! A GPU through cudarc: memory, copies and launches on one stream, kernels from NVRTC or from disk.
-//! The same file in `amp` and `fused-optim`.
 //!
 //! Before cudarc is asked anything, libcuda is opened and looked through here: cudarc panics where it,
 //! or a function in it, is missing.
@@ -14,10 +13,10 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use cudarc::driver::sys::{CUdevice_attribute, CUfunction, CUstreamCaptureStatus};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 
-use super::cache::{self, Entry};
-use super::error::CudaError;
-use super::library::Library;
-use super::nvrtc::Nvrtc;
+use crate::cache::{self, Entry};
+use crate::error::CudaError;
+use crate::library::Library;
+use crate::nvrtc::Nvrtc;
 
 /// A device and a stream on it, on which everything is done in order.
 #[derive(Clone, Debug)]
@@ -31,8 +30,8 @@ pub struct Gpu {
 
 /// Memory of a device, freed in order of its stream.
 #[derive(Debug)]
-pub(super) struct Memory {
-    pub(super) address: u64,
+pub struct Memory {
+    address: u64,
     bytes: usize,
     stream: Arc<CudaStream>,
 }
@@ -109,8 +108,9 @@ impl Gpu {
         Ok(format!("{name}, sm_{}", self.arch))
     }
 
-    /// Multiprocessors of the device.
-    pub(super) const fn processors(&self) -> u32 {
+    /// Number of multiprocessors of the device.
+    #[must_use]
+    pub const fn processors(&self) -> u32 {
         self.processors
     }
 
@@ -118,8 +118,12 @@ impl Gpu {
         self.stream.context().bind_to_thread().map_err(failed("make the context current"))
     }
 
-    /// Memory of zeros.
-    pub(super) fn alloc(&self, bytes: usize) -> Result<Memory, CudaError> {
+    /// Allocates memory of zeros; its address is a multiple of 256. `bytes` may be 0.
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::Driver`].
+    pub fn alloc(&self, bytes: usize) -> Result<Memory, CudaError> {
         self.bind()?;
         let stream = self.stream.clone();
         if bytes == 0 {
@@ -141,12 +145,15 @@ impl Gpu {
     }
 
     /// Copies to the device, in order of the stream.
-    pub(super) fn write(
-        &self,
-        memory: &mut Memory,
-        at: usize,
-        bytes: &[u8],
-    ) -> Result<(), CudaError> {
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::Driver`]; [`CudaError::Capturing`] while the stream is captured.
+    ///
+    /// # Panics
+    ///
+    /// If `at + bytes.len()` is past the end of the memory.
+    pub fn write(&self, memory: &mut Memory, at: usize, bytes: &[u8]) -> Result<(), CudaError> {
         assert!(at + bytes.len() <= memory.bytes, "our own tables fit their memory");
         if bytes.is_empty() {
             return Ok(());
@@ -166,21 +173,30 @@ impl Gpu {
     }
 
     /// Copies from the device, and waits for that.
-    pub(super) fn read(
-        &self,
-        memory: &Memory,
-        at: usize,
-        bytes: &mut [u8],
-    ) -> Result<(), CudaError> {
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::Driver`].
+    ///
+    /// # Panics
+    ///
+    /// If `at + bytes.len()` is past the end of the memory.
+    pub fn read(&self, memory: &Memory, at: usize, bytes: &mut [u8]) -> Result<(), CudaError> {
         assert!(at + bytes.len() <= memory.bytes, "our own state fits its memory");
         // SAFETY: within the memory, as was just checked.
         unsafe { self.read_at(memory.address + at as u64, bytes) }
     }
 
+    /// Copies from an address of the device, and waits for that.
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::Driver`].
+    ///
     /// # Safety
     ///
     /// So many bytes must be readable at this address of the device until this returns.
-    pub(super) unsafe fn read_at(&self, address: u64, bytes: &mut [u8]) -> Result<(), CudaError> {
+    pub unsafe fn read_at(&self, address: u64, bytes: &mut [u8]) -> Result<(), CudaError> {
         if bytes.is_empty() {
             return Ok(());
         }
@@ -191,8 +207,17 @@ impl Gpu {
         self.stream.synchronize().map_err(failed("wait for the stream"))
     }
 
-    /// A kernel of `source`, compiled for this device if it is not in memory or on disk already.
-    pub(super) fn function(
+    /// A kernel of `source`, compiled for this device if it is not in memory or on disk already. Code in memory is
+    /// known by its macros alone.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`compiled`], and [`CudaError::Driver`].
+    ///
+    /// # Panics
+    ///
+    /// If `kernel` has a NUL.
+    pub fn function(
         &self,
         source: &str,
         macros: &[String],
@@ -217,13 +242,17 @@ impl Gpu {
         unsafe { result::module::get_function(module.0, name) }.map_err(failed("find a kernel"))
     }
 
-    /// Starts blocks of [`THREADS`] threads with one argument, a struct of these bytes.
+    /// Starts blocks of 256 threads with one argument, a struct in words of 8 bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::Driver`].
     ///
     /// # Safety
     ///
     /// The kernel must take a struct of this layout, and all it points to must be valid until the
     /// kernel is done.
-    pub(super) unsafe fn launch_kernel(
+    pub unsafe fn launch_kernel(
         &self,
         function: CUfunction,
         blocks: u32,
@@ -235,6 +264,14 @@ impl Gpu {
         // SAFETY: the caller vouches for the argument, which the driver copies.
         unsafe { result::launch_kernel(function, grid, block, 0, stream, &mut arguments) }
             .map_err(failed("launch a kernel"))
+    }
+}
+
+impl Memory {
+    /// Where it is; 0 if it has no bytes.
+    #[must_use]
+    pub const fn address(&self) -> u64 {
+        self.address
     }
 }
 
@@ -259,7 +296,7 @@ impl Drop for Memory {
 /// # Errors
 ///
 /// Those of [`Nvrtc::global`] and [`Nvrtc::compile`].
-pub(super) fn compiled(source: &str, macros: &[String], arch: i32) -> Result<Vec<u8>, CudaError> {
+pub fn compiled(source: &str, macros: &[String], arch: i32) -> Result<Vec<u8>, CudaError> {
     let (options, folder) = (options(macros, arch), cache::folder());
     let nvrtc = match Nvrtc::global() {
         Ok(nvrtc) => nvrtc,
@@ -281,7 +318,7 @@ pub(super) fn compiled(source: &str, macros: &[String], arch: i32) -> Result<Vec
 
 /// What NVRTC is told: no contraction of `a * b + c`, no flushing of subnormals, roots and quotients
 /// rounded correctly, so that results have the bits of the CPU.
-pub(super) fn options(macros: &[String], arch: i32) -> Vec<String> {
+pub fn options(macros: &[String], arch: i32) -> Vec<String> {
     let fixed =
         ["--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"];
     let fixed = fixed.into_iter().map(String::from);

@@ -1,5 +1,5 @@
 //! NVRTC, NVIDIA's run-time compiler, by a table of our own: from source to the machine code of one
-//! architecture. The same file in `amp` and `fused-optim`.
+//! architecture.
 //!
 //! It is looked for as `$NVRTC_LIBRARY` says, or by name (`libnvrtc.so.13`, `.so.12`), in CUDA's folder
 //! and in Python's packages. No GPU and no driver is needed.
@@ -11,8 +11,8 @@ use std::path::PathBuf;
 use std::ptr;
 use std::sync::OnceLock;
 
-use super::error::CudaError;
-use super::library::{Library, candidates};
+use crate::error::CudaError;
+use crate::library::{Library, candidates};
 
 /// `nvrtcResult`: 0 is success. A number and not an enum, since C may return any.
 type Status = c_int;

@@ -3,9 +3,6 @@
 //
 // Pointers come out of tables, so the compiler cannot know where they point and would use generic
 // accesses. These say `global`, and `cs`: memory is swept, nothing of it is wanted in a cache.
-//
-// `amp` and `fused-optim` each have this file, so that neither needs the other; a test holds the two
-// equal.
 
 #define DEVICE __device__ __forceinline__
 

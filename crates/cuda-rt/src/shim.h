@@ -4,9 +4,6 @@
 // wherever one waits (a barrier, a shuffle), which goes on next is drawn, too. What a GPU would
 // trap, or silently do wrong, is a fault that the launch reports: an access outside of the memory
 // the test has lent, a misaligned one, a barrier that not all threads reach.
-//
-// `amp` and `fused-optim` each have this file, so that neither needs the other; a test holds the two
-// equal.
 
 #include <csetjmp>
 #include <cmath>

@@ -1,18 +1,18 @@
-//! Kernels of somebody else, compiled, kept and launched as the optimizers' own are.
+//! A set of kernels that is compiled together and launched by name.
 
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUfunction;
 
-use super::driver::{self, Gpu};
-use super::error::CudaError;
+use crate::driver::{self, Gpu};
+use crate::error::CudaError;
 
 /// Kernels that are compiled together, ready to be launched in one stream.
 ///
-/// Their source stands behind `ptx.h` and `device.h` of this crate: element types, packs of 16 bytes, warps. Each
+/// Their source stands behind [`PTX_H`](crate::PTX_H) and [`DEVICE_H`](crate::DEVICE_H): element types, packs of 16 bytes, warps. Each
 /// is a line `extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const Job job)` over one struct, in
-/// blocks of 256 threads. As the optimizers' are, they are compiled without contraction of `a * b + c`.
+/// blocks of 256 threads. They are compiled without contraction of `a * b + c`.
 #[derive(Debug)]
 pub struct Kernels {
     gpu: Gpu,
@@ -35,7 +35,7 @@ impl Kernels {
     ///
     /// # Errors
     ///
-    /// Those of [`Gpu::on`] and [`Nvrtc`](super::Nvrtc); [`CudaError::Driver`] for a name that is none of them.
+    /// Those of [`Gpu::on`] and [`Nvrtc`](crate::Nvrtc); [`CudaError::Driver`] for a name that is none of them.
     pub fn new(
         stream: Arc<CudaStream>,
         source: &str,
@@ -53,7 +53,7 @@ impl Kernels {
     /// What the compiler sees of `source`.
     #[must_use]
     pub fn source(source: &str) -> String {
-        [include_str!("ptx.h"), include_str!("device.h"), source].concat()
+        [crate::PTX_H, crate::DEVICE_H, source].concat()
     }
 
     /// With what options it is called for an architecture (90 is compute capability 9.0).

@@ -2,9 +2,6 @@
 //
 // Compiled without contraction of `a * b + c` and without flushing subnormals, so that every line
 // below means what it means in Rust.
-//
-// `amp` and `fused-optim` each have this file, so that neither needs the other; a test holds the two
-// equal.
 
 /// Threads of a block of any kernel.
 constexpr u32 THREADS = 256;

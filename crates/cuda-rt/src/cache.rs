@@ -1,4 +1,4 @@
-//! Compiled kernels on disk. The same file in `amp` and `fused-optim`.
+//! Compiled kernels on disk.
 //!
 //! A file holds a hash of the code, all that the code was made from, and then the code. So neither two
 //! sources of one hash nor half a file nor a damaged one can be taken for something else. Files are
@@ -12,7 +12,7 @@ use std::{env, fs, process};
 
 /// Where compiled kernels are kept: `$CUBIN_CACHE` (empty: nowhere), or the user's cache.
 #[must_use]
-pub(super) fn folder() -> Option<PathBuf> {
+pub fn folder() -> Option<PathBuf> {
     folder_by(&|name| env::var_os(name))
 }
 
@@ -28,7 +28,7 @@ fn folder_by(var: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
 
 /// Code of this source and these options by whatever version of the compiler: what is left to try
 /// where there is none.
-pub(super) fn of_any_version(folder: &Path, source: &str, options: &[String]) -> Option<Vec<u8>> {
+pub(crate) fn of_any_version(folder: &Path, source: &str, options: &[String]) -> Option<Vec<u8>> {
     let from = format!("{}\n{source}", options.join("\n")).into_bytes();
     let code = |path: PathBuf| {
         let bytes = fs::read(path).ok()?;
@@ -53,33 +53,36 @@ fn hash(bytes: &[u8]) -> u64 {
 
 /// Code in a folder, by what it is made from.
 #[derive(Clone, Debug)]
-pub(super) struct Entry {
+pub struct Entry {
     path: PathBuf,
     /// Source, options, the compiler's version.
     from: Vec<u8>,
 }
 
 impl Entry {
-    pub(super) fn new(
-        folder: PathBuf,
-        source: &str,
-        options: &[String],
-        version: (i32, i32),
-    ) -> Self {
+    /// The entry for code made of `source` under `options` by a compiler of this version.
+    #[must_use]
+    pub fn new(folder: PathBuf, source: &str, options: &[String], version: (i32, i32)) -> Self {
         let from = format!("{version:?}\n{}\n{source}", options.join("\n")).into_bytes();
         // Only a name, the file says what it is of.
         Self { path: folder.join(format!("{:016x}.cubin", hash(&from))), from }
     }
 
     /// The code, if it is there and whole.
-    pub(super) fn read(&self) -> Option<Vec<u8>> {
+    #[must_use]
+    pub fn read(&self) -> Option<Vec<u8>> {
         let bytes = fs::read(&self.path).ok()?;
         let (known, rest) = bytes.split_first_chunk()?;
         let code = rest.strip_prefix(&self.from[..])?;
         (hash(code) == u64::from_le_bytes(*known)).then(|| code.to_vec())
     }
 
-    pub(super) fn write(&self, code: &[u8]) {
+    /// Writes the code; where that fails nothing is written.
+    ///
+    /// # Panics
+    ///
+    /// Never: an entry is in a folder.
+    pub fn write(&self, code: &[u8]) {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         // Relaxed: only the numbers must differ.
         let number = NEXT.fetch_add(1, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Finding NVIDIA's libraries. The same file in `amp` and `fused-optim`.
+//! Finding NVIDIA's libraries.
 //!
 //! A library is opened once per process and never closed, so function pointers out of it are good for
 //! ever. A missing one is an error that names every path that was tried.
@@ -12,11 +12,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 
-use super::error::{Attempt, CudaError};
+use crate::error::{Attempt, CudaError};
 
 /// An open library. It has no `Drop`: libraries stay open until the process ends.
 #[derive(Debug)]
-pub(super) struct Library {
+pub(crate) struct Library {
     path: PathBuf,
     handle: NonNull<c_void>,
     install: &'static str,
@@ -35,7 +35,7 @@ impl Library {
     /// # Safety
     ///
     /// The initialisers of whatever is at these paths must be sound to run.
-    pub(super) unsafe fn open(
+    pub(crate) unsafe fn open(
         library: &'static str,
         paths: &[PathBuf],
         beside: &str,
@@ -60,12 +60,12 @@ impl Library {
     }
 
     /// Where it was found.
-    pub(super) fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
     /// The address of a function.
-    pub(super) fn symbol(&self, symbol: &'static str) -> Result<NonNull<c_void>, CudaError> {
+    pub(crate) fn symbol(&self, symbol: &'static str) -> Result<NonNull<c_void>, CudaError> {
         let name = CString::new(symbol).expect("the tables' names have no NUL");
         // SAFETY: the handle is of an open library, since none is ever closed; `name` is a C string.
         let address = unsafe { libc::dlsym(self.handle.as_ptr(), name.as_ptr()) };
@@ -111,7 +111,7 @@ fn matching(folder: &Path, prefix: &str) -> Vec<PathBuf> {
 
 /// Where a library may be: what `variable` says and nothing else, if it is set; or wherever the
 /// system's loader looks, CUDA's own folder, and the packages of Python. `var` reads the environment.
-pub(super) fn candidates(
+pub(crate) fn candidates(
     var: &dyn Fn(&str) -> Option<OsString>,
     variable: &str,
     names: &[&str],

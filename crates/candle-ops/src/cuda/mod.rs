@@ -6,6 +6,19 @@
 //!
 //! A result is computed first, then put into candle's graph with its backward (`node.rs`).
 //!
+//! ```no_run
+//! use std::sync::Arc;
+//!
+//! use candle_core::Device;
+//! use candle_ops::{Context, cuda::Kernels};
+//!
+//! // One stream for all threads.
+//! let device = Device::new_cuda_with_stream(0)?;
+//! let kernels = Arc::new(Kernels::new(device.as_cuda_device()?)?);
+//! let mut context = Context::new(0).with_kernels(kernels);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! Invariant: an address is that of a tensor that is alive when the launch is put into the stream.
 
 #![expect(unsafe_code, reason = "launches kernels over tensors' addresses")]

@@ -35,7 +35,7 @@
 //! * [`layers`]: the same with parameters, by PyTorch's names and initial values.
 //! * [`Context`]: dropout's random numbers, autocast, autotuning and CUDA kernels, as one value entered for a pass.
 //! * [`autocast()`]: each operator in the precision that suits it.
-//! * `stock_candle`: candle's own operators with a wrong gradient or value, and what to use instead.
+//! * [`stock_candle`]: candle's own operators with a wrong gradient or value, and what to use instead.
 //! * `cuda` and `known_inputs` (feature `cuda`): fused kernels, and inputs whose values the host knows.
 //!
 //! # How they compute
@@ -81,6 +81,8 @@ mod real;
 mod scatter;
 mod simd;
 mod softmax;
+#[doc = include_str!("stock_candle.md")]
+pub mod stock_candle {}
 mod sums;
 mod weighted;
 mod winograd;

@@ -1,4 +1,6 @@
-//! The crate's public interface, as a candle program uses it.
+//! The public interface, as a candle program uses it, and what stock candle gets wrong.
+
+mod stock_candle;
 
 #[path = "../../examples/train_cnn.rs"]
 #[expect(dead_code, reason = "the example's main")]

@@ -1,5 +1,5 @@
-//! What looking for wrong gradients costs a run of the candle engine: its first step beside its next ones, for
-//! networks of candle's own operators, which are what is looked at, of several depths.
+//! What comparing gradients with differences of the loss costs a run of the candle engine: its first step, which has
+//! two more forward passes, beside its next ones, for networks of several depths.
 //!
 //! ```text
 //! first_step [NETWORK | DEPTH]...

@@ -121,6 +121,7 @@ fn step(mut engine: CandleEngine) -> runner::Result<()> {
 }
 
 #[test]
+#[expect(clippy::disallowed_methods, reason = "what has no gradient is to be named")]
 fn what_stock_candle_cuts_off_is_named() {
     type Cut = fn(&Tensor) -> candle_core::Result<Tensor>;
     let softmax: Cut = |x| candle_nn::ops::softmax_last_dim(x);

@@ -3,6 +3,8 @@
 //! What runs is candle's own CUDA backend and its kernels; only who executes them is not NVIDIA. Both
 //! sides may be wrong alike (candle's gradients of some operators are): here they have to be equal.
 
+#![expect(clippy::disallowed_methods, reason = "both sides are candle's own, wrong or right")]
+
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 
 const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];

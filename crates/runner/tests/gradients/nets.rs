@@ -236,9 +236,9 @@ pub(crate) fn random(seed: u64) -> Net {
     };
     let depth = rng.random_range(1..6);
     if is_image {
-        images(&mut net, rng, depth)
+        images(&mut net, rng, depth);
     } else {
-        sequences(&mut net, rng, depth)
+        sequences(&mut net, rng, depth);
     }
     net
 }

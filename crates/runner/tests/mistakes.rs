@@ -385,6 +385,24 @@ fn a_check_tries_samples_of_each_data_set_on_the_model() {
 }
 
 #[test]
+fn a_check_of_gradients_passes_right_models_and_refuses_unknown_names() {
+    let dir = tempfile::tempdir().unwrap();
+    let check = |more: &[&str]| {
+        let args = [&["check", "c.toml", "--gradients"][..], more].concat();
+        let output = run(dir.path(), GOOD, &args, &[]);
+        (output.status.code(), stderr(&output))
+    };
+    assert_eq!(check(&[]), (Some(0), String::new()));
+    let (code, said) = check(&["--ignore", "layers.0.wieght"]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(
+        said.starts_with("error: unknown parameter `layers.0.wieght`; did you mean `"),
+        "{said}"
+    );
+    assert!(!dir.path().join("work_dirs").exists());
+}
+
+#[test]
 fn a_run_by_iterations_that_saves_only_at_its_end_is_warned() {
     let dir = tempfile::tempdir().unwrap();
     let by_iters = "by_epoch = false\nmax_iters = 3";

@@ -121,9 +121,7 @@ pub(crate) fn candidates(
         return vec![path.into()];
     }
     let mut paths: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
-    let variables = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(var);
-    let homes = variables.chain([OsString::from("/usr/local/cuda")]);
-    let mut folders: Vec<PathBuf> = homes.map(|home| Path::new(&home).join("lib64")).collect();
+    let mut folders = cuda_folders(var);
     for site in python_sites(var) {
         folders
             .extend(packages.iter().map(|package| site.join("nvidia").join(package).join("lib")));
@@ -133,15 +131,27 @@ pub(crate) fn candidates(
     paths
 }
 
+/// Library folders of CUDA's toolkits.
+fn cuda_folders(var: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
+    let variables = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(var);
+    let homes = variables.chain([OsString::from("/usr/local/cuda")]);
+    homes.map(|home| Path::new(&home).join("lib64")).filter(|path| path.is_absolute()).collect()
+}
+
 /// Folders in which Python keeps packages: those of an active environment first, then those of the
 /// interpreters in `PATH`, the user's, the system's.
 fn python_sites(var: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
-    let paths = |name| env::split_paths(&var(name).unwrap_or_default()).collect::<Vec<_>>();
+    // Only absolute paths: anybody may have put a library into the current directory.
+    let absolute = |path: &PathBuf| path.is_absolute();
+    let paths = |name: &str| -> Vec<PathBuf> {
+        env::split_paths(&var(name).unwrap_or_default()).filter(absolute).collect()
+    };
+    let folder = |name: &str| var(name).map(PathBuf::from).filter(absolute);
     let mut sites = paths("PYTHONPATH");
-    let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(var).map(PathBuf::from);
+    let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(folder);
     let with_python = paths("PATH").into_iter().filter(|bin| bin.join("python3").exists());
     let interpreters = with_python.filter_map(|bin| Some(bin.parent()?.to_owned()));
-    let user = var("HOME").map(|home| Path::new(&home).join(".local"));
+    let user = folder("HOME").map(|home| home.join(".local"));
     let system = ["/usr/local", "/usr", "/opt/conda"].map(PathBuf::from);
     for root in active.chain(interpreters).chain(user).chain(system) {
         // The newest first.
@@ -240,6 +250,27 @@ mod tests {
         assert_eq!(found(&[("PYTHONPATH", site), ("HOME", "home")]), after(&[&old, &user]));
         assert_eq!(found(&[("CUDA_HOME", "cuda"), ("HOME", "home")]), after(&[&toolkit, &user]));
         fs::remove_dir_all(&root).unwrap();
+    }
+
+    /// An unset `PYTHONPATH` splits into one empty path, which would be the current directory.
+    #[test]
+    fn search_paths_that_are_not_absolute_are_ignored() {
+        let relative = ["", "relative/to/here", "."];
+        for name in
+            ["PYTHONPATH", "PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "HOME", "CUDA_HOME", "CUDA_PATH"]
+        {
+            for value in relative {
+                let var = |asked: &str| (asked == name).then(|| OsString::from(value));
+                let sites = python_sites(&var);
+                let folders = cuda_folders(&var);
+                let all = sites.iter().chain(&folders);
+                let bad: Vec<_> = all.filter(|path| !path.is_absolute()).collect();
+                assert!(bad.is_empty(), "{name}={value}: {bad:?}");
+            }
+        }
+        assert!(python_sites(&|_| None).iter().all(|path| path.is_absolute()));
+        let var = |name: &str| (name == "PYTHONPATH").then(|| OsString::from("/a::b:/c"));
+        assert_eq!(python_sites(&var)[..2], [PathBuf::from("/a"), PathBuf::from("/c")]);
     }
 
     /// As NVRTC and its builtins, by way of a link.

@@ -139,12 +139,13 @@ impl CudaScaler {
         self.0.bind(parts)
     }
 
-    /// As [`LossScaler::unscale`] over all gradients; half gradients are looked at only. The verdict is
-    /// kept until [`update`](Self::update), with that of earlier calls.
+    /// As [`LossScaler::unscale`] over all gradients. The verdict is kept until [`update`](Self::update), with
+    /// that of earlier calls.
     ///
     /// # Errors
     ///
-    /// The driver's.
+    /// [`CudaError::Unsupported`] if a gradient is f16 or bf16, where quotients could underflow; nothing has changed
+    /// then. And the driver's.
     ///
     /// # Safety
     ///

@@ -1,6 +1,6 @@
 //! The loss scale on a device.
 
-use super::{BLOCKS_PER_PROCESSOR, CudaError, Device, DeviceSlice, Program, number};
+use super::{BLOCKS_PER_PROCESSOR, CudaError, DType, Device, DeviceSlice, Program, number};
 use crate::{LossScaler, Policy};
 
 /// What the device knows of the loss scale.
@@ -35,6 +35,8 @@ struct Tables<M> {
     chunks: M,
     sums: M,
     count: u32,
+    /// Whether a gradient is f16 or bf16.
+    halves: bool,
 }
 
 /// Where things are in `Scaler` of `amp.cu`.
@@ -101,7 +103,8 @@ impl<D: Device> Scaler<D> {
             self.device.write(&mut memory, 0, bytes)?;
             Ok(memory)
         };
-        Ok(Tables { tensors: send(&tensors)?, chunks: send(&chunks)?, sums, count })
+        let halves = grads.iter().any(|grad| grad.dtype != DType::F32);
+        Ok(Tables { tensors: send(&tensors)?, chunks: send(&chunks)?, sums, count, halves })
     }
 
     /// All parts, in order.
@@ -111,6 +114,11 @@ impl<D: Device> Scaler<D> {
     /// As [`look_at`](Self::look_at).
     #[expect(unsafe_code, reason = "kernels write where `bind` was told")]
     pub(super) unsafe fn look(&mut self, write: bool) -> Result<(), CudaError> {
+        if write && self.parts.iter().any(|part| part.halves) {
+            return Err(CudaError::Unsupported {
+                what: "unscaling f16 or bf16 gradients in place, where they could underflow (use `check`),",
+            });
+        }
         // Without parts the first is asked for, and is an error.
         (0..self.parts.len().max(1)).try_for_each(|part| {
             // SAFETY: the caller vouches for the gradients.

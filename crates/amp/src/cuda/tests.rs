@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 use super::scaler::Scaler;
 use super::shim::{self, Host};
-use super::{DType, Device, DeviceSlice, Program, cast_on};
+use super::{CudaError, DType, Device, DeviceSlice, Program, cast_on};
 use crate::*;
 
 /// Numbers that look random: any bits, or such that are near zero, or near a half's bounds.
@@ -145,12 +145,15 @@ fn compare(host: Host, options: LossScalerOptions, seed: u64) -> std::result::Re
             let ptr = device.device.lend(&mut halves[1..]);
             slices.push(DeviceSlice { ptr, len: 2999, dtype: DType::F16 });
         }
-        let last = slices.len();
-        let part = |cut: &[usize]| &slices[cut[0]..if cut[1] == cuts[3] { last } else { cut[1] }];
-        let parts: Vec<&[DeviceSlice]> = cuts.windows(2).map(part).collect();
+        // Halves are a part of their own, since they are looked at only.
+        let part = |cut: &[usize]| &slices[cut[0]..cut[1]];
+        let mut parts: Vec<&[DeviceSlice]> = cuts.windows(2).map(part).collect();
+        parts.push(&slices[cuts[3]..]);
         device.bind(&parts).unwrap();
-        // SAFETY: all was just lent.
-        unsafe { device.look(true) }.unwrap();
+        for at in 0..parts.len() {
+            // SAFETY: all was just lent.
+            unsafe { device.look_at(at, at < 3) }.unwrap();
+        }
         let status = device.status().unwrap();
         let mut found = with_halves && has_non_finite(&halves);
         tensors.iter_mut().for_each(|t| found |= cpu.unscale(t));
@@ -252,6 +255,23 @@ fn planted_mistakes_are_noticed() {
     };
     let unnoticed: Vec<_> = PLANTED.iter().filter(unnoticed).collect();
     assert!(unnoticed.is_empty(), "nobody notices {unnoticed:#?}");
+}
+
+#[test]
+fn unscale_refuses_half_gradients_and_check_takes_them() {
+    let scaler = LossScaler::new(LossScalerOptions::default()).unwrap();
+    let mut device = Scaler::new(Host::new(0), &scaler).unwrap();
+    let (mut wide, mut halves) = (vec![3.0_f32; 100], vec![f16::ONE; 100]);
+    let slice = |ptr, dtype| DeviceSlice { ptr, len: 100, dtype };
+    let wide_slice = slice(device.device.lend(&mut wide), DType::F32);
+    let half_slice = slice(device.device.lend(&mut halves), DType::F16);
+    device.bind(&[&[wide_slice], &[half_slice]]).unwrap();
+    // SAFETY: all was just lent.
+    let refused = unsafe { device.look(true) };
+    assert!(matches!(refused, Err(CudaError::Unsupported { .. })), "{refused:?}");
+    // SAFETY: as above.
+    unsafe { device.look(false) }.unwrap();
+    assert!(wide.iter().all(|x| *x == 3.0) && !device.status().unwrap().found_inf);
 }
 
 #[test]

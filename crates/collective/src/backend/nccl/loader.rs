@@ -72,12 +72,17 @@ impl Wanted {
 /// The folders of Python's packages: of the active environments, of the interpreters in `PATH`, of
 /// the user, of the system.
 fn site_packages(var: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
-    let paths = |name| std::env::split_paths(&var(name).unwrap_or_default()).collect::<Vec<_>>();
+    // Only absolute paths: anybody may have put a library into the current directory.
+    let absolute = |path: &PathBuf| path.is_absolute();
+    let paths = |name: &str| -> Vec<PathBuf> {
+        std::env::split_paths(&var(name).unwrap_or_default()).filter(absolute).collect()
+    };
+    let folder = |name: &str| var(name).map(PathBuf::from).filter(absolute);
     let mut folders = paths("PYTHONPATH");
-    let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(var).map(PathBuf::from);
+    let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(folder);
     let with_python = paths("PATH").into_iter().filter(|bin| bin.join("python3").exists());
     let interpreters = with_python.filter_map(|bin| Some(bin.parent()?.to_owned()));
-    let user = var("HOME").map(|home| Path::new(&home).join(".local"));
+    let user = folder("HOME").map(|home| home.join(".local"));
     let system = ["/usr/local", "/usr", "/opt/conda"].map(PathBuf::from);
     for prefix in active.chain(interpreters).chain(user).chain(system) {
         let Ok(entries) = fs::read_dir(prefix.join("lib")) else { continue };
@@ -205,6 +210,21 @@ pub(super) use table;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// An unset `PYTHONPATH` splits into one empty path, which would be the current directory.
+    #[test]
+    fn search_paths_that_are_not_absolute_are_ignored() {
+        for name in ["PYTHONPATH", "PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "HOME"] {
+            for value in ["", "relative/to/here", "."] {
+                let var = |asked: &str| (asked == name).then(|| OsString::from(value));
+                let mut folders = site_packages(&var);
+                folders.retain(|path| !path.is_absolute());
+                assert!(folders.is_empty(), "{name}={value}: {folders:?}");
+            }
+        }
+        let var = |name: &str| (name == "PYTHONPATH").then(|| OsString::from("/a::b:/c"));
+        assert_eq!(site_packages(&var)[..2], [PathBuf::from("/a"), PathBuf::from("/c")]);
+    }
 
     fn looked_for(vars: &[(&str, &Path)]) -> Vec<PathBuf> {
         let var = |name: &str| {

@@ -120,10 +120,10 @@ fn assert_equal(what: &str, got: &[Tensor], wanted: &[Tensor]) {
     }
 }
 
-/// Inside a region an operator is itself on inputs cast beforehand, bit for bit, backward too; and the
+/// Under a policy an operator has the bits that it has for inputs cast beforehand, backward too; and the
 /// gradients of `f32` inputs are `f32`.
 #[test]
-fn every_operator_asks_the_lists_under_its_name() {
+fn every_operator_casts_as_the_lists_say() {
     let lists = registered();
     for (device, policy, low) in policies() {
         for (op, shapes, call) in operators() {
@@ -180,7 +180,7 @@ fn a_region_ends_with_its_call_and_belongs_to_its_thread() {
 }
 
 #[test]
-fn sums_of_two_types_are_of_the_one_that_holds_both() {
+fn sums_of_two_types_have_the_wider_one() {
     let ones = |dtype| Tensor::ones(3, dtype, &Device::Cpu).unwrap();
     use DType::{BF16, F16, F32, F64};
     for (a, b, sum) in [(F16, F32, F32), (BF16, F16, F32), (F16, F16, F16), (F32, F64, F64)] {

@@ -1,5 +1,4 @@
-//! Whole networks trained with the operators composed, as on a GPU, or with a GPU's kernels, beside the same with
-//! the CPU's.
+//! Networks trained by compositions, or by a GPU's kernels, against the same trained by the CPU's loops.
 
 use amp::Autocast;
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
@@ -167,7 +166,7 @@ fn networks_train_alike_on_a_gpu() {
 }
 
 #[test]
-fn extremes_come_out_as_of_the_kernels() {
+fn nan_and_infinity_are_those_of_the_loops() {
     let tensor = |values: &[f32]| Tensor::new(values, &Device::Cpu).unwrap();
     let (nan, infinity) = (f32::NAN, f32::INFINITY);
     let matrix = |values: &[f32]| tensor(values).reshape((2, ())).unwrap();
@@ -193,8 +192,8 @@ fn extremes_come_out_as_of_the_kernels() {
             loss(&[infinity, 0.0], 0).unwrap(),
         ]
     };
-    for (i, (composed, kernel)) in composed(results).iter().zip(results()).enumerate() {
-        for (got, wanted) in flat(composed).into_iter().zip(flat(&kernel)) {
+    for (i, (composed, loops)) in composed(results).iter().zip(results()).enumerate() {
+        for (got, wanted) in flat(composed).into_iter().zip(flat(&loops)) {
             assert!(got == wanted || got.is_nan() && wanted.is_nan(), "{i}: {got}, not {wanted}");
         }
     }

@@ -193,7 +193,7 @@ impl Operator<1> for Off {
 
 #[test]
 #[should_panic(expected = "off: gradient 0 is off by")]
-fn a_gradient_that_is_off_by_a_millionth_is_seen() {
+fn gradient_check_finds_an_error_of_a_millionth() {
     assert_differentiates("off", &[values("x", &[3, 5])], |t| apply1(Off, [t[0].clone()]));
 }
 

@@ -32,7 +32,7 @@
 //!
 //! ```
 //! use fused_optim::{Sgd, SgdHyper};
-//! //! use runner::engine::candle::CandleEngine;
+//! use runner::engine::candle::CandleEngine;
 //! use runner::evaluate::Accuracy;
 //! use runner::optim_wrapper::OptimWrapperFactory;
 //! use runner::zoo::{Digits, Mlp, MlpOptions, Split};

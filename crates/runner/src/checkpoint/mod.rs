@@ -61,10 +61,10 @@ pub struct Meta {
     pub schedulers: Vec<schedulers::Progress>,
     /// What each hook saved, by its name.
     pub hooks: Map<String, Value>,
-    /// Each rank's [`EngineState::random_position`].
+    /// Each rank's [`EngineState::random_position`]; empty if none draws random numbers.
     #[serde(default)]
     pub random: Vec<Option<u64>>,
-    /// Each rank's autotune cache ([`EngineState::autotune_cache`]).
+    /// Each rank's autotune cache ([`EngineState::autotune_cache`]); empty if none has one.
     #[serde(default, rename = "findings")]
     pub autotune_cache: Vec<String>,
     /// Whether it is a model for others, beside the checkpoints that its run is resumed from.

@@ -68,7 +68,13 @@ impl Runner {
         }
         let drawn = Some(self.engine_state.random_position).filter(|position| *position > 0);
         meta.random = all_gather_object(&self.group, &drawn)?;
+        if meta.random.iter().all(Option::is_none) {
+            meta.random.clear();
+        }
         meta.autotune_cache = all_gather_object(&self.group, &self.engine_state.autotune_cache)?;
+        if meta.autotune_cache.iter().all(String::is_empty) {
+            meta.autotune_cache.clear();
+        }
         for (_, hook) in &self.hooks {
             meta.hooks.extend(hook.state_dict().map(|state| (hook.name().to_owned(), state)));
         }

@@ -1,4 +1,4 @@
-//! What a rank finds in its environment: torchrun's variables, with torchrun's meaning.
+//! The environment of a rank: torchrun's variables, with torchrun's meaning.
 
 use std::borrow::Cow;
 use std::ffi::{OsStr, OsString};
@@ -9,10 +9,10 @@ use collective::Topology;
 
 use super::error_file::ERROR_FILE;
 use super::guard::LAUNCHER_PID;
-use super::nodes::Place;
+use super::nodes::Assignment;
 use super::{LaunchOptions, Nodes};
 
-/// Set for the ranks of an elastic job: there may be more or fewer of them after a restart.
+/// Set for the ranks of an elastic job, whose number may change at a restart.
 const ELASTIC: &str = "RUNNER_ELASTIC";
 
 /// Whether this process is a rank of an elastic job.
@@ -20,44 +20,44 @@ pub fn is_elastic() -> bool {
     std::env::var_os(ELASTIC).is_some()
 }
 
-/// `text` with `[rank 1] ` before each line, in a process that is one of several ranks. Not under our own
-/// launcher, which does it itself.
-pub fn label(text: &str) -> Cow<'_, str> {
+/// Returns `text` with `[rank 1] ` before each line, in a process that is one of several ranks. Under a launcher
+/// of this crate, which adds the prefix itself, `text` is unchanged.
+pub fn label_lines(text: &str) -> Cow<'_, str> {
     static RANK: OnceLock<Option<usize>> = OnceLock::new();
-    let rank = RANK.get_or_init(|| labelled_rank(|name| std::env::var(name).ok()));
+    let rank = RANK.get_or_init(|| rank_to_label(|name| std::env::var(name).ok()));
     rank.map_or(Cow::Borrowed(text), |rank| {
         text.split_inclusive('\n').map(|line| format!("[rank {rank}] {line}")).collect()
     })
 }
 
-fn labelled_rank(lookup: impl Fn(&str) -> Option<String>) -> Option<usize> {
+fn rank_to_label(lookup: impl Fn(&str) -> Option<String>) -> Option<usize> {
     let by_launcher = lookup(LAUNCHER_PID).is_some();
     let topology = Topology::from_env(lookup).ok()?;
     (topology.world_size > 1 && !by_launcher).then_some(topology.rank)
 }
 
-/// The variables of one rank, by its local rank, besides those it inherits. It writes why it failed to
+/// Returns the variables of a local rank, in addition to inherited ones. A rank that fails writes the reason to
 /// `error_file`.
 pub(super) fn of_rank(
     local: usize,
-    place: &Place,
+    assignment: &Assignment,
     options: &LaunchOptions,
     error_file: &Path,
 ) -> Vec<(OsString, OsString)> {
     let mut envs: Vec<(&str, String)> = vec![
-        ("RANK", (place.first_rank + local).to_string()),
+        ("RANK", (assignment.first_rank + local).to_string()),
         ("LOCAL_RANK", local.to_string()),
-        ("WORLD_SIZE", place.world_size.to_string()),
+        ("WORLD_SIZE", assignment.world_size.to_string()),
         ("LOCAL_WORLD_SIZE", options.nproc_per_node.to_string()),
-        ("GROUP_RANK", place.node.to_string()),
-        ("GROUP_WORLD_SIZE", place.nodes.to_string()),
+        ("GROUP_RANK", assignment.node.to_string()),
+        ("GROUP_WORLD_SIZE", assignment.nodes.to_string()),
         ("ROLE_NAME", options.role.clone()),
-        ("ROLE_RANK", (place.first_role_rank + local).to_string()),
-        ("ROLE_WORLD_SIZE", place.role_world_size.to_string()),
-        ("MASTER_ADDR", place.master_addr.clone()),
-        ("MASTER_PORT", place.master_port.to_string()),
+        ("ROLE_RANK", (assignment.first_role_rank + local).to_string()),
+        ("ROLE_WORLD_SIZE", assignment.role_world_size.to_string()),
+        ("MASTER_ADDR", assignment.master_addr.clone()),
+        ("MASTER_PORT", assignment.master_port.to_string()),
         ("TORCHELASTIC_RUN_ID", options.run_id.clone()),
-        ("TORCHELASTIC_RESTART_COUNT", place.restart_count.to_string()),
+        ("TORCHELASTIC_RESTART_COUNT", assignment.restart_count.to_string()),
         ("TORCHELASTIC_MAX_RESTARTS", options.max_restarts.to_string()),
         // Exactly `True`: it is what Python compares with.
         ("TORCHELASTIC_USE_AGENT_STORE", "True".to_owned()),
@@ -88,7 +88,7 @@ mod tests {
                 let mut envs = text.split(' ').filter_map(|env| env.split_once('='));
                 envs.find(|env| env.0 == name).map(|env| env.1.to_owned())
             };
-            labelled_rank(find)
+            rank_to_label(find)
         };
         let mpi = "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 \
                    OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500";

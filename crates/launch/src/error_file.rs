@@ -1,4 +1,4 @@
-//! Why a rank failed, in torchrun's own form: a JSON file that the rank writes and the launcher reads.
+//! The error file of a rank, in torchrun's format: JSON that the rank writes and the launcher reads.
 //!
 //! The launcher names the file in `TORCHELASTIC_ERROR_FILE`, so this works under torchrun too, and
 //! torchrun's summary shows what a rank of ours says. The first failure of a process is written,
@@ -11,14 +11,14 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
-use super::label;
+use super::label_lines;
 
 /// Names the file, in each rank's environment.
 pub(super) const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
 /// Bytes of such a file that are read.
 const MAX_FILE: u64 = 1 << 20;
 
-/// What a rank says of its failure.
+/// A failure read from an error file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Failure {
     pub(super) message: String,
@@ -35,7 +35,7 @@ pub fn record_panics() {
         let text = panic.payload_as_str().unwrap_or("a panic without text");
         let text = format!("panicked at {place}: {text}");
         record(&text, 0);
-        let labelled = label(&text);
+        let labelled = label_lines(&text);
         if labelled != text {
             let _ = writeln!(io::stderr(), "{labelled}");
         }
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn what_python_writes_is_read_and_nonsense_is_not() {
+    fn files_of_python_are_read_and_invalid_ones_are_not() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("error.json");
         let python = r#"{"message": {"message": "ValueError: no", "extraInfo":

@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::builder::{FalseyValueParser, Str};
 use clap::{Arg, Args};
 
-use super::{Error, LaunchOptions, Logs, Nodes, Patience, Result, Streams, nproc_per_node};
+use super::{Error, LaunchOptions, Logs, Nodes, RdzvConfig, Result, Streams, nproc_per_node};
 
 /// Arguments of `launch` and `runner launch`. Each flag has two spellings, `--node-rank` and `--node_rank`.
 #[derive(Debug, Args)]
@@ -53,8 +53,8 @@ pub struct LaunchArgs {
     rdzv_id: String,
     /// Waiting for nodes, in seconds: join_timeout=600 (or timeout), last_call_timeout=30,
     /// keep_alive_interval=5, keep_alive_max_attempt=3.
-    #[arg(long, env = "PET_RDZV_CONF", default_value = "", value_parser = patience)]
-    rdzv_conf: Patience,
+    #[arg(long, env = "PET_RDZV_CONF", default_value = "", value_parser = rdzv)]
+    rdzv_conf: RdzvConfig,
     /// How often all ranks start again after a failure.
     #[arg(long, env = "PET_MAX_RESTARTS", default_value_t = 0)]
     max_restarts: u32,
@@ -89,7 +89,7 @@ pub struct LaunchArgs {
 }
 
 impl LaunchArgs {
-    /// What to launch. If neither `--no-python` nor `is_program` says that the first word is a program, the
+    /// Returns the launch options. If neither `--no-python` nor `is_program` says that the first word is a program, the
     /// words are arguments of this one.
     ///
     /// # Errors
@@ -105,7 +105,7 @@ impl LaunchArgs {
         options.max_restarts = self.max_restarts;
         options.run_id = self.rdzv_id;
         options.role = self.role;
-        options.patience = self.rdzv_conf;
+        options.rdzv = self.rdzv_conf;
         options.grace = self.shutdown_timeout;
         options.logs = Logs {
             dir: self.log_dir,
@@ -202,19 +202,19 @@ fn seconds(text: &str) -> Result<Duration, String> {
 }
 
 /// torchrun's list of `key=value`.
-fn patience(text: &str) -> Result<Patience, String> {
-    let mut patience = Patience::default();
+fn rdzv(text: &str) -> Result<RdzvConfig, String> {
+    let mut rdzv = RdzvConfig::default();
     for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
         let (key, value) =
             part.split_once('=').ok_or_else(|| format!("`{part}` is not KEY=VALUE"))?;
         let time = || seconds(value).ok().filter(|time| !time.is_zero());
         let wrong = || format!("`{part}`: not a number above 0");
         match key {
-            "timeout" | "join_timeout" => patience.join = time().ok_or_else(wrong)?,
-            "last_call_timeout" => patience.last_call = seconds(value).map_err(|_| wrong())?,
-            "keep_alive_interval" => patience.heartbeat = time().ok_or_else(wrong)?,
+            "timeout" | "join_timeout" => rdzv.join = time().ok_or_else(wrong)?,
+            "last_call_timeout" => rdzv.last_call = seconds(value).map_err(|_| wrong())?,
+            "keep_alive_interval" => rdzv.heartbeat = time().ok_or_else(wrong)?,
             "keep_alive_max_attempt" => {
-                patience.beats = value.parse().ok().filter(|&n| n > 0).ok_or_else(wrong)?;
+                rdzv.missed_heartbeats = value.parse().ok().filter(|&n| n > 0).ok_or_else(wrong)?;
             }
             _ => {
                 return Err(format!(
@@ -224,7 +224,7 @@ fn patience(text: &str) -> Result<Patience, String> {
             }
         }
     }
-    Ok(patience)
+    Ok(rdzv)
 }
 
 #[cfg(test)]
@@ -278,8 +278,8 @@ mod tests {
             assert_eq!(options.logs.redirects, "1:2".parse().unwrap());
             assert_eq!(options.logs.tee, "3".parse().unwrap());
             assert_eq!(options.logs.shown, Some(vec![0, 2]));
-            assert_eq!(options.patience.join, Duration::from_secs(1));
-            assert_eq!(options.patience.heartbeat, Duration::from_millis(100));
+            assert_eq!(options.rdzv.join, Duration::from_secs(1));
+            assert_eq!(options.rdzv.heartbeat, Duration::from_millis(100));
         }
     }
 

@@ -18,8 +18,8 @@ use crate::{Error, Result};
 /// The launcher's process id, in each rank's environment.
 pub(super) const LAUNCHER_PID: &str = "RUNNER_LAUNCHER_PID";
 
-/// Makes the kernel kill this process when its parent ends. A rank calls it first thing; outside
-/// of `runner launch` it does nothing.
+/// Makes the kernel kill this process when its launcher ends. A rank calls it first; without a launcher of this
+/// crate it does nothing.
 ///
 /// It does not reach processes that this one starts. Where a wrapper script stands between
 /// launcher and rank, the rank is tied to the script.
@@ -40,10 +40,10 @@ pub fn tie_to_parent() -> Result<()> {
     tied.map_err(|errno| Error::io(what())(errno.into()))
 }
 
-/// Kills the groups it was told when this process ends in any way, and removes the temporary folder; gone on
-/// drop. A guard that was itself killed is replaced when the next group comes, and missed by nobody else.
+/// A process that kills the ranks' process groups when this process ends in any way, and removes the temporary
+/// directory. It ends on drop. A guard that was killed is replaced when the next group is added.
 pub(super) struct Guard {
-    folder: Option<PathBuf>,
+    run_dir: Option<PathBuf>,
     shell: Child,
     /// `None` only while it is dropped.
     pipe: Option<ChildStdin>,
@@ -51,24 +51,24 @@ pub(super) struct Guard {
 }
 
 impl Guard {
-    /// With the folder that goes with this process, if there is one.
-    pub(super) fn start(folder: Option<PathBuf>) -> Result<Self> {
-        let (shell, pipe) = spawn(folder.as_deref())?;
-        Ok(Self { folder, shell, pipe, groups: Vec::new() })
+    /// Starts a guard, with the temporary directory to remove, if there is one.
+    pub(super) fn start(run_dir: Option<PathBuf>) -> Result<Self> {
+        let (shell, pipe) = spawn(run_dir.as_deref())?;
+        Ok(Self { run_dir, shell, pipe, groups: Vec::new() })
     }
 
-    /// Adds the group of a rank, before the rank is in it.
+    /// Adds the process group of a rank, before the rank joins it.
     pub(super) fn watch(&mut self, group: Pid) -> Result<()> {
         self.groups.push(group);
         if self.tell(group.as_raw_nonzero()).is_ok() {
             return Ok(());
         }
-        (self.shell, self.pipe) = spawn(self.folder.as_deref())?;
-        let told = self.groups.iter().try_for_each(|group| self.tell(group.as_raw_nonzero()));
-        told.map_err(Error::io("speak to the ranks' guard"))
+        (self.shell, self.pipe) = spawn(self.run_dir.as_deref())?;
+        let notified = self.groups.iter().try_for_each(|group| self.tell(group.as_raw_nonzero()));
+        notified.map_err(Error::io("speak to the ranks' guard"))
     }
 
-    /// Forgets all groups: they are gone, and their numbers may become others'.
+    /// Forgets all groups: they have ended, and their ids may be used again.
     pub(super) fn forget(&mut self) {
         self.groups.clear();
         // A guard that was killed kills nobody.
@@ -81,10 +81,10 @@ impl Guard {
 }
 
 /// Starts the guard's process.
-fn spawn(folder: Option<&Path>) -> Result<(Child, Option<ChildStdin>)> {
+fn spawn(run_dir: Option<&Path>) -> Result<(Child, Option<ChildStdin>)> {
     let mut shell = Command::new("/bin/sh")
         .args(["-c", SCRIPT, "runner-launch-guard"])
-        .args(folder)
+        .args(run_dir)
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .stderr(Stdio::null())
@@ -97,18 +97,18 @@ fn spawn(folder: Option<&Path>) -> Result<(Child, Option<ChildStdin>)> {
 }
 
 impl Drop for Guard {
-    /// Ends the guard by closing its pipe: groups that were not forgotten are killed. The folder goes even
-    /// if the guard was killed.
+    /// Ends the guard by closing its pipe: groups that were not forgotten are killed. The directory is
+    /// removed even if the guard was killed.
     fn drop(&mut self) {
         self.pipe = None;
         drop(self.shell.wait());
-        if let Some(folder) = &self.folder {
-            drop(std::fs::remove_dir_all(folder));
+        if let Some(run_dir) = &self.run_dir {
+            drop(std::fs::remove_dir_all(run_dir));
         }
     }
 }
 
-/// One group a line, or `none`. At the end, kills those it has, and removes the folder if it was given one.
+/// Reads one group per line, or `none` to forget all. At the end of input, kills its groups and removes the directory.
 const SCRIPT: &str = r#"
 trap '' TERM INT HUP QUIT USR1 USR2
 groups=

@@ -26,47 +26,47 @@ use rustix::process::{
 use signal_hook::consts::{SIGABRT, SIGINT};
 
 use super::env;
+use super::events::{Event, Queue};
 use super::guard::Guard;
-use super::logs::{Dest, Folder};
-use super::nodes::{End, Place, Team};
-use super::signals::{Ear, Event};
+use super::logs::{OutputTarget, RunDir};
+use super::nodes::{Assignment, Coordinator, End};
 use super::summary::{self, Failure, Outcome};
 use super::{LaunchOptions, Sink, error_file, output};
 use crate::{Error, Result};
 
-/// All attempts on this node.
+/// The ranks of this node, in all attempts.
 pub(super) struct Job {
     pub(super) options: LaunchOptions,
-    pub(super) ear: Ear,
+    pub(super) queue: Queue,
     pub(super) sender: Sender<Event>,
-    place: Place,
+    assignment: Assignment,
     ranks: Vec<Rank>,
-    stage: Stage,
+    stage: StopStage,
     guard: Guard,
-    folder: Folder,
+    run_dir: RunDir,
     sinks: (Sink, Sink),
 }
 
 struct Rank {
     child: Child,
-    /// The first of its process group, which ended at once and keeps the group's number.
-    holder: Child,
+    /// Leader of its process group, a process that ended at once and, unreaped, reserves the group's id.
+    leader: Child,
     /// Threads that copy the rank's output.
     output: Vec<JoinHandle<()>>,
-    /// Place among all exits, and when, in nanoseconds since 1970; `None` while it runs.
+    /// Position among all exits, and time in nanoseconds since 1970; `None` while it runs.
     exited: Option<(usize, u64)>,
-    /// Whether a signal ended it that is not known to be this launcher's.
-    struck: bool,
-    /// Whether another node had ended the attempt before.
-    told: bool,
+    /// Whether it was ended by a signal that this launcher did not send.
+    killed: bool,
+    /// Whether another node had already ended the attempt.
+    notified: bool,
     error_file: PathBuf,
     status: Option<ExitStatus>,
 }
 
-/// How far the attempt has come towards its end, and when the next step is due.
-enum Stage {
+/// Progress of an attempt towards its end, with the time of the next step.
+enum StopStage {
     Running,
-    /// A rank has failed, and the others may report; or has saved, and the others may still do so.
+    /// A rank failed, and the others may report; or it saved, and the others may save, too.
     Reporting(Instant),
     /// SIGTERM, or a forwarded signal, was sent.
     Stopping(Instant),
@@ -81,42 +81,42 @@ impl Job {
         sender: Sender<Event>,
         sinks: (Sink, Sink),
     ) -> Result<Self> {
-        let folder = Folder::new(&options)?;
+        let run_dir = RunDir::new(&options)?;
         // Nobody else removes it.
-        let temporary = folder.temporary.then(|| folder.path.clone());
+        let temporary = run_dir.temporary.then(|| run_dir.path.clone());
         let guard = Guard::start(temporary).inspect_err(|_| {
-            drop(std::fs::remove_dir(&folder.path));
+            drop(std::fs::remove_dir(&run_dir.path));
         })?;
         let job = Self {
             options,
-            ear: Ear::new(events, Sink::clone(&sinks.1)),
+            queue: Queue::new(events, Sink::clone(&sinks.1)),
             sender,
-            place: Place::default(),
+            assignment: Assignment::default(),
             ranks: Vec::new(),
-            stage: Stage::Running,
+            stage: StopStage::Running,
             guard,
-            folder,
+            run_dir,
             sinks,
         };
-        if !job.folder.temporary {
-            job.ear.say(&format!("launch: logs are in {}\n", job.folder.path.display()));
+        if !job.run_dir.temporary {
+            job.queue.print(&format!("launch: logs are in {}\n", job.run_dir.path.display()));
         }
         Ok(job)
     }
 
-    /// Begins an attempt, after all ranks of the last one have ended.
-    pub(super) fn begin(&mut self, place: Place) {
-        self.place = place;
+    /// Prepares an attempt, after all ranks of the last one have ended.
+    pub(super) fn begin(&mut self, assignment: Assignment) {
+        self.assignment = assignment;
         self.ranks.clear();
-        self.stage = Stage::Running;
-        self.ear.attempt = self.place.round;
-        self.ear.elsewhere = None;
+        self.stage = StopStage::Running;
+        self.queue.attempt = self.assignment.round;
+        self.queue.remote = None;
     }
 
     /// Starts the ranks and waits until all have ended.
-    pub(super) fn run(&mut self, team: &Team) -> Result<()> {
+    pub(super) fn run(&mut self, coordinator: &Coordinator) -> Result<()> {
         self.spawn()?;
-        self.supervise(team);
+        self.supervise(coordinator);
         self.kill_and_reap();
         self.wait_for_output();
         Ok(())
@@ -138,31 +138,31 @@ impl Job {
     }
 
     fn spawn_one(&mut self, local: usize, program: &std::path::Path) -> Result<()> {
-        let rank = self.place.first_rank + local;
-        let error_file = self.folder.error_file(self.place.round, local);
-        let dests = self.folder.dests(self.place.round, local)?;
-        let envs = env::of_rank(local, &self.place, &self.options, &error_file);
+        let rank = self.assignment.first_rank + local;
+        let error_file = self.run_dir.error_file(self.assignment.round, local);
+        let targets = self.run_dir.targets(self.assignment.round, local)?;
+        let envs = env::of_rank(local, &self.assignment, &self.options, &error_file);
         let failed = || Error::io(format!("start rank {rank} ({})", program.display()));
-        let mut holder = holder().map_err(failed())?;
-        let group = pid_of(&holder);
+        let mut leader = leader().map_err(failed())?;
+        let group = pid_of(&leader);
         self.guard.watch(group)?;
-        let child = self.start(group, program, envs, &dests).map_err(failed());
-        let mut child = child.inspect_err(|_| drop(holder.wait()))?;
+        let child = self.start(group, program, envs, &targets).map_err(failed());
+        let mut child = child.inspect_err(|_| drop(leader.wait()))?;
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
         let pid = pid_of(&child);
         self.ranks.push(Rank {
             child,
-            holder,
+            leader,
             output: Vec::new(),
             exited: None,
-            struck: false,
-            told: false,
+            killed: false,
+            notified: false,
             error_file,
             status: None,
         });
-        watch_exit(self.place.round, local, pid, self.sender.clone())
+        watch_exit(self.assignment.round, local, pid, self.sender.clone())
             .map_err(Error::io("start a thread"))?;
-        let [out, err] = dests;
+        let [out, err] = targets;
         let copies = [
             stdout.map(|pipe| output::copy(rank, pipe, out.file, &self.sinks.0)),
             stderr.map(|pipe| output::copy(rank, pipe, err.file, &self.sinks.1)),
@@ -178,107 +178,107 @@ impl Job {
         group: Pid,
         program: &std::path::Path,
         envs: Vec<(OsString, OsString)>,
-        dests: &[Dest; 2],
+        targets: &[OutputTarget; 2],
     ) -> io::Result<Child> {
         Command::new(program)
             .args(&self.options.args)
             .envs(envs)
             .stdin(Stdio::null())
-            .stdout(stdio(&dests[0])?)
-            .stderr(stdio(&dests[1])?)
+            .stdout(stdio(&targets[0])?)
+            .stderr(stdio(&targets[1])?)
             .process_group(group.as_raw_nonzero().get())
             .spawn()
     }
 
-    /// Waits until every rank has ended, or had its chances.
-    fn supervise(&mut self, team: &Team) {
-        if self.ear.signal.is_some() {
+    /// Waits until every rank has ended, or did not end after SIGKILL.
+    fn supervise(&mut self, coordinator: &Coordinator) {
+        if self.queue.signal.is_some() {
             self.stop(Signal::TERM);
         }
         let mut exits = 0;
         while exits < self.ranks.len() {
             match self.next_event() {
-                Some(Event::Exited { attempt, .. } | Event::Elsewhere { attempt, .. })
-                    if attempt != self.ear.attempt => {}
+                Some(Event::Exited { attempt, .. } | Event::RemoteEnd { attempt, .. })
+                    if attempt != self.queue.attempt => {}
                 Some(Event::Exited { rank, code, signal, .. }) => {
-                    self.exited(rank, (code, signal), exits, team);
+                    self.exited(rank, (code, signal), exits, coordinator);
                     exits += 1;
                 }
-                Some(Event::Elsewhere { end, .. }) => self.ended_elsewhere(end),
+                Some(Event::RemoteEnd { end, .. }) => self.ended_remotely(end),
                 Some(Event::Signal(signal)) => {
-                    team.tell(&End::Left { node: self.place.node });
+                    coordinator.announce(&End::Left { node: self.assignment.node });
                     self.forward(signal);
                 }
                 None => match self.stage {
-                    Stage::Running => {}
-                    Stage::Reporting(_) => self.stop(Signal::TERM),
-                    Stage::Stopping(_) => self.kill(),
+                    StopStage::Running => {}
+                    StopStage::Reporting(_) => self.stop(Signal::TERM),
+                    StopStage::Stopping(_) => self.kill(),
                     // Killed, and yet not ended: it hangs in the kernel. Nothing more can be done.
-                    Stage::Killed(_) => return,
+                    StopStage::Killed(_) => return,
                 },
             }
         }
     }
 
-    /// Notes how a rank ended, by its exit code or the signal that ended it.
+    /// Records the exit of a rank, by its exit code or signal, and starts to end the others if it failed.
     fn exited(
         &mut self,
         local: usize,
         (code, signal): (Option<i32>, Option<i32>),
         order: usize,
-        team: &Team,
+        coordinator: &Coordinator,
     ) {
-        let asked = !matches!(self.stage, Stage::Running | Stage::Reporting(_));
+        let asked = !matches!(self.stage, StopStage::Running | StopStage::Reporting(_));
         // What this node has told the others comes back to it as well.
-        let told = self.ear.elsewhere.as_ref().is_some_and(|end| !self.is_own(end));
+        let notified = self.queue.remote.as_ref().is_some_and(|end| !self.is_own(end));
         let rank = &mut self.ranks[local];
         rank.exited = Some((order, error_file::now()));
         // A rank that aborts does so itself, perhaps because another failed.
-        rank.struck = !asked && signal.is_some_and(|signal| signal != SIGABRT);
-        rank.told = told;
-        let rank = self.place.first_rank + local;
+        rank.killed = !asked && signal.is_some_and(|signal| signal != SIGABRT);
+        rank.notified = notified;
+        let rank = self.assignment.first_rank + local;
         let (end, time) = match code {
             Some(0) => return,
             Some(summary::SAVED) => (End::Saved { rank }, self.options.grace),
             _ => (End::Failed { rank }, self.options.report_time),
         };
-        if matches!(self.stage, Stage::Running) {
-            team.tell(&end);
+        if matches!(self.stage, StopStage::Running) {
+            coordinator.announce(&end);
         }
-        self.report_within(time);
+        self.allow_reports(time);
     }
 
-    /// Whether an end of the attempt has its reason here.
+    /// Whether the reason for an end of the attempt is on this node.
     fn is_own(&self, end: &End) -> bool {
-        let ranks = self.place.first_rank..self.place.first_rank + self.ranks.len();
+        let ranks = self.assignment.first_rank..self.assignment.first_rank + self.ranks.len();
         match end {
             End::Failed { rank } | End::Saved { rank } => ranks.contains(rank),
-            End::Left { node } => *node == self.place.node,
+            End::Left { node } => *node == self.assignment.node,
             End::Joined { .. } | End::Lost { .. } => false,
         }
     }
 
-    /// The ranks may end by themselves for this long.
-    fn report_within(&mut self, time: Duration) {
+    /// Gives the ranks this much time to end by themselves.
+    fn allow_reports(&mut self, time: Duration) {
         let due = Instant::now() + time;
         match &mut self.stage {
-            Stage::Running => self.stage = Stage::Reporting(due),
-            Stage::Reporting(before) => *before = due.min(*before),
-            Stage::Stopping(_) | Stage::Killed(_) => {}
+            StopStage::Running => self.stage = StopStage::Reporting(due),
+            StopStage::Reporting(before) => *before = due.min(*before),
+            StopStage::Stopping(_) | StopStage::Killed(_) => {}
         }
     }
 
-    /// Another node ends the attempt: after a failure the ranks may report what they see of it.
-    fn ended_elsewhere(&mut self, end: End) {
+    /// Handles that another node ends the attempt: after a failure the ranks may report what they see.
+    fn ended_remotely(&mut self, end: End) {
         let time = match end {
             End::Joined { .. } | End::Left { .. } => None,
             End::Saved { .. } => Some(self.options.grace),
             End::Failed { .. } | End::Lost { .. } => Some(self.options.report_time),
         };
-        self.ear.elsewhere.get_or_insert(end);
+        self.queue.remote.get_or_insert(end);
         match time {
-            Some(time) => self.report_within(time),
-            None if matches!(self.stage, Stage::Running) => self.stop(Signal::TERM),
+            Some(time) => self.allow_reports(time),
+            None if matches!(self.stage, StopStage::Running) => self.stop(Signal::TERM),
             None => {}
         }
     }
@@ -286,15 +286,15 @@ impl Job {
     /// The next event, or `None` once the stage's time is over.
     fn next_event(&self) -> Option<Event> {
         let due = match self.stage {
-            Stage::Running => return self.ear.events.recv().ok(),
-            Stage::Reporting(due) | Stage::Stopping(due) | Stage::Killed(due) => due,
+            StopStage::Running => return self.queue.events.recv().ok(),
+            StopStage::Reporting(due) | StopStage::Stopping(due) | StopStage::Killed(due) => due,
         };
-        self.ear.events.recv_timeout(due.saturating_duration_since(Instant::now())).ok()
+        self.queue.events.recv_timeout(due.saturating_duration_since(Instant::now())).ok()
     }
 
     fn forward(&mut self, number: i32) {
-        self.ear.signal = Some(number);
-        let interrupted_again = number == SIGINT && matches!(self.stage, Stage::Stopping(_));
+        self.queue.signal = Some(number);
+        let interrupted_again = number == SIGINT && matches!(self.stage, StopStage::Stopping(_));
         match Signal::from_named_raw(number) {
             Some(_) if interrupted_again => self.kill(),
             Some(signal) => self.stop(signal),
@@ -302,41 +302,41 @@ impl Job {
         }
     }
 
-    /// Sends a signal that asks the ranks to end. The grace runs from the first such signal.
+    /// Sends a signal that asks the ranks to end. The grace period starts at the first such signal.
     fn stop(&mut self, signal: Signal) {
         self.signal_groups(signal);
-        if matches!(self.stage, Stage::Running | Stage::Reporting(_)) {
-            self.stage = Stage::Stopping(Instant::now() + self.options.grace);
+        if matches!(self.stage, StopStage::Running | StopStage::Reporting(_)) {
+            self.stage = StopStage::Stopping(Instant::now() + self.options.grace);
         }
     }
 
     fn kill(&mut self) {
         self.signal_groups(Signal::KILL);
-        self.stage = Stage::Killed(Instant::now() + KILL_TIME);
+        self.stage = StopStage::Killed(Instant::now() + KILL_TIME);
     }
 
     fn signal_groups(&self, signal: Signal) {
         for rank in self.ranks.iter().filter(|rank| rank.status.is_none()) {
             // It fails when the whole group has ended, which is what is wanted.
-            let _ = kill_process_group(pid_of(&rank.holder), signal);
+            let _ = kill_process_group(pid_of(&rank.leader), signal);
         }
     }
 
-    /// Kills what is left of every group, and only then gives the process ids back.
+    /// Kills what is left of every process group, then reaps.
     fn kill_and_reap(&mut self) {
         self.signal_groups(Signal::KILL);
-        let hopeless = matches!(self.stage, Stage::Killed(due) if due <= Instant::now());
+        let hopeless = matches!(self.stage, StopStage::Killed(due) if due <= Instant::now());
         if !hopeless {
             self.guard.forget();
         }
         for rank in self.ranks.iter_mut().filter(|rank| !hopeless || rank.exited.is_some()) {
             rank.status = rank.child.wait().ok();
-            drop(rank.holder.wait());
+            drop(rank.leader.wait());
         }
     }
 
-    /// The pipes end with the last process that holds them, and all of a group's have been
-    /// killed; a process that left its group may keep one, and is not waited for long.
+    /// Waits for the output threads. A pipe ends with the last process that holds it; a process that left its
+    /// group may hold one longer, so the wait is short.
     fn wait_for_output(&mut self) {
         let deadline = Instant::now() + OUTPUT_TIME;
         for thread in self.ranks.iter_mut().flat_map(|rank| rank.output.drain(..)) {
@@ -350,35 +350,35 @@ impl Job {
         }
     }
 
-    /// How long ranks may take to end, once one has failed or saved, on any node.
+    /// Longest time that the ranks of a node take to end, once one has failed or saved.
     pub(super) fn end_time(&self) -> Duration {
         let LaunchOptions { report_time, grace, .. } = self.options;
         grace.max(report_time) + grace + KILL_TIME
     }
 
-    /// How the attempt went here.
+    /// Result of the attempt on this node.
     pub(super) fn outcome(&self) -> Outcome {
         let saved = self.ranks.iter().filter(|rank| summary::is_saved(rank.status)).count();
         let ended_well = |status: ExitStatus| status.success() || summary::is_saved(Some(status));
         let failed = |rank: &Rank| !rank.status.is_some_and(ended_well);
         let ranks = self.ranks.iter().enumerate().filter(|(_, rank)| failed(rank));
         let failures = ranks.map(|(local, rank)| {
-            let said = error_file::read(&rank.error_file);
+            let message = error_file::read(&rank.error_file);
             let (order, seen) = rank.exited.unwrap_or((usize::MAX, u64::MAX));
             Failure {
-                rank: self.place.first_rank + local,
+                rank: self.assignment.first_rank + local,
                 pid: rank.child.id(),
                 how: summary::describe(rank.status),
                 code: summary::code(rank.status),
-                struck: rank.struck,
-                told: rank.told,
+                killed: rank.killed,
+                notified: rank.notified,
                 // A file is written before the exit; a clock that says otherwise is wrong. Without one
                 // the failure was some time before the exit was seen, and others may have answered it.
-                at: match &said {
-                    Some(said) => said.at.min(seen),
+                at: match &message {
+                    Some(message) => message.at.min(seen),
                     None => seen.saturating_sub(SEEN_LATE),
                 },
-                said: said.map(|said| said.message),
+                message: message.map(|message| message.message),
                 order,
             }
         });
@@ -386,14 +386,14 @@ impl Job {
             ranks: self.ranks.len(),
             failures: failures.collect(),
             saved,
-            stopped: self.ear.signal.is_some(),
+            stopped: self.queue.signal.is_some(),
             closes: false,
         }
     }
 }
 
-/// The first process of a group of its own, which ends at once.
-fn holder() -> io::Result<Child> {
+/// Starts a process that leads a process group of its own and ends at once.
+fn leader() -> io::Result<Child> {
     Command::new("/bin/sh")
         .args(["-c", "exit"])
         .stdin(Stdio::null())
@@ -403,9 +403,9 @@ fn holder() -> io::Result<Child> {
         .spawn()
 }
 
-/// What a rank gets as a stream: the file alone needs no thread of ours.
-fn stdio(dest: &Dest) -> io::Result<Stdio> {
-    match (&dest.file, dest.console) {
+/// Standard stream of a rank: a pipe if it goes to the console, else the file itself.
+fn stdio(target: &OutputTarget) -> io::Result<Stdio> {
+    match (&target.file, target.console) {
         (_, true) => Ok(Stdio::piped()),
         (Some(file), false) => Ok(Stdio::from(file.try_clone()?)),
         (None, false) => Ok(Stdio::null()),
@@ -438,9 +438,9 @@ fn pid_of(child: &Child) -> Pid {
     i32::try_from(child.id()).ok().and_then(Pid::from_raw).expect("a process id is a positive i32")
 }
 
-/// How long a killed process may take to end.
+/// Time that a killed process may take to end.
 const KILL_TIME: Duration = Duration::from_secs(10);
-/// How late the end of a rank may be seen, in nanoseconds.
+/// Longest delay, in nanoseconds, between the exit of a rank and its detection.
 const SEEN_LATE: u64 = 100_000_000;
-/// How long output is awaited after the last rank has ended.
+/// Time to wait for output after the last rank has ended.
 const OUTPUT_TIME: Duration = Duration::from_secs(1);

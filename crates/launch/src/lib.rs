@@ -1,29 +1,29 @@
 //! Starts the ranks of a distributed job, as torchrun does, for any program in any language.
 //!
-//! The launcher hosts the store (a new one, at another port, for every attempt: nothing that an earlier
-//! attempt has stored can be met), starts the ranks with torchrun's environment, each in a process
-//! group of its own, puts `[rank 0] ` before each line they print, and waits. When one fails, the
-//! others get a moment to report what they see (their collectives fail too and name the rank),
-//! then SIGTERM, then, after a grace, SIGKILL; and if restarts are left, all ranks start again. The
-//! exit code is that of the likely cause: a rank that a signal ended, or else the failure that was the first
-//! by the ranks' own error files (`error_file`), or to be seen; torchrun's is always 1. If the launcher itself is killed, a guard
-//! (`guard`) kills the ranks and what they have started, and tidies up.
+//! The launcher hosts the store at which the ranks meet (a new one for every attempt, so that no rank reads a
+//! key of an earlier attempt), starts each rank in a process group of its own with torchrun's environment, and
+//! writes `[rank 0] ` before each line that a rank prints. When a rank fails, the others get a short time to
+//! report what they see (their collectives fail, too, and name the rank), then SIGTERM, then, after a grace
+//! period, SIGKILL. If restarts are left, all ranks start again. The exit code is that of the likely cause: a
+//! rank ended by a signal, or else the earliest failure by the ranks' error files (`error_file`) or exits. If the
+//! launcher itself is killed, a guard process (`guard`) kills the ranks and their children and removes the
+//! temporary files.
 //!
-//! A rank that exits with [`EXIT_SAVED`] was interrupted by a signal
-//! and has saved. That is no failure, so there is no restart; and the others, which do the same, have as
-//! long for it as between SIGTERM and SIGKILL, and hear no signal meanwhile: a second one would make
-//! them drop what they are saving.
+//! A rank that exits with [`EXIT_SAVED`] was interrupted by a signal and saved a checkpoint. This is no failure,
+//! so there is no restart. The other ranks have the grace period to save, too, and get no signal meanwhile: a
+//! second signal would end them before they have saved.
 //!
-//! On several nodes each has a launcher, and the launchers meet at a store ([`Nodes`]): with ranks that
-//! are given (`nodes::fixed`, which torchrun's agents can join) or with as many nodes as come
-//! (`nodes::elastic`). A failure on one node ends the attempt on all, and all give its code.
+//! On several nodes each node has a launcher, and the launchers meet at a control store ([`Nodes`]): a fixed
+//! number of nodes with given ranks (`nodes::fixed`, which torchrun's agents can join), or as many nodes as come
+//! (`nodes::elastic`). A failure on one node ends the attempt on all nodes, and all return its exit code.
 //!
-//! Where to look: `flags` is the command line, `job` the ranks of this node, `nodes` the other nodes,
-//! `summary` what is said of failures.
+//! Where to look next: `flags` is the command line, `job` the ranks of this node, `nodes` the other nodes,
+//! `summary` the report of failures.
 
 mod env;
 mod error;
 mod error_file;
+mod events;
 mod flags;
 mod guard;
 mod job;
@@ -31,7 +31,6 @@ mod logs;
 mod nodes;
 mod nproc;
 mod output;
-mod signals;
 mod store;
 mod summary;
 
@@ -44,24 +43,24 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-pub use self::env::{is_elastic, label};
+pub use self::env::{is_elastic, label_lines};
 pub use self::error::{Error, Result};
 pub use self::error_file::{record_error, record_failure, record_panics};
+use self::events::SignalThread;
 pub use self::flags::LaunchArgs;
 pub use self::guard::tie_to_parent;
 use self::job::Job;
 pub use self::logs::{Logs, Streams};
-use self::nodes::Team;
-pub use self::nodes::{Nodes, Patience};
+use self::nodes::Coordinator;
+pub use self::nodes::{Nodes, RdzvConfig};
 pub use self::nproc::nproc_per_node;
-use self::signals::SignalThread;
-pub use self::store::{StoreArgs, serve};
+pub use self::store::{StoreArgs, serve_store};
 
 /// Exit code of a rank that a signal interrupted after it saved a checkpoint to resume from: sysexits'
 /// `EX_TEMPFAIL`, try again.
 pub const EXIT_SAVED: u8 = 75;
 
-/// What to launch, and how patiently.
+/// A job to launch, as this node sees it.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct LaunchOptions {
@@ -69,30 +68,30 @@ pub struct LaunchOptions {
     pub nproc_per_node: usize,
     /// Arguments of each rank's program.
     pub args: Vec<OsString>,
-    /// The program; this one unless set.
+    /// Program of each rank. Default: this program.
     pub program: Option<PathBuf>,
-    /// Variables for the ranks besides the launcher's own and torchrun's.
+    /// Environment variables of the ranks in addition to inherited ones and torchrun's.
     pub envs: Vec<(OsString, OsString)>,
-    /// `TORCHELASTIC_RUN_ID`; `none` unless set, as torchrun has it.
+    /// `TORCHELASTIC_RUN_ID`. Default: `none`, as in torchrun.
     pub run_id: String,
-    /// How often all ranks are started again after a failure; 0 unless set.
+    /// Number of times that all ranks are restarted after a failure. Default: 0.
     pub max_restarts: u32,
-    /// `ROLE_NAME`; `default` unless set, as torchrun has it.
+    /// `ROLE_NAME`. Default: `default`, as in torchrun.
     pub role: String,
-    /// The nodes of the job; this one only unless set.
+    /// Nodes of the job. Default: this one alone.
     pub nodes: Nodes,
-    /// How long other nodes are waited for.
-    pub patience: Patience,
-    /// Where the ranks' output goes besides, or instead of, the sinks.
+    /// Timeouts for the other nodes.
+    pub rdzv: RdzvConfig,
+    /// Log files that the ranks' output goes to.
     pub logs: Logs,
-    /// After the first failure, how long the others may report on their own: 2 s unless set.
+    /// After the first failure, time for the other ranks to report what they see. Default: 2 s.
     pub report_time: Duration,
-    /// Between SIGTERM and SIGKILL: 30 s unless set, as torchrun has it.
+    /// Time between SIGTERM and SIGKILL. Default: 30 s, as in torchrun.
     pub grace: Duration,
 }
 
 impl LaunchOptions {
-    /// `nproc_per_node` copies of this program with `args`.
+    /// Returns the options of `nproc_per_node` copies of this program with `args`.
     #[must_use]
     pub fn new(nproc_per_node: usize, args: impl IntoIterator<Item = impl Into<OsString>>) -> Self {
         Self {
@@ -104,7 +103,7 @@ impl LaunchOptions {
             max_restarts: 0,
             role: "default".to_owned(),
             nodes: Nodes::default(),
-            patience: Patience::default(),
+            rdzv: RdzvConfig::default(),
             logs: Logs::default(),
             report_time: Duration::from_secs(2),
             grace: Duration::from_secs(30),
@@ -154,26 +153,26 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
     }
     let (sender, events) = channel();
     let signals = SignalThread::start(sender.clone())?;
-    let mut team = Team::new(&options)?;
+    let mut coordinator = Coordinator::new(&options)?;
     let mut job = Job::new(options, events, sender, (stdout, stderr))?;
     let code = loop {
-        let place = match team.next(&mut job.ear)? {
-            ControlFlow::Continue(place) => place,
+        let assignment = match coordinator.next(&mut job.queue)? {
+            ControlFlow::Continue(assignment) => assignment,
             // Told to stop, or the job ended, before this node had a part in it.
-            ControlFlow::Break(code) => break job.ear.signal.map_or(code, |signal| 128 + signal),
+            ControlFlow::Break(code) => break job.queue.signal.map_or(code, |signal| 128 + signal),
         };
-        job.begin(place);
-        let watch = team.watch(&job)?;
-        job.run(&team).inspect_err(|_| team.give_up())?;
-        let verdict = team.settle(&mut job)?;
+        job.begin(assignment);
+        let watch = coordinator.watch(&job)?;
+        job.run(&coordinator).inspect_err(|_| coordinator.give_up())?;
+        let summary = coordinator.agree(&mut job)?;
         drop(watch);
-        job.ear.say(&verdict.to_string());
-        if !verdict.again {
-            break verdict.code;
+        job.queue.print(&summary.to_string());
+        if !summary.starts_again {
+            break summary.code;
         }
-        job.ear.say(&match verdict.counted {
+        job.queue.print(&match summary.is_restart {
             true => {
-                let (restarts, max) = (team.restarts(), job.options.max_restarts);
+                let (restarts, max) = (coordinator.restarts(), job.options.max_restarts);
                 format!("launch: all ranks start again (restart {restarts} of {max})\n")
             }
             false => "launch: all ranks start again with the nodes that there are\n".to_owned(),

@@ -1,8 +1,8 @@
 //! The ranks' output in files, as torchrun lays them out:
 //! `DIR/RUN_ID_xxxxxxxx/attempt_N/LOCAL_RANK/{stdout,stderr}.log`, with `error.json` beside them.
 //!
-//! The folder of a run is made anew, so two runs never write into one. Without a directory the error
-//! files lie in a folder for this run alone, which the guard removes.
+//! Each run has a new directory, so two runs never write into the same one. Without a log directory the
+//! error files are in a temporary directory, which the guard removes.
 
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File};
@@ -13,18 +13,18 @@ use std::str::FromStr;
 
 use crate::{Error, LaunchOptions, Result, random_number};
 
-/// Where the ranks' output goes.
+/// Log files and console output of the ranks.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Logs {
-    /// Where a folder for this run is made. Without it, and with redirection, it is the system's
-    /// folder for temporary files.
+    /// Directory in which a directory for this run is made. Default with redirection: the system's directory for
+    /// temporary files.
     pub dir: Option<PathBuf>,
-    /// What goes into a file and not to the console.
+    /// Streams that go into a file and not to the console.
     pub redirects: Streams,
-    /// What goes into a file and to the console.
+    /// Streams that go into a file and to the console.
     pub tee: Streams,
-    /// Local ranks whose output is shown on the console; all of them unless set.
+    /// Local ranks whose output is shown on the console. Default: all.
     pub shown: Option<Vec<usize>>,
 }
 
@@ -74,22 +74,22 @@ impl FromStr for Streams {
     }
 }
 
-/// Where one stream of one rank goes.
-pub(super) struct Dest {
+/// Destination of one stream of one rank.
+pub(super) struct OutputTarget {
     pub(super) file: Option<File>,
     pub(super) console: bool,
 }
 
-/// The folder of this run.
-pub(super) struct Folder {
+/// Directory of this run's log and error files.
+pub(super) struct RunDir {
     pub(super) path: PathBuf,
-    /// Removed at the end: there is nothing in it for anybody else.
+    /// Removed at the end: it has no files for users.
     pub(super) temporary: bool,
     logs: Logs,
 }
 
-impl Folder {
-    /// Makes it, which others cannot write.
+impl RunDir {
+    /// Creates the directory.
     pub(super) fn new(options: &LaunchOptions) -> Result<Self> {
         let logs = options.logs.clone();
         let named = [logs.redirects.last(), logs.tee.last()];
@@ -125,21 +125,21 @@ impl Folder {
         self.of_rank(attempt, rank).join("error.json")
     }
 
-    /// Where standard output and standard error of a local rank go.
-    pub(super) fn dests(&self, attempt: u32, rank: usize) -> Result<[Dest; 2]> {
+    /// Destinations of standard output and standard error of a local rank.
+    pub(super) fn targets(&self, attempt: u32, rank: usize) -> Result<[OutputTarget; 2]> {
         let shown = self.logs.shown.as_ref().is_none_or(|shown| shown.contains(&rank));
-        let folder = self.of_rank(attempt, rank);
+        let run_dir = self.of_rank(attempt, rank);
         // Here and not by the rank, which may be there longer than a temporary folder.
-        std::fs::create_dir_all(&folder).map_err(making(&folder))?;
-        let dest = |stream: u8, name: &str| -> Result<Dest> {
+        std::fs::create_dir_all(&run_dir).map_err(making(&run_dir))?;
+        let target = |stream: u8, name: &str| -> Result<OutputTarget> {
             let tee = self.logs.tee.has(rank, stream);
             let redirected = self.logs.redirects.has(rank, stream);
-            let path = folder.join(name);
+            let path = run_dir.join(name);
             let file = (tee || redirected).then(|| File::create(&path)).transpose();
             let file = file.map_err(making(&path))?;
-            Ok(Dest { file, console: shown && (tee || !redirected) })
+            Ok(OutputTarget { file, console: shown && (tee || !redirected) })
         };
-        Ok([dest(1, "stdout.log")?, dest(2, "stderr.log")?])
+        Ok([target(1, "stdout.log")?, target(2, "stderr.log")?])
     }
 }
 
@@ -148,7 +148,7 @@ fn making(path: &Path) -> impl FnOnce(io::Error) -> Error {
     Error::io(format!("make {}", path.display()))
 }
 
-/// A run's name as a part of a path.
+/// A run's name with the characters replaced that do not belong in a file name.
 fn file_name(run_id: &str) -> String {
     let allowed = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_' | '.');
     run_id.chars().map(|c| if allowed(c) { c } else { '_' }).collect()
@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn torchruns_words_for_streams() {
+    fn streams_parse_torchruns_notation() {
         let streams = |text: &str| text.parse::<Streams>();
         let both = streams("3").unwrap();
         assert!(both.has(0, 1) && both.has(7, 2) && !both.is_none());

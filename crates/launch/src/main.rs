@@ -4,7 +4,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use launch::{LaunchArgs, Result, StoreArgs, launch, serve};
+use launch::{LaunchArgs, Result, StoreArgs, launch, serve_store};
 
 /// Starts the ranks of a distributed job on this machine, as torchrun does, for any program.
 #[derive(Debug, Parser)]
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> Result<ExitCode> {
     if let Some(Command::Store(args)) = cli.command {
-        return serve(&args).map(|()| ExitCode::SUCCESS);
+        return serve_store(&args).map(|()| ExitCode::SUCCESS);
     }
     let options = cli.launch.options(|_| true)?;
     Ok(ExitCode::from(u8::try_from(launch(options)?).unwrap_or(1)))

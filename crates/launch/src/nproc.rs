@@ -1,17 +1,17 @@
-//! How many ranks a machine takes, in torchrun's words.
+//! Number of ranks of a machine, by torchrun's values of `--nproc-per-node`.
 
 use std::num::NonZero;
 
 use collective::Accelerator;
 
-/// The number that `text` means: a number, `cpu` for as many as processors, `gpu` for as many as CUDA
+/// Returns the number that `text` stands for: a number, `cpu` for as many as processors, `gpu` for as many as CUDA
 /// devices, or NPUs where there are none (`CUDA_VISIBLE_DEVICES` and `ASCEND_RT_VISIBLE_DEVICES`,
 /// otherwise their drivers' device files), or `auto`, which is `gpu` where there are devices and `cpu`
 /// elsewhere.
 ///
 /// # Errors
 ///
-/// What is wrong with `text`.
+/// Why `text` is invalid.
 pub fn nproc_per_node(text: &str) -> Result<usize, String> {
     parse(text, devices())
 }
@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn torchruns_words() {
+    fn parses_torchruns_values() {
         let processors = parse("cpu", 3).unwrap();
         assert!(processors >= 1);
         assert_eq!(parse("4", 0), Ok(4));

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 
 use super::{Sink, lock};
 
-/// Starts a thread that copies `pipe` to `sink` until its end, and as it is to `file`.
+/// Starts a thread that copies `pipe` with prefixes to `sink`, and unchanged to `file`, until its end.
 pub(super) fn copy(
     rank: usize,
     mut pipe: impl Read + Send + 'static,
@@ -38,7 +38,7 @@ pub(super) fn copy(
     })
 }
 
-/// Whoever read our output has gone: the rank goes on, so its output is still drained.
+/// Writes to the console. An error is ignored: without a reader the rank goes on, and its pipe is still drained.
 fn write(sink: &Sink, text: &[u8]) {
     if !text.is_empty() {
         let mut sink = lock(sink);
@@ -46,12 +46,12 @@ fn write(sink: &Sink, text: &[u8]) {
     }
 }
 
-/// Cuts a stream into lines and puts the prefix before each.
+/// Splits a stream into lines and writes the prefix before each.
 struct Lines {
     prefix: Vec<u8>,
-    /// The beginning of a line whose end has not come.
+    /// Start of a line whose end has not been read yet.
     partial: Vec<u8>,
-    /// The last line ended with `\r`; a `\n` right after it belongs to it.
+    /// Whether the last line ended with `\r`; a `\n` right after it belongs to that line.
     after_return: bool,
 }
 
@@ -61,7 +61,7 @@ impl Lines {
         Self { prefix, partial: Vec::new(), after_return: false }
     }
 
-    /// The lines that `chunk` completes.
+    /// Returns the lines that `chunk` completes.
     fn push(&mut self, chunk: &[u8]) -> Vec<u8> {
         let mut out = Vec::new();
         for piece in chunk.split_inclusive(|byte| matches!(byte, b'\n' | b'\r')) {
@@ -82,7 +82,7 @@ impl Lines {
         out
     }
 
-    /// The last line, if it has no end.
+    /// Returns the last line, if it is not terminated.
     fn finish(&mut self) -> Vec<u8> {
         let mut out = Vec::new();
         if !self.partial.is_empty() {
@@ -101,7 +101,7 @@ impl Lines {
     }
 }
 
-/// A line this long, in bytes, is broken.
+/// Longest line in bytes; longer ones are split.
 const LONGEST_LINE: usize = 1 << 16;
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! `runner store`: a control store by itself. An elastic job that meets at one outside of its nodes goes
-//! on without any of them.
+//! `launch store`: hosts a control store. An elastic job whose store is on none of its nodes survives the loss
+//! of any node.
 
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -12,7 +12,7 @@ use signal_hook::iterator::Signals;
 use super::nodes::address;
 use crate::{Error, Result};
 
-/// What `runner store` is told.
+/// Arguments of `launch store` and `runner store`.
 #[derive(Debug, Args)]
 pub struct StoreArgs {
     /// PORT on all addresses of this host, or HOST:PORT or [ADDRESS]:PORT on one; port 0 takes a free one.
@@ -20,12 +20,12 @@ pub struct StoreArgs {
     listen: (Option<String>, u16),
 }
 
-/// Serves a store until SIGINT or SIGTERM. Says where on standard output, once it listens.
+/// Serves a store until SIGINT or SIGTERM. Prints its address on standard output once it listens.
 ///
 /// # Errors
 ///
 /// If the name has no address, the address is not this host's, or the port is taken.
-pub fn serve(args: &StoreArgs) -> Result<()> {
+pub fn serve_store(args: &StoreArgs) -> Result<()> {
     let signals = Signals::new([SIGINT, SIGTERM]);
     let mut signals = signals.map_err(Error::io("handle signals"))?;
     let server = bind(&args.listen)?;
@@ -41,7 +41,7 @@ fn bind((host, port): &(Option<String>, u16)) -> Result<TcpStoreServer> {
     Ok(match host {
         // Both families, or the older one where there is no other.
         None => at(Ipv6Addr::UNSPECIFIED.into()).or_else(|_| at(Ipv4Addr::UNSPECIFIED.into()))?,
-        Some(host) => at(address::resolve("--listen", address::plain(host), *port)?[0])?,
+        Some(host) => at(address::resolve("--listen", address::bare(host), *port)?[0])?,
     })
 }
 

@@ -21,7 +21,7 @@ use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
 use collective::Launcher;
 use launch::{
-    LaunchArgs, StoreArgs, label, record_error, record_failure, record_panics, tie_to_parent,
+    LaunchArgs, StoreArgs, label_lines, record_error, record_failure, record_panics, tie_to_parent,
 };
 
 use crate::config::{Config, Mistakes, parse_duration};
@@ -166,7 +166,7 @@ pub fn main() -> ExitCode {
     let outcome = match command {
         Command::Launch(args) => start_ranks(args),
         Command::Store(args) => {
-            launch::serve(&args).map(|()| ExitCode::SUCCESS).map_err(Error::from)
+            launch::serve_store(&args).map(|()| ExitCode::SUCCESS).map_err(Error::from)
         }
         // What only evaluates has nothing to save: signals end it as they end any program.
         Command::Train(args) => as_rank(|| signals::catch().and_then(|()| train(args))),
@@ -178,7 +178,7 @@ pub fn main() -> ExitCode {
     };
     outcome.unwrap_or_else(|error| {
         let text = lines("error", &error.to_string());
-        let text = if is_rank { label(&text) } else { Cow::Borrowed(&*text) };
+        let text = if is_rank { label_lines(&text) } else { Cow::Borrowed(&*text) };
         let _ = std::io::stderr().write_all(text.as_bytes());
         match error {
             Error::Interrupted { saved: true, .. } => ExitCode::from(signals::EXIT_CODE),

@@ -10,16 +10,16 @@ use collective::store::tcp::state::Presence;
 use crate::{Error, Result};
 
 /// `host` without the brackets that an IPv6 address may have.
-pub(crate) fn plain(host: &str) -> &str {
+pub(crate) fn bare(host: &str) -> &str {
     host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host)
 }
 
-/// Host and port as one text.
+/// `HOST:PORT`, with brackets around an IPv6 address.
 pub(super) fn join(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
-/// The addresses of `host`. A name without any is refused at once: no waiting would mend it.
+/// Returns the addresses of `host`. A name without an address is an error at once.
 ///
 /// # Errors
 ///
@@ -36,8 +36,8 @@ pub(crate) fn resolve(flag: &str, host: &str, port: u16) -> Result<Vec<IpAddr>> 
     if found.is_empty() { Err(refused("the name has no address")) } else { Ok(found) }
 }
 
-/// Whether one of `addrs` is this host's.
-pub(super) fn is_here(addrs: &[IpAddr]) -> bool {
+/// Whether one of `addrs` is an address of this host.
+pub(super) fn is_local(addrs: &[IpAddr]) -> bool {
     addrs.iter().any(|&ip| {
         let bound = TcpListener::bind(SocketAddr::new(ip, 0));
         // Whatever else goes wrong has nothing to do with whose address it is.
@@ -45,16 +45,15 @@ pub(super) fn is_here(addrs: &[IpAddr]) -> bool {
     })
 }
 
-/// Whether the host is there and nobody listens at the port.
-pub(super) fn refuses(host: &str, port: u16) -> bool {
+/// Whether the host answers that the port is closed.
+pub(super) fn refuses_connections(host: &str, port: u16) -> bool {
     let connect = |addr| TcpStream::connect_timeout(&addr, Duration::from_secs(1));
     let refused = |addr| connect(addr).is_err_and(|e| e.kind() == ErrorKind::ConnectionRefused);
     (host, port).to_socket_addrs().is_ok_and(|mut addrs| addrs.any(refused))
 }
 
-/// Hosts a store for the other nodes: on a loopback address only if that is what they were told,
-/// otherwise on all addresses, because the name they know this host by may lead to any of them. It looks
-/// after `clients`.
+/// Hosts a store for the other nodes: on a loopback address only if that is the address given to them, otherwise on
+/// all addresses, since the name of this host may resolve to any of them. It watches the connections of `clients`.
 pub(super) fn host(addrs: &[IpAddr], port: u16, clients: &[Presence]) -> Result<TcpStoreServer> {
     let any = |ip| TcpStoreServer::bind_watching(SocketAddr::new(ip, port), clients.to_vec());
     let loopback = addrs.iter().copied().find(IpAddr::is_loopback);
@@ -81,13 +80,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn brackets_are_for_ports_only() {
-        assert_eq!((plain("[::1]"), plain("::1"), plain("host")), ("::1", "::1", "host"));
+    fn ipv6_addresses_have_brackets_only_with_a_port() {
+        assert_eq!((bare("[::1]"), bare("::1"), bare("host")), ("::1", "::1", "host"));
         assert_eq!((join("::1", 5), join("host", 5)), ("[::1]:5".to_owned(), "host:5".to_owned()));
     }
 
     #[test]
-    fn a_name_that_is_none_is_refused_at_once() {
+    fn unknown_name_is_refused_at_once() {
         let error =
             resolve("--master-addr", "no-such-host.invalid", 29500).unwrap_err().to_string();
         assert!(error.contains("--master-addr no-such-host.invalid"), "{error}");
@@ -95,9 +94,9 @@ mod tests {
     }
 
     #[test]
-    fn whose_an_address_is() {
-        assert!(is_here(&[Ipv4Addr::LOCALHOST.into()]));
+    fn is_local_knows_the_addresses_of_this_host() {
+        assert!(is_local(&[Ipv4Addr::LOCALHOST.into()]));
         // For documentation (RFC 5737): nobody's.
-        assert!(!is_here(&[Ipv4Addr::new(192, 0, 2, 1).into()]));
+        assert!(!is_local(&[Ipv4Addr::new(192, 0, 2, 1).into()]));
     }
 }

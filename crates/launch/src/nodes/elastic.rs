@@ -1,4 +1,4 @@
-//! Nodes that come and go: the loop around `state`.
+//! Nodes that join and leave: the loop around `state`.
 //!
 //! The control store is hosted outside of the job ([`runner store`](crate::store)), or by one of
 //! the nodes: that whose address the endpoint is, or of several on one host the first to come. Then its
@@ -14,22 +14,22 @@ use collective::{Store, TcpStore, TcpStoreServer};
 use super::heartbeat::Heartbeats;
 use super::round::{Member, Round, Rules};
 use super::state::{self, Action, Node, Phase, State, View};
-use super::{End, Place, Remark, address, assign, connect, from_json, to_json, wait};
+use super::{Assignment, End, WaitNotice, address, assign, connect, from_json, to_json, wait};
+use crate::events::Queue;
 use crate::job::Job;
-use crate::signals::Ear;
-use crate::summary::{SAVED, Verdict};
+use crate::summary::{SAVED, Summary};
 use crate::{Error, LaunchOptions, Result, random_number};
 
-/// The nodes of an elastic job, seen from one of them.
+/// An elastic job, seen from one of its nodes.
 pub(crate) struct Elastic {
     options: LaunchOptions,
     limits: (usize, usize),
     host: String,
     port: u16,
     me: Node,
-    /// The control store, if it is here.
+    /// The control store, if this node hosts it.
     control: Option<TcpStoreServer>,
-    /// The ranks' store, if it is here.
+    /// The ranks' store, if this node hosts it.
     fresh: Option<TcpStoreServer>,
     store: Option<Arc<TcpStore>>,
     state: State,
@@ -49,11 +49,11 @@ impl Elastic {
             let text = format!("--nnodes {}:{}: it is MIN:MAX, from 1 on", limits.0, limits.1);
             return Err(Error::Options(text));
         }
-        let host = address::plain(&host).to_owned();
+        let host = address::bare(&host).to_owned();
         let found = address::resolve("--rdzv-endpoint", &host, port)?;
         // Another launcher on this host was faster, or the port is another program's, which does not answer as
         // a store then.
-        let control = match address::is_here(&found) {
+        let control = match address::is_local(&found) {
             true => address::host(&found, port, &[]).ok(),
             false => None,
         };
@@ -89,13 +89,12 @@ impl Elastic {
         format!("runner/elastic/{}", self.options.run_id)
     }
 
-    pub(super) fn next(&mut self, ear: &mut Ear) -> Result<ControlFlow<i32, Place>> {
+    pub(super) fn next(&mut self, queue: &mut Queue) -> Result<ControlFlow<i32, Assignment>> {
         let store = match &self.store {
             Some(store) => Arc::clone(store),
             None => {
                 let who = "--rdzv-endpoint";
-                let Some(store) =
-                    connect((&self.host, self.port), &self.options.patience, ear, who)?
+                let Some(store) = connect((&self.host, self.port), &self.options.rdzv, queue, who)?
                 else {
                     return Ok(Break(0));
                 };
@@ -109,7 +108,7 @@ impl Elastic {
                 Arc::clone(self.store.insert(Arc::new(store)))
             }
         };
-        let gathered = self.gather(&store, ear).map_err(|error| self.explain(error));
+        let gathered = self.gather(&store, queue).map_err(|error| self.explain(error));
         let node = match gathered? {
             Continue(node) => node,
             Break(code) => return Ok(Break(code)),
@@ -128,14 +127,14 @@ impl Elastic {
             node,
             members,
             control: None,
-            patience: self.options.patience,
+            rdzv: self.options.rdzv,
         };
-        let place = self.place(&round, ear).map_err(|error| self.explain(error))?;
+        let assignment = self.assignment(&round, queue).map_err(|error| self.explain(error))?;
         self.round = Some(Arc::new(round));
-        Ok(place.map_or(Break(0), Continue))
+        Ok(assignment.map_or(Break(0), Continue))
     }
 
-    /// As the other nodes reach this one.
+    /// Address by which the other nodes reach this one.
     fn own_addr(&self, store: &TcpStore) -> String {
         match store.local_ip() {
             Some(ip) if !ip.is_loopback() => ip.to_string(),
@@ -145,9 +144,13 @@ impl Elastic {
     }
 
     /// Takes part in an attempt: which node of it this is, or the exit code after a signal or the job's end.
-    fn gather(&mut self, store: &Arc<TcpStore>, ear: &mut Ear) -> Result<ControlFlow<i32, usize>> {
-        let (mut start, mut remark) = (Instant::now(), Remark::new());
-        let mut call = Call { since: None, round: 0 };
+    fn gather(
+        &mut self,
+        store: &Arc<TcpStore>,
+        queue: &mut Queue,
+    ) -> Result<ControlFlow<i32, usize>> {
+        let (mut start, mut notice) = (Instant::now(), WaitNotice::new());
+        let mut call = LastCall { since: None, round: 0 };
         let mut heartbeats = Heartbeats::default();
         let mut came = self.round.is_some();
         loop {
@@ -162,8 +165,8 @@ impl Elastic {
                 me: &self.me,
                 min: self.limits.0,
                 max: self.limits.1,
-                last_call_over: call.is_over(&self.state, enough, self.options.patience.last_call),
-                join_over: start.elapsed() > self.options.patience.join || ear.listen(),
+                last_call_over: call.is_over(&self.state, enough, self.options.rdzv.last_call),
+                join_over: start.elapsed() > self.options.rdzv.join || queue.drain(),
                 lost: &lost,
             };
             match state::step(&self.state, &view) {
@@ -176,11 +179,11 @@ impl Elastic {
                 Action::Closed { .. } => {
                     return Err(Error::Rendezvous(self.about("the job has ended with a failure")));
                 }
-                Action::TooFew if ear.signal.is_some() => return Ok(Break(0)),
+                Action::TooFew if queue.signal.is_some() => return Ok(Break(0)),
                 Action::TooFew => return Err(Error::Rendezvous(self.too_few(start.elapsed()))),
                 Action::Wait => {
-                    remark.say_once(ear, || self.so_far(start.elapsed()));
-                    std::thread::sleep(PAUSE.min(self.options.patience.heartbeat));
+                    notice.once(queue, || self.so_far(start.elapsed()));
+                    std::thread::sleep(PAUSE.min(self.options.rdzv.heartbeat));
                 }
                 Action::Write(next) => {
                     self.write(store, next)?;
@@ -190,8 +193,8 @@ impl Elastic {
         }
     }
 
-    /// The ids of nodes that no longer beat. While nodes gather, each has a counter of its own; those of a running
-    /// attempt beat there.
+    /// Ids of the lost nodes. While nodes gather, each has a counter of its own; the nodes of a running attempt use
+    /// the attempt's counters.
     fn lost(&self, store: &TcpStore, heartbeats: &mut Heartbeats) -> Result<Vec<u64>> {
         let prefix = self.prefix();
         let alive = |id: u64| format!("{prefix}/alive/{id}");
@@ -202,17 +205,17 @@ impl Elastic {
         });
         let all = of_attempt.chain(waiting.iter().map(|node| (node.id, alive(node.id))));
         let others: Vec<_> = all.filter(|(id, _)| *id != self.me.id).collect();
-        if heartbeats.is_due(&self.options.patience) {
+        if heartbeats.is_due(&self.options.rdzv) {
             store.add(&alive(self.me.id), 1)?;
             heartbeats.watch(others.iter().map(|(_, key)| key.clone()).collect());
-            heartbeats.poll(store, &self.options.patience);
+            heartbeats.poll(store, &self.options.rdzv);
         }
         let lost =
-            others.into_iter().filter(|(_, key)| heartbeats.is_lost(key, &self.options.patience));
+            others.into_iter().filter(|(_, key)| heartbeats.is_lost(key, &self.options.rdzv));
         Ok(lost.map(|(id, _)| id).collect())
     }
 
-    /// Says more of the loss of the control store.
+    /// Adds advice to an error of the control store.
     fn explain(&self, error: Error) -> Error {
         let Error::Collective(error) = error else { return error };
         let mut nodes = self.state.nodes.iter().chain(&self.state.waiting);
@@ -227,7 +230,7 @@ impl Elastic {
         format!("run {} at --rdzv-endpoint {at}: {what}", self.options.run_id)
     }
 
-    /// What this node waits for.
+    /// Message about what this node waits for.
     fn so_far(&self, waited: Duration) -> String {
         let State { phase, nodes, .. } = &self.state;
         match phase {
@@ -238,13 +241,11 @@ impl Elastic {
             _ if nodes.len() >= self.limits.0 => self.about(&format!(
                 "there are enough nodes, {}; for more of them, the last call is {:?}",
                 nodes.len(),
-                self.options.patience.last_call
+                self.options.rdzv.last_call
             )),
-            _ => format!(
-                "waiting for up to {:?}: {}",
-                self.options.patience.join,
-                self.too_few(waited)
-            ),
+            _ => {
+                format!("waiting for up to {:?}: {}", self.options.rdzv.join, self.too_few(waited))
+            }
         }
     }
 
@@ -269,8 +270,7 @@ impl Elastic {
         Ok(())
     }
 
-    /// Replaces the state that was read, unless somebody else did; tells a running attempt of a node
-    /// that waits.
+    /// Replaces the state that was read, unless another node did first; ends a running attempt if this node joins it.
     fn write(&self, store: &TcpStore, next: State) -> Result<()> {
         let new = to_json(&next);
         let won = store.compare_set(&format!("{}/state", self.prefix()), &self.text, &new)? == new;
@@ -284,27 +284,27 @@ impl Elastic {
         Ok(())
     }
 
-    /// The ranks of this node, and where their store is.
-    fn place(&mut self, round: &Round, ear: &mut Ear) -> Result<Option<Place>> {
+    /// Returns this node's assignment; the first node hosts the ranks' store.
+    fn assignment(&mut self, round: &Round, queue: &mut Queue) -> Result<Option<Assignment>> {
         let key = format!("{}/master", round.prefix);
         if round.node == 0 {
             let any = address::resolve("--rdzv-endpoint", &self.me.addr, 0)?;
             let fresh = self.fresh.insert(address::host(&any, 0, &[])?);
             round.store.set(&key, &to_json(&(&self.me.addr, fresh.port())))?;
         }
-        let deadline = Instant::now() + self.options.patience.join;
-        if !wait(&*round.store, &[&key], deadline, ear)? {
+        let deadline = Instant::now() + self.options.rdzv.join;
+        if !wait(&*round.store, &[&key], deadline, queue)? {
             let first = &self.state.nodes[0];
             let text = format!("the first node, {} ({}), does not start", first.host, first.addr);
             let error = Error::Rendezvous(self.about(&text));
-            return if ear.signal.is_some() { Ok(None) } else { Err(error) };
+            return if queue.signal.is_some() { Ok(None) } else { Err(error) };
         }
-        let text = round.store.get(&key, self.options.patience.heartbeat)?;
+        let text = round.store.get(&key, self.options.rdzv.heartbeat)?;
         let (master_addr, master_port) = from_json("the ranks' store", &text)?;
         let nodes: Vec<_> =
             self.state.nodes.iter().map(|node| (&node.role[..], node.ranks)).collect();
         let [first_rank, world_size, first_role_rank, role_world_size] = assign(&nodes, round.node);
-        Ok(Some(Place {
+        Ok(Some(Assignment {
             round: self.state.round,
             restart_count: self.state.restarts,
             node: round.node,
@@ -318,7 +318,7 @@ impl Elastic {
         }))
     }
 
-    pub(super) fn settle(&mut self, job: &mut Job) -> Result<Verdict> {
+    pub(super) fn agree(&mut self, job: &mut Job) -> Result<Summary> {
         let rules = Rules {
             restarts_left: self.state.restarts < self.options.max_restarts,
             elastic: true,
@@ -327,33 +327,33 @@ impl Elastic {
         let round = Arc::clone(self.round.as_ref().expect("an attempt is under way"));
         let mut own = job.outcome();
         own.closes = own.stopped && self.control.is_some() && self.state.nodes.len() > 1;
-        let verdict = round.settle(own, &mut job.ear, &rules);
+        let summary = round.agree(own, &mut job.queue, &rules);
         let number = self.state.round;
         let store = Arc::clone(&round.store);
         // All say so, for the first may be lost before it does.
-        let left = job.ear.signal.is_some() && !self.is_last();
-        let changed = if verdict.again || left {
-            let failed = verdict.counted;
+        let left = job.queue.signal.is_some() && !self.is_last();
+        let changed = if summary.starts_again || left {
+            let failed = summary.is_restart;
             self.change(&store, |state| state::end(state, number, failed))
         } else {
-            self.change(&store, |state| state::close(state, verdict.code))
+            self.change(&store, |state| state::close(state, summary.code))
         };
-        round.linger(&verdict);
-        if verdict.again {
+        round.wait_for_readers(&summary);
+        if summary.starts_again {
             changed.map_err(|error| self.explain(error))?;
         } else if self.control.is_some() && !self.state.waiting.is_empty() {
             // Those that wait look at the state so often.
             std::thread::sleep(3 * PAUSE);
         }
-        Ok(verdict)
+        Ok(summary)
     }
 
-    /// Whether nobody goes on without this node.
+    /// Whether the job ends without this node.
     fn is_last(&self) -> bool {
         self.state.nodes.len() == 1 && self.state.waiting.is_empty() || self.control.is_some()
     }
 
-    /// Changes the state, whatever others do meanwhile; nothing if `to` has nothing to change.
+    /// Changes the state by compare-and-set until it succeeds, or `to` returns `None`.
     fn change(&mut self, store: &TcpStore, to: impl Fn(&State) -> Option<State>) -> Result<()> {
         loop {
             self.read(store)?;
@@ -365,13 +365,13 @@ impl Elastic {
     }
 }
 
-/// Since when there have been enough nodes.
-struct Call {
+/// Time since when there have been enough nodes.
+struct LastCall {
     since: Option<Instant>,
     round: u32,
 }
 
-impl Call {
+impl LastCall {
     fn is_over(&mut self, state: &State, enough: bool, last_call: Duration) -> bool {
         if !enough || state.round != self.round || state.phase != Phase::Gathering {
             (self.since, self.round) = (None, state.round);
@@ -383,7 +383,7 @@ impl Call {
     }
 }
 
-/// Between two looks at the state.
+/// Time between two reads of the state.
 const PAUSE: Duration = Duration::from_millis(200);
-/// A value that no state has.
+/// A value that the state never has.
 const UNLIKELY: &[u8] = b"?";

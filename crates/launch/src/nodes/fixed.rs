@@ -19,13 +19,15 @@ use collective::{PrefixStore, Store, TcpStore, TcpStoreServer};
 use serde::{Deserialize, Serialize};
 
 use super::round::{Member, Round, Rules};
-use super::{End, LONG_WAIT, Place, Remark, address, assign, connect, from_json, to_json, wait};
+use super::{
+    Assignment, End, LONG_WAIT, WaitNotice, address, assign, connect, from_json, to_json, wait,
+};
+use crate::events::Queue;
 use crate::job::Job;
-use crate::signals::Ear;
-use crate::summary::Verdict;
+use crate::summary::Summary;
 use crate::{Error, LaunchOptions, Result};
 
-/// The nodes of a fixed job, seen from one of them.
+/// A job of a fixed number of nodes, seen from one of them.
 pub(crate) struct Fixed {
     options: LaunchOptions,
     node: usize,
@@ -38,13 +40,13 @@ pub(crate) struct Fixed {
     /// On node 0: the ranks' store of a later attempt.
     fresh: Option<TcpStoreServer>,
     store: Option<Arc<TcpStore>>,
-    place: Place,
+    assignment: Assignment,
     members: Vec<Member>,
-    foreign: bool,
+    has_torchrun_agent: bool,
     pub(super) round: Option<Arc<Round>>,
 }
 
-/// What torchrun's agents tell node 0.
+/// A node's entry in torchrun's protocol.
 #[derive(Serialize, Deserialize)]
 struct RoleInfo {
     role: String,
@@ -52,7 +54,7 @@ struct RoleInfo {
     local_world_size: usize,
 }
 
-/// What our launchers tell besides.
+/// Additional entry of a launcher of this crate.
 #[derive(Serialize, Deserialize)]
 struct Agent {
     host: String,
@@ -72,7 +74,7 @@ impl Fixed {
             let text = format!("--node-rank {node} is not below --nnodes {count}");
             return Err(Error::Options(text));
         }
-        let addr = address::plain(&addr).to_owned();
+        let addr = address::bare(&addr).to_owned();
         let found = address::resolve("--master-addr", &addr, port)?;
         let run_id = &options.run_id[..];
         let control = match node {
@@ -91,15 +93,15 @@ impl Fixed {
             control,
             fresh: None,
             store: None,
-            place: Place::default(),
+            assignment: Assignment::default(),
             members: Vec::new(),
-            foreign: false,
+            has_torchrun_agent: false,
             round: None,
         })
     }
 
-    /// Where the control store is, in words.
-    fn meeting(&self) -> String {
+    /// Address of the control store.
+    fn store_addr(&self) -> String {
         address::join(&self.addr, self.port)
     }
 
@@ -108,65 +110,64 @@ impl Fixed {
         PrefixStore::new(self.options.run_id.clone(), store.clone())
     }
 
-    pub(super) fn next(&mut self, ear: &mut Ear) -> Result<ControlFlow<i32, Place>> {
-        let met = if self.store.is_none() { self.meet(ear)? } else { self.meet_again(ear)? };
+    pub(super) fn next(&mut self, queue: &mut Queue) -> Result<ControlFlow<i32, Assignment>> {
+        let met = if self.store.is_none() { self.join(queue)? } else { self.rejoin(queue)? };
         if !met {
             return Ok(Break(0));
         }
         let store = self.store.as_ref().expect("the nodes have met at it");
-        self.place.round = self.attempt;
-        self.place.restart_count = self.attempt;
+        self.assignment.round = self.attempt;
+        self.assignment.restart_count = self.attempt;
         self.round = Some(Arc::new(Round {
             store: Arc::clone(store),
             prefix: self.prefix(),
             node: self.node,
             members: self.members.clone(),
             control: self.control.clone(),
-            patience: self.options.patience,
+            rdzv: self.options.rdzv,
         }));
-        Ok(Continue(self.place.clone()))
+        Ok(Continue(self.assignment.clone()))
     }
 
     fn prefix(&self) -> String {
         format!("{}/runner/{}", self.options.run_id, self.attempt)
     }
 
-    /// The first meeting, by torchrun's keys; false if a signal ended it.
-    fn meet(&mut self, ear: &mut Ear) -> Result<bool> {
+    /// First rendezvous, by torchrun's protocol; false if a signal ended it.
+    fn join(&mut self, queue: &mut Queue) -> Result<bool> {
         let who = format!(
             "node {} of {}, whose --master-addr and --master-port are node 0's, {}",
             self.node,
             self.count,
-            self.meeting()
+            self.store_addr()
         );
-        let Some(store) = connect((&self.addr, self.port), &self.options.patience, ear, &who)?
-        else {
+        let Some(store) = connect((&self.addr, self.port), &self.options.rdzv, queue, &who)? else {
             return Ok(false);
         };
         store.join()?;
         let store = Arc::new(store);
         let shared = self.shared(&store);
-        self.introduce(&shared)?;
+        self.register(&shared)?;
         if self.node == 0 {
-            if !self.await_all(&shared, &self.info_keys(), ear)? {
+            if !self.await_all(&shared, &self.info_keys(), queue)? {
                 return Ok(false);
             }
-            self.deal(&shared)?;
+            self.assign_ranks(&shared)?;
         }
         let assigned = format!("torchelastic/assigned_ranks/{}", self.node);
-        if !self.await_all(&shared, std::slice::from_ref(&assigned), ear)? {
+        if !self.await_all(&shared, std::slice::from_ref(&assigned), queue)? {
             return Ok(false);
         }
-        self.settle_in(&shared, &assigned)?;
+        self.read_assignment(&shared, &assigned)?;
         self.store = Some(store);
         Ok(true)
     }
 
-    /// Tells who this node is. Two nodes of one rank are refused where the second comes.
-    fn introduce(&self, shared: &PrefixStore) -> Result<()> {
+    /// Registers this node. The second node with the same rank gets an error.
+    fn register(&self, shared: &PrefixStore) -> Result<()> {
         let node = self.node;
         if shared.add(&format!("runner/taken/{node}"), 1)? > 1 {
-            let at = self.meeting();
+            let at = self.store_addr();
             let text = format!("two launchers at {at} have --node-rank {node}; give each its own");
             return Err(Error::Options(text));
         }
@@ -188,24 +189,24 @@ impl Fixed {
     }
 
     /// Waits for `keys`; false if a signal came first.
-    fn await_all(&self, shared: &PrefixStore, keys: &[String], ear: &mut Ear) -> Result<bool> {
-        let (start, mut remark) = (Instant::now(), Remark::new());
+    fn await_all(&self, shared: &PrefixStore, keys: &[String], queue: &mut Queue) -> Result<bool> {
+        let (start, mut notice) = (Instant::now(), WaitNotice::new());
         let names: Vec<_> = keys.iter().map(String::as_str).collect();
-        let join = self.options.patience.join;
-        while !wait(shared, &names, (start + join).min(Instant::now() + LONG_WAIT), ear)? {
-            if ear.signal.is_some() {
+        let join = self.options.rdzv.join;
+        while !wait(shared, &names, (start + join).min(Instant::now() + LONG_WAIT), queue)? {
+            if queue.signal.is_some() {
                 return Ok(false);
             }
             let missing = self.missing(shared, start)?;
             if start.elapsed() >= join {
                 return Err(Error::Rendezvous(missing));
             }
-            remark.say_once(ear, || format!("waiting for up to {join:?}: {missing}"));
+            notice.once(queue, || format!("waiting for up to {join:?}: {missing}"));
         }
         Ok(true)
     }
 
-    /// Which nodes have not said that they are there.
+    /// Message that names the nodes that have not registered.
     fn missing(&self, shared: &PrefixStore, start: Instant) -> Result<String> {
         let mut missing = Vec::new();
         for node in 0..self.count {
@@ -213,7 +214,7 @@ impl Fixed {
                 missing.push(node);
             }
         }
-        let (at, waited) = (self.meeting(), start.elapsed());
+        let (at, waited) = (self.store_addr(), start.elapsed());
         let each = self.options.nproc_per_node;
         let ranks = missing.iter().flat_map(|node| node * each..(node + 1) * each);
         Ok(format!(
@@ -226,7 +227,7 @@ impl Fixed {
     }
 
     /// On node 0: gives each node its ranks, as torchrun does.
-    fn deal(&self, shared: &PrefixStore) -> Result<()> {
+    fn assign_ranks(&self, shared: &PrefixStore) -> Result<()> {
         let infos = self.infos(shared)?;
         let nodes: Vec<_> =
             infos.iter().map(|info| (&info.role[..], info.local_world_size)).collect();
@@ -244,13 +245,13 @@ impl Fixed {
     fn infos(&self, shared: &PrefixStore) -> Result<Vec<RoleInfo>> {
         let keys = self.info_keys();
         let keys: Vec<_> = keys.iter().map(String::as_str).collect();
-        let texts = shared.multi_get(&keys, self.options.patience.heartbeat)?;
+        let texts = shared.multi_get(&keys, self.options.rdzv.heartbeat)?;
         texts.iter().map(|text| from_json("a node's ranks", text)).collect()
     }
 
-    /// Reads this node's place, and who the others are.
-    fn settle_in(&mut self, shared: &PrefixStore, assigned: &str) -> Result<()> {
-        let text = shared.get(assigned, self.options.patience.heartbeat)?;
+    /// Reads this node's assignment and the other nodes' entries.
+    fn read_assignment(&mut self, shared: &PrefixStore, assigned: &str) -> Result<()> {
+        let text = shared.get(assigned, self.options.rdzv.heartbeat)?;
         let [first_rank, world_size, first_role_rank, role_world_size] =
             from_json("assigned ranks", &text)?;
         let mut first = 0;
@@ -259,12 +260,12 @@ impl Fixed {
             // It was left before the ranks were told, if at all.
             let ours = shared.check(&[&key])?;
             let (host, addr) = if ours {
-                let text = shared.get(&key, self.options.patience.heartbeat)?;
+                let text = shared.get(&key, self.options.rdzv.heartbeat)?;
                 let agent: Agent = from_json("a launcher's introduction", &text)?;
                 self.same(node, &agent)?;
                 (agent.host, agent.addr)
             } else {
-                self.foreign = true;
+                self.has_torchrun_agent = true;
                 ("?".to_owned(), "?".to_owned())
             };
             let ranks = info.local_world_size;
@@ -272,7 +273,7 @@ impl Fixed {
             self.members.push(Member { host, addr, first_rank: first, ranks, hosts, ours });
             first += ranks;
         }
-        self.place = Place {
+        self.assignment = Assignment {
             node: self.node,
             nodes: self.count,
             first_rank,
@@ -281,12 +282,12 @@ impl Fixed {
             role_world_size,
             master_addr: self.addr.clone(),
             master_port: self.port,
-            ..Place::default()
+            ..Assignment::default()
         };
         Ok(())
     }
 
-    /// What has to be alike on all nodes.
+    /// Checks that options which must be equal on all nodes are.
     fn same(&self, node: usize, agent: &Agent) -> Result<()> {
         for (flag, theirs, ours) in [
             ("--nnodes", agent.nodes, self.count),
@@ -302,52 +303,52 @@ impl Fixed {
         Ok(())
     }
 
-    /// A further meeting, which gives the ranks a fresh store unless a foreign agent takes part.
-    fn meet_again(&mut self, ear: &mut Ear) -> Result<bool> {
-        if self.foreign {
+    /// Rendezvous of a further attempt, with a fresh store for the ranks unless an agent of torchrun takes part.
+    fn rejoin(&mut self, queue: &mut Queue) -> Result<bool> {
+        if self.has_torchrun_agent {
             return Ok(true);
         }
         let store = Arc::clone(self.store.as_ref().expect("the nodes have met at it"));
         let attempt = PrefixStore::new(self.prefix(), store);
         let start = Instant::now();
-        let deadline = start + self.options.patience.join;
+        let deadline = start + self.options.rdzv.join;
         let go = "port";
-        self.retry(deadline, ear, || attempt.set(&format!("ready/{}", self.node), b"1"))?;
+        self.retry(deadline, queue, || attempt.set(&format!("ready/{}", self.node), b"1"))?;
         if self.node == 0 {
             let ready: Vec<_> = (0..self.count).map(|node| format!("ready/{node}")).collect();
             let names: Vec<_> = ready.iter().map(String::as_str).collect();
-            if !wait(&attempt, &names, deadline, ear)? {
-                return self.nobody(&attempt, start, ear);
+            if !wait(&attempt, &names, deadline, queue)? {
+                return self.report_missing(&attempt, start, queue);
             }
             let found = address::resolve("--master-addr", &self.addr, 0)?;
             let fresh = self.fresh.insert(address::host(&found, 0, &[])?);
             attempt.set(go, fresh.port().to_string().as_bytes())?;
         }
         loop {
-            match wait(&attempt, &[go], deadline, ear) {
+            match wait(&attempt, &[go], deadline, queue) {
                 Ok(true) => break,
-                Ok(false) => return self.nobody(&attempt, start, ear),
+                Ok(false) => return self.report_missing(&attempt, start, queue),
                 // The network may be back in time.
                 Err(error) if Instant::now() >= deadline => return Err(error),
                 Err(_) => std::thread::sleep(super::SLICE),
             }
         }
-        let port = attempt.get(go, self.options.patience.heartbeat)?;
-        self.place.master_port = from_json("the port of the ranks' store", &port)?;
+        let port = attempt.get(go, self.options.rdzv.heartbeat)?;
+        self.assignment.master_port = from_json("the port of the ranks' store", &port)?;
         Ok(true)
     }
 
-    /// Does `what` until it succeeds, the deadline passes, or a signal comes.
+    /// Repeats `what` until it succeeds, the deadline passes, or a signal comes.
     fn retry(
         &self,
         deadline: Instant,
-        ear: &mut Ear,
+        queue: &mut Queue,
         what: impl Fn() -> collective::Result<()>,
     ) -> Result<()> {
         while let Err(error) = what() {
             // A control store that has ended does not come back with what it knew.
-            let ended = address::refuses(&self.addr, self.port);
-            if ended || ear.listen() || Instant::now() >= deadline {
+            let ended = address::refuses_connections(&self.addr, self.port);
+            if ended || queue.drain() || Instant::now() >= deadline {
                 return Err(error.into());
             }
             std::thread::sleep(super::SLICE);
@@ -355,9 +356,9 @@ impl Fixed {
         Ok(())
     }
 
-    /// Who did not come to a further attempt; false if a signal ended the waiting.
-    fn nobody(&self, attempt: &PrefixStore, start: Instant, ear: &Ear) -> Result<bool> {
-        if ear.signal.is_some() {
+    /// Error that names the nodes missing in a further attempt; false if a signal ended the wait.
+    fn report_missing(&self, attempt: &PrefixStore, start: Instant, queue: &Queue) -> Result<bool> {
+        if queue.signal.is_some() {
             return Ok(false);
         }
         let mut missing = Vec::new();
@@ -366,43 +367,43 @@ impl Fixed {
                 missing.push(format!("node {node} ({member})"));
             }
         }
-        let (at, waited, missing) = (self.meeting(), start.elapsed(), missing.join(", "));
+        let (at, waited, missing) = (self.store_addr(), start.elapsed(), missing.join(", "));
         let text = format!("after {waited:.1?} at {at} not back for another attempt: {missing}");
         Err(Error::Rendezvous(text))
     }
 
-    pub(super) fn settle(&mut self, job: &mut Job) -> Verdict {
+    pub(super) fn agree(&mut self, job: &mut Job) -> Summary {
         let restarts_left = self.attempt < self.options.max_restarts;
         let rules = Rules { restarts_left, elastic: false, end_time: job.end_time() };
         let round = Arc::clone(self.round.as_ref().expect("an attempt is under way"));
         let own = job.outcome();
-        let verdict = if self.foreign {
-            let mut gone = match &job.ear.elsewhere {
+        let summary = if self.has_torchrun_agent {
+            let mut gone = match &job.queue.remote {
                 Some(End::Lost { node }) => Some(node.clone()),
                 _ => None,
             };
-            if gone.is_none() && Verdict::of(vec![own.clone()], Vec::new()).code == 0 {
-                gone = self.exit_barrier(&round, &mut job.ear);
+            if gone.is_none() && Summary::of(vec![own.clone()], Vec::new()).code == 0 {
+                gone = self.exit_barrier(&round, &mut job.queue);
             }
-            let remark =
+            let notice =
                 |node| format!("{node} has ended before it was through, or is out of reach");
-            let mut verdict = Verdict::of(vec![own], gone.map(remark).into_iter().collect());
+            let mut summary = Summary::of(vec![own], gone.map(notice).into_iter().collect());
             // Who is gone does not come to a further attempt.
-            let all_here = verdict.remarks.is_empty();
-            verdict.again = all_here && verdict.may_restart() && restarts_left;
-            verdict
+            let all_here = summary.problems.is_empty();
+            summary.starts_again = all_here && summary.may_restart() && restarts_left;
+            summary
         } else {
-            let verdict = round.settle(own, &mut job.ear, &rules);
-            round.linger(&verdict);
-            verdict
+            let summary = round.agree(own, &mut job.queue, &rules);
+            round.wait_for_readers(&summary);
+            summary
         };
-        self.attempt += u32::from(verdict.again);
-        verdict
+        self.attempt += u32::from(summary.starts_again);
+        summary
     }
 
-    /// Waits for torchrun's agents, whose ranks may need the store for a while. Returns one that is gone
-    /// without having come.
-    fn exit_barrier(&self, round: &Round, ear: &mut Ear) -> Option<String> {
+    /// Waits for torchrun's agents, whose ranks may still need the store. Returns the name of one that ended
+    /// without arriving here.
+    fn exit_barrier(&self, round: &Round, queue: &mut Queue) -> Option<String> {
         let store = self.store.as_ref().expect("the nodes have met at it");
         let shared = self.shared(store);
         let [members, last] = ["num_members", "last_member"]
@@ -414,12 +415,12 @@ impl Fixed {
         }
         let end = Instant::now() + EXIT_BARRIER;
         let mut gone = None;
-        while Instant::now() < end && gone.is_none() && ear.signal.is_none() {
+        while Instant::now() < end && gone.is_none() && queue.signal.is_none() {
             // A store that is gone has nobody waiting.
-            if wait(&shared, &[&last], end.min(Instant::now() + LAST_READ), ear).unwrap_or(true) {
+            if wait(&shared, &[&last], end.min(Instant::now() + LAST_READ), queue).unwrap_or(true) {
                 break;
             }
-            gone = round.gone_agent();
+            gone = round.lost_agent();
         }
         if self.node == 0 {
             // They have the answer when they have read it.
@@ -436,7 +437,7 @@ fn host(
     (addr, port): (&str, u16),
     count: usize,
 ) -> Result<TcpStoreServer> {
-    if address::is_here(found) {
+    if address::is_local(found) {
         let agent = |node| Presence {
             key: format!("{run_id}/torchelastic/role_info/{node}"),
             done: format!("{run_id}/torchelastic/agent/terminal_state/num_members"),
@@ -452,7 +453,7 @@ fn host(
     )))
 }
 
-/// As torchrun waits.
+/// torchrun's timeout of its exit barrier.
 const EXIT_BARRIER: Duration = Duration::from_secs(300);
-/// For a store's last answers to leave before it goes.
+/// Time for the store's last answers to be read before it ends.
 const LAST_READ: Duration = Duration::from_millis(500);

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use collective::{Store, TcpStore};
 
-use super::Patience;
+use super::RdzvConfig;
 
 /// Counters of other nodes, and since when each has its value, by this process's clock.
 #[derive(Default)]
@@ -39,13 +39,13 @@ impl Heartbeats {
     }
 
     /// Whether a heartbeat has passed since the last poll.
-    pub(super) fn is_due(&self, patience: &Patience) -> bool {
-        self.polled.is_none_or(|polled| polled.elapsed() >= patience.heartbeat)
+    pub(super) fn is_due(&self, rdzv: &RdzvConfig) -> bool {
+        self.polled.is_none_or(|polled| polled.elapsed() >= rdzv.heartbeat)
     }
 
     /// Reads the counters, once for each heartbeat.
-    pub(super) fn poll(&mut self, store: &TcpStore, patience: &Patience) {
-        if !self.is_due(patience) {
+    pub(super) fn poll(&mut self, store: &TcpStore, rdzv: &RdzvConfig) {
+        if !self.is_due(rdzv) {
             return;
         }
         for Counter { key, value, since } in &mut self.counters {
@@ -59,8 +59,8 @@ impl Heartbeats {
     }
 
     /// Whether the counter at `key` has stood still for too long.
-    pub(super) fn is_lost(&self, key: &str, patience: &Patience) -> bool {
+    pub(super) fn is_lost(&self, key: &str, rdzv: &RdzvConfig) -> bool {
         let counter = self.counters.iter().find(|counter| counter.key == key);
-        counter.is_some_and(|counter| counter.since.elapsed() > patience.lost_after())
+        counter.is_some_and(|counter| counter.since.elapsed() > rdzv.lost_after())
     }
 }

@@ -1,4 +1,4 @@
-//! The nodes of a job: who they are, how their launchers meet, and what they tell one another.
+//! The nodes of a job: how their launchers meet, and how they agree on the result of an attempt.
 //!
 //! One node alone has a store of its own for each attempt. Several meet at one store, the control store:
 //! those of a fixed job have ranks that they were given (`fixed`), those of an elastic one get them as
@@ -23,39 +23,38 @@ use serde::{Deserialize, Serialize};
 
 use self::elastic::Elastic;
 use self::fixed::Fixed;
-use self::round::{Round, Watch};
+use self::round::{HeartbeatThread, Round};
 use super::LaunchOptions;
+use super::events::Queue;
 use super::job::Job;
-use super::signals::Ear;
-use super::summary::Verdict;
+use super::summary::Summary;
 use crate::{Error, Result};
 
 /// The nodes of a job.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Nodes {
-    /// This one.
+    /// This node alone.
     #[default]
     One,
-    /// As many as are said, each with its own rank, at a store that node 0 hosts. One of them may be
-    /// torchrun's agent (`--nnodes N --node-rank I --master-addr A --master-port P`).
+    /// A fixed number of nodes, each with its own rank, at a store that node 0 hosts. Some of them may be
+    /// torchrun's agents (`--nnodes N --node-rank I --master-addr A --master-port P`).
     Fixed {
-        /// How many.
+        /// Number of nodes.
         count: usize,
-        /// Which of them this one is.
+        /// Rank of this node.
         rank: usize,
         /// Name or address of node 0, as the others reach it.
         master_addr: String,
         /// The port that node 0 listens on.
         master_port: u16,
     },
-    /// As many as come, from `min` to `max`; the job starts again with fewer or more, and `runner train
-    /// --resume` then goes on from its last checkpoint with as many ranks as there are. Python's agents
-    /// cannot take part.
+    /// As many nodes as come, from `min` to `max`. The ranks start again when nodes are lost or join, so they have to
+    /// resume from a checkpoint with another number of ranks. torchrun's agents cannot take part.
     Elastic {
-        /// Fewest nodes of an attempt.
+        /// Smallest number of nodes of an attempt.
         min: usize,
-        /// Most nodes of an attempt.
+        /// Largest number of nodes of an attempt.
         max: usize,
         /// Name or address of the node that hosts the control store, the same on all nodes.
         host: String,
@@ -64,44 +63,44 @@ pub enum Nodes {
     },
 }
 
-/// How long other nodes are waited for; the defaults are torchrun's.
+/// Timeouts of the rendezvous, torchrun's `--rdzv-conf`; the defaults are torchrun's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Patience {
-    /// For all nodes, or the fewest of an elastic job, to come: 600 s unless set.
+pub struct RdzvConfig {
+    /// Time for all nodes, or the smallest number of an elastic job, to join. Default: 600 s.
     pub join: Duration,
-    /// For more nodes of an elastic job, once there are enough: 30 s unless set.
+    /// Time for further nodes of an elastic job, once there are enough. Default: 30 s.
     pub last_call: Duration,
-    /// Between two signs of life: 5 s unless set.
+    /// Time between two heartbeats. Default: 5 s.
     pub heartbeat: Duration,
-    /// So many missed signs of life mean death: 3 unless set.
-    pub beats: u32,
+    /// Number of missed heartbeats after which a node is lost. Default: 3.
+    pub missed_heartbeats: u32,
 }
 
-impl Default for Patience {
+impl Default for RdzvConfig {
     fn default() -> Self {
         Self {
             join: Duration::from_secs(600),
             last_call: Duration::from_secs(30),
             heartbeat: Duration::from_secs(5),
-            beats: 3,
+            missed_heartbeats: 3,
         }
     }
 }
 
-impl Patience {
-    /// Without a sign of life for this long a node is lost.
+impl RdzvConfig {
+    /// Time without a heartbeat after which a node is lost.
     fn lost_after(&self) -> Duration {
-        self.heartbeat * self.beats
+        self.heartbeat * self.missed_heartbeats
     }
 }
 
-/// Who the ranks of this node are in one attempt.
+/// The ranks of this node in one attempt, and the address of their store.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Place {
-    /// Number of the attempt, counting those that ended because nodes came or went.
+pub(super) struct Assignment {
+    /// Number of the attempt, including those that ended because nodes joined or left.
     pub(super) round: u32,
-    /// Restarts after failures.
+    /// Number of restarts after failures.
     pub(super) restart_count: u32,
     pub(super) node: usize,
     pub(super) nodes: usize,
@@ -109,7 +108,7 @@ pub(super) struct Place {
     pub(super) world_size: usize,
     pub(super) first_role_rank: usize,
     pub(super) role_world_size: usize,
-    /// Where the ranks' store is.
+    /// Address of the ranks' store.
     pub(super) master_addr: String,
     pub(super) master_port: u16,
 }
@@ -121,25 +120,25 @@ pub(super) enum End {
     Failed { rank: usize },
     /// This rank was interrupted by a signal and has saved; so will the others.
     Saved { rank: usize },
-    /// This node wants to take part.
+    /// This node wants to join.
     Joined { node: String },
-    /// This node's launcher was told to end.
+    /// This node's launcher received a signal.
     Left { node: usize },
     /// This node no longer answers.
     Lost { node: String },
 }
 
-/// All nodes, seen from this one.
-pub(super) enum Team {
+/// Coordinates this node with the others.
+pub(super) enum Coordinator {
     Fixed(Box<Fixed>),
     Elastic(Box<Elastic>),
 }
 
-impl Team {
-    /// Hosts the control store, if it is for this node to do so.
+impl Coordinator {
+    /// Checks the options, and hosts the control store if it is this node's task.
     pub(super) fn new(options: &LaunchOptions) -> Result<Self> {
-        let fixed = |place, addr, port| -> Result<Self> {
-            Ok(Self::Fixed(Box::new(Fixed::new(options, place, addr, port)?)))
+        let fixed = |assignment, addr, port| -> Result<Self> {
+            Ok(Self::Fixed(Box::new(Fixed::new(options, assignment, addr, port)?)))
         };
         match options.nodes.clone() {
             Nodes::One => fixed((0, 1), "127.0.0.1".to_owned(), 0),
@@ -152,16 +151,16 @@ impl Team {
         }
     }
 
-    /// The place of this node in the next attempt, once all nodes are there; or the exit code, if a signal or the
-    /// end of the job came first.
-    pub(super) fn next(&mut self, ear: &mut Ear) -> Result<ControlFlow<i32, Place>> {
+    /// Waits for the other nodes and returns this node's assignment for the next attempt; or the exit code, if a
+    /// signal or the end of the job came first.
+    pub(super) fn next(&mut self, queue: &mut Queue) -> Result<ControlFlow<i32, Assignment>> {
         match self {
-            Self::Fixed(fixed) => fixed.next(ear),
-            Self::Elastic(elastic) => elastic.next(ear),
+            Self::Fixed(fixed) => fixed.next(queue),
+            Self::Elastic(elastic) => elastic.next(queue),
         }
     }
 
-    /// The attempt, if other nodes take part in it or may join.
+    /// The current attempt, if other nodes take part in it or may join.
     fn round(&self) -> Option<&Arc<Round>> {
         match self {
             Self::Fixed(fixed) => fixed.round.as_ref().filter(|round| round.members.len() > 1),
@@ -169,32 +168,34 @@ impl Team {
         }
     }
 
-    /// Tells `job` what the other nodes say, and them that this one lives, until dropped.
-    pub(super) fn watch(&self, job: &Job) -> Result<Option<Watch>> {
-        let watch = |round: &Arc<Round>| Watch::start(round, job.ear.attempt, job.sender.clone());
+    /// Sends this node's heartbeats, and ends announced by other nodes to `job`, until dropped.
+    pub(super) fn watch(&self, job: &Job) -> Result<Option<HeartbeatThread>> {
+        let watch = |round: &Arc<Round>| {
+            HeartbeatThread::start(round, job.queue.attempt, job.sender.clone())
+        };
         self.round().map(watch).transpose()
     }
 
     /// Ends the attempt on all other nodes, without waiting for them.
-    pub(super) fn tell(&self, end: &End) {
+    pub(super) fn announce(&self, end: &End) {
         if let Some(round) = self.round() {
-            round.tell_apart(end);
+            round.announce_apart(end);
         }
     }
 
-    /// Tells the other nodes that this one cannot go on.
+    /// Announces to the other nodes that this one stops.
     pub(super) fn give_up(&self) {
         if let Some(round) = self.round() {
-            // Who cannot be told notices that this node no longer beats.
-            drop(round.tell(&End::Left { node: round.node }));
+            // A node that cannot be reached notices the missing heartbeats.
+            drop(round.announce(&End::Left { node: round.node }));
         }
     }
 
-    /// What all nodes make of the attempt that has ended here.
-    pub(super) fn settle(&mut self, job: &mut Job) -> Result<Verdict> {
+    /// Agrees with all nodes on the summary of the attempt that has ended here.
+    pub(super) fn agree(&mut self, job: &mut Job) -> Result<Summary> {
         match self {
-            Self::Fixed(fixed) => Ok(fixed.settle(job)),
-            Self::Elastic(elastic) => elastic.settle(job),
+            Self::Fixed(fixed) => Ok(fixed.agree(job)),
+            Self::Elastic(elastic) => elastic.agree(job),
         }
     }
 
@@ -207,8 +208,8 @@ impl Team {
     }
 }
 
-/// The ranks of a node with role and number of ranks of each: its first rank, the world's size, and the same of
-/// its role. As torchrun's agents write it.
+/// Returns first rank, world size, first rank in its role and world size of its role of a node, as torchrun's agents
+/// write them. `nodes` are role and number of ranks of each node.
 fn assign(nodes: &[(&str, usize)], node: usize) -> [usize; 4] {
     let size = |nodes: &[(&str, usize)], role: Option<&str>| -> usize {
         let same = nodes.iter().filter(|node| role.is_none_or(|role| role == node.0));
@@ -221,39 +222,39 @@ fn assign(nodes: &[(&str, usize)], node: usize) -> [usize; 4] {
 /// Connects to the control store, unless a signal comes first (`None`).
 fn connect(
     (host, port): (&str, u16),
-    patience: &Patience,
-    ear: &mut Ear,
+    rdzv: &RdzvConfig,
+    queue: &mut Queue,
     who: &str,
 ) -> Result<Option<TcpStore>> {
     let start = Instant::now();
-    let mut remark = Remark::new();
+    let mut notice = WaitNotice::new();
     loop {
         // Short, so that a signal is heard.
         match TcpStore::connect(host, port, SLICE) {
-            Ok(_) => return Ok(Some(TcpStore::connect(host, port, patience.heartbeat)?)),
+            Ok(_) => return Ok(Some(TcpStore::connect(host, port, rdzv.heartbeat)?)),
             Err(error) => {
                 let waited = start.elapsed();
-                if waited >= patience.join {
+                if waited >= rdzv.join {
                     let why = format!("{who}: nobody to meet after {waited:.1?}: {error}");
                     return Err(Error::Rendezvous(why));
                 }
-                let most = patience.join;
-                remark.say_once(ear, || format!("{who}: waiting for up to {most:?}: {error}"));
+                let most = rdzv.join;
+                notice.once(queue, || format!("{who}: waiting for up to {most:?}: {error}"));
             }
         }
-        if ear.listen() {
+        if queue.drain() {
             return Ok(None);
         }
     }
 }
 
 /// Waits for `keys`; false if a signal or the deadline came first.
-fn wait(store: &dyn Store, keys: &[&str], deadline: Instant, ear: &mut Ear) -> Result<bool> {
+fn wait(store: &dyn Store, keys: &[&str], deadline: Instant, queue: &mut Queue) -> Result<bool> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         match store.wait(keys, left.min(SLICE)) {
             Ok(()) => return Ok(true),
-            Err(collective::Error::KeyTimeout { .. }) if ear.listen() || left.is_zero() => {
+            Err(collective::Error::KeyTimeout { .. }) if queue.drain() || left.is_zero() => {
                 return Ok(false);
             }
             Err(collective::Error::KeyTimeout { .. }) => {}
@@ -262,22 +263,22 @@ fn wait(store: &dyn Store, keys: &[&str], deadline: Instant, ear: &mut Ear) -> R
     }
 }
 
-/// What is said of a wait that takes long, once: a mistake may be behind it.
-struct Remark(Option<Instant>);
+/// A message about a long wait, printed once, since the cause may be a mistake.
+struct WaitNotice(Option<Instant>);
 
-impl Remark {
+impl WaitNotice {
     fn new() -> Self {
         Self(Some(Instant::now() + LONG_WAIT))
     }
 
-    fn say_once(&mut self, ear: &Ear, text: impl FnOnce() -> String) {
+    fn once(&mut self, queue: &Queue, text: impl FnOnce() -> String) {
         if self.0.take_if(|due| *due <= Instant::now()).is_some() {
-            ear.say(&format!("launch: {}\n", text()));
+            queue.print(&format!("launch: {}\n", text()));
         }
     }
 }
 
-/// What the loss of an elastic job's control store means; `within` if a node hosts it.
+/// Advice after the loss of an elastic job's control store; `within` if one of its nodes hosted it.
 fn advice(within: bool) -> &'static str {
     if within {
         "; without it the job cannot go on, so let --rdzv-endpoint name a host outside of the job, and \
@@ -297,7 +298,7 @@ fn from_json<'a, T: Deserialize<'a>>(what: &str, text: &'a [u8]) -> Result<T> {
     })
 }
 
-/// A wait that people hear of.
+/// A wait longer than this is reported.
 const LONG_WAIT: Duration = Duration::from_secs(10);
-/// The longest single wait, between which signals are heard.
+/// Longest single wait, between which signals are handled.
 const SLICE: Duration = Duration::from_millis(500);

@@ -1,4 +1,4 @@
-//! One attempt of several nodes: what their launchers tell one another while it runs and at its end.
+//! One attempt of several nodes: the messages of their launchers while it runs and at its end.
 //!
 //! Keys of the control store, under a prefix for each attempt:
 //!
@@ -23,22 +23,22 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::heartbeat::Heartbeats;
-use super::{End, Patience, SLICE, from_json, to_json};
-use crate::signals::{Ear, Event};
-use crate::summary::{Outcome, Verdict};
+use super::{End, RdzvConfig, SLICE, from_json, to_json};
+use crate::events::{Event, Queue};
+use crate::summary::{Outcome, Summary};
 use crate::{Error, Result};
 
-/// A node of an attempt, as it is named to people.
+/// A node of an attempt, as messages name it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Member {
     pub(super) host: String,
-    /// As the store sees it.
+    /// Its address as the store sees it.
     pub(super) addr: String,
     pub(super) first_rank: usize,
     pub(super) ranks: usize,
     /// It hosts the control store.
     pub(super) hosts: bool,
-    /// Its launcher is one of ours; torchrun's agents know nothing of the keys here.
+    /// Whether its launcher is this crate's; torchrun's agents do not use the keys here.
     pub(super) ours: bool,
 }
 
@@ -60,17 +60,17 @@ impl Display for Member {
 #[derive(Debug)]
 pub(super) struct Round {
     pub(super) store: Arc<TcpStore>,
-    /// Before every key of this attempt.
+    /// Prefix of every key of this attempt.
     pub(super) prefix: String,
-    /// Which of `members` this is.
+    /// Index of this node in `members`.
     pub(super) node: usize,
     pub(super) members: Vec<Member>,
-    /// The control store, where it looks after torchrun's agents.
+    /// The control store, if it watches torchrun's agents.
     pub(super) control: Option<Arc<TcpStoreServer>>,
-    pub(super) patience: Patience,
+    pub(super) rdzv: RdzvConfig,
 }
 
-/// What decides about a further attempt, besides what has happened.
+/// Rules that decide, with the summary, about a further attempt.
 pub(super) struct Rules {
     /// Restarts are left.
     pub(super) restarts_left: bool,
@@ -85,7 +85,7 @@ impl Round {
         format!("{}/{name}", self.prefix)
     }
 
-    /// A node in words.
+    /// Name of a node in messages.
     fn name(&self, node: usize) -> String {
         match self.members.get(node) {
             Some(member) => format!("node {node} ({member})"),
@@ -93,28 +93,28 @@ impl Round {
         }
     }
 
-    /// An agent of torchrun whose connection has ended before its ranks were through, in words.
-    pub(super) fn gone_agent(&self) -> Option<String> {
+    /// Name of an agent of torchrun whose connection ended before its ranks had finished.
+    pub(super) fn lost_agent(&self) -> Option<String> {
         let gone = self.control.as_ref()?.gone();
         let node = |key: &String| key.rsplit('/').next()?.parse::<usize>().ok();
         let theirs = |node: &usize| self.members.get(*node).is_some_and(|member| !member.ours);
         gone.iter().filter_map(node).find(theirs).map(|node| self.name(node))
     }
 
-    /// Ends the attempt on all nodes; the first reason stays.
-    pub(super) fn tell(&self, end: &End) -> Result<()> {
+    /// Ends the attempt on all nodes; the first reason is kept.
+    pub(super) fn announce(&self, end: &End) -> Result<()> {
         self.store.compare_set(&self.key("end"), b"", &to_json(end))?;
         Ok(())
     }
 
-    /// [`tell`](Self::tell), while the caller goes on.
-    pub(super) fn tell_apart(self: &Arc<Self>, end: &End) {
+    /// [`announce`](Self::announce) without blocking the caller.
+    pub(super) fn announce_apart(self: &Arc<Self>, end: &End) {
         let (round, end) = (Arc::clone(self), end.clone());
-        let tell = move || {
-            // Who cannot be told notices that this node no longer beats.
-            drop(round.tell(&end));
+        let announce = move || {
+            // A node that cannot be reached notices the missing heartbeats.
+            drop(round.announce(&end));
         };
-        drop(std::thread::Builder::new().name("launch-tell".to_owned()).spawn(tell));
+        drop(std::thread::Builder::new().name("launch-tell".to_owned()).spawn(announce));
     }
 
     /// Reads a value of this attempt; `None` if it is not there within `time`.
@@ -128,7 +128,7 @@ impl Round {
 
     /// The longest single wait for another node, between which its heartbeat is checked.
     fn slice(&self) -> Duration {
-        SLICE.min(self.patience.heartbeat)
+        SLICE.min(self.rdzv.heartbeat)
     }
 
     fn beat(&self) -> Result<()> {
@@ -144,36 +144,36 @@ impl Round {
         Heartbeats::new(nodes.into_iter().map(|node| self.beat_key(node)))
     }
 
-    /// Whether `node` has not beaten for too long. Asks the store once for each heartbeat.
+    /// Whether `node` has missed too many heartbeats. Polls the store once per heartbeat.
     fn is_lost(&self, heartbeats: &mut Heartbeats, node: usize) -> bool {
-        heartbeats.poll(&self.store, &self.patience);
-        heartbeats.is_lost(&self.beat_key(node), &self.patience)
+        heartbeats.poll(&self.store, &self.rdzv);
+        heartbeats.is_lost(&self.beat_key(node), &self.rdzv)
     }
 
-    /// Agrees with the other nodes on how the attempt went, after it has ended here.
-    pub(super) fn settle(&self, own: Outcome, ear: &mut Ear, rules: &Rules) -> Verdict {
+    /// Agrees with the other nodes on the summary of the attempt, after it has ended here.
+    pub(super) fn agree(&self, own: Outcome, queue: &mut Queue, rules: &Rules) -> Summary {
         let agreed = if self.node == 0 {
-            self.judge(&own, ear, rules)
+            self.collect(&own, queue, rules)
         } else {
-            self.await_verdict(&own, ear, rules)
+            self.await_summary(&own, queue, rules)
         };
-        let mut verdict = agreed.unwrap_or_else(|error| {
+        let mut summary = agreed.unwrap_or_else(|error| {
             let store_is_lost = matches!(error, Error::Collective(_));
-            let remark = match store_is_lost {
+            let notice = match store_is_lost {
                 true => self.about_store(&format!("is out of reach: {error}"), rules.elastic),
                 false => format!("{}: {error}", self.name(0)),
             };
-            let mut verdict = Verdict::of(vec![own], vec![remark]);
-            rules.apply(&mut verdict, None);
+            let mut summary = Summary::of(vec![own], vec![notice]);
+            rules.apply(&mut summary, None);
             // Nodes that come and go have nowhere to meet.
-            verdict.again &= !(rules.elastic && store_is_lost);
-            verdict
+            summary.starts_again &= !(rules.elastic && store_is_lost);
+            summary
         });
-        verdict.again &= ear.signal.is_none();
-        verdict
+        summary.starts_again &= queue.signal.is_none();
+        summary
     }
 
-    /// What has happened to the control store, whose it is, and what to do about it.
+    /// Message about the control store: what happened, which node hosts it, and what to do.
     fn about_store(&self, what: &str, elastic: bool) -> String {
         let keeper = self.members.iter().position(|member| member.hosts);
         let whose = keeper.map_or_else(String::new, |node| format!(", on {},", self.name(node)));
@@ -181,55 +181,55 @@ impl Round {
         format!("the control store at {}{whose} {what}{advice}", self.store.addr())
     }
 
-    /// On the first node: collects all outcomes, and publishes the verdict.
-    fn judge(&self, own: &Outcome, ear: &mut Ear, rules: &Rules) -> Result<Verdict> {
+    /// On the first node: collects all outcomes and publishes the summary.
+    fn collect(&self, own: &Outcome, queue: &mut Queue, rules: &Rules) -> Result<Summary> {
         let nodes = self.members.len();
         let mut outcomes = vec![None; nodes];
         outcomes[0] = Some(own.clone());
         let mut heartbeats = self.heartbeats(1..nodes);
-        let mut remarks = Vec::new();
+        let mut problems = Vec::new();
         let mut deadline = None;
         while let Some(node) = outcomes.iter().position(Option::is_none) {
             outcomes[node] = self.read(&format!("outcome/{node}"), self.slice())?;
             let ended = outcomes.iter().flatten().any(Outcome::ends_others);
-            if ended || self.is_ending(ear) {
+            if ended || self.is_ending(queue) {
                 deadline.get_or_insert_with(|| Instant::now() + rules.end_time);
             }
             for (node, outcome) in outcomes.iter_mut().enumerate() {
                 let name = self.name(node);
                 let known =
-                    matches!(&ear.elsewhere, Some(End::Lost { node: lost }) if *lost == name);
+                    matches!(&queue.remote, Some(End::Lost { node: lost }) if *lost == name);
                 let lost = known || is_over(deadline) || self.is_lost(&mut heartbeats, node);
                 if outcome.is_none() && lost {
-                    remarks.push(format!("{name} no longer answers"));
+                    problems.push(format!("{name} no longer answers"));
                     *outcome =
                         Some(Outcome { ranks: self.members[node].ranks, ..Outcome::default() });
                 }
             }
         }
-        let mut verdict = Verdict::of(outcomes.into_iter().flatten().collect(), remarks);
+        let mut summary = Summary::of(outcomes.into_iter().flatten().collect(), problems);
         let end: Option<End> = self.read("end", Duration::from_millis(1))?;
-        rules.apply(&mut verdict, end.as_ref());
-        self.store.set(&self.key("verdict"), &to_json(&verdict))?;
-        Ok(verdict)
+        rules.apply(&mut summary, end.as_ref());
+        self.store.set(&self.key("verdict"), &to_json(&summary))?;
+        Ok(summary)
     }
 
     /// Whether another node, or a signal to this one, has ended the attempt. The others are told of a
     /// signal: their ranks may still run.
-    fn is_ending(&self, ear: &mut Ear) -> bool {
-        if ear.listen() {
-            drop(self.tell(&End::Left { node: self.node }));
+    fn is_ending(&self, queue: &mut Queue) -> bool {
+        if queue.drain() {
+            drop(self.announce(&End::Left { node: self.node }));
         }
-        ear.signal.is_some() || ear.elsewhere.is_some()
+        queue.signal.is_some() || queue.remote.is_some()
     }
 
-    /// On the other nodes: publishes the own outcome and waits for the verdict.
-    fn await_verdict(&self, own: &Outcome, ear: &mut Ear, rules: &Rules) -> Result<Verdict> {
+    /// On the other nodes: publishes the own outcome and waits for the summary.
+    fn await_summary(&self, own: &Outcome, queue: &mut Queue, rules: &Rules) -> Result<Summary> {
         let key = self.key(format_args!("outcome/{}", self.node));
         let start = Instant::now();
         while let Err(error) = self.store.set(&key, &to_json(own)) {
             // The network may be back before the others give up.
-            if start.elapsed() > self.patience.lost_after() {
+            if start.elapsed() > self.rdzv.lost_after() {
                 return Err(error.into());
             }
             std::thread::sleep(SLICE);
@@ -237,13 +237,13 @@ impl Round {
         let mut heartbeats = self.heartbeats([0]);
         let mut deadline = None;
         loop {
-            if let Some(verdict) = self.read("verdict", self.slice())? {
+            if let Some(summary) = self.read("verdict", self.slice())? {
                 self.store.add(&self.key("read"), 1)?;
-                return Ok(verdict);
+                return Ok(summary);
             }
-            if own.ends_others() || self.is_ending(ear) {
+            if own.ends_others() || self.is_ending(queue) {
                 // The first node waits as long for the others.
-                let time = rules.end_time + self.patience.lost_after();
+                let time = rules.end_time + self.rdzv.lost_after();
                 deadline.get_or_insert_with(|| Instant::now() + time);
             }
             if self.is_lost(&mut heartbeats, 0) || is_over(deadline) {
@@ -252,14 +252,14 @@ impl Round {
         }
     }
 
-    /// Waits, for a while, until every node has read the verdict: the store may go then.
-    pub(super) fn linger(&self, verdict: &Verdict) {
+    /// Waits up to one heartbeat until every node has read the summary: after that the store may end.
+    pub(super) fn wait_for_readers(&self, summary: &Summary) {
         if !self.members[self.node].hosts {
             return;
         }
-        let readers = self.members.len() - 1 - verdict.remarks.len().min(self.members.len() - 1);
+        let readers = self.members.len() - 1 - summary.problems.len().min(self.members.len() - 1);
         let start = Instant::now();
-        while start.elapsed() < self.patience.heartbeat {
+        while start.elapsed() < self.rdzv.heartbeat {
             let read = self.store.add(&self.key("read"), 0);
             if !read.is_ok_and(|read| usize::try_from(read).is_ok_and(|read| read < readers)) {
                 return;
@@ -271,14 +271,14 @@ impl Round {
 
 impl Rules {
     /// Decides whether there is a further attempt, and whether it counts as a restart.
-    fn apply(&self, verdict: &mut Verdict, end: Option<&End>) {
-        let by_itself = verdict.failures.iter().any(|failure| !failure.told);
+    fn apply(&self, summary: &mut Summary, end: Option<&End>) {
+        let by_itself = summary.failures.iter().any(|failure| !failure.notified);
         let came = matches!(end, Some(End::Joined { .. } | End::Left { .. }));
-        let nodes_changed = !verdict.closes && (verdict.stopped || came && !by_itself);
-        let changed = self.elastic && verdict.remarks.is_empty() && nodes_changed;
-        verdict.counted = !changed;
-        verdict.again =
-            changed && (verdict.code != 0 || came) || verdict.may_restart() && self.restarts_left;
+        let nodes_changed = !summary.closes && (summary.stopped || came && !by_itself);
+        let changed = self.elastic && summary.problems.is_empty() && nodes_changed;
+        summary.is_restart = !changed;
+        summary.starts_again =
+            changed && (summary.code != 0 || came) || summary.may_restart() && self.restarts_left;
     }
 }
 
@@ -286,13 +286,13 @@ fn is_over(deadline: Option<Instant>) -> bool {
     deadline.is_some_and(|due| due <= Instant::now())
 }
 
-/// A thread that beats, and listens to the other nodes, until this is dropped.
+/// A thread that sends heartbeats and watches the other nodes, until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Watch {
+pub(crate) struct HeartbeatThread {
     _alive: Arc<()>,
 }
 
-impl Watch {
+impl HeartbeatThread {
     pub(super) fn start(round: &Arc<Round>, attempt: u32, events: Sender<Event>) -> Result<Self> {
         let alive = Arc::new(());
         let (round, until) = (Arc::clone(round), Arc::downgrade(&alive));
@@ -301,11 +301,11 @@ impl Watch {
             .spawn(move || {
                 if let Some(end) = listen(&round, &until) {
                     // The job has ended if nobody listens.
-                    let _ = events.send(Event::Elsewhere { attempt, end });
+                    let _ = events.send(Event::RemoteEnd { attempt, end });
                     // The others still count on this node's heartbeat.
                     while until.strong_count() > 0 {
                         drop(round.beat());
-                        std::thread::sleep(round.patience.heartbeat);
+                        std::thread::sleep(round.rdzv.heartbeat);
                     }
                 }
             })
@@ -314,7 +314,7 @@ impl Watch {
     }
 }
 
-/// Beats until the attempt ends: `None` if nobody wants to know any more.
+/// Sends heartbeats until another node ends the attempt; returns `None` if `until` was dropped.
 fn listen(round: &Round, until: &Weak<()>) -> Option<End> {
     let nodes = round.members.len();
     let mut others = (1..nodes).map(|step| (round.node + step) % nodes);
@@ -322,10 +322,10 @@ fn listen(round: &Round, until: &Weak<()>) -> Option<End> {
     let mut heartbeats = round.heartbeats(next);
     let mut answered = Instant::now();
     while until.strong_count() > 0 {
-        match round.beat().and_then(|()| round.read("end", round.patience.heartbeat)) {
+        match round.beat().and_then(|()| round.read("end", round.rdzv.heartbeat)) {
             Ok(Some(end)) => return Some(end),
             Ok(None) => answered = Instant::now(),
-            Err(why) if answered.elapsed() > round.patience.lost_after() => {
+            Err(why) if answered.elapsed() > round.rdzv.lost_after() => {
                 let node = format!("the control store at {} ({why})", round.store.addr());
                 return Some(End::Lost { node });
             }
@@ -333,9 +333,9 @@ fn listen(round: &Round, until: &Weak<()>) -> Option<End> {
         }
         let lost =
             next.filter(|&next| round.is_lost(&mut heartbeats, next)).map(|next| round.name(next));
-        if let Some(node) = lost.or_else(|| round.gone_agent()) {
+        if let Some(node) = lost.or_else(|| round.lost_agent()) {
             let end = End::Lost { node };
-            drop(round.tell(&end));
+            drop(round.announce(&end));
             return Some(end);
         }
     }
@@ -354,9 +354,9 @@ mod tests {
             let other = Outcome { ranks: 1, saved: 1, ..Outcome::default() };
             // The outcome may be there before the word that ends the attempt, or after it.
             for end in [None, Some(End::Left { node: 0 })] {
-                let mut verdict = Verdict::of(vec![left.clone(), other.clone()], Vec::new());
-                rules.apply(&mut verdict, end.as_ref());
-                assert_eq!(verdict.again, !closes, "{end:?}");
+                let mut summary = Summary::of(vec![left.clone(), other.clone()], Vec::new());
+                rules.apply(&mut summary, end.as_ref());
+                assert_eq!(summary.starts_again, !closes, "{end:?}");
             }
         }
     }

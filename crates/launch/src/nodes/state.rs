@@ -1,4 +1,4 @@
-//! Who takes part in which attempt of an elastic job: the rules, without sockets and clocks.
+//! The rules by which nodes join the attempts of an elastic job, without sockets and clocks.
 //!
 //! All nodes share one [`State`], which lies in the control store as JSON and is changed by
 //! compare-and-set only. [`step`] says what a node does about the state that it sees; the loop around
@@ -14,22 +14,22 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A node as it tells of itself. Ordered by host, then by process.
+/// A node's entry in the shared state. Ordered by host, then by process.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) struct Node {
     pub(super) host: String,
     pub(super) pid: u32,
-    /// Chosen at random, for hosts and processes may look alike.
+    /// Random, since host names and process ids may be equal.
     pub(super) id: u64,
-    /// Address on its way to the control store.
+    /// Its address on the route to the control store.
     pub(super) addr: String,
     pub(super) ranks: usize,
     pub(super) role: String,
-    /// It hosts the control store.
+    /// Whether it hosts the control store.
     pub(super) hosts: bool,
 }
 
-/// What an elastic job is doing.
+/// Phase of an elastic job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Phase {
     #[default]
@@ -46,44 +46,44 @@ pub(super) enum Phase {
 pub(super) struct State {
     /// Number of the attempt.
     pub(super) round: u32,
-    /// Attempts that were restarts after failures.
+    /// Number of restarts after failures.
     pub(super) restarts: u32,
     pub(super) phase: Phase,
-    /// Those of this attempt, in order while it runs.
+    /// Nodes of this attempt, sorted while it runs.
     pub(super) nodes: Vec<Node>,
-    /// Those that want to take part in the next.
+    /// Nodes that wait for the next attempt.
     pub(super) waiting: Vec<Node>,
 }
 
-/// What a node knows besides the state.
+/// What a node knows in addition to the state.
 pub(super) struct View<'a> {
     pub(super) me: &'a Node,
     pub(super) min: usize,
     pub(super) max: usize,
-    /// There have been at least `min` for the time of the last call.
+    /// There have been at least `min` nodes for the time of the last call.
     pub(super) last_call_over: bool,
-    /// This node has waited for as long as it may.
+    /// This node's join timeout is over.
     pub(super) join_over: bool,
-    /// Nodes that no longer beat, by id.
+    /// Ids of lost nodes.
     pub(super) lost: &'a [u64],
 }
 
-/// What a node does next.
+/// Next action of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Replace the state by this one, and look again.
+    /// Replace the state by this one, then read again.
     Write(State),
-    /// Look again later.
+    /// Read again later.
     Wait,
-    /// It takes part in the attempt that runs, at this place.
+    /// Take part in the running attempt as this node.
     Run(usize),
     /// The job has ended.
     Closed { code: i32 },
-    /// Not enough nodes came.
+    /// Not enough nodes joined in time.
     TooFew,
 }
 
-/// What `view.me` does about `state`.
+/// Returns the next action of `view.me`.
 pub(super) fn step(state: &State, view: &View<'_>) -> Action {
     let same = |node: &Node| node.id == view.me.id;
     let taking_part = state.nodes.iter().position(same);
@@ -127,8 +127,7 @@ pub(super) fn step(state: &State, view: &View<'_>) -> Action {
     if next == *state { Action::Wait } else { Action::Write(next) }
 }
 
-/// The state after attempt `round` has ended, seen by one of its nodes; `None` if another has said so
-/// already.
+/// Returns the state after the end of attempt `round`; `None` if another node has already written it.
 pub(super) fn end(state: &State, round: u32, failed: bool) -> Option<State> {
     let current = state.round == round && state.phase == Phase::Running;
     current.then(|| State {
@@ -140,7 +139,7 @@ pub(super) fn end(state: &State, round: u32, failed: bool) -> Option<State> {
     })
 }
 
-/// The state of a job that has ended.
+/// Returns the state of a job that has ended; `None` if it is written already.
 pub(super) fn close(state: &State, code: i32) -> Option<State> {
     let open = !matches!(state.phase, Phase::Closed { .. });
     open.then(|| State { phase: Phase::Closed { code }, ..state.clone() })
@@ -170,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn the_most_start_at_once_and_the_fewest_after_the_last_call() {
+    fn max_nodes_start_at_once_and_min_nodes_after_the_last_call() {
         let (a, b) = (node(0), node(1));
         let one = written(step(&State::default(), &view(&a, (1, 2), &[])));
         assert_eq!(step(&one, &view(&a, (1, 2), &[])), Action::Wait);
@@ -185,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waited_too_long_leaves_no_trace() {
+    fn node_that_timed_out_leaves_the_state() {
         let me = node(0);
         let here = written(step(&State::default(), &view(&me, (2, 2), &[])));
         let over = View { join_over: true, ..view(&me, (2, 2), &[]) };

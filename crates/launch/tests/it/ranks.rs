@@ -147,7 +147,7 @@ fn a_rank_killed_by_a_signal_gives_128_and_its_number() {
 }
 
 #[test]
-fn who_notices_a_death_is_not_its_cause_even_if_it_ends_first() {
+fn rank_ended_by_a_signal_is_the_cause_even_if_another_exits_first() {
     let script = "[ $RANK = 0 ] && exit 1; sleep 0.3; kill -KILL $$";
     let ran = run(2, script, |options| options.report_time = Duration::from_secs(20));
     assert_eq!(ran.code, 137);
@@ -156,7 +156,7 @@ fn who_notices_a_death_is_not_its_cause_even_if_it_ends_first() {
 }
 
 #[test]
-fn who_ignores_sigterm_is_killed_and_children_go_too() {
+fn ranks_that_ignore_sigterm_are_killed_with_their_children() {
     let script = "[ $RANK = 1 ] && { sleep 0.2; exit 5; }; trap '' TERM; sleep 60 & echo $!; wait";
     let ran = run(2, script, |_| {});
     assert_eq!(ran.code, 5);
@@ -166,7 +166,7 @@ fn who_ignores_sigterm_is_killed_and_children_go_too() {
 }
 
 #[test]
-fn children_left_behind_by_a_good_rank_go_too() {
+fn children_of_a_finished_rank_are_killed() {
     let ran = run(1, "sleep 60 & echo $!", |_| {});
     assert_eq!(ran.code, 0);
     let child = ran.stdout[0].strip_prefix("[rank 0] ").unwrap().to_owned();
@@ -174,7 +174,7 @@ fn children_left_behind_by_a_good_rank_go_too() {
 }
 
 #[test]
-fn a_program_that_is_not_there_is_named() {
+fn missing_program_is_named() {
     let mut options = LaunchOptions::new(2, ["x"]);
     options.program = Some("/no/such/program".into());
     let error = launch(options).unwrap_err().to_string();
@@ -217,7 +217,7 @@ fn ranks_that_were_interrupted_and_saved_are_not_started_again() {
 }
 
 #[test]
-fn who_does_not_follow_the_interrupted_is_stopped_and_named() {
+fn rank_that_does_not_save_after_an_interrupt_is_stopped_and_named() {
     let script = "[ $RANK = 0 ] && exit 75; exec sleep 60";
     let ran = run(2, script, |options| options.max_restarts = 2);
     assert_eq!(ran.code, 143, "{}", ran.stderr);
@@ -414,7 +414,7 @@ fn a_restart_has_a_guard_even_if_the_first_one_was_killed() {
 }
 
 #[test]
-fn a_rank_that_kills_its_launcher_at_once_leaves_nothing_either() {
+fn rank_that_kills_its_launcher_at_once_leaves_no_process() {
     let dir = tempfile::tempdir().unwrap();
     let script = format!(
         "kill -KILL $RUNNER_LAUNCHER_PID; sleep 60 & echo $$ $! >{0}/new; mv {0}/new {0}/$$; wait",
@@ -473,7 +473,7 @@ fn only_the_ranks_asked_for_are_shown() {
 }
 
 #[test]
-fn a_panic_and_a_failure_of_a_rank_are_told_by_the_launcher() {
+fn launcher_reports_the_panic_and_the_failure_of_ranks() {
     let rank = std::env::current_exe().unwrap().display().to_string();
     let script = format!("exec {rank} --exact ranks::helper_fails --ignored --nocapture");
     let ran = run(2, &script, |options| options.report_time = Duration::from_secs(20));
@@ -502,6 +502,6 @@ fn helper_fails() {
 }
 
 #[test]
-fn outside_of_a_launcher_there_is_nothing_to_be_tied_to() {
+fn tie_to_parent_does_nothing_without_a_launcher() {
     tie_to_parent().unwrap();
 }

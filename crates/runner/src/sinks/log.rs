@@ -7,7 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use collective::{Launcher, Topology};
 use jiff::Zoned;
-use launch::label;
+use launch::label_lines;
 
 use super::appender::{Appender, MOST};
 use crate::Result;
@@ -144,7 +144,7 @@ impl Logger {
     /// Draws the bar over the one before.
     pub(crate) fn bar(&mut self, text: &str) {
         self.bar_shown = true;
-        write_out(label(&format!("{text}{CLEAR_REST}\r")).as_bytes());
+        write_out(label_lines(&format!("{text}{CLEAR_REST}\r")).as_bytes());
     }
 
     fn line(&mut self, level: Level, text: &str, on_terminal: bool) {
@@ -157,7 +157,7 @@ impl Logger {
         if on_terminal {
             let clear = if std::mem::take(&mut self.bar_shown) { CLEAR_REST } else { "" };
             let line = format!("{}{level}{text}{clear}\n", self.stamp.terminal);
-            self.waiting.extend_from_slice(label(&line).as_bytes());
+            self.waiting.extend_from_slice(label_lines(&line).as_bytes());
         }
         if let Some(file) = &mut self.file {
             let pieces = [&self.stamp.file, level, text, "\n"].map(str::as_bytes);

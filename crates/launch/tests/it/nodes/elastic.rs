@@ -24,10 +24,10 @@ fn an_elastic_job_takes_as_many_nodes_as_come() {
 }
 
 #[test]
-fn too_few_nodes_of_an_elastic_job_are_told() {
+fn too_few_nodes_of_an_elastic_job_are_an_error() {
     let port = free_port();
     let mut alone = options(1, "exit 0", elastic(2, 3, port));
-    alone.patience.join = Duration::from_millis(500);
+    alone.rdzv.join = Duration::from_millis(500);
     let error = run(alone).code.unwrap_err().to_string();
     for part in ["fewer than 2 nodes", "nobody else", &format!("127.0.0.1:{port}")] {
         assert!(error.contains(part), "{part}: {error}");
@@ -111,7 +111,7 @@ fn until(holds: impl Fn() -> bool) {
 }
 
 #[test]
-fn who_waits_for_an_elastic_job_ends_with_its_code() {
+fn waiting_node_ends_with_the_exit_code_of_the_job() {
     let port = free_port();
     let nodes = format!("elastic 1 1 127.0.0.1 {port}");
     let mut first = start(this(), &nodes, 1, SAVES, 0);
@@ -125,7 +125,7 @@ fn who_waits_for_an_elastic_job_ends_with_its_code() {
 }
 
 #[test]
-fn a_node_in_reserve_waits_longer_than_for_a_job_to_begin() {
+fn waiting_node_outlasts_the_join_timeout_while_the_job_runs() {
     let port = free_port();
     let dir = tempfile::tempdir().unwrap();
     let flag = dir.path().join("fail");
@@ -136,7 +136,7 @@ fn a_node_in_reserve_waits_longer_than_for_a_job_to_begin() {
     );
     let mut options = options(1, &script, elastic(1, 1, port));
     options.max_restarts = 1;
-    options.patience.join = Duration::from_secs(2);
+    options.rdzv.join = Duration::from_secs(2);
     let start = |options: &LaunchOptions| {
         let options = options.clone();
         std::thread::spawn(move || run(options))
@@ -146,7 +146,7 @@ fn a_node_in_reserve_waits_longer_than_for_a_job_to_begin() {
     until(|| state(&store).contains("\"Running\""));
     let second = start(&options);
     until(|| !state(&store).contains("\"waiting\":[]"));
-    std::thread::sleep(options.patience.join + Duration::from_millis(500));
+    std::thread::sleep(options.rdzv.join + Duration::from_millis(500));
     std::fs::write(&flag, "").unwrap();
     for node in [first, second] {
         let ran = node.join().unwrap();
@@ -155,7 +155,7 @@ fn a_node_in_reserve_waits_longer_than_for_a_job_to_begin() {
 }
 
 #[test]
-fn an_elastic_failure_is_everybodys_restart_and_then_everybodys_code() {
+fn elastic_failure_restarts_all_nodes_and_then_gives_its_exit_code() {
     let port = free_port();
     let nodes = (0..2).map(|at| {
         // Which launcher is which node is not known: the last rank fails.
@@ -205,7 +205,7 @@ fn the_loss_of_the_control_store_ends_an_elastic_job_and_says_what_to_do() {
 }
 
 #[test]
-fn with_a_store_outside_of_the_job_every_node_can_be_lost() {
+fn elastic_job_with_an_external_store_survives_the_loss_of_any_node() {
     let store = StoreProcess::start(Command::new(LAUNCH), "127.0.0.1:0");
     let nodes = format!("elastic 1 2 127.0.0.1 {}", store.port);
     let dir = tempfile::tempdir().unwrap();

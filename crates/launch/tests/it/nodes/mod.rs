@@ -42,11 +42,11 @@ fn options(nproc: usize, script: &str, nodes: Nodes) -> LaunchOptions {
     options.program = Some("/bin/sh".into());
     options.report_time = Duration::from_millis(300);
     options.grace = Duration::from_secs(1);
-    options.patience.join = SOON;
-    options.patience.last_call = Duration::from_millis(300);
-    options.patience.heartbeat = Duration::from_millis(200);
+    options.rdzv.join = SOON;
+    options.rdzv.last_call = Duration::from_millis(300);
+    options.rdzv.heartbeat = Duration::from_millis(200);
     // A busy machine may keep a launcher from beating for a while.
-    options.patience.beats = 25;
+    options.rdzv.missed_heartbeats = 25;
     options.nodes = nodes;
     options
 }
@@ -133,7 +133,7 @@ fn a_failure_on_one_node_ends_the_job_on_all_with_its_code() {
 }
 
 #[test]
-fn a_signal_to_a_node_that_has_done_its_part_ends_the_others() {
+fn signal_to_a_finished_node_ends_the_others() {
     for done in [0, 1] {
         let port = free_port();
         let script = format!("echo up; [ $GROUP_RANK = {done} ] || exec sleep 300");
@@ -219,16 +219,16 @@ fn all_nodes_start_again_with_a_fresh_store() {
 }
 
 #[test]
-fn nodes_that_do_not_come_are_named() {
+fn missing_nodes_are_named() {
     let port = free_port();
     let mut alone = options(2, "exit 0", fixed(3, 0, port));
-    alone.patience.join = Duration::from_millis(700);
+    alone.rdzv.join = Duration::from_millis(700);
     let error = run(alone).code.unwrap_err().to_string();
     for part in ["still missing: 1, 2 ", "ranks 2, 3, 4, 5 ", &format!("127.0.0.1:{port}")] {
         assert!(error.contains(part), "{part}: {error}");
     }
     let mut other = options(2, "exit 0", fixed(2, 1, port));
-    other.patience.join = Duration::from_millis(700);
+    other.rdzv.join = Duration::from_millis(700);
     let error = run(other).code.unwrap_err().to_string();
     for part in ["node 1 of 2", "--master-addr", &format!("127.0.0.1:{port}")] {
         assert!(error.contains(part), "{part}: {error}");
@@ -236,7 +236,7 @@ fn nodes_that_do_not_come_are_named() {
 }
 
 #[test]
-fn mistakes_are_refused_at_once_by_their_flags() {
+fn invalid_options_are_refused_at_once_and_name_their_flags() {
     let start = Instant::now();
     let refused = |nodes: Nodes, parts: &[&str]| {
         let error = run(options(1, "exit 0", nodes)).code.unwrap_err().to_string();
@@ -265,7 +265,7 @@ fn nodes_that_contradict_one_another_are_refused() {
     let port = free_port();
     let twice = [0, 1, 1].map(|rank| options(1, "exit 0", fixed(3, rank, port)));
     let mut twice = twice.to_vec();
-    twice.iter_mut().for_each(|options| options.patience.join = Duration::from_secs(3));
+    twice.iter_mut().for_each(|options| options.rdzv.join = Duration::from_secs(3));
     let ran = run_all(twice);
     let errors: Vec<_> = ran.iter().map(|ran| ran.code.as_ref().unwrap_err().to_string()).collect();
     let both = errors.iter().filter(|error| error.contains("have --node-rank 1")).count();

@@ -1,4 +1,4 @@
-//! Signals of this process and news of other nodes, told to the supervising thread.
+//! Events for the supervising thread: signals, exits of ranks, and ends announced by other nodes.
 
 use std::sync::mpsc::{Receiver, Sender};
 use std::thread::JoinHandle;
@@ -10,7 +10,7 @@ use super::nodes::End;
 use super::{Sink, lock};
 use crate::{Error, Result};
 
-/// What the watching threads tell the supervising one.
+/// An event that a watching thread sends to the supervising thread.
 pub(super) enum Event {
     /// A rank of this node, by its local rank, has ended with an exit code or by a signal.
     Exited {
@@ -20,54 +20,54 @@ pub(super) enum Event {
         signal: Option<i32>,
     },
     /// Another node ends the attempt.
-    Elsewhere {
+    RemoteEnd {
         attempt: u32,
         end: End,
     },
     Signal(i32),
 }
 
-/// The supervising thread's end of the channel, and what was heard there while it waited for
-/// something else; and where it says so if that takes long.
-pub(super) struct Ear {
+/// The receiving end of the events, the events taken from it while the supervising thread waited for something
+/// else, and the launcher's standard error.
+pub(super) struct Queue {
     pub(super) events: Receiver<Event>,
     pub(super) attempt: u32,
-    /// A signal asked this process to end: there is no further attempt.
+    /// Signal that asked this process to end: no further attempt follows.
     pub(super) signal: Option<i32>,
-    /// Why another node ended this attempt.
-    pub(super) elsewhere: Option<End>,
+    /// Reason why another node ended this attempt.
+    pub(super) remote: Option<End>,
     stderr: Sink,
 }
 
-impl Ear {
+impl Queue {
     pub(super) fn new(events: Receiver<Event>, stderr: Sink) -> Self {
-        Self { events, attempt: 0, signal: None, elsewhere: None, stderr }
+        Self { events, attempt: 0, signal: None, remote: None, stderr }
     }
 
-    /// Says something of this launcher's own on standard error.
-    pub(super) fn say(&self, text: &str) {
+    /// Prints a message of the launcher on standard error.
+    pub(super) fn print(&self, text: &str) {
         if !text.is_empty() {
-            // Nobody reads standard error: then nobody wants to know.
+            // It fails if nobody reads standard error.
             let _ = lock(&self.stderr).write_all(text.as_bytes());
         }
     }
 
-    /// Takes what has come meanwhile; true if this process shall end.
-    pub(super) fn listen(&mut self) -> bool {
+    /// Takes the events that have arrived; returns whether a signal asked this process to end.
+    pub(super) fn drain(&mut self) -> bool {
         while let Ok(event) = self.events.try_recv() {
             match event {
                 Event::Signal(signal) => self.signal = Some(signal),
-                Event::Elsewhere { attempt, end } if attempt == self.attempt => {
-                    self.elsewhere.get_or_insert(end);
+                Event::RemoteEnd { attempt, end } if attempt == self.attempt => {
+                    self.remote.get_or_insert(end);
                 }
-                Event::Elsewhere { .. } | Event::Exited { .. } => {}
+                Event::RemoteEnd { .. } | Event::Exited { .. } => {}
             }
         }
         self.signal.is_some()
     }
 }
 
-/// Tells signals of this process to the supervising thread, until dropped.
+/// Sends signals of this process to the supervising thread, until dropped.
 pub(super) struct SignalThread {
     handle: Handle,
     thread: Option<JoinHandle<()>>,

@@ -76,7 +76,7 @@ fi
 if [ "${1:-}" = --rehearse ]; then
   fake=$PWD/out/fake
   mkdir -p "$fake"
-  g++ -std=c++17 -O1 -shared -fPIC -pthread -DKERNELS="\"$PWD/../../crates/fused-optim/src/cuda\"" \
+  g++ -std=c++17 -O1 -shared -fPIC -pthread -DKERNELS="\"$PWD/../../crates/cuda-rt/src\"" \
     -DFOLDER="\"$fake\"" -o "$fake/libcuda.so.1" tests/fake_gpu/fake.cc
   ln -sf libcuda.so.1 "$fake/libcuda.so"
   export NVRTC_LIBRARY="$fake/libcuda.so.1" COLLECTIVE_NCCL_LIB="$fake/libcuda.so.1"

@@ -13,7 +13,7 @@
 // copies to pageable memory that have been made when the call returns, waits for the whole device.
 //
 // With FAKE_GPU_TRUSTS in the environment kernels may touch any memory, for callers that do not say theirs.
-// KERNELS, a folder of `ptx.h` and `shim/shim.h`, and FOLDER, where compiled kernels are put, are macros.
+// KERNELS, a folder of `ptx.h` and `shim.h`, and FOLDER, where compiled kernels are put, are macros.
 
 #include "../../../../crates/collective/tests/it/nccl/fake.cc"
 
@@ -327,7 +327,7 @@ int nvrtcCompileProgram(void *of, int count, const char **options) {
   }
   if (!architecture) violation("kernels compiled for another architecture than the device's");
   string kernels = program->source.substr(ptx.size());
-  string text = read_all(KERNELS "/shim/shim.h") + kernels + launchers(kernels);
+  string text = read_all(KERNELS "/shim.h") + kernels + launchers(kernels);
   string base = string(FOLDER) + "/kernels-" + std::to_string(std::hash<string>()(text + flags));
   // Threads that compile one program have one file.
   static std::mutex compiling;

@@ -106,7 +106,7 @@ fn compile(name: &str, flags: &[String]) -> PathBuf {
     let new = folder.join(format!("new.{}", std::process::id()));
     let mut compiler = Command::new("g++");
     compiler.args(["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread"]).args(flags);
-    let kernels = root.join("crates/fused-optim/src/cuda");
+    let kernels = root.join("crates/cuda-rt/src");
     compiler.arg(format!("-DKERNELS=\"{}\"", kernels.display()));
     compiler.arg(format!("-DFOLDER=\"{}\"", target.display()));
     let output = compiler.arg("-o").arg(&new).arg(&sources[0]).output().unwrap_or_else(|error| {

@@ -27,7 +27,7 @@
 //! ```
 
 #[cfg(test)]
-mod gate;
+mod gate_tests;
 mod scaler;
 #[cfg(test)]
 mod shim;

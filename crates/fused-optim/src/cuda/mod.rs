@@ -48,7 +48,7 @@ mod device;
 mod fed;
 mod fused;
 #[cfg(test)]
-mod gate;
+mod gate_tests;
 mod held;
 mod looks;
 mod rules;

@@ -11,11 +11,11 @@ use collective::ProcessGroup;
 use fused_optim::{DType, Slice, SliceMut};
 use runner::config::Config;
 use runner::data::{Array, Batch};
-use runner::device::Device;
 use runner::engine::{Engine, EngineState, Gradient, Losses, SharedSink, StepContext, TensorSpec};
 use runner::model::MODEL_WRAPPERS;
 use runner::model::{DistributedDataParallel, ModelWrapper};
 use runner::optim_wrapper::OPTIM_WRAPPERS;
+use runner::placement::Placement;
 use runner::{Error, Result};
 
 /// Four parameters of two elements in two parts, and a buffer; every gradient is the rank plus 1.
@@ -108,7 +108,7 @@ fn train(
              optimizer = {{ type = 'SGD', lr = 0.5 }}"
         );
         let mut optim =
-            (OPTIM_WRAPPERS.build(section(optim))?.build)(engine.params(), &Device::cpu())?;
+            (OPTIM_WRAPPERS.build(section(optim))?.build)(engine.params(), &Placement::host())?;
         let mut state = EngineState::default();
         for _ in 0..steps {
             optim.update_params(&mut engine, &mut *model, &Batch::new(), &mut state)?;

@@ -15,12 +15,12 @@ use runner::Result;
 use runner::checkpoint;
 use runner::config::Config;
 use runner::data::{Array, ArrayData, Batch, Dataset};
-use runner::device::Device;
 use runner::engine::{Engine, EngineState, Losses, StepContext, TensorSpec};
 use runner::model::DistributedDataParallel;
 use runner::optim_wrapper::{
     Member, OPTIM_WRAPPERS, OptimWrapper, OptimWrapperFactory, OptimizerDict,
 };
+use runner::placement::Placement;
 use runner::{DataLoaderConfig, RunnerBuilder, TrainConfig};
 use serde_json::Value;
 
@@ -106,7 +106,7 @@ fn steps_equal_mmengines() {
         let mut engine = Quadratic::new(w0);
         let mut model = ddp(&engine);
         let build = OPTIM_WRAPPERS.build(section).unwrap().build;
-        let mut optim = build(engine.params(), &Device::cpu()).unwrap();
+        let mut optim = build(engine.params(), &Placement::host()).unwrap();
         let max = case["max_counts"].as_u64().unwrap() as usize;
         optim.accumulation().initialize_count_status(0, max);
         let mut state = EngineState::default();

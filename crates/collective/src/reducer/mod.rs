@@ -230,15 +230,15 @@ impl Reducer {
         self.launch_full()
     }
 
-    /// As [`ready`](Self::ready), for a gradient of `count` elements of `dtype` that stays where it is, and is
-    /// added up by whoever has it, with what its bucket has: that is forgotten. Where nothing is averaged:
+    /// As [`ready`](Self::ready), for a gradient of `count` elements of `dtype` that stays outside the buckets. Its
+    /// owner adds it up, with the gradient in its bucket, which is forgotten. Where nothing is averaged:
     /// in a group of one rank, or in a pass without `sync`. [`grad`](Self::grad) has none of it.
     ///
     /// # Errors
     ///
     /// As [`ready`](Self::ready); [`Error::InvalidArgument`] in a pass with `sync` of several ranks, or with
     /// a [`comm_hook`](ReducerOptions::comm_hook).
-    pub fn ready_elsewhere(&mut self, index: usize, dtype: DType, count: usize) -> Result<()> {
+    pub fn mark_ready_external(&mut self, index: usize, dtype: DType, count: usize) -> Result<()> {
         self.ledger.check_usable()?;
         self.ledger.check_gradient(index, dtype, count)?;
         let alone = self.group.world_size() == 1 && self.hook == CommHook::AllReduce;
@@ -449,10 +449,10 @@ mod tests {
         let mut reducer = Reducer::new(group(1), params(), ReducerOptions::default()).unwrap();
         for pass in 0..2 {
             reducer.prepare(pass == 1).unwrap();
-            reducer.ready_elsewhere(0, DType::F32, 2).unwrap();
-            let twice = said(reducer.ready_elsewhere(0, DType::F32, 2));
+            reducer.mark_ready_external(0, DType::F32, 2).unwrap();
+            let twice = said(reducer.mark_ready_external(0, DType::F32, 2));
             assert!(twice.contains("a second gradient for a"), "{twice}");
-            let short = said(reducer.ready_elsewhere(1, DType::F32, 1));
+            let short = said(reducer.mark_ready_external(1, DType::F32, 1));
             assert!(short.contains("the gradient of b is f32 [1]"), "{short}");
             reducer.ready(1, &[1.0_f32; 2]).unwrap();
             reducer.finish().unwrap();
@@ -464,7 +464,7 @@ mod tests {
         reducer.prepare(true).unwrap();
         let both = said(reducer.ready(0, &[1.0_f32; 2]));
         assert!(both.contains("a gradient of a here: it has one elsewhere"), "{both}");
-        reducer.ready_elsewhere(1, DType::F32, 2).unwrap();
+        reducer.mark_ready_external(1, DType::F32, 2).unwrap();
         assert_eq!(reducer.grad::<f32>(1), None);
         let unused = reducer.finish().unwrap_err();
         assert!(matches!(unused, Error::UnusedParameters { names, .. } if names == ["a"]));
@@ -472,10 +472,10 @@ mod tests {
         let options = ReducerOptions { comm_hook: CommHook::Fp16Compress, ..Default::default() };
         let mut hooked = Reducer::new(group(1), params(), options).unwrap();
         hooked.prepare(false).unwrap();
-        hooked.ready_elsewhere(0, DType::F32, 2).unwrap();
+        hooked.mark_ready_external(0, DType::F32, 2).unwrap();
         hooked.finish().unwrap();
         hooked.prepare(true).unwrap();
-        let refused = said(hooked.ready_elsewhere(0, DType::F32, 2));
+        let refused = said(hooked.mark_ready_external(0, DType::F32, 2));
         assert!(refused.contains("it is averaged in its bucket"), "{refused}");
     }
 

@@ -177,8 +177,8 @@ pub struct CompileReport {
 }
 
 impl CompileReport {
-    /// Notes something that was asked for and not done.
-    pub(crate) fn decline(&mut self, what: &str, why: &str) {
+    /// Notes an option that was not applied, with the reason.
+    pub fn decline(&mut self, what: &str, why: &str) {
         self.not_applied.push(format!("{what}: {why}"));
     }
 }

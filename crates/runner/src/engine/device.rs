@@ -5,24 +5,20 @@ use std::fmt;
 
 use collective::reducer::ParamInfo;
 use collective::{ProcessGroup, ReducerOptions};
-#[cfg(feature = "candle-cuda")]
-use fused_optim::cuda::Gpu;
 use fused_optim::{Applied, DType, GradStats, Optimizer, Slice};
 use half::{bf16, f16};
 
-use super::{ComputeDevice, OptimizerStep};
+use super::OptimizerStep;
 use crate::Result;
+use crate::placement::{ComputeDevice, OptimizerDevice};
 
 /// An engine whose parameters, buffers and batches are on a device.
 pub trait DeviceEngine {
     /// The device.
     fn compute_device(&self) -> ComputeDevice;
 
-    /// The GPU it computes on, by the stream in which it does, for an optimizer that is to step there.
-    #[cfg(feature = "candle-cuda")]
-    fn gpu(&self) -> Option<Gpu> {
-        None
-    }
+    /// What an optimizer works through that is to step there: the stream in which this engine computes.
+    fn optimizer_device(&self) -> OptimizerDevice;
 
     /// Runs an optimizer's step on the parameters where they are, with gradients in their order. Gradients on the
     /// host are copied to the device.

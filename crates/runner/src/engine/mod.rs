@@ -32,25 +32,7 @@ pub use compile::{CompileBackend, CompileMode, CompileOptions, CompileReport};
 pub use device::{DeviceAverages, DeviceBuckets, DeviceEngine, DeviceTensor, Gradient, HostTensor};
 pub use step::{EngineState, OptimizerStep, StepContext};
 
-/// Where a model computes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum ComputeDevice {
-    /// The host.
-    #[default]
-    Cpu,
-    /// A CUDA GPU, by its number among those that this process sees.
-    Cuda(usize),
-}
-
-impl fmt::Display for ComputeDevice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Cpu => f.write_str("cpu"),
-            Self::Cuda(index) => write!(f, "cuda:{index}"),
-        }
-    }
-}
+pub use crate::placement::ComputeDevice;
 
 /// Name, shape and type of one parameter or buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]

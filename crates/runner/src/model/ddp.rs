@@ -234,7 +234,7 @@ impl GradSink for Inner {
             self.kept[index] = None;
             return self.buckets[part].ready(at, &*grad);
         }
-        self.reducers[part].ready_elsewhere(at, type_of(grad.dtype()), grad.count())?;
+        self.reducers[part].mark_ready_external(at, type_of(grad.dtype()), grad.count())?;
         self.kept[index] = Some(grad);
         Ok(())
     }

@@ -1,12 +1,6 @@
 //! How `[optim_wrapper]` and `[optim_wrapper.optimizer]` are written.
 
 use ::amp::LossScalerOptions;
-#[cfg(any(feature = "candle-cuda", feature = "npu"))]
-use fused_optim::HalfWeights;
-#[cfg(feature = "candle-cuda")]
-use fused_optim::cuda::DeviceFed;
-#[cfg(feature = "npu")]
-use fused_optim::npu::HostFed;
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, BertAdam,
     BertAdamHyper, Clip, ClipNorm, ClipScope, CosineEps, DType, Lamb, LambHyper, Optimizer,
@@ -20,8 +14,8 @@ use super::{
     OptimizerDict, OptimizerFactory, Paramwise,
 };
 use crate::config::{FromConfig, Mistakes, Section};
-use crate::device::Device;
 use crate::engine::TensorSpec;
+use crate::placement::{self, Placement};
 use crate::registry::{Builtin, Registry};
 use crate::{Error, Result};
 
@@ -70,9 +64,9 @@ fn amp(section: &mut Section) -> Result<OptimWrapperFactory> {
 
 /// Around one optimizer for the whole model.
 fn one(counts: usize, part: Part) -> BuildOptimWrapper {
-    Box::new(move |params, device| {
+    Box::new(move |params, placement| {
         let clip = part.clip;
-        Ok(OptimWrapper::new(part.make(params, device)?, counts).with_clip_grad(clip))
+        Ok(OptimWrapper::new(part.make(params, placement)?, counts).with_clip_grad(clip))
     })
 }
 
@@ -92,8 +86,8 @@ fn dict(section: &mut Section) -> Result<OptimWrapperFactory> {
     if parts.is_empty() {
         return Err(section.error("an OptimWrapperDict needs at least one part"));
     }
-    let build: BuildOptimWrapper = Box::new(move |params, device| {
-        let dict = make_dict(parts, params, device)?;
+    let build: BuildOptimWrapper = Box::new(move |params, placement| {
+        let dict = make_dict(parts, params, placement)?;
         let names = dict.members().iter().map(|m| (m.name.clone(), m.optimizer.group_count()));
         let names = names.collect();
         Ok(OptimWrapper::new(Box::new(dict), counts).with_parts(names))
@@ -101,21 +95,21 @@ fn dict(section: &mut Section) -> Result<OptimWrapperFactory> {
     Ok(factory("OptimWrapperDict", precision, build))
 }
 
-/// Gives a wrapper its precision: the one given, or that of a device which trains in mixed precision only.
+/// Gives a wrapper its precision: the one given, or mixed precision on a device that trains in it only.
 fn factory(
     name: &'static str,
     precision: Option<Precision>,
     build: BuildOptimWrapper,
 ) -> OptimWrapperFactory {
     let dtype = precision.map_or(DType::F32, |precision| precision.dtype);
-    let build: BuildOptimWrapper = Box::new(move |params, device| {
-        let wrapper = build(params, device)?;
-        match precision.or_else(|| device.switches_to_amp(name).then(Precision::default)) {
+    let build: BuildOptimWrapper = Box::new(move |params, placement| {
+        let wrapper = build(params, placement)?;
+        match precision.or_else(|| placement.switches_to_amp(name).then(Precision::default)) {
             None => Ok(wrapper),
             Some(precision) => Ok(wrapper
                 .with_mixed_precision(precision.loss_scale)?
                 .with_autocast(precision.autocast)
-                .with_overflows(device.overflows())),
+                .with_overflows(placement.overflows())),
         }
     });
     OptimWrapperFactory { dtype, build }
@@ -124,7 +118,7 @@ fn factory(
 fn make_dict(
     parts: Vec<(String, Part)>,
     params: &[TensorSpec],
-    device: &Device,
+    placement: &Placement,
 ) -> Result<OptimizerDict> {
     let names: Vec<_> = parts.iter().map(|(name, _)| name.as_str()).collect();
     let owned = assign(&names, params)?;
@@ -132,8 +126,8 @@ fn make_dict(
         let mut groups = part.paramwise.groups(params);
         groups.iter_mut().for_each(|group| group.params.retain(|index| own.contains(index)));
         groups.retain(|group| !group.params.is_empty());
-        device.check_clip(part.clip)?;
-        let optimizer = (part.optimizer)(params, &groups, device)?;
+        placement.check_clip(part.clip)?;
+        let optimizer = (part.optimizer)(params, &groups, placement)?;
         Ok(Member { name, optimizer, clip: part.clip })
     };
     let members = parts.into_iter().zip(owned).map(make).collect::<Result<_>>()?;
@@ -161,9 +155,9 @@ impl Part {
         Ok(Self { optimizer, paramwise, clip: clip.flatten() })
     }
 
-    fn make(self, params: &[TensorSpec], device: &Device) -> Result<Box<dyn Optimizer>> {
-        device.check_clip(self.clip)?;
-        (self.optimizer)(params, &self.paramwise.groups(params), device)
+    fn make(self, params: &[TensorSpec], placement: &Placement) -> Result<Box<dyn Optimizer>> {
+        placement.check_clip(self.clip)?;
+        (self.optimizer)(params, &self.paramwise.groups(params), placement)
     }
 }
 
@@ -326,7 +320,7 @@ fn loss_scale(section: &mut Section, dtype: DType) -> Result<LossScale> {
 
 /// How an optimizer's table is read: each hyper-parameter under its own name, by one of the functions
 /// below.
-macro_rules! optimizer {
+macro_rules! read {
     ($build:ident, $optimizer:ident, $hyper:ident { $($field:ident: $read:ident),* }) => {
         fn $build(section: &mut Section) -> Result<OptimizerFactory> {
             let default = $hyper::default();
@@ -336,41 +330,30 @@ macro_rules! optimizer {
             // A mistake is seen now, not when the parameters are known.
             let made = $optimizer::with_one_group(hyper, 0).map(drop);
             made.or_else(|e| section.note(refused(section, &e)))?;
-            Ok(Box::new(move |_, groups, device| {
+            Ok(Box::new(move |_, groups, placement| {
                 let groups = groups.iter().map(|group| {
                     let mut hyper = hyper;
                     hyper.lr *= group.hyper.lr;
                     hyper.weight_decay *= group.hyper.weight_decay;
                     ParamGroup::new(hyper, group.params.iter().copied())
                 });
-                #[cfg(feature = "npu")]
-                if let Some(on) = device.npu() {
-                    let how = HalfWeights::Master;
-                    return Ok(Box::new(HostFed::<$hyper>::new(on.clone(), groups, how)?));
-                }
-                #[cfg(feature = "candle-cuda")]
-                if let Some(gpu) = device.gpu() {
-                    let how = HalfWeights::Master;
-                    return Ok(Box::new(DeviceFed::<$hyper>::new(gpu.clone(), groups, how)?));
-                }
-                let _ = device;
-                Ok(Box::new($optimizer::new(groups)?))
+                Ok(placement::optimizer!(placement, $optimizer, $hyper, groups))
             }))
         }
     };
 }
 
-optimizer!(
+read!(
     adadelta,
     Adadelta,
     AdadeltaHyper { lr: or, rho: or, eps: or, weight_decay: or, maximize: or }
 );
-optimizer!(
+read!(
     adam,
     Adam,
     AdamHyper { lr: or, betas: or, eps: or, weight_decay: or, amsgrad: or, maximize: or }
 );
-optimizer!(
+read!(
     adamp,
     AdamP,
     AdamPHyper {
@@ -385,12 +368,12 @@ optimizer!(
         maximize: or
     }
 );
-optimizer!(
+read!(
     adamw,
     AdamW,
     AdamWHyper { lr: or, betas: or, eps: or, weight_decay: or, amsgrad: or, maximize: or }
 );
-optimizer!(
+read!(
     bert_adam,
     BertAdam,
     BertAdamHyper {
@@ -407,7 +390,7 @@ optimizer!(
         maximize: or
     }
 );
-optimizer!(
+read!(
     lamb,
     Lamb,
     LambHyper {
@@ -420,7 +403,7 @@ optimizer!(
         maximize: or
     }
 );
-optimizer!(
+read!(
     rmsprop,
     RmsProp,
     RmsPropHyper {
@@ -433,7 +416,7 @@ optimizer!(
         maximize: or
     }
 );
-optimizer!(
+read!(
     rmsprop_tf,
     RmsPropTf,
     RmsPropTfHyper {
@@ -449,7 +432,7 @@ optimizer!(
         maximize: or
     }
 );
-optimizer!(
+read!(
     sgd,
     Sgd,
     SgdHyper {
@@ -517,7 +500,7 @@ mod tests {
                 let optimizer = build(&format!("type = '{name}'\nlr = 0.25")).unwrap()(
                     &[],
                     &groups,
-                    &Device::cpu(),
+                    &Placement::host(),
                 )
                 .unwrap();
                 assert_eq!((optimizer.kind(), optimizer.lr(0).unwrap()), (kind, 0.25), "{name}");
@@ -570,7 +553,7 @@ mod tests {
             custom_keys = { 'head' = { lr_mult = 0.5, decay_mult = 0 } }";
         let mut wrapper = (wrapper(text).unwrap().build)(
             &params(&["a.weight", "a.bias", "head.bias"]),
-            &Device::cpu(),
+            &Placement::host(),
         )
         .unwrap();
         let optimizer = wrapper.optimizer_mut();
@@ -597,7 +580,7 @@ mod tests {
                 let text = format!("{sgd}\nhalf_parameters = {half}\n{dtype}");
                 let factory = wrapper(&text).unwrap();
                 assert_eq!(factory.dtype, if half { wanted } else { DType::F32 }, "{text}");
-                let built = (factory.build)(&params(&["w"]), &Device::cpu()).unwrap();
+                let built = (factory.build)(&params(&["w"]), &Placement::host()).unwrap();
                 let autocast = (!half && wanted != DType::F32).then_some(wanted);
                 assert_eq!(built.autocast(), autocast, "{text}");
                 // bf16 has f32's range and needs no scaler.
@@ -612,7 +595,7 @@ mod tests {
         ] {
             let factory = wrapper(&format!("{sgd}\nloss_scale = {scale}")).unwrap();
             assert_eq!(
-                (factory.build)(&params(&["w"]), &Device::cpu()).unwrap().loss_scale(),
+                (factory.build)(&params(&["w"]), &Placement::host()).unwrap().loss_scale(),
                 wanted,
                 "{scale}"
             );
@@ -660,7 +643,7 @@ mod tests {
             optimizer = { type = 'SGD', lr = 0.25 }
             clip_grad = { max_norm = 1 }";
         let names = ["discriminator.w", "generator.w", "generator.b"];
-        let built = (wrapper(text).unwrap().build)(&params(&names), &Device::cpu()).unwrap();
+        let built = (wrapper(text).unwrap().build)(&params(&names), &Placement::host()).unwrap();
         let optimizer = built.optimizer();
         assert_eq!((optimizer.lr(0).unwrap(), optimizer.lr(1).unwrap()), (0.5, 0.25));
         assert!(optimizer.lr(2).is_err());
@@ -669,7 +652,7 @@ mod tests {
             (&["generator.w", "discriminators.w"], "parameter `discriminators.w`"),
             (&["generator.w"], "no parameters under `discriminator.`"),
         ] {
-            let built = (wrapper(text).unwrap().build)(&params(names), &Device::cpu());
+            let built = (wrapper(text).unwrap().build)(&params(names), &Placement::host());
             let error = built.err().unwrap().to_string();
             assert!(error.contains(wanted), "{error}");
         }

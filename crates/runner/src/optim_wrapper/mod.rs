@@ -22,19 +22,20 @@ pub use paramwise::{Multipliers, Paramwise};
 pub use wrapper::{LossScale, OptimWrapper};
 
 use crate::Result;
-use crate::device::Device;
 use crate::engine::{Losses, TensorSpec};
+use crate::placement::Placement;
 
 /// Makes an optimizer once the parameters are known: over the groups given, which hold parameters
-/// by index, and whose factors its learning rate and weight decay are multiplied by; to compute on the
-/// device given.
+/// by index, and whose factors its learning rate and weight decay are multiplied by; on the device of the
+/// placement.
 pub type OptimizerFactory = Box<
-    dyn FnOnce(&[TensorSpec], &[ParamGroup<Multipliers>], &Device) -> Result<Box<dyn Optimizer>>
+    dyn FnOnce(&[TensorSpec], &[ParamGroup<Multipliers>], &Placement) -> Result<Box<dyn Optimizer>>
         + Send,
 >;
 
-/// The making of an optimizer wrapper, whose optimizer is to compute on the device given.
-pub type BuildOptimWrapper = Box<dyn FnOnce(&[TensorSpec], &Device) -> Result<OptimWrapper> + Send>;
+/// Makes an optimizer wrapper whose optimizer is on the device of the placement.
+pub type BuildOptimWrapper =
+    Box<dyn FnOnce(&[TensorSpec], &Placement) -> Result<OptimWrapper> + Send>;
 
 /// Makes an optimizer wrapper once the parameters are known.
 pub struct OptimWrapperFactory {
@@ -57,8 +58,8 @@ impl OptimWrapperFactory {
     }
 
     /// Makes it for these parameters, and tells its optimizer their names, by which state is saved and loaded.
-    pub(crate) fn make(self, params: &[TensorSpec], device: &Device) -> Result<OptimWrapper> {
-        let mut optim = (self.build)(params, device)?;
+    pub(crate) fn make(self, params: &[TensorSpec], placement: &Placement) -> Result<OptimWrapper> {
+        let mut optim = (self.build)(params, placement)?;
         let names = params.iter().map(|param| ParamSpec::new(&*param.name, &param.shape));
         optim.optimizer_mut().set_param_names(&names.collect::<Vec<_>>())?;
         Ok(optim)

@@ -12,8 +12,8 @@ use fused_optim::Slice;
 use parking_lot::Mutex;
 
 use crate::Result;
-use crate::device::Overflows;
 use crate::engine::{GradSink, SharedSink};
+use crate::placement::Overflows;
 
 /// Checks the gradients of one step.
 pub(super) struct OverflowCheck {

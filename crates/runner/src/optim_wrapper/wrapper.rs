@@ -18,9 +18,9 @@ use fused_optim::{Applied, Clip, DType, FoundInf, Optimizer, ParamMut, StepCtl};
 use super::overflow::OverflowCheck;
 use super::{Accumulation, OptimWrapperState, Update};
 use crate::data::Batch;
-use crate::device::Overflows;
 use crate::engine::{Engine, EngineState, OptimizerStep, StepContext, TensorSpec};
 use crate::model::{ModelWrapper, with_host_grads};
+use crate::placement::Overflows;
 use crate::{Error, Result};
 
 /// How the loss is scaled.
@@ -125,7 +125,7 @@ impl OptimWrapper {
     }
 
     /// Has a further source say whether a step overflowed, for devices on which values do not show it
-    /// ([`Device::overflows`](crate::device::Device::overflows)). Each rank's gradients are checked
+    /// ([`Placement::overflows`](crate::placement::Placement::overflows)). Each rank's gradients are checked
     /// before they are averaged, and the source is asked at each step.
     #[must_use]
     pub fn with_overflows(mut self, source: Option<Overflows>) -> Self {

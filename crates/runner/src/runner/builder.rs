@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use collective::{GroupOptions, Launcher, ProcessGroup, Topology, Transport};
-use fused_optim::{Sgd, SgdHyper};
+use fused_optim::{DType, Sgd, SgdHyper};
 use jiff::Zoned;
 use rustix::process::{Resource, getrlimit, setrlimit};
 
@@ -17,11 +17,11 @@ use super::{DataLoaderConfig, EvalSplit, Evaluation, Hook, Priority, Runner, Sta
 use crate::checkpoint::Position;
 use crate::config::Span;
 use crate::data::DataLoader;
-use crate::device::{self, Device, DeviceConfig, Own};
 use crate::engine::{CompileOptions, Engine, EngineState};
 use crate::evaluate::Metric;
 use crate::model::{DistributedDataParallel, ModelContext, ModelFactory, WrapperFactory};
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
+use crate::placement::{self, DeviceConfig, LocalDevice, Placement};
 use crate::schedulers::SchedulerConfig;
 use crate::sinks::Level;
 use crate::{Error, Result};
@@ -213,18 +213,20 @@ impl RunnerBuilder {
         let join = || join(self.launcher, self.timeout, self.transport, (wanted, &found));
         let group = self.group.map_or_else(join, Ok)?;
         let (seed, timestamp) = seed_and_time(&group, self.seed)?;
-        let make = || -> Result<(Runner, Device, Option<String>)> {
-            let device = wanted.open(found?, &group)?;
+        let make = || -> Result<(Runner, Placement, Option<String>)> {
+            let placement = wanted.open(found?, &group)?;
             let own_seed = engine_seed(seed, self.diff_rank_seed, &group);
-            let context = device.context(optim.dtype, own_seed);
-            let mut engine = make_engine(model, &context, self.compile)?;
-            let device = device.follow(&mut *engine)?;
+            let model = (model, optim.dtype, own_seed);
+            let (mut engine, placement) = make_engine(model, placement, self.compile)?;
             let wrapper = self.wrapper.unwrap_or_else(DistributedDataParallel::factory);
-            let model = device.place(wrapper(group.clone(), engine.params())?, &mut *engine)?;
+            let mut model = wrapper(group.clone(), engine.params())?;
+            if placement.steps_on_gpu() {
+                model.place(&mut *engine)?;
+            }
             let [val, test] = self.evaluations.map(|part| make_evaluation(part, &group, seed));
             let evaluations = [val?, test?];
             let train_loader = train_loader.map(|l| l.make(&group, seed)).transpose()?;
-            let mut optim = make_optim(optim, &mut *engine, &device)?;
+            let mut optim = make_optim(optim, &mut *engine, &placement)?;
             let batch = train_loader.as_ref().map_or(0, |l| l.batch_size() * group.world_size());
             let scaled = scale_lr(optim.optimizer_mut(), batch, self.auto_scale_lr)?;
             let length = train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch);
@@ -258,13 +260,13 @@ impl RunnerBuilder {
                 output: Output::new(work_dir, group.rank() == 0, self.log_config, timestamp),
                 group: group.clone(),
             };
-            Ok((runner, device, scaled))
+            Ok((runner, placement, scaled))
         };
-        let runner = make().and_then(|(mut runner, device, scaled)| {
+        let runner = make().and_then(|(mut runner, placement, scaled)| {
             // No rank creates anything before every rank has got this far.
             group.barrier()?;
             if group.rank() == 0 {
-                runner.open_output(&device, scaled)?;
+                runner.open_output(&placement, scaled)?;
             }
             Ok(runner)
         });
@@ -306,24 +308,27 @@ fn training(
     Ok((train, optim, Some(loader.ok_or_else(|| need("train_dataloader"))?)))
 }
 
+/// Makes the engine; an optimizer on its device is placed in its stream.
 fn make_engine(
-    model: ModelFactory,
-    context: &ModelContext,
+    (model, dtype, seed): (ModelFactory, DType, u64),
+    placement: Placement,
     compile: Option<CompileOptions>,
-) -> Result<Box<dyn Engine>> {
-    let mut engine = model(context)?;
-    device::check_model(context.device, &mut *engine)?;
+) -> Result<(Box<dyn Engine>, Placement)> {
+    let mut engine =
+        model(&ModelContext { dtype, seed, device: placement.model(), is_f64: false })?;
+    let on = engine.device().map(|on| (on.compute_device(), on.optimizer_device()));
+    let placement = placement.for_engine(on)?;
     compile.map(|options| engine.compile(&options)).transpose()?;
-    Ok(engine)
+    Ok((engine, placement))
 }
 
 fn make_optim(
     factory: OptimWrapperFactory,
     engine: &mut dyn Engine,
-    device: &Device,
+    placement: &Placement,
 ) -> Result<OptimWrapper> {
-    let mut optim = factory.make(engine.params(), device)?;
-    device.check(optim.optimizer())?;
+    let mut optim = factory.make(engine.params(), placement)?;
+    placement.check(optim.optimizer())?;
     if let Some(dtype) = optim.autocast().filter(|dtype| !engine.supports_autocast(*dtype)) {
         return Err(Error::Engine(format!("this engine has no autocast to {dtype:?}")));
     }
@@ -383,12 +388,12 @@ fn join(
     launcher: Option<Launcher>,
     timeout: Option<Duration>,
     transport: Transport,
-    found: (DeviceConfig, &Result<Own>),
+    found: (DeviceConfig, &Result<LocalDevice>),
 ) -> Result<ProcessGroup> {
     let topology = topology(launcher)?;
     let options = GroupOptions::default().with_timeout(timeout.unwrap_or(TIMEOUT));
     let options = options.with_transport(transport);
-    let options = device::group_options(options, found, topology.world_size)?;
+    let options = placement::group_options(options, found, topology.world_size)?;
     Ok(collective::init_process_group(&topology, options)?)
 }
 

@@ -15,12 +15,12 @@ use super::scheduling::make_schedulers;
 use super::{DataLoaderConfig, Hook, Length, Priority, RunnerBuilder, TrainConfig};
 use crate::config::Mistakes;
 use crate::data::{ArrayData, Batch, DataLoader};
-use crate::device::Device;
 use crate::engine::{
     ComputeDevice, Engine, EngineState, GradSink, SharedSink, StepContext, WrongGradient,
 };
 use crate::evaluate::{Metric, check_records};
 use crate::model::ModelContext;
+use crate::placement::Placement;
 use crate::schedulers::SchedulerConfig;
 use crate::{Error, Result};
 
@@ -119,7 +119,7 @@ impl RunnerBuilder {
         else {
             return Ok(());
         };
-        let made = (optim.build)(engine.params(), &Device::cpu()).and_then(|mut optim| {
+        let made = (optim.build)(engine.params(), &Placement::host()).and_then(|mut optim| {
             make_schedulers(&self.schedulers, &train, epoch_length, &mut optim)
         });
         made.map_or_else(|error| add("optim_wrapper", "", error), drop);

@@ -7,7 +7,7 @@ use super::builder::LogConfig;
 use super::log_lines::format_bar;
 use super::{EvalSplit, Runner};
 use crate::checkpoint::{is_full, remove_leftovers};
-use crate::device::Device;
+use crate::placement::Placement;
 use crate::sinks::{Appender, EventFile, JsonLine, Logger, Scalars, WAIT};
 use crate::{Error, Result};
 
@@ -164,7 +164,11 @@ impl Drop for Output {
 
 impl Runner {
     /// Begins the log: ranks, seed, the results of `auto_scale_lr` (`scaled`) and `compile`, the hooks.
-    pub(super) fn open_output(&mut self, device: &Device, scaled: Option<String>) -> Result<()> {
+    pub(super) fn open_output(
+        &mut self,
+        placement: &Placement,
+        scaled: Option<String>,
+    ) -> Result<()> {
         if self.train_loader.is_some() {
             // Before anything is written, because they may fill the disk.
             remove_leftovers(self.output.work_dir())?;
@@ -176,7 +180,7 @@ impl Runner {
             n => format!("{n} ranks over {} ({})", group.backend_name(), group.backend_reason()),
         };
         let mut lines = vec![format!("runner {version}: {ranks}, seed {}", self.seed)];
-        let (line, mut warnings) = device.words(&self.group);
+        let (line, mut warnings) = placement.describe(&self.group);
         lines.extend(line);
         lines.extend(scaled);
         if self.train_loader.is_some() {

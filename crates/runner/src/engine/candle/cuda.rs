@@ -30,6 +30,7 @@ use crate::engine::{
     CompileBackend, CompileOptions, CompileReport, ComputeDevice, DeviceAverages, DeviceBuckets,
     DeviceEngine, DeviceTensor, Gradient, OptimizerStep, TensorSpec,
 };
+use crate::placement::OptimizerDevice;
 use crate::{Error, Result};
 
 /// An engine's GPU.
@@ -151,8 +152,8 @@ impl DeviceEngine for CandleEngine {
         self.at
     }
 
-    fn gpu(&self) -> Option<Gpu> {
-        self.gpu().cloned()
+    fn optimizer_device(&self) -> OptimizerDevice {
+        self.gpu().cloned().map_or(OptimizerDevice::Host, OptimizerDevice::Cuda)
     }
 
     fn optimizer_step(

@@ -16,7 +16,7 @@ impl Cuda {
         Ok(None)
     }
 
-    pub(super) fn compile(&mut self, _: &Device, _: &CompileOptions) -> Option<Graphs> {
+    pub(super) fn compile(&self, _: &Device, _: &CompileOptions) -> Option<Graphs> {
         match *self {}
     }
 
@@ -33,7 +33,7 @@ pub(super) enum Graphs {}
 
 impl Graphs {
     pub(super) fn step(
-        &mut self,
+        &self,
         _: &CandleEngine,
         _: &Batch,
         _: &mut StepContext<'_>,

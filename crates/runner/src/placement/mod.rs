@@ -1,5 +1,8 @@
-//! Where a run computes: on the host; its model and its optimizer on a CUDA GPU (feature `candle-cuda`); or its
-//! optimizer on an Ascend NPU (feature `npu`).
+//! Where gradients, state and steps of a run live: on the host; with the model on a CUDA GPU (feature
+//! `candle-cuda`); or, of the optimizer alone, on an Ascend NPU (feature `npu`).
+//!
+//! [`DeviceConfig`] is the key `device` of a configuration, [`Placement`] what a rank makes of it, once. This is the
+//! only module with `#[cfg]` for devices besides the candle engine.
 //!
 //! | what | `device = "cuda"` | `device = "npu"` |
 //! |---|---|---|
@@ -57,15 +60,46 @@ use std::time::Duration;
 
 use ::amp::OverflowSource;
 use collective::{Accelerator, GroupOptions, ProcessGroup, Topology, Transport};
-#[cfg(feature = "candle-cuda")]
-use fused_optim::cuda::Gpu;
-use fused_optim::{Clip, DType, Optimizer};
+use fused_optim::{Clip, Optimizer};
 use parking_lot::Mutex;
 
 use crate::config::Section;
-use crate::engine::{ComputeDevice, Engine};
-use crate::model::{ModelContext, ModelWrapper};
 use crate::{Error, Result};
+
+/// Where a model computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ComputeDevice {
+    /// The host.
+    #[default]
+    Cpu,
+    /// A CUDA GPU, by its number among those that this process sees.
+    Cuda(usize),
+}
+
+impl fmt::Display for ComputeDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(index) => write!(f, "cuda:{index}"),
+        }
+    }
+}
+
+/// Where an optimizer keeps its state and steps, with what it works through there.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub enum OptimizerDevice {
+    /// The host.
+    #[default]
+    Host,
+    /// A GPU, by the stream that the model computes in.
+    #[cfg(feature = "candle-cuda")]
+    Cuda(fused_optim::cuda::Gpu),
+    /// An NPU, by its operators.
+    #[cfg(feature = "npu")]
+    Npu(fused_optim::npu::Operators),
+}
 
 /// What a run asks for with `device`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -147,75 +181,63 @@ impl DeviceConfig {
         self,
         topology: impl FnOnce() -> Result<Topology>,
         timeout: Duration,
-    ) -> Result<Own> {
+    ) -> Result<LocalDevice> {
         let index = |kind| {
             let mut topology = topology()?;
             topology.locate(timeout)?;
             Ok::<_, Error>(topology.device(kind)?)
         };
         match self {
-            Self::Cpu => Ok(Own::Host),
+            Self::Cpu => Ok(LocalDevice::Host),
             Self::Cuda { .. } => find_cuda(index(Accelerator::Cuda)?),
             Self::Npu { .. } => find_npu(index(Accelerator::Npu)?),
         }
     }
 
     /// Opens what [`find`](Self::find) has found, for a member of the group.
-    pub(crate) fn open(self, own: Own, group: &ProcessGroup) -> Result<Device> {
+    pub(crate) fn open(self, own: LocalDevice, group: &ProcessGroup) -> Result<Placement> {
         match (self, own) {
             #[cfg(feature = "npu")]
-            (Self::Npu { switch_to_amp }, Own::Npu(index)) => {
+            (Self::Npu { switch_to_amp }, LocalDevice::Npu(index)) => {
                 let npu = npu::Npu::open(index, switch_to_amp, group)?;
-                Ok(Device { npu: Some(npu), ..Device::cpu() })
+                Ok(Placement::on_npu(npu))
             }
-            (Self::Cuda { offload_optimizer }, Own::Cuda(index)) => {
+            (Self::Cuda { offload_optimizer }, LocalDevice::Cuda(index)) => {
                 let model = ComputeDevice::Cuda(index);
-                Ok(Device { model, offload: offload_optimizer, ..Device::cpu() })
+                Ok(Placement { model, offload: offload_optimizer, ..Placement::host() })
             }
             _ => {
                 let _ = group;
-                Ok(Device::cpu())
+                Ok(Placement::host())
             }
         }
     }
 }
 
-/// Refuses a model that computes on the host although it was to compute on a device.
-pub(crate) fn check_model(wanted: ComputeDevice, engine: &mut dyn Engine) -> Result<()> {
-    let on = engine.device().map_or(ComputeDevice::Cpu, |device| device.compute_device());
-    if wanted == ComputeDevice::Cpu || on == wanted {
-        return Ok(());
-    }
-    Err(Error::Config(format!(
-        "device = \"cuda\": the model computes on {on}, not on {wanted}: the zoo's and those that \
-         `CandleEngine::factory` makes do, another must be made for the device of its `ModelContext`"
-    )))
-}
-
-/// A rank's device.
+/// A rank's own device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Own {
+pub(crate) enum LocalDevice {
     Host,
     /// By its number among those that the process sees, as the next.
     Cuda(usize),
     Npu(u32),
 }
 
-fn find_cuda(index: usize) -> Result<Own> {
+fn find_cuda(index: usize) -> Result<LocalDevice> {
     #[cfg(feature = "candle-cuda")]
     cuda::find(index)?;
     match cfg!(feature = "candle-cuda") {
-        true => Ok(Own::Cuda(index)),
+        true => Ok(LocalDevice::Cuda(index)),
         false => Err(Error::Config(format!("device = \"cuda\": GPU {index}: {NO_CUDA}"))),
     }
 }
 
-fn find_npu(index: usize) -> Result<Own> {
+fn find_npu(index: usize) -> Result<LocalDevice> {
     let index = u32::try_from(index).map_err(|_| refused(format!("there is no NPU {index}")))?;
     #[cfg(feature = "npu")]
     npu::find(index)?;
     match cfg!(feature = "npu") {
-        true => Ok(Own::Npu(index)),
+        true => Ok(LocalDevice::Npu(index)),
         false => Err(refused(format!("NPU {index}: {NO_NPU}"))),
     }
 }
@@ -224,15 +246,15 @@ fn find_npu(index: usize) -> Result<Own> {
 /// that found none joins all the same, to tell the others.
 pub(crate) fn group_options(
     options: GroupOptions,
-    (wanted, found): (DeviceConfig, &Result<Own>),
+    (wanted, found): (DeviceConfig, &Result<LocalDevice>),
     world_size: usize,
 ) -> Result<GroupOptions> {
     let offloads = wanted == DeviceConfig::Cuda { offload_optimizer: true };
     Ok(match (found, options.transport) {
-        (Ok(Own::Npu(_)), Transport::Auto) if world_size == 1 => options,
-        (Ok(Own::Npu(index)), _) => options.with_npu_device(*index),
-        (Ok(Own::Cuda(_)), Transport::Auto) if world_size == 1 || offloads => options,
-        (Ok(Own::Cuda(index)), Transport::Auto | Transport::Nccl) => {
+        (Ok(LocalDevice::Npu(_)), Transport::Auto) if world_size == 1 => options,
+        (Ok(LocalDevice::Npu(index)), _) => options.with_npu_device(*index),
+        (Ok(LocalDevice::Cuda(_)), Transport::Auto) if world_size == 1 || offloads => options,
+        (Ok(LocalDevice::Cuda(index)), Transport::Auto | Transport::Nccl) => {
             let index = u32::try_from(*index).map_err(|_| {
                 Error::Config(format!("device = \"cuda\": there is no GPU {index}"))
             })?;
@@ -256,30 +278,57 @@ fn refused(why: impl fmt::Display) -> Error {
     Error::Config(format!("device = \"npu\": {why}"))
 }
 
+/// Makes an optimizer where a placement has it: `optimizer!(placement, Sgd, SgdHyper, groups)`.
+macro_rules! optimizer {
+    ($placement:expr, $optimizer:ident, $hyper:ident, $groups:expr) => {
+        match $placement.optimizer() {
+            $crate::placement::OptimizerDevice::Host => Box::new($optimizer::new($groups)?),
+            #[cfg(feature = "candle-cuda")]
+            $crate::placement::OptimizerDevice::Cuda(gpu) => {
+                let how = fused_optim::HalfWeights::Master;
+                let gpu = gpu.clone();
+                Box::new(fused_optim::cuda::DeviceFed::<$hyper>::new(gpu, $groups, how)?)
+            }
+            #[cfg(feature = "npu")]
+            $crate::placement::OptimizerDevice::Npu(on) => {
+                let how = fused_optim::HalfWeights::Master;
+                let on = on.clone();
+                Box::new(fused_optim::npu::HostFed::<$hyper>::new(on, $groups, how)?)
+            }
+        }
+    };
+}
+pub(crate) use optimizer;
+
 /// A source of overflows that values do not show.
 pub type Overflows = Box<dyn OverflowSource<Error = Error> + Send>;
 
-/// Where the optimizer of a run computes: what the makers of optimizers and their wrappers are given.
+/// Where a rank's model, gradients and optimizer are: what the makers of optimizers and their wrappers are given.
 #[derive(Debug, Default)]
-pub struct Device {
+pub struct Placement {
     model: ComputeDevice,
     /// Of a model on a GPU: whether its optimizer is on the host.
     offload: bool,
-    #[cfg(feature = "candle-cuda")]
-    gpu: Option<Gpu>,
+    optimizer: OptimizerDevice,
     #[cfg(feature = "npu")]
     npu: Option<npu::Npu>,
     warnings: Mutex<Vec<String>>,
 }
 
-impl Device {
-    /// The host.
+impl Placement {
+    /// Everything on the host.
     #[must_use]
-    pub fn cpu() -> Self {
+    pub fn host() -> Self {
         Self::default()
     }
 
-    /// Its name: `cpu`, or for example `cuda:0`.
+    #[cfg(feature = "npu")]
+    fn on_npu(npu: npu::Npu) -> Self {
+        let optimizer = OptimizerDevice::Npu(npu.operators().clone());
+        Self { optimizer, npu: Some(npu), ..Self::host() }
+    }
+
+    /// The optimizer's device by name: `cpu`, or for example `cuda:0`.
     #[must_use]
     pub fn name(&self) -> String {
         if self.steps_on_gpu() {
@@ -292,9 +341,16 @@ impl Device {
         "cpu".to_owned()
     }
 
-    /// What the run's model is built with.
-    pub(crate) fn context(&self, dtype: DType, seed: u64) -> ModelContext {
-        ModelContext { dtype, seed, device: self.model, is_f64: false }
+    /// Where the model computes.
+    #[must_use]
+    pub const fn model(&self) -> ComputeDevice {
+        self.model
+    }
+
+    /// Where the optimizer keeps its state and steps.
+    #[must_use]
+    pub const fn optimizer(&self) -> &OptimizerDevice {
+        &self.optimizer
     }
 
     /// Whether the model and its optimizer are on a GPU.
@@ -302,41 +358,18 @@ impl Device {
         !self.offload && self.model != ComputeDevice::Cpu
     }
 
-    /// Learns from the model's engine in which stream an optimizer on its GPU is to work.
-    pub(crate) fn follow(self, engine: &mut dyn Engine) -> Result<Self> {
-        #[cfg(feature = "candle-cuda")]
-        if self.steps_on_gpu() {
-            let none = || {
-                Error::Config(format!(
-                    "device = \"cuda\": the model's engine has no stream on {} for an optimizer: {OFFLOAD} has \
-                     it on the host",
-                    self.model
-                ))
-            };
-            let gpu = engine.device().and_then(|device| device.gpu());
-            return Ok(Self { gpu: Some(gpu.ok_or_else(none)?), ..self });
+    /// Takes the stream for an optimizer on the model's GPU from its engine, which is `on` this device; `None` is
+    /// the host. Refuses an engine on another device than the model is to be on.
+    pub(crate) fn for_engine(self, on: Option<(ComputeDevice, OptimizerDevice)>) -> Result<Self> {
+        let (on, stream) = on.unwrap_or_default();
+        if self.model != ComputeDevice::Cpu && on != self.model {
+            return Err(Error::Config(format!(
+                "device = \"cuda\": the model computes on {on}, not on {}: the zoo's and those that \
+                 `CandleEngine::factory` makes do, another must be made for the device of its `ModelContext`",
+                self.model
+            )));
         }
-        let _ = engine;
-        Ok(self)
-    }
-
-    /// Tells a wrapper of an engine on a GPU that an optimizer is to step on.
-    pub(crate) fn place(
-        &self,
-        mut model: Box<dyn ModelWrapper>,
-        engine: &mut dyn Engine,
-    ) -> Result<Box<dyn ModelWrapper>> {
-        if self.steps_on_gpu() {
-            model.place(engine)?;
-        }
-        Ok(model)
-    }
-
-    /// The GPU by the stream that an optimizer is to work in, if it is to work on one.
-    #[cfg(feature = "candle-cuda")]
-    #[must_use]
-    pub const fn gpu(&self) -> Option<&Gpu> {
-        self.gpu.as_ref()
+        Ok(if self.steps_on_gpu() { Self { optimizer: stream, ..self } } else { self })
     }
 
     /// Refuses bounds on gradients that an optimizer on this device does not know.
@@ -351,13 +384,6 @@ impl Device {
             "device = \"cuda\": `clip_grad.{what}`: an optimizer on a GPU clips by the 2-norm, and skips steps; \
              {OFFLOAD} has the optimizer on the host, which does that"
         )))
-    }
-
-    /// Where operators of an NPU go, if it is one.
-    #[cfg(feature = "npu")]
-    #[must_use]
-    pub fn npu(&self) -> Option<&fused_optim::npu::Operators> {
-        self.npu.as_ref().map(npu::Npu::operators)
     }
 
     /// Whether a wrapper of full precision is to become one of mixed precision; notes a warning that
@@ -386,12 +412,12 @@ impl Device {
         None
     }
 
-    /// What the log is to say of it at the beginning, if it is no host: what it is; and warnings.
-    pub(crate) fn words(&self, group: &ProcessGroup) -> (Option<String>, Vec<String>) {
+    /// A line for the log at the beginning, unless everything is on the host; and warnings.
+    pub(crate) fn describe(&self, group: &ProcessGroup) -> (Option<String>, Vec<String>) {
         let warnings = std::mem::take(&mut *self.warnings.lock());
         #[cfg(feature = "npu")]
         if let Some(npu) = &self.npu {
-            let (line, more) = npu.words(group);
+            let (line, more) = npu.describe(group);
             return (Some(line), warnings.into_iter().chain(more).collect());
         }
         let _ = group;
@@ -451,7 +477,7 @@ mod tests {
             let (device, transport) = wanted[rank];
             let options = GroupOptions::default().with_timeout(Duration::from_secs(60));
             let options = options.with_transport(transport);
-            let options = group_options(options, (device, &Ok(Own::Cuda(0))), 2)?;
+            let options = group_options(options, (device, &Ok(LocalDevice::Cuda(0))), 2)?;
             let group = ProcessGroup::from_store(Arc::clone(&store), rank, 2, options)?;
             Ok(group.backend_name().to_owned())
         };

@@ -86,7 +86,7 @@ impl Npu {
     }
 
     /// A line that says what is where, and a warning if gradients do not go by HCCL.
-    pub(super) fn words(&self, group: &ProcessGroup) -> (String, Option<String>) {
+    pub(super) fn describe(&self, group: &ProcessGroup) -> (String, Option<String>) {
         let own = format!(
             "device {} ({}): the optimizer's state and steps; the model computes on the host",
             self.name(),
@@ -112,27 +112,27 @@ mod tests {
     use fused_optim::{HalfWeights, Optimizer, ParamGroup, Sgd, SgdHyper};
     use npu_sim::{Config, Soc};
 
-    use crate::device::Device;
+    use crate::placement::{OptimizerDevice, Placement};
     use crate::testing::group;
 
     use super::*;
 
-    fn device(switch_to_amp: bool) -> Device {
+    fn placement(switch_to_amp: bool) -> Placement {
         let on = npu_sim::operators(0).unwrap();
         let npu = Npu { on, switch_to_amp, group: group() };
-        Device { npu: Some(npu), ..Device::cpu() }
+        Placement::on_npu(npu)
     }
 
     #[test]
     fn an_optimizer_on_the_host_is_refused_by_name() {
         let session = npu_sim::start(Config::default());
-        let npu = device(true);
+        let npu = placement(true);
         let sgd = Sgd::with_one_group(SgdHyper::default(), 1).unwrap();
         let error = npu.check(&sgd).unwrap_err().to_string();
         assert!(error.contains("`sgd` computes on cpu, not on npu:0"), "{error}");
-        Device::cpu().check(&sgd).unwrap();
+        Placement::host().check(&sgd).unwrap();
         let groups = [ParamGroup::new(SgdHyper::default(), 0..1)];
-        let on = npu.npu().unwrap().clone();
+        let OptimizerDevice::Npu(on) = npu.optimizer().clone() else { panic!("the NPU") };
         let fed: Box<dyn Optimizer> =
             Box::new(HostFed::new(on, groups, HalfWeights::Master).unwrap());
         npu.check(&*fed).unwrap();
@@ -145,13 +145,13 @@ mod tests {
         for (soc, old) in [(Soc::Ascend910A, true), (Soc::Ascend910B, false)] {
             let session = npu_sim::start(Config { soc, ..Config::default() });
             for asked in [true, false] {
-                let npu = device(asked);
+                let npu = placement(asked);
                 assert_eq!(npu.switches_to_amp("OptimWrapper"), old && asked);
-                let (line, warnings) = npu.words(&group());
+                let (line, warnings) = npu.describe(&group());
                 assert!(line.unwrap().starts_with("device npu:0 (Ascend910"));
                 assert_eq!(warnings.len(), usize::from(old && asked));
                 // Once.
-                assert_eq!(npu.words(&group()).1, [""; 0]);
+                assert_eq!(npu.describe(&group()).1, [""; 0]);
                 let overflows = npu.overflows();
                 assert_eq!(overflows.is_some(), old);
                 if let Some(mut source) = overflows {

@@ -12,7 +12,7 @@
 use std::ffi::{CStr, CString, OsString, c_void};
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::ptr::NonNull;
 
 use crate::{Error, Result};
@@ -209,6 +209,8 @@ pub(super) use table;
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     /// An unset `PYTHONPATH` splits into one empty path, which would be the current directory.

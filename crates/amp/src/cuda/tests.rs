@@ -105,17 +105,19 @@ fn squares_twin(tensors: &[Vec<f32>], factor: f32) -> f64 {
     sums.first().copied().unwrap_or(0.0)
 }
 
+/// Finite values of tensors of several lengths, one of them `large`.
+fn gradients(seed: u64, large: usize) -> Vec<Vec<f32>> {
+    let finite = |x: f32| if x.is_finite() { x % 8.0 } else { 0.25 };
+    let tensor = |count| floats(seed, count).into_iter().map(finite).collect();
+    [0, 1, 5, 16_384, large, 1025].map(tensor).into()
+}
+
 /// A run of looks and updates, beside the CPU's scaler; the first difference.
 fn compare(host: Host, options: LossScalerOptions, seed: u64) -> std::result::Result<(), String> {
     let mut cpu = LossScaler::new(options).unwrap();
     let mut device = Scaler::new(host, &cpu).unwrap();
     for step in 0..12_u64 {
-        let large = if step == 3 { 700_000 } else { 20_000 };
-        let mut tensors: Vec<Vec<f32>> = [0, 1, 5, 16_384, large, 1025]
-            .iter()
-            .map(|count| floats(seed + step, *count).iter().map(|x| x % 8.0).collect())
-            .collect();
-        tensors.iter_mut().flatten().filter(|x| !x.is_finite()).for_each(|x| *x = 0.25);
+        let mut tensors = gradients(seed + step, if step == 3 { 700_000 } else { 20_000 });
         let bad = (seed + step).is_multiple_of(3);
         if bad {
             let at = seed as usize % tensors[4].len();

@@ -1,0 +1,44 @@
+//! `runner check` as a program: samples of data on the model, gradients.
+
+use super::{GOOD, run, stderr};
+
+#[test]
+fn a_check_tries_samples_of_each_data_set_on_the_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let said = |config: &str| {
+        let output = run(dir.path(), config, &["check", "c.toml"], &[("RUST_BACKTRACE", "1")]);
+        (output.status.success(), stderr(&output))
+    };
+    assert_eq!(said(GOOD), (true, String::new()));
+    for (good, bad, told) in [
+        ("num_classes = 10", "num_classes = 8", "cross_entropy: label 9 is none of 8"),
+        ("\"Mlp\"\nin_features = 64", "\"ResNet\"\nin_channels = 3", "conv2d: "),
+    ] {
+        assert!(GOOD.contains(good), "{good}");
+        let (right, said) = said(&GOOD.replacen(good, bad, 1));
+        assert!(!right && said.lines().count() == 2, "{said}");
+        for (line, at) in said.lines().zip(["16:1: train_dataloader", "20:1: val_dataloader"]) {
+            let told = format!("error: c.toml:{at}: tried on the model: forward: {told}");
+            assert!(line.starts_with(&told), "{line}\n{told}");
+        }
+    }
+    assert!(!dir.path().join("work_dirs").exists());
+}
+
+#[test]
+fn a_check_of_gradients_passes_right_models_and_refuses_unknown_names() {
+    let dir = tempfile::tempdir().unwrap();
+    let check = |more: &[&str]| {
+        let args = [&["check", "c.toml", "--gradients"][..], more].concat();
+        let output = run(dir.path(), GOOD, &args, &[]);
+        (output.status.code(), stderr(&output))
+    };
+    assert_eq!(check(&[]), (Some(0), String::new()));
+    let (code, said) = check(&["--ignore", "layers.0.wieght"]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(
+        said.starts_with("error: unknown parameter `layers.0.wieght`; did you mean `"),
+        "{said}"
+    );
+    assert!(!dir.path().join("work_dirs").exists());
+}

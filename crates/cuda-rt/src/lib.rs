@@ -20,7 +20,7 @@
 //! Kernels are compiled without contraction of `a * b + c` and without flushing subnormals, and with correctly
 //! rounded quotients and roots, so that a kernel and the same lines in Rust have the same bits. [`DEVICE_H`] has
 //! element types, packs of 16 bytes, and sums in a fixed order on top of that. With the feature `testing` the same
-//! source runs on the CPU behind [`testing::SHIM_H`].
+//! source runs on the CPU behind `testing::SHIM_H`.
 
 mod cache;
 #[cfg(feature = "candle")]

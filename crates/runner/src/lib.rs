@@ -62,7 +62,7 @@
 //! |---|---|
 //! | [`config`], [`registry`] | TOML with file, line and column in every error; names to builders |
 //! | [`engine`] | what the runner asks of a tensor crate; the candle adapter |
-//! | [`device`] | what a CUDA GPU or an Ascend NPU does in a run, and what not |
+//! | [`placement`] | where gradients, state and steps live: host, CUDA GPU, Ascend NPU |
 //! | [`model`] | gradients kept, or averaged over ranks while backward runs |
 //! | [`optim_wrapper`] | accumulation, loss scale, the optimizer's step |
 //! | [`hooks`] | everything that happens around a batch |

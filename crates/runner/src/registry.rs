@@ -10,7 +10,7 @@
 //! [`optim_wrapper::OPTIM_WRAPPERS`](crate::optim_wrapper::OPTIM_WRAPPERS) and
 //! [`OPTIMIZERS`](crate::optim_wrapper::OPTIMIZERS),
 //! [`schedulers::PARAM_SCHEDULERS`](crate::schedulers::PARAM_SCHEDULERS), [`hooks::HOOKS`](crate::hooks::HOOKS),
-//! [`data::DATASETS`](crate::data::DATASETS), [`evaluate::METRICS`](crate::evaluate::METRICS). A program of your own
+//! [`zoo::DATASETS`](crate::zoo::DATASETS), [`evaluate::METRICS`](crate::evaluate::METRICS). A program of your own
 //! adds to them before it starts the runner:
 //!
 //! ```

@@ -241,6 +241,6 @@ const THREADS: usize = 256;
 const STRETCH: usize = 1024;
 
 #[cfg(test)]
-mod gate;
+mod gate_tests;
 #[cfg(test)]
 pub(super) mod tests;

@@ -18,12 +18,6 @@ use half::{bf16, f16};
 trait Kernel: Sized {
     type Output;
     fn run(self) -> Self::Output;
-    /// The same bits, for 32 registers of 64 bytes and `mul_add` as one instruction.
-    #[cfg(target_arch = "x86_64")]
-    #[inline(always)]
-    fn run_wide(self) -> Self::Output {
-        self.run()
-    }
 }
 
 /// Runs a loop with the widest instructions this processor has.

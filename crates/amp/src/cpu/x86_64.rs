@@ -1,15 +1,12 @@
 //! The scalar loops compiled for AVX2 and AVX-512, and f16 conversion by F16C and AVX-512.
 //!
-//! [`Isa`] computes nothing: [`Kernel::run`], or for AVX-512 [`Kernel::run_wide`], is inlined into a
-//! function with wider registers enabled, and the compiler vectorises it. Rust never contracts
-//! `a * b + c` into one rounding, so the bits are those of the scalar loop. [`F16c`] converts as the
-//! `half` crate's own code does, bit for bit.
+//! [`Isa`] computes nothing: [`Kernel::run`] is inlined into a function with wider registers enabled,
+//! and the compiler vectorises it. Rust never contracts `a * b + c` into one rounding, so the bits are
+//! those of the scalar loop. [`F16c`] converts as the `half` crate's own code does, bit for bit; on
+//! slices that are in a cache it takes a fifth of the time.
 //!
-//! Invariant: an [`Isa`] or [`F16c`] exists only if this processor has the instructions it stands
-//! for; their constructors ask.
-//!
-//! `amp` and `fused-optim` each have this file, so that neither needs the other; a test holds the
-//! two equal.
+//! Invariant: an [`Isa`] or [`F16c`] exists only if this processor has its instructions; their
+//! constructors ask.
 
 #![expect(unsafe_code, reason = "instructions detected at run time; unaligned loads and stores")]
 
@@ -74,7 +71,7 @@ fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 fn with_avx512<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run_wide()
+    kernel.run()
 }
 
 /// Proof that this processor converts f16 in hardware: eight or sixteen at a time, rounded to nearest

@@ -5,11 +5,8 @@
 //! `a * b + c` into one rounding, so the bits are those of the scalar loop. [`F16c`] converts as the
 //! `half` crate's own code does, bit for bit.
 //!
-//! Invariant: an [`Isa`] or [`F16c`] exists only if this processor has the instructions it stands
-//! for; their constructors ask.
-//!
-//! `amp` and `fused-optim` each have this file, so that neither needs the other; a test holds the
-//! two equal.
+//! Invariant: an [`Isa`] or [`F16c`] exists only if this processor has its instructions; their
+//! constructors ask.
 
 #![expect(unsafe_code, reason = "instructions detected at run time; unaligned loads and stores")]
 

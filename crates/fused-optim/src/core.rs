@@ -347,7 +347,7 @@ impl<H: Hyper> Core<H> {
         let saved = names::parse_groups(&dict.param_groups)?;
         if saved.len() != self.groups.len() {
             let text = format!("expected {} groups, got {}", self.groups.len(), saved.len());
-            return Err(problem("param_groups".into(), StateProblem::Invalid(text)));
+            return Err(problem("param_groups", StateProblem::Invalid(text)));
         }
         let groups = saved.into_iter().zip(&self.groups).enumerate();
         groups.map(|(at, (saved, own))| group_from_json(at, saved, own)).collect()

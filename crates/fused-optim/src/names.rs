@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::state_dict::problem;
+use crate::state::problem;
 use crate::{Error, Result, StateDict, StateProblem};
 
 /// A parameter's name, and its shape where that is known.
@@ -75,7 +75,7 @@ pub(crate) fn matched<'a>(
     let is_same = indices.iter().all(|(saved, own)| saved == own);
     let (param_groups, in_order) = matched_groups(&dict.param_groups, &indices, names, groups)?;
     if let Some(index) = dict.state.keys().find(|index| !indices.contains_key(index)) {
-        return Err(problem(&format!("state.{index}"), StateProblem::Unknown));
+        return Err(problem(format!("state.{index}"), StateProblem::Unknown));
     }
     if is_same && in_order {
         return Ok(Cow::Borrowed(dict));
@@ -116,7 +116,7 @@ fn own_indices(
         indices.insert(saved.0, *own);
     }
     match by_name.keys().next() {
-        Some(name) => Err(problem(name, StateProblem::Unknown)),
+        Some(name) => Err(problem(*name, StateProblem::Unknown)),
         None => Ok(indices),
     }
 }
@@ -165,7 +165,7 @@ pub(crate) fn parse_groups(text: &str) -> Result<Vec<Value>> {
 }
 
 fn unnamed(index: usize) -> Error {
-    problem(&format!("parameter {index}"), StateProblem::Invalid("has no name here".into()))
+    problem(format!("parameter {index}"), StateProblem::Invalid("has no name here".into()))
 }
 
 /// The key of a group's indices.

@@ -228,6 +228,6 @@ impl fmt::Debug for TensorState {
     }
 }
 
-pub(crate) fn problem(key: String, problem: StateProblem) -> Error {
-    Error::State { key, problem }
+pub(crate) fn problem(key: impl Into<String>, problem: StateProblem) -> Error {
+    Error::State { key: key.into(), problem }
 }

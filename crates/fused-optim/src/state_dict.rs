@@ -9,8 +9,10 @@ use std::collections::{BTreeMap, HashMap};
 
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors, View};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::state::problem;
 use crate::{Error, ParamSpec, Result, StateProblem};
 
 /// Everything an optimizer remembers, under PyTorch's names.
@@ -74,23 +76,16 @@ impl StateDict {
     /// [`Error::Format`] if the bytes are no such file, [`Error::State`] if an entry's name or
     /// element type is not one of a state dict.
     pub fn from_safetensors(bytes: &[u8]) -> Result<Self> {
-        let (_, metadata) =
-            SafeTensors::read_metadata(bytes).map_err(format("read the safetensors header"))?;
-        let header = metadata.metadata().as_ref().and_then(|all| all.get(METADATA));
-        let header = header
-            .ok_or_else(|| problem(METADATA, StateProblem::Missing))
-            .and_then(|text| serde_json::from_str(text).map_err(format("read the header")));
-        let Header { format: version, kind, param_groups, params } = header?;
+        let (header, tensors) = read_file(bytes, METADATA)?;
+        let Header { format: version, kind, param_groups, params } = header;
         if version != FORMAT {
             let text = format!("format {version}, this version reads {FORMAT}");
             return Err(problem(METADATA, StateProblem::Invalid(text)));
         }
         let mut dict = Self { kind, param_groups, state: BTreeMap::new(), params };
-        let tensors = SafeTensors::deserialize(bytes).map_err(format("read safetensors"))?;
         let mut steps = 0;
         for (key, view) in tensors.iter() {
-            let (index, name) =
-                parse_key(key).ok_or_else(|| problem(key, StateProblem::Unknown))?;
+            let (index, name) = parse_key(key)?;
             let state = dict.state.entry(index).or_default();
             if name == STEP {
                 state.step = read_step(key, &view)?;
@@ -155,11 +150,28 @@ impl View for Entry<'_> {
     }
 }
 
+/// The header of a file of saved state, which is JSON in its metadata, and its tensors.
+pub(crate) fn read_file<'a, H: DeserializeOwned>(
+    bytes: &'a [u8],
+    header: &str,
+) -> Result<(H, SafeTensors<'a>)> {
+    let (_, metadata) =
+        SafeTensors::read_metadata(bytes).map_err(format("read the safetensors header"))?;
+    let text = metadata.metadata().as_ref().and_then(|all| all.get(header));
+    let text = text.ok_or_else(|| problem(header, StateProblem::Missing))?;
+    let header = serde_json::from_str(text).map_err(format("read the header"))?;
+    let tensors = SafeTensors::deserialize(bytes).map_err(format("read safetensors"))?;
+    Ok((header, tensors))
+}
+
 /// `state.<index>.<name>`, with the index as `usize` prints it.
-pub(crate) fn parse_key(key: &str) -> Option<(usize, &str)> {
-    let (digits, name) = key.strip_prefix("state.")?.split_once('.')?;
-    let index: usize = digits.parse().ok()?;
-    (index.to_string() == digits && !name.is_empty()).then_some((index, name))
+pub(crate) fn parse_key(key: &str) -> Result<(usize, &str)> {
+    let parts = || {
+        let (digits, name) = key.strip_prefix("state.")?.split_once('.')?;
+        let index: usize = digits.parse().ok()?;
+        (index.to_string() == digits && !name.is_empty()).then_some((index, name))
+    };
+    parts().ok_or_else(|| problem(key, StateProblem::Unknown))
 }
 
 fn read_step(key: &str, view: &TensorView<'_>) -> Result<u64> {
@@ -187,10 +199,6 @@ fn read_bytes<'a>(
         return Ok(view.data());
     }
     Err(problem(key, StateProblem::Dtype { expected, got: format!("{:?}", view.dtype()) }))
-}
-
-pub(crate) fn problem(key: &str, problem: StateProblem) -> Error {
-    Error::State { key: key.to_owned(), problem }
 }
 
 pub(crate) fn format<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
@@ -238,9 +246,9 @@ mod tests {
 
     #[test]
     fn keys_are_strict() {
-        assert_eq!(parse_key("state.12.exp_avg"), Some((12, "exp_avg")));
+        assert_eq!(parse_key("state.12.exp_avg").unwrap(), (12, "exp_avg"));
         for key in ["state.012.m", "state.+1.m", "state.1.", "state.1", "states.1.m", "1.m", ""] {
-            assert_eq!(parse_key(key), None, "{key}");
+            assert!(parse_key(key).is_err(), "{key}");
         }
     }
 

@@ -5,12 +5,12 @@
 
 use std::collections::BTreeMap;
 
-use safetensors::SafeTensors;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::names::PARAMS;
-use crate::state_dict::{STEP, format, parse_key, problem, read_floats};
+use crate::state::problem;
+use crate::state_dict::{STEP, parse_key, read_file, read_floats};
 use crate::{ParamSpec, Result, StateDict, StateProblem};
 
 impl StateDict {
@@ -43,11 +43,7 @@ impl StateDict {
     /// [`Error::State`](crate::Error::State) for an optimizer that is not one of these, and for
     /// entries that make no sense.
     pub fn from_torch(bytes: &[u8]) -> Result<Self> {
-        let (_, metadata) =
-            SafeTensors::read_metadata(bytes).map_err(format("read the safetensors header"))?;
-        let header = metadata.metadata().as_ref().and_then(|all| all.get(METADATA));
-        let header = header.ok_or_else(|| problem(METADATA, StateProblem::Missing))?;
-        let header: Header = serde_json::from_str(header).map_err(format("read the header"))?;
+        let (header, tensors) = read_file::<Header>(bytes, METADATA)?;
         let known = RULES.iter().find(|rule| rule.class == header.kind);
         let rule = known.ok_or_else(|| {
             problem("kind", StateProblem::Invalid(format!("{:?} is not supported", header.kind)))
@@ -64,10 +60,8 @@ impl StateDict {
             state: BTreeMap::new(),
             params,
         };
-        let tensors = SafeTensors::deserialize(bytes).map_err(format("read safetensors"))?;
         for (key, view) in tensors.iter() {
-            let (index, name) =
-                parse_key(key).ok_or_else(|| problem(key, StateProblem::Unknown))?;
+            let (index, name) = parse_key(key)?;
             let values = read_floats(key, &view)?;
             let state = dict.state.entry(index).or_default();
             if name == STEP {
@@ -82,7 +76,7 @@ impl StateDict {
         for (index, state) in dict.state.iter_mut().filter(|(_, state)| state.step == 0) {
             // SGD does not count; it has state once it has taken a step.
             if rule.kind != "sgd" {
-                return Err(problem(&format!("state.{index}.{STEP}"), StateProblem::Missing));
+                return Err(problem(format!("state.{index}.{STEP}"), StateProblem::Missing));
             }
             state.step = 1;
         }

@@ -11,7 +11,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 /// The element type of a weight or a gradient.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum DType {
     /// IEEE 754 binary32.
     F32,

@@ -163,6 +163,33 @@ pub(crate) fn validate_adam(lr: f64, betas: (f64, f64), eps: f64, weight_decay: 
     at_least_zero("weight_decay value", weight_decay)
 }
 
+/// The methods of [`Optimizer`](crate::Optimizer) that read and set a group's numbers, for an optimizer
+/// whose [`Core`](crate::core::Core) is the named field.
+macro_rules! group_methods {
+    ($($core:ident).+) => {
+        fn group_count(&self) -> usize {
+            self.$($core).+.groups().len()
+        }
+
+        fn lr(&self, group: usize) -> $crate::Result<f64> {
+            self.$($core).+.lr(group)
+        }
+
+        fn set_lr(&mut self, group: usize, lr: f64) -> $crate::Result<()> {
+            self.$($core).+.set_lr(group, lr)
+        }
+
+        fn momentum(&self, group: usize) -> $crate::Result<Option<f64>> {
+            self.$($core).+.momentum(group)
+        }
+
+        fn set_momentum(&mut self, group: usize, momentum: f64) -> $crate::Result<()> {
+            self.$($core).+.set_momentum(group, momentum)
+        }
+    };
+}
+pub(crate) use group_methods;
+
 /// Gives a rule its public face: a struct around [`Core`](crate::core::Core), and
 /// [`Optimizer`](crate::Optimizer).
 macro_rules! optimizer {
@@ -254,25 +281,7 @@ macro_rules! optimizer {
                 self.core.load_state_dict(dict)
             }
 
-            fn group_count(&self) -> usize {
-                self.core.groups().len()
-            }
-
-            fn lr(&self, group: usize) -> $crate::Result<f64> {
-                self.core.lr(group)
-            }
-
-            fn set_lr(&mut self, group: usize, lr: f64) -> $crate::Result<()> {
-                self.core.set_lr(group, lr)
-            }
-
-            fn momentum(&self, group: usize) -> $crate::Result<Option<f64>> {
-                self.core.momentum(group)
-            }
-
-            fn set_momentum(&mut self, group: usize, momentum: f64) -> $crate::Result<()> {
-                self.core.set_momentum(group, momentum)
-            }
+            $crate::rule::group_methods!(core);
 
             fn set_threads(&mut self, threads: usize) {
                 self.core.threads = threads.max(1);
@@ -286,9 +295,10 @@ macro_rules! optimizer {
 }
 pub(crate) use optimizer;
 
-/// Three methods of [`Hyper`], for the `impl` of hyper-parameters whose fields have these names.
-macro_rules! lr_and_maximize {
-    () => {
+/// The methods of [`Hyper`] that read and set a field, for the `impl` of hyper-parameters with fields
+/// `lr` and `maximize`; the field of the momentum is named if there is one.
+macro_rules! fields {
+    ($($momentum:ident $(.$part:tt)?)?) => {
         fn lr(&self) -> f64 {
             self.lr
         }
@@ -300,9 +310,15 @@ macro_rules! lr_and_maximize {
         fn maximize(&self) -> bool {
             self.maximize
         }
+
+        $(
+            fn momentum_mut(&mut self) -> Option<&mut f64> {
+                Some(&mut self.$momentum $(.$part)?)
+            }
+        )?
     };
 }
-pub(crate) use lr_and_maximize;
+pub(crate) use fields;
 
 #[cfg(test)]
 mod tests {

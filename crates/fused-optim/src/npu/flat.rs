@@ -32,15 +32,8 @@ impl Entry {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Kind {
     pub(super) group: usize,
-    pub(super) weight: u8,
-    pub(super) grad: u8,
-}
-
-/// The order of types in [`Kind`].
-pub(super) const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
-
-pub(super) fn number(dtype: DType) -> u8 {
-    TYPES.iter().position(|one| *one == dtype).map_or(0, |at| at as u8)
+    pub(super) weight: DType,
+    pub(super) grad: DType,
 }
 
 /// Puts tensors of `(index, count, rows)` one behind the other.

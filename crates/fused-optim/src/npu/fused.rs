@@ -6,7 +6,7 @@ use npu_sys::safe::{Operators, View};
 use npu_sys::sys::AclDataType;
 
 use super::NpuParam;
-use super::flat::{self, Entry, Kind, Span, TYPES};
+use super::flat::{self, Entry, Kind, Span};
 use super::look::Look;
 use super::numbers::{acl, bytes, floats};
 use super::rules::NpuHyper;
@@ -112,7 +112,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         let mut kinds: BTreeMap<Kind, Vec<(usize, usize, usize)>> = BTreeMap::new();
         for (index, group) in self.core.members() {
             let NpuParam { count, rows, weight, grad } = params[index];
-            let kind = Kind { group, weight: flat::number(weight), grad: flat::number(grad) };
+            let kind = Kind { group, weight, grad };
             kinds.entry(kind).or_default().push((index, count, rows));
         }
         let flats = kinds.into_iter().map(|(kind, tensors)| self.flat(kind, tensors));
@@ -173,14 +173,13 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             }
             Ok(view)
         };
-        let weight = TYPES[usize::from(kind.weight)];
         let slots = hyper.slots().iter().map(|slot| filled(DType::F32, hyper.initial(slot)));
         Ok(Flat {
             kind,
-            weight: filled(weight, 0.0)?,
-            grad: filled(TYPES[usize::from(kind.grad)], 0.0)?,
+            weight: filled(kind.weight, 0.0)?,
+            grad: filled(kind.grad, 0.0)?,
             slots: slots.collect::<Result<_>>()?,
-            master: self.wants_master(weight).then(|| filled(DType::F32, 0.0)).transpose()?,
+            master: self.wants_master(kind.weight).then(|| filled(DType::F32, 0.0)).transpose()?,
             direction: H::TWO_SWEEPS.then(|| filled(DType::F32, 0.0)).transpose()?,
             saved: Vec::new(),
             entries,
@@ -366,9 +365,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         let flat = &self.flats[span.flat];
         match &flat.master {
             Some(master) => master.part(span.start, span.count),
-            None if flat.kind.weight == flat::number(DType::F32) => {
-                flat.weight.part(span.start, span.count)
-            }
+            None if flat.kind.weight == DType::F32 => flat.weight.part(span.start, span.count),
             None => self.scratch.p.part(0, span.count),
         }
     }
@@ -377,7 +374,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     pub(super) fn widen(&self, span: &Span) -> Result<()> {
         let flat = &self.flats[span.flat];
         let Some(master) = &flat.master else {
-            if flat.kind.weight != flat::number(DType::F32) {
+            if flat.kind.weight != DType::F32 {
                 let weight = flat.weight.part(span.start, span.count)?;
                 self.on.cast(&self.parameters(span)?, &weight)?;
             }
@@ -398,7 +395,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     /// Rounds the f32 parameters to half weights.
     pub(super) fn narrow(&self, span: &Span) -> Result<()> {
         let flat = &self.flats[span.flat];
-        if flat.kind.weight != flat::number(DType::F32) {
+        if flat.kind.weight != DType::F32 {
             let weight = flat.weight.part(span.start, span.count)?;
             self.on.cast(&weight, &self.parameters(span)?)?;
         }
@@ -511,7 +508,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
                     let key = format!("state.{index}.{name}");
                     return Err(problem(key, StateProblem::Length { expected, got }));
                 }
-                let weight = TYPES[usize::from(self.flats[flat].kind.weight)];
+                let weight = self.flats[flat].kind.weight;
                 if name == crate::state_dict::MASTER && !self.wants_master(weight) {
                     return Err(Error::UnwantedMaster { index: *index, weight });
                 }

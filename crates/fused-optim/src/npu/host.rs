@@ -7,10 +7,11 @@
 use npu_sys::safe::{Operators, View};
 
 use super::NpuParam;
-use super::flat::{Entry, TYPES};
+use super::flat::Entry;
 use super::fused::{Flat, NpuOptimizer};
 use super::numbers::{bytes, put};
 use super::rules::NpuHyper;
+use crate::rule::group_methods;
 use crate::{
     Applied, Clip, Error, FoundInf, Grad, HalfWeights, Optimizer, ParamGroup, ParamMut, ParamSpec,
     Result, Slice, StateDict, StepCtl,
@@ -114,7 +115,7 @@ impl<H: NpuHyper> HostFed<H> {
                 continue;
             }
             let all = self.npu.on.read(&flat.weight)?;
-            let width = TYPES[usize::from(flat.kind.weight)].size();
+            let width = flat.kind.weight.size();
             for entry in stepped {
                 let param = &mut params[entry.index];
                 let start = entry.start * width;
@@ -175,25 +176,7 @@ impl<H: NpuHyper + std::fmt::Debug> Optimizer for HostFed<H> {
         self.npu.load_state_dict(dict)
     }
 
-    fn group_count(&self) -> usize {
-        self.npu.groups().len()
-    }
-
-    fn lr(&self, group: usize) -> Result<f64> {
-        self.npu.core.lr(group)
-    }
-
-    fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
-        self.npu.set_lr(group, lr)
-    }
-
-    fn momentum(&self, group: usize) -> Result<Option<f64>> {
-        self.npu.core.momentum(group)
-    }
-
-    fn set_momentum(&mut self, group: usize, momentum: f64) -> Result<()> {
-        self.npu.core.set_momentum(group, momentum)
-    }
+    group_methods!(npu.core);
 
     /// The device does not ask.
     fn set_threads(&mut self, _: usize) {}

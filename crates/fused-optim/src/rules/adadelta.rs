@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::cpu::{self, Block, Found, Rule};
-use crate::rule::{Hyper, at_least_zero, lr_and_maximize, optimizer};
+use crate::rule::{Hyper, at_least_zero, fields, optimizer};
 use crate::{Error, Result};
 
 /// Hyper-parameters of [`Adadelta`]; the defaults are PyTorch's.
@@ -61,7 +61,7 @@ impl Hyper for AdadeltaHyper {
         at_least_zero("weight_decay value", self.weight_decay)
     }
 
-    lr_and_maximize!();
+    fields!();
 
     fn slots(&self) -> &'static [&'static str] {
         &["square_avg", "acc_delta"]

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Result;
 use crate::cpu::{self, Block, Found, Rule};
-use crate::rule::{Hyper, Moments, bias_corrections, lr_and_maximize, optimizer, validate_adam};
+use crate::rule::{Hyper, Moments, bias_corrections, fields, optimizer, validate_adam};
 
 /// Hyper-parameters of [`Adam`]; the defaults are PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -84,11 +84,7 @@ impl Hyper for AdamHyper {
         validate_adam(self.lr, self.betas, self.eps, self.weight_decay)
     }
 
-    lr_and_maximize!();
-
-    fn momentum_mut(&mut self) -> Option<&mut f64> {
-        Some(&mut self.betas.0)
-    }
+    fields!(betas.0);
 
     fn slots(&self) -> &'static [&'static str] {
         slots(self.amsgrad)

@@ -6,7 +6,7 @@ use crate::Result;
 use crate::cpu::plan::Layout;
 use crate::cpu::{self, Block, Found, Sums, TwoSweeps};
 use crate::rule::{
-    Hyper, Moments, at_least_zero, bias_corrections, lr_and_maximize, optimizer, validate_adam,
+    Hyper, Moments, at_least_zero, bias_corrections, fields, optimizer, validate_adam,
 };
 
 /// Hyper-parameters of [`AdamP`]; the defaults are torch_npu's.
@@ -103,11 +103,7 @@ impl Hyper for AdamPHyper {
         at_least_zero("wd_ratio value", self.wd_ratio)
     }
 
-    lr_and_maximize!();
-
-    fn momentum_mut(&mut self) -> Option<&mut f64> {
-        Some(&mut self.betas.0)
-    }
+    fields!(betas.0);
 
     fn slots(&self) -> &'static [&'static str] {
         &["exp_avg", "exp_avg_sq"]

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::adam::{self, AdamRule};
 use crate::Result;
 use crate::cpu::{Block, Found};
-use crate::rule::{Hyper, lr_and_maximize, optimizer, validate_adam};
+use crate::rule::{Hyper, fields, optimizer, validate_adam};
 
 /// Hyper-parameters of [`AdamW`]; the defaults are PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -83,11 +83,7 @@ impl Hyper for AdamWHyper {
         validate_adam(self.lr, self.betas, self.eps, self.weight_decay)
     }
 
-    lr_and_maximize!();
-
-    fn momentum_mut(&mut self) -> Option<&mut f64> {
-        Some(&mut self.betas.0)
-    }
+    fields!(betas.0);
 
     fn slots(&self) -> &'static [&'static str] {
         adam::slots(self.amsgrad)

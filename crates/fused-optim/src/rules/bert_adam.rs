@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::cpu::{self, Block, Found, Rule};
-use crate::rule::{Hyper, Moments, OwnClip, cos_pi, lr_and_maximize, optimizer, validate_adam};
+use crate::rule::{Hyper, Moments, OwnClip, cos_pi, fields, optimizer, validate_adam};
 use crate::{Error, Result};
 
 /// Hyper-parameters of [`BertAdam`]; the defaults are torch_npu's, which has none for `lr`.
@@ -126,11 +126,7 @@ impl Hyper for BertAdamHyper {
         Ok(())
     }
 
-    lr_and_maximize!();
-
-    fn momentum_mut(&mut self) -> Option<&mut f64> {
-        Some(&mut self.b1)
-    }
+    fields!(b1);
 
     fn slots(&self) -> &'static [&'static str] {
         &["exp_avg", "exp_avg_sq"]

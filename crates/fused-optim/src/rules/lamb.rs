@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::Result;
 use crate::cpu::plan::Layout;
 use crate::cpu::{self, Block, Found, Sums, TwoSweeps};
-use crate::rule::{Hyper, Moments, OwnClip, lr_and_maximize, optimizer, validate_adam};
+use crate::rule::{Hyper, Moments, OwnClip, fields, optimizer, validate_adam};
 
 /// Hyper-parameters of [`Lamb`]; the defaults are torch_npu's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -77,11 +77,7 @@ impl Hyper for LambHyper {
         validate_adam(self.lr, self.betas, self.eps, self.weight_decay)
     }
 
-    lr_and_maximize!();
-
-    fn momentum_mut(&mut self) -> Option<&mut f64> {
-        Some(&mut self.betas.0)
-    }
+    fields!(betas.0);
 
     fn slots(&self) -> &'static [&'static str] {
         &["exp_avg", "exp_avg_sq"]

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Result;
 use crate::cpu::{self, Block, Found, Rule};
-use crate::rule::{Hyper, at_least_zero, lr_and_maximize, optimizer};
+use crate::rule::{Hyper, at_least_zero, fields, optimizer};
 
 /// Hyper-parameters of [`RmsProp`]; the defaults are PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -72,11 +72,7 @@ impl Hyper for RmsPropHyper {
         validate(self.lr, self.alpha, self.eps, self.weight_decay, self.momentum)
     }
 
-    lr_and_maximize!();
-
-    fn momentum_mut(&mut self) -> Option<&mut f64> {
-        Some(&mut self.momentum)
-    }
+    fields!(momentum);
 
     fn slots(&self) -> &'static [&'static str] {
         slots(self.centered, self.momentum)

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::rmsprop::{self, Rms, RmsState, variance};
 use crate::Result;
 use crate::cpu::{Block, Found};
-use crate::rule::{Hyper, lr_and_maximize, optimizer};
+use crate::rule::{Hyper, fields, optimizer};
 
 /// Hyper-parameters of [`RmsPropTf`]; the defaults are torch_npu's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -83,11 +83,7 @@ impl Hyper for RmsPropTfHyper {
         rmsprop::validate(self.lr, self.alpha, self.eps, self.weight_decay, self.momentum)
     }
 
-    lr_and_maximize!();
-
-    fn momentum_mut(&mut self) -> Option<&mut f64> {
-        Some(&mut self.momentum)
-    }
+    fields!(momentum);
 
     fn slots(&self) -> &'static [&'static str] {
         rmsprop::slots(self.centered, self.momentum)

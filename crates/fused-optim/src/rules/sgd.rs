@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::cpu::{self, Block, Found, Rule};
-use crate::rule::{Hyper, at_least_zero, lr_and_maximize, optimizer};
+use crate::rule::{Hyper, at_least_zero, fields, optimizer};
 use crate::{Error, Result};
 
 /// Hyper-parameters of [`Sgd`]; the defaults are PyTorch's.
@@ -74,11 +74,7 @@ impl Hyper for SgdHyper {
         Ok(())
     }
 
-    lr_and_maximize!();
-
-    fn momentum_mut(&mut self) -> Option<&mut f64> {
-        Some(&mut self.momentum)
-    }
+    fields!(momentum);
 
     fn slots(&self) -> &'static [&'static str] {
         if self.momentum > 0.0 { &["momentum_buffer"] } else { &[] }

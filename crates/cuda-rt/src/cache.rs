@@ -26,23 +26,21 @@ fn folder_by(var: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     Some(own.join(env!("CARGO_PKG_NAME")).join("cubin"))
 }
 
-/// Code of this source and these options by whatever version of the compiler: what is left to try
-/// where there is none.
-pub(crate) fn of_any_version(folder: &Path, source: &str, options: &[String]) -> Option<Vec<u8>> {
-    let from = format!("{}\n{source}", options.join("\n")).into_bytes();
-    let code = |path: PathBuf| {
-        let bytes = fs::read(path).ok()?;
-        let (known, rest) = bytes.split_first_chunk()?;
-        let line = rest.iter().position(|byte| *byte == b'\n')?;
-        let code = rest[line + 1..].strip_prefix(&from[..])?;
-        (hash(code) == u64::from_le_bytes(*known)).then(|| code.to_vec())
+/// Versions of the compiler of which there is code of this source and these options.
+pub(crate) fn versions(folder: &Path, source: &str, options: &[String]) -> Vec<Version> {
+    let version = |path: PathBuf| {
+        let (_, version) = path.file_stem()?.to_str()?.split_once('-')?;
+        let (major, minor) = version.split_once('.')?;
+        let version = (major.parse().ok()?, minor.parse().ok()?);
+        let entry = Entry::new(folder.to_owned(), source, options, version);
+        (entry.path == path && entry.read().is_some()).then_some(version)
     };
-    let mut paths: Vec<PathBuf> =
-        fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path()).collect();
-    paths.retain(|path| path.extension().is_some_and(|extension| extension == "cubin"));
-    paths.sort_unstable();
-    paths.into_iter().find_map(code)
+    let files = fs::read_dir(folder).into_iter().flatten().flatten();
+    files.filter_map(|file| version(file.path())).collect()
 }
+
+/// Major and minor.
+pub(crate) type Version = (i32, i32);
 
 /// FNV-1a.
 fn hash(bytes: &[u8]) -> u64 {
@@ -62,10 +60,12 @@ pub struct Entry {
 impl Entry {
     /// The entry for code made of `source` under `options` by a compiler of this version.
     #[must_use]
-    pub fn new(folder: PathBuf, source: &str, options: &[String], version: (i32, i32)) -> Self {
-        let from = format!("{version:?}\n{}\n{source}", options.join("\n")).into_bytes();
+    pub fn new(folder: PathBuf, source: &str, options: &[String], version: Version) -> Self {
+        let of = format!("{}\n{source}", options.join("\n"));
+        let (major, minor) = version;
         // Only a name, the file says what it is of.
-        Self { path: folder.join(format!("{:016x}.cubin", hash(&from))), from }
+        let name = format!("{:016x}-{major}.{minor}.cubin", hash(of.as_bytes()));
+        Self { path: folder.join(name), from: format!("{version:?}\n{of}").into_bytes() }
     }
 
     /// The code, if it is there and whole.
@@ -129,18 +129,24 @@ mod tests {
             fs::write(&one.path, &bytes).unwrap();
             assert_eq!(one.read(), None, "damaged at {at}");
         }
-        assert_eq!(of_any_version(&folder, "one", &["--arch".into()]), None, "its code is damaged");
+        let kept = |source, options: &[String]| {
+            let mut found = versions(&folder, source, options);
+            found.sort_unstable();
+            found
+        };
+        assert_eq!(kept("one", &["--arch".into()]), [], "its code is damaged");
         let options = Entry::new(folder.clone(), "one", &[], (13, 0));
         let version = Entry::new(folder.clone(), "one", &["--arch".into()], (12, 1));
         assert!(options.path != one.path && version.path != one.path);
-        // Without a compiler its version is all the same, source and options are not.
+        // Of one source and its options, code of each version is found; of others, none.
         one.write(b"code");
-        let any = |source, options: &[String]| of_any_version(&folder, source, options);
-        assert_eq!(any("one", &["--arch".into()]).unwrap(), b"code");
+        assert_eq!(kept("one", &["--arch".into()]), [(13, 0)]);
         version.write(b"older");
-        fs::remove_file(&one.path).unwrap();
-        assert_eq!(any("one", &["--arch".into()]).unwrap(), b"older");
-        assert_eq!((any("one", &[]), any("two", &["--arch".into()])), (None, None));
+        assert_eq!(kept("one", &["--arch".into()]), [(12, 1), (13, 0)]);
+        assert_eq!((kept("one", &[]), kept("two", &["--arch".into()])), (vec![], vec![]));
+        // A name says nothing that the file does not.
+        fs::rename(&version.path, &one.path).unwrap();
+        assert_eq!(kept("one", &["--arch".into()]), []);
         one.write(b"code");
         // Where nothing can be written, nothing is, and nobody is told.
         entry(&one.path.join("below a file"), "one").write(b"code");

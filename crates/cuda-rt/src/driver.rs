@@ -5,6 +5,7 @@
 
 #![expect(unsafe_code, reason = "calls the driver with raw handles and addresses")]
 
+use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::path::PathBuf;
@@ -13,7 +14,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use cudarc::driver::sys::{CUdevice_attribute, CUfunction, CUstreamCaptureStatus};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 
-use crate::cache::{self, Entry};
+use crate::cache::{self, Entry, Version};
 use crate::error::CudaError;
 use crate::library::Library;
 use crate::nvrtc::Nvrtc;
@@ -229,10 +230,7 @@ impl Gpu {
         let module = match modules.get(&key) {
             Some(module) => *module,
             None => {
-                let code = compiled(source, macros, self.arch)?;
-                // SAFETY: the image is an ELF file that NVRTC made; the driver copies it.
-                let module = unsafe { result::module::load_data(code.as_ptr().cast()) };
-                let module = Module(module.map_err(refused)?);
+                let module = load(source, macros, self.arch)?;
                 modules.insert(key, module);
                 module
             }
@@ -297,23 +295,73 @@ impl Drop for Memory {
 ///
 /// Those of [`Nvrtc::global`] and [`Nvrtc::compile`].
 pub fn compiled(source: &str, macros: &[String], arch: i32) -> Result<Vec<u8>, CudaError> {
-    let (options, folder) = (options(macros, arch), cache::folder());
-    let nvrtc = match Nvrtc::global() {
-        Ok(nvrtc) => nvrtc,
-        Err(missing) => {
-            let kept = folder.and_then(|folder| cache::of_any_version(&folder, source, &options));
-            return kept.ok_or(missing);
+    let options = options(macros, arch);
+    code(source, &options, versions(source, &options)?[0])
+}
+
+/// Loads code into the current context: by the best compiler, or where the driver refuses that as too new, by an
+/// older one.
+fn load(source: &str, macros: &[String], arch: i32) -> Result<Module, CudaError> {
+    let options = options(macros, arch);
+    let mut refused = None;
+    for version in versions(source, &options)? {
+        let code = code(source, &options, version).map_err(|e| refused.take().unwrap_or(e))?;
+        // SAFETY: the image is an ELF file that NVRTC made; the driver copies it.
+        match unsafe { result::module::load_data(code.as_ptr().cast()) } {
+            Ok(module) => return Ok(Module(module)),
+            Err(error) if is_too_new(error) => refused = Some(failed(NEWER)(error)),
+            Err(error) => return Err(failed("load kernels")(error)),
         }
+    }
+    Err(refused.expect("there is a version, whose code was loaded or refused"))
+}
+
+/// Versions of the compiler whose code there is or can be made, the best first; at least one.
+fn versions(source: &str, options: &[String]) -> Result<Vec<Version>, CudaError> {
+    let missing = match Nvrtc::all() {
+        Ok(all) => return Ok(all.iter().map(Nvrtc::version).collect()),
+        Err(missing) => missing,
     };
-    let entry = folder.map(|folder| Entry::new(folder, source, &options, nvrtc.version()));
+    let kept = cache::folder().map(|folder| cache::versions(&folder, source, options));
+    let kept = loadable(kept.unwrap_or_default(), |version| *version, version());
+    if kept.is_empty() { Err(missing) } else { Ok(kept) }
+}
+
+/// Code by the compiler of this version, which is one of [`versions`].
+fn code(source: &str, options: &[String], version: Version) -> Result<Vec<u8>, CudaError> {
+    let entry = cache::folder().map(|folder| Entry::new(folder, source, options, version));
     if let Some(code) = entry.as_ref().and_then(Entry::read) {
         return Ok(code);
     }
-    let code = nvrtc.compile(source, &options)?.code;
+    let mut all = Nvrtc::all()?.iter();
+    let nvrtc = all.find(|one| one.version() == version).expect("one of `versions`");
+    let code = nvrtc.compile(source, options)?.code;
     if let Some(entry) = entry {
         entry.write(&code);
     }
     Ok(code)
+}
+
+/// What a driver can load, the newest first; where all is newer than it, the oldest alone.
+pub(crate) fn loadable<T>(
+    mut all: Vec<T>,
+    version: impl Fn(&T) -> Version,
+    driver: Option<Version>,
+) -> Vec<T> {
+    all.sort_by_key(|one| Reverse(version(one)));
+    let newer = all.partition_point(|one| driver.is_some_and(|driver| version(one) > driver));
+    all.drain(..newer.min(all.len().saturating_sub(1)));
+    all
+}
+
+/// The driver's version of CUDA, if there is a driver.
+pub(crate) fn version() -> Option<Version> {
+    driver().ok()?;
+    let mut version = 0;
+    // SAFETY: the driver has this function; it writes a number.
+    let status = unsafe { cudarc::driver::sys::cuDriverGetVersion(&raw mut version) };
+    status.result().ok()?;
+    Some((version / 1000, version % 1000 / 10))
 }
 
 /// What NVRTC is told: no contraction of `a * b + c`, no flushing of subnormals, roots and quotients
@@ -350,11 +398,10 @@ fn failed(during: &'static str) -> impl Fn(DriverError) -> CudaError {
     }
 }
 
-/// An error of the driver that was given code: one older than the compiler may refuse it.
-fn refused(error: DriverError) -> CudaError {
+/// Whether a driver that is older than the compiler may say this of its code.
+fn is_too_new(error: DriverError) -> bool {
     // CUDA_ERROR_INVALID_IMAGE, ..._NO_BINARY_FOR_GPU, ..._UNSUPPORTED_PTX_VERSION.
-    let newer = matches!(error.0 as u32, 200 | 209 | 222);
-    failed(if newer { NEWER } else { "load kernels" })(error)
+    matches!(error.0 as u32, 200 | 209 | 222)
 }
 
 const NEWER: &str = "load kernels (is NVRTC newer than the driver? Update the driver, or set \
@@ -369,6 +416,7 @@ const INSTALL: &str = "install NVIDIA's driver 525 or later (CUDA 12); in a cont
 /// Functions that this file has cudarc call.
 const SYMBOLS: &[&str] = &[
     "cuInit",
+    "cuDriverGetVersion",
     "cuGetErrorName",
     "cuGetErrorString",
     "cuDeviceGet",
@@ -408,6 +456,17 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn what_is_no_newer_than_the_driver_is_taken_the_newest_first() {
+        let of = |driver| loadable(vec![(12, 4), (13, 0), (12, 9)], |one| *one, driver);
+        assert_eq!(of(None), [(13, 0), (12, 9), (12, 4)]);
+        assert_eq!(of(Some((13, 1))), of(None));
+        assert_eq!(of(Some((12, 9))), [(12, 9), (12, 4)]);
+        assert_eq!(of(Some((12, 8))), [(12, 4)]);
+        assert_eq!(of(Some((12, 1))), [(12, 4)]);
+        assert_eq!(loadable(Vec::<Version>::new(), |one| *one, None), []);
     }
 
     #[test]

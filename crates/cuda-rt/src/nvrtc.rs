@@ -2,15 +2,17 @@
 //! architecture.
 //!
 //! It is looked for as `$NVRTC_LIBRARY` says, or by name (`libnvrtc.so.13`, `.so.12`), in CUDA's folder
-//! and in Python's packages. No GPU and no driver is needed.
+//! and in Python's packages. Of several, the newest is taken that is no newer than the driver. No GPU and no
+//! driver is needed.
 
 #![expect(unsafe_code, reason = "calls C functions found by name")]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::PathBuf;
-use std::ptr;
 use std::sync::OnceLock;
+use std::{ptr, slice};
 
+use crate::driver;
 use crate::error::CudaError;
 use crate::library::{Library, candidates};
 
@@ -61,32 +63,59 @@ pub struct Cubin {
 }
 
 impl Nvrtc {
-    /// This process's NVRTC, loaded by the first call; the answer never changes.
+    /// This process's NVRTC: the newest one that makes what the driver can load, or else the oldest one; without a
+    /// driver the newest one. Loaded by the first call; the answer never changes.
     ///
     /// # Errors
     ///
     /// [`CudaError::NotFound`] and [`CudaError::MissingSymbol`].
     pub fn global() -> Result<&'static Self, CudaError> {
-        static NVRTC: OnceLock<Result<Nvrtc, CudaError>> = OnceLock::new();
+        Self::all().map(|all| &all[0])
+    }
+
+    /// This process's NVRTCs that may be used, the best first; at least one.
+    pub(crate) fn all() -> Result<&'static [Self], CudaError> {
+        static ALL: OnceLock<Result<Vec<Nvrtc>, CudaError>> = OnceLock::new();
         let load = || {
             let names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
             let var = |name: &str| std::env::var_os(name);
             let packages = ["cu13", "cuda_nvrtc", "cu12"];
             let paths = candidates(&var, "NVRTC_LIBRARY", &names, &packages);
             // SAFETY: these are NVRTC's own names, or what the user named for it.
-            unsafe { Self::load(&paths) }
+            let all = unsafe { Self::load(&paths) }?;
+            Ok(driver::loadable(all, Self::version, driver::version()))
         };
-        NVRTC.get_or_init(load).as_ref().map_err(Clone::clone)
+        ALL.get_or_init(load).as_deref().map_err(Clone::clone)
     }
 
+    /// One NVRTC of each version.
+    ///
     /// # Safety
     ///
     /// What lies at these paths is NVRTC, or has at least initialisers that are sound to run and no
     /// function of NVRTC's names.
-    unsafe fn load(paths: &[PathBuf]) -> Result<Self, CudaError> {
+    unsafe fn load(paths: &[PathBuf]) -> Result<Vec<Self>, CudaError> {
+        let (mut found, mut tried, mut unfit) = (Vec::<Self>::new(), Vec::new(), None);
+        for path in paths {
+            // SAFETY: the caller's promise.
+            match unsafe { Self::open(path) } {
+                Ok(one) if found.iter().any(|known| known.version == one.version) => {}
+                Ok(one) => found.push(one),
+                Err(CudaError::NotFound { tried: failed, .. }) => tried.extend(failed),
+                Err(error) => unfit = unfit.or(Some(error)),
+            }
+        }
+        let missing = CudaError::NotFound { library: NAME, tried, install: INSTALL };
+        if found.is_empty() { Err(unfit.unwrap_or(missing)) } else { Ok(found) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`load`](Self::load).
+    unsafe fn open(path: &PathBuf) -> Result<Self, CudaError> {
+        let paths = slice::from_ref(path);
         // SAFETY: the caller's promise.
-        let library =
-            unsafe { Library::open("NVRTC (libnvrtc)", paths, "libnvrtc-builtins.so", INSTALL) }?;
+        let library = unsafe { Library::open(NAME, paths, "libnvrtc-builtins.so", INSTALL) }?;
         let functions = Functions {
             version: function(&library, "nvrtcVersion")?,
             error_string: function(&library, "nvrtcGetErrorString")?,
@@ -192,6 +221,7 @@ fn function<T: Copy>(library: &Library, symbol: &'static str) -> Result<T, CudaE
     Ok(unsafe { std::mem::transmute_copy::<*mut c_void, T>(&address) })
 }
 
+const NAME: &str = "NVRTC (libnvrtc)";
 const INSTALL: &str = "install NVIDIA's CUDA toolkit 12.1 or later, or `pip install \
     nvidia-cuda-nvrtc`, or set NVRTC_LIBRARY to the path of libnvrtc.so";
 

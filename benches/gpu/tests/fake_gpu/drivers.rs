@@ -6,7 +6,7 @@ use amp::cuda::CudaScaler;
 use amp::{LossScaler, LossScalerOptions};
 use fused_optim::cuda::{Averages, CudaError};
 
-use super::fake::{LIBRARY, narrow};
+use super::fake::{LIBRARY, compilers, narrow};
 use super::*;
 
 /// What is looked for in a driver before cudarc is asked anything.
@@ -104,6 +104,52 @@ fn code_that_the_driver_refuses_may_be_of_a_newer_compiler() {
         assert_eq!(text(719), "load kernels: CUDA_ERROR_LAUNCH_FAILED (719)");
         CudaScaler::new(gpu, &scaler).unwrap();
     });
+}
+
+/// Versions of the compilers whose code is in a folder, in order of the files' names.
+fn kept_versions(folder: &str) -> Vec<String> {
+    let files = std::fs::read_dir(folder).unwrap();
+    let names = files.map(|file| file.unwrap().file_name().into_string().unwrap());
+    let version = |name: String| Some(name.strip_suffix(".cubin")?.split_once('-')?.1.to_owned());
+    let mut versions: Vec<String> = names.filter_map(version).collect();
+    versions.sort();
+    versions
+}
+
+/// Two compilers are found. With the driver of the older one that is taken; with the driver of the newer one that,
+/// until the driver refuses its code. Of code that was kept, the choice is the same.
+#[test]
+fn of_several_compilers_the_newest_that_the_driver_can_load_is_taken() {
+    let test = "drivers::of_several_compilers_the_newest_that_the_driver_can_load_is_taken";
+    let folders = [compilers().parent().unwrap().join("gpu"), compilers()];
+    let paths = std::env::join_paths(folders).unwrap().into_string().unwrap();
+    let kept = concat!(env!("CARGO_TARGET_TMPDIR"), "/by_version");
+    let with = |driver, nvrtc, loads: i32, refused: &[i32], versions: &[&str]| {
+        let variables = [
+            ("FAKE_GPU_DRIVER", driver),
+            ("NVRTC_LIBRARY", nvrtc),
+            ("LD_LIBRARY_PATH", &paths[..]),
+            ("CUBIN_CACHE", kept),
+        ];
+        with_fake_and(test, &variables, |fake| {
+            for code in refused {
+                fake.fail("cuModuleLoadData", 0, 1, *code);
+            }
+            // SAFETY: a stream that lives.
+            let gpu = unsafe { Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
+            let scaler = LossScaler::new(LossScalerOptions::default()).unwrap();
+            CudaScaler::new(gpu, &scaler).unwrap();
+            assert_eq!(fake.calls("cuModuleLoadData", 0), loads);
+            assert_eq!(kept_versions(kept), versions);
+        });
+    };
+    if std::env::var_os(LIBRARY).is_none() {
+        let _ = std::fs::remove_dir_all(kept);
+    }
+    with("1120", "", 1, &[], &["1.12"]);
+    with("1130", "", 2, &[222], &["1.12", "1.13"]);
+    with("1120", "/nonexistent/libnvrtc.so", 1, &[], &["1.12", "1.13"]);
+    with("1130", "/nonexistent/libnvrtc.so", 2, &[200], &["1.12", "1.13"]);
 }
 
 /// A step is launches alone: in a graph it is taken as often as that is replayed. What the host has to

@@ -12,7 +12,8 @@
 // With LIKE_CUDARC, a macro, it grants what candle's cudarc counts on, as GPUs do: an allocation of no bytes,
 // copies to pageable memory that have been made when the call returns, waits for the whole device.
 //
-// With FAKE_GPU_TRUSTS in the environment kernels may touch any memory, for callers that do not say theirs.
+// FAKE_GPU_DRIVER in the environment is the driver's version, 1130 for CUDA 1.13; code of a newer compiler is
+// refused. With FAKE_GPU_TRUSTS in the environment kernels may touch any memory, for callers that do not say theirs.
 // KERNELS, a folder of `ptx.h` and `shim.h`, and FOLDER, where compiled kernels are put, are macros.
 
 #include "../../../../crates/collective/tests/it/nccl/fake.cc"
@@ -133,6 +134,11 @@ static void launch(Function *function, const std::array<unsigned, 6> &sizes, uns
 }
 
 extern "C" {
+int cuDriverGetVersion(int *version) {
+  const char *given = getenv("FAKE_GPU_DRIVER");
+  *version = given ? atoi(given) : 13000;
+  return 0;
+}
 int cuDeviceGetAttribute(int *value, int attribute, int) {
   // Multiprocessors; compute capability 9.0; memory in order of streams.
   *value = attribute == 16 ? 1 : attribute == 75 ? 9 : attribute == 115 ? 1 : 0;
@@ -222,7 +228,11 @@ int cuModuleLoadData(void **module, const void *image) {
   if (capturing) return not_in_capture(capturing);
   string text = static_cast<const char *>(image);
   if (text.rfind("fake cubin ", 0) != 0) return 200;
-  Module *made = new Module{text.substr(11), nullptr, nullptr, nullptr, nullptr};
+  size_t end = std::min(text.find('\n'), text.size());
+  int driver = 0;
+  cuDriverGetVersion(&driver);
+  if (atoi(text.c_str() + end) > driver) return 222;
+  Module *made = new Module{text.substr(11, end - 11), nullptr, nullptr, nullptr, nullptr};
   *module = made;
   if (made->path == "none") return 0;
   void *library = dlopen(made->path.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -307,8 +317,17 @@ static string launchers(const string &source) {
          "extern \"C\" u32 fake_size(const char* kernel) {\n" + sizes + "  return 0;\n}\n";
 }
 
+// A copy of this library that is called `libnvrtc.so.N` is the compiler of version 1.N, older than any real one.
+static std::pair<int, int> compiler_version() {
+  static char own;
+  Dl_info info;
+  string name = dladdr(&own, &info) ? info.dli_fname : "";
+  size_t at = name.rfind("libnvrtc.so.");
+  return at == string::npos ? std::make_pair(0, 1) : std::make_pair(1, atoi(name.c_str() + at + 12));
+}
+
 extern "C" {
-int nvrtcVersion(int *major, int *minor) { *major = 0, *minor = 1; return 0; }
+int nvrtcVersion(int *major, int *minor) { std::tie(*major, *minor) = compiler_version(); return 0; }
 const char *nvrtcGetErrorString(int code) { return code == 6 ? "NVRTC_ERROR_COMPILATION" : "NVRTC_ERROR"; }
 int nvrtcCreateProgram(void **program, const char *source, const char *, int headers, const char **, const char **) {
   if (headers) return 1;
@@ -346,7 +365,8 @@ int nvrtcCompileProgram(void *of, int count, const char **options) {
     if (status) return 6;
     rename((own + ".so").c_str(), (base + ".so").c_str());
   }
-  program->code = "fake cubin " + base + ".so";
+  auto [major, minor] = compiler_version();
+  program->code = "fake cubin " + base + ".so\n" + std::to_string(1000 * major + 10 * minor);
   return 0;
 }
 int nvrtcDestroyProgram(void **program) { delete static_cast<Program *>(*program); return 0; }

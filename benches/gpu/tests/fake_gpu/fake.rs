@@ -87,6 +87,22 @@ pub(crate) fn narrow(name: &str, symbols: &[&str]) -> PathBuf {
     compile(name, &[format!("-Wl,--version-script={}", map.display())])
 }
 
+/// A folder of copies of the fake that are found as compilers, of versions 1.12 and 1.13.
+pub(crate) fn compilers() -> PathBuf {
+    let fake = build();
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("compilers");
+    fs::create_dir_all(&folder).unwrap();
+    let time = |path: &Path| fs::metadata(path).and_then(|data| data.modified()).ok();
+    for path in ["libnvrtc.so.12", "libnvrtc.so.13"].map(|name| folder.join(name)) {
+        if time(&path) < time(&fake) {
+            let new = path.with_extension(format!("new.{}", std::process::id()));
+            fs::copy(&fake, &new).unwrap();
+            fs::rename(new, path).unwrap();
+        }
+    }
+    folder
+}
+
 fn compile(name: &str, flags: &[String]) -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
     let sources = [

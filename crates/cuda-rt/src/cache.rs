@@ -43,7 +43,7 @@ pub(crate) fn versions(folder: &Path, source: &str, options: &[String]) -> Vec<V
 pub(crate) type Version = (i32, i32);
 
 /// FNV-1a.
-fn hash(bytes: &[u8]) -> u64 {
+pub(crate) fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
     })

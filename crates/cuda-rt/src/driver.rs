@@ -23,7 +23,8 @@ use crate::nvrtc::Nvrtc;
 #[derive(Clone, Debug)]
 pub struct Gpu {
     stream: Arc<CudaStream>,
-    modules: Arc<Mutex<HashMap<String, Module>>>,
+    modules: Arc<Mutex<HashMap<u64, Module>>>,
+    kept: Arc<Kept>,
     /// For example 90.
     arch: i32,
     processors: u32,
@@ -36,6 +37,19 @@ pub struct Memory {
     bytes: usize,
     stream: Arc<CudaStream>,
 }
+
+/// A kernel, for as long as there is a [`Gpu`] of its device.
+#[derive(Clone, Copy, Debug)]
+pub struct Kernel(CUfunction);
+
+// SAFETY: a handle of the driver may be used from any thread.
+unsafe impl Send for Kernel {}
+// SAFETY: as above; a launch does not change it.
+unsafe impl Sync for Kernel {}
+
+/// Kernels by their keys, in a list that only grows.
+#[derive(Debug, Default)]
+struct Kept(OnceLock<Box<((&'static str, usize), Kernel, Self)>>);
 
 /// Loaded code; it stays loaded, as functions of it may be in a graph.
 #[derive(Clone, Copy, Debug)]
@@ -85,7 +99,8 @@ impl Gpu {
         let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let processors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let processors = u32::try_from(processors).unwrap_or(1).max(1);
-        Ok(Self { stream, modules: Arc::default(), arch: 10 * major + minor, processors })
+        let (modules, kept) = Default::default();
+        Ok(Self { stream, modules, kept, arch: 10 * major + minor, processors })
     }
 
     fn context(ordinal: usize) -> Result<Arc<CudaContext>, CudaError> {
@@ -208,8 +223,8 @@ impl Gpu {
         self.stream.synchronize().map_err(failed("wait for the stream"))
     }
 
-    /// A kernel of `source`, compiled for this device if it is not in memory or on disk already. Code in memory is
-    /// known by its macros alone.
+    /// A kernel of `source`, compiled for this device if it is not in memory or on disk already: looked up once, and
+    /// launched any number of times.
     ///
     /// # Errors
     ///
@@ -218,15 +233,15 @@ impl Gpu {
     /// # Panics
     ///
     /// If `kernel` has a NUL.
-    pub fn function(
+    pub fn kernel(
         &self,
         source: &str,
         macros: &[String],
         kernel: &str,
-    ) -> Result<CUfunction, CudaError> {
+    ) -> Result<Kernel, CudaError> {
         self.bind()?;
         let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = macros.join(" ");
+        let key = cache::hash(format!("{macros:?}{source}").as_bytes());
         let module = match modules.get(&key) {
             Some(module) => *module,
             None => {
@@ -237,7 +252,32 @@ impl Gpu {
         };
         let name = CString::new(kernel).expect("kernels' names have no NUL");
         // SAFETY: the module was loaded in this context and is never unloaded.
-        unsafe { result::module::get_function(module.0, name) }.map_err(failed("find a kernel"))
+        let found = unsafe { result::module::get_function(module.0, name) };
+        found.map(Kernel).map_err(failed("find a kernel"))
+    }
+
+    /// The kernel that is kept under this key: looked up by the first call, read without a lock by all others. For
+    /// functions that have no place of their own to keep one.
+    ///
+    /// # Errors
+    ///
+    /// Those of `look_up`.
+    pub fn kept(
+        &self,
+        key: (&'static str, usize),
+        look_up: impl FnOnce() -> Result<Kernel, CudaError>,
+    ) -> Result<Kernel, CudaError> {
+        let mut at = &*self.kept;
+        while let Some(one) = at.0.get() {
+            if one.0 == key {
+                return Ok(one.1);
+            }
+            at = &one.2;
+        }
+        let kernel = look_up()?;
+        // Where another thread was faster, the next call looks it up again.
+        let _ = at.0.set(Box::new((key, kernel, Kept::default())));
+        Ok(kernel)
     }
 
     /// Starts blocks of 256 threads with one argument, a struct in words of 8 bytes.
@@ -252,7 +292,7 @@ impl Gpu {
     /// kernel is done.
     pub unsafe fn launch_kernel(
         &self,
-        function: CUfunction,
+        kernel: Kernel,
         blocks: u32,
         argument: &[u64],
     ) -> Result<(), CudaError> {
@@ -260,7 +300,7 @@ impl Gpu {
         let mut arguments = [argument.as_ptr().cast_mut().cast::<c_void>()];
         let (grid, block, stream) = ((blocks, 1, 1), (THREADS, 1, 1), self.stream.cu_stream());
         // SAFETY: the caller vouches for the argument, which the driver copies.
-        unsafe { result::launch_kernel(function, grid, block, 0, stream, &mut arguments) }
+        unsafe { result::launch_kernel(kernel.0, grid, block, 0, stream, &mut arguments) }
             .map_err(failed("launch a kernel"))
     }
 }

@@ -1,11 +1,10 @@
-//! A set of kernels that is compiled together and launched by name.
+//! A set of kernels that is compiled together and launched by number.
 
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
-use cudarc::driver::sys::CUfunction;
 
-use crate::driver::{self, Gpu};
+use crate::driver::{self, Gpu, Kernel};
 use crate::error::CudaError;
 
 /// Kernels that are compiled together, ready to be launched in one stream.
@@ -16,18 +15,8 @@ use crate::error::CudaError;
 #[derive(Debug)]
 pub struct Kernels {
     gpu: Gpu,
-    functions: Vec<(&'static str, Function)>,
+    kernels: Vec<Kernel>,
 }
-
-#[derive(Clone, Copy, Debug)]
-struct Function(CUfunction);
-
-#[expect(unsafe_code, reason = "a handle is a pointer")]
-// SAFETY: a handle of the driver may be used from any thread; its module is never unloaded.
-unsafe impl Send for Function {}
-#[expect(unsafe_code, reason = "a handle is a pointer")]
-// SAFETY: as above; a launch does not change it.
-unsafe impl Sync for Function {}
 
 impl Kernels {
     /// Compiles `source` under macros (`-DNAME=VALUE`) for the device of a stream, if it is not on disk already,
@@ -40,14 +29,12 @@ impl Kernels {
         stream: Arc<CudaStream>,
         source: &str,
         macros: &[String],
-        names: &[&'static str],
+        names: &[&str],
     ) -> Result<Self, CudaError> {
-        // With modules of its own, since those of a `Gpu` are known by macros alone.
         let (gpu, source) = (Gpu::on(stream)?, Self::source(source));
-        let look_up =
-            |name: &&'static str| Ok((*name, Function(gpu.function(&source, macros, name)?)));
-        let functions = names.iter().map(look_up).collect::<Result<_, CudaError>>()?;
-        Ok(Self { gpu, functions })
+        let look_up = |name: &&str| gpu.kernel(&source, macros, name);
+        let kernels = names.iter().map(look_up).collect::<Result<_, CudaError>>()?;
+        Ok(Self { gpu, kernels })
     }
 
     /// What the compiler sees of `source`.
@@ -62,7 +49,7 @@ impl Kernels {
         driver::options(macros, arch)
     }
 
-    /// Starts `blocks` blocks of a kernel, in order of the stream; returns before it is done.
+    /// Starts `blocks` blocks of the `kernel`-th of the names given, in order of the stream; returns before it is done.
     ///
     /// # Errors
     ///
@@ -70,7 +57,7 @@ impl Kernels {
     ///
     /// # Panics
     ///
-    /// If `kernel` is none of the names given, or `blocks` is 0.
+    /// If there are not so many names, or `blocks` is 0.
     ///
     /// # Safety
     ///
@@ -79,14 +66,12 @@ impl Kernels {
     #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
     pub unsafe fn launch(
         &self,
-        kernel: &str,
+        kernel: usize,
         blocks: u32,
         argument: &[u64],
     ) -> Result<(), CudaError> {
         assert!(blocks > 0, "a launch of no blocks");
-        let found = self.functions.iter().find(|(name, _)| *name == kernel);
-        let (_, Function(function)) = found.unwrap_or_else(|| panic!("no kernel `{kernel}`"));
         // SAFETY: the caller vouches for the argument.
-        unsafe { self.gpu.launch_kernel(*function, blocks, argument) }
+        unsafe { self.gpu.launch_kernel(self.kernels[kernel], blocks, argument) }
     }
 }

@@ -35,7 +35,7 @@ mod slice;
 pub mod testing;
 
 pub use cache::{Entry, folder as cache_folder};
-pub use driver::{Gpu, Memory, compiled, options};
+pub use driver::{Gpu, Kernel, Memory, compiled, options};
 pub use error::{Attempt, CudaError};
 pub use kernels::Kernels;
 pub use nvrtc::{Cubin, Nvrtc};

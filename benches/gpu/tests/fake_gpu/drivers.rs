@@ -152,6 +152,61 @@ fn of_several_compilers_the_newest_that_the_driver_can_load_is_taken() {
     with("1130", "/nonexistent/libnvrtc.so", 2, &[200], &["1.12", "1.13"]);
 }
 
+/// A cast, a look for overflow and a step of an optimizer, on whichever GPUs, as often as is asked.
+fn step_with(fake: &Fake, gpus: [&Gpu; 3], mut after: impl FnMut(usize)) {
+    let (mut words, mut halves) = ([1.0_f32; 3000], [half::f16::ZERO; 3000]);
+    let of = |ptr, dtype| DeviceSlice { ptr, len: 3000, dtype };
+    let (wide, half) = (of(fake.lend(&mut words), DType::F32), fake.lend(&mut halves));
+    let groups = [ParamGroup::new(SgdHyper::default(), 0..1)];
+    let mut sgd = CudaOptimizer::new(gpus[0].clone(), groups, HalfWeights::Master).unwrap();
+    // SAFETY: the memory outlives all of it; here and below.
+    unsafe { sgd.bind(&[DeviceParam::new(wide, Some(wide))]) }.unwrap();
+    let scaler = LossScaler::new(LossScalerOptions::default()).unwrap();
+    let mut scaler = CudaScaler::new(gpus[1].clone(), &scaler).unwrap();
+    // SAFETY: as above.
+    unsafe { scaler.bind(&[wide]) }.unwrap();
+    let ctl = StepCtl { clip: Some(Clip::norm(1.0)), ..StepCtl::default() };
+    for step in 0..3 {
+        // SAFETY: as above.
+        unsafe { sgd.look_part(&[0], &ctl, None) }.unwrap();
+        // SAFETY: as above.
+        unsafe { sgd.step(&ctl) }.unwrap();
+        // SAFETY: as above.
+        unsafe { scaler.unscale() }.unwrap();
+        scaler.update().unwrap();
+        // SAFETY: as above.
+        unsafe { amp::cuda::cast(gpus[2], wide, of(half, DType::F16)) }.unwrap();
+        after(step);
+    }
+    sgd.status().unwrap();
+    scaler.status().unwrap();
+    gpus[2].stream().synchronize().unwrap();
+}
+
+#[test]
+fn after_the_first_step_no_kernel_is_looked_up() {
+    let test = "drivers::after_the_first_step_no_kernel_is_looked_up";
+    with_fake(test, |fake| {
+        let stream = fake.stream();
+        // SAFETY: a stream that lives.
+        let gpus = [0; 3].map(|_| unsafe { Gpu::with_stream(0, stream.as_raw()) }.unwrap());
+        let mut looked_up = Vec::new();
+        step_with(fake, gpus.each_ref(), |_| looked_up.push(fake.calls("cuModuleGetFunction", 0)));
+        assert_eq!(looked_up, [looked_up[0]; 3]);
+    });
+}
+
+/// Kernels of different crates may have the same macros.
+#[test]
+fn one_gpu_serves_several_crates() {
+    let test = "drivers::one_gpu_serves_several_crates";
+    with_fake(test, |fake| {
+        // SAFETY: a stream that lives.
+        let gpu = unsafe { Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
+        step_with(fake, [&gpu; 3], |_| ());
+    });
+}
+
 /// A step is launches alone: in a graph it is taken as often as that is replayed. What the host has to
 /// say anew cannot be captured, and changes nothing.
 #[test]

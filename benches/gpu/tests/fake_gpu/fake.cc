@@ -244,6 +244,8 @@ int cuModuleLoadData(void **module, const void *image) {
   return 0;
 }
 int cuModuleGetFunction(void **function, void *of, const char *name) {
+  Fault f = due("cuModuleGetFunction", here());
+  if (f.kind == RETURN) return f.argument;
   Module *module = static_cast<Module *>(of);
   const Argument *arguments;
   bool found = module->size ? module->size(name) : module->run && module->arguments(name, &arguments) >= 0;

@@ -37,7 +37,7 @@ mod tests;
 use std::fmt;
 
 pub use cuda_rt::{Attempt, Cubin, CudaError, DType, DeviceSlice, Gpu, Nvrtc};
-use cuda_rt::{Kernels, Memory};
+use cuda_rt::{Kernel, Kernels, Memory};
 
 use crate::LossScaler;
 use scaler::Scaler;
@@ -77,8 +77,9 @@ unsafe fn cast_on<D: Device>(
     // Packs of 4 or 8 by 256 threads, four times.
     let blocks = u32::try_from(from.len.div_ceil(8 * 256 * 4)).unwrap_or(u32::MAX);
     let blocks = blocks.min(device.processors() * BLOCKS_PER_PROCESSOR);
+    let kernel = device.kernel(program, "cast")?;
     // SAFETY: a `CastJob`; the caller vouches for both addresses.
-    unsafe { device.launch(program, "cast", blocks, &[from.ptr, to.ptr, from.len as u64]) }
+    unsafe { device.launch(kernel, blocks, &[from.ptr, to.ptr, from.len as u64]) }
 }
 
 /// Compiles all kernels of this crate for devices of an architecture (90 is compute capability 9.0) and
@@ -233,16 +234,8 @@ impl Program {
     /// Macros, as a compiler takes them.
     fn macros(self) -> Vec<String> {
         let name = |number: u32| ["F32", "F16", "Bf16"][number as usize];
-        let [from, to] = match self.cast {
-            Some(types) => types.map(name),
-            None => return Vec::new(),
-        };
+        let Some([from, to]) = self.cast.map(|types| types.map(name)) else { return Vec::new() };
         vec![format!("-DFROM={from}"), format!("-DTO={to}")]
-    }
-
-    /// The kernels' names.
-    const fn kernels(self) -> &'static [&'static str] {
-        if self.cast.is_some() { &["cast"] } else { &["unscale", "update"] }
     }
 
     /// What NVRTC compiles.
@@ -257,21 +250,22 @@ impl Program {
 /// A device, or what stands in for one in tests. As in `fused-optim`.
 trait Device: fmt::Debug {
     type Memory: fmt::Debug;
+    type Kernel: Copy + fmt::Debug;
 
     fn alloc(&self, bytes: usize) -> Result<Self::Memory, CudaError>;
     fn address(memory: &Self::Memory) -> u64;
     fn write(&self, memory: &mut Self::Memory, at: usize, bytes: &[u8]) -> Result<(), CudaError>;
     fn read(&self, memory: &Self::Memory, at: usize, bytes: &mut [u8]) -> Result<(), CudaError>;
     fn processors(&self) -> u32;
-    fn prepare(&self, program: Program) -> Result<(), CudaError>;
+    /// Looked up by the first call, for good.
+    fn kernel(&self, program: Program, name: &'static str) -> Result<Self::Kernel, CudaError>;
     /// # Safety
     ///
     /// `job` must be the struct the kernel takes, and all it points to be valid until it is done.
     #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
     unsafe fn launch(
         &self,
-        program: Program,
-        kernel: &str,
+        kernel: Self::Kernel,
         blocks: u32,
         job: &[u64],
     ) -> Result<(), CudaError>;
@@ -279,6 +273,7 @@ trait Device: fmt::Debug {
 
 impl Device for Gpu {
     type Memory = Memory;
+    type Kernel = Kernel;
 
     fn alloc(&self, bytes: usize) -> Result<Self::Memory, CudaError> {
         Self::alloc(self, bytes)
@@ -300,24 +295,21 @@ impl Device for Gpu {
         Self::processors(self)
     }
 
-    fn prepare(&self, program: Program) -> Result<(), CudaError> {
-        for kernel in program.kernels() {
-            self.function(&Program::source(), &program.macros(), kernel)?;
-        }
-        Ok(())
+    fn kernel(&self, program: Program, name: &'static str) -> Result<Kernel, CudaError> {
+        let number = program.cast.map_or(9, |[from, to]| 3 * from + to) as usize;
+        let look_up = || Self::kernel(self, &Program::source(), &program.macros(), name);
+        self.kept((name, number), look_up)
     }
 
     #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
     unsafe fn launch(
         &self,
-        program: Program,
-        kernel: &str,
+        kernel: Self::Kernel,
         blocks: u32,
         job: &[u64],
     ) -> Result<(), CudaError> {
-        let function = self.function(&Program::source(), &program.macros(), kernel)?;
         // SAFETY: the caller vouches for the job.
-        unsafe { self.launch_kernel(function, blocks, job) }
+        unsafe { self.launch_kernel(kernel, blocks, job) }
     }
 }
 

@@ -24,6 +24,8 @@ pub struct Status {
 #[derive(Debug)]
 pub(super) struct Scaler<D: Device> {
     pub(super) device: D,
+    unscale: D::Kernel,
+    update: D::Kernel,
     state: D::Memory,
     /// One for each part of the gradients.
     parts: Vec<Tables<D::Memory>>,
@@ -70,15 +72,15 @@ impl<D: Device> Scaler<D> {
         bytes.extend([0.0_f64; 2].iter().flat_map(|number| number.to_ne_bytes()));
         bytes.extend(scaler.scale().to_ne_bytes());
         bytes.resize(BYTES, 0);
-        device.prepare(Program::SCALER)?;
+        let unscale = device.kernel(Program::SCALER, "unscale")?;
+        let update = device.kernel(Program::SCALER, "update")?;
         let mut state = device.alloc(BYTES)?;
         device.write(&mut state, 0, &bytes)?;
-        Ok(Self { device, state, parts: Vec::new() })
+        Ok(Self { device, unscale, update, state, parts: Vec::new() })
     }
 
     pub(super) fn bind(&mut self, parts: &[&[DeviceSlice]]) -> Result<(), CudaError> {
-        let parts: Result<Vec<_>, _> = parts.iter().map(|grads| self.tables(grads)).collect();
-        self.parts = parts?;
+        self.parts = parts.iter().map(|grads| self.tables(grads)).collect::<Result<_, _>>()?;
         Ok(())
     }
 
@@ -92,10 +94,8 @@ impl<D: Device> Scaler<D> {
                 count += 1;
             }
         }
-        let (tensors, chunks): (Vec<_>, Vec<_>) = (
-            tensors.iter().flat_map(|word| word.to_ne_bytes()).collect(),
-            chunks.iter().flat_map(|word| word.to_ne_bytes()).collect(),
-        );
+        let tensors: Vec<u8> = tensors.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        let chunks: Vec<u8> = chunks.iter().flat_map(|word| word.to_ne_bytes()).collect();
         // Each level of sums has a 32nd of the one before, rounded up.
         let sums = self.device.alloc(8 * (count as usize + count as usize / 31 + 8))?;
         let send = |bytes: &[u8]| {
@@ -146,14 +146,14 @@ impl<D: Device> Scaler<D> {
         let blocks = tables.count.div_ceil(8).clamp(1, most);
         // SAFETY: an `UnscaleJob` over tables that live as long as `self`; the caller vouches for the
         // gradients.
-        unsafe { self.device.launch(Program::SCALER, "unscale", blocks, &job) }
+        unsafe { self.device.launch(self.unscale, blocks, &job) }
     }
 
     #[expect(unsafe_code, reason = "launches a kernel")]
     pub(super) fn update(&mut self) -> Result<(), CudaError> {
         let job = [0, 0, 0, D::address(&self.state), 0];
         // SAFETY: an `UnscaleJob`, of which this kernel uses the scaler alone.
-        unsafe { self.device.launch(Program::SCALER, "update", 1, &job) }
+        unsafe { self.device.launch(self.update, 1, &job) }
     }
 
     pub(super) fn found_inf_address(&self) -> u64 {

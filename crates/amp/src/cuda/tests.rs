@@ -248,7 +248,7 @@ fn planted_mistakes_are_noticed() {
             let mut host = Host::new(seed as u64);
             host.planted = Some(**planted);
             // What does not compile is no mistake.
-            host.prepare(Program::SCALER).unwrap();
+            host.kernel(Program::SCALER, "unscale").unwrap();
             let run = || compare(host, options, seed as u64);
             // A fault, too, is notice.
             let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
@@ -311,7 +311,7 @@ fn the_far_end_of_a_tensor_is_found() {
         // The scale is 56 bytes behind the scaler's beginning; two chunks, written back.
         let job = [at, at + 24, at + 40, device.scale_address() - 56, 1 << 32 | 2];
         // SAFETY: an `UnscaleJob`, and what the chunks are of is there.
-        unsafe { host.launch(Program::SCALER, "unscale", 1, &job) }.unwrap();
+        unsafe { host.launch((Program::SCALER, "unscale"), 1, &job) }.unwrap();
         let looked_at = SPAN + count % SPAN;
         assert_eq!(device.status().unwrap().norm, (looked_at as f64).sqrt());
         let (still, halved) = end.split_at(end.len() - looked_at as usize);

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 
 use super::super::attention::Extents;
-use super::Kernels;
 use super::matmul::{Matrices, ONE};
 use super::node::node;
 use super::rows::Softmax;
+use super::{Kernel, Kernels};
 use crate::custom_op::apply1;
 
 pub(in super::super) fn self_attention(
@@ -31,7 +31,9 @@ pub(in super::super) fn self_attention(
         unsafe { kernels.multiply(samples, square, [q, k.t(), to], [scale, 0.0]) }?;
     }
     // SAFETY: all heads' scores, a row of which is read before it is written.
-    unsafe { softmax.launch(kernels, "softmax", of.dtype, count, [weights.at, weights.at, 0]) }?;
+    unsafe {
+        softmax.launch(kernels, Kernel::softmax, of.dtype, count, [weights.at, weights.at, 0])
+    }?;
     for head in 0..heads {
         let ([_, _, v], own) = (of.parts(from, head), of.weights(weights.at, head));
         // SAFETY: as above, and that head of the result.
@@ -54,7 +56,7 @@ pub(in super::super) fn self_attention(
         }
         let job = [dweights.at, weights, dweights.at];
         // SAFETY: as above; a row's sum is taken before it is written.
-        unsafe { softmax.launch(&kernels, "softmax_backward", of.dtype, count, job) }?;
+        unsafe { softmax.launch(&kernels, Kernel::softmax_backward, of.dtype, count, job) }?;
         for head in 0..heads {
             let ([q, k, _], [dq, dk, _]) = (of.parts(from, head), of.parts(dx.at, head));
             let own = of.weights(dweights.at, head);

@@ -8,7 +8,7 @@ use super::super::conv::Geometry;
 use super::matmul::{Matrices, ONE};
 use super::node::node;
 use super::norm::sums_of_channels;
-use super::{Kernels, Output, blocks_of_warps, one_type, pair, stretches};
+use super::{Kernel, Kernels, Output, blocks_of_warps, one_type, pair, stretches};
 use crate::custom_op::{apply2, apply3};
 
 pub(in super::super) fn conv2d(
@@ -73,7 +73,7 @@ impl Conv {
             if let Some(columns) = &columns {
                 // SAFETY: `count` images of `x`, and memory for their columns.
                 unsafe {
-                    self.unroll("im2col", count, from, columns.at, [depth * pixels, pixels])
+                    self.unroll(Kernel::im2col, count, from, columns.at, [depth * pixels, pixels])
                 }?;
                 from = columns.at;
             }
@@ -88,7 +88,7 @@ impl Conv {
             let job = [y.at, at, pair(rows, pixels), pair(outputs, 0)];
             let blocks = blocks_of_warps(stretches(rows, pixels));
             // SAFETY: a `BiasJob` of the result's planes, and a bias for each channel.
-            unsafe { kernels.launch(dtype, "add_bias", blocks, &job) }?;
+            unsafe { kernels.launch(dtype, Kernel::add_bias, blocks, &job) }?;
         }
         Ok(y)
     }
@@ -116,9 +116,9 @@ impl Conv {
             let dy = dy_at + bytes(first * outputs * pixels);
             let (from, line) = (at + bytes(first * g.image()), count * pixels);
             // SAFETY: `count` images of `x`, and memory for their columns, side by side.
-            unsafe { self.unroll("im2col", count, from, columns.at, [pixels, line]) }?;
+            unsafe { self.unroll(Kernel::im2col, count, from, columns.at, [pixels, line]) }?;
             // SAFETY: as many images of `dy`, whose pixels are put side by side, too.
-            unsafe { self.of_result().unroll("im2col", count, dy, rows.at, [pixels, line]) }?;
+            unsafe { self.of_result().unroll(Kernel::im2col, count, dy, rows.at, [pixels, line]) }?;
             let factors = [matrices(rows.at, 0), matrices(columns.at, 0).t()];
             let [a, b] = factors;
             let c = Matrices::new(dw.at, wide, 0);
@@ -135,7 +135,9 @@ impl Conv {
             unsafe { kernels.multiply(count, [depth, outputs, pixels], [a, b, c], ONE) }?;
             if !self.is_product() {
                 // SAFETY: these columns, and as many images of `dx`.
-                unsafe { self.unroll("col2im", count, to, columns.at, [depth * pixels, pixels]) }?;
+                unsafe {
+                    self.unroll(Kernel::col2im, count, to, columns.at, [depth * pixels, pixels])
+                }?;
             }
         }
         Ok((dx.map(Output::tensor), dw.tensor().to_dtype(dtype)?))
@@ -179,7 +181,7 @@ impl Conv {
     /// `images` must be the address of `count` images, `columns` that of their columns in these strides.
     unsafe fn unroll(
         &self,
-        kernel: &str,
+        kernel: Kernel,
         count: usize,
         images: u64,
         columns: u64,
@@ -198,7 +200,7 @@ impl Conv {
             pair(g.window.stride, g.window.padding),
         ];
         let parts = match kernel {
-            "im2col" => stretches(count * g.depth(), g.pixels()),
+            Kernel::im2col => stretches(count * g.depth(), g.pixels()),
             _ => stretches(count * g.channels, g.height * g.width),
         };
         // SAFETY: a `ColumnsJob`; the caller vouches for the addresses.

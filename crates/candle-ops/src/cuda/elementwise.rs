@@ -5,25 +5,25 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 
 use super::node::node;
-use super::{Kernels, Output, THREADS};
+use super::{Kernel, Kernels, Output, THREADS};
 use crate::custom_op::{apply1, apply2};
 
 pub(in super::super) fn relu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
     let x = &x.contiguous()?;
-    let y = kernels.map("relu", [x, x])?;
+    let y = kernels.map(Kernel::relu, [x, x])?;
     let kernels = kernels.clone();
     let backward = move |_: [&Tensor; 1], y: &Tensor, dy: &Tensor| {
-        Ok([Some(kernels.map("relu_backward", [y, dy])?.tensor())])
+        Ok([Some(kernels.map(Kernel::relu_backward, [y, dy])?.tensor())])
     };
     apply1(node("relu", y, backward), [x])
 }
 
 pub(in super::super) fn gelu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
     let x = &x.contiguous()?;
-    let y = kernels.map("gelu", [x, x])?;
+    let y = kernels.map(Kernel::gelu, [x, x])?;
     let kernels = kernels.clone();
     let backward = move |[x]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
-        Ok([Some(kernels.map("gelu_backward", [x, dy])?.tensor())])
+        Ok([Some(kernels.map(Kernel::gelu_backward, [x, dy])?.tensor())])
     };
     apply1(node("gelu", y, backward), [x])
 }
@@ -31,10 +31,10 @@ pub(in super::super) fn gelu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tenso
 /// Both of one shape and type.
 pub(in super::super) fn add_relu(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let (a, b) = (&a.contiguous()?, &b.contiguous()?);
-    let y = kernels.map("add_relu", [a, b])?;
+    let y = kernels.map(Kernel::add_relu, [a, b])?;
     let kernels = kernels.clone();
     let backward = move |_: [&Tensor; 2], y: &Tensor, dy: &Tensor| {
-        let dx = kernels.map("relu_backward", [y, dy])?.tensor();
+        let dx = kernels.map(Kernel::relu_backward, [y, dy])?.tensor();
         Ok([Some(dx.clone()), Some(dx)])
     };
     apply2(node("add_relu", y, backward), [a, b])
@@ -42,7 +42,7 @@ pub(in super::super) fn add_relu(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor)
 
 impl Kernels {
     /// A kernel over the elements of two contiguous tensors of one shape and type.
-    pub(super) fn map(&self, kernel: &str, [a, b]: [&Tensor; 2]) -> Result<Output> {
+    pub(super) fn map(&self, kernel: Kernel, [a, b]: [&Tensor; 2]) -> Result<Output> {
         let y = self.empty(a.shape(), a.dtype())?;
         let count = a.elem_count();
         // Several elements per thread.

@@ -99,32 +99,44 @@ fn macros() -> [Vec<String>; 3] {
 const SOURCE: &str =
     concat!(include_str!("ops.cu"), include_str!("images.cu"), include_str!("rows.cu"));
 
-/// Names of each program's kernels.
-const KERNELS: &[&str] = &[
-    "relu",
-    "add_relu",
-    "relu_backward",
-    "gelu",
-    "gelu_backward",
-    "im2col",
-    "col2im",
-    "add_bias",
-    "moments",
-    "normalize",
-    "norm_sums",
-    "norm_backward",
-    "max_pool",
-    "max_pool_backward",
-    "mean_pool",
-    "mean_pool_backward",
-    "softmax",
-    "softmax_backward",
-    "layer_norm",
-    "layer_norm_backward",
-    "column_sums",
-    "cross_entropy",
-    "cross_entropy_backward",
-];
+macro_rules! kernels {
+    ($($name:ident)*) => {
+        /// Each program's kernels, by number.
+        #[derive(Clone, Copy, Debug)]
+        #[expect(non_camel_case_types, reason = "their names in the source")]
+        enum Kernel {
+            $($name,)*
+        }
+
+        /// Their names.
+        const KERNELS: &[&str] = &[$(stringify!($name)),*];
+    };
+}
+kernels! {
+    relu
+    add_relu
+    relu_backward
+    gelu
+    gelu_backward
+    im2col
+    col2im
+    add_bias
+    moments
+    normalize
+    norm_sums
+    norm_backward
+    max_pool
+    max_pool_backward
+    mean_pool
+    mean_pool_backward
+    softmax
+    softmax_backward
+    layer_norm
+    layer_norm_backward
+    column_sums
+    cross_entropy
+    cross_entropy_backward
+}
 
 impl Kernels {
     /// Compiles them for a device, or loads them from the cubin cache.
@@ -150,11 +162,17 @@ impl Kernels {
     ///
     /// `job` must be the words of the kernel's struct; its addresses those of contiguous tensors, of the types and
     /// extents that the kernel expects, that are alive until this returns.
-    unsafe fn launch(&self, dtype: DType, kernel: &str, blocks: usize, job: &[u64]) -> Result<()> {
-        let Some(program) = program(dtype) else { bail!("{kernel}: no kernel for {dtype:?}") };
+    unsafe fn launch(
+        &self,
+        dtype: DType,
+        kernel: Kernel,
+        blocks: usize,
+        job: &[u64],
+    ) -> Result<()> {
+        let Some(program) = program(dtype) else { bail!("{kernel:?}: no kernel for {dtype:?}") };
         let blocks = u32::try_from(blocks.max(1)).map_err(candle_core::Error::wrap)?;
         // SAFETY: the caller vouches for the job; candle frees its tensors in order of the stream.
-        unsafe { self.programs[program].launch(kernel, blocks, job) }
+        unsafe { self.programs[program].launch(kernel as usize, blocks, job) }
             .map_err(candle_core::Error::wrap)
     }
 

@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Tensor};
 
 use super::super::norm::{BatchNormOptions, Planes, Statistics};
 use super::node::node;
-use super::{Kernels, blocks_of_warps, pair, stretches};
+use super::{Kernel, Kernels, blocks_of_warps, pair, stretches};
 use crate::custom_op::apply3;
 
 /// With the given statistics or those of the batch, which are returned.
@@ -40,7 +40,7 @@ pub(in super::super) fn batch_norm(
         ..Job::default()
     };
     // SAFETY: all tensors that `normalize` uses, contiguous and of these extents.
-    unsafe { norm.launch("normalize", norm.blocks(), &job) }?;
+    unsafe { norm.launch(Kernel::normalize, norm.blocks(), &job) }?;
     let (kept, of_batch) = (statistics.clone(), given.is_none());
     let backward = move |inputs: [&Tensor; 3], y: &Tensor, dy: &Tensor| {
         norm.backward(inputs, y, dy, &kept, of_batch)
@@ -56,7 +56,7 @@ pub(super) fn sums_of_channels(kernels: &Arc<Kernels>, dy: &Tensor) -> Result<Te
     let part = kernels.empty((norm.planes.channels, norm.parts, 2), DType::F64)?;
     let job = Job { dy: kernels.address(dy)?, dbeta: sums.at, part: part.at, ..Job::default() };
     // SAFETY: all tensors that `norm_sums` uses without an input.
-    unsafe { norm.launch("norm_sums", norm.planes.channels * norm.parts, &job) }?;
+    unsafe { norm.launch(Kernel::norm_sums, norm.planes.channels * norm.parts, &job) }?;
     Ok(sums.tensor())
 }
 
@@ -112,7 +112,7 @@ impl Norm {
             ..Job::default()
         };
         // SAFETY: all tensors that `moments` uses.
-        unsafe { self.launch("moments", self.planes.channels * self.parts, &job) }?;
+        unsafe { self.launch(Kernel::moments, self.planes.channels * self.parts, &job) }?;
         Ok(Statistics { mean: mean.tensor(), var: var.tensor() })
     }
 
@@ -145,10 +145,10 @@ impl Norm {
             ..Job::default()
         };
         // SAFETY: all tensors that `norm_sums` uses.
-        unsafe { self.launch("norm_sums", self.planes.channels * self.parts, &job) }?;
+        unsafe { self.launch(Kernel::norm_sums, self.planes.channels * self.parts, &job) }?;
         let job = Job { along: if of_batch { along.at } else { 0 }, ..job };
         // SAFETY: all tensors that `norm_backward` uses.
-        unsafe { self.launch("norm_backward", self.blocks(), &job) }?;
+        unsafe { self.launch(Kernel::norm_backward, self.blocks(), &job) }?;
         Ok([Some(dx.tensor()), Some(dgamma.tensor()), Some(dbeta.tensor())])
     }
 
@@ -160,7 +160,7 @@ impl Norm {
     /// # Safety
     ///
     /// All addresses that the kernel uses must be those of contiguous tensors of these extents.
-    unsafe fn launch(&self, kernel: &str, blocks: usize, job: &Job) -> Result<()> {
+    unsafe fn launch(&self, kernel: Kernel, blocks: usize, job: &Job) -> Result<()> {
         let words = [
             job.x,
             job.y,

@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Tensor};
 
 use super::super::pool::Windows;
 use super::node::node;
-use super::{Kernels, blocks_of_warps, pair, stretches};
+use super::{Kernel, Kernels, blocks_of_warps, pair, stretches};
 use crate::custom_op::apply1;
 
 pub(in super::super) fn max_pool2d(
@@ -21,14 +21,14 @@ pub(in super::super) fn max_pool2d(
     let taken = kernels.empty(extents.output_shape(), DType::U32)?;
     let addresses = [kernels.address(x)?, y.at, taken.at];
     // SAFETY: images, and two tensors of their result's extents.
-    unsafe { pool.launch("max_pool", out_height * out_width, addresses) }?;
+    unsafe { pool.launch(Kernel::max_pool, out_height * out_width, addresses) }?;
     let taken = taken.tensor();
     let backward = move |[x]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
         let kernels = &pool.kernels;
         let dx = kernels.empty(x.shape(), x.dtype())?;
         let addresses = [dx.at, kernels.address(dy)?, kernels.address(&taken)?];
         // SAFETY: as above, with gradients in their places.
-        unsafe { pool.launch("max_pool_backward", height * width, addresses) }?;
+        unsafe { pool.launch(Kernel::max_pool_backward, height * width, addresses) }?;
         Ok([Some(dx.tensor())])
     };
     apply1(node("max_pool2d", y, backward), [x])
@@ -46,7 +46,7 @@ impl Pool {
     /// # Safety
     ///
     /// The addresses must be those of images, and of two tensors of their result's extents.
-    unsafe fn launch(&self, kernel: &str, pixels: usize, [x, y, taken]: [u64; 3]) -> Result<()> {
+    unsafe fn launch(&self, kernel: Kernel, pixels: usize, [x, y, taken]: [u64; 3]) -> Result<()> {
         let Windows { images, channels, height, width, out_height, out_width, .. } = self.extents;
         let (planes, window) = (images * channels, self.extents.window);
         let job = [
@@ -71,14 +71,14 @@ pub(in super::super) fn global_avg_pool(kernels: &Arc<Kernels>, x: &Tensor) -> R
     let y = kernels.empty((images, channels), x.dtype())?;
     let job = [kernels.address(x)?, y.at, pair(planes, pixels)];
     // SAFETY: a `MeanJob` of `planes` planes, and a number for each.
-    unsafe { kernels.launch(x.dtype(), "mean_pool", blocks_of_warps(planes), &job) }?;
+    unsafe { kernels.launch(x.dtype(), Kernel::mean_pool, blocks_of_warps(planes), &job) }?;
     let kernels = kernels.clone();
     let backward = move |[x]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
         let dx = kernels.empty(x.shape(), x.dtype())?;
         let (job, blocks) =
             ([dx.at, kernels.address(dy)?, pair(planes, pixels)], blocks_of_warps(planes));
         // SAFETY: as above, with gradients in their places.
-        unsafe { kernels.launch(x.dtype(), "mean_pool_backward", blocks, &job) }?;
+        unsafe { kernels.launch(x.dtype(), Kernel::mean_pool_backward, blocks, &job) }?;
         Ok([Some(dx.tensor())])
     };
     apply1(node("global_avg_pool", y, backward), [x])

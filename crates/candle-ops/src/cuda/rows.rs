@@ -8,7 +8,7 @@ use super::super::linear::Extents;
 use super::super::weighted::Kernel;
 use super::matmul::{Matrices, ONE};
 use super::node::node;
-use super::{Kernels, Output, blocks_of_warps, one_type, pair, stretches};
+use super::{Kernel, Kernels, Output, blocks_of_warps, one_type, pair, stretches};
 use crate::custom_op::{apply1, apply2, apply3};
 
 /// `x * weight^T + bias`.
@@ -54,7 +54,7 @@ pub(in super::super) fn linear(
     let job = [y.at, kernels.address(bias)?, pair(rows, outputs), 0];
     let blocks = blocks_of_warps(stretches(rows, outputs));
     // SAFETY: a `BiasJob` of the result's rows, and one row.
-    unsafe { kernels.launch(dtype, "add_bias", blocks, &job) }?;
+    unsafe { kernels.launch(dtype, Kernel::add_bias, blocks, &job) }?;
     let kernels = kernels.clone();
     let backward = move |[x, weight, bias]: [&Tensor; 3], _: &Tensor, dy: &Tensor| {
         let (dx, dw) = backward(x, weight, dy)?;
@@ -92,7 +92,7 @@ pub(in super::super) fn layer_norm(
         0,
     ]);
     // SAFETY: a `LayerNormJob` of the forward pass.
-    unsafe { kernels.launch(dtype, "layer_norm", blocks_of_warps(rows), &job) }?;
+    unsafe { kernels.launch(dtype, Kernel::layer_norm, blocks_of_warps(rows), &job) }?;
     let kernels = kernels.clone();
     let backward = move |[x, gamma, _]: [&Tensor; 3], _: &Tensor, dy: &Tensor| {
         let dx = kernels.empty(x.shape(), dtype)?;
@@ -107,7 +107,7 @@ pub(in super::super) fn layer_norm(
             row_stats.at,
         ]);
         // SAFETY: a `LayerNormJob` of the backward pass.
-        unsafe { kernels.launch(dtype, "layer_norm_backward", blocks_of_warps(rows), &job) }?;
+        unsafe { kernels.launch(dtype, Kernel::layer_norm_backward, blocks_of_warps(rows), &job) }?;
         let [dbeta, dgamma] = kernels.column_sums(dy, count, Some((x, &row_stats)))?;
         Ok([Some(dx.tensor()), Some(dgamma), Some(dbeta)])
     };
@@ -120,14 +120,20 @@ pub(in super::super) fn softmax(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Te
     let y = kernels.empty(x.shape(), x.dtype())?;
     // SAFETY: rows, and memory for as many.
     unsafe {
-        of.launch(kernels, "softmax", x.dtype(), x.elem_count(), [kernels.address(x)?, y.at, 0])
+        of.launch(
+            kernels,
+            Kernel::softmax,
+            x.dtype(),
+            x.elem_count(),
+            [kernels.address(x)?, y.at, 0],
+        )
     }?;
     let kernels = kernels.clone();
     let backward = move |[x]: [&Tensor; 1], y: &Tensor, dy: &Tensor| {
         let dx = kernels.empty(x.shape(), x.dtype())?;
         let (job, count) = ([dx.at, kernels.address(y)?, kernels.address(dy)?], x.elem_count());
         // SAFETY: as above.
-        unsafe { of.launch(&kernels, "softmax_backward", x.dtype(), count, job) }?;
+        unsafe { of.launch(&kernels, Kernel::softmax_backward, x.dtype(), count, job) }?;
         Ok([Some(dx.tensor())])
     };
     apply1(node("softmax", y, backward), [x])
@@ -150,7 +156,7 @@ impl Softmax {
     pub(super) unsafe fn launch(
         self,
         kernels: &Kernels,
-        kernel: &str,
+        kernel: Kernel,
         dtype: DType,
         elements: usize,
         [x, y, dy]: [u64; 3],
@@ -178,7 +184,7 @@ pub(in super::super) fn cross_entropy(
     let job =
         [kernels.address(x)?, kernels.address(&labels)?, loss.at, 0, 0, part.at, arrived, extents];
     // SAFETY: a `LossJob` of the forward pass; `part` has a number for each row.
-    unsafe { kernels.launch(x.dtype(), "cross_entropy", blocks_of_warps(rows), &job) }?;
+    unsafe { kernels.launch(x.dtype(), Kernel::cross_entropy, blocks_of_warps(rows), &job) }?;
     let kernels = kernels.clone();
     let backward = move |[x]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
         let dx = kernels.empty(x.shape(), x.dtype())?;
@@ -194,7 +200,7 @@ pub(in super::super) fn cross_entropy(
         ];
         let blocks = blocks_of_warps(rows);
         // SAFETY: a `LossJob` of the backward pass.
-        unsafe { kernels.launch(x.dtype(), "cross_entropy_backward", blocks, &job) }?;
+        unsafe { kernels.launch(x.dtype(), Kernel::cross_entropy_backward, blocks, &job) }?;
         Ok([Some(dx.tensor())])
     };
     apply1(node("cross_entropy", loss, backward), [x])
@@ -230,7 +236,7 @@ impl Kernels {
         ];
         let blocks = count.div_ceil(32) * parts;
         // SAFETY: a `ColumnSumsJob`.
-        unsafe { self.launch(dy.dtype(), "column_sums", blocks, &job) }?;
+        unsafe { self.launch(dy.dtype(), Kernel::column_sums, blocks, &job) }?;
         Ok([sum, dot].map(Output::tensor))
     }
 }

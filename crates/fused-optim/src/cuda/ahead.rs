@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::asked::asked;
-use super::device::{Device, Program};
+use super::device::Device;
 use super::fused::{BLOCKS, Fused, UNBOUND, read_answer};
 use super::rules::DeviceHyper;
 use super::table::{Answer, Bytes, Job};
@@ -136,7 +136,6 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let parts = bound.looks.begin(&members, &asked);
         self.send(asked, None, on)?;
         let device = on.unwrap_or(&self.device);
-        device.prepare(&Program::LOOK)?;
         for part in &parts {
             // SAFETY: the caller vouches for these gradients.
             unsafe { self.look_at(device, part) }?;
@@ -168,13 +167,6 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let job = Job { first: chunks.start, chunks: chunks.end, ..bound.look };
         // SAFETY: the tables were made for this kernel and live as long as `bound`; the caller
         // vouches for the gradients.
-        unsafe {
-            device.launch(
-                &Program::LOOK,
-                "look_part",
-                self.blocks(chunks.len() as u32, BLOCKS),
-                &job,
-            )
-        }
+        unsafe { device.launch(&bound.look_part, self.blocks(chunks.len() as u32, BLOCKS), &job) }
     }
 }

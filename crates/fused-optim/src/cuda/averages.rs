@@ -67,6 +67,7 @@ impl Averages {
 #[derive(Debug)]
 struct Kept<D: Device> {
     device: D,
+    average: D::Kernel,
     counts: Vec<usize>,
     /// Of each average, where it begins, in bytes.
     offsets: Vec<usize>,
@@ -80,7 +81,6 @@ struct Kept<D: Device> {
 
 impl<D: Device> Kept<D> {
     fn new(device: D, counts: &[usize]) -> Result<Self> {
-        device.prepare(&Program::LOOK)?;
         let mut bytes = 0;
         let mut offsets = Vec::with_capacity(counts.len());
         let mut chunks = Vec::new();
@@ -93,6 +93,7 @@ impl<D: Device> Kept<D> {
         let mut chunk = device.alloc(chunks.bytes().len())?;
         device.write(&mut chunk, 0, &chunks.bytes())?;
         Ok(Self {
+            average: device.kernel(&Program::LOOK, "average")?,
             memory: device.alloc(bytes)?,
             table: device.alloc(counts.len() * size_of::<Tensor>())?,
             sent: Vec::new(),
@@ -155,7 +156,7 @@ impl<D: Device> Kept<D> {
         let most = self.device.processors() * LaunchShape::DEFAULT.blocks;
         let blocks = self.chunks.div_ceil(8).clamp(1, most);
         // SAFETY: the tables are this one's, which outlive the launch; the tensors are the caller's promise.
-        unsafe { self.device.launch(&Program::LOOK, "average", blocks, &job) }
+        unsafe { self.device.launch(&self.average, blocks, &job) }
     }
 
     fn to_host(&self) -> Result<Vec<Vec<f32>>> {

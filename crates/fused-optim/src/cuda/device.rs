@@ -12,6 +12,8 @@ use crate::Result;
 pub(super) trait Device: Clone + fmt::Debug {
     /// Memory of the device, freed when dropped.
     type Memory: fmt::Debug;
+    /// A kernel that is ready to be launched.
+    type Kernel: Clone + fmt::Debug;
 
     /// Memory of zeros; its address is a multiple of 256. `bytes` may be 0.
     fn alloc(&self, bytes: usize) -> Result<Self::Memory>;
@@ -32,15 +34,15 @@ pub(super) trait Device: Clone + fmt::Debug {
     fn name(&self) -> Result<String>;
     /// How many blocks run side by side, at least, if each has a processor of its own.
     fn processors(&self) -> u32;
-    /// Makes a program's kernels ready.
-    fn prepare(&self, program: &Program) -> Result<()>;
+    /// Looks a program's kernel up, which is launched from then on without.
+    fn kernel(&self, program: &Program, name: &'static str) -> Result<Self::Kernel>;
     /// Starts `blocks` blocks of 256 threads of a kernel, in order of the stream.
     ///
     /// # Safety
     ///
     /// All that the job points to must be what the kernel takes it for until it is done.
     #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
-    unsafe fn launch(&self, program: &Program, kernel: &str, blocks: u32, job: &Job) -> Result<()>;
+    unsafe fn launch(&self, kernel: &Self::Kernel, blocks: u32, job: &Job) -> Result<()>;
 }
 
 /// Kernels that are compiled together.
@@ -75,15 +77,6 @@ impl Program {
             format!("-DSWEEP={}", self.shape.sweep),
             format!("-DPACK={}", self.shape.pack),
         ]
-    }
-
-    /// The kernels' names.
-    pub(super) const fn kernels(&self) -> &'static [&'static str] {
-        match &self.rule {
-            None => &["look", "look_part", "average"],
-            Some((_, false)) => &["step"],
-            Some((_, true)) => &["observe", "conclude", "step"],
-        }
     }
 
     /// What NVRTC compiles.

@@ -66,7 +66,7 @@ impl<H: DeviceHyper> DeviceFed<H> {
         groups: impl IntoIterator<Item = ParamGroup<H>>,
         half_weights: HalfWeights,
     ) -> Result<Self> {
-        gpu.prepare(&Program::LOOK)?;
+        Device::kernel(&gpu, &Program::LOOK, "look")?;
         let cuda = CudaOptimizer::new(gpu, groups, half_weights)?;
         Ok(Self { cuda: Arc::new(Mutex::new(cuda)), has_norm: false })
     }

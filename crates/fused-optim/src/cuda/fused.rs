@@ -23,7 +23,7 @@ use crate::{Error, HalfWeights, ParamGroup, Result, StateDict, StepCtl, norms};
 
 /// What the kernels are given as long as the same tensors are bound.
 #[derive(Debug)]
-pub(super) struct Bound<M> {
+pub(super) struct Bound<D: Device> {
     /// That of no other.
     number: u64,
     /// Indices of the tensors with a gradient, in order.
@@ -31,29 +31,30 @@ pub(super) struct Bound<M> {
     /// All tensors, without their addresses.
     forms: Vec<DeviceParam>,
     /// What the kernels know of those with a gradient, addresses among it.
-    tensors: M,
+    tensors: D::Memory,
     /// What was sent of it.
     pub(super) at: Vec<Tensor>,
     /// By tensor with a gradient: its first chunk of `observe`, its first row.
     places: Vec<(u64, u64)>,
     /// One for each class, with its number of blocks.
-    launches: Vec<Launch>,
+    launches: Vec<Launch<D::Kernel>>,
     pub(super) look: Job,
+    pub(super) look_part: D::Kernel,
+    last_look: D::Kernel,
     pub(super) looks: Looks,
-    progress: M,
-    groups: M,
-    pub(super) ctl: M,
+    progress: D::Memory,
+    groups: D::Memory,
+    pub(super) ctl: D::Memory,
     /// What the device has of what the host says.
     sent: (Vec<u8>, Vec<u8>),
     /// The tables, kept as long as the jobs point to them.
-    _tables: Vec<M>,
+    _tables: Vec<D::Memory>,
 }
 
 #[derive(Debug)]
-struct Launch {
-    program: Program,
-    observe: Option<(Job, u32, u32)>,
-    step: (Job, u32),
+struct Launch<K> {
+    observe: Option<(Job, [(K, u32); 2])>,
+    step: (Job, K, u32),
 }
 
 /// An optimizer of rule `H` on device `D`.
@@ -62,7 +63,7 @@ pub(super) struct Fused<H, D: Device> {
     pub(super) device: D,
     core: Core<H>,
     held: BTreeMap<usize, Held<D::Memory>>,
-    pub(super) bound: Option<Bound<D::Memory>>,
+    pub(super) bound: Option<Bound<D>>,
     pub(super) loss_scale: Option<LossScale>,
     /// What was found out about launches, for tensors of a class.
     pub(super) launch_shapes: BTreeMap<(String, Types), LaunchShape>,
@@ -267,11 +268,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     }
 
     /// Everything the kernels read, sent to the device.
-    fn tables(
-        &self,
-        members: &[(usize, usize)],
-        params: &[DeviceParam],
-    ) -> Result<Bound<D::Memory>> {
+    fn tables(&self, members: &[(usize, usize)], params: &[DeviceParam]) -> Result<Bound<D>> {
         let (programs, shapes) = self.classes(members, params);
         let sweeps: Vec<usize> = programs.iter().map(|one| one.shape.sweep as usize).collect();
         let plan = Plan::new(&shapes, self.core.groups().len(), H::BY_ROWS, &sweeps);
@@ -305,9 +302,8 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             levels: plan.levels.len() as u32 - 1,
             ..Job::default()
         };
-        self.device.prepare(&Program::LOOK)?;
         let mut launches = Vec::new();
-        for (program, class) in programs.into_iter().zip(&plan.classes) {
+        for (program, class) in programs.iter().zip(&plan.classes) {
             launches.push(self.launch(program, class, &plan, &look, &mut tables)?);
         }
         Ok(Bound {
@@ -315,6 +311,8 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             indices: members.iter().map(|(index, _)| *index).collect(),
             launches,
             look,
+            look_part: self.device.kernel(&Program::LOOK, "look_part")?,
+            last_look: self.device.kernel(&Program::LOOK, "look")?,
             looks: Looks::new(plan.look_chunks(tensors.len())),
             forms: params.iter().map(DeviceParam::form).collect(),
             tensors: sent,
@@ -331,13 +329,13 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     /// What is launched for a class; its lists are sent.
     fn launch(
         &self,
-        program: Program,
+        program: &Program,
         class: &Class,
         plan: &Plan,
         look: &Job,
         tables: &mut Tables<'_, D>,
-    ) -> Result<Launch> {
-        self.device.prepare(&program)?;
+    ) -> Result<Launch<D::Kernel>> {
+        let kernel = |name| self.device.kernel(program, name);
         let mut observe = None;
         if H::TWO_SWEEPS {
             let chunks = class.observe.len() as u32;
@@ -351,12 +349,13 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
                 tensors,
                 ..*look
             };
-            observe = Some((job, self.blocks(chunks, BLOCKS), tensors));
+            let observes = (kernel("observe")?, self.blocks(chunks, BLOCKS));
+            observe = Some((job, [observes, (kernel("conclude")?, tensors.max(1))]));
         }
         let chunks = class.sweep.len() as u32;
         let job = Job { chunk: tables.send(&class.sweep.bytes())?, chunks, ..*look };
         let blocks = self.blocks(chunks, program.shape.blocks);
-        Ok(Launch { program, observe, step: (job, blocks) })
+        Ok(Launch { observe, step: (job, kernel("step")?, blocks) })
     }
 
     /// Blocks for so many chunks: a warp for each, and at most so many for each multiprocessor.
@@ -426,16 +425,16 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let blocks = self.blocks(last.len() as u32, BLOCKS);
         let look = Job { first: last.start, chunks: last.end, levels, found_inf, ..bound.look };
         // SAFETY: as above.
-        unsafe { self.device.launch(&Program::LOOK, "look", blocks, &look) }?;
-        for Launch { program, observe, step } in &bound.launches {
-            if let Some((job, blocks, tensors)) = observe {
-                // SAFETY: as above.
-                unsafe { self.device.launch(program, "observe", *blocks, job) }?;
-                // SAFETY: as above.
-                unsafe { self.device.launch(program, "conclude", *tensors.max(&1), job) }?;
+        unsafe { self.device.launch(&bound.last_look, blocks, &look) }?;
+        for Launch { observe, step: (job, kernel, blocks) } in &bound.launches {
+            if let Some((job, passes)) = observe {
+                for (kernel, blocks) in passes {
+                    // SAFETY: as above.
+                    unsafe { self.device.launch(kernel, *blocks, job) }?;
+                }
             }
             // SAFETY: as above.
-            unsafe { self.device.launch(program, "step", step.1, &step.0) }?;
+            unsafe { self.device.launch(kernel, *blocks, job) }?;
         }
         // The kernel has forgotten what was not finite.
         if let Some(bound) = &mut self.bound {
@@ -550,7 +549,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     }
 }
 
-pub(super) fn read_answer<D: Device>(device: &D, bound: &Bound<D::Memory>) -> Result<Answer> {
+pub(super) fn read_answer<D: Device>(device: &D, bound: &Bound<D>) -> Result<Answer> {
     let mut bytes = [0; size_of::<Answer>()];
     device.read(&bound.ctl, size_of::<Asked>(), &mut bytes)?;
     Ok(Answer::from_bytes(&bytes))

@@ -61,8 +61,8 @@ mod table;
 mod tests;
 mod tune;
 
-use cuda_rt::Memory;
 pub use cuda_rt::{Attempt, Cubin, CudaError, DType, DeviceSlice, Gpu, Nvrtc};
+use cuda_rt::{Kernel, Memory};
 
 use crate::{HalfWeights, ParamGroup, ParamSpec, Result, StateDict, StepCtl};
 pub use ahead::GradStats;
@@ -314,6 +314,7 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
 
 impl Device for Gpu {
     type Memory = Memory;
+    type Kernel = Kernel;
 
     fn alloc(&self, bytes: usize) -> Result<Self::Memory> {
         Ok(Self::alloc(self, bytes)?)
@@ -345,21 +346,17 @@ impl Device for Gpu {
         Self::processors(self)
     }
 
-    fn prepare(&self, program: &Program) -> Result<()> {
-        for kernel in program.kernels() {
-            self.function(&program.source(), &program.macros(), kernel)?;
-        }
-        Ok(())
+    fn kernel(&self, program: &Program, name: &'static str) -> Result<Kernel> {
+        Ok(Self::kernel(self, &program.source(), &program.macros(), name)?)
     }
 
     #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
-    unsafe fn launch(&self, program: &Program, kernel: &str, blocks: u32, job: &Job) -> Result<()> {
-        let function = self.function("", &program.macros(), kernel)?;
+    unsafe fn launch(&self, kernel: &Kernel, blocks: u32, job: &Job) -> Result<()> {
         let bytes = job.bytes();
         let (words, _) = bytes.as_chunks();
         let words: Vec<u64> = words.iter().map(|word| u64::from_ne_bytes(*word)).collect();
         // SAFETY: every kernel takes a `Job`; the caller vouches for what it points to.
-        Ok(unsafe { self.launch_kernel(function, blocks, &words) }?)
+        Ok(unsafe { self.launch_kernel(*kernel, blocks, &words) }?)
     }
 }
 

@@ -192,9 +192,9 @@ fn kept_launches<H: DeviceHyper + Default>() {
         match kept.get(&launches) {
             Some(kept) => {
                 again += 1;
-                for (program, kernel, blocks, job) in kept {
+                for (kernel, blocks, job) in kept {
                     // SAFETY: as above; the tables are those that are bound, or `ready` would have said otherwise.
-                    unsafe { keeps.device.launch(program, kernel, *blocks, job) }.unwrap();
+                    unsafe { keeps.device.launch(kernel, *blocks, job) }.unwrap();
                 }
             }
             None => {
@@ -484,7 +484,7 @@ fn the_far_end_of_a_tensor_is_found() {
             ..Job::default()
         };
         // SAFETY: what the last chunks are of is there.
-        unsafe { host.launch(&Program::LOOK, "look_part", 1, &look) }.unwrap();
+        unsafe { host.launch(&(Program::LOOK, "look_part"), 1, &look) }.unwrap();
         let mut bytes = [0; 16];
         // Behind the sums of the tensor, of all and of the group.
         host.read(&sums, 8 * (1 + chunks as usize), &mut bytes).unwrap();
@@ -496,7 +496,7 @@ fn the_far_end_of_a_tensor_is_found() {
         let program = Program { rule, types, shape: LaunchShape::DEFAULT };
         let chunk = tables.send(&last(&plan.classes[0].sweep, 3)).unwrap();
         // SAFETY: as above.
-        unsafe { host.launch(&program, "step", 1, &Job { chunk, chunks: 3, ..look }) }.unwrap();
+        unsafe { host.launch(&(program, "step"), 1, &Job { chunk, chunks: 3, ..look }) }.unwrap();
         let moved = 2 * sweep + count % sweep;
         let (still, moved) = end.split_at(end.len() - moved);
         assert!(still.iter().all(|x| *x == 1.0) && moved.iter().all(|x| *x == 0.5));

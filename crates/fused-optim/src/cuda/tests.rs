@@ -576,8 +576,8 @@ fn planted_mistakes_are_noticed() {
         let types = Types { grad: 1, weight: 2, master: true };
         let rule = Some(("AdamP".into(), true));
         let program = Program { rule, types, shape: LaunchShape::DEFAULT };
-        host.prepare(&Program::LOOK).unwrap();
-        host.prepare(&program).unwrap();
+        host.kernel(&Program::LOOK, "look").unwrap();
+        host.kernel(&program, "step").unwrap();
         let sizes = if seed == 0 { &sizes[..] } else { &sizes[..7] };
         let compare = || compare(hypers, host, &[kind], sizes, seed);
         // A fault, too, is notice.

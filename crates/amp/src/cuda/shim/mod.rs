@@ -71,6 +71,7 @@ const PAD: usize = 32;
 
 impl Device for Host {
     type Memory = Memory;
+    type Kernel = (Program, &'static str);
 
     fn alloc(&self, bytes: usize) -> Result<Memory> {
         let memory = Memory { words: vec![0; bytes.div_ceil(8) + PAD], lent: self.lent.clone() };
@@ -110,15 +111,14 @@ impl Device for Host {
         1
     }
 
-    fn prepare(&self, program: Program) -> Result<()> {
+    fn kernel(&self, program: Program, name: &'static str) -> Result<Self::Kernel> {
         library(program, self.planted);
-        Ok(())
+        Ok((program, name))
     }
 
     unsafe fn launch(
         &self,
-        program: Program,
-        kernel: &str,
+        (program, kernel): Self::Kernel,
         blocks: u32,
         job: &[u64],
     ) -> Result<()> {

@@ -31,7 +31,7 @@ type Launch = unsafe extern "C" fn(
 ) -> *const c_char;
 
 /// Kernel, blocks and argument.
-pub(super) type Launched = (Program, String, u32, Job);
+pub(super) type Launched = ((Program, &'static str), u32, Job);
 
 /// Stands in for a device.
 #[derive(Clone, Debug)]
@@ -87,6 +87,7 @@ const PAD: usize = 32;
 
 impl Device for Host {
     type Memory = Memory;
+    type Kernel = (Program, &'static str);
 
     fn alloc(&self, bytes: usize) -> Result<Memory> {
         let memory = Memory { words: vec![0; bytes.div_ceil(8) + PAD], lent: self.lent.clone() };
@@ -134,17 +135,18 @@ impl Device for Host {
         1
     }
 
-    fn prepare(&self, program: &Program) -> Result<()> {
+    fn kernel(&self, program: &Program, name: &'static str) -> Result<Self::Kernel> {
         library(program, self.planted);
-        Ok(())
+        Ok((program.clone(), name))
     }
 
-    unsafe fn launch(&self, program: &Program, kernel: &str, blocks: u32, job: &Job) -> Result<()> {
+    unsafe fn launch(&self, kernel: &Self::Kernel, blocks: u32, job: &Job) -> Result<()> {
+        let (program, kernel) = kernel;
         let launch = library(program, self.planted);
-        self.launched.lock().unwrap().push((program.clone(), kernel.to_owned(), blocks, *job));
+        self.launched.lock().unwrap().push(((program.clone(), *kernel), blocks, *job));
         let Types { grad, weight, master } = program.types;
         let types = grad + 3 * weight + 9 * u32::from(master);
-        let (name, job) = (CString::new(kernel).unwrap(), job.bytes());
+        let (name, job) = (CString::new(*kernel).unwrap(), job.bytes());
         self.seed.set(self.seed.get().wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1));
         let lent: Vec<u64> =
             self.lent.lock().unwrap().iter().flat_map(|(from, to)| [*from, *to]).collect();

@@ -18,6 +18,7 @@ use crate::cache::{self, Entry, Version};
 use crate::error::CudaError;
 use crate::library::Library;
 use crate::nvrtc::Nvrtc;
+use crate::staging::Staging;
 
 /// A device and a stream on it, on which everything is done in order.
 #[derive(Clone, Debug)]
@@ -25,6 +26,7 @@ pub struct Gpu {
     stream: Arc<CudaStream>,
     modules: Arc<Mutex<HashMap<u64, Module>>>,
     kept: Arc<Kept>,
+    staging: Arc<Staging>,
     /// For example 90.
     arch: i32,
     processors: u32,
@@ -100,7 +102,8 @@ impl Gpu {
         let processors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let processors = u32::try_from(processors).unwrap_or(1).max(1);
         let (modules, kept) = Default::default();
-        Ok(Self { stream, modules, kept, arch: 10 * major + minor, processors })
+        let (staging, arch) = (Arc::new(Staging::new(stream.clone())), 10 * major + minor);
+        Ok(Self { stream, modules, kept, staging, arch, processors })
     }
 
     fn context(ordinal: usize) -> Result<Arc<CudaContext>, CudaError> {
@@ -160,7 +163,8 @@ impl Gpu {
         Ok(memory)
     }
 
-    /// Copies to the device, in order of the stream.
+    /// Copies to the device, in order of the stream, through pinned memory: `bytes` may change at once. Where 16
+    /// uploads, or 16 MiB, are under way, it waits for the first of them.
     ///
     /// # Errors
     ///
@@ -182,9 +186,8 @@ impl Gpu {
         if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
             return Err(CudaError::Capturing);
         }
-        // SAFETY: within the memory. The driver has copied pageable memory, as all of Rust's is, when
-        // this returns.
-        unsafe { result::memcpy_htod_async(memory.address + at as u64, bytes, stream) }
+        // SAFETY: within the memory.
+        unsafe { self.staging.write(memory.address + at as u64, bytes) }
             .map_err(failed("copy to the device"))
     }
 
@@ -471,9 +474,16 @@ const SYMBOLS: &[&str] = &[
     "cuMemFree_v2",
     "cuMemAllocAsync",
     "cuMemFreeAsync",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
     "cuMemsetD8Async",
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuEventSynchronize",
     "cuStreamSynchronize",
     "cuStreamIsCapturing",
     "cuModuleLoadData",

@@ -31,6 +31,7 @@ mod kernels;
 mod library;
 mod nvrtc;
 mod slice;
+mod staging;
 #[cfg(feature = "testing")]
 pub mod testing;
 

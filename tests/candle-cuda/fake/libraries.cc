@@ -23,10 +23,6 @@ int cuCtxSynchronize() {
     if (stream->device == here() && !error) error = cuStreamSynchronize(stream);
   return error;
 }
-int cuEventSynchronize(void *event) {
-  while (cuEventQuery(event) == 600) usleep(20);
-  return 0;
-}
 }
 
 // Memory that a library's call touches must be the device's.

@@ -207,6 +207,37 @@ fn one_gpu_serves_several_crates() {
     });
 }
 
+/// Whoever uploads has the memory back at once, however late the device reads.
+#[test]
+fn what_is_uploaded_may_be_overwritten_at_once() {
+    let test = "drivers::what_is_uploaded_may_be_overwritten_at_once";
+    with_fake(test, |fake| {
+        let stream = fake.stream();
+        // SAFETY: a stream that lives.
+        let gpu = unsafe { Gpu::with_stream(0, stream.as_raw()) }.unwrap();
+        let mut memory = gpu.alloc(40 << 20).unwrap();
+        let mut upload = |at: usize, count: usize, value: u8| {
+            let mut bytes = vec![value; count];
+            gpu.write(&mut memory, at, &bytes).unwrap();
+            bytes.fill(0xee);
+        };
+        fake.block(stream);
+        for at in 0..10 {
+            upload(at * 5000, 5000 - 100 * at, at as u8);
+        }
+        fake.unblock(stream);
+        // More than is under way at once.
+        upload(1 << 20, 39 << 20, 77);
+        let mut bytes = vec![0; 40 << 20];
+        gpu.read(&memory, 0, &mut bytes).unwrap();
+        for at in 0..10 {
+            let part = &bytes[at * 5000..][..5000 - 100 * at];
+            assert!(part.iter().all(|byte| *byte == at as u8), "upload {at}: {:?}", part[0]);
+        }
+        assert!(bytes[1 << 20..].iter().all(|byte| *byte == 77));
+    });
+}
+
 /// A step is launches alone: in a graph it is taken as often as that is replayed. What the host has to
 /// say anew cannot be captured, and changes nothing.
 #[test]

@@ -201,14 +201,48 @@ uint64_t *fake_gpu_copied() {
   return copied;
 }
 
+// Memory of the host that devices read and write by themselves.
+static std::map<uintptr_t, size_t> pinned;
+static bool is_pinned(const void *at) {
+  Lock lock(books);
+  auto next = pinned.upper_bound(uintptr_t(at));
+  return next != pinned.begin() && uintptr_t(at) < std::prev(next)->first + std::prev(next)->second;
+}
+int cuMemHostAlloc(void **memory, size_t bytes, unsigned) {
+  Fault f = due("cuMemHostAlloc", here());
+  if (f.kind == RETURN) return f.argument;
+  *memory = malloc(bytes);
+  Lock lock(books);
+  pinned[uintptr_t(*memory)] = bytes;
+  return 0;
+}
+int cuMemFreeHost(void *memory) {
+  Lock lock(books);
+  auto found = pinned.find(uintptr_t(memory));
+  if (found == pinned.end()) violation("pinned memory freed that was not allocated");
+  memset(memory, 0x5a, found->second);
+  pinned.erase(found);
+  free(memory);
+  return 0;
+}
+int cuEventSynchronize(void *event) {
+  while (cuEventQuery(event) == 600) usleep(20);
+  return 0;
+}
+
 int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t bytes, void *stream) {
   // A GPU would read it at each launch, from where it was.
   if (stream_of(stream)->graph) violation("a copy of pageable memory in a capture");
   fake_gpu_copied()[0] += bytes;
-  // Pageable memory has been read when this returns.
-  string held(static_cast<const char *>(from), bytes);
-  stream_of(stream)->push([=] { memcpy((void *)to, held.data(), bytes); },
-                          {{to, to + bytes, true, "copy to the device"}});
+  // It is read when the stream comes to it: of pageable memory, too, GPUs promise no more.
+  std::function<void()> copy = [=] { memcpy((void *)to, from, bytes); };
+#ifdef LIKE_CUDARC
+  if (!is_pinned(from)) {
+    string held(static_cast<const char *>(from), bytes);
+    copy = [=] { memcpy((void *)to, held.data(), bytes); };
+  }
+#endif
+  stream_of(stream)->push(copy, {{to, to + bytes, true, "copy to the device"}});
   return 0;
 }
 int cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t bytes, void *stream) {

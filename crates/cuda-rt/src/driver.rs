@@ -51,7 +51,14 @@ unsafe impl Sync for Kernel {}
 
 /// Kernels by their keys, in a list that only grows.
 #[derive(Debug, Default)]
-struct Kept(OnceLock<Box<((&'static str, usize), Kernel, Self)>>);
+struct Kept(OnceLock<Box<KeptKernel>>);
+
+#[derive(Debug)]
+struct KeptKernel {
+    key: (&'static str, usize),
+    kernel: Kernel,
+    next: Kept,
+}
 
 /// Loaded code; it stays loaded, as functions of it may be in a graph.
 #[derive(Clone, Copy, Debug)]
@@ -272,14 +279,14 @@ impl Gpu {
     ) -> Result<Kernel, CudaError> {
         let mut at = &*self.kept;
         while let Some(one) = at.0.get() {
-            if one.0 == key {
-                return Ok(one.1);
+            if one.key == key {
+                return Ok(one.kernel);
             }
-            at = &one.2;
+            at = &one.next;
         }
         let kernel = look_up()?;
         // Where another thread was faster, the next call looks it up again.
-        let _ = at.0.set(Box::new((key, kernel, Kept::default())));
+        let _ = at.0.set(Box::new(KeptKernel { key, kernel, next: Kept::default() }));
         Ok(kernel)
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 
 use super::super::linear::Extents;
-use super::super::weighted::Kernel;
+use super::super::weighted::Kernel as _;
 use super::matmul::{Matrices, ONE};
 use super::node::node;
 use super::{Kernel, Kernels, Output, blocks_of_warps, one_type, pair, stretches};

@@ -88,6 +88,10 @@ fn functions_fit_a_screen() {
             if starts && open.is_none() && !line.trim_end().ends_with(';') {
                 open = Some((number, indent, line.trim()));
             }
+            // A declaration of several lines, without a body.
+            if open.is_some_and(|(_, at, _)| indent == at) && line.trim_end().ends_with(';') {
+                open = None;
+            }
             if let Some((start, at, name)) = open
                 && indent == at
                 && line.trim_end() == format!("{}}}", " ".repeat(at))

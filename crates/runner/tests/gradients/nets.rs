@@ -446,41 +446,12 @@ fn sequences(net: &mut Net, rng: &mut ChaCha8Rng, depth: usize) {
     if rng.random::<bool>() {
         linear(net, rng, from, width);
     } else {
-        net.push(
-            "embedding",
-            Box::new(move |vb| {
-                let table = Embedding::new(7, width, vb)?;
-                Ok(Box::new(move |x| {
-                    let ids = x.narrow(2, 0, 1)?.squeeze(2)?.abs()?.clamp(0.0, 2.0)?;
-                    table.forward(&(ids * 3.0)?.to_dtype(DType::I64)?)
-                }))
-            }),
-        );
+        embedding(net, width);
     }
     for _ in 0..depth {
         match rng.random_range(0..9) {
-            0 => net.push(
-                "self attention",
-                Box::new(move |vb| {
-                    let qkv = Linear::new(width, 3 * width, vb.pp("qkv"))?;
-                    let out = Linear::new(width, width, vb.pp("out"))?;
-                    Ok(Box::new(move |x| {
-                        let options = AttentionOptions { heads: 2, causal: true };
-                        x + out.forward(&ops::self_attention(&qkv.forward(x)?, options)?)?
-                    }))
-                }),
-            ),
-            1 => net.push(
-                "candle attention",
-                Box::new(move |vb| {
-                    let linear = |name: &str| candle_nn::linear(width, width, vb.pp(name));
-                    let (q, k, v) = (linear("q")?, linear("k")?, linear("v")?);
-                    Ok(Box::new(move |x| {
-                        let scores = (q.forward(x)?.matmul(&k.forward(x)?.t()?)? * 0.3)?;
-                        x + candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&v.forward(x)?)?
-                    }))
-                }),
-            ),
+            0 => self_attention(net, width),
+            1 => candle_attention(net, width),
             2 => net.push(
                 "layer norm",
                 Box::new(move |vb| {
@@ -496,26 +467,8 @@ fn sequences(net: &mut Net, rng: &mut ChaCha8Rng, depth: usize) {
                     Ok(Box::new(move |x| candle_nn::ops::layer_norm_slow(x, &weight, &bias, 1e-5)))
                 }),
             ),
-            4 => net.push(
-                "feed forward",
-                Box::new(move |vb| {
-                    let (up, down) = (
-                        Linear::new(width, 2 * width, vb.pp("up"))?,
-                        Linear::new(2 * width, width, vb.pp("down"))?,
-                    );
-                    Ok(Box::new(move |x| x + down.forward(&ops::gelu(&up.forward(x)?)?)?))
-                }),
-            ),
-            5 => net.push(
-                "lstm",
-                Box::new(move |vb| {
-                    let lstm = candle_nn::lstm(width, width, Default::default(), vb)?;
-                    Ok(Box::new(move |x| {
-                        let states = lstm.seq(x)?;
-                        Tensor::stack(&states.iter().map(|s| s.h()).collect::<Vec<_>>(), 1)
-                    }))
-                }),
-            ),
+            4 => feed_forward(net, width),
+            5 => lstm(net, width),
             6 => {
                 linear(net, rng, width, width);
                 activation(net, rng);
@@ -535,4 +488,71 @@ fn sequences(net: &mut Net, rng: &mut ChaCha8Rng, depth: usize) {
     net.push("last", op(|x| x.i((.., 0))? + x.mean(1)?));
     let classes = net.classes;
     linear(net, rng, width, classes);
+}
+
+fn embedding(net: &mut Net, width: usize) {
+    net.push(
+        "embedding",
+        Box::new(move |vb| {
+            let table = Embedding::new(7, width, vb)?;
+            Ok(Box::new(move |x| {
+                let ids = x.narrow(2, 0, 1)?.squeeze(2)?.abs()?.clamp(0.0, 2.0)?;
+                table.forward(&(ids * 3.0)?.to_dtype(DType::I64)?)
+            }))
+        }),
+    );
+}
+
+fn self_attention(net: &mut Net, width: usize) {
+    net.push(
+        "self attention",
+        Box::new(move |vb| {
+            let qkv = Linear::new(width, 3 * width, vb.pp("qkv"))?;
+            let out = Linear::new(width, width, vb.pp("out"))?;
+            Ok(Box::new(move |x| {
+                let options = AttentionOptions { heads: 2, causal: true };
+                x + out.forward(&ops::self_attention(&qkv.forward(x)?, options)?)?
+            }))
+        }),
+    );
+}
+
+fn candle_attention(net: &mut Net, width: usize) {
+    net.push(
+        "candle attention",
+        Box::new(move |vb| {
+            let linear = |name: &str| candle_nn::linear(width, width, vb.pp(name));
+            let (q, k, v) = (linear("q")?, linear("k")?, linear("v")?);
+            Ok(Box::new(move |x| {
+                let scores = (q.forward(x)?.matmul(&k.forward(x)?.t()?)? * 0.3)?;
+                x + candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&v.forward(x)?)?
+            }))
+        }),
+    );
+}
+
+fn feed_forward(net: &mut Net, width: usize) {
+    net.push(
+        "feed forward",
+        Box::new(move |vb| {
+            let (up, down) = (
+                Linear::new(width, 2 * width, vb.pp("up"))?,
+                Linear::new(2 * width, width, vb.pp("down"))?,
+            );
+            Ok(Box::new(move |x| x + down.forward(&ops::gelu(&up.forward(x)?)?)?))
+        }),
+    );
+}
+
+fn lstm(net: &mut Net, width: usize) {
+    net.push(
+        "lstm",
+        Box::new(move |vb| {
+            let lstm = candle_nn::lstm(width, width, Default::default(), vb)?;
+            Ok(Box::new(move |x| {
+                let states = lstm.seq(x)?;
+                Tensor::stack(&states.iter().map(|s| s.h()).collect::<Vec<_>>(), 1)
+            }))
+        }),
+    );
 }

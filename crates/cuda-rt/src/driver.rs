@@ -8,14 +8,17 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use cudarc::driver::sys::{CUdevice_attribute, CUfunction, CUstreamCaptureStatus};
+use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUstreamCaptureStatus};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 
 use crate::cache::{self, Entry, Version};
-use crate::error::CudaError;
+use crate::device::Device;
+use crate::error::{CudaError, Result};
+use crate::kernels::Kernels;
 use crate::library::Library;
 use crate::nvrtc::Nvrtc;
 use crate::staging::Staging;
@@ -62,7 +65,7 @@ struct KeptKernel {
 
 /// Loaded code; it stays loaded, as functions of it may be in a graph.
 #[derive(Clone, Copy, Debug)]
-struct Module(cudarc::driver::sys::CUmodule);
+struct Module(sys::CUmodule);
 
 // SAFETY: a handle of the driver may be used from any thread.
 unsafe impl Send for Module {}
@@ -75,7 +78,7 @@ impl Gpu {
     ///
     /// [`CudaError::NotFound`] or [`CudaError::MissingSymbol`] without a driver or with an old one,
     /// [`CudaError::Driver`] if there is no such device.
-    pub fn new(ordinal: usize) -> Result<Self, CudaError> {
+    pub fn new(ordinal: usize) -> Result<Self> {
         Self::on(Self::context(ordinal)?.default_stream())
     }
 
@@ -89,7 +92,7 @@ impl Gpu {
     ///
     /// `stream` must be a `CUstream` of this device's primary context, or null for its default stream,
     /// and outlive this value, its clones and all memory made through them.
-    pub unsafe fn with_stream(ordinal: usize, stream: *mut c_void) -> Result<Self, CudaError> {
+    pub unsafe fn with_stream(ordinal: usize, stream: *mut c_void) -> Result<Self> {
         let context = Self::context(ordinal)?;
         // SAFETY: the caller vouches for the stream.
         Self::on(unsafe { context.wrap_borrowed_stream(stream.cast()) })
@@ -100,7 +103,7 @@ impl Gpu {
     /// # Errors
     ///
     /// As [`new`](Self::new).
-    pub fn on(stream: Arc<CudaStream>) -> Result<Self, CudaError> {
+    pub fn on(stream: Arc<CudaStream>) -> Result<Self> {
         driver()?;
         let context = stream.context();
         let attribute = |which| context.attribute(which).map_err(failed("ask about the device"));
@@ -113,7 +116,7 @@ impl Gpu {
         Ok(Self { stream, modules, kept, staging, arch, processors })
     }
 
-    fn context(ordinal: usize) -> Result<Arc<CudaContext>, CudaError> {
+    fn context(ordinal: usize) -> Result<Arc<CudaContext>> {
         driver()?;
         CudaContext::new(ordinal).map_err(failed("open the device"))
     }
@@ -124,32 +127,16 @@ impl Gpu {
         &self.stream
     }
 
-    /// For example `NVIDIA H200, sm_90`.
-    ///
-    /// # Errors
-    ///
-    /// [`CudaError::Driver`] if the driver does not say.
-    pub fn name(&self) -> Result<String, CudaError> {
-        let name = self.stream.context().name().map_err(failed("ask for the device's name"))?;
-        Ok(format!("{name}, sm_{}", self.arch))
-    }
-
-    /// Number of multiprocessors of the device.
-    #[must_use]
-    pub const fn processors(&self) -> u32 {
-        self.processors
-    }
-
-    fn bind(&self) -> Result<(), CudaError> {
+    fn bind(&self) -> Result<()> {
         self.stream.context().bind_to_thread().map_err(failed("make the context current"))
     }
+}
 
-    /// Allocates memory of zeros; its address is a multiple of 256. `bytes` may be 0.
-    ///
-    /// # Errors
-    ///
-    /// [`CudaError::Driver`].
-    pub fn alloc(&self, bytes: usize) -> Result<Memory, CudaError> {
+impl Device for Gpu {
+    type Memory = Memory;
+    type Kernel = Kernel;
+
+    fn alloc(&self, bytes: usize) -> Result<Memory> {
         self.bind()?;
         let stream = self.stream.clone();
         if bytes == 0 {
@@ -170,17 +157,11 @@ impl Gpu {
         Ok(memory)
     }
 
-    /// Copies to the device, in order of the stream, through pinned memory: `bytes` may change at once. Where 16
-    /// uploads, or 16 MiB, are under way, it waits for the first of them.
-    ///
-    /// # Errors
-    ///
-    /// [`CudaError::Driver`]; [`CudaError::Capturing`] while the stream is captured.
-    ///
-    /// # Panics
-    ///
-    /// If `at + bytes.len()` is past the end of the memory.
-    pub fn write(&self, memory: &mut Memory, at: usize, bytes: &[u8]) -> Result<(), CudaError> {
+    fn address(memory: &Memory) -> u64 {
+        memory.address
+    }
+
+    fn write(&self, memory: &mut Memory, at: usize, bytes: &[u8]) -> Result<()> {
         assert!(at + bytes.len() <= memory.bytes, "our own tables fit their memory");
         if bytes.is_empty() {
             return Ok(());
@@ -198,85 +179,65 @@ impl Gpu {
             .map_err(failed("copy to the device"))
     }
 
-    /// Copies from the device, and waits for that.
-    ///
-    /// # Errors
-    ///
-    /// [`CudaError::Driver`].
-    ///
-    /// # Panics
-    ///
-    /// If `at + bytes.len()` is past the end of the memory.
-    pub fn read(&self, memory: &Memory, at: usize, bytes: &mut [u8]) -> Result<(), CudaError> {
-        assert!(at + bytes.len() <= memory.bytes, "our own state fits its memory");
-        // SAFETY: within the memory, as was just checked.
-        unsafe { self.read_at(memory.address + at as u64, bytes) }
+    fn fill(&self, memory: &mut Memory, words: Range<usize>, value: u32) -> Result<()> {
+        assert!(4 * words.end <= memory.bytes, "our own state fits its memory");
+        if words.is_empty() {
+            return Ok(());
+        }
+        self.bind()?;
+        let (to, stream) = (memory.address + 4 * words.start as u64, self.stream.cu_stream());
+        // SAFETY: within the memory, as was just checked, whose address is a multiple of 256.
+        unsafe { sys::cuMemsetD32Async(to, value, words.len(), stream) }
+            .result()
+            .map_err(failed("set device memory"))
     }
 
-    /// Copies from an address of the device, and waits for that.
-    ///
-    /// # Errors
-    ///
-    /// [`CudaError::Driver`].
-    ///
-    /// # Safety
-    ///
-    /// So many bytes must be readable at this address of the device until this returns.
-    pub unsafe fn read_at(&self, address: u64, bytes: &mut [u8]) -> Result<(), CudaError> {
+    fn read(&self, memory: &Memory, at: usize, bytes: &mut [u8]) -> Result<()> {
+        assert!(at + bytes.len() <= memory.bytes, "our own state fits its memory");
         if bytes.is_empty() {
             return Ok(());
         }
         self.bind()?;
-        // SAFETY: the caller vouches for the address; `bytes` is borrowed until after the wait below.
-        unsafe { result::memcpy_dtoh_async(bytes, address, self.stream.cu_stream()) }
+        let (from, stream) = (memory.address + at as u64, self.stream.cu_stream());
+        // SAFETY: within the memory, as was just checked; `bytes` is borrowed until after the wait below.
+        unsafe { result::memcpy_dtoh_async(bytes, from, stream) }
             .map_err(failed("copy from the device"))?;
         self.stream.synchronize().map_err(failed("wait for the stream"))
     }
 
-    /// A kernel of `source`, compiled for this device if it is not in memory or on disk already: looked up once, and
-    /// launched any number of times.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`compiled`], and [`CudaError::Driver`].
-    ///
-    /// # Panics
-    ///
-    /// If `kernel` has a NUL.
-    pub fn kernel(
-        &self,
-        source: &str,
-        macros: &[String],
-        kernel: &str,
-    ) -> Result<Kernel, CudaError> {
+    fn name(&self) -> Result<String> {
+        let name = self.stream.context().name().map_err(failed("ask for the device's name"))?;
+        Ok(format!("{name}, sm_{}", self.arch))
+    }
+
+    fn processors(&self) -> u32 {
+        self.processors
+    }
+
+    fn kernel(&self, source: &str, macros: &[String], name: &str) -> Result<Kernel> {
         self.bind()?;
+        let source = Kernels::source(source);
         let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
         let key = cache::hash(format!("{macros:?}{source}").as_bytes());
         let module = match modules.get(&key) {
             Some(module) => *module,
             None => {
-                let module = load(source, macros, self.arch)?;
+                let module = load(&source, macros, self.arch)?;
                 modules.insert(key, module);
                 module
             }
         };
-        let name = CString::new(kernel).expect("kernels' names have no NUL");
+        let name = CString::new(name).expect("kernels' names have no NUL");
         // SAFETY: the module was loaded in this context and is never unloaded.
         let found = unsafe { result::module::get_function(module.0, name) };
         found.map(Kernel).map_err(failed("find a kernel"))
     }
 
-    /// The kernel that is kept under this key: looked up by the first call, read without a lock by all others. For
-    /// functions that have no place of their own to keep one.
-    ///
-    /// # Errors
-    ///
-    /// Those of `look_up`.
-    pub fn kept(
+    fn kept(
         &self,
         key: (&'static str, usize),
-        look_up: impl FnOnce() -> Result<Kernel, CudaError>,
-    ) -> Result<Kernel, CudaError> {
+        look_up: impl FnOnce() -> Result<Kernel>,
+    ) -> Result<Kernel> {
         let mut at = &*self.kept;
         while let Some(one) = at.0.get() {
             if one.key == key {
@@ -290,36 +251,13 @@ impl Gpu {
         Ok(kernel)
     }
 
-    /// Starts blocks of 256 threads with one argument, a struct in words of 8 bytes.
-    ///
-    /// # Errors
-    ///
-    /// [`CudaError::Driver`].
-    ///
-    /// # Safety
-    ///
-    /// The kernel must take a struct of this layout, and all it points to must be valid until the
-    /// kernel is done.
-    pub unsafe fn launch_kernel(
-        &self,
-        kernel: Kernel,
-        blocks: u32,
-        argument: &[u64],
-    ) -> Result<(), CudaError> {
+    unsafe fn launch(&self, kernel: &Kernel, blocks: u32, argument: &[u64]) -> Result<()> {
         self.bind()?;
         let mut arguments = [argument.as_ptr().cast_mut().cast::<c_void>()];
         let (grid, block, stream) = ((blocks, 1, 1), (THREADS, 1, 1), self.stream.cu_stream());
         // SAFETY: the caller vouches for the argument, which the driver copies.
         unsafe { result::launch_kernel(kernel.0, grid, block, 0, stream, &mut arguments) }
             .map_err(failed("launch a kernel"))
-    }
-}
-
-impl Memory {
-    /// Where it is; 0 if it has no bytes.
-    #[must_use]
-    pub const fn address(&self) -> u64 {
-        self.address
     }
 }
 
@@ -344,14 +282,14 @@ impl Drop for Memory {
 /// # Errors
 ///
 /// Those of [`Nvrtc::global`] and [`Nvrtc::compile`].
-pub fn compiled(source: &str, macros: &[String], arch: i32) -> Result<Vec<u8>, CudaError> {
-    let options = options(macros, arch);
-    code(source, &options, versions(source, &options)?[0])
+pub fn compiled(source: &str, macros: &[String], arch: i32) -> Result<Vec<u8>> {
+    let (source, options) = (Kernels::source(source), options(macros, arch));
+    code(&source, &options, versions(&source, &options)?[0])
 }
 
 /// Loads code into the current context: by the best compiler, or where the driver refuses that as too new, by an
 /// older one.
-fn load(source: &str, macros: &[String], arch: i32) -> Result<Module, CudaError> {
+fn load(source: &str, macros: &[String], arch: i32) -> Result<Module> {
     let options = options(macros, arch);
     let mut refused = None;
     for version in versions(source, &options)? {
@@ -367,7 +305,7 @@ fn load(source: &str, macros: &[String], arch: i32) -> Result<Module, CudaError>
 }
 
 /// Versions of the compiler whose code there is or can be made, the best first; at least one.
-fn versions(source: &str, options: &[String]) -> Result<Vec<Version>, CudaError> {
+fn versions(source: &str, options: &[String]) -> Result<Vec<Version>> {
     let missing = match Nvrtc::all() {
         Ok(all) => return Ok(all.iter().map(Nvrtc::version).collect()),
         Err(missing) => missing,
@@ -378,7 +316,7 @@ fn versions(source: &str, options: &[String]) -> Result<Vec<Version>, CudaError>
 }
 
 /// Code by the compiler of this version, which is one of [`versions`].
-fn code(source: &str, options: &[String], version: Version) -> Result<Vec<u8>, CudaError> {
+fn code(source: &str, options: &[String], version: Version) -> Result<Vec<u8>> {
     let entry = cache::folder().map(|folder| Entry::new(folder, source, options, version));
     if let Some(code) = entry.as_ref().and_then(Entry::read) {
         return Ok(code);
@@ -409,7 +347,7 @@ pub(crate) fn version() -> Option<Version> {
     driver().ok()?;
     let mut version = 0;
     // SAFETY: the driver has this function; it writes a number.
-    let status = unsafe { cudarc::driver::sys::cuDriverGetVersion(&raw mut version) };
+    let status = unsafe { sys::cuDriverGetVersion(&raw mut version) };
     status.result().ok()?;
     Some((version / 1000, version % 1000 / 10))
 }
@@ -424,8 +362,8 @@ pub fn options(macros: &[String], arch: i32) -> Vec<String> {
 }
 
 /// Whether there is a driver, with all that is called here.
-fn driver() -> Result<(), CudaError> {
-    static DRIVER: OnceLock<Result<(), CudaError>> = OnceLock::new();
+fn driver() -> Result<()> {
+    static DRIVER: OnceLock<Result<()>> = OnceLock::new();
     let look = || {
         let paths = ["libcuda.so.1", "libcuda.so"].map(PathBuf::from);
         // SAFETY: the driver's own names.
@@ -435,7 +373,7 @@ fn driver() -> Result<(), CudaError> {
     DRIVER.get_or_init(look).clone()
 }
 
-fn has_all(library: &Library) -> Result<(), CudaError> {
+fn has_all(library: &Library) -> Result<()> {
     SYMBOLS.iter().try_for_each(|symbol| library.symbol(symbol).map(|_| ()))
 }
 
@@ -484,6 +422,7 @@ const SYMBOLS: &[&str] = &[
     "cuMemHostAlloc",
     "cuMemFreeHost",
     "cuMemsetD8Async",
+    "cuMemsetD32Async",
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
     "cuEventCreate",

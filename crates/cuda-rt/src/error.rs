@@ -3,6 +3,9 @@
 use std::fmt;
 use std::path::PathBuf;
 
+/// What this crate's functions return.
+pub type Result<T, E = CudaError> = std::result::Result<T, E>;
+
 /// CUDA is missing, too old, or failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]

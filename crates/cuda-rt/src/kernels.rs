@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
-use crate::driver::{self, Gpu, Kernel};
-use crate::error::CudaError;
+use crate::device::Device;
+use crate::driver::{Gpu, Kernel};
+use crate::error::Result;
 
 /// Kernels that are compiled together, ready to be launched in one stream.
 ///
@@ -30,10 +31,10 @@ impl Kernels {
         source: &str,
         macros: &[String],
         names: &[&str],
-    ) -> Result<Self, CudaError> {
-        let (gpu, source) = (Gpu::on(stream)?, Self::source(source));
-        let look_up = |name: &&str| gpu.kernel(&source, macros, name);
-        let kernels = names.iter().map(look_up).collect::<Result<_, CudaError>>()?;
+    ) -> Result<Self> {
+        let gpu = Gpu::on(stream)?;
+        let look_up = |name: &&str| gpu.kernel(source, macros, name);
+        let kernels = names.iter().map(look_up).collect::<Result<_>>()?;
         Ok(Self { gpu, kernels })
     }
 
@@ -41,12 +42,6 @@ impl Kernels {
     #[must_use]
     pub fn source(source: &str) -> String {
         [crate::PTX_H, crate::DEVICE_H, source].concat()
-    }
-
-    /// With what options it is called for an architecture (90 is compute capability 9.0).
-    #[must_use]
-    pub fn options(macros: &[String], arch: i32) -> Vec<String> {
-        driver::options(macros, arch)
     }
 
     /// Starts `blocks` blocks of the `kernel`-th of the names given, in order of the stream; returns before it is done.
@@ -64,14 +59,9 @@ impl Kernels {
     /// `argument` must be the kernel's struct, in words of 8 bytes, and all that it points to must be what the
     /// kernel takes it for until the stream has come this far.
     #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
-    pub unsafe fn launch(
-        &self,
-        kernel: usize,
-        blocks: u32,
-        argument: &[u64],
-    ) -> Result<(), CudaError> {
+    pub unsafe fn launch(&self, kernel: usize, blocks: u32, argument: &[u64]) -> Result<()> {
         assert!(blocks > 0, "a launch of no blocks");
         // SAFETY: the caller vouches for the argument.
-        unsafe { self.gpu.launch_kernel(self.kernels[kernel], blocks, argument) }
+        unsafe { self.gpu.launch(&self.kernels[kernel], blocks, argument) }
     }
 }

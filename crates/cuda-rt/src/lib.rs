@@ -1,7 +1,7 @@
 //! CUDA without a toolkit: a GPU's memory, copies and kernel launches, with the driver and NVRTC loaded at run
 //! time.
 //!
-//! Nothing of CUDA is needed to build. [`Gpu`] is a device and one stream on it. [`Kernels`] compiles CUDA C++
+//! Nothing of CUDA is needed to build. [`Gpu`] is a device and one stream on it, a [`Device`]. [`Kernels`] compiles CUDA C++
 //! with [`Nvrtc`], keeps the machine code on disk, and launches it. [`DeviceSlice`] says where elements lie in a
 //! device's memory; it comes of a slice of cudarc's or, with the feature `candle`, of a tensor of candle's. A
 //! missing or outdated library is a [`CudaError`] that names every path that was tried and what to install.
@@ -20,11 +20,12 @@
 //! Kernels are compiled without contraction of `a * b + c` and without flushing subnormals, and with correctly
 //! rounded quotients and roots, so that a kernel and the same lines in Rust have the same bits. [`DEVICE_H`] has
 //! element types, packs of 16 bytes, and sums in a fixed order on top of that. With the feature `testing` the same
-//! source runs on the CPU behind `testing::SHIM_H`.
+//! source runs on the CPU, as kernels of a `testing::Host`.
 
 mod cache;
 #[cfg(feature = "candle")]
 mod candle;
+mod device;
 mod driver;
 mod error;
 mod kernels;
@@ -36,8 +37,9 @@ mod staging;
 pub mod testing;
 
 pub use cache::{Entry, folder as cache_folder};
+pub use device::Device;
 pub use driver::{Gpu, Kernel, Memory, compiled, options};
-pub use error::{Attempt, CudaError};
+pub use error::{Attempt, CudaError, Result};
 pub use kernels::Kernels;
 pub use nvrtc::{Cubin, Nvrtc};
 pub use slice::{DType, DeviceSlice};

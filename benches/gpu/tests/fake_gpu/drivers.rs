@@ -4,6 +4,8 @@ use std::path::Path;
 
 use amp::cuda::CudaScaler;
 use amp::{LossScaler, LossScalerOptions};
+use cuda_rt::Device;
+use fused_optim::RmsPropTfHyper;
 use fused_optim::cuda::{Averages, CudaError};
 
 use super::fake::{LIBRARY, compilers, narrow};
@@ -204,6 +206,37 @@ fn one_gpu_serves_several_crates() {
         // SAFETY: a stream that lives.
         let gpu = unsafe { Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
         step_with(fake, [&gpu; 3], |_| ());
+    });
+}
+
+/// State and the masters of half weights are made on the device.
+#[test]
+fn the_first_bind_sends_tables_and_no_state() {
+    let test = "drivers::the_first_bind_sends_tables_and_no_state";
+    with_fake(test, |fake| {
+        // SAFETY: a stream that lives.
+        let gpu = unsafe { Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
+        let [mut weights, mut grads] = [1.0, 0.5].map(|x| vec![half::f16::from_f32(x); 1 << 18]);
+        let (dtype, len) = (DType::F16, weights.len());
+        let [weight, grad] = [&mut weights, &mut grads].map(|x| DeviceSlice {
+            ptr: fake.lend(&mut x[..]),
+            len,
+            dtype,
+        });
+        let hyper = RmsPropTfHyper { lr: 0.0, momentum: 0.9, ..Default::default() };
+        let groups = [ParamGroup::new(hyper, 0..1)];
+        let mut optim = CudaOptimizer::new(gpu, groups, HalfWeights::Master).unwrap();
+        let before = fake.copied();
+        // SAFETY: the memory outlives all of it; here and below.
+        unsafe { optim.bind(&[DeviceParam::new(weight, Some(grad))]) }.unwrap();
+        let after = fake.copied();
+        assert!(after[0] - before[0] < 4096 && after[1] == before[1], "{before:?}, {after:?}");
+        // SAFETY: as above.
+        unsafe { optim.step(&StepCtl::PLAIN) }.unwrap();
+        let state = optim.state_dict().unwrap().state.remove(&0).unwrap();
+        // Its root mean square begins with 1: 0.9 * 1 + 0.1 * 0.5^2.
+        assert!(state.tensors["square_avg"].iter().all(|x| (x - 0.925).abs() < 1e-6));
+        assert_eq!(state.tensors["master"], vec![1.0; len]);
     });
 }
 

@@ -163,6 +163,15 @@ impl Fake {
         unsafe { call(function.as_ptr(), device as c_int) }
     }
 
+    /// Bytes that this thread has had copied to devices, and from there.
+    pub(crate) fn copied(&self) -> [u64; 2] {
+        // SAFETY: that is its prototype.
+        let call: extern "C" fn() -> *const [u64; 2] =
+            unsafe { std::mem::transmute(self.symbol("fake_gpu_copied")) };
+        // SAFETY: two numbers of this thread.
+        unsafe { *call() }
+    }
+
     /// Has the `nth` call of a function for a device return `code`.
     pub(crate) fn fail(&self, function: &str, device: u32, nth: c_int, code: c_int) {
         type Prototype = unsafe extern "C" fn(*const c_char, c_int, c_int, c_int, c_int);

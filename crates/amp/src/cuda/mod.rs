@@ -30,14 +30,10 @@
 mod gate_tests;
 mod scaler;
 #[cfg(test)]
-mod shim;
-#[cfg(test)]
 mod tests;
 
-use std::fmt;
-
+use cuda_rt::Device;
 pub use cuda_rt::{Attempt, Cubin, CudaError, DType, DeviceSlice, Gpu, Nvrtc};
-use cuda_rt::{Kernel, Kernels, Memory};
 
 use crate::LossScaler;
 use scaler::Scaler;
@@ -70,16 +66,17 @@ unsafe fn cast_on<D: Device>(
     if from.len != to.len {
         return Err(CudaError::Unsupported { what: "a cast between different lengths" });
     }
-    let program = Program { cast: Some([number(from)?, number(to)?]) };
+    let types = [number(from)?, number(to)?];
     if from.len == 0 {
         return Ok(());
     }
     // Packs of 4 or 8 by 256 threads, four times.
     let blocks = u32::try_from(from.len.div_ceil(8 * 256 * 4)).unwrap_or(u32::MAX);
     let blocks = blocks.min(device.processors() * BLOCKS_PER_PROCESSOR);
-    let kernel = device.kernel(program, "cast")?;
+    let key = ("cast", (3 * types[0] + types[1]) as usize);
+    let kernel = device.kept(key, || Program { cast: Some(types) }.kernel(device, "cast"))?;
     // SAFETY: a `CastJob`; the caller vouches for both addresses.
-    unsafe { device.launch(kernel, blocks, &[from.ptr, to.ptr, from.len as u64]) }
+    unsafe { device.launch(&kernel, blocks, &[from.ptr, to.ptr, from.len as u64]) }
 }
 
 /// Compiles all kernels of this crate for devices of an architecture (90 is compute capability 9.0) and
@@ -92,7 +89,7 @@ unsafe fn cast_on<D: Device>(
 pub fn compile_for(arch: i32) -> Result<(), CudaError> {
     let pairs = (0..3).flat_map(|from| (0..3).map(move |to| Some([from, to])));
     for cast in pairs.chain([None]) {
-        cuda_rt::compiled(&Program::source(), &Program { cast }.macros(), arch)?;
+        cuda_rt::compiled(Program::SOURCE, &Program { cast }.macros(), arch)?;
     }
     Ok(())
 }
@@ -238,79 +235,12 @@ impl Program {
         vec![format!("-DFROM={from}"), format!("-DTO={to}")]
     }
 
-    /// What NVRTC compiles.
-    fn source() -> String {
-        Kernels::source(Self::SOURCE)
+    fn kernel<D: Device>(self, device: &D, name: &str) -> Result<D::Kernel, CudaError> {
+        device.kernel(Self::SOURCE, &self.macros(), name)
     }
 
     /// The kernels.
     const SOURCE: &'static str = include_str!("amp.cu");
-}
-
-/// A device, or what stands in for one in tests. As in `fused-optim`.
-trait Device: fmt::Debug {
-    type Memory: fmt::Debug;
-    type Kernel: Copy + fmt::Debug;
-
-    fn alloc(&self, bytes: usize) -> Result<Self::Memory, CudaError>;
-    fn address(memory: &Self::Memory) -> u64;
-    fn write(&self, memory: &mut Self::Memory, at: usize, bytes: &[u8]) -> Result<(), CudaError>;
-    fn read(&self, memory: &Self::Memory, at: usize, bytes: &mut [u8]) -> Result<(), CudaError>;
-    fn processors(&self) -> u32;
-    /// Looked up by the first call, for good.
-    fn kernel(&self, program: Program, name: &'static str) -> Result<Self::Kernel, CudaError>;
-    /// # Safety
-    ///
-    /// `job` must be the struct the kernel takes, and all it points to be valid until it is done.
-    #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
-    unsafe fn launch(
-        &self,
-        kernel: Self::Kernel,
-        blocks: u32,
-        job: &[u64],
-    ) -> Result<(), CudaError>;
-}
-
-impl Device for Gpu {
-    type Memory = Memory;
-    type Kernel = Kernel;
-
-    fn alloc(&self, bytes: usize) -> Result<Self::Memory, CudaError> {
-        Self::alloc(self, bytes)
-    }
-
-    fn address(memory: &Self::Memory) -> u64 {
-        memory.address()
-    }
-
-    fn write(&self, memory: &mut Self::Memory, at: usize, bytes: &[u8]) -> Result<(), CudaError> {
-        Self::write(self, memory, at, bytes)
-    }
-
-    fn read(&self, memory: &Self::Memory, at: usize, bytes: &mut [u8]) -> Result<(), CudaError> {
-        Self::read(self, memory, at, bytes)
-    }
-
-    fn processors(&self) -> u32 {
-        Self::processors(self)
-    }
-
-    fn kernel(&self, program: Program, name: &'static str) -> Result<Kernel, CudaError> {
-        let number = program.cast.map_or(9, |[from, to]| 3 * from + to) as usize;
-        let look_up = || Self::kernel(self, &Program::source(), &program.macros(), name);
-        self.kept((name, number), look_up)
-    }
-
-    #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
-    unsafe fn launch(
-        &self,
-        kernel: Self::Kernel,
-        blocks: u32,
-        job: &[u64],
-    ) -> Result<(), CudaError> {
-        // SAFETY: the caller vouches for the job.
-        unsafe { self.launch_kernel(kernel, blocks, job) }
-    }
 }
 
 /// The number a type has in kernels, if the slice can be given to one.

@@ -1,6 +1,8 @@
 //! The loss scale on a device.
 
-use super::{BLOCKS_PER_PROCESSOR, CudaError, DType, Device, DeviceSlice, Program, number};
+use cuda_rt::Device;
+
+use super::{BLOCKS_PER_PROCESSOR, CudaError, DType, DeviceSlice, Program, number};
 use crate::{LossScaler, Policy};
 
 /// What the device knows of the loss scale.
@@ -72,8 +74,8 @@ impl<D: Device> Scaler<D> {
         bytes.extend([0.0_f64; 2].iter().flat_map(|number| number.to_ne_bytes()));
         bytes.extend(scaler.scale().to_ne_bytes());
         bytes.resize(BYTES, 0);
-        let unscale = device.kernel(Program::SCALER, "unscale")?;
-        let update = device.kernel(Program::SCALER, "update")?;
+        let unscale = Program::SCALER.kernel(&device, "unscale")?;
+        let update = Program::SCALER.kernel(&device, "update")?;
         let mut state = device.alloc(BYTES)?;
         device.write(&mut state, 0, &bytes)?;
         Ok(Self { device, unscale, update, state, parts: Vec::new() })
@@ -146,14 +148,14 @@ impl<D: Device> Scaler<D> {
         let blocks = tables.count.div_ceil(8).clamp(1, most);
         // SAFETY: an `UnscaleJob` over tables that live as long as `self`; the caller vouches for the
         // gradients.
-        unsafe { self.device.launch(self.unscale, blocks, &job) }
+        unsafe { self.device.launch(&self.unscale, blocks, &job) }
     }
 
     #[expect(unsafe_code, reason = "launches a kernel")]
     pub(super) fn update(&mut self) -> Result<(), CudaError> {
         let job = [0, 0, 0, D::address(&self.state), 0];
         // SAFETY: an `UnscaleJob`, of which this kernel uses the scaler alone.
-        unsafe { self.device.launch(self.update, 1, &job) }
+        unsafe { self.device.launch(&self.update, 1, &job) }
     }
 
     pub(super) fn found_inf_address(&self) -> u64 {

@@ -5,8 +5,10 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use cuda_rt::Device;
+
 use super::asked::asked;
-use super::device::Device;
+use super::device::launch;
 use super::fused::{BLOCKS, Fused, UNBOUND, read_answer};
 use super::rules::DeviceHyper;
 use super::table::{Answer, Bytes, Job};
@@ -111,7 +113,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     pub(super) fn forget_looks(&mut self) -> Result<()> {
         let Some(bound) = &mut self.bound else { return Ok(()) };
         match bound.looks.forget() {
-            true => self.device.write(&mut bound.ctl, Answer::BAD, &0_u32.bytes()),
+            true => Ok(self.device.write(&mut bound.ctl, Answer::BAD, &0_u32.bytes())?),
             false => Ok(()),
         }
     }
@@ -167,6 +169,6 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let job = Job { first: chunks.start, chunks: chunks.end, ..bound.look };
         // SAFETY: the tables were made for this kernel and live as long as `bound`; the caller
         // vouches for the gradients.
-        unsafe { device.launch(&bound.look_part, self.blocks(chunks.len() as u32, BLOCKS), &job) }
+        unsafe { launch(device, &bound.look_part, self.blocks(chunks.len() as u32, BLOCKS), &job) }
     }
 }

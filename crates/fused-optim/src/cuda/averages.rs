@@ -2,7 +2,9 @@
 
 #![expect(unsafe_code, reason = "an address is only a number")]
 
-use super::device::{Device, Program};
+use cuda_rt::Device;
+
+use super::device::{Program, launch};
 use super::table::{Bytes, Chunk, Job, SPAN, Tensor};
 use super::tune::LaunchShape;
 use super::{DeviceParam, DeviceSlice, Gpu};
@@ -66,43 +68,23 @@ impl Averages {
 
 #[derive(Debug)]
 struct Kept<D: Device> {
-    device: D,
-    average: D::Kernel,
+    mover: Mover<D>,
     counts: Vec<usize>,
     /// Of each average, where it begins, in bytes.
     offsets: Vec<usize>,
     memory: D::Memory,
-    /// What the kernel knows of the tensors, and what was sent of it.
-    table: D::Memory,
-    sent: Vec<Tensor>,
-    chunk: D::Memory,
-    chunks: u32,
 }
 
 impl<D: Device> Kept<D> {
     fn new(device: D, counts: &[usize]) -> Result<Self> {
         let mut bytes = 0;
         let mut offsets = Vec::with_capacity(counts.len());
-        let mut chunks = Vec::new();
-        for (tensor, count) in counts.iter().enumerate() {
+        for count in counts {
             offsets.push(bytes);
             bytes += (count * 4).next_multiple_of(16);
-            let own = 0..count.div_ceil(SPAN) as u32;
-            chunks.extend(own.map(|index| Chunk { tensor: tensor as u32, index }));
         }
-        let mut chunk = device.alloc(chunks.bytes().len())?;
-        device.write(&mut chunk, 0, &chunks.bytes())?;
-        Ok(Self {
-            average: device.kernel(&Program::LOOK, "average")?,
-            memory: device.alloc(bytes)?,
-            table: device.alloc(counts.len() * size_of::<Tensor>())?,
-            sent: Vec::new(),
-            chunk,
-            chunks: chunks.len() as u32,
-            counts: counts.to_vec(),
-            offsets,
-            device,
-        })
+        let memory = device.alloc(bytes)?;
+        Ok(Self { mover: Mover::new(device, counts)?, counts: counts.to_vec(), offsets, memory })
     }
 
     /// Refuses tensors that are not as long as the averages.
@@ -130,39 +112,16 @@ impl<D: Device> Kept<D> {
         for (index, tensor) in tensors.iter().enumerate() {
             DeviceParam::new(*tensor, Some(*tensor)).validate(index)?;
         }
-        let ema = |offset: &usize| D::address(&self.memory) + *offset as u64;
-        let both = tensors.iter().zip(&self.offsets);
-        let table = both.map(|(tensor, offset)| Tensor {
-            weight: tensor.ptr,
-            ema: ema(offset),
-            count: tensor.len as u64,
-            cols: tensor.len as u64,
-            grad_type: tensor.dtype.number(),
-            ..Tensor::default()
-        });
-        let table: Vec<Tensor> = table.collect();
-        if table != self.sent {
-            self.device.write(&mut self.table, 0, &table.bytes())?;
-            self.sent = table;
-        }
-        let job = Job {
-            tensor: D::address(&self.table),
-            chunk: D::address(&self.chunk),
-            chunks: self.chunks,
-            tensors: tensors.len() as u32,
-            share: share.unwrap_or(-1.0),
-            ..Job::default()
-        };
-        let most = self.device.processors() * LaunchShape::DEFAULT.blocks;
-        let blocks = self.chunks.div_ceil(8).clamp(1, most);
-        // SAFETY: the tables are this one's, which outlive the launch; the tensors are the caller's promise.
-        unsafe { self.device.launch(&self.average, blocks, &job) }
+        let average = |offset: &usize| D::address(&self.memory) + *offset as u64;
+        let pairs = tensors.iter().copied().zip(self.offsets.iter().map(average));
+        // SAFETY: the averages are this one's; the tensors are the caller's promise.
+        unsafe { self.mover.launch(pairs, share) }
     }
 
     fn to_host(&self) -> Result<Vec<Vec<f32>>> {
         let read = |(count, offset): (&usize, &usize)| {
             let mut bytes = vec![0; count * 4];
-            self.device.read(&self.memory, *offset, &mut bytes)?;
+            self.mover.device.read(&self.memory, *offset, &mut bytes)?;
             Ok(bytes.as_chunks().0.iter().map(|word| f32::from_ne_bytes(*word)).collect())
         };
         self.counts.iter().zip(&self.offsets).map(read).collect()
@@ -171,20 +130,92 @@ impl<D: Device> Kept<D> {
     fn load(&mut self, averages: &[Vec<f32>]) -> Result<()> {
         self.check(averages.iter().map(Vec::len))?;
         for (values, offset) in averages.iter().zip(&self.offsets) {
-            self.device.write(&mut self.memory, *offset, &values.bytes())?;
+            self.mover.device.write(&mut self.memory, *offset, &values.bytes())?;
         }
         Ok(())
     }
 }
 
+/// Moves vectors of f32 towards tensors, all by one launch.
+#[derive(Debug)]
+pub(super) struct Mover<D: Device> {
+    device: D,
+    average: D::Kernel,
+    /// What the kernel knows of the tensors, and what was sent of it.
+    table: D::Memory,
+    sent: Vec<Tensor>,
+    chunk: D::Memory,
+    chunks: u32,
+}
+
+impl<D: Device> Mover<D> {
+    pub(super) fn new(device: D, counts: &[usize]) -> Result<Self> {
+        let chunks = counts.iter().enumerate().flat_map(|(tensor, count)| {
+            let own = 0..count.div_ceil(SPAN) as u32;
+            own.map(move |index| Chunk { tensor: tensor as u32, index })
+        });
+        let chunks: Vec<Chunk> = chunks.collect();
+        let mut chunk = device.alloc(chunks.bytes().len())?;
+        device.write(&mut chunk, 0, &chunks.bytes())?;
+        Ok(Self {
+            average: Program::LOOK.kernel(&device, "average")?,
+            table: device.alloc(counts.len() * size_of::<Tensor>())?,
+            sent: Vec::new(),
+            chunk,
+            chunks: chunks.len() as u32,
+            device,
+        })
+    }
+
+    /// Moves the vectors at these addresses; without a share they become the tensors.
+    ///
+    /// # Safety
+    ///
+    /// Tensors and vectors must have the elements given to [`new`](Self::new), and be there until the stream has come
+    /// this far.
+    pub(super) unsafe fn launch(
+        &mut self,
+        pairs: impl Iterator<Item = (DeviceSlice, u64)>,
+        share: Option<f32>,
+    ) -> Result<()> {
+        let table = pairs.map(|(tensor, ema)| Tensor {
+            weight: tensor.ptr,
+            ema,
+            count: tensor.len as u64,
+            cols: tensor.len as u64,
+            grad_type: tensor.dtype.number(),
+            ..Tensor::default()
+        });
+        let table: Vec<Tensor> = table.collect();
+        let job = Job {
+            tensor: D::address(&self.table),
+            chunk: D::address(&self.chunk),
+            chunks: self.chunks,
+            tensors: table.len() as u32,
+            share: share.unwrap_or(-1.0),
+            ..Job::default()
+        };
+        if table != self.sent {
+            self.device.write(&mut self.table, 0, &table.bytes())?;
+            self.sent = table;
+        }
+        let most = self.device.processors() * LaunchShape::DEFAULT.blocks;
+        let blocks = self.chunks.div_ceil(8).clamp(1, most);
+        // SAFETY: the tables are this one's, whose memory is freed in order of the stream; the rest is the caller's
+        // promise.
+        unsafe { launch(&self.device, &self.average, blocks, &job) }
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use cuda_rt::testing::Host;
     use half::{bf16, f16};
     use proptest::prelude::*;
 
-    use super::super::shim::Host;
     use super::*;
     use crate::cuda::DType;
+    use crate::cuda::tests::new_host;
 
     /// As a tensor of this type has it.
     fn widened(dtype: DType, x: f32) -> f32 {
@@ -241,7 +272,7 @@ mod tests {
             shares in prop::collection::vec(prop::option::of(0.0_f32..=1.0), 1..4),
             seed: u64,
         ) {
-            let host = Host::new(seed);
+            let host = new_host(seed);
             let counts: Vec<usize> = shapes.iter().map(|(count, ..)| *count).collect();
             let mut kept = Kept::new(host.clone(), &counts).unwrap();
             let number = |at: usize| numbers[at % numbers.len()];
@@ -273,7 +304,7 @@ mod tests {
 
     #[test]
     fn other_tensors_and_shares_are_refused() {
-        let mut kept = Kept::new(Host::new(0), &[2, 3]).unwrap();
+        let mut kept = Kept::new(new_host(0), &[2, 3]).unwrap();
         let slice = |len| DeviceSlice { ptr: 4, len, dtype: DType::F32 };
         let mut refused = |tensors: &[DeviceSlice], share| {
             // SAFETY: nothing is launched.

@@ -1,49 +1,10 @@
-//! What an optimizer asks of a device: memory, copies in order of a stream, launches.
+//! Kernels and tables on a device.
 
-use std::fmt;
+use cuda_rt::Device;
 
-use cuda_rt::Kernels;
-
-use super::table::{Job, Types};
+use super::table::{Bytes, Job, Types};
 use super::tune::LaunchShape;
 use crate::Result;
-
-/// A device, or what stands in for one in tests.
-pub(super) trait Device: Clone + fmt::Debug {
-    /// Memory of the device, freed when dropped.
-    type Memory: fmt::Debug;
-    /// A kernel that is ready to be launched.
-    type Kernel: Clone + fmt::Debug;
-
-    /// Memory of zeros; its address is a multiple of 256. `bytes` may be 0.
-    fn alloc(&self, bytes: usize) -> Result<Self::Memory>;
-    /// Where it is.
-    fn address(memory: &Self::Memory) -> u64;
-    /// Copies to the device, in order of the stream.
-    fn write(&self, memory: &mut Self::Memory, offset: usize, bytes: &[u8]) -> Result<()>;
-    /// Copies from the device, and waits for that.
-    fn read(&self, memory: &Self::Memory, offset: usize, bytes: &mut [u8]) -> Result<()>;
-    /// The same, from an address.
-    ///
-    /// # Safety
-    ///
-    /// So many bytes must be readable there until this returns.
-    #[expect(unsafe_code, reason = "an address is only a number")]
-    unsafe fn read_at(&self, address: u64, bytes: &mut [u8]) -> Result<()>;
-    /// What it is, for who keeps what was found out about it.
-    fn name(&self) -> Result<String>;
-    /// How many blocks run side by side, at least, if each has a processor of its own.
-    fn processors(&self) -> u32;
-    /// Looks a program's kernel up, which is launched from then on without.
-    fn kernel(&self, program: &Program, name: &'static str) -> Result<Self::Kernel>;
-    /// Starts `blocks` blocks of 256 threads of a kernel, in order of the stream.
-    ///
-    /// # Safety
-    ///
-    /// All that the job points to must be what the kernel takes it for until it is done.
-    #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
-    unsafe fn launch(&self, kernel: &Self::Kernel, blocks: u32, job: &Job) -> Result<()>;
-}
 
 /// Kernels that are compiled together.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -79,14 +40,33 @@ impl Program {
         ]
     }
 
-    /// What NVRTC compiles.
-    pub(super) fn source(&self) -> String {
-        Kernels::source(Self::SOURCE)
+    /// Looks a kernel up.
+    pub(super) fn kernel<D: Device>(&self, device: &D, name: &str) -> Result<D::Kernel> {
+        Ok(device.kernel(Self::SOURCE, &self.macros(), name)?)
     }
 
     /// The kernels.
     pub(super) const SOURCE: &'static str =
         concat!(include_str!("rules.h"), include_str!("optim.cu"));
+}
+
+/// Starts blocks of a kernel, in order of the stream.
+///
+/// # Safety
+///
+/// All that the job points to must be what the kernel takes it for until it is done.
+#[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
+pub(super) unsafe fn launch<D: Device>(
+    device: &D,
+    kernel: &D::Kernel,
+    blocks: u32,
+    job: &Job,
+) -> Result<()> {
+    let bytes = job.bytes();
+    let (words, _) = bytes.as_chunks();
+    let words: Vec<u64> = words.iter().map(|word| u64::from_ne_bytes(*word)).collect();
+    // SAFETY: every kernel takes a `Job`; the caller vouches for what it points to.
+    Ok(unsafe { device.launch(kernel, blocks, &words) }?)
 }
 
 /// What is sent to a device for good.

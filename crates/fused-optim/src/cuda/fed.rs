@@ -7,7 +7,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::ahead::{self, GradStats};
-use super::device::{Device, Program};
+use super::device::Program;
 use super::rules::DeviceHyper;
 use super::{CudaOptimizer, DeviceParam, Gpu, Launches, Tuned};
 use crate::{
@@ -66,7 +66,7 @@ impl<H: DeviceHyper> DeviceFed<H> {
         groups: impl IntoIterator<Item = ParamGroup<H>>,
         half_weights: HalfWeights,
     ) -> Result<Self> {
-        Device::kernel(&gpu, &Program::LOOK, "look")?;
+        Program::LOOK.kernel(&gpu, "look")?;
         let cuda = CudaOptimizer::new(gpu, groups, half_weights)?;
         Ok(Self { cuda: Arc::new(Mutex::new(cuda)), has_norm: false })
     }

@@ -7,8 +7,11 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use cuda_rt::Device;
+
 use super::asked::{asked, group_table};
-use super::device::{Device, Program, Tables};
+use super::averages::Mover;
+use super::device::{Program, Tables, launch};
 use super::held::Held;
 use super::looks::Looks;
 use super::rules::DeviceHyper;
@@ -16,7 +19,6 @@ use super::table::{Answer, Asked, Bytes, Class, Group, Job, Plan, Progress, Shap
 use super::tune::LaunchShape;
 use super::{DType, DeviceParam, DeviceSlice, Launches, LossScale, Status};
 use crate::core::Core;
-use crate::cpu::pages::Pages;
 use crate::rule::OwnClip;
 use crate::state::TensorState;
 use crate::{Error, HalfWeights, ParamGroup, Result, StateDict, StepCtl, norms};
@@ -119,16 +121,8 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             return self.move_to(&members, params);
         }
         self.unbind()?;
-        for &(index, group) in &members {
-            let weight = params[index].weight;
-            let held = self.held.get(&index);
-            let complete = |held: &Held<_>| held.master || !self.wants_master(weight.dtype);
-            if !held.is_some_and(|held| held.count.is_some() && complete(held)) {
-                // SAFETY: the caller vouches for the weight's address and length.
-                let held = unsafe { self.hold(index, weight, group) }?;
-                self.held.insert(index, held);
-            }
-        }
+        // SAFETY: the caller vouches for the weights.
+        unsafe { self.hold(&members, params) }?;
         self.bound = Some(self.tables(&members, params)?);
         if let Some(scale) = self.loss_scale {
             self.send_loss_scale(scale)?;
@@ -207,36 +201,39 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         Ok(bound.indices.iter().copied().zip(all.iter().map(step)).collect())
     }
 
-    /// A tensor's state, with the slots and the master it is to have.
+    /// Gives tensors the slots and masters that they are to have and have not.
     ///
     /// # Safety
     ///
-    /// The weight must lie where it says, until the device has read it.
+    /// The weights must lie where they say, until the device has read them.
     #[expect(unsafe_code, reason = "reads weights at the caller's addresses")]
-    unsafe fn hold(
-        &self,
-        index: usize,
-        weight: DeviceSlice,
-        group: usize,
-    ) -> Result<Held<D::Memory>> {
-        let hyper = &self.core.groups()[group].hyper;
-        let mut state = match self.held.get(&index) {
-            Some(held) => held.read(&self.device, hyper, weight.len)?,
-            None => TensorState::new(hyper, weight.len, 0, false, &mut Pages::new(0)),
-        };
-        if self.wants_master(weight.dtype) {
-            let mut bytes = vec![0; weight.len * weight.dtype.size()];
-            // SAFETY: the caller vouches for address and length.
-            unsafe { self.device.read_at(weight.ptr, &mut bytes) }?;
-            let (halves, _) = bytes.as_chunks();
-            let bits = halves.iter().map(|half| u16::from_ne_bytes(*half));
-            let master: Vec<f32> = match weight.dtype {
-                DType::F16 => bits.map(|x| half::f16::from_bits(x).to_f32()).collect(),
-                _ => bits.map(|x| half::bf16::from_bits(x).to_f32()).collect(),
+    unsafe fn hold(&mut self, members: &[(usize, usize)], params: &[DeviceParam]) -> Result<()> {
+        let (mut new, mut masters) = (Vec::new(), Vec::new());
+        for &(index, group) in members {
+            let (weight, hyper) = (params[index].weight, &self.core.groups()[group].hyper);
+            let master = self.wants_master(weight.dtype);
+            let held = match self.held.get(&index) {
+                Some(held) if held.count.is_some() && (held.master || !master) => continue,
+                Some(held) => {
+                    let state = held.read(&self.device, hyper, weight.len)?;
+                    Held::send(&self.device, &state, Some(weight.len), master)?
+                }
+                None => Held::fresh(&self.device, hyper, weight.len, master)?,
             };
-            state.master = Some(master.into());
+            if master {
+                let slots = hyper.slots().len();
+                masters.push((weight, D::address(&held.memory) + (slots * held.stride) as u64));
+            }
+            new.push((index, held));
         }
-        Held::send(&self.device, &state, Some(weight.len))
+        if !masters.is_empty() {
+            let counts: Vec<usize> = masters.iter().map(|(weight, _)| weight.len).collect();
+            let mut mover = Mover::new(self.device.clone(), &counts)?;
+            // SAFETY: the masters were just made, for weights that the caller vouches for.
+            unsafe { mover.launch(masters.into_iter(), None) }?;
+        }
+        self.held.extend(new);
+        Ok(())
     }
 
     /// Tensors of one form and types are a class; the classes in order, and each tensor's shape.
@@ -311,8 +308,8 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             indices: members.iter().map(|(index, _)| *index).collect(),
             launches,
             look,
-            look_part: self.device.kernel(&Program::LOOK, "look_part")?,
-            last_look: self.device.kernel(&Program::LOOK, "look")?,
+            look_part: Program::LOOK.kernel(&self.device, "look_part")?,
+            last_look: Program::LOOK.kernel(&self.device, "look")?,
             looks: Looks::new(plan.look_chunks(tensors.len())),
             forms: params.iter().map(DeviceParam::form).collect(),
             tensors: sent,
@@ -335,7 +332,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         look: &Job,
         tables: &mut Tables<'_, D>,
     ) -> Result<Launch<D::Kernel>> {
-        let kernel = |name| self.device.kernel(program, name);
+        let kernel = |name| program.kernel(&self.device, name);
         let mut observe = None;
         if H::TWO_SWEEPS {
             let chunks = class.observe.len() as u32;
@@ -425,16 +422,16 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let blocks = self.blocks(last.len() as u32, BLOCKS);
         let look = Job { first: last.start, chunks: last.end, levels, found_inf, ..bound.look };
         // SAFETY: as above.
-        unsafe { self.device.launch(&bound.last_look, blocks, &look) }?;
+        unsafe { launch(&self.device, &bound.last_look, blocks, &look) }?;
         for Launch { observe, step: (job, kernel, blocks) } in &bound.launches {
             if let Some((job, passes)) = observe {
                 for (kernel, blocks) in passes {
                     // SAFETY: as above.
-                    unsafe { self.device.launch(kernel, *blocks, job) }?;
+                    unsafe { launch(&self.device, kernel, *blocks, job) }?;
                 }
             }
             // SAFETY: as above.
-            unsafe { self.device.launch(kernel, *blocks, job) }?;
+            unsafe { launch(&self.device, kernel, *blocks, job) }?;
         }
         // The kernel has forgotten what was not finite.
         if let Some(bound) = &mut self.bound {
@@ -492,7 +489,8 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     fn send_loss_scale(&mut self, scale: LossScale) -> Result<()> {
         let Some(bound) = &mut self.bound else { return Ok(()) };
         self.device.write(&mut bound.ctl, Answer::TRACKER, &scale.growth_tracker.bytes())?;
-        self.device.write(&mut bound.ctl, Answer::LOSS_SCALE, &scale.scale.bytes())
+        self.device.write(&mut bound.ctl, Answer::LOSS_SCALE, &scale.scale.bytes())?;
+        Ok(())
     }
 
     pub(super) fn loss_scale_address(&self) -> u64 {
@@ -540,7 +538,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             if let Some(state) = core.swap_state(index, None) {
                 let known = || self.held.get(&index)?.count;
                 let count = state.lengths().next().or_else(known);
-                held.insert(index, Held::send(&self.device, &state, count)?);
+                held.insert(index, Held::send(&self.device, &state, count, false)?);
             }
         }
         self.unbind()?;

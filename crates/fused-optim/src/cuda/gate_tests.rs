@@ -1,14 +1,8 @@
-//! What NVRTC makes of the kernels: no spills, no generic accesses, 16 bytes at a time, few registers.
-//!
-//! Needs NVRTC and no GPU; `.ci/kernels` gets it, and `nvdisasm`, from PyPI.
+//! NVRTC's machine code of the kernels: no spills, no generic accesses, 16 bytes at a time, few registers.
 
-use std::ffi::OsStr;
-use std::path::Path;
-use std::process::Command;
-use std::sync::Mutex;
-use std::{env, fs, process, thread};
+use std::env;
 
-use cuda_rt::{Nvrtc, options};
+use cuda_rt::testing::{self, Limits};
 
 use super::device::Program;
 use super::table::Types;
@@ -47,16 +41,6 @@ fn all_types() -> impl Iterator<Item = Types> {
     })
 }
 
-/// Registers a thread of each kernel may have: so many blocks of 256 fit a processor's 65 536.
-const BUDGET: [(&str, u32); 6] = [
-    ("look", 80),
-    ("look_part", 80),
-    ("average", 64),
-    ("step", 104),
-    ("observe", 128),
-    ("conclude", 128),
-];
-
 fn programs(arch: i32) -> Vec<Program> {
     let all = |(form, twice): &(&str, bool), types| Program {
         rule: Some(((*form).into(), *twice)),
@@ -79,110 +63,41 @@ fn programs(arch: i32) -> Vec<Program> {
     programs
 }
 
-/// The architectures each version is asked for: 13 has no sm_70, 12.1 nothing after sm_90.
-const fn architectures(major: i32) -> &'static [i32] {
-    if major >= 13 { &[80, 90, 100, 120] } else { &[70, 80, 90] }
-}
-
 fn everything() -> bool {
     env::var_os("KERNELS").is_some_and(|which| which == "all")
+}
+
+/// A program's kernels.
+fn limits(program: &Program) -> Vec<Limits> {
+    let limits = |kernel, registers, wide_loads, wide_stores| Limits {
+        kernel,
+        registers,
+        wide_loads,
+        wide_stores,
+    };
+    let step = limits("step", 104, true, true);
+    match &program.rule {
+        None => vec![
+            limits("look", 80, true, false),
+            limits("look_part", 80, true, false),
+            limits("average", 64, true, true),
+        ],
+        Some((_, false)) => vec![step],
+        Some((_, true)) => {
+            vec![limits("observe", 128, true, true), limits("conclude", 128, false, false), step]
+        }
+    }
 }
 
 #[test]
 #[ignore = "needs NVIDIA's NVRTC and nvdisasm: .ci/kernels"]
 fn kernels_compile_without_spills_for_every_architecture() {
-    let nvrtc = Nvrtc::global().unwrap();
-    let nvdisasm = env::var_os("NVDISASM").expect("NVDISASM is nvdisasm's path");
-    let all = architectures(nvrtc.version().0)
-        .iter()
-        .flat_map(|arch| programs(*arch).into_iter().map(|program| (program, *arch)));
-    let (work, problems) = (Mutex::new(all), Mutex::new(Vec::new()));
-    thread::scope(|scope| {
-        for _ in 0..2 {
-            scope.spawn(|| {
-                loop {
-                    let Some((program, arch)) = work.lock().unwrap().next() else { break };
-                    if let Err(text) = check(nvrtc, &program, arch, &nvdisasm) {
-                        problems.lock().unwrap().push(format!("sm_{arch}, {program:?}: {text}"));
-                    }
-                }
-            });
-        }
-    });
-    let problems = problems.into_inner().unwrap();
+    let checked = |program: Program| testing::Program {
+        source: Program::SOURCE,
+        macros: program.macros(),
+        kernels: limits(&program),
+    };
+    let all = |arch| programs(arch).into_iter().map(checked).collect();
+    let problems = testing::machine_code_problems(all);
     assert!(problems.is_empty(), "{}", problems.join("\n"));
-}
-
-fn check(nvrtc: &Nvrtc, program: &Program, arch: i32, nvdisasm: &OsStr) -> Result<(), String> {
-    let mut options = options(&program.macros(), arch);
-    options.push("--ptxas-options=-v".into());
-    let cubin = nvrtc.compile(&program.source(), &options).map_err(|error| error.to_string())?;
-    let mut seen = 0;
-    for entry in cubin.log.split("Compiling entry function '").skip(1) {
-        seen += 1;
-        let name = entry.split('\'').next().unwrap_or_default();
-        let clean = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads";
-        if !entry.contains(clean) {
-            return Err(format!("{name} spills: {entry}"));
-        }
-        let used = entry.split("Used ").nth(1).and_then(|text| text.split(' ').next());
-        let used: u32 = used.and_then(|text| text.parse().ok()).ok_or("no registers in the log")?;
-        let budget = BUDGET.iter().find(|(kernel, _)| *kernel == name).map(|(_, budget)| *budget);
-        if used > budget.ok_or_else(|| format!("{name} has no budget"))? {
-            return Err(format!("{name} has {used} registers"));
-        }
-    }
-    if seen != kernels(program).len() {
-        return Err(format!("{seen} kernels in the log: {}", cubin.log));
-    }
-    // nvdisasm knows nothing before sm_75.
-    match arch {
-        75.. => machine_code(nvdisasm.as_ref(), program, &cubin.code),
-        _ => Ok(()),
-    }
-}
-
-/// Looks at each kernel's instructions.
-fn machine_code(tool: &Path, program: &Program, code: &[u8]) -> Result<(), String> {
-    let id = format!("{:?}", thread::current().id()).replace(['(', ')'], "-");
-    let file = env::temp_dir().join(format!("gate-{}-{id}.cubin", process::id()));
-    fs::write(&file, code).unwrap();
-    let output = Command::new(tool).arg("-c").arg(&file).output().map_err(|e| e.to_string())?;
-    fs::remove_file(&file).unwrap();
-    if !output.status.success() {
-        return Err(String::from_utf8_lossy(&output.stderr).into_owned());
-    }
-    let text = String::from_utf8_lossy(&output.stdout);
-    for kernel in kernels(program) {
-        let head = format!("\n.text.{kernel}:");
-        let body = text.split(&head).nth(1).ok_or_else(|| format!("no section of {kernel}"))?;
-        let body = body.split("\n.text.").next().unwrap_or_default();
-        let has = |what: &str, more: &str| {
-            body.lines().any(|line| {
-                line.split_whitespace().any(|word| word.starts_with(what) && word.contains(more))
-            })
-        };
-        if has("LD.", "") || has("ST.", "") || has("LDL", "") || has("STL", "") {
-            return Err(format!("{kernel} has generic or local accesses"));
-        }
-        let (loads, stores) = (has("LDG.", ".128"), has("STG.", ".128"));
-        let (load, store) = match *kernel {
-            "conclude" => (false, false),
-            "look" | "look_part" => (true, false),
-            _ => (true, true),
-        };
-        if (load && !loads) || (store && !stores) {
-            return Err(format!("{kernel} does not move 16 bytes at a time"));
-        }
-    }
-    Ok(())
-}
-
-/// The names of a program's kernels.
-const fn kernels(program: &Program) -> &'static [&'static str] {
-    match &program.rule {
-        None => &["look", "look_part", "average"],
-        Some((_, false)) => &["step"],
-        Some((_, true)) => &["observe", "conclude", "step"],
-    }
 }

@@ -1,6 +1,7 @@
 //! One tensor's state on a device.
 
-use super::device::Device;
+use cuda_rt::Device;
+
 use super::table::Bytes;
 use crate::cpu::pages::Pages;
 use crate::rule::Hyper;
@@ -21,15 +22,32 @@ pub(super) struct Held<M> {
 }
 
 impl<M> Held<M> {
-    /// Puts a state on a device; `count` is the tensor's, where known.
+    /// Makes the state that a rule begins with, for a tensor of `count` elements. A master is all zeros.
+    pub(super) fn fresh<D: Device<Memory = M>>(
+        device: &D,
+        hyper: &impl Hyper,
+        count: usize,
+        master: bool,
+    ) -> Result<Self> {
+        let (slots, stride) = (hyper.slots(), stride(Some(count)));
+        let mut memory = device.alloc(stride * (slots.len() + usize::from(master)))?;
+        let values = slots.iter().map(|slot| hyper.initial(slot).to_bits()).enumerate();
+        for (at, value) in values.filter(|(_, value)| *value != 0) {
+            device.fill(&mut memory, at * stride / 4..at * stride / 4 + count, value)?;
+        }
+        Ok(Self { step: 0, count: Some(count), memory, stride, master })
+    }
+
+    /// Puts a state on a device; `count` is the tensor's, where known. A `master` that the state lacks is all zeros.
     pub(super) fn send<D: Device<Memory = M>>(
         device: &D,
         state: &TensorState,
         count: Option<usize>,
+        master: bool,
     ) -> Result<Self> {
-        let stride = (count.unwrap_or(0) * 4).next_multiple_of(256);
-        let vectors = state.slots.len() + usize::from(state.master.is_some());
-        let mut memory = device.alloc(stride * vectors)?;
+        let stride = stride(count);
+        let master = master || state.master.is_some();
+        let mut memory = device.alloc(stride * (state.slots.len() + usize::from(master)))?;
         let slots = state.slots.iter().map(|slot| match slot {
             Slot::F32(values) => Ok(&values[..]),
             Slot::Codes(_) => Err(Error::Unsupported { what: "state in eight bits" }),
@@ -37,7 +55,7 @@ impl<M> Held<M> {
         for (at, values) in slots.chain(state.master.iter().map(|m| Ok(&m[..]))).enumerate() {
             device.write(&mut memory, at * stride, &values?.bytes())?;
         }
-        Ok(Self { step: state.step, count, memory, stride, master: state.master.is_some() })
+        Ok(Self { step: state.step, count, memory, stride, master })
     }
 
     /// Refuses a saved state of another length.
@@ -78,4 +96,9 @@ impl<M> Held<M> {
         state.master = self.master.then(|| read(slots).map(Into::into)).transpose()?;
         Ok(state)
     }
+}
+
+/// Bytes from one vector of a state to the next.
+fn stride(count: Option<usize>) -> usize {
+    (count.unwrap_or(0) * 4).next_multiple_of(256)
 }

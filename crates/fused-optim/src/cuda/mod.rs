@@ -53,8 +53,6 @@ mod held;
 mod looks;
 mod rules;
 #[cfg(test)]
-mod shim;
-#[cfg(test)]
 mod step_tests;
 mod table;
 #[cfg(test)]
@@ -62,16 +60,14 @@ mod tests;
 mod tune;
 
 pub use cuda_rt::{Attempt, Cubin, CudaError, DType, DeviceSlice, Gpu, Nvrtc};
-use cuda_rt::{Kernel, Memory};
 
 use crate::{HalfWeights, ParamGroup, ParamSpec, Result, StateDict, StepCtl};
 pub use ahead::GradStats;
 pub use averages::Averages;
-use device::{Device, Program};
+use device::Program;
 pub use fed::{DeviceFed, DeviceParams};
 use fused::Fused;
 use rules::DeviceHyper;
-use table::{Bytes, Job};
 use tune::Search;
 pub use tune::{LaunchShape, Tuned};
 
@@ -122,7 +118,7 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
             }
         }
         for program in programs {
-            cuda_rt::compiled(&program.source(), &program.macros(), arch)?;
+            cuda_rt::compiled(Program::SOURCE, &program.macros(), arch)?;
         }
         Ok(())
     }
@@ -309,54 +305,6 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     /// As [`Optimizer::set_lr`](crate::Optimizer::set_lr).
     pub fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
         self.0.core_mut().set_lr(group, lr)
-    }
-}
-
-impl Device for Gpu {
-    type Memory = Memory;
-    type Kernel = Kernel;
-
-    fn alloc(&self, bytes: usize) -> Result<Self::Memory> {
-        Ok(Self::alloc(self, bytes)?)
-    }
-
-    fn address(memory: &Self::Memory) -> u64 {
-        memory.address()
-    }
-
-    fn write(&self, memory: &mut Self::Memory, offset: usize, bytes: &[u8]) -> Result<()> {
-        Ok(Self::write(self, memory, offset, bytes)?)
-    }
-
-    fn read(&self, memory: &Self::Memory, offset: usize, bytes: &mut [u8]) -> Result<()> {
-        Ok(Self::read(self, memory, offset, bytes)?)
-    }
-
-    #[expect(unsafe_code, reason = "an address is only a number")]
-    unsafe fn read_at(&self, address: u64, bytes: &mut [u8]) -> Result<()> {
-        // SAFETY: the caller vouches for the address.
-        Ok(unsafe { Self::read_at(self, address, bytes) }?)
-    }
-
-    fn name(&self) -> Result<String> {
-        Ok(Self::name(self)?)
-    }
-
-    fn processors(&self) -> u32 {
-        Self::processors(self)
-    }
-
-    fn kernel(&self, program: &Program, name: &'static str) -> Result<Kernel> {
-        Ok(Self::kernel(self, &program.source(), &program.macros(), name)?)
-    }
-
-    #[expect(unsafe_code, reason = "a kernel writes wherever its argument says")]
-    unsafe fn launch(&self, kernel: &Kernel, blocks: u32, job: &Job) -> Result<()> {
-        let bytes = job.bytes();
-        let (words, _) = bytes.as_chunks();
-        let words: Vec<u64> = words.iter().map(|word| u64::from_ne_bytes(*word)).collect();
-        // SAFETY: every kernel takes a `Job`; the caller vouches for what it points to.
-        Ok(unsafe { self.launch_kernel(*kernel, blocks, &words) }?)
     }
 }
 

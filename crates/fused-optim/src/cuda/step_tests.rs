@@ -4,13 +4,15 @@
 
 use std::collections::HashMap;
 
+use cuda_rt::Device;
+use cuda_rt::testing::{Host, Launched};
+
 use super::asked::group_table;
-use super::device::{Device, Program, Tables};
+use super::device::{Program, Tables, launch};
 use super::fused::Fused;
 use super::rules::DeviceHyper;
-use super::shim::{Host, Launched};
 use super::table::{Answer, Asked, Bytes, Chunk, Job, Plan, Progress, SPAN, Shape, Tensor, Types};
-use super::tests::{compare, kinds};
+use super::tests::{compare, kinds, new_host};
 use super::tune::{LaunchShape, Search};
 use super::{DType, DeviceParam, DeviceSlice, LossScale};
 use crate::core::Core;
@@ -20,7 +22,7 @@ use crate::*;
 #[test]
 fn what_was_looked_at_is_not_looked_at_again() {
     let mut device =
-        Fused::new(Host::new(1), [ParamGroup::new(SgdHyper::default(), 0..3)], HalfWeights::Master)
+        Fused::new(new_host(1), [ParamGroup::new(SgdHyper::default(), 0..3)], HalfWeights::Master)
             .unwrap();
     let ctl = StepCtl { clip: Some(Clip::norm(1.0)), ..StepCtl::default() };
     let (mut weights, mut grads) = (vec![vec![0.0_f32; 20_000]; 3], vec![vec![3.0_f32; 20_000]; 3]);
@@ -60,7 +62,7 @@ fn what_was_looked_at_is_not_looked_at_again() {
 #[test]
 fn looks_ahead_are_of_the_gradients_that_the_step_has() {
     let groups = [ParamGroup::new(SgdHyper::default(), 0..2)];
-    let mut device = Fused::new(Host::new(1), groups, HalfWeights::Master).unwrap();
+    let mut device = Fused::new(new_host(1), groups, HalfWeights::Master).unwrap();
     let ctl = StepCtl { clip: Some(Clip::norm(1.0)), found_inf: FoundInf::Check, ..StepCtl::PLAIN };
     let (mut weights, mut here) = (vec![vec![0.0_f32; 9000]; 2], vec![vec![3.0_f32; 9000]; 2]);
     let mut there = here.clone();
@@ -172,7 +174,7 @@ fn kept_launches<H: DeviceHyper + Default>() {
     let mut told = Told { random: 0x9e37_79b9, ctl, lr: 0.1, missing: 3, at: 0, grads };
     let mut weights = [numbers(1.0), numbers(1.0)];
     let groups = || [ParamGroup::new(H::default(), 0..3)];
-    let fused = || Fused::new(Host::new(1), groups(), HalfWeights::Master).unwrap();
+    let fused = || Fused::new(new_host(1), groups(), HalfWeights::Master).unwrap();
     // One steps, one has kept launches.
     let mut both = [fused(), fused()];
     let (mut kept, mut again) = (HashMap::<_, Vec<Launched>>::new(), 0);
@@ -222,7 +224,7 @@ fn what_a_search_finds_is_kept() {
     };
     let (mut weights, mut grads) = (tensors(&sizes), tensors(&sizes));
     let groups = || [ParamGroup::new(AdamWHyper::default(), 0..3)];
-    let mut device = Fused::new(Host::new(1), groups(), HalfWeights::Master).unwrap();
+    let mut device = Fused::new(new_host(1), groups(), HalfWeights::Master).unwrap();
     let mut twin = Core::new(groups()).unwrap();
     let mut twins = weights.clone();
     let search = Search { among: &among, folder: Some(folder.clone()) };
@@ -259,7 +261,7 @@ fn what_a_search_finds_is_kept() {
     let slice = |len: &usize| DeviceSlice { ptr: 0, len: *len, dtype: DType::F32 };
     let mut others: Vec<DeviceParam> =
         sizes.iter().map(|len| DeviceParam::new(slice(len), None)).collect();
-    let mut fresh = Fused::new(Host::new(1), groups(), HalfWeights::Master).unwrap();
+    let mut fresh = Fused::new(new_host(1), groups(), HalfWeights::Master).unwrap();
     assert_eq!(fresh.tune(&others, &search).unwrap()[0].searched.len(), 2);
     others.pop();
     assert!(matches!(fresh.tune(&others, &search), Err(Error::MissingParam { index: 2, .. })));
@@ -278,10 +280,10 @@ fn tensors_of_all_types_in_one_step() {
         assert_eq!(kinds[0].how, how);
         let adam = AdamHyper { amsgrad: true, ..Default::default() };
         let hypers = [adam, AdamHyper { amsgrad: false, maximize: true, ..adam }];
-        assert_eq!(compare(hypers, Host::new(1), &kinds, &sizes, 1), Ok(()));
+        assert_eq!(compare(hypers, new_host(1), &kinds, &sizes, 1), Ok(()));
         let lamb = LambHyper { use_global_grad_norm: true, ..Default::default() };
         let hypers = [lamb, LambHyper { adam: true, ..lamb }];
-        assert_eq!(compare(hypers, Host::new(2), &kinds, &sizes, 2), Ok(()));
+        assert_eq!(compare(hypers, new_host(2), &kinds, &sizes, 2), Ok(()));
     }
 }
 
@@ -291,7 +293,7 @@ fn a_step_of_nothing_is_a_step() {
     fn step_of<H: DeviceHyper>(hyper: H, grads: [bool; 2]) {
         let count = grads.len();
         let mut device =
-            Fused::new(Host::new(1), [ParamGroup::new(hyper, 0..count)], HalfWeights::Master)
+            Fused::new(new_host(1), [ParamGroup::new(hyper, 0..count)], HalfWeights::Master)
                 .unwrap();
         device.set_loss_scale(Some(LossScale { scale: 4.0, ..Default::default() })).unwrap();
         let empty = DeviceSlice { ptr: 0, len: 0, dtype: DType::F16 };
@@ -317,7 +319,7 @@ fn a_step_of_nothing_is_a_step() {
         step_of(AdamPHyper::default(), grads);
     }
     let none: [ParamGroup<SgdHyper>; 0] = [];
-    let mut device = Fused::new(Host::new(1), none, HalfWeights::Master).unwrap();
+    let mut device = Fused::new(new_host(1), none, HalfWeights::Master).unwrap();
     // SAFETY: as above.
     unsafe { device.bind(&[]) }.unwrap();
     // SAFETY: as above.
@@ -328,7 +330,7 @@ fn a_step_of_nothing_is_a_step() {
 /// Another's verdict, which is on the device, skips a step as the optimizer's own does.
 #[test]
 fn a_step_is_skipped_by_the_verdict_of_others() {
-    let host = Host::new(1);
+    let host = new_host(1);
     let mut verdict = host.alloc(8).unwrap();
     let (mut weight, mut grad) = (vec![1.0_f32; 100], vec![1.0_f32; 100]);
     let slice = |values: &mut Vec<f32>| {
@@ -366,7 +368,7 @@ fn a_group_may_be_added_between_steps() {
         let hyper = SgdHyper { lr: 0.5 + at as f64, momentum: 0.9, ..Default::default() };
         ParamGroup::new(hyper, [at])
     };
-    let mut device = Fused::new(Host::new(1), [group(0)], HalfWeights::Master).unwrap();
+    let mut device = Fused::new(new_host(1), [group(0)], HalfWeights::Master).unwrap();
     let mut cpu = Core::new([group(0)]).unwrap();
     device.set_loss_scale(Some(LossScale { scale: 8.0, ..Default::default() })).unwrap();
     let ctl = StepCtl { clip: Some(Clip::norm(1.0)), found_inf: FoundInf::Check, ..StepCtl::PLAIN };
@@ -415,7 +417,7 @@ fn state_is_loaded_by_name() {
     let params = &mut [param(&mut a, &[0.5; 3]), param(&mut b, &[-3.0; 3])];
     let _ = cpu.step(params, &StepCtl::PLAIN).unwrap();
 
-    let mut device = Fused::new(Host::new(1), groups(), HalfWeights::Master).unwrap();
+    let mut device = Fused::new(new_host(1), groups(), HalfWeights::Master).unwrap();
     device.core_mut().set_param_names(&names(["b", "a"])).unwrap();
     let slice = |values: &mut [f32; 3]| {
         let ptr = device.device.lend(&mut values[..]);
@@ -444,7 +446,7 @@ fn state_is_loaded_by_name() {
 /// Tensors of more elements than 32 bits can tell, of which only the ends are there.
 #[test]
 fn the_far_end_of_a_tensor_is_found() {
-    let host = Host::new(1);
+    let host = new_host(1);
     for count in [(1_usize << 31) + 5000, (1 << 33) + 16_385] {
         let shape = Shape { count, rows: 0, group: 0, class: 0 };
         let sweep = LaunchShape::DEFAULT.sweep as usize;
@@ -483,8 +485,9 @@ fn the_far_end_of_a_tensor_is_found() {
             groups: 1,
             ..Job::default()
         };
+        let kernel = Program::LOOK.kernel(&host, "look_part").unwrap();
         // SAFETY: what the last chunks are of is there.
-        unsafe { host.launch(&(Program::LOOK, "look_part"), 1, &look) }.unwrap();
+        unsafe { launch(&host, &kernel, 1, &look) }.unwrap();
         let mut bytes = [0; 16];
         // Behind the sums of the tensor, of all and of the group.
         host.read(&sums, 8 * (1 + chunks as usize), &mut bytes).unwrap();
@@ -495,8 +498,9 @@ fn the_far_end_of_a_tensor_is_found() {
         let rule = Some((hyper.form(), false));
         let program = Program { rule, types, shape: LaunchShape::DEFAULT };
         let chunk = tables.send(&last(&plan.classes[0].sweep, 3)).unwrap();
+        let kernel = program.kernel(&host, "step").unwrap();
         // SAFETY: as above.
-        unsafe { host.launch(&(program, "step"), 1, &Job { chunk, chunks: 3, ..look }) }.unwrap();
+        unsafe { launch(&host, &kernel, 1, &Job { chunk, chunks: 3, ..look }) }.unwrap();
         let moved = 2 * sweep + count % sweep;
         let (still, moved) = end.split_at(end.len() - moved);
         assert!(still.iter().all(|x| *x == 1.0) && moved.iter().all(|x| *x == 0.5));

@@ -8,9 +8,9 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use cuda_rt::Entry;
+use cuda_rt::{Device, Entry};
 
-use super::device::{Device, Program};
+use super::device::Program;
 use super::fused::Fused;
 use super::rules::DeviceHyper;
 use super::table::Types;

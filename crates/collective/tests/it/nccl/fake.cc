@@ -355,6 +355,11 @@ int cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t bytes, void *strea
                           {{from, from + bytes, false, "copy"}, {to, to + bytes, true, "copy"}});
   return 0;
 }
+int cuMemsetD32Async(uintptr_t to, unsigned value, size_t words, void *stream) {
+  auto set = [=] { for (size_t i = 0; i < words; i++) memcpy((void *)(to + 4 * i), &value, 4); };
+  stream_of(stream)->push(set, {{to, to + 4 * words, true, "set"}});
+  return 0;
+}
 int cuMemsetD8Async(uintptr_t to, unsigned char value, size_t bytes, void *stream) {
   stream_of(stream)->push([=] { memset((void *)to, value, bytes); }, {{to, to + bytes, true, "set"}});
   return 0;

@@ -4,8 +4,8 @@
 static_assert(sizeof(Scaler) == 80 && sizeof(UnscaleJob) == 40 && sizeof(CastJob) == 24 &&
               sizeof(Tensor) == 24 && sizeof(Chunk) == 8, "");
 
-extern "C" const char* shim_launch(const char* kernel, const void* job, u32 blocks, u64 seed,
-                                   const u64* ranges, u32 range_count) {
+extern "C" const char* shim_launch(const char* kernel, u32, const void* job, u32 blocks,
+                                   u64 seed, const u64* ranges, u32 range_count) {
   void (*body)(const void*) = nullptr;
 #ifdef FROM
   if (!strcmp(kernel, "cast")) body = [](const void* job) { cast(*(const CastJob*)job); };

@@ -1,0 +1,18 @@
+//! What several modules need.
+
+#[cfg(feature = "candle-cuda")]
+pub(crate) mod gpu;
+#[cfg(all(feature = "candle-cuda", feature = "nccl"))]
+pub(crate) mod nccl;
+#[cfg(feature = "candle")]
+pub(crate) mod slurm;
+#[cfg(feature = "candle")]
+pub(crate) mod step;
+
+/// This program with the one test of that name, for tests that need a process of their own.
+#[cfg(feature = "candle")]
+pub(crate) fn alone(test: &str) -> std::process::Command {
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args(["--ignored", "--exact", "--nocapture", test]);
+    command
+}

@@ -1,0 +1,465 @@
+//! `device = "cuda"` through whole runs, beside the same on the CPU. Needs a GPU, or
+//! the fake one of `.ci/devices`.
+
+use std::ffi::CStr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use collective::ProcessGroup;
+use parking_lot::Mutex;
+use runner::config::Config;
+use runner::data::{Array, ArrayData, Batch};
+use runner::engine::candle::{CandleEngine, CandleOptions};
+use runner::engine::{CompileOptions, ComputeDevice, Engine, GradSink, SharedSink};
+use runner::optim_wrapper::OptimWrapperFactory;
+use runner::zoo::{ResNet, ResNetOptions};
+use runner::{Result, Runner, RunnerBuilder};
+use safetensors::SafeTensors;
+
+mod ema;
+#[cfg(feature = "nccl")]
+mod nccl;
+
+use crate::common::gpu;
+use crate::common::step::train_step;
+
+const OPTIM: &str = "optim_wrapper = { type = 'OptimWrapper', optimizer = { type = 'SGD', lr = 0.05, momentum = 0.9 } }";
+
+/// A small residual network on the digits, for some steps.
+fn built(dir: &Path, more: &str, steps: usize, resume: bool) -> Result<Runner> {
+    let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
+    builder(dir, more, steps, resume)?.process_group(group).build()
+}
+
+fn builder(dir: &Path, more: &str, steps: usize, resume: bool) -> Result<RunnerBuilder> {
+    let checkpoints = match more.contains("default_hooks = ") {
+        true => "",
+        false => {
+            "default_hooks = { checkpoint = { type = 'CheckpointHook', by_epoch = false, interval = 2 } }"
+        }
+    };
+    let model = match more.contains("model = ") {
+        true => "",
+        false => RESNET,
+    };
+    let text = format!(
+        "{more}
+        resume = {resume}
+        {model}
+        train_dataloader = {{ batch_size = 8, dataset = {{ type = 'Digits', split = 'train' }} }}
+        train_cfg = {{ type = 'IterBasedTrainLoop', max_iters = {steps}, val_interval = 3 }}
+        {checkpoints}
+        randomness = {{ seed = 3 }}"
+    );
+    Ok(RunnerBuilder::from_config(Config::from_text("c.toml", text)?)?.work_dir(dir))
+}
+
+/// Its last checkpoint.
+fn run(dir: &Path, more: &str, steps: usize, resume: bool) -> PathBuf {
+    built(dir, more, steps, resume).unwrap().train().unwrap();
+    dir.join(format!("iter_{steps}"))
+}
+
+/// The numbers of a checkpoint's model, by name.
+fn numbers(checkpoint: &Path) -> Vec<(String, Vec<f32>)> {
+    numbers_of(&checkpoint.join("model.safetensors"))
+}
+
+/// Those of a file, whose tensors are of f32.
+fn numbers_of(file: &Path) -> Vec<(String, Vec<f32>)> {
+    let bytes = std::fs::read(file).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let read = |(name, view): (String, safetensors::tensor::TensorView<'_>)| {
+        let words = view.data().as_chunks().0.iter();
+        (name, words.map(|word| f32::from_le_bytes(*word)).collect())
+    };
+    let mut all: Vec<_> = tensors.tensors().into_iter().map(read).collect();
+    all.sort_by(|a: &(String, Vec<f32>), b| a.0.cmp(&b.0));
+    all
+}
+
+#[test]
+fn a_run_on_the_gpu_is_the_cpus_but_for_rounding() {
+    let _gpu = gpu::shared();
+    let dir = tempfile::tempdir().unwrap();
+    let cpu = run(&dir.path().join("cpu"), OPTIM, 4, false);
+    let gpu = format!("device = 'cuda'\n{OPTIM}");
+    let gpu = run(&dir.path().join("gpu"), &gpu, 4, false);
+    assert_close(&cpu, &gpu);
+}
+
+#[test]
+fn a_compiled_run_on_the_gpu_is_the_cpus_but_for_rounding() {
+    let _gpu = gpu::shared();
+    let dir = tempfile::tempdir().unwrap();
+    let cpu = run(&dir.path().join("cpu"), OPTIM, 4, false);
+    for backend in ["engine", "inductor"] {
+        let gpu = format!("device = 'cuda'\ncompile = {{ backend = '{backend}' }}\n{OPTIM}");
+        assert_close(&cpu, &run(&dir.path().join(backend), &gpu, 4, false));
+    }
+    // Of eleven bits; and the same bits each time.
+    let amp = "device = 'cuda'\ncompile = true
+        optim_wrapper = { type = 'AmpOptimWrapper', optimizer = { type = 'SGD', lr = 0.05, momentum = 0.9 } }";
+    let [one, other] = ["one", "other"].map(|name| run(&dir.path().join(name), amp, 4, false));
+    assert!(files(&one) == files(&other));
+    assert_within(&cpu, &one, 0.05);
+}
+
+/// What a checkpoint has of model and optimizer, file by file.
+fn files(checkpoint: &Path) -> Vec<(String, Vec<u8>)> {
+    let names = ["model", "optimizer", "ema", "gradients_0", "gradients_1"]
+        .map(|n| format!("{n}.safetensors"));
+    let read = |name: String| std::fs::read(checkpoint.join(&name)).ok().map(|bytes| (name, bytes));
+    names.into_iter().filter_map(read).collect()
+}
+
+const GPU: &str = "device = 'cuda'";
+const OFFLOADED: &str = "device = { type = 'cuda', offload_optimizer = true }";
+const RESNET: &str = "model = { type = 'ResNet', width = 4, blocks = [1], stem_max_pool = true }";
+const MLP: &str = "model = { type = 'Mlp', in_features = 64, hidden = [9], num_classes = 10 }";
+
+/// Runs some steps with the optimizer on the GPU and on the host, each with its gradients: the same bits.
+fn same_bits(dir: &Path, rest: &str, steps: usize) -> Vec<(String, Vec<u8>)> {
+    let run = |name: &str, device: &str| {
+        let model = if rest.contains("model = ") { "" } else { MLP };
+        files(&run(&dir.join(name), &format!("{device}\n{model}\n{rest}"), steps, false))
+    };
+    let (gpu, host) = (run("gpu", GPU), run("host", OFFLOADED));
+    assert!(gpu.len() >= 2);
+    for ((name, gpu), (_, host)) in gpu.iter().zip(&host) {
+        assert!(gpu == host, "{name} differs: {rest}");
+    }
+    assert_eq!(gpu.len(), host.len());
+    gpu
+}
+
+#[test]
+fn each_of_the_nine_steps_there_with_the_bits_of_the_host() {
+    let _gpu = gpu::shared();
+    for (optimizer, clip) in [
+        ("'Adadelta'", "{ max_norm = 0.5 }"),
+        ("'Adam', amsgrad = true", "{ type = 'value', clip_value = 0.01 }"),
+        ("'AdamP'", "{ max_norm = 0.5 }"),
+        ("'AdamW', lr = 0.01", "{ max_norm = 1e9 }"),
+        ("'BertAdam', lr = 0.01", "{ max_norm = 0.5 }"),
+        ("'Lamb', lr = 0.01", "{ max_norm = 0.5 }"),
+        ("'RMSprop', momentum = 0.5", "{ max_norm = 0.5 }"),
+        ("'RMSpropTF'", "{ max_norm = 0.5 }"),
+        ("'SGD', lr = 0.1, momentum = 0.9", "{ max_norm = 0.5 }"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let rest = format!(
+            "optim_wrapper = {{ type = 'OptimWrapper', optimizer = {{ type = {optimizer} }}, clip_grad = {clip} }}"
+        );
+        same_bits(dir.path(), &rest, 2);
+    }
+}
+
+/// An `AmpOptimWrapper` with these options of precision: parameters with rates of their own, rates and momentum that move,
+/// an average of the model, and a norm in the log.
+fn everything(precision: &str) -> String {
+    format!(
+        "optim_wrapper = {{ type = 'AmpOptimWrapper', {precision}, \
+            optimizer = {{ type = 'AdamW', lr = 0.01 }}, clip_grad = {{ max_norm = 0.5 }}, \
+            paramwise_cfg = {{ bias_lr_mult = 2, bias_decay_mult = 0 }} }}
+        param_scheduler = [{{ type = 'LinearLR', start_factor = 0.5, end = 4, by_epoch = false }}, \
+            {{ type = 'LinearMomentum', start_factor = 0.5, end = 4, by_epoch = false }}]
+        custom_hooks = [{{ type = 'EMAHook', momentum = 0.1 }}]"
+    )
+}
+
+/// A scale at which the first steps overflow.
+const OVERFLOWS: &str = "loss_scale = { init_scale = 3e38, growth_interval = 2 }";
+
+#[test]
+fn mixed_precision_groups_schedules_and_averages_have_the_bits_of_the_host() {
+    let _gpu = gpu::shared();
+    let dir = tempfile::tempdir().unwrap();
+    let twice = everything(&format!("accumulative_counts = 2, {OVERFLOWS}"));
+    // Of nine batches the last is a step of its own.
+    let files = same_bits(&dir.path().join("twice"), &twice, 9);
+    assert_eq!(files.len(), 3, "model, optimizer and average");
+    let half = everything(&format!("half_parameters = true, {OVERFLOWS}"));
+    same_bits(&dir.path().join("half"), &half, 4);
+    let parts = "optim_wrapper = { type = 'OptimWrapperDict', loss_scale = { init_scale = 1e38 }, \
+        layers = { optimizer = { type = 'SGD', lr = 0.1 }, clip_grad = { max_norm = 0.1 } } }";
+    same_bits(&dir.path().join("parts"), parts, 4);
+    same_bits(&dir.path().join("several"), &format!("{RESNET}\n{SEVERAL}"), 4);
+}
+
+/// An optimizer for each of several parts of [`RESNET`], at a scale at which the first steps overflow.
+const SEVERAL: &str = "optim_wrapper = { type = 'OptimWrapperDict', accumulative_counts = 2, \
+    loss_scale = { init_scale = 1e38, growth_interval = 2 }, \
+    conv1 = { optimizer = { type = 'SGD', lr = 0.1, momentum = 0.9 } }, \
+    bn1 = { optimizer = { type = 'Adam', lr = 0.01 }, clip_grad = { type = 'value', clip_value = 0.01 } }, \
+    layer1 = { optimizer = { type = 'Lamb', lr = 0.01 }, clip_grad = { max_norm = 0.1 } }, \
+    fc = { optimizer = { type = 'AdamW', lr = 0.01 } } }";
+
+#[test]
+fn a_run_moves_between_the_host_and_the_gpu_at_any_batch() {
+    let _gpu = gpu::shared();
+    let dir = tempfile::tempdir().unwrap();
+    // Three batches a step: the checkpoints after two and four have gradients that wait for the next.
+    let rest = everything("accumulative_counts = 3, loss_scale = { init_scale = 256 }");
+    let go_on = |name: &str, device: &str, from: Option<&Path>| {
+        let from = from.map(|path| format!("load_from = '{}'\n", path.display()));
+        let more = format!("{}{device}\n{MLP}\n{rest}", from.as_deref().unwrap_or_default());
+        let dir = dir.path().join(name);
+        run(&dir, &more, 8, from.is_some());
+        dir
+    };
+    let whole = files(&go_on("whole", OFFLOADED, None).join("iter_8"));
+    for devices in [[GPU, GPU, GPU], [GPU, OFFLOADED, GPU], [OFFLOADED, GPU, OFFLOADED]] {
+        let mut from = None;
+        for (at, device) in devices.into_iter().enumerate() {
+            let name = format!("{}-{at}", devices.map(|device| device.len().to_string()).concat());
+            let dir = go_on(&name, device, from.as_deref());
+            assert!(files(&dir.join("iter_8")) == whole, "{devices:?} {at}");
+            let next = dir.join(format!("iter_{}", 2 << at));
+            let waiting = files(&next).iter().any(|(name, _)| name == "gradients_0.safetensors");
+            assert_eq!(waiting, at < 2, "{}", next.display());
+            from = Some(next);
+        }
+    }
+}
+
+/// A function of the fake GPU, if it is that.
+#[expect(unsafe_code, reason = "the fake GPU is a library of C")]
+fn of_the_fake(name: &CStr) -> Option<*mut libc::c_void> {
+    // SAFETY: a name, looked for in what is loaded.
+    let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
+    (!address.is_null()).then_some(address)
+}
+
+/// Bytes that this thread has had copied to GPUs, and from there, if it is the fake one that does.
+#[expect(unsafe_code, reason = "the fake GPU is a library of C")]
+fn copied() -> Option<[u64; 2]> {
+    let address = of_the_fake(c"fake_gpu_copied")?;
+    // SAFETY: the function of this name takes nothing and returns the address of two words of this thread.
+    let copied = unsafe {
+        std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> *const [u64; 2]>(address)
+    };
+    // SAFETY: as above.
+    Some(unsafe { *copied() })
+}
+
+/// How often this thread has had GPUs do something, if it is the fake one that is asked.
+#[expect(unsafe_code, reason = "the fake GPU is a library of C")]
+fn launched() -> Option<u64> {
+    let address = of_the_fake(c"fake_gpu_launched")?;
+    // SAFETY: the function of this name takes nothing and returns the address of two words of this thread.
+    let launched = unsafe {
+        std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> *const [u64; 2]>(address)
+    };
+    // SAFETY: as above.
+    Some(unsafe { *launched() }[0])
+}
+
+struct Forget;
+
+impl GradSink for Forget {
+    fn ready(&mut self, _: usize, _: fused_optim::Slice<'_>) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+#[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
+fn a_compiled_step_copies_its_batch_to_the_gpu_and_nothing_else() {
+    let _gpu = gpu::shared();
+    let net = ResNetOptions {
+        width: 4,
+        blocks: vec![1, 1],
+        stem_max_pool: true,
+        ..ResNetOptions::default()
+    };
+    let pixels = (0..8 * 64).map(|i| ((i * 37) % 256) as f32 / 256.0).collect();
+    let batch = Batch::new()
+        .with("inputs", Array::new([8, 1, 8, 8], ArrayData::F32(pixels)).unwrap())
+        .with("labels", Array::new([8], ArrayData::I64(vec![3; 8])).unwrap());
+    // Launches of the second step, and bytes that it copies to the GPU.
+    let step = |compiled: bool| {
+        let options = CandleOptions { device: ComputeDevice::Cuda(0), ..Default::default() };
+        let mut engine = CandleEngine::new(options, |vb| ResNet::new(&net, vb)).unwrap();
+        if compiled {
+            engine.compile(&CompileOptions::default()).unwrap();
+        }
+        let sink: SharedSink = Arc::new(Mutex::new(Forget));
+        train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
+        let before = [launched().unwrap(), copied().unwrap()[0]];
+        train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
+        [launched().unwrap() - before[0], copied().unwrap()[0] - before[1]]
+    };
+    let ([composed, _], [kernels, sent]) = (step(false), step(true));
+    assert!(kernels < composed / 2, "{kernels} launches, {composed} of compositions");
+    assert_eq!(sent, 8 * 64 * 4 + 8 * 8, "images and labels");
+}
+
+#[test]
+#[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
+fn a_step_moves_no_weights_and_only_averages_of_the_host_move_gradients() {
+    let _gpu = gpu::shared();
+    let dir = tempfile::tempdir().unwrap();
+    // What a rank copies there and back for a step of two batches.
+    let a_step = |device: &str, groups: &dyn Fn() -> Vec<ProcessGroup>| {
+        let more = format!(
+            "{device}
+            model = {{ type = 'Mlp', in_features = 64, hidden = [999], num_classes = 10 }}
+            default_hooks = {{ checkpoint = {{ type = 'CheckpointHook', by_epoch = false, interval = 99 }} }}
+            optim_wrapper = {{ type = 'AmpOptimWrapper', optimizer = {{ type = 'AdamW' }}, \
+            accumulative_counts = 2, clip_grad = {{ max_norm = 1 }} }}
+            custom_hooks = [{{ type = 'EMAHook' }}]"
+        );
+        let of = |group: ProcessGroup, batches: usize| {
+            let before = copied().unwrap();
+            let dir = dir.path().join(format!("{}-{}-{batches}", device.len(), group.world_size()));
+            let builder = builder(&dir, &more, batches, false).unwrap().process_group(group);
+            builder.build().unwrap().train().unwrap();
+            let after = copied().unwrap();
+            [after[0] - before[0], after[1] - before[1]]
+        };
+        let [few, many] = [8, 12].map(|batches| {
+            std::thread::scope(|scope| {
+                let of = &of;
+                let ranks =
+                    groups().into_iter().map(|group| scope.spawn(move || of(group, batches)));
+                let ranks: Vec<_> = ranks.collect();
+                ranks.into_iter().map(|rank| rank.join().unwrap()).last().unwrap()
+            })
+        });
+        [(many[0] - few[0]) / 2, (many[1] - few[1]) / 2]
+    };
+    let ranks = |count| move || ProcessGroup::threads(count, Duration::from_secs(60)).unwrap();
+    let weights = 4 * (64 * 999 + 999 + 999 * 10 + 10);
+    // Two batches of 8 images of 64 numbers, labels, losses, addresses, shapes; a verdict and a norm.
+    let little = |[to, from]: [u64; 2]| {
+        assert!(to < 16 << 10 && from < 512, "{to} bytes there, {from} back");
+    };
+    little(a_step(GPU, &ranks(1)));
+    #[cfg(feature = "nccl")]
+    little(a_step(GPU, &|| crate::common::nccl::ranks().unwrap()));
+    let [to, from] = a_step(GPU, &ranks(2));
+    assert!(
+        to > weights && from > weights,
+        "{to} bytes of averages there, {from} back of {weights}"
+    );
+    let [to, from] = a_step(OFFLOADED, &ranks(1));
+    assert!(to > weights && from > 2 * weights, "{to} bytes there, {from} back of {weights}");
+}
+
+#[test]
+fn what_an_optimizer_on_the_gpu_does_not_do_is_refused_by_name() {
+    let _gpu = gpu::shared();
+    let dir = tempfile::tempdir().unwrap();
+    for (clip, named) in [
+        ("max_norm = 1, norm_type = 'inf'", "`clip_grad.norm_type`"),
+        ("max_norm = 1, error_if_nonfinite = true", "`clip_grad.error_if_nonfinite`"),
+    ] {
+        let optim = OPTIM.replace("optimizer =", &format!("clip_grad = {{ {clip} }}, optimizer ="));
+        let error = built(&dir.path().join("refused"), &format!("{GPU}\n{optim}"), 1, false);
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains(named) && error.contains("offload_optimizer = true"), "{error}");
+        built(&dir.path().join("offloaded"), &format!("{OFFLOADED}\n{optim}"), 1, false).unwrap();
+    }
+    let config = Config::from_text(
+        "c.toml",
+        format!(
+            "{GPU}\n{MLP}\n{OPTIM}
+        train_dataloader = {{ batch_size = 8, dataset = {{ type = 'Digits', split = 'train' }} }}
+        train_cfg = {{ type = 'IterBasedTrainLoop', max_iters = 1 }}"
+        ),
+    );
+    let own = |count| fused_optim::Sgd::with_one_group(fused_optim::SgdHyper::default(), count);
+    let builder = RunnerBuilder::from_config(config.unwrap()).unwrap();
+    let builder = builder.optim_wrapper(OptimWrapperFactory::fp32(own)).work_dir(dir.path());
+    let error = builder.build().unwrap_err().to_string();
+    assert!(error.contains("the optimizer `sgd` computes on cpu, not on cuda:0"), "{error}");
+}
+
+/// The ranks of a run as threads; one that has a checkpoint to load goes on from it.
+fn train_in(groups: Vec<ProcessGroup>, dir: &Path, more: &str, steps: usize) {
+    train(groups, &|_| builder(dir, more, steps, more.contains("load_from = ")).unwrap());
+}
+
+fn train(groups: Vec<ProcessGroup>, builder: &(dyn Fn(usize) -> RunnerBuilder + Sync)) {
+    std::thread::scope(|scope| {
+        for group in groups {
+            scope.spawn(move || {
+                let builder = builder(group.rank()).process_group(group);
+                builder.build().unwrap().train().unwrap();
+            });
+        }
+    });
+}
+
+/// Two ranks over the host's memory.
+fn over_host() -> Vec<ProcessGroup> {
+    ProcessGroup::threads(2, Duration::from_secs(60)).unwrap()
+}
+
+#[test]
+fn two_ranks_on_one_gpu_are_two_on_the_cpu() {
+    let _gpu = gpu::shared();
+    let dir = tempfile::tempdir().unwrap();
+    let run = |name: &str, more: &str| {
+        let dir = dir.path().join(name);
+        train_in(over_host(), &dir, more, 4);
+        dir.join("iter_4")
+    };
+    let gpu = run("gpu", &format!("{GPU}\n{OPTIM}"));
+    assert_close(&run("cpu", OPTIM), &gpu);
+    assert!(files(&gpu) == files(&run("offloaded", &format!("{OFFLOADED}\n{OPTIM}"))));
+}
+
+fn assert_close(cpu: &Path, gpu: &Path) {
+    assert_within(cpu, gpu, 1e-3);
+}
+
+fn assert_within(cpu: &Path, gpu: &Path, within: f32) {
+    let (cpu, gpu) = (numbers(cpu), numbers(gpu));
+    assert!(!cpu.is_empty() && cpu.len() == gpu.len());
+    for ((name, cpu), (of, gpu)) in cpu.iter().zip(&gpu) {
+        assert_eq!((name, cpu.len()), (of, gpu.len()));
+        let largest = cpu.iter().fold(1e-3_f32, |most, x| most.max(x.abs()));
+        let apart = cpu.iter().zip(gpu).fold(0_f32, |most, (a, b)| most.max((a - b).abs()));
+        assert!(apart <= within * largest, "{name} is off by {apart} of {largest}");
+    }
+}
+
+#[test]
+fn a_run_on_the_gpu_goes_on_from_its_checkpoint() {
+    let _gpu = gpu::shared();
+    let dir = tempfile::tempdir().unwrap();
+    let amp = "device = 'cuda'
+        optim_wrapper = { type = 'AmpOptimWrapper', loss_scale = { init_scale = 256 }, \
+        optimizer = { type = 'AdamW', lr = 0.01 }, accumulative_counts = 2 }";
+    let whole = run(&dir.path().join("whole"), amp, 4, false);
+    let half = run(&dir.path().join("parts"), amp, 2, false);
+    let parts = run(&dir.path().join("parts"), amp, 4, true);
+    assert_eq!(numbers(&whole), numbers(&parts));
+    let weights = |of: &Path| numbers(of).into_iter().find(|(name, _)| name == "fc.weight");
+    assert_ne!(weights(&half), weights(&whole), "no step was taken");
+}
+
+#[test]
+fn kernels_and_a_search_for_launches_are_applied() {
+    let _gpu = gpu::shared();
+    let dir = tempfile::tempdir().unwrap();
+    let tuned = format!("{GPU}\ncompile = {{ mode = 'max-autotune' }}\n{OPTIM}");
+    let mut tuned = built(&dir.path().join("tuned"), &tuned, 1, false).unwrap();
+    tuned.train().unwrap();
+    let report = tuned.engine_mut().compile_report().unwrap().to_string();
+    for applied in [
+        "kernels of this engine's own for tensors of f32, f16 and bf16, ",
+        "a search for the optimizer's launches: f32 weights by up to ",
+    ] {
+        assert!(report.contains(applied), "{report}");
+    }
+    for left_out in [
+        "a search for the model's kernels: ",
+        "forward and backward of a step as one launch: not yet",
+    ] {
+        assert!(report.contains(left_out), "{report}");
+    }
+}

@@ -1,0 +1,65 @@
+//! A thousand steps need no more memory than the first ones.
+
+use std::sync::Arc;
+
+use fused_optim::Slice;
+use parking_lot::Mutex;
+use runner::Result;
+use runner::data::Dataset;
+use runner::engine::candle::{CandleEngine, CandleOptions};
+use runner::engine::{Engine, GradSink, SharedSink};
+use runner::zoo::{Digits, ResNet, ResNetOptions, Split};
+
+use crate::common::alone;
+use crate::common::step::train_step;
+
+struct Ignore;
+
+impl GradSink for Ignore {
+    fn ready(&mut self, _: usize, _: Slice<'_>) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// What of this process is in memory.
+fn resident_kib() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|l| l.starts_with("VmRSS:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+#[test]
+fn a_thousand_steps_keep_nothing() {
+    let output = alone("engine_memory::a_thousand_steps").output().unwrap();
+    let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+    assert!(output.status.success() && said.contains("1 passed"), "{said}");
+}
+
+#[test]
+#[ignore = "a process that the test above starts, which measures itself"]
+fn a_thousand_steps() {
+    let options = ResNetOptions {
+        in_channels: 1,
+        num_classes: 10,
+        width: 4,
+        blocks: vec![1],
+        ..ResNetOptions::default()
+    };
+    let mut engine =
+        CandleEngine::new(CandleOptions::default(), |vb| ResNet::new(&options, vb)).unwrap();
+    let batch = Digits::new(Split::Train, 0).unwrap().batch(&[1, 2, 3, 4]).unwrap();
+    let sink: SharedSink = Arc::new(Mutex::new(Ignore));
+    let mut steps = |count: usize| {
+        for _ in 0..count {
+            train_step(&mut engine, None, &batch, 1.0, &sink).unwrap();
+            engine.with_params(&mut |_| Ok(())).unwrap();
+            engine.eval(&batch).unwrap();
+        }
+    };
+    steps(100);
+    let before = resident_kib();
+    steps(1000);
+    // A graph that stayed would be 20 KiB a step at least; an allocator wavers by a few pages.
+    let grown = resident_kib().saturating_sub(before);
+    assert!(grown < 2048, "{grown} KiB more");
+}

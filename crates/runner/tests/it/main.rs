@@ -1,0 +1,42 @@
+//! Runs, engines and wrappers as their users have them: in the process of a test, or as the program `runner`.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+#[cfg(feature = "candle")]
+mod compile;
+#[cfg(feature = "candle-cuda")]
+mod cuda;
+#[cfg(feature = "candle-cuda")]
+mod cuda_graph;
+mod ddp;
+#[cfg(feature = "candle")]
+mod engine;
+#[cfg(feature = "candle")]
+mod engine_digits;
+#[cfg(all(feature = "candle", target_os = "linux"))]
+mod engine_memory;
+#[cfg(feature = "candle")]
+mod gradients;
+#[cfg(feature = "candle")]
+mod hosts;
+#[cfg(feature = "candle")]
+mod interrupt;
+#[cfg(feature = "candle")]
+mod launchers;
+#[cfg(feature = "candle")]
+mod mistakes;
+#[cfg(all(feature = "npu", feature = "candle"))]
+mod npu;
+mod optim_wrapper;
+mod plot;
+#[cfg(feature = "candle")]
+mod seed_docs;
+#[cfg(feature = "candle")]
+mod tensorboard;
+#[cfg(feature = "candle")]
+mod torch_numerics;
+#[cfg(feature = "candle")]
+mod train;
+#[cfg(feature = "candle")]
+mod transformer;

@@ -1,0 +1,575 @@
+//! The mistakes that MMEngine was given, one by one: here each is an error with its place, before anything
+//! has happened, whether it is in the file or on the command line.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use runner::config::Config;
+use runner::{Error, Result, RunnerBuilder};
+
+mod check;
+
+/// A configuration as the one that MMEngine's mistakes were made in.
+const GOOD: &str = r#"custom_hooks = []
+
+[model]
+type = "Mlp"
+in_features = 64
+num_classes = 10
+
+[optim_wrapper]
+type = "OptimWrapper"
+optimizer = { type = "SGD", lr = 0.1 }
+
+[train_cfg]
+by_epoch = true
+max_epochs = 2
+
+[train_dataloader]
+batch_size = 64
+dataset = { type = "Digits" }
+
+[val_dataloader]
+batch_size = 64
+dataset = { type = "Digits", split = "test" }
+
+[val_evaluator]
+type = "Accuracy"
+
+[default_hooks]
+checkpoint = { interval = 1, rule = "greater" }
+"#;
+
+type Mistake =
+    (&'static str, (&'static str, &'static str, &'static str), (&'static str, &'static str));
+
+/// MMEngine's name of the mistake; what to replace in the file, with what, what is said then; the same on
+/// the command line, if it can be made there, and what is said.
+const MISTAKES: &[Mistake] = &[
+    (
+        "unknown_optimizer",
+        ("\"SGD\"", "\"SDG\"", "c.toml:10:22: unknown optimizer `SDG`; did you mean `SGD`?"),
+        ("optim_wrapper.optimizer.type=SDG", "unknown optimizer `SDG`; did you mean `SGD`?"),
+    ),
+    (
+        "unknown_optim_kwarg",
+        (
+            "lr = 0.1",
+            "lr = 0.1, momentom = 0.9",
+            "c.toml:10:39: unknown key `momentom`; did you mean `momentum`?",
+        ),
+        (
+            "optim_wrapper.optimizer.momentom=0.9",
+            "unknown key `momentom`; did you mean `momentum`?",
+        ),
+    ),
+    (
+        "unknown_hook",
+        (
+            "[]",
+            "[{ type = \"EMAHok\" }]",
+            "c.toml:1:26: unknown hook `EMAHok`; did you mean `EMAHook`?",
+        ),
+        ("", ""),
+    ),
+    (
+        "unknown_model",
+        ("\"Mlp\"", "\"Mpl\"", "c.toml:4:8: unknown model `Mpl`; did you mean `Mlp`?"),
+        ("model.type=Mpl", "unknown model `Mpl`; did you mean `Mlp`?"),
+    ),
+    (
+        "model_kwarg",
+        (
+            "num_classes = 10",
+            "num_classes = 10\nhiden = [3]",
+            "c.toml:7:1: unknown key `hiden`; did you mean `hidden`?",
+        ),
+        ("model.hiden=3,4", "unknown key `hiden`; did you mean `hidden`?"),
+    ),
+    (
+        "top_level_typo_ignored",
+        (
+            "custom_hooks",
+            "optim_wraper = 1\ncustom_hooks",
+            "c.toml:1:1: unknown key `optim_wraper`; did you mean `optim_wrapper`?",
+        ),
+        ("train_cgf.max_epochs=3", "unknown key `train_cgf`; did you mean `train_cfg`?"),
+    ),
+    (
+        "missing_optim",
+        (
+            "[optim_wrapper]",
+            "[param_wrapper]",
+            "c.toml:1:1: missing key `optim_wrapper` at the top",
+        ),
+        ("optim_wrapper=None", "missing key `optim_wrapper` at the top"),
+    ),
+    (
+        "train_cfg_typo",
+        (
+            "max_epochs",
+            "max_epoch",
+            "c.toml:12:1: missing key `max_epochs` in [train_cfg] (is `max_epoch` on line 14 meant for it?)",
+        ),
+        ("train_cfg.max_epoch=3", "unknown key `max_epoch`; did you mean `max_epochs`?"),
+    ),
+    (
+        "train_cfg_type_and_by_epoch",
+        (
+            "by_epoch = true",
+            "by_epoch = true\ntype = \"EpochBasedTrainLoop\"",
+            "c.toml:14:8: only one of `type` and `by_epoch` can be set",
+        ),
+        ("train_cfg.type=EpochBasedTrainLoop", "only one of `type` and `by_epoch` can be set"),
+    ),
+    (
+        "max_epochs_str",
+        (
+            "max_epochs = 2",
+            "max_epochs = \"three\"",
+            "c.toml:14:14: `max_epochs` must be a non-negative integer, got a string",
+        ),
+        ("train_cfg.max_epochs=three", "`max_epochs` must be a non-negative integer, got a string"),
+    ),
+    (
+        "bad_launcher",
+        (
+            "custom_hooks",
+            "launcher = \"torch\"\ncustom_hooks",
+            "c.toml:1:12: unknown value `torch`",
+        ),
+        ("launcher=pytorh", "unknown value `pytorh`; did you mean `pytorch`?"),
+    ),
+    (
+        "bad_priority",
+        (
+            "[]",
+            "[{ type = \"EMAHook\", priority = \"HIGHER\" }]",
+            "c.toml:1:48: unknown value `HIGHER`; did you mean `HIGH`?",
+        ),
+        (
+            "default_hooks.checkpoint.priority=HIGHER",
+            "unknown value `HIGHER`; did you mean `HIGH`?",
+        ),
+    ),
+    (
+        "bad_priority_int",
+        (
+            "[]",
+            "[{ type = \"EMAHook\", priority = 101 }]",
+            "c.toml:1:48: `priority` must be between 0 and 100, got 101",
+        ),
+        ("default_hooks.checkpoint.priority=101", "`priority` must be between 0 and 100, got 101"),
+    ),
+    (
+        "loss_scale",
+        (
+            "\"OptimWrapper\"",
+            "\"AmpOptimWrapper\"\nloss_scale = \"dynamc\"",
+            "c.toml:10:14: unknown value `dynamc`; did you mean `dynamic`?",
+        ),
+        ("", ""),
+    ),
+    (
+        "amp_dtype",
+        (
+            "\"OptimWrapper\"",
+            "\"AmpOptimWrapper\"\ndtype = \"bf16\"",
+            "c.toml:10:9: unknown value `bf16`",
+        ),
+        ("", ""),
+    ),
+    (
+        "wrapper_unknown",
+        (
+            "[train_cfg]",
+            "[model_wrapper_cfg]\ntype = \"MyDDP\"\n[train_cfg]",
+            "c.toml:13:8: unknown model wrapper `MyDDP`",
+        ),
+        ("model_wrapper_cfg.type=MyDDP", "unknown model wrapper `MyDDP`"),
+    ),
+    (
+        "ckpt_best",
+        (
+            "interval = 1",
+            "interval = 1, save_best = \"acurracy\"",
+            "c.toml:28:42: unknown metric `acurracy`; did you mean `accuracy`?",
+        ),
+        (
+            "default_hooks.checkpoint.save_best=acurracy",
+            "unknown metric `acurracy`; did you mean `accuracy`?",
+        ),
+    ),
+    (
+        "sched_end",
+        (
+            "[train_cfg]",
+            "[param_scheduler]\ntype = \"LinearLR\"\nbegin = 5\nend = 5\n[train_cfg]",
+            "c.toml:15:7: end should be larger than begin, but got begin=5, end=5",
+        ),
+        ("", ""),
+    ),
+    (
+        "sched_unknown",
+        (
+            "[train_cfg]",
+            "[param_scheduler]\ntype = \"CosineLR\"\n[train_cfg]",
+            "c.toml:13:8: unknown scheduler `CosineLR`; did you mean `",
+        ),
+        ("param_scheduler.type=CosineLR", "unknown scheduler `CosineLR`; did you mean `"),
+    ),
+];
+
+fn said(config: Result<Config>) -> String {
+    match config.and_then(RunnerBuilder::from_config) {
+        Err(Error::Config(text)) => text,
+        other => panic!("not refused: {other:?}"),
+    }
+}
+
+/// What the program does in a folder that has the configuration as `c.toml`.
+fn run(dir: &Path, config: &str, args: &[&str], envs: &[(&str, &str)]) -> Output {
+    std::fs::write(dir.join("c.toml"), config).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_runner"));
+    command.args(args).current_dir(dir).envs(envs.iter().copied()).output().unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn a_variable_of_the_environment_keeps_its_blanks_and_commas() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = "work_dir = '{{ $RUN_DIR }}'\nexperiment_name = '{{ $JOB }}'\nlr = '{{ $LR }}'\n";
+    let envs = [("RUN_DIR", "runs/my set"), ("JOB", "a, b"), ("LR", "1e-2")];
+    let shown = run(dir.path(), text, &["config", "c.toml"], &envs).stdout;
+    let wanted = "work_dir = \"runs/my set\"\nexperiment_name = \"a, b\"\nlr = 0.01\n";
+    assert_eq!(String::from_utf8(shown).unwrap(), wanted);
+    // A number is a string where one is wanted.
+    let text = format!("experiment_name = '{{{{ $JOB }}}}'\n{GOOD}");
+    let read = run(dir.path(), &text, &["check", "c.toml"], &[("JOB", "4711")]);
+    assert!(read.status.success(), "{}", stderr(&read));
+}
+
+#[test]
+fn a_mistake_prints_its_message_and_no_backtrace() {
+    let dir = tempfile::tempdir().unwrap();
+    let backtrace = [("RUST_BACKTRACE", "1")];
+    for (good, bad, says) in [
+        ("num_classes = 10", "num_classes = 1", "error: forward: cross_entropy: label "),
+        (
+            "in_features = 64",
+            "in_features = 65",
+            "error: forward: linear: an input of shape [64, 64] does not fit a weight of shape ",
+        ),
+    ] {
+        assert!(GOOD.contains(good), "{good}");
+        let config = GOOD.replacen(good, bad, 1);
+        let output = run(dir.path(), &config, &["train", "c.toml"], &backtrace);
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.starts_with(says), "{said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
+    }
+}
+
+/// A mistake in almost every table, and data that the model has too few classes for.
+const MANY: &str = r#"sync_bn = "torch"
+
+[model]
+type = "Mlp"
+in_features = 64
+num_classes = 9
+
+[train_dataloader]
+batch_size = -1
+num_workers = 2
+dataset = { type = "Digits" }
+
+[val_dataloader]
+batch_size = 64
+dataset = { type = "Digits", split = "test" }
+
+[val_evaluator]
+type = "Accuracy"
+
+[optim_wrapper]
+type = "AmpOptimWrapper"
+optimizer = { type = "SGD", lr = -0.1, momentun = 0.9 }
+clip_grad = { max_norm = -2 }
+loss_scale = { init_scale = -8 }
+
+[[param_scheduler]]
+type = "MultiStepLR"
+milestones = [8, 5]
+
+[[param_scheduler]]
+type = "LinearLR"
+start_factor = 0.1
+end_factor = -1
+
+[train_cfg]
+max_epoch = 2
+val_interval = 0
+
+[default_hooks]
+logger = { interval = 0 }
+
+[[custom_hooks]]
+type = "EarlyStoppingHook"
+monitor = "acurracy"
+patience = 0
+"#;
+
+/// What is told of them, in this order.
+const TOLD: [&str; 17] = [
+    "c.toml:1:1: `sync_bn` is left out on purpose",
+    "c.toml:24:29: invalid scale: -8 is not finite and at least min_scale",
+    "c.toml:23:26: invalid max_norm: -2",
+    "c.toml:22:34: invalid learning rate: -0.1",
+    "c.toml:22:40: unknown key `momentun`; did you mean `momentum`?",
+    "c.toml:10:15: `num_workers` is not supported",
+    "c.toml:9:14: `batch_size` must be a non-negative integer, got -1",
+    "c.toml:35:1: missing key `max_epochs` in [train_cfg] (is `max_epoch` on line 36 meant for it?)",
+    "c.toml:37:16: `val_interval` must be at least 1, got 0",
+    "c.toml:28:14: `milestones` must be in ascending order",
+    "c.toml:33:14: `end_factor` must be 0 to 1",
+    "c.toml:40:23: `interval` must be at least 1, got 0",
+    "c.toml:44:11: whether `acurracy` should be less or greater",
+    "c.toml:45:12: `patience` must be at least 1, got 0",
+    "c.toml:44:11: unknown metric `acurracy`; did you mean `accuracy`?",
+    "c.toml:8:1: train_dataloader: tried on the model: forward: cross_entropy: label 9 is none of 9",
+    "c.toml:13:1: val_dataloader: tried on the model: forward: cross_entropy: label 9 is none of 9",
+];
+
+#[test]
+fn all_mistakes_are_told_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    for command in ["check", "train"] {
+        let output = run(dir.path(), MANY, &[command, "c.toml"], &[]);
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        // What a run refuses, it refuses before it has data.
+        let told = if command == "check" { &TOLD[..] } else { &TOLD[..TOLD.len() - 2] };
+        for (line, wanted) in said.lines().zip(told) {
+            assert!(line.starts_with(&format!("error: {wanted}")), "{line}\n{wanted}\n\n{said}");
+        }
+        assert_eq!(said.lines().count(), told.len(), "{said}");
+    }
+    assert!(!dir.path().join("work_dirs").exists());
+}
+
+#[test]
+fn a_run_by_iterations_that_saves_only_at_its_end_is_warned() {
+    let dir = tempfile::tempdir().unwrap();
+    let by_iters = "by_epoch = false\nmax_iters = 3";
+    let config = GOOD.replacen("by_epoch = true\nmax_epochs = 2", by_iters, 1);
+    let warned = |checkpoint: &str, command: &str| {
+        let config = config.replacen("interval = 1,", checkpoint, 1);
+        let output = run(dir.path(), &config, &[command, "c.toml"], &[]);
+        assert!(output.status.success(), "{}", stderr(&output));
+        let said = [output.stdout, output.stderr].concat();
+        String::from_utf8(said)
+            .unwrap()
+            .matches("no checkpoint before the end of this run of 3")
+            .count()
+    };
+    for command in ["check", "train"] {
+        assert_eq!(warned("interval = 1,", command), 1, "{command}");
+        assert_eq!(warned("", command), 1, "{command}");
+    }
+    assert_eq!(warned("by_epoch = false, interval = 4,", "check"), 1);
+    assert_eq!(warned("by_epoch = false, interval = 3,", "check"), 0);
+    assert_eq!(warned("interval = -1,", "check"), 0);
+}
+
+#[test]
+fn a_configuration_without_a_command_gets_train_suggested_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let launch = "runner launch ... train c.toml";
+    for (args, command) in [
+        (&["c.toml"][..], "runner train c.toml"),
+        (&["launch", "--nproc-per-node", "2", "c.toml", "--resume"], launch),
+        (&["launch", "--nproc-per-node", "2", "--", "c.toml"], launch),
+        (&["launch", "./c.toml"], "runner launch ... train ./c.toml"),
+    ] {
+        let output = run(dir.path(), GOOD, args, &[]);
+        let config = command.rsplit(' ').next().unwrap();
+        let told = format!(
+            "error: `{config}` is a configuration, not a command: did you mean `{command}`?\n"
+        );
+        assert_eq!((output.status.code(), stderr(&output)), (Some(2), told), "{args:?}");
+    }
+    let output = run(dir.path(), GOOD, &["launch", "--nproc-per-node=2", "trian", "c.toml"], &[]);
+    assert_eq!(stderr(&output).matches("unrecognized subcommand 'trian'").count(), 1);
+}
+
+#[test]
+fn what_is_no_checkpoint_is_told_which_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = run(dir.path(), GOOD, &["train", "c.toml", "--load-from", "x.pth"], &[]);
+    let said = stderr(&output);
+    assert!(said.starts_with("error: x.pth: not a checkpoint of this runner"), "{said}");
+    assert!(said.contains("a directory such as work_dirs/NAME/epoch_3"), "{said}");
+}
+
+#[test]
+fn auto_scale_lr_logs_the_rate() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = format!("auto_scale_lr = {{ enable = true, base_batch_size = 32 }}\n{GOOD}");
+    let output = run(dir.path(), &config, &["train", "c.toml"], &[]);
+    let said = String::from_utf8(output.stdout).unwrap();
+    let told = "auto_scale_lr: learning rate 0.2 instead of 0.1: a batch of all ranks has 64 samples, and \
+                base_batch_size is 32";
+    assert!(said.contains(told), "{said}{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn every_recorded_mistake_is_an_error_with_its_place() {
+    let recorded = include_str!("../../vectors/errors.txt");
+    let recorded = recorded.lines().filter_map(|l| l.strip_prefix("### ")?.split(" ::").next());
+    let names: Vec<_> = MISTAKES.iter().map(|(name, ..)| *name).collect();
+    assert_eq!(recorded.collect::<Vec<_>>(), names);
+    RunnerBuilder::from_config(Config::from_text("c.toml", GOOD).unwrap()).unwrap();
+    for (name, (good, bad, expected), (option, of_option)) in MISTAKES {
+        assert!(GOOD.contains(good), "{name}");
+        let text = said(Config::from_text("c.toml", GOOD.replacen(good, bad, 1)));
+        assert!(text.starts_with(expected), "{name}: {text}\n{expected}");
+        if option.is_empty() {
+            continue;
+        }
+        let mut config = Config::from_text("c.toml", GOOD).unwrap();
+        config.override_with([option]).unwrap();
+        let text = said(Ok(config));
+        // What is missing has no place of its own.
+        let place = if *name == "missing_optim" { "c.toml:1:1: " } else { "--cfg-options " };
+        assert!(text.starts_with(place) && text.contains(of_option), "{name}: {text}");
+    }
+}
+
+#[test]
+fn a_metric_that_no_validation_has_cannot_be_waited_for() {
+    let scheduler = "[param_scheduler]\ntype = \"ReduceOnPlateauLR\"\n";
+    let said = |more: &str| {
+        let text = GOOD.replacen("[train_cfg]", &format!("{scheduler}{more}[train_cfg]"), 1);
+        said(Config::from_text("c.toml", text))
+    };
+    let text = said("monitor = \"acurracy\"\n");
+    assert!(text.starts_with("c.toml:14:11: unknown metric `acurracy`; did you mean"), "{text}");
+    // Unless it is told, it waits for the loss.
+    let text = said("");
+    assert!(text.starts_with("c.toml:13:8: unknown metric `loss`"), "{text}");
+}
+
+#[test]
+fn what_is_left_out_is_refused_by_name() {
+    for (option, says) in [
+        ("default_scope=mmdet", "`default_scope` is left out on purpose"),
+        ("model.type=mmdet.Mlp", "`mmdet.Mlp` is left out on purpose: names are not scoped"),
+        ("model._scope_=mmdet", "`_scope_` is left out on purpose: names are not scoped"),
+        (
+            "model_wrapper_cfg.type=MMFullyShardedDataParallel",
+            "`MMFullyShardedDataParallel` is left out on purpose",
+        ),
+        ("sync_bn=torch", "`sync_bn` is left out on purpose"),
+        ("custom_imports.imports=a", "`custom_imports` is left out on purpose"),
+        ("data_preprocessor.type=A", "`data_preprocessor` is left out on purpose"),
+        ("activation_checkpointing=x", "`activation_checkpointing` is left out on purpose"),
+        ("env_cfg.cudnn_benchmark=true", "`cudnn_benchmark` is left out on purpose"),
+        ("env_cfg.mp_cfg.opencv_num_threads=0", "`mp_cfg` is left out on purpose"),
+        ("train_dataloader.num_workers=2", "`num_workers` is not supported"),
+        ("train_dataloader.pin_memory=true", "`pin_memory` is left out on purpose"),
+        ("default_hooks.visualization.type=A", "`visualization` is left out on purpose"),
+        ("default_hooks.sampler_seed=None", "`sampler_seed` cannot be switched off: the order"),
+        ("default_hooks.runtime_info=false", "`runtime_info` cannot be switched off: hooks ask"),
+        (
+            "visualizer.vis_backends.type=WandbVisBackend",
+            "`WandbVisBackend` is left out on purpose",
+        ),
+        ("default_hooks.checkpoint.out_dir=x", "`out_dir` is left out on purpose"),
+        ("val_cfg.fp16=true", "`fp16` is left out on purpose"),
+        ("train_cfg.max_iters=3", "`max_iters` is left out on purpose"),
+    ] {
+        let mut config = Config::from_text("c.toml", GOOD).unwrap();
+        config.override_with([option]).unwrap();
+        let text = said(Ok(config));
+        assert!(text.starts_with(&format!("--cfg-options {option}: {says}")), "{text}");
+    }
+    // Nobody is told that they are valid names.
+    let mut config = Config::from_text("c.toml", GOOD).unwrap();
+    config.override_with(["sed=1"]).unwrap();
+    let text = said(Ok(config));
+    assert!(text.contains("valid: auto_scale_lr, compile,") && !text.contains("sync_bn"), "{text}");
+    // Switched off, they ask for nothing; and MMEngine's short forms are understood.
+    for option in [
+        "env_cfg.cudnn_benchmark=false",
+        "default_hooks.logger=None",
+        "val_cfg.fp16=false",
+        "find_unused_parameters=true",
+        "resume=auto",
+        "randomness.diff_rank_seed=true",
+        "env_cfg.resource_limit=4096",
+        // The six default hooks, and more under keys of one's own.
+        "default_hooks.runtime_info.type=RuntimeInfoHook",
+        "default_hooks.sampler_seed.type=DistSamplerSeedHook",
+        "default_hooks.ema.type=EMAHook",
+        "val_dataloader.sampler.round_up=false",
+    ] {
+        let mut config = Config::from_text("c.toml", GOOD).unwrap();
+        config.override_with([option]).unwrap();
+        RunnerBuilder::from_config(config).unwrap();
+    }
+}
+
+#[test]
+fn what_is_half_there_is_refused() {
+    for (option, says) in [
+        (
+            "default_hooks.chekpoint.interval=5",
+            "unknown key `chekpoint`; did you mean `checkpoint`?",
+        ),
+        ("default_hooks.ema.type=EMAHok", "unknown hook `EMAHok`; did you mean `EMAHook`?"),
+        ("test_cfg.type=TestLoop", "`test_cfg` without `test_dataloader` and `test_evaluator`"),
+        ("test_evaluator.type=Accuracy", "missing key `test_dataloader`"),
+        ("train_dataloader.sampler.round_up=false", "`round_up` must be true"),
+        ("train_dataloader.batch_size=0", "`batch_size` must be at least 1"),
+        ("model.hidden=3,0", "`hidden` must each be at least 1"),
+        ("model.num_classes=0", "`num_classes` must be at least 1"),
+        ("default_hooks.checkpoint.max_keep_ckpts=0", "`max_keep_ckpts` must be at least 1"),
+        // What an optimizer refuses, at its own place.
+        (
+            "optim_wrapper.optimizer.lr=-1",
+            "--cfg-options optim_wrapper.optimizer.lr=-1: invalid learning rate: -1",
+        ),
+    ] {
+        let mut config = Config::from_text("c.toml", GOOD).unwrap();
+        config.override_with([option]).unwrap();
+        let text = said(Ok(config));
+        assert!(text.contains(says), "{option}: {text}");
+    }
+}
+
+#[test]
+fn runs_by_iterations_are_read() {
+    let text = GOOD.replace(
+        "by_epoch = true\nmax_epochs = 2",
+        "type = \"IterBasedTrainLoop\"\nmax_iters = 9\ndynamic_intervals = [[4, 2], [6, 1]]",
+    );
+    let text = text.replace("batch_size = 64\ndataset = { type = \"Digits\" }", "batch_size = 64\ndataset = { type = \"Digits\" }\nsampler = { type = \"InfiniteSampler\" }");
+    RunnerBuilder::from_config(Config::from_text("c.toml", text.clone()).unwrap()).unwrap();
+    for (good, bad, says) in [
+        ("[[4, 2], [6, 1]]", "[[4, 2], [4, 1]]", "c.toml:15:21: `dynamic_intervals` must be pairs"),
+        ("[[4, 2], [6, 1]]", "[[4, 0]]", "c.toml:15:21: `dynamic_intervals` must be pairs"),
+        ("max_iters = 9", "max_iter = 9", "c.toml:12:1: missing key `max_iters`"),
+        (
+            "[val_dataloader]",
+            "[val_dataloader]\nsampler = { type = \"InfiniteSampler\" }",
+            "c.toml:23:11: InfiniteSampler never ends",
+        ),
+    ] {
+        assert!(text.contains(good), "{good}");
+        let said = said(Config::from_text("c.toml", text.replacen(good, bad, 1)));
+        assert!(said.starts_with(says), "{said}");
+    }
+}

@@ -1,0 +1,359 @@
+//! Accumulation and clipping as MMEngine did them, step by step; parts of a model with optimizers of
+//! their own.
+
+use std::path::Path;
+use std::time::Duration;
+
+use collective::{ProcessGroup, ReducerOptions};
+use fused_optim::{
+    Adam, AdamHyper, Applied, Clip, DType, FoundInf, Optimizer, ParamGroup, ParamMut, ParamSpec,
+    Sgd, SgdHyper, Slice, SliceMut, StateDict, StepCtl,
+};
+use runner::Result;
+use runner::checkpoint;
+use runner::config::Config;
+use runner::data::{Array, ArrayData, Batch, Dataset};
+use runner::engine::{Engine, EngineState, Losses, StepContext, TensorSpec};
+use runner::model::DistributedDataParallel;
+use runner::optim_wrapper::{
+    Member, OPTIM_WRAPPERS, OptimWrapper, OptimWrapperFactory, OptimizerDict,
+};
+use runner::placement::Placement;
+use runner::{DataLoaderConfig, RunnerBuilder, TrainConfig};
+use serde_json::Value;
+
+/// One weight `w` of three numbers; the loss of its `i`-th batch is `0.01 * (w . x - 1)^2` with
+/// `x = [i + 1, (7 i mod 5) - 2, 0.1 i]`.
+struct Quadratic {
+    specs: Vec<TensorSpec>,
+    w: Vec<f32>,
+    batch: usize,
+}
+
+impl Quadratic {
+    fn new(w: Vec<f32>) -> Self {
+        let spec = TensorSpec { name: "w".to_owned(), shape: vec![w.len()], dtype: DType::F32 };
+        Self { specs: vec![spec], w, batch: 0 }
+    }
+}
+
+impl Engine for Quadratic {
+    fn params(&self) -> &[TensorSpec] {
+        &self.specs
+    }
+
+    fn buffers(&self) -> &[TensorSpec] {
+        &[]
+    }
+
+    fn with_params(
+        &mut self,
+        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
+    ) -> Result<()> {
+        visit(&mut [SliceMut::F32(&mut self.w)])
+    }
+
+    fn with_buffers(
+        &mut self,
+        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
+    ) -> Result<()> {
+        visit(&mut [])
+    }
+
+    fn train_step(&mut self, _: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
+        let i = self.batch;
+        self.batch += 1;
+        let x = [i as f64 + 1.0, ((7 * i) % 5) as f64 - 2.0, 0.1 * i as f64];
+        let off = self.w.iter().zip(x).map(|(w, x)| f64::from(*w) * x).sum::<f64>() - 1.0;
+        let gradient = x.map(|x| (0.02 * off * x * f64::from(cx.loss_scale)) as f32);
+        cx.sink.lock().ready(0, Slice::F32(&gradient))?;
+        Ok(Losses { scalars: vec![("loss".to_owned(), 0.01 * off * off)] })
+    }
+
+    fn eval(&mut self, _: &Batch) -> Result<Vec<(String, Array)>> {
+        Ok(Vec::new())
+    }
+}
+
+fn ddp(engine: &dyn Engine) -> DistributedDataParallel {
+    let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
+    DistributedDataParallel::new(group, engine.params(), ReducerOptions::default()).unwrap()
+}
+
+/// Every weight after every batch, with and without bounds on the gradients.
+#[test]
+fn steps_equal_mmengines() {
+    let text = include_str!("../vectors/accumulation.json");
+    let cases: Value = serde_json::from_str(text).unwrap();
+    for case in cases.as_array().unwrap() {
+        let numbers = |v: &Value| -> Vec<f64> { serde_json::from_value(v.clone()).unwrap() };
+        let clip = match &case["clip_grad"] {
+            Value::Null => String::new(),
+            clip if clip["type"] == "value" => {
+                format!("clip_grad = {{ type = 'value', clip_value = {} }}", clip["clip_value"])
+            }
+            clip => format!("clip_grad = {{ max_norm = {} }}", clip["max_norm"]),
+        };
+        let config = format!(
+            "type = 'OptimWrapper'\naccumulative_counts = {}\n{clip}\n\
+             optimizer = {{ type = 'SGD', lr = {}, momentum = {} }}",
+            case["accumulative_counts"], case["lr"], case["momentum"]
+        );
+        let section = Config::from_text("c.toml", config).unwrap().into_section();
+        let w0 = numbers(&case["w0"]).iter().map(|w| *w as f32).collect();
+        let mut engine = Quadratic::new(w0);
+        let mut model = ddp(&engine);
+        let build = OPTIM_WRAPPERS.build(section).unwrap().build;
+        let mut optim = build(engine.params(), &Placement::host()).unwrap();
+        let max = case["max_counts"].as_u64().unwrap() as usize;
+        optim.accumulation().initialize_count_status(0, max);
+        let mut state = EngineState::default();
+        for (at, iter) in case["iters"].as_array().unwrap().iter().enumerate() {
+            let batch = Batch::new();
+            let update = optim.update_params(&mut engine, &mut model, &batch, &mut state).unwrap();
+            assert_eq!(update.applied.is_some(), iter["should_sync"], "{case} {at}");
+            // Recorded in f64, computed in f32: ten steps of rounding.
+            for (got, wanted) in engine.w.iter().zip(numbers(&iter["w"])) {
+                assert!((f64::from(*got) - wanted).abs() < 3e-6, "{at}: {got} is not {wanted}");
+            }
+            let logged = optim.log_scalars().iter().any(|(name, _)| *name == "grad_norm");
+            assert_eq!(logged, clip.contains("max_norm") && update.applied.is_some());
+        }
+    }
+}
+
+const FACTS: [f32; 4] = [1.0, -2.0, 0.5, 4.0];
+
+/// Two tensors of two elements; the gradients of step `at`.
+fn gradients(at: usize) -> [[f32; 2]; 2] {
+    let at = at as f32;
+    [[at + 1.0, -at], [0.25 * at, 3.0]]
+}
+
+fn step(
+    optimizer: &mut dyn Optimizer,
+    weights: &mut [[f32; 2]; 2],
+    gradients: &[[f32; 2]; 2],
+    ctl: &StepCtl,
+) -> Applied {
+    let mut params: Vec<_> = weights
+        .iter_mut()
+        .zip(gradients)
+        .map(|(w, g)| ParamMut::new(&mut w[..], Some(Slice::F32(g))))
+        .collect();
+    optimizer.step(&mut params, ctl).unwrap()
+}
+
+fn parts() -> (Box<dyn Optimizer>, Box<dyn Optimizer>) {
+    let adam = Adam::new([ParamGroup::new(AdamHyper::default(), [1])]).unwrap();
+    let hyper = SgdHyper { lr: 0.5, momentum: 0.9, ..SgdHyper::default() };
+    (Box::new(adam), Box::new(Sgd::new([ParamGroup::new(hyper, [0])]).unwrap()))
+}
+
+fn dict() -> OptimizerDict {
+    let (adam, sgd) = parts();
+    OptimizerDict::new(vec![
+        Member { name: "a".to_owned(), optimizer: adam, clip: None },
+        Member { name: "b".to_owned(), optimizer: sgd, clip: Some(Clip::norm(0.5)) },
+    ])
+}
+
+#[test]
+fn a_dict_steps_as_its_parts_would_and_resumes_to_the_same_bits() {
+    let start = [[FACTS[0], FACTS[1]], [FACTS[2], FACTS[3]]];
+    let ctl = StepCtl { found_inf: FoundInf::Check, ..StepCtl::PLAIN };
+    let (mut dict, (mut adam, mut sgd)) = (dict(), parts());
+    let (mut whole, mut apart) = (start, start);
+    for at in 0..3 {
+        assert_eq!(step(&mut dict, &mut whole, &gradients(at), &ctl), Applied::Applied);
+        let clipped = StepCtl { clip: Some(Clip::norm(0.5)), ..ctl };
+        for (part, ctl) in [(&mut adam, &ctl), (&mut sgd, &clipped)] {
+            assert_eq!(step(&mut **part, &mut apart, &gradients(at), ctl), Applied::Applied);
+        }
+        assert_eq!(whole, apart);
+    }
+    // An overflow in one part stops both.
+    let mut overflow = gradients(3);
+    overflow[1][0] = f32::INFINITY;
+    assert_eq!(step(&mut dict, &mut whole, &overflow, &ctl), Applied::SkippedNonFinite);
+    assert_eq!(whole, apart);
+
+    let bytes = dict.state_dict().to_safetensors().unwrap();
+    let saved = StateDict::from_safetensors(&bytes).unwrap();
+    let mut resumed = self::dict();
+    resumed.set_lr(0, 0.125).unwrap();
+    resumed.load_state_dict(&saved).unwrap();
+    assert_eq!(resumed.state_dict(), dict.state_dict());
+    let mut other = whole;
+    assert_eq!(step(&mut dict, &mut whole, &gradients(4), &ctl), Applied::Applied);
+    assert_eq!(step(&mut resumed, &mut other, &gradients(4), &ctl), Applied::Applied);
+    assert_eq!(whole, other);
+}
+
+#[test]
+fn a_dict_refuses_what_is_not_its_own_and_stays_as_it_was() {
+    let mut saved = dict().state_dict();
+    let mut target = dict();
+    target.set_lr(0, 0.125).unwrap();
+    let before = target.state_dict();
+    // The second part's state does not fit; the first has been loaded by then.
+    saved.param_groups = saved.param_groups.replace("\"nesterov\":false", "\"nesterov\":true");
+    saved.param_groups = saved.param_groups.replace("\"momentum\":0.9", "\"momentum\":0.0");
+    assert!(target.load_state_dict(&saved).is_err());
+    assert_eq!(target.state_dict(), before);
+
+    saved = dict().state_dict();
+    saved.param_groups = saved.param_groups.replace("\"name\":\"b\"", "\"name\":\"c\"");
+    let error = target.load_state_dict(&saved).unwrap_err().to_string();
+    assert!(error.contains("the parts are a, c, and here a, b"), "{error}");
+    let sgd = parts().1.state_dict();
+    assert!(target.load_state_dict(&sgd).is_err());
+    assert_eq!(target.state_dict(), before);
+    assert!(OptimWrapper::new(Box::new(target), 1).loss_scale() == 1.0);
+}
+
+/// In one process the model has its parameters in this order, in the next in the other.
+#[test]
+fn a_dict_of_named_parameters_resumes_whatever_their_order() {
+    let dict = |names: [&str; 2]| {
+        let at = |prefix| [names.iter().position(|name| name.starts_with(prefix)).unwrap()];
+        let adam = Adam::new([ParamGroup::new(AdamHyper::default(), at("a."))]).unwrap();
+        let hyper = SgdHyper { lr: 0.5, momentum: 0.9, ..SgdHyper::default() };
+        let sgd = Sgd::new([ParamGroup::new(hyper, at("b."))]).unwrap();
+        let member =
+            |name: &str, optimizer| Member { name: name.to_owned(), optimizer, clip: None };
+        let mut dict =
+            OptimizerDict::new(vec![member("a", Box::new(adam)), member("b", Box::new(sgd))]);
+        dict.set_param_names(&names.map(|name| ParamSpec::new(name, &[2]))).unwrap();
+        dict
+    };
+    let ctl = StepCtl::PLAIN;
+    let (mut one, mut weights) = (dict(["b.w", "a.w"]), [[1.0, -2.0], [0.5, 4.0]]);
+    assert_eq!(step(&mut one, &mut weights, &gradients(0), &ctl), Applied::Applied);
+    let bytes = one.state_dict().to_safetensors().unwrap();
+    let saved = StateDict::from_safetensors(&bytes).unwrap();
+    let (mut other, mut turned) = (dict(["a.w", "b.w"]), [weights[1], weights[0]]);
+    other.load_state_dict(&saved).unwrap();
+    let [b, a] = gradients(1);
+    assert_eq!(step(&mut one, &mut weights, &[b, a], &ctl), Applied::Applied);
+    assert_eq!(step(&mut other, &mut turned, &[a, b], &ctl), Applied::Applied);
+    assert_eq!(weights, [turned[1], turned[0]]);
+
+    let before = other.state_dict();
+    let mut wrong = saved.clone();
+    wrong.params.get_mut(&0).unwrap().name = "b.v".to_owned();
+    let error = other.load_state_dict(&wrong).unwrap_err().to_string();
+    assert_eq!(error, "state dict, b.w: missing");
+    wrong = saved;
+    wrong.state.insert(2, wrong.state[&0].clone());
+    let error = other.load_state_dict(&wrong).unwrap_err().to_string();
+    assert_eq!(error, "state dict, state.2: unknown");
+    assert_eq!(other.state_dict(), before);
+}
+
+/// Parameters of equal size, in an order that is the process' own, with gradients that depend on the name.
+struct Unordered {
+    specs: Vec<TensorSpec>,
+    values: Vec<[f32; 2]>,
+}
+
+impl Unordered {
+    fn new(names: &[&str]) -> Self {
+        let spec = |name: &&str| TensorSpec {
+            name: (*name).to_owned(),
+            shape: vec![2],
+            dtype: DType::F32,
+        };
+        Self { specs: names.iter().map(spec).collect(), values: vec![[1.0, -1.0]; names.len()] }
+    }
+}
+
+impl Engine for Unordered {
+    fn params(&self) -> &[TensorSpec] {
+        &self.specs
+    }
+
+    fn buffers(&self) -> &[TensorSpec] {
+        &[]
+    }
+
+    fn with_params(
+        &mut self,
+        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
+    ) -> Result<()> {
+        visit(&mut self.values.iter_mut().map(|v| SliceMut::F32(v)).collect::<Vec<_>>())
+    }
+
+    fn with_buffers(
+        &mut self,
+        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
+    ) -> Result<()> {
+        visit(&mut [])
+    }
+
+    fn train_step(&mut self, _: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
+        for (index, (spec, values)) in self.specs.iter().zip(&self.values).enumerate() {
+            let own = f32::from(spec.name.as_bytes()[0]) / 100.0;
+            let gradient = values.map(|value| (0.25 * value + own) * cx.loss_scale);
+            cx.sink.lock().ready(index, Slice::F32(&gradient))?;
+        }
+        Ok(Losses { scalars: vec![("loss".to_owned(), 1.0)] })
+    }
+
+    fn eval(&mut self, _: &Batch) -> Result<Vec<(String, Array)>> {
+        Ok(Vec::new())
+    }
+}
+
+struct Four;
+
+impl Dataset for Four {
+    fn name(&self) -> &'static str {
+        "four"
+    }
+
+    fn len(&self) -> usize {
+        4
+    }
+
+    fn batch(&self, indices: &[usize]) -> Result<Batch> {
+        let count = indices.len();
+        Ok(Batch::new().with("inputs", Array::new([count], ArrayData::U8(vec![0; count]))?))
+    }
+}
+
+/// Trains a model whose parameters come in this order up to an epoch.
+fn train(dir: &Path, names: &'static [&'static str], epochs: usize) -> Result<()> {
+    let sgd = |count| {
+        let hyper = SgdHyper { lr: 0.125, momentum: 0.9, ..SgdHyper::default() };
+        Sgd::with_one_group(hyper, count)
+    };
+    let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
+    let builder = RunnerBuilder::default()
+        .model(Box::new(|_| Ok(Box::new(Unordered::new(names)))))
+        .optim_wrapper(OptimWrapperFactory::fp32(sgd))
+        .train_dataloader(DataLoaderConfig::new(Four, 1))
+        .train_cfg(TrainConfig::new(epochs))
+        .work_dir(dir)
+        .process_group(group)
+        .seed(1)
+        .default_hooks()
+        .resume(true);
+    builder.build()?.train()?;
+    Ok(())
+}
+
+#[test]
+fn a_run_resumes_whatever_the_order_of_its_parameters() {
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let [undisturbed, resumed] = folders.each_ref().map(tempfile::TempDir::path);
+    train(undisturbed, &["u", "v", "w"], 3).unwrap();
+    train(resumed, &["u", "v", "w"], 2).unwrap();
+    train(resumed, &["w", "u", "v"], 3).unwrap();
+    let weights = |dir: &Path| {
+        let mut engine = Unordered::new(&["u", "v", "w"]);
+        checkpoint::load(&dir.join("epoch_3")).unwrap().load_model(&mut engine).unwrap();
+        engine.values
+    };
+    assert_eq!(weights(undisturbed), weights(resumed));
+}

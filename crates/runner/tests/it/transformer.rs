@@ -1,0 +1,171 @@
+//! The zoo's transformer learns, in `f32`, under autocast and with half parameters; what stock candle cuts off from the
+//! loss without a word is an error of the first step.
+
+use std::path::Path;
+use std::time::Duration;
+
+use candle_core::{Module, Tensor};
+use candle_nn::VarBuilder;
+use collective::{ProcessGroup, ReducerOptions};
+use runner::RunnerBuilder;
+use runner::config::Config;
+use runner::data::{Array, ArrayData, Batch};
+use runner::engine::candle::{
+    CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, layers, ops,
+};
+use runner::engine::{Engine, EngineState, StepContext};
+use runner::model::{DistributedDataParallel, ModelWrapper};
+
+fn train(dir: &Path, wrapper: &str) -> f64 {
+    let text = format!(
+        "{wrapper}
+        optimizer = {{ type = 'AdamW', lr = 0.004 }}
+        clip_grad = {{ max_norm = 1.0 }}
+        paramwise_cfg = {{ norm_decay_mult = 0.0, bias_decay_mult = 0.0 }}
+        [model]
+        type = 'Transformer'
+        image_size = 8
+        patch_size = 2
+        width = 32
+        heads = 4
+        layers = 1
+        feed_forward = 64
+        [train_dataloader]
+        batch_size = 32
+        dataset = {{ type = 'Digits', split = 'train' }}
+        [val_dataloader]
+        batch_size = 64
+        dataset = {{ type = 'Digits', split = 'test' }}
+        [val_evaluator]
+        type = 'Accuracy'
+        [train_cfg]
+        max_epochs = 4
+        [randomness]
+        seed = 1"
+    );
+    let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
+    let config = Config::from_text("c.toml", text).unwrap();
+    let builder = RunnerBuilder::from_config(config).unwrap().work_dir(dir).process_group(group);
+    builder.build().unwrap().train().unwrap()[0].1
+}
+
+#[test]
+fn digits_are_learned() {
+    let dir = tempfile::tempdir().unwrap();
+    for (at, wrapper) in [
+        "[optim_wrapper]\ntype = 'OptimWrapper'",
+        "[optim_wrapper]\ntype = 'AmpOptimWrapper'\ndtype = 'float16'",
+        "[optim_wrapper]\ntype = 'AmpOptimWrapper'\ndtype = 'bfloat16'",
+        "[optim_wrapper]\ntype = 'AmpOptimWrapper'\ndtype = 'float16'\nhalf_parameters = true",
+    ]
+    .iter()
+    .enumerate()
+    {
+        let accuracy = train(&dir.path().join(at.to_string()), wrapper);
+        assert!(accuracy > 70.0, "{wrapper}: {accuracy}");
+    }
+}
+
+/// A stock layer between two that are trained.
+struct Stock {
+    before: candle_nn::Linear,
+    norm: Option<candle_nn::LayerNorm>,
+    after: candle_nn::Linear,
+    cut: fn(&Tensor) -> candle_core::Result<Tensor>,
+}
+
+impl Stock {
+    fn new(
+        vb: VarBuilder<'_>,
+        norm: bool,
+        cut: fn(&Tensor) -> candle_core::Result<Tensor>,
+    ) -> candle_core::Result<Self> {
+        let before = candle_nn::linear(4, 4, vb.pp("before"))?;
+        let norm = if norm { Some(candle_nn::layer_norm(4, 1e-5, vb.pp("norm"))?) } else { None };
+        Ok(Self { before, norm, after: candle_nn::linear(4, 2, vb.pp("after"))?, cut })
+    }
+}
+
+impl CandleModel for Stock {
+    fn loss(&self, batch: &TensorBatch) -> candle_core::Result<Loss> {
+        let x = self.before.forward(batch.get("inputs")?)?;
+        let y = match &self.norm {
+            Some(norm) => norm.forward(&x)?,
+            None => (self.cut)(&x)?,
+        };
+        let logits = self.after.forward(&y)?;
+        Ok(Loss::new(ops::cross_entropy(&logits, batch.get("labels")?)?))
+    }
+
+    fn predict(&self, _: &TensorBatch) -> candle_core::Result<Outputs> {
+        Ok(Outputs::new())
+    }
+}
+
+fn step(mut engine: CandleEngine) -> runner::Result<()> {
+    let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
+    let options = ReducerOptions::default();
+    let mut model = DistributedDataParallel::new(group, engine.params(), options)?;
+    let inputs = ArrayData::F32((0..12).map(|i| (i as f32).sin()).collect());
+    let batch = Batch::new()
+        .with("inputs", Array::new([3, 4], inputs)?)
+        .with("labels", Array::new([3], ArrayData::I64(vec![0, 1, 0]))?);
+    let mut state = EngineState::default();
+    let mut cx = StepContext::new(model.sink(), &mut state);
+    model.prepare(Some(&mut engine), &mut cx)?;
+    engine.train_step(&batch, &mut cx)?;
+    model.finish()
+}
+
+#[test]
+#[expect(clippy::disallowed_methods, reason = "what has no gradient is to be named")]
+fn what_stock_candle_cuts_off_is_named() {
+    type Cut = fn(&Tensor) -> candle_core::Result<Tensor>;
+    let softmax: Cut = |x| candle_nn::ops::softmax_last_dim(x);
+    let rms_norm: Cut = |x| {
+        let weight = Tensor::ones(4, x.dtype(), x.device())?;
+        candle_nn::ops::rms_norm(x, &weight, 1e-5)
+    };
+    let ours: Cut = ops::softmax;
+    let build = |norm: bool, cut: Cut| {
+        CandleEngine::new(CandleOptions::default(), move |vb| Stock::new(vb, norm, cut)).unwrap()
+    };
+    for (norm, cut, named) in [
+        (true, ours, &["before.weight", "before.bias", "norm.weight", "norm.bias"][..]),
+        (false, softmax, &["before.weight", "before.bias"]),
+        (false, rms_norm, &["before.weight", "before.bias"]),
+    ] {
+        let error = step(build(norm, cut)).unwrap_err();
+        let runner::Error::Collective(collective::Error::UnusedParameters { names, .. }) = error
+        else {
+            panic!("{error}");
+        };
+        assert_eq!(names, named);
+    }
+    // Ours in their place train all of them.
+    step(build(false, ours)).unwrap();
+    let with_norm = CandleEngine::new(CandleOptions::default(), |vb| {
+        let norm = layers::LayerNorm::new(4, 1e-5, vb.pp("norm"))?;
+        let net = Stock::new(vb, false, |x| Ok(x.clone()))?;
+        Ok(Normed { norm, net })
+    });
+    step(with_norm.unwrap()).unwrap();
+}
+
+/// [`Stock`] behind a norm layer of ours.
+struct Normed {
+    norm: layers::LayerNorm,
+    net: Stock,
+}
+
+impl CandleModel for Normed {
+    fn loss(&self, batch: &TensorBatch) -> candle_core::Result<Loss> {
+        let x = self.net.before.forward(batch.get("inputs")?)?;
+        let logits = self.net.after.forward(&self.norm.forward(&x)?)?;
+        Ok(Loss::new(ops::cross_entropy(&logits, batch.get("labels")?)?))
+    }
+
+    fn predict(&self, _: &TensorBatch) -> candle_core::Result<Outputs> {
+        Ok(Outputs::new())
+    }
+}

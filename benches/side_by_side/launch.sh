@@ -37,8 +37,9 @@ if ! "$python" -c 'import torch' 2>/dev/null; then
   python=$work/venv/bin/python
   "$python" -m pip install --quiet --no-cache-dir torch numpy
 fi
-cargo build --quiet --release -p runner --no-default-features --example first_collective
-bin=${CARGO_TARGET_DIR:-target}/release/examples/first_collective
+cargo build --quiet --release -p launch --bin launch --example first_collective
+release=${CARGO_TARGET_DIR:-target}/release
+bin=$release/examples/first_collective
 mpicc -O3 -o "$work/mpi_first" benches/side_by_side/mpi_first.c
 [ $prepare = no ] || exit 0
 
@@ -48,18 +49,18 @@ mpi=(mpirun --allow-run-as-root --oversubscribe)
 asks() {
   local name=$1 world=$2 said
   shift 2
-  said=$(START_NS=$(date +%s%N) "$@" 2>/dev/null)
+  said=$(START_NS=$(date +%s%N) "$@" 2>/dev/null) || { echo "failed: $*" >&2; return 1; }
   # Our launcher puts the rank before what it says.
   sed -n "s/^\(\[rank 0\] \)\?ms /$name\t$world\t/p" <<<"$said"
 }
 
 for _ in $(seq "$rounds"); do
   for world in $worlds; do
-    asks ours "$world" "$bin" launch --nproc-per-node "$world" -- first
-    asks "mpirun, our ranks" "$world" "${mpi[@]}" -n "$world" "$bin" first
+    asks ours "$world" "$release/launch" --nproc-per-node "$world" "$bin"
+    asks "mpirun, our ranks" "$world" "${mpi[@]}" -n "$world" "$bin"
     asks "mpirun, MPI" "$world" "${mpi[@]}" -n "$world" "$work/mpi_first"
     asks torchrun "$world" "$python" -m torch.distributed.run --standalone \
-      --nproc-per-node "$world" --no-python "$bin" first
+      --nproc-per-node "$world" --no-python "$bin"
   done
 done | sort -t "$(printf '\t')" -k2,2n -k1,1 -k3,3n | awk -F'\t' '
   { key = $2 "\t" $1; if (!(key in n)) order[++keys] = key; all[key, ++n[key]] = $3 }

@@ -1,29 +1,16 @@
-//! A program that is its own launcher: `first_collective launch --nproc-per-node 4 -- first` starts four
-//! ranks of itself, each of which sums one number over all and ends.
+//! A rank that joins its job, sums one number over all ranks, and ends:
+//! `launch --nproc-per-node 4 target/release/examples/first_collective`.
 //!
-//! With `START_NS` (nanoseconds since 1970) in its environment rank 0 says how many milliseconds have
-//! passed since then: `benches/side_by_side/launch.sh` asks so, under several launchers.
+//! With `START_NS` (nanoseconds since 1970) in its environment rank 0 prints the milliseconds since then, which
+//! `benches/side_by_side/launch.sh` compares with other launchers'.
 #![expect(clippy::print_stdout, reason = "what it is for")]
 
-use std::process::ExitCode;
+use std::error::Error;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use collective::{GroupOptions, ReduceOp, Topology, init_process_group};
 
-fn main() -> ExitCode {
-    if std::env::args().nth(1).as_deref() != Some("first") {
-        return runner::cli::main();
-    }
-    match first() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            println!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-fn first() -> Result<(), Box<dyn std::error::Error>> {
+fn main() -> Result<(), Box<dyn Error>> {
     launch::tie_to_parent()?;
     let topology = Topology::from_env(|name| std::env::var(name).ok())?;
     let group = init_process_group(&topology, GroupOptions::default())?;

@@ -25,7 +25,7 @@ END
 # for there.
 stubs() {
   local sources name folder version
-  sources=$(cargo metadata --format-version 1 --manifest-path ../../tests/candle-cuda/Cargo.toml |
+  sources=$(cargo metadata --format-version 1 --manifest-path ../../Cargo.toml |
     grep -oE '"manifest_path":"[^"]*/cudarc-[^"/]*/Cargo.toml"' | head -n 1 | cut -d '"' -f 4)
   sources=$(dirname "$sources")/src
   mkdir -p "$1"

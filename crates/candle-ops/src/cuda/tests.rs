@@ -1,5 +1,5 @@
 //! Each kernel, forward and backward, against the operators of the CPU. Needs a GPU, or the fake one of
-//! `.ci/candle-cuda`.
+//! `.ci/devices`.
 
 use std::sync::Arc;
 

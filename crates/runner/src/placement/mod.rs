@@ -488,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/candle-cuda"]
+    #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
     fn a_models_gpus_are_averaged_on_by_nccl_unless_something_else_is_asked_for() {
         let cuda = DeviceConfig::cuda();
         let auto = (cuda, Transport::Auto);

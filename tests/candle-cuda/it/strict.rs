@@ -1,7 +1,5 @@
 //! What the fake GPU has not, and what a GPU would silently do wrong, ends the process with a word.
 
-mod common;
-
 use std::path::Path;
 use std::process::Command;
 use std::{env, fs};
@@ -11,11 +9,11 @@ use candle_core::{DType, Device, Error, Result, Tensor};
 use fused_optim::cuda::{DeviceFed, DeviceParam, DeviceParams, DeviceSlice, Gpu};
 use fused_optim::{Applied, Clip, DeviceOptimizer, HalfWeights, ParamGroup, SgdHyper, StepCtl};
 
-use common::alone;
+use crate::alone;
 
 #[test]
 fn a_kernel_that_is_not_there_is_named() {
-    let outcome = alone("a_kernel_that_is_not_there_is_named", || {
+    let outcome = alone("strict::a_kernel_that_is_not_there_is_named", || {
         let error = Tensor::ones(3, DType::I64, &Device::new_cuda(0)?)?.exp().unwrap_err();
         assert!(error.to_string().contains("NOT_FOUND"), "{error}");
         Ok(())
@@ -26,7 +24,7 @@ fn a_kernel_that_is_not_there_is_named() {
 
 #[test]
 fn a_function_that_is_not_there_is_named() {
-    let outcome = alone("a_function_that_is_not_there_is_named", || {
+    let outcome = alone("strict::a_function_that_is_not_there_is_named", || {
         let device = Device::new_cuda(0)?;
         device.as_cuda_device()?.cuda_stream().context().set_cache_config(
             candle_core::cuda_backend::cudarc::driver::sys::CUfunc_cache::CU_FUNC_CACHE_PREFER_L1,
@@ -39,7 +37,7 @@ fn a_function_that_is_not_there_is_named() {
 /// candle's stream is another one to each thread, and cudarc orders only streams that it made.
 #[test]
 fn a_tensor_used_by_two_threads_without_order_is_noticed() {
-    let outcome = alone("a_tensor_used_by_two_threads_without_order_is_noticed", || {
+    let outcome = alone("strict::a_tensor_used_by_two_threads_without_order_is_noticed", || {
         let tensor = Tensor::ones(3, DType::F32, &Device::new_cuda(0)?)?.exp()?;
         std::thread::scope(|scope| scope.spawn(|| tensor.sqr().map(drop)).join().unwrap())
     });
@@ -53,7 +51,7 @@ fn a_tensor_used_by_two_threads_without_order_is_noticed() {
 /// Statistics of gradients taken in a stream that does not wait for the tables it reads.
 #[test]
 fn grad_stats_without_order_are_noticed() {
-    let outcome = alone("grad_stats_without_order_are_noticed", || {
+    let outcome = alone("strict::grad_stats_without_order_are_noticed", || {
         let device = Device::new_cuda_with_stream(0)?;
         let stream = device.as_cuda_device()?.cuda_stream();
         let slice = |tensor: &Tensor| DeviceSlice::try_from(tensor).map_err(Error::wrap);
@@ -109,7 +107,7 @@ fn threads_that_wait_for_the_device_may_share_a_tensor() -> Result<()> {
 
 #[test]
 fn a_product_of_types_it_has_not_is_refused() {
-    let outcome = alone("a_product_of_types_it_has_not_is_refused", || {
+    let outcome = alone("strict::a_product_of_types_it_has_not_is_refused", || {
         candle_core::cuda_backend::set_gemm_reduced_precision_f16(true);
         let matrix = Tensor::ones((3, 3), DType::F16, &Device::new_cuda(0)?)?;
         matrix.matmul(&matrix).map(drop)
@@ -168,7 +166,7 @@ fn threads_of_a_block_wait_for_one_another() -> Result<()> {
 
 #[test]
 fn a_barrier_that_a_thread_never_reaches_is_a_fault() {
-    let outcome = alone("a_barrier_that_a_thread_never_reaches_is_a_fault", || {
+    let outcome = alone("strict::a_barrier_that_a_thread_never_reaches_is_a_fault", || {
         launch(BARRIER, (32, 1, 1), 0).map(drop)
     });
     let Some((ended, text)) = outcome else { return };
@@ -177,7 +175,7 @@ fn a_barrier_that_a_thread_never_reaches_is_a_fault() {
 
 #[test]
 fn an_address_that_is_no_memory_is_a_fault() {
-    let outcome = alone("an_address_that_is_no_memory_is_a_fault", || {
+    let outcome = alone("strict::an_address_that_is_no_memory_is_a_fault", || {
         launch(REVERSE, (64, 1, 1), 1 << 20).map(drop)
     });
     let Some((ended, text)) = outcome else { return };

@@ -1,13 +1,11 @@
 //! Captures of candle's stream, and what the fake GPU holds against them.
 
-mod common;
-
 use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, CudaStream, DriverError, sys};
 use candle_core::{DType, Device, Error, Result, Tensor};
 
-use common::alone;
+use crate::alone;
 
 /// A device whose tensors wait for no events.
 fn device() -> Result<(Device, Arc<CudaStream>)> {
@@ -77,7 +75,7 @@ fn waits_and_copies_to_the_host_end_a_capture_with_an_error() -> Result<()> {
 
 #[test]
 fn a_copy_of_pageable_memory_in_a_capture_is_noticed() {
-    let test = "a_copy_of_pageable_memory_in_a_capture_is_noticed";
+    let test = "graph::a_copy_of_pageable_memory_in_a_capture_is_noticed";
     ends_with_a_word(test, "a copy of pageable memory in a capture", || {
         let (device, stream) = device()?;
         capture(&stream, || Tensor::new(1f32, &device)).0.map(drop)
@@ -86,7 +84,7 @@ fn a_copy_of_pageable_memory_in_a_capture_is_noticed() {
 
 #[test]
 fn a_tensor_that_outlives_its_graph_is_noticed() {
-    let test = "a_tensor_that_outlives_its_graph_is_noticed";
+    let test = "graph::a_tensor_that_outlives_its_graph_is_noticed";
     ends_with_a_word(test, "does not free what it allocates", || {
         let (device, stream) = device()?;
         let x = Tensor::new(&[1f32, 2.0], &device)?;
@@ -98,7 +96,7 @@ fn a_tensor_that_outlives_its_graph_is_noticed() {
 
 #[test]
 fn memory_that_is_there_no_more_is_noticed() {
-    let test = "memory_that_is_there_no_more_is_noticed";
+    let test = "graph::memory_that_is_there_no_more_is_noticed";
     ends_with_a_word(test, "uses memory which is there no more", || {
         let (device, stream) = device()?;
         let x = Tensor::new(&[1f32, 2.0], &device)?;

@@ -214,9 +214,9 @@ fn unary() -> Result<()> {
     for (name, f) in all {
         compare(name, &[&[30, 40]], |t| f(&t[0]))?;
     }
-    for (name, f) in
-        [("log", Tensor::log as Unary), ("sqrt", Tensor::sqrt), ("powf", |x| x.powf(1.5))]
-    {
+    let of_positive: [(&str, Unary); 3] =
+        [("log", Tensor::log), ("sqrt", Tensor::sqrt), ("powf", |x| x.powf(1.5))];
+    for (name, f) in of_positive {
         compare(name, &[&[30, 40]], |t| f(&t[0].abs()?))?;
     }
     let whole: [(&str, Unary); 4] = [

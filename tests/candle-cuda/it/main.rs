@@ -1,12 +1,20 @@
-//! A test in a process of its own, which it may end.
+//! candle's CUDA backend and our crates on the fake GPU.
+
+#![expect(clippy::unwrap_used, reason = "a test")]
+#![expect(unsafe_code, reason = "tensors are lent by their addresses")]
+
+mod graph;
+mod operators;
+mod strict;
+mod training;
 
 use std::env;
 use std::process::Command;
 
 use candle_core::Result;
 
-/// What a process says that does only this, and whether it came to its end.
-pub(crate) fn alone(test: &str, body: impl FnOnce() -> Result<()>) -> Option<(bool, String)> {
+/// Runs `body` in a process of its own, which it may end; returns whether it came to its end, and its output.
+fn alone(test: &str, body: impl FnOnce() -> Result<()>) -> Option<(bool, String)> {
     if env::var_os("ALONE").is_some() {
         body().unwrap();
         return None;

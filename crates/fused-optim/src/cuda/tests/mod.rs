@@ -2,10 +2,11 @@
 
 #![expect(unsafe_code, reason = "kernels work on memory of the test")]
 
+mod mutants;
+
 use cuda_rt::testing::{Host, Shim};
 use half::{bf16, f16};
 
-use super::device::Program;
 use super::fused::Fused;
 use super::rules::DeviceHyper;
 use super::table::Types;
@@ -539,79 +540,4 @@ fn every_launch_has_the_same_bits() {
     }
     same(AdamWHyper::default());
     same(LambHyper { weight_decay: 0.1, ..Default::default() });
-}
-
-/// Changes to the source of the kernels that a test must notice: what, and into what.
-const PLANTED: &[(&str, &str)] = &[
-    // The loops and their tails.
-    ("count / V * V : 0", "count / V * V + V : 0"),
-    ("packed + lane(); i < count", "packed + lane(); i + 1 < count"),
-    ("i += WARP * V", "i += 2 * WARP * V"),
-    ("is_aligned<V>() ?", "true ?"),
-    ("c += warp_count()", "c += warp_count() + 1"),
-    ("row * cols + from", "from"),
-    // What becomes of gradient, average and copy.
-    ("return limited(g);", "return g;"),
-    ("g < -limit ? -limit : g", "g < -limit ? limit : g"),
-    ("if (clear) {", "if (false) {"),
-    ("1 - ema_decay", "ema_decay"),
-    ("bits + 0x7fffu + (bits >> 16 & 1u)", "bits + 0x8000u"),
-    ("group.maximize ? -total : total", "total"),
-    // Sums: their order, their parts, who folds them.
-    ("fold_array<N / 2>(x) + fold_array<N / 2>(x + N / 2)", "x[0] + fold_array<N - 1>(x + 1)"),
-    ("from += at_once", "from += 2 * at_once"),
-    ("lane() < fold.count ?", "lane() + 1 < fold.count ?"),
-    ("before == gridDim.x - 1", "before == 0"),
-    ("bad |= !is_finite(x);", ""),
-    ("atomicOr(&ctl.bad, 1u)", "atomicAdd(&ctl.arrived, 0u)"),
-    ("c = job.first + warp_index()", "c = job.first + warp_index() + 1"),
-    ("job.groups + c;", "job.groups + c - job.first;"),
-    ("job.progress[at].step++;", "if (at) job.progress[at].step++;"),
-    ("norm + 1e-6", "norm + 1e-12"),
-    ("ctl.skip = skip;", "ctl.skip = 0;"),
-    // Two sweeps.
-    ("left[k] += left[step * apart * K + k]", "left[0] += left[step * apart * K]"),
-    ("if (!by_rows) fold_rows<R::SUMS>(sums, 1, rows, per_row);", ""),
-    ("t.row + span.row", "t.row"),
-    ("__syncthreads_and(all)", "all"),
-    ("by_rows ? row * per_row * R::SUMS : 0", "0"),
-    ("projected = by_rows || whole", "projected = whole"),
-    (
-        "const Span span = span_of(t.cols, chunk.index, SPAN);",
-        "const Span span = span_of(t.cols, chunk.index, SWEEP);",
-    ),
-];
-
-/// Each change is seen by the comparison that passes without it.
-#[test]
-fn planted_mistakes_are_noticed() {
-    let kind = Kind::new(DType::F16, DType::Bf16, HalfWeights::Master);
-    let hyper = AdamPHyper { weight_decay: 0.1, ..Default::default() };
-    let hypers = [hyper, AdamPHyper { maximize: true, ..hyper }];
-    // The last spans more chunks than a warp has threads.
-    let sizes =
-        [(8, 2), (70_001, 0), (3, 0), (36_000, 2), (1025, 5), (64, 16), (0, 0), (540_000, 0)];
-    let run = |planted, seed: u64| {
-        let mut host = new_host(seed);
-        host.planted = planted;
-        // What does not compile is no mistake.
-        let types = Types { grad: 1, weight: 2, master: true };
-        let rule = Some(("AdamP".into(), true));
-        let program = Program { rule, types, shape: LaunchShape::DEFAULT };
-        Program::LOOK.kernel(&host, "look").unwrap();
-        program.kernel(&host, "step").unwrap();
-        let sizes = if seed == 0 { &sizes[..] } else { &sizes[..7] };
-        let compare = || compare(hypers, host, &[kind], sizes, seed);
-        // A fault, too, is notice.
-        std::panic::catch_unwind(std::panic::AssertUnwindSafe(compare))
-            .unwrap_or_else(|_| Err("a fault".into()))
-    };
-    for seed in 0..4 {
-        assert_eq!(run(None, seed), Ok(()));
-    }
-    let unnoticed = |planted: &&(&'static str, &'static str)| {
-        (0..4).rev().all(|seed| run(Some(**planted), seed).is_ok())
-    };
-    let unnoticed: Vec<_> = PLANTED.iter().filter(unnoticed).collect();
-    assert!(unnoticed.is_empty(), "nobody notices {unnoticed:#?}");
 }

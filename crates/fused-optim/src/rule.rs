@@ -295,6 +295,27 @@ macro_rules! optimizer {
 }
 pub(crate) use optimizer;
 
+/// Declares a rule's hyper-parameters, each with its default.
+macro_rules! hyper {
+    ($(#[$meta:meta])* $name:ident {
+        $($(#[$doc:meta])* pub $field:ident: $type:ty = $default:expr,)*
+    }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+        #[serde(default, deny_unknown_fields)]
+        pub struct $name {
+            $($(#[$doc])* pub $field: $type,)*
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self { $($field: $default,)* }
+            }
+        }
+    };
+}
+pub(crate) use hyper;
+
 /// The methods of [`Hyper`] that read and set a field, for the `impl` of hyper-parameters with fields
 /// `lr` and `maximize`; the field of the momentum is named if there is one.
 macro_rules! fields {

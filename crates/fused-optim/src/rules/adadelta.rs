@@ -1,30 +1,22 @@
 //! Adadelta: steps as long as the last ones were, per element.
 
-use serde::{Deserialize, Serialize};
-
 use crate::cpu::{self, Block, Found, Rule};
-use crate::rule::{Hyper, at_least_zero, fields, optimizer};
+use crate::rule::{Hyper, at_least_zero, fields, hyper, optimizer};
 use crate::{Error, Result};
 
-/// Hyper-parameters of [`Adadelta`]; the defaults are PyTorch's.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct AdadeltaHyper {
-    /// Learning rate `lr`, 1: a factor on steps that find their own length.
-    pub lr: f64,
-    /// Decay rate `ρ` of both averages, 0.9; `0 ..= 1`.
-    pub rho: f64,
-    /// `ε`, under both roots, 1e-6.
-    pub eps: f64,
-    /// Weight decay `λ`, 0; added to the gradient as `λ·p`.
-    pub weight_decay: f64,
-    /// Go up the gradient instead of down.
-    pub maximize: bool,
-}
-
-impl Default for AdadeltaHyper {
-    fn default() -> Self {
-        Self { lr: 1.0, rho: 0.9, eps: 1e-6, weight_decay: 0.0, maximize: false }
+hyper! {
+    /// Hyper-parameters of [`Adadelta`]; the defaults are PyTorch's.
+    AdadeltaHyper {
+        /// Learning rate `lr`, 1: a factor on steps that find their own length.
+        pub lr: f64 = 1.0,
+        /// Decay rate `ρ` of both averages, 0.9; `0 ..= 1`.
+        pub rho: f64 = 0.9,
+        /// `ε`, under both roots, 1e-6.
+        pub eps: f64 = 1e-6,
+        /// Weight decay `λ`, 0; added to the gradient as `λ·p`.
+        pub weight_decay: f64 = 0.0,
+        /// Maximize instead of minimize.
+        pub maximize: bool = false,
     }
 }
 

@@ -1,39 +1,24 @@
 //! Adam, and the arithmetic AdamW shares with it.
 
-use serde::{Deserialize, Serialize};
-
 use crate::Result;
 use crate::cpu::{self, Block, Found, Rule};
-use crate::rule::{Hyper, Moments, bias_corrections, fields, optimizer, validate_adam};
+use crate::rule::{Hyper, Moments, bias_corrections, fields, hyper, optimizer, validate_adam};
 
-/// Hyper-parameters of [`Adam`]; the defaults are PyTorch's.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct AdamHyper {
-    /// Learning rate `lr`, 1e-3.
-    pub lr: f64,
-    /// Decay rates `(β1, β2)` of the two moments, (0.9, 0.999); below 1.
-    pub betas: (f64, f64),
-    /// `ε`, added to the denominator, 1e-8.
-    pub eps: f64,
-    /// Weight decay `λ`, 0; added to the gradient as `λ·p`.
-    pub weight_decay: f64,
-    /// Divide by the largest second moment so far instead of the present one.
-    pub amsgrad: bool,
-    /// Go up the gradient instead of down.
-    pub maximize: bool,
-}
-
-impl Default for AdamHyper {
-    fn default() -> Self {
-        Self {
-            lr: 1e-3,
-            betas: (0.9, 0.999),
-            eps: 1e-8,
-            weight_decay: 0.0,
-            amsgrad: false,
-            maximize: false,
-        }
+hyper! {
+    /// Hyper-parameters of [`Adam`]; the defaults are PyTorch's.
+    AdamHyper {
+        /// Learning rate `lr`, 1e-3.
+        pub lr: f64 = 1e-3,
+        /// Decay rates `(β1, β2)` of the two moments, (0.9, 0.999); below 1.
+        pub betas: (f64, f64) = (0.9, 0.999),
+        /// `ε`, added to the denominator, 1e-8.
+        pub eps: f64 = 1e-8,
+        /// Weight decay `λ`, 0; added to the gradient as `λ·p`.
+        pub weight_decay: f64 = 0.0,
+        /// Divide by the largest second moment so far instead of the present one.
+        pub amsgrad: bool = false,
+        /// Maximize instead of minimize.
+        pub maximize: bool = false,
     }
 }
 

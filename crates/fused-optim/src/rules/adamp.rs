@@ -6,33 +6,32 @@ use crate::Result;
 use crate::cpu::plan::Layout;
 use crate::cpu::{self, Block, Found, Sums, TwoSweeps};
 use crate::rule::{
-    Hyper, Moments, at_least_zero, bias_corrections, fields, optimizer, validate_adam,
+    Hyper, Moments, at_least_zero, bias_corrections, fields, hyper, optimizer, validate_adam,
 };
 
-/// Hyper-parameters of [`AdamP`]; the defaults are torch_npu's.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct AdamPHyper {
-    /// Learning rate `lr`, 1e-3.
-    pub lr: f64,
-    /// Decay rates `(β1, β2)` of the two moments, (0.9, 0.999); below 1.
-    pub betas: (f64, f64),
-    /// `ε`, added to denominators and norms, 1e-8.
-    pub eps: f64,
-    /// Weight decay `λ`, 0; multiplied by `lr`, and by `wd_ratio` where the update is projected.
-    pub weight_decay: f64,
-    /// `δ`, 0.1: weights whose gradients have a smaller cosine with them than this, over the root of
-    /// the dimension, count as scale-invariant.
-    pub delta: f64,
-    /// What is left of the weight decay of scale-invariant weights, 0.1.
-    pub wd_ratio: f64,
-    /// Take the first moment one step ahead.
-    pub nesterov: bool,
-    /// Where `ε` is in the cosine.
-    pub cos_eps: CosineEps,
-    /// Go up the gradient instead of down.
-    #[serde(default)]
-    pub maximize: bool,
+hyper! {
+    /// Hyper-parameters of [`AdamP`]; the defaults are torch_npu's.
+    AdamPHyper {
+        /// Learning rate `lr`, 1e-3.
+        pub lr: f64 = 1e-3,
+        /// Decay rates `(β1, β2)` of the two moments, (0.9, 0.999); below 1.
+        pub betas: (f64, f64) = (0.9, 0.999),
+        /// `ε`, added to denominators and norms, 1e-8.
+        pub eps: f64 = 1e-8,
+        /// Weight decay `λ`, 0; multiplied by `lr`, and by `wd_ratio` where the update is projected.
+        pub weight_decay: f64 = 0.0,
+        /// `δ`, 0.1: weights whose gradients have a smaller cosine with them than this, over the root of
+        /// the dimension, count as scale-invariant.
+        pub delta: f64 = 0.1,
+        /// What is left of the weight decay of scale-invariant weights, 0.1.
+        pub wd_ratio: f64 = 0.1,
+        /// Take the first moment one step ahead.
+        pub nesterov: bool = false,
+        /// Where `ε` is in the cosine.
+        pub cos_eps: CosineEps = CosineEps::Add,
+        /// Maximize instead of minimize.
+        pub maximize: bool = false,
+    }
 }
 
 /// Where `ε` is in the cosine of gradient and weight.
@@ -45,22 +44,6 @@ pub enum CosineEps {
     /// `|g·p| / max(‖g‖, ε) / max(‖p‖, ε)`, PyTorch's `cosine_similarity`, as in timm.
     #[serde(rename = "torch")]
     Max,
-}
-
-impl Default for AdamPHyper {
-    fn default() -> Self {
-        Self {
-            lr: 1e-3,
-            betas: (0.9, 0.999),
-            eps: 1e-8,
-            weight_decay: 0.0,
-            delta: 0.1,
-            wd_ratio: 0.1,
-            nesterov: false,
-            cos_eps: CosineEps::Add,
-            maximize: false,
-        }
-    }
 }
 
 optimizer! {

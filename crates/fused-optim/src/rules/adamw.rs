@@ -1,40 +1,25 @@
 //! AdamW: Adam with the weight decay taken out of the gradient.
 
-use serde::{Deserialize, Serialize};
-
 use super::adam::{self, AdamRule};
 use crate::Result;
 use crate::cpu::{Block, Found};
-use crate::rule::{Hyper, fields, optimizer, validate_adam};
+use crate::rule::{Hyper, fields, hyper, optimizer, validate_adam};
 
-/// Hyper-parameters of [`AdamW`]; the defaults are PyTorch's.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct AdamWHyper {
-    /// Learning rate `lr`, 1e-3.
-    pub lr: f64,
-    /// Decay rates `(β1, β2)` of the two moments, (0.9, 0.999); below 1.
-    pub betas: (f64, f64),
-    /// `ε`, added to the denominator, 1e-8.
-    pub eps: f64,
-    /// Weight decay `λ`, 1e-2; multiplied by `lr`, not by the gradient's statistics.
-    pub weight_decay: f64,
-    /// Divide by the largest second moment so far instead of the present one.
-    pub amsgrad: bool,
-    /// Go up the gradient instead of down.
-    pub maximize: bool,
-}
-
-impl Default for AdamWHyper {
-    fn default() -> Self {
-        Self {
-            lr: 1e-3,
-            betas: (0.9, 0.999),
-            eps: 1e-8,
-            weight_decay: 1e-2,
-            amsgrad: false,
-            maximize: false,
-        }
+hyper! {
+    /// Hyper-parameters of [`AdamW`]; the defaults are PyTorch's.
+    AdamWHyper {
+        /// Learning rate `lr`, 1e-3.
+        pub lr: f64 = 1e-3,
+        /// Decay rates `(β1, β2)` of the two moments, (0.9, 0.999); below 1.
+        pub betas: (f64, f64) = (0.9, 0.999),
+        /// `ε`, added to the denominator, 1e-8.
+        pub eps: f64 = 1e-8,
+        /// Weight decay `λ`, 1e-2; multiplied by `lr`, not by the gradient's statistics.
+        pub weight_decay: f64 = 1e-2,
+        /// Divide by the largest second moment so far instead of the present one.
+        pub amsgrad: bool = false,
+        /// Maximize instead of minimize.
+        pub maximize: bool = false,
     }
 }
 

@@ -3,37 +3,36 @@
 use serde::{Deserialize, Serialize};
 
 use crate::cpu::{self, Block, Found, Rule};
-use crate::rule::{Hyper, Moments, OwnClip, cos_pi, fields, optimizer, validate_adam};
+use crate::rule::{Hyper, Moments, OwnClip, cos_pi, fields, hyper, optimizer, validate_adam};
 use crate::{Error, Result};
 
-/// Hyper-parameters of [`BertAdam`]; the defaults are torch_npu's, which has none for `lr`.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct BertAdamHyper {
-    /// Learning rate `lr` at the schedule's height, 1e-3.
-    pub lr: f64,
-    /// The part of `t_total` over which the rate rises, `0 .. 1`; or -1, the default, for no rise.
-    /// [`Schedule::Linear`] with -1 begins at half the rate.
-    pub warmup: f64,
-    /// Steps of the schedule, or -1, the default, for a constant rate.
-    pub t_total: i64,
-    /// How the rate goes.
-    pub schedule: Schedule,
-    /// Decay rate of the first moment, 0.9.
-    pub b1: f64,
-    /// Decay rate of the second moment, 0.999.
-    pub b2: f64,
-    /// `ε`, added to the denominator, 1e-6.
-    pub e: f64,
-    /// Weight decay `λ`, 0.01; added to the direction as `λ·p`.
-    pub weight_decay: f64,
-    /// Bound on the norm of gradients, 1; none if it is not above 0.
-    pub max_grad_norm: f64,
-    /// Over what the norm is taken.
-    pub clip: ClipScope,
-    /// Go up the gradient instead of down.
-    #[serde(default)]
-    pub maximize: bool,
+hyper! {
+    /// Hyper-parameters of [`BertAdam`]; the defaults are torch_npu's, which has none for `lr`.
+    BertAdamHyper {
+        /// Learning rate `lr` at the schedule's height, 1e-3.
+        pub lr: f64 = 1e-3,
+        /// The part of `t_total` over which the rate rises, `0 .. 1`; or -1, the default, for no rise.
+        /// [`Schedule::Linear`] with -1 begins at half the rate.
+        pub warmup: f64 = -1.0,
+        /// Steps of the schedule, or -1, the default, for a constant rate.
+        pub t_total: i64 = -1,
+        /// How the rate goes.
+        pub schedule: Schedule = Schedule::Linear,
+        /// Decay rate of the first moment, 0.9.
+        pub b1: f64 = 0.9,
+        /// Decay rate of the second moment, 0.999.
+        pub b2: f64 = 0.999,
+        /// `ε`, added to the denominator, 1e-6.
+        pub e: f64 = 1e-6,
+        /// Weight decay `λ`, 0.01; added to the direction as `λ·p`.
+        pub weight_decay: f64 = 0.01,
+        /// Bound on the norm of gradients, 1; none if it is not above 0.
+        pub max_grad_norm: f64 = 1.0,
+        /// Over what the norm is taken.
+        pub clip: ClipScope = ClipScope::Group,
+        /// Maximize instead of minimize.
+        pub maximize: bool = false,
+    }
 }
 
 /// How the learning rate goes, as a factor of `x = (t−1) / t_total`. All rise as `x/warmup` while `x`
@@ -65,24 +64,6 @@ pub enum ClipScope {
     Group,
     /// Each tensor for itself, as in the original.
     Tensor,
-}
-
-impl Default for BertAdamHyper {
-    fn default() -> Self {
-        Self {
-            lr: 1e-3,
-            warmup: -1.0,
-            t_total: -1,
-            schedule: Schedule::Linear,
-            b1: 0.9,
-            b2: 0.999,
-            e: 1e-6,
-            weight_decay: 0.01,
-            max_grad_norm: 1.0,
-            clip: ClipScope::Group,
-            maximize: false,
-        }
-    }
 }
 
 optimizer! {

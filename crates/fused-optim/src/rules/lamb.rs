@@ -1,45 +1,28 @@
 //! Lamb: Adam's direction, as long as the tensor's weights are large.
 
-use serde::{Deserialize, Serialize};
-
 use crate::Result;
 use crate::cpu::plan::Layout;
 use crate::cpu::{self, Block, Found, Sums, TwoSweeps};
-use crate::rule::{Hyper, Moments, OwnClip, fields, optimizer, validate_adam};
+use crate::rule::{Hyper, Moments, OwnClip, fields, hyper, optimizer, validate_adam};
 
-/// Hyper-parameters of [`Lamb`]; the defaults are torch_npu's.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct LambHyper {
-    /// Learning rate `lr`, 1e-3.
-    pub lr: f64,
-    /// Decay rates `(β1, β2)` of the two moments, (0.9, 0.999); below 1.
-    pub betas: (f64, f64),
-    /// `ε`, added to the denominator, 1e-6 (torch_npu's documentation says 1e-8, its code this).
-    pub eps: f64,
-    /// Weight decay `λ`, 0; added to the direction as `λ·p`.
-    pub weight_decay: f64,
-    /// Leave out the ratio of norms.
-    pub adam: bool,
-    /// Divide all gradients by the norm over all of them, if that is above 1. One group that asks
-    /// decides for all.
-    pub use_global_grad_norm: bool,
-    /// Go up the gradient instead of down.
-    #[serde(default)]
-    pub maximize: bool,
-}
-
-impl Default for LambHyper {
-    fn default() -> Self {
-        Self {
-            lr: 1e-3,
-            betas: (0.9, 0.999),
-            eps: 1e-6,
-            weight_decay: 0.0,
-            adam: false,
-            use_global_grad_norm: false,
-            maximize: false,
-        }
+hyper! {
+    /// Hyper-parameters of [`Lamb`]; the defaults are torch_npu's.
+    LambHyper {
+        /// Learning rate `lr`, 1e-3.
+        pub lr: f64 = 1e-3,
+        /// Decay rates `(β1, β2)` of the two moments, (0.9, 0.999); below 1.
+        pub betas: (f64, f64) = (0.9, 0.999),
+        /// `ε`, added to the denominator, 1e-6 (torch_npu's documentation says 1e-8, its code this).
+        pub eps: f64 = 1e-6,
+        /// Weight decay `λ`, 0; added to the direction as `λ·p`.
+        pub weight_decay: f64 = 0.0,
+        /// Leave out the ratio of norms.
+        pub adam: bool = false,
+        /// Divide all gradients by the norm over all of them, if that is above 1. One group that asks
+        /// decides for all.
+        pub use_global_grad_norm: bool = false,
+        /// Maximize instead of minimize.
+        pub maximize: bool = false,
     }
 }
 

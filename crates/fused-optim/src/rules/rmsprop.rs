@@ -1,42 +1,26 @@
 //! RMSprop: steps of the gradient's sign, softened by its recent size.
 
-use serde::{Deserialize, Serialize};
-
 use crate::Result;
 use crate::cpu::{self, Block, Found, Rule};
-use crate::rule::{Hyper, at_least_zero, fields, optimizer};
+use crate::rule::{Hyper, at_least_zero, fields, hyper, optimizer};
 
-/// Hyper-parameters of [`RmsProp`]; the defaults are PyTorch's.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct RmsPropHyper {
-    /// Learning rate `lr`, 1e-2.
-    pub lr: f64,
-    /// Decay rate `α` of the averages, 0.99.
-    pub alpha: f64,
-    /// `ε`, added to the root, 1e-8.
-    pub eps: f64,
-    /// Weight decay `λ`, 0; added to the gradient as `λ·p`.
-    pub weight_decay: f64,
-    /// Momentum `μ`, 0.
-    pub momentum: f64,
-    /// Divide by the deviation from the mean gradient instead of the gradient's size.
-    pub centered: bool,
-    /// Go up the gradient instead of down.
-    pub maximize: bool,
-}
-
-impl Default for RmsPropHyper {
-    fn default() -> Self {
-        Self {
-            lr: 1e-2,
-            alpha: 0.99,
-            eps: 1e-8,
-            weight_decay: 0.0,
-            momentum: 0.0,
-            centered: false,
-            maximize: false,
-        }
+hyper! {
+    /// Hyper-parameters of [`RmsProp`]; the defaults are PyTorch's.
+    RmsPropHyper {
+        /// Learning rate `lr`, 1e-2.
+        pub lr: f64 = 1e-2,
+        /// Decay rate `α` of the averages, 0.99.
+        pub alpha: f64 = 0.99,
+        /// `ε`, added to the root, 1e-8.
+        pub eps: f64 = 1e-8,
+        /// Weight decay `λ`, 0; added to the gradient as `λ·p`.
+        pub weight_decay: f64 = 0.0,
+        /// Momentum `μ`, 0.
+        pub momentum: f64 = 0.0,
+        /// Divide by the deviation from the mean gradient instead of the gradient's size.
+        pub centered: bool = false,
+        /// Maximize instead of minimize.
+        pub maximize: bool = false,
     }
 }
 

@@ -1,53 +1,33 @@
 //! RMSprop as TensorFlow has it, which trained EfficientNet and its like.
 
-use serde::{Deserialize, Serialize};
-
 use super::rmsprop::{self, Rms, RmsState, variance};
 use crate::Result;
 use crate::cpu::{Block, Found};
-use crate::rule::{Hyper, fields, optimizer};
+use crate::rule::{Hyper, fields, hyper, optimizer};
 
-/// Hyper-parameters of [`RmsPropTf`]; the defaults are torch_npu's.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct RmsPropTfHyper {
-    /// Learning rate `lr`, 1e-2.
-    pub lr: f64,
-    /// Decay rate `α` of the averages, 0.9 (torch_npu's documentation says 0.99, its code this).
-    pub alpha: f64,
-    /// `ε`, under the root, 1e-10.
-    pub eps: f64,
-    /// Weight decay `λ`, 0.
-    pub weight_decay: f64,
-    /// Momentum `μ`, 0.
-    pub momentum: f64,
-    /// Divide by the deviation from the mean gradient instead of the gradient's size.
-    pub centered: bool,
-    /// Take the decay from the weight instead of adding it to the gradient.
-    pub decoupled_decay: bool,
-    /// Multiply the decoupled decay by `lr`, as timm does; torch_npu does not.
-    pub decoupled_lr: bool,
-    /// Let the learning rate into the momentum, as TensorFlow does.
-    pub lr_in_momentum: bool,
-    /// Go up the gradient instead of down.
-    #[serde(default)]
-    pub maximize: bool,
-}
-
-impl Default for RmsPropTfHyper {
-    fn default() -> Self {
-        Self {
-            lr: 1e-2,
-            alpha: 0.9,
-            eps: 1e-10,
-            weight_decay: 0.0,
-            momentum: 0.0,
-            centered: false,
-            decoupled_decay: false,
-            decoupled_lr: false,
-            lr_in_momentum: true,
-            maximize: false,
-        }
+hyper! {
+    /// Hyper-parameters of [`RmsPropTf`]; the defaults are torch_npu's.
+    RmsPropTfHyper {
+        /// Learning rate `lr`, 1e-2.
+        pub lr: f64 = 1e-2,
+        /// Decay rate `α` of the averages, 0.9 (torch_npu's documentation says 0.99, its code this).
+        pub alpha: f64 = 0.9,
+        /// `ε`, under the root, 1e-10.
+        pub eps: f64 = 1e-10,
+        /// Weight decay `λ`, 0.
+        pub weight_decay: f64 = 0.0,
+        /// Momentum `μ`, 0.
+        pub momentum: f64 = 0.0,
+        /// Divide by the deviation from the mean gradient instead of the gradient's size.
+        pub centered: bool = false,
+        /// Take the decay from the weight instead of adding it to the gradient.
+        pub decoupled_decay: bool = false,
+        /// Multiply the decoupled decay by `lr`, as timm does; torch_npu does not.
+        pub decoupled_lr: bool = false,
+        /// Let the learning rate into the momentum, as TensorFlow does.
+        pub lr_in_momentum: bool = true,
+        /// Maximize instead of minimize.
+        pub maximize: bool = false,
     }
 }
 

@@ -1,39 +1,24 @@
 //! Stochastic gradient descent with momentum.
 
-use serde::{Deserialize, Serialize};
-
 use crate::cpu::{self, Block, Found, Rule};
-use crate::rule::{Hyper, at_least_zero, fields, optimizer};
+use crate::rule::{Hyper, at_least_zero, fields, hyper, optimizer};
 use crate::{Error, Result};
 
-/// Hyper-parameters of [`Sgd`]; the defaults are PyTorch's.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct SgdHyper {
-    /// Learning rate `lr`, 1e-3.
-    pub lr: f64,
-    /// Momentum `μ`, 0; without it there is no state.
-    pub momentum: f64,
-    /// Dampening `τ`, 0: the gradient enters the momentum times `1 − τ`, except at the first step.
-    pub dampening: f64,
-    /// Weight decay `λ`, 0; added to the gradient as `λ·p`.
-    pub weight_decay: f64,
-    /// Look ahead along the momentum. Needs momentum, and no dampening.
-    pub nesterov: bool,
-    /// Go up the gradient instead of down.
-    pub maximize: bool,
-}
-
-impl Default for SgdHyper {
-    fn default() -> Self {
-        Self {
-            lr: 1e-3,
-            momentum: 0.0,
-            dampening: 0.0,
-            weight_decay: 0.0,
-            nesterov: false,
-            maximize: false,
-        }
+hyper! {
+    /// Hyper-parameters of [`Sgd`]; the defaults are PyTorch's.
+    SgdHyper {
+        /// Learning rate `lr`, 1e-3.
+        pub lr: f64 = 1e-3,
+        /// Momentum `μ`, 0; without it there is no state.
+        pub momentum: f64 = 0.0,
+        /// Dampening `τ`, 0: the gradient enters the momentum times `1 − τ`, except at the first step.
+        pub dampening: f64 = 0.0,
+        /// Weight decay `λ`, 0; added to the gradient as `λ·p`.
+        pub weight_decay: f64 = 0.0,
+        /// Look ahead along the momentum. Needs momentum, and no dampening.
+        pub nesterov: bool = false,
+        /// Maximize instead of minimize.
+        pub maximize: bool = false,
     }
 }
 

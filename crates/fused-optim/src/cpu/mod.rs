@@ -15,7 +15,6 @@
 //! of four of the loops as they stand. f16 is left to `half`, which asks the processor for `fp16` and
 //! converts four at a time, by `fcvtl` and `fcvtn`; the intrinsics for these are not stable yet.
 
-mod ahead;
 pub(crate) mod pages;
 mod piece;
 pub(crate) mod plan;
@@ -106,20 +105,14 @@ fn dispatch<K: Kernel>(kernel: K) -> K::Output {
 /// Applies `rule` to every element of a block, with its first `N` state vectors.
 ///
 /// Vectors that lie in two lines of the cache take longer, so the first, up to a line of the weight's,
-/// go apart. The rest goes page by page of the weight, each with a word of the pages to come
-/// ([`ahead`]). Of few elements, nothing would be gained.
+/// go apart. Of few elements, nothing would be gained.
 pub(crate) fn sweep<R: Rule<N>, const N: usize>(rule: &R, mut block: Block<'_>) {
     if block.param.len() > 16 * LINE {
-        let head = ahead::before(block.param, LINE);
+        let place = block.param.as_ptr().addr() / size_of::<f32>();
+        let head = place.next_multiple_of(LINE) - place;
         if head > 0 {
             sweep_part(rule, block.split_off(head));
         }
-        while block.param.len() > ahead::PAGE {
-            ahead::announce(block.param, block.grad);
-            let page = ahead::before(&block.param[1..], ahead::PAGE) + 1;
-            sweep_part(rule, block.split_off(page));
-        }
-        ahead::announce(block.param, block.grad);
     }
     sweep_part(rule, block);
 }
@@ -155,9 +148,8 @@ pub(crate) fn observe_cosine<R: TwoSweeps>(
     dispatch(scalar::Observe::<_, true> { rule: *rule, block, directions, sums });
 }
 
-/// The second sweep of some blocks. The blocks before them come next, and are announced.
+/// The second sweep of some blocks.
 pub(crate) fn move_on<R: TwoSweeps>(rule: &R, found: Found<'_>, block: Block<'_>) {
-    ahead::announce_before(block.param);
     dispatch(scalar::Move { rule: *rule, found, block });
 }
 

@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 
 use super::sum::{LANES, fold_lanes};
-use super::{BLOCK, Block, Found, GradMap, Kernel, Rule, Sums, TwoSweeps, ahead};
+use super::{BLOCK, Block, Found, GradMap, Kernel, Rule, Sums, TwoSweeps};
 
 /// A rule over the elements of one block.
 pub(super) struct Sweep<'a, R, const N: usize> {
@@ -62,20 +62,13 @@ impl<R: TwoSweeps, const COSINE: bool> Kernel for Observe<'_, R, COSINE> {
 }
 
 impl<R: TwoSweeps, const COSINE: bool> Observe<'_, R, COSINE> {
-    /// Block by block, with a word of the pages to come wherever a page's worth has been seen. Of fewer
-    /// elements, nothing would be gained.
     #[inline(always)]
     fn by_blocks<const FMA: bool>(self) {
         let Self { rule, block: Block { map, cols, param, grad, slots: [m, v, _] }, .. } = self;
         let (count, length) = (param.len(), cols.min(BLOCK));
-        let mut announced = if count < ahead::PAGE { count } else { 0 };
         for start in (0..count).step_by(length) {
             let block = start..count.min(start + length);
             let (param, grad) = (&param[block.clone()], &grad[block.clone()]);
-            if start >= announced {
-                ahead::announce(param, grad);
-                announced += ahead::PAGE;
-            }
             let state = [&mut m[block.clone()], &mut v[block.clone()]];
             let one = Observed { rule, map, param, grad, state, u: &mut self.directions[block] };
             let [a, b, c, d] = fold_all(one.by_rows::<COSINE, FMA>());

@@ -27,8 +27,8 @@ mod x86_64;
 
 use std::ops::Range;
 
+use half::f16;
 use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
 
 use crate::{Slice, SliceMut};
 pub(crate) use piece::{Block, Copies, Piece, SLOTS, Scratch, SlotMut, step_key};
@@ -189,7 +189,7 @@ impl Sums {
 /// Maps gradients in place; 16-bit ones in f32, rounded to nearest even.
 pub(crate) fn map(grad: SliceMut<'_>, map: GradMap) {
     match grad {
-        SliceMut::F32(values) => dispatch(scalar::Map { values, map }),
+        SliceMut::F32(values) => scalar::map_in_place(values, map),
         mut half => {
             let mut wide = [0.0; BLOCK];
             for start in (0..half.len()).step_by(BLOCK) {
@@ -197,7 +197,7 @@ pub(crate) fn map(grad: SliceMut<'_>, map: GradMap) {
                 let values = &mut wide[..range.len()];
                 let mut half = half.part(range);
                 widen_into(half.as_slice(), values);
-                dispatch(scalar::Map { values, map });
+                scalar::map_in_place(values, map);
                 narrow(values, &mut half);
             }
         }
@@ -219,7 +219,7 @@ fn narrow(input: &[f32], output: &mut SliceMut<'_>) {
     match output {
         SliceMut::F32(output) => output.copy_from_slice(input),
         SliceMut::F16(output) => to_f16(input, output),
-        SliceMut::Bf16(output) => dispatch(scalar::ToBf16 { input, output }),
+        SliceMut::Bf16(output) => scalar::to_bf16(input, output),
     }
 }
 
@@ -227,8 +227,8 @@ fn narrow(input: &[f32], output: &mut SliceMut<'_>) {
 fn narrow_at_random(input: &[f32], output: &mut SliceMut<'_>, key: u32) {
     match output {
         SliceMut::F32(output) => output.copy_from_slice(input),
-        SliceMut::F16(output) => dispatch(scalar::Stochastic::<f16> { input, output, key }),
-        SliceMut::Bf16(output) => dispatch(scalar::Stochastic::<bf16> { input, output, key }),
+        SliceMut::F16(output) => scalar::to_f16_at_random(input, output, key),
+        SliceMut::Bf16(output) => scalar::to_bf16_at_random(input, output, key),
     }
 }
 
@@ -237,14 +237,14 @@ pub(crate) fn widen_into(input: Slice<'_>, output: &mut [f32]) {
     match input {
         Slice::F32(input) => output.copy_from_slice(input),
         Slice::F16(input) => from_f16(input, output),
-        Slice::Bf16(input) => dispatch(scalar::FromBf16 { input, output }),
+        Slice::Bf16(input) => scalar::from_bf16(input, output),
     }
 }
 
 /// Exact.
 fn from_f16(input: &[f16], output: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
-    let done = x86_64::F16c::detect().map_or(0, |f16c| f16c.widen(input, output));
+    let done = x86_64::Isa::detect().map_or(0, |isa| isa.widen(input, output));
     #[cfg(not(target_arch = "x86_64"))]
     let done = 0;
     input[done..].convert_to_f32_slice(&mut output[done..]);
@@ -253,7 +253,7 @@ fn from_f16(input: &[f16], output: &mut [f32]) {
 /// Rounds to nearest even.
 fn to_f16(input: &[f32], output: &mut [f16]) {
     #[cfg(target_arch = "x86_64")]
-    let done = x86_64::F16c::detect().map_or(0, |f16c| f16c.narrow(input, output));
+    let done = x86_64::Isa::detect().map_or(0, |isa| isa.narrow(input, output));
     #[cfg(not(target_arch = "x86_64"))]
     let done = 0;
     output[done..].convert_from_f32_slice(&input[done..]);
@@ -263,6 +263,7 @@ fn to_f16(input: &[f32], output: &mut [f16]) {
 mod tests {
     use std::cell::Cell;
 
+    use half::bf16;
     use proptest::prelude::*;
 
     use super::*;
@@ -440,7 +441,7 @@ mod tests {
         #[test]
         fn bf16_rounding_agrees_with_half(data in any_floats(100)) {
             let mut out = vec![bf16::ZERO; data.len()];
-            dispatch(scalar::ToBf16 { input: &data, output: &mut out });
+            scalar::to_bf16(&data, &mut out);
             for (x, y) in data.iter().zip(&out) {
                 prop_assert_eq!(y.to_bits(), bf16::from_f32(*x).to_bits());
             }

@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::pages::Buffer;
 use super::plan::Layout;
 use super::quant::CodesMut;
-use super::{BLOCK, GradMap, Sums, dispatch, load, narrow, narrow_at_random, scalar, widen_into};
+use super::{BLOCK, GradMap, Sums, load, narrow, narrow_at_random, scalar, widen_into};
 use crate::{DType, Ema, Grad, SliceMut};
 
 /// Blocks `blocks` of a tensor. Every slice begins where the first of them does.
@@ -269,7 +269,7 @@ impl Piece<'_> {
             }
             if let Some(Ema { values, decay }) = &mut self.ema {
                 let values = &mut values[range.clone()];
-                dispatch(scalar::Average { param, values, decay: *decay });
+                scalar::move_average(values, param, *decay);
             }
             if let Grad::Clear(grad) = &mut self.grad {
                 grad.part(range).clear();

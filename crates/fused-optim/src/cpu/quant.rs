@@ -15,8 +15,8 @@
 //! A group with a value that is not finite is NaN throughout. A value that has a code keeps it,
 //! whatever the random bits, so that codes survive being saved as f32.
 
-use super::scalar::random;
-use super::{BLOCK, Kernel, dispatch};
+use super::BLOCK;
+use super::scalar::{loops, random};
 
 /// Values that share an exponent; a block is a whole number of groups.
 const GROUP: usize = 256;
@@ -58,7 +58,7 @@ impl Codes {
     /// The values, exactly.
     pub(crate) fn values(&self) -> Vec<f32> {
         let mut values = vec![0.0; self.len()];
-        decode(&self.codes, &self.exponents, self.signed, &mut values);
+        values_of(&self.codes, &self.exponents, self.signed, &mut values);
         values
     }
 }
@@ -87,7 +87,7 @@ impl CodesMut<'_> {
     /// Writes the values from `start`, the first of a group.
     pub(crate) fn decode(&mut self, start: usize, values: &mut [f32]) {
         let part = self.part(start, values.len());
-        decode(part.codes, part.exponents, part.signed, values);
+        values_of(part.codes, part.exponents, part.signed, values);
     }
 
     /// Takes values from `start`, the first of a group; `key` is of the place in the tensor.
@@ -95,18 +95,18 @@ impl CodesMut<'_> {
         let CodesMut { codes, exponents, signed, key: own } = self.part(start, values.len());
         let key = key(own);
         if signed {
-            dispatch(Encode::<true> { values, codes, exponents, key });
+            encode::<true>(values, codes, exponents, key);
         } else {
-            dispatch(Encode::<false> { values, codes, exponents, key });
+            encode::<false>(values, codes, exponents, key);
         }
     }
 }
 
-fn decode(codes: &[u8], exponents: &[u8], signed: bool, values: &mut [f32]) {
+fn values_of(codes: &[u8], exponents: &[u8], signed: bool, values: &mut [f32]) {
     if signed {
-        dispatch(Decode::<true> { codes, exponents, values });
+        decode::<true>(codes, exponents, values);
     } else {
-        dispatch(Decode::<false> { codes, exponents, values });
+        decode::<false>(codes, exponents, values);
     }
 }
 
@@ -128,20 +128,12 @@ const fn base(signed: bool) -> u32 {
 /// The exponent byte of groups with a value that is not finite.
 const NON_FINITE: u32 = 255;
 
-struct Encode<'a, const SIGNED: bool> {
-    values: &'a [f32],
-    codes: &'a mut [u8],
-    exponents: &'a mut [u8],
-    key: u32,
-}
-
-impl<const SIGNED: bool> Kernel for Encode<'_, SIGNED> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run(self) {
-        let groups = self.values.chunks(GROUP).zip(self.codes.chunks_mut(GROUP));
-        for (at, ((values, codes), exponent)) in groups.zip(self.exponents).enumerate() {
+loops! {
+    fn encode<const SIGNED: bool>(
+        values: &'a [f32], codes: &'a mut [u8], exponents: &'a mut [u8], key: u32
+    ) -> () {
+        let groups = values.chunks(GROUP).zip(codes.chunks_mut(GROUP));
+        for (at, ((values, codes), exponent)) in groups.zip(exponents).enumerate() {
             let mut largest = 0;
             for x in values {
                 largest = largest.max(x.to_bits() & 0x7fff_ffff);
@@ -154,7 +146,7 @@ impl<const SIGNED: bool> Kernel for Encode<'_, SIGNED> {
             for (i, (x, code)) in values.iter().zip(codes).enumerate() {
                 let bits = (x * inverse).to_bits() & 0x7fff_ffff;
                 let dropped = 23 - mantissa(SIGNED);
-                let noise = random(self.key, at * GROUP + i) >> (32 - dropped);
+                let noise = random(key, at * GROUP + i) >> (32 - dropped);
                 let magnitude = ((bits + noise) >> dropped).saturating_sub(base(SIGNED));
                 let magnitude = magnitude.min(top(SIGNED));
                 let sign = x.to_bits() >> 31 << 7;
@@ -163,21 +155,12 @@ impl<const SIGNED: bool> Kernel for Encode<'_, SIGNED> {
             }
         }
     }
-}
 
-struct Decode<'a, const SIGNED: bool> {
-    codes: &'a [u8],
-    exponents: &'a [u8],
-    values: &'a mut [f32],
-}
-
-impl<const SIGNED: bool> Kernel for Decode<'_, SIGNED> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run(self) {
-        let groups = self.codes.chunks(GROUP).zip(self.values.chunks_mut(GROUP));
-        for ((codes, values), exponent) in groups.zip(self.exponents) {
+    fn decode<const SIGNED: bool>(
+        codes: &'a [u8], exponents: &'a [u8], values: &'a mut [f32]
+    ) -> () {
+        let groups = codes.chunks(GROUP).zip(values.chunks_mut(GROUP));
+        for ((codes, values), exponent) in groups.zip(exponents) {
             let exponent = u32::from(*exponent);
             // Infinity's exponent with a mantissa is a NaN.
             let scale = f32::from_bits((exponent << 23) | u32::from(exponent == NON_FINITE));

@@ -6,6 +6,30 @@ use half::{bf16, f16};
 use super::sum::{LANES, fold_lanes};
 use super::{BLOCK, Block, Found, GradMap, Kernel, Rule, Sums, TwoSweeps};
 
+/// Declares loops as functions that run them with the widest instructions of this processor.
+macro_rules! loops {
+    ($($(#[$meta:meta])* fn $name:ident $(<const $flag:ident: bool>)? (
+        $($arg:ident: $type:ty),*
+    ) -> $output:ty $body:block)*) => {$(
+        $(#[$meta])*
+        pub(super) fn $name<'a $(, const $flag: bool)?>($($arg: $type),*) -> $output {
+            struct Loop<'a $(, const $flag: bool)?> {
+                $($arg: $type,)*
+            }
+            impl<$(const $flag: bool)?> $crate::cpu::Kernel for Loop<'_ $(, $flag)?> {
+                type Output = $output;
+                #[inline(always)]
+                fn run(self) -> Self::Output {
+                    let Self { $($arg),* } = self;
+                    $body
+                }
+            }
+            $crate::cpu::dispatch(Loop::<'a $(, $flag)?> { $($arg),* })
+        }
+    )*};
+}
+pub(super) use loops;
+
 /// A rule over the elements of one block.
 pub(super) struct Sweep<'a, R, const N: usize> {
     pub(super) rule: R,
@@ -234,45 +258,96 @@ impl<R: TwoSweeps> Kernel for Move<'_, R> {
     }
 }
 
-/// The bits of the largest magnitude after `map`; those of NaNs are larger than infinity's.
-pub(super) struct Largest<'a> {
-    pub(super) input: &'a [f32],
-    pub(super) map: GradMap,
-}
-
-impl Kernel for Largest<'_> {
-    type Output = u32;
-
+loops! {
+    /// The bits of the largest magnitude after `map`; those of NaNs are larger than infinity's.
+    ///
     /// Without its sign a float is finite exactly if its bits, as an integer, are below those of
     /// infinity; the largest decides for all.
-    #[inline(always)]
-    fn run(self) -> u32 {
+    fn largest(input: &'a [f32], map: GradMap) -> u32 {
         let mut largest = 0;
-        for x in self.input {
-            largest = largest.max(self.map.apply(*x).to_bits() & 0x7fff_ffff);
+        for x in input {
+            largest = largest.max(map.apply(*x).to_bits() & 0x7fff_ffff);
         }
         largest
     }
-}
 
-/// The sum of squares after `map`.
-pub(super) struct Squares<'a> {
-    pub(super) input: &'a [f32],
-    pub(super) map: GradMap,
-}
-
-impl Kernel for Squares<'_> {
-    type Output = f64;
-
-    /// Without a limit there is nothing to compare with.
-    #[inline(always)]
-    fn run(self) -> f64 {
-        let GradMap { scale, limit } = self.map;
-        fold_lanes(if limit == f32::INFINITY {
-            squares(self.input, |x| x * scale)
+    /// The sum of squares after `map`. Without a limit there is nothing to compare with.
+    fn sum_of_squares(input: &'a [f32], map: GradMap) -> f64 {
+        fold_lanes(if map.limit == f32::INFINITY {
+            squares(input, |x| x * map.scale)
         } else {
-            squares(self.input, |x| self.map.apply(x))
+            squares(input, |x| map.apply(x))
         })
+    }
+
+    /// Maps gradients in place.
+    fn map_in_place(values: &'a mut [f32], map: GradMap) -> () {
+        for x in values {
+            *x = map.apply(*x);
+        }
+    }
+
+    /// Moves the average of parameters.
+    fn move_average(values: &'a mut [f32], param: &'a [f32], decay: f32) -> () {
+        let rest = 1.0 - decay;
+        for (value, param) in values.iter_mut().zip(param) {
+            *value = *value * decay + *param * rest;
+        }
+    }
+
+    /// f32 to bf16, rounded up or down at random: up with the probability of the distance from below, so
+    /// that the mean is the value. `key` and the element's place make the random bits.
+    fn to_bf16_at_random(input: &'a [f32], output: &'a mut [bf16], key: u32) -> () {
+        for (i, (x, y)) in input.iter().zip(output).enumerate() {
+            // The 16 bits that go are a fraction of a unit; adding as many random bits carries
+            // into the unit exactly that often. It cannot carry an infinity or NaN further.
+            let bits = x.to_bits();
+            let up = bits.wrapping_add(random(key, i) >> 16);
+            let special = (bits >> 16) | if x.is_nan() { 0x40 } else { 0 };
+            *y = bf16::from_bits(if x.is_finite() { (up >> 16) as u16 } else { special as u16 });
+        }
+    }
+
+    /// The same to f16.
+    fn to_f16_at_random(input: &'a [f32], output: &'a mut [f16], key: u32) -> () {
+        for (i, (x, y)) in input.iter().zip(output).enumerate() {
+            let bits = x.to_bits();
+            let sign = (bits >> 16) & 0x8000;
+            let magnitude = bits & 0x7fff_ffff;
+            let random = random(key, i);
+            // Normal halves: 13 bits go, and the exponent's bias from 127 to 15. From 65504 on the
+            // carry reaches the bits of infinity, as it should.
+            let normal =
+                ((magnitude.wrapping_add(random >> 19) >> 13).wrapping_sub(112 << 10)).min(0x7c00);
+            // Below 2^-14, 1024 units, a half counts in units of 2^-24. The products are exact.
+            let units = (f32::from_bits(magnitude) * 16_777_216.0).min(1024.0);
+            let whole = units as u32;
+            let above = (random >> 8) as f32 * (1.0 / 16_777_216.0) < units - whole as f32;
+            let subnormal = whole + u32::from(above);
+            let half = if magnitude < 113 << 23 { subnormal } else { normal };
+            let half = if magnitude >= 143 << 23 { 0x7c00 } else { half };
+            let half = if x.is_nan() { 0x7e00 } else { half };
+            *y = f16::from_bits((sign | half) as u16);
+        }
+    }
+
+    /// f32 to bf16, rounded to nearest even; a NaN stays one, with its sign.
+    fn to_bf16(input: &'a [f32], output: &'a mut [bf16]) -> () {
+        for (x, y) in input.iter().zip(output) {
+            let bits = x.to_bits();
+            // Adds just below half a unit, and one more if that makes the result even.
+            let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+            // Rounding could carry a NaN into infinity; instead it is cut off and made quiet.
+            let nan = (bits >> 16) | 0x40;
+            *y = bf16::from_bits(if x.is_nan() { nan as u16 } else { rounded as u16 });
+        }
+    }
+
+    /// bf16 to f32, exactly.
+    fn from_bf16(input: &'a [bf16], output: &'a mut [f32]) -> () {
+        for (x, y) in input.iter().zip(output) {
+            *y = f32::from_bits(u32::from(x.to_bits()) << 16);
+        }
     }
 }
 
@@ -293,50 +368,6 @@ fn squares(input: &[f32], map: impl Fn(f32) -> f32) -> [f64; LANES] {
     lanes
 }
 
-/// Gradients, mapped in place.
-pub(super) struct Map<'a> {
-    pub(super) values: &'a mut [f32],
-    pub(super) map: GradMap,
-}
-
-impl Kernel for Map<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run(self) {
-        for x in self.values {
-            *x = self.map.apply(*x);
-        }
-    }
-}
-
-/// A moving average of parameters.
-pub(super) struct Average<'a> {
-    pub(super) param: &'a [f32],
-    pub(super) values: &'a mut [f32],
-    pub(super) decay: f32,
-}
-
-impl Kernel for Average<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run(self) {
-        let rest = 1.0 - self.decay;
-        for (value, param) in self.values.iter_mut().zip(self.param) {
-            *value = *value * self.decay + *param * rest;
-        }
-    }
-}
-
-/// f32 to bf16 or f16, rounded up or down at random: up with the probability of the distance from
-/// below, so that the mean is the value. `key` and the element's place make the random bits.
-pub(super) struct Stochastic<'a, H> {
-    pub(super) input: &'a [f32],
-    pub(super) output: &'a mut [H],
-    pub(super) key: u32,
-}
-
 /// 32 bits that look random, of element `i` under `key`: a counter through an integer hash of two
 /// multiplications, every input bit of which changes about half of the output's.
 #[inline(always)]
@@ -345,86 +376,4 @@ pub(super) fn random(key: u32, i: usize) -> u32 {
     x = (x ^ (x >> 16)).wrapping_mul(0x7feb_352d);
     x = (x ^ (x >> 15)).wrapping_mul(0x846c_a68b);
     x ^ (x >> 16)
-}
-
-impl Kernel for Stochastic<'_, bf16> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run(self) {
-        for (i, (x, y)) in self.input.iter().zip(self.output).enumerate() {
-            // The 16 bits that go are a fraction of a unit; adding as many random bits carries
-            // into the unit exactly that often. It cannot carry an infinity or NaN further.
-            let bits = x.to_bits();
-            let up = bits.wrapping_add(random(self.key, i) >> 16);
-            let special = (bits >> 16) | if x.is_nan() { 0x40 } else { 0 };
-            *y = bf16::from_bits(if x.is_finite() { (up >> 16) as u16 } else { special as u16 });
-        }
-    }
-}
-
-impl Kernel for Stochastic<'_, f16> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run(self) {
-        for (i, (x, y)) in self.input.iter().zip(self.output).enumerate() {
-            let bits = x.to_bits();
-            let sign = (bits >> 16) & 0x8000;
-            let magnitude = bits & 0x7fff_ffff;
-            let random = random(self.key, i);
-            // Normal halves: 13 bits go, and the exponent's bias from 127 to 15. From 65504 on the
-            // carry reaches the bits of infinity, as it should.
-            let normal =
-                ((magnitude.wrapping_add(random >> 19) >> 13).wrapping_sub(112 << 10)).min(0x7c00);
-            // Below 2^-14, 1024 units, a half counts in units of 2^-24. The products are exact.
-            let units = (f32::from_bits(magnitude) * 16_777_216.0).min(1024.0);
-            let whole = units as u32;
-            let above = (random >> 8) as f32 * (1.0 / 16_777_216.0) < units - whole as f32;
-            let subnormal = whole + u32::from(above);
-            let half = if magnitude < 113 << 23 { subnormal } else { normal };
-            let half = if magnitude >= 143 << 23 { 0x7c00 } else { half };
-            let half = if x.is_nan() { 0x7e00 } else { half };
-            *y = f16::from_bits((sign | half) as u16);
-        }
-    }
-}
-
-/// f32 to bf16, rounded to nearest even; a NaN stays one, with its sign.
-pub(super) struct ToBf16<'a> {
-    pub(super) input: &'a [f32],
-    pub(super) output: &'a mut [bf16],
-}
-
-impl Kernel for ToBf16<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run(self) {
-        for (x, y) in self.input.iter().zip(self.output) {
-            let bits = x.to_bits();
-            // Adds just below half a unit, and one more if that makes the result even.
-            let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-            // Rounding could carry a NaN into infinity; instead it is cut off and made quiet.
-            let nan = (bits >> 16) | 0x40;
-            *y = bf16::from_bits(if x.is_nan() { nan as u16 } else { rounded as u16 });
-        }
-    }
-}
-
-/// bf16 to f32, exactly.
-pub(super) struct FromBf16<'a> {
-    pub(super) input: &'a [bf16],
-    pub(super) output: &'a mut [f32],
-}
-
-impl Kernel for FromBf16<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run(self) {
-        for (x, y) in self.input.iter().zip(self.output) {
-            *y = f32::from_bits(u32::from(x.to_bits()) << 16);
-        }
-    }
 }

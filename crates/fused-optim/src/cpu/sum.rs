@@ -15,7 +15,7 @@
 use std::array;
 
 use super::plan::{ChunkPlan, Layout};
-use super::{BLOCK, GradMap, dispatch, load, scalar, threads};
+use super::{BLOCK, GradMap, load, scalar, threads};
 use crate::Slice;
 
 /// Lanes of a block's sum.
@@ -56,8 +56,8 @@ impl Measure {
     /// Of one block.
     fn block(self, input: &[f32], map: GradMap) -> f64 {
         match self {
-            Self::Squares => dispatch(scalar::Squares { input, map }),
-            Self::Largest => f32::from_bits(dispatch(scalar::Largest { input, map })).into(),
+            Self::Squares => scalar::sum_of_squares(input, map),
+            Self::Largest => f32::from_bits(scalar::largest(input, map)).into(),
             Self::Powers(p) => {
                 let mut lanes = [0.0; LANES];
                 for (i, x) in input.iter().enumerate() {

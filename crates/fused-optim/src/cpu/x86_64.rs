@@ -2,11 +2,11 @@
 //!
 //! [`Isa`] computes nothing: [`Kernel::run`], or for AVX-512 [`Kernel::run_wide`], is inlined into a
 //! function with wider registers enabled, and the compiler vectorises it. Rust never contracts
-//! `a * b + c` into one rounding, so the bits are those of the scalar loop. [`F16c`] converts as the
+//! `a * b + c` into one rounding, so the bits are those of the scalar loop. f16 is
+//! converted eight or 32 at a time, rounded to nearest even, subnormals kept, NaNs made quiet: as the
 //! `half` crate's own code does, bit for bit.
 //!
-//! Invariant: an [`Isa`] or [`F16c`] exists only if this processor has its instructions; their
-//! constructors ask.
+//! Invariant: an [`Isa`] exists only if this processor has its instructions; its constructors ask.
 
 #![expect(unsafe_code, reason = "instructions detected at run time; unaligned loads and stores")]
 
@@ -43,7 +43,8 @@ impl Isa {
     }
 
     fn avx2() -> Option<Self> {
-        is_x86_feature_detected!("avx2").then_some(Self(Width::Avx2))
+        let found = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
+        found.then_some(Self(Width::Avx2))
     }
 
     fn avx512() -> Option<Self> {
@@ -56,10 +57,30 @@ impl Isa {
     /// Runs a loop with these instructions.
     pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         match self.0 {
-            // SAFETY: `Self::avx2` made this value, so the processor has AVX2.
+            // SAFETY: `Self::avx2` made this value, so the processor has AVX2 and F16C.
             Width::Avx2 => unsafe { with_avx2(kernel) },
             // SAFETY: `Self::avx512` made this value, so the processor has AVX-512 F, BW and VL.
             Width::Avx512 => unsafe { with_avx512(kernel) },
+        }
+    }
+
+    /// Converts the leading whole registers of two slices of one length; returns how many elements.
+    pub(super) fn widen(self, input: &[f16], output: &mut [f32]) -> usize {
+        match self.0 {
+            // SAFETY: `Self::avx2` made this value, so the processor has AVX2 and F16C.
+            Width::Avx2 => unsafe { widen8(input.reinterpret_cast(), output) },
+            // SAFETY: `Self::avx512` made this value, so the processor has AVX-512 F.
+            Width::Avx512 => unsafe { widen16(input.reinterpret_cast(), output) },
+        }
+    }
+
+    /// Converts the leading whole registers of two slices of one length; returns how many elements.
+    pub(super) fn narrow(self, input: &[f32], output: &mut [f16]) -> usize {
+        match self.0 {
+            // SAFETY: `Self::avx2` made this value, so the processor has AVX2 and F16C.
+            Width::Avx2 => unsafe { narrow8(input, output.reinterpret_cast_mut()) },
+            // SAFETY: `Self::avx512` made this value, so the processor has AVX-512 F.
+            Width::Avx512 => unsafe { narrow32(input, output.reinterpret_cast_mut()) },
         }
     }
 }
@@ -74,53 +95,7 @@ fn with_avx512<K: Kernel>(kernel: K) -> K::Output {
     kernel.run_wide()
 }
 
-/// Proof that this processor converts f16 in hardware: eight or sixteen at a time, rounded to nearest
-/// even, subnormals kept, NaNs made quiet.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct F16c(Width);
-
-impl F16c {
-    /// The widest of this processor; the answer is cached by `std`.
-    pub(super) fn detect() -> Option<Self> {
-        Self::all().last()
-    }
-
-    /// All of this processor's, the widest last.
-    pub(super) fn all() -> impl Iterator<Item = Self> {
-        [Self::avx(), Self::avx512()].into_iter().flatten()
-    }
-
-    fn avx() -> Option<Self> {
-        let found = is_x86_feature_detected!("avx") && is_x86_feature_detected!("f16c");
-        found.then_some(Self(Width::Avx2))
-    }
-
-    fn avx512() -> Option<Self> {
-        is_x86_feature_detected!("avx512f").then_some(Self(Width::Avx512))
-    }
-
-    /// Converts the leading whole registers of two slices of one length; returns how many elements.
-    pub(super) fn widen(self, input: &[f16], output: &mut [f32]) -> usize {
-        match self.0 {
-            // SAFETY: `Self::avx` made this value, so the processor has AVX and F16C.
-            Width::Avx2 => unsafe { widen8(input.reinterpret_cast(), output) },
-            // SAFETY: `Self::avx512` made this value, so the processor has AVX-512 F.
-            Width::Avx512 => unsafe { widen16(input.reinterpret_cast(), output) },
-        }
-    }
-
-    /// Converts the leading whole registers of two slices of one length; returns how many elements.
-    pub(super) fn narrow(self, input: &[f32], output: &mut [f16]) -> usize {
-        match self.0 {
-            // SAFETY: `Self::avx` made this value, so the processor has AVX and F16C.
-            Width::Avx2 => unsafe { narrow8(input, output.reinterpret_cast_mut()) },
-            // SAFETY: `Self::avx512` made this value, so the processor has AVX-512 F.
-            Width::Avx512 => unsafe { narrow32(input, output.reinterpret_cast_mut()) },
-        }
-    }
-}
-
-#[target_feature(enable = "avx,f16c")]
+#[target_feature(enable = "avx2,f16c")]
 fn widen8(input: &[u16], output: &mut [f32]) -> usize {
     let (input, output) = (input.as_chunks::<8>().0, output.as_chunks_mut::<8>().0);
     for (x, y) in input.iter().zip(&mut *output) {
@@ -146,7 +121,7 @@ fn widen16(input: &[u16], output: &mut [f32]) -> usize {
     16 * output.len()
 }
 
-#[target_feature(enable = "avx,f16c")]
+#[target_feature(enable = "avx2,f16c")]
 fn narrow8(input: &[f32], output: &mut [u16]) -> usize {
     let (input, output) = (input.as_chunks::<8>().0, output.as_chunks_mut::<8>().0);
     for (x, y) in input.iter().zip(&mut *output) {

@@ -3,7 +3,7 @@
 use crate::rule::Hyper;
 use crate::rules::{
     AdadeltaHyper, AdamHyper, AdamPHyper, AdamWHyper, BertAdamHyper, CosineEps, LambHyper,
-    RmsPropHyper, RmsPropTfHyper, Schedule, SgdHyper,
+    RmsPropHyper, RmsPropTfHyper, SgdHyper,
 };
 
 /// A rule that has kernels.
@@ -14,112 +14,52 @@ pub(crate) trait DeviceHyper: Hyper + 'static {
     fn numbers(&self) -> Vec<f64>;
 }
 
+/// For each rule `h`: a type of `rules.h`, its arguments if it is a template, and its numbers.
+macro_rules! kernels {
+    ($h:ident: $($hyper:ty => $name:literal [$($flag:expr),*], $numbers:expr;)*) => {$(
+        impl DeviceHyper for $hyper {
+            fn form(&self) -> String {
+                template($name, &[$({ let $h = self; $flag }),*])
+            }
+
+            fn numbers(&self) -> Vec<f64> {
+                let $h = self;
+                $numbers.to_vec()
+            }
+        }
+    )*};
+}
+
+kernels! { h:
+    AdadeltaHyper => "Adadelta" [], [h.lr, h.rho, h.eps, h.weight_decay];
+    AdamHyper => "Adam" [h.amsgrad], [h.lr, h.betas.0, h.betas.1, h.eps, h.weight_decay];
+    AdamPHyper => "AdamP" [], [
+        h.lr, h.betas.0, h.betas.1, h.eps, h.weight_decay, h.delta, h.wd_ratio,
+        flag(h.nesterov), flag(h.cos_eps == CosineEps::Max),
+    ];
+    AdamWHyper => "AdamW" [h.amsgrad], [h.lr, h.betas.0, h.betas.1, h.eps, h.weight_decay];
+    BertAdamHyper => "BertAdam" [], [
+        h.lr, h.b1, h.b2, h.e, h.weight_decay, h.t_total as f64, h.warmup,
+        f64::from(h.schedule as u8),
+    ];
+    LambHyper => "Lamb" [], [h.lr, h.betas.0, h.betas.1, h.eps, h.weight_decay, flag(h.adam)];
+    RmsPropHyper => "RmsProp" [h.centered, h.momentum > 0.0],
+        [h.lr, h.alpha, h.eps, h.weight_decay, h.momentum];
+    // How the decay is decoupled: not at all, all of it, times `lr`.
+    RmsPropTfHyper => "RmsPropTf" [h.centered, h.momentum > 0.0], [
+        h.lr, h.alpha, h.eps, h.weight_decay, h.momentum,
+        flag(h.decoupled_decay) * (1.0 + flag(h.decoupled_lr)), flag(h.lr_in_momentum),
+    ];
+    SgdHyper => "Sgd" [h.momentum > 0.0, h.nesterov],
+        [h.lr, h.momentum, h.dampening, h.weight_decay];
+}
+
 fn flag(x: bool) -> f64 {
     f64::from(u8::from(x))
 }
 
-impl DeviceHyper for AdadeltaHyper {
-    fn form(&self) -> String {
-        "Adadelta".into()
-    }
-
-    fn numbers(&self) -> Vec<f64> {
-        vec![self.lr, self.rho, self.eps, self.weight_decay]
-    }
-}
-
-impl DeviceHyper for AdamHyper {
-    fn form(&self) -> String {
-        format!("Adam<{}>", self.amsgrad)
-    }
-
-    fn numbers(&self) -> Vec<f64> {
-        vec![self.lr, self.betas.0, self.betas.1, self.eps, self.weight_decay]
-    }
-}
-
-impl DeviceHyper for AdamWHyper {
-    fn form(&self) -> String {
-        format!("AdamW<{}>", self.amsgrad)
-    }
-
-    fn numbers(&self) -> Vec<f64> {
-        vec![self.lr, self.betas.0, self.betas.1, self.eps, self.weight_decay]
-    }
-}
-
-impl DeviceHyper for AdamPHyper {
-    fn form(&self) -> String {
-        "AdamP".into()
-    }
-
-    fn numbers(&self) -> Vec<f64> {
-        let Self { lr, betas, eps, weight_decay, delta, wd_ratio, nesterov, cos_eps, .. } = *self;
-        let bound = cos_eps == CosineEps::Max;
-        vec![lr, betas.0, betas.1, eps, weight_decay, delta, wd_ratio, flag(nesterov), flag(bound)]
-    }
-}
-
-impl DeviceHyper for BertAdamHyper {
-    fn form(&self) -> String {
-        "BertAdam".into()
-    }
-
-    fn numbers(&self) -> Vec<f64> {
-        let schedule = match self.schedule {
-            Schedule::Linear => 0.0,
-            Schedule::Cosine => 1.0,
-            Schedule::Constant => 2.0,
-            Schedule::Poly => 3.0,
-        };
-        let t_total = self.t_total as f64;
-        vec![self.lr, self.b1, self.b2, self.e, self.weight_decay, t_total, self.warmup, schedule]
-    }
-}
-
-impl DeviceHyper for LambHyper {
-    fn form(&self) -> String {
-        "Lamb".into()
-    }
-
-    fn numbers(&self) -> Vec<f64> {
-        let Self { lr, betas, eps, weight_decay, adam, .. } = *self;
-        vec![lr, betas.0, betas.1, eps, weight_decay, flag(adam)]
-    }
-}
-
-impl DeviceHyper for RmsPropHyper {
-    fn form(&self) -> String {
-        format!("RmsProp<{}, {}>", self.centered, self.momentum > 0.0)
-    }
-
-    fn numbers(&self) -> Vec<f64> {
-        vec![self.lr, self.alpha, self.eps, self.weight_decay, self.momentum]
-    }
-}
-
-impl DeviceHyper for RmsPropTfHyper {
-    fn form(&self) -> String {
-        format!("RmsPropTf<{}, {}>", self.centered, self.momentum > 0.0)
-    }
-
-    fn numbers(&self) -> Vec<f64> {
-        let decoupled = match (self.decoupled_decay, self.decoupled_lr) {
-            (false, _) => 0.0,
-            (true, false) => 1.0,
-            (true, true) => 2.0,
-        };
-        let Self { lr, alpha, eps, weight_decay, momentum, lr_in_momentum, .. } = *self;
-        vec![lr, alpha, eps, weight_decay, momentum, decoupled, flag(lr_in_momentum)]
-    }
-}
-
-impl DeviceHyper for SgdHyper {
-    fn form(&self) -> String {
-        format!("Sgd<{}, {}>", self.momentum > 0.0, self.nesterov)
-    }
-
-    fn numbers(&self) -> Vec<f64> {
-        vec![self.lr, self.momentum, self.dampening, self.weight_decay]
-    }
+/// A type's name with its arguments.
+fn template(name: &str, arguments: &[bool]) -> String {
+    let arguments: Vec<String> = arguments.iter().map(bool::to_string).collect();
+    if arguments.is_empty() { name.into() } else { format!("{name}<{}>", arguments.join(", ")) }
 }

@@ -12,7 +12,7 @@ use crate::cpu::pages::Pages;
 use crate::cpu::plan::{Layout, share_count};
 use crate::cpu::{Copies, GradMap, Piece, SLOTS, Scratch, SlotMut, step_key};
 use crate::names::{self, PARAMS};
-use crate::rule::{Hyper, at_least_zero};
+use crate::rule::{Hyper, OwnClip, at_least_zero};
 use crate::state::{TensorState, problem};
 use crate::state_dict::MASTER;
 use crate::{
@@ -25,7 +25,7 @@ use crate::{
 pub(crate) struct Core<H> {
     groups: Vec<ParamGroup<H>>,
     /// Every grouped tensor by its index.
-    tensors: BTreeMap<usize, Tensor>,
+    tensors: Tensors,
     /// How many tensors a step must be given, if it is to be given no others than the groups'.
     count: Option<usize>,
     /// Names and shapes of all tensors of a step; empty if unknown.
@@ -38,6 +38,8 @@ pub(crate) struct Core<H> {
     /// Of each thread.
     scratch: Vec<Scratch>,
 }
+
+type Tensors = BTreeMap<usize, Tensor>;
 
 #[derive(Clone, Debug)]
 struct Tensor {
@@ -69,6 +71,18 @@ impl<H: Hyper> Core<H> {
     pub(crate) fn with_one_group(hyper: H, count: usize) -> Result<Self> {
         let core = Self::new([ParamGroup::new(hyper, 0..count)])?;
         Ok(Self { count: Some(count), ..core })
+    }
+
+    /// For a device, which keeps state itself.
+    #[cfg(any(feature = "cuda", feature = "npu"))]
+    pub(crate) fn on_device(
+        groups: impl IntoIterator<Item = ParamGroup<H>>,
+        half_weights: HalfWeights,
+    ) -> Result<Self> {
+        if matches!(half_weights, HalfWeights::Stochastic { .. }) {
+            return Err(Error::Unsupported { what: "stochastic rounding" });
+        }
+        Ok(Self { half_weights, ..Self::new(groups)? })
     }
 
     pub(crate) fn add_param_group(&mut self, group: ParamGroup<H>) -> Result<()> {
@@ -133,15 +147,14 @@ impl<H: Hyper> Core<H> {
         self.tensors.iter().map(|(&index, tensor)| (index, tensor.group))
     }
 
-    /// Puts a tensor's state in, or takes it out: for devices, which keep it themselves.
-    #[cfg(any(feature = "cuda", feature = "npu"))]
-    pub(crate) fn swap_state(
-        &mut self,
-        index: usize,
-        state: Option<TensorState>,
-    ) -> Option<TensorState> {
-        let tensor = self.tensors.get_mut(&index)?;
-        std::mem::replace(&mut tensor.state, state)
+    /// Whether the state of a weight of this type has an f32 master.
+    pub(crate) fn wants_master(&self, weight: DType) -> bool {
+        weight != DType::F32 && self.half_weights == HalfWeights::Master
+    }
+
+    /// What each group's rule does to gradients of large norm.
+    pub(crate) fn own_clips(&self) -> Vec<OwnClip> {
+        self.groups.iter().map(|group| group.hyper.own_clip()).collect()
     }
 
     pub(crate) const fn grad_norm(&self) -> Option<f64> {
@@ -244,7 +257,7 @@ impl<H: Hyper> Core<H> {
             return Ok(None);
         }
         let (mut grads, mut groups) = (Vec::new(), Vec::new());
-        let own: Vec<_> = self.groups.iter().map(|group| group.hyper.own_clip()).collect();
+        let own = self.own_clips();
         if !norms::needed(ctl, &own) {
             return Ok(Some(norms::Scales::uniform(ctl.grad_scale)));
         }
@@ -282,8 +295,7 @@ impl<H: Hyper> Core<H> {
             }
             if let Some(state) = &tensor.state {
                 let weight = param.weight.dtype();
-                let wanted = weight != DType::F32 && self.half_weights == HalfWeights::Master;
-                if state.master.is_some() && !wanted {
+                if state.master.is_some() && !self.wants_master(weight) {
                     return Err(Error::UnwantedMaster { index, weight });
                 }
                 state.lengths().try_for_each(|length| same_length("state", length))?;
@@ -307,8 +319,21 @@ impl<H: Hyper> Core<H> {
         }
     }
 
+    /// The same with state that is on a device.
+    #[cfg(any(feature = "cuda", feature = "npu"))]
+    pub(crate) fn state_dict_with(
+        &self,
+        states: impl IntoIterator<Item = (usize, TensorState)>,
+    ) -> StateDict {
+        let mut core = self.clone();
+        for (index, state) in states {
+            core.tensors.entry(index).and_modify(|tensor| tensor.state = Some(state));
+        }
+        core.state_dict()
+    }
+
     /// A state dict of this rule, with the tensors at this optimizer's places.
-    pub(crate) fn matched<'a>(&self, dict: &'a StateDict) -> Result<Cow<'a, StateDict>> {
+    fn matched<'a>(&self, dict: &'a StateDict) -> Result<Cow<'a, StateDict>> {
         if dict.kind != H::KIND {
             return Err(Error::WrongKind { expected: H::KIND, got: dict.kind.clone() });
         }
@@ -317,6 +342,30 @@ impl<H: Hyper> Core<H> {
     }
 
     pub(crate) fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
+        let known = |index| self.tensors[&index].state.as_ref()?.lengths().next();
+        (self.groups, self.tensors) = self.loaded(dict, known)?;
+        Ok(())
+    }
+
+    /// What an optimizer on a device is after a load, and the states for it to keep. `known` is the length of a
+    /// tensor, where the device knows it.
+    #[cfg(any(feature = "cuda", feature = "npu"))]
+    pub(crate) fn load_for_device(
+        &self,
+        dict: &StateDict,
+        known: impl Fn(usize) -> Option<usize>,
+    ) -> Result<(Self, BTreeMap<usize, TensorState>)> {
+        let (groups, mut tensors) = self.loaded(dict, known)?;
+        let take = |(index, tensor): (&usize, &mut Tensor)| Some((*index, tensor.state.take()?));
+        let states = tensors.iter_mut().filter_map(take).collect();
+        Ok((Self { groups, tensors, ..self.clone() }, states))
+    }
+
+    fn loaded(
+        &self,
+        dict: &StateDict,
+        known: impl Fn(usize) -> Option<usize>,
+    ) -> Result<(Vec<ParamGroup<H>>, Tensors)> {
         let dict = &*self.matched(dict)?;
         let groups = self.groups_from_json(dict)?;
         if let Some(index) = dict.state.keys().find(|index| !self.tensors.contains_key(index)) {
@@ -329,17 +378,15 @@ impl<H: Hyper> Core<H> {
         });
         let mut pages = Pages::new(room.fold(0, usize::saturating_add));
         let load = |(&index, tensor): (&usize, &Tensor)| {
-            let known = tensor.state.as_ref().and_then(|state| state.lengths().next());
-            let known = known.or_else(|| self.named_count(index));
+            let known = known(index).or_else(|| self.named_count(index));
             let state = dict.state.get(&index).map(|saved| {
                 let slots = groups[tensor.group].hyper.slots();
                 TensorState::load(index, saved, slots, known, self.eight_bits, &mut pages)
             });
             Ok((index, Tensor { group: tensor.group, state: state.transpose()? }))
         };
-        self.tensors = self.tensors.iter().map(load).collect::<Result<_>>()?;
-        self.groups = groups;
-        Ok(())
+        let tensors = self.tensors.iter().map(load).collect::<Result<_>>()?;
+        Ok((groups, tensors))
     }
 
     /// The saved groups, if they are over the tensors of this optimizer's.
@@ -356,7 +403,7 @@ impl<H: Hyper> Core<H> {
 
 /// Every grouped tensor that has a gradient, by ascending index.
 fn with_grad<'t, 'p, 'a>(
-    tensors: &'t mut BTreeMap<usize, Tensor>,
+    tensors: &'t mut Tensors,
     params: &'p mut [ParamMut<'a>],
 ) -> impl Iterator<Item = (usize, &'t mut Tensor, &'p mut ParamMut<'a>)> {
     let mut rest = params.iter_mut().enumerate();

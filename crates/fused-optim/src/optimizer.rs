@@ -250,6 +250,20 @@ impl StepCtl {
         }
         self.clip.map_or(Ok(()), Clip::validate)
     }
+
+    /// The bound on the norm of all gradients, of the kind that devices clip by.
+    #[cfg(any(feature = "cuda", feature = "npu"))]
+    pub(crate) fn max_norm_on_device(&self) -> Result<Option<f64>> {
+        let what = match self.clip {
+            Some(Clip::Norm(clip)) if clip.norm_type != 2.0 => {
+                "clipping by another norm than the 2-norm"
+            }
+            Some(Clip::Norm(clip)) if clip.error_if_nonfinite => "`error_if_nonfinite`",
+            Some(Clip::Norm(clip)) => return Ok(Some(clip.max_norm)),
+            _ => return Ok(None),
+        };
+        Err(Error::Unsupported { what })
+    }
 }
 
 impl Default for StepCtl {

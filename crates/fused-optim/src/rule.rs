@@ -163,28 +163,32 @@ pub(crate) fn validate_adam(lr: f64, betas: (f64, f64), eps: f64, weight_decay: 
     at_least_zero("weight_decay value", weight_decay)
 }
 
-/// The methods of [`Optimizer`](crate::Optimizer) that read and set a group's numbers, for an optimizer
-/// whose [`Core`](crate::core::Core) is the named field.
+/// The methods of [`Optimizer`](crate::Optimizer) that name tensors, and read and set a group's numbers, for an
+/// optimizer whose [`Core`](crate::core::Core) is `self.` what is given.
 macro_rules! group_methods {
-    ($($core:ident).+) => {
+    ($($core:tt)+) => {
+        fn set_param_names(&mut self, params: &[$crate::ParamSpec]) -> $crate::Result<()> {
+            self.$($core)+.set_param_names(params)
+        }
+
         fn group_count(&self) -> usize {
-            self.$($core).+.groups().len()
+            self.$($core)+.groups().len()
         }
 
         fn lr(&self, group: usize) -> $crate::Result<f64> {
-            self.$($core).+.lr(group)
+            self.$($core)+.lr(group)
         }
 
         fn set_lr(&mut self, group: usize, lr: f64) -> $crate::Result<()> {
-            self.$($core).+.set_lr(group, lr)
+            self.$($core)+.set_lr(group, lr)
         }
 
         fn momentum(&self, group: usize) -> $crate::Result<Option<f64>> {
-            self.$($core).+.momentum(group)
+            self.$($core)+.momentum(group)
         }
 
         fn set_momentum(&mut self, group: usize, momentum: f64) -> $crate::Result<()> {
-            self.$($core).+.set_momentum(group, momentum)
+            self.$($core)+.set_momentum(group, momentum)
         }
     };
 }
@@ -271,10 +275,6 @@ macro_rules! optimizer {
 
             fn state_dict(&self) -> $crate::StateDict {
                 self.core.state_dict()
-            }
-
-            fn set_param_names(&mut self, params: &[$crate::ParamSpec]) -> $crate::Result<()> {
-                self.core.set_param_names(params)
             }
 
             fn load_state_dict(&mut self, dict: &$crate::StateDict) -> $crate::Result<()> {

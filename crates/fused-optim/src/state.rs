@@ -68,6 +68,32 @@ impl TensorState {
         }
     }
 
+    /// Takes state over from a device; `read` gives the values of the slots, then of the master.
+    #[cfg(any(feature = "cuda", feature = "npu"))]
+    pub(crate) fn read(
+        step: u64,
+        slots: usize,
+        master: bool,
+        read: impl Fn(usize) -> Result<Vec<f32>>,
+    ) -> Result<Self> {
+        let slot = |at| {
+            let buffer = Buffer::from(read(at)?);
+            Ok(Slot::F32(Values { start: 0, count: buffer.len(), buffer }))
+        };
+        let master = master.then(|| read(slots)).transpose()?.map(Buffer::from);
+        Ok(Self { step, master, slots: (0..slots).map(slot).collect::<Result<_>>()? })
+    }
+
+    /// What [`read`](Self::read) is given.
+    #[cfg(any(feature = "cuda", feature = "npu"))]
+    pub(crate) fn vectors(&self) -> impl Iterator<Item = &[f32]> {
+        let slots = self.slots.iter().map(|slot| match slot {
+            Slot::F32(values) => &values[..],
+            Slot::Codes(_) => unreachable!("no device's state is in eight bits"),
+        });
+        slots.chain(self.master.as_deref())
+    }
+
     /// Lengths of all there is.
     pub(crate) fn lengths(&self) -> impl Iterator<Item = usize> {
         let slots = self.slots.iter().map(Slot::len);

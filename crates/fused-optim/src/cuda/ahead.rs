@@ -13,7 +13,6 @@ use super::fused::{BLOCKS, Fused, UNBOUND, read_answer};
 use super::rules::DeviceHyper;
 use super::table::{Answer, Bytes, Job};
 use super::{CudaOptimizer, DeviceSlice, Gpu};
-use crate::rule::OwnClip;
 use crate::{Error, Result, StepCtl, norms};
 
 /// Takes statistics of gradients (their norm, whether they are finite) before the step, for example of a bucket
@@ -88,13 +87,11 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     /// is bound, or the step needs no look.
     pub(super) fn expect_looks(&mut self, ctl: &StepCtl) -> Result<bool> {
         ctl.validate()?;
-        let own: Vec<OwnClip> =
-            self.core().groups().iter().map(|group| group.hyper.own_clip()).collect();
-        if self.bound.is_none() || !norms::needed(ctl, &own) {
+        if self.bound.is_none() || !norms::needed(ctl, &self.core.own_clips()) {
             return Ok(false);
         }
         self.forget_looks()?;
-        let asked = asked(ctl, self.core().groups(), self.loss_scale)?.bytes();
+        let asked = asked(ctl, self.core.groups(), self.loss_scale)?.bytes();
         self.send(asked, None, None)?;
         Ok(true)
     }
@@ -128,7 +125,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         on: Option<&D>,
     ) -> Result<()> {
         ctl.validate()?;
-        let asked = asked(ctl, self.core().groups(), self.loss_scale)?.bytes();
+        let asked = asked(ctl, self.core.groups(), self.loss_scale)?.bytes();
         let bound = self.bound.as_mut().ok_or(UNBOUND)?;
         let at = |&index: &usize| {
             let missing = Error::MissingParam { index, count: bound.indices.len() };

@@ -4,7 +4,7 @@ use super::LossScale;
 use super::rules::DeviceHyper;
 use super::table::{Asked, Group};
 use crate::rule::OwnClip;
-use crate::{Clip, Error, FoundInf, ParamGroup, Result, StepCtl};
+use crate::{Clip, FoundInf, ParamGroup, Result, StepCtl};
 
 /// The host's half of `Ctl`.
 pub(super) fn asked<H: DeviceHyper>(
@@ -12,16 +12,6 @@ pub(super) fn asked<H: DeviceHyper>(
     groups: &[ParamGroup<H>],
     loss_scale: Option<LossScale>,
 ) -> Result<Asked> {
-    let max_norm = match ctl.clip {
-        Some(Clip::Norm(clip)) if clip.norm_type != 2.0 => {
-            return Err(Error::Unsupported { what: "clipping by other norms than the 2-norm" });
-        }
-        Some(Clip::Norm(clip)) if clip.error_if_nonfinite => {
-            return Err(Error::Unsupported { what: "`error_if_nonfinite`" });
-        }
-        Some(Clip::Norm(clip)) => clip.max_norm,
-        _ => -1.0,
-    };
     let limit = match ctl.clip {
         Some(Clip::Value(limit)) => limit,
         _ => f32::INFINITY,
@@ -29,7 +19,7 @@ pub(super) fn asked<H: DeviceHyper>(
     let own = |group: &ParamGroup<H>| group.hyper.own_clip() == OwnClip::Unit;
     let scale = loss_scale.unwrap_or_default();
     Ok(Asked {
-        max_norm,
+        max_norm: ctl.max_norm_on_device()?.unwrap_or(-1.0),
         growth: scale.growth_factor,
         backoff: scale.backoff_factor,
         interval: scale.growth_interval as f64,

@@ -4,7 +4,7 @@
 
 use cuda_rt::Device;
 
-use super::device::{Program, launch};
+use super::device::{Program, launch, read_floats};
 use super::table::{Bytes, Chunk, Job, SPAN, Tensor};
 use super::tune::LaunchShape;
 use super::{DeviceParam, DeviceSlice, Gpu};
@@ -16,17 +16,30 @@ use crate::{Error, Result};
 /// average)`, each operation rounded to f32, with the bits of the CPU. A NaN stays one. An average that moves
 /// at each step of an optimizer by the same share can be had in its sweep ([`DeviceParam::ema`]).
 #[derive(Debug)]
-pub struct Averages(Kept<Gpu>);
+pub struct Averages<D: Device = Gpu> {
+    mover: Mover<D>,
+    counts: Vec<usize>,
+    /// Of each average, where it begins, in bytes.
+    offsets: Vec<usize>,
+    memory: D::Memory,
+}
 
-impl Averages {
+impl<D: Device> Averages<D> {
     /// Averages of tensors of so many elements, all zero, whose work goes into the stream of `gpu`. Compiles the
     /// kernels that all optimizers share.
     ///
     /// # Errors
     ///
     /// [`Error::Cuda`].
-    pub fn new(gpu: Gpu, counts: &[usize]) -> Result<Self> {
-        Ok(Self(Kept::new(gpu, counts)?))
+    pub fn new(gpu: D, counts: &[usize]) -> Result<Self> {
+        let mut bytes = 0;
+        let mut offsets = Vec::with_capacity(counts.len());
+        for count in counts {
+            offsets.push(bytes);
+            bytes += (count * 4).next_multiple_of(16);
+        }
+        let memory = gpu.alloc(bytes)?;
+        Ok(Self { mover: Mover::new(gpu, counts)?, counts: counts.to_vec(), offsets, memory })
     }
 
     /// Moves each average towards its tensor, in order of the stream: `share` of the tensor's value goes into it. With
@@ -43,68 +56,6 @@ impl Averages {
     /// Each tensor must be where it says, on the device, and not be written by anybody, until the stream has come
     /// this far.
     pub unsafe fn update(&mut self, tensors: &[DeviceSlice], share: Option<f32>) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.0.update(tensors, share) }
-    }
-
-    /// Copies of the averages. Waits for the device.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Cuda`].
-    pub fn to_host(&self) -> Result<Vec<Vec<f32>>> {
-        self.0.to_host()
-    }
-
-    /// Takes over what the averages are to be, in order of the stream.
-    ///
-    /// # Errors
-    ///
-    /// As [`update`](Self::update).
-    pub fn load(&mut self, averages: &[Vec<f32>]) -> Result<()> {
-        self.0.load(averages)
-    }
-}
-
-#[derive(Debug)]
-struct Kept<D: Device> {
-    mover: Mover<D>,
-    counts: Vec<usize>,
-    /// Of each average, where it begins, in bytes.
-    offsets: Vec<usize>,
-    memory: D::Memory,
-}
-
-impl<D: Device> Kept<D> {
-    fn new(device: D, counts: &[usize]) -> Result<Self> {
-        let mut bytes = 0;
-        let mut offsets = Vec::with_capacity(counts.len());
-        for count in counts {
-            offsets.push(bytes);
-            bytes += (count * 4).next_multiple_of(16);
-        }
-        let memory = device.alloc(bytes)?;
-        Ok(Self { mover: Mover::new(device, counts)?, counts: counts.to_vec(), offsets, memory })
-    }
-
-    /// Refuses tensors that are not as long as the averages.
-    fn check(&self, lengths: impl ExactSizeIterator<Item = usize>) -> Result<()> {
-        let count = lengths.len();
-        if count != self.counts.len() {
-            return Err(Error::MissingParam { index: self.counts.len().min(count), count });
-        }
-        for (index, (got, &expected)) in lengths.zip(&self.counts).enumerate() {
-            if got != expected {
-                return Err(Error::LengthMismatch { index, what: "average", expected, got });
-            }
-        }
-        Ok(())
-    }
-
-    /// # Safety
-    ///
-    /// As [`Averages::update`].
-    unsafe fn update(&mut self, tensors: &[DeviceSlice], share: Option<f32>) -> Result<()> {
         self.check(tensors.iter().map(|tensor| tensor.len))?;
         if let Some(share) = share.filter(|share| !(0.0..=1.0).contains(share)) {
             return Err(Error::InvalidHyper { name: "share", value: share.into() });
@@ -118,19 +69,40 @@ impl<D: Device> Kept<D> {
         unsafe { self.mover.launch(pairs, share) }
     }
 
-    fn to_host(&self) -> Result<Vec<Vec<f32>>> {
-        let read = |(count, offset): (&usize, &usize)| {
-            let mut bytes = vec![0; count * 4];
-            self.mover.device.read(&self.memory, *offset, &mut bytes)?;
-            Ok(bytes.as_chunks().0.iter().map(|word| f32::from_ne_bytes(*word)).collect())
-        };
-        self.counts.iter().zip(&self.offsets).map(read).collect()
+    /// Copies of the averages. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Cuda`].
+    pub fn to_host(&self) -> Result<Vec<Vec<f32>>> {
+        let all = self.counts.iter().zip(&self.offsets);
+        all.map(|(count, offset)| read_floats(&self.mover.device, &self.memory, *offset, *count))
+            .collect()
     }
 
-    fn load(&mut self, averages: &[Vec<f32>]) -> Result<()> {
+    /// Takes over what the averages are to be, in order of the stream.
+    ///
+    /// # Errors
+    ///
+    /// As [`update`](Self::update).
+    pub fn load(&mut self, averages: &[Vec<f32>]) -> Result<()> {
         self.check(averages.iter().map(Vec::len))?;
         for (values, offset) in averages.iter().zip(&self.offsets) {
             self.mover.device.write(&mut self.memory, *offset, &values.bytes())?;
+        }
+        Ok(())
+    }
+
+    /// Refuses tensors that are not as long as the averages.
+    fn check(&self, lengths: impl ExactSizeIterator<Item = usize>) -> Result<()> {
+        let count = lengths.len();
+        if count != self.counts.len() {
+            return Err(Error::MissingParam { index: self.counts.len().min(count), count });
+        }
+        for (index, (got, &expected)) in lengths.zip(&self.counts).enumerate() {
+            if got != expected {
+                return Err(Error::LengthMismatch { index, what: "average", expected, got });
+            }
         }
         Ok(())
     }
@@ -274,7 +246,7 @@ mod tests {
         ) {
             let host = new_host(seed);
             let counts: Vec<usize> = shapes.iter().map(|(count, ..)| *count).collect();
-            let mut kept = Kept::new(host.clone(), &counts).unwrap();
+            let mut kept = Averages::new(host.clone(), &counts).unwrap();
             let number = |at: usize| numbers[at % numbers.len()];
             let mut twin: Vec<Vec<f32>> = (counts.iter().enumerate())
                 .map(|(at, count)| (0..*count).map(|i| number(i + at)).collect())
@@ -304,7 +276,7 @@ mod tests {
 
     #[test]
     fn other_tensors_and_shares_are_refused() {
-        let mut kept = Kept::new(new_host(0), &[2, 3]).unwrap();
+        let mut kept = Averages::new(new_host(0), &[2, 3]).unwrap();
         let slice = |len| DeviceSlice { ptr: 4, len, dtype: DType::F32 };
         let mut refused = |tensors: &[DeviceSlice], share| {
             // SAFETY: nothing is launched.

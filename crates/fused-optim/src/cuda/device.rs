@@ -69,6 +69,18 @@ pub(super) unsafe fn launch<D: Device>(
     Ok(unsafe { device.launch(kernel, blocks, &words) }?)
 }
 
+/// Reads so many values. Waits for the device.
+pub(super) fn read_floats<D: Device>(
+    device: &D,
+    memory: &D::Memory,
+    from: usize,
+    count: usize,
+) -> Result<Vec<f32>> {
+    let mut bytes = vec![0; count * 4];
+    device.read(memory, from, &mut bytes)?;
+    Ok(bytes.as_chunks().0.iter().map(|word| f32::from_ne_bytes(*word)).collect())
+}
+
 /// What is sent to a device for good.
 #[derive(Debug)]
 pub(super) struct Tables<'a, D: Device> {

@@ -10,9 +10,10 @@ use super::ahead::{self, GradStats};
 use super::device::Program;
 use super::rules::DeviceHyper;
 use super::{CudaOptimizer, DeviceParam, Gpu, Launches, Tuned};
+use crate::rule::group_methods;
 use crate::{
     Applied, Clip, DeviceOptimizer, Error, FoundInf, HalfWeights, Optimizer, ParamGroup, ParamMut,
-    ParamSpec, Result, StateDict, StepCtl,
+    Result, StateDict, StepCtl,
 };
 
 /// Tensors in a device's memory, lent for a step.
@@ -115,33 +116,11 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
         format!("cuda:{}", self.cuda().0.device.stream().context().ordinal())
     }
 
-    fn set_param_names(&mut self, params: &[ParamSpec]) -> Result<()> {
-        self.cuda().set_param_names(params)
-    }
-
     fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
         self.cuda().load_state_dict(dict)
     }
 
-    fn group_count(&self) -> usize {
-        self.cuda().groups().len()
-    }
-
-    fn lr(&self, group: usize) -> Result<f64> {
-        self.cuda().0.core().lr(group)
-    }
-
-    fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
-        self.cuda().set_lr(group, lr)
-    }
-
-    fn momentum(&self, group: usize) -> Result<Option<f64>> {
-        self.cuda().0.core().momentum(group)
-    }
-
-    fn set_momentum(&mut self, group: usize, momentum: f64) -> Result<()> {
-        self.cuda().0.core_mut().set_momentum(group, momentum)
-    }
+    group_methods!(cuda().0.core);
 
     /// The device does not ask.
     fn set_threads(&mut self, _: usize) {}

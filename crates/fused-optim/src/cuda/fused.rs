@@ -19,7 +19,6 @@ use super::table::{Answer, Asked, Bytes, Class, Group, Job, Plan, Progress, Shap
 use super::tune::LaunchShape;
 use super::{DType, DeviceParam, DeviceSlice, Launches, LossScale, Status};
 use crate::core::Core;
-use crate::rule::OwnClip;
 use crate::state::TensorState;
 use crate::{Error, HalfWeights, ParamGroup, Result, StateDict, StepCtl, norms};
 
@@ -63,7 +62,7 @@ struct Launch<K> {
 #[derive(Debug)]
 pub(super) struct Fused<H, D: Device> {
     pub(super) device: D,
-    core: Core<H>,
+    pub(super) core: Core<H>,
     held: BTreeMap<usize, Held<D::Memory>>,
     pub(super) bound: Option<Bound<D>>,
     pub(super) loss_scale: Option<LossScale>,
@@ -77,27 +76,14 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         groups: impl IntoIterator<Item = ParamGroup<H>>,
         half_weights: HalfWeights,
     ) -> Result<Self> {
-        if matches!(half_weights, HalfWeights::Stochastic { .. }) {
-            return Err(Error::Unsupported { what: "rounding at random" });
-        }
-        let mut core = Core::new(groups)?;
-        core.half_weights = half_weights;
         Ok(Self {
             device,
-            core,
+            core: Core::on_device(groups, half_weights)?,
             held: BTreeMap::new(),
             bound: None,
             loss_scale: None,
             launch_shapes: BTreeMap::new(),
         })
-    }
-
-    pub(super) const fn core(&self) -> &Core<H> {
-        &self.core
-    }
-
-    pub(super) const fn core_mut(&mut self) -> &mut Core<H> {
-        &mut self.core
     }
 
     pub(super) fn add_param_group(&mut self, group: ParamGroup<H>) -> Result<()> {
@@ -165,7 +151,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     }
 
     pub(super) fn wants_master(&self, weight: DType) -> bool {
-        weight != DType::F32 && self.core.half_weights == HalfWeights::Master
+        self.core.wants_master(weight.into())
     }
 
     /// Forgets the tables; what the device knows better is taken back first.
@@ -446,9 +432,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let asked = asked(ctl, self.core.groups(), self.loss_scale)?;
         let groups = group_table(self.core.groups()).bytes();
         self.send(asked.bytes(), Some(groups), None)?;
-        let own: Vec<OwnClip> =
-            self.core.groups().iter().map(|group| group.hyper.own_clip()).collect();
-        Ok(norms::needed(ctl, &own))
+        Ok(norms::needed(ctl, &self.core.own_clips()))
     }
 
     /// Sends all that the launches of a step with this `ctl` read.
@@ -512,34 +496,26 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
 
     pub(super) fn state_dict(&self) -> Result<StateDict> {
         let steps = self.steps()?;
-        let mut core = self.core.clone();
+        let mut states = Vec::new();
         for (index, group) in self.core.members() {
             let Some(held) = self.held.get(&index) else { continue };
             let step = steps.get(&index).copied().unwrap_or(held.step);
             if step > 0 {
                 let hyper = &self.core.groups()[group].hyper;
                 let state = held.read(&self.device, hyper, held.count.unwrap_or(0))?;
-                core.swap_state(index, Some(TensorState { step, ..state }));
+                states.push((index, TensorState { step, ..state }));
             }
         }
-        Ok(core.state_dict())
+        Ok(self.core.state_dict_with(states))
     }
 
     pub(super) fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
-        let dict = &*self.core.matched(dict)?;
-        for (index, saved) in &dict.state {
-            self.held.get(index).map_or(Ok(()), |held| held.fits(*index, saved))?;
-        }
-        let mut core = self.core.clone();
-        core.load_state_dict(dict)?;
+        let known = |index| self.held.get(&index)?.count;
+        let (core, states) = self.core.load_for_device(dict, known)?;
         let mut held = BTreeMap::new();
-        let indices: Vec<usize> = core.members().map(|(index, _)| index).collect();
-        for index in indices {
-            if let Some(state) = core.swap_state(index, None) {
-                let known = || self.held.get(&index)?.count;
-                let count = state.lengths().next().or_else(known);
-                held.insert(index, Held::send(&self.device, &state, count, false)?);
-            }
+        for (index, state) in states {
+            let count = state.lengths().next().or_else(|| known(index));
+            held.insert(index, Held::send(&self.device, &state, count, false)?);
         }
         self.unbind()?;
         (self.core, self.held) = (core, held);

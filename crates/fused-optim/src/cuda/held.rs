@@ -2,11 +2,11 @@
 
 use cuda_rt::Device;
 
+use super::device::read_floats;
 use super::table::Bytes;
-use crate::cpu::pages::Pages;
+use crate::Result;
 use crate::rule::Hyper;
-use crate::state::{Slot, TensorState, problem};
-use crate::{Error, ParamState, Result, StateProblem};
+use crate::state::TensorState;
 
 /// The state of one tensor, on the device.
 #[derive(Debug)]
@@ -48,28 +48,10 @@ impl<M> Held<M> {
         let stride = stride(count);
         let master = master || state.master.is_some();
         let mut memory = device.alloc(stride * (state.slots.len() + usize::from(master)))?;
-        let slots = state.slots.iter().map(|slot| match slot {
-            Slot::F32(values) => Ok(&values[..]),
-            Slot::Codes(_) => Err(Error::Unsupported { what: "state in eight bits" }),
-        });
-        for (at, values) in slots.chain(state.master.iter().map(|m| Ok(&m[..]))).enumerate() {
-            device.write(&mut memory, at * stride, &values?.bytes())?;
+        for (at, values) in state.vectors().enumerate() {
+            device.write(&mut memory, at * stride, &values.bytes())?;
         }
         Ok(Self { step: state.step, count, memory, stride, master })
-    }
-
-    /// Refuses a saved state of another length.
-    pub(super) fn fits(&self, index: usize, saved: &ParamState) -> Result<()> {
-        for (name, values) in &saved.tensors {
-            let got = values.len();
-            if let Some(expected) = self.count
-                && got != expected
-            {
-                let key = format!("state.{index}.{name}");
-                return Err(problem(key, StateProblem::Length { expected, got }));
-            }
-        }
-        Ok(())
     }
 
     /// Reads it back, for a tensor of `count` elements.
@@ -79,22 +61,9 @@ impl<M> Held<M> {
         hyper: &impl Hyper,
         count: usize,
     ) -> Result<TensorState> {
-        let mut state = TensorState::new(hyper, count, 0, false, &mut Pages::new(0));
-        state.step = self.step;
-        let read = |at: usize| -> Result<Vec<f32>> {
-            let mut bytes = vec![0; 4 * count];
-            device.read(&self.memory, at * self.stride, &mut bytes)?;
-            let (words, _) = bytes.as_chunks();
-            Ok(words.iter().map(|word| f32::from_ne_bytes(*word)).collect())
-        };
-        for (at, slot) in state.slots.iter_mut().enumerate() {
-            if let Slot::F32(values) = slot {
-                values.copy_from_slice(&read(at)?);
-            }
-        }
-        let slots = state.slots.len();
-        state.master = self.master.then(|| read(slots).map(Into::into)).transpose()?;
-        Ok(state)
+        TensorState::read(self.step, hyper.slots().len(), self.master, |at| {
+            read_floats(device, &self.memory, at * self.stride, count)
+        })
     }
 }
 

@@ -269,7 +269,7 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     ///
     /// As there.
     pub fn set_param_names(&mut self, params: &[ParamSpec]) -> Result<()> {
-        self.0.core_mut().set_param_names(params)
+        self.0.core.set_param_names(params)
     }
 
     /// As [`Optimizer::load_state_dict`](crate::Optimizer::load_state_dict); tensors must be bound
@@ -285,7 +285,7 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     /// The groups.
     #[must_use]
     pub fn groups(&self) -> &[ParamGroup<H>] {
-        self.0.core().groups()
+        self.0.core.groups()
     }
 
     /// Adds a group, at any time; tensors must be bound again afterwards. Waits for the device.
@@ -304,7 +304,7 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
     ///
     /// As [`Optimizer::set_lr`](crate::Optimizer::set_lr).
     pub fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
-        self.0.core_mut().set_lr(group, lr)
+        self.0.core.set_lr(group, lr)
     }
 }
 

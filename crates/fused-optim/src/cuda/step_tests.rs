@@ -181,7 +181,7 @@ fn kept_launches<H: DeviceHyper + Default>() {
     for _ in 0..200 {
         told.change();
         for (fused, weights) in both.iter_mut().zip(&mut weights) {
-            fused.core_mut().set_lr(0, told.lr).unwrap();
+            fused.core.set_lr(0, told.lr).unwrap();
             let params = told.params(&fused.device, weights);
             // SAFETY: here and below: all of it lives as long as the device, and does not move.
             unsafe { fused.bind(&params) }.unwrap();
@@ -418,7 +418,7 @@ fn state_is_loaded_by_name() {
     let _ = cpu.step(params, &StepCtl::PLAIN).unwrap();
 
     let mut device = Fused::new(new_host(1), groups(), HalfWeights::Master).unwrap();
-    device.core_mut().set_param_names(&names(["b", "a"])).unwrap();
+    device.core.set_param_names(&names(["b", "a"])).unwrap();
     let slice = |values: &mut [f32; 3]| {
         let ptr = device.device.lend(&mut values[..]);
         DeviceSlice { ptr, len: 3, dtype: DType::F32 }

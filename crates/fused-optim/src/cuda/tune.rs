@@ -125,7 +125,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     /// The classes of tensors, a missing gradient being of the weight's type.
     fn kinds(&self, params: &[DeviceParam]) -> Classes {
         let mut kinds = Classes::new();
-        for (index, group) in self.core().members() {
+        for (index, group) in self.core.members() {
             let param = &params[index];
             let DeviceSlice { len, dtype, .. } = param.weight;
             if len == 0 {
@@ -136,7 +136,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
                 weight: dtype.number(),
                 master: self.wants_master(dtype),
             };
-            let form = self.core().groups()[group].hyper.form();
+            let form = self.core.groups()[group].hyper.form();
             kinds.entry((form, types)).or_insert((group, Vec::new())).1.push(*param);
         }
         kinds
@@ -168,9 +168,9 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
                 ..DeviceParam::new(lend(dtype)?, Some(grad))
             });
         }
-        let hyper = self.core().groups()[group].hyper.clone();
+        let hyper = self.core.groups()[group].hyper.clone();
         let groups = [ParamGroup::new(hyper, 0..alike.len())];
-        let mut twin = Self::new(self.device.clone(), groups, self.core().half_weights)?;
+        let mut twin = Self::new(self.device.clone(), groups, self.core.half_weights)?;
         let mut times = vec![Duration::MAX; among.len()];
         for _ in 0..ROUNDS {
             for (shape, best) in among.iter().zip(&mut times) {

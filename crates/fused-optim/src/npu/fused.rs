@@ -12,11 +12,10 @@ use super::numbers::{acl, bytes, floats};
 use super::rules::NpuHyper;
 use super::sequence::{Op, Reg};
 use crate::core::Core;
-use crate::cpu::pages::Pages;
-use crate::state::{Slot, TensorState, problem};
+use crate::state::TensorState;
 use crate::{
-    Applied, Clip, DType, Error, FoundInf, HalfWeights, ParamGroup, ParamSpec, Result, Slice,
-    StateDict, StateProblem, StepCtl,
+    Applied, DType, Error, FoundInf, HalfWeights, ParamGroup, ParamSpec, Result, Slice, StateDict,
+    StepCtl,
 };
 
 /// An optimizer whose weights, gradients and state are on an Ascend NPU; `H` is the rule's
@@ -51,6 +50,13 @@ pub(super) struct Flat {
     pub(super) saved: Vec<View>,
 }
 
+impl Flat {
+    /// Its slots and then its masters.
+    fn vectors(&self) -> impl Iterator<Item = &View> {
+        self.slots.iter().chain(&self.master)
+    }
+}
+
 /// Memory of f32 for the length of a step, as long as the longest flat buffer.
 #[derive(Debug)]
 pub(super) struct Scratch {
@@ -79,11 +85,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         groups: impl IntoIterator<Item = ParamGroup<H>>,
         half_weights: HalfWeights,
     ) -> Result<Self> {
-        if matches!(half_weights, HalfWeights::Stochastic { .. }) {
-            return Err(Error::Unsupported { what: "rounding at random" });
-        }
-        let mut core = Core::new(groups)?;
-        core.half_weights = half_weights;
+        let core = Core::on_device(groups, half_weights)?;
         let scratch = Scratch::new(&on, 0)?;
         let (flats, pending) = (Vec::new(), BTreeMap::new());
         Ok(Self { on, core, flats, pending, scratch, norm: None, kernels: true })
@@ -150,15 +152,11 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             if let Some(got) = known.filter(|known| *known != count) {
                 return Err(Error::LengthMismatch { index, what: "state", expected: count, got });
             }
-            if master && !self.wants_master(param.weight) {
+            if master && !self.core.wants_master(param.weight) {
                 return Err(Error::UnwantedMaster { index, weight: param.weight });
             }
         }
         self.core.check_count(params.len())
-    }
-
-    fn wants_master(&self, weight: DType) -> bool {
-        weight != DType::F32 && self.core.half_weights == HalfWeights::Master
     }
 
     fn flat(&self, kind: Kind, tensors: Vec<(usize, usize, usize)>) -> Result<Flat> {
@@ -179,7 +177,11 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             weight: filled(kind.weight, 0.0)?,
             grad: filled(kind.grad, 0.0)?,
             slots: slots.collect::<Result<_>>()?,
-            master: self.wants_master(kind.weight).then(|| filled(DType::F32, 0.0)).transpose()?,
+            master: self
+                .core
+                .wants_master(kind.weight)
+                .then(|| filled(DType::F32, 0.0))
+                .transpose()?,
             direction: H::TWO_SWEEPS.then(|| filled(DType::F32, 0.0)).transpose()?,
             saved: Vec::new(),
             entries,
@@ -278,16 +280,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     /// [`Error::Npu`]: weights and state may be half changed.
     pub fn step(&mut self, has_grad: &[bool], ctl: &StepCtl) -> Result<Applied> {
         ctl.validate()?;
-        match ctl.clip {
-            Some(Clip::Norm(clip)) if clip.norm_type != 2.0 => {
-                let what = "clipping by another norm than the 2-norm";
-                return Err(Error::Unsupported { what });
-            }
-            Some(Clip::Norm(clip)) if clip.error_if_nonfinite => {
-                return Err(Error::Unsupported { what: "`error_if_nonfinite`" });
-            }
-            _ => {}
-        }
+        ctl.max_norm_on_device()?;
         let combined = self.flats.iter().flat_map(|flat| &flat.entries);
         let last = combined.map(|entry| entry.index).max().unwrap_or(0);
         if self.core.members().any(|(index, _)| self.entry(index).is_none()) {
@@ -335,7 +328,9 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     /// The rule's operators on a span.
     pub(super) fn sequence(&self, span: &Span, grad: &View) -> Result<()> {
         let hyper = &self.core.groups()[self.flats[span.flat].kind.group].hyper;
-        self.launch(&hyper.sequence(span.step), span, grad)
+        let mut ops = Vec::new();
+        hyper.sequence(span.step, &mut ops);
+        self.launch(&ops, span, grad)
     }
 
     /// Operators on a span.
@@ -422,21 +417,14 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     fn states(&self) -> Result<Vec<(usize, TensorState)>> {
         let mut states = Vec::new();
         for flat in &self.flats {
-            let hyper = &self.core.groups()[flat.kind.group].hyper;
             for entry in flat.entries.iter().filter(|entry| entry.step > 0) {
-                let mut state = TensorState::new(hyper, entry.count, 0, false, &mut Pages::new(0));
-                state.step = entry.step;
-                let read = |view: &View| -> Result<Vec<f32>> {
+                let read = |at: usize| {
+                    let view = flat.vectors().nth(at).expect("as many as are asked for");
                     let bytes = self.on.read(&view.part(entry.start, entry.count)?)?;
                     Ok(floats(&bytes, AclDataType::FLOAT))
                 };
-                for (slot, view) in state.slots.iter_mut().zip(&flat.slots) {
-                    if let Slot::F32(values) = slot {
-                        values.copy_from_slice(&read(view)?);
-                    }
-                }
-                let master = flat.master.as_ref().filter(|_| entry.mastered);
-                state.master = master.map(|view| read(view).map(Into::into)).transpose()?;
+                let master = flat.master.is_some() && entry.mastered;
+                let state = TensorState::read(entry.step, flat.slots.len(), master, read)?;
                 states.push((entry.index, state));
             }
         }
@@ -446,20 +434,13 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     /// Puts loaded state into the buffers; tensors without any begin anew.
     fn send_pending(&mut self) -> Result<()> {
         for flat in &mut self.flats {
-            let hyper = &self.core.groups()[flat.kind.group].hyper;
+            let vectors: Vec<View> = flat.vectors().cloned().collect();
             for entry in &mut flat.entries {
                 let Some(state) = self.pending.remove(&entry.index) else { continue };
-                let part = |view: &View| view.part(entry.start, entry.count);
-                for (slot, view) in state.slots.iter().zip(&flat.slots) {
-                    let Slot::F32(values) = slot else {
-                        return Err(Error::Unsupported { what: "state in eight bits" });
-                    };
-                    self.on.write(&part(view)?, &bytes(Slice::F32(values)))?;
+                for (values, view) in state.vectors().zip(&vectors) {
+                    let to = view.part(entry.start, entry.count)?;
+                    self.on.write(&to, &bytes(Slice::F32(values)))?;
                 }
-                if let (Some(values), Some(view)) = (&state.master, &flat.master) {
-                    self.on.write(&part(view)?, &bytes(Slice::F32(values)))?;
-                }
-                debug_assert_eq!(state.slots.len(), hyper.slots().len());
                 entry.step = state.step;
                 entry.mastered = state.master.is_some();
             }
@@ -474,12 +455,8 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     ///
     /// [`Error::Npu`].
     pub fn state_dict(&self) -> Result<StateDict> {
-        let mut core = self.core.clone();
         let pending = self.pending.iter().map(|(index, state)| (*index, state.clone()));
-        for (index, state) in pending.chain(self.states()?) {
-            core.swap_state(index, Some(state));
-        }
-        Ok(core.state_dict())
+        Ok(self.core.state_dict_with(pending.chain(self.states()?)))
     }
 
     /// As [`Optimizer::set_param_names`](crate::Optimizer::set_param_names), in the order in which tensors
@@ -499,27 +476,15 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     ///
     /// As there; this optimizer is then unchanged. [`Error::Npu`].
     pub fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
-        let dict = &*self.core.matched(dict)?;
-        for (index, saved) in &dict.state {
-            let Some((flat, entry)) = self.entry(*index) else { continue };
-            for (name, values) in &saved.tensors {
-                let (expected, got) = (entry.count, values.len());
-                if got != expected {
-                    let key = format!("state.{index}.{name}");
-                    return Err(problem(key, StateProblem::Length { expected, got }));
-                }
-                let weight = self.flats[flat].kind.weight;
-                if name == crate::state_dict::MASTER && !self.wants_master(weight) {
-                    return Err(Error::UnwantedMaster { index: *index, weight });
-                }
+        let known = |index| Some(self.entry(index)?.1.count);
+        let (core, pending) = self.core.load_for_device(dict, known)?;
+        for (&index, _) in pending.iter().filter(|(_, state)| state.master.is_some()) {
+            let weight = self.entry(index).map(|(flat, _)| self.flats[flat].kind.weight);
+            if let Some(weight) = weight.filter(|weight| !core.wants_master(*weight)) {
+                return Err(Error::UnwantedMaster { index, weight });
             }
         }
-        let mut core = self.core.clone();
-        core.load_state_dict(dict)?;
-        let indices: Vec<usize> = core.members().map(|(index, _)| index).collect();
-        let states = indices.into_iter().filter_map(|i| Some((i, core.swap_state(i, None)?)));
-        self.pending = states.collect();
-        self.core = core;
+        (self.core, self.pending) = (core, pending);
         for flat in &mut self.flats {
             let hyper = &self.core.groups()[flat.kind.group].hyper;
             for (slot, view) in hyper.slots().iter().zip(&flat.slots) {

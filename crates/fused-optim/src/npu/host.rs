@@ -13,8 +13,8 @@ use super::numbers::{bytes, put};
 use super::rules::NpuHyper;
 use crate::rule::group_methods;
 use crate::{
-    Applied, Clip, Error, FoundInf, Grad, HalfWeights, Optimizer, ParamGroup, ParamMut, ParamSpec,
-    Result, Slice, StateDict, StepCtl,
+    Applied, Clip, Error, FoundInf, Grad, HalfWeights, Optimizer, ParamGroup, ParamMut, Result,
+    Slice, StateDict, StepCtl,
 };
 
 /// An [`Optimizer`] that computes on an Ascend NPU, for weights and gradients in the host's memory; `H`
@@ -166,10 +166,6 @@ impl<H: NpuHyper + std::fmt::Debug> Optimizer for HostFed<H> {
 
     fn device(&self) -> String {
         format!("npu:{}", self.npu.on.context().device())
-    }
-
-    fn set_param_names(&mut self, params: &[ParamSpec]) -> Result<()> {
-        self.npu.set_param_names(params)
     }
 
     fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {

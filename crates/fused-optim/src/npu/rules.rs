@@ -19,9 +19,9 @@ use crate::rules::{
 
 /// A rule that is a sequence of operators.
 pub(crate) trait NpuHyper: Hyper {
-    /// The operators of a tensor's `step`-th step, from 1; for rules that look at whole tensors as far
-    /// as the direction.
-    fn sequence(&self, step: u64) -> Vec<Op>;
+    /// Adds the operators of a tensor's `step`-th step, from 1; for rules that look at whole tensors as
+    /// far as the direction.
+    fn sequence(&self, step: u64, ops: &mut Vec<Op>);
 
     /// The step as a kernel of CANN's own, of a rule and numbers that one covers.
     fn native(&self, _step: u64) -> Option<Native> {
@@ -34,13 +34,8 @@ pub(crate) trait NpuHyper: Hyper {
         &[]
     }
 
-    /// What those sums make of a tensor; one per row, in f64.
+    /// What those sums make of a tensor; one per row, in f64; none of a tensor of which none are taken.
     fn conclude_sums(&self, _step: u64, _rows: &mut [Sums], _layout: Layout) -> Finish {
-        Finish::default()
-    }
-
-    /// What is done to tensors without sums.
-    fn conclude_plain(&self) -> Finish {
         Finish::default()
     }
 
@@ -126,9 +121,8 @@ fn direction(ops: &mut Vec<Op>, betas: (f64, f64), eps: f64, weight_decay: f64) 
 }
 
 impl NpuHyper for SgdHyper {
-    fn sequence(&self, step: u64) -> Vec<Op> {
-        let mut ops = Vec::new();
-        let mut u = decayed(&mut ops, self.weight_decay);
+    fn sequence(&self, step: u64, ops: &mut Vec<Op>) {
+        let mut u = decayed(ops, self.weight_decay);
         if self.momentum > 0.0 {
             match step {
                 1 => ops.push(Copy(S(0), u)),
@@ -143,7 +137,6 @@ impl NpuHyper for SgdHyper {
             u = if self.nesterov { T } else { S(0) };
         }
         ops.push(Add(P, P, u, -self.lr));
-        ops
     }
 
     fn native(&self, step: u64) -> Option<Native> {
@@ -164,22 +157,18 @@ impl NpuHyper for SgdHyper {
 }
 
 impl NpuHyper for AdamHyper {
-    fn sequence(&self, step: u64) -> Vec<Op> {
-        let mut ops = Vec::new();
-        let g = decayed(&mut ops, self.weight_decay);
-        adam(&mut ops, g, self.lr, self.betas, self.eps, self.amsgrad, step);
-        ops
+    fn sequence(&self, step: u64, ops: &mut Vec<Op>) {
+        let g = decayed(ops, self.weight_decay);
+        adam(ops, g, self.lr, self.betas, self.eps, self.amsgrad, step);
     }
 }
 
 impl NpuHyper for AdamWHyper {
-    fn sequence(&self, step: u64) -> Vec<Op> {
-        let mut ops = Vec::new();
+    fn sequence(&self, step: u64, ops: &mut Vec<Op>) {
         if self.weight_decay != 0.0 {
             ops.push(Muls(P, P, 1.0 - self.lr * self.weight_decay));
         }
-        adam(&mut ops, G, self.lr, self.betas, self.eps, self.amsgrad, step);
-        ops
+        adam(ops, G, self.lr, self.betas, self.eps, self.amsgrad, step);
     }
 
     fn native(&self, _: u64) -> Option<Native> {
@@ -203,21 +192,30 @@ impl NpuHyper for AdamWHyper {
 }
 
 impl NpuHyper for AdadeltaHyper {
-    fn sequence(&self, _: u64) -> Vec<Op> {
+    fn sequence(&self, _: u64, ops: &mut Vec<Op>) {
         let (s, a) = (S(0), S(1));
-        let mut ops = Vec::new();
-        let g = decayed(&mut ops, self.weight_decay);
+        let g = decayed(ops, self.weight_decay);
         ops.extend(average_square(s, g, self.rho));
         ops.extend([Adds(U, s, self.eps), Sqrt(U, U), Adds(D, a, self.eps), Sqrt(D, D)]);
         ops.extend([Div(D, [D, U]), Mul(D, [D, g]), Add(P, P, D, -self.lr)]);
         ops.extend(average_square(a, D, self.rho));
-        ops
     }
 }
 
-/// Where a rule keeps its momentum, if it has one.
-fn buffer(slots: &[&str]) -> Option<Reg> {
-    slots.iter().position(|slot| *slot == "momentum_buffer").map(S)
+/// `b ← μ·b + before·g/D` and `P ← P − after·b`; of a rule without momentum `P ← P − before·after·g/D`.
+fn move_by_quotient(
+    ops: &mut Vec<Op>,
+    slots: &[&str],
+    g: Reg,
+    momentum: f64,
+    (before, after): (f64, f64),
+) {
+    match slots.iter().position(|slot| *slot == "momentum_buffer").map(S) {
+        Some(b) => {
+            ops.extend([Muls(b, b, momentum), Addcdiv(b, [g, D], before), Add(P, P, b, -after)]);
+        }
+        None => ops.push(Addcdiv(P, [g, D], -before * after)),
+    }
 }
 
 /// `D ← max(s − a², 0)`: rounding takes it below under a steady gradient, and its root is then NaN.
@@ -226,9 +224,8 @@ fn variance(s: Reg, a: Reg) -> [Op; 2] {
 }
 
 impl NpuHyper for RmsPropHyper {
-    fn sequence(&self, _: u64) -> Vec<Op> {
-        let mut ops = Vec::new();
-        let g = decayed(&mut ops, self.weight_decay);
+    fn sequence(&self, _: u64, ops: &mut Vec<Op>) {
+        let g = decayed(ops, self.weight_decay);
         ops.extend(average_square(S(0), g, self.alpha));
         if self.centered {
             ops.extend(average(S(1), g, self.alpha));
@@ -238,21 +235,12 @@ impl NpuHyper for RmsPropHyper {
             ops.push(Sqrt(D, S(0)));
         }
         ops.push(Adds(D, D, self.eps));
-        match buffer(self.slots()) {
-            Some(b) => ops.extend([
-                Muls(b, b, self.momentum),
-                Addcdiv(b, [g, D], 1.0),
-                Add(P, P, b, -self.lr),
-            ]),
-            None => ops.push(Addcdiv(P, [g, D], -self.lr)),
-        }
-        ops
+        move_by_quotient(ops, self.slots(), g, self.momentum, (1.0, self.lr));
     }
 }
 
 impl NpuHyper for RmsPropTfHyper {
-    fn sequence(&self, _: u64) -> Vec<Op> {
-        let mut ops = Vec::new();
+    fn sequence(&self, _: u64, ops: &mut Vec<Op>) {
         let mut g = G;
         if self.decoupled_decay {
             let decay = self.weight_decay * if self.decoupled_lr { self.lr } else { 1.0 };
@@ -260,7 +248,7 @@ impl NpuHyper for RmsPropTfHyper {
                 ops.push(Muls(P, P, 1.0 - decay));
             }
         } else {
-            g = decayed(&mut ops, self.weight_decay);
+            g = decayed(ops, self.weight_decay);
         }
         let rest = 1.0 - self.alpha;
         ops.extend([Mul(U, [g, g]), Add(U, U, S(0), -1.0), Add(S(0), S(0), U, rest)]);
@@ -272,33 +260,21 @@ impl NpuHyper for RmsPropTfHyper {
             ops.push(Adds(D, S(0), self.eps));
         }
         ops.push(Sqrt(D, D));
-        let (before, after) = if self.lr_in_momentum { (self.lr, 1.0) } else { (1.0, self.lr) };
-        match buffer(self.slots()) {
-            Some(b) => ops.extend([
-                Muls(b, b, self.momentum),
-                Addcdiv(b, [g, D], before),
-                Add(P, P, b, -after),
-            ]),
-            None => ops.push(Addcdiv(P, [g, D], -self.lr)),
-        }
-        ops
+        let factors = if self.lr_in_momentum { (self.lr, 1.0) } else { (1.0, self.lr) };
+        move_by_quotient(ops, self.slots(), g, self.momentum, factors);
     }
 }
 
 impl NpuHyper for BertAdamHyper {
-    fn sequence(&self, step: u64) -> Vec<Op> {
-        let mut ops = Vec::new();
-        direction(&mut ops, (self.b1, self.b2), self.e, self.weight_decay);
+    fn sequence(&self, step: u64, ops: &mut Vec<Op>) {
+        direction(ops, (self.b1, self.b2), self.e, self.weight_decay);
         ops.push(Add(P, P, U, -self.lr * self.scheduled(step)));
-        ops
     }
 }
 
 impl NpuHyper for LambHyper {
-    fn sequence(&self, _: u64) -> Vec<Op> {
-        let mut ops = Vec::new();
-        direction(&mut ops, self.betas, self.eps, self.weight_decay);
-        ops
+    fn sequence(&self, _: u64, ops: &mut Vec<Op>) {
+        direction(ops, self.betas, self.eps, self.weight_decay);
     }
 
     fn products(&self) -> &'static [[Reg; 2]] {
@@ -310,18 +286,13 @@ impl NpuHyper for LambHyper {
         Finish { direction: factors.first().copied(), ..Finish::default() }
     }
 
-    fn conclude_plain(&self) -> Finish {
-        Finish { direction: Some(self.lr as f32), ..Finish::default() }
-    }
-
     fn last(&self, _: u64) -> Vec<Op> {
         vec![Add(P, P, U, -1.0)]
     }
 }
 
 impl NpuHyper for AdamPHyper {
-    fn sequence(&self, step: u64) -> Vec<Op> {
-        let mut ops = Vec::new();
+    fn sequence(&self, step: u64, ops: &mut Vec<Op>) {
         ops.extend(average(S(0), G, self.betas.0));
         ops.extend(average_square(S(1), G, self.betas.1));
         ops.extend(denominator(S(1), self.betas, self.eps, step));
@@ -331,7 +302,6 @@ impl NpuHyper for AdamPHyper {
         } else {
             ops.push(Div(U, [S(0), D]));
         }
-        ops
     }
 
     fn products(&self) -> &'static [[Reg; 2]] {
@@ -347,11 +317,6 @@ impl NpuHyper for AdamPHyper {
             decay: Some(rule.decay),
             direction: None,
         }
-    }
-
-    fn conclude_plain(&self) -> Finish {
-        let decay = (1.0 - self.lr * self.weight_decay) as f32;
-        Finish { decay: Some(decay), ..Finish::default() }
     }
 
     fn last(&self, step: u64) -> Vec<Op> {

@@ -168,18 +168,14 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         let no_grad = self.raw_gradient(span)?;
         let p = self.register(span, &no_grad, Reg::P)?;
         let u = self.register(span, &no_grad, Reg::U)?;
-        let finishes: Vec<Finish> = wholes
-            .iter()
-            .map(|whole| match whole {
-                Some(whole) => {
-                    let mut rows = self.read_sums(hyper.products(), whole, answers);
-                    let rows_of = if H::BY_ROWS { whole.rows } else { 0 };
-                    let layout = Layout::new(whole.count, rows_of);
-                    hyper.conclude_sums(span.step, &mut rows, layout)
-                }
-                None => hyper.conclude_plain(),
-            })
-            .collect();
+        let finish = |whole: &Option<Whole>| {
+            let read = |whole: &Whole| self.read_sums(hyper.products(), whole, answers);
+            let mut rows = whole.as_ref().map_or_else(Vec::new, read);
+            let rows_of = if H::BY_ROWS { rows.len() } else { 0 };
+            let layout = Layout::new(whole.map_or(0, |whole| whole.count), rows_of);
+            hyper.conclude_sums(span.step, &mut rows, layout)
+        };
+        let finishes: Vec<Finish> = wholes.iter().map(finish).collect();
         for (whole, finish) in wholes.iter().zip(&finishes) {
             if let Some(whole) = whole.filter(|_| !finish.along.is_empty()) {
                 let part = |view: &View| view.part(whole.start, whole.count);

@@ -45,51 +45,65 @@ optimizer! {
     Adam, AdamHyper
 }
 
-impl Adam {
-    /// With state in eight bits per value instead of 32: 2 bytes per parameter, and one per 256 values,
-    /// instead of 8. To be said before the first step or load; loading full state makes eight bits of
-    /// it.
-    ///
-    /// Stored first moments are off by less than 1/8 of themselves, second ones by less than 1/16,
-    /// at random and right in the mean, unless they are below 2⁻¹⁴ of the largest of their 256
-    /// neighbours; such second moments are raised to about that, so that no step grows. State dicts
-    /// hold f32 and restore the same bits.
-    #[must_use]
-    pub fn with_8bit_state(mut self) -> Self {
-        self.core.eight_bits = true;
-        self
-    }
+/// What `Adam` and `AdamW` have in common; the decay is decoupled from the gradient or not.
+macro_rules! adam {
+    ($name:ident, $hyper:ident, $kind:literal, decoupled: $decoupled:literal) => {
+        impl $name {
+            /// With state in eight bits per value instead of 32: 2 bytes per parameter, and one per 256 values,
+            /// instead of 8. To be said before the first step or load; loading full state makes eight bits of
+            /// it.
+            ///
+            /// Stored first moments are off by less than 1/8 of themselves, second ones by less than 1/16,
+            /// at random and right in the mean, unless they are below 2⁻¹⁴ of the largest of their 256
+            /// neighbours; such second moments are raised to about that, so that no step grows. State dicts
+            /// hold f32 and restore the same bits.
+            #[must_use]
+            pub fn with_8bit_state(mut self) -> Self {
+                self.core.eight_bits = true;
+                self
+            }
+        }
+
+        impl Hyper for $hyper {
+            const KIND: &'static str = $kind;
+            type Rule = AdamRule;
+
+            fn validate(&self) -> Result<()> {
+                validate_adam(self.lr, self.betas, self.eps, self.weight_decay)
+            }
+
+            fields!(betas.0);
+
+            fn slots(&self) -> &'static [&'static str] {
+                match self.amsgrad {
+                    true => &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
+                    false => &["exp_avg", "exp_avg_sq"],
+                }
+            }
+
+            fn rule(&self, step: u64, _: usize) -> AdamRule {
+                let (correction, root_correction) = bias_corrections(self.betas, step);
+                let decay = (1.0 - self.lr * self.weight_decay) as f32;
+                AdamRule {
+                    decay: if $decoupled { decay } else { 1.0 },
+                    weight_decay: if $decoupled { 0.0 } else { self.weight_decay as f32 },
+                    moments: Moments::new(self.betas.0, self.betas.1),
+                    root_factor: root_correction as f32,
+                    eps: self.eps as f32,
+                    step_size: (self.lr * correction) as f32,
+                    amsgrad: self.amsgrad,
+                }
+            }
+
+            fn sweep(rule: &AdamRule, _: Found<'_>, block: Block<'_>) {
+                rule.sweep(block);
+            }
+        }
+    };
 }
+pub(super) use adam;
 
-impl Hyper for AdamHyper {
-    const KIND: &'static str = "adam";
-    type Rule = AdamRule;
-
-    fn validate(&self) -> Result<()> {
-        validate_adam(self.lr, self.betas, self.eps, self.weight_decay)
-    }
-
-    fields!(betas.0);
-
-    fn slots(&self) -> &'static [&'static str] {
-        slots(self.amsgrad)
-    }
-
-    fn rule(&self, step: u64, _: usize) -> AdamRule {
-        let mut rule = AdamRule::new(self.lr, self.betas, self.eps, self.amsgrad, step);
-        rule.weight_decay = self.weight_decay as f32;
-        rule
-    }
-
-    fn sweep(rule: &AdamRule, _: Found<'_>, block: Block<'_>) {
-        rule.sweep(block);
-    }
-}
-
-/// State names.
-pub(super) const fn slots(amsgrad: bool) -> &'static [&'static str] {
-    if amsgrad { &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"] } else { &["exp_avg", "exp_avg_sq"] }
-}
+adam!(Adam, AdamHyper, "adam", decoupled: false);
 
 /// The numbers of one step. Adam has no `decay` (1), AdamW no `weight_decay` (0); neither changes a
 /// bit of a finite number.
@@ -99,30 +113,16 @@ pub(crate) struct AdamRule {
     pub(super) decay: f32,
     /// Adam's `λ`.
     pub(super) weight_decay: f32,
-    moments: Moments,
+    pub(super) moments: Moments,
     /// `1 / √(1−β2ᵗ)`.
-    root_factor: f32,
-    eps: f32,
+    pub(super) root_factor: f32,
+    pub(super) eps: f32,
     /// `lr / (1−β1ᵗ)`.
-    step_size: f32,
-    amsgrad: bool,
+    pub(super) step_size: f32,
+    pub(super) amsgrad: bool,
 }
 
 impl AdamRule {
-    /// Without any decay.
-    pub(super) fn new(lr: f64, betas: (f64, f64), eps: f64, amsgrad: bool, step: u64) -> Self {
-        let (correction, root_correction) = bias_corrections(betas, step);
-        Self {
-            decay: 1.0,
-            weight_decay: 0.0,
-            moments: Moments::new(betas.0, betas.1),
-            root_factor: root_correction as f32,
-            eps: eps as f32,
-            step_size: (lr * correction) as f32,
-            amsgrad,
-        }
-    }
-
     pub(super) fn sweep(&self, block: Block<'_>) {
         if self.amsgrad {
             cpu::sweep::<_, 3>(self, block);

@@ -1,9 +1,9 @@
 //! AdamW: Adam with the weight decay taken out of the gradient.
 
-use super::adam::{self, AdamRule};
+use super::adam::{AdamRule, adam};
 use crate::Result;
 use crate::cpu::{Block, Found};
-use crate::rule::{Hyper, fields, hyper, optimizer, validate_adam};
+use crate::rule::{Hyper, Moments, bias_corrections, fields, hyper, optimizer, validate_adam};
 
 hyper! {
     /// Hyper-parameters of [`AdamW`]; the defaults are PyTorch's.
@@ -44,46 +44,7 @@ optimizer! {
     AdamW, AdamWHyper
 }
 
-impl AdamW {
-    /// With state in eight bits per value instead of 32: 2 bytes per parameter, and one per 256 values,
-    /// instead of 8. To be said before the first step or load; loading full state makes eight bits of
-    /// it.
-    ///
-    /// Stored first moments are off by less than 1/8 of themselves, second ones by less than 1/16,
-    /// at random and right in the mean, unless they are below 2⁻¹⁴ of the largest of their 256
-    /// neighbours; such second moments are raised to about that, so that no step grows. State dicts
-    /// hold f32 and restore the same bits.
-    #[must_use]
-    pub fn with_8bit_state(mut self) -> Self {
-        self.core.eight_bits = true;
-        self
-    }
-}
-
-impl Hyper for AdamWHyper {
-    const KIND: &'static str = "adamw";
-    type Rule = AdamRule;
-
-    fn validate(&self) -> Result<()> {
-        validate_adam(self.lr, self.betas, self.eps, self.weight_decay)
-    }
-
-    fields!(betas.0);
-
-    fn slots(&self) -> &'static [&'static str] {
-        adam::slots(self.amsgrad)
-    }
-
-    fn rule(&self, step: u64, _: usize) -> AdamRule {
-        let mut rule = AdamRule::new(self.lr, self.betas, self.eps, self.amsgrad, step);
-        rule.decay = (1.0 - self.lr * self.weight_decay) as f32;
-        rule
-    }
-
-    fn sweep(rule: &AdamRule, _: Found<'_>, block: Block<'_>) {
-        rule.sweep(block);
-    }
-}
+adam!(AdamW, AdamWHyper, "adamw", decoupled: true);
 
 #[cfg(test)]
 mod tests {

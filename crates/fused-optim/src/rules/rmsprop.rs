@@ -149,38 +149,32 @@ pub(super) const fn slots(centered: bool, momentum: f64) -> &'static [&'static s
 
 pub(super) fn sweep<R: Rms>(rule: R, centered: bool, momentum: bool, block: Block<'_>) {
     match (centered, momentum) {
-        (false, false) => cpu::sweep(&Plain(rule), block),
-        (true, false) => cpu::sweep(&Centered(rule), block),
-        (false, true) => cpu::sweep(&Momentum(rule), block),
-        (true, true) => cpu::sweep(&Both(rule), block),
+        (false, false) => cpu::sweep::<_, 1>(&Form::<_, false, false>(rule), block),
+        (true, false) => cpu::sweep::<_, 2>(&Form::<_, true, false>(rule), block),
+        (false, true) => cpu::sweep::<_, 2>(&Form::<_, false, true>(rule), block),
+        (true, true) => cpu::sweep::<_, 3>(&Form::<_, true, true>(rule), block),
     }
 }
 
+/// The rule with the slots that it has in this form.
 #[derive(Clone, Copy)]
-struct Plain<R>(R);
-#[derive(Clone, Copy)]
-struct Centered<R>(R);
-#[derive(Clone, Copy)]
-struct Momentum<R>(R);
-#[derive(Clone, Copy)]
-struct Both<R>(R);
+struct Form<R, const CENTERED: bool, const MOMENTUM: bool>(R);
 
-/// Each form is the rule with the slots it has.
-macro_rules! form {
-    ($form:ident, $count:literal, $old:pat => $state:expr, $new:ident => $back:expr) => {
-        impl<R: Rms> Rule<$count> for $form<R> {
-            #[inline(always)]
-            fn update(&self, p: f32, g: f32, $old: [f32; $count]) -> (f32, [f32; $count]) {
-                let (p, $new) = self.0.update(p, g, $state);
-                (p, $back)
-            }
+impl<R: Rms, const CENTERED: bool, const MOMENTUM: bool, const N: usize> Rule<N>
+    for Form<R, CENTERED, MOMENTUM>
+{
+    #[inline(always)]
+    fn update(&self, p: f32, g: f32, mut state: [f32; N]) -> (f32, [f32; N]) {
+        let mean = if CENTERED { Some(state[1]) } else { None };
+        let buffer = if MOMENTUM { Some(state[N - 1]) } else { None };
+        let (p, new) = self.0.update(p, g, RmsState { square: state[0], mean, buffer });
+        state[0] = new.square;
+        if let Some(mean) = new.mean {
+            state[1] = mean;
         }
-    };
+        if let Some(buffer) = new.buffer {
+            state[N - 1] = buffer;
+        }
+        (p, state)
+    }
 }
-form!(Plain, 1, [square] => RmsState { square, mean: None, buffer: None }, new => [new.square]);
-form!(Centered, 2, [square, a] => RmsState { square, mean: Some(a), buffer: None },
-    new => [new.square, new.mean.unwrap_or(0.0)]);
-form!(Momentum, 2, [square, b] => RmsState { square, mean: None, buffer: Some(b) },
-    new => [new.square, new.buffer.unwrap_or(0.0)]);
-form!(Both, 3, [square, a, b] => RmsState { square, mean: Some(a), buffer: Some(b) },
-    new => [new.square, new.mean.unwrap_or(0.0), new.buffer.unwrap_or(0.0)]);

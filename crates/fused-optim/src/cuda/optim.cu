@@ -216,8 +216,7 @@ struct Streams {
   }
 };
 
-#if SWEEPS == 1
-
+/// The sweep that moves: the only one, or the second of two.
 template <class R, class G, class W, bool COPY>
 DEVICE void step_of(const Job& job) {
   if (job.ctl->skip) return;
@@ -225,34 +224,24 @@ DEVICE void step_of(const Job& job) {
     const Chunk chunk = job.chunk[c];
     const Tensor& t = job.tensor[chunk.tensor];
     const Progress progress = job.progress[chunk.tensor];
-    const R rule(job.group[t.group].h, progress.step);
     const Span span = span_of(t.cols, chunk.index, SWEEP);
     const Streams<G, W, COPY, R::SLOTS> at(t, span.start, {progress.scale, progress.limit});
+#if SWEEPS == 1
+    const R rule(job.group[t.group].h, progress.step);
     at.template sweep<true>(span.count, [&](float p, float g, float* state) {
       return rule.update(p, g, state);
     });
-  }
-}
-
 #else
-
-/// The second sweep.
-template <class R, class G, class W, bool COPY>
-DEVICE void step_of(const Job& job) {
-  if (job.ctl->skip) return;
-  for (u32 c = warp_index(); c < job.chunks; c += warp_count()) {
-    const Chunk chunk = job.chunk[c];
-    const Tensor& t = job.tensor[chunk.tensor];
-    const Progress progress = job.progress[chunk.tensor];
     const R rule(job.group[t.group].h, progress.step, progress.projected);
-    const Span span = span_of(t.cols, chunk.index, SWEEP);
     const float factor = job.factor[t.row + span.row];
-    const Streams<G, W, COPY, R::SLOTS> at(t, span.start, {progress.scale, progress.limit});
     at.template sweep<false>(span.count, [&](float p, float g, float* state) {
       return rule.moved(factor, p, rule.direction(p, g, state));
     });
+#endif
   }
 }
+
+#if SWEEPS == 2
 
 /// The first sweep: the state is brought up to date, and sums are taken of each chunk.
 template <class R, class G, class W, bool COPY>

@@ -4,7 +4,7 @@
 //! leaves no half-done step behind.
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use serde_json::{Map, Value};
 
@@ -455,7 +455,7 @@ fn group_to_json<H: Hyper>(group: &ParamGroup<H>) -> Value {
     json.into()
 }
 
-fn json_of<H: Hyper>(hyper: &H) -> Map<String, Value> {
+pub(crate) fn json_of<H: Hyper>(hyper: &H) -> Map<String, Value> {
     match serde_json::to_value(hyper) {
         Ok(Value::Object(json)) => json,
         _ => unreachable!("a struct of plain numbers"),
@@ -468,24 +468,16 @@ fn group_from_json<H: Hyper>(
     own: &ParamGroup<H>,
 ) -> Result<ParamGroup<H>> {
     let key = format!("param_groups[{at}]");
+    let invalid = |text: String| problem(&*key, StateProblem::Invalid(text));
     let params = saved.as_object_mut().and_then(|group| group.remove(PARAMS));
     if params != Some(own.params.clone().into()) {
-        let text = format!("params are not {:?}", own.params);
-        return Err(problem(key, StateProblem::Invalid(text)));
+        return Err(invalid(format!("params are not {:?}", own.params)));
     }
-    let invalid = |text: String| problem(key, StateProblem::Invalid(text));
-    let keys: BTreeSet<String> =
-        saved.as_object().into_iter().flat_map(|group| group.keys().cloned()).collect();
-    let hyper: H = match serde_json::from_value(saved) {
-        Ok(hyper) => hyper,
-        Err(error) => return Err(invalid(error.to_string())),
-    };
+    let hyper = H::deserialize(&saved).map_err(|error| invalid(error.to_string()))?;
     // What is missing would be read as the default; a saved group has all.
-    if let Some(key) = json_of(&own.hyper).keys().find(|key| !keys.contains(*key)) {
+    if let Some(key) = json_of(&own.hyper).keys().find(|key| saved.get(key).is_none()) {
         return Err(invalid(format!("missing field `{key}`")));
     }
-    match hyper.validate() {
-        Ok(()) => Ok(ParamGroup { hyper, params: own.params.clone() }),
-        Err(error) => Err(invalid(error.to_string())),
-    }
+    hyper.validate().map_err(|error| invalid(error.to_string()))?;
+    Ok(ParamGroup { hyper, params: own.params.clone() })
 }

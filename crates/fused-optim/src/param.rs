@@ -79,9 +79,7 @@ impl Slice<'_> {
             Self::Bf16(_) => DType::Bf16,
         }
     }
-}
 
-impl Slice<'_> {
     /// The elements of a range.
     pub(crate) fn part(self, range: Range<usize>) -> Self {
         match self {
@@ -141,9 +139,7 @@ impl SliceMut<'_> {
             Self::Bf16(s) => SliceMut::Bf16(s),
         }
     }
-}
 
-impl SliceMut<'_> {
     /// The elements of a range, for a shorter while.
     pub(crate) fn part(&mut self, range: Range<usize>) -> SliceMut<'_> {
         match self {

@@ -8,10 +8,15 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
+use crate::core::json_of;
 use crate::names::PARAMS;
+use crate::rule::Hyper;
 use crate::state::problem;
 use crate::state_dict::{STEP, parse_key, read_file, read_floats};
-use crate::{ParamSpec, Result, StateDict, StateProblem};
+use crate::{
+    AdadeltaHyper, AdamHyper, AdamWHyper, ParamSpec, Result, RmsPropHyper, SgdHyper, StateDict,
+    StateProblem,
+};
 
 impl StateDict {
     /// Reads the state of a `torch.optim` optimizer: Adadelta, Adam, AdamW, RMSprop or SGD.
@@ -44,8 +49,7 @@ impl StateDict {
     /// entries that make no sense.
     pub fn from_torch(bytes: &[u8]) -> Result<Self> {
         let (header, tensors) = read_file::<Header>(bytes, METADATA)?;
-        let known = RULES.iter().find(|rule| rule.class == header.kind);
-        let rule = known.ok_or_else(|| {
+        let rule = Rule::of_class(&header.kind).ok_or_else(|| {
             problem("kind", StateProblem::Invalid(format!("{:?} is not supported", header.kind)))
         })?;
         let mut params = BTreeMap::new();
@@ -90,35 +94,29 @@ struct Header {
     param_groups: Vec<Map<String, Value>>,
 }
 
-/// A class of `torch.optim`, and which of its hyper-parameters are the rule's.
+/// A rule that PyTorch has too, with hyper-parameters of the same names.
 struct Rule {
-    class: &'static str,
     kind: &'static str,
-    hyper: &'static [&'static str],
+    hyper: Map<String, Value>,
 }
 
-const ADAM: &[&str] = &["lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"];
-const RULES: [Rule; 5] = [
-    Rule {
-        class: "Adadelta",
-        kind: "adadelta",
-        hyper: &["lr", "rho", "eps", "weight_decay", "maximize"],
-    },
-    Rule { class: "Adam", kind: "adam", hyper: ADAM },
-    Rule { class: "AdamW", kind: "adamw", hyper: ADAM },
-    Rule {
-        class: "RMSprop",
-        kind: "rmsprop",
-        hyper: &["lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"],
-    },
-    Rule {
-        class: "SGD",
-        kind: "sgd",
-        hyper: &["lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"],
-    },
-];
-
 impl Rule {
+    /// That of a class of `torch.optim`.
+    fn of_class(class: &str) -> Option<Self> {
+        match class {
+            "Adadelta" => Some(Self::new::<AdadeltaHyper>()),
+            "Adam" => Some(Self::new::<AdamHyper>()),
+            "AdamW" => Some(Self::new::<AdamWHyper>()),
+            "RMSprop" => Some(Self::new::<RmsPropHyper>()),
+            "SGD" => Some(Self::new::<SgdHyper>()),
+            _ => None,
+        }
+    }
+
+    fn new<H: Hyper + Default>() -> Self {
+        Self { kind: H::KIND, hyper: json_of(&H::default()) }
+    }
+
     /// A group with the rule's keys only. What is missing is reported when it is loaded.
     fn group(&self, mut group: Map<String, Value>) -> Result<Value> {
         let decoupled = group.get("decoupled_weight_decay") == Some(&Value::Bool(true));
@@ -128,7 +126,7 @@ impl Rule {
         }
         // Older versions have no such key.
         group.entry("maximize").or_insert(Value::Bool(false));
-        group.retain(|key, _| key == PARAMS || self.hyper.contains(&key.as_str()));
+        group.retain(|key, _| key == PARAMS || self.hyper.contains_key(key));
         Ok(Value::Object(group))
     }
 }

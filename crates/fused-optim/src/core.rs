@@ -10,13 +10,13 @@ use serde_json::{Map, Value};
 
 use crate::cpu::pages::Pages;
 use crate::cpu::plan::{Layout, share_count};
-use crate::cpu::{Copies, GradMap, Piece, SLOTS, Scratch, SlotMut, step_key};
+use crate::cpu::{GradMap, Piece, SLOTS, Scratch, SlotMut, step_key};
 use crate::names::{self, PARAMS};
 use crate::rule::{Hyper, OwnClip, at_least_zero};
 use crate::state::{TensorState, problem};
 use crate::state_dict::MASTER;
 use crate::{
-    Applied, Clip, DType, Ema, Error, FoundInf, Grad, HalfWeights, ParamGroup, ParamMut, ParamSpec,
+    Applied, DType, Ema, Error, FoundInf, Grad, HalfWeights, ParamGroup, ParamMut, ParamSpec,
     Result, StateDict, StateProblem, StepCtl, norms, sweep,
 };
 
@@ -200,10 +200,6 @@ impl<H: Hyper> Core<H> {
         let Some(scales) = self.scales(params, ctl)? else {
             return Ok(Applied::SkippedNonFinite);
         };
-        let limit = match ctl.clip {
-            Some(Clip::Value(limit)) => limit,
-            _ => f32::INFINITY,
-        };
         let mut pages = self.pages(params);
         // To make a list of tensors and deal them out costs more than to sweep small ones.
         let lengths = with_grad(&mut self.tensors, params).map(|(_, _, p)| p.weight.len());
@@ -226,7 +222,7 @@ impl<H: Hyper> Core<H> {
                 _ => hyper.rule(state.step, p.rows),
             };
             last = Some((key, rule));
-            let map = scales.map(at, limit, hyper.maximize());
+            let map = scales.map(at, ctl.limit(), hyper.maximize());
             (rule, piece::<H>(index, state, p, map, half_weights))
         });
         sweep::run::<H>(work, threads, &mut self.scratch);
@@ -422,10 +418,9 @@ fn piece<'a, H: Hyper>(
     map: GradMap,
     half_weights: HalfWeights,
 ) -> Piece<'a> {
-    let copies = match half_weights {
-        HalfWeights::Master => Copies::Master(state.master.as_deref_mut()),
-        HalfWeights::Nearest => Copies::Nearest,
-        HalfWeights::Stochastic { seed } => Copies::Stochastic(step_key(seed, index, state.step)),
+    let rounding = match half_weights {
+        HalfWeights::Stochastic { seed } => Some(step_key(seed, index, state.step)),
+        _ => None,
     };
     let layout = Layout::new(param.weight.len(), if H::BY_ROWS { param.rows } else { 0 });
     let mut slots: [SlotMut<'_>; SLOTS] = Default::default();
@@ -438,7 +433,8 @@ fn piece<'a, H: Hyper>(
         start: 0,
         map,
         weight: param.weight.reborrow(),
-        copies,
+        master: state.master.as_deref_mut(),
+        rounding,
         grad: match param.grad.as_mut().expect("`with_grad` passes none without") {
             Grad::Keep(grad) => Grad::Keep(*grad),
             Grad::Clear(grad) => Grad::Clear(grad.reborrow()),

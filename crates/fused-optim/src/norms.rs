@@ -53,10 +53,7 @@ pub(crate) fn look(
     };
     let own_needed = own.iter().any(|own| *own != OwnClip::None);
     // The rule's own norms are of gradients already clipped by value.
-    let limited = match ctl.clip {
-        Some(Clip::Value(limit)) => GradMap { limit, ..map },
-        _ => map,
-    };
+    let limited = GradMap { limit: ctl.limit(), ..map };
     let first = match clip {
         Some(clip) => clip.measure(),
         None if own_needed && limited == map => Measure::Squares,

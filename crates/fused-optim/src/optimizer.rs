@@ -251,6 +251,14 @@ impl StepCtl {
         self.clip.map_or(Ok(()), Clip::validate)
     }
 
+    /// The bound on every element; infinity if there is none.
+    pub(crate) const fn limit(&self) -> f32 {
+        match self.clip {
+            Some(Clip::Value(limit)) => limit,
+            _ => f32::INFINITY,
+        }
+    }
+
     /// The bound on the norm of all gradients, of the kind that devices clip by.
     #[cfg(any(feature = "cuda", feature = "npu"))]
     pub(crate) fn max_norm_on_device(&self) -> Result<Option<f64>> {

@@ -31,7 +31,7 @@ use half::f16;
 use half::slice::HalfFloatSliceExt;
 
 use crate::{Slice, SliceMut};
-pub(crate) use piece::{Block, Copies, Piece, SLOTS, Scratch, SlotMut, step_key};
+pub(crate) use piece::{Block, Piece, SLOTS, Scratch, SlotMut, step_key};
 pub(crate) use plan::BLOCK;
 pub(crate) use sum::{Measure, measure};
 

@@ -20,22 +20,14 @@ pub(crate) struct Piece<'a> {
     pub(crate) start: usize,
     pub(crate) map: GradMap,
     pub(crate) weight: SliceMut<'a>,
-    pub(crate) copies: Copies<'a>,
+    /// The f32 values of a half weight, which is rounded from them; without, it is all there is.
+    pub(crate) master: Option<&'a mut [f32]>,
+    /// Rounds a half weight at random, by this key of seed, tensor and step; to nearest even without.
+    pub(crate) rounding: Option<u64>,
     pub(crate) grad: Grad<'a>,
     /// In the order of the rule's slots; those it has not are empty.
     pub(crate) slots: [SlotMut<'a>; SLOTS],
     pub(crate) ema: Option<Ema<'a>>,
-}
-
-/// How a weight of 16 bits relates to its value in f32.
-#[derive(Debug)]
-pub(crate) enum Copies<'a> {
-    /// It has a master and is rounded from it. An f32 weight is its own.
-    Master(Option<&'a mut [f32]>),
-    /// It is all there is: widened, updated, rounded to nearest even.
-    Nearest,
-    /// The same, rounded at random; the key is of seed, tensor and step.
-    Stochastic(u64),
 }
 
 /// State values of one name.
@@ -154,18 +146,10 @@ impl Clone for Scratch {
 impl Piece<'_> {
     /// The blocks before `block` and the others.
     pub(crate) fn split_at(self, block: usize) -> (Self, Self) {
-        let (layout, map, start) = (self.layout, self.map, self.start);
+        let Self { layout, start, map, rounding, .. } = self;
         let at = layout.range(block).start - start;
         let (weight, weight_rest) = self.weight.split_at(at);
-        let (copies, copies_rest) = match self.copies {
-            Copies::Master(Some(master)) => {
-                let (a, b) = master.split_at_mut(at);
-                (Copies::Master(Some(a)), Copies::Master(Some(b)))
-            }
-            Copies::Master(None) => (Copies::Master(None), Copies::Master(None)),
-            Copies::Nearest => (Copies::Nearest, Copies::Nearest),
-            Copies::Stochastic(key) => (Copies::Stochastic(key), Copies::Stochastic(key)),
-        };
+        let (master, master_rest) = self.master.map(|master| master.split_at_mut(at)).unzip();
         let (grad, grad_rest) = match self.grad {
             Grad::Keep(grad) => {
                 (Grad::Keep(grad.part(0..at)), Grad::Keep(grad.part(at..grad.len())))
@@ -177,23 +161,22 @@ impl Piece<'_> {
         };
         // A slot the rule has not is empty, whatever the piece.
         let [(a0, b0), (a1, b1), (a2, b2)] = self.slots.map(|slot| slot.split_at(at));
-        let (ema, ema_rest) = match self.ema {
-            Some(Ema { values, decay }) => {
-                let (a, b) = values.split_at_mut(at);
-                (Some(Ema { values: a, decay }), Some(Ema { values: b, decay }))
-            }
-            None => (None, None),
-        };
+        let ema = self.ema.map(|Ema { values, decay }| {
+            let (a, b) = values.split_at_mut(at);
+            (Ema { values: a, decay }, Ema { values: b, decay })
+        });
+        let (ema, ema_rest) = ema.unzip();
         let blocks = self.blocks.start..block;
         let slots = [a0, a1, a2];
-        let first = Self { layout, blocks, start, map, weight, copies, grad, slots, ema };
+        let first = Self { layout, blocks, start, map, weight, master, rounding, grad, slots, ema };
         let others = Self {
             layout,
             blocks: block..self.blocks.end,
             start: start + at,
             map,
             weight: weight_rest,
-            copies: copies_rest,
+            master: master_rest,
+            rounding,
             grad: grad_rest,
             slots: [b0, b1, b2],
             ema: ema_rest,
@@ -212,10 +195,10 @@ impl Piece<'_> {
         let f32_only =
             self.weight.dtype() == DType::F32 && self.grad.as_slice().dtype() == DType::F32;
         let codes = self.slots.iter().any(|slot| matches!(slot, SlotMut::Codes(_)));
-        match self.copies {
+        match self.rounding {
             _ if f32_only && !codes => BLOCKS_AT_ONCE * BLOCK,
-            Copies::Stochastic(_) => 1,
-            _ => BLOCK,
+            Some(_) => 1,
+            None => BLOCK,
         }
     }
 
@@ -232,17 +215,14 @@ impl Piece<'_> {
         let from = elements.start;
         let range = from - self.start..elements.end - self.start;
         let Scratch { param: wide, grad: wide_grad, slots: wide_slots, .. } = scratch;
-        let key = match self.copies {
-            Copies::Stochastic(key) => Some(block_key(key, from)),
-            _ => None,
-        };
+        let key = self.rounding.map(|key| block_key(key, from));
         let (param, half) = match &mut self.weight {
             SliceMut::F32(weight) => (&mut weight[range.clone()], None),
             half => {
                 let half = half.part(range.clone());
-                let param = match &mut self.copies {
-                    Copies::Master(Some(master)) => &mut master[range.clone()],
-                    _ => {
+                let param = match &mut self.master {
+                    Some(master) => &mut master[range.clone()],
+                    None => {
                         let wide = &mut wide[..range.len()];
                         widen_into(half.as_slice(), wide);
                         wide

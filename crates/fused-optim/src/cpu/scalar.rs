@@ -128,7 +128,7 @@ impl<R: TwoSweeps> Observed<'_, R> {
         let (u_rows, u_tail) = u.as_chunks_mut();
         let states = m_rows.iter_mut().zip(v_rows);
         for (((p, g), (m, v)), u) in p_rows.iter().zip(g_rows).zip(states).zip(u_rows) {
-            let g = mapped(map, g);
+            let g = g.map(|g| map.apply(g));
             let directions = direct(&rule, p, &g, m, v);
             add_row::<COSINE, FMA>(&mut sums, p, &directions, &g);
             *u = directions;
@@ -144,11 +144,6 @@ impl<R: TwoSweeps> Observed<'_, R> {
         }
         add_tail::<COSINE>(sums, p_tail, u_tail, g_tail, map)
     }
-}
-
-#[inline(always)]
-fn mapped(map: GradMap, row: &[f32; LANES]) -> [f32; LANES] {
-    row.map(|g| map.apply(g))
 }
 
 /// New state of a row, and its directions.

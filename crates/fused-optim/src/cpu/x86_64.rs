@@ -39,27 +39,20 @@ impl Isa {
 
     /// All of this processor's, the widest last.
     pub(super) fn all() -> impl Iterator<Item = Self> {
-        [Self::avx2(), Self::avx512()].into_iter().flatten()
-    }
-
-    fn avx2() -> Option<Self> {
-        let found = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
-        found.then_some(Self(Width::Avx2))
-    }
-
-    fn avx512() -> Option<Self> {
-        let found = is_x86_feature_detected!("avx512f")
+        let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
+        let avx512 = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512vl");
-        found.then_some(Self(Width::Avx512))
+        let both = [(avx2, Width::Avx2), (avx512, Width::Avx512)];
+        both.into_iter().filter_map(|(found, width)| found.then_some(Self(width)))
     }
 
     /// Runs a loop with these instructions.
     pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         match self.0 {
-            // SAFETY: `Self::avx2` made this value, so the processor has AVX2 and F16C.
+            // SAFETY: `Self::all` made this value, so the processor has AVX2 and F16C.
             Width::Avx2 => unsafe { with_avx2(kernel) },
-            // SAFETY: `Self::avx512` made this value, so the processor has AVX-512 F, BW and VL.
+            // SAFETY: `Self::all` made this value, so the processor has AVX-512 F, BW and VL.
             Width::Avx512 => unsafe { with_avx512(kernel) },
         }
     }
@@ -67,9 +60,9 @@ impl Isa {
     /// Converts the leading whole registers of two slices of one length; returns how many elements.
     pub(super) fn widen(self, input: &[f16], output: &mut [f32]) -> usize {
         match self.0 {
-            // SAFETY: `Self::avx2` made this value, so the processor has AVX2 and F16C.
+            // SAFETY: `Self::all` made this value, so the processor has AVX2 and F16C.
             Width::Avx2 => unsafe { widen8(input.reinterpret_cast(), output) },
-            // SAFETY: `Self::avx512` made this value, so the processor has AVX-512 F.
+            // SAFETY: `Self::all` made this value, so the processor has AVX-512 F.
             Width::Avx512 => unsafe { widen16(input.reinterpret_cast(), output) },
         }
     }
@@ -77,9 +70,9 @@ impl Isa {
     /// Converts the leading whole registers of two slices of one length; returns how many elements.
     pub(super) fn narrow(self, input: &[f32], output: &mut [f16]) -> usize {
         match self.0 {
-            // SAFETY: `Self::avx2` made this value, so the processor has AVX2 and F16C.
+            // SAFETY: `Self::all` made this value, so the processor has AVX2 and F16C.
             Width::Avx2 => unsafe { narrow8(input, output.reinterpret_cast_mut()) },
-            // SAFETY: `Self::avx512` made this value, so the processor has AVX-512 F.
+            // SAFETY: `Self::all` made this value, so the processor has AVX-512 F.
             Width::Avx512 => unsafe { narrow32(input, output.reinterpret_cast_mut()) },
         }
     }

@@ -4,7 +4,7 @@ use super::LossScale;
 use super::rules::DeviceHyper;
 use super::table::{Asked, Group};
 use crate::rule::OwnClip;
-use crate::{Clip, FoundInf, ParamGroup, Result, StepCtl};
+use crate::{FoundInf, ParamGroup, Result, StepCtl};
 
 /// The host's half of `Ctl`.
 pub(super) fn asked<H: DeviceHyper>(
@@ -12,10 +12,6 @@ pub(super) fn asked<H: DeviceHyper>(
     groups: &[ParamGroup<H>],
     loss_scale: Option<LossScale>,
 ) -> Result<Asked> {
-    let limit = match ctl.clip {
-        Some(Clip::Value(limit)) => limit,
-        _ => f32::INFINITY,
-    };
     let own = |group: &ParamGroup<H>| group.hyper.own_clip() == OwnClip::Unit;
     let scale = loss_scale.unwrap_or_default();
     Ok(Asked {
@@ -24,7 +20,7 @@ pub(super) fn asked<H: DeviceHyper>(
         backoff: scale.backoff_factor,
         interval: scale.growth_interval as f64,
         min_scale: scale.min_scale.unwrap_or(-1.0),
-        limit,
+        limit: ctl.limit(),
         grad_scale: ctl.grad_scale,
         scaled: loss_scale.is_some().into(),
         known: (ctl.found_inf == FoundInf::Known(true)).into(),

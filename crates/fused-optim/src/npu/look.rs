@@ -55,18 +55,15 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             look.common.push(self.bound(&norm, clip.max_norm, EPS)?);
             self.norm = Some(norm);
         }
-        if let Some(Clip::Value(limit)) = ctl.clip {
-            look.limit = Some(limit).filter(|limit| limit.is_finite());
-        }
+        look.limit = Some(ctl.limit()).filter(|limit| limit.is_finite());
         self.look_for_rules(spans, &mut look)?;
         Ok(look)
     }
 
     /// The rules' own clips, of gradients that are clipped already.
     fn look_for_rules(&self, spans: &[Span], look: &mut Look) -> Result<()> {
-        let own: Vec<OwnClip> =
-            self.core.groups().iter().map(|group| group.hyper.own_clip()).collect();
-        let (mut common, mut groups, mut tensors) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
+        let own = self.core.own_clips();
+        let mut common = Vec::new();
         if own.contains(&OwnClip::Unit) && !spans.is_empty() {
             common.push(self.bound(&self.norm(spans, look)?, 1.0, 0.0)?);
         }
@@ -75,22 +72,19 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             let spans: Vec<Span> = spans.iter().filter(of_group).cloned().collect();
             match own {
                 OwnClip::Group(max) if !spans.is_empty() => {
-                    groups.insert(group, self.bound(&self.norm(&spans, look)?, *max, EPS)?);
+                    look.groups.insert(group, self.bound(&self.norm(&spans, look)?, *max, EPS)?);
                 }
                 OwnClip::Tensor(max) => {
                     for one in spans.iter().flat_map(|span| self.tensors_of(span)) {
-                        let at = (one.flat, one.entries.start);
+                        let index = self.flats[one.flat].entries[one.entries.start].index;
                         let norm = self.norm(&[one], look)?;
-                        let (flat, entry) = at;
-                        let index = self.flats[flat].entries[entry].index;
-                        tensors.insert(index, self.bound(&norm, *max, EPS)?);
+                        look.tensors.insert(index, self.bound(&norm, *max, EPS)?);
                     }
                 }
                 _ => {}
             }
         }
         look.common.extend(common);
-        (look.groups, look.tensors) = (groups, tensors);
         Ok(())
     }
 
@@ -181,20 +175,15 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         let (limit, larger, factor) = (alloc()?, alloc()?, alloc()?);
         self.on.fill(&limit, max as f32)?;
         self.on.adds(&larger, norm, eps)?;
-        let larger = &larger;
-        self.on.maximum(larger, larger, &limit)?;
-        self.on.div(&factor, &limit, larger)?;
+        self.on.maximum(&larger, &larger, &limit)?;
+        self.on.div(&factor, &limit, &larger)?;
         Ok(factor)
     }
 
     /// Whether a gradient was found that is not finite. Waits for the device, if it was to look.
     pub(super) fn is_bad(&self, look: &Look) -> Result<bool> {
         let Some(verdict) = &look.verdict else { return Ok(false) };
-        Ok(is_bad(&self.on.read(verdict)?))
+        let verdict = floats(&self.on.read(verdict)?, AclDataType::FLOAT);
+        Ok(verdict.iter().any(|x| !x.is_finite()))
     }
-}
-
-/// What the host reads of a verdict.
-pub(super) fn is_bad(bytes: &[u8]) -> bool {
-    floats(bytes, AclDataType::FLOAT).iter().any(|x| !x.is_finite())
 }

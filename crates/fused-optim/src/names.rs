@@ -105,7 +105,10 @@ fn own_indices(
     }
     let mut indices = BTreeMap::new();
     for own in groups.iter().copied().flatten() {
-        let ParamSpec { name, shape } = names.get(*own).ok_or_else(|| unnamed(*own))?;
+        let ParamSpec { name, shape } = names.get(*own).ok_or_else(|| {
+            let text = "has no name here".into();
+            problem(format!("parameter {own}"), StateProblem::Invalid(text))
+        })?;
         let saved = by_name.remove(&**name).ok_or_else(|| problem(name, StateProblem::Missing))?;
         if let (Some(expected), (_, Some(got))) = (shape, saved)
             && expected != got
@@ -162,10 +165,6 @@ fn matched_groups(
 pub(crate) fn parse_groups(text: &str) -> Result<Vec<Value>> {
     serde_json::from_str(text)
         .map_err(|source| Error::Format { action: "read param_groups", source: source.into() })
-}
-
-fn unnamed(index: usize) -> Error {
-    problem(format!("parameter {index}"), StateProblem::Invalid("has no name here".into()))
 }
 
 /// The key of a group's indices.

@@ -134,16 +134,12 @@ impl Rule {
 /// The names of a group's parameters, by index, if the optimizer was given any.
 fn names(group: &Map<String, Value>) -> Result<BTreeMap<usize, ParamSpec>> {
     let Some(names) = group.get(NAMES) else { return Ok(BTreeMap::new()) };
-    let pair = |(index, name): (usize, &str)| (index, ParamSpec::from(name));
-    let names: Option<Vec<&str>> =
-        names.as_array().and_then(|all| all.iter().map(Value::as_str).collect());
-    let indices: Option<Vec<usize>> = group
-        .get(PARAMS)
-        .and_then(Value::as_array)
-        .and_then(|all| all.iter().map(|index| usize::try_from(index.as_u64()?).ok()).collect());
+    let names = Vec::<String>::deserialize(names).ok();
+    let indices = group.get(PARAMS).and_then(|all| Vec::<usize>::deserialize(all).ok());
     match (indices, names) {
         (Some(indices), Some(names)) if indices.len() == names.len() => {
-            Ok(indices.into_iter().zip(names).map(pair).collect())
+            let specs = names.iter().map(|name| ParamSpec::from(&**name));
+            Ok(indices.into_iter().zip(specs).collect())
         }
         _ => Err(problem(NAMES, StateProblem::Invalid("not one name for each of `params`".into()))),
     }

@@ -5,10 +5,10 @@
 use cuda_rt::Device;
 
 use super::device::{Program, launch, read_floats};
-use super::table::{Bytes, Chunk, Job, SPAN, Tensor};
+use super::table::{Bytes, Chunk, Job, SPAN, Tensor, chunks};
 use super::tune::LaunchShape;
 use super::{DeviceParam, DeviceSlice, Gpu};
-use crate::{Error, Result};
+use crate::{Error, Layout, Result};
 
 /// Moving averages, f32, of tensors on a GPU, in its memory.
 ///
@@ -122,11 +122,9 @@ pub(super) struct Mover<D: Device> {
 
 impl<D: Device> Mover<D> {
     pub(super) fn new(device: D, counts: &[usize]) -> Result<Self> {
-        let chunks = counts.iter().enumerate().flat_map(|(tensor, count)| {
-            let own = 0..count.div_ceil(SPAN) as u32;
-            own.map(move |index| Chunk { tensor: tensor as u32, index })
-        });
-        let chunks: Vec<Chunk> = chunks.collect();
+        let of_tensor =
+            |(tensor, count): (usize, &usize)| chunks(tensor as u32, Layout::new(*count, 0), SPAN);
+        let chunks: Vec<Chunk> = counts.iter().enumerate().flat_map(of_tensor).collect();
         let mut chunk = device.alloc(chunks.bytes().len())?;
         device.write(&mut chunk, 0, &chunks.bytes())?;
         Ok(Self {

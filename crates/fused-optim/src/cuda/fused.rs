@@ -156,7 +156,9 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
 
     /// Forgets the tables; what the device knows better is taken back first.
     pub(super) fn unbind(&mut self) -> Result<()> {
-        self.pull_steps()?;
+        for (index, step) in self.steps()? {
+            self.held.get_mut(&index).expect("what is bound is held").step = step;
+        }
         if let Some(loss_scale) = &mut self.loss_scale
             && let Some(bound) = &self.bound
         {
@@ -164,13 +166,6 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             (loss_scale.scale, loss_scale.growth_tracker) = (answer.loss_scale, answer.tracker);
         }
         self.bound = None;
-        Ok(())
-    }
-
-    fn pull_steps(&mut self) -> Result<()> {
-        for (index, step) in self.steps()? {
-            self.held.get_mut(&index).expect("what is bound is held").step = step;
-        }
         Ok(())
     }
 
@@ -353,41 +348,34 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         params: &[DeviceParam],
         places: &[(u64, u64)],
     ) -> Vec<Tensor> {
-        let both = members.iter().zip(places);
-        both.map(|(member, place)| self.tensor(*member, params, *place)).collect()
-    }
-
-    fn tensor(
-        &self,
-        (index, group): (usize, usize),
-        params: &[DeviceParam],
-        (first, row): (u64, u64),
-    ) -> Tensor {
-        let (param, grad) = grad_of(params, index);
-        let held = &self.held[&index];
-        let slots = self.core.groups()[group].hyper.slots().len();
-        let vector = |at: usize| D::address(&held.memory) + (at * held.stride) as u64;
-        let mut slot = [0; 3];
-        slot.iter_mut().enumerate().take(slots).for_each(|(at, slot)| *slot = vector(at));
-        let rows = if H::BY_ROWS { param.rows.max(1) } else { 1 };
-        let (ema, ema_decay) = param.ema.unwrap_or_default();
-        Tensor {
-            grad: grad.ptr,
-            weight: param.weight.ptr,
-            master: if held.master { vector(slots) } else { 0 },
-            slot,
-            ema,
-            count: param.weight.len as u64,
-            cols: (param.weight.len / rows) as u64,
-            first,
-            row,
-            group: group as u32,
-            grad_type: grad.dtype.number(),
-            clear: param.clear.into(),
-            project: (param.rows > 0).into(),
-            ema_decay,
-            unused: 0,
-        }
+        let tensor = |(&(index, group), &(first, row)): (&(usize, usize), &(u64, u64))| {
+            let (param, grad) = grad_of(params, index);
+            let held = &self.held[&index];
+            let slots = self.core.groups()[group].hyper.slots().len();
+            let vector = |at: usize| D::address(&held.memory) + (at * held.stride) as u64;
+            let mut slot = [0; 3];
+            slot.iter_mut().enumerate().take(slots).for_each(|(at, slot)| *slot = vector(at));
+            let rows = if H::BY_ROWS { param.rows.max(1) } else { 1 };
+            let (ema, ema_decay) = param.ema.unwrap_or_default();
+            Tensor {
+                grad: grad.ptr,
+                weight: param.weight.ptr,
+                master: if held.master { vector(slots) } else { 0 },
+                slot,
+                ema,
+                count: param.weight.len as u64,
+                cols: (param.weight.len / rows) as u64,
+                first,
+                row,
+                group: group as u32,
+                grad_type: grad.dtype.number(),
+                clear: param.clear.into(),
+                project: (param.rows > 0).into(),
+                ema_decay,
+                unused: 0,
+            }
+        };
+        members.iter().zip(places).map(tensor).collect()
     }
 
     /// # Safety

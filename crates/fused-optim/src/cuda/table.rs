@@ -263,7 +263,7 @@ impl Plan {
 }
 
 /// A tensor's stretches of at most `size` elements, none of which lies in two rows.
-fn chunks(tensor: u32, layout: Layout, size: usize) -> impl Iterator<Item = Chunk> {
+pub(super) fn chunks(tensor: u32, layout: Layout, size: usize) -> impl Iterator<Item = Chunk> {
     let per_row = layout.cols().div_ceil(size);
     let rows = layout.count().checked_div(layout.cols()).unwrap_or(0);
     let chunks = u32::try_from(rows * per_row).expect("a tensor has fewer than 2^32 chunks");

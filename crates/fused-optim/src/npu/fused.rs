@@ -140,15 +140,11 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             }
             let held = self.entry(index).map(|(flat, entry)| {
                 let mastered = entry.mastered && self.flats[flat].master.is_some();
-                (entry.count, mastered && entry.step > 0)
+                (Some(entry.count), mastered && entry.step > 0)
             });
             let pending = self.pending.get(&index);
             let pending = pending.map(|state| (state.lengths().next(), state.master.is_some()));
-            let (known, master) = match (pending, held) {
-                (Some((known, master)), _) => (known, master),
-                (None, Some((known, master))) => (Some(known), master),
-                (None, None) => (None, false),
-            };
+            let (known, master) = pending.or(held).unwrap_or_default();
             if let Some(got) = known.filter(|known| *known != count) {
                 return Err(Error::LengthMismatch { index, what: "state", expected: count, got });
             }
@@ -189,11 +185,9 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     }
 
     fn entry(&self, index: usize) -> Option<(usize, &Entry)> {
-        let found = |(at, flat): (usize, &'_ Flat)| {
-            Some((at, flat.entries.iter().position(|entry| entry.index == index)?))
-        };
-        let (flat, at) = self.flats.iter().enumerate().find_map(found)?;
-        Some((flat, &self.flats[flat].entries[at]))
+        self.flats.iter().enumerate().find_map(|(at, flat)| {
+            Some((at, flat.entries.iter().find(|entry| entry.index == index)?))
+        })
     }
 
     fn place(&self, index: usize, of: impl Fn(&Flat) -> &View) -> Result<View> {

@@ -261,11 +261,11 @@ impl<H: Hyper> Core<H> {
             grads.extend(param.grad.as_ref().map(Grad::as_slice));
             groups.push(tensor.group);
         }
-        let looked = norms::look(&grads, &groups, &own, ctl, self.threads)?;
-        if let Some((_, Some(norm))) = &looked {
+        let found = norms::grad_scales(&grads, &groups, &own, ctl, self.threads)?;
+        if let Some((_, Some(norm))) = &found {
             self.grad_norm = Some(*norm);
         }
-        Ok(looked.map(|(scales, _)| scales))
+        Ok(found.map(|(scales, _)| scales))
     }
 
     pub(crate) fn validate(&self, params: &[ParamMut<'_>]) -> Result<()> {

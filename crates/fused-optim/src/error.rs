@@ -24,7 +24,7 @@ pub enum Error {
         kind: &'static str,
     },
     /// A momentum was to change between zero and another value, without and with a buffer.
-    #[error("momentum cannot become {value}: with none there is no buffer, and with one there is")]
+    #[error("momentum cannot change between zero and non-zero (got {value})")]
     MomentumFromZero {
         /// What it was to be.
         value: f64,

@@ -39,7 +39,7 @@ pub(crate) fn needed(ctl: &StepCtl, own: &[OwnClip]) -> bool {
 
 /// Looks at gradients, the `i`-th of group `groups[i]`, where group `j` clips as `own[j]` says.
 /// Returns their scales and the norm for `ctl.clip`, or nothing if the step is to be skipped.
-pub(crate) fn look(
+pub(crate) fn grad_scales(
     grads: &[Slice<'_>],
     groups: &[usize],
     own: &[OwnClip],

@@ -22,23 +22,7 @@ pub(crate) struct TensorState {
 }
 
 impl TensorState {
-    /// For a tensor of `count` elements, `place` of them behind the beginning of a line of the cache.
-    pub(crate) fn new<H: Hyper>(
-        hyper: &H,
-        count: usize,
-        place: usize,
-        eight_bits: bool,
-        pages: &mut Pages,
-    ) -> Self {
-        let slots = hyper.slots().iter().enumerate();
-        let slot = |(at, name): (usize, &&str)| match eight_bits {
-            true => Slot::Codes(Codes::new(count, is_signed(name))),
-            false => Slot::F32(Values::new(at, place, hyper.initial(name), count, pages)),
-        };
-        Self { step: 0, master: None, slots: slots.map(slot).collect() }
-    }
-
-    /// For a weight: one sweep begins with its first whole line.
+    /// For a weight: one sweep begins with its first whole line of the cache.
     pub(crate) fn beside<H: Hyper>(
         hyper: &H,
         weight: Slice<'_>,
@@ -49,7 +33,12 @@ impl TensorState {
             Slice::F32(weight) if !H::TWO_SWEEPS => place(weight) % LINE,
             _ => 0,
         };
-        Self::new(hyper, weight.len(), place, eight_bits, pages)
+        let slots = hyper.slots().iter().enumerate();
+        let slot = |(at, name): (usize, &&str)| match eight_bits {
+            true => Slot::Codes(Codes::new(weight.len(), is_signed(name))),
+            false => Slot::F32(Values::new(at, place, hyper.initial(name), weight.len(), pages)),
+        };
+        Self { step: 0, master: None, slots: slots.map(slot).collect() }
     }
 
     /// How many values of memory one needs, at most: `slots` for a tensor of `count` elements, and

@@ -40,7 +40,7 @@ impl Program {
         ]
     }
 
-    /// Looks a kernel up.
+    /// Looks up a kernel.
     pub(super) fn kernel<D: Device>(&self, device: &D, name: &str) -> Result<D::Kernel> {
         Ok(device.kernel(Self::SOURCE, &self.macros(), name)?)
     }

@@ -9,13 +9,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cuda_rt::Device;
 
-use super::asked::{asked, group_table};
 use super::averages::Mover;
 use super::device::{Program, Tables, launch};
-use super::held::Held;
-use super::looks::Looks;
+use super::device_state::DeviceState;
+use super::requests::{group_table, request};
 use super::rules::DeviceHyper;
-use super::table::{Answer, Asked, Bytes, Class, Group, Job, Plan, Progress, Shape, Tensor, Types};
+use super::table::{
+    Answer, Bytes, Class, Group, Job, Plan, Progress, Request, Shape, Tensor, Types,
+};
+use super::taken_stats::TakenStats;
 use super::tune::LaunchShape;
 use super::{DType, DeviceParam, DeviceSlice, Launches, LossScale, Status};
 use crate::core::Core;
@@ -42,7 +44,7 @@ pub(super) struct Bound<D: Device> {
     pub(super) look: Job,
     pub(super) look_part: D::Kernel,
     last_look: D::Kernel,
-    pub(super) looks: Looks,
+    pub(super) taken: TakenStats,
     progress: D::Memory,
     groups: D::Memory,
     pub(super) ctl: D::Memory,
@@ -63,7 +65,7 @@ struct Launch<K> {
 pub(super) struct Fused<H, D: Device> {
     pub(super) device: D,
     pub(super) core: Core<H>,
-    held: BTreeMap<usize, Held<D::Memory>>,
+    states: BTreeMap<usize, DeviceState<D::Memory>>,
     pub(super) bound: Option<Bound<D>>,
     pub(super) loss_scale: Option<LossScale>,
     /// What was found out about launches, for tensors of a class.
@@ -79,7 +81,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         Ok(Self {
             device,
             core: Core::on_device(groups, half_weights)?,
-            held: BTreeMap::new(),
+            states: BTreeMap::new(),
             bound: None,
             loss_scale: None,
             launch_shapes: BTreeMap::new(),
@@ -108,7 +110,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         }
         self.unbind()?;
         // SAFETY: the caller vouches for the weights.
-        unsafe { self.hold(&members, params) }?;
+        unsafe { self.init(&members, params) }?;
         self.bound = Some(self.tables(&members, params)?);
         if let Some(scale) = self.loss_scale {
             self.send_loss_scale(scale)?;
@@ -123,7 +125,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         if tensors == bound.at {
             return Ok(());
         }
-        self.forget_looks()?;
+        self.forget_stats()?;
         let bound = self.bound.as_mut().ok_or(UNBOUND)?;
         self.device.write(&mut bound.tensors, 0, &tensors.bytes())?;
         bound.at = tensors;
@@ -139,12 +141,12 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
                 continue;
             }
             param.validate(index)?;
-            if let Some(held) = self.held.get(&index) {
+            if let Some(own) = self.states.get(&index) {
                 let weight = param.weight.dtype;
-                if held.master && !self.wants_master(weight) {
+                if own.master && !self.wants_master(weight) {
                     return Err(Error::UnwantedMaster { index, weight: weight.into() });
                 }
-                held.count.map_or(Ok(()), |count| param.same_length(index, "state", count))?;
+                own.count.map_or(Ok(()), |count| param.same_length(index, "state", count))?;
             }
         }
         self.core.check_count(params.len())
@@ -157,7 +159,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     /// Forgets the tables; what the device knows better is taken back first.
     pub(super) fn unbind(&mut self) -> Result<()> {
         for (index, step) in self.steps()? {
-            self.held.get_mut(&index).expect("what is bound is held").step = step;
+            self.states.get_mut(&index).expect("what is bound has state").step = step;
         }
         if let Some(loss_scale) = &mut self.loss_scale
             && let Some(bound) = &self.bound
@@ -188,24 +190,26 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     ///
     /// The weights must lie where they say, until the device has read them.
     #[expect(unsafe_code, reason = "reads weights at the caller's addresses")]
-    unsafe fn hold(&mut self, members: &[(usize, usize)], params: &[DeviceParam]) -> Result<()> {
+    unsafe fn init(&mut self, members: &[(usize, usize)], params: &[DeviceParam]) -> Result<()> {
         let (mut new, mut masters) = (Vec::new(), Vec::new());
         for &(index, group) in members {
             let (weight, hyper) = (params[index].weight, &self.core.groups()[group].hyper);
             let master = self.wants_master(weight.dtype);
-            let held = match self.held.get(&index) {
-                Some(held) if held.count.is_some() && (held.master || !master) => continue,
-                Some(held) => {
-                    let state = held.read(&self.device, hyper, weight.len)?;
-                    Held::send(&self.device, &state, Some(weight.len), master)?
+            let own = match self.states.get(&index) {
+                Some(own) if own.count.is_some() && (own.master || !master) => {
+                    continue;
                 }
-                None => Held::fresh(&self.device, hyper, weight.len, master)?,
+                Some(own) => {
+                    let state = own.read(&self.device, hyper, weight.len)?;
+                    DeviceState::send(&self.device, &state, Some(weight.len), master)?
+                }
+                None => DeviceState::fresh(&self.device, hyper, weight.len, master)?,
             };
             if master {
                 let slots = hyper.slots().len();
-                masters.push((weight, D::address(&held.memory) + (slots * held.stride) as u64));
+                masters.push((weight, D::address(&own.memory) + (slots * own.stride) as u64));
             }
-            new.push((index, held));
+            new.push((index, own));
         }
         if !masters.is_empty() {
             let counts: Vec<usize> = masters.iter().map(|(weight, _)| weight.len).collect();
@@ -213,7 +217,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             // SAFETY: the masters were just made, for weights that the caller vouches for.
             unsafe { mover.launch(masters.into_iter(), None) }?;
         }
-        self.held.extend(new);
+        self.states.extend(new);
         Ok(())
     }
 
@@ -229,7 +233,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             let types = Types {
                 grad: grad.dtype.number(),
                 weight: param.weight.dtype.number(),
-                master: self.held[&index].master,
+                master: self.states[&index].master,
             };
             let form = self.core.groups()[group].hyper.form();
             let shape = self.launch_shapes.get(&(form.clone(), types)).copied();
@@ -252,14 +256,14 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let plan = Plan::new(&shapes, self.core.groups().len(), H::BY_ROWS, &sweeps);
         let tensors = self.tensors(members, params, &plan.places);
         let progress = |(index, _): &(usize, usize)| Progress {
-            step: self.held[index].step,
+            step: self.states[index].step,
             ..Progress::default()
         };
         let progress: Vec<Progress> = members.iter().map(progress).collect();
         let observed = plan.classes.iter().map(|class| 4 * class.observe.len()).max().unwrap_or(0);
         let rows = plan.classes.iter().map(|class| class.rows).max().unwrap_or(0);
         let groups = self.device.alloc(self.core.groups().len() * size_of::<Group>())?;
-        let ctl = self.device.alloc(size_of::<Asked>() + size_of::<Answer>())?;
+        let ctl = self.device.alloc(size_of::<Request>() + size_of::<Answer>())?;
         let mut tables = Tables::new(&self.device);
         let progress = tables.memory(&progress.bytes())?;
         let sent = tables.memory(&tensors.bytes())?;
@@ -291,7 +295,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             look,
             look_part: Program::LOOK.kernel(&self.device, "look_part")?,
             last_look: Program::LOOK.kernel(&self.device, "look")?,
-            looks: Looks::new(plan.look_chunks(tensors.len())),
+            taken: TakenStats::new(plan.look_chunks(tensors.len())),
             forms: params.iter().map(DeviceParam::form).collect(),
             tensors: sent,
             at: tensors,
@@ -350,9 +354,9 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     ) -> Vec<Tensor> {
         let tensor = |(&(index, group), &(first, row)): (&(usize, usize), &(u64, u64))| {
             let (param, grad) = grad_of(params, index);
-            let held = &self.held[&index];
+            let own = &self.states[&index];
             let slots = self.core.groups()[group].hyper.slots().len();
-            let vector = |at: usize| D::address(&held.memory) + (at * held.stride) as u64;
+            let vector = |at: usize| D::address(&own.memory) + (at * own.stride) as u64;
             let mut slot = [0; 3];
             slot.iter_mut().enumerate().take(slots).for_each(|(at, slot)| *slot = vector(at));
             let rows = if H::BY_ROWS { param.rows.max(1) } else { 1 };
@@ -360,7 +364,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             Tensor {
                 grad: grad.ptr,
                 weight: param.weight.ptr,
-                master: if held.master { vector(slots) } else { 0 },
+                master: if own.master { vector(slots) } else { 0 },
                 slot,
                 ema,
                 count: param.weight.len as u64,
@@ -385,7 +389,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     pub(super) unsafe fn step(&mut self, ctl: &StepCtl, found_inf: u64) -> Result<()> {
         let needed = self.ask(ctl)?;
         let bound = self.bound.as_ref().ok_or(UNBOUND)?;
-        let mut parts = if needed { bound.looks.left(&bound.sent.0) } else { Vec::new() };
+        let mut parts = if needed { bound.taken.left(&bound.sent.0) } else { Vec::new() };
         let last = parts.pop().unwrap_or_default();
         for part in &parts {
             // SAFETY: the tables were made for this kernel and live as long as `bound`; the caller
@@ -409,7 +413,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         }
         // The kernel has forgotten what was not finite.
         if let Some(bound) = &mut self.bound {
-            bound.looks.forget();
+            bound.taken.forget();
         }
         Ok(())
     }
@@ -417,30 +421,30 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     /// Sends what a step with this `ctl` is told; whether it has to look at the gradients.
     fn ask(&mut self, ctl: &StepCtl) -> Result<bool> {
         ctl.validate()?;
-        let asked = asked(ctl, self.core.groups(), self.loss_scale)?;
+        let request = request(ctl, self.core.groups(), self.loss_scale)?;
         let groups = group_table(self.core.groups()).bytes();
-        self.send(asked.bytes(), Some(groups), None)?;
+        self.send(request.bytes(), Some(groups), None)?;
         Ok(norms::needed(ctl, &self.core.own_clips()))
     }
 
     /// Sends all that the launches of a step with this `ctl` read.
     pub(super) fn ready(&mut self, ctl: &StepCtl) -> Result<Launches> {
-        self.forget_looks()?;
+        self.forget_stats()?;
         let needed = self.ask(ctl)?;
-        Ok(Launches { bound: self.bound.as_ref().ok_or(UNBOUND)?.number, looks: needed })
+        Ok(Launches { bound: self.bound.as_ref().ok_or(UNBOUND)?.number, takes_stats: needed })
     }
 
     /// Sends what differs from what the device has been sent, in order of the stream of `on`.
     pub(super) fn send(
         &mut self,
-        asked: Vec<u8>,
+        request: Vec<u8>,
         groups: Option<Vec<u8>>,
         on: Option<&D>,
     ) -> Result<()> {
         let device = on.unwrap_or(&self.device);
         let bound = self.bound.as_mut().ok_or(UNBOUND)?;
         let tables = [
-            (&mut bound.ctl, &mut bound.sent.0, Some(asked)),
+            (&mut bound.ctl, &mut bound.sent.0, Some(request)),
             (&mut bound.groups, &mut bound.sent.1, groups),
         ];
         for (memory, sent, bytes) in tables {
@@ -454,7 +458,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
 
     pub(super) fn set_loss_scale(&mut self, loss_scale: Option<LossScale>) -> Result<()> {
         self.loss_scale = loss_scale;
-        self.forget_looks()?;
+        self.forget_stats()?;
         loss_scale.map_or(Ok(()), |scale| self.send_loss_scale(scale))
     }
 
@@ -486,11 +490,11 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         let steps = self.steps()?;
         let mut states = Vec::new();
         for (index, group) in self.core.members() {
-            let Some(held) = self.held.get(&index) else { continue };
-            let step = steps.get(&index).copied().unwrap_or(held.step);
+            let Some(own) = self.states.get(&index) else { continue };
+            let step = steps.get(&index).copied().unwrap_or(own.step);
             if step > 0 {
                 let hyper = &self.core.groups()[group].hyper;
-                let state = held.read(&self.device, hyper, held.count.unwrap_or(0))?;
+                let state = own.read(&self.device, hyper, own.count.unwrap_or(0))?;
                 states.push((index, TensorState { step, ..state }));
             }
         }
@@ -498,22 +502,22 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     }
 
     pub(super) fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
-        let known = |index| self.held.get(&index)?.count;
+        let known = |index| self.states.get(&index)?.count;
         let (core, states) = self.core.load_for_device(dict, known)?;
-        let mut held = BTreeMap::new();
+        let mut sent = BTreeMap::new();
         for (index, state) in states {
             let count = state.lengths().next().or_else(|| known(index));
-            held.insert(index, Held::send(&self.device, &state, count, false)?);
+            sent.insert(index, DeviceState::send(&self.device, &state, count, false)?);
         }
         self.unbind()?;
-        (self.core, self.held) = (core, held);
+        (self.core, self.states) = (core, sent);
         Ok(())
     }
 }
 
 pub(super) fn read_answer<D: Device>(device: &D, bound: &Bound<D>) -> Result<Answer> {
     let mut bytes = [0; size_of::<Answer>()];
-    device.read(&bound.ctl, size_of::<Asked>(), &mut bytes)?;
+    device.read(&bound.ctl, size_of::<Request>(), &mut bytes)?;
     Ok(Answer::from_bytes(&bytes))
 }
 

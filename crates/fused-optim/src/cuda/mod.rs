@@ -41,20 +41,20 @@
 //! A [`DeviceSlice`] comes of a slice of cudarc's, too, and, with the feature `candle-cuda`, of a tensor of
 //! candle's: `DeviceSlice::try_from(&tensor)?`, with a [`Gpu`] [on](Gpu::on) the stream of its device.
 
-mod ahead;
-mod asked;
 mod averages;
 mod device;
-mod fed;
+mod device_optimizer;
+mod device_state;
 mod fused;
 #[cfg(test)]
 mod gate_tests;
-mod held;
-mod looks;
+mod grad_stats;
+mod requests;
 mod rules;
 #[cfg(test)]
 mod step_tests;
 mod table;
+mod taken_stats;
 #[cfg(test)]
 mod tests;
 mod tune;
@@ -62,11 +62,11 @@ mod tune;
 pub use cuda_rt::{Attempt, Cubin, CudaError, DType, DeviceSlice, Gpu, Nvrtc};
 
 use crate::{HalfWeights, ParamGroup, ParamSpec, Result, StateDict, StepCtl};
-pub use ahead::GradStats;
 pub use averages::Averages;
 use device::Program;
-pub use fed::{DeviceFed, DeviceParams};
+pub use device_optimizer::{DeviceFed, DeviceParams};
 use fused::Fused;
+pub use grad_stats::GradStats;
 use rules::DeviceHyper;
 use tune::Search;
 pub use tune::{LaunchShape, Tuned};
@@ -385,7 +385,7 @@ impl DeviceParam {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Launches {
     bound: u64,
-    looks: bool,
+    takes_stats: bool,
 }
 
 /// A dynamic loss scale, kept on the device: `amp`'s rule.

@@ -7,11 +7,13 @@ use std::collections::HashMap;
 use cuda_rt::Device;
 use cuda_rt::testing::{Host, Launched};
 
-use super::asked::group_table;
 use super::device::{Program, Tables, launch};
 use super::fused::Fused;
+use super::requests::group_table;
 use super::rules::DeviceHyper;
-use super::table::{Answer, Asked, Bytes, Chunk, Job, Plan, Progress, SPAN, Shape, Tensor, Types};
+use super::table::{
+    Answer, Bytes, Chunk, Job, Plan, Progress, Request, SPAN, Shape, Tensor, Types,
+};
 use super::tests::{compare, kinds, new_host};
 use super::tune::{LaunchShape, Search};
 use super::{DType, DeviceParam, DeviceSlice, LossScale};
@@ -80,10 +82,10 @@ fn looks_ahead_are_of_the_gradients_that_the_step_has() {
     };
     let grads = [slices(&device, &mut here), slices(&device, &mut there)];
     let at = |which: usize| grads[which].iter().copied().enumerate().collect::<Vec<_>>();
-    assert!(!device.expect_looks(&ctl).unwrap(), "nothing is bound");
+    assert!(!device.expect_stats(&ctl).unwrap(), "nothing is bound");
     // SAFETY: here and below: all of it lives as long as the device, and does not move.
     unsafe { device.bind(&params(&grads[0])) }.unwrap();
-    assert!(!device.expect_looks(&StepCtl::PLAIN).unwrap(), "no look is needed");
+    assert!(!device.expect_stats(&StepCtl::PLAIN).unwrap(), "no look is needed");
     assert_eq!((device.bound_at(&at(0)), device.bound_at(&at(1))), (vec![0, 1], vec![]));
     // What is in the first gradients while they are looked at; which are stepped with, skipped.
     for (number, known, stepped, skipped, norm) in [
@@ -94,14 +96,14 @@ fn looks_ahead_are_of_the_gradients_that_the_step_has() {
     ] {
         // SAFETY: as above.
         unsafe { device.bind(&params(&grads[0])) }.unwrap();
-        assert!(device.expect_looks(&ctl).unwrap());
+        assert!(device.expect_stats(&ctl).unwrap());
         let bound = device.bound_at(&at(0));
         here[1].fill(number);
         // SAFETY: as above.
         unsafe { device.look_part(&bound, &ctl, None) }.unwrap();
         here[1].fill(3.0);
         if known {
-            device.forget_looks().unwrap();
+            device.forget_stats().unwrap();
         }
         // SAFETY: as above.
         unsafe { device.bind(&params(&grads[stepped])) }.unwrap();
@@ -467,7 +469,7 @@ fn the_far_end_of_a_tensor_is_found() {
         let mut tables = Tables::new(&host);
         let last = |chunks: &[Chunk], many: usize| chunks[chunks.len() - many..].bytes();
         let ctl = [
-            Asked { limit: f32::INFINITY, grad_scale: 1.0, ..Asked::default() }.bytes(),
+            Request { limit: f32::INFINITY, grad_scale: 1.0, ..Request::default() }.bytes(),
             Answer::default().bytes(),
         ];
         let sums = tables.memory(&vec![0; 8 * plan.values as usize]).unwrap();

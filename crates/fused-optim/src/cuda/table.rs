@@ -91,7 +91,7 @@ c_struct! {
 
 c_struct! {
     /// The half of `Ctl` that the host writes.
-    Asked {
+    Request {
         max_norm: f64, growth: f64, backoff: f64, interval: f64,
         min_scale: f32, limit: f32, grad_scale: f32,
         scaled: u32, known: u32, check: u32, unit: u32, unused: u32,
@@ -117,11 +117,11 @@ c_struct! {
 
 impl Answer {
     /// Where the growth tracker is in `Ctl`.
-    pub(super) const TRACKER: usize = size_of::<Asked>() + 8;
+    pub(super) const TRACKER: usize = size_of::<Request>() + 8;
     /// Where the loss scale is in `Ctl`.
-    pub(super) const LOSS_SCALE: usize = size_of::<Asked>() + 24;
+    pub(super) const LOSS_SCALE: usize = size_of::<Request>() + 24;
     /// Where it is noted that a gradient was not finite.
-    pub(super) const BAD: usize = size_of::<Asked>() + 36;
+    pub(super) const BAD: usize = size_of::<Request>() + 36;
 
     /// Reads what [`Bytes::bytes`] writes.
     pub(super) fn from_bytes(bytes: &[u8; size_of::<Self>()]) -> Self {
@@ -350,7 +350,7 @@ mod tests {
             (Group::default().bytes().len(), size_of::<Group>(), 112),
             (Progress::default().bytes().len(), size_of::<Progress>(), 24),
             (Fold::default().bytes().len(), size_of::<Fold>(), 12),
-            (Asked::default().bytes().len(), size_of::<Asked>(), 64),
+            (Request::default().bytes().len(), size_of::<Request>(), 64),
             (Answer::default().bytes().len(), size_of::<Answer>(), 48),
             (Job::default().bytes().len(), size_of::<Job>(), 112),
         ];

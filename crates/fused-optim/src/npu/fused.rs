@@ -7,7 +7,7 @@ use npu_sys::sys::AclDataType;
 
 use super::NpuParam;
 use super::flat::{self, Entry, Kind, Span};
-use super::look::Look;
+use super::grad_scales::GradScales;
 use super::numbers::{acl, bytes, floats};
 use super::rules::NpuHyper;
 use super::sequence::{Op, Reg};
@@ -289,16 +289,16 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         let flats = self.flats.iter().enumerate();
         let spans = flats.flat_map(|(at, flat)| flat::spans(at, &flat.entries, |i| has_grad[i]));
         let spans: Vec<Span> = spans.filter(|span| span.count > 0).collect();
-        let look = self.look(&spans, ctl)?;
+        let scales = self.grad_scales(&spans, ctl)?;
         if H::TWO_SWEEPS {
-            if !self.step_wholes(&spans, &look)? {
+            if !self.step_tensors(&spans, &scales)? {
                 return Ok(Applied::SkippedNonFinite);
             }
         } else {
-            if self.is_bad(&look)? {
+            if self.found_inf(&scales)? {
                 return Ok(Applied::SkippedNonFinite);
             }
-            spans.iter().try_for_each(|span| self.step_span(span, &look))?;
+            spans.iter().try_for_each(|span| self.step_span(span, &scales))?;
         }
         for flat in &mut self.flats {
             for entry in flat.entries.iter_mut().filter(|entry| has_grad[entry.index]) {
@@ -310,8 +310,8 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     }
 
     /// One span of a rule that takes every number for itself.
-    fn step_span(&self, span: &Span, look: &Look) -> Result<()> {
-        let grad = self.gradient(span, look)?;
+    fn step_span(&self, span: &Span, scales: &GradScales) -> Result<()> {
+        let grad = self.gradient(span, scales)?;
         self.widen(span)?;
         if !self.step_native(span, &grad)? {
             self.sequence(span, &grad)?;

@@ -75,20 +75,20 @@
 //! ```
 
 mod flat;
+mod full_tensor;
 mod fused;
-mod host;
-mod look;
+mod grad_scales;
+mod host_optimizer;
 mod native;
 mod numbers;
 mod rules;
 mod sequence;
-mod wholes;
 
 pub use npu_sys::safe::{Operators, View};
 pub use npu_sys::{Devices, probe};
 
 pub use fused::NpuOptimizer;
-pub use host::HostFed;
+pub use host_optimizer::HostFed;
 
 use crate::DType;
 

@@ -6,8 +6,8 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::ahead::{self, GradStats};
 use super::device::Program;
+use super::grad_stats::{self, GradStats};
 use super::rules::DeviceHyper;
 use super::{CudaOptimizer, DeviceParam, Gpu, Launches, Tuned};
 use crate::rule::group_methods;
@@ -136,7 +136,7 @@ impl<H: DeviceHyper + std::fmt::Debug> DeviceOptimizer for DeviceFed<H> {
     fn step_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<Applied> {
         ctl.validate()?;
         if ctl.found_inf == FoundInf::Known(true) {
-            self.cuda().0.forget_looks()?;
+            self.cuda().0.forget_stats()?;
             return Ok(Applied::SkippedNonFinite);
         }
         self.launch_step(params, ctl)?;
@@ -179,7 +179,7 @@ impl<H: DeviceHyper + std::fmt::Debug> DeviceOptimizer for DeviceFed<H> {
     }
 
     fn grad_stats(&mut self, ctl: &StepCtl) -> Result<Option<GradStats>> {
-        ahead::grad_stats(&self.cuda, ctl)
+        grad_stats::grad_stats(&self.cuda, ctl)
     }
 
     fn tune(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>> {

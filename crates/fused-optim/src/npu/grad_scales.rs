@@ -23,7 +23,7 @@ const EPS: f32 = 1e-6;
 
 /// What a step's gradients are multiplied by, and whether they are to be used at all.
 #[derive(Debug, Default)]
-pub(super) struct Look {
+pub(super) struct GradScales {
     scale: f32,
     limit: Option<f32>,
     /// Zeros, [`APART`]; something else where a gradient is not finite.
@@ -37,54 +37,55 @@ pub(super) struct Look {
 #[expect(private_bounds, reason = "sealed: the nine rules, and nobody else's")]
 impl<H: NpuHyper> NpuOptimizer<H> {
     /// Looks at the gradients as far as it is asked for.
-    pub(super) fn look(&mut self, spans: &[Span], ctl: &StepCtl) -> Result<Look> {
-        let mut look = Look { scale: ctl.grad_scale, ..Look::default() };
+    pub(super) fn grad_scales(&mut self, spans: &[Span], ctl: &StepCtl) -> Result<GradScales> {
+        let mut scales = GradScales { scale: ctl.grad_scale, ..GradScales::default() };
         if ctl.found_inf == FoundInf::Check && !spans.is_empty() {
             let verdict = self.on.alloc(APART * spans.len(), AclDataType::FLOAT)?;
             self.on.zero(&verdict)?;
             for (at, span) in spans.iter().enumerate() {
-                let grad = self.scaled(span, &look)?;
+                let grad = self.scaled(span, &scales)?;
                 let nothing = self.scratch.t.part(0, span.count)?;
                 self.on.muls(&nothing, &grad, 0.0)?;
                 self.on.row_sums(&verdict.part(APART * at, 1)?, &nothing)?;
             }
-            look.verdict = Some(verdict);
+            scales.verdict = Some(verdict);
         }
         if let Some(Clip::Norm(clip)) = ctl.clip {
-            let norm = self.norm(spans, &look)?;
-            look.common.push(self.bound(&norm, clip.max_norm, EPS)?);
+            let norm = self.norm(spans, &scales)?;
+            scales.common.push(self.bound(&norm, clip.max_norm, EPS)?);
             self.norm = Some(norm);
         }
-        look.limit = Some(ctl.limit()).filter(|limit| limit.is_finite());
-        self.look_for_rules(spans, &mut look)?;
-        Ok(look)
+        scales.limit = Some(ctl.limit()).filter(|limit| limit.is_finite());
+        self.own_clip_scales(spans, &mut scales)?;
+        Ok(scales)
     }
 
     /// The rules' own clips, of gradients that are clipped already.
-    fn look_for_rules(&self, spans: &[Span], look: &mut Look) -> Result<()> {
+    fn own_clip_scales(&self, spans: &[Span], scales: &mut GradScales) -> Result<()> {
         let own = self.core.own_clips();
         let mut common = Vec::new();
         if own.contains(&OwnClip::Unit) && !spans.is_empty() {
-            common.push(self.bound(&self.norm(spans, look)?, 1.0, 0.0)?);
+            common.push(self.bound(&self.norm(spans, scales)?, 1.0, 0.0)?);
         }
         for (group, own) in own.iter().enumerate() {
             let of_group = |span: &&Span| self.flats[span.flat].kind.group == group;
             let spans: Vec<Span> = spans.iter().filter(of_group).cloned().collect();
             match own {
                 OwnClip::Group(max) if !spans.is_empty() => {
-                    look.groups.insert(group, self.bound(&self.norm(&spans, look)?, *max, EPS)?);
+                    let norm = self.norm(&spans, scales)?;
+                    scales.groups.insert(group, self.bound(&norm, *max, EPS)?);
                 }
                 OwnClip::Tensor(max) => {
                     for one in spans.iter().flat_map(|span| self.tensors_of(span)) {
                         let index = self.flats[one.flat].entries[one.entries.start].index;
-                        let norm = self.norm(&[one], look)?;
-                        look.tensors.insert(index, self.bound(&norm, *max, EPS)?);
+                        let norm = self.norm(&[one], scales)?;
+                        scales.tensors.insert(index, self.bound(&norm, *max, EPS)?);
                     }
                 }
                 _ => {}
             }
         }
-        look.common.extend(common);
+        scales.common.extend(common);
         Ok(())
     }
 
@@ -99,7 +100,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     }
 
     /// Gradients times the scale, within the limit; the buffer itself where neither does anything.
-    fn scaled(&self, span: &Span, look: &Look) -> Result<View> {
+    fn scaled(&self, span: &Span, scales: &GradScales) -> Result<View> {
         let raw = self.raw_gradient(span)?;
         let scratch = self.scratch.g.part(0, span.count)?;
         let mut grad = raw;
@@ -108,12 +109,12 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             grad = scratch.clone();
         }
         let group = &self.core.groups()[self.flats[span.flat].kind.group];
-        let scale = if group.hyper.maximize() { -look.scale } else { look.scale };
+        let scale = if group.hyper.maximize() { -scales.scale } else { scales.scale };
         if scale != 1.0 {
             self.on.muls(&scratch, &grad, scale)?;
             grad = scratch.clone();
         }
-        if let Some(limit) = look.limit {
+        if let Some(limit) = scales.limit {
             let least = self.on.alloc(1, AclDataType::FLOAT)?;
             self.on.fill(&least, -limit)?;
             for _ in 0..2 {
@@ -126,17 +127,17 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     }
 
     /// A span's gradients as the rule is to see them, in f32.
-    pub(super) fn gradient(&self, span: &Span, look: &Look) -> Result<View> {
-        let mut grad = self.scaled(span, look)?;
+    pub(super) fn gradient(&self, span: &Span, scales: &GradScales) -> Result<View> {
+        let mut grad = self.scaled(span, scales)?;
         let scratch = self.scratch.g.part(0, span.count)?;
-        let group = look.groups.get(&self.flats[span.flat].kind.group);
-        for factor in look.common.iter().chain(group) {
+        let group = scales.groups.get(&self.flats[span.flat].kind.group);
+        for factor in scales.common.iter().chain(group) {
             self.on.mul(&scratch, &grad, factor)?;
             grad = scratch.clone();
         }
         for one in self.tensors_of(span) {
             let index = self.flats[span.flat].entries[one.entries.start].index;
-            if let Some(factor) = look.tensors.get(&index) {
+            if let Some(factor) = scales.tensors.get(&index) {
                 if grad != scratch {
                     self.on.copy(&scratch, &grad)?;
                     grad = scratch.clone();
@@ -149,14 +150,14 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     }
 
     /// The 2-norm of all gradients of the spans, one number on the device.
-    fn norm(&self, spans: &[Span], look: &Look) -> Result<View> {
+    fn norm(&self, spans: &[Span], scales: &GradScales) -> Result<View> {
         let parts = self.on.alloc(APART * spans.len().max(1), AclDataType::FLOAT)?;
         let norm = self.on.alloc(1, AclDataType::FLOAT)?;
         self.on.zero(&parts)?;
         for (at, span) in spans.iter().enumerate() {
-            let mut grad = self.scaled(span, look)?;
+            let mut grad = self.scaled(span, scales)?;
             let squares = self.scratch.t.part(0, span.count)?;
-            for factor in &look.common {
+            for factor in &scales.common {
                 let scratch = self.scratch.g.part(0, span.count)?;
                 self.on.mul(&scratch, &grad, factor)?;
                 grad = scratch;
@@ -181,8 +182,8 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     }
 
     /// Whether a gradient was found that is not finite. Waits for the device, if it was to look.
-    pub(super) fn is_bad(&self, look: &Look) -> Result<bool> {
-        let Some(verdict) = &look.verdict else { return Ok(false) };
+    pub(super) fn found_inf(&self, scales: &GradScales) -> Result<bool> {
+        let Some(verdict) = &scales.verdict else { return Ok(false) };
         let verdict = floats(&self.on.read(verdict)?, AclDataType::FLOAT);
         Ok(verdict.iter().any(|x| !x.is_finite()))
     }

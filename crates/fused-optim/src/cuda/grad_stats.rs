@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cuda_rt::Device;
 
-use super::asked::asked;
 use super::device::launch;
 use super::fused::{BLOCKS, Fused, UNBOUND, read_answer};
+use super::requests::request;
 use super::rules::DeviceHyper;
 use super::table::{Answer, Bytes, Job};
 use super::{CudaOptimizer, DeviceSlice, Gpu};
@@ -78,21 +78,21 @@ pub(super) fn grad_stats<H: DeviceHyper + std::fmt::Debug>(
     optimizer: &Arc<Mutex<CudaOptimizer<H>>>,
     ctl: &StepCtl,
 ) -> Result<Option<GradStats>> {
-    let ready = optimizer.lock().unwrap_or_else(PoisonError::into_inner).0.expect_looks(ctl)?;
+    let ready = optimizer.lock().unwrap_or_else(PoisonError::into_inner).0.expect_stats(ctl)?;
     Ok(ready.then(|| GradStats { optimizer: optimizer.clone(), ctl: *ctl }))
 }
 
 impl<H: DeviceHyper, D: Device> Fused<H, D> {
     /// Sends what a step with this `ctl` asks, so that no look has to, and forgets earlier looks. False if nothing
     /// is bound, or the step needs no look.
-    pub(super) fn expect_looks(&mut self, ctl: &StepCtl) -> Result<bool> {
+    pub(super) fn expect_stats(&mut self, ctl: &StepCtl) -> Result<bool> {
         ctl.validate()?;
         if self.bound.is_none() || !norms::needed(ctl, &self.core.own_clips()) {
             return Ok(false);
         }
-        self.forget_looks()?;
-        let asked = asked(ctl, self.core.groups(), self.loss_scale)?.bytes();
-        self.send(asked, None, None)?;
+        self.forget_stats()?;
+        let request = request(ctl, self.core.groups(), self.loss_scale)?.bytes();
+        self.send(request, None, None)?;
         Ok(true)
     }
 
@@ -107,9 +107,9 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     }
 
     /// Has the step look for itself, whatever has been found so far.
-    pub(super) fn forget_looks(&mut self) -> Result<()> {
+    pub(super) fn forget_stats(&mut self) -> Result<()> {
         let Some(bound) = &mut self.bound else { return Ok(()) };
-        match bound.looks.forget() {
+        match bound.taken.forget() {
             true => Ok(self.device.write(&mut bound.ctl, Answer::BAD, &0_u32.bytes())?),
             false => Ok(()),
         }
@@ -125,21 +125,21 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         on: Option<&D>,
     ) -> Result<()> {
         ctl.validate()?;
-        let asked = asked(ctl, self.core.groups(), self.loss_scale)?.bytes();
+        let request = request(ctl, self.core.groups(), self.loss_scale)?.bytes();
         let bound = self.bound.as_mut().ok_or(UNBOUND)?;
         let at = |&index: &usize| {
             let missing = Error::MissingParam { index, count: bound.indices.len() };
             bound.indices.binary_search(&index).map_err(|_| missing)
         };
         let members = indices.iter().map(at).collect::<Result<Vec<_>>>()?;
-        let parts = bound.looks.begin(&members, &asked);
-        self.send(asked, None, on)?;
+        let parts = bound.taken.begin(&members, &request);
+        self.send(request, None, on)?;
         let device = on.unwrap_or(&self.device);
         for part in &parts {
             // SAFETY: the caller vouches for these gradients.
             unsafe { self.look_at(device, part) }?;
         }
-        self.bound.iter_mut().for_each(|bound| bound.looks.end(&members));
+        self.bound.iter_mut().for_each(|bound| bound.taken.end(&members));
         Ok(())
     }
 
@@ -154,7 +154,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         unsafe { self.look_part(&all, ctl, None) }?;
         let bad = read_answer(&self.device, self.bound.as_ref().ok_or(UNBOUND)?)?.bad != 0;
         // The step looks for itself, at these or at others.
-        self.forget_looks()?;
+        self.forget_stats()?;
         Ok(bad)
     }
 

@@ -8,7 +8,7 @@ use npu_sys::sys::AclDataType;
 
 use super::flat::Span;
 use super::fused::NpuOptimizer;
-use super::look::{APART, Look};
+use super::grad_scales::{APART, GradScales};
 use super::numbers::{bytes, floats};
 use super::rules::{Finish, NpuHyper};
 use super::sequence::Reg;
@@ -17,16 +17,16 @@ use crate::{Layout, Result, Slice};
 
 /// A tensor of which sums are taken.
 #[derive(Clone, Copy, Debug)]
-struct Whole {
+struct FullTensor {
     rows: usize,
     count: usize,
     /// Its first number in its span.
     start: usize,
-    /// Where its sums begin; each product's are [`Whole::stride`] behind the one before.
+    /// Where its sums begin; each product's are [`FullTensor::stride`] behind the one before.
     at: usize,
 }
 
-impl Whole {
+impl FullTensor {
     const fn stride(&self) -> usize {
         self.rows.next_multiple_of(APART)
     }
@@ -35,22 +35,22 @@ impl Whole {
 #[expect(private_bounds, reason = "sealed: the nine rules, and nobody else's")]
 impl<H: NpuHyper> NpuOptimizer<H> {
     /// Takes the step; `false` if it is skipped.
-    pub(super) fn step_wholes(&mut self, spans: &[Span], look: &Look) -> Result<bool> {
-        let verdict = look.verdict.as_ref().map_or(0, View::count);
-        let (wholes, room) = self.plan(spans, verdict);
+    pub(super) fn step_tensors(&mut self, spans: &[Span], scales: &GradScales) -> Result<bool> {
+        let verdict = scales.verdict.as_ref().map_or(0, View::count);
+        let (tensors, room) = self.plan(spans, verdict);
         if room == 0 && spans.is_empty() {
             return Ok(true);
         }
         let answers = self.on.alloc(room.max(1), AclDataType::FLOAT)?;
-        if let Some(verdict) = &look.verdict {
+        if let Some(verdict) = &scales.verdict {
             self.on.copy(&answers.part(0, verdict.count())?, verdict)?;
             self.save()?;
         }
-        for (span, wholes) in spans.iter().zip(&wholes) {
-            let grad = self.gradient(span, look)?;
+        for (span, tensors) in spans.iter().zip(&tensors) {
+            let grad = self.gradient(span, scales)?;
             self.widen(span)?;
             self.sequence(span, &grad)?;
-            self.sums(span, &grad, wholes, &answers)?;
+            self.sums(span, &grad, tensors, &answers)?;
         }
         let answers = if room == 0 { Vec::new() } else { self.on.read(&answers)? };
         let answers = floats(&answers, AclDataType::FLOAT);
@@ -58,21 +58,21 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             self.restore()?;
             return Ok(false);
         }
-        for (span, wholes) in spans.iter().zip(&wholes) {
+        for (span, tensors) in spans.iter().zip(&tensors) {
             // Weights without a master were widened into scratch that all spans share.
             if self.flats[span.flat].master.is_none() {
                 self.widen(span)?;
             }
-            self.finish(span, wholes, &answers)?;
+            self.finish(span, tensors, &answers)?;
             self.narrow(span)?;
         }
         Ok(true)
     }
 
     /// Of which tensors sums are taken, by span and tensor, and where; behind the verdict.
-    fn plan(&self, spans: &[Span], verdict: usize) -> (Vec<Vec<Option<Whole>>>, usize) {
+    fn plan(&self, spans: &[Span], verdict: usize) -> (Vec<Vec<Option<FullTensor>>>, usize) {
         let mut room = verdict;
-        let mut whole = |span: &Span, at: usize| {
+        let mut tensor = |span: &Span, at: usize| {
             let flat = &self.flats[span.flat];
             let (entry, group) = (&flat.entries[at], flat.kind.group);
             let products = self.core.groups()[group].hyper.products().len();
@@ -81,13 +81,13 @@ impl<H: NpuHyper> NpuOptimizer<H> {
                 return None;
             }
             let start = entry.start - span.start;
-            let whole = Whole { rows, count: entry.count, start, at: room };
-            room += products * whole.stride();
-            Some(whole)
+            let tensor = FullTensor { rows, count: entry.count, start, at: room };
+            room += products * tensor.stride();
+            Some(tensor)
         };
-        let of_span = |span: &Span| span.entries.clone().map(|at| whole(span, at)).collect();
-        let wholes = spans.iter().map(of_span).collect();
-        (wholes, room)
+        let of_span = |span: &Span| span.entries.clone().map(|at| tensor(span, at)).collect();
+        let tensors = spans.iter().map(of_span).collect();
+        (tensors, room)
     }
 
     fn save(&mut self) -> Result<()> {
@@ -110,43 +110,44 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         &self,
         span: &Span,
         grad: &View,
-        wholes: &[Option<Whole>],
+        tensors: &[Option<FullTensor>],
         answers: &View,
     ) -> Result<()> {
         let hyper = &self.core.groups()[self.flats[span.flat].kind.group].hyper;
-        let wholes: Vec<&Whole> = wholes.iter().flatten().collect();
-        if wholes.is_empty() {
+        let tensors: Vec<&FullTensor> = tensors.iter().flatten().collect();
+        if tensors.is_empty() {
             return Ok(());
         }
         for (at, [a, b]) in hyper.products().iter().enumerate() {
             let (x, y) = (self.register(span, grad, *a)?, self.register(span, grad, *b)?);
-            let place = |whole: &Whole| answers.part(whole.at + at * whole.stride(), whole.rows);
+            let place =
+                |tensor: &FullTensor| answers.part(tensor.at + at * tensor.stride(), tensor.rows);
             // A norm is the root of a row's sum of squares.
             if a == b && !H::BY_ROWS && self.on.soc().is_second_generation() {
-                for some in wholes.chunks(Operators::NORMS) {
-                    let views = some.iter().map(|whole| x.part(whole.start, whole.count));
+                for some in tensors.chunks(Operators::NORMS) {
+                    let views = some.iter().map(|tensor| x.part(tensor.start, tensor.count));
                     let views = views.collect::<npu_sys::Result<Vec<_>>>()?;
-                    let norms = some.iter().map(|whole| place(whole));
+                    let norms = some.iter().map(|tensor| place(tensor));
                     self.on.foreach_norm(&norms.collect::<npu_sys::Result<Vec<_>>>()?, &views)?;
                 }
                 continue;
             }
             let products = self.register(span, grad, Reg::T)?;
             self.on.mul(&products, &x, &y)?;
-            for whole in &wholes {
-                self.on.row_sums(&place(whole)?, &products.part(whole.start, whole.count)?)?;
+            for tensor in &tensors {
+                self.on.row_sums(&place(tensor)?, &products.part(tensor.start, tensor.count)?)?;
             }
         }
         Ok(())
     }
 
     /// A tensor's sums by row, as the host has them now.
-    fn read_sums(&self, products: &[[Reg; 2]], whole: &Whole, answers: &[f32]) -> Vec<Sums> {
+    fn read_sums(&self, products: &[[Reg; 2]], tensor: &FullTensor, answers: &[f32]) -> Vec<Sums> {
         let norms = !H::BY_ROWS && self.on.soc().is_second_generation();
         let row = |row: usize| {
             let mut sums = Sums::default();
             for (at, product) in products.iter().enumerate() {
-                let sum = f64::from(answers[whole.at + at * whole.stride() + row]);
+                let sum = f64::from(answers[tensor.at + at * tensor.stride() + row]);
                 let sum = if norms { sum * sum } else { sum };
                 match product {
                     [Reg::P, Reg::P] => sums.pp = sum,
@@ -158,27 +159,27 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             }
             sums
         };
-        (0..whole.rows).map(row).collect()
+        (0..tensor.rows).map(row).collect()
     }
 
     /// The rest of a span's step.
-    fn finish(&self, span: &Span, wholes: &[Option<Whole>], answers: &[f32]) -> Result<()> {
+    fn finish(&self, span: &Span, tensors: &[Option<FullTensor>], answers: &[f32]) -> Result<()> {
         let flat = &self.flats[span.flat];
         let hyper = &self.core.groups()[flat.kind.group].hyper;
         let no_grad = self.raw_gradient(span)?;
         let p = self.register(span, &no_grad, Reg::P)?;
         let u = self.register(span, &no_grad, Reg::U)?;
-        let finish = |whole: &Option<Whole>| {
-            let read = |whole: &Whole| self.read_sums(hyper.products(), whole, answers);
-            let mut rows = whole.as_ref().map_or_else(Vec::new, read);
+        let finish = |tensor: &Option<FullTensor>| {
+            let read = |tensor: &FullTensor| self.read_sums(hyper.products(), tensor, answers);
+            let mut rows = tensor.as_ref().map_or_else(Vec::new, read);
             let rows_of = if H::BY_ROWS { rows.len() } else { 0 };
-            let layout = Layout::new(whole.map_or(0, |whole| whole.count), rows_of);
+            let layout = Layout::new(tensor.map_or(0, |tensor| tensor.count), rows_of);
             hyper.conclude_sums(span.step, &mut rows, layout)
         };
-        let finishes: Vec<Finish> = wholes.iter().map(finish).collect();
-        for (whole, finish) in wholes.iter().zip(&finishes) {
-            if let Some(whole) = whole.filter(|_| !finish.along.is_empty()) {
-                let part = |view: &View| view.part(whole.start, whole.count);
+        let finishes: Vec<Finish> = tensors.iter().map(finish).collect();
+        for (tensor, finish) in tensors.iter().zip(&finishes) {
+            if let Some(tensor) = tensor.filter(|_| !finish.along.is_empty()) {
+                let part = |view: &View| view.part(tensor.start, tensor.count);
                 self.take_along(&part(&u)?, &part(&p)?, &finish.along)?;
             }
         }

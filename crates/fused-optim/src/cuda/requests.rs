@@ -2,19 +2,19 @@
 
 use super::LossScale;
 use super::rules::DeviceHyper;
-use super::table::{Asked, Group};
+use super::table::{Group, Request};
 use crate::rule::OwnClip;
 use crate::{FoundInf, ParamGroup, Result, StepCtl};
 
 /// The host's half of `Ctl`.
-pub(super) fn asked<H: DeviceHyper>(
+pub(super) fn request<H: DeviceHyper>(
     ctl: &StepCtl,
     groups: &[ParamGroup<H>],
     loss_scale: Option<LossScale>,
-) -> Result<Asked> {
+) -> Result<Request> {
     let own = |group: &ParamGroup<H>| group.hyper.own_clip() == OwnClip::Unit;
     let scale = loss_scale.unwrap_or_default();
-    Ok(Asked {
+    Ok(Request {
         max_norm: ctl.max_norm_on_device()?.unwrap_or(-1.0),
         growth: scale.growth_factor,
         backoff: scale.backoff_factor,

@@ -10,7 +10,7 @@ use crate::state::TensorState;
 
 /// The state of one tensor, on the device.
 #[derive(Debug)]
-pub(super) struct Held<M> {
+pub(super) struct DeviceState<M> {
     /// As it was when the tensor was last bound; the truth is on the device.
     pub(super) step: u64,
     /// Unknown as long as it was loaded and has no vectors.
@@ -21,7 +21,7 @@ pub(super) struct Held<M> {
     pub(super) master: bool,
 }
 
-impl<M> Held<M> {
+impl<M> DeviceState<M> {
     /// Makes the state that a rule begins with, for a tensor of `count` elements. A master is all zeros.
     pub(super) fn fresh<D: Device<Memory = M>>(
         device: &D,

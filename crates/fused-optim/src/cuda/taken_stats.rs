@@ -1,31 +1,31 @@
-//! Which gradients have been looked at before the step that they are for.
+//! Which gradients' statistics were taken before the step that they are for.
 
 use std::ops::Range;
 
 /// By tensor that is bound.
 #[derive(Debug)]
-pub(super) struct Looks {
+pub(super) struct TakenStats {
     /// Its chunks of `look`.
     chunks: Vec<Range<u32>>,
     done: Vec<bool>,
     /// What the host asked for then, as it was sent.
-    asked: Vec<u8>,
+    request: Vec<u8>,
     /// Whether there was any since [`forget`](Self::forget).
     begun: bool,
 }
 
-impl Looks {
+impl TakenStats {
     pub(super) fn new(chunks: Vec<Range<u32>>) -> Self {
-        Self { done: vec![false; chunks.len()], chunks, asked: Vec::new(), begun: false }
+        Self { done: vec![false; chunks.len()], chunks, request: Vec::new(), begun: false }
     }
 
-    /// The chunks of some tensors that are about to be looked at. Looks with other numbers no longer
+    /// The chunks of some tensors that are about to be looked at. Statistics with other numbers no longer
     /// count.
-    pub(super) fn begin(&mut self, tensors: &[usize], asked: &[u8]) -> Vec<Range<u32>> {
+    pub(super) fn begin(&mut self, tensors: &[usize], request: &[u8]) -> Vec<Range<u32>> {
         self.begun = true;
-        if self.asked != asked {
+        if self.request != request {
             self.done.fill(false);
-            self.asked = asked.to_vec();
+            self.request = request.to_vec();
         }
         let mut chunks: Vec<_> = tensors.iter().map(|at| self.chunks[*at].clone()).collect();
         chunks.sort_unstable_by_key(|range| range.start);
@@ -38,8 +38,8 @@ impl Looks {
     }
 
     /// The chunks that a step with these numbers has still to look at.
-    pub(super) fn left(&self, asked: &[u8]) -> Vec<Range<u32>> {
-        let none = self.asked != asked;
+    pub(super) fn left(&self, request: &[u8]) -> Vec<Range<u32>> {
+        let none = self.request != request;
         let all = self.chunks.iter().zip(&self.done);
         join(all.filter(|(_, done)| none || !**done).map(|(chunks, _)| chunks.clone()))
     }
@@ -72,23 +72,23 @@ mod tests {
         let pairs = |all: Vec<Range<u32>>| -> Vec<_> {
             all.iter().map(|range| (range.start, range.end)).collect()
         };
-        let look = |looks: &mut Looks, tensors: &[usize], asked: u8| {
-            let chunks = looks.begin(tensors, &[asked]);
-            looks.end(tensors);
+        let look = |taken: &mut TakenStats, tensors: &[usize], request: u8| {
+            let chunks = taken.begin(tensors, &[request]);
+            taken.end(tensors);
             pairs(chunks)
         };
-        let mut looks = Looks::new(vec![0..3, 3..3, 3..4, 4..9, 9..10]);
-        assert_eq!(pairs(looks.left(&[1])), [(0, 10)]);
-        assert_eq!(look(&mut looks, &[3, 1, 2], 1), [(3, 9)]);
-        assert_eq!(pairs(looks.left(&[1])), [(0, 3), (9, 10)]);
-        assert_eq!(pairs(looks.left(&[2])), [(0, 10)]);
-        assert_eq!(look(&mut looks, &[0, 4, 4], 1), [(0, 3), (9, 10)]);
-        assert!(looks.left(&[1]).is_empty());
-        assert_eq!(look(&mut looks, &[0], 2), [(0, 3)]);
-        assert_eq!(pairs(looks.left(&[2])), [(3, 10)]);
-        assert_eq!(pairs(looks.begin(&[1, 2], &[2])), [(3, 4)]);
-        assert_eq!(pairs(looks.left(&[2])), [(3, 10)]);
-        assert!(looks.forget() && !looks.forget());
-        assert_eq!(pairs(looks.left(&[2])), [(0, 10)]);
+        let mut taken = TakenStats::new(vec![0..3, 3..3, 3..4, 4..9, 9..10]);
+        assert_eq!(pairs(taken.left(&[1])), [(0, 10)]);
+        assert_eq!(look(&mut taken, &[3, 1, 2], 1), [(3, 9)]);
+        assert_eq!(pairs(taken.left(&[1])), [(0, 3), (9, 10)]);
+        assert_eq!(pairs(taken.left(&[2])), [(0, 10)]);
+        assert_eq!(look(&mut taken, &[0, 4, 4], 1), [(0, 3), (9, 10)]);
+        assert!(taken.left(&[1]).is_empty());
+        assert_eq!(look(&mut taken, &[0], 2), [(0, 3)]);
+        assert_eq!(pairs(taken.left(&[2])), [(3, 10)]);
+        assert_eq!(pairs(taken.begin(&[1, 2], &[2])), [(3, 4)]);
+        assert_eq!(pairs(taken.left(&[2])), [(3, 10)]);
+        assert!(taken.forget() && !taken.forget());
+        assert_eq!(pairs(taken.left(&[2])), [(0, 10)]);
     }
 }

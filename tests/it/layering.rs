@@ -85,7 +85,6 @@ const FOLDERS: &[&str] = &[
     "checkpoint",
     "runner",
     "hooks",
-    "zoo",
     "from_config",
     "cli",
 ];

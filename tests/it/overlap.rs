@@ -11,7 +11,7 @@ use runner::Result;
 use runner::data::Dataset;
 use runner::engine::candle::{CandleEngine, CandleOptions};
 use runner::engine::{Engine, EngineState, GradSink, SharedSink, StepContext};
-use runner::zoo::{Digits, ResNet, ResNetOptions, Split};
+use zoo::{Digits, ResNet, ResNetOptions, Split};
 
 /// Hands gradients to a reducer, and notes how many buckets had left after each.
 struct Watch {

@@ -17,7 +17,7 @@ use collective::{GroupOptions, ProcessGroup, ReducerOptions, Topology};
 use fused_optim::{Slice, SliceMut};
 use parking_lot::Mutex;
 use runner::config::Config;
-use runner::data::{Array, ArrayData, Batch, Dataset};
+use runner::data::{Array, ArrayData, Batch, DATASETS, Dataset};
 use runner::engine::candle::candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
 use runner::engine::candle::candle_nn::{self, VarBuilder, VarMap};
 use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
@@ -26,12 +26,9 @@ use runner::engine::{
     TensorSpec,
 };
 use runner::hooks::{Hook, Priority};
-use runner::model::MODEL_WRAPPERS;
-use runner::model::{DistributedDataParallel, ModelWrapper};
-use runner::zoo::{
-    DATASETS, MODELS, Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions,
-};
+use runner::model::{DistributedDataParallel, MODEL_WRAPPERS, MODELS, ModelWrapper};
 use runner::{Runner, RunnerBuilder};
+use zoo::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
 
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();

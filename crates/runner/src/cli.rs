@@ -5,7 +5,7 @@
 //!
 //! ```no_run
 //! fn main() -> std::process::ExitCode {
-//!     // runner::zoo::MODELS.register("MyNet", ...)
+//!     // runner::model::MODELS.register("MyNet", ...)
 //!     runner::cli::main()
 //! }
 //! ```

@@ -9,16 +9,16 @@ use std::time::Duration;
 use collective::{Launcher, Transport};
 
 use crate::config::{Config, Mistakes, Section, unknown};
+use crate::data::DATASETS;
 use crate::engine::{CompileOptions, WrongGradient};
 use crate::evaluate::{METRICS, Metric};
 use crate::hooks::{self, DEFAULTS, Hook, NOOP, Priority};
-use crate::model::{DistributedDataParallel, MODEL_WRAPPERS};
+use crate::model::{DistributedDataParallel, MODEL_WRAPPERS, MODELS};
 use crate::optim_wrapper::OPTIM_WRAPPERS;
 use crate::placement::DeviceConfig;
 use crate::runner::{DataLoaderConfig, EvalSplit, Length, RunnerBuilder, TrainConfig};
 use crate::schedulers;
 use crate::sinks::Level;
-use crate::zoo::{DATASETS, MODELS};
 use crate::{Error, Result};
 
 /// `env_cfg.resource_limit`, MMEngine's.

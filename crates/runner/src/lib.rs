@@ -35,8 +35,8 @@
 //! use runner::engine::candle::CandleEngine;
 //! use runner::evaluate::Accuracy;
 //! use runner::optim_wrapper::OptimWrapperFactory;
-//! use runner::zoo::{Digits, Mlp, MlpOptions, Split};
 //! use runner::{DataLoaderConfig, Runner, TrainConfig};
+//! use zoo::{Digits, Mlp, MlpOptions, Split};
 //!
 //! # fn main() -> runner::Result<()> {
 //! let dir = tempfile::tempdir().unwrap();
@@ -68,7 +68,6 @@
 //! | [`hooks`] | everything that happens around a batch |
 //! | [`schedulers`] | learning rate and momentum over a run |
 //! | [`checkpoint`] | atomic, checksummed, exact to resume from |
-//! | [`zoo`] | models and data sets that a configuration can name, examples among them |
 
 pub mod checkpoint;
 pub mod cli;
@@ -89,7 +88,6 @@ pub mod signals;
 pub mod sinks;
 #[cfg(test)]
 mod testing;
-pub mod zoo;
 
 pub use error::{Error, Result};
 pub use runner::{DataLoaderConfig, Length, Runner, RunnerBuilder, Save, TrainConfig};

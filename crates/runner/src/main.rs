@@ -1,5 +1,13 @@
-//! The `runner` program; everything is in the library.
+//! The `runner` program: the library's command line, and the models and data sets of the example configurations.
+
+/// The crate `zoo`, which depends on this package and so cannot be among its dependencies.
+#[cfg(feature = "candle")]
+#[expect(dead_code, unreachable_pub, unused_imports, reason = "examples and tests use the rest")]
+#[path = "../zoo/lib.rs"]
+mod zoo;
 
 fn main() -> std::process::ExitCode {
+    #[cfg(feature = "candle")]
+    zoo::register();
     runner::cli::main()
 }

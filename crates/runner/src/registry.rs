@@ -6,11 +6,11 @@
 //! before the first side effect.
 //!
 //! Each part of this crate has its registry as a static beside its own components:
-//! [`zoo::MODELS`](crate::zoo::MODELS), [`model::MODEL_WRAPPERS`](crate::model::MODEL_WRAPPERS),
+//! [`model::MODELS`](crate::model::MODELS) and [`MODEL_WRAPPERS`](crate::model::MODEL_WRAPPERS),
 //! [`optim_wrapper::OPTIM_WRAPPERS`](crate::optim_wrapper::OPTIM_WRAPPERS) and
 //! [`OPTIMIZERS`](crate::optim_wrapper::OPTIMIZERS),
 //! [`schedulers::PARAM_SCHEDULERS`](crate::schedulers::PARAM_SCHEDULERS), [`hooks::HOOKS`](crate::hooks::HOOKS),
-//! [`zoo::DATASETS`](crate::zoo::DATASETS), [`evaluate::METRICS`](crate::evaluate::METRICS). A program of your own
+//! [`data::DATASETS`](crate::data::DATASETS), [`evaluate::METRICS`](crate::evaluate::METRICS). A program of your own
 //! adds to them before it starts the runner:
 //!
 //! ```

@@ -1,6 +1,7 @@
 //! What unit tests share: an engine without a tensor crate, and a run around it.
 
 use std::path::Path;
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use collective::ProcessGroup;
@@ -8,8 +9,9 @@ use fused_optim::{DType, Sgd, SgdHyper, Slice, SliceMut};
 use half::{bf16, f16};
 
 use crate::Result;
-use crate::data::{Array, ArrayData, Batch, Dataset};
+use crate::data::{Array, ArrayData, Batch, DATASETS, Dataset};
 use crate::engine::{Engine, Losses, StepContext, TensorSpec};
+use crate::model::{MODELS, ModelFactory};
 use crate::optim_wrapper::OptimWrapperFactory;
 use crate::runner::{DataLoaderConfig, RunnerBuilder, TrainConfig};
 
@@ -130,12 +132,24 @@ pub(crate) fn sgd(lr: f64) -> OptimWrapperFactory {
     })
 }
 
+/// A fake engine of two parameters.
+fn fake() -> ModelFactory {
+    Box::new(|_| Ok(Box::new(FakeEngine::new(&[("w", Values::F32(vec![1.0, 2.0]))], &[]))))
+}
+
+/// Lets configurations name the model `Fake`, and `Blank`, eight samples of nothing.
+pub(crate) fn register() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        MODELS.register("Fake", |_| Ok(fake())).unwrap();
+        DATASETS.register("Blank", |_| Ok(Box::new(|| Ok(Arc::new(Blank(8)))))).unwrap();
+    });
+}
+
 /// A run of one rank on `len` blank samples, with a fake engine.
 pub(crate) fn builder(dir: &Path, len: usize) -> RunnerBuilder {
     RunnerBuilder::default()
-        .model(Box::new(|_| {
-            Ok(Box::new(FakeEngine::new(&[("w", Values::F32(vec![1.0, 2.0]))], &[])))
-        }))
+        .model(fake())
         .optim_wrapper(sgd(0.1))
         .train_dataloader(blank(len))
         .train_cfg(TrainConfig::new(1))

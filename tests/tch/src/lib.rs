@@ -34,7 +34,7 @@
 //! }
 //!
 //! // In `main`, before `runner::cli::main()`; configurations then say `model.type = "Net"`.
-//! runner::zoo::MODELS.register("Net", |_| Ok(factory()))?;
+//! runner::model::MODELS.register("Net", |_| Ok(factory()))?;
 //! # Ok::<(), runner::Error>(())
 //! ```
 

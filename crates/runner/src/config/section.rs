@@ -337,8 +337,9 @@ impl Section {
         }
     }
 
-    /// Span of the value of `key`; the table's own if it is absent.
-    pub(crate) fn offset_of(&self, key: &str) -> Span {
+    /// Span of the value of `key`, for an error about it, asked for before the value; the table's own if it is absent.
+    #[must_use]
+    pub fn offset_of(&self, key: &str) -> Span {
         let entry = self.entries.iter().find(|e| e.key == key);
         entry.map_or(&self.place, |e| &e.node.place).clone()
     }

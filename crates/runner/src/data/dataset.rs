@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::Batch;
 use crate::Result;
+use crate::registry::Registry;
 
 /// A finite, indexed set of samples.
 pub trait Dataset: Send + Sync {
@@ -29,6 +30,9 @@ pub trait Dataset: Send + Sync {
         self.len() == 0
     }
 }
+
+/// The data sets a configuration can name, `[train_dataloader.dataset]`: those that the program registers.
+pub static DATASETS: Registry<DatasetFactory> = Registry::new("data set");
 
 /// Makes a data set; reading files is left until the whole configuration is known to be right.
 pub type DatasetFactory = Box<dyn FnOnce() -> Result<Arc<dyn Dataset>> + Send>;

@@ -6,6 +6,6 @@ mod loader;
 mod sampler;
 
 pub use array::{Array, ArrayData, Batch};
-pub use dataset::{Dataset, DatasetFactory};
+pub use dataset::{DATASETS, Dataset, DatasetFactory};
 pub use loader::{DataLoader, IterScale};
 pub use sampler::DefaultSampler;

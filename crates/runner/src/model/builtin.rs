@@ -1,12 +1,15 @@
-//! How `[model_wrapper_cfg]` is written.
+//! What `[model]` and `[model_wrapper_cfg]` can name.
 
 use collective::ReducerOptions;
 use collective::reducer::{CommHook, PowerSgd};
 
-use super::{DistributedDataParallel, WrapperFactory};
+use super::{DistributedDataParallel, ModelFactory, WrapperFactory};
 use crate::Result;
 use crate::config::Section;
 use crate::registry::Registry;
+
+/// The models a configuration can name, `[model]`: those that the program registers.
+pub static MODELS: Registry<ModelFactory> = Registry::new("model");
 
 /// The wrappers a configuration can name, `[model_wrapper_cfg]`; MMEngine's own spellings are among them.
 pub static MODEL_WRAPPERS: Registry<WrapperFactory> = Registry::with(

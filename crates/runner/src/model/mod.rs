@@ -12,7 +12,7 @@ mod state;
 use collective::ProcessGroup;
 use fused_optim::{DType, Slice};
 
-pub use builtin::MODEL_WRAPPERS;
+pub use builtin::{MODEL_WRAPPERS, MODELS};
 pub use ddp::DistributedDataParallel;
 
 use crate::Result;

@@ -411,12 +411,13 @@ mod tests {
     use crate::config::Config;
     use crate::evaluate::Accuracy;
     use crate::hooks::CheckpointHook;
-    use crate::testing::{blank, builder};
+    use crate::testing::{blank, builder, register};
 
     #[test]
     fn the_default_hooks_are_those_of_a_configuration() {
-        let config = "model.type = 'Mlp'\ntrain_cfg.max_epochs = 1\n\
-                      train_dataloader = { batch_size = 1, dataset.type = 'Digits' }\n\
+        register();
+        let config = "model.type = 'Fake'\ntrain_cfg.max_epochs = 1\n\
+                      train_dataloader = { batch_size = 1, dataset.type = 'Blank' }\n\
                       optim_wrapper = { type = 'OptimWrapper', optimizer = { type = 'Adam' } }";
         let names = |builder: &RunnerBuilder| {
             builder.hooks.iter().map(|(_, hook)| hook.name().to_owned()).collect::<Vec<_>>()

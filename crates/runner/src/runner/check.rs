@@ -238,9 +238,10 @@ fn check_names(hooks: &[(Priority, Box<dyn Hook>)], mistakes: &Mistakes) {
 mod tests {
     use super::*;
     use crate::config::Config;
+    use crate::testing::register;
 
-    const GOOD: &str = "model = { type = 'Mlp', in_features = 64 }\ntrain_cfg.max_epochs = 2\n\
-                        train_dataloader.batch_size = 1\ntrain_dataloader.dataset.type = 'Digits'\n\
+    const GOOD: &str = "model.type = 'Fake'\ntrain_cfg.max_epochs = 2\n\
+                        train_dataloader.batch_size = 1\ntrain_dataloader.dataset.type = 'Blank'\n\
                         optim_wrapper.optimizer = { type = 'SGD', lr = 0.1 }\n";
 
     fn check(config: &str) -> (Vec<String>, Result<()>) {
@@ -249,6 +250,7 @@ mod tests {
 
     #[test]
     fn a_check_finds_what_only_the_whole_shows() {
+        register();
         let check = |more: &str| check(&format!("{GOOD}{more}")).1.map_err(|e| e.to_string());
         check("param_scheduler = { type = 'LinearLR', begin = 1 }").unwrap();
         check("param_scheduler = { type = 'LinearLR', begin = 9, by_epoch = false }").unwrap();

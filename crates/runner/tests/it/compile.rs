@@ -5,8 +5,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use collective::ProcessGroup;
+use runner::Result;
 use runner::config::Config;
-use runner::{Result, RunnerBuilder};
+
+use crate::common::from_config;
 
 /// Accuracy and report of some epochs on the digits.
 fn train(dir: &Path, compile: &str, epochs: usize) -> Result<(f64, String)> {
@@ -21,7 +23,7 @@ fn train(dir: &Path, compile: &str, epochs: usize) -> Result<(f64, String)> {
         randomness = {{ seed = 1 }}"
     );
     let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
-    let builder = RunnerBuilder::from_config(Config::from_text("c.toml", text)?)?;
+    let builder = from_config(Config::from_text("c.toml", text)?)?;
     let mut runner = builder.work_dir(dir).process_group(group).build()?;
     let report = runner.engine_mut().compile_report();
     let accuracy = runner.train()?[0].1;

@@ -11,11 +11,12 @@ use rand_chacha::ChaCha8Rng;
 use runner::config::Config;
 use runner::data::Batch;
 use runner::hooks::Hook;
-use runner::{Error, Result, Runner, RunnerBuilder};
+use runner::{Error, Result, Runner};
 use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, setrlimit};
 use signal_hook::low_level::signal_name;
 
 use crate::common::alone;
+use crate::common::from_config;
 
 const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
 const DEADLINE: Duration = Duration::from_secs(240);
@@ -242,7 +243,7 @@ fn asked_in_a_validation() {
         return;
     };
     runner::signals::catch().unwrap();
-    let builder = RunnerBuilder::from_config(Config::from_file(config).unwrap()).unwrap();
+    let builder = from_config(Config::from_file(config).unwrap()).unwrap();
     let mut run = builder.work_dir(dir).hook(Box::new(Ask(true))).build().unwrap();
     assert!(matches!(run.train(), Err(Error::Interrupted { signal: 15, saved: true })));
 }
@@ -310,7 +311,7 @@ fn asked_before_the_first_batch() {
         return;
     };
     runner::signals::catch().unwrap();
-    let builder = RunnerBuilder::from_config(Config::from_file(config).unwrap()).unwrap();
+    let builder = from_config(Config::from_file(config).unwrap()).unwrap();
     let mut run = builder.work_dir(dir).hook(Box::new(AskFirst)).build().unwrap();
     let said = run.train().unwrap_err().to_string();
     assert!(said.starts_with("ended by signal 15 and no checkpoint to resume from"), "{said}");
@@ -353,7 +354,7 @@ fn on_a_full_disk() {
     let (Ok(config), Ok(dir)) = (std::env::var("FULL_CONFIG"), std::env::var("FULL_DIR")) else {
         return;
     };
-    let builder = RunnerBuilder::from_config(Config::from_file(config).unwrap()).unwrap();
+    let builder = from_config(Config::from_file(config).unwrap()).unwrap();
     let builder = builder.work_dir(dir).resume(true).hook(Box::new(FillDisk));
     let trained = builder.build().unwrap().train();
     assert!(trained.is_ok(), "{}", trained.unwrap_err());

@@ -7,12 +7,13 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use crate::common::from_config;
 use crate::common::slurm::Cluster;
+use runner::Runner;
 use runner::config::Config;
 use runner::data::{Array, Batch};
 use runner::engine::Losses;
 use runner::hooks::Hook;
-use runner::{Runner, RunnerBuilder};
 use safetensors::SafeTensors;
 
 const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
@@ -469,7 +470,7 @@ fn worker() {
     let seen = File::create(dir.join(format!("seen{}", std::env::var("RANK").unwrap()))).unwrap();
     let overflows = dir.join("overflows").exists();
     let config = Config::from_file(dir.join("config.toml")).unwrap();
-    let builder = RunnerBuilder::from_config(config).unwrap().work_dir(dir);
+    let builder = from_config(config).unwrap().work_dir(dir);
     let watcher = Box::new(Watcher { overflows, seen });
     builder.hook(watcher).build().unwrap().train().unwrap();
 }

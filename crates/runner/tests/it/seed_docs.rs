@@ -12,15 +12,15 @@ use std::time::Duration;
 
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use collective::{ProcessGroup, ReducerOptions};
+use runner::Result;
 use runner::config::Config;
 use runner::engine::candle::{
     CandleEngine, CandleModel, Loss, Outputs, TensorBatch, candle_core, candle_nn, ops,
 };
 use runner::engine::{Engine, StepContext};
-use runner::model::MODEL_WRAPPERS;
-use runner::model::{DistributedDataParallel, ModelWrapper, WrapperOver};
-use runner::zoo::MODELS;
-use runner::{Result, RunnerBuilder};
+use runner::model::{DistributedDataParallel, MODEL_WRAPPERS, MODELS, ModelWrapper, WrapperOver};
+
+use crate::common::from_config;
 
 const RUNNER: &str = env!("CARGO_BIN_EXE_runner");
 
@@ -307,7 +307,7 @@ impl Trained {
         let groups = ProcessGroup::threads(ranks, Duration::from_secs(60)).unwrap();
         let rank = |group: ProcessGroup| {
             let config = Config::from_text("job.toml", config)?;
-            let builder = RunnerBuilder::from_config(config)?.work_dir(dir.path());
+            let builder = from_config(config)?.work_dir(dir.path());
             builder.process_group(group).build()?.train().map(drop)
         };
         let outcome = std::thread::scope(|scope| {

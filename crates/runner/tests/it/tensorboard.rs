@@ -5,9 +5,10 @@ use std::process::Command;
 use std::time::Duration;
 
 use collective::ProcessGroup;
-use runner::RunnerBuilder;
 use runner::config::Config;
 use serde_json::Value;
+
+use crate::common::from_config;
 
 const CONFIG: &str = r#"
 model = { type = "Mlp", in_features = 64, hidden = [8], num_classes = 10 }
@@ -41,7 +42,7 @@ fn tensorboard_loads_what_was_written() {
     let python = std::env::var("TENSORBOARD_PYTHON").unwrap_or_else(|_| "python3".into());
     let dir = tempfile::tempdir().unwrap();
     let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
-    let builder = RunnerBuilder::from_config(Config::from_text("c.toml", CONFIG).unwrap()).unwrap();
+    let builder = from_config(Config::from_text("c.toml", CONFIG).unwrap()).unwrap();
     builder.process_group(group).work_dir(dir.path()).build().unwrap().train().unwrap();
     let runs = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().path().join("vis_data"));
     let vis = runs.into_iter().find(|p| p.is_dir()).unwrap();

@@ -22,8 +22,8 @@ use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
 use runner::engine::{Engine, EngineState, TensorSpec};
 use runner::model::DistributedDataParallel;
 use runner::optim_wrapper::OptimWrapper;
-use runner::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
 use serde_json::{Map, Value, json};
+use zoo::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
 
 const PEER: &str = r#"
 import json, sys

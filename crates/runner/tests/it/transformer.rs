@@ -7,7 +7,6 @@ use std::time::Duration;
 use candle_core::{Module, Tensor};
 use candle_nn::VarBuilder;
 use collective::{ProcessGroup, ReducerOptions};
-use runner::RunnerBuilder;
 use runner::config::Config;
 use runner::data::{Array, ArrayData, Batch};
 use runner::engine::candle::{
@@ -15,6 +14,8 @@ use runner::engine::candle::{
 };
 use runner::engine::{Engine, EngineState, StepContext};
 use runner::model::{DistributedDataParallel, ModelWrapper};
+
+use crate::common::from_config;
 
 fn train(dir: &Path, wrapper: &str) -> f64 {
     let text = format!(
@@ -45,7 +46,7 @@ fn train(dir: &Path, wrapper: &str) -> f64 {
     );
     let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
     let config = Config::from_text("c.toml", text).unwrap();
-    let builder = RunnerBuilder::from_config(config).unwrap().work_dir(dir).process_group(group);
+    let builder = from_config(config).unwrap().work_dir(dir).process_group(group);
     builder.build().unwrap().train().unwrap()[0].1
 }
 

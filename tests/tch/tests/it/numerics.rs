@@ -17,7 +17,7 @@ use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
 use runner::engine::{Engine, EngineState, GradSink, SharedSink, StepContext, TensorSpec};
 use runner::model::{DistributedDataParallel, ModelWrapper};
 use runner::optim_wrapper::OptimWrapper;
-use runner::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions};
+use zoo::{Mlp, MlpOptions, ResNet, ResNetOptions};
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Tensor};
 use tch_engine::{TchEngine, TchModel};

@@ -16,3 +16,10 @@ pub(crate) fn alone(test: &str) -> std::process::Command {
     command.args(["--ignored", "--exact", "--nocapture", test]);
     command
 }
+
+/// A run of a configuration that may name what is in the zoo.
+#[cfg(feature = "candle")]
+pub(crate) fn from_config(config: runner::config::Config) -> runner::Result<runner::RunnerBuilder> {
+    zoo::register();
+    runner::RunnerBuilder::from_config(config)
+}

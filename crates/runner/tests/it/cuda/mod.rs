@@ -13,14 +13,15 @@ use runner::data::{Array, ArrayData, Batch};
 use runner::engine::candle::{CandleEngine, CandleOptions};
 use runner::engine::{CompileOptions, ComputeDevice, Engine, GradSink, SharedSink};
 use runner::optim_wrapper::OptimWrapperFactory;
-use runner::zoo::{ResNet, ResNetOptions};
 use runner::{Result, Runner, RunnerBuilder};
 use safetensors::SafeTensors;
+use zoo::{ResNet, ResNetOptions};
 
 mod ema;
 #[cfg(feature = "nccl")]
 mod nccl;
 
+use crate::common::from_config;
 use crate::common::gpu;
 use crate::common::step::train_step;
 
@@ -52,7 +53,7 @@ fn builder(dir: &Path, more: &str, steps: usize, resume: bool) -> Result<RunnerB
         {checkpoints}
         randomness = {{ seed = 3 }}"
     );
-    Ok(RunnerBuilder::from_config(Config::from_text("c.toml", text)?)?.work_dir(dir))
+    Ok(from_config(Config::from_text("c.toml", text)?)?.work_dir(dir))
 }
 
 /// Its last checkpoint.
@@ -371,7 +372,7 @@ fn what_an_optimizer_on_the_gpu_does_not_do_is_refused_by_name() {
         ),
     );
     let own = |count| fused_optim::Sgd::with_one_group(fused_optim::SgdHyper::default(), count);
-    let builder = RunnerBuilder::from_config(config.unwrap()).unwrap();
+    let builder = from_config(config.unwrap()).unwrap();
     let builder = builder.optim_wrapper(OptimWrapperFactory::fp32(own)).work_dir(dir.path());
     let error = builder.build().unwrap_err().to_string();
     assert!(error.contains("the optimizer `sgd` computes on cpu, not on cuda:0"), "{error}");

@@ -4,9 +4,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use collective::ProcessGroup;
+use runner::Result;
 use runner::config::Config;
-use runner::{Result, RunnerBuilder};
 
+use crate::common::from_config;
 use crate::common::gpu;
 #[cfg(feature = "nccl")]
 use crate::common::nccl;
@@ -53,7 +54,7 @@ fn train(group: ProcessGroup, dir: &Path, more: &str, steps: usize, resume: bool
         default_hooks = {{ checkpoint = {{ type = 'CheckpointHook', by_epoch = false, interval = 5 }} }}
         randomness = {{ seed = 3 }}"
     );
-    let builder = RunnerBuilder::from_config(Config::from_text("c.toml", text)?)?;
+    let builder = from_config(Config::from_text("c.toml", text)?)?;
     let mut runner = builder.work_dir(dir).process_group(group).build()?;
     runner.train()?;
     let report = runner.engine_mut().compile_report().map(|report| report.to_string());

@@ -13,6 +13,7 @@ use std::time::Duration;
 use collective::ProcessGroup;
 use fused_optim::{DType, Slice, SliceMut};
 use parking_lot::Mutex;
+use runner::Result;
 use runner::config::Config;
 use runner::data::{Array, ArrayData, Batch};
 use runner::engine::candle::candle_core::{self, Tensor};
@@ -21,12 +22,12 @@ use runner::engine::candle::{
     CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch,
 };
 use runner::engine::{CompileOptions, Engine, EngineState, GradSink, SharedSink, StepContext};
-use runner::zoo::{
-    MODELS, Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions,
-};
-use runner::{Result, RunnerBuilder};
+use runner::model::MODELS;
+use zoo::{Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions};
 
 use nets::Net;
+
+use crate::common::from_config;
 
 /// Keeps all gradients as they came.
 #[derive(Default)]
@@ -287,7 +288,7 @@ fn run(
     );
     let dir = tempfile::tempdir().unwrap();
     let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
-    let builder = RunnerBuilder::from_config(Config::from_text("c.toml", config).unwrap()).unwrap();
+    let builder = from_config(Config::from_text("c.toml", config).unwrap()).unwrap();
     let run = builder.work_dir(dir.path()).process_group(group).build().unwrap().train().map(drop);
     (run, log(dir.path()))
 }

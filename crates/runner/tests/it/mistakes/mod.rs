@@ -5,7 +5,9 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use runner::config::Config;
-use runner::{Error, Result, RunnerBuilder};
+use runner::{Error, Result};
+
+use crate::common::from_config;
 
 mod check;
 
@@ -221,7 +223,7 @@ const MISTAKES: &[Mistake] = &[
 ];
 
 fn said(config: Result<Config>) -> String {
-    match config.and_then(RunnerBuilder::from_config) {
+    match config.and_then(from_config) {
         Err(Error::Config(text)) => text,
         other => panic!("not refused: {other:?}"),
     }
@@ -431,7 +433,7 @@ fn every_recorded_mistake_is_an_error_with_its_place() {
     let recorded = recorded.lines().filter_map(|l| l.strip_prefix("### ")?.split(" ::").next());
     let names: Vec<_> = MISTAKES.iter().map(|(name, ..)| *name).collect();
     assert_eq!(recorded.collect::<Vec<_>>(), names);
-    RunnerBuilder::from_config(Config::from_text("c.toml", GOOD).unwrap()).unwrap();
+    from_config(Config::from_text("c.toml", GOOD).unwrap()).unwrap();
     for (name, (good, bad, expected), (option, of_option)) in MISTAKES {
         assert!(GOOD.contains(good), "{name}");
         let text = said(Config::from_text("c.toml", GOOD.replacen(good, bad, 1)));
@@ -518,7 +520,7 @@ fn what_is_left_out_is_refused_by_name() {
     ] {
         let mut config = Config::from_text("c.toml", GOOD).unwrap();
         config.override_with([option]).unwrap();
-        RunnerBuilder::from_config(config).unwrap();
+        from_config(config).unwrap();
     }
 }
 
@@ -557,7 +559,7 @@ fn runs_by_iterations_are_read() {
         "type = \"IterBasedTrainLoop\"\nmax_iters = 9\ndynamic_intervals = [[4, 2], [6, 1]]",
     );
     let text = text.replace("batch_size = 64\ndataset = { type = \"Digits\" }", "batch_size = 64\ndataset = { type = \"Digits\" }\nsampler = { type = \"InfiniteSampler\" }");
-    RunnerBuilder::from_config(Config::from_text("c.toml", text.clone()).unwrap()).unwrap();
+    from_config(Config::from_text("c.toml", text.clone()).unwrap()).unwrap();
     for (good, bad, says) in [
         ("[[4, 2], [6, 1]]", "[[4, 2], [4, 1]]", "c.toml:15:21: `dynamic_intervals` must be pairs"),
         ("[[4, 2], [6, 1]]", "[[4, 0]]", "c.toml:15:21: `dynamic_intervals` must be pairs"),

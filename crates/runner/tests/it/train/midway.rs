@@ -198,8 +198,7 @@ fn weights_are_taken_without_the_rest_and_tested() {
     let best = dir.path().join("a").join(best);
     let again = |judge: Judge| {
         let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
-        let builder =
-            RunnerBuilder::from_config(Config::from_text("c.toml", config.clone()).unwrap());
+        let builder = from_config(Config::from_text("c.toml", config.clone()).unwrap());
         let builder = builder.unwrap().process_group(group).work_dir(dir.path().join("b"));
         judge(&mut builder.load_from(&best).build().unwrap()).unwrap()
     };

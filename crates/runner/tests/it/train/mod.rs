@@ -17,6 +17,8 @@ use runner::evaluate::Accuracy;
 use runner::hooks::Hook;
 use runner::{DataLoaderConfig, Error, Result, Runner, RunnerBuilder};
 
+use crate::common::from_config;
+
 /// 1438 samples: 12 batches an epoch on two ranks.
 const MLP: &str = r#"
 model = { type = "Mlp", in_features = 64, hidden = [8], num_classes = 10 }
@@ -55,7 +57,7 @@ fn run(
                 scope.spawn(move || {
                     let rank = group.rank();
                     let config = Config::from_text("c.toml", config)?;
-                    let builder = RunnerBuilder::from_config(config)?.work_dir(dir);
+                    let builder = from_config(config)?.work_dir(dir);
                     change(builder.process_group(group), rank).build()?.train()
                 })
             })

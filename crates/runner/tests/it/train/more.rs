@@ -7,7 +7,7 @@ use candle_nn::{Linear, Module, VarBuilder, linear};
 use runner::engine::candle::{
     CandleEngine, CandleModel, Loss, Outputs, TensorBatch, candle_core, candle_nn, ops,
 };
-use runner::zoo::MODELS;
+use runner::model::MODELS;
 
 use super::*;
 
@@ -169,7 +169,7 @@ fn parts_have_schedulers_of_their_own_and_are_resumed() {
 
 /// What a configuration is refused for; nothing if it is not.
 fn read(config: &str) -> String {
-    let read = Config::from_text("c.toml", config).and_then(RunnerBuilder::from_config);
+    let read = Config::from_text("c.toml", config).and_then(from_config);
     read.err().map(|error| error.to_string()).unwrap_or_default()
 }
 
@@ -185,7 +185,7 @@ fn a_run_without_training_judges() {
     let build = || {
         let config = Config::from_text("c.toml", &config).unwrap();
         let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
-        let builder = RunnerBuilder::from_config(config).unwrap().work_dir(&evaluated);
+        let builder = from_config(config).unwrap().work_dir(&evaluated);
         builder.process_group(group).load_from(trained.join("epoch_2")).build().unwrap()
     };
     assert_eq!(build().validate().unwrap(), *metrics[0].as_ref().unwrap());
@@ -209,7 +209,7 @@ fn a_run_without_training_judges_half_parameters_as_f32() {
     let judge = |config: &str, change: fn(RunnerBuilder) -> RunnerBuilder| {
         let config = Config::from_text("c.toml", config).unwrap();
         let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
-        let builder = RunnerBuilder::from_config(config).unwrap().work_dir(dir.path());
+        let builder = from_config(config).unwrap().work_dir(dir.path());
         change(builder.process_group(group)).build().unwrap().validate().unwrap()
     };
     let newest: fn(RunnerBuilder) -> RunnerBuilder = |builder| builder.resume(true);

@@ -8,9 +8,9 @@ use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 
 use super::{classification_loss, inputs};
-use crate::engine::candle::layers::{LayerNorm, Linear};
-use crate::engine::candle::ops::{self, AttentionOptions, Normalization};
-use crate::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
+use runner::engine::candle::layers::{LayerNorm, Linear};
+use runner::engine::candle::ops::{self, AttentionOptions, Normalization};
+use runner::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
 
 /// Shape of a [`Transformer`].
 #[derive(Clone, Debug, PartialEq)]

@@ -8,11 +8,11 @@ use candle_core::{Module, ModuleT, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
 use super::{classification_loss, inputs};
-use crate::engine::candle::layers::{
+use runner::engine::candle::layers::{
     BatchNorm2d, BatchNorm2dOptions, Conv2d, Conv2dOptions, Linear,
 };
-use crate::engine::candle::ops::{self, Normalization, Window};
-use crate::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
+use runner::engine::candle::ops::{self, Normalization, Window};
+use runner::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
 
 /// Shape of a [`ResNet`].
 #[derive(Clone, Debug, PartialEq)]

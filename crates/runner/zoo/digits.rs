@@ -11,8 +11,8 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::images::{Images, Split};
-use crate::data::{Batch, Dataset};
-use crate::{Error, Result};
+use runner::data::{Batch, Dataset};
+use runner::{Error, Result};
 
 /// The digits, or a part of them.
 ///
@@ -124,7 +124,7 @@ mod tests {
     use std::io::Write;
 
     use super::*;
-    use crate::data::ArrayData;
+    use runner::data::ArrayData;
 
     fn packed(text: &str) -> Vec<u8> {
         let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());

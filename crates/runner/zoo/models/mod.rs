@@ -14,16 +14,17 @@ pub use mlp::{Mlp, MlpOptions};
 pub use resnet::{ResNet, ResNetOptions};
 pub use transformer::{Transformer, TransformerOptions};
 
-use crate::Result;
-use crate::config::Section;
-use crate::engine::candle::ops::{self, Normalization};
-use crate::engine::candle::{CandleEngine, Loss, TensorBatch};
-use crate::model::ModelFactory;
-use crate::registry::Builtin;
+use runner::Result;
+use runner::config::Section;
+use runner::engine::candle::ops::{self, Normalization};
+use runner::engine::candle::{CandleEngine, Loss, TensorBatch};
+use runner::model::ModelFactory;
 
-/// The models that every configuration can name.
-pub(super) const READY: Builtin<ModelFactory> =
-    &[("ResNet", resnet), ("Mlp", mlp), ("Transformer", transformer)];
+/// The models by name.
+pub(super) const READY: [(&str, Build); 3] =
+    [("ResNet", resnet), ("Mlp", mlp), ("Transformer", transformer)];
+
+type Build = fn(&mut Section) -> Result<ModelFactory>;
 
 fn resnet(section: &mut Section) -> Result<ModelFactory> {
     let default = ResNetOptions::default();

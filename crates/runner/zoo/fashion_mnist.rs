@@ -8,8 +8,8 @@ use flate2::read::GzDecoder;
 
 use super::idx::{self, Idx};
 use super::images::{Images, Split};
-use crate::data::{Batch, Dataset};
-use crate::{Error, Result};
+use runner::data::{Batch, Dataset};
+use runner::{Error, Result};
 
 /// Fashion-MNIST, one part: 60 000 samples to learn from or 10 000 to evaluate on, of ten classes.
 ///

@@ -6,7 +6,7 @@
 
 use std::io::Read;
 
-use crate::{Error, Result};
+use runner::{Error, Result};
 
 /// An array of bytes.
 #[derive(Debug, PartialEq, Eq)]

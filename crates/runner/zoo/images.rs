@@ -1,8 +1,8 @@
 //! Labelled images in memory, and `Split`, the parts of a data set.
 
-use crate::config::Section;
-use crate::data::{Array, ArrayData, Batch};
-use crate::{Error, Result};
+use runner::config::Section;
+use runner::data::{Array, ArrayData, Batch};
+use runner::{Error, Result};
 
 /// Which part of a data set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

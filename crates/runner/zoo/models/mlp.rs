@@ -4,9 +4,9 @@ use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
 
 use super::{classification_loss, inputs};
-use crate::engine::candle::layers::Linear;
-use crate::engine::candle::ops::{self, Normalization};
-use crate::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
+use runner::engine::candle::layers::Linear;
+use runner::engine::candle::ops::{self, Normalization};
+use runner::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
 
 /// Shape of an [`Mlp`].
 #[derive(Clone, Debug, PartialEq)]

@@ -1,167 +1,88 @@
 //! Parses JSON text to a tree.
 //!
-//! serde_json does not report where a value is, so this is a parser of our own; strings and numbers are serde_json's.
+//! serde_json does not report where a value is, and `jsonc_parser` takes more for JSON than JSON is: so the one makes
+//! the tree, and the other has the last word.
 
 use std::sync::Arc;
 
-use super::tree::{Entry, Node, Source, Span, Value};
-use crate::{Error, Result};
+use jsonc_parser::common::Ranged;
+use jsonc_parser::{CollectOptions, ParseOptions, ast, parse_to_ast};
+use serde::de::IgnoredAny;
 
-/// Maximum depth of nested objects and arrays.
-const MAX_DEPTH: usize = 128;
+use super::tree::{Entry, Node, Source, Span, Value};
+use crate::Result;
+
+/// Nothing that `jsonc_parser` can take besides JSON.
+pub(crate) const STRICT: ParseOptions = ParseOptions {
+    allow_comments: false,
+    allow_loose_object_property_names: false,
+    allow_trailing_commas: false,
+    allow_missing_commas: false,
+    allow_single_quoted_strings: false,
+    allow_hexadecimal_numbers: false,
+    allow_unary_plus_numbers: false,
+    allow_bare_decimal_point_numbers: false,
+    allow_non_finite_numbers: false,
+    allow_extended_string_escapes: false,
+};
 
 /// Parses a whole file, whose root must be an object.
 pub(super) fn parse(source: &Arc<Source>, text: &str) -> Result<Node> {
-    let mut parser = Parser { source, text, at: 0, depth: 0 };
-    let root = parser.value()?;
-    parser.skip_space();
-    if parser.at < text.len() {
-        return Err(parser.error("expected the end of the file"));
+    let parsed = parse_to_ast(text, &CollectOptions::default(), &STRICT);
+    let parsed = parsed.map_err(|e| {
+        // A comma is missing where something else is.
+        let rest = text[e.range().start..].trim_start();
+        source.at(text.len() - rest.len()).error(format!("not JSON: {}", e.kind()))
+    })?;
+    // What is left: control characters in strings, white space of other scripts.
+    if let Err(e) = serde_json::from_str::<IgnoredAny>(text) {
+        return Err(source.at_line(e.line(), e.column()).error(format!("not JSON: {e}")));
     }
-    match root.value {
-        Value::Table(_) => Ok(root),
-        other => Err(root.place.error(format!("the root must be an object, got {}", other.kind()))),
+    match parsed.value {
+        Some(value @ ast::Value::Object(_)) => convert(source, value),
+        Some(value) => {
+            let Node { value, place } = convert(source, value)?;
+            Err(place.error(format!("the root must be an object, got {}", value.kind())))
+        }
+        None => Err(source.at(text.len()).error("expected an object")),
     }
 }
 
-struct Parser<'a> {
-    source: &'a Arc<Source>,
-    text: &'a str,
-    at: usize,
-    depth: usize,
+fn convert(source: &Arc<Source>, value: ast::Value<'_>) -> Result<Node> {
+    let place = source.at(value.range().start);
+    let value = match value {
+        ast::Value::NullKeyword(_) => Value::Null,
+        ast::Value::BooleanLit(boolean) => Value::Boolean(boolean.value),
+        ast::Value::StringLit(string) => Value::String(string.value.into_owned()),
+        ast::Value::NumberLit(number) => parse_number(number.value, &place)?,
+        ast::Value::Array(array) => {
+            let nodes = array.elements.into_iter().map(|element| convert(source, element));
+            Value::Array(nodes.collect::<Result<_>>()?)
+        }
+        ast::Value::Object(object) => {
+            let mut entries: Vec<Entry> = Vec::new();
+            for property in object.properties {
+                let key_place = source.at(property.name.range().start);
+                let key = property.name.into_string();
+                if entries.iter().any(|e| e.key == key) {
+                    return Err(key_place.error(format!("duplicate key `{key}`")));
+                }
+                entries.push(Entry { key, key_place, node: convert(source, property.value)? });
+            }
+            Value::Table(entries)
+        }
+    };
+    Ok(Node { value, place })
 }
 
-impl Parser<'_> {
-    fn place(&self) -> Span {
-        self.source.at(self.at)
+fn parse_number(text: &str, place: &Span) -> Result<Value> {
+    if let Ok(integer) = text.parse() {
+        return Ok(Value::Integer(integer));
     }
-
-    fn error(&self, message: impl std::fmt::Display) -> Error {
-        self.place().error(message)
-    }
-
-    fn peek(&self) -> Option<u8> {
-        self.text.as_bytes().get(self.at).copied()
-    }
-
-    fn skip_space(&mut self) {
-        while matches!(self.peek(), Some(b' ' | b'\t' | b'\n' | b'\r')) {
-            self.at += 1;
-        }
-    }
-
-    /// Takes `byte` if it is next.
-    fn take(&mut self, byte: u8) -> bool {
-        self.skip_space();
-        let is_next = self.peek() == Some(byte);
-        self.at += usize::from(is_next);
-        is_next
-    }
-
-    fn value(&mut self) -> Result<Node> {
-        self.skip_space();
-        let place = self.place();
-        let value = match self.peek() {
-            Some(b'{') => self.nested(Self::object)?,
-            Some(b'[') => self.nested(Self::array)?,
-            Some(b'"') => Value::String(self.string()?),
-            Some(b'-' | b'0'..=b'9') => self.number()?,
-            _ => self.literal()?,
-        };
-        Ok(Node { value, place })
-    }
-
-    fn nested(&mut self, inner: fn(&mut Self) -> Result<Value>) -> Result<Value> {
-        if self.depth == MAX_DEPTH {
-            return Err(self.error(format!("more than {MAX_DEPTH} nested objects")));
-        }
-        (self.at, self.depth) = (self.at + 1, self.depth + 1);
-        let value = inner(self)?;
-        self.depth -= 1;
-        Ok(value)
-    }
-
-    fn object(&mut self) -> Result<Value> {
-        let mut entries: Vec<Entry> = Vec::new();
-        while !self.take(b'}') {
-            if !entries.is_empty() && !self.take(b',') {
-                return Err(self.error("expected `,` or `}`"));
-            }
-            self.skip_space();
-            let key_place = self.place();
-            let key = self.string()?;
-            if entries.iter().any(|e| e.key == key) {
-                return Err(key_place.error(format!("duplicate key `{key}`")));
-            }
-            if !self.take(b':') {
-                return Err(self.error("expected `:`"));
-            }
-            let node = self.value()?;
-            entries.push(Entry { key, key_place, node });
-        }
-        Ok(Value::Table(entries))
-    }
-
-    fn array(&mut self) -> Result<Value> {
-        let mut nodes = Vec::new();
-        while !self.take(b']') {
-            if !nodes.is_empty() && !self.take(b',') {
-                return Err(self.error("expected `,` or `]`"));
-            }
-            nodes.push(self.value()?);
-        }
-        Ok(Value::Array(nodes))
-    }
-
-    fn string(&mut self) -> Result<String> {
-        if self.peek() != Some(b'"') {
-            return Err(self.error("expected a string in double quotes"));
-        }
-        let rest = &self.text.as_bytes()[self.at + 1..];
-        let mut escaped = false;
-        let len = rest.iter().position(|byte| {
-            let ends = *byte == b'"' && !escaped;
-            escaped = *byte == b'\\' && !escaped;
-            ends
-        });
-        let len = len.ok_or_else(|| self.error("this string does not end"))?;
-        let quoted = &self.text[self.at..self.at + len + 2];
-        let string =
-            serde_json::from_str(quoted).map_err(|e| self.error(format!("not a string: {e}")))?;
-        self.at += quoted.len();
-        Ok(string)
-    }
-
-    fn number(&mut self) -> Result<Value> {
-        let rest = &self.text[self.at..];
-        let is_in = |c: char| c.is_ascii_digit() || "+-.eE".contains(c);
-        let text = &rest[..rest.find(|c| !is_in(c)).unwrap_or(rest.len())];
-        let number: serde_json::Number = serde_json::from_str(text)
-            .map_err(|_| self.error(format!("`{text}` is not a number")))?;
-        let value = match number.as_i64() {
-            Some(integer) => Value::Integer(integer),
-            None if text.bytes().all(|b| b.is_ascii_digit() || b == b'-') => {
-                return Err(self.error(format!("`{text}` does not fit 64 bits")));
-            }
-            None => Value::Float(number.as_f64().unwrap_or(f64::NAN)),
-        };
-        self.at += text.len();
-        Ok(value)
-    }
-
-    fn literal(&mut self) -> Result<Value> {
-        let literals = [
-            ("true", Value::Boolean(true)),
-            ("false", Value::Boolean(false)),
-            ("null", Value::Null),
-        ];
-        for (literal, value) in literals {
-            if self.text[self.at..].starts_with(literal) {
-                self.at += literal.len();
-                return Ok(value);
-            }
-        }
-        Err(self.error("expected a value"))
+    let is_integer = text.bytes().all(|b| b.is_ascii_digit() || b == b'-');
+    match text.parse() {
+        Ok(float) if f64::is_finite(float) && !is_integer => Ok(Value::Float(float)),
+        _ => Err(place.error(format!("`{text}` does not fit 64 bits"))),
     }
 }
 
@@ -238,15 +159,21 @@ mod tests {
             ("[1]", "c.json:1:1: the root must be an object, got an array"),
             ("{\"a\": 1,\n \"a\": 2}", "c.json:2:2: duplicate key `a`"),
             ("{\"a\": 99999999999999999999}", "c.json:1:7: `99999999999999999999` does not fit"),
-            ("{\"a\": tru}", "c.json:1:7: expected a value"),
-            ("{\"a\": 1} x", "c.json:1:10: expected the end"),
-            ("{\"a\": [1 2]}", "c.json:1:10: expected `,` or `]`"),
-            ("{\"a\": \"x}", "c.json:1:7: this string does not end"),
+            ("{\"a\": 1e999}", "c.json:1:7: `1e999` does not fit"),
+            ("{\"a\": tru}", "c.json:1:7: not JSON: Unexpected token"),
+            ("{\"a\": 1} x", "c.json:1:10: not JSON: Text cannot contain more than one"),
+            ("{\"a\": [1 2]}", "c.json:1:10: not JSON: Expected comma"),
+            ("{\"a\": 1\n \"b\": 2}", "c.json:2:2: not JSON: Expected comma"),
+            ("{\"a\": \"x}", "c.json:1:7: not JSON: Unterminated string"),
+            ("", "c.json:1:1: not JSON: "),
+            // What the parser lets pass, and JSON does not.
+            ("{\n\"a\": \"b\tc\"}", "c.json:2:7: not JSON: control character"),
+            ("{\n\"a\":\u{a0}1}", "c.json:2:5: not JSON: expected value"),
         ] {
             let said = read(text).unwrap_err().to_string();
             assert!(said.starts_with(says), "{said}");
         }
         let deep = format!("{{\"a\": {}", "[".repeat(1000));
-        assert!(read(&deep).unwrap_err().to_string().contains("nested objects"));
+        assert!(read(&deep).unwrap_err().to_string().contains("nesting depth"));
     }
 }

@@ -26,6 +26,7 @@ mod tree;
 
 use std::path::Path;
 
+pub(crate) use json::STRICT as STRICT_JSON;
 pub(crate) use mistakes::Mistakes;
 pub use section::{ConfigValue, FromConfig, Section};
 pub(crate) use section::{parse_duration, unknown};

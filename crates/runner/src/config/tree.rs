@@ -28,6 +28,12 @@ impl Source {
     pub(super) fn at(self: &Arc<Self>, offset: usize) -> Span {
         Span { source: Arc::clone(self), offset }
     }
+
+    /// A span at a line and a byte of it, both counted from 1.
+    pub(super) fn at_line(self: &Arc<Self>, line: usize, byte: usize) -> Span {
+        let start = self.line_starts.get(line.saturating_sub(1)).copied().unwrap_or(0);
+        self.at(start + byte.saturating_sub(1))
+    }
 }
 
 /// Source and offset of a key or value.

@@ -7,8 +7,9 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use serde_json::{Map, Value};
+use jsonc_parser::{JsonObject, JsonValue, ParseOptions, parse_to_value};
 
+use crate::config::STRICT_JSON;
 use crate::{Error, Result};
 
 /// Points of one scalar: iteration and value.
@@ -55,10 +56,13 @@ impl Run {
             iter = own.or(iter);
             let at = iter.map_or(step, |iter| iter.max(step));
             for (name, value) in scalars {
-                let value = if value.is_null() { Some(f64::NAN) } else { value.as_f64() };
-                if let Some(value) = value {
-                    self.curves.entry(name).or_default().push((at, value as f32));
-                }
+                let value = match value {
+                    JsonValue::Null => f32::NAN,
+                    JsonValue::Number(number) => number.parse().unwrap_or(f32::NAN),
+                    _ => continue,
+                };
+                let value = if value.is_finite() { value } else { f32::NAN };
+                self.curves.entry(name.into()).or_default().push((at, value));
             }
         }
         Ok(())
@@ -89,49 +93,33 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// One line of a file.
-struct Record {
+struct Record<'a> {
     step: i64,
     /// Lines of training have one.
     iter: Option<i64>,
-    scalars: Map<String, Value>,
+    scalars: JsonObject<'a>,
 }
 
+/// JSON as Python writes it.
+const PYTHONS: ParseOptions = ParseOptions { allow_non_finite_numbers: true, ..STRICT_JSON };
+
 /// All lines but an incomplete last one.
-fn records(text: &str) -> Result<Vec<Record>> {
+fn records(text: &str) -> Result<Vec<Record<'_>>> {
     let mut records = Vec::new();
     for (number, line) in text.split_inclusive('\n').enumerate() {
         let fail = |e: &str| Error::Data(format!("line {}: {e}", number + 1));
-        let scalars = match parse(line) {
-            Ok(Value::Object(scalars)) => scalars,
+        let scalars = match parse_to_value(line, &PYTHONS) {
+            Ok(Some(JsonValue::Object(scalars))) => scalars,
+            Ok(None) => continue,
             Ok(_) => return Err(fail("not a JSON object")),
-            Err(_) if line.trim().is_empty() || !line.ends_with('\n') => continue,
+            Err(_) if !line.ends_with('\n') => continue,
             Err(e) => return Err(fail(&e.to_string())),
         };
-        let integer = |name: &str| scalars.get(name).and_then(Value::as_i64);
+        let integer = |name: &str| scalars.get_number(name)?.parse().ok();
         let step = integer("step").ok_or_else(|| fail("there is no integer under `step`"))?;
         records.push(Record { step, iter: integer("iter"), scalars });
     }
     Ok(records)
-}
-
-/// A line of JSON, or of what Python takes for JSON.
-fn parse(line: &str) -> serde_json::Result<Value> {
-    serde_json::from_str(line).or_else(|e| {
-        let mut text = String::new();
-        // What is between quotes stays as it is. MMEngine's names have none inside.
-        for (index, part) in line.split('"').enumerate() {
-            let quote = if index > 0 { "\"" } else { "" };
-            let part = match index % 2 {
-                0 => ["-Infinity", "Infinity", "NaN"]
-                    .iter()
-                    .fold(part.to_owned(), |part, word| part.replace(word, "null")),
-                _ => part.to_owned(),
-            };
-            text += quote;
-            text += &part;
-        }
-        serde_json::from_str(&text).map_err(|_| e)
-    })
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
 use collective::ProcessGroup;
 use serde_json::Value;
 
+use crate::config::{Span, unknown};
 use crate::data::{Array, ArrayData, Batch};
 use crate::registry::Registry;
 use crate::{Error, Result};
@@ -110,6 +111,14 @@ pub fn collect_results(group: &ProcessGroup, mine: &Vec<Value>, len: usize) -> R
     let longest = per_rank.iter().map(Vec::len).max().unwrap_or(0);
     let interleaved = (0..longest).flat_map(|k| per_rank.iter().filter_map(move |r| r.get(k)));
     Ok(interleaved.take(len).cloned().collect())
+}
+
+/// Refuses a metric that is not among those that a validation will have, if these are known.
+pub(crate) fn check_metric(name: &str, known: Option<&[String]>, place: &Span) -> Result<()> {
+    match known.filter(|known| !known.iter().any(|metric| metric == name)) {
+        Some(known) => Err(place.error(unknown("metric", name, known))),
+        None => Ok(()),
+    }
 }
 
 /// The metric called `name`; the error text lists those there are.

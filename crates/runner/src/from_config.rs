@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use collective::{Launcher, Transport};
 
-use crate::config::{Config, Mistakes, Section, unknown};
+use crate::config::{Config, Mistakes, Section, choose};
 use crate::data::DATASETS;
 use crate::engine::{CompileOptions, WrongGradient};
 use crate::evaluate::{METRICS, Metric};
@@ -261,14 +261,12 @@ fn read_train(mut section: Section) -> Result<TrainConfig> {
         (Some(by_epoch), false) => by_epoch,
         (None, _) => section.choice("type", "EpochBasedTrainLoop", &types)?,
     };
-    let at_least_1 = |n: &usize| *n >= 1;
     let length = if by_epoch { "max_epochs" } else { "max_iters" };
     let length = section.attempt(|section| section.required(length))?;
     let new = if by_epoch { TrainConfig::new } else { TrainConfig::by_iters };
     let mut config = new(length.unwrap_or(0));
     config.val_begin = section.or("val_begin", config.val_begin)?;
-    config.val_interval =
-        section.or_checked("val_interval", config.val_interval, "at least 1", at_least_1)?;
+    config.val_interval = section.count("val_interval", config.val_interval)?;
     let place = section.offset_of("dynamic_intervals");
     for pair in section.or("dynamic_intervals", Vec::<Vec<usize>>::new())? {
         let last = config.dynamic_intervals.last().map_or(0, |(begin, _)| *begin);
@@ -296,11 +294,10 @@ fn read_train(mut section: Section) -> Result<TrainConfig> {
 fn read_auto_scale_lr(root: &mut Section) -> Result<Option<usize>> {
     let Some(mut section) = root.optional_section("auto_scale_lr")? else { return Ok(None) };
     let enable = section.or("enable", false)?;
-    let at_least_1 = |n: &usize| *n >= 1;
     if enable && !section.has("base_batch_size") {
         section.required::<usize>("base_batch_size")?;
     }
-    let base = section.or_checked("base_batch_size", 1, "at least 1", at_least_1)?;
+    let base = section.count("base_batch_size", 1)?;
     section.finish()?;
     Ok(enable.then_some(base))
 }
@@ -423,7 +420,7 @@ fn read_log_config(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()
     log.log_level = root.choice("log_level", "INFO", &levels)?;
     if let Some(mut section) = root.optional_section("log_processor")? {
         section.choice("type", "LogProcessor", &[("LogProcessor", ())])?;
-        let window = section.or_checked("window_size", 10, "at least 1", |n: &usize| *n >= 1)?;
+        let window = section.count("window_size", 10)?;
         log.window_size = NonZero::new(window);
         log.by_epoch = section.optional("by_epoch")?;
         section.refuse("custom_cfg", "losses, times and norms are means over the window")?;
@@ -452,14 +449,8 @@ fn read_backend(mut section: Section) -> Result<bool> {
         return Err(place.error(text));
     }
     section.finish()?;
-    match name.as_str() {
-        "LocalVisBackend" => Ok(false),
-        "TensorboardVisBackend" => Ok(true),
-        _ => {
-            let known = ["LocalVisBackend", "TensorboardVisBackend"];
-            Err(place.error(unknown("backend", &name, &known)))
-        }
-    }
+    let backends = [("LocalVisBackend", false), ("TensorboardVisBackend", true)];
+    choose("backend", &name, &backends, &place)
 }
 
 /// MMEngine's other backends, each of which needs a service.

@@ -35,11 +35,7 @@ impl Tensor {
 
     /// Takes other values, rounded to nearest even where its type is narrower.
     pub(crate) fn round_from(&mut self, values: &[f32]) {
-        self.bytes = match self.spec.dtype {
-            DType::F32 => to_bytes(Slice::F32(values)),
-            DType::F16 => to_bytes(Slice::F16(&Vec::from_f32_slice(values))),
-            DType::Bf16 => to_bytes(Slice::Bf16(&Vec::from_f32_slice(values))),
-        };
+        self.bytes = to_bytes(rounded(self.spec.dtype, values.to_vec()).as_slice());
     }
 
     /// Its elements as f32, exactly.
@@ -51,9 +47,9 @@ impl Tensor {
 
 fn widened(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     match dtype {
-        DType::F32 => floats(bytes),
-        DType::F16 => f16s(bytes).into_iter().map(f16::to_f32).collect(),
-        DType::Bf16 => bf16s(bytes).into_iter().map(bf16::to_f32).collect(),
+        DType::F32 => elements(bytes, f32::from_le_bytes),
+        DType::F16 => elements(bytes, |b| f16::from_le_bytes(b).to_f32()),
+        DType::Bf16 => elements(bytes, |b| bf16::from_le_bytes(b).to_f32()),
     }
 }
 
@@ -177,11 +173,15 @@ pub(super) fn dtype(dtype: DType) -> tensor::Dtype {
 
 /// `share` times little-endian elements, each product rounded to their type.
 pub(super) fn scaled(dtype: DType, bytes: &[u8], share: f32) -> HostTensor {
-    let values = widened(dtype, bytes).into_iter().map(|x| x * share);
+    rounded(dtype, widened(dtype, bytes).into_iter().map(|x| x * share).collect())
+}
+
+/// Values rounded to nearest even where `dtype` is narrower.
+fn rounded(dtype: DType, values: Vec<f32>) -> HostTensor {
     match dtype {
-        DType::F32 => HostTensor::F32(values.collect()),
-        DType::F16 => HostTensor::F16(values.map(f16::from_f32).collect()),
-        DType::Bf16 => HostTensor::Bf16(values.map(bf16::from_f32).collect()),
+        DType::F32 => HostTensor::F32(values),
+        DType::F16 => HostTensor::F16(Vec::from_f32_slice(&values)),
+        DType::Bf16 => HostTensor::Bf16(Vec::from_f32_slice(&values)),
     }
 }
 
@@ -203,24 +203,16 @@ pub(crate) fn to_bytes(slice: Slice<'_>) -> Vec<u8> {
     }
 }
 
-fn floats(bytes: &[u8]) -> Vec<f32> {
-    bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
-}
-
-fn f16s(bytes: &[u8]) -> Vec<f16> {
-    bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b)).collect()
-}
-
-fn bf16s(bytes: &[u8]) -> Vec<bf16> {
-    bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b)).collect()
+fn elements<T, const N: usize>(bytes: &[u8], element: fn([u8; N]) -> T) -> Vec<T> {
+    bytes.as_chunks().0.iter().map(|b| element(*b)).collect()
 }
 
 /// Copies little-endian elements; the caller has compared lengths.
 pub(crate) fn copy_from_bytes(slice: &mut SliceMut<'_>, bytes: &[u8]) {
     match slice {
-        SliceMut::F32(v) => v.copy_from_slice(&floats(bytes)),
-        SliceMut::F16(v) => v.copy_from_slice(&f16s(bytes)),
-        SliceMut::Bf16(v) => v.copy_from_slice(&bf16s(bytes)),
+        SliceMut::F32(v) => v.copy_from_slice(&elements(bytes, f32::from_le_bytes)),
+        SliceMut::F16(v) => v.copy_from_slice(&elements(bytes, f16::from_le_bytes)),
+        SliceMut::Bf16(v) => v.copy_from_slice(&elements(bytes, bf16::from_le_bytes)),
     }
 }
 

@@ -29,7 +29,7 @@ use std::path::Path;
 pub(crate) use json::STRICT as STRICT_JSON;
 pub(crate) use mistakes::Mistakes;
 pub use section::{ConfigValue, FromConfig, Section};
-pub(crate) use section::{parse_duration, unknown};
+pub(crate) use section::{choose, parse_duration, unknown};
 pub use tree::Span;
 use tree::{Node, Source, Value};
 

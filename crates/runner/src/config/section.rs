@@ -118,6 +118,19 @@ impl Section {
         Ok(default)
     }
 
+    /// The value of `key`, a count of at least 1.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if it is of another type or 0.
+    pub fn count<T: FromConfig + std::fmt::Display + PartialOrd + From<u8>>(
+        &mut self,
+        key: &'static str,
+        default: T,
+    ) -> Result<T> {
+        self.or_checked(key, default, "at least 1", |count| *count >= T::from(1))
+    }
+
     /// The value of `key`, one of `choices`, mapped to the choice's value.
     ///
     /// # Errors
@@ -129,19 +142,15 @@ impl Section {
         default: &'static str,
         choices: &[(&str, T)],
     ) -> Result<T> {
-        let offset = self.offset_of(key);
+        let place = self.offset_of(key);
         let value: String = self.or(key, default.to_owned())?;
-        let chosen = |value: &str| {
-            choices.iter().find(|(name, _)| *name == value).map(|(_, choice)| choice.clone())
+        let error = match choose("value", &value, choices, &place) {
+            Ok(choice) => return Ok(choice),
+            Err(error) => error,
         };
-        if let Some(choice) = chosen(&value) {
-            return Ok(choice);
-        }
-        let names: Vec<_> = choices.iter().map(|(name, _)| *name).collect();
-        let error = offset.error(unknown("value", &value, &names));
-        match chosen(default) {
+        match choose("value", default, choices, &place) {
             // What else belongs in a table depends on its type.
-            Some(default) if key != "type" => self.note(error).map(|()| default),
+            Ok(default) if key != "type" => self.note(error).map(|()| default),
             _ => Err(error),
         }
     }
@@ -424,6 +433,20 @@ fn is_cut_short(name: &str, whole: &str) -> bool {
 /// Whether a name with this many typing mistakes is likely meant.
 fn near(distance: usize, name: &str) -> bool {
     distance <= 1 + name.len() / 3
+}
+
+/// The choice called `name`; if there is none, an error at `place` that names the nearest.
+pub(crate) fn choose<T: Clone>(
+    kind: &str,
+    name: &str,
+    choices: &[(&str, T)],
+    place: &Span,
+) -> Result<T> {
+    let chosen = choices.iter().find(|(known, _)| *known == name);
+    chosen.map(|(_, choice)| choice.clone()).ok_or_else(|| {
+        let names: Vec<_> = choices.iter().map(|(name, _)| *name).collect();
+        place.error(unknown(kind, name, &names))
+    })
 }
 
 /// "unknown KIND `x`; did you mean `y`? (one of ...)".

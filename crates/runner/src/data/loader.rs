@@ -228,56 +228,55 @@ impl DataLoader {
         epoch: usize,
         start: usize,
     ) -> impl Iterator<Item = Result<Batch>> + use<> {
-        let (indices, first) = (self.indices(epoch), self.first_batch(epoch));
-        let (dataset, size) = (Arc::clone(&self.dataset), self.batch_size);
+        let start = start.saturating_sub(self.first_batch(epoch));
         let left = self.count(self.sampler.len - self.dealt(epoch));
-        (start.saturating_sub(first)..left).map(move |k| {
-            let end = indices.len().min((k + 1) * size);
-            dataset.batch(&indices[k * size..end])
-        })
+        let mut order = Order { loader: self.clone(), pass: None };
+        (start..left).map(move |k| order.batch(epoch, k))
     }
 
     /// Batches without end, pass after pass over the data set, from batch `start` on. Skipped batches
     /// cost nothing, however many they are.
     pub fn endless(&self, start: usize) -> impl Iterator<Item = Result<Batch>> + use<> {
         let loader = self.clone();
-        let mut dealt = Dealt { loader: self.clone(), pass: None };
-        if self.infinite {
-            // The whole order, of which this rank takes every `world_size`th sample.
-            dealt.loader = self.among(1, 0);
-        }
+        // With an infinite sampler the whole order, of which this rank takes every `world_size`th sample.
+        let dealer = if self.infinite { self.among(1, 0) } else { self.clone() };
+        let mut order = Order { loader: dealer, pass: None };
         (start..).map(move |k| {
-            let indices = match loader.infinite {
-                true => loader.cut(&mut dealt, k),
-                false => {
-                    let (pass, k) = loader.locate(k);
-                    let (size, all) = (loader.batch_size, dealt.pass(pass));
-                    all[k * size..all.len().min((k + 1) * size)].to_vec()
-                }
-            };
-            loader.dataset.batch(&indices)
+            if loader.infinite {
+                return loader.dataset.batch(&loader.cut(&mut order, k));
+            }
+            let (pass, k) = loader.locate(k);
+            order.batch(pass, k)
         })
     }
 
     /// Batch `k` of this rank, cut from the permutations one after another.
-    fn cut(&self, dealt: &mut Dealt, k: usize) -> Vec<usize> {
+    fn cut(&self, order: &mut Order, k: usize) -> Vec<usize> {
         let DefaultSampler { len, rank, world_size, .. } = self.sampler;
         let samples = k * self.batch_size..(k + 1) * self.batch_size;
         let places = samples.map(|sample| self.place + sample * world_size + rank);
-        places.map(|place| dealt.pass(place / len)[place % len]).collect()
+        places.map(|place| order.pass(place / len)[place % len]).collect()
     }
 }
 
-/// Order of one pass over the data set, cached.
-struct Dealt {
+/// A loader, and its order of one pass over the data set, cached.
+struct Order {
     loader: DataLoader,
     pass: Option<(usize, Vec<usize>)>,
 }
 
-impl Dealt {
+impl Order {
     fn pass(&mut self, pass: usize) -> &[usize] {
         let made = self.pass.take().filter(|(made, _)| *made == pass);
         &self.pass.insert(made.unwrap_or_else(|| (pass, self.loader.indices(pass)))).1
+    }
+
+    /// Batch `k` of what is left of a pass.
+    fn batch(&mut self, pass: usize, k: usize) -> Result<Batch> {
+        let size = self.loader.batch_size;
+        let indices = self.pass(pass);
+        let batch = indices[k * size..indices.len().min((k + 1) * size)].to_vec();
+        self.loader.dataset.batch(&batch)
     }
 }
 

@@ -24,8 +24,7 @@ impl Default for CheckInvalidLossHook {
 }
 
 pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
-    let default = CheckInvalidLossHook::default().interval;
-    let interval = section.or_checked("interval", default, "at least 1", |n: &usize| *n >= 1)?;
+    let interval = section.count("interval", CheckInvalidLossHook::default().interval)?;
     Ok(Box::new(CheckInvalidLossHook { interval }))
 }
 

@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::monitor::rule_by;
 use super::{Hook, Priority};
 use crate::checkpoint::Position;
-use crate::config::Section;
+use crate::config::{Section, choose, unknown};
 use crate::data::Batch;
 use crate::engine::Losses;
 use crate::evaluate::find_metric;
@@ -238,7 +238,7 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
     let place = section.offset_of("published_keys");
     hook.published_keys = section.one_or_more("published_keys")?;
     if let Some(key) = hook.published_keys.iter().find(|k| !PARTS.contains(&k.as_str())) {
-        return Err(place.error(crate::config::unknown("part", key, &PARTS)));
+        return Err(place.error(unknown("part", key, &PARTS)));
     }
     Ok(Box::new(hook))
 }
@@ -248,14 +248,7 @@ fn read_best(section: &mut Section) -> Result<Vec<SaveBest>> {
     let metrics: Vec<String> = section.one_or_more("save_best")?;
     let mut rules = Vec::new();
     for rule in section.one_or_more::<String>("rule")? {
-        rules.push(match rule.as_str() {
-            "less" => Rule::Less,
-            "greater" => Rule::Greater,
-            other => {
-                let text = crate::config::unknown("rule", other, &["less", "greater"]);
-                return Err(rules_at.error(text));
-            }
-        });
+        rules.push(choose("rule", &rule, &Rule::NAMES, &rules_at)?);
     }
     let (greater_keys, less_keys): (Vec<String>, Vec<String>) =
         (section.one_or_more("greater_keys")?, section.one_or_more("less_keys")?);

@@ -112,15 +112,13 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
     let offset = section.offset_of("monitor");
     let monitor: String = section.required("monitor")?;
     let rule = match section.has("rule") {
-        true => {
-            section.choice("rule", "less", &[("less", Rule::Less), ("greater", Rule::Greater)])?
-        }
+        true => section.choice("rule", "less", &Rule::NAMES)?,
         false => rule_of(&monitor)
             .or_else(|error| section.note(offset.error(error)).map(|()| Rule::Less))?,
     };
     let mut hook = EarlyStoppingHook::with_rule(&monitor, rule);
     hook.min_delta = section.or("min_delta", hook.min_delta)?;
-    hook.patience = section.or_checked("patience", hook.patience, "at least 1", |n| *n >= 1)?;
+    hook.patience = section.count("patience", hook.patience)?;
     hook.strict = section.or("strict", hook.strict)?;
     hook.check_finite = section.or("check_finite", hook.check_finite)?;
     hook.stopping_threshold = section.optional("stopping_threshold")?;

@@ -228,7 +228,7 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
         }
     };
     let mut hook = EmaHook::new(average);
-    hook.interval = section.or_checked("interval", 1, "at least 1", |n: &u64| *n >= 1)?;
+    hook.interval = section.count("interval", 1)?;
     hook.update_buffers = section.or("update_buffers", false)?;
     let both = section.offset_of("begin_epoch");
     hook.begin_iter = section.or("begin_iter", 0)?;

@@ -45,11 +45,9 @@ impl LoggerHook {
 }
 
 pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
-    let at_least_1 = |n: &usize| *n >= 1;
-    let mut hook = LoggerHook::new(section.or_checked("interval", 10, "at least 1", at_least_1)?);
+    let mut hook = LoggerHook::new(section.count("interval", 10)?);
     hook.ignore_last = section.or("ignore_last", true)?;
-    hook.interval_exp_name =
-        section.or_checked("interval_exp_name", 1000, "at least 1", at_least_1)?;
+    hook.interval_exp_name = section.count("interval_exp_name", 1000)?;
     hook.log_metric_by_epoch = section.or("log_metric_by_epoch", true)?;
     section.refuse("out_dir", "logs go to the run's `work_dir`")?;
     Ok(Box::new(hook))

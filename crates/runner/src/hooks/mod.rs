@@ -25,7 +25,8 @@ pub use logger::LoggerHook;
 pub use sync_buffers::SyncBuffersHook;
 
 use crate::Result;
-use crate::config::{Section, unknown};
+use crate::config::Section;
+use crate::evaluate::check_metric;
 use crate::registry::{Builtin, Registry};
 use crate::runner::RunnerBuilder;
 pub use crate::runner::{Hook, ParamSchedulerHook, Priority};
@@ -60,12 +61,8 @@ pub(crate) fn build(
         Some(default_type) => HOOKS.build_or(section, default_type)?,
         None => HOOKS.build(section)?,
     };
-    if let Some(metrics) = metrics {
-        for metric in hook.metrics() {
-            if !metrics.contains(&metric) {
-                return Err(place.error(unknown("metric", &metric, metrics)));
-            }
-        }
+    for metric in hook.metrics() {
+        check_metric(&metric, metrics, &place)?;
     }
     Ok((priority.unwrap_or_else(|| hook.priority()), hook))
 }

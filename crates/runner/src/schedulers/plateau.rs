@@ -39,6 +39,10 @@ pub enum Rule {
 }
 
 impl Rule {
+    /// MMEngine's names.
+    pub(crate) const NAMES: [(&'static str, Self); 2] =
+        [("less", Self::Less), ("greater", Self::Greater)];
+
     /// Whether `a` is better than `b`.
     pub(crate) fn is_better(self, a: f64, b: f64) -> bool {
         match self {

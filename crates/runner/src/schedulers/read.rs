@@ -6,6 +6,7 @@ use super::{
 };
 use crate::Result;
 use crate::config::{Section, unknown};
+use crate::evaluate::check_metric;
 use crate::registry::{Builtin, Registry};
 
 /// The schedulers a configuration can name: `param_scheduler`.
@@ -65,10 +66,8 @@ pub(crate) fn read_all(
 fn build(section: Section, metrics: Option<&[String]>) -> Result<SchedulerConfig> {
     let place = section.offset_of(if section.has("monitor") { "monitor" } else { "type" });
     let config = PARAM_SCHEDULERS.build(section)?;
-    if let (Shape::Plateau(Plateau { monitor, .. }), Some(metrics)) = (&config.shape, metrics)
-        && !metrics.contains(monitor)
-    {
-        return Err(place.error(unknown("metric", monitor, metrics)));
+    if let Shape::Plateau(plateau) = &config.shape {
+        check_metric(&plateau.monitor, metrics, &place)?;
     }
     Ok(config)
 }
@@ -155,11 +154,10 @@ fn step(section: &mut Section) -> Result<Shape> {
 }
 
 fn plateau(section: &mut Section) -> Result<Shape> {
-    let rules = [("less", Rule::Less), ("greater", Rule::Greater)];
     let thresholds = [("rel", Threshold::Rel), ("abs", Threshold::Abs)];
     Ok(Shape::Plateau(Plateau {
         monitor: section.or("monitor", "loss".into())?,
-        rule: section.choice("rule", "less", &rules)?,
+        rule: section.choice("rule", "less", &Rule::NAMES)?,
         factor: section.or("factor", 0.1)?,
         patience: section.or("patience", 10)?,
         threshold: section.or("threshold", 1e-4)?,

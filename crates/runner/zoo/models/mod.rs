@@ -29,12 +29,12 @@ type Build = fn(&mut Section) -> Result<ModelFactory>;
 fn resnet(section: &mut Section) -> Result<ModelFactory> {
     let default = ResNetOptions::default();
     let options = ResNetOptions {
-        in_channels: count(section, "in_channels", default.in_channels)?,
-        num_classes: count(section, "num_classes", default.num_classes)?,
-        width: count(section, "width", default.width)?,
+        in_channels: section.count("in_channels", default.in_channels)?,
+        num_classes: section.count("num_classes", default.num_classes)?,
+        width: section.count("width", default.width)?,
         blocks: counts(section, "blocks", default.blocks)?,
-        stem_kernel: count(section, "stem_kernel", default.stem_kernel)?,
-        stem_stride: count(section, "stem_stride", default.stem_stride)?,
+        stem_kernel: section.count("stem_kernel", default.stem_kernel)?,
+        stem_stride: section.count("stem_stride", default.stem_stride)?,
         stem_max_pool: section.or("stem_max_pool", default.stem_max_pool)?,
         normalization: normalization(section)?,
     };
@@ -44,9 +44,9 @@ fn resnet(section: &mut Section) -> Result<ModelFactory> {
 fn mlp(section: &mut Section) -> Result<ModelFactory> {
     let default = MlpOptions::default();
     let options = MlpOptions {
-        in_features: count(section, "in_features", default.in_features)?,
+        in_features: section.count("in_features", default.in_features)?,
         hidden: counts(section, "hidden", default.hidden)?,
-        num_classes: count(section, "num_classes", default.num_classes)?,
+        num_classes: section.count("num_classes", default.num_classes)?,
         normalization: normalization(section)?,
     };
     Ok(CandleEngine::factory(move |vb| Mlp::new(&options, vb)))
@@ -55,21 +55,17 @@ fn mlp(section: &mut Section) -> Result<ModelFactory> {
 fn transformer(section: &mut Section) -> Result<ModelFactory> {
     let default = TransformerOptions::default();
     let options = TransformerOptions {
-        in_channels: count(section, "in_channels", default.in_channels)?,
-        image_size: count(section, "image_size", default.image_size)?,
-        patch_size: count(section, "patch_size", default.patch_size)?,
-        width: count(section, "width", default.width)?,
-        heads: count(section, "heads", default.heads)?,
-        layers: count(section, "layers", default.layers)?,
-        feed_forward: count(section, "feed_forward", default.feed_forward)?,
-        num_classes: count(section, "num_classes", default.num_classes)?,
+        in_channels: section.count("in_channels", default.in_channels)?,
+        image_size: section.count("image_size", default.image_size)?,
+        patch_size: section.count("patch_size", default.patch_size)?,
+        width: section.count("width", default.width)?,
+        heads: section.count("heads", default.heads)?,
+        layers: section.count("layers", default.layers)?,
+        feed_forward: section.count("feed_forward", default.feed_forward)?,
+        num_classes: section.count("num_classes", default.num_classes)?,
         normalization: normalization(section)?,
     };
     Ok(CandleEngine::factory(move |vb| Transformer::new(&options, vb)))
-}
-
-fn count(section: &mut Section, key: &'static str, default: usize) -> Result<usize> {
-    section.or_checked(key, default, "at least 1", |n| *n >= 1)
 }
 
 fn counts(section: &mut Section, key: &'static str, default: Vec<usize>) -> Result<Vec<usize>> {

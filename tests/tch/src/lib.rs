@@ -173,7 +173,8 @@ impl<M: TchModel> Engine for TchEngine<M> {
             self.model.loss(batch)?
         };
         let value = loss.f_double_value(&[]).map_err(|e| failed("the loss", &e))?;
-        let scaled = loss.f_mul_scalar(f64::from(cx.loss_scale)).map_err(|e| failed("scaling", &e))?;
+        let scaled =
+            loss.f_mul_scalar(f64::from(cx.loss_scale)).map_err(|e| failed("scaling", &e))?;
         self.params.variables.iter_mut().for_each(Variable::zero_grad);
         shim::backward(&scaled, &self.tags, &cx.sink)?;
         Ok(Losses { scalars: vec![("loss".to_owned(), value)] })

@@ -17,10 +17,10 @@ use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
 use runner::engine::{Engine, EngineState, GradSink, SharedSink, StepContext, TensorSpec};
 use runner::model::{DistributedDataParallel, ModelWrapper};
 use runner::optim_wrapper::OptimWrapper;
-use zoo::{Mlp, MlpOptions, ResNet, ResNetOptions};
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Tensor};
 use tch_engine::{TchEngine, TchModel};
+use zoo::{Mlp, MlpOptions, ResNet, ResNetOptions};
 
 use crate::engine::engine;
 use crate::nets::{Classifier, Net};

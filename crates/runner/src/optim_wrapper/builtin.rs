@@ -1,6 +1,6 @@
 //! How `[optim_wrapper]` and `[optim_wrapper.optimizer]` are written.
 
-use ::amp::LossScalerOptions;
+use ::amp::{LossScaler, LossScalerOptions};
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, BertAdam,
     BertAdamHyper, Clip, ClipNorm, ClipScope, CosineEps, DType, Lamb, LambHyper, Optimizer,
@@ -10,10 +10,10 @@ use fused_optim::{
 
 use super::dict::assign;
 use super::{
-    BuildOptimWrapper, LossScale, Member, Multipliers, OptimWrapper, OptimWrapperFactory,
-    OptimizerDict, OptimizerFactory, Paramwise,
+    BuildOptimWrapper, Member, Multipliers, OptimWrapper, OptimWrapperFactory, OptimizerDict,
+    OptimizerFactory, Paramwise,
 };
-use crate::config::{FromConfig, Mistakes, Section};
+use crate::config::{Mistakes, Section};
 use crate::engine::TensorSpec;
 use crate::placement::{self, Placement};
 use crate::registry::{Builtin, Registry};
@@ -27,29 +27,6 @@ pub static OPTIM_WRAPPERS: Registry<OptimWrapperFactory> = Registry::with(
 
 /// The optimizers a configuration can name: `[optim_wrapper.optimizer]`.
 pub static OPTIMIZERS: Registry<OptimizerFactory> = Registry::with("optimizer", FUSED);
-
-/// Ascend's fused nine, with torch_npu's defaults, under the
-/// names that their originals have and under Ascend's. They are the same, and fused, on any device.
-const FUSED: Builtin<OptimizerFactory> = &[
-    ("Adadelta", adadelta),
-    ("NpuFusedAdadelta", adadelta),
-    ("Adam", adam),
-    ("NpuFusedAdam", adam),
-    ("AdamP", adamp),
-    ("NpuFusedAdamP", adamp),
-    ("AdamW", adamw),
-    ("NpuFusedAdamW", adamw),
-    ("BertAdam", bert_adam),
-    ("NpuFusedBertAdam", bert_adam),
-    ("Lamb", lamb),
-    ("NpuFusedLamb", lamb),
-    ("RMSprop", rmsprop),
-    ("NpuFusedRMSprop", rmsprop),
-    ("RMSpropTF", rmsprop_tf),
-    ("NpuFusedRMSpropTF", rmsprop_tf),
-    ("SGD", sgd),
-    ("NpuFusedSGD", sgd),
-];
 
 fn plain(section: &mut Section) -> Result<OptimWrapperFactory> {
     let counts = accumulative_counts(section)?;
@@ -101,16 +78,19 @@ fn factory(
     precision: Option<Precision>,
     build: BuildOptimWrapper,
 ) -> OptimWrapperFactory {
-    let dtype = precision.map_or(DType::F32, |precision| precision.dtype);
+    let dtype = precision.as_ref().map_or(DType::F32, |precision| precision.dtype);
     let build: BuildOptimWrapper = Box::new(move |params, placement| {
         let wrapper = build(params, placement)?;
-        match precision.or_else(|| placement.switches_to_amp(name).then(Precision::default)) {
-            None => Ok(wrapper),
-            Some(precision) => Ok(wrapper
-                .with_mixed_precision(precision.loss_scale)?
-                .with_autocast(precision.autocast)
-                .with_overflows(placement.overflows())),
-        }
+        let (autocast, scaler) = match precision {
+            Some(precision) => (precision.autocast, precision.scaler),
+            // That of an `AmpOptimWrapper` without options.
+            None if placement.switches_to_amp(name) => {
+                (Some(DType::F16), default_scaler(DType::F16)?)
+            }
+            None => return Ok(wrapper),
+        };
+        let wrapper = wrapper.with_mixed_precision(scaler).with_autocast(autocast);
+        Ok(wrapper.with_overflows(placement.overflows()))
     });
     OptimWrapperFactory { dtype, build }
 }
@@ -240,21 +220,12 @@ fn accumulative_counts(section: &mut Section) -> Result<usize> {
 }
 
 /// The precision that `dtype`, `half_parameters` and `loss_scale` ask for.
-#[derive(Clone, Copy)]
 struct Precision {
     /// Of the parameters.
     dtype: DType,
     /// Of the operators that gain from it.
     autocast: Option<DType>,
-    loss_scale: LossScale,
-}
-
-impl Default for Precision {
-    /// That of an `AmpOptimWrapper` without options.
-    fn default() -> Self {
-        let loss_scale = LossScale::for_dtype(DType::F16);
-        Self { dtype: DType::F32, autocast: Some(DType::F16), loss_scale }
-    }
+    scaler: LossScaler,
 }
 
 impl Precision {
@@ -273,28 +244,35 @@ impl Precision {
             (half, true) => (half, None),
             (half, false) => (DType::F32, Some(half)),
         };
-        let loss_scale = loss_scale(section, asked)?;
-        Ok(Self { dtype, autocast, loss_scale })
+        Ok(Self { dtype, autocast, scaler: loss_scale(section, asked)? })
+    }
+}
+
+/// Dynamic scaling for f16, none for types with f32's range.
+fn default_scaler(dtype: DType) -> Result<LossScaler> {
+    match dtype {
+        DType::F16 => Ok(LossScaler::new(LossScalerOptions::default())?),
+        DType::Bf16 | DType::F32 => Ok(LossScaler::disabled()),
     }
 }
 
 /// `loss_scale = "dynamic"`, a number, or a table of the dynamic scaler's options.
-fn loss_scale(section: &mut Section, dtype: DType) -> Result<LossScale> {
+fn loss_scale(section: &mut Section, dtype: DType) -> Result<LossScaler> {
     let key = "loss_scale";
     if section.is_number(key) {
         let positive = |s: &f32| *s > 0.0 && s.is_finite();
         let scale = section.or_checked(key, 1.0, "positive and finite", positive)?;
-        let scale = LossScale::Static(scale);
-        let made = scale.scaler().map(drop);
-        made.or_else(|e| section.note(section.error_about(&[key], e)))?;
-        return Ok(scale);
+        return LossScaler::fixed(scale).or_else(|e| {
+            section.note(section.error_about(&[key], e))?;
+            Ok(LossScaler::disabled())
+        });
     }
     if section.is_string(key) {
-        let choices = [("dynamic", LossScale::Dynamic(LossScalerOptions::default()))];
-        return section.choice(key, "dynamic", &choices);
+        section.choice(key, "dynamic", &[("dynamic", ())])?;
+        return default_scaler(DType::F16);
     }
     let Some(mut table) = section.optional_section(key)? else {
-        return Ok(LossScale::for_dtype(dtype));
+        return default_scaler(dtype);
     };
     let default = LossScalerOptions::default();
     let options = LossScalerOptions {
@@ -305,28 +283,34 @@ fn loss_scale(section: &mut Section, dtype: DType) -> Result<LossScale> {
         ..default
     };
     let enabled = table.or("enabled", true)?;
-    let scale = if enabled { LossScale::Dynamic(options) } else { LossScale::Off };
-    if let Err(error) = scale.scaler() {
+    let made = if enabled { LossScaler::new(options) } else { Ok(LossScaler::disabled()) };
+    let scaler = made.or_else(|error| {
         let key = match &error {
             ::amp::Error::Invalid { name: "scale", .. } => "init_scale",
             ::amp::Error::Invalid { name, .. } => name,
             _ => "",
         };
         section.note(table.error_about(&[key], error))?;
-    }
+        Ok::<_, Error>(LossScaler::disabled())
+    })?;
     table.finish()?;
-    Ok(scale)
+    Ok(scaler)
 }
 
-/// How an optimizer's table is read: each hyper-parameter under its own name, by one of the functions
-/// below.
-macro_rules! read {
-    ($build:ident, $optimizer:ident, $hyper:ident { $($field:ident: $read:ident),* }) => {
-        fn $build(section: &mut Section) -> Result<OptimizerFactory> {
+/// How an optimizer's table is read: each hyper-parameter under its own name, one that is absent as by default, or by the
+/// function that stands beside it.
+macro_rules! optimizers {
+    ($($name:literal $build:ident($optimizer:ident, $hyper:ident {
+        $($field:ident $(: $read:ident)?),*
+    });)*) => {
+        /// Ascend's fused nine, with torch_npu's defaults, under the names that their originals have and under Ascend's.
+        /// They are the same, and fused, on any device.
+        const FUSED: Builtin<OptimizerFactory> =
+            &[$(($name, $build), (concat!("NpuFused", $name), $build)),*];
+
+        $(fn $build(section: &mut Section) -> Result<OptimizerFactory> {
             let default = $hyper::default();
-            let hyper = $hyper {
-                $($field: $read(section, stringify!($field), default.$field)?),*
-            };
+            let hyper = $hyper { $($field: read!(section, default, $field $($read)?)),* };
             // A mistake is seen now, not when the parameters are known.
             let made = $optimizer::with_one_group(hyper, 0).map(drop);
             made.or_else(|e| section.note(refused(section, &e)))?;
@@ -339,121 +323,51 @@ macro_rules! read {
                 });
                 Ok(placement::optimizer!(placement, $optimizer, $hyper, groups))
             }))
-        }
+        })*
     };
 }
 
-read!(
-    adadelta,
-    Adadelta,
-    AdadeltaHyper { lr: or, rho: or, eps: or, weight_decay: or, maximize: or }
-);
-read!(
-    adam,
-    Adam,
-    AdamHyper { lr: or, betas: or, eps: or, weight_decay: or, amsgrad: or, maximize: or }
-);
-read!(
-    adamp,
-    AdamP,
-    AdamPHyper {
-        lr: or,
-        betas: or,
-        eps: or,
-        weight_decay: or,
-        delta: or,
-        wd_ratio: or,
-        nesterov: or,
-        cos_eps: of_places,
-        maximize: or
-    }
-);
-read!(
-    adamw,
-    AdamW,
-    AdamWHyper { lr: or, betas: or, eps: or, weight_decay: or, amsgrad: or, maximize: or }
-);
-read!(
-    bert_adam,
-    BertAdam,
-    BertAdamHyper {
-        lr: required,
-        warmup: or,
-        t_total: or,
-        schedule: of_schedules,
-        b1: or,
-        b2: or,
-        e: or,
-        weight_decay: or,
-        max_grad_norm: or,
-        clip: of_scopes,
-        maximize: or
-    }
-);
-read!(
-    lamb,
-    Lamb,
-    LambHyper {
-        lr: or,
-        betas: or,
-        eps: or,
-        weight_decay: or,
-        adam: or,
-        use_global_grad_norm: or,
-        maximize: or
-    }
-);
-read!(
-    rmsprop,
-    RmsProp,
-    RmsPropHyper {
-        lr: or,
-        alpha: or,
-        eps: or,
-        weight_decay: or,
-        momentum: or,
-        centered: or,
-        maximize: or
-    }
-);
-read!(
-    rmsprop_tf,
-    RmsPropTf,
-    RmsPropTfHyper {
-        lr: or,
-        alpha: or,
-        eps: or,
-        weight_decay: or,
-        momentum: or,
-        centered: or,
-        decoupled_decay: or,
-        decoupled_lr: or,
-        lr_in_momentum: or,
-        maximize: or
-    }
-);
-read!(
-    sgd,
-    Sgd,
-    SgdHyper {
-        lr: required,
-        momentum: or,
-        dampening: or,
-        weight_decay: or,
-        nesterov: or,
-        maximize: or
-    }
-);
-
-fn or<T: FromConfig>(section: &mut Section, key: &'static str, default: T) -> Result<T> {
-    section.or(key, default)
+/// A hyper-parameter.
+macro_rules! read {
+    ($section:ident, $default:ident, $field:ident) => {
+        $section.or(stringify!($field), $default.$field)?
+    };
+    ($section:ident, $default:ident, $field:ident $read:ident) => {
+        $read($section, stringify!($field))?
+    };
 }
 
-fn required<T: FromConfig>(section: &mut Section, key: &'static str, _: T) -> Result<T> {
+optimizers! {
+    "Adadelta" adadelta(Adadelta, AdadeltaHyper { lr, rho, eps, weight_decay, maximize });
+    "Adam" adam(Adam, AdamHyper { lr, betas, eps, weight_decay, amsgrad, maximize });
+    "AdamP" adamp(AdamP, AdamPHyper {
+        lr, betas, eps, weight_decay, delta, wd_ratio, nesterov, cos_eps: of_places, maximize
+    });
+    "AdamW" adamw(AdamW, AdamWHyper { lr, betas, eps, weight_decay, amsgrad, maximize });
+    "BertAdam" bert_adam(BertAdam, BertAdamHyper {
+        lr: required, warmup, t_total, schedule: of_schedules, b1, b2, e, weight_decay,
+        max_grad_norm, clip: of_scopes, maximize
+    });
+    "Lamb" lamb(Lamb, LambHyper {
+        lr, betas, eps, weight_decay, adam, use_global_grad_norm, maximize
+    });
+    "RMSprop" rmsprop(RmsProp, RmsPropHyper {
+        lr, alpha, eps, weight_decay, momentum, centered, maximize
+    });
+    "RMSpropTF" rmsprop_tf(RmsPropTf, RmsPropTfHyper {
+        lr, alpha, eps, weight_decay, momentum, centered, decoupled_decay, decoupled_lr,
+        lr_in_momentum, maximize
+    });
+    "SGD" sgd(Sgd, SgdHyper {
+        lr: required, momentum, dampening, weight_decay, nesterov, maximize
+    });
+}
+
+fn required(section: &mut Section, key: &'static str) -> Result<f64> {
     section.required(key)
 }
 
-fn of_schedules(section: &mut Section, key: &'static str, _: Schedule) -> Result<Schedule> {
+fn of_schedules(section: &mut Section, key: &'static str) -> Result<Schedule> {
     let schedules = [
         ("warmup_linear", Schedule::Linear),
         ("warmup_cosine", Schedule::Cosine),
@@ -463,11 +377,11 @@ fn of_schedules(section: &mut Section, key: &'static str, _: Schedule) -> Result
     section.choice(key, "warmup_linear", &schedules)
 }
 
-fn of_scopes(section: &mut Section, key: &'static str, _: ClipScope) -> Result<ClipScope> {
+fn of_scopes(section: &mut Section, key: &'static str) -> Result<ClipScope> {
     section.choice(key, "group", &[("group", ClipScope::Group), ("tensor", ClipScope::Tensor)])
 }
 
-fn of_places(section: &mut Section, key: &'static str, _: CosineEps) -> Result<CosineEps> {
+fn of_places(section: &mut Section, key: &'static str) -> Result<CosineEps> {
     section.choice(key, "add", &[("add", CosineEps::Add), ("torch", CosineEps::Max)])
 }
 

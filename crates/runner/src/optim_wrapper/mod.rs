@@ -18,8 +18,9 @@ use fused_optim::{Applied, DType, Optimizer, ParamGroup, ParamSpec, StateDict};
 pub use accumulation::{Accumulation, BatchRole};
 pub use builtin::{OPTIM_WRAPPERS, OPTIMIZERS};
 pub use dict::{Member, OptimizerDict, assign};
+pub(crate) use overflow::has_non_finite;
 pub use paramwise::{Multipliers, Paramwise};
-pub use wrapper::{LossScale, OptimWrapper};
+pub use wrapper::OptimWrapper;
 
 use crate::Result;
 use crate::engine::{Losses, TensorSpec};

@@ -7,7 +7,6 @@
 use std::fmt;
 use std::sync::Arc;
 
-use ::amp::has_non_finite;
 use fused_optim::Slice;
 use parking_lot::Mutex;
 
@@ -51,6 +50,15 @@ impl fmt::Debug for OverflowCheck {
     }
 }
 
+/// Whether any of these numbers is infinite or NaN.
+pub(crate) fn has_non_finite(slice: Slice<'_>) -> bool {
+    match slice {
+        Slice::F32(values) => ::amp::has_non_finite(values),
+        Slice::F16(values) => ::amp::has_non_finite(values),
+        Slice::Bf16(values) => ::amp::has_non_finite(values),
+    }
+}
+
 /// Checks each gradient and hands it on.
 struct CheckedSink {
     inner: SharedSink,
@@ -59,18 +67,14 @@ struct CheckedSink {
 
 impl GradSink for CheckedSink {
     fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()> {
-        let found = match grad {
-            Slice::F32(grad) => has_non_finite(grad),
-            Slice::F16(grad) => has_non_finite(grad),
-            Slice::Bf16(grad) => has_non_finite(grad),
-        };
-        self.seen = self.seen.max(Some(found));
+        self.seen = self.seen.max(Some(has_non_finite(grad)));
         self.inner.lock().ready(index, grad)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use ::amp::LossScaler;
     use collective::ReducerOptions;
     use fused_optim::{Applied, Sgd, SgdHyper};
     use half::f16;
@@ -78,7 +82,7 @@ mod tests {
     use crate::data::Batch;
     use crate::engine::{Engine, EngineState};
     use crate::model::DistributedDataParallel;
-    use crate::optim_wrapper::{LossScale, OptimWrapper};
+    use crate::optim_wrapper::OptimWrapper;
     use crate::testing::{FakeEngine, Values, group};
     use crate::{Error, Result};
 
@@ -111,8 +115,7 @@ mod tests {
         let sgd = Sgd::with_one_group(SgdHyper { lr: 0.5, ..SgdHyper::default() }, 1).unwrap();
         let device = Device::default();
         let mut optim = OptimWrapper::new(Box::new(sgd), 2)
-            .with_mixed_precision(LossScale::Static(1.0))
-            .unwrap()
+            .with_mixed_precision(LossScaler::fixed(1.0).unwrap())
             .with_overflows(Some(Box::new(device.clone())));
         let mut applied = Vec::new();
         for (gradient, flag) in [

@@ -12,7 +12,7 @@
 //! their scale, in lockstep. Otherwise it multiplies by `1 / S` in the same sweep that updates.
 //! Where a device turns infinities into large numbers, an `OverflowCheck` sees them before it does.
 
-use ::amp::{LossScaler, LossScalerOptions};
+use ::amp::LossScaler;
 use fused_optim::{Applied, Clip, DType, FoundInf, Optimizer, ParamMut, StepCtl};
 
 use super::overflow::OverflowCheck;
@@ -22,38 +22,6 @@ use crate::engine::{Engine, EngineState, OptimizerStep, StepContext, TensorSpec}
 use crate::model::{ModelWrapper, with_host_grads};
 use crate::placement::Overflows;
 use crate::{Error, Result};
-
-/// How the loss is scaled.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum LossScale {
-    /// Grows while all is well, is halved when a gradient overflows.
-    Dynamic(LossScalerOptions),
-    /// Always this, or, of a run that is resumed, the checkpoint's; a step with an overflow is skipped all
-    /// the same.
-    Static(f32),
-    /// No scaling: for bf16, whose range is that of f32.
-    Off,
-}
-
-impl LossScale {
-    /// Dynamic scaling for f16, none for types with f32's range.
-    #[must_use]
-    pub fn for_dtype(dtype: DType) -> Self {
-        match dtype {
-            DType::F16 => Self::Dynamic(LossScalerOptions::default()),
-            DType::Bf16 | DType::F32 => Self::Off,
-        }
-    }
-
-    /// The scaler of this rule, if the rule makes sense.
-    pub(super) fn scaler(self) -> ::amp::Result<LossScaler> {
-        match self {
-            Self::Dynamic(options) => LossScaler::new(options),
-            Self::Static(scale) => LossScaler::fixed(scale),
-            Self::Off => Ok(LossScaler::disabled()),
-        }
-    }
-}
 
 /// Drives an optimizer: accumulation, loss scale, clipping. `OptimWrapper` in configurations; with
 /// [mixed precision](Self::with_mixed_precision) it is their `AmpOptimWrapper`.
@@ -90,14 +58,12 @@ impl OptimWrapper {
         }
     }
 
-    /// Scales the loss, and skips steps whose gradients are not all finite.
-    ///
-    /// # Errors
-    ///
-    /// [`amp::Error`](::amp::Error) if the scaler's options make no sense.
-    pub fn with_mixed_precision(mut self, loss_scale: LossScale) -> Result<Self> {
-        (self.scaler, self.is_mixed) = (loss_scale.scaler()?, true);
-        Ok(self)
+    /// Scales the loss, which a [disabled](LossScaler::disabled) scaler leaves as it is, and skips steps whose gradients
+    /// are not all finite. The scale of a run that is resumed is the checkpoint's.
+    #[must_use]
+    pub fn with_mixed_precision(mut self, scaler: LossScaler) -> Self {
+        (self.scaler, self.is_mixed) = (scaler, true);
+        self
     }
 
     /// Bounds the gradients of each step, once the loss scale has been taken out of them.
@@ -328,6 +294,7 @@ fn run(
 
 #[cfg(test)]
 mod tests {
+    use ::amp::LossScalerOptions;
     use collective::ReducerOptions;
     use fused_optim::{AdamP, AdamPHyper, Sgd, SgdHyper};
     use half::f16;
@@ -339,23 +306,27 @@ mod tests {
 
     fn parts(
         counts: usize,
-        loss_scale: LossScale,
+        scaler: LossScaler,
     ) -> (FakeEngine, DistributedDataParallel, OptimWrapper) {
         let engine = FakeEngine::new(&[("w", Values::F16(vec![f16::ONE; 2]))], &[]);
         let options = ReducerOptions::default();
         let model = DistributedDataParallel::new(group(), engine.params(), options).unwrap();
         let sgd = Sgd::with_one_group(SgdHyper { lr: 0.5, ..SgdHyper::default() }, 1).unwrap();
         let optim = OptimWrapper::new(Box::new(sgd), counts);
-        let optim = optim.with_mixed_precision(loss_scale).unwrap();
-        (engine, model, optim)
+        (engine, model, optim.with_mixed_precision(scaler))
     }
 
-    fn dynamic() -> LossScale {
-        LossScale::Dynamic(LossScalerOptions {
+    fn dynamic() -> LossScaler {
+        let options = LossScalerOptions {
             init_scale: 1024.0,
             growth_interval: 2,
             ..LossScalerOptions::default()
-        })
+        };
+        LossScaler::new(options).unwrap()
+    }
+
+    fn fixed(scale: f32) -> LossScaler {
+        LossScaler::fixed(scale).unwrap()
     }
 
     fn weights(engine: &FakeEngine) -> &Values {
@@ -417,8 +388,8 @@ mod tests {
 
     #[test]
     fn a_fixed_scale_is_resumed() {
-        let (_, _, optim) = parts(1, LossScale::Static(8.0));
-        let (_, _, mut other) = parts(1, LossScale::Static(4.0));
+        let (_, _, optim) = parts(1, fixed(8.0));
+        let (_, _, mut other) = parts(1, fixed(4.0));
         let mut saved = optim.state_dict().unwrap();
         other.load_state_dict(&saved).unwrap();
         assert_eq!(other.loss_scale(), 8.0);
@@ -432,8 +403,8 @@ mod tests {
 
     #[test]
     fn a_fixed_scale_stays_and_none_is_one() {
-        for (loss_scale, scale) in [(LossScale::Static(8.0), 8.0), (LossScale::Off, 1.0)] {
-            let (mut engine, mut model, mut optim) = parts(1, loss_scale);
+        for (scaler, scale) in [(fixed(8.0), 8.0), (LossScaler::disabled(), 1.0)] {
+            let (mut engine, mut model, mut optim) = parts(1, scaler);
             for (gradient, applied) in
                 [(f32::INFINITY, Applied::SkippedNonFinite), (0.5, Applied::Applied)]
             {
@@ -446,7 +417,7 @@ mod tests {
                         &mut EngineState::default(),
                     )
                     .unwrap();
-                assert_eq!(update.applied, Some(applied), "{loss_scale:?}");
+                assert_eq!(update.applied, Some(applied), "{scale}");
                 assert_eq!(optim.loss_scale(), scale);
             }
             assert_eq!(*weights(&engine), all(0.75));

@@ -1,13 +1,12 @@
 //! Checks for non-finite numbers: such a loss is a warning, such weights are not saved.
 
-use ::amp::has_non_finite;
 use collective::ReduceOp;
-use fused_optim::{Applied, Slice};
+use fused_optim::Applied;
 
 use super::Runner;
 use crate::Result;
 use crate::model::with_host_grads;
-use crate::optim_wrapper::Update;
+use crate::optim_wrapper::{Update, has_non_finite};
 
 impl Runner {
     /// Warns of a loss that is not finite, on its own rank, once for several in a row.
@@ -32,7 +31,7 @@ impl Runner {
         if self.group.rank() == 0 {
             let specs = self.engine.params().to_vec();
             self.engine.with_params(&mut |params| {
-                let bad = params.iter().position(|param| !is_finite(param.as_slice()));
+                let bad = params.iter().position(|param| has_non_finite(param.as_slice()));
                 name = bad.map(|index| specs[index].name.clone());
                 Ok(())
             })?;
@@ -40,7 +39,7 @@ impl Runner {
         let mut bad_gradients = false;
         if !self.optim.skips_non_finite() {
             with_host_grads(&*self.model, &mut |grads| {
-                bad_gradients = grads.iter().flatten().any(|grad| !is_finite(*grad));
+                bad_gradients = grads.iter().flatten().any(|grad| has_non_finite(*grad));
                 Ok(())
             })?;
         }
@@ -51,13 +50,5 @@ impl Runner {
             [0, _] => Some("the gradients that wait for a step are".to_owned()),
             _ => Some(format!("`{}` is", name.unwrap_or_default())),
         })
-    }
-}
-
-fn is_finite(slice: Slice<'_>) -> bool {
-    !match slice {
-        Slice::F32(values) => has_non_finite(values),
-        Slice::F16(values) => has_non_finite(values),
-        Slice::Bf16(values) => has_non_finite(values),
     }
 }

@@ -8,7 +8,7 @@ use fused_optim::{AdamWHyper, Applied, Clip, HalfWeights, ParamGroup};
 use runner::engine::candle::CandleEngine;
 use runner::engine::{Engine, EngineState};
 use runner::model::DistributedDataParallel;
-use runner::optim_wrapper::{LossScale, OptimWrapper};
+use runner::optim_wrapper::OptimWrapper;
 
 use crate::common::gpu;
 
@@ -37,7 +37,7 @@ impl Training {
             ..::amp::LossScalerOptions::default()
         };
         let optim = OptimWrapper::new(Box::new(adamw), 1).with_clip_grad(Some(Clip::norm(0.5)));
-        let optim = optim.with_mixed_precision(LossScale::Dynamic(scale)).unwrap();
+        let optim = optim.with_mixed_precision(::amp::LossScaler::new(scale).unwrap());
         Self { engine, optim, model: model.unwrap(), state: EngineState::default() }
     }
 

@@ -50,8 +50,6 @@
 //! Prototypes match CANN's headers and the protocol is tested on a simulator that checks rules: nothing of
 //! NPUs has been run on Ascend hardware.
 
-#[cfg(feature = "candle-cuda")]
-mod cuda;
 #[cfg(feature = "npu")]
 mod npu;
 
@@ -59,6 +57,8 @@ use std::fmt;
 use std::time::Duration;
 
 use ::amp::OverflowSource;
+#[cfg(feature = "candle-cuda")]
+use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use collective::{Accelerator, GroupOptions, ProcessGroup, Topology, Transport};
 use fused_optim::{Clip, Optimizer};
 use parking_lot::Mutex;
@@ -170,8 +170,8 @@ impl DeviceConfig {
         }
     }
 
-    /// Which device is this rank's own; it has been found. If the launcher gives no local rank, the
-    /// ranks tell one another on which host they are, for at most `timeout`.
+    /// The number of this rank's own device among those that the process sees, which is there; `None` is the host. If the
+    /// launcher gives no local rank, the ranks tell one another on which host they are, for at most `timeout`.
     ///
     /// # Errors
     ///
@@ -181,29 +181,61 @@ impl DeviceConfig {
         self,
         topology: impl FnOnce() -> Result<Topology>,
         timeout: Duration,
-    ) -> Result<LocalDevice> {
-        let index = |kind| {
-            let mut topology = topology()?;
-            topology.locate(timeout)?;
-            Ok::<_, Error>(topology.device(kind)?)
+    ) -> Result<Option<u32>> {
+        let (device, kind, name) = match self {
+            Self::Cpu => return Ok(None),
+            Self::Cuda { .. } => ("cuda", Accelerator::Cuda, "GPU"),
+            Self::Npu { .. } => ("npu", Accelerator::Npu, "NPU"),
         };
+        let mut topology = topology()?;
+        topology.locate(timeout)?;
+        let index = topology.device(kind)?;
+        let (count, there) = self.count(index).map_err(|why| refused(device, why))?;
+        if let Some(found) = u32::try_from(index).ok().filter(|_| index < count) {
+            return Ok(Some(found));
+        }
+        let variable = kind.variable();
+        let why = match std::env::var(variable) {
+            Ok(list) => format!("{variable}={list:?} leaves no more"),
+            Err(_) => format!("the launcher starts more ranks than there are {name}s"),
+        };
+        let text = format!("this rank's own is {name} {index}, and there are {there}: {why}");
+        Err(refused(device, text))
+    }
+
+    /// Number of devices that the environment leaves, and the same in words. The error is the reason why the device
+    /// `index` cannot be looked for.
+    fn count(self, index: usize) -> Result<(usize, String), String> {
         match self {
-            Self::Cpu => Ok(LocalDevice::Host),
-            Self::Cuda { .. } => find_cuda(index(Accelerator::Cuda)?),
-            Self::Npu { .. } => find_npu(index(Accelerator::Npu)?),
+            Self::Cpu => Ok((0, String::new())),
+            #[cfg(feature = "candle-cuda")]
+            Self::Cuda { .. } => {
+                let _ = index;
+                let count = CudaContext::device_count().map_err(|e| e.to_string())?;
+                Ok((usize::try_from(count).unwrap_or(0), count.to_string()))
+            }
+            #[cfg(not(feature = "candle-cuda"))]
+            Self::Cuda { .. } => Err(format!("GPU {index}: {NO_CUDA}")),
+            #[cfg(feature = "npu")]
+            Self::Npu { .. } => {
+                let found = fused_optim::npu::probe().map_err(|e| e.to_string())?;
+                Ok((found.count, format!("{} ({found})", found.count)))
+            }
+            #[cfg(not(feature = "npu"))]
+            Self::Npu { .. } => Err(format!("NPU {index}: {NO_NPU}")),
         }
     }
 
     /// Opens what [`find`](Self::find) has found, for a member of the group.
-    pub(crate) fn open(self, own: LocalDevice, group: &ProcessGroup) -> Result<Placement> {
+    pub(crate) fn open(self, own: Option<u32>, group: &ProcessGroup) -> Result<Placement> {
         match (self, own) {
             #[cfg(feature = "npu")]
-            (Self::Npu { switch_to_amp }, LocalDevice::Npu(index)) => {
+            (Self::Npu { switch_to_amp }, Some(index)) => {
                 let npu = npu::Npu::open(index, switch_to_amp, group)?;
                 Ok(Placement::on_npu(npu))
             }
-            (Self::Cuda { offload_optimizer }, LocalDevice::Cuda(index)) => {
-                let model = ComputeDevice::Cuda(index);
+            (Self::Cuda { offload_optimizer }, Some(index)) => {
+                let model = ComputeDevice::Cuda(index as usize);
                 Ok(Placement { model, offload: offload_optimizer, ..Placement::host() })
             }
             _ => {
@@ -214,57 +246,30 @@ impl DeviceConfig {
     }
 }
 
-/// A rank's own device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LocalDevice {
-    Host,
-    /// By its number among those that the process sees, as the next.
-    Cuda(usize),
-    Npu(u32),
-}
-
-fn find_cuda(index: usize) -> Result<LocalDevice> {
-    #[cfg(feature = "candle-cuda")]
-    cuda::find(index)?;
-    match cfg!(feature = "candle-cuda") {
-        true => Ok(LocalDevice::Cuda(index)),
-        false => Err(Error::Config(format!("device = \"cuda\": GPU {index}: {NO_CUDA}"))),
-    }
-}
-
-fn find_npu(index: usize) -> Result<LocalDevice> {
-    let index = u32::try_from(index).map_err(|_| refused(format!("there is no NPU {index}")))?;
-    #[cfg(feature = "npu")]
-    npu::find(index)?;
-    match cfg!(feature = "npu") {
-        true => Ok(LocalDevice::Npu(index)),
-        false => Err(refused(format!("NPU {index}: {NO_NPU}"))),
-    }
-}
-
 /// A group's options, for the memory of the device that was found, unless it would have it to itself. A rank
 /// that found none joins all the same, to tell the others.
 pub(crate) fn group_options(
     options: GroupOptions,
-    (wanted, found): (DeviceConfig, &Result<LocalDevice>),
+    (wanted, found): (DeviceConfig, &Result<Option<u32>>),
     world_size: usize,
 ) -> Result<GroupOptions> {
-    let offloads = wanted == DeviceConfig::Cuda { offload_optimizer: true };
-    Ok(match (found, options.transport) {
-        (Ok(LocalDevice::Npu(_)), Transport::Auto) if world_size == 1 => options,
-        (Ok(LocalDevice::Npu(index)), _) => options.with_npu_device(*index),
-        (Ok(LocalDevice::Cuda(_)), Transport::Auto) if world_size == 1 || offloads => options,
-        (Ok(LocalDevice::Cuda(index)), Transport::Auto | Transport::Nccl) => {
-            let index = u32::try_from(*index).map_err(|_| {
-                Error::Config(format!("device = \"cuda\": there is no GPU {index}"))
-            })?;
-            options.with_cuda_device(index)
+    use DeviceConfig::{Cuda, Npu};
+    Ok(match (wanted, found, options.transport) {
+        (Npu { .. }, Ok(Some(_)), Transport::Auto) if world_size == 1 => options,
+        (Npu { .. }, Ok(Some(index)), _) => options.with_npu_device(*index),
+        (Cuda { offload_optimizer }, Ok(Some(_)), Transport::Auto)
+            if world_size == 1 || offload_optimizer =>
+        {
+            options
         }
-        (Ok(_), Transport::Hccl) => {
+        (Cuda { .. }, Ok(Some(index)), Transport::Auto | Transport::Nccl) => {
+            options.with_cuda_device(*index)
+        }
+        (_, Ok(_), Transport::Hccl) => {
             let text = "backend = \"hccl\" moves the memory of NPUs: it needs device = \"npu\"";
             return Err(Error::Config(text.to_owned()));
         }
-        (Err(error), Transport::Hccl) => return Err(Error::Config(error.to_string())),
+        (_, Err(error), Transport::Hccl) => return Err(Error::Config(error.to_string())),
         _ => options,
     })
 }
@@ -274,8 +279,8 @@ const OFFLOAD: &str = "device = { type = \"cuda\", offload_optimizer = true }";
 const NO_CUDA: &str = "device `cuda` is not built in: it needs the feature `candle-cuda`";
 const NO_NPU: &str = "device `npu` is not built in: it needs the feature `npu`";
 
-fn refused(why: impl fmt::Display) -> Error {
-    Error::Config(format!("device = \"npu\": {why}"))
+fn refused(device: &str, why: impl fmt::Display) -> Error {
+    Error::Config(format!("device = \"{device}\": {why}"))
 }
 
 /// Makes an optimizer where a placement has it: `optimizer!(placement, Sgd, SgdHyper, groups)`.
@@ -477,7 +482,7 @@ mod tests {
             let (device, transport) = wanted[rank];
             let options = GroupOptions::default().with_timeout(Duration::from_secs(60));
             let options = options.with_transport(transport);
-            let options = group_options(options, (device, &Ok(LocalDevice::Cuda(0))), 2)?;
+            let options = group_options(options, (device, &Ok(Some(0))), 2)?;
             let group = ProcessGroup::from_store(Arc::clone(&store), rank, 2, options)?;
             Ok(group.backend_name().to_owned())
         };

@@ -1,8 +1,8 @@
-//! An Ascend NPU as a rank has it: found, opened, and what is said of it.
+//! An Ascend NPU as a rank has it: opened, and what is said of it.
 
 use ::amp::npu::DeviceOverflow;
-use collective::{Accelerator, ProcessGroup, ReduceOp};
-use fused_optim::npu::{Operators, probe};
+use collective::{ProcessGroup, ReduceOp};
+use fused_optim::npu::Operators;
 
 use super::{Overflows, refused};
 use crate::{Error, Result};
@@ -15,27 +15,10 @@ pub(super) struct Npu {
     group: ProcessGroup,
 }
 
-/// Whether CANN is here, and an NPU of this number among those that the environment leaves.
-pub(super) fn find(index: u32) -> Result<()> {
-    let found = probe().map_err(refused)?;
-    if (index as usize) < found.count {
-        return Ok(());
-    }
-    let variable = Accelerator::Npu.variable();
-    let why = match std::env::var(variable) {
-        Ok(list) => format!("{variable}={list:?} leaves no more"),
-        Err(_) => "the launcher starts more ranks than there are NPUs".to_owned(),
-    };
-    Err(refused(format!(
-        "this rank's own is NPU {index}, and there are {} ({found}): {why}",
-        found.count
-    )))
-}
-
 impl Npu {
     /// Opens it. Every rank of the group calls this.
     pub(super) fn open(index: u32, switch_to_amp: bool, group: &ProcessGroup) -> Result<Self> {
-        let on = Operators::open(index as usize).map_err(refused);
+        let on = Operators::open(index as usize).map_err(|e| refused("npu", e));
         // Also a rank that has none tells the others, who would wait.
         let own = on.as_ref().map_or_else(ToString::to_string, |on| on.soc().name().to_owned());
         let own = (on.as_ref().ok().map(|on| on.soc().is_second_generation()), own);
@@ -43,10 +26,11 @@ impl Npu {
         let on = on?;
         match all.iter().position(|other| other.0 != own.0) {
             None => Ok(Self { on, switch_to_amp, group: group.clone() }),
-            Some(rank) => Err(refused(format!(
-                "this rank has {}, rank {rank} has {}: all ranks need NPUs of one generation",
-                own.1, all[rank].1
-            ))),
+            Some(rank) => {
+                let (own, other) = (own.1, &all[rank].1);
+                let text = format!("this rank has {own}, rank {rank} has {other}");
+                Err(refused("npu", format!("{text}: all ranks need NPUs of one generation")))
+            }
         }
     }
 

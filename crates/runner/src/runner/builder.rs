@@ -21,7 +21,7 @@ use crate::engine::{CompileOptions, Engine, EngineState};
 use crate::evaluate::Metric;
 use crate::model::{DistributedDataParallel, ModelContext, ModelFactory, WrapperFactory};
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
-use crate::placement::{self, DeviceConfig, LocalDevice, Placement};
+use crate::placement::{self, DeviceConfig, Placement};
 use crate::schedulers::SchedulerConfig;
 use crate::sinks::Level;
 use crate::{Error, Result};
@@ -391,7 +391,7 @@ fn join(
     launcher: Option<Launcher>,
     timeout: Option<Duration>,
     transport: Transport,
-    found: (DeviceConfig, &Result<LocalDevice>),
+    found: (DeviceConfig, &Result<Option<u32>>),
 ) -> Result<ProcessGroup> {
     let topology = topology(launcher)?;
     let options = GroupOptions::default().with_timeout(timeout.unwrap_or(TIMEOUT));

@@ -36,20 +36,13 @@ pub enum CompileBackend {
     Cudagraphs,
 }
 
-impl CompileBackend {
-    /// As configurations call it.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Engine => "engine",
-            Self::Inductor => "inductor",
-            Self::Eager => "eager",
-            Self::Cudagraphs => "cudagraphs",
-        }
-    }
-
-    const ALL: [Self; 4] = [Self::Cudagraphs, Self::Eager, Self::Engine, Self::Inductor];
-}
+/// As configurations call them.
+const BACKENDS: [(&str, CompileBackend); 4] = [
+    ("cudagraphs", CompileBackend::Cudagraphs),
+    ("eager", CompileBackend::Eager),
+    ("engine", CompileBackend::Engine),
+    ("inductor", CompileBackend::Inductor),
+];
 
 /// `torch.compile`'s modes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -133,13 +126,12 @@ impl CompileOptions {
             return Ok(root.or(key, false)?.then(Self::default));
         }
         let mut table = root.section(key)?;
-        let backends = CompileBackend::ALL.map(|backend| (backend.name(), backend));
         let modes = CompileMode::ALL.map(|mode| (mode.name(), mode));
         if table.has("mode") && table.has("options") {
             return Err(table.error("either `mode` or `options` can be given, not both"));
         }
         let mut read = Self {
-            backend: table.choice("backend", "engine", &backends)?,
+            backend: table.choice("backend", "engine", &BACKENDS)?,
             mode: table.choice("mode", "default", &modes)?,
             fullgraph: table.or("fullgraph", false)?,
             ..Self::default()

@@ -37,8 +37,8 @@ pub trait DeviceEngine {
     /// [report](super::Engine::compile_report) has the outcome: no result depends on it.
     fn tune(&mut self, optimizer: &mut dyn Optimizer);
 
-    /// Averages of the gradients of `params` over the ranks of a group that is on this device; every rank
-    /// calls it.
+    /// Averages of the gradients of `params`, by their index in the model, over the ranks of a group that is on this
+    /// device; every rank calls it.
     ///
     /// # Errors
     ///
@@ -46,7 +46,7 @@ pub trait DeviceEngine {
     fn buckets(
         &self,
         group: ProcessGroup,
-        params: Vec<ParamInfo>,
+        params: Vec<(usize, ParamInfo)>,
         options: ReducerOptions,
     ) -> Result<Box<dyn DeviceBuckets>>;
 

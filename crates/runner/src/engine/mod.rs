@@ -16,6 +16,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use collective::ProcessGroup;
 use fused_optim::{DType, Slice, SliceMut};
 use parking_lot::Mutex;
 
@@ -30,6 +31,7 @@ mod step;
 
 pub use compile::{CompileBackend, CompileMode, CompileOptions, CompileReport};
 pub use device::{DeviceAverages, DeviceBuckets, DeviceEngine, DeviceTensor, Gradient, HostTensor};
+pub(crate) use step::on_device;
 pub use step::{EngineState, OptimizerStep, StepContext};
 
 pub use crate::placement::ComputeDevice;
@@ -70,6 +72,16 @@ pub(crate) const fn type_of(dtype: DType) -> collective::DType {
         DType::F16 => collective::DType::F16,
         DType::Bf16 => collective::DType::Bf16,
     }
+}
+
+/// Makes rank 0's elements every rank's.
+pub(crate) fn broadcast(group: &ProcessGroup, slice: &mut SliceMut<'_>) -> Result<()> {
+    match slice {
+        SliceMut::F32(s) => group.broadcast(s, 0)?,
+        SliceMut::F16(s) => group.broadcast(s, 0)?,
+        SliceMut::Bf16(s) => group.broadcast(s, 0)?,
+    }
+    Ok(())
 }
 
 /// Receives gradients while backward runs.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use fused_optim::{Applied, GradStats, Optimizer, StepCtl};
+use fused_optim::{Applied, DeviceOptimizer, GradStats, Optimizer, StepCtl};
 
 use super::SharedSink;
 use crate::Result;
@@ -82,6 +82,14 @@ pub struct OptimizerStep<'a> {
     pub may_join_backward: bool,
     /// What the step did, once an engine has run it.
     pub applied: Option<Applied>,
+}
+
+/// An optimizer that steps on a device's memory.
+pub(crate) fn on_device(
+    optimizer: &mut dyn Optimizer,
+) -> fused_optim::Result<&mut dyn DeviceOptimizer> {
+    let what = "a step of the host's optimizer on a device's memory";
+    optimizer.as_device().ok_or(fused_optim::Error::Unsupported { what })
 }
 
 impl<'a> OptimizerStep<'a> {

@@ -15,21 +15,15 @@ pub static MODELS: Registry<ModelFactory> = Registry::new("model");
 pub static MODEL_WRAPPERS: Registry<WrapperFactory> = Registry::with(
     "model wrapper",
     &[
-        ("DistributedDataParallel", ddp),
-        ("MMDistributedDataParallel", ddp),
-        ("MMSeparateDistributedDataParallel", separate),
+        ("DistributedDataParallel", |section| build(section, DistributedDataParallel::new)),
+        ("MMDistributedDataParallel", |section| build(section, DistributedDataParallel::new)),
+        ("MMSeparateDistributedDataParallel", |section| {
+            build(section, DistributedDataParallel::separate)
+        }),
     ],
 );
 
 const MIB: usize = 1 << 20;
-
-fn ddp(section: &mut Section) -> Result<WrapperFactory> {
-    build(section, DistributedDataParallel::new)
-}
-
-fn separate(section: &mut Section) -> Result<WrapperFactory> {
-    build(section, DistributedDataParallel::separate)
-}
 
 type New = fn(
     collective::ProcessGroup,

@@ -14,13 +14,13 @@ use std::sync::Arc;
 
 use collective::reducer::{CommHook, ParamInfo};
 use collective::{ProcessGroup, Reducer, ReducerOptions};
-use fused_optim::{DType, Slice, SliceMut};
+use fused_optim::{DType, Slice};
 use parking_lot::Mutex;
 
 use super::{ModelWrapper, WrapperFactory, state};
 use crate::engine::{
     DeviceBuckets, DeviceTensor, Engine, GradSink, Gradient, OptimizerStep, SharedSink,
-    StepContext, TensorSpec, type_of,
+    StepContext, TensorSpec, broadcast, type_of,
 };
 use crate::{Error, Result};
 
@@ -251,14 +251,7 @@ impl ModelWrapper for DistributedDataParallel {
         let due = std::mem::replace(&mut self.buffers_due, cx.sync);
         let Some(group) = self.group.as_ref().filter(|_| due) else { return Ok(()) };
         engine.with_buffers(&mut |buffers| {
-            for buffer in buffers {
-                match buffer {
-                    SliceMut::F32(s) => group.broadcast(s, 0)?,
-                    SliceMut::F16(s) => group.broadcast(s, 0)?,
-                    SliceMut::Bf16(s) => group.broadcast(s, 0)?,
-                }
-            }
-            Ok(())
+            buffers.iter_mut().try_for_each(|buffer| broadcast(group, buffer))
         })
     }
 
@@ -294,8 +287,8 @@ impl ModelWrapper for DistributedDataParallel {
         let params: Vec<ParamInfo> = engine.params().iter().map(info).collect();
         let Some(device) = engine.device() else { return Ok(()) };
         for (part, reducer) in inner.reducers.iter().enumerate() {
-            let own = params.iter().zip(&inner.route).filter(|(_, at)| at.0 == part);
-            let own = own.map(|(info, _)| info.clone()).collect();
+            let own = params.iter().cloned().enumerate();
+            let own = own.filter(|(index, _)| inner.route[*index].0 == part).collect();
             let group = reducer.group().clone();
             inner.buckets.push(device.buckets(group, own, inner.options.clone())?);
         }

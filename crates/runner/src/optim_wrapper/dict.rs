@@ -16,7 +16,7 @@ use fused_optim::{
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::engine::TensorSpec;
+use crate::engine::{TensorSpec, on_device};
 use crate::{Error, Result};
 
 /// One part of a model and its optimizer.
@@ -35,17 +35,14 @@ impl Member {
     fn ctl(&self, ctl: &StepCtl) -> StepCtl {
         StepCtl { found_inf: FoundInf::Known(false), clip: self.clip.or(ctl.clip), ..*ctl }
     }
-
-    fn on_device(&mut self) -> Result<&mut dyn DeviceOptimizer, OptimError> {
-        let what = "a step of the host's optimizer on a device's memory";
-        self.optimizer.as_device().ok_or(OptimError::Unsupported { what })
-    }
 }
 
 /// Several optimizers as one.
 #[derive(Debug)]
 pub struct OptimizerDict {
     members: Vec<Member>,
+    /// By group of the whole, whose it is, and which of its own.
+    groups: Vec<(usize, usize)>,
 }
 
 /// Which parameters belong to each of `names`: those under its prefix, by index.
@@ -82,7 +79,11 @@ impl OptimizerDict {
     /// One optimizer of several, over different parameters.
     #[must_use]
     pub fn new(members: Vec<Member>) -> Self {
-        Self { members }
+        let own = |(at, member): (usize, &Member)| {
+            (0..member.optimizer.group_count()).map(move |group| (at, group))
+        };
+        let groups = members.iter().enumerate().flat_map(own).collect();
+        Self { members, groups }
     }
 
     /// The parts, in order.
@@ -91,17 +92,9 @@ impl OptimizerDict {
         &self.members
     }
 
-    /// Whose group this is, and which of its own.
     fn locate(&self, group: usize) -> Result<(usize, usize), OptimError> {
-        let mut left = group;
-        for (at, member) in self.members.iter().enumerate() {
-            let count = member.optimizer.group_count();
-            if left < count {
-                return Ok((at, left));
-            }
-            left -= count;
-        }
-        Err(OptimError::NoSuchGroup { group, count: self.group_count() })
+        let missing = OptimError::NoSuchGroup { group, count: self.groups.len() };
+        self.groups.get(group).copied().ok_or(missing)
     }
 }
 
@@ -200,7 +193,7 @@ impl Optimizer for OptimizerDict {
     }
 
     fn group_count(&self) -> usize {
-        self.members.iter().map(|member| member.optimizer.group_count()).sum()
+        self.groups.len()
     }
 
     fn lr(&self, group: usize) -> Result<f64, OptimError> {
@@ -250,14 +243,14 @@ impl DeviceOptimizer for OptimizerDict {
         }
         for member in &mut self.members {
             let ctl = member.ctl(ctl);
-            let _applied = member.on_device()?.step_on_device(params, &ctl)?;
+            let _applied = on_device(&mut *member.optimizer)?.step_on_device(params, &ctl)?;
         }
         Ok(Applied::Applied)
     }
 
     fn found_inf(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<bool, OptimError> {
         for member in &mut self.members {
-            if member.on_device()?.found_inf(params, ctl)? {
+            if on_device(&mut *member.optimizer)?.found_inf(params, ctl)? {
                 return Ok(true);
             }
         }
@@ -265,8 +258,9 @@ impl DeviceOptimizer for OptimizerDict {
     }
 
     fn tune(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>, OptimError> {
-        let each = self.members.iter_mut().map(|member| member.on_device()?.tune(params));
-        Ok(each.collect::<Result<Vec<_>, _>>()?.concat())
+        let tune = |member: &mut Member| on_device(&mut *member.optimizer)?.tune(params);
+        let each: Result<Vec<_>, _> = self.members.iter_mut().map(tune).collect();
+        Ok(each?.concat())
     }
 }
 

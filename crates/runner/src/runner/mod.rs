@@ -24,7 +24,6 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use collective::ProcessGroup;
-use fused_optim::SliceMut;
 
 use agreement::Agreement;
 pub use builder::RunnerBuilder;
@@ -42,7 +41,7 @@ pub use train_config::{Length, TrainConfig};
 
 use crate::checkpoint::{Position, visit_model};
 use crate::data::{Batch, DataLoader};
-use crate::engine::{Engine, EngineState, Losses};
+use crate::engine::{Engine, EngineState, Losses, broadcast};
 use crate::model::ModelWrapper;
 use crate::optim_wrapper::OptimWrapper;
 use crate::schedulers::{Scheduler, SchedulerConfig};
@@ -291,14 +290,7 @@ impl Runner {
     /// Makes rank 0's parameters and buffers everyone's.
     pub(crate) fn broadcast_model(&mut self) -> Result<()> {
         let group = &self.group;
-        visit_model(&mut *self.engine, &mut |_, _, slice| {
-            match slice {
-                SliceMut::F32(s) => group.broadcast(s, 0)?,
-                SliceMut::F16(s) => group.broadcast(s, 0)?,
-                SliceMut::Bf16(s) => group.broadcast(s, 0)?,
-            }
-            Ok(())
-        })
+        visit_model(&mut *self.engine, &mut |_, _, slice| broadcast(group, slice))
     }
 
     /// Whether the run ends now, because of the time budget or a signal, on any rank. All ranks get the same answer. A

@@ -33,12 +33,12 @@ pub(super) struct Buckets {
 }
 
 impl Buckets {
-    /// A reducer of the ranks' averages of `params`, whose `indices` in the model are given; every rank of the group
-    /// makes one alike.
+    /// A reducer of the ranks' averages of `params`, by their index in the model; every rank of the group makes one
+    /// alike.
     pub(super) fn new(
         gpu: Gpu,
         group: ProcessGroup,
-        (params, indices): (Vec<ParamInfo>, Vec<usize>),
+        params: Vec<(usize, ParamInfo)>,
         mut options: ReducerOptions,
     ) -> Result<Self> {
         let mut device = DeviceReducerOptions::default();
@@ -52,10 +52,10 @@ impl Buckets {
         }
         device.buckets = options;
         let averages = vec![None; params.len()];
+        let (indices, params): (_, Vec<_>) = params.into_iter().unzip();
         let kernels = Kernels {
             ordinal: gpu.stream().context().ordinal(),
-            casts: None,
-            stats_gpu: None,
+            gpu: None,
             indices,
             members: Vec::new(),
             stats: None,
@@ -180,9 +180,8 @@ fn slice_of(buf: DeviceBuf) -> DeviceSlice {
 #[derive(Debug)]
 struct Kernels {
     ordinal: usize,
-    /// The device by the buckets' stream, for either.
-    casts: Option<Gpu>,
-    stats_gpu: Option<Gpu>,
+    /// The device by the buckets' stream.
+    gpu: Option<Gpu>,
     /// By parameter, its index in the model.
     indices: Vec<usize>,
     /// By bucket: its parameters' indices in the model, and where their averages will be.
@@ -192,13 +191,14 @@ struct Kernels {
 }
 
 impl Kernels {
-    fn casts(&mut self, stream: DeviceStream) -> collective::Result<&Gpu> {
-        if self.casts.is_none() {
-            // SAFETY: the reducer's stream, which outlives its kernels.
-            let gpu = unsafe { Gpu::with_stream(self.ordinal, stream.as_raw()) };
-            self.casts = Some(gpu.map_err(|e| kernel("open the device", &e))?);
+    /// Opens the device, if it is not open.
+    fn open(&mut self, stream: DeviceStream) -> collective::Result<Gpu> {
+        if let Some(gpu) = &self.gpu {
+            return Ok(gpu.clone());
         }
-        Ok(self.casts.as_ref().expect("opened a moment ago"))
+        // SAFETY: the reducer's stream, which outlives its kernels.
+        let gpu = unsafe { Gpu::with_stream(self.ordinal, stream.as_raw()) };
+        Ok(self.gpu.insert(gpu.map_err(|e| kernel("open the device", &e))?).clone())
     }
 }
 
@@ -229,9 +229,9 @@ impl BucketKernels for Kernels {
         from: DeviceBuf,
         stream: DeviceStream,
     ) -> collective::Result<()> {
-        let gpu = self.casts(stream)?;
+        let gpu = self.open(stream)?;
         // SAFETY: the caller vouches for both, in order of the stream.
-        unsafe { amp::cuda::cast(gpu, slice_of(from), slice_of(to)) }
+        unsafe { amp::cuda::cast(&gpu, slice_of(from), slice_of(to)) }
             .map_err(|e| kernel("cast a bucket", &e))
     }
 
@@ -241,17 +241,15 @@ impl BucketKernels for Kernels {
         _: DeviceBuf,
         stream: DeviceStream,
     ) -> collective::Result<()> {
-        let Some(stats) = &self.stats else { return Ok(()) };
-        if self.stats_gpu.is_none() {
-            // SAFETY: the reducer's stream, which outlives its kernels.
-            let gpu = unsafe { Gpu::with_stream(self.ordinal, stream.as_raw()) };
-            self.stats_gpu = Some(gpu.map_err(|e| kernel("open the device", &e))?);
+        if self.stats.is_none() {
+            return Ok(());
         }
-        let on = self.stats_gpu.as_ref().expect("opened a moment ago");
+        let gpu = self.open(stream)?;
+        let Some(stats) = &self.stats else { return Ok(()) };
         // SAFETY: the averages of the pass whose end `finish` has candle's stream, the optimizer's, wait for, and
         // that is followed by the step that the statistics are for; the bucket's stream comes behind candle's as it was when
         // the bucket was full, which is behind the last step. A pass that is not finished never frees the tables.
-        unsafe { stats.take(&self.members[bucket], on) }
+        unsafe { stats.take(&self.members[bucket], &gpu) }
             .map_err(|e| kernel("take a bucket's statistics", &e))
     }
 }

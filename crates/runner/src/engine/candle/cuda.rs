@@ -6,7 +6,7 @@
 #![expect(unsafe_code, reason = "lends tensors' addresses to an optimizer")]
 
 use std::any::Any;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -14,11 +14,11 @@ use candle_core::{Device, Tensor};
 use collective::reducer::ParamInfo;
 use collective::{ProcessGroup, ReducerOptions};
 use fused_optim::cuda::{self, DeviceSlice, Gpu, LaunchShape};
-use fused_optim::{Applied, DeviceOptimizer, DeviceParam, DeviceParams, Optimizer, Tuned};
+use fused_optim::{Applied, DeviceParam, DeviceParams, Optimizer, Tuned};
 
 use super::CandleEngine;
 use super::buckets::{Average, Buckets};
-pub(super) use super::graph::Graphs;
+use super::graph::Graphs;
 use super::on_device::{FOREIGN, failed, own, send};
 use super::ops::Context;
 use super::ops::cuda::{Kernels, NAMES};
@@ -28,7 +28,8 @@ use super::report::{EAGER, NOT_INDUCTOR};
 use crate::data::{ArrayData, Batch};
 use crate::engine::{
     CompileBackend, CompileOptions, CompileReport, ComputeDevice, DeviceAverages, DeviceBuckets,
-    DeviceEngine, DeviceTensor, Gradient, OptimizerStep, TensorSpec,
+    DeviceEngine, DeviceTensor, Gradient, Losses, OptimizerStep, StepContext, TensorSpec,
+    on_device,
 };
 use crate::placement::OptimizerDevice;
 use crate::{Error, Result};
@@ -39,6 +40,8 @@ pub(super) struct Cuda {
     gpu: Gpu,
     /// The kernels that `compile` has put in place of compositions, or why it has not.
     kernels: Option<std::result::Result<Arc<Kernels>, String>>,
+    /// Whole steps as one launch, if `compile` asked for that.
+    graphs: Option<Graphs>,
     /// The outcome of a search for an optimizer's launches, or why there was none.
     tuned: Option<std::result::Result<String, String>>,
 }
@@ -49,19 +52,20 @@ impl Cuda {
         let Device::Cuda(device) = device else { return Ok(None) };
         let failed = |e| Error::Engine(format!("opening the GPU for an optimizer: {e}"));
         let gpu = Gpu::on(device.cuda_stream()).map_err(failed)?;
-        Ok(Some(Self { gpu, kernels: None, tuned: None }))
+        Ok(Some(Self { gpu, kernels: None, graphs: None, tuned: None }))
     }
 
-    /// Builds the kernels that `options` ask for; steps as one launch if they ask for those.
-    pub(super) fn compile(&mut self, device: &Device, options: &CompileOptions) -> Option<Graphs> {
-        let Device::Cuda(device) = device else { return None };
+    /// Builds the kernels that `options` ask for, by which operators run then; steps as one launch if they ask for those.
+    pub(super) fn compile(
+        &mut self,
+        device: &Device,
+        options: &CompileOptions,
+        context: &mut Context,
+    ) {
+        let Device::Cuda(device) = device else { return };
         self.kernels = options.is_engines().then(|| Kernels::new(device).map(Arc::new));
-        options.graphs().then(|| Graphs::new(device, options.fullgraph))
-    }
-
-    /// Has operators run by the kernels that were built.
-    pub(super) fn set_kernels(&self, context: &mut Context) {
         context.set_kernels(self.kernels.as_ref().and_then(|built| built.as_ref().ok()).cloned());
+        self.graphs = options.graphs().then(|| Graphs::new(device, options.fullgraph));
     }
 
     pub(super) fn report(&self, options: &CompileOptions, report: &mut CompileReport) {
@@ -87,19 +91,14 @@ impl Cuda {
             Some(Err(why)) => report.decline("a search for the optimizer's launches", why),
             None => {}
         }
+        if let Some(graphs) = &self.graphs {
+            graphs.report(report);
+        }
     }
 }
 
-/// Runs `call`, a forward pass, with the host's copies of a batch's integer fields.
-pub(super) fn with_known_inputs<R>(
-    sent: &[(String, Tensor)],
-    batch: &Batch,
-    call: impl FnOnce() -> R,
-) -> R {
-    checks_of(sent, batch, false, call).0
-}
-
-/// As [`with_known_inputs`]; also the checks of labels and indices that another batch has to pass.
+/// Runs `call`, a forward pass, with the host's copies of a batch's integer fields. Returns, too, the checks of labels and
+/// indices that another batch has to pass.
 pub(super) fn checks_of<R>(
     sent: &[(String, Tensor)],
     batch: &Batch,
@@ -121,11 +120,6 @@ pub(super) fn numbers(batch: &Batch) -> Vec<Option<&[i64]>> {
     numbers.collect()
 }
 
-/// The engine as one on a device, if it is.
-pub(super) fn device_engine(engine: &mut CandleEngine) -> Option<&mut dyn DeviceEngine> {
-    if engine.cuda.is_some() { Some(engine) } else { None }
-}
-
 impl CandleEngine {
     /// The GPU it computes on, by the stream in which it does; `None` on the host.
     #[must_use]
@@ -137,13 +131,52 @@ impl CandleEngine {
         self.gpu().ok_or_else(|| Error::Engine("the model is on the host".to_owned()))
     }
 
+    /// A training step, as a graph if `compile` asked for that.
+    pub(super) fn step_or_launch(
+        &mut self,
+        batch: &Batch,
+        cx: &mut StepContext<'_>,
+    ) -> Result<Losses> {
+        let graphs = self.cuda.as_mut().and_then(|cuda| cuda.graphs.take());
+        let Some(mut graphs) = graphs else { return self.step(batch, cx) };
+        let losses = graphs.step(self, batch, cx);
+        if let Some(cuda) = &mut self.cuda {
+            cuda.graphs = Some(graphs);
+        }
+        losses
+    }
+
     /// Lends the parameters, and gradients of theirs, to an optimizer on the same device.
     pub(super) fn lend<R>(
         &self,
         grads: &[Option<Gradient<'_>>],
         call: impl FnOnce(DeviceParams<'_>) -> fused_optim::Result<R>,
     ) -> Result<R> {
-        lend((&self.params, &self.device, self.on_gpu()?), grads, call)
+        let (Tensors { specs, tensors }, gpu) = (&self.params, self.on_gpu()?);
+        // Copies of what is on the host, until the step has been put into the stream.
+        let mut sent = Vec::new();
+        let mut grad_at = |grad: &Gradient<'_>| match grad {
+            Gradient::Device(grad) => address_of(*grad, gpu),
+            Gradient::Host(grad) => {
+                let copy =
+                    send(*grad, &self.device).map_err(|e| failed("copying a gradient", e))?;
+                let at = address(&copy);
+                sent.push(copy);
+                at
+            }
+        };
+        let mut all = Vec::with_capacity(grads.len());
+        for ((spec, weight), grad) in specs.iter().zip(tensors).zip(grads) {
+            let (weight, grad) = (address(weight)?, grad.as_ref().map(&mut grad_at).transpose()?);
+            all.push(DeviceParam { rows: spec.rows(), ..DeviceParam::new(weight, grad) });
+        }
+        check_apart(specs, &all)?;
+        // SAFETY: the addresses of tensors that `self`, `grads` and `sent` own, of these types and lengths; a
+        // weight has storage of its own, apart from all gradients, as was just checked. candle writes, reads and
+        // frees them in order of the stream of `gpu` alone, behind which averages are, and none of them is freed
+        // before this returns.
+        let lent = unsafe { DeviceParams::new(gpu, &all) };
+        Ok(call(lent)?)
     }
 }
 
@@ -175,64 +208,19 @@ impl DeviceEngine for CandleEngine {
     fn buckets(
         &self,
         group: ProcessGroup,
-        params: Vec<ParamInfo>,
+        params: Vec<(usize, ParamInfo)>,
         options: ReducerOptions,
     ) -> Result<Box<dyn DeviceBuckets>> {
-        let specs = self.params.specs.iter().enumerate();
-        let by_name: HashMap<&str, usize> = specs.map(|(i, spec)| (&*spec.name, i)).collect();
-        let index = |param: &ParamInfo| {
-            let missing = || Error::Engine(format!("the model has no parameter `{}`", param.name));
-            by_name.get(&*param.name).copied().ok_or_else(missing)
-        };
-        let indices = params.iter().map(index).collect::<Result<_>>()?;
-        let gpu = self.on_gpu()?.clone();
-        Ok(Box::new(Buckets::new(gpu, group, (params, indices), options)?))
+        Ok(Box::new(Buckets::new(self.on_gpu()?.clone(), group, params, options)?))
     }
 
     fn averages(&self, with_buffers: bool) -> Result<Box<dyn DeviceAverages>> {
         let buffers = if with_buffers { &self.buffers.tensors[..] } else { &[] };
-        let tensors = self.params.tensors.iter().chain(buffers).cloned().collect();
-        Ok(Box::new(Averages::new(self.on_gpu()?, tensors)?))
+        let of: Vec<_> = self.params.tensors.iter().chain(buffers).cloned().collect();
+        let counts: Vec<usize> = of.iter().map(Tensor::elem_count).collect();
+        let kept = cuda::Averages::new(self.on_gpu()?.clone(), &counts).map_err(averaging)?;
+        Ok(Box::new(Averages { of, kept }))
     }
-}
-
-/// Lends `params`, which are on the device of `gpu`, and their gradients to an optimizer's call.
-fn lend<R>(
-    (params, device, gpu): (&Tensors, &Device, &Gpu),
-    grads: &[Option<Gradient<'_>>],
-    call: impl FnOnce(DeviceParams<'_>) -> fused_optim::Result<R>,
-) -> Result<R> {
-    // Copies of what is on the host, until the step has been put into the stream.
-    let mut sent = Vec::new();
-    let mut grad_at = |grad: &Gradient<'_>| match grad {
-        Gradient::Device(grad) => address_of(*grad, gpu),
-        Gradient::Host(grad) => {
-            let copy = send(*grad, device).map_err(|e| failed("copying a gradient", e))?;
-            let at = address(&copy);
-            sent.push(copy);
-            at
-        }
-    };
-    let mut all = Vec::with_capacity(grads.len());
-    for ((spec, weight), grad) in params.specs.iter().zip(&params.tensors).zip(grads) {
-        let (weight, grad) = (address(weight)?, grad.as_ref().map(&mut grad_at).transpose()?);
-        all.push(DeviceParam { rows: spec.rows(), ..DeviceParam::new(weight, grad) });
-    }
-    check_apart(&params.specs, &all)?;
-    // SAFETY: the addresses of tensors that `params`, `grads` and `sent` own, of these types and lengths; a
-    // weight has storage of its own, apart from all gradients, as was just checked. candle writes, reads and
-    // frees them in order of the stream of `gpu` alone, behind which averages are, and none of them is freed
-    // before this returns.
-    let lent = unsafe { DeviceParams::new(gpu, &all) };
-    Ok(call(lent)?)
-}
-
-/// An optimizer that steps on a device's memory.
-pub(super) fn on_device(
-    optimizer: &mut dyn Optimizer,
-) -> fused_optim::Result<&mut dyn DeviceOptimizer> {
-    let what = "a step of the host's optimizer on a device's memory";
-    optimizer.as_device().ok_or(fused_optim::Error::Unsupported { what })
 }
 
 /// Has `optimizer` search for its launches on parameters like these; says what it found, or why it did not.
@@ -262,20 +250,11 @@ fn tune(
     Ok(format!("a search for the optimizer's launches: {each}"))
 }
 
-/// Moving averages of tensors, kept where those are.
+/// Moving averages of tensors, kept where those are; the tensors keep their memory.
 #[derive(Debug)]
 struct Averages {
     of: Vec<Tensor>,
     kept: cuda::Averages,
-}
-
-impl Averages {
-    /// Of tensors on the device of `gpu`, which keep their memory.
-    fn new(gpu: &Gpu, of: Vec<Tensor>) -> Result<Self> {
-        let counts: Vec<usize> = of.iter().map(Tensor::elem_count).collect();
-        let kept = cuda::Averages::new(gpu.clone(), &counts).map_err(averaging)?;
-        Ok(Self { of, kept })
-    }
 }
 
 impl DeviceAverages for Averages {
@@ -315,12 +294,8 @@ pub(super) fn address_of(grad: &dyn DeviceTensor, gpu: &Gpu) -> Result<DeviceSli
     }
 }
 
-/// Where a weight or a buffer lies.
-pub(super) fn place_of(tensor: &Tensor) -> Result<u64> {
-    Ok(address(tensor)?.ptr)
-}
-
-fn address(tensor: &Tensor) -> Result<DeviceSlice> {
+/// Where a tensor lies.
+pub(super) fn address(tensor: &Tensor) -> Result<DeviceSlice> {
     tensor.try_into().map_err(|e| failed("lending a tensor", e))
 }
 

@@ -10,7 +10,7 @@
 //! `f64`, where steps are so small that they cross next to no kink, by more than a thousandth, in `f32` by more than a
 //! tenth, of the slope or of the norm of the terms that it is a sum of, whichever is larger.
 //!
-//! [`FirstStep`] adds one forward pass on each side of the first step's own. It warns if the loss changes by something
+//! [`State::check_step`] adds one forward pass on each side of the first step's own. It warns if the loss changes by something
 //! else than the gradients say by more than 5%, by more than rounding in the step's precision makes, and by ten
 //! times as much as the two sides differ. Steps whose loss or gradients are not finite put it off.
 //!
@@ -29,21 +29,21 @@ use super::ops::context::{random_position, set_random_position, without_autotune
 use super::{CandleEngine, init};
 use crate::config::unknown;
 use crate::data::Batch;
-use crate::engine::{TensorSpec, WrongGradient};
+use crate::engine::{StepContext, TensorSpec, WrongGradient};
 use crate::{Error, Result as RunnerResult};
 
-/// What a forward pass changes.
-struct State {
-    buffers: Vec<Tensor>,
+/// What a forward pass changes, as it was before one.
+pub(super) struct State {
+    pub(super) buffers: Vec<Tensor>,
     random_position: u64,
 }
 
 impl State {
-    fn of(engine: &CandleEngine) -> Result<Self> {
+    pub(super) fn of(engine: &CandleEngine) -> Result<Self> {
         Ok(Self { buffers: engine.buffers.copies()?, random_position: random_position() })
     }
 
-    fn restore(&self, engine: &CandleEngine) -> Result<()> {
+    pub(super) fn restore(&self, engine: &CandleEngine) -> Result<()> {
         set_random_position(self.random_position);
         engine.buffers.set_all(&self.buffers)
     }
@@ -139,11 +139,12 @@ pub(super) fn check(
     probe.aside(&start, || {
         let loss = probe.loss(|_| NUDGE)?;
         let middle = loss.number().map_err(failed)?;
-        let (tolerance, rounding, steps) = match loss.is_f64() {
+        let (tolerance, rounding, steps) = match loss.value.dtype() == DType::F64 {
             true => (1e-3, 1e-13 * middle.abs(), [1e-6, 1e-5]),
             false => (0.1, 1e-6 * middle.abs(), [1e-3, 4e-3]),
         };
-        let slopes = probe.slopes(&engine.slot.keep(None, || loss.value().backward())?);
+        let slopes =
+            probe.slopes(&engine.slot.run(None, Some(Vec::new()), || loss.value.backward())?);
         let slopes = slopes.map_err(failed)?;
         drop(loss);
         let mut wrong = Vec::new();
@@ -172,63 +173,48 @@ pub(super) fn check(
     })?
 }
 
-/// The comparison in a run's first step.
-pub(super) struct FirstStep(State);
-
-impl FirstStep {
-    /// Called before the step's forward pass.
-    pub(super) fn begin(engine: &CandleEngine) -> Result<Self> {
-        State::of(engine).map(Self)
-    }
-
-    /// Called after the step's backward pass, with its loss and its gradients, which carry the factor `scale`. Returns
-    /// what to warn of. A pass that fails says nothing; a failure to put parameters back is an error.
-    pub(super) fn end(
+impl State {
+    /// The comparison in a run's first step, which began with this. Called after the step's backward pass, with its loss and its gradients, which carry the loss scale. Warns in the
+    /// context. A pass that fails says nothing; a failure to put parameters back is an error. Returns whether there was
+    /// something to compare with; else the next step compares.
+    pub(super) fn check_step(
         &self,
         engine: &CandleEngine,
         (batch, loss): (&Batch, f64),
-        (gradients, scale): (&[(usize, Tensor)], f64),
-    ) -> RunnerResult<Verdict> {
-        let prepared = State::of(engine).and_then(|end| {
-            let probe = Probe::new(engine, batch, &self.0, 0.0)?;
+        gradients: &[(usize, Tensor)],
+        cx: &mut StepContext<'_>,
+    ) -> RunnerResult<bool> {
+        let prepared = Self::of(engine).and_then(|end| {
+            let probe = Probe::new(engine, batch, self, 0.0)?;
             let slopes = probe.slopes(gradients)?;
             Ok((end, probe, slopes))
         });
-        let Ok((end, probe, slopes)) = prepared else { return Ok(Verdict::Fine) };
+        let Ok((end, probe, slopes)) = prepared else { return Ok(true) };
+        let scale = f64::from(cx.loss_scale);
         // Each parameter goes the way in which its gradient is positive: no share takes another's away.
         let slope = slopes.iter().flatten().map(|(slope, _)| slope.abs() / scale).sum::<f64>();
         if !slope.is_finite() || !loss.is_finite() {
-            return Ok(Verdict::NotYet);
+            return Ok(false);
         }
         let sign = |i: usize| slopes[i].map_or(1.0, |(slope, _): (f64, f64)| slope.signum());
         let (step, epsilon) = precision(engine);
         let sides = probe.aside(&end, || -> RunnerResult<_> {
             Ok((probe.number(|i| sign(i) * step)?, probe.number(|i| -sign(i) * step)?))
         })?;
-        let Ok((up, down)) = sides else { return Ok(Verdict::Fine) };
+        let Ok((up, down)) = sides else { return Ok(true) };
         let (change, predicted) = (up - down, 2.0 * step * slope);
         let off = (change - predicted).abs();
         let share = 0.05 * change.abs().max(predicted.abs());
         let kinks = 10.0 * (up - 2.0 * loss + down).abs();
         let rounding = 8.0 * epsilon * (loss.abs() + slope);
-        if !(off > share && off > kinks && off > rounding) {
-            return Ok(Verdict::Fine);
+        if off > share && off > kinks && off > rounding {
+            cx.warning = Some(format!(
+                "gradients do not match the loss: along a random direction it changes by {change:.3e}, by the \
+                 gradients {predicted:.3e}; training goes on; `runner check CONFIG --gradients` names the parameters"
+            ));
         }
-        Ok(Verdict::Wrong(format!(
-            "gradients do not match the loss: along a random direction it changes by {change:.3e}, by the gradients \
-             {predicted:.3e}; training goes on; `runner check CONFIG --gradients` names the parameters"
-        )))
+        Ok(true)
     }
-}
-
-/// What the first step's comparison came to.
-pub(super) enum Verdict {
-    /// There was nothing to compare with: the next step does it.
-    NotYet,
-    /// Nothing can be said against the gradients.
-    Fine,
-    /// What to warn of.
-    Wrong(String),
 }
 
 /// How far from the model's own parameters gradients are checked, as a share of their root mean square.
@@ -236,9 +222,8 @@ const NUDGE: f64 = 1e-3;
 
 /// How far a first step's comparison goes, and the relative rounding error of what it computes with.
 fn precision(engine: &CandleEngine) -> (f64, f64) {
-    let policy =
-        engine.autocast.as_ref().map(|(_, policy)| policy).filter(|policy| policy.is_enabled());
-    match (engine.dtype, policy.map(Autocast::dtype)) {
+    let autocast = Some(&engine.autocast).filter(|autocast| autocast.is_enabled());
+    match (engine.dtype, autocast.map(Autocast::dtype)) {
         (DType::BF16, _) | (_, Some(amp::DType::Bf16)) => (3e-2, 2f64.powi(-8)),
         (DType::F16, _) | (_, Some(amp::DType::F16)) => (3e-2, 2f64.powi(-11)),
         _ => (3e-4, 2f64.powi(-24)),

@@ -36,9 +36,6 @@
 mod buckets;
 #[cfg(feature = "candle-cuda")]
 mod cuda;
-#[cfg(not(feature = "candle-cuda"))]
-#[path = "no_cuda.rs"]
-mod cuda;
 mod gradcheck;
 #[cfg(feature = "candle-cuda")]
 mod graph;
@@ -54,18 +51,16 @@ use std::fmt;
 use std::sync::Arc;
 
 use amp::Autocast;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, bail};
 use candle_nn::VarBuilder;
 use fused_optim::SliceMut;
 
-use self::cuda::{Cuda, Graphs, with_known_inputs};
-use self::gradcheck::{FirstStep, Verdict};
 pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
 use self::ops::Context;
-use self::params::{Slot, Store, Tensors};
+use self::params::{Slot, Tensors};
 use super::{
-    CompileOptions, CompileReport, ComputeDevice, DeviceEngine, Engine, Losses, StepContext,
-    TensorSpec, WrongGradient,
+    CompileOptions, CompileReport, ComputeDevice, Engine, Losses, StepContext, TensorSpec,
+    WrongGradient,
 };
 use crate::data::{Array, ArrayData, Batch};
 use crate::model::{ModelContext, ModelFactory};
@@ -140,12 +135,11 @@ pub struct CandleEngine {
     slot: Arc<Slot>,
     device: Device,
     at: ComputeDevice,
-    cuda: Option<Cuda>,
-    /// Whole steps as one launch, if `compile` asked for that.
-    graphs: Option<Graphs>,
+    #[cfg(feature = "candle-cuda")]
+    cuda: Option<cuda::Cuda>,
     dtype: DType,
-    /// Of the step under way, with the type that it was asked for by.
-    autocast: Option<(fused_optim::DType, Autocast)>,
+    /// The device's lists, on or off as the step under way asks.
+    autocast: Autocast,
     compiled: Option<CompileOptions>,
     /// Random numbers, autotuning, kernels: what operators share.
     context: Context,
@@ -182,22 +176,21 @@ impl CandleEngine {
                     .map_err(|e| Error::Engine(format!("{at}: {e}")))?
             }
         };
-        let cuda = Cuda::open(&device)?;
-        let (store, builder) = Store::new(dtype, options.seed, &device)?;
-        let model = build(builder).map_err(|e| Error::Engine(format!("building: {e}")))?;
-        let (params, buffers, slot) = store.close();
-        let model = Box::new(model);
+        let (model, params, buffers, slot) = params::serve(dtype, options.seed, &device, build)?;
         Ok(Self {
-            model,
+            model: Box::new(model),
             params,
             buffers,
             slot,
+            #[cfg(feature = "candle-cuda")]
+            cuda: cuda::Cuda::open(&device)?,
             device,
             at,
-            cuda,
-            graphs: None,
             dtype,
-            autocast: None,
+            autocast: match at {
+                ComputeDevice::Cpu => Autocast::cpu().with_enabled(false),
+                ComputeDevice::Cuda(_) => Autocast::cuda().with_enabled(false),
+            },
             compiled: None,
             context: Context::new(options.seed),
             checked: Cell::new(!options.check_gradients),
@@ -216,25 +209,21 @@ impl CandleEngine {
     }
 
     fn step(&self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
-        let first = (!self.checked.get()).then(|| FirstStep::begin(self).ok()).flatten();
+        let first = (!self.checked.get()).then(|| gradcheck::State::of(self).ok()).flatten();
         let loss = self.loss(batch)?;
-        let losses = loss.read()?;
+        let losses = loss.scalars()?.read()?;
         let scaled = loss
-            .value()
+            .value
             .affine(f64::from(cx.loss_scale), 0.0)
             .map_err(|e| Error::Engine(format!("loss scale: {e}")))?;
         drop(loss);
-        let Some(first) = first else {
-            self.slot.with(&cx.sink, || scaled.backward())?;
-            return Ok(losses);
-        };
-        let gradients = self.slot.keep(Some(&cx.sink), || scaled.backward())?;
+        let kept = first.as_ref().map(|_| Vec::new());
+        let gradients = self.slot.run(Some(&cx.sink), kept, || scaled.backward())?;
         drop(scaled);
-        let of = (batch, losses.scalars[0].1);
-        let verdict = first.end(self, of, (&gradients, cx.loss_scale.into()))?;
-        self.checked.set(!matches!(verdict, Verdict::NotYet));
-        if let Verdict::Wrong(warning) = verdict {
-            cx.warning = Some(warning);
+        if let Some(first) = first {
+            let is_checked =
+                first.check_step(self, (batch, losses.scalars[0].1), &gradients, cx)?;
+            self.checked.set(is_checked);
         }
         Ok(losses)
     }
@@ -243,17 +232,11 @@ impl CandleEngine {
 impl CandleEngine {
     /// Has later forward passes run under autocast to `dtype`, by the device's lists.
     fn set_autocast(&mut self, dtype: Option<fused_optim::DType>) -> Result<()> {
-        if self.autocast.as_ref().map(|(dtype, _)| *dtype) == dtype {
-            return Ok(());
-        }
-        let lists = match self.at {
-            ComputeDevice::Cpu => Autocast::cpu(),
-            ComputeDevice::Cuda(_) => Autocast::cuda(),
-        };
+        let lists = self.autocast.clone().with_enabled(dtype.is_some());
         self.autocast = match dtype {
-            None => None,
-            Some(dtype @ fused_optim::DType::F16) => Some((dtype, lists.with_f16())),
-            Some(dtype @ fused_optim::DType::Bf16) => Some((dtype, lists.with_bf16())),
+            None => lists,
+            Some(fused_optim::DType::F16) => lists.with_f16(),
+            Some(fused_optim::DType::Bf16) => lists.with_bf16(),
             Some(fused_optim::DType::F32) => {
                 return Err(Error::Engine("autocast lowers to f16 or bf16, not f32".to_owned()));
             }
@@ -263,19 +246,22 @@ impl CandleEngine {
 
     fn loss(&self, batch: &Batch) -> Result<Loss> {
         let sent = model::send(batch, &self.device)?;
-        with_known_inputs(&sent, batch, || self.forward(&TensorBatch::of(&sent, self.dtype)?))
+        let forward = || self.forward(&TensorBatch::of(&sent, self.dtype)?);
+        #[cfg(feature = "candle-cuda")]
+        let forward = || cuda::checks_of(&sent, batch, false, forward).0;
+        forward()
     }
 
     /// The loss, under autocast if that is on.
     fn forward(&self, batch: &TensorBatch) -> Result<Loss> {
         let failed = |e| Error::Engine(format!("forward: {e}"));
-        let Some((_, policy)) = &self.autocast else {
+        if !self.autocast.is_enabled() {
             return self.model.loss(batch).map_err(failed);
-        };
+        }
         let forward = || (self.model.loss(batch), ops::lowered_operators());
-        let (loss, lowered) = ops::autocast(policy, forward);
+        let (loss, lowered) = ops::autocast(&self.autocast, forward);
         let loss = loss.map_err(failed)?;
-        if lowered == 0 && policy.is_enabled() {
+        if lowered == 0 {
             return Err(Error::Engine(
                 "autocast is on, and nothing ran in half precision: candle-nn's own layers know of \
                  no autocast; give their parameters a half type (half_parameters = true)"
@@ -300,19 +286,12 @@ impl CandleEngine {
         self.context.autotune_summary().map_or(0, |summary| summary.timed)
     }
 
-    /// A step within the operators' context, with the random numbers of the step's.
-    fn step_in_context(&mut self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
+    /// Runs `call` within the operators' context.
+    fn in_context<R>(&mut self, call: impl FnOnce(&mut Self) -> R) -> R {
         let mut context = std::mem::take(&mut self.context);
-        context.set_seed(cx.state.seed);
-        context.set_random_position(cx.state.random_position);
-        let mut graphs = self.graphs.take();
-        let losses = context.enter(|| match &mut graphs {
-            Some(graphs) => graphs.step(self, batch, cx),
-            None => self.step(batch, cx),
-        });
-        (self.context, self.graphs) = (context, graphs);
-        cx.state.random_position = self.context.random_position();
-        losses
+        let result = context.enter(|| call(self));
+        self.context = context;
+        result
     }
 }
 
@@ -357,7 +336,13 @@ impl Engine for CandleEngine {
         }
         self.set_autocast(cx.autocast)?;
         let known = self.take_cache(&cx.state.autotune_cache)?;
-        let losses = self.step_in_context(batch, cx);
+        self.context.set_seed(cx.state.seed);
+        self.context.set_random_position(cx.state.random_position);
+        #[cfg(feature = "candle-cuda")]
+        let losses = self.in_context(|engine| engine.step_or_launch(batch, cx));
+        #[cfg(not(feature = "candle-cuda"))]
+        let losses = self.in_context(|engine| engine.step(batch, cx));
+        cx.state.random_position = self.context.random_position();
         if self.shapes_timed() > known {
             cx.state.autotune_cache = self.context.autotune_cache();
         }
@@ -365,10 +350,7 @@ impl Engine for CandleEngine {
     }
 
     fn check_gradients(&mut self, batch: &Batch, ignore: &[String]) -> Result<Vec<WrongGradient>> {
-        let mut context = std::mem::take(&mut self.context);
-        let wrong = context.enter(|| gradcheck::check(self, batch, ignore));
-        self.context = context;
-        wrong
+        self.in_context(|engine| gradcheck::check(engine, batch, ignore))
     }
 
     fn supports_autocast(&self, dtype: fused_optim::DType) -> bool {
@@ -385,9 +367,9 @@ impl Engine for CandleEngine {
             )));
         }
         self.compiled = Some(options.clone());
-        self.graphs = self.cuda.as_mut().and_then(|cuda| cuda.compile(&self.device, options));
-        if let Some(cuda) = &self.cuda {
-            cuda.set_kernels(&mut self.context);
+        #[cfg(feature = "candle-cuda")]
+        if let Some(cuda) = &mut self.cuda {
+            cuda.compile(&self.device, options, &mut self.context);
         }
         let searches = on_host && options.is_engines();
         self.context.set_autotune(searches.then_some(options.search_rounds));
@@ -400,15 +382,16 @@ impl Engine for CandleEngine {
 
     fn eval(&mut self, batch: &Batch) -> Result<Vec<(String, Array)>> {
         let count = batch.len();
-        let batch = TensorBatch::new(batch, self.dtype, &self.device)?;
+        let batch = TensorBatch::of(&model::send(batch, &self.device)?, self.dtype)?;
         let Self { model, context, .. } = self;
         let outputs = context.evaluate(|| model.predict(&batch));
         let outputs = outputs.map_err(|e| Error::Engine(format!("forward: {e}")))?;
         outputs.into_arrays(count)
     }
 
-    fn device(&mut self) -> Option<&mut dyn DeviceEngine> {
-        cuda::device_engine(self)
+    #[cfg(feature = "candle-cuda")]
+    fn device(&mut self) -> Option<&mut dyn super::DeviceEngine> {
+        if self.cuda.is_some() { Some(self) } else { None }
     }
 }
 
@@ -418,6 +401,16 @@ const fn candle_dtype(dtype: fused_optim::DType) -> DType {
         fused_optim::DType::F32 => DType::F32,
         fused_optim::DType::F16 => DType::F16,
         fused_optim::DType::Bf16 => DType::BF16,
+    }
+}
+
+/// `fused-optim`'s name of a parameter's type. A parameter of `f64` is never lent: nothing asks for its type.
+fn optim_dtype(dtype: DType) -> candle_core::Result<fused_optim::DType> {
+    match dtype {
+        DType::F32 | DType::F64 => Ok(fused_optim::DType::F32),
+        DType::F16 => Ok(fused_optim::DType::F16),
+        DType::BF16 => Ok(fused_optim::DType::Bf16),
+        other => bail!("parameters are f32, f16, bf16 or f64, not {other:?}"),
     }
 }
 

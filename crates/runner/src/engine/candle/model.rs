@@ -55,10 +55,6 @@ pub struct TensorBatch {
 }
 
 impl TensorBatch {
-    pub(super) fn new(batch: &Batch, dtype: DType, device: &Device) -> RunnerResult<Self> {
-        Self::of(&send(batch, device)?, dtype)
-    }
-
     /// Of what was sent.
     pub(super) fn of(sent: &[(String, Tensor)], dtype: DType) -> RunnerResult<Self> {
         let cast = |tensor: &Tensor| match tensor.dtype().is_float() {
@@ -104,7 +100,7 @@ pub(super) fn send(batch: &Batch, device: &Device) -> RunnerResult<Vec<(String, 
 /// What a forward pass in training mode found.
 #[derive(Debug)]
 pub struct Loss {
-    value: Tensor,
+    pub(super) value: Tensor,
     scalars: Vec<(String, Tensor)>,
 }
 
@@ -122,34 +118,13 @@ impl Loss {
         self
     }
 
-    pub(super) fn value(&self) -> &Tensor {
-        &self.value
-    }
-
-    /// Whether it has the digits of `f64`.
-    pub(super) fn is_f64(&self) -> bool {
-        self.value.dtype() == DType::F64
-    }
-
     /// The loss as a number.
     pub(super) fn number(&self) -> Result<f64> {
         scalar_of(&self.value)?.to_scalar()
     }
 
-    /// Checks the loss and reads all scalars.
-    pub(super) fn read(&self) -> RunnerResult<Losses> {
-        let read = |(name, scalar): (&str, &Tensor)| match scalar_of(scalar)
-            .and_then(|scalar| scalar.to_scalar())
-        {
-            Ok(scalar) => Ok((name.to_owned(), scalar)),
-            Err(e) => Err(Error::Engine(format!("scalar `{name}`: {e}"))),
-        };
-        let scalars = self.checked()?.map(read).collect::<RunnerResult<_>>()?;
-        Ok(Losses { scalars })
-    }
-
-    /// The checked loss, and the other scalars, by name.
-    pub(super) fn checked(&self) -> RunnerResult<impl Iterator<Item = (&str, &Tensor)>> {
+    /// Checks the loss; it and the other scalars.
+    pub(super) fn scalars(&self) -> RunnerResult<Scalars> {
         let Self { value, .. } = self;
         if value.elem_count() != 1 || value.dtype() != DType::F32 || !value.track_op() {
             return Err(Error::Engine(format!(
@@ -158,8 +133,35 @@ impl Loss {
                 value.dtype()
             )));
         }
-        let named = self.scalars.iter().map(|(name, scalar)| (name.as_str(), scalar));
-        Ok(std::iter::once(("loss", value)).chain(named))
+        let one = |(name, scalar): &(String, Tensor)| match scalar_of(scalar)
+            .and_then(|scalar| scalar.detach().reshape(1))
+        {
+            Ok(scalar) => Ok((name.clone(), scalar)),
+            Err(e) => Err(Error::Engine(format!("scalar `{name}`: {e}"))),
+        };
+        let loss = ("loss".to_owned(), value.clone());
+        let scalars = std::iter::once(&loss).chain(&self.scalars).map(one);
+        let (names, values): (_, Vec<_>) =
+            scalars.collect::<RunnerResult<Vec<_>>>()?.into_iter().unzip();
+        let values = Tensor::cat(&values, 0).map_err(|e| Error::Engine(format!("scalars: {e}")))?;
+        Ok(Scalars { names, values })
+    }
+}
+
+/// Numbers for the log, where they were computed.
+#[derive(Debug)]
+pub(super) struct Scalars {
+    pub(super) names: Vec<String>,
+    /// Of `f64`.
+    pub(super) values: Tensor,
+}
+
+impl Scalars {
+    /// Copies them to the host.
+    pub(super) fn read(&self) -> RunnerResult<Losses> {
+        let values = self.values.to_vec1::<f64>();
+        let values = values.map_err(|e| Error::Engine(format!("reading the losses: {e}")))?;
+        Ok(Losses { scalars: self.names.iter().cloned().zip(values).collect() })
     }
 }
 
@@ -203,6 +205,6 @@ impl Outputs {
 }
 
 /// An `f64` scalar of a tensor of one element.
-pub(super) fn scalar_of(tensor: &Tensor) -> Result<Tensor> {
+fn scalar_of(tensor: &Tensor) -> Result<Tensor> {
     tensor.flatten_all()?.squeeze(0)?.to_dtype(DType::F64)
 }

@@ -8,6 +8,7 @@ use fused_optim::Slice;
 use half::{bf16, f16};
 use parking_lot::Mutex;
 
+use super::optim_dtype;
 use crate::engine::{DeviceTensor, HostTensor};
 use crate::{Error, Result};
 
@@ -33,11 +34,8 @@ impl OnDevice {
 
 impl DeviceTensor for OnDevice {
     fn dtype(&self) -> fused_optim::DType {
-        match self.tensor().dtype() {
-            DType::F16 => fused_optim::DType::F16,
-            DType::BF16 => fused_optim::DType::Bf16,
-            _ => fused_optim::DType::F32,
-        }
+        // Else it would be no parameter's.
+        optim_dtype(self.tensor().dtype()).unwrap_or(fused_optim::DType::F32)
     }
 
     fn count(&self) -> usize {

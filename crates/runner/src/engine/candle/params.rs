@@ -21,12 +21,11 @@ use candle_core::{
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use fused_optim::{Slice, SliceMut};
-use half::{bf16, f16};
 use parking_lot::Mutex;
 
 use super::on_device::OnDevice;
-use super::{candle_dtype, init};
-use crate::engine::{GradSink, SharedSink, TensorSpec};
+use super::{init, optim_dtype};
+use crate::engine::{SharedSink, TensorSpec};
 use crate::{Error, Result};
 
 /// Tensors of one kind, specification and memory side by side.
@@ -71,47 +70,33 @@ struct Registry {
     closed: bool,
 }
 
+/// Builds a model, whose parameters and buffers are served to it: the model, both in order of first request, and the slot
+/// that gradients go to.
+pub(super) fn serve<M>(
+    dtype: DType,
+    seed: u64,
+    device: &Device,
+    build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
+) -> Result<(M, Tensors, Tensors, Arc<Slot>)> {
+    let root =
+        Var::zeros(1, DType::F32, device).map_err(|e| Error::Engine(format!("candle: {e}")))?;
+    let (registry, slot) = (Arc::<Mutex<Registry>>::default(), Arc::<Slot>::default());
+    let backend = Backend {
+        registry: Arc::clone(&registry),
+        slot: Arc::clone(&slot),
+        root,
+        seed,
+        is_f64: dtype == DType::F64,
+    };
+    let builder = VarBuilder::from_backend(Box::new(backend), dtype, device.clone());
+    let model = build(builder).map_err(|e| Error::Engine(format!("building: {e}")))?;
+    let mut registry = registry.lock();
+    registry.closed = true;
+    let params = std::mem::take(&mut registry.params);
+    Ok((model, params, std::mem::take(&mut registry.buffers), slot))
+}
+
 /// Serves parameters and buffers to a model while it is built.
-pub(super) struct Store {
-    registry: Arc<Mutex<Registry>>,
-    slot: Arc<Slot>,
-}
-
-impl Store {
-    /// An empty store, and the builder through which a model fills it.
-    pub(super) fn new(
-        dtype: DType,
-        seed: u64,
-        device: &Device,
-    ) -> Result<(Self, VarBuilder<'static>)> {
-        let registry = Arc::default();
-        let slot = Arc::default();
-        let is_f64 = dtype == DType::F64;
-        let root =
-            Var::zeros(1, DType::F32, device).map_err(|e| Error::Engine(format!("candle: {e}")))?;
-        let backend = Backend {
-            registry: Arc::clone(&registry),
-            slot: Arc::clone(&slot),
-            root,
-            seed,
-            is_f64,
-        };
-        let builder = VarBuilder::from_backend(Box::new(backend), dtype, device.clone());
-        Ok((Self { registry, slot }, builder))
-    }
-
-    /// Ends registration: parameters and buffers, in order of first request, and the slot their
-    /// gradients go to.
-    pub(super) fn close(self) -> (Tensors, Tensors, Arc<Slot>) {
-        let mut registry = self.registry.lock();
-        registry.closed = true;
-        let params = std::mem::take(&mut registry.params);
-        let buffers = std::mem::take(&mut registry.buffers);
-        drop(registry);
-        (params, buffers, self.slot)
-    }
-}
-
 struct Backend {
     registry: Arc<Mutex<Registry>>,
     slot: Arc<Slot>,
@@ -147,20 +132,20 @@ impl SimpleBackend for Backend {
             bail!("`{name}` is asked for on {:?}; the engine is on {own:?}", device.location());
         }
         let values = init::values(init, &shape, self.seed, name);
-        let (values, slice_dtype) = round(values, dtype)?;
-        let spec =
-            TensorSpec { name: name.to_owned(), shape: shape.dims().to_vec(), dtype: slice_dtype };
+        let dims = shape.dims().to_vec();
+        let spec = TensorSpec { name: name.to_owned(), shape: dims, dtype: optim_dtype(dtype)? };
         let tensor = if is_buffer(name) {
-            let source = Fill { values: Mutex::new(Some(values)), shape };
-            let values = self.root.as_detached_tensor().apply_op1_no_bwd(&source)?;
+            let values = Tensor::from_vec(values, &shape, device)?.to_dtype(dtype)?;
             let tensor = Var::from_tensor(&values)?.into_inner();
             registry.buffers.add(spec, tensor.clone());
             tensor
         } else {
+            let values = CpuStorage::F32(values).to_dtype(&Layout::contiguous(&shape), dtype)?;
             let source = Source {
                 index: registry.params.specs.len(),
                 name: name.to_owned(),
-                fill: Fill { values: Mutex::new(Some(values)), shape },
+                shape,
+                values: Mutex::new(Some(values)),
                 slot: Arc::clone(&self.slot),
             };
             let tensor = self.root.apply_op1(source)?;
@@ -196,65 +181,21 @@ fn is_buffer(name: &str) -> bool {
     matches!(last, "running_mean" | "running_var" | "num_batches_tracked")
 }
 
-fn round(values: Vec<f32>, dtype: DType) -> candle_core::Result<(CpuStorage, fused_optim::DType)> {
-    Ok(match dtype {
-        DType::F32 => (CpuStorage::F32(values), fused_optim::DType::F32),
-        DType::F16 => {
-            let values = values.into_iter().map(f16::from_f32).collect();
-            (CpuStorage::F16(values), fused_optim::DType::F16)
-        }
-        DType::BF16 => {
-            let values = values.into_iter().map(bf16::from_f32).collect();
-            (CpuStorage::BF16(values), fused_optim::DType::Bf16)
-        }
-        // Such a model is never lent: nothing asks for its type.
-        DType::F64 => {
-            let values = values.into_iter().map(f64::from).collect();
-            (CpuStorage::F64(values), fused_optim::DType::F32)
-        }
-        other => bail!("parameters are f32, f16, bf16 or f64, not {other:?}"),
-    })
-}
-
-/// Gives a tensor its first values: forward moves them out.
-struct Fill {
-    values: Mutex<Option<CpuStorage>>,
-    shape: Shape,
-}
-
-impl CustomOp1 for Fill {
-    fn name(&self) -> &'static str {
-        "fill"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        match self.values.lock().take() {
-            Some(values) => Ok((values, self.shape.clone())),
-            None => bail!("a tensor is filled once"),
-        }
-    }
-
-    fn cuda_fwd(
-        &self,
-        root: &CudaStorage,
-        _: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        match self.values.lock().take() {
-            Some(values) => {
-                let values = root.device().storage_from_cpu_storage(&values)?;
-                Ok((values, self.shape.clone()))
-            }
-            None => bail!("a tensor is filled once"),
-        }
-    }
-}
-
 /// The operator whose output is a parameter.
 struct Source {
     index: usize,
     name: String,
-    fill: Fill,
+    shape: Shape,
+    /// The first values, which forward moves out.
+    values: Mutex<Option<CpuStorage>>,
     slot: Arc<Slot>,
+}
+
+impl Source {
+    fn first_values(&self) -> candle_core::Result<CpuStorage> {
+        let made = || candle_core::Error::msg("a parameter is made once");
+        self.values.lock().take().ok_or_else(made)
+    }
 }
 
 impl CustomOp1 for Source {
@@ -262,20 +203,17 @@ impl CustomOp1 for Source {
         "parameter"
     }
 
-    fn cpu_fwd(
-        &self,
-        root: &CpuStorage,
-        layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.fill.cpu_fwd(root, layout)
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        Ok((self.first_values()?, self.shape.clone()))
     }
 
     fn cuda_fwd(
         &self,
         root: &CudaStorage,
-        layout: &Layout,
+        _: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
-        self.fill.cuda_fwd(root, layout)
+        let values = root.device().storage_from_cpu_storage(&self.first_values()?)?;
+        Ok((values, self.shape.clone()))
     }
 
     fn bwd(
@@ -288,36 +226,17 @@ impl CustomOp1 for Source {
             let (name, got) = (&self.name, (gradient.shape(), gradient.dtype()));
             bail!("the gradient of `{name}` is {got:?}, the parameter {:?}", param.shape());
         }
-        let gradient = gradient.contiguous()?;
-        let taken = if !self.slot.take(self.index, &gradient) {
-            true
-        } else if gradient.device().is_cpu() {
-            self.report_host(&gradient)?
-        } else {
-            let gradient = Box::new(OnDevice::new(gradient.detach()));
-            self.slot.report(|sink| sink.ready_on_device(self.index, gradient))
+        let mut pass = self.slot.0.lock();
+        let Some(pass) = pass.as_mut() else {
+            bail!("`{}` has a gradient nobody takes", self.name)
         };
-        if taken { Ok(None) } else { bail!("`{}` has a gradient nobody takes", self.name) }
+        pass.take(self, &gradient.contiguous()?)?;
+        Ok(None)
     }
 }
 
-impl Source {
-    /// Hands a gradient in the host's memory to the sink. False if nobody takes it.
-    fn report_host(&self, gradient: &Tensor) -> candle_core::Result<bool> {
-        let (storage, layout) = gradient.storage_and_layout();
-        let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
-        else {
-            bail!("the gradient of `{}` is not contiguous host memory", self.name);
-        };
-        let slice = match storage {
-            CpuStorage::F32(v) => Slice::F32(&v[start..end]),
-            CpuStorage::F16(v) => Slice::F16(&v[start..end]),
-            CpuStorage::BF16(v) => Slice::Bf16(&v[start..end]),
-            other => bail!("the gradient of `{}` is of {:?}", self.name, other.dtype()),
-        };
-        Ok(self.slot.report(|sink| sink.ready(self.index, slice)))
-    }
-}
+/// Gradients by parameter, in order of backward.
+pub(super) type Gradients = Vec<(usize, Tensor)>;
 
 /// Where gradients go while a backward pass runs.
 #[derive(Default)]
@@ -325,79 +244,70 @@ pub(super) struct Slot(Mutex<Option<Pass>>);
 
 struct Pass {
     sink: Option<SharedSink>,
-    /// The gradients themselves, by parameter, if they are wanted.
-    kept: Option<Vec<(usize, Tensor)>>,
+    /// The gradients themselves, of any type, if they are wanted.
+    kept: Option<Gradients>,
     /// The sink's refusal, which stopped the pass.
     refusal: Option<Error>,
 }
 
-impl Slot {
-    /// Runs `backward` with `sink` receiving the gradients. The sink's error, if it had one, comes
-    /// back unchanged; candle's is wrapped. However `backward` ends, the sink is let go.
-    pub(super) fn with<R>(
-        &self,
-        sink: &SharedSink,
-        backward: impl FnOnce() -> candle_core::Result<R>,
-    ) -> Result<R> {
-        let sink = Some(Arc::clone(sink));
-        self.run(Pass { sink, kept: None, refusal: None }, backward).map(|(result, _)| result)
+impl Pass {
+    /// Keeps a gradient and hands it to the sink, if there is one.
+    fn take(&mut self, of: &Source, gradient: &Tensor) -> candle_core::Result<()> {
+        if let Some(kept) = &mut self.kept {
+            kept.push((of.index, gradient.detach()));
+        }
+        let Some(sink) = &self.sink else { return Ok(()) };
+        let handed = if gradient.device().is_cpu() {
+            let (storage, layout) = gradient.storage_and_layout();
+            let (Storage::Cpu(storage), Some((start, end))) =
+                (&*storage, layout.contiguous_offsets())
+            else {
+                bail!("the gradient of `{}` is not contiguous host memory", of.name);
+            };
+            let slice = match storage {
+                CpuStorage::F32(v) => Slice::F32(&v[start..end]),
+                CpuStorage::F16(v) => Slice::F16(&v[start..end]),
+                CpuStorage::BF16(v) => Slice::Bf16(&v[start..end]),
+                other => bail!("the gradient of `{}` is of {:?}", of.name, other.dtype()),
+            };
+            sink.lock().ready(of.index, slice)
+        } else {
+            let gradient = Box::new(OnDevice::new(gradient.detach()));
+            sink.lock().ready_on_device(of.index, gradient)
+        };
+        if let Err(refusal) = handed {
+            self.refusal = Some(refusal);
+            bail!("the sink refused the gradient of `{}`", of.name);
+        }
+        Ok(())
     }
+}
 
-    /// As [`with`](Self::with), and returns the gradients, of any type, by parameter; without a sink nobody
-    /// else receives them.
-    pub(super) fn keep<R>(
+impl Slot {
+    /// Runs `backward` with `sink` receiving the gradients, if there is one. The sink's error, if it had one, comes
+    /// back unchanged; candle's is wrapped. However `backward` ends, the sink is let go. Returns the gradients, too, if
+    /// there is a list to keep them in.
+    pub(super) fn run<R>(
         &self,
         sink: Option<&SharedSink>,
+        kept: Option<Gradients>,
         backward: impl FnOnce() -> candle_core::Result<R>,
-    ) -> Result<Vec<(usize, Tensor)>> {
-        let kept = Some(Vec::new());
-        self.run(Pass { sink: sink.cloned(), kept, refusal: None }, backward).map(|(_, kept)| kept)
-    }
-
-    fn run<R>(
-        &self,
-        pass: Pass,
-        backward: impl FnOnce() -> candle_core::Result<R>,
-    ) -> Result<(R, Vec<(usize, Tensor)>)> {
+    ) -> Result<Gradients> {
         struct Open<'a>(&'a Slot);
         impl Drop for Open<'_> {
             fn drop(&mut self) {
                 *self.0.0.lock() = None;
             }
         }
-        *self.0.lock() = Some(pass);
+        *self.0.lock() = Some(Pass { sink: sink.cloned(), kept, refusal: None });
         let open = Open(self);
         let result = backward();
         match open.0.0.lock().take() {
             Some(Pass { refusal: Some(refusal), .. }) => Err(refusal),
             pass => match result {
-                Ok(result) => Ok((result, pass.and_then(|pass| pass.kept).unwrap_or_default())),
+                Ok(_) => Ok(pass.and_then(|pass| pass.kept).unwrap_or_default()),
                 Err(e) => Err(Error::Engine(format!("backward: {e}"))),
             },
-        }
-    }
-
-    /// Keeps a gradient, if they are wanted. Whether a sink waits for it.
-    fn take(&self, index: usize, gradient: &Tensor) -> bool {
-        let mut pass = self.0.lock();
-        let Some(pass) = pass.as_mut() else { return true };
-        if let Some(kept) = &mut pass.kept {
-            kept.push((index, gradient.detach()));
-        }
-        pass.sink.is_some()
-    }
-
-    /// Hands a gradient to the sink. False if there is none, or it refused.
-    fn report(&self, hand: impl FnOnce(&mut dyn GradSink) -> Result<()>) -> bool {
-        let mut pass = self.0.lock();
-        let Some(Pass { sink: Some(sink), refusal, .. }) = pass.as_mut() else { return false };
-        let handed = hand(&mut *sink.lock());
-        match handed {
-            Ok(()) => true,
-            Err(refused) => {
-                *refusal = Some(refused);
-                false
-            }
         }
     }
 }
@@ -435,7 +345,7 @@ fn lend_memory(
 ) -> Result<()> {
     let mut lent = Lent { tensors, taken: Vec::new() };
     for (tensor, spec) in tensors.iter().zip(specs) {
-        let out = Swap(Mutex::new(empty(candle_dtype(spec.dtype))?));
+        let out = Swap(Mutex::new(CpuStorage::F32(Vec::new())));
         tensor
             .inplace_op1(&out)
             .map_err(|e| Error::Engine(format!("lending `{}`: {e}", spec.name)))?;
@@ -486,14 +396,5 @@ impl InplaceOp1 for Swap {
         }
         std::mem::swap(storage, &mut held);
         Ok(())
-    }
-}
-
-fn empty(dtype: DType) -> Result<CpuStorage> {
-    match dtype {
-        DType::F32 => Ok(CpuStorage::F32(Vec::new())),
-        DType::F16 => Ok(CpuStorage::F16(Vec::new())),
-        DType::BF16 => Ok(CpuStorage::BF16(Vec::new())),
-        other => Err(Error::Engine(format!("no parameter is of {other:?}"))),
     }
 }

@@ -10,17 +10,11 @@ impl CandleEngine {
             "fusion of operators",
             "candle has no compiler; the layers of this engine are fused with and without",
         );
-        match &self.cuda {
-            None => self.report_of_host(options, &mut report),
-            Some(cuda) => cuda.report(options, &mut report),
+        #[cfg(feature = "candle-cuda")]
+        if let Some(cuda) = &self.cuda {
+            cuda.report(options, &mut report);
+            return report;
         }
-        if let Some(graphs) = &self.graphs {
-            graphs.report(&mut report);
-        }
-        report
-    }
-
-    fn report_of_host(&self, options: &CompileOptions, report: &mut CompileReport) {
         if let Some(summary) = self.context.autotune_summary() {
             let (seen, better) = (summary.timed, summary.improved);
             report.applied.push(format!(
@@ -49,6 +43,7 @@ impl CandleEngine {
         if options.fullgraph {
             report.decline("`fullgraph`", "there is no graph that could be broken");
         }
+        report
     }
 }
 

@@ -32,34 +32,33 @@ use candle_core::{CudaDevice, Tensor};
 use fused_optim::{FoundInf, Launches, StepCtl};
 
 use self::recording::Graph;
-use self::tensors::{Computed, Inputs, Outputs, compute, copies, losses, same_bits, set_all};
+use self::tensors::{Computed, Inputs, Outputs, compute, same_bits};
 use super::CandleEngine;
-use super::cuda::{numbers, on_device, place_of};
+use super::cuda::{address, numbers};
+use super::gradcheck::State;
 use super::ops::context::{random_position, set_random_position};
 use super::ops::known_inputs::IndexCheck;
 use crate::data::{Array, ArrayData, Batch};
-use crate::engine::{CompileReport, Losses, OptimizerStep, StepContext};
+use crate::engine::{CompileReport, Losses, OptimizerStep, StepContext, on_device};
 use crate::{Error, Result};
 
 /// How often a set of shapes comes before a step of it is captured.
 const EAGER: usize = 2;
 /// How many graphs an engine has at most: each has gradients of its own.
 const MAX_GRAPHS: usize = 8;
-/// How many sets of shapes are told apart.
+/// Maximum number of sets of shapes that are kept.
 const MAX_SHAPES: usize = 64;
 
 /// What there is of graphs, by what they are for.
 #[derive(Debug)]
 pub(super) struct Graphs {
     fullgraph: bool,
-    shapes: Vec<(Shapes, Stage)>,
+    shapes: Vec<(Shapes, Phase)>,
     refused: Option<String>,
-    /// A line for the log, until the end of the step.
-    note: Option<String>,
 }
 
 /// What a graph is for.
-#[derive(Debug)]
+#[derive(Debug, PartialEq)]
 struct Shapes {
     /// Names, extents and types of a batch's fields.
     fields: Vec<(String, Vec<usize>, Discriminant<ArrayData>)>,
@@ -74,28 +73,14 @@ impl Shapes {
             (name.to_owned(), array.shape().to_vec(), discriminant(array.data()))
         };
         let fields = batch.iter().map(field).collect();
-        Self { fields, is_whole: is_whole(cx), autocast: cx.autocast }
+        let is_whole = cx.step.as_ref().is_some_and(|step| step.may_join_backward);
+        Self { fields, is_whole, autocast: cx.autocast }
     }
-
-    fn fit(&self, batch: &Batch, cx: &StepContext<'_>) -> bool {
-        let mut both = batch.iter().zip(&self.fields);
-        self.is_whole == is_whole(cx)
-            && self.autocast == cx.autocast
-            && batch.iter().count() == self.fields.len()
-            && both.all(|((name, array), (n, shape, kind))| {
-                name == n && array.shape() == shape && discriminant(array.data()) == *kind
-            })
-    }
-}
-
-/// Whether the optimizer's step may be in the graph.
-fn is_whole(cx: &StepContext<'_>) -> bool {
-    cx.step.as_ref().is_some_and(|step| step.may_join_backward)
 }
 
 /// How far a set of shapes has come.
 #[derive(Debug)]
-enum Stage {
+enum Phase {
     /// So many steps as they are written.
     Eager(usize),
     /// Captured from this batch, and not compared yet.
@@ -112,7 +97,7 @@ impl Graphs {
         // everything is allocated, used and freed; the optimizer works in it, and averages are ordered behind it
         // and before it by events of the reducer's own. Whoever makes another one in a model orders it so, too.
         unsafe { device.disable_event_tracking() };
-        Self { fullgraph, shapes: Vec::new(), refused: None, note: None }
+        Self { fullgraph, shapes: Vec::new(), refused: None }
     }
 
     /// The number of this set of shapes, unless it is to run as it is written.
@@ -120,24 +105,23 @@ impl Graphs {
         if self.refused.is_some() {
             return None;
         }
-        let known = self.shapes.iter().position(|(shapes, _)| shapes.fit(batch, cx));
-        if known.is_some() {
-            return known;
-        }
-        (self.shapes.len() < MAX_SHAPES).then(|| {
-            self.shapes.push((Shapes::new(batch, cx), Stage::Eager(0)));
-            self.shapes.len() - 1
+        let own = Shapes::new(batch, cx);
+        let known = self.shapes.iter().position(|(shapes, _)| *shapes == own);
+        known.or_else(|| {
+            let has_room = self.shapes.len() < MAX_SHAPES;
+            has_room.then(|| self.shapes.push((own, Phase::Eager(0))))?;
+            Some(self.shapes.len() - 1)
         })
     }
 
     /// Whether there may be no more of them.
     fn is_full(&self) -> bool {
-        let graphs = self.shapes.iter().filter(|(_, stage)| !matches!(stage, Stage::Eager(_)));
+        let graphs = self.shapes.iter().filter(|(_, phase)| !matches!(phase, Phase::Eager(_)));
         graphs.count() >= MAX_GRAPHS
     }
 
-    /// Ends all attempts.
-    fn refuse(&mut self, why: Refusal) -> Result<()> {
+    /// Ends all attempts, and notes why.
+    fn refuse(&mut self, why: Refusal, cx: &mut StepContext<'_>) -> Result<()> {
         // candle's errors may go on with a backtrace.
         let why = why.lines().next().unwrap_or_default().to_owned();
         if self.fullgraph {
@@ -146,7 +130,7 @@ impl Graphs {
             )));
         }
         self.shapes.clear();
-        self.note = Some(format!("compile: {WHAT}: not applied: {why}"));
+        cx.note = Some(format!("compile: {WHAT}: not applied: {why}"));
         self.refused = Some(why);
         Ok(())
     }
@@ -160,49 +144,47 @@ impl Graphs {
     ) -> Result<Losses> {
         let Some(at) = self.find(batch, cx) else { return engine.step(batch, cx) };
         let is_full = self.is_full();
-        let stage = std::mem::replace(&mut self.shapes[at].1, Stage::Eager(0));
-        let losses = match stage {
-            Stage::InForce(mut step) if step.holds(engine, cx)? => {
+        let phase = std::mem::replace(&mut self.shapes[at].1, Phase::Eager(0));
+        match phase {
+            Phase::InForce(mut step) if step.holds(engine, cx)? => {
                 let losses = step.run(batch, cx);
-                self.shapes[at].1 = Stage::InForce(step);
+                self.shapes[at].1 = Phase::InForce(step);
                 losses
             }
-            Stage::Captured(step, of) if *batch != of && step.holds(engine, cx)? => {
-                let (computed, verdict) = step.compare(engine, batch, cx)?;
-                match verdict {
+            Phase::Captured(step, of) if *batch != of && step.holds(engine, cx)? => {
+                let (computed, compared) = step.compare(engine, batch, cx)?;
+                match compared {
                     Ok(()) => {
                         let what = if step.launches.is_some() { WHOLE } else { WHAT };
-                        let of = told(&self.shapes[at].0, &step);
-                        self.note = Some(format!("compile: {what}: applied, for batches of {of}"));
-                        self.shapes[at].1 = Stage::InForce(step);
+                        let of = describe(&self.shapes[at].0, &step);
+                        cx.note = Some(format!("compile: {what}: applied, for batches of {of}"));
+                        self.shapes[at].1 = Phase::InForce(step);
                     }
-                    Err(why) => self.refuse(why)?,
+                    Err(why) => self.refuse(why, cx)?,
                 }
                 computed.report(&cx.sink)
             }
-            Stage::Eager(seen) if seen >= EAGER && !is_full => {
+            Phase::Eager(seen) if seen >= EAGER && !is_full => {
                 let (computed, captured) = capture(engine, batch, cx)?;
                 match captured {
-                    Ok(step) => self.shapes[at].1 = Stage::Captured(Box::new(step), batch.clone()),
-                    Err(why) => self.refuse(why)?,
+                    Ok(step) => self.shapes[at].1 = Phase::Captured(Box::new(step), batch.clone()),
+                    Err(why) => self.refuse(why, cx)?,
                 }
                 computed.report(&cx.sink)
             }
             // A comparison of the captured batch with itself would prove nothing.
-            Stage::Captured(step, of) if *batch == of => {
-                self.shapes[at].1 = Stage::Captured(step, of);
+            Phase::Captured(step, of) if *batch == of => {
+                self.shapes[at].1 = Phase::Captured(step, of);
                 engine.step(batch, cx)
             }
-            Stage::Eager(seen) => {
-                self.shapes[at].1 = Stage::Eager(seen + 1);
+            Phase::Eager(seen) => {
+                self.shapes[at].1 = Phase::Eager(seen + 1);
                 engine.step(batch, cx)
             }
             // A weight has moved, the optimizer launches something else, or the thread is another one: what candle
             // keeps is a thread's.
-            Stage::InForce(_) | Stage::Captured(..) => engine.step(batch, cx),
-        };
-        cx.note = self.note.take();
-        losses
+            Phase::InForce(_) | Phase::Captured(..) => engine.step(batch, cx),
+        }
     }
 
     /// Adds what was applied, or why nothing was.
@@ -218,7 +200,7 @@ impl Graphs {
             ),
         ] {
             let own = steps().filter(|(_, step)| step.launches.is_some() == is_whole);
-            let of: Vec<String> = own.map(|(shapes, step)| told(shapes, step)).collect();
+            let of: Vec<String> = own.map(|(shapes, step)| describe(shapes, step)).collect();
             if !of.is_empty() {
                 report.applied.push(format!(
                     "{what}, for batches of {}{more}; other shapes, the first steps of each, more than \
@@ -245,14 +227,14 @@ const WHAT: &str = "forward and backward of a step as one launch";
 const WHOLE: &str = "forward, backward and the optimizer's step as one launch";
 
 /// A step that is launched, and the shapes that it is for.
-fn in_force((shapes, stage): &(Shapes, Stage)) -> Option<(&Shapes, &Step)> {
-    match stage {
-        Stage::InForce(step) => Some((shapes, step)),
+fn in_force((shapes, phase): &(Shapes, Phase)) -> Option<(&Shapes, &Step)> {
+    match phase {
+        Phase::InForce(step) => Some((shapes, step)),
         _ => None,
     }
 }
 
-fn told(shapes: &Shapes, step: &Step) -> String {
+fn describe(shapes: &Shapes, step: &Step) -> String {
     let shapes = shapes.fields.iter().map(|(name, shape, _)| format!("`{name}` {shape:?}"));
     let shapes = shapes.collect::<Vec<_>>().join(", ");
     format!("{shapes} ({} nodes)", step.graph.nodes)
@@ -267,7 +249,7 @@ struct Step {
     /// Range checks of labels and indices, repeated for each batch before its launch.
     checks: Vec<IndexCheck>,
     /// Where weights and buffers were.
-    places: Vec<u64>,
+    addresses: Vec<u64>,
     thread: ThreadId,
     /// Those of an optimizer's step that is in it.
     launches: Option<Launches>,
@@ -276,12 +258,12 @@ struct Step {
 impl Step {
     /// Whether all is where it was, and ready for the optimizer's step that is in it.
     fn holds(&self, engine: &CandleEngine, cx: &mut StepContext<'_>) -> Result<bool> {
-        if self.thread != thread::current().id() || self.places != places(engine)? {
+        if self.thread != thread::current().id() || self.addresses != addresses(engine)? {
             return Ok(false);
         }
         match self.optimizer_step(cx) {
             Some(step) => {
-                Ok(optimizer::prepare(step, engine, &self.outputs.grads)? == self.launches)
+                Ok(optimizer::prepare(step, engine, &self.outputs.own.grads)? == self.launches)
             }
             None => Ok(self.launches.is_none()),
         }
@@ -307,7 +289,7 @@ impl Step {
         self.outputs.part().map_err(|e| failed("keeping gradients", &e))?;
         self.inputs.fill(batch, cx.loss_scale)?;
         self.graph.launch().map_err(|e| failed("launching a step", &e))?;
-        let losses = losses(&self.outputs.names, &self.outputs.scalars)?;
+        let losses = self.outputs.own.scalars.read()?;
         if let Some(step) = self.optimizer_step(cx) {
             let device = on_device(&mut *step.optimizer)?;
             step.applied = Some(device.step_outcome(&step.ctl)?);
@@ -324,22 +306,22 @@ impl Step {
         cx: &mut StepContext<'_>,
     ) -> Result<(Computed, std::result::Result<(), Refusal>)> {
         self.inputs.fill(batch, cx.loss_scale)?;
-        let before = copies(&engine.buffers)?;
+        let before = State::of(engine).map_err(copying)?;
         let (computed, _) = compute(engine, &self.inputs, batch, false)?;
-        let after = copies(&engine.buffers)?;
-        set_all(&engine.buffers, &before)?;
+        let after = State::of(engine).map_err(copying)?;
+        before.restore(engine).map_err(copying)?;
         if let Some(OptimizerStep { optimizer, ctl, .. }) = self.optimizer_step(cx) {
             // A skipped step changes nothing.
             let ctl = StepCtl { found_inf: FoundInf::Known(true), ..*ctl };
             let mut skipped = OptimizerStep::new(&mut **optimizer, ctl);
-            optimizer::prepare(&mut skipped, engine, &self.outputs.grads)?;
+            optimizer::prepare(&mut skipped, engine, &self.outputs.own.grads)?;
         }
-        let verdict = match self.graph.launch() {
-            Ok(()) => self.difference(engine, &computed, &after)?,
+        let refusal = match self.graph.launch() {
+            Ok(()) => self.difference(engine, &computed, &after.buffers)?,
             Err(e) => Some(format!("launching it: {e}")),
         };
-        set_all(&engine.buffers, &after)?;
-        Ok((computed, verdict.map_or(Ok(()), Err)))
+        after.restore(engine).map_err(copying)?;
+        Ok((computed, refusal.map_or(Ok(()), Err)))
     }
 
     /// What the launch has otherwise.
@@ -349,20 +331,17 @@ impl Step {
         computed: &Computed,
         buffers: &[Tensor],
     ) -> Result<Option<Refusal>> {
-        let bits = |scalars: &Tensor| {
-            let values = scalars.to_vec1::<f64>().map_err(|e| failed("reading the losses", &e))?;
-            Ok::<_, Error>(values.into_iter().map(f64::to_bits).collect::<Vec<_>>())
-        };
+        let own = &self.outputs.own;
         let differs = |what: &str| {
             Some(format!(
                 "{what} would be another one on the next batch: something that changes from step to step is \
                  computed on the host, or operators add up in no fixed order"
             ))
         };
-        if bits(&self.outputs.scalars)? != bits(&computed.scalars)? {
+        if !same_bits(&own.scalars.values, &computed.scalars.values)? {
             return Ok(differs("the loss, or a number beside it,"));
         }
-        for ((index, own), (_, grad)) in self.outputs.grads.iter().zip(&computed.grads) {
+        for ((index, own), (_, grad)) in own.grads.iter().zip(&computed.grads) {
             if !same_bits(own, grad)? {
                 let name = &engine.params.specs[*index].name;
                 return Ok(differs(&format!("the gradient of `{name}`")));
@@ -398,13 +377,13 @@ fn capture(
         Err(e) => return Ok((computed, Err(e.to_string()))),
     };
     let mut step = cx.step.as_mut().filter(|step| step.may_join_backward);
-    let ready = step.as_mut().map(|step| optimizer::prepare(step, engine, &outputs.grads));
+    let ready = step.as_mut().map(|step| optimizer::prepare(step, engine, &outputs.own.grads));
     let launches = ready.transpose()?.flatten();
     let recorded = Graph::of(&device.cuda_stream(), || {
         let (computed, checks) = compute(engine, &inputs, batch, true)?;
         outputs.take(&computed).map_err(|e| failed("keeping results", &e))?;
         if let Some(step) = step.as_mut().filter(|_| launches.is_some()) {
-            optimizer::launch(step, engine, &outputs.grads)?;
+            optimizer::launch(step, engine, &outputs.own.grads)?;
         }
         Ok(checks)
     });
@@ -426,8 +405,8 @@ fn capture(
             graph.kept
         )));
     }
-    let (places, thread) = (places(engine)?, thread::current().id());
-    let step = Step { graph, inputs, outputs, checks, places, thread, launches };
+    let (addresses, thread) = (addresses(engine)?, thread::current().id());
+    let step = Step { graph, inputs, outputs, checks, addresses, thread, launches };
     Ok((computed, Ok(step)))
 }
 
@@ -437,7 +416,7 @@ const DRAWS: &str = "dropout draws its masks on the host, another one for each s
 /// the driver's, once: here, and not in a step. Neither buffers nor random numbers are touched.
 fn settle(engine: &CandleEngine, inputs: &Inputs, batch: &Batch) -> Result<()> {
     let device = engine.device.as_cuda_device().map_err(|e| failed("capture", &e))?;
-    let (before, drawn) = (copies(&engine.buffers)?, random_position());
+    let before = State::of(engine).map_err(copying)?;
     for _ in 0..MOST_KEPT {
         let computed = compute(engine, inputs, batch, false);
         let freed = device.cuda_stream().context().check_err();
@@ -445,17 +424,20 @@ fn settle(engine: &CandleEngine, inputs: &Inputs, batch: &Batch) -> Result<()> {
             break;
         }
     }
-    set_random_position(drawn);
-    set_all(&engine.buffers, &before)
+    before.restore(engine).map_err(copying)
 }
 
 /// How many tensors a model may have kept, one after the other.
 const MOST_KEPT: usize = 16;
 
 /// Where weights and buffers are.
-fn places(engine: &CandleEngine) -> Result<Vec<u64>> {
+fn addresses(engine: &CandleEngine) -> Result<Vec<u64>> {
     let all = engine.params.tensors.iter().chain(&engine.buffers.tensors);
-    all.map(place_of).collect()
+    all.map(|tensor| Ok(address(tensor)?.ptr)).collect()
+}
+
+fn copying(error: candle_core::Error) -> Error {
+    failed("copying buffers", &error)
 }
 
 fn failed(during: &str, error: &dyn std::error::Error) -> Error {

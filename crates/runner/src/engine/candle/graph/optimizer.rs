@@ -8,9 +8,8 @@ use fused_optim::{DeviceParams, Launches};
 
 use super::CandleEngine;
 use crate::Result;
-use crate::engine::candle::cuda::on_device;
 use crate::engine::candle::on_device::OnDevice;
-use crate::engine::{Gradient, OptimizerStep};
+use crate::engine::{Gradient, OptimizerStep, on_device};
 
 /// Gradients by parameter.
 type Grads = [(usize, Tensor)];

@@ -36,7 +36,7 @@ impl Graph {
     ) -> std::result::Result<(Self, R), Refusal> {
         // Other threads go on as they do: only this one uses the stream.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        stream.begin_capture(mode).map_err(told)?;
+        stream.begin_capture(mode).map_err(reason)?;
         let mut capture = Capture(Some(stream));
         let called = call();
         let ended = capture.end();
@@ -44,10 +44,10 @@ impl Graph {
             (Ok(Some(graph)), Ok(called)) => (graph, called),
             (Ok(None), Ok(_)) => return Err("nothing was captured".to_owned()),
             (Ok(_), Err(why)) => return Err(why.to_string()),
-            (Err(e), Ok(_)) => return Err(told(e)),
-            (Err(e), Err(why)) => return Err(format!("{}: {why}", told(e))),
+            (Err(e), Ok(_)) => return Err(reason(e)),
+            (Err(e), Err(why)) => return Err(format!("{}: {why}", reason(e))),
         };
-        let (nodes, kept) = count(&graph).map_err(told)?;
+        let (nodes, kept) = count(&graph).map_err(reason)?;
         Ok((Self { graph, nodes, kept }, called))
     }
 
@@ -57,7 +57,7 @@ impl Graph {
     }
 }
 
-fn told(error: DriverError) -> Refusal {
+fn reason(error: DriverError) -> Refusal {
     match error.0 {
         sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED => {
             "the capture failed: the step waits for the GPU, or frees a tensor that an earlier one has made"

@@ -22,11 +22,8 @@ use crate::{Error, Result};
 /// `EX_TEMPFAIL`, try again. Without such a checkpoint it is 128 and the signal's number.
 pub const EXIT_CODE: u8 = launch::EXIT_SAVED;
 
-struct Noted {
-    which: Arc<AtomicUsize>,
-}
-
-static NOTED: OnceLock<Noted> = OnceLock::new();
+/// Number of the signal noted, once they are caught.
+static NOTED: OnceLock<Arc<AtomicUsize>> = OnceLock::new();
 
 /// From now on the signals are noted, instead of ending this process, and the [`Runner`](crate::Runner)
 /// looks for them. Every rank of a run does it, or none: the ranks agree on what they have noted.
@@ -38,15 +35,15 @@ pub fn catch() -> Result<()> {
     if are_caught() {
         return Ok(());
     }
-    let noted = Noted { which: Arc::default() };
+    let noted: Arc<AtomicUsize> = Arc::default();
     let fail = |source| Error::Io { what: "cannot catch signals".into(), source };
     let ends = Arc::new(AtomicBool::new(false));
     let all = [SIGINT, SIGTERM, SIGUSR1];
     for signal in all {
         flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&ends))
             .map_err(fail)?;
-        let which = Arc::clone(&noted.which);
-        flag::register_usize(signal, which, usize::try_from(signal).unwrap_or(0)).map_err(fail)?;
+        let number = usize::try_from(signal).unwrap_or(0);
+        flag::register_usize(signal, Arc::clone(&noted), number).map_err(fail)?;
     }
     let mut first = Signals::new(all).map_err(fail)?;
     let once = once();
@@ -71,7 +68,7 @@ pub(crate) fn are_caught() -> bool {
 /// Number of the signal noted, 0 for none.
 pub(crate) fn pending() -> u8 {
     // Relaxed: nothing else is published with it.
-    let which = NOTED.get().map_or(0, |noted| noted.which.load(Ordering::Relaxed));
+    let which = NOTED.get().map_or(0, |noted| noted.load(Ordering::Relaxed));
     u8::try_from(which).unwrap_or(0)
 }
 

@@ -79,13 +79,6 @@ pub(crate) struct LogConfig {
     pub(crate) log_level: Level,
 }
 
-impl LogConfig {
-    /// The configuration as a text; empty if the run has none.
-    fn config_text(&self) -> String {
-        self.config.as_ref().map_or_else(String::new, |(_, text)| text.clone())
-    }
-}
-
 impl std::fmt::Debug for RunnerBuilder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("RunnerBuilder").field("train", &self.train).finish_non_exhaustive()
@@ -257,7 +250,6 @@ impl RunnerBuilder {
                 status: Status::default(),
                 seed,
                 diff_rank_seed: self.diff_rank_seed,
-                config_text: self.log_config.config_text(),
                 position: Position::default(),
                 agreement: Agreement::default(),
                 output: Output::new(work_dir, group.rank() == 0, self.log_config, timestamp),

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use super::agreement::Agreement;
 use super::{Interrupt, Runner};
 use crate::data::DataLoader;
 use crate::engine::Engine;
@@ -93,7 +94,9 @@ pub(super) fn validate(runner: &mut Runner, metrics: &mut Metrics) -> Result<Opt
     }
     Ok(match evaluate(runner, EvalSplit::Val)? {
         Ok(fresh) => {
-            runner.ask_before_next();
+            // The ranks exchange before the next batch: batches of another data set take another time, and a spent
+            // time budget does not end a validation.
+            runner.agreement = Agreement::default();
             *metrics = fresh;
             None
         }
@@ -101,18 +104,21 @@ pub(super) fn validate(runner: &mut Runner, metrics: &mut Metrics) -> Result<Opt
     })
 }
 
+/// Calls a stage of validation on the hooks, or the test's that stands beside it.
+macro_rules! stage {
+    ($runner:ident, $split:ident, $val:ident | $test:ident ($($arg:expr),*)) => {
+        $runner.call_hooks(|hook, runner| match $split {
+            EvalSplit::Val => hook.$val(runner $(, $arg)*),
+            EvalSplit::Test => hook.$test(runner $(, $arg)*),
+        })?
+    };
+}
+
 /// Evaluates the model. Every rank takes its share and gets the same metrics; or all end before the same
 /// batch, because of a signal, whose number it returns.
 fn evaluate(runner: &mut Runner, split: EvalSplit) -> Result<std::result::Result<Metrics, u8>> {
-    use EvalSplit::{Test, Val};
-    runner.call_hooks(|h, r| match split {
-        Val => h.before_val(r),
-        Test => h.before_test(r),
-    })?;
-    runner.call_hooks(|h, r| match split {
-        Val => h.before_val_epoch(r),
-        Test => h.before_test_epoch(r),
-    })?;
+    stage!(runner, split, before_val | before_test());
+    stage!(runner, split, before_val_epoch | before_test_epoch());
     let mut records = Vec::new();
     let (start, mut data_time) = (Instant::now(), 0.0);
     let mut last = start;
@@ -126,10 +132,7 @@ fn evaluate(runner: &mut Runner, split: EvalSplit) -> Result<std::result::Result
         }
         let mut batch = batch?;
         data_time += last.elapsed().as_secs_f64();
-        runner.call_hooks(|h, r| match split {
-            Val => h.before_val_iter(r, index, &mut batch),
-            Test => h.before_test_iter(r, index, &mut batch),
-        })?;
+        stage!(runner, split, before_val_iter | before_test_iter(index, &mut batch));
         let (part, engine) = runner.eval_parts(split)?;
         let outputs = engine.eval(&batch)?;
         let more = part.metric.process(&batch, &outputs)?;
@@ -137,25 +140,16 @@ fn evaluate(runner: &mut Runner, split: EvalSplit) -> Result<std::result::Result
         records.extend(more);
         let done = (index + 1) as f64;
         part.times = (data_time / done, start.elapsed().as_secs_f64() / done);
-        runner.call_hooks(|h, r| match split {
-            Val => h.after_val_iter(r, index, &batch, &outputs),
-            Test => h.after_test_iter(r, index, &batch, &outputs),
-        })?;
+        stage!(runner, split, after_val_iter | after_test_iter(index, &batch, &outputs));
         last = Instant::now();
     }
     let records = collect_results(&runner.group, &records, loader.dataset_len())?;
     let metrics = runner.eval_parts(split)?.0.metric.compute(&records)?;
-    if split == Val {
+    if split == EvalSplit::Val {
         runner.position.validated = Some(runner.position.iter);
     }
-    runner.call_hooks(|h, r| match split {
-        Val => h.after_val_epoch(r, &metrics),
-        Test => h.after_test_epoch(r, &metrics),
-    })?;
-    runner.call_hooks(|h, r| match split {
-        Val => h.after_val(r),
-        Test => h.after_test(r),
-    })?;
+    stage!(runner, split, after_val_epoch | after_test_epoch(&metrics));
+    stage!(runner, split, after_val | after_test());
     Ok(Ok(metrics))
 }
 

@@ -151,7 +151,7 @@ mod tests {
              data_time: 0.0016  grad_norm: 0.4662  loss: 2.3102  loss_cls: 2.3102"
         );
         assert!(format_train_line(&runner, 5).starts_with("Epoch(train) [1][ 5/24]  lr: "));
-        runner.position_mut().epoch = 1;
+        runner.position.epoch = 1;
         let (validation, _) = runner.eval_parts(EvalSplit::Val).unwrap();
         validation.times = (0.000_406_932_830_810_546_86, 0.002_072_620_391_845_703);
         let metrics = [("digits/accuracy".to_owned(), 9.427_609_427_609_427)];
@@ -160,7 +160,7 @@ mod tests {
             "Epoch(val) [1][5/5]    digits/accuracy: 9.4276  data_time: 0.0004  time: 0.0021"
         );
         // A time budget ended inside the second epoch.
-        runner.position_mut().batch = 3;
+        runner.position.batch = 3;
         assert!(
             format_eval_line(&runner, EvalSplit::Val, &metrics)
                 .starts_with("Epoch(val) [2][5/5]    digits/")

@@ -70,7 +70,6 @@ pub struct Runner {
     status: Status,
     seed: u64,
     diff_rank_seed: bool,
-    config_text: String,
     position: Position,
     agreement: Agreement,
     output: Output,
@@ -302,9 +301,9 @@ impl Runner {
             return Ok(None);
         }
         let spent = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
-        let asked = [u8::from(spent), signals::pending()];
+        let own = [u8::from(spent), signals::pending()];
         let [spent, signal] =
-            if several { self.agreement.exchange(&self.group, asked)? } else { asked };
+            if several { self.agreement.exchange(&self.group, own)? } else { own };
         Ok(match (spent, signal) {
             (_, 1..) => Some(Interrupt::Signal(signal)),
             (1.., 0) => Some(Interrupt::Budget),
@@ -312,24 +311,10 @@ impl Runner {
         })
     }
 
-    /// Has the ranks exchange before the next batch, because batches of another data set take another time, and a spent
-    /// time budget does not end a validation.
-    pub(crate) fn ask_before_next(&mut self) {
-        self.agreement = Agreement::default();
-    }
-
-    pub(crate) fn train_config(&self) -> &TrainConfig {
-        &self.train
-    }
-
     pub(crate) fn train_loader(&self) -> Result<&DataLoader> {
         let none =
             "the run has no train_dataloader, train_cfg and optim_wrapper: it can only evaluate";
         self.train_loader.as_ref().ok_or_else(|| Error::Config(none.into()))
-    }
-
-    pub(crate) fn position_mut(&mut self) -> &mut Position {
-        &mut self.position
     }
 
     /// Trains on one batch and records what the model reported.

@@ -105,6 +105,11 @@ impl Output {
         Ok(())
     }
 
+    /// The configuration as a text; empty if the run has none.
+    pub(super) fn config_text(&self) -> String {
+        self.log_config.config.as_ref().map_or_else(String::new, |(_, text)| text.clone())
+    }
+
     pub(super) fn work_dir(&self) -> &Path {
         &self.work_dir
     }
@@ -114,15 +119,6 @@ impl Output {
     }
 
     /// Appends one line of numbers: `scalars`, then `counts`, the last of which is the step.
-    fn write<'a>(
-        &mut self,
-        scalars: impl Iterator<Item = (&'a str, f64)> + Clone,
-        counts: &[(&'a str, usize)],
-    ) -> Result<()> {
-        let written = self.append(scalars, counts);
-        self.or_without("scalars", written)
-    }
-
     fn append<'a>(
         &mut self,
         scalars: impl Iterator<Item = (&'a str, f64)> + Clone,
@@ -261,9 +257,9 @@ impl Runner {
         let rates = rates.iter().map(|(name, rate)| (name.as_str(), *rate));
         // Taken out while they are written.
         let scalars = std::mem::take(&mut self.output.scalars);
-        let written = self.output.write(rates.chain(scalars.smoothed()), counts);
+        let written = self.output.append(rates.chain(scalars.smoothed()), counts);
         self.output.scalars = scalars;
-        written
+        self.output.or_without("scalars", written)
     }
 
     /// Appends a validation's metrics to `scalars.json`, under the epoch if there are epochs and
@@ -276,7 +272,8 @@ impl Runner {
         let by_epoch = by_epoch && self.is_by_epoch();
         let step = if by_epoch { self.val_epoch() } else { self.position().configured_iter() };
         let times = self.eval_times(EvalSplit::Val);
-        self.output.write(eval_scalars(metrics, times), &[("step", step)])?;
+        let written = self.output.append(eval_scalars(metrics, times), &[("step", step)]);
+        self.output.or_without("scalars", written)?;
         self.flush()
     }
 

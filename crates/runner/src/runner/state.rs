@@ -23,7 +23,7 @@ impl Runner {
                 world_size: self.group.world_size(),
                 batches_per_epoch: self.batches_per_epoch(),
                 seed: self.seed,
-                config: self.config_text.clone(),
+                config: self.output.config_text(),
                 export: save.export,
                 ..Meta::default()
             },

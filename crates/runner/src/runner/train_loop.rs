@@ -90,7 +90,7 @@ fn epoch(runner: &mut Runner) -> Result<Option<Interrupt>> {
         iteration(runner, batch?)?;
     }
     runner.call_hooks(|hook, runner| hook.after_train_epoch(runner))?;
-    let position = runner.position_mut();
+    let position = &mut runner.position;
     (position.epoch, position.batch) = (position.epoch + 1, 0);
     Ok(None)
 }
@@ -121,8 +121,8 @@ fn iteration(runner: &mut Runner, mut batch: Batch) -> Result<()> {
     runner.call_hooks(|hook, runner| hook.before_train_iter(runner, &mut batch))?;
     let losses = runner.train_step(&batch)?;
     runner.call_hooks(|hook, runner| hook.after_train_iter(runner, &batch, &losses))?;
-    runner.position_mut().iter += 1;
-    runner.position_mut().batch += 1;
+    runner.position.iter += 1;
+    runner.position.batch += 1;
     Ok(())
 }
 
@@ -130,7 +130,7 @@ fn iteration(runner: &mut Runner, mut batch: Batch) -> Result<()> {
 fn is_due(runner: &Runner) -> bool {
     let position = runner.position();
     match runner.is_by_epoch() {
-        true => position.batch == 0 && runner.train_config().is_val_due(position.epoch),
-        false => position.completed().any(|iter| runner.train_config().is_val_due(iter)),
+        true => position.batch == 0 && runner.train.is_val_due(position.epoch),
+        false => position.completed().any(|iter| runner.train.is_val_due(iter)),
     }
 }

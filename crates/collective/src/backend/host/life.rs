@@ -106,7 +106,8 @@ struct FutexWaitv {
 }
 
 /// Sleeps until one of at most [`MOST_WORDS`] words is woken, `tick` has passed or a signal comes;
-/// not at all if one has another value than given. Fails with `Unsupported` before Linux 5.16.
+/// not at all if one has another value than given. Fails before Linux 5.16, and where a filter of
+/// system calls refuses it.
 pub(super) fn wait_any(words: &[(&AtomicU32, u32)], tick: Duration) -> io::Result<()> {
     let waiter = |&(word, value): &(&AtomicU32, u32)| FutexWaitv {
         val: value.into(),
@@ -133,9 +134,13 @@ pub(super) fn wait_any(words: &[(&AtomicU32, u32)], tick: Duration) -> io::Resul
             libc::CLOCK_MONOTONIC,
         )
     };
-    match io::Error::last_os_error() {
-        error if woken < 0 && error.raw_os_error() == Some(libc::ENOSYS) => Err(error),
-        _ => Ok(()),
+    if woken >= 0 {
+        return Ok(());
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::EAGAIN | libc::ETIMEDOUT | libc::EINTR) => Ok(()),
+        _ => Err(error),
     }
 }
 
@@ -145,6 +150,7 @@ mod tests {
     use std::sync::atomic::AtomicPtr;
 
     use super::*;
+    use crate::backend::host::refuse::refuse;
 
     const LONG: Duration = Duration::from_secs(60);
 
@@ -160,6 +166,19 @@ mod tests {
             });
         });
         assert_eq!(word.load(Ordering::SeqCst), LEFT);
+    }
+
+    /// As some containers' filters do: it is no wake-up, or the thread that waits would spin.
+    #[test]
+    fn a_wait_that_the_system_refuses_is_an_error() {
+        let refused = std::thread::spawn(|| {
+            refuse(&[libc::SYS_futex_waitv], libc::EPERM);
+            wait_any(&[(&AtomicU32::new(7), 7)], LONG).map_err(|error| error.raw_os_error())
+        });
+        assert_eq!(refused.join().unwrap(), Err(Some(libc::EPERM)));
+        for (value, tick) in [(8, LONG), (7, Duration::from_millis(1))] {
+            wait_any(&[(&AtomicU32::new(7), value)], tick).unwrap();
+        }
     }
 
     /// What the kernel does when a process is killed, it also does when a thread ends.

@@ -23,6 +23,9 @@ mod life;
 #[cfg(loom)]
 mod model;
 mod pace;
+#[cfg(test)]
+#[path = "../../../tests/it/common/refuse.rs"]
+pub(crate) mod refuse;
 mod segment;
 pub(crate) mod shm;
 pub(super) mod sys;

@@ -35,6 +35,7 @@ mod turn;
 use crate::sync::atomic::Ordering;
 use std::fs::OpenOptions;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
@@ -491,7 +492,7 @@ fn ends(pid: u32) -> bool {
             let ended = sys::poll_readable(&[&pidfd], Some(Duration::from_millis(200)));
             ended.is_ok_and(|ended| ended[0])
         }
-        Err(error) => error.raw_os_error() == Some(libc::ESRCH),
+        Err(_) => !Path::new(&format!("/proc/{pid}")).exists(),
     }
 }
 

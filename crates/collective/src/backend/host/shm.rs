@@ -7,7 +7,8 @@
 //! Every rank has one thread that waits for any peer to die. It then writes the death into the
 //! segment and wakes everyone, so survivors need neither time out nor poll. It learns of a death from
 //! the peer's word in the segment ([`life`](super::life)), and from a pidfd, later: where the kernel
-//! cannot wait for many words, and should a word fail.
+//! cannot wait for many words, and should a word fail. Where there are neither pidfds nor such waits, it
+//! looks at the words every second.
 
 use std::fs;
 use std::io::{self, Write};
@@ -25,7 +26,7 @@ use crate::backend::meet::{Joining, garbled, tell_all};
 use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::{Error, Rank, Result};
 
-/// How long the thread sleeps before it asks the pidfds.
+/// How long the thread sleeps before it looks at all words and pidfds.
 const TICK: Duration = Duration::from_secs(1);
 
 /// Its turns on a core: a death may not wait for those of ranks that compute.
@@ -79,17 +80,20 @@ fn start_time(pid: u32) -> io::Result<u64> {
 pub(super) struct Peer {
     rank: Rank,
     pid: u32,
-    pidfd: OwnedFd,
+    /// `None` before Linux 5.3, and where a filter of system calls refuses it.
+    pidfd: Option<OwnedFd>,
 }
 
-/// A pidfd for every peer.
+/// A pidfd for every peer, where the kernel has them.
 fn watch(joining: &Joining<'_>, members: &[Member]) -> Result<Vec<Peer>> {
     let open = |(rank, member): (Rank, &Member)| {
         let pid = joining.places[rank].pid;
         let died = || joining.died(rank);
-        let pidfd = sys::pidfd_open(pid).map_err(|error| match error.raw_os_error() {
-            Some(libc::ESRCH) => died(),
-            _ => Error::io(format!("watching over rank {rank} (pid {pid})"), &error),
+        let opened = sys::pidfd_open(pid).map(Some);
+        let pidfd = opened.or_else(|error| match error.raw_os_error() {
+            Some(libc::ESRCH) => Err(died()),
+            Some(libc::ENOSYS | libc::EPERM) => Ok(None),
+            _ => Err(Error::io(format!("watching over rank {rank} (pid {pid})"), &error)),
         })?;
         // The pidfd is of the process that has the pid now; is it the one that wrote the store?
         if start_time(pid).ok() != Some(member.start_time) {
@@ -166,8 +170,12 @@ impl Watch {
         let next = self.peers.partition_point(|peer| peer.rank < self.rank);
         self.peers.rotate_left(next);
         loop {
-            // Where the kernel cannot wait for words, wait for pidfds.
-            let patience = self.wait_for_words().ok().map(|()| Duration::ZERO);
+            // Where the kernel cannot wait for words, wait for pidfds; where it has none, for a tick.
+            let patience = match self.wait_for_words() {
+                Ok(()) => Some(Duration::ZERO),
+                Err(_) if self.peers.iter().all(|peer| peer.pidfd.is_some()) => None,
+                Err(_) => Some(TICK),
+            };
             self.peers.retain(|peer| {
                 let died = life::died(segment.life(peer.rank).load(Ordering::SeqCst));
                 if died {
@@ -176,7 +184,7 @@ impl Watch {
                 !died
             });
             let mut fds = vec![&self.stopped];
-            fds.extend(self.peers.iter().map(|peer| &peer.pidfd));
+            fds.extend(self.peers.iter().filter_map(|peer| peer.pidfd.as_ref()));
             let ready = match sys::poll_readable(&fds, patience) {
                 Ok(ready) => ready,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
@@ -188,7 +196,8 @@ impl Watch {
             }
             let mut ended = ready[1..].iter();
             self.peers.retain(|peer| {
-                let has_ended = *ended.next().expect("one answer per peer");
+                let has_ended =
+                    peer.pidfd.is_some() && *ended.next().expect("one answer per pidfd");
                 if has_ended {
                     Self::tell(&segment, peer);
                 }

@@ -5,6 +5,8 @@
 //! meet through a store that the parent serves, and report through a directory that it removes;
 //! children are killed when the parent lets go of them, so none outlives a failed test.
 
+pub(crate) mod refuse;
+
 use std::fs;
 use std::io::Read as _;
 use std::path::PathBuf;

@@ -13,6 +13,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use crate::common::refuse::refuse;
 use crate::common::{self, Role, Workers};
 use collective::{
     Buffer, Error, GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result, SharedBuf,
@@ -100,6 +101,21 @@ fn after_a_kill_the_survivors_records_name_what_was_under_way() {
         assert_eq!(calls[1]["asynchronous"], rank == 2);
         let outcome = calls[1]["outcome"]["failed"].as_str().unwrap();
         assert!(outcome.contains("rank 1 (pid "), "{outcome}");
+    }
+}
+
+/// As before Linux 5.3 and 5.16, or under a container's filter of system calls.
+#[test]
+fn a_death_is_known_without_pidfds() {
+    for scenario in ["fault::last-no-pidfd", "fault::last-no-pidfd-nor-waitv"] {
+        let mut workers = Workers::start(scenario, 3, &[0, 1, 2], TIMEOUT);
+        workers.all_ready(&[0, 1, 2]);
+        workers.children[1].kill().unwrap();
+        for rank in [0, 2] {
+            let report = workers.file(&format!("report-{rank}"));
+            assert!(report.contains("rank 1 (pid "), "{scenario}: {report}");
+            assert!(workers.wait(rank).success());
+        }
     }
 }
 
@@ -230,8 +246,15 @@ pub(crate) fn worker() {
     if role.scenario == "stop-before-joining" {
         return stopped::play(&role);
     }
+    match &role.scenario[..] {
+        "last-no-pidfd" => refuse(&[libc::SYS_pidfd_open], libc::EPERM),
+        "last-no-pidfd-nor-waitv" => {
+            refuse(&[libc::SYS_pidfd_open, libc::SYS_futex_waitv], libc::EPERM);
+        }
+        _ => {}
+    }
     let group = role.join().unwrap();
-    if role.scenario == "last" {
+    if role.scenario.starts_with("last") {
         return role.report(&last(&group, || role.ready()).unwrap_err().to_string());
     }
     killed::play(&role, &group);

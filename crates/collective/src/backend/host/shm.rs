@@ -23,6 +23,7 @@ use super::life::{self, Held};
 use super::segment::{Poison, Segment};
 use super::{Host, check_world, open_fd_of, sys};
 use crate::backend::meet::{Joining, garbled, tell_all};
+use crate::store::tcp::sockopt;
 use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::{Error, Rank, Result};
 
@@ -45,6 +46,8 @@ struct Member {
 pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Host> {
     let (rank, world) = (joining.rank, joining.world());
     check_world(rank, world)?;
+    // A pidfd for each peer, the segment, and a pipe.
+    sockopt::allow_open_files(world + 8, &format!("joining {}", joining.group()))?;
     let file = if rank == 0 { Some(Segment::create(world)?) } else { None };
     let start_time = start_time(std::process::id())
         .map_err(|error| Error::io("reading when this process started", &error))?;

@@ -29,6 +29,10 @@ use crate::{Error, Rank, Result};
 /// Where ranks are that meet in a store without an address.
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
+/// Open files of a rank beside its connections: listener, memory, what wakes its threads; and room for
+/// callers that say nothing.
+const OWN_FILES: usize = 16;
+
 /// What a rank says of itself in the store.
 #[derive(Debug, Serialize, Deserialize)]
 struct Member {
@@ -58,6 +62,8 @@ struct Mesh<'a> {
 /// Connects all ranks; returns when this one has all its connections. `sharing`: the ranks, in
 /// order, that share memory with this one, itself among them.
 pub(super) fn connect(joining: &Joining<'_>, sharing: &[Rank]) -> Result<Connections> {
+    let files = 2 * joining.world() + OWN_FILES;
+    sockopt::allow_open_files(files, &format!("joining {}", joining.group()))?;
     let own = &joining.places[joining.rank];
     let elsewhere = joining.places.iter().filter(|place| !place.same_network(own));
     let elsewhere = elsewhere.filter_map(|place| place.ip).find(|ip| !ip.is_loopback());
@@ -172,7 +178,15 @@ impl Mesh<'_> {
                 Ok(None) => true,
                 Err(_) => false,
             });
-            while let Ok((stream, _)) = listener.accept() {
+            loop {
+                let stream = match listener.accept() {
+                    Ok((stream, _)) => stream,
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                    // Of that connection alone.
+                    Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                    Err(error) => return Err(fail(error)),
+                };
                 if callers.len() == most {
                     callers.remove(0);
                 }

@@ -79,6 +79,8 @@ impl TcpStoreServer {
             },
         };
         let listener = TcpListener::bind(addr).map_err(refused)?;
+        // For many clients. If there may be no more, that is enough for few.
+        drop(sockopt::allow_open_files(CLIENTS, "serving a store"));
         sockopt::deepen_backlog(listener.as_fd()).map_err(refused)?;
         // Accepted connections inherit these, at no system call each.
         sockopt::no_delay(listener.as_fd()).map_err(refused)?;
@@ -130,6 +132,8 @@ impl Drop for TcpStoreServer {
 
 /// Replies a connection may have waiting before its requests are left in the socket, in bytes.
 const HIGH_WATER: usize = 1 << 20;
+/// Clients for which the limit on open files is raised, if it may be.
+const CLIENTS: usize = 16 << 10;
 /// Bytes taken from one connection before the others have their turn.
 const TURN: usize = 1 << 20;
 /// Pieces of a reply handed to the system in one call.

@@ -1,11 +1,13 @@
-//! What the standard library does not set of a socket.
+//! What the standard library does not set of a socket, nor of how many there may be.
 //!
-//! Invariant: every pointer handed to the kernel is to a live `c_int` on this stack, with its size.
-#![expect(unsafe_code, reason = "setsockopt and a backlog have no safe form in std")]
+//! Invariant: every pointer handed to the kernel is to a live value on this stack, with its size.
+#![expect(unsafe_code, reason = "setsockopt, a backlog and limits have no safe form in std")]
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::OnceLock;
+
+use crate::{Error, Result};
 
 /// Notices a peer whose host vanished within about [`DEAD_AFTER_S`] seconds, whether this side
 /// waits (keepalive probes) or sends (unacknowledged data).
@@ -45,6 +47,32 @@ pub(crate) fn deepen_backlog(listener: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: the descriptor is open (it is borrowed); a second `listen` only changes the backlog.
     let status = unsafe { libc::listen(listener.as_raw_fd(), libc::c_int::MAX) };
     if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Lets this process have `more` open files than now, by raising its soft limit if that is too low;
+/// `during` is for the error.
+pub(crate) fn allow_open_files(more: usize, during: &str) -> Result<()> {
+    let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
+    let needed = (open + more) as libc::rlim_t;
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the pointer is good for the call.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } == 0;
+    if !known || limit.rlim_cur >= needed {
+        return Ok(());
+    }
+    // All there may be: other ranks of this process need as many.
+    limit.rlim_cur = limit.rlim_max;
+    // SAFETY: as above.
+    let raised = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) } == 0;
+    if raised && limit.rlim_max >= needed {
+        return Ok(());
+    }
+    let what = format!(
+        "{during} takes {more} open files more than the {open} there are, and RLIMIT_NOFILE is {}; \
+         raise it to {needed} (`ulimit -n`)",
+        limit.rlim_max
+    );
+    Err(Error::io(what, &io::Error::from_raw_os_error(libc::EMFILE)))
 }
 
 fn set(socket: BorrowedFd<'_>, level: i32, name: i32, value: libc::c_int) -> io::Result<()> {

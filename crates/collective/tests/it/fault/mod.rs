@@ -3,6 +3,7 @@
 #![expect(unsafe_code, reason = "tests fork, and stop processes")]
 
 mod carriers;
+mod files;
 mod joining;
 mod killed;
 mod messages;
@@ -247,6 +248,7 @@ pub(crate) fn worker() {
         return stopped::play(&role);
     }
     match &role.scenario[..] {
+        "few-files" | "few-files-first" => return files::play(&role),
         "last-no-pidfd" => refuse(&[libc::SYS_pidfd_open], libc::EPERM),
         "last-no-pidfd-nor-waitv" => {
             refuse(&[libc::SYS_pidfd_open, libc::SYS_futex_waitv], libc::EPERM);

@@ -130,10 +130,10 @@ impl<C: Communicator> InFlight for Flight<C> {
             return Some(outcome.clone());
         }
         // A group that is gone has settled its operations, unless an abort hangs.
-        let Some(shared) = self.shared.upgrade() else { return Some(Err(stuck::<C>(None))) };
+        let Some(shared) = self.shared.upgrade() else { return Some(Err(stuck::<C>(None, None))) };
         if let Some((error, at)) = shared.verdict.get() {
             // Past that the watch hangs in an abort.
-            return (at.elapsed() > ABORT).then(|| Err(stuck::<C>(Some(error))));
+            return (at.elapsed() > ABORT).then(|| Err(stuck::<C>(None, Some(error))));
         }
         match shared.communicator.ended(&op.end) {
             // The verdict is looked at after the event: who aborts has set it before.

@@ -113,8 +113,9 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
     ) -> Result<Option<Self>>;
 
     /// Frees what peers and device hold for it, without their consent, once; whether the device has
-    /// let go of all memory when it returns. `under_way` tells whether something is in the streams.
-    fn abort(&self, under_way: &dyn Fn() -> bool) -> bool;
+    /// let go of all memory when it returns: not after an error. `under_way` tells whether something is
+    /// in the streams.
+    fn abort(&self, under_way: &dyn Fn() -> bool) -> Result<bool>;
 
     /// Ends it in order, when nothing is under way; after the deadline or a failure, aborts.
     fn finish(&self, deadline: Instant);

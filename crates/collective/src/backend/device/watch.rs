@@ -52,8 +52,8 @@ pub(super) struct Shared<C: Communicator> {
     pub(super) verdict: OnceLock<(Error, Instant)>,
     /// A caller has got the verdict; from then on the group is poisoned.
     pub(super) told: AtomicBool,
-    /// With `over`: once the abort is over, whether the device has let go of all memory.
-    aborted: Mutex<Option<bool>>,
+    /// With `over`: once the abort is over, the failure as it is told.
+    aborted: Mutex<Option<Error>>,
     over: Condvar,
     stop: AtomicBool,
 }
@@ -171,13 +171,8 @@ impl<C: Communicator> Shared<C> {
                 break;
             }
         }
-        let let_go = *aborted == Some(true);
-        drop(aborted);
         self.told.store(true, Ordering::Relaxed);
-        match self.verdict() {
-            Some(error) if let_go => error.clone(),
-            error => stuck::<C>(error),
-        }
+        aborted.clone().unwrap_or_else(|| stuck::<C>(None, self.verdict()))
     }
 
     /// Whether the abort is over.
@@ -333,15 +328,16 @@ impl<C: Communicator> Shared<C> {
             let ops: Vec<Arc<Op<C>>> = self.ops.lock().iter().cloned().collect();
             ops.iter().any(|op| op.is_under_way())
         };
-        let let_go = self.communicator.abort(&under_way);
+        let aborted = self.communicator.abort(&under_way);
+        let let_go = matches!(aborted, Ok(true));
         let ops = std::mem::take(&mut *self.ops.lock());
-        let failed = Err(if let_go { error } else { stuck::<C>(Some(&error)) });
-        ops.iter().for_each(|op| op.settle(&failed));
+        let failed = if let_go { error } else { stuck::<C>(aborted.err(), Some(&error)) };
+        ops.iter().for_each(|op| op.settle(&Err(failed.clone())));
         if !let_go {
             // The device may still use what the launches have kept.
             std::mem::forget(ops);
         }
-        *self.aborted.lock() = Some(let_go);
+        *self.aborted.lock() = Some(failed);
         self.over.notify_all();
     }
 
@@ -447,18 +443,17 @@ fn blame<C: Communicator>(
     }
 }
 
-/// The device may still use the memory.
-pub(super) fn stuck<C: Communicator>(verdict: Option<&Error>) -> Error {
+/// The device may still use the memory: the abort failed, or is not over in time.
+pub(super) fn stuck<C: Communicator>(failed: Option<Error>, verdict: Option<&Error>) -> Error {
     let why = verdict.map_or_else(|| "not known yet".into(), ToString::to_string);
-    Error::Backend {
-        backend: C::BACKEND,
-        during: C::ABORT.into(),
-        name: "timed out".into(),
-        code: 0,
-        text: format!(
-            "not over after {ABORT:?}, so the device may still use the memory of operations{}; why the \
-             group failed: {why}",
-            C::HELD
-        ),
-    }
+    let (name, code, how) = match failed {
+        Some(Error::Backend { name, code, text, .. }) => (name, code, text),
+        Some(error) => ("failed".into(), 0, error.to_string()),
+        None => ("timed out".into(), 0, format!("not over after {ABORT:?}")),
+    };
+    let held = C::HELD;
+    let text = format!(
+        "{how}, so the device may still use the memory of operations{held}; why the group failed: {why}"
+    );
+    Error::Backend { backend: C::BACKEND, during: C::ABORT.into(), name, code, text }
 }

@@ -292,12 +292,12 @@ impl device::Communicator for Communicator {
         Err(Error::Unsupported { backend: "hccl", what })
     }
 
-    fn abort(&self, under_way: &dyn Fn() -> bool) -> bool {
+    fn abort(&self, under_way: &dyn Fn() -> bool) -> Result<bool> {
         if !self.end() {
-            return true;
+            return Ok(true);
         }
         // HCCL has nothing that ends a call from beside it. Once there is none, there will be none.
-        let Some(guard) = self.calls.try_lock_for(CALL) else { return false };
+        let Some(guard) = self.calls.try_lock_for(CALL) else { return Ok(false) };
         drop(guard);
         let deadline = Instant::now() + DRAIN;
         if self.device_abort && under_way() {
@@ -310,12 +310,12 @@ impl device::Communicator for Communicator {
         }
         while under_way() {
             if Instant::now() >= deadline {
-                return false;
+                return Ok(false);
             }
             std::thread::sleep(TICK);
         }
         self.destroy();
-        true
+        Ok(true)
     }
 
     fn finish(&self, deadline: Instant) {

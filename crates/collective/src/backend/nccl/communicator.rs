@@ -366,10 +366,8 @@ impl device::Communicator for Communicator {
         Ok(made)
     }
 
-    fn abort(&self, _under_way: &dyn Fn() -> bool) -> bool {
-        // What an abort that fails leaves behind nobody can mend.
-        drop(self.end_now());
-        true
+    fn abort(&self, _under_way: &dyn Fn() -> bool) -> Result<bool> {
+        self.end_now().unwrap_or(Ok(())).map(|()| true)
     }
 
     fn finish(&self, deadline: Instant) {

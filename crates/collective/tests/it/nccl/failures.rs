@@ -154,6 +154,31 @@ fn an_abort_that_hangs_is_told() {
     });
 }
 
+/// An abort that fails has ended nothing, so memory is not told to be free.
+#[test]
+fn an_abort_that_fails_is_told() {
+    let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
+    Fake::get().fault("ncclCommAbort", devices.start + 1, 1, Fault::Return(3));
+    let groups = Fake::get().groups(devices, &options, &Config::default());
+    let groups = groups.into_iter().map(Result::unwrap).collect();
+    play(groups, |group| {
+        let (stream, mut memory) = (Fake::get().stream(), Memory::new(vec![1_u8; 10]));
+        if group.rank() == 0 {
+            return drop(until_failure(&Rank {
+                group: &group,
+                stream: &stream,
+                memory: &mut Memory::new(vec![]),
+            }));
+        }
+        let calls = group.device().unwrap().all_reduce(memory.buf(), ReduceOp::Sum).unwrap();
+        let error = calls.enqueue(stream.raw()).unwrap().wait().unwrap_err();
+        let Error::Backend { during, name, text, .. } = &error else { panic!("{error}") };
+        assert_eq!((&during[..], &name[..]), ("ncclCommAbort", "ncclInternalError"));
+        assert!(text.contains("may still use the memory"), "{text}");
+        assert!(text.contains("missing rank 0"), "{text}");
+    });
+}
+
 #[test]
 fn a_message_that_nobody_sends_names_its_sender() {
     let errors = failing(devices(3), &Config::default(), |this| {

@@ -858,9 +858,10 @@ int ncclCommAbort(void *comm) {
   Comm *c = static_cast<Comm *>(comm);
   on_its_device(c, "ncclCommAbort");
   if (c->state != ALIVE) violation("an abort of a communicator that has been ended");
-  if (due("ncclCommAbort", c->device).kind == HANG) for (;;) sleep(1);
+  Fault f = due("ncclCommAbort", c->device);
+  if (f.kind == HANG) for (;;) sleep(1);
   end(c, ABORTED);
-  return 0;
+  return f.kind == RETURN ? f.argument : 0;
 }
 int ncclCommFinalize(void *comm) {
   Comm *c = static_cast<Comm *>(comm);

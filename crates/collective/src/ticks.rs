@@ -26,9 +26,11 @@ impl Clock {
 
     /// Turns ticks into the time since the clock was made: what the ticks so far took tells the speed.
     pub(crate) fn since_birth(&self) -> impl Fn(u64) -> Duration + use<> {
-        let (ticks, time) = (self.ticks() - self.birth_ticks, self.birth.elapsed());
+        let ticks = self.ticks().saturating_sub(self.birth_ticks);
+        let time = self.birth.elapsed();
         let (birth, rate) = (self.birth_ticks, time.as_secs_f64() / (ticks.max(1) as f64));
-        move |at| Duration::from_secs_f64(at.saturating_sub(birth) as f64 * rate)
+        let time = move |ticks: u64| Duration::try_from_secs_f64(ticks as f64 * rate);
+        move |at| time(at.saturating_sub(birth)).unwrap_or(Duration::MAX)
     }
 }
 
@@ -81,6 +83,18 @@ mod tests {
             let (told, took) = (since(after) - since(before), end - start);
             assert!(told < took * 2 && took < told * 2, "{told:?} instead of {took:?}");
             assert_eq!(since(0), Duration::ZERO);
+        }
+    }
+
+    /// A virtual machine that moves may take its counter back.
+    #[test]
+    fn a_counter_that_steps_back_is_no_panic() {
+        let now = Instant::now();
+        let birth = now.checked_sub(Duration::from_secs(9)).unwrap_or(now);
+        for birth_ticks in [u64::MAX, 1 << 63] {
+            let since = Clock { counter: false, birth, birth_ticks }.since_birth();
+            assert_eq!(since(0), Duration::ZERO);
+            since(u64::MAX);
         }
     }
 

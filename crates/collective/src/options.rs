@@ -43,9 +43,8 @@ pub struct GroupOptions {
 pub enum Transport {
     /// [`Nccl`](Self::Nccl) if every rank gives a
     /// [CUDA device](GroupOptions::with_cuda_device) and has NCCL, [`Hccl`](Self::Hccl) if every rank
-    /// gives an [NPU](GroupOptions::with_npu_device) and has HCCL. Else
-    /// [`Gloo`](Self::Gloo) if the ranks are on several machines and all are built with it, else
-    /// [`Host`](Self::Host). [`ProcessGroup::backend_reason`] says why it was which.
+    /// gives an [NPU](GroupOptions::with_npu_device) and has HCCL. Else [`Host`](Self::Host).
+    /// [`ProcessGroup::backend_reason`] says why it was which.
     #[default]
     Auto,
     /// Shared memory within a machine. If there are several machines, it is as with

@@ -52,8 +52,6 @@ pub(crate) struct Place {
     /// Its address towards the store.
     pub(crate) ip: Option<IpAddr>,
     shared: Record,
-    /// Whether it is built with libgloo.
-    gloo: bool,
     /// Its CUDA device.
     cuda: Option<u32>,
     /// Its NPU.
@@ -231,11 +229,7 @@ fn choose_for_host(asked: Transport, places: &[Place]) -> (Transport, String) {
     match (asked, away) {
         (Transport::Auto, None) => (Transport::Host, "all ranks are on one machine".into()),
         (Transport::Auto, Some(rank)) => {
-            let why = format!("rank {rank} is on another machine than rank 0");
-            match places.iter().position(|place| !place.gloo) {
-                None => (Transport::Gloo, format!("{why}, and all ranks have libgloo")),
-                Some(rank) => (Transport::Host, format!("{why}, and rank {rank} has no libgloo")),
-            }
+            (Transport::Host, format!("rank {rank} is on another machine than rank 0"))
         }
         _ => (asked, "it was asked for".into()),
     }
@@ -268,7 +262,6 @@ impl Place {
             net_namespace: namespace("net")?,
             ip: store.local_ip(),
             shared: Record::new(),
-            gloo: cfg!(feature = "gloo"),
             cuda: options.cuda_device,
             npu: options.npu_device,
             here: Here::default(),
@@ -456,19 +449,13 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn one_machine_is_host_and_several_are_gloo_if_all_have_it_unless_asked_otherwise() {
+    fn one_machine_and_several_are_host_unless_asked_otherwise() {
         let mut places = places(3);
         assert_eq!(choose(Transport::Auto, &places).0, Transport::Host);
         assert_eq!(choose(Transport::Tcp, &places).0, Transport::Tcp);
         places[2].host_id = Some("elsewhere".into());
-        for place in &mut places {
-            place.gloo = true;
-        }
-        assert_eq!(choose(Transport::Auto, &places).0, Transport::Gloo);
-        places[1].gloo = false;
         let (chosen, why) = choose(Transport::Auto, &places);
         assert_eq!(chosen, Transport::Host);
-        assert!(why.contains("rank 1 has no libgloo"), "{why}");
         assert!(why.contains("rank 2"), "{why}");
         assert_eq!(choose(Transport::Host, &places).0, Transport::Host);
     }

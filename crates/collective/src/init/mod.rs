@@ -191,6 +191,17 @@ mod tests {
         Topology::from_launcher(launcher, lookup(text))
     }
 
+    #[test]
+    fn a_store_for_several_hosts_is_reached_over_ipv4_and_ipv6() {
+        let server = bind("no-such-host.invalid", 0).unwrap();
+        let timeout = Duration::from_secs(20);
+        for host in ["127.0.0.1", "::1"] {
+            if std::net::TcpListener::bind((host, 0)).is_ok() {
+                TcpStore::connect(host, server.port(), timeout).unwrap();
+            }
+        }
+    }
+
     fn lookup(text: &str) -> impl Fn(&str) -> Option<String> {
         let mut variables = HashMap::new();
         for line in text.lines() {

@@ -70,7 +70,7 @@ pub(super) fn connect(joining: &Joining<'_>, sharing: &[Rank]) -> Result<Connect
     let ip = address::own(own.ip.unwrap_or(LOOPBACK), elsewhere)?;
     let fail = |error| Error::io(format!("listening for peers at {ip}"), &error);
     let listener = TcpListener::bind((ip, 0)).map_err(fail)?;
-    sys::set_backlog(listener.as_fd(), 2 * joining.world()).map_err(fail)?;
+    sockopt::set_backlog(listener.as_fd(), 2 * joining.world()).map_err(fail)?;
     listener.set_nonblocking(true).map_err(fail)?;
     let addr = listener.local_addr().map_err(fail)?;
     let makes_memory = sharing.len() > 1 && sharing[0] == joining.rank;

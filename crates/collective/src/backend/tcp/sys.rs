@@ -126,16 +126,6 @@ impl Bell {
     }
 }
 
-/// Lets a listening socket hold `count` connections that nobody has accepted yet.
-pub(super) fn set_backlog(socket: BorrowedFd<'_>, count: usize) -> io::Result<()> {
-    let count = libc::c_int::try_from(count).unwrap_or(libc::c_int::MAX);
-    // SAFETY: a system call with plain numbers on an open socket.
-    match unsafe { libc::listen(socket.as_raw_fd(), count) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
 /// Interfaces that are up, with an address each; one that has several comes several times.
 pub(super) fn interfaces() -> io::Result<Vec<(String, IpAddr)>> {
     let mut list = std::ptr::null_mut();

@@ -3,9 +3,11 @@
 //! Invariant: no length that a server sends is trusted beyond its limit.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
-use std::os::fd::AsFd;
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
+
+use mio::{Events, Interest, Token};
 
 use super::codec::{CHECK_PRESENT, MAGIC, Request, WAIT_CANCELLED, WAIT_OVER};
 use super::sockopt;
@@ -21,23 +23,15 @@ pub(super) struct Connection {
 impl Connection {
     /// Connects and shakes hands: the magic number and a ping, in one write.
     pub(super) fn open(host: &str, port: u16, deadline: Instant) -> std::io::Result<Self> {
-        let mut last = std::io::Error::new(NO_SUCH_HOST, "the name has no address");
         let addrs = (host, port).to_socket_addrs();
-        for addr in addrs.map_err(|error| std::io::Error::new(NO_SUCH_HOST, error))? {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match TcpStream::connect_timeout(&addr, left.max(SHORTEST_WAIT)) {
-                Err(error) => last = error,
-                Ok(stream) => {
-                    stream.set_nodelay(true)?;
-                    sockopt::detect_dead_peer(stream.as_fd())?;
-                    let mut connection = Self { stream, deadline };
-                    connection.send(&[Request::Validate { magic: MAGIC }, PING])?;
-                    connection.pong()?;
-                    return Ok(connection);
-                }
-            }
-        }
-        Err(last)
+        let addrs = addrs.map_err(|error| std::io::Error::new(NO_SUCH_HOST, error))?;
+        let stream = connect_any(&addrs.collect::<Vec<_>>(), deadline)?;
+        stream.set_nodelay(true)?;
+        sockopt::detect_dead_peer(stream.as_fd())?;
+        let mut connection = Self { stream, deadline };
+        connection.send(&[Request::Validate { magic: MAGIC }, PING])?;
+        connection.pong()?;
+        Ok(connection)
     }
 
     /// Sends a request that waits, for keys or at a barrier, until `timeout`; false if it passed
@@ -155,6 +149,48 @@ impl Connection {
     }
 }
 
+/// Connects to all of the addresses at once, and returns the first that answers. If one refuses, whoever
+/// listens may come later, so the others then have but a moment.
+fn connect_any(addrs: &[SocketAddr], deadline: Instant) -> std::io::Result<TcpStream> {
+    let mut refused = None;
+    let mut poll = mio::Poll::new()?;
+    let mut trying: Vec<Option<mio::net::TcpStream>> = Vec::new();
+    for (index, addr) in addrs.iter().enumerate() {
+        let begun = mio::net::TcpStream::connect(*addr).and_then(|mut stream| {
+            poll.registry().register(&mut stream, Token(index), Interest::WRITABLE)?;
+            Ok(stream)
+        });
+        trying.push(begun.map_err(|error| refused = Some(error)).ok());
+    }
+    let mut events = Events::with_capacity(addrs.len().max(1));
+    let mut end = deadline.max(Instant::now() + SHORTEST_WAIT);
+    while trying.iter().any(Option::is_some) {
+        if refused.is_some() {
+            end = end.min(Instant::now() + OTHERS);
+        }
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(refused.unwrap_or_else(|| ErrorKind::TimedOut.into()));
+        }
+        match poll.poll(&mut events, Some(left)) {
+            Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+            other => other?,
+        }
+        for event in &events {
+            let Some(stream) = trying[event.token().0].take() else { continue };
+            match stream.take_error()? {
+                None => {
+                    let stream = TcpStream::from(OwnedFd::from(stream));
+                    return stream.set_nonblocking(false).map(|()| stream);
+                }
+                error => refused = error,
+            }
+        }
+    }
+    let nowhere = || std::io::Error::new(NO_SUCH_HOST, "the name has no address");
+    Err(refused.unwrap_or_else(nowhere))
+}
+
 pub(super) fn is_timeout(error: &std::io::Error) -> bool {
     matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::WouldBlock)
 }
@@ -168,9 +204,59 @@ pub(super) const NO_SUCH_HOST: ErrorKind = ErrorKind::NotFound;
 const NONCE: u32 = 0x7374_6f72;
 /// What is sent after requests without an answer, to know that they were taken.
 pub(super) const PING: Request<'static> = Request::Ping { nonce: NONCE };
+/// How long an address may take when another has refused.
+const OTHERS: Duration = Duration::from_secs(1);
 const SHORTEST_WAIT: Duration = Duration::from_millis(1);
 /// Longest value taken from a server. PyTorch's older server keeps values over its newer one's
 /// limit, so this is above what a server of ours takes.
 const MAX_BLOB_BYTES: u64 = 256 * 1024 * 1024;
 /// Most keys of a list: as many empty ones as an answer of ours has room for.
 const MOST_ITEMS: usize = 32 * 1024 * 1024;
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    /// A listener with no room for another connection: what comes is dropped, as on the way to a host
+    /// that is not there.
+    fn dead() -> (TcpListener, Vec<mio::net::TcpStream>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        sockopt::set_backlog(listener.as_fd(), 0).unwrap();
+        let addr = listener.local_addr().unwrap();
+        let waiting = (0..4).map(|_| mio::net::TcpStream::connect(addr).unwrap()).collect();
+        (listener, waiting)
+    }
+
+    #[test]
+    fn an_address_that_does_not_answer_holds_up_no_other() {
+        let (dead, _waiting) = dead();
+        for live in ["127.0.0.1:0", "[::1]:0"] {
+            let Ok(live) = TcpListener::bind(live) else { continue };
+            let [dead, live] = [&dead, &live].map(|listener| listener.local_addr().unwrap());
+            let deadline = Instant::now() + Duration::from_secs(3);
+            let stream = connect_any(&[dead, live], deadline).unwrap();
+            assert_eq!(stream.peer_addr().unwrap(), live);
+            assert!(Instant::now() < deadline, "it took all the time there was");
+        }
+    }
+
+    #[test]
+    fn addresses_of_which_none_answers_are_a_timeout_or_a_refusal() {
+        let (dead, _waiting) = dead();
+        let dead = dead.local_addr().unwrap();
+        let refused = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let deadline = || Instant::now() + Duration::from_millis(50);
+        let error = connect_any(&[dead], deadline()).unwrap_err();
+        assert!(is_timeout(&error), "{error}");
+        let error = connect_any(&[refused], deadline()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
+        // Whoever listens may come there, while nobody ever answers here.
+        let deadline_far = Instant::now() + Duration::from_secs(30);
+        let error = connect_any(&[dead, refused], deadline_far).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
+        assert!(Instant::now() < deadline_far);
+        assert_eq!(connect_any(&[], deadline()).unwrap_err().kind(), NO_SUCH_HOST);
+    }
+}

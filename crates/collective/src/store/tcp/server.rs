@@ -81,7 +81,7 @@ impl TcpStoreServer {
         let listener = TcpListener::bind(addr).map_err(refused)?;
         // For many clients. If there may be no more, that is enough for few.
         drop(sockopt::allow_open_files(CLIENTS, "serving a store"));
-        sockopt::deepen_backlog(listener.as_fd()).map_err(refused)?;
+        sockopt::set_backlog(listener.as_fd(), CLIENTS).map_err(refused)?;
         // Accepted connections inherit these, at no system call each.
         sockopt::no_delay(listener.as_fd()).map_err(refused)?;
         sockopt::detect_dead_peer(listener.as_fd()).map_err(refused)?;

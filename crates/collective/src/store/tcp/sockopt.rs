@@ -41,11 +41,12 @@ pub(crate) fn give_room(socket: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Lets as many connections wait to be accepted as the system allows. Thousands of clients come at
-/// once; one that finds no room tries again only after a second.
-pub(crate) fn deepen_backlog(listener: BorrowedFd<'_>) -> io::Result<()> {
+/// Lets `count` connections wait to be accepted, or as many as the system allows. One that finds no
+/// room tries again only after a second.
+pub(crate) fn set_backlog(listener: BorrowedFd<'_>, count: usize) -> io::Result<()> {
+    let count = libc::c_int::try_from(count).unwrap_or(libc::c_int::MAX);
     // SAFETY: the descriptor is open (it is borrowed); a second `listen` only changes the backlog.
-    let status = unsafe { libc::listen(listener.as_raw_fd(), libc::c_int::MAX) };
+    let status = unsafe { libc::listen(listener.as_raw_fd(), count) };
     if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 

@@ -121,6 +121,7 @@ impl Host {
         root_pid: u32,
         monitor: Option<shm::Monitor>,
     ) -> Result<Self> {
+        segment.reserve(rank)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(Self {
             _monitor: monitor,
@@ -253,7 +254,11 @@ impl Host {
             Some(file) => Mapping::new(file, total),
             None => self.take_offer(&there, total),
         };
-        let map = Arc::new(self.or_abort(map)?);
+        let reserved = map.and_then(|map| {
+            map.ask_for_huge_pages();
+            map.reserve(self.rank * stride, stride).map(|()| map)
+        });
+        let map = Arc::new(self.or_abort(reserved)?);
         self.turn(state, op, Place::Own, STANDING).enter()?;
         state.shared.retain(|shared| shared.map.strong_count() > 0);
         state.shared.push(Shared { id, stride, map: Arc::downgrade(&map) });
@@ -266,7 +271,8 @@ impl Host {
 
     /// Makes the file of a shared buffer and says where it is.
     fn offer(&self, bytes: usize) -> Result<OwnedFd> {
-        let file = sys::memfd(c"collective-shared", bytes, bytes)?;
+        // Each rank reserves its own part.
+        let file = sys::memfd(c"collective-shared", bytes, 0)?;
         let number = u64::try_from(file.as_raw_fd()).expect("descriptors are not negative");
         // Release: pairs with `take_offer`, though the entries between order them already.
         self.segment.shared_fd().store(number, Ordering::Release);
@@ -512,6 +518,24 @@ mod tests {
         assert!(matches!(open_fd_of(pid, 1 << 20), Ok(None)));
         let error = open_fd_of(std::process::id(), 1 << 20).unwrap_err();
         assert!(matches!(error, Error::Io { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_large_shared_buffer_asks_for_huge_pages() {
+        if !Path::new("/sys/kernel/mm/transparent_hugepage/enabled").exists() {
+            return;
+        }
+        let hosts = threads::group(1, &GroupOptions::default()).unwrap();
+        let shared = hosts[0].alloc(DType::U8, 8 << 20).unwrap();
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut of_it = smaps.lines().skip_while(|line| {
+            let range = line.split_once('-').zip(line.split(['-', ' ']).nth(1));
+            let number = |text| usize::from_str_radix(text, 16).unwrap_or(0);
+            let at = shared.ptr.addr().get();
+            range.is_none_or(|((from, _), to)| !(number(from)..number(to)).contains(&at))
+        });
+        let flags = of_it.find(|line| line.starts_with("VmFlags")).unwrap();
+        assert!(flags.contains(" hg"), "{flags}");
     }
 
     /// Rank 0 has met the failure in the third meeting of `alloc`, before another was at the second's end.

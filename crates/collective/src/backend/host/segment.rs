@@ -132,7 +132,7 @@ impl Segment {
     /// A new, empty segment; rank 0's task.
     pub(super) fn create(world: usize) -> Result<OwnedFd> {
         let bytes = Self::bytes(world);
-        let file = sys::memfd(NAME, bytes, channels(world))?;
+        let file = sys::memfd(NAME, bytes, stages(world))?;
         let copy = file.try_clone().map_err(|error| Error::io("sharing the segment", &error))?;
         let map = Arc::new(Mapping::new(copy, bytes)?);
         let segment = Self { map, world, fenced_by_sleepers: false };
@@ -157,6 +157,13 @@ impl Segment {
         }
         // A kernel without it leaves the fences to the publishers.
         Ok(Self { map: Arc::new(map), world, fenced_by_sleepers: sys::join_heavy_fences() })
+    }
+
+    /// Reserves memory for a rank's own stages; that rank's task, so that they are near its processor.
+    pub(super) fn reserve(&self, rank: Rank) -> Result<()> {
+        let Stages { count, bytes } = Stages::of(self.world);
+        let own = count as usize * bytes;
+        self.map.reserve(stages(self.world) + rank * own, own)
     }
 
     /// All ranks' views of a new segment, for a model, in which publishers fence.
@@ -466,6 +473,23 @@ mod tests {
         let now = used();
         let _receiver = Receiver::new(map, &layout, 3, 60).unwrap();
         assert_eq!(used(), now);
+    }
+
+    /// Memory is of the node of the processor that first asks for it.
+    #[test]
+    fn each_rank_reserves_its_own_stages() {
+        for world in [2, 5] {
+            let file = File::from(Segment::create(world).unwrap());
+            let used = || file.metadata().unwrap().blocks() as usize * 512;
+            let Stages { count, bytes } = Stages::of(world);
+            for ranks in 0..=world {
+                assert_eq!(used(), stages(world) + ranks * count as usize * bytes);
+                if ranks < world {
+                    let copy = file.try_clone().unwrap().into();
+                    Segment::attach(copy, world).unwrap().reserve(ranks).unwrap();
+                }
+            }
+        }
     }
 
     #[test]

@@ -129,11 +129,26 @@ impl Mapping {
         self.base
     }
 
-    /// Reserves memory for some bytes that were not when the file was made; they keep their
-    /// contents.
+    /// Reserves memory for some bytes that were not when the file was made, on this processor's node if
+    /// they have none yet; they keep their contents.
     pub(in crate::backend) fn reserve(&self, offset: usize, len: usize) -> Result<()> {
+        assert!(offset + len <= self.len, "bytes of the mapping");
+        let page = page_size();
+        let first = offset / page * page;
+        let at = self.base.as_ptr().wrapping_add(first).cast();
+        // SAFETY: pages of our own mapping, whose contents stay as they are.
+        if unsafe { libc::madvise(at, offset + len - first, libc::MADV_POPULATE_WRITE) } == 0 {
+            return Ok(());
+        }
+        // Before Linux 5.14; else it says better why there is none.
         allocate(&self.file, offset, len)
             .map_err(|error| Error::io(format!("obtaining {len} bytes of shared memory"), &error))
+    }
+
+    /// Has the kernel use huge pages, if it may for shared memory (`shmem_enabled`).
+    pub(super) fn ask_for_huge_pages(&self) {
+        // SAFETY: advice on our own mapping.
+        unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) };
     }
 
     /// The word at a byte offset.

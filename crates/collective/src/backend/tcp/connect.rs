@@ -29,8 +29,12 @@ use crate::{Error, Rank, Result};
 /// Where ranks are that meet in a store without an address.
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
-/// Open files of a rank beside its connections: listener, memory, what wakes its threads; and room for
-/// callers that say nothing.
+/// How long a connection may say nothing before it makes room for another: a rank says who it is at once.
+const SILENCE: Duration = Duration::from_secs(10);
+/// Connections of others beside those of ranks that may be silent at once.
+const STRANGERS: usize = 64;
+
+/// Open files of a rank beside its connections: listener, memory, what wakes its threads.
 const OWN_FILES: usize = 16;
 
 /// What a rank says of itself in the store.
@@ -70,7 +74,8 @@ pub(super) fn connect(joining: &Joining<'_>, sharing: &[Rank]) -> Result<Connect
     let ip = address::own(own.ip.unwrap_or(LOOPBACK), elsewhere)?;
     let fail = |error| Error::io(format!("listening for peers at {ip}"), &error);
     let listener = TcpListener::bind((ip, 0)).map_err(fail)?;
-    sockopt::set_backlog(listener.as_fd(), 2 * joining.world()).map_err(fail)?;
+    let backlog = STRANGERS + 2 * joining.world();
+    sockopt::set_backlog(listener.as_fd(), backlog).map_err(fail)?;
     listener.set_nonblocking(true).map_err(fail)?;
     let addr = listener.local_addr().map_err(fail)?;
     let makes_memory = sharing.len() > 1 && sharing[0] == joining.rank;
@@ -151,8 +156,9 @@ impl Mesh<'_> {
     /// Is connected to by all ranks above.
     fn accept(&mut self, listener: &TcpListener) -> Result<()> {
         let fail = |error| Error::io("accepting connections of peers", &error);
-        // Whoever says nothing holds nobody up, and is forgotten when there are too many of them.
-        let most = 64 + 2 * self.joining.world();
+        // Silent connections hold nobody up. While there are too many of them, others wait until these have
+        // been silent for longer than a rank is.
+        let most = STRANGERS + 2 * self.joining.world();
         let mut callers: Vec<Caller> = Vec::new();
         loop {
             let missing = self.missing();
@@ -165,7 +171,12 @@ impl Mesh<'_> {
                 let what = format!("waiting at {addr} for connections");
                 return Err(self.joining.timeout(&what, missing));
             }
-            let mut fds = vec![sys::interest(listener.as_fd(), true, false)];
+            if callers.len() == most {
+                callers.retain(|caller| caller.since.elapsed() < SILENCE);
+            }
+            let full = callers.len() == most;
+            let left = if full { left.min(SILENCE) } else { left };
+            let mut fds = vec![sys::interest(listener.as_fd(), !full, false)];
             fds.extend(
                 callers.iter().map(|caller| sys::interest(caller.stream.as_fd(), true, false)),
             );
@@ -178,7 +189,7 @@ impl Mesh<'_> {
                 Ok(None) => true,
                 Err(_) => false,
             });
-            loop {
+            while callers.len() < most {
                 let stream = match listener.accept() {
                     Ok((stream, _)) => stream,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
@@ -187,11 +198,9 @@ impl Mesh<'_> {
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                     Err(error) => return Err(fail(error)),
                 };
-                if callers.len() == most {
-                    callers.remove(0);
-                }
                 stream.set_nonblocking(true).map_err(fail)?;
-                callers.push(Caller { stream, header: [0; HEADER], filled: 0 });
+                let since = Instant::now();
+                callers.push(Caller { stream, since, header: [0; HEADER], filled: 0 });
             }
         }
     }
@@ -268,6 +277,7 @@ impl Mesh<'_> {
 #[derive(Debug)]
 struct Caller {
     stream: TcpStream,
+    since: Instant,
     header: [u8; HEADER],
     filled: usize,
 }

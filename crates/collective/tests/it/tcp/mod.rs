@@ -227,13 +227,7 @@ fn strangers_are_not_let_in() {
         };
         join(0);
         // Rank 1 says where it is, but then keeps rank 0 waiting.
-        for what in ["place", "tcp"] {
-            let said = store.get(&format!("default/1/{what}/0"), SOON).unwrap();
-            store.set(&format!("default/1/{what}/1"), &said).unwrap();
-        }
-        let member: serde_json::Value =
-            serde_json::from_slice(&store.get("default/1/tcp/0", SOON).unwrap()).unwrap();
-        let addr: SocketAddr = member["addr"].as_str().unwrap().parse().unwrap();
+        let addr: SocketAddr = be_rank_1(&store)["addr"].as_str().unwrap().parse().unwrap();
         // One says nothing, one speaks something else, one knows the form but not the group.
         let _silent = TcpStream::connect(addr).unwrap();
         TcpStream::connect(addr).unwrap().write_all(&[b'x'; 300]).unwrap();
@@ -246,6 +240,44 @@ fn strangers_are_not_let_in() {
         assert!(answer.is_empty());
         join(1);
     });
+}
+
+/// What rank 1 of two says first on a connection to rank 0 for data, or for control.
+fn hello(nonce: &serde_json::Value, channel: u64) -> Vec<u8> {
+    let [low, high] = [0, 1].map(|half| nonce[half].as_u64().unwrap());
+    let words = [low, high, 1, 2, 1, 0, channel].map(u64::to_le_bytes).concat();
+    [&b"\x01collec1"[..], &words].concat()
+}
+
+#[test]
+fn connections_that_say_nothing_evict_no_rank() {
+    let store = MemoryStore::new();
+    std::thread::scope(|scope| {
+        let own = Arc::new(store.clone());
+        let rank = scope.spawn(move || ProcessGroup::from_store(own, 0, 2, options(TIMEOUT)));
+        let said = be_rank_1(&store);
+        let addr: SocketAddr = said["addr"].as_str().unwrap().parse().unwrap();
+        let connect = |_| TcpStream::connect(addr).unwrap();
+        let mut late = [0, 1].map(connect);
+        let _silent: Vec<_> = (0..70).map(connect).collect();
+        for (channel, stream) in (0..).zip(&mut late) {
+            stream.write_all(&hello(&said["nonce"], channel)).unwrap();
+            std::io::Read::read_exact(stream, &mut [0; 64]).unwrap();
+        }
+        drop(late);
+        let error = rank.join().unwrap().unwrap_err();
+        assert!(matches!(error, Error::PeerDied { rank: 1, .. }), "{error}");
+    });
+}
+
+/// Tells rank 0 what a rank 1 tells; what rank 0 has told of its listener.
+fn be_rank_1(store: &MemoryStore) -> serde_json::Value {
+    let [_, member] = ["place", "tcp"].map(|what| {
+        let said = store.get(&format!("default/1/{what}/0"), SOON).unwrap();
+        store.set(&format!("default/1/{what}/1"), &said).unwrap();
+        said
+    });
+    serde_json::from_slice(&member).unwrap()
 }
 
 /// Tells rank 1 what a rank 0 that listens at `addr` tells, which is for both.

@@ -12,13 +12,14 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::backend::meet;
+use crate::backend::meet::{self, check_rank};
 use crate::object::all_gather_object;
 use crate::rebuild::Lineage;
-use crate::store::{PrefixStore, Store, WatchedStore};
+use crate::store::{PrefixStore, Store, WatchedStore, deadline, missing};
 use crate::{Backend, Error, GroupOptions, ProcessGroup, Rank, Result};
 
 /// How to make one rank's backend: it joins `world_size` ranks that meet at the store under the
@@ -109,11 +110,14 @@ impl ProcessGroup {
     /// A group over the backend that `connect` makes; [`split`](Self::split) and
     /// [`rebuild`](Self::rebuild) call it again for the groups they make.
     ///
-    /// Every rank must call it, as [`from_store`](Self::from_store).
+    /// Every rank must call it, as [`from_store`](Self::from_store). It waits for rank 0 for the
+    /// options' timeout, and then as long as `connect` does. Once `connect` has returned, ranks other than
+    /// 0 ask the store no more, so that rank 0 may end, and the store with it.
     ///
     /// # Errors
     ///
-    /// Those of `connect` and of the store.
+    /// Those of `connect` and of the store; [`Error::Timeout`] if rank 0 does not come. After an error, ranks
+    /// that call it again meet again.
     pub fn from_store_with(
         store: Arc<dyn Store>,
         rank: Rank,
@@ -121,13 +125,18 @@ impl ProcessGroup {
         options: GroupOptions,
         connect: Arc<Connect>,
     ) -> Result<Self> {
-        let backend = connect(&store, rank, world_size, &options)?;
-        // What is made from this group has its keys apart from those of an earlier group of the
-        // name; every rank has been in as many.
-        let life = store.add(&format!("{}/lives/{rank}", options.name), 1)?;
-        let prefix = format!("{}/life{life}", options.name);
-        let origin = Origin { store: Arc::new(PrefixStore::new(prefix, store)), connect };
-        Ok(Self::new(backend, Membership::first(world_size, options, Some(origin))))
+        check_rank(rank, world_size)?;
+        // This group, and what is made from it, has its keys apart from those of an earlier attempt.
+        let attempt = attempt(&*store, rank, world_size, &options)?;
+        let own = PrefixStore::new(format!("{}/{attempt}", options.name), Arc::clone(&store));
+        let own: Arc<dyn Store> = Arc::new(own);
+        let backend = connect(&own, rank, world_size, &options);
+        if rank == 0 && !matches!(backend, Err(Error::Store { .. })) {
+            // Whoever comes now waits for the next attempt. At worst it meets nobody, and tries again.
+            drop(store.delete_key(&format!("{}/open", options.name)));
+        }
+        let origin = Some(Origin { store: own, connect });
+        Ok(Self::new(backend?, Membership::first(world_size, options, origin)))
     }
 
     /// Makes subgroups: the ranks that give the same colour form one, in the order of their keys,
@@ -271,6 +280,50 @@ pub(crate) fn connect(
 ) -> Result<Arc<dyn Backend>> {
     meet::join(store, rank, world_size, options)
 }
+
+/// The number of the attempt to join that rank 0 has begun: one that this rank has not been in, so that
+/// ranks meet again however often each of them has failed alone.
+fn attempt(
+    store: &dyn Store,
+    rank: Rank,
+    world_size: usize,
+    options: &GroupOptions,
+) -> Result<i64> {
+    let name = |what: &str| format!("{}/{what}", options.name);
+    let open = name("open");
+    if rank == 0 {
+        let attempt = store.add(&name("attempts"), 1)?;
+        store.set(&open, attempt.to_string().as_bytes())?;
+        return Ok(attempt);
+    }
+    let tried_by = |rank| name(&format!("tried/{rank}"));
+    let tried = tried_by(rank);
+    let (last, deadline) = (store.add(&tried, 0)?, deadline(options.timeout));
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let said = match store.get(&open, left) {
+            Err(Error::KeyTimeout { .. }) => {
+                let op = format!("joining group {}", options.name);
+                let names: Vec<_> = (1..world_size).map(tried_by).collect();
+                let names: Vec<_> = names.iter().map(String::as_str).collect();
+                let never = missing(&names, &mut |names| store.check(names))?;
+                let missing = [0].into_iter().chain(never.iter().map(|at| at + 1)).collect();
+                return Err(Error::Timeout { op, waited: options.timeout, missing });
+            }
+            said => said?,
+        };
+        // Empty, if it was deleted meanwhile.
+        let attempt = std::str::from_utf8(&said).ok().and_then(|text| text.parse().ok());
+        if let Some(attempt) = attempt.filter(|&attempt| attempt > last) {
+            store.set(&tried, &said)?;
+            return Ok(attempt);
+        }
+        std::thread::sleep(TICK.min(left));
+    }
+}
+
+/// Between two looks whether rank 0 has begun again.
+const TICK: Duration = Duration::from_millis(20);
 
 /// What every rank gave as members of a new group; the verdict is the same on all of them.
 fn check_lists(lists: &[Vec<Rank>]) -> Result<()> {

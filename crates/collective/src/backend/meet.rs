@@ -32,8 +32,6 @@ pub(crate) struct Joining<'a> {
     pub(crate) store: &'a dyn Store,
     pub(crate) rank: Rank,
     pub(crate) options: &'a GroupOptions,
-    /// How often the ranks have made a group of this name: it may be used again when one is gone.
-    pub(crate) generation: u64,
     pub(crate) deadline: Instant,
     pub(crate) shared: SharedConfig,
     /// By rank.
@@ -161,7 +159,8 @@ pub(crate) fn host(joining: &Joining<'_>, reason: String) -> Result<Arc<dyn Back
     })
 }
 
-/// Tells the ranks where this one is, and hears where they are.
+/// Tells the ranks where this one is, and hears where they are. The store has no keys of another group of
+/// the options' name.
 pub(crate) fn gather<'a>(
     store: &'a dyn Store,
     rank: Rank,
@@ -170,24 +169,21 @@ pub(crate) fn gather<'a>(
     here: Here,
     shared: SharedConfig,
 ) -> Result<Joining<'a>> {
-    if world_size == 0 || rank >= world_size {
-        let text = format!("there is no rank {rank} among {world_size} ranks");
-        return Err(Error::InvalidArgument(text));
-    }
+    check_rank(rank, world_size)?;
     let deadline = deadline(options.timeout);
     let own = Place { here, shared: shared.record(), ..Place::of_this_process(store, options)? };
-    let generation = store.add(&format!("{}/joining/{rank}", options.name), 1)?;
-    let mut joining = Joining {
-        store,
-        rank,
-        options,
-        generation: generation.cast_unsigned(),
-        deadline,
-        shared,
-        places: vec![own.clone(); world_size],
-    };
+    let mut joining =
+        Joining { store, rank, options, deadline, shared, places: vec![own.clone(); world_size] };
     joining.places = tell_places(&joining, &own)?;
     Ok(joining)
+}
+
+/// Refuses a rank that there is not.
+pub(crate) fn check_rank(rank: Rank, world_size: usize) -> Result<()> {
+    if rank < world_size {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument(format!("there is no rank {rank} among {world_size} ranks")))
 }
 
 fn choose(asked: Transport, places: &[Place]) -> (Transport, String) {
@@ -346,8 +342,8 @@ fn tell_places(joining: &Joining<'_>, own: &Place) -> Result<Vec<Place>> {
         #[serde(default)]
         shared: Record,
     }
-    let Joining { store, rank, options, generation, deadline, .. } = *joining;
-    let key = format!("{}/{generation}/place", options.name);
+    let Joining { store, rank, options, deadline, .. } = *joining;
+    let key = format!("{}/place", options.name);
     let left = || deadline.saturating_duration_since(Instant::now());
     let of_rank = |rank: Rank| format!("{key}/{rank}");
     let absent = |error| joining.absent(of_rank, error);
@@ -397,8 +393,8 @@ pub(crate) fn tell_all<T: Serialize + DeserializeOwned>(
     what: &str,
     own: &T,
 ) -> Result<Vec<T>> {
-    let Joining { store, rank, options, generation, deadline, .. } = *joining;
-    let key = format!("{}/{generation}/{what}", options.name);
+    let Joining { store, rank, options, deadline, .. } = *joining;
+    let key = format!("{}/{what}", options.name);
     let json = serde_json::to_vec(own).expect("plain numbers and strings");
     let left = deadline.saturating_duration_since(Instant::now());
     let all = exchange(store, &key, rank, joining.world(), &json, left);
@@ -412,8 +408,8 @@ pub(crate) fn tell_each<T: Serialize + DeserializeOwned>(
     what: &str,
     own: &[T],
 ) -> Result<Vec<T>> {
-    let Joining { store, rank, options, generation, deadline, .. } = *joining;
-    let name = |from: Rank, to: Rank| format!("{}/{generation}/{what}/{from}/{to}", options.name);
+    let Joining { store, rank, options, deadline, .. } = *joining;
+    let name = |from: Rank, to: Rank| format!("{}/{what}/{from}/{to}", options.name);
     let json = |own| serde_json::to_vec(own).expect("plain numbers and strings");
     let said: Vec<_> =
         own.iter().enumerate().map(|(to, own)| (name(rank, to), json(own))).collect();
@@ -617,7 +613,6 @@ pub(crate) mod tests {
             store: &store,
             rank: 0,
             options: &options,
-            generation: 1,
             deadline: Instant::now(),
             shared: SharedConfig::new(200, &options),
             places: places(200),

@@ -13,7 +13,7 @@ use crate::{Error, GroupOptions, Rank, Result};
 
 /// Raised with each change, within one version of this crate, of what ranks send one another or of
 /// how they choose an algorithm.
-const PROTOCOL: u32 = 1;
+const PROTOCOL: u32 = 2;
 
 /// This rank's fields, in the order in which they are compared.
 #[derive(Clone, Debug)]
@@ -114,7 +114,7 @@ mod tests {
         );
         assert_eq!(
             refusal(0, &[record(&[]), record(&[("protocol", None)])]),
-            "joining: ranks disagree on protocol: rank 0: 1; rank 1: unknown"
+            "joining: ranks disagree on protocol: rank 0: 2; rank 1: unknown"
         );
         // This rank is beyond those that rank 0 waits for.
         assert_eq!(

@@ -251,7 +251,9 @@ fn a_rank_that_said_where_it_is_and_then_died_is_named() {
     // Both meshes of both ranks: sockets of a process that is gone.
     let store = Arc::new(MemoryStore::new());
     let workers = Workers::start_over("gloo", "gloo::vanish", 2, &[0], Duration::from_secs(2));
-    for (file, key) in [("places", "default/1/place/all"), ("member", "default/1/gloo/0/1")] {
+    for (file, key) in
+        [("places", "default/1/default/place/all"), ("member", "default/1/default/gloo/0/1")]
+    {
         let said = workers.file(file);
         let bytes: Vec<u8> = said.split(' ').map(|byte| byte.parse().unwrap()).collect();
         collective::Store::set(&*store, key, &bytes).unwrap();
@@ -315,10 +317,12 @@ pub(crate) fn worker() {
         let known = Arc::clone(&store);
         std::thread::spawn(move || ProcessGroup::from_store(known, role.rank, role.world, options));
         // Rank 1 is there as far as rank 0 can see, so that it goes on to say where it listens.
-        let place = collective::Store::get(&*store, "default/1/place/0", role.timeout).unwrap();
-        collective::Store::set(&*store, "default/1/place/1", &place).unwrap();
+        let place =
+            collective::Store::get(&*store, "default/1/default/place/0", role.timeout).unwrap();
+        collective::Store::set(&*store, "default/1/default/place/1", &place).unwrap();
         let get = |key| collective::Store::get(&*store, key, role.timeout).unwrap();
-        let (places, member) = (get("default/1/place/all"), get("default/1/gloo/0/1"));
+        let (places, member) =
+            (get("default/1/default/place/all"), get("default/1/default/gloo/0/1"));
         for (name, bytes) in [("places", places), ("member", member)] {
             let text: Vec<String> = bytes.iter().map(ToString::to_string).collect();
             std::fs::write(role.dir.join("new"), text.join(" ")).unwrap();

@@ -1,11 +1,13 @@
 //! Subgroups: who is in them, in what order, and that they share nothing with their parent.
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use crate::common::{self, Role, Workers};
 use collective::{
-    Backend, Connect, Error, GroupOptions, MemoryStore, ProcessGroup, Rank, ReduceOp, Result, Store,
+    Backend, Connect, Error, GroupOptions, MemoryStore, ProcessGroup, Rank, ReduceOp, Result,
+    Store, TcpStore, TcpStoreServer,
 };
 
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -265,6 +267,100 @@ fn a_subgroup_that_does_not_come_about_leaves_its_parent_alone() {
                 group.barrier().unwrap();
             });
         }
+    });
+}
+
+/// Connects as usual over a backend that is none of the crate's.
+fn wrap(
+    store: &Arc<dyn Store>,
+    rank: Rank,
+    world: usize,
+    options: &GroupOptions,
+) -> Result<Arc<dyn Backend>> {
+    let group = ProcessGroup::from_store(Arc::clone(store), rank, world, options.clone())?;
+    Ok(Arc::new(Wrapped(group)))
+}
+
+/// However often each has tried alone.
+#[test]
+fn ranks_that_join_again_after_a_failure_meet() {
+    for alone in [vec![0, 0, 0], vec![1, 1], vec![0, 1, 1]] {
+        let store = Arc::new(MemoryStore::new());
+        let join = |rank, ms| {
+            let options = GroupOptions::default().with_timeout(Duration::from_millis(ms));
+            ProcessGroup::from_store(store.clone(), rank, 2, options)
+        };
+        for rank in alone {
+            let Err(Error::Timeout { missing, .. }) = join(rank, 30) else { panic!("{rank}") };
+            assert_eq!(missing, [1 - rank]);
+        }
+        std::thread::scope(|scope| {
+            let ranks = [0, 1].map(|rank| scope.spawn(move || join(rank, 5_000)));
+            let groups = ranks.map(|rank| rank.join().unwrap().unwrap());
+            std::thread::scope(|scope| {
+                for group in groups {
+                    scope.spawn(move || group.barrier().unwrap());
+                }
+            });
+        });
+    }
+}
+
+/// Rank 1 fails when rank 0 has its group already.
+#[test]
+fn subgroups_meet_after_a_join_that_only_some_ranks_completed() {
+    let (store, tries) = (Arc::new(MemoryStore::new()), AtomicUsize::new(0));
+    let connect: Arc<Connect> =
+        Arc::new(move |store: &Arc<dyn Store>, rank, world, options: &_| {
+            let backend = wrap(store, rank, world, options)?;
+            if rank == 1 && !options.name.contains("split") && tries.fetch_add(1, SeqCst) == 0 {
+                return Err(Error::InvalidArgument("no device left on this rank".into()));
+            }
+            Ok(backend)
+        });
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let (store, connect) = (store.clone(), Arc::clone(&connect));
+            scope.spawn(move || {
+                let join = || {
+                    let options = GroupOptions::default().with_timeout(Duration::from_secs(5));
+                    let (store, connect) = (store.clone(), Arc::clone(&connect));
+                    ProcessGroup::from_store_with(store, rank, 2, options, connect)
+                };
+                let first = join();
+                assert_eq!(first.is_ok(), rank == 0);
+                drop(first);
+                let group = join().unwrap();
+                assert_eq!(group.split(Some(0), 0).unwrap().unwrap().world_size(), 2);
+            });
+        }
+    });
+}
+
+/// As `init_process_group` says: when it has returned on rank 0, that may end, and the store with it.
+#[test]
+fn rank_0_may_end_with_its_store_when_it_has_joined() {
+    let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let (port, ended) = (server.port(), Arc::new(Barrier::new(2)));
+    let join = move |rank, connect| {
+        let store = Arc::new(TcpStore::connect("127.0.0.1", port, TIMEOUT).unwrap());
+        let options = GroupOptions::default().with_timeout(TIMEOUT);
+        ProcessGroup::from_store_with(store, rank, 2, options, connect)
+    };
+    let before = Arc::clone(&ended);
+    let late: Arc<Connect> = Arc::new(move |store: &Arc<dyn Store>, rank, world, options: &_| {
+        let backend = wrap(store, rank, world, options);
+        before.wait();
+        backend
+    });
+    std::thread::scope(|scope| {
+        let rank = scope.spawn(move || join(1, late).map(drop));
+        let group = join(0, Arc::new(wrap)).unwrap();
+        // Rank 1 asks the store no more.
+        drop(server);
+        ended.wait();
+        rank.join().unwrap().unwrap();
+        drop(group);
     });
 }
 

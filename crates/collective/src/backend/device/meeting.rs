@@ -28,8 +28,7 @@ pub(crate) struct Meeting<'a> {
 
 impl Meeting<'_> {
     pub(crate) fn key(&self, what: &str) -> String {
-        let Joining { options, generation, .. } = self.joining;
-        format!("{}/{generation}/{}{what}", options.name, self.library)
+        format!("{}/{}{what}", self.joining.options.name, self.library)
     }
 
     /// Sets a key that [`value`](Self::value) reads.

@@ -252,7 +252,6 @@ mod tests {
             store: &store,
             rank: 0,
             options: &options,
-            generation: 1,
             deadline: Instant::now(),
             shared: SharedConfig::new(2, &options),
             places: places(2),

@@ -102,7 +102,6 @@ impl Mesh<'_> {
         let [low, high] = self.members[0].nonce;
         Hello {
             nonce: u128::from(high) << 64 | u128::from(low),
-            generation: self.joining.generation,
             world: self.joining.world() as u64,
             from: self.joining.rank as u64,
             to: to as u64,

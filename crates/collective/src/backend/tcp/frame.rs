@@ -57,8 +57,6 @@ pub enum Frame {
 pub struct Hello {
     /// Random, of this group alone: no other group, nor an earlier one of the same name, has it.
     pub nonce: u128,
-    /// How often a group of this name has been made.
-    pub generation: u64,
     /// Its ranks.
     pub world: u64,
     /// The sender's rank.
@@ -141,9 +139,9 @@ impl Frame {
     /// The bytes.
     pub fn encode(&self) -> [u8; HEADER] {
         let (kind, words) = match *self {
-            Self::Hello(Hello { nonce, generation, world, from, to, channel }) => {
+            Self::Hello(Hello { nonce, world, from, to, channel }) => {
                 let halves = [nonce as u64, (nonce >> 64) as u64];
-                (1, [halves[0], halves[1], generation, world, from, to, channel as u64])
+                (1, [halves[0], halves[1], world, from, to, channel as u64, 0])
             }
             Self::Enter(print) => {
                 let [a, b, c, d, e] = print.words();
@@ -173,14 +171,14 @@ impl Frame {
             *word = u64::from_le_bytes(*bytes);
         }
         let frame = match (header[0], words) {
-            (1, [low, high, generation, world, from, to, channel]) => {
+            (1, [low, high, world, from, to, channel, 0]) => {
                 let nonce = u128::from(high) << 64 | u128::from(low);
                 let channel = match channel {
                     0 => Channel::Data,
                     1 => Channel::Control,
                     _ => return Err(Garbled),
                 };
-                Self::Hello(Hello { nonce, generation, world, from, to, channel })
+                Self::Hello(Hello { nonce, world, from, to, channel })
             }
             (2, [seq, a, b, c, d, e, 0]) => {
                 Self::Enter(Fingerprint::from_words(seq, [a, b, c, d, e]))
@@ -242,9 +240,9 @@ mod tests {
 
     fn frames() -> impl Strategy<Value = Frame> {
         let channel = prop_oneof![Just(Channel::Data), Just(Channel::Control)];
-        let hello = (any::<u128>(), any::<[u64; 4]>(), channel).prop_map(
-            |(nonce, [generation, world, from, to], channel)| {
-                Frame::Hello(Hello { nonce, generation, world, from, to, channel })
+        let hello = (any::<u128>(), any::<[u64; 3]>(), channel).prop_map(
+            |(nonce, [world, from, to], channel)| {
+                Frame::Hello(Hello { nonce, world, from, to, channel })
             },
         );
         prop_oneof![

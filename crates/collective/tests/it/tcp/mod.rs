@@ -231,7 +231,7 @@ fn strangers_are_not_let_in() {
         // One says nothing, one speaks something else, one knows the form but not the group.
         let _silent = TcpStream::connect(addr).unwrap();
         TcpStream::connect(addr).unwrap().write_all(&[b'x'; 300]).unwrap();
-        let words = [0_u64, 0, 1, 2, 1, 0, 0].map(u64::to_le_bytes).concat();
+        let words = [0_u64, 0, 2, 1, 0, 0, 0].map(u64::to_le_bytes).concat();
         let hello = [&b"\x01collec1"[..], &words].concat();
         let mut forged = TcpStream::connect(addr).unwrap();
         forged.write_all(&hello).unwrap();
@@ -245,7 +245,7 @@ fn strangers_are_not_let_in() {
 /// What rank 1 of two says first on a connection to rank 0 for data, or for control.
 fn hello(nonce: &serde_json::Value, channel: u64) -> Vec<u8> {
     let [low, high] = [0, 1].map(|half| nonce[half].as_u64().unwrap());
-    let words = [low, high, 1, 2, 1, 0, channel].map(u64::to_le_bytes).concat();
+    let words = [low, high, 2, 1, 0, channel, 0].map(u64::to_le_bytes).concat();
     [&b"\x01collec1"[..], &words].concat()
 }
 
@@ -273,8 +273,8 @@ fn connections_that_say_nothing_evict_no_rank() {
 /// Tells rank 0 what a rank 1 tells; what rank 0 has told of its listener.
 fn be_rank_1(store: &MemoryStore) -> serde_json::Value {
     let [_, member] = ["place", "tcp"].map(|what| {
-        let said = store.get(&format!("default/1/{what}/0"), SOON).unwrap();
-        store.set(&format!("default/1/{what}/1"), &said).unwrap();
+        let said = store.get(&format!("default/1/default/{what}/0"), SOON).unwrap();
+        store.set(&format!("default/1/default/{what}/1"), &said).unwrap();
         said
     });
     serde_json::from_slice(&member).unwrap()
@@ -282,13 +282,14 @@ fn be_rank_1(store: &MemoryStore) -> serde_json::Value {
 
 /// Tells rank 1 what a rank 0 that listens at `addr` tells, which is for both.
 fn be_rank_0(store: &MemoryStore, addr: SocketAddr) {
-    let place = store.get("default/1/place/1", SOON).unwrap();
+    store.set("default/open", b"1").unwrap();
+    let place = store.get("default/1/default/place/1", SOON).unwrap();
     let member = format!("{{\"addr\":\"{addr}\",\"nonce\":[1,2]}}");
     for (what, said) in [("place", &place[..]), ("tcp", member.as_bytes())] {
         let mut all = Vec::new();
         put_blob(&mut all, said);
         put_blob(&mut all, said);
-        store.set(&format!("default/1/{what}/all"), &all).unwrap();
+        store.set(&format!("default/1/default/{what}/all"), &all).unwrap();
     }
 }
 

@@ -9,6 +9,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -36,6 +37,8 @@ pub(crate) struct Joining<'a> {
     pub(crate) shared: SharedConfig,
     /// By rank.
     pub(crate) places: Vec<Place>,
+    /// Keys that this rank has set.
+    pub(crate) said: Mutex<Vec<String>>,
 }
 
 /// Where a rank is.
@@ -85,7 +88,7 @@ pub(crate) fn join(
     let shared = shared_config(world_size, options);
     let joining = gather(&**store, rank, world_size, options, here, shared)?;
     let (transport, reason) = choose(options.transport, &joining.places);
-    Ok(match transport {
+    let backend: Arc<dyn Backend> = match transport {
         Transport::Tcp => Arc::new(tcp::join(&joining, reason, false)?),
         Transport::Host | Transport::Auto => host(&joining, reason)?,
         #[cfg(feature = "gloo")]
@@ -106,7 +109,9 @@ pub(crate) fn join(
         }
         #[cfg(not(feature = "hccl"))]
         Transport::Hccl => return Err(not_built("hccl")),
-    })
+    };
+    joining.forget();
+    Ok(backend)
 }
 
 /// Of a group over a transport without a connector.
@@ -172,8 +177,9 @@ pub(crate) fn gather<'a>(
     check_rank(rank, world_size)?;
     let deadline = deadline(options.timeout);
     let own = Place { here, shared: shared.record(), ..Place::of_this_process(store, options)? };
-    let mut joining =
-        Joining { store, rank, options, deadline, shared, places: vec![own.clone(); world_size] };
+    let places = vec![own.clone(); world_size];
+    let said = Mutex::default();
+    let mut joining = Joining { store, rank, options, deadline, shared, places, said };
     joining.places = tell_places(&joining, &own)?;
     Ok(joining)
 }
@@ -303,6 +309,20 @@ impl Joining<'_> {
         format!("group {}", self.options.name)
     }
 
+    /// Sets a key that the others read while they join.
+    pub(crate) fn set(&self, key: String, value: &[u8]) -> Result<()> {
+        self.store.set(&key, value)?;
+        self.said.lock().push(key);
+        Ok(())
+    }
+
+    /// All ranks have joined, so nobody reads again what this one has said to them. A store that does not
+    /// answer may have ended with rank 0, and its keys with it.
+    pub(crate) fn forget(&self) {
+        let said = std::mem::take(&mut *self.said.lock());
+        drop(said.iter().try_for_each(|key| self.store.delete_key(key).map(drop)));
+    }
+
     /// Which ranks have not said anything, each under its name, or why the store cannot tell.
     fn absent(&self, name: impl Fn(Rank) -> String, error: Error) -> Error {
         // A store that does not answer is not asked which rank is missing.
@@ -352,7 +372,7 @@ fn tell_places(joining: &Joining<'_>, own: &Place) -> Result<Vec<Place>> {
         Ok(member.shared)
     };
     let json = serde_json::to_vec(own).expect("plain numbers and strings");
-    store.set(&of_rank(rank), &json)?;
+    joining.set(of_rank(rank), &json)?;
     let mut said = Vec::new();
     if rank == 0 {
         for rank in 0..joining.world() {
@@ -361,7 +381,7 @@ fn tell_places(joining: &Joining<'_>, own: &Place) -> Result<Vec<Place>> {
                 break;
             }
         }
-        store.set(&format!("{key}/all"), &join_values(&said))?;
+        joining.set(format!("{key}/all"), &join_values(&said))?;
     } else {
         let all = store.get(&format!("{key}/all"), left()).map_err(absent)?;
         said = split_values(&all).ok_or_else(|| garbled(0))?;
@@ -397,6 +417,10 @@ pub(crate) fn tell_all<T: Serialize + DeserializeOwned>(
     let key = format!("{}/{what}", options.name);
     let json = serde_json::to_vec(own).expect("plain numbers and strings");
     let left = deadline.saturating_duration_since(Instant::now());
+    let mut said = joining.said.lock();
+    said.push(format!("{key}/{rank}"));
+    said.extend((rank == 0).then(|| format!("{key}/all")));
+    drop(said);
     let all = exchange(store, &key, rank, joining.world(), &json, left);
     from_json(&all.map_err(|error| joining.absent(|rank| format!("{key}/{rank}"), error))?)
 }
@@ -415,6 +439,7 @@ pub(crate) fn tell_each<T: Serialize + DeserializeOwned>(
         own.iter().enumerate().map(|(to, own)| (name(rank, to), json(own))).collect();
     let pairs: Vec<_> = said.iter().map(|(name, json)| (name.as_str(), &json[..])).collect();
     store.multi_set(&pairs)?;
+    joining.said.lock().extend(said.iter().map(|(name, _)| name.clone()));
     let names: Vec<_> = (0..joining.world()).map(|from| name(from, rank)).collect();
     let names: Vec<_> = names.iter().map(String::as_str).collect();
     let all = store.multi_get(&names, deadline.saturating_duration_since(Instant::now()));
@@ -616,6 +641,7 @@ pub(crate) mod tests {
             deadline: Instant::now(),
             shared: SharedConfig::new(200, &options),
             places: places(200),
+            said: Mutex::default(),
         };
         let error = joining.absent(|_| "key".into(), store.fail::<()>().unwrap_err());
         assert!(matches!(error, Error::Store { .. }), "{error}");

@@ -365,6 +365,32 @@ fn rank_0_may_end_with_its_store_when_it_has_joined() {
 }
 
 #[test]
+fn splits_leave_nothing_in_the_store() {
+    let store = MemoryStore::new();
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let own = Arc::new(store.clone());
+            let store = store.clone();
+            scope.spawn(move || {
+                let options = GroupOptions::default().with_timeout(TIMEOUT);
+                let group = ProcessGroup::from_store(own, rank, 2, options).unwrap();
+                let keys = || {
+                    group.barrier().unwrap();
+                    let keys = store.num_keys().unwrap();
+                    group.barrier().unwrap();
+                    keys
+                };
+                let before = keys();
+                for _ in 0..1000 {
+                    group.split(Some(0), 0).unwrap().unwrap();
+                }
+                assert_eq!(keys(), before);
+            });
+        }
+    });
+}
+
+#[test]
 fn a_group_of_unknown_origin_says_what_to_use() {
     let store = Arc::new(MemoryStore::new());
     let group = ProcessGroup::from_store(store, 0, 1, GroupOptions::default()).unwrap();

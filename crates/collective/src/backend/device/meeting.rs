@@ -33,7 +33,7 @@ impl Meeting<'_> {
 
     /// Sets a key that [`value`](Self::value) reads.
     pub(crate) fn set(&self, what: &str, value: &[u8]) -> Result<()> {
-        self.store.set(&self.key(what), value)
+        self.joining.set(self.key(what), value)
     }
 
     /// A key that a rank sets; `name` is what it holds.

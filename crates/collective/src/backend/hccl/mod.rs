@@ -115,7 +115,9 @@ pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
         let shared = config.add_to(SharedConfig::new(world, &options));
         let joining = meet::gather(&**store, rank, world, &options, here, shared)?;
         let reason = "it was asked for".into();
-        Ok(Arc::new(join(store, &joining, reason, Ok(libraries.clone()), &config)?))
+        let backend = join(store, &joining, reason, Ok(libraries.clone()), &config)?;
+        joining.forget();
+        Ok(Arc::new(backend))
     })
 }
 

@@ -255,6 +255,7 @@ mod tests {
             deadline: Instant::now(),
             shared: SharedConfig::new(2, &options),
             places: places(2),
+            said: parking_lot::Mutex::default(),
         };
         let start_time = start_time(std::process::id()).unwrap();
         let members =

@@ -14,11 +14,25 @@ pub(super) struct Values {
     /// Behind an `Arc`, so that a value on its way to thousands of clients is there once.
     values: HashMap<Vec<u8>, Arc<Vec<u8>>>,
     queues: HashMap<Vec<u8>, VecDeque<Vec<u8>>>,
+    /// What all of it takes, see [`cost`].
+    bytes: usize,
 }
 
 impl Values {
     pub(super) fn set(&mut self, key: &[u8], value: &[u8]) {
-        self.values.insert(key.to_vec(), Arc::new(value.to_vec()));
+        let old = self.values.insert(key.to_vec(), Arc::new(value.to_vec()));
+        self.bytes += cost(key, value.len());
+        self.bytes -= old.map_or(0, |old| cost(key, old.len()));
+    }
+
+    #[cfg(test)]
+    pub(super) fn pretend(&mut self, bytes: usize) {
+        self.bytes = bytes;
+    }
+
+    /// Bytes that everything takes, roughly.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
     }
 
     pub(super) fn get(&self, key: &[u8]) -> Option<&[u8]> {
@@ -59,12 +73,18 @@ impl Values {
     }
 
     pub(super) fn append(&mut self, key: &[u8], value: &[u8]) {
+        if !self.values.contains_key(key) {
+            self.bytes += cost(key, 0);
+        }
+        self.bytes += value.len();
         let old = self.values.entry(key.to_vec()).or_default();
         Arc::make_mut(old).extend_from_slice(value);
     }
 
     pub(super) fn delete(&mut self, key: &[u8]) -> bool {
-        self.values.remove(key).is_some()
+        let old = self.values.remove(key);
+        self.bytes -= old.as_ref().map_or(0, |old| cost(key, old.len()));
+        old.is_some()
     }
 
     pub(super) fn len(&self) -> usize {
@@ -81,11 +101,13 @@ impl Values {
 
     pub(super) fn queue_push(&mut self, key: &[u8], value: &[u8]) {
         self.queues.entry(key.to_vec()).or_default().push_back(value.to_vec());
+        self.bytes += cost(key, value.len());
     }
 
     pub(super) fn queue_pop(&mut self, key: &[u8]) -> Option<Vec<u8>> {
         let queue = self.queues.get_mut(key)?;
         let value = queue.pop_front();
+        self.bytes -= value.as_ref().map_or(0, |value| cost(key, value.len()));
         if queue.is_empty() {
             self.queues.remove(key);
         }
@@ -95,6 +117,11 @@ impl Values {
     pub(super) fn queue_len(&self, key: &[u8]) -> usize {
         self.queues.get(key).map_or(0, VecDeque::len)
     }
+}
+
+/// What a value of `len` bytes takes, or an element of a queue, with what is around it.
+pub(super) fn cost(key: &[u8], len: usize) -> usize {
+    key.len() + len + 128
 }
 
 /// The number at the start of `text` as C's `strtoll` reads it: white space, a sign, digits.
@@ -149,5 +176,6 @@ mod tests {
         assert_eq!(values.queue_pop(b"q"), Some(b"1".to_vec()));
         assert!(!values.contains(b"q"));
         assert_eq!(values.queue_pop(b"q"), None);
+        assert_eq!(values.bytes(), 0);
     }
 }

@@ -16,7 +16,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::codec::{MAX_KEY_BYTES, MAX_KEYS, MAX_MESSAGE_BYTES, MAX_VALUE_BYTES, Request};
+use super::codec::{
+    MAX_KEY_BYTES, MAX_KEYS, MAX_MESSAGE_BYTES, MAX_STORE_BYTES, MAX_VALUE_BYTES, Request,
+};
 use super::connection::{Connection, NO_SUCH_HOST, PING, is_timeout};
 use crate::store::{Store, deadline, missing};
 use crate::{Error, Result};
@@ -247,9 +249,11 @@ impl TcpStore {
                     ErrorKind::UnexpectedEof
                     | ErrorKind::ConnectionReset
                     | ErrorKind::BrokenPipe => {
-                        "the server closed the connection; it has ended, or it \
-                                            refused the request"
-                            .to_owned()
+                        format!(
+                            "the server closed the connection; it has ended, or it refused the request: \
+                             it holds {} MiB at most",
+                            MAX_STORE_BYTES >> 20
+                        )
                     }
                     ErrorKind::TimedOut | ErrorKind::WouldBlock => {
                         format!("no answer within {:?}", self.timeout)

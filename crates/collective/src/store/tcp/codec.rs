@@ -7,6 +7,8 @@
 //! Invariant: nothing is allocated from a length that has not been checked against its limit, and
 //! what `decode` takes, `encode` reproduces byte for byte.
 
+use crate::store::values::cost;
+
 /// Longest key, in bytes. This and the next two are the limits of PyTorch's server.
 pub const MAX_KEY_BYTES: usize = 8 * 1024;
 /// Longest value, in bytes.
@@ -15,6 +17,8 @@ pub const MAX_VALUE_BYTES: usize = 8 * 1024 * 1024;
 pub const MAX_KEYS: usize = 128 * 1024;
 /// Longest request and longest reply, in bytes. PyTorch has no such limit.
 pub const MAX_MESSAGE_BYTES: usize = 256 * 1024 * 1024;
+/// What a store may hold, with 128 bytes for each value. PyTorch has no such limit.
+pub const MAX_STORE_BYTES: usize = 1024 * 1024 * 1024;
 /// What a client's first request must carry.
 pub const MAGIC: u32 = 0x3C85_F7CE;
 
@@ -62,6 +66,8 @@ pub enum Request<'a> {
     Barrier { key: &'a [u8], world_size: i64 },
 }
 
+/// Most digits of a counter, and its sign.
+const COUNTER_DIGITS: usize = 20;
 /// Answer to [`Request::Check`]: all keys are there.
 pub const CHECK_PRESENT: u8 = 0;
 /// Answer to [`Request::Check`]: a key is missing.
@@ -97,6 +103,12 @@ pub enum ProtocolError {
     /// A wait or barrier was sent while the connection already waits.
     #[error("a second wait before the first was answered")]
     SecondWait,
+    /// The store has no room for what the request would store.
+    #[error("the store holds {limit} bytes at most")]
+    Full {
+        /// The limit.
+        limit: usize,
+    },
     /// An addition to a value that does not begin with a number.
     #[error("added to a value that is not a number")]
     NotANumber,
@@ -169,6 +181,20 @@ impl Request<'_> {
                 }
             }
             Self::NumKeys | Self::CancelWait | Self::ListKeys => {}
+        }
+    }
+
+    /// What the request may add to a store's [bytes](MAX_STORE_BYTES).
+    pub(super) fn stores(&self) -> usize {
+        match self {
+            Self::Set { key, value } | Self::Append { key, value } => cost(key, value.len()),
+            Self::QueuePush { key, value } => cost(key, value.len()),
+            Self::CompareSet { key, desired, .. } => cost(key, desired.len()),
+            Self::Add { key, .. } | Self::Barrier { key, .. } => cost(key, COUNTER_DIGITS),
+            Self::MultiSet { pairs } => {
+                pairs.iter().map(|(key, value)| cost(key, value.len())).sum()
+            }
+            _ => 0,
         }
     }
 

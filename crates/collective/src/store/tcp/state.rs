@@ -15,8 +15,8 @@ use std::sync::Arc;
 
 use super::super::values::Values;
 use super::codec::{
-    CHECK_ABSENT, CHECK_PRESENT, MAGIC, MAX_MESSAGE_BYTES, ProtocolError, Request, VALIDATE,
-    WAIT_CANCELLED, WAIT_OVER, put_blob,
+    CHECK_ABSENT, CHECK_PRESENT, MAGIC, MAX_MESSAGE_BYTES, MAX_STORE_BYTES, ProtocolError, Request,
+    VALIDATE, WAIT_CANCELLED, WAIT_OVER, put_blob,
 };
 
 use HowMany::{All, One};
@@ -184,6 +184,10 @@ impl State {
         }
         if !conn.validated {
             return Err(ProtocolError::NotValidated);
+        }
+        let more = request.stores();
+        if more > 0 && self.values.bytes() + more > MAX_STORE_BYTES {
+            return Err(ProtocolError::Full { limit: MAX_STORE_BYTES });
         }
         match request {
             Request::Wait { .. } | Request::Barrier { .. } if !matches!(conn.wait, Wait::None) => {
@@ -460,6 +464,25 @@ mod tests {
         let mut sent = Vec::new();
         state.handle(id, request, &mut |id, piece| sent.push((id, piece.bytes().to_vec())))?;
         Ok(sent)
+    }
+
+    #[test]
+    fn more_than_a_store_may_hold_is_refused() {
+        let (mut state, value) = (state(), [0; 1000]);
+        state.values.pretend(MAX_STORE_BYTES - 2500);
+        let grow = |key| Request::Append { key, value: &value };
+        handle(&mut state, 0, &grow(b"a")).unwrap();
+        let full = ProtocolError::Full { limit: MAX_STORE_BYTES };
+        let push = Request::QueuePush { key: b"q", value: &value };
+        handle(&mut state, 0, &push).unwrap();
+        for refused in [grow(b"a"), grow(b"b"), push, Request::Set { key: b"c", value: &value }] {
+            assert_eq!(handle(&mut state, 0, &refused), Err(full.clone()));
+        }
+        assert_eq!(state.values.len(), 1);
+        handle(&mut state, 0, &Request::QueuePop { key: b"q" }).unwrap();
+        handle(&mut state, 0, &Request::DeleteKey { key: b"a" }).unwrap();
+        handle(&mut state, 0, &grow(b"b")).unwrap();
+        assert!(handle(&mut state, 0, &Request::NumKeys).is_ok());
     }
 
     #[test]

@@ -14,6 +14,7 @@
 
 #![expect(unsafe_code, reason = "turns the memory of an operation into spans")]
 
+mod cgroup;
 pub(super) mod channel;
 mod chunked;
 mod exchange;
@@ -271,6 +272,7 @@ impl Host {
 
     /// Makes the file of a shared buffer and says where it is.
     fn offer(&self, bytes: usize) -> Result<OwnedFd> {
+        cgroup::allow(bytes)?;
         // Each rank reserves its own part.
         let file = sys::memfd(c"collective-shared", bytes, 0)?;
         let number = u64::try_from(file.as_raw_fd()).expect("descriptors are not negative");

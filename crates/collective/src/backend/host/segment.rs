@@ -25,6 +25,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::compiler_fence;
 
+use super::cgroup;
 use super::channel::Layout;
 use super::sys::{self, Mapping};
 use crate::op::Fingerprint;
@@ -132,6 +133,7 @@ impl Segment {
     /// A new, empty segment; rank 0's task.
     pub(super) fn create(world: usize) -> Result<OwnedFd> {
         let bytes = Self::bytes(world);
+        cgroup::allow(channels(world))?;
         let file = sys::memfd(NAME, bytes, stages(world))?;
         let copy = file.try_clone().map_err(|error| Error::io("sharing the segment", &error))?;
         let map = Arc::new(Mapping::new(copy, bytes)?);

@@ -28,8 +28,10 @@ const MEMBARRIER_REGISTER_GLOBAL_EXPEDITED: libc::c_int = 1 << 2;
 
 /// A file of `bytes` zeros that lives in memory, has no name, and cannot change size.
 ///
-/// The memory of the first `reserved` bytes is reserved now, so that running out of it is an error
-/// here and not a signal later; that of the others by [`Mapping::reserve`], before they are used.
+/// The memory of the first `reserved` bytes is reserved now, so that a machine that has no more is an
+/// error here and not a signal later; that of the others by [`Mapping::reserve`], before they are used.
+/// Over the limit of a control group the kernel ends a process all the same: see
+/// [`cgroup`](super::cgroup).
 pub(in crate::backend) fn memfd(name: &CStr, bytes: usize, reserved: usize) -> Result<OwnedFd> {
     let fail = || Error::io(format!("obtaining {bytes} bytes of shared memory"), &last_error());
     // SAFETY: `name` is a C string; the flags are this call's.

@@ -51,6 +51,7 @@ pub mod store;
 mod algo;
 mod asynchronous;
 mod backend;
+mod copy;
 mod element;
 mod error;
 mod flight;
@@ -70,6 +71,8 @@ mod work;
 
 pub use asynchronous::Addressed;
 pub use backend::{Backend, Patience, RawBufs, RawShared, Seed, Transfer, TransferMemory, Wait};
+#[doc(hidden)]
+pub use copy::copy_slice;
 pub use device::{DeviceBuf, DeviceCalls, DeviceStream, DeviceWork};
 pub use element::{DType, Element};
 pub use error::{Error, Result};

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::{Backend, Patience, host};
+use crate::copy::copy_slice;
 use crate::device::DeviceCalls;
 use crate::flight::{FlightRecord, Recorder, Whose};
 use crate::membership::{Membership, Origin, connect};
@@ -584,6 +585,6 @@ fn split_back<T: Element>(mut all: &[T], bufs: &mut [&mut [T]]) {
     for buf in bufs {
         let own;
         (own, all) = all.split_at(buf.len());
-        buf.copy_from_slice(own);
+        copy_slice(buf, own);
     }
 }

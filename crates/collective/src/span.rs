@@ -6,9 +6,11 @@
 //! What keeps two ranks from touching the same bytes at once is the algorithms' protocol, stated in
 //! [`backend::host`](crate::backend).
 
-#![expect(unsafe_code, reason = "copies through raw pointers to memory shared with peers")]
+#![expect(unsafe_code, reason = "argues for memory shared with peers")]
 
 use std::marker::PhantomData;
+
+use crate::copy;
 
 /// How a copy stores what it has read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,17 +75,13 @@ impl<'a> Span<'a> {
 
     /// Copies all of `source`, which has the same length, here.
     pub(crate) fn copy_from_slice(self, source: &[u8]) {
-        assert_eq!(self.len, source.len(), "a copy keeps the length");
-        // SAFETY: both are alive and hold this many bytes; `copy` allows them to overlap.
-        unsafe { std::ptr::copy(source.as_ptr(), self.ptr, self.len) };
+        // SAFETY: borrowed for the call, and only copied from.
+        self.copy_from(unsafe { Span::new(source.as_ptr().cast_mut(), source.len()) });
     }
 
     /// Copies all of `source`, which has the same length, here.
     pub(crate) fn copy_from(self, source: Span<'_>) {
-        assert_eq!(self.len, source.len, "a copy keeps the length");
-        // SAFETY: both spans are alive and hold this many bytes (invariant of the type; `part`
-        // stays inside); `copy` allows them to overlap.
-        unsafe { std::ptr::copy(source.ptr, self.ptr, self.len) };
+        copy::cached(self, source);
     }
 
     /// Copies all of `source`, which has the same length and lies elsewhere, here by a route. What
@@ -91,55 +89,9 @@ impl<'a> Span<'a> {
     pub(crate) fn copy_by(self, route: Route, source: Span<'_>) {
         match route {
             Route::Cached => self.copy_from(source),
-            Route::Streamed => self.stream_from(source),
+            Route::Streamed => copy::streamed(self, source),
         }
     }
-
-    fn stream_from(self, source: Span<'_>) {
-        assert_eq!(self.len, source.len, "a copy keeps the length");
-        let head = self.ptr.align_offset(LINE).min(self.len);
-        let body = (self.len - head) / LINE * LINE;
-        let tail = self.len - head - body;
-        self.part(0, head).copy_from(source.part(0, head));
-        stream_lines(self.part(head, body), source.part(head, body));
-        self.part(head + body, tail).copy_from(source.part(head + body, tail));
-    }
-}
-
-/// Bytes of a cache line, which a streaming store fills whole.
-const LINE: usize = 64;
-
-/// Copies whole lines to whole lines past the caches.
-#[cfg(target_arch = "x86_64")]
-fn stream_lines(to: Span<'_>, from: Span<'_>) {
-    // SAFETY: every x86-64 processor has SSE2.
-    unsafe { stream_lines_sse2(to, from) };
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "sse2")]
-fn stream_lines_sse2(to: Span<'_>, from: Span<'_>) {
-    use std::arch::x86_64::{_mm_loadu_si128, _mm_setzero_si128, _mm_sfence, _mm_stream_si128};
-    assert!(to.len == from.len && to.len.is_multiple_of(LINE), "whole lines");
-    assert!(to.ptr.addr().is_multiple_of(LINE) || to.len == 0, "lines start at a line");
-    for line in (0..to.len).step_by(LINE) {
-        let mut parts = [_mm_setzero_si128(); 4];
-        for (i, part) in parts.iter_mut().enumerate() {
-            // SAFETY: inside of `from`, by the first assertion; the load is unaligned.
-            *part = unsafe { _mm_loadu_si128(from.ptr.wrapping_add(line + 16 * i).cast()) };
-        }
-        for (i, part) in parts.into_iter().enumerate() {
-            // SAFETY: inside of `to`, and aligned, by the assertions.
-            unsafe { _mm_stream_si128(to.ptr.wrapping_add(line + 16 * i).cast(), part) };
-        }
-    }
-    // Streaming stores heed no Release store that follows, but this.
-    _mm_sfence();
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn stream_lines(to: Span<'_>, from: Span<'_>) {
-    to.copy_from(from);
 }
 
 #[cfg(test)]

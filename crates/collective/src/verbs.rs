@@ -11,6 +11,7 @@
 use std::marker::PhantomData;
 
 use crate::backend::{Backend, Patience, RawBufs, Transfer, TransferMemory, Wait};
+use crate::copy::copy_slice;
 use crate::flight::{Recorder, Whose};
 use crate::op::{Fingerprint, Place};
 use crate::{Element, Error, OpDesc, Rank, ReduceOp, Result, Verb};
@@ -116,7 +117,7 @@ impl<'a> Verbs<'a> {
         }
         let blocks = self.blocks("output", out.len(), input.len())?;
         self.exchange_blocks(&desc, Some((out, &blocks)), None)?;
-        out[range(&blocks, root)].copy_from_slice(input);
+        copy_slice(&mut out[range(&blocks, root)], input);
         Ok(())
     }
 
@@ -128,7 +129,7 @@ impl<'a> Verbs<'a> {
         }
         let blocks = self.blocks("input", input.len(), out.len())?;
         self.exchange_blocks::<T>(&desc, None, Some((input, &blocks)))?;
-        out.copy_from_slice(&input[range(&blocks, root)]);
+        copy_slice(out, &input[range(&blocks, root)]);
         Ok(())
     }
 
@@ -139,7 +140,7 @@ impl<'a> Verbs<'a> {
         check_len("output", output.len(), input.len())?;
         self.exchange_blocks(&desc, Some((output, &blocks)), Some((input, &blocks)))?;
         let own = range(&blocks, rank);
-        output[own.clone()].copy_from_slice(&input[own]);
+        copy_slice(&mut output[own.clone()], &input[own]);
         Ok(())
     }
 
@@ -157,7 +158,7 @@ impl<'a> Verbs<'a> {
         let mut messages: Vec<_> = self.peers().map(|peer| Message::send(input, peer)).collect();
         messages.extend(receives(rank, output, counts));
         self.exchange(&batch(), messages)?;
-        output[range(counts, rank)].copy_from_slice(input);
+        copy_slice(&mut output[range(counts, rank)], input);
         Ok(())
     }
 
@@ -178,7 +179,7 @@ impl<'a> Verbs<'a> {
             return self.exchange(&batch(), vec![Message::send(input, root)]);
         }
         self.exchange(&batch(), receives(root, output, counts).collect())?;
-        output[range(counts, root)].copy_from_slice(input);
+        copy_slice(&mut output[range(counts, root)], input);
         Ok(())
     }
 
@@ -199,7 +200,7 @@ impl<'a> Verbs<'a> {
             return self.exchange(&batch(), vec![Message::recv(output, root)]);
         }
         self.exchange(&batch(), sends(root, input, counts).collect())?;
-        output.copy_from_slice(&input[range(counts, root)]);
+        copy_slice(output, &input[range(counts, root)]);
         Ok(())
     }
 
@@ -227,7 +228,8 @@ impl<'a> Verbs<'a> {
         let mut messages: Vec<_> = sends(rank, input, input_counts).collect();
         messages.extend(receives(rank, output, output_counts));
         self.exchange(&batch(), messages)?;
-        output[range(output_counts, rank)].copy_from_slice(&input[range(input_counts, rank)]);
+        let own = &input[range(input_counts, rank)];
+        copy_slice(&mut output[range(output_counts, rank)], own);
         Ok(())
     }
 
@@ -250,7 +252,7 @@ impl<'a> Verbs<'a> {
             block.extend_from_slice(&input[range]);
             self.reduce(&mut block, op, root)?;
             if root == rank {
-                output.copy_from_slice(&block);
+                copy_slice(output, &block);
             }
         }
         Ok(())

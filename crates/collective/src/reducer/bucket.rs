@@ -16,6 +16,7 @@ use super::CommHook;
 use super::detour::{Detour, Lane};
 use super::plan::{BucketSpec, ParamInfo};
 use super::power_sgd::PowerSgdBucket;
+use crate::copy::copy_slice;
 use crate::{DType, Element, Error, ProcessGroup, ReduceOp, Result, SharedBuf, Work};
 
 /// An [`Element`] that gradients are made of: `f16`, `bf16`, `f32` and `f64`.
@@ -200,7 +201,7 @@ impl<T: Gradient> Bucket for Slot<T> {
 
     fn copy_from(&mut self, at: usize, from: &dyn Bucket, range: Range<usize>) {
         if let (Some(buf), Some(from)) = (self.here_mut(), slice::<T>(from)) {
-            buf[at..at + range.len()].copy_from_slice(&from[range]);
+            copy_slice(&mut buf[at..at + range.len()], &from[range]);
         }
     }
 

@@ -43,6 +43,7 @@ pub use self::kernels::{BucketKernels, NoKernels};
 use self::ledger::Ledger;
 pub use self::plan::{BucketPlan, BucketSpec, ParamInfo, Place};
 pub use self::power_sgd::PowerSgd;
+use crate::copy::copy_slice;
 use crate::{DType, Element, Error, ProcessGroup, ReduceOp, Result};
 
 /// How a [`Reducer`] fills its buckets.
@@ -224,7 +225,7 @@ impl Reducer {
         if self.ledger.has_grad_here(index) {
             T::accumulate(own, grad);
         } else {
-            own.copy_from_slice(grad);
+            copy_slice(own, grad);
         }
         self.ledger.report(index, false);
         self.launch_full()

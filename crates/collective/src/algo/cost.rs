@@ -14,6 +14,7 @@
 //!
 //! Every rank must come to the same choice, so it depends on nothing that a rank alone knows.
 
+use super::hierarchical::is_wide;
 use super::{Algorithm, Layout};
 use crate::{Determinism, OpDesc, ReduceOp, Verb};
 
@@ -81,6 +82,20 @@ impl Costs {
         elements(self.chain_bytes(Shape::new(layout), bytes), op)
     }
 
+    /// Elements of a group of the hierarchical algorithm.
+    pub(super) fn group(&self, op: &OpDesc, layout: &Layout) -> usize {
+        elements(self.group_bytes(Shape::new(layout), op), op)
+    }
+
+    /// Each of `k` groups costs its round a message time, and the last machine waits for `2 (M - 1)` of them: the sum
+    /// is least where these are equal.
+    fn group_bytes(&self, shape: Shape, op: &OpDesc) -> f64 {
+        let bytes = (op.count * op.dtype.size()) as f64;
+        let ends = 2.0 * shape.machines as f64 - 1.0;
+        let best = (bytes * self.between.alpha() / (ends * self.between.per_byte)).sqrt();
+        best.max(self.min_chunk as f64 / 8.0)
+    }
+
     fn direct_bytes(&self, shape: Shape) -> f64 {
         let link = self.slowest(shape);
         let start = link.latency + (shape.world as f64 - 1.0) * link.per_message;
@@ -123,6 +138,7 @@ impl Costs {
             Algorithm::HalvingDoubling => form.halving_doubling(op.verb) + scale,
             Algorithm::Binomial => form.binomial(op.verb) + scale,
             Algorithm::TwoLevel => form.two_level(op) + scale,
+            Algorithm::Hierarchical => form.hierarchical(op),
         }
     }
 }
@@ -171,6 +187,8 @@ struct Shape {
     widest: usize,
     /// Exchanges at the distances below 2 to the power of this stay within a machine.
     steps_inside: usize,
+    /// The ranks of each machine, and the machines, come in order.
+    in_order: bool,
 }
 
 impl Shape {
@@ -178,18 +196,19 @@ impl Shape {
         let (machines, widest) = (layout.machines(), layout.widest());
         let even = layout.in_order() && layout.world() == machines * widest;
         let steps_inside = if even { widest.trailing_zeros() as usize } else { 0 };
-        Self { world: layout.world(), machines, widest, steps_inside }
+        let in_order = layout.in_order();
+        Self { world: layout.world(), machines, widest, steps_inside, in_order }
     }
 
     /// One machine of `ranks`.
     fn inside(ranks: usize) -> Self {
         let steps_inside = ranks.next_power_of_two().trailing_zeros() as usize;
-        Self { world: ranks, machines: 1, widest: ranks, steps_inside }
+        Self { world: ranks, machines: 1, widest: ranks, steps_inside, in_order: true }
     }
 
     /// One rank on each machine.
     fn outside(machines: usize) -> Self {
-        Self { world: machines, machines, widest: 1, steps_inside: 0 }
+        Self { world: machines, machines, widest: 1, steps_inside: 0, in_order: true }
     }
 
     /// How many ranks use an interface at once if all talk to other machines.
@@ -206,6 +225,15 @@ impl Shape {
             | (Algorithm::Direct, Verb::Broadcast) => return true,
             (Algorithm::Direct, _) => false,
             (Algorithm::Ring, verb) => verb.is_run(),
+            (Algorithm::Hierarchical, verb) => {
+                // A factor is for each number, not for what has been folded.
+                let folds = op.op.is_some_and(|op| !matches!(op, ReduceOp::PreMulSum(_)));
+                return folds
+                    && verb.is_run()
+                    && self.machines > 1
+                    && self.machines < self.world
+                    && (self.in_order || any_order);
+            }
             (Algorithm::TwoLevel, verb) => {
                 verb.is_run() && self.machines > 1 && self.machines < self.world
             }
@@ -370,6 +398,30 @@ impl Form<'_> {
             Verb::Reduce => up,
             _ => up + down,
         }
+    }
+
+    /// A round for each group, and those in which the first ones are on their way: of what an interface sends, of
+    /// what a rank moves within its machine, and a fold.
+    fn hierarchical(self, op: &OpDesc) -> f64 {
+        let Shape { machines, widest, world, .. } = self.shape;
+        let Costs { within, between, .. } = self.costs;
+        let blocks = if op.verb == Verb::ReduceScatter { world as f64 } else { 1.0 };
+        let groups = (self.bytes / self.costs.group_bytes(self.shape, op)).ceil().max(1.0);
+        let (bytes, others) = (self.bytes / groups, widest as f64 - 1.0);
+        let (part, prefix) = (bytes / widest as f64, if is_wide(op.dtype) { 2.0 } else { 1.0 });
+        let returns = op.verb == Verb::AllReduce;
+        let sent = if machines > 2 && returns { prefix + 1.0 } else { prefix };
+        let outside = between.alpha() + sent * bytes * between.per_byte;
+        let row = within.per_message.max(part * within.per_byte);
+        let inside = within.alpha() + if returns { 2.0 } else { 1.0 } * others * row;
+        let fold = widest as f64 * part * self.fold;
+        let round = outside.max(inside) + fold;
+        if returns {
+            return (groups + 2.0 * machines as f64 - 1.0) * round;
+        }
+        // Nobody waits for an answer, so groups follow each other as fast as the slower of interface and ranks can.
+        let busy = (outside - between.latency).max(inside + fold);
+        blocks * groups * busy + machines as f64 * round
     }
 
     /// The sum of the best ways for the parts.

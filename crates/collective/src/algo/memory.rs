@@ -33,10 +33,17 @@ impl<'a> Memory<'a> {
         for local in &round.local {
             match local {
                 Local::Copy { to, from } => self.region(*to).copy_from(self.region(*from)),
-                Local::Fold { op, to, from } => {
+                Local::Fold { op, to, from, wide } => {
                     let sources = &round.sources[from.clone()];
                     let sources: Vec<_> = sources.iter().map(|&part| self.region(part)).collect();
+                    let dtype = if *wide { DType::F32 } else { dtype };
                     simd::fold(dtype, *op, &[self.region(*to)], &sources);
+                }
+                Local::Widen { to, from } => {
+                    simd::widen(dtype, self.region(*to), self.region(*from));
+                }
+                Local::Narrow { to, from } => {
+                    simd::narrow(dtype, self.region(*to), self.region(*from));
                 }
             }
         }

@@ -10,6 +10,7 @@
 //! the bits promised by [`Determinism`]:
 //!
 //! * [`flat`] (`Flat`, `Direct`) folds every element once, over all ranks' numbers in rank order.
+//! * [`hierarchical`] continues that fold from machine to machine.
 //! * [`ring`](mod@ring), [`doubling`], [`tree`] and [`two_level`] fold on the way. They serve when the order
 //!   cannot matter: nothing is folded, integers, or [`Determinism::Fast`].
 //!
@@ -19,6 +20,7 @@
 mod cost;
 mod doubling;
 mod flat;
+mod hierarchical;
 mod layout;
 mod memory;
 mod ring;
@@ -69,7 +71,13 @@ pub(crate) enum Local {
         to: Region,
         /// Indices into [`Round::sources`].
         from: Range<usize>,
+        /// Of `f32` numbers, in an operation of a type of 16 bits.
+        wide: bool,
     },
+    /// `f32` numbers of those of 16 bits.
+    Widen { to: Region, from: Region },
+    /// Numbers of 16 bits of `f32` ones, rounded to nearest even.
+    Narrow { to: Region, from: Region },
 }
 
 /// What happens at once, then what follows on this rank.
@@ -115,10 +123,36 @@ impl Round {
     }
 
     fn fold(&mut self, op: ReduceOp, to: Region, from: impl IntoIterator<Item = Region>) {
+        self.fold_as(op, to, from, false);
+    }
+
+    fn fold_wide(&mut self, op: ReduceOp, to: Region, from: impl IntoIterator<Item = Region>) {
+        self.fold_as(op, to, from, true);
+    }
+
+    fn fold_as(
+        &mut self,
+        op: ReduceOp,
+        to: Region,
+        from: impl IntoIterator<Item = Region>,
+        wide: bool,
+    ) {
         if to.len > 0 {
             let start = self.sources.len();
             self.sources.extend(from);
-            self.local.push(Local::Fold { op, to, from: start..self.sources.len() });
+            self.local.push(Local::Fold { op, to, from: start..self.sources.len(), wide });
+        }
+    }
+
+    fn widen(&mut self, to: Region, from: Region) {
+        if to.len > 0 {
+            self.local.push(Local::Widen { to, from });
+        }
+    }
+
+    fn narrow(&mut self, to: Region, from: Region) {
+        if to.len > 0 {
+            self.local.push(Local::Narrow { to, from });
         }
     }
 }
@@ -191,7 +225,9 @@ impl Schedule {
             }
             for local in &mut round.local {
                 match local {
-                    Local::Copy { to, from } => (*to, *from) = (other(*to), other(*from)),
+                    Local::Copy { to, from }
+                    | Local::Widen { to, from }
+                    | Local::Narrow { to, from } => (*to, *from) = (other(*to), other(*from)),
                     Local::Fold { to, .. } => *to = other(*to),
                 }
             }
@@ -243,11 +279,14 @@ pub enum Algorithm {
     Binomial,
     /// Within each machine, between machines, within each machine.
     TwoLevel,
+    /// Each machine continues the fold of the one before over its own ranks; the result runs back. In groups, with
+    /// all machines busy at once.
+    Hierarchical,
 }
 
 impl Algorithm {
     /// Every algorithm.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Flat,
         Self::Direct,
         Self::Ring,
@@ -255,6 +294,7 @@ impl Algorithm {
         Self::HalvingDoubling,
         Self::Binomial,
         Self::TwoLevel,
+        Self::Hierarchical,
     ];
 }
 
@@ -268,6 +308,7 @@ impl fmt::Display for Algorithm {
             Self::HalvingDoubling => "halving-doubling",
             Self::Binomial => "binomial",
             Self::TwoLevel => "two-level",
+            Self::Hierarchical => "hierarchical",
         })
     }
 }
@@ -299,6 +340,9 @@ pub(crate) fn schedule(
     match algorithm {
         Algorithm::Flat => return flat::flat(call),
         Algorithm::Direct => return flat::direct(call, costs.chunk(op, layout)),
+        Algorithm::Hierarchical => {
+            return hierarchical::hierarchical(call, layout, costs.group(op, layout));
+        }
         _ => (),
     }
     let (sum, factor) = match op.op {
@@ -313,7 +357,9 @@ pub(crate) fn schedule(
         Algorithm::HalvingDoubling => doubling::halving_doubling(summed),
         Algorithm::Binomial => tree::binomial(summed, layout),
         Algorithm::TwoLevel => two_level::two_level(summed, layout, costs),
-        Algorithm::Flat | Algorithm::Direct => unreachable!("returned above"),
+        Algorithm::Flat | Algorithm::Direct | Algorithm::Hierarchical => {
+            unreachable!("returned above")
+        }
     };
     match factor {
         Some(factor) if op.verb != Verb::Reduce || call.is_root() => {

@@ -140,8 +140,7 @@ fn interpret(op: &OpDesc, schedules: &[Schedule], seed: u64, tame: bool) -> Vec<
             }
             ranks[rank].memory().work(op.dtype, &round);
             for local in &round.local {
-                let (Local::Copy { to, .. } | Local::Fold { to, .. }) = local;
-                ranks[rank].note(*to);
+                ranks[rank].note(target(local));
             }
             at[rank].1 += 1;
             moved = true;
@@ -151,6 +150,16 @@ fn interpret(op: &OpDesc, schedules: &[Schedule], seed: u64, tame: bool) -> Vec<
             return ranks;
         }
         assert!(moved, "{op}: locked up at {at:?}");
+    }
+}
+
+/// What a rank's own work writes.
+fn target(local: &Local) -> Region {
+    match local {
+        Local::Copy { to, .. }
+        | Local::Fold { to, .. }
+        | Local::Widen { to, .. }
+        | Local::Narrow { to, .. } => *to,
     }
 }
 
@@ -168,7 +177,7 @@ fn check_round(round: &Round, rank: Rank, world: usize) {
         assert!(*peer != rank && *peer < world && from.len > 0);
     }
     for local in &round.local {
-        let (Local::Copy { to, .. } | Local::Fold { to, .. }) = local;
+        let to = target(local);
         assert!(to.buf != Buf::Input && to.len > 0);
     }
 }

@@ -481,7 +481,7 @@ fn first_of(failures: Vec<Failure>) -> Option<Failure> {
 /// How long the local work of a round takes.
 fn folding(round: &Round, per_byte: f64) -> Time {
     let bytes = |local: &Local| match local {
-        Local::Copy { .. } => 0,
+        Local::Copy { .. } | Local::Widen { .. } | Local::Narrow { .. } => 0,
         Local::Fold { to, from, .. } => to.len * from.len().saturating_sub(1).max(1),
     };
     nearest(round.local.iter().map(bytes).sum::<usize>() as f64 * per_byte)

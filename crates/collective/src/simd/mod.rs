@@ -48,6 +48,24 @@ fn to_line(out: Span<'_>, size: usize) -> usize {
     if bytes.is_multiple_of(size) { bytes } else { 0 }
 }
 
+/// `f32` numbers of those of a type of 16 bits.
+pub(crate) fn widen(dtype: DType, to: Span<'_>, from: Span<'_>) {
+    match dtype {
+        DType::F16 => scalar::widen::<f16>(to, from),
+        DType::Bf16 => scalar::widen::<bf16>(to, from),
+        _ => unreachable!("{dtype} is folded in itself"),
+    }
+}
+
+/// Numbers of a type of 16 bits of `f32` ones, rounded as [`fold`] does.
+pub(crate) fn narrow(dtype: DType, to: Span<'_>, from: Span<'_>) {
+    match dtype {
+        DType::F16 => scalar::narrow::<f16>(to, from),
+        DType::Bf16 => scalar::narrow::<bf16>(to, from),
+        _ => unreachable!("{dtype} is folded in itself"),
+    }
+}
+
 fn fold_scalar(
     dtype: DType,
     op: ReduceOp,

@@ -9,6 +9,7 @@
 use std::convert::identity;
 use std::ops::Range;
 
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::span::Span;
@@ -214,6 +215,42 @@ fn fold<T: Element, A: Copy + Default>(
         }
         store(outs, from, block);
     }
+}
+
+/// `f32` numbers of halves.
+pub(super) fn widen<T: Float<Acc = f32>>(to: Span<'_>, from: Span<'_>)
+where
+    [T]: HalfFloatSliceExt,
+{
+    let (mut halves, mut wide) = ([T::default(); BLOCK], [0.0_f32; BLOCK]);
+    for (start, count) in blocks(from.len() / size_of::<T>()) {
+        let (halves, wide) = (&mut halves[..count], &mut wide[..count]);
+        load(halves, from.part(start * size_of::<T>(), count * size_of::<T>()));
+        halves.convert_to_f32_slice(wide);
+        store(&[to], start * size_of::<f32>(), wide);
+    }
+}
+
+/// Halves of `f32` numbers, rounded to nearest even; any NaN becomes the canonical one.
+pub(super) fn narrow<T: Float<Acc = f32>>(to: Span<'_>, from: Span<'_>)
+where
+    [T]: HalfFloatSliceExt,
+{
+    let (mut halves, mut wide) = ([T::default(); BLOCK], [0.0_f32; BLOCK]);
+    for (start, count) in blocks(to.len() / size_of::<T>()) {
+        let (halves, wide) = (&mut halves[..count], &mut wide[..count]);
+        load(wide, from.part(start * size_of::<f32>(), count * size_of::<f32>()));
+        for x in wide.iter_mut().filter(|x| x.is_nan()) {
+            *x = f32::NAN;
+        }
+        halves.convert_from_f32_slice(wide);
+        store(&[to], start * size_of::<T>(), halves);
+    }
+}
+
+/// First element and number of elements of each block.
+fn blocks(count: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..count).step_by(BLOCK).map(move |start| (start, BLOCK.min(count - start)))
 }
 
 fn load<T: Element>(block: &mut [T], source: Span<'_>) {

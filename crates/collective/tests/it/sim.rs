@@ -133,6 +133,40 @@ fn ranks_of_a_machine_share_its_interface() {
     assert!(two.time < run(1024, Algorithm::Ring).time);
 }
 
+/// With the bits of rank order an interface carries the numbers once each way, however many ranks a machine has.
+#[test]
+fn machines_send_what_is_folded_and_the_result() {
+    let count = 4 << 20;
+    for (machines, dtype, most) in [
+        (2, DType::F32, 1.0),
+        (3, DType::F32, 2.0),
+        (4, DType::F32, 2.0),
+        (2, DType::Bf16, 2.0),
+        (4, DType::Bf16, 3.0),
+    ] {
+        // Two ranks a machine of 16-bit types send no more by the direct algorithm.
+        let fewest = if dtype == DType::F32 { 2 } else { 4 };
+        for each in [fewest, 8] {
+            let network = Network::default().with_placement(Placement::Blocks(each));
+            let op = OpDesc { dtype, ..op(Verb::AllReduce, count) };
+            let run = |algorithm| {
+                simulate(&network, machines * each, &op, Determinism::RankOrder, algorithm).unwrap()
+            };
+            let (chosen, direct) = (run(None), run(Some(Algorithm::Direct)));
+            let what = format!("{machines} machines of {each}, {dtype}");
+            assert_eq!(chosen.algorithm, Algorithm::Hierarchical, "{what}");
+            assert!(chosen.time < direct.time, "{what}: {:?}, {:?}", chosen.time, direct.time);
+            let ratio = chosen.time.as_secs_f64() / chosen.expected.as_secs_f64();
+            assert!((0.5..1.5).contains(&ratio), "{what}: {ratio} of what was expected");
+            let bytes = (count * dtype.size()) as f64;
+            for interface in &chosen.interfaces {
+                let sent = interface.sent as f64 / bytes;
+                assert!(sent <= most, "{what}: sent {sent}");
+            }
+        }
+    }
+}
+
 /// Of what may be chosen, nothing is more than a little faster than what is.
 #[test]
 fn the_choice_is_good() {

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::{self, Role, Workers};
-use collective::sim::Network;
+use collective::sim::{Network, Placement};
 use collective::{GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result};
 use half::{bf16, f16};
 use twin::Number;
@@ -101,6 +101,38 @@ fn ranks_as_threads_over_tcp() {
 fn ranks_as_threads_on_two_machines() {
     let scope = Scope { counts: &[0, 1, 33, 70_001], ..THIN };
     over(|world| common::over("machines", world, TIMEOUT), scope);
+}
+
+/// Neighbours share a machine, so that folds go on from machine to machine.
+#[test]
+fn ranks_as_threads_on_machines_in_rank_order() {
+    let scope = Scope { counts: &[33, 1_000_003], ..THIN };
+    let host = |rank: usize, each: usize| (rank / each).to_string();
+    for (world, each) in [(4, 2), (5, 3), (6, 2)] {
+        let options = |rank| common::options("host", rank, TIMEOUT).with_host_id(host(rank, each));
+        for result in
+            common::play(common::joined(world, options), |group| suite_of_few(group, scope))
+        {
+            result.unwrap();
+        }
+    }
+}
+
+#[test]
+fn sixty_four_ranks_on_eight_simulated_machines() {
+    let options = GroupOptions::default().with_timeout(TIMEOUT);
+    let network = Network::default().with_placement(Placement::Blocks(8));
+    let scope = Scope { counts: &[20_001], uneven: 0, batches: 1, shared: false };
+    let (groups, _) = ProcessGroup::simulated(64, network, &options).unwrap();
+    for result in common::play(groups, |group| suite_of_few(group, scope)) {
+        result.unwrap();
+    }
+}
+
+/// Reductions of a type that is folded in itself and of one that is not.
+fn suite_of_few(group: ProcessGroup, scope: Scope) -> Result<()> {
+    reductions::all::<bf16>(&group, scope, 1)?;
+    reductions::all::<f32>(&group, scope, 2)
 }
 
 #[test]

@@ -17,7 +17,7 @@ pub trait Device: Clone + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// [`CudaError::Driver`].
+    /// [`CudaError::Driver`](crate::CudaError::Driver).
     fn alloc(&self, bytes: usize) -> Result<Self::Memory>;
 
     /// The memory's address; 0 on a GPU if it has no bytes.
@@ -27,7 +27,8 @@ pub trait Device: Clone + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// [`CudaError::Driver`]; [`CudaError::Capturing`] while the stream is captured.
+    /// [`CudaError::Driver`](crate::CudaError::Driver); [`CudaError::Capturing`](crate::CudaError::Capturing) while the
+    /// stream is captured.
     ///
     /// # Panics
     ///
@@ -38,7 +39,7 @@ pub trait Device: Clone + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// [`CudaError::Driver`].
+    /// [`CudaError::Driver`](crate::CudaError::Driver).
     ///
     /// # Panics
     ///
@@ -49,7 +50,7 @@ pub trait Device: Clone + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// [`CudaError::Driver`].
+    /// [`CudaError::Driver`](crate::CudaError::Driver).
     ///
     /// # Panics
     ///
@@ -60,7 +61,7 @@ pub trait Device: Clone + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// [`CudaError::Driver`] if the driver does not say.
+    /// [`CudaError::Driver`](crate::CudaError::Driver) if the driver does not say.
     fn name(&self) -> Result<String>;
 
     /// Number of multiprocessors.
@@ -71,7 +72,7 @@ pub trait Device: Clone + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// Those of [`compiled`](crate::compiled), and [`CudaError::Driver`].
+    /// Those of [`compiled`](crate::compiled), and [`CudaError::Driver`](crate::CudaError::Driver).
     ///
     /// # Panics
     ///
@@ -95,7 +96,7 @@ pub trait Device: Clone + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// [`CudaError::Driver`].
+    /// [`CudaError::Driver`](crate::CudaError::Driver).
     ///
     /// # Safety
     ///

@@ -25,7 +25,8 @@ impl Kernels {
     ///
     /// # Errors
     ///
-    /// Those of [`Gpu::on`] and [`Nvrtc`](crate::Nvrtc); [`CudaError::Driver`] for a name that is none of them.
+    /// Those of [`Gpu::on`] and [`Nvrtc`](crate::Nvrtc); [`CudaError::Driver`](crate::CudaError::Driver) for a name that
+    /// is none of them.
     pub fn new(
         stream: Arc<CudaStream>,
         source: &str,
@@ -48,7 +49,7 @@ impl Kernels {
     ///
     /// # Errors
     ///
-    /// [`CudaError::Driver`].
+    /// [`CudaError::Driver`](crate::CudaError::Driver).
     ///
     /// # Panics
     ///

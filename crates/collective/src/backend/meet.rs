@@ -326,14 +326,17 @@ impl Joining<'_> {
     /// Which ranks have not said anything, each under its name, or why the store cannot tell.
     fn absent(&self, name: impl Fn(Rank) -> String, error: Error) -> Error {
         // A store that does not answer is not asked which rank is missing.
-        if !matches!(error, Error::KeyTimeout { .. }) {
-            return error;
-        }
+        let Error::KeyTimeout { keys, .. } = &error else { return error };
+        // All may have said it, and rank 0 has not passed it on.
+        let is_rank_0s = keys.iter().any(|key| key.ends_with("/all"));
         let names: Vec<_> = (0..self.world()).map(name).collect();
         let names: Vec<_> = names.iter().map(String::as_str).collect();
         let op = format!("joining {}", self.group());
         let waited = self.options.timeout;
         match missing(&names, &mut |names| self.store.check(names)) {
+            Ok(missing) if missing.is_empty() && is_rank_0s => {
+                Error::Timeout { op, waited, missing: vec![0] }
+            }
             Ok(missing) if missing.is_empty() => error,
             Ok(missing) => Error::Timeout { op, waited, missing },
             Err(error) => error,
@@ -629,6 +632,16 @@ pub(crate) mod tests {
         };
         let (few, more, many) = (asked(4), asked(14), asked(24));
         assert_eq!(many - more, more - few, "ten further ranks ask as much, whoever is there");
+    }
+
+    #[test]
+    fn rank_0_is_missing_if_it_has_spoken_but_not_passed_on_what_all_said() {
+        let (store, timeout) = (crate::MemoryStore::new(), Duration::from_millis(20));
+        store.set("default/place/0", b"{}").unwrap();
+        let options = GroupOptions::default().with_timeout(timeout);
+        let shared = SharedConfig::new(2, &options);
+        let error = gather(&store, 1, 2, &options, Here::default(), shared).unwrap_err();
+        assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [0]), "{error}");
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! Copies: by vectors into the cache, or past all caches.
 //!
 //! libc's `memmove` is right for small copies and for those larger than a core's own cache. Between them glibc uses
-//! `rep movsb` on x86-64, which on AMD's processors is up to fifty times slower than vectors where the target lies
-//! less than a vector behind the source within a line (Zen 4, 64 KiB: 1.7 GB/s of 58), as a user's buffer does
-//! behind a stage. Elsewhere its `memmove` is vectors already.
+//! `rep movsb` on x86-64, which on AMD's processors is many times slower than vectors where the target lies
+//! less than a vector behind the source within a line, as a user's buffer does behind a stage: see
+//! `cargo bench -p benches --bench copy`. Elsewhere its `memmove` is vectors already.
 
 #![expect(unsafe_code, reason = "vector loads and stores on raw memory")]
 

@@ -50,7 +50,7 @@ pub enum CompileMode {
     /// What pays at once.
     #[default]
     Default,
-    /// And whole steps as one launch, where a device has such a thing: a CUDA GPU has, as `engine/candle/graph/mod.rs`
+    /// And whole steps as one launch, where a device has such a thing: a CUDA GPU has, as `engine/candle/cuda/graph/mod.rs`
     /// says. Operators of a model's own that use another stream than the engine's order
     /// the two by events then.
     ReduceOverhead,

@@ -26,19 +26,15 @@
 //! On a GPU ([`CandleOptions::device`], feature `candle-cuda`) parameters, buffers and batches are in its
 //! memory, and [`ops`] are compositions of candle's own operators there, or, under
 //! [`compile`](Engine::compile), kernels of our own. Gradients stay there, if who takes them
-//! keeps them, and so does the step of an optimizer of that GPU (`cuda.rs`); whoever is lent parameters is
-//! lent copies. `compile` can have forward and backward as one launch there (`graph/mod.rs`).
+//! keeps them, and so does the step of an optimizer of that GPU (`cuda/mod.rs`); whoever is lent parameters is
+//! lent copies. `compile` can have forward and backward as one launch there (`cuda/graph/mod.rs`).
 //!
 //! Invariant: everything runs on the calling thread except what candle's own operators give to
 //! rayon; launchers set `RAYON_NUM_THREADS`.
 
-#[cfg(feature = "candle-cuda")]
-mod buckets;
-#[cfg(feature = "candle-cuda")]
+#[cfg_attr(not(feature = "candle-cuda"), path = "no_cuda.rs")]
 mod cuda;
 mod gradcheck;
-#[cfg(feature = "candle-cuda")]
-mod graph;
 mod init;
 mod memory;
 mod model;
@@ -59,8 +55,8 @@ pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
 use self::ops::Context;
 use self::params::{Slot, Tensors};
 use super::{
-    CompileOptions, CompileReport, ComputeDevice, Engine, Losses, StepContext, TensorSpec,
-    WrongGradient,
+    CompileOptions, CompileReport, ComputeDevice, DeviceEngine, Engine, Losses, StepContext,
+    TensorSpec, WrongGradient,
 };
 use crate::data::{Array, ArrayData, Batch};
 use crate::model::{ModelContext, ModelFactory};
@@ -135,7 +131,6 @@ pub struct CandleEngine {
     slot: Arc<Slot>,
     device: Device,
     at: ComputeDevice,
-    #[cfg(feature = "candle-cuda")]
     cuda: Option<cuda::Cuda>,
     dtype: DType,
     /// The device's lists, on or off as the step under way asks.
@@ -182,7 +177,6 @@ impl CandleEngine {
             params,
             buffers,
             slot,
-            #[cfg(feature = "candle-cuda")]
             cuda: cuda::Cuda::open(&device)?,
             device,
             at,
@@ -246,10 +240,7 @@ impl CandleEngine {
 
     fn loss(&self, batch: &Batch) -> Result<Loss> {
         let sent = model::send(batch, &self.device)?;
-        let forward = || self.forward(&TensorBatch::of(&sent, self.dtype)?);
-        #[cfg(feature = "candle-cuda")]
-        let forward = || cuda::checks_of(&sent, batch, false, forward).0;
-        forward()
+        cuda::with_numbers(&sent, batch, || self.forward(&TensorBatch::of(&sent, self.dtype)?))
     }
 
     /// The loss, under autocast if that is on.
@@ -338,10 +329,7 @@ impl Engine for CandleEngine {
         let known = self.take_cache(&cx.state.autotune_cache)?;
         self.context.set_seed(cx.state.seed);
         self.context.set_random_position(cx.state.random_position);
-        #[cfg(feature = "candle-cuda")]
         let losses = self.in_context(|engine| engine.step_or_launch(batch, cx));
-        #[cfg(not(feature = "candle-cuda"))]
-        let losses = self.in_context(|engine| engine.step(batch, cx));
         cx.state.random_position = self.context.random_position();
         if self.shapes_timed() > known {
             cx.state.autotune_cache = self.context.autotune_cache();
@@ -367,7 +355,6 @@ impl Engine for CandleEngine {
             )));
         }
         self.compiled = Some(options.clone());
-        #[cfg(feature = "candle-cuda")]
         if let Some(cuda) = &mut self.cuda {
             cuda.compile(&self.device, options, &mut self.context);
         }
@@ -389,9 +376,8 @@ impl Engine for CandleEngine {
         outputs.into_arrays(count)
     }
 
-    #[cfg(feature = "candle-cuda")]
-    fn device(&mut self) -> Option<&mut dyn super::DeviceEngine> {
-        if self.cuda.is_some() { Some(self) } else { None }
+    fn device(&mut self) -> Option<&mut dyn DeviceEngine> {
+        cuda::device(self)
     }
 }
 

@@ -13,7 +13,7 @@ use crate::engine::{DeviceTensor, HostTensor};
 use crate::{Error, Result};
 
 /// A gradient: contiguous, of the type of a parameter. Where it lies may change as long as this is kept: a graph
-/// writes the next one where it was (`graph/mod.rs`).
+/// writes the next one where it was (`cuda/graph/mod.rs`).
 #[derive(Debug)]
 pub(super) struct OnDevice(pub(super) Arc<Mutex<Tensor>>);
 

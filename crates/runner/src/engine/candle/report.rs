@@ -10,7 +10,6 @@ impl CandleEngine {
             "fusion of operators",
             "candle has no compiler; the layers of this engine are fused with and without",
         );
-        #[cfg(feature = "candle-cuda")]
         if let Some(cuda) = &self.cuda {
             cuda.report(options, &mut report);
             return report;

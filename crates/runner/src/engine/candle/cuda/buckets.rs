@@ -18,7 +18,7 @@ use fused_optim::cuda::{self, DeviceSlice, Gpu};
 use fused_optim::{DType, GradStats, Slice};
 use half::{bf16, f16};
 
-use super::cuda::address_of;
+use super::address_of;
 use crate::engine::{DeviceBuckets, DeviceTensor, HostTensor, type_of};
 use crate::{Error, Result};
 

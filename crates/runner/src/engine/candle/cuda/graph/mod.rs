@@ -33,12 +33,12 @@ use fused_optim::{FoundInf, Launches, StepCtl};
 
 use self::recording::Graph;
 use self::tensors::{Computed, Inputs, Outputs, compute, same_bits};
-use super::CandleEngine;
-use super::cuda::{address, numbers};
-use super::gradcheck::State;
-use super::ops::context::{random_position, set_random_position};
-use super::ops::known_inputs::IndexCheck;
+use super::{address, numbers};
 use crate::data::{Array, ArrayData, Batch};
+use crate::engine::candle::CandleEngine;
+use crate::engine::candle::gradcheck::State;
+use crate::engine::candle::ops::context::{random_position, set_random_position};
+use crate::engine::candle::ops::known_inputs::IndexCheck;
 use crate::engine::{CompileReport, Losses, OptimizerStep, StepContext, on_device};
 use crate::{Error, Result};
 

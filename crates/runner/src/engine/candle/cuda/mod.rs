@@ -5,6 +5,9 @@
 
 #![expect(unsafe_code, reason = "lends tensors' addresses to an optimizer")]
 
+mod buckets;
+mod graph;
+
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,9 +19,9 @@ use collective::{ProcessGroup, ReducerOptions};
 use fused_optim::cuda::{self, DeviceSlice, Gpu, LaunchShape};
 use fused_optim::{Applied, DeviceParam, DeviceParams, Optimizer, Tuned};
 
+use self::buckets::{Average, Buckets};
+use self::graph::Graphs;
 use super::CandleEngine;
-use super::buckets::{Average, Buckets};
-use super::graph::Graphs;
 use super::on_device::{FOREIGN, failed, own, send};
 use super::ops::Context;
 use super::ops::cuda::{Kernels, NAMES};
@@ -99,7 +102,7 @@ impl Cuda {
 
 /// Runs `call`, a forward pass, with the host's copies of a batch's integer fields. Returns, too, the checks of labels and
 /// indices that another batch has to pass.
-pub(super) fn checks_of<R>(
+fn checks_of<R>(
     sent: &[(String, Tensor)],
     batch: &Batch,
     is_capture: bool,
@@ -111,8 +114,17 @@ pub(super) fn checks_of<R>(
     known.enter(call)
 }
 
+/// As [`checks_of`], without the checks.
+pub(super) fn with_numbers<R>(
+    sent: &[(String, Tensor)],
+    batch: &Batch,
+    call: impl FnOnce() -> R,
+) -> R {
+    checks_of(sent, batch, false, call).0
+}
+
 /// The numbers of those fields that are integers.
-pub(super) fn numbers(batch: &Batch) -> Vec<Option<&[i64]>> {
+fn numbers(batch: &Batch) -> Vec<Option<&[i64]>> {
     let numbers = batch.iter().map(|(_, array)| match array.data() {
         ArrayData::I64(numbers) => Some(numbers.as_slice()),
         _ => None,
@@ -147,7 +159,7 @@ impl CandleEngine {
     }
 
     /// Lends the parameters, and gradients of theirs, to an optimizer on the same device.
-    pub(super) fn lend<R>(
+    fn lend<R>(
         &self,
         grads: &[Option<Gradient<'_>>],
         call: impl FnOnce(DeviceParams<'_>) -> fused_optim::Result<R>,
@@ -178,6 +190,11 @@ impl CandleEngine {
         let lent = unsafe { DeviceParams::new(gpu, &all) };
         Ok(call(lent)?)
     }
+}
+
+/// The engine with what it does on its GPU; `None` on the host.
+pub(super) fn device(engine: &mut CandleEngine) -> Option<&mut dyn DeviceEngine> {
+    if engine.cuda.is_some() { Some(engine) } else { None }
 }
 
 impl DeviceEngine for CandleEngine {
@@ -278,7 +295,7 @@ fn averaging(error: fused_optim::Error) -> Error {
 }
 
 /// Where a gradient lies, or its average, that is used in the stream of `gpu`.
-pub(super) fn address_of(grad: &dyn DeviceTensor, gpu: &Gpu) -> Result<DeviceSlice> {
+fn address_of(grad: &dyn DeviceTensor, gpu: &Gpu) -> Result<DeviceSlice> {
     let any: &dyn Any = grad;
     let (at, stream) = match any.downcast_ref::<Average>() {
         Some(average) => (average.address(), Some(average.stream())),
@@ -295,7 +312,7 @@ pub(super) fn address_of(grad: &dyn DeviceTensor, gpu: &Gpu) -> Result<DeviceSli
 }
 
 /// Where a tensor lies.
-pub(super) fn address(tensor: &Tensor) -> Result<DeviceSlice> {
+fn address(tensor: &Tensor) -> Result<DeviceSlice> {
     tensor.try_into().map_err(|e| failed("lending a tensor", e))
 }
 

@@ -1,0 +1,46 @@
+//! In place of `cuda/mod.rs` without the feature `candle-cuda`: no engine has a GPU.
+
+use candle_core::{Device, Tensor};
+
+use super::CandleEngine;
+use super::ops::Context;
+use crate::Result;
+use crate::data::Batch;
+use crate::engine::{CompileOptions, CompileReport, DeviceEngine, Losses, StepContext};
+
+/// An engine's GPU, of which there is none.
+pub(super) enum Cuda {}
+
+impl Cuda {
+    #[expect(clippy::unnecessary_wraps, reason = "as with the feature")]
+    pub(super) const fn open(_: &Device) -> Result<Option<Self>> {
+        Ok(None)
+    }
+
+    pub(super) const fn compile(&mut self, _: &Device, _: &CompileOptions, _: &mut Context) {
+        match *self {}
+    }
+
+    pub(super) const fn report(&self, _: &CompileOptions, _: &mut CompileReport) {
+        match *self {}
+    }
+}
+
+/// What `call` returns.
+pub(super) fn with_numbers<R>(_: &[(String, Tensor)], _: &Batch, call: impl FnOnce() -> R) -> R {
+    call()
+}
+
+pub(super) const fn device(_: &mut CandleEngine) -> Option<&mut dyn DeviceEngine> {
+    None
+}
+
+impl CandleEngine {
+    pub(super) fn step_or_launch(
+        &mut self,
+        batch: &Batch,
+        cx: &mut StepContext<'_>,
+    ) -> Result<Losses> {
+        self.step(batch, cx)
+    }
+}

@@ -4,8 +4,9 @@
 # compiler from Debian for DeepSpeed), builds, lets the programs take turns, and prints one table for
 # each number of threads.
 #
-#   benches/side_by_side/optim.sh [--places N] [--rounds N] [--threads "1 2"] [--works "adamw sgd ..."]
+#   benches/side_by_side/optim.sh [--places N] [--rounds N] [--threads "1 2"] [--works "adamw sgd ..."] [--isa avx2]
 #
+# `--isa avx2` has all of them, the ceiling too, leave AVX-512 unused where there is any.
 # Rounds are those in each place; a place is memory of its own for all that is compared.
 #
 # Works: adamw, adamw-110m, adamw-small, sgd, sgd-110m, amp, adadelta, adam, adamp, bert_adam, lamb,
@@ -13,6 +14,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
+isa=""
 places=3 rounds=5 threads="1 2"
 works="adamw adamw-110m adamw-small sgd sgd-110m amp adadelta adam adamp bert_adam lamb rmsprop rmsprop_tf casts"
 while [ $# -gt 0 ]; do
@@ -21,13 +23,21 @@ while [ $# -gt 0 ]; do
     --rounds) rounds=$2; shift ;;
     --threads) threads=$2; shift ;;
     --works) works=$2; shift ;;
+    --isa) isa=$2; [ "$isa" = avx2 ] || { echo "--isa is avx2, or left out" >&2; exit 2; }; shift ;;
     *) echo "unknown option $1; see the head of $0" >&2; exit 2 ;;
   esac
   shift
 done
 
 work=$PWD/target/side_by_side python=$PWD/target/side_by_side/venv/bin/python
+build=target
 mkdir -p "$work"
+if [ -n "$isa" ]; then
+  # PyTorch's kernels, and by it (torch_optim.py) the flags of DeepSpeed's.
+  export ATEN_CPU_CAPABILITY=$isa
+  export RUSTFLAGS="--cfg without_avx512"
+  build=target/without_avx512
+fi
 
 install_peers() {
   if ! command -v g++ >/dev/null; then
@@ -43,20 +53,18 @@ install_peers() {
       echo "peers that could not be installed are left out"
   fi
   # Compiles CPUAdam, which takes minutes, once.
-  export PATH="$work/venv/bin:$PATH" TORCH_EXTENSIONS_DIR="$work/torch_extensions"
-  "$python" - >"$work/deepspeed.log" 2>&1 <<'PYTHON' || echo "no DeepSpeed CPUAdam: $(tail -1 "$work/deepspeed.log")"
-import deepspeed.ops.op_builder
-deepspeed.ops.op_builder.CPUAdamBuilder().load()
-PYTHON
+  export PATH="$work/venv/bin:$PATH" TORCH_EXTENSIONS_DIR="$work/torch_extensions$isa"
+  "$python" benches/side_by_side/torch_optim.py --build-deepspeed >"$work/deepspeed.log" 2>&1 ||
+    echo "no DeepSpeed CPUAdam: $(tail -1 "$work/deepspeed.log")"
 }
 
 install_peers
-cargo build --quiet --release -p benches --bin side_by_side_optim
+cargo build --quiet --release -p benches --bin side_by_side_optim --target-dir "$build"
 
-echo "$(date -u +%F), $(lscpu | sed -n 's/^Model name: *//p'), $(nproc) cores, Linux $(uname -r)"
+echo "$(date -u +%F), $(lscpu | sed -n 's/^Model name: *//p'), $(nproc) cores, Linux $(uname -r)${isa:+, $isa only}"
 echo "load before: $(cut -d' ' -f1-3 /proc/loadavg)"
 for count in $threads; do
   # shellcheck disable=SC2086 # one word for each work
-  target/release/side_by_side_optim "$python" benches/side_by_side/torch_optim.py "$places" "$rounds" "$count" $works
+  "$build/release/side_by_side_optim" "$python" benches/side_by_side/torch_optim.py "$places" "$rounds" "$count" $works
 done
 echo "load after: $(cut -d' ' -f1-3 /proc/loadavg)"

@@ -19,11 +19,13 @@ operations, as Hugging Face's BertAdam was, but clipped by the norm over all ten
 tensors.rs, hyper-parameters those of fused-optim's defaults; SGD's are a
 momentum of 0.9 and a decay of 1e-4, as ResNets are trained. RULE `amp` is AdamW with GradScaler,
 clip_grad_norm_ and a scale of 65536; the gradients, which it changes in place, are restored between
-the steps, outside of the time. Usage: torch_optim.py THREADS, with OMP_NUM_THREADS the same.
+the steps, outside of the time. Usage: torch_optim.py THREADS, with OMP_NUM_THREADS the same, or
+torch_optim.py --build-deepspeed. With ATEN_CPU_CAPABILITY=avx2 DeepSpeed's step is compiled for AVX2, too.
 """
 
 import importlib.metadata
 import multiprocessing
+import os
 import sys
 import time
 
@@ -58,10 +60,20 @@ class BertAdam:
             p.add_(-(self.lr * update))
 
 
+def deepspeed_builder():
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+        CPUAdamBuilder.cpu_arch = lambda self: "-march=haswell"
+        CPUAdamBuilder.simd_width = lambda self: "-D__AVX256__"
+    return CPUAdamBuilder()
+
+
 def build(peer, rule, params):
     optim = torch.optim
     how = {"fused": True} if peer == "fused" else {"foreach": True}
     if peer == "deepspeed":
+        deepspeed_builder()
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(params, lr=1e-3, weight_decay=0.01, adamw_mode=True)
@@ -221,6 +233,9 @@ class Peers:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--build-deepspeed":
+        deepspeed_builder().load()
+        sys.exit()
     # Answers go where lines came from; what libraries print goes to standard error.
     answers, sys.stdout = sys.stdout, sys.stderr
     peers = Peers(int(sys.argv[1]))

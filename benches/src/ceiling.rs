@@ -148,7 +148,9 @@ trait Loop {
 fn widest(work: impl Loop) {
     #[cfg(target_arch = "x86_64")]
     {
-        if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512vl") {
+        let is_wanted = !cfg!(without_avx512);
+        if is_wanted && is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512vl")
+        {
             // SAFETY: the processor has AVX-512 F and VL, as was just seen.
             return unsafe { with_avx512(work) };
         }

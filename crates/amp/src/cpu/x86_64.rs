@@ -46,8 +46,10 @@ impl Isa {
         is_x86_feature_detected!("avx2").then_some(Self(Width::Avx2))
     }
 
+    /// None in a build to measure AVX2 with.
     fn avx512() -> Option<Self> {
-        let found = is_x86_feature_detected!("avx512f")
+        let found = !cfg!(without_avx512)
+            && is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512vl");
         found.then_some(Self(Width::Avx512))
@@ -96,7 +98,8 @@ impl F16c {
     }
 
     fn avx512() -> Option<Self> {
-        is_x86_feature_detected!("avx512f").then_some(Self(Width::Avx512))
+        let found = !cfg!(without_avx512) && is_x86_feature_detected!("avx512f");
+        found.then_some(Self(Width::Avx512))
     }
 
     /// Converts the leading whole registers of two slices of one length; returns how many elements.

@@ -73,12 +73,21 @@ pub(crate) fn play<T: Send>(
     groups: Vec<ProcessGroup>,
     rank: impl Fn(ProcessGroup) -> T + Sync,
 ) -> Vec<T> {
+    let mut returned: Vec<_> = groups.iter().map(|_| None).collect();
+    let rank = &rank;
+    let call = |(group, returned): (ProcessGroup, &mut Option<T>)| {
+        Box::new(move || *returned = Some(rank(group))) as Box<dyn FnOnce() + Send + '_>
+    };
+    together(groups.into_iter().zip(&mut returned).map(call).collect());
+    returned.into_iter().map(Option::unwrap).collect()
+}
+
+/// Makes all calls at once, each on a thread of its own. Not generic: what starts a thread is compiled once.
+fn together(calls: Vec<Box<dyn FnOnce() + Send + '_>>) {
     std::thread::scope(|scope| {
-        let rank = &rank;
-        let ranks: Vec<_> =
-            groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    })
+        let threads: Vec<_> = calls.into_iter().map(|call| scope.spawn(call)).collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+    });
 }
 
 /// A directory of this test's own, removed on drop.

@@ -10,16 +10,12 @@ use collective::{DType, Error, ProcessGroup, ReduceOp};
 use half::{bf16, f16};
 use proptest::prelude::*;
 
+use crate::common::threads;
+
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn ranks<T: Send>(world: usize, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
-    let groups = ProcessGroup::threads(world, TIMEOUT).unwrap();
-    std::thread::scope(|scope| {
-        let rank = &rank;
-        let ranks: Vec<_> =
-            groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    })
+    threads(world, TIMEOUT, rank)
 }
 
 fn params(counts: &[usize]) -> Vec<ParamInfo> {

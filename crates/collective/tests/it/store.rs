@@ -4,6 +4,7 @@
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -132,13 +133,17 @@ fn nobody_there_is_an_error_in_time_that_says_where() {
 
     // Somebody else is there, and says something else.
     let stranger = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = stranger.local_addr().unwrap().port();
-    thread::spawn(move || {
-        for stream in stranger.incoming() {
-            stream.unwrap().write_all(b"SSH-2.0-x").unwrap();
-        }
+    let (addr, is_over) = (stranger.local_addr().unwrap(), AtomicBool::new(false));
+    let error = thread::scope(|scope| {
+        scope.spawn(|| {
+            let streams = stranger.incoming().take_while(|_| !is_over.load(Ordering::Relaxed));
+            streams.for_each(|stream| stream.unwrap().write_all(b"SSH-2.0-x").unwrap());
+        });
+        let error = TcpStore::connect("127.0.0.1", addr.port(), 4 * SHORT).unwrap_err();
+        is_over.store(true, Ordering::Relaxed);
+        drop(TcpStream::connect(addr).unwrap());
+        error.to_string()
     });
-    let error = TcpStore::connect("127.0.0.1", port, 4 * SHORT).unwrap_err().to_string();
     assert!(error.contains("not a store"), "{error}");
 }
 

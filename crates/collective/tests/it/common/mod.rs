@@ -75,10 +75,11 @@ pub(crate) fn play<T: Send>(
 ) -> Vec<T> {
     let mut returned: Vec<_> = groups.iter().map(|_| None).collect();
     let rank = &rank;
-    let call = |(group, returned): (ProcessGroup, &mut Option<T>)| {
-        Box::new(move || *returned = Some(rank(group))) as Box<dyn FnOnce() + Send + '_>
-    };
-    together(groups.into_iter().zip(&mut returned).map(call).collect());
+    let mut calls: Vec<Box<dyn FnOnce() + Send + '_>> = Vec::new();
+    for (group, returned) in groups.into_iter().zip(&mut returned) {
+        calls.push(Box::new(move || *returned = Some(rank(group))));
+    }
+    together(calls);
     returned.into_iter().map(Option::unwrap).collect()
 }
 

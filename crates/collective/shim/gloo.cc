@@ -89,12 +89,6 @@ class Patient final : public tcp::UnboundBuffer {
     return false;
   }
 
-  // Whether take would succeed.
-  bool has(bool received) {
-    std::unique_lock<std::mutex> lock(m_);
-    return (received ? recvCompletions_ : sendCompletions_) > 0;
-  }
-
   // For gloo's collectives, which call no other form of either.
   bool waitRecv(int *, std::chrono::milliseconds timeout) override {
     return wait(true, timeout);
@@ -320,12 +314,6 @@ int gloo_shim_wait(gloo_shim_buffer *buffer, int received, uint32_t micros) {
   return guard([&] {
     const bool taken = buffer->buffer.take(received != 0, std::chrono::microseconds(micros));
     return taken ? int{GLOO_SHIM_OK} : int{GLOO_SHIM_PENDING};
-  });
-}
-
-int gloo_shim_has(gloo_shim_buffer *buffer, int received) {
-  return guard([&] {
-    return buffer->buffer.has(received != 0) ? int{GLOO_SHIM_OK} : int{GLOO_SHIM_PENDING};
   });
 }
 

@@ -15,7 +15,7 @@ extern "C" {
 
 enum {
   GLOO_SHIM_OK = 0,
-  /* Not yet; only of gloo_shim_wait and gloo_shim_has. */
+  /* Not yet; only of gloo_shim_wait. */
   GLOO_SHIM_PENDING = 1,
   /* A connection failed. */
   GLOO_SHIM_IO = 2,
@@ -76,8 +76,6 @@ int gloo_shim_receive(gloo_shim_buffer *buffer, int peer, uint64_t slot, size_t 
 /* Takes note of one message sent or received; waits for it at most so long, and only for it to be
  * PENDING otherwise: unlike gloo's own waits this leaves everything as it is when time is over. */
 int gloo_shim_wait(gloo_shim_buffer *buffer, int received, uint32_t micros);
-/* Whether there is one to take note of. */
-int gloo_shim_has(gloo_shim_buffer *buffer, int received);
 
 /* Gloo's own collectives, in place. They block. */
 int gloo_shim_all_reduce(gloo_shim_mesh *mesh, void *memory, gloo_shim_reduction *reduction);

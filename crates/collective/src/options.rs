@@ -63,14 +63,11 @@ pub enum Transport {
     /// sleeps unless something has failed. A host that vanishes while nobody waits for it is noticed
     /// within about 25 seconds. [`ProcessGroup::alloc`] gives ordinary memory.
     Tcp,
-    /// libgloo, over TCP connections between all ranks. Needs the feature `gloo`.
+    /// As [`Tcp`](Self::Tcp), but libgloo carries the blocks, over connections of its own. Needs the
+    /// feature `gloo`.
     ///
-    /// Each operation begins with a message of 48 bytes from every rank to every other. Then
-    /// `all_reduce` of `b` bytes among `n` ranks takes two steps in which a rank sends
-    /// `(n-1)/n * b`, up to 8 KiB one in which it sends `(n-1) * b`, with the same bits as on every
-    /// transport; with [`Determinism::Fast`] it is gloo's ring. `broadcast` is a binomial tree,
-    /// everything else one step between all pairs. [`alloc`](ProcessGroup::alloc) gives ordinary
-    /// memory. The network is trusted, and the process must ignore `SIGPIPE`, as Rust programs do.
+    /// With [`Determinism::Fast`] `all_reduce` and `reduce` are gloo's ring. The process must ignore
+    /// `SIGPIPE`, as Rust programs do.
     Gloo,
     /// NCCL for the memory of a CUDA device, which [`GroupOptions::with_cuda_device`] names; beside
     /// it what [`Host`](Self::Host) is for the memory of the host. Needs the feature `nccl`, and at

@@ -31,12 +31,12 @@ pub(super) enum Trouble {
     Refused(String),
 }
 
-impl Trouble {
-    pub(super) fn text(self) -> String {
-        match self {
-            Self::Io(text) | Self::Refused(text) => text,
-            Self::Stopped(rank) | Self::Late(rank) => format!("rank {rank} did not come"),
-        }
+impl From<Trouble> for std::io::Error {
+    fn from(trouble: Trouble) -> Self {
+        Self::other(match trouble {
+            Trouble::Io(text) | Trouble::Refused(text) => text,
+            Trouble::Stopped(rank) | Trouble::Late(rank) => format!("rank {rank} did not come"),
+        })
     }
 }
 
@@ -293,14 +293,6 @@ impl<'a> Buffer<'a> {
         match unsafe { sys::gloo_shim_wait(self.raw.as_ptr(), received, micros) } {
             sys::PENDING => Ok(false),
             code => check(code).map(|()| true),
-        }
-    }
-
-    /// Whether there is a message done to take note of.
-    pub(super) fn has(&self, way: Way) -> bool {
-        // SAFETY: the buffer lives.
-        unsafe {
-            sys::gloo_shim_has(self.raw.as_ptr(), c_int::from(way == Way::Receive)) == sys::OK
         }
     }
 }

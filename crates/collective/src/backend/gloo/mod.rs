@@ -1,295 +1,163 @@
 //! The backend over libgloo: gloo moves the bytes, over TCP; what they mean is ours.
 //!
-//! Gloo's sharp edges (Debian's version of 2022 and PyTorch's alike) decide the shape:
+//! It is the group over [`tcp`](super::tcp) with other [links](link): fingerprints, headers and
+//! failures travel as there, and blocks travel by gloo. Gloo's sharp edges (Debian's version of 2022
+//! and PyTorch's alike) decide which:
 //!
 //! * A message of another length than its receiver expects ends the process, from a thread of
-//!   gloo's where nothing can be caught, and one of another type is garbage. So ranks exchange
-//!   fingerprints of fixed length before each operation ([`Turn::enter`]), and messages between
-//!   pairs are announced by a header of fixed length ([`messages`]): gloo only ever sees lengths
-//!   that both ends have agreed on.
+//!   gloo's where nothing can be caught, and one of another type is garbage. So gloo only sees
+//!   lengths that both ends have agreed on: a receive begins behind a header that fits.
 //! * Gloo cannot abort, a wait that times out closes every connection, and nobody is named. So
-//!   waits are ours, in slices of a millisecond between which a rank looks at what its peers say
-//!   on connections of their own ([`control`]).
-//! * Gloo folds around a ring, so the result depends on the offset. With
-//!   [`Determinism::RankOrder`] it only moves blocks between pairs and we fold ([`fold`]). With
-//!   [`Determinism::Fast`] `all_reduce` and `reduce` are gloo's own, with our fold of two.
+//!   waits are ours, and who is missing is known from the connections for control.
+//! * Gloo folds around a ring, so the result depends on the offset. With [`Determinism::RankOrder`]
+//!   it only moves blocks between pairs and we fold. With [`Determinism::Fast`] `all_reduce` and
+//!   `reduce` are gloo's own, with our fold of two.
 //!
-//! When time is over on one rank, each says whom it waits for, so that [`Error::Timeout`] names who
-//! is waited for and does not wait.
+//! A rank has three connections to each peer and one thread of gloo's. Data on the wire are not
+//! encrypted, and whoever can connect to a rank's ports while the group is made can disturb it:
+//! trusted networks only. Gloo writes to sockets that may be closed: the process must ignore
+//! `SIGPIPE`, as Rust programs do.
 //!
-//! A rank has two connections to each peer, one for control and one for data, and one thread of
-//! gloo's. Data on the wire are not encrypted, and whoever can connect to a rank's ports while the
-//! group is made can disturb it: trusted networks only. Gloo writes to sockets that may be closed:
-//! the process must ignore `SIGPIPE`, as Rust programs do.
+//! Gloo's own rendezvous asks for the host's name and for a store without deadlines. So gloo only
+//! makes the sockets, and the store is ours: missing ranks are named. The sockets are bound to the
+//! address that this machine has on its way to the store.
 //!
-//! Memory of [`alloc`](Backend::alloc) is ordinary memory: over TCP there is nothing to save.
+//! [`Determinism::RankOrder`]: crate::Determinism::RankOrder
+//! [`Determinism::Fast`]: crate::Determinism::Fast
 
-#![expect(unsafe_code, reason = "turns the memory of an operation into spans, and calls C")]
-
-mod control;
-mod fold;
-mod join;
+mod link;
 mod mesh;
-mod messages;
 mod sys;
-mod turn;
 
-use std::mem::ManuallyDrop;
-use std::sync::{Arc, OnceLock};
-use std::thread::JoinHandle;
-use std::time::Duration;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
+use std::time::Instant;
 
-use parking_lot::Mutex;
-
-use self::control::{Cause, Control, Letter};
-pub(crate) use self::join::join;
-use self::mesh::Mesh;
-use self::turn::Turn;
-use super::block::Block;
-use super::host::ForkGuard;
-use super::meet::Joining;
-use super::{Backend, RawBufs, RawShared, Transfer, Wait};
+use self::link::Wires;
+use self::mesh::{Device, Job, Mesh, Trouble};
+use super::meet::{Joining, tell_each};
+use super::tcp::connect::connect;
+use super::tcp::frame::Cause;
+use super::tcp::turn::{Stop, Turn};
+use super::tcp::{Native, Tcp, check_world, costs};
 use crate::span::Span;
-use crate::{DType, Determinism, Error, OpDesc, Rank, Result, Verb, simd};
+use crate::store::tcp::sockopt::allow_open_files;
+use crate::{Error, Rank, ReduceOp, Result};
 
-/// One rank of a group over gloo.
-#[derive(Debug)]
-pub(crate) struct Gloo {
-    rank: Rank,
-    world: usize,
-    name: String,
-    timeout: Duration,
-    determinism: Determinism,
-    /// Digest of the configuration that all ranks share.
-    config_digest: u8,
-    /// Why the group is over gloo.
-    reason: String,
-    /// In a fork all of gloo stays where it is: its thread is in the parent only.
-    control: ManuallyDrop<Control>,
-    state: ManuallyDrop<Mutex<State>>,
-    /// This rank's first failure.
-    failed: OnceLock<Error>,
-    guard: ForkGuard,
-}
-
-/// Where this rank is in the group's history.
-#[derive(Debug)]
-struct State {
-    /// Operations so far in which all ranks meet.
-    seq: u64,
-    /// This rank's fingerprint.
-    own: Option<Letter>,
-    /// Every peer's fingerprints of even and odd operations: the receives are posted ahead.
-    prints: [Vec<Option<Letter>>; 2],
-    /// Messages so far to and from each rank.
-    sent: Vec<u64>,
-    received: Vec<u64>,
-    /// Headers of messages under way. Those of a failed operation stay: gloo reads nothing more from
-    /// a connection on which a message comes for a buffer that is gone.
-    headers: Vec<Arc<Letter>>,
-    /// Gone once an operation has failed, and with it what gloo had begun.
-    data: Option<Arc<Mesh>>,
-    /// Closes the connections for data after a failure.
-    closing: Option<JoinHandle<()>>,
-    /// What peers send to be folded.
-    scratch: Vec<u8>,
-}
-
-impl Gloo {
-    fn new(joining: &Joining<'_>, reason: String, control: Control, state: State) -> Result<Self> {
-        let options = joining.options;
-        Ok(Self {
-            rank: joining.rank,
-            world: joining.world(),
-            name: options.name.clone(),
-            timeout: options.timeout,
-            determinism: options.determinism,
-            config_digest: joining.shared.digest(),
-            reason,
-            control: ManuallyDrop::new(control),
-            state: ManuallyDrop::new(Mutex::new(state)),
-            failed: OnceLock::new(),
-            guard: ForkGuard::new()?,
-        })
-    }
-
-    fn fork_check(&self) -> Result<()> {
-        if self.guard.forked() {
-            return Err(Error::InvalidArgument(
-                "a process group belongs to the process that made it, not to a fork".into(),
-            ));
+/// Joins a group; returns when all ranks have.
+pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Tcp> {
+    check_world("gloo", joining.world())?;
+    allow_open_files(joining.world(), &format!("joining {}", joining.group()))?;
+    let wires = Arc::new(Wires::new(mesh(joining)?));
+    let mut connections = connect(joining, &[])?;
+    for (peer, place) in connections.links.iter_mut().enumerate() {
+        if let Some(socket) = place.take() {
+            *place = Some(Box::new(link::Link::new(socket, Arc::clone(&wires), peer)));
         }
-        Ok(())
     }
+    let own = Reductions(wires);
+    Tcp::new(joining, ("gloo", reason), connections, costs(false), Some(Box::new(own)))
+}
 
-    fn turn<'a>(&'a self, op: &'a OpDesc, timeout: Option<Duration>) -> Turn<'a> {
-        Turn::new(self, op, timeout.unwrap_or(self.timeout))
-    }
-
-    /// Remembers the first failure and tells the peers of it.
-    fn tell<T>(&self, result: Result<T>) -> Result<T> {
-        if let Err(error) = &result {
-            self.failed.get_or_init(|| error.clone());
-            // All ranks see a mismatch of fingerprints themselves; one of messages has been told.
-            if !matches!(error, Error::Mismatch { .. }) {
-                self.control.fail(Cause::Aborted { by: self.rank, reason: error.to_string() });
+/// Gloo's connections to all peers.
+fn mesh(joining: &Joining<'_>) -> Result<Mesh> {
+    let (rank, world) = (joining.rank, joining.world());
+    let ips: Vec<_> = joining.places.iter().map(|place| ip(place.ip)).collect();
+    check_reach(&ips)?;
+    let refused = |why| refused(joining, why);
+    let device = Device::new(ips[rank]).map_err(refused)?;
+    let mesh = Mesh::new(&device, rank, world, joining.options.timeout).map_err(refused)?;
+    let for_peer = |peer: Rank| match peer == rank {
+        true => Ok(Vec::new()),
+        false => mesh.address(peer).map_err(refused),
+    };
+    // What this rank says to each other in the store: where that is to connect to.
+    let own: Vec<Vec<u8>> = (0..world).map(for_peer).collect::<Result<_>>()?;
+    let theirs = tell_each(joining, "gloo", &own)?;
+    for (peer, address) in theirs.iter().enumerate().filter(|&(peer, _)| peer != rank) {
+        let start = Instant::now();
+        mesh.connect(peer, address).map_err(|why| match why {
+            // Gloo waits a little less than it was told.
+            Trouble::Io(_) if start.elapsed() >= joining.options.timeout / 2 => {
+                joining.timeout("connecting", vec![peer])
             }
-        }
-        result
+            Trouble::Io(_) => joining.died(peer),
+            why => refused(why),
+        })?;
     }
+    Ok(mesh)
+}
 
-    /// The same after a failure of what all have entered, or of messages between pairs: ends what
-    /// gloo had begun. To close a connection waits for a round of gloo's thread, 10 ms long, which the
-    /// caller need not: gloo has let go of the memory.
-    fn settle<T>(&self, state: &mut State, result: Result<T>) -> Result<T> {
-        let result = self.tell(result);
-        if result.is_err()
-            && let Some(data) = state.data.take()
-        {
-            let close = std::thread::Builder::new().name("gloo-close".into());
-            // Without a thread it is closed here.
-            state.closing = close.spawn(move || drop(data)).ok();
-        }
-        result
-    }
+/// Where a rank listens; ranks that meet in a store without an address are on one machine.
+fn ip(towards_the_store: Option<IpAddr>) -> IpAddr {
+    towards_the_store.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
+}
 
-    fn perform(
+/// A machine that has a loopback address for its own name is reached by nobody else.
+fn check_reach(ips: &[IpAddr]) -> Result<()> {
+    let alone = ips.iter().position(IpAddr::is_loopback);
+    let among = ips.iter().position(|ip| !ip.is_loopback());
+    let (Some(alone), Some(among)) = (alone, among) else { return Ok(()) };
+    Err(Error::InvalidArgument(format!(
+        "rank {alone} reaches the store by a loopback address and rank {among} does not: give the \
+         store's address, or a name that means the same address on every machine"
+    )))
+}
+
+fn refused(joining: &Joining<'_>, why: Trouble) -> Error {
+    Error::io(format!("joining {}: gloo", joining.group()), &io::Error::from(why))
+}
+
+/// Gloo's own all-reduce and reduce.
+#[derive(Debug)]
+struct Reductions(Arc<Wires>);
+
+impl Native for Reductions {
+    fn reduce(
         &self,
         turn: &Turn<'_>,
-        state: &mut State,
-        input: Span<'_>,
-        output: Span<'_>,
-    ) -> Result<()> {
-        let fast = self.determinism == Determinism::Fast;
-        match turn.op.verb {
-            Verb::AllReduce | Verb::Reduce if fast => fold::by_gloo(turn, state, output),
-            Verb::AllReduce => fold::all_reduce(turn, state, output),
-            Verb::Reduce => fold::reduce(turn, state, output),
-            Verb::ReduceScatter => fold::reduce_scatter(turn, state, input, output),
-            Verb::Broadcast => messages::broadcast(turn, state, output),
-            Verb::AllGather | Verb::Counts => messages::all_gather(turn, state, input, output),
-            Verb::Barrier => Ok(()),
-            verb => Err(Error::Unsupported { backend: "gloo", what: verb.to_string() }),
-        }
-    }
-}
-
-impl Backend for Gloo {
-    fn name(&self) -> &'static str {
-        "gloo"
-    }
-
-    fn reason(&self) -> &str {
-        &self.reason
-    }
-
-    fn rank(&self) -> Rank {
-        self.rank
-    }
-
-    fn world_size(&self) -> usize {
-        self.world
-    }
-
-    fn forked(&self) -> bool {
-        self.guard.forked()
-    }
-
-    fn ready(&self) -> Result<()> {
-        self.fork_check()?;
-        match self.failed.get() {
-            Some(error) => Err(Error::Poisoned(Box::new(error.clone()))),
-            None => Ok(()),
-        }
-    }
-
-    unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()> {
-        self.fork_check()?;
-        let mut state = self.state.lock();
-        self.ready()?;
-        let size = op.dtype.size();
-        let (input_len, output_len) =
-            (op.input_count(self.world) * size, op.output_count(self.world) * size);
-        // SAFETY: the caller's promise; it is only copied from, unless it is the output.
-        let input = unsafe { Span::new(bufs.input.cast_mut(), input_len) };
-        // SAFETY: the caller's promise.
-        let output = unsafe { Span::new(bufs.output, output_len) };
-        let mut turn = self.turn(op, wait.timeout);
-        self.tell(turn.enter(&mut state))?;
-        let result = match self.world {
-            1 => {
-                alone(op, input, output);
-                Ok(())
+        memory: Span<'_>,
+        go_on: &dyn Fn() -> bool,
+    ) -> std::result::Result<(), Stop> {
+        let op = turn.op;
+        let pairwise = match op.op.expect("a reduction has an operator") {
+            ReduceOp::PreMulSum(_) | ReduceOp::Avg => ReduceOp::Sum,
+            op => op,
+        };
+        let job = Job::new(op.dtype, pairwise, go_on);
+        let next = (turn.rank() + 1) % turn.world();
+        let mesh = self.0.mesh().map_err(|error| Stop::Lost(next, error))?;
+        // Of the number in the group's history, as much as a tag holds.
+        let tag = turn.seq as u32;
+        let result = mesh.reduce(memory, op.root, &job, tag, turn.timeout);
+        drop(mesh);
+        result.map_err(|trouble| {
+            self.0.close();
+            match trouble {
+                Trouble::Late(peer) | Trouble::Stopped(peer) => Stop::Late(vec![peer]),
+                Trouble::Io(text) => Stop::Lost(next, io::Error::other(text)),
+                Trouble::Refused(text) => {
+                    Stop::Failed(Cause::Aborted { reason: format!("gloo: {text}") })
+                }
             }
-            _ => self.perform(&turn, &mut state, input, output),
-        };
-        self.settle(&mut state, result)
-    }
-
-    unsafe fn exchange(&self, op: &OpDesc, transfers: &[Transfer], wait: Wait) -> Result<()> {
-        self.fork_check()?;
-        let mut state = self.state.lock();
-        self.ready()?;
-        let mut turn = self.turn(op, wait.timeout);
-        // SAFETY: the caller's promise.
-        let moves = unsafe { messages::moves(transfers) };
-        let result = match op.verb {
-            Verb::Batch => messages::batch(&turn, &mut state, transfers, &moves),
-            _ => {
-                self.tell(turn.enter(&mut state))?;
-                messages::transfer(&turn, &state, &moves)
-            }
-        };
-        self.settle(&mut state, result)
-    }
-
-    fn alloc(&self, dtype: DType, count: usize) -> Result<RawShared> {
-        self.fork_check()?;
-        let mut state = self.state.lock();
-        self.ready()?;
-        let op = OpDesc { verb: Verb::Alloc, dtype, op: None, root: None, count };
-        let layout = Block::layout(&op)?;
-        let mut turn = self.turn(&op, None);
-        // A rank without memory says so instead of coming.
-        let none = || {
-            let error = std::io::Error::from(std::io::ErrorKind::OutOfMemory);
-            Error::io(format!("obtaining {} bytes", layout.size()), &error)
-        };
-        let result = Block::new(layout).ok_or_else(none);
-        let result = result.and_then(|block| turn.enter(&mut state).map(|()| block));
-        self.tell(result).map(Block::share)
-    }
-
-    fn abort(&self, reason: &str) {
-        if !self.guard.forked() {
-            let reason = reason[..reason.floor_char_boundary(320)].to_owned();
-            self.control.fail(Cause::Aborted { by: self.rank, reason });
-        }
+        })
     }
 }
 
-impl Drop for Gloo {
-    fn drop(&mut self) {
-        // A fork's copy says no goodbye for the parent, and cannot wait for a thread it lacks.
-        if self.guard.forked() {
-            return;
-        }
-        self.control.leave();
-        if let Some(closing) = self.state.get_mut().closing.take() {
-            // It does nothing that panics.
-            let _ = closing.join();
-        }
-        // SAFETY: dropped once, here.
-        unsafe { ManuallyDrop::drop(&mut self.state) };
-        // SAFETY: likewise.
-        unsafe { ManuallyDrop::drop(&mut self.control) };
-    }
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-/// A group of one: the verbs without the peers.
-fn alone(op: &OpDesc, input: Span<'_>, output: Span<'_>) {
-    match op.op {
-        Some(reduce) => simd::fold(op.dtype, reduce, &[output], &[input]),
-        None => output.copy_from(input),
+    #[test]
+    fn ranks_that_cannot_reach_one_another_are_told() {
+        let [loopback, other] = ["127.0.0.1", "10.0.0.1"].map(|ip| ip.parse().unwrap());
+        assert!(check_reach(&[loopback, loopback]).is_ok());
+        assert!(check_reach(&[other, other]).is_ok());
+        let error = check_reach(&[other, loopback]).unwrap_err().to_string();
+        assert!(
+            error.starts_with("rank 1 reaches") && error.contains("rank 0 does not"),
+            "{error}"
+        );
     }
 }

@@ -85,7 +85,6 @@ unsafe extern "C" {
         len: usize,
     ) -> c_int;
     pub(super) fn gloo_shim_wait(buffer: *mut Buffer, received: c_int, micros: u32) -> c_int;
-    pub(super) fn gloo_shim_has(buffer: *mut Buffer, received: c_int) -> c_int;
     pub(super) fn gloo_shim_all_reduce(
         mesh: *mut Mesh,
         memory: *mut c_void,

@@ -49,8 +49,8 @@ struct Member {
 
 /// A rank's connections, by rank; none for itself.
 #[derive(Debug)]
-pub(super) struct Connections {
-    pub(super) links: Vec<Option<Box<dyn Link>>>,
+pub(in crate::backend) struct Connections {
+    pub(in crate::backend) links: Vec<Option<Box<dyn Link>>>,
     pub(super) control: Vec<Option<Peer>>,
 }
 
@@ -65,7 +65,7 @@ struct Mesh<'a> {
 
 /// Connects all ranks; returns when this one has all its connections. `sharing`: the ranks, in
 /// order, that share memory with this one, itself among them.
-pub(super) fn connect(joining: &Joining<'_>, sharing: &[Rank]) -> Result<Connections> {
+pub(in crate::backend) fn connect(joining: &Joining<'_>, sharing: &[Rank]) -> Result<Connections> {
     let files = 2 * joining.world() + OWN_FILES;
     sockopt::allow_open_files(files, &format!("joining {}", joining.group()))?;
     let own = &joining.places[joining.rank];

@@ -14,8 +14,10 @@
 //!   a block that is another than expected fails the group.
 
 use super::turn::Turn;
+use super::{Native, at_least};
 use crate::algo::{Memory, Region, Round, Schedule};
-use crate::{DType, Result};
+use crate::span::Span;
+use crate::{DType, OpDesc, ReduceOp, Result, simd};
 
 /// Bytes of a block that may go before all ranks have entered: few enough that ranks that call
 /// different things know it soon, enough that small operations are one message each way.
@@ -55,6 +57,42 @@ pub(super) fn run<'a>(
     if schedule.rounds == 0 {
         turn.meet()?;
         turn.finish()?;
+    }
+    Ok(())
+}
+
+/// Carries a reduction out by a library's own algorithm, in any order.
+pub(super) fn by_library<'a>(
+    turn: &mut Turn<'a>,
+    library: &dyn Native,
+    memory: Span<'a>,
+    scratch: &mut Vec<u8>,
+) -> Result<()> {
+    turn.enter();
+    turn.meet()?;
+    turn.finish()?;
+    if memory.len() == 0 {
+        return Ok(());
+    }
+    let OpDesc { dtype, op, root, .. } = turn.op;
+    let scale =
+        |memory: Span<'_>, factor: ReduceOp| simd::fold(dtype, factor, &[memory], &[memory]);
+    // The library overwrites every rank's memory, we only the root's.
+    let memory = match root {
+        Some(root) if root != turn.rank() => {
+            let copy = at_least(scratch, memory.len());
+            copy.copy_from(memory);
+            copy
+        }
+        _ => memory,
+    };
+    if let Some(factor @ ReduceOp::PreMulSum(_)) = op {
+        scale(memory, factor);
+    }
+    let neighbours = [turn.world() - 1, 1].map(|step| (turn.rank() + step) % turn.world());
+    turn.leave_to(&neighbours, |go_on| library.reduce(turn, memory, go_on))?;
+    if op == Some(ReduceOp::Avg) {
+        scale(memory, ReduceOp::pre_mul_sum(1.0 / turn.world() as f64));
     }
     Ok(())
 }

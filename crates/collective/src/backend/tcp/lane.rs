@@ -10,10 +10,6 @@ use crate::op::Fingerprint;
 use crate::span::Span;
 use crate::{DType, OpDesc, Rank};
 
-/// Bytes that are sent before looking at what has come: so a fingerprint that differs is seen before
-/// all that a socket takes has been copied into it.
-const AT_ONCE: usize = 512 << 10;
-
 /// What is still to be sent to and received from one peer.
 #[derive(Debug, Default)]
 pub(super) struct Lane<'a> {
@@ -125,7 +121,7 @@ impl<'a> Lane<'a> {
         while let Some(out) = self.out.front_mut() {
             let (head, rest) = (&out.head[out.done.min(out.head_len)..out.head_len], out.rest());
             let left = head.len() + rest.len();
-            let sent = link.try_send(head, rest.part(0, rest.len().min(AT_ONCE)))?;
+            let sent = link.try_send(head, rest)?;
             out.done += sent;
             moved |= sent > 0;
             if sent < left {

@@ -19,9 +19,15 @@ const AHEAD: usize = 8 << 10;
 /// Bytes up to which head and body are sent as one piece: the kernel takes longer to read a list of two
 /// than it takes to copy them.
 const TOGETHER: usize = 2 << 10;
+/// Bytes that are sent before looking at what has come: so a fingerprint that differs is seen before
+/// all that a socket takes has been copied into it.
+const AT_ONCE: usize = 512 << 10;
 
 /// Two streams of bytes, one to a peer and one from it.
-pub(super) trait Link: Debug + Send {
+///
+/// A link may use the memory that it was given to send or to receive into until it has counted all
+/// of those bytes, or until [`let_go`](Self::let_go).
+pub(in crate::backend) trait Link: Debug + Send {
     /// Sends what there is room for of `head` and then `body`; how many bytes.
     fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize>;
 
@@ -37,6 +43,9 @@ pub(super) trait Link: Debug + Send {
 
     /// The poll after a [`sleep`](Self::sleep) is over.
     fn wake(&mut self) {}
+
+    /// The operation is over, and with it the loan of its memory.
+    fn let_go(&mut self) {}
 }
 
 /// A connection.
@@ -76,6 +85,7 @@ impl Socket {
 
 impl Link for Socket {
     fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
+        let body = body.part(0, body.len().min(AT_ONCE));
         let (socket, len) = (self.stream.as_fd(), head.len() + body.len());
         let mut whole = [0; TOGETHER];
         or_nothing(match whole.get_mut(..len) {

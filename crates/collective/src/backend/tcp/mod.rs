@@ -21,16 +21,17 @@
 #![expect(unsafe_code, reason = "turns the memory of an operation into spans")]
 
 mod address;
-mod connect;
+pub(super) mod connect;
 mod control;
 mod execute;
 pub(crate) mod frame;
 mod lane;
-mod link;
+pub(super) mod link;
 mod ring;
 mod sys;
-mod turn;
+pub(super) mod turn;
 
+use std::fmt::Debug;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -40,28 +41,41 @@ use self::connect::Connections;
 use self::control::Control;
 use self::frame::{Cause, Failure};
 use self::link::Link;
-use self::turn::Turn;
+use self::turn::{Stop, Turn};
 use super::block::Block;
 use super::host::ForkGuard;
-use super::meet::Joining;
+use super::meet::{Joining, Place};
 use super::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemory, Wait};
 use crate::algo::{self, Costs, Layout};
 use crate::span::Span;
 use crate::{DType, Determinism, Error, OpDesc, Rank, Result, Verb, simd};
 
-/// Ranks a group may have: each has two connections to each other, and a process 1024 open files
-/// unless told otherwise.
+/// Ranks a group may have: each has two connections or three to each other, and a process 1024 open
+/// files unless told otherwise.
 const MAX_RANKS: usize = 1024;
 /// Scratch memory that is kept from one operation to the next.
 const SCRATCH_KEPT: usize = 16 << 20;
 /// The longest reason of an abort that is told.
 const REASON_BYTES: usize = 320;
 
-/// One rank of a group over TCP.
+/// Reductions of a library, for groups in which any order of folding will do.
+pub(super) trait Native: Debug + Send + Sync {
+    /// Does an `all_reduce` or a `reduce` that all ranks have entered, in place; overwrites the memory
+    /// on every rank.
+    fn reduce(
+        &self,
+        turn: &Turn<'_>,
+        memory: Span<'_>,
+        go_on: &dyn Fn() -> bool,
+    ) -> std::result::Result<(), Stop>;
+}
+
+/// One rank of a group over connections between all pairs.
 #[derive(Debug)]
 pub(crate) struct Tcp {
+    carrier: &'static str,
     rank: Rank,
-    /// Why it is TCP.
+    /// Why it is this carrier.
     reason: String,
     layout: Layout,
     name: String,
@@ -70,6 +84,7 @@ pub(crate) struct Tcp {
     /// Digest of the configuration that all ranks share.
     config_digest: u8,
     costs: Costs,
+    native: Option<Box<dyn Native>>,
     /// Every rank of this machine can have a core to itself.
     alert: bool,
     state: Mutex<State>,
@@ -90,38 +105,60 @@ struct State {
 
 /// Joins a group; returns when all ranks have. With `rings`, ranks of one machine share memory.
 pub(crate) fn join(joining: &Joining<'_>, reason: String, rings: bool) -> Result<Tcp> {
-    let (rank, world) = (joining.rank, joining.world());
-    if world > MAX_RANKS {
-        let text = format!("a group over TCP has 1 to {MAX_RANKS} ranks, not {world}");
-        return Err(Error::InvalidArgument(text));
+    check_world("TCP", joining.world())?;
+    let layout = layout(joining);
+    let sharing: &[Rank] = if rings { layout.members(layout.machine(joining.rank)) } else { &[] };
+    let connections = connect::connect(joining, sharing)?;
+    Tcp::new(joining, ("tcp", reason), connections, costs(rings), None)
+}
+
+/// Checks that a group over connections between all pairs may have so many ranks.
+pub(super) fn check_world(carrier: &str, world: usize) -> Result<()> {
+    if world <= MAX_RANKS {
+        return Ok(());
     }
-    let machines: Vec<_> = joining.places.iter().map(super::meet::Place::machine).collect();
-    let layout = Layout::new(&machines);
-    let sharing: &[Rank] = if rings { layout.members(layout.machine(rank)) } else { &[] };
-    let Connections { links, control } = connect::connect(joining, sharing)?;
-    let own = &joining.places[rank];
-    let neighbours = joining.places.iter().filter(|place| place.same_cores(own)).count();
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let tcp = Tcp {
-        rank,
-        reason,
-        alert: neighbours <= cores,
-        layout,
-        name: joining.options.name.clone(),
-        timeout: joining.options.timeout,
-        determinism: joining.options.determinism,
-        config_digest: joining.shared.digest(),
-        costs: costs(rings),
-        state: Mutex::new(State { seq: 0, links, scratch: Vec::new() }),
-        failed: OnceLock::new(),
-        guard: ForkGuard::new()?,
-        control: Control::start(rank, control)?,
-    };
-    tcp.meet()?;
-    Ok(tcp)
+    let text = format!("a group over {carrier} has 1 to {MAX_RANKS} ranks, not {world}");
+    Err(Error::InvalidArgument(text))
+}
+
+fn layout(joining: &Joining<'_>) -> Layout {
+    let machines: Vec<_> = joining.places.iter().map(Place::machine).collect();
+    Layout::new(&machines)
 }
 
 impl Tcp {
+    /// Over these connections; returns when all ranks have theirs.
+    pub(super) fn new(
+        joining: &Joining<'_>,
+        (carrier, reason): (&'static str, String),
+        Connections { links, control }: Connections,
+        costs: Costs,
+        native: Option<Box<dyn Native>>,
+    ) -> Result<Self> {
+        let own = &joining.places[joining.rank];
+        let neighbours = joining.places.iter().filter(|place| place.same_cores(own)).count();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let tcp = Self {
+            carrier,
+            rank: joining.rank,
+            reason,
+            layout: layout(joining),
+            name: joining.options.name.clone(),
+            timeout: joining.options.timeout,
+            determinism: joining.options.determinism,
+            config_digest: joining.shared.digest(),
+            costs,
+            native,
+            alert: neighbours <= cores,
+            state: Mutex::new(State { seq: 0, links, scratch: Vec::new() }),
+            failed: OnceLock::new(),
+            guard: ForkGuard::new()?,
+            control: Control::start(joining.rank, control)?,
+        };
+        tcp.meet()?;
+        Ok(tcp)
+    }
+
     /// The other ranks, from the next one round, so that not all go to the same one first.
     fn peers(&self) -> impl Iterator<Item = Rank> + use<> {
         let (rank, world) = (self.rank, self.layout.world());
@@ -215,12 +252,19 @@ impl Tcp {
             alone(op, input, output);
             return Ok(());
         }
-        let schedule = algo::plan(op, self.rank, &self.layout, self.determinism, &self.costs);
-        if scratch.len() < schedule.scratch {
-            scratch.resize(schedule.scratch, 0);
-        }
-        let memory = algo::Memory { input, output, scratch: Span::from_mut(scratch) };
-        let result = execute::run(&mut turn, &schedule, op.dtype, memory);
+        let fast = self.determinism == Determinism::Fast;
+        let result = match (&self.native, op.verb) {
+            (Some(native), Verb::AllReduce | Verb::Reduce) if fast => {
+                execute::by_library(&mut turn, &**native, output, scratch)
+            }
+            _ => {
+                let schedule =
+                    algo::plan(op, self.rank, &self.layout, self.determinism, &self.costs);
+                let scratch = at_least(scratch, schedule.scratch);
+                let memory = algo::Memory { input, output, scratch };
+                execute::run(&mut turn, &schedule, op.dtype, memory)
+            }
+        };
         drop(turn);
         if scratch.len() > SCRATCH_KEPT {
             *scratch = Vec::new();
@@ -230,7 +274,7 @@ impl Tcp {
 
     /// Queues the transfers and carries them out.
     fn trade<'a>(&self, turn: &mut Turn<'a>, blocks: &[(Transfer, Span<'a>)]) -> Result<()> {
-        let all_ranks = turn.verb() != Verb::Batch;
+        let all_ranks = turn.op.verb != Verb::Batch;
         let send = |turn: &mut Turn<'a>, blocks: &[(Transfer, Span<'a>)]| {
             for (Transfer { peer, dtype, count, memory }, span) in blocks {
                 if let TransferMemory::Send(_) = memory {
@@ -265,7 +309,7 @@ impl Tcp {
 
 impl Backend for Tcp {
     fn name(&self) -> &'static str {
-        "tcp"
+        self.carrier
     }
 
     fn reason(&self) -> &str {
@@ -360,16 +404,28 @@ impl Drop for Tcp {
         // A fork's copy must not say goodbye for the parent.
         if self.guard.forked() {
             self.control.forget();
+            // A library's threads, for which closing its connections would wait, are in the parent.
+            std::mem::forget(std::mem::take(&mut self.state.get_mut().links));
+            std::mem::forget(self.native.take());
         }
     }
 }
 
 /// What messages cost. Every chunk of a direct all-reduce is a moment at which ranks wait for one
 /// another; one whose blocks fit a core's own cache and the sockets' buffers is worth it, a larger one is
-/// sent, received and folded at the memory's speed.
-fn costs(rings: bool) -> Costs {
+/// sent, received and folded at the memory's speed. Without rings, bytes take as long within a machine as
+/// between two.
+pub(super) fn costs(rings: bool) -> Costs {
     let costs = Costs { min_chunk: 768 << 10, ..Costs::default() };
     if rings { costs } else { Costs { within: costs.between, ..costs } }
+}
+
+/// The first `len` bytes, which there are from now on.
+fn at_least(memory: &mut Vec<u8>, len: usize) -> Span<'_> {
+    if memory.len() < len {
+        memory.resize(len, 0);
+    }
+    Span::from_mut(&mut memory[..len])
 }
 
 /// A group of one: the verbs without the peers.

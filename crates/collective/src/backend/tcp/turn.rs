@@ -10,6 +10,7 @@
 //! while ranks have still to enter. From half of the timeout on, the peers are asked for whom they
 //! wait, so that it is not they who are blamed ([`control`](super::control)).
 
+use std::cell::Cell;
 use std::io;
 use std::time::{Duration, Instant};
 
@@ -35,15 +36,15 @@ const TICK: Duration = Duration::from_secs(3600);
 
 /// An operation under way on this rank.
 #[derive(Debug)]
-pub(super) struct Turn<'a> {
+pub(in crate::backend) struct Turn<'a> {
     tcp: &'a Tcp,
     /// By rank; none for this one.
     links: &'a mut [Option<Box<dyn Link>>],
-    op: OpDesc,
+    pub(in crate::backend) op: OpDesc,
     /// Position in the group's history; of no meaning for what not all ranks take part in.
-    seq: u64,
+    pub(in crate::backend) seq: u64,
     patience: Patience,
-    timeout: Duration,
+    pub(in crate::backend) timeout: Duration,
     /// By rank; nothing in that of this one.
     lanes: Vec<Lane<'a>>,
 }
@@ -59,8 +60,11 @@ enum Until {
 
 /// Why nothing more can be moved.
 #[derive(Debug)]
-enum Stop {
+pub(in crate::backend) enum Stop {
+    /// The connection to a rank has failed.
     Lost(Rank, io::Error),
+    /// These ranks did not do their part in time.
+    Late(Vec<Rank>),
     Failed(Cause),
 }
 
@@ -69,7 +73,7 @@ enum Stop {
 struct Pause {
     until: Until,
     since: Option<Instant>,
-    asked: Option<Instant>,
+    asked: Cell<Option<Instant>>,
 }
 
 impl<'a> Turn<'a> {
@@ -85,8 +89,12 @@ impl<'a> Turn<'a> {
         Self { tcp, links, op, seq, patience, timeout, lanes }
     }
 
-    pub(super) fn verb(&self) -> Verb {
-        self.op.verb
+    pub(in crate::backend) fn rank(&self) -> Rank {
+        self.tcp.rank
+    }
+
+    pub(in crate::backend) fn world(&self) -> usize {
+        self.lanes.len()
     }
 
     /// For example `all_reduce #17 of group default`.
@@ -147,6 +155,24 @@ impl<'a> Turn<'a> {
         self.settle(Until::Done)
     }
 
+    /// Leaves the rest of the operation to a library, in which this rank waits for `peers`. `run` is
+    /// given a function that it must ask now and then whether to go on.
+    pub(in crate::backend) fn leave_to(
+        &self,
+        peers: &[Rank],
+        run: impl FnOnce(&dyn Fn() -> bool) -> std::result::Result<(), Stop>,
+    ) -> Result<()> {
+        self.control().wait_for(peers);
+        let (start, asked) = (Instant::now(), Cell::new(None));
+        let go_on = || {
+            if start.elapsed() >= self.timeout / 2 {
+                self.ask(&asked);
+            }
+            self.control().failure().is_none()
+        };
+        run(&go_on).map_err(|stop| self.stopped(stop, start.elapsed()))
+    }
+
     fn control(&self) -> &'a Control {
         &self.tcp.control
     }
@@ -164,7 +190,7 @@ impl<'a> Turn<'a> {
                 return Err(self.tcp.error(failure, self.name(), pause.waited()));
             }
             match (moved, until) {
-                (Err(stop), _) => return Err(self.stopped(stop, &pause)),
+                (Err(stop), _) => return Err(self.stopped(stop, pause.waited())),
                 (Ok(true), Until::Done) => pause = Pause::new(until),
                 // Whoever has not come may need this core.
                 (Ok(true), Until::Entered) if !self.tcp.alert => std::thread::yield_now(),
@@ -227,13 +253,18 @@ impl<'a> Turn<'a> {
     }
 
     #[cold]
-    fn stopped(&self, stop: Stop, pause: &Pause) -> Error {
-        let name = self.name();
+    fn stopped(&self, stop: Stop, waited: Duration) -> Error {
+        let op = self.name();
         let failure = match stop {
-            Stop::Lost(rank, error) => self.control().verdict(rank, &error, &name),
+            Stop::Lost(rank, error) => self.control().verdict(rank, &error, &op),
+            Stop::Late(ranks) => {
+                let missing = self.control().blame(&ranks, self.timeout / 4);
+                let error = Error::Timeout { op: op.clone(), waited, missing: missing.clone() };
+                self.control().fail(Cause::TimedOut { missing, text: error.to_string() })
+            }
             Stop::Failed(cause) => self.control().fail(cause),
         };
-        self.tcp.error(failure, name, pause.waited())
+        self.tcp.error(failure, op, waited)
     }
 
     /// Waits a little, after nothing has moved.
@@ -246,7 +277,7 @@ impl<'a> Turn<'a> {
             (Patience::Background, _) => (SPIN_BACKGROUND, Duration::ZERO),
         };
         if waited >= self.timeout {
-            return Err(self.timed_out(pause, waited));
+            return Err(self.stopped(Stop::Late(self.pending(pause.until)), waited));
         }
         if waited < spin {
             std::hint::spin_loop();
@@ -266,14 +297,19 @@ impl<'a> Turn<'a> {
         if waited < half {
             tick = tick.min(half - waited);
         } else {
-            let every = (self.timeout / 16).clamp(ASK[0], ASK[1]);
-            if pause.asked.is_none_or(|asked| asked.elapsed() >= every) {
-                self.control().ask();
-                pause.asked = Some(Instant::now());
-            }
-            tick = tick.min(every);
+            tick = tick.min(self.ask(&pause.asked));
         }
         self.poll(tick).map_err(|error| Error::io("waiting for peers", &error))
+    }
+
+    /// Asks the peers for whom they wait, unless that was done a moment ago; how long a moment is.
+    fn ask(&self, asked: &Cell<Option<Instant>>) -> Duration {
+        let every = (self.timeout / 16).clamp(ASK[0], ASK[1]);
+        if asked.get().is_none_or(|asked| asked.elapsed() >= every) {
+            self.control().ask();
+            asked.set(Some(Instant::now()));
+        }
+        every
     }
 
     /// Returns when a link may move, the group has failed, or the time is over.
@@ -302,25 +338,18 @@ impl<'a> Turn<'a> {
         let owes = |lane: &Lane<'_>| !(lane.all_received() && sent(lane));
         (0..self.lanes.len()).filter(|&rank| owes(&self.lanes[rank])).collect()
     }
-
-    fn timed_out(&self, pause: &Pause, waited: Duration) -> Error {
-        let missing = self.control().blame(&self.pending(pause.until), self.timeout / 4);
-        let op = self.name();
-        let error = Error::Timeout { op: op.clone(), waited, missing: missing.clone() };
-        let cause = Cause::TimedOut { missing, text: error.to_string() };
-        self.tcp.error(self.control().fail(cause), op, waited)
-    }
 }
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
         self.control().wait_for(&[]);
+        self.links.iter_mut().flatten().for_each(|link| link.let_go());
     }
 }
 
 impl Pause {
     fn new(until: Until) -> Self {
-        Self { until, since: None, asked: None }
+        Self { until, since: None, asked: Cell::new(None) }
     }
 
     fn waited(&self) -> Duration {

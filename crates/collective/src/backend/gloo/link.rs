@@ -1,0 +1,174 @@
+//! A link whose headers go over a socket and whose blocks go by gloo.
+//!
+//! A block travels in pieces of [`PIECE`] bytes, so that a timeout is for a piece and not for all of
+//! it. Gloo sends a message once its receive has been posted: nothing arrives that was not asked for,
+//! and a rank whose block has gone owes nothing on the connection.
+
+#![expect(unsafe_code, reason = "lends memory to gloo until it is let go")]
+
+use std::io;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::mesh::{Buffer, Mesh, Way};
+use crate::Rank;
+use crate::backend::tcp::frame::HEADER;
+use crate::backend::tcp::link;
+use crate::span::Span;
+
+/// Bytes of a message at most.
+const PIECE: usize = 4 << 20;
+/// How long a wait sleeps in gloo before it looks at the rest.
+const SLICE: Duration = Duration::from_millis(1);
+/// Where blocks match; gloo's own collectives use others.
+const SLOT: u64 = 3 << 56;
+
+/// Gloo's connections, until an operation has failed.
+#[derive(Debug)]
+pub(super) struct Wires {
+    mesh: Mutex<Option<Arc<Mesh>>>,
+    closing: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Wires {
+    pub(super) fn new(mesh: Mesh) -> Self {
+        Self { mesh: Mutex::new(Some(Arc::new(mesh))), closing: Mutex::default() }
+    }
+
+    pub(super) fn mesh(&self) -> io::Result<Arc<Mesh>> {
+        self.mesh.lock().clone().ok_or_else(|| io::ErrorKind::NotConnected.into())
+    }
+
+    /// Closes the connections after a failure: gloo's thread turns round and round at one on which a
+    /// message comes for a buffer that is gone. Closing waits for a round of that thread, 10 ms long,
+    /// which the caller need not.
+    pub(super) fn close(&self) {
+        if let Some(mesh) = self.mesh.lock().take() {
+            let close = std::thread::Builder::new().name("gloo-close".into());
+            // Without a thread they are closed here.
+            *self.closing.lock() = close.spawn(move || drop(mesh)).ok();
+        }
+    }
+}
+
+impl Drop for Wires {
+    fn drop(&mut self) {
+        if let Some(closing) = self.closing.get_mut().take() {
+            // It does nothing that panics.
+            let _ = closing.join();
+        }
+    }
+}
+
+/// To one peer and from it.
+#[derive(Debug)]
+pub(super) struct Link {
+    socket: Box<dyn link::Link>,
+    wires: Arc<Wires>,
+    peer: Rank,
+    /// By [`Way`].
+    flights: [Option<Flight>; 2],
+}
+
+/// A block on its way.
+#[derive(Debug)]
+struct Flight {
+    buffer: Buffer<'static>,
+    way: Way,
+    /// Bytes that have not come or gone.
+    left: usize,
+    /// Bytes that have, and were not counted yet.
+    landed: usize,
+}
+
+impl Flight {
+    /// Looks for pieces that are done; waits for the first so long at most.
+    fn look(&mut self, time: Duration) -> io::Result<()> {
+        let mut time = time;
+        while self.left > 0 && self.buffer.take(self.way, time)? {
+            let piece = self.left.min(PIECE);
+            self.left -= piece;
+            self.landed += piece;
+            time = Duration::ZERO;
+        }
+        Ok(())
+    }
+}
+
+impl Link {
+    pub(super) fn new(socket: Box<dyn link::Link>, wires: Arc<Wires>, peer: Rank) -> Self {
+        Self { socket, wires, peer, flights: [None, None] }
+    }
+
+    /// Carries a block, or what is left of the one under way; how many bytes more are done.
+    fn carry(&mut self, way: Way, body: Span<'_>) -> io::Result<usize> {
+        if body.len() == 0 {
+            return Ok(0);
+        }
+        let place = &mut self.flights[way as usize];
+        let flight = match place {
+            Some(flight) => flight,
+            None => {
+                // SAFETY: the memory is lent until all of it is counted or let go, and the flight, whose
+                // buffer alone uses it, is dropped at both.
+                let memory = unsafe { Span::new(body.ptr(), body.len()) };
+                let buffer = Buffer::new(&self.wires.mesh()?, memory)?;
+                for start in (0..body.len()).step_by(PIECE) {
+                    let part = (start, PIECE.min(body.len() - start));
+                    buffer.start(way, self.peer, SLOT, part)?;
+                }
+                place.insert(Flight { buffer, way, left: body.len(), landed: 0 })
+            }
+        };
+        flight.look(Duration::ZERO)?;
+        let landed = std::mem::take(&mut flight.landed);
+        if flight.left == 0 {
+            *place = None;
+        }
+        Ok(landed)
+    }
+}
+
+impl link::Link for Link {
+    fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
+        let sent = match head {
+            [] => 0,
+            head => self.socket.try_send(head, Span::empty())?,
+        };
+        if sent < head.len() {
+            return Ok(sent);
+        }
+        Ok(sent + self.carry(Way::Send, body)?)
+    }
+
+    fn try_receive(&mut self, into: Span<'_>) -> io::Result<usize> {
+        self.carry(Way::Receive, into)
+    }
+
+    fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>> {
+        self.socket.try_header()
+    }
+
+    fn sleep(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
+        let [out, into] = &mut self.flights;
+        let wanted = into.as_mut().filter(|_| receive).or(out.as_mut().filter(|_| send));
+        let Some(flight) = wanted else { return self.socket.sleep(receive, send) };
+        // The next try finds the same failure.
+        drop(flight.look(SLICE));
+        Ok(None)
+    }
+
+    fn wake(&mut self) {
+        self.socket.wake();
+    }
+
+    fn let_go(&mut self) {
+        if self.flights.iter().any(Option::is_some) {
+            self.flights = [None, None];
+            self.wires.close();
+        }
+    }
+}

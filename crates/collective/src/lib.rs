@@ -49,7 +49,6 @@ pub mod sim;
 pub mod store;
 
 mod algo;
-mod asynchronous;
 mod backend;
 mod copy;
 mod element;
@@ -65,11 +64,11 @@ mod shared_buf;
 mod simd;
 mod span;
 mod sync;
+mod table;
 mod ticks;
 mod verbs;
 mod work;
 
-pub use asynchronous::Addressed;
 pub use backend::{Backend, Patience, RawBufs, RawShared, Seed, Transfer, TransferMemory, Wait};
 #[doc(hidden)]
 pub use copy::copy_slice;
@@ -86,6 +85,7 @@ pub use reduce_op::{Factor, ReduceOp};
 pub use reducer::{Reducer, ReducerOptions};
 pub use shared_buf::SharedBuf;
 pub use store::{MemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
+pub use table::Addressed;
 pub use verbs::Message;
 pub use work::{Buffer, Work};
 

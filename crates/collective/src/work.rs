@@ -56,6 +56,30 @@ impl<T: Element> Buffer for Box<[T]> {
 /// [`wait`](Self::wait) for it, or `.await` it: it is a future that works with any executor and
 /// never blocks one. Dropping it, whether before, between or after polls, lets the operation finish
 /// in the background, still in order, and then frees the buffer. The peers notice nothing.
+///
+/// # Examples
+///
+/// ```
+/// # use std::time::Duration;
+/// use collective::{ProcessGroup, ReduceOp, Result, SharedBuf};
+///
+/// fn step(group: &ProcessGroup) -> Result<()> {
+///     let mut bucket: SharedBuf<f32> = group.alloc(1000)?;
+///     bucket.fill(group.rank() as f32);
+///     let work = group.all_reduce_async(bucket, ReduceOp::Avg)?;
+///     // Compute the next gradients here.
+///     let bucket = work.wait()?;
+///     assert!(bucket.iter().all(|&x| x == 0.5));
+///     Ok(())
+/// }
+/// # let groups = ProcessGroup::threads(2, Duration::from_secs(10))?;
+/// # std::thread::scope(|scope| {
+/// #     for group in groups {
+/// #         scope.spawn(move || step(&group).expect("both ranks are here"));
+/// #     }
+/// # });
+/// # Ok::<(), collective::Error>(())
+/// ```
 #[must_use = "dropping a `Work` loses the buffer and the error"]
 pub struct Work<B> {
     slot: Arc<Slot<B>>,

@@ -7,7 +7,7 @@
 #![expect(unsafe_code, reason = "copies blocks between raw memory and typed arrays")]
 
 use std::convert::identity;
-use std::ops::Range;
+use std::ops::{Add, BitAnd, BitOr, BitXor, Mul, Range};
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -24,12 +24,10 @@ const FEW: usize = 32;
 /// A floating-point type and the type its sums are kept in.
 pub(super) trait Float: Element {
     /// What the fold computes in.
-    type Acc: Copy + Default + PartialOrd;
+    type Acc: Copy + Default + PartialOrd + Add<Output = Self::Acc> + Mul<Output = Self::Acc>;
     fn widen(self) -> Self::Acc;
     /// Rounds to nearest even; any NaN becomes the positive quiet NaN without payload.
     fn narrow(acc: Self::Acc) -> Self;
-    fn add(a: Self::Acc, b: Self::Acc) -> Self::Acc;
-    fn mul(a: Self::Acc, b: Self::Acc) -> Self::Acc;
     fn is_nan(acc: Self::Acc) -> bool;
     /// `1 / n`.
     fn reciprocal(n: usize) -> Self::Acc;
@@ -48,14 +46,6 @@ macro_rules! float {
             #[inline]
             fn narrow(acc: $acc) -> Self {
                 $narrow(if acc.is_nan() { <$acc>::NAN } else { acc })
-            }
-            #[inline]
-            fn add(a: $acc, b: $acc) -> $acc {
-                a + b
-            }
-            #[inline]
-            fn mul(a: $acc, b: $acc) -> $acc {
-                a * b
             }
             #[inline]
             fn is_nan(acc: $acc) -> bool {
@@ -79,12 +69,11 @@ float!(f16, f32, f16::to_f32, f16::from_f32, |factor| factor as f32);
 float!(bf16, f32, bf16::to_f32, bf16::from_f32, |factor| factor as f32);
 
 /// An integer type.
-pub(super) trait Integer: Element + Ord {
+pub(super) trait Integer:
+    Element + Ord + BitAnd<Output = Self> + BitOr<Output = Self> + BitXor<Output = Self>
+{
     fn add(self, other: Self) -> Self;
     fn mul(self, other: Self) -> Self;
-    fn and(self, other: Self) -> Self;
-    fn or(self, other: Self) -> Self;
-    fn xor(self, other: Self) -> Self;
 }
 
 macro_rules! integer {
@@ -97,18 +86,6 @@ macro_rules! integer {
             #[inline]
             fn mul(self, other: Self) -> Self {
                 self.wrapping_mul(other)
-            }
-            #[inline]
-            fn and(self, other: Self) -> Self {
-                self & other
-            }
-            #[inline]
-            fn or(self, other: Self) -> Self {
-                self | other
-            }
-            #[inline]
-            fn xor(self, other: Self) -> Self {
-                self ^ other
             }
         }
     )*};
@@ -130,16 +107,16 @@ pub(super) fn fold_float<T: Float>(
     let max = |a, b| if b > a || T::is_nan(b) && !T::is_nan(a) { b } else { a };
     let (widen, narrow) = (T::widen, T::narrow);
     match op {
-        ReduceOp::Sum => fold(outs, sources, bytes, widen, T::add, one, narrow),
+        ReduceOp::Sum => fold(outs, sources, bytes, widen, Add::add, one, narrow),
         ReduceOp::Avg => {
-            fold(outs, sources, bytes, widen, T::add, |acc| T::mul(acc, scale), narrow);
+            fold(outs, sources, bytes, widen, Add::add, |acc| acc * scale, narrow);
         }
-        ReduceOp::Product => fold(outs, sources, bytes, widen, T::mul, one, narrow),
+        ReduceOp::Product => fold(outs, sources, bytes, widen, Mul::mul, one, narrow),
         ReduceOp::Min => fold(outs, sources, bytes, widen, min, one, narrow),
         ReduceOp::Max => fold(outs, sources, bytes, widen, max, one, narrow),
         ReduceOp::PreMulSum(factor) => {
             let factor = T::factor(factor.get());
-            fold(outs, sources, bytes, |x| T::mul(T::widen(x), factor), T::add, one, narrow);
+            fold(outs, sources, bytes, |x| T::widen(x) * factor, Add::add, one, narrow);
         }
         ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
             unreachable!("`OpDesc::check` lets no bit operation on floats through")
@@ -160,9 +137,9 @@ pub(super) fn fold_integer<T: Integer>(
         ReduceOp::Product => fold(outs, sources, bytes, one, T::mul, one, one),
         ReduceOp::Min => fold(outs, sources, bytes, one, T::min, one, one),
         ReduceOp::Max => fold(outs, sources, bytes, one, T::max, one, one),
-        ReduceOp::BitAnd => fold(outs, sources, bytes, one, T::and, one, one),
-        ReduceOp::BitOr => fold(outs, sources, bytes, one, T::or, one, one),
-        ReduceOp::BitXor => fold(outs, sources, bytes, one, T::xor, one, one),
+        ReduceOp::BitAnd => fold(outs, sources, bytes, one, T::bitand, one, one),
+        ReduceOp::BitOr => fold(outs, sources, bytes, one, T::bitor, one, one),
+        ReduceOp::BitXor => fold(outs, sources, bytes, one, T::bitxor, one, one),
         ReduceOp::Avg | ReduceOp::PreMulSum(_) => {
             unreachable!("`OpDesc::check` lets no average and no factor of integers through")
         }

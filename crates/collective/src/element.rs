@@ -8,72 +8,68 @@ use std::fmt;
 
 use half::{bf16, f16};
 
-/// The type of the numbers in a buffer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum DType {
+macro_rules! elements {
+    ($($(#[$doc:meta])* $dtype:ident = $type:ident,)*) => {
+        /// The type of the numbers in a buffer.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum DType {
+            $($(#[$doc])* $dtype,)*
+        }
+
+        impl DType {
+            /// Every type, in the order of their codes.
+            pub const ALL: [Self; 9] = [$(Self::$dtype),*];
+
+            /// Bytes of one element.
+            pub const fn size(self) -> usize {
+                match self {
+                    $(Self::$dtype => size_of::<$type>(),)*
+                }
+            }
+
+            /// The name Rust has for the type.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$dtype => stringify!($type),)*
+                }
+            }
+        }
+
+        $(
+            impl sealed::Sealed for $type {}
+            impl Element for $type {
+                const DTYPE: DType = DType::$dtype;
+            }
+        )*
+    };
+}
+
+elements! {
     /// IEEE 754 half precision.
-    F16,
+    F16 = f16,
     /// bfloat16: the upper half of an `f32`.
-    Bf16,
+    Bf16 = bf16,
     /// IEEE 754 single precision.
-    F32,
+    F32 = f32,
     /// IEEE 754 double precision.
-    F64,
+    F64 = f64,
     /// Signed byte.
-    I8,
+    I8 = i8,
     /// Unsigned byte.
-    U8,
+    U8 = u8,
     /// Signed 32-bit integer.
-    I32,
+    I32 = i32,
     /// Signed 64-bit integer.
-    I64,
+    I64 = i64,
     /// Unsigned 64-bit integer.
-    U64,
+    U64 = u64,
 }
 
 impl DType {
-    /// Every type, in the order of their codes.
-    pub const ALL: [Self; 9] = [
-        Self::F16,
-        Self::Bf16,
-        Self::F32,
-        Self::F64,
-        Self::I8,
-        Self::U8,
-        Self::I32,
-        Self::I64,
-        Self::U64,
-    ];
-
-    /// Bytes of one element.
-    pub const fn size(self) -> usize {
-        match self {
-            Self::I8 | Self::U8 => 1,
-            Self::F16 | Self::Bf16 => 2,
-            Self::F32 | Self::I32 => 4,
-            Self::F64 | Self::I64 | Self::U64 => 8,
-        }
-    }
-
     /// Whether this is a floating-point type.
     pub const fn is_float(self) -> bool {
         matches!(self, Self::F16 | Self::Bf16 | Self::F32 | Self::F64)
-    }
-
-    /// The name Rust has for the type.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-            Self::F32 => "f32",
-            Self::F64 => "f64",
-            Self::I8 => "i8",
-            Self::U8 => "u8",
-            Self::I32 => "i32",
-            Self::I64 => "i64",
-            Self::U64 => "u64",
-        }
     }
 }
 
@@ -92,27 +88,6 @@ pub trait Element: sealed::Sealed + Copy + Default + fmt::Debug + Send + Sync + 
 mod sealed {
     #[expect(unnameable_types, reason = "nobody else may implement it")]
     pub trait Sealed {}
-}
-
-macro_rules! elements {
-    ($($type:ty => $dtype:ident),* $(,)?) => {$(
-        impl sealed::Sealed for $type {}
-        impl Element for $type {
-            const DTYPE: DType = DType::$dtype;
-        }
-    )*};
-}
-
-elements! {
-    f16 => F16,
-    bf16 => Bf16,
-    f32 => F32,
-    f64 => F64,
-    i8 => I8,
-    u8 => U8,
-    i32 => I32,
-    i64 => I64,
-    u64 => U64,
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@
 #![expect(unsafe_code, reason = "declares the calls that take type-erased memory")]
 
 pub(crate) mod block;
+pub(crate) mod core;
 #[cfg(any(feature = "nccl", feature = "hccl"))]
 pub(crate) mod device;
 #[cfg(feature = "gloo")]

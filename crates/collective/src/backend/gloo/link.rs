@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use super::mesh::{Buffer, Mesh, Way};
 use crate::Rank;
 use crate::backend::tcp::frame::HEADER;
-use crate::backend::tcp::link;
+use crate::backend::tcp::link::{self, Stream};
 use crate::span::Span;
 
 /// Bytes of a message at most.
@@ -132,7 +132,7 @@ impl Link {
     }
 }
 
-impl link::Link for Link {
+impl Stream for Link {
     fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
         let sent = match head {
             [] => 0,
@@ -151,10 +151,12 @@ impl link::Link for Link {
     fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>> {
         self.socket.try_header()
     }
+}
 
+impl link::Link for Link {
     fn sleep(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
         let [out, into] = &mut self.flights;
-        let wanted = into.as_mut().filter(|_| receive).or(out.as_mut().filter(|_| send));
+        let wanted = into.as_mut().filter(|_| receive).or_else(|| out.as_mut().filter(|_| send));
         let Some(flight) = wanted else { return self.socket.sleep(receive, send) };
         // The next try finds the same failure.
         drop(flight.look(SLICE));

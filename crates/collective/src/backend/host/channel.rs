@@ -19,6 +19,8 @@ use std::io;
 use std::sync::Arc;
 
 use super::sys::Mapping;
+use crate::backend::tcp::frame::HEADER;
+use crate::backend::tcp::link::Stream;
 use crate::span::Span;
 use crate::{Rank, Result};
 
@@ -26,6 +28,10 @@ use crate::{Rank, Result};
 const RING_MAX: usize = 64 << 10;
 /// Fewest bytes of a ring: a page.
 const RING_MIN: usize = 4 << 10;
+/// Bytes moved before the other side is told.
+const PIECE: usize = 16 << 10;
+/// Bytes moved before the other peers have their turn.
+pub(in crate::backend) const BUDGET: usize = 64 << 10;
 /// Bytes of the rings into which one rank sends, as long as each has a page.
 const RINGS_OF_A_RANK: usize = 1 << 20;
 /// Bytes of the counters of a pair. Processors fetch lines in pairs, so each has two.
@@ -226,6 +232,102 @@ impl Receiver {
     /// Gives the sender the room of what was taken; whether that was anything.
     pub(in crate::backend) fn publish(&mut self) -> bool {
         self.0.publish(TAKEN)
+    }
+}
+
+/// How the other end of a pair of channels learns that something has moved.
+pub(in crate::backend) trait Bell {
+    fn ring(&self);
+
+    /// An error if the peer will move nothing more.
+    fn still_there(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The channels between this rank and a peer, one each way.
+#[derive(Debug)]
+pub(in crate::backend) struct Pair<B> {
+    pub(in crate::backend) bell: B,
+    out: Sender,
+    into: Receiver,
+    /// The part of a header that has come.
+    header: [u8; HEADER],
+    filled: usize,
+}
+
+impl<B: Bell> Pair<B> {
+    /// The one of this rank, `own`, with `peer` that there may be.
+    pub(in crate::backend) fn new(
+        map: &Arc<Mapping>,
+        layout: &Layout,
+        [own, peer]: [Rank; 2],
+        bell: B,
+    ) -> Result<Self> {
+        let out = Sender::new(map, layout, own, peer)?;
+        let into = Receiver::new(map, layout, peer, own)?;
+        Ok(Self { bell, out, into, header: [0; HEADER], filled: 0 })
+    }
+
+    /// Whether something can be received, or sent.
+    pub(in crate::backend) fn can_move(&mut self, receive: bool, send: bool) -> io::Result<bool> {
+        Ok((receive && self.into.ready(1)? > 0) || (send && self.out.room(1)? > 0))
+    }
+}
+
+impl<B: Bell> Stream for Pair<B> {
+    fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
+        let wanted = (head.len() + body.len()).min(BUDGET);
+        let mut sent = 0;
+        while sent < wanted {
+            let most = (wanted - sent).min(PIECE);
+            let end = sent + self.out.room(most)?.min(most);
+            if end == sent {
+                break;
+            }
+            let (in_head, until) = (sent.min(head.len()), end.min(head.len()));
+            self.out.put_slice(&head[in_head..until]);
+            let (in_body, until) = (sent.max(head.len()), end.max(head.len()));
+            self.out.put(body.part(in_body - head.len(), until - in_body));
+            self.out.publish();
+            self.bell.ring();
+            sent = end;
+        }
+        if sent < wanted {
+            self.bell.still_there()?;
+        }
+        Ok(sent)
+    }
+
+    fn try_receive(&mut self, into: Span<'_>) -> io::Result<usize> {
+        let wanted = into.len().min(BUDGET);
+        let mut received = 0;
+        while received < wanted {
+            let most = (wanted - received).min(PIECE);
+            let some = self.into.ready(most)?.min(most);
+            if some == 0 {
+                break;
+            }
+            self.into.take(into.part(received, some));
+            self.into.publish();
+            self.bell.ring();
+            received += some;
+        }
+        if received == 0 && wanted > 0 {
+            self.bell.still_there()?;
+        }
+        Ok(received)
+    }
+
+    fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>> {
+        let mut header = self.header;
+        self.filled += self.try_receive(Span::from_mut(&mut header[self.filled..]))?;
+        self.header = header;
+        if self.filled < HEADER {
+            return Ok(None);
+        }
+        self.filled = 0;
+        Ok(Some(header))
     }
 }
 

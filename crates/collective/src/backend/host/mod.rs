@@ -12,7 +12,7 @@
 //! in-place algorithm, where a rank stores into its shard of every rank's shared buffer between the
 //! time all have entered and the time it says so.
 
-#![expect(unsafe_code, reason = "turns the memory of an operation into spans")]
+#![expect(unsafe_code, reason = "gives out memory that the ranks share")]
 
 mod cgroup;
 pub(super) mod channel;
@@ -37,48 +37,35 @@ use crate::sync::atomic::Ordering;
 use std::fs::OpenOptions;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use self::exchange::{Block, Mesh, Way};
+use self::exchange::Channels;
 use self::pace::Pace;
 use self::segment::{FLAT_BYTES, MAX_RANKS, Poison, Segment};
 pub(super) use self::sys::ForkGuard;
 use self::sys::Mapping;
 use self::turn::Turn;
+use super::core::{BARRIER, Block, Carrier, GroupCore, STANDING, alone};
 use super::shared_config::SharedConfig;
-use super::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemory, Wait};
+use super::{Backend, RawShared, Wait};
 use crate::span::Span;
-use crate::{DType, Error, GroupOptions, OpDesc, Place, Rank, Result, Verb, simd};
-
-/// How this backend waits for peers in between, on a caller's thread.
-const STANDING: Wait = Wait { patience: Patience::Caller, timeout: None };
+use crate::{Error, GroupOptions, OpDesc, Place, Rank, Result, Verb};
 
 /// One rank of a group on one machine.
 #[derive(Debug)]
 pub(crate) struct Host {
     // Stops before the segment goes.
     _monitor: Option<shm::Monitor>,
-    rank: Rank,
-    /// Why it is this backend.
-    reason: String,
-    name: String,
-    /// Digest of the configuration that all ranks share.
-    config_digest: u8,
-    timeout: Duration,
-    /// Every rank can have a core to itself, so that spinning takes nothing from a peer.
-    alert: bool,
+    core: GroupCore,
     segment: Arc<Segment>,
     /// The process whose descriptors rank 0 shares.
     root_pid: u32,
     state: Mutex<State>,
     /// To be locked after `state`.
-    mesh: Mutex<Mesh>,
-    /// This rank's first failure.
-    failed: OnceLock<Error>,
-    guard: ForkGuard,
+    channels: Mutex<Channels>,
 }
 
 /// Where this rank is in the group's history; but for what is said to be its own, the same on all
@@ -123,43 +110,16 @@ impl Host {
         monitor: Option<shm::Monitor>,
     ) -> Result<Self> {
         segment.reserve(rank)?;
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Ok(Self {
-            _monitor: monitor,
-            rank,
-            reason: "the ranks are threads of one process".into(),
-            name: options.name.clone(),
-            config_digest: SharedConfig::new(segment.world, options).digest(),
-            timeout: options.timeout,
-            alert: segment.world <= cores,
-            segment,
-            root_pid,
-            state: Mutex::default(),
-            mesh: Mutex::default(),
-            failed: OnceLock::new(),
-            guard: ForkGuard::new()?,
-        })
+        let world = segment.world;
+        let what = ("host", "the ranks are threads of one process".into());
+        let digest = SharedConfig::new(world, options).digest();
+        let core = GroupCore::new(what, (rank, world), world, options, digest)?;
+        let (state, channels) = Default::default();
+        Ok(Self { _monitor: monitor, core, segment, root_pid, state, channels })
     }
 
     fn world(&self) -> usize {
-        self.segment.world
-    }
-
-    fn fork_check(&self) -> Result<()> {
-        if self.guard.forked() {
-            return Err(Error::InvalidArgument(
-                "a process group belongs to the process that made it, not to a fork".into(),
-            ));
-        }
-        Ok(())
-    }
-
-    /// Remembers the first failure.
-    fn note_failure<T>(&self, result: Result<T>) -> Result<T> {
-        if let Err(error) = &result {
-            self.failed.get_or_init(|| error.clone());
-        }
-        result
+        self.core.world
     }
 
     fn turn<'a>(
@@ -175,15 +135,14 @@ impl Host {
         let seq = *count;
         *count += 1;
         let Wait { patience, timeout } = wait;
-        let timeout = timeout.unwrap_or(self.timeout);
+        let timeout = timeout.unwrap_or(self.core.timeout);
         let State { chunk, pace, .. } = state;
         Turn { host: self, op, place, seq, next, patience, timeout, chunk, pace }
     }
 
     /// A first barrier: everyone is here and has the segment.
     fn meet(&self) -> Result<()> {
-        let op = OpDesc { verb: Verb::Barrier, dtype: DType::U8, op: None, root: None, count: 0 };
-        self.turn(&mut self.state.lock(), &op, Place::Own, STANDING).enter()
+        self.turn(&mut self.state.lock(), &BARRIER, Place::Own, STANDING).enter()
     }
 
     /// The shared buffer that the memory lies in, if any.
@@ -193,14 +152,14 @@ impl Host {
         }
         state.shared.iter().find_map(|shared| {
             let map = shared.map.upgrade()?;
-            let part = map.ptr().as_ptr().addr() + self.rank * shared.stride;
+            let part = map.ptr().as_ptr().addr() + self.core.rank * shared.stride;
             let offset = memory.ptr().addr().checked_sub(part)?;
             (offset < shared.stride)
                 .then_some((shared.id, InUse { map, stride: shared.stride, offset }))
         })
     }
 
-    fn perform(
+    fn run_algorithm(
         &self,
         turn: &mut Turn<'_>,
         input: Span<'_>,
@@ -228,27 +187,14 @@ impl Host {
         }
     }
 
-    fn trade(&self, turn: &Turn<'_>, blocks: Vec<Block<'_>>) -> Result<()> {
-        if turn.op.verb != Verb::Batch {
-            turn.enter()?;
-        } else if let Some(poison) = self.segment.poison() {
-            return Err(turn.failure(poison, Duration::ZERO));
-        }
-        let result = exchange::run(turn, &mut self.mesh.lock(), blocks);
-        if let Err(Error::Io { .. }) = &result {
-            return self.or_abort(result);
-        }
-        result
-    }
-
     /// Meets the peers to obtain `stride` bytes for every rank.
-    fn obtain(&self, state: &mut State, op: &OpDesc, stride: usize) -> Result<RawShared> {
+    fn share(&self, state: &mut State, op: &OpDesc, stride: usize) -> Result<RawShared> {
         let total = stride * self.world();
         // Three meetings: all want the same; the file is there; all have it, and rank 0 may drop it.
         let agreed = self.turn(state, op, Place::Own, STANDING);
         let id = agreed.seq + 1;
         agreed.enter()?;
-        let own = if self.rank == 0 { Some(self.or_abort(self.offer(total))?) } else { None };
+        let own = if self.core.rank == 0 { Some(self.or_abort(self.offer(total))?) } else { None };
         let there = self.turn(state, op, Place::Own, STANDING);
         there.enter()?;
         let map = match own {
@@ -257,14 +203,14 @@ impl Host {
         };
         let reserved = map.and_then(|map| {
             map.ask_for_huge_pages();
-            map.reserve(self.rank * stride, stride).map(|()| map)
+            map.reserve(self.core.rank * stride, stride).map(|()| map)
         });
         let map = Arc::new(self.or_abort(reserved)?);
         self.turn(state, op, Place::Own, STANDING).enter()?;
         state.shared.retain(|shared| shared.map.strong_count() > 0);
         state.shared.push(Shared { id, stride, map: Arc::downgrade(&map) });
         // SAFETY: inside the mapping, which has `world` strides.
-        let ptr = unsafe { map.ptr().add(self.rank * stride) };
+        let ptr = unsafe { map.ptr().add(self.core.rank * stride) };
         // SAFETY: fresh zeros aligned to a page, mapped while `map` lives, referred to by nobody
         // else in this process, and touched by peers only in the in-place algorithm.
         Ok(unsafe { RawShared::new(ptr, stride, map) })
@@ -305,7 +251,7 @@ impl Host {
     }
 
     /// The group's failure, as this rank tells it of `op`.
-    fn failure(&self, poison: Poison, op: String, waited: Duration) -> Error {
+    fn error(&self, poison: Poison, op: String, waited: Duration) -> Error {
         match poison {
             Poison::Died { rank, pid } => Error::PeerDied { op, rank, pid },
             Poison::Left { rank } => {
@@ -315,13 +261,13 @@ impl Host {
             Poison::TimedOut { by } => {
                 let (reason, missing) = self.segment.note(by);
                 // For the rank that came too late, the others have given up.
-                if missing.contains(&self.rank) {
+                if missing.contains(&self.core.rank) {
                     Error::Aborted { by, reason }
                 } else {
                     Error::Timeout { op, waited, missing }
                 }
             }
-            Poison::Mismatch { by, from } => exchange::noted(op, by, from, &self.segment),
+            Poison::Mismatch { by } => exchange::noted(op, &self.segment.note(by).0),
         }
     }
 
@@ -334,61 +280,14 @@ impl Host {
     }
 }
 
-impl Backend for Host {
-    fn name(&self) -> &'static str {
-        "host"
+impl Carrier for Host {
+    fn core(&self) -> &GroupCore {
+        &self.core
     }
 
-    fn reason(&self) -> &str {
-        &self.reason
-    }
-
-    fn rank(&self) -> Rank {
-        self.rank
-    }
-
-    fn world_size(&self) -> usize {
-        self.world()
-    }
-
-    fn forked(&self) -> bool {
-        self.guard.forked()
-    }
-
-    fn ready(&self) -> Result<()> {
-        self.fork_check()?;
-        match self.failed.get() {
-            Some(error) => Err(Error::Poisoned(Box::new(error.clone()))),
-            None => Ok(()),
-        }
-    }
-
-    fn health(&self) -> Result<()> {
-        self.fork_check()?;
-        if let Some(error) = self.failed.get() {
-            return Err(error.clone());
-        }
-        match self.segment.poison() {
-            Some(poison) => {
-                let op = format!("group {}", self.name);
-                Err(self.failure(poison, op, Duration::ZERO))
-            }
-            None => Ok(()),
-        }
-    }
-
-    unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()> {
-        self.fork_check()?;
+    fn perform(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
         let mut state = self.state.lock();
-        self.ready()?;
-        let size = op.dtype.size();
-        let (input_len, output_len) =
-            (op.input_count(self.world()) * size, op.output_count(self.world()) * size);
-        // SAFETY: the caller's promise; the algorithms only copy from the input, unless it is the
-        // output.
-        let input = unsafe { Span::new(bufs.input.cast_mut(), input_len) };
-        // SAFETY: the caller's promise.
-        let output = unsafe { Span::new(bufs.output, output_len) };
+        self.core.ready()?;
         let (place, shared) = match self.find_shared(&state, op, output) {
             Some((id, shared)) => {
                 (Place::Shared { id, offset: shared.offset as u64 }, Some(shared))
@@ -396,69 +295,58 @@ impl Backend for Host {
             None => (Place::Own, None),
         };
         let mut turn = self.turn(&mut state, op, place, wait);
-        let result = self.perform(&mut turn, input, output, shared.as_ref());
+        let result = self.run_algorithm(&mut turn, input, output, shared.as_ref());
         if let (Err(error), Some(shared)) = (&result, &shared)
             && !matches!(error, Error::Mismatch { .. })
         {
             // A peer that saw all ranks enter may still be storing into this rank's part.
-            shared.map.detach(self.rank * shared.stride + shared.offset, output.len());
+            shared.map.detach(self.core.rank * shared.stride + shared.offset, output.len());
         }
-        self.note_failure(result)
+        result
     }
 
-    unsafe fn exchange(&self, op: &OpDesc, transfers: &[Transfer], wait: Wait) -> Result<()> {
-        self.fork_check()?;
+    fn trade(&self, op: &OpDesc, blocks: Vec<Block<'_>>, wait: Wait) -> Result<()> {
         let mut state = self.state.lock();
-        self.ready()?;
-        let block = |transfer: &Transfer| {
-            let &Transfer { peer, dtype, count, memory } = transfer;
-            let (way, ptr) = match memory {
-                TransferMemory::Send(ptr) => (Way::Out, ptr.cast_mut()),
-                TransferMemory::Receive(ptr) => (Way::In, ptr),
-            };
-            // SAFETY: the caller's promise; what goes out is only copied from.
-            let memory = unsafe { Span::new(ptr, count * dtype.size()) };
-            Block { peer, way, dtype, count, memory }
-        };
-        let blocks = transfers.iter().map(block).collect();
+        self.core.ready()?;
         let turn = self.turn(&mut state, op, Place::Own, wait);
-        self.note_failure(self.trade(&turn, blocks))
-    }
-
-    fn alloc(&self, dtype: DType, count: usize) -> Result<RawShared> {
-        self.fork_check()?;
-        let mut state = self.state.lock();
-        self.ready()?;
-        let op = OpDesc { verb: Verb::Alloc, dtype, op: None, root: None, count };
-        // The caller's mistake, seen before anything is sent.
-        let stride = stride(&op, self.world())?;
-        let result = self.obtain(&mut state, &op, stride);
-        self.note_failure(result)
-    }
-
-    fn abort(&self, reason: &str) {
-        if self.guard.forked() || self.segment.poison().is_some() {
-            return;
+        if turn.op.verb != Verb::Batch {
+            turn.enter()?;
+        } else if let Some(poison) = self.segment.poison() {
+            return Err(turn.failure(poison, Duration::ZERO));
         }
-        self.segment.write_note(self.rank, reason, &[]);
-        self.segment.set_poison(Poison::Aborted { by: self.rank });
+        let result = exchange::run(&turn, &mut self.channels.lock(), &blocks);
+        if let Err(Error::Io { .. }) = &result {
+            return self.or_abort(result);
+        }
+        result
+    }
+
+    fn obtain(&self, op: &OpDesc) -> Result<RawShared> {
+        let mut state = self.state.lock();
+        self.core.ready()?;
+        // The caller's mistake, seen before anything is sent.
+        let stride = stride(op, self.world())?;
+        self.core.note_failure(self.share(&mut state, op, stride))
+    }
+
+    fn failure(&self, op: String) -> Option<Error> {
+        self.segment.poison().map(|poison| self.error(poison, op, Duration::ZERO))
+    }
+
+    fn give_up(&self, reason: &str) {
+        if self.segment.poison().is_none() {
+            self.segment.write_note(self.core.rank, reason, &[]);
+            self.segment.set_poison(Poison::Aborted { by: self.core.rank });
+        }
     }
 }
 
 impl Drop for Host {
     fn drop(&mut self) {
         // A fork's copy must not say goodbye for the parent.
-        if !self.guard.forked() {
-            self.segment.leave(self.rank);
+        if !self.core.forked() {
+            self.segment.leave(self.core.rank);
         }
-    }
-}
-
-/// A group of one: the verbs without the peers.
-fn alone(op: &OpDesc, input: Span<'_>, output: Span<'_>) {
-    match op.op {
-        Some(reduce) => simd::fold(op.dtype, reduce, &[output], &[input]),
-        None => output.copy_from(input),
     }
 }
 
@@ -505,6 +393,7 @@ mod tests {
     use std::process::Command;
 
     use super::*;
+    use crate::DType;
 
     #[test]
     fn the_files_of_a_process_that_ended_are_no_error() {

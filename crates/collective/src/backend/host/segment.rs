@@ -55,8 +55,6 @@ const MISSING: usize = 144;
 const LIFE: usize = 176;
 const NOTE: usize = 192;
 const NOTE_BYTES: usize = if cfg!(loom) { 8 } else { BLOCK - NOTE };
-/// Words that a note may be instead of a text.
-pub(super) const NOTE_WORDS: usize = 6;
 const SLOT_LINE: usize = 8 + 8 * Fingerprint::WORDS;
 const SLOT_DATA: usize = 64;
 const SLOT: usize = SLOT_DATA + FLAT_BYTES;
@@ -83,8 +81,8 @@ pub(super) enum Poison {
     Aborted { by: Rank },
     /// A rank's wait timed out; who was missing stands in its block, the operation is its note.
     TimedOut { by: Rank },
-    /// A rank received from another what it did not expect; both messages are words of its note.
-    Mismatch { by: Rank, from: Rank },
+    /// A rank received from another what it did not expect; its note, JSON, tells what both called.
+    Mismatch { by: Rank },
 }
 
 impl Poison {
@@ -94,7 +92,7 @@ impl Poison {
             Self::Left { rank } => (2, rank, 0),
             Self::Aborted { by } => (3, by, 0),
             Self::TimedOut { by } => (4, by, 0),
-            Self::Mismatch { by, from } => (5, by, from as u64),
+            Self::Mismatch { by } => (5, by, 0),
         };
         kind << 56 | (rank as u64) << 32 | more
     }
@@ -109,7 +107,7 @@ impl Poison {
             2 => Some(Self::Left { rank }),
             3 => Some(Self::Aborted { by: rank }),
             4 => Some(Self::TimedOut { by: rank }),
-            5 if (more as usize) < world => Some(Self::Mismatch { by: rank, from: more as usize }),
+            5 => Some(Self::Mismatch { by: rank }),
             _ => None,
         }
     }
@@ -312,22 +310,6 @@ impl Segment {
         (String::from_utf8_lossy(&bytes).trim_end_matches('\u{fffd}').to_owned(), missing)
     }
 
-    /// Leaves words in the place of a rank's text, before it sets the poison.
-    pub(super) fn write_note_words(&self, by: Rank, words: &[u64; NOTE_WORDS]) {
-        for (place, word) in self.note_places(by).into_iter().zip(words) {
-            place.store(*word, Ordering::Relaxed);
-        }
-    }
-
-    /// What [`write_note_words`](Self::write_note_words) left, once the poison has been seen.
-    pub(super) fn note_words(&self, by: Rank) -> [u64; NOTE_WORDS] {
-        self.note_places(by).map(|place| place.load(Ordering::Relaxed))
-    }
-
-    fn note_places(&self, by: Rank) -> [&AtomicU64; NOTE_WORDS] {
-        self.map.words(self.block(by) + NOTE)
-    }
-
     /// Wakes every rank that sleeps for what this rank has just stored.
     pub(super) fn ring_all(&self) {
         // SeqCst: see `ring`.
@@ -440,13 +422,13 @@ mod tests {
             Poison::Left { rank: 0 },
             Poison::Aborted { by: 7 },
             Poison::TimedOut { by: 9 },
-            Poison::Mismatch { by: 0, from: 255 },
+            Poison::Mismatch { by: 255 },
         ] {
             assert_eq!(Poison::decode(poison.encode(), 256), Some(poison));
         }
         assert_eq!(Poison::decode(u64::MAX, 256), None);
         assert_eq!(Poison::decode(Poison::Left { rank: 5 }.encode(), 5), None);
-        assert_eq!(Poison::decode(Poison::Mismatch { by: 0, from: 5 }.encode(), 5), None);
+        assert_eq!(Poison::decode(Poison::Mismatch { by: 5 }.encode(), 5), None);
     }
 
     #[test]

@@ -64,7 +64,7 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Host> {
     let segment = Arc::new(Segment::attach(file, world)?);
     let monitor = Monitor::start(Arc::clone(&segment), rank, deaths)?;
     let mut host = Host::new(segment, rank, joining.options, maker, Some(monitor))?;
-    host.reason = reason;
+    host.core.reason = reason;
     host.meet()?;
     Ok(host)
 }

@@ -18,7 +18,7 @@ use super::Host;
 use super::pace::Pace;
 use super::segment::{Counter, Poison, Segment, Stages};
 use super::sys;
-use crate::op::Fingerprint;
+use crate::backend::core::Rung;
 use crate::span::Span;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::{Error, OpDesc, Patience, Place, Rank, Result};
@@ -31,10 +31,6 @@ const LOOKS_ALERT: u32 = if cfg!(loom) { 1 } else { 1000 };
 /// How long a caller spins, when every rank can have a core. Longer gains nothing, since a yield on
 /// a free core takes less than a microsecond, and costs when a peer wants this core.
 pub(super) const SPIN: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 1 });
-/// How long a caller yields before it sleeps.
-pub(super) const YIELD: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 300 });
-/// How long the communication thread spins before it sleeps.
-pub(super) const SPIN_BACKGROUND: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 2 });
 /// The longest sleep without looking around, should a wake-up be lost to a crash.
 pub(super) const TICK: Duration = Duration::from_millis(50);
 /// The longest sleep where a publisher may not ring the bell.
@@ -85,7 +81,7 @@ impl<'a> Turn<'a> {
     }
 
     pub(super) fn rank(&self) -> Rank {
-        self.host.rank
+        self.host.core.rank
     }
 
     pub(super) fn world(&self) -> usize {
@@ -94,7 +90,7 @@ impl<'a> Turn<'a> {
 
     /// The other ranks, from the next one round, so that not all go to the same one first.
     pub(super) fn peers(&self) -> impl Iterator<Item = Rank> + use<> {
-        (self.rank() + 1..self.world()).chain(0..self.rank())
+        self.host.core.peers()
     }
 
     /// Gives `then` a span for each rank, in rank order.
@@ -120,7 +116,7 @@ impl<'a> Turn<'a> {
         if let Some(poison) = segment.poison() {
             return Err(self.failure(poison, Duration::ZERO));
         }
-        let own = self.op.fingerprint(seq, self.place).with_config(self.host.config_digest);
+        let own = self.host.core.fingerprint(self.op, seq, self.place);
         if CHECKED {
             segment.set_fingerprint(self.rank(), &own);
         }
@@ -134,7 +130,9 @@ impl<'a> Turn<'a> {
             self.wait(Who::All, &entered, None)?;
         }
         if CHECKED && self.peers().any(|rank| !segment.has_fingerprint(rank, &own)) {
-            return Err(self.mismatch(&own));
+            let calls: Vec<_> =
+                (0..self.world()).map(|rank| segment.fingerprint(rank, seq)).collect();
+            return self.host.core.compare(&own, &calls, self.name());
         }
         Ok(())
     }
@@ -188,7 +186,7 @@ impl<'a> Turn<'a> {
 
     fn looks(&self) -> u32 {
         match self.patience {
-            Patience::Caller if self.host.alert => LOOKS_ALERT,
+            Patience::Caller if self.host.core.alert => LOOKS_ALERT,
             _ => LOOKS,
         }
     }
@@ -219,25 +217,22 @@ impl<'a> Turn<'a> {
         reached: &dyn Fn(Rank, Ordering) -> bool,
         staged: Option<u64>,
     ) -> Result<()> {
-        let (spin, pause) = match (self.patience, self.host.alert) {
-            (Patience::Caller, true) => (SPIN, YIELD),
-            (Patience::Caller, false) => (Duration::ZERO, YIELD),
-            (Patience::Background, _) => (SPIN_BACKGROUND, Duration::ZERO),
-        };
         loop {
             let waited = since.elapsed();
-            if waited < spin {
-                for _ in 0..16 {
-                    if reached(rank, Ordering::Acquire) {
-                        return Ok(());
+            match self.host.core.rung(self.patience, SPIN, waited) {
+                Rung::Spin => {
+                    for _ in 0..16 {
+                        if reached(rank, Ordering::Acquire) {
+                            return Ok(());
+                        }
+                        std::hint::spin_loop();
                     }
-                    std::hint::spin_loop();
                 }
-            } else if waited < pause {
-                std::thread::yield_now();
-            } else {
-                let tick = TICK.min(self.timeout.saturating_sub(waited));
-                self.sleep(rank, tick, reached);
+                Rung::Yield => std::thread::yield_now(),
+                Rung::Sleep => {
+                    let tick = TICK.min(self.timeout.saturating_sub(waited));
+                    self.sleep(rank, tick, reached);
+                }
             }
             if reached(rank, Ordering::Acquire) {
                 return Ok(());
@@ -276,15 +271,6 @@ impl<'a> Turn<'a> {
         bell.store(0, Ordering::SeqCst);
     }
 
-    #[cold]
-    fn mismatch(&self, own: &Fingerprint) -> Error {
-        let calls = (0..self.world()).map(|rank| self.segment().fingerprint(rank, self.seq));
-        let calls: Vec<_> = calls.collect();
-        let field = calls.iter().find_map(|call| own.difference(call)).unwrap_or("verb");
-        let by_rank = calls.iter().map(Fingerprint::to_string).enumerate().collect();
-        Error::Mismatch { op: self.name(), field, by_rank }
-    }
-
     /// Fails the group because ranks did not come, unless they have by now.
     fn timed_out(
         &self,
@@ -318,11 +304,11 @@ impl<'a> Turn<'a> {
 
     /// The group's failure, as this rank tells it.
     pub(super) fn failure(&self, poison: Poison, waited: Duration) -> Error {
-        self.host.failure(poison, self.name(), waited)
+        self.host.error(poison, self.name(), waited)
     }
 
     /// For example `all_reduce #17 of group default`.
     pub(super) fn name(&self) -> String {
-        format!("{} #{} of group {}", self.op.verb, self.seq, self.host.name)
+        self.host.core.name_of(self.op.verb, self.seq)
     }
 }

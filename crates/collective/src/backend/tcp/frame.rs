@@ -11,7 +11,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::op::Fingerprint;
-use crate::{DType, Rank};
+use crate::{DType, Rank, Verb};
 
 /// Bytes of a header.
 pub const HEADER: usize = 64;
@@ -40,6 +40,8 @@ pub enum Frame {
     },
     /// A message between a pair of ranks follows.
     Message {
+        /// What the message is part of.
+        verb: Verb,
         /// Its elements.
         dtype: DType,
         /// How many follow.
@@ -148,7 +150,9 @@ impl Frame {
                 (2, [print.seq, a, b, c, d, e, 0])
             }
             Self::Block { seq, index, bytes } => (3, [seq, index, bytes, 0, 0, 0, 0]),
-            Self::Message { dtype, count } => (4, [dtype as u64, count, 0, 0, 0, 0, 0]),
+            Self::Message { verb, dtype, count } => {
+                (4, [verb as u64, dtype as u64, count, 0, 0, 0, 0])
+            }
             Self::Control { bytes } => (5, [bytes as u64, 0, 0, 0, 0, 0, 0]),
         };
         let mut header = [0; HEADER];
@@ -184,9 +188,11 @@ impl Frame {
                 Self::Enter(Fingerprint::from_words(seq, [a, b, c, d, e]))
             }
             (3, [seq, index, bytes, 0, 0, 0, 0]) => Self::Block { seq, index, bytes },
-            (4, [dtype, count, 0, 0, 0, 0, 0]) => {
+            (4, [verb, dtype, count, 0, 0, 0, 0]) => {
+                let verb = usize::try_from(verb).ok().and_then(|code| Verb::ALL.get(code));
                 let dtype = usize::try_from(dtype).ok().and_then(|code| DType::ALL.get(code));
-                Self::Message { dtype: *dtype.ok_or(Garbled)?, count }
+                let (Some(&verb), Some(&dtype)) = (verb, dtype) else { return Err(Garbled) };
+                Self::Message { verb, dtype, count }
             }
             (5, [bytes, 0, 0, 0, 0, 0, 0]) if bytes <= CONTROL_BYTES as u64 => {
                 Self::Control { bytes: bytes as usize }
@@ -250,8 +256,11 @@ mod tests {
             any::<(u64, [u64; 5])>()
                 .prop_map(|(seq, words)| Frame::Enter(Fingerprint::from_words(seq, words))),
             any::<[u64; 3]>().prop_map(|[seq, index, bytes]| Frame::Block { seq, index, bytes }),
-            (0..DType::ALL.len(), any::<u64>())
-                .prop_map(|(code, count)| Frame::Message { dtype: DType::ALL[code], count }),
+            (0..Verb::ALL.len(), 0..DType::ALL.len(), any::<u64>()).prop_map(
+                |(verb, dtype, count)| {
+                    Frame::Message { verb: Verb::ALL[verb], dtype: DType::ALL[dtype], count }
+                }
+            ),
             (0..=CONTROL_BYTES).prop_map(|bytes| Frame::Control { bytes }),
         ]
     }

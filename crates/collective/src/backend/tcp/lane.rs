@@ -5,14 +5,15 @@ use std::collections::VecDeque;
 use std::io;
 
 use super::frame::{Frame, HEADER};
-use super::link::Link;
+use super::link::Stream;
+use crate::backend::core::{Block, Way};
 use crate::op::Fingerprint;
 use crate::span::Span;
-use crate::{DType, OpDesc, Rank};
+use crate::{DType, OpDesc, Rank, Verb};
 
 /// What is still to be sent to and received from one peer.
 #[derive(Debug, Default)]
-pub(super) struct Lane<'a> {
+pub(in crate::backend) struct Lane<'a> {
     out: VecDeque<Outgoing<'a>>,
     into: VecDeque<Incoming<'a>>,
     /// Blocks queued so far, each way.
@@ -42,18 +43,18 @@ struct Incoming<'a> {
 
 /// What a rank expects to come next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Expected {
+pub(in crate::backend) enum Expected {
     /// A fingerprint.
     Enter,
     /// This block.
     Block { seq: u64, index: u64, bytes: u64 },
     /// A message.
-    Message { dtype: DType, count: u64 },
+    Message { verb: Verb, dtype: DType, count: u64 },
 }
 
 /// Why nothing more can be received.
 #[derive(Debug)]
-pub(super) enum Fault {
+pub(in crate::backend) enum Fault {
     /// The connection has ended.
     Lost(io::Error),
     /// Something else has come; `None` if it is no header at all.
@@ -62,12 +63,12 @@ pub(super) enum Fault {
 
 impl<'a> Lane<'a> {
     /// Nothing is left to send.
-    pub(super) fn all_sent(&self) -> bool {
+    pub(in crate::backend) fn all_sent(&self) -> bool {
         self.out.is_empty()
     }
 
     /// Nothing is left to receive.
-    pub(super) fn all_received(&self) -> bool {
+    pub(in crate::backend) fn all_received(&self) -> bool {
         self.into.is_empty()
     }
 
@@ -88,12 +89,26 @@ impl<'a> Lane<'a> {
         self.expect(Expected::Block { seq, index, bytes }, body);
     }
 
-    pub(super) fn send_message(&mut self, dtype: DType, count: usize, body: Span<'a>) {
-        self.push(Frame::Message { dtype, count: count as u64 }, body);
+    /// Queues a message between a pair of ranks, one way or the other.
+    pub(in crate::backend) fn message(&mut self, verb: Verb, block: &Block<'a>) {
+        let (dtype, count) = (block.dtype, block.count as u64);
+        match block.way {
+            Way::Out => self.push(Frame::Message { verb, dtype, count }, block.memory),
+            Way::In => self.expect(Expected::Message { verb, dtype, count }, block.memory),
+        }
     }
 
-    pub(super) fn receive_message(&mut self, dtype: DType, count: usize, body: Span<'a>) {
-        self.expect(Expected::Message { dtype, count: count as u64 }, body);
+    /// The message between this rank and `peer` that waits the longest.
+    pub(in crate::backend) fn waits_for(&self, peer: Rank) -> Option<String> {
+        if let Some(Incoming { expected: Expected::Message { dtype, count, .. }, .. }) =
+            self.into.front()
+        {
+            return Some(message(*dtype, *count, "from", peer));
+        }
+        match Frame::decode(self.out.front()?.head.first_chunk()?) {
+            Ok(Frame::Message { dtype, count, .. }) => Some(message(dtype, count, "to", peer)),
+            _ => None,
+        }
     }
 
     fn expect(&mut self, expected: Expected, body: Span<'a>) {
@@ -116,7 +131,10 @@ impl<'a> Lane<'a> {
     }
 
     /// Sends what there is room for, or some of it; whether that was anything.
-    pub(super) fn send(&mut self, link: &mut dyn Link) -> io::Result<bool> {
+    pub(in crate::backend) fn send(
+        &mut self,
+        link: &mut (impl Stream + ?Sized),
+    ) -> io::Result<bool> {
         let mut moved = false;
         while let Some(out) = self.out.front_mut() {
             let (head, rest) = (&out.head[out.done.min(out.head_len)..out.head_len], out.rest());
@@ -133,7 +151,10 @@ impl<'a> Lane<'a> {
     }
 
     /// Receives what has come, or some of it; whether that was anything.
-    pub(super) fn receive(&mut self, link: &mut dyn Link) -> Result<bool, Fault> {
+    pub(in crate::backend) fn receive(
+        &mut self,
+        link: &mut (impl Stream + ?Sized),
+    ) -> Result<bool, Fault> {
         let mut moved = false;
         while let Some(next) = self.into.front_mut() {
             let done = match next.done {
@@ -180,8 +201,8 @@ impl Expected {
             (Self::Block { seq, index, bytes }, frame) => {
                 frame == Some(Frame::Block { seq, index, bytes })
             }
-            (Self::Message { dtype, count }, frame) => {
-                frame == Some(Frame::Message { dtype, count })
+            (Self::Message { verb, dtype, count }, frame) => {
+                frame == Some(Frame::Message { verb, dtype, count })
             }
             _ => false,
         }
@@ -189,27 +210,31 @@ impl Expected {
 
     /// If two ranks called different things, and it is not that one of them sends what nobody
     /// does: the first field that differs, and what each called.
-    pub(super) fn mismatch(
+    pub(in crate::backend) fn mismatch(
         self,
         got: Option<Frame>,
         own: (Rank, &OpDesc),
         peer: Rank,
     ) -> Option<(&'static str, Vec<(Rank, String)>)> {
         let (rank, op) = own;
-        let message = |dtype: DType, count: u64, way: &str, other: Rank| {
-            format!("a message of {count} {dtype} {way} rank {other}")
-        };
         let (field, called, sent) = match (self, got?) {
-            (Self::Enter, Frame::Message { dtype, count }) => {
+            (Self::Enter, Frame::Message { dtype, count, .. }) => {
                 ("verb", op.to_string(), message(dtype, count, "to", rank))
             }
-            (Self::Message { dtype, count }, Frame::Enter(print)) => {
+            (Self::Message { dtype, count, .. }, Frame::Enter(print)) => {
                 ("verb", message(dtype, count, "from", peer), print.to_string())
             }
-            (Self::Message { dtype, count }, Frame::Message { dtype: other, count: more }) => {
-                let field = if dtype == other { "count" } else { "dtype" };
-                let expected = message(dtype, count, "from", peer);
-                (field, expected, message(other, more, "to", rank))
+            (
+                Self::Message { verb, dtype, count },
+                Frame::Message { verb: v, dtype: d, count: c },
+            ) => {
+                let [called, sent] =
+                    [message(dtype, count, "from", peer), message(d, c, "to", rank)];
+                match (verb == v, dtype == d) {
+                    (false, _) => ("verb", format!("{verb}: {called}"), format!("{v}: {sent}")),
+                    (true, false) => ("dtype", called, sent),
+                    (true, true) => ("count", called, sent),
+                }
             }
             _ => return None,
         };
@@ -219,14 +244,19 @@ impl Expected {
     }
 }
 
+/// As error texts have it.
+fn message(dtype: DType, count: u64, way: &str, other: Rank) -> String {
+    format!("a message of {count} {dtype} {way} rank {other}")
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::Write;
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
+    use crate::Place;
     use crate::backend::tcp::link::Socket;
-    use crate::{Place, Verb};
 
     const OP: OpDesc =
         OpDesc { verb: Verb::Barrier, dtype: DType::U8, op: None, root: None, count: 0 };
@@ -235,6 +265,11 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         (one, listener.accept().unwrap().0)
+    }
+
+    fn block(way: Way, bytes: &mut [u8]) -> Block<'_> {
+        let (count, memory) = (bytes.len(), Span::from_mut(bytes));
+        Block { peer: 0, way, dtype: DType::U8, count, memory }
     }
 
     /// Receives until all is there or something is wrong.
@@ -259,9 +294,9 @@ mod tests {
                     let (mut into, mut last) = (vec![0; 3_000_000], [0; 3]);
                     lane.enter(&print);
                     lane.send_block(5, Span::from_mut(&mut sent));
-                    lane.send_message(DType::U8, 3, Span::from_mut(&mut small));
+                    lane.message(Verb::Batch, &block(Way::Out, &mut small));
                     lane.receive_block(5, Span::from_mut(&mut into));
-                    lane.receive_message(DType::U8, 3, Span::from_mut(&mut last));
+                    lane.message(Verb::Batch, &block(Way::In, &mut last));
                     while !(lane.all_sent() && lane.all_received()) {
                         lane.send(&mut link).unwrap();
                         lane.receive(&mut link).unwrap();
@@ -311,14 +346,17 @@ mod tests {
 
     #[test]
     fn what_two_ranks_call_is_told_in_the_order_of_ranks() {
-        let message = |count| Frame::Message { dtype: DType::F32, count };
+        let message = |count| Frame::Message { verb: Verb::Batch, dtype: DType::F32, count };
         let told = |expected: Expected, got| expected.mismatch(Some(got), (2, &OP), 1).unwrap();
         let (field, by_rank) = told(Expected::Enter, message(7));
         assert_eq!(field, "verb");
         assert_eq!(by_rank[0], (1, "a message of 7 f32 to rank 2".into()));
         assert_eq!(by_rank[1], (2, "barrier".into()));
-        let expected = Expected::Message { dtype: DType::F32, count: 8 };
+        let expected = Expected::Message { verb: Verb::Batch, dtype: DType::F32, count: 8 };
         assert_eq!(told(expected, message(7)).0, "count");
         assert_eq!(told(expected, Frame::Enter(OP.fingerprint(0, Place::Own))).0, "verb");
+        let other = Frame::Message { verb: Verb::Gather, dtype: DType::F32, count: 8 };
+        let (field, by_rank) = told(expected, other);
+        assert_eq!((field, &*by_rank[0].1), ("verb", "gather: a message of 8 f32 to rank 2"));
     }
 }

@@ -24,10 +24,7 @@ const TOGETHER: usize = 2 << 10;
 const AT_ONCE: usize = 512 << 10;
 
 /// Two streams of bytes, one to a peer and one from it.
-///
-/// A link may use the memory that it was given to send or to receive into until it has counted all
-/// of those bytes, or until [`let_go`](Self::let_go).
-pub(in crate::backend) trait Link: Debug + Send {
+pub(in crate::backend) trait Stream {
     /// Sends what there is room for of `head` and then `body`; how many bytes.
     fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize>;
 
@@ -37,7 +34,13 @@ pub(in crate::backend) trait Link: Debug + Send {
 
     /// The next header, if all of it is there.
     fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>>;
+}
 
+/// Streams that a rank can wait for.
+///
+/// A link may use the memory that it was given to send or to receive into until it has counted all
+/// of those bytes, or until [`let_go`](Self::let_go).
+pub(in crate::backend) trait Link: Stream + Debug + Send {
     /// What to poll until it can receive, or send; `None` if it can now.
     fn sleep(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>>;
 
@@ -83,7 +86,7 @@ impl Socket {
     }
 }
 
-impl Link for Socket {
+impl Stream for Socket {
     fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
         let body = body.part(0, body.len().min(AT_ONCE));
         let (socket, len) = (self.stream.as_fd(), head.len() + body.len());
@@ -123,7 +126,9 @@ impl Link for Socket {
         }
         Ok(header)
     }
+}
 
+impl Link for Socket {
     fn sleep(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
         Ok(Some(sys::interest(self.stream.as_fd(), receive, send)))
     }

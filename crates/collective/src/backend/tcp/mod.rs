@@ -18,21 +18,18 @@
 //! A forked child keeps its parent's sockets open: should the parent be killed while a child lives,
 //! the peers learn of it from a timeout only.
 
-#![expect(unsafe_code, reason = "turns the memory of an operation into spans")]
-
 mod address;
 pub(super) mod connect;
 mod control;
 mod execute;
 pub(crate) mod frame;
-mod lane;
+pub(super) mod lane;
 pub(super) mod link;
 mod ring;
 mod sys;
 pub(super) mod turn;
 
 use std::fmt::Debug;
-use std::sync::OnceLock;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -42,21 +39,19 @@ use self::control::Control;
 use self::frame::{Cause, Failure};
 use self::link::Link;
 use self::turn::{Stop, Turn};
-use super::block::Block;
-use super::host::ForkGuard;
+use super::block::Block as Ordinary;
+use super::core::{BARRIER, Block, Carrier, GroupCore, STANDING, Way, alone};
 use super::meet::{Joining, Place};
-use super::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemory, Wait};
+use super::{RawShared, Wait};
 use crate::algo::{self, Costs, Layout};
 use crate::span::Span;
-use crate::{DType, Determinism, Error, OpDesc, Rank, Result, Verb, simd};
+use crate::{Determinism, Error, OpDesc, Rank, Result, Verb};
 
 /// Ranks a group may have: each has two connections or three to each other, and a process 1024 open
 /// files unless told otherwise.
 const MAX_RANKS: usize = 1024;
 /// Scratch memory that is kept from one operation to the next.
 const SCRATCH_KEPT: usize = 16 << 20;
-/// The longest reason of an abort that is told.
-const REASON_BYTES: usize = 320;
 
 /// Reductions of a library, for groups in which any order of folding will do.
 pub(super) trait Native: Debug + Send + Sync {
@@ -73,24 +68,12 @@ pub(super) trait Native: Debug + Send + Sync {
 /// One rank of a group over connections between all pairs.
 #[derive(Debug)]
 pub(crate) struct Tcp {
-    carrier: &'static str,
-    rank: Rank,
-    /// Why it is this carrier.
-    reason: String,
+    core: GroupCore,
     layout: Layout,
-    name: String,
-    timeout: Duration,
     determinism: Determinism,
-    /// Digest of the configuration that all ranks share.
-    config_digest: u8,
     costs: Costs,
     native: Option<Box<dyn Native>>,
-    /// Every rank of this machine can have a core to itself.
-    alert: bool,
     state: Mutex<State>,
-    /// This rank's first failure.
-    failed: OnceLock<Error>,
-    guard: ForkGuard,
     // Says goodbye when dropped.
     control: Control,
 }
@@ -137,47 +120,33 @@ impl Tcp {
     ) -> Result<Self> {
         let own = &joining.places[joining.rank];
         let neighbours = joining.places.iter().filter(|place| place.same_cores(own)).count();
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let core = GroupCore::new(
+            (carrier, reason),
+            (joining.rank, joining.world()),
+            neighbours,
+            joining.options,
+            joining.shared.digest(),
+        )?;
         let tcp = Self {
-            carrier,
-            rank: joining.rank,
-            reason,
+            core,
             layout: layout(joining),
-            name: joining.options.name.clone(),
-            timeout: joining.options.timeout,
             determinism: joining.options.determinism,
-            config_digest: joining.shared.digest(),
             costs,
             native,
-            alert: neighbours <= cores,
             state: Mutex::new(State { seq: 0, links, scratch: Vec::new() }),
-            failed: OnceLock::new(),
-            guard: ForkGuard::new()?,
             control: Control::start(joining.rank, control)?,
         };
-        tcp.meet()?;
+        // A first barrier: everyone has all its connections.
+        tcp.core.note_failure(tcp.only_enter(&BARRIER))?;
         Ok(tcp)
-    }
-
-    /// The other ranks, from the next one round, so that not all go to the same one first.
-    fn peers(&self) -> impl Iterator<Item = Rank> + use<> {
-        let (rank, world) = (self.rank, self.layout.world());
-        (1..world).map(move |step| (rank + step) % world)
-    }
-
-    /// A first barrier: everyone has all its connections.
-    fn meet(&self) -> Result<()> {
-        let op = OpDesc { verb: Verb::Barrier, dtype: DType::U8, op: None, root: None, count: 0 };
-        self.only_enter(&op)
     }
 
     /// Meets all ranks at an operation that moves nothing.
     fn only_enter(&self, op: &OpDesc) -> Result<()> {
         let state = &mut *self.state.lock();
-        let wait = Wait { patience: Patience::Caller, timeout: None };
-        let mut turn = self.turn(&mut state.seq, &mut state.links, op, wait)?;
+        let mut turn = self.turn(&mut state.seq, &mut state.links, op, STANDING)?;
         turn.enter();
-        self.note_failure(turn.meet().and_then(|()| turn.finish()))
+        turn.meet().and_then(|()| turn.finish())
     }
 
     /// Begins an operation.
@@ -188,43 +157,24 @@ impl Tcp {
         op: &OpDesc,
         wait: Wait,
     ) -> Result<Turn<'a>> {
-        self.ready()?;
+        self.core.ready()?;
         let seq = *next;
         // What not all ranks take part in is no step of the group's history.
         *next += u64::from(op.verb != Verb::Batch);
-        let timeout = wait.timeout.unwrap_or(self.timeout);
+        let timeout = wait.timeout.unwrap_or(self.core.timeout);
         let turn = Turn::new(self, links, *op, seq, wait.patience, timeout);
         // What has happened while this rank computed.
         match self.control.failure() {
             None => Ok(turn),
-            Some(failure) => {
-                self.note_failure(Err(self.error(failure, turn.name(), Duration::ZERO)))
-            }
+            Some(failure) => Err(self.error(failure, turn.name(), Duration::ZERO)),
         }
-    }
-
-    fn fork_check(&self) -> Result<()> {
-        if self.guard.forked() {
-            return Err(Error::InvalidArgument(
-                "a process group belongs to the process that made it, not to a fork".into(),
-            ));
-        }
-        Ok(())
-    }
-
-    /// Remembers the first failure.
-    fn note_failure<T>(&self, result: Result<T>) -> Result<T> {
-        if let Err(error) = &result {
-            self.failed.get_or_init(|| error.clone());
-        }
-        result
     }
 
     /// The group's failure, as this rank tells it.
     fn error(&self, failure: &Failure, op: String, waited: Duration) -> Error {
         let by = failure.by;
         match failure.cause.clone() {
-            Cause::Died { rank, .. } if rank == self.rank => {
+            Cause::Died { rank, .. } if rank == self.core.rank => {
                 let reason = format!("rank {by} has lost its connection to this rank");
                 Error::Aborted { by, reason }
             }
@@ -234,7 +184,7 @@ impl Tcp {
             }
             Cause::Aborted { reason } => Error::Aborted { by, reason },
             // For the rank that came too late, the others have given up.
-            Cause::TimedOut { missing, text } if missing.contains(&self.rank) => {
+            Cause::TimedOut { missing, text } if missing.contains(&self.core.rank) => {
                 Error::Aborted { by, reason: text }
             }
             Cause::TimedOut { missing, .. } => Error::Timeout { op, waited, missing },
@@ -244,11 +194,17 @@ impl Tcp {
             }
         }
     }
+}
+
+impl Carrier for Tcp {
+    fn core(&self) -> &GroupCore {
+        &self.core
+    }
 
     fn perform(&self, op: &OpDesc, input: Span<'_>, output: Span<'_>, wait: Wait) -> Result<()> {
         let State { seq, links, scratch } = &mut *self.state.lock();
         let mut turn = self.turn(seq, links, op, wait)?;
-        if self.layout.world() == 1 {
+        if self.core.world == 1 {
             alone(op, input, output);
             return Ok(());
         }
@@ -258,8 +214,8 @@ impl Tcp {
                 execute::by_library(&mut turn, &**native, output, scratch)
             }
             _ => {
-                let schedule =
-                    algo::plan(op, self.rank, &self.layout, self.determinism, &self.costs);
+                let (rank, layout) = (self.core.rank, &self.layout);
+                let schedule = algo::plan(op, rank, layout, self.determinism, &self.costs);
                 let scratch = at_least(scratch, schedule.scratch);
                 let memory = algo::Memory { input, output, scratch };
                 execute::run(&mut turn, &schedule, op.dtype, memory)
@@ -269,140 +225,56 @@ impl Tcp {
         if scratch.len() > SCRATCH_KEPT {
             *scratch = Vec::new();
         }
-        self.note_failure(result)
+        result
     }
 
-    /// Queues the transfers and carries them out.
-    fn trade<'a>(&self, turn: &mut Turn<'a>, blocks: &[(Transfer, Span<'a>)]) -> Result<()> {
-        let all_ranks = turn.op.verb != Verb::Batch;
-        let send = |turn: &mut Turn<'a>, blocks: &[(Transfer, Span<'a>)]| {
-            for (Transfer { peer, dtype, count, memory }, span) in blocks {
-                if let TransferMemory::Send(_) = memory {
-                    turn.send_message(*peer, *dtype, *count, *span);
-                }
-            }
-        };
-        if all_ranks {
-            // What goes before all have entered should not hold up a fingerprint.
-            let large = blocks.iter().position(|(_, span)| span.len() > execute::EARLY);
-            let (early, late) = blocks.split_at(large.unwrap_or(blocks.len()));
-            turn.enter();
-            send(turn, early);
-            turn.meet()?;
-            send(turn, late);
-        } else {
-            let gone = blocks.iter().find(|(block, _)| self.control.has_left(block.peer));
-            if let Some((Transfer { peer, .. }, _)) = gone {
-                let failure = self.control.left(*peer, &turn.name());
-                return Err(self.error(failure, turn.name(), Duration::ZERO));
-            }
-            send(turn, blocks);
-        }
-        for (Transfer { peer, dtype, count, memory }, span) in blocks {
-            if let TransferMemory::Receive(_) = memory {
-                turn.receive_message(*peer, *dtype, *count, *span);
-            }
-        }
-        turn.finish()
-    }
-}
-
-impl Backend for Tcp {
-    fn name(&self) -> &'static str {
-        self.carrier
-    }
-
-    fn reason(&self) -> &str {
-        &self.reason
-    }
-
-    fn rank(&self) -> Rank {
-        self.rank
-    }
-
-    fn world_size(&self) -> usize {
-        self.layout.world()
-    }
-
-    fn forked(&self) -> bool {
-        self.guard.forked()
-    }
-
-    fn ready(&self) -> Result<()> {
-        self.fork_check()?;
-        match self.failed.get() {
-            Some(error) => Err(Error::Poisoned(Box::new(error.clone()))),
-            None => Ok(()),
-        }
-    }
-
-    fn health(&self) -> Result<()> {
-        self.fork_check()?;
-        if let Some(error) = self.failed.get() {
-            return Err(error.clone());
-        }
-        match self.control.failure() {
-            Some(failure) => {
-                Err(self.error(failure, format!("group {}", self.name), Duration::ZERO))
-            }
-            None => Ok(()),
-        }
-    }
-
-    unsafe fn run(&self, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()> {
-        self.fork_check()?;
-        let (size, world) = (op.dtype.size(), self.layout.world());
-        let (input_len, output_len) = (op.input_count(world) * size, op.output_count(world) * size);
-        // SAFETY: the caller's promise; schedules only read the input.
-        let input = unsafe { Span::new(bufs.input.cast_mut(), input_len) };
-        // SAFETY: the caller's promise.
-        let output = unsafe { Span::new(bufs.output, output_len) };
-        self.perform(op, input, output, wait)
-    }
-
-    unsafe fn exchange(&self, op: &OpDesc, transfers: &[Transfer], wait: Wait) -> Result<()> {
-        self.fork_check()?;
-        let block = |transfer: &Transfer| {
-            let ptr = match transfer.memory {
-                TransferMemory::Send(from) => from.cast_mut(),
-                TransferMemory::Receive(to) => to,
-            };
-            // SAFETY: the caller's promise; what is to be sent is only read.
-            (*transfer, unsafe { Span::new(ptr, transfer.count * transfer.dtype.size()) })
-        };
-        let blocks: Vec<_> = transfers.iter().map(block).collect();
+    fn trade(&self, op: &OpDesc, blocks: Vec<Block<'_>>, wait: Wait) -> Result<()> {
         let state = &mut *self.state.lock();
         let mut turn = self.turn(&mut state.seq, &mut state.links, op, wait)?;
-        self.note_failure(self.trade(&mut turn, &blocks))
-    }
-
-    fn alloc(&self, dtype: DType, count: usize) -> Result<RawShared> {
-        self.fork_check()?;
-        let op = OpDesc { verb: Verb::Alloc, dtype, op: None, root: None, count };
-        // The caller's mistake, seen before anything is sent.
-        let layout = Block::layout(&op)?;
-        self.only_enter(&op)?;
-        let Some(block) = Block::new(layout) else {
-            let reason = format!("{op}: no memory");
-            self.abort(&reason);
-            return self.note_failure(Err(Error::Aborted { by: self.rank, reason }));
-        };
-        Ok(block.share())
-    }
-
-    fn abort(&self, reason: &str) {
-        if self.guard.forked() {
-            return;
+        if op.verb != Verb::Batch {
+            // What goes before all have entered should not hold up a fingerprint.
+            let large = blocks.iter().position(|block| block.memory.len() > execute::EARLY);
+            let (early, late) = blocks.split_at(large.unwrap_or(blocks.len()));
+            turn.enter();
+            turn.queue(early, Way::Out);
+            turn.meet()?;
+            turn.queue(late, Way::Out);
+        } else {
+            if let Some(gone) = blocks.iter().find(|block| self.control.has_left(block.peer)) {
+                let failure = self.control.left(gone.peer, &turn.name());
+                return Err(self.error(failure, turn.name(), Duration::ZERO));
+            }
+            turn.queue(&blocks, Way::Out);
         }
-        let end = reason.floor_char_boundary(REASON_BYTES);
-        self.control.fail(Cause::Aborted { reason: reason[..end].to_owned() });
+        turn.queue(&blocks, Way::In);
+        turn.finish()
+    }
+
+    fn obtain(&self, op: &OpDesc) -> Result<RawShared> {
+        // The caller's mistake, seen before anything is sent.
+        let layout = Ordinary::layout(op)?;
+        self.core.note_failure(self.only_enter(op))?;
+        let Some(memory) = Ordinary::new(layout) else {
+            let reason = format!("{op}: no memory");
+            self.give_up(&reason);
+            return self.core.note_failure(Err(Error::Aborted { by: self.core.rank, reason }));
+        };
+        Ok(memory.share())
+    }
+
+    fn failure(&self, op: String) -> Option<Error> {
+        self.control.failure().map(|failure| self.error(failure, op, Duration::ZERO))
+    }
+
+    fn give_up(&self, reason: &str) {
+        self.control.fail(Cause::Aborted { reason: reason.to_owned() });
     }
 }
 
 impl Drop for Tcp {
     fn drop(&mut self) {
         // A fork's copy must not say goodbye for the parent.
-        if self.guard.forked() {
+        if self.core.forked() {
             self.control.forget();
             // A library's threads, for which closing its connections would wait, are in the parent.
             std::mem::forget(std::mem::take(&mut self.state.get_mut().links));
@@ -426,12 +298,4 @@ fn at_least(memory: &mut Vec<u8>, len: usize) -> Span<'_> {
         memory.resize(len, 0);
     }
     Span::from_mut(&mut memory[..len])
-}
-
-/// A group of one: the verbs without the peers.
-fn alone(op: &OpDesc, input: Span<'_>, output: Span<'_>) {
-    match op.op {
-        Some(reduce) => simd::fold(op.dtype, reduce, &[output], &[input]),
-        None => output.copy_from(input),
-    }
 }

@@ -16,18 +16,11 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::frame::HEADER;
 use super::link::{Link, is_nothing};
 use super::sys;
-use crate::backend::host::channel::{Layout, Receiver, Sender};
+use crate::backend::host::channel::{Bell, Layout, Pair};
 use crate::backend::host::sys::{Mapping, is_sealed, memfd};
-use crate::span::Span;
 use crate::{Error, Rank, Result};
-
-/// Bytes moved before the other side is told.
-const PIECE: usize = 16 << 10;
-/// Bytes moved before the other links have their turn.
-const BUDGET: usize = 64 << 10;
 
 /// The shared memory of the ranks of one machine.
 #[derive(Debug)]
@@ -69,50 +62,43 @@ impl Rings {
     pub(super) fn link(&self, own: Rank, peer: Rank, bell: TcpStream) -> Result<Ring> {
         let index = |rank| self.ranks.binary_search(&rank).expect("a rank of this machine");
         let (own, peer) = (index(own), index(peer));
-        Ok(Ring {
-            out: Sender::new(&self.map, &self.layout, own, peer)?,
-            into: Receiver::new(&self.map, &self.layout, peer, own)?,
+        let socket = Socket {
             map: Arc::clone(&self.map),
             asleep: self.layout.asleep(own, peer),
             peer_asleep: self.layout.asleep(peer, own),
             sleeping: false,
-            bell,
+            stream: bell,
             ended: false,
-            header: [0; HEADER],
-            filled: 0,
-        })
+        };
+        Pair::new(&self.map, &self.layout, [own, peer], socket)
     }
 }
 
 /// The link to one peer.
+pub(super) type Ring = Pair<Socket>;
+
+/// The data connection, as a bell.
 #[derive(Debug)]
-pub(super) struct Ring {
-    out: Sender,
-    into: Receiver,
+pub(super) struct Socket {
     map: Arc<Mapping>,
     /// The words by which this rank asks to be woken, and the peer.
     asleep: usize,
     peer_asleep: usize,
     /// Between `sleep` and `wake`.
     sleeping: bool,
-    /// The data connection.
-    bell: TcpStream,
+    stream: TcpStream,
     /// It has been seen to have ended: nothing more is put into the ring.
     ended: bool,
-    /// The part of a header that has come.
-    header: [u8; HEADER],
-    filled: usize,
 }
 
-impl Ring {
-    /// Lets the peer know that something has moved.
-    fn nudge(&self) {
+impl Bell for Socket {
+    fn ring(&self) {
         let word = self.map.word(self.peer_asleep);
         // SeqCst, after what was published with it: see `sleep`.
         if word.load(Ordering::SeqCst) != 0 && word.swap(0, Ordering::SeqCst) != 0 {
             // It can fail only if there is no room, and then there is something to read, or if the
             // connection has ended, which the next sleep finds out.
-            drop(sys::send(self.bell.as_fd(), &[1]));
+            drop(sys::send(self.stream.as_fd(), &[1]));
         }
     }
 
@@ -122,78 +108,23 @@ impl Ring {
 }
 
 impl Link for Ring {
-    fn try_send(&mut self, head: &[u8], body: Span<'_>) -> io::Result<usize> {
-        let wanted = (head.len() + body.len()).min(BUDGET);
-        let mut sent = 0;
-        while sent < wanted {
-            let most = (wanted - sent).min(PIECE);
-            let end = sent + self.out.room(most)?.min(most);
-            if end == sent {
-                break;
-            }
-            let (in_head, until) = (sent.min(head.len()), end.min(head.len()));
-            self.out.put_slice(&head[in_head..until]);
-            let (in_body, until) = (sent.max(head.len()), end.max(head.len()));
-            self.out.put(body.part(in_body - head.len(), until - in_body));
-            self.out.publish();
-            self.nudge();
-            sent = end;
-        }
-        if sent < wanted {
-            self.still_there()?;
-        }
-        Ok(sent)
-    }
-
-    fn try_receive(&mut self, into: Span<'_>) -> io::Result<usize> {
-        let wanted = into.len().min(BUDGET);
-        let mut received = 0;
-        while received < wanted {
-            let most = (wanted - received).min(PIECE);
-            let some = self.into.ready(most)?.min(most);
-            if some == 0 {
-                break;
-            }
-            self.into.take(into.part(received, some));
-            self.into.publish();
-            self.nudge();
-            received += some;
-        }
-        if received == 0 && wanted > 0 {
-            self.still_there()?;
-        }
-        Ok(received)
-    }
-
-    fn try_header(&mut self) -> io::Result<Option<[u8; HEADER]>> {
-        let mut header = self.header;
-        self.filled += self.try_receive(Span::from_mut(&mut header[self.filled..]))?;
-        self.header = header;
-        if self.filled < HEADER {
-            return Ok(None);
-        }
-        self.filled = 0;
-        Ok(Some(header))
-    }
-
     fn sleep(&mut self, receive: bool, send: bool) -> io::Result<Option<libc::pollfd>> {
-        self.sleeping = true;
+        self.bell.sleeping = true;
         // SeqCst: either the looks below see what the peer published, or the peer, who looks at the
         // word after publishing, sees it set.
-        self.map.word(self.asleep).store(1, Ordering::SeqCst);
-        let can_move =
-            self.ended || (receive && self.into.ready(1)? > 0) || (send && self.out.room(1)? > 0);
-        Ok((!can_move).then(|| sys::interest(self.bell.as_fd(), true, false)))
+        self.bell.map.word(self.bell.asleep).store(1, Ordering::SeqCst);
+        let can_move = self.bell.ended || self.can_move(receive, send)?;
+        Ok((!can_move).then(|| sys::interest(self.bell.stream.as_fd(), true, false)))
     }
 
     fn wake(&mut self) {
-        if !std::mem::take(&mut self.sleeping) {
+        let bell = &mut self.bell;
+        if !std::mem::take(&mut bell.sleeping) {
             return;
         }
-        self.map.word(self.asleep).store(0, Ordering::SeqCst);
+        bell.map.word(bell.asleep).store(0, Ordering::SeqCst);
         // A byte that comes later, for this sleep, ends the next one too soon, and that is all.
-        let rung = sys::receive(self.bell.as_fd(), &mut [0; 64]);
-        self.ended = match rung {
+        bell.ended = match sys::receive(bell.stream.as_fd(), &mut [0; 64]) {
             Ok(bytes) => bytes == 0,
             Err(error) => !is_nothing(&error),
         };
@@ -206,6 +137,10 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::backend::host::channel::BUDGET;
+    use crate::backend::tcp::frame::HEADER;
+    use crate::backend::tcp::link::Stream;
+    use crate::span::Span;
 
     fn pair() -> [Ring; 2] {
         let memory = Rings::create(2).unwrap();

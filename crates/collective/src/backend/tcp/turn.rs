@@ -20,15 +20,12 @@ use super::frame::Cause;
 use super::lane::{Fault, Lane};
 use super::link::Link;
 use super::sys;
+use crate::backend::core::{Block, GroupCore, Rung, Way};
 use crate::span::Span;
-use crate::{DType, Error, OpDesc, Patience, Place, Rank, Result, Verb};
+use crate::{Error, OpDesc, Patience, Place, Rank, Result, Verb};
 
 /// How long a caller tries again at once, when every rank of the machine can have a core.
 const SPIN: Duration = Duration::from_micros(50);
-/// How long a caller yields before it polls.
-const YIELD: Duration = Duration::from_micros(300);
-/// How long the communication thread tries again before it polls.
-const SPIN_BACKGROUND: Duration = Duration::from_micros(2);
 /// Time between two questions to the peers, at least and at most.
 const ASK: [Duration; 2] = [Duration::from_millis(2), Duration::from_secs(1)];
 /// The longest sleep.
@@ -90,7 +87,7 @@ impl<'a> Turn<'a> {
     }
 
     pub(in crate::backend) fn rank(&self) -> Rank {
-        self.tcp.rank
+        self.tcp.core.rank
     }
 
     pub(in crate::backend) fn world(&self) -> usize {
@@ -99,17 +96,16 @@ impl<'a> Turn<'a> {
 
     /// For example `all_reduce #17 of group default`.
     pub(super) fn name(&self) -> String {
-        let (verb, group) = (self.op.verb, &self.tcp.name);
-        match verb {
-            Verb::Batch => format!("{verb} of group {group}"),
-            _ => format!("{verb} #{} of group {group}", self.seq),
+        match self.op.verb {
+            verb @ Verb::Batch => format!("{verb} of group {}", self.core().name),
+            verb => self.core().name_of(verb, self.seq),
         }
     }
 
     /// Queues the header that says that this rank has entered, and those of the peers.
     pub(super) fn enter(&mut self) {
-        let own = self.op.fingerprint(self.seq, Place::Own).with_config(self.tcp.config_digest);
-        for rank in self.tcp.peers() {
+        let own = self.core().fingerprint(&self.op, self.seq, Place::Own);
+        for rank in self.core().peers() {
             self.lanes[rank].enter(&own);
         }
     }
@@ -118,12 +114,10 @@ impl<'a> Turn<'a> {
     /// [`enter`](Self::enter) and sends may have been queued.
     pub(super) fn meet(&mut self) -> Result<()> {
         self.settle(Until::Entered)?;
-        let own = self.op.fingerprint(self.seq, Place::Own).with_config(self.tcp.config_digest);
+        let own = self.core().fingerprint(&self.op, self.seq, Place::Own);
         // Of all lanes, only this rank's own has none.
-        let prints = || self.lanes.iter().map(|lane| lane.entered.unwrap_or(own));
-        let Some(field) = prints().find_map(|print| own.difference(&print)) else { return Ok(()) };
-        let by_rank = prints().map(|print| print.to_string()).enumerate().collect();
-        Err(Error::Mismatch { op: self.name(), field, by_rank })
+        let calls: Vec<_> = self.lanes.iter().map(|lane| lane.entered.unwrap_or(own)).collect();
+        self.core().compare(&own, &calls, self.name())
     }
 
     /// Queues a block of this operation, unless it is empty.
@@ -140,14 +134,11 @@ impl<'a> Turn<'a> {
         }
     }
 
-    /// Queues a message between a pair of ranks.
-    pub(super) fn send_message(&mut self, to: Rank, dtype: DType, count: usize, body: Span<'a>) {
-        self.lanes[to].send_message(dtype, count, body);
-    }
-
-    /// Queues a message between a pair of ranks.
-    pub(super) fn receive_message(&mut self, from: Rank, dtype: DType, n: usize, body: Span<'a>) {
-        self.lanes[from].receive_message(dtype, n, body);
+    /// Queues those messages between pairs of ranks that go this way.
+    pub(super) fn queue(&mut self, messages: &[Block<'a>], way: Way) {
+        for block in messages.iter().filter(|block| block.way == way) {
+            self.lanes[block.peer].message(self.op.verb, block);
+        }
     }
 
     /// Returns when all that was queued has come and gone.
@@ -173,6 +164,10 @@ impl<'a> Turn<'a> {
         run(&go_on).map_err(|stop| self.stopped(stop, start.elapsed()))
     }
 
+    fn core(&self) -> &'a GroupCore {
+        &self.tcp.core
+    }
+
     fn control(&self) -> &'a Control {
         &self.tcp.control
     }
@@ -193,7 +188,7 @@ impl<'a> Turn<'a> {
                 (Err(stop), _) => return Err(self.stopped(stop, pause.waited())),
                 (Ok(true), Until::Done) => pause = Pause::new(until),
                 // Whoever has not come may need this core.
-                (Ok(true), Until::Entered) if !self.tcp.alert => std::thread::yield_now(),
+                (Ok(true), Until::Entered) if !self.core().alert => std::thread::yield_now(),
                 (Ok(true), Until::Entered) => {}
                 (Ok(false), _) => self.pause(&mut pause)?,
             }
@@ -211,8 +206,9 @@ impl<'a> Turn<'a> {
     /// Moves what can be moved now; whether that was anything. That a connection is lost is told
     /// after the others have been looked at.
     fn advance(&mut self, until: Until) -> std::result::Result<bool, Stop> {
+        let core = self.core();
         let (mut moved, mut lost) = (false, None);
-        for rank in self.tcp.peers() {
+        for rank in core.peers() {
             let lane = &mut self.lanes[rank];
             if lane.all_sent() && lane.all_received() {
                 continue;
@@ -220,7 +216,7 @@ impl<'a> Turn<'a> {
             let link = self.links[rank].as_mut().expect("a link to every peer");
             match lane.send(&mut **link) {
                 // Where ranks share cores, the others' come while this one's go, or when it yields.
-                Ok(true) if until == Until::Entered && !self.tcp.alert => {
+                Ok(true) if until == Until::Entered && !core.alert => {
                     moved = true;
                     continue;
                 }
@@ -233,7 +229,7 @@ impl<'a> Turn<'a> {
                 Ok(some) => moved |= some,
                 Err(Fault::Lost(error)) => lost = Some(Stop::Lost(rank, error)),
                 Err(Fault::Unexpected(expected, got)) => {
-                    let own = (self.tcp.rank, &self.op);
+                    let own = (self.rank(), &self.op);
                     let cause = match expected.mismatch(got, own, rank) {
                         Some((field, by_rank)) => Cause::Mismatch { field: field.into(), by_rank },
                         None => {
@@ -271,26 +267,19 @@ impl<'a> Turn<'a> {
     fn pause(&mut self, pause: &mut Pause) -> Result<()> {
         let since = *pause.since.get_or_insert_with(Instant::now);
         let waited = since.elapsed();
-        let (spin, yields) = match (self.patience, self.tcp.alert) {
-            (Patience::Caller, true) => (SPIN, YIELD),
-            (Patience::Caller, false) => (Duration::ZERO, YIELD),
-            (Patience::Background, _) => (SPIN_BACKGROUND, Duration::ZERO),
-        };
         if waited >= self.timeout {
             return Err(self.stopped(Stop::Late(self.pending(pause.until)), waited));
         }
-        if waited < spin {
-            std::hint::spin_loop();
-        } else if waited < yields {
-            std::thread::yield_now();
-        } else {
-            self.sleep(pause, waited)?;
+        match self.core().rung(self.patience, SPIN, waited) {
+            Rung::Spin => std::hint::spin_loop(),
+            Rung::Yield => std::thread::yield_now(),
+            Rung::Sleep => self.sleep(pause, waited)?,
         }
         Ok(())
     }
 
     #[cold]
-    fn sleep(&mut self, pause: &mut Pause, waited: Duration) -> Result<()> {
+    fn sleep(&mut self, pause: &Pause, waited: Duration) -> Result<()> {
         self.control().wait_for(&self.pending(pause.until));
         let mut tick = (self.timeout - waited).min(TICK);
         let half = self.timeout / 2;

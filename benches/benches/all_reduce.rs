@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use benches::memcpy_ceiling;
 use collective::{
-    GroupOptions, ProcessGroup, ReduceOp, Result, SharedBuf, TcpStore, TcpStoreServer,
+    GroupOptions, ProcessGroup, ReduceOp, Result, SharedBuf, TcpStore, store::TcpStoreServer,
 };
 use criterion::{BenchmarkId, Criterion, Throughput};
 

@@ -4,7 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use collective::reducer::ParamInfo;
-use collective::{DType, ProcessGroup, Reducer, ReducerOptions};
+use collective::{
+    DType, ProcessGroup,
+    reducer::{Reducer, ReducerOptions},
+};
 use fused_optim::Slice;
 use parking_lot::Mutex;
 use runner::Result;

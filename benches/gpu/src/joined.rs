@@ -14,7 +14,10 @@
 use collective::reducer::{
     BucketKernels, BucketPlan, DeviceReducer, DeviceReducerOptions, ParamInfo,
 };
-use collective::{DType, DeviceBuf, DeviceStream, Error, ProcessGroup};
+use collective::{
+    DType, Error, ProcessGroup,
+    device::{DeviceBuf, DeviceStream},
+};
 use fused_optim::StepCtl;
 use fused_optim::cuda::{DeviceParam, DeviceSlice, Gpu, LossScale, Status};
 

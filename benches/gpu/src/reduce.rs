@@ -10,8 +10,9 @@ use std::time::Duration;
 
 use collective::reducer::{DeviceReducer, DeviceReducerOptions, NoKernels, ParamInfo};
 use collective::{
-    DeviceBuf, DeviceStream, GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Store, TcpStore,
-    TcpStoreServer, Transport,
+    GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Store, TcpStore, Transport,
+    device::{DeviceBuf, DeviceStream},
+    store::TcpStoreServer,
 };
 use fused_optim::cuda::{DeviceSlice, LossScale};
 

@@ -23,7 +23,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use collective::{GroupOptions, ProcessGroup, ReduceOp, TcpStore, TcpStoreServer, Transport};
+use collective::{
+    GroupOptions, ProcessGroup, ReduceOp, TcpStore, Transport, store::TcpStoreServer,
+};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 

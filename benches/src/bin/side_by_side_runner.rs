@@ -13,7 +13,7 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use collective::{GroupOptions, ProcessGroup, ReducerOptions, Topology};
+use collective::{GroupOptions, ProcessGroup, Topology, reducer::ReducerOptions};
 use fused_optim::{Slice, SliceMut};
 use parking_lot::Mutex;
 use runner::config::Config;

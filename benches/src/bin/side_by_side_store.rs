@@ -12,7 +12,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::SocketAddr;
 use std::time::Instant;
 
-use collective::TcpStoreServer;
+use collective::store::TcpStoreServer;
 use collective::store::tcp::codec::{MAGIC, Request};
 use mio::net::TcpStream;
 use mio::{Events, Interest, Poll, Token};

@@ -9,7 +9,10 @@
 use std::time::Duration;
 
 use collective::sim::{Algorithm, Network, Placement, simulate};
-use collective::{DType, Determinism, OpDesc, ReduceOp, Verb};
+use collective::{
+    DType, Determinism, ReduceOp,
+    backend::{OpDesc, Verb},
+};
 
 /// Bytes, and how they are called.
 const SIZES: [(usize, &str); 6] = [

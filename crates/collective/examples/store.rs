@@ -13,7 +13,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use collective::{PrefixStore, Store, TcpStore, TcpStoreServer};
+use collective::{
+    Store, TcpStore,
+    store::{PrefixStore, TcpStoreServer},
+};
 
 const WORLD_SIZE: usize = 3;
 const TIMEOUT: Duration = Duration::from_secs(10);

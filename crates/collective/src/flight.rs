@@ -1,6 +1,6 @@
 //! The flight recorder: what this rank called last, and how far each call got.
 //!
-//! It sits between the verbs and whatever backend there is, keeps the last [`CALLS`] steps, is
+//! It sits between the verbs and whatever backend there is, keeps the last `CALLS` steps, is
 //! always on, and costs a lock and two readings of a clock a step. When the group fails for the first time
 //! it writes itself to a file, if it has been told where.
 

@@ -9,7 +9,7 @@
 //! threads of one process ([`ProcessGroup::threads`]: tests, examples) or processes, of one machine
 //! or several, that found each other through a [`store`] ([`ProcessGroup::from_store`];
 //! [`init_process_group`] does it with what the launcher left in the environment). [`dist`] has the
-//! functions of `mmengine.dist`, for code that also runs alone. A [`Reducer`] averages a model's
+//! functions of `mmengine.dist`, for code that also runs alone. A [`Reducer`](reducer::Reducer) averages a model's
 //! gradients over a group while backward still runs.
 //!
 //! * **Same call everywhere, checked.** A call becomes an [`OpDesc`]; its [`Fingerprint`] is
@@ -31,17 +31,20 @@
 //!   how far it got; [`GroupOptions::with_flight_dir`] has it written when the group fails.
 //! * **Shared buffers are faster.** [`ProcessGroup::alloc`] gives memory the ranks share;
 //!   reducing it copies nothing.
-//! * **Devices have a door of their own.** [`ProcessGroup::device`] takes the memory of a CUDA device or an NPU
-//!   and a stream, with other promises, see [`device`]: what the items above say is of memory of the host.
-//! * **Networks that are not there.** [`sim`] carries out the algorithms between machines on virtual
+//! * **Device memory has a separate API.** [`ProcessGroup::device`] takes the memory of a CUDA device or an NPU
+//!   and a stream, with other promises, see [`device`]: the items above are about memory of the host.
+//! * **Simulated networks.** [`sim`] carries out the algorithms between machines on virtual
 //!   time: for thousands of ranks without data, or for threads with real ones, faults included.
 //!
-//! What carries the data is a [`Backend`]; the embedded ones need nothing installed: shared memory
-//! within a machine, TCP between several ([`Transport`]). Whoever can reach a rank's port can disturb
-//! a group over TCP, and nothing is encrypted: the network must be trusted. Linux only.
+//! What carries the data is a [`Backend`]; [`backend`] is for those who write one.
+//! The embedded ones need nothing installed: shared memory within a machine, TCP between several
+//! ([`Transport`]). Whoever can reach a rank's port can disturb a group over TCP, and nothing is
+//! encrypted: the network must be trusted. Linux only.
 
+pub mod backend;
 pub mod device;
 pub mod dist;
+pub mod flight;
 pub mod init;
 pub mod object;
 pub mod reducer;
@@ -49,11 +52,9 @@ pub mod sim;
 pub mod store;
 
 mod algo;
-mod backend;
 mod copy;
 mod element;
 mod error;
-mod flight;
 mod membership;
 mod op;
 mod options;
@@ -69,25 +70,22 @@ mod ticks;
 mod verbs;
 mod work;
 
-pub use backend::{Backend, Patience, RawBufs, RawShared, Seed, Transfer, TransferMemory, Wait};
 #[doc(hidden)]
 pub use copy::copy_slice;
-pub use device::{DeviceBuf, DeviceCalls, DeviceStream, DeviceWork};
 pub use element::{DType, Element};
 pub use error::{Error, Result};
-pub use flight::{FlightCall, FlightOutcome, FlightRecord};
-pub use init::{Accelerator, Launcher, Topology, init_process_group};
-pub use membership::Connect;
-pub use op::{Fingerprint, OpDesc, Place, Verb};
+pub use init::{Topology, init_process_group};
 pub use options::{Determinism, GroupOptions, Transport};
 pub use process_group::ProcessGroup;
-pub use reduce_op::{Factor, ReduceOp};
-pub use reducer::{Reducer, ReducerOptions};
+pub use reduce_op::ReduceOp;
 pub use shared_buf::SharedBuf;
-pub use store::{MemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
-pub use table::Addressed;
+pub use store::{MemoryStore, Store, TcpStore};
 pub use verbs::Message;
 pub use work::{Buffer, Work};
+
+pub(crate) use backend::{Backend, Fingerprint, OpDesc, Patience, Place, Verb};
+pub(crate) use device::{DeviceBuf, DeviceStream, DeviceWork};
+pub(crate) use store::{PrefixStore, TcpStoreServer};
 
 /// What is special to groups over NCCL, see [`Transport::Nccl`].
 #[cfg(feature = "nccl")]

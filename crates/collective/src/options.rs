@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::backend::Seed;
 #[cfg(doc)]
-use crate::{FlightRecord, ProcessGroup, ReduceOp};
+use crate::{ProcessGroup, ReduceOp, flight::FlightRecord};
 
 /// How a group is made.
 #[derive(Clone, Debug)]
@@ -93,7 +93,7 @@ pub enum Transport {
     /// * Reductions are of i8, i32, i64, f16, bf16 (not on the first generation of chips) and f32 by
     ///   sum, average, product (not of bf16), minimum and maximum; all else is
     ///   [`Unsupported`](crate::Error::Unsupported), and likewise
-    ///   [`register`](crate::DeviceCalls::register). An average is a sum and then a division by
+    ///   [`register`](crate::device::DeviceCalls::register). An average is a sum and then a division by
     ///   `aclnnInplaceDivs`: 16-bit floats are rounded twice, a sum beyond their range is infinite.
     /// * HCCL cannot end one group's operations. A group that fails while something of it is under way
     ///   has the device drop all work of this process, other groups' as well, unless

@@ -12,7 +12,7 @@ use crate::work::{Buffer, Work};
 use crate::{Element, ProcessGroup, Rank, ReduceOp, Result};
 
 /// Messages that a batch owns: each a buffer, and the rank it goes to or comes from.
-pub type Addressed<B> = Vec<(B, Rank)>;
+type Addressed<B> = Vec<(B, Rank)>;
 
 /// An argument of a blocking form, by kind.
 macro_rules! borrowed {

@@ -2,7 +2,7 @@
 
 use std::num::NonZero;
 
-use collective::Accelerator;
+use collective::init::Accelerator;
 
 /// Returns the number that `text` stands for: a number, `cpu` for as many as processors, `gpu` for as many as CUDA
 /// devices, or NPUs where there are none (`CUDA_VISIBLE_DEVICES` and `ASCEND_RT_VISIBLE_DEVICES`,

@@ -26,7 +26,7 @@
 use std::path::PathBuf;
 
 use clap::Parser;
-use collective::Launcher;
+use collective::init::Launcher;
 use fused_optim::{Sgd, SgdHyper};
 use runner::engine::candle::CandleEngine;
 use runner::evaluate::Accuracy;

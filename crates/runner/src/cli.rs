@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
-use collective::Launcher;
+use collective::init::Launcher;
 use launch::{
     LaunchArgs, StoreArgs, label_lines, record_error, record_failure, record_panics, tie_to_parent,
 };

@@ -6,7 +6,7 @@ use std::num::NonZero;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use collective::{Launcher, Transport};
+use collective::{Transport, init::Launcher};
 
 use crate::config::{Config, Mistakes, Section, choose};
 use crate::data::DATASETS;

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::{env, fs};
 
-use collective::DeviceStream;
+use collective::device::DeviceStream;
 
 /// The library, in a process that was started with it.
 #[derive(Debug)]

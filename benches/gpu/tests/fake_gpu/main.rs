@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use collective::reducer::DeviceReducerOptions;
-use collective::{DeviceBuf, GroupOptions, MemoryStore, ProcessGroup, Transport};
+use collective::{GroupOptions, MemoryStore, ProcessGroup, Transport, device::DeviceBuf};
 use fused_optim::cuda::{CudaOptimizer, DType, DeviceParam, DeviceSlice, Gpu, LossScale};
 use fused_optim::{
     Applied, Clip, FoundInf, HalfWeights, ParamGroup, ParamMut, SgdHyper, Slice, SliceMut, StepCtl,
@@ -274,7 +274,7 @@ struct Rank {
 const SIZES: [usize; 5] = [3000, 1, 20_000, 777, 5];
 
 impl Rank {
-    fn new(fake: &Fake, group: ProcessGroup, stream: collective::DeviceStream) -> Self {
+    fn new(fake: &Fake, group: ProcessGroup, stream: collective::device::DeviceStream) -> Self {
         let device = group.rank();
         let mut weights: Vec<_> = SIZES.iter().map(|n| numbers(*n, *n as u64)).collect();
         let mut grads: Vec<_> = SIZES.iter().map(|n| vec![0.0; *n]).collect();

@@ -32,7 +32,10 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use crate::device::DeviceBackend;
-use crate::{DType, OpDesc, Rank, Result};
+pub use crate::membership::Connect;
+pub use crate::op::{Fingerprint, OpDesc, Place, Verb};
+pub use crate::reduce_op::Factor;
+use crate::{DType, Rank, Result};
 
 /// The memory of one operation. Lengths follow from the [`OpDesc`].
 #[derive(Clone, Copy, Debug)]
@@ -188,7 +191,7 @@ pub trait Backend: Send + Sync + Debug {
     /// Sends and receives blocks, all at once, and returns when this rank's are done: the other
     /// verbs, and messages between pairs.
     ///
-    /// For [`Verb::Batch`](crate::Verb::Batch) only the ranks named by transfers take part. Between
+    /// For [`Verb::Batch`] only the ranks named by transfers take part. Between
     /// two ranks the blocks of one direction match in the order in which they are given, over all
     /// calls. Sender and receiver must agree on type and count, which is compared before a byte is
     /// received. For every other verb all ranks call it, and their fingerprints are compared first,

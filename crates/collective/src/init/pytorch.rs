@@ -89,7 +89,8 @@ fn is_loopback(host: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::super::tests::{STANDALONE, STATIC, from};
-    use crate::{Accelerator, Error};
+    use crate::Error;
+    use crate::init::Accelerator;
 
     #[test]
     fn a_recorded_static_job() {

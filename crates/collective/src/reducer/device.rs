@@ -135,7 +135,7 @@ impl<K: BucketKernels> DeviceReducer<K> {
     /// [`Error::Mismatch`] on every rank, with the first parameter or option that differs;
     /// [`Error::Unsupported`] for parameters that are not floating-point numbers, for a group without
     /// a device, for [`static_graph`](ReducerOptions::static_graph) and for a
-    /// [`comm_hook`](ReducerOptions::comm_hook); those of [`DeviceCalls::alloc`](crate::DeviceCalls::alloc) and of `kernels`.
+    /// [`comm_hook`](ReducerOptions::comm_hook); those of [`DeviceCalls::alloc`](crate::device::DeviceCalls::alloc) and of `kernels`.
     pub fn new(
         group: ProcessGroup,
         params: Vec<ParamInfo>,

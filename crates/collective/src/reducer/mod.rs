@@ -67,7 +67,7 @@ pub struct ReducerOptions {
     /// How a bucket travels.
     pub comm_hook: CommHook,
     /// Whether buckets travel through the memory of the group's device, where its library averages
-    /// them, by the [rules](crate::DeviceCalls) there: for gradients that are made on the host in a
+    /// them, by the [rules](crate::device::DeviceCalls) there: for gradients that are made on the host in a
     /// group over HCCL. Each bucket is copied there when it is full and back when the pass ends. Not
     /// with [`CommHook::PowerSgd`]. Off unless set.
     pub through_device: bool,

@@ -79,7 +79,7 @@ pub struct Report {
 ///
 /// ```
 /// use collective::sim::{Network, simulate};
-/// use collective::{DType, Determinism, OpDesc, ReduceOp, Verb};
+/// use collective::{DType, Determinism, ReduceOp, backend::{OpDesc, Verb}};
 ///
 /// let op = OpDesc {
 ///     verb: Verb::AllReduce,

@@ -3,7 +3,7 @@
 
 use std::fmt::Debug;
 
-use collective::{DeviceCalls, ProcessGroup, ReduceOp, Result};
+use collective::{ProcessGroup, ReduceOp, Result, device::DeviceCalls};
 
 use super::fake::{Memory, Stream, reduces};
 use crate::common::Random;

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::common::{Dir, spawn, wait_for};
 use collective::{
-    Accelerator, Determinism, GroupOptions, ReduceOp, Result, Topology, init_process_group,
+    Determinism, GroupOptions, ReduceOp, Result, Topology, init::Accelerator, init_process_group,
 };
 
 const TIMEOUT: Duration = Duration::from_secs(20);

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use collective::{Accelerator, GroupOptions, ReduceOp, Topology, init_process_group};
+use collective::{GroupOptions, ReduceOp, Topology, init::Accelerator, init_process_group};
 
 /// What a launcher starts: a rank that says who it is, and meets the others.
 #[test]

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use collective::sim::{Algorithm, Fault, Network, Placement, simulate};
 use collective::{
-    DType, Determinism, Error, GroupOptions, OpDesc, ProcessGroup, Rank, ReduceOp, Result, Verb,
+    DType, Determinism, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result,
+    backend::{OpDesc, Verb},
 };
 
 use crate::common;

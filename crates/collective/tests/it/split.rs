@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use crate::common::{self, Role, Workers};
 use collective::{
-    Backend, Connect, Error, GroupOptions, MemoryStore, ProcessGroup, Rank, ReduceOp, Result,
-    Store, TcpStore, TcpStoreServer,
+    Error, GroupOptions, MemoryStore, ProcessGroup, Rank, ReduceOp, Result, Store, TcpStore,
+    backend::{Backend, Connect},
+    store::TcpStoreServer,
 };
 
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -193,7 +194,8 @@ struct Wrapped(ProcessGroup);
 #[expect(unsafe_code, reason = "passes on what it got")]
 mod wrapped {
     use collective::{
-        Backend, DType, Error, OpDesc, Rank, RawBufs, RawShared, Result, Transfer, Verb, Wait,
+        DType, Error, Rank, Result,
+        backend::{Backend, OpDesc, RawBufs, RawShared, Transfer, Verb, Wait},
     };
 
     use super::Wrapped;

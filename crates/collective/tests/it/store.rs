@@ -11,7 +11,10 @@ use std::time::{Duration, Instant};
 use collective::store::exchange;
 use collective::store::tcp::codec::{MAGIC, Request};
 use collective::store::tcp::state::Presence;
-use collective::{Error, MemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
+use collective::{
+    Error, MemoryStore, Store, TcpStore,
+    store::{PrefixStore, TcpStoreServer},
+};
 
 const LONG: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(50);

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use collective::TcpStoreServer;
+use collective::store::TcpStoreServer;
 use collective::store::tcp::codec::{Decoded, MAGIC, Request, decode, put_blob};
 use collective::store::tcp::state::{ConnId, State};
 

@@ -8,7 +8,7 @@ use std::process::{Child, Command};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use collective::{Store, TcpStore, TcpStoreServer};
+use collective::{Store, TcpStore, store::TcpStoreServer};
 
 /// On a busy machine the import of torch alone takes most of a minute.
 const TIMEOUT: Duration = Duration::from_secs(180);

@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::Duration;
 
-use collective::TcpStoreServer;
+use collective::store::TcpStoreServer;
 use collective::store::tcp::state::Presence;
 
 use crate::{Error, Result};

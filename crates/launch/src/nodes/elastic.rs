@@ -9,7 +9,7 @@ use std::ops::ControlFlow::{self, Break, Continue};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use collective::{Store, TcpStore, TcpStoreServer};
+use collective::{Store, TcpStore, store::TcpStoreServer};
 
 use super::heartbeat::Heartbeats;
 use super::round::{Member, Round, Rules};

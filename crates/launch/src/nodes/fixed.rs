@@ -15,7 +15,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use collective::store::tcp::state::Presence;
-use collective::{PrefixStore, Store, TcpStore, TcpStoreServer};
+use collective::{
+    Store, TcpStore,
+    store::{PrefixStore, TcpStoreServer},
+};
 use serde::{Deserialize, Serialize};
 
 use super::round::{Member, Round, Rules};

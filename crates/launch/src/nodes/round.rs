@@ -18,7 +18,7 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use collective::{Store, TcpStore, TcpStoreServer};
+use collective::{Store, TcpStore, store::TcpStoreServer};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 

@@ -426,7 +426,7 @@ fn read_whole(path: &Path, meta: &Meta, name: &str) -> Result<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
-    use collective::ReducerOptions;
+    use collective::reducer::ReducerOptions;
     use fused_optim::{Optimizer, Sgd, SgdHyper, Slice, SliceMut};
     use half::{bf16, f16};
 

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::fmt;
 
 use collective::reducer::ParamInfo;
-use collective::{ProcessGroup, ReducerOptions};
+use collective::{ProcessGroup, reducer::ReducerOptions};
 use fused_optim::{Applied, DType, GradStats, Optimizer, Slice};
 use half::{bf16, f16};
 

@@ -1,6 +1,6 @@
 //! What `[model]` and `[model_wrapper_cfg]` can name.
 
-use collective::ReducerOptions;
+use collective::reducer::ReducerOptions;
 use collective::reducer::{CommHook, PowerSgd};
 
 use super::{DistributedDataParallel, ModelFactory, WrapperFactory};

@@ -13,7 +13,10 @@
 use std::sync::Arc;
 
 use collective::reducer::{CommHook, ParamInfo};
-use collective::{ProcessGroup, Reducer, ReducerOptions};
+use collective::{
+    ProcessGroup,
+    reducer::{Reducer, ReducerOptions},
+};
 use fused_optim::{DType, Slice};
 use parking_lot::Mutex;
 

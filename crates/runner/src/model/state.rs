@@ -1,6 +1,6 @@
 //! What reducers go on from, as bytes for a checkpoint: safetensors, each reducer's names behind its number.
 
-use collective::Reducer;
+use collective::reducer::Reducer;
 use collective::reducer::{BucketMemory, ReducerState};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 

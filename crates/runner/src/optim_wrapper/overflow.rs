@@ -75,7 +75,7 @@ impl GradSink for CheckedSink {
 #[cfg(test)]
 mod tests {
     use ::amp::LossScaler;
-    use collective::ReducerOptions;
+    use collective::reducer::ReducerOptions;
     use fused_optim::{Applied, Sgd, SgdHyper};
     use half::f16;
 

@@ -295,7 +295,7 @@ fn run(
 #[cfg(test)]
 mod tests {
     use ::amp::LossScalerOptions;
-    use collective::ReducerOptions;
+    use collective::reducer::ReducerOptions;
     use fused_optim::{AdamP, AdamPHyper, Sgd, SgdHyper};
     use half::f16;
 

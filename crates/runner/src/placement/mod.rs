@@ -59,7 +59,7 @@ use std::time::Duration;
 use ::amp::OverflowSource;
 #[cfg(feature = "candle-cuda")]
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
-use collective::{Accelerator, GroupOptions, ProcessGroup, Topology, Transport};
+use collective::{GroupOptions, ProcessGroup, Topology, Transport, init::Accelerator};
 use fused_optim::{Clip, Optimizer};
 use parking_lot::Mutex;
 

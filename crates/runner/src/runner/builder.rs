@@ -4,7 +4,7 @@ use std::num::NonZero;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use collective::{GroupOptions, Launcher, ProcessGroup, Topology, Transport};
+use collective::{GroupOptions, ProcessGroup, Topology, Transport, init::Launcher};
 use fused_optim::{DType, Sgd, SgdHyper};
 use jiff::Zoned;
 use rustix::process::{Resource, getrlimit, setrlimit};

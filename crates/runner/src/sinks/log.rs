@@ -5,7 +5,7 @@ use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use collective::{Launcher, Topology};
+use collective::{Topology, init::Launcher};
 use jiff::Zoned;
 use launch::label_lines;
 

@@ -238,7 +238,7 @@ fn a_wrapper_from_outside_is_one_of_them() {
             let unused = section.or("find_unused_parameters", false)?;
             let forwards = Arc::clone(&counter);
             Ok(Box::new(move |group, params| {
-                let mut options = collective::ReducerOptions::default();
+                let mut options = collective::reducer::ReducerOptions::default();
                 options.find_unused_parameters = unused;
                 let inner = DistributedDataParallel::new(group, params, options)?;
                 Ok(Box::new(Counting { inner, forwards }))

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use collective::{ProcessGroup, ReducerOptions};
+use collective::{ProcessGroup, reducer::ReducerOptions};
 use fused_optim::{
     Adam, AdamHyper, Applied, Clip, DType, FoundInf, Optimizer, ParamGroup, ParamMut, ParamSpec,
     Sgd, SgdHyper, Slice, SliceMut, StateDict, StepCtl,

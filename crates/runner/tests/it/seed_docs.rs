@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use candle_nn::{Linear, Module, VarBuilder, linear};
-use collective::{ProcessGroup, ReducerOptions};
+use collective::{ProcessGroup, reducer::ReducerOptions};
 use runner::Result;
 use runner::config::Config;
 use runner::engine::candle::{

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use candle_core::Result;
 use candle_nn::VarBuilder;
-use collective::{ProcessGroup, ReducerOptions};
+use collective::{ProcessGroup, reducer::ReducerOptions};
 use fused_optim::{DType, Sgd, SgdHyper, SliceMut};
 use runner::data::{Array, ArrayData, Batch};
 use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};

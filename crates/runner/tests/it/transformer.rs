@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use candle_core::{Module, Tensor};
 use candle_nn::VarBuilder;
-use collective::{ProcessGroup, ReducerOptions};
+use collective::{ProcessGroup, reducer::ReducerOptions};
 use runner::config::Config;
 use runner::data::{Array, ArrayData, Batch};
 use runner::engine::candle::{

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use collective::{ProcessGroup, ReducerOptions};
+use collective::{ProcessGroup, reducer::ReducerOptions};
 use fused_optim::{AdamW, AdamWHyper, Applied, DType, Optimizer, Sgd, SgdHyper, Slice, SliceMut};
 use parking_lot::Mutex;
 use runner::Result;

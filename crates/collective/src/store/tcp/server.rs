@@ -32,7 +32,7 @@ use crate::{Error, Result};
 ///
 /// ```
 /// use std::time::Duration;
-/// use collective::{Store, TcpStore, TcpStoreServer};
+/// use collective::{Store, TcpStore, store::TcpStoreServer};
 ///
 /// let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap())?;
 /// let store = TcpStore::connect("127.0.0.1", server.port(), Duration::from_secs(5))?;

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use collective::{
     Determinism, GroupOptions, MemoryStore, Message, ProcessGroup, Rank, ReduceOp, Result,
-    SharedBuf, TcpStore, TcpStoreServer, Transport,
+    SharedBuf, TcpStore, Transport, store::TcpStoreServer,
 };
 
 /// Nothing in these tests may take longer, on a loaded machine and under a sanitizer.

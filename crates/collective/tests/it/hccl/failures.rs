@@ -4,7 +4,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use collective::hccl::Config;
-use collective::{DeviceWork, Error, GroupOptions, ProcessGroup, ReduceOp, Result};
+use collective::{Error, GroupOptions, ProcessGroup, ReduceOp, Result, device::DeviceWork};
 use npu_sim::{Config as Simulated, Session, start};
 
 use super::fake::{Memory, Stream, play_all, well};

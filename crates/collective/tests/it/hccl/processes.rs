@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use collective::hccl::{Config, connector};
 use collective::{
-    Accelerator, GroupOptions, ReduceOp, Result, TcpStore, Topology, Transport, init_process_group,
+    GroupOptions, ReduceOp, Result, TcpStore, Topology, Transport, init::Accelerator,
+    init_process_group,
 };
 
 use super::fake::{Memory, Rank, Stream, libraries, play};
@@ -159,7 +160,7 @@ fn started(
     home: &Dir,
     vars: &dyn Fn(usize) -> Vec<(String, String)>,
 ) -> Vec<String> {
-    let store = collective::TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let store = collective::store::TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let dir = Dir::new();
     let start = |rank| {
         let (path, port) = (dir.0.display(), store.port());

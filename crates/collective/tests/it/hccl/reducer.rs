@@ -4,7 +4,10 @@ use std::time::Duration;
 
 use collective::hccl::Config;
 use collective::reducer::{CommHook, Gradient, ParamInfo, PowerSgd};
-use collective::{DType, Error, GroupOptions, ProcessGroup, Reducer, ReducerOptions, Result};
+use collective::{
+    DType, Error, GroupOptions, ProcessGroup, Result,
+    reducer::{Reducer, ReducerOptions},
+};
 use half::{bf16, f16};
 
 use super::fake::{play_all, well};

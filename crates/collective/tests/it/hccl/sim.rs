@@ -11,8 +11,9 @@ use std::sync::Arc;
 
 use collective::hccl::{Config, Libraries, connector};
 use collective::{
-    Connect, DType, DeviceBuf, DeviceStream, Element, GroupOptions, MemoryStore, ProcessGroup,
-    ReduceOp, Result, Store,
+    DType, Element, GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result, Store,
+    backend::Connect,
+    device::{DeviceBuf, DeviceStream},
 };
 use npu_sim::Session;
 use npu_sys::safe::{Buffer, Context, Stream as Queue};

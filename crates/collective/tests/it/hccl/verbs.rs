@@ -201,7 +201,8 @@ fn what_hccl_has_not_is_unsupported() {
             for of in DType::ALL {
                 // SAFETY: as many bytes as the memory has, or fewer.
                 #[expect(unsafe_code, reason = "the contract of buffers")]
-                let buf = unsafe { collective::DeviceBuf::from_raw(address, 2, of) }.unwrap();
+                let buf =
+                    unsafe { collective::device::DeviceBuf::from_raw(address, 2, of) }.unwrap();
                 let further = [ReduceOp::pre_mul_sum(0.5)];
                 for op in ReduceOp::ALL.into_iter().chain(further).filter(|op| op.supports(of)) {
                     let old = soc == Soc::Ascend910A && of == DType::Bf16;

@@ -5,7 +5,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use collective::nccl::Config;
-use collective::{DeviceWork, Error, GroupOptions, ProcessGroup, ReduceOp, Result};
+use collective::{Error, GroupOptions, ProcessGroup, ReduceOp, Result, device::DeviceWork};
 
 use super::fake::{Fake, Fault, Memory, Stream, devices};
 use crate::common::{DEADLINE, play};

@@ -12,8 +12,8 @@ use std::sync::{Arc, OnceLock};
 
 use collective::nccl::{Config, Libraries, connector};
 use collective::{
-    DType, DeviceBuf, DeviceStream, Element, GroupOptions, MemoryStore, ProcessGroup, ReduceOp,
-    Result,
+    DType, Element, GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result,
+    device::{DeviceBuf, DeviceStream},
 };
 
 /// What a fault does.

@@ -111,7 +111,7 @@ fn a_stopped_rank_is_missing() {
 
 /// Two ranks that join with libraries, or without; what they report.
 fn chosen(how: &str, nccl: &str) -> Vec<String> {
-    let store = collective::TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let store = collective::store::TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let dir = crate::common::Dir::new();
     let start = |rank| {
         let (path, port) = (dir.0.display(), store.port());

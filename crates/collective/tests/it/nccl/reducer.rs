@@ -16,7 +16,8 @@ use collective::reducer::{
     ParamInfo, Reducer,
 };
 use collective::{
-    DType, DeviceBuf, DeviceStream, Element, Error, GroupOptions, ProcessGroup, ReduceOp, Result,
+    DType, Element, Error, GroupOptions, ProcessGroup, ReduceOp, Result,
+    device::{DeviceBuf, DeviceStream},
 };
 use half::{bf16, f16};
 

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use collective::{ProcessGroup, ReduceOp, Result, TcpStoreServer};
+use collective::{ProcessGroup, ReduceOp, Result, store::TcpStoreServer};
 
 use super::SOON;
 use crate::common::{Dir, Role, spawn, wait_for};

@@ -1,6 +1,6 @@
 //! Jobs of as many nodes as come: nodes that join, leave and are lost, and the store among them.
 
-use collective::TcpStoreServer;
+use collective::store::TcpStoreServer;
 
 use super::*;
 

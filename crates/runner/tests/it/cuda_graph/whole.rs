@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use collective::{ProcessGroup, ReducerOptions};
+use collective::{ProcessGroup, reducer::ReducerOptions};
 use fused_optim::cuda::DeviceFed;
 use fused_optim::{AdamWHyper, Applied, Clip, HalfWeights, ParamGroup};
 use runner::engine::candle::CandleEngine;

@@ -13,7 +13,11 @@ use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DeviceRep
 use collective::reducer::{
     BucketKernels, BucketPlan, CommHook, Compress, DeviceReducer, DeviceReducerOptions, ParamInfo,
 };
-use collective::{DeviceBuf, DeviceStream, ProcessGroup, ReducerOptions};
+use collective::{
+    ProcessGroup,
+    device::{DeviceBuf, DeviceStream},
+    reducer::ReducerOptions,
+};
 use fused_optim::cuda::{self, DeviceSlice, Gpu};
 use fused_optim::{DType, GradStats, Slice};
 use half::{bf16, f16};

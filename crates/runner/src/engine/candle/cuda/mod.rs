@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use collective::reducer::ParamInfo;
-use collective::{ProcessGroup, ReducerOptions};
+use collective::{ProcessGroup, reducer::ReducerOptions};
 use fused_optim::cuda::{self, DeviceSlice, Gpu, LaunchShape};
 use fused_optim::{Applied, DeviceParam, DeviceParams, Optimizer, Tuned};
 

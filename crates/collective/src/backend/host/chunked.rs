@@ -45,6 +45,31 @@ impl Chunks {
         let start = i * self.bytes;
         (start, self.bytes.min(len - start))
     }
+
+    fn part<'a>(&self, i: usize, buf: Span<'a>) -> Span<'a> {
+        let (start, len) = self.range(i, buf.len());
+        buf.part(start, len)
+    }
+
+    /// Enters, and does `rest` for each chunk, which it then says to be drained; `stage` is one chunk
+    /// ahead.
+    fn pipeline(
+        &self,
+        turn: &Turn<'_>,
+        stage: impl Fn(usize) -> Result<()>,
+        rest: impl Fn(usize, u64) -> Result<()>,
+    ) -> Result<()> {
+        stage(0)?;
+        turn.enter()?;
+        for i in 0..self.count {
+            if i + 1 < self.count {
+                stage(i + 1)?;
+            }
+            rest(i, self.number(i))?;
+            turn.publish(Counter::Drained, self.number(i) + 1);
+        }
+        Ok(())
+    }
 }
 
 /// Offset and length of a rank's shard of `len` bytes, on cache lines.
@@ -56,15 +81,27 @@ pub(super) fn shard(rank: usize, world: usize, len: usize) -> (usize, usize) {
 
 /// Three steps per chunk; see [`ProcessGroup::all_reduce`](crate::ProcessGroup::all_reduce).
 pub(super) fn all_reduce(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
+    by_shards(turn, buf, true, |own, stage| [own, stage])
+}
+
+/// As [`all_reduce`], but only the root copies results out, and only the root's buffer changes.
+pub(super) fn reduce(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
+    let is_root = turn.op.root == Some(turn.rank());
+    by_shards(turn, buf, is_root, |own, stage| [if is_root { own } else { stage }])
+}
+
+/// `outs` says where this rank's shard of the result goes: its part of the buffer and of the stage.
+fn by_shards<const N: usize>(
+    turn: &mut Turn<'_>,
+    buf: Span<'_>,
+    copies_out: bool,
+    outs: impl for<'a> Fn(Span<'a>, Span<'a>) -> [Span<'a>; N],
+) -> Result<()> {
     let chunks = Chunks::new(turn, buf.len(), CHUNK_BYTES);
-    let (segment, rank, world) = (turn.segment(), turn.rank(), turn.world());
-    let op = turn.op.op.expect("an all_reduce has an operator");
-    let chunk = |i| {
-        let (start, len) = chunks.range(i, buf.len());
-        buf.part(start, len)
-    };
+    let (turn, segment, rank, world) = (&*turn, turn.segment(), turn.rank(), turn.world());
+    let op = turn.op.op.expect("the verb reduces, so it has an operator");
     let stage = |i| {
-        let (chunk, number) = (chunk(i), chunks.number(i));
+        let (chunk, number) = (chunks.part(i, buf), chunks.number(i));
         let stage = turn.claim_stage(number, chunk.len())?;
         turn.pace.stage(number, chunk.len() / world * (world - 1), |route| {
             for peer in turn.peers() {
@@ -75,30 +112,24 @@ pub(super) fn all_reduce(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
         turn.publish(Counter::Staged, number + 1);
         Ok(())
     };
-    stage(0)?;
-    turn.enter()?;
-    for i in 0..chunks.count {
-        if i + 1 < chunks.count {
-            stage(i + 1)?;
-        }
-        let (chunk, number) = (chunk(i), chunks.number(i));
+    chunks.pipeline(turn, stage, |i, number| {
+        let chunk = chunks.part(i, buf);
         turn.wait_for(Who::All, Counter::Staged, number + 1)?;
         let (start, len) = shard(rank, world, chunk.len());
         let own = chunk.part(start, len);
         let stage_of = |rank| segment.stage(rank, number, chunk.len()).part(start, len);
         let source = |from| if from == rank { own } else { stage_of(from) };
-        let route = turn.pace.route();
-        turn.spans(source, |sources| fold_to(turn, op, &[own, stage_of(rank)], sources, route));
+        let (outs, route) = (outs(own, stage_of(rank)), turn.pace.route());
+        turn.spans(source, |sources| fold_to(turn, op, &outs, sources, route));
         turn.publish(Counter::Folded, number + 1);
-        for peer in turn.peers() {
+        for peer in turn.peers().filter(|_| copies_out) {
             turn.wait_for(Who::One(peer), Counter::Folded, number + 1)?;
             let (start, len) = shard(peer, world, chunk.len());
             let folded = segment.stage(peer, number, chunk.len()).part(start, len);
             chunk.part(start, len).copy_from(folded);
         }
-        turn.publish(Counter::Drained, number + 1);
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 /// Between two ranks, two steps per chunk: both stage all of it, both fold all of it.
@@ -107,86 +138,25 @@ pub(super) fn all_reduce(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
 /// there is one wait less.
 pub(super) fn all_reduce_pair(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
     let chunks = Chunks::new(turn, buf.len(), pair_bytes(buf.len()));
+    let (turn, segment, rank) = (&*turn, turn.segment(), turn.rank());
     let op = turn.op.op.expect("an all_reduce has an operator");
-    let chunk = |i| {
-        let (start, len) = chunks.range(i, buf.len());
-        buf.part(start, len)
-    };
-    turn.stage(chunks.number(0), chunk(0))?;
-    turn.enter()?;
-    for i in 0..chunks.count {
-        if i + 1 < chunks.count {
-            turn.stage(chunks.number(i + 1), chunk(i + 1))?;
-        }
-        let (chunk, number) = (chunk(i), chunks.number(i));
+    let stage = |i| turn.stage(chunks.number(i), chunks.part(i, buf));
+    chunks.pipeline(turn, stage, |i, number| {
+        let chunk = chunks.part(i, buf);
         turn.wait_for(Who::All, Counter::Staged, number + 1)?;
-        let source = |from| {
-            if from == turn.rank() {
-                chunk
-            } else {
-                turn.segment().stage(from, number, chunk.len())
-            }
-        };
+        let source =
+            |from| if from == rank { chunk } else { segment.stage(from, number, chunk.len()) };
         turn.spans(source, |sources| simd::fold(turn.op.dtype, op, &[chunk], sources));
-        turn.publish(Counter::Drained, number + 1);
-    }
-    Ok(())
-}
-
-/// As [`all_reduce`], but only the root copies results out, and only the root's buffer changes.
-pub(super) fn reduce(turn: &mut Turn<'_>, buf: Span<'_>) -> Result<()> {
-    let chunks = Chunks::new(turn, buf.len(), CHUNK_BYTES);
-    let (segment, rank, world) = (turn.segment(), turn.rank(), turn.world());
-    let op = turn.op.op.expect("a reduce has an operator");
-    let root = turn.op.root.expect("a reduce has a root");
-    let chunk = |i| {
-        let (start, len) = chunks.range(i, buf.len());
-        buf.part(start, len)
-    };
-    let stage = |i| {
-        let (chunk, number) = (chunk(i), chunks.number(i));
-        let stage = turn.claim_stage(number, chunk.len())?;
-        turn.pace.stage(number, chunk.len() / world * (world - 1), |route| {
-            for peer in turn.peers() {
-                let (start, len) = shard(peer, world, chunk.len());
-                stage.part(start, len).copy_by(route, chunk.part(start, len));
-            }
-        });
-        turn.publish(Counter::Staged, number + 1);
         Ok(())
-    };
-    stage(0)?;
-    turn.enter()?;
-    for i in 0..chunks.count {
-        if i + 1 < chunks.count {
-            stage(i + 1)?;
-        }
-        let (chunk, number) = (chunk(i), chunks.number(i));
-        turn.wait_for(Who::All, Counter::Staged, number + 1)?;
-        let (start, len) = shard(rank, world, chunk.len());
-        let own = chunk.part(start, len);
-        let stage_of = |rank| segment.stage(rank, number, chunk.len()).part(start, len);
-        let source = |from| if from == rank { own } else { stage_of(from) };
-        let out = if rank == root { own } else { stage_of(rank) };
-        turn.spans(source, |sources| simd::fold(turn.op.dtype, op, &[out], sources));
-        turn.publish(Counter::Folded, number + 1);
-        for peer in turn.peers().filter(|_| rank == root) {
-            turn.wait_for(Who::One(peer), Counter::Folded, number + 1)?;
-            let (start, len) = shard(peer, world, chunk.len());
-            let folded = segment.stage(peer, number, chunk.len()).part(start, len);
-            chunk.part(start, len).copy_from(folded);
-        }
-        turn.publish(Counter::Drained, number + 1);
-    }
-    Ok(())
+    })
 }
 
 /// Two steps per chunk: stage the other ranks' blocks, fold the own one.
 pub(super) fn reduce_scatter(turn: &mut Turn<'_>, input: Span<'_>, output: Span<'_>) -> Result<()> {
-    let (segment, rank, world) = (turn.segment(), turn.rank(), turn.world());
     // A stage holds a piece of the block of each rank, one after another.
-    let piece = CHUNK_BYTES / world / 64 * 64;
+    let piece = CHUNK_BYTES / turn.world() / 64 * 64;
     let chunks = Chunks::new(turn, output.len(), piece);
+    let (turn, segment, rank, world) = (&*turn, turn.segment(), turn.rank(), turn.world());
     let op = turn.op.op.expect("a reduce_scatter has an operator");
     let block = |of: usize, i| {
         let (start, len) = chunks.range(i, output.len());
@@ -204,53 +174,34 @@ pub(super) fn reduce_scatter(turn: &mut Turn<'_>, input: Span<'_>, output: Span<
         turn.publish(Counter::Staged, number + 1);
         Ok(())
     };
-    stage(0)?;
-    turn.enter()?;
-    for i in 0..chunks.count {
-        if i + 1 < chunks.count {
-            stage(i + 1)?;
-        }
-        let number = chunks.number(i);
+    chunks.pipeline(turn, stage, |i, number| {
         turn.wait_for(Who::All, Counter::Staged, number + 1)?;
-        let (start, len) = chunks.range(i, output.len());
-        let source = |from| {
-            if from == rank {
-                block(rank, i)
-            } else {
-                segment.stage(from, number, CHUNK_BYTES).part(rank * piece, len)
-            }
+        let out = chunks.part(i, output);
+        let stage_of = |from| segment.stage(from, number, CHUNK_BYTES);
+        let source = |from| match from == rank {
+            true => block(rank, i),
+            false => stage_of(from).part(rank * piece, out.len()),
         };
-        let out = output.part(start, len);
         turn.spans(source, |sources| simd::fold(turn.op.dtype, op, &[out], sources));
-        turn.publish(Counter::Drained, number + 1);
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 /// Two steps per chunk: stage the own input, copy the others'.
 pub(super) fn all_gather(turn: &mut Turn<'_>, input: Span<'_>, output: Span<'_>) -> Result<()> {
     let chunks = Chunks::new(turn, input.len(), CHUNK_BYTES);
-    let segment = turn.segment();
-    let stage = |i| {
+    let (turn, segment) = (&*turn, turn.segment());
+    let stage = |i| turn.stage(chunks.number(i), chunks.part(i, input));
+    chunks.pipeline(turn, stage, |i, number| {
         let (start, len) = chunks.range(i, input.len());
-        turn.stage(chunks.number(i), input.part(start, len))
-    };
-    stage(0)?;
-    turn.enter()?;
-    output.part(turn.rank() * input.len(), input.len()).copy_from(input);
-    for i in 0..chunks.count {
-        if i + 1 < chunks.count {
-            stage(i + 1)?;
-        }
-        let (number, (start, len)) = (chunks.number(i), chunks.range(i, input.len()));
+        let place = |rank: usize| output.part(rank * input.len() + start, len);
+        place(turn.rank()).copy_from(input.part(start, len));
         for peer in turn.peers() {
             turn.wait_for(Who::One(peer), Counter::Staged, number + 1)?;
-            let place = output.part(peer * input.len() + start, len);
-            place.copy_from(segment.stage(peer, number, len));
+            place(peer).copy_from(segment.stage(peer, number, len));
         }
-        turn.publish(Counter::Drained, number + 1);
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 /// Two steps per chunk: the root stages, the others copy; the root runs ahead by all its stages.

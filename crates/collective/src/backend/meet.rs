@@ -271,12 +271,12 @@ impl Place {
     }
 
     /// Its device for a transport.
-    fn device(&self, transport: Transport) -> Option<u32> {
+    pub(crate) fn device(&self, transport: Transport) -> Option<u32> {
         if transport == Transport::Nccl { self.cuda } else { self.npu }
     }
 
     /// Why it has not the transport's library, if it has not.
-    fn lacks(&self, transport: Transport) -> Option<&String> {
+    pub(crate) fn lacks(&self, transport: Transport) -> Option<&String> {
         match transport {
             Transport::Nccl => self.here.nccl.as_ref().err(),
             _ => self.here.hccl.as_ref().err(),

@@ -6,16 +6,50 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::run_on_host;
-use crate::backend::meet::Joining;
+use super::{Communicator, DeviceGroup, Manner, run_on_host};
+use crate::backend::core::BARRIER;
+use crate::backend::meet::{Joining, host};
 use crate::backend::{Backend, Patience, RawBufs, Wait};
 use crate::store::Store;
-use crate::{DType, Error, OpDesc, Rank, Result, Verb};
+use crate::{Error, Rank, Result, Transport};
 
 /// Between two looks at what peers have to do.
 const TICK: Duration = Duration::from_millis(1);
 /// The longest wait for a key without looking at the host's side.
 const SLICE: Duration = Duration::from_millis(20);
+
+/// The number of this rank's device, once all ranks are known to have the library; `asks` says what a
+/// group is made for and how that is given.
+pub(crate) fn device_of(
+    joining: &Joining<'_>,
+    (backend, transport): (&'static str, Transport),
+    asks: &str,
+) -> Result<u32> {
+    for (rank, place) in joining.places.iter().enumerate() {
+        if let Some(why) = place.lacks(transport) {
+            return Err(Error::Unsupported { backend, what: format!("rank {rank}: {why}") });
+        }
+    }
+    let device = joining.places[joining.rank].device(transport);
+    device.ok_or_else(|| Error::InvalidArgument(format!("a group over {asks}")))
+}
+
+/// Joins a group whose ranks make their communicators with `connect`, once they have met on the host;
+/// returns when all have.
+pub(crate) fn join<C: Communicator>(
+    store: &Arc<dyn Store>,
+    joining: &Joining<'_>,
+    manner: Manner,
+    connect: impl FnOnce(&Meeting<'_>) -> Result<(Arc<C::Device>, C)>,
+) -> Result<DeviceGroup<C>> {
+    let host = host(joining, manner.reason.clone())?;
+    let meeting = Meeting { library: C::BACKEND, store, joining, host: &host };
+    let made = connect(&meeting).and_then(|(device, communicator)| {
+        DeviceGroup::begin(&meeting, device, communicator, manner)
+    });
+    // The peers need not wait for this rank.
+    made.inspect_err(|error| host.abort(&error.to_string()))
+}
 
 /// A rank that joins.
 pub(crate) struct Meeting<'a> {
@@ -54,22 +88,27 @@ impl Meeting<'_> {
         self.set(&format!("-entered/{}", self.joining.rank), b"")
     }
 
-    /// Who has not begun.
-    pub(crate) fn absent(&self) -> Result<Vec<Rank>> {
+    /// Time is over for `init`: because of the ranks that have not begun, or, as `otherwise` tells, of
+    /// the library.
+    pub(crate) fn late(&self, init: &str, otherwise: impl FnOnce() -> Error) -> Error {
         let mut missing = Vec::new();
         for rank in 0..self.joining.world() {
-            if !self.store.check(&[&self.key(&format!("-entered/{rank}"))])? {
-                missing.push(rank);
+            match self.store.check(&[&self.key(&format!("-entered/{rank}"))]) {
+                Ok(true) => {}
+                Ok(false) => missing.push(rank),
+                Err(error) => return error,
             }
         }
-        Ok(missing)
+        match missing.is_empty() {
+            true => otherwise(),
+            false => self.joining.timeout(init, missing),
+        }
     }
 
     /// All ranks' communicators are ready, or none's is.
     pub(crate) fn barrier(&self) -> Result<()> {
-        let op = OpDesc { verb: Verb::Barrier, dtype: DType::U8, op: None, root: None, count: 0 };
         let left = self.joining.deadline.saturating_duration_since(Instant::now());
         let wait = Wait { patience: Patience::Caller, timeout: Some(left.max(TICK)) };
-        run_on_host(&**self.host, &op, RawBufs::NONE, wait)
+        run_on_host(&**self.host, &BARRIER, RawBufs::NONE, wait)
     }
 }

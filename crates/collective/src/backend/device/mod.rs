@@ -47,7 +47,7 @@ use parking_lot::Mutex;
 use self::flight::{Flight, Op};
 use self::herald::{Herald, List};
 pub(crate) use self::library::{Communicator, Device, Doubt, Event};
-pub(crate) use self::meeting::Meeting;
+pub(crate) use self::meeting::{Meeting, device_of, join};
 use self::watch::Shared;
 use super::{Backend, Patience, RawBufs, RawShared, Seed, Transfer, Wait};
 use crate::device::{

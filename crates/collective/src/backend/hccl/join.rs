@@ -15,10 +15,10 @@ use super::communicator::Communicator;
 use super::npu::Device;
 use super::result::{TIMEOUT, hccl_code};
 use super::{Config, Libraries};
-use crate::backend::device::{DeviceGroup, Manner, Meeting};
-use crate::backend::meet::{Joining, garbled, host};
+use crate::backend::device::{self, DeviceGroup, Manner, Meeting, device_of};
+use crate::backend::meet::{Joining, garbled};
 use crate::store::Store;
-use crate::{Error, Result};
+use crate::{Error, Result, Transport};
 
 /// Between two looks at what may end the wait for the init.
 const TICK: Duration = Duration::from_millis(1);
@@ -32,25 +32,11 @@ pub(crate) fn join(
     config: &Config,
 ) -> Result<DeviceGroup<Communicator>> {
     let libraries = libraries?;
-    for (rank, place) in joining.places.iter().enumerate() {
-        if let Err(why) = &place.here.hccl {
-            let what = format!("rank {rank}: {why}");
-            return Err(Error::Unsupported { backend: "hccl", what });
-        }
-    }
-    let index = joining.options.npu_device.ok_or_else(|| {
-        let text = "a group over HCCL is made for an NPU: GroupOptions::with_npu_device";
-        Error::InvalidArgument(text.into())
-    })?;
-    let host = host(joining, reason.clone())?;
-    let meeting = Meeting { library: "hccl", store, joining, host: &host };
+    let asks = "HCCL is made for an NPU: GroupOptions::with_npu_device";
+    let index = device_of(joining, ("hccl", Transport::Hccl), asks)?;
     let (timeout, checks) = (joining.options.timeout, config.checks);
     let manner = Manner { reason, timeout, checks, can_split: false };
-    let made = connect(&meeting, &libraries, index, config).and_then(|(device, communicator)| {
-        DeviceGroup::begin(&meeting, device, communicator, manner)
-    });
-    // The peers need not wait for this rank.
-    made.inspect_err(|error| host.abort(&error.to_string()))
+    device::join(store, joining, manner, |meeting| connect(meeting, &libraries, index, config))
 }
 
 fn connect(
@@ -98,25 +84,18 @@ fn connect(
     }
 }
 
-/// Time is over, the group's or HCCL's: for ranks that have not begun, or for HCCL.
+/// Time is over, the group's or HCCL's.
 fn late(meeting: &Meeting<'_>, error: Option<Error>) -> Error {
-    let joining = meeting.joining;
-    match meeting.absent() {
-        Err(error) => error,
-        Ok(missing) if !missing.is_empty() => {
-            let what = "HCCL's init (HCCL_CONNECT_TIMEOUT says how long HCCL waits)";
-            joining.timeout(what, missing)
-        }
-        Ok(_) => Error::Backend {
-            backend: "hccl",
-            during: format!("joining {}", joining.group()),
-            name: "HCCL_E_TIMEOUT".into(),
-            code: TIMEOUT,
-            text: format!(
-                "all ranks have begun, and HCCL's init is not over: they do not reach one another on \
-                 HCCL's network, or HCCL_CONNECT_TIMEOUT, 120 s unless set, is too short{}",
-                error.map_or_else(String::new, |error| format!(" ({error})"))
-            ),
-        },
-    }
+    let init = "HCCL's init (HCCL_CONNECT_TIMEOUT says how long HCCL waits)";
+    meeting.late(init, || Error::Backend {
+        backend: "hccl",
+        during: format!("joining {}", meeting.joining.group()),
+        name: "HCCL_E_TIMEOUT".into(),
+        code: TIMEOUT,
+        text: format!(
+            "all ranks have begun, and HCCL's init is not over: they do not reach one another on \
+             HCCL's network, or HCCL_CONNECT_TIMEOUT, 120 s unless set, is too short{}",
+            error.map_or_else(String::new, |error| format!(" ({error})"))
+        ),
+    })
 }

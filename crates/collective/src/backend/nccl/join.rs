@@ -15,10 +15,10 @@ use super::cuda::Device;
 use super::result::version_text;
 use super::sys::UniqueId;
 use super::{Config, Libraries, TICK};
-use crate::backend::device::{DeviceGroup, Manner, Meeting};
-use crate::backend::meet::{Joining, garbled, host, tell_all};
+use crate::backend::device::{self, DeviceGroup, Manner, Meeting, device_of};
+use crate::backend::meet::{Joining, garbled, tell_all};
 use crate::store::Store;
-use crate::{Error, Result};
+use crate::{Error, Result, Transport};
 
 /// What a rank says of its NCCL in the store.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,16 +37,8 @@ pub(crate) fn join(
     config: &Config,
 ) -> Result<DeviceGroup<Communicator>> {
     let libraries = libraries?;
-    for (rank, place) in joining.places.iter().enumerate() {
-        if let Err(why) = &place.here.nccl {
-            let what = format!("rank {rank}: {why}");
-            return Err(Error::Unsupported { backend: "nccl", what });
-        }
-    }
-    let ordinal = joining.options.cuda_device.ok_or_else(|| {
-        let text = "a group over NCCL is made for a CUDA device: GroupOptions::with_cuda_device";
-        Error::InvalidArgument(text.into())
-    })?;
+    let asks = "NCCL is made for a CUDA device: GroupOptions::with_cuda_device";
+    let ordinal = device_of(joining, ("nccl", Transport::Nccl), asks)?;
     let own = Member {
         version: libraries.version(),
         split: libraries.nccl.split.is_some(),
@@ -54,16 +46,12 @@ pub(crate) fn join(
     };
     let members = tell_all(joining, "nccl", &own)?;
     check_versions(&members)?;
-    let host = host(joining, reason.clone())?;
-    let meeting = Meeting { library: "nccl", store, joining, host: &host };
     let can_split = members.iter().all(|member| member.split);
     let (timeout, checks) = (joining.options.timeout, config.checks);
     let manner = Manner { reason, timeout, checks, can_split };
-    let made = connect(&meeting, libraries, &members, ordinal, config).and_then(
-        |(device, communicator)| DeviceGroup::begin(&meeting, device, communicator, manner),
-    );
-    // The peers need not wait for this rank.
-    made.inspect_err(|error| host.abort(&error.to_string()))
+    device::join(store, joining, manner, |meeting| {
+        connect(meeting, libraries, &members, ordinal, config)
+    })
 }
 
 /// NCCL refuses to talk to another version of itself, in words that name nobody.
@@ -130,19 +118,14 @@ fn ids(
     (0..count).map(read).collect()
 }
 
-/// Time is over: for ranks that have not begun, or for NCCL.
+/// Time is over.
 fn late(meeting: &Meeting<'_>) -> Error {
-    let joining = meeting.joining;
-    match meeting.absent() {
-        Err(error) => error,
-        Ok(missing) if !missing.is_empty() => joining.timeout("NCCL's init", missing),
-        Ok(_) => Error::Backend {
-            backend: "nccl",
-            during: format!("joining {}", joining.group()),
-            name: "ncclInProgress".into(),
-            code: 7,
-            text: "all ranks have begun, and NCCL's init is not over; its NCCL_DEBUG=INFO may tell why"
-                .into(),
-        },
-    }
+    meeting.late("NCCL's init", || Error::Backend {
+        backend: "nccl",
+        during: format!("joining {}", meeting.joining.group()),
+        name: "ncclInProgress".into(),
+        code: 7,
+        text: "all ranks have begun, and NCCL's init is not over; its NCCL_DEBUG=INFO may tell why"
+            .into(),
+    })
 }

@@ -11,7 +11,7 @@ use crate::reduce_op::Factor;
 use crate::{DType, Error, Rank, ReduceOp, Result};
 
 macro_rules! verbs {
-    ($($(#[$doc:meta])* $verb:ident => $name:literal,)*) => {
+    ($($(#[$doc:meta])* $verb:ident = $name:literal, $kind:ident, $root:ident;)*) => {
         /// Which operation.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
@@ -29,78 +29,85 @@ macro_rules! verbs {
                     $(Self::$verb => $name,)*
                 }
             }
+
+            const fn kind(self) -> Kind {
+                match self {
+                    $(Self::$verb => Kind::$kind,)*
+                }
+            }
+
+            /// Whether one rank has a part of its own.
+            pub(crate) const fn has_root(self) -> bool {
+                matches!(match self { $(Self::$verb => Root::$root,)* }, Root::Rooted)
+            }
         }
     };
 }
 
+/// What a verb is to a backend.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Of those of [`Backend::run`](crate::Backend::run) that move data.
+    Run,
+    /// Of those of [`Backend::exchange`](crate::Backend::exchange) that all ranks call.
+    Exchange,
+    /// Blocks of different lengths, made of other verbs.
+    Varying,
+    Other,
+}
+
+enum Root {
+    Rooted,
+    Equal,
+}
+
 verbs! {
     /// Every rank gets the reduction of all ranks' buffers.
-    AllReduce => "all_reduce",
+    AllReduce = "all_reduce", Run, Equal;
     /// The root gets the reduction of all ranks' buffers.
-    Reduce => "reduce",
+    Reduce = "reduce", Run, Rooted;
     /// Every rank gets the root's buffer.
-    Broadcast => "broadcast",
+    Broadcast = "broadcast", Run, Rooted;
     /// Every rank gets all ranks' buffers, one after another.
-    AllGather => "all_gather",
+    AllGather = "all_gather", Run, Equal;
     /// The root gets all ranks' buffers, one after another.
-    Gather => "gather",
+    Gather = "gather", Exchange, Rooted;
     /// Every rank gets its block of the root's buffer.
-    Scatter => "scatter",
+    Scatter = "scatter", Exchange, Rooted;
     /// Every rank gets its block of the reduction.
-    ReduceScatter => "reduce_scatter",
+    ReduceScatter = "reduce_scatter", Run, Equal;
     /// Every rank gets its block of every rank's buffer.
-    AllToAll => "all_to_all",
+    AllToAll = "all_to_all", Exchange, Equal;
     /// [`AllGather`](Self::AllGather) of blocks of different lengths.
-    AllGatherV => "all_gather_v",
+    AllGatherV = "all_gather_v", Varying, Equal;
     /// [`Gather`](Self::Gather) of blocks of different lengths.
-    GatherV => "gather_v",
+    GatherV = "gather_v", Varying, Rooted;
     /// [`Scatter`](Self::Scatter) of blocks of different lengths.
-    ScatterV => "scatter_v",
+    ScatterV = "scatter_v", Varying, Rooted;
     /// [`AllToAll`](Self::AllToAll) of blocks of different lengths.
-    AllToAllV => "all_to_all_v",
+    AllToAllV = "all_to_all_v", Varying, Equal;
     /// [`ReduceScatter`](Self::ReduceScatter) of blocks of different lengths.
-    ReduceScatterV => "reduce_scatter_v",
+    ReduceScatterV = "reduce_scatter_v", Varying, Equal;
     /// Every rank gets what every rank says of the lengths of its blocks, before verbs in which
     /// these differ. To a backend it is an [`AllGather`](Self::AllGather).
-    Counts => "counts",
+    Counts = "counts", Run, Equal;
     /// Messages between pairs of ranks; only those who take part call it.
-    Batch => "batch_isend_irecv",
+    Batch = "batch_isend_irecv", Other, Equal;
     /// Nobody goes on before all have come.
-    Barrier => "barrier",
+    Barrier = "barrier", Other, Equal;
     /// All ranks obtain memory that the backend can reduce in place.
-    Alloc => "alloc",
+    Alloc = "alloc", Other, Equal;
 }
 
 impl Verb {
     /// Whether it is of those of [`Backend::run`](crate::Backend::run) that move data.
-    pub(crate) const fn is_run(self) -> bool {
-        matches!(
-            self,
-            Self::AllReduce
-                | Self::Reduce
-                | Self::Broadcast
-                | Self::AllGather
-                | Self::Counts
-                | Self::ReduceScatter
-        )
+    pub(crate) fn is_run(self) -> bool {
+        self.kind() == Kind::Run
     }
 
     /// Whether it is of those of [`Backend::exchange`](crate::Backend::exchange) that all ranks call.
-    pub(crate) const fn is_exchange(self) -> bool {
-        matches!(self, Self::Gather | Self::Scatter | Self::AllToAll)
-    }
-
-    /// Whether one rank has a part of its own.
-    pub(crate) const fn has_root(self) -> bool {
-        matches!(
-            self,
-            Self::Reduce
-                | Self::Broadcast
-                | Self::Gather
-                | Self::Scatter
-                | Self::GatherV
-                | Self::ScatterV
-        )
+    pub(crate) fn is_exchange(self) -> bool {
+        self.kind() == Kind::Exchange
     }
 }
 
@@ -190,13 +197,9 @@ impl fmt::Display for OpDesc {
         if self.verb == Verb::Barrier {
             return Ok(());
         }
-        match self.verb {
+        match self.verb.kind() {
             // Their counts differ from rank to rank.
-            Verb::AllGatherV
-            | Verb::GatherV
-            | Verb::ScatterV
-            | Verb::AllToAllV
-            | Verb::ReduceScatterV => write!(f, " of {}", self.dtype)?,
+            Kind::Varying => write!(f, " of {}", self.dtype)?,
             _ => write!(f, " of {} {}", self.count, self.dtype)?,
         }
         if let Some(op) = self.op {

@@ -111,37 +111,25 @@ impl<'a> Verbs<'a> {
 
     pub(crate) fn gather<T: Element>(self, out: &mut [T], input: &[T], root: Rank) -> Result<()> {
         let desc = describe::<T>(Verb::Gather, None, Some(root), input.len());
-        desc.check(self.world())?;
-        if self.rank() != root {
-            return self.exchange(&desc, vec![Message::send(input, root)]);
-        }
-        let blocks = self.blocks("output", out.len(), input.len())?;
-        self.exchange_blocks(&desc, Some((out, &blocks)), None)?;
-        copy_slice(&mut out[range(&blocks, root)], input);
-        Ok(())
+        let counts = vec![input.len(); self.world()];
+        self.check_root_counts(&desc, "output", out.len(), &counts)?;
+        self.collect(&desc, out, input, &counts, root)
     }
 
     pub(crate) fn scatter<T: Element>(self, out: &mut [T], input: &[T], root: Rank) -> Result<()> {
         let desc = describe::<T>(Verb::Scatter, None, Some(root), out.len());
-        desc.check(self.world())?;
-        if self.rank() != root {
-            return self.exchange(&desc, vec![Message::recv(out, root)]);
-        }
-        let blocks = self.blocks("input", input.len(), out.len())?;
-        self.exchange_blocks::<T>(&desc, None, Some((input, &blocks)))?;
-        copy_slice(out, &input[range(&blocks, root)]);
-        Ok(())
+        let counts = vec![out.len(); self.world()];
+        self.check_root_counts(&desc, "input", input.len(), &counts)?;
+        self.deal(&desc, out, input, &counts, root)
     }
 
     pub(crate) fn all_to_all<T: Element>(self, output: &mut [T], input: &[T]) -> Result<()> {
-        let (rank, count) = (self.rank(), input.len() / self.world());
+        let count = input.len() / self.world();
         let desc = describe::<T>(Verb::AllToAll, None, None, count);
-        let blocks = self.blocks("input", input.len(), count)?;
+        let counts = vec![count; self.world()];
+        self.check_counts("input", input.len(), &counts)?;
         check_len("output", output.len(), input.len())?;
-        self.exchange_blocks(&desc, Some((output, &blocks)), Some((input, &blocks)))?;
-        let own = range(&blocks, rank);
-        copy_slice(&mut output[own.clone()], &input[own]);
-        Ok(())
+        self.swap(&desc, (output, &counts), (input, &counts))
     }
 
     pub(crate) fn all_gather_v<T: Element>(
@@ -175,12 +163,7 @@ impl<'a> Verbs<'a> {
             check_len("input", input.len(), counts[root])?;
         }
         self.agree(&desc, &self.root_row(is_root, input.len(), counts), fits_root(root))?;
-        if !is_root {
-            return self.exchange(&batch(), vec![Message::send(input, root)]);
-        }
-        self.exchange(&batch(), receives(root, output, counts).collect())?;
-        copy_slice(&mut output[range(counts, root)], input);
-        Ok(())
+        self.collect(&batch(), output, input, counts, root)
     }
 
     pub(crate) fn scatter_v<T: Element>(
@@ -196,12 +179,7 @@ impl<'a> Verbs<'a> {
             check_len("output", output.len(), counts[root])?;
         }
         self.agree(&desc, &self.root_row(is_root, output.len(), counts), fits_root(root))?;
-        if !is_root {
-            return self.exchange(&batch(), vec![Message::recv(output, root)]);
-        }
-        self.exchange(&batch(), sends(root, input, counts).collect())?;
-        copy_slice(output, &input[range(counts, root)]);
-        Ok(())
+        self.deal(&batch(), output, input, counts, root)
     }
 
     pub(crate) fn all_to_all_v<T: Element>(
@@ -225,12 +203,7 @@ impl<'a> Verbs<'a> {
             let fits = |to: Rank, from: Rank| rows[to][from] == rows[from][world + to];
             (0..world).all(|to| (0..world).all(|from| fits(to, from)))
         })?;
-        let mut messages: Vec<_> = sends(rank, input, input_counts).collect();
-        messages.extend(receives(rank, output, output_counts));
-        self.exchange(&batch(), messages)?;
-        let own = &input[range(input_counts, rank)];
-        copy_slice(&mut output[range(output_counts, rank)], own);
-        Ok(())
+        self.swap(&batch(), (output, output_counts), (input, input_counts))
     }
 
     pub(crate) fn reduce_scatter_v<T: Element>(
@@ -318,22 +291,52 @@ impl<'a> Verbs<'a> {
         recorder.record(self.backend, desc, transfers, self.wait.patience, run)
     }
 
-    /// Sends and receives a block for every other rank, each way if there is memory for it.
-    fn exchange_blocks<T: Element>(
+    /// Brings all ranks' inputs to the root.
+    fn collect<T: Element>(
         self,
         desc: &OpDesc,
-        output: Option<(&mut [T], &[usize])>,
-        input: Option<(&[T], &[usize])>,
+        output: &mut [T],
+        input: &[T],
+        counts: &[usize],
+        root: Rank,
+    ) -> Result<()> {
+        if self.rank() != root {
+            return self.exchange(desc, vec![Message::send(input, root)]);
+        }
+        self.exchange(desc, receives(root, output, counts).collect())?;
+        copy_slice(&mut output[range(counts, root)], input);
+        Ok(())
+    }
+
+    /// Brings the root's blocks to all ranks.
+    fn deal<T: Element>(
+        self,
+        desc: &OpDesc,
+        output: &mut [T],
+        input: &[T],
+        counts: &[usize],
+        root: Rank,
+    ) -> Result<()> {
+        if self.rank() != root {
+            return self.exchange(desc, vec![Message::recv(output, root)]);
+        }
+        self.exchange(desc, sends(root, input, counts).collect())?;
+        copy_slice(output, &input[range(counts, root)]);
+        Ok(())
+    }
+
+    /// Brings every rank's blocks to every other.
+    fn swap<T: Element>(
+        self,
+        desc: &OpDesc,
+        (output, to): (&mut [T], &[usize]),
+        (input, from): (&[T], &[usize]),
     ) -> Result<()> {
         let rank = self.rank();
-        let mut messages = Vec::with_capacity(2 * self.world());
-        if let Some((input, counts)) = input {
-            messages.extend(sends(rank, input, counts));
-        }
-        if let Some((output, counts)) = output {
-            messages.extend(receives(rank, output, counts));
-        }
-        self.exchange(desc, messages)
+        let messages = sends(rank, input, from).chain(receives(rank, output, to)).collect();
+        self.exchange(desc, messages)?;
+        copy_slice(&mut output[range(to, rank)], &input[range(from, rank)]);
+        Ok(())
     }
 
     /// Exchanges what each rank says of the blocks' lengths. Every rank comes to the same verdict,
@@ -401,13 +404,6 @@ impl<'a> Verbs<'a> {
         check_len("list of counts", counts.len(), self.world())?;
         let total = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
         check_len(what, len, total.unwrap_or(usize::MAX))
-    }
-
-    /// Counts of equal blocks that a buffer of `len` elements holds.
-    fn blocks(self, what: &str, len: usize, count: usize) -> Result<Vec<usize>> {
-        let counts = vec![count; self.world()];
-        self.check_counts(what, len, &counts)?;
-        Ok(counts)
     }
 
     fn peers(self) -> impl Iterator<Item = Rank> {

@@ -12,7 +12,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("npu-sys", &[]),
     ("amp", &["cuda-rt", "npu-sys"]),
     ("candle-ops", &["amp", "cuda-rt"]),
-    ("collective", &["npu-sys"]),
+    ("collective", &["cuda-rt", "npu-sys"]),
     ("fused-optim", &["cuda-rt", "npu-sys"]),
     ("launch", &["collective"]),
     ("runner", &["amp", "candle-ops", "collective", "fused-optim", "launch"]),

@@ -29,7 +29,7 @@ mod device;
 mod driver;
 mod error;
 mod kernels;
-mod library;
+pub mod library;
 mod nvrtc;
 mod slice;
 mod staging;

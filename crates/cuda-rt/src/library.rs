@@ -16,7 +16,7 @@ use crate::error::{Attempt, CudaError};
 
 /// An open library. It has no `Drop`: libraries stay open until the process ends.
 #[derive(Debug)]
-pub(crate) struct Library {
+pub struct Library {
     path: PathBuf,
     handle: NonNull<c_void>,
     install: &'static str,
@@ -32,10 +32,14 @@ impl Library {
     /// followed, that this one opens by name; they are opened before, as the system's loader does not
     /// look there.
     ///
+    /// # Errors
+    ///
+    /// [`CudaError::NotFound`].
+    ///
     /// # Safety
     ///
     /// The initialisers of whatever is at these paths must be sound to run.
-    pub(crate) unsafe fn open(
+    pub unsafe fn open(
         library: &'static str,
         paths: &[PathBuf],
         beside: &str,
@@ -60,13 +64,21 @@ impl Library {
     }
 
     /// Where it was found.
-    pub(crate) fn path(&self) -> &Path {
+    pub fn path(&self) -> &Path {
         &self.path
     }
 
     /// The address of a function.
-    pub(crate) fn symbol(&self, symbol: &'static str) -> Result<NonNull<c_void>, CudaError> {
-        let name = CString::new(symbol).expect("the tables' names have no NUL");
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::MissingSymbol`].
+    ///
+    /// # Panics
+    ///
+    /// If the name contains a NUL.
+    pub fn symbol(&self, symbol: &'static str) -> Result<NonNull<c_void>, CudaError> {
+        let name = CString::new(symbol).expect("a name has no NUL");
         // SAFETY: the handle is of an open library, since none is ever closed; `name` is a C string.
         let address = unsafe { libc::dlsym(self.handle.as_ptr(), name.as_ptr()) };
         let (library, install) = (self.path.clone(), self.install);
@@ -111,7 +123,7 @@ fn matching(folder: &Path, prefix: &str) -> Vec<PathBuf> {
 
 /// Where a library may be: what `variable` says and nothing else, if it is set; or wherever the
 /// system's loader looks, CUDA's own folder, and the packages of Python. `var` reads the environment.
-pub(crate) fn candidates(
+pub fn candidates(
     var: &dyn Fn(&str) -> Option<OsString>,
     variable: &str,
     names: &[&str],

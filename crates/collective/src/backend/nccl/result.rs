@@ -7,7 +7,7 @@ use std::ffi::{CStr, c_int, c_void};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use super::loader::{CUDA, Library, NCCL};
+use super::loader::{CUDA, NCCL};
 use super::sys::{CudaApi, CudaResult, NcclApi, NcclResult, UniqueId};
 use crate::{Error, Result};
 
@@ -53,11 +53,11 @@ impl Libraries {
     /// it runs its initialisers, and its functions are called by the prototypes of the headers.
     pub unsafe fn open(nccl: &[PathBuf], cuda: &[PathBuf]) -> Result<Self> {
         // SAFETY: the caller vouches for what is at these paths.
-        let library = unsafe { Library::open(&NCCL, nccl) }?;
+        let library = unsafe { NCCL.open(nccl) }?;
         // SAFETY: as above, so its symbols have the types of the table.
         let nccl = unsafe { NcclApi::resolve(&library) }?;
         // SAFETY: the caller vouches for what is at these paths.
-        let library = unsafe { Library::open(&CUDA, cuda) }?;
+        let library = unsafe { CUDA.open(cuda) }?;
         // SAFETY: as above.
         let cuda = unsafe { CudaApi::resolve(&library) }?;
         let version = nccl.version()?;

@@ -165,64 +165,64 @@ type Plain = unsafe extern "C" fn() -> NcclResult;
 table! {
     /// The functions of NCCL: required since 2.14, optional what came later.
     NcclApi {
-        version = c"ncclGetVersion": unsafe extern "C" fn(*mut c_int) -> NcclResult,
-        unique_id = c"ncclGetUniqueId": unsafe extern "C" fn(*mut UniqueId) -> NcclResult,
-        init_rank = c"ncclCommInitRankConfig": InitRank,
-        finalize = c"ncclCommFinalize": OnComm,
-        destroy = c"ncclCommDestroy": OnComm,
-        abort = c"ncclCommAbort": OnComm,
-        async_error = c"ncclCommGetAsyncError":
+        version = "ncclGetVersion": unsafe extern "C" fn(*mut c_int) -> NcclResult,
+        unique_id = "ncclGetUniqueId": unsafe extern "C" fn(*mut UniqueId) -> NcclResult,
+        init_rank = "ncclCommInitRankConfig": InitRank,
+        finalize = "ncclCommFinalize": OnComm,
+        destroy = "ncclCommDestroy": OnComm,
+        abort = "ncclCommAbort": OnComm,
+        async_error = "ncclCommGetAsyncError":
             unsafe extern "C" fn(Comm, *mut NcclResult) -> NcclResult,
-        error_string = c"ncclGetErrorString": unsafe extern "C" fn(NcclResult) -> *const c_char,
-        last_error = c"ncclGetLastError": unsafe extern "C" fn(Comm) -> *const c_char,
-        group_start = c"ncclGroupStart": Plain,
-        group_end = c"ncclGroupEnd": Plain,
-        all_reduce = c"ncclAllReduce": Reduced,
-        reduce = c"ncclReduce": Rooted,
-        broadcast = c"ncclBroadcast": Broadcast,
-        all_gather = c"ncclAllGather": Moved,
-        reduce_scatter = c"ncclReduceScatter": Reduced,
-        send = c"ncclSend": Sent,
-        recv = c"ncclRecv": Received,
-        pre_mul_sum = c"ncclRedOpCreatePreMulSum": PreMulSum,
-        red_op_destroy = c"ncclRedOpDestroy": unsafe extern "C" fn(RedOp, Comm) -> NcclResult,
+        error_string = "ncclGetErrorString": unsafe extern "C" fn(NcclResult) -> *const c_char,
+        last_error = "ncclGetLastError": unsafe extern "C" fn(Comm) -> *const c_char,
+        group_start = "ncclGroupStart": Plain,
+        group_end = "ncclGroupEnd": Plain,
+        all_reduce = "ncclAllReduce": Reduced,
+        reduce = "ncclReduce": Rooted,
+        broadcast = "ncclBroadcast": Broadcast,
+        all_gather = "ncclAllGather": Moved,
+        reduce_scatter = "ncclReduceScatter": Reduced,
+        send = "ncclSend": Sent,
+        recv = "ncclRecv": Received,
+        pre_mul_sum = "ncclRedOpCreatePreMulSum": PreMulSum,
+        red_op_destroy = "ncclRedOpDestroy": unsafe extern "C" fn(RedOp, Comm) -> NcclResult,
     } optional {
-        split = c"ncclCommSplit": Split,
-        init_scalable = c"ncclCommInitRankScalable": InitScalable,
-        register = c"ncclCommRegister":
+        split = "ncclCommSplit": Split,
+        init_scalable = "ncclCommInitRankScalable": InitScalable,
+        register = "ncclCommRegister":
             unsafe extern "C" fn(Comm, *mut c_void, usize, *mut *mut c_void) -> NcclResult,
-        deregister = c"ncclCommDeregister": unsafe extern "C" fn(Comm, *mut c_void) -> NcclResult,
-        mem_alloc = c"ncclMemAlloc": unsafe extern "C" fn(*mut *mut c_void, usize) -> NcclResult,
-        mem_free = c"ncclMemFree": unsafe extern "C" fn(*mut c_void) -> NcclResult,
+        deregister = "ncclCommDeregister": unsafe extern "C" fn(Comm, *mut c_void) -> NcclResult,
+        mem_alloc = "ncclMemAlloc": unsafe extern "C" fn(*mut *mut c_void, usize) -> NcclResult,
+        mem_free = "ncclMemFree": unsafe extern "C" fn(*mut c_void) -> NcclResult,
     }
 }
 
 table! {
     /// The functions of CUDA's driver.
     CudaApi {
-        init = c"cuInit": unsafe extern "C" fn(c_uint) -> CudaResult,
-        device_count = c"cuDeviceGetCount": unsafe extern "C" fn(*mut c_int) -> CudaResult,
-        device = c"cuDeviceGet": unsafe extern "C" fn(*mut c_int, c_int) -> CudaResult,
-        retain = c"cuDevicePrimaryCtxRetain":
+        init = "cuInit": unsafe extern "C" fn(c_uint) -> CudaResult,
+        device_count = "cuDeviceGetCount": unsafe extern "C" fn(*mut c_int) -> CudaResult,
+        device = "cuDeviceGet": unsafe extern "C" fn(*mut c_int, c_int) -> CudaResult,
+        retain = "cuDevicePrimaryCtxRetain":
             unsafe extern "C" fn(*mut Context, c_int) -> CudaResult,
-        release = c"cuDevicePrimaryCtxRelease_v2": unsafe extern "C" fn(c_int) -> CudaResult,
-        push = c"cuCtxPushCurrent_v2": unsafe extern "C" fn(Context) -> CudaResult,
-        pop = c"cuCtxPopCurrent_v2": unsafe extern "C" fn(*mut Context) -> CudaResult,
-        event_create = c"cuEventCreate": unsafe extern "C" fn(*mut Event, c_uint) -> CudaResult,
-        event_record = c"cuEventRecord": unsafe extern "C" fn(Event, Stream) -> CudaResult,
-        event_query = c"cuEventQuery": unsafe extern "C" fn(Event) -> CudaResult,
-        event_destroy = c"cuEventDestroy_v2": unsafe extern "C" fn(Event) -> CudaResult,
-        stream_wait = c"cuStreamWaitEvent":
+        release = "cuDevicePrimaryCtxRelease_v2": unsafe extern "C" fn(c_int) -> CudaResult,
+        push = "cuCtxPushCurrent_v2": unsafe extern "C" fn(Context) -> CudaResult,
+        pop = "cuCtxPopCurrent_v2": unsafe extern "C" fn(*mut Context) -> CudaResult,
+        event_create = "cuEventCreate": unsafe extern "C" fn(*mut Event, c_uint) -> CudaResult,
+        event_record = "cuEventRecord": unsafe extern "C" fn(Event, Stream) -> CudaResult,
+        event_query = "cuEventQuery": unsafe extern "C" fn(Event) -> CudaResult,
+        event_destroy = "cuEventDestroy_v2": unsafe extern "C" fn(Event) -> CudaResult,
+        stream_wait = "cuStreamWaitEvent":
             unsafe extern "C" fn(Stream, Event, c_uint) -> CudaResult,
-        stream_capturing = c"cuStreamIsCapturing":
+        stream_capturing = "cuStreamIsCapturing":
             unsafe extern "C" fn(Stream, *mut c_int) -> CudaResult,
-        stream_create = c"cuStreamCreate": unsafe extern "C" fn(*mut Stream, c_uint) -> CudaResult,
-        stream_destroy = c"cuStreamDestroy_v2": unsafe extern "C" fn(Stream) -> CudaResult,
-        copy = c"cuMemcpyDtoDAsync_v2":
+        stream_create = "cuStreamCreate": unsafe extern "C" fn(*mut Stream, c_uint) -> CudaResult,
+        stream_destroy = "cuStreamDestroy_v2": unsafe extern "C" fn(Stream) -> CudaResult,
+        copy = "cuMemcpyDtoDAsync_v2":
             unsafe extern "C" fn(u64, u64, usize, Stream) -> CudaResult,
-        set = c"cuMemsetD8Async":
+        set = "cuMemsetD8Async":
             unsafe extern "C" fn(u64, c_uchar, usize, Stream) -> CudaResult,
-        error_name = c"cuGetErrorName":
+        error_name = "cuGetErrorName":
             unsafe extern "C" fn(CudaResult, *mut *const c_char) -> CudaResult,
     } optional {}
 }

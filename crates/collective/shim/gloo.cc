@@ -174,11 +174,9 @@ void set_memory(Options &options, void *memory, const gloo_shim_reduction &reduc
 
 } // namespace
 
-struct gloo_shim_device {
-  std::shared_ptr<tcp::Device> device;
-};
-
 struct gloo_shim_mesh {
+  // Goes last.
+  std::shared_ptr<tcp::Device> device;
   std::shared_ptr<Wires> wires;
   std::shared_ptr<Group> group;
 };
@@ -221,26 +219,12 @@ extern "C" {
 
 const char *gloo_shim_error(void) { return last_error.c_str(); }
 
-int gloo_shim_device_new(const char *address, gloo_shim_device **out) {
+int gloo_shim_mesh_new(const char *address, int rank, int size, uint32_t connect_timeout_ms,
+                       gloo_shim_mesh **out) {
   return guard([&] {
     tcp::attr attr(address);
     auto device = std::make_shared<tcp::Device>(tcp::CreateDeviceAttr(attr));
-    *out = new gloo_shim_device{std::move(device)};
-    return int{GLOO_SHIM_OK};
-  });
-}
-
-void gloo_shim_device_free(gloo_shim_device *device) {
-  guard([&] {
-    delete device;
-    return int{GLOO_SHIM_OK};
-  });
-}
-
-int gloo_shim_mesh_new(gloo_shim_device *device, int rank, int size, uint32_t connect_timeout_ms,
-                       gloo_shim_mesh **out) {
-  return guard([&] {
-    auto wires = std::make_shared<Wires>(device->device, rank, size);
+    auto wires = std::make_shared<Wires>(device, rank, size);
     // A pair waits five times its timeout for its connection.
     wires->setTimeout(std::chrono::milliseconds(std::max(connect_timeout_ms / 5, 1u)));
     for (int peer = 0; peer < size; peer++) {
@@ -248,8 +232,8 @@ int gloo_shim_mesh_new(gloo_shim_device *device, int rank, int size, uint32_t co
         wires->createPair(peer);
       }
     }
-    auto group = std::make_shared<Group>(rank, size, device->device, wires);
-    *out = new gloo_shim_mesh{std::move(wires), std::move(group)};
+    auto group = std::make_shared<Group>(rank, size, device, wires);
+    *out = new gloo_shim_mesh{std::move(device), std::move(wires), std::move(group)};
     return int{GLOO_SHIM_OK};
   });
 }

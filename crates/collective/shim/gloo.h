@@ -27,9 +27,7 @@ enum {
   GLOO_SHIM_REFUSED = 5
 };
 
-/* A thread that serves sockets, bound to one address of this machine. */
-typedef struct gloo_shim_device gloo_shim_device;
-/* A connection to each peer. */
+/* A connection to each peer, and a thread that serves them. */
 typedef struct gloo_shim_mesh gloo_shim_mesh;
 /* Memory that messages are sent from or received into. */
 typedef struct gloo_shim_buffer gloo_shim_buffer;
@@ -53,18 +51,15 @@ typedef struct {
 /* The text stays until this thread's next failure. */
 const char *gloo_shim_error(void);
 
-int gloo_shim_device_new(const char *address, gloo_shim_device **out);
-/* All meshes on it have been freed. Waits for its thread. */
-void gloo_shim_device_free(gloo_shim_device *device);
-
-/* Opens a listening socket for each peer. */
-int gloo_shim_mesh_new(gloo_shim_device *device, int rank, int size, uint32_t connect_timeout_ms,
+/* Opens a listening socket for each peer, bound to one address of this machine. */
+int gloo_shim_mesh_new(const char *address, int rank, int size, uint32_t connect_timeout_ms,
                        gloo_shim_mesh **out);
 /* Where peer is to connect to: *len bytes of out, at most capacity. */
 int gloo_shim_mesh_address(gloo_shim_mesh *mesh, int peer, uint8_t *out, size_t capacity, size_t *len);
 /* Connects to the peer that lies at the address; blocks until it has too, or for the timeout. */
 int gloo_shim_mesh_connect(gloo_shim_mesh *mesh, int peer, const uint8_t *address, size_t len);
-/* All its buffers have been freed. Closes the connections; waits a few ticks of the device. */
+/* All its buffers have been freed. Closes the connections; waits a few ticks of the thread, and for
+ * its end. */
 void gloo_shim_mesh_free(gloo_shim_mesh *mesh);
 
 int gloo_shim_buffer_new(gloo_shim_mesh *mesh, void *memory, size_t len, gloo_shim_buffer **out);

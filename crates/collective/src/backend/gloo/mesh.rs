@@ -1,7 +1,7 @@
-//! Gloo's device, connections and buffers, each call safe, with `Result`s.
+//! Gloo's connections and buffers, each call safe, with `Result`s.
 //!
-//! The invariant: a [`Buffer`] is freed before its memory and before its [`Mesh`], a `Mesh` before
-//! its device; after the free gloo touches nothing of it. Nobody forgets a `Buffer`: they never
+//! The invariant: a [`Buffer`] is freed before its memory and before its [`Mesh`];
+//! after the free gloo touches nothing of it. Nobody forgets a `Buffer`: they never
 //! leave this backend.
 
 use std::any::Any;
@@ -49,39 +49,9 @@ pub(super) enum Way {
     Receive,
 }
 
-/// A thread of gloo's that serves sockets.
+/// A connection to every peer, and a thread of gloo's that serves them.
 #[derive(Debug)]
-pub(super) struct Device(NonNull<sys::Device>);
-
-// SAFETY: gloo's device is a shared object with locks of its own, used by several threads there.
-unsafe impl Send for Device {}
-// SAFETY: as for `Send`.
-unsafe impl Sync for Device {}
-
-impl Device {
-    /// A device whose sockets are bound to an address of this machine.
-    pub(super) fn new(address: IpAddr) -> Result<Arc<Self>> {
-        let address = CString::new(address.to_string()).expect("an address has no zero in it");
-        let mut out = null_mut();
-        // SAFETY: a string that ends in zero, and a place for the result.
-        check(unsafe { sys::gloo_shim_device_new(address.as_ptr(), &raw mut out) })?;
-        Ok(Arc::new(Self(made(out))))
-    }
-}
-
-impl Drop for Device {
-    fn drop(&mut self) {
-        // SAFETY: made by `new`, and every mesh on it held an `Arc` of it.
-        unsafe { sys::gloo_shim_device_free(self.0.as_ptr()) };
-    }
-}
-
-/// A connection to every peer.
-#[derive(Debug)]
-pub(super) struct Mesh {
-    raw: NonNull<sys::Mesh>,
-    _device: Arc<Device>,
-}
+pub(super) struct Mesh(NonNull<sys::Mesh>);
 
 // SAFETY: gloo locks its contexts and pairs; they are made to be used beside the device's thread.
 unsafe impl Send for Mesh {}
@@ -90,21 +60,22 @@ unsafe impl Send for Mesh {}
 unsafe impl Sync for Mesh {}
 
 impl Mesh {
-    /// A mesh that listens for every peer; connecting to one may take as long as `timeout`.
+    /// A mesh that listens for every peer at an address of this machine; connecting to one may take as
+    /// long as `timeout`.
     pub(super) fn new(
-        device: &Arc<Device>,
+        address: IpAddr,
         rank: Rank,
         world: usize,
         timeout: Duration,
     ) -> Result<Self> {
+        let address = CString::new(address.to_string()).expect("an address has no zero in it");
         let mut out = null_mut();
-        let (rank, world) = (narrow(rank), narrow(world));
-        // SAFETY: the device lives in the `Arc`; a place for the result.
-        let code = unsafe {
-            sys::gloo_shim_mesh_new(device.0.as_ptr(), rank, world, millis(timeout), &raw mut out)
-        };
-        check(code)?;
-        Ok(Self { raw: made(out), _device: Arc::clone(device) })
+        let (rank, world, millis) = (narrow(rank), narrow(world), millis(timeout));
+        // SAFETY: a string that ends in zero, and a place for the result.
+        check(unsafe {
+            sys::gloo_shim_mesh_new(address.as_ptr(), rank, world, millis, &raw mut out)
+        })?;
+        Ok(Self(made(out)))
     }
 
     /// Where a peer is to connect to.
@@ -114,13 +85,7 @@ impl Mesh {
         let (out, capacity) = (bytes.as_mut_ptr(), bytes.len());
         // SAFETY: `capacity` bytes to write to, and a place for their number.
         let code = unsafe {
-            sys::gloo_shim_mesh_address(
-                self.raw.as_ptr(),
-                narrow(peer),
-                out,
-                capacity,
-                &raw mut len,
-            )
+            sys::gloo_shim_mesh_address(self.0.as_ptr(), narrow(peer), out, capacity, &raw mut len)
         };
         check(code)?;
         bytes.truncate(len);
@@ -129,7 +94,7 @@ impl Mesh {
 
     /// Connects to the peer at the address; blocks until it does too.
     pub(super) fn connect(&self, peer: Rank, address: &[u8]) -> Result<()> {
-        let raw = self.raw.as_ptr();
+        let raw = self.0.as_ptr();
         // SAFETY: `address` is readable for its length. Gloo refuses bytes that are no address.
         check(unsafe {
             sys::gloo_shim_mesh_connect(raw, narrow(peer), address.as_ptr(), address.len())
@@ -162,7 +127,7 @@ impl Mesh {
             arg: (&raw const *job).cast_mut().cast(),
             peer: -1,
         };
-        let (mesh, bytes) = (self.raw.as_ptr(), memory.ptr().cast());
+        let (mesh, bytes) = (self.0.as_ptr(), memory.ptr().cast());
         let code = match root {
             // SAFETY: `memory` holds `count` elements and is this call's alone; `job` outlives it.
             None => unsafe { sys::gloo_shim_all_reduce(mesh, bytes, &raw mut reduction) },
@@ -185,7 +150,7 @@ impl Mesh {
 impl Drop for Mesh {
     fn drop(&mut self) {
         // SAFETY: made by `new`, and every buffer on it held an `Arc` of it.
-        unsafe { sys::gloo_shim_mesh_free(self.raw.as_ptr()) };
+        unsafe { sys::gloo_shim_mesh_free(self.0.as_ptr()) };
     }
 }
 
@@ -262,7 +227,7 @@ unsafe impl Sync for Buffer<'_> {}
 impl<'a> Buffer<'a> {
     pub(super) fn new(mesh: &Arc<Mesh>, memory: Span<'a>) -> Result<Self> {
         let mut out = null_mut();
-        let (raw, ptr) = (mesh.raw.as_ptr(), memory.ptr().cast());
+        let (raw, ptr) = (mesh.0.as_ptr(), memory.ptr().cast());
         // SAFETY: the span's memory lives for 'a, and this buffer no longer.
         check(unsafe { sys::gloo_shim_buffer_new(raw, ptr, memory.len(), &raw mut out) })?;
         Ok(Self { raw: made(out), _mesh: Arc::clone(mesh), memory: PhantomData })

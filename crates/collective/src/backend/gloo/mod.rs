@@ -35,7 +35,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use self::link::Wires;
-use self::mesh::{Device, Job, Mesh, Trouble};
+use self::mesh::{Job, Mesh, Trouble};
 use super::meet::{Joining, tell_each};
 use super::tcp::connect::connect;
 use super::tcp::frame::Cause;
@@ -66,8 +66,7 @@ fn mesh(joining: &Joining<'_>) -> Result<Mesh> {
     let ips: Vec<_> = joining.places.iter().map(|place| ip(place.ip)).collect();
     check_reach(&ips)?;
     let refused = |why| refused(joining, why);
-    let device = Device::new(ips[rank]).map_err(refused)?;
-    let mesh = Mesh::new(&device, rank, world, joining.options.timeout).map_err(refused)?;
+    let mesh = Mesh::new(ips[rank], rank, world, joining.options.timeout).map_err(refused)?;
     let for_peer = |peer: Rank| match peer == rank {
         true => Ok(Vec::new()),
         false => mesh.address(peer).map_err(refused),

@@ -9,11 +9,6 @@ pub(super) const STOPPED: c_int = 3;
 pub(super) const LATE: c_int = 4;
 
 #[repr(C)]
-pub(super) struct Device {
-    _opaque: [u8; 0],
-}
-
-#[repr(C)]
 pub(super) struct Mesh {
     _opaque: [u8; 0],
 }
@@ -40,10 +35,8 @@ pub(super) struct Reduction {
 
 unsafe extern "C" {
     pub(super) safe fn gloo_shim_error() -> *const c_char;
-    pub(super) fn gloo_shim_device_new(address: *const c_char, out: *mut *mut Device) -> c_int;
-    pub(super) fn gloo_shim_device_free(device: *mut Device);
     pub(super) fn gloo_shim_mesh_new(
-        device: *mut Device,
+        address: *const c_char,
         rank: c_int,
         size: c_int,
         connect_timeout_ms: u32,

@@ -14,6 +14,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use super::host::ForkGuard;
+use super::tcp::frame::{Cause, Failure};
 use super::{Backend, Patience, RawBufs, RawShared, Transfer, TransferMemory, Wait};
 use crate::span::Span;
 use crate::{DType, Error, Fingerprint, GroupOptions, OpDesc, Place, Rank, Result, Verb, simd};
@@ -140,6 +141,31 @@ impl GroupCore {
         Err(Error::Mismatch { op, field, by_rank })
     }
 
+    /// The group's failure, as this rank tells it.
+    pub(crate) fn error(&self, failure: &Failure, op: String, waited: Duration) -> Error {
+        let by = failure.by;
+        match failure.cause.clone() {
+            Cause::Died { rank, .. } if rank == self.rank => {
+                let reason = format!("rank {by} has lost its connection to this rank");
+                Error::Aborted { by, reason }
+            }
+            Cause::Died { rank, pid, how } => {
+                let op = how.map_or_else(|| op.clone(), |how| format!("{op}: {how}"));
+                Error::PeerDied { op, rank, pid }
+            }
+            Cause::Aborted { reason } => Error::Aborted { by, reason },
+            // For the rank that came too late, the others have given up.
+            Cause::TimedOut { missing, text } if missing.contains(&self.rank) => {
+                Error::Aborted { by, reason: text }
+            }
+            Cause::TimedOut { missing, .. } => Error::Timeout { op, waited, missing },
+            Cause::Mismatch { field, by_rank } => {
+                let known = ["verb", "dtype", "count"].into_iter().find(|known| *known == field);
+                Error::Mismatch { op, field: known.unwrap_or("verb"), by_rank }
+            }
+        }
+    }
+
     /// The ladder of all waits: spin while that is likely to help, for `spin` on a caller's thread that
     /// has a core; yield the core; sleep.
     pub(crate) fn rung(&self, patience: Patience, spin: Duration, waited: Duration) -> Rung {
@@ -170,8 +196,9 @@ pub(crate) trait Carrier: Debug + Send + Sync {
     /// As [`Backend::alloc`]; notes what fails, but for a caller's mistake.
     fn obtain(&self, op: &OpDesc) -> Result<RawShared>;
 
-    /// Why the group has failed, as it is told of `op`.
-    fn failure(&self, op: String) -> Option<Error>;
+    /// Why the group has failed, as far as is known without waiting; `op` is what a rank that left did
+    /// not wait for.
+    fn failure(&self, op: &str) -> Option<Failure>;
 
     /// Tells all ranks that this one gives the group up; of no effect after another failure.
     fn give_up(&self, reason: &str);
@@ -221,7 +248,8 @@ impl<C: Carrier> Backend for C {
     fn health(&self) -> Result<()> {
         let core = self.core();
         core.fork_check()?;
-        let told = || self.failure(format!("group {}", core.name));
+        let op = format!("group {}", core.name);
+        let told = || self.failure(&op).map(|failure| core.error(&failure, op, Duration::ZERO));
         core.failed.get().cloned().or_else(told).map_or(Ok(()), Err)
     }
 

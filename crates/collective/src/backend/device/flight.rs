@@ -61,26 +61,21 @@ impl<C: Communicator> Op<C> {
         [begin, end]: [EventOf<C>; 2],
         ended: Ended,
     ) -> Self {
-        let enqueued = Instant::now();
-        let [launched, closed] = [const { AtomicBool::new(false) }; 2];
-        let (kept, begun, waited, outcome) = Default::default();
-        let ended = Mutex::new(Some(EndedOnce(ended)));
-        let first = ops[0];
         Self {
-            first,
+            first: ops[0],
             case,
             seq,
             timeout,
             begin,
             end,
-            kept,
-            launched,
-            closed,
-            enqueued,
-            begun,
-            waited,
-            ended,
-            outcome,
+            kept: OnceLock::new(),
+            launched: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
+            enqueued: Instant::now(),
+            begun: OnceLock::new(),
+            waited: OnceLock::new(),
+            ended: Mutex::new(Some(EndedOnce(ended))),
+            outcome: OnceLock::new(),
         }
     }
 

@@ -75,24 +75,21 @@ impl<C: Communicator> Shared<C> {
         herald: Herald,
         name: String,
     ) -> Self {
-        let (rank, world) = (host.rank(), host.world_size());
-        let (ops, changed, posted, verdict, aborted, over) = Default::default();
-        let (told, stop) = (AtomicBool::new(false), AtomicBool::new(false));
         Self {
+            rank: host.rank(),
+            world: host.world_size(),
             host,
             communicator,
             herald,
             name,
-            rank,
-            world,
-            ops,
-            changed,
-            posted,
-            verdict,
-            told,
-            aborted,
-            over,
-            stop,
+            ops: Mutex::default(),
+            changed: Condvar::new(),
+            posted: Mutex::default(),
+            verdict: OnceLock::new(),
+            told: AtomicBool::new(false),
+            aborted: Mutex::default(),
+            over: Condvar::new(),
+            stop: AtomicBool::new(false),
         }
     }
 

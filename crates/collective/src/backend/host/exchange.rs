@@ -135,13 +135,6 @@ fn mismatch(turn: &Turn<'_>, field: &'static str, by_rank: Vec<(Rank, String)>) 
     Error::Mismatch { op: turn.name(), field, by_rank }
 }
 
-/// A mismatch as the rank that has found it noted it.
-pub(super) fn noted(op: String, note: &str) -> Error {
-    let (field, by_rank): (String, _) = serde_json::from_str(note).unwrap_or_default();
-    let field = ["dtype", "count"].into_iter().find(|known| *known == field).unwrap_or("verb");
-    Error::Mismatch { op, field, by_rank }
-}
-
 /// A wait of all lanes so far.
 #[derive(Debug, Default)]
 struct Pause {

@@ -50,6 +50,7 @@ use self::sys::Mapping;
 use self::turn::Turn;
 use super::core::{BARRIER, Block, Carrier, GroupCore, STANDING, alone};
 use super::shared_config::SharedConfig;
+use super::tcp::frame::{Cause, Failure};
 use super::{Backend, RawShared, Wait};
 use crate::span::Span;
 use crate::{Error, GroupOptions, OpDesc, Place, Rank, Result, Verb};
@@ -250,25 +251,29 @@ impl Host {
         Mapping::new(file.into(), bytes)
     }
 
-    /// The group's failure, as this rank tells it of `op`.
-    fn error(&self, poison: Poison, op: String, waited: Duration) -> Error {
-        match poison {
-            Poison::Died { rank, pid } => Error::PeerDied { op, rank, pid },
+    /// What is known of a failure, which ended `op`.
+    fn read(&self, poison: Poison, op: &str) -> Failure {
+        let (by, cause) = match poison {
+            Poison::Died { rank, pid } => (rank, Cause::Died { rank, pid, how: None }),
             Poison::Left { rank } => {
-                Error::Aborted { by: rank, reason: format!("it left the group before {op}") }
+                (rank, Cause::Aborted { reason: format!("it left the group before {op}") })
             }
-            Poison::Aborted { by } => Error::Aborted { by, reason: self.segment.note(by).0 },
+            Poison::Aborted { by } => (by, Cause::Aborted { reason: self.segment.note(by).0 }),
             Poison::TimedOut { by } => {
-                let (reason, missing) = self.segment.note(by);
-                // For the rank that came too late, the others have given up.
-                if missing.contains(&self.core.rank) {
-                    Error::Aborted { by, reason }
-                } else {
-                    Error::Timeout { op, waited, missing }
-                }
+                let (text, missing) = self.segment.note(by);
+                (by, Cause::TimedOut { missing, text })
             }
-            Poison::Mismatch { by } => exchange::noted(op, &self.segment.note(by).0),
-        }
+            Poison::Mismatch { by } => {
+                let calls = serde_json::from_str(&self.segment.note(by).0);
+                let (field, by_rank) = calls.unwrap_or_default();
+                (by, Cause::Mismatch { field, by_rank })
+            }
+        };
+        Failure { by, cause }
+    }
+
+    fn error(&self, poison: Poison, op: String, waited: Duration) -> Error {
+        self.core.error(&self.read(poison, &op), op, waited)
     }
 
     /// A failure of this rank alone fails the group, since the peers wait for it.
@@ -329,8 +334,8 @@ impl Carrier for Host {
         self.core.note_failure(self.share(&mut state, op, stride))
     }
 
-    fn failure(&self, op: String) -> Option<Error> {
-        self.segment.poison().map(|poison| self.error(poison, op, Duration::ZERO))
+    fn failure(&self, op: &str) -> Option<Failure> {
+        self.segment.poison().map(|poison| self.read(poison, op))
     }
 
     fn give_up(&self, reason: &str) {

@@ -26,7 +26,7 @@ pub(crate) mod frame;
 pub(super) mod lane;
 pub(super) mod link;
 mod ring;
-mod sys;
+pub(super) mod sys;
 pub(super) mod turn;
 
 use std::fmt::Debug;
@@ -166,32 +166,7 @@ impl Tcp {
         // What has happened while this rank computed.
         match self.control.failure() {
             None => Ok(turn),
-            Some(failure) => Err(self.error(failure, turn.name(), Duration::ZERO)),
-        }
-    }
-
-    /// The group's failure, as this rank tells it.
-    fn error(&self, failure: &Failure, op: String, waited: Duration) -> Error {
-        let by = failure.by;
-        match failure.cause.clone() {
-            Cause::Died { rank, .. } if rank == self.core.rank => {
-                let reason = format!("rank {by} has lost its connection to this rank");
-                Error::Aborted { by, reason }
-            }
-            Cause::Died { rank, pid, how } => {
-                let op = how.map_or_else(|| op.clone(), |how| format!("{op}: {how}"));
-                Error::PeerDied { op, rank, pid }
-            }
-            Cause::Aborted { reason } => Error::Aborted { by, reason },
-            // For the rank that came too late, the others have given up.
-            Cause::TimedOut { missing, text } if missing.contains(&self.core.rank) => {
-                Error::Aborted { by, reason: text }
-            }
-            Cause::TimedOut { missing, .. } => Error::Timeout { op, waited, missing },
-            Cause::Mismatch { field, by_rank } => {
-                let known = ["verb", "dtype", "count"].into_iter().find(|known| *known == field);
-                Error::Mismatch { op, field: known.unwrap_or("verb"), by_rank }
-            }
+            Some(failure) => Err(self.core.error(failure, turn.name(), Duration::ZERO)),
         }
     }
 }
@@ -242,7 +217,7 @@ impl Carrier for Tcp {
         } else {
             if let Some(gone) = blocks.iter().find(|block| self.control.has_left(block.peer)) {
                 let failure = self.control.left(gone.peer, &turn.name());
-                return Err(self.error(failure, turn.name(), Duration::ZERO));
+                return Err(self.core.error(failure, turn.name(), Duration::ZERO));
             }
             turn.queue(&blocks, Way::Out);
         }
@@ -262,8 +237,8 @@ impl Carrier for Tcp {
         Ok(memory.share())
     }
 
-    fn failure(&self, op: String) -> Option<Error> {
-        self.control.failure().map(|failure| self.error(failure, op, Duration::ZERO))
+    fn failure(&self, _op: &str) -> Option<Failure> {
+        self.control.failure().cloned()
     }
 
     fn give_up(&self, reason: &str) {

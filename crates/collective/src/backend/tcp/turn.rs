@@ -182,7 +182,7 @@ impl<'a> Turn<'a> {
                 return Ok(());
             }
             if let Some(failure) = failed {
-                return Err(self.tcp.error(failure, self.name(), pause.waited()));
+                return Err(self.core().error(failure, self.name(), pause.waited()));
             }
             match (moved, until) {
                 (Err(stop), _) => return Err(self.stopped(stop, pause.waited())),
@@ -260,7 +260,7 @@ impl<'a> Turn<'a> {
             }
             Stop::Failed(cause) => self.control().fail(cause),
         };
-        self.tcp.error(failure, op, waited)
+        self.core().error(failure, op, waited)
     }
 
     /// Waits a little, after nothing has moved.

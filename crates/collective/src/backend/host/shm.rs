@@ -188,12 +188,8 @@ impl Watch {
             });
             let mut fds = vec![&self.stopped];
             fds.extend(self.peers.iter().filter_map(|peer| peer.pidfd.as_ref()));
-            let ready = match sys::poll_readable(&fds, patience) {
-                Ok(ready) => ready,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                // Not expected of a poll of valid descriptors; timeouts still hold.
-                Err(_) => return,
-            };
+            // A failure is not expected of a poll of valid descriptors; timeouts still hold.
+            let Ok(ready) = sys::poll_readable(&fds, patience) else { return };
             if ready[0] {
                 return;
             }

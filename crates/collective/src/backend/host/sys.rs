@@ -6,13 +6,14 @@
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU32 as Mark;
 use std::time::Duration;
 
 #[cfg(loom)]
 use super::model::Words;
+use crate::backend::tcp::sys::{interest, poll};
 use crate::span::Span;
 #[cfg(not(loom))]
 use crate::sync::atomic::AtomicU64;
@@ -304,14 +305,8 @@ pub(super) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
 /// Which descriptors are readable, once one is or after `patience`; `None` is for ever, and for those
 /// who have a means of their own among `fds` to end the wait.
 pub(super) fn poll_readable(fds: &[&OwnedFd], patience: Option<Duration>) -> io::Result<Vec<bool>> {
-    let millis = patience.map_or(-1, |time| libc::c_int::try_from(time.as_millis()).unwrap_or(-1));
-    let ask = |fd: &&OwnedFd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-    let mut polls: Vec<_> = fds.iter().map(ask).collect();
-    let count = libc::nfds_t::try_from(polls.len()).expect("few descriptors");
-    // SAFETY: the array is good for the call and as long as said.
-    if unsafe { libc::poll(polls.as_mut_ptr(), count, millis) } < 0 {
-        return Err(last_error());
-    }
+    let mut polls: Vec<_> = fds.iter().map(|fd| interest(fd.as_fd(), true, false)).collect();
+    poll(&mut polls, patience)?;
     Ok(polls.iter().map(|poll| poll.revents != 0).collect())
 }
 

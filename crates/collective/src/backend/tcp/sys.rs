@@ -67,14 +67,17 @@ fn check(count: libc::ssize_t) -> io::Result<usize> {
 }
 
 /// A descriptor, and for what to wait.
-pub(super) fn interest(fd: BorrowedFd<'_>, read: bool, write: bool) -> libc::pollfd {
+pub(in crate::backend) fn interest(fd: BorrowedFd<'_>, read: bool, write: bool) -> libc::pollfd {
     let bit = |wanted, bit| if wanted { bit } else { 0 };
     let events = bit(read, libc::POLLIN) | bit(write, libc::POLLOUT);
     libc::pollfd { fd: fd.as_raw_fd(), events, revents: 0 }
 }
 
 /// Waits until one of the descriptors is ready, a signal comes, or the time is over.
-pub(super) fn poll(fds: &mut [libc::pollfd], timeout: Option<Duration>) -> io::Result<()> {
+pub(in crate::backend) fn poll(
+    fds: &mut [libc::pollfd],
+    timeout: Option<Duration>,
+) -> io::Result<()> {
     let count = libc::nfds_t::try_from(fds.len()).expect("two for each of a thousand ranks");
     let timeout = timeout.map(|timeout| libc::timespec {
         tv_sec: timeout.as_secs().try_into().unwrap_or(libc::time_t::MAX),

@@ -23,7 +23,8 @@ fn crates_import_only_what_the_rules_allow() {
     for (krate, allowed) in ALLOWED {
         let dependencies = dependencies(&manifest(krate));
         for dependency in &dependencies {
-            let ours = ALLOWED.iter().any(|(name, _)| name == dependency);
+            // A crate names itself among what its tests need, to have them cover its features.
+            let ours = ALLOWED.iter().any(|(name, _)| name == dependency && name != krate);
             assert!(
                 !ours || allowed.contains(&dependency.as_str()),
                 "{krate} must not depend on {dependency}"

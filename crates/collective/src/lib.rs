@@ -33,8 +33,8 @@
 //!   reducing it copies nothing.
 //! * **Device memory has a separate API.** [`ProcessGroup::device`] takes the memory of a CUDA device or an NPU
 //!   and a stream, with other promises, see [`device`]: the items above are about memory of the host.
-//! * **Simulated networks.** [`sim`] carries out the algorithms between machines on virtual
-//!   time: for thousands of ranks without data, or for threads with real ones, faults included.
+//! * **Simulated networks.** With the feature `sim`, the module `sim` runs the algorithms between machines on virtual
+//!   time: for thousands of ranks without data, or for threads with real data, faults included.
 //!
 //! What carries the data is a [`Backend`]; [`backend`] is for those who write one.
 //! The embedded ones need nothing installed: shared memory within a machine, TCP between several
@@ -48,9 +48,19 @@ pub mod flight;
 pub mod init;
 pub mod object;
 pub mod reducer;
+#[cfg(feature = "sim")]
 pub mod sim;
 pub mod store;
 
+#[cfg_attr(
+    not(feature = "sim"),
+    expect(
+        dead_code,
+        unreachable_pub,
+        unused_imports,
+        reason = "what only the simulator uses, and exports"
+    )
+)]
 mod algo;
 mod copy;
 mod element;

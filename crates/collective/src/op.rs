@@ -106,6 +106,7 @@ impl Verb {
     }
 
     /// Whether it is of those of [`Backend::exchange`](crate::Backend::exchange) that all ranks call.
+    #[cfg(feature = "sim")]
     pub(crate) fn is_exchange(self) -> bool {
         self.kind() == Kind::Exchange
     }

@@ -13,6 +13,7 @@ use crate::copy::copy_slice;
 use crate::device::DeviceCalls;
 use crate::flight::{FlightRecord, Recorder, Whose};
 use crate::membership::{Membership, Origin, connect};
+#[cfg(feature = "sim")]
 use crate::sim::{self, Clocks, Network};
 use crate::store::{MemoryStore, Store};
 use crate::verbs::{Message, Verbs, check_bytes};
@@ -89,6 +90,7 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// [`Error::InvalidArgument`] if the network does not fit the ranks.
+    #[cfg(feature = "sim")]
     pub fn simulated(
         world_size: usize,
         network: Network,

@@ -26,7 +26,9 @@ pub(crate) mod tcp;
 use std::any::Any;
 use std::fmt::Debug;
 use std::ptr::NonNull;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
+#[cfg(feature = "sim")]
+use std::sync::Weak;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -99,7 +101,7 @@ pub struct RawShared {
     pub(crate) ptr: NonNull<u8>,
     pub(crate) bytes: usize,
     /// Keeps the memory mapped.
-    keep: Arc<dyn Any + Send + Sync>,
+    _keep: Arc<dyn Any + Send + Sync>,
 }
 
 impl RawShared {
@@ -111,12 +113,13 @@ impl RawShared {
     /// writable while `keep` lives. Nothing else in the program refers to them, and peers touch
     /// them only while an operation on them runs on this rank.
     pub unsafe fn new(ptr: NonNull<u8>, bytes: usize, keep: Arc<dyn Any + Send + Sync>) -> Self {
-        Self { ptr, bytes, keep }
+        Self { ptr, bytes, _keep: keep }
     }
 
     /// Tells whether the memory lives.
+    #[cfg(feature = "sim")]
     pub(crate) fn watch(&self) -> Weak<dyn Any + Send + Sync> {
-        Arc::downgrade(&self.keep)
+        Arc::downgrade(&self._keep)
     }
 }
 

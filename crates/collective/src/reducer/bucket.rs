@@ -15,6 +15,7 @@ use half::{bf16, f16};
 use super::CommHook;
 use super::detour::{Detour, Lane};
 use super::plan::{BucketSpec, ParamInfo};
+#[cfg(feature = "powersgd")]
 use super::power_sgd::PowerSgdBucket;
 use crate::copy::copy_slice;
 use crate::{DType, Element, Error, ProcessGroup, ReduceOp, Result, SharedBuf, Work};
@@ -87,6 +88,10 @@ pub(super) trait Bucket: Any + Debug + Send {
 /// rank must call it in the same order.
 pub(super) fn alloc(
     group: &ProcessGroup,
+    #[cfg_attr(
+        not(feature = "powersgd"),
+        expect(unused_variables, reason = "PowerSGD asks for rows")
+    )]
     params: &[ParamInfo],
     spec: &BucketSpec,
     hook: &CommHook,
@@ -96,6 +101,7 @@ pub(super) fn alloc(
     match (hook, dtype) {
         (CommHook::Fp16Compress, DType::F32) => return Cast::<f16>::alloc(group, count, lane),
         (CommHook::Bf16Compress, DType::F32) => return Cast::<bf16>::alloc(group, count, lane),
+        #[cfg(feature = "powersgd")]
         (CommHook::PowerSgd(options), DType::F32) if lane.is_none() => {
             return Ok(Box::new(PowerSgdBucket::new(group, params, spec, options)?));
         }

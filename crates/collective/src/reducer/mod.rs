@@ -30,6 +30,7 @@ mod device;
 mod kernels;
 mod ledger;
 mod plan;
+#[cfg(feature = "powersgd")]
 mod power_sgd;
 
 use std::ops::Range;
@@ -42,6 +43,7 @@ pub use self::device::{Compress, DeviceReducer, DeviceReducerOptions};
 pub use self::kernels::{BucketKernels, NoKernels};
 use self::ledger::Ledger;
 pub use self::plan::{BucketPlan, BucketSpec, ParamInfo, Place};
+#[cfg(feature = "powersgd")]
 pub use self::power_sgd::PowerSgd;
 use crate::copy::copy_slice;
 use crate::{DType, Element, Error, ProcessGroup, ReduceOp, Result};
@@ -69,7 +71,7 @@ pub struct ReducerOptions {
     /// Whether buckets travel through the memory of the group's device, where its library averages
     /// them, by the [rules](crate::device::DeviceCalls) there: for gradients that are made on the host in a
     /// group over HCCL. Each bucket is copied there when it is full and back when the pass ends. Not
-    /// with [`CommHook::PowerSgd`]. Off unless set.
+    /// with PowerSGD. Off unless set.
     pub through_device: bool,
 }
 
@@ -88,8 +90,20 @@ pub enum CommHook {
     /// `f32` as `bf16`: half the bytes, eight significant bits.
     #[doc(alias = "bf16_compress_hook")]
     Bf16Compress,
-    /// `f32` matrices as two thin ones. Other types are refused.
+    /// `f32` matrices as two thin ones. Other types are refused. With the feature `powersgd`.
+    #[cfg(feature = "powersgd")]
     PowerSgd(PowerSgd),
+}
+
+impl CommHook {
+    /// Refuses options that make no sense; returns whether buckets keep something from pass to pass.
+    fn keeps_memory(&self) -> Result<bool> {
+        match self {
+            Self::AllReduce | Self::Fp16Compress | Self::Bf16Compress => Ok(false),
+            #[cfg(feature = "powersgd")]
+            Self::PowerSgd(options) => options.validate().map(|()| true),
+        }
+    }
 }
 
 impl Default for ReducerOptions {
@@ -152,6 +166,8 @@ pub struct Reducer {
     group: ProcessGroup,
     ledger: Ledger,
     hook: CommHook,
+    /// Whether the next pass depends on more than gradients.
+    keeps_memory: bool,
     lane: Option<Arc<Lane>>,
     buckets: Vec<Box<dyn Bucket>>,
 }
@@ -177,11 +193,9 @@ impl Reducer {
         let hook = options.comm_hook.clone();
         let lane = options.through_device.then(|| Lane::new(&group)).transpose()?;
         let ledger = Ledger::new(&group, params, options, "")?;
-        if let CommHook::PowerSgd(options) = &hook {
-            options.validate()?;
-        }
+        let keeps_memory = hook.keeps_memory()?;
         let buckets = alloc_all(&group, ledger.params(), ledger.plan(), (&hook, lane.as_ref()))?;
-        Ok(Self { group, ledger, hook, lane, buckets })
+        Ok(Self { group, ledger, hook, keeps_memory, lane, buckets })
     }
 
     /// Begins a pass: call it before each forward.
@@ -297,10 +311,11 @@ impl Reducer {
     /// is so unless they are compressed by PowerSGD.
     #[must_use]
     pub fn state(&self) -> Option<ReducerState> {
-        let CommHook::PowerSgd(_) = self.hook else { return None };
-        let (passes, order, idle) = self.ledger.state();
-        let buckets = self.buckets.iter().map(|bucket| bucket.memory()).collect();
-        Some(ReducerState { passes, order, idle, buckets })
+        self.keeps_memory.then(|| {
+            let (passes, order, idle) = self.ledger.state();
+            let buckets = self.buckets.iter().map(|bucket| bucket.memory()).collect();
+            ReducerState { passes, order, idle, buckets }
+        })
     }
 
     /// Goes on from the state of a reducer of the same parameters and options; there are no gradients

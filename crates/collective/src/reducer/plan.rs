@@ -18,8 +18,8 @@ pub struct ParamInfo {
     pub count: usize,
     /// Element type of the parameter and of its gradient.
     pub dtype: DType,
-    /// Length of the first dimension if there are two or more, else 0. Only
-    /// [`PowerSgd`](super::PowerSgd) asks: it takes the parameter as a matrix of so many rows.
+    /// Length of the first dimension if there are two or more, else 0. Only PowerSGD reads it: it takes the
+    /// parameter as a matrix of so many rows.
     pub rows: usize,
 }
 

@@ -89,7 +89,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the network does not fit the ranks.
+    /// [`Error::InvalidArgument`] if the network does not fit the ranks, and for more than 256 of them.
     #[cfg(feature = "sim")]
     pub fn simulated(
         world_size: usize,

@@ -27,8 +27,6 @@ use std::any::Any;
 use std::fmt::Debug;
 use std::ptr::NonNull;
 use std::sync::Arc;
-#[cfg(feature = "sim")]
-use std::sync::Weak;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -114,12 +112,6 @@ impl RawShared {
     /// them only while an operation on them runs on this rank.
     pub unsafe fn new(ptr: NonNull<u8>, bytes: usize, keep: Arc<dyn Any + Send + Sync>) -> Self {
         Self { ptr, bytes, _keep: keep }
-    }
-
-    /// Tells whether the memory lives.
-    #[cfg(feature = "sim")]
-    pub(crate) fn watch(&self) -> Weak<dyn Any + Send + Sync> {
-        Arc::downgrade(&self._keep)
     }
 }
 

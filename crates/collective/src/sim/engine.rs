@@ -15,26 +15,6 @@ use super::queue::{Flight, Queue, Stage, Time};
 use crate::algo::{Layout, Link, Local, Region, Round, Schedule};
 use crate::{Error, Rank};
 
-/// What is done with the data, if there are any.
-pub(super) trait Carry {
-    /// A message leaves: its bytes are as they are now.
-    fn send(&mut self, from: Rank, to: Rank, region: Region);
-    /// A round is over: what arrived is stored, and the local work is done.
-    fn finish(&mut self, rank: Rank, round: &Round);
-    /// Whether [`finish`](Self::finish) does anything.
-    const DATA: bool;
-}
-
-/// No data: time only.
-#[derive(Debug)]
-pub(super) struct Weightless;
-
-impl Carry for Weightless {
-    fn send(&mut self, _: Rank, _: Rank, _: Region) {}
-    fn finish(&mut self, _: Rank, _: &Round) {}
-    const DATA: bool = false;
-}
-
 /// Why ranks cannot go on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Failure {
@@ -115,14 +95,13 @@ impl Ports {
 }
 
 /// Carries out the schedules of all ranks, who all begin at `start`.
-pub(super) fn run<C: Carry>(
+pub(super) fn run(
     network: &Network,
     layout: &Layout,
     schedules: &[Schedule],
     start: Time,
-    carry: &mut C,
 ) -> Outcome {
-    let mut engine = Engine::new(network, layout, schedules, start, carry);
+    let mut engine = Engine::new(network, layout, schedules, start);
     for rank in 0..schedules.len() {
         engine.begin(rank);
         engine.advance(rank);
@@ -196,10 +175,9 @@ enum State {
     Stopped,
 }
 
-struct Engine<'a, C> {
+struct Engine<'a> {
     layout: &'a Layout,
     schedules: &'a [Schedule],
-    carry: &'a mut C,
     queue: Queue,
     ranks: Vec<Runner>,
     /// By pair, see `pair`: messages wanted by the round under way, or if negative, come early.
@@ -222,14 +200,8 @@ struct Engine<'a, C> {
     round: Round,
 }
 
-impl<'a, C: Carry> Engine<'a, C> {
-    fn new(
-        network: &Network,
-        layout: &'a Layout,
-        schedules: &'a [Schedule],
-        start: Time,
-        carry: &'a mut C,
-    ) -> Self {
+impl<'a> Engine<'a> {
+    fn new(network: &Network, layout: &'a Layout, schedules: &'a [Schedule], start: Time) -> Self {
         let (world, machines) = (layout.world(), layout.machines());
         let runner = |rank| Runner {
             alone: layout.members(layout.machine(rank)).len() == 1,
@@ -258,7 +230,6 @@ impl<'a, C: Carry> Engine<'a, C> {
         Self {
             layout,
             schedules,
-            carry,
             queue: Queue::new(world),
             ranks: (0..world).map(runner).collect(),
             balance: vec![0; world * world],
@@ -313,10 +284,6 @@ impl<'a, C: Carry> Engine<'a, C> {
             if runner.state != State::Running || runner.missing > 0 || runner.leaving > 0 {
                 return;
             }
-            if C::DATA {
-                self.schedules[rank].round(runner.round, &mut self.round);
-                self.carry.finish(rank, &self.round);
-            }
             let last = runner.since.max(runner.departed).max(runner.arrived);
             runner.since = last + runner.work;
             runner.round += 1;
@@ -335,7 +302,6 @@ impl<'a, C: Carry> Engine<'a, C> {
         runner.free = time;
         runner.departed = runner.departed.max(time);
         self.messages += 1;
-        self.carry.send(from, to, region);
         let flight =
             Flight { at: Stage::Start, from: from as u32, to: to as u32, bytes: region.len };
         if inside || runner.alone {

@@ -5,8 +5,8 @@
 //! something went wrong; it needs no data and one thread.
 //! [`ProcessGroup::simulated`](crate::ProcessGroup::simulated) is a group of threads whose data are
 //! real and whose [clocks](Clocks) are virtual, to test a program against networks and faults
-//! ([`Fault`]) that are not at hand. Both carry out the same schedules of messages and folds as the
-//! backend over TCP, so what is simulated is what runs.
+//! ([`Fault`]) that are not at hand. Both simulate the same schedules of messages and folds that the
+//! backend over TCP carries out, so what is simulated is what runs. A group's data move through shared memory meanwhile.
 //!
 //! # The model
 //!
@@ -32,7 +32,6 @@
 //! With [`Determinism::RankOrder`], sums of floats may only take the rows `flat` and `direct`.
 
 pub(crate) mod backend;
-mod data;
 mod engine;
 mod network;
 mod queue;
@@ -113,7 +112,7 @@ pub fn simulate(
     let start =
         if op.verb == Verb::Barrier { engine::time(network.meeting(world_size)) } else { 0 };
     let schedules = schedules(algorithm, op, &layout, &costs);
-    let outcome = engine::run(network, &layout, &schedules, start, &mut engine::Weightless);
+    let outcome = engine::run(network, &layout, &schedules, start);
     let expected = algo::expected(algorithm, op, &layout, &costs);
     let rank = |(rank, done): (Rank, &Option<u64>)| match (done, &outcome.failure) {
         (Some(done), _) => Ok(engine::duration(*done)),

@@ -8,8 +8,7 @@
 //! a few thousand runs, close together in memory.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
-use std::hash::{BuildHasherDefault, Hasher};
+use std::collections::BTreeMap;
 
 /// Picoseconds since the simulation began: so fine that rounding does not add up.
 pub(super) type Time = u64;
@@ -53,27 +52,11 @@ pub(super) struct Queue {
     count: u64,
     /// The run last put, which may go on, and its times: of its first message and its last.
     growing: Option<(Run, Time, Time)>,
-    /// Each time to come, once.
-    times: BinaryHeap<Reverse<Time>>,
-    /// Where in `lists` each of these is.
-    places: HashMap<Time, usize, BuildHasherDefault<Mix>>,
-    lists: Vec<List>,
-    /// Places in `lists` that are free.
-    spare: Vec<usize>,
-    /// Where the run last filed went.
-    recent: (Time, usize),
-    /// What happens now, and how much of it has been handed out.
-    now: Time,
+    /// What happens at each time to come.
+    times: BTreeMap<Time, Vec<Run>>,
+    /// What is left of what happens now, the last first.
     current: Vec<Run>,
-    next: usize,
-}
-
-/// What happens at one time.
-#[derive(Debug, Default)]
-struct List {
-    runs: Vec<Run>,
-    /// Whether not in the order of their numbers.
-    mixed: bool,
+    now: Time,
 }
 
 impl Queue {
@@ -83,14 +66,9 @@ impl Queue {
             world: world as u32,
             count: 0,
             growing: None,
-            times: BinaryHeap::new(),
-            places: HashMap::default(),
-            lists: Vec::new(),
-            spare: Vec::new(),
-            recent: (0, NOWHERE),
-            now: 0,
+            times: BTreeMap::new(),
             current: Vec::new(),
-            next: 0,
+            now: 0,
         }
     }
 
@@ -113,11 +91,14 @@ impl Queue {
 
     /// The next message and its time.
     pub(super) fn take(&mut self) -> Option<(Time, Flight)> {
-        if self.next == self.current.len() {
-            self.turn()?;
+        if self.current.is_empty() {
+            if let Some((run, start, _)) = self.growing.take() {
+                self.file(start, run);
+            }
+            (self.now, self.current) = self.times.pop_first()?;
+            self.current.sort_unstable_by_key(|run| Reverse(run.number));
         }
-        let run = self.current[self.next];
-        self.next += 1;
+        let run = self.current.pop()?;
         if run.more > 0 {
             let first = Flight { to: after(run.first.to, 1, self.world), ..run.first };
             let rest = Run { first, more: run.more - 1, number: run.number + 1, ..run };
@@ -126,40 +107,8 @@ impl Queue {
         Some((self.now, run.first))
     }
 
-    /// Turns to the next time.
-    fn turn(&mut self) -> Option<()> {
-        if let Some((run, start, _)) = self.growing.take() {
-            self.file(start, run);
-        }
-        let Reverse(time) = self.times.pop()?;
-        let place = self.places.remove(&time).expect("a time is kept with its place");
-        self.recent.1 = NOWHERE;
-        self.spare.push(place);
-        let list = &mut self.lists[place];
-        if std::mem::take(&mut list.mixed) {
-            list.runs.sort_unstable_by_key(|run| run.number);
-        }
-        self.current.clear();
-        std::mem::swap(&mut self.current, &mut list.runs);
-        (self.now, self.next) = (time, 0);
-        Some(())
-    }
-
     fn file(&mut self, time: Time, run: Run) {
-        if self.recent.1 == NOWHERE || self.recent.0 != time {
-            let Self { times, places, lists, spare, .. } = self;
-            let place = *places.entry(time).or_insert_with(|| {
-                times.push(Reverse(time));
-                spare.pop().unwrap_or_else(|| {
-                    lists.push(List::default());
-                    lists.len() - 1
-                })
-            });
-            self.recent = (time, place);
-        }
-        let list = &mut self.lists[self.recent.1];
-        list.mixed |= list.runs.last().is_some_and(|last| last.number > run.number);
-        list.runs.push(run);
+        self.times.entry(time).or_default().push(run);
     }
 }
 
@@ -167,28 +116,6 @@ impl Queue {
 fn after(rank: u32, steps: u32, world: u32) -> u32 {
     let rank = rank + steps;
     if rank < world { rank } else { rank - world }
-}
-
-/// No place in the lists.
-const NOWHERE: usize = usize::MAX;
-
-/// Times need no defence against whoever chose them, only to be spread.
-#[derive(Debug, Default)]
-struct Mix(u64);
-
-impl Hasher for Mix {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, _: &[u8]) {
-        unreachable!("times are hashed as numbers");
-    }
-
-    fn write_u64(&mut self, time: u64) {
-        let wide = u128::from(time) * 0x9e37_79b9_7f4a_7c15;
-        self.0 = (wide >> 64) as u64 ^ wide as u64;
-    }
 }
 
 #[cfg(test)]
@@ -284,7 +211,7 @@ mod tests {
             let (time, flight) = queue.take().unwrap();
             assert_eq!((time / 7, flight.from), (count / 1000, (count % 1000) as u32));
             assert_eq!(flight.to, (flight.from + count as u32 / 1000 + 1) % 1000);
-            kept = kept.max(queue.lists.iter().map(|list| list.runs.len()).sum());
+            kept = kept.max(queue.times.values().map(Vec::len).sum());
         }
         assert_eq!(queue.take(), None);
         assert!(kept <= 1000, "{kept}");

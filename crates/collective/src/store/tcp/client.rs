@@ -67,14 +67,8 @@ impl TcpStore {
     ///
     /// As [`Store::set`].
     pub fn join(&self) -> Result<i64> {
-        self.with(
-            || "join".to_owned(),
-            |connection| {
-                // PyTorch's own key, without the slash that is before everybody else's.
-                connection.send(&[Request::Add { key: b"init/", delta: 1 }])?;
-                connection.i64()
-            },
-        )
+        // PyTorch's own key, without the slash that is before everybody else's.
+        self.number(|| "join".to_owned(), &Request::Add { key: b"init/", delta: 1 })
     }
 
     /// Adds `value` to the end of what is stored under `key`; a missing key starts empty.
@@ -155,10 +149,7 @@ impl TcpStore {
     pub fn queue_len(&self, key: &str) -> Result<i64> {
         let during = || format!("length of queue {key:?}");
         let wire = self.wire_key(key, &during)?;
-        self.with(during, |connection| {
-            connection.send(&[Request::QueueLen { key: wire.as_bytes() }])?;
-            connection.i64()
-        })
+        self.number(during, &Request::QueueLen { key: wire.as_bytes() })
     }
 
     /// Waits until `world_size` clients have called this with `key`, which is then used up: a
@@ -190,6 +181,14 @@ impl TcpStore {
         self.with(during, |connection| {
             connection.send(&[request.clone(), PING])?;
             connection.pong()
+        })
+    }
+
+    /// Sends a request whose answer is a number.
+    fn number(&self, during: impl Fn() -> String, request: &Request<'_>) -> Result<i64> {
+        self.with(during, |connection| {
+            connection.send(std::slice::from_ref(request))?;
+            connection.i64()
         })
     }
 
@@ -243,24 +242,20 @@ impl TcpStore {
                 self.idle.lock().push(connection);
                 Ok(result)
             }
-            Err(error) => Err(self.failed(
-                &during,
-                &match error.kind() {
+            Err(error) => {
+                let reason = match error.kind() {
                     ErrorKind::UnexpectedEof
                     | ErrorKind::ConnectionReset
-                    | ErrorKind::BrokenPipe => {
-                        format!(
-                            "the server closed the connection; it has ended, or it refused the request: \
-                             it holds {} MiB at most",
-                            MAX_STORE_BYTES >> 20
-                        )
-                    }
-                    ErrorKind::TimedOut | ErrorKind::WouldBlock => {
-                        format!("no answer within {:?}", self.timeout)
-                    }
+                    | ErrorKind::BrokenPipe => format!(
+                        "the server closed the connection; it has ended, or it refused the request: \
+                         it holds {} MiB at most",
+                        MAX_STORE_BYTES >> 20
+                    ),
+                    _ if is_timeout(&error) => format!("no answer within {:?}", self.timeout),
                     _ => error.to_string(),
-                },
-            )),
+                };
+                Err(self.failed(&during, &reason))
+            }
         }
     }
 
@@ -344,10 +339,7 @@ impl Store for TcpStore {
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
         let during = || format!("add {delta} to {key:?}");
         let wire = self.wire_key(key, &during)?;
-        self.with(during, |connection| {
-            connection.send(&[Request::Add { key: wire.as_bytes(), delta }])?;
-            connection.i64()
-        })
+        self.number(during, &Request::Add { key: wire.as_bytes(), delta })
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
@@ -384,20 +376,11 @@ impl Store for TcpStore {
     fn delete_key(&self, key: &str) -> Result<bool> {
         let during = || format!("delete {key:?}");
         let wire = self.wire_key(key, &during)?;
-        self.with(during, |connection| {
-            connection.send(&[Request::DeleteKey { key: wire.as_bytes() }])?;
-            Ok(connection.i64()? != 0)
-        })
+        Ok(self.number(during, &Request::DeleteKey { key: wire.as_bytes() })? != 0)
     }
 
     fn num_keys(&self) -> Result<i64> {
-        self.with(
-            || "num_keys".to_owned(),
-            |connection| {
-                connection.send(&[Request::NumKeys])?;
-                connection.i64()
-            },
-        )
+        self.number(|| "num_keys".to_owned(), &Request::NumKeys)
     }
 
     fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {

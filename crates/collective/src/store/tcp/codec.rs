@@ -22,50 +22,86 @@ pub const MAX_STORE_BYTES: usize = 1024 * 1024 * 1024;
 /// What a client's first request must carry.
 pub const MAGIC: u32 = 0x3C85_F7CE;
 
-/// One request of a client. Keys and values are any bytes.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[expect(missing_docs, reason = "the fields are the arguments each variant's line speaks of")]
-pub enum Request<'a> {
-    /// Opens a connection; no reply.
-    Validate { magic: u32 },
-    /// Stores `value`; no reply.
-    Set { key: &'a [u8], value: &'a [u8] },
-    /// Stores `desired` if the value is `expected`; the reply is a blob.
-    CompareSet { key: &'a [u8], expected: &'a [u8], desired: &'a [u8] },
-    /// The reply is a blob, empty for a missing key.
-    Get { key: &'a [u8] },
-    /// Adds to a counter; the reply is the sum, `i64`.
-    Add { key: &'a [u8], delta: i64 },
-    /// The reply is `u8` [`CHECK_PRESENT`] or [`CHECK_ABSENT`].
-    Check { keys: Vec<&'a [u8]> },
-    /// The reply, `u8` [`WAIT_OVER`], comes once all keys are there.
-    Wait { keys: Vec<&'a [u8]> },
-    /// The reply is the number of keys, `i64`.
-    NumKeys,
-    /// The reply is `i64`, 1 if the key was there.
-    DeleteKey { key: &'a [u8] },
-    /// Adds bytes to the end of a value; no reply.
-    Append { key: &'a [u8], value: &'a [u8] },
-    /// The reply is one blob for each key.
-    MultiGet { keys: Vec<&'a [u8]> },
-    /// Stores several values; no reply.
-    MultiSet { pairs: Vec<(&'a [u8], &'a [u8])> },
-    /// Ends this connection's wait; the reply is `u8` [`WAIT_CANCELLED`] in any case.
-    CancelWait,
-    /// The reply is the nonce, `u32`.
-    Ping { nonce: u32 },
-    /// Adds to the end of a queue; no reply.
-    QueuePush { key: &'a [u8], value: &'a [u8] },
-    /// The reply is the length before, `i64`, and if that is not 0 the first value, a blob.
-    QueuePop { key: &'a [u8] },
-    /// The reply is `i64`.
-    QueueLen { key: &'a [u8] },
-    /// The reply is `i64` and that many blobs, in any order.
-    ListKeys,
-    /// Counts one arrival; the reply, `u8` [`WAIT_OVER`], comes at the `world_size`th.
-    Barrier { key: &'a [u8], world_size: i64 },
+/// Defines [`Request`], and how each is written and read, from one row for each: its name, the byte that it begins
+/// with, and its fields in the order in which they are sent, each with its type and the reader's method for it.
+macro_rules! requests {
+    ($(
+        $(#[$doc:meta])*
+        $name:ident = $opcode:literal $({ $($field:ident: $type:ty = $read:ident),* })?;
+    )*) => {
+        /// One request of a client. Keys and values are any bytes.
+        #[derive(Clone, Debug, PartialEq, Eq)]
+        #[expect(missing_docs, reason = "the fields are the arguments each variant's line speaks of")]
+        pub enum Request<'a> {
+            $($(#[$doc])* $name $({ $($field: $type),* })?,)*
+        }
+
+        impl Request<'_> {
+            /// Appends the request's bytes to `out`.
+            pub fn encode(&self, out: &mut Vec<u8>) {
+                match self {
+                    $(Self::$name $({ $($field),* })? => {
+                        out.push($opcode);
+                        $($($field.put(out);)*)?
+                    })*
+                }
+            }
+        }
+
+        impl<'a> Reader<'a> {
+            fn request(&mut self) -> Read<Request<'a>> {
+                Ok(match self.array::<1>()?[0] {
+                    $($opcode => Request::$name $({ $($field: self.$read()?),* })?,)*
+                    unknown => return Err(Stop::Wrong(ProtocolError::UnknownOpcode(unknown))),
+                })
+            }
+        }
+    };
 }
 
+requests! {
+    /// Opens a connection; no reply.
+    Validate = 0 { magic: u32 = u32 };
+    /// Stores `value`; no reply.
+    Set = 1 { key: &'a [u8] = key, value: &'a [u8] = value };
+    /// Stores `desired` if the value is `expected`; the reply is a blob.
+    CompareSet = 2 { key: &'a [u8] = key, expected: &'a [u8] = value, desired: &'a [u8] = value };
+    /// The reply is a blob, empty for a missing key.
+    Get = 3 { key: &'a [u8] = key };
+    /// Adds to a counter; the reply is the sum, `i64`.
+    Add = 4 { key: &'a [u8] = key, delta: i64 = i64 };
+    /// The reply is `u8` [`CHECK_PRESENT`] or [`CHECK_ABSENT`].
+    Check = 5 { keys: Vec<&'a [u8]> = keys };
+    /// The reply, `u8` [`WAIT_OVER`], comes once all keys are there.
+    Wait = 6 { keys: Vec<&'a [u8]> = keys };
+    /// The reply is the number of keys, `i64`.
+    NumKeys = 7;
+    /// The reply is `i64`, 1 if the key was there.
+    DeleteKey = 8 { key: &'a [u8] = key };
+    /// Adds bytes to the end of a value; no reply.
+    Append = 9 { key: &'a [u8] = key, value: &'a [u8] = value };
+    /// The reply is one blob for each key.
+    MultiGet = 10 { keys: Vec<&'a [u8]> = keys };
+    /// Stores several values; no reply.
+    MultiSet = 11 { pairs: Vec<(&'a [u8], &'a [u8])> = pairs };
+    /// Ends this connection's wait; the reply is `u8` [`WAIT_CANCELLED`] in any case.
+    CancelWait = 12;
+    /// The reply is the nonce, `u32`.
+    Ping = 13 { nonce: u32 = u32 };
+    /// Adds to the end of a queue; no reply.
+    QueuePush = 14 { key: &'a [u8] = key, value: &'a [u8] = value };
+    /// The reply is the length before, `i64`, and if that is not 0 the first value, a blob.
+    QueuePop = 15 { key: &'a [u8] = key };
+    /// The reply is `i64`.
+    QueueLen = 16 { key: &'a [u8] = key };
+    /// The reply is `i64` and that many blobs, in any order.
+    ListKeys = 17;
+    /// Counts one arrival; the reply, `u8` [`WAIT_OVER`], comes at the `world_size`th.
+    Barrier = 18 { key: &'a [u8] = key, world_size: i64 = i64 };
+}
+
+/// The byte that [`Request::Validate`] begins with.
+pub(super) const VALIDATE: u8 = 0;
 /// Most digits of a counter, and its sign.
 const COUNTER_DIGITS: usize = 20;
 /// Answer to [`Request::Check`]: all keys are there.
@@ -150,40 +186,6 @@ pub fn decode(input: &[u8]) -> Result<Decoded<'_>, ProtocolError> {
 }
 
 impl Request<'_> {
-    /// Appends the request's bytes to `out`.
-    pub fn encode(&self, out: &mut Vec<u8>) {
-        out.push(self.opcode());
-        match self {
-            Self::Validate { magic: word } | Self::Ping { nonce: word } => {
-                out.extend_from_slice(&word.to_le_bytes());
-            }
-            Self::Set { key, value } | Self::Append { key, value } => put_blobs(out, &[key, value]),
-            Self::QueuePush { key, value } => put_blobs(out, &[key, value]),
-            Self::CompareSet { key, expected, desired } => {
-                put_blobs(out, &[key, expected, desired]);
-            }
-            Self::Get { key }
-            | Self::DeleteKey { key }
-            | Self::QueuePop { key }
-            | Self::QueueLen { key } => put_blob(out, key),
-            Self::Add { key, delta: number } | Self::Barrier { key, world_size: number } => {
-                put_blob(out, key);
-                out.extend_from_slice(&number.to_le_bytes());
-            }
-            Self::Check { keys } | Self::Wait { keys } | Self::MultiGet { keys } => {
-                put_len(out, keys.len());
-                put_blobs(out, keys);
-            }
-            Self::MultiSet { pairs } => {
-                put_len(out, pairs.len());
-                for (key, value) in pairs {
-                    put_blobs(out, &[key, value]);
-                }
-            }
-            Self::NumKeys | Self::CancelWait | Self::ListKeys => {}
-        }
-    }
-
     /// What the request may add to a store's [bytes](MAX_STORE_BYTES).
     pub(super) fn stores(&self) -> usize {
         match self {
@@ -197,30 +199,6 @@ impl Request<'_> {
             _ => 0,
         }
     }
-
-    fn opcode(&self) -> u8 {
-        match self {
-            Self::Validate { .. } => VALIDATE,
-            Self::Set { .. } => SET,
-            Self::CompareSet { .. } => COMPARE_SET,
-            Self::Get { .. } => GET,
-            Self::Add { .. } => ADD,
-            Self::Check { .. } => CHECK,
-            Self::Wait { .. } => WAIT,
-            Self::NumKeys => GETNUMKEYS,
-            Self::DeleteKey { .. } => DELETE_KEY,
-            Self::Append { .. } => APPEND,
-            Self::MultiGet { .. } => MULTI_GET,
-            Self::MultiSet { .. } => MULTI_SET,
-            Self::CancelWait => CANCEL_WAIT,
-            Self::Ping { .. } => PING,
-            Self::QueuePush { .. } => QUEUE_PUSH,
-            Self::QueuePop { .. } => QUEUE_POP,
-            Self::QueueLen { .. } => QUEUE_LEN,
-            Self::ListKeys => LIST_KEYS,
-            Self::Barrier { .. } => BARRIER,
-        }
-    }
 }
 
 /// Appends a blob: length and bytes. Replies are made of these too.
@@ -229,14 +207,45 @@ pub fn put_blob(out: &mut Vec<u8>, blob: &[u8]) {
     out.extend_from_slice(blob);
 }
 
-fn put_blobs(out: &mut Vec<u8>, blobs: &[&[u8]]) {
-    for blob in blobs {
-        put_blob(out, blob);
+fn put_len(out: &mut Vec<u8>, len: usize) {
+    out.extend_from_slice(&(len as u64).to_le_bytes());
+}
+
+/// A field of a request, to be written.
+trait Put {
+    fn put(&self, out: &mut Vec<u8>);
+}
+
+impl Put for u32 {
+    fn put(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.to_le_bytes());
     }
 }
 
-fn put_len(out: &mut Vec<u8>, len: usize) {
-    out.extend_from_slice(&(len as u64).to_le_bytes());
+impl Put for i64 {
+    fn put(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.to_le_bytes());
+    }
+}
+
+impl Put for &[u8] {
+    fn put(&self, out: &mut Vec<u8>) {
+        put_blob(out, self);
+    }
+}
+
+impl<A: Put, B: Put> Put for (A, B) {
+    fn put(&self, out: &mut Vec<u8>) {
+        self.0.put(out);
+        self.1.put(out);
+    }
+}
+
+impl<T: Put> Put for Vec<T> {
+    fn put(&self, out: &mut Vec<u8>) {
+        put_len(out, self.len());
+        self.iter().for_each(|item| item.put(out));
+    }
 }
 
 /// Why decoding stopped.
@@ -253,40 +262,12 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    fn request(&mut self) -> Read<Request<'a>> {
-        let opcode = self.array::<1>()?[0];
-        Ok(match opcode {
-            VALIDATE => Request::Validate { magic: u32::from_le_bytes(self.array()?) },
-            SET => Request::Set { key: self.key()?, value: self.value()? },
-            COMPARE_SET => Request::CompareSet {
-                key: self.key()?,
-                expected: self.value()?,
-                desired: self.value()?,
-            },
-            GET => Request::Get { key: self.key()? },
-            ADD => Request::Add { key: self.key()?, delta: self.i64()? },
-            CHECK => Request::Check { keys: self.keys()? },
-            WAIT => Request::Wait { keys: self.keys()? },
-            GETNUMKEYS => Request::NumKeys,
-            DELETE_KEY => Request::DeleteKey { key: self.key()? },
-            APPEND => Request::Append { key: self.key()?, value: self.value()? },
-            MULTI_GET => Request::MultiGet { keys: self.keys()? },
-            MULTI_SET => Request::MultiSet {
-                pairs: self.several(2, |reader| Ok((reader.key()?, reader.value()?)))?,
-            },
-            CANCEL_WAIT => Request::CancelWait,
-            PING => Request::Ping { nonce: u32::from_le_bytes(self.array()?) },
-            QUEUE_PUSH => Request::QueuePush { key: self.key()?, value: self.value()? },
-            QUEUE_POP => Request::QueuePop { key: self.key()? },
-            QUEUE_LEN => Request::QueueLen { key: self.key()? },
-            LIST_KEYS => Request::ListKeys,
-            BARRIER => Request::Barrier { key: self.key()?, world_size: self.i64()? },
-            unknown => return Err(Stop::Wrong(ProtocolError::UnknownOpcode(unknown))),
-        })
-    }
-
     fn keys(&mut self) -> Read<Vec<&'a [u8]>> {
         self.several(1, Self::key)
+    }
+
+    fn pairs(&mut self) -> Read<Vec<(&'a [u8], &'a [u8])>> {
+        self.several(2, |reader| Ok((reader.key()?, reader.value()?)))
     }
 
     /// A count and that many items, each of at least `blobs` lengths of eight bytes: the vector
@@ -322,6 +303,10 @@ impl<'a> Reader<'a> {
         }
     }
 
+    fn u32(&mut self) -> Read<u32> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
     fn i64(&mut self) -> Read<i64> {
         Ok(i64::from_le_bytes(self.array()?))
     }
@@ -347,26 +332,6 @@ fn too_long(what: &'static str, len: u64, limit: usize) -> ProtocolError {
     ProtocolError::TooLong { what, len, limit }
 }
 
-pub(super) const VALIDATE: u8 = 0;
-const SET: u8 = 1;
-const COMPARE_SET: u8 = 2;
-const GET: u8 = 3;
-const ADD: u8 = 4;
-const CHECK: u8 = 5;
-const WAIT: u8 = 6;
-const GETNUMKEYS: u8 = 7;
-const DELETE_KEY: u8 = 8;
-const APPEND: u8 = 9;
-const MULTI_GET: u8 = 10;
-const MULTI_SET: u8 = 11;
-const CANCEL_WAIT: u8 = 12;
-const PING: u8 = 13;
-const QUEUE_PUSH: u8 = 14;
-const QUEUE_POP: u8 = 15;
-const QUEUE_LEN: u8 = 16;
-const LIST_KEYS: u8 = 17;
-const BARRIER: u8 = 18;
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -384,23 +349,23 @@ mod tests {
         let [key, value, third] = [&blobs[0][..], &blobs[1][..], &blobs[2][..]];
         match opcode {
             VALIDATE => Request::Validate { magic: number as u32 },
-            SET => Request::Set { key, value },
-            COMPARE_SET => Request::CompareSet { key, expected: value, desired: third },
-            GET => Request::Get { key },
-            ADD => Request::Add { key, delta: number },
-            CHECK => Request::Check { keys: keys() },
-            WAIT => Request::Wait { keys: keys() },
-            GETNUMKEYS => Request::NumKeys,
-            DELETE_KEY => Request::DeleteKey { key },
-            APPEND => Request::Append { key, value },
-            MULTI_GET => Request::MultiGet { keys: keys() },
-            MULTI_SET => Request::MultiSet { pairs: pairs() },
-            CANCEL_WAIT => Request::CancelWait,
-            PING => Request::Ping { nonce: number as u32 },
-            QUEUE_PUSH => Request::QueuePush { key, value },
-            QUEUE_POP => Request::QueuePop { key },
-            QUEUE_LEN => Request::QueueLen { key },
-            LIST_KEYS => Request::ListKeys,
+            1 => Request::Set { key, value },
+            2 => Request::CompareSet { key, expected: value, desired: third },
+            3 => Request::Get { key },
+            4 => Request::Add { key, delta: number },
+            5 => Request::Check { keys: keys() },
+            6 => Request::Wait { keys: keys() },
+            7 => Request::NumKeys,
+            8 => Request::DeleteKey { key },
+            9 => Request::Append { key, value },
+            10 => Request::MultiGet { keys: keys() },
+            11 => Request::MultiSet { pairs: pairs() },
+            12 => Request::CancelWait,
+            13 => Request::Ping { nonce: number as u32 },
+            14 => Request::QueuePush { key, value },
+            15 => Request::QueuePop { key },
+            16 => Request::QueueLen { key },
+            17 => Request::ListKeys,
             _ => Request::Barrier { key, world_size: number },
         }
     }
@@ -408,7 +373,7 @@ mod tests {
     proptest! {
         #[test]
         fn decode_inverts_encode_and_every_prefix_is_incomplete(
-            opcode in 0..=BARRIER,
+            opcode in 0..=18_u8,
             blobs in prop::collection::vec(blob(), 3..8),
             number: i64,
         ) {
@@ -438,7 +403,7 @@ mod tests {
 
     #[test]
     fn a_length_over_its_limit_is_refused_before_its_bytes_come() {
-        let key = |len: u64| [&[GET][..], &len.to_le_bytes()].concat();
+        let key = |len: u64| [&[3][..], &len.to_le_bytes()].concat();
         assert_eq!(decode(&key(8192)), Ok(Decoded::Incomplete { need: 9 + 8192 }));
         assert!(matches!(decode(&key(8193)), Err(ProtocolError::TooLong { what: "key", .. })));
         assert!(matches!(decode(&key(u64::MAX)), Err(ProtocolError::TooLong { .. })));
@@ -447,7 +412,7 @@ mod tests {
         set.truncate(set.len() - 8);
         set.extend_from_slice(&(MAX_VALUE_BYTES as u64 + 1).to_le_bytes());
         assert!(matches!(decode(&set), Err(ProtocolError::TooLong { what: "value", .. })));
-        let wait = [&[WAIT][..], &(MAX_KEYS as u64 + 1).to_le_bytes()].concat();
+        let wait = [&[6][..], &(MAX_KEYS as u64 + 1).to_le_bytes()].concat();
         assert!(matches!(decode(&wait), Err(ProtocolError::TooLong { .. })));
         assert_eq!(decode(&[200]), Err(ProtocolError::UnknownOpcode(200)));
     }

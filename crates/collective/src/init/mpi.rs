@@ -4,7 +4,6 @@
 //! `MASTER_ADDR` must be given. Without a `MASTER_PORT` it is made of the job's name where MPI gives
 //! one, so that two jobs on one host do not meet, and otherwise is PyTorch's 29500.
 
-use super::device::Devices;
 use super::reader::{Reader, agreeable, at_most, contradiction, less, port_of};
 use super::topology::{Launcher, Origin, Topology};
 use crate::Result;
@@ -81,19 +80,14 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
     reader.note("restart_count", &0, Origin::Default("MPI restarts nothing"));
     reader.note("agent_store", &false, Origin::Default("rank 0 hosts the store"));
     Ok(Topology {
-        launcher: Launcher::Mpi,
         rank,
         world_size,
         local_rank: Some(local_rank),
         local_world_size: Some(local_world_size),
-        node_rank: None,
         master_addr,
         master_port,
-        agent_store: false,
         run_id,
-        restart_count: 0,
-        facts: reader.facts,
-        devices: Devices::default(),
+        ..Topology::alone(Launcher::Mpi, reader.facts)
     })
 }
 

@@ -5,7 +5,6 @@
 //! not guessed either, as it would put two ranks on one device: without it the local rank is known
 //! only where `MASTER_ADDR` is this host itself.
 
-use super::device::Devices;
 use super::reader::{Reader, agreeable, at_most, less};
 use super::topology::{Launcher, Origin, Topology};
 use crate::Result;
@@ -56,7 +55,6 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
     }
     agreeable(master_port, world_size)?;
     Ok(Topology {
-        launcher: Launcher::Pytorch,
         rank,
         world_size,
         local_rank,
@@ -67,8 +65,7 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
         agent_store,
         run_id,
         restart_count,
-        facts: reader.facts,
-        devices: Devices::default(),
+        ..Topology::alone(Launcher::Pytorch, reader.facts)
     })
 }
 

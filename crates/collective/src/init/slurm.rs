@@ -9,7 +9,6 @@
 //! one process that runs would wait for the others for ever; so that is an error. The sign is that
 //! there is no step.
 
-use super::device::Devices;
 use super::nodelist::{hosts, tasks_per_node};
 use super::reader::{Lookup, Reader, agreeable, contradiction, less, number, port_of};
 use super::topology::{Launcher, Origin, Topology};
@@ -79,7 +78,6 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
     let restart_count = reader.number("restart_count", &["SLURM_RESTART_COUNT"], requeued)?;
     reader.note("agent_store", &false, Origin::Default("rank 0 hosts the store"));
     Ok(Topology {
-        launcher: Launcher::Slurm,
         rank,
         world_size,
         local_rank: Some(local_rank),
@@ -87,11 +85,9 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
         node_rank: Some(nodes.own),
         master_addr,
         master_port,
-        agent_store: false,
         run_id,
         restart_count,
-        facts: reader.facts,
-        devices: Devices::default(),
+        ..Topology::alone(Launcher::Slurm, reader.facts)
     })
 }
 

@@ -142,6 +142,25 @@ impl Topology {
         read(launcher, Origin::Default("as chosen"), &lookup)
     }
 
+    /// A single process, for launchers to put in what they know.
+    pub(super) fn alone(launcher: Launcher, facts: Vec<Fact>) -> Self {
+        Self {
+            launcher,
+            rank: 0,
+            world_size: 1,
+            local_rank: Some(0),
+            local_world_size: Some(1),
+            node_rank: None,
+            master_addr: "127.0.0.1".to_owned(),
+            master_port: 0,
+            agent_store: false,
+            run_id: "none".to_owned(),
+            restart_count: 0,
+            facts,
+            devices: Devices::default(),
+        }
+    }
+
     /// Where the store is, `host:port`.
     #[must_use]
     pub fn master(&self) -> String {
@@ -203,21 +222,7 @@ fn single(mut reader: Reader<'_>) -> Topology {
     for (name, value) in [("world_size", 1), ("rank", 0), ("local_rank", 0)] {
         reader.note(name, &value, WHY);
     }
-    Topology {
-        launcher: Launcher::None,
-        rank: 0,
-        world_size: 1,
-        local_rank: Some(0),
-        local_world_size: Some(1),
-        node_rank: None,
-        master_addr: "127.0.0.1".to_owned(),
-        master_port: 0,
-        agent_store: false,
-        run_id: "none".to_owned(),
-        restart_count: 0,
-        facts: reader.facts,
-        devices: Devices::default(),
-    }
+    Topology::alone(Launcher::None, reader.facts)
 }
 
 impl fmt::Display for Topology {

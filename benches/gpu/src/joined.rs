@@ -11,13 +11,9 @@
 //! caller's stream:  backward ............................................ finish | step | forward
 //! ```
 
-use collective::reducer::{
-    BucketKernels, BucketPlan, DeviceReducer, DeviceReducerOptions, ParamInfo,
-};
-use collective::{
-    DType, Error, ProcessGroup,
-    device::{DeviceBuf, DeviceStream},
-};
+use collective::device::{DeviceBuf, DeviceStream};
+use collective::reducer::{BucketKernels, BucketPlan, DeviceReducer, ParamInfo, ReducerOptions};
+use collective::{DType, Error, ProcessGroup};
 use fused_optim::StepCtl;
 use fused_optim::cuda::{DeviceParam, DeviceSlice, Gpu, LossScale, Status};
 
@@ -92,7 +88,7 @@ impl Joined {
         (device, stream): (usize, DeviceStream),
         name: &str,
         weights: Vec<DeviceSlice>,
-        (options, ctl): (DeviceReducerOptions, StepCtl),
+        (options, ctl): (ReducerOptions, StepCtl),
     ) -> Result<Self> {
         // SAFETY: the caller vouches for the stream.
         let gpu = unsafe { Gpu::with_stream(device, stream.as_raw()) }?;

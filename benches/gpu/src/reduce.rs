@@ -8,7 +8,7 @@ use std::slice;
 use std::sync::Arc;
 use std::time::Duration;
 
-use collective::reducer::{DeviceReducer, DeviceReducerOptions, NoKernels, ParamInfo};
+use collective::reducer::{DeviceReducer, NoKernels, ParamInfo, ReducerOptions};
 use collective::{
     GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Store, TcpStore, Transport,
     device::{DeviceBuf, DeviceStream},
@@ -128,7 +128,7 @@ pub unsafe extern "C" fn gpu_reducer(
         let param =
             |(index, len): (usize, &u64)| ParamInfo::new(index.to_string(), *len as usize, dtype);
         let params = lens.iter().enumerate().map(param).collect();
-        let options = DeviceReducerOptions::default();
+        let options = ReducerOptions::default();
         group.reducer = Some(DeviceReducer::new(group.group.clone(), params, options, NoKernels)?);
         Ok(())
     };
@@ -207,7 +207,7 @@ pub unsafe extern "C" fn gpu_join(
         let slice = |(ptr, len): (&u64, &u64)| DeviceSlice { ptr: *ptr, len: *len as usize, dtype };
         let weights = weights.iter().zip(lens).map(slice).collect();
         let place = (group.device, group.stream);
-        let how = (DeviceReducerOptions::default(), ctl(1.0, 1, max_norm));
+        let how = (ReducerOptions::default(), ctl(1.0, 1, max_norm));
         // SAFETY: the caller vouches for weights and stream.
         let joined =
             unsafe { Joined::new(group.group.clone(), place, rule.to_str()?, weights, how) };

@@ -16,8 +16,9 @@ use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use collective::reducer::DeviceReducerOptions;
-use collective::{GroupOptions, MemoryStore, ProcessGroup, Transport, device::DeviceBuf};
+use collective::device::DeviceBuf;
+use collective::reducer::ReducerOptions;
+use collective::{GroupOptions, MemoryStore, ProcessGroup, Transport};
 use fused_optim::cuda::{CudaOptimizer, DType, DeviceParam, DeviceSlice, Gpu, LossScale};
 use fused_optim::{
     Applied, Clip, FoundInf, HalfWeights, ParamGroup, ParamMut, SgdHyper, Slice, SliceMut, StepCtl,
@@ -287,8 +288,8 @@ impl Rank {
             dtype: DType::F32,
         };
         let slices = weights.iter_mut().map(slice).collect();
-        let mut options = DeviceReducerOptions::default();
-        (options.buckets.first_bucket_bytes, options.buckets.bucket_bytes) = (4000, 12_000);
+        let mut options = ReducerOptions::default();
+        (options.first_bucket_bytes, options.bucket_bytes) = (4000, 12_000);
         let ctl = StepCtl {
             found_inf: FoundInf::Check,
             clip: Some(Clip::norm(1.0)),

@@ -7,7 +7,7 @@
 
 use std::any::Any;
 use std::fmt::Debug;
-use std::ops::Range;
+use std::ops::{AddAssign, Range};
 use std::sync::Arc;
 
 use half::{bf16, f16};
@@ -21,25 +21,20 @@ use crate::copy::copy_slice;
 use crate::{DType, Element, Error, ProcessGroup, ReduceOp, Result, SharedBuf, Work};
 
 /// An [`Element`] that gradients are made of: `f16`, `bf16`, `f32` and `f64`.
-pub trait Gradient: Element {
+pub trait Gradient: Element + AddAssign {
     /// `sum[i] += term[i]`, rounded once per element.
     #[doc(hidden)]
-    fn accumulate(sum: &mut [Self], term: &[Self]);
-}
-
-macro_rules! gradients {
-    ($($type:ty)*) => {$(
-        impl Gradient for $type {
-            fn accumulate(sum: &mut [Self], term: &[Self]) {
-                for (sum, term) in sum.iter_mut().zip(term) {
-                    *sum += *term;
-                }
-            }
+    fn accumulate(sum: &mut [Self], term: &[Self]) {
+        for (sum, term) in sum.iter_mut().zip(term) {
+            *sum += *term;
         }
-    )*};
+    }
 }
 
-gradients!(f16 bf16 f32 f64);
+impl Gradient for f16 {}
+impl Gradient for bf16 {}
+impl Gradient for f32 {}
+impl Gradient for f64 {}
 
 /// What one bucket keeps of earlier passes.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -58,11 +53,19 @@ pub(super) trait Bucket: Any + Debug + Send {
     /// Waits for the average.
     fn wait(&mut self) -> Result<()>;
 
-    /// Sets a part to zero.
-    fn clear(&mut self, range: Range<usize>);
+    /// Sets a part to zero, unless the bucket is in flight.
+    fn clear(&mut self, range: Range<usize>) {
+        if let Some(home) = self.home_mut() {
+            home.clear(range);
+        }
+    }
 
-    /// Copies the parts that `from`, a bucket of the same type, holds for this one.
-    fn copy_from(&mut self, at: usize, from: &dyn Bucket, range: Range<usize>);
+    /// Copies a part of `from`, a bucket of the same type, to `at`, unless one of them is in flight.
+    fn copy_from(&mut self, at: usize, from: &dyn Bucket, range: Range<usize>) {
+        if let (Some(home), Some(from)) = (self.home_mut(), from.home()) {
+            home.copy_from(at, from, range);
+        }
+    }
 
     /// What it keeps from one pass to the next, if it does.
     fn memory(&self) -> BucketMemory {
@@ -77,11 +80,33 @@ pub(super) trait Bucket: Any + Debug + Send {
         }
     }
 
-    /// The `SharedBuf` of its elements, unless it is in flight.
-    fn home(&self) -> Option<&dyn Any>;
+    /// Its elements, unless it is in flight.
+    fn home(&self) -> Option<&dyn Home>;
 
     /// As [`home`](Self::home).
-    fn home_mut(&mut self) -> Option<&mut dyn Any>;
+    fn home_mut(&mut self) -> Option<&mut dyn Home>;
+}
+
+/// The elements of a bucket, of any type: a `SharedBuf`.
+pub(super) trait Home: Any {
+    /// Sets a part to zero.
+    fn clear(&mut self, range: Range<usize>);
+
+    /// Copies a part of others of the same type to `at`.
+    fn copy_from(&mut self, at: usize, from: &dyn Home, range: Range<usize>);
+}
+
+impl<T: Gradient> Home for SharedBuf<T> {
+    fn clear(&mut self, range: Range<usize>) {
+        self[range].fill(T::default());
+    }
+
+    fn copy_from(&mut self, at: usize, from: &dyn Home, range: Range<usize>) {
+        let from: &dyn Any = from;
+        if let Some(from) = from.downcast_ref::<Self>() {
+            copy_slice(&mut self[at..at + range.len()], &from[range]);
+        }
+    }
 }
 
 /// Allocates a bucket of zeros that travels as `hook` says, through a device if there is a lane; every
@@ -128,13 +153,15 @@ pub(super) fn alloc(
 
 /// The elements of `bucket`, if they are of type `T` and here.
 pub(super) fn slice<T: Element>(bucket: &dyn Bucket) -> Option<&[T]> {
-    let buf: &SharedBuf<T> = bucket.home()?.downcast_ref()?;
+    let home: &dyn Any = bucket.home()?;
+    let buf: &SharedBuf<T> = home.downcast_ref()?;
     Some(buf)
 }
 
 /// The elements of `bucket`, if they are of type `T` and here.
 pub(super) fn slice_mut<T: Element>(bucket: &mut dyn Bucket) -> Option<&mut [T]> {
-    let buf: &mut SharedBuf<T> = bucket.home_mut()?.downcast_mut()?;
+    let home: &mut dyn Any = bucket.home_mut()?;
+    let buf: &mut SharedBuf<T> = home.downcast_mut()?;
     Some(buf)
 }
 
@@ -199,27 +226,15 @@ impl<T: Gradient> Bucket for Slot<T> {
         Ok(())
     }
 
-    fn clear(&mut self, range: Range<usize>) {
-        if let Some(buf) = self.here_mut() {
-            buf[range].fill(T::default());
-        }
-    }
-
-    fn copy_from(&mut self, at: usize, from: &dyn Bucket, range: Range<usize>) {
-        if let (Some(buf), Some(from)) = (self.here_mut(), slice::<T>(from)) {
-            copy_slice(&mut buf[at..at + range.len()], &from[range]);
-        }
-    }
-
-    fn home(&self) -> Option<&dyn Any> {
+    fn home(&self) -> Option<&dyn Home> {
         match &self.at {
             At::Here(buf) => Some(buf),
             At::Flying(_) | At::Away(_) | At::Lost => None,
         }
     }
 
-    fn home_mut(&mut self) -> Option<&mut dyn Any> {
-        let home: &mut dyn Any = self.here_mut()?;
+    fn home_mut(&mut self) -> Option<&mut dyn Home> {
+        let home: &mut dyn Home = self.here_mut()?;
         Some(home)
     }
 }
@@ -258,23 +273,13 @@ impl<T: Half> Bucket for Cast<T> {
         Ok(())
     }
 
-    fn clear(&mut self, range: Range<usize>) {
-        self.buf[range].fill(0.0);
-    }
-
-    fn copy_from(&mut self, at: usize, from: &dyn Bucket, range: Range<usize>) {
-        if let Some(from) = slice::<f32>(from) {
-            self.buf[at..at + range.len()].copy_from_slice(&from[range]);
-        }
-    }
-
-    fn home(&self) -> Option<&dyn Any> {
-        let home: &dyn Any = &self.buf;
+    fn home(&self) -> Option<&dyn Home> {
+        let home: &dyn Home = &self.buf;
         self.wire.home().map(|_| home)
     }
 
-    fn home_mut(&mut self) -> Option<&mut dyn Any> {
-        let home: &mut dyn Any = &mut self.buf;
+    fn home_mut(&mut self) -> Option<&mut dyn Home> {
+        let home: &mut dyn Home = &mut self.buf;
         self.wire.home().map(|_| home)
     }
 }

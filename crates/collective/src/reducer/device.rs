@@ -15,36 +15,6 @@ use super::{BucketKernels, BucketPlan, CommHook, ParamInfo, ReducerOptions};
 use crate::device::{DeviceBackend, DeviceMemory, Kept, Mark};
 use crate::{DType, DeviceBuf, DeviceStream, DeviceWork, Error, ProcessGroup, ReduceOp, Result};
 
-/// How a [`DeviceReducer`] fills its buckets, and in which type they travel.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct DeviceReducerOptions {
-    /// As for a [`Reducer`](super::Reducer), without a static graph, a hook, or a way through a device.
-    pub buckets: ReducerOptions,
-    /// Has buckets of f32 travel in 16 bits: half the bytes, and each average is rounded twice.
-    /// Buckets of other types travel as they are. Off unless set.
-    #[doc(alias = "fp16_compress_hook")]
-    pub compress: Option<Compress>,
-}
-
-/// Sixteen bits in which buckets of f32 may travel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Compress {
-    /// To f16; gradients beyond 65504 become infinite, on all ranks.
-    F16,
-    /// To bf16.
-    Bf16,
-}
-
-impl Compress {
-    fn dtype(self) -> DType {
-        match self {
-            Self::F16 => DType::F16,
-            Self::Bf16 => DType::Bf16,
-        }
-    }
-}
-
 /// Averages gradients in the memory of a group's device over its ranks: by the rules of [`Reducer`](super::Reducer), with three
 /// differences:
 ///
@@ -57,7 +27,7 @@ impl Compress {
 /// * **Gradients may be written where they will be sent from.** [`slot`](Self::slot) says
 ///   where that is; a gradient that is elsewhere is copied in order of its stream.
 /// * **Kernels are the caller's.** This crate has none. [`BucketKernels`] adds gradients that are
-///   elsewhere, casts buckets that travel in 16 bits ([`Compress`]), and has an epilogue: called for
+///   elsewhere, casts buckets of f32 that travel in 16 bits ([`CommHook`]), and has an epilogue: called for
 ///   each bucket behind its all-reduce, in the same stream, while the bucket is still in the device's
 ///   cache. There a look for values that are not finite, or a sum of squares, reads no memory.
 ///
@@ -93,7 +63,8 @@ impl Compress {
 pub struct DeviceReducer<K> {
     ledger: Ledger,
     kernels: K,
-    compress: Option<Compress>,
+    /// The type of 16 bits in which buckets of f32 travel.
+    compress: Option<DType>,
     /// The stream in which buckets travel.
     stream: DeviceStream,
     lanes: Vec<Lane>,
@@ -134,18 +105,18 @@ impl<K: BucketKernels> DeviceReducer<K> {
     ///
     /// [`Error::Mismatch`] on every rank, with the first parameter or option that differs;
     /// [`Error::Unsupported`] for parameters that are not floating-point numbers, for a group without
-    /// a device, for [`static_graph`](ReducerOptions::static_graph) and for a
-    /// [`comm_hook`](ReducerOptions::comm_hook); those of [`DeviceCalls::alloc`](crate::device::DeviceCalls::alloc) and of `kernels`.
+    /// a device, for [`static_graph`](ReducerOptions::static_graph),
+    /// [`through_device`](ReducerOptions::through_device) and PowerSGD; those of
+    /// [`DeviceCalls::alloc`](crate::device::DeviceCalls::alloc) and of `kernels`.
     pub fn new(
         group: ProcessGroup,
         params: Vec<ParamInfo>,
-        options: DeviceReducerOptions,
+        options: ReducerOptions,
         kernels: K,
     ) -> Result<Self> {
         drop(group.device()?);
-        let DeviceReducerOptions { buckets, compress } = options;
-        check_offered(&buckets)?;
-        let ledger = Ledger::new(&group, params, buckets, &format!(" {compress:?}"))?;
+        let compress = compression(&options)?;
+        let ledger = Ledger::new(&group, params, options)?;
         let (stream, kept) = backend(&group).stream()?;
         let mut made = Self {
             ledger,
@@ -548,14 +519,17 @@ const GOODBYE: Duration = Duration::from_secs(10);
 /// Between two looks at a mark.
 const TICK: Duration = Duration::from_micros(200);
 
-/// Refuses what only the host's reducer does.
-fn check_offered(options: &ReducerOptions) -> Result<()> {
+/// The type in which buckets of f32 travel, if that is another; refuses what only the host's reducer does.
+fn compression(options: &ReducerOptions) -> Result<Option<DType>> {
     let what = match options {
         ReducerOptions { static_graph: true, .. } => "a static graph on devices".to_owned(),
         ReducerOptions { through_device: true, .. } => {
             "a way through the device it is on".to_owned()
         }
-        ReducerOptions { comm_hook: CommHook::AllReduce, .. } => return Ok(()),
+        ReducerOptions { comm_hook: CommHook::AllReduce, .. } => return Ok(None),
+        ReducerOptions { comm_hook: CommHook::Fp16Compress, .. } => return Ok(Some(DType::F16)),
+        ReducerOptions { comm_hook: CommHook::Bf16Compress, .. } => return Ok(Some(DType::Bf16)),
+        #[cfg(feature = "powersgd")]
         ReducerOptions { comm_hook, .. } => format!("{comm_hook:?} on devices"),
     };
     Err(Error::Unsupported { backend: "reducer", what })
@@ -578,7 +552,7 @@ fn order(mark: &dyn Mark, stream: DeviceStream) -> Result<()> {
 type Laid = (Vec<DeviceMemory>, Vec<Lane>, Option<DeviceBuf>);
 
 /// Memory for all buckets, and for the largest of f32 in 16 bits.
-fn alloc_all(group: &ProcessGroup, plan: &BucketPlan, compress: Option<Compress>) -> Result<Laid> {
+fn alloc_all(group: &ProcessGroup, plan: &BucketPlan, compress: Option<DType>) -> Result<Laid> {
     let mut memory = Vec::new();
     let mut alloc = |dtype: DType, count: usize| {
         // A library may refuse to allocate nothing.
@@ -595,6 +569,6 @@ fn alloc_all(group: &ProcessGroup, plan: &BucketPlan, compress: Option<Compress>
     }
     let wide = plan.buckets().iter().filter(|spec| spec.dtype == DType::F32);
     let most = wide.map(|spec| spec.count).max();
-    let scratch = compress.zip(most).map(|(to, most)| alloc(to.dtype(), most)).transpose()?;
+    let scratch = compress.zip(most).map(|(to, most)| alloc(to, most)).transpose()?;
     Ok((memory, lanes, scratch))
 }

@@ -75,18 +75,17 @@ struct Pass {
 }
 
 impl Ledger {
-    /// Checks that all ranks brought the same parameters and options; `also` is compared, too.
+    /// Checks that all ranks brought the same parameters and options.
     pub(super) fn new(
         group: &ProcessGroup,
         params: Vec<ParamInfo>,
         options: ReducerOptions,
-        also: &str,
     ) -> Result<Self> {
         if let Some(param) = params.iter().find(|param| !param.dtype.is_float()) {
             let what = format!("{} gradients (parameter {})", param.dtype, param.name);
             return Err(Error::Unsupported { backend: "reducer", what });
         }
-        check_equal_on_all_ranks(group, &params, format!("{options:?}{also}"))?;
+        check_equal_on_all_ranks(group, &params, format!("{options:?}"))?;
         let rebuilt = options.finds_unused();
         let plan = if rebuilt {
             BucketPlan::registered(&params, &options.caps())?

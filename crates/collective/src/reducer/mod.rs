@@ -39,7 +39,7 @@ use std::sync::Arc;
 use self::bucket::{Bucket, alloc, slice, slice_mut};
 pub use self::bucket::{BucketMemory, Gradient};
 use self::detour::Lane;
-pub use self::device::{Compress, DeviceReducer, DeviceReducerOptions};
+pub use self::device::DeviceReducer;
 pub use self::kernels::{BucketKernels, NoKernels};
 use self::ledger::Ledger;
 pub use self::plan::{BucketPlan, BucketSpec, ParamInfo, Place};
@@ -48,7 +48,7 @@ pub use self::power_sgd::PowerSgd;
 use crate::copy::copy_slice;
 use crate::{DType, Element, Error, ProcessGroup, ReduceOp, Result};
 
-/// How a [`Reducer`] fills its buckets.
+/// How a [`Reducer`] or [`DeviceReducer`] fills its buckets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ReducerOptions {
@@ -75,7 +75,8 @@ pub struct ReducerOptions {
     pub through_device: bool,
 }
 
-/// How a bucket travels. Follows: `torch.distributed.algorithms.ddp_comm_hooks`.
+/// How a bucket travels. A [`DeviceReducer`] rounds only buckets of `f32`, by its kernels; the others travel as they
+/// are. Follows: `torch.distributed.algorithms.ddp_comm_hooks`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 #[doc(alias = "register_comm_hook")]
@@ -192,7 +193,7 @@ impl Reducer {
     ) -> Result<Self> {
         let hook = options.comm_hook.clone();
         let lane = options.through_device.then(|| Lane::new(&group)).transpose()?;
-        let ledger = Ledger::new(&group, params, options, "")?;
+        let ledger = Ledger::new(&group, params, options)?;
         let keeps_memory = hook.keeps_memory()?;
         let buckets = alloc_all(&group, ledger.params(), ledger.plan(), (&hook, lane.as_ref()))?;
         Ok(Self { group, ledger, hook, keeps_memory, lane, buckets })

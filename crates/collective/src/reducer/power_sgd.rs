@@ -12,10 +12,9 @@
 //! `P` travels while backward goes on. `Q` needs the averaged `P`, so it leaves when the bucket is
 //! waited for. What is kept from pass to pass is [`Reducer::state`](super::Reducer::state)'s.
 
-use std::any::Any;
 use std::ops::Range;
 
-use super::bucket::{Bucket, BucketMemory, slice};
+use super::bucket::{Bucket, BucketMemory, Home};
 use super::plan::{BucketSpec, ParamInfo};
 use crate::{Error, ProcessGroup, ReduceOp, Result, SharedBuf, Work};
 
@@ -237,16 +236,6 @@ impl Bucket for PowerSgdBucket {
         Ok(())
     }
 
-    fn clear(&mut self, range: Range<usize>) {
-        self.buf[range].fill(0.0);
-    }
-
-    fn copy_from(&mut self, at: usize, from: &dyn Bucket, range: Range<usize>) {
-        if let Some(from) = slice::<f32>(from) {
-            self.buf[at..at + range.len()].copy_from_slice(&from[range]);
-        }
-    }
-
     fn memory(&self) -> BucketMemory {
         BucketMemory { q: self.q.clone(), error: self.error.clone() }
     }
@@ -261,13 +250,13 @@ impl Bucket for PowerSgdBucket {
         Ok(())
     }
 
-    fn home(&self) -> Option<&dyn Any> {
-        let home: &dyn Any = &self.buf;
+    fn home(&self) -> Option<&dyn Home> {
+        let home: &dyn Home = &self.buf;
         self.flying.is_none().then_some(home)
     }
 
-    fn home_mut(&mut self) -> Option<&mut dyn Any> {
-        let home: &mut dyn Any = &mut self.buf;
+    fn home_mut(&mut self) -> Option<&mut dyn Home> {
+        let home: &mut dyn Home = &mut self.buf;
         self.flying.is_none().then_some(home)
     }
 }

@@ -287,12 +287,12 @@ fn the_groups_own_memory() {
 /// Averages of gradients by the reducer, in buckets of its own.
 #[test]
 fn gradients_are_averaged_in_buckets() {
-    use collective::reducer::{DeviceReducer, DeviceReducerOptions, NoKernels, ParamInfo};
+    use collective::reducer::{DeviceReducer, NoKernels, ParamInfo, ReducerOptions};
     let session = start(Simulated::default());
     play_all(3, &options(), &Config::default(), |group, stream| {
         let rank = group.rank() as f32;
         let params = (0..4).map(|i| ParamInfo::new(format!("p{i}"), 5 + i, DType::F32)).collect();
-        let options = DeviceReducerOptions::default();
+        let options = ReducerOptions::default();
         let mut reducer = DeviceReducer::new(group, params, options, NoKernels).unwrap();
         for pass in 0..3 {
             let mut gradients: Vec<Memory<f32>> =

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use collective::nccl::Config;
 use collective::reducer::{
-    BucketKernels, BucketPlan, Compress, DeviceReducer, DeviceReducerOptions, Gradient, NoKernels,
-    ParamInfo, Reducer,
+    BucketKernels, BucketPlan, CommHook, DeviceReducer, Gradient, NoKernels, ParamInfo, Reducer,
+    ReducerOptions,
 };
 use collective::{
     DType, Element, Error, GroupOptions, ProcessGroup, ReduceOp, Result,
@@ -145,20 +145,20 @@ fn params(counts: &[usize]) -> Vec<ParamInfo> {
     counts.iter().enumerate().map(info).collect()
 }
 
-fn options(caps: (usize, usize)) -> DeviceReducerOptions {
-    let mut options = DeviceReducerOptions::default();
-    (options.buckets.first_bucket_bytes, options.buckets.bucket_bytes) = caps;
+fn options(caps: (usize, usize)) -> ReducerOptions {
+    let mut options = ReducerOptions::default();
+    (options.first_bucket_bytes, options.bucket_bytes) = caps;
     options
 }
 
 /// Every parameter a bucket of its own, once the buckets are rebuilt.
-fn tiny() -> DeviceReducerOptions {
+fn tiny() -> ReducerOptions {
     options((1, 1))
 }
 
-fn find_unused() -> DeviceReducerOptions {
+fn find_unused() -> ReducerOptions {
     let mut options = tiny();
-    options.buckets.find_unused_parameters = true;
+    options.find_unused_parameters = true;
     options
 }
 
@@ -171,12 +171,7 @@ struct Side<K> {
 }
 
 impl<K: BucketKernels> Side<K> {
-    fn new(
-        group: ProcessGroup,
-        model: Vec<ParamInfo>,
-        options: DeviceReducerOptions,
-        k: K,
-    ) -> Self {
+    fn new(group: ProcessGroup, model: Vec<ParamInfo>, options: ReducerOptions, k: K) -> Self {
         let reducer = DeviceReducer::new(group, model, options, k).unwrap();
         Self { reducer, stream: Fake::get().stream(), grads: Vec::new() }
     }
@@ -313,11 +308,11 @@ fn equals_the_reducer_of_the_host_bit_for_bit() {
                 .map(|i| ParamInfo::new(format!("p{i}"), random.below(300), types[random.below(4)]))
                 .collect();
             let mut options = options((random.below(2000), random.below(2000)));
-            options.buckets.find_unused_parameters = seed % 4 == 3;
-            let unused_allowed = options.buckets.find_unused_parameters;
+            options.find_unused_parameters = seed % 4 == 3;
+            let unused_allowed = options.find_unused_parameters;
             let rank = group.rank();
             let twin = twins[rank].clone();
-            let mut twin = Reducer::new(twin, model.clone(), options.buckets.clone()).unwrap();
+            let mut twin = Reducer::new(twin, model.clone(), options.clone()).unwrap();
             let other = Fake::get().stream();
             let mut side = Side::new(group, model.clone(), options, Kernels::default());
             for number in 0..4 {

@@ -6,14 +6,14 @@ use super::*;
 fn compressed_buckets_are_rounded_before_and_after() {
     type Round = fn(f32) -> f32;
     let rounds: [(_, Round); 2] = [
-        (Compress::F16, |x| f16::from_f32(x).to_f32()),
-        (Compress::Bf16, |x| bf16::from_f32(x).to_f32()),
+        (CommHook::Fp16Compress, |x| f16::from_f32(x).to_f32()),
+        (CommHook::Bf16Compress, |x| bf16::from_f32(x).to_f32()),
     ];
-    for (compress, round) in rounds {
+    for (hook, round) in rounds {
         ranks(3, DEADLINE, |group| {
             let (rank, world) = (group.rank(), group.world_size());
             let mut all = options((64, 64));
-            all.compress = Some(compress);
+            all.comm_hook = hook.clone();
             let mut model = params(&[40, 7]);
             model.push(ParamInfo::new("wide", 5, DType::F64));
             let mut side = Side::new(group.clone(), model, all, Kernels::default());
@@ -30,7 +30,7 @@ fn compressed_buckets_are_rounded_before_and_after() {
                         sum.iter_mut().zip(of(other, i, n)).for_each(|(sum, x)| *sum += round(x));
                     }
                     let want: Vec<f32> = sum.iter().map(|x| round(x * (1.0 / 3.0_f32))).collect();
-                    assert_eq!(side.grad::<f32>(i).unwrap(), want, "{compress:?} {i}");
+                    assert_eq!(side.grad::<f32>(i).unwrap(), want, "{hook:?} {i}");
                 }
                 assert_eq!(side.grad::<f64>(2).unwrap(), [1.0 / 3.0; 5]);
                 side.reducer.zero_grad();
@@ -42,13 +42,13 @@ fn compressed_buckets_are_rounded_before_and_after() {
 /// What half a float cannot hold is infinite on all ranks, and seen there.
 #[test]
 fn a_compressed_bucket_overflows_on_all_ranks() {
-    for (compress, fits) in [(Compress::F16, false), (Compress::Bf16, true)] {
+    for (hook, fits) in [(CommHook::Fp16Compress, false), (CommHook::Bf16Compress, true)] {
         ranks(2, DEADLINE, |group| {
             let rank = group.rank();
             let kernels = Kernels::default();
             let seen = Arc::clone(&kernels.seen);
             let mut options = tiny();
-            options.compress = Some(compress);
+            options.comm_hook = hook.clone();
             let mut side = Side::new(group, params(&[2, 0, 3]), options, kernels);
             for number in 0..4 {
                 let large = number % 2 == 1 && rank == 1;
@@ -71,12 +71,12 @@ fn a_compressed_bucket_overflows_on_all_ranks() {
 
 #[test]
 fn a_bucket_without_elements_is_one_like_others() {
-    for compress in [None, Some(Compress::F16)] {
+    for hook in [CommHook::AllReduce, CommHook::Fp16Compress] {
         ranks(2, DEADLINE, |group| {
             let kernels = Kernels::default();
             let seen = Arc::clone(&kernels.seen);
             let mut options = tiny();
-            options.compress = compress;
+            options.comm_hook = hook.clone();
             // Another type is another bucket.
             let mut model = params(&[0, 0]);
             model.push(ParamInfo::new("wide", 0, DType::F64));

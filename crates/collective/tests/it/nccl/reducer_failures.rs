@@ -1,6 +1,6 @@
 //! What goes wrong in a reducer on device memory, on its rank and on the others.
 
-use collective::reducer::CommHook;
+use collective::reducer::PowerSgd;
 
 use super::*;
 
@@ -112,19 +112,21 @@ fn misuse_is_named_and_changes_nothing() {
 fn lists_and_options_that_differ_are_named() {
     let errors = ranks(2, DEADLINE, |group| {
         let mut options = tiny();
-        options.compress = (group.rank() == 0).then_some(Compress::F16);
+        if group.rank() == 0 {
+            options.comm_hook = CommHook::Fp16Compress;
+        }
         DeviceReducer::new(group, params(&[1]), options, NoKernels).unwrap_err().to_string()
     });
-    assert!(errors.iter().all(|error| error.contains("Some(F16)")), "{errors:?}");
+    assert!(errors.iter().all(|error| error.contains("Fp16Compress")), "{errors:?}");
 }
 
 #[test]
 fn what_only_the_reducer_of_the_host_does_is_refused() {
     ranks(1, DEADLINE, |group| {
         let (mut fixed, mut hooked) = (tiny(), tiny());
-        fixed.buckets.static_graph = true;
-        hooked.buckets.comm_hook = CommHook::Bf16Compress;
-        for (options, named) in [(fixed, "static graph"), (hooked, "Bf16Compress")] {
+        fixed.static_graph = true;
+        hooked.comm_hook = CommHook::PowerSgd(PowerSgd::default());
+        for (options, named) in [(fixed, "static graph"), (hooked, "PowerSgd")] {
             let made = DeviceReducer::new(group.clone(), params(&[1]), options, NoKernels);
             let error = made.unwrap_err();
             assert!(matches!(error, Error::Unsupported { .. }), "{error}");

@@ -10,14 +10,9 @@
 use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DeviceRepr, DriverError};
-use collective::reducer::{
-    BucketKernels, BucketPlan, CommHook, Compress, DeviceReducer, DeviceReducerOptions, ParamInfo,
-};
-use collective::{
-    ProcessGroup,
-    device::{DeviceBuf, DeviceStream},
-    reducer::ReducerOptions,
-};
+use collective::ProcessGroup;
+use collective::device::{DeviceBuf, DeviceStream};
+use collective::reducer::{BucketKernels, BucketPlan, DeviceReducer, ParamInfo, ReducerOptions};
 use fused_optim::cuda::{self, DeviceSlice, Gpu};
 use fused_optim::{DType, GradStats, Slice};
 use half::{bf16, f16};
@@ -43,18 +38,8 @@ impl Buckets {
         gpu: Gpu,
         group: ProcessGroup,
         params: Vec<(usize, ParamInfo)>,
-        mut options: ReducerOptions,
+        options: ReducerOptions,
     ) -> Result<Self> {
-        let mut device = DeviceReducerOptions::default();
-        device.compress = match &options.comm_hook {
-            CommHook::Fp16Compress => Some(Compress::F16),
-            CommHook::Bf16Compress => Some(Compress::Bf16),
-            _ => None,
-        };
-        if device.compress.is_some() {
-            options.comm_hook = CommHook::AllReduce;
-        }
-        device.buckets = options;
         let averages = vec![None; params.len()];
         let (indices, params): (_, Vec<_>) = params.into_iter().unzip();
         let kernels = Kernels {
@@ -64,7 +49,7 @@ impl Buckets {
             members: Vec::new(),
             stats: None,
         };
-        let reducer = DeviceReducer::new(group, params, device, kernels)?;
+        let reducer = DeviceReducer::new(group, params, options, kernels)?;
         Ok(Self { reducer, averages, gpu })
     }
 

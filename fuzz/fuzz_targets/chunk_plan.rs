@@ -6,7 +6,7 @@
 
 #![no_main]
 
-use fused_optim::{BLOCK, ChunkPlan, Layout};
+use fused_optim::plan::{BLOCK, ChunkPlan, Layout};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {

@@ -31,13 +31,25 @@ pub struct ClipNorm {
     /// Refuse gradients with an infinite or NaN norm. Otherwise PyTorch's arithmetic takes its
     /// course: an infinite norm makes everything 0 or NaN, a NaN makes everything NaN.
     pub error_if_nonfinite: bool,
+    /// The norm, of gradients that are already multiplied by [`grad_scale`](crate::StepCtl::grad_scale), where the
+    /// caller knows it: in sharded training each rank has a part of the gradients, and all must clip by the norm
+    /// over all ranks. The gradients are not read for it, nor for [`FoundInf::Check`](crate::FoundInf::Check),
+    /// which then checks this norm. `None`: the gradients given are all there are.
+    #[doc(alias = "clip_grads_with_norm_")]
+    pub total_norm: Option<f64>,
 }
 
 impl ClipNorm {
     /// A bound on the Euclidean norm; no error if it is not finite.
     #[must_use]
     pub const fn new(max_norm: f64) -> Self {
-        Self { max_norm, norm_type: 2.0, error_if_nonfinite: false }
+        Self { max_norm, norm_type: 2.0, error_if_nonfinite: false, total_norm: None }
+    }
+
+    /// With the norm as the caller knows it.
+    #[must_use]
+    pub const fn with_total_norm(self, norm: f64) -> Self {
+        Self { total_norm: Some(norm), ..self }
     }
 
     pub(crate) const fn measure(&self) -> Measure {
@@ -81,6 +93,9 @@ impl Clip {
             Self::Norm(clip) if clip.norm_type.is_nan() || clip.norm_type <= 0.0 => {
                 refuse("norm_type", clip.norm_type)
             }
+            Self::Norm(ClipNorm { total_norm: Some(norm), .. }) if norm < 0.0 => {
+                refuse("total_norm", norm)
+            }
             Self::Value(value) if value.is_nan() || value < 0.0 => {
                 refuse("clip_value", value.into())
             }
@@ -101,8 +116,10 @@ impl Clip {
 pub fn clip_grad_norm(grads: &mut [SliceMut<'_>], clip: ClipNorm) -> Result<f64> {
     Clip::Norm(clip).validate()?;
     let read: Vec<Slice<'_>> = grads.iter().map(SliceMut::as_slice).collect();
-    let mut sums = cpu::measure(&read, clip.measure(), GradMap::IDENTITY, 1);
-    let norm = clip.measure().norm(clip.measure().fold(&mut sums));
+    let norm = clip.total_norm.unwrap_or_else(|| {
+        let mut sums = cpu::measure(&read, clip.measure(), GradMap::IDENTITY, 1);
+        clip.measure().norm(clip.measure().fold(&mut sums))
+    });
     let coefficient = clip.coefficient(norm)?;
     if coefficient != 1.0 {
         let map = GradMap { scale: coefficient as f32, ..GradMap::IDENTITY };

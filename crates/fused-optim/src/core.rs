@@ -12,12 +12,12 @@ use crate::cpu::pages::Pages;
 use crate::cpu::plan::{Layout, share_count};
 use crate::cpu::{GradMap, Piece, SLOTS, Scratch, SlotMut, step_key};
 use crate::names::{self, PARAMS};
-use crate::rule::{Hyper, OwnClip, at_least_zero};
+use crate::rule::{Hyper, OwnClip};
 use crate::state::{TensorState, problem};
 use crate::state_dict::MASTER;
 use crate::{
-    Applied, DType, Ema, Error, FoundInf, Grad, HalfWeights, ParamGroup, ParamMut, ParamSpec,
-    Result, StateDict, StateProblem, StepCtl, norms, sweep,
+    Applied, DType, Ema, Error, FoundInf, Grad, HalfWeights, HyperParam, ParamGroup, ParamMut,
+    ParamSpec, Result, StateDict, StateProblem, StepCtl, norms, sweep,
 };
 
 /// An optimizer of any rule.
@@ -161,32 +161,31 @@ impl<H: Hyper> Core<H> {
         self.grad_norm
     }
 
-    pub(crate) fn lr(&self, group: usize) -> Result<f64> {
-        Ok(self.group(group)?.hyper.lr())
+    pub(crate) fn hyper_param(&self, group: usize, param: HyperParam) -> Result<Option<f64>> {
+        Ok(self.group(group)?.hyper.clone().param_mut(param).copied())
     }
 
-    pub(crate) fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
-        at_least_zero("learning rate", lr)?;
-        self.group(group)?;
-        *self.groups[group].hyper.lr_mut() = lr;
-        Ok(())
-    }
-
-    pub(crate) fn momentum(&self, group: usize) -> Result<Option<f64>> {
-        Ok(self.group(group)?.hyper.clone().momentum_mut().copied())
-    }
-
-    pub(crate) fn set_momentum(&mut self, group: usize, momentum: f64) -> Result<()> {
+    pub(crate) fn set_hyper_param(
+        &mut self,
+        group: usize,
+        param: HyperParam,
+        value: f64,
+    ) -> Result<()> {
         let old = &self.group(group)?.hyper;
         let mut new = old.clone();
-        let place = new.momentum_mut().ok_or(Error::NoMomentum { kind: H::KIND })?;
-        *place = momentum;
+        let place = new.param_mut(param).ok_or(Error::NoHyperParam { kind: H::KIND, param })?;
+        *place = value;
         new.validate()?;
         if new.slots() != old.slots() {
-            return Err(Error::MomentumFromZero { value: momentum });
+            return Err(Error::MomentumFromZero { value });
         }
         self.groups[group].hyper = new;
         Ok(())
+    }
+
+    pub(crate) fn refresh_masters(&mut self) {
+        let states = self.tensors.values_mut().filter_map(|tensor| tensor.state.as_mut());
+        states.for_each(|state| state.master = None);
     }
 
     fn group(&self, group: usize) -> Result<&ParamGroup<H>> {
@@ -195,7 +194,7 @@ impl<H: Hyper> Core<H> {
     }
 
     pub(crate) fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied> {
-        ctl.validate()?;
+        let ctl = &ctl.validated()?;
         self.validate(params)?;
         let Some(scales) = self.scales(params, ctl)? else {
             return Ok(Applied::SkippedNonFinite);
@@ -254,12 +253,11 @@ impl<H: Hyper> Core<H> {
         }
         let (mut grads, mut groups) = (Vec::new(), Vec::new());
         let own = self.own_clips();
-        if !norms::needed(ctl, &own) {
-            return Ok(Some(norms::Scales::uniform(ctl.grad_scale)));
-        }
-        for (_, tensor, param) in with_grad(&mut self.tensors, params) {
-            grads.extend(param.grad.as_ref().map(Grad::as_slice));
-            groups.push(tensor.group);
+        if norms::needed(ctl, &own) {
+            for (_, tensor, param) in with_grad(&mut self.tensors, params) {
+                grads.extend(param.grad.as_ref().map(Grad::as_slice));
+                groups.push(tensor.group);
+            }
         }
         let found = norms::grad_scales(&grads, &groups, &own, ctl, self.threads)?;
         if let Some((_, Some(norm))) = &found {

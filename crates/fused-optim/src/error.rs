@@ -1,6 +1,6 @@
 //! What can go wrong in a step or a state dict; nothing has changed when one of these comes back.
 
-use crate::DType;
+use crate::{DType, HyperParam};
 
 /// A failure of an optimizer. Weights, state and step counts are as they were before the call.
 #[derive(Debug, thiserror::Error)]
@@ -17,11 +17,13 @@ pub enum Error {
     /// Nesterov was asked for without momentum or with dampening.
     #[error("nesterov momentum requires a momentum and zero dampening")]
     Nesterov,
-    /// A momentum was to be set where there is none.
-    #[error("{kind} has no momentum")]
-    NoMomentum {
+    /// A hyper-parameter was to be read or set that the rule does not have.
+    #[error("{kind} has no {param}")]
+    NoHyperParam {
         /// The optimizer.
         kind: &'static str,
+        /// The hyper-parameter.
+        param: HyperParam,
     },
     /// A momentum was to change between zero and another value, without and with a buffer.
     #[error("momentum cannot change between zero and non-zero (got {value})")]

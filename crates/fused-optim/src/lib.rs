@@ -121,7 +121,7 @@
 //!
 //! An element's result depends on that element alone, and, where a rule or a clip needs a norm, on
 //! sums whose order is fixed by lengths and shapes: products are taken exactly, in f64; element `i`
-//! of a block of [`BLOCK`] goes to lane `i mod 16`; lanes, blocks, rows and tensors are each folded by
+//! of a block of 1024 goes to lane `i mod 16`; lanes, blocks, rows and tensors are each folded by
 //! neighbours, `(0,1)`, `(2,3)`, and so on until one is left. An implementation on another device
 //! that keeps to this order, and to f32 without contracted multiply-adds, has the same bits. The
 //! loops are compiled for SSE2, AVX2 and AVX-512 from the same lines and chosen at run time, and for
@@ -150,13 +150,18 @@ mod sweep;
 mod torch;
 
 pub use clip::{Clip, ClipNorm, clip_grad_norm, clip_grad_value};
-pub use cpu::plan::{BLOCK, Chunk, ChunkPlan, Layout};
 pub use error::{Error, Result, StateProblem};
 pub use names::ParamSpec;
 pub use optimizer::{
     Applied, DeviceOptimizer, DeviceParam, DeviceParams, FoundInf, GradStats, HalfWeights,
-    Launches, Optimizer, StepCtl, Tuned,
+    HyperParam, Launches, Optimizer, StepCtl, Tuned,
 };
 pub use param::{DType, Ema, Grad, ParamGroup, ParamMut, Slice, SliceMut};
 pub use rules::*;
 pub use state_dict::{ParamState, StateDict};
+
+/// How tensors are cut into blocks and shares, for the fuzz target; no part of the API.
+#[doc(hidden)]
+pub mod plan {
+    pub use crate::cpu::plan::{BLOCK, Chunk, ChunkPlan, Layout};
+}

@@ -16,10 +16,6 @@ pub(crate) struct Scales {
 }
 
 impl Scales {
-    pub(crate) fn uniform(scale: f32) -> Self {
-        Self { common: scale.into(), own: None }
-    }
-
     /// What becomes of a gradient: the product, rounded once, and the limit, which is one before the
     /// rule's own factor.
     pub(crate) fn map(&self, at: usize, limit: f32, maximize: bool) -> GradMap {
@@ -30,10 +26,10 @@ impl Scales {
     }
 }
 
-/// Whether the gradients have to be looked at before the sweep.
+/// Whether gradients must be read before the sweep.
 pub(crate) fn needed(ctl: &StepCtl, own: &[OwnClip]) -> bool {
     ctl.found_inf == FoundInf::Check
-        || matches!(ctl.clip, Some(Clip::Norm(_)))
+        || matches!(ctl.clip, Some(Clip::Norm(ClipNorm { total_norm: None, .. })))
         || own.iter().any(|own| *own != OwnClip::None)
 }
 
@@ -60,7 +56,8 @@ pub(crate) fn grad_scales(
         None => Measure::Largest,
     };
     let mut measured = None;
-    if clip.is_some() || ctl.found_inf == FoundInf::Check {
+    let (mut coefficient, mut norm) = (1.0, ctl.total_norm());
+    if norm.is_none() && (clip.is_some() || ctl.found_inf == FoundInf::Check) {
         let each = cpu::measure(grads, first, map, threads);
         let whole = first.fold(&mut each.clone());
         // Other powers may overflow where the gradients do not.
@@ -74,16 +71,15 @@ pub(crate) fn grad_scales(
         if ctl.found_inf == FoundInf::Check && !finite {
             return Ok(None);
         }
-        measured = Some((each, first.norm(whole)));
+        norm = clip.map(|_| first.norm(whole));
+        measured = Some(each);
     }
-    let (mut coefficient, mut norm) = (1.0, None);
-    if let (Some(clip), Some((_, total))) = (clip, &measured) {
-        coefficient = clip.coefficient(*total)?;
-        norm = Some(*total);
+    if let (Some(clip), Some(norm)) = (clip, norm) {
+        coefficient = clip.coefficient(norm)?;
     }
     let own = own_needed.then(|| {
         let squares = match measured {
-            Some((each, _)) if first == Measure::Squares && limited == map => each,
+            Some(each) if first == Measure::Squares && limited == map => each,
             _ => cpu::measure(grads, Measure::Squares, limited, threads),
         };
         // The norms were taken before the clip had its say.

@@ -40,20 +40,10 @@ pub trait Optimizer: Send + fmt::Debug {
 
     /// A copy of everything a later run needs to go on exactly here.
     ///
-    /// # Panics
-    ///
-    /// If the state is on a device that does not give it; [`try_state_dict`](Self::try_state_dict)
-    /// says why.
-    fn state_dict(&self) -> StateDict;
-
-    /// As [`state_dict`](Self::state_dict), for state that may be on a device.
-    ///
     /// # Errors
     ///
-    /// The device's.
-    fn try_state_dict(&self) -> Result<StateDict> {
-        Ok(self.state_dict())
-    }
+    /// Those of the device that holds the state; none on the host.
+    fn state_dict(&self) -> Result<StateDict>;
 
     /// Where the state is and steps are computed: `cpu`, or a device such as `npu:0`.
     fn device(&self) -> String {
@@ -89,35 +79,83 @@ pub trait Optimizer: Send + fmt::Debug {
     /// Number of parameter groups.
     fn group_count(&self) -> usize;
 
+    /// A group's hyper-parameter; `None` for a rule without it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchGroup`].
+    fn hyper_param(&self, group: usize, param: HyperParam) -> Result<Option<f64>>;
+
+    /// Sets a group's hyper-parameter, as a scheduler does between steps.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchGroup`]; [`Error::NoHyperParam`]; [`Error::InvalidHyper`] if it is out of range;
+    /// [`Error::MomentumFromZero`] if a buffer would have to be added or removed. Nothing has changed then.
+    fn set_hyper_param(&mut self, group: usize, param: HyperParam, value: f64) -> Result<()>;
+
     /// A group's learning rate.
     ///
     /// # Errors
     ///
+    /// As [`set_hyper_param`](Self::set_hyper_param).
+    fn lr(&self, group: usize) -> Result<f64> {
+        let lr = self.hyper_param(group, HyperParam::Lr)?;
+        lr.ok_or(Error::NoHyperParam { kind: self.kind(), param: HyperParam::Lr })
+    }
+
+    /// Sets a group's learning rate.
+    ///
+    /// # Errors
+    ///
+    /// As [`set_hyper_param`](Self::set_hyper_param).
+    fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
+        self.set_hyper_param(group, HyperParam::Lr, lr)
+    }
+
+    /// A group's [momentum](HyperParam::Momentum); `None` for a rule without one.
+    ///
+    /// # Errors
+    ///
     /// [`Error::NoSuchGroup`].
-    fn lr(&self, group: usize) -> Result<f64>;
+    fn momentum(&self, group: usize) -> Result<Option<f64>> {
+        self.hyper_param(group, HyperParam::Momentum)
+    }
 
-    /// Sets a group's learning rate, as a scheduler does between steps.
+    /// Sets a group's [momentum](HyperParam::Momentum).
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchGroup`], or [`Error::InvalidHyper`] if it is negative or not finite.
-    fn set_lr(&mut self, group: usize, lr: f64) -> Result<()>;
+    /// As [`set_hyper_param`](Self::set_hyper_param).
+    fn set_momentum(&mut self, group: usize, momentum: f64) -> Result<()> {
+        self.set_hyper_param(group, HyperParam::Momentum, momentum)
+    }
 
-    /// A group's momentum, or, of Adam and its kin, the decay rate of the first moment; none for a rule
-    /// with neither.
+    /// A group's weight decay; `None` for a rule without one.
     ///
     /// # Errors
     ///
     /// [`Error::NoSuchGroup`].
-    fn momentum(&self, group: usize) -> Result<Option<f64>>;
+    fn weight_decay(&self, group: usize) -> Result<Option<f64>> {
+        self.hyper_param(group, HyperParam::WeightDecay)
+    }
 
-    /// Sets it, as a scheduler does between steps.
+    /// Sets a group's weight decay.
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchGroup`]; [`Error::NoMomentum`]; [`Error::InvalidHyper`] if it is out of range;
-    /// [`Error::MomentumFromZero`] if a buffer would have to come or go. Nothing has changed then.
-    fn set_momentum(&mut self, group: usize, momentum: f64) -> Result<()>;
+    /// As [`set_hyper_param`](Self::set_hyper_param).
+    fn set_weight_decay(&mut self, group: usize, weight_decay: f64) -> Result<()> {
+        self.set_hyper_param(group, HyperParam::WeightDecay, weight_decay)
+    }
+
+    /// Drops the f32 [masters](HalfWeights::Master): a tensor's next step takes its master anew from the weight
+    /// it is given. Call it after weights were loaded or changed from outside.
+    ///
+    /// # Errors
+    ///
+    /// Those of the device that holds the state; none on the host.
+    fn refresh_masters(&mut self) -> Result<()>;
 
     /// The number of threads a step uses, the caller's among them; 0 counts as 1, the default. The
     /// bits of the result do not depend on it.
@@ -227,6 +265,28 @@ mod without_cuda {
     pub enum Tuned {}
 }
 
+/// A hyper-parameter that can be read and set between steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum HyperParam {
+    /// The learning rate.
+    Lr,
+    /// The momentum, or, of Adam and its kin, the decay rate of the first moment.
+    Momentum,
+    /// The weight decay.
+    WeightDecay,
+}
+
+impl fmt::Display for HyperParam {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Lr => "learning rate",
+            Self::Momentum => "momentum",
+            Self::WeightDecay => "weight decay",
+        })
+    }
+}
+
 /// Options of one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepCtl {
@@ -243,12 +303,25 @@ impl StepCtl {
     /// No scaling, no clipping and no look at the gradients, as in plain f32 training.
     pub const PLAIN: Self = Self { grad_scale: 1.0, found_inf: FoundInf::Known(false), clip: None };
 
-    /// Checks what cannot be checked by type.
-    pub(crate) fn validate(&self) -> Result<()> {
+    /// Checks what cannot be checked by type. A check for non-finite gradients whose norm is known becomes its
+    /// result.
+    pub(crate) fn validated(mut self) -> Result<Self> {
         if !(self.grad_scale.is_finite() && self.grad_scale >= 0.0) {
             return Err(Error::InvalidGradScale { value: self.grad_scale });
         }
-        self.clip.map_or(Ok(()), Clip::validate)
+        self.clip.map_or(Ok(()), Clip::validate)?;
+        if let (FoundInf::Check, Some(norm)) = (self.found_inf, self.total_norm()) {
+            self.found_inf = FoundInf::Known(!norm.is_finite());
+        }
+        Ok(self)
+    }
+
+    /// The norm of all gradients, if the caller knows it.
+    pub(crate) const fn total_norm(&self) -> Option<f64> {
+        match self.clip {
+            Some(Clip::Norm(clip)) => clip.total_norm,
+            _ => None,
+        }
     }
 
     /// The bound on every element; infinity if there is none.

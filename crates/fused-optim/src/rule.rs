@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 
 use crate::cpu::plan::Layout;
 use crate::cpu::{Block, Found, Sums};
-use crate::{Error, Result};
+use crate::{Error, HyperParam, Result};
 
 /// A rule's hyper-parameters, and the rule.
 ///
@@ -27,15 +27,9 @@ pub(crate) trait Hyper: Clone + Send + Sync + Serialize + DeserializeOwned {
 
     /// Refuses values outside their ranges.
     fn validate(&self) -> Result<()>;
-    /// The learning rate.
-    fn lr(&self) -> f64;
-    /// The learning rate, to set; the caller validates.
-    fn lr_mut(&mut self) -> &mut f64;
-    /// The momentum, or the decay rate of the first moment, to read or set; the caller validates.
-    fn momentum_mut(&mut self) -> Option<&mut f64> {
-        None
-    }
-    /// Whether to go up the gradient.
+    /// A hyper-parameter, to read or set; the caller validates.
+    fn param_mut(&mut self, param: HyperParam) -> Option<&mut f64>;
+    /// Whether to maximize.
     fn maximize(&self) -> bool;
     /// Names of the state values each element has, at most [`SLOTS`](crate::cpu::SLOTS).
     fn slots(&self) -> &'static [&'static str];
@@ -175,20 +169,17 @@ macro_rules! group_methods {
             self.$($core)+.groups().len()
         }
 
-        fn lr(&self, group: usize) -> $crate::Result<f64> {
-            self.$($core)+.lr(group)
+        fn hyper_param(&self, group: usize, param: $crate::HyperParam) -> $crate::Result<Option<f64>> {
+            self.$($core)+.hyper_param(group, param)
         }
 
-        fn set_lr(&mut self, group: usize, lr: f64) -> $crate::Result<()> {
-            self.$($core)+.set_lr(group, lr)
-        }
-
-        fn momentum(&self, group: usize) -> $crate::Result<Option<f64>> {
-            self.$($core)+.momentum(group)
-        }
-
-        fn set_momentum(&mut self, group: usize, momentum: f64) -> $crate::Result<()> {
-            self.$($core)+.set_momentum(group, momentum)
+        fn set_hyper_param(
+            &mut self,
+            group: usize,
+            param: $crate::HyperParam,
+            value: f64,
+        ) -> $crate::Result<()> {
+            self.$($core)+.set_hyper_param(group, param, value)
         }
     };
 }
@@ -273,8 +264,8 @@ macro_rules! optimizer {
                 self.core.step(params, ctl)
             }
 
-            fn state_dict(&self) -> $crate::StateDict {
-                self.core.state_dict()
+            fn state_dict(&self) -> $crate::Result<$crate::StateDict> {
+                Ok(self.core.state_dict())
             }
 
             fn load_state_dict(&mut self, dict: &$crate::StateDict) -> $crate::Result<()> {
@@ -282,6 +273,11 @@ macro_rules! optimizer {
             }
 
             $crate::rule::group_methods!(core);
+
+            fn refresh_masters(&mut self) -> $crate::Result<()> {
+                self.core.refresh_masters();
+                Ok(())
+            }
 
             fn set_threads(&mut self, threads: usize) {
                 self.core.threads = threads.max(1);
@@ -316,27 +312,24 @@ macro_rules! hyper {
 }
 pub(crate) use hyper;
 
-/// The methods of [`Hyper`] that read and set a field, for the `impl` of hyper-parameters with fields
-/// `lr` and `maximize`; the field of the momentum is named if there is one.
+/// The methods of [`Hyper`] that give a field, for hyper-parameters with fields `lr`, `weight_decay` and
+/// `maximize`; the field of the momentum is named if there is one.
 macro_rules! fields {
     ($($momentum:ident $(.$part:tt)?)?) => {
-        fn lr(&self) -> f64 {
-            self.lr
-        }
-
-        fn lr_mut(&mut self) -> &mut f64 {
-            &mut self.lr
+        fn param_mut(&mut self, param: $crate::HyperParam) -> Option<&mut f64> {
+            $(if param == $crate::HyperParam::Momentum {
+                return Some(&mut self.$momentum $(.$part)?);
+            })?
+            match param {
+                $crate::HyperParam::Lr => Some(&mut self.lr),
+                $crate::HyperParam::WeightDecay => Some(&mut self.weight_decay),
+                $crate::HyperParam::Momentum => None,
+            }
         }
 
         fn maximize(&self) -> bool {
             self.maximize
         }
-
-        $(
-            fn momentum_mut(&mut self) -> Option<&mut f64> {
-                Some(&mut self.$momentum $(.$part)?)
-            }
-        )?
     };
 }
 pub(crate) use fields;

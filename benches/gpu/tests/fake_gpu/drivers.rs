@@ -5,8 +5,8 @@ use std::path::Path;
 use amp::cuda::CudaScaler;
 use amp::{LossScaler, LossScalerOptions};
 use cuda_rt::Device;
-use fused_optim::RmsPropTfHyper;
 use fused_optim::cuda::{Averages, CudaError};
+use fused_optim::{HyperParam, RmsPropTfHyper};
 
 use super::fake::{LIBRARY, compilers, narrow};
 use super::*;
@@ -298,7 +298,7 @@ fn a_step_is_captured_and_what_the_host_says_anew_is_an_error() {
         fake.captured(stream, 3, || {
             // SAFETY: as above.
             unsafe { sgd.step(&ctl) }.unwrap();
-            sgd.set_lr(0, 0.25).unwrap();
+            sgd.set_hyper_param(0, HyperParam::Lr, 0.25).unwrap();
             // SAFETY: as above.
             let error = unsafe { sgd.step(&ctl) }.unwrap_err().to_string();
             assert!(error.contains("a copy from the host while the stream is captured"), "{error}");

@@ -8,7 +8,8 @@ use super::device::{Program, launch, read_floats};
 use super::table::{Bytes, Chunk, Job, SPAN, Tensor, chunks};
 use super::tune::LaunchShape;
 use super::{DeviceParam, DeviceSlice, Gpu};
-use crate::{Error, Layout, Result};
+use crate::cpu::plan::Layout;
+use crate::{Error, Result};
 
 /// Moving averages, f32, of tensors on a GPU, in its memory.
 ///

@@ -45,7 +45,7 @@ impl<'a> DeviceParams<'a> {
 /// gradients, and refuses tensors of the host. A step only launches, and waits for the device where it is to
 /// [look](FoundInf::Check) whether gradients are finite: for that one word. It waits also at the first step, and
 /// where other tensors have a gradient than before. [`grad_norm`](Optimizer::grad_norm) and
-/// [`try_state_dict`](Optimizer::try_state_dict) ask the device. What [`CudaOptimizer`] refuses it refuses.
+/// [`state_dict`](Optimizer::state_dict) ask the device. What [`CudaOptimizer`] refuses it refuses.
 #[derive(Debug)]
 pub struct DeviceFed<H> {
     /// Shared with the statistics that are taken before a step.
@@ -104,11 +104,7 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
         Some(self)
     }
 
-    fn state_dict(&self) -> StateDict {
-        self.try_state_dict().expect("the device gives the state; else `try_state_dict` says why")
-    }
-
-    fn try_state_dict(&self) -> Result<StateDict> {
+    fn state_dict(&self) -> Result<StateDict> {
         self.cuda().state_dict()
     }
 
@@ -122,6 +118,10 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
 
     group_methods!(cuda().0.core);
 
+    fn refresh_masters(&mut self) -> Result<()> {
+        self.cuda().0.refresh_masters()
+    }
+
     /// The device does not ask.
     fn set_threads(&mut self, _: usize) {}
 
@@ -134,7 +134,7 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for DeviceFed<H> {
 
 impl<H: DeviceHyper + std::fmt::Debug> DeviceOptimizer for DeviceFed<H> {
     fn step_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<Applied> {
-        ctl.validate()?;
+        let ctl = &ctl.validated()?;
         if ctl.found_inf == FoundInf::Known(true) {
             self.cuda().0.forget_stats()?;
             return Ok(Applied::SkippedNonFinite);
@@ -169,7 +169,7 @@ impl<H: DeviceHyper + std::fmt::Debug> DeviceOptimizer for DeviceFed<H> {
     }
 
     fn found_inf(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<bool> {
-        ctl.validate()?;
+        let ctl = &ctl.validated()?;
         let mut cuda = self.bound_to(params)?;
         // SAFETY: bound a moment ago.
         #[expect(unsafe_code, reason = "kernels read where `bind` was told")]

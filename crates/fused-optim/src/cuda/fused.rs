@@ -420,7 +420,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
 
     /// Sends what a step with this `ctl` is told; whether it has to look at the gradients.
     fn ask(&mut self, ctl: &StepCtl) -> Result<bool> {
-        ctl.validate()?;
+        let ctl = &ctl.validated()?;
         let request = request(ctl, self.core.groups(), self.loss_scale)?;
         let groups = group_table(self.core.groups()).bytes();
         self.send(request.bytes(), Some(groups), None)?;
@@ -484,6 +484,13 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
             growth_tracker: answer.tracker,
             at_floor: answer.at_floor != 0,
         })
+    }
+
+    /// The next `bind` makes the masters anew.
+    pub(super) fn refresh_masters(&mut self) -> Result<()> {
+        self.unbind()?;
+        self.states.values_mut().for_each(|state| state.master = false);
+        Ok(())
     }
 
     pub(super) fn state_dict(&self) -> Result<StateDict> {

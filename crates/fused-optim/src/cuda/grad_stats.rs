@@ -86,7 +86,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
     /// Sends what a step with this `ctl` asks, so that no look has to, and forgets earlier looks. False if nothing
     /// is bound, or the step needs no look.
     pub(super) fn expect_stats(&mut self, ctl: &StepCtl) -> Result<bool> {
-        ctl.validate()?;
+        let ctl = &ctl.validated()?;
         if self.bound.is_none() || !norms::needed(ctl, &self.core.own_clips()) {
             return Ok(false);
         }
@@ -124,7 +124,7 @@ impl<H: DeviceHyper, D: Device> Fused<H, D> {
         ctl: &StepCtl,
         on: Option<&D>,
     ) -> Result<()> {
-        ctl.validate()?;
+        let ctl = &ctl.validated()?;
         let request = request(ctl, self.core.groups(), self.loss_scale)?.bytes();
         let bound = self.bound.as_mut().ok_or(UNBOUND)?;
         let at = |&index: &usize| {

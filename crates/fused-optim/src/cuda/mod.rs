@@ -61,7 +61,7 @@ mod tune;
 
 pub use cuda_rt::{Attempt, Cubin, CudaError, DType, DeviceSlice, Gpu, Nvrtc};
 
-use crate::{HalfWeights, ParamGroup, ParamSpec, Result, StateDict, StepCtl};
+use crate::{HalfWeights, HyperParam, ParamGroup, ParamSpec, Result, StateDict, StepCtl};
 pub use averages::Averages;
 use device::Program;
 pub use device_optimizer::{DeviceFed, DeviceParams};
@@ -298,13 +298,23 @@ impl<H: DeviceHyper> CudaOptimizer<H> {
         self.0.add_param_group(group)
     }
 
-    /// Sets a group's learning rate.
+    /// As [`Optimizer::set_hyper_param`](crate::Optimizer::set_hyper_param).
     ///
     /// # Errors
     ///
-    /// As [`Optimizer::set_lr`](crate::Optimizer::set_lr).
-    pub fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
-        self.0.core.set_lr(group, lr)
+    /// As there.
+    pub fn set_hyper_param(&mut self, group: usize, param: HyperParam, value: f64) -> Result<()> {
+        self.0.core.set_hyper_param(group, param, value)
+    }
+
+    /// As [`Optimizer::refresh_masters`](crate::Optimizer::refresh_masters); tensors must be bound again
+    /// afterwards. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Cuda`](crate::Error::Cuda).
+    pub fn refresh_masters(&mut self) -> Result<()> {
+        self.0.refresh_masters()
     }
 }
 

@@ -55,6 +55,7 @@ struct Fold { u32 from, count, to; };
 struct Ctl {
   // What the host asks for.
   double max_norm;                  // below 0: no clip by norm
+  double total_norm;                // below 0: that of the gradients here
   double growth, backoff, interval; // of the loss scale
   float min_scale;                  // below 0: PyTorch's policy
   float limit, grad_scale;
@@ -481,7 +482,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) look(const Job job) {
   __shared__ bool skip;
   __shared__ double clipped;
   if (threadIdx.x == 0) {
-    const double norm = sqrt(job.sum[job.tensors]);
+    const double norm = ctl.total_norm < 0 ? sqrt(job.sum[job.tensors]) : ctl.total_norm;
     skip = ctl.known || (job.found_inf && *job.found_inf) || (ctl.check && ctl.bad);
     clipped = ctl.max_norm < 0 ? 1 : coefficient(ctl.max_norm, norm);
     if (!skip && ctl.max_norm >= 0) ctl.norm = norm;

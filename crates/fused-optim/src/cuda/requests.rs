@@ -16,6 +16,7 @@ pub(super) fn request<H: DeviceHyper>(
     let scale = loss_scale.unwrap_or_default();
     Ok(Request {
         max_norm: ctl.max_norm_on_device()?.unwrap_or(-1.0),
+        total_norm: ctl.total_norm().unwrap_or(-1.0),
         growth: scale.growth_factor,
         backoff: scale.backoff_factor,
         interval: scale.growth_interval as f64,

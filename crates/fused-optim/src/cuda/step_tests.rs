@@ -183,7 +183,7 @@ fn kept_launches<H: DeviceHyper + Default>() {
     for _ in 0..200 {
         told.change();
         for (fused, weights) in both.iter_mut().zip(&mut weights) {
-            fused.core.set_lr(0, told.lr).unwrap();
+            fused.core.set_hyper_param(0, HyperParam::Lr, told.lr).unwrap();
             let params = told.params(&fused.device, weights);
             // SAFETY: here and below: all of it lives as long as the device, and does not move.
             unsafe { fused.bind(&params) }.unwrap();
@@ -433,7 +433,7 @@ fn state_is_loaded_by_name() {
     assert!(matches!(three, Error::ParamCount { expected: 2, got: 3 }));
     // SAFETY: as above.
     unsafe { device.bind(&params[..2]) }.unwrap();
-    let (saved, before) = (cpu.state_dict(), device.state_dict().unwrap());
+    let (saved, before) = (cpu.state_dict().unwrap(), device.state_dict().unwrap());
     let mut wrong = saved.clone();
     wrong.params.get_mut(&0).unwrap().name = "c".into();
     let error = device.load_state_dict(&wrong).unwrap_err().to_string();

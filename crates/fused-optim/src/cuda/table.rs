@@ -4,8 +4,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::Layout;
-use crate::cpu::BLOCK;
+use crate::cpu::plan::{BLOCK, Layout};
 
 /// Declares a struct as C lays it out: the fields in order, each at a multiple of its size, so that
 /// there is no padding; `launch.h` of the tests has the compiler compare the sizes.
@@ -92,7 +91,7 @@ c_struct! {
 c_struct! {
     /// The half of `Ctl` that the host writes.
     Request {
-        max_norm: f64, growth: f64, backoff: f64, interval: f64,
+        max_norm: f64, total_norm: f64, growth: f64, backoff: f64, interval: f64,
         min_scale: f32, limit: f32, grad_scale: f32,
         scaled: u32, known: u32, check: u32, unit: u32, unused: u32,
     }
@@ -350,7 +349,7 @@ mod tests {
             (Group::default().bytes().len(), size_of::<Group>(), 112),
             (Progress::default().bytes().len(), size_of::<Progress>(), 24),
             (Fold::default().bytes().len(), size_of::<Fold>(), 12),
-            (Request::default().bytes().len(), size_of::<Request>(), 64),
+            (Request::default().bytes().len(), size_of::<Request>(), 72),
             (Answer::default().bytes().len(), size_of::<Answer>(), 48),
             (Job::default().bytes().len(), size_of::<Job>(), 112),
         ];

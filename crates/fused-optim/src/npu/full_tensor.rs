@@ -13,7 +13,8 @@ use super::numbers::{bytes, floats};
 use super::rules::{Finish, NpuHyper};
 use super::sequence::Reg;
 use crate::cpu::Sums;
-use crate::{Layout, Result, Slice};
+use crate::cpu::plan::Layout;
+use crate::{Result, Slice};
 
 /// A tensor of which sums are taken.
 #[derive(Clone, Copy, Debug)]

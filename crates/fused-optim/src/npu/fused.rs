@@ -14,8 +14,8 @@ use super::sequence::{Op, Reg};
 use crate::core::Core;
 use crate::state::TensorState;
 use crate::{
-    Applied, DType, Error, FoundInf, HalfWeights, ParamGroup, ParamSpec, Result, Slice, StateDict,
-    StepCtl,
+    Applied, DType, Error, FoundInf, HalfWeights, HyperParam, ParamGroup, ParamSpec, Result, Slice,
+    StateDict, StepCtl,
 };
 
 /// An optimizer whose weights, gradients and state are on an Ascend NPU; `H` is the rule's
@@ -273,7 +273,7 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     /// [`Error::MissingParam`], an invalid `ctl`, [`Error::Unsupported`]: nothing has changed then.
     /// [`Error::Npu`]: weights and state may be half changed.
     pub fn step(&mut self, has_grad: &[bool], ctl: &StepCtl) -> Result<Applied> {
-        ctl.validate()?;
+        let ctl = &ctl.validated()?;
         ctl.max_norm_on_device()?;
         let combined = self.flats.iter().flat_map(|flat| &flat.entries);
         let last = combined.map(|entry| entry.index).max().unwrap_or(0);
@@ -507,13 +507,20 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         self.core.add_param_group(group)
     }
 
-    /// Sets a group's learning rate.
+    /// As [`Optimizer::set_hyper_param`](crate::Optimizer::set_hyper_param).
     ///
     /// # Errors
     ///
-    /// As [`Optimizer::set_lr`](crate::Optimizer::set_lr).
-    pub fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
-        self.core.set_lr(group, lr)
+    /// As there.
+    pub fn set_hyper_param(&mut self, group: usize, param: HyperParam, value: f64) -> Result<()> {
+        self.core.set_hyper_param(group, param, value)
+    }
+
+    /// As [`Optimizer::refresh_masters`](crate::Optimizer::refresh_masters).
+    pub fn refresh_masters(&mut self) {
+        let entries = self.flats.iter_mut().flat_map(|flat| &mut flat.entries);
+        entries.for_each(|entry| entry.mastered = false);
+        self.pending.values_mut().for_each(|state| state.master = None);
     }
 }
 

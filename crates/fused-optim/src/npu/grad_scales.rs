@@ -51,7 +51,14 @@ impl<H: NpuHyper> NpuOptimizer<H> {
             scales.verdict = Some(verdict);
         }
         if let Some(Clip::Norm(clip)) = ctl.clip {
-            let norm = self.norm(spans, &scales)?;
+            let norm = match clip.total_norm {
+                Some(norm) => {
+                    let known = self.on.alloc(1, AclDataType::FLOAT)?;
+                    self.on.fill(&known, norm as f32)?;
+                    known
+                }
+                None => self.norm(spans, &scales)?,
+            };
             scales.common.push(self.bound(&norm, clip.max_norm, EPS)?);
             self.norm = Some(norm);
         }

@@ -135,7 +135,7 @@ impl<H: NpuHyper + std::fmt::Debug> Optimizer for HostFed<H> {
     }
 
     fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied> {
-        ctl.validate()?;
+        let ctl = &ctl.validated()?;
         self.npu.core.validate(params)?;
         if params.iter().any(|param| param.ema.is_some()) {
             return Err(Error::Unsupported { what: "a moving average beside a step" });
@@ -156,11 +156,7 @@ impl<H: NpuHyper + std::fmt::Debug> Optimizer for HostFed<H> {
         Ok(applied)
     }
 
-    fn state_dict(&self) -> StateDict {
-        self.try_state_dict().expect("the device gives the state; else `try_state_dict` says why")
-    }
-
-    fn try_state_dict(&self) -> Result<StateDict> {
+    fn state_dict(&self) -> Result<StateDict> {
         self.npu.state_dict()
     }
 
@@ -173,6 +169,11 @@ impl<H: NpuHyper + std::fmt::Debug> Optimizer for HostFed<H> {
     }
 
     group_methods!(npu.core);
+
+    fn refresh_masters(&mut self) -> Result<()> {
+        self.npu.refresh_masters();
+        Ok(())
+    }
 
     /// The device does not ask.
     fn set_threads(&mut self, _: usize) {}

@@ -9,8 +9,8 @@ use super::sequence::Op::{
     self, Add, Addcdiv, Addcmul, Adds, Copy, Div, Divs, Max, Mul, Muls, Sqrt,
 };
 use super::sequence::Reg::{self, D, G, P, S, T, U, Zero};
-use crate::Layout;
 use crate::cpu::Sums;
+use crate::cpu::plan::Layout;
 use crate::rule::{Hyper, bias_corrections};
 use crate::rules::{
     AdadeltaHyper, AdamHyper, AdamPHyper, AdamWHyper, BertAdamHyper, LambHyper, RmsPropHyper,

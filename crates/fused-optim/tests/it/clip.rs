@@ -123,10 +123,52 @@ fn a_step_that_clips_equals_clipping_and_then_a_step() {
             for (one, other) in weights.concat().iter().zip(others.concat()) {
                 assert!((one - other).abs() <= 4e-7 * other.abs(), "{one} {other} {clip:?}");
             }
-            let moment = &fused.state_dict().state[&0].tensors["exp_avg"];
+            let moment = &fused.state_dict().unwrap().state[&0].tensors["exp_avg"];
             assert!((moment[1] / moment[0] + 4.0 / 3.0).abs() < 1e-6 || clip == Clip::Value(0.75));
         }
     }
+}
+
+/// Two ranks with a part of the gradients each, and one rank with all of them.
+#[test]
+fn a_known_norm_clips_every_part_as_the_whole() {
+    let grads = [vec![3.0, -4.0, 0.5], vec![12.0]];
+    let clip = ClipNorm::new(1.0);
+    let mut weights = [vec![1.0, 2.0, 3.0], vec![-1.0]];
+    let mut parts = weights.clone();
+    let ctl = |clip| StepCtl {
+        grad_scale: 0.25,
+        found_inf: FoundInf::Check,
+        clip: Some(Clip::Norm(clip)),
+    };
+    let mut whole = adamw();
+    let hyper = AdamWHyper { lr: 0.1, ..Default::default() };
+    let mut ranks = [0, 1].map(|_| AdamW::with_one_group(hyper, 1).unwrap());
+    for _ in 0..3 {
+        let _ = step(&mut whole, &mut weights, &grads, ctl(clip)).unwrap();
+        let known = clip.with_total_norm(whole.grad_norm().unwrap());
+        for (at, rank) in ranks.iter_mut().enumerate() {
+            let part = ParamMut::new(&mut parts[at][..], Some(Slice::F32(&grads[at])));
+            let _ = rank.step(&mut [part], &ctl(known)).unwrap();
+            assert_eq!(rank.grad_norm(), whole.grad_norm());
+        }
+        assert_eq!(parts, weights);
+    }
+    // A norm that is not finite skips the step, on the ranks too whose own gradients are finite.
+    let before = parts.clone();
+    for norm in [f64::INFINITY, f64::NAN] {
+        let part = ParamMut::new(&mut parts[0][..], Some(Slice::F32(&grads[0])));
+        let skipped = ranks[0].step(&mut [part], &ctl(clip.with_total_norm(norm))).unwrap();
+        assert_eq!(skipped, Applied::SkippedNonFinite);
+    }
+    assert_eq!(parts, before);
+    let mut negative = [ParamMut::new(&mut parts[0][..], None)];
+    let refused = ranks[0].step(&mut negative, &ctl(clip.with_total_norm(-1.0))).unwrap_err();
+    assert_eq!(refused.to_string(), "invalid total_norm: -1");
+    let mut grad = [3.0_f32, 4.0];
+    let views = &mut [SliceMut::F32(&mut grad)];
+    assert_eq!(clip_grad_norm(views, clip.with_total_norm(10.0)).unwrap(), 10.0);
+    assert!((grad[0] - 0.3).abs() < 1e-6 && (grad[1] - 0.4).abs() < 1e-6);
 }
 
 #[test]
@@ -149,7 +191,7 @@ fn non_finite_gradients_skip_are_refused_or_take_their_course() {
         let ctl = StepCtl { clip: Some(Clip::Norm(strict)), ..StepCtl::PLAIN };
         let error = step(&mut optimizer, &mut weights, &grads, ctl).unwrap_err();
         assert_eq!(error.to_string(), "the norm of the gradients is inf");
-        assert_eq!((&weights, optimizer.state_dict().state.len()), (&start, 0));
+        assert_eq!((&weights, optimizer.state_dict().unwrap().state.len()), (&start, 0));
 
         let lax = Clip::Norm(ClipNorm { error_if_nonfinite: false, ..strict });
         let ctl = StepCtl { clip: Some(lax), ..StepCtl::PLAIN };
@@ -187,7 +229,7 @@ fn a_rules_own_clip_is_of_what_the_clip_by_value_left() {
         let mut weight = [1.0_f32, -2.0, 3.0];
         let mut params = [ParamMut::new(&mut weight[..], Some(Slice::F32(grad)))];
         let _ = lamb.step(&mut params, &StepCtl { clip, ..StepCtl::PLAIN }).unwrap();
-        lamb.state_dict().state[&0].tensors["exp_avg"].clone()
+        lamb.state_dict().unwrap().state[&0].tensors["exp_avg"].clone()
     };
     let mut grad = [30.0_f32, -0.5, 2.0];
     let in_one = moment(&grad, Some(Clip::Value(4.0)));

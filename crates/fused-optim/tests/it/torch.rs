@@ -40,7 +40,7 @@ fn go_on(state: &[u8], run: &[u8]) {
     optimizer.load_state_dict(&dict).unwrap();
     assert!(!dict.state.contains_key(&3), "it never had a gradient");
     // What was loaded is what is saved, but for PyTorch's own bookkeeping.
-    assert_eq!(optimizer.state_dict().state, dict.state);
+    assert_eq!(optimizer.state_dict().unwrap().state, dict.state);
 
     let run = SafeTensors::deserialize(run).unwrap();
     let floats = |key: &str| -> Option<Vec<f32>> {
@@ -104,7 +104,10 @@ fn files_that_make_no_sense_are_refused() {
     let dict = StateDict::from_torch(&good).unwrap();
     let mut optimizer = Sgd::with_one_group(SgdHyper::default(), 1).unwrap();
     optimizer.load_state_dict(&dict).unwrap();
-    assert_eq!((optimizer.lr(0).unwrap(), optimizer.state_dict().state[&0].step), (0.1, 1));
+    assert_eq!(
+        (optimizer.lr(0).unwrap(), optimizer.state_dict().unwrap().state[&0].step),
+        (0.1, 1)
+    );
 
     let adam = json!({ "kind": "Adam",
         "param_groups": [{ "params": [0], "lr": 0.1, "decoupled_weight_decay": true }] });

@@ -497,7 +497,7 @@ mod tests {
             meta,
             model: Vec::new(),
             optim: Some(OptimWrapperState {
-                optimizer: sgd.state_dict(),
+                optimizer: sgd.state_dict().unwrap(),
                 loss_scaler: scaler.state_dict(),
             }),
             extra: vec![("more".into(), vec![Tensor::f32("x".into(), vec![2], &[1.0, -2.5])])],

@@ -474,7 +474,7 @@ mod tests {
         let rates: Vec<_> = (0..3).map(|group| optimizer.lr(group).unwrap()).collect();
         assert_eq!(rates, [0.5, 1.0, 0.25]);
         assert_eq!(optimizer.group_count(), 3);
-        let groups = optimizer.state_dict().param_groups;
+        let groups = optimizer.state_dict().unwrap().param_groups;
         let groups: serde_json::Value = serde_json::from_str(&groups).unwrap();
         let decay: Vec<_> = (0..3).map(|at| groups[at]["weight_decay"].as_f64()).collect();
         assert_eq!(decay, [Some(0.25), Some(0.25), Some(0.0)]);

@@ -11,7 +11,7 @@
 
 use fused_optim::{
     Applied, Clip, DeviceOptimizer, DeviceParam, DeviceParams, Error as OptimError, FoundInf, Grad,
-    Optimizer, ParamMut, ParamSpec, Slice, StateDict, StateProblem, StepCtl, Tuned,
+    HyperParam, Optimizer, ParamMut, ParamSpec, Slice, StateDict, StateProblem, StepCtl, Tuned,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -127,15 +127,11 @@ impl Optimizer for OptimizerDict {
         is_device.then_some(self)
     }
 
-    fn state_dict(&self) -> StateDict {
-        self.try_state_dict().expect("state that is on the host, or a device that gives it")
-    }
-
-    fn try_state_dict(&self) -> Result<StateDict, OptimError> {
+    fn state_dict(&self) -> Result<StateDict, OptimError> {
         let mut whole = StateDict { kind: KIND.to_owned(), ..StateDict::default() };
         let mut saved = Vec::new();
         for member in &self.members {
-            let part = member.optimizer.try_state_dict()?;
+            let part = member.optimizer.state_dict()?;
             let StateDict { kind, param_groups, state, params } = part;
             let groups = serde_json::from_str(&param_groups).unwrap_or(Value::Null);
             saved.push(Saved { name: member.name.clone(), kind, groups });
@@ -172,7 +168,7 @@ impl Optimizer for OptimizerDict {
         if was != is {
             return Err(invalid(format!("the parts are {was}, and here {is}")));
         }
-        let before = self.members.iter().map(|m| m.optimizer.try_state_dict());
+        let before = self.members.iter().map(|m| m.optimizer.state_dict());
         let before: Vec<_> = before.collect::<Result<_, _>>()?;
         let parts: Vec<_> = saved.iter().map(|saved| saved.part(dict)).collect::<Result<_, _>>()?;
         let known = |index: &usize| parts.iter().any(|part| part.state.contains_key(index));
@@ -196,24 +192,23 @@ impl Optimizer for OptimizerDict {
         self.groups.len()
     }
 
-    fn lr(&self, group: usize) -> Result<f64, OptimError> {
+    fn hyper_param(&self, group: usize, param: HyperParam) -> Result<Option<f64>, OptimError> {
         let (at, group) = self.locate(group)?;
-        self.members[at].optimizer.lr(group)
+        self.members[at].optimizer.hyper_param(group, param)
     }
 
-    fn set_lr(&mut self, group: usize, lr: f64) -> Result<(), OptimError> {
+    fn set_hyper_param(
+        &mut self,
+        group: usize,
+        param: HyperParam,
+        value: f64,
+    ) -> Result<(), OptimError> {
         let (at, group) = self.locate(group)?;
-        self.members[at].optimizer.set_lr(group, lr)
+        self.members[at].optimizer.set_hyper_param(group, param, value)
     }
 
-    fn momentum(&self, group: usize) -> Result<Option<f64>, OptimError> {
-        let (at, group) = self.locate(group)?;
-        self.members[at].optimizer.momentum(group)
-    }
-
-    fn set_momentum(&mut self, group: usize, momentum: f64) -> Result<(), OptimError> {
-        let (at, group) = self.locate(group)?;
-        self.members[at].optimizer.set_momentum(group, momentum)
+    fn refresh_masters(&mut self) -> Result<(), OptimError> {
+        self.members.iter_mut().try_for_each(|member| member.optimizer.refresh_masters())
     }
 
     fn set_threads(&mut self, threads: usize) {

@@ -158,7 +158,7 @@ impl OptimWrapper {
     /// Those of a device that the optimizer's state is on.
     pub fn state_dict(&self) -> Result<OptimWrapperState> {
         Ok(OptimWrapperState {
-            optimizer: self.optimizer.try_state_dict()?,
+            optimizer: self.optimizer.state_dict()?,
             loss_scaler: self.scaler.state_dict(),
         })
     }

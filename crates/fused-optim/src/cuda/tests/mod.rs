@@ -254,6 +254,7 @@ fn controls() -> Vec<StepCtl> {
         StepCtl { grad_scale: 1e-8, clip: Some(Clip::norm(1e-7)), ..plain },
         StepCtl { clip: Some(Clip::Value(0.5)), ..check },
         plain,
+        StepCtl { clip: Some(Clip::Norm(ClipNorm::new(1.5).with_total_norm(7.25))), ..check },
     ]
 }
 
@@ -299,6 +300,10 @@ pub(super) fn compare<H: DeviceHyper>(
         device.launch_shapes.extend(launches);
     }
     for (at, ctl) in controls().iter().enumerate() {
+        if at == 4 {
+            cpu.refresh_masters();
+            device.refresh_masters().unwrap();
+        }
         // Tensors lie elsewhere at each step; now and then others have gradients.
         if at % 3 == 0 {
             for (one, twin) in ones.iter_mut().zip(&mut twins) {

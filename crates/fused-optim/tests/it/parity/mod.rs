@@ -68,7 +68,7 @@ impl Subject for Ours {
     }
 
     fn state(&self, tensor: usize, name: &str) -> (u64, Option<Vec<f32>>) {
-        match self.optimizer.state_dict().state.get(&tensor) {
+        match self.optimizer.state_dict().unwrap().state.get(&tensor) {
             Some(state) => (state.step, state.tensors.get(name).cloned()),
             None => (0, None),
         }

@@ -87,6 +87,7 @@ impl<H: Hyper> Core<H> {
 
     pub(crate) fn add_param_group(&mut self, group: ParamGroup<H>) -> Result<()> {
         group.hyper.validate()?;
+        json_of(&group.hyper)?;
         let mut added = BTreeMap::new();
         for &index in &group.params {
             let tensor = Tensor { group: self.groups.len(), state: None };
@@ -444,16 +445,19 @@ fn piece<'a, H: Hyper>(
 
 /// PyTorch's layout: hyper-parameters and `params` side by side.
 fn group_to_json<H: Hyper>(group: &ParamGroup<H>) -> Value {
-    let mut json = json_of(&group.hyper);
+    let mut json = json_of(&group.hyper).unwrap_or_default();
     json.insert(PARAMS.to_owned(), group.params.clone().into());
     json.into()
 }
 
-pub(crate) fn json_of<H: Hyper>(hyper: &H) -> Map<String, Value> {
+/// Hyper-parameters by name. A rule of a program's own may have none, which is an error where its group is added.
+pub(crate) fn json_of<H: Hyper>(hyper: &H) -> Result<Map<String, Value>> {
     match serde_json::to_value(hyper) {
-        Ok(Value::Object(json)) => json,
-        _ => unreachable!("a struct of plain numbers"),
+        Ok(Value::Object(json)) => Ok(json),
+        Ok(_) => Err("not a struct with named fields".into()),
+        Err(error) => Err(error.into()),
     }
+    .map_err(|source| Error::Format { action: "save hyper-parameters that have no names", source })
 }
 
 fn group_from_json<H: Hyper>(
@@ -469,7 +473,7 @@ fn group_from_json<H: Hyper>(
     }
     let hyper = H::deserialize(&saved).map_err(|error| invalid(error.to_string()))?;
     // What is missing would be read as the default; a saved group has all.
-    if let Some(key) = json_of(&own.hyper).keys().find(|key| saved.get(key).is_none()) {
+    if let Some(key) = json_of(&own.hyper)?.keys().find(|key| saved.get(key).is_none()) {
         return Err(invalid(format!("missing field `{key}`")));
     }
     hyper.validate().map_err(|error| invalid(error.to_string()))?;

@@ -47,6 +47,8 @@
 //! decoupled decay is multiplied by the learning rate ([`RmsPropTfHyper::decoupled_lr`]), where `ε`
 //! is in AdamP's cosine ([`CosineEps`]), over what BertAdam takes the norm ([`ClipScope`]).
 //!
+//! Each is a [`CpuOptimizer`] of its hyper-parameters. For a rule of your own implement [`ElementwiseRule`].
+//!
 //! Hyper-parameters belong to a [`ParamGroup`]: [`AdamW::new`] takes several, and
 //! [`AdamW::add_param_group`] adds one at any time. A tensor without a gradient is left alone, and
 //! so is its step count. A tensor without elements is legal.
@@ -135,6 +137,7 @@ mod core;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod elementwise;
 mod error;
 mod names;
 mod norms;
@@ -150,6 +153,8 @@ mod sweep;
 mod torch;
 
 pub use clip::{Clip, ClipNorm, clip_grad_norm, clip_grad_value};
+pub use cpu::CpuOptimizer;
+pub use elementwise::{ElementwiseRule, State};
 pub use error::{Error, Result, StateProblem};
 pub use names::ParamSpec;
 pub use optimizer::{

@@ -1,6 +1,7 @@
 //! What a rule is to the rest of the crate, and what rules share.
 
 use std::f64::consts::PI;
+use std::fmt;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -15,7 +16,9 @@ use crate::{Error, HyperParam, Result};
 /// [`TWO_SWEEPS`](Self::TWO_SWEEPS) needs sums over the tensor first: [`observe`](Self::observe)
 /// brings the state up to date and sums a block, [`conclude`](Self::conclude) turns the sums of a
 /// tensor's rows into one factor for each, which `sweep` is then given.
-pub(crate) trait Hyper: Clone + Send + Sync + Serialize + DeserializeOwned {
+pub(crate) trait Hyper:
+    Clone + fmt::Debug + Send + Sync + Serialize + DeserializeOwned
+{
     /// The rule's name in state dicts.
     const KIND: &'static str;
     /// Whether sums over the tensor come first.
@@ -184,112 +187,6 @@ macro_rules! group_methods {
     };
 }
 pub(crate) use group_methods;
-
-/// Gives a rule its public face: a struct around [`Core`](crate::core::Core), and
-/// [`Optimizer`](crate::Optimizer).
-macro_rules! optimizer {
-    ($(#[$meta:meta])* $name:ident, $hyper:ident) => {
-        $(#[$meta])*
-        #[derive(Clone, Debug)]
-        pub struct $name {
-            core: $crate::core::Core<$hyper>,
-        }
-
-        impl $name {
-            /// An optimizer over these groups; there may be none yet.
-            ///
-            /// # Errors
-            ///
-            /// [`Error::InvalidHyper`](crate::Error::InvalidHyper) and its like, and
-            /// [`Error::DuplicateParam`](crate::Error::DuplicateParam).
-            pub fn new(
-                groups: impl IntoIterator<Item = $crate::ParamGroup<$hyper>>,
-            ) -> $crate::Result<Self> {
-                Ok(Self { core: $crate::core::Core::new(groups)? })
-            }
-
-            /// One group over tensors `0..count`, which are all that there are: a step that is given
-            /// more or fewer is an error.
-            ///
-            /// # Errors
-            ///
-            /// As [`new`](Self::new).
-            pub fn with_one_group(hyper: $hyper, count: usize) -> $crate::Result<Self> {
-                Ok(Self { core: $crate::core::Core::with_one_group(hyper, count)? })
-            }
-
-            /// With so many threads: [`Optimizer::set_threads`](crate::Optimizer::set_threads).
-            #[must_use]
-            pub fn with_threads(mut self, threads: usize) -> Self {
-                $crate::Optimizer::set_threads(&mut self, threads);
-                self
-            }
-
-            /// With 16-bit weights treated this way; to be said before the first step.
-            #[must_use]
-            pub fn with_half_weights(mut self, how: $crate::HalfWeights) -> Self {
-                self.core.half_weights = how;
-                self
-            }
-
-            /// Adds a group, at any time.
-            ///
-            /// # Errors
-            ///
-            /// As [`new`](Self::new); nothing is added then.
-            pub fn add_param_group(
-                &mut self,
-                group: $crate::ParamGroup<$hyper>,
-            ) -> $crate::Result<()> {
-                self.core.add_param_group(group)
-            }
-
-            /// The groups.
-            #[must_use]
-            pub fn groups(&self) -> &[$crate::ParamGroup<$hyper>] {
-                self.core.groups()
-            }
-        }
-
-        impl $crate::Optimizer for $name {
-            fn kind(&self) -> &'static str {
-                <$hyper as $crate::rule::Hyper>::KIND
-            }
-
-            fn step(
-                &mut self,
-                params: &mut [$crate::ParamMut<'_>],
-                ctl: &$crate::StepCtl,
-            ) -> $crate::Result<$crate::Applied> {
-                self.core.step(params, ctl)
-            }
-
-            fn state_dict(&self) -> $crate::Result<$crate::StateDict> {
-                Ok(self.core.state_dict())
-            }
-
-            fn load_state_dict(&mut self, dict: &$crate::StateDict) -> $crate::Result<()> {
-                self.core.load_state_dict(dict)
-            }
-
-            $crate::rule::group_methods!(core);
-
-            fn refresh_masters(&mut self) -> $crate::Result<()> {
-                self.core.refresh_masters();
-                Ok(())
-            }
-
-            fn set_threads(&mut self, threads: usize) {
-                self.core.threads = threads.max(1);
-            }
-
-            fn grad_norm(&self) -> Option<f64> {
-                self.core.grad_norm()
-            }
-        }
-    };
-}
-pub(crate) use optimizer;
 
 /// Declares a rule's hyper-parameters, each with its default.
 macro_rules! hyper {

@@ -114,7 +114,7 @@ impl Rule {
     }
 
     fn new<H: Hyper + Default>() -> Self {
-        Self { kind: H::KIND, hyper: json_of(&H::default()) }
+        Self { kind: H::KIND, hyper: json_of(&H::default()).unwrap_or_default() }
     }
 
     /// A group with the rule's keys only. What is missing is reported when it is loaded.

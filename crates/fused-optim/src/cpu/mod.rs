@@ -15,6 +15,7 @@
 //! of four of the loops as they stand. f16 is left to `half`, which asks the processor for `fp16` and
 //! converts four at a time, by `fcvtl` and `fcvtn`; the intrinsics for these are not stable yet.
 
+mod optimizer;
 pub(crate) mod pages;
 mod piece;
 pub(crate) mod plan;
@@ -31,6 +32,7 @@ use half::f16;
 use half::slice::HalfFloatSliceExt;
 
 use crate::{Slice, SliceMut};
+pub use optimizer::CpuOptimizer;
 pub(crate) use piece::{Block, Piece, SLOTS, Scratch, SlotMut, step_key};
 pub(crate) use plan::BLOCK;
 pub(crate) use sum::{Measure, measure};

@@ -1,7 +1,7 @@
 //! Adadelta: steps as long as the last ones were, per element.
 
-use crate::cpu::{self, Block, Found, Rule};
-use crate::rule::{Hyper, at_least_zero, fields, hyper, optimizer};
+use crate::cpu::{self, Block, CpuOptimizer, Found, Rule};
+use crate::rule::{Hyper, at_least_zero, fields, hyper};
 use crate::{Error, Result};
 
 hyper! {
@@ -20,25 +20,23 @@ hyper! {
     }
 }
 
-optimizer! {
-    /// Adadelta over many tensors.
-    ///
-    /// With `g` the gradient times `grad_scale` (negated if `maximize`):
-    ///
-    /// ```text
-    /// g ← g + λ·p
-    /// s ← ρ·s + (1−ρ)·g²             square_avg
-    /// d = √(a + ε) / √(s + ε) · g
-    /// p ← p − lr·d
-    /// a ← ρ·a + (1−ρ)·d²             acc_delta
-    /// ```
-    ///
-    /// All in f32; the factors are computed in f64 and rounded once. Moves 28 bytes per f32
-    /// parameter.
-    ///
-    /// Follows: `torch.optim.Adadelta` and torch_npu 2.x, `optim/npu_fused_adadelta.py`.
-    Adadelta, AdadeltaHyper
-}
+/// Adadelta over many tensors.
+///
+/// With `g` the gradient times `grad_scale` (negated if `maximize`):
+///
+/// ```text
+/// g ← g + λ·p
+/// s ← ρ·s + (1−ρ)·g²             square_avg
+/// d = √(a + ε) / √(s + ε) · g
+/// p ← p − lr·d
+/// a ← ρ·a + (1−ρ)·d²             acc_delta
+/// ```
+///
+/// All in f32; the factors are computed in f64 and rounded once. Moves 28 bytes per f32
+/// parameter.
+///
+/// Follows: `torch.optim.Adadelta` and torch_npu 2.x, `optim/npu_fused_adadelta.py`.
+pub type Adadelta = CpuOptimizer<AdadeltaHyper>;
 
 impl Hyper for AdadeltaHyper {
     const KIND: &'static str = "adadelta";

@@ -1,8 +1,8 @@
 //! Adam, and the arithmetic AdamW shares with it.
 
 use crate::Result;
-use crate::cpu::{self, Block, Found, Rule};
-use crate::rule::{Hyper, Moments, bias_corrections, fields, hyper, optimizer, validate_adam};
+use crate::cpu::{self, Block, CpuOptimizer, Found, Rule};
+use crate::rule::{Hyper, Moments, bias_corrections, fields, hyper, validate_adam};
 
 hyper! {
     /// Hyper-parameters of [`Adam`]; the defaults are PyTorch's.
@@ -22,28 +22,26 @@ hyper! {
     }
 }
 
-optimizer! {
-    /// Adam over many tensors.
-    ///
-    /// With `g` the gradient times `grad_scale` (negated if `maximize`) and `t` the tensor's step:
-    ///
-    /// ```text
-    /// g ← g + λ·p
-    /// m ← β1·m + (1−β1)·g            exp_avg
-    /// v ← β2·v + (1−β2)·g²           exp_avg_sq
-    /// x ← max(x, v)                  max_exp_avg_sq, amsgrad only (else x = v)
-    /// p ← p − lr/(1−β1ᵗ) · m / (√x / √(1−β2ᵗ) + ε)
-    /// ```
-    ///
-    /// All in f32; the factors are computed in f64 and rounded once. `√x` is multiplied by the
-    /// rounded reciprocal of `√(1−β2ᵗ)`. Moves 28 bytes per f32 parameter (36 with `amsgrad`).
-    ///
-    /// Follows: `torch.optim.Adam` and torch_npu 2.x, `optim/npu_fused_adam.py`, but counts steps
-    /// per tensor, so a tensor without a gradient is not corrected for steps it has not taken.
-    ///
-    /// [`AdamW`](crate::AdamW) is the same arithmetic with the decay elsewhere.
-    Adam, AdamHyper
-}
+/// Adam over many tensors.
+///
+/// With `g` the gradient times `grad_scale` (negated if `maximize`) and `t` the tensor's step:
+///
+/// ```text
+/// g ← g + λ·p
+/// m ← β1·m + (1−β1)·g            exp_avg
+/// v ← β2·v + (1−β2)·g²           exp_avg_sq
+/// x ← max(x, v)                  max_exp_avg_sq, amsgrad only (else x = v)
+/// p ← p − lr/(1−β1ᵗ) · m / (√x / √(1−β2ᵗ) + ε)
+/// ```
+///
+/// All in f32; the factors are computed in f64 and rounded once. `√x` is multiplied by the
+/// rounded reciprocal of `√(1−β2ᵗ)`. Moves 28 bytes per f32 parameter (36 with `amsgrad`).
+///
+/// Follows: `torch.optim.Adam` and torch_npu 2.x, `optim/npu_fused_adam.py`, but counts steps
+/// per tensor, so a tensor without a gradient is not corrected for steps it has not taken.
+///
+/// [`AdamW`](crate::AdamW) is the same arithmetic with the decay elsewhere.
+pub type Adam = CpuOptimizer<AdamHyper>;
 
 /// What `Adam` and `AdamW` have in common; the decay is decoupled from the gradient or not.
 macro_rules! adam {

@@ -4,10 +4,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::Result;
 use crate::cpu::plan::Layout;
-use crate::cpu::{self, Block, Found, Sums, TwoSweeps};
-use crate::rule::{
-    Hyper, Moments, at_least_zero, bias_corrections, fields, hyper, optimizer, validate_adam,
-};
+use crate::cpu::{self, Block, CpuOptimizer, Found, Sums, TwoSweeps};
+use crate::rule::{Hyper, Moments, at_least_zero, bias_corrections, fields, hyper, validate_adam};
 
 hyper! {
     /// Hyper-parameters of [`AdamP`]; the defaults are torch_npu's.
@@ -46,33 +44,31 @@ pub enum CosineEps {
     Max,
 }
 
-optimizer! {
-    /// AdamP over many tensors; tensors of two dimensions or more come
-    /// [with their shape](crate::ParamMut::with_shape).
-    ///
-    /// With `g` the gradient times `grad_scale` (negated if `maximize`) and `t` the tensor's step:
-    ///
-    /// ```text
-    /// m ← β1·m + (1−β1)·g            exp_avg
-    /// v ← β2·v + (1−β2)·g²           exp_avg_sq
-    /// u = m / (√v / √(1−β2ᵗ) + ε), with nesterov of β1·m + (1−β1)·g instead of m
-    /// ρ = 1
-    /// of two dimensions or more, for each view of (rows, the whole as one row):
-    ///     c = max over rows of |g·p| / (‖g‖ + ε) / (‖p‖ + ε)
-    ///     if c < δ/√(elements per row):
-    ///         n = p / (‖p‖ + ε);  u ← u − n·(n·u), per row;  ρ = wd_ratio;  no further view
-    /// p ← p·(1 − lr·λ·ρ) − lr/(1−β1ᵗ)·u
-    /// ```
-    ///
-    /// Elements in f32; sums in f64, in an order that depends on the tensor's shape alone. Two
-    /// sweeps, 24 and 16 bytes per f32 parameter (20 with nesterov); the second is from a cache if
-    /// the tensor fits one, goes backwards, and has the last 2^22 directions of the first, 16 MiB a
-    /// thread that the optimizer holds, instead of computing them again.
-    ///
-    /// Follows: torch_npu 2.x, `optim/npu_fused_adamp.py`, and the authors' code. Differs: values are
-    /// validated, steps counted per tensor; [`CosineEps::Max`] gives timm's cosine.
-    AdamP, AdamPHyper
-}
+/// AdamP over many tensors; tensors of two dimensions or more come
+/// [with their shape](crate::ParamMut::with_shape).
+///
+/// With `g` the gradient times `grad_scale` (negated if `maximize`) and `t` the tensor's step:
+///
+/// ```text
+/// m ← β1·m + (1−β1)·g            exp_avg
+/// v ← β2·v + (1−β2)·g²           exp_avg_sq
+/// u = m / (√v / √(1−β2ᵗ) + ε), with nesterov of β1·m + (1−β1)·g instead of m
+/// ρ = 1
+/// of two dimensions or more, for each view of (rows, the whole as one row):
+///     c = max over rows of |g·p| / (‖g‖ + ε) / (‖p‖ + ε)
+///     if c < δ/√(elements per row):
+///         n = p / (‖p‖ + ε);  u ← u − n·(n·u), per row;  ρ = wd_ratio;  no further view
+/// p ← p·(1 − lr·λ·ρ) − lr/(1−β1ᵗ)·u
+/// ```
+///
+/// Elements in f32; sums in f64, in an order that depends on the tensor's shape alone. Two
+/// sweeps, 24 and 16 bytes per f32 parameter (20 with nesterov); the second is from a cache if
+/// the tensor fits one, goes backwards, and has the last 2^22 directions of the first, 16 MiB a
+/// thread that the optimizer holds, instead of computing them again.
+///
+/// Follows: torch_npu 2.x, `optim/npu_fused_adamp.py`, and the authors' code. Differs: values are
+/// validated, steps counted per tensor; [`CosineEps::Max`] gives timm's cosine.
+pub type AdamP = CpuOptimizer<AdamPHyper>;
 
 impl Hyper for AdamPHyper {
     const KIND: &'static str = "adamp";

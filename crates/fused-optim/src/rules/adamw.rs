@@ -2,8 +2,8 @@
 
 use super::adam::{AdamRule, adam};
 use crate::Result;
-use crate::cpu::{Block, Found};
-use crate::rule::{Hyper, Moments, bias_corrections, fields, hyper, optimizer, validate_adam};
+use crate::cpu::{Block, CpuOptimizer, Found};
+use crate::rule::{Hyper, Moments, bias_corrections, fields, hyper, validate_adam};
 
 hyper! {
     /// Hyper-parameters of [`AdamW`]; the defaults are PyTorch's.
@@ -23,26 +23,24 @@ hyper! {
     }
 }
 
-optimizer! {
-    /// AdamW over many tensors.
-    ///
-    /// With `g` the gradient times `grad_scale` (negated if `maximize`) and `t` the tensor's step:
-    ///
-    /// ```text
-    /// p ← p · (1 − lr·λ)
-    /// m ← β1·m + (1−β1)·g            exp_avg
-    /// v ← β2·v + (1−β2)·g²           exp_avg_sq
-    /// x ← max(x, v)                  max_exp_avg_sq, amsgrad only (else x = v)
-    /// p ← p − lr/(1−β1ᵗ) · m / (√x / √(1−β2ᵗ) + ε)
-    /// ```
-    ///
-    /// All in f32; the factors are computed in f64 and rounded once. `√x` is multiplied by the
-    /// rounded reciprocal of `√(1−β2ᵗ)`. Moves 28 bytes per f32 parameter (36 with `amsgrad`).
-    ///
-    /// Follows: `torch.optim.AdamW` and torch_npu 2.x, `optim/npu_fused_adamw.py`, but counts steps
-    /// per tensor, so a tensor without a gradient is not corrected for steps it has not taken.
-    AdamW, AdamWHyper
-}
+/// AdamW over many tensors.
+///
+/// With `g` the gradient times `grad_scale` (negated if `maximize`) and `t` the tensor's step:
+///
+/// ```text
+/// p ← p · (1 − lr·λ)
+/// m ← β1·m + (1−β1)·g            exp_avg
+/// v ← β2·v + (1−β2)·g²           exp_avg_sq
+/// x ← max(x, v)                  max_exp_avg_sq, amsgrad only (else x = v)
+/// p ← p − lr/(1−β1ᵗ) · m / (√x / √(1−β2ᵗ) + ε)
+/// ```
+///
+/// All in f32; the factors are computed in f64 and rounded once. `√x` is multiplied by the
+/// rounded reciprocal of `√(1−β2ᵗ)`. Moves 28 bytes per f32 parameter (36 with `amsgrad`).
+///
+/// Follows: `torch.optim.AdamW` and torch_npu 2.x, `optim/npu_fused_adamw.py`, but counts steps
+/// per tensor, so a tensor without a gradient is not corrected for steps it has not taken.
+pub type AdamW = CpuOptimizer<AdamWHyper>;
 
 adam!(AdamW, AdamWHyper, "adamw", decoupled: true);
 

@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::cpu::{self, Block, Found, Rule};
-use crate::rule::{Hyper, Moments, OwnClip, cos_pi, fields, hyper, optimizer, validate_adam};
+use crate::cpu::{self, Block, CpuOptimizer, Found, Rule};
+use crate::rule::{Hyper, Moments, OwnClip, cos_pi, fields, hyper, validate_adam};
 use crate::{Error, Result};
 
 hyper! {
@@ -66,27 +66,25 @@ pub enum ClipScope {
     Tensor,
 }
 
-optimizer! {
-    /// BertAdam over many tensors.
-    ///
-    /// With `g` the gradient times `grad_scale` (negated if `maximize`) and `t` the tensor's step:
-    ///
-    /// ```text
-    /// g ← g · min(1, max_grad_norm / (‖g‖ + 1e-6))
-    /// m ← b1·m + (1−b1)·g            exp_avg
-    /// v ← b2·v + (1−b2)·g²           exp_avg_sq
-    /// u = m / (√v + e) + λ·p
-    /// p ← p − lr · schedule((t−1) / t_total) · u
-    /// ```
-    ///
-    /// All in f32; the factors are computed in f64 and rounded once. Reads the gradients once for
-    /// the norm, then moves 28 bytes per f32 parameter.
-    ///
-    /// Follows: torch_npu 2.x, `optim/npu_fused_bert_adam.py`, whose steps stay 0 in saved state,
-    /// whose cosine schedule fails with a `TypeError` and whose polynomial one is complex past its
-    /// end; and the original of `pytorch-pretrained-bert` ([`ClipScope::Tensor`]).
-    BertAdam, BertAdamHyper
-}
+/// BertAdam over many tensors.
+///
+/// With `g` the gradient times `grad_scale` (negated if `maximize`) and `t` the tensor's step:
+///
+/// ```text
+/// g ← g · min(1, max_grad_norm / (‖g‖ + 1e-6))
+/// m ← b1·m + (1−b1)·g            exp_avg
+/// v ← b2·v + (1−b2)·g²           exp_avg_sq
+/// u = m / (√v + e) + λ·p
+/// p ← p − lr · schedule((t−1) / t_total) · u
+/// ```
+///
+/// All in f32; the factors are computed in f64 and rounded once. Reads the gradients once for
+/// the norm, then moves 28 bytes per f32 parameter.
+///
+/// Follows: torch_npu 2.x, `optim/npu_fused_bert_adam.py`, whose steps stay 0 in saved state,
+/// whose cosine schedule fails with a `TypeError` and whose polynomial one is complex past its
+/// end; and the original of `pytorch-pretrained-bert` ([`ClipScope::Tensor`]).
+pub type BertAdam = CpuOptimizer<BertAdamHyper>;
 
 impl Hyper for BertAdamHyper {
     const KIND: &'static str = "bert_adam";

@@ -2,8 +2,8 @@
 
 use crate::Result;
 use crate::cpu::plan::Layout;
-use crate::cpu::{self, Block, Found, Sums, TwoSweeps};
-use crate::rule::{Hyper, Moments, OwnClip, fields, hyper, optimizer, validate_adam};
+use crate::cpu::{self, Block, CpuOptimizer, Found, Sums, TwoSweeps};
+use crate::rule::{Hyper, Moments, OwnClip, fields, hyper, validate_adam};
 
 hyper! {
     /// Hyper-parameters of [`Lamb`]; the defaults are torch_npu's.
@@ -26,30 +26,28 @@ hyper! {
     }
 }
 
-optimizer! {
-    /// Lamb over many tensors.
-    ///
-    /// With `g` the gradient times `grad_scale` (negated if `maximize`):
-    ///
-    /// ```text
-    /// g ← g / ‖g of all tensors‖     if use_global_grad_norm, and that is above 1
-    /// m ← β1·m + (1−β1)·g            exp_avg
-    /// v ← β2·v + (1−β2)·g²           exp_avg_sq
-    /// u = m / (√v + ε) + λ·p
-    /// r = min(‖p‖, 10) / ‖u‖, or 1 if either norm is 0, or if `adam`
-    /// p ← p − lr·r·u
-    /// ```
-    ///
-    /// Elements in f32; the norms are summed in f64, in an order that depends on the tensor's length
-    /// alone. Two sweeps, 24 and 16 bytes per f32 parameter; the second is from a cache if the
-    /// tensor fits one, goes backwards, and has the last 2^22 directions of the first, 16 MiB a thread
-    /// that the optimizer holds, instead of computing them again.
-    ///
-    /// Follows: torch_npu 2.x, `optim/npu_fused_lamb.py`, whose `use_global_grad_norm` fails with an
-    /// `AttributeError`; here it does what it says. apex's FusedLAMB differs: bias correction, decay
-    /// 0.01, clipping, and no bound of 10.
-    Lamb, LambHyper
-}
+/// Lamb over many tensors.
+///
+/// With `g` the gradient times `grad_scale` (negated if `maximize`):
+///
+/// ```text
+/// g ← g / ‖g of all tensors‖     if use_global_grad_norm, and that is above 1
+/// m ← β1·m + (1−β1)·g            exp_avg
+/// v ← β2·v + (1−β2)·g²           exp_avg_sq
+/// u = m / (√v + ε) + λ·p
+/// r = min(‖p‖, 10) / ‖u‖, or 1 if either norm is 0, or if `adam`
+/// p ← p − lr·r·u
+/// ```
+///
+/// Elements in f32; the norms are summed in f64, in an order that depends on the tensor's length
+/// alone. Two sweeps, 24 and 16 bytes per f32 parameter; the second is from a cache if the
+/// tensor fits one, goes backwards, and has the last 2^22 directions of the first, 16 MiB a thread
+/// that the optimizer holds, instead of computing them again.
+///
+/// Follows: torch_npu 2.x, `optim/npu_fused_lamb.py`, whose `use_global_grad_norm` fails with an
+/// `AttributeError`; here it does what it says. apex's FusedLAMB differs: bias correction, decay
+/// 0.01, clipping, and no bound of 10.
+pub type Lamb = CpuOptimizer<LambHyper>;
 
 impl Hyper for LambHyper {
     const KIND: &'static str = "lamb";

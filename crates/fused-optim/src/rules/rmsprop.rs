@@ -1,8 +1,8 @@
 //! RMSprop: steps of the gradient's sign, softened by its recent size.
 
 use crate::Result;
-use crate::cpu::{self, Block, Found, Rule};
-use crate::rule::{Hyper, at_least_zero, fields, hyper, optimizer};
+use crate::cpu::{self, Block, CpuOptimizer, Found, Rule};
+use crate::rule::{Hyper, at_least_zero, fields, hyper};
 
 hyper! {
     /// Hyper-parameters of [`RmsProp`]; the defaults are PyTorch's.
@@ -24,29 +24,27 @@ hyper! {
     }
 }
 
-optimizer! {
-    /// RMSprop over many tensors.
-    ///
-    /// With `g` the gradient times `grad_scale` (negated if `maximize`):
-    ///
-    /// ```text
-    /// g ← g + λ·p
-    /// s ← α·s + (1−α)·g²             square_avg
-    /// a ← α·a + (1−α)·g              grad_avg, centered only
-    /// d = √s + ε, centered √max(s − a², 0) + ε
-    /// b ← μ·b + g/d                  momentum_buffer, if μ > 0, else b = g/d
-    /// p ← p − lr·b
-    /// ```
-    ///
-    /// All in f32; the factors are computed in f64 and rounded once. Moves 20 bytes per f32
-    /// parameter, and 8 more for each of `centered` and momentum.
-    ///
-    /// Follows: `torch.optim.RMSprop` and torch_npu 2.x, `optim/npu_fused_rmsprop.py`. Differs: the
-    /// centered variance is not let below 0. Rounding takes it there under a steady gradient, and
-    /// PyTorch's root then makes the parameter NaN.
-    #[doc(alias = "RMSprop")]
-    RmsProp, RmsPropHyper
-}
+/// RMSprop over many tensors.
+///
+/// With `g` the gradient times `grad_scale` (negated if `maximize`):
+///
+/// ```text
+/// g ← g + λ·p
+/// s ← α·s + (1−α)·g²             square_avg
+/// a ← α·a + (1−α)·g              grad_avg, centered only
+/// d = √s + ε, centered √max(s − a², 0) + ε
+/// b ← μ·b + g/d                  momentum_buffer, if μ > 0, else b = g/d
+/// p ← p − lr·b
+/// ```
+///
+/// All in f32; the factors are computed in f64 and rounded once. Moves 20 bytes per f32
+/// parameter, and 8 more for each of `centered` and momentum.
+///
+/// Follows: `torch.optim.RMSprop` and torch_npu 2.x, `optim/npu_fused_rmsprop.py`. Differs: the
+/// centered variance is not let below 0. Rounding takes it there under a steady gradient, and
+/// PyTorch's root then makes the parameter NaN.
+#[doc(alias = "RMSprop")]
+pub type RmsProp = CpuOptimizer<RmsPropHyper>;
 
 impl Hyper for RmsPropHyper {
     const KIND: &'static str = "rmsprop";

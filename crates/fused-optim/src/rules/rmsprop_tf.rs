@@ -2,8 +2,8 @@
 
 use super::rmsprop::{self, Rms, RmsState, variance};
 use crate::Result;
-use crate::cpu::{Block, Found};
-use crate::rule::{Hyper, fields, hyper, optimizer};
+use crate::cpu::{Block, CpuOptimizer, Found};
+use crate::rule::{Hyper, fields, hyper};
 
 hyper! {
     /// Hyper-parameters of [`RmsPropTf`]; the defaults are torch_npu's.
@@ -31,29 +31,27 @@ hyper! {
     }
 }
 
-optimizer! {
-    /// TensorFlow's RMSprop over many tensors.
-    ///
-    /// With `g` the gradient times `grad_scale` (negated if `maximize`):
-    ///
-    /// ```text
-    /// p ← p − λ·p if decoupled_decay, − lr·λ·p if also decoupled_lr;  else g ← g + λ·p
-    /// s ← s + (1−α)·(g² − s)         square_avg, at first 1
-    /// a ← a + (1−α)·(g − a)          grad_avg, centered only
-    /// d = √(s + ε), centered √(max(s − a², 0) + ε)
-    /// without momentum:              p ← p − lr·g/d
-    /// with lr_in_momentum:           b ← μ·b + lr·g/d;  p ← p − b        momentum_buffer
-    /// else:                          b ← μ·b + g/d;     p ← p − lr·b     momentum_buffer
-    /// ```
-    ///
-    /// All in f32; the factors are computed in f64 and rounded once. Moves 20 bytes per f32
-    /// parameter, and 8 more for each of `centered` and momentum.
-    ///
-    /// Follows: torch_npu 2.x, `optim/npu_fused_rmsprop_tf.py`; `decoupled_lr` gives timm's
-    /// `RMSpropTF`. Differs: the centered variance is not let below 0.
-    #[doc(alias = "RMSpropTF")]
-    RmsPropTf, RmsPropTfHyper
-}
+/// TensorFlow's RMSprop over many tensors.
+///
+/// With `g` the gradient times `grad_scale` (negated if `maximize`):
+///
+/// ```text
+/// p ← p − λ·p if decoupled_decay, − lr·λ·p if also decoupled_lr;  else g ← g + λ·p
+/// s ← s + (1−α)·(g² − s)         square_avg, at first 1
+/// a ← a + (1−α)·(g − a)          grad_avg, centered only
+/// d = √(s + ε), centered √(max(s − a², 0) + ε)
+/// without momentum:              p ← p − lr·g/d
+/// with lr_in_momentum:           b ← μ·b + lr·g/d;  p ← p − b        momentum_buffer
+/// else:                          b ← μ·b + g/d;     p ← p − lr·b     momentum_buffer
+/// ```
+///
+/// All in f32; the factors are computed in f64 and rounded once. Moves 20 bytes per f32
+/// parameter, and 8 more for each of `centered` and momentum.
+///
+/// Follows: torch_npu 2.x, `optim/npu_fused_rmsprop_tf.py`; `decoupled_lr` gives timm's
+/// `RMSpropTF`. Differs: the centered variance is not let below 0.
+#[doc(alias = "RMSpropTF")]
+pub type RmsPropTf = CpuOptimizer<RmsPropTfHyper>;
 
 impl Hyper for RmsPropTfHyper {
     const KIND: &'static str = "rmsprop_tf";

@@ -1,7 +1,7 @@
 //! Stochastic gradient descent with momentum.
 
-use crate::cpu::{self, Block, Found, Rule};
-use crate::rule::{Hyper, at_least_zero, fields, hyper, optimizer};
+use crate::cpu::{self, Block, CpuOptimizer, Found, Rule};
+use crate::rule::{Hyper, at_least_zero, fields, hyper};
 use crate::{Error, Result};
 
 hyper! {
@@ -22,25 +22,23 @@ hyper! {
     }
 }
 
-optimizer! {
-    /// SGD over many tensors.
-    ///
-    /// With `g` the gradient times `grad_scale` (negated if `maximize`):
-    ///
-    /// ```text
-    /// g ← g + λ·p
-    /// b ← g  at the tensor's first step, else  μ·b + (1−τ)·g      momentum_buffer, if μ > 0
-    /// u ← g + μ·b if nesterov, b if μ > 0, else g
-    /// p ← p − lr·u
-    /// ```
-    ///
-    /// All in f32; the factors are computed in f64 and rounded once. Moves 20 bytes per f32
-    /// parameter with momentum, 12 without.
-    ///
-    /// Follows: `torch.optim.SGD` and torch_npu 2.x, `optim/npu_fused_sgd.py`; there a tensor whose
-    /// gradient first appears after step 1 is never updated, here its first step is then.
-    Sgd, SgdHyper
-}
+/// SGD over many tensors.
+///
+/// With `g` the gradient times `grad_scale` (negated if `maximize`):
+///
+/// ```text
+/// g ← g + λ·p
+/// b ← g  at the tensor's first step, else  μ·b + (1−τ)·g      momentum_buffer, if μ > 0
+/// u ← g + μ·b if nesterov, b if μ > 0, else g
+/// p ← p − lr·u
+/// ```
+///
+/// All in f32; the factors are computed in f64 and rounded once. Moves 20 bytes per f32
+/// parameter with momentum, 12 without.
+///
+/// Follows: `torch.optim.SGD` and torch_npu 2.x, `optim/npu_fused_sgd.py`; there a tensor whose
+/// gradient first appears after step 1 is never updated, here its first step is then.
+pub type Sgd = CpuOptimizer<SgdHyper>;
 
 impl Hyper for SgdHyper {
     const KIND: &'static str = "sgd";

@@ -3,6 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 mod clip;
+mod common;
+mod elementwise;
 mod hyper;
 mod large;
 mod names;

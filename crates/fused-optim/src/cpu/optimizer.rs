@@ -1,0 +1,97 @@
+//! The optimizer of any rule on the host.
+
+use crate::core::Core;
+use crate::rule::{Hyper, group_methods};
+use crate::{Applied, HalfWeights, Optimizer, ParamGroup, ParamMut, Result, StateDict, StepCtl};
+
+/// An optimizer on the host: `H` is the rule's hyper-parameters, for example [`AdamWHyper`](crate::AdamWHyper),
+/// or those of a [rule of your own](crate::ElementwiseRule).
+#[derive(Clone, Debug)]
+pub struct CpuOptimizer<H> {
+    pub(crate) core: Core<H>,
+}
+
+#[expect(private_bounds, reason = "sealed: this crate's rules, and each `ElementwiseRule`")]
+impl<H: Hyper> CpuOptimizer<H> {
+    /// An optimizer over these groups; there may be none yet.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidHyper`](crate::Error::InvalidHyper) and its like, and
+    /// [`Error::DuplicateParam`](crate::Error::DuplicateParam).
+    pub fn new(groups: impl IntoIterator<Item = ParamGroup<H>>) -> Result<Self> {
+        Ok(Self { core: Core::new(groups)? })
+    }
+
+    /// One group over tensors `0..count`, which are all that there are: a step that is given
+    /// more or fewer is an error.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
+    pub fn with_one_group(hyper: H, count: usize) -> Result<Self> {
+        Ok(Self { core: Core::with_one_group(hyper, count)? })
+    }
+
+    /// With so many threads: [`Optimizer::set_threads`].
+    #[must_use]
+    pub fn with_threads(mut self, threads: usize) -> Self {
+        self.set_threads(threads);
+        self
+    }
+
+    /// With 16-bit weights treated this way; to be called before the first step.
+    #[must_use]
+    pub fn with_half_weights(mut self, how: HalfWeights) -> Self {
+        self.core.half_weights = how;
+        self
+    }
+
+    /// Adds a group, at any time.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new); nothing is added then.
+    pub fn add_param_group(&mut self, group: ParamGroup<H>) -> Result<()> {
+        self.core.add_param_group(group)
+    }
+
+    /// The groups.
+    #[must_use]
+    pub fn groups(&self) -> &[ParamGroup<H>] {
+        self.core.groups()
+    }
+}
+
+impl<H: Hyper> Optimizer for CpuOptimizer<H> {
+    fn kind(&self) -> &'static str {
+        H::KIND
+    }
+
+    fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied> {
+        self.core.step(params, ctl)
+    }
+
+    fn state_dict(&self) -> Result<StateDict> {
+        Ok(self.core.state_dict())
+    }
+
+    fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
+        self.core.load_state_dict(dict)
+    }
+
+    group_methods!(core);
+
+    fn refresh_masters(&mut self) -> Result<()> {
+        self.core.refresh_masters();
+        Ok(())
+    }
+
+    fn set_threads(&mut self, threads: usize) {
+        self.core.threads = threads.max(1);
+    }
+
+    fn grad_norm(&self) -> Option<f64> {
+        self.core.grad_norm()
+    }
+}

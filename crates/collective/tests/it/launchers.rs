@@ -88,10 +88,14 @@ struct Cluster {
 
 impl Cluster {
     fn up() -> Self {
-        let dir = PathBuf::from(format!("/run/slurm-test-{}", std::process::id()));
+        let id = std::process::id();
+        let dir = PathBuf::from(format!("/run/slurm-test-{id}"));
+        // Three ports, below those that the system deals out; other tests may have clusters of their own.
+        let port = (17_100 + id % 4000 * 3).to_string();
         let mut script = Command::new(testbed("slurm-up.sh"));
         script.args(["--nodes", "2", "--cpus", "4", "--gpus", "2", "--etc-hosts", "--dir"]);
-        let output = script.arg(&dir).stdin(Stdio::null()).output().unwrap();
+        script.arg(&dir).args(["--base-port", &port]);
+        let output = script.stdin(Stdio::null()).output().unwrap();
         assert!(output.status.success(), "{}", text(&output.stderr));
         Self { dir }
     }

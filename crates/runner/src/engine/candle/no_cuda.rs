@@ -1,5 +1,11 @@
 //! In place of `cuda/mod.rs` without the feature `candle-cuda`: no engine has a GPU.
 
+#![expect(
+    clippy::needless_pass_by_ref_mut,
+    clippy::unnecessary_wraps,
+    reason = "as with the feature"
+)]
+
 use candle_core::{Device, Tensor};
 
 use super::CandleEngine;
@@ -12,7 +18,6 @@ use crate::engine::{CompileOptions, CompileReport, DeviceEngine, Losses, StepCon
 pub(super) enum Cuda {}
 
 impl Cuda {
-    #[expect(clippy::unnecessary_wraps, reason = "as with the feature")]
     pub(super) const fn open(_: &Device) -> Result<Option<Self>> {
         Ok(None)
     }

@@ -61,23 +61,20 @@ impl MemoryStore {
         let start = Instant::now();
         let deadline = deadline(timeout);
         let mut values = self.shared.values.lock();
-        let mut missing = keys.to_vec();
+        let (mut missing, mut late) = (keys.to_vec(), false);
         loop {
             missing.retain(|key| !values.contains(key.as_bytes()));
             if missing.is_empty() {
                 return Ok(read(&values));
             }
-            if self.shared.changed.wait_until(&mut values, deadline).timed_out() {
-                missing.retain(|key| !values.contains(key.as_bytes()));
-                if missing.is_empty() {
-                    return Ok(read(&values));
-                }
+            if late {
                 return Err(Error::KeyTimeout {
                     store: NAME.to_owned(),
                     keys: missing.iter().map(|&key| key.to_owned()).collect(),
                     waited: start.elapsed(),
                 });
             }
+            late = self.shared.changed.wait_until(&mut values, deadline).timed_out();
         }
     }
 }

@@ -142,7 +142,7 @@ impl<'a> DeviceCalls<'a> {
     pub fn gather(self, output: Option<DeviceBuf>, input: DeviceBuf, root: Rank) -> Result<Self> {
         let op = describe(Verb::Gather, input.dtype, None, Some(root), input.count);
         let counts = vec![input.count; self.world()];
-        self.collect(op, output, input, &counts)
+        self.rooted(op, output, input, &counts)
     }
 
     /// Adds [`ProcessGroup::gather_v`](crate::ProcessGroup::gather_v).
@@ -155,7 +155,7 @@ impl<'a> DeviceCalls<'a> {
         root: Rank,
     ) -> Result<Self> {
         let op = describe(Verb::GatherV, input.dtype, None, Some(root), 0);
-        self.collect(op, output, input, counts)
+        self.rooted(op, output, input, counts)
     }
 
     /// Adds [`ProcessGroup::scatter`](crate::ProcessGroup::scatter); the input counts on the root
@@ -164,7 +164,7 @@ impl<'a> DeviceCalls<'a> {
     pub fn scatter(self, output: DeviceBuf, input: Option<DeviceBuf>, root: Rank) -> Result<Self> {
         let op = describe(Verb::Scatter, output.dtype, None, Some(root), output.count);
         let counts = vec![output.count; self.world()];
-        self.deal(op, output, input, &counts)
+        self.rooted(op, input, output, &counts)
     }
 
     /// Adds [`ProcessGroup::scatter_v`](crate::ProcessGroup::scatter_v).
@@ -177,7 +177,7 @@ impl<'a> DeviceCalls<'a> {
         root: Rank,
     ) -> Result<Self> {
         let op = describe(Verb::ScatterV, output.dtype, None, Some(root), 0);
-        self.deal(op, output, input, counts)
+        self.rooted(op, input, output, counts)
     }
 
     /// Adds [`ProcessGroup::all_to_all`](crate::ProcessGroup::all_to_all).
@@ -316,47 +316,33 @@ impl<'a> DeviceCalls<'a> {
         Ok(self)
     }
 
-    /// Blocks of all ranks to the root.
-    fn collect(
+    /// Blocks of all ranks to the root, or of the root to all ranks: `own` is this rank's, `all` the root's buffer.
+    fn rooted(
         mut self,
         op: OpDesc,
-        output: Option<DeviceBuf>,
-        input: DeviceBuf,
+        all: Option<DeviceBuf>,
+        own: DeviceBuf,
         counts: &[usize],
     ) -> Result<Self> {
         self.push(op)?;
-        let root = op.root.expect("the verb has one");
-        if self.rank() == root {
-            let output = output.ok_or_else(|| missing("output"))?;
+        let peer = op.root.expect("the verb has one");
+        let gathers = matches!(op.verb, Verb::Gather | Verb::GatherV);
+        if self.rank() == peer {
+            let (whole, part) = if gathers { ("output", "input") } else { ("input", "output") };
+            let missing = || Error::InvalidArgument(format!("the root has no {whole}"));
+            let all = all.ok_or_else(missing)?;
+            let (output, input) = if gathers { (all, own) } else { (own, all) };
             same_type(output, input)?;
-            let blocks = self.parts("output", output, counts)?;
-            check_len("input", input.count, blocks[root].count)?;
-            apart_or(output, input, None)?;
-            self.receive_all(&blocks);
+            let blocks = self.parts(whole, all, counts)?;
+            check_len(part, own.count, blocks[peer].count)?;
+            apart_or(all, own, None)?;
+            if gathers { self.receive_all(&blocks) } else { self.send_all(&blocks) }
         }
-        self.steps.push(DeviceStep::Send { peer: root, buf: input });
-        Ok(self)
-    }
-
-    /// Blocks of the root to all ranks.
-    fn deal(
-        mut self,
-        op: OpDesc,
-        output: DeviceBuf,
-        input: Option<DeviceBuf>,
-        counts: &[usize],
-    ) -> Result<Self> {
-        self.push(op)?;
-        let root = op.root.expect("the verb has one");
-        if self.rank() == root {
-            let input = input.ok_or_else(|| missing("input"))?;
-            same_type(output, input)?;
-            let blocks = self.parts("input", input, counts)?;
-            check_len("output", output.count, blocks[root].count)?;
-            apart_or(input, output, None)?;
-            self.send_all(&blocks);
-        }
-        self.steps.push(DeviceStep::Receive { peer: root, buf: output });
+        let step = match gathers {
+            true => DeviceStep::Send { peer, buf: own },
+            false => DeviceStep::Receive { peer, buf: own },
+        };
+        self.steps.push(step);
         Ok(self)
     }
 
@@ -412,10 +398,6 @@ fn describe(
     count: usize,
 ) -> OpDesc {
     OpDesc { verb, dtype, op, root, count }
-}
-
-fn missing(what: &str) -> Error {
-    Error::InvalidArgument(format!("the root has no {what}"))
 }
 
 fn same_type(output: DeviceBuf, input: DeviceBuf) -> Result<()> {

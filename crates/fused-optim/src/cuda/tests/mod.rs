@@ -306,10 +306,7 @@ pub(super) fn compare<H: DeviceHyper>(
         }
         // Tensors lie elsewhere at each step; now and then others have gradients.
         if at % 3 == 0 {
-            for (one, twin) in ones.iter_mut().zip(&mut twins) {
-                one.has_grad = random.below(8) != 0;
-                twin.has_grad = one.has_grad;
-            }
+            draw_gradients(&mut random, [&mut ones, &mut twins]);
         }
         moved.push(twins);
         twins = moved[at].clone();
@@ -348,6 +345,14 @@ pub(super) fn compare<H: DeviceHyper>(
     device.load_state_dict(&dict).unwrap();
     assert_eq!(device.state_dict().unwrap(), dict);
     Ok(())
+}
+
+/// Which tensors have a gradient.
+fn draw_gradients(random: &mut Random, [ones, twins]: [&mut [One]; 2]) {
+    for (one, twin) in ones.iter_mut().zip(twins) {
+        one.has_grad = random.below(8) != 0;
+        twin.has_grad = one.has_grad;
+    }
 }
 
 /// At one step an element anywhere overflows; at the next that is gone.

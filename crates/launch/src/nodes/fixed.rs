@@ -15,10 +15,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use collective::store::tcp::state::Presence;
-use collective::{
-    Store, TcpStore,
-    store::{PrefixStore, TcpStoreServer},
-};
+use collective::store::{PrefixStore, TcpStoreServer};
+use collective::{Store, TcpStore};
 use serde::{Deserialize, Serialize};
 
 use super::round::{Member, Round, Rules};

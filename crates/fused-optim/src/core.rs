@@ -148,6 +148,13 @@ impl<H: Hyper> Core<H> {
         self.tensors.iter().map(|(&index, tensor)| (index, tensor.group))
     }
 
+    /// A tensor's hyper-parameters, and its state if it has taken a step.
+    pub(crate) fn state_of(&self, index: usize) -> Result<(&H, Option<&TensorState>)> {
+        let count = self.least_count();
+        let tensor = self.tensors.get(&index).ok_or(Error::MissingParam { index, count })?;
+        Ok((&self.groups[tensor.group].hyper, tensor.state.as_ref()))
+    }
+
     /// Whether the state of a weight of this type has an f32 master.
     pub(crate) fn wants_master(&self, weight: DType) -> bool {
         weight != DType::F32 && self.half_weights == HalfWeights::Master

@@ -74,7 +74,7 @@ pub enum Error {
     LengthMismatch {
         /// The tensor.
         index: usize,
-        /// `gradient`, `state`, `shape` or `moving average`.
+        /// `gradient`, `state`, `shape`, `average` or `moving average`.
         what: &'static str,
         /// The weight's element count.
         expected: usize,

@@ -39,13 +39,17 @@
 //! | [`AdamW`] | `p ← p(1−lr·λ)`, then as Adam without `λ` | as Adam |
 //! | [`BertAdam`] | `g` clipped by norm; `p ← p − lr·schedule·(m/(√v+ε) + λp)` | `exp_avg`, `exp_avg_sq` |
 //! | [`Lamb`] | `u = m/(√v+ε) + λp`; `p ← p − lr·min(‖p‖,10)/‖u‖·u` | `exp_avg`, `exp_avg_sq` |
+//! | [`Lion`] | `p ← p(1−lr·λ) − lr·sign(β1·m+(1−β1)g)`; `m ← β2·m+(1−β2)g` | `exp_avg` |
 //! | [`RmsProp`] | `g ← g+λp`; `s ← αs+(1−α)g²`; `b ← μb+g/(√s+ε)`; `p ← p − lr·b` | `square_avg`; `grad_avg`, `momentum_buffer` where used |
 //! | [`RmsPropTf`] | the same with `ε` under the root, `s` from 1, `lr` within `b` | as RmsProp |
+//! | [`ScheduleFreeAdamW`] | AdamW at `y = (1−β1)z + β1·x`, where `x` is the average of `z` | `z`, `exp_avg_sq` |
 //! | [`Sgd`] | `g ← g+λp`; `b ← μ·b+(1−τ)g`, at first `b ← g`; `p ← p − lr·b`, or with nesterov `p − lr(g+μ·b)` | with momentum `momentum_buffer` |
 //!
 //! Three of these are not the same everywhere; a switch chooses, by default torch_npu's way: whether
 //! decoupled decay is multiplied by the learning rate ([`RmsPropTfHyper::decoupled_lr`]), where `ε`
 //! is in AdamP's cosine ([`CosineEps`]), over what BertAdam takes the norm ([`ClipScope`]).
+//!
+//! [`Lion`] and [`ScheduleFreeAdamW`] run on the CPU only, the other nine on devices too.
 //!
 //! Each is a [`CpuOptimizer`] of its hyper-parameters. For a rule of your own implement [`ElementwiseRule`].
 //!

@@ -159,7 +159,7 @@ impl Slot {
         }
     }
 
-    fn values(&self) -> Vec<f32> {
+    pub(crate) fn values(&self) -> Vec<f32> {
         match self {
             Self::F32(values) => values.to_vec(),
             Self::Codes(codes) => codes.values(),

@@ -271,8 +271,8 @@ mod tests {
     use super::*;
     use crate::rule::Hyper;
     use crate::{
-        AdadeltaHyper, AdamHyper, AdamPHyper, AdamWHyper, BertAdamHyper, LambHyper, RmsPropHyper,
-        RmsPropTfHyper, SgdHyper,
+        AdadeltaHyper, AdamHyper, AdamPHyper, AdamWHyper, BertAdamHyper, LambHyper, LionHyper,
+        RmsPropHyper, RmsPropTfHyper, ScheduleFreeAdamWHyper, SgdHyper,
     };
 
     thread_local! {
@@ -377,6 +377,8 @@ mod tests {
             alike(AdadeltaHyper::default(), data, offset);
             alike(BertAdamHyper::default(), data, offset);
             alike(LambHyper::default(), data, offset);
+            alike(LionHyper::default(), data, offset);
+            alike(ScheduleFreeAdamWHyper::default(), data, offset);
             for (momentum, centered) in [(0.0, false), (0.9, false), (0.0, true), (0.9, true)] {
                 alike(RmsPropHyper { momentum, centered, ..Default::default() }, data, offset);
                 alike(RmsPropTfHyper { momentum, centered, ..Default::default() }, data, offset);

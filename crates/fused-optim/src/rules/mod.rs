@@ -1,4 +1,4 @@
-//! The nine rules, a file each: formula, source, hyper-parameters, and the arithmetic of one element.
+//! The rules, a file each: formula, source, hyper-parameters, and the arithmetic of one element.
 
 mod adadelta;
 mod adam;
@@ -6,8 +6,10 @@ mod adamp;
 mod adamw;
 mod bert_adam;
 mod lamb;
+mod lion;
 mod rmsprop;
 mod rmsprop_tf;
+mod schedule_free;
 mod sgd;
 
 pub use adadelta::{Adadelta, AdadeltaHyper};
@@ -16,6 +18,8 @@ pub use adamp::{AdamP, AdamPHyper, CosineEps};
 pub use adamw::{AdamW, AdamWHyper};
 pub use bert_adam::{BertAdam, BertAdamHyper, ClipScope, Schedule};
 pub use lamb::{Lamb, LambHyper};
+pub use lion::{Lion, LionHyper};
 pub use rmsprop::{RmsProp, RmsPropHyper};
 pub use rmsprop_tf::{RmsPropTf, RmsPropTfHyper};
+pub use schedule_free::{ScheduleFreeAdamW, ScheduleFreeAdamWHyper};
 pub use sgd::{Sgd, SgdHyper};

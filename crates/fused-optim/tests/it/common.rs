@@ -3,8 +3,9 @@
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, Applied,
     BertAdam, BertAdamHyper, ClipScope, CpuOptimizer, DType, FoundInf, HalfWeights, Lamb,
-    LambHyper, Optimizer, ParamMut, RmsProp, RmsPropHyper, RmsPropTf, RmsPropTfHyper, Sgd,
-    SgdHyper, Slice, SliceMut, StepCtl,
+    LambHyper, Lion, LionHyper, Optimizer, ParamMut, RmsProp, RmsPropHyper, RmsPropTf,
+    RmsPropTfHyper, ScheduleFreeAdamW, ScheduleFreeAdamWHyper, Sgd, SgdHyper, Slice, SliceMut,
+    StepCtl,
 };
 use half::{bf16, f16};
 
@@ -104,6 +105,11 @@ pub(crate) fn elementwise(count: usize, how: HalfWeights) -> Vec<Box<dyn Optimiz
         Adadelta::with_one_group(AdadeltaHyper::default(), count).unwrap().with_half_weights(how),
     ));
     all.push(Box::new(BertAdam::with_one_group(bert, count).unwrap().with_half_weights(how)));
+    let lion = Lion::with_one_group(LionHyper { lr: 0.1, ..Default::default() }, count);
+    all.push(Box::new(lion.unwrap().with_half_weights(how)));
+    let free = ScheduleFreeAdamWHyper { lr: 0.1, warmup_steps: 2, ..Default::default() };
+    let free = ScheduleFreeAdamW::with_one_group(free, count).unwrap();
+    all.push(Box::new(free.with_half_weights(how)));
     let own = CpuOptimizer::with_one_group(OwnHyper::default(), count).unwrap();
     all.push(Box::new(own.with_half_weights(how)));
     all

@@ -2,9 +2,9 @@
 
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, BertAdam,
-    BertAdamHyper, ClipScope, CosineEps, Error, HyperParam, Lamb, LambHyper, Optimizer, ParamMut,
-    RmsProp, RmsPropHyper, RmsPropTf, RmsPropTfHyper, Schedule, Sgd, SgdHyper, Slice, StateDict,
-    StepCtl,
+    BertAdamHyper, ClipScope, CosineEps, Error, HyperParam, Lamb, LambHyper, Lion, LionHyper,
+    Optimizer, ParamMut, RmsProp, RmsPropHyper, RmsPropTf, RmsPropTfHyper, Schedule,
+    ScheduleFreeAdamW, ScheduleFreeAdamWHyper, Sgd, SgdHyper, Slice, StateDict, StepCtl,
 };
 use serde_json::{Value, json};
 
@@ -49,11 +49,6 @@ fn values_out_of_range_are_refused_in_pytorchs_words() {
 /// Written by hand from the constructors of torch and torch_npu.
 #[test]
 fn defaults_are_those_of_the_originals() {
-    let group = |optimizer: Box<dyn Optimizer>| -> Value {
-        let groups: Value =
-            serde_json::from_str(&optimizer.state_dict().unwrap().param_groups).unwrap();
-        groups[0].clone()
-    };
     let cases = [
         (
             with!(Adadelta, AdadeltaHyper {}),
@@ -102,6 +97,34 @@ fn defaults_are_those_of_the_originals() {
                 "nesterov": false }),
         ),
     ];
+    have_defaults(cases);
+}
+
+/// Those of Lion and schedule-free AdamW, by hand from the authors' code.
+#[test]
+fn defaults_of_newer_rules_are_their_authors() {
+    let cases = [
+        (
+            with!(Lion, LionHyper {}),
+            json!({ "lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.0 }),
+        ),
+        (
+            with!(ScheduleFreeAdamW, ScheduleFreeAdamWHyper {}),
+            json!({ "lr": 2.5e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0,
+                "warmup_steps": 0 }),
+        ),
+    ];
+    have_defaults(cases);
+}
+
+type Made = Result<Box<dyn Optimizer>, String>;
+
+fn have_defaults<const N: usize>(cases: [(Made, Value); N]) {
+    let group = |optimizer: Box<dyn Optimizer>| -> Value {
+        let groups: Value =
+            serde_json::from_str(&optimizer.state_dict().unwrap().param_groups).unwrap();
+        groups[0].clone()
+    };
     for (made, mut expected) in cases {
         expected["maximize"] = false.into();
         expected["params"] = json!([0]);
@@ -158,8 +181,10 @@ fn hyper_parameters_are_read_from_parts_of_them() {
         AdamWHyper,
         BertAdamHyper,
         LambHyper,
+        LionHyper,
         RmsPropHyper,
         RmsPropTfHyper,
+        ScheduleFreeAdamWHyper,
         SgdHyper
     );
 }
@@ -191,6 +216,8 @@ fn momentum_is_set_where_there_is_one_and_never_brings_or_takes_a_buffer() {
         with!(AdamW, AdamWHyper {}),
         with!(BertAdam, BertAdamHyper {}),
         with!(Lamb, LambHyper {}),
+        with!(Lion, LionHyper {}),
+        with!(ScheduleFreeAdamW, ScheduleFreeAdamWHyper {}),
         with!(RmsProp, RmsPropHyper { momentum: 0.9 }),
         with!(RmsPropTf, RmsPropTfHyper { momentum: 0.9 }),
         with!(Sgd, SgdHyper { lr: 0.1, momentum: 0.9 }),
@@ -229,6 +256,8 @@ fn a_weight_decay_that_is_set_is_that_of_the_next_step() {
             with!(AdamW, AdamWHyper { weight_decay: decay }),
             with!(BertAdam, BertAdamHyper { weight_decay: decay }),
             with!(Lamb, LambHyper { weight_decay: decay }),
+            with!(Lion, LionHyper { weight_decay: decay }),
+            with!(ScheduleFreeAdamW, ScheduleFreeAdamWHyper { weight_decay: decay }),
             with!(RmsProp, RmsPropHyper { weight_decay: decay }),
             with!(RmsPropTf, RmsPropTfHyper { weight_decay: decay }),
             with!(Sgd, SgdHyper { weight_decay: decay }),

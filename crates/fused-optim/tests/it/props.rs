@@ -320,7 +320,7 @@ fn every_processor_gives_the_same_bits() {
             state.tensors.values().flatten().for_each(|x| add(x.to_bits()));
         }
     }
-    assert_eq!(hashes, [0x5607_7141_5bf4_3943, 0x37cf_cd95_890d_36c6], "{hashes:#x?}");
+    assert_eq!(hashes, [0x5607_7141_5bf4_3943, 0x478c_3813_726c_0b92], "{hashes:#x?}");
 }
 
 #[test]
@@ -424,6 +424,10 @@ fn refreshed_masters_are_those_of_weights_loaded_later() {
         let master = before.state[&0].tensors["master"].clone();
         let was = dropped.state.get_mut(&0).unwrap().tensors.insert("master".into(), master);
         assert_eq!((was, &dropped), (None, &before), "only masters are dropped");
+        // Its weights are moved towards its `z`.
+        if refreshed.kind() == "schedule_free_adamw" {
+            continue;
+        }
         let _ = step(&mut *refreshed, &mut weights[0], &grad, SCALED).unwrap();
         let _ = step(&mut *stale, &mut weights[1], &grad, SCALED).unwrap();
         let master = |optimizer: &dyn Optimizer, at: usize| {

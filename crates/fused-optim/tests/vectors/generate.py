@@ -2,6 +2,8 @@
 hyper-parameters for each seed. Needs NumPy, and PyTorch for `clip.json`.
 
     python generate.py FOLDER SEED && ORACLE_DIR=FOLDER cargo test -p fused-optim
+
+After SEED come the kinds to make, all of them by default.
 """
 
 import json
@@ -47,6 +49,10 @@ def hyper(rng, kind, steps):
     if kind.startswith("rmsprop"):
         h |= {"alpha": float(rng.uniform(0.5, 0.99)), "momentum": float(rng.choice([0.0, rng.uniform(0.1, 0.95)]))}
         h["eps"] = 10 ** rng.uniform(-6, -3)
+    if kind == "schedule_free_adamw":
+        h |= {"warmup_steps": int(rng.integers(0, 6))}
+        h |= {"lr": near(0.1), "weight_decay": float(rng.choice([0.0, rng.uniform(0.1, 1.0)]))}
+        h["betas"][0] = float(rng.uniform(0.3, 0.99))
     if kind == "sgd":
         h |= {"momentum": float(rng.choice([0.0, rng.uniform(0.1, 0.95)])), "dampening": float(rng.choice([0.0, rng.random()]))}
         h["nesterov"] = h["nesterov"] and h["momentum"] > 0 and h["dampening"] == 0
@@ -157,10 +163,10 @@ def clip(rng):
     }
 
 
-def main(folder, seed):
+def main(folder, seed, *kinds):
     rng, cases, sets = np.random.default_rng(int(seed)), [], {}
     folder.mkdir(parents=True, exist_ok=True)
-    for kind in DEFAULTS:
+    for kind in kinds or DEFAULTS:
         tensors, made = {}, []
         while len(made) < CASES:
             made += filter(None, [make(rng, kind, len(made), tensors, sets)])
@@ -171,4 +177,4 @@ def main(folder, seed):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])

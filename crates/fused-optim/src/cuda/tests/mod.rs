@@ -290,8 +290,7 @@ pub(super) fn compare<H: DeviceHyper>(
         let of = |group: usize| (0..sizes.len()).filter(move |i| i % 3 / 2 == group);
         hypers.clone().into_iter().enumerate().map(move |(at, h)| ParamGroup::new(h, of(at)))
     };
-    let mut cpu = Core::new(groups()).unwrap();
-    cpu.half_weights = kinds[0].how;
+    let mut cpu = Core::on_device(groups(), kinds[0].how).unwrap();
     let mut device = Fused::new(host, groups(), kinds[0].how).unwrap();
     for kind in kinds {
         let master = kind.weight != DType::F32 && kind.how == HalfWeights::Master;

@@ -15,8 +15,8 @@ use std::env;
 use std::path::{Path, PathBuf};
 
 use fused_optim::{
-    Adadelta, Adam, AdamP, AdamW, Applied, BertAdam, FoundInf, Lamb, Optimizer, ParamGroup,
-    ParamMut, RmsProp, RmsPropTf, Sgd, Slice, StepCtl,
+    Adadelta, Adam, AdamP, AdamW, Applied, BertAdam, FoundInf, Lamb, Lion, Optimizer, ParamGroup,
+    ParamMut, RmsProp, RmsPropTf, ScheduleFreeAdamW, Sgd, Slice, StepCtl,
 };
 use half::f16;
 use serde::de::DeserializeOwned;
@@ -94,6 +94,8 @@ fn optimizer(kind: &str, json: &[Value]) -> Box<dyn Optimizer> {
         "adamw" => Box::new(AdamW::new(groups(json)).unwrap()),
         "bert_adam" => Box::new(BertAdam::new(groups(json)).unwrap()),
         "lamb" => Box::new(Lamb::new(groups(json)).unwrap()),
+        "lion" => Box::new(Lion::new(groups(json)).unwrap()),
+        "schedule_free_adamw" => Box::new(ScheduleFreeAdamW::new(groups(json)).unwrap()),
         "rmsprop" => Box::new(RmsProp::new(groups(json)).unwrap()),
         "rmsprop_tf" => Box::new(RmsPropTf::new(groups(json)).unwrap()),
         "sgd" => Box::new(Sgd::new(groups(json)).unwrap()),
@@ -117,8 +119,10 @@ fn vectors() -> PathBuf {
 
 #[test]
 fn every_case_is_reproduced() {
-    let own = load(&vectors());
+    let mut own = load(&vectors());
     assert_eq!(own.len(), 108);
+    own.extend(load(&vectors().join("newer")));
+    assert_eq!(own.len(), 132);
     let further = env::var_os("ORACLE_DIR").map(PathBuf::from);
     let further = further.map(|folder| load(&folder));
     assert!(further.as_ref().is_none_or(|cases| !cases.is_empty()), "ORACLE_DIR has no case");
@@ -133,7 +137,8 @@ fn every_case_is_reproduced() {
 
 #[test]
 fn the_plain_loop_passes_and_every_mistake_is_caught() {
-    let cases = load(&vectors());
+    let mut cases = load(&vectors());
+    cases.extend(load(&vectors().join("newer")));
     let failures = |mistake| {
         let run = |loaded: &&Loaded| check(loaded, &mut Twin::new(loaded, mistake)).is_err();
         cases.iter().filter(run).map(|loaded| loaded.case.name.clone()).collect::<Vec<_>>()

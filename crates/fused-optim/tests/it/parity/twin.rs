@@ -28,7 +28,8 @@ mistakes! {
     SquareStartsAtZero, LrBeforeMomentum, DeltaFromNewAverage, ProjectionForgotten,
     ProjectionByWholeOnly, ProjectionByRowsOnly, DecayRatioForgotten, ThresholdWithoutRoot,
     RatioForgotten, RatioUnbounded, RatioOfZeroNorm, GlobalNormForgotten, ClipForgotten,
-    ClipByOtherScope, ScheduleForgotten, ScheduleFromOne, WarmupForgotten,
+    ClipByOtherScope, ScheduleForgotten, ScheduleFromOne, WarmupForgotten, SignForgotten,
+    UpdateFromNewMomentum, AverageForgotten, AverageOfEqualSteps, DecayAtOtherWeights,
 }
 
 pub(crate) struct Twin {
@@ -159,6 +160,8 @@ impl Subject for Twin {
                     "rmsprop" => turn.rmsprop(),
                     "rmsprop_tf" => turn.rmsprop_tf(),
                     "adadelta" => turn.adadelta(),
+                    "lion" => turn.lion(),
+                    "schedule_free_adamw" => turn.schedule_free(),
                     other => panic!("no rule {other}"),
                 }
             }
@@ -449,6 +452,54 @@ impl Turn<'_> {
             self.state.insert("momentum_buffer", b);
         } else {
             *self.p = zip(self.p, &u, |p, u| p - lr * u);
+        }
+    }
+
+    fn lion(mut self) {
+        let (lr, wd) = (self.h("lr"), self.unless(Mistake::DecayForgotten, "weight_decay"));
+        let (mut b1, mut b2) = self.betas();
+        if self.is(Mistake::BetasSwapped) {
+            (b1, b2) = (b2, b1);
+        }
+        let g = self.g.clone();
+        let mut m = self.slot("exp_avg", 0.0);
+        let new = self.average("exp_avg", b2, &g);
+        if self.is(Mistake::UpdateFromNewMomentum) {
+            m = new;
+        }
+        let sign =
+            |u: f64| if u == 0.0 || self.is(Mistake::SignForgotten) { u } else { u.signum() };
+        let u: Vec<f64> = zip(&m, &g, |m, g| sign(b1 * m + (1.0 - b1) * g));
+        *self.p = zip(self.p, &u, |p, u| p * (1.0 - lr * wd) - lr * u);
+    }
+
+    /// With the average `x` in the state, which the crate computes from weights and `z`.
+    fn schedule_free(mut self) {
+        let (lr, wd) = (self.h("lr"), self.unless(Mistake::DecayForgotten, "weight_decay"));
+        let (b1, b2) = self.betas();
+        let warmup = self.unless(Mistake::WarmupForgotten, "warmup_steps").max(1.0);
+        let share = |t: f64| (t / warmup).min(1.0);
+        let (y, g) = (self.p.clone(), self.g.clone());
+        for name in ["x", "z"] {
+            self.state.entry(name).or_insert_with(|| y.clone());
+        }
+        let v = self.average("exp_avg_sq", b2, &zip(&g, &g, |a, b| a * b));
+        let (_, c2) = self.corrections();
+        let (x, z) = (self.state["x"].clone(), self.state["z"].clone());
+        let at = if self.is(Mistake::DecayAtOtherWeights) { &z } else { &y };
+        let sum: f64 = (1..=self.t as u64).map(|t| share(t as f64).powi(2)).sum();
+        let c = match self.mistake {
+            Mistake::AverageForgotten => 1.0,
+            Mistake::AverageOfEqualSteps => 1.0 / self.t,
+            _ => share(self.t).powi(2) / sum,
+        };
+        for i in 0..y.len() {
+            let u = g[i] / self.root(v[i], c2, "eps") + wd * at[i];
+            let new_z = z[i] - lr * share(self.t) * u;
+            let new_x = (1.0 - c) * x[i] + c * new_z;
+            self.state.get_mut("z").unwrap()[i] = new_z;
+            self.state.get_mut("x").unwrap()[i] = new_x;
+            self.p[i] = (1.0 - b1) * new_z + b1 * new_x;
         }
     }
 

@@ -1,0 +1,190 @@
+//! Schedule-free AdamW: AdamW at an average of its own weights, without a schedule of the learning rate.
+
+use crate::cpu::CpuOptimizer;
+use crate::rule::{at_least_zero, bias_corrections, fields, hyper, validate_adam};
+use crate::{ElementwiseRule, Error, Result, Slice};
+
+hyper! {
+    /// Hyper-parameters of [`ScheduleFreeAdamW`]; the defaults are the authors'.
+    ScheduleFreeAdamWHyper {
+        /// Learning rate `lr`, 2.5e-3.
+        pub lr: f64 = 2.5e-3,
+        /// `β1`, the average's share in the weights, above 0, and the decay rate `β2` of the second moment,
+        /// (0.9, 0.999); below 1.
+        pub betas: (f64, f64) = (0.9, 0.999),
+        /// `ε`, added to the denominator, 1e-8.
+        pub eps: f64 = 1e-8,
+        /// Weight decay `λ`, 0; multiplied by `lr`.
+        pub weight_decay: f64 = 0.0,
+        /// Steps in which the learning rate rises to `lr`, 0.
+        pub warmup_steps: u64 = 0,
+        /// Maximize instead of minimize.
+        pub maximize: bool = false,
+    }
+}
+
+/// Schedule-free AdamW over many tensors. On the CPU only.
+///
+/// The weights are `y`, where gradients are taken. Evaluate and publish the average `x`, which
+/// [`eval_weights`](Self::eval_weights) computes. With `g` the gradient at `y` times `grad_scale` (negated if
+/// `maximize`), `t` the tensor's step and `z` at first `y`:
+///
+/// ```text
+/// s = min(t / warmup_steps, 1),  γ = lr·s,  c = s² / (sum of s² up to t)
+/// v ← β2·v + (1−β2)·g²                       exp_avg_sq
+/// u = g / (√v / √(1−β2ᵗ) + ε) + λ·y
+/// y ← y + c·(z − y) − γ·(1 − β1·(1−c))·u     so that y = (1−β1)·z + β1·x
+/// z ← z − γ·u                                z
+/// ```
+///
+/// All in f32; the factors are computed in f64 and rounded once. Moves 28 bytes per f32 parameter. Weights that are
+/// loaded without the state `z` need a new optimizer: the next steps move them towards `z`.
+///
+/// Follows: Defazio et al., "The Road Less Scheduled" (2024), algorithm 1, with the weights and `z` as state as in
+/// the authors' code. Differs: steps are counted per tensor, and `c` depends on the warmup alone, not on a learning
+/// rate that was set between steps; the authors' exponents are 2 for the learning rate and 0 for `t`, as here.
+pub type ScheduleFreeAdamW = CpuOptimizer<ScheduleFreeAdamWHyper>;
+
+impl ScheduleFreeAdamW {
+    /// Writes the average `x = (y − (1−β1)·z) / β1` of tensor `index`, whose weight is `y`: what is evaluated. The
+    /// weight itself before the tensor's first step. A 16-bit weight with a master is taken from the master.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::MissingParam`] if the tensor is in no group, [`Error::LengthMismatch`].
+    pub fn eval_weights(&self, index: usize, weight: Slice<'_>, output: &mut [f32]) -> Result<()> {
+        let expected = weight.len();
+        let same_length = |what, got| {
+            let mismatch = Error::LengthMismatch { index, what, expected, got };
+            if got == expected { Ok(()) } else { Err(mismatch) }
+        };
+        same_length("average", output.len())?;
+        crate::cpu::widen_into(weight, output);
+        let (hyper, state) = self.core.state_of(index)?;
+        let Some(state) = state else { return Ok(()) };
+        state.lengths().try_for_each(|length| same_length("state", length))?;
+        if let Some(master) = &state.master {
+            output.copy_from_slice(master);
+        }
+        let (b1, z) = (hyper.betas.0, state.slots[0].values());
+        for (x, z) in output.iter_mut().zip(z) {
+            *x = ((f64::from(*x) - (1.0 - b1) * f64::from(z)) / b1) as f32;
+        }
+        Ok(())
+    }
+}
+
+impl ElementwiseRule for ScheduleFreeAdamWHyper {
+    const KIND: &'static str = "schedule_free_adamw";
+    const SLOTS: &'static [&'static str] = &["z", "exp_avg_sq"];
+    type State = [f32; 2];
+    type Numbers = ScheduleFreeNumbers;
+
+    fn validate(&self) -> Result<()> {
+        validate_adam(self.lr, self.betas, self.eps, self.weight_decay)?;
+        // `x` cannot be told from weights that have no share of it.
+        let name = "beta parameter at index 0";
+        at_least_zero(name, 1.0 / self.betas.0)
+            .map_err(|_| Error::InvalidHyper { name, value: self.betas.0 })
+    }
+
+    fields!(betas.0);
+
+    fn numbers(&self, step: u64) -> ScheduleFreeNumbers {
+        let (b1, b2) = self.betas;
+        let (share, c) = warmup(step, self.warmup_steps);
+        let lr = self.lr * share;
+        ScheduleFreeNumbers {
+            is_first: step == 1,
+            square: [b2 as f32, (1.0 - b2) as f32],
+            root_factor: bias_corrections(self.betas, step).1 as f32,
+            eps: self.eps as f32,
+            weight_decay: self.weight_decay as f32,
+            c: c as f32,
+            lr: lr as f32,
+            lr_of_weight: (lr * (1.0 - b1 * (1.0 - c))) as f32,
+        }
+    }
+
+    #[inline(always)]
+    fn update(n: &ScheduleFreeNumbers, y: f32, g: f32, [z, v]: [f32; 2]) -> (f32, [f32; 2]) {
+        let z = if n.is_first { y } else { z };
+        let v = v * n.square[0] + g * g * n.square[1];
+        let u = g / (v.sqrt() * n.root_factor + n.eps) + y * n.weight_decay;
+        (y + n.c * (z - y) - n.lr_of_weight * u, [z - n.lr * u, v])
+    }
+}
+
+/// A step's share of the learning rate, and of the average.
+fn warmup(step: u64, steps: u64) -> (f64, f64) {
+    let (t, w) = (step as f64, steps.max(1) as f64);
+    let share = (t / w).min(1.0);
+    // The sum of squares up to the end of the warmup, by its formula, and 1 for each step behind it.
+    let k = t.min(w);
+    let sum = k * (k + 1.0) * (2.0 * k + 1.0) / 6.0 / (w * w) + (t - k);
+    (share, share * share / sum)
+}
+
+/// The numbers of one step.
+#[derive(Clone, Copy, Debug)]
+#[expect(unnameable_types, reason = "only the trait's methods name it")]
+pub struct ScheduleFreeNumbers {
+    is_first: bool,
+    /// `β2`, `1 − β2`.
+    square: [f32; 2],
+    /// `1 / √(1−β2ᵗ)`.
+    root_factor: f32,
+    eps: f32,
+    weight_decay: f32,
+    c: f32,
+    lr: f32,
+    /// `γ·(1 − β1·(1−c))`.
+    lr_of_weight: f32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Optimizer, ParamMut, StepCtl};
+
+    #[test]
+    fn shares_of_the_average_are_squares_of_the_warmup() {
+        for steps in [0, 1, 2, 7] {
+            let mut sum = 0.0;
+            for step in 1..20 {
+                let share = if steps == 0 { 1.0 } else { (step as f64 / steps as f64).min(1.0) };
+                sum += share * share;
+                let (got, c) = warmup(step, steps);
+                assert!((got - share).abs() < 1e-15 && (c - share * share / sum).abs() < 1e-14);
+            }
+        }
+    }
+
+    #[test]
+    fn eval_weights_are_the_average_of_z() {
+        let hyper = ScheduleFreeAdamWHyper { lr: 0.5, betas: (0.75, 0.9), ..Default::default() };
+        let mut optimizer = ScheduleFreeAdamW::with_one_group(hyper, 1).unwrap();
+        let mut weight = [1.0_f32, -2.0];
+        let mut x = [0.0; 2];
+        optimizer.eval_weights(0, Slice::F32(&weight), &mut x).unwrap();
+        assert_eq!(x, weight);
+        let mut sum = [0.0; 2];
+        for step in 1..=4 {
+            let param = ParamMut::new(&mut weight[..], Some(Slice::F32(&[0.5, -0.25])));
+            let _ = optimizer.step(&mut [param], &StepCtl::PLAIN).unwrap();
+            let z = optimizer.state_dict().unwrap().state[&0].tensors["z"].clone();
+            sum.iter_mut().zip(&z).for_each(|(sum, z)| *sum += z);
+            optimizer.eval_weights(0, Slice::F32(&weight), &mut x).unwrap();
+            for (x, sum) in x.iter().zip(sum) {
+                assert!((x - sum / step as f32).abs() < 1e-6, "{x} {sum} {step}");
+            }
+        }
+        let short = optimizer.eval_weights(0, Slice::F32(&weight[..1]), &mut x[..1]);
+        assert!(matches!(short, Err(Error::LengthMismatch { what: "state", .. })));
+        let missing = optimizer.eval_weights(1, Slice::F32(&weight), &mut x);
+        assert!(matches!(missing, Err(Error::MissingParam { index: 1, .. })));
+        let none = ScheduleFreeAdamWHyper { betas: (0.0, 0.9), ..hyper };
+        let refused = ScheduleFreeAdamW::with_one_group(none, 1).unwrap_err().to_string();
+        assert_eq!(refused, "invalid beta parameter at index 0: 0");
+    }
+}

@@ -3,9 +3,9 @@
 use ::amp::{LossScaler, LossScalerOptions};
 use fused_optim::{
     Adadelta, AdadeltaHyper, Adam, AdamHyper, AdamP, AdamPHyper, AdamW, AdamWHyper, BertAdam,
-    BertAdamHyper, Clip, ClipNorm, ClipScope, CosineEps, DType, Lamb, LambHyper, Optimizer,
-    ParamGroup, RmsProp, RmsPropHyper, RmsPropTf, RmsPropTfHyper, Schedule, Sgd, SgdHyper,
-    clip_grad_norm, clip_grad_value,
+    BertAdamHyper, Clip, ClipNorm, ClipScope, CosineEps, DType, Lamb, LambHyper, Lion, LionHyper,
+    Optimizer, ParamGroup, RmsProp, RmsPropHyper, RmsPropTf, RmsPropTfHyper, Schedule, Sgd,
+    SgdHyper, clip_grad_norm, clip_grad_value,
 };
 
 use super::dict::assign;
@@ -298,17 +298,32 @@ fn loss_scale(section: &mut Section, dtype: DType) -> Result<LossScaler> {
 }
 
 /// How an optimizer's table is read: each hyper-parameter under its own name, one that is absent as by default, or by the
-/// function that stands beside it.
+/// function that stands beside it. Those behind `host` are on the host only: a device refuses them
+/// ([`Placement::check`]).
 macro_rules! optimizers {
-    ($($name:literal $build:ident($optimizer:ident, $hyper:ident {
-        $($field:ident $(: $read:ident)?),*
-    });)*) => {
-        /// Ascend's fused nine, with torch_npu's defaults, under the names that their originals have and under Ascend's.
-        /// They are the same, and fused, on any device.
+    (
+        $($name:literal $build:ident($optimizer:ident, $hyper:ident $fields:tt);)*
+        host $($host:literal $build_host:ident($on_host:ident, $host_hyper:ident $host_fields:tt);)*
+    ) => {
+        /// Ascend's fused nine, with torch_npu's defaults, under the names that their originals have and under Ascend's:
+        /// the same, and fused, on any device. Behind them those of the host alone.
         const FUSED: Builtin<OptimizerFactory> =
-            &[$(($name, $build), (concat!("NpuFused", $name), $build)),*];
+            &[
+                $(($name, $build), (concat!("NpuFused", $name), $build),)*
+                $(($host, $build_host)),*
+            ];
 
-        $(fn $build(section: &mut Section) -> Result<OptimizerFactory> {
+        $(maker!($build, $optimizer, $hyper, $fields, placement::optimizer);)*
+        $(maker!($build_host, $on_host, $host_hyper, $host_fields, on_host);)*
+    };
+}
+
+macro_rules! maker {
+    (
+        $build:ident, $optimizer:ident, $hyper:ident, { $($field:ident $(: $read:ident)?),* },
+        $($place:ident)::+
+    ) => {
+        fn $build(section: &mut Section) -> Result<OptimizerFactory> {
             let default = $hyper::default();
             let hyper = $hyper { $($field: read!(section, default, $field $($read)?)),* };
             // A mistake is seen now, not when the parameters are known.
@@ -321,10 +336,17 @@ macro_rules! optimizers {
                     hyper.weight_decay *= group.hyper.weight_decay;
                     ParamGroup::new(hyper, group.params.iter().copied())
                 });
-                Ok(placement::optimizer!(placement, $optimizer, $hyper, groups))
+                Ok($($place)::+!(placement, $optimizer, $hyper, groups))
             }))
-        })*
+        }
     };
+}
+
+macro_rules! on_host {
+    ($placement:expr, $optimizer:ident, $hyper:ident, $groups:expr) => {{
+        let _: &Placement = $placement;
+        Box::new($optimizer::new($groups)?)
+    }};
 }
 
 /// A hyper-parameter.
@@ -361,6 +383,8 @@ optimizers! {
     "SGD" sgd(Sgd, SgdHyper {
         lr: required, momentum, dampening, weight_decay, nesterov, maximize
     });
+    host
+    "Lion" lion(Lion, LionHyper { lr, betas, weight_decay, maximize });
 }
 
 fn required(section: &mut Section, key: &'static str) -> Result<f64> {
@@ -407,8 +431,12 @@ mod tests {
             ("RMSpropTF", "rmsprop_tf"),
             ("SGD", "sgd"),
         ];
-        assert_eq!(FUSED.len(), 2 * kinds.len());
+        assert_eq!(FUSED.len(), 2 * kinds.len() + 1);
         let groups = Paramwise::default().groups(&[]);
+        let lion = build("type = 'Lion'\nbetas = [0.9, 0.98]").unwrap();
+        assert_eq!(lion(&[], &groups, &Placement::host()).unwrap().kind(), "lion");
+        let error = build("type = 'NpuFusedLion'").err().unwrap().to_string();
+        assert!(error.contains("NpuFusedLion"), "{error}");
         for (name, kind) in kinds {
             for name in [name.to_owned(), format!("NpuFused{name}")] {
                 let optimizer = build(&format!("type = '{name}'\nlr = 0.25")).unwrap()(

@@ -458,8 +458,8 @@ impl Placement {
             ComputeDevice::Cuda(_) => ("cuda", format!("; {OFFLOAD} has it on the host")),
         };
         Err(Error::Config(format!(
-            "device = \"{asked}\": the optimizer `{kind}` computes on {on}, not on {name}: the nine that a \
-             configuration can name do, one of a program's own must be made for the device that its maker is \
+            "device = \"{asked}\": the optimizer `{kind}` computes on {on}, not on {name}: the nine \
+             with a name `NpuFused...` do, one of a program's own must be made for the device that its maker is \
              given{other}"
         )))
     }

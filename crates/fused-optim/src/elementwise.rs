@@ -1,4 +1,4 @@
-//! Rules from outside of the crate: what a program implements to get an optimizer of its own.
+//! The trait that a program implements to get an optimizer with an update rule of its own.
 //!
 //! An [`ElementwiseRule`] is the arithmetic of one element. [`CpuOptimizer`](crate::CpuOptimizer) does the rest:
 //! it is the same optimizer that this crate's own rules have. The loop over a block is compiled for each
@@ -74,7 +74,7 @@ pub trait ElementwiseRule:
     const SLOTS: &'static [&'static str];
     /// The state of an element: `[f32; N]`, with `N` of 0 to 3.
     type State: State;
-    /// The numbers of one step, computed once for a group: factors, bias corrections.
+    /// The numbers of one step of a tensor: factors, bias corrections.
     type Numbers: Copy + Send + Sync;
 
     /// Refuses values outside their ranges, for example with [`Error::InvalidHyper`](crate::Error::InvalidHyper).

@@ -159,7 +159,12 @@ impl Fixed {
         if !self.await_all(&shared, std::slice::from_ref(&assigned), queue)? {
             return Ok(false);
         }
-        self.read_assignment(&shared, &assigned)?;
+        let read = self.read_assignment(&shared, &assigned);
+        let told = shared.set(&format!("runner/read/{}", self.node), b"1");
+        if read.is_err() && self.node == 0 {
+            drop(self.await_readers(&shared, queue));
+        }
+        read.and(told.map_err(Error::from))?;
         self.store = Some(store);
         Ok(true)
     }
@@ -285,6 +290,18 @@ impl Fixed {
             master_port: self.port,
             ..Assignment::default()
         };
+        Ok(())
+    }
+
+    /// On node 0, before the store ends with it: waits until the other launchers of this crate have read what
+    /// they compare, so that each can tell the same contradiction.
+    fn await_readers(&self, shared: &PrefixStore, queue: &mut Queue) -> Result<()> {
+        let deadline = Instant::now() + self.options.rdzv.lost_after();
+        for node in 1..self.count {
+            if shared.check(&[&format!("runner/agent/{node}")])? {
+                wait(shared, &[&format!("runner/read/{node}")], deadline, queue)?;
+            }
+        }
         Ok(())
     }
 

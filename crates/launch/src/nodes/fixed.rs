@@ -164,7 +164,8 @@ impl Fixed {
         if read.is_err() && self.node == 0 {
             drop(self.await_readers(&shared, queue));
         }
-        read.and(told.map_err(Error::from))?;
+        read?;
+        told?;
         self.store = Some(store);
         Ok(true)
     }

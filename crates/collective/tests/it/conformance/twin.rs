@@ -18,39 +18,35 @@ fn low<const N: usize>(bits: u64) -> [u8; N] {
     *bits.to_le_bytes().first_chunk().unwrap()
 }
 
-fn reduce_float(op: ReduceOp, ranks: &[f64], single: bool) -> f64 {
-    // With `single` all steps are taken in f32.
-    let round = |x: f64| if single { f64::from(x as f32) } else { x };
-    let scaled = |x: f64| match op {
-        ReduceOp::PreMulSum(factor) => round(x * round(factor.get())),
+/// With `single` all steps are taken in f32.
+fn round(x: f64, single: bool) -> f64 {
+    if single { f64::from(x as f32) } else { x }
+}
+
+fn scaled(op: ReduceOp, x: f64, single: bool) -> f64 {
+    match op {
+        ReduceOp::PreMulSum(factor) => round(x * round(factor.get(), single), single),
         _ => x,
+    }
+}
+
+fn reduce_two(op: ReduceOp, acc: f64, x: f64, single: bool) -> f64 {
+    match op {
+        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => round(acc + x, single),
+        ReduceOp::Product => round(acc * x, single),
+        ReduceOp::Min | ReduceOp::Max if acc.is_nan() || x.is_nan() => f64::NAN,
+        ReduceOp::Min if x < acc => x,
+        ReduceOp::Max if x > acc => x,
+        ReduceOp::Min | ReduceOp::Max => acc,
+        _ => unreachable!("no operator of floats"),
+    }
+}
+
+fn finished(op: ReduceOp, acc: f64, world: usize, single: bool) -> f64 {
+    let acc = match op {
+        ReduceOp::Avg => round(acc * round(1.0 / world as f64, single), single),
+        _ => acc,
     };
-    let mut acc = scaled(ranks[0]);
-    for x in ranks[1..].iter().copied().map(scaled) {
-        acc = match op {
-            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => round(acc + x),
-            ReduceOp::Product => round(acc * x),
-            ReduceOp::Min | ReduceOp::Max if acc.is_nan() || x.is_nan() => f64::NAN,
-            ReduceOp::Min => {
-                if x < acc {
-                    x
-                } else {
-                    acc
-                }
-            }
-            ReduceOp::Max => {
-                if x > acc {
-                    x
-                } else {
-                    acc
-                }
-            }
-            _ => unreachable!("no operator of floats"),
-        };
-    }
-    if op == ReduceOp::Avg {
-        acc = round(acc * round(1.0 / ranks.len() as f64));
-    }
     if acc.is_nan() { f64::NAN } else { acc }
 }
 
@@ -69,8 +65,11 @@ macro_rules! float {
                 self.to_bits().into()
             }
             fn reduce(op: ReduceOp, ranks: &[Self]) -> Self {
-                let ranks: Vec<f64> = ranks.iter().map(|&x| $widen(x)).collect();
-                $narrow(reduce_float(op, &ranks, $single))
+                let mut acc = scaled(op, $widen(ranks[0]), $single);
+                for &x in &ranks[1..] {
+                    acc = reduce_two(op, acc, scaled(op, $widen(x), $single), $single);
+                }
+                $narrow(finished(op, acc, ranks.len(), $single))
             }
         }
     };

@@ -43,7 +43,9 @@ pub struct GroupOptions {
 pub enum Transport {
     /// [`Nccl`](Self::Nccl) if every rank gives a
     /// [CUDA device](GroupOptions::with_cuda_device) and has NCCL, [`Hccl`](Self::Hccl) if every rank
-    /// gives an [NPU](GroupOptions::with_npu_device) and has HCCL. Else [`Host`](Self::Host).
+    /// gives an [NPU](GroupOptions::with_npu_device) and has HCCL. Else [`Host`](Self::Host), or
+    /// [`Tcp`](Self::Tcp) if a rank may not open the memory of another on its machine: that of another user, or
+    /// of a process that is not dumpable (`prctl(2)`, `PR_SET_DUMPABLE`).
     /// [`ProcessGroup::backend_reason`] says why it was which.
     #[default]
     Auto,

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::gloo;
 #[cfg(feature = "hccl")]
 use super::hccl;
+use super::host::sys;
 #[cfg(feature = "nccl")]
 use super::nccl;
 use super::shared_config::{Record, SharedConfig};
@@ -49,6 +50,7 @@ pub(crate) struct Place {
     boot_id: String,
     pid_namespace: String,
     host_id: Option<String>,
+    access: Access,
     net_namespace: String,
     /// Its address towards the store.
     pub(crate) ip: Option<IpAddr>,
@@ -59,6 +61,16 @@ pub(crate) struct Place {
     npu: Option<u32>,
     /// Its libraries for them.
     pub(crate) here: Here,
+}
+
+/// Who may open a process's memory, and whose it may open: `ptrace(2)`, "Ptrace access mode checking".
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct Access {
+    user: u64,
+    /// By processes of the same user.
+    dumpable: bool,
+    /// Any process's, by its capabilities.
+    all: bool,
 }
 
 /// The libraries for devices that a process has, or why it has them not.
@@ -227,6 +239,14 @@ const DEVICES: [(Transport, &str, (&str, &str)); 2] =
     [(Transport::Nccl, "NCCL", ("a", "CUDA device")), (Transport::Hccl, "HCCL", ("an", "NPU"))];
 
 fn choose_for_host(asked: Transport, places: &[Place]) -> (Transport, String) {
+    if asked == Transport::Auto
+        && let Some((rank, of)) = shut_out(places)
+    {
+        let why = format!(
+            "rank {rank} may not open the memory of rank {of}, which runs as another user or is not dumpable"
+        );
+        return (Transport::Tcp, why);
+    }
     let away = places.iter().position(|place| place.machine() != places[0].machine());
     match (asked, away) {
         (Transport::Auto, None) => (Transport::Host, "all ranks are on one machine".into()),
@@ -235,6 +255,15 @@ fn choose_for_host(asked: Transport, places: &[Place]) -> (Transport, String) {
         }
         _ => (asked, "it was asked for".into()),
     }
+}
+
+/// A rank that may not open the memory of another on its machine.
+fn shut_out(places: &[Place]) -> Option<(Rank, Rank)> {
+    let ranks = || places.iter().enumerate();
+    ranks().find_map(|(rank, place)| {
+        let shut = |of: &Place| of.machine() == place.machine() && !place.may_open(of);
+        ranks().find_map(|(of, other)| shut(other).then_some((rank, of)))
+    })
 }
 
 /// Which machine this is, or which container that shares no processes with another.
@@ -261,6 +290,7 @@ impl Place {
             boot_id: boot_id()?,
             pid_namespace: namespace("pid")?,
             host_id: options.host_id.clone(),
+            access: Access::of_this_process()?,
             net_namespace: namespace("net")?,
             ip: store.local_ip(),
             shared: Record::new(),
@@ -268,6 +298,11 @@ impl Place {
             npu: options.npu_device,
             here: Here::default(),
         })
+    }
+
+    fn may_open(&self, other: &Self) -> bool {
+        let (own, theirs) = (&self.access, &other.access);
+        self.pid == other.pid || own.all || (theirs.dumpable && own.user == theirs.user)
     }
 
     /// Its device for a transport.
@@ -296,6 +331,22 @@ impl Place {
     /// Whether two ranks have the same interfaces, the loopback among them.
     pub(crate) fn same_network(&self, other: &Self) -> bool {
         (&self.boot_id, &self.net_namespace) == (&other.boot_id, &other.net_namespace)
+    }
+}
+
+impl Access {
+    fn of_this_process() -> Result<Self> {
+        let status = fs::read_to_string("/proc/thread-self/status")
+            .map_err(|error| Error::io("reading this thread's user and capabilities", &error))?;
+        let field = |name: &str, at: usize, radix: u32| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+            u64::from_str_radix(line.split_whitespace().nth(at)?, radix).ok()
+        };
+        // The effective user; CAP_DAC_OVERRIDE and CAP_SYS_PTRACE.
+        let user = field("Uid:", 1, 10).unwrap_or(0);
+        let capabilities = field("CapEff:", 0, 16).unwrap_or(0);
+        let all = [1, 19].iter().all(|bit| capabilities >> bit & 1 == 1);
+        Ok(Self { user, dumpable: sys::is_dumpable(), all })
     }
 }
 
@@ -482,6 +533,30 @@ pub(crate) mod tests {
         assert_eq!(chosen, Transport::Host);
         assert!(why.contains("rank 2"), "{why}");
         assert_eq!(choose(Transport::Host, &places).0, Transport::Host);
+    }
+
+    #[test]
+    fn ranks_that_may_not_open_one_anothers_memory_are_tcp_unless_asked_otherwise() {
+        let mut places = places(3);
+        for (pid, place) in places.iter_mut().enumerate() {
+            (place.pid, place.access) =
+                (pid as u32, Access { user: 1, dumpable: true, all: false });
+        }
+        assert_eq!(choose(Transport::Auto, &places).0, Transport::Host);
+        let whole = places.clone();
+        places[1].access.dumpable = false;
+        let (chosen, why) = choose(Transport::Auto, &places);
+        assert_eq!(chosen, Transport::Tcp);
+        assert!(why.starts_with("rank 0 may not open the memory of rank 1"), "{why}");
+        assert_eq!(choose(Transport::Host, &places).0, Transport::Host);
+        places.iter_mut().for_each(|place| place.access.all = true);
+        assert_eq!(choose(Transport::Auto, &places).0, Transport::Host);
+        places = whole;
+        places[2].access.user = 2;
+        assert_eq!(choose(Transport::Auto, &places).0, Transport::Tcp);
+        // On a machine of its own nobody opens it.
+        places[2].host_id = Some("elsewhere".into());
+        assert_eq!(choose(Transport::Auto, &places).0, Transport::Host);
     }
 
     #[test]

@@ -378,7 +378,11 @@ pub(super) fn open_fd_of(pid: u32, number: u64) -> Result<Option<std::fs::File>>
     match OpenOptions::new().read(true).write(true).open(&path) {
         Ok(file) => Ok(Some(file)),
         Err(_) if ends(pid) => Ok(None),
-        Err(error) => Err(Error::io(format!("opening a peer's shared memory, {path}"), &error)),
+        Err(error) => {
+            let what =
+                format!("opening a peer's shared memory, {path} (`Transport::Tcp` shares none)");
+            Err(Error::io(what, &error))
+        }
     }
 }
 

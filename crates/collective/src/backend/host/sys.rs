@@ -317,6 +317,12 @@ pub(super) fn page_size() -> usize {
     usize::try_from(bytes).expect("a page has a size")
 }
 
+/// Whether processes of this one's user may open its memory.
+pub(crate) fn is_dumpable() -> bool {
+    // SAFETY: asks for a number.
+    unsafe { libc::prctl(libc::PR_GET_DUMPABLE, 0, 0, 0, 0) == 1 }
+}
+
 fn last_error() -> io::Error {
     io::Error::last_os_error()
 }

@@ -6,6 +6,7 @@ mod carriers;
 mod files;
 mod joining;
 mod killed;
+mod memory;
 mod messages;
 mod mismatch;
 mod stopped;
@@ -249,6 +250,7 @@ pub(crate) fn worker() {
     }
     match &role.scenario[..] {
         "few-files" | "few-files-first" => return files::play(&role),
+        "not-dumpable" => return memory::play(&role),
         "last-no-pidfd" => refuse(&[libc::SYS_pidfd_open], libc::EPERM),
         "last-no-pidfd-nor-waitv" => {
             refuse(&[libc::SYS_pidfd_open, libc::SYS_futex_waitv], libc::EPERM);

@@ -16,7 +16,7 @@ use crate::membership::{Membership, Origin, connect};
 #[cfg(feature = "sim")]
 use crate::sim::{self, Clocks, Network};
 use crate::store::{MemoryStore, Store};
-use crate::verbs::{Message, Verbs, check_bytes};
+use crate::verbs::{Message, Verbs, check_bytes, check_len};
 use crate::work::{Queue, Work};
 use crate::{Element, Error, GroupOptions, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
 
@@ -213,7 +213,7 @@ impl ProcessGroup {
         bufs: &mut [&mut [T]],
         op: ReduceOp,
     ) -> Result<()> {
-        let mut all = concat(bufs);
+        let mut all = bufs.concat();
         self.all_reduce(&mut all, op)?;
         split_back(&all, bufs);
         Ok(())
@@ -226,9 +226,69 @@ impl ProcessGroup {
     ///
     /// As [`broadcast`](Self::broadcast).
     pub fn broadcast_coalesced<T: Element>(&self, bufs: &mut [&mut [T]], root: Rank) -> Result<()> {
-        let mut all = concat(bufs);
+        let mut all = bufs.concat();
         self.broadcast(&mut all, root)?;
         split_back(&all, bufs);
+        Ok(())
+    }
+
+    /// Gathers many small buffers as one, see [`all_reduce_coalesced`](Self::all_reduce_coalesced):
+    /// each output gets what [`all_gather`](Self::all_gather) of its input gives.
+    ///
+    /// Every rank must call it with inputs of the same lengths; the total is compared.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather`](Self::all_gather).
+    pub fn all_gather_coalesced<T: Element>(
+        &self,
+        outputs: &mut [&mut [T]],
+        inputs: &[&[T]],
+    ) -> Result<()> {
+        check_len("list of outputs", outputs.len(), inputs.len())?;
+        for (output, input) in outputs.iter().zip(inputs) {
+            check_len("output", output.len(), input.len().saturating_mul(self.world_size()))?;
+        }
+        let own = inputs.concat();
+        let mut all = vec![T::default(); own.len() * self.world_size()];
+        self.all_gather(&mut all, &own)?;
+        let mut rest = &all[..];
+        for rank in 0..self.world_size() {
+            for (output, input) in outputs.iter_mut().zip(inputs) {
+                let block;
+                (block, rest) = rest.split_at(input.len());
+                copy_slice(&mut output[rank * input.len()..][..input.len()], block);
+            }
+        }
+        Ok(())
+    }
+
+    /// Reduces many small buffers as one, see [`all_reduce_coalesced`](Self::all_reduce_coalesced):
+    /// each output gets what [`reduce_scatter`](Self::reduce_scatter) of its input gives.
+    ///
+    /// Every rank must call it with outputs of the same lengths; the total is compared.
+    ///
+    /// # Errors
+    ///
+    /// As [`reduce_scatter`](Self::reduce_scatter).
+    pub fn reduce_scatter_coalesced<T: Element>(
+        &self,
+        outputs: &mut [&mut [T]],
+        inputs: &[&[T]],
+        op: ReduceOp,
+    ) -> Result<()> {
+        check_len("list of outputs", outputs.len(), inputs.len())?;
+        let mut all = Vec::with_capacity(inputs.iter().map(|input| input.len()).sum());
+        for rank in 0..self.world_size() {
+            for (output, input) in outputs.iter().zip(inputs) {
+                let len = output.len();
+                check_len("input", input.len(), len.saturating_mul(self.world_size()))?;
+                all.extend_from_slice(&input[rank * len..][..len]);
+            }
+        }
+        let mut own = vec![T::default(); all.len() / self.world_size()];
+        self.reduce_scatter(&mut own, &all, op)?;
+        split_back(&own, outputs);
         Ok(())
     }
 
@@ -345,14 +405,6 @@ impl fmt::Debug for ProcessGroup {
             .field("world_size", &self.world_size())
             .finish()
     }
-}
-
-fn concat<T: Element>(bufs: &[&mut [T]]) -> Vec<T> {
-    let mut all = Vec::with_capacity(bufs.iter().map(|buf| buf.len()).sum());
-    for buf in bufs {
-        all.extend_from_slice(buf);
-    }
-    all
 }
 
 fn split_back<T: Element>(mut all: &[T], bufs: &mut [&mut [T]]) {

@@ -82,7 +82,7 @@ mod work;
 
 #[doc(hidden)]
 pub use copy::copy_slice;
-pub use element::{DType, Element};
+pub use element::{DType, Element, F8E4M3, F8E5M2};
 pub use error::{Error, Result};
 pub use init::{Topology, init_process_group};
 pub use options::{Determinism, GroupOptions, Transport};

@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Backend, Patience, host};
+use crate::backend::{Backend, Patience, Wait, host};
 use crate::copy::copy_slice;
 use crate::device::DeviceCalls;
 use crate::flight::{FlightRecord, Recorder, Whose};
@@ -59,6 +59,8 @@ pub struct ProcessGroup {
     pub(crate) backend: Arc<dyn Backend>,
     recorder: Arc<Recorder>,
     pub(crate) membership: Arc<Membership>,
+    /// For the calls made with this value, if not the group's.
+    timeout: Option<Duration>,
 }
 
 impl ProcessGroup {
@@ -142,7 +144,21 @@ impl ProcessGroup {
     pub(crate) fn new(backend: Arc<dyn Backend>, membership: Membership) -> Self {
         let queue = Arc::new(Queue::new(Arc::clone(&backend)));
         let recorder = Arc::new(Recorder::new(&membership.options));
-        Self { queue, backend, recorder, membership: Arc::new(membership) }
+        Self { queue, backend, recorder, membership: Arc::new(membership), timeout: None }
+    }
+
+    /// This membership with another timeout for the calls that are made with the value returned, for
+    /// example `group.with_timeout(limit).all_gather(&mut output, &input)`. The group stays as it is.
+    ///
+    /// As cheap as a clone. This rank waits for `timeout`, shorter or longer than
+    /// [`GroupOptions::timeout`], for each next step of a peer; the other ranks wait as long as they
+    /// asked for themselves. A call that is late fails as one that exceeds the group's timeout does,
+    /// and the group is unusable on all ranks. It holds for the verbs, blocking and asynchronous, for
+    /// [`object`](crate::object)s and for [`device`](Self::device); but
+    /// [`alloc`](Self::alloc), [`rebuild`](Self::rebuild) and the joining of a
+    /// [`split`](Self::split) have the group's timeout.
+    pub fn with_timeout(&self, timeout: Duration) -> Self {
+        Self { timeout: Some(timeout), ..self.clone() }
     }
 
     /// This rank, `0..world_size`.
@@ -301,17 +317,14 @@ impl ProcessGroup {
         self.verbs()?.barrier()
     }
 
-    /// A [`barrier`](Self::barrier) with a deadline of its own: whoever has come says, after
-    /// `timeout`, which ranks have not.
+    /// A [`barrier`](Self::barrier) [with a timeout](Self::with_timeout) of its own.
     ///
     /// # Errors
     ///
     /// [`Error::Timeout`] with the missing ranks, on every rank that came; else as
     /// [`barrier`](Self::barrier).
     pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
-        let mut verbs = self.verbs()?;
-        verbs.wait.timeout = Some(timeout);
-        verbs.barrier()
+        self.with_timeout(timeout).barrier()
     }
 
     /// Obtains a buffer of `count` zeros in memory shared with the peers, where
@@ -367,14 +380,15 @@ impl ProcessGroup {
         if device.compares() {
             self.queue.drain();
         }
-        Ok(DeviceCalls::new(device, &self.recorder))
+        Ok(DeviceCalls::new(device, &self.recorder, self.timeout))
     }
 
     /// What the blocking calls run on, once it is their turn.
     pub(crate) fn verbs(&self) -> Result<Verbs<'_>> {
         self.backend.ready()?;
         self.queue.drain();
-        Ok(Verbs::new(&*self.backend, &self.recorder, Patience::Caller))
+        let wait = Wait { patience: Patience::Caller, timeout: self.timeout };
+        Ok(Verbs::new(&*self.backend, &self.recorder, wait))
     }
 
     /// Queues `run` on `bufs`, after a rehearsal that finds the caller's mistakes.
@@ -386,8 +400,9 @@ impl ProcessGroup {
         self.backend.ready()?;
         Verbs::rehearse(&*self.backend, |verbs| run(verbs, &mut bufs))?;
         let recorder = Arc::clone(&self.recorder);
+        let wait = Wait { patience: Patience::Background, timeout: self.timeout };
         self.queue.submit(bufs, move |backend, bufs| {
-            let result = run(Verbs::new(backend, &recorder, Patience::Background), bufs);
+            let result = run(Verbs::new(backend, &recorder, wait), bufs);
             if let Err(error @ Error::InvalidArgument(_)) = &result {
                 // A buffer has changed its length in flight, and the peers need not wait for it.
                 backend.abort(&error.to_string());

@@ -26,7 +26,7 @@
 //!   left, [`ProcessGroup::split`] subgroups that share no fate with their parent.
 //! * **Buffers in flight are owned.** [`ProcessGroup::all_reduce_async`] and its like take the buffer
 //!   and their [`Work`], which is also a future, gives it back; so forgetting one leaks memory and
-//!   never corrupts it.
+//!   never corrupts it. Within a [`scope`](ProcessGroup::scope) they are borrowed.
 //! * **A failure leaves a record.** [`ProcessGroup::flight_record`] tells what a rank called last and
 //!   how far it got; [`GroupOptions::with_flight_dir`] has it written when the group fails.
 //! * **Shared buffers are faster.** [`ProcessGroup::alloc`] gives memory the ranks share;
@@ -48,6 +48,7 @@ pub mod flight;
 pub mod init;
 pub mod object;
 pub mod reducer;
+pub mod scope;
 #[cfg(feature = "sim")]
 pub mod sim;
 pub mod store;

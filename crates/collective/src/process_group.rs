@@ -55,7 +55,7 @@ use crate::{Element, Error, GroupOptions, OpDesc, Rank, ReduceOp, Result, Shared
 #[derive(Clone)]
 pub struct ProcessGroup {
     // Dropped first: the queue's operations end before the backend says goodbye.
-    queue: Arc<Queue>,
+    pub(crate) queue: Arc<Queue>,
     pub(crate) backend: Arc<dyn Backend>,
     recorder: Arc<Recorder>,
     pub(crate) membership: Arc<Membership>,

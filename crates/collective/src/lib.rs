@@ -23,7 +23,8 @@
 //!   [`ProcessGroup::abort`] ends everybody's waits. After a failure a group is
 //!   [poisoned](Error::Poisoned) on all ranks.
 //! * **Failures are survived.** [`ProcessGroup::rebuild`] makes a new group of the ranks that are
-//!   left, [`ProcessGroup::split`] subgroups that share no fate with their parent.
+//!   left, [`ProcessGroup::split`] subgroups that share no fate with their parent; a [`DeviceMesh`] has
+//!   one for each dimension of a grid.
 //! * **Buffers in flight are owned.** [`ProcessGroup::all_reduce_async`] and its like take the buffer
 //!   and their [`Work`], which is also a future, gives it back; so forgetting one leaks memory and
 //!   never corrupts it. Within a [`scope`](ProcessGroup::scope) they are borrowed.
@@ -67,6 +68,7 @@ mod copy;
 mod element;
 mod error;
 mod membership;
+mod mesh;
 mod op;
 mod options;
 mod process_group;
@@ -86,6 +88,7 @@ pub use copy::copy_slice;
 pub use element::{DType, Element, F8E4M3, F8E5M2};
 pub use error::{Error, Result};
 pub use init::{Topology, init_process_group};
+pub use mesh::DeviceMesh;
 pub use options::{Determinism, GroupOptions, Transport};
 pub use process_group::ProcessGroup;
 pub use reduce_op::ReduceOp;

@@ -130,7 +130,7 @@ impl ProcessGroup {
     ///
     /// What is in flight cannot be touched:
     ///
-    /// ```compile_fail,E0503
+    /// ```compile_fail,E0506
     /// # use collective::{ProcessGroup, ReduceOp};
     /// # fn step(group: &ProcessGroup) {
     /// let mut x = [1.0_f32; 10];

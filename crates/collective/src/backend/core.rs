@@ -314,3 +314,15 @@ pub(crate) fn alone(op: &OpDesc, input: Span<'_>, output: Span<'_>) {
         None => output.copy_from(input),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_that_are_no_bools_become_true() {
+        let mut bytes = [0, 1, 2, 255, 0];
+        make_bools(Span::from_mut(&mut bytes));
+        assert_eq!(bytes, [0, 1, 1, 1, 0]);
+    }
+}

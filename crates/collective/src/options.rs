@@ -75,9 +75,9 @@ pub enum Transport {
     ///
     /// [`ProcessGroup::device`] has the verbs. Two more threads in each process, and the store must
     /// stay where it is while the group lives: it tells who is missing when time is over. The order
-    /// in which NCCL adds is its own, whatever [`Determinism`] says. NCCL has no bit operations and no
-    /// 16-bit integers; these are moved as others of their size, as are `bool` and 8-bit floats, and
-    /// reducing them is [`Unsupported`](crate::Error::Unsupported).
+    /// in which NCCL adds is its own, whatever [`Determinism`] says. NCCL has no bit operations, and
+    /// moves 16-bit integers without reducing them, see [`Unsupported`](crate::Error::Unsupported).
+    /// `bool` and 8-bit floats are bytes to it.
     Nccl,
     /// HCCL for the memory of an Ascend NPU, which [`GroupOptions::with_npu_device`] names; beside it
     /// what [`Host`](Self::Host) is for the memory of the host. Needs the feature `hccl`, and at run

@@ -36,7 +36,7 @@ pub(crate) fn cached(to: Span<'_>, from: Span<'_>) {
 #[doc(hidden)]
 pub fn copy_slice<T: Element>(to: &mut [T], from: &[T]) {
     let (len, size) = (size_of_val(to), size_of_val(from));
-    // SAFETY: borrowed mutably for the call; an element is any bytes of its size.
+    // SAFETY: borrowed mutably for the call; the bytes are those of elements.
     let to = unsafe { Span::new(to.as_mut_ptr().cast(), len) };
     // SAFETY: borrowed for the call, and only copied from.
     cached(to, unsafe { Span::new(from.as_ptr().cast_mut().cast(), size) });

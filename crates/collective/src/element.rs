@@ -1,8 +1,8 @@
 //! Element types: what a collective can move and add.
 //!
-//! [`Element`] is sealed: every backend, kernel and fingerprint knows all nine types, and a type is
-//! only listed here when any pattern of bytes is a value of it, so that memory may be received into
-//! and allocated zeroed.
+//! [`Element`] is sealed: every backend, kernel and fingerprint knows all types. A type is only listed
+//! here when any pattern of bytes is a value of it, so that memory may be received into and allocated
+//! zeroed; except for `bool`, whose bytes a backend makes 0 or 1 before it returns.
 
 use std::fmt;
 
@@ -19,7 +19,7 @@ macro_rules! elements {
 
         impl DType {
             /// Every type, in the order of their codes.
-            pub const ALL: [Self; 9] = [$(Self::$dtype),*];
+            pub const ALL: [Self; 15] = [$(Self::$dtype),*];
 
             /// Bytes of one element.
             pub const fn size(self) -> usize {
@@ -64,12 +64,37 @@ elements! {
     I64 = i64,
     /// Unsigned 64-bit integer.
     U64 = u64,
+    /// Signed 16-bit integer.
+    I16 = i16,
+    /// Unsigned 16-bit integer.
+    U16 = u16,
+    /// Unsigned 32-bit integer.
+    U32 = u32,
+    /// Boolean: one byte, 0 or 1.
+    Bool = bool,
+    /// 8-bit float, see [`F8E4M3`].
+    F8E4M3 = F8E4M3,
+    /// 8-bit float, see [`F8E5M2`].
+    F8E5M2 = F8E5M2,
 }
+
+/// The bits of an 8-bit float with 4 bits of exponent and 3 of mantissa. Can be moved, not reduced.
+#[doc(alias = "float8_e4m3fn")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct F8E4M3(pub u8);
+
+/// The bits of an 8-bit float with 5 bits of exponent and 2 of mantissa. Can be moved, not reduced.
+#[doc(alias = "float8_e5m2")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct F8E5M2(pub u8);
 
 impl DType {
     /// Whether this is a floating-point type.
     pub const fn is_float(self) -> bool {
-        matches!(self, Self::F16 | Self::Bf16 | Self::F32 | Self::F64)
+        use DType::{Bf16, F8E4M3, F8E5M2, F16, F32, F64};
+        matches!(self, F16 | Bf16 | F32 | F64 | F8E4M3 | F8E5M2)
     }
 }
 
@@ -79,7 +104,7 @@ impl fmt::Display for DType {
     }
 }
 
-/// A number that collectives can move: one of the nine types of [`DType`]. Sealed.
+/// A value that collectives can move: one of the types of [`DType`]. Sealed.
 pub trait Element: sealed::Sealed + Copy + Default + fmt::Debug + Send + Sync + 'static {
     /// This type's [`DType`].
     const DTYPE: DType;
@@ -110,6 +135,12 @@ mod tests {
         agrees::<i32>();
         agrees::<i64>();
         agrees::<u64>();
+        agrees::<i16>();
+        agrees::<u16>();
+        agrees::<u32>();
+        agrees::<bool>();
+        agrees::<F8E4M3>();
+        agrees::<F8E5M2>();
     }
 
     #[test]

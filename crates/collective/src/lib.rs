@@ -23,10 +23,11 @@
 //!   [`ProcessGroup::abort`] ends everybody's waits. After a failure a group is
 //!   [poisoned](Error::Poisoned) on all ranks.
 //! * **Failures are survived.** [`ProcessGroup::rebuild`] makes a new group of the ranks that are
-//!   left, [`ProcessGroup::split`] subgroups that share no fate with their parent.
+//!   left, [`ProcessGroup::split`] subgroups that share no fate with their parent; a [`DeviceMesh`] has
+//!   one for each dimension of a grid.
 //! * **Buffers in flight are owned.** [`ProcessGroup::all_reduce_async`] and its like take the buffer
 //!   and their [`Work`], which is also a future, gives it back; so forgetting one leaks memory and
-//!   never corrupts it.
+//!   never corrupts it. Within a [`scope`](ProcessGroup::scope) they are borrowed.
 //! * **A failure leaves a record.** [`ProcessGroup::flight_record`] tells what a rank called last and
 //!   how far it got; [`GroupOptions::with_flight_dir`] has it written when the group fails.
 //! * **Shared buffers are faster.** [`ProcessGroup::alloc`] gives memory the ranks share;
@@ -48,6 +49,7 @@ pub mod flight;
 pub mod init;
 pub mod object;
 pub mod reducer;
+pub mod scope;
 #[cfg(feature = "sim")]
 pub mod sim;
 pub mod store;
@@ -66,6 +68,7 @@ mod copy;
 mod element;
 mod error;
 mod membership;
+mod mesh;
 mod op;
 mod options;
 mod process_group;
@@ -82,9 +85,10 @@ mod work;
 
 #[doc(hidden)]
 pub use copy::copy_slice;
-pub use element::{DType, Element};
+pub use element::{DType, Element, F8E4M3, F8E5M2};
 pub use error::{Error, Result};
 pub use init::{Topology, init_process_group};
+pub use mesh::DeviceMesh;
 pub use options::{Determinism, GroupOptions, Transport};
 pub use process_group::ProcessGroup;
 pub use reduce_op::ReduceOp;

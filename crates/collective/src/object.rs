@@ -66,6 +66,74 @@ where
     lens.iter().enumerate().map(object).collect::<Result<_>>().map(Some)
 }
 
+/// Every rank gets its object of the root's, which has one for each rank, in rank order. The root
+/// gives `Some`, the others may give `None`.
+///
+/// Every rank must call it with the same root. Blocks. A [`scatter`](ProcessGroup::scatter) of 8
+/// bytes, then a [`scatter_v`](ProcessGroup::scatter_v) of the objects.
+///
+/// # Errors
+///
+/// [`Error::InvalidArgument`] if there is no such root; on every rank, if the root gives no list or
+/// one of another length than the group's, or an object that cannot be written or is longer than
+/// [`MAX_OBJECT_BYTES`]; and on the rank concerned if its object cannot be read as a `T`. The group
+/// stays usable. Else as [`ProcessGroup::scatter_v`].
+#[doc(alias = "scatter_object_list")]
+pub fn scatter_object<T>(group: &ProcessGroup, objects: Option<&[T]>, root: Rank) -> Result<T>
+where
+    T: Serialize + DeserializeOwned,
+{
+    let world = group.world_size();
+    let json: Result<Vec<_>> = match objects {
+        _ if group.rank() != root => Ok(Vec::new()),
+        Some(objects) if objects.len() == world => objects.iter().map(write).collect(),
+        _ => {
+            let given = objects.map_or(0, <[T]>::len);
+            let text = format!("scatter_object: the root gives {given} objects to {world} ranks");
+            Err(Error::InvalidArgument(text))
+        }
+    };
+    let none = |_: &Error| vec![NONE; world];
+    let len = |json: &Vec<u8>| json.len() as u64;
+    let lens = json.as_ref().map_or_else(none, |json| json.iter().map(len).collect());
+    let mut own = [0];
+    group.scatter(&mut own, &lens, root)?;
+    let json = json?;
+    let mut own = vec![0; check(root, own[0])?];
+    let lens: Vec<usize> = json.iter().map(Vec::len).collect();
+    group.scatter_v(&mut own, &json.concat(), &lens, root)?;
+    read(root, &own)
+}
+
+/// Sends an object to rank `to`, which must [`recv_object`] it. Only these two take part. Two
+/// messages, of 8 bytes and of the object's length.
+///
+/// # Errors
+///
+/// [`Error::InvalidArgument`], on the receiver too, if the object cannot be written or is longer than
+/// [`MAX_OBJECT_BYTES`]; the group stays usable. Else as [`ProcessGroup::send`].
+#[doc(alias = "send_object_list")]
+pub fn send_object<T: Serialize>(group: &ProcessGroup, object: &T, to: Rank) -> Result<()> {
+    let json = write(object);
+    group.send(&[announce(&json)], to)?;
+    group.send(&json?, to)
+}
+
+/// Receives an object that rank `from` sends with [`send_object`]. Only these two take part.
+///
+/// # Errors
+///
+/// [`Error::InvalidArgument`] if the sender has none that can be sent, or it cannot be read as a `T`;
+/// the group stays usable. Else as [`ProcessGroup::recv`].
+#[doc(alias = "recv_object_list")]
+pub fn recv_object<T: DeserializeOwned>(group: &ProcessGroup, from: Rank) -> Result<T> {
+    let mut len = [0];
+    group.recv(&mut len, from)?;
+    let mut json = vec![0; check(from, len[0])?];
+    group.recv(&mut json, from)?;
+    read(from, &json)
+}
+
 /// Every rank gets the root's object. The root gives `Some`, the others may give `None`.
 ///
 /// Every rank must call it with the same root. Blocks. Two collectives, of 8 bytes and of the

@@ -163,7 +163,7 @@ impl OpDesc {
             && !op.supports(self.dtype)
         {
             return Err(Error::InvalidArgument(format!(
-                "{}: {op} is not defined for {}",
+                "{}: {op} is not defined for {}, see ReduceOp::supports",
                 self.verb, self.dtype
             )));
         }

@@ -77,7 +77,9 @@ pub enum Transport {
     ///
     /// [`ProcessGroup::device`] has the verbs. Two more threads in each process, and the store must
     /// stay where it is while the group lives: it tells who is missing when time is over. The order
-    /// in which NCCL adds is its own, whatever [`Determinism`] says.
+    /// in which NCCL adds is its own, whatever [`Determinism`] says. NCCL has no bit operations, and
+    /// moves 16-bit integers without reducing them, see [`Unsupported`](crate::Error::Unsupported).
+    /// `bool` and 8-bit floats are bytes to it.
     Nccl,
     /// HCCL for the memory of an Ascend NPU, which [`GroupOptions::with_npu_device`] names; beside it
     /// what [`Host`](Self::Host) is for the memory of the host. Needs the feature `hccl`, and at run

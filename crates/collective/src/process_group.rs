@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Backend, Patience, host};
+use crate::backend::{Backend, Patience, Wait, host};
 use crate::copy::copy_slice;
 use crate::device::DeviceCalls;
 use crate::flight::{FlightRecord, Recorder, Whose};
@@ -16,7 +16,7 @@ use crate::membership::{Membership, Origin, connect};
 #[cfg(feature = "sim")]
 use crate::sim::{self, Clocks, Network};
 use crate::store::{MemoryStore, Store};
-use crate::verbs::{Message, Verbs, check_bytes};
+use crate::verbs::{Message, Verbs, check_bytes, check_len};
 use crate::work::{Queue, Work};
 use crate::{Element, Error, GroupOptions, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
 
@@ -55,10 +55,12 @@ use crate::{Element, Error, GroupOptions, OpDesc, Rank, ReduceOp, Result, Shared
 #[derive(Clone)]
 pub struct ProcessGroup {
     // Dropped first: the queue's operations end before the backend says goodbye.
-    queue: Arc<Queue>,
+    pub(crate) queue: Arc<Queue>,
     pub(crate) backend: Arc<dyn Backend>,
     recorder: Arc<Recorder>,
     pub(crate) membership: Arc<Membership>,
+    /// For the calls made with this value, if not the group's.
+    timeout: Option<Duration>,
 }
 
 impl ProcessGroup {
@@ -142,7 +144,21 @@ impl ProcessGroup {
     pub(crate) fn new(backend: Arc<dyn Backend>, membership: Membership) -> Self {
         let queue = Arc::new(Queue::new(Arc::clone(&backend)));
         let recorder = Arc::new(Recorder::new(&membership.options));
-        Self { queue, backend, recorder, membership: Arc::new(membership) }
+        Self { queue, backend, recorder, membership: Arc::new(membership), timeout: None }
+    }
+
+    /// This membership with another timeout for the calls that are made with the value returned, for
+    /// example `group.with_timeout(limit).all_gather(&mut output, &input)`. The group stays as it is.
+    ///
+    /// As cheap as a clone. This rank waits for `timeout`, shorter or longer than
+    /// [`GroupOptions::timeout`], for each next step of a peer; the other ranks wait as long as they
+    /// asked for themselves. A call that is late fails as one that exceeds the group's timeout does,
+    /// and the group is unusable on all ranks. It holds for the verbs, blocking and asynchronous, for
+    /// [`object`](crate::object)s and for [`device`](Self::device); but
+    /// [`alloc`](Self::alloc), [`rebuild`](Self::rebuild) and the joining of a
+    /// [`split`](Self::split) have the group's timeout.
+    pub fn with_timeout(&self, timeout: Duration) -> Self {
+        Self { timeout: Some(timeout), ..self.clone() }
     }
 
     /// This rank, `0..world_size`.
@@ -213,7 +229,7 @@ impl ProcessGroup {
         bufs: &mut [&mut [T]],
         op: ReduceOp,
     ) -> Result<()> {
-        let mut all = concat(bufs);
+        let mut all = bufs.concat();
         self.all_reduce(&mut all, op)?;
         split_back(&all, bufs);
         Ok(())
@@ -226,9 +242,69 @@ impl ProcessGroup {
     ///
     /// As [`broadcast`](Self::broadcast).
     pub fn broadcast_coalesced<T: Element>(&self, bufs: &mut [&mut [T]], root: Rank) -> Result<()> {
-        let mut all = concat(bufs);
+        let mut all = bufs.concat();
         self.broadcast(&mut all, root)?;
         split_back(&all, bufs);
+        Ok(())
+    }
+
+    /// Gathers many small buffers as one, see [`all_reduce_coalesced`](Self::all_reduce_coalesced):
+    /// each output gets what [`all_gather`](Self::all_gather) of its input gives.
+    ///
+    /// Every rank must call it with inputs of the same lengths; the total is compared.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather`](Self::all_gather).
+    pub fn all_gather_coalesced<T: Element>(
+        &self,
+        outputs: &mut [&mut [T]],
+        inputs: &[&[T]],
+    ) -> Result<()> {
+        check_len("list of outputs", outputs.len(), inputs.len())?;
+        for (output, input) in outputs.iter().zip(inputs) {
+            check_len("output", output.len(), input.len().saturating_mul(self.world_size()))?;
+        }
+        let own = inputs.concat();
+        let mut all = vec![T::default(); own.len() * self.world_size()];
+        self.all_gather(&mut all, &own)?;
+        let mut rest = &all[..];
+        for rank in 0..self.world_size() {
+            for (output, input) in outputs.iter_mut().zip(inputs) {
+                let block;
+                (block, rest) = rest.split_at(input.len());
+                copy_slice(&mut output[rank * input.len()..][..input.len()], block);
+            }
+        }
+        Ok(())
+    }
+
+    /// Reduces many small buffers as one, see [`all_reduce_coalesced`](Self::all_reduce_coalesced):
+    /// each output gets what [`reduce_scatter`](Self::reduce_scatter) of its input gives.
+    ///
+    /// Every rank must call it with outputs of the same lengths; the total is compared.
+    ///
+    /// # Errors
+    ///
+    /// As [`reduce_scatter`](Self::reduce_scatter).
+    pub fn reduce_scatter_coalesced<T: Element>(
+        &self,
+        outputs: &mut [&mut [T]],
+        inputs: &[&[T]],
+        op: ReduceOp,
+    ) -> Result<()> {
+        check_len("list of outputs", outputs.len(), inputs.len())?;
+        let mut all = Vec::with_capacity(inputs.iter().map(|input| input.len()).sum());
+        for rank in 0..self.world_size() {
+            for (output, input) in outputs.iter().zip(inputs) {
+                let len = output.len();
+                check_len("input", input.len(), len.saturating_mul(self.world_size()))?;
+                all.extend_from_slice(&input[rank * len..][..len]);
+            }
+        }
+        let mut own = vec![T::default(); all.len() / self.world_size()];
+        self.reduce_scatter(&mut own, &all, op)?;
+        split_back(&own, outputs);
         Ok(())
     }
 
@@ -241,17 +317,14 @@ impl ProcessGroup {
         self.verbs()?.barrier()
     }
 
-    /// A [`barrier`](Self::barrier) with a deadline of its own: whoever has come says, after
-    /// `timeout`, which ranks have not.
+    /// A [`barrier`](Self::barrier) [with a timeout](Self::with_timeout) of its own.
     ///
     /// # Errors
     ///
     /// [`Error::Timeout`] with the missing ranks, on every rank that came; else as
     /// [`barrier`](Self::barrier).
     pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
-        let mut verbs = self.verbs()?;
-        verbs.wait.timeout = Some(timeout);
-        verbs.barrier()
+        self.with_timeout(timeout).barrier()
     }
 
     /// Obtains a buffer of `count` zeros in memory shared with the peers, where
@@ -307,14 +380,15 @@ impl ProcessGroup {
         if device.compares() {
             self.queue.drain();
         }
-        Ok(DeviceCalls::new(device, &self.recorder))
+        Ok(DeviceCalls::new(device, &self.recorder, self.timeout))
     }
 
     /// What the blocking calls run on, once it is their turn.
     pub(crate) fn verbs(&self) -> Result<Verbs<'_>> {
         self.backend.ready()?;
         self.queue.drain();
-        Ok(Verbs::new(&*self.backend, &self.recorder, Patience::Caller))
+        let wait = Wait { patience: Patience::Caller, timeout: self.timeout };
+        Ok(Verbs::new(&*self.backend, &self.recorder, wait))
     }
 
     /// Queues `run` on `bufs`, after a rehearsal that finds the caller's mistakes.
@@ -326,8 +400,9 @@ impl ProcessGroup {
         self.backend.ready()?;
         Verbs::rehearse(&*self.backend, |verbs| run(verbs, &mut bufs))?;
         let recorder = Arc::clone(&self.recorder);
+        let wait = Wait { patience: Patience::Background, timeout: self.timeout };
         self.queue.submit(bufs, move |backend, bufs| {
-            let result = run(Verbs::new(backend, &recorder, Patience::Background), bufs);
+            let result = run(Verbs::new(backend, &recorder, wait), bufs);
             if let Err(error @ Error::InvalidArgument(_)) = &result {
                 // A buffer has changed its length in flight, and the peers need not wait for it.
                 backend.abort(&error.to_string());
@@ -345,14 +420,6 @@ impl fmt::Debug for ProcessGroup {
             .field("world_size", &self.world_size())
             .finish()
     }
-}
-
-fn concat<T: Element>(bufs: &[&mut [T]]) -> Vec<T> {
-    let mut all = Vec::with_capacity(bufs.iter().map(|buf| buf.len()).sum());
-    for buf in bufs {
-        all.extend_from_slice(buf);
-    }
-    all
 }
 
 fn split_back<T: Element>(mut all: &[T], bufs: &mut [&mut [T]]) {

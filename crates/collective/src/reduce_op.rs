@@ -14,6 +14,8 @@ use crate::DType;
 /// * `Avg` is the rank-order sum times `1 / world_size`. Floating-point types only.
 /// * `PreMulSum` multiplies each number, then adds: two roundings, never a fused one.
 /// * Integers wrap.
+/// * `bool` has two operators: `Max` is or, `Min` is and.
+/// * [`F8E4M3`](crate::F8E4M3) and [`F8E5M2`](crate::F8E5M2) have none.
 /// * `Min` and `Max` give NaN if any rank has one; of two zeros the one of the lower rank is kept.
 /// * A NaN result is always the positive quiet NaN without payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -119,10 +121,13 @@ impl ReduceOp {
 
     /// Whether the operator is defined for the type.
     pub const fn supports(self, dtype: DType) -> bool {
-        match self {
-            Self::Sum | Self::Product | Self::Min | Self::Max => true,
-            Self::Avg | Self::PreMulSum(_) => dtype.is_float(),
-            Self::BitAnd | Self::BitOr | Self::BitXor => !dtype.is_float(),
+        match (self, dtype) {
+            (_, DType::F8E4M3 | DType::F8E5M2) => false,
+            (Self::Min | Self::Max, _) => true,
+            (_, DType::Bool) => false,
+            (Self::Sum | Self::Product, _) => true,
+            (Self::Avg | Self::PreMulSum(_), _) => dtype.is_float(),
+            (Self::BitAnd | Self::BitOr | Self::BitXor, _) => !dtype.is_float(),
         }
     }
 }
@@ -161,5 +166,12 @@ mod tests {
         assert!(!ReduceOp::Avg.supports(DType::I64));
         assert!(!ReduceOp::BitOr.supports(DType::F32));
         assert!(ReduceOp::BitOr.supports(DType::U8));
+    }
+
+    #[test]
+    fn bools_have_two_operators_and_8_bit_floats_none() {
+        let of = |dtype| ReduceOp::ALL.into_iter().filter(move |op| op.supports(dtype));
+        assert!(of(DType::Bool).eq([ReduceOp::Min, ReduceOp::Max]));
+        assert_eq!(of(DType::F8E4M3).chain(of(DType::F8E5M2)).next(), None);
     }
 }

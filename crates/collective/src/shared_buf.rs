@@ -46,7 +46,7 @@ impl<T: Element> Deref for SharedBuf<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: `count` elements are mapped and aligned (checked in `new`), any bytes are an `Element`,
+        // SAFETY: `count` elements are mapped and aligned (checked in `new`), they hold `Element`s,
         // and nobody writes while `self` is borrowed and no operation runs on it.
         unsafe { std::slice::from_raw_parts(self.raw.ptr.cast().as_ptr(), self.count) }
     }

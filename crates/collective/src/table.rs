@@ -1,12 +1,14 @@
-//! The table of verbs: of each verb on buffers its name and arguments, once, with both of its forms.
+//! The table of verbs: of each verb on buffers its name and arguments, once, with all of its forms.
 //!
 //! The blocking form runs the verb's function in [`verbs`](crate::verbs), where its checks are, on the
 //! caller's thread. The asynchronous form owns its buffers; it runs the same function, first as a
-//! rehearsal on the caller's thread, for the checks, then on the group's communication thread. The verbs
-//! of messages and the barrier, whose arguments are like no other's, follow the table.
+//! rehearsal on the caller's thread, for the checks, then on the group's communication thread. The scoped
+//! form is an asynchronous one that borrows them. The verbs of messages and the barrier, whose arguments
+//! are like no other's, follow the table.
 
 #[cfg(doc)]
 use crate::Error;
+use crate::scope::{Scope, ScopedWork};
 use crate::verbs::Message;
 use crate::work::{Buffer, Work};
 use crate::{Element, ProcessGroup, Rank, ReduceOp, Result};
@@ -14,21 +16,21 @@ use crate::{Element, ProcessGroup, Rank, ReduceOp, Result};
 /// Messages that a batch owns: each a buffer, and the rank it goes to or comes from.
 type Addressed<B> = Vec<(B, Rank)>;
 
-/// An argument of a blocking form, by kind.
+/// An argument of a blocking or a scoped form, by kind.
 macro_rules! borrowed {
-    (out $T:ident) => {
-        &mut [$T]
+    (out $T:ident $($life:lifetime)?) => {
+        &$($life)? mut [$T]
     };
-    (input $T:ident) => {
-        &[$T]
+    (input $T:ident $($life:lifetime)?) => {
+        &$($life)? [$T]
     };
-    (op $T:ident) => {
+    (op $T:ident $($life:lifetime)?) => {
         ReduceOp
     };
-    (root $T:ident) => {
+    (root $T:ident $($life:lifetime)?) => {
         Rank
     };
-    (counts $T:ident) => {
+    (counts $T:ident $($life:lifetime)?) => {
         &[usize]
     };
 }
@@ -64,12 +66,6 @@ macro_rules! kept {
 
 /// A kept argument as the blocking form takes it.
 macro_rules! lent {
-    (out $arg:ident) => {
-        $arg.as_mut_slice()
-    };
-    (input $arg:ident) => {
-        $arg.as_mut_slice()
-    };
     (counts $arg:ident) => {
         &$arg
     };
@@ -84,7 +80,10 @@ macro_rules! asynchronous {
         $(#[$doc])*
         pub fn $form<B: Buffer>(&self, $($arg: owned!($kind B B)),+) -> Result<Work<B>> {
             $(let $arg = kept!($kind $arg);)+
-            self.submit($buf, move |verbs, $buf| verbs.$verb($(lent!($kind $arg)),+))
+            self.submit($buf, move |verbs, $buf| {
+                let $buf = $buf.as_mut_slice();
+                verbs.$verb($(lent!($kind $arg)),+)
+            })
         }
     };
     (($(#[$doc:meta])*) $form:ident($out:ident, $in:ident) $verb:ident($($arg:ident: $kind:ident),+)) => {
@@ -96,8 +95,32 @@ macro_rules! asynchronous {
         {
             $(let $arg = kept!($kind $arg);)+
             self.submit(($out, $in), move |verbs, ($out, $in)| {
+                let ($out, $in) = ($out.as_mut_slice(), $in.as_mut_slice());
                 verbs.$verb($(lent!($kind $arg)),+)
             })
+        }
+    };
+}
+
+/// A scoped form, of one buffer or of two.
+macro_rules! scoped {
+    (($(#[$doc:meta])*) ($buf:ident) $verb:ident($($arg:ident: $kind:ident),+)) => {
+        scoped! { ($(#[$doc])*) ($buf, _input = &[]) $verb($($arg: $kind),+) }
+    };
+    (($(#[$doc:meta])*) ($out:ident, $in:ident) $verb:ident($($arg:ident: $kind:ident),+)) => {
+        scoped! { ($(#[$doc])*) ($out, $in = $in) $verb($($arg: $kind),+) }
+    };
+    (
+        ($(#[$doc:meta])*) ($out:ident, $in:ident = $from:expr)
+        $verb:ident($($arg:ident: $kind:ident),+)
+    ) => {
+        $(#[$doc])*
+        pub fn $verb<T: Element>(
+            &'scope self,
+            $($arg: borrowed!($kind T 'scope)),+
+        ) -> Result<ScopedWork<'scope, T>> {
+            $(let $arg = kept!($kind $arg);)+
+            self.submit($out, $from, move |verbs, $out, $in| verbs.$verb($(lent!($kind $arg)),+))
         }
     };
 }
@@ -140,6 +163,22 @@ macro_rules! table {
                     $form($($buf),+) $verb($($arg: $kind),+)
                 }
             )+
+        }
+
+        /// The verbs on buffers, borrowed until the [scope](ProcessGroup::scope) ends.
+        impl<'scope> Scope<'scope, '_> {
+            $(scoped! {
+                (
+                    #[doc = concat!("Starts [`", stringify!($verb), "`](ProcessGroup::", stringify!($verb), ") and")]
+                    /// returns; the result comes with [`ScopedWork::wait`], or when the scope ends.
+                    ///
+                    /// # Errors
+                    ///
+                    /// [`Error::InvalidArgument`], or the group's earlier failure. What happens in flight is
+                    /// reported by [`ScopedWork::wait`].
+                )
+                ($($buf),+) $verb($($arg: $kind),+)
+            })+
         }
     };
 }

@@ -43,19 +43,15 @@ impl<'a> Message<'a> {
 /// A backend, and how to wait on it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Verbs<'a> {
-    pub(crate) backend: &'a dyn Backend,
-    pub(crate) wait: Wait,
+    backend: &'a dyn Backend,
+    wait: Wait,
     /// Sees every step; without one this is a rehearsal, which ends at the first.
     recorder: Option<&'a Recorder>,
 }
 
 impl<'a> Verbs<'a> {
-    pub(crate) fn new(
-        backend: &'a dyn Backend,
-        recorder: &'a Recorder,
-        patience: Patience,
-    ) -> Self {
-        Self { backend, wait: Wait { patience, timeout: None }, recorder: Some(recorder) }
+    pub(crate) fn new(backend: &'a dyn Backend, recorder: &'a Recorder, wait: Wait) -> Self {
+        Self { backend, wait, recorder: Some(recorder) }
     }
 
     /// What `call` would find wrong before anything is sent: runs it up to its first step, which is

@@ -261,7 +261,11 @@ impl<C: Carrier> Backend for C {
         let input = unsafe { Span::new(bufs.input.cast_mut(), op.input_count(world) * size) };
         // SAFETY: the caller's promise.
         let output = unsafe { Span::new(bufs.output, op.output_count(world) * size) };
-        core.note_failure(self.perform(op, input, output, wait))
+        let result = self.perform(op, input, output, wait);
+        if op.dtype == DType::Bool {
+            make_bools(output);
+        }
+        core.note_failure(result)
     }
 
     unsafe fn exchange(&self, op: &OpDesc, transfers: &[Transfer], wait: Wait) -> Result<()> {
@@ -276,8 +280,12 @@ impl<C: Carrier> Backend for C {
             let memory = unsafe { Span::new(ptr, count * dtype.size()) };
             Block { peer, way, dtype, count, memory }
         };
-        let blocks = transfers.iter().map(block).collect();
-        core.note_failure(self.trade(op, blocks, wait))
+        let blocks: Vec<_> = transfers.iter().map(block).collect();
+        let received = |block: &&Block<'_>| block.way == Way::In && block.dtype == DType::Bool;
+        let bools: Vec<_> = blocks.iter().filter(received).map(|block| block.memory).collect();
+        let result = self.trade(op, blocks, wait);
+        bools.into_iter().for_each(make_bools);
+        core.note_failure(result)
     }
 
     fn alloc(&self, dtype: DType, count: usize) -> Result<RawShared> {
@@ -292,10 +300,29 @@ impl<C: Carrier> Backend for C {
     }
 }
 
+/// Makes every byte a `bool`: a peer may have sent any.
+fn make_bools(memory: Span<'_>) {
+    // SAFETY: the operation is over, so only this rank touches its output, which may be written.
+    let bytes = unsafe { std::slice::from_raw_parts_mut(memory.ptr(), memory.len()) };
+    bytes.iter_mut().filter(|byte| **byte > 1).for_each(|byte| *byte = 1);
+}
+
 /// A group of one: the verbs without the peers.
 pub(crate) fn alone(op: &OpDesc, input: Span<'_>, output: Span<'_>) {
     match op.op {
         Some(reduce) => simd::fold(op.dtype, reduce, &[output], &[input]),
         None => output.copy_from(input),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_that_are_no_bools_become_true() {
+        let mut bytes = [0, 1, 2, 255, 0];
+        make_bools(Span::from_mut(&mut bytes));
+        assert_eq!(bytes, [0, 1, 1, 1, 0]);
     }
 }

@@ -42,7 +42,8 @@ use crate::{DType, Rank, Result};
 pub struct RawBufs {
     /// [`OpDesc::input_count`] elements. For verbs that work in place, the same as `output`.
     pub input: *const u8,
-    /// [`OpDesc::output_count`] elements.
+    /// [`OpDesc::output_count`] elements. Those of [`DType::Bool`] must be 0 or 1 when the call
+    /// returns, well or not.
     pub output: *mut u8,
 }
 

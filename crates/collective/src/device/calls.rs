@@ -48,8 +48,12 @@ pub struct DeviceCalls<'a> {
 }
 
 impl<'a> DeviceCalls<'a> {
-    pub(crate) fn new(backend: &'a dyn DeviceBackend, recorder: &'a Arc<Recorder>) -> Self {
-        Self { backend, recorder, ops: Vec::new(), steps: Vec::new(), timeout: None }
+    pub(crate) fn new(
+        backend: &'a dyn DeviceBackend,
+        recorder: &'a Arc<Recorder>,
+        timeout: Option<Duration>,
+    ) -> Self {
+        Self { backend, recorder, ops: Vec::new(), steps: Vec::new(), timeout }
     }
 
     /// The device's name, for example `cuda:3`.

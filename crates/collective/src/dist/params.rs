@@ -8,7 +8,7 @@
 use half::{bf16, f16};
 
 use super::several;
-use crate::{DType, Element, ProcessGroup, ReduceOp, Result};
+use crate::{DType, Element, F8E4M3, F8E5M2, ProcessGroup, ReduceOp, Result};
 
 /// How many operations [`all_reduce_params`] makes. The bits do not depend on it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -93,6 +93,12 @@ params! {
     I32(i32),
     I64(i64),
     U64(u64),
+    I16(i16),
+    U16(u16),
+    U32(u32),
+    Bool(bool),
+    F8E4M3(F8E4M3),
+    F8E5M2(F8E5M2),
 }
 
 /// Reduces parameters or buffers of a model, in place; every rank gets the result, with the same
@@ -184,7 +190,7 @@ mod tests {
     proptest! {
         #[test]
         fn every_parameter_is_in_one_bucket_of_its_type_within_the_limit(
-            shapes in proptest::collection::vec((0..9_usize, 0..20_usize), 0..40),
+            shapes in proptest::collection::vec((0..DType::ALL.len(), 0..20_usize), 0..40),
             limit in 0..200_usize,
         ) {
             let shapes: Vec<_> =

@@ -69,7 +69,7 @@ impl Detour {
         work.wait()?;
         self.work = None;
         let (ptr, len) = (to.as_mut_ptr().cast(), size_of_val(to));
-        // SAFETY: any bytes are an `Element`, and the slice is borrowed exclusively.
+        // SAFETY: any bytes are a float, and the slice is borrowed exclusively.
         let bytes = unsafe { std::slice::from_raw_parts_mut(ptr, len) };
         // SAFETY: memory of the group's device, whose work is over.
         unsafe { backend(&self.lane.group).download(bytes, self.buf) }

@@ -10,7 +10,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{BucketPlan, ParamInfo, Place, ReducerOptions};
-use crate::{DType, Error, ProcessGroup, Result, object};
+use crate::{DType, Error, ProcessGroup, ReduceOp, Result, object};
 
 /// Parameters, their gradients' states, and the pass under way.
 #[derive(Debug)]
@@ -81,7 +81,7 @@ impl Ledger {
         params: Vec<ParamInfo>,
         options: ReducerOptions,
     ) -> Result<Self> {
-        if let Some(param) = params.iter().find(|param| !param.dtype.is_float()) {
+        if let Some(param) = params.iter().find(|param| !ReduceOp::Avg.supports(param.dtype)) {
             let what = format!("{} gradients (parameter {})", param.dtype, param.name);
             return Err(Error::Unsupported { backend: "reducer", what });
         }

@@ -68,17 +68,17 @@ float!(f64, f64, identity, identity, identity);
 float!(f16, f32, f16::to_f32, f16::from_f32, |factor| factor as f32);
 float!(bf16, f32, bf16::to_f32, bf16::from_f32, |factor| factor as f32);
 
-/// An integer type.
-pub(super) trait Integer:
+/// An unsigned integer type.
+pub(super) trait Unsigned:
     Element + Ord + BitAnd<Output = Self> + BitOr<Output = Self> + BitXor<Output = Self>
 {
     fn add(self, other: Self) -> Self;
     fn mul(self, other: Self) -> Self;
 }
 
-macro_rules! integer {
+macro_rules! unsigned {
     ($($type:ty),*) => {$(
-        impl Integer for $type {
+        impl Unsigned for $type {
             #[inline]
             fn add(self, other: Self) -> Self {
                 self.wrapping_add(other)
@@ -91,7 +91,7 @@ macro_rules! integer {
     )*};
 }
 
-integer!(i8, u8, i32, i64, u64);
+unsigned!(u8, u16, u32, u64);
 
 /// Folds floating-point numbers, those in a range of bytes.
 pub(super) fn fold_float<T: Float>(
@@ -124,8 +124,24 @@ pub(super) fn fold_float<T: Float>(
     }
 }
 
-/// Folds integers, those in a range of bytes.
-pub(super) fn fold_integer<T: Integer>(
+/// Folds signed integers, those in a range of bytes: only order depends on the sign, so all other
+/// operators are those of `U`, the unsigned type of the same size.
+pub(super) fn fold_signed<T: Element + Ord, U: Unsigned>(
+    op: ReduceOp,
+    outs: &[Span<'_>],
+    sources: &[Span<'_>],
+    bytes: Range<usize>,
+) {
+    let one = |acc: T| acc;
+    match op {
+        ReduceOp::Min => fold(outs, sources, bytes, one, T::min, one, one),
+        ReduceOp::Max => fold(outs, sources, bytes, one, T::max, one, one),
+        _ => fold_unsigned::<U>(op, outs, sources, bytes),
+    }
+}
+
+/// Folds unsigned integers, those in a range of bytes.
+pub(super) fn fold_unsigned<T: Unsigned>(
     op: ReduceOp,
     outs: &[Span<'_>],
     sources: &[Span<'_>],
@@ -241,6 +257,6 @@ fn store<T: Element>(outs: &[Span<'_>], offset: usize, block: &mut [T]) {
 }
 
 fn bytes_of<T: Element>(block: &mut [T]) -> Span<'_> {
-    // SAFETY: the borrow lasts as long as the span, and any bytes are values of an `Element`.
+    // SAFETY: the borrow lasts as long as the span, and any bytes are values of the types that are folded.
     unsafe { Span::new(block.as_mut_ptr().cast(), size_of_val(block)) }
 }

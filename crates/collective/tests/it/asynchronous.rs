@@ -367,3 +367,65 @@ fn a_fork_does_not_wait_for_what_its_parent_started() {
         |group| group.barrier().unwrap(),
     );
 }
+
+#[test]
+fn scoped_forms_borrow_and_give_what_the_blocking_ones_give() {
+    for world in 1..=3 {
+        common::threads(world, TIMEOUT, |group| {
+            let (rank, counts) = (group.rank(), (1..=world).collect::<Vec<_>>());
+            let (own, total) = (input(rank, counts[rank]), counts.iter().sum());
+            let (mut sum, mut all) = (input(rank, 5000), vec![0; total]);
+            let (mut wanted, mut wanted_all) = (sum.clone(), all.clone());
+            group.all_reduce(&mut wanted, ReduceOp::Sum).unwrap();
+            group.all_gather_v(&mut wanted_all, &own, &counts).unwrap();
+            group.scope(|scope| {
+                let sum = scope.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+                let all = scope.all_gather_v(&mut all, &own, &counts).unwrap();
+                assert_eq!(sum.wait().unwrap(), wanted);
+                let all = all.wait().unwrap();
+                assert_eq!(all, wanted_all);
+                // It is the caller's memory.
+                all[0] = -1;
+            });
+            assert_eq!((sum, all[0]), (wanted, -1));
+        });
+    }
+}
+
+/// Forgotten, and with a panic: either way the scope ends after its operations.
+#[test]
+fn a_scope_waits_for_operations_that_nobody_waits_for() {
+    for panics in [false, true] {
+        held_back(
+            |group, let_go| {
+                let mut sum = vec![1; 70_000];
+                let scope = std::panic::AssertUnwindSafe(|| {
+                    group.scope(|scope| {
+                        std::mem::forget(scope.all_reduce(&mut sum, ReduceOp::Sum).unwrap());
+                        let_go();
+                        if panics {
+                            std::panic::resume_unwind(Box::new("part of a test"));
+                        }
+                    });
+                });
+                assert_eq!(std::panic::catch_unwind(scope).is_err(), panics);
+                assert_eq!(sum, vec![2; 70_000]);
+            },
+            |group| group.all_reduce(&mut vec![1; 70_000], ReduceOp::Sum).unwrap(),
+        );
+    }
+}
+
+#[test]
+fn scoped_errors_come_at_once_for_mistakes_and_by_wait_for_failures() {
+    held_back_failing(|group| {
+        let mut sum = [1; 9];
+        group.scope(|scope| {
+            let error = scope.broadcast::<i32>(&mut [], 2).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
+            let work = scope.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+            let error = work.wait().unwrap_err();
+            assert!(matches!(error, Error::Aborted { by: 1, .. }), "{error}");
+        });
+    });
+}

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use crate::common::{self, Role, Workers};
 use collective::{
-    Error, GroupOptions, MemoryStore, ProcessGroup, Rank, ReduceOp, Result, Store, TcpStore,
+    DeviceMesh, Error, GroupOptions, MemoryStore, ProcessGroup, Rank, ReduceOp, Result, Store,
+    TcpStore,
     backend::{Backend, Connect},
     store::TcpStoreServer,
 };
@@ -99,6 +100,54 @@ fn subgroups_of_processes() {
         let ranks: Vec<_> = (0..world).collect();
         Workers::start("split::suite", world, &ranks, TIMEOUT).finish();
     }
+}
+
+#[test]
+fn a_mesh_has_a_group_for_each_dimension() {
+    common::threads(12, TIMEOUT, |group| {
+        let mesh = DeviceMesh::new(&group, &[("pp", 2), ("dp", 3), ("tp", 2)]).unwrap();
+        let [pp, dp, tp] = ["pp", "dp", "tp"].map(|name| mesh[name].rank());
+        assert_eq!(group.rank(), pp * 6 + dp * 2 + tp);
+        let line = |size: usize, first: Rank, stride| (0..size).map(move |at| first + at * stride);
+        let [along_pp, along_dp, along_tp] = [
+            line(2, dp * 2 + tp, 6).collect::<Vec<_>>(),
+            line(3, pp * 6 + tp, 2).collect(),
+            line(2, pp * 6 + dp * 2, 1).collect(),
+        ];
+        check(&mesh["pp"], &group, &along_pp).unwrap();
+        check(&mesh["dp"], &group, &along_dp).unwrap();
+        check(&mesh["tp"], &group, &along_tp).unwrap();
+        assert!(mesh.dims().map(|(name, _)| name).eq(["pp", "dp", "tp"]));
+        assert!(mesh.get("ep").is_none());
+    });
+}
+
+#[test]
+#[should_panic(expected = "the mesh has no dimension \"ep\"")]
+fn a_mesh_panics_for_a_dimension_that_it_lacks() {
+    let group = ProcessGroup::threads(1, TIMEOUT).unwrap().remove(0);
+    let _ = &DeviceMesh::new(&group, &[]).unwrap()["ep"];
+}
+
+#[test]
+fn dimensions_that_make_no_mesh_are_refused_and_the_group_stays() {
+    common::threads(2, TIMEOUT, |group| {
+        let name = if group.rank() == 0 { "dp" } else { "tp" };
+        let wrong: [(&[(&str, usize)], &str); 6] = [
+            (&[("dp", 3)], "is not a grid of the group's 2 ranks"),
+            (&[("dp", 2), ("tp", 0)], "is not a grid"),
+            (&[("dp", usize::MAX), ("tp", 2)], "is not a grid"),
+            (&[("dp", 2), ("", 1)], "\"\" is empty or used twice"),
+            (&[("dp", 2), ("dp", 1)], "\"dp\" is empty or used twice"),
+            (&[(name, 2)], "rank 0 gives the dimensions [(\"dp\", 2)], rank 1 [(\"tp\", 2)]"),
+        ];
+        for (dims, text) in wrong {
+            let error = DeviceMesh::new(&group, dims).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
+            assert!(error.to_string().contains(text), "{error}");
+        }
+        group.barrier().unwrap();
+    });
 }
 
 #[test]

@@ -415,10 +415,14 @@ fn reduce_op(of: DType, by: ReduceOp) -> Result<HcclReduceOp> {
     })
 }
 
+/// The type as HCCL has it; those of one byte that it lacks are moved as bytes.
 fn data_type(of: DType) -> HcclDataType {
     match of {
         DType::I8 => HcclDataType::INT8,
-        DType::U8 => HcclDataType::UINT8,
+        DType::U8 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 => HcclDataType::UINT8,
+        DType::I16 => HcclDataType::INT16,
+        DType::U16 => HcclDataType::UINT16,
+        DType::U32 => HcclDataType::UINT32,
         DType::I32 => HcclDataType::INT32,
         DType::I64 => HcclDataType::INT64,
         DType::U64 => HcclDataType::UINT64,

@@ -318,13 +318,14 @@ impl device::Communicator for Communicator {
     type Kept = ();
 
     fn supports(&self, op: &OpDesc) -> Result<()> {
-        match op.op {
-            Some(reduce @ (ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor)) => {
-                let what = format!("{reduce} on device memory");
-                Err(Error::Unsupported { backend: "nccl", what })
-            }
-            _ => Ok(()),
+        use ReduceOp::{BitAnd, BitOr, BitXor};
+        let Some(by) = op.op else { return Ok(()) };
+        let moved_only = matches!(op.dtype, DType::I16 | DType::U16);
+        if moved_only || matches!(by, BitAnd | BitOr | BitXor) {
+            let what = format!("{by} of {} on device memory", op.dtype);
+            return Err(Error::Unsupported { backend: "nccl", what });
         }
+        Ok(())
     }
 
     unsafe fn launch(
@@ -496,14 +497,16 @@ fn red_op(dtype: DType, reduce: ReduceOp, operators: &Operators) -> Result<RedOp
     })
 }
 
+/// The type as NCCL has it; types that it lacks, or has only of late, are moved as another of their size.
 fn data_type(dtype: DType) -> DataType {
     DataType(match dtype {
         DType::I8 => 0,
-        DType::U8 => 1,
+        DType::U8 | DType::Bool | DType::F8E4M3 | DType::F8E5M2 => 1,
         DType::I32 => 2,
+        DType::U32 => 3,
         DType::I64 => 4,
         DType::U64 => 5,
-        DType::F16 => 6,
+        DType::F16 | DType::I16 | DType::U16 => 6,
         DType::F32 => 7,
         DType::F64 => 8,
         DType::Bf16 => 9,

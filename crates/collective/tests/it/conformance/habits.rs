@@ -1,9 +1,12 @@
 //! What is true of all verbs: mistakes are seen, order is kept, buffers come and go.
 
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use collective::object::{all_gather_object, broadcast_object};
+use collective::object::{
+    all_gather_object, broadcast_object, recv_object, scatter_object, send_object,
+};
 use collective::{Error, Message, ProcessGroup, ReduceOp, Result, SharedBuf, Work};
 
 pub(crate) fn all(group: &ProcessGroup) -> Result<()> {
@@ -38,6 +41,13 @@ fn mistakes(group: &ProcessGroup) -> Result<()> {
         group.reduce_scatter(&mut [0_u8; 3], &vec![0; 3 * world + 1], ReduceOp::Sum),
         group.alloc::<u64>(usize::MAX / 4).map(drop),
         group.all_reduce_async(vec![1_i32], ReduceOp::Avg).map(drop),
+        group.all_gather_coalesced(&mut [&mut vec![0_u8; 3 * world + 1]], &[&[0; 3]]),
+        group.all_gather_coalesced(&mut [], &[&[0_u8; 3][..]]),
+        group.reduce_scatter_coalesced(&mut [&mut [0; 3]], &[&[0_u8]], ReduceOp::Sum),
+        group.reduce_scatter_coalesced(&mut [&mut [0; 3]], &[], ReduceOp::Sum),
+        scatter_object::<u8>(group, Some(&[]), world).map(drop),
+        send_object(group, &0, rank),
+        recv_object::<u8>(group, world).map(drop),
     ];
     for mistake in mistakes {
         assert!(matches!(mistake, Err(Error::InvalidArgument(_))), "{mistake:?}");
@@ -78,6 +88,31 @@ fn objects(group: &ProcessGroup) -> Result<()> {
     // A root without an object is an error everywhere, not a wait.
     let error = broadcast_object::<u8>(group, None, root).unwrap_err();
     assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
+
+    let objects: Vec<_> = (0..group.world_size()).map(name).collect();
+    let own = (group.rank() == root).then_some(&objects[..]);
+    assert_eq!(scatter_object(group, own, root)?, name(group.rank()));
+    // JSON has no keys that are tuples.
+    let unwritable = vec![BTreeMap::from([((1, 2), 3)]); group.world_size()];
+    for error in [
+        scatter_object::<u8>(group, None, root).map(drop),
+        scatter_object(group, Some(&objects[1..]), root).map(drop),
+        scatter_object(group, Some(&unwritable), root).map(drop),
+    ] {
+        assert!(matches!(error, Err(Error::InvalidArgument(_))), "{error:?}");
+    }
+    if root > 0 && group.rank() == 0 {
+        send_object(group, &name(3), root)?;
+        let error = send_object(group, &unwritable[0], root).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
+        send_object(group, &"no number", root)?;
+    } else if root > 0 && group.rank() == root {
+        assert_eq!(recv_object::<(usize, String)>(group, 0)?, name(3));
+        for text in ["rank 0 has no object to send", "the object of rank 0 cannot be read"] {
+            let error = recv_object::<u8>(group, 0).unwrap_err();
+            assert!(error.to_string().starts_with(text), "{error}");
+        }
+    }
     group.barrier()
 }
 

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use crate::common::{self, Role, Workers};
 use collective::sim::{Network, Placement};
-use collective::{GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result};
+use collective::{F8E4M3, F8E5M2, GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result};
 use half::{bf16, f16};
 use twin::Number;
 
@@ -70,6 +70,14 @@ fn suite(group: ProcessGroup, scope: Scope) -> Result<()> {
     all_of::<i32>(&group, scope)?;
     all_of::<i64>(&group, scope)?;
     all_of::<u64>(&group, scope)?;
+    // Moved and folded by the code of the types above, so a few lengths will do.
+    let few = Scope { counts: &[1, 33, 2049], uneven: 2, ..scope };
+    all_of::<i16>(&group, few)?;
+    all_of::<u16>(&group, few)?;
+    all_of::<u32>(&group, few)?;
+    all_of::<bool>(&group, few)?;
+    all_of::<F8E4M3>(&group, few)?;
+    all_of::<F8E5M2>(&group, few)?;
     messages::all(&group, scope)?;
     habits::all(&group)?;
     habits::buffers(group).map(drop)

@@ -1,6 +1,6 @@
 //! The slow and obvious twin: what every rank's input is, and what every operation makes of them.
 
-use collective::{Element, ReduceOp};
+use collective::{Element, F8E4M3, F8E5M2, ReduceOp};
 use half::{bf16, f16};
 
 use crate::common::Random;
@@ -109,7 +109,41 @@ macro_rules! integer {
     )*};
 }
 
-integer!(i8, u8, i32, i64, u64);
+integer!(i8, u8, i16, u16, i32, u32, i64, u64);
+
+impl Number for bool {
+    fn any(bits: u64) -> Self {
+        bits >> 7 & 1 == 1
+    }
+    fn bits(self) -> u64 {
+        self.into()
+    }
+    fn reduce(op: ReduceOp, ranks: &[Self]) -> Self {
+        match op {
+            ReduceOp::Max => ranks.contains(&true),
+            ReduceOp::Min => !ranks.contains(&false),
+            _ => unreachable!("no operator of bools"),
+        }
+    }
+}
+
+macro_rules! moved_only {
+    ($($type:ident),*) => {$(
+        impl Number for $type {
+            fn any(bits: u64) -> Self {
+                Self((bits >> 7) as u8)
+            }
+            fn bits(self) -> u64 {
+                self.0.into()
+            }
+            fn reduce(_: ReduceOp, _: &[Self]) -> Self {
+                unreachable!("no reduction")
+            }
+        }
+    )*};
+}
+
+moved_only!(F8E4M3, F8E5M2);
 
 /// The input of a rank: the same on every rank that computes it.
 pub(crate) fn input<T: Number>(rank: usize, count: usize, seed: u64) -> Vec<T> {

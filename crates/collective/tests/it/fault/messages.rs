@@ -3,6 +3,7 @@
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
+use collective::object::broadcast_object;
 use collective::{Error, Message, ProcessGroup, ReduceOp, Result};
 
 use super::carriers::{Carrier, carriers};
@@ -197,6 +198,53 @@ fn a_monitored_barrier_has_a_deadline_of_its_own() {
         let Error::Timeout { missing, .. } = &error else { panic!("{error}") };
         assert_eq!(missing, &[1]);
         group
+    });
+}
+
+/// The timeout holds for calls of that handle, on that rank: neither for others nor for the group.
+#[test]
+fn a_call_may_have_a_shorter_timeout_than_its_group() {
+    let timeout = Duration::from_millis(100);
+    let calls: [fn(&ProcessGroup) -> Result<()>; 4] = [
+        |group| group.all_reduce(&mut [1.0_f32; 9], ReduceOp::Sum),
+        |group| group.all_gather_async(vec![0_u8; 18], vec![0; 9])?.wait().map(drop),
+        |group| group.recv(&mut [0_u8], 1),
+        |group| broadcast_object(group, Some(1), 0).map(drop),
+    ];
+    for (transport, call) in ["host", "tcp", "machines", "host"].into_iter().zip(calls) {
+        let base = Instant::now();
+        play(common::over(transport, 2, TIMEOUT), |group| {
+            let hasty = group.with_timeout(timeout);
+            if group.rank() == 1 {
+                std::thread::sleep(timeout * 3);
+            }
+            group.barrier().unwrap();
+            if group.rank() == 1 {
+                // Kept until all have returned.
+                return group;
+            }
+            let start = Instant::now();
+            let error = call(&hasty).unwrap_err();
+            in_time(base, start, timeout);
+            assert!(matches!(&error, Error::Timeout { missing, .. } if missing == &[1]), "{error}");
+            assert!(matches!(group.barrier(), Err(Error::Poisoned(_))));
+            group
+        });
+    }
+}
+
+#[test]
+fn a_call_may_have_a_longer_timeout_than_its_group() {
+    let timeout = Duration::from_millis(200);
+    common::threads(2, timeout, |group| {
+        let patient = group.with_timeout(TIMEOUT);
+        if group.rank() == 1 {
+            std::thread::sleep(timeout * 3);
+        }
+        let mut sum = [1];
+        patient.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+        assert_eq!(sum, [2]);
+        group.barrier().unwrap();
     });
 }
 

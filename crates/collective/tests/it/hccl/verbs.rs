@@ -52,6 +52,8 @@ fn integers() {
     verbs::<i32>();
     verbs::<i64>();
     verbs::<u64>();
+    verbs::<u16>();
+    verbs::<bool>();
 }
 
 /// Streams that begin at once find other races than those that wait.

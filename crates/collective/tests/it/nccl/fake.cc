@@ -502,6 +502,7 @@ static void reduce(int type, const RedOp &op, std::vector<string> in, size_t n, 
     case 2:
       if (op.kind == 2 || op.kind == 3) return fold<int32_t, int32_t>(op, in, n, out, same, same);
       return fold<uint32_t, uint32_t>(op, in, n, out, same, same);
+    case 3: return fold<uint32_t, uint32_t>(op, in, n, out, same, same);
     case 4:
       if (op.kind == 2 || op.kind == 3) return fold<int64_t, int64_t>(op, in, n, out, same, same);
       return fold<uint64_t, uint64_t>(op, in, n, out, same, same);

@@ -224,8 +224,9 @@ impl Fake {
 }
 
 /// Whether NCCL has the operator.
-pub(crate) fn reduces(op: ReduceOp, _: DType) -> bool {
-    !matches!(op, ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor)
+pub(crate) fn reduces(op: ReduceOp, of: DType) -> bool {
+    let by = !matches!(op, ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor);
+    by && !matches!(of, DType::I16 | DType::U16)
 }
 
 /// Compiles the fake, unless that has been done since it changed.

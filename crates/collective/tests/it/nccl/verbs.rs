@@ -48,6 +48,15 @@ fn integers() {
     verbs::<i32>();
     verbs::<i64>();
     verbs::<u64>();
+    verbs::<u32>();
+}
+
+/// NCCL lacks them: it moves them as types of their size.
+#[test]
+fn types_that_nccl_lacks() {
+    verbs::<u16>();
+    verbs::<bool>();
+    every_size(moves::<collective::F8E4M3>);
 }
 
 /// The fake rounds a half once, as it must for these comparisons to say anything.
@@ -159,6 +168,10 @@ fn a_callers_mistake_is_an_error_and_the_group_goes_on() {
             let error = device().all_reduce(block, op).unwrap_err();
             assert!(matches!(error, Error::Unsupported { backend: "nccl", .. }), "{error}");
         }
+        let error = device().all_reduce(Memory::new(vec![1_u16]).buf(), ReduceOp::Sum).unwrap_err();
+        assert_eq!(error.to_string(), "backend nccl does not support sum of u16 on device memory");
+        let error = device().all_reduce(Memory::new(vec![true]).buf(), ReduceOp::Sum).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
         let twice = device().all_reduce(block, ReduceOp::Sum).unwrap();
         let twice = twice.broadcast(block.part(7..8).unwrap(), 0).unwrap();
         for calls in [device(), twice] {

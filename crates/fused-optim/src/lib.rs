@@ -123,6 +123,11 @@
 //! differ from process to process, as that of candle's `VarMap` does, tell the optimizer their names
 //! ([`Optimizer::set_param_names`]): they are saved, and [loaded by](Optimizer::load_state_dict).
 //!
+//! # In a candle program
+//!
+//! With the feature `candle`, `candle::VarOptimizer` is a `candle_nn::Optimizer` over `Var`s, which are stepped in
+//! place by any of these optimizers.
+//!
 //! # What is promised about bits
 //!
 //! An element's result depends on that element alone, and, where a rule or a clip needs a norm, on
@@ -136,6 +141,8 @@
 //! mathematical library. One thread is the default: one core of a server already takes most of what
 //! its memory gives.
 
+#[cfg(feature = "candle")]
+pub mod candle;
 mod clip;
 mod core;
 mod cpu;
@@ -168,6 +175,11 @@ pub use optimizer::{
 pub use param::{DType, Ema, Grad, ParamGroup, ParamMut, Slice, SliceMut};
 pub use rules::*;
 pub use state_dict::{ParamState, StateDict};
+
+/// The examples of the README are tests too.
+#[cfg(all(doctest, feature = "candle"))]
+#[doc = include_str!("../README.md")]
+struct Readme;
 
 /// How tensors are cut into blocks and shares, for the fuzz target; no part of the API.
 #[doc(hidden)]

@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a test")]
 
+#[cfg(feature = "candle")]
+mod candle;
 mod clip;
 mod common;
 mod elementwise;

@@ -1,0 +1,294 @@
+//! Steps of candle's variables (feature `candle`).
+//!
+//! [`VarOptimizer`] makes a `candle_nn::Optimizer` of this crate's optimizers. A step takes each variable's storage
+//! out of its tensor, leaves an empty storage of a type that candle computes nothing with, steps on plain slices, and
+//! puts the storages back, however the step ends. No weight is copied.
+//!
+//! Limits:
+//!
+//! - Variables are on the CPU, of f32, f16 or bf16.
+//! - While a step runs, an operator that another thread runs on one of the variables fails.
+
+use std::cell::RefCell;
+use std::sync::PoisonError;
+
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, Error, InplaceOp1, Layout, Result, Storage, Tensor, Var, bail};
+use candle_nn::{Optimizer as _, VarMap};
+
+use crate::rule::Hyper;
+use crate::{Applied, CpuOptimizer, Optimizer, ParamMut, ParamSpec, Slice, SliceMut, StepCtl};
+
+/// A `candle_nn::Optimizer` over variables, which `O` steps in place: `VarOptimizer<AdamW>`, `VarOptimizer<Lion>`, or
+/// a rule of your own.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Module, Optimizer, VarBuilder, VarMap};
+/// use fused_optim::candle::VarOptimizer;
+/// use fused_optim::{AdamW, AdamWHyper, Clip, FoundInf, StepCtl};
+///
+/// let (vars, cpu) = (VarMap::new(), Device::Cpu);
+/// let net = candle_nn::linear(4, 1, VarBuilder::from_varmap(&vars, DType::F32, &cpu))?;
+/// let mut adamw = VarOptimizer::<AdamW>::from_var_map(&vars, AdamWHyper::default())?;
+/// let loss = net.forward(&Tensor::ones((8, 4), DType::F32, &cpu)?)?.sqr()?.mean_all()?;
+/// adamw.backward_step(&loss)?;
+///
+/// // With a check for infinities, and clipping by norm.
+/// let ctl = StepCtl { found_inf: FoundInf::Check, clip: Some(Clip::norm(1.0)), ..StepCtl::PLAIN };
+/// let _applied = adamw.step_with(&loss.backward()?, &ctl)?;
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// As with candle's own optimizers, a variable without a gradient is left as it is. The state of an f16 or bf16
+/// variable has an f32 master, unless the optimizer has other [`HalfWeights`](crate::HalfWeights): after such weights
+/// were changed from outside, call [`Optimizer::refresh_masters`].
+#[derive(Debug)]
+pub struct VarOptimizer<O> {
+    /// The optimizer, to save and load its state, or to set threads and hyper-parameters.
+    pub optimizer: O,
+    vars: Vec<Var>,
+    /// Empty if unknown.
+    names: Vec<String>,
+    /// Why the last learning rate was refused.
+    refused_lr: Option<String>,
+}
+
+impl<O: Optimizer> VarOptimizer<O> {
+    /// Makes `optimizer` step `vars`, which are its parameters in this order: for several parameter groups.
+    ///
+    /// # Errors
+    ///
+    /// If a variable is not on the CPU, or not of f32, f16 or bf16.
+    pub fn with_optimizer(vars: Vec<Var>, optimizer: O) -> Result<Self> {
+        let mut all = vars.iter().enumerate();
+        all.try_for_each(|(index, var)| check(var, &label(&[], index)))?;
+        Ok(Self { optimizer, vars, names: Vec::new(), refused_lr: None })
+    }
+
+    /// An optimizer over the variables of floats that the map has now, in order of their names, which are saved in
+    /// state dicts.
+    ///
+    /// # Errors
+    ///
+    /// Those of `new`.
+    pub fn from_var_map(
+        map: &VarMap,
+        config: <Self as candle_nn::Optimizer>::Config,
+    ) -> Result<Self>
+    where
+        Self: candle_nn::Optimizer,
+    {
+        let map = map.data().lock().unwrap_or_else(PoisonError::into_inner);
+        let mut named: Vec<_> = map.iter().filter(|(_, var)| var.dtype().is_float()).collect();
+        named.sort_by_key(|(name, _)| *name);
+        named.iter().try_for_each(|(name, var)| check(var, &format!("`{name}`")))?;
+        let specs: Vec<_> =
+            named.iter().map(|(name, var)| ParamSpec::new(*name, var.dims())).collect();
+        let mut own = Self::new(named.iter().map(|(_, var)| (*var).clone()).collect(), config)?;
+        own.optimizer.set_param_names(&specs).map_err(Error::wrap)?;
+        own.names = specs.into_iter().map(|spec| spec.name).collect();
+        Ok(own)
+    }
+
+    /// The variables, in the order of the optimizer's parameters.
+    #[must_use]
+    pub fn vars(&self) -> &[Var] {
+        &self.vars
+    }
+
+    /// A step with options, as [`Optimizer::step`]: with gradients unscaled, checked or clipped.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Optimizer::step`]; a gradient of another shape than its variable; a learning rate that was refused.
+    pub fn step_with(&mut self, grads: &GradStore, ctl: &StepCtl) -> Result<Applied> {
+        if let Some(refused) = &self.refused_lr {
+            bail!("set_learning_rate: {refused}");
+        }
+        // Copies are made while all storages are in place: a gradient can be a view of a variable.
+        let grads = (0..self.vars.len())
+            .map(|index| self.gradient(grads, index))
+            .collect::<Result<Vec<_>>>()?;
+        let Self { optimizer, vars, names, .. } = self;
+        let mut lent = Lent::new(vars, names)?;
+        let guards: Vec<_> =
+            grads.iter().map(|grad| grad.as_ref().map(Tensor::storage_and_layout)).collect();
+        let mut params = Vec::with_capacity(guards.len());
+        for (index, (storage, guard)) in lent.taken.iter_mut().zip(&guards).enumerate() {
+            let var = &vars[index];
+            let grad = match guard.as_ref() {
+                Some((storage, layout)) => {
+                    let grad = on_cpu(storage).and_then(|storage| slice(storage, layout));
+                    Some(grad.ok_or_else(|| no_gradient(names, index))?)
+                }
+                None => None,
+            };
+            let weight = slice_mut(storage, var.layout()).ok_or_else(lent_already)?;
+            params.push(ParamMut::new(weight, grad).with_shape(var.dims()));
+        }
+        optimizer.step(&mut params, ctl).map_err(Error::wrap)
+    }
+
+    /// A variable's gradient, contiguous.
+    fn gradient(&self, grads: &GradStore, index: usize) -> Result<Option<Tensor>> {
+        let var = &self.vars[index];
+        let Some(grad) = grads.get(var) else { return Ok(None) };
+        if grad.shape() != var.shape() {
+            let label = label(&self.names, index);
+            bail!("{label} has shape {:?}, its gradient {:?}", var.shape(), grad.shape());
+        }
+        grad.contiguous().map(Some)
+    }
+}
+
+impl<H: Hyper> candle_nn::Optimizer for VarOptimizer<CpuOptimizer<H>> {
+    type Config = H;
+
+    /// One parameter group over those of `vars` that are floats.
+    fn new(vars: Vec<Var>, hyper: H) -> Result<Self> {
+        let vars: Vec<_> = vars.into_iter().filter(|var| var.dtype().is_float()).collect();
+        let optimizer = CpuOptimizer::with_one_group(hyper, vars.len()).map_err(Error::wrap)?;
+        Self::with_optimizer(vars, optimizer)
+    }
+
+    fn step(&mut self, grads: &GradStore) -> Result<()> {
+        self.step_with(grads, &StepCtl::PLAIN).map(|_| ())
+    }
+
+    /// That of the first group; NaN if there is none.
+    fn learning_rate(&self) -> f64 {
+        self.optimizer.lr(0).unwrap_or(f64::NAN)
+    }
+
+    /// Sets that of all groups. If a rate is refused, steps return that error until another is set.
+    fn set_learning_rate(&mut self, lr: f64) {
+        let mut groups = 0..self.optimizer.group_count();
+        let refused = groups.find_map(|group| self.optimizer.set_lr(group, lr).err());
+        self.refused_lr = refused.map(|e| e.to_string());
+    }
+}
+
+/// Storages taken out of the first of `vars`; dropping it puts them back.
+struct Lent<'a> {
+    vars: &'a [Var],
+    taken: Vec<CpuStorage>,
+}
+
+impl<'a> Lent<'a> {
+    fn new(vars: &'a [Var], names: &[String]) -> Result<Self> {
+        let mut lent = Self { vars, taken: Vec::with_capacity(vars.len()) };
+        for (index, var) in vars.iter().enumerate() {
+            let swap = Swap(RefCell::new(EMPTY));
+            var.inplace_op1(&swap).map_err(|e| e.context(label(names, index)))?;
+            lent.taken.push(swap.0.into_inner());
+        }
+        Ok(lent)
+    }
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        for (var, storage) in self.vars.iter().zip(self.taken.drain(..)) {
+            // Cannot fail: the same operator has taken the storage out.
+            let _ = var.inplace_op1(&Swap(RefCell::new(storage)));
+        }
+    }
+}
+
+/// Exchanges a tensor's storage for the one held.
+struct Swap(RefCell<CpuStorage>);
+
+impl InplaceOp1 for Swap {
+    fn name(&self) -> &'static str {
+        "lend to fused-optim"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        let held = &mut *self.0.borrow_mut();
+        // Either the tensor's is taken out, or that held is put back.
+        if slice(storage, layout).is_none() && slice(held, layout).is_none() {
+            return Err(lent_already());
+        }
+        std::mem::swap(storage, held);
+        Ok(())
+    }
+}
+
+/// Refuses a variable that cannot be stepped.
+fn check(var: &Var, label: &str) -> Result<()> {
+    let (storage, layout) = var.storage_and_layout();
+    if on_cpu(&storage).and_then(|storage| slice(storage, layout)).is_none() {
+        let at = var.device().location();
+        bail!("{label} is {:?} on {at:?}; expected f32, f16 or bf16 on Cpu", var.dtype());
+    }
+    Ok(())
+}
+
+fn no_gradient(names: &[String], index: usize) -> Error {
+    let expected = "expected f32, f16 or bf16 on the CPU, apart from all variables";
+    Error::msg(format!("gradient of {}: {expected}", label(names, index)))
+}
+
+fn lent_already() -> Error {
+    Error::msg("the variable is listed twice, or another thread steps it")
+}
+
+/// A tensor's elements; `None` if they are of another type, apart in memory, or lent.
+fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> Option<Slice<'a>> {
+    let (start, end) = layout.contiguous_offsets()?;
+    match storage {
+        CpuStorage::F32(all) => all.get(start..end).map(Slice::F32),
+        CpuStorage::F16(all) => all.get(start..end).map(Slice::F16),
+        CpuStorage::BF16(all) => all.get(start..end).map(Slice::Bf16),
+        _ => None,
+    }
+}
+
+/// As [`slice`].
+fn slice_mut<'a>(storage: &'a mut CpuStorage, layout: &Layout) -> Option<SliceMut<'a>> {
+    let (start, end) = layout.contiguous_offsets()?;
+    match storage {
+        CpuStorage::F32(all) => all.get_mut(start..end).map(SliceMut::F32),
+        CpuStorage::F16(all) => all.get_mut(start..end).map(SliceMut::F16),
+        CpuStorage::BF16(all) => all.get_mut(start..end).map(SliceMut::Bf16),
+        _ => None,
+    }
+}
+
+const fn on_cpu(storage: &Storage) -> Option<&CpuStorage> {
+    match storage {
+        Storage::Cpu(storage) => Some(storage),
+        _ => None,
+    }
+}
+
+fn label(names: &[String], index: usize) -> String {
+    names.get(index).map_or_else(|| format!("variable {index}"), |name| format!("`{name}`"))
+}
+
+/// What a variable has while it is lent. candle's operators refuse its type, so that none reads beyond its end.
+const EMPTY: CpuStorage = CpuStorage::F4(Vec::new());
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+
+    #[test]
+    fn operators_on_a_lent_variable_fail() {
+        let var = Var::ones((3, 3), DType::F32, &Device::Cpu).unwrap();
+        let lent = Lent::new(std::slice::from_ref(&var), &[]).unwrap();
+        assert!(var.matmul(&var).is_err());
+        assert!((var.as_tensor() + var.as_tensor()).is_err());
+        assert!(var.set(&var.ones_like().unwrap()).is_err());
+        assert!(var.sum_all().is_err());
+        assert!(var.t().unwrap().contiguous().is_err());
+        let error =
+            Lent::new(std::slice::from_ref(&var), &["w".to_owned()]).err().unwrap().to_string();
+        assert!(error.contains("`w`") && error.contains("listed twice"), "{error}");
+        drop(lent);
+        assert_eq!(var.sum_all().unwrap().to_scalar::<f32>().unwrap(), 9.0);
+    }
+}

@@ -1,0 +1,254 @@
+//! candle's variables, stepped in place.
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType as Type, Device, Result, Tensor, Var};
+use candle_nn::{Module, Optimizer as _, ParamsAdamW, VarBuilder, VarMap};
+use fused_optim::candle::VarOptimizer;
+use fused_optim::{
+    AdamP, AdamPHyper, AdamW, AdamWHyper, Applied, BertAdam, BertAdamHyper, Clip, CpuOptimizer,
+    DType, FoundInf, HalfWeights, Lamb, LambHyper, Lion, LionHyper, Optimizer, ParamMut, Sgd,
+    SgdHyper, StateDict, StepCtl,
+};
+
+use crate::common::Owned;
+use crate::elementwise::OwnHyper;
+
+/// Shapes of some tensors: a matrix, a vector, a scalar, one without elements.
+const SHAPES: [&[usize]; 4] = [&[6, 700], &[33], &[], &[0, 3]];
+
+const CPU: Device = Device::Cpu;
+
+fn values(shape: &[usize], seed: usize) -> Vec<f32> {
+    let value = |i: usize| ((i * 7919 + seed * 104_729) % 1000) as f32 / 500.0 - 0.999;
+    (0..shape.iter().product()).map(value).collect()
+}
+
+fn tensor(shape: &[usize], seed: usize, dtype: Type) -> Tensor {
+    Tensor::from_vec(values(shape, seed), shape, &CPU).unwrap().to_dtype(dtype).unwrap()
+}
+
+fn var(shape: &[usize], seed: usize, dtype: Type) -> Var {
+    Var::from_tensor(&tensor(shape, seed, dtype)).unwrap()
+}
+
+fn floats(var: &Tensor) -> Vec<f32> {
+    var.to_dtype(Type::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// No gradients; candle makes stores only in a backward pass.
+fn no_grads() -> GradStore {
+    Var::zeros(1, Type::F32, &CPU).unwrap().sum_all().unwrap().backward().unwrap()
+}
+
+/// Steps variables and slices with equal optimizers and compares bits. The vector has no gradient in one step.
+fn same_bits<O: Optimizer + Clone>(optimizer: O, (dtype, own): (Type, DType), grad: (Type, DType)) {
+    let vars = SHAPES.iter().map(|shape| var(shape, 7, dtype)).collect();
+    let mut slices: Vec<_> =
+        SHAPES.iter().map(|shape| Owned::new(own, &values(shape, 7))).collect();
+    let (mut twin, ctl) = (optimizer.clone(), StepCtl { grad_scale: 0.5, ..StepCtl::PLAIN });
+    let mut optimizer = VarOptimizer::with_optimizer(vars, optimizer).unwrap();
+    for step in 0..4 {
+        let has_grad = |index: usize| step != 2 || index != 1;
+        let mut store = no_grads();
+        for (index, var) in optimizer.vars().iter().enumerate().filter(|(i, _)| has_grad(*i)) {
+            store.insert(var, tensor(SHAPES[index], step, grad.0));
+        }
+        assert_eq!(optimizer.step_with(&store, &ctl).unwrap(), Applied::Applied);
+
+        let grads = SHAPES.map(|shape| Owned::new(grad.1, &values(shape, step)));
+        let mut params: Vec<_> = (slices.iter_mut().zip(&grads).zip(SHAPES).enumerate())
+            .map(|(index, ((weight, grad), shape))| {
+                let grad = has_grad(index).then(|| grad.all());
+                ParamMut::new(weight.all_mut(), grad).with_shape(shape)
+            })
+            .collect();
+        let _applied = twin.step(&mut params, &ctl).unwrap();
+    }
+    for (var, slice) in optimizer.vars().iter().zip(&slices) {
+        let (got, expected) = (Owned::new(own, &floats(var)), slice);
+        assert_eq!(got.bits(), expected.bits(), "{}", twin.kind());
+    }
+    assert_eq!(optimizer.optimizer.state_dict().unwrap(), twin.state_dict().unwrap());
+}
+
+#[test]
+fn variables_have_the_bits_of_slices() {
+    let count = SHAPES.len();
+    let (f32, f16, bf16) =
+        ((Type::F32, DType::F32), (Type::F16, DType::F16), (Type::BF16, DType::Bf16));
+    let adamw = AdamW::with_one_group(AdamWHyper { lr: 0.1, ..Default::default() }, count).unwrap();
+    for (weight, grad) in [(f32, f32), (f16, f16), (bf16, bf16), (f16, f32), (f32, bf16)] {
+        same_bits(adamw.clone(), weight, grad);
+        same_bits(adamw.clone().with_threads(3), weight, grad);
+        same_bits(adamw.clone().with_half_weights(HalfWeights::Nearest), weight, grad);
+    }
+    let sgd = SgdHyper { lr: 0.1, momentum: 0.9, ..Default::default() };
+    same_bits(Sgd::with_one_group(sgd, count).unwrap(), f32, f32);
+    let lion = LionHyper { lr: 0.1, ..Default::default() };
+    same_bits(Lion::with_one_group(lion, count).unwrap(), f32, f32);
+    same_bits(Lamb::with_one_group(LambHyper::default(), count).unwrap(), f32, f32);
+    same_bits(AdamP::with_one_group(AdamPHyper::default(), count).unwrap(), f32, f32);
+    same_bits(BertAdam::with_one_group(BertAdamHyper::default(), count).unwrap(), f32, f32);
+    same_bits(CpuOptimizer::with_one_group(OwnHyper::default(), count).unwrap(), f32, f32);
+}
+
+fn net(vars: &VarMap) -> Result<impl Module> {
+    let builder = VarBuilder::from_varmap(vars, Type::F32, &CPU);
+    let first = candle_nn::linear(8, 16, builder.pp("first"))?;
+    Ok(candle_nn::seq().add(first).add_fn(Tensor::tanh).add(candle_nn::linear(
+        16,
+        1,
+        builder.pp("second"),
+    )?))
+}
+
+/// Trains for `steps`, the loss of each.
+fn train(
+    vars: &VarMap,
+    optimizer: &mut impl candle_nn::Optimizer,
+    steps: usize,
+) -> Result<Vec<f32>> {
+    let net = net(vars)?;
+    let (inputs, targets) = (tensor(&[32, 8], 1, Type::F32), tensor(&[32, 1], 2, Type::F32));
+    let step = |_| {
+        let loss = (net.forward(&inputs)? - &targets)?.sqr()?.mean_all()?;
+        optimizer.backward_step(&loss)?;
+        loss.to_scalar()
+    };
+    (0..steps).map(step).collect()
+}
+
+/// The variables of [`net`], with the same values in each map.
+fn vars() -> VarMap {
+    let mut vars = VarMap::new();
+    net(&vars).unwrap();
+    let all = [("first", [16, 8]), ("second", [1, 16])];
+    for (name, [outputs, inputs]) in all {
+        let weight = (tensor(&[outputs, inputs], 3, Type::F32) * 0.3).unwrap();
+        vars.set_one(format!("{name}.weight"), weight).unwrap();
+        vars.set_one(format!("{name}.bias"), tensor(&[outputs], 4, Type::F32)).unwrap();
+    }
+    vars
+}
+
+#[test]
+fn losses_are_those_of_candles_adamw() {
+    let (ours, theirs) = (vars(), vars());
+    let hyper = AdamWHyper { lr: 0.01, ..Default::default() };
+    let mut fused = VarOptimizer::<AdamW>::from_var_map(&ours, hyper).unwrap();
+    let params = ParamsAdamW { lr: 0.01, ..Default::default() };
+    let mut candle = candle_nn::AdamW::new(theirs.all_vars(), params).unwrap();
+    let ours = train(&ours, &mut fused, 50).unwrap();
+    let theirs = train(&theirs, &mut candle, 50).unwrap();
+    assert!(theirs[49] < 0.5 * theirs[0], "{theirs:?}");
+    // A unit of the last place per operator and step, which training may enlarge.
+    let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-4 * b.abs();
+    assert!(ours.iter().zip(&theirs).all(near), "{ours:?} {theirs:?}");
+}
+
+#[test]
+fn a_loaded_state_goes_on_with_the_same_bits() {
+    let hyper = AdamWHyper { lr: 0.01, ..Default::default() };
+    let whole = vars();
+    let mut adamw = VarOptimizer::<AdamW>::from_var_map(&whole, hyper).unwrap();
+    let losses = train(&whole, &mut adamw, 7).unwrap();
+
+    let first = vars();
+    let mut adamw = VarOptimizer::<AdamW>::from_var_map(&first, hyper).unwrap();
+    train(&first, &mut adamw, 3).unwrap();
+    let bytes = adamw.optimizer.state_dict().unwrap().to_safetensors().unwrap();
+    // In another order: the state is loaded by name.
+    let second = first.data().lock().unwrap().clone();
+    let map = VarMap::new();
+    map.data().lock().unwrap().extend(second.into_iter().collect::<Vec<_>>().into_iter().rev());
+    let mut adamw = VarOptimizer::<AdamW>::from_var_map(&map, AdamWHyper::default()).unwrap();
+    adamw.optimizer.load_state_dict(&StateDict::from_safetensors(&bytes).unwrap()).unwrap();
+    assert_eq!(adamw.learning_rate(), 0.01);
+    assert_eq!(train(&map, &mut adamw, 4).unwrap(), losses[3..]);
+}
+
+#[test]
+fn a_variable_without_a_gradient_is_left_alone() {
+    let vars = vec![var(&[3], 1, Type::F32), var(&[3], 2, Type::F32)];
+    let mut sgd = VarOptimizer::<Sgd>::new(vars.clone(), SgdHyper::default()).unwrap();
+    sgd.backward_step(&vars[0].sum_all().unwrap()).unwrap();
+    assert_ne!(floats(&vars[0]), values(&[3], 1));
+    assert_eq!(floats(&vars[1]), values(&[3], 2));
+    let state = sgd.optimizer.state_dict().unwrap().state;
+    assert_eq!(state.keys().copied().collect::<Vec<_>>(), [0]);
+}
+
+#[test]
+fn gradients_need_not_be_contiguous() {
+    let (one, other) = (var(&[2, 3], 1, Type::F32), var(&[2, 3], 1, Type::F32));
+    let grad = tensor(&[3, 2], 5, Type::F32).t().unwrap();
+    let step = |var: &Var, grad: Tensor| {
+        let mut sgd = VarOptimizer::<Sgd>::new(vec![var.clone()], SgdHyper::default()).unwrap();
+        let mut grads = no_grads();
+        grads.insert(var, grad);
+        sgd.step(&grads).unwrap();
+    };
+    step(&one, grad.contiguous().unwrap());
+    step(&other, grad);
+    assert_eq!(floats(&one), floats(&other));
+}
+
+#[test]
+fn a_step_skips_infinities_and_clips() {
+    let weight = var(&[2], 1, Type::F32);
+    let mut sgd = VarOptimizer::<Sgd>::new(vec![weight.clone()], SgdHyper::default()).unwrap();
+    let ctl = StepCtl { found_inf: FoundInf::Check, clip: Some(Clip::norm(1.0)), ..StepCtl::PLAIN };
+    let mut grads = no_grads();
+    grads.insert(&weight, Tensor::new(&[f32::INFINITY, 1.0], &CPU).unwrap());
+    assert_eq!(sgd.step_with(&grads, &ctl).unwrap(), Applied::SkippedNonFinite);
+    assert_eq!(floats(&weight), values(&[2], 1));
+    grads.insert(&weight, Tensor::new(&[3.0_f32, 4.0], &CPU).unwrap());
+    assert_eq!(sgd.step_with(&grads, &ctl).unwrap(), Applied::Applied);
+    assert_eq!(sgd.optimizer.grad_norm(), Some(5.0));
+}
+
+#[test]
+fn errors_name_the_variable_and_change_nothing() {
+    // With RUST_BACKTRACE an error of candle's has a backtrace, too.
+    fn fails<T>(result: Result<T>, text: &str) {
+        let error = result.err().unwrap().to_string();
+        assert!(error.contains(text), "{error}");
+    }
+    let new = |vars: &[&Var]| VarOptimizer::<AdamW>::from_slice(vars, AdamWHyper::default());
+    let double = var(&[1], 1, Type::F64);
+    fails(new(&[&double]), "variable 0 is F64 on Cpu; expected f32, f16 or bf16 on Cpu");
+    let map = VarMap::new();
+    map.data().lock().unwrap().insert("w".to_owned(), double);
+    let named = VarOptimizer::<AdamW>::from_var_map(&map, AdamWHyper::default());
+    fails(named, "`w` is F64 on Cpu");
+    // candle's optimizers ignore integers, too.
+    assert!(new(&[&var(&[1], 1, Type::U32)]).unwrap().vars().is_empty());
+
+    let map = VarMap::new();
+    let (a, b) = (var(&[2], 1, Type::F32), var(&[2], 2, Type::F32));
+    let named = [("a".to_owned(), a.clone()), ("b".to_owned(), b.clone())];
+    map.data().lock().unwrap().extend(named);
+    let mut adamw = VarOptimizer::<AdamW>::from_var_map(&map, AdamWHyper::default()).unwrap();
+    let mut grads = no_grads();
+    grads.insert(&a, tensor(&[2], 3, Type::F32));
+    grads.insert(&b, tensor(&[1], 3, Type::F32));
+    fails(adamw.step(&grads), "`b` has shape [2], its gradient [1]");
+    for wrong in [tensor(&[2], 3, Type::F64), a.as_tensor().clone(), b.as_tensor().clone()] {
+        grads.insert(&b, wrong);
+        let text =
+            "gradient of `b`: expected f32, f16 or bf16 on the CPU, apart from all variables";
+        fails(adamw.step(&grads), text);
+    }
+    let mut twice = new(&[&a, &b, &a]).unwrap();
+    fails(twice.step(&grads), "variable 2");
+    fails(twice.step(&grads), "the variable is listed twice");
+
+    grads.insert(&b, tensor(&[2], 3, Type::F32));
+    adamw.set_learning_rate(-1.0);
+    assert_eq!(adamw.learning_rate(), 1e-3);
+    fails(adamw.step(&grads), "set_learning_rate: invalid learning rate: -1");
+    assert_eq!((floats(&a), floats(&b)), (values(&[2], 1), values(&[2], 2)));
+    adamw.set_learning_rate(0.5);
+    adamw.step(&grads).unwrap();
+    assert_ne!(floats(&b), values(&[2], 2));
+}

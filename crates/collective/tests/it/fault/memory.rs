@@ -24,11 +24,10 @@ fn ranks_that_are_not_dumpable_take_tcp_and_say_why() {
 pub(crate) fn play(role: &Role) {
     // The header's version is _LINUX_CAPABILITY_VERSION_3, its process this one; the data are three sets, in halves.
     let (header, none) = ([0x2008_0522_u32, 0], [0_u32; 6]);
-    // SAFETY: the pointers are good for the calls, to what the kernel reads.
-    unsafe {
-        assert_eq!(libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()), 0);
-        assert_eq!(libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0), 0);
-    }
+    // SAFETY: the pointers are good for the call, to what the kernel reads.
+    assert_eq!(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) }, 0);
+    // SAFETY: plain numbers.
+    assert_eq!(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) }, 0);
     let group = role.join().unwrap();
     let mut x = [1.0_f32; 3];
     group.all_reduce(&mut x, ReduceOp::Sum).unwrap();

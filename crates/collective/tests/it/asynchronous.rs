@@ -12,11 +12,9 @@ use std::time::{Duration, Instant};
 
 use collective::{Buffer, Error, ProcessGroup, ReduceOp, Result, Work};
 
-use crate::common;
+use crate::common::{self, SOON};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// Long enough for an operation that can go on to be done, on a loaded machine.
-const SOON: Duration = Duration::from_secs(5);
 
 /// Wakes a thread, and counts how often.
 struct Unpark {

@@ -5,15 +5,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::common::{self, DEADLINE, Role, Workers, over, play};
+use crate::common::{self, DEADLINE, Role, SOON, Workers, over, play};
 use collective::{
     Error, GroupOptions, MemoryStore, Message, ProcessGroup, ReduceOp, Result, SharedBuf, TcpStore,
 };
 use half::{bf16, f16};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// "At once", on a loaded machine.
-const SOON: Duration = Duration::from_secs(5);
 
 fn options(timeout: Duration) -> GroupOptions {
     common::options("gloo", 0, timeout)

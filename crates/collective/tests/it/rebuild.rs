@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::common::{self, Role, Workers};
+use crate::common::{self, Role, SOON, Workers};
 use collective::{
     Error, GroupOptions, MemoryStore, ProcessGroup, Rank, ReduceOp, Result, SharedBuf, Store,
     Topology, init_process_group,
@@ -16,8 +16,6 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 const GRACE: Duration = Duration::from_secs(6);
 /// Longer than any test may take: nobody waits for it where the dead are known.
 const LONG: Duration = Duration::from_secs(50);
-/// "At once", on a loaded machine.
-const SOON: Duration = Duration::from_secs(10);
 
 /// A small generator, the same on every rank.
 struct Dice(u64);

@@ -23,6 +23,9 @@ use collective::{
 /// Nothing in these tests may take longer, on a loaded machine and under a sanitizer.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(240);
 
+/// "At once": well before any timeout that tests must not wait out, on a loaded machine and under a sanitizer.
+pub(crate) const SOON: Duration = Duration::from_secs(15);
+
 /// Calls `rank` on every rank, as threads of this process, and returns what they returned.
 pub(crate) fn threads<T: Send>(
     world: usize,

@@ -16,14 +16,12 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::common::refuse::refuse;
-use crate::common::{self, Role, Workers};
+use crate::common::{self, Role, SOON, Workers};
 use collective::{
     Buffer, Error, GroupOptions, MemoryStore, ProcessGroup, ReduceOp, Result, SharedBuf,
 };
 
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// "At once", on a loaded machine.
-const SOON: Duration = Duration::from_secs(5);
 
 /// Whether to hold the machine to the figures: set on a quiet one.
 fn figures() -> bool {

@@ -3,8 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::SOON;
-use crate::common::{Random, Role, Workers};
+use crate::common::{Random, Role, SOON, Workers};
 
 fn signal(pid: u32, signal: libc::c_int) {
     // SAFETY: sends a signal to a child of ours that has not been waited for.

@@ -10,7 +10,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::common::{self, DEADLINE, Role, Workers, over, play, wait_for};
+use crate::common::{self, DEADLINE, Role, SOON, Workers, over, play, wait_for};
 use collective::store::tcp::codec::put_blob;
 use collective::{
     Error, GroupOptions, MemoryStore, Message, ProcessGroup, ReduceOp, Store, Transport,
@@ -18,8 +18,6 @@ use collective::{
 use half::f16;
 
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// "At once", on a loaded machine.
-const SOON: Duration = Duration::from_secs(5);
 
 fn options(timeout: Duration) -> GroupOptions {
     GroupOptions::default().with_timeout(timeout).with_transport(Transport::Tcp)

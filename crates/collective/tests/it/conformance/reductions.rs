@@ -52,7 +52,7 @@ fn reductions<T: Number>(
     for root in roots {
         let mut buf = Off::new(&mine);
         group.reduce(&mut buf, op, root)?;
-        let expected = if rank == root { &expected } else { &mine };
+        let expected = if rank == root { &*expected } else { &mine };
         same(&buf, expected, &format!("reduce to {root}, {what}"));
     }
 
@@ -122,7 +122,7 @@ fn coalesced<T: Number>(group: &ProcessGroup, seed: u64) -> Result<()> {
     };
     let mut bufs: Vec<Vec<T>> = inputs(rank).collect();
     group.all_reduce_coalesced(&mut slices(&mut bufs), op)?;
-    all_same(&bufs, "all_reduce_coalesced", &|len, seed| reduced(op, world, len, seed));
+    all_same(&bufs, "all_reduce_coalesced", &|len, seed| reduced(op, world, len, seed).to_vec());
 
     let whole: Vec<Vec<T>> =
         lens.iter().zip(seed..).map(|(&len, seed)| input(rank, world * len, seed)).collect();

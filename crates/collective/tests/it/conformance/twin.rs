@@ -1,5 +1,9 @@
 //! The slow and obvious twin: what every rank's input is, and what every operation makes of them.
 
+use std::any::Any;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, OnceLock};
+
 use collective::{Element, F8E4M3, F8E5M2, ReduceOp};
 use half::{bf16, f16};
 
@@ -151,7 +155,31 @@ pub(crate) fn input<T: Number>(rank: usize, count: usize, seed: u64) -> Vec<T> {
     (0..count).map(|_| T::any(random.next())).collect()
 }
 
-pub(crate) fn reduced<T: Number>(op: ReduceOp, world: usize, count: usize, seed: u64) -> Vec<T> {
+/// Expected result of a reduction. Computed once per process: ranks that are threads share it.
+pub(crate) fn reduced<T: Number>(
+    op: ReduceOp,
+    world: usize,
+    count: usize,
+    seed: u64,
+) -> Arc<Vec<T>> {
+    type Slot = Arc<OnceLock<Arc<dyn Any + Send + Sync>>>;
+    static LATEST: Mutex<VecDeque<(String, Slot)>> = Mutex::new(VecDeque::new());
+    let key = format!("{op:?} of {count} {} on {world}, seed {seed}", T::DTYPE);
+    let mut latest = LATEST.lock().unwrap();
+    let slot = match latest.iter().find(|(of, _)| *of == key) {
+        Some((_, slot)) => Arc::clone(slot),
+        None => {
+            latest.truncate(63);
+            latest.push_front((key, Slot::default()));
+            Arc::clone(&latest[0].1)
+        }
+    };
+    drop(latest);
+    let reduced = slot.get_or_init(|| Arc::new(fold::<T>(op, world, count, seed)));
+    Arc::clone(reduced).downcast().unwrap()
+}
+
+fn fold<T: Number>(op: ReduceOp, world: usize, count: usize, seed: u64) -> Vec<T> {
     let ranks: Vec<Vec<T>> = (0..world).map(|rank| input(rank, count, seed)).collect();
     let mut column = vec![T::default(); world];
     let mut reduce = |i: usize| {

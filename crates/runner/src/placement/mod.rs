@@ -466,43 +466,42 @@ impl Placement {
 }
 
 #[cfg(test)]
-#[cfg(all(feature = "candle-cuda", feature = "nccl"))]
 mod tests {
-    use std::sync::Arc;
-    use std::time::Duration;
-
-    use collective::{MemoryStore, Store};
-
     use super::*;
 
-    /// What two ranks on one GPU have their averages made by, each with its `device` and its `backend`.
-    fn backends(wanted: [(DeviceConfig, Transport); 2]) -> Result<Vec<String>> {
-        let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
-        let join = |rank: usize| {
-            let (device, transport) = wanted[rank];
-            let options = GroupOptions::default().with_timeout(Duration::from_secs(60));
-            let options = options.with_transport(transport);
-            let options = group_options(options, (device, &Ok(Some(0))), 2)?;
-            let group = ProcessGroup::from_store(Arc::clone(&store), rank, 2, options)?;
-            Ok(group.backend_name().to_owned())
-        };
-        std::thread::scope(|scope| {
-            let ranks = [0, 1].map(|rank| scope.spawn(move || join(rank)));
-            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-        })
-    }
-
     #[test]
-    #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
-    fn a_models_gpus_are_averaged_on_by_nccl_unless_something_else_is_asked_for() {
+    fn group_options_name_the_device_whose_memory_is_averaged() {
+        use Transport::{Auto, Hccl, Host, Nccl, Tcp};
         let cuda = DeviceConfig::cuda();
-        let auto = (cuda, Transport::Auto);
-        assert_eq!(backends([auto; 2]).unwrap(), ["nccl", "nccl"]);
         let offloaded = DeviceConfig::Cuda { offload_optimizer: true };
-        for other in [(offloaded, Transport::Auto), (cuda, Transport::Host), (cuda, Transport::Tcp)]
-        {
-            let backends = backends([other; 2]).unwrap();
-            assert!(backends[0] != "nccl" && backends[0] == backends[1], "{other:?}: {backends:?}");
+        let npu = DeviceConfig::Npu { switch_to_amp: true };
+        let (host, gpu, ascend) = ((None, None), (Some(3), None), (None, Some(3)));
+        for (device, transport, world_size, expected) in [
+            (cuda, Auto, 2, gpu),
+            (cuda, Nccl, 2, gpu),
+            (cuda, Nccl, 1, gpu),
+            (cuda, Auto, 1, host),
+            (cuda, Host, 2, host),
+            (cuda, Tcp, 2, host),
+            (offloaded, Auto, 2, host),
+            (offloaded, Nccl, 2, gpu),
+            (npu, Auto, 2, ascend),
+            (npu, Hccl, 1, ascend),
+            (npu, Auto, 1, host),
+        ] {
+            let options = GroupOptions::default().with_transport(transport);
+            let options = group_options(options, (device, &Ok(Some(3))), world_size).unwrap();
+            let got = (options.cuda_device, options.npu_device);
+            assert_eq!(got, expected, "{device:?}, {transport:?}, {world_size} ranks");
+            assert_eq!(options.transport, transport);
+        }
+        for found in [Ok(None), Err(Error::Config("no NPU".to_owned()))] {
+            let group = |transport| {
+                let options = GroupOptions::default().with_transport(transport);
+                group_options(options, (DeviceConfig::Cpu, &found), 2)
+            };
+            assert_eq!(group(Auto).unwrap().npu_device, None);
+            assert!(matches!(group(Hccl), Err(Error::Config(text)) if text.contains("NPU")));
         }
     }
 }

@@ -159,6 +159,14 @@ impl State {
         opcode == VALIDATE || self.conns.get(&id).is_some_and(|conn| conn.validated)
     }
 
+    /// Of the connections that have not said that they are a store's client, the one that has not for
+    /// longest.
+    #[must_use]
+    pub fn silent(&self) -> Option<ConnId> {
+        let silent = self.conns.iter().filter(|(_, conn)| !conn.validated);
+        silent.map(|(&id, _)| id).min()
+    }
+
     /// Applies one request of `id`.
     ///
     /// # Errors

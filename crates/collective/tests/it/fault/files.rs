@@ -2,9 +2,12 @@
 //! other is blamed.
 
 use std::fs;
+use std::net::TcpStream;
 use std::time::Duration;
 
 use crate::common::{Role, Workers};
+use collective::store::TcpStoreServer;
+use collective::{Store, TcpStore};
 
 const TIMEOUT: Duration = Duration::from_secs(4);
 /// Files that a limited rank may open: a store's connection, a listener, and too few for its peers.
@@ -24,6 +27,27 @@ fn a_soft_limit_on_open_files_is_raised() {
         assert_eq!(workers.file(&format!("report-{rank}")), "joined");
     }
     workers.finish();
+}
+
+#[test]
+fn strangers_do_not_take_the_last_files_of_a_store() {
+    let workers = Workers::start("fault::few-files-store", 1, &[0], TIMEOUT);
+    let port: u16 = workers.file("report-0").parse().unwrap();
+    let connect = || TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let strangers: Vec<_> = (0..3 * FEW).map(|_| connect()).collect();
+    let clients: Vec<_> = (0..FEW - 1)
+        .map(|_| TcpStore::connect("127.0.0.1", port, TIMEOUT).expect("a stranger makes room"))
+        .collect();
+    assert_eq!(clients.iter().map(|store| store.add("clients", 1).unwrap()).max(), Some(4));
+    drop((strangers, clients));
+}
+
+/// Serves a store with few files for its clients.
+pub(crate) fn serve(role: &Role) {
+    let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    limit(true);
+    role.report(&server.port().to_string());
+    std::thread::park();
 }
 
 /// What a rank of such a world does: rank 1 has few files, or few at first.

@@ -1,8 +1,10 @@
-//! Ranks that may not open one another's memory.
+//! Ranks that may not open one another's memory, or not have as much as they want.
 
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::common::{Role, Workers};
+use crate::common::{Role, Workers, wait_for};
 use collective::ReduceOp;
 
 #[test]
@@ -33,4 +35,57 @@ pub(crate) fn play(role: &Role) {
     group.all_reduce(&mut x, ReduceOp::Sum).unwrap();
     assert_eq!(x, [2.0; 3]);
     role.report(&format!("{}: {}", group.backend_name(), group.backend_reason()));
+}
+
+/// A control group for one test; removed on drop, when its processes have ended.
+struct ControlGroup(PathBuf);
+
+impl ControlGroup {
+    fn limited_to(bytes: u64, name: &str) -> Self {
+        let v1 = Path::new("/sys/fs/cgroup/memory");
+        let (top, limit) = if v1.is_dir() {
+            (v1, "memory.limit_in_bytes")
+        } else {
+            (Path::new("/sys/fs/cgroup"), "memory.max")
+        };
+        let group = Self(top.join(name));
+        fs::create_dir(&group.0).unwrap();
+        fs::write(group.0.join(limit), bytes.to_string()).unwrap();
+        group
+    }
+}
+
+impl Drop for ControlGroup {
+    fn drop(&mut self) {
+        // A group that is left behind is empty, and the test has failed before.
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+#[test]
+#[ignore = "needs root: a control group of its own"]
+fn memory_over_a_limit_is_an_error_and_kills_nobody() {
+    let name = format!("collective-test-{}", std::process::id());
+    let group = ControlGroup::limited_to(256 << 20, &name);
+    let timeout = Duration::from_secs(20);
+    let workers = Workers::start("fault::limited-memory", 2, &[0, 1], timeout);
+    for rank in 0..2 {
+        let pid = workers.children[rank].id().to_string();
+        fs::write(group.0.join("cgroup.procs"), pid).unwrap();
+        fs::write(workers.dir.0.join(format!("limited-{rank}")), "").unwrap();
+    }
+    for rank in 0..2 {
+        let report = workers.file(&format!("report-{rank}"));
+        assert!(report.contains(&name) && report.contains("raise the limit"), "{report}");
+    }
+    workers.finish();
+}
+
+/// What a rank of that test does: it wants more memory than there is.
+pub(crate) fn take(role: &Role) {
+    let limited = role.dir.join(format!("limited-{}", role.rank));
+    wait_for(|| limited.exists().then_some(()), "the limit");
+    let group = role.join().unwrap();
+    let error = group.alloc::<u8>(512 << 20).unwrap_err();
+    role.report(&error.to_string());
 }

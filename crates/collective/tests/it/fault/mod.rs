@@ -248,6 +248,8 @@ pub(crate) fn worker() {
     }
     match &role.scenario[..] {
         "few-files" | "few-files-first" => return files::play(&role),
+        "few-files-store" => return files::serve(&role),
+        "limited-memory" => return memory::take(&role),
         "not-dumpable" => return memory::play(&role),
         "last-no-pidfd" => refuse(&[libc::SYS_pidfd_open], libc::EPERM),
         "last-no-pidfd-nor-waitv" => {

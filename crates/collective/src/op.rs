@@ -261,18 +261,22 @@ impl Fingerprint {
     /// The first field in which two calls differ.
     pub fn difference(&self, other: &Self) -> Option<&'static str> {
         let differs = self.what ^ other.what;
-        let fields = [
-            ("seq", self.seq ^ other.seq),
-            ("GroupOptions or version", differs >> 24 & 0xff),
-            ("verb", differs & 0xff),
-            ("dtype", differs >> 8 & 0xff),
-            ("op", differs >> 16 & 0xff | self.factor ^ other.factor),
-            ("root", differs >> 32),
-            ("count", self.count ^ other.count),
-            ("buffer", self.shared ^ other.shared | self.offset ^ other.offset),
+        let bits = [
+            self.seq ^ other.seq,
+            differs >> 24 & 0xff,
+            differs & 0xff,
+            differs >> 8 & 0xff,
+            differs >> 16 & 0xff | self.factor ^ other.factor,
+            differs >> 32,
+            self.count ^ other.count,
+            self.shared ^ other.shared | self.offset ^ other.offset,
         ];
-        fields.into_iter().find(|&(_, bits)| bits != 0).map(|(name, _)| name)
+        Self::FIELDS.into_iter().zip(bits).find(|&(_, bits)| bits != 0).map(|(name, _)| name)
     }
+
+    /// What [`difference`](Self::difference) may return.
+    pub(crate) const FIELDS: [&'static str; 8] =
+        ["seq", "GroupOptions or version", "verb", "dtype", "op", "root", "count", "buffer"];
 
     /// The call; `None` if the words are none that this crate writes.
     pub fn op_desc(&self) -> Option<OpDesc> {

@@ -129,15 +129,16 @@ impl GroupCore {
         op.fingerprint(seq, place).with_config(self.config_digest)
     }
 
-    /// Compares this rank's call with those of all ranks, in rank order.
+    /// Compares this rank's call with those that are known, in rank order.
     pub(crate) fn compare(
         &self,
         own: &Fingerprint,
-        calls: &[Fingerprint],
+        calls: impl Iterator<Item = (Rank, Fingerprint)> + Clone,
         op: String,
     ) -> Result<()> {
-        let Some(field) = calls.iter().find_map(|call| own.difference(call)) else { return Ok(()) };
-        let by_rank = calls.iter().map(Fingerprint::to_string).enumerate().collect();
+        let differs = calls.clone().find_map(|(_, call)| own.difference(&call));
+        let Some(field) = differs else { return Ok(()) };
+        let by_rank = calls.map(|(rank, call)| (rank, call.to_string())).collect();
         Err(Error::Mismatch { op, field, by_rank })
     }
 
@@ -160,7 +161,7 @@ impl GroupCore {
             }
             Cause::TimedOut { missing, .. } => Error::Timeout { op, waited, missing },
             Cause::Mismatch { field, by_rank } => {
-                let known = ["verb", "dtype", "count"].into_iter().find(|known| *known == field);
+                let known = Fingerprint::FIELDS.into_iter().find(|known| *known == field);
                 Error::Mismatch { op, field: known.unwrap_or("verb"), by_rank }
             }
         }

@@ -130,9 +130,8 @@ impl<'a> Turn<'a> {
             self.wait(Who::All, &entered, None)?;
         }
         if CHECKED && self.peers().any(|rank| !segment.has_fingerprint(rank, &own)) {
-            let calls: Vec<_> =
-                (0..self.world()).map(|rank| segment.fingerprint(rank, seq)).collect();
-            return self.host.core.compare(&own, &calls, self.name());
+            let calls = (0..self.world()).map(|rank| (rank, segment.fingerprint(rank, seq)));
+            return self.host.core.compare(&own, calls, self.name());
         }
         Ok(())
     }

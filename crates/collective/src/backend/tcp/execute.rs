@@ -6,8 +6,8 @@
 //!   order; then comes the next round.
 //! * A send is done when the system has the bytes: they may be overwritten then. The peer may take
 //!   them much later, in a round of its own.
-//! * The first [`EARLY`] bytes of each send of the first round leave with the fingerprint, before it is
-//!   known that all ranks call the same; its receives begin when that is known. So a schedule may
+//! * The first [`EARLY`] bytes of each send of the first round leave with the fingerprint, unless there are
+//!   many ranks, before it is known that all call the same; its receives begin when that is known. So a schedule may
 //!   send from the caller's memory at once, no byte of it has changed if the calls differ, and a
 //!   fingerprint waits for little else.
 //! * Between two ranks blocks of one direction are numbered, and each end knows the length of each;
@@ -34,7 +34,7 @@ pub(super) fn run<'a>(
     turn.enter();
     for index in 0..schedule.rounds {
         schedule.round(index, &mut round);
-        let early = if index == 0 { EARLY } else { 0 };
+        let early = if index == 0 && turn.tells_all() { EARLY } else { 0 };
         let parts = |region: Region| memory.region(region).split_at(early.min(region.len));
         for &(to, region) in &round.sends {
             turn.send_block(to, parts(region).0);

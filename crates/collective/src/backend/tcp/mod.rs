@@ -208,7 +208,9 @@ impl Carrier for Tcp {
         let mut turn = self.turn(&mut state.seq, &mut state.links, op, wait)?;
         if op.verb != Verb::Batch {
             // What goes before all have entered should not hold up a fingerprint.
-            let large = blocks.iter().position(|block| block.memory.len() > execute::EARLY);
+            let waits =
+                |block: &Block<'_>| !turn.tells_all() || block.memory.len() > execute::EARLY;
+            let large = blocks.iter().position(waits);
             let (early, late) = blocks.split_at(large.unwrap_or(blocks.len()));
             turn.enter();
             turn.queue(early, Way::Out);

@@ -4,6 +4,9 @@
 //! a header with the fingerprint to every peer, with the first block right behind it, so that a
 //! small operation is one message each way. Blocks behind fingerprints stay in the sockets until all
 //! fingerprints have come and are equal: only then is anything received into the caller's memory.
+//! In a group of more than [`FEW`] ranks the headers go to those at the distances 1, 2, 4, ... on either
+//! side, one distance after the other: who has those of all distances knows that all ranks have entered,
+//! and that each calls what its neighbours call.
 //!
 //! Waiting is a ladder: try again at once while that is likely to help; yield the core; poll. The
 //! group's failure ends it, and the timeout, which begins anew when something has moved, but not
@@ -22,8 +25,10 @@ use super::link::Link;
 use super::sys;
 use crate::backend::core::{Block, GroupCore, Rung, Way};
 use crate::span::Span;
-use crate::{Error, OpDesc, Patience, Place, Rank, Result, Verb};
+use crate::{Error, Fingerprint, OpDesc, Patience, Place, Rank, Result, Verb};
 
+/// Ranks of a group in which each tells every other what it calls.
+pub(super) const FEW: usize = 8;
 /// How long a caller tries again at once, when every rank of the machine can have a core.
 const SPIN: Duration = Duration::from_micros(50);
 /// Time between two questions to the peers, at least and at most.
@@ -104,20 +109,60 @@ impl<'a> Turn<'a> {
 
     /// Queues the header that says that this rank has entered, and those of the peers.
     pub(super) fn enter(&mut self) {
-        let own = self.core().fingerprint(&self.op, self.seq, Place::Own);
-        for rank in self.core().peers() {
-            self.lanes[rank].enter(&own);
+        self.enter_at(0);
+    }
+
+    /// As [`enter`](Self::enter), for the peers of one round.
+    fn enter_at(&mut self, round: u32) {
+        let own = self.own();
+        let (rank, world, far) = (self.rank(), self.world(), 1 << round);
+        let [ahead, behind] = [(rank + far) % world, (rank + world - far) % world];
+        for peer in self.core().peers() {
+            if self.tells_all() || peer == ahead || peer == behind {
+                self.lanes[peer].enter(&own);
+            }
         }
     }
 
+    /// Whether all ranks say at once that they have entered, so that blocks may go right behind that.
+    pub(super) fn tells_all(&self) -> bool {
+        self.world() <= FEW
+    }
+
+    /// What this rank calls.
+    fn own(&self) -> Fingerprint {
+        self.core().fingerprint(&self.op, self.seq, Place::Own)
+    }
+
     /// Waits until all ranks have entered, and compares what they call. Nothing but
-    /// [`enter`](Self::enter) and sends may have been queued.
+    /// [`enter`](Self::enter) and sends may have been queued, and those only if it
+    /// [`tells_all`](Self::tells_all).
     pub(super) fn meet(&mut self) -> Result<()> {
-        self.settle(Until::Entered)?;
-        let own = self.core().fingerprint(&self.op, self.seq, Place::Own);
-        // Of all lanes, only this rank's own has none.
-        let calls: Vec<_> = self.lanes.iter().map(|lane| lane.entered.unwrap_or(own)).collect();
-        self.core().compare(&own, &calls, self.name())
+        let rounds = if self.tells_all() { 1 } else { self.world().ilog2() };
+        for round in 0..rounds {
+            if round > 0 {
+                self.enter_at(round);
+            }
+            self.settle(Until::Entered)?;
+            self.compare()?;
+        }
+        Ok(())
+    }
+
+    /// Compares what this rank calls with what it has heard that others call.
+    fn compare(&self) -> Result<()> {
+        let own = self.own();
+        let entered =
+            |rank: Rank| if rank == self.rank() { Some(own) } else { self.lanes[rank].entered };
+        let calls = (0..self.world()).filter_map(|rank| Some((rank, entered(rank)?)));
+        match self.core().compare(&own, calls, self.name()) {
+            // Others may not have heard of it.
+            Err(Error::Mismatch { field, by_rank, .. }) if !self.tells_all() => {
+                let cause = Cause::Mismatch { field: field.into(), by_rank };
+                Err(self.stopped(Stop::Failed(cause), Duration::ZERO))
+            }
+            compared => compared,
+        }
     }
 
     /// Queues a block of this operation, unless it is empty.

@@ -119,6 +119,49 @@ fn ranks_as_threads_on_two_machines() {
     over(|world| common::over("machines", world, TIMEOUT), scope);
 }
 
+/// In groups of many ranks those tell one another less, see `backend::tcp::turn`.
+const MANY: Scope = Scope { counts: &[34, 4100], uneven: 1, batches: 2, shared: false };
+
+/// Every verb with two types, of which one is folded as another.
+fn suite_of_many(group: ProcessGroup) -> Result<()> {
+    reductions::all::<bf16>(&group, MANY, 3)?;
+    reductions::all::<f32>(&group, MANY, 4)?;
+    moves::all::<f32>(&group, MANY, 5)?;
+    messages::all(&group, MANY)?;
+    habits::all(&group)
+}
+
+fn many_as_threads(groups: &[(&str, usize)]) {
+    for &(transport, world) in groups {
+        for result in common::play(common::over(transport, world, TIMEOUT), suite_of_many) {
+            result.unwrap();
+        }
+    }
+}
+
+fn many_as_processes(groups: &[(&str, usize)]) {
+    for &(transport, world) in groups {
+        let ranks: Vec<_> = (0..world).collect();
+        Workers::start_over(transport, "conformance::many", world, &ranks, TIMEOUT).finish();
+    }
+}
+
+#[test]
+fn many_ranks() {
+    many_as_threads(&[("host", 16), ("tcp", 33), ("machines", 8)]);
+    many_as_processes(&[("host", 33), ("machines", 16)]);
+}
+
+#[test]
+#[ignore = "nightly: a minute of groups of many ranks"]
+fn nightly_many_ranks_over_every_transport() {
+    let every = ["host", "tcp", "machines"].map(|over| [8, 9, 16, 33].map(|world| (over, world)));
+    many_as_threads(every.as_flattened());
+    many_as_processes(every.as_flattened());
+    #[cfg(feature = "gloo")]
+    many_as_threads(&[("gloo", 8), ("gloo", 16), ("gloo", 33)]);
+}
+
 /// Neighbours share a machine, so that folds go on from machine to machine.
 #[test]
 fn ranks_as_threads_on_machines_in_rank_order() {
@@ -191,7 +234,12 @@ fn ranks_as_processes() {
 /// What a process rank runs.
 pub(crate) fn worker() {
     if let Some(role) = Role::from_env() {
-        let scope = if role.scenario == "thin" { THIN } else { full() };
-        suite(role.join().unwrap(), scope).unwrap();
+        let group = role.join().unwrap();
+        let result = match &role.scenario[..] {
+            "many" => suite_of_many(group),
+            "thin" => suite(group, THIN),
+            _ => suite(group, full()),
+        };
+        result.unwrap();
     }
 }

@@ -117,6 +117,37 @@ fn ranks_that_never_come_are_named_in_time() {
     }
 }
 
+/// In groups of many ranks not all tell all what they call.
+#[test]
+fn of_many_ranks_one_that_calls_something_else_or_nothing_is_named() {
+    for carrier in carriers().filter(|carrier| carrier.name != GLOO_FAST.name) {
+        let errors = play(carrier.groups(21, TIMEOUT), |group| {
+            let mut x = vec![1.0_f32; if group.rank() == 13 { 5 } else { 6 }];
+            let error = group.all_reduce(&mut x, ReduceOp::Sum).unwrap_err();
+            assert!(x.iter().all(|&x| x == 1.0));
+            error
+        });
+        for error in errors {
+            let Error::Mismatch { field: "count", by_rank, .. } = &error else { panic!("{error}") };
+            assert!(by_rank.contains(&(13, "all_reduce of 5 f32, sum".into())), "{error}");
+        }
+
+        let timeout = 3 * carrier.hasty;
+        let errors = play(carrier.groups(21, timeout), |group| {
+            group.barrier().unwrap();
+            if group.rank() == 13 {
+                std::thread::sleep(2 * timeout);
+                return None;
+            }
+            Some(group.barrier().unwrap_err())
+        });
+        for error in errors.into_iter().flatten() {
+            let Error::Timeout { missing, .. } = &error else { panic!("{error}") };
+            assert_eq!(missing, &[13], "over {}", carrier.name);
+        }
+    }
+}
+
 #[test]
 fn abort_wakes_everyone() {
     for carrier in carriers() {

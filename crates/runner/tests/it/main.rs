@@ -5,10 +5,6 @@
 mod common;
 #[cfg(feature = "candle")]
 mod compile;
-#[cfg(feature = "candle-cuda")]
-mod cuda;
-#[cfg(feature = "candle-cuda")]
-mod cuda_graph;
 mod ddp;
 #[cfg(feature = "candle")]
 mod engine;

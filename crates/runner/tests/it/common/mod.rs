@@ -1,9 +1,5 @@
 //! What several modules need.
 
-#[cfg(feature = "candle-cuda")]
-pub(crate) mod gpu;
-#[cfg(all(feature = "candle-cuda", feature = "nccl"))]
-pub(crate) mod nccl;
 #[cfg(feature = "candle")]
 pub(crate) mod slurm;
 #[cfg(feature = "candle")]

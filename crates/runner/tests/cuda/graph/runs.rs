@@ -7,10 +7,10 @@ use collective::ProcessGroup;
 use runner::Result;
 use runner::config::Config;
 
-use crate::common::from_config;
-use crate::common::gpu;
+use crate::from_config;
+use crate::gpu;
 #[cfg(feature = "nccl")]
-use crate::common::nccl;
+use crate::nccl;
 
 const RESNET: &str = "model = { type = 'ResNet', width = 4, blocks = [1], stem_max_pool = true }";
 const MLP: &str = "model = { type = 'Mlp', in_features = 64, hidden = [9], num_classes = 10 }";

@@ -10,7 +10,7 @@ use runner::engine::Losses;
 use runner::hooks::Hook;
 use runner::{Result, Runner};
 
-use crate::common::gpu;
+use crate::gpu;
 
 use super::{Duration, GPU, MLP, OPTIM, ProcessGroup, RESNET, builder, everything, numbers_of};
 

@@ -21,8 +21,8 @@ use runner::engine::{
     GradSink, SharedSink, StepContext,
 };
 
-use crate::common::gpu;
-use crate::common::step::train_step;
+use crate::gpu;
+use crate::step::train_step;
 
 /// Engines by hand.
 const EAGER: usize = 2;

@@ -21,9 +21,9 @@ mod ema;
 #[cfg(feature = "nccl")]
 mod nccl;
 
-use crate::common::from_config;
-use crate::common::gpu;
-use crate::common::step::train_step;
+use crate::from_config;
+use crate::gpu;
+use crate::step::train_step;
 
 const OPTIM: &str = "optim_wrapper = { type = 'OptimWrapper', optimizer = { type = 'SGD', lr = 0.05, momentum = 0.9 } }";
 
@@ -339,7 +339,7 @@ fn a_step_moves_no_weights_and_only_averages_of_the_host_move_gradients() {
     };
     little(a_step(GPU, &ranks(1)));
     #[cfg(feature = "nccl")]
-    little(a_step(GPU, &|| crate::common::nccl::ranks().unwrap()));
+    little(a_step(GPU, &|| crate::nccl::ranks().unwrap()));
     let [to, from] = a_step(GPU, &ranks(2));
     assert!(
         to > weights && from > weights,

@@ -13,8 +13,8 @@ use super::{
     GPU, MLP, OFFLOADED, OPTIM, OVERFLOWS, RESNET, SEVERAL, builder, everything, files,
     of_the_fake, over_host, train, train_in,
 };
-use crate::common::gpu;
-use crate::common::nccl::ranks;
+use crate::gpu;
+use crate::nccl::ranks;
 
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]

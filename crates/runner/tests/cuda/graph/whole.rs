@@ -10,7 +10,7 @@ use runner::engine::{Engine, EngineState};
 use runner::model::DistributedDataParallel;
 use runner::optim_wrapper::OptimWrapper;
 
-use crate::common::gpu;
+use crate::gpu;
 
 use super::{EAGER, Stock, batch, buffers, compiled, engine, launched};
 

@@ -41,7 +41,7 @@ fn check(params: &[ParamInfo], order: &[usize], plan: &BucketPlan) {
         for &index in &bucket.params {
             assert!(!std::mem::replace(&mut seen[index], true));
             assert_eq!(params[index].dtype, bucket.dtype);
-            let place = plan.places()[index];
+            let place = plan.slots()[index];
             assert_eq!((place.bucket, place.offset), (at, offset));
             assert_eq!(place.count, params[index].count);
             offset += place.count;

@@ -152,7 +152,7 @@ pub unsafe extern "C" fn gpu_reduce(
     let stream = group.stream;
     let pass = || {
         let reducer = group.reducer.as_mut().ok_or("no reducer")?;
-        let count = reducer.plan().places().len();
+        let count = reducer.plan().slots().len();
         // SAFETY: so many numbers, by the caller's word.
         let grads = unsafe { slice::from_raw_parts(grads, count) };
         reducer.zero_grad();
@@ -231,7 +231,7 @@ pub unsafe extern "C" fn gpu_joined_average(group: *mut Group, grads: *const u64
     let group = unsafe { &mut *group };
     let pass = || {
         let joined = group.joined.as_mut().ok_or("nothing is joined")?;
-        let count = joined.reducer().plan().places().len();
+        let count = joined.reducer().plan().slots().len();
         // SAFETY: so many numbers, by the caller's word.
         let grads = unsafe { slice::from_raw_parts(grads, count) };
         let buf = |(index, address): (usize, &u64)| {

@@ -1,10 +1,10 @@
-//! Prints the tables of `collective::sim`'s documentation: what each algorithm's all-reduce costs.
+//! Prints the tables of `collective::sim`'s documentation: the cost of an all-reduce by each algorithm.
 //!
 //! `cargo run --release -p collective --example cost_table > crates/collective/src/sim/cost_table.md`
 //!
-//! 4,096 ranks send up to 33 million messages for a number, so all takes the better part of a minute.
+//! 4,096 ranks send up to 33 million messages for a number, so it takes almost a minute.
 
-#![expect(clippy::print_stdout, reason = "that is what it is for")]
+#![expect(clippy::print_stdout, reason = "an example shows its result")]
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use collective::{
     backend::{OpDesc, Verb},
 };
 
-/// Bytes, and how they are called.
+/// Sizes in bytes, with their names.
 const SIZES: [(usize, &str); 6] = [
     (4, "4 B"),
     (1 << 10, "1 KiB"),
@@ -25,7 +25,7 @@ const SIZES: [(usize, &str); 6] = [
 ];
 
 fn main() {
-    // With an argument, only rows that contain it, as in `"4096 | ring"`.
+    // An argument selects the rows that contain it, for example `"4096 | ring"`.
     let only = std::env::args().nth(1).unwrap_or_default();
     let wanted = |ranks: usize, algorithm| format!("| {ranks} | {algorithm} |").contains(&only);
     println!("One rank on each machine:\n\n{}", head());
@@ -57,7 +57,7 @@ fn head() -> String {
     format!("| ranks | algorithm | {} |\n|---:|---|{}|", sizes.join(" | "), line.join("|"))
 }
 
-/// One line of a table.
+/// One row of a table.
 pub(crate) fn row(ranks: usize, algorithm: Algorithm, per_machine: usize) -> String {
     let network = Network::default().with_placement(Placement::Blocks(per_machine));
     let times = SIZES.map(|(bytes, _)| {
@@ -74,7 +74,7 @@ pub(crate) fn row(ranks: usize, algorithm: Algorithm, per_machine: usize) -> Str
     format!("| {ranks} | {algorithm} | {} |", times.join(" | "))
 }
 
-/// Three digits.
+/// Formats with three digits.
 fn text(time: Duration) -> String {
     let seconds = time.as_secs_f64();
     let (value, unit) = match seconds {

@@ -1,11 +1,12 @@
-//! Rendezvous by hand: ranks that know nothing of one another but the store's address.
+//! Manual rendezvous of ranks that know only the store's address.
 //!
 //! `cargo run -p collective --example store`
 //!
-//! Three threads play three processes. Each listens somewhere, tells the store where, learns where
-//! the others are, and says hello to the next. `init_process_group` does the same behind the scenes.
+//! Three threads act as three processes. Each listens on a port, publishes its address in the
+//! store, reads the next rank's address, and sends it a message. `init_process_group` does the same
+//! internally.
 
-#![expect(clippy::print_stdout, reason = "an example shows something")]
+#![expect(clippy::print_stdout, reason = "an example shows its result")]
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -37,21 +38,21 @@ fn main() -> Result<()> {
 
 fn run(rank: usize, store_port: u16) -> Result<()> {
     let store = TcpStore::connect("127.0.0.1", store_port, TIMEOUT)?;
-    // Keys of this job and attempt only, should the store serve others as well.
+    // A prefix for this job and attempt, in case the store serves others too.
     let store = PrefixStore::new("example/0", Arc::new(store));
 
     let listener = TcpListener::bind("127.0.0.1:0")?;
     store.set(&format!("addr/{rank}"), listener.local_addr()?.to_string().as_bytes())?;
 
     let next = (rank + 1) % WORLD_SIZE;
-    // Waits until that rank has come.
+    // Blocks until that rank has published its address.
     let addr = String::from_utf8(store.get(&format!("addr/{next}"), TIMEOUT)?)?;
     TcpStream::connect(&addr)?.write_all(format!("hello from rank {rank}").as_bytes())?;
     let mut hello = String::new();
     listener.accept()?.0.read_to_string(&mut hello)?;
     println!("rank {rank} heard: {hello}");
 
-    // A barrier: the last to come opens the door.
+    // A barrier: the last rank to arrive releases the others.
     if store.add("arrived", 1)? == WORLD_SIZE as i64 {
         store.set("all", b"")?;
     }

@@ -1,6 +1,6 @@
 //! Two machines add their numbers, over TCP.
 //!
-//! On the first machine, whose address as the other one knows it is 10.0.0.1:
+//! On the first machine, whose address is 10.0.0.1 on the second machine's network:
 //!
 //! ```sh
 //! RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 cargo run --example two_hosts
@@ -12,10 +12,10 @@
 //! RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 cargo run --example two_hosts
 //! ```
 //!
-//! In two terminals of one machine, with `MASTER_ADDR=127.0.0.1`, the same goes over shared memory;
-//! `TRANSPORT=tcp` on both makes it TCP there too. Port 29500 of the first machine must be open to
-//! the second, and the ports that the system hands out, in both directions. With several interfaces,
-//! that on the way to `MASTER_ADDR` is taken, unless `COLLECTIVE_IFNAME=eth1` names another.
+//! In two terminals of one machine, with `MASTER_ADDR=127.0.0.1`, the same command uses shared
+//! memory; `TRANSPORT=tcp` on both selects TCP. Port 29500 of the first machine must be open to the
+//! second, and the ephemeral ports in both directions. With several interfaces, the one on the
+//! route to `MASTER_ADDR` is used, unless `COLLECTIVE_IFNAME=eth1` names another.
 
 #![expect(clippy::print_stdout, reason = "an example shows its result")]
 

@@ -1,9 +1,10 @@
-//! Copies: by vectors into the cache, or past all caches.
+//! Memory copies with vector instructions, into the cache or past it.
 //!
-//! libc's `memmove` is right for small copies and for those larger than a core's own cache. Between them glibc uses
-//! `rep movsb` on x86-64, which on AMD's processors is many times slower than vectors where the target lies
-//! less than a vector behind the source within a line, as a user's buffer does behind a stage: see
-//! `cargo bench -p benches --bench copy`. Elsewhere its `memmove` is vectors already.
+//! libc's `memmove` is fast for small copies and for those larger than a core's private cache.
+//! Between them glibc uses `rep movsb` on x86-64. On AMD processors that is many times slower than
+//! vectors if the target starts less than a vector behind the source modulo a line, as a user's
+//! buffer does relative to a staging buffer: see `cargo bench -p benches --bench copy`. On other
+//! architectures glibc's `memmove` already uses vectors.
 
 #![expect(unsafe_code, reason = "vector loads and stores on raw memory")]
 
@@ -12,12 +13,12 @@ use std::ops::Range;
 use crate::Element;
 use crate::span::Span;
 
-/// Bytes of a cache line, which a streaming store fills whole.
+/// Bytes of a cache line; a streaming store writes whole lines.
 const LINE: usize = 64;
-/// Copies of these sizes are vectors of our own: glibc's begin and end of `rep movsb`.
+/// Copies of these sizes use our vector loop: the range in which glibc uses `rep movsb`.
 const BY_VECTORS: Range<usize> = 2 << 10..1 << 20;
 
-/// Copies all of `from`, which has the same length, to `to`, with which it may overlap.
+/// Copies all of `from` to `to`, which has the same length and may overlap it.
 pub(crate) fn cached(to: Span<'_>, from: Span<'_>) {
     assert_eq!(to.len(), from.len(), "a copy keeps the length");
     #[cfg(target_arch = "x86_64")]
@@ -28,11 +29,12 @@ pub(crate) fn cached(to: Span<'_>, from: Span<'_>) {
         // SAFETY: the processor has AVX2.
         return unsafe { copy_avx2(to, from) };
     }
-    // SAFETY: both spans are alive and hold this many bytes (invariant of the type); `copy` allows them to overlap.
+    // SAFETY: both spans are alive and hold this many bytes (invariant of the type); `copy` allows
+    // overlap.
     unsafe { std::ptr::copy(from.ptr(), to.ptr(), to.len()) };
 }
 
-/// As [`cached`], of slices.
+/// [`cached`] for slices.
 #[doc(hidden)]
 pub fn copy_slice<T: Element>(to: &mut [T], from: &[T]) {
     let (len, size) = (size_of_val(to), size_of_val(from));
@@ -65,7 +67,7 @@ fn copy_avx2(to: Span<'_>, from: Span<'_>) {
             unsafe { _mm256_storeu_si256(to.ptr().wrapping_add(at + VECTOR * i).cast(), part) };
         }
     };
-    // The first and the last overlap with those between, whose stores are aligned.
+    // The first and the last block overlap those between, whose stores are aligned.
     block(0);
     for at in (to.ptr().align_offset(VECTOR)..len - BLOCK).step_by(BLOCK) {
         block(at);
@@ -73,8 +75,8 @@ fn copy_avx2(to: Span<'_>, from: Span<'_>) {
     block(len - BLOCK);
 }
 
-/// Copies all of `from`, which has the same length and lies elsewhere, to `to`, past the caches. What this thread
-/// publishes afterwards comes after the copy.
+/// Copies all of `from` to `to`, which has the same length and does not overlap it, past the
+/// caches. The copy is visible before anything this thread publishes afterwards.
 pub(crate) fn streamed(to: Span<'_>, from: Span<'_>) {
     assert_eq!(to.len(), from.len(), "a copy keeps the length");
     let head = to.ptr().align_offset(LINE).min(to.len());
@@ -97,7 +99,7 @@ fn stream_lines(to: Span<'_>, from: Span<'_>) {
 fn stream_lines_sse2(to: Span<'_>, from: Span<'_>) {
     use std::arch::x86_64::{_mm_loadu_si128, _mm_setzero_si128, _mm_sfence, _mm_stream_si128};
     assert!(to.len() == from.len() && to.len().is_multiple_of(LINE), "whole lines");
-    assert!(to.ptr().addr().is_multiple_of(LINE) || to.len() == 0, "lines start at a line");
+    assert!(to.ptr().addr().is_multiple_of(LINE) || to.len() == 0, "the target is line-aligned");
     for line in (0..to.len()).step_by(LINE) {
         let mut parts = [_mm_setzero_si128(); 4];
         for (i, part) in parts.iter_mut().enumerate() {
@@ -109,7 +111,7 @@ fn stream_lines_sse2(to: Span<'_>, from: Span<'_>) {
             unsafe { _mm_stream_si128(to.ptr().wrapping_add(line + 16 * i).cast(), part) };
         }
     }
-    // Streaming stores heed no Release store that follows, but this.
+    // Release stores do not order earlier streaming stores; this fence does.
     _mm_sfence();
 }
 
@@ -122,9 +124,10 @@ fn stream_lines(to: Span<'_>, from: Span<'_>) {
 mod tests {
     use super::*;
 
-    /// Around a block and the sizes at which the way changes, at all offsets from a vector.
+    /// Lengths around a block and the sizes at which the method changes, at all offsets from a
+    /// vector.
     #[test]
-    fn every_byte_is_copied_and_no_other() {
+    fn copies_exactly_the_given_bytes() {
         let lengths = [2047, 2048, 2049, 2175, 2176, 2177, 2304, 4096, 5000, 1 << 20];
         for len in lengths {
             for (source, target) in (0..64).map(|at| (at * 7 % 64, at)) {

@@ -1,8 +1,8 @@
-//! Element types: what a collective can move and add.
+//! Element types of the collectives.
 //!
-//! [`Element`] is sealed: every backend, kernel and fingerprint knows all types. A type is only listed
-//! here when any pattern of bytes is a value of it, so that memory may be received into and allocated
-//! zeroed; except for `bool`, whose bytes a backend makes 0 or 1 before it returns.
+//! [`Element`] is sealed: every backend, kernel and fingerprint knows all types. Any byte pattern
+//! is a valid value of each type, so memory may be received into and allocated zeroed. The
+//! exception is `bool`: a backend sets its bytes to 0 or 1 before it returns.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use half::{bf16, f16};
 
 macro_rules! elements {
     ($($(#[$doc:meta])* $dtype:ident = $type:ident,)*) => {
-        /// The type of the numbers in a buffer.
+        /// The element type of a buffer.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum DType {
@@ -18,7 +18,7 @@ macro_rules! elements {
         }
 
         impl DType {
-            /// Every type, in the order of their codes.
+            /// All types, in the order of their codes.
             pub const ALL: [Self; 15] = [$(Self::$dtype),*];
 
             /// Bytes of one element.
@@ -28,7 +28,7 @@ macro_rules! elements {
                 }
             }
 
-            /// The name Rust has for the type.
+            /// The type's name in Rust.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$dtype => stringify!($type),)*
@@ -111,7 +111,7 @@ pub trait Element: sealed::Sealed + Copy + Default + fmt::Debug + Send + Sync + 
 }
 
 mod sealed {
-    #[expect(unnameable_types, reason = "nobody else may implement it")]
+    #[expect(unnameable_types, reason = "seals the trait")]
     pub trait Sealed {}
 }
 
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_and_names_are_those_of_the_types() {
+    fn sizes_and_names_match_the_types() {
         agrees::<f16>();
         agrees::<bf16>();
         agrees::<f32>();

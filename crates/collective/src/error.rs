@@ -1,4 +1,4 @@
-//! What can go wrong in a collective, and who caused it.
+//! Errors of a collective, with the rank that caused them.
 
 use std::time::Duration;
 
@@ -6,84 +6,85 @@ use crate::Rank;
 
 /// A failure of a process group, a store or the rendezvous.
 ///
-/// A caller's own mistake ([`InvalidArgument`](Self::InvalidArgument)) is seen before anything is
-/// sent and leaves the group usable. Every other error poisons the group: later operations return
-/// [`Poisoned`](Self::Poisoned) on every rank.
+/// A caller's own mistake ([`InvalidArgument`](Self::InvalidArgument)) is detected before anything
+/// is sent and leaves the group usable. Every other error poisons the group: later operations
+/// return [`Poisoned`](Self::Poisoned) on every rank.
 ///
-/// `Debug` is the message, too: it is what a `main` that returns one prints.
+/// `Debug` prints the same text as `Display`, because a `main` that returns an error prints it with
+/// `Debug`.
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Not all ranks came in time.
+    /// Some ranks did not arrive within the timeout.
     #[error("{op}: timed out after {waited:?}, still missing {}", ranks(missing))]
     Timeout {
-        /// What was waited for, for example `all_reduce #17 of group default`.
+        /// The operation, for example `all_reduce #17 of group default`.
         op: String,
         /// How long this rank waited.
         waited: Duration,
-        /// The ranks that did not come. Of messages between pairs of ranks, the peer, who may itself
-        /// be waiting for another.
+        /// The missing ranks. For point-to-point messages, the peer, which may itself be waiting
+        /// for another rank.
         missing: Vec<Rank>,
     },
-    /// A peer's process ended while it was needed.
+    /// A peer's process ended before the operation completed.
     #[error("{op}: rank {rank} (pid {pid}) died")]
     PeerDied {
-        /// What was under way on this rank.
+        /// The operation on this rank.
         op: String,
         /// The rank that died.
         rank: Rank,
         /// Its process id.
         pid: u32,
     },
-    /// Ranks called different operations, or joined with different options; no byte of user data was
-    /// changed. On device memory it is found when time is over, unless calls are compared first, and
-    /// what was to be written is unspecified then.
+    /// Ranks called different operations, or joined with different options; no byte of user data
+    /// was changed. On device memory this is detected only at the timeout, unless calls are
+    /// compared first, and the output is unspecified then.
     #[error("{op}: ranks disagree on {field}: {}", by_rank_text(by_rank))]
     Mismatch {
-        /// What this rank called.
+        /// The operation that this rank called.
         op: String,
-        /// The first field that differs: verb, dtype, op, root, count, or buffer: not the same
-        /// part of the same [`SharedBuf`](crate::SharedBuf), or not on every rank. Of ranks that
-        /// join, for example `GroupOptions::determinism`.
+        /// The first field that differs: verb, dtype, op, root, count, or buffer (not the same part
+        /// of the same [`SharedBuf`](crate::SharedBuf), or not on every rank). When ranks join, for
+        /// example `GroupOptions::determinism`.
         field: &'static str,
-        /// What each rank called; of ranks that join, what rank 0 has and the first that differs.
+        /// Each rank's call; when ranks join, the value of rank 0 and the first one that differs.
         by_rank: Vec<(Rank, String)>,
     },
-    /// A rank gave the group up.
+    /// A rank called [`abort`](crate::ProcessGroup::abort).
     #[error("the group was aborted by rank {by}: {reason}")]
     Aborted {
         /// The rank that called `abort`.
         by: Rank,
-        /// Its words.
+        /// The reason it gave.
         reason: String,
     },
-    /// An earlier operation failed; the group can do no more.
+    /// An earlier operation failed; the group is unusable.
     #[error("the group is unusable since an earlier failure: {0}")]
     Poisoned(Box<Self>),
-    /// The other ranks have rebuilt the group without this one, which came after the grace period.
+    /// The other ranks rebuilt the group without this one, which missed the grace period.
     #[error(
-        "group {group} went on at epoch {epoch} with {} alone; this rank came too late",
+        "excluded from rebuild of group {group}: missed the grace period (epoch {epoch}, {})",
         ranks(members)
     )]
     LeftBehind {
         /// The group's name.
         group: String,
-        /// The epoch of the group that this rank is not in.
+        /// The epoch of the rebuilt group.
         epoch: u64,
-        /// Who is, as ranks of the group that was rebuilt.
+        /// The members of the rebuilt group, as ranks of the group that failed.
         members: Vec<Rank>,
     },
-    /// The ranks could not be brought together.
+    /// The ranks could not meet.
     #[error("rendezvous at {addr}: {reason}")]
     Rendezvous {
-        /// Where the store was looked for, `host:port`.
+        /// The store's address, `host:port`.
         addr: String,
         /// What happened, and what to do.
         reason: String,
     },
-    /// Keys of a store that nobody set in time.
+    /// Keys of a store that were not set in time.
     #[error(
-        "store {store}: waited {waited:?} for {}, which nobody has set; the rank that sets it is late, dead or was never started",
+        "store {store}: waited {waited:?} for {}, which no rank has set; the rank that sets it is late, dead or was never started",
         keys.join(", ")
     )]
     KeyTimeout {
@@ -91,10 +92,10 @@ pub enum Error {
         store: String,
         /// The keys still missing, with the prefixes of a [`PrefixStore`](crate::PrefixStore).
         keys: Vec<String>,
-        /// How long was waited.
+        /// How long this rank waited.
         waited: Duration,
     },
-    /// A store that cannot be reached, broke its protocol, or refused a request.
+    /// A store is unreachable, violated its protocol, or refused a request.
     #[error("store {store}: {during}: {reason}")]
     Store {
         /// The store: `memory` or `host:port`.
@@ -115,7 +116,7 @@ pub enum Error {
         /// The parameters, by name.
         names: Vec<String>,
     },
-    /// The backend does not do this.
+    /// The backend does not support this.
     #[error("backend {backend} does not support {what}")]
     Unsupported {
         /// The backend's name.
@@ -123,41 +124,41 @@ pub enum Error {
         /// The operation, type or option.
         what: String,
     },
-    /// A library that a backend needs is missing, or too old.
+    /// A library that a backend needs is missing or too old.
     #[error("{library}: {reason}; {install}")]
     Library {
         /// The library's usual name.
         library: &'static str,
-        /// What the system's loader said of each path, or which function is missing.
+        /// The system loader's message for each path, or the missing function.
         reason: String,
         /// The paths, in order.
         tried: Vec<String>,
         /// What to do.
         install: &'static str,
     },
-    /// A library beneath a backend failed.
+    /// A library used by a backend failed.
     #[error("{during}: {name} ({code}): {text}")]
     Backend {
         /// The backend's name.
         backend: &'static str,
-        /// The function that was called, or what was under way.
+        /// The function that was called, or the operation in progress.
         during: String,
-        /// The status as the library's header calls it.
+        /// The name of the status in the library's header.
         name: String,
         /// The status as a number.
         code: i32,
-        /// The library's own words.
+        /// The library's message.
         text: String,
     },
-    /// A wrong call, seen on the calling rank before anything was sent.
+    /// A wrong call, detected on the calling rank before anything was sent.
     #[error("{0}")]
     InvalidArgument(String),
-    /// The operating system refused.
+    /// A system call failed.
     #[error("{what}: {text}")]
     Io {
-        /// What was being done.
+        /// The operation.
         what: String,
-        /// The system's answer.
+        /// The system's message.
         text: String,
         /// Its kind, to match on.
         kind: std::io::ErrorKind,

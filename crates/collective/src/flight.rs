@@ -1,8 +1,8 @@
-//! The flight recorder: what this rank called last, and how far each call got.
+//! The flight recorder: this rank's last calls, and how far each got.
 //!
-//! It sits between the verbs and whatever backend there is, keeps the last `CALLS` steps, is
-//! always on, and costs a lock and two readings of a clock a step. When the group fails for the first time
-//! it writes itself to a file, if it has been told where.
+//! Every verb passes through it on the way to its backend. It keeps the last `CALLS` steps, is
+//! always on, and takes a lock and reads a clock twice per step. At the group's first failure it
+//! writes the record to a file, if a directory is set.
 
 use std::fmt;
 use std::fs;
@@ -17,16 +17,16 @@ use crate::backend::{Backend, Patience, Transfer, TransferMemory};
 use crate::ticks::Clock;
 use crate::{Error, GroupOptions, OpDesc, Rank, Result, Verb};
 
-/// How many steps a record goes back.
+/// Number of steps kept.
 const CALLS: usize = 64;
-/// Where records go, unless the group's options say.
+/// Directory of the records, unless the group's options name one.
 const DIR: &str = "COLLECTIVE_FLIGHT_DIR";
 
-/// What one rank of a group called last, from
+/// The last calls of one rank of a group, from
 /// [`ProcessGroup::flight_record`](crate::ProcessGroup::flight_record).
 ///
-/// Displays as a table of one line a call; as JSON it is what
-/// [`GroupOptions::with_flight_dir`] describes.
+/// `Display` prints one line per call; serialized as JSON it is the file described by
+/// [`GroupOptions::with_flight_dir`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct FlightRecord {
@@ -38,30 +38,30 @@ pub struct FlightRecord {
     pub world_size: usize,
     /// The backend's name.
     pub backend: &'static str,
-    /// This process.
+    /// This process's id.
     pub pid: u32,
-    /// When the group was made on this rank, in microseconds since 1970, to lay the records of
-    /// several ranks beside one another.
+    /// When the group was made on this rank, in microseconds since 1970, to align the records of
+    /// several ranks.
     pub birth_us: u64,
     /// The last 64 calls, oldest first.
     pub calls: Vec<FlightCall>,
 }
 
-/// A call in a [`FlightRecord`]: one step of a verb. The verbs whose blocks differ in length take
-/// several, `counts` first.
+/// A call in a [`FlightRecord`]: one step of a verb. Verbs with blocks of different lengths have
+/// several steps, the first called `counts`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct FlightCall {
-    /// Position among this rank's calls, from 0. Ranks that exchange no messages between pairs
-    /// count alike.
+    /// Position among this rank's calls, from 0. Equal on all ranks that exchange no point-to-point
+    /// messages.
     pub seq: u64,
-    /// What was called, as in error texts.
+    /// The call, as in error texts.
     pub call: String,
     /// Whether it ran on the communication thread, or in a stream of a device.
     pub asynchronous: bool,
-    /// The system's id of the thread it ran on.
+    /// The system's id of its thread.
     pub thread: u32,
-    /// When it began, in nanoseconds since the group was made; not when it was queued.
+    /// When it began to run (not when it was queued), in nanoseconds since the group was made.
     pub start_ns: u64,
     /// When it ended.
     pub end_ns: Option<u64>,
@@ -74,11 +74,11 @@ pub struct FlightCall {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum FlightOutcome {
-    /// Not yet.
+    /// In progress.
     UnderWay,
-    /// Well.
+    /// Succeeded.
     Done,
-    /// With this error.
+    /// Failed with this error.
     Failed(String),
 }
 
@@ -105,21 +105,22 @@ impl fmt::Display for FlightCall {
     }
 }
 
-/// Keeps the calls of one rank of a group.
+/// Records the calls of one rank of a group.
 #[derive(Debug)]
 pub(crate) struct Recorder {
     group: String,
     dir: Option<PathBuf>,
     clock: Clock,
-    born: SystemTime,
+    created: SystemTime,
     ring: Mutex<Ring>,
-    /// When the calls of the ring ended.
+    /// When each call in the ring ended.
     ends: [End; CALLS],
     dumped: AtomicBool,
 }
 
-/// When call `seq` ended, in ticks; 0 if it has not. Written without the ring's lock: a call that 64
-/// others overtake just then takes the place of one of them, in a text for people.
+/// When call `seq` ended, in ticks; 0 if it has not. Written without the ring's lock: if 64 later
+/// calls start at that moment, the time is attributed to one of them. The record is for reading
+/// only, so this is acceptable.
 #[derive(Debug, Default)]
 struct End {
     seq: AtomicU64,
@@ -128,13 +129,13 @@ struct End {
 
 #[derive(Debug)]
 struct Ring {
-    /// Number of the next call.
+    /// Sequence number of the next call.
     next: u64,
-    /// Call `seq` lies at `seq % CALLS`.
+    /// Call `seq` is at index `seq % CALLS`.
     calls: Vec<Call>,
 }
 
-/// What is kept of the messages of a call.
+/// Summary of a call's messages.
 #[derive(Clone, Copy, Debug)]
 struct Messages {
     sends: usize,
@@ -142,7 +143,7 @@ struct Messages {
     first: Rank,
 }
 
-/// Whose calls they are.
+/// The backend and rank whose calls they are.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Whose {
     backend: &'static str,
@@ -157,7 +158,7 @@ impl Whose {
     }
 }
 
-/// A call as it is kept: nothing to format, nothing to allocate.
+/// A recorded call; recording formats and allocates nothing.
 #[derive(Clone, Debug)]
 struct Call {
     seq: u64,
@@ -178,14 +179,14 @@ impl Recorder {
             group: options.name.clone(),
             dir: options.flight_dir.clone(),
             clock: Clock::new(),
-            born: SystemTime::now(),
+            created: SystemTime::now(),
             ring: Mutex::new(Ring { next: 0, calls: Vec::with_capacity(CALLS) }),
             ends: std::array::from_fn(|_| End::default()),
             dumped: AtomicBool::new(false),
         }
     }
 
-    /// Runs one step of a verb on `backend` and keeps what came of it.
+    /// Runs one step of a verb on `backend` and records its outcome.
     pub(crate) fn record<T>(
         &self,
         backend: &dyn Backend,
@@ -203,15 +204,15 @@ impl Recorder {
         result
     }
 
-    /// Keeps `calls` operations on device memory that begin together, by the first of them; returns
-    /// the number by which their end is told.
+    /// Records `calls` operations on device memory that begin together, as the first of them;
+    /// returns the number to pass to [`end`](Self::end).
     pub(crate) fn begin_device(&self, op: &OpDesc, calls: usize) -> u64 {
         self.begin(op, None, calls - 1, Patience::Background)
     }
 
-    /// Keeps what came of a call.
+    /// Records the outcome of a call.
     pub(crate) fn end(&self, seq: u64, result: &Result<()>, whose: Whose) {
-        // A call that 64 others have overtaken is forgotten.
+        // A call followed by 64 others is no longer in the ring.
         let end = &self.ends[index(seq)];
         if end.seq.load(Ordering::Relaxed) == seq {
             end.ticks.store(self.clock.ticks(), Ordering::Relaxed);
@@ -255,7 +256,7 @@ impl Recorder {
         }
         let dir = self.dir.clone().or_else(|| Some(std::env::var_os(DIR)?.into()));
         if let Some(dir) = dir.filter(|dir| !dir.as_os_str().is_empty()) {
-            // A record that cannot be written must not hide the failure it is about.
+            // A failed write must not hide the group's failure.
             drop(write(&dir, &self.read(whose)));
         }
     }
@@ -265,11 +266,11 @@ impl Recorder {
         let mut kept = ring.calls.clone();
         drop(ring);
         kept.sort_by_key(|call| call.seq);
-        let birth = self.born.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let birth = self.created.duration_since(UNIX_EPOCH).unwrap_or_default();
         let since_birth = self.clock.since_birth();
-        let told = |call: &Call| {
+        let public = |call: &Call| {
             let end = self.ends[index(call.seq)].ticks.load(Ordering::Relaxed);
-            call.told(end, |ticks| u64::try_from(since_birth(ticks).as_nanos()).unwrap_or(u64::MAX))
+            call.public(end, |at| u64::try_from(since_birth(at).as_nanos()).unwrap_or(u64::MAX))
         };
         FlightRecord {
             group: self.group.clone(),
@@ -278,7 +279,7 @@ impl Recorder {
             backend: whose.backend,
             pid: std::process::id(),
             birth_us: u64::try_from(birth.as_micros()).unwrap_or(u64::MAX),
-            calls: kept.iter().map(told).collect(),
+            calls: kept.iter().map(public).collect(),
         }
     }
 }
@@ -293,8 +294,8 @@ impl Messages {
 }
 
 impl Call {
-    /// As users see it; `end` is 0 or in ticks.
-    fn told(&self, end: u64, nanoseconds: impl Fn(u64) -> u64) -> FlightCall {
+    /// Converts to the public form; `end` is 0 or in ticks.
+    fn public(&self, end: u64, nanoseconds: impl Fn(u64) -> u64) -> FlightCall {
         let end = (end != 0).then_some(end);
         let outcome = match (&self.error, end) {
             (Some(error), _) => FlightOutcome::Failed(error.to_string()),
@@ -313,7 +314,7 @@ impl Call {
     }
 
     fn text(&self) -> String {
-        // The messages of a batch have a count each; the descriptor has none.
+        // Each message of a batch has its own count; the descriptor has none.
         let text = match self.op.verb {
             Verb::Batch => Verb::Batch.to_string(),
             _ => self.op.to_string(),
@@ -330,20 +331,20 @@ impl Call {
     }
 }
 
-/// Where call `seq` lies in the ring.
+/// Index of call `seq` in the ring.
 fn index(seq: u64) -> usize {
     (seq % CALLS as u64) as usize
 }
 
 thread_local! {
-    /// The system's id of this thread, as the last part of `<pid>/task/<tid>`.
+    /// The system's id of this thread, the last component of `<pid>/task/<tid>`.
     static THREAD: u32 = fs::read_link("/proc/thread-self")
         .ok()
         .and_then(|path| path.file_name()?.to_str()?.parse().ok())
         .unwrap_or(0);
 }
 
-/// Writes a record as a whole: whoever finds the file finds all of it.
+/// Writes a record atomically: a reader never finds a partial file.
 fn write(dir: &Path, record: &FlightRecord) -> std::io::Result<()> {
     let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
     let group: String = record.group.chars().map(plain).collect();
@@ -361,7 +362,7 @@ mod tests {
     use super::*;
     use crate::{GroupOptions, ProcessGroup, ReduceOp};
 
-    fn alone(options: &GroupOptions) -> ProcessGroup {
+    fn single(options: &GroupOptions) -> ProcessGroup {
         let options = options.clone().with_timeout(Duration::from_secs(10));
         let mut hosts = crate::backend::host::threads::group(1, &options).unwrap();
         ProcessGroup::from_backend_with(Arc::new(hosts.remove(0)), &options)
@@ -369,7 +370,7 @@ mod tests {
 
     #[test]
     fn the_last_calls_are_kept_in_order() {
-        let group = alone(&GroupOptions::default());
+        let group = single(&GroupOptions::default());
         assert_eq!(group.flight_record().calls, []);
         for count in 0..CALLS + 3 {
             group.all_reduce(&mut vec![1_i32; count], ReduceOp::Sum).unwrap();
@@ -395,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_under_way_is_seen_from_another_thread() {
+    fn a_call_in_progress_is_visible_from_another_thread() {
         let mut groups = ProcessGroup::threads(2, Duration::from_secs(10)).unwrap();
         let (one, two) = (groups.pop().unwrap(), groups.pop().unwrap());
         std::thread::scope(|scope| {
@@ -417,7 +418,7 @@ mod tests {
     fn the_first_failure_is_written_and_no_other() {
         let dir = std::env::temp_dir().join(format!("collective-flight-{}", std::process::id()));
         let name = "a/b ü";
-        let group = alone(&GroupOptions::default().with_name(name).with_flight_dir(&dir));
+        let group = single(&GroupOptions::default().with_name(name).with_flight_dir(&dir));
         group.barrier().unwrap();
         group.broadcast(&mut [0_u8], 7).unwrap_err();
         assert!(!dir.exists(), "a caller's mistake is no failure of the group");
@@ -435,13 +436,14 @@ mod tests {
         assert!(!dir.exists());
     }
 
-    /// Nobody can write below a file; the failure itself still gets through.
+    /// The directory is below a regular file, so the write fails; the group's error is still
+    /// returned.
     #[test]
-    fn a_record_that_cannot_be_written_hides_nothing() {
+    fn a_failed_write_does_not_hide_the_failure() {
         let file =
             std::env::temp_dir().join(format!("collective-test-file-{}", std::process::id()));
         fs::write(&file, "").unwrap();
-        let group = alone(&GroupOptions::default().with_flight_dir(file.join("dir")));
+        let group = single(&GroupOptions::default().with_flight_dir(file.join("dir")));
         group.abort("enough");
         let error = group.barrier().unwrap_err();
         fs::remove_file(&file).unwrap();

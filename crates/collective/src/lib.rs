@@ -2,45 +2,48 @@
 //!
 //! # The model in one page
 //!
-//! A job is `world_size` ranks. Each holds a [`ProcessGroup`] and all make the same calls in the
+//! A job is `world_size` ranks. Each holds a [`ProcessGroup`], and all make the same calls in the
 //! same order: [`all_reduce`](ProcessGroup::all_reduce), [`broadcast`](ProcessGroup::broadcast),
 //! [`all_gather`](ProcessGroup::all_gather), [`reduce_scatter`](ProcessGroup::reduce_scatter),
-//! [`barrier`](ProcessGroup::barrier), and [`object`]'s for anything serde can write. Ranks are
-//! threads of one process ([`ProcessGroup::threads`]: tests, examples) or processes, of one machine
-//! or several, that found each other through a [`store`] ([`ProcessGroup::from_store`];
-//! [`init_process_group`] does it with what the launcher left in the environment). [`dist`] has the
-//! functions of `mmengine.dist`, for code that also runs alone. A [`Reducer`](reducer::Reducer) averages a model's
-//! gradients over a group while backward still runs.
+//! [`barrier`](ProcessGroup::barrier), and the functions of [`object`] for any serde type. Ranks
+//! are threads of one process ([`ProcessGroup::threads`]: tests, examples) or processes, on one
+//! machine or several, that find each other through a [`store`] ([`ProcessGroup::from_store`];
+//! [`init_process_group`] reads the launcher's environment variables). [`dist`] has the functions
+//! of `mmengine.dist`, for code that also runs without a group. A [`Reducer`](reducer::Reducer)
+//! averages a model's gradients over a group while backward still runs.
 //!
-//! * **Same call everywhere, checked.** A call becomes an [`OpDesc`]; its [`Fingerprint`] is
-//!   compared with all peers' before any data move. If they differ, every rank gets
-//!   [`Error::Mismatch`] with what each rank called, and no byte has changed.
+//! * **Same call everywhere, checked.** Each call is an [`OpDesc`]; its [`Fingerprint`] is compared
+//!   with all peers' before any data move. If they differ, every rank gets [`Error::Mismatch`] with
+//!   each rank's call, and no buffer is changed.
 //! * **Same bits everywhere.** Reductions fold in rank order, 16-bit floats in `f32` and rounded
 //!   once, see [`ReduceOp`]. The result does not depend on the rank, the transport, the chunking or
 //!   the offset in the buffer.
-//! * **No silent hang.** Every wait has a deadline and names who is missing. A process that dies is
-//!   noticed at once, and its peers get [`Error::PeerDied`] with its rank;
-//!   [`ProcessGroup::abort`] ends everybody's waits. After a failure a group is
-//!   [poisoned](Error::Poisoned) on all ranks.
-//! * **Failures are survived.** [`ProcessGroup::rebuild`] makes a new group of the ranks that are
-//!   left, [`ProcessGroup::split`] subgroups that share no fate with their parent; a [`DeviceMesh`] has
-//!   one for each dimension of a grid.
-//! * **Buffers in flight are owned.** [`ProcessGroup::all_reduce_async`] and its like take the buffer
-//!   and their [`Work`], which is also a future, gives it back; so forgetting one leaks memory and
-//!   never corrupts it. Within a [`scope`](ProcessGroup::scope) they are borrowed.
-//! * **A failure leaves a record.** [`ProcessGroup::flight_record`] tells what a rank called last and
-//!   how far it got; [`GroupOptions::with_flight_dir`] has it written when the group fails.
-//! * **Shared buffers are faster.** [`ProcessGroup::alloc`] gives memory the ranks share;
+//! * **No silent hang.** Every wait has a deadline, and its error names the missing ranks. When a
+//!   process dies, its peers get [`Error::PeerDied`] with its rank at once; [`ProcessGroup::abort`]
+//!   ends every rank's waits. After a failure a group is [poisoned](Error::Poisoned) on all ranks.
+//! * **Failures are survived.** [`ProcessGroup::rebuild`] makes a new group of the surviving ranks;
+//!   [`ProcessGroup::split`] makes subgroups that fail independently of their parent; a
+//!   [`DeviceMesh`] has one for each dimension of a grid.
+//! * **Buffers in flight are owned.** [`ProcessGroup::all_reduce_async`] and the other asynchronous
+//!   calls take the buffer by value; the [`Work`], which is also a future, returns it. Forgetting a
+//!   `Work` leaks memory and never corrupts it. Within a [`scope`](ProcessGroup::scope) buffers are
+//!   borrowed.
+//! * **A failure leaves a record.** [`ProcessGroup::flight_record`] lists a rank's last calls and
+//!   their outcomes; with [`GroupOptions::with_flight_dir`] it is written to a file when the group
+//!   fails.
+//! * **Shared buffers are faster.** [`ProcessGroup::alloc`] returns memory shared by the ranks;
 //!   reducing it copies nothing.
-//! * **Device memory has a separate API.** [`ProcessGroup::device`] takes the memory of a CUDA device or an NPU
-//!   and a stream, with other promises, see [`device`]: the items above are about memory of the host.
-//! * **Simulated networks.** With the feature `sim`, the module `sim` runs the algorithms between machines on virtual
-//!   time: for thousands of ranks without data, or for threads with real data, faults included.
+//! * **Device memory has a separate API.** [`ProcessGroup::device`] takes memory of a CUDA device
+//!   or an NPU and a stream. Its guarantees differ, see [`device`]: the items above are about host
+//!   memory.
+//! * **Simulated networks.** With the feature `sim`, the module `sim` runs the multi-machine
+//!   algorithms in virtual time: for thousands of ranks without data, or for threads with real
+//!   data, faults included.
 //!
-//! What carries the data is a [`Backend`]; [`backend`] is for those who write one.
-//! The embedded ones need nothing installed: shared memory within a machine, TCP between several
-//! ([`Transport`]). Whoever can reach a rank's port can disturb a group over TCP, and nothing is
-//! encrypted: the network must be trusted. Linux only.
+//! A [`Backend`] carries the data; [`backend`] documents how to write one. The built-in ones need
+//! nothing installed: shared memory within a machine, TCP between machines ([`Transport`]). TCP is
+//! neither authenticated nor encrypted: any host that can reach a rank's port can disturb a group,
+//! so the network must be trusted. Linux only.
 
 pub mod backend;
 pub mod device;
@@ -60,7 +63,7 @@ pub mod store;
         dead_code,
         unreachable_pub,
         unused_imports,
-        reason = "what only the simulator uses, and exports"
+        reason = "only the simulator uses and exports these"
     )
 )]
 mod algo;
@@ -101,19 +104,19 @@ pub(crate) use backend::{Backend, Fingerprint, OpDesc, Patience, Place, Verb};
 pub(crate) use device::{DeviceBuf, DeviceStream, DeviceWork};
 pub(crate) use store::{PrefixStore, TcpStoreServer};
 
-/// What is special to groups over NCCL, see [`Transport::Nccl`].
+/// NCCL's own configuration, see [`Transport::Nccl`].
 #[cfg(feature = "nccl")]
 pub mod nccl {
     pub use crate::backend::nccl::{Config, Libraries, connector};
 }
 
-/// What is special to groups over HCCL, see [`Transport::Hccl`].
+/// HCCL's own configuration, see [`Transport::Hccl`].
 #[cfg(feature = "hccl")]
 pub mod hccl {
     pub use crate::backend::hccl::{Config, Libraries, connector};
 }
 
-/// What goes over the connections of the TCP backend, for the fuzz target; no part of the API.
+/// Frames of the TCP backend, for the fuzz target; not part of the API.
 #[doc(hidden)]
 pub mod wire {
     pub use crate::backend::tcp::frame::{
@@ -124,7 +127,7 @@ pub mod wire {
 /// A process's index within a group, `0..world_size`.
 pub type Rank = usize;
 
-/// The examples of the README are tests too.
+/// Compiles and runs the README's examples.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

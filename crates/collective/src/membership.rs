@@ -1,14 +1,14 @@
-//! Where a group comes from, who its ranks are in other groups, and the subgroups made of it.
+//! A group's origin, its ranks in other groups, and its subgroups.
 //!
-//! A group keeps its *origin*: the store its ranks met at, and how to connect a backend of its kind.
-//! So [`split`](ProcessGroup::split) works over every backend alike: the ranks exchange colours and
-//! keys over the group they have, and each new group is joined through the store, under a name of
-//! its own. Nothing of the parent is shared: a subgroup has its own history, its own failure and its
-//! own communication thread.
+//! A group keeps its *origin*: the store its ranks met at, and a function that connects a backend
+//! of the same kind. So [`split`](ProcessGroup::split) works over every backend: the ranks exchange
+//! colours and keys over the existing group, and each new group is joined through the store, under
+//! its own name. It shares nothing with the parent: a subgroup has its own history, failures and
+//! communication thread.
 //!
-//! The invariant: names within one origin are never used twice. They nest: `default/split0/3` is
-//! colour 3 of the first split of `default`, `default/epoch1` what
-//! [`rebuild`](ProcessGroup::rebuild) made of it.
+//! Invariant: names within one origin are never used twice. They nest: `default/split0/3` is colour
+//! 3 of the first split of `default`, and `default/epoch1` is its first
+//! [`rebuild`](ProcessGroup::rebuild).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,26 +22,26 @@ use crate::rebuild::Lineage;
 use crate::store::{PrefixStore, Store, WatchedStore, deadline, missing};
 use crate::{Backend, Error, GroupOptions, ProcessGroup, Rank, Result};
 
-/// How to make one rank's backend: it joins `world_size` ranks that meet at the store under the
-/// options' name, and returns when all have. Ranks call it with the same name and size, each with
-/// its own rank.
+/// Connects one rank's backend: it joins `world_size` ranks that meet at the store under the
+/// options' name, and returns when all have joined. Ranks call it with the same name and size, each
+/// with its own rank.
 pub type Connect =
     dyn Fn(&Arc<dyn Store>, Rank, usize, &GroupOptions) -> Result<Arc<dyn Backend>> + Send + Sync;
 
-/// In place of a colour: this rank joins none of the new groups.
+/// Sent instead of a colour: this rank joins none of the new groups.
 const NO_COLOR: u64 = u64::MAX;
 
-/// What makes further groups of a kind.
+/// Makes further groups of the same kind.
 #[derive(Clone)]
 pub(crate) struct Origin {
-    /// The part of the store that belongs to this group and those made from it.
+    /// The part of the store that belongs to this group and the groups made from it.
     pub(crate) store: Arc<dyn Store>,
     pub(crate) connect: Arc<Connect>,
 }
 
 impl Origin {
-    /// Makes this rank's backend for a group whose name nobody has used before. If that fails on one
-    /// rank, it fails on all that still wait, at once.
+    /// Connects this rank's backend for a group whose name is unused. If that fails on one rank, it
+    /// fails at once on all that still wait.
     pub(crate) fn join(
         &self,
         rank: Rank,
@@ -56,24 +56,24 @@ impl Origin {
     }
 }
 
-/// What a group knows of its own making.
+/// How a group was made.
 pub(crate) struct Membership {
-    /// With the group's own name.
+    /// Options, with the group's own name.
     pub(crate) options: GroupOptions,
-    /// `None` for a group over a backend that somebody else connected.
+    /// `None` for a group made with `from_backend`.
     pub(crate) origin: Option<Origin>,
     parent_ranks: Vec<Rank>,
     pub(crate) global_ranks: Vec<Rank>,
-    /// Splits so far, the same on all ranks.
+    /// Number of splits so far, the same on all ranks.
     splits: AtomicU64,
     pub(crate) epoch: u64,
-    /// Who this group's ranks were at epoch 0.
+    /// This group's ranks, as ranks of the group at epoch 0.
     pub(crate) first_ranks: Vec<Rank>,
     pub(crate) lineage: Arc<Mutex<Lineage>>,
 }
 
 impl Membership {
-    /// Of a group that is not made from another.
+    /// Membership in a group that is not made from another.
     pub(crate) fn first(world_size: usize, options: GroupOptions, origin: Option<Origin>) -> Self {
         let ranks: Vec<Rank> = (0..world_size).collect();
         Self::subgroup(options, origin, ranks.clone(), ranks)
@@ -91,7 +91,7 @@ impl Membership {
         Self { options, origin, parent_ranks, global_ranks, splits, epoch: 0, first_ranks, lineage }
     }
 
-    /// Of the group that follows this one, made of those of its ranks.
+    /// Membership in the next epoch's group, made of the given ranks of this one.
     pub(crate) fn next(&self, options: GroupOptions, epoch: u64, ranks: Vec<Rank>) -> Self {
         Self {
             options,
@@ -107,17 +107,17 @@ impl Membership {
 }
 
 impl ProcessGroup {
-    /// A group over the backend that `connect` makes; [`split`](Self::split) and
-    /// [`rebuild`](Self::rebuild) call it again for the groups they make.
+    /// Makes a group over the backend that `connect` returns; [`split`](Self::split) and
+    /// [`rebuild`](Self::rebuild) call `connect` again for the groups they make.
     ///
-    /// Every rank must call it, as [`from_store`](Self::from_store). It waits for rank 0 for the
-    /// options' timeout, and then as long as `connect` does. Once `connect` has returned, ranks other than
-    /// 0 ask the store no more, so that rank 0 may end, and the store with it.
+    /// Every rank must call it, as [`from_store`](Self::from_store). Blocks for rank 0 for at most
+    /// the options' timeout, and then until `connect` returns. After that only rank 0 uses the
+    /// store, so rank 0 may end, and the store with it.
     ///
     /// # Errors
     ///
-    /// Those of `connect` and of the store; [`Error::Timeout`] if rank 0 does not come. After an error, ranks
-    /// that call it again meet again.
+    /// The errors of `connect` and of the store; [`Error::Timeout`] if rank 0 does not come. After an
+    /// error the ranks may call it again.
     pub fn from_store_with(
         store: Arc<dyn Store>,
         rank: Rank,
@@ -126,36 +126,37 @@ impl ProcessGroup {
         connect: Arc<Connect>,
     ) -> Result<Self> {
         check_rank(rank, world_size)?;
-        // This group, and what is made from it, has its keys apart from those of an earlier attempt.
+        // A prefix per attempt: this group and those made from it share no keys with an earlier
+        // attempt.
         let attempt = attempt(&*store, rank, world_size, &options)?;
         let own = PrefixStore::new(format!("{}/{attempt}", options.name), Arc::clone(&store));
         let own: Arc<dyn Store> = Arc::new(own);
         let backend = connect(&own, rank, world_size, &options);
         if rank == 0 && !matches!(backend, Err(Error::Store { .. })) {
-            // Whoever comes now waits for the next attempt. At worst it meets nobody, and tries again.
+            // Ranks that come later wait for the next attempt. One that has read this attempt's
+            // number meets no rank: it times out, and may retry.
             drop(store.delete_key(&format!("{}/open", options.name)));
         }
         let origin = Some(Origin { store: own, connect });
         Ok(Self::new(backend?, Membership::first(world_size, options, origin)))
     }
 
-    /// Makes subgroups: the ranks that give the same colour form one, in the order of their keys,
-    /// ranks with equal keys in the order of their rank here. A rank without a colour joins none
-    /// and gets `None`.
+    /// Makes subgroups: the ranks that give the same colour form one, ordered by key, and by rank
+    /// in this group where keys are equal. A rank without a colour joins none and gets `None`.
     ///
     /// Every rank must call it. Blocks until this rank's subgroup is complete. One
-    /// [`all_gather`](Self::all_gather) of 16 bytes, then the joining of the new group through the
-    /// store that this one was made with, which must still be there. The subgroup has this group's
-    /// timeout and options, ranks of its own from 0 (see [`parent_ranks`](Self::parent_ranks)), and
-    /// shares nothing with this group: either can fail without the other, and operations on both
-    /// may be in flight at once.
+    /// [`all_gather`](Self::all_gather) of 16 bytes, then the new group is joined through the store
+    /// that this one was made with, which must still exist. The subgroup has this group's timeout
+    /// and options, its own ranks from 0 (see [`parent_ranks`](Self::parent_ranks)), and shares
+    /// nothing with this group: either can fail without the other, and operations on both may be in
+    /// flight at once.
     ///
     /// # Errors
     ///
     /// [`Error::Unsupported`] for a group of [`from_backend`](Self::from_backend). An error of the
-    /// exchange poisons this group, as of any verb. One of the joining concerns the new group only,
-    /// and counts its ranks: [`Error::Timeout`], [`Error::PeerDied`], the store's,
-    /// [`Error::Aborted`] if it failed on another rank.
+    /// exchange poisons this group, as in any verb. An error of the joining affects the new group
+    /// only, and gives its ranks: [`Error::Timeout`], [`Error::PeerDied`], the store's, or
+    /// [`Error::Aborted`] if joining failed on another rank.
     ///
     /// # Examples
     ///
@@ -211,13 +212,14 @@ impl ProcessGroup {
     /// [`split`](Self::split) by a list: `ranks[i]` becomes rank `i` of the new group; ranks not in
     /// the list get `None`.
     ///
-    /// Every rank of this group must call it, with the same list, which is compared first: two
+    /// Every rank of this group must call it with the same list, which is compared first with two
     /// more collectives.
     ///
     /// # Errors
     ///
     /// [`Error::InvalidArgument`] on every rank, with this group still usable, if the lists differ,
-    /// are empty, or name a rank twice or one that is not there; else as [`split`](Self::split).
+    /// are empty, or contain a duplicate or a rank that is not in the group; else as
+    /// [`split`](Self::split).
     #[doc(alias = "new_group")]
     pub fn subgroup(&self, ranks: &[Rank]) -> Result<Option<Self>> {
         self.origin("split")?;
@@ -236,14 +238,14 @@ impl ProcessGroup {
         &self.membership.parent_ranks
     }
 
-    /// For each rank of this group, its rank in the first group of the line, the one that was made
-    /// from no other.
+    /// For each rank of this group, its rank in the first ancestor, the group that was made from no
+    /// other.
     #[doc(alias = "get_process_group_ranks")]
     pub fn global_ranks(&self) -> &[Rank] {
         &self.membership.global_ranks
     }
 
-    /// How often this group was [rebuilt](Self::rebuild): 0 for a first one.
+    /// Number of times this group was [rebuilt](Self::rebuild).
     pub fn epoch(&self) -> u64 {
         self.membership.epoch
     }
@@ -254,24 +256,24 @@ impl ProcessGroup {
         self.backend.name()
     }
 
-    /// Why it is this backend and not another, for a log.
+    /// The reason why this backend was chosen, for a log.
     pub fn backend_reason(&self) -> &str {
         self.backend.reason()
     }
 
-    /// What makes a further group of this one's kind.
+    /// Returns the origin, or [`Error::Unsupported`] if there is none.
     pub(crate) fn origin(&self, what: &str) -> Result<&Origin> {
         self.membership.origin.as_ref().ok_or_else(|| Error::Unsupported {
             backend: self.backend.name(),
             what: format!(
-                "{what} of a group made with from_backend, which knows neither store nor peers; \
+                "{what} of a group made with from_backend, which has no store to meet at; \
                  make it with ProcessGroup::from_store_with"
             ),
         })
     }
 }
 
-/// Over the backend that the options and the places of the ranks call for.
+/// Connects the backend that the options and the ranks' locations require.
 pub(crate) fn connect(
     store: &Arc<dyn Store>,
     rank: Rank,
@@ -281,8 +283,8 @@ pub(crate) fn connect(
     meet::join(store, rank, world_size, options)
 }
 
-/// The number of the attempt to join that rank 0 has begun: one that this rank has not been in, so that
-/// ranks meet again however often each of them has failed alone.
+/// Returns the number of rank 0's current attempt to join, which this rank has not tried before, so
+/// that ranks meet again however often each has failed alone.
 fn attempt(
     store: &dyn Store,
     rank: Rank,
@@ -312,7 +314,7 @@ fn attempt(
             }
             said => said?,
         };
-        // Empty, if it was deleted meanwhile.
+        // Empty if the key was deleted meanwhile.
         let attempt = std::str::from_utf8(&said).ok().and_then(|text| text.parse().ok());
         if let Some(attempt) = attempt.filter(|&attempt| attempt > last) {
             store.set(&tried, &said)?;
@@ -322,10 +324,10 @@ fn attempt(
     }
 }
 
-/// Between two looks whether rank 0 has begun again.
+/// Interval at which ranks poll for rank 0's next attempt.
 const TICK: Duration = Duration::from_millis(20);
 
-/// What every rank gave as members of a new group; the verdict is the same on all of them.
+/// Checks the member lists of all ranks; the result is the same on every rank.
 fn check_lists(lists: &[Vec<Rank>]) -> Result<()> {
     let refuse = |text: String| Err(Error::InvalidArgument(format!("subgroup: {text}")));
     let list = &lists[0];
@@ -334,10 +336,10 @@ fn check_lists(lists: &[Vec<Rank>]) -> Result<()> {
         return refuse(format!("rank 0 gives the members {list:?}, rank {rank} gives {other:?}"));
     }
     if list.is_empty() {
-        return refuse("a group has members; a rank that joins none splits with no colour".into());
+        return refuse("the member list is empty; to join no group, call split(None, 0)".into());
     }
     if let Some(rank) = list.iter().find(|&&rank| rank >= lists.len()) {
-        return refuse(format!("there is no rank {rank} among {} ranks", lists.len()));
+        return refuse(format!("rank {rank} is not below world size {}", lists.len()));
     }
     let twice = list.iter().enumerate().find(|&(at, rank)| list[..at].contains(rank));
     twice.map_or(Ok(()), |(_, rank)| refuse(format!("rank {rank} is listed twice")))

@@ -1,15 +1,15 @@
-//! Named dimensions over a flat group, as `torch.distributed.device_mesh`: a group for each dimension.
+//! Named dimensions over a flat group, as `torch.distributed.device_mesh`: one group per dimension.
 
 use std::ops::Index;
 
 use crate::object::all_gather_object;
 use crate::{Error, ProcessGroup, Result};
 
-/// The ranks of a group as a grid with named dimensions, in row-major order: along the last dimension
-/// neighbours in the grid are neighbours in the group.
+/// The ranks of a group as a grid with named dimensions, in row-major order: neighbours along the
+/// last dimension are neighbours in the group.
 ///
-/// For each dimension this rank has the group of those that differ from it in this dimension alone;
-/// its rank there is its coordinate.
+/// For each dimension this rank has the group of the ranks whose other coordinates equal its own;
+/// its rank in that group is its coordinate.
 ///
 /// # Examples
 ///
@@ -40,16 +40,16 @@ pub struct DeviceMesh {
 impl DeviceMesh {
     /// Makes a mesh of `dims`, names and sizes, whose product is the group's world size.
     ///
-    /// Every rank of the group must call it with the same `dims`, which are compared first: two
-    /// collectives. Blocks. Then one [`split`](ProcessGroup::split) for each dimension, whose groups
-    /// are independent of `group` and have connections of their own: over TCP, two to each rank of
-    /// each of them. With 2 x 4 ranks these are 8 for each rank, beside the 14 of `group`. Within a
-    /// machine a group costs a segment of shared memory.
+    /// Every rank of the group must call it with the same `dims`, which are compared first with two
+    /// collectives. Blocks. Then it calls [`split`](ProcessGroup::split) once per dimension. The
+    /// new groups are independent of `group` and have their own connections: over TCP, two to each
+    /// rank of each of them. With 2 x 4 ranks each rank has 8 of these, in addition to the 14 of
+    /// `group`. Within a machine a group takes a segment of shared memory.
     ///
     /// # Errors
     ///
     /// [`Error::InvalidArgument`], before anything is sent, if the product of the sizes is not the
-    /// world size, or a name is empty or used twice; and on every rank, if the ranks give different
+    /// world size, or a name is empty or duplicate; and on every rank, if the ranks give different
     /// `dims`. Else as [`ProcessGroup::split`].
     pub fn new(group: &ProcessGroup, dims: &[(&str, usize)]) -> Result<Self> {
         let (rank, world) = (group.rank(), group.world_size());
@@ -65,7 +65,7 @@ impl DeviceMesh {
         let mut stride = world;
         let part = |(name, size): (String, usize)| {
             stride /= size;
-            // Of each line along this dimension, its first rank.
+            // The first rank of this rank's line along this dimension is the colour.
             let first = rank - rank / stride % size * stride;
             let Some(part) = group.split(Some(first as u32), 0)? else {
                 unreachable!("a rank that gives a colour has a group")
@@ -75,13 +75,13 @@ impl DeviceMesh {
         Ok(Self { dims: own.into_iter().map(part).collect::<Result<_>>()? })
     }
 
-    /// This rank's group along a dimension; `None` if there is none of this name. `mesh["tp"]` is the
-    /// same, and panics.
+    /// Returns this rank's group along a dimension; `None` if there is no such name. `mesh["tp"]`
+    /// returns the same, and panics if there is none.
     pub fn get(&self, name: &str) -> Option<&ProcessGroup> {
         self.dims.iter().find(|dim| dim.0 == name).map(|dim| &dim.1)
     }
 
-    /// Names of the dimensions and this rank's groups along them, in order.
+    /// Returns the dimensions' names and this rank's groups along them, in order.
     pub fn dims(&self) -> impl Iterator<Item = (&str, &ProcessGroup)> {
         self.dims.iter().map(|(name, group)| (&**name, group))
     }
@@ -103,13 +103,13 @@ impl Index<&str> for DeviceMesh {
 fn check(dims: &[(&str, usize)], world: usize) -> Result<()> {
     let ranks = dims.iter().try_fold(1_usize, |ranks, dim| ranks.checked_mul(dim.1));
     if ranks != Some(world) {
-        return refuse(format!("{dims:?} is not a grid of the group's {world} ranks"));
+        return refuse(format!("{dims:?} do not multiply to the group's {world} ranks"));
     }
     let wrong = |&(at, &(name, _)): &(usize, &(&str, usize))| {
         name.is_empty() || dims[..at].iter().any(|dim| dim.0 == name)
     };
     dims.iter().enumerate().find(wrong).map_or(Ok(()), |(_, (name, _))| {
-        refuse(format!("the dimension name {name:?} is empty or used twice"))
+        refuse(format!("dimension name {name:?} is empty or duplicate"))
     })
 }
 

@@ -1,29 +1,29 @@
-//! Collectives over anything serde can write: small, rare, convenient.
+//! Collectives on serde types, for small and infrequent objects.
 //!
-//! Objects travel as JSON: a length first, then the bytes. For numbers in bulk use the verbs of
-//! [`ProcessGroup`].
+//! Objects are sent as JSON: a length first, then the bytes. For large arrays of numbers use the
+//! verbs of [`ProcessGroup`].
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::{Error, ProcessGroup, Rank, Result};
 
-/// Bytes an object may have as JSON.
+/// Maximum length of an object as JSON, in bytes.
 pub const MAX_OBJECT_BYTES: usize = 256 << 20;
 
-/// In place of a length: this rank has no object to send.
+/// Sent instead of a length: this rank has no object to send.
 const NONE: u64 = u64::MAX;
 
-/// Every rank gets the objects of all ranks, in rank order.
+/// Returns the objects of all ranks, in rank order, on every rank.
 ///
-/// Every rank must call it. Blocks. Two collectives, of 8 bytes and of the longest object's length
+/// Every rank must call it. Blocks. Two collectives: of 8 bytes, and of the longest object's length
 /// per rank.
 ///
 /// # Errors
 ///
-/// [`Error::InvalidArgument`], on every rank, if an object cannot be written or is longer than
-/// [`MAX_OBJECT_BYTES`], and on the rank concerned if one cannot be read as a `T`; the group stays
-/// usable. Else as [`ProcessGroup::all_gather`].
+/// [`Error::InvalidArgument`], on every rank, if an object cannot be serialized or is longer than
+/// [`MAX_OBJECT_BYTES`], and on the receiving rank if one cannot be deserialized as a `T`; the
+/// group stays usable. Else as [`ProcessGroup::all_gather`].
 pub fn all_gather_object<T>(group: &ProcessGroup, object: &T) -> Result<Vec<T>>
 where
     T: Serialize + DeserializeOwned,
@@ -32,21 +32,21 @@ where
     all.iter().enumerate().map(|(rank, json)| read(rank, json)).collect()
 }
 
-/// The root gets the objects of all ranks, in rank order; the others get `None`.
+/// Returns the objects of all ranks, in rank order, on the root; `None` on the other ranks.
 ///
 /// Every rank must call it with the same root. Blocks. An all-gather of 8 bytes, then a
 /// [`gather_v`](ProcessGroup::gather_v) of the objects.
 ///
 /// # Errors
 ///
-/// As [`all_gather_object`], and [`Error::InvalidArgument`] if there is no such root.
+/// Same as [`all_gather_object`], and [`Error::InvalidArgument`] if the root is not a rank of the group.
 pub fn gather_object<T>(group: &ProcessGroup, object: &T, root: Rank) -> Result<Option<Vec<T>>>
 where
     T: Serialize + DeserializeOwned,
 {
     if root >= group.world_size() {
         return Err(Error::InvalidArgument(format!(
-            "gather_object: there is no root {root} among {} ranks",
+            "gather_object: root {root} is not below world size {}",
             group.world_size()
         )));
     }
@@ -66,18 +66,18 @@ where
     lens.iter().enumerate().map(object).collect::<Result<_>>().map(Some)
 }
 
-/// Every rank gets its object of the root's, which has one for each rank, in rank order. The root
-/// gives `Some`, the others may give `None`.
+/// Returns to rank `r` element `r` of the root's list, which has one object per rank. The root
+/// passes `Some`, the others may pass `None`.
 ///
 /// Every rank must call it with the same root. Blocks. A [`scatter`](ProcessGroup::scatter) of 8
 /// bytes, then a [`scatter_v`](ProcessGroup::scatter_v) of the objects.
 ///
 /// # Errors
 ///
-/// [`Error::InvalidArgument`] if there is no such root; on every rank, if the root gives no list or
-/// one of another length than the group's, or an object that cannot be written or is longer than
-/// [`MAX_OBJECT_BYTES`]; and on the rank concerned if its object cannot be read as a `T`. The group
-/// stays usable. Else as [`ProcessGroup::scatter_v`].
+/// [`Error::InvalidArgument`] if the root is not a rank of the group; on every rank, if the root
+/// passes no list, one whose length is not the world size, or an object that cannot be serialized
+/// or is longer than [`MAX_OBJECT_BYTES`]; and on the receiving rank if its object cannot be
+/// deserialized as a `T`. The group stays usable. Else as [`ProcessGroup::scatter_v`].
 #[doc(alias = "scatter_object_list")]
 pub fn scatter_object<T>(group: &ProcessGroup, objects: Option<&[T]>, root: Rank) -> Result<T>
 where
@@ -89,7 +89,7 @@ where
         Some(objects) if objects.len() == world => objects.iter().map(write).collect(),
         _ => {
             let given = objects.map_or(0, <[T]>::len);
-            let text = format!("scatter_object: the root gives {given} objects to {world} ranks");
+            let text = format!("scatter_object: the root passed {given} objects for {world} ranks");
             Err(Error::InvalidArgument(text))
         }
     };
@@ -106,12 +106,12 @@ where
 }
 
 /// Sends an object to rank `to`, which must [`recv_object`] it. Only these two take part. Two
-/// messages, of 8 bytes and of the object's length.
+/// messages: of 8 bytes, and of the object's length.
 ///
 /// # Errors
 ///
-/// [`Error::InvalidArgument`], on the receiver too, if the object cannot be written or is longer than
-/// [`MAX_OBJECT_BYTES`]; the group stays usable. Else as [`ProcessGroup::send`].
+/// [`Error::InvalidArgument`], on the receiver too, if the object cannot be serialized or is longer
+/// than [`MAX_OBJECT_BYTES`]; the group stays usable. Else as [`ProcessGroup::send`].
 #[doc(alias = "send_object_list")]
 pub fn send_object<T: Serialize>(group: &ProcessGroup, object: &T, to: Rank) -> Result<()> {
     let json = write(object);
@@ -123,8 +123,8 @@ pub fn send_object<T: Serialize>(group: &ProcessGroup, object: &T, to: Rank) -> 
 ///
 /// # Errors
 ///
-/// [`Error::InvalidArgument`] if the sender has none that can be sent, or it cannot be read as a `T`;
-/// the group stays usable. Else as [`ProcessGroup::recv`].
+/// [`Error::InvalidArgument`] if the sender's object could not be sent, or cannot be deserialized
+/// as a `T`; the group stays usable. Else as [`ProcessGroup::recv`].
 #[doc(alias = "recv_object_list")]
 pub fn recv_object<T: DeserializeOwned>(group: &ProcessGroup, from: Rank) -> Result<T> {
     let mut len = [0];
@@ -134,16 +134,16 @@ pub fn recv_object<T: DeserializeOwned>(group: &ProcessGroup, from: Rank) -> Res
     read(from, &json)
 }
 
-/// Every rank gets the root's object. The root gives `Some`, the others may give `None`.
+/// Returns the root's object on every rank. The root passes `Some`, the others may pass `None`.
 ///
-/// Every rank must call it with the same root. Blocks. Two collectives, of 8 bytes and of the
+/// Every rank must call it with the same root. Blocks. Two collectives: of 8 bytes, and of the
 /// object's length.
 ///
 /// # Errors
 ///
-/// [`Error::InvalidArgument`], on every rank, if the root gives none, or one that cannot be written
-/// or is longer than [`MAX_OBJECT_BYTES`], and on the rank concerned if it cannot be read as a `T`;
-/// the group stays usable. Else as [`ProcessGroup::broadcast`].
+/// [`Error::InvalidArgument`], on every rank, if the root passes none, or one that cannot be
+/// serialized or is longer than [`MAX_OBJECT_BYTES`], and on the receiving rank if it cannot be
+/// deserialized as a `T`; the group stays usable. Else as [`ProcessGroup::broadcast`].
 pub fn broadcast_object<T>(group: &ProcessGroup, object: Option<T>, root: Rank) -> Result<T>
 where
     T: Serialize + DeserializeOwned,
@@ -151,20 +151,20 @@ where
     let json = match &object {
         _ if group.rank() != root => Ok(Vec::new()),
         Some(object) => write(object),
-        None => Err(Error::InvalidArgument("the root gives no object".into())),
+        None => Err(Error::InvalidArgument("broadcast_object: the root passed no object".into())),
     };
     read(root, &broadcast_json(group, json, root)?)
 }
 
-/// Replaces every rank's objects by the root's, whose own stay as they are. A rank whose list has
-/// another length keeps it and gets an error.
+/// Replaces the objects of every other rank by the root's. A rank whose list has another length
+/// keeps its objects and gets an error.
 ///
-/// Every rank must call it with the same root. Blocks. Two collectives, of 8 bytes and of the
+/// Every rank must call it with the same root. Blocks. Two collectives: of 8 bytes, and of the
 /// objects' length.
 ///
 /// # Errors
 ///
-/// As [`broadcast_object`].
+/// Same as [`broadcast_object`].
 pub fn broadcast_object_list<T>(group: &ProcessGroup, objects: &mut [T], root: Rank) -> Result<()>
 where
     T: Serialize + DeserializeOwned,
@@ -185,7 +185,7 @@ where
     Ok(())
 }
 
-/// Every rank's JSON, or an error on all ranks if one has none.
+/// Returns every rank's JSON, or an error on all ranks if one has none.
 fn all_gather_json(group: &ProcessGroup, json: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
     let (mut json, lens) = all_gather_lens(group, json)?;
     let longest = lens.iter().copied().max().unwrap_or(0);
@@ -196,7 +196,8 @@ fn all_gather_json(group: &ProcessGroup, json: Result<Vec<u8>>) -> Result<Vec<Ve
     Ok(lens.iter().enumerate().map(block).collect())
 }
 
-/// This rank's JSON and the lengths of all ranks', or an error on all ranks if one has none.
+/// Returns this rank's JSON and the lengths of all ranks', or an error on all ranks if one has
+/// none.
 fn all_gather_lens(group: &ProcessGroup, json: Result<Vec<u8>>) -> Result<(Vec<u8>, Vec<usize>)> {
     let mut lens = vec![0; group.world_size()];
     group.all_gather(&mut lens, &[announce(&json)])?;
@@ -204,7 +205,7 @@ fn all_gather_lens(group: &ProcessGroup, json: Result<Vec<u8>>) -> Result<(Vec<u
     Ok((json?, lens.collect::<Result<_>>()?))
 }
 
-/// The root's JSON, or an error on all ranks if it has none.
+/// Returns the root's JSON, or an error on all ranks if it has none.
 fn broadcast_json(group: &ProcessGroup, json: Result<Vec<u8>>, root: Rank) -> Result<Vec<u8>> {
     let mut len = [announce(&json)];
     group.broadcast(&mut len, root)?;
@@ -216,12 +217,9 @@ fn broadcast_json(group: &ProcessGroup, json: Result<Vec<u8>>, root: Rank) -> Re
 
 fn write<T: Serialize>(object: &T) -> Result<Vec<u8>> {
     let json = serde_json::to_vec(object)
-        .map_err(|error| Error::InvalidArgument(format!("the object cannot be sent: {error}")))?;
+        .map_err(|error| Error::InvalidArgument(format!("cannot serialize the object: {error}")))?;
     if json.len() > MAX_OBJECT_BYTES {
-        let len = json.len();
-        return Err(Error::InvalidArgument(format!(
-            "an object of {len} bytes is too long to send"
-        )));
+        return Err(too_long("the object", json.len() as u64));
     }
     Ok(json)
 }
@@ -230,13 +228,17 @@ fn announce(json: &Result<Vec<u8>>) -> u64 {
     json.as_ref().map_or(NONE, |json| json.len() as u64)
 }
 
-/// A length that came from a peer.
+/// Checks a length received from a peer.
 fn check(rank: Rank, len: u64) -> Result<usize> {
     if len == NONE {
         return Err(Error::InvalidArgument(format!("rank {rank} has no object to send")));
     }
-    let len = usize::try_from(len).ok().filter(|&len| len <= MAX_OBJECT_BYTES);
-    len.ok_or_else(|| Error::InvalidArgument(format!("rank {rank} announces too long an object")))
+    let valid = usize::try_from(len).ok().filter(|&len| len <= MAX_OBJECT_BYTES);
+    valid.ok_or_else(|| too_long(&format!("the object of rank {rank}"), len))
+}
+
+fn too_long(what: &str, len: u64) -> Error {
+    Error::InvalidArgument(format!("{what} has {len} bytes, the limit is {MAX_OBJECT_BYTES}"))
 }
 
 fn read<T: DeserializeOwned>(rank: Rank, json: &[u8]) -> Result<T> {

@@ -1,8 +1,8 @@
-//! The group: what a rank holds and calls, typed.
+//! [`ProcessGroup`], a rank's typed interface to its group.
 //!
-//! Every length, root and operator is checked in [`verbs`](crate::verbs), before anything is sent,
-//! so a caller's mistake is an error on the rank that made it and leaves the group usable. Behind
-//! that there are only [`OpDesc`] and raw memory.
+//! [`verbs`](crate::verbs) checks every length, root and operator before anything is sent, so a
+//! caller's mistake is an error on the rank that made it and leaves the group usable. Backends see
+//! only [`OpDesc`] and raw memory.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,19 +20,19 @@ use crate::verbs::{Message, Verbs, check_bytes, check_len};
 use crate::work::{Queue, Work};
 use crate::{Element, Error, GroupOptions, OpDesc, Rank, ReduceOp, Result, SharedBuf, Verb};
 
-/// One rank's membership in a group of ranks that work together.
+/// One rank's membership in a group.
 ///
 /// All ranks make the same calls in the same order, with equal types, counts, operators and roots.
-/// The ranks compare what they call before any data move; a difference is
-/// [`Error::Mismatch`] on all of them.
+/// The ranks compare their calls before any data move; a difference is [`Error::Mismatch`] on all
+/// of them.
 ///
-/// Blocking calls run on the caller's thread, after the asynchronous ones submitted before them.
-/// Calls of one rank from several threads must be ordered by the caller, as on every other rank.
-/// Clones are the same membership. When the last one is dropped, the rank has left: it waits for
-/// its operations in flight, and peers that then wait for it get an error that names it.
+/// Blocking calls run on the caller's thread, after the asynchronous ones submitted before them. If
+/// several threads of a rank make calls, the caller must order them as on every other rank. Clones
+/// are the same membership. Dropping the last one waits for the operations in flight and leaves the
+/// group; peers that then wait for this rank get an error that names it.
 ///
 /// After any error but [`Error::InvalidArgument`] the group is unusable on every rank, and calls
-/// return [`Error::Poisoned`]; [`rebuild`](Self::rebuild) makes a new one of those that are left.
+/// return [`Error::Poisoned`]; [`rebuild`](Self::rebuild) makes a new group of the surviving ranks.
 ///
 /// # Examples
 ///
@@ -54,23 +54,23 @@ use crate::{Element, Error, GroupOptions, OpDesc, Rank, ReduceOp, Result, Shared
 /// ```
 #[derive(Clone)]
 pub struct ProcessGroup {
-    // Dropped first: the queue's operations end before the backend says goodbye.
+    // Dropped first: the queue's operations complete before the backend leaves the group.
     pub(crate) queue: Arc<Queue>,
     pub(crate) backend: Arc<dyn Backend>,
     recorder: Arc<Recorder>,
     pub(crate) membership: Arc<Membership>,
-    /// For the calls made with this value, if not the group's.
+    /// Timeout of the calls made with this value; `None` for the group's.
     timeout: Option<Duration>,
 }
 
 impl ProcessGroup {
-    /// A group whose ranks are threads of this process: rank `r` is element `r` of the result, to be
-    /// moved to the thread that plays it. Does not wait.
+    /// Makes a group whose ranks are threads of this process: element `r` of the result is rank
+    /// `r`, to be moved to its thread. Does not block.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for 0 or more than 256 ranks; [`Error::Io`] if the system has no
-    /// memory.
+    /// [`Error::InvalidArgument`] for 0 or more than 256 ranks; [`Error::Io`] if there is not
+    /// enough memory.
     pub fn threads(world_size: usize, timeout: Duration) -> Result<Vec<Self>> {
         let options = GroupOptions::default().with_timeout(timeout);
         let hosts = host::threads::group(world_size, &options)?;
@@ -82,12 +82,12 @@ impl ProcessGroup {
         Ok(hosts.into_iter().map(group).collect())
     }
 
-    /// A group whose ranks are threads of this process, on a [`network`](crate::sim::Network) that
-    /// is simulated: the data are real and the bits those of every other backend, the time is
-    /// virtual and told by the clocks. Does not wait.
+    /// Makes a group whose ranks are threads of this process, on a simulated
+    /// [`network`](crate::sim::Network): the data are real, with the same bits as on every other
+    /// backend; the time is virtual and read from the clocks. Does not block.
     ///
-    /// Rank `r` is element `r` of the result, to be moved to the thread that plays it. The groups
-    /// cannot be [`split`](Self::split) or [rebuilt](Self::rebuild).
+    /// Element `r` of the result is rank `r`, to be moved to its thread. The groups cannot be
+    /// [`split`](Self::split) or [rebuilt](Self::rebuild).
     ///
     /// # Errors
     ///
@@ -103,22 +103,23 @@ impl ProcessGroup {
         Ok((sims.into_iter().map(group).collect(), clocks))
     }
 
-    /// A group whose ranks are processes: of one machine, over shared memory, or of several, over
-    /// TCP or libgloo, with NCCL beside for the memory of devices; see
+    /// Makes a group whose ranks are processes: of one machine, over shared memory, or of several,
+    /// over TCP or libgloo, with NCCL or HCCL in addition for device memory; see
     /// [`Transport`](crate::Transport).
     ///
     /// Every rank must call it, with the same `world_size`, name, transport and determinism, each
-    /// with its own `rank`. Blocks until all have. Nothing is left behind on a machine, however the
-    /// processes end.
+    /// with its own `rank`. Blocks until all have. It leaves nothing behind on a machine, however
+    /// the processes end.
     ///
     /// # Errors
     ///
-    /// [`Error::Timeout`] naming the ranks that did not come; [`Error::Rendezvous`] naming rank,
-    /// address and port if one cannot be connected to; [`Error::Unsupported`] if shared memory was
-    /// asked for and the ranks are on several machines (or in several pid namespaces);
-    /// [`Error::PeerDied`]; the store's errors; [`Error::InvalidArgument`] for a rank or size out of
-    /// range. [`Error::Mismatch`] on every rank, with the value of rank 0 and that of the first rank
-    /// that differs, if world size, transport, determinism or the version of this crate differ.
+    /// [`Error::Timeout`] with the ranks that did not come; [`Error::Rendezvous`] with rank,
+    /// address and port if a connection to a rank fails; [`Error::Unsupported`] if shared memory
+    /// was requested and the ranks are on several machines (or in several pid namespaces);
+    /// [`Error::PeerDied`]; the store's errors; [`Error::InvalidArgument`] for a rank or size out
+    /// of range. [`Error::Mismatch`] on every rank, with the value of rank 0 and that of the first
+    /// rank that differs, if world size, transport, determinism or the version of this crate
+    /// differ.
     pub fn from_store(
         store: Arc<dyn Store>,
         rank: Rank,
@@ -128,14 +129,14 @@ impl ProcessGroup {
         Self::from_store_with(store, rank, world_size, options, Arc::new(connect))
     }
 
-    /// A group over a backend that is connected already. It cannot be [`split`](Self::split) or
-    /// [rebuilt](Self::rebuild): nobody knows how to make another.
+    /// Makes a group over a connected backend. It cannot be [`split`](Self::split) or
+    /// [rebuilt](Self::rebuild), because it cannot connect further backends.
     pub fn from_backend(backend: Arc<dyn Backend>) -> Self {
         Self::from_backend_with(backend, &GroupOptions::default())
     }
 
-    /// A group over a backend that is connected already, with the name and the directory for its
-    /// flight record of `options`; the rest is the backend's.
+    /// Makes a group over a connected backend, with the name and the flight record's directory of
+    /// `options`; the backend determines the rest.
     pub fn from_backend_with(backend: Arc<dyn Backend>, options: &GroupOptions) -> Self {
         let membership = Membership::first(backend.world_size(), options.clone(), None);
         Self::new(backend, membership)
@@ -147,16 +148,17 @@ impl ProcessGroup {
         Self { queue, backend, recorder, membership: Arc::new(membership), timeout: None }
     }
 
-    /// This membership with another timeout for the calls that are made with the value returned, for
-    /// example `group.with_timeout(limit).all_gather(&mut output, &input)`. The group stays as it is.
+    /// Returns this membership with another timeout for the calls made through the returned value,
+    /// for example `group.with_timeout(limit).all_gather(&mut output, &input)`. The group itself is
+    /// unchanged.
     ///
     /// As cheap as a clone. This rank waits for `timeout`, shorter or longer than
-    /// [`GroupOptions::timeout`], for each next step of a peer; the other ranks wait as long as they
-    /// asked for themselves. A call that is late fails as one that exceeds the group's timeout does,
-    /// and the group is unusable on all ranks. It holds for the verbs, blocking and asynchronous, for
-    /// [`object`](crate::object)s and for [`device`](Self::device); but
-    /// [`alloc`](Self::alloc), [`rebuild`](Self::rebuild) and the joining of a
-    /// [`split`](Self::split) have the group's timeout.
+    /// [`GroupOptions::timeout`], for each next step of a peer; the other ranks keep their own
+    /// timeouts. A call that exceeds it fails as one that exceeds the group's timeout does, and the
+    /// group is unusable on all ranks. It applies to the verbs, blocking and asynchronous, to
+    /// [`object`](crate::object)s and to [`device`](Self::device). [`alloc`](Self::alloc),
+    /// [`rebuild`](Self::rebuild) and the joining of a [`split`](Self::split) use the group's
+    /// timeout.
     pub fn with_timeout(&self, timeout: Duration) -> Self {
         Self { timeout: Some(timeout), ..self.clone() }
     }
@@ -173,57 +175,60 @@ impl ProcessGroup {
 
     /// Sends `buf` to rank `to`, which must [`recv`](Self::recv) it. Only these two take part.
     ///
-    /// Blocks until the message is on its way: one that fits in the channel to the receiver (up to 64
-    /// KiB in shared memory, the sockets' buffers over TCP) may be before it is received, a longer one is
-    /// not. Over gloo none is. Messages between two ranks arrive in the order in which they were sent.
+    /// Blocks until the message is in the channel to the receiver. If it fits there (up to 64 KiB in
+    /// shared memory, the sockets' buffers over TCP), the call may return before the receiver calls
+    /// [`recv`](Self::recv); with a longer message, or over gloo, it does not. Messages between two
+    /// ranks arrive in the order in which they were sent.
     ///
-    /// The receiver compares type and count before it takes a byte. If they do not fit, a sender that
-    /// still waits gets [`Error::Mismatch`] at once. One that has returned gets it from its first call
-    /// that waits or begins after the comparison, which may be any call of the group.
+    /// The receiver compares type and count before it reads any data. If they do not match, a
+    /// sender that still waits gets [`Error::Mismatch`] at once. A sender that has returned gets it
+    /// from its first call that waits or begins after the comparison, which may be any call of the
+    /// group.
     ///
     /// # Errors
     ///
-    /// As [`batch_isend_irecv`](Self::batch_isend_irecv).
+    /// Same as [`batch_isend_irecv`](Self::batch_isend_irecv).
     pub fn send<T: Element>(&self, buf: &[T], to: Rank) -> Result<()> {
         self.batch_isend_irecv(vec![Message::send(buf, to)])
     }
 
-    /// Receives into `buf` what rank `from` [`send`](Self::send)s: as many elements, of the same
-    /// type. Only these two take part. Blocks until it is there. If it does not fit, this rank, the
-    /// sender and all others get [`Error::Mismatch`] with what both have called.
+    /// Receives into `buf` the message that rank `from` [`send`](Self::send)s, of the same length
+    /// and type. Only these two take part. Blocks until it has arrived. If it does not match, this
+    /// rank, the sender and all others get [`Error::Mismatch`] with both calls.
     ///
     /// # Errors
     ///
-    /// As [`batch_isend_irecv`](Self::batch_isend_irecv).
+    /// Same as [`batch_isend_irecv`](Self::batch_isend_irecv).
     pub fn recv<T: Element>(&self, buf: &mut [T], from: Rank) -> Result<()> {
         self.batch_isend_irecv(vec![Message::recv(buf, from)])
     }
 
-    /// Sends and receives messages all at once, so that no order among them can lock the ranks up.
-    /// Blocks until all are done.
+    /// Sends and receives several messages concurrently, so that their order cannot cause a
+    /// deadlock. Blocks until all are done.
     ///
-    /// Only the ranks named take part. Between two ranks the messages of one direction match in the
-    /// order in which they are given, over all calls.
+    /// Only the ranks named take part. Between two ranks, the messages of one direction match in
+    /// the order in which they are given, across all calls.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for a message to this rank itself or to none of the group.
+    /// [`Error::InvalidArgument`] for a message to this rank itself or to a rank outside the group.
     /// [`Error::Mismatch`] if type or count of a message are not what its receiver expects, whose
-    /// buffer for it is unchanged, or if the other end calls a collective instead: on every rank, in
-    /// the call in which it waits or its next one, see [`send`](Self::send). Else as
+    /// buffer for it is unchanged, or if the other end calls a collective instead: on every rank,
+    /// in the call in which it waits or its next one, see [`send`](Self::send). Else as
     /// [`all_reduce`](Self::all_reduce).
     pub fn batch_isend_irecv(&self, messages: Vec<Message<'_>>) -> Result<()> {
         self.verbs()?.batch(messages)
     }
 
-    /// Reduces many small buffers as one: copies them one after another into one buffer,
-    /// [`all_reduce`](Self::all_reduce)s that, and copies back. Same bits, one operation.
+    /// Reduces many small buffers in one operation: concatenates them,
+    /// [`all_reduce`](Self::all_reduce)s the result, and copies back. The bits are those of
+    /// separate calls.
     ///
     /// Every rank must call it with buffers of the same total length.
     ///
     /// # Errors
     ///
-    /// As [`all_reduce`](Self::all_reduce).
+    /// Same as [`all_reduce`](Self::all_reduce).
     pub fn all_reduce_coalesced<T: Element>(
         &self,
         bufs: &mut [&mut [T]],
@@ -235,12 +240,12 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Broadcasts many small buffers as one, see
+    /// Broadcasts many small buffers in one operation, see
     /// [`all_reduce_coalesced`](Self::all_reduce_coalesced).
     ///
     /// # Errors
     ///
-    /// As [`broadcast`](Self::broadcast).
+    /// Same as [`broadcast`](Self::broadcast).
     pub fn broadcast_coalesced<T: Element>(&self, bufs: &mut [&mut [T]], root: Rank) -> Result<()> {
         let mut all = bufs.concat();
         self.broadcast(&mut all, root)?;
@@ -248,14 +253,15 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Gathers many small buffers as one, see [`all_reduce_coalesced`](Self::all_reduce_coalesced):
-    /// each output gets what [`all_gather`](Self::all_gather) of its input gives.
+    /// Gathers many small buffers in one operation, see
+    /// [`all_reduce_coalesced`](Self::all_reduce_coalesced): each output is the
+    /// [`all_gather`](Self::all_gather) of its input.
     ///
     /// Every rank must call it with inputs of the same lengths; the total is compared.
     ///
     /// # Errors
     ///
-    /// As [`all_gather`](Self::all_gather).
+    /// Same as [`all_gather`](Self::all_gather).
     pub fn all_gather_coalesced<T: Element>(
         &self,
         outputs: &mut [&mut [T]],
@@ -279,14 +285,15 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Reduces many small buffers as one, see [`all_reduce_coalesced`](Self::all_reduce_coalesced):
-    /// each output gets what [`reduce_scatter`](Self::reduce_scatter) of its input gives.
+    /// Reduces many small buffers in one operation, see
+    /// [`all_reduce_coalesced`](Self::all_reduce_coalesced): each output is the
+    /// [`reduce_scatter`](Self::reduce_scatter) of its input.
     ///
     /// Every rank must call it with outputs of the same lengths; the total is compared.
     ///
     /// # Errors
     ///
-    /// As [`reduce_scatter`](Self::reduce_scatter).
+    /// Same as [`reduce_scatter`](Self::reduce_scatter).
     pub fn reduce_scatter_coalesced<T: Element>(
         &self,
         outputs: &mut [&mut [T]],
@@ -308,35 +315,35 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Returns when every rank has called it. One step, no data.
+    /// Blocks until every rank has called it. One step, no data.
     ///
     /// # Errors
     ///
-    /// As [`all_reduce`](Self::all_reduce).
+    /// Same as [`all_reduce`](Self::all_reduce).
     pub fn barrier(&self) -> Result<()> {
         self.verbs()?.barrier()
     }
 
-    /// A [`barrier`](Self::barrier) [with a timeout](Self::with_timeout) of its own.
+    /// A [`barrier`](Self::barrier) with its own [timeout](Self::with_timeout).
     ///
     /// # Errors
     ///
-    /// [`Error::Timeout`] with the missing ranks, on every rank that came; else as
+    /// [`Error::Timeout`] with the missing ranks, on every rank that called it; else as
     /// [`barrier`](Self::barrier).
     pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
         self.with_timeout(timeout).barrier()
     }
 
-    /// Obtains a buffer of `count` zeros in memory shared with the peers, where
-    /// [`all_reduce`](Self::all_reduce) works in place. That saves the copies in and out, which is
-    /// most of the time for buffers of 64 KiB and more, and nothing for those up to 8 KiB.
+    /// Allocates a buffer of `count` zeros in memory shared with the peers, which
+    /// [`all_reduce`](Self::all_reduce) reduces in place. That saves the copies in and out: most of
+    /// the time for buffers of 64 KiB and more, nothing for those up to 8 KiB.
     ///
     /// Every rank must call it with the same count and type. Blocks. The memory is freed on each
-    /// rank when its buffer is dropped; peers need not agree on when.
+    /// rank when its buffer is dropped, independently of the peers.
     ///
     /// # Errors
     ///
-    /// [`Error::Io`] or [`Error::Aborted`] if a rank has no memory; else as
+    /// [`Error::Io`] or [`Error::Aborted`] if a rank has not enough memory; else as
     /// [`all_reduce`](Self::all_reduce).
     #[doc(alias = "ncclMemAlloc")]
     pub fn alloc<T: Element>(&self, count: usize) -> Result<SharedBuf<T>> {
@@ -350,30 +357,31 @@ impl ProcessGroup {
         SharedBuf::new(raw, count)
     }
 
-    /// Gives the group up on all ranks: whoever waits, or calls later, gets [`Error::Aborted`] with
-    /// this rank and reason. For the rank that fails outside of a collective, so that its peers need
-    /// not time out. Does not block; any rank may call it at any time, from any thread.
-    /// Peers get the first 320 bytes of the reason. The first failure of a group is the one that
-    /// counts: after another this does nothing.
+    /// Aborts the group on all ranks: every waiting or later call returns [`Error::Aborted`] with
+    /// this rank and reason. For a rank that fails outside of a collective, so that its peers need
+    /// not wait for the timeout. Does not block; any rank may call it at any time, from any thread.
+    /// Peers get the first 320 bytes of the reason. Only the first failure of a group counts: after
+    /// another this has no effect.
     pub fn abort(&self, reason: &str) {
         self.backend.abort(reason);
     }
 
-    /// What this rank called last, and how far each call got; from any thread, without waiting.
+    /// Returns this rank's last calls and how far each got. Callable from any thread; does not
+    /// block.
     pub fn flight_record(&self) -> FlightRecord {
         self.recorder.read(Whose::of(&*self.backend))
     }
 
     /// Begins a list of operations on memory of the group's device.
     ///
-    /// The group is over a backend that has one, such as [`Transport::Nccl`](crate::Transport::Nccl).
+    /// Needs a backend with a device, such as [`Transport::Nccl`](crate::Transport::Nccl).
     ///
     /// # Errors
     ///
-    /// [`Error::Unsupported`] if the backend moves memory of the host only; [`Error::Poisoned`].
+    /// [`Error::Unsupported`] if the backend moves host memory only; [`Error::Poisoned`].
     pub fn device(&self) -> Result<DeviceCalls<'_>> {
         let Some(device) = self.backend.device() else {
-            let what = "memory of a device".into();
+            let what = "device memory".into();
             return Err(Error::Unsupported { backend: self.backend.name(), what });
         };
         device.ready()?;
@@ -383,7 +391,7 @@ impl ProcessGroup {
         Ok(DeviceCalls::new(device, &self.recorder, self.timeout))
     }
 
-    /// What the blocking calls run on, once it is their turn.
+    /// Returns the verbs for a blocking call, after all queued operations are complete.
     pub(crate) fn verbs(&self) -> Result<Verbs<'_>> {
         self.backend.ready()?;
         self.queue.drain();
@@ -391,20 +399,20 @@ impl ProcessGroup {
         Ok(Verbs::new(&*self.backend, &self.recorder, wait))
     }
 
-    /// Queues `run` on `bufs`, after a rehearsal that finds the caller's mistakes.
+    /// Queues `run` on `bufs`, after a dry run that detects the caller's mistakes.
     pub(crate) fn submit<B: Send + 'static>(
         &self,
         mut bufs: B,
         run: impl Fn(Verbs<'_>, &mut B) -> Result<()> + Send + 'static,
     ) -> Result<Work<B>> {
         self.backend.ready()?;
-        Verbs::rehearse(&*self.backend, |verbs| run(verbs, &mut bufs))?;
+        Verbs::dry_run(&*self.backend, |verbs| run(verbs, &mut bufs))?;
         let recorder = Arc::clone(&self.recorder);
         let wait = Wait { patience: Patience::Background, timeout: self.timeout };
         self.queue.submit(bufs, move |backend, bufs| {
             let result = run(Verbs::new(backend, &recorder, wait), bufs);
             if let Err(error @ Error::InvalidArgument(_)) = &result {
-                // A buffer has changed its length in flight, and the peers need not wait for it.
+                // A buffer changed its length in flight; the abort spares the peers the timeout.
                 backend.abort(&error.to_string());
             }
             result

@@ -1,16 +1,17 @@
-//! After a failure: a new group of the ranks that are left.
+//! Rebuilds a group from its surviving ranks after a failure.
 //!
-//! The survivors meet at the store, which is the only party that they all still reach and so the
-//! only one that can decide. For each epoch there is a roll: every survivor writes that it is here,
-//! and which ranks it knows to be dead. Once all others are here or known dead, or the grace period
-//! is over, whoever sees it first writes the roster with a `compare_set`; the first roster counts,
-//! for everybody. Those on it join a group of the next epoch; who is not on it is out for good.
+//! The survivors meet at the store: it is the only party that all of them can still reach. Each
+//! epoch has a roll call: every survivor writes its answer, with the ranks it knows to be dead.
+//! Once every other rank has answered or is known dead, or the grace period is over, the first rank
+//! that sees this writes the roster (the list of members) with a `compare_set`; the first roster
+//! counts for all. The ranks on it join a group of the next epoch; all others are excluded for
+//! good.
 //!
-//! The invariant: two ranks that get a roster of an epoch get the same one, and a rank takes part in
-//! the roll of an epoch only if it was on every roster before. So there are never two groups that
-//! both take themselves for the job, whatever the ranks think of one another.
+//! Invariant: all ranks that read the roster of an epoch read the same one, and a rank takes part
+//! in the roll call of an epoch only if it was on every earlier roster. So there are never two
+//! groups that both continue the job, whatever each rank knows of the others.
 //!
-//! Ranks are here those of the group at epoch 0, which do not change.
+//! Ranks in this file are those of the group at epoch 0, which do not change.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -21,19 +22,19 @@ use crate::membership::Membership;
 use crate::store::{Store, deadline};
 use crate::{Error, ProcessGroup, Rank, Result};
 
-/// The longest wait for a roster before looking again at who is here.
+/// Poll interval for answers while waiting for a roster.
 const TICK: Duration = Duration::from_millis(20);
-/// For reading a key that is known to be there.
+/// Timeout for reading a key that exists.
 const PRESENT: Duration = Duration::from_secs(10);
 
-/// What this rank knows of a group and those rebuilt from it.
+/// This rank's knowledge of a group and those rebuilt from it.
 #[derive(Debug)]
 pub(crate) struct Lineage {
     /// Name of the group at epoch 0.
     name: String,
-    /// Of the last roll that was decided.
+    /// Epoch of the last decided roll call.
     epoch: u64,
-    /// Of the last group that came about.
+    /// Epoch of the last group that was joined.
     current: u64,
     /// The last roster.
     members: Vec<Rank>,
@@ -47,35 +48,37 @@ impl Lineage {
 }
 
 impl ProcessGroup {
-    /// Makes a new group of the ranks that are left, after a failure of any kind.
+    /// Makes a new group of the surviving ranks, after a failure of any kind.
     ///
-    /// Every survivor must call it, on the group that failed; whether it has seen the failure itself
-    /// does not matter. It gives this group up on all ranks, as [`abort`](Self::abort) does, so that
-    /// whoever still works with it gets an error and can come too; called on a healthy group by all
+    /// Every survivor must call it on the failed group, whether or not it has seen the failure
+    /// itself. It first aborts this group on all ranks, as [`abort`](Self::abort) does, so that
+    /// ranks that still use it get an error and can call it too; called on a healthy group by all
     /// ranks it makes a fresh one. This group stays unusable.
     ///
-    /// Blocks until all ranks have called it that are not known to have died
-    /// ([`Error::PeerDied`], as seen by any survivor), or until `grace` has passed since the first
-    /// call, and then until the new group is complete, for which each step has the group's timeout.
-    /// Ranks that come later are left out, so let `grace` exceed the group's timeout: until then a
-    /// rank may still be waiting for one that is gone. The new group has this one's options, [`epoch`] one more,
-    /// its name with the epoch in it, and the ranks in their old order, renumbered from 0; see
+    /// Blocks until all ranks that are not known to have died ([`Error::PeerDied`], as seen by any
+    /// survivor) have called it, or until `grace` has passed since the first call, and then until
+    /// the new group is complete, each step of which has the group's timeout. Ranks that come later
+    /// are excluded, so `grace` should exceed the group's timeout: until then a rank may still be
+    /// waiting for a dead one. The new group has this one's options, the next [`epoch`], the epoch
+    /// in its name, and the ranks in their old order, renumbered from 0; see
     /// [`parent_ranks`](Self::parent_ranks). It may have any size down to 1: a job that needs more
-    /// looks at [`world_size`](Self::world_size). Subgroups are rebuilt by themselves or split anew.
+    /// ranks must check [`world_size`](Self::world_size). Subgroups must be rebuilt separately or
+    /// split again.
     ///
-    /// If it fails, because one more rank died meanwhile or a store did not answer, call it again;
-    /// a death that it met is known then, and the epoch counts attempts.
+    /// If it fails, because another rank died meanwhile or the store did not answer, call it again;
+    /// the death is known then, and the epoch counts attempts.
     ///
     /// [`epoch`]: Self::epoch
     ///
     /// # Errors
     ///
-    /// [`Error::LeftBehind`] if the others have gone on without this rank. [`Error::Rendezvous`],
-    /// naming where it was, if the store does not answer: a store in a rank's process dies with it,
-    /// one that the launcher serves does not. [`Error::PeerDied`], [`Error::Timeout`] or
-    /// [`Error::Aborted`], with ranks of the new group, if a rank called this and then did not join.
-    /// [`Error::Unsupported`] for a group of [`from_backend`](Self::from_backend);
-    /// [`Error::InvalidArgument`] if this group has been rebuilt already, or in a fork.
+    /// [`Error::LeftBehind`] if the other ranks rebuilt the group without this one.
+    /// [`Error::Rendezvous`], with the store's address, if the store does not answer: a store in a
+    /// rank's process dies with it, one in the launcher does not. [`Error::PeerDied`],
+    /// [`Error::Timeout`] or [`Error::Aborted`], with ranks of the new group, if a rank called this
+    /// and then did not join. [`Error::Unsupported`] for a group of
+    /// [`from_backend`](Self::from_backend); [`Error::InvalidArgument`] if this group has been
+    /// rebuilt already, or in a fork.
     ///
     /// # Examples
     ///
@@ -116,7 +119,7 @@ impl ProcessGroup {
             return Err(Error::InvalidArgument(format!("rebuild of epoch {epoch}: {text}")));
         }
         self.backend.abort(&format!("rank {} rebuilds the group", self.rank()));
-        // It has failed by now, and says how it failed first.
+        // The group has failed by now; the barrier returns its first failure.
         match self.barrier() {
             Err(error @ Error::InvalidArgument(_)) => return Err(error),
             Err(error) => lineage.dead.extend(dead_rank(&error).map(|rank| first_ranks[rank])),
@@ -128,13 +131,13 @@ impl ProcessGroup {
             let next = lineage.epoch + 1;
             let prefix = format!("{}/epoch{next}", lineage.name);
             let Lineage { members, dead, .. } = &*lineage;
-            let roll = Roll { store: &*origin.store, prefix, candidates: members, own };
+            let roll = RollCall { store: &*origin.store, prefix, candidates: members, own };
             let roster = roll.decide(dead, deadline(grace)).map_err(store_gone)?;
             lineage.epoch = next;
             lineage.members = roster;
         }
         let old_rank = |first: &Rank| first_ranks.iter().position(|rank| rank == first);
-        // Each roster is a part of the one before, and the first is this group.
+        // Each roster is a subset of the one before, and the first is this group.
         let ranks: Vec<Rank> = lineage.members.iter().filter_map(old_rank).collect();
         let Some(rank) = ranks.iter().position(|&rank| rank == self.rank()) else {
             let Lineage { name, epoch, .. } = &*lineage;
@@ -152,24 +155,24 @@ impl ProcessGroup {
     }
 }
 
-/// The roll of one epoch.
+/// The roll call of one epoch.
 #[derive(Debug)]
-struct Roll<'a> {
+struct RollCall<'a> {
     store: &'a dyn Store,
     prefix: String,
-    /// Who may be on the roster, in order.
+    /// Ranks that may be on the roster, in order.
     candidates: &'a [Rank],
     own: Rank,
 }
 
-impl Roll<'_> {
-    /// Answers, and returns the roster.
+impl RollCall<'_> {
+    /// Writes this rank's answer, and blocks until there is a roster.
     fn decide(&self, dead: &BTreeSet<Rank>, deadline: Instant) -> Result<Vec<Rank>> {
         let roster = format!("{}/roll/roster", self.prefix);
         self.store.set(&self.answer(self.own), &to_json(dead))?;
         let mut here: BTreeMap<Rank, BTreeSet<Rank>> = BTreeMap::new();
         loop {
-            // Read first, so that whoever came in time is seen.
+            // The time is read first, so that an answer written before the deadline counts.
             let left = deadline.saturating_duration_since(Instant::now());
             if self.store.check(&[&roster])? {
                 return self.check(self.read(&roster)?);
@@ -202,17 +205,17 @@ impl Roll<'_> {
         from_json(key, &self.store.get(key, PRESENT)?)
     }
 
-    /// A roster as it may be: some of the candidates, in order.
+    /// Checks that a roster is a non-empty, sorted subset of the candidates.
     fn check(&self, roster: Vec<Rank>) -> Result<Vec<Rank>> {
         let known = roster.iter().all(|rank| self.candidates.contains(rank));
         if roster.is_empty() || !known || !roster.is_sorted_by(|a, b| a < b) {
-            return Err(garbled(&self.prefix));
+            return Err(unreadable(&self.prefix));
         }
         Ok(roster)
     }
 }
 
-/// The rank, of the group that failed, whose death the failure is.
+/// The dead rank that caused the error, as a rank of the failed group.
 fn dead_rank(error: &Error) -> Option<Rank> {
     match error {
         Error::PeerDied { rank, .. } => Some(*rank),
@@ -221,7 +224,7 @@ fn dead_rank(error: &Error) -> Option<Rank> {
     }
 }
 
-/// Says what a store that does not answer means here.
+/// Turns a store's error into one that says how to keep the store alive.
 fn store_gone(error: Error) -> Error {
     let (addr, reason) = match error {
         Error::Store { store, reason, during } => (store, format!("{during}: {reason}")),
@@ -229,9 +232,9 @@ fn store_gone(error: Error) -> Error {
         other => return other,
     };
     let reason = format!(
-        "the store through which survivors find one another does not answer ({reason}); if it lived \
-         in a rank that died, the job must start again; a store that the launcher serves \
-         (TORCHELASTIC_USE_AGENT_STORE=True) outlives its ranks"
+        "the store that survivors meet at does not answer ({reason}); if it ran in a rank that \
+         died, restart the job; a store in the launcher (TORCHELASTIC_USE_AGENT_STORE=True) \
+         outlives the ranks"
     );
     Error::Rendezvous { addr, reason }
 }
@@ -241,11 +244,11 @@ fn to_json<T: serde::Serialize>(value: &T) -> Vec<u8> {
 }
 
 fn from_json<T: DeserializeOwned>(key: &str, json: &[u8]) -> Result<T> {
-    serde_json::from_slice(json).map_err(|_| garbled(key))
+    serde_json::from_slice(json).map_err(|_| unreadable(key))
 }
 
-fn garbled(key: &str) -> Error {
-    Error::InvalidArgument(format!("what the ranks say in the store at {key} is garbled"))
+fn unreadable(key: &str) -> Error {
+    Error::InvalidArgument(format!("cannot parse the rebuild record at store key {key}"))
 }
 
 #[cfg(test)]
@@ -255,12 +258,12 @@ mod tests {
     use super::*;
     use crate::MemoryStore;
 
-    fn roll<'a>(store: &'a dyn Store, candidates: &'a [Rank], own: Rank) -> Roll<'a> {
-        Roll { store, prefix: "g/epoch1".into(), candidates, own }
+    fn roll<'a>(store: &'a dyn Store, candidates: &'a [Rank], own: Rank) -> RollCall<'a> {
+        RollCall { store, prefix: "g/epoch1".into(), candidates, own }
     }
 
     #[test]
-    fn all_ranks_get_the_same_roster_whoever_is_late() {
+    fn all_ranks_get_the_same_roster_if_some_are_late() {
         for seed in 0..300_u64 {
             let (store, candidates) = (Arc::new(MemoryStore::new()), [0, 2, 3, 7]);
             let ranks: Vec<_> = candidates
@@ -281,7 +284,7 @@ mod tests {
         }
     }
 
-    /// A store in which somebody else is always a little faster.
+    /// A store in which another rank always writes the roster first.
     #[derive(Debug)]
     struct Overtaken(MemoryStore, &'static str);
 
@@ -314,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_roster_counts_and_one_that_cannot_be_is_refused() {
+    fn the_first_roster_counts_and_a_malformed_one_is_an_error() {
         let decide = |roster| {
             let store = Overtaken(MemoryStore::new(), roster);
             roll(&store, &[0, 1, 2], 1).decide(&BTreeSet::new(), Instant::now())
@@ -327,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_known_dead_to_anybody_is_not_waited_for() {
+    fn ranks_known_dead_by_any_rank_are_not_waited_for() {
         let (store, candidates) = (Arc::new(MemoryStore::new()), [0, 1, 2, 3]);
         let ranks: Vec<_> = [(0, 1), (2, 3)]
             .into_iter()

@@ -1,22 +1,22 @@
-//! Reduction operators: what happens to the ranks' numbers at one position.
+//! Reduction operators.
 
 use std::fmt;
 
 use crate::DType;
 
-/// How the numbers of all ranks at one position become one.
+/// How the ranks' numbers at one position are combined.
 ///
 /// Every operator folds in rank order, `((x0 . x1) . x2) ...`, whatever the transport, the chunking
-/// or the offset in the buffer, so that all ranks get the same bits and get them again when the
-/// call is repeated:
+/// or the offset in the buffer, so all ranks get the same bits, and the same again when the call is
+/// repeated:
 ///
 /// * `f16` and `bf16` are folded in `f32` and rounded once, to nearest even.
 /// * `Avg` is the rank-order sum times `1 / world_size`. Floating-point types only.
-/// * `PreMulSum` multiplies each number, then adds: two roundings, never a fused one.
+/// * `PreMulSum` multiplies each number, then adds: two roundings, no fused multiply-add.
 /// * Integers wrap.
-/// * `bool` has two operators: `Max` is or, `Min` is and.
-/// * [`F8E4M3`](crate::F8E4M3) and [`F8E5M2`](crate::F8E5M2) have none.
-/// * `Min` and `Max` give NaN if any rank has one; of two zeros the one of the lower rank is kept.
+/// * `bool` supports `Max` (or) and `Min` (and) only.
+/// * [`F8E4M3`](crate::F8E4M3) and [`F8E5M2`](crate::F8E5M2) support none.
+/// * `Min` and `Max` return NaN if any rank has one; of two zeros, that of the lower rank.
 /// * A NaN result is always the positive quiet NaN without payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -29,9 +29,9 @@ pub enum ReduceOp {
     /// The product.
     #[doc(alias = "prod")]
     Product,
-    /// The least.
+    /// The minimum.
     Min,
-    /// The greatest.
+    /// The maximum.
     Max,
     /// Bitwise and; integers only.
     #[doc(alias = "BAND")]
@@ -42,17 +42,18 @@ pub enum ReduceOp {
     /// Bitwise exclusive or; integers only.
     #[doc(alias = "BXOR")]
     BitXor,
-    /// The sum of every number times a factor, the same on all ranks. Floating-point types only.
+    /// The sum of all numbers, each multiplied by a factor that is the same on all ranks.
+    /// Floating-point types only.
     #[doc(alias = "PREMUL_SUM")]
     PreMulSum(Factor),
 }
 
-/// What [`ReduceOp::PreMulSum`] multiplies by. Compared by its bits.
+/// The factor of [`ReduceOp::PreMulSum`]. Compared by its bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Factor(u64);
 
 impl Factor {
-    /// This factor. Numbers narrower than `f64` are multiplied by it rounded to `f32`.
+    /// Makes a factor. Numbers narrower than `f64` are multiplied by it rounded to `f32`.
     pub const fn new(factor: f64) -> Self {
         Self(factor.to_bits())
     }
@@ -72,7 +73,7 @@ impl Factor {
 }
 
 impl ReduceOp {
-    /// Every operator, in the order of their codes; `PreMulSum` with the factor 0.5.
+    /// All operators, in the order of their codes; `PreMulSum` with the factor 0.5.
     pub const ALL: [Self; 9] = [
         Self::Sum,
         Self::Avg,
@@ -85,7 +86,7 @@ impl ReduceOp {
         Self::PreMulSum(Factor::new(0.5)),
     ];
 
-    /// The sum of every number times `factor`.
+    /// The sum of all numbers, each multiplied by `factor`.
     pub const fn pre_mul_sum(factor: f64) -> Self {
         Self::PreMulSum(Factor::new(factor))
     }
@@ -104,7 +105,7 @@ impl ReduceOp {
         }
     }
 
-    /// The factor of `PreMulSum`, all zero bits for the others.
+    /// The factor of `PreMulSum`; all zero bits for other operators.
     pub(crate) const fn factor(self) -> Factor {
         match self {
             Self::PreMulSum(factor) => factor,
@@ -119,7 +120,7 @@ impl ReduceOp {
         }
     }
 
-    /// Whether the operator is defined for the type.
+    /// Returns whether the operator is defined for the type.
     pub const fn supports(self, dtype: DType) -> bool {
         match (self, dtype) {
             (_, DType::F8E4M3 | DType::F8E5M2) => false,
@@ -161,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn averages_are_for_floats_and_bits_for_integers() {
+    fn avg_needs_floats_and_bit_operators_integers() {
         assert!(ReduceOp::Avg.supports(DType::Bf16));
         assert!(!ReduceOp::Avg.supports(DType::I64));
         assert!(!ReduceOp::BitOr.supports(DType::F32));
@@ -169,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn bools_have_two_operators_and_8_bit_floats_none() {
+    fn bool_supports_min_and_max_and_8_bit_floats_nothing() {
         let of = |dtype| ReduceOp::ALL.into_iter().filter(move |op| op.supports(dtype));
         assert!(of(DType::Bool).eq([ReduceOp::Min, ReduceOp::Max]));
         assert_eq!(of(DType::F8E4M3).chain(of(DType::F8E5M2)).next(), None);

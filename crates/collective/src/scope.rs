@@ -1,8 +1,8 @@
 //! Asynchronous operations on borrowed memory, which cannot outlive a scope.
 //!
-//! [`ProcessGroup::scope`] works as [`std::thread::scope`]: it returns once every operation that was
-//! started in it is over, however the closure ends and whatever becomes of the [`ScopedWork`]s. The
-//! invariant: an operation uses what it borrows for `'scope` only before the scope ends.
+//! [`ProcessGroup::scope`] works as [`std::thread::scope`]: it returns once every operation started
+//! in it is complete, however the closure ends and even if [`ScopedWork`]s are dropped or
+//! forgotten. Invariant: an operation uses memory borrowed for `'scope` only before the scope ends.
 
 #![expect(unsafe_code, reason = "lends borrowed slices to the communication thread")]
 
@@ -13,53 +13,53 @@ use crate::verbs::Verbs;
 use crate::work::Work;
 use crate::{Element, ProcessGroup, Result};
 
-/// Starts operations on memory that lives longer than the [scope](ProcessGroup::scope).
+/// Starts operations on memory that outlives the [scope](ProcessGroup::scope).
 #[derive(Debug)]
 pub struct Scope<'scope, 'env: 'scope> {
     group: &'env ProcessGroup,
-    // Both invariant, as those of `std::thread::Scope`.
+    // Both lifetimes are invariant, as in `std::thread::Scope`.
     scope: PhantomData<&'scope mut &'scope ()>,
     env: PhantomData<&'env mut &'env ()>,
 }
 
 /// An operation in flight on borrowed memory. Dropping or forgetting it loses its error; the scope
-/// waits for the operation all the same.
+/// still waits for the operation.
 #[derive(Debug)]
 #[must_use = "dropping a `ScopedWork` loses the error"]
 pub struct ScopedWork<'scope, T> {
-    work: Work<Lent<T>>,
+    work: Work<BorrowedSlices<T>>,
     output: PhantomData<&'scope mut [T]>,
 }
 
 impl<'scope, T: Element> ScopedWork<'scope, T> {
-    /// Waits for the operation and gives the output back, before the scope ends.
+    /// Waits for the operation and returns the output, before the scope ends.
     ///
     /// # Errors
     ///
-    /// What the operation failed with; the contents of the output are unspecified then.
+    /// The operation's error; the contents of the output are unspecified then.
     pub fn wait(self) -> Result<&'scope mut [T]> {
-        let Lent { mut output, .. } = self.work.wait()?;
-        // SAFETY: borrowed exclusively for `'scope` by the call that started the operation, which was
-        // the only user and is over.
+        let BorrowedSlices { mut output, .. } = self.work.wait()?;
+        // SAFETY: borrowed exclusively for `'scope` by the call that started the operation, which
+        // was the only user and is complete.
         Ok(unsafe { output.as_mut() })
     }
 
-    /// Whether [`wait`](Self::wait) would return at once.
+    /// Returns whether [`wait`](Self::wait) would return at once.
     pub fn is_done(&self) -> bool {
         self.work.is_done()
     }
 }
 
-/// The slices that an operation borrows. Pointers, since the communication thread may drop them after
-/// the borrow has ended.
+/// The slices that an operation borrows. They are pointers because the communication thread may
+/// drop them after the borrow has ended.
 #[derive(Debug)]
-struct Lent<T> {
+struct BorrowedSlices<T> {
     output: NonNull<[T]>,
     input: NonNull<[T]>,
 }
 
 // SAFETY: stands for a `&mut [T]` and a `&[T]`, and an `Element` is `Send` and `Sync`.
-unsafe impl<T: Element> Send for Lent<T> {}
+unsafe impl<T: Element> Send for BorrowedSlices<T> {}
 
 impl<'scope> Scope<'scope, '_> {
     /// Queues `run` on the slices.
@@ -69,13 +69,13 @@ impl<'scope> Scope<'scope, '_> {
         input: &'scope [T],
         run: impl Fn(Verbs<'_>, &mut [T], &[T]) -> Result<()> + Send + 'static,
     ) -> Result<ScopedWork<'scope, T>> {
-        let lent = Lent { output: NonNull::from(output), input: NonNull::from(input) };
-        let work = self.group.submit(lent, move |verbs, lent| {
-            // SAFETY: borrowed exclusively for `'scope`, which ends after this operation, by
-            // `ProcessGroup::scope`; nobody else has it until the operation is over.
-            let output = unsafe { lent.output.as_mut() };
+        let slices = BorrowedSlices { output: NonNull::from(output), input: NonNull::from(input) };
+        let work = self.group.submit(slices, move |verbs, slices| {
+            // SAFETY: borrowed exclusively for `'scope`, which `ProcessGroup::scope` ends after this
+            // operation; nothing else accesses it until the operation is complete.
+            let output = unsafe { slices.output.as_mut() };
             // SAFETY: likewise, but shared.
-            run(verbs, output, unsafe { lent.input.as_ref() })
+            run(verbs, output, unsafe { slices.input.as_ref() })
         })?;
         Ok(ScopedWork { work, output: PhantomData })
     }
@@ -86,7 +86,7 @@ struct Drain<'a>(&'a ProcessGroup);
 
 impl Drop for Drain<'_> {
     fn drop(&mut self) {
-        // In a fork, the thread that would do the operations does not exist, and cannot touch memory.
+        // A fork has no communication thread, so no operation can touch the memory there.
         if !self.0.backend.forked() {
             self.0.queue.drain();
         }
@@ -94,12 +94,12 @@ impl Drop for Drain<'_> {
 }
 
 impl ProcessGroup {
-    /// Calls `f` with a [`Scope`], whose verbs start asynchronous operations on borrowed slices, and
-    /// returns when `f` has returned, or panicked, and all operations are over.
+    /// Calls `f` with a [`Scope`], whose verbs start asynchronous operations on borrowed slices.
+    /// Returns when `f` has returned or panicked and all operations are complete.
     ///
-    /// The verbs are those on buffers, with the arguments of the blocking forms and the order of the
-    /// asynchronous ones. At the end it waits for everything in this group's queue, each operation for
-    /// at most the timeout for each of its steps.
+    /// The verbs on buffers take the arguments of the blocking forms and run in the order of the
+    /// asynchronous ones. At the end it waits for everything in this group's queue, each operation
+    /// for at most the timeout for each of its steps.
     ///
     /// # Examples
     ///
@@ -128,7 +128,7 @@ impl ProcessGroup {
     /// # Ok::<(), collective::Error>(())
     /// ```
     ///
-    /// What is in flight cannot be touched:
+    /// A buffer in flight cannot be accessed:
     ///
     /// ```compile_fail,E0506
     /// # use collective::{ProcessGroup, ReduceOp};

@@ -1,11 +1,11 @@
-//! Memory born in the shared segment, where a backend reduces in place.
+//! Buffers in the shared segment, where a backend reduces in place.
 //!
-//! The protocol that makes a plain `&mut [T]` over it sound: peers touch this rank's part only
-//! while an operation on it runs on this rank, and then the buffer is mutably borrowed by that call
-//! or owned by its [`Work`](crate::Work). An operation that fails takes the memory away from the
-//! peers before it returns, see [`Backend::run`](crate::Backend::run).
+//! A plain `&mut [T]` over this memory is sound because peers access this rank's part only while an
+//! operation on it runs on this rank, and then the buffer is mutably borrowed by that call or owned
+//! by its [`Work`](crate::Work). An operation that fails takes the memory away from the peers
+//! before it returns, see [`Backend::run`](crate::Backend::run).
 
-#![expect(unsafe_code, reason = "a slice over memory that the backend mapped")]
+#![expect(unsafe_code, reason = "makes slices of memory mapped by the backend")]
 
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -16,8 +16,8 @@ use crate::{Element, Error, Result};
 
 /// A buffer of [`ProcessGroup::alloc`](crate::ProcessGroup::alloc). Dereferences to `[T]`.
 ///
-/// Reducing it with the group that made it works in place; everywhere else it is ordinary memory.
-/// It may outlive its group.
+/// The group that made it reduces it in place; for any other use it is ordinary memory. It may
+/// outlive its group.
 #[derive(Debug)]
 pub struct SharedBuf<T> {
     raw: RawShared,
@@ -31,11 +31,11 @@ unsafe impl<T: Element> Send for SharedBuf<T> {}
 unsafe impl<T: Element> Sync for SharedBuf<T> {}
 
 impl<T: Element> SharedBuf<T> {
-    /// The only user of `raw`, which is moved here.
+    /// Wraps `raw`, whose only user is this buffer.
     pub(crate) fn new(raw: RawShared, count: usize) -> Result<Self> {
         let fits = raw.bytes / size_of::<T>() >= count && raw.ptr.cast::<T>().is_aligned();
         if !fits {
-            let text = format!("the backend gave {} bytes for {count} elements", raw.bytes);
+            let text = format!("the backend returned {} bytes for {count} elements", raw.bytes);
             return Err(Error::InvalidArgument(text));
         }
         Ok(Self { raw, count, elements: PhantomData })
@@ -47,7 +47,7 @@ impl<T: Element> Deref for SharedBuf<T> {
 
     fn deref(&self) -> &[T] {
         // SAFETY: `count` elements are mapped and aligned (checked in `new`), they hold `Element`s,
-        // and nobody writes while `self` is borrowed and no operation runs on it.
+        // and nothing writes while `self` is borrowed and no operation runs on it.
         unsafe { std::slice::from_raw_parts(self.raw.ptr.cast().as_ptr(), self.count) }
     }
 }

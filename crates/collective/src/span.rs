@@ -1,27 +1,27 @@
-//! Bytes that peers may also see: raw memory with bounds, never a reference.
+//! Raw memory that peers may also access: a pointer with bounds, never a reference.
 //!
-//! A rank's peers read its staged data and, for shared buffers, write its results, so neither `&`
-//! nor `&mut` may stand over such memory. A [`Span`] is a pointer and a length made once, by an
-//! unsafe call that argues for the memory; everything after is bounds-checked and safe to call.
-//! What keeps two ranks from touching the same bytes at once is the algorithms' protocol, stated in
-//! [`backend::host`](crate::backend).
+//! A rank's peers read its staged data and, for shared buffers, write its results, so no `&` or
+//! `&mut` to such memory may exist. A [`Span`] is a pointer and a length, made by one unsafe call
+//! that argues for the memory; every later access is bounds-checked and safe. The algorithms'
+//! protocol, stated in [`backend::host`](crate::backend), keeps two ranks from accessing the same
+//! bytes at once.
 
-#![expect(unsafe_code, reason = "argues for memory shared with peers")]
+#![expect(unsafe_code, reason = "makes pointers to memory shared with peers")]
 
 use std::marker::PhantomData;
 
 use crate::copy;
 
-/// How a copy stores what it has read.
+/// How a copy stores its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Route {
     /// Into this core's cache.
     Cached,
-    /// Into memory, taking it out of every cache.
+    /// Into memory, evicting the lines from every cache.
     Streamed,
 }
 
-/// `len` bytes at `ptr`, alive for `'a`.
+/// `len` bytes at `ptr`, valid for `'a`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Span<'a> {
     ptr: *mut u8,
@@ -30,10 +30,10 @@ pub(crate) struct Span<'a> {
 }
 
 impl<'a> Span<'a> {
-    /// No bytes.
+    /// No bytes, at a null pointer.
     pub(crate) const EMPTY: Self = Self { ptr: std::ptr::null_mut(), len: 0, life: PhantomData };
 
-    /// A slice that nobody else sees.
+    /// A slice that no peer accesses.
     pub(crate) fn from_mut(bytes: &'a mut [u8]) -> Self {
         // SAFETY: borrowed mutably for all of `'a`, and a `Span` stays on its thread.
         unsafe { Self::new(bytes.as_mut_ptr(), bytes.len()) }
@@ -42,13 +42,13 @@ impl<'a> Span<'a> {
     /// # Safety
     ///
     /// For all of `'a` the `len` bytes at `ptr` are readable and, unless this span is only copied
-    /// from, writable. They are touched through this span and pointers only, and not by two ranks
-    /// or threads at once unless all only read.
+    /// from, writable. They are accessed through this span and pointers only, and never by two
+    /// ranks or threads at once unless all only read.
     pub(crate) unsafe fn new(ptr: *mut u8, len: usize) -> Self {
         Self { ptr, len, life: PhantomData }
     }
 
-    /// No bytes.
+    /// No bytes, at a non-null pointer.
     pub(crate) fn empty() -> Self {
         Self { ptr: std::ptr::NonNull::dangling().as_ptr(), len: 0, life: PhantomData }
     }
@@ -61,14 +61,14 @@ impl<'a> Span<'a> {
         self.ptr
     }
 
-    /// The `len` bytes from `offset` on.
+    /// Returns the `len` bytes from `offset` on. Panics if they are out of bounds.
     pub(crate) fn part(self, offset: usize, len: usize) -> Self {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
-        assert!(inside, "{offset}+{len} lies outside of {} bytes", self.len);
+        assert!(inside, "{offset}+{len} is outside of {} bytes", self.len);
         Self { ptr: self.ptr.wrapping_add(offset), len, life: PhantomData }
     }
 
-    /// The first `len` bytes, and the others.
+    /// Splits into the first `len` bytes and the rest.
     pub(crate) fn split_at(self, len: usize) -> (Self, Self) {
         (self.part(0, len), self.part(len, self.len - len))
     }
@@ -84,8 +84,8 @@ impl<'a> Span<'a> {
         copy::cached(self, source);
     }
 
-    /// Copies all of `source`, which has the same length and lies elsewhere, here by a route. What
-    /// this thread publishes afterwards comes after the copy by either.
+    /// Copies all of `source`, which has the same length and does not overlap, here by a route. By
+    /// either route the copy is visible before anything this thread publishes afterwards.
     pub(crate) fn copy_by(self, route: Route, source: Span<'_>) {
         match route {
             Route::Cached => self.copy_from(source),
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn both_routes_copy_every_byte_and_no_other() {
+    fn both_routes_copy_exactly_the_given_bytes() {
         for (start, len) in [(0, 0), (0, 64), (1, 63), (63, 1), (7, 200), (64, 512), (33, 700)] {
             let mut from: Vec<u8> = (0..len).map(|i| (i * 7 + 1) as u8).collect();
             for route in [Route::Cached, Route::Streamed] {

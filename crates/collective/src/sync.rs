@@ -1,8 +1,7 @@
-//! Locks, atomics and threads: std's, or with `--cfg loom` those of its models.
+//! Locks, atomics and threads: std's, or loom's with `--cfg loom`.
 //!
-//! Whatever ranks or threads agree on without a channel takes its primitives from here, so that a
-//! model runs the very code that ships. `--cfg loom` is for the tests named `loom` alone; nothing
-//! else works with it.
+//! Code that synchronises ranks or threads without a channel takes its primitives from here, so
+//! that loom models run the code that ships. `--cfg loom` works only for the tests named `loom`.
 
 #[cfg(not(loom))]
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, atomic};
@@ -14,12 +13,12 @@ pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard, atomic};
 #[cfg(loom)]
 pub(crate) use loom::thread;
 
-/// Locks what no panic can leave half changed: users' code never runs under these locks.
+/// Locks a mutex. No user code runs under these locks, so none is ever poisoned.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().expect("nobody panics under this lock")
+    mutex.lock().expect("no code panics under this lock")
 }
 
-/// Sleeps until notified; may wake without.
+/// Sleeps until notified; may wake spuriously.
 pub(crate) fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
-    condvar.wait(guard).expect("nobody panics under this lock")
+    condvar.wait(guard).expect("no code panics under this lock")
 }

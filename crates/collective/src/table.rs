@@ -1,10 +1,10 @@
-//! The table of verbs: of each verb on buffers its name and arguments, once, with all of its forms.
+//! The table of verbs: each verb on buffers, with its arguments, and all of its forms.
 //!
-//! The blocking form runs the verb's function in [`verbs`](crate::verbs), where its checks are, on the
-//! caller's thread. The asynchronous form owns its buffers; it runs the same function, first as a
-//! rehearsal on the caller's thread, for the checks, then on the group's communication thread. The scoped
-//! form is an asynchronous one that borrows them. The verbs of messages and the barrier, whose arguments
-//! are like no other's, follow the table.
+//! The blocking form runs the verb's function in [`verbs`](crate::verbs), which checks the
+//! arguments, on the caller's thread. The asynchronous form owns its buffers; it runs the same
+//! function, first as a dry run on the caller's thread, for the checks, then on the group's
+//! communication thread. The scoped form is an asynchronous one with borrowed buffers. Messages and
+//! the barrier, whose arguments follow no pattern, are written out below the table.
 
 #[cfg(doc)]
 use crate::Error;
@@ -13,8 +13,8 @@ use crate::verbs::Message;
 use crate::work::{Buffer, Work};
 use crate::{Element, ProcessGroup, Rank, ReduceOp, Result};
 
-/// Messages that a batch owns: each a buffer, and the rank it goes to or comes from.
-type Addressed<B> = Vec<(B, Rank)>;
+/// Buffers of a batch of messages, each with the rank it is sent to or received from.
+type WithPeers<B> = Vec<(B, Rank)>;
 
 /// An argument of a blocking or a scoped form, by kind.
 macro_rules! borrowed {
@@ -54,8 +54,8 @@ macro_rules! owned {
     };
 }
 
-/// What an operation in flight keeps of an argument.
-macro_rules! kept {
+/// An argument as an operation in flight stores it.
+macro_rules! stored_arg {
     (counts $arg:ident) => {
         $arg.to_vec()
     };
@@ -64,8 +64,8 @@ macro_rules! kept {
     };
 }
 
-/// A kept argument as the blocking form takes it.
-macro_rules! lent {
+/// A stored argument as the blocking form takes it.
+macro_rules! call_arg {
     (counts $arg:ident) => {
         &$arg
     };
@@ -74,15 +74,15 @@ macro_rules! lent {
     };
 }
 
-/// An asynchronous form, of one buffer or of two.
+/// An asynchronous form, with one or two buffers.
 macro_rules! asynchronous {
     (($(#[$doc:meta])*) $form:ident($buf:ident) $verb:ident($($arg:ident: $kind:ident),+)) => {
         $(#[$doc])*
         pub fn $form<B: Buffer>(&self, $($arg: owned!($kind B B)),+) -> Result<Work<B>> {
-            $(let $arg = kept!($kind $arg);)+
+            $(let $arg = stored_arg!($kind $arg);)+
             self.submit($buf, move |verbs, $buf| {
                 let $buf = $buf.as_mut_slice();
-                verbs.$verb($(lent!($kind $arg)),+)
+                verbs.$verb($(call_arg!($kind $arg)),+)
             })
         }
     };
@@ -93,16 +93,16 @@ macro_rules! asynchronous {
             O: Buffer,
             I: Buffer<Elem = O::Elem>,
         {
-            $(let $arg = kept!($kind $arg);)+
+            $(let $arg = stored_arg!($kind $arg);)+
             self.submit(($out, $in), move |verbs, ($out, $in)| {
                 let ($out, $in) = ($out.as_mut_slice(), $in.as_mut_slice());
-                verbs.$verb($(lent!($kind $arg)),+)
+                verbs.$verb($(call_arg!($kind $arg)),+)
             })
         }
     };
 }
 
-/// A scoped form, of one buffer or of two.
+/// A scoped form, with one or two buffers.
 macro_rules! scoped {
     (($(#[$doc:meta])*) ($buf:ident) $verb:ident($($arg:ident: $kind:ident),+)) => {
         scoped! { ($(#[$doc])*) ($buf, _input = &[]) $verb($($arg: $kind),+) }
@@ -119,14 +119,14 @@ macro_rules! scoped {
             &'scope self,
             $($arg: borrowed!($kind T 'scope)),+
         ) -> Result<ScopedWork<'scope, T>> {
-            $(let $arg = kept!($kind $arg);)+
-            self.submit($out, $from, move |verbs, $out, $in| verbs.$verb($(lent!($kind $arg)),+))
+            $(let $arg = stored_arg!($kind $arg);)+
+            self.submit($out, $from, move |verbs, $out, $in| verbs.$verb($(call_arg!($kind $arg)),+))
         }
     };
 }
 
-/// The table: the blocking form with all its arguments, then the asynchronous one with those that it
-/// owns.
+/// The table: the blocking form with all its arguments, then the asynchronous form with the buffers
+/// it owns.
 macro_rules! table {
     ($(
         $(#[$doc:meta])*
@@ -136,11 +136,12 @@ macro_rules! table {
     )+) => {
         /// The verbs on buffers.
         ///
-        /// The asynchronous forms take the arguments of the blocking ones, with buffers by value, and give
-        /// the buffers back through a [`Work`]. All run in the order of submission on the group's one
-        /// communication thread, must be called in the same place among the calls of every rank (in either
-        /// form), do not block unless 1024 operations are queued, and fail at once only for a caller's
-        /// mistake or a group that has failed before, which drops the buffers.
+        /// The asynchronous forms take the arguments of the blocking ones, with buffers by value,
+        /// and return the buffers through a [`Work`]. All run in the order of submission on the
+        /// group's communication thread. They must be called in the same order as on every other
+        /// rank, where either form matches the other. They do not block unless 1024 operations are
+        /// queued. They fail at once only for a caller's mistake or if the group has failed before,
+        /// which drops the buffers.
         impl ProcessGroup {
             $(
                 $(#[$doc])*
@@ -157,8 +158,8 @@ macro_rules! table {
                         ///
                         /// # Errors
                         ///
-                        /// [`Error::InvalidArgument`], or the group's earlier failure; the buffers are dropped. What
-                        /// happens in flight is reported by [`Work::wait`].
+                        /// [`Error::InvalidArgument`], or the group's earlier failure; the buffers
+                        /// are dropped. Later errors are returned by [`Work::wait`].
                     )
                     $form($($buf),+) $verb($($arg: $kind),+)
                 }
@@ -174,8 +175,8 @@ macro_rules! table {
                     ///
                     /// # Errors
                     ///
-                    /// [`Error::InvalidArgument`], or the group's earlier failure. What happens in flight is
-                    /// reported by [`ScopedWork::wait`].
+                    /// [`Error::InvalidArgument`], or the group's earlier failure. Later errors are
+                    /// returned by [`ScopedWork::wait`].
                 )
                 ($($buf),+) $verb($($arg: $kind),+)
             })+
@@ -188,15 +189,15 @@ table! {
     /// the same bits.
     ///
     /// Every rank must call it with the same count, type and operator. Blocks. A buffer of
-    /// [`alloc`](Self::alloc), or the same part of it on every rank, is reduced where it lies; if
-    /// only some ranks pass one, that is a mismatch.
+    /// [`alloc`](Self::alloc), or the same part of it on every rank, is reduced in place; it is a
+    /// mismatch if only some ranks pass one.
     ///
-    /// Over shared memory, for `n` ranks and `b` bytes: up to 8 KiB one step, each rank reads all
-    /// `n * b`. Above, in chunks of 256 KiB, three steps each: a rank writes `(n-1)/n * b` for the
-    /// others, folds `b / n` from each of them, and reads `(n-1)/n * b` of results; between two
-    /// ranks, in chunks of 512 KiB (128 KiB above 4 MiB), two steps each: a rank writes `b` for the
-    /// other and folds `b` from it. In place: one step; a rank reads `b / n` from every rank and writes it to every
-    /// rank.
+    /// Over shared memory, for `n` ranks and `b` bytes: up to 8 KiB one step, in which each rank
+    /// reads all `n * b`. Above, in chunks of 256 KiB, three steps each: a rank writes `(n-1)/n *
+    /// b` for the others, folds `b / n` from each of them, and reads `(n-1)/n * b` of results;
+    /// between two ranks, in chunks of 512 KiB (128 KiB above 4 MiB), two steps each: a rank writes
+    /// `b` for the other and folds `b` from it. In place: one step; a rank reads `b / n` from every
+    /// rank and writes it to every rank.
     ///
     /// # Errors
     ///
@@ -204,23 +205,24 @@ table! {
     /// unchanged. Otherwise a peer's failure, with the contents of `buf` unspecified.
     #[doc(alias = "allreduce")]
     fn all_reduce(buf: out, op: op);
-    /// Every rank must call it in the same place among its calls; whether a rank takes the blocking or the
-    /// asynchronous form is its own affair. Steps, bytes and bits are those of the blocking form.
+    /// Every rank must call it in the same place among its calls; the blocking form on one rank
+    /// matches the asynchronous form on another. Steps, bytes and bits are those of the blocking
+    /// form.
     fn all_reduce_async(buf);
 
-    /// Reduces the ranks' buffers, element by element, into the root's; the others' stay as they
-    /// were.
+    /// Reduces the ranks' buffers, element by element, into the root's; the other ranks' buffers
+    /// are unchanged.
     ///
     /// Every rank must call it with the same count, type, operator and root. Blocks. The root gets
-    /// the bits that [`all_reduce`](Self::all_reduce) gives, for the same steps; only the root reads
+    /// the bits of [`all_reduce`](Self::all_reduce), in the same steps; only the root reads
     /// results.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if `op` is not defined for `T` or there is no such root; else as
-    /// [`all_reduce`](Self::all_reduce).
+    /// [`Error::InvalidArgument`] if `op` is not defined for `T` or the root is not a rank of the
+    /// group; else as [`all_reduce`](Self::all_reduce).
     fn reduce(buf: out, op: op, root: root);
-    /// The buffer comes back as it was on all ranks but the root.
+    /// On all ranks but the root the buffer is returned unchanged.
     fn reduce_async(buf);
 
     /// Copies the root's buffer to every rank.
@@ -231,7 +233,8 @@ table! {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if there is no such root; else as [`all_reduce`](Self::all_reduce).
+    /// [`Error::InvalidArgument`] if the root is not a rank of the group; else as
+    /// [`all_reduce`](Self::all_reduce).
     fn broadcast(buf: out, root: root);
     fn broadcast_async(buf);
 
@@ -244,22 +247,21 @@ table! {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the lengths do not fit; else as
-    /// [`all_reduce`](Self::all_reduce).
+    /// [`Error::InvalidArgument`] if a length is wrong; else as [`all_reduce`](Self::all_reduce).
     #[doc(alias = "allgather")]
     fn all_gather(output: out, input: input);
     fn all_gather_async(output, input);
 
-    /// Reduces the ranks' inputs and leaves rank `r` with block `r` of the result.
+    /// Reduces the ranks' inputs; rank `r` gets block `r` of the result.
     ///
     /// Every rank must call it with the same `output.len()`, type and operator, and with
     /// `input.len() == world_size * output.len()`. Blocks. Over shared memory a rank writes the
     /// other ranks' blocks of its input once, in chunks of 256 KiB, and reads its own block from
-    /// every other rank. The result has the bits that [`all_reduce`](Self::all_reduce) gives.
+    /// every other rank. The result has the bits of [`all_reduce`](Self::all_reduce).
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the lengths do not fit or `op` is not defined for `T`; else as
+    /// [`Error::InvalidArgument`] if a length is wrong or `op` is not defined for `T`; else as
     /// [`all_reduce`](Self::all_reduce).
     fn reduce_scatter(output: out, input: input, op: op);
     fn reduce_scatter_async(output, input);
@@ -267,45 +269,46 @@ table! {
     /// Concatenates the ranks' inputs, in rank order, on the root.
     ///
     /// Every rank must call it with the same `input.len()`, type and root. On the root
-    /// `output.len() == world_size * input.len()`; elsewhere `output` is left alone, and may be
-    /// empty. Blocks until the root has all, and on the others until their input is on its way. One
-    /// step; every rank but the root sends its input once.
+    /// `output.len() == world_size * input.len()`; on other ranks `output` is not written, and may
+    /// be empty. Blocks until the root has all inputs, and on other ranks until their input is in
+    /// the channel. One step; every rank but the root sends its input once.
     ///
     /// # Errors
     ///
-    /// As [`all_gather`](Self::all_gather), or [`Error::InvalidArgument`] if there is no such root.
+    /// Same as [`all_gather`](Self::all_gather), or [`Error::InvalidArgument`] if the root is not a rank
+    /// of the group.
     fn gather(output: out, input: input, root: root);
     /// `output` may be empty on all ranks but the root.
     fn gather_async(output, input);
 
-    /// Leaves rank `r` with block `r` of the root's input.
+    /// Sends block `r` of the root's input to rank `r`.
     ///
     /// Every rank must call it with the same `output.len()`, type and root. On the root
-    /// `input.len() == world_size * output.len()`; elsewhere `input` is not read, and may be empty.
-    /// Blocks until this rank has its block, and on the root until all are on their way. One step;
-    /// the root sends each block once.
+    /// `input.len() == world_size * output.len()`; on other ranks `input` is not read, and may be
+    /// empty. Blocks until this rank has its block, and on the root until all are in the channels.
+    /// One step; the root sends each block once.
     ///
     /// # Errors
     ///
-    /// As [`gather`](Self::gather).
+    /// Same as [`gather`](Self::gather).
     fn scatter(output: out, input: input, root: root);
     /// `input` may be empty on all ranks but the root.
     fn scatter_async(output, input);
 
-    /// Block `s` of rank `r`'s input becomes block `r` of rank `s`'s output.
+    /// Copies block `s` of rank `r`'s input to block `r` of rank `s`'s output.
     ///
     /// Every rank must call it with the same `input.len() == output.len()`, a multiple of
     /// `world_size`, and type. Blocks. One step; every rank sends each block but its own once.
     ///
     /// # Errors
     ///
-    /// As [`all_gather`](Self::all_gather).
+    /// Same as [`all_gather`](Self::all_gather).
     #[doc(alias = "alltoall")]
     fn all_to_all(output: out, input: input);
     fn all_to_all_async(output, input);
 
-    /// [`all_gather`](Self::all_gather) of inputs of different lengths: `counts[r]` elements of
-    /// rank `r`.
+    /// [`all_gather`](Self::all_gather) of inputs of different lengths: rank `r` has `counts[r]`
+    /// elements.
     ///
     /// Every rank must call it with the same `counts` and type, `input.len() == counts[rank]`, and
     /// `output.len()` their sum. Blocks. Two steps: an all-gather of the counts, which are compared
@@ -313,37 +316,36 @@ table! {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the lengths do not fit; [`Error::Mismatch`] on every rank,
-    /// with `output` unchanged, if the ranks' counts do not; else as
-    /// [`all_reduce`](Self::all_reduce).
+    /// [`Error::InvalidArgument`] if a length is wrong; [`Error::Mismatch`] on every rank, with
+    /// `output` unchanged, if the ranks' counts differ; else as [`all_reduce`](Self::all_reduce).
     #[doc(alias = "allgatherv")]
     fn all_gather_v(output: out, input: input, counts: counts);
     fn all_gather_v_async(output, input);
 
-    /// [`gather`](Self::gather) of inputs of different lengths: the root says that rank `r` has
-    /// `counts[r]` elements, and elsewhere `counts` is not read.
+    /// [`gather`](Self::gather) of inputs of different lengths: rank `r` has `counts[r]` elements.
+    /// Only the root's `counts` are read.
     ///
     /// Two steps: an all-gather of the counts, then the inputs.
     ///
     /// # Errors
     ///
-    /// As [`all_gather_v`](Self::all_gather_v).
+    /// Same as [`all_gather_v`](Self::all_gather_v).
     fn gather_v(output: out, input: input, counts: counts, root: root);
     fn gather_v_async(output, input);
 
-    /// [`scatter`](Self::scatter) of blocks of different lengths: the root says that rank `r` gets
-    /// `counts[r]` elements, and elsewhere `counts` is not read.
+    /// [`scatter`](Self::scatter) of blocks of different lengths: rank `r` gets `counts[r]`
+    /// elements. Only the root's `counts` are read.
     ///
     /// Two steps: an all-gather of the counts, then the blocks.
     ///
     /// # Errors
     ///
-    /// As [`all_gather_v`](Self::all_gather_v).
+    /// Same as [`all_gather_v`](Self::all_gather_v).
     fn scatter_v(output: out, input: input, counts: counts, root: root);
     fn scatter_v_async(output, input);
 
-    /// [`reduce_scatter`](Self::reduce_scatter) with blocks of different lengths: rank `r` is left
-    /// with `counts[r]` elements of the result.
+    /// [`reduce_scatter`](Self::reduce_scatter) with blocks of different lengths: rank `r` gets
+    /// `counts[r]` elements of the result.
     ///
     /// Every rank must call it with the same `counts`, type and operator,
     /// `output.len() == counts[rank]` and `input.len()` the sum of the counts. Blocks. An
@@ -352,7 +354,7 @@ table! {
     ///
     /// # Errors
     ///
-    /// As [`all_gather_v`](Self::all_gather_v), or [`Error::InvalidArgument`] if `op` is not
+    /// Same as [`all_gather_v`](Self::all_gather_v), or [`Error::InvalidArgument`] if `op` is not
     /// defined for `T`.
     fn reduce_scatter_v(output: out, input: input, counts: counts, op: op);
     fn reduce_scatter_v_async(output, input);
@@ -360,24 +362,24 @@ table! {
     /// [`all_to_all`](Self::all_to_all) with blocks of different lengths: this rank sends
     /// `input_counts[s]` elements to rank `s` and receives `output_counts[r]` from rank `r`.
     ///
-    /// What a rank sends another must be what that one expects. Blocks. Two steps: an all-gather of
-    /// all counts, then the blocks.
+    /// The count a rank sends to another must equal the count that one expects. Blocks. Two steps:
+    /// an all-gather of all counts, then the blocks.
     ///
     /// # Errors
     ///
-    /// As [`all_gather_v`](Self::all_gather_v).
+    /// Same as [`all_gather_v`](Self::all_gather_v).
     #[doc(alias = "all_to_all_single")]
     fn all_to_all_v(output: out, output_counts: counts, input: input, input_counts: counts);
     fn all_to_all_v_async(output, input);
 }
 
-/// The asynchronous forms of messages and of the barrier.
+/// The asynchronous forms of messages and the barrier.
 impl ProcessGroup {
     /// Starts a [`send`](Self::send).
     ///
     /// # Errors
     ///
-    /// As [`all_reduce_async`](Self::all_reduce_async).
+    /// Same as [`all_reduce_async`](Self::all_reduce_async).
     #[doc(alias = "isend")]
     pub fn send_async<B: Buffer>(&self, buf: B, to: Rank) -> Result<Work<B>> {
         self.submit(buf, move |verbs, buf| {
@@ -387,15 +389,14 @@ impl ProcessGroup {
 
     /// Starts a [`recv`](Self::recv).
     ///
-    /// It stands in the one queue of this rank: until its message is there, nothing that was
-    /// submitted later runs, and a blocking call waits. Two ranks that each receive from the other
-    /// before they send to it thus wait until the group's timeout. Messages that cross belong into
-    /// one [`batch_isend_irecv_async`](Self::batch_isend_irecv_async), in which none waits for
-    /// another.
+    /// Until its message has arrived, no operation submitted later on this rank runs, and blocking
+    /// calls wait. So two ranks that each receive from the other before they send to it wait until
+    /// the timeout. Put messages that cross into one
+    /// [`batch_isend_irecv_async`](Self::batch_isend_irecv_async), where none waits for another.
     ///
     /// # Errors
     ///
-    /// As [`all_reduce_async`](Self::all_reduce_async).
+    /// Same as [`all_reduce_async`](Self::all_reduce_async).
     #[doc(alias = "irecv")]
     pub fn recv_async<B: Buffer>(&self, buf: B, from: Rank) -> Result<Work<B>> {
         self.submit(buf, move |verbs, buf| {
@@ -403,18 +404,18 @@ impl ProcessGroup {
         })
     }
 
-    /// Starts a [`batch_isend_irecv`](Self::batch_isend_irecv) of `sends`, each to the rank beside
-    /// it, and of messages into `receives`, each from the rank beside it. The sends come first
-    /// among messages with one rank, which does not matter: the two directions match separately.
+    /// Starts a [`batch_isend_irecv`](Self::batch_isend_irecv) of `sends`, each to the rank paired
+    /// with it, and of `receives`, each from the rank paired with it. The order between sends and
+    /// receives does not matter: the two directions match separately.
     ///
     /// # Errors
     ///
-    /// As [`all_reduce_async`](Self::all_reduce_async).
+    /// Same as [`all_reduce_async`](Self::all_reduce_async).
     pub fn batch_isend_irecv_async<S: Buffer, R: Buffer>(
         &self,
-        sends: Addressed<S>,
-        receives: Addressed<R>,
-    ) -> Result<Work<(Addressed<S>, Addressed<R>)>> {
+        sends: WithPeers<S>,
+        receives: WithPeers<R>,
+    ) -> Result<Work<(WithPeers<S>, WithPeers<R>)>> {
         self.submit((sends, receives), |verbs, (sends, receives)| {
             let mut messages = Vec::with_capacity(sends.len() + receives.len());
             messages
@@ -430,7 +431,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`all_reduce_async`](Self::all_reduce_async).
+    /// Same as [`all_reduce_async`](Self::all_reduce_async).
     #[doc(alias = "ibarrier")]
     pub fn barrier_async(&self) -> Result<Work<()>> {
         self.submit((), |verbs, ()| verbs.barrier())

@@ -1,13 +1,13 @@
-//! A clock that is cheaper to read than [`Instant`], for what is always on.
+//! A clock that is cheaper to read than [`Instant`], for the flight recorder, which is always on.
 
 #![expect(unsafe_code, reason = "reads the processor's counter, and the system's clock")]
 
 use std::time::{Duration, Instant};
 
-/// A clock, and when it was made. Between threads it may be off by some nanoseconds.
+/// A clock and the time it was made. It may differ between threads by some nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Clock {
-    /// Whether the processor has a counter that runs at one speed and never stops.
+    /// Whether the processor has a constant-rate counter that never stops (invariant TSC).
     counter: bool,
     birth: Instant,
     birth_ticks: u64,
@@ -19,12 +19,13 @@ impl Clock {
         Self { counter, birth: Instant::now(), birth_ticks: ticks(counter) }
     }
 
-    /// Now, in units that [`since_birth`](Self::since_birth) knows.
+    /// Returns the current time in ticks, the unit of [`since_birth`](Self::since_birth).
     pub(crate) fn ticks(&self) -> u64 {
         ticks(self.counter)
     }
 
-    /// Turns ticks into the time since the clock was made: what the ticks so far took tells the speed.
+    /// Returns a function from ticks to the time since the clock was made. The rate is the ticks
+    /// counted so far divided by the time they took.
     pub(crate) fn since_birth(&self) -> impl Fn(u64) -> Duration + use<> {
         let ticks = self.ticks().saturating_sub(self.birth_ticks);
         let time = self.birth.elapsed();
@@ -54,7 +55,7 @@ fn has_counter() -> bool {
 
 #[cfg(not(target_arch = "x86_64"))]
 fn read_counter() -> u64 {
-    unreachable!("there is none")
+    unreachable!("`has_counter` is false on this architecture")
 }
 
 fn ticks(counter: bool) -> u64 {
@@ -72,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_clocks_tell_the_time_that_has_passed() {
+    fn both_clocks_measure_elapsed_time() {
         for counter in [has_counter(), false] {
             let (birth_ticks, birth) = undisturbed(|| ticks(counter));
             let clock = Clock { counter, birth, birth_ticks };
@@ -80,15 +81,15 @@ mod tests {
             std::thread::sleep(Duration::from_millis(20));
             let (after, end) = undisturbed(|| clock.ticks());
             let (since, _) = undisturbed(|| clock.since_birth());
-            let (told, took) = (since(after) - since(before), end - start);
-            assert!(told < took * 2 && took < told * 2, "{told:?} instead of {took:?}");
+            let (measured, took) = (since(after) - since(before), end - start);
+            assert!(measured < took * 2 && took < measured * 2, "{measured:?} instead of {took:?}");
             assert_eq!(since(0), Duration::ZERO);
         }
     }
 
-    /// A virtual machine that moves may take its counter back.
+    /// Migrating a virtual machine may set its counter back.
     #[test]
-    fn a_counter_that_steps_back_is_no_panic() {
+    fn a_counter_that_steps_back_does_not_panic() {
         let now = Instant::now();
         let birth = now.checked_sub(Duration::from_secs(9)).unwrap_or(now);
         for birth_ticks in [u64::MAX, 1 << 63] {
@@ -98,7 +99,8 @@ mod tests {
         }
     }
 
-    /// What `read` returns, and when, as soon as this thread is not held up meanwhile.
+    /// Result of `read` and the time it was read, retried until this thread is not preempted
+    /// meanwhile.
     fn undisturbed<T>(read: impl Fn() -> T) -> (T, Instant) {
         loop {
             let (start, result, end) = (Instant::now(), read(), Instant::now());

@@ -1,12 +1,12 @@
-//! Every verb as one function: checked slices in, an [`OpDesc`] and raw memory out.
+//! Every verb as one function from checked slices to an [`OpDesc`] and raw memory.
 //!
 //! [`ProcessGroup`](crate::ProcessGroup)'s blocking calls run these on the caller's thread, its
-//! asynchronous ones on the communication thread; there is no third way to a backend. All that can
-//! be seen without the peers is checked before anything is sent. `all_reduce`, `reduce`,
-//! `broadcast`, `all_gather`, `reduce_scatter` and `barrier` are the backend's own; the verbs in
-//! which ranks only send one another blocks are cut into [`Transfer`]s here, for all backends alike.
+//! asynchronous ones on the communication thread; nothing else calls a backend. Every check that
+//! needs no peer is made before anything is sent. `all_reduce`, `reduce`, `broadcast`,
+//! `all_gather`, `reduce_scatter` and `barrier` are implemented by the backend. Verbs that only
+//! send blocks between ranks are cut into [`Transfer`]s here, for all backends.
 
-#![expect(unsafe_code, reason = "hands checked slices to backends as raw memory")]
+#![expect(unsafe_code, reason = "passes checked slices to backends as raw memory")]
 
 use std::marker::PhantomData;
 
@@ -30,7 +30,7 @@ impl<'a> Message<'a> {
         Self::new::<T>(to, buf.len(), TransferMemory::Send(buf.as_ptr().cast()))
     }
 
-    /// Receives into `buf` what rank `from` sends: as many elements, of the same type.
+    /// Receives into `buf` the message that rank `from` sends, of the same length and type.
     pub fn recv<T: Element>(buf: &'a mut [T], from: Rank) -> Self {
         Self::new::<T>(from, buf.len(), TransferMemory::Receive(buf.as_mut_ptr().cast()))
     }
@@ -40,12 +40,12 @@ impl<'a> Message<'a> {
     }
 }
 
-/// A backend, and how to wait on it.
+/// A backend, with the wait policy and timeout of its calls.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Verbs<'a> {
     backend: &'a dyn Backend,
     wait: Wait,
-    /// Sees every step; without one this is a rehearsal, which ends at the first.
+    /// Records every step. `None` in a dry run, which ends at the first step.
     recorder: Option<&'a Recorder>,
 }
 
@@ -54,10 +54,10 @@ impl<'a> Verbs<'a> {
         Self { backend, wait, recorder: Some(recorder) }
     }
 
-    /// What `call` would find wrong before anything is sent: runs it up to its first step, which is
-    /// not taken. So the checks of an asynchronous call, made before it is queued, are those of the
-    /// blocking one.
-    pub(crate) fn rehearse(
+    /// Returns the error that `call` would find before anything is sent: runs it up to its first
+    /// step, which is not executed. An asynchronous call is checked this way before it is queued,
+    /// so its checks are those of the blocking call.
+    pub(crate) fn dry_run(
         backend: &'a dyn Backend,
         call: impl FnOnce(Self) -> Result<()>,
     ) -> Result<()> {
@@ -109,14 +109,14 @@ impl<'a> Verbs<'a> {
         let desc = describe::<T>(Verb::Gather, None, Some(root), input.len());
         let counts = vec![input.len(); self.world()];
         self.check_root_counts(&desc, "output", out.len(), &counts)?;
-        self.collect(&desc, out, input, &counts, root)
+        self.gather_blocks(&desc, out, input, &counts, root)
     }
 
     pub(crate) fn scatter<T: Element>(self, out: &mut [T], input: &[T], root: Rank) -> Result<()> {
         let desc = describe::<T>(Verb::Scatter, None, Some(root), out.len());
         let counts = vec![out.len(); self.world()];
         self.check_root_counts(&desc, "input", input.len(), &counts)?;
-        self.deal(&desc, out, input, &counts, root)
+        self.scatter_blocks(&desc, out, input, &counts, root)
     }
 
     pub(crate) fn all_to_all<T: Element>(self, output: &mut [T], input: &[T]) -> Result<()> {
@@ -125,7 +125,7 @@ impl<'a> Verbs<'a> {
         let counts = vec![count; self.world()];
         self.check_counts("input", input.len(), &counts)?;
         check_len("output", output.len(), input.len())?;
-        self.swap(&desc, (output, &counts), (input, &counts))
+        self.exchange_blocks(&desc, (output, &counts), (input, &counts))
     }
 
     pub(crate) fn all_gather_v<T: Element>(
@@ -138,7 +138,7 @@ impl<'a> Verbs<'a> {
         self.check_counts("output", output.len(), counts)?;
         check_len("input", input.len(), counts[rank])?;
         let desc = describe::<T>(Verb::AllGatherV, None, None, 0);
-        self.agree(&desc, counts, |rows| (1..world).all(|rank| rows[rank] == rows[0]))?;
+        self.check_rows(&desc, counts, |rows| (1..world).all(|rank| rows[rank] == rows[0]))?;
         let mut messages: Vec<_> = self.peers().map(|peer| Message::send(input, peer)).collect();
         messages.extend(receives(rank, output, counts));
         self.exchange(&batch(), messages)?;
@@ -158,8 +158,8 @@ impl<'a> Verbs<'a> {
         if is_root {
             check_len("input", input.len(), counts[root])?;
         }
-        self.agree(&desc, &self.root_row(is_root, input.len(), counts), fits_root(root))?;
-        self.collect(&batch(), output, input, counts, root)
+        self.check_rows(&desc, &self.root_row(is_root, input.len(), counts), fits_root(root))?;
+        self.gather_blocks(&batch(), output, input, counts, root)
     }
 
     pub(crate) fn scatter_v<T: Element>(
@@ -174,8 +174,8 @@ impl<'a> Verbs<'a> {
         if is_root {
             check_len("output", output.len(), counts[root])?;
         }
-        self.agree(&desc, &self.root_row(is_root, output.len(), counts), fits_root(root))?;
-        self.deal(&batch(), output, input, counts, root)
+        self.check_rows(&desc, &self.root_row(is_root, output.len(), counts), fits_root(root))?;
+        self.scatter_blocks(&batch(), output, input, counts, root)
     }
 
     pub(crate) fn all_to_all_v<T: Element>(
@@ -195,11 +195,11 @@ impl<'a> Verbs<'a> {
         }
         let desc = describe::<T>(Verb::AllToAllV, None, None, 0);
         let row = [output_counts, input_counts].concat();
-        self.agree(&desc, &row, |rows| {
+        self.check_rows(&desc, &row, |rows| {
             let fits = |to: Rank, from: Rank| rows[to][from] == rows[from][world + to];
             (0..world).all(|to| (0..world).all(|from| fits(to, from)))
         })?;
-        self.swap(&batch(), (output, output_counts), (input, input_counts))
+        self.exchange_blocks(&batch(), (output, output_counts), (input, input_counts))
     }
 
     pub(crate) fn reduce_scatter_v<T: Element>(
@@ -214,7 +214,7 @@ impl<'a> Verbs<'a> {
         check_len("output", output.len(), counts[rank])?;
         let desc = describe::<T>(Verb::ReduceScatterV, Some(op), None, 0);
         desc.check(world)?;
-        self.agree(&desc, counts, |rows| (1..world).all(|rank| rows[rank] == rows[0]))?;
+        self.check_rows(&desc, counts, |rows| (1..world).all(|rank| rows[rank] == rows[0]))?;
         let mut block = Vec::new();
         for (root, range) in (0..world).map(|root| (root, range(counts, root))) {
             block.clear();
@@ -231,10 +231,10 @@ impl<'a> Verbs<'a> {
         for Message { transfer, .. } in &messages {
             if transfer.peer == self.rank() || transfer.peer >= self.world() {
                 return Err(Error::InvalidArgument(format!(
-                    "rank {} exchanges messages with the {} other ranks of its group, not with {}",
+                    "message to or from rank {}: not another rank of the group (this is rank {} of {})",
+                    transfer.peer,
                     self.rank(),
-                    self.world() - 1,
-                    transfer.peer
+                    self.world()
                 )));
             }
         }
@@ -246,8 +246,8 @@ impl<'a> Verbs<'a> {
         let output: *mut u8 = buf.as_mut_ptr().cast();
         let bufs = RawBufs { input: output.cast_const(), output };
         self.step(desc, &[], || {
-            // SAFETY: the caller of this function gave `desc` the length of `buf`, which is borrowed
-            // mutably for the call; `desc` has been checked.
+            // SAFETY: the caller of this function gave `desc` the length of `buf`, which is
+            // borrowed mutably for the call; `desc` has been checked.
             unsafe { self.backend.run(desc, bufs, self.wait) }
         })
     }
@@ -274,7 +274,7 @@ impl<'a> Verbs<'a> {
         })
     }
 
-    /// The one way to the backend.
+    /// Calls the backend, through the recorder. The only place that does.
     fn step(
         self,
         desc: &OpDesc,
@@ -282,13 +282,13 @@ impl<'a> Verbs<'a> {
         run: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let Some(recorder) = self.recorder else {
-            return Err(Error::Unsupported { backend: "rehearsal", what: desc.verb.to_string() });
+            return Err(Error::Unsupported { backend: "dry run", what: desc.verb.to_string() });
         };
         recorder.record(self.backend, desc, transfers, self.wait.patience, run)
     }
 
-    /// Brings all ranks' inputs to the root.
-    fn collect<T: Element>(
+    /// Sends every rank's input to the root.
+    fn gather_blocks<T: Element>(
         self,
         desc: &OpDesc,
         output: &mut [T],
@@ -304,8 +304,8 @@ impl<'a> Verbs<'a> {
         Ok(())
     }
 
-    /// Brings the root's blocks to all ranks.
-    fn deal<T: Element>(
+    /// Sends each rank its block of the root's input.
+    fn scatter_blocks<T: Element>(
         self,
         desc: &OpDesc,
         output: &mut [T],
@@ -321,8 +321,8 @@ impl<'a> Verbs<'a> {
         Ok(())
     }
 
-    /// Brings every rank's blocks to every other.
-    fn swap<T: Element>(
+    /// Sends every rank's blocks to every other rank.
+    fn exchange_blocks<T: Element>(
         self,
         desc: &OpDesc,
         (output, to): (&mut [T], &[usize]),
@@ -335,9 +335,9 @@ impl<'a> Verbs<'a> {
         Ok(())
     }
 
-    /// Exchanges what each rank says of the blocks' lengths. Every rank comes to the same verdict,
-    /// before any data move.
-    fn agree(
+    /// All-gathers a row of lengths per rank and checks them with `fits`, before any data move. The
+    /// result is the same on every rank.
+    fn check_rows(
         self,
         desc: &OpDesc,
         row: &[usize],
@@ -365,13 +365,15 @@ impl<'a> Verbs<'a> {
         if let Some(recorder) = self.recorder {
             recorder.failed(Whose::of(self.backend), &error);
         }
-        // The first rank's abort must not reach one that does not have all rows yet.
+        // Without the barrier, the first rank's abort could reach one that does not have all rows
+        // yet.
         drop(self.barrier());
         self.backend.abort(&error.to_string());
         Err(error)
     }
 
-    /// What a rank says before a verb whose root alone knows all lengths: its own, then the root's.
+    /// A rank's row for a verb whose lengths only the root knows: its own length, then the root's
+    /// counts.
     fn root_row(self, is_root: bool, own: usize, counts: &[usize]) -> Vec<usize> {
         let mut row = vec![0; 1 + self.world()];
         row[0] = own;
@@ -408,18 +410,18 @@ impl<'a> Verbs<'a> {
     }
 }
 
-/// Whether every rank's own length is what the root says it is.
+/// Returns a check that every rank's own length equals the root's count for it.
 fn fits_root(root: Rank) -> impl Fn(&[&[u64]]) -> bool {
     move |rows| rows.iter().zip(&rows[root][1..]).all(|(row, said)| row[0] == *said)
 }
 
-/// Where a rank's block lies, blocks lying one after another.
+/// Range of a rank's block; blocks are contiguous, in rank order.
 fn range(counts: &[usize], rank: Rank) -> std::ops::Range<usize> {
     let start = counts[..rank].iter().sum();
     start..start + counts[rank]
 }
 
-/// A message for every rank's block but the own one.
+/// Sends of every block but this rank's own.
 fn sends<'a, T: Element>(
     rank: Rank,
     mut input: &'a [T],
@@ -433,7 +435,7 @@ fn sends<'a, T: Element>(
     blocks.filter(move |&(peer, _)| peer != rank).map(|(peer, block)| Message::send(block, peer))
 }
 
-/// A message into every rank's block but the own one.
+/// Receives of every block but this rank's own.
 fn receives<'a, T: Element>(
     rank: Rank,
     mut output: &'a mut [T],
@@ -473,5 +475,5 @@ pub(crate) fn check_bytes<T: Element>(count: usize, times: usize) -> Result<()> 
     if bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok()) {
         return Ok(());
     }
-    Err(Error::InvalidArgument(format!("{count} elements are more than memory can hold")))
+    Err(Error::InvalidArgument(format!("{count} elements exceed the address space")))
 }

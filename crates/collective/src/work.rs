@@ -1,11 +1,11 @@
-//! Operations in flight, and the one thread per group that carries them out.
+//! Operations in flight, and the communication thread that runs them, one per group.
 //!
-//! A buffer given to an asynchronous operation moves into its job and comes back through its
+//! A buffer passed to an asynchronous operation moves into its job and is returned through its
 //! [`Work`]. So nothing borrowed is ever in flight: dropping a `Work` frees the buffer when the
-//! operation is done, forgetting it leaks, and neither corrupts.
+//! operation is done, forgetting it leaks, and neither corrupts memory.
 //!
-//! The two hand-offs, of jobs to the thread ([`Queue`]) and of outcomes to their `Work` ([`Slot`]),
-//! are a lock and a condition variable each, and have loom models at the foot of the file.
+//! Jobs are handed to the thread ([`Queue`]) and outcomes to their `Work` ([`Slot`]) with a lock
+//! and a condition variable each; both have loom models at the end of the file.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -21,17 +21,17 @@ use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Condvar, Mutex, lock, thread, wait};
 use crate::{Element, Error, Rank, Result};
 
-/// Operations that may wait in a group's queue; a further one waits for a place.
+/// Capacity of a group's queue; submitting to a full queue blocks.
 const QUEUE_CAPACITY: usize = if cfg!(loom) { 1 } else { 1024 };
 
 const PANICKED: &str = "an operation panicked on its communication thread";
 
 /// Memory that an asynchronous operation can own.
 pub trait Buffer: Send + 'static {
-    /// Its numbers.
+    /// The element type.
     type Elem: Element;
 
-    /// The memory, of the same length each time.
+    /// Returns the memory; the length must be the same each time.
     fn as_mut_slice(&mut self) -> &mut [Self::Elem];
 }
 
@@ -55,7 +55,7 @@ impl<T: Element> Buffer for Box<[T]> {
 ///
 /// [`wait`](Self::wait) for it, or `.await` it: it is a future that works with any executor and
 /// never blocks one. Dropping it, whether before, between or after polls, lets the operation finish
-/// in the background, still in order, and then frees the buffer. The peers notice nothing.
+/// in the background, still in order, and then frees the buffer. Peers are not affected.
 ///
 /// # Examples
 ///
@@ -83,46 +83,46 @@ impl<T: Element> Buffer for Box<[T]> {
 #[must_use = "dropping a `Work` loses the buffer and the error"]
 pub struct Work<B> {
     slot: Arc<Slot<B>>,
-    /// Knows a fork. Gone only after all operations are done.
+    /// Detects a fork. Dropped only after all operations are done.
     backend: Weak<dyn Backend>,
 }
 
 impl<B> Work<B> {
-    /// Waits for the operation and gives the buffer back.
+    /// Waits for the operation and returns the buffer.
     ///
     /// Blocks for at most the group's timeout for each step of each operation queued up to this
     /// one.
     ///
     /// # Errors
     ///
-    /// What the operation failed with; the buffer is dropped then. [`Error::InvalidArgument`] in a
-    /// fork of the process that started it.
+    /// The operation's error; the buffer is dropped then. [`Error::InvalidArgument`] in a fork of
+    /// the process that started it.
     ///
     /// # Panics
     ///
-    /// If the outcome has been given out by a poll.
+    /// If a poll has returned the outcome.
     pub fn wait(self) -> Result<B> {
-        self.wait_until(None).unwrap_or_else(|_| unreachable!("without a deadline"))
+        self.wait_until(None).unwrap_or_else(|_| unreachable!("there is no deadline"))
     }
 
-    /// Waits for the operation, but no longer than `timeout`: `Ok` with what
-    /// [`wait`](Self::wait) returns, or `Err` with the `Work` itself, still in flight, to be waited
-    /// for again.
+    /// Waits for the operation, but no longer than `timeout`: `Ok` with the result of
+    /// [`wait`](Self::wait), or `Err` with the `Work` itself, still in flight, to be waited for
+    /// again.
     ///
     /// # Errors
     ///
-    /// The `Work`, if the operation is not done by then. This is no failure of the group.
+    /// The `Work`, if the operation is not done by then. This is not a failure of the group.
     ///
     /// # Panics
     ///
-    /// As [`wait`](Self::wait).
+    /// Same as [`wait`](Self::wait).
     pub fn wait_timeout(self, timeout: Duration) -> Result<Result<B>, Self> {
         self.wait_until(Instant::now().checked_add(timeout))
     }
 
-    /// Whether [`wait`](Self::wait) would return at once.
+    /// Returns whether [`wait`](Self::wait) would return at once.
     pub fn is_done(&self) -> bool {
-        self.forked() || !matches!(*lock(&self.slot.state), State::UnderWay(_))
+        self.forked() || !matches!(*lock(&self.slot.state), State::InFlight(_))
     }
 
     fn wait_until(self, deadline: Option<Instant>) -> Result<Result<B>, Self> {
@@ -130,7 +130,7 @@ impl<B> Work<B> {
             return Ok(Err(in_a_fork()));
         }
         let mut state = lock(&self.slot.state);
-        while matches!(*state, State::UnderWay(_)) {
+        while matches!(*state, State::InFlight(_)) {
             let Some(deadline) = deadline else {
                 state = wait(&self.slot.done, state);
                 continue;
@@ -141,7 +141,7 @@ impl<B> Work<B> {
                 return Err(self);
             }
             let woken = self.slot.done.wait_timeout(state, left);
-            (state, _) = woken.expect("nobody panics under this lock");
+            (state, _) = woken.expect("no code panics under this lock");
         }
         Ok(state.take())
     }
@@ -154,7 +154,7 @@ impl<B> Work<B> {
 impl<B> Future for Work<B> {
     type Output = Result<B>;
 
-    /// Ready with what [`wait`](Self::wait) returns.
+    /// Ready with the result of [`wait`](Self::wait).
     ///
     /// # Panics
     ///
@@ -163,10 +163,10 @@ impl<B> Future for Work<B> {
         if self.forked() {
             return Poll::Ready(Err(in_a_fork()));
         }
-        // Cloned and dropped outside of the lock: it is the executor's code.
+        // The waker is the executor's code, so it is cloned and dropped outside of the lock.
         let mut waker = Some(context.waker().clone());
         let mut state = lock(&self.slot.state);
-        if let State::UnderWay(kept) = &mut *state {
+        if let State::InFlight(kept) = &mut *state {
             mem::swap(kept, &mut waker);
             drop(state);
             return Poll::Pending;
@@ -177,10 +177,10 @@ impl<B> Future for Work<B> {
 
 impl<B> Drop for Work<B> {
     fn drop(&mut self) {
-        // In a fork, a thread that the fork lacks may hold the lock for ever.
+        // In a fork, a thread that does not exist there may hold the lock forever.
         if !self.forked() {
-            let unwanted = mem::replace(&mut *lock(&self.slot.state), State::Over);
-            // The waker or the buffer, which is the user's code, after the lock.
+            let unwanted = mem::replace(&mut *lock(&self.slot.state), State::Taken);
+            // Drops the waker or buffer, which run user code, outside of the lock.
             drop(unwanted);
         }
     }
@@ -193,42 +193,42 @@ impl<B> fmt::Debug for Work<B> {
 }
 
 fn in_a_fork() -> Error {
-    Error::InvalidArgument("an operation belongs to the process that started it, not a fork".into())
+    Error::InvalidArgument("an operation cannot be waited for in a fork of its process".into())
 }
 
-/// Where an operation leaves its outcome for its [`Work`].
+/// Where an operation stores its outcome for its [`Work`].
 struct Slot<B> {
     state: Mutex<State<B>>,
     done: Condvar,
 }
 
 enum State<B> {
-    /// With the task to be woken, if one has polled.
-    UnderWay(Option<Waker>),
+    /// In flight, with the waker of the task that polled last.
+    InFlight(Option<Waker>),
     Done(Result<B>),
-    /// Given out, or nobody wants it.
-    Over,
+    /// The outcome was returned, or the `Work` was dropped.
+    Taken,
 }
 
 impl<B> State<B> {
-    /// The outcome of what is no longer under way.
+    /// Returns the outcome. Panics unless it is stored.
     fn take(&mut self) -> Result<B> {
-        match mem::replace(self, Self::Over) {
+        match mem::replace(self, Self::Taken) {
             Self::Done(outcome) => outcome,
-            _ => panic!("the outcome of this `Work` has been given out"),
+            _ => panic!("the outcome of this `Work` was already returned"),
         }
     }
 }
 
 impl<B> Slot<B> {
     fn new() -> Self {
-        Self { state: Mutex::new(State::UnderWay(None)), done: Condvar::new() }
+        Self { state: Mutex::new(State::InFlight(None)), done: Condvar::new() }
     }
 
-    /// Leaves the outcome, or drops it if nobody wants it.
+    /// Stores the outcome, or drops it if the `Work` was dropped.
     fn fill(&self, outcome: Result<B>) {
         let mut state = lock(&self.state);
-        let State::UnderWay(waker) = &mut *state else { return };
+        let State::InFlight(waker) = &mut *state else { return };
         let waker = waker.take();
         *state = State::Done(outcome);
         drop(state);
@@ -239,8 +239,8 @@ impl<B> Slot<B> {
     }
 }
 
-/// Does the operation and returns what delivers the result. Delivering comes after the operation is
-/// off the count, so that whoever gets the result finds the queue empty.
+/// Runs the operation and returns a closure that delivers the result. Delivery follows the
+/// decrement of the queue's count, so a caller that has the result finds the queue empty.
 type Job = Box<dyn FnOnce(&dyn Backend) -> Delivery + Send>;
 type Delivery = Box<dyn FnOnce() + Send>;
 
@@ -248,19 +248,19 @@ type Delivery = Box<dyn FnOnce() + Send>;
 #[derive(Debug)]
 pub(crate) struct Queue {
     backend: Arc<dyn Backend>,
-    line: Arc<Line>,
+    shared: Arc<Shared>,
     thread: Mutex<Option<thread::JoinHandle<()>>>,
 }
 
-/// The operations between the callers and the thread.
+/// State shared by the callers and the communication thread.
 #[derive(Debug)]
-struct Line {
-    /// Submitted and not yet done. Grows and shrinks under the lock; read without it too.
+struct Shared {
+    /// Jobs submitted and not yet done. Changed under the lock; also read without it.
     unfinished: AtomicUsize,
     jobs: Mutex<Jobs>,
-    /// For the thread: a job has come, or the line is closed.
+    /// Wakes the thread: a job was added, or the queue is closed.
     work: Condvar,
-    /// For callers: a job has gone, or is done.
+    /// Wakes callers: a job was removed, or is done.
     progress: Condvar,
 }
 
@@ -276,7 +276,7 @@ impl fmt::Debug for Jobs {
     }
 }
 
-impl Line {
+impl Shared {
     fn new() -> Self {
         Self {
             unfinished: AtomicUsize::new(0),
@@ -286,20 +286,21 @@ impl Line {
         }
     }
 
-    /// Appends a job, once there is a place.
+    /// Appends a job; blocks while the queue is full.
     fn push(&self, job: Job) {
         let mut jobs = lock(&self.jobs);
         while jobs.waiting.len() >= QUEUE_CAPACITY {
             jobs = wait(&self.progress, jobs);
         }
-        // Relaxed: this thread's own later `drain` sees it anyway; others have their own order.
+        // Relaxed: a later `drain` on this thread sees it anyway; other threads order their own
+        // calls.
         self.unfinished.fetch_add(1, Ordering::Relaxed);
         jobs.waiting.push_back(job);
         drop(jobs);
         self.work.notify_one();
     }
 
-    /// The next job; `None` once the line is closed and empty.
+    /// Blocks for the next job; `None` once the queue is closed and empty.
     fn next(&self) -> Option<Job> {
         let mut jobs = lock(&self.jobs);
         loop {
@@ -317,14 +318,14 @@ impl Line {
 
     fn finish_one(&self) {
         let jobs = lock(&self.jobs);
-        // Release: pairs with the Acquire in `drain`; what the job did is visible to whoever sees it
-        // gone.
+        // Release: pairs with the Acquire in `drain`, which makes the job's effects visible to a
+        // thread that sees the count drop.
         self.unfinished.fetch_sub(1, Ordering::Release);
         drop(jobs);
         self.progress.notify_all();
     }
 
-    /// Waits until everything submitted before is done.
+    /// Blocks until everything submitted before is done.
     fn drain(&self) {
         // Acquire: pairs with the Release in `finish_one`.
         if self.unfinished.load(Ordering::Acquire) == 0 {
@@ -344,12 +345,12 @@ impl Line {
 
 impl Queue {
     pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
-        Self { backend, line: Arc::new(Line::new()), thread: Mutex::new(None) }
+        Self { backend, shared: Arc::new(Shared::new()), thread: Mutex::new(None) }
     }
 
-    /// Waits until everything submitted before is done.
+    /// Blocks until everything submitted before is done.
     pub(crate) fn drain(&self) {
-        self.line.drain();
+        self.shared.drain();
     }
 
     /// Queues `run` on `buffer`.
@@ -361,9 +362,9 @@ impl Queue {
         self.start()?;
         let slot = Arc::new(Slot::new());
         let work = Work { slot: Arc::clone(&slot), backend: Arc::downgrade(&self.backend) };
-        self.line.push(Box::new(move |backend| {
+        self.shared.push(Box::new(move |backend| {
             let outcome = catch_unwind(AssertUnwindSafe(|| run(backend, &mut buffer)));
-            // A panic is a bug, but must leave nobody waiting, neither here nor on a peer.
+            // A panic is a bug; the abort ends all waits, here and on peers.
             let outcome = outcome.unwrap_or_else(|_| {
                 backend.abort(PANICKED);
                 Err(panicked(backend.rank()))
@@ -382,13 +383,13 @@ impl Queue {
         if thread.is_some() {
             return Ok(());
         }
-        let (backend, line) = (Arc::clone(&self.backend), Arc::clone(&self.line));
+        let (backend, shared) = (Arc::clone(&self.backend), Arc::clone(&self.shared));
         let body = move || {
-            while let Some(job) = line.next() {
+            while let Some(job) = shared.next() {
                 let deliver = job(&*backend);
-                line.finish_one();
-                // The operation is over. If dropping a buffer that nobody wants or waking a task
-                // panics, that has been printed, and concerns no other operation.
+                shared.finish_one();
+                // The operation is complete. A panic while dropping an unclaimed buffer or waking a
+                // task has been printed and affects no other operation.
                 drop(catch_unwind(AssertUnwindSafe(deliver)));
             }
         };
@@ -400,16 +401,16 @@ impl Queue {
 }
 
 impl Drop for Queue {
-    /// Waits for the operations in flight, each of which has the group's timeout.
+    /// Waits for the operations in flight, each for at most the group's timeout per step.
     fn drop(&mut self) {
-        let thread = self.thread.get_mut().expect("nobody panics under this lock");
+        let thread = self.thread.get_mut().expect("no code panics under this lock");
         let Some(handle) = thread.take() else { return };
         if self.backend.forked() {
-            // The thread stayed behind in the parent; here is nothing to close, join or detach.
+            // The thread exists only in the parent; there is nothing to close, join or detach.
             mem::forget(handle);
             return;
         }
-        self.line.close();
+        self.shared.close();
         if handle.thread().id() != thread::current().id() {
             handle.join().expect("the thread catches the panics of its jobs");
         }
@@ -430,14 +431,14 @@ mod loom_models {
     use crate::backend::{RawBufs, RawShared, Transfer, Wait};
     use crate::{DType, OpDesc};
 
-    /// Nothing but a name: the jobs of a model do not call it.
+    /// A backend whose methods the models never call.
     #[derive(Debug)]
-    struct Nowhere;
+    struct NoBackend;
 
     #[expect(unsafe_code, reason = "the trait's calls are unsafe")]
-    impl Backend for Nowhere {
+    impl Backend for NoBackend {
         fn name(&self) -> &'static str {
-            "nowhere"
+            "none"
         }
         fn rank(&self) -> Rank {
             0
@@ -463,14 +464,14 @@ mod loom_models {
         fn abort(&self, _: &str) {}
     }
 
-    /// Every order of events with up to three preemptions.
+    /// Explores every interleaving with up to three preemptions.
     fn model(body: impl Fn() + Sync + Send + 'static) {
         let mut builder = loom::model::Builder::new();
         builder.preemption_bound = Some(3);
         builder.check(body);
     }
 
-    /// A buffer that counts its end. Relaxed: only the hand-off orders it.
+    /// A buffer that counts its drops. Relaxed: only the hand-off orders it.
     struct Counted(Arc<AtomicUsize>);
 
     impl Drop for Counted {
@@ -498,9 +499,9 @@ mod loom_models {
         }
     }
 
-    /// A `Work`, and a thread that delivers what it waits for.
+    /// A `Work`, and a thread that stores its outcome.
     fn hand_off() -> (Work<Counted>, Arc<AtomicUsize>, thread::JoinHandle<()>) {
-        let backend: Arc<dyn Backend> = Arc::new(Nowhere);
+        let backend: Arc<dyn Backend> = Arc::new(NoBackend);
         let (slot, freed) = (Arc::new(Slot::new()), Arc::new(AtomicUsize::new(0)));
         let work = Work { slot: Arc::clone(&slot), backend: Arc::downgrade(&backend) };
         let buffer = Counted(Arc::clone(&freed));
@@ -508,7 +509,7 @@ mod loom_models {
     }
 
     #[test]
-    fn a_waiter_gets_what_is_delivered() {
+    fn wait_returns_the_delivered_buffer() {
         model(|| {
             let (work, freed, thread) = hand_off();
             let buffer = work.wait();
@@ -520,7 +521,7 @@ mod loom_models {
     }
 
     #[test]
-    fn a_task_is_woken_by_the_last_waker_it_left() {
+    fn the_last_polled_waker_is_woken() {
         model(|| {
             let (mut work, freed, thread) = hand_off();
             let first = pin!(&mut work).poll(&mut Context::from_waker(Waker::noop()));
@@ -549,14 +550,14 @@ mod loom_models {
     }
 
     fn queue() -> (Queue, Arc<AtomicUsize>) {
-        (Queue::new(Arc::new(Nowhere)), Arc::new(AtomicUsize::new(0)))
+        (Queue::new(Arc::new(NoBackend)), Arc::new(AtomicUsize::new(0)))
     }
 
     /// Submits an operation that must be the `nth` to run.
     fn submit(queue: &Queue, done: &Arc<AtomicUsize>, nth: usize) -> Work<()> {
         let done = Arc::clone(done);
         let run = move |_: &dyn Backend, (): &mut ()| {
-            // Not one read-modify-write: nothing but the queue keeps operations apart.
+            // A load and a store, not a read-modify-write: only the queue keeps operations apart.
             assert_eq!(done.load(Ordering::Relaxed), nth);
             done.store(nth + 1, Ordering::Relaxed);
             Ok(())
@@ -568,7 +569,7 @@ mod loom_models {
     fn operations_run_in_order_and_draining_waits_for_them() {
         model(|| {
             let (queue, done) = queue();
-            // The third waits for a place.
+            // The third waits until the queue has space.
             let works: Vec<_> = (0..3).map(|nth| submit(&queue, &done, nth)).collect();
             queue.drain();
             assert_eq!(done.load(Ordering::Relaxed), 3);
@@ -577,11 +578,11 @@ mod loom_models {
     }
 
     #[test]
-    fn whoever_has_the_result_finds_the_queue_empty() {
+    fn queue_is_empty_once_the_result_is_returned() {
         model(|| {
             let (queue, done) = queue();
             submit(&queue, &done, 0).wait().unwrap();
-            assert_eq!(queue.line.unfinished.load(Ordering::Relaxed), 0);
+            assert_eq!(queue.shared.unfinished.load(Ordering::Relaxed), 0);
             assert_eq!(done.load(Ordering::Relaxed), 1);
             submit(&queue, &done, 1).wait().unwrap();
         });

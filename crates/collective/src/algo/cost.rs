@@ -1,27 +1,27 @@
-//! What an algorithm costs, and which one costs least.
+//! Cost model, and the choice of the cheapest algorithm.
 //!
-//! The model is the alpha-beta-gamma model with the latency taken apart, as LogGP does: a message of
-//! `n` bytes takes `latency + per_message + n * per_byte` (alpha is the first two), folding `n`
-//! bytes into others `n * fold_per_byte`. Of several messages at once, a rank starts one every
-//! `per_message`, its machine's network interface carries one after the other, and only the first
-//! waits for the latency. Ranks of one machine share the interface, each direction of it; between
-//! ranks of one machine there is another [`Link`], shared by nobody. Copies within a rank are free.
+//! The model is alpha-beta-gamma with the latency split as in LogGP: a message of `n` bytes takes
+//! `latency + per_message + n * per_byte` (alpha is the first two); folding `n` bytes takes `n *
+//! fold_per_byte`. Of several concurrent messages, a rank starts one every `per_message`, its
+//! machine's network interface sends one after the other, and only the first waits for the latency.
+//! Ranks of one machine share the interface in each direction; between ranks of one machine there
+//! is another [`Link`], which is not shared. Copies within a rank are free.
 //!
 //! Sources: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
 //! MPICH", 2005 (recursive doubling, halving-doubling, binomial trees, scatter and all-gather);
 //! Patarasuk, Yuan, "Bandwidth Optimal All-reduce Algorithms", 2009 (ring); Alexandrov, Ionescu,
 //! Schauser, Scheiman, "LogGP", 1995 (messages in a row).
 //!
-//! Every rank must come to the same choice, so it depends on nothing that a rank alone knows.
+//! Every rank must make the same choice, so it depends only on values that all ranks know.
 
 use super::hierarchical::is_wide;
 use super::{Algorithm, Layout};
 use crate::{Determinism, OpDesc, ReduceOp, Verb};
 
-/// What a message costs from one rank to another.
+/// Cost of a message from one rank to another.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Link {
-    /// Seconds until the first byte arrives, during which others can be under way.
+    /// Seconds until the first byte arrives, during which other messages can be in flight.
     pub latency: f64,
     /// Seconds that a rank spends on each message, sending or receiving.
     pub per_message: f64,
@@ -30,7 +30,7 @@ pub struct Link {
 }
 
 impl Link {
-    /// Seconds for a message of no bytes.
+    /// Seconds for an empty message.
     fn alpha(self) -> f64 {
         self.latency + self.per_message
     }
@@ -41,7 +41,7 @@ impl Link {
     }
 }
 
-/// What messages and folds cost.
+/// Costs of messages and folds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Costs {
     /// Between ranks of one machine.
@@ -50,7 +50,7 @@ pub(crate) struct Costs {
     pub(crate) between: Link,
     /// Seconds to fold one byte into others.
     pub(crate) fold_per_byte: f64,
-    /// Least bytes of a chunk.
+    /// Minimum size of a chunk in bytes.
     pub(crate) min_chunk: usize,
 }
 
@@ -67,28 +67,27 @@ impl Default for Costs {
 }
 
 impl Costs {
-    /// Elements of a chunk of the direct algorithm.
+    /// Elements per chunk of the direct algorithm.
     ///
-    /// Chunks bound scratch memory and gain no time in the model, where each costs another round:
-    /// so they are as large as makes that a twentieth of the time they carry bytes, and at least
-    /// `min_chunk`.
+    /// Chunks bound scratch memory but save no time in the model, where each adds a round. Their
+    /// size makes that overhead a twentieth of the transfer time, and is at least `min_chunk`.
     pub(super) fn chunk(&self, op: &OpDesc, layout: &Layout) -> usize {
         elements(self.direct_bytes(Shape::new(layout)), op)
     }
 
-    /// Elements of a chunk of a chain.
+    /// Elements per chunk of a chain.
     pub(super) fn chain_chunk(&self, op: &OpDesc, layout: &Layout) -> usize {
         let bytes = (op.count * op.dtype.size()) as f64;
         elements(self.chain_bytes(Shape::new(layout), bytes), op)
     }
 
-    /// Elements of a group of the hierarchical algorithm.
+    /// Elements per group of the hierarchical algorithm.
     pub(super) fn group(&self, op: &OpDesc, layout: &Layout) -> usize {
         elements(self.group_bytes(Shape::new(layout), op), op)
     }
 
-    /// Each of `k` groups costs its round a message time, and the last machine waits for `2 (M - 1)` of them: the sum
-    /// is least where these are equal.
+    /// Each of `k` groups adds a message time to its round, and the last machine waits for `2 (M -
+    /// 1)` of them: the sum is minimal where the two are equal.
     fn group_bytes(&self, shape: Shape, op: &OpDesc) -> f64 {
         let bytes = (op.count * op.dtype.size()) as f64;
         let ends = 2.0 * shape.machines as f64 - 1.0;
@@ -102,8 +101,8 @@ impl Costs {
         (10.0 * start / (link.per_byte * shape.sharing())).max(self.min_chunk as f64)
     }
 
-    /// `k` chunks cost `k * per_message` at every rank, and make the `p - 2` ranks between the ends
-    /// wait for a `k`th of the bytes each: the sum is least where these are equal.
+    /// `k` chunks cost `k * per_message` at every rank, and make each of the `p - 2` ranks between
+    /// the ends wait for a `k`th of the bytes: the sum is minimal where the two are equal.
     fn chain_bytes(&self, shape: Shape, bytes: f64) -> f64 {
         let link = self.slowest(shape);
         let between = (shape.world as f64 - 2.0).max(1.0);
@@ -118,7 +117,7 @@ impl Costs {
     fn best(&self, op: &OpDesc, shape: Shape, may: impl Fn(Algorithm) -> bool) -> (Algorithm, f64) {
         let able = Algorithm::ALL.into_iter().filter(|&algorithm| may(algorithm));
         let timed = able.map(|algorithm| (algorithm, self.time(algorithm, op, shape)));
-        timed.min_by(|(_, a), (_, b)| a.total_cmp(b)).expect("flat does everything")
+        timed.min_by(|(_, a), (_, b)| a.total_cmp(b)).expect("flat does every operation")
     }
 
     /// Expected seconds.
@@ -143,13 +142,13 @@ impl Costs {
     }
 }
 
-/// Elements of each of the fewest equal chunks of about so many bytes at most.
+/// Elements per chunk, for the fewest equal chunks of at most about this many bytes.
 fn elements(bytes: f64, op: &OpDesc) -> usize {
     let most = (bytes as usize / op.dtype.size()).max(1);
     op.count.div_ceil(op.count.div_ceil(most).max(1)).max(1)
 }
 
-/// The algorithm with the least expected time among those that keep the promised bits.
+/// Returns the algorithm with the least expected time among those that keep the promised bits.
 pub(crate) fn choose(
     op: &OpDesc,
     layout: &Layout,
@@ -160,7 +159,7 @@ pub(crate) fn choose(
     costs.best(op, shape, |algorithm| shape.able(algorithm, op, determinism)).0
 }
 
-/// The closed form of what an operation costs, in seconds.
+/// Expected time of an operation in seconds, in closed form.
 pub(crate) fn expected(algorithm: Algorithm, op: &OpDesc, layout: &Layout, costs: &Costs) -> f64 {
     if op.verb == Verb::Barrier || op.count == 0 {
         return 0.0;
@@ -168,7 +167,7 @@ pub(crate) fn expected(algorithm: Algorithm, op: &OpDesc, layout: &Layout, costs
     costs.time(algorithm, op, Shape::new(layout))
 }
 
-/// Whether an algorithm does this operation, with the bits that are promised.
+/// Whether an algorithm implements this operation with the promised bits.
 pub(crate) fn able(
     algorithm: Algorithm,
     op: &OpDesc,
@@ -178,16 +177,16 @@ pub(crate) fn able(
     Shape::new(layout).able(algorithm, op, determinism)
 }
 
-/// What the closed forms see of a layout.
+/// The properties of a layout that the closed forms use.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     world: usize,
     machines: usize,
     /// The most ranks on a machine.
     widest: usize,
-    /// Exchanges at the distances below 2 to the power of this stay within a machine.
+    /// Exchanges at distances below 2 to the power of this stay within a machine.
     steps_inside: usize,
-    /// The ranks of each machine, and the machines, come in order.
+    /// Whether the ranks of each machine, and the machines, are in order.
     in_order: bool,
 }
 
@@ -211,7 +210,7 @@ impl Shape {
         Self { world: machines, machines, widest: 1, steps_inside: 0, in_order: true }
     }
 
-    /// How many ranks use an interface at once if all talk to other machines.
+    /// Number of ranks that share an interface if all communicate with other machines.
     fn sharing(self) -> f64 {
         if self.machines > 1 { self.widest as f64 } else { 1.0 }
     }
@@ -226,7 +225,7 @@ impl Shape {
             (Algorithm::Direct, _) => false,
             (Algorithm::Ring, verb) => verb.is_run(),
             (Algorithm::Hierarchical, verb) => {
-                // A factor is for each number, not for what has been folded.
+                // A factor applies to each number, not to partial results.
                 let folds = op.op.is_some_and(|op| !matches!(op, ReduceOp::PreMulSum(_)));
                 return folds
                     && verb.is_run()
@@ -254,7 +253,7 @@ impl Shape {
 struct Form<'a> {
     costs: &'a Costs,
     shape: Shape,
-    /// Of the buffer or block, see [`OpDesc::count`].
+    /// Bytes of the buffer or block, see [`OpDesc::count`].
     bytes: f64,
     /// Seconds to fold a byte; 0 if nothing is folded.
     fold: f64,
@@ -265,8 +264,8 @@ impl Form<'_> {
         self.shape.world as f64 - 1.0
     }
 
-    /// A round in which a rank sends (or receives) `times` messages of `bytes` each for every other
-    /// rank, while `sharing` ranks of its machine do the same.
+    /// Time of a round in which a rank sends (or receives) `times` messages of `bytes` each for
+    /// every other rank, while `sharing` ranks of its machine do the same.
     fn all_peers(self, times: f64, bytes: f64, sharing: f64) -> f64 {
         let row = |link: Link, own: f64, interface: f64| {
             if own == 0.0 {
@@ -282,7 +281,7 @@ impl Form<'_> {
         inside.max(row(self.costs.between, outside, outside * sharing))
     }
 
-    /// An exchange at distance 2 to the power of `step`.
+    /// Time of an exchange at distance 2 to the power of `step`.
     fn step(self, step: usize, bytes: f64) -> f64 {
         if step < self.shape.steps_inside || self.shape.machines == 1 {
             self.costs.within.message(bytes)
@@ -297,7 +296,7 @@ impl Form<'_> {
         self.all_peers(1.0, self.bytes, sharing) + self.peers() * self.bytes * self.fold
     }
 
-    /// Two message times for each chunk but the last, all of whose parts go to all ranks.
+    /// Two message times for each chunk but the last; all parts go to all ranks.
     fn direct(self, verb: Verb) -> f64 {
         let sharing = self.shape.sharing();
         let chunks = (self.bytes / self.costs.direct_bytes(self.shape)).ceil().max(1.0);
@@ -315,13 +314,13 @@ impl Form<'_> {
         let part = mean / owners;
         let fold = peers * part * self.fold;
         let first = self.all_peers(1.0, part, to_owners);
-        // Whoever broadcasts sends no results, and the others send nothing else.
+        // The root of a broadcast sends no results, and the other ranks send nothing else.
         let messages = if verb == Verb::Broadcast { 1.0 } else { 2.0 };
         let both = self.all_peers(messages, part, to_owners.max(on));
         first + fold + (chunks - 1.0) * (both + fold) + self.all_peers(1.0, part, on)
     }
 
-    /// `p - 1` hops with `bytes` each: those between machines and those within one.
+    /// Time of `p - 1` hops with `bytes` each, between machines and within them.
     fn hops(self, bytes: f64) -> f64 {
         let outside = if self.shape.machines > 1 { self.shape.machines } else { 0 };
         let outside = outside.min(self.shape.world - 1) as f64;
@@ -330,7 +329,7 @@ impl Form<'_> {
     }
 
     /// Patarasuk and Yuan: `2 (p - 1) alpha + 2 n (p - 1) / p beta + n (p - 1) / p gamma`, half of
-    /// it for each half; the chain `p - 1` hops of one chunk and then the other chunks in a row.
+    /// it for each half. The chain: `p - 1` hops of one chunk, followed by the other chunks.
     fn ring(self, verb: Verb) -> f64 {
         let turn = |bytes: f64| {
             let link = self.costs.slowest(self.shape);
@@ -354,7 +353,8 @@ impl Form<'_> {
         }
     }
 
-    /// Whole powers of two in the number of ranks, and what folding in the others costs.
+    /// Exponent of the largest power of two in the number of ranks, and the cost of folding in the
+    /// others.
     fn cube(self) -> (usize, f64) {
         let steps = self.shape.world.ilog2() as usize;
         if self.shape.world.is_power_of_two() {
@@ -384,7 +384,7 @@ impl Form<'_> {
         excess + (0..steps).map(|i| 2.0 * self.step(i, part(i)) + part(i) * self.fold).sum::<f64>()
     }
 
-    /// `ceil(lg p) (alpha + n beta)`, up also `n gamma` for each step.
+    /// `ceil(lg p) (alpha + n beta)`; up, also `n gamma` for each step.
     fn binomial(self, verb: Verb) -> f64 {
         let Shape { world, machines, .. } = self.shape;
         let depth = |ranks: usize| f64::from(ranks.next_power_of_two().trailing_zeros());
@@ -400,8 +400,8 @@ impl Form<'_> {
         }
     }
 
-    /// A round for each group, and those in which the first ones are on their way: of what an interface sends, of
-    /// what a rank moves within its machine, and a fold.
+    /// A round for each group, plus those until the first groups arrive. A round takes the longer
+    /// of the interface's sends and a rank's messages within its machine, plus a fold.
     fn hierarchical(self, op: &OpDesc) -> f64 {
         let Shape { machines, widest, world, .. } = self.shape;
         let Costs { within, between, .. } = self.costs;
@@ -419,12 +419,13 @@ impl Form<'_> {
         if returns {
             return (groups + 2.0 * machines as f64 - 1.0) * round;
         }
-        // Nobody waits for an answer, so groups follow each other as fast as the slower of interface and ranks can.
+        // No rank waits for a result, so the slower of interface and ranks determines the rate of
+        // groups.
         let busy = (outside - between.latency).max(inside + fold);
         blocks * groups * busy + machines as f64 * round
     }
 
-    /// The sum of the best ways for the parts.
+    /// The sum of the best algorithms' times for the parts.
     fn two_level(self, op: &OpDesc) -> f64 {
         let Shape { widest, machines, world, .. } = self.shape;
         let (inside, outside) = (Shape::inside(widest), Shape::outside(machines));

@@ -1,12 +1,12 @@
 //! Exchanges with partners at distances 1, 2, 4, ...: `lg p` steps.
 //!
-//! *Recursive doubling*: partners exchange all they have. *Halving-doubling* (Rabenseifner): on the
-//! way in they exchange halves of what they have, on the way back they return them, which makes the
-//! bytes of a ring in `2 lg p` steps. The largest parts go the shortest way, which is within a
-//! machine where ranks are placed in order.
+//! *Recursive doubling*: partners exchange all their data. *Halving-doubling* (Rabenseifner):
+//! partners first exchange halves of their data, then return the results, which needs as many bytes
+//! as a ring in `2 lg p` steps. The largest parts go the shortest distance, which is within a
+//! machine if ranks are placed in order.
 //!
-//! Where `p` is no power of two, an all-reduce begins with the first ranks folding pairwise so that
-//! one is, and ends with those giving the result to their partners.
+//! If `p` is not a power of two, an all-reduce begins by folding pairs of the first ranks until it
+//! is, and ends by sending the result to the ranks left out.
 
 use std::ops::Range;
 
@@ -31,14 +31,14 @@ pub(super) fn halving_doubling(call: Call) -> Schedule {
     }
 }
 
-/// Ranks that are a power of two, once the excess has been folded in.
+/// The ranks that take part, a power of two, once the excess has been folded in.
 #[derive(Clone, Copy, Debug)]
 struct Cube {
     call: Call,
     steps: usize,
-    /// Pairs among the first ranks, of which the second takes part.
+    /// Number of pairs among the first ranks; the second of each takes part.
     pairs: usize,
-    /// This rank's number among those that take part.
+    /// This rank's index among those that take part.
     number: usize,
 }
 
@@ -57,7 +57,8 @@ impl Cube {
     }
 }
 
-/// An all-reduce among a power of two of ranks, between folding in the others and telling them.
+/// An all-reduce among a power of two of ranks; the others are folded in before and get the result
+/// after.
 fn folded(call: Call, exchanges: fn(Cube) -> Schedule) -> Schedule {
     let Call { rank, world, .. } = call;
     let steps = world.ilog2() as usize;
@@ -116,7 +117,7 @@ fn half_exchanges(cube: Cube) -> Schedule {
     })
 }
 
-/// The elements that this rank keeps in a halving step, and those it gives away.
+/// The elements that this rank keeps in a halving step, and those it sends.
 fn halves(cube: Cube, step: usize) -> (Range<usize>, Range<usize>) {
     let half = |all: &Range<usize>, index| within(all, shard(all.len(), 2, index));
     let upper = |step| usize::from(cube.is_upper(step));
@@ -141,7 +142,7 @@ fn all_gather(call: Call) -> Schedule {
     })
 }
 
-/// Halves from the largest distance on, so that every rank is left with its own block.
+/// Halves from the largest distance on, so that every rank ends with its own block.
 fn reduce_scatter(call: Call) -> Schedule {
     let block = call.count * call.size;
     let sums = Slots::new(0, call.world / 2 * block);
@@ -156,8 +157,8 @@ fn reduce_scatter_step(call: Call, sums: Slots, step: usize, round: &mut Round) 
     let kept = call.world >> (step + 1);
     let partner = call.rank ^ kept;
     let first = call.rank & !(kept - 1);
-    // After the first step the sums of the blocks still held lie in slot 0, where the first of
-    // those kept then was.
+    // After the first step the sums of the remaining blocks are in slot 0, starting with the first
+    // block kept in that step.
     let held = |first: usize| {
         if step == 0 {
             return call.region(Buf::Input, first * call.count..(first + kept) * call.count);

@@ -1,13 +1,14 @@
-//! Algorithms that fold every element once, over all ranks' numbers in rank order: the bits that
-//! [`ReduceOp`](crate::ReduceOp) promises, for every type.
+//! Algorithms that fold every element once, over all ranks' numbers in rank order: they have the
+//! bits that [`ReduceOp`](crate::ReduceOp) promises, for every type.
 //!
-//! *Flat*: whoever needs numbers gets them whole from whoever has them, and folds. One round.
+//! *Flat*: each rank that needs numbers receives them whole from the ranks that have them, and
+//! folds. One round.
 //!
-//! *Direct*: the buffer is cut into shards, one for each rank. Every rank sends each shard to the
-//! rank that owns it, which folds it and sends the result to all that want it. Two message times,
-//! and the least bytes any algorithm can have; but a message for every pair of ranks. Works through
-//! the buffer in chunks, to bound scratch memory: a round carries the shards of one chunk and the
-//! results of the one before.
+//! *Direct*: the buffer is cut into shards, one per rank. Every rank sends each shard to its owner,
+//! which folds it and sends the result to all ranks that need it. It takes two message times and
+//! the fewest possible bytes, but a message for every pair of ranks. It processes the buffer in
+//! chunks, to bound scratch memory: a round carries the shards of one chunk and the results of the
+//! previous one.
 //!
 //! With a root, the other ranks own the shards, so that no rank sends or receives more than the
 //! buffer once.
@@ -49,7 +50,7 @@ pub(super) fn direct(call: Call, chunk: usize) -> Schedule {
     }
 }
 
-/// The root sends a region to all, and they receive it.
+/// Sends a region from the root to all other ranks.
 fn spread(call: Call, round: &mut Round, is_root: bool, root: Rank, region: Region) {
     if is_root {
         for peer in call.peers() {
@@ -60,7 +61,7 @@ fn spread(call: Call, round: &mut Round, is_root: bool, root: Rank, region: Regi
     }
 }
 
-/// Blocks from everyone who has one for another rank.
+/// Sends and receives the blocks of gather, scatter and all-to-all.
 fn exchange(call: Call, round: &mut Round) {
     let gives = |rank| call.verb != Verb::Scatter || rank == call.root;
     let takes = |rank| call.verb != Verb::Gather || rank == call.root;
@@ -100,13 +101,14 @@ fn flat_reduce(call: Call) -> Schedule {
     })
 }
 
-/// Receives `own.len` bytes from every other rank and folds them, with this rank's `own`, into `to`.
+/// Receives `own.len` bytes from every other rank and folds them, with this rank's `own`, into
+/// `to`.
 fn fold_arrivals(call: Call, round: &mut Round, slots: Slots, own: Region, to: Region) {
-    let place = |peer: Rank| slots.slot(peer - usize::from(peer > call.rank), own.len);
+    let arrival = |peer: Rank| slots.slot(peer - usize::from(peer > call.rank), own.len);
     for peer in call.sources() {
-        round.recv(peer, place(peer));
+        round.recv(peer, arrival(peer));
     }
-    let source = |rank| if rank == call.rank { own } else { place(rank) };
+    let source = |rank| if rank == call.rank { own } else { arrival(rank) };
     round.fold(call.reduce_op(), to, (0..call.world).map(source));
 }
 
@@ -127,11 +129,11 @@ fn reduce_scatter(call: Call, chunk: usize) -> Schedule {
     })
 }
 
-/// The direct algorithm on a buffer that is worked on in place.
+/// The direct algorithm on a buffer that is processed in place.
 #[derive(Clone, Copy, Debug)]
 struct Sharded {
     call: Call,
-    /// Elements.
+    /// Elements per chunk.
     chunk: usize,
     chunks: usize,
     /// Number of ranks that own shards: all, or all but the root.
@@ -163,12 +165,12 @@ impl Sharded {
         let slots = Slots::new(0, self.chunk.div_ceil(self.owners) * call.size);
         // Only the root of a `reduce` gets the result in its buffer.
         let in_place = call.verb == Verb::AllReduce || call.world == 1;
-        let places = call.world - 1 + usize::from(!in_place);
+        let slot_count = call.world - 1 + usize::from(!in_place);
         let result = move |own: Region| match in_place {
             true => own,
             false => slots.slot(call.world - 1, own.len),
         };
-        Schedule::new(slots.end(places), self.chunks + 1, move |index, round| {
+        Schedule::new(slots.end(slot_count), self.chunks + 1, move |index, round| {
             if index < self.chunks {
                 for peer in call.peers() {
                     round.send(peer, self.owned(index, peer));
@@ -179,13 +181,13 @@ impl Sharded {
                 }
             }
             if let Some(done) = index.checked_sub(1) {
-                self.pass_on(round, done, result(self.owned(done, call.rank)));
+                self.send_results(round, done, result(self.owned(done, call.rank)));
             }
         })
     }
 
-    /// Everybody sends its part of the result of a chunk to those who want it.
-    fn pass_on(self, round: &mut Round, chunk: usize, own: Region) {
+    /// Sends this rank's part of a chunk's result to the ranks that need it, and receives theirs.
+    fn send_results(self, round: &mut Round, chunk: usize, own: Region) {
         let call = self.call;
         let wants = |rank: Rank| match call.verb {
             Verb::Reduce => rank == call.root,
@@ -215,7 +217,7 @@ impl Sharded {
                 }
             }
             if let Some(done) = index.checked_sub(1) {
-                self.pass_on(round, done, self.owned(done, call.rank));
+                self.send_results(round, done, self.owned(done, call.rank));
             }
         })
     }

@@ -1,34 +1,36 @@
-//! Over several machines with the bits of rank order, and each machine's interface carrying the numbers once.
+//! Reduces over several machines with the bits of rank order, sending the numbers through each
+//! machine's interface once.
 //!
-//! A fold from left to right can be cut anywhere. The first machine folds its ranks' numbers, the next one continues
-//! over its own, and the last has the result, which runs back. So a machine sends what it has folded and the result,
-//! however many ranks it has. Types of 16 bits travel as the `f32` that they are folded in, and are rounded once, by the
-//! last machine.
+//! A fold from left to right can be cut anywhere. The first machine folds its ranks' numbers, each
+//! next one continues over its own, and the last has the result, which is sent back. So a machine
+//! sends its partial result and the final result, however many ranks it has. 16-bit types are sent
+//! as the `f32` that they are folded in, and rounded once, by the last machine.
 //!
-//! The numbers are cut into groups, of which each machine works on another one at the same time, and each group into
-//! lanes: a lane is folded by one rank of each machine, its *owner*, which gets the other ranks' numbers and hands them
-//! the result. In round `t` the ranks of machine `m` collect group `t`, which the machine before has handed on in its
-//! round `t + 1`; they hand on group `t - 1`; and get the result of group `t - 2 (M - 1 - m)`, of `M` machines. With a
-//! root the last machine sends the result there instead.
+//! The numbers are cut into groups, so that each machine works on a different group at the same
+//! time, and each group into stripes: a stripe is folded by one rank of each machine, its *owner*,
+//! which receives the other ranks' numbers and sends them the result. In round `t` the ranks of
+//! machine `m` collect group `t`, which the previous machine forwarded in its round `t + 1`; they
+//! forward group `t - 1`; and receive the result of group `t - 2 (M - 1 - m)`, for `M` machines.
+//! With a root the last machine sends the result to the root instead.
 
 use super::{Buf, Call, Layout, Region, Round, Schedule, Slots, chunk_range, shard, within};
 use crate::{DType, Rank, ReduceOp, Verb};
 
-/// The hierarchical algorithm, on groups of `chunk` elements. `layout` has several machines, and is in order unless
-/// the order of ranks does not matter.
+/// The hierarchical algorithm, on groups of `chunk` elements. `layout` has several machines, and is
+/// in order unless the order of ranks does not matter.
 pub(super) fn hierarchical(call: Call, layout: &Layout, chunk: usize) -> Schedule {
     let chain = Chain::new(call, layout, chunk);
-    Schedule::new(chain.lane_slots(chain.owned()), chain.rounds(), move |index, round| {
+    Schedule::new(chain.scratch_bytes(chain.owned()), chain.rounds(), move |index, round| {
         if index < chain.groups {
             chain.collect(index, round);
         }
         if let Some(group) = index.checked_sub(1).filter(|group| *group < chain.groups) {
-            chain.hand_on(group, round);
+            chain.forward(group, round);
         }
         if call.verb == Verb::AllReduce {
-            chain.hand_back(index, round);
+            chain.return_result(index, round);
         } else {
-            chain.take_result(index, round);
+            chain.receive_result(index, round);
         }
     })
 }
@@ -41,24 +43,24 @@ pub(super) fn is_wide(dtype: DType) -> bool {
 #[derive(Debug)]
 struct Chain {
     call: Call,
-    /// What folds, and what the sum is multiplied by at the end.
+    /// The operator of the fold, and the factor applied to the result.
     op: ReduceOp,
     factor: Option<f64>,
     layout: Layout,
     machine: usize,
-    /// Elements of a group, and groups of a block.
+    /// Elements per group, and groups per block.
     chunk: usize,
     per_block: usize,
     groups: usize,
-    lanes: usize,
+    stripes: usize,
     slots: Slots,
 }
 
-/// What one lane of a group folds.
+/// The fold of one stripe of a group.
 struct Part {
     input: Region,
     output: Region,
-    /// Who alone gets the result.
+    /// The only rank that gets the result, if there is one.
     root: Option<Rank>,
 }
 
@@ -71,7 +73,7 @@ impl Chain {
             ReduceOp::Avg => (ReduceOp::Sum, Some(1.0 / call.world as f64)),
             op => (op, None),
         };
-        let lanes = layout.widest();
+        let stripes = layout.widest();
         let size = if is_wide(call.dtype) { size_of::<f32>() } else { call.size };
         Self {
             call,
@@ -82,8 +84,8 @@ impl Chain {
             chunk,
             per_block,
             groups: blocks * per_block,
-            lanes,
-            slots: Slots::new(0, chunk.div_ceil(lanes) * size),
+            stripes,
+            slots: Slots::new(0, chunk.div_ceil(stripes) * size),
         }
     }
 
@@ -100,29 +102,29 @@ impl Chain {
         self.layout.members(self.machine)
     }
 
-    fn owner(&self, machine: usize, lane: usize) -> Rank {
+    fn owner(&self, machine: usize, stripe: usize) -> Rank {
         let members = self.layout.members(machine);
-        members[lane % members.len()]
+        members[stripe % members.len()]
     }
 
-    fn is_own(&self, lane: usize) -> bool {
-        self.owner(self.machine, lane) == self.call.rank
+    fn is_own(&self, stripe: usize) -> bool {
+        self.owner(self.machine, stripe) == self.call.rank
     }
 
-    fn own_lanes(&self) -> impl Iterator<Item = usize> {
-        (0..self.lanes).filter(|&lane| self.is_own(lane))
+    fn own_stripes(&self) -> impl Iterator<Item = usize> {
+        (0..self.stripes).filter(|&stripe| self.is_own(stripe))
     }
 
-    /// The most lanes that a rank of this machine owns.
+    /// Most stripes owned by a rank of this machine.
     fn owned(&self) -> usize {
-        self.lanes.div_ceil(self.members().len())
+        self.stripes.div_ceil(self.members().len())
     }
 
-    fn part(&self, group: usize, lane: usize) -> Part {
+    fn part(&self, group: usize, stripe: usize) -> Part {
         let call = self.call;
         let (block, index) = (group / self.per_block, group % self.per_block);
         let group = chunk_range(call.count, self.chunk, index);
-        let own = within(&group, shard(group.len(), self.lanes, lane));
+        let own = within(&group, shard(group.len(), self.stripes, stripe));
         let output = call.region(Buf::Output, own.clone());
         match call.verb {
             Verb::AllReduce => Part { input: output, output, root: None },
@@ -135,28 +137,28 @@ impl Chain {
         }
     }
 
-    /// Bytes of scratch memory for so many lanes: for each what the members send, the prefix, the partial result, and
-    /// the members' numbers in the wider type.
-    fn lane_slots(&self, lanes: usize) -> usize {
+    /// Bytes of scratch memory for so many stripes. Each has the members' numbers, the prefix, the
+    /// partial result, and the members' numbers in the wider type.
+    fn scratch_bytes(&self, stripes: usize) -> usize {
         let members = self.members().len();
         let wide = if is_wide(self.call.dtype) { members } else { 0 };
-        self.slots.end(lanes * (members + 2 + wide))
+        self.slots.end(stripes * (members + 2 + wide))
     }
 
-    fn slot(&self, lane: usize, index: usize, len: usize) -> Region {
+    fn slot(&self, stripe: usize, index: usize, len: usize) -> Region {
         let (members, wide) = (self.members().len(), is_wide(self.call.dtype));
         let each = members + 2 + if wide { members } else { 0 };
-        self.slots.slot(lane / members * each + index, len)
+        self.slots.slot(stripe / members * each + index, len)
     }
 
-    fn arrival(&self, lane: usize, member: usize, part: &Part) -> Region {
-        self.slot(lane, member, part.input.len)
+    fn arrival(&self, stripe: usize, member: usize, part: &Part) -> Region {
+        self.slot(stripe, member, part.input.len)
     }
 
-    /// The result for a root elsewhere: this rank sends itself nothing.
-    fn result(&self, lane: usize, part: &Part) -> Region {
+    /// The result for a root on another rank, in this rank's own unused arrival slot.
+    fn result(&self, stripe: usize, part: &Part) -> Region {
         let own = self.members().iter().position(|&rank| rank == self.call.rank);
-        self.arrival(lane, own.expect("a rank is on its machine"), part)
+        self.arrival(stripe, own.expect("a rank is on its machine"), part)
     }
 
     /// Bytes of a part in the type that it is folded in.
@@ -164,51 +166,51 @@ impl Chain {
         if is_wide(self.call.dtype) { 2 * part.input.len } else { part.input.len }
     }
 
-    fn prefix(&self, lane: usize, part: &Part) -> Region {
-        self.slot(lane, self.members().len(), self.folded(part))
+    fn prefix(&self, stripe: usize, part: &Part) -> Region {
+        self.slot(stripe, self.members().len(), self.folded(part))
     }
 
-    fn partial(&self, lane: usize, part: &Part) -> Region {
-        self.slot(lane, self.members().len() + 1, self.folded(part))
+    fn partial(&self, stripe: usize, part: &Part) -> Region {
+        self.slot(stripe, self.members().len() + 1, self.folded(part))
     }
 
-    fn widened(&self, lane: usize, member: usize, part: &Part) -> Region {
-        self.slot(lane, self.members().len() + 2 + member, self.folded(part))
+    fn widened(&self, stripe: usize, member: usize, part: &Part) -> Region {
+        self.slot(stripe, self.members().len() + 2 + member, self.folded(part))
     }
 
-    /// Numbers go to the owners of their lanes, which fold them.
+    /// Sends numbers to the owners of their stripes, which fold them.
     fn collect(&self, group: usize, round: &mut Round) {
-        for lane in 0..self.lanes {
-            let part = self.part(group, lane);
-            let owner = self.owner(self.machine, lane);
+        for stripe in 0..self.stripes {
+            let part = self.part(group, stripe);
+            let owner = self.owner(self.machine, stripe);
             if owner != self.call.rank {
                 round.send(owner, part.input);
                 continue;
             }
             for (at, &rank) in self.members().iter().enumerate() {
                 if rank != owner {
-                    round.recv(rank, self.arrival(lane, at, &part));
+                    round.recv(rank, self.arrival(stripe, at, &part));
                 }
             }
             if self.machine > 0 {
-                round.recv(self.owner(self.machine - 1, lane), self.prefix(lane, &part));
+                round.recv(self.owner(self.machine - 1, stripe), self.prefix(stripe, &part));
             }
-            self.fold(lane, &part, round);
+            self.fold(stripe, &part, round);
         }
     }
 
-    fn fold(&self, lane: usize, part: &Part, round: &mut Round) {
-        let prefix = (self.machine > 0).then(|| self.prefix(lane, part));
+    fn fold(&self, stripe: usize, part: &Part, round: &mut Round) {
+        let prefix = (self.machine > 0).then(|| self.prefix(stripe, part));
         let source = |(at, &rank): (usize, &Rank)| match rank == self.call.rank {
             true => part.input,
-            false => self.arrival(lane, at, part),
+            false => self.arrival(stripe, at, part),
         };
         let sources = self.members().iter().enumerate().map(source);
         let result = match (self.is_last(), part.root) {
-            (false, _) => self.partial(lane, part),
+            (false, _) => self.partial(stripe, part),
             (true, None) => part.output,
             (true, Some(root)) if root == self.call.rank => part.output,
-            (true, Some(_)) => self.result(lane, part),
+            (true, Some(_)) => self.result(stripe, part),
         };
         let factor = self.factor.filter(|_| self.is_last()).map(ReduceOp::pre_mul_sum);
         if !is_wide(self.call.dtype) {
@@ -218,8 +220,8 @@ impl Chain {
             }
             return;
         }
-        let partial = self.partial(lane, part);
-        let widened = |at| self.widened(lane, at, part);
+        let partial = self.partial(stripe, part);
+        let widened = |at| self.widened(stripe, at, part);
         sources.enumerate().for_each(|(at, source)| round.widen(widened(at), source));
         let wide = (0..self.members().len()).map(widened);
         round.fold_wide(self.op, partial, prefix.into_iter().chain(wide));
@@ -231,52 +233,53 @@ impl Chain {
         }
     }
 
-    /// What has been folded goes to the next machine, from the last one to the root.
-    fn hand_on(&self, group: usize, round: &mut Round) {
-        for lane in self.own_lanes() {
-            let part = self.part(group, lane);
+    /// Forwards the partial result to the next machine, or the final result from the last machine
+    /// to the root.
+    fn forward(&self, group: usize, round: &mut Round) {
+        for stripe in self.own_stripes() {
+            let part = self.part(group, stripe);
             if !self.is_last() {
-                round.send(self.owner(self.machine + 1, lane), self.partial(lane, &part));
+                round.send(self.owner(self.machine + 1, stripe), self.partial(stripe, &part));
             } else if let Some(root) = part.root.filter(|&root| root != self.call.rank) {
-                round.send(root, self.result(lane, &part));
+                round.send(root, self.result(stripe, &part));
             }
         }
     }
 
-    /// The result of an all-reduce comes from the next machine; it goes to the other ranks of this one, and to the one
-    /// before.
-    fn hand_back(&self, index: usize, round: &mut Round) {
+    /// Receives the result of an all-reduce from the next machine, and sends it to the other ranks
+    /// of this machine and to the previous machine.
+    fn return_result(&self, index: usize, round: &mut Round) {
         let lag = 2 * (self.layout.machines() - 1 - self.machine);
         let group = |lag: usize| index.checked_sub(lag).filter(|group| *group < self.groups);
         if let Some(group) = group(lag).filter(|_| !self.is_last()) {
-            for lane in self.own_lanes() {
-                let next = self.owner(self.machine + 1, lane);
-                round.recv(next, self.part(group, lane).output);
+            for stripe in self.own_stripes() {
+                let next = self.owner(self.machine + 1, stripe);
+                round.recv(next, self.part(group, stripe).output);
             }
         }
         let Some(group) = group(lag + 1) else { return };
-        for lane in 0..self.lanes {
-            let (owner, output) = (self.owner(self.machine, lane), self.part(group, lane).output);
+        for stripe in 0..self.stripes {
+            let (owner, part) = (self.owner(self.machine, stripe), self.part(group, stripe));
             if owner != self.call.rank {
-                round.recv(owner, output);
+                round.recv(owner, part.output);
                 continue;
             }
             self.members().iter().filter(|&&rank| rank != owner).for_each(|&rank| {
-                round.send(rank, output);
+                round.send(rank, part.output);
             });
             if self.machine > 0 {
-                round.send(self.owner(self.machine - 1, lane), output);
+                round.send(self.owner(self.machine - 1, stripe), part.output);
             }
         }
     }
 
-    /// A root gets the result from the last machine.
-    fn take_result(&self, index: usize, round: &mut Round) {
+    /// Receives the result from the last machine, on a root.
+    fn receive_result(&self, index: usize, round: &mut Round) {
         let last = self.layout.machines() - 1;
         let group = index.checked_sub(last + 1 - self.machine);
         let Some(group) = group.filter(|group| *group < self.groups) else { return };
-        for lane in 0..self.lanes {
-            let (owner, part) = (self.owner(last, lane), self.part(group, lane));
+        for stripe in 0..self.stripes {
+            let (owner, part) = (self.owner(last, stripe), self.part(group, stripe));
             if owner != self.call.rank && part.root == Some(self.call.rank) {
                 round.recv(owner, part.output);
             }

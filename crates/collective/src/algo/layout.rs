@@ -1,10 +1,10 @@
-//! Which machine each rank is on.
+//! Maps ranks to machines.
 
 use std::sync::Arc;
 
 use crate::Rank;
 
-/// Which machine each rank is on. Cheap to clone.
+/// The machine of each rank. Cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Layout(Arc<Inner>);
 
@@ -17,16 +17,16 @@ struct Inner {
     /// All members, machine by machine.
     order: Vec<Rank>,
     /// By rank, its index in `order`.
-    place: Vec<usize>,
+    position: Vec<usize>,
 }
 
 impl Layout {
-    /// `machines[rank]` is whatever names the machine of a rank.
+    /// `machines[rank]` identifies the machine of a rank.
     pub(crate) fn new<M: PartialEq>(machines: &[M]) -> Self {
         let mut machine = Vec::with_capacity(machines.len());
         let mut members: Vec<Vec<Rank>> = Vec::new();
         for (rank, name) in machines.iter().enumerate() {
-            // Ranks of one machine are mostly neighbours, so the last machine is looked at first.
+            // Ranks of one machine are mostly neighbours, so the search starts at the last machine.
             let known = members.iter().rposition(|members| machines[members[0]] == *name);
             let index = known.unwrap_or(members.len());
             if known.is_none() {
@@ -40,11 +40,11 @@ impl Layout {
 
     fn with_members(machine: Vec<usize>, members: Vec<Vec<Rank>>) -> Self {
         let order = members.concat();
-        let mut place = vec![0; order.len()];
+        let mut position = vec![0; order.len()];
         for (index, &rank) in order.iter().enumerate() {
-            place[rank] = index;
+            position[rank] = index;
         }
-        Self(Arc::new(Inner { machine, members, order, place }))
+        Self(Arc::new(Inner { machine, members, order, position }))
     }
 
     /// `world` ranks on machines of `per_machine` ranks each, in order; the last may have fewer.
@@ -81,14 +81,14 @@ impl Layout {
         &self.0.order
     }
 
-    /// Whether the ranks of each machine, and the machines, come in order.
+    /// Whether the ranks of each machine, and the machines, are in order.
     pub(crate) fn in_order(&self) -> bool {
         self.0.order.is_sorted()
     }
 
     /// The index of a rank in [`order`](Self::order).
-    pub(crate) fn place(&self, rank: Rank) -> usize {
-        self.0.place[rank]
+    pub(crate) fn position(&self, rank: Rank) -> usize {
+        self.0.position[rank]
     }
 
     /// The most ranks on one machine.
@@ -109,7 +109,7 @@ mod tests {
         assert_eq!(layout.members(1), [1, 4]);
         assert_eq!(layout.machine(3), 2);
         assert_eq!(layout.order(), [0, 2, 1, 4, 3]);
-        assert_eq!(layout.place(4), 3);
+        assert_eq!(layout.position(4), 3);
         assert_eq!(Layout::blocks(5, 2), Layout::new(&[0, 0, 1, 1, 2]));
     }
 }

@@ -7,7 +7,7 @@ use crate::{DType, simd};
 /// The buffers of one rank during an operation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Memory<'a> {
-    /// Only copied from.
+    /// Only read.
     pub(crate) input: Span<'a>,
     pub(crate) output: Span<'a>,
     pub(crate) scratch: Span<'a>,
@@ -18,7 +18,7 @@ impl<'a> Memory<'a> {
     ///
     /// # Panics
     ///
-    /// If it reaches beyond its buffer.
+    /// If it is out of bounds of its buffer.
     pub(crate) fn region(&self, region: Region) -> Span<'a> {
         let buf = match region.buf {
             Buf::Input => self.input,

@@ -1,21 +1,22 @@
-//! Algorithms between ranks that exchange messages, as data: what one rank sends, receives and
-//! folds, round by round.
+//! Algorithms between ranks that exchange messages, as data: the sends, receives and folds of one
+//! rank, round by round.
 //!
 //! An algorithm is a pure function from an operation, a rank and a topology to a [`Schedule`]. The
-//! TCP backend carries schedules out on sockets; the simulator carries out those of all ranks in
-//! virtual time. So what is simulated is what runs. (Within one machine the host backend has
-//! algorithms of its own, which fold where the data lie.)
+//! TCP backend executes schedules on sockets; the simulator executes those of all ranks in virtual
+//! time. So the simulation uses the same algorithms as a real run. (Within one machine the host
+//! backend has its own algorithms, which fold data in place.)
 //!
-//! [`plan`] is the one door: it chooses by the cost model ([`cost`]) among the algorithms that keep
-//! the bits promised by [`Determinism`]:
+//! [`plan`] is the entry point: it chooses by the cost model ([`cost`]) among the algorithms that
+//! keep the bits promised by [`Determinism`]:
 //!
 //! * [`flat`] (`Flat`, `Direct`) folds every element once, over all ranks' numbers in rank order.
 //! * [`hierarchical`] continues that fold from machine to machine.
-//! * [`ring`](mod@ring), [`doubling`], [`tree`] and [`two_level`] fold on the way. They serve when the order
-//!   cannot matter: nothing is folded, integers, or [`Determinism::Fast`].
+//! * [`ring`](mod@ring), [`doubling`], [`tree`] and [`two_level`] fold partial results in another
+//!   order. They are used where the order cannot matter: without a fold, for integers, or with
+//!   [`Determinism::Fast`].
 //!
-//! A schedule is asked for one round at a time, by number, and fills a [`Round`] that its executor
-//! keeps: a ring of 4,096 ranks has 8,190 rounds per rank, none of them worth storing.
+//! A schedule is generated one round at a time, by number, into a [`Round`] that its executor
+//! reuses: a ring of 4,096 ranks has 8,190 rounds per rank, too many to store.
 
 mod cost;
 mod doubling;
@@ -49,13 +50,13 @@ pub(crate) enum Buf {
     Scratch,
 }
 
-/// Some bytes of a buffer.
+/// A range of bytes in a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Region {
     pub(crate) buf: Buf,
-    /// In bytes.
+    /// Offset in bytes.
     pub(crate) offset: usize,
-    /// In bytes.
+    /// Length in bytes.
     pub(crate) len: usize,
 }
 
@@ -65,27 +66,27 @@ pub(crate) enum Local {
     /// The regions do not overlap.
     Copy { to: Region, from: Region },
     /// `to = from[0] . from[1] . ...` in this order. `to` may be one of the sources. `Avg` divides
-    /// by the number of sources, so it is only used where they are all ranks'.
+    /// by the number of sources, so it is only used on the numbers of all ranks.
     Fold {
         op: ReduceOp,
         to: Region,
         /// Indices into [`Round::sources`].
         from: Range<usize>,
-        /// Of `f32` numbers, in an operation of a type of 16 bits.
+        /// Whether the numbers are `f32`, in an operation on a 16-bit type.
         wide: bool,
     },
-    /// `f32` numbers of those of 16 bits.
+    /// Converts 16-bit numbers to `f32`.
     Widen { to: Region, from: Region },
-    /// Numbers of 16 bits of `f32` ones, rounded to nearest even.
+    /// Converts `f32` numbers to 16 bits, rounded to nearest even.
     Narrow { to: Region, from: Region },
 }
 
-/// What happens at once, then what follows on this rank.
+/// Concurrent messages, followed by work on this rank.
 ///
-/// All sends and receives of a round go on together, in any order; when they are done, the local
-/// work is done in order, and the next round may begin. Within a round nothing is received into
-/// what is sent, nor twice into the same bytes. Ranks are in no way in step: a rank begins its next
-/// round when its own is over. Between two ranks, messages of one direction arrive in the order of
+/// All sends and receives of a round run concurrently, in any order; when they are done, the local
+/// work is done in order, and the next round may begin. Within a round no memory that is sent is
+/// received into, and no byte is received twice. Ranks are not synchronized: a rank begins its next
+/// round when its own is done. Between two ranks, messages of one direction arrive in the order of
 /// the rounds, and within a round in the order of the lists. No message is empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Round {
@@ -157,7 +158,7 @@ impl Round {
     }
 }
 
-/// One rank's part in an operation.
+/// One rank's schedule of an operation.
 pub(crate) struct Schedule {
     /// Bytes of scratch memory.
     pub(crate) scratch: usize,
@@ -166,7 +167,7 @@ pub(crate) struct Schedule {
     fill: Box<Fill>,
 }
 
-/// Adds to an empty round what round number so-and-so is.
+/// Fills an empty round with the contents of the given round number.
 type Fill = dyn Fn(usize, &mut Round) + Send + Sync;
 
 impl Schedule {
@@ -178,7 +179,7 @@ impl Schedule {
         Self { scratch, rounds, fill: Box::new(fill) }
     }
 
-    /// One round.
+    /// Makes a schedule of a single round.
     pub(crate) fn once(only: Round) -> Self {
         Self::new(0, 1, move |_, round| round.clone_from(&only))
     }
@@ -187,7 +188,7 @@ impl Schedule {
         Self::new(0, 0, |_, _| ())
     }
 
-    /// This, then `next`, in the same scratch memory.
+    /// Appends `next`; both use the same scratch memory.
     fn then(self, next: Self) -> Self {
         if self.rounds == 0 {
             return Self { scratch: self.scratch.max(next.scratch), ..next };
@@ -199,7 +200,7 @@ impl Schedule {
         })
     }
 
-    /// Rank `i` of the schedule is `ranks[i]`.
+    /// Renumbers the schedule's ranks: rank `i` becomes `ranks[i]`.
     fn among(self, ranks: Vec<Rank>) -> Self {
         Self::new(self.scratch, self.rounds, move |index, round| {
             (self.fill)(index, round);
@@ -209,7 +210,7 @@ impl Schedule {
         })
     }
 
-    /// Every region is another one, with `scratch` bytes more of scratch memory.
+    /// Maps every region, with `scratch` more bytes of scratch memory.
     fn on_regions(
         self,
         scratch: usize,
@@ -260,32 +261,32 @@ impl fmt::Debug for Schedule {
     }
 }
 
-/// How ranks that exchange messages do an operation.
+/// An algorithm for ranks that exchange messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Algorithm {
-    /// Everybody sends everything to whoever needs it, who folds it: one round.
+    /// Every rank sends its whole data to the ranks that need them, which fold: one round.
     Flat,
-    /// Reduce-scatter between all pairs, each rank folding its shard once over all ranks' numbers
-    /// in rank order, then all-gather between all pairs; in chunks.
+    /// Reduce-scatter between all pairs, where each rank folds its shard once over all ranks'
+    /// numbers in rank order, then all-gather between all pairs; in chunks.
     Direct,
-    /// A ring; for broadcast and reduce a pipelined chain.
+    /// A ring; a pipelined chain for broadcast and reduce.
     Ring,
-    /// Partners at distances 1, 2, 4, ... exchange all they have.
+    /// Partners at distances 1, 2, 4, ... exchange all their data.
     RecursiveDoubling,
-    /// Rabenseifner's: partners exchange halves, then return them.
+    /// Rabenseifner's: partners exchange halves, then return the results.
     HalvingDoubling,
-    /// A binomial tree; for all-reduce up and down again.
+    /// A binomial tree; all-reduce goes up and then down.
     Binomial,
     /// Within each machine, between machines, within each machine.
     TwoLevel,
-    /// Each machine continues the fold of the one before over its own ranks; the result runs back. In groups, with
-    /// all machines busy at once.
+    /// Each machine continues the previous machine's fold over its own ranks; the result is sent
+    /// back. The buffer is cut into groups, so that all machines are busy at once.
     Hierarchical,
 }
 
 impl Algorithm {
-    /// Every algorithm.
+    /// All algorithms.
     pub const ALL: [Self; 8] = [
         Self::Flat,
         Self::Direct,
@@ -313,8 +314,7 @@ impl fmt::Display for Algorithm {
     }
 }
 
-/// How this rank carries out the operation in the least expected time, by the same choice on every
-/// rank.
+/// Returns this rank's schedule with the least expected time; every rank makes the same choice.
 pub(crate) fn plan(
     op: &OpDesc,
     rank: Rank,
@@ -325,7 +325,7 @@ pub(crate) fn plan(
     schedule(choose(op, layout, determinism, costs), op, rank, layout, costs)
 }
 
-/// How this rank carries out the operation by one algorithm, which must be [`able`].
+/// Returns this rank's schedule for one algorithm, which must be [`able`].
 pub(crate) fn schedule(
     algorithm: Algorithm,
     op: &OpDesc,
@@ -406,17 +406,19 @@ impl Call {
         self.op.expect("the verb reduces, so it was called with an operator")
     }
 
-    /// The other ranks, from the next one round, so that not all go to the same one first.
+    /// The other ranks in the order of sending: from the next rank on, so that not all ranks send
+    /// to the same one first.
     fn peers(self) -> impl Iterator<Item = Rank> {
         (self.rank + 1..self.world).chain(0..self.rank)
     }
 
-    /// The other ranks, from the one before this backwards: who sends to this rank first.
+    /// The other ranks in the order of receiving: from the previous rank backwards, in the order in
+    /// which they send to this one.
     fn sources(self) -> impl Iterator<Item = Rank> {
         (0..self.rank).rev().chain((self.rank + 1..self.world).rev())
     }
 
-    /// Bytes for elements of a buffer.
+    /// The bytes of a range of elements.
     fn region(self, buf: Buf, elements: Range<usize>) -> Region {
         let Range { start, end } = elements;
         Region { buf, offset: start * self.size, len: (end - start) * self.size }
@@ -427,14 +429,14 @@ impl Call {
         self.region(buf, index * self.count..(index + 1) * self.count)
     }
 
-    /// The whole of a buffer of [`OpDesc::count`] elements.
+    /// A whole buffer of [`OpDesc::count`] elements.
     fn whole(self, buf: Buf) -> Region {
         self.block(buf, 0)
     }
 }
 
-/// The elements of part `index` of `count` elements cut into `parts` whose sizes differ by one at
-/// most.
+/// The elements of part `index`, with `count` elements cut into `parts` whose sizes differ by at
+/// most one.
 fn shard(count: usize, parts: usize, index: usize) -> Range<usize> {
     let (each, more) = (count / parts, count % parts);
     let start = |index: usize| each * index + index.min(more);
@@ -446,12 +448,12 @@ fn chunk_range(count: usize, chunk: usize, index: usize) -> Range<usize> {
     index * chunk..count.min((index + 1) * chunk)
 }
 
-/// Elements `inner` of the elements `outer`.
+/// The subrange `inner` of the range `outer`.
 fn within(outer: &Range<usize>, inner: Range<usize>) -> Range<usize> {
     outer.start + inner.start..outer.start + inner.end
 }
 
-/// Equal places in scratch memory, apart by whole cache lines.
+/// Equal slots in scratch memory, aligned to cache lines.
 #[derive(Clone, Copy, Debug)]
 struct Slots {
     offset: usize,
@@ -459,7 +461,7 @@ struct Slots {
 }
 
 impl Slots {
-    /// Places of up to `bytes` each, from `offset` on.
+    /// Slots of up to `bytes` each, from `offset` on.
     fn new(offset: usize, bytes: usize) -> Self {
         Self { offset, stride: bytes.next_multiple_of(LINE) }
     }
@@ -469,7 +471,7 @@ impl Slots {
         Region { buf: Buf::Scratch, offset: self.offset + index * self.stride, len }
     }
 
-    /// The end of `slots` places.
+    /// The end of the first `slots` slots.
     fn end(self, slots: usize) -> usize {
         self.offset + slots * self.stride
     }

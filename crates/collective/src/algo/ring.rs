@@ -1,20 +1,21 @@
-//! Rings and chains: every rank talks to its two neighbours only.
+//! Rings and chains: every rank exchanges messages with its two neighbours only.
 //!
-//! The neighbours are those of [`Layout::order`], machine by machine, so that one rank of a machine
-//! sends to another machine and one receives.
+//! The neighbours are those of [`Layout::order`], machine by machine, so that one rank of each
+//! machine sends to another machine and one receives.
 //!
-//! *Ring* all-reduce, reduce-scatter and all-gather: in each of `p - 1` steps a rank passes on the
-//! shard it got in the step before, folded with its own numbers or as it is. *Chain* broadcast and
-//! reduce: a buffer passes from rank to rank in chunks, all links busy at once.
+//! *Ring* all-reduce, reduce-scatter and all-gather: in each of `p - 1` steps a rank forwards the
+//! shard it received in the previous step, folded with its own numbers or unchanged. *Chain*
+//! broadcast and reduce: the buffer is forwarded from rank to rank in chunks, with all links busy
+//! at once.
 
 use super::{Buf, Call, Layout, Region, Round, Schedule, Slots, chunk_range, shard};
 use crate::{Rank, Verb};
 
-/// The ring, or for verbs with a root the chain, `chunk` elements at a time.
+/// The ring, or the chain for verbs with a root, `chunk` elements at a time.
 pub(super) fn ring(call: Call, layout: &Layout, chunk: usize) -> Schedule {
     let chunk = chunk.clamp(1, call.count);
     let chunks = call.count.div_ceil(chunk);
-    let at = layout.place(call.rank);
+    let at = layout.position(call.rank);
     let neighbour = |steps| layout.order()[(at + steps) % call.world];
     let (next, previous) = (neighbour(1), neighbour(call.world - 1));
     let ring = Ring { call, layout: layout.clone(), at, next, previous, chunk, chunks };
@@ -32,24 +33,24 @@ pub(super) fn ring(call: Call, layout: &Layout, chunk: usize) -> Schedule {
 struct Ring {
     call: Call,
     layout: Layout,
-    /// This rank's place in the ring.
+    /// This rank's position in the ring.
     at: usize,
     next: Rank,
     previous: Rank,
-    /// Elements of a chunk of a chain.
+    /// Elements per chunk of a chain.
     chunk: usize,
     chunks: usize,
 }
 
 impl Ring {
-    /// The place `steps` before this rank's.
+    /// The position `steps` before this rank's.
     fn before(&self, steps: usize) -> usize {
         let world = self.call.world;
         (self.at + 2 * world - steps) % world
     }
 
-    fn rank(&self, place: usize) -> Rank {
-        self.layout.order()[place]
+    fn rank(&self, position: usize) -> Rank {
+        self.layout.order()[position]
     }
 
     fn all_reduce(self) -> Schedule {
@@ -65,7 +66,7 @@ impl Ring {
                 round.recv(self.previous, arrived);
                 round.fold(self.call.reduce_op(), own, [arrived, own]);
             } else {
-                // This rank's shard is now the one after its place.
+                // This rank's finished shard is now the one after its position.
                 let step = step - steps;
                 round.send(self.next, part(self.call, self.before(step + world - 1)));
                 round.recv(self.previous, part(self.call, self.before(step)));
@@ -78,7 +79,8 @@ impl Ring {
         let slots = Slots::new(0, call.count * call.size);
         let len = call.count * call.size;
         Schedule::new(slots.end(2), call.world - 1, move |step, round| {
-            // What arrives is for the rank `step + 2` places before, at last this one.
+            // The arriving block belongs to the rank `step + 2` positions before; in the last step,
+            // to this rank.
             let last = step + 2 == call.world;
             let own = call.block(Buf::Input, self.rank(self.before(step + 2)));
             let arrived = slots.slot(step % 2, len);
@@ -111,15 +113,15 @@ impl Ring {
         self.call.region(Buf::Output, range)
     }
 
-    /// How many places after `place` this rank comes.
-    fn after(&self, place: usize) -> usize {
-        (self.at + self.call.world - place) % self.call.world
+    /// Number of positions from `position` to this rank.
+    fn after(&self, position: usize) -> usize {
+        (self.at + self.call.world - position) % self.call.world
     }
 
     fn broadcast(self) -> Schedule {
-        let behind = self.after(self.layout.place(self.call.root));
+        let behind = self.after(self.layout.position(self.call.root));
         let (first, last) = (behind == 0, behind + 1 == self.call.world);
-        // A rank between two others sends a chunk in the round after the one it came in.
+        // A rank inside the chain sends a chunk in the round after it arrives.
         let lag = usize::from(!first);
         let rounds = self.chunks + usize::from(!first && !last);
         Schedule::new(0, rounds, move |index, round| {
@@ -134,7 +136,7 @@ impl Ring {
 
     fn reduce(self) -> Schedule {
         let call = self.call;
-        let behind = self.after(self.layout.place(call.root) + 1);
+        let behind = self.after(self.layout.position(call.root) + 1);
         let (first, last) = (behind == 0, behind + 1 == call.world);
         let lag = usize::from(!first);
         let rounds = self.chunks + usize::from(!first && !last);
@@ -142,7 +144,7 @@ impl Ring {
         let scratch = slots.end(if first { 0 } else { 2 });
         Schedule::new(scratch, rounds, move |index, round| {
             if !first && index < self.chunks {
-                self.take_chunk(round, slots, index, last);
+                self.receive_chunk(round, slots, index, last);
             }
             if !last && index >= lag {
                 let own = self.chunk_region(index - lag);
@@ -152,7 +154,7 @@ impl Ring {
         })
     }
 
-    fn take_chunk(&self, round: &mut Round, slots: Slots, index: usize, last: bool) {
+    fn receive_chunk(&self, round: &mut Round, slots: Slots, index: usize, last: bool) {
         let own = self.chunk_region(index);
         let arrived = slots.slot(index % 2, own.len);
         round.recv(self.previous, arrived);

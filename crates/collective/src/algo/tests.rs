@@ -1,4 +1,4 @@
-//! Every algorithm, carried out by a small interpreter, against what it should give.
+//! Every algorithm, executed by a small interpreter and compared with the expected result.
 
 #![expect(unsafe_code, reason = "spans over the buffers of the interpreter")]
 
@@ -17,7 +17,7 @@ struct Rank_ {
     input: Vec<u8>,
     output: Vec<u8>,
     scratch: Vec<u8>,
-    /// How often each byte of the output was written.
+    /// Number of writes to each byte of the output.
     written: Vec<u32>,
 }
 
@@ -94,7 +94,7 @@ fn numbers(dtype: DType, rank: Rank, count: usize, tame: bool) -> Vec<u8> {
     (0..count).flat_map(|_| number(next())).collect()
 }
 
-/// Carries out the schedules of all ranks, in an order given by `seed`.
+/// Executes the schedules of all ranks, in an order given by `seed`.
 fn interpret(op: &OpDesc, schedules: &[Schedule], seed: u64, tame: bool) -> Vec<Rank_> {
     let world = schedules.len();
     let mut ranks: Vec<_> =
@@ -108,7 +108,7 @@ fn interpret(op: &OpDesc, schedules: &[Schedule], seed: u64, tame: bool) -> Vec<
         let mut moved = false;
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         for turn in 0..world {
-            // Every rank once, from another one on each time.
+            // Every rank once, starting with a different one each time.
             let rank = (turn + (state >> 33) as usize) % world;
             let (begun, done) = at[rank];
             if done == schedules[rank].rounds {
@@ -146,14 +146,14 @@ fn interpret(op: &OpDesc, schedules: &[Schedule], seed: u64, tame: bool) -> Vec<
             moved = true;
         }
         if at.iter().zip(schedules).all(|(at, schedule)| at.1 == schedule.rounds) {
-            assert!(wires.values().all(VecDeque::is_empty), "{op}: a message nobody received");
+            assert!(wires.values().all(VecDeque::is_empty), "{op}: a message was not received");
             return ranks;
         }
-        assert!(moved, "{op}: locked up at {at:?}");
+        assert!(moved, "{op}: deadlock at {at:?}");
     }
 }
 
-/// What a rank's own work writes.
+/// The region that a local step writes.
 fn target(local: &Local) -> Region {
     match local {
         Local::Copy { to, .. }
@@ -163,7 +163,7 @@ fn target(local: &Local) -> Region {
     }
 }
 
-/// What [`Round`] promises.
+/// Checks the guarantees of [`Round`].
 fn check_round(round: &Round, rank: Rank, world: usize) {
     let overlap = |a: &Region, b: &Region| {
         a.buf == b.buf && a.offset < b.offset + b.len && b.offset < a.offset + a.len
@@ -182,7 +182,7 @@ fn check_round(round: &Round, rank: Rank, world: usize) {
     }
 }
 
-/// What each rank should end with; `None` where the output is as it was.
+/// The expected output of each rank; `None` if it is unchanged.
 fn expected(op: &OpDesc, world: usize, tame: bool) -> Vec<Option<Vec<u8>>> {
     let size = op.dtype.size();
     let input = |rank| numbers(op.dtype, rank, sizes(op, rank, world).0, tame);
@@ -223,7 +223,7 @@ fn floats(dtype: DType, bytes: &[u8]) -> Vec<f64> {
         .collect()
 }
 
-/// Runs one operation by one algorithm and compares.
+/// Runs one operation with one algorithm and compares the results.
 fn check(algorithm: Algorithm, op: &OpDesc, layout: &Layout, costs: &Costs, fast: bool) {
     let world = layout.world();
     let schedules: Vec<_> =
@@ -276,7 +276,7 @@ const VERBS: [Verb; 8] = [
     Verb::AllToAll,
 ];
 
-/// Every operator of a verb; one `None` for those that only move.
+/// Every operator of a verb; one `None` for verbs that only copy.
 fn operators(verb: Verb, dtype: DType) -> Vec<Option<ReduceOp>> {
     match verb {
         Verb::AllReduce | Verb::Reduce | Verb::ReduceScatter => {
@@ -290,7 +290,7 @@ fn root_of(verb: Verb, root: Rank) -> Option<Rank> {
     matches!(verb, Verb::Reduce | Verb::Broadcast | Verb::Gather | Verb::Scatter).then_some(root)
 }
 
-/// Costs with which a few elements are a chunk.
+/// Costs for which a chunk is a few elements.
 fn tiny_chunks() -> Costs {
     let free = Link { latency: 0.0, per_message: 0.0, per_byte: 1e-9 };
     Costs { within: free, between: free, fold_per_byte: 0.0, min_chunk: 24 }
@@ -349,7 +349,8 @@ proptest! {
         per_message in prop::sample::select(&[0.0, 1e-10, 1e-8, 1e-6][..]),
         min_chunk in prop::sample::select(&[1_usize, 24, 4000][..]),
     ) {
-        // Among them such that the parts of two levels are done in every way there is.
+        // The values include those for which the cost model picks each algorithm for the parts of
+        // two-level.
         let link = Link { latency, per_message, per_byte: 1e-9 };
         let costs = Costs { within: link, between: link, fold_per_byte: 0.0, min_chunk };
         let layout = Layout::new(&machines);

@@ -1,12 +1,12 @@
 //! Binomial trees: `lg p` steps of the whole buffer.
 //!
-//! Places are counted from the root along [`Layout::order`], so that subtrees lie within a machine
-//! where they can.
+//! Positions are counted from the root along [`Layout::order`], so that subtrees are within a
+//! machine if possible.
 
 use super::{Buf, Call, Layout, Schedule, Slots};
 use crate::{Rank, Verb};
 
-/// Broadcast down the tree, reduce up the tree, or for an all-reduce both.
+/// Broadcast down the tree, reduce up the tree, or both for an all-reduce.
 pub(super) fn binomial(call: Call, layout: &Layout) -> Schedule {
     match call.verb {
         Verb::Broadcast => broadcast(call, layout),
@@ -19,28 +19,29 @@ pub(super) fn binomial(call: Call, layout: &Layout) -> Schedule {
     }
 }
 
-/// A rank's place in the tree, which has the root at 0.
+/// A rank's position in the tree; the root is at 0.
 #[derive(Debug)]
 struct Node {
     layout: Layout,
     root: usize,
-    /// This rank's place.
+    /// This rank's position.
     at: usize,
 }
 
 impl Node {
     fn new(call: Call, layout: &Layout) -> Self {
-        let root = layout.place(call.root);
-        let at = (layout.place(call.rank) + call.world - root) % call.world;
+        let root = layout.position(call.root);
+        let at = (layout.position(call.rank) + call.world - root) % call.world;
         Self { layout: layout.clone(), root, at }
     }
 
-    fn rank(&self, place: usize) -> Rank {
+    fn rank(&self, position: usize) -> Rank {
         let order = self.layout.order();
-        order[(self.root + place) % order.len()]
+        order[(self.root + position) % order.len()]
     }
 
-    /// The distance to the parent; for the root, the least power of two that holds all.
+    /// The distance to the parent; for the root, the smallest power of two that is at least the
+    /// world size.
     fn reach(&self) -> usize {
         let world = self.layout.world();
         if self.at == 0 { world.next_power_of_two() } else { 1 << self.at.trailing_zeros() }
@@ -50,7 +51,7 @@ impl Node {
         self.rank(self.at - self.reach())
     }
 
-    /// Exponents of the distances to this rank's children.
+    /// Number of this rank's children; child `e` is at distance 2 to the power of `e`.
     fn children(&self) -> usize {
         let reach = self.reach().trailing_zeros() as usize;
         (0..reach).filter(|exponent| self.at + (1 << exponent) < self.layout.world()).count()
@@ -81,10 +82,10 @@ fn reduce(call: Call, layout: &Layout) -> Schedule {
     let is_root = node.at == 0;
     let (children, departure) = (node.children(), usize::from(!is_root));
     let slots = Slots::new(0, whole.len);
-    let places = if children == 0 { 0 } else { 1 + departure };
-    Schedule::new(slots.end(places), children + departure, move |index, round| {
+    let slot_count = if children == 0 { 0 } else { 1 + departure };
+    Schedule::new(slots.end(slot_count), children + departure, move |index, round| {
         let (arrived, sum) = (slots.slot(0, whole.len), slots.slot(1, whole.len));
-        // A rank that is not the root keeps its buffer.
+        // A rank other than the root leaves its buffer unchanged.
         let so_far = if is_root || index == 0 { whole } else { sum };
         if index < children {
             round.recv(node.child(index), arrived);

@@ -1,8 +1,9 @@
-//! Within each machine, then between machines, then within each machine again.
+//! Reduces or gathers within each machine, then between machines, then distributes within each
+//! machine.
 //!
-//! One rank of each machine, its leader, speaks for it: the root where there is one, else the first.
-//! So a machine's network interface carries one rank's data, not those of all its ranks. The parts
-//! are operations on groups of their own, carried out by whatever the cost model picks for them.
+//! One rank of each machine, its leader, communicates with other machines: the root if it is on the
+//! machine, else the first rank. So a machine's network interface carries one rank's data instead
+//! of all ranks'. The parts are operations on subgroups; the cost model chooses their algorithms.
 
 use std::ops::Range;
 
@@ -43,14 +44,14 @@ impl Levels<'_> {
         self.leader(self.machine()) == self.call.rank
     }
 
-    /// A verb among the ranks of this machine, its leader the root, on `count` elements.
+    /// A verb among the ranks of this machine on `count` elements; the leader is the root.
     fn inside(self, verb: Verb, count: usize) -> Schedule {
         let members = self.layout.members(self.machine());
         let layout = Layout::blocks(members.len(), members.len());
         self.part(verb, count, members.to_vec(), self.leader(self.machine()), &layout)
     }
 
-    /// A verb among the leaders, which this rank is one of.
+    /// A verb among the leaders; this rank must be one.
     fn outside(self, verb: Verb) -> Schedule {
         let leaders: Vec<Rank> =
             (0..self.layout.machines()).map(|machine| self.leader(machine)).collect();
@@ -102,11 +103,11 @@ impl Levels<'_> {
         if self.call.is_root() {
             return both;
         }
-        // Only the root's buffer may change: the other leaders work on a copy.
+        // Only the root's buffer may change, so the other leaders work on a copy.
         on_copy(whole, both)
     }
 
-    /// Blocks go to the leaders, from leader to leader, and all of them to all ranks.
+    /// Blocks go to the leaders, from leader to leader, and then all blocks to all ranks.
     fn all_gather(self) -> Schedule {
         let (call, machine) = (self.call, self.machine());
         let own = Schedule::new(0, 1, move |_, round| {
@@ -155,21 +156,22 @@ impl Levels<'_> {
         members.filter(|&rank| rank != self.call.rank).collect()
     }
 
-    /// The other leaders, from the next machine on, and the runs of their machines' ranks.
+    /// The other leaders, from the next machine on, with the rank ranges of their machines.
     fn other_leaders(self) -> Vec<(Rank, Vec<Range<Rank>>)> {
         let machines = self.layout.machines();
         let others = (1..machines).map(|step| (self.machine() + step) % machines);
         others.map(|machine| (self.leader(machine), runs(self.layout.members(machine)))).collect()
     }
 
-    /// All blocks are reduced to the leader, between leaders, and handed to their ranks.
+    /// All blocks are reduced to the leaders, then between leaders, and then sent to their ranks.
     fn reduce_scatter(self) -> Schedule {
         let (call, world) = (self.call, self.call.world);
         let inside = self.inside(Verb::Reduce, call.count * world);
         let input = call.region(Buf::Input, 0..call.count * world);
         let leader = self.leader(self.machine());
         if call.rank != leader {
-            // A reduce leaves all buffers but the root's alone, so it may work on the input.
+            // A reduce does not change the buffers of ranks other than the root, so it may work on
+            // the input.
             let inside = inside.on_regions(0, move |region| match region.buf {
                 Buf::Output => Region { buf: Buf::Input, ..region },
                 _ => region,
@@ -183,16 +185,16 @@ impl Levels<'_> {
             Region { buf: Buf::Scratch, offset: run.start * block, len: run.len() * block }
         };
         let members = self.other_members();
-        let hand_out = Schedule::new(0, 1, move |_, round| {
+        let distribute = Schedule::new(0, 1, move |_, round| {
             members.iter().for_each(|&rank| round.send(rank, place(&(rank..rank + 1))));
             round.copy(call.whole(Buf::Output), place(&(call.rank..call.rank + 1)));
         });
         let between = self.fold_between(sums.end(1), place);
-        on_copy(input, inside).then(between).then(hand_out)
+        on_copy(input, inside).then(between).then(distribute)
     }
 
-    /// Leaders exchange and fold the sums of the blocks of each other's machines. `place` is where
-    /// the sums of some ranks' blocks lie; scratch memory is free from `scratch` on.
+    /// Leaders exchange and fold the sums of the blocks of each other's machines. `place` maps
+    /// ranks to the region of their blocks' sums; scratch memory is free from `scratch` on.
     fn fold_between(
         self,
         scratch: usize,
@@ -227,7 +229,7 @@ impl Levels<'_> {
     }
 }
 
-/// Neighbouring ranks together.
+/// Merges neighbouring ranks into ranges.
 fn runs(ranks: &[Rank]) -> Vec<Range<Rank>> {
     let mut runs: Vec<Range<Rank>> = Vec::new();
     for &rank in ranks {
@@ -239,7 +241,7 @@ fn runs(ranks: &[Rank]) -> Vec<Range<Rank>> {
     runs
 }
 
-/// Works on a copy of `original`, at the start of scratch memory, in place of the output.
+/// Runs a schedule on a copy of `original`, at the start of scratch memory, instead of the output.
 fn on_copy(original: Region, schedule: Schedule) -> Schedule {
     let copy = Slots::new(0, original.len);
     let make = Schedule::new(copy.end(1), 1, move |_, round| {

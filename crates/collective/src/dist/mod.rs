@@ -1,18 +1,17 @@
-//! The functions of `mmengine.dist`, for those who know them.
+//! The functions of `mmengine.dist`.
 //!
-//! Each takes the group last, as an option: without one the program runs alone, and the functions
-//! do what they do for a group of one, which is as a rule nothing. There is no group in the
-//! background that `None` could mean; pass the one you have. So code that is written once runs with
-//! and without a launcher.
+//! Each takes an optional group as its last argument. Without a group, each function acts as for a
+//! group of one rank, which usually means that it does nothing. `None` never means a default group:
+//! pass the group you have. So the same code runs with and without a launcher.
 //!
-//! All of them that take a group must be called by all of its ranks, in the same order, unless they
-//! say that they do not communicate. They block.
+//! Functions that take a group must be called by all of its ranks, in the same order, unless their
+//! docs say that they do not communicate. They block.
 //!
 //! | `mmengine.dist` | here |
 //! |---|---|
 //! | `init_dist`, `infer_launcher` | [`init_process_group`](crate::init_process_group); [`Topology::from_env`](crate::Topology::from_env) finds the launcher |
 //! | `is_distributed` | [`is_distributed`] |
-//! | `get_default_group` | none: a group is a value |
+//! | `get_default_group` | none: there is no global default group |
 //! | `get_backend`, `get_rank`, `get_world_size`, `get_dist_info` | [`backend`], [`rank`], [`world_size`], [`dist_info`] |
 //! | `is_main_process`, `master_only` | [`is_main_process`], [`master_only`] |
 //! | `init_local_group`, `get_local_group` | [`local_group`] returns it |
@@ -23,13 +22,14 @@
 //! | `sync_random_seed` | [`sync_random_seed`] |
 //! | `broadcast_object_list`, `all_gather_object`, `gather_object` | the same, over serde instead of pickle |
 //! | `collect_results`, `collect_results_cpu`, `collect_results_gpu` | [`collect_results`] |
-//! | `get_data_device`, `get_comm_device`, `cast_data_device` | none: a slice is where it is, and a backend takes host memory |
+//! | `get_data_device`, `get_comm_device`, `cast_data_device` | none: these functions take host
+//! memory |
 //!
-//! The operator `mean` is [`ReduceOp::Avg`]: the rank-order sum times `1 / world_size`, in `f32` for
-//! 16-bit floats and rounded once. MMEngine divides the rounded sum, so the last bit may differ from
-//! it where the world size is no power of two, and a sum that overflows 16 bits is infinite there
-//! and not here. It rounds a mean of integers towards zero after a detour through `f32`; here that
-//! is refused. In a group of one nothing is checked and nothing done, as there.
+//! The operator `mean` is [`ReduceOp::Avg`]: the rank-order sum times `1 / world_size`, in `f32`
+//! for 16-bit floats and rounded once. MMEngine divides the rounded sum, so its last bit may differ
+//! if the world size is not a power of two, and a sum that overflows 16 bits is infinite there but
+//! not here. MMEngine rounds a mean of integers towards zero after a conversion through `f32`; here
+//! that is an error. As in MMEngine, a group of one checks and does nothing.
 
 mod params;
 
@@ -42,58 +42,58 @@ use serde::de::DeserializeOwned;
 pub use self::params::{Coalesce, Param, all_reduce_params};
 use crate::{DType, Element, Error, ProcessGroup, Rank, ReduceOp, Result, Topology, object};
 
-/// Whether there is a group, be it of one rank. Does not communicate.
+/// Returns whether there is a group, even of one rank. Does not communicate.
 pub fn is_distributed(group: Option<&ProcessGroup>) -> bool {
     group.is_some()
 }
 
-/// The name of the group's backend; `None` without a group. Does not communicate.
+/// Returns the name of the group's backend; `None` without a group. Does not communicate.
 #[doc(alias = "get_backend")]
 pub fn backend(group: Option<&ProcessGroup>) -> Option<&'static str> {
     group.map(ProcessGroup::backend_name)
 }
 
-/// This rank; 0 without a group. Does not communicate.
+/// Returns this rank; 0 without a group. Does not communicate.
 #[doc(alias = "get_rank")]
 #[doc(alias = "get_local_rank")]
 pub fn rank(group: Option<&ProcessGroup>) -> Rank {
     group.map_or(0, ProcessGroup::rank)
 }
 
-/// Number of ranks; 1 without a group. Does not communicate.
+/// Returns the number of ranks; 1 without a group. Does not communicate.
 #[doc(alias = "get_world_size")]
 #[doc(alias = "get_local_size")]
 pub fn world_size(group: Option<&ProcessGroup>) -> usize {
     group.map_or(1, ProcessGroup::world_size)
 }
 
-/// This rank and the number of ranks. Does not communicate.
+/// Returns this rank and the number of ranks. Does not communicate.
 #[doc(alias = "get_dist_info")]
 pub fn dist_info(group: Option<&ProcessGroup>) -> (Rank, usize) {
     (rank(group), world_size(group))
 }
 
-/// Whether this is rank 0. Does not communicate.
+/// Returns whether this is rank 0. Does not communicate.
 pub fn is_main_process(group: Option<&ProcessGroup>) -> bool {
     rank(group) == 0
 }
 
-/// Calls `f` on rank 0, and only there; the others get `None`. Does not communicate, so `f` must
-/// not either.
+/// Calls `f` on rank 0 only; other ranks get `None`. Does not communicate, so `f` must not either.
 pub fn master_only<R>(group: Option<&ProcessGroup>, f: impl FnOnce() -> R) -> Option<R> {
     is_main_process(group).then(f)
 }
 
-/// The group of this host's ranks, in their order.
+/// Makes the group of this host's ranks, in rank order.
 ///
-/// The host is the topology's [`node_rank`](Topology::node_rank); where the launcher gives none,
-/// ranks whose `rank - local_rank` is the same, which are one host's unless `mpirun` was told to deal
-/// them out in turns. One [`split`](ProcessGroup::split).
+/// The host is the topology's [`node_rank`](Topology::node_rank). If the launcher sets none, ranks
+/// with the same `rank - local_rank` share a host, which holds unless `mpirun` was told to
+/// distribute ranks cyclically. One [`split`](ProcessGroup::split).
 ///
 /// # Errors
 ///
-/// Those of [`split`](ProcessGroup::split); [`Error::InvalidArgument`] if the topology is that of
-/// another rank than the group's, or its local rank is unknown or not what comes of this.
+/// The errors of [`split`](ProcessGroup::split); [`Error::InvalidArgument`] if the topology's rank or
+/// world size differ from the group's, or its local rank is unknown or differs from the rank in the
+/// new group.
 #[doc(alias = "init_local_group")]
 #[doc(alias = "get_local_group")]
 pub fn local_group(group: &ProcessGroup, topology: &Topology) -> Result<ProcessGroup> {
@@ -101,8 +101,8 @@ pub fn local_group(group: &ProcessGroup, topology: &Topology) -> Result<ProcessG
     if (rank, world_size) != (group.rank(), group.world_size()) {
         let (own, world) = (group.rank(), group.world_size());
         return Err(Error::InvalidArgument(format!(
-            "local_group: the topology is of rank {rank} of {world_size}, the group of rank {own} \
-             of {world}"
+            "local_group: the topology is of rank {rank} of {world_size}, but the group's rank is \
+             {own} of {world}"
         )));
     }
     let (Some(local_rank), Some(local_size)) = (topology.local_rank, topology.local_world_size)
@@ -112,35 +112,35 @@ pub fn local_group(group: &ProcessGroup, topology: &Topology) -> Result<ProcessG
         return Err(Error::InvalidArgument(text.into()));
     };
     let host = u32::try_from(topology.node_rank.unwrap_or(rank - local_rank))
-        .map_err(|_| Error::InvalidArgument(format!("local_group: rank {rank} is too great")))?;
-    let Some(local) = group.split(Some(host), 0)? else { unreachable!("it gave a colour") };
-    let (told, found) = ((local_rank, local_size), (local.rank(), local.world_size()));
-    if told != found {
+        .map_err(|_| Error::InvalidArgument(format!("local_group: rank {rank} exceeds a u32")))?;
+    let Some(local) = group.split(Some(host), 0)? else { unreachable!("it passed a colour") };
+    let (given, found) = ((local_rank, local_size), (local.rank(), local.world_size()));
+    if given != found {
         return Err(Error::InvalidArgument(format!(
-            "local_group: the launcher says local rank {} of {}, the ranks' own numbers make it {} \
-             of {}: they are not dealt out host by host",
-            told.0, told.1, found.0, found.1
+            "local_group: the launcher's local rank is {} of {}, but by global ranks it is {} of \
+             {}; local_group needs ranks that are consecutive on each host",
+            given.0, given.1, found.0, found.1
         )));
     }
     Ok(local)
 }
 
-/// Returns when every rank has called it.
+/// Blocks until every rank has called it.
 ///
 /// # Errors
 ///
-/// As [`ProcessGroup::barrier`].
+/// Same as [`ProcessGroup::barrier`].
 pub fn barrier(group: Option<&ProcessGroup>) -> Result<()> {
     group.map_or(Ok(()), ProcessGroup::barrier)
 }
 
-/// Reduces the ranks' buffers, in place; every rank gets the result, with the same bits.
+/// Reduces the ranks' buffers in place; every rank gets the result, with the same bits.
 ///
-/// Alone it does nothing, whatever the operator.
+/// Without a group it does nothing, whatever the operator.
 ///
 /// # Errors
 ///
-/// As [`ProcessGroup::all_reduce`].
+/// Same as [`ProcessGroup::all_reduce`].
 pub fn all_reduce<T: Element>(
     data: &mut [T],
     op: ReduceOp,
@@ -149,13 +149,13 @@ pub fn all_reduce<T: Element>(
     several(group).map_or(Ok(()), |group| group.all_reduce(data, op))
 }
 
-/// Every rank's numbers, in rank order.
+/// Returns every rank's numbers, in rank order.
 ///
-/// Every rank must give as many.
+/// The length must be the same on every rank.
 ///
 /// # Errors
 ///
-/// As [`ProcessGroup::all_gather`].
+/// Same as [`ProcessGroup::all_gather`].
 pub fn all_gather<T: Element>(data: &[T], group: Option<&ProcessGroup>) -> Result<Vec<Vec<T>>> {
     let Some(group) = several(group) else { return Ok(vec![data.to_vec()]) };
     let mut all = vec![T::default(); data.len() * group.world_size()];
@@ -164,14 +164,15 @@ pub fn all_gather<T: Element>(data: &[T], group: Option<&ProcessGroup>) -> Resul
     Ok((0..group.world_size()).map(block).collect())
 }
 
-/// On the root every rank's numbers, in rank order; elsewhere an empty list.
+/// Returns every rank's numbers, in rank order, on the root; an empty list on other ranks.
 ///
-/// Every rank must give as many and the same root. An [`all_gather`]: small enough here, and every
-/// backend has it.
+/// Length and root must be the same on every rank. Implemented as an [`all_gather`], which is fast
+/// enough for the small data of these functions.
 ///
 /// # Errors
 ///
-/// As [`ProcessGroup::all_gather`]; [`Error::InvalidArgument`] if there is no such root.
+/// Same as [`ProcessGroup::all_gather`]; [`Error::InvalidArgument`] if the root is not a rank of the
+/// group.
 pub fn gather<T: Element>(
     data: &[T],
     root: Rank,
@@ -186,7 +187,7 @@ pub fn gather<T: Element>(
 ///
 /// # Errors
 ///
-/// As [`ProcessGroup::broadcast`].
+/// Same as [`ProcessGroup::broadcast`].
 pub fn broadcast<T: Element>(
     data: &mut [T],
     root: Rank,
@@ -196,23 +197,23 @@ pub fn broadcast<T: Element>(
     several(group).map_or(Ok(()), |group| group.broadcast(data, root))
 }
 
-/// A random number below 2^31, the same on all ranks: rank 0's.
+/// Returns a random number below 2^31, the same on all ranks: rank 0's.
 ///
 /// # Errors
 ///
-/// As [`ProcessGroup::broadcast`].
+/// Same as [`ProcessGroup::broadcast`].
 pub fn sync_random_seed(group: Option<&ProcessGroup>) -> Result<u32> {
-    // Keyed by the system's random numbers, differently each time.
+    // `RandomState` has fresh random keys from the system.
     let mut seed = [RandomState::new().hash_one(0) as i32 & i32::MAX];
     broadcast(&mut seed, 0, group)?;
     Ok(seed[0].unsigned_abs())
 }
 
-/// Replaces every rank's objects by the root's; every rank must have as many.
+/// Replaces every rank's objects by the root's; every rank must have the same number.
 ///
 /// # Errors
 ///
-/// As [`object::broadcast_object_list`].
+/// Same as [`object::broadcast_object_list`].
 pub fn broadcast_object_list<T>(
     objects: &mut [T],
     root: Rank,
@@ -225,11 +226,11 @@ where
     several(group).map_or(Ok(()), |group| object::broadcast_object_list(group, objects, root))
 }
 
-/// Every rank gets the objects of all ranks, in rank order.
+/// Returns the objects of all ranks, in rank order, on every rank.
 ///
 /// # Errors
 ///
-/// As [`object::all_gather_object`]. Alone the object is not written, and may be any.
+/// Same as [`object::all_gather_object`]. Without a group the object is not serialized, so any is valid.
 pub fn all_gather_object<T>(object: T, group: Option<&ProcessGroup>) -> Result<Vec<T>>
 where
     T: Serialize + DeserializeOwned,
@@ -240,11 +241,11 @@ where
     }
 }
 
-/// The root gets the objects of all ranks, in rank order; the others get `None`.
+/// Returns the objects of all ranks, in rank order, on the root; `None` on other ranks.
 ///
 /// # Errors
 ///
-/// As [`object::gather_object`]. Alone the object is not written, and may be any.
+/// Same as [`object::gather_object`]. Without a group the object is not serialized, so any is valid.
 pub fn gather_object<T>(
     object: T,
     root: Rank,
@@ -260,19 +261,19 @@ where
     }
 }
 
-/// Brings the ranks' parts of a data set's results together on rank 0, in the data set's order, and
-/// drops what was padded; the others get `None`.
+/// Gathers the ranks' parts of a data set's results on rank 0, in the data set's order, and drops
+/// the padding; other ranks get `None`.
 ///
-/// A sampler deals samples out in turn: rank `r` has samples `r`, `r + n`, `r + 2n`. So the parts
-/// are interleaved, a rank with fewer left out once it has no more, and cut to `size`.
+/// A sampler distributes samples cyclically: rank `r` has samples `r`, `r + n`, `r + 2n`. So the
+/// parts are interleaved, skipping ranks that have no more, and cut to `size`.
 ///
-/// One function where MMEngine has one for a directory that all hosts share and one for the
-/// accelerator's memory: objects are small, and the host is where they are. MMEngine also drops
-/// every result that is `None`; here a result is a result.
+/// MMEngine has one function for a directory shared by all hosts and one for device memory; here
+/// one suffices, because objects are small and in host memory. MMEngine also drops results that are
+/// `None`; here every result counts.
 ///
 /// # Errors
 ///
-/// As [`object::gather_object`].
+/// Same as [`object::gather_object`].
 pub fn collect_results<T>(
     results: Vec<T>,
     size: usize,
@@ -295,12 +296,12 @@ where
     Ok(Some(all))
 }
 
-/// A value of a dictionary to be reduced: a number or several.
+/// A value of a dictionary to be reduced: one or more numbers.
 pub trait DictValue {
-    /// Their type.
+    /// The element type.
     type Elem: Element;
 
-    /// The numbers, as many each time.
+    /// Returns the numbers; the length must be the same each time.
     fn elements(&mut self) -> &mut [Self::Elem];
 }
 
@@ -322,13 +323,13 @@ impl<T: Element> DictValue for Vec<T> {
 
 /// Reduces all values of a dictionary as one buffer, in the order of their keys.
 ///
-/// Every rank must have the same keys, with as many numbers each, which is compared first: one step
-/// of 8 bytes, then one [`all_reduce`]. All values have one type, where MMEngine's are promoted.
+/// Every rank must have the same keys with the same lengths, which are compared first: one step of
+/// 8 bytes, then one [`all_reduce`]. All values have one type; MMEngine promotes types.
 ///
 /// # Errors
 ///
-/// [`Error::InvalidArgument`] on every rank, with `data` unchanged and the group usable, naming the
-/// keys that not all ranks have, or of different length; else as [`ProcessGroup::all_reduce`].
+/// [`Error::InvalidArgument`] on every rank, with `data` unchanged and the group usable, with the
+/// keys that differ between ranks in presence or length; else as [`ProcessGroup::all_reduce`].
 ///
 /// # Examples
 ///
@@ -354,7 +355,7 @@ pub fn all_reduce_dict<V: DictValue>(
     group.all_reduce_coalesced(&mut values, op)
 }
 
-/// Compares a short hash, and only if it differs the keys themselves.
+/// Compares hashes of the keys, and the keys themselves only if the hashes differ.
 fn agree_on_keys(group: &ProcessGroup, own: &[(String, usize)], dtype: DType) -> Result<()> {
     let mut hasher = DefaultHasher::new();
     (own, dtype).hash(&mut hasher);
@@ -385,7 +386,7 @@ fn agree_on_keys(group: &ProcessGroup, own: &[(String, usize)], dtype: DType) ->
     Ok(())
 }
 
-/// The group, if there is somebody to talk to.
+/// Returns the group if it has more than one rank.
 fn several(group: Option<&ProcessGroup>) -> Option<&ProcessGroup> {
     group.filter(|group| group.world_size() > 1)
 }

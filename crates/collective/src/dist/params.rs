@@ -1,27 +1,27 @@
-//! Reducing a model's parameters, of several types, in as few operations as wanted.
+//! Reduces a model's parameters, of several types, in a chosen number of operations.
 //!
-//! Which parameters go together is decided without looking at any of them: each type has one open
-//! bucket, and a parameter that would make it too large closes it first. Buckets go in the order in
-//! which they were closed, those still open at the end in the order in which their types came. So
-//! all ranks make the same calls. PyTorch's `_take_tensors` does the same.
+//! The grouping depends only on types and lengths: each type has one open bucket, and a parameter
+//! that would make it too large closes it first. Closed buckets come first, in the order in which
+//! they were closed; then the open ones, in the order in which their types first occurred. So all
+//! ranks make the same calls. PyTorch's `_take_tensors` does the same.
 
 use half::{bf16, f16};
 
 use super::several;
 use crate::{DType, Element, F8E4M3, F8E5M2, ProcessGroup, ReduceOp, Result};
 
-/// How many operations [`all_reduce_params`] makes. The bits do not depend on it.
+/// Number of operations of [`all_reduce_params`]. It does not affect the bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Coalesce {
-    /// One for each type; the default.
+    /// One per type; the default.
     #[default]
     PerType,
-    /// As many as keep each within this many bytes, unless a single parameter has more.
+    /// As few as keep each within this many bytes, unless a single parameter is larger.
     Buckets {
-        /// The limit; MMEngine's `bucket_size_mb` counts 2^20.
+        /// The limit; MMEngine's `bucket_size_mb` is in units of 2^20.
         bytes: usize,
     },
-    /// One for each parameter.
+    /// One per parameter.
     Never,
 }
 
@@ -58,7 +58,7 @@ macro_rules! params {
             }
         )*
 
-        /// Reduces parameters, all of this type, as one.
+        /// Reduces parameters, all of this type, in one operation.
         fn reduce_bucket(
             dtype: DType,
             bucket: Vec<&mut Param<'_>>,
@@ -102,16 +102,16 @@ params! {
 }
 
 /// Reduces parameters or buffers of a model, in place; every rank gets the result, with the same
-/// bits, whatever `coalesce` is.
+/// bits for any `coalesce`.
 ///
-/// Every rank must call it with as many parameters, of the same types and lengths in the same order,
-/// and the same `op` and `coalesce`. Blocks. Alone it does nothing.
+/// Every rank must call it with the same number of parameters, of the same types and lengths in the
+/// same order, and the same `op` and `coalesce`. Blocks. Without a group it does nothing.
 ///
 /// # Errors
 ///
-/// [`Error::Mismatch`](crate::Error::Mismatch) if the ranks' parameters differ in what the
-/// operations can see; else as [`ProcessGroup::all_reduce`]. Parameters before the one at fault
-/// may have been reduced.
+/// [`Error::Mismatch`](crate::Error::Mismatch) if the ranks' parameters differ in total length or
+/// type per operation; else as [`ProcessGroup::all_reduce`]. Parameters before the failing one may
+/// have been reduced.
 ///
 /// # Examples
 ///
@@ -142,7 +142,7 @@ pub fn all_reduce_params(
     Ok(())
 }
 
-/// Which parameters go together: lists of indices, none empty.
+/// Groups parameters into buckets: lists of indices, none empty.
 fn plan(shapes: &[(DType, usize)], coalesce: Coalesce) -> Vec<Vec<usize>> {
     let limit = match coalesce {
         Coalesce::PerType => usize::MAX,
@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bucket_is_closed_by_what_would_not_fit() {
+    fn a_parameter_that_does_not_fit_closes_the_bucket() {
         use DType::{F16, F32};
         let shapes = [(F32, 1), (F16, 3), (F32, 1), (F32, 5), (F16, 1), (F32, 1)];
         let plan = |coalesce| plan(&shapes, coalesce);
@@ -207,7 +207,7 @@ mod tests {
                 let filled = bucket.iter().filter(|index| bytes(index) > 0).count();
                 prop_assert!(full <= limit || filled == 1);
             }
-            // No two neighbours of a type would have fitted together.
+            // No two neighbours of a type would have fit into one bucket.
             for dtype in DType::ALL {
                 let of_type = buckets.iter().filter(|bucket| shapes[bucket[0]].0 == dtype);
                 let of_type: Vec<_> = of_type.collect();

@@ -1,10 +1,10 @@
-//! Which device is a rank's own, from the variables that hide devices from a process.
+//! Selects a rank's device, from the variables that limit the devices visible to a process.
 //!
-//! A process numbers the devices it sees from 0. Where a launcher shows each rank its own device
-//! (`srun --gpus-per-task=1`), that is 0 in every rank, whatever the local rank. The question is
-//! asked when a device is wanted: a job on CPUs does not care what a variable shows.
+//! A process numbers its visible devices from 0. If a launcher shows each rank only its own device
+//! (`srun --gpus-per-task=1`), the index is 0 in every rank, whatever the local rank. It is
+//! computed on demand, so a wrong variable does not affect jobs on CPUs.
 
-use super::reader::{Lookup, contradiction};
+use super::reader::{Lookup, invalid};
 use super::topology::{Fact, Origin};
 use crate::Result;
 
@@ -12,14 +12,14 @@ use crate::Result;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Accelerator {
-    /// A CUDA GPU; shown by `CUDA_VISIBLE_DEVICES`.
+    /// A CUDA GPU; made visible by `CUDA_VISIBLE_DEVICES`.
     Cuda,
-    /// An Ascend NPU; shown by `ASCEND_RT_VISIBLE_DEVICES`.
+    /// An Ascend NPU; made visible by `ASCEND_RT_VISIBLE_DEVICES`.
     Npu,
 }
 
 impl Accelerator {
-    /// The variable that hides devices of this kind from a process.
+    /// The variable that limits the visible devices of this kind.
     #[must_use]
     pub fn variable(self) -> &'static str {
         match self {
@@ -28,16 +28,16 @@ impl Accelerator {
         }
     }
 
-    /// Why a list shows fewer devices than it has tokens, if it does.
+    /// Explains why a list shows fewer devices than it has tokens; empty if it does not.
     fn rule(self, ends_early: bool) -> &'static str {
         match self {
             _ if !ends_early => "",
-            Self::Cuda => ": CUDA stops at the first token that is no device",
-            Self::Npu => ": CANN stops at the first token that is no larger number",
+            Self::Cuda => ": CUDA stops at the first token that is not a device",
+            Self::Npu => ": CANN stops at the first token that is not a larger number",
         }
     }
 
-    /// How many devices `list`, the variable's value, shows.
+    /// Number of devices that `list`, the variable's value, shows.
     #[must_use]
     pub fn shown(self, list: &str) -> usize {
         match self {
@@ -47,7 +47,7 @@ impl Accelerator {
     }
 }
 
-/// The variables as they are; `None` is not set, and shows all devices.
+/// The variables' values; `None` is unset, and shows all devices.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Devices {
     cuda: Option<String>,
@@ -69,21 +69,21 @@ impl Devices {
 
     pub(super) fn index(&self, kind: Accelerator, local_rank: Option<usize>) -> Result<usize> {
         let local_rank = local_rank.ok_or_else(|| {
-            contradiction(
-                "cannot tell which device is this rank's own: LOCAL_RANK is not set, and the ranks \
-                 may be on several hosts; set it, or call Topology::locate"
+            invalid(
+                "cannot select this rank's device: LOCAL_RANK is not set, and the ranks may be on \
+                 several hosts; set it, or call Topology::locate"
                     .to_owned(),
             )
         });
         let Some(text) = self.list(kind) else { return local_rank };
         let variable = kind.variable();
         match kind.shown(text) {
-            0 => Err(contradiction(format!("{variable}={text:?} shows no device"))),
-            // Of a longer list that ends early it is the first rank's.
+            0 => Err(invalid(format!("{variable}={text:?} shows no device"))),
+            // A longer list that ends early shows its one device to the first rank only.
             1 if !text.contains(',') => Ok(0),
             count => match local_rank? {
                 local_rank if local_rank < count => Ok(local_rank),
-                local_rank => Err(contradiction(format!(
+                local_rank => Err(invalid(format!(
                     "{variable}={text:?} shows {count}, and none is left for local rank \
                      {local_rank}{}",
                     kind.rule(text.split(',').count() > count)
@@ -92,7 +92,7 @@ impl Devices {
         }
     }
 
-    /// Notes the device of each kind whose variable is set and shows one for this rank, once.
+    /// Records, once, the device of each kind whose variable is set and shows one for this rank.
     pub(super) fn note(&self, local_rank: Option<usize>, facts: &mut Vec<Fact>) {
         for (kind, name) in [(Accelerator::Cuda, "cuda_device"), (Accelerator::Npu, "npu_device")] {
             if facts.iter().any(|fact| fact.name == name) {
@@ -106,7 +106,8 @@ impl Devices {
     }
 }
 
-/// CUDA takes indices and identifiers, up to the first that is neither (`-1`, Slurm's `NoDevFiles`).
+/// CUDA reads indices and identifiers, and stops at the first other token (`-1`, Slurm's
+/// `NoDevFiles`).
 fn shown_cuda(text: &str) -> usize {
     let is_device = |token: &&str| {
         let digits = !token.is_empty() && token.bytes().all(|byte| byte.is_ascii_digit());
@@ -115,7 +116,7 @@ fn shown_cuda(text: &str) -> usize {
     text.split(',').map(str::trim).take_while(is_device).count()
 }
 
-/// CANN takes indices in ascending order, up to the first that is not.
+/// CANN reads indices in ascending order, and stops at the first other token.
 fn shown_npu(text: &str) -> usize {
     let mut last = None;
     let ascends = |token: &str| {
@@ -132,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_device_is_the_local_rank_or_the_only_one_under_every_launcher() {
+    fn the_device_is_the_local_rank_or_the_only_one() {
         for (text, local) in [(STATIC, 1), (SLURM, 1), (OPEN_MPI, 3), (MPICH, 3), ("", 0)] {
             for kind in [Accelerator::Cuda, Accelerator::Npu] {
                 let name = kind.variable();
@@ -154,11 +155,11 @@ mod tests {
         let crowded = from(&format!("{OPEN_MPI}\nCUDA_VISIBLE_DEVICES=4,5")).unwrap();
         let error = crowded.device(Accelerator::Cuda).unwrap_err().to_string();
         assert!(error.contains("\"4,5\" shows 2") && error.contains("local rank 3"), "{error}");
-        assert!(!crowded.to_string().contains("cuda_device"), "on CPUs it is nobody's business");
+        assert!(!crowded.to_string().contains("cuda_device"), "a job on CPUs is not affected");
     }
 
     #[test]
-    fn the_rest_of_a_list_that_ends_early_is_nobodys() {
+    fn devices_after_the_end_of_a_list_are_not_used() {
         let device = |text: &str, local: usize| {
             let launched = format!("{STATIC}\nASCEND_RT_VISIBLE_DEVICES={text}");
             let launched = launched.replace("LOCAL_RANK=1", &format!("LOCAL_RANK={local}"));

@@ -1,15 +1,15 @@
-//! Rendezvous: from what the launcher said to a process group.
+//! Rendezvous: makes a process group from the launcher's environment.
 //!
-//! [`Topology::from_env`] reads who this process is, purely, and remembers where each fact came
-//! from; [`init_process_group`] brings the ranks together at the store the topology names.
+//! [`Topology::from_env`] reads rank, world size and addresses from the environment, without side
+//! effects, and records the source of each value; [`init_process_group`] joins the ranks at the
+//! store named by the topology.
 //!
-//! Who hosts the store: the launcher, if it says `TORCHELASTIC_USE_AGENT_STORE=True`; otherwise
-//! rank 0 does, for the life of its process. The keys of one group lie under
-//! `/<run>/<attempt>/<group>/`, so neither another group nor an earlier attempt at the same store
-//! is met.
+//! The launcher hosts the store if it sets `TORCHELASTIC_USE_AGENT_STORE=True`; otherwise rank 0
+//! does, until its process ends. The keys of one group have the prefix `/<run>/<attempt>/<group>/`,
+//! so they never collide with another group's or an earlier attempt's.
 //!
-//! Invariant: a `Topology` is consistent: `rank < world_size`, `local_rank < local_world_size <=
-//! world_size` where they are known; whatever is not was refused by name.
+//! Invariant: a `Topology` is consistent: `rank < world_size` and `local_rank < local_world_size <=
+//! world_size` where they are known; a violation is an error that names the variable.
 
 mod device;
 mod mpi;
@@ -35,17 +35,17 @@ use crate::{
     TcpStoreServer,
 };
 
-/// Brings the ranks of `topology` together and returns this rank's place in their group.
-/// [`Topology::from_env`] lists the variables that a script sets to start ranks.
+/// Joins the ranks of `topology` and returns this rank's group. [`Topology::from_env`] lists the
+/// variables for scripts that start ranks themselves.
 ///
-/// Every rank must call it, with the same `options`; it blocks until all have. A rank that
-/// forms several groups gives each its own [name](GroupOptions::name). A single process needs no store and waits
-/// for nobody.
+/// Every rank must call it, with the same `options`; blocks until all have. A rank that forms
+/// several groups gives each its own [name](GroupOptions::name). A single process needs no store
+/// and does not block.
 ///
 /// # Errors
 ///
-/// [`Error::Rendezvous`], naming address and port, if the store is not reached, or the ranks that
-/// did not come within the timeout; those of [`ProcessGroup::from_store`].
+/// [`Error::Rendezvous`], with address and port, if the store is unreachable, or with the ranks
+/// that did not come within the timeout; the errors of [`ProcessGroup::from_store`].
 ///
 /// # Examples
 ///
@@ -66,8 +66,8 @@ pub fn init_process_group(topology: &Topology, options: GroupOptions) -> Result<
         return ProcessGroup::from_store(Arc::new(MemoryStore::new()), rank, 1, options);
     }
     let store = store(topology, &options.name, options.timeout)?;
-    // When this returns, every rank has read all it needs: rank 0 may end, and the store with it.
-    // Only splits and rebuilds ask the store again.
+    // When this returns, every rank has read everything it needs: rank 0 may end, and the store
+    // with it. Only splits and rebuilds use the store again.
     ProcessGroup::from_store(Arc::new(store), rank, world_size, options).map_err(
         |error| match error {
             Error::Timeout { op, missing, waited } => Error::Rendezvous {
@@ -80,25 +80,25 @@ pub fn init_process_group(topology: &Topology, options: GroupOptions) -> Result<
 }
 
 impl Topology {
-    /// Finds [`local_rank`](Self::local_rank) and [`local_world_size`](Self::local_world_size) if the
-    /// launcher gives not both: the ranks tell one another through the store on which host they are, and
-    /// are counted by rank. Ranks in different PID namespaces count as on different hosts. What the
-    /// launcher gives stays.
+    /// Determines [`local_rank`](Self::local_rank) and [`local_world_size`](Self::local_world_size)
+    /// if the launcher does not set both: the ranks exchange their hosts through the store, and
+    /// each host's ranks are numbered in rank order. Ranks in different PID namespaces count as on
+    /// different hosts. Values set by the launcher are kept.
     ///
-    /// Every rank must call it, before [`init_process_group`] or after. Blocks until all have, at most for
-    /// `timeout`. A rank for which nothing is missing returns at once.
+    /// Every rank must call it, before or after [`init_process_group`]. Blocks until all have, for
+    /// at most `timeout`. A rank that already knows both values returns at once.
     ///
     /// # Errors
     ///
-    /// Those of [`TcpStore::connect`](crate::TcpStore::connect) and
+    /// The errors of [`TcpStore::connect`](crate::TcpStore::connect) and
     /// [`store::exchange`](fn@crate::store::exchange);
-    /// [`Error::InvalidArgument`] if what comes of it contradicts the launcher.
+    /// [`Error::InvalidArgument`] if the result contradicts the launcher's values.
     pub fn locate(&mut self, timeout: Duration) -> Result<()> {
         if self.local_rank.is_some() && self.local_world_size.is_some() {
             return Ok(());
         }
         let store = store(self, "locate", timeout)?;
-        // A process may ask more than once.
+        // A counter in the key, because a process may call this more than once.
         let time = store.add(&format!("times/{}", self.rank), 1)?;
         let (key, own) = (time.to_string(), machine()?);
         let all = exchange(&store, &key, self.rank, self.world_size, own.as_bytes(), timeout)?;
@@ -112,14 +112,15 @@ impl Topology {
             self.local_rank.unwrap_or_else(|| note("local_rank", here(&all[..self.rank])));
         let local_size =
             self.local_world_size.unwrap_or_else(|| note("local_world_size", here(&all)));
-        reader::less(("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_size))?;
+        reader::check_below(("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_size))?;
         (self.local_rank, self.local_world_size) = (Some(local_rank), Some(local_size));
         self.devices.note(self.local_rank, &mut self.facts);
         Ok(())
     }
 }
 
-/// The part of the job's store for `name`; rank 0 serves the store, unless the launcher does.
+/// Connects to the job's store, with the prefix `name`; rank 0 also serves it, unless the launcher
+/// does.
 fn store(topology: &Topology, name: &str, timeout: Duration) -> Result<PrefixStore> {
     if topology.rank == 0 && !topology.agent_store {
         host(topology)?;
@@ -132,13 +133,13 @@ fn store(topology: &Topology, name: &str, timeout: Duration) -> Result<PrefixSto
 fn missing_ranks(missing: &[Rank], world_size: usize, waited: Duration) -> String {
     let list: Vec<_> = missing.iter().map(ToString::to_string).collect();
     format!(
-        "after {waited:.1?} still missing of {world_size} ranks: {}; see their own output for why \
-         they did not come, and check that each process has its own RANK",
+        "after {waited:.1?} still missing of {world_size} ranks: {}; see their own output for \
+         the reason, and check that each process has its own RANK",
         list.join(", ")
     )
 }
 
-/// Hosts the store at the master's port, once for each port, until the process ends.
+/// Hosts the store at the master's port until the process ends; once per port.
 fn host(topology: &Topology) -> Result<()> {
     static HOSTED: Mutex<Option<HashMap<u16, TcpStoreServer>>> = Mutex::new(None);
     let mut hosted = HOSTED.lock();
@@ -151,8 +152,8 @@ fn host(topology: &Topology) -> Result<()> {
     Ok(())
 }
 
-/// A job of one host is served on its loopback address only; otherwise on all addresses, because
-/// the name others know this host by may lead to any of them.
+/// Binds to the loopback address if the master is on it, as in a job of one host; otherwise to all
+/// addresses, because the name that other hosts use may resolve to any of them.
 fn bind(addr: &str, port: u16) -> Result<TcpStoreServer> {
     let loopback = (addr, port).to_socket_addrs().ok().and_then(|mut all| all.find(is_loopback));
     if let Some(loopback) = loopback {
@@ -181,8 +182,8 @@ mod tests {
     pub(super) const MPICH: &str =
         include_str!("../../tests/vectors/launch-env/mpich-4.0.2-rank3.txt");
 
-    /// The topology of the variables in `text`, one a line; later ones win, and `NAME` alone
-    /// takes one away.
+    /// The topology of the variables in `text`, one per line; later ones win, and `NAME` alone
+    /// removes one.
     pub(super) fn from(text: &str) -> Result<Topology> {
         Topology::from_env(lookup(text))
     }
@@ -236,7 +237,7 @@ mod tests {
         GroupOptions::default().with_timeout(Duration::from_secs(20))
     }
 
-    /// Two ranks as threads; the shared-memory group does not mind.
+    /// Runs two ranks as threads; the shared-memory backend supports that.
     fn both(port: u16, agent_store: bool, options: &GroupOptions) {
         std::thread::scope(|scope| {
             for rank in 0..2 {
@@ -268,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_does_not_come_is_named() {
+    fn the_error_names_a_rank_that_does_not_come() {
         let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
         let options = options().with_timeout(Duration::from_millis(200));
         let topology = topology(0, server.port(), true);
@@ -279,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_that_is_not_there_is_named() {
+    fn the_error_names_an_unreachable_store() {
         let topology = topology(1, free_port(), true);
         let options = options().with_timeout(Duration::from_millis(200));
         let error = init_process_group(&topology, options).unwrap_err().to_string();
@@ -287,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_single_process_is_a_group_of_one() {
+    fn a_single_process_forms_a_group_of_one() {
         let topology = Topology::from_env(|_| None).unwrap();
         let group = init_process_group(&topology, GroupOptions::default()).unwrap();
         assert_eq!((group.rank(), group.world_size()), (0, 1));

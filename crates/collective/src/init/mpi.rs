@@ -1,31 +1,31 @@
-//! The variables of `mpirun` and `mpiexec`: Open MPI's, and PMI's (MPICH and its kin).
+//! The variables of `mpirun` and `mpiexec`: Open MPI's, and PMI's (MPICH and derivatives).
 //!
-//! Neither says where rank 0 runs. If all ranks are on one host, that does not matter; otherwise
-//! `MASTER_ADDR` must be given. Without a `MASTER_PORT` it is made of the job's name where MPI gives
-//! one, so that two jobs on one host do not meet, and otherwise is PyTorch's 29500.
+//! Neither gives the host of rank 0. If all ranks are on one host it is not needed; otherwise
+//! `MASTER_ADDR` must be set. Without `MASTER_PORT` the port is derived from the job's name if MPI
+//! sets one, so that two jobs on one host use different ports; otherwise it is PyTorch's 29500.
 
-use super::reader::{Reader, agreeable, at_most, contradiction, less, port_of};
+use super::reader::{Reader, check_at_most, check_below, check_port, invalid, port_from_seed};
 use super::topology::{Launcher, Origin, Topology};
 use crate::Result;
 
-/// What only `mpirun` itself sets, whatever it was started in.
-pub(super) const MARKS: [&str; 4] = [
+/// Variables that only `mpirun` sets, even inside another launcher.
+pub(super) const MARKERS: [&str; 4] = [
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
 ];
-/// What `srun --mpi=pmi2` sets too.
-pub(super) const PMI_MARKS: [&str; 2] = ["PMI_RANK", "PMI_SIZE"];
+/// Variables that `srun --mpi=pmi2` also sets.
+pub(super) const PMI_MARKERS: [&str; 2] = ["PMI_RANK", "PMI_SIZE"];
 
-/// One MPI's names for the same things.
+/// One MPI's variables.
 struct Names {
     rank: &'static str,
     size: &'static str,
     local_rank: &'static str,
     local_size: &'static str,
-    /// How its launcher hands on a variable.
-    hand_on: &'static str,
+    /// The launcher's flags that pass a variable to the ranks.
+    forward_flags: &'static str,
 }
 
 const OPEN_MPI: Names = Names {
@@ -33,20 +33,20 @@ const OPEN_MPI: Names = Names {
     size: "OMPI_COMM_WORLD_SIZE",
     local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
     local_size: "OMPI_COMM_WORLD_LOCAL_SIZE",
-    hand_on: "mpirun -x MASTER_ADDR=... -x MASTER_PORT=...",
+    forward_flags: "mpirun -x MASTER_ADDR=... -x MASTER_PORT=...",
 };
 const PMI: Names = Names {
     rank: "PMI_RANK",
     size: "PMI_SIZE",
     local_rank: "MPI_LOCALRANKID",
     local_size: "MPI_LOCALNRANKS",
-    hand_on: "mpiexec -genv MASTER_ADDR ... -genv MASTER_PORT ...",
+    forward_flags: "mpiexec -genv MASTER_ADDR ... -genv MASTER_PORT ...",
 };
 
 pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
     reader.hint = "though the launcher is MPI; start the ranks with mpirun, or with srun and the \
                    launcher slurm";
-    let names = match reader.first(&MARKS[..3]) {
+    let names = match reader.first(&MARKERS[..3]) {
         Some(_) => OPEN_MPI,
         None => PMI,
     };
@@ -55,23 +55,23 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
     let one = |value| (world_size == 1).then_some((value, "the only rank"));
     let local_rank = reader.number("local_rank", &[names.local_rank], one(0))?;
     let local_world_size = reader.number("local_world_size", &[names.local_size], one(1))?;
-    less((names.rank, rank), (names.size, world_size))?;
-    less((names.local_rank, local_rank), (names.local_size, local_world_size))?;
-    at_most((names.local_size, local_world_size), (names.size, world_size))?;
+    check_below((names.rank, rank), (names.size, world_size))?;
+    check_below((names.local_rank, local_rank), (names.local_size, local_world_size))?;
+    check_at_most((names.local_size, local_world_size), (names.size, world_size))?;
 
     let all_here = local_world_size == world_size;
     let here = ("127.0.0.1".to_owned(), "all ranks are on this host");
     if !all_here && reader.first(&["MASTER_ADDR"]).is_none() {
-        return Err(contradiction(format!(
+        return Err(invalid(format!(
             "MASTER_ADDR is not set, and {local_world_size} of {world_size} ranks are on this host \
-             ({}): MPI does not say where rank 0 runs; start it with {}",
-            names.local_size, names.hand_on
+             ({}): MPI does not give the host of rank 0; start the job with {}",
+            names.local_size, names.forward_flags
         )));
     }
     let master_addr = reader.text("master_addr", &["MASTER_ADDR"], all_here.then_some(here))?;
     let job = reader.first(&["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"]);
     let master_port = master_port(&mut reader, job.as_ref().map(|(_, text)| &text[..]))?;
-    agreeable(master_port, world_size)?;
+    check_port(master_port, world_size)?;
     let (run_id, origin) = match job {
         Some((name, text)) => (format!("mpi-{text}"), Origin::Variable(name)),
         None => ("mpi".to_owned(), Origin::Default("MPI gives the job no name")),
@@ -87,7 +87,7 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
         master_addr,
         master_port,
         run_id,
-        ..Topology::alone(Launcher::Mpi, reader.facts)
+        ..Topology::single_process(Launcher::Mpi, reader.facts)
     })
 }
 
@@ -95,12 +95,12 @@ fn master_port(reader: &mut Reader<'_>, job: Option<&str>) -> Result<u16> {
     let Some(job) = job.filter(|_| reader.first(&["MASTER_PORT"]).is_none()) else {
         return reader.number("master_port", &["MASTER_PORT"], Some((29_500, "PyTorch's default")));
     };
-    let port = port_of(fnv1a(job.as_bytes()));
+    let port = port_from_seed(fnv1a(job.as_bytes()));
     reader.note("master_port", &port, Origin::Derived("from the job's name"));
     Ok(port)
 }
 
-/// Fowler, Noll and Vo's hash: the same on every rank, whatever compiled it.
+/// Fowler, Noll and Vo's hash (FNV-1a): the same on every rank, unlike std's hashers.
 fn fnv1a(bytes: &[u8]) -> u64 {
     let step = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)
@@ -112,7 +112,7 @@ mod tests {
     use crate::Error;
 
     #[test]
-    fn recorded_jobs_of_one_host_need_no_master() {
+    fn recorded_jobs_on_one_host_need_no_master_addr() {
         for (text, master, run_id) in
             [(OPEN_MPI, "127.0.0.1:29193", "mpi-672399361"), (MPICH, "127.0.0.1:29500", "mpi")]
         {
@@ -134,21 +134,21 @@ mod tests {
     }
 
     #[test]
-    fn on_several_hosts_the_master_must_be_named() {
-        for (text, change, hand_on) in [
+    fn several_hosts_need_master_addr() {
+        for (text, change, forward_flags) in [
             (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE=2\nOMPI_COMM_WORLD_LOCAL_RANK=1", "mpirun -x"),
             (MPICH, "MPI_LOCALNRANKS=2\nMPI_LOCALRANKID=1", "mpiexec -genv"),
         ] {
             let error = from(&format!("{text}\n{change}")).unwrap_err().to_string();
             assert!(error.contains("MASTER_ADDR is not set, and 2 of 4 ranks"), "{error}");
-            assert!(error.contains(hand_on), "{error}");
+            assert!(error.contains(forward_flags), "{error}");
             let named = from(&format!("{text}\n{change}\nMASTER_ADDR=n1\nMASTER_PORT=7")).unwrap();
             assert_eq!(named.master(), "n1:7");
         }
     }
 
     #[test]
-    fn contradictions_are_refused_by_name() {
+    fn contradictions_are_errors_that_name_the_variable() {
         for (change, text) in [
             (
                 "OMPI_COMM_WORLD_RANK=4",
@@ -164,7 +164,7 @@ mod tests {
             assert!(matches!(error, Error::InvalidArgument(_)), "{change}: {error}");
             assert!(error.to_string().contains(text), "{change}: {error}");
         }
-        // PMI without MPI_LOCALRANKID does not say which device is whose.
+        // Without MPI_LOCALRANKID, PMI gives no local rank, so no device can be chosen.
         let error = from("PMI_RANK=1\nPMI_SIZE=2").unwrap_err().to_string();
         assert!(error.contains("MPI_LOCALRANKID is not set"), "{error}");
         assert_eq!(from("PMI_RANK=0\nPMI_SIZE=1").unwrap().local_world_size, Some(1));

@@ -1,16 +1,16 @@
-//! Slurm's short forms: `n[1-3,07],m1` for hosts, `2(x2),1` for tasks per host.
+//! Slurm's compact lists: `n[1-3,07],m1` for hosts, `2(x2),1` for tasks per host.
 //!
-//! Hosts come in the order of `scontrol show hostnames`, which the tests compare with where it is
-//! installed: of several brackets in one name the last varies fastest, then the first, the second,
-//! and so on. Numbers keep their zeros. What follows a name's last bracket must be nothing, as with
-//! Slurm.
+//! Hosts are in the order of `scontrol show hostnames`, which the tests compare with where it is
+//! installed: with several brackets in one name the last varies fastest, then the first, the
+//! second, and so on. Numbers keep their leading zeros. As in Slurm, nothing may follow a name's
+//! last bracket.
 //!
-//! Invariant: no more than [`MAX_HOSTS`] are made, however short the text that asks for them.
+//! Invariant: a list expands to at most [`MAX_HOSTS`], however short its text.
 
-/// The most hosts of one list; Slurm's own limit for a range.
+/// Maximum number of hosts in a list; Slurm's own limit for a range.
 pub(super) const MAX_HOSTS: usize = 65_536;
 
-/// The hosts of a node list, or what is wrong with it.
+/// Expands a node list; the error describes the problem.
 pub(super) fn hosts(list: &str) -> Result<Vec<String>, String> {
     let mut hosts = Vec::new();
     for name in split_outside_brackets(list)? {
@@ -19,7 +19,7 @@ pub(super) fn hosts(list: &str) -> Result<Vec<String>, String> {
     Ok(hosts)
 }
 
-/// The counts of `2(x2),1`: here 2, 2, 1.
+/// Expands `2(x2),1` to 2, 2, 1.
 pub(super) fn tasks_per_node(text: &str) -> Result<Vec<usize>, String> {
     let mut counts = Vec::new();
     for item in text.split(',') {
@@ -38,14 +38,14 @@ pub(super) fn tasks_per_node(text: &str) -> Result<Vec<usize>, String> {
     Ok(counts)
 }
 
-/// The names of a list, which commas separate unless they stand in brackets.
+/// Splits a list at the commas that are not inside brackets.
 fn split_outside_brackets(list: &str) -> Result<Vec<&str>, String> {
     let (mut names, mut start, mut inside) = (Vec::new(), 0, false);
     for (at, byte) in list.bytes().enumerate() {
         match (byte, inside) {
             (b'[', false) => inside = true,
             (b']', true) => inside = false,
-            (b'[', true) | (b']', false) => return Err("brackets that do not match".to_owned()),
+            (b'[', true) | (b']', false) => return Err("unbalanced brackets".to_owned()),
             (b',', false) => {
                 names.push(&list[start..at]);
                 start = at + 1;
@@ -54,11 +54,11 @@ fn split_outside_brackets(list: &str) -> Result<Vec<&str>, String> {
         }
     }
     if inside {
-        return Err("brackets that do not match".to_owned());
+        return Err("unbalanced brackets".to_owned());
     }
     names.push(&list[start..]);
     if names.iter().any(|name| name.is_empty() || name.contains(char::is_whitespace)) {
-        return Err("a name that is empty or has a space".to_owned());
+        return Err("an empty name, or a space in a name".to_owned());
     }
     Ok(names)
 }
@@ -69,12 +69,12 @@ fn expand(name: &str, hosts: &mut Vec<String>) -> Result<(), String> {
         return push(hosts, name.to_owned());
     };
     let Some(last) = last.strip_suffix(']') else {
-        return Err(format!("{name:?}: Slurm has nothing after the last bracket"));
+        return Err(format!("{name:?}: nothing may follow the last bracket"));
     };
     let mut fronts = vec![String::new()];
     let mut rest = front;
     while let Some((literal, tail)) = rest.split_once('[') {
-        let (ranges, tail) = tail.split_once(']').expect("brackets were matched");
+        let (ranges, tail) = tail.split_once(']').expect("brackets are balanced");
         let mut longer = Vec::new();
         for number in numbers(ranges)? {
             for front in &fronts {
@@ -92,7 +92,7 @@ fn expand(name: &str, hosts: &mut Vec<String>) -> Result<(), String> {
     Ok(())
 }
 
-/// The numbers of `1-3,07`, as text.
+/// Expands `1-3,07` to numbers as text.
 fn numbers(ranges: &str) -> Result<Vec<String>, String> {
     let mut numbers = Vec::new();
     for range in ranges.split(',') {
@@ -110,7 +110,7 @@ fn numbers(ranges: &str) -> Result<Vec<String>, String> {
 }
 
 fn number(text: &str) -> Option<u64> {
-    // Longer ones lose digits in Slurm.
+    // Slurm drops digits of longer numbers.
     let plain = text.len() <= 18 && text.bytes().all(|byte| byte.is_ascii_digit());
     if plain { text.parse().ok() } else { None }
 }
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_list_is_refused() {
+    fn malformed_lists_are_errors() {
         for list in [
             "",
             ",",
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_text_makes_no_endless_list() {
+    fn expansion_is_limited() {
         assert_eq!(hosts("n[1-65536]").unwrap().len(), MAX_HOSTS);
         for list in ["n[1-65537]", "n[0-999999999999999999]", "a[1-300]b[1-300]", "a[1-65536],b"] {
             assert!(hosts(list).unwrap_err().contains("more than 65536"), "{list}");
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn tasks_per_node_are_counted_out() {
+    fn tasks_per_node_expands_repetitions() {
         assert_eq!(tasks_per_node("2(x2)").unwrap(), [2, 2]);
         assert_eq!(tasks_per_node("3,1").unwrap(), [3, 1]);
         assert_eq!(tasks_per_node("2,1(x3),4").unwrap(), [2, 1, 1, 1, 4]);
@@ -200,7 +200,7 @@ mod tests {
         }
     }
 
-    /// A configuration that is enough for `scontrol show hostnames`.
+    /// A configuration sufficient for `scontrol show hostnames`.
     fn slurm_conf() -> PathBuf {
         let conf = std::env::temp_dir().join(format!("collective-{}.conf", std::process::id()));
         std::fs::write(&conf, "ClusterName=test\nSlurmctldHost=localhost\n").unwrap();
@@ -246,7 +246,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_is_taken_or_refused(text in "[n1-3,\\[\\]()x -]{0,24}") {
+        fn any_text_is_parsed_or_an_error(text in "[n1-3,\\[\\]()x -]{0,24}") {
             if let Ok(hosts) = hosts(&text) {
                 prop_assert!(!hosts.is_empty() && hosts.len() <= MAX_HOSTS);
             }

@@ -1,19 +1,19 @@
 //! The variables of `torchrun`.
 //!
-//! `RANK` and `WORLD_SIZE` come together or not at all. With more than one rank there must be
-//! `MASTER_ADDR` and `MASTER_PORT` too: a guess would have ranks meet at two stores. `LOCAL_RANK` is
-//! not guessed either, as it would put two ranks on one device: without it the local rank is known
-//! only where `MASTER_ADDR` is this host itself.
+//! `RANK` and `WORLD_SIZE` must both be set or both unset. With more than one rank, `MASTER_ADDR`
+//! and `MASTER_PORT` must be set too: with a default, ranks could meet at two stores. A wrong
+//! default for `LOCAL_RANK` would put two ranks on one device: without it the local rank is known
+//! only if `MASTER_ADDR` is a loopback address.
 
-use super::reader::{Reader, agreeable, at_most, less};
+use super::reader::{Reader, check_at_most, check_below, check_port};
 use super::topology::{Launcher, Origin, Topology};
 use crate::Result;
 
-/// Each of these says that it was this launcher.
-pub(super) const MARKS: [&str; 4] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
+/// Any of these variables identifies this launcher.
+pub(super) const MARKERS: [&str; 4] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
 
 pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
-    reader.hint = "though other variables of torchrun are, or it was chosen; start the ranks with \
+    reader.hint = "but other variables of torchrun are, or it was chosen; start the ranks with \
                    `runner launch` or torchrun, set it, or choose another launcher";
     let single = "single process";
     let world_size = reader.number("world_size", &["WORLD_SIZE"], None)?;
@@ -46,14 +46,14 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
     let run_id = reader.text("run_id", &["TORCHELASTIC_RUN_ID"], Some(unnamed))?;
     let agent_store = agent_store(&mut reader);
 
-    less(("RANK", rank), ("WORLD_SIZE", world_size))?;
+    check_below(("RANK", rank), ("WORLD_SIZE", world_size))?;
     let most = local_world_size.unwrap_or(world_size);
-    at_most(("LOCAL_WORLD_SIZE", most), ("WORLD_SIZE", world_size))?;
+    check_at_most(("LOCAL_WORLD_SIZE", most), ("WORLD_SIZE", world_size))?;
     if let Some(local_rank) = local_rank {
         let counted = if local_world_size.is_some() { "LOCAL_WORLD_SIZE" } else { "WORLD_SIZE" };
-        less(("LOCAL_RANK", local_rank), (counted, most))?;
+        check_below(("LOCAL_RANK", local_rank), (counted, most))?;
     }
-    agreeable(master_port, world_size)?;
+    check_port(master_port, world_size)?;
     Ok(Topology {
         rank,
         world_size,
@@ -65,11 +65,11 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
         agent_store,
         run_id,
         restart_count,
-        ..Topology::alone(Launcher::Pytorch, reader.facts)
+        ..Topology::single_process(Launcher::Pytorch, reader.facts)
     })
 }
 
-/// Only the literal `True` counts: it is what Python compares with.
+/// Only the literal `True` counts: PyTorch compares with that.
 fn agent_store(reader: &mut Reader<'_>) -> bool {
     let (value, origin) = match reader.first(&["TORCHELASTIC_USE_AGENT_STORE"]) {
         Some((name, text)) => (text == "True", Origin::Variable(name)),
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn contradictions_are_refused_by_name() {
+    fn contradictions_are_errors_that_name_the_variable() {
         for (change, text) in [
             ("RANK=2", "RANK=2 is not below WORLD_SIZE=2"),
             ("RANK=-1", "RANK=\"-1\" is not a number"),
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_literal_true_is_an_agents_store() {
+    fn only_the_literal_true_means_agent_store() {
         for (text, agent_store) in [
             ("TORCHELASTIC_USE_AGENT_STORE=True", true),
             ("TORCHELASTIC_USE_AGENT_STORE=true", false),
@@ -153,15 +153,15 @@ mod tests {
     }
 
     #[test]
-    fn ranks_of_one_host_need_not_be_counted() {
+    fn local_world_size_is_optional_on_one_host() {
         let topology = from(&format!("{STATIC}\nLOCAL_WORLD_SIZE")).unwrap();
         assert_eq!(topology.local_world_size, Some(2));
-        let alone = from("RANK=0\nWORLD_SIZE=1").unwrap();
-        assert_eq!((alone.local_rank, alone.local_world_size), (Some(0), Some(1)));
+        let single = from("RANK=0\nWORLD_SIZE=1").unwrap();
+        assert_eq!((single.local_rank, single.local_world_size), (Some(0), Some(1)));
     }
 
     #[test]
-    fn four_variables_are_enough_and_no_local_rank_is_guessed() {
+    fn four_variables_suffice_and_local_rank_has_no_default() {
         let at = |addr| from(&format!("RANK=1\nWORLD_SIZE=2\nMASTER_ADDR={addr}\nMASTER_PORT=1"));
         for addr in ["127.0.0.1", "localhost", "::1"] {
             let topology = at(addr).unwrap();
@@ -173,11 +173,11 @@ mod tests {
         assert_eq!((topology.local_rank, topology.local_world_size), (None, None));
         let error = topology.device(Accelerator::Cuda).unwrap_err().to_string();
         assert!(error.contains("LOCAL_RANK") && error.contains("Topology::locate"), "{error}");
-        // A device that each rank sees alone is its own, whichever it is.
+        // A rank that sees one device uses it, whatever its local rank.
         let variables = "RANK=1\nWORLD_SIZE=2\nMASTER_ADDR=node\nMASTER_PORT=1";
         let shown = from(&format!("{variables}\nCUDA_VISIBLE_DEVICES=3")).unwrap();
         assert_eq!(shown.device(Accelerator::Cuda).unwrap(), 0);
-        // A loopback address that is the end of a tunnel.
+        // A loopback address may be the end of a tunnel.
         let tunnel = from(&format!("{variables}\nMASTER_ADDR=::1\nLOCAL_WORLD_SIZE=1")).unwrap();
         assert_eq!((tunnel.local_rank, tunnel.local_world_size), (None, Some(1)));
     }

@@ -1,38 +1,39 @@
 //! The variables of `srun`.
 //!
-//! What a step says goes before what its job says: a step on part of an allocation has its own node
-//! list and number of tasks. The first host of the list has rank 0 and so the store. A local rank is
-//! `SLURM_LOCALID` and never guessed, because tasks may be dealt out in turns. Without a
-//! `MASTER_PORT` the port is made of job and step, so jobs that share a host do not meet.
+//! A step's variables take precedence over its job's: a step on part of an allocation has its own
+//! node list and number of tasks. Rank 0, which hosts the store, is on the first host of the list.
+//! The local rank is `SLURM_LOCALID` and never derived, because tasks may be distributed
+//! cyclically. Without `MASTER_PORT` the port is derived from job and step, so jobs that share a
+//! host use different ports.
 //!
-//! Where `srun` was forgotten, Slurm's variables still say that there are several tasks, and the
-//! one process that runs would wait for the others for ever; so that is an error. The sign is that
-//! there is no step.
+//! If a job is started without `srun`, Slurm's variables still announce several tasks, and the only
+//! process would wait for the others forever; so that is an error. It is detected by the missing
+//! step.
 
 use super::nodelist::{hosts, tasks_per_node};
-use super::reader::{Lookup, Reader, agreeable, contradiction, less, number, port_of};
+use super::reader::{Lookup, Reader, check_below, check_port, invalid, number, port_from_seed};
 use super::topology::{Launcher, Origin, Topology};
 use crate::{Error, Result};
 
-/// What only a step has.
-pub(super) const MARK: &str = "SLURM_STEP_ID";
+/// Set only in a step.
+pub(super) const MARKER: &str = "SLURM_STEP_ID";
 
-/// Whether this process is a task of a step that `srun` started.
+/// Returns whether this process is a task of a step started by `srun`.
 pub(super) fn in_step(lookup: Lookup<'_>) -> bool {
-    let step = lookup(MARK).or_else(|| lookup("SLURM_STEPID"));
-    // The numbers from here on are Slurm's names for steps without `srun`: batch, interactive, ...
+    let step = lookup(MARKER).or_else(|| lookup("SLURM_STEPID"));
+    // Ids from here on are Slurm's special steps without `srun`: batch, interactive, ...
     step.is_some_and(|text| text.trim().parse::<u32>().map_or(true, |id| id < 0xffff_fff0))
 }
 
-/// Refuses a process that Slurm runs outside of a step though the job has several tasks.
-pub(super) fn refuse_without_srun(lookup: Lookup<'_>) -> Result<()> {
+/// Fails if this process is outside of a step but its job has several tasks.
+pub(super) fn check_srun(lookup: Lookup<'_>) -> Result<()> {
     let many = ["SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NUM_NODES"]
         .into_iter()
         .find_map(|name| Some((name, lookup(name)?)).filter(|(_, text)| is_several(text)));
     match many {
-        Some((name, text)) if lookup("SLURM_JOB_ID").is_some() => Err(contradiction(format!(
-            "{name}={text} says that this Slurm job has several tasks, but {MARK} is not set, so \
-             this is none of them: start it with srun (for one process, choose the launcher none)"
+        Some((name, text)) if lookup("SLURM_JOB_ID").is_some() => Err(invalid(format!(
+            "{name}={text}: this Slurm job has several tasks, but {MARKER} is not set, so this \
+             process is none of them; start it with srun (for one process, choose the launcher none)"
         ))),
         _ => Ok(()),
     }
@@ -44,34 +45,34 @@ fn is_several(text: &str) -> bool {
 
 pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
     reader.hint = "though the launcher is Slurm; start the ranks with srun";
-    refuse_without_step(&reader)?;
+    check_step(&reader)?;
     let (of_world, world_size) = {
         let names = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"];
         (reader.required(&names)?.0, reader.number("world_size", &names, None)?)
     };
     let rank = reader.number("rank", &["SLURM_PROCID"], None)?;
     let local_rank = reader.number("local_rank", &["SLURM_LOCALID"], None)?;
-    less(("SLURM_PROCID", rank), (of_world, world_size))?;
-    agree_on_rank(&reader, rank, local_rank)?;
+    check_below(("SLURM_PROCID", rank), (of_world, world_size))?;
+    check_rank(&reader, rank, local_rank)?;
 
     let nodes = Nodes::read(&reader, (of_world, world_size))?;
     let local_world_size = nodes.tasks[nodes.own];
     reader.note("node_rank", &nodes.own, Origin::Variable("SLURM_NODEID"));
     reader.note("local_world_size", &local_world_size, Origin::Variable(nodes.tasks_variable));
-    less(("SLURM_LOCALID", local_rank), (nodes.tasks_variable, local_world_size))?;
+    check_below(("SLURM_LOCALID", local_rank), (nodes.tasks_variable, local_world_size))?;
 
     let master_addr = master_addr(&mut reader, rank, &nodes)?;
     let (job, step) = job_and_step(&reader)?;
     let master_port = match reader.first(&["MASTER_PORT"]) {
         Some(_) => reader.number("master_port", &["MASTER_PORT"], None)?,
         None => {
-            let port = port_of(job.wrapping_mul(STEPS_APART).wrapping_add(step));
+            let port = port_from_seed(job.wrapping_mul(STEPS_APART).wrapping_add(step));
             let origin = Origin::Derived("from SLURM_JOB_ID and SLURM_STEP_ID");
             reader.note("master_port", &port, origin);
             port
         }
     };
-    agreeable(master_port, world_size)?;
+    check_port(master_port, world_size)?;
     let run_id = format!("slurm-{job}.{step}");
     reader.note("run_id", &run_id, Origin::Derived("from SLURM_JOB_ID and SLURM_STEP_ID"));
     let requeued = Some((0, "not requeued"));
@@ -87,14 +88,14 @@ pub(super) fn read(mut reader: Reader<'_>) -> Result<Topology> {
         master_port,
         run_id,
         restart_count,
-        ..Topology::alone(Launcher::Slurm, reader.facts)
+        ..Topology::single_process(Launcher::Slurm, reader.facts)
     })
 }
 
-fn refuse_without_step(reader: &Reader<'_>) -> Result<()> {
+fn check_step(reader: &Reader<'_>) -> Result<()> {
     if !in_step(reader.lookup) {
-        refuse_without_srun(reader.lookup)?;
-        reader.required(&[MARK])?;
+        check_srun(reader.lookup)?;
+        reader.required(&[MARKER])?;
     }
     match reader.first(&["SLURM_HET_SIZE", "SLURM_PACK_SIZE"]) {
         Some((name, text)) if is_several(&text) => Err(Error::Unsupported {
@@ -108,19 +109,19 @@ fn refuse_without_step(reader: &Reader<'_>) -> Result<()> {
     }
 }
 
-/// Refuses another idea of this task's rank: MPI's, or Slurm's own list of this host's tasks.
-fn agree_on_rank(reader: &Reader<'_>, rank: usize, local_rank: usize) -> Result<()> {
+/// Checks that MPI's rank, or Slurm's list of this host's tasks, agrees with this task's rank.
+fn check_rank(reader: &Reader<'_>, rank: usize, local_rank: usize) -> Result<()> {
     if let Some((name, text)) = reader.first(&["OMPI_COMM_WORLD_RANK", "PMI_RANK"])
         && number::<usize>(name, &text)? != rank
     {
-        return Err(contradiction(format!(
-            "{name}={text} contradicts SLURM_PROCID={rank}: if mpirun started the ranks within a \
-             Slurm job, the launcher is mpi"
+        return Err(invalid(format!(
+            "{name}={text} contradicts SLURM_PROCID={rank}; if mpirun started the ranks within a \
+             Slurm job, choose the launcher mpi"
         )));
     }
     let Some((name, text)) = reader.first(&["SLURM_GTIDS"]) else { return Ok(()) };
     match text.split(',').nth(local_rank).and_then(|id| id.trim().parse::<usize>().ok()) {
-        Some(listed) if listed != rank => Err(contradiction(format!(
+        Some(listed) if listed != rank => Err(invalid(format!(
             "{name}={text} contradicts SLURM_PROCID={rank} with SLURM_LOCALID={local_rank}"
         ))),
         _ => Ok(()),
@@ -130,17 +131,17 @@ fn agree_on_rank(reader: &Reader<'_>, rank: usize, local_rank: usize) -> Result<
 /// The step's hosts.
 struct Nodes {
     hosts: Vec<String>,
-    /// How many tasks each has.
+    /// Number of tasks of each.
     tasks: Vec<usize>,
     tasks_variable: &'static str,
-    /// This host's place.
+    /// Index of this host.
     own: usize,
 }
 
 impl Nodes {
     fn read(reader: &Reader<'_>, (of_world, world_size): (&str, usize)) -> Result<Self> {
         let wrong = |name: &str, text: &str, why: String| {
-            contradiction(format!("{name}={text:?} is wrong: {why}"))
+            invalid(format!("{name}={text:?} is wrong: {why}"))
         };
         let lists = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
         let (list_name, list) = reader.required(&lists)?;
@@ -150,21 +151,21 @@ impl Nodes {
         let tasks =
             tasks_per_node(counts.trim()).map_err(|why| wrong(tasks_variable, &counts, why))?;
         if tasks.len() != hosts.len() {
-            return Err(contradiction(format!(
-                "{tasks_variable}={counts} speaks of {} hosts, {list_name}={list} of {}",
+            return Err(invalid(format!(
+                "{tasks_variable}={counts} lists {} hosts, {list_name}={list} lists {}",
                 tasks.len(),
                 hosts.len()
             )));
         }
         if tasks.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count)) != Some(world_size)
         {
-            return Err(contradiction(format!(
-                "{tasks_variable}={counts} does not make {of_world}={world_size}"
+            return Err(invalid(format!(
+                "the counts of {tasks_variable}={counts} do not add up to {of_world}={world_size}"
             )));
         }
         let (node_name, node) = reader.required(&["SLURM_NODEID"])?;
         let own = number(node_name, &node)?;
-        less((node_name, own), ("the number of hosts", hosts.len()))?;
+        check_below((node_name, own), ("the number of hosts", hosts.len()))?;
         Ok(Self { hosts, tasks, tasks_variable, own })
     }
 }
@@ -178,9 +179,9 @@ fn master_addr(reader: &mut Reader<'_>, rank: usize, nodes: &Nodes) -> Result<St
         hosts => (&hosts[0][..], Origin::Derived("first of the step's node list")),
     };
     if rank == 0 && nodes.own != 0 {
-        return Err(contradiction(format!(
+        return Err(invalid(format!(
             "rank 0 runs on host {} (SLURM_NODEID={}), not on {addr}, the first of the node list, \
-             where it would be looked for; set MASTER_ADDR",
+             where the other ranks expect it; set MASTER_ADDR",
             nodes.hosts[nodes.own], nodes.own
         )));
     }
@@ -190,11 +191,11 @@ fn master_addr(reader: &mut Reader<'_>, rank: usize, nodes: &Nodes) -> Result<St
 
 fn job_and_step(reader: &Reader<'_>) -> Result<(u64, u64)> {
     let (job_name, job) = reader.required(&["SLURM_JOB_ID", "SLURM_JOBID"])?;
-    let (step_name, step) = reader.required(&[MARK, "SLURM_STEPID"])?;
+    let (step_name, step) = reader.required(&[MARKER, "SLURM_STEPID"])?;
     Ok((number(job_name, &job)?, number(step_name, &step)?))
 }
 
-/// Odd, so that jobs one after another have ports apart; a job's first steps lie between.
+/// Odd, so that consecutive jobs have distinct ports, with room for each job's first steps.
 const STEPS_APART: u64 = 31;
 
 #[cfg(test)]
@@ -223,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn master_addr_and_port_beat_what_slurm_says() {
+    fn master_addr_and_port_override_slurm() {
         let topology = from(&format!("{SLURM}\nMASTER_ADDR=10.0.0.1\nMASTER_PORT=2950")).unwrap();
         assert_eq!(topology.master(), "10.0.0.1:2950");
         assert!(topology.to_string().contains("master_port 2950 (MASTER_PORT)"));
@@ -243,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn tasks_dealt_out_in_turns_or_unevenly() {
+    fn cyclic_and_uneven_task_distributions() {
         let turns = "SLURM_PROCID=2\nSLURM_LOCALID=1\nSLURM_NODEID=0\nSLURM_GTIDS=0,2";
         let topology = from(&format!("{SLURM}\n{turns}")).unwrap();
         assert_eq!((topology.rank, topology.local_rank), (2, Some(1)));
@@ -253,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn contradictions_are_refused_by_name() {
+    fn contradictions_are_errors_that_name_the_variable() {
         for (change, text) in [
             ("SLURM_PROCID=4", "SLURM_PROCID=4 is not below SLURM_STEP_NUM_TASKS=4"),
             ("SLURM_PROCID=x", "SLURM_PROCID=\"x\" is not a number"),
@@ -262,8 +263,8 @@ mod tests {
             ("SLURM_LOCALID=2", "SLURM_LOCALID=2 is not below SLURM_STEP_TASKS_PER_NODE=2"),
             ("SLURM_LOCALID=0", "SLURM_GTIDS=2,3 contradicts SLURM_PROCID=3"),
             ("SLURM_NODEID=2", "SLURM_NODEID=2 is not below the number of hosts=2"),
-            ("SLURM_STEP_TASKS_PER_NODE=4", "speaks of 1 hosts, SLURM_STEP_NODELIST=n[1-2] of 2"),
-            ("SLURM_STEP_TASKS_PER_NODE=3,2", "does not make SLURM_STEP_NUM_TASKS=4"),
+            ("SLURM_STEP_TASKS_PER_NODE=4", "lists 1 hosts, SLURM_STEP_NODELIST=n[1-2] lists 2"),
+            ("SLURM_STEP_TASKS_PER_NODE=3,2", "do not add up to SLURM_STEP_NUM_TASKS=4"),
             ("SLURM_STEP_TASKS_PER_NODE=2(", "SLURM_STEP_TASKS_PER_NODE=\"2(\" is wrong"),
             ("SLURM_STEP_NODELIST=n[1-", "SLURM_STEP_NODELIST=\"n[1-\" is wrong"),
             ("SLURM_JOB_ID=a", "SLURM_JOB_ID=\"a\" is not a number"),
@@ -280,13 +281,13 @@ mod tests {
             assert!(error.to_string().contains(text), "{change}: {error}");
         }
         let both = from_launcher(Launcher::Slurm, &format!("{SLURM}\nOMPI_COMM_WORLD_RANK=0"));
-        assert!(both.unwrap_err().to_string().contains("launcher is mpi"));
+        assert!(both.unwrap_err().to_string().contains("choose the launcher mpi"));
         let het = from(&format!("{SLURM}\nSLURM_HET_SIZE=2")).unwrap_err();
         assert!(matches!(het, Error::Unsupported { .. }), "{het}");
     }
 
     #[test]
-    fn a_batch_script_without_srun_is_told() {
+    fn a_batch_script_without_srun_is_an_error() {
         let batch = "SLURM_STEP_ID\nSLURM_STEPID\nSLURM_PROCID=0\nSLURM_LOCALID=0";
         for step in ["", "\nSLURM_STEP_ID=4294967291"] {
             let text = format!("{SLURM}\n{batch}{step}");
@@ -302,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_and_steps_near_one_another_have_ports_of_their_own() {
+    fn neighbouring_jobs_and_steps_have_distinct_ports() {
         let port = |job: u64, step: u64| {
             from(&format!("{SLURM}\nSLURM_JOB_ID={job}\nSLURM_STEP_ID={step}")).unwrap().master_port
         };

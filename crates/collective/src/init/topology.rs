@@ -1,13 +1,13 @@
-//! Who this process is: [`Topology`], read from the launcher's environment.
+//! [`Topology`]: this process's rank, read from the launcher's environment.
 //!
-//! [`Topology::from_env`] finds out which launcher it was; [`Topology::from_launcher`] is told. Both
-//! are pure over a lookup function. What each launcher says is in a module of its own; what they
-//! have in common (a checked number, a fact noted) is in `reader`.
+//! [`Topology::from_env`] detects the launcher; [`Topology::from_launcher`] takes it as an
+//! argument. Both are pure over a lookup function. Each launcher's variables are read in its own
+//! module; `reader` has the code they share (a checked number, a recorded fact).
 //!
-//! Which launcher, when several have left variables, goes by who stands nearest to the process:
-//! torchrun's variables, which a script may also set by hand; those that only `mpirun` sets; a Slurm
-//! step; those of PMI, which `srun --mpi=pmi2` sets too. So torchrun or `mpirun` within a Slurm step
-//! are what they are.
+//! If several launchers have set variables, the innermost one counts, in this order: torchrun's
+//! variables, which a script may also set by hand; those that only `mpirun` sets; a Slurm step;
+//! those of PMI, which `srun --mpi=pmi2` also sets. So torchrun or `mpirun` within a Slurm step is
+//! detected as itself.
 
 use std::fmt;
 use std::str::FromStr;
@@ -17,27 +17,27 @@ use super::reader::{Lookup, Reader};
 use super::{mpi, pytorch, slurm};
 use crate::{Error, Rank, Result};
 
-/// Who this process is among the ranks of a job, and where they meet.
+/// This process's rank in a job, and the address where the ranks meet.
 ///
-/// Displays as one line that also says where each fact came from.
+/// `Display` prints one line with the source of each value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Topology {
-    /// Who started the ranks.
+    /// The launcher.
     pub launcher: Launcher,
-    /// This process among all, `0..world_size`.
+    /// This process's rank, `0..world_size`.
     pub rank: Rank,
     /// Number of processes.
     pub world_size: usize,
-    /// This process among those of its host; which device is its own, see
-    /// [`device`](Self::device). `None` if the launcher does not say; [`locate`](Self::locate) asks
-    /// the store then.
+    /// This process's rank on its host; [`device`](Self::device) derives the rank's device from it.
+    /// `None` if the launcher does not set it; [`locate`](Self::locate) then determines it through
+    /// the store.
     pub local_rank: Option<usize>,
-    /// Number of processes of this host, likewise.
+    /// Number of processes on this host; `None` as for `local_rank`.
     pub local_world_size: Option<usize>,
-    /// This host among those of the job, where the launcher says so.
+    /// This host's index in the job, if the launcher sets it.
     pub node_rank: Option<usize>,
-    /// The host of the store, a name or an address.
+    /// The store's host, a name or an address.
     pub master_addr: String,
     /// The store's port; 0 for a single process, which needs no store.
     pub master_port: u16,
@@ -45,14 +45,14 @@ pub struct Topology {
     pub agent_store: bool,
     /// The run's name.
     pub run_id: String,
-    /// How often the launcher has restarted the ranks.
+    /// Number of times the launcher has restarted the ranks.
     pub restart_count: u64,
-    /// Each of these with where it came from.
+    /// Each of these values with its source.
     pub facts: Vec<Fact>,
     pub(super) devices: Devices,
 }
 
-/// One fact of a [`Topology`] and where it came from.
+/// One value of a [`Topology`] and its source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Fact {
@@ -60,27 +60,27 @@ pub struct Fact {
     pub name: &'static str,
     /// Its value.
     pub value: String,
-    /// Where it came from.
+    /// Its source.
     pub origin: Origin,
 }
 
-/// Where a fact came from.
+/// Source of a fact.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Origin {
     /// The environment variable of this name.
     Variable(&'static str),
-    /// Made of variables, as the text says.
+    /// Derived from variables, as the text says.
     Derived(&'static str),
-    /// No variable; the reason why this value was taken.
+    /// A default; the text is the reason for it.
     Default(&'static str),
 }
 
-/// Who starts the ranks, and so which variables say who is who.
+/// The launcher, which determines the variables to read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Launcher {
-    /// Nobody: a single process.
+    /// None: a single process.
     None,
     /// torchrun, `runner launch`, most cluster operators, or a script: `RANK`, `WORLD_SIZE`, ...
     Pytorch,
@@ -91,28 +91,29 @@ pub enum Launcher {
 }
 
 impl Topology {
-    /// Reads what the launcher left in the environment. `lookup` is asked for each variable;
-    /// `|name| std::env::var(name).ok()` reads the real ones. Without any launcher's variables, this
-    /// is a single process.
+    /// Reads the launcher's environment. `lookup` returns the value of a variable; `|name|
+    /// std::env::var(name).ok()` reads the real ones. Without any launcher's variables, this is a
+    /// single process.
     ///
-    /// A script that starts ranks itself sets what PyTorch's `env://` needs, on each:
+    /// A script that starts ranks itself must set the variables of PyTorch's `env://` for each:
     ///
     /// | variable | value |
     /// |---|---|
-    /// | `RANK` | this process among all, from 0 |
+    /// | `RANK` | this process's rank, from 0 |
     /// | `WORLD_SIZE` | the number of processes |
-    /// | `MASTER_ADDR` | the host where rank 0 runs, as the others reach it |
-    /// | `MASTER_PORT` | a port of it that is free; not needed for one process, nor is the address |
+    /// | `MASTER_ADDR` | the host of rank 0, at an address that the other ranks can reach |
+    /// | `MASTER_PORT` | a free port of that host; a single process needs neither port nor address
+    /// |
     ///
-    /// It may set `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, which are of use for
-    /// [`device`](Self::device) and [`dist::local_group`](crate::dist::local_group). Without them they
-    /// are `RANK` and `WORLD_SIZE` if `MASTER_ADDR` is a loopback address, so that all ranks are on one
-    /// host, and else unknown, until [`locate`](Self::locate) asks the store.
+    /// It may set `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, which [`device`](Self::device) and
+    /// [`dist::local_group`](crate::dist::local_group) use. Without them they are `RANK` and
+    /// `WORLD_SIZE` if `MASTER_ADDR` is a loopback address, because then all ranks are on one host;
+    /// otherwise they are unknown until [`locate`](Self::locate) determines them.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] naming the variable that is missing, cannot be read, or
-    /// contradicts another, and for a Slurm batch script that was to be started with `srun`;
+    /// [`Error::InvalidArgument`] with the variable that is missing, malformed or contradicts
+    /// another, and for a Slurm batch script that was not started with `srun`;
     /// [`Error::Unsupported`] for a heterogeneous Slurm job.
     ///
     /// # Examples
@@ -120,8 +121,8 @@ impl Topology {
     /// ```
     /// use collective::Topology;
     ///
-    /// let alone = Topology::from_env(|_| None)?;
-    /// assert_eq!((alone.rank, alone.world_size), (0, 1));
+    /// let single = Topology::from_env(|_| None)?;
+    /// assert_eq!((single.rank, single.world_size), (0, 1));
     /// # Ok::<(), collective::Error>(())
     /// ```
     #[doc(alias = "infer_launcher")]
@@ -130,11 +131,11 @@ impl Topology {
         read(launcher, origin, &lookup)
     }
 
-    /// As [`from_env`](Self::from_env), with the variables of `launcher` and no others.
+    /// Same as [`from_env`](Self::from_env), but reads the variables of `launcher` only.
     ///
     /// # Errors
     ///
-    /// Those of [`from_env`](Self::from_env).
+    /// The errors of [`from_env`](Self::from_env).
     pub fn from_launcher(
         launcher: Launcher,
         lookup: impl Fn(&str) -> Option<String>,
@@ -142,8 +143,8 @@ impl Topology {
         read(launcher, Origin::Default("as chosen"), &lookup)
     }
 
-    /// A single process, for launchers to put in what they know.
-    pub(super) fn alone(launcher: Launcher, facts: Vec<Fact>) -> Self {
+    /// A single process, as the base for the launchers' topologies.
+    pub(super) fn single_process(launcher: Launcher, facts: Vec<Fact>) -> Self {
         Self {
             launcher,
             rank: 0,
@@ -161,7 +162,7 @@ impl Topology {
         }
     }
 
-    /// Where the store is, `host:port`.
+    /// The store's address, `host:port`.
     #[must_use]
     pub fn master(&self) -> String {
         match self.master_addr.contains(':') {
@@ -170,14 +171,14 @@ impl Topology {
         }
     }
 
-    /// The index of this rank's own device among those it sees: 0 if its variable
-    /// (`CUDA_VISIBLE_DEVICES`, `ASCEND_RT_VISIBLE_DEVICES`) is one device, else the local rank.
+    /// Returns the index of this rank's device among the visible ones: 0 if the variable
+    /// (`CUDA_VISIBLE_DEVICES`, `ASCEND_RT_VISIBLE_DEVICES`) lists one device, else the local rank.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the local rank is not known and needed; if the variable shows no
-    /// device, or is a list that shows too few for
-    /// this local rank; a list ends where its library stops reading, as CANN does at a smaller number.
+    /// [`Error::InvalidArgument`] if the local rank is needed but unknown; if the variable shows no
+    /// device, or is a list with too few for this local rank. A list ends where its library stops
+    /// reading, as CANN does at a smaller number.
     pub fn device(&self, kind: Accelerator) -> Result<usize> {
         self.devices.index(kind, self.local_rank)
     }
@@ -197,23 +198,23 @@ fn read(launcher: Launcher, origin: Origin, lookup: Lookup<'_>) -> Result<Topolo
     Ok(topology)
 }
 
-/// The launcher that stands nearest to this process, see the head of this file.
+/// Detects the innermost launcher, see the module docs.
 fn infer(lookup: Lookup<'_>) -> Result<(Launcher, Origin)> {
     let first_set =
         |names: &[&'static str]| names.iter().copied().find(|name| lookup(name).is_some());
-    if let Some(name) = first_set(&pytorch::MARKS) {
+    if let Some(name) = first_set(&pytorch::MARKERS) {
         return Ok((Launcher::Pytorch, Origin::Variable(name)));
     }
-    if let Some(name) = first_set(&mpi::MARKS) {
+    if let Some(name) = first_set(&mpi::MARKERS) {
         return Ok((Launcher::Mpi, Origin::Variable(name)));
     }
     if slurm::in_step(lookup) {
-        return Ok((Launcher::Slurm, Origin::Variable(slurm::MARK)));
+        return Ok((Launcher::Slurm, Origin::Variable(slurm::MARKER)));
     }
-    if let Some(name) = first_set(&mpi::PMI_MARKS) {
+    if let Some(name) = first_set(&mpi::PMI_MARKERS) {
         return Ok((Launcher::Mpi, Origin::Variable(name)));
     }
-    slurm::refuse_without_srun(lookup)?;
+    slurm::check_srun(lookup)?;
     Ok((Launcher::None, Origin::Default("no launcher's variables")))
 }
 
@@ -222,7 +223,7 @@ fn single(mut reader: Reader<'_>) -> Topology {
     for (name, value) in [("world_size", 1), ("rank", 0), ("local_rank", 0)] {
         reader.note(name, &value, WHY);
     }
-    Topology::alone(Launcher::None, reader.facts)
+    Topology::single_process(Launcher::None, reader.facts)
 }
 
 impl fmt::Display for Topology {
@@ -261,7 +262,7 @@ impl FromStr for Launcher {
     fn from_str(text: &str) -> Result<Self> {
         let all = [Self::None, Self::Pytorch, Self::Slurm, Self::Mpi];
         all.into_iter().find(|launcher| launcher.to_string() == text).ok_or_else(|| {
-            let text = format!("{text:?} is no launcher: none, pytorch, slurm or mpi");
+            let text = format!("unknown launcher {text:?}: expected none, pytorch, slurm or mpi");
             Error::InvalidArgument(text)
         })
     }
@@ -286,9 +287,9 @@ mod tests {
     }
 
     #[test]
-    fn the_nearest_launcher_counts() {
-        // torchrun within a step; mpirun within a step, whose daemon's variables it inherits; and
-        // `srun --mpi=pmi2`.
+    fn the_innermost_launcher_counts() {
+        // torchrun within a step; mpirun within a step, which inherits the variables of its daemon;
+        // and `srun --mpi=pmi2`.
         for (text, launcher, rank) in [
             (format!("{SLURM}\n{STATIC}"), Launcher::Pytorch, 1),
             (format!("{SLURM}\n{OPEN_MPI}\nSLURM_PROCID=0"), Launcher::Mpi, 3),
@@ -302,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn the_chosen_launcher_beats_the_nearest() {
+    fn the_chosen_launcher_overrides_detection() {
         let text = format!("{SLURM}\n{STATIC}");
         let rank = |launcher| from_launcher(launcher, &text).unwrap().rank;
         assert_eq!(rank(Launcher::Slurm), 3);
@@ -313,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_launchers_name_is_read_as_written() {
+    fn launcher_names_round_trip() {
         for name in ["none", "pytorch", "slurm", "mpi"] {
             assert_eq!(name.parse::<Launcher>().unwrap().to_string(), name);
         }

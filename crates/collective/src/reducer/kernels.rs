@@ -1,7 +1,7 @@
-//! What a [`DeviceReducer`] has others compute.
+//! Kernels that the caller of a [`DeviceReducer`] provides.
 //!
-//! The invariant is that of streams: whatever is put into the stream that is given finds the memory as
-//! it is described, and nothing else uses it until the stream has come that far.
+//! Invariant, as for streams: work enqueued into the given stream finds the memory as described,
+//! and nothing else uses that memory until the stream has executed it.
 
 #![expect(unsafe_code, reason = "declares functions on addresses")]
 
@@ -10,14 +10,15 @@ use super::BucketPlan;
 use super::DeviceReducer;
 use crate::{DeviceBuf, DeviceStream, Error, Result};
 
-/// What a [`DeviceReducer`] has others compute, for it has no kernels; see
+/// Kernels for a [`DeviceReducer`], which has none of its own; see
 /// [there](DeviceReducer#where-the-kernels-come-from).
 ///
-/// Each function puts its work into `stream` and returns without waiting for the device. An error
-/// fails the reducer, and the group on all ranks. Those that are not implemented are
-/// [`Error::Unsupported`] when needed, but for the epilogue, which does nothing.
+/// Each function enqueues its work into `stream` and returns without waiting for the device. An
+/// error fails the reducer, and the group on all ranks. The defaults return [`Error::Unsupported`],
+/// except for the epilogue and `laid_out`, which do nothing.
 pub trait BucketKernels {
-    /// `sum[i] += term[i]`, rounded once per element; both of one type and length, apart.
+    /// `sum[i] += term[i]`, rounded once per element; both of the same type and length, not
+    /// overlapping.
     ///
     /// # Errors
     ///
@@ -25,14 +26,14 @@ pub trait BucketKernels {
     ///
     /// # Safety
     ///
-    /// Both are memory of the stream's device that nobody else uses until the stream has come this
-    /// far.
+    /// Both are memory of the stream's device that nothing else uses until the stream has executed
+    /// this.
     unsafe fn add(&mut self, sum: DeviceBuf, term: DeviceBuf, stream: DeviceStream) -> Result<()> {
         let _ = (sum, term, stream);
         Err(unsupported("gradients that are added up outside of their slots"))
     }
 
-    /// `to[i] = from[i]`, rounded to nearest even; of the same length, apart.
+    /// `to[i] = from[i]`, rounded to nearest even; of the same length, not overlapping.
     ///
     /// # Errors
     ///
@@ -40,14 +41,14 @@ pub trait BucketKernels {
     ///
     /// # Safety
     ///
-    /// As [`add`](Self::add).
+    /// Same as [`add`](Self::add).
     unsafe fn cast(&mut self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()> {
         let _ = (to, from, stream);
         Err(unsupported("compressed buckets"))
     }
 
-    /// Told where the buckets are, in order of the plan: before the first pass, and when the plan
-    /// changes, at the end of the first pass that is averaged.
+    /// Called with the buckets' memory, in the order of the plan: before the first pass, and when
+    /// the plan changes, at the end of the first averaged pass.
     ///
     /// # Errors
     ///
@@ -57,8 +58,8 @@ pub trait BucketKernels {
         Ok(())
     }
 
-    /// The epilogue of a bucket: what is put into `stream` here finds it averaged, and comes before
-    /// the next bucket. Once for each bucket in a pass that is averaged, in order.
+    /// The epilogue of a bucket: work enqueued into `stream` here runs after the bucket is averaged
+    /// and before the next bucket. Called once for each bucket of an averaged pass, in order.
     ///
     /// # Errors
     ///
@@ -66,7 +67,7 @@ pub trait BucketKernels {
     ///
     /// # Safety
     ///
-    /// As [`add`](Self::add).
+    /// Same as [`add`](Self::add).
     unsafe fn averaged(
         &mut self,
         bucket: usize,
@@ -78,13 +79,13 @@ pub trait BucketKernels {
     }
 }
 
-/// No kernels: for gradients that are written into their [slots](DeviceReducer::slot) or cleared before
-/// each pass, in buckets that travel as they are.
+/// No kernels: for gradients that are written into their [slots](DeviceReducer::slot) or cleared
+/// before each pass, with uncompressed buckets.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoKernels;
 
 impl BucketKernels for NoKernels {}
 
 fn unsupported(what: &str) -> Error {
-    Error::Unsupported { backend: "reducer", what: format!("{what}: the kernels have none") }
+    Error::Unsupported { backend: "reducer", what: format!("{what}: no kernel provided") }
 }

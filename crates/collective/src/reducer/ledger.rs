@@ -1,81 +1,82 @@
-//! What a reducer keeps of parameters and passes, wherever the gradients lie.
+//! A reducer's bookkeeping of parameters and passes, for gradients on the host and on devices.
 //!
-//! [`Reducer`](super::Reducer) and [`DeviceReducer`](super::DeviceReducer) differ in what a bucket is
-//! and in who waits for it. Which gradient may come, which bucket leaves next, who had no gradient, and
-//! how the buckets are laid out is here, once, so that both keep the same rules.
+//! [`Reducer`](super::Reducer) and [`DeviceReducer`](super::DeviceReducer) differ in their buckets
+//! and in how they wait. Both follow the same rules, implemented here: which gradient is valid,
+//! which bucket is launched next, which parameters had no gradient, and how the buckets are laid
+//! out.
 //!
-//! Invariant: [`next_full`](Ledger::next_full) gives the buckets in the order of the plan, which is
-//! equal on all ranks.
+//! Invariant: [`next_full`](Ledger::next_full) returns the buckets in the order of the plan, which
+//! is equal on all ranks.
 
 use serde::{Deserialize, Serialize};
 
-use super::{BucketPlan, ParamInfo, Place, ReducerOptions};
+use super::{BucketPlan, ParamInfo, ReducerOptions, Slot};
 use crate::{DType, Error, ProcessGroup, ReduceOp, Result, object};
 
-/// Parameters, their gradients' states, and the pass under way.
+/// Parameters, the states of their gradients, and the current pass.
 #[derive(Debug)]
 pub(super) struct Ledger {
     params: Vec<ParamInfo>,
     options: ReducerOptions,
     plan: BucketPlan,
     states: Vec<ParamState>,
-    pass: Pass,
-    /// The buckets have got their final layout.
+    pass: PassState,
+    /// Whether the buckets have their final layout.
     rebuilt: bool,
-    /// How many passes have been averaged.
+    /// Number of passes averaged so far.
     passes: u64,
-    /// What made this reducer unusable.
+    /// The error that made this reducer unusable.
     failed: Option<Error>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 struct ParamState {
-    /// It has a gradient: its place in the bucket is not to be overwritten, but added to.
+    /// It has a gradient: the next one is added to its slot, not written over it.
     has_grad: bool,
-    /// Its gradient is not in the bucket, but with whoever reported it.
-    elsewhere: bool,
+    /// Its gradient is outside the bucket, see `mark_ready_external`.
+    external: bool,
     /// It got a gradient on this rank since the last averaging.
     used: bool,
     /// It got a gradient in this pass.
     reported: bool,
-    /// With a static graph: it never gets one on this rank, or on none.
+    /// Whether a static graph leaves it unused.
     idle: Idle,
 }
 
 impl ParamState {
-    /// It is to get a gradient in this pass, and has not.
+    /// Whether it needs a gradient in this pass and has none yet.
     fn is_unused(&self) -> bool {
         !self.reported && self.idle == Idle::No
     }
 }
 
-/// Whether a static graph has a gradient for a parameter.
+/// Whether a static graph leaves a parameter without gradient.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 enum Idle {
     #[default]
     No,
-    /// Other ranks have.
-    Here,
-    Everywhere,
+    /// Unused on this rank, but used on others.
+    OnThisRank,
+    OnAllRanks,
 }
 
-/// One forward and backward.
+/// State of one forward and backward pass.
 #[derive(Debug, Default)]
-struct Pass {
+struct PassState {
     /// Between `prepare` and `finish`.
-    open: bool,
-    /// Gradients are averaged in this pass.
+    active: bool,
+    /// Whether gradients are averaged in this pass.
     sync: bool,
-    /// For each bucket, how many of its parameters have not reported.
+    /// For each bucket, the number of its parameters without a gradient in this pass.
     missing: Vec<usize>,
-    /// How many buckets have been launched: the index of the next.
+    /// Number of buckets launched, which is the index of the next.
     launched: usize,
-    /// Parameters in the order in which they reported.
+    /// Parameters in the order in which their gradients arrived.
     arrived: Vec<usize>,
 }
 
 impl Ledger {
-    /// Checks that all ranks brought the same parameters and options.
+    /// Checks that parameters and options are the same on all ranks.
     pub(super) fn new(
         group: &ProcessGroup,
         params: Vec<ParamInfo>,
@@ -93,7 +94,7 @@ impl Ledger {
             BucketPlan::registered(&params, &[usize::MAX])?
         };
         let states = vec![ParamState::default(); params.len()];
-        let (pass, passes, failed) = (Pass::default(), 0, None);
+        let (pass, passes, failed) = (PassState::default(), 0, None);
         Ok(Self { params, options, plan, states, pass, rebuilt, passes, failed })
     }
 
@@ -105,22 +106,22 @@ impl Ledger {
         &self.plan
     }
 
-    pub(super) fn place(&self, index: usize) -> Place {
-        self.plan.places()[index]
+    pub(super) fn slot(&self, index: usize) -> Slot {
+        self.plan.slots()[index]
     }
 
     pub(super) fn launched(&self) -> usize {
         self.pass.launched
     }
 
-    /// The number of the pass that averages next, from 1.
+    /// Number of the next pass to be averaged, from 1.
     pub(super) fn pass_number(&self) -> u64 {
         self.passes + 1
     }
 
-    /// Whether a bucket has been launched in a pass that is not finished.
-    pub(super) fn is_flying(&self, bucket: usize) -> bool {
-        self.pass.open && bucket < self.pass.launched
+    /// Whether a bucket was launched in the current pass.
+    pub(super) fn is_in_flight(&self, bucket: usize) -> bool {
+        self.pass.active && bucket < self.pass.launched
     }
 
     pub(super) fn check_usable(&self) -> Result<()> {
@@ -130,54 +131,54 @@ impl Ledger {
         }
     }
 
-    /// Passes `result` on, and makes the reducer unusable if it is an error.
-    pub(super) fn remember<T>(&mut self, result: Result<T>) -> Result<T> {
+    /// Returns `result`, and makes the reducer unusable if it is an error.
+    pub(super) fn poison_on_error<T>(&mut self, result: Result<T>) -> Result<T> {
         result.inspect_err(|error| self.failed = Some(error.clone()))
     }
 
     pub(super) fn prepare(&mut self, sync: bool) -> Result<()> {
-        if self.pass.open && self.pass.launched > 0 {
+        if self.pass.active && self.pass.launched > 0 {
             return Err(Error::InvalidArgument(
-                "the last pass was not finished: call finish after each backward".to_owned(),
+                "`prepare` called before `finish`: call `finish` after each backward".to_owned(),
             ));
         }
         let expected = |indices: &[usize]| {
             indices.iter().filter(|&&i| self.states[i].idle == Idle::No).count()
         };
-        let Pass { mut missing, mut arrived, .. } = std::mem::take(&mut self.pass);
+        let PassState { mut missing, mut arrived, .. } = std::mem::take(&mut self.pass);
         missing.clear();
         missing.extend(self.plan.buckets().iter().map(|bucket| expected(&bucket.params)));
         arrived.clear();
-        self.pass = Pass { open: true, sync, missing, launched: 0, arrived };
+        self.pass = PassState { active: true, sync, missing, launched: 0, arrived };
         self.states.iter_mut().for_each(|state| state.reported = false);
         Ok(())
     }
 
-    /// What is to be set to zero before a pass: it holds what other ranks of a static graph had, and
-    /// this one has nothing to give.
-    pub(super) fn stale(&self) -> impl Iterator<Item = Place> {
-        let stale = |state: &ParamState| state.idle == Idle::Here && !state.has_grad;
-        let places = self.plan.places().iter().zip(&self.states);
-        places.filter(move |(_, state)| stale(state)).map(|(place, _)| *place)
+    /// Slots to zero before a pass: they hold other ranks' gradients of parameters that a static
+    /// graph leaves unused on this rank.
+    pub(super) fn stale(&self) -> impl Iterator<Item = Slot> {
+        let stale = |state: &ParamState| state.idle == Idle::OnThisRank && !state.has_grad;
+        let slots = self.plan.slots().iter().zip(&self.states);
+        slots.filter(move |(_, state)| stale(state)).map(|(slot, _)| *slot)
     }
 
-    /// Whether parameter `index` may get this gradient now.
+    /// Checks that parameter `index` may get this gradient now.
     pub(super) fn check_gradient(&self, index: usize, dtype: DType, count: usize) -> Result<()> {
         let wrong = |text: String| Err(Error::InvalidArgument(text));
         let Some(param) = self.params.get(index) else {
             let all = self.params.len();
-            return wrong(format!("a gradient for parameter {index} of a model with {all}"));
+            return wrong(format!("no parameter {index}: the model has {all} parameters"));
         };
         let name = &param.name;
-        if !self.pass.open {
-            return wrong(format!("a gradient for {name} outside of a pass: call prepare first"));
+        if !self.pass.active {
+            return wrong(format!("gradient for {name} reported before `prepare`"));
         }
         if self.states[index].reported {
-            return wrong(format!("a second gradient for {name} in one pass"));
+            return wrong(format!("second gradient for {name} in one pass"));
         }
         if self.states[index].idle != Idle::No {
             return wrong(format!(
-                "a gradient for {name}, which had none in a static graph's first"
+                "gradient for {name}, which had none in the first pass of the static graph"
             ));
         }
         if dtype != param.dtype || count != param.count {
@@ -195,26 +196,27 @@ impl Ledger {
     }
 
     /// Whether it has a gradient in its bucket.
-    pub(super) fn has_grad_here(&self, index: usize) -> bool {
-        self.states[index].has_grad && !self.states[index].elsewhere
+    pub(super) fn has_grad_in_bucket(&self, index: usize) -> bool {
+        self.states[index].has_grad && !self.states[index].external
     }
 
-    /// Refuses a gradient for the bucket where there is one elsewhere.
-    pub(super) fn check_here(&self, index: usize) -> Result<()> {
-        if !self.states[index].elsewhere {
+    /// Checks that a parameter's gradient is not external, before one is put into the bucket.
+    pub(super) fn check_not_external(&self, index: usize) -> Result<()> {
+        if !self.states[index].external {
             return Ok(());
         }
         let name = &self.params[index].name;
-        Err(Error::InvalidArgument(format!("a gradient of {name} here: it has one elsewhere")))
+        Err(Error::InvalidArgument(format!("gradient for {name}: already reported as external")))
     }
 
-    /// Notes that parameter `index` has got its gradient, which is checked and in its bucket, or elsewhere.
-    pub(super) fn report(&mut self, index: usize, elsewhere: bool) {
+    /// Records that parameter `index` got its gradient, which is valid and in its bucket, or
+    /// external.
+    pub(super) fn mark_ready(&mut self, index: usize, external: bool) {
         let state = &mut self.states[index];
-        *state = ParamState { has_grad: true, elsewhere, used: true, reported: true, ..*state };
+        *state = ParamState { has_grad: true, external, used: true, reported: true, ..*state };
         if self.pass.sync {
             self.pass.arrived.push(index);
-            self.pass.missing[self.plan.places()[index].bucket] -= 1;
+            self.pass.missing[self.plan.slots()[index].bucket] -= 1;
         }
     }
 
@@ -228,34 +230,34 @@ impl Ledger {
         self.pass.sync
     }
 
-    /// The bucket to be launched now, if it is full.
+    /// Returns the next bucket to launch, if it is full.
     pub(super) fn next_full(&self) -> Option<usize> {
         Some(self.pass.launched).filter(|&next| self.is_full(next))
     }
 
-    /// Notes that [`next_full`](Self::next_full) has been launched.
+    /// Records that [`next_full`](Self::next_full) was launched.
     pub(super) fn launch(&mut self) {
         self.pass.launched += 1;
     }
 
-    /// Ends the pass; whether it is averaged.
-    pub(super) fn close(&mut self) -> Result<bool> {
-        if !std::mem::take(&mut self.pass.open) {
-            return Err(Error::InvalidArgument("finish without prepare".to_owned()));
+    /// Ends the pass; returns whether it is averaged.
+    pub(super) fn end_pass(&mut self) -> Result<bool> {
+        if !std::mem::take(&mut self.pass.active) {
+            return Err(Error::InvalidArgument("`finish` called before `prepare`".to_owned()));
         }
         Ok(self.pass.sync)
     }
 
-    /// Completes the pass for parameters without gradient: what they have stays. The places of those
-    /// that have nothing, to be set to zero.
+    /// Completes the pass for parameters without gradient in it: an earlier gradient is kept.
+    /// Returns the slots of those without one, to be zeroed.
     ///
     /// # Errors
     ///
-    /// [`Error::UnusedParameters`] if there may be none; the group is then aborted.
-    pub(super) fn excuse_unused(&mut self, group: &ProcessGroup) -> Result<Vec<Place>> {
+    /// [`Error::UnusedParameters`] if unused parameters are not allowed; the group is then aborted.
+    pub(super) fn complete_unused(&mut self, group: &ProcessGroup) -> Result<Vec<Slot>> {
         let unused = |(_, state): &(usize, &ParamState)| state.is_unused();
         let unused: Vec<_> = self.states.iter().enumerate().filter(unused).collect();
-        if !unused.is_empty() && !self.asks_ranks() {
+        if !unused.is_empty() && !self.exchanges_used() {
             let names = unused.iter().map(|&(index, _)| self.params[index].name.clone()).collect();
             let error = Error::UnusedParameters { rank: group.rank(), names };
             group.abort(&error.to_string());
@@ -263,58 +265,59 @@ impl Ledger {
         }
         let mut empty = Vec::new();
         for (index, state) in unused {
-            let place = self.plan.places()[index];
+            let slot = self.plan.slots()[index];
             if !state.has_grad {
-                empty.push(place);
+                empty.push(slot);
             }
-            self.pass.missing[place.bucket] -= 1;
+            self.pass.missing[slot.bucket] -= 1;
         }
         Ok(empty)
     }
 
-    /// Which parameters got a gradient on this rank, if ranks are to tell one another.
+    /// Returns which parameters got a gradient on this rank, if ranks must exchange that.
     pub(super) fn used(&self) -> Option<Vec<u8>> {
         let map = || self.states.iter().map(|state| state.used.into()).collect();
-        self.asks_ranks().then(map)
+        self.exchanges_used().then(map)
     }
 
-    /// Whether this pass may leave parameters out, and ranks tell one another which.
-    fn asks_ranks(&self) -> bool {
-        self.options.finds_unused() || self.learns()
+    /// Whether this pass may leave parameters unused, so that ranks exchange which.
+    fn exchanges_used(&self) -> bool {
+        self.options.finds_unused() || self.records_graph()
     }
 
-    /// Whether this is the pass that a static graph is learned from.
-    fn learns(&self) -> bool {
+    /// Whether this is the pass that records the static graph.
+    fn records_graph(&self) -> bool {
         self.options.static_graph && self.passes == 0
     }
 
-    /// Notes that all buckets have been averaged; `used` are those used on any rank.
+    /// Records that all buckets have been averaged; `used` flags the parameters used on any rank.
     pub(super) fn averaged(&mut self, used: Option<&[u8]>) {
-        let learns = self.learns();
+        let records_graph = self.records_graph();
         for (index, state) in self.states.iter_mut().enumerate() {
             let anywhere = used.map(|used| used[index] != 0);
-            if learns && !state.used {
-                let elsewhere = anywhere.unwrap_or_default();
-                state.idle = if elsewhere { Idle::Here } else { Idle::Everywhere };
+            if records_graph && !state.used {
+                let by_others = anywhere.unwrap_or_default();
+                state.idle = if by_others { Idle::OnThisRank } else { Idle::OnAllRanks };
             }
-            state.has_grad |= anywhere.unwrap_or(state.idle == Idle::Here);
+            state.has_grad |= anywhere.unwrap_or(state.idle == Idle::OnThisRank);
             state.used = false;
         }
         self.passes += 1;
     }
 
     pub(super) fn zero_grad(&mut self) {
-        self.states.iter_mut().for_each(|s| (s.has_grad, s.elsewhere) = (false, false));
+        self.states.iter_mut().for_each(|s| (s.has_grad, s.external) = (false, false));
     }
 
-    /// The final layout, in rank 0's order of arrival, after the first pass that was averaged, or a
-    /// static graph's second; every rank calls it, and it waits for rank 0.
+    /// Returns the final layout, in the order in which rank 0's gradients arrived, after the first
+    /// averaged pass, or the second with a static graph. Every rank must call it; it waits for rank
+    /// 0.
     pub(super) fn next_plan(&self, group: &ProcessGroup) -> Result<Option<BucketPlan>> {
         if self.rebuilt || self.passes < 1 + u64::from(self.options.static_graph) {
             return Ok(None);
         }
         let mut order: Vec<u64> = self.pass.arrived.iter().map(|&index| index as u64).collect();
-        // What a static graph leaves out comes last: it never fills a bucket.
+        // Parameters unused in a static graph come last: they never fill a bucket.
         let idle = self.states.iter().enumerate().filter(|(_, state)| state.idle != Idle::No);
         order.extend(idle.map(|(index, _)| index as u64));
         group.broadcast(&mut order, 0)?;
@@ -323,24 +326,24 @@ impl Ledger {
         BucketPlan::arrived(&self.params, &order, &self.options.caps()).map(Some)
     }
 
-    /// How many passes have been averaged, the order of the final layout, empty before there is one, and
-    /// which parameters a static graph leaves out, here (1) or everywhere (2).
+    /// Returns the number of passes averaged, the order of the final layout (empty before that
+    /// exists), and which parameters a static graph leaves unused, on this rank (1) or on all (2).
     pub(super) fn state(&self) -> (u64, Vec<usize>, Vec<u8>) {
         let order = self.plan.buckets().iter().flat_map(|bucket| bucket.params.iter().copied());
         let order = if self.rebuilt { order.collect() } else { Vec::new() };
         (self.passes, order, self.states.iter().map(|state| state.idle as u8).collect())
     }
 
-    /// Goes on from such a state. The layout, if it is another now; the gradients are lost.
-    pub(super) fn resume(
+    /// Restores such a state, and drops the gradients. Returns the layout, if it changes.
+    pub(super) fn load_state(
         &mut self,
         passes: u64,
         order: &[usize],
         idle: &[u8],
     ) -> Result<Option<BucketPlan>> {
         let invalid = |text: &str| Err(Error::InvalidArgument(text.to_owned()));
-        if self.pass.open {
-            return invalid("a reducer's state cannot change inside a pass");
+        if self.pass.active {
+            return invalid("cannot load a reducer's state inside a pass");
         }
         if idle.len() != self.states.len() || idle.iter().any(|idle| *idle > 2) {
             return invalid("the reducer's state is of other parameters");
@@ -351,15 +354,15 @@ impl Ledger {
             false => Some(BucketPlan::arrived(&self.params, order, &caps)?),
         };
         for (state, idle) in self.states.iter_mut().zip(idle) {
-            let idle = [Idle::No, Idle::Here, Idle::Everywhere][usize::from(*idle)];
+            let idle = [Idle::No, Idle::OnThisRank, Idle::OnAllRanks][usize::from(*idle)];
             *state = ParamState { idle, ..ParamState::default() };
         }
         self.passes = passes;
         Ok(plan)
     }
 
-    /// Takes the final layout; the gradients have been moved.
-    pub(super) fn adopt(&mut self, plan: BucketPlan) {
+    /// Sets the final layout; the caller has moved the gradients.
+    pub(super) fn set_plan(&mut self, plan: BucketPlan) {
         (self.plan, self.rebuilt) = (plan, true);
     }
 }
@@ -374,9 +377,9 @@ impl ReducerOptions {
     }
 }
 
-/// What each rank brought, for comparison.
+/// Options and parameters of a rank, for comparison.
 #[derive(Debug, Serialize, Deserialize)]
-struct Brought {
+struct RankConfig {
     options: String,
     params: Vec<String>,
 }
@@ -390,22 +393,22 @@ fn check_equal_on_all_ranks(
         0 => format!("{name} {dtype} [{count}]"),
         rows => format!("{name} {dtype} [{count}] of {rows} rows"),
     };
-    let own = Brought { options, params: params.iter().map(line).collect() };
+    let own = RankConfig { options, params: params.iter().map(line).collect() };
     let all = object::all_gather_object(group, &own)?;
-    let differ = |field: &'static str, at: &dyn Fn(&Brought) -> String| {
+    let differ = |field: &'static str, at: &dyn Fn(&RankConfig) -> String| {
         let first = at(&all[0]);
-        if all.iter().all(|brought| at(brought) == first) {
+        if all.iter().all(|config| at(config) == first) {
             return Ok(());
         }
         let by_rank = all.iter().map(at).enumerate().collect();
         Err(Error::Mismatch { op: "making a reducer".to_owned(), field, by_rank })
     };
-    differ("options", &|brought| brought.options.clone())?;
-    let most = all.iter().map(|brought| brought.params.len()).max().unwrap_or(0);
+    differ("options", &|config| config.options.clone())?;
+    let most = all.iter().map(|config| config.params.len()).max().unwrap_or(0);
     (0..most).try_for_each(|index| {
-        differ("the parameters", &|brought| match brought.params.get(index) {
+        differ("the parameters", &|config| match config.params.get(index) {
             Some(param) => format!("parameter {index} is {param}"),
-            None => format!("there is no parameter {index}"),
+            None => format!("parameter {index} is missing"),
         })
     })
 }

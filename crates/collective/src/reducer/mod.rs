@@ -1,103 +1,104 @@
-//! Gradient averaging that overlaps backward.
+//! Gradient averaging that overlaps with backward.
 //!
 //! Backward produces gradients one by one, last layer first. The [`Reducer`] packs them into
-//! buckets; the moment a bucket has all of its gradients, and those before it have left, its
-//! average over all ranks starts in the background, while backward goes on. At the end of backward
-//! [`finish`](Reducer::finish) waits for what is still under way.
+//! buckets. As soon as a bucket has all of its gradients, and all earlier buckets were launched,
+//! its average over all ranks starts in the background, while backward goes on. At the end of
+//! backward [`finish`](Reducer::finish) waits for the buckets in flight.
 //!
-//! The rules are those of PyTorch's `DistributedDataParallel`. In the first pass there is one
-//! bucket per dtype; after it the buckets are laid out once more, in the order in which rank 0's
-//! gradients arrived, so that from then on buckets fill one after the other. See [`BucketPlan`].
+//! The rules are those of PyTorch's `DistributedDataParallel`. In the first pass (a forward and its
+//! backward) there is one bucket per dtype; after it the buckets are rebuilt in the order in which
+//! rank 0's gradients arrived, so that from then on buckets fill one after the other. See
+//! [`BucketPlan`].
 //!
 //! ```text
 //! prepare(sync) -> ready(i, grad) for each parameter, in any order -> finish()
 //! ```
 //!
-//! Where we differ from PyTorch: a parameter without gradient is an error in the same step rather
-//! than in the next forward, and the other ranks get it too; and the division by the world size is
-//! the all-reduce's ([`ReduceOp::Avg`]), so 16-bit gradients are added in
-//! `f32` and rounded once.
+//! Differences from PyTorch: a parameter without gradient is an error in the same step rather than
+//! in the next forward, and on all ranks; and the all-reduce divides by the world size
+//! ([`ReduceOp::Avg`]), so 16-bit gradients are added in `f32` and rounded once.
 //!
-//! Gradients in the memory of a device have a reducer of their own, which never has the host wait for the
-//! device: [`DeviceReducer`].
+//! [`DeviceReducer`] averages gradients in device memory; its host never waits for the device.
 //!
 //! Invariant: buckets are launched in the order of the plan, which is equal on all ranks, so all
-//! ranks make the same collective calls in the same order, whatever the order of arrival.
+//! ranks make the same collective calls in the same order, whatever the order in which gradients
+//! arrive.
 
 mod bucket;
-mod detour;
 mod device;
 mod kernels;
 mod ledger;
 mod plan;
 #[cfg(feature = "powersgd")]
 mod power_sgd;
+mod staging;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use self::bucket::{Bucket, alloc, slice, slice_mut};
 pub use self::bucket::{BucketMemory, Gradient};
-use self::detour::Lane;
 pub use self::device::DeviceReducer;
 pub use self::kernels::{BucketKernels, NoKernels};
 use self::ledger::Ledger;
-pub use self::plan::{BucketPlan, BucketSpec, ParamInfo, Place};
+pub use self::plan::{BucketPlan, BucketSpec, ParamInfo, Slot};
 #[cfg(feature = "powersgd")]
 pub use self::power_sgd::PowerSgd;
+use self::staging::Staging;
 use crate::copy::copy_slice;
 use crate::{DType, Element, Error, ProcessGroup, ReduceOp, Result};
 
-/// How a [`Reducer`] or [`DeviceReducer`] fills its buckets.
+/// Options of a [`Reducer`] or [`DeviceReducer`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ReducerOptions {
-    /// Cap of the first bucket of each dtype: 1 MiB unless set. Small, so that communication
-    /// starts early.
+    /// Cap of the first bucket of each dtype. Default: 1 MiB, small so that communication starts
+    /// early.
     pub first_bucket_bytes: usize,
-    /// Cap of each further bucket: 25 MiB unless set.
+    /// Cap of each further bucket. Default: 25 MiB.
     pub bucket_bytes: usize,
     /// Whether a pass may leave parameters without gradient: they count as zero on this rank, and
-    /// have no gradient if no rank had one. The buckets then keep their first layout, and each
-    /// pass has one more small all-reduce. Off unless set.
+    /// have no gradient if no rank had one. The buckets then keep their first layout, and each pass
+    /// has one more small all-reduce. Default: off.
     pub find_unused_parameters: bool,
-    /// Whether every pass uses the parameters that the first one used: what got no gradient then,
-    /// on this rank, counts as zero, and another set in a later pass is an error. The buckets are
-    /// laid out anew after the second pass instead of the first. Overrides
-    /// `find_unused_parameters`. Off unless set.
+    /// Whether every pass uses the same parameters as the first: those without gradient then, on
+    /// this rank, count as zero, and a different set in a later pass is an error. The buckets are
+    /// rebuilt after the second pass instead of the first. Overrides `find_unused_parameters`.
+    /// Default: off.
     pub static_graph: bool,
-    /// How a bucket travels.
+    /// How a bucket is communicated.
     pub comm_hook: CommHook,
-    /// Whether buckets travel through the memory of the group's device, where its library averages
-    /// them, by the [rules](crate::device::DeviceCalls) there: for gradients that are made on the host in a
-    /// group over HCCL. Each bucket is copied there when it is full and back when the pass ends. Not
-    /// with PowerSGD. Off unless set.
+    /// Whether buckets are averaged in the memory of the group's device, by the
+    /// [rules](crate::device::DeviceCalls) there: for gradients in host memory in a group over
+    /// HCCL. Each bucket is copied to the device when it is full and back when the pass ends. Not
+    /// with PowerSGD. Default: off.
     pub through_device: bool,
 }
 
-/// How a bucket travels. A [`DeviceReducer`] rounds only buckets of `f32`, by its kernels; the others travel as they
-/// are. Follows: `torch.distributed.algorithms.ddp_comm_hooks`.
+/// How a bucket is communicated. A [`DeviceReducer`] compresses only buckets of `f32`, with its
+/// kernels, and sends others uncompressed. Follows: `torch.distributed.algorithms.ddp_comm_hooks`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 #[doc(alias = "register_comm_hook")]
 pub enum CommHook {
-    /// As it is.
+    /// Uncompressed.
     #[default]
     AllReduce,
-    /// `f32` as `f16`: half the bytes; what is above 65504 becomes infinite. A bucket of 16-bit
-    /// gradients travels as it is.
+    /// `f32` as `f16`: half the bytes; values above 65504 become infinite. Buckets of 16-bit
+    /// gradients are sent uncompressed.
     #[doc(alias = "fp16_compress_hook")]
     Fp16Compress,
     /// `f32` as `bf16`: half the bytes, eight significant bits.
     #[doc(alias = "bf16_compress_hook")]
     Bf16Compress,
-    /// `f32` matrices as two thin ones. Other types are refused. With the feature `powersgd`.
+    /// `f32` matrices as low-rank factors. Other types are [`Unsupported`](Error::Unsupported).
+    /// With the feature `powersgd`.
     #[cfg(feature = "powersgd")]
     PowerSgd(PowerSgd),
 }
 
 impl CommHook {
-    /// Refuses options that make no sense; returns whether buckets keep something from pass to pass.
+    /// Validates the options; returns whether buckets have state that the next pass depends on.
     fn keeps_memory(&self) -> Result<bool> {
         match self {
             Self::AllReduce | Self::Fp16Compress | Self::Bf16Compress => Ok(false),
@@ -120,17 +121,16 @@ impl Default for ReducerOptions {
     }
 }
 
-/// What a [`Reducer`] goes on from besides gradients, where that is more than nothing: PowerSGD's memory.
-/// Each rank has its own.
+/// State of a [`Reducer`] besides gradients: PowerSGD's memory. Each rank has its own.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ReducerState {
-    /// Passes averaged so far.
+    /// Number of passes averaged so far.
     pub passes: u64,
-    /// The parameters in the order of the buckets' final layout; empty before there is one.
+    /// The parameters in the order of the buckets' final layout; empty before that exists.
     pub order: Vec<usize>,
-    /// Which parameters a static graph leaves out, on this rank (1) or on all (2).
+    /// For each parameter, whether a static graph leaves it unused: 1 on this rank, 2 on all ranks.
     pub idle: Vec<u8>,
-    /// What each bucket keeps.
+    /// Each bucket's memory.
     pub buckets: Vec<BucketMemory>,
 }
 
@@ -169,22 +169,22 @@ pub struct Reducer {
     hook: CommHook,
     /// Whether the next pass depends on more than gradients.
     keeps_memory: bool,
-    lane: Option<Arc<Lane>>,
+    staging: Option<Arc<Staging>>,
     buckets: Vec<Box<dyn Bucket>>,
 }
 
 impl Reducer {
-    /// A reducer for `params`, in registration (forward) order; index `i` is `params[i]`
-    /// everywhere.
+    /// Makes a reducer for `params`, in registration (forward) order; index `i` is `params[i]` in
+    /// all methods.
     ///
-    /// Every rank of `group` must call it with equal arguments; this is checked. Blocks: one
-    /// gathering of the parameter list, and an allocation for each bucket.
+    /// Every rank of `group` must call it with equal arguments, which are compared. Blocks: one
+    /// all-gather of the parameter list, and an allocation for each bucket.
     ///
     /// # Errors
     ///
     /// [`Error::Mismatch`] on every rank, with the first parameter or option that differs;
     /// [`Error::Unsupported`] for parameters that are not floating-point numbers, and for
-    /// [`through_device`](ReducerOptions::through_device) in a group without one; those of
+    /// [`through_device`](ReducerOptions::through_device) in a group without a device; the errors of
     /// [`ProcessGroup::alloc`].
     pub fn new(
         group: ProcessGroup,
@@ -192,124 +192,123 @@ impl Reducer {
         options: ReducerOptions,
     ) -> Result<Self> {
         let hook = options.comm_hook.clone();
-        let lane = options.through_device.then(|| Lane::new(&group)).transpose()?;
+        let staging = options.through_device.then(|| Staging::new(&group)).transpose()?;
         let ledger = Ledger::new(&group, params, options)?;
         let keeps_memory = hook.keeps_memory()?;
-        let buckets = alloc_all(&group, ledger.params(), ledger.plan(), (&hook, lane.as_ref()))?;
-        Ok(Self { group, ledger, hook, keeps_memory, lane, buckets })
+        let buckets = alloc_all(&group, ledger.params(), ledger.plan(), (&hook, staging.as_ref()))?;
+        Ok(Self { group, ledger, hook, keeps_memory, staging, buckets })
     }
 
     /// Begins a pass: call it before each forward.
     ///
     /// With `sync`, the pass ends with averaged gradients. Without (PyTorch's `no_sync`), gradients
-    /// are only added up on this rank, to be averaged in a later pass; every rank must do the same.
-    /// Gradients that are there, of earlier passes, are added to until
-    /// [`zero_grad`](Self::zero_grad).
+    /// are only accumulated on this rank, to be averaged in a later pass; every rank must do the
+    /// same. Gradients accumulate over passes until [`zero_grad`](Self::zero_grad).
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the last pass has begun communication and was not
+    /// [`Error::InvalidArgument`] if the last pass launched a bucket and was not
     /// [finished](Self::finish); [`Error::Poisoned`] after a failure.
     #[doc(alias = "no_sync")]
     pub fn prepare(&mut self, sync: bool) -> Result<()> {
         self.ledger.check_usable()?;
         self.ledger.prepare(sync)?;
-        for place in self.ledger.stale() {
-            self.buckets[place.bucket].clear(place.elements());
+        for slot in self.ledger.stale() {
+            self.buckets[slot.bucket].clear(slot.range());
         }
         Ok(())
     }
 
-    /// Takes the gradient of parameter `index`: copies it into its bucket, or adds it to what is
-    /// there. If that completes buckets that are next in order, they leave; does not wait for them.
+    /// Takes the gradient of parameter `index`: copies it into its bucket, or adds it to the one
+    /// there. Launches the buckets that are full, in order, without waiting for them.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`], naming the parameter, if it has reported in this pass already,
-    /// or if type or length are not its own: nothing was changed. Else that of an earlier bucket's
-    /// failure.
-    #[expect(clippy::missing_panics_doc, reason = "`check_gradient` leaves nothing to panic about")]
+    /// [`Error::InvalidArgument`], with the parameter's name, if it already has a gradient in this
+    /// pass or type or length are wrong: nothing was changed. Else an earlier bucket's failure.
+    #[expect(clippy::missing_panics_doc, reason = "`check_gradient` rules the panic out")]
     pub fn ready<T: Gradient>(&mut self, index: usize, grad: &[T]) -> Result<()> {
         self.ledger.check_usable()?;
         self.ledger.check_gradient(index, T::DTYPE, grad.len())?;
-        self.ledger.check_here(index)?;
-        let place = self.ledger.place(index);
-        let bucket = slice_mut::<T>(&mut *self.buckets[place.bucket])
+        self.ledger.check_not_external(index)?;
+        let slot = self.ledger.slot(index);
+        let bucket = slice_mut::<T>(&mut *self.buckets[slot.bucket])
             .expect("a bucket whose parameter has not reported is here, and of its type");
-        let own = &mut bucket[place.elements()];
-        if self.ledger.has_grad_here(index) {
+        let own = &mut bucket[slot.range()];
+        if self.ledger.has_grad_in_bucket(index) {
             T::accumulate(own, grad);
         } else {
             copy_slice(own, grad);
         }
-        self.ledger.report(index, false);
+        self.ledger.mark_ready(index, false);
         self.launch_full()
     }
 
-    /// As [`ready`](Self::ready), for a gradient of `count` elements of `dtype` that stays outside the buckets. Its
-    /// owner adds it up, with the gradient in its bucket, which is forgotten. Where nothing is averaged:
-    /// in a group of one rank, or in a pass without `sync`. [`grad`](Self::grad) has none of it.
+    /// Same as [`ready`](Self::ready), for a gradient of `count` elements of `dtype` that stays outside
+    /// the buckets. The caller accumulates it, including the gradient in its bucket, which the
+    /// reducer drops. Only where nothing is averaged: in a group of one rank, or in a pass without
+    /// `sync`. [`grad`](Self::grad) does not return it.
     ///
     /// # Errors
     ///
-    /// As [`ready`](Self::ready); [`Error::InvalidArgument`] in a pass with `sync` of several ranks, or with
-    /// a [`comm_hook`](ReducerOptions::comm_hook).
+    /// Same as [`ready`](Self::ready); [`Error::InvalidArgument`] in a pass with `sync` of several ranks
+    /// or with a [`comm_hook`](ReducerOptions::comm_hook).
     pub fn mark_ready_external(&mut self, index: usize, dtype: DType, count: usize) -> Result<()> {
         self.ledger.check_usable()?;
         self.ledger.check_gradient(index, dtype, count)?;
-        let alone = self.group.world_size() == 1 && self.hook == CommHook::AllReduce;
-        if self.ledger.is_synced() && !alone {
+        let local = self.group.world_size() == 1 && self.hook == CommHook::AllReduce;
+        if self.ledger.is_synced() && !local {
             let name = &self.ledger.params()[index].name;
-            let text = format!("a gradient of {name} elsewhere: it is averaged in its bucket");
+            let text = format!("external gradient for {name} in a pass with sync: call ready");
             return Err(Error::InvalidArgument(text));
         }
-        self.ledger.report(index, true);
+        self.ledger.mark_ready(index, true);
         self.launch_full()
     }
 
-    /// Ends a pass: waits until every bucket has been averaged. After the first pass with `sync`,
-    /// lays the buckets out anew.
+    /// Ends a pass: waits until every bucket has been averaged. Rebuilds the buckets after the
+    /// first pass with `sync`.
     ///
     /// Every rank must call it. Without `sync` it does nothing.
     ///
     /// # Errors
     ///
-    /// [`Error::UnusedParameters`] on a rank where parameters got no gradient, unless
+    /// [`Error::UnusedParameters`] on a rank with parameters without gradient, unless
     /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters); its peers get
-    /// [`Error::Aborted`] with the beginning of the same text. Else a peer's failure. The reducer and its group are
-    /// unusable after any of them.
+    /// [`Error::Aborted`] with the beginning of the same text. Else a peer's failure. After any of
+    /// them the reducer and its group are unusable.
     pub fn finish(&mut self) -> Result<()> {
         self.ledger.check_usable()?;
-        if !self.ledger.close()? {
+        if !self.ledger.end_pass()? {
             return Ok(());
         }
         let finished = self.average();
-        self.ledger.remember(finished)
+        self.ledger.poison_on_error(finished)
     }
 
-    /// The gradient of parameter `index`, a view into its bucket: averaged after a pass with
-    /// `sync`, this rank's sum after one without. `None` if it has none, if `T` is not its type,
-    /// or while its bucket is in flight.
+    /// Returns the gradient of parameter `index`, a view into its bucket: averaged after a pass
+    /// with `sync`, this rank's sum after one without. `None` if it has none, if `T` is not its
+    /// type, or while its bucket is in flight.
     ///
     /// # Panics
     ///
-    /// If there is no such parameter.
+    /// If `index` is out of range.
     #[must_use]
     pub fn grad<T: Element>(&self, index: usize) -> Option<&[T]> {
-        let place = self.ledger.place(index);
-        if !self.ledger.has_grad_here(index) {
+        let slot = self.ledger.slot(index);
+        if !self.ledger.has_grad_in_bucket(index) {
             return None;
         }
-        slice::<T>(&*self.buckets[place.bucket]).map(|bucket| &bucket[place.elements()])
+        slice::<T>(&*self.buckets[slot.bucket]).map(|bucket| &bucket[slot.range()])
     }
 
-    /// Forgets all gradients: the next ones overwrite. Call it between passes.
+    /// Drops all gradients: the next ones overwrite. Call it between passes.
     pub fn zero_grad(&mut self) {
         self.ledger.zero_grad();
     }
 
-    /// What it goes on from, between two passes; none if the next pass depends on gradients alone, which
-    /// is so unless they are compressed by PowerSGD.
+    /// Returns the reducer's state between two passes; `None` unless PowerSGD is used, because
+    /// otherwise the next pass depends on gradients alone.
     #[must_use]
     pub fn state(&self) -> Option<ReducerState> {
         self.keeps_memory.then(|| {
@@ -319,69 +318,69 @@ impl Reducer {
         })
     }
 
-    /// Goes on from the state of a reducer of the same parameters and options; there are no gradients
-    /// then. Every rank calls it, each with its own state of the same moment. Blocks: an allocation for
-    /// each bucket.
+    /// Restores the state of a reducer with the same parameters and options, and drops all
+    /// gradients. Every rank must call it, each with its own state of the same pass. Blocks: an
+    /// allocation for each bucket.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the state does not fit, or inside a pass; those of
+    /// [`Error::InvalidArgument`] if the state does not match, or inside a pass; the errors of
     /// [`ProcessGroup::alloc`]. The reducer is unusable after any of them but the first.
     pub fn load_state(&mut self, state: &ReducerState) -> Result<()> {
         self.ledger.check_usable()?;
-        let plan = self.ledger.resume(state.passes, &state.order, &state.idle)?;
+        let plan = self.ledger.load_state(state.passes, &state.order, &state.idle)?;
         let loaded = self.load_buckets(plan, &state.buckets);
-        self.ledger.remember(loaded)
+        self.ledger.poison_on_error(loaded)
     }
 
     fn load_buckets(&mut self, plan: Option<BucketPlan>, memory: &[BucketMemory]) -> Result<()> {
         if let Some(plan) = plan {
             self.buckets = self.alloc_all(&plan)?;
-            self.ledger.adopt(plan);
+            self.ledger.set_plan(plan);
         }
         if memory.len() != self.buckets.len() {
-            let (were, are) = (memory.len(), self.buckets.len());
-            let text = format!("the reducer's state is of {were} buckets, and there are {are}");
+            let (saved, own) = (memory.len(), self.buckets.len());
+            let text = format!("the reducer's state has {saved} buckets, this reducer has {own}");
             return Err(Error::InvalidArgument(text));
         }
         self.buckets.iter_mut().zip(memory).try_for_each(|(b, memory)| b.set_memory(memory))
     }
 
-    /// The layout of the buckets now.
+    /// The current layout of the buckets.
     #[must_use]
     pub fn plan(&self) -> &BucketPlan {
         self.ledger.plan()
     }
 
-    /// How many buckets have left in this pass; they are the first of the [plan](Self::plan).
+    /// Number of buckets launched in this pass; they are the first of the [plan](Self::plan).
     #[must_use]
     pub fn launched(&self) -> usize {
         self.ledger.launched()
     }
 
-    /// The group the gradients are averaged over.
+    /// The group over which gradients are averaged.
     #[must_use]
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// Launches buckets, in order, as far as they are full.
+    /// Launches full buckets, in the order of the plan.
     fn launch_full(&mut self) -> Result<()> {
         while let Some(next) = self.ledger.next_full() {
             let launched = self.buckets[next].launch(&self.group, self.ledger.pass_number());
-            self.ledger.remember(launched)?;
+            self.ledger.poison_on_error(launched)?;
             self.ledger.launch();
         }
         Ok(())
     }
 
     fn alloc_all(&self, plan: &BucketPlan) -> Result<Vec<Box<dyn Bucket>>> {
-        alloc_all(&self.group, self.ledger.params(), plan, (&self.hook, self.lane.as_ref()))
+        alloc_all(&self.group, self.ledger.params(), plan, (&self.hook, self.staging.as_ref()))
     }
 
     fn average(&mut self) -> Result<()> {
-        for place in self.ledger.excuse_unused(&self.group)? {
-            self.buckets[place.bucket].clear(place.elements());
+        for slot in self.ledger.complete_unused(&self.group)? {
+            self.buckets[slot.bucket].clear(slot.range());
         }
         self.launch_full()?;
         let used = self.ledger.used();
@@ -393,18 +392,18 @@ impl Reducer {
         self.ledger.averaged(used.as_deref());
         let Some(plan) = self.ledger.next_plan(&self.group)? else { return Ok(()) };
         let mut buckets = self.alloc_all(&plan)?;
-        for (new, old) in plan.places().iter().zip(self.ledger.plan().places()) {
+        for (new, old) in plan.slots().iter().zip(self.ledger.plan().slots()) {
             let from = &*self.buckets[old.bucket];
-            buckets[new.bucket].copy_from(new.offset, from, old.elements());
+            buckets[new.bucket].copy_from(new.offset, from, old.range());
         }
         self.buckets = buckets;
-        self.ledger.adopt(plan);
+        self.ledger.set_plan(plan);
         Ok(())
     }
 }
 
-impl Place {
-    fn elements(&self) -> Range<usize> {
+impl Slot {
+    fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.count
     }
 }
@@ -413,9 +412,9 @@ fn alloc_all(
     group: &ProcessGroup,
     params: &[ParamInfo],
     plan: &BucketPlan,
-    (hook, lane): (&CommHook, Option<&Arc<Lane>>),
+    (hook, staging): (&CommHook, Option<&Arc<Staging>>),
 ) -> Result<Vec<Box<dyn Bucket>>> {
-    plan.buckets().iter().map(|bucket| alloc(group, params, bucket, hook, lane)).collect()
+    plan.buckets().iter().map(|bucket| alloc(group, params, bucket, hook, staging)).collect()
 }
 
 #[cfg(test)]
@@ -441,7 +440,7 @@ mod tests {
                         reducer.prepare(true).unwrap();
                         reducer.ready(1, &[1.0_f32; 4]).unwrap();
                         if pass == 1 {
-                            // Only this bucket's own wait can end; the pass is not over.
+                            // Only this bucket's own operation can complete; the pass is not over.
                             assert_eq!(reducer.launched(), 1);
                             let deadline = Instant::now() + Duration::from_secs(20);
                             while !is_done(&reducer, 0) {
@@ -458,18 +457,18 @@ mod tests {
     }
 
     #[test]
-    fn a_gradient_elsewhere_keeps_the_rules_and_none_other_takes_its_place() {
+    fn external_gradients_follow_the_same_rules() {
         let group =
             |world| ProcessGroup::threads(world, Duration::from_secs(20)).unwrap().remove(0);
         let params = || ["a", "b"].map(|name| ParamInfo::new(name, 2, DType::F32)).to_vec();
-        let said = |result: Result<()>| result.err().map(|e| e.to_string()).unwrap_or_default();
+        let text_of = |result: Result<()>| result.err().map(|e| e.to_string()).unwrap_or_default();
         let mut reducer = Reducer::new(group(1), params(), ReducerOptions::default()).unwrap();
         for pass in 0..2 {
             reducer.prepare(pass == 1).unwrap();
             reducer.mark_ready_external(0, DType::F32, 2).unwrap();
-            let twice = said(reducer.mark_ready_external(0, DType::F32, 2));
-            assert!(twice.contains("a second gradient for a"), "{twice}");
-            let short = said(reducer.mark_ready_external(1, DType::F32, 1));
+            let twice = text_of(reducer.mark_ready_external(0, DType::F32, 2));
+            assert!(twice.contains("second gradient for a"), "{twice}");
+            let short = text_of(reducer.mark_ready_external(1, DType::F32, 1));
             assert!(short.contains("the gradient of b is f32 [1]"), "{short}");
             reducer.ready(1, &[1.0_f32; 2]).unwrap();
             reducer.finish().unwrap();
@@ -479,8 +478,8 @@ mod tests {
             );
         }
         reducer.prepare(true).unwrap();
-        let both = said(reducer.ready(0, &[1.0_f32; 2]));
-        assert!(both.contains("a gradient of a here: it has one elsewhere"), "{both}");
+        let both = text_of(reducer.ready(0, &[1.0_f32; 2]));
+        assert!(both.contains("gradient for a: already reported as external"), "{both}");
         reducer.mark_ready_external(1, DType::F32, 2).unwrap();
         assert_eq!(reducer.grad::<f32>(1), None);
         let unused = reducer.finish().unwrap_err();
@@ -492,8 +491,8 @@ mod tests {
         hooked.mark_ready_external(0, DType::F32, 2).unwrap();
         hooked.finish().unwrap();
         hooked.prepare(true).unwrap();
-        let refused = said(hooked.mark_ready_external(0, DType::F32, 2));
-        assert!(refused.contains("it is averaged in its bucket"), "{refused}");
+        let refused = text_of(hooked.mark_ready_external(0, DType::F32, 2));
+        assert!(refused.contains("in a pass with sync: call ready"), "{refused}");
     }
 
     fn is_done(reducer: &Reducer, bucket: usize) -> bool {

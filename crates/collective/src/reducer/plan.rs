@@ -1,15 +1,15 @@
-//! Which parameter lies in which bucket: a pure function of the parameters, an order, and caps.
+//! Assigns parameters to buckets: a pure function of the parameters, an order, and caps.
 //!
-//! The rule is PyTorch's. Parameters are taken in order; each dtype fills a bucket of its own; a
-//! bucket is closed by the parameter that brings it to its cap (which it may so exceed), and the
-//! next bucket of that dtype has the next cap, the last of them for ever.
+//! The rule is PyTorch's. Parameters are taken in order; each dtype has one open bucket; the
+//! parameter that brings a bucket to its cap, or beyond it, is the bucket's last. The next bucket
+//! of that dtype has the next cap; the last cap applies to all further buckets.
 //!
-//! Invariant: every parameter lies in exactly one bucket, the parameters of a bucket are in the
-//! order given, of one dtype, and packed without gaps or overlaps.
+//! Invariant: every parameter is in exactly one bucket; the parameters of a bucket are in the given
+//! order, of one dtype, and packed without gaps or overlaps.
 
 use crate::{DType, Error, Result};
 
-/// One parameter, as every rank must list it.
+/// One parameter; the same list on every rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParamInfo {
     /// Its name, for error texts: `layer1.0.conv1.weight`.
@@ -18,18 +18,18 @@ pub struct ParamInfo {
     pub count: usize,
     /// Element type of the parameter and of its gradient.
     pub dtype: DType,
-    /// Length of the first dimension if there are two or more, else 0. Only PowerSGD reads it: it takes the
-    /// parameter as a matrix of so many rows.
+    /// Length of the first dimension if there are two or more, else 0. Used only by PowerSGD, which
+    /// treats the parameter as a matrix with this many rows.
     pub rows: usize,
 }
 
 impl ParamInfo {
-    /// A parameter's name, number of elements and type; a vector.
+    /// A vector, with its name, number of elements and type.
     pub fn new(name: impl Into<String>, count: usize, dtype: DType) -> Self {
         Self { name: name.into(), count, dtype, rows: 0 }
     }
 
-    /// The same as a matrix.
+    /// The same parameter as a matrix with this many rows.
     #[must_use]
     pub fn with_rows(mut self, rows: usize) -> Self {
         self.rows = rows;
@@ -37,25 +37,25 @@ impl ParamInfo {
     }
 }
 
-/// One bucket: parameters that travel together.
+/// One bucket: parameters that are reduced together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BucketSpec {
     /// Element type of all of them.
     pub dtype: DType,
-    /// Their indices, in the order they lie in.
+    /// Indices of the parameters, in memory order.
     pub params: Vec<usize>,
-    /// Number of elements of all of them.
+    /// Total number of elements.
     pub count: usize,
 }
 
-/// Where a parameter's gradient lies.
+/// A parameter's location in its bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Place {
+pub struct Slot {
     /// Index of the bucket.
     pub bucket: usize,
-    /// Elements of the bucket before it.
+    /// Offset in the bucket, in elements.
     pub offset: usize,
     /// Number of elements.
     pub count: usize,
@@ -65,51 +65,51 @@ pub struct Place {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BucketPlan {
     buckets: Vec<BucketSpec>,
-    places: Vec<Place>,
+    slots: Vec<Slot>,
 }
 
 impl BucketPlan {
-    /// The plan before any gradient has been seen: filled in registration order, the buckets then
+    /// The plan before any gradient has arrived: buckets are filled in registration order and then
     /// reversed, because backward begins with the parameters registered last. The caps are in
-    /// bytes; with the one cap [`usize::MAX`] each dtype has a single bucket.
+    /// bytes; with the single cap [`usize::MAX`] each dtype has one bucket.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] without caps, or if the parameters are too large to be counted.
+    /// [`Error::InvalidArgument`] without caps, or if the parameters' total size overflows.
     pub fn registered(params: &[ParamInfo], caps: &[usize]) -> Result<Self> {
         let mut buckets = fill(params, 0..params.len(), caps)?;
         buckets.sort_by_key(|bucket| std::cmp::Reverse(bucket.params[0]));
         Ok(Self::of(params, buckets))
     }
 
-    /// The plan once it is known in which `order` gradients arrive: filled in that order, buckets
-    /// in the order in which they are full.
+    /// The plan for gradients that arrive in `order`: buckets are filled in that order, and ordered
+    /// by when they are full.
     ///
     /// # Errors
     ///
-    /// As [`registered`](Self::registered), and if `order` does not name each parameter once.
+    /// Same as [`registered`](Self::registered), and if `order` is not a permutation of the parameters.
     pub fn arrived(params: &[ParamInfo], order: &[usize], caps: &[usize]) -> Result<Self> {
         let mut seen = vec![false; params.len()];
         let fresh =
             |&index: &usize| seen.get_mut(index).is_some_and(|seen| !std::mem::replace(seen, true));
         if order.len() != params.len() || !order.iter().all(fresh) {
-            let text = "the order of arrival does not name each parameter once";
+            let text = "the order of arrival is not a permutation of the parameters";
             return Err(Error::InvalidArgument(text.to_owned()));
         }
         Ok(Self::of(params, fill(params, order.iter().copied(), caps)?))
     }
 
     fn of(params: &[ParamInfo], buckets: Vec<BucketSpec>) -> Self {
-        let mut places = vec![Place { bucket: 0, offset: 0, count: 0 }; params.len()];
+        let mut slots = vec![Slot { bucket: 0, offset: 0, count: 0 }; params.len()];
         for (bucket, spec) in buckets.iter().enumerate() {
             let mut offset = 0;
             for &index in &spec.params {
                 let count = params[index].count;
-                places[index] = Place { bucket, offset, count };
+                slots[index] = Slot { bucket, offset, count };
                 offset += count;
             }
         }
-        Self { buckets, places }
+        Self { buckets, slots }
     }
 
     /// The buckets, in the order in which they are reduced.
@@ -118,14 +118,14 @@ impl BucketPlan {
         &self.buckets
     }
 
-    /// Where each parameter lies, by its index.
+    /// Each parameter's location, by its index.
     #[must_use]
-    pub fn places(&self) -> &[Place] {
-        &self.places
+    pub fn slots(&self) -> &[Slot] {
+        &self.slots
     }
 }
 
-/// Buckets in the order in which they close; those that are never full, at the end.
+/// Buckets in the order in which they close, then those that never fill.
 fn fill(
     params: &[ParamInfo],
     order: impl Iterator<Item = usize>,
@@ -134,7 +134,7 @@ fn fill(
     let invalid = |text: &str| Error::InvalidArgument(text.to_owned());
     let last = caps.last().ok_or_else(|| invalid("a bucket plan needs at least one cap"))?;
     let mut closed = Vec::new();
-    // One open bucket for each dtype, and how many of that dtype were closed before it.
+    // One open bucket for each dtype, and the number of buckets of that dtype closed before it.
     let mut open: Vec<(BucketSpec, usize)> = Vec::new();
     for index in order {
         let param = &params[index];
@@ -148,7 +148,7 @@ fn fill(
         let count = bucket.count.checked_add(param.count);
         let bytes = count.and_then(|count| count.checked_mul(param.dtype.size()));
         let (Some(count), Some(bytes)) = (count, bytes) else {
-            return Err(invalid("the parameters are more than memory can hold"));
+            return Err(invalid("the total size of the parameters overflows"));
         };
         bucket.count = count;
         if bytes >= *caps.get(*before).unwrap_or(last) {
@@ -188,7 +188,7 @@ mod tests {
 
     fn check(plan: &BucketPlan, params: &[ParamInfo], order: &[usize]) {
         let rank = |index: usize| order.iter().position(|&other| other == index);
-        assert_eq!(plan.places().len(), params.len());
+        assert_eq!(plan.slots().len(), params.len());
         let mut seen = vec![0; params.len()];
         for (at, bucket) in plan.buckets().iter().enumerate() {
             assert!(!bucket.params.is_empty());
@@ -197,8 +197,8 @@ mod tests {
             for &index in &bucket.params {
                 seen[index] += 1;
                 assert_eq!(params[index].dtype, bucket.dtype);
-                let place = Place { bucket: at, offset, count: params[index].count };
-                assert_eq!(plan.places()[index], place);
+                let slot = Slot { bucket: at, offset, count: params[index].count };
+                assert_eq!(plan.slots()[index], slot);
                 offset += params[index].count;
             }
             assert_eq!(offset, bucket.count);
@@ -234,7 +234,7 @@ mod tests {
         }
 
         #[test]
-        fn one_cap_without_limit_is_one_bucket_a_dtype(params in params()) {
+        fn an_unlimited_cap_makes_one_bucket_per_dtype(params in params()) {
             let plan = BucketPlan::registered(&params, &[usize::MAX]).unwrap();
             for dtype in [DType::F32, DType::F16, DType::Bf16] {
                 let buckets = plan.buckets().iter().filter(|bucket| bucket.dtype == dtype);
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn invalid_orders_caps_and_sizes_are_errors() {
         let params = [ParamInfo::new("a", 1, DType::F32), ParamInfo::new("b", 1, DType::F32)];
         for order in [&[0][..], &[0, 0], &[0, 2], &[0, 1, 1]] {
             assert!(BucketPlan::arrived(&params, order, &[1]).is_err(), "{order:?}");

@@ -1,38 +1,41 @@
-//! PowerSGD: a gradient travels as two thin matrices.
+//! PowerSGD: sends a gradient as two low-rank factors.
 //!
-//! A gradient of `n x m` is taken as `P Q^T` with `r` columns each: `(n + m) r` numbers travel
-//! instead of `n m`. One step of power iteration per pass finds them: `P = M Q`, averaged over the
-//! ranks, its columns made orthonormal; then `Q = M^T P`, averaged. What the approximation leaves
-//! out is added to the next pass's gradient (error feedback), and `Q` is where the next pass begins
-//! (warm start). Vectors, and matrices that would not shrink, travel as they are.
+//! A gradient of `n x m` is approximated by `P Q^T` with `r` columns each: `(n + m) r` numbers are
+//! sent instead of `n m`. One step of power iteration per pass computes them: `P = M Q`, averaged
+//! over the ranks, its columns orthonormalized; then `Q = M^T P`, averaged. The approximation's
+//! error is added to the next pass's gradient (error feedback), and the next pass begins with `Q`
+//! (warm start). Vectors, and matrices that would not shrink, are sent uncompressed.
 //!
-//! Follows: PyTorch 2.15, `powerSGD_hook.py`. There the first `Q` is drawn by torch's generator, here
-//! by one of our own from the bucket's place, so the numbers differ; it is the same on all ranks.
+//! Follows: PyTorch 2.15, `powerSGD_hook.py`. There torch's generator draws the first `Q`; here our
+//! own does, seeded by the bucket's first parameter, so the numbers differ; they are the same on
+//! all ranks.
 //!
-//! `P` travels while backward goes on. `Q` needs the averaged `P`, so it leaves when the bucket is
-//! waited for. What is kept from pass to pass is [`Reducer::state`](super::Reducer::state)'s.
+//! `P` is sent while backward goes on. `Q` needs the averaged `P`, so it is sent when the bucket is
+//! waited for. [`Reducer::state`](super::Reducer::state) holds the state between passes.
 
 use std::ops::Range;
 
-use super::bucket::{Bucket, BucketMemory, Home};
+use super::bucket::{Bucket, BucketMemory, Elements};
 use super::plan::{BucketSpec, ParamInfo};
 use crate::{Error, ProcessGroup, ReduceOp, Result, SharedBuf, Work};
 
-/// How [`CommHook::PowerSgd`](super::CommHook::PowerSgd) compresses. The defaults are PyTorch's.
+/// Options of [`CommHook::PowerSgd`](super::CommHook::PowerSgd). The defaults are PyTorch's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 #[doc(alias = "PowerSGDState")]
 pub struct PowerSgd {
-    /// Columns of the two matrices, 1: more is more exact and more to send.
+    /// Columns of the two factors: more are more exact, with more to send. Default: 1.
     pub rank: usize,
-    /// Passes with `sync` before it begins, 1000; until then gradients travel as they are. With
-    /// error feedback or warm start at least 2, since buckets are laid out anew after the first.
+    /// Number of passes with `sync` before compression starts; until then gradients are sent
+    /// uncompressed. At least 2 with error feedback or warm start, because buckets are rebuilt
+    /// after the first. Default: 1000.
     pub start_iter: u64,
-    /// A matrix is compressed if that makes it smaller by more than this factor, 2.
+    /// A matrix is compressed only if that shrinks it by more than this factor. Default: 2.
     pub min_compression_rate: usize,
-    /// Adds what was left out to the next pass's gradient, which is what makes it converge. True.
+    /// Adds the approximation's error to the next pass's gradient, which is needed for convergence.
+    /// Default: true.
     pub error_feedback: bool,
-    /// Begins each pass with the last one's `Q` instead of a random one. True.
+    /// Begins each pass with the last one's `Q` instead of a random one. Default: true.
     pub warm_start: bool,
 }
 
@@ -49,7 +52,7 @@ impl Default for PowerSgd {
 }
 
 impl PowerSgd {
-    /// Refuses what PyTorch refuses.
+    /// Rejects the options that PyTorch rejects.
     pub(super) fn validate(&self) -> Result<()> {
         let invalid = |text: &str| Err(Error::InvalidArgument(text.to_owned()));
         if self.rank == 0 {
@@ -57,15 +60,15 @@ impl PowerSgd {
         }
         if self.start_iter < 2 && (self.error_feedback || self.warm_start) {
             return invalid(
-                "PowerSGD: start_iter must be at least 2 with error feedback or warm start, since \
-                 buckets are laid out anew after the first pass",
+                "PowerSGD: start_iter must be at least 2 with error feedback or warm start, because \
+                 buckets are rebuilt after the first pass",
             );
         }
         Ok(())
     }
 }
 
-/// One gradient that is compressed: a matrix at `at` in the bucket, its factors in theirs.
+/// One compressed gradient: a matrix at `at` in the bucket, its factors at `p` and `q` in theirs.
 #[derive(Clone, Copy, Debug)]
 struct Matrix {
     at: usize,
@@ -76,23 +79,23 @@ struct Matrix {
     q: usize,
 }
 
-/// A bucket that travels as factors.
+/// A bucket that is sent as factors.
 #[derive(Debug)]
 pub(super) struct PowerSgdBucket {
     buf: SharedBuf<f32>,
     group: ProcessGroup,
     options: PowerSgd,
     matrices: Vec<Matrix>,
-    /// What is not compressed.
+    /// Ranges that are not compressed.
     plain: Vec<Range<usize>>,
     /// The `Q` of all matrices.
     q: Vec<f32>,
-    /// What past approximations left out, as long as the bucket; empty until there is some.
+    /// Errors of past approximations, as long as the bucket; empty until there are some.
     error: Vec<f32>,
-    /// Distinguishes the buckets of a model where numbers are drawn.
+    /// Seeds the random numbers, differently for each bucket of a model.
     seed: u64,
-    /// All `P`, then all that is plain; or, before the start, the bucket.
-    flying: Option<Work<Vec<f32>>>,
+    /// All `P`, then the uncompressed ranges; or, before `start_iter`, the whole bucket.
+    in_flight: Option<Work<Vec<f32>>>,
     compressing: bool,
 }
 
@@ -127,12 +130,12 @@ impl PowerSgdBucket {
             q: vec![0.0; q],
             error: Vec::new(),
             seed: spec.params.first().map_or(0, |&index| index as u64),
-            flying: None,
+            in_flight: None,
             compressing: false,
         })
     }
 
-    /// All `P = M Q`, then what is plain.
+    /// Computes all `P = M Q`; returns them and the uncompressed ranges.
     fn left_factors(&mut self, pass: u64) -> Vec<f32> {
         if self.options.error_feedback {
             self.error.resize(self.buf.len(), 0.0);
@@ -158,14 +161,14 @@ impl PowerSgdBucket {
         wire
     }
 
-    /// The `Q` that a pass begins with.
+    /// Initializes the `Q` that a pass begins with.
     fn begin(&mut self, pass: u64) {
         let fresh = pass == self.options.start_iter + 1 || !self.options.warm_start;
         let mut random = Random((self.seed << 32) | pass);
         for matrix in &self.matrices {
             let q = &mut self.q[matrix.q_range()];
             for k in 0..matrix.rank {
-                // A column that became zero would stay so.
+                // A column that became zero would stay zero.
                 if fresh || q.iter().skip(k).step_by(matrix.rank).all(|value| *value == 0.0) {
                     let column = q.iter_mut().skip(k).step_by(matrix.rank);
                     column.for_each(|value| *value = random.next());
@@ -177,7 +180,7 @@ impl PowerSgdBucket {
         }
     }
 
-    /// From the averaged `P` to the averaged approximation.
+    /// Computes the averaged approximation from the averaged `P`.
     fn decompress(&mut self, mut wire: Vec<f32>) -> Result<()> {
         let left: usize = self.matrices.iter().map(|m| m.rows * m.rank).sum();
         let (left, mut plain) = wire.split_at_mut(left);
@@ -222,12 +225,12 @@ impl Bucket for PowerSgdBucket {
     fn launch(&mut self, group: &ProcessGroup, pass: u64) -> Result<()> {
         self.compressing = pass > self.options.start_iter && !self.matrices.is_empty();
         let wire = if self.compressing { self.left_factors(pass) } else { self.buf.to_vec() };
-        self.flying = Some(group.all_reduce_async(wire, ReduceOp::Avg)?);
+        self.in_flight = Some(group.all_reduce_async(wire, ReduceOp::Avg)?);
         Ok(())
     }
 
     fn wait(&mut self) -> Result<()> {
-        let Some(work) = self.flying.take() else { return Ok(()) };
+        let Some(work) = self.in_flight.take() else { return Ok(()) };
         let wire = work.wait()?;
         if self.compressing {
             return self.decompress(wire);
@@ -243,21 +246,21 @@ impl Bucket for PowerSgdBucket {
     fn set_memory(&mut self, memory: &BucketMemory) -> Result<()> {
         let fits = [0, self.buf.len()].contains(&memory.error.len());
         if memory.q.len() != self.q.len() || !fits {
-            let text = "a PowerSGD bucket's memory is of other gradients".to_owned();
+            let text = "the PowerSGD memory is of other parameters".to_owned();
             return Err(Error::InvalidArgument(text));
         }
         (self.q, self.error) = (memory.q.clone(), memory.error.clone());
         Ok(())
     }
 
-    fn home(&self) -> Option<&dyn Home> {
-        let home: &dyn Home = &self.buf;
-        self.flying.is_none().then_some(home)
+    fn elements(&self) -> Option<&dyn Elements> {
+        let elements: &dyn Elements = &self.buf;
+        self.in_flight.is_none().then_some(elements)
     }
 
-    fn home_mut(&mut self) -> Option<&mut dyn Home> {
-        let home: &mut dyn Home = &mut self.buf;
-        self.flying.is_none().then_some(home)
+    fn elements_mut(&mut self) -> Option<&mut dyn Elements> {
+        let elements: &mut dyn Elements = &mut self.buf;
+        self.in_flight.is_none().then_some(elements)
     }
 }
 
@@ -275,31 +278,31 @@ impl Matrix {
     }
 }
 
-/// Makes the columns of a row-major matrix of `rank` columns orthonormal, by Gram and Schmidt's
-/// method, modified. A column that the others span becomes zero.
+/// Orthonormalizes the columns of a row-major matrix of `rank` columns, by modified Gram-Schmidt. A
+/// column that is linearly dependent on the others becomes zero.
 fn orthonormalize(matrix: &mut [f32], rank: usize) {
     let dot = |matrix: &[f32], a: usize, b: usize| -> f64 {
         matrix.chunks_exact(rank).map(|row| f64::from(row[a]) * f64::from(row[b])).sum()
     };
     for k in 0..rank {
         let before = dot(matrix, k, k);
-        // Twice: what little is left of a column is not yet orthogonal after once.
+        // Twice: a column that nearly cancels is not yet orthogonal after once.
         for j in (0..k).chain(0..k) {
             let along = dot(matrix, j, k) as f32;
             matrix.chunks_exact_mut(rank).for_each(|row| row[k] -= along * row[j]);
         }
         let square = dot(matrix, k, k);
-        // What is left of a dependent column is rounding.
+        // The remainder of a dependent column is rounding error.
         let inverse = if square > before * 1e-12 { square.sqrt().recip() as f32 } else { 0.0 };
         matrix.chunks_exact_mut(rank).for_each(|row| row[k] *= inverse);
     }
 }
 
-/// Steele, Lea and Flood's SplitMix64: numbers that look random and are the same everywhere.
+/// Steele, Lea and Flood's SplitMix64: pseudorandom numbers, the same on every platform.
 struct Random(u64);
 
 impl Random {
-    /// Between -1 and 1.
+    /// Returns a number between -1 and 1.
     fn next(&mut self) -> f32 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -331,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn invalid_options_are_errors() {
         assert!(PowerSgd { rank: 0, ..PowerSgd::default() }.validate().is_err());
         let early = PowerSgd { start_iter: 1, ..PowerSgd::default() };
         assert!(early.validate().unwrap_err().to_string().contains("at least 2"));

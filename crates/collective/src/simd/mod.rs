@@ -1,8 +1,8 @@
 //! Reduction kernels: `out[i] = sources[0][i] . sources[1][i] . ...`, in the order of the sources.
 //!
-//! [`scalar`] is the definition; the vector code equals it bit for bit, which tests hold it to.
-//! Dispatch is at run time, per call, on what the processor has: sums of `f32`, `f16` and `bf16`
-//! have vector code for x86-64; the rest is left to the compiler.
+//! [`scalar`] is the definition; tests check that the vector code equals it bit for bit. Each call
+//! dispatches at run time on the processor's features: sums of `f32`, `f16` and `bf16` have vector
+//! code for x86-64; the compiler vectorizes the rest.
 
 mod scalar;
 #[cfg(target_arch = "x86_64")]
@@ -17,20 +17,20 @@ use crate::{DType, ReduceOp};
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
-/// From so many bytes on vectors begin at a line of the first out, which a large buffer of the heap does
-/// not: a vector that lies across two lines takes longer than a few numbers one by one.
+/// From this size in bytes on, vectors start at a cache line of the first out. Large heap buffers
+/// are not line-aligned, and a vector across two lines takes longer than a few numbers one by one.
 const LARGE: usize = 16 << 10;
 
 /// Folds the sources, one per rank and in rank order, into each of `outs`.
 ///
 /// All spans have the same length, a whole number of elements of `dtype`. An out may be one of the
 /// sources: each element is read from all sources before it is written. NaN, rounding and wrapping
-/// are as [`ReduceOp`] says. Empty spans are fine.
+/// follow [`ReduceOp`]. Spans may be empty.
 ///
 /// `op` must be defined for `dtype`.
 pub(crate) fn fold(dtype: DType, op: ReduceOp, outs: &[Span<'_>], sources: &[Span<'_>]) {
     let len = sources.first().expect("a fold has at least one source").len();
-    assert!(!outs.is_empty(), "a fold goes somewhere");
+    assert!(!outs.is_empty(), "a fold has at least one out");
     assert!(outs.iter().chain(sources).all(|span| span.len() == len), "spans of one length");
     assert_eq!(len % dtype.size(), 0, "whole elements");
     let start = if len < LARGE { 0 } else { to_line(outs[0], dtype.size()) };
@@ -42,27 +42,27 @@ pub(crate) fn fold(dtype: DType, op: ReduceOp, outs: &[Span<'_>], sources: &[Spa
     }
 }
 
-/// Bytes before the first cache line, if that is a whole number of elements.
+/// Bytes before the first cache line, or 0 if that is not a whole number of elements.
 fn to_line(out: Span<'_>, size: usize) -> usize {
     let bytes = out.ptr().align_offset(LINE);
     if bytes.is_multiple_of(size) { bytes } else { 0 }
 }
 
-/// `f32` numbers of those of a type of 16 bits.
+/// Converts numbers of a 16-bit type to `f32`.
 pub(crate) fn widen(dtype: DType, to: Span<'_>, from: Span<'_>) {
     match dtype {
         DType::F16 => scalar::widen::<f16>(to, from),
         DType::Bf16 => scalar::widen::<bf16>(to, from),
-        _ => unreachable!("{dtype} is folded in itself"),
+        _ => unreachable!("only 16-bit types are widened, not {dtype}"),
     }
 }
 
-/// Numbers of a type of 16 bits of `f32` ones, rounded as [`fold`] does.
+/// Converts `f32` numbers to a 16-bit type, rounded as in [`fold`].
 pub(crate) fn narrow(dtype: DType, to: Span<'_>, from: Span<'_>) {
     match dtype {
         DType::F16 => scalar::narrow::<f16>(to, from),
         DType::Bf16 => scalar::narrow::<bf16>(to, from),
-        _ => unreachable!("{dtype} is folded in itself"),
+        _ => unreachable!("only 16-bit types are narrowed, not {dtype}"),
     }
 }
 
@@ -87,13 +87,13 @@ fn fold_scalar(
         DType::U32 => scalar::fold_unsigned::<u32>(op, outs, sources, bytes),
         DType::U64 => scalar::fold_unsigned::<u64>(op, outs, sources, bytes),
         DType::F8E4M3 | DType::F8E5M2 => {
-            unreachable!("`OpDesc::check` lets no reduction of {dtype} through")
+            unreachable!("`OpDesc::check` rejects reductions of {dtype}")
         }
     }
 }
 
-/// Folds with vector instructions from byte `start` on, and returns how many; 0 if there are none for
-/// this.
+/// Folds with vector instructions from byte `start` on, and returns the number of bytes folded; 0
+/// if there is no kernel.
 #[cfg(target_arch = "x86_64")]
 fn fold_vector(
     dtype: DType,

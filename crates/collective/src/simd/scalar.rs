@@ -1,8 +1,8 @@
 //! The definition of every reduction, in plain Rust.
 //!
-//! Works through the data in blocks: a block of each source is copied out of shared memory, then
-//! folded as ordinary numbers in an accumulator on the stack. The compiler vectorizes those loops
-//! with whatever the target has; the order of operations per element stays the sources' order.
+//! Processes the data in blocks: copies a block of each source out of shared memory, then folds it
+//! into an accumulator on the stack. The compiler vectorizes those loops for the target; the order
+//! of operations per element stays the sources' order.
 
 #![expect(unsafe_code, reason = "copies blocks between raw memory and typed arrays")]
 
@@ -15,15 +15,15 @@ use half::{bf16, f16};
 use crate::span::Span;
 use crate::{Element, ReduceOp};
 
-/// Elements folded at a time: accumulator and block stay in the first-level cache.
+/// Elements per block: accumulator and block fit in the first-level cache.
 const BLOCK: usize = 512;
-/// Fewer elements than this are folded one by one, which takes less than clearing a block does: the
-/// smallest messages, and what vector code leaves over.
+/// Fewer elements than this are folded one by one, which is faster than clearing a block. Applies
+/// to the smallest messages and to the rest after vector code.
 const FEW: usize = 32;
 
-/// A floating-point type and the type its sums are kept in.
+/// A floating-point type and its accumulator type.
 pub(super) trait Float: Element {
-    /// What the fold computes in.
+    /// The type in which the fold computes.
     type Acc: Copy + Default + PartialOrd + Add<Output = Self::Acc> + Mul<Output = Self::Acc>;
     fn widen(self) -> Self::Acc;
     /// Rounds to nearest even; any NaN becomes the positive quiet NaN without payload.
@@ -31,7 +31,7 @@ pub(super) trait Float: Element {
     fn is_nan(acc: Self::Acc) -> bool;
     /// `1 / n`.
     fn reciprocal(n: usize) -> Self::Acc;
-    /// A factor, rounded.
+    /// Converts a factor, rounded.
     fn factor(factor: f64) -> Self::Acc;
 }
 
@@ -93,7 +93,7 @@ macro_rules! unsigned {
 
 unsigned!(u8, u16, u32, u64);
 
-/// Folds floating-point numbers, those in a range of bytes.
+/// Folds the floating-point numbers in a range of bytes.
 pub(super) fn fold_float<T: Float>(
     op: ReduceOp,
     outs: &[Span<'_>],
@@ -102,7 +102,7 @@ pub(super) fn fold_float<T: Float>(
 ) {
     let one = |acc| acc;
     let scale = T::reciprocal(sources.len());
-    // Written so that a NaN on either side wins, and of two zeros the first.
+    // Written so that a NaN on either side wins, and the first of two zeros.
     let min = |a, b| if b < a || T::is_nan(b) && !T::is_nan(a) { b } else { a };
     let max = |a, b| if b > a || T::is_nan(b) && !T::is_nan(a) { b } else { a };
     let (widen, narrow) = (T::widen, T::narrow);
@@ -119,13 +119,13 @@ pub(super) fn fold_float<T: Float>(
             fold(outs, sources, bytes, |x| T::widen(x) * factor, Add::add, one, narrow);
         }
         ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
-            unreachable!("`OpDesc::check` lets no bit operation on floats through")
+            unreachable!("`OpDesc::check` rejects bit operations on floats")
         }
     }
 }
 
-/// Folds signed integers, those in a range of bytes: only order depends on the sign, so all other
-/// operators are those of `U`, the unsigned type of the same size.
+/// Folds the signed integers in a range of bytes: only order depends on the sign, so all other
+/// operators use `U`, the unsigned type of the same size.
 pub(super) fn fold_signed<T: Element + Ord, U: Unsigned>(
     op: ReduceOp,
     outs: &[Span<'_>],
@@ -140,7 +140,7 @@ pub(super) fn fold_signed<T: Element + Ord, U: Unsigned>(
     }
 }
 
-/// Folds unsigned integers, those in a range of bytes.
+/// Folds the unsigned integers in a range of bytes.
 pub(super) fn fold_unsigned<T: Unsigned>(
     op: ReduceOp,
     outs: &[Span<'_>],
@@ -157,7 +157,7 @@ pub(super) fn fold_unsigned<T: Unsigned>(
         ReduceOp::BitOr => fold(outs, sources, bytes, one, T::bitor, one, one),
         ReduceOp::BitXor => fold(outs, sources, bytes, one, T::bitxor, one, one),
         ReduceOp::Avg | ReduceOp::PreMulSum(_) => {
-            unreachable!("`OpDesc::check` lets no average and no factor of integers through")
+            unreachable!("`OpDesc::check` rejects averages and factors of integers")
         }
     }
 }
@@ -210,7 +210,7 @@ fn fold<T: Element, A: Copy + Default>(
     }
 }
 
-/// `f32` numbers of halves.
+/// Converts halves to `f32`.
 pub(super) fn widen<T: Float<Acc = f32>>(to: Span<'_>, from: Span<'_>)
 where
     [T]: HalfFloatSliceExt,
@@ -224,7 +224,7 @@ where
     }
 }
 
-/// Halves of `f32` numbers, rounded to nearest even; any NaN becomes the canonical one.
+/// Converts `f32` to halves, rounded to nearest even; any NaN becomes the canonical one.
 pub(super) fn narrow<T: Float<Acc = f32>>(to: Span<'_>, from: Span<'_>)
 where
     [T]: HalfFloatSliceExt,
@@ -257,6 +257,7 @@ fn store<T: Element>(outs: &[Span<'_>], offset: usize, block: &mut [T]) {
 }
 
 fn bytes_of<T: Element>(block: &mut [T]) -> Span<'_> {
-    // SAFETY: the borrow lasts as long as the span, and any bytes are values of the types that are folded.
+    // SAFETY: the borrow lasts as long as the span, and any bytes are valid values of the types
+    // that are folded.
     unsafe { Span::new(block.as_mut_ptr().cast(), size_of_val(block)) }
 }

@@ -1,8 +1,8 @@
-//! What every rank says, told to every rank, in a number of requests that grows with the ranks and
-//! not with their square.
+//! An all-gather through the store, with a number of requests linear in the number of ranks.
 //!
-//! Rank 0 waits for all values, reads them in one request, and publishes them as one; the others
-//! wait for that. If each read each by itself, a thousand ranks would ask a million times.
+//! Rank 0 waits for all values, reads them in one request, and publishes them under one key; the
+//! others wait for that key. If each rank read each value, a thousand ranks would send a million
+//! requests.
 
 use std::time::{Duration, Instant};
 
@@ -10,15 +10,15 @@ use super::tcp::codec::put_blob;
 use super::{Store, deadline};
 use crate::{Error, Rank, Result};
 
-/// Tells every rank the `value` of each, in the order of ranks.
+/// Returns the `value` of each rank, in rank order, on every rank.
 ///
-/// Every rank of `0..world_size` must call it, with a `key` that was never used for this before. The
-/// values together, and 8 bytes for each, may be 8 MiB long.
+/// Every rank of `0..world_size` must call it, with a `key` that was never used for this before.
+/// The values and 8 bytes for each may total 8 MiB.
 ///
 /// # Errors
 ///
-/// [`Error::KeyTimeout`] if a rank, or rank 0 for the others, did not come within `timeout`; rank 0's
-/// names the keys of those missing, `<key>/<rank>`. Those of [`Store::set`].
+/// [`Error::KeyTimeout`] if a rank, or rank 0 for the others, did not come within `timeout`; rank
+/// 0's error names the missing ranks' keys, `<key>/<rank>`. Also the errors of [`Store::set`].
 ///
 /// # Examples
 ///
@@ -64,19 +64,19 @@ pub fn exchange(
     let joined = store.get(&all, end.saturating_duration_since(Instant::now()))?;
     let values = split_values(&joined).filter(|values| values.len() == world_size);
     values.ok_or_else(|| {
-        let text = format!("exchange {key:?}: rank 0 published something else");
+        let text = format!("exchange {key:?}: rank 0 did not publish {world_size} values");
         Error::InvalidArgument(text)
     })
 }
 
-/// What rank 0 publishes of these values.
+/// Encodes these values for rank 0 to publish.
 pub(crate) fn join_values(values: &[Vec<u8>]) -> Vec<u8> {
     let mut joined = Vec::new();
     values.iter().for_each(|value| put_blob(&mut joined, value));
     joined
 }
 
-/// The values that rank 0 has [joined](join_values); `None` if it has not.
+/// Decodes [joined](join_values) values; `None` if they are malformed.
 pub(crate) fn split_values(mut joined: &[u8]) -> Option<Vec<Vec<u8>>> {
     let mut values = Vec::new();
     while !joined.is_empty() {
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_as_many_whole_values_are_taken() {
+    fn only_the_right_number_of_whole_values_is_accepted() {
         let joined = join_values(&[b"ab".to_vec(), vec![], b"c".to_vec()]);
         assert_eq!(split_values(&joined).unwrap(), [&b"ab"[..], b"", b"c"]);
         assert_eq!(split_values(&joined[..joined.len() - 1]), None);

@@ -1,7 +1,7 @@
 //! A store within one process.
 //!
-//! One map under a lock, and a condition variable that every change notifies. Clones share the
-//! map: give one to each thread.
+//! One map under a lock, and a condition variable that every change notifies. Clones share the map:
+//! give one to each thread.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use super::values::Values;
 use super::{Store, deadline};
 use crate::{Error, Result};
 
-/// A store for the threads of one process, and for tests of what stands on a store.
+/// A store for the threads of one process, and for tests of code that uses a store.
 ///
 /// # Examples
 ///
@@ -38,20 +38,20 @@ struct Shared {
 }
 
 impl MemoryStore {
-    /// An empty store.
+    /// Makes an empty store.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Changes the values and wakes every waiter, who looks whether its key has come.
+    /// Changes the values and wakes every waiter, which then checks its keys.
     fn change<R>(&self, change: impl FnOnce(&mut Values) -> R) -> R {
         let result = change(&mut self.shared.values.lock());
         self.shared.changed.notify_all();
         result
     }
 
-    /// Waits until every key is there and then reads the values under the same lock.
+    /// Blocks until every key exists and then reads the values under the same lock.
     fn wait_then<R>(
         &self,
         keys: &[&str],
@@ -95,7 +95,7 @@ impl Store for MemoryStore {
         self.change(|values| values.add(key.as_bytes(), delta)).ok_or_else(|| Error::Store {
             store: NAME.to_owned(),
             during: format!("add {key:?}"),
-            reason: "the value there is not a number".to_owned(),
+            reason: "the stored value does not begin with a number".to_owned(),
         })
     }
 
@@ -121,5 +121,5 @@ impl Store for MemoryStore {
     }
 }
 
-/// How errors name this store.
+/// The store's name in errors.
 const NAME: &str = "memory";

@@ -1,15 +1,14 @@
-//! Key-value stores: how ranks find one another before a process group exists.
+//! Key-value stores, through which ranks find one another before a process group exists.
 //!
-//! A [`Store`] is a small shared map with atomic counters and with waiting for a key that is not
-//! there yet. Three kinds implement it:
+//! A [`Store`] is a small shared map with atomic counters and blocking reads. Three kinds implement
+//! it:
 //!
-//! - [`MemoryStore`], for ranks that are threads of one process, and for tests;
-//! - [`TcpStore`], a client of a [`TcpStoreServer`] or of PyTorch's `TCPStore` server, whose wire
-//!   protocol both speak;
-//! - [`PrefixStore`], a part of another store under a prefix of its own.
+//! * [`MemoryStore`], for ranks that are threads of one process, and for tests;
+//! * [`TcpStore`], a client of a [`TcpStoreServer`] or of PyTorch's `TCPStore` server;
+//! * [`PrefixStore`], a view of another store under a prefix.
 //!
-//! Invariant: every wait has a deadline, and an error names the store's address and the keys that
-//! were missing when it passed.
+//! Invariant: every wait has a deadline, and its error names the store's address and the missing
+//! keys.
 
 mod exchange;
 mod memory;
@@ -31,27 +30,28 @@ pub use self::tcp::server::TcpStoreServer;
 pub(crate) use self::watched::WatchedStore;
 use crate::{Error, Result};
 
-/// A map shared by the ranks of a job, with counters and with waiting.
+/// A map shared by the ranks of a job, with counters and blocking reads.
 ///
-/// All methods may be called from several threads at once: a thread that waits does not hold up
-/// another. An operation that returned has happened: any rank told of it sees its effect.
+/// All methods may be called from several threads at once: a waiting thread does not block another.
+/// An operation takes effect before it returns: any rank notified afterwards sees it.
 pub trait Store: Send + Sync + Debug {
-    /// Stores `value` under `key`, replacing what was there, and wakes who waits for `key`.
+    /// Stores `value` under `key`, replacing an earlier value, and wakes the ranks that wait for
+    /// `key`.
     ///
     /// # Errors
     ///
-    /// [`Store`](crate::Error::Store) if the store cannot be reached, or if key or value are
-    /// longer than it takes.
+    /// [`Store`](crate::Error::Store) if the store cannot be reached, or if key or value exceed its
+    /// limits.
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
 
-    /// Waits until `key` is there and returns its value.
+    /// Blocks until `key` exists and returns its value.
     ///
-    /// A key that is deleted between its arrival and the reading of it gives an empty value.
+    /// Returns an empty value if the key is deleted between its arrival and the read.
     ///
     /// # Errors
     ///
-    /// [`KeyTimeout`](crate::Error::KeyTimeout) if the key did not come within `timeout`, and
-    /// those of [`set`](Self::set).
+    /// [`KeyTimeout`](crate::Error::KeyTimeout) if the key was not set within `timeout`, and those
+    /// of [`set`](Self::set).
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>>;
 
     /// Adds `delta` to the counter `key`, which starts at 0, and returns the sum. Wraps at the
@@ -59,7 +59,7 @@ pub trait Store: Send + Sync + Debug {
     ///
     /// # Errors
     ///
-    /// As [`set`](Self::set), and if the value there does not begin with a number.
+    /// Same as [`set`](Self::set), and if the stored value does not begin with a number.
     fn add(&self, key: &str, delta: i64) -> Result<i64>;
 
     /// Stores `desired` if the value of `key` equals `expected`, or if `key` is missing and
@@ -68,23 +68,23 @@ pub trait Store: Send + Sync + Debug {
     ///
     /// # Errors
     ///
-    /// As [`set`](Self::set).
+    /// Same as [`set`](Self::set).
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>>;
 
-    /// Waits until each of `keys` has been there; a key deleted after its arrival counts.
+    /// Blocks until each of `keys` has been set; a key deleted after its arrival counts.
     ///
     /// # Errors
     ///
-    /// [`KeyTimeout`](crate::Error::KeyTimeout), naming the keys still missing, and those of
+    /// [`KeyTimeout`](crate::Error::KeyTimeout) with the missing keys, and the errors of
     /// [`set`](Self::set).
     fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()>;
 
-    /// Waits as [`wait`](Self::wait), and returns whether each of `keys` has been there within `timeout`:
-    /// for who asks again, and need not be told which are missing.
+    /// Waits as [`wait`](Self::wait), and returns whether each of `keys` was set within `timeout`:
+    /// for polling, without the cost of finding the missing keys.
     ///
     /// # Errors
     ///
-    /// As [`set`](Self::set).
+    /// Same as [`set`](Self::set).
     fn came_within(&self, keys: &[&str], timeout: Duration) -> Result<bool> {
         match self.wait(keys, timeout) {
             Ok(()) => Ok(true),
@@ -93,56 +93,56 @@ pub trait Store: Send + Sync + Debug {
         }
     }
 
-    /// Whether all of `keys` are there now.
+    /// Returns whether all of `keys` exist now.
     ///
     /// # Errors
     ///
-    /// As [`set`](Self::set).
+    /// Same as [`set`](Self::set).
     fn check(&self, keys: &[&str]) -> Result<bool>;
 
-    /// Removes `key`; returns whether it was there.
+    /// Removes `key`; returns whether it existed.
     ///
     /// # Errors
     ///
-    /// As [`set`](Self::set).
+    /// Same as [`set`](Self::set).
     fn delete_key(&self, key: &str) -> Result<bool>;
 
-    /// Number of keys in the whole store, whatever their prefix.
+    /// Number of keys in the whole store, under any prefix.
     ///
     /// # Errors
     ///
-    /// As [`set`](Self::set).
+    /// Same as [`set`](Self::set).
     fn num_keys(&self) -> Result<i64>;
 
-    /// Waits until each of `keys` is there and returns their values, in the order of `keys`. Over
-    /// TCP this is one request.
+    /// Blocks until each of `keys` exists and returns their values, in the order of `keys`. One
+    /// request over TCP.
     ///
     /// # Errors
     ///
-    /// As [`wait`](Self::wait).
+    /// Same as [`wait`](Self::wait).
     fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
         self.wait(keys, timeout)?;
         keys.iter().map(|key| self.get(key, timeout)).collect()
     }
 
-    /// Stores several values, as [`set`](Self::set) each. Over TCP this is one request.
+    /// Stores several values, as [`set`](Self::set) each. One request over TCP.
     ///
     /// # Errors
     ///
-    /// As [`set`](Self::set); some may have been stored then.
+    /// Same as [`set`](Self::set); some values may have been stored then.
     fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
         pairs.iter().try_for_each(|(key, value)| self.set(key, value))
     }
 
-    /// The address this machine has on its way to the store, which peers that reach the store
-    /// can reach too; `None` if there is no way to go, or the store does not say.
+    /// The address of this machine's connection to the store, at which peers that reach the store
+    /// can reach this machine; `None` if there is no connection, or the store has no address.
     fn local_ip(&self) -> Option<IpAddr> {
         None
     }
 }
 
-/// Places of those of `keys` that are not there, where `check` says of several whether all are: few
-/// questions if few are missing.
+/// Indices of the keys that do not exist. `check` returns whether all keys of a slice exist; a
+/// binary search keeps the calls few if few keys are missing.
 pub(crate) fn missing<K, E>(
     keys: &[K],
     check: &mut impl FnMut(&[K]) -> std::result::Result<bool, E>,
@@ -154,12 +154,12 @@ pub(crate) fn missing<K, E>(
         return Ok(vec![0]);
     }
     let (left, right) = keys.split_at(keys.len() / 2);
-    let mut places = missing(left, check)?;
-    places.extend(missing(right, check)?.into_iter().map(|place| left.len() + place));
-    Ok(places)
+    let mut indices = missing(left, check)?;
+    indices.extend(missing(right, check)?.into_iter().map(|index| left.len() + index));
+    Ok(indices)
 }
 
-/// The moment `timeout` from now; a timeout too long for the clock means about a century.
+/// The instant `timeout` from now; a timeout too long for the clock is cut to a century.
 pub(crate) fn deadline(timeout: Duration) -> Instant {
     Instant::now() + timeout.min(FOREVER)
 }
@@ -174,17 +174,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_missing_are_found_and_few_in_few_questions(
+        fn missing_keys_are_found_with_few_checks(
             there in prop::collection::vec(prop::bool::weighted(0.9), 0..300),
         ) {
-            let mut asked = 0;
+            let mut checks = 0;
             let all: std::result::Result<Vec<usize>, ()> = missing(&there, &mut |some: &[bool]| {
-                asked += 1;
+                checks += 1;
                 Ok(some.iter().all(|&there| there))
             });
             let want: Vec<_> = (0..there.len()).filter(|&at| !there[at]).collect();
             let most = 1 + 2 * want.len() * (there.len().max(1).ilog2() as usize + 1);
-            prop_assert!(asked <= most, "{asked} questions for {} of {}", want.len(), there.len());
+            prop_assert!(checks <= most, "{checks} checks for {} of {}", want.len(), there.len());
             prop_assert_eq!(all, Ok(want));
         }
     }

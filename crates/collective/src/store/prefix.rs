@@ -1,7 +1,7 @@
-//! A part of another store, under a prefix.
+//! A view of another store under a prefix.
 //!
-//! `PrefixStore::new("p", store)` turns the key `k` into `p/k`, as PyTorch's does. Of nested
-//! prefixes the one nearest the underlying store comes first in the key.
+//! `PrefixStore::new("p", store)` maps the key `k` to `p/k`, as PyTorch's does. With nested
+//! prefixes, the one nearest the underlying store comes first in the key.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::Store;
 use crate::Result;
 
-/// A store whose keys all begin with a prefix, so that groups and attempts do not meet.
+/// A store whose keys all begin with a prefix, so that groups and attempts share no keys.
 ///
 /// [`num_keys`](Store::num_keys) counts the whole underlying store.
 #[derive(Clone, Debug)]

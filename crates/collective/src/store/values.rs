@@ -1,20 +1,20 @@
-//! The data of a store: values, counters, queues, without any waiting.
+//! The data of a store: values, counters, queues, without waiting.
 //!
-//! [`MemoryStore`](super::MemoryStore) and the TCP server's state both stand on it, so that a key
-//! means the same in either. Where PyTorch's store has a quirk that others rely on (what
-//! `compare_set` answers for a missing key, counters as text), it is kept, and said so.
+//! [`MemoryStore`](super::MemoryStore) and the TCP server's state both use it, so they behave
+//! alike. Quirks of PyTorch's store that clients rely on are kept and documented: the reply of
+//! `compare_set` for a missing key, counters as text.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-/// Values and queues by key. A queue is seen by [`contains`](Self::contains) while it is not
-/// empty, and by nothing else that speaks of keys.
+/// Values and queues by key. A non-empty queue counts in [`contains`](Self::contains), and in no
+/// other method on keys.
 #[derive(Debug, Default)]
 pub(super) struct Values {
-    /// Behind an `Arc`, so that a value on its way to thousands of clients is there once.
+    /// In an `Arc`, so that one copy of a value is sent to thousands of clients.
     values: HashMap<Vec<u8>, Arc<Vec<u8>>>,
     queues: HashMap<Vec<u8>, VecDeque<Vec<u8>>>,
-    /// What all of it takes, see [`cost`].
+    /// Memory taken by all of it, see [`cost`].
     bytes: usize,
 }
 
@@ -30,7 +30,7 @@ impl Values {
         self.bytes = bytes;
     }
 
-    /// Bytes that everything takes, roughly.
+    /// Approximate memory taken, in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -43,7 +43,7 @@ impl Values {
         self.values.get(key)
     }
 
-    /// The sum, or `None` (and no change) if the value there does not begin with a number.
+    /// Returns the sum, or `None` (and no change) if the stored value does not begin with a number.
     pub(super) fn add(&mut self, key: &[u8], delta: i64) -> Option<i64> {
         let old = match self.values.get(key) {
             Some(value) => leading_number(value)?,
@@ -54,7 +54,7 @@ impl Values {
         Some(sum)
     }
 
-    /// The value to answer with, and whether `desired` was stored.
+    /// Returns the value to reply with, and whether `desired` was stored.
     pub(super) fn compare_set<'a>(
         &'a mut self,
         key: &[u8],
@@ -119,12 +119,12 @@ impl Values {
     }
 }
 
-/// What a value of `len` bytes takes, or an element of a queue, with what is around it.
+/// Memory taken by a value or a queue element of `len` bytes, with overhead.
 pub(super) fn cost(key: &[u8], len: usize) -> usize {
     key.len() + len + 128
 }
 
-/// The number at the start of `text` as C's `strtoll` reads it: white space, a sign, digits.
+/// The number at the start of `text`, parsed as C's `strtoll` does: white space, a sign, digits.
 fn leading_number(text: &[u8]) -> Option<i64> {
     let text = text.trim_ascii_start();
     let sign = usize::from(matches!(text.first(), Some(b'-' | b'+')));

@@ -1,8 +1,8 @@
-//! A store whose waits end when somebody gives up.
+//! A store whose waits end when a rank gives up.
 //!
-//! Ranks that join a group wait for one another through the store. If one of them fails at that, the
-//! others would wait for it until their timeout; so it says so under a key, and their waits end. They
-//! look at that key the less often the more ranks there are: a store has so much time for all of them.
+//! Ranks that join a group wait for one another through the store. If one of them fails, the others
+//! would wait until their timeout; instead it writes its error under a key, which ends their waits.
+//! Ranks poll that key less often the more of them there are, which bounds the store's load.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -11,31 +11,31 @@ use std::time::{Duration, Instant};
 use super::{Store, deadline};
 use crate::{Error, Rank, Result};
 
-/// The longest wait without looking whether somebody has given up: this, or more if many look.
+/// Poll interval of the failure key, for few ranks.
 const TICK: Duration = Duration::from_millis(20);
-/// What each look may take of the store's time, on average.
+/// The poll interval is at least this much per rank.
 const TICK_PER_RANK: Duration = Duration::from_micros(250);
-/// Bytes of the reason that are told.
+/// Maximum length of the reason, in bytes.
 const MAX_REASON: usize = 1000;
 
-/// A part of a store's use: the joining of one group, which can be given up.
+/// A view of a store for joining one group, which any rank can abort.
 #[derive(Clone, Debug)]
 pub(crate) struct WatchedStore {
     store: Arc<dyn Store>,
-    /// What a rank sets to end everybody's waits.
+    /// The key that a failed rank sets to end all waits.
     key: String,
     tick: Duration,
 }
 
 impl WatchedStore {
-    /// `key` is one that no other attempt has used.
+    /// `key` must not have been used by another attempt.
     pub(crate) fn new(store: Arc<dyn Store>, key: String, world_size: usize) -> Self {
         let ranks = u32::try_from(world_size).unwrap_or(u32::MAX);
         Self { store, key, tick: TICK.max(TICK_PER_RANK.saturating_mul(ranks)) }
     }
 
-    /// Ends the waits of the others; the first reason counts. A store that does not answer leaves
-    /// them to their timeout.
+    /// Ends the waits of the other ranks; the first reason counts. If the store does not answer,
+    /// they wait until their timeout.
     pub(crate) fn give_up(&self, rank: Rank, error: &Error) {
         let mut reason = error.to_string();
         reason.truncate(reason.floor_char_boundary(MAX_REASON));
@@ -43,18 +43,19 @@ impl WatchedStore {
         drop(self.store.compare_set(&self.key, b"", &note));
     }
 
-    fn given_up(&self) -> Result<()> {
+    fn check_failed(&self) -> Result<()> {
         if !self.store.check(&[&self.key])? {
             return Ok(());
         }
         let note = self.store.get(&self.key, TICK)?;
         let (by, reason): (Rank, String) = serde_json::from_slice(&note)
-            .map_err(|_| Error::InvalidArgument(format!("{} is garbled", self.key)))?;
+            .map_err(|_| Error::InvalidArgument(format!("cannot parse store key {}", self.key)))?;
         Err(Error::Aborted { by, reason })
     }
 
-    /// Waits for `keys` in slices of a tick, and then does `last` in the time that is left.
-    fn in_slices<R>(
+    /// Waits for `keys`, polling the failure key at every tick, and then runs `last` with the time
+    /// left.
+    fn poll_then<R>(
         &self,
         keys: &[&str],
         timeout: Duration,
@@ -63,7 +64,7 @@ impl WatchedStore {
         let (start, deadline) = (Instant::now(), deadline(timeout));
         let left = || deadline.saturating_duration_since(Instant::now());
         while left() > self.tick && !self.store.came_within(keys, self.tick)? {
-            self.given_up()?;
+            self.check_failed()?;
         }
         last(left()).map_err(|error| match error {
             Error::KeyTimeout { store, keys, .. } => {
@@ -80,7 +81,7 @@ impl Store for WatchedStore {
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        self.in_slices(&[key], timeout, |left| self.store.get(key, left))
+        self.poll_then(&[key], timeout, |left| self.store.get(key, left))
     }
 
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
@@ -92,7 +93,7 @@ impl Store for WatchedStore {
     }
 
     fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-        self.in_slices(keys, timeout, |left| self.store.wait(keys, left))
+        self.poll_then(keys, timeout, |left| self.store.wait(keys, left))
     }
 
     fn check(&self, keys: &[&str]) -> Result<bool> {
@@ -108,7 +109,7 @@ impl Store for WatchedStore {
     }
 
     fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
-        self.in_slices(keys, timeout, |left| self.store.multi_get(keys, left))
+        self.poll_then(keys, timeout, |left| self.store.multi_get(keys, left))
     }
 
     fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
@@ -128,7 +129,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
 
     #[test]
-    fn the_way_to_the_store_is_that_of_the_store_beneath() {
+    fn local_ip_is_that_of_the_underlying_store() {
         let server = crate::TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
         let store = crate::TcpStore::connect("localhost", server.port(), LONG).unwrap();
         let prefix = crate::PrefixStore::new("p", Arc::new(store));
@@ -138,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_ends_with_the_key_the_deadline_or_the_first_who_gives_up() {
+    fn a_wait_ends_with_the_key_the_deadline_or_the_first_failure() {
         let store = MemoryStore::new();
         let watched = WatchedStore::new(Arc::new(store.clone()), "failed".into(), 2);
         store.set("k", b"v").unwrap();
@@ -155,7 +156,7 @@ mod tests {
         let error = waiter.join().unwrap();
         let Error::Aborted { by: 3, reason } = &error else { panic!("{error}") };
         assert_eq!(reason, &"é".repeat(500));
-        // What is there is still found.
+        // Existing keys are still readable.
         assert_eq!(watched.get("k", LONG).unwrap(), b"v");
     }
 }

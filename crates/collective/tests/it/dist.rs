@@ -372,7 +372,7 @@ fn a_local_group_has_the_ranks_of_one_host() {
         assert_eq!(x, [sum]);
         if rank == 1 {
             let error = dist::local_group(&local, &topology(rank)).unwrap_err().to_string();
-            assert!(error.contains("of rank 1 of 4, the group of rank 0 of 3"), "{error}");
+            assert!(error.contains("of rank 1 of 4, but the group's rank is 0 of 3"), "{error}");
         }
     });
 }

@@ -163,7 +163,7 @@ fn who_comes_after_the_grace_period_is_told_so_and_stays_out() {
                 let error = group.rebuild(LONG).unwrap_err();
                 let Error::LeftBehind { epoch: 1, members, .. } = &error else { panic!("{error}") };
                 assert_eq!(members, &[0, 2]);
-                assert!(error.to_string().contains("default went on at epoch 1 with ranks 0, 2"));
+                assert!(error.to_string().contains("grace period (epoch 1, ranks 0, 2)"));
             }
             return;
         }

@@ -338,8 +338,8 @@ fn misuse_is_named_and_changes_nothing() {
             assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
             assert!(error.to_string().contains(text), "{error}");
         };
-        refused(reducer.ready(0, &[1.0_f32; 2]), "call prepare first");
-        refused(reducer.finish(), "finish without prepare");
+        refused(reducer.ready(0, &[1.0_f32; 2]), "reported before `prepare`");
+        refused(reducer.finish(), "`finish` called before `prepare`");
         reducer.prepare(true).unwrap();
         refused(reducer.ready(9, &[1.0_f32; 2]), "parameter 9");
         refused(reducer.ready(0, &[1.0_f32; 3]), "p0 is f32 [3], the parameter is f32 [2]");
@@ -347,7 +347,7 @@ fn misuse_is_named_and_changes_nothing() {
         reducer.ready(0, &[1.0_f32; 2]).unwrap();
         refused(reducer.ready(0, &[1.0_f32; 2]), "second gradient for p0");
         reducer.ready(1, &[1.0_f32; 2]).unwrap();
-        refused(reducer.prepare(true), "not finished");
+        refused(reducer.prepare(true), "`prepare` called before `finish`");
         reducer.finish().unwrap();
         assert_eq!(grads(&reducer, 2), [Some(1.0), Some(1.0)]);
     });
@@ -376,7 +376,7 @@ fn a_static_graph_learns_what_it_leaves_out() {
             assert_eq!(reducer.plan().buckets().len(), if laid_out { 4 } else { 1 });
             reducer.prepare(true).unwrap();
             for &index in &used {
-                let count = reducer.plan().places()[index].count;
+                let count = reducer.plan().slots()[index].count;
                 reducer.ready(index, &vec![f32::from(pass) + 2.0; count]).unwrap();
             }
             if laid_out && rank == 0 {
@@ -403,7 +403,7 @@ fn a_static_graph_that_changes_is_an_error() {
         reducer.finish().unwrap();
         reducer.prepare(true).unwrap();
         let error = reducer.ready(1, &[1.0_f32; 4]).unwrap_err().to_string();
-        assert!(error.contains("a gradient for p1, which had none in a static graph"), "{error}");
+        assert!(error.contains("gradient for p1, which had none in the first pass"), "{error}");
         let error = reducer.finish().unwrap_err();
         assert!(matches!(error, Error::UnusedParameters { ref names, .. } if *names == ["p0"]));
     });

@@ -134,11 +134,11 @@ fn dimensions_that_make_no_mesh_are_refused_and_the_group_stays() {
     common::threads(2, TIMEOUT, |group| {
         let name = if group.rank() == 0 { "dp" } else { "tp" };
         let wrong: [(&[(&str, usize)], &str); 6] = [
-            (&[("dp", 3)], "is not a grid of the group's 2 ranks"),
-            (&[("dp", 2), ("tp", 0)], "is not a grid"),
-            (&[("dp", usize::MAX), ("tp", 2)], "is not a grid"),
-            (&[("dp", 2), ("", 1)], "\"\" is empty or used twice"),
-            (&[("dp", 2), ("dp", 1)], "\"dp\" is empty or used twice"),
+            (&[("dp", 3)], "do not multiply to the group's 2 ranks"),
+            (&[("dp", 2), ("tp", 0)], "do not multiply"),
+            (&[("dp", usize::MAX), ("tp", 2)], "do not multiply"),
+            (&[("dp", 2), ("", 1)], "\"\" is empty or duplicate"),
+            (&[("dp", 2), ("dp", 1)], "\"dp\" is empty or duplicate"),
             (&[(name, 2)], "rank 0 gives the dimensions [(\"dp\", 2)], rank 1 [(\"tp\", 2)]"),
         ];
         for (dims, text) in wrong {
@@ -168,8 +168,8 @@ fn lists_that_make_no_group_are_refused_on_every_rank_and_the_group_stays() {
         let differing: &[Rank] = if group.rank() == 2 { &[0, 1, 2] } else { &[0, 1] };
         for (list, text) in [
             (differing, "rank 0 gives the members [0, 1], rank 2 gives [0, 1, 2]"),
-            (&[], "a group has members"),
-            (&[0, 3], "no rank 3 among 3"),
+            (&[], "the member list is empty"),
+            (&[0, 3], "rank 3 is not below world size 3"),
             (&[1, 0, 1], "rank 1 is listed twice"),
         ] {
             let error = group.subgroup(list).unwrap_err();

@@ -1,4 +1,4 @@
-//! Eight sums in a vector.
+//! Sums with eight numbers per vector.
 
 use std::arch::x86_64::{
     __m128i, __m256, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128, _mm_storeu_si128,
@@ -31,7 +31,7 @@ fn canonical(x: __m256) -> __m256 {
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn load_f32(ptr: *mut u8) -> __m256 {
-    // SAFETY: the caller's promise; the load is unaligned.
+    // SAFETY: required of the caller; the load is unaligned.
     unsafe { _mm256_loadu_ps(ptr.cast()) }
 }
 
@@ -41,7 +41,7 @@ unsafe fn load_f32(ptr: *mut u8) -> __m256 {
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn store_f32(ptr: *mut u8, x: __m256) {
-    // SAFETY: the caller's promise; the store is unaligned.
+    // SAFETY: required of the caller; the store is unaligned.
     unsafe { _mm256_storeu_ps(ptr.cast(), x) };
 }
 
@@ -51,7 +51,7 @@ unsafe fn store_f32(ptr: *mut u8, x: __m256) {
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn load_16(ptr: *mut u8) -> __m128i {
-    // SAFETY: the caller's promise; the load is unaligned.
+    // SAFETY: required of the caller; the load is unaligned.
     unsafe { _mm_loadu_si128(ptr.cast()) }
 }
 
@@ -61,38 +61,38 @@ unsafe fn load_16(ptr: *mut u8) -> __m128i {
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn store_16(ptr: *mut u8, x: __m128i) {
-    // SAFETY: the caller's promise; the store is unaligned.
+    // SAFETY: required of the caller; the store is unaligned.
     unsafe { _mm_storeu_si128(ptr.cast(), x) };
 }
 
 /// # Safety
 ///
-/// As [`load_16`].
+/// Same as [`load_16`].
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn load_f16(ptr: *mut u8) -> __m256 {
-    // SAFETY: the caller's promise.
+    // SAFETY: required of the caller.
     _mm256_cvtph_ps(unsafe { load_16(ptr) })
 }
 
 /// # Safety
 ///
-/// As [`store_16`].
+/// Same as [`store_16`].
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn store_f16(ptr: *mut u8, x: __m256) {
     let rounded = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
-    // SAFETY: the caller's promise.
+    // SAFETY: required of the caller.
     unsafe { store_16(ptr, rounded) };
 }
 
 /// # Safety
 ///
-/// As [`load_16`].
+/// Same as [`load_16`].
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn load_bf16(ptr: *mut u8) -> __m256 {
-    // SAFETY: the caller's promise.
+    // SAFETY: required of the caller.
     let halves = unsafe { load_16(ptr) };
     _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
 }
@@ -102,7 +102,7 @@ unsafe fn load_bf16(ptr: *mut u8) -> __m256 {
 ///
 /// # Safety
 ///
-/// As [`store_16`].
+/// Same as [`store_16`].
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn store_bf16(ptr: *mut u8, x: __m256) {
@@ -113,6 +113,6 @@ unsafe fn store_bf16(ptr: *mut u8, x: __m256) {
     // Packs each 128-bit lane to 64 bits, then brings the two that count together.
     let packed = _mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(kept, kept));
     let rounded = _mm256_castsi256_si128(packed);
-    // SAFETY: the caller's promise.
+    // SAFETY: required of the caller.
     unsafe { store_16(ptr, rounded) };
 }

@@ -1,4 +1,4 @@
-//! Sixteen sums in a vector, which is a cache line of `f32`.
+//! Sums with sixteen numbers per vector, a cache line of `f32`.
 
 use std::arch::x86_64::{
     __m256i, __m512, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm256_loadu_si256,
@@ -31,7 +31,7 @@ fn canonical(x: __m512) -> __m512 {
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn load_f32(ptr: *mut u8) -> __m512 {
-    // SAFETY: the caller's promise; the load is unaligned.
+    // SAFETY: required of the caller; the load is unaligned.
     unsafe { _mm512_loadu_ps(ptr.cast()) }
 }
 
@@ -41,7 +41,7 @@ unsafe fn load_f32(ptr: *mut u8) -> __m512 {
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn store_f32(ptr: *mut u8, x: __m512) {
-    // SAFETY: the caller's promise; the store is unaligned.
+    // SAFETY: required of the caller; the store is unaligned.
     unsafe { _mm512_storeu_ps(ptr.cast(), x) };
 }
 
@@ -51,7 +51,7 @@ unsafe fn store_f32(ptr: *mut u8, x: __m512) {
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn load_16(ptr: *mut u8) -> __m256i {
-    // SAFETY: the caller's promise; the load is unaligned.
+    // SAFETY: required of the caller; the load is unaligned.
     unsafe { _mm256_loadu_si256(ptr.cast()) }
 }
 
@@ -61,38 +61,38 @@ unsafe fn load_16(ptr: *mut u8) -> __m256i {
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn store_16(ptr: *mut u8, x: __m256i) {
-    // SAFETY: the caller's promise; the store is unaligned.
+    // SAFETY: required of the caller; the store is unaligned.
     unsafe { _mm256_storeu_si256(ptr.cast(), x) };
 }
 
 /// # Safety
 ///
-/// As [`load_16`].
+/// Same as [`load_16`].
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn load_f16(ptr: *mut u8) -> __m512 {
-    // SAFETY: the caller's promise.
+    // SAFETY: required of the caller.
     _mm512_cvtph_ps(unsafe { load_16(ptr) })
 }
 
 /// # Safety
 ///
-/// As [`store_16`].
+/// Same as [`store_16`].
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn store_f16(ptr: *mut u8, x: __m512) {
     let rounded = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
-    // SAFETY: the caller's promise.
+    // SAFETY: required of the caller.
     unsafe { store_16(ptr, rounded) };
 }
 
 /// # Safety
 ///
-/// As [`load_16`].
+/// Same as [`load_16`].
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn load_bf16(ptr: *mut u8) -> __m512 {
-    // SAFETY: the caller's promise.
+    // SAFETY: required of the caller.
     let halves = unsafe { load_16(ptr) };
     _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
 }
@@ -101,7 +101,7 @@ unsafe fn load_bf16(ptr: *mut u8) -> __m512 {
 ///
 /// # Safety
 ///
-/// As [`store_16`].
+/// Same as [`store_16`].
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn store_bf16(ptr: *mut u8, x: __m512) {
@@ -110,6 +110,6 @@ unsafe fn store_bf16(ptr: *mut u8, x: __m512) {
     let bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
     let kept = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, bias));
     let rounded = _mm512_cvtepi32_epi16(kept);
-    // SAFETY: the caller's promise.
+    // SAFETY: required of the caller.
     unsafe { store_16(ptr, rounded) };
 }

@@ -1,11 +1,11 @@
 //! Sums of `f32`, `f16` and `bf16` with AVX2 and F16C, or with AVX-512.
 //!
 //! Each kernel keeps 32 `f32` sums in registers, adds the sources to them one after another in rank
-//! order, scales for an average, makes any NaN the canonical one, rounds once, and stores that to
-//! every out. It does whole groups of 32 elements and returns how many bytes it did; the scalar
-//! definition does the rest. Bit for bit the scalar rule: the same IEEE additions and roundings in
-//! the same order. AVX-512 is there for its stores: where several outs lie in other caches, whole
-//! lines go there in half the time.
+//! order, scales for an average, makes any NaN the canonical one, rounds once, and stores the
+//! result to every out. It processes whole groups of 32 elements and returns the number of bytes;
+//! the scalar definition processes the rest. The result equals the scalar rule bit for bit: the
+//! same IEEE additions and roundings in the same order. AVX-512 is used for its stores: if several
+//! outs are in other cores' caches, whole lines are written in half the time.
 
 #![expect(unsafe_code, reason = "vector loads and stores on raw memory")]
 
@@ -15,10 +15,10 @@ mod avx512;
 use crate::DType;
 use crate::span::Span;
 
-/// Elements of one round of a kernel.
+/// Elements per iteration of a kernel.
 const GROUP: usize = 32;
 
-/// Vectors that this processor has.
+/// A vector width that this processor supports.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Width(Vectors);
 
@@ -29,7 +29,7 @@ enum Vectors {
 }
 
 impl Width {
-    /// The widest.
+    /// The widest supported.
     pub(super) fn best() -> Option<Self> {
         Self::avx512().or_else(Self::avx2)
     }
@@ -43,8 +43,8 @@ impl Width {
         found.then_some(Self(Vectors::Avx2))
     }
 
-    /// Sums whole groups from byte `start` on, and returns the bytes done: none if there is no kernel for
-    /// the type.
+    /// Sums whole groups from byte `start` on, and returns the number of bytes summed; 0 if there
+    /// is no kernel for the type.
     pub(super) fn sum(
         self,
         dtype: DType,
@@ -63,13 +63,13 @@ impl Width {
             (Vectors::Avx512, DType::Bf16) => avx512::sum_bf16,
             _ => return 0,
         };
-        // SAFETY: a `Width` is made of what was detected, so the processor has the features.
+        // SAFETY: a `Width` is made from detected features only, so the processor has them.
         unsafe { kernel(outs, sources, scale, start) }
     }
 }
 
-/// A kernel of the module it is in, which has `Vector`, `LANES`, `splat`, `add`, `mul`,
-/// `canonical` and the named loads and stores.
+/// Defines a kernel in a module that has `Vector`, `LANES`, `splat`, `add`, `mul`, `canonical` and
+/// the named loads and stores.
 macro_rules! kernel {
     ($kernel:ident, $features:literal, $size:literal, $load:ident, $store:ident) => {
         #[target_feature(enable = $features)]
@@ -84,7 +84,7 @@ macro_rules! kernel {
             let bytes = (first.len() - start) / (GROUP * $size) * (GROUP * $size);
             let end = start + bytes;
             let mut spans = outs.iter().chain(sources);
-            assert!(spans.all(|span| span.len() >= end), "outs and sources reach as far");
+            assert!(spans.all(|span| span.len() >= end), "outs and sources are long enough");
             let scale = scale.map(|scale| splat(scale));
             for offset in (start..end).step_by(GROUP * $size) {
                 let at = |span: &Span<'_>, vector: usize| {
@@ -132,7 +132,7 @@ mod tests {
         unsafe { Span::new(data.as_mut_ptr().cast(), size_of_val(data)) }
     }
 
-    /// Both ways over the same numbers, unaligned by `skip` elements.
+    /// Compares both implementations on the same numbers, unaligned by `skip` elements.
     fn agree<T: Float>(ranks: &[Vec<T>], skip: usize, op: ReduceOp, bits: impl Fn(T) -> u64) {
         let mut ranks = ranks.to_vec();
         let count = ranks[0].len() - skip;
@@ -150,7 +150,7 @@ mod tests {
             let done = width.sum(T::DTYPE, &outs, &sources, scale, 0) / size_of::<T>();
             assert_eq!(done, count / GROUP * GROUP);
             for (i, &expected) in plain.iter().enumerate() {
-                // What is not theirs they leave alone.
+                // Elements that the kernel does not process are unchanged.
                 let expected = bits(if i < done { expected } else { T::default() });
                 let got = [bits(ours[i]), bits(also[i])];
                 assert_eq!(got, [expected; 2], "{width:?}: {op} of {} at {i}", T::DTYPE);

@@ -1,14 +1,14 @@
 //! The store's client.
 //!
-//! A [`TcpStore`] keeps the connections that are not in use. An operation takes one, or opens one
-//! if all are busy, so a thread that waits for a key never holds up another thread; a connection
-//! on which anything failed is thrown away and the next operation opens a fresh one. Nothing is
-//! sent twice: an addition whose reply was lost may have happened, and the caller is told.
+//! A [`TcpStore`] keeps its idle connections. An operation takes one, or opens one if all are busy,
+//! so a thread that waits for a key never blocks another thread; a connection on which anything
+//! failed is closed, and the next operation opens a new one. Nothing is sent twice: an addition
+//! whose reply was lost may have taken effect, and the caller gets an error.
 //!
 //! `set` is followed by a ping in the same write, and waits for the pong: when it returns, the
-//! server has stored the value, and any rank told of it finds it.
+//! server has stored the value, and any rank notified afterwards finds it.
 //!
-//! Invariant: a connection goes back on the list only with every reply read to its end.
+//! Invariant: a connection is idle only when every reply on it has been read completely.
 
 use std::io::ErrorKind;
 use std::net::IpAddr;
@@ -25,7 +25,7 @@ use crate::{Error, Result};
 
 /// A client of a [`TcpStoreServer`](super::server::TcpStoreServer), or of PyTorch's.
 ///
-/// On the wire every key begins with `/`, as PyTorch's client puts it.
+/// On the wire every key begins with `/`, as PyTorch's client adds it.
 #[derive(Debug)]
 pub struct TcpStore {
     host: String,
@@ -35,14 +35,14 @@ pub struct TcpStore {
 }
 
 impl TcpStore {
-    /// Connects to the store at `host` (a name or an address) and `port`, trying again until
-    /// `timeout`: the server may start after its clients. Later operations that do not wait for a
-    /// key get the same `timeout`.
+    /// Connects to the store at `host` (a name or an address) and `port`, retrying until `timeout`:
+    /// the server may start after its clients. Later operations that do not wait for a key have the
+    /// same `timeout`.
     ///
     /// # Errors
     ///
-    /// [`Error::Rendezvous`] if nobody answers there as a store in time; after three seconds if `host` is
-    /// a name without an address, which waiting seldom mends.
+    /// [`Error::Rendezvous`] if no store answers there in time; after three seconds if `host` is a
+    /// name without an address, because retrying seldom helps.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
         let store = Self { host: host.to_owned(), port, timeout, idle: Mutex::default() };
         let connection = store.open()?;
@@ -50,7 +50,7 @@ impl TcpStore {
         Ok(store)
     }
 
-    /// Where the store is, `host:port`.
+    /// The store's address, `host:port`.
     #[must_use]
     pub fn addr(&self) -> String {
         if self.host.contains(':') {
@@ -60,22 +60,22 @@ impl TcpStore {
         }
     }
 
-    /// Counts this client among the `world_size` that a server of PyTorch's waits for before it serves
-    /// (`wait_for_workers`), and returns how many have come.
+    /// Registers this client among the `world_size` that a PyTorch server waits for before it
+    /// serves (`wait_for_workers`), and returns how many have registered.
     ///
     /// # Errors
     ///
-    /// As [`Store::set`].
+    /// Same as [`Store::set`].
     pub fn join(&self) -> Result<i64> {
-        // PyTorch's own key, without the slash that is before everybody else's.
+        // PyTorch's own key, without the slash that other keys begin with.
         self.number(|| "join".to_owned(), &Request::Add { key: b"init/", delta: 1 })
     }
 
-    /// Adds `value` to the end of what is stored under `key`; a missing key starts empty.
+    /// Appends `value` to the value of `key`; a missing key starts empty.
     ///
     /// # Errors
     ///
-    /// As [`Store::set`].
+    /// Same as [`Store::set`].
     pub fn append(&self, key: &str, value: &[u8]) -> Result<()> {
         let during = || format!("append to {key:?}");
         let wire = self.wire_key(key, &during)?;
@@ -83,12 +83,12 @@ impl TcpStore {
         self.tell(during, &Request::Append { key: wire.as_bytes(), value })
     }
 
-    /// The keys of the whole store that a client like this one or PyTorch's has set, in any order.
-    /// Bytes that are no UTF-8 become U+FFFD.
+    /// Lists the keys of the whole store that a client of ours or PyTorch's has set, in any order.
+    /// Bytes that are not UTF-8 become U+FFFD.
     ///
     /// # Errors
     ///
-    /// As [`Store::set`]; also with a server before PyTorch 2.11.
+    /// Same as [`Store::set`]; also with a server before PyTorch 2.11.
     pub fn list_keys(&self) -> Result<Vec<String>> {
         self.with(
             || "list_keys".to_owned(),
@@ -97,7 +97,7 @@ impl TcpStore {
                 let mut keys = Vec::new();
                 for _ in 0..connection.count()? {
                     let key = connection.blob()?;
-                    // Others are PyTorch's own.
+                    // Other keys are PyTorch's own.
                     if let Some(key) = key.strip_prefix(b"/") {
                         keys.push(String::from_utf8_lossy(key).into_owned());
                     }
@@ -107,12 +107,12 @@ impl TcpStore {
         )
     }
 
-    /// Adds `value` to the end of the queue `key`, and wakes one who waits for it. A queue is no
-    /// key: only [`Store::check`] and waits see it, while it is not empty.
+    /// Appends `value` to the queue `key`, and wakes one waiter. A queue is not a key: only
+    /// [`Store::check`] and waits see it, while it is not empty.
     ///
     /// # Errors
     ///
-    /// As [`Store::set`]; also with PyTorch's server without libuv, which has no queues.
+    /// Same as [`Store::set`]; also with PyTorch's server without libuv, which has no queues.
     pub fn queue_push(&self, key: &str, value: &[u8]) -> Result<()> {
         let during = || format!("push to queue {key:?}");
         let wire = self.wire_key(key, &during)?;
@@ -120,11 +120,11 @@ impl TcpStore {
         self.tell(during, &Request::QueuePush { key: wire.as_bytes(), value })
     }
 
-    /// Takes the first value of the queue `key`, once there is one.
+    /// Removes and returns the first value of the queue `key`; blocks until there is one.
     ///
     /// # Errors
     ///
-    /// As [`Store::get`] and [`queue_push`](Self::queue_push).
+    /// Same as [`Store::get`] and [`queue_push`](Self::queue_push).
     pub fn queue_pop(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
         let end = deadline(timeout);
         loop {
@@ -134,7 +134,7 @@ impl TcpStore {
                 connection.send(&[Request::QueuePop { key: wire[0] }])?;
                 if connection.i64()? > 0 { connection.blob().map(Some) } else { Ok(None) }
             })?;
-            // None: another client was faster.
+            // None: another client took it.
             if let Some(value) = value {
                 return Ok(value);
             }
@@ -145,21 +145,20 @@ impl TcpStore {
     ///
     /// # Errors
     ///
-    /// As [`queue_push`](Self::queue_push).
+    /// Same as [`queue_push`](Self::queue_push).
     pub fn queue_len(&self, key: &str) -> Result<i64> {
         let during = || format!("length of queue {key:?}");
         let wire = self.wire_key(key, &during)?;
         self.number(during, &Request::QueueLen { key: wire.as_bytes() })
     }
 
-    /// Waits until `world_size` clients have called this with `key`, which is then used up: a
+    /// Blocks until `world_size` clients have called this with `key`. The key cannot be reused: a
     /// further call returns at once.
     ///
     /// # Errors
     ///
-    /// [`Error::KeyTimeout`] naming `key` if the others did not come within `timeout`; this client
-    /// counts as having come all the same. As [`Store::set`]; also with a server before PyTorch
-    /// 2.15.
+    /// [`Error::KeyTimeout`] with `key` if the others did not come within `timeout`; this client
+    /// still counts as having come. As [`Store::set`]; also with a server before PyTorch 2.15.
     pub fn barrier(&self, key: &str, world_size: usize, timeout: Duration) -> Result<()> {
         let start = Instant::now();
         let during = || format!("barrier {key:?} of {world_size}");
@@ -176,7 +175,7 @@ impl TcpStore {
         Err(Error::KeyTimeout { store, keys, waited: start.elapsed() })
     }
 
-    /// Sends a request that has no answer, and returns when the server has taken it.
+    /// Sends a request without a reply, and blocks until the server has processed it.
     fn tell(&self, during: impl Fn() -> String, request: &Request<'_>) -> Result<()> {
         self.with(during, |connection| {
             connection.send(&[request.clone(), PING])?;
@@ -184,7 +183,7 @@ impl TcpStore {
         })
     }
 
-    /// Sends a request whose answer is a number.
+    /// Sends a request whose reply is a number.
     fn number(&self, during: impl Fn() -> String, request: &Request<'_>) -> Result<i64> {
         self.with(during, |connection| {
             connection.send(std::slice::from_ref(request))?;
@@ -192,20 +191,20 @@ impl TcpStore {
         })
     }
 
-    /// Opens a connection, with growing pauses between attempts.
+    /// Opens a connection, with exponential backoff between attempts.
     fn open(&self) -> Result<Connection> {
         let start = Instant::now();
         let deadline = deadline(self.timeout);
         let mut pause = FIRST_PAUSE;
-        let mut why = "nobody there".to_owned();
+        let mut why = "no connection".to_owned();
         loop {
             match Connection::open(&self.host, self.port, deadline) {
                 Ok(connection) => return Ok(connection),
-                Err(error) if error.kind() == NO_SUCH_HOST && start.elapsed() >= NAME_PATIENCE => {
-                    let reason = format!("{error}; is MASTER_ADDR right?");
+                Err(error) if error.kind() == NO_SUCH_HOST && start.elapsed() >= NAME_TIMEOUT => {
+                    let reason = format!("{error}; check MASTER_ADDR");
                     return Err(Error::Rendezvous { addr: self.addr(), reason });
                 }
-                // That the time is over says less than what went wrong before.
+                // The last error before the deadline says more than the timeout itself.
                 Err(error) if is_timeout(&error) => {}
                 Err(error) => why = error.to_string(),
             }
@@ -214,8 +213,8 @@ impl TcpStore {
                 return Err(Error::Rendezvous {
                     addr: self.addr(),
                     reason: format!(
-                        "no store answered within {:.1?} ({why}); is the launcher \
-                         or rank 0 running there, and are MASTER_ADDR and MASTER_PORT right?",
+                        "no store answered within {:.1?} ({why}); check that the launcher \
+                         or rank 0 runs there, and MASTER_ADDR and MASTER_PORT",
                         start.elapsed()
                     ),
                 });
@@ -225,7 +224,7 @@ impl TcpStore {
         }
     }
 
-    /// Runs `talk` on a connection of its own.
+    /// Runs `talk` on an idle or new connection.
     fn with<R>(
         &self,
         during: impl Fn() -> String,
@@ -248,7 +247,7 @@ impl TcpStore {
                     | ErrorKind::ConnectionReset
                     | ErrorKind::BrokenPipe => format!(
                         "the server closed the connection; it has ended, or it refused the request: \
-                         it holds {} MiB at most",
+                         its limit is {} MiB",
                         MAX_STORE_BYTES >> 20
                     ),
                     _ if is_timeout(&error) => format!("no answer within {:?}", self.timeout),
@@ -263,10 +262,10 @@ impl TcpStore {
         Error::Store { store: self.addr(), during: during(), reason: reason.to_owned() }
     }
 
-    /// The keys as they go over the wire, each within its limit.
+    /// The keys as sent, each checked against its limit.
     fn wire_keys(&self, keys: &[&str], during: &impl Fn() -> String) -> Result<Vec<String>> {
         if keys.len() > MAX_KEYS {
-            return Err(self.failed(during, &format!("more than {MAX_KEYS} keys at once")));
+            return Err(self.failed(during, &format!("more than {MAX_KEYS} keys in one request")));
         }
         if let Some(key) = keys.iter().find(|key| key.len() >= MAX_KEY_BYTES) {
             let limit = MAX_KEY_BYTES - 1;
@@ -291,7 +290,7 @@ impl TcpStore {
         }
     }
 
-    /// Waits for `keys`, then reads something on the same connection.
+    /// Waits for `keys`, then reads a reply on the same connection.
     fn wait_then<R>(
         &self,
         keys: &[&str],
@@ -305,9 +304,9 @@ impl TcpStore {
         let answer = self.with(&during, |connection| {
             let wait = Request::Wait { keys: wire.clone() };
             if !connection.wait(wait, timeout, self.timeout)? {
-                let asked = &wire[..wire.len().min(MOST_KEYS_NAMED)];
-                let places = missing(asked, &mut |keys| connection.check(keys))?;
-                return Ok(Err(places.into_iter().map(|place| keys[place].to_owned()).collect()));
+                let checked = &wire[..wire.len().min(MAX_KEYS_NAMED)];
+                let missing = missing(checked, &mut |keys| connection.check(keys))?;
+                return Ok(Err(missing.into_iter().map(|index| keys[index].to_owned()).collect()));
             }
             connection.deadline = deadline(self.timeout);
             read(connection, &wire).map(Ok)
@@ -399,7 +398,7 @@ impl Store for TcpStore {
         let bytes = wire.iter().map(|key| 16 + key.len()).sum::<usize>()
             + values.iter().map(|value| value.len()).sum::<usize>();
         if bytes > MAX_MESSAGE_BYTES - 64 {
-            return Err(self.failed(&during, &format!("{bytes} bytes are too much at once")));
+            return Err(self.failed(&during, &format!("{bytes} bytes exceed a request's limit")));
         }
         let pairs = wire.iter().map(String::as_bytes).zip(values).collect();
         self.tell(during, &Request::MultiSet { pairs })
@@ -411,17 +410,16 @@ impl Store for TcpStore {
     }
 }
 
-/// Between half and all of `pause`, so that many clients do not come at the same moment.
+/// A random duration between half of `pause` and `pause`, so that clients do not retry in lockstep.
 fn jittered(pause: Duration) -> Duration {
     use std::hash::{BuildHasher, RandomState};
     let random = RandomState::new().hash_one(0_u8) as u32;
     pause / 2 + pause.mul_f64(f64::from(random) / f64::from(u32::MAX)) / 2
 }
 
-/// How long a name may have no address: that of a host that is just being set up, or while a name server
-/// is busy.
-const NAME_PATIENCE: Duration = Duration::from_secs(3);
+/// How long a name may stay unresolved: the host may be starting up, or the name server busy.
+const NAME_TIMEOUT: Duration = Duration::from_secs(3);
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// Of the keys that did not come, how many are looked at to name them.
-const MOST_KEYS_NAMED: usize = 1024;
+/// Most missing keys named in an error.
+const MAX_KEYS_NAMED: usize = 1024;

@@ -1,11 +1,11 @@
-//! Requests as bytes.
+//! Encoding and decoding of requests.
 //!
-//! [`decode`] reads one request from the front of a buffer without copying, or says how many bytes
-//! the buffer must have before it is worth trying again; [`Request::encode`] is its inverse. A
-//! *blob* is a `u64` length and that many bytes.
+//! [`decode`] reads one request from the front of a buffer without copying, or returns the buffer
+//! length needed before another attempt can succeed; [`Request::encode`] is its inverse. A *blob*
+//! is a `u64` length and that many bytes.
 //!
 //! Invariant: nothing is allocated from a length that has not been checked against its limit, and
-//! what `decode` takes, `encode` reproduces byte for byte.
+//! `encode` reproduces the input of `decode` byte for byte.
 
 use crate::store::values::cost;
 
@@ -17,21 +17,21 @@ pub const MAX_VALUE_BYTES: usize = 8 * 1024 * 1024;
 pub const MAX_KEYS: usize = 128 * 1024;
 /// Longest request and longest reply, in bytes. PyTorch has no such limit.
 pub const MAX_MESSAGE_BYTES: usize = 256 * 1024 * 1024;
-/// What a store may hold, with 128 bytes for each value. PyTorch has no such limit.
+/// Most bytes in a store, counting 128 bytes of overhead per value. PyTorch has no such limit.
 pub const MAX_STORE_BYTES: usize = 1024 * 1024 * 1024;
-/// What a client's first request must carry.
+/// Sent in a client's first request.
 pub const MAGIC: u32 = 0x3C85_F7CE;
 
-/// Defines [`Request`], and how each is written and read, from one row for each: its name, the byte that it begins
-/// with, and its fields in the order in which they are sent, each with its type and the reader's method for it.
+/// Defines [`Request`], its encoder and its decoder from one row per request: name, opcode, and the
+/// fields in wire order, each with its type and the reader's method for it.
 macro_rules! requests {
     ($(
         $(#[$doc:meta])*
         $name:ident = $opcode:literal $({ $($field:ident: $type:ty = $read:ident),* })?;
     )*) => {
-        /// One request of a client. Keys and values are any bytes.
+        /// A client's request. Keys and values are arbitrary bytes.
         #[derive(Clone, Debug, PartialEq, Eq)]
-        #[expect(missing_docs, reason = "the fields are the arguments each variant's line speaks of")]
+        #[expect(missing_docs, reason = "each variant's line documents its fields")]
         pub enum Request<'a> {
             $($(#[$doc])* $name $({ $($field: $type),* })?,)*
         }
@@ -66,64 +66,65 @@ requests! {
     Set = 1 { key: &'a [u8] = key, value: &'a [u8] = value };
     /// Stores `desired` if the value is `expected`; the reply is a blob.
     CompareSet = 2 { key: &'a [u8] = key, expected: &'a [u8] = value, desired: &'a [u8] = value };
-    /// The reply is a blob, empty for a missing key.
+    /// Reads a value; the reply is a blob, empty for a missing key.
     Get = 3 { key: &'a [u8] = key };
     /// Adds to a counter; the reply is the sum, `i64`.
     Add = 4 { key: &'a [u8] = key, delta: i64 = i64 };
-    /// The reply is `u8` [`CHECK_PRESENT`] or [`CHECK_ABSENT`].
+    /// Checks keys; the reply is `u8`, [`CHECK_PRESENT`] or [`CHECK_ABSENT`].
     Check = 5 { keys: Vec<&'a [u8]> = keys };
-    /// The reply, `u8` [`WAIT_OVER`], comes once all keys are there.
+    /// Waits for keys; the reply, `u8` [`WAIT_OVER`], comes once all exist.
     Wait = 6 { keys: Vec<&'a [u8]> = keys };
-    /// The reply is the number of keys, `i64`.
+    /// Counts keys; the reply is `i64`.
     NumKeys = 7;
-    /// The reply is `i64`, 1 if the key was there.
+    /// Deletes a key; the reply is `i64`, 1 if the key existed.
     DeleteKey = 8 { key: &'a [u8] = key };
-    /// Adds bytes to the end of a value; no reply.
+    /// Appends bytes to a value; no reply.
     Append = 9 { key: &'a [u8] = key, value: &'a [u8] = value };
-    /// The reply is one blob for each key.
+    /// Reads several values; the reply is one blob per key.
     MultiGet = 10 { keys: Vec<&'a [u8]> = keys };
     /// Stores several values; no reply.
     MultiSet = 11 { pairs: Vec<(&'a [u8], &'a [u8])> = pairs };
-    /// Ends this connection's wait; the reply is `u8` [`WAIT_CANCELLED`] in any case.
+    /// Cancels this connection's wait; the reply is always `u8` [`WAIT_CANCELLED`].
     CancelWait = 12;
-    /// The reply is the nonce, `u32`.
+    /// Checks the connection; the reply is the nonce, `u32`.
     Ping = 13 { nonce: u32 = u32 };
-    /// Adds to the end of a queue; no reply.
+    /// Appends to a queue; no reply.
     QueuePush = 14 { key: &'a [u8] = key, value: &'a [u8] = value };
-    /// The reply is the length before, `i64`, and if that is not 0 the first value, a blob.
+    /// Pops from a queue; the reply is the length before, `i64`, and if that is not 0 the first
+    /// value, a blob.
     QueuePop = 15 { key: &'a [u8] = key };
-    /// The reply is `i64`.
+    /// Length of a queue; the reply is `i64`.
     QueueLen = 16 { key: &'a [u8] = key };
-    /// The reply is `i64` and that many blobs, in any order.
+    /// Lists keys; the reply is `i64` and that many blobs, in any order.
     ListKeys = 17;
-    /// Counts one arrival; the reply, `u8` [`WAIT_OVER`], comes at the `world_size`th.
+    /// Arrives at a barrier; the reply, `u8` [`WAIT_OVER`], comes at the `world_size`th arrival.
     Barrier = 18 { key: &'a [u8] = key, world_size: i64 = i64 };
 }
 
-/// The byte that [`Request::Validate`] begins with.
+/// Opcode of [`Request::Validate`].
 pub(super) const VALIDATE: u8 = 0;
-/// Most digits of a counter, and its sign.
+/// Maximum length of a counter as text, including its sign.
 const COUNTER_DIGITS: usize = 20;
-/// Answer to [`Request::Check`]: all keys are there.
+/// Reply to [`Request::Check`]: all keys exist.
 pub const CHECK_PRESENT: u8 = 0;
-/// Answer to [`Request::Check`]: a key is missing.
+/// Reply to [`Request::Check`]: a key is missing.
 pub const CHECK_ABSENT: u8 = 1;
-/// Answer to [`Request::Wait`] and [`Request::Barrier`].
+/// Reply to [`Request::Wait`] and [`Request::Barrier`].
 pub const WAIT_OVER: u8 = 0;
-/// Answer to [`Request::CancelWait`].
+/// Reply to [`Request::CancelWait`].
 pub const WAIT_CANCELLED: u8 = 1;
 
-/// Why a connection is closed.
+/// Why the server closes a connection.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ProtocolError {
-    /// A byte that is no opcode.
+    /// An unknown opcode.
     #[error("unknown opcode {0}")]
     UnknownOpcode(u8),
     /// A length over its limit.
-    #[error("{what} of length {len} is over the limit of {limit}")]
+    #[error("{what} of length {len} exceeds the limit of {limit}")]
     TooLong {
-        /// What was too long.
+        /// The name of the length.
         what: &'static str,
         /// Its length.
         len: u64,
@@ -139,8 +140,8 @@ pub enum ProtocolError {
     /// A wait or barrier was sent while the connection already waits.
     #[error("a second wait before the first was answered")]
     SecondWait,
-    /// The store has no room for what the request would store.
-    #[error("the store holds {limit} bytes at most")]
+    /// Storing the request would exceed the store's limit.
+    #[error("the store is full: the limit is {limit} bytes")]
     Full {
         /// The limit.
         limit: usize,
@@ -150,19 +151,19 @@ pub enum ProtocolError {
     NotANumber,
 }
 
-/// What [`decode`] found at the front of the buffer.
+/// Result of [`decode`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decoded<'a> {
-    /// A whole request.
+    /// A complete request.
     Request {
         /// The request, borrowing from the buffer.
         request: Request<'a>,
-        /// How many bytes of the buffer it takes.
+        /// Number of bytes of the buffer it takes.
         len: usize,
     },
     /// The beginning of a request.
     Incomplete {
-        /// The buffer must be at least this long before a further attempt can succeed.
+        /// Minimum length of the buffer before another attempt can succeed.
         need: usize,
     },
 }
@@ -171,8 +172,8 @@ pub enum Decoded<'a> {
 ///
 /// # Errors
 ///
-/// [`ProtocolError::UnknownOpcode`] and [`ProtocolError::TooLong`]; the bytes after that cannot be
-/// understood, so the connection must be closed.
+/// [`ProtocolError::UnknownOpcode`] and [`ProtocolError::TooLong`]; the bytes that follow cannot be
+/// decoded, so the connection must be closed.
 pub fn decode(input: &[u8]) -> Result<Decoded<'_>, ProtocolError> {
     let mut reader = Reader { input, at: 0 };
     match reader.request() {
@@ -186,7 +187,7 @@ pub fn decode(input: &[u8]) -> Result<Decoded<'_>, ProtocolError> {
 }
 
 impl Request<'_> {
-    /// What the request may add to a store's [bytes](MAX_STORE_BYTES).
+    /// Most bytes that the request may add to a store, see [`MAX_STORE_BYTES`].
     pub(super) fn stores(&self) -> usize {
         match self {
             Self::Set { key, value } | Self::Append { key, value } => cost(key, value.len()),
@@ -201,7 +202,7 @@ impl Request<'_> {
     }
 }
 
-/// Appends a blob: length and bytes. Replies are made of these too.
+/// Appends a blob: length and bytes. Replies use it too.
 pub fn put_blob(out: &mut Vec<u8>, blob: &[u8]) {
     put_len(out, blob.len());
     out.extend_from_slice(blob);
@@ -211,7 +212,7 @@ fn put_len(out: &mut Vec<u8>, len: usize) {
     out.extend_from_slice(&(len as u64).to_le_bytes());
 }
 
-/// A field of a request, to be written.
+/// A field of a request, for encoding.
 trait Put {
     fn put(&self, out: &mut Vec<u8>);
 }
@@ -270,8 +271,8 @@ impl<'a> Reader<'a> {
         self.several(2, |reader| Ok((reader.key()?, reader.value()?)))
     }
 
-    /// A count and that many items, each of at least `blobs` lengths of eight bytes: the vector
-    /// is allocated only once the buffer has room for so many.
+    /// Reads a count and that many items, each with at least `blobs` lengths of eight bytes. The
+    /// vector is allocated only once the buffer is long enough for that.
     fn several<T>(&mut self, blobs: usize, item: impl Fn(&mut Self) -> Read<T>) -> Read<Vec<T>> {
         let count = self.len("number of keys", MAX_KEYS)?;
         self.room_for(count * blobs * 8)?;
@@ -312,7 +313,7 @@ impl<'a> Reader<'a> {
     }
 
     fn array<const N: usize>(&mut self) -> Read<[u8; N]> {
-        Ok(self.take(N)?.try_into().expect("take returns as many bytes as were asked for"))
+        Ok(self.take(N)?.try_into().expect("`take` returns the requested number of bytes"))
     }
 
     fn take(&mut self, len: usize) -> Read<&'a [u8]> {
@@ -342,7 +343,7 @@ mod tests {
         prop::collection::vec(any::<u8>(), 0..20)
     }
 
-    /// Builds the request with this opcode from a pool of material.
+    /// Builds the request with this opcode from sample blobs and a number.
     fn request(opcode: u8, blobs: &[Vec<u8>], number: i64) -> Request<'_> {
         let keys = || blobs.iter().map(Vec::as_slice).collect::<Vec<_>>();
         let pairs = || blobs.iter().map(|blob| (&blob[..], &blobs[0][..])).collect();
@@ -392,7 +393,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_taken_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn any_bytes_are_decoded_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             if let Ok(Decoded::Request { request, len }) = decode(&bytes) {
                 let mut again = Vec::new();
                 request.encode(&mut again);
@@ -402,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn a_length_over_its_limit_is_refused_before_its_bytes_come() {
+    fn a_length_over_its_limit_is_an_error_before_its_bytes_arrive() {
         let key = |len: u64| [&[3][..], &len.to_le_bytes()].concat();
         assert_eq!(decode(&key(8192)), Ok(Decoded::Incomplete { need: 9 + 8192 }));
         assert!(matches!(decode(&key(8193)), Err(ProtocolError::TooLong { what: "key", .. })));
@@ -418,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_too_long_as_a_whole_is_refused() {
+    fn a_request_over_the_total_limit_is_an_error() {
         let value = vec![0; MAX_VALUE_BYTES];
         let pairs = vec![(&b"k"[..], &value[..]); 33];
         let mut bytes = Vec::new();

@@ -1,6 +1,6 @@
-//! One connection of a client: requests out, replies in, each before a deadline.
+//! One client connection: sends requests and reads replies, each before a deadline.
 //!
-//! Invariant: no length that a server sends is trusted beyond its limit.
+//! Invariant: every length sent by a server is checked against a limit.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
@@ -13,7 +13,7 @@ use super::codec::{CHECK_PRESENT, MAGIC, Request, WAIT_CANCELLED, WAIT_OVER};
 use super::sockopt;
 use crate::store::deadline;
 
-/// One socket, and the moment by which the operation under way must be over.
+/// One socket, and the deadline of the operation in progress.
 #[derive(Debug)]
 pub(super) struct Connection {
     pub(super) stream: TcpStream,
@@ -21,7 +21,7 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    /// Connects and shakes hands: the magic number and a ping, in one write.
+    /// Connects and sends the handshake: the magic number and a ping, in one write.
     pub(super) fn open(host: &str, port: u16, deadline: Instant) -> std::io::Result<Self> {
         let addrs = (host, port).to_socket_addrs();
         let addrs = addrs.map_err(|error| std::io::Error::new(NO_SUCH_HOST, error))?;
@@ -34,8 +34,8 @@ impl Connection {
         Ok(connection)
     }
 
-    /// Sends a request that waits, for keys or at a barrier, until `timeout`; false if it passed
-    /// first. A reply that crosses with the cancel counts: what was awaited did come.
+    /// Sends a request that waits, for keys or at a barrier, until `timeout`; returns false on
+    /// timeout. A reply that crosses with the cancel request counts as success.
     pub(super) fn wait(
         &mut self,
         request: Request<'_>,
@@ -73,7 +73,7 @@ impl Connection {
         if nonce == NONCE.to_le_bytes() {
             Ok(())
         } else {
-            Err(std::io::Error::new(ErrorKind::InvalidData, "what answers there is not a store"))
+            Err(std::io::Error::new(ErrorKind::InvalidData, "the peer is not a store"))
         }
     }
 
@@ -83,11 +83,11 @@ impl Connection {
         Ok(byte[0])
     }
 
-    /// How many items follow, of eight bytes at least: no more than an answer can have.
+    /// Reads the number of items that follow, each at least eight bytes long.
     pub(super) fn count(&mut self) -> std::io::Result<usize> {
         let count = self.i64()?;
-        usize::try_from(count).ok().filter(|&count| count <= MOST_ITEMS).ok_or_else(|| {
-            let text = format!("the server sent a list of {count} items");
+        usize::try_from(count).ok().filter(|&count| count <= MAX_ITEMS).ok_or_else(|| {
+            let text = format!("the server sent a list of {count} items; limit {MAX_ITEMS}");
             std::io::Error::new(ErrorKind::InvalidData, text)
         })
     }
@@ -101,7 +101,7 @@ impl Connection {
     pub(super) fn blob(&mut self) -> std::io::Result<Vec<u8>> {
         let len = u64::try_from(self.i64()?).unwrap_or(u64::MAX);
         if len > MAX_BLOB_BYTES {
-            let text = format!("the server sent a value of {len} bytes");
+            let text = format!("the server sent a value of {len} bytes; limit {MAX_BLOB_BYTES}");
             return Err(std::io::Error::new(ErrorKind::InvalidData, text));
         }
         let mut blob = vec![0; usize::try_from(len).expect("the limit fits")];
@@ -125,8 +125,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Fills `buffer` before the deadline. Only a read that got nothing at all may time out and
-    /// leave the connection usable, which is how `wait` uses it: it reads one byte.
+    /// Fills `buffer` before the deadline. A timeout leaves the connection usable only if nothing
+    /// was read. `wait` relies on this: it reads one byte.
     fn read(&mut self, mut buffer: &mut [u8]) -> std::io::Result<()> {
         while !buffer.is_empty() {
             self.stream.set_read_timeout(Some(self.left()?))?;
@@ -134,7 +134,7 @@ impl Connection {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(len) => buffer = &mut buffer[len..],
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // Woken a little early: `left` decides whether the time is over.
+                // Woken a little early: `left` decides whether the deadline has passed.
                 Err(error) if is_timeout(&error) => {}
                 Err(error) => return Err(error),
             }
@@ -142,15 +142,15 @@ impl Connection {
         Ok(())
     }
 
-    /// Time left, never zero: the system takes a timeout of zero for none.
+    /// Time left, never zero: the system takes a zero timeout as no timeout.
     fn left(&self) -> std::io::Result<Duration> {
         let left = self.deadline.saturating_duration_since(Instant::now());
         if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(left.max(SHORTEST_WAIT)) }
     }
 }
 
-/// Connects to all of the addresses at once, and returns the first that answers. If one refuses, whoever
-/// listens may come later, so the others then have but a moment.
+/// Connects to all addresses at once, and returns the first connection. If one address refuses, the
+/// others get only a short time, because the caller retries: the server may start later.
 fn connect_any(addrs: &[SocketAddr], deadline: Instant) -> std::io::Result<TcpStream> {
     let mut refused = None;
     let mut poll = mio::Poll::new()?;
@@ -166,7 +166,7 @@ fn connect_any(addrs: &[SocketAddr], deadline: Instant) -> std::io::Result<TcpSt
     let mut end = deadline.max(Instant::now() + SHORTEST_WAIT);
     while trying.iter().any(Option::is_some) {
         if refused.is_some() {
-            end = end.min(Instant::now() + OTHERS);
+            end = end.min(Instant::now() + TIME_AFTER_REFUSAL);
         }
         let left = end.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -187,8 +187,8 @@ fn connect_any(addrs: &[SocketAddr], deadline: Instant) -> std::io::Result<TcpSt
             }
         }
     }
-    let nowhere = || std::io::Error::new(NO_SUCH_HOST, "the name has no address");
-    Err(refused.unwrap_or_else(nowhere))
+    let no_address = || std::io::Error::new(NO_SUCH_HOST, "the name has no address");
+    Err(refused.unwrap_or_else(no_address))
 }
 
 pub(super) fn is_timeout(error: &std::io::Error) -> bool {
@@ -196,22 +196,22 @@ pub(super) fn is_timeout(error: &std::io::Error) -> bool {
 }
 
 fn unexpected(reply: u8) -> std::io::Error {
-    std::io::Error::new(ErrorKind::InvalidData, format!("the server answered a wait with {reply}"))
+    std::io::Error::new(ErrorKind::InvalidData, format!("unexpected reply {reply} to a wait"))
 }
 
-/// What a name without an address is.
+/// Error kind of a name without an address.
 pub(super) const NO_SUCH_HOST: ErrorKind = ErrorKind::NotFound;
 const NONCE: u32 = 0x7374_6f72;
-/// What is sent after requests without an answer, to know that they were taken.
+/// Sent after requests without a reply, to learn that the server has processed them.
 pub(super) const PING: Request<'static> = Request::Ping { nonce: NONCE };
-/// How long an address may take when another has refused.
-const OTHERS: Duration = Duration::from_secs(1);
+/// Time left for the other addresses once one has refused.
+const TIME_AFTER_REFUSAL: Duration = Duration::from_secs(1);
 const SHORTEST_WAIT: Duration = Duration::from_millis(1);
-/// Longest value taken from a server. PyTorch's older server keeps values over its newer one's
-/// limit, so this is above what a server of ours takes.
+/// Longest value accepted from a server. PyTorch's older server keeps values above its newer one's
+/// limit, so this exceeds our server's limit.
 const MAX_BLOB_BYTES: u64 = 256 * 1024 * 1024;
-/// Most keys of a list: as many empty ones as an answer of ours has room for.
-const MOST_ITEMS: usize = 32 * 1024 * 1024;
+/// Most keys of a list: as many empty ones as fit in a reply of our server.
+const MAX_ITEMS: usize = 32 * 1024 * 1024;
 
 #[cfg(test)]
 mod tests {
@@ -219,8 +219,8 @@ mod tests {
 
     use super::*;
 
-    /// A listener with no room for another connection: what comes is dropped, as on the way to a host
-    /// that is not there.
+    /// A listener with a full backlog: further connections are dropped, as if the host did not
+    /// exist.
     fn dead() -> (TcpListener, Vec<mio::net::TcpStream>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         sockopt::set_backlog(listener.as_fd(), 0).unwrap();
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_does_not_answer_holds_up_no_other() {
+    fn an_unresponsive_address_does_not_delay_another() {
         let (dead, _waiting) = dead();
         for live in ["127.0.0.1:0", "[::1]:0"] {
             let Ok(live) = TcpListener::bind(live) else { continue };
@@ -238,12 +238,12 @@ mod tests {
             let deadline = Instant::now() + Duration::from_secs(3);
             let stream = connect_any(&[dead, live], deadline).unwrap();
             assert_eq!(stream.peer_addr().unwrap(), live);
-            assert!(Instant::now() < deadline, "it took all the time there was");
+            assert!(Instant::now() < deadline, "it took the whole timeout");
         }
     }
 
     #[test]
-    fn addresses_of_which_none_answers_are_a_timeout_or_a_refusal() {
+    fn unreachable_addresses_are_a_timeout_or_a_refusal() {
         let (dead, _waiting) = dead();
         let dead = dead.local_addr().unwrap();
         let refused = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
@@ -252,7 +252,7 @@ mod tests {
         assert!(is_timeout(&error), "{error}");
         let error = connect_any(&[refused], deadline()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
-        // Whoever listens may come there, while nobody ever answers here.
+        // The refusing address may get a listener later; the dead one never answers.
         let deadline_far = Instant::now() + Duration::from_secs(30);
         let error = connect_any(&[dead, refused], deadline_far).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionRefused);

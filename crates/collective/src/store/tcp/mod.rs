@@ -1,12 +1,12 @@
 //! PyTorch's `TCPStore` protocol, both ends.
 //!
 //! A launcher or rank 0 runs the server, every rank is a client; PyTorch's own clients and servers
-//! (2.3 and later) can stand at either end. Four parts, the first two without any I/O:
+//! (2.3 and later) interoperate with both. Four parts, the first two without any I/O:
 //!
-//! - [`codec`]: bytes to requests and back, with a limit on every length;
-//! - [`state`]: values and waiters; a request in, replies out;
-//! - [`server`]: one thread, one poll loop around the state;
-//! - [`client`]: [`TcpStore`](client::TcpStore), a [`Store`](super::Store), over connections of
+//! * [`codec`]: bytes to requests and back, with a limit on every length;
+//! * [`state`]: values and waiters; a request in, replies out;
+//! * [`server`]: one thread, one poll loop around the state;
+//! * [`client`]: [`TcpStore`](client::TcpStore), a [`Store`](super::Store), over connections of
 //!   `connection`.
 //!
 //! Invariant: integers are little-endian, a request is an opcode and its arguments, a reply has no

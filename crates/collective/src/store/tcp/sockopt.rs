@@ -1,4 +1,4 @@
-//! What the standard library does not set of a socket, nor of how many there may be.
+//! Socket options and limits that the standard library does not set.
 //!
 //! Invariant: every pointer handed to the kernel is to a live value on this stack, with its size.
 #![expect(unsafe_code, reason = "setsockopt, a backlog and limits have no safe form in std")]
@@ -9,8 +9,8 @@ use std::sync::OnceLock;
 
 use crate::{Error, Result};
 
-/// Notices a peer whose host vanished within about [`DEAD_AFTER_S`] seconds, whether this side
-/// waits (keepalive probes) or sends (unacknowledged data).
+/// Makes the system detect a peer whose host vanished within about [`DEAD_AFTER_S`] seconds,
+/// whether this side waits (keepalive probes) or sends (unacknowledged data).
 pub(crate) fn detect_dead_peer(socket: BorrowedFd<'_>) -> io::Result<()> {
     set(socket, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1)?;
     set(socket, libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 10)?;
@@ -19,30 +19,30 @@ pub(crate) fn detect_dead_peer(socket: BorrowedFd<'_>) -> io::Result<()> {
     set(socket, libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
 }
 
-/// Sends every write at once.
+/// Disables Nagle's algorithm.
 pub(crate) fn no_delay(socket: BorrowedFd<'_>) -> io::Result<()> {
     set(socket, libc::IPPROTO_TCP, libc::TCP_NODELAY, 1)
 }
 
-/// Room for much that is under way, from the first byte on and not only once the system has learned
-/// that a connection needs it. Where the system allows less than that, it goes on learning: a size
-/// that is given is final.
+/// Sets large socket buffers, so that a connection is fast from the first byte and not only once
+/// the system's autotuning has grown them. An explicit size turns autotuning off, so nothing is set
+/// where the system allows less.
 pub(crate) fn give_room(socket: BorrowedFd<'_>) -> io::Result<()> {
     static ALLOWED: OnceLock<bool> = OnceLock::new();
     let limit = |name| {
         let text = std::fs::read_to_string(format!("/proc/sys/net/core/{name}")).ok()?;
         text.trim().parse::<libc::c_int>().ok()
     };
-    let allows = |name| limit(name).is_some_and(|limit| limit >= ROOM);
+    let allows = |name| limit(name).is_some_and(|limit| limit >= BUFFER_BYTES);
     if *ALLOWED.get_or_init(|| allows("rmem_max") && allows("wmem_max")) {
-        set(socket, libc::SOL_SOCKET, libc::SO_RCVBUF, ROOM)?;
-        set(socket, libc::SOL_SOCKET, libc::SO_SNDBUF, ROOM)?;
+        set(socket, libc::SOL_SOCKET, libc::SO_RCVBUF, BUFFER_BYTES)?;
+        set(socket, libc::SOL_SOCKET, libc::SO_SNDBUF, BUFFER_BYTES)?;
     }
     Ok(())
 }
 
-/// Lets `count` connections wait to be accepted, or as many as the system allows. One that finds no
-/// room tries again only after a second.
+/// Sets the number of connections that may wait to be accepted, up to the system's limit. A
+/// connection that finds the backlog full retries only after a second.
 pub(crate) fn set_backlog(listener: BorrowedFd<'_>, count: usize) -> io::Result<()> {
     let count = libc::c_int::try_from(count).unwrap_or(libc::c_int::MAX);
     // SAFETY: the descriptor is open (it is borrowed); a second `listen` only changes the backlog.
@@ -50,7 +50,7 @@ pub(crate) fn set_backlog(listener: BorrowedFd<'_>, count: usize) -> io::Result<
     if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Lets this process have `more` open files than now, by raising its soft limit if that is too low;
+/// Lets this process open `more` files than now, by raising its soft limit if that is too low;
 /// `during` is for the error.
 pub(crate) fn allow_open_files(more: usize, during: &str) -> Result<()> {
     let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
@@ -61,7 +61,7 @@ pub(crate) fn allow_open_files(more: usize, during: &str) -> Result<()> {
     if !known || limit.rlim_cur >= needed {
         return Ok(());
     }
-    // All there may be: other ranks of this process need as many.
+    // Raised to the maximum, because other ranks of this process need as many.
     limit.rlim_cur = limit.rlim_max;
     // SAFETY: as above.
     let raised = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) } == 0;
@@ -69,7 +69,7 @@ pub(crate) fn allow_open_files(more: usize, during: &str) -> Result<()> {
         return Ok(());
     }
     let what = format!(
-        "{during} takes {more} open files more than the {open} there are, and RLIMIT_NOFILE is {}; \
+        "{during} needs {more} open files in addition to {open}, but RLIMIT_NOFILE is {}; \
          raise it to {needed} (`ulimit -n`)",
         limit.rlim_max
     );
@@ -77,7 +77,7 @@ pub(crate) fn allow_open_files(more: usize, during: &str) -> Result<()> {
 }
 
 fn set(socket: BorrowedFd<'_>, level: i32, name: i32, value: libc::c_int) -> io::Result<()> {
-    let len = libc::socklen_t::try_from(size_of_val(&value)).expect("four fits");
+    let len = libc::socklen_t::try_from(size_of_val(&value)).expect("an int has four bytes");
     // SAFETY: the descriptor is open (it is borrowed), `value` lives until after the call, and
     // `len` is its size.
     let status = unsafe {
@@ -86,9 +86,9 @@ fn set(socket: BorrowedFd<'_>, level: i32, name: i32, value: libc::c_int) -> io:
     if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Ten idle seconds, then seven probes two seconds apart: enough of them that a network which loses
-/// one packet in ten is not taken for a dead host.
+/// Ten idle seconds, then seven probes two seconds apart: enough that a network which loses one
+/// packet in ten is not taken for a dead host.
 const DEAD_AFTER_S: i32 = 25;
 
-/// What is under way at most, in bytes: 100 Gb/s for a third of a millisecond.
-const ROOM: libc::c_int = 4 << 20;
+/// Size of each socket buffer in bytes: 100 Gb/s for a third of a millisecond.
+const BUFFER_BYTES: libc::c_int = 4 << 20;

@@ -67,8 +67,8 @@ fn misuse_is_named_and_changes_nothing() {
             assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
             assert!(error.to_string().contains(text), "{error}");
         };
-        refused(side.ready(0, vec![1.0_f32; 2]), "call prepare first");
-        refused(side.finish(), "finish without prepare");
+        refused(side.ready(0, vec![1.0_f32; 2]), "reported before `prepare`");
+        refused(side.finish(), "`finish` called before `prepare`");
         side.reducer.prepare(true).unwrap();
         refused(side.ready(9, vec![1.0_f32; 2]), "parameter 9");
         refused(side.ready(0, vec![1.0_f32; 3]), "p0 is f32 [3], the parameter is f32 [2]");
@@ -80,7 +80,7 @@ fn misuse_is_named_and_changes_nothing() {
         #[expect(unsafe_code, reason = "the reducer's contract")]
         // SAFETY: as above.
         let across = unsafe { side.reducer.ready(0, across, side.stream.raw()) };
-        refused(across, "lies across its slot");
+        refused(across, "partly overlaps its slot");
         side.stream.capture(true);
         let captured = side.ready(0, vec![1.0_f32; 2]).unwrap_err();
         assert!(matches!(captured, Error::Unsupported { .. }), "{captured}");
@@ -88,7 +88,7 @@ fn misuse_is_named_and_changes_nothing() {
         side.ready(0, vec![1.0_f32; 2]).unwrap();
         refused(side.ready(0, vec![1.0_f32; 2]), "second gradient for p0");
         side.ready(1, vec![1.0_f32; 2]).unwrap();
-        refused(side.reducer.prepare(true), "not finished");
+        refused(side.reducer.prepare(true), "`prepare` called before `finish`");
         side.stream.capture(true);
         assert!(matches!(side.finish(), Err(Error::Unsupported { .. })));
         side.stream.capture(false);

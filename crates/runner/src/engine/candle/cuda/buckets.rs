@@ -202,7 +202,7 @@ impl Drop for Kernels {
 impl BucketKernels for Kernels {
     fn laid_out(&mut self, plan: &BucketPlan, buckets: &[DeviceBuf]) -> collective::Result<()> {
         let member = |index: usize| {
-            let place = plan.places()[index];
+            let place = plan.slots()[index];
             let at = buckets[place.bucket].part(place.offset..place.offset + place.count)?;
             Ok((self.indices[index], slice_of(at)))
         };

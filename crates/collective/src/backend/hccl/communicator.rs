@@ -24,10 +24,10 @@ use npu_sys::sys::{
 };
 use parking_lot::{Mutex, MutexGuard, RwLock};
 
-use super::npu::{Device, Memory, address};
+use super::npu::{Device, Memory};
 use super::result::{TIMEOUT, hccl_code};
 use super::{Config, mean};
-use crate::backend::device::{self, Device as _, Doubt};
+use crate::backend::device::{self, Device as _, PossibleCause, pointer};
 use crate::device::{DeviceBuf, DeviceStep, DeviceStream};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
@@ -145,7 +145,7 @@ impl Communicator {
     ) -> Result<()> {
         let (hccl, comm, stream) =
             (&self.device.tables.hccl, self.raw, AclrtStream(stream.as_raw()));
-        let (from, to, of) = (address(input), address(output), data_type(op.dtype));
+        let (from, to, of) = (pointer(input), pointer(output), data_type(op.dtype));
         let (count, root) = (op.count as u64, narrow(op.root.unwrap_or(0))?);
         let by = op.op.map_or(Ok(HcclReduceOp::SUM), |by| reduce_op(op.dtype, by))?;
         self.check(match op.verb {
@@ -342,15 +342,15 @@ impl device::Communicator for Communicator {
         matches!(hccl_code(error), Some(4 | TIMEOUT | 11..=14 | 19 | 21))
     }
 
-    fn doubt(error: &Error) -> Doubt {
+    fn possible_cause(error: &Error) -> PossibleCause {
         match hccl_code(error) {
-            Some(TIMEOUT) => Doubt::Absent(
+            Some(TIMEOUT) => PossibleCause::MismatchOrMissing(
                 "(HCCL gave up; HCCL_EXEC_TIMEOUT says how long it waits in an operation, and \
                  HCCL_CONNECT_TIMEOUT before the first)",
             ),
             // HCCL_E_PARA, HCCL_E_REMOTE.
-            Some(1 | 21) => Doubt::Different,
-            _ => Doubt::None,
+            Some(1 | 21) => PossibleCause::Mismatch,
+            _ => PossibleCause::AsReported,
         }
     }
 }
@@ -383,7 +383,7 @@ fn waves(rank: Rank, steps: &[DeviceStep]) -> Vec<Vec<HcclSendRecvItem>> {
         }
         waves[*before].push(HcclSendRecvItem {
             direction: if sends { HcclSendRecvType::SEND } else { HcclSendRecvType::RECV },
-            buf: address(buf.address()),
+            buf: pointer(buf.address()),
             count: buf.count() as u64,
             data_type: data_type(buf.dtype()),
             // Ranks of a group have passed `narrow` when it was joined.

@@ -15,8 +15,9 @@ use npu_sys::sys::{
 };
 use npu_sys::{LoadError, Status};
 
-use super::npu::{Device, Memory, address};
+use super::npu::{Device, Memory};
 use super::result::Tables;
+use crate::backend::device::pointer;
 use crate::device::DeviceStream;
 use crate::{DType, Error, Result};
 
@@ -104,7 +105,7 @@ impl<'a> Tensor<'a> {
                 AclFormat::ND,
                 storage.as_ptr(),
                 1,
-                address(base),
+                pointer(base),
             )
         }?;
         Ok(Self { nnop, raw })

@@ -24,7 +24,7 @@ use npu_sys::sys::{
 use parking_lot::Mutex;
 
 use super::result::{Libraries, Tables};
-use crate::backend::device;
+use crate::backend::device::{self, pointer};
 use crate::device::{DeviceBuf, DeviceStream, Mark};
 use crate::{Error, Result};
 
@@ -210,7 +210,7 @@ impl device::Device for Device {
             return Ok(());
         }
         let (to, from, stream) =
-            (address(to.address()), address(from.address()), AclrtStream(stream.as_raw()));
+            (pointer(to.address()), pointer(from.address()), AclrtStream(stream.as_raw()));
         let (acl, kind) = (&self.tables.acl, AclrtMemcpyKind::DEVICE_TO_DEVICE);
         // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both are of so many bytes, by the caller's promise.
         self.check(unsafe { acl.aclrtMemcpyAsync(to, bytes, from, bytes, kind, stream) })
@@ -221,7 +221,7 @@ impl device::Device for Device {
         if bytes == 0 {
             return Ok(());
         }
-        let (to, from, acl) = (address(to.address()), from.as_ptr().cast(), &self.tables.acl);
+        let (to, from, acl) = (pointer(to.address()), from.as_ptr().cast(), &self.tables.acl);
         // SAFETY: acl_rt.h, `aclrtMemcpy`: both are of so many bytes; it is over when it returns.
         self.check(unsafe { acl.aclrtMemcpy(to, bytes, from, bytes, kind) })
     }
@@ -231,7 +231,7 @@ impl device::Device for Device {
         if bytes == 0 {
             return Ok(());
         }
-        let (to, from, acl) = (to.as_mut_ptr().cast(), address(from.address()), &self.tables.acl);
+        let (to, from, acl) = (to.as_mut_ptr().cast(), pointer(from.address()), &self.tables.acl);
         // SAFETY: acl_rt.h, `aclrtMemcpy`: as above.
         self.check(unsafe { acl.aclrtMemcpy(to, bytes, from, bytes, kind) })
     }
@@ -241,7 +241,7 @@ impl device::Device for Device {
         if bytes == 0 {
             return Ok(());
         }
-        let (at, stream) = (address(buf.address()), AclrtStream(stream.as_raw()));
+        let (at, stream) = (pointer(buf.address()), AclrtStream(stream.as_raw()));
         // SAFETY: acl_rt.h, `aclrtMemsetAsync`: of so many bytes, by the caller's promise.
         self.check(unsafe { self.tables.acl.aclrtMemsetAsync(at, bytes, 0, bytes, stream) })
     }
@@ -371,9 +371,4 @@ impl Drop for Memory {
         // have come past. Nobody hears of a failure.
         drop(unsafe { self.device.tables.acl.aclrtFree(self.address()) });
     }
-}
-
-/// An address of the device.
-pub(super) fn address(address: u64) -> *mut c_void {
-    ptr::with_exposed_provenance_mut(address as usize)
 }

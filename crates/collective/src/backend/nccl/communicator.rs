@@ -25,7 +25,7 @@ use super::result::lacks;
 use super::sys::{
     Comm, Config, DataType, NO_COLOR, NcclApi, NcclResult, RedOp, SCALAR_HOST, UniqueId,
 };
-use crate::backend::device::{self, Doubt};
+use crate::backend::device::{self, pointer};
 use crate::device::{DeviceBuf, DeviceStep, DeviceStream};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
@@ -190,18 +190,18 @@ impl Communicator {
         let (result, during) = match *step {
             DeviceStep::Send { peer, buf } => {
                 let (at, data_type, peer) =
-                    (address(buf.address()), data_type(buf.dtype()), narrow(peer)?);
+                    (pointer(buf.address()), data_type(buf.dtype()), narrow(peer)?);
                 // SAFETY: not ended, nobody else in a call, the memory and stream are as promised.
                 (unsafe { (api.send)(at, buf.count(), data_type, peer, comm, stream) }, "ncclSend")
             }
             DeviceStep::Receive { peer, buf } => {
                 let (at, data_type, peer) =
-                    (address(buf.address()), data_type(buf.dtype()), narrow(peer)?);
+                    (pointer(buf.address()), data_type(buf.dtype()), narrow(peer)?);
                 // SAFETY: likewise.
                 (unsafe { (api.recv)(at, buf.count(), data_type, peer, comm, stream) }, "ncclRecv")
             }
             DeviceStep::Run { op, input, output } => {
-                let (from, to) = (address(input).cast_const(), address(output));
+                let (from, to) = (pointer(input).cast_const(), pointer(output));
                 let (count, of) = (op.count, data_type(op.dtype));
                 let by = op.op.map(|reduce| red_op(op.dtype, reduce, operators)).transpose()?;
                 let by = by.unwrap_or(RedOp::SUM);
@@ -406,7 +406,7 @@ impl device::Communicator for Communicator {
         let mut handle = std::ptr::null_mut();
         // SAFETY: not ended, nobody else in a call; the memory is as promised; writes one handle.
         let result =
-            unsafe { register(self.raw, address(buf.address()), buf.bytes(), &raw mut handle) };
+            unsafe { register(self.raw, pointer(buf.address()), buf.bytes(), &raw mut handle) };
         self.api.check(result, "ncclCommRegister")?;
         Ok(Box::new(Registered { communicator: Arc::clone(self), deregister, handle }))
     }
@@ -420,10 +420,6 @@ impl device::Communicator for Communicator {
     fn is_remote(error: &Error) -> bool {
         // ncclSystemError, ncclInternalError, ncclRemoteError.
         matches!(error, Error::Backend { code: 2 | 3 | 6, backend: "nccl", .. })
-    }
-
-    fn doubt(_error: &Error) -> Doubt {
-        Doubt::None
     }
 }
 
@@ -481,7 +477,7 @@ impl Drop for Memory {
         let _entered = self.device.enter();
         // SAFETY: allocated by the same library, freed once; whoever got a view of it promised not
         // to drop this while that is in use.
-        unsafe { self.api.mem_free(address(self.address)) };
+        unsafe { self.api.mem_free(pointer(self.address)) };
     }
 }
 
@@ -522,10 +518,6 @@ fn scalar(dtype: DType, factor: f64) -> [u64; 1] {
         _ => factor.to_bits(),
     }
     .to_le()]
-}
-
-fn address(address: u64) -> *mut c_void {
-    std::ptr::with_exposed_provenance_mut(address as usize)
 }
 
 /// A rank or a number of ranks as C has it.

@@ -21,11 +21,10 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::Config as Settings;
 use super::cuda::Device;
-use super::result::lacks;
 use super::sys::{
     Comm, Config, DataType, NO_COLOR, NcclApi, NcclResult, RedOp, SCALAR_HOST, UniqueId,
 };
-use crate::backend::device::{self, pointer};
+use crate::backend::device::{self, Device as _, pointer};
 use crate::device::{DeviceBuf, DeviceStep, DeviceStream};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
@@ -66,28 +65,29 @@ impl Communicator {
         let entered = device.enter()?;
         let (rank, world, count) = (narrow(rank)?, narrow(world)?, narrow(ids.len())?);
         let mut raw = std::ptr::null_mut();
-        let during;
-        let result = match (ids, api.init_scalable) {
-            ([id], _) => {
-                during = "ncclCommInitRankConfig";
+        let (called, during) = match ids {
+            [id] => {
                 // SAFETY: writes one handle; the configuration is one of the header's, and the
                 // device is current.
-                unsafe { (api.init_rank)(&raw mut raw, world, *id, rank, config) }
+                let called =
+                    unsafe { api.ncclCommInitRankConfig(&raw mut raw, world, *id, rank, config) };
+                (called, "ncclCommInitRankConfig")
             }
-            (ids, Some(init)) => {
-                during = "ncclCommInitRankScalable";
+            ids => {
+                let (made, ids) = (&raw mut raw, ids.as_mut_ptr());
                 // SAFETY: as above; reads `count` ids.
-                unsafe { init(&raw mut raw, world, rank, count, ids.as_mut_ptr(), config) }
+                let called =
+                    unsafe { api.ncclCommInitRankScalable(made, world, rank, count, ids, config) };
+                (called, "ncclCommInitRankScalable")
             }
-            (_, None) => return Err(lacks("ncclCommInitRankScalable", "2.23")),
         };
         drop(entered);
         if raw.is_null() {
-            api.check(result, during)?;
+            called?;
             return Err(nothing(during));
         }
         let made = Self::new(api, raw, device, settings.clone());
-        api.check(result, during).map(|()| made)
+        called.map(|()| made)
     }
 
     fn new(api: NcclApi, raw: Comm, device: Arc<Device>, settings: Settings) -> Self {
@@ -120,8 +120,7 @@ impl Communicator {
     fn state(&self) -> Result<bool> {
         let mut state = NcclResult::SUCCESS;
         // SAFETY: it has not been ended, and nobody else is in a call; writes one status.
-        let result = unsafe { (self.api.async_error)(self.raw, &raw mut state) };
-        self.api.check(result, "ncclCommGetAsyncError")?;
+        unsafe { self.api.ncclCommGetAsyncError(self.raw, &raw mut state) }?;
         self.api.check(state, "ncclCommGetAsyncError")?;
         Ok(state == NcclResult::SUCCESS)
     }
@@ -141,9 +140,8 @@ impl Communicator {
             _ => Ok(()),
         });
         // SAFETY: opens a group of this thread, which is closed below.
-        let result = made.map(|()| unsafe { (self.api.group_start)() });
-        let result = result.and_then(|result| self.api.check(result, "ncclGroupStart"));
-        if let Err(error) = result {
+        let opened = made.and_then(|()| unsafe { self.api.ncclGroupStart() });
+        if let Err(error) = opened {
             self.give_back_within(operators);
             return Err(error);
         }
@@ -152,8 +150,7 @@ impl Communicator {
             unsafe { self.issue(step, stream, &operators) }
         });
         // SAFETY: closes the group that was opened above, also after a failure.
-        let result = unsafe { (self.api.group_end)() };
-        let closed = self.api.check(result, "ncclGroupEnd");
+        let closed = unsafe { self.api.ncclGroupEnd() };
         issued.and(closed).map(|()| operators)
     }
 
@@ -169,10 +166,9 @@ impl Communicator {
         let from = scalar.as_mut_ptr().cast::<c_void>();
         // SAFETY: not ended, nobody else in a call; reads a scalar of the type, in its first bytes,
         // before it returns, and writes one operator.
-        let result = unsafe {
-            (self.api.pre_mul_sum)(&raw mut made, from, data_type, SCALAR_HOST, self.raw)
-        };
-        self.api.check(result, "ncclRedOpCreatePreMulSum")?;
+        unsafe {
+            self.api.ncclRedOpCreatePreMulSum(&raw mut made, from, data_type, SCALAR_HOST, self.raw)
+        }?;
         operators.0.push((op.dtype, reduce, made));
         Ok(())
     }
@@ -187,18 +183,18 @@ impl Communicator {
         operators: &Operators,
     ) -> Result<()> {
         let (comm, stream, api) = (self.raw, stream.as_raw(), &self.api);
-        let (result, during) = match *step {
+        match *step {
             DeviceStep::Send { peer, buf } => {
-                let (at, data_type, peer) =
+                let (from, of, to) =
                     (pointer(buf.address()), data_type(buf.dtype()), narrow(peer)?);
                 // SAFETY: not ended, nobody else in a call, the memory and stream are as promised.
-                (unsafe { (api.send)(at, buf.count(), data_type, peer, comm, stream) }, "ncclSend")
+                unsafe { api.ncclSend(from, buf.count(), of, to, comm, stream) }
             }
             DeviceStep::Receive { peer, buf } => {
-                let (at, data_type, peer) =
+                let (to, of, from) =
                     (pointer(buf.address()), data_type(buf.dtype()), narrow(peer)?);
                 // SAFETY: likewise.
-                (unsafe { (api.recv)(at, buf.count(), data_type, peer, comm, stream) }, "ncclRecv")
+                unsafe { api.ncclRecv(to, buf.count(), of, from, comm, stream) }
             }
             DeviceStep::Run { op, input, output } => {
                 let (from, to) = (pointer(input).cast_const(), pointer(output));
@@ -209,43 +205,31 @@ impl Communicator {
                 match op.verb {
                     Verb::AllReduce => {
                         // SAFETY: likewise; NCCL takes equal pointers for in place, here and below.
-                        let result =
-                            unsafe { (api.all_reduce)(from, to, count, of, by, comm, stream) };
-                        (result, "ncclAllReduce")
+                        unsafe { api.ncclAllReduce(from, to, count, of, by, comm, stream) }
                     }
                     Verb::Reduce => {
                         // SAFETY: likewise.
-                        let result =
-                            unsafe { (api.reduce)(from, to, count, of, by, root, comm, stream) };
-                        (result, "ncclReduce")
+                        unsafe { api.ncclReduce(from, to, count, of, by, root, comm, stream) }
                     }
                     Verb::Broadcast => {
                         // SAFETY: likewise.
-                        let result =
-                            unsafe { (api.broadcast)(from, to, count, of, root, comm, stream) };
-                        (result, "ncclBroadcast")
+                        unsafe { api.ncclBroadcast(from, to, count, of, root, comm, stream) }
                     }
                     Verb::AllGather => {
                         // SAFETY: likewise.
-                        (
-                            unsafe { (api.all_gather)(from, to, count, of, comm, stream) },
-                            "ncclAllGather",
-                        )
+                        unsafe { api.ncclAllGather(from, to, count, of, comm, stream) }
                     }
                     Verb::ReduceScatter => {
                         // SAFETY: likewise.
-                        let result =
-                            unsafe { (api.reduce_scatter)(from, to, count, of, by, comm, stream) };
-                        (result, "ncclReduceScatter")
+                        unsafe { api.ncclReduceScatter(from, to, count, of, by, comm, stream) }
                     }
                     verb => {
                         let what = format!("{verb} on device memory");
-                        return Err(Error::Unsupported { backend: "nccl", what });
+                        Err(Error::Unsupported { backend: "nccl", what })
                     }
                 }
             }
-        };
-        api.check(result, during)
+        }
     }
 
     /// Destroys the operators of a launch that is over.
@@ -261,13 +245,12 @@ impl Communicator {
         for (_, _, made) in operators.0 {
             // SAFETY: not ended, nobody else in a call; made for this communicator, destroyed once.
             // A failure leaves a few bytes of NCCL's behind.
-            let _ = unsafe { (self.api.red_op_destroy)(made, self.raw) };
+            let _ = unsafe { self.api.ncclRedOpDestroy(made, self.raw) };
         }
     }
 
     /// Begins a split, with a colour or none; in progress on both communicators.
     fn begin_split(&self, place: Option<(Rank, Rank)>) -> Result<Option<Self>> {
-        let split = self.api.split.ok_or_else(|| lacks("ncclCommSplit", "2.18"))?;
         let (color, key) = match place {
             Some((color, key)) => (narrow(color)?, narrow(key)?),
             None => (NO_COLOR, 0),
@@ -278,10 +261,11 @@ impl Communicator {
         let mut raw = std::ptr::null_mut();
         // SAFETY: not ended, nobody else in a call; writes one handle; the configuration is one of
         // the header's.
-        let result = unsafe { split(self.raw, color, key, &raw mut raw, &raw mut config) };
+        let called =
+            unsafe { self.api.ncclCommSplit(self.raw, color, key, &raw mut raw, &raw mut config) };
         let made = (!raw.is_null())
             .then(|| Self::new(self.api, raw, Arc::clone(&self.device), self.settings.clone()));
-        self.api.check(result, "ncclCommSplit")?;
+        called?;
         match place {
             Some(_) if made.is_none() => Err(nothing("ncclCommSplit")),
             _ => Ok(made),
@@ -298,8 +282,7 @@ impl Communicator {
         let _entered = self.device.enter();
         // SAFETY: ended by nobody else, nor ever again; either nobody is in a call, or in one that
         // hangs, beside which NCCL allows this.
-        let result = unsafe { (self.api.abort)(self.raw) };
-        Some(self.api.check(result, "ncclCommAbort"))
+        Some(unsafe { self.api.ncclCommAbort(self.raw) })
     }
 
     /// Whether the caller is the one who ends it.
@@ -376,8 +359,7 @@ impl device::Communicator for Communicator {
             let _guard = self.call()?;
             let _entered = self.device.enter()?;
             // SAFETY: not ended, nobody else in a call.
-            let result = unsafe { (self.api.finalize)(self.raw) };
-            self.api.check(result, "ncclCommFinalize")
+            unsafe { self.api.ncclCommFinalize(self.raw) }
         };
         let mut over = finalize().and_then(|()| self.ready());
         while matches!(over, Ok(false)) && Instant::now() < deadline {
@@ -395,24 +377,25 @@ impl device::Communicator for Communicator {
         let _entered = self.device.enter();
         // SAFETY: ended by nobody else, nor ever again; nobody is in a call; finalised, so that it
         // does not wait. Nobody hears of a failure.
-        let _ = unsafe { (self.api.destroy)(self.raw) };
+        let _ = unsafe { self.api.ncclCommDestroy(self.raw) };
     }
 
     unsafe fn register(self: &Arc<Self>, buf: DeviceBuf) -> Result<Box<dyn Any + Send + Sync>> {
-        let register = self.api.register.ok_or_else(|| lacks("ncclCommRegister", "2.19"))?;
-        let deregister = self.api.deregister.ok_or_else(|| lacks("ncclCommDeregister", "2.19"))?;
         let _guard = self.call()?;
         let _entered = self.device.enter()?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: not ended, nobody else in a call; the memory is as promised; writes one handle.
-        let result =
-            unsafe { register(self.raw, pointer(buf.address()), buf.bytes(), &raw mut handle) };
-        self.api.check(result, "ncclCommRegister")?;
-        Ok(Box::new(Registered { communicator: Arc::clone(self), deregister, handle }))
+        unsafe {
+            let memory = pointer(buf.address());
+            self.api.ncclCommRegister(self.raw, memory, buf.bytes(), &raw mut handle)
+        }?;
+        Ok(Box::new(Registered { communicator: Arc::clone(self), handle }))
     }
 
     fn alloc(&self, bytes: usize) -> Result<(u64, Box<dyn Any + Send + Sync>)> {
-        let memory = self.api.mem_alloc(bytes)?;
+        let mut memory = std::ptr::null_mut();
+        // SAFETY: writes one pointer; the device is current.
+        unsafe { self.api.ncclMemAlloc(&raw mut memory, bytes) }?;
         let address = memory.expose_provenance() as u64;
         Ok((address, Box::new(Memory { api: self.api, device: Arc::clone(&self.device), address })))
     }
@@ -444,7 +427,6 @@ impl Operators {
 #[derive(Debug)]
 struct Registered {
     communicator: Arc<Communicator>,
-    deregister: unsafe extern "C" fn(Comm, *mut c_void) -> NcclResult,
     handle: *mut c_void,
 }
 
@@ -460,7 +442,8 @@ impl Drop for Registered {
         let _entered = self.communicator.device.enter();
         // SAFETY: not ended, nobody else in a call; registered there, and deregistered once. A
         // failure leaves nothing to be done.
-        let _ = unsafe { (self.deregister)(self.communicator.raw, self.handle) };
+        let _ =
+            unsafe { self.communicator.api.ncclCommDeregister(self.communicator.raw, self.handle) };
     }
 }
 
@@ -476,8 +459,8 @@ impl Drop for Memory {
     fn drop(&mut self) {
         let _entered = self.device.enter();
         // SAFETY: allocated by the same library, freed once; whoever got a view of it promised not
-        // to drop this while that is in use.
-        unsafe { self.api.mem_free(pointer(self.address)) };
+        // to drop this while that is in use. A failure leaves nothing to be done.
+        let _ = unsafe { self.api.ncclMemFree(pointer(self.address)) };
     }
 }
 

@@ -41,8 +41,8 @@ pub(crate) fn join(
     let ordinal = device_of(joining, ("nccl", Transport::Nccl), asks)?;
     let own = Member {
         version: libraries.version(),
-        split: libraries.nccl.split.is_some(),
-        scalable: libraries.nccl.init_scalable.is_some(),
+        split: libraries.nccl.ncclCommSplit.is_some(),
+        scalable: libraries.nccl.ncclCommInitRankScalable.is_some(),
     };
     let members = tell_all(joining, "nccl", &own)?;
     check_versions(&members)?;

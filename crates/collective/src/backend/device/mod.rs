@@ -42,7 +42,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-pub(crate) use self::library::{Communicator, Device, Event, PossibleCause, pointer};
+#[cfg(feature = "hccl")]
+pub(crate) use self::library::PossibleCause;
+pub(crate) use self::library::{Communicator, Device, Event, pointer};
 use self::pending::{Flight, Pending};
 use self::progress::{List, Participants, ProgressReporter};
 pub(crate) use self::rendezvous::{Rendezvous, device_of, join};

@@ -57,7 +57,7 @@ pub(super) struct Progress {
 pub(super) struct List {
     pub(super) seq: u64,
     /// The number of calls, then the fingerprints of the first ones.
-    pub(super) words: [u64; List::WORDS],
+    pub(super) words: [u64; Self::WORDS],
 }
 
 impl List {

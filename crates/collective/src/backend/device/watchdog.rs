@@ -300,9 +300,9 @@ impl<C: Communicator> Watchdog<C> {
         let since = oldest.as_ref().and_then(|op| op.since());
         let waited = since.map_or(Duration::ZERO, |(since, _)| since.elapsed());
         let error = match trigger {
-            Trigger::HostFailed(error) => self.from_host(error, during, waited),
+            Trigger::HostFailed(error) => self.host_failure(error, during, waited),
             Trigger::DeviceFailed(error) => match self.host_error(&error) {
-                Some(host) => self.from_host(host, during, waited),
+                Some(host) => self.host_failure(host, during, waited),
                 None => match oldest.and_then(|op| self.explain(&error, &op)) {
                     Some((op, reason)) => self.announce(op, waited, reason),
                     None => {
@@ -382,7 +382,7 @@ impl<C: Communicator> Watchdog<C> {
     }
 
     /// A failure of the host's side as an error of `op`.
-    fn from_host(&self, error: Error, op: String, waited: Duration) -> Error {
+    fn host_failure(&self, error: Error, op: String, waited: Duration) -> Error {
         match error {
             Error::PeerDied { rank, pid, .. } => Error::PeerDied { op, rank, pid },
             Error::Timeout { missing, .. } => Error::Timeout { op, waited, missing },

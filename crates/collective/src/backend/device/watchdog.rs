@@ -212,7 +212,7 @@ impl<C: Communicator> Watchdog<C> {
         }
     }
 
-    /// Notes which operations have begun and ended, and looks for failures; asks the library only if told to.
+    /// Notes which operations have begun and ended, and looks for failures; polls the library only if `ask_library`.
     fn poll(&self, ask_library: bool) -> std::result::Result<(), Trigger<C>> {
         if let Some(error) = self.observed.lock().take() {
             return Err(Trigger::DeviceFailed(error));
@@ -337,7 +337,7 @@ impl<C: Communicator> Watchdog<C> {
         self.abort_ended.notify_all();
     }
 
-    /// The error for `op`, which the peers are told of.
+    /// The error for `op`, after telling the peers.
     fn announce(&self, op: String, waited: Duration, reason: FailureReason) -> Error {
         let names_ranks = matches!(reason, FailureReason::Missing(_) | FailureReason::Mismatch(..));
         let error = reason.clone().into_error(C::BACKEND, op, waited);

@@ -56,7 +56,7 @@ fn connect(
     let (name, config) = (joining.options.name.clone(), config.clone());
     let thread = std::thread::Builder::new().name("collective-init".into());
     let spawned = thread.spawn(move || {
-        // Nobody may be waiting any more; then it is destroyed here.
+        // The receiver may be gone; then the communicator is destroyed here.
         drop(made.send(Communicator::join(on, ranks, &root, &name, &config)));
     });
     spawned.map_err(|error| Error::io("starting the thread for HCCL's init", &error))?;

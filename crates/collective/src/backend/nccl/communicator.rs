@@ -1,4 +1,4 @@
-//! `ncclComm_t`, made safe: who may call when, and who ends it.
+//! `ncclComm_t` behind a safe interface: which calls are allowed when, and what ends it.
 //!
 //! Every communicator is non-blocking: a call returns at once, and the communicator may be *in
 //! progress* until [`ready`](Communicator::ready) says otherwise; till then it takes no other call.
@@ -28,9 +28,9 @@ use crate::backend::device::{self, Device as _, pointer};
 use crate::device::{DeviceBuf, DeviceStep, DeviceStream};
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
-/// How long an abort waits for a call under way; those of a non-blocking communicator are short.
+/// How long an abort waits for another thread's call; those of a non-blocking communicator are short.
 const CALL: Duration = Duration::from_secs(1);
-/// Between two looks at a communicator in progress.
+/// Time between two polls of a communicator in progress.
 const TICK: Duration = Duration::from_micros(200);
 
 /// One rank's end of a communicator.
@@ -95,7 +95,7 @@ impl Communicator {
         Self { api, raw, device, settings, calls, ended }
     }
 
-    /// The right to call, on a communicator that has not been ended.
+    /// Locks the communicator for a call; an error if it has been ended.
     fn call(&self) -> Result<MutexGuard<'_, ()>> {
         let guard = self.calls.lock();
         self.not_ended().map(|()| guard)
@@ -110,13 +110,13 @@ impl Communicator {
         Ok(())
     }
 
-    /// Whether the last call is over; its failure, or one that happened since.
+    /// Whether the last call is over; an error if it failed, or if the communicator has since.
     pub(super) fn ready(&self) -> Result<bool> {
         let _guard = self.call()?;
         self.state()
     }
 
-    /// [`ready`](Self::ready), for whoever has the right to call.
+    /// [`ready`](Self::ready), with the lock held.
     fn state(&self) -> Result<bool> {
         let mut state = NcclResult::SUCCESS;
         // SAFETY: it has not been ended, and nobody else is in a call; writes one status.
@@ -154,7 +154,7 @@ impl Communicator {
         issued.and(closed).map(|()| operators)
     }
 
-    /// Makes the operator that an operation needs, if NCCL has none and it has not been made.
+    /// Makes the reduction operator that an operation needs, unless NCCL has it or it has been made.
     fn prepare(&self, op: &OpDesc, operators: &mut Operators) -> Result<()> {
         let Some(reduce @ ReduceOp::PreMulSum(factor)) = op.op else { return Ok(()) };
         if operators.find(op.dtype, reduce).is_some() {
@@ -164,7 +164,7 @@ impl Communicator {
         let mut made = RedOp::SUM;
         let data_type = data_type(op.dtype);
         let from = scalar.as_mut_ptr().cast::<c_void>();
-        // SAFETY: not ended, nobody else in a call; reads a scalar of the type, in its first bytes,
+        // SAFETY: not ended, no other call is under way; reads a scalar of the type, in its first bytes,
         // before it returns, and writes one operator.
         unsafe {
             self.api.ncclRedOpCreatePreMulSum(&raw mut made, from, data_type, SCALAR_HOST, self.raw)
@@ -187,7 +187,7 @@ impl Communicator {
             DeviceStep::Send { peer, buf } => {
                 let (from, of, to) =
                     (pointer(buf.address()), data_type(buf.dtype()), narrow(peer)?);
-                // SAFETY: not ended, nobody else in a call, the memory and stream are as promised.
+                // SAFETY: not ended, no other call is under way, the memory and stream are as promised.
                 unsafe { api.ncclSend(from, buf.count(), of, to, comm, stream) }
             }
             DeviceStep::Receive { peer, buf } => {
@@ -243,7 +243,7 @@ impl Communicator {
 
     fn give_back_within(&self, operators: Operators) {
         for (_, _, made) in operators.0 {
-            // SAFETY: not ended, nobody else in a call; made for this communicator, destroyed once.
+            // SAFETY: not ended, no other call is under way; made for this communicator, destroyed once.
             // A failure leaves a few bytes of NCCL's behind.
             let _ = unsafe { self.api.ncclRedOpDestroy(made, self.raw) };
         }
@@ -259,7 +259,7 @@ impl Communicator {
         let _guard = self.call()?;
         let _entered = self.device.enter()?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: not ended, nobody else in a call; writes one handle; the configuration is one of
+        // SAFETY: not ended, no other call is under way; writes one handle; the configuration is one of
         // the header's.
         let called =
             unsafe { self.api.ncclCommSplit(self.raw, color, key, &raw mut raw, &raw mut config) };
@@ -272,7 +272,7 @@ impl Communicator {
         }
     }
 
-    /// Aborts; whether this call did, and what came of it.
+    /// Aborts. Returns `None` if the communicator had been ended before, else the result.
     fn end_now(&self) -> Option<Result<()>> {
         if !self.end() {
             return None;
@@ -280,12 +280,12 @@ impl Communicator {
         // A call that does not return must not keep the abort from ending it.
         let _guard = self.calls.try_lock_for(CALL);
         let _entered = self.device.enter();
-        // SAFETY: ended by nobody else, nor ever again; either nobody is in a call, or in one that
+        // SAFETY: ended by nobody else, nor ever again; either no call is under way, or in one that
         // hangs, beside which NCCL allows this.
         Some(unsafe { self.api.ncclCommAbort(self.raw) })
     }
 
-    /// Whether the caller is the one who ends it.
+    /// Marks it as ended; false if it was before.
     fn end(&self) -> bool {
         // AcqRel: pairs with `call`, which sees it before it calls anything.
         !self.ended.swap(true, Ordering::AcqRel)
@@ -358,7 +358,7 @@ impl device::Communicator for Communicator {
         let finalize = || {
             let _guard = self.call()?;
             let _entered = self.device.enter()?;
-            // SAFETY: not ended, nobody else in a call.
+            // SAFETY: not ended, no other call is under way.
             unsafe { self.api.ncclCommFinalize(self.raw) }
         };
         let mut over = finalize().and_then(|()| self.ready());
@@ -375,8 +375,8 @@ impl device::Communicator for Communicator {
             return;
         }
         let _entered = self.device.enter();
-        // SAFETY: ended by nobody else, nor ever again; nobody is in a call; finalised, so that it
-        // does not wait. Nobody hears of a failure.
+        // SAFETY: ended by nobody else, nor ever again; no call is under way; finalised, so that it
+        // does not wait. Errors are ignored.
         let _ = unsafe { self.api.ncclCommDestroy(self.raw) };
     }
 
@@ -384,7 +384,7 @@ impl device::Communicator for Communicator {
         let _guard = self.call()?;
         let _entered = self.device.enter()?;
         let mut handle = std::ptr::null_mut();
-        // SAFETY: not ended, nobody else in a call; the memory is as promised; writes one handle.
+        // SAFETY: not ended, no other call is under way; the memory is as promised; writes one handle.
         unsafe {
             let memory = pointer(buf.address());
             self.api.ncclCommRegister(self.raw, memory, buf.bytes(), &raw mut handle)
@@ -440,8 +440,8 @@ impl Drop for Registered {
         // With the communicator the registration has ended too.
         let Ok(_guard) = self.communicator.call() else { return };
         let _entered = self.communicator.device.enter();
-        // SAFETY: not ended, nobody else in a call; registered there, and deregistered once. A
-        // failure leaves nothing to be done.
+        // SAFETY: not ended, no other call is under way; registered there, and deregistered once.
+        // Errors are ignored.
         let _ =
             unsafe { self.communicator.api.ncclCommDeregister(self.communicator.raw, self.handle) };
     }
@@ -459,7 +459,7 @@ impl Drop for Memory {
     fn drop(&mut self) {
         let _entered = self.device.enter();
         // SAFETY: allocated by the same library, freed once; whoever got a view of it promised not
-        // to drop this while that is in use. A failure leaves nothing to be done.
+        // to drop this while that is in use. Errors are ignored.
         let _ = unsafe { self.api.ncclMemFree(pointer(self.address)) };
     }
 }
@@ -476,7 +476,7 @@ fn red_op(dtype: DType, reduce: ReduceOp, operators: &Operators) -> Result<RedOp
     })
 }
 
-/// The type as NCCL has it; types that it lacks, or has only of late, are moved as another of their size.
+/// The type as NCCL has it; types that older versions lack are moved as another of the same size.
 fn data_type(dtype: DType) -> DataType {
     DataType(match dtype {
         DType::I8 => 0,
@@ -509,7 +509,7 @@ fn narrow(number: usize) -> Result<c_int> {
     c_int::try_from(number).map_err(too_many)
 }
 
-/// NCCL said that all is well and made nothing.
+/// NCCL reported success without a communicator.
 fn nothing(during: &str) -> Error {
     let (name, text) = ("ncclSuccess".into(), "there is no communicator".into());
     Error::Backend { backend: "nccl", during: during.into(), name, code: 0, text }

@@ -1,7 +1,7 @@
 //! What is needed of CUDA's driver: a device's primary context, events, a stream, copies.
 //!
 //! The primary context is the one that everybody in the process shares who uses CUDA's runtime, NCCL
-//! among them. A [`Device`] keeps it alive; whoever calls CUDA or NCCL [enters](device::Device::enter) it for
+//! among them. A [`Device`] keeps it alive; every caller of CUDA or NCCL [enters](device::Device::enter) it for
 //! the time of the call, so that a caller's thread is left as it was.
 
 #![expect(unsafe_code, reason = "calls C")]
@@ -82,7 +82,7 @@ impl device::Device for Device {
 
     fn check_stream(&self, stream: DeviceStream) -> Result<()> {
         let mut status = 0;
-        // SAFETY: the stream lives, as whoever made the value promised; writes one enumerator.
+        // SAFETY: the stream lives, as `DeviceStream::from_raw` requires; writes one enumerator.
         unsafe { self.api.cuStreamIsCapturing(stream.as_raw(), &raw mut status) }?;
         if status != 0 {
             let what = "a stream that is being captured into a graph".into();
@@ -152,7 +152,7 @@ impl Drop for OwnStream {
 impl Drop for Device {
     fn drop(&mut self) {
         for Raw(event) in self.events.get_mut().drain(..) {
-            // SAFETY: an event of this device that nobody uses any more. Nobody hears of a failure.
+            // SAFETY: an event of this device that is no longer used. Errors are ignored.
             let _ = unsafe { self.api.cuEventDestroy_v2(event) };
         }
         // SAFETY: retained once in `open`.
@@ -182,7 +182,7 @@ pub(crate) struct Event {
 
 impl device::Event for Event {
     fn record(&self, stream: DeviceStream) -> Result<()> {
-        // SAFETY: the event is of this device; the stream lives, as whoever made the value promised.
+        // SAFETY: the event is of this device; the stream lives, as `DeviceStream::from_raw` requires.
         unsafe { self.device.api.cuEventRecord(self.raw.0, stream.as_raw()) }
     }
 }
@@ -213,7 +213,7 @@ impl Drop for Event {
             return;
         }
         drop(events);
-        // SAFETY: an event of this device, used by nobody else; one that a stream has yet to reach is
+        // SAFETY: an event of this device, used by nothing else; one that a stream has yet to reach is
         // freed by the driver then.
         let _ = unsafe { self.device.api.cuEventDestroy_v2(self.raw.0) };
     }
